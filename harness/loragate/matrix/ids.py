@@ -1,0 +1,37 @@
+"""The one id function and the one seed function. Pure; both are pinned by literal tests."""
+
+from __future__ import annotations
+
+import hashlib
+
+from loragate.matrix.case import Case
+
+
+def case_id(case: Case) -> str:
+    """Stable, readable, unique: the site, then sorted `axis-value` pairs joined by dots."""
+    axes = {
+        "dtype": case.dtype.value,
+        "exec": case.execution.value,
+        "in": str(case.in_features),
+        "layout": case.layout.value,
+        "mix": case.mix.value,
+        "rank": str(case.rank),
+        "ranks": case.ranks.value,
+        "slices": "x".join(map(str, case.slices)),
+        "slots": str(case.slots),
+        "tokens": str(case.tokens),
+    }
+    if case.site == "lora_linear":
+        axes |= {"parallel": case.parallel.value, "tp": str(case.tp)}
+    return ".".join([case.site.value, *(f"{axis}-{axes[axis]}" for axis in sorted(axes))])
+
+
+def run_id(subject: str, case: Case) -> str:
+    """Id of one case of one subject, as pytest and `loragate replay` know it."""
+    return f"{subject}.{case_id(case)}"
+
+
+def seed_of(case: Case, attempt: int) -> int:
+    """63-bit seed of an attempt. Every subject sees the same data for a case."""
+    text = f"{case_id(case)}#{attempt}".encode()
+    return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big") >> 1
