@@ -1,0 +1,274 @@
+"""Host side of the dense delta: validation, launch, and the custom operator.
+
+`dense_delta` is one opaque operator that only gets tensors and the slice widths. A layer's
+name or the number of active adapters can therefore not become a constant of a traced graph
+(vllm #34119, #38152).
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from lorakernels.dense.kernels import lora_expand_kernel, lora_shrink_kernel
+from lorakernels.dense.plan import (
+    DenseShape,
+    ExpandPlan,
+    ShrinkPlan,
+    bridge_rows,
+    plan_expand,
+    plan_shrink,
+    tile_programs,
+)
+from lorakernels.dense.weights import SlotWeights
+from lorakernels.metadata import BatchMetadata
+
+
+class DenseWorkspace:
+    """The bridge between shrink and expand: fp32, allocated once, shared by layers that run
+    one after the other. `ranks` is the largest slices * rank of those layers."""
+
+    def __init__(self, *, max_tokens: int, ranks: int, device: torch.device | str) -> None:
+        if max_tokens < 1:
+            raise ValueError(f"max_tokens must be at least 1 (got {max_tokens})")
+        if ranks < 1:
+            raise ValueError(f"ranks must be at least 1 (got {ranks})")
+        size = bridge_rows(max_tokens) * ranks
+        self.bridge = torch.empty(size, dtype=torch.float32, device=device)
+
+
+def dense_delta(
+    x: Tensor,
+    weights: SlotWeights,
+    metadata: BatchMetadata,
+    workspace: DenseWorkspace,
+    out: Tensor,
+) -> None:
+    """out[row] += scale * (x[row] @ A[slot].T) @ B[slot].T for each row with a slot, in place.
+
+    x [rows, in_features] and out [rows, out_features] of the weights' dtype, any strides.
+    Rows of slot -1 are neither read nor written. Deterministic. Raises ValueError.
+    """
+    _check_rows(x, metadata)
+    torch.ops.lorakernels.dense_delta(
+        x,
+        weights.a,
+        weights.b,
+        weights.ranks,
+        weights.scales,
+        list(weights.slice_widths),
+        metadata.tiles,
+        metadata.num_tiles,
+        metadata.rows,
+        workspace.bridge,
+        out,
+    )
+
+
+def lora_shrink(x: Tensor, weights: SlotWeights, metadata: BatchMetadata, bridge: Tensor) -> None:
+    """bridge[:, i] = planes whose sum is x[metadata.rows[i]] @ A[slot].T, unscaled.
+
+    bridge: contiguous fp32 [planes, rows, slices * rank] as `bridge_shape` gives it. Only live
+    ranks of rows with a slot are written. Raises ValueError.
+    """
+    _check_rows(x, metadata)
+    _check_input(x, weights.a)
+    shape = _shape(x, weights.a, weights.slice_widths)
+    _check_bridge(bridge, shape)
+    _shrink(x, weights.a, weights.ranks, shape, _tables(metadata), bridge, pdl=False)
+
+
+def lora_expand(
+    bridge: Tensor, weights: SlotWeights, metadata: BatchMetadata, out: Tensor
+) -> None:
+    """out[metadata.rows[i]] += scale * bridge[:, i].sum(0) @ B[slot].T, in place.
+
+    bridge as `lora_shrink` left it for a batch of as many rows. Raises ValueError.
+    """
+    _check_rows(out, metadata)
+    _check_output(out, weights.b)
+    shape = _shape(out, weights.a, weights.slice_widths)
+    _check_bridge(bridge, shape)
+    factors = (weights.b, weights.ranks, weights.scales)
+    _expand(bridge, factors, shape, _tables(metadata), out, pdl=False)
+
+
+def bridge_shape(num_rows: int, weights: SlotWeights) -> tuple[int, int, int]:
+    """[planes, rows, slices * rank] of the bridge for a batch."""
+    shape = DenseShape(
+        num_rows,
+        weights.in_features,
+        weights.slice_widths,
+        weights.rank,
+        weights.a.element_size(),
+    )
+    return (plan_shrink(shape).planes, num_rows, shape.ranks_of_all_slices)
+
+
+@torch.library.custom_op("lorakernels::dense_delta", mutates_args=("bridge", "out"))
+def _dense_delta(
+    x: Tensor,
+    a: Tensor,
+    b: Tensor,
+    ranks: Tensor,
+    scales: Tensor,
+    slice_widths: list[int],
+    tiles: Tensor,
+    num_tiles: Tensor,
+    rows: Tensor,
+    bridge: Tensor,
+    out: Tensor,
+) -> None:
+    _check_input(x, a)
+    _check_output(out, b)
+    if out.shape[0] != x.shape[0]:
+        raise ValueError(f"out must have {x.shape[0]} rows like x (got {out.shape[0]})")
+    if x.shape[0] == 0:
+        return
+    if out.data_ptr() == x.data_ptr():
+        raise ValueError("out must not be the same memory as x")
+    shape = _shape(x, a, tuple(slice_widths))
+    planes = plan_shrink(shape).planes
+    size = planes * shape.num_rows * shape.ranks_of_all_slices
+    if bridge.numel() < size:
+        raise ValueError(f"workspace must hold {size} values of bridge (got {bridge.numel()})")
+    view = bridge[:size].view(planes, shape.num_rows, shape.ranks_of_all_slices)
+    pdl = _supports_pdl(x.device)
+    tables = (tiles, num_tiles, rows)
+    _shrink(x, a, ranks, shape, tables, view, pdl=pdl)
+    _expand(view, (b, ranks, scales), shape, tables, out, pdl=pdl)
+
+
+def _shrink(
+    x: Tensor,
+    a: Tensor,
+    ranks: Tensor,
+    shape: DenseShape,
+    tables: tuple[Tensor, Tensor, Tensor],
+    bridge: Tensor,
+    *,
+    pdl: bool,
+) -> None:
+    if shape.num_rows == 0:
+        return
+    plan: ShrinkPlan = plan_shrink(shape)
+    total = shape.ranks_of_all_slices
+    grid = (tile_programs(shape.num_rows), plan.planes, -(-total // plan.block_n))
+    lora_shrink_kernel[grid](
+        x,
+        a,
+        ranks,
+        *tables,
+        bridge,
+        x.stride(0),
+        x.stride(1),
+        bridge.stride(0),
+        shape.in_features,
+        R=shape.rank,
+        SR=total,
+        PLANES=plan.planes,
+        BLOCK_M=plan.block_m,
+        BLOCK_N=plan.block_n,
+        BLOCK_K=plan.block_k,
+        IEEE=a.dtype == torch.float32,
+        PDL=pdl,
+        num_warps=plan.num_warps,
+        num_stages=plan.num_stages,
+        **_launch_options(pdl),
+    )
+
+
+def _expand(
+    bridge: Tensor,
+    factors: tuple[Tensor, Tensor, Tensor],
+    shape: DenseShape,
+    tables: tuple[Tensor, Tensor, Tensor],
+    out: Tensor,
+    *,
+    pdl: bool,
+) -> None:
+    if shape.num_rows == 0:
+        return
+    plan: ExpandPlan = plan_expand(shape)
+    column_blocks = sum(-(-width // plan.block_n) for width in shape.slice_widths)
+    lora_expand_kernel[(tile_programs(shape.num_rows), column_blocks)](
+        bridge,
+        *factors,
+        *tables,
+        out,
+        out.stride(0),
+        out.stride(1),
+        bridge.stride(0),
+        WIDTHS=shape.slice_widths,
+        OUT_FEATURES=sum(shape.slice_widths),
+        R=shape.rank,
+        PLANES=bridge.shape[0],
+        BLOCK_M=plan.block_m,
+        BLOCK_N=plan.block_n,
+        BLOCK_R=plan.block_r,
+        IEEE=out.dtype == torch.float32,
+        PDL=pdl,
+        num_warps=plan.num_warps,
+        num_stages=plan.num_stages,
+        **_launch_options(pdl),
+    )
+
+
+def _launch_options(pdl: bool) -> dict[str, bool]:
+    # the interpreter does not know the option
+    return {"launch_pdl": True} if pdl else {}
+
+
+@cache
+def _supports_pdl(device: torch.device) -> bool:
+    """Programmatic dependent launch: the expand starts while the shrink still runs. Safe in
+    `dense_delta` alone, where nothing can come between the two launches (vllm #31777)."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
+
+
+def _tables(metadata: BatchMetadata) -> tuple[Tensor, Tensor, Tensor]:
+    return (metadata.tiles, metadata.num_tiles, metadata.rows)
+
+
+def _shape(x: Tensor, a: Tensor, slice_widths: tuple[int, ...]) -> DenseShape:
+    return DenseShape(x.shape[0], a.shape[3], slice_widths, a.shape[2], a.element_size())
+
+
+def _check_rows(x: Tensor, metadata: BatchMetadata) -> None:
+    if x.dim() != 2:
+        raise ValueError(f"x and out must have two dimensions (got shape {list(x.shape)})")
+    if x.shape[0] != metadata.num_rows:
+        raise ValueError(
+            f"x and out must have {metadata.num_rows} rows, as the metadata was prepared for "
+            f"(got {x.shape[0]})"
+        )
+
+
+def _check_input(x: Tensor, a: Tensor) -> None:
+    if x.shape[1] != a.shape[3]:
+        raise ValueError(f"x must have {a.shape[3]} columns (got {x.shape[1]})")
+    _check_like("x", x, a)
+
+
+def _check_output(out: Tensor, b: Tensor) -> None:
+    if out.shape[1] != b.shape[1]:
+        raise ValueError(f"out must have {b.shape[1]} columns (got {out.shape[1]})")
+    _check_like("out", out, b)
+
+
+def _check_like(name: str, tensor: Tensor, weight: Tensor) -> None:
+    if tensor.dtype != weight.dtype:
+        raise ValueError(f"{name} must be {weight.dtype} like the weights (got {tensor.dtype})")
+    if tensor.device != weight.device:
+        raise ValueError(f"{name} must be on {weight.device} (got {tensor.device})")
+
+
+def _check_bridge(bridge: Tensor, shape: DenseShape) -> None:
+    wanted = (plan_shrink(shape).planes, shape.num_rows, shape.ranks_of_all_slices)
+    if bridge.shape != wanted or bridge.dtype != torch.float32 or not bridge.is_contiguous():
+        raise ValueError(
+            f"bridge must be contiguous float32 {list(wanted)} "
+            f"(got {bridge.dtype} {list(bridge.shape)})"
+        )
