@@ -37,7 +37,6 @@ def lora_shrink_kernel(
     K,
     R: tl.constexpr,
     SR: tl.constexpr,
-    PLANES: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -54,9 +53,10 @@ def lora_shrink_kernel(
     offs_m = tl.arange(0, BLOCK_M)
     offs_k = tl.arange(0, BLOCK_K)
     S: tl.constexpr = SR // R
-    steps = tl.cdiv(tl.cdiv(K, BLOCK_K), PLANES)
+    steps = tl.cdiv(tl.cdiv(K, BLOCK_K), tl.num_programs(1))
     k_begin = plane * steps * BLOCK_K
     k_end = tl.minimum(k_begin + steps * BLOCK_K, K)
+    inside_n = offs_n < SR
 
     num_tiles = tl.load(num_tiles_ptr)
     for tile in range(tl.program_id(0), num_tiles, tl.num_programs(0)):
@@ -64,7 +64,7 @@ def lora_shrink_kernel(
         first = tl.load(tiles_ptr + tile * 3 + 1)
         live_m = offs_m < tl.load(tiles_ptr + tile * 3 + 2)
         rows = tl.load(rows_ptr + first + offs_m, mask=live_m, other=0).to(tl.int64)
-        live_rank = tl.load(ranks_ptr + slot * S + offs_n // R, mask=offs_n < SR, other=0)
+        live_rank = tl.load(ranks_ptr + slot * S + offs_n // R, mask=inside_n, other=0)
         live_n = offs_n % R < live_rank
 
         if tl.max(live_n.to(tl.int32), axis=0) > 0:
@@ -76,7 +76,7 @@ def lora_shrink_kernel(
             a_ptrs = a_rows[None, :] + (k_begin + offs_k)[:, None]
             acc = tl.zeros([BLOCK_M, BLOCK_N], dtype=tl.float32)
             for k in range(k_begin, k_end, BLOCK_K):
-                live_k = offs_k < k_end - k
+                live_k = k + offs_k < K
                 x = tl.load(x_ptrs, mask=live_m[:, None] & live_k[None, :], other=0.0)
                 a = tl.load(a_ptrs, mask=live_n[None, :] & live_k[:, None], other=0.0)
                 acc = _dot(x, a, acc, IEEE)
@@ -84,11 +84,12 @@ def lora_shrink_kernel(
                 a_ptrs += BLOCK_K
             plane_ptr = bridge_ptr + plane.to(tl.int64) * stride_bridge_plane
             cells = plane_ptr + (first + offs_m).to(tl.int64)[:, None] * SR + offs_n[None, :]
-            tl.store(cells, acc, mask=live_m[:, None] & live_n[None, :])
+            # zeros for the dead ranks between live ones
+            tl.store(cells, acc, mask=live_m[:, None] & inside_n[None, :])
 
 
 @triton.jit
-def _locate_slice(block, WIDTHS: tl.constexpr, BLOCK_N: tl.constexpr):
+def _locate_slice(block, WIDTHS: tl.constexpr, BLOCK_N: tl.constexpr, ALIGN: tl.constexpr):
     """The slice that column block `block` belongs to, its first column there, the column where
     the slice starts in the output, and its width. Blocks never straddle slices."""
     slice_id = block * 0
@@ -105,7 +106,9 @@ def _locate_slice(block, WIDTHS: tl.constexpr, BLOCK_N: tl.constexpr):
         width = tl.where(here, WIDTHS[s], width)
         first_block += (WIDTHS[s] + BLOCK_N - 1) // BLOCK_N
         first_column += WIDTHS[s]
-    return slice_id, column, start, width
+    # the compiler cannot see through the selection, and would access two bytes at a time
+    column = tl.multiple_of(column, BLOCK_N)
+    return slice_id, column, tl.multiple_of(start, ALIGN), tl.multiple_of(width, ALIGN)
 
 
 @triton.jit
@@ -125,15 +128,20 @@ def lora_expand_kernel(
     OUT_FEATURES: tl.constexpr,
     R: tl.constexpr,
     PLANES: tl.constexpr,
+    WIDTH_ALIGN: tl.constexpr,
+    RANK_ALIGN: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_R: tl.constexpr,
     IEEE: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    # grid (tiles, column blocks)
+    # grid (column blocks, tiles): neighbours write neighbouring columns of the same rows.
+    # *_ALIGN: powers of two that divide every slice width and the rank of the buffers
     S: tl.constexpr = len(WIDTHS)
-    slice_id, column, start, width = _locate_slice(tl.program_id(1), WIDTHS, BLOCK_N)
+    slice_id, column, start, width = _locate_slice(
+        tl.program_id(0), WIDTHS, BLOCK_N, WIDTH_ALIGN
+    )
     offs_m = tl.arange(0, BLOCK_M)
     offs_n = column + tl.arange(0, BLOCK_N)
     offs_r = tl.arange(0, BLOCK_R)
@@ -141,35 +149,37 @@ def lora_expand_kernel(
     columns = (start + offs_n).to(tl.int64)
 
     num_tiles = tl.load(num_tiles_ptr)
-    first_tile = tl.program_id(0)
-    for tile in range(first_tile, num_tiles, tl.num_programs(0)):
+    for tile in range(tl.program_id(1), num_tiles, tl.num_programs(1)):
         slot = tl.load(tiles_ptr + tile * 3)
         first = tl.load(tiles_ptr + tile * 3 + 1)
         live_m = offs_m < tl.load(tiles_ptr + tile * 3 + 2)
         rows = tl.load(rows_ptr + first + offs_m, mask=live_m, other=0).to(tl.int64)
         rank = tl.load(ranks_ptr + slot * S + slice_id)
         scale = tl.load(scales_ptr + slot * S + slice_id)
+        # whole vectors are loaded; what lies past the live rank is cleared before it is used
+        loaded_rank = tl.cdiv(rank, RANK_ALIGN) * RANK_ALIGN
         # what does not depend on the shrink is fetched before the wait
         out_ptrs = out_ptr + rows[:, None] * stride_om + columns[None, :] * stride_on
         live_out = live_m[:, None] & live_n[None, :] & (rank > 0)
         previous = tl.load(out_ptrs, mask=live_out, other=0.0)
         b_rows = b_ptr + (slot.to(tl.int64) * OUT_FEATURES + columns) * R
         b_ptrs = b_rows[None, :] + offs_r[:, None]
-        b = tl.load(b_ptrs, mask=live_n[None, :] & (offs_r < rank)[:, None], other=0.0)
+        b = tl.load(b_ptrs, mask=live_n[None, :] & (offs_r < loaded_rank)[:, None], other=0.0)
         if PDL:
             gdc_wait()
 
         cells = (first + offs_m).to(tl.int64)[:, None] * (S * R) + slice_id * R + offs_r[None, :]
         acc = tl.zeros([BLOCK_M, BLOCK_N], dtype=tl.float32)
         for r in range(0, rank, BLOCK_R):
-            live_r = offs_r < rank - r
-            live_cells = live_m[:, None] & live_r[None, :]
+            loaded_r = r + offs_r < loaded_rank
+            live_cells = live_m[:, None] & loaded_r[None, :]
             h = tl.load(bridge_ptr + cells + r, mask=live_cells, other=0.0)
             for plane in tl.static_range(1, PLANES):
                 part = bridge_ptr + cells + r + tl.cast(stride_bridge_plane, tl.int64) * plane
                 h += tl.load(part, mask=live_cells, other=0.0)
             if r > 0:
-                b = tl.load(b_ptrs + r, mask=live_n[None, :] & live_r[:, None], other=0.0)
+                b = tl.load(b_ptrs + r, mask=live_n[None, :] & loaded_r[:, None], other=0.0)
+            b = tl.where((r + offs_r < rank)[:, None], b, 0.0)
             acc = _dot(h.to(b.dtype), b, acc, IEEE)
         # one rounding: base and delta are added in fp32
         tl.store(out_ptrs, (previous.to(tl.float32) + acc * scale).to(b.dtype), mask=live_out)

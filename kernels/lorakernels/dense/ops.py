@@ -7,6 +7,7 @@ name or the number of active adapters can therefore not become a constant of a t
 
 from __future__ import annotations
 
+import math
 from functools import cache
 
 import torch
@@ -168,7 +169,6 @@ def _shrink(
         shape.in_features,
         R=shape.rank,
         SR=total,
-        PLANES=plan.planes,
         BLOCK_M=plan.block_m,
         BLOCK_N=plan.block_n,
         BLOCK_K=plan.block_k,
@@ -193,7 +193,7 @@ def _expand(
         return
     plan: ExpandPlan = plan_expand(shape)
     column_blocks = sum(-(-width // plan.block_n) for width in shape.slice_widths)
-    lora_expand_kernel[(tile_programs(shape.num_rows), column_blocks)](
+    lora_expand_kernel[(column_blocks, tile_programs(shape.num_rows))](
         bridge,
         *factors,
         *tables,
@@ -205,6 +205,8 @@ def _expand(
         OUT_FEATURES=sum(shape.slice_widths),
         R=shape.rank,
         PLANES=bridge.shape[0],
+        WIDTH_ALIGN=_alignment(*shape.slice_widths),
+        RANK_ALIGN=_alignment(shape.rank),
         BLOCK_M=plan.block_m,
         BLOCK_N=plan.block_n,
         BLOCK_R=plan.block_r,
@@ -214,6 +216,11 @@ def _expand(
         num_stages=plan.num_stages,
         **_launch_options(pdl),
     )
+
+
+def _alignment(*sizes: int) -> int:
+    """The largest power of two up to 16 that divides all sizes."""
+    return math.gcd(16, *sizes)
 
 
 def _launch_options(pdl: bool) -> dict[str, bool]:
