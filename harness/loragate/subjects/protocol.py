@@ -9,7 +9,7 @@ from typing import Protocol
 from torch import Tensor
 
 from loragate.machine import Machine
-from loragate.matrix.case import Case, Dtype, Execution, Parallel, Site
+from loragate.matrix.case import Case, Dtype, Execution, Layout, Parallel, Site
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,12 +60,16 @@ class Capabilities:
     max_rank: int
     executions: frozenset[Execution]
     parallel: frozenset[Parallel] = frozenset({Parallel.REPLICATED})
+    layouts: frozenset[Layout] = frozenset(Layout)
     # the same input gives the same bits from run to run
     deterministic: bool = True
     # reads live ranks only; otherwise dead ranks must be zero
     skips_dead_ranks: bool = False
     # live ranks may differ between the slices of one slot, each with its own scale
     rank_per_slice: bool = False
+    # B holds scale * B, rounded once to the weights' dtype when an adapter is loaded; a
+    # comparison in that dtype must fold as well, or it blames the kernel for that rounding
+    folds_scale_into_weights: bool = False
 
 
 class Instance(Protocol):
@@ -105,6 +109,7 @@ def unsupported(case: Case, have: Capabilities) -> str | None:
         ("dtype", case.dtype, frozenset(have.dtypes)),
         ("execution", case.execution, frozenset(have.executions)),
         ("parallel", case.parallel, frozenset(have.parallel)),
+        ("layout", case.layout, frozenset(have.layouts)),
     )
     for axis, wanted, supported in wants:
         if wanted not in supported:
