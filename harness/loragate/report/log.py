@@ -11,6 +11,7 @@ import math
 import operator
 import os
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, fields, is_dataclass
 from enum import Enum, StrEnum
 from functools import cache
@@ -227,8 +228,10 @@ def _plain(value: object) -> object:
     if value is None or isinstance(value, (str, int)):
         return value
     # scalars of numpy and torch come as neither int nor float
-    if isinstance(value, SupportsIndex) and not isinstance(value, float):
-        return operator.index(value)
+    if isinstance(value, SupportsIndex):
+        # a torch scalar of floats offers __index__ and refuses it
+        with suppress(TypeError):
+            return operator.index(value)
     assert isinstance(value, SupportsFloat), f"{type(value).__name__} cannot be recorded"
     number = float(value)
     # json has no word for the non-finite

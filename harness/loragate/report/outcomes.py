@@ -1,0 +1,218 @@
+"""What became of every case, leg and kernel, from nothing but events. Pure; imports no torch.
+
+Invariants: the result does not depend on the order of the events, and no event can better a
+verdict that another event has worsened.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TypeVar
+
+from loragate.report.events import (
+    CaseFinished,
+    CaseStarted,
+    CompileResult,
+    Event,
+    Expected,
+    LegFinished,
+    LegStarted,
+    RunFinished,
+    RunStarted,
+)
+from loragate.verdict import Failure, Judgement, Verdict, worst
+
+_Item = TypeVar("_Item")
+
+# a case with one of these was judged; with any other it owes its result still
+JUDGED = frozenset({Verdict.PASS, Verdict.FAIL, Verdict.INCONCLUSIVE})
+
+# a case that was started and that nobody planned
+_NOBODY = Expected(leg="", subject="unplanned", site="", count=0)
+
+_HARMLESS = frozenset({Verdict.PASS, Verdict.SKIP})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CaseOutcome:
+    """One case of one subject over all its attempts; `shown` is the attempt that decided.
+
+    `shown` is None if no attempt came to its end.
+    """
+
+    run_id: str
+    subject: str
+    site: str
+    verdict: Verdict
+    failure: Failure | None = None
+    message: str = ""
+    attempts: int = 1
+    shown: CaseFinished | None = None
+    # the attempt that was started last, where `shown` is None
+    started: CaseStarted | None = None
+
+    @property
+    def judgements(self) -> tuple[Judgement, ...]:
+        return self.shown.judgements if self.shown else ()
+
+    @property
+    def evidence(self) -> tuple[Judgement, ...]:
+        """The judgements that speak against the case."""
+        return tuple(j for j in self.judgements if j.verdict not in _HARMLESS)
+
+    @property
+    def replay(self) -> str:
+        return self.shown.replay if self.shown else f"loragate replay {self.run_id}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LegOutcome:
+    name: str
+    verdict: Verdict
+    message: str = ""
+    finished: LegFinished | None = None
+
+
+def case_outcomes(events: Iterable[Event]) -> tuple[CaseOutcome, ...]:
+    """Outcomes of all cases that were started or finished, sorted by run id."""
+    events = tuple(events)
+    ends: dict[str, list[CaseFinished]] = defaultdict(list)
+    starts: dict[str, list[CaseStarted]] = defaultdict(list)
+    for event in events:
+        if isinstance(event, CaseFinished):
+            ends[event.run_id].append(event)
+        elif isinstance(event, CaseStarted):
+            starts[event.run_id].append(event)
+    owners = _owners(events)
+    legs = {leg.name: leg.verdict for leg in leg_outcomes(events)}
+    outcomes = []
+    for run_id in sorted(ends.keys() | starts.keys()):
+        owner = owners.get(run_id, _NOBODY)
+        leg = legs.get(owner.leg, Verdict.INFRA)
+        outcomes.append(_case(starts[run_id], ends[run_id], owner, leg))
+    return tuple(outcomes)
+
+
+def leg_outcomes(events: Iterable[Event]) -> tuple[LegOutcome, ...]:
+    """All planned legs in plan order, then those that nobody planned."""
+    events = tuple(events)
+    planned = [leg for event in events if isinstance(event, RunStarted) for leg in event.legs]
+    started = {event.name for event in events if isinstance(event, LegStarted)}
+    ended: dict[str, list[LegFinished]] = defaultdict(list)
+    for event in events:
+        if isinstance(event, LegFinished):
+            ended[event.name].append(event)
+    run_ended = any(isinstance(event, RunFinished) for event in events)
+    names = dict.fromkeys([*planned, *sorted(started | ended.keys())])
+    return tuple(_leg(name, ended[name], name in started, run_ended) for name in names)
+
+
+def compile_outcomes(events: Iterable[Event]) -> tuple[CompileResult, ...]:
+    """One result for every (subject, kernel, specialisation, arch), the worst one."""
+    groups: dict[tuple[str, ...], list[CompileResult]] = defaultdict(list)
+    for event in events:
+        if isinstance(event, CompileResult):
+            key = (event.subject, event.kernel, event.specialisation, event.arch)
+            groups[key].append(event)
+    return tuple(
+        _first_worst(sorted(groups[key], key=repr), lambda result: result.verdict)
+        for key in sorted(groups)
+    )
+
+
+def standing(case: CaseFinished) -> Verdict:
+    """The verdict of an attempt, never better than its own evidence."""
+    against = [j.verdict for j in case.judgements if j.verdict not in _HARMLESS]
+    verdict = worst([case.verdict, *against])
+    failed = case.failure or next((j.failure for j in case.judgements if j.failure), None)
+    if failed is not None and verdict is not Verdict.FAIL:
+        # too little memory or a lost device is no skip and no pass
+        return Verdict.INFRA
+    if verdict is Verdict.PASS and all(j.verdict is not Verdict.PASS for j in case.judgements):
+        return Verdict.INCONCLUSIVE
+    return verdict
+
+
+def _case(
+    starts: list[CaseStarted], ends: list[CaseFinished], owner: Expected, leg: Verdict
+) -> CaseOutcome:
+    over = {end.attempt for end in ends}
+    lost = [start for start in starts if start.attempt not in over]
+    outcomes = [_judged(ends)] if ends else []
+    if lost:
+        last = max(lost, key=lambda start: (start.attempt, start.worker))
+        outcomes.append(_crashed(last, owner, leg))
+    shown = _first_worst(outcomes, lambda outcome: outcome.verdict)
+    return replace(shown, attempts=len(over | {start.attempt for start in starts}))
+
+
+def _judged(ends: list[CaseFinished]) -> CaseOutcome:
+    shown = _first_worst(sorted(ends, key=lambda end: (end.attempt, repr(end))), standing)
+    verdict = standing(shown)
+    decisive = next((j for j in shown.judgements if j.verdict is verdict), None)
+    failure = shown.failure or (decisive.failure if decisive else None)
+    message = shown.message or (decisive.message if decisive else "")
+    if verdict is Verdict.INCONCLUSIVE and not message:
+        message = "no oracle passed a judgement"
+    return CaseOutcome(
+        run_id=shown.run_id,
+        subject=shown.subject,
+        site=shown.site,
+        verdict=verdict,
+        failure=failure,
+        message=message,
+        shown=shown,
+    )
+
+
+def _crashed(lost: CaseStarted, owner: Expected, leg: Verdict) -> CaseOutcome:
+    # where the leg went on without the worker, the case killed it; where the whole leg was
+    # lost, the case may have been a bystander
+    alone = leg is not Verdict.INFRA and leg is not Verdict.INCONCLUSIVE
+    what = "crashed" if alone else "was lost together with its leg"
+    return CaseOutcome(
+        run_id=lost.run_id,
+        subject=owner.subject,
+        site=owner.site,
+        verdict=Verdict.FAIL if alone else Verdict.INFRA,
+        failure=Failure.CRASH,
+        message=f"worker {lost.worker} {what} while it ran attempt {lost.attempt}",
+        started=lost,
+    )
+
+
+def _leg(name: str, ends: list[LegFinished], started: bool, run_ended: bool) -> LegOutcome:
+    if not ends:
+        # a leg that vanished from a run that went on is broken; a killed run proves nothing
+        verdict = Verdict.INFRA if started and run_ended else Verdict.INCONCLUSIVE
+        message = "started and never finished" if started else "did not run"
+        return LegOutcome(name=name, verdict=verdict, message=message)
+    end = _first_worst(sorted(ends, key=repr), _leg_standing)
+    verdict = _leg_standing(end)
+    message = end.message
+    if verdict is not end.verdict and not message:
+        message = f"exit code {end.exit_code} with verdict {end.verdict}"
+    return LegOutcome(name=name, verdict=verdict, message=message, finished=end)
+
+
+def _leg_standing(end: LegFinished) -> Verdict:
+    contradicts = end.exit_code != 0 and end.verdict in _HARMLESS
+    return Verdict.INFRA if contradicts else end.verdict
+
+
+def _owners(events: Iterable[Event]) -> Mapping[str, Expected]:
+    """What was expected of every planned run id."""
+    return {
+        run_id: expected
+        for event in events
+        if isinstance(event, RunStarted)
+        for expected in event.expected
+        for run_id in expected.run_ids
+    }
+
+
+def _first_worst(items: Sequence[_Item], verdict_of: Callable[[_Item], Verdict]) -> _Item:
+    bad = worst(verdict_of(item) for item in items)
+    return next(item for item in items if verdict_of(item) is bad)
