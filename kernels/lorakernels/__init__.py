@@ -1,0 +1,10 @@
+"""Multi-LoRA kernels: dense delta, adapters and layers. Knows nothing of the harness."""
+
+from __future__ import annotations
+
+import os
+
+if os.environ.get("TRITON_INTERPRET") == "1":
+    from lorakernels import interpreter
+
+    interpreter.repair()
