@@ -1,0 +1,221 @@
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+
+from loragate.machine import select_interpreter
+
+select_interpreter()
+
+import triton  # noqa: E402
+import triton.language as tl  # noqa: E402
+
+from lorakernels import interpreter  # noqa: E402
+
+pytestmark = pytest.mark.skipif(
+    os.environ.get("TRITON_INTERPRET") != "1", reason="this process runs compiled kernels"
+)
+
+N = 16
+# ties of either parity, a carry into the exponent, subnormals, overflow, and the non-finite
+TIES = [1.00390625, 1.01171875, 1.998, 0.999, -1.999]
+TINY = [1e-38, 1e-40, -1e-39, 9.2e-41, 7e-46]
+EDGE = [3.4e38, 0.0, -0.0, float("inf"), -float("inf"), float("nan")]
+HARD = torch.tensor([*TIES, *TINY, *EDGE])
+
+
+@triton.jit
+def _dot(x_ptr, y_ptr, out_ptr, N: tl.constexpr):
+    offs = tl.arange(0, N)
+    cells = offs[:, None] * N + offs[None, :]
+    tl.store(out_ptr + cells, tl.dot(tl.load(x_ptr + cells), tl.load(y_ptr + cells)))
+
+
+@triton.jit
+def _cast(x_ptr, out_ptr, N: tl.constexpr, VIA: tl.constexpr):
+    offs = tl.arange(0, N)
+    tl.store(out_ptr + offs, tl.load(x_ptr + offs).to(VIA).to(tl.bfloat16))
+
+
+@triton.jit
+def _round_to_zero(x_ptr, out_ptr, N: tl.constexpr):
+    offs = tl.arange(0, N)
+    x = tl.load(x_ptr + offs)
+    tl.store(out_ptr + offs, x.to(tl.bfloat16, fp_downcast_rounding="rtz"))
+
+
+@triton.jit
+def _add(x, y):
+    return x + y
+
+
+@triton.jit
+def _multiply(x, y):
+    return x * y
+
+
+@triton.jit
+def _subtract_and_double(x, y):
+    return (x - y) * 2.0
+
+
+@triton.jit
+def _negate(x, y):
+    return -x
+
+
+@triton.jit
+def _smaller(x, y):
+    return tl.where(x < y, x, y)
+
+
+@triton.jit
+def _maximum(x, y):
+    return tl.maximum(x, y)
+
+
+@triton.jit
+def _total(x, y):
+    return x * 0.0 + tl.sum(x, axis=0)
+
+
+@triton.jit
+def _running_total(x, y):
+    return tl.cumsum(x, axis=0)
+
+
+@triton.jit
+def _map(x_ptr, y_ptr, out_ptr, N: tl.constexpr, OP: tl.constexpr):
+    offs = tl.arange(0, N)
+    tl.store(out_ptr + offs, OP(tl.load(x_ptr + offs), tl.load(y_ptr + offs)))
+
+
+@triton.jit
+def _count(limit_ptr, out_ptr):
+    total = 0
+    for step in range(tl.program_id(0), tl.load(limit_ptr), tl.num_programs(0)):
+        total += step
+    tl.store(out_ptr, total)
+
+
+def _draw(*shape: int, seed: int) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).bfloat16()
+
+
+def _equal_bits(got: torch.Tensor, wanted: torch.Tensor) -> bool:
+    same = got.view(torch.int16) == wanted.view(torch.int16)
+    return bool((same | (got.isnan() & wanted.isnan())).all())
+
+
+def test_a_dot_of_bf16_operands_multiplies_values_instead_of_bit_patterns() -> None:
+    x, y, out = _draw(N, N, seed=0), _draw(N, N, seed=1), torch.empty(N, N)
+    _dot[(1,)](x, y, out, N)
+    torch.testing.assert_close(out, x.float() @ y.float(), rtol=1e-6, atol=1e-6)
+
+
+def test_a_dot_of_fp16_operands_is_what_it_was() -> None:
+    x, y, out = _draw(N, N, seed=0).half(), _draw(N, N, seed=1).half(), torch.empty(N, N)
+    _dot[(1,)](x, y, out, N)
+    torch.testing.assert_close(out, x.float() @ y.float(), rtol=1e-6, atol=1e-6)
+
+
+def test_a_cast_from_fp32_rounds_to_nearest_even_like_the_hardware() -> None:
+    out = torch.empty(N, dtype=torch.bfloat16)
+    for values in (HARD, torch.linspace(-3, 3, N)):
+        _cast[(1,)](values, out, N, tl.float32)
+        assert _equal_bits(out, values.bfloat16())
+
+
+def test_a_cast_that_asks_for_rounding_to_zero_gets_it() -> None:
+    out = torch.empty(N, dtype=torch.bfloat16)
+    _round_to_zero[(1,)](torch.full((N,), 1.999), out, N)
+    assert out.tolist() == [1.9921875] * N
+
+
+@pytest.mark.parametrize("source", [torch.int32, torch.float64, torch.float16])
+def test_a_cast_from_another_type_converts_the_number(source: torch.dtype) -> None:
+    values, out = torch.arange(-3, N - 3).to(source), torch.empty(N, dtype=torch.bfloat16)
+    via = {torch.int32: tl.int32, torch.float64: tl.float64, torch.float16: tl.float16}[source]
+    _cast[(1,)](values, out, N, via)
+    assert torch.equal(out, values.bfloat16())
+
+
+@pytest.mark.parametrize(
+    ("kernel", "wanted"),
+    [
+        (_add, lambda x, y: x + y),
+        (_multiply, lambda x, y: x * y),
+        (_subtract_and_double, lambda x, y: (x - y) * 2),
+        (_negate, lambda x, y: -x),
+        (_smaller, torch.minimum),
+        (_maximum, torch.maximum),
+        (_total, lambda x, y: x.float().sum().bfloat16().expand(N)),
+        (_running_total, lambda x, y: x.float().cumsum(0).bfloat16()),
+    ],
+    ids=lambda value: getattr(value, "__name__", "").strip("_"),
+)
+def test_arithmetic_on_bf16_equals_torch_bit_for_bit(kernel: object, wanted: object) -> None:
+    x, y, out = _draw(N, seed=0), _draw(N, seed=1), torch.empty(N, dtype=torch.bfloat16)
+    _map[(1,)](x, y, out, N, kernel)
+    assert torch.equal(out, wanted(x, y))  # type: ignore[operator]
+
+
+def test_a_loop_over_device_values_runs_with_every_numpy() -> None:
+    out = torch.zeros(1, dtype=torch.int32)
+    _count[(1,)](torch.tensor([5], dtype=torch.int32), out)
+    assert out.item() == 10
+
+
+def test_every_bf16_value_survives_decoding_and_encoding() -> None:
+    bits = np.arange(1 << 16, dtype=np.uint16)
+    values = interpreter.decode_bf16(bits)
+    back = interpreter.encode_bf16(values)
+    finite = ~np.isnan(values)
+    assert np.array_equal(back[finite], bits[finite])
+    assert np.isnan(interpreter.decode_bf16(back[~finite])).all()
+
+
+def test_a_second_repair_changes_nothing() -> None:
+    from triton.runtime.interpreter import InterpreterBuilder
+
+    before = dict(vars(InterpreterBuilder))
+    assert interpreter.repair()
+    assert dict(vars(InterpreterBuilder)) == before
+
+
+def test_check_accepts_the_repaired_interpreter() -> None:
+    interpreter.check()
+
+
+def test_check_refuses_an_interpreter_that_multiplies_bit_patterns(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(interpreter, "decode_bf16", lambda bits: bits.astype(np.float32))
+    with pytest.raises(RuntimeError, match=r"Triton 3.* multiplies bf16 wrongly"):
+        interpreter.check()
+
+
+def test_check_refuses_an_interpreter_that_cuts_off_instead_of_rounding(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    encode = interpreter.encode_bf16
+    monkeypatch.setattr(
+        interpreter, "encode_bf16", lambda values, **_: encode(values, to_nearest=False)
+    )
+    with pytest.raises(RuntimeError, match=r"Triton 3.* rounds to bf16 wrongly"):
+        interpreter.check()
+
+
+def test_without_the_switch_nothing_is_imported_and_nothing_repaired() -> None:
+    script = (
+        "import sys, lorakernels; assert 'triton' not in sys.modules\n"
+        "from lorakernels import interpreter; assert not interpreter.repair()\n"
+        "assert 'triton' not in sys.modules"
+    )
+    environment = {**os.environ, "TRITON_INTERPRET": "0"}
+    subprocess.run([sys.executable, "-c", script], env=environment, check=True, timeout=60)
