@@ -25,14 +25,21 @@ def tile_height(num_rows: int) -> int:
     return 32 if num_rows <= 1024 else 64
 
 
+def max_tiles(num_rows: int, num_slots: int, height: int) -> int:
+    """Most tiles a batch can need: each slot adds at most one that is not full."""
+    return num_rows // height + min(num_slots, num_rows)
+
+
 class BatchMetadata:
     """Device buffers, all int32:
 
     token_slots [max_tokens]: slot of each row, -1 for base rows, padding and unknown slots.
-    rows [max_tokens]: rows that use an adapter, grouped by slot, in ascending order within a
-        slot; -1 behind them.
-    tiles [max_tiles, 3]: (slot, first index into `rows`, count); slot -1 behind the last.
+    tile_slots [max_tiles]: slot of each tile, ascending; -1 behind the last.
+    tile_rows [max_tiles * height]: the rows of each tile, ascending within a slot; -1 where a
+        tile is not full and behind the last.
     num_tiles [1].
+
+    A tile's entries are found from its number alone, so a kernel loads all of them at once.
     """
 
     def __init__(self, *, max_tokens: int, max_slots: int, device: torch.device | str) -> None:
@@ -41,15 +48,14 @@ class BatchMetadata:
         if max_slots < 1:
             raise ValueError(f"max_slots must be at least 1 (got {max_slots})")
         self.max_tokens, self.max_slots = max_tokens, max_slots
-        # each slot adds at most one tile that is not full
-        max_tiles = triton.cdiv(max_tokens, MIN_TILE_ROWS) + min(max_slots, max_tokens)
 
-        def table(*shape: int) -> Tensor:
-            return torch.full(shape, -1, dtype=torch.int32, device=device)
+        def table(size: int) -> Tensor:
+            return torch.full((size,), -1, dtype=torch.int32, device=device)
 
         self.token_slots = table(max_tokens)
-        self.rows = table(max_tokens)
-        self.tiles = table(max_tiles, 3)
+        self.tile_slots = table(max_tiles(max_tokens, max_slots, MIN_TILE_ROWS))
+        tallest = tile_height(max_tokens)
+        self.tile_rows = table(max_tiles(max_tokens, max_slots, tallest) * tallest)
         self.num_tiles = torch.zeros(1, dtype=torch.int32, device=device)
         self.num_rows = 0
 
@@ -69,14 +75,15 @@ class BatchMetadata:
         _prepare_kernel[(self.max_slots,)](
             token_slots,
             self.token_slots,
-            self.rows,
-            self.tiles,
+            self.tile_slots,
+            self.tile_rows,
             self.num_tiles,
             num_live,
             self.max_tokens,
-            self.tiles.shape[0],
+            self.tile_slots.shape[0],
+            self.tile_rows.shape[0],
             self.max_slots,
-            TILE_ROWS=tile_height(self.num_rows),
+            HEIGHT=tile_height(self.num_rows),
             NUM_BINS=max(16, triton.next_power_of_2(self.max_slots)),
             BLOCK=block,
             num_warps=4 if block == 1024 else 8,
@@ -114,18 +121,21 @@ def _upload(token_slots: Tensor, device: torch.device) -> Tensor:
     return token_slots.pin_memory().to(device, non_blocking=True)
 
 
-@triton.jit(do_not_specialize=["num_live", "max_tokens", "max_tiles", "max_slots"])
+@triton.jit(
+    do_not_specialize=["num_live", "max_tokens", "size_tile_slots", "size_tile_rows", "max_slots"]
+)
 def _prepare_kernel(
     new_slots_ptr,
     token_slots_ptr,
-    rows_ptr,
-    tiles_ptr,
+    tile_slots_ptr,
+    tile_rows_ptr,
     num_tiles_ptr,
     num_live,
     max_tokens,
-    max_tiles,
+    size_tile_slots,
+    size_tile_rows,
     max_slots,
-    TILE_ROWS: tl.constexpr,
+    HEIGHT: tl.constexpr,
     NUM_BINS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -133,48 +143,42 @@ def _prepare_kernel(
     slot = tl.program_id(0)
     lanes = tl.arange(0, BLOCK)
     bins = tl.arange(0, NUM_BINS)
+    nothing = tl.full([BLOCK], -1, tl.int32)
 
     counts = tl.zeros([NUM_BINS], dtype=tl.int32)
     for start in range(0, num_live, BLOCK):
         slots = tl.load(new_slots_ptr + start + lanes, mask=start + lanes < num_live, other=-1)
         counts += tl.histogram(slots, NUM_BINS, mask=(slots >= 0) & (slots < max_slots))
-    tile_counts = (counts + TILE_ROWS - 1) // TILE_ROWS
+    tile_counts = (counts + HEIGHT - 1) // HEIGHT
     count = tl.sum(tl.where(bins == slot, counts, 0))
-    first_row = tl.sum(tl.where(bins < slot, counts, 0))
+    own_tiles = tl.sum(tl.where(bins == slot, tile_counts, 0))
     first_tile = tl.sum(tl.where(bins < slot, tile_counts, 0))
-    num_rows = tl.sum(counts)
     num_tiles = tl.sum(tile_counts)
 
-    # rows of this slot, in ascending order
-    placed = first_row
+    # rows of this slot, in ascending order, then nothing up to the end of its last tile
+    own_rows_ptr = tile_rows_ptr + first_tile * HEIGHT
+    placed = 0
     for start in range(0, num_live, BLOCK):
         slots = tl.load(new_slots_ptr + start + lanes, mask=start + lanes < num_live, other=-1)
         mine = slots == slot
-        rank = tl.cumsum(mine.to(tl.int32), axis=0)
-        tl.store(rows_ptr + placed + rank - 1, start + lanes, mask=mine)
+        position = placed + tl.cumsum(mine.to(tl.int32), axis=0) - 1
+        tl.store(own_rows_ptr + position, start + lanes, mask=mine)
         placed += tl.sum(mine.to(tl.int32))
-
-    # tiles of this slot
-    for start in range(0, (count + TILE_ROWS - 1) // TILE_ROWS, BLOCK):
+    tl.store(own_rows_ptr + count + lanes, nothing, mask=count + lanes < own_tiles * HEIGHT)
+    for start in range(0, own_tiles, BLOCK):
         tile = start + lanes
-        left = count - tile * TILE_ROWS
-        mask = left > 0
-        entry = tiles_ptr + (first_tile + tile) * 3
-        tl.store(entry, tl.zeros([BLOCK], dtype=tl.int32) + slot, mask=mask)
-        tl.store(entry + 1, first_row + tile * TILE_ROWS, mask=mask)
-        tl.store(entry + 2, tl.minimum(left, TILE_ROWS), mask=mask)
+        tl.store(tile_slots_ptr + first_tile + tile, nothing * 0 + slot, mask=tile < own_tiles)
 
     # the tails, shared out among the programs
-    for start in range(slot * BLOCK, max_tokens, max_slots * BLOCK):
+    step = max_slots * BLOCK
+    for start in range(slot * BLOCK, max_tokens, step):
         token = start + lanes
         slots = tl.load(new_slots_ptr + token, mask=token < num_live, other=-1)
-        slots = tl.where((slots >= 0) & (slots < max_slots), slots, -1)
-        tl.store(token_slots_ptr + token, slots, mask=token < max_tokens)
-        behind = (token >= num_rows) & (token < max_tokens)
-        tl.store(rows_ptr + token, tl.full([BLOCK], -1, tl.int32), mask=behind)
-    for start in range(slot * BLOCK, max_tiles * 3, max_slots * BLOCK):
-        cell = start + lanes
-        behind = (cell >= num_tiles * 3) & (cell < max_tiles * 3)
-        tl.store(tiles_ptr + cell, tl.full([BLOCK], -1, tl.int32), mask=behind)
+        slots = tl.where(slots < max_slots, slots, -1)
+        tl.store(token_slots_ptr + token, tl.maximum(slots, -1), mask=token < max_tokens)
+    for start in range(num_tiles + slot * BLOCK, size_tile_slots, step):
+        tl.store(tile_slots_ptr + start + lanes, nothing, mask=start + lanes < size_tile_slots)
+    for start in range(num_tiles * HEIGHT + slot * BLOCK, size_tile_rows, step):
+        tl.store(tile_rows_ptr + start + lanes, nothing, mask=start + lanes < size_tile_rows)
     if slot == 0:
         tl.store(num_tiles_ptr, num_tiles)

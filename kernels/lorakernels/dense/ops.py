@@ -8,6 +8,7 @@ name or the number of active adapters can therefore not become a constant of a t
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from functools import cache
 
 import torch
@@ -18,26 +19,28 @@ from lorakernels.dense.plan import (
     DenseShape,
     ExpandPlan,
     ShrinkPlan,
-    bridge_rows,
+    largest_bridge,
+    plan_bridge,
     plan_expand,
     plan_shrink,
     tile_programs,
 )
 from lorakernels.dense.weights import SlotWeights
-from lorakernels.metadata import BatchMetadata
+from lorakernels.metadata import BatchMetadata, tile_height
 
 
 class DenseWorkspace:
     """The bridge between shrink and expand: fp32, allocated once, shared by layers that run
-    one after the other. `ranks` is the largest slices * rank of those layers."""
+    one after the other. Large enough for every batch of up to `max_tokens` rows."""
 
-    def __init__(self, *, max_tokens: int, ranks: int, device: torch.device | str) -> None:
+    def __init__(self, layers: Sequence[SlotWeights], *, max_tokens: int) -> None:
+        if not layers:
+            raise ValueError("layers must name at least one layer (got none)")
         if max_tokens < 1:
             raise ValueError(f"max_tokens must be at least 1 (got {max_tokens})")
-        if ranks < 1:
-            raise ValueError(f"ranks must be at least 1 (got {ranks})")
-        size = bridge_rows(max_tokens) * ranks
-        self.bridge = torch.empty(size, dtype=torch.float32, device=device)
+        geometries = {(_shape(0, layer), layer.num_slots) for layer in layers}
+        size = max(largest_bridge(shape, slots, max_tokens) for shape, slots in geometries)
+        self.bridge = torch.empty(size, dtype=torch.float32, device=layers[0].a.device)
 
 
 def dense_delta(
@@ -60,52 +63,45 @@ def dense_delta(
         weights.ranks,
         weights.scales,
         list(weights.slice_widths),
-        metadata.tiles,
+        metadata.tile_slots,
+        metadata.tile_rows,
         metadata.num_tiles,
-        metadata.rows,
         workspace.bridge,
         out,
     )
 
 
 def lora_shrink(x: Tensor, weights: SlotWeights, metadata: BatchMetadata, bridge: Tensor) -> None:
-    """bridge[:, i] = planes whose sum is x[metadata.rows[i]] @ A[slot].T, unscaled.
+    """bridge[:, i] = planes whose sum is x[metadata.tile_rows[i]] @ A[slot].T, unscaled.
 
-    bridge: contiguous fp32 [planes, rows, slices * rank] as `bridge_shape` gives it. Only live
-    ranks of rows with a slot are written. Raises ValueError.
+    bridge: contiguous fp32 of `bridge_shape`. Only rows of the batch with a slot are written.
+    Raises ValueError.
     """
     _check_rows(x, metadata)
     _check_input(x, weights.a)
-    shape = _shape(x, weights.a, weights.slice_widths)
-    _check_bridge(bridge, shape)
+    shape = _shape(x.shape[0], weights)
+    _check_bridge(bridge, shape, weights.num_slots)
     _shrink(x, weights.a, weights.ranks, shape, _tables(metadata), bridge, pdl=False)
 
 
 def lora_expand(
     bridge: Tensor, weights: SlotWeights, metadata: BatchMetadata, out: Tensor
 ) -> None:
-    """out[metadata.rows[i]] += scale * bridge[:, i].sum(0) @ B[slot].T, in place.
+    """out[metadata.tile_rows[i]] += scale * bridge[:, i].sum(0) @ B[slot].T, in place.
 
     bridge as `lora_shrink` left it for a batch of as many rows. Raises ValueError.
     """
     _check_rows(out, metadata)
     _check_output(out, weights.b)
-    shape = _shape(out, weights.a, weights.slice_widths)
-    _check_bridge(bridge, shape)
+    shape = _shape(out.shape[0], weights)
+    _check_bridge(bridge, shape, weights.num_slots)
     factors = (weights.b, weights.ranks, weights.scales)
     _expand(bridge, factors, shape, _tables(metadata), out, pdl=False)
 
 
 def bridge_shape(num_rows: int, weights: SlotWeights) -> tuple[int, int, int]:
-    """[planes, rows, slices * rank] of the bridge for a batch."""
-    shape = DenseShape(
-        num_rows,
-        weights.in_features,
-        weights.slice_widths,
-        weights.rank,
-        weights.a.element_size(),
-    )
-    return (plan_shrink(shape).planes, num_rows, shape.ranks_of_all_slices)
+    """[planes, padded rows of all tiles, slices * rank] of the bridge for a batch."""
+    return plan_bridge(_shape(num_rows, weights), weights.num_slots)
 
 
 @torch.library.custom_op("lorakernels::dense_delta", mutates_args=("bridge", "out"))
@@ -116,9 +112,9 @@ def _dense_delta(
     ranks: Tensor,
     scales: Tensor,
     slice_widths: list[int],
-    tiles: Tensor,
+    tile_slots: Tensor,
+    tile_rows: Tensor,
     num_tiles: Tensor,
-    rows: Tensor,
     bridge: Tensor,
     out: Tensor,
 ) -> None:
@@ -130,14 +126,16 @@ def _dense_delta(
         return
     if out.data_ptr() == x.data_ptr():
         raise ValueError("out must not be the same memory as x")
-    shape = _shape(x, a, tuple(slice_widths))
-    planes = plan_shrink(shape).planes
-    size = planes * shape.num_rows * shape.ranks_of_all_slices
+    shape = DenseShape(
+        x.shape[0], a.shape[3], tuple(slice_widths), a.shape[2], a.element_size()
+    )
+    planes, padded_rows, ranks_of_all = plan_bridge(shape, a.shape[0])
+    size = planes * padded_rows * ranks_of_all
     if bridge.numel() < size:
         raise ValueError(f"workspace must hold {size} values of bridge (got {bridge.numel()})")
-    view = bridge[:size].view(planes, shape.num_rows, shape.ranks_of_all_slices)
+    view = bridge[:size].view(planes, padded_rows, ranks_of_all)
     pdl = _supports_pdl(x.device)
-    tables = (tiles, num_tiles, rows)
+    tables = (tile_slots, tile_rows, num_tiles)
     _shrink(x, a, ranks, shape, tables, view, pdl=pdl)
     _expand(view, (b, ranks, scales), shape, tables, out, pdl=pdl)
 
@@ -156,7 +154,8 @@ def _shrink(
         return
     plan: ShrinkPlan = plan_shrink(shape)
     total = shape.ranks_of_all_slices
-    grid = (tile_programs(shape.num_rows), plan.planes, -(-total // plan.block_n))
+    tiles = tile_programs(shape.num_rows, tables[0].shape[0])
+    grid = (tiles, plan.planes, -(-total // plan.block_n))
     lora_shrink_kernel[grid](
         x,
         a,
@@ -166,10 +165,11 @@ def _shrink(
         x.stride(0),
         x.stride(1),
         bridge.stride(0),
+        tables[0].shape[0] - 1,
         shape.in_features,
         R=shape.rank,
         SR=total,
-        BLOCK_M=plan.block_m,
+        HEIGHT=tile_height(shape.num_rows),
         BLOCK_N=plan.block_n,
         BLOCK_K=plan.block_k,
         IEEE=a.dtype == torch.float32,
@@ -192,8 +192,11 @@ def _expand(
     if shape.num_rows == 0:
         return
     plan: ExpandPlan = plan_expand(shape)
-    column_blocks = sum(-(-width // plan.block_n) for width in shape.slice_widths)
-    lora_expand_kernel[(column_blocks, tile_programs(shape.num_rows))](
+    height = tile_height(shape.num_rows)
+    columns = plan.block_n * plan.group
+    groups = sum(-(-width // columns) for width in shape.slice_widths)
+    parts = tile_programs(shape.num_rows, tables[0].shape[0]) * (height // plan.block_m)
+    lora_expand_kernel[(groups, parts)](
         bridge,
         *factors,
         *tables,
@@ -201,19 +204,24 @@ def _expand(
         out.stride(0),
         out.stride(1),
         bridge.stride(0),
+        tables[0].shape[0] - 1,
         WIDTHS=shape.slice_widths,
         OUT_FEATURES=sum(shape.slice_widths),
         R=shape.rank,
         PLANES=bridge.shape[0],
         WIDTH_ALIGN=_alignment(*shape.slice_widths),
         RANK_ALIGN=_alignment(shape.rank),
+        HEIGHT=height,
         BLOCK_M=plan.block_m,
         BLOCK_N=plan.block_n,
         BLOCK_R=plan.block_r,
+        GROUP=plan.group,
         IEEE=out.dtype == torch.float32,
         PDL=pdl,
         num_warps=plan.num_warps,
-        num_stages=plan.num_stages,
+        # its loops fetch ahead by hand: a pipelined loop whose dot takes a computed operand from
+        # registers can be miscompiled on sm_90 (triton #9433)
+        num_stages=1,
         **_launch_options(pdl),
     )
 
@@ -236,11 +244,17 @@ def _supports_pdl(device: torch.device) -> bool:
 
 
 def _tables(metadata: BatchMetadata) -> tuple[Tensor, Tensor, Tensor]:
-    return (metadata.tiles, metadata.num_tiles, metadata.rows)
+    return (metadata.tile_slots, metadata.tile_rows, metadata.num_tiles)
 
 
-def _shape(x: Tensor, a: Tensor, slice_widths: tuple[int, ...]) -> DenseShape:
-    return DenseShape(x.shape[0], a.shape[3], slice_widths, a.shape[2], a.element_size())
+def _shape(num_rows: int, weights: SlotWeights) -> DenseShape:
+    return DenseShape(
+        num_rows,
+        weights.in_features,
+        weights.slice_widths,
+        weights.rank,
+        weights.a.element_size(),
+    )
 
 
 def _check_rows(x: Tensor, metadata: BatchMetadata) -> None:
@@ -272,8 +286,8 @@ def _check_like(name: str, tensor: Tensor, weight: Tensor) -> None:
         raise ValueError(f"{name} must be on {weight.device} (got {tensor.device})")
 
 
-def _check_bridge(bridge: Tensor, shape: DenseShape) -> None:
-    wanted = (plan_shrink(shape).planes, shape.num_rows, shape.ranks_of_all_slices)
+def _check_bridge(bridge: Tensor, shape: DenseShape, num_slots: int) -> None:
+    wanted = plan_bridge(shape, num_slots)
     if bridge.shape != wanted or bridge.dtype != torch.float32 or not bridge.is_contiguous():
         raise ValueError(
             f"bridge must be contiguous float32 {list(wanted)} "
