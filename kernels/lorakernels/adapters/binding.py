@@ -1,0 +1,83 @@
+"""Which layer takes which module of an adapter.
+
+Invariant: each module of the adapter lands in exactly one layer, and each module that the
+adapter says it targets has factors. An adapter whose names do not match would otherwise be
+served as the base model, without a word (vllm #50252).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+
+from lorakernels.adapters.adapter import Adapter
+from lorakernels.adapters.errors import AdapterError, hint, listing
+from lorakernels.dense.weights import LoRAFactors
+
+Bound = dict[str, dict[str, LoRAFactors]]
+# part name -> the slices of its layer that it covers
+LayerParts = Mapping[str, Collection[int]]
+# module name -> (layer name, part name)
+Homes = dict[str, tuple[str, str]]
+
+
+def bind(adapter: Adapter, layers: Mapping[str, LayerParts]) -> Bound:
+    """Layer name -> {part name -> factors}, with an entry for every layer, maybe empty.
+
+    A part's module stands where its layer stands: part "q_proj" of the layer
+    "model.layers.0.self_attn.qkv_proj" is "model.layers.0.self_attn.q_proj". AdapterError.
+    """
+    homes = _homes(layers)
+    _refuse_unmatched(adapter, homes)
+    bound: Bound = {layer: {} for layer in layers}
+    for module, factors in adapter.modules.items():
+        layer, part = homes[module]
+        bound[layer][part] = factors
+    _refuse_missing(adapter, homes, layers, bound)
+    return bound
+
+
+def _homes(layers: Mapping[str, LayerParts]) -> Homes:
+    homes: Homes = {}
+    for layer, parts in layers.items():
+        parent, dot, _ = layer.rpartition(".")
+        for part in parts:
+            module = f"{parent}{dot}{part}"
+            if module in homes:
+                other = homes[module][0]
+                raise ValueError(f"module {module} must be in one layer (got {other}, {layer})")
+            homes[module] = (layer, part)
+    return homes
+
+
+def _refuse_unmatched(adapter: Adapter, homes: Homes) -> None:
+    if not adapter.modules:
+        raise AdapterError(f"adapter {adapter.name} has no factors: it would be the base model")
+    unmatched = adapter.modules.keys() - homes
+    if unmatched:
+        raise AdapterError(
+            f"adapter {adapter.name} has factors for {len(unmatched)} of "
+            f"{len(adapter.modules)} modules that the model does not serve: "
+            f"{listing(unmatched)}{hint(min(unmatched), homes)}"
+        )
+
+
+def _refuse_missing(
+    adapter: Adapter, homes: Homes, layers: Mapping[str, LayerParts], bound: Bound
+) -> None:
+    def replaced(layer: str, part: str) -> bool:
+        # a model has either the fused module or its parts, while a list may target both
+        slices = layers[layer]
+        return any(not set(slices[part]).isdisjoint(slices[other]) for other in bound[layer])
+
+    if adapter.targets is None:
+        return
+    missing = {
+        module
+        for module, home in homes.items()
+        if adapter.targets.matches(module) and not replaced(*home)
+    }
+    if missing:
+        raise AdapterError(
+            f"adapter {adapter.name} targets {len(missing)} modules of the model without "
+            f"factors for them: {listing(missing)}{hint(min(missing), adapter.modules)}"
+        )

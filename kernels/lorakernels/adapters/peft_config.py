@@ -1,0 +1,284 @@
+"""adapter_config.json, read strictly.
+
+Invariant: whatever a config asks for is either done or refused. A field that would change the
+arithmetic and that is not implemented may only have a value that switches it off; the same
+holds for a field that is not known at all, since newer releases of PEFT add some.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from lorakernels.adapters.errors import AdapterError, hint
+
+# none of these changes what the adapter computes
+_DESCRIPTIVE = frozenset(
+    {
+        "auto_mapping",
+        "base_model_name_or_path",
+        "eva_config",
+        "inference_mode",
+        "lora_dropout",
+        "megatron_core",
+        "peft_version",
+        "qalora_group_size",
+        "revision",
+        "runtime_config",
+        "task_type",
+        "velora_config",
+    }
+)
+_READ = frozenset(
+    {
+        "alpha_pattern",
+        "bias",
+        "exclude_modules",
+        "init_lora_weights",
+        "layers_pattern",
+        "layers_to_transform",
+        "lora_alpha",
+        "peft_type",
+        "r",
+        "rank_pattern",
+        "target_modules",
+        "use_rslora",
+    }
+)
+# field -> why it is refused when it is switched on
+_REFUSED = MappingProxyType(
+    {
+        "alora_invocation_tokens": "activated LoRA applies to a part of the prompt only",
+        "arrow_config": "Arrow routes between adapters",
+        "corda_config": "CorDA changes the base weights",
+        "ensure_weight_tying": "tied adapters share factors between modules",
+        "fan_in_fan_out": "the weights of such layers are stored transposed",
+        "kasa_config": "KaSA changes the base weights",
+        "layer_replication": "it changes the layers of the base model",
+        "loftq_config": "LoftQ changes the base weights",
+        "lora_bias": "a bias of lora_B is not applied",
+        "lora_ga_config": "LoRA-GA changes the base weights",
+        "megatron_config": "Megatron layers are cut in another way",
+        "modules_to_save": "it replaces whole modules of the base model",
+        "monteclora_config": "MonteCLoRA samples its factors",
+        "target_parameters": "factors of bare parameters are not applied",
+        "trainable_token_indices": "it replaces rows of the embedding",
+        "use_bdlora": "its factors are block-diagonal",
+        "use_dora": "DoRA rescales the base weights",
+        "use_qalora": "QA-LoRA pools the input",
+    }
+)
+# other ways to initialise leave a base model behind that is not the published one
+_SOUND_INITS = (True, False, "gaussian", "eva", "orthogonal")
+_REQUIRED = ("peft_type", "r", "lora_alpha", "target_modules")
+
+
+@dataclass(frozen=True, slots=True)
+class TargetRule:
+    """Which modules of the base model carry factors, by the rules that PEFT matches with: a
+    string is a regular expression for the whole name, a list holds names or dotted suffixes."""
+
+    modules: str | tuple[str, ...]
+    exclude: str | tuple[str, ...] = ()
+    layers: tuple[int, ...] = ()
+    layers_pattern: tuple[str, ...] = ()
+
+    def matches(self, module: str) -> bool:
+        if self.exclude and _names(self.exclude, module):
+            return False
+        if not _names(self.modules, module):
+            return False
+        # a whole name in the list is not subject to the choice of layers
+        if not self.layers or module in self.modules:
+            return True
+        return self._layer_index(module) in self.layers
+
+    def _layer_index(self, module: str) -> int | None:
+        # the first number in the name is the layer, a later one is an expert
+        patterns = [rf"(?:^|.*?\.){p}\.(\d+)\." for p in self.layers_pattern]
+        for pattern in patterns or [r".*?\.[^.]*\.(\d+)\."]:
+            if found := re.match(pattern, module):
+                return int(found.group(1))
+        return None
+
+
+@dataclass(frozen=True, slots=True)
+class PeftConfig:
+    """The part of adapter_config.json that decides what the adapter computes."""
+
+    path: Path
+    rank: int
+    alpha: float
+    use_rslora: bool
+    rank_pattern: Mapping[str, int]
+    alpha_pattern: Mapping[str, float]
+    targets: TargetRule
+
+    def rank_of(self, module: str) -> int:
+        key = matching_pattern(self.rank_pattern, module)
+        return self.rank if key is None else self.rank_pattern[key]
+
+    def scale_of(self, module: str) -> float:
+        """alpha / r, with rsLoRA alpha / sqrt(r); both by the patterns of the module."""
+        key = matching_pattern(self.alpha_pattern, module)
+        alpha = self.alpha if key is None else self.alpha_pattern[key]
+        rank = self.rank_of(module)
+        return alpha / (math.sqrt(rank) if self.use_rslora else rank)
+
+
+def matching_pattern(patterns: Mapping[str, object], module: str) -> str | None:
+    """The first pattern, in the order of the file, that matches the end of a module's name.
+
+    A match begins at the start of the name or behind a dot.
+    """
+    return next((p for p in patterns if re.match(rf"(.*\.)?({p})$", module)), None)
+
+
+def read_peft_config(path: Path) -> PeftConfig:
+    """Raises AdapterError that names the file, the field, what was given and what is allowed."""
+    fields = _Fields(path, _read_json(path))
+    fields.refuse_what_is_not_done()
+    return PeftConfig(
+        path=path,
+        rank=fields.positive_int("r", fields.values["r"]),
+        alpha=fields.number("lora_alpha", fields.values["lora_alpha"]),
+        use_rslora=fields.flag("use_rslora"),
+        rank_pattern=fields.pattern("rank_pattern", fields.positive_int),
+        alpha_pattern=fields.pattern("alpha_pattern", fields.number),
+        targets=fields.targets(),
+    )
+
+
+class _Fields:
+    """The raw values of a config, taken out one by one with their checks."""
+
+    def __init__(self, path: Path, values: Mapping[str, Any]) -> None:
+        self.path, self.values = path, values
+
+    def error(self, field: str, given: object, allowed: str) -> AdapterError:
+        return AdapterError(f"{self.path}: {field} must be {allowed} (got {given!r})")
+
+    def refuse_what_is_not_done(self) -> None:
+        for field in _REQUIRED:
+            if field not in self.values:
+                raise AdapterError(f"{self.path}: {field} is missing{hint(field, self.values)}")
+        for field, value in self.values.items():
+            if field in _READ or field in _DESCRIPTIVE or not value:
+                continue
+            if field in _REFUSED:
+                raise AdapterError(
+                    f"{self.path}: {field} is not supported: {_REFUSED[field]} (got {value!r})"
+                )
+            known = _READ | _DESCRIPTIVE | _REFUSED.keys()
+            raise AdapterError(
+                f"{self.path}: {field} is not a known field, so its value may only be null, "
+                f"false or empty (got {value!r}){hint(field, known)}"
+            )
+        self._one_of("peft_type", ("LORA",))
+        self._one_of("bias", ("none",), default="none")
+        self._one_of("init_lora_weights", _SOUND_INITS, default=True)
+
+    def _one_of(self, field: str, allowed: tuple[object, ...], default: object = None) -> None:
+        given = self.values.get(field, default)
+        # 1 == True, but a number is not a flag
+        if not any(type(given) is type(option) and given == option for option in allowed):
+            raise self.error(field, given, " or ".join(json.dumps(option) for option in allowed))
+
+    def flag(self, field: str) -> bool:
+        value = self.values.get(field, False)
+        if not isinstance(value, bool):
+            raise self.error(field, value, "true or false")
+        return value
+
+    def positive_int(self, field: str, value: object) -> int:
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise self.error(field, value, "an integer of at least 1")
+        return value
+
+    def number(self, field: str, value: object) -> float:
+        # an alpha of 0 would serve the base model under the adapter's name
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise self.error(field, value, "a finite number other than 0")
+        if not math.isfinite(value) or value == 0:
+            raise self.error(field, value, "a finite number other than 0")
+        return float(value)
+
+    def pattern(self, field: str, check: Any) -> Mapping[str, Any]:
+        value = self.values.get(field) or {}
+        if not isinstance(value, dict):
+            raise self.error(field, value, "an object of pattern and value")
+        for key in value:
+            self._regex(field, key)
+        return MappingProxyType({k: check(f"{field}[{k!r}]", v) for k, v in value.items()})
+
+    def targets(self) -> TargetRule:
+        modules = self._names_or_regex("target_modules")
+        if not modules:
+            raise self.error("target_modules", modules, "a list of names or an expression")
+        if isinstance(modules, str) and modules.lower() == "all-linear":
+            # PEFT writes the list that it stands for; alone it does not say what is missing
+            raise self.error("target_modules", modules, "spelled out, as PEFT saves it")
+        layers = self._as_list("layers_to_transform", int, "an integer or a list of integers")
+        pattern = self._as_list("layers_pattern", str, "a name or a list of names")
+        for key in pattern:
+            self._regex("layers_pattern", key)
+        if isinstance(modules, str) and (layers or pattern):
+            field = "layers_to_transform" if layers else "layers_pattern"
+            raise self.error(field, self.values[field], "null when target_modules is a string")
+        return TargetRule(modules, self._names_or_regex("exclude_modules"), layers, pattern)
+
+    def _names_or_regex(self, field: str) -> str | tuple[str, ...]:
+        value = self.values.get(field)
+        if isinstance(value, str):
+            self._regex(field, value)
+            return value
+        return self._as_list(field, str, "a list of names or an expression")
+
+    def _as_list(self, field: str, kind: type, allowed: str) -> tuple[Any, ...]:
+        value = self.values.get(field)
+        if value is None:
+            return ()
+        entries = value if isinstance(value, list) else [value]
+        if not all(isinstance(e, kind) and not isinstance(e, bool) for e in entries):
+            raise self.error(field, value, allowed)
+        return tuple(entries)
+
+    def _regex(self, field: str, value: str) -> None:
+        try:
+            re.compile(value)
+        except re.error as bad:
+            raise self.error(field, value, f"a regular expression: {bad}") from bad
+
+
+def _names(rule: str | tuple[str, ...], module: str) -> bool:
+    if isinstance(rule, str):
+        return re.fullmatch(rule, module) is not None
+    return any(module == name or module.endswith(f".{name}") for name in rule)
+
+
+def _read_json(path: Path) -> Mapping[str, Any]:
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        result: dict[str, Any] = {}
+        for key, value in pairs:
+            if key in result:
+                raise AdapterError(f"{path}: {key} is given twice")
+            result[key] = value
+        return result
+
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=unique)
+    except FileNotFoundError as missing:
+        raise AdapterError(f"{path}: file not found; a PEFT adapter has one") from missing
+    except OSError as bad:
+        raise AdapterError(f"{path}: cannot be read: {bad.strerror}") from bad
+    except (json.JSONDecodeError, UnicodeDecodeError) as bad:
+        raise AdapterError(f"{path}: not a JSON file: {bad}") from bad
+    if not isinstance(values, dict):
+        raise AdapterError(f"{path}: must be a JSON object (got {type(values).__name__})")
+    return values

@@ -1,0 +1,136 @@
+"""A PEFT folder in, an Adapter out: adapter_config.json and adapter_model.safetensors.
+
+Invariant: every tensor of the file is used, every module has both factors with the rank that
+the config gives it, every value is finite. The scale stays beside the factors and is applied
+by the kernel alone, so it cannot be folded in twice.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from lorakernels.adapters.adapter import Adapter
+from lorakernels.adapters.errors import AdapterError, hint, listing
+from lorakernels.adapters.peft_config import PeftConfig, matching_pattern, read_peft_config
+from lorakernels.dense.weights import MAX_RANK, LoRAFactors
+
+CONFIG_FILE = "adapter_config.json"
+WEIGHTS_FILE = "adapter_model.safetensors"
+_PICKLE_FILE = "adapter_model.bin"
+
+_TENSOR_NAME = re.compile(r"base_model\.model\.(?P<module>.+)\.lora_(?P<factor>[AB])\.weight")
+_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+# part of a tensor's name -> what such an adapter wants that is not done here
+_FOREIGN_TENSORS = {
+    "lora_magnitude_vector": "DoRA is not supported",
+    "lora_embedding_": "factors of an embedding are not supported",
+    ".lora_B.bias": "a bias of lora_B is not supported",
+    ".modules_to_save.": "modules_to_save is not supported",
+    ".base_layer.": "changed base weights are not supported",
+}
+
+
+def read_peft_folder(folder: Path | str, *, name: str | None = None) -> Adapter:
+    """The adapter in `folder`, under `name` or else the folder's own name.
+
+    Tensors are on the CPU, in the dtype of the file. Raises AdapterError.
+    """
+    folder = Path(folder)
+    if not folder.is_dir():
+        raise AdapterError(f"{folder}: must be a folder with {CONFIG_FILE} and {WEIGHTS_FILE}")
+    config = read_peft_config(folder / CONFIG_FILE)
+    weights = folder / WEIGHTS_FILE
+    factors = _pair(weights, _read_tensors(weights))
+    modules = {m: _check_module(weights, config, m, *pair) for m, pair in factors.items()}
+    return Adapter(name or folder.resolve().name, modules, config.targets)
+
+
+def _read_tensors(path: Path) -> dict[str, Tensor]:
+    if not path.exists():
+        if (path.parent / _PICKLE_FILE).exists():
+            raise AdapterError(
+                f"{path.parent / _PICKLE_FILE}: a pickle can run code and is never opened; "
+                f"save the adapter as {WEIGHTS_FILE}"
+            )
+        raise AdapterError(f"{path}: file not found; a PEFT adapter has one")
+    try:
+        with safe_open(path, framework="pt", device="cpu") as file:
+            # a copy: the mapped file may be overwritten by the next training step
+            return {key: file.get_tensor(key).clone() for key in sorted(file.keys())}
+    except SafetensorError as bad:
+        raise AdapterError(f"{path}: not a safetensors file: {bad}") from bad
+
+
+def _pair(path: Path, tensors: Mapping[str, Tensor]) -> dict[str, tuple[Tensor, Tensor]]:
+    found: dict[str, dict[str, Tensor]] = {}
+    for key, tensor in tensors.items():
+        parts = _TENSOR_NAME.fullmatch(key)
+        if parts is None:
+            raise AdapterError(f"{path}: {key}: {_why_foreign(key)}")
+        found.setdefault(parts["module"], {})[parts["factor"]] = tensor
+    if not found:
+        raise AdapterError(f"{path}: holds no factors, so the base model would be served")
+    halves = {m: next(iter(pair)) for m, pair in found.items() if len(pair) == 1}
+    if halves:
+        module = min(halves)
+        other = "B" if halves[module] == "A" else "A"
+        raise AdapterError(
+            f"{path}: {module} has lora_{halves[module]} but no lora_{other}"
+            f" ({len(halves)} such modules: {listing(halves)})"
+        )
+    return {module: (pair["A"], pair["B"]) for module, pair in found.items()}
+
+
+def _why_foreign(key: str) -> str:
+    for part, reason in _FOREIGN_TENSORS.items():
+        if part in key:
+            return reason
+    shape = "base_model.model.<module>.lora_A.weight or .lora_B.weight"
+    return f"the tensor's name must be {shape}"
+
+
+def _check_module(path: Path, config: PeftConfig, module: str, a: Tensor, b: Tensor) -> LoRAFactors:
+    if not config.targets.matches(module):
+        rule = config.targets.modules
+        nearest = "" if isinstance(rule, str) else hint(module.rpartition(".")[2], rule)
+        raise AdapterError(
+            f"{path}: {module} has factors, but target_modules of {CONFIG_FILE} does not "
+            f"name it{nearest}"
+        )
+    for factor, tensor in (("lora_A", a), ("lora_B", b)):
+        _check_tensor(f"{path}: {factor} of {module}", tensor)
+    _check_rank(f"{path}: lora_A of {module}", config, module, a, a.shape[0])
+    _check_rank(f"{path}: lora_B of {module}", config, module, b, b.shape[1])
+    return LoRAFactors(a, b, config.scale_of(module))
+
+
+def _check_rank(what: str, config: PeftConfig, module: str, tensor: Tensor, rank: int) -> None:
+    wanted = config.rank_of(module)
+    if rank != wanted:
+        key = matching_pattern(config.rank_pattern, module)
+        field = "r" if key is None else f"rank_pattern[{key!r}]"
+        raise AdapterError(
+            f"{what} must have rank {wanted}, as {field} of {CONFIG_FILE} says "
+            f"(got {rank} with shape {list(tensor.shape)})"
+        )
+    if wanted > MAX_RANK:
+        raise AdapterError(f"{what} must have a rank of 1 to {MAX_RANK} (got {wanted})")
+
+
+def _check_tensor(what: str, tensor: Tensor) -> None:
+    if tensor.dim() != 2 or 0 in tensor.shape:
+        raise AdapterError(f"{what} must have two dimensions (got shape {list(tensor.shape)})")
+    if tensor.dtype not in _DTYPES:
+        allowed = "float16, bfloat16 or float32"
+        raise AdapterError(f"{what} must be {allowed} (got {str(tensor.dtype)[6:]})")
+    if not tensor.isfinite().all():
+        count = int((~tensor.isfinite()).sum())
+        raise AdapterError(
+            f"{what} must be finite (got {count} values of NaN or Inf among {tensor.numel()})"
+        )

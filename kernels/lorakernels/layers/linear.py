@@ -1,0 +1,117 @@
+"""A linear layer that serves many adapters at once, each row of the batch its own.
+
+Invariant: the layer is built and loaded from whole tensors and cuts its own part of them, in
+copies: neither the base weight nor an adapter is ever written to. An adapter is checked and
+cut completely before the slot is touched, and the slot is emptied before it moves in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from lorakernels.dense.ops import DenseWorkspace, dense_delta
+from lorakernels.dense.weights import LoRAFactors, SlotWeights
+from lorakernels.layers.packing import Packing, Parts, stage, take, take_packed
+from lorakernels.layers.partition import Parallel, Slice, cut_layer
+from lorakernels.metadata import BatchMetadata
+
+
+class LoRALinear(nn.Module):
+    """y = x @ W.T + bias + scale * (x @ A.T) @ B.T, with A, B and scale of each row's slot.
+
+    weight [sum of slice widths, in_features] and bias are those of the whole layer; a column-
+    or row-parallel layer keeps its rank's part of them. Raises ValueError.
+    """
+
+    def __init__(
+        self,
+        weight: Tensor,
+        bias: Tensor | None = None,
+        *,
+        slices: Sequence[Slice],
+        num_slots: int,
+        rank: int,
+        fused: Mapping[str, Sequence[str]] | None = None,
+        parallel: Parallel = Parallel.REPLICATED,
+        tp_size: int = 1,
+        tp_rank: int = 0,
+        padded_in_features: int | None = None,
+    ) -> None:
+        super().__init__()
+        groups = {name: tuple(members) for name, members in (fused or {}).items()}
+        self.packing = Packing(tuple(slices), weight.shape[-1], groups)
+        _check_base(self.packing, weight, bias)
+        self.cut = cut_layer(
+            self.packing.slices,
+            self.packing.in_features,
+            parallel=parallel,
+            tp_size=tp_size,
+            tp_rank=tp_rank,
+            padded_in_features=padded_in_features,
+        )
+        columns = self.cut.columns
+        local = take(take_packed(weight.detach(), slices, columns), self.cut.inputs, dim=1)
+        self.weight = nn.Parameter(local.contiguous(), requires_grad=False)
+        self.bias: nn.Parameter | None = None
+        if bias is not None and self.cut.owns_bias:
+            owned = take_packed(bias.detach(), slices, columns)
+            self.bias = nn.Parameter(owned, requires_grad=False)
+        self.slots = SlotWeights(
+            num_slots=num_slots,
+            slice_widths=[shard.size for shard in columns],
+            in_features=self.cut.inputs.size,
+            rank=rank,
+            dtype=weight.dtype,
+            device=weight.device,
+        )
+
+    @property
+    def num_slots(self) -> int:
+        return self.slots.num_slots
+
+    @property
+    def parts(self) -> dict[str, tuple[int, ...]]:
+        """What an adapter may have factors for, and the slices that it covers."""
+        names = (*self.packing.slice_names, *self.packing.fused)
+        return {name: self.packing.slices_of(name) for name in names}
+
+    def forward(self, x: Tensor, metadata: BatchMetadata, workspace: DenseWorkspace) -> Tensor:
+        """x [.., local in_features] -> [.., local out_features], with as many rows as
+        `metadata` was prepared for. `workspace` is made for `slots`, and may be shared by
+        layers that run one after the other. The delta has no gradient. Raises ValueError."""
+        if x.shape[-1] != self.cut.inputs.size:
+            raise ValueError(f"x must have {self.cut.inputs.size} columns (got {x.shape[-1]})")
+        rows = x.reshape(-1, x.shape[-1])
+        out = F.linear(rows, self.weight, self.bias)
+        dense_delta(rows, self.slots, metadata, workspace, out)
+        return out.view(*x.shape[:-1], out.shape[1])
+
+    def load_adapter(self, slot: int, parts: Parts) -> None:
+        """Put an adapter into a slot, all or nothing. `parts` maps names of slices or fused
+        modules to whole factors; a slice that it does not name gets none. ValueError."""
+        self.commit(slot, self.stage(parts))
+
+    def unload(self, slot: int) -> None:
+        """Empty a slot; its rows then get no delta. ValueError."""
+        self.slots.reset(slot)
+
+    def stage(self, parts: Parts) -> tuple[LoRAFactors | None, ...]:
+        """What `commit` takes: this rank's part of an adapter, checked. ValueError."""
+        return stage(self.packing, self.cut, parts, max_rank=self.slots.rank, like=self.slots.a)
+
+    def commit(self, slot: int, staged: Sequence[LoRAFactors | None]) -> None:
+        """Empty a slot and move a staged adapter in. ValueError."""
+        self.slots.load(slot, staged)
+
+
+def _check_base(packing: Packing, weight: Tensor, bias: Tensor | None) -> None:
+    rows = packing.out_features
+    if weight.dim() != 2 or weight.shape[0] != rows:
+        raise ValueError(
+            f"weight must be [{rows}, in_features], as the slices add up (got {list(weight.shape)})"
+        )
+    if bias is not None and bias.shape != (rows,):
+        raise ValueError(f"bias must be [{rows}] (got {list(bias.shape)})")

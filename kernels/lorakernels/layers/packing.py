@@ -1,0 +1,142 @@
+"""From the modules of an adapter to the slices of one rank of a layer.
+
+Invariant: what comes out is complete, checked and independent of what came in: a rank's part
+is cut from the whole factors every time and never from an earlier cut (vllm #20873).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from lorakernels.dense.weights import LoRAFactors
+from lorakernels.layers.partition import LayerCut, Shard, Slice
+
+# keys are names of slices or of fused modules, or indices of slices
+Parts = Mapping[str, LoRAFactors | None] | Mapping[int, LoRAFactors | None]
+
+
+@dataclass(frozen=True, slots=True)
+class Packing:
+    """The slices of a layer in their order, and `fused`: modules that an adapter may have in
+    place of several consecutive slices, as {"qkv_proj": ("q_proj", "k_proj", "v_proj")}."""
+
+    slices: tuple[Slice, ...]
+    in_features: int
+    fused: Mapping[str, tuple[str, ...]]
+
+    def __post_init__(self) -> None:
+        names = self.slice_names
+        if not names:
+            raise ValueError("slices must name at least one slice (got none)")
+        if len(set(names)) != len(names):
+            raise ValueError(f"slices must have different names (got {', '.join(names)})")
+        for name, members in self.fused.items():
+            if name in names:
+                raise ValueError(f"fused module {name} has the name of a slice")
+            first = names.index(members[0]) if members and members[0] in names else 0
+            if not members or names[first : first + len(members)] != tuple(members):
+                raise ValueError(
+                    f"fused module {name} must be consecutive slices of {', '.join(names)} "
+                    f"(got {', '.join(members)})"
+                )
+
+    @property
+    def slice_names(self) -> tuple[str, ...]:
+        return tuple(part.name for part in self.slices)
+
+    @property
+    def out_features(self) -> int:
+        return sum(part.width for part in self.slices)
+
+    def slices_of(self, module: str | int) -> tuple[int, ...]:
+        """The indices of the slices that a module of the adapter covers. ValueError."""
+        names = self.slice_names
+        if isinstance(module, int):
+            if 0 <= module < len(names):
+                return (module,)
+        elif module in names:
+            return (names.index(module),)
+        elif module in self.fused:
+            return tuple(names.index(member) for member in self.fused[module])
+        known = ", ".join((*names, *self.fused))
+        raise ValueError(f"parts may name {known} or 0 to {len(names) - 1} (got {module!r})")
+
+    def by_slice(self, parts: Parts) -> dict[int, LoRAFactors]:
+        """Whole factors of each slice that the adapter has, with their shapes checked."""
+        if not isinstance(parts, Mapping):
+            # a bare tensor would be indexed by row as if it were a list (vllm #51409)
+            raise ValueError(f"parts must map names to factors (got a {type(parts).__name__})")
+        found: dict[int, LoRAFactors] = {}
+        for module, factors in parts.items():
+            members = self.slices_of(module)
+            if factors is None:
+                continue
+            widths = [self.slices[index].width for index in members]
+            _check_shapes(module, factors, self.in_features, sum(widths))
+            # the slices of a fused module share A; each takes its own rows of B
+            for index, b in zip(members, torch.split(factors.b, widths), strict=True):
+                if index in found:
+                    raise ValueError(f"slice {self.slices[index].name} is given twice")
+                found[index] = LoRAFactors(factors.a, b, factors.scale)
+        return found
+
+
+def stage(
+    packing: Packing, cut: LayerCut, parts: Parts, *, max_rank: int, like: Tensor
+) -> tuple[LoRAFactors | None, ...]:
+    """A rank's factors for each slice, in the dtype and on the device of `like`. ValueError."""
+    staged: list[LoRAFactors | None] = [None] * len(packing.slices)
+    for index, factors in packing.by_slice(parts).items():
+        name = packing.slices[index].name
+        if not 1 <= factors.rank <= max_rank:
+            raise ValueError(f"rank of {name} must be 1 to {max_rank} (got {factors.rank})")
+        if not math.isfinite(factors.scale):
+            raise ValueError(f"scale of {name} must be finite (got {factors.scale})")
+        staged[index] = LoRAFactors(
+            _cast(f"a of {name}", take(factors.a, cut.inputs, dim=1), like),
+            _cast(f"b of {name}", take(factors.b, cut.columns[index], dim=0), like),
+            factors.scale,
+        )
+    return tuple(staged)
+
+
+def take(tensor: Tensor, shard: Shard, *, dim: int) -> Tensor:
+    """The shard's live range, with zeros behind it where the shard is padded."""
+    piece = tensor.narrow(dim, shard.start, shard.live)
+    padding = shard.size - shard.live
+    if not padding:
+        return piece
+    behind = [0, 0] * (tensor.dim() - 1 - dim) + [0, padding]
+    return F.pad(piece, behind)
+
+
+def take_packed(tensor: Tensor, slices: Sequence[Slice], shards: Sequence[Shard]) -> Tensor:
+    """Rows of a packed weight or bias, each slice cut on its own; the tensor if none is cut."""
+    if all(shard.size == part.width for part, shard in zip(slices, shards, strict=True)):
+        return tensor
+    pieces = torch.split(tensor, [part.width for part in slices])
+    return torch.cat([take(p, s, dim=0) for p, s in zip(pieces, shards, strict=True)])
+
+
+def _check_shapes(module: str | int, factors: LoRAFactors, in_features: int, width: int) -> None:
+    a, b = factors.a, factors.b
+    if a.dim() != 2 or a.shape[1] != in_features:
+        raise ValueError(f"a of {module} must be [rank, {in_features}] (got {list(a.shape)})")
+    if b.shape != (width, factors.rank):
+        raise ValueError(f"b of {module} must be [{width}, {factors.rank}] (got {list(b.shape)})")
+
+
+def _cast(what: str, tensor: Tensor, like: Tensor) -> Tensor:
+    if not tensor.is_floating_point():
+        raise ValueError(f"{what} must be floating point (got {tensor.dtype})")
+    result = tensor.to(device=like.device, dtype=like.dtype)
+    # a large fp32 value becomes Inf in fp16; one bad value would poison whole columns
+    if not result.isfinite().all():
+        raise ValueError(f"{what} must have values that are finite in {like.dtype}")
+    return result

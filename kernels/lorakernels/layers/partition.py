@@ -1,0 +1,132 @@
+"""How one dimension of a linear layer is cut over tensor-parallel ranks. Pure; no torch.
+
+Invariant: over all ranks of a group the live ranges cover each index of the dimension equally
+often: once, or `replicas` times where heads are fewer than ranks (sglang #24420).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+
+
+class Parallel(StrEnum):
+    """Which dimension of the base weight is cut: none, the output or the input."""
+
+    REPLICATED = "replicated"
+    COLUMN = "column"
+    ROW = "row"
+
+
+@dataclass(frozen=True, slots=True)
+class Slice:
+    """One packed part of a layer's output, such as k_proj of a qkv layer.
+
+    `width` counts the columns of the unpadded model. `heads` makes heads indivisible: with more
+    ranks than heads, each head is held by several ranks. `padded_width` is for a base layer
+    whose shards are cut from a padded width; the adapter knows nothing of the padding.
+    """
+
+    name: str
+    width: int
+    heads: int | None = None
+    padded_width: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """The range [start, stop) of the whole dimension that a rank holds, at the beginning of
+    `size` local elements; the rest of them is padding."""
+
+    start: int
+    stop: int
+    size: int
+
+    @property
+    def live(self) -> int:
+        return self.stop - self.start
+
+
+def whole(width: int) -> Shard:
+    """What each rank holds of a dimension that is not cut."""
+    return Shard(0, width, width)
+
+
+def cut_dimension(name: str, width: int, tp_size: int, tp_rank: int, padded: int) -> Shard:
+    """An equal part of `padded` elements, of which the first `width` exist. ValueError."""
+    if padded < width:
+        raise ValueError(f"padded width of {name} must be at least {width} (got {padded})")
+    if padded % tp_size:
+        raise ValueError(f"{name} must be divisible by tp_size {tp_size} (got {padded})")
+    # the stride is the padded size, the end is the real one: a rank may hold padding alone
+    size = padded // tp_size
+    start = min(tp_rank * size, width)
+    return Shard(start, min(start + size, width), size)
+
+
+def cut_slice(part: Slice, tp_size: int, tp_rank: int) -> Shard:
+    """The columns of a slice that a rank of a column-parallel layer holds. ValueError."""
+    if part.heads is None:
+        padded = part.width if part.padded_width is None else part.padded_width
+        return cut_dimension(f"slice {part.name}", part.width, tp_size, tp_rank, padded)
+    if part.padded_width is not None:
+        raise ValueError(f"slice {part.name} may have heads or padded_width (got both)")
+    if part.heads < 1 or part.width % part.heads:
+        raise ValueError(
+            f"heads of slice {part.name} must divide its width {part.width} (got {part.heads})"
+        )
+    if part.heads % tp_size and tp_size % part.heads:
+        raise ValueError(
+            f"heads of slice {part.name} must be a multiple or a divisor of tp_size {tp_size} "
+            f"(got {part.heads})"
+        )
+    size = part.width // min(part.heads, tp_size)
+    start = tp_rank // replicas(part, tp_size) * size
+    return Shard(start, start + size, size)
+
+
+def replicas(part: Slice, tp_size: int) -> int:
+    """How many ranks of a column-parallel layer hold each column of a slice."""
+    return 1 if part.heads is None else max(1, tp_size // part.heads)
+
+
+@dataclass(frozen=True, slots=True)
+class LayerCut:
+    """A rank's part of a layer: its columns of each slice, its inputs, and whether it adds the
+    bias (the sum over a row-parallel group must hold it once)."""
+
+    columns: tuple[Shard, ...]
+    inputs: Shard
+    owns_bias: bool
+
+
+def cut_layer(
+    slices: Sequence[Slice],
+    in_features: int,
+    *,
+    parallel: Parallel = Parallel.REPLICATED,
+    tp_size: int = 1,
+    tp_rank: int = 0,
+    padded_in_features: int | None = None,
+) -> LayerCut:
+    """`padded_in_features` is for row-parallel layers whose input is cut from a padded width.
+
+    Raises ValueError.
+    """
+    if tp_size < 1:
+        raise ValueError(f"tp_size must be at least 1 (got {tp_size})")
+    if not 0 <= tp_rank < tp_size:
+        raise ValueError(f"tp_rank must be 0 to {tp_size - 1} (got {tp_rank})")
+    if padded_in_features is not None and parallel is not Parallel.ROW:
+        raise ValueError(f"padded_in_features must be None for a {parallel} layer")
+    columns = tuple(whole(part.width) for part in slices)
+    if parallel is Parallel.COLUMN:
+        # each slice on its own: a cut of the packed width would mix q, k and v
+        # (tensorrt-llm #8063)
+        columns = tuple(cut_slice(part, tp_size, tp_rank) for part in slices)
+    inputs = whole(in_features)
+    if parallel is Parallel.ROW:
+        padded = in_features if padded_in_features is None else padded_in_features
+        inputs = cut_dimension("in_features", in_features, tp_size, tp_rank, padded)
+    return LayerCut(columns, inputs, parallel is not Parallel.ROW or tp_rank == 0)
