@@ -1,0 +1,7 @@
+"""Implementations under test, each behind the protocol in protocol.py."""
+
+from __future__ import annotations
+
+from loragate.subjects.registry import SUBJECTS, find_subject
+
+__all__ = ["SUBJECTS", "find_subject"]

@@ -1,0 +1,76 @@
+"""How a tensor lies in memory: inside guard bands, in one of the layouts of the matrix.
+
+Every input and output of a case is a view into a larger storage whose other elements hold a
+NaN with a payload. A read past the own elements shows as NaN in the result, a write past them
+as a changed guard.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from loragate.matrix.case import Layout
+
+# quiet NaNs that no computation produces
+_GUARD_BITS = {
+    torch.float16: (torch.int16, 0x7E5A),
+    torch.bfloat16: (torch.int16, 0x7FDA),
+    torch.float32: (torch.int32, 0x7FC5A5A5),
+}
+_GUARD_ROWS = 64
+_MAX_GUARD = 1 << 21
+# elements: keeps the first own element as aligned as a tensor of its own would be
+_ALIGNMENT = 256
+
+
+def place(values: Tensor, layout: Layout, *, margin: int = 0) -> Tensor:
+    """A view that holds `values` [rows, columns] inside guard bands.
+
+    `margin`: guard columns on either side of COLUMN_SLICE.
+    """
+    rows, columns = values.shape
+    if layout is Layout.TRANSPOSED:
+        return place(values.t(), Layout.CONTIGUOUS).t()
+    side = margin if layout is Layout.COLUMN_SLICE else 0
+    stride = columns + 2 * side
+    guard = min(_GUARD_ROWS * stride, _MAX_GUARD)
+    guard = -(-guard // _ALIGNMENT) * _ALIGNMENT
+    storage = guarded(2 * guard + rows * stride, values.dtype, values.device)
+    view = storage.as_strided((rows, columns), (stride, 1), guard + side)
+    return view.copy_(values)
+
+
+def guarded(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """[size] elements of guard."""
+    bits, pattern = _GUARD_BITS[dtype]
+    return torch.full((size,), pattern, dtype=bits, device=device).view(dtype)
+
+
+def whole(view: Tensor) -> Tensor:
+    """All elements of the storage that `view` is a part of, guard bands included."""
+    size = view.untyped_storage().nbytes() // view.element_size()
+    return view.as_strided((size,), (1,), 0)
+
+
+def same_place(view: Tensor, storage: Tensor) -> Tensor:
+    """The part of `storage` that `view` is of its own storage."""
+    return storage.as_strided(view.shape, view.stride(), view.storage_offset())
+
+
+def copy_placed(view: Tensor) -> Tensor:
+    """A copy of the whole storage; the result is the same view of it."""
+    return same_place(view, whole(view).clone())
+
+
+def owned(view: Tensor) -> Tensor:
+    """bool [storage size]: which elements of the storage belong to `view`."""
+    mask = torch.zeros(whole(view).shape, dtype=torch.bool, device=view.device)
+    same_place(view, mask).fill_(True)
+    return mask
+
+
+def bits_of(values: Tensor) -> Tensor:
+    """Contiguous integers with the same bits: the only equality under which NaN equals NaN."""
+    kinds = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    return values.contiguous().view(kinds[values.element_size()])

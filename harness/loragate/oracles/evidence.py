@@ -1,0 +1,81 @@
+"""What oracles have in common: where an element lies in the user's terms, and equality of bits."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from loragate.inputs.placement import bits_of
+from loragate.matrix.case import Case
+from loragate.oracles.protocol import Trial
+from loragate.subjects.protocol import Batch
+from loragate.verdict import Failure, Judgement, OracleName, Verdict
+
+
+def locate(case: Case, batch: Batch, token: int, column: int) -> dict[str, int | str]:
+    """Token, its slot, the slice, and the column within the slice."""
+    part = 0
+    while column >= case.slices[part]:
+        column -= case.slices[part]
+        part += 1
+    slot = int(batch.token_slots[token])
+    return {"token": token, "slot": slot, "slice": part, "column": column}
+
+
+def malformed(oracle: OracleName, batch: Batch, result: Tensor) -> Judgement | None:
+    """A FAIL if the result is not even of the right shape, dtype and device."""
+    wanted = (batch.out.shape, batch.out.dtype, batch.out.device)
+    given = (result.shape, result.dtype, result.device)
+    for word, want, have in zip(("shape", "dtype", "device"), wanted, given, strict=True):
+        if want != have:
+            message = f"the result has {word} {have}, not {want}"
+            return Judgement(oracle, Verdict.FAIL, Failure.WRONG_ANSWER, message)
+    return None
+
+
+def differing(result: Tensor, wanted: Tensor) -> Tensor:
+    """bool like both: where the bits are not the same."""
+    return (bits_of(result) != bits_of(wanted)).view(result.shape)
+
+
+def judge_bits(
+    oracle: OracleName,
+    failure: Failure,
+    trial: Trial,
+    batch: Batch,
+    result: Tensor,
+    wanted: Tensor,
+    claim: str,
+) -> Judgement | None:
+    """A FAIL that names the first element whose bits differ, or None.
+
+    `claim` says in words what the result should have been equal to.
+    """
+    wrong = malformed(oracle, batch, result)
+    if wrong is not None:
+        return wrong
+    mask = differing(result, wanted)
+    count = int(mask.sum())
+    if not count:
+        return None
+    token, column = (int(i) for i in mask.nonzero()[0])
+    have, want = result[token, column].item(), wanted[token, column].item()
+    where = locate(trial.case, batch, token, column)
+    message = (
+        f"{count} elements in {int(mask.any(1).sum())} rows differ from {claim}; "
+        f"the first is {have!r}, should be {want!r}"
+    )
+    metrics = {
+        "differing": float(count),
+        "largest": _largest(result, wanted, mask),
+    }
+    return Judgement(oracle, Verdict.FAIL, failure, message, metrics, where)
+
+
+def _largest(result: Tensor, wanted: Tensor, mask: Tensor) -> float:
+    gap = (result[mask].double() - wanted[mask].double()).abs()
+    return torch.nan_to_num(gap, nan=float("inf")).max().item()
+
+
+def passed(oracle: OracleName, **metrics: float) -> Judgement:
+    return Judgement(oracle, Verdict.PASS, metrics=metrics)

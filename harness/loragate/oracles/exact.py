@@ -1,0 +1,44 @@
+"""Tolerance zero: on data that leaves nothing to round, any tile, split or order must give the
+bits of the fp64 result. See inputs/exactness.py for why that holds in every dtype."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from loragate.inputs import DataKind, copy_batch, make_batch, make_pool
+from loragate.inputs.exactness import assert_exact
+from loragate.oracles.evidence import judge_bits, malformed, passed
+from loragate.oracles.golden import chunks, golden
+from loragate.oracles.protocol import Trial
+from loragate.oracles.session import Session, base_of
+from loragate.verdict import Failure, Judgement, OracleName
+
+
+class Exact:
+    name = OracleName.EXACT
+
+    def applies(self, trial: Trial) -> str | None:
+        return None
+
+    def judge(self, trial: Trial) -> Judgement:
+        kind = DataKind.EXACT
+        pool = make_pool(trial.case, trial.seed, kind, trial.machine, trial.capabilities)
+        batch = make_batch(trial.case, trial.seed, 0, kind, trial.machine)
+        base = base_of(trial, kind)
+        wanted: list[Tensor] = []
+        for _, piece in chunks(batch):
+            assert_exact(pool, piece, base)
+            wanted.append(golden(pool, piece, base).out.to(batch.out.dtype))
+        result = Session(trial, base, pool).step(copy_batch(batch))
+        wrong = malformed(self.name, batch, result) or judge_bits(
+            self.name,
+            Failure.WRONG_ANSWER,
+            trial,
+            batch,
+            # a sum of zero has either sign, as the order of its terms has it
+            result + 0.0,
+            torch.cat(wanted) + 0.0,
+            "the exact result",
+        )
+        return wrong or passed(self.name)
