@@ -1,0 +1,69 @@
+# sourced by the commands of this folder: `use_environment NAME CONSTRAINTS EXTRAS` sets $python
+#
+# The environment is made on first use and again whenever what goes into it has changed. With
+# LORAGATE_PYTHON=/path/to/python that interpreter is used as it is, and nothing is installed.
+# shellcheck shell=bash
+
+root=$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." && pwd)
+
+fail() {
+  printf '%s\n' "$1" >&2
+  exit "${2:-3}"
+}
+
+is_new_enough() {
+  "$1" -c 'import sys; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1
+}
+
+find_python() {
+  local candidate
+  for candidate in python3 python3.13 python3.12 python3.11 python; do
+    if is_new_enough "$candidate"; then
+      printf '%s\n' "$candidate"
+      return
+    fi
+  done
+  fail "No Python >= 3.11 found on PATH (tried python3, python3.13, python3.12, python3.11, python).
+Install one, or set LORAGATE_PYTHON to an interpreter that has the project's dependencies."
+}
+
+use_existing_python() {
+  python=$LORAGATE_PYTHON
+  is_new_enough "$python" || fail "LORAGATE_PYTHON=$python is not a Python >= 3.11 that runs."
+  export PYTHONPATH="$root/harness:$root/kernels${PYTHONPATH:+:$PYTHONPATH}"
+  "$python" - <<'PYTHON' || fail "LORAGATE_PYTHON=$python lacks packages that the gate needs."
+import importlib.util as u, sys
+names = "torch triton numpy safetensors pydantic yaml jinja2 pytest xdist allpairspy".split()
+missing = [name for name in names if u.find_spec(name) is None]
+if missing:
+    sys.exit("missing: " + ", ".join(missing))
+PYTHON
+}
+
+make_environment() {
+  local venv=$1 constraints=$2 extras=$3 stamp=$4 base
+  base=$(find_python)
+  printf 'making %s with %s (first use: a few minutes)\n' "${venv#"$root"/}" "$base" >&2
+  if ! "$venv/bin/python" -c 'import pip' >/dev/null 2>&1; then
+    "$base" -m venv --clear "$venv" ||
+      fail "$base cannot make a virtual environment (on Debian and Ubuntu: install python3-venv)."
+  fi
+  (cd "$root" && "$venv/bin/python" -m pip install --quiet --disable-pip-version-check \
+    -c "$constraints" -e ".[$extras]") ||
+    fail "pip could not install the dependencies; run the same command again to go on."
+  printf '%s\n' "$stamp" >"$venv/loragate-stamp"
+}
+
+use_environment() {
+  local venv=$root/$1 constraints=$root/$2 extras=$3 stamp
+  if [ -n "${LORAGATE_PYTHON:-}" ]; then
+    use_existing_python
+    return
+  fi
+  python=$venv/bin/python
+  # the place counts too: an editable install points at it
+  stamp=$({ cat "$root/pyproject.toml" "$constraints" && printf '%s %s\n' "$extras" "$root"; } | cksum)
+  if [ "$(cat "$venv/loragate-stamp" 2>/dev/null)" != "$stamp" ] || ! is_new_enough "$python"; then
+    make_environment "$venv" "$constraints" "$extras" "$stamp"
+  fi
+}
