@@ -1,0 +1,124 @@
+"""Case files in, cases out. Runs nothing, imports no torch.
+
+All files are read and checked to the end before anything is refused, so that one look at the
+error is enough.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from loragate.matrix.case import Case, Site
+from loragate.matrix.document import Document, Loc, parse
+from loragate.matrix.expand import Group, expand, with_defaults
+from loragate.matrix.ids import case_id
+from loragate.matrix.problems import CaseFileError, Problem
+from loragate.matrix.rules import check_exclusion, check_linear_axes, check_row, check_single
+from loragate.matrix.schema import Axes, FileModel, GroupModel, check, check_axes
+
+Placed = tuple[Case, Document, Loc]
+
+
+def load_cases(paths: Iterable[Path]) -> tuple[Case, ...]:
+    """The cases of all files, sorted by id.
+
+    Raises CaseFileError, whose text is the whole list of problems.
+    """
+    documents = [_read(path) for path in paths]
+    placed = [(case, document, loc) for document in documents for case, loc in _cases_of(document)]
+    problems = [problem for document in documents for problem in document.problems]
+    problems += _repeated(placed)
+    if problems:
+        raise CaseFileError(problems)
+    return tuple(sorted((case for case, _, _ in placed), key=case_id))
+
+
+def _read(path: Path) -> Document:
+    try:
+        return parse(path.read_text(encoding="utf-8"), str(path))
+    except OSError as error:
+        return Document(str(path), problems=[Problem(str(path), 1, "", str(error.strerror))])
+    except UnicodeDecodeError as error:
+        message = f"not UTF-8 at byte {error.start}"
+        return Document(str(path), problems=[Problem(str(path), 1, "", message)])
+
+
+def _cases_of(document: Document) -> list[tuple[Case, Loc]]:
+    if document.root is None and document.problems:
+        return []
+    file = check(FileModel, document.data, (), document)
+    # a bad site or defaults must not hide what is wrong in the groups
+    raw = document.data if isinstance(document.data, dict) else {}
+    site = file.site if file else _site(raw.get("site"))
+    defaults = check_axes(_mapping(raw.get("defaults")), ("defaults",), document)
+    check_single(defaults, "a list belongs into a row", document)
+    check_linear_axes(defaults, site, document)
+    cases: list[tuple[Case, Loc]] = []
+    for name, raw_group in _mapping(raw.get("groups")).items():
+        known = len(document.problems)
+        group = _group(raw_group, ("groups", name), site, defaults, document)
+        if group and file and defaults.is_sound and len(document.problems) == known:
+            cases += expand(group, document)
+    return cases
+
+
+def _group(raw: object, loc: Loc, site: Site, defaults: Axes, document: Document) -> Group | None:
+    model = check(GroupModel, raw, loc, document)
+    rows = _entries(raw, "rows", loc, site, document)
+    exclude = _entries(raw, "exclude", loc, site, document)
+    include = _entries(raw, "include", loc, site, document)
+    for entry in exclude:
+        check_exclusion(entry, rows, defaults, document)
+    for entry in include:
+        check_single(entry, "an include is a single point", document)
+    sound_exclude = all(entry.is_sound for entry in exclude)
+    for row in rows if sound_exclude else ():
+        check_row(row, defaults, exclude, site, document)
+    for entry in include:
+        check_row(entry, defaults, (), site, document)
+    if model is None:
+        return None
+    return Group(
+        loc,
+        site,
+        model,
+        tuple(with_defaults(row, defaults) for row in rows),
+        exclude,
+        tuple(with_defaults(entry, defaults) for entry in include),
+    )
+
+
+def _entries(raw: object, name: str, loc: Loc, site: Site, document: Document) -> tuple[Axes, ...]:
+    listed = _mapping(raw).get(name)
+    entries = tuple(
+        check_axes(entry, (*loc, name, i), document)
+        for i, entry in enumerate(listed if isinstance(listed, list) else ())
+    )
+    for entry in entries:
+        check_linear_axes(entry, site, document)
+    return entries
+
+
+def _repeated(placed: Sequence[Placed]) -> list[Problem]:
+    first: dict[str, Placed] = {}
+    problems = []
+    for case, document, loc in placed:
+        name = case_id(case)
+        if name not in first:
+            first[name] = (case, document, loc)
+            continue
+        _, other, place = first[name]
+        where = f"{other.file}:{other.line(place)}"
+        problems.append(document.problem(loc, f"gives the case {name}, as {where} already does"))
+    return problems
+
+
+def _mapping(raw: object) -> dict[str, Any]:
+    return raw if isinstance(raw, dict) else {}
+
+
+def _site(raw: object) -> Site:
+    # an unknown site is told elsewhere; the one with most axes then raises no further complaints
+    return next((site for site in Site if site == raw), Site.LORA_LINEAR)

@@ -1,0 +1,52 @@
+"""What is wrong in case files, told all at once. Pure; every problem names a file and a line."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Problem:
+    """One defect of a case file; `field` is the path to it in the file's own terms."""
+
+    file: str
+    line: int
+    field: str
+    message: str
+
+    def __str__(self) -> str:
+        where = f"{self.file}:{self.line}"
+        return (
+            f"{where}: {self.field}: {self.message}" if self.field else f"{where}: {self.message}"
+        )
+
+
+class CaseFileError(ValueError):
+    """Bad case files. `problems` holds all of them, sorted by file and line."""
+
+    def __init__(self, problems: Iterable[Problem]) -> None:
+        self.problems = tuple(sorted(set(problems)))
+        count = len(self.problems)
+        head = f"{count} problem{'s' if count > 1 else ''} in the case files, nothing was run:"
+        super().__init__("\n".join([head, *(f"  {problem}" for problem in self.problems)]))
+
+
+def nearest(given: object, allowed: Iterable[str]) -> str | None:
+    """The allowed word that was most likely meant."""
+    if not isinstance(given, str):
+        return None
+    words = {word.lower(): word for word in allowed}
+    match = difflib.get_close_matches(given.lower(), sorted(words), n=1, cutoff=0.5)
+    return words[match[0]] if match else None
+
+
+def describe(given: str, allowed: str, near: str | None = None, note: str | None = None) -> str:
+    """One sentence in the order in which a reader needs it."""
+    parts = [f"given {given}", f"allowed: {allowed}"]
+    if near is not None:
+        parts.append(f"nearest: {near}")
+    if note is not None:
+        parts.append(note)
+    return "; ".join(parts)
