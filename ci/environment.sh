@@ -33,7 +33,7 @@ use_existing_python() {
   export PYTHONPATH="$root/harness:$root/kernels${PYTHONPATH:+:$PYTHONPATH}"
   "$python" - <<'PYTHON' || fail "LORAGATE_PYTHON=$python lacks packages that the gate needs."
 import importlib.util as u, sys
-names = "torch triton numpy safetensors pydantic yaml jinja2 pytest xdist allpairspy".split()
+names = "torch triton numpy safetensors pydantic yaml jinja2 pytest xdist covertable".split()
 missing = [name for name in names if u.find_spec(name) is None]
 if missing:
     sys.exit("missing: " + ", ".join(missing))
