@@ -33,7 +33,7 @@ from loragate.verdict import ExitCode, Verdict, worst
 
 _Found = TypeVar("_Found", RunStarted, RunFinished)
 
-_EXIT_CODES: Mapping[Verdict, ExitCode] = {
+EXIT_CODES: Mapping[Verdict, ExitCode] = {
     Verdict.PASS: ExitCode.OK,
     Verdict.FAIL: ExitCode.WRONG,
     Verdict.INFRA: ExitCode.INFRASTRUCTURE,
@@ -122,7 +122,7 @@ def summarize(log: EventLog) -> Summary:
     verdict = worst([verdict for verdict, _ in findings] or [Verdict.PASS])
     return Summary(
         verdict=verdict,
-        exit_code=_EXIT_CODES[verdict],
+        exit_code=EXIT_CODES[verdict],
         reasons=_by_gravity(findings),
         counts=counts,
         cases=cases,
