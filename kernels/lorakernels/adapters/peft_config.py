@@ -220,7 +220,8 @@ class _Fields:
     def targets(self) -> TargetRule:
         modules = self._names_or_regex("target_modules")
         if not modules:
-            raise self.error("target_modules", modules, "a list of names or an expression")
+            given = self.values["target_modules"]
+            raise self.error("target_modules", given, "a list of names or an expression")
         if isinstance(modules, str) and modules.lower() == "all-linear":
             # PEFT writes the list that it stands for; alone it does not say what is missing
             raise self.error("target_modules", modules, "spelled out, as PEFT saves it")

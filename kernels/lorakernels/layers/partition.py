@@ -119,7 +119,9 @@ def cut_layer(
     if not 0 <= tp_rank < tp_size:
         raise ValueError(f"tp_rank must be 0 to {tp_size - 1} (got {tp_rank})")
     if padded_in_features is not None and parallel is not Parallel.ROW:
-        raise ValueError(f"padded_in_features must be None for a {parallel} layer")
+        raise ValueError(
+            f"padded_in_features must be None for a {parallel} layer (got {padded_in_features})"
+        )
     columns = tuple(whole(part.width) for part in slices)
     if parallel is Parallel.COLUMN:
         # each slice on its own: a cut of the packed width would mix q, k and v

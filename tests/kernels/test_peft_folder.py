@@ -1,0 +1,257 @@
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lorakernels.adapters.adapter import Adapter
+from lorakernels.adapters.errors import AdapterError
+from lorakernels.adapters.peft_folder import read_peft_folder
+from safetensors.torch import save_file
+from torch import Tensor
+
+Q, V = "model.layers.0.self_attn.q_proj", "model.layers.0.self_attn.v_proj"
+RANK, WIDTH = 4, 8
+
+
+def key(module: str, factor: str) -> str:
+    return f"base_model.model.{module}.lora_{factor}.weight"
+
+
+def factors(modules: tuple[str, ...] = (Q, V), rank: int = RANK) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    tensors = {}
+    for module in modules:
+        tensors[key(module, "A")] = torch.randn(rank, WIDTH, generator=generator)
+        tensors[key(module, "B")] = torch.randn(WIDTH, rank, generator=generator)
+    return tensors
+
+
+def write(folder: Path, tensors: dict[str, Tensor] | None = None, **config: Any) -> Path:
+    fields = {"peft_type": "LORA", "r": RANK, "lora_alpha": 6}
+    fields["target_modules"] = ["q_proj", "v_proj"]
+    (folder / "adapter_config.json").write_text(json.dumps(fields | config))
+    save_file(factors() if tensors is None else tensors, folder / "adapter_model.safetensors")
+    return folder
+
+
+def refused(folder: Path, message: str, file: str = "adapter_model.safetensors") -> None:
+    with pytest.raises(AdapterError, match=f"^{re.escape(f'{folder / file}: {message}')}$"):
+        read_peft_folder(folder)
+
+
+def same(left: Adapter, right: Adapter) -> bool:
+    return left.modules.keys() == right.modules.keys() and all(
+        torch.equal(left.modules[m].a, right.modules[m].a)
+        and torch.equal(left.modules[m].b, right.modules[m].b)
+        and left.modules[m].scale == right.modules[m].scale
+        for m in left.modules
+    )
+
+
+def test_factors_come_out_as_they_are_stored_and_the_scale_stays_beside_them(
+    tmp_path: Path,
+) -> None:
+    stored = factors()
+    adapter = read_peft_folder(write(tmp_path, stored), name="fr")
+    assert adapter.name == "fr"
+    assert adapter.modules.keys() == {Q, V}
+    for module, part in adapter.modules.items():
+        assert torch.equal(part.a, stored[key(module, "A")])
+        assert torch.equal(part.b, stored[key(module, "B")])
+        assert part.scale == 1.5
+
+
+def test_an_adapter_is_named_after_its_folder(tmp_path: Path) -> None:
+    assert read_peft_folder(write(tmp_path)).name == tmp_path.name
+
+
+def test_modules_of_an_adapter_cannot_be_replaced(tmp_path: Path) -> None:
+    adapter = read_peft_folder(write(tmp_path))
+    with pytest.raises(TypeError):
+        adapter.modules[Q] = adapter.modules[V]  # type: ignore[index]
+
+
+def test_a_loaded_adapter_survives_that_its_file_is_overwritten(tmp_path: Path) -> None:
+    before = read_peft_folder(write(tmp_path))
+    kept = {m: part.a.clone() for m, part in before.modules.items()}
+    path = tmp_path / "adapter_model.safetensors"
+    # in place, as a training step on the same inode does
+    with path.open("r+b") as file:
+        file.seek(path.stat().st_size // 2)
+        file.write(b"\xff" * (path.stat().st_size // 2))
+    assert all(torch.equal(kept[m], part.a) for m, part in before.modules.items())
+    with pytest.raises(AdapterError, match="must be finite"):
+        read_peft_folder(tmp_path)
+
+
+def test_reading_a_folder_twice_gives_the_same_adapter_in_memory_of_its_own(
+    tmp_path: Path,
+) -> None:
+    first, second = read_peft_folder(write(tmp_path)), read_peft_folder(tmp_path)
+    assert same(first, second)
+    storages = [
+        tensor.untyped_storage().data_ptr()
+        for adapter in (first, second)
+        for part in adapter.modules.values()
+        for tensor in (part.a, part.b)
+    ]
+    assert len(set(storages)) == len(storages)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_the_dtype_of_the_file_is_kept(tmp_path: Path, dtype: torch.dtype) -> None:
+    tensors = {name: tensor.to(dtype) for name, tensor in factors().items()}
+    assert read_peft_folder(write(tmp_path, tensors)).modules[Q].a.dtype == dtype
+
+
+def test_a_pickle_is_refused_and_never_opened(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write(tmp_path)
+    (tmp_path / "adapter_model.safetensors").unlink()
+    (tmp_path / "adapter_model.bin").write_bytes(b"")
+    monkeypatch.setattr(torch, "load", lambda *a, **k: pytest.fail("the pickle was opened"))
+    refused(
+        tmp_path,
+        "a pickle can run code and is never opened; save the adapter as adapter_model.safetensors",
+        file="adapter_model.bin",
+    )
+
+
+def test_a_folder_without_weights_is_refused(tmp_path: Path) -> None:
+    write(tmp_path)
+    (tmp_path / "adapter_model.safetensors").unlink()
+    refused(tmp_path, "file not found; a PEFT adapter has one")
+
+
+def test_a_folder_without_a_config_is_refused(tmp_path: Path) -> None:
+    write(tmp_path)
+    (tmp_path / "adapter_config.json").unlink()
+    refused(tmp_path, "file not found; a PEFT adapter has one", file="adapter_config.json")
+
+
+def test_a_path_that_is_no_folder_is_refused(tmp_path: Path) -> None:
+    message = (
+        f"{tmp_path / 'gone'}: must be a folder with adapter_config.json and "
+        "adapter_model.safetensors"
+    )
+    with pytest.raises(AdapterError, match=f"^{re.escape(message)}$"):
+        read_peft_folder(tmp_path / "gone")
+
+
+def test_a_damaged_file_is_refused(tmp_path: Path) -> None:
+    path = write(tmp_path) / "adapter_model.safetensors"
+    path.write_bytes(path.read_bytes()[:-5])
+    with pytest.raises(AdapterError, match=f"^{re.escape(str(path))}: not a safetensors file: "):
+        read_peft_folder(tmp_path)
+
+
+def test_a_file_without_factors_is_refused(tmp_path: Path) -> None:
+    refused(write(tmp_path, {}), "holds no factors, so the base model would be served")
+
+
+def test_a_module_without_b_is_refused_by_name(tmp_path: Path) -> None:
+    tensors = factors()
+    del tensors[key(V, "B")]
+    message = f"{V} has lora_A but no lora_B (1 such modules: {V})"
+    refused(write(tmp_path, tensors), message)
+
+
+def test_a_module_that_the_config_does_not_target_is_refused(tmp_path: Path) -> None:
+    folder = write(tmp_path, target_modules=["q_proj", "v_prj"])
+    refused(
+        folder,
+        f"{V} has factors, but target_modules of adapter_config.json does not name it; "
+        "did you mean 'v_prj'?",
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        (f"base_model.model.{Q}.lora_magnitude_vector", "DoRA is not supported"),
+        (f"base_model.model.{Q}.lora_B.bias", "a bias of lora_B is not supported"),
+        (
+            "base_model.model.model.embed_tokens.lora_embedding_A",
+            "factors of an embedding are not supported",
+        ),
+        (
+            f"base_model.model.{Q}.base_layer.weight",
+            "changed base weights are not supported",
+        ),
+        (
+            f"base_model.model.{Q}.lora_A.default.weight",
+            "the tensor's name must be base_model.model.<module>.lora_A.weight or .lora_B.weight",
+        ),
+        (
+            f"{Q}.lora_A.weight",
+            "the tensor's name must be base_model.model.<module>.lora_A.weight or .lora_B.weight",
+        ),
+    ],
+)
+def test_a_tensor_that_would_be_ignored_is_refused(tmp_path: Path, name: str, reason: str) -> None:
+    tensors = factors() | {name: torch.zeros(WIDTH)}
+    refused(write(tmp_path, tensors), f"{name}: {reason}")
+
+
+def test_a_rank_that_differs_from_r_is_refused(tmp_path: Path) -> None:
+    tensors = factors((Q,), rank=3) | factors((V,))
+    refused(
+        write(tmp_path, tensors),
+        f"lora_A of {Q} must have rank 4, as r of adapter_config.json says "
+        "(got 3 with shape [3, 8])",
+    )
+
+
+def test_a_rank_that_differs_from_its_pattern_is_refused(tmp_path: Path) -> None:
+    refused(
+        write(tmp_path, rank_pattern={"v_proj": 2}),
+        f"lora_A of {V} must have rank 2, as rank_pattern['v_proj'] of adapter_config.json says "
+        "(got 4 with shape [4, 8])",
+    )
+
+
+def test_b_of_another_rank_than_a_is_refused(tmp_path: Path) -> None:
+    tensors = factors() | {key(V, "B"): torch.zeros(WIDTH, 5)}
+    refused(
+        write(tmp_path, tensors),
+        f"lora_B of {V} must have rank 4, as r of adapter_config.json says "
+        "(got 5 with shape [8, 5])",
+    )
+
+
+def test_a_rank_above_the_limit_is_refused(tmp_path: Path) -> None:
+    refused(
+        write(tmp_path, factors((Q,), rank=513), r=513),
+        f"lora_A of {Q} must have a rank of 1 to 512 (got 513)",
+    )
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+def test_factors_that_are_not_finite_are_refused(tmp_path: Path, value: float) -> None:
+    tensors = factors()
+    tensors[key(Q, "B")][3, 1] = value
+    refused(
+        write(tmp_path, tensors),
+        f"lora_B of {Q} must be finite (got 1 values of NaN or Inf among 32)",
+    )
+
+
+def test_quantised_factors_are_refused(tmp_path: Path) -> None:
+    tensors = factors() | {key(Q, "A"): torch.zeros(RANK, WIDTH, dtype=torch.int8)}
+    refused(
+        write(tmp_path, tensors),
+        f"lora_A of {Q} must be float16, bfloat16 or float32 (got int8)",
+    )
+
+
+def test_factors_of_a_convolution_are_refused(tmp_path: Path) -> None:
+    tensors = factors() | {key(Q, "A"): torch.zeros(RANK, WIDTH, 1, 1)}
+    refused(
+        write(tmp_path, tensors),
+        f"lora_A of {Q} must have two dimensions (got shape [4, 8, 1, 1])",
+    )
