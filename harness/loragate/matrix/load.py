@@ -15,7 +15,13 @@ from loragate.matrix.document import Document, Loc, parse
 from loragate.matrix.expand import Group, expand, with_defaults
 from loragate.matrix.ids import case_id
 from loragate.matrix.problems import CaseFileError, Problem
-from loragate.matrix.rules import check_exclusion, check_linear_axes, check_row, check_single
+from loragate.matrix.rules import (
+    check_exclusion,
+    check_linear_axes,
+    check_row,
+    check_single,
+    missing_axes,
+)
 from loragate.matrix.schema import Axes, FileModel, GroupModel, check, check_axes
 
 Placed = tuple[Case, Document, Loc]
@@ -46,7 +52,7 @@ def _read(path: Path) -> Document:
 
 
 def _cases_of(document: Document) -> list[tuple[Case, Loc]]:
-    if document.root is None and document.problems:
+    if document.data is None and document.problems:
         return []
     file = check(FileModel, document.data, (), document)
     # a bad site or defaults must not hide what is wrong in the groups
@@ -57,11 +63,9 @@ def _cases_of(document: Document) -> list[tuple[Case, Loc]]:
     check_linear_axes(defaults, site, document)
     cases: list[tuple[Case, Loc]] = []
     for name, raw_group in _mapping(raw.get("groups")).items():
-        known = len(document.problems)
         group = _group(raw_group, ("groups", name), site, defaults, document)
-        if group and file and defaults.is_sound and len(document.problems) == known:
-            cases += expand(group, document)
-    return cases
+        cases += expand(group, document) if group else []
+    return cases if file else []
 
 
 def _group(raw: object, loc: Loc, site: Site, defaults: Axes, document: Document) -> Group | None:
@@ -73,20 +77,26 @@ def _group(raw: object, loc: Loc, site: Site, defaults: Axes, document: Document
         check_exclusion(entry, rows, defaults, document)
     for entry in include:
         check_single(entry, "an include is a single point", document)
-    sound_exclude = all(entry.is_sound for entry in exclude)
-    for row in rows if sound_exclude else ():
+    if not all(entry.is_sound for entry in exclude):
+        # which points they leave out is unknown, and so is what the rows are
+        rows, exclude = (), ()
+    for row in rows:
         check_row(row, defaults, exclude, site, document)
     for entry in include:
         check_row(entry, defaults, (), site, document)
     if model is None:
         return None
-    return Group(
-        loc,
-        site,
-        model,
-        tuple(with_defaults(row, defaults) for row in rows),
-        exclude,
-        tuple(with_defaults(entry, defaults) for entry in include),
+    single = tuple(entry for entry in include if entry.is_single)
+    rows, single = _complete(rows, defaults), _complete(single, defaults)
+    return Group(loc, site, model, rows, exclude, single)
+
+
+def _complete(entries: Sequence[Axes], defaults: Axes) -> tuple[Axes, ...]:
+    """Those of the entries that define cases, with the file's defaults."""
+    return tuple(
+        with_defaults(entry, defaults)
+        for entry in entries
+        if entry.is_sound and defaults.is_sound and not missing_axes(entry, defaults)
     )
 
 

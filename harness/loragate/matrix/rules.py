@@ -9,7 +9,7 @@ from typing import Any
 
 from loragate.matrix.case import Case, Parallel, Site
 from loragate.matrix.document import Document
-from loragate.matrix.schema import Axes, AxesModel
+from loragate.matrix.schema import Axes, AxesModel, allowed_values
 
 # an axis that `Case` gives no default must be named
 REQUIRED_AXES = tuple(
@@ -23,14 +23,17 @@ def check_row(
     row: Axes, defaults: Axes, exclude: Sequence[Axes], site: Site, document: Document
 ) -> None:
     """Add every problem of a row or an include, given its defaults and its group's exclusions."""
-    named = defaults.named | row.named
-    for axis in REQUIRED_AXES:
-        if axis not in named:
-            allowed = AxesModel.model_fields[axis].description or "one of its values"
-            message = f"is missing here and in defaults; allowed: {allowed}"
-            document.problems.append(document.problem((*row.loc, axis), message))
+    if not row.is_mapping:
+        return
+    for axis in missing_axes(row, defaults):
+        message = f"is missing here and in defaults; allowed: {allowed_values(AxesModel, (axis,))}"
+        document.problems.append(document.problem((*row.loc, axis), message))
     if site is Site.LORA_LINEAR:
         _check_cut(row, defaults, exclude, document)
+
+
+def missing_axes(entry: Axes, defaults: Axes) -> list[str]:
+    return [axis for axis in REQUIRED_AXES if axis not in defaults.named | entry.named]
 
 
 def check_linear_axes(entry: Axes, site: Site, document: Document) -> None:
@@ -51,7 +54,7 @@ def check_single(entry: Axes, why: str, document: Document) -> None:
 
 def check_exclusion(entry: Axes, rows: Sequence[Axes], defaults: Axes, document: Document) -> None:
     """An exclusion that leaves nothing out is a typing error or a leftover."""
-    if entry.is_sound and not entry.named:
+    if entry.is_mapping and not entry.named:
         document.problems.append(document.problem(entry.loc, "names no axis; allowed: one or more"))
     elif entry.named and not any(_may_match(entry, row, defaults) for row in rows):
         message = "leaves nothing out; allowed: values that some row of the group has"

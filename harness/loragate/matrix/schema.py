@@ -54,7 +54,7 @@ def _as_slices(value: object) -> object:
 def _distinct(values: tuple[T, ...]) -> tuple[T, ...]:
     repeated = [value for i, value in enumerate(values) if value in values[:i]]
     if repeated:
-        raise ValueError(f"{_shown(repeated[0])} stands there twice")
+        raise ValueError(f"given {_shown(repeated[0])} twice; allowed: each value once")
     return values
 
 
@@ -123,7 +123,15 @@ class Axes:
     loc: Loc
     values: dict[str, tuple[Any, ...]] = field(default_factory=dict)
     named: frozenset[str] = frozenset()
-    is_sound: bool = True
+    is_mapping: bool = True
+
+    @property
+    def is_sound(self) -> bool:
+        return self.is_mapping and self.named == self.values.keys()
+
+    @property
+    def is_single(self) -> bool:
+        return all(len(values) == 1 for values in self.values.values())
 
 
 Model = TypeVar("Model", bound=BaseModel)
@@ -145,19 +153,24 @@ def check_axes(raw: object, loc: Loc, document: Document) -> Axes:
     except ValidationError as error:
         document.problems.extend(_problems(AxesModel, error, raw, loc, document))
         if not isinstance(raw, dict):
-            return Axes(loc, is_sound=False)
+            return Axes(loc, is_mapping=False)
         bad = {details["loc"][0] for details in error.errors()}
         model = AxesModel.model_validate({k: v for k, v in raw.items() if k not in bad})
     assert isinstance(raw, dict)
     sound = [name for name in AxesModel.model_fields if name in model.model_fields_set]
     values = {name: getattr(model, name) for name in sound}
-    return Axes(loc, values, frozenset(raw), is_sound=len(sound) == len(raw))
+    return Axes(loc, values, frozenset(raw))
 
 
 def _problems(
     model: type[BaseModel], error: ValidationError, raw: object, loc: Loc, document: Document
 ) -> Iterator[Problem]:
-    for details in error.errors(include_url=False):
+    errors = error.errors(include_url=False)
+    for details in errors:
+        here = details["loc"]
+        # a list whose only item is bad also counts as empty; the item says it better
+        if any(other["loc"][: len(here)] == here != other["loc"] for other in errors):
+            continue
         place = (*loc, *_as_written(details["loc"], raw))
         yield document.problem(place, _message(model, details, document, place))
 
@@ -172,7 +185,7 @@ def _as_written(loc: Loc, raw: object) -> Loc:
 def _message(model: type[BaseModel], details: ErrorDetails, document: Document, place: Loc) -> str:
     name = str(details["loc"][0]) if details["loc"] else ""
     if details["type"] == "missing":
-        return f"is missing; allowed: {_allowed(model, details['loc'])}"
+        return f"is missing; allowed: {allowed_values(model, details['loc'])}"
     if details["type"] == "extra_forbidden":
         fields = tuple(_innermost(model, details["loc"][:-1]).model_fields)
         key = str(details["loc"][-1])
@@ -185,13 +198,14 @@ def _message(model: type[BaseModel], details: ErrorDetails, document: Document, 
     words = _words(_field(model, details["loc"]))
     return describe(
         _shown(details["input"]),
-        _allowed(model, details["loc"]),
+        allowed_values(model, details["loc"]),
         nearest(details["input"], words),
         document.scalar_note(place),
     )
 
 
-def _allowed(model: type[BaseModel], loc: Loc) -> str:
+def allowed_values(model: type[BaseModel], loc: Loc) -> str:
+    """What a field may hold, in the user's words."""
     info = _field(model, loc)
     words = _words(info)
     if info.description is not None:
