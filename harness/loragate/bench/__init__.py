@@ -1,0 +1,1 @@
+"""Side-by-side timing of subjects against the floor that memory sets."""

@@ -1,0 +1,173 @@
+"""`bench dense` on the device: what LoRA adds to a cuBLAS base GEMM, subject by subject.
+
+Invariant: a subject is timed only after its result was compared with fp64.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from loragate.bench.figures import DenseFigures, RowFigures, StepFigures
+from loragate.bench.rows import TOKENS, DenseRow
+from loragate.bench.timer import capture, copy_bytes_per_s, replay_in_turns, wall
+from loragate.inputs import DataKind, make_pool, torch_dtype
+from loragate.machine import Machine
+from loragate.matrix.case import Case
+from loragate.oracles.golden import chunks, eager, golden
+from loragate.subjects.protocol import Batch, Capabilities, Instance, Pool, Subject
+
+_SEED = 1
+_BASE = "base"
+# a subject may round more often than the plain computation; a wrong one is off by far more
+_MAX_ERROR_RATIO = 2.0
+_STEP_SLOTS = 8
+_STEP_ACTIVE = (0, 1, 8)
+
+
+class WrongResult(Exception):
+    """A subject's delta is not the delta: its time would mean nothing."""
+
+
+@dataclass(frozen=True, slots=True)
+class Contender:
+    """A subject that runs here, with what it said it can do."""
+
+    subject: Subject
+    have: Capabilities
+
+    def open(self, case: Case, machine: Machine, pool: Pool) -> Instance:
+        instance = self.subject.open(case, machine, None)
+        for slot in range(case.slots):
+            instance.load(slot, pool)
+        return instance
+
+
+def run_dense(
+    candidate: Contender,
+    baseline: Contender | None,
+    rows: Sequence[DenseRow],
+    machine: Machine,
+    progress: Callable[[str], None],
+) -> DenseFigures:
+    """Measure `rows`. Raises WrongResult for a subject that computes something else."""
+    contenders = [candidate, *([baseline] if baseline else [])]
+    copied = copy_bytes_per_s()
+    measured = []
+    for index, row in enumerate(rows):
+        measured.append(measure_row(row, contenders, machine))
+        progress(f"[{index + 1}/{len(rows)}] {_line(measured[-1])}")
+    progress("metadata")
+    steps = [
+        figures
+        for contender in contenders
+        for figures in measure_steps(contender, machine, captured=contender is candidate)
+    ]
+    return DenseFigures(
+        candidate=candidate.subject.name,
+        baseline=baseline.subject.name if baseline else None,
+        copy_bytes_per_s=copied,
+        rows=tuple(measured),
+        steps=tuple(steps),
+    )
+
+
+def measure_row(row: DenseRow, contenders: Sequence[Contender], machine: Machine) -> RowFigures:
+    case, device = row.case, machine.device
+    dtype = torch_dtype(case.dtype)
+    torch.manual_seed(_SEED)
+    x = torch.randn(case.tokens, case.in_features, device=device).to(dtype)
+    weight = torch.randn(case.out_features, case.in_features, device=device)
+    weight = (weight * case.in_features**-0.5).to(dtype)
+    out = torch.empty(case.tokens, case.out_features, dtype=dtype, device=device)
+    token_slots = torch.tensor(row.token_slots, dtype=torch.int32)
+
+    def base() -> Tensor:
+        return torch.mm(x, weight.T, out=out)
+
+    errors, graphs = {}, {_BASE: capture(base)}
+    instances = []
+    for contender in contenders:
+        name = contender.subject.name
+        # the same adapters for everybody: nothing but the seed and the case enters
+        pool = make_pool(case, _SEED, DataKind.SIGNED, machine, contender.have)
+        instance = contender.open(case, machine, pool)
+        instance.prepare(token_slots)
+        base()
+        batch = Batch(x, token_slots, out.clone())
+        errors[name] = _error_ratio(case, pool, batch, instance.apply(x, out))
+        if not errors[name] <= _MAX_ERROR_RATIO:
+            raise WrongResult(
+                f"{name} at {row.id}: its error is {errors[name]:.1f} times that of a plain "
+                f"computation in {case.dtype}; at most {_MAX_ERROR_RATIO} is right"
+            )
+        graphs[name] = capture(_sequential(base, instance, x, out))
+        instances.append(instance)
+    times = replay_in_turns(graphs)
+    return RowFigures(row, times.pop(_BASE), times, errors)
+
+
+def _sequential(
+    base: Callable[[], Tensor], instance: Instance, x: Tensor, out: Tensor
+) -> Callable[[], object]:
+    def call() -> None:
+        base()
+        instance.apply(x, out)
+
+    return call
+
+
+def _error_ratio(case: Case, pool: Pool, batch: Batch, result: Tensor) -> float:
+    """rms error of `result` over that of the plain same-dtype computation, against fp64."""
+    ours = plain = 0.0
+    for rows, piece in chunks(batch):
+        right = golden(pool, piece).out
+        ours += float((result[rows].double() - right).square().sum())
+        plain += float((eager(case, pool, piece).double() - right).square().sum())
+    return float((ours / plain) ** 0.5)
+
+
+def measure_steps(
+    contender: Contender, machine: Machine, *, captured: bool
+) -> Iterator[StepFigures]:
+    """Building the metadata. `captured`: time it on the device as well; a subject that syncs
+    there cannot be captured."""
+    for tokens in TOKENS:
+        case = replace(DenseRow("down", tokens, 16).case, slots=_STEP_SLOTS)
+        instance = contender.subject.open(case, machine, None)
+        for active in _STEP_ACTIVE:
+            token_slots = _mapping(tokens, active)
+            host_us, total_us = wall(partial(instance.prepare, token_slots))
+            yield StepFigures(
+                subject=contender.subject.name,
+                tokens=tokens,
+                slots=_STEP_SLOTS,
+                active=len(set(token_slots.tolist()) - {-1}),
+                host_us=host_us,
+                total_us=total_us,
+                device_us=_device_us(instance, token_slots, machine) if captured else None,
+            )
+
+
+def _device_us(instance: Instance, token_slots: Tensor, machine: Machine) -> float | None:
+    resident = token_slots.to(machine.device)
+    try:
+        graph = capture(partial(instance.prepare, resident))
+    except RuntimeError:
+        return None
+    return replay_in_turns({"prepare": graph})["prepare"]
+
+
+def _mapping(tokens: int, active: int) -> Tensor:
+    """int32 [tokens]: equal runs of `active` slots, base rows alone without any."""
+    runs = [row * active // tokens if active else -1 for row in range(tokens)]
+    return torch.tensor(runs, dtype=torch.int32)
+
+
+def _line(figures: RowFigures) -> str:
+    added = ", ".join(f"{name} +{figures.added_us(name):.1f}" for name in figures.with_lora_us)
+    return f"{figures.row.id}: base {figures.base_us:.1f}, {added}"

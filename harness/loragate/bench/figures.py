@@ -1,0 +1,192 @@
+"""What a run of `bench dense` found: raw medians in, ratios, bars and the record out. Pure.
+
+Invariant: everything that is printed or judged derives from the raw figures of the record, so a
+table that is made from a record again is the same table.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any, Self
+
+from loragate.bench.rows import DenseRow, dense_rows
+from loragate.verdict import Verdict
+
+SCHEMA = 1
+# a copy on an H200, bytes read + written
+REFERENCE_BYTES_PER_S = 4.3e12
+
+MAX_MEAN_RATIO = 0.33
+MAX_ROW_RATIO = 1.0
+MAX_OVER_FLOOR = 1.8
+AIMED_OVER_FLOOR = 1.3
+PREFILL_TOKENS = 2048
+
+
+@dataclass(frozen=True, slots=True)
+class RowFigures:
+    """Medians in microseconds a call. `with_lora_us` is base GEMM + delta, by subject; `errors`
+    is the rms error of a subject over that of a plain computation in the same dtype."""
+
+    row: DenseRow
+    base_us: float
+    with_lora_us: Mapping[str, float]
+    errors: Mapping[str, float]
+
+    def added_us(self, subject: str) -> float:
+        return self.with_lora_us[subject] - self.base_us
+
+    def ratio(self, candidate: str, baseline: str) -> float | None:
+        """None where the noise is larger than what LoRA adds."""
+        ours, theirs = self.added_us(candidate), self.added_us(baseline)
+        return ours / theirs if ours > 0 and theirs > 0 else None
+
+    def floor_us(self, bytes_per_s: float = REFERENCE_BYTES_PER_S) -> float:
+        return self.row.floor_bytes / bytes_per_s * 1e6
+
+    def over_floor(self, subject: str) -> float:
+        return self.added_us(subject) / self.floor_us()
+
+
+@dataclass(frozen=True, slots=True)
+class StepFigures:
+    """Building the metadata of one step, from a mapping on the CPU, medians in microseconds.
+
+    `active` of `slots` slots have rows. `host_us`: until the call returns; `total_us`: until the
+    device is done; `device_us`: on the device alone, None where a step cannot be captured.
+    """
+
+    subject: str
+    tokens: int
+    slots: int
+    active: int
+    host_us: float
+    total_us: float
+    device_us: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class Bar:
+    """`measured` must not be above `target`; None could not be measured."""
+
+    name: str
+    target: float
+    measured: float | None
+    note: str = ""
+
+    @property
+    def verdict(self) -> Verdict:
+        if self.measured is None:
+            return Verdict.INCONCLUSIVE
+        return Verdict.PASS if self.measured <= self.target else Verdict.FAIL
+
+
+@dataclass(frozen=True, slots=True)
+class DenseFigures:
+    """`baseline` is None where there was nothing to compare with."""
+
+    candidate: str
+    baseline: str | None
+    copy_bytes_per_s: float
+    rows: tuple[RowFigures, ...]
+    steps: tuple[StepFigures, ...]
+
+    @property
+    def subjects(self) -> tuple[str, ...]:
+        return (self.candidate, self.baseline) if self.baseline else (self.candidate,)
+
+    @property
+    def complete(self) -> bool:
+        return tuple(figures.row for figures in self.rows) == dense_rows()
+
+    def ratios(self) -> tuple[float | None, ...]:
+        if self.baseline is None:
+            return (None,) * len(self.rows)
+        return tuple(figures.ratio(self.candidate, self.baseline) for figures in self.rows)
+
+    def bars(self) -> tuple[Bar, ...]:
+        ratios = self.ratios()
+        prefill = [f for f in self.rows if f.row.tokens == PREFILL_TOKENS]
+        over = [figures.over_floor(self.candidate) for figures in prefill]
+        against = self.baseline or "a baseline"
+        return (
+            Bar(f"added time over {against}, geometric mean", MAX_MEAN_RATIO, _mean(ratios)),
+            Bar(f"added time over {against}, worst row", MAX_ROW_RATIO, _worst(ratios)),
+            Bar(
+                f"added time over the byte floor at M={PREFILL_TOKENS}, worst row",
+                MAX_OVER_FLOOR,
+                _worst(over),
+                note=f"aim {AIMED_OVER_FLOOR}",
+            ),
+        )
+
+    def payload(self) -> dict[str, Any]:
+        """JSON record of this run; `from_payload` reads it."""
+        return {
+            "schema": SCHEMA,
+            "candidate": self.candidate,
+            "baseline": self.baseline,
+            "copy_bytes_per_s": self.copy_bytes_per_s,
+            "reference_bytes_per_s": REFERENCE_BYTES_PER_S,
+            "expected": len(dense_rows()),
+            "executed": len(self.rows),
+            "rows": [_row_payload(self, figures) for figures in self.rows],
+            "steps": [asdict(step) for step in self.steps],
+            "bars": [asdict(bar) | {"verdict": bar.verdict.value} for bar in self.bars()],
+        }
+
+    @classmethod
+    def from_payload(cls, payload: Mapping[str, Any]) -> Self:
+        """Raises ValueError for a record of a newer schema."""
+        if payload["schema"] > SCHEMA:
+            raise ValueError(f"schema is {payload['schema']}, this version reads up to {SCHEMA}")
+        return cls(
+            candidate=payload["candidate"],
+            baseline=payload["baseline"],
+            copy_bytes_per_s=payload["copy_bytes_per_s"],
+            rows=tuple(
+                RowFigures(
+                    DenseRow(row["linear"], row["tokens"], row["rank"]),
+                    row["base_us"],
+                    row["with_lora_us"],
+                    row["errors"],
+                )
+                for row in payload["rows"]
+            ),
+            steps=tuple(StepFigures(**step) for step in payload["steps"]),
+        )
+
+
+def _row_payload(run: DenseFigures, figures: RowFigures) -> dict[str, Any]:
+    ratio = figures.ratio(run.candidate, run.baseline) if run.baseline else None
+    return asdict(figures.row) | {
+        "base_us": figures.base_us,
+        "with_lora_us": dict(figures.with_lora_us),
+        "errors": dict(figures.errors),
+        # for the reader; not read back
+        "added_us": {subject: figures.added_us(subject) for subject in run.subjects},
+        "floor_us": figures.floor_us(),
+        "floor_at_measured_copy_us": figures.floor_us(run.copy_bytes_per_s),
+        "over_floor": figures.over_floor(run.candidate),
+        "ratio": ratio,
+    }
+
+
+def _all_known(figures: Iterable[float | None]) -> list[float] | None:
+    """None if there are none, or if one of them is missing: no bar is met by leaving out."""
+    found = list(figures)
+    known = [figure for figure in found if figure is not None]
+    return known if found and len(known) == len(found) else None
+
+
+def _mean(ratios: Iterable[float | None]) -> float | None:
+    """Geometric mean."""
+    known = _all_known(ratios)
+    return math.exp(sum(map(math.log, known)) / len(known)) if known else None
+
+
+def _worst(figures: Iterable[float | None]) -> float | None:
+    known = _all_known(figures)
+    return max(known) if known else None

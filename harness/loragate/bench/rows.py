@@ -1,0 +1,100 @@
+"""The rows of the dense table and the bytes that no implementation can avoid. Pure; no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from types import MappingProxyType
+
+from loragate.matrix.case import Case, Dtype, Mix, Ranks, Site
+
+SLOTS = 4
+TOKENS = (1, 16, 64, 256, 2048)
+RANKS = (16, 64)
+_BYTES_PER_ELEMENT = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Linear:
+    """A linear layer of a real model: in_features, and the width of each packed slice."""
+
+    in_features: int
+    slices: tuple[int, ...]
+
+
+# Qwen3-8B
+LINEARS = MappingProxyType(
+    {
+        "qkv": Linear(4096, (4096, 1024, 1024)),
+        "gate_up": Linear(4096, (12288, 12288)),
+        "down": Linear(12288, (4096,)),
+    }
+)
+
+
+@dataclass(frozen=True, slots=True)
+class DenseRow:
+    """One line of the table: bf16, all SLOTS adapters fill the rank of their buffers."""
+
+    linear: str
+    tokens: int
+    rank: int
+
+    @property
+    def id(self) -> str:
+        return f"{self.linear}.m{self.tokens}.r{self.rank}"
+
+    @property
+    def case(self) -> Case:
+        shape = LINEARS[self.linear]
+        return Case(
+            site=Site.DENSE_DELTA,
+            tokens=self.tokens,
+            in_features=shape.in_features,
+            slices=shape.slices,
+            rank=self.rank,
+            slots=SLOTS,
+            dtype=Dtype.BF16,
+            mix=Mix.RAGGED,
+            ranks=Ranks.FULL,
+        )
+
+    @property
+    def token_slots(self) -> tuple[int, ...]:
+        """Equal runs of rows for each slot; fewer rows than slots touch fewer slots."""
+        return tuple(row * SLOTS // self.tokens for row in range(self.tokens))
+
+    @property
+    def floor_bytes(self) -> int:
+        """A and B of the touched slots once, x once, the output read once and written once."""
+        shape = LINEARS[self.linear]
+        out_features = sum(shape.slices)
+        touched = len(set(self.token_slots))
+        a = touched * len(shape.slices) * self.rank * shape.in_features
+        b = touched * out_features * self.rank
+        x = self.tokens * shape.in_features
+        return _BYTES_PER_ELEMENT * (a + b + x + 2 * self.tokens * out_features)
+
+
+def dense_rows() -> tuple[DenseRow, ...]:
+    return tuple(
+        DenseRow(linear, tokens, rank) for linear in LINEARS for tokens in TOKENS for rank in RANKS
+    )
+
+
+def select_rows(patterns: Sequence[str]) -> tuple[DenseRow, ...]:
+    """Rows whose id matches any shell pattern; all of them without a pattern.
+
+    Raises ValueError for a pattern that matches nothing.
+    """
+    rows = dense_rows()
+    for pattern in patterns:
+        if not any(fnmatchcase(row.id, pattern) for row in rows):
+            raise ValueError(
+                f"--rows {pattern!r} matches none of the {len(rows)} rows; "
+                f"they are named like {rows[0].id!r} and {rows[-1].id!r}"
+            )
+    if not patterns:
+        return rows
+    return tuple(row for row in rows if any(fnmatchcase(row.id, p) for p in patterns))

@@ -1,0 +1,92 @@
+"""Device time of calls, from CUDA graphs, and of host work, from the wall.
+
+Invariant: what is compared runs in turns, so that a drifting clock meets everybody alike.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from statistics import median
+
+import torch
+
+CALLS_PER_GRAPH = 20
+REPLAYS = 7
+_WARM_UP = 3
+_HOST_REPEATS = 50
+_COPY_BYTES = 1 << 31
+
+
+def capture(call: Callable[[], object]) -> torch.cuda.CUDAGraph:
+    """A graph of CALLS_PER_GRAPH calls, after a warm-up that compiles whatever they need."""
+    for _ in range(_WARM_UP):
+        call()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(CALLS_PER_GRAPH):
+            call()
+    return graph
+
+
+def replay_in_turns(graphs: Mapping[str, torch.cuda.CUDAGraph]) -> dict[str, float]:
+    """Microseconds a call: for each graph the median of REPLAYS replays."""
+    for _ in range(_WARM_UP):
+        for graph in graphs.values():
+            graph.replay()
+    torch.cuda.synchronize()
+    timings: dict[str, list[_Span]] = {name: [] for name in graphs}
+    # nothing waits between replays: the device never idles, and the launch of one hides
+    # behind the run of another
+    for _ in range(REPLAYS):
+        for name, graph in graphs.items():
+            timings[name].append(_Span(graph.replay))
+    torch.cuda.synchronize()
+    return {
+        name: median(span.microseconds for span in spans) / CALLS_PER_GRAPH
+        for name, spans in timings.items()
+    }
+
+
+class _Span:
+    def __init__(self, launch: Callable[[], object]) -> None:
+        self._start, self._end = _event(), _event()
+        self._start.record()
+        launch()
+        self._end.record()
+
+    @property
+    def microseconds(self) -> float:
+        milliseconds: float = self._start.elapsed_time(self._end)
+        return milliseconds * 1e3
+
+
+def _event() -> torch.cuda.Event:
+    return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+
+
+def wall(call: Callable[[], object]) -> tuple[float, float]:
+    """Microseconds until the call returns, and until the device is done. Medians."""
+    for _ in range(_WARM_UP):
+        call()
+    returned, done = [], []
+    for _ in range(_HOST_REPEATS):
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        call()
+        returned.append(time.perf_counter() - start)
+        torch.cuda.synchronize()
+        done.append(time.perf_counter() - start)
+    return median(returned) * 1e6, median(done) * 1e6
+
+
+def copy_bytes_per_s() -> float:
+    """Bytes read + written a second by a large copy on the device."""
+    source = torch.zeros(_COPY_BYTES, dtype=torch.uint8, device="cuda")
+    target = torch.empty_like(source)
+    for _ in range(_WARM_UP):
+        target.copy_(source)
+    spans = [_Span(lambda: target.copy_(source)) for _ in range(REPLAYS)]
+    torch.cuda.synchronize()
+    return 2 * _COPY_BYTES / (median(span.microseconds for span in spans) * 1e-6)

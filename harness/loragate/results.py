@@ -1,0 +1,106 @@
+"""Recorded runs: one JSON file a machine, one section a kind of run.
+
+Invariant: a section is replaced as a whole and atomically; a reader never sees half a record.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from loragate import environment
+from loragate.machine import Machine
+
+SCHEMA = 1
+# where the interpreter lies is nobody's business in a file that is published
+_HOST_FACTS = ("system", "processor", "cores")
+
+
+class ResultsError(ValueError):
+    """A results file that cannot be read or extended; names the file."""
+
+
+def read_section(path: Path, name: str) -> dict[str, Any] | None:
+    """A recorded section, or None if it was never recorded. Raises ResultsError."""
+    section: dict[str, Any] | None = _read(path)["sections"].get(name)
+    return section
+
+
+def update_section(path: Path, name: str, payload: Mapping[str, Any]) -> None:
+    """Put `payload` in the place of section `name`; other sections stay. Raises ResultsError."""
+    document = _read(path)
+    document["schema"] = SCHEMA
+    document["sections"][name] = dict(payload)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    text = json.dumps(document, indent=1, sort_keys=True, allow_nan=False) + "\n"
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            file.write(text)
+        os.chmod(temporary, 0o644)
+        os.replace(temporary, path)
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise
+
+
+def provenance(machine: Machine, *, commit: str | None = None) -> dict[str, Any]:
+    """What a section needs to be believed later: code, versions, machine, time.
+
+    commit: for a tree that was copied without its history; its state is then unknown.
+    """
+    found, tree = environment.commit_and_tree(environment.project_root())
+    capability = machine.compute_capability
+    return {
+        "commit": found or commit or "",
+        "tree": tree.value,
+        "recorded_at": environment.utc_now(),
+        "versions": dict(environment.versions()),
+        "machine": {
+            **{name: text for name, text in environment.host().items() if name in _HOST_FACTS},
+            "device": machine.device,
+            "name": machine.name,
+            "driver": _driver(),
+            "compute_capability": list(capability) if capability else None,
+            "num_sms": machine.num_sms,
+            "memory_bytes": machine.memory_bytes,
+        },
+    }
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        return {"schema": SCHEMA, "sections": {}}
+    except OSError as error:
+        raise ResultsError(f"{path}: {error.strerror}") from error
+    try:
+        document = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ResultsError(f"{path}:{error.lineno}: not JSON: {error.msg}") from error
+    if not isinstance(document, dict) or not isinstance(document.get("sections"), dict):
+        raise ResultsError(f"{path}: not a results file: there is no object named 'sections'")
+    if not 1 <= document.get("schema", 0) <= SCHEMA:
+        raise ResultsError(
+            f"{path}: schema is {document.get('schema')!r}, this version reads 1 to {SCHEMA}"
+        )
+    return document
+
+
+def _driver() -> str | None:
+    tool = shutil.which("nvidia-smi")
+    if tool is None:
+        return None
+    query = [tool, "--query-gpu=driver_version", "--format=csv,noheader"]
+    try:
+        answer = subprocess.run(query, capture_output=True, text=True, timeout=60, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return answer.stdout.split("\n")[0].strip() or None

@@ -1,0 +1,68 @@
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+import pytest
+
+from loragate.bench import cli
+from loragate.bench.figures import DenseFigures, RowFigures
+from loragate.bench.rows import dense_rows
+from loragate.machine import Machine, detect_machine
+from loragate.results import update_section
+from loragate.verdict import ExitCode
+
+
+def bench(*arguments: str) -> ExitCode:
+    parser = argparse.ArgumentParser()
+    cli.add_parser(parser.add_subparsers())
+    return cli.run(parser.parse_args(["bench", *arguments]))
+
+
+def test_without_a_gpu_nothing_is_timed_and_the_exit_code_is_3(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("loragate.machine.detect_machine", lambda: Machine("cpu", "", None, 1, 0))
+    assert bench("dense") is ExitCode.INFRASTRUCTURE
+    assert "bench times compiled kernels and needs a GPU" in capsys.readouterr().err
+
+
+def test_an_unknown_row_is_a_usage_error(capsys: pytest.CaptureFixture[str]) -> None:
+    assert bench("dense", "--rows", "kqv.*") is ExitCode.USAGE
+    assert "--rows 'kqv.*' matches none" in capsys.readouterr().err
+
+
+def test_a_part_of_the_table_cannot_be_recorded(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    record = tmp_path / "record.json"
+    assert bench("dense", "--rows", "qkv.*", "--record", str(record)) is ExitCode.USAGE
+    assert "--record takes the whole table" in capsys.readouterr().err
+    assert not record.exists()
+
+
+def test_a_damaged_results_file_is_noticed_before_anything_is_timed(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    record = tmp_path / "record.json"
+    record.write_text("{\n nothing")
+    assert bench("dense", "--record", str(record)) is ExitCode.USAGE
+    assert f"{record}:2: not JSON" in capsys.readouterr().err
+
+
+@pytest.mark.skipif(detect_machine().device != "cuda", reason="needs a GPU to get that far")
+def test_an_unknown_subject_is_a_usage_error(capsys: pytest.CaptureFixture[str]) -> None:
+    assert bench("dense", "--baseline", "vlm") is ExitCode.USAGE
+    assert "did you mean 'vllm'?" in capsys.readouterr().err
+
+
+def test_a_record_can_be_shown_again_as_the_table_of_the_readme(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    record = tmp_path / "record.json"
+    rows = tuple(RowFigures(row, 9.0, {"ours": 10.0}, {"ours": 1.0}) for row in dense_rows())
+    update_section(record, cli.SECTION, DenseFigures("ours", None, 4e12, rows, ()).payload())
+    assert bench("show", str(record)) is ExitCode.OK
+    assert "| down 12288 -> 4096 | 1 | 16 | 9.0 | 1.0 | - |" in capsys.readouterr().out
+    assert bench("show", str(tmp_path / "other.json")) is ExitCode.USAGE
+    assert "no section 'bench_dense'" in capsys.readouterr().err

@@ -1,0 +1,68 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from loragate.machine import Machine
+from loragate.results import ResultsError, provenance, read_section, update_section
+
+
+def test_a_section_is_replaced_as_a_whole_and_the_others_stay(tmp_path: Path) -> None:
+    path = tmp_path / "results" / "gpu.json"
+    update_section(path, "gate", {"expected": 3, "executed": 3})
+    update_section(path, "bench_dense", {"rows": [1]})
+    update_section(path, "gate", {"executed": 4})
+    assert read_section(path, "gate") == {"executed": 4}
+    assert read_section(path, "bench_dense") == {"rows": [1]}
+    assert read_section(path, "seeds") is None
+
+
+def test_the_file_is_sorted_and_ends_with_a_newline_so_that_a_diff_shows_figures_alone(
+    tmp_path: Path,
+) -> None:
+    left, right = tmp_path / "left.json", tmp_path / "right.json"
+    update_section(left, "b", {"y": 1, "x": 2})
+    update_section(left, "a", {})
+    update_section(right, "a", {})
+    update_section(right, "b", {"x": 2, "y": 1})
+    assert left.read_bytes() == right.read_bytes()
+    assert left.read_text().endswith("}\n")
+
+
+def test_a_payload_that_json_cannot_hold_leaves_the_file_as_it_was(tmp_path: Path) -> None:
+    path = tmp_path / "gpu.json"
+    update_section(path, "gate", {"executed": 1})
+    with pytest.raises(ValueError, match="Out of range float"):
+        update_section(path, "gate", {"executed": float("nan")})
+    assert read_section(path, "gate") == {"executed": 1}
+    assert [entry.name for entry in tmp_path.iterdir()] == ["gpu.json"]
+
+
+@pytest.mark.parametrize(
+    ("text", "complaint"),
+    [
+        ("[]", "not a results file: there is no object named 'sections'"),
+        ('{"schema": 2, "sections": {}}', "schema is 2, this version reads 1 to 1"),
+        ('{\n"schema":', ":2: not JSON"),
+    ],
+)
+def test_a_file_that_cannot_be_read_is_never_overwritten(
+    tmp_path: Path, text: str, complaint: str
+) -> None:
+    path = tmp_path / "gpu.json"
+    path.write_text(text)
+    with pytest.raises(ResultsError, match=complaint) as error:
+        update_section(path, "gate", {})
+    assert str(path) in str(error.value)
+    assert path.read_text() == text
+
+
+def test_provenance_names_code_versions_and_machine_but_no_place_on_the_disk() -> None:
+    origin = provenance(Machine("cuda", "NVIDIA H200", (9, 0), 132, 1 << 37), commit="abc")
+    assert origin["machine"]["compute_capability"] == [9, 0]
+    assert origin["tree"] in ("clean", "dirty", "unknown")
+    assert origin["commit"]
+    assert "python" in origin["versions"]
+    assert str(Path.home()) not in json.dumps(origin)
