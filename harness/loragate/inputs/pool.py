@@ -91,13 +91,15 @@ def reordered(pool: Pool, order: list[int]) -> Pool:
     )
 
 
-def with_nan_slots(pool: Pool, slots: list[int]) -> Pool:
-    """The adapters of `slots` replaced by NaN, dead ranks excepted."""
+def with_huge_slots(pool: Pool, slots: list[int]) -> Pool:
+    """The live numbers of `slots` replaced by the largest of the dtype: a delta of such an
+    adapter is Inf. Not NaN: a loader may refuse that."""
     a, b = pool.a.clone(), tuple(part.clone() for part in pool.b)
+    huge = torch.finfo(a.dtype).max
     for slot in slots:
         for part, rank in enumerate(pool.ranks[slot]):
-            a[slot, part, :rank] = float("nan")
-            b[part][slot, :, :rank] = float("nan")
+            a[slot, part, :rank] = huge
+            b[part][slot, :, :rank] = huge
     return replace(pool, a=a, b=b)
 
 

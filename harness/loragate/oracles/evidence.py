@@ -39,17 +39,18 @@ def differing(result: Tensor, wanted: Tensor) -> Tensor:
 
 
 def judge_bits(
-    oracle: OracleName,
-    failure: Failure,
     trial: Trial,
     batch: Batch,
     result: Tensor,
     wanted: Tensor,
+    *,
+    oracle: OracleName,
+    failure: Failure,
     claim: str,
 ) -> Judgement | None:
     """A FAIL that names the first element whose bits differ, or None.
 
-    `claim` says in words what the result should have been equal to.
+    `batch` is the one that `result` belongs to; `claim` says in words what it should equal.
     """
     wrong = malformed(oracle, batch, result)
     if wrong is not None:
@@ -60,15 +61,12 @@ def judge_bits(
         return None
     token, column = (int(i) for i in mask.nonzero()[0])
     have, want = result[token, column].item(), wanted[token, column].item()
-    where = locate(trial.case, batch, token, column)
     message = (
         f"{count} elements in {int(mask.any(1).sum())} rows differ from {claim}; "
         f"the first is {have!r}, should be {want!r}"
     )
-    metrics = {
-        "differing": float(count),
-        "largest": _largest(result, wanted, mask),
-    }
+    metrics = {"differing": float(count), "largest": _largest(result, wanted, mask)}
+    where = locate(trial.case, batch, token, column)
     return Judgement(oracle, Verdict.FAIL, failure, message, metrics, where)
 
 

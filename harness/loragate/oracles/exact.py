@@ -32,13 +32,13 @@ class Exact:
             wanted.append(golden(pool, piece, base).out.to(batch.out.dtype))
         result = Session(trial, base, pool).step(copy_batch(batch))
         wrong = malformed(self.name, batch, result) or judge_bits(
-            self.name,
-            Failure.WRONG_ANSWER,
             trial,
             batch,
             # a sum of zero has either sign, as the order of its terms has it
             result + 0.0,
             torch.cat(wanted) + 0.0,
-            "the exact result",
+            oracle=self.name,
+            failure=Failure.WRONG_ANSWER,
+            claim="the exact result",
         )
         return wrong or passed(self.name)

@@ -63,6 +63,8 @@ class Capabilities:
     layouts: frozenset[Layout] = frozenset(Layout)
     # the same input gives the same bits from run to run
     deterministic: bool = True
+    # dense_delta: a row's bits depend neither on its place in the batch nor on its slot's number
+    place_invariant: bool = False
     # reads live ranks only; otherwise dead ranks must be zero
     skips_dead_ranks: bool = False
     # live ranks may differ between the slices of one slot, each with its own scale

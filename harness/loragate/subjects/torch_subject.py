@@ -102,9 +102,8 @@ class LoRALinear:
             bias = base.bias if rank == 0 else None
             return Shard(slice(rank * width, (rank + 1) * width), column, bias, DenseDelta(case))
         # each packed slice is cut by itself, not the packed whole
-        column = torch.cat(
-            [part.chunk(tp)[rank] for part in torch.split(column, list(case.slices))]
-        )
+        parts = torch.split(column, list(case.slices))
+        column = torch.cat([part.chunk(tp)[rank] for part in parts])
         bias = None if base.bias is None else base.bias[column]
         return Shard(slice(0, case.in_features), column, bias, DenseDelta(case))
 

@@ -1,0 +1,114 @@
+"""Only own memory is read, only own memory is written.
+
+The step runs twice on data that leaves nothing to round: once plainly, once in a world where
+everything that must not be read is poison - fresh allocations, ranks that an adapter does not
+use, adapters that no row asks for, rows without an adapter. The results must be bit-equal. The
+poisoned run must also leave the guard bands around every tensor, all inputs and the adapters as
+they were.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from loragate.inputs import DataKind, Dead, copy_batch, make_batch, make_pool
+from loragate.inputs.mapping import BASE_ROW
+from loragate.inputs.placement import bits_of, owned, whole
+from loragate.inputs.poison import poisoned_allocations
+from loragate.inputs.pool import with_huge_slots
+from loragate.matrix.case import Site
+from loragate.oracles.evidence import judge_bits, malformed, passed
+from loragate.oracles.protocol import Trial
+from loragate.oracles.session import Session, base_of
+from loragate.subjects.protocol import BaseLayer, Batch, Pool
+from loragate.verdict import Failure, Judgement, OracleName, Verdict
+
+
+class Canary:
+    name = OracleName.CANARY
+
+    def applies(self, trial: Trial) -> str | None:
+        return None
+
+    def judge(self, trial: Trial) -> Judgement:
+        kind = DataKind.EXACT
+        pool = make_pool(trial.case, trial.seed, kind, trial.machine, trial.capabilities)
+        batch = make_batch(trial.case, trial.seed, 0, kind, trial.machine)
+        base = base_of(trial, kind)
+        wanted = Session(trial, base, pool).step(copy_batch(batch))
+        poisoned_pool, poisoned_batch = _poisoned(trial, batch)
+        inputs = _Inputs(trial, base, poisoned_pool, poisoned_batch)
+        with poisoned_allocations():
+            result = Session(trial, base, poisoned_pool).step(poisoned_batch)
+        wrong = malformed(self.name, batch, result) or inputs.changed()
+        if wrong is not None:
+            return wrong
+        wrong = judge_bits(
+            trial,
+            batch,
+            result + 0.0,
+            wanted + 0.0,
+            oracle=self.name,
+            failure=Failure.FOREIGN_MEMORY,
+            claim="what they are where unused memory is not poisoned",
+        )
+        return wrong or passed(self.name)
+
+
+def _poisoned(trial: Trial, batch: Batch) -> tuple[Pool, Batch]:
+    dead = Dead.NAN if trial.capabilities.skips_dead_ranks else Dead.ZERO
+    pool = make_pool(
+        trial.case, trial.seed, DataKind.EXACT, trial.machine, trial.capabilities, dead=dead
+    )
+    used = set(batch.token_slots.tolist())
+    pool = with_huge_slots(pool, [slot for slot in range(pool.num_slots) if slot not in used])
+    batch = copy_batch(batch)
+    if trial.case.site is Site.DENSE_DELTA:
+        rows = (batch.token_slots == BASE_ROW).nonzero().flatten()
+        batch.x[rows.to(batch.x.device)] = float("nan")
+    return pool, batch
+
+
+class _Inputs:
+    """What a step may read, as it was before the step."""
+
+    def __init__(self, trial: Trial, base: BaseLayer | None, pool: Pool, batch: Batch) -> None:
+        self.batch, self.in_place = batch, trial.case.site is Site.DENSE_DELTA
+        self.tensors = {"x": whole(batch.x), "token_slots": batch.token_slots, "A": pool.a}
+        self.tensors |= {f"B of slice {part}": b for part, b in enumerate(pool.b)}
+        if base is not None:
+            self.tensors["the base weight"] = base.weight
+            if base.bias is not None:
+                self.tensors["the base bias"] = base.bias
+        if not self.in_place:
+            self.tensors["out"] = whole(batch.out)
+        self.before = {name: tensor.clone() for name, tensor in self.tensors.items()}
+        self.out_before = whole(batch.out).clone()
+
+    def changed(self) -> Judgement | None:
+        """A FAIL if anything but the own elements of an in-place output has changed."""
+        for name, tensor in self.tensors.items():
+            count = int((bits_of(tensor) != bits_of(self.before[name])).sum())
+            if count:
+                return _failure(f"{count} elements of {name} were changed by the step", {})
+        if not self.in_place:
+            return None
+        mask = bits_of(whole(self.batch.out)) != bits_of(self.out_before)
+        mask &= ~owned(self.batch.out)
+        return self._written_outside(mask) if mask.any() else None
+
+    def _written_outside(self, mask: Tensor) -> Judgement:
+        out = self.batch.out
+        place = int(torch.argmax(mask.int())) - int(out.storage_offset())
+        row, column = divmod(place, out.stride(0))
+        message = (
+            f"{int(mask.sum())} elements outside of out {list(out.shape)} were written, the first "
+            f"at row {row}, column {column}"
+        )
+        return _failure(message, {"row": row, "column": column})
+
+
+def _failure(message: str, where: dict[str, int | str]) -> Judgement:
+    failure = Failure.FOREIGN_MEMORY
+    return Judgement(OracleName.CANARY, Verdict.FAIL, failure, message, where=where)

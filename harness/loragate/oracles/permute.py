@@ -1,0 +1,78 @@
+"""Adapters in other slots, rows in another order: the result moves along and does not change.
+
+Where the subject promises that a row's bits do not depend on its place, zero-mean data must
+give equal bits; elsewhere data that leaves nothing to round must.
+"""
+
+from __future__ import annotations
+
+import random
+
+import torch
+
+from loragate.inputs import DataKind, copy_batch, make_batch, make_pool, reordered_rows
+from loragate.inputs.draw import number
+from loragate.inputs.pool import reordered
+from loragate.matrix.case import Site
+from loragate.oracles.evidence import judge_bits, malformed, passed
+from loragate.oracles.protocol import Trial
+from loragate.oracles.session import Session, base_of
+from loragate.subjects.protocol import Batch
+from loragate.verdict import Failure, Judgement, OracleName
+
+
+class Permute:
+    name = OracleName.PERMUTE
+
+    def applies(self, trial: Trial) -> str | None:
+        if trial.case.slots > 1 or trial.case.tokens > 1:
+            return None
+        return "one row and one slot cannot change places"
+
+    def judge(self, trial: Trial) -> Judgement:
+        kind = _kind(trial)
+        pool = make_pool(trial.case, trial.seed, kind, trial.machine, trial.capabilities)
+        batch = make_batch(trial.case, trial.seed, 0, kind, trial.machine)
+        base = base_of(trial, kind)
+        result = Session(trial, base, pool).step(copy_batch(batch))
+        wrong = malformed(self.name, batch, result)
+        if wrong is not None:
+            return wrong
+        order = _order(trial, "slots", trial.case.slots)
+        rows = torch.tensor(_order(trial, "rows", trial.case.tokens))
+        moved = reordered_rows(_renumbered(batch, order), rows)
+        session = Session(trial, base, reordered(pool, order))
+        again = session.step(moved)
+        # a sum of zero has either sign, as the order of its terms has it
+        zero = 0.0 if kind is DataKind.EXACT else -0.0
+        wrong = judge_bits(
+            trial,
+            moved,
+            again + zero,
+            result[rows.to(result.device)] + zero,
+            oracle=self.name,
+            failure=Failure.NOT_EQUIVARIANT,
+            claim="the same rows with the adapters in other slots and the rows in another order",
+        )
+        return wrong or passed(self.name)
+
+
+def _kind(trial: Trial) -> DataKind:
+    promised = trial.capabilities.place_invariant and trial.case.site is Site.DENSE_DELTA
+    return DataKind.SIGNED if promised else DataKind.EXACT
+
+
+def _order(trial: Trial, purpose: str, count: int) -> list[int]:
+    """A random order in which not everything keeps its place, if there is another."""
+    order = list(range(count))
+    random.Random(number(trial.seed, f"permute-{purpose}")).shuffle(order)
+    if count > 1 and order == sorted(order):
+        order.reverse()
+    return order
+
+
+def _renumbered(batch: Batch, order: list[int]) -> Batch:
+    """The same rows after the adapter of slot `order[i]` has moved to slot i."""
+    place = {slot: index for index, slot in enumerate(order)}
+    slots = [place.get(slot, slot) for slot in batch.token_slots.tolist()]
+    return Batch(batch.x, torch.tensor(slots, dtype=torch.int32), batch.out)
