@@ -1,0 +1,109 @@
+"""GPUs and cores that this process may use, without initialising CUDA. Imports no torch.
+
+Invariant: the caller's CUDA_VISIBLE_DEVICES is indexed into, never widened.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+_GIB = 1 << 30
+# weights, references in fp64 and a CUDA context of one case
+GPU_BUDGET_BYTES = 8 * _GIB
+# torch, the interpreter's numpy copies and references of one case
+HOST_BUDGET_BYTES = 3 * _GIB // 2
+# more processes than this on one GPU wait for each other
+MAX_WORKERS_PER_GPU = 4
+
+
+@dataclass(frozen=True, slots=True)
+class ListedGpu:
+    """A GPU as the driver lists it; `index` in PCI order."""
+
+    index: str
+    uuid: str
+    free_bytes: int
+
+
+def visible_gpus(environ: Mapping[str, str], listed: Sequence[ListedGpu]) -> tuple[str, ...]:
+    """Handles for CUDA_VISIBLE_DEVICES of one worker each, in the caller's order."""
+    if "CUDA_VISIBLE_DEVICES" not in environ:
+        # by uuid: CUDA numbers GPUs by speed, the driver by PCI bus
+        return tuple(gpu.uuid for gpu in listed)
+    handles = [handle.strip() for handle in environ["CUDA_VISIBLE_DEVICES"].split(",")]
+    # CUDA itself ignores whatever follows the first invalid entry
+    cut = next((i for i, handle in enumerate(handles) if handle in ("", "-1")), len(handles))
+    return tuple(handles[:cut])
+
+
+def workers_per_gpu(handles: Sequence[str], listed: Sequence[ListedGpu]) -> int:
+    """How many workers fit into the fullest of the GPUs; 1 where its memory is unknown."""
+    free = [gpu.free_bytes for gpu in listed if {gpu.index, gpu.uuid} & set(handles)]
+    if not free:
+        return 1
+    return max(1, min(MAX_WORKERS_PER_GPU, min(free) // GPU_BUDGET_BYTES))
+
+
+def worker_count(num_gpus: int, per_gpu: int, cores: int, host_free_bytes: int) -> int:
+    """Workers of a session: per GPU where there are GPUs, else per core; at least one."""
+    bound = min(cores, host_free_bytes // HOST_BUDGET_BYTES)
+    if num_gpus:
+        # each GPU gets a worker, however few the cores
+        bound = max(num_gpus, min(num_gpus * per_gpu, bound))
+    return max(1, bound)
+
+
+def list_gpus() -> tuple[ListedGpu, ...]:
+    """GPUs that the driver lists; empty without a driver."""
+    tool = shutil.which("nvidia-smi")
+    if tool is None:
+        return ()
+    query = ["--query-gpu=index,uuid,memory.free", "--format=csv,noheader,nounits"]
+    try:
+        answer = subprocess.run(
+            [tool, *query], capture_output=True, text=True, timeout=60, check=True
+        )
+    except (OSError, subprocess.SubprocessError):
+        return ()
+    return parse_gpu_list(answer.stdout)
+
+
+def parse_gpu_list(text: str) -> tuple[ListedGpu, ...]:
+    gpus = []
+    for line in text.splitlines():
+        index, uuid, free_mib = (field.strip() for field in line.split(","))
+        # unified-memory devices report no figure
+        free = int(free_mib) << 20 if free_mib.isdecimal() else 0
+        gpus.append(ListedGpu(index, uuid, free))
+    return tuple(gpus)
+
+
+def usable_cores() -> int:
+    """Cores that the scheduler and the container grant, at least one."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    quota = _cgroup_cores(Path("/sys/fs/cgroup/cpu.max"))
+    return max(1, min(cores or 1, quota)) if quota else max(1, cores or 1)
+
+
+def free_host_bytes() -> int:
+    """Memory that can be had without swapping; a large number where it cannot be told."""
+    try:
+        for line in Path("/proc/meminfo").read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) << 10
+    except OSError:
+        pass
+    return 1 << 60
+
+
+def _cgroup_cores(path: Path) -> int | None:
+    try:
+        quota, period = path.read_text().split()
+    except (OSError, ValueError):
+        return None
+    return None if quota == "max" else max(1, int(quota) // int(period))

@@ -1,0 +1,44 @@
+"""From the selected runs to pytest items, one each, with the run's id as its id."""
+
+from __future__ import annotations
+
+import pytest
+
+from loragate.matrix.load import load_cases
+from loragate.plugin.options import SETTINGS
+from loragate.selection import CaseRun, select_runs
+
+# a test function that takes this argument is run once for every selected run
+_ARGUMENT = "case_run"
+_RUNS = pytest.StashKey[dict[str, CaseRun]]()
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if _ARGUMENT in metafunc.fixturenames:
+        runs = selected_runs(metafunc.config)
+        metafunc.parametrize(_ARGUMENT, runs.values(), ids=runs.keys())
+
+
+def selected_runs(config: pytest.Config) -> dict[str, CaseRun]:
+    """Selected runs by id, in running order."""
+    if _RUNS not in config.stash:
+        selection = config.stash[SETTINGS].selection
+        try:
+            cases = load_cases(selection.matrix)
+        except ValueError as error:
+            raise pytest.Collector.CollectError(str(error)) from error
+        config.stash[_RUNS] = {run.id: run for run in select_runs(selection, cases)}
+    return config.stash[_RUNS]
+
+
+def case_run_of(item: pytest.Item) -> CaseRun | None:
+    """The run that an item stands for; None if it is an ordinary test."""
+    callspec = getattr(item, "callspec", None)
+    run = callspec.params.get(_ARGUMENT) if callspec is not None else None
+    return run if isinstance(run, CaseRun) else None
+
+
+def case_run_of_id(config: pytest.Config, nodeid: str) -> CaseRun | None:
+    """The same for a node id that a worker has reported."""
+    _, bracket, rest = nodeid.partition("[")
+    return selected_runs(config).get(rest.removesuffix("]")) if bracket else None

@@ -1,0 +1,61 @@
+"""What a collected case does when its turn comes: run, record, then pass or fail as a test."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from typing import Protocol
+
+import pytest
+
+from loragate.evidence import render_evidence
+from loragate.plugin.options import SETTINGS
+from loragate.plugin.sticky import mark_device_lost
+from loragate.report.events import CaseFinished, CaseStarted
+from loragate.report.log import EventWriter
+from loragate.selection import CaseRun
+from loragate.verdict import Failure, Verdict
+
+
+class Judge(Protocol):
+    def __call__(self, run: CaseRun) -> None: ...
+
+
+@pytest.fixture(scope="session")
+def _events(request: pytest.FixtureRequest) -> Iterator[EventWriter]:
+    settings = request.config.stash[SETTINGS]
+    with EventWriter(settings.events, run=settings.run) as writer:
+        yield writer
+
+
+@pytest.fixture
+def judge(request: pytest.FixtureRequest, _events: EventWriter) -> Judge:
+    """Judges one case: passes, skips or fails the test, and appends to the run's events."""
+    item: pytest.Item = request.node
+    return lambda run: _judge(run, item, _events)
+
+
+def _judge(run: CaseRun, item: pytest.Item, events: EventWriter) -> None:
+    # kernels may only be imported once the interpreter is selected
+    from loragate.runner import open_trial, run_case
+
+    trial = open_trial(run)
+    if isinstance(trial, str):
+        # the plan has counted it already: it is not among the expected cases
+        pytest.skip(trial)
+    worker = item.config.stash[SETTINGS].worker
+    gpu = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+    events.write(CaseStarted(run_id=run.run_id, worker=worker, attempt=run.attempt, seed=run.seed))
+    finished = run_case(run, trial, worker=worker, gpu=gpu)
+    events.write(finished)
+    _conclude(finished, item)
+
+
+def _conclude(finished: CaseFinished, item: pytest.Item) -> None:
+    if any(j.failure is Failure.CUDA_STICKY for j in finished.judgements):
+        mark_device_lost(item)
+    if finished.verdict is Verdict.SKIP:
+        reasons = dict.fromkeys(j.message for j in finished.judgements)
+        pytest.skip("; ".join(reasons))
+    if finished.verdict is not Verdict.PASS:
+        pytest.fail(render_evidence(finished), pytrace=False)

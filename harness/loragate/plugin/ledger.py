@@ -1,0 +1,137 @@
+"""The books of a session: which cases it owes, which came to their end, and the exit code.
+
+Invariant: a session is green only if every collected case was judged and passed. Kept by the
+process that owns the session (the controller, or the only one), never by a worker.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict, deque
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import pytest
+
+from loragate.evidence import render_evidence
+from loragate.plugin.collection import case_run_of, case_run_of_id
+from loragate.plugin.obituary import write_obituary
+from loragate.plugin.options import SETTINGS, Role, Settings
+from loragate.plugin.session_run import SessionRun
+from loragate.plugin.sticky import lost_device
+from loragate.report.log import EventWriter
+from loragate.report.terminal import Colour, render_summary
+from loragate.selection import CaseRun
+from loragate.verdict import ExitCode
+
+# victims of an earlier case show themselves by their neighbours (wandb #12152)
+_NEIGHBOURS_SHOWN = 5
+# a worker that dies before it has collected would be replaced for ever
+_MAX_STILLBORN = 3
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    settings = config.stash[SETTINGS]
+    if settings.role is not Role.WORKER:
+        config.pluginmanager.register(Ledger(config, settings), "loragate-ledger")
+
+
+class Ledger:
+    def __init__(self, config: pytest.Config, settings: Settings) -> None:
+        self._config = config
+        self._settings = settings
+        self._run = SessionRun(settings)
+        self._owed: dict[str, CaseRun] = {}
+        self._lost_device: set[str] = set()
+        self._foreign_failures = 0
+        self._started: dict[str, float] = {}
+        self._recent: dict[str, deque[str]] = defaultdict(lambda: deque(maxlen=_NEIGHBOURS_SHOWN))
+        self._ready_nodes: set[str] = set()
+        self._stillborn = 0
+
+    def pytest_collection_finish(self, session: pytest.Session) -> None:
+        self._expect((item.nodeid, case_run_of(item)) for item in session.items)
+
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_xdist_node_collection_finished(self, node: Any, ids: Sequence[str]) -> None:
+        self._ready_nodes.add(node.gateway.id)
+        self._expect((nodeid, case_run_of_id(self._config, nodeid)) for nodeid in ids)
+
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_testnodedown(self, node: Any, error: object | None) -> None:
+        if error is None or node.gateway.id in self._ready_nodes:
+            return
+        self._stillborn += 1
+        if self._stillborn >= _MAX_STILLBORN:
+            pytest.exit(
+                f"{self._stillborn} workers died before they could run anything: {error}",
+                returncode=ExitCode.INFRASTRUCTURE.value,
+            )
+
+    def pytest_runtest_logstart(self, nodeid: str) -> None:
+        self._started[nodeid] = time.monotonic()
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        run = self._owed.get(report.nodeid)
+        if run is None:
+            self._foreign_failures += report.failed
+            return
+        if report.when == "call":
+            self._recent[_worker_of(report)].append(run.id)
+        if lost_device(report):
+            self._lost_device.add(report.nodeid)
+
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_handlecrashitem(self, crashitem: str, report: pytest.TestReport) -> None:
+        run = self._owed.get(crashitem)
+        if run is None:
+            return
+        if crashitem in self._lost_device:
+            # the case has been reported; this is the echo of its worker's exit
+            report.outcome, report.when, report.longrepr = "passed", "teardown", None
+            return
+        worker = _worker_of(report)
+        finished = write_obituary(
+            run,
+            worker=worker,
+            gpu=_gpu_of(report),
+            duration_s=time.monotonic() - self._started.get(crashitem, time.monotonic()),
+            stacks=self._settings.stack_file(worker),
+            neighbours=tuple(self._recent[worker]),
+        )
+        with EventWriter(self._settings.events, run=self._settings.run) as writer:
+            writer.write(finished)
+        report.when = "call"
+        report.longrepr = render_evidence(finished)
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_sessionfinish(self, session: pytest.Session) -> None:
+        if not self._owed or session.exitstatus == pytest.ExitCode.INTERNAL_ERROR:
+            return
+        exit_code = self._run.finish(self._owed.values())
+        # ordinary tests of the same session keep their say
+        if exit_code is not ExitCode.OK or not self._foreign_failures:
+            session.exitstatus = exit_code.value
+
+    def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
+        if self._run.summary is not None:
+            colour = Colour.ON if terminalreporter.hasmarkup else Colour.OFF
+            terminalreporter.section("loragate")
+            terminalreporter.write_line(render_summary(self._run.summary, colour))
+            terminalreporter.write_line(f"report: {self._settings.report}")
+
+    def _expect(self, found: Iterable[tuple[str, CaseRun | None]]) -> None:
+        fresh = not self._owed
+        self._owed.update((nodeid, run) for nodeid, run in found if run is not None)
+        if fresh and self._owed:
+            self._run.start(self._owed.values())
+
+
+def _worker_of(report: pytest.TestReport) -> str:
+    node = getattr(report, "node", None)
+    return str(node.gateway.id) if node is not None else "main"
+
+
+def _gpu_of(report: pytest.TestReport) -> str:
+    node = getattr(report, "node", None)
+    return str(node.gateway.spec.env.get("CUDA_VISIBLE_DEVICES", "")) if node is not None else ""

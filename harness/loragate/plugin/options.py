@@ -1,0 +1,162 @@
+"""The `--loragate-...` options, and what a process of a distributed session is for.
+
+Invariant: nothing that imports kernels runs before `select_interpreter`, and only processes that
+run tests call it, so that the controller stays free of torch and of CUDA.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum, auto
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from loragate.environment import new_run_name
+from loragate.machine import select_interpreter
+from loragate.matrix.case import Tier
+from loragate.selection import Selection
+
+WORKER_INPUT_RUN = "loragate_run"
+
+
+class Role(Enum):
+    # runs tests itself
+    ALONE = auto()
+    # hands tests to workers
+    CONTROLLER = auto()
+    WORKER = auto()
+
+
+class Ownership(Enum):
+    # this session started the run and closes it
+    OWNED = auto()
+    # the gate started it; this session is one of its legs
+    JOINED = auto()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """`run` names the run in every event; `report` is the folder of its events."""
+
+    selection: Selection
+    report: Path
+    run: str
+    role: Role
+    ownership: Ownership
+    worker: str
+
+    @property
+    def events(self) -> Path:
+        return self.report / "events.jsonl"
+
+    def stack_file(self, worker: str) -> Path:
+        """Where the watchdog of a worker writes its stacks."""
+        return self.report / "workers" / f"{worker}.stack"
+
+
+SETTINGS = pytest.StashKey[Settings]()
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    group = parser.getgroup("loragate", "correctness gate for multi-LoRA kernels")
+    group.addoption(
+        "--loragate-subject",
+        action="append",
+        metavar="NAME",
+        help="Implementation to check: a name or module:object. Repeatable (default: lorakernels)",
+    )
+    group.addoption(
+        "--loragate-tier",
+        choices=[tier.value for tier in Tier],
+        default=Tier.SMOKE.value,
+        help="Which cases to run (default: smoke)",
+    )
+    group.addoption(
+        "--loragate-attempt",
+        action="append",
+        type=_attempt,
+        metavar="N",
+        help="Draw the data of attempt N. Repeatable (default: 0)",
+    )
+    group.addoption(
+        "--loragate-cases",
+        action="append",
+        metavar="PATTERN",
+        default=[],
+        help="Only run ids that match this shell pattern. Repeatable (default: all)",
+    )
+    group.addoption(
+        "--loragate-matrix",
+        action="append",
+        metavar="FILE",
+        help="YAML file of cases. Repeatable (default: cases/*.yaml)",
+    )
+    group.addoption(
+        "--loragate-report",
+        metavar="DIR",
+        default="report",
+        help="Folder of the report (default: report). An earlier report moves to DIR/previous.",
+    )
+    group.addoption(
+        "--loragate-run",
+        metavar="ID",
+        help="Append to the run that the gate has started instead of starting one",
+    )
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_configure(config: pytest.Config) -> None:
+    settings = _settings(config)
+    config.stash[SETTINGS] = settings
+    if settings.role is not Role.CONTROLLER:
+        select_interpreter()
+
+
+def _attempt(text: str) -> int:
+    value = int(text)
+    if value < 0:
+        raise ValueError(text)
+    return value
+
+
+def _settings(config: pytest.Config) -> Settings:
+    option = config.option
+    role = _role(config)
+    worker_input: dict[str, Any] = getattr(config, "workerinput", {})
+    joined: str | None = option.loragate_run
+    selection = Selection(
+        matrix=_matrix(config),
+        subjects=_unique(option.loragate_subject or ["lorakernels"]),
+        tier=Tier(option.loragate_tier),
+        attempts=_unique(option.loragate_attempt or [0]),
+        patterns=_unique(option.loragate_cases),
+    )
+    return Settings(
+        selection=selection,
+        report=Path(config.rootpath, option.loragate_report),
+        run=worker_input.get(WORKER_INPUT_RUN) or joined or new_run_name(),
+        role=role,
+        ownership=Ownership.JOINED if joined else Ownership.OWNED,
+        worker=worker_input.get("workerid", "main"),
+    )
+
+
+def _role(config: pytest.Config) -> Role:
+    if hasattr(config, "workerinput"):
+        return Role.WORKER
+    distributed = config.getoption("dist", "no") != "no" and bool(config.getoption("tx", []))
+    return Role.CONTROLLER if distributed else Role.ALONE
+
+
+def _matrix(config: pytest.Config) -> tuple[Path, ...]:
+    named: Sequence[str] | None = config.option.loragate_matrix
+    if named:
+        return tuple(Path(config.invocation_params.dir, name) for name in named)
+    return tuple(sorted((config.rootpath / "cases").glob("*.yaml")))
+
+
+def _unique(values: Sequence[Any]) -> tuple[Any, ...]:
+    return tuple(dict.fromkeys(values))

@@ -1,0 +1,90 @@
+"""Workers: how many, which GPU each one gets, and how much of it.
+
+Invariant: a worker's GPU is set in its environment before it starts, and a replacement gets the
+GPU of the worker that it replaces.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from loragate.devices import (
+    free_host_bytes,
+    list_gpus,
+    usable_cores,
+    visible_gpus,
+    worker_count,
+    workers_per_gpu,
+)
+from loragate.plugin.options import SETTINGS, WORKER_INPUT_RUN, Role
+
+_WORKER_INPUT_SHARE = "loragate_gpu_share"
+# contexts and libraries of the other workers lie outside of what torch accounts for
+_SHARED_FRACTION = 0.9
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_cmdline_main(config: pytest.Config) -> None:
+    option = config.option
+    if not getattr(option, "numprocesses", None) and not getattr(option, "tx", None):
+        return
+    if option.dist in ("loadscope", "loadfile", "loadgroup", "each"):
+        raise pytest.UsageError(
+            f"--dist {option.dist} does not survive a worker that dies (pytest-xdist #1323); "
+            "use --dist worksteal"
+        )
+    if option.dist == "no":
+        option.dist = "worksteal"
+    if option.maxworkerrestart is None:
+        # every restart is paid by one case that killed its worker, so it is bounded anyway;
+        # workers that die before they run anything are stopped by the ledger
+        option.maxworkerrestart = "1000000"
+
+
+@pytest.hookimpl(optionalhook=True, tryfirst=True)
+def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
+    listed = list_gpus()
+    handles = visible_gpus(os.environ, listed)
+    per_gpu = workers_per_gpu(handles, listed)
+    return worker_count(len(handles), per_gpu, usable_cores(), free_host_bytes())
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_setupnodes(config: pytest.Config, specs: Sequence[Any]) -> None:
+    threads = max(1, usable_cores() // len(specs))
+    handles = visible_gpus(os.environ, list_gpus())
+    for position, spec in enumerate(specs):
+        if "OMP_NUM_THREADS" not in os.environ:
+            spec.env.setdefault("OMP_NUM_THREADS", str(threads))
+        if handles:
+            spec.env["CUDA_VISIBLE_DEVICES"] = handles[position % len(handles)]
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node: Any) -> None:
+    node.workerinput[WORKER_INPUT_RUN] = node.config.stash[SETTINGS].run
+    specs = node.nodemanager.specs
+    gpu = node.gateway.spec.env.get("CUDA_VISIBLE_DEVICES")
+    sharing = sum(spec.env.get("CUDA_VISIBLE_DEVICES") == gpu for spec in specs)
+    if gpu and sharing > 1:
+        node.workerinput[_WORKER_INPUT_SHARE] = _SHARED_FRACTION / sharing
+
+
+def pytest_sessionstart(session: pytest.Session) -> None:
+    if session.config.stash[SETTINGS].role is not Role.WORKER:
+        return
+    worker_input: dict[str, Any] = session.config.workerinput  # type: ignore[attr-defined]
+    share = worker_input.get(_WORKER_INPUT_SHARE)
+    if share is not None:
+        _bound_gpu_memory(share)
+
+
+def _bound_gpu_memory(share: float) -> None:
+    import torch
+
+    if torch.cuda.is_available():
+        torch.cuda.set_per_process_memory_fraction(share)

@@ -1,0 +1,72 @@
+"""A session as a run of its own, or as a leg of the gate's run.
+
+Invariant: only a session that owns its run moves an earlier report aside, writes the plan and
+closes the run; a leg of the gate only appends to it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Collection
+
+import pytest
+
+from loragate.announce import AnnounceError, Announcement, announce
+from loragate.closing import close_run, verdict_on
+from loragate.folder import clear_folder
+from loragate.plugin.options import Ownership, Settings
+from loragate.report.events import Event, LegFinished, LegStarted
+from loragate.report.log import EventWriter, read_events
+from loragate.report.summary import EXIT_CODES, Summary
+from loragate.selection import CaseRun
+from loragate.verdict import ExitCode
+
+_LEG = "pytest"
+
+
+class SessionRun:
+    def __init__(self, settings: Settings) -> None:
+        self._settings = settings
+        self._begin = time.monotonic()
+        # of a run of its own that has ended
+        self.summary: Summary | None = None
+
+    def start(self, runs: Collection[CaseRun]) -> None:
+        """Before the first case runs."""
+        if self._settings.ownership is Ownership.JOINED:
+            return
+        clear_folder(self._settings.report)
+        try:
+            announce(
+                Announcement(
+                    run=self._settings.run,
+                    events=self._settings.events,
+                    selection=self._settings.selection,
+                    leg=_LEG,
+                    legs=(_LEG,),
+                    only=frozenset(run.run_id for run in runs),
+                )
+            )
+        except AnnounceError as error:
+            pytest.exit(str(error), returncode=error.exit_code.value)
+        self._write(LegStarted(name=_LEG))
+
+    def finish(self, runs: Collection[CaseRun]) -> ExitCode:
+        """Judge what was collected; a run of its own is closed and its report written."""
+        settings = self._settings
+        verdict = verdict_on(runs, read_events(settings.events))
+        exit_code = EXIT_CODES[verdict]
+        if settings.ownership is Ownership.JOINED:
+            return exit_code
+        duration_s = time.monotonic() - self._begin
+        self._write(
+            LegFinished(
+                name=_LEG, verdict=verdict, exit_code=exit_code.value, duration_s=duration_s
+            )
+        )
+        self.summary = close_run(settings.report, run=settings.run, duration_s=duration_s)
+        return self.summary.exit_code
+
+    def _write(self, event: Event) -> None:
+        with EventWriter(self._settings.events, run=self._settings.run) as writer:
+            writer.write(event)

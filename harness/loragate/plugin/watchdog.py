@@ -1,0 +1,59 @@
+"""A case that hangs is killed at its own deadline, with the stack of every thread.
+
+The dump comes from a thread of the interpreter's own that needs no GIL, so that a kernel launch
+or a C extension that never returns is caught too. Workers dump to a file that the controller
+reads; a session without workers dumps to stderr.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+from collections.abc import Generator
+from typing import IO
+
+import pytest
+
+from loragate.plugin.collection import case_run_of
+from loragate.plugin.options import SETTINGS, Role, Settings
+
+_STACKS = pytest.StashKey[IO[bytes]]()
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    stacks = config.stash.get(_STACKS, None)
+    if stacks is not None:
+        faulthandler.disable()
+        stacks.close()
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
+    run = case_run_of(item)
+    if run is None:
+        return (yield)
+    stacks = _stacks(item.config)
+    faulthandler.dump_traceback_later(run.case.timeout_s, exit=True, file=stacks)
+    try:
+        return (yield)
+    finally:
+        faulthandler.cancel_dump_traceback_later()
+
+
+def _stacks(config: pytest.Config) -> IO[bytes]:
+    # opened by the first case only: other tests have no report
+    if _STACKS not in config.stash:
+        config.stash[_STACKS] = _open_stacks(config.stash[SETTINGS])
+    return config.stash[_STACKS]
+
+
+def _open_stacks(settings: Settings) -> IO[bytes]:
+    if settings.role is Role.ALONE:
+        # a copy, because pytest captures the original while the test runs
+        return os.fdopen(os.dup(2), "wb", buffering=0)
+    path = settings.stack_file(settings.worker)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    stacks = path.open("wb", buffering=0)
+    # a crash in native code leaves its stack where the controller looks for it
+    faulthandler.enable(file=stacks)
+    return stacks
