@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from lorakernels.adapters.errors import AdapterError
 from lorakernels.adapters.peft_config import PeftConfig, TargetRule, read_peft_config
 

@@ -7,11 +7,12 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
 from lorakernels.adapters.adapter import Adapter
 from lorakernels.adapters.errors import AdapterError
 from lorakernels.adapters.peft_folder import read_peft_folder
-from safetensors.torch import save_file
-from torch import Tensor
 
 Q, V = "model.layers.0.self_attn.q_proj", "model.layers.0.self_attn.v_proj"
 RANK, WIDTH = 4, 8

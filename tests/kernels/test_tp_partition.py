@@ -3,6 +3,7 @@ from __future__ import annotations
 import re
 
 import pytest
+
 from lorakernels.layers.partition import Parallel, Shard, Slice, cut_layer, replicas, whole
 
 TP_SIZES = (1, 2, 3, 4, 8)

@@ -55,8 +55,8 @@ def _refuse_unmatched(adapter: Adapter, homes: Homes) -> None:
     unmatched = adapter.modules.keys() - homes
     if unmatched:
         raise AdapterError(
-            f"adapter {adapter.name} has factors for {len(unmatched)} of "
-            f"{len(adapter.modules)} modules that the model does not serve: "
+            f"adapter {adapter.name} has factors for modules that the model does not serve, "
+            f"{len(unmatched)} of {len(adapter.modules)}: "
             f"{listing(unmatched)}{hint(min(unmatched), homes)}"
         )
 
@@ -78,6 +78,6 @@ def _refuse_missing(
     }
     if missing:
         raise AdapterError(
-            f"adapter {adapter.name} targets {len(missing)} modules of the model without "
-            f"factors for them: {listing(missing)}{hint(min(missing), adapter.modules)}"
+            f"adapter {adapter.name} has no factors for modules that it targets, "
+            f"{len(missing)}: {listing(missing)}{hint(min(missing), adapter.modules)}"
         )
