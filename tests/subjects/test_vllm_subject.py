@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import os
 import sys
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -178,6 +179,17 @@ def test_opening_forgets_what_the_same_addresses_meant_before_and_nothing_else()
     ops.pointer_tables[0][(1, 2)] = "of a captured graph"
     ops.forget(first.a, first.b)
     assert ops.pointer_tables[0] == {(1, 2): "of a captured graph"}
+
+
+def test_a_pool_that_is_gone_leaves_nothing_in_the_pointer_tables() -> None:
+    case, ops = small_case(), stand_in()
+    instance = open_instance(case, ops)
+    for table, weights in zip(ops.pointer_tables, (instance.a, instance.b), strict=True):
+        table[tuple(weight.data_ptr() for weight in weights)] = weights[0]
+    kept = weakref.ref(instance.a[0])
+    del instance, weights
+    assert ops.pointer_tables == ({}, {})
+    assert kept() is None
 
 
 def test_a_case_whose_input_is_strided_is_a_skip_with_a_reason() -> None:

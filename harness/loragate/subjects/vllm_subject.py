@@ -7,6 +7,8 @@ rows. What this module adds is only the translation from the harness's words.
 
 from __future__ import annotations
 
+import weakref
+
 import torch
 from torch import Tensor
 
@@ -46,6 +48,8 @@ class VllmInstance:
         # in one process many pools live one after the other; what their addresses once meant
         # must not be blamed on this one
         ops.forget(self.a, self.b)
+        # the tables would keep the weights of this pool alive for as long as the process
+        weakref.finalize(self, ops.forget, self.a, self.b).atexit = False
         self._ops = ops
         self._meta = ops.kernel_meta.make(num_slots, max_tokens, device)
         self._device = device
