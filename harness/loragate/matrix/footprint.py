@@ -1,0 +1,27 @@
+"""How much device memory a case needs, roughly. Pure; an estimate from above, not a promise."""
+
+from __future__ import annotations
+
+from loragate.matrix.case import Case, Dtype, Site
+
+_ITEM = {Dtype.FP16: 2, Dtype.BF16: 2, Dtype.FP32: 4}
+# a row matrix is drawn in fp32 and lives in up to four copies of its own dtype
+_DRAWN, _COPIES = 8, 4
+# adapters are drawn through int64 signs, and live in the pool and in the subject's buffers
+_ADAPTER_DRAWN, _ADAPTER_COPIES = 20, 3
+# fp64 chunks of the reference, compiled kernels, a CUDA context
+_FIXED = 1 << 30
+
+
+def footprint_bytes(case: Case) -> int:
+    """Peak bytes of one attempt at a case with all its oracles, one after the other."""
+    item = _ITEM[case.dtype]
+    rows = case.tokens * (case.in_features + case.out_features)
+    if case.site is Site.LORA_LINEAR:
+        rows += case.in_features * case.out_features
+    adapters = case.slots * case.rank * (len(case.slices) * case.in_features + case.out_features)
+    return (
+        _FIXED
+        + rows * (_DRAWN + _COPIES * item)
+        + adapters * (_ADAPTER_DRAWN + _ADAPTER_COPIES * item)
+    )
