@@ -63,7 +63,8 @@ class Skipped:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunStarted:
-    """The plan. `started_at` is ISO 8601 in UTC; `legs` are all the legs that must finish."""
+    """The plan. `started_at` is ISO 8601 in UTC; `legs` are all the legs that must finish;
+    `attempts` are those that every expected run id owes, none if the plan does not say."""
 
     run: str
     started_at: str
@@ -72,6 +73,7 @@ class RunStarted:
     legs: tuple[str, ...]
     expected: tuple[Expected, ...]
     skipped: tuple[Skipped, ...] = ()
+    attempts: tuple[int, ...] = ()
     commit: str = ""
     tree: Tree = Tree.UNKNOWN
     versions: Mapping[str, str] = field(default_factory=dict)

@@ -153,6 +153,32 @@ def read_events(path: Path) -> EventLog:
     return EventLog(events, unknown=unknown, damaged=damaged, foreign=len(read) - len(events))
 
 
+class EventTail:
+    """Follows a file that others append to; every event is handed out once.
+
+    The file need not exist yet. What cannot be read is left to `read_events` to count.
+    """
+
+    def __init__(self, path: Path, *, run: str) -> None:
+        self._path = path
+        self._run = run
+        self._offset = 0
+
+    def poll(self) -> tuple[Event, ...]:
+        """Events of the run whose lines were completed since the last call."""
+        if not self._path.exists():
+            return ()
+        with self._path.open("rb") as file:
+            file.seek(self._offset)
+            data = file.read()
+        whole = data[: data.rfind(b"\n") + 1]
+        self._offset += len(whole)
+        records = (_record(line) for line in whole.decode("utf-8", errors="replace").split("\n"))
+        ours = (r for r in records if r is not None and r["run"] == self._run)
+        events = (_decode(record) for record in ours if record["kind"] in _KINDS)
+        return tuple(event for event in events if event is not None)
+
+
 def merge_events(paths: Iterable[Path], into: Path) -> int:
     """Append the lines of `paths` that `into` does not have yet; returns how many.
 

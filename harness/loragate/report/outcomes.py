@@ -64,7 +64,10 @@ class CaseOutcome:
 
     @property
     def replay(self) -> str:
-        return self.shown.replay if self.shown else f"loragate replay {self.run_id}"
+        if self.shown:
+            return self.shown.replay
+        attempt = f" --attempt {self.started.attempt}" if self.started else ""
+        return f"loragate replay {self.run_id}{attempt}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,12 +89,15 @@ def case_outcomes(events: Iterable[Event]) -> tuple[CaseOutcome, ...]:
         elif isinstance(event, CaseStarted):
             starts[event.run_id].append(event)
     owners = _owners(events)
+    plans = [event for event in events if isinstance(event, RunStarted)]
+    owed = frozenset(attempt for plan in plans for attempt in plan.attempts)
     legs = {leg.name: leg.verdict for leg in leg_outcomes(events)}
     outcomes = []
     for run_id in sorted(ends.keys() | starts.keys()):
         owner = owners.get(run_id, _NOBODY)
         leg = legs.get(owner.leg, Verdict.INFRA)
-        outcomes.append(_case(starts[run_id], ends[run_id], owner, leg))
+        case = _case(starts[run_id], ends[run_id], owner, leg)
+        outcomes.append(_with_owed_attempts(case, owed - _attempts(starts[run_id], ends[run_id])))
     return tuple(outcomes)
 
 
@@ -145,7 +151,18 @@ def _case(
         last = max(lost, key=lambda start: (start.attempt, start.worker))
         outcomes.append(_crashed(last, owner, leg))
     shown = _first_worst(outcomes, lambda outcome: outcome.verdict)
-    return replace(shown, attempts=len(over | {start.attempt for start in starts}))
+    return replace(shown, attempts=len(_attempts(starts, ends)))
+
+
+def _attempts(starts: Iterable[CaseStarted], ends: Iterable[CaseFinished]) -> frozenset[int]:
+    return frozenset({start.attempt for start in starts} | {end.attempt for end in ends})
+
+
+def _with_owed_attempts(case: CaseOutcome, owed: frozenset[int]) -> CaseOutcome:
+    if not owed or case.verdict is not Verdict.PASS:
+        return case
+    message = f"passed, but attempts {', '.join(map(str, sorted(owed)))} never started"
+    return replace(case, verdict=Verdict.INCONCLUSIVE, message=message)
 
 
 def _judged(ends: list[CaseFinished]) -> CaseOutcome:

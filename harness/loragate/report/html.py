@@ -1,0 +1,229 @@
+"""One self-contained page for a run: no network, no framework, readable in light and dark.
+
+The template only places what stands ready here; whatever comes from a run is escaped by it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import cache
+from importlib.resources import files
+
+from jinja2 import Environment, FunctionLoader, StrictUndefined, Template
+
+from loragate.report.events import Tree
+from loragate.report.heatmap import GUTTER, ROW, Band, bands, tone
+from loragate.report.outcomes import CaseOutcome
+from loragate.report.resources import ResourceTable, resource_table
+from loragate.report.summary import EXIT_MEANINGS, Summary
+from loragate.report.wording import (
+    ERROR,
+    THRESHOLD,
+    VERDICT_WORDS,
+    duration,
+    figure,
+    headline,
+    multiple,
+    place,
+    printable,
+    ratio,
+)
+from loragate.verdict import Judgement, Verdict
+
+_TITLES: Mapping[Verdict, str] = {
+    Verdict.PASS: "Passed",
+    Verdict.FAIL: "Wrong",
+    Verdict.INCONCLUSIVE: "Incomplete",
+    Verdict.SKIP: "Incomplete",
+    Verdict.INFRA: "Infrastructure failure",
+}
+# decades that the scale of error over threshold shows to either side of the threshold
+_DECADES = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """A part of the bar of results; `share` is a percentage of all that was expected."""
+
+    label: str
+    tone: str
+    number: int
+    share: float
+
+
+@dataclass(frozen=True, slots=True)
+class Evidence:
+    """`mark` is the place of the error on a logarithmic scale, 0 to 100, the threshold at 50."""
+
+    judgement: Judgement
+    tone: str
+    error: str
+    threshold: str
+    multiple: str
+    mark: float | None
+    place: str
+    others: tuple[tuple[str, str], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Trouble:
+    """A case that did not pass. `held` are the oracles that had nothing against it."""
+
+    case: CaseOutcome
+    axes: tuple[tuple[str, str], ...]
+    evidence: tuple[Evidence, ...]
+    held: tuple[str, ...]
+    told: bool
+
+
+@dataclass(frozen=True, slots=True)
+class SkipGroup:
+    reason: str
+    run_ids: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Page:
+    summary: Summary
+    title: str
+    meaning: str
+    segments: tuple[Segment, ...]
+    troubles: tuple[Trouble, ...]
+    bands: tuple[Band, ...]
+    resources: ResourceTable | None
+    skips: tuple[SkipGroup, ...]
+    environment: tuple[tuple[str, str], ...]
+    leg_seconds: float
+
+
+def render_html(summary: Summary) -> str:
+    """The whole page as text."""
+    return _template().render(page=_page(summary), gutter=GUTTER, row=ROW)
+
+
+def _page(summary: Summary) -> Page:
+    ends = [leg.finished.duration_s for leg in summary.legs if leg.finished]
+    return Page(
+        summary=summary,
+        title=_TITLES[summary.verdict],
+        meaning=EXIT_MEANINGS[summary.exit_code],
+        segments=_segments(summary),
+        troubles=tuple(map(_trouble, summary.troubles)),
+        bands=bands(summary),
+        resources=resource_table(summary.compiles),
+        skips=_skips(summary),
+        environment=_environment(summary),
+        leg_seconds=max(ends, default=0.0),
+    )
+
+
+@cache
+def _template() -> Template:
+    environment = Environment(
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        loader=FunctionLoader(_packaged),
+    )
+    environment.filters.update(
+        duration=duration, printable=printable, headline=headline, word=VERDICT_WORDS.__getitem__
+    )
+    return environment.get_template("index.html.j2")
+
+
+def _packaged(name: str) -> str:
+    return files("loragate.report").joinpath("templates", name).read_text(encoding="utf-8")
+
+
+def _segments(summary: Summary) -> tuple[Segment, ...]:
+    total = summary.total
+    parts = [
+        ("passed", "calm", total.passed),
+        ("failed", "alarm", total.failed),
+        ("undecided", "undecided", total.inconclusive),
+        ("infra", "infra", total.infra),
+    ]
+    heard = sum(number for _, _, number in parts)
+    parts.append(("not run", "missing", max(0, total.expected - heard)))
+    whole = max(1, total.expected, heard)
+    return tuple(
+        Segment(label, name, number, 100 * number / whole)
+        for label, name, number in parts
+        if number
+    )
+
+
+def _trouble(case: CaseOutcome) -> Trouble:
+    said = {judgement.message for judgement in case.evidence}
+    return Trouble(
+        case=case,
+        axes=_axes(case),
+        evidence=tuple(map(_evidence, case.evidence)),
+        held=tuple(j.oracle.value for j in case.judgements if j.verdict is Verdict.PASS),
+        told=not case.message or case.message in said,
+    )
+
+
+def _axes(case: CaseOutcome) -> tuple[tuple[str, str], ...]:
+    """The `axis-value` pairs of a run id; a part that is none has an empty axis."""
+    rest = case.run_id.removeprefix(f"{case.subject}.{case.site}.")
+    pairs = (part.partition("-") for part in rest.split("."))
+    return tuple((axis, value) if dash else ("", axis) for axis, dash, value in pairs)
+
+
+def _evidence(judgement: Judgement) -> Evidence:
+    times = ratio(judgement)
+    known = times is not None
+    return Evidence(
+        judgement=judgement,
+        tone=tone(judgement),
+        error=figure(judgement.metrics[ERROR]) if known else "",
+        threshold=figure(judgement.metrics[THRESHOLD]) if known else "",
+        multiple=multiple(times) if times is not None else "",
+        mark=_mark(times) if times is not None else None,
+        place=place(judgement),
+        others=tuple(
+            (name, figure(judgement.metrics[name]))
+            for name in sorted(judgement.metrics)
+            if not (known and name in (ERROR, THRESHOLD))
+        ),
+    )
+
+
+def _mark(times: float) -> float:
+    if times <= 0:
+        return 0.0
+    decades = max(-_DECADES, min(_DECADES, math.log10(times) if math.isfinite(times) else math.inf))
+    return round(50 * (1 + decades / _DECADES), 1)
+
+
+def _skips(summary: Summary) -> tuple[SkipGroup, ...]:
+    """Skipped cases by reason, the most frequent reason first."""
+    groups: dict[str, list[str]] = defaultdict(list)
+    for skipped in summary.plan.skipped if summary.plan else ():
+        groups[f"{skipped.subject}: {skipped.reason}"].append(skipped.run_id)
+    order = sorted(groups.items(), key=lambda group: (-len(group[1]), group[0]))
+    return tuple(SkipGroup(reason, tuple(sorted(run_ids))) for reason, run_ids in order)
+
+
+def _environment(summary: Summary) -> tuple[tuple[str, str], ...]:
+    plan = summary.plan
+    if plan is None:
+        return ()
+    tree = {Tree.CLEAN: "", Tree.DIRTY: " + local changes", Tree.UNKNOWN: ""}[plan.tree]
+    known = [
+        ("run", plan.run),
+        ("started", plan.started_at),
+        ("commit", plan.commit + tree if plan.commit else "unknown"),
+        *_sorted_items(plan.machine),
+        *_sorted_items(plan.versions),
+    ]
+    return tuple((key, value) for key, value in known if value)
+
+
+def _sorted_items(mapping: Mapping[str, str]) -> Iterable[tuple[str, str]]:
+    return sorted(mapping.items())

@@ -1,0 +1,70 @@
+"""Progress of a run as text, fed with its events. Pure.
+
+On a terminal one line counts up in place; elsewhere, as in the log of a CI job, a line appears
+for each tenth of the cases. Whatever did not pass is told at once.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+from loragate.report.events import CaseFinished, Event, LegFinished, LegStarted, RunStarted
+from loragate.report.outcomes import LegOutcome, standing
+from loragate.report.terminal import Colour, render_leg, verdict_word
+from loragate.verdict import Verdict
+
+_WIPE = "\r\x1b[2K"
+_STEPS = 10
+
+
+class Liveness(StrEnum):
+    """Whether a line that was written can be written again."""
+
+    TERMINAL = "terminal"
+    LOG = "log"
+
+
+class Progress:
+    """Feed every event once, write what comes back as it is."""
+
+    def __init__(self, colour: Colour, liveness: Liveness) -> None:
+        self._colour = colour
+        self._liveness = liveness
+        self._expected = 0
+        self._finished: dict[str, Verdict] = {}
+
+    def feed(self, event: Event) -> str:
+        if isinstance(event, RunStarted):
+            self._expected = sum(len(row.run_ids) for row in event.expected)
+            return ""
+        if isinstance(event, LegStarted):
+            return self._line(f"{event.name} ...")
+        if isinstance(event, LegFinished):
+            leg = LegOutcome(
+                name=event.name, verdict=event.verdict, message=event.message, finished=event
+            )
+            return self._line(render_leg(leg, self._colour))
+        return self._case(event) if isinstance(event, CaseFinished) else ""
+
+    def _case(self, event: CaseFinished) -> str:
+        before = self._step()
+        verdict = standing(event)
+        fresh = event.run_id not in self._finished
+        self._finished[event.run_id] = verdict
+        told = ""
+        if verdict is not Verdict.PASS:
+            told = self._line(f"{verdict_word(verdict, self._colour)}  {event.run_id}")
+        if self._liveness is Liveness.TERMINAL:
+            return told + _WIPE + self._tally()
+        return told + (self._line(self._tally()) if fresh and self._step() > before else "")
+
+    def _step(self) -> int:
+        return len(self._finished) * _STEPS // self._expected if self._expected else 0
+
+    def _tally(self) -> str:
+        bad = sum(verdict is not Verdict.PASS for verdict in self._finished.values())
+        trouble = f", {bad} did not pass" if bad else ""
+        return f"{len(self._finished)}/{self._expected or '?'} cases{trouble}"
+
+    def _line(self, text: str) -> str:
+        return (_WIPE if self._liveness is Liveness.TERMINAL else "") + text + "\n"

@@ -1,0 +1,166 @@
+"""The outcome of a run as text: what failed, why, how to run it again, and what it means.
+
+Colour only adds to what the words already say. Pure apart from asking the stream what it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from enum import StrEnum
+from typing import TextIO
+
+from loragate.report.events import CompileResult
+from loragate.report.outcomes import CaseOutcome, LegOutcome
+from loragate.report.summary import EXIT_MEANINGS, Count, Summary
+from loragate.report.wording import VERDICT_WORDS, duration, figures, headline, place, printable
+from loragate.verdict import ExitCode, Judgement, Verdict
+
+# beyond this the reader wants the HTML report
+_CASES_SHOWN = 20
+
+
+class Colour(StrEnum):
+    ON = "on"
+    OFF = "off"
+
+
+_RED, _GREEN, _YELLOW, _MAGENTA, _DIM, _BOLD = "31", "32", "33", "35", "2", "1"
+_VERDICT_COLOURS: Mapping[Verdict, str] = {
+    Verdict.PASS: _GREEN,
+    Verdict.FAIL: _RED,
+    Verdict.INCONCLUSIVE: _YELLOW,
+    Verdict.SKIP: _DIM,
+    Verdict.INFRA: _MAGENTA,
+}
+
+
+def colour_for(stream: TextIO, environ: Mapping[str, str]) -> Colour:
+    """Colour for a terminal, unless NO_COLOR holds anything (no-color.org) or TERM is dumb."""
+    if environ.get("NO_COLOR") or environ.get("TERM") == "dumb" or not stream.isatty():
+        return Colour.OFF
+    return Colour.ON
+
+
+def paint(text: str, code: str, colour: Colour) -> str:
+    return f"\x1b[{code}m{text}\x1b[0m" if colour is Colour.ON and text else text
+
+
+def verdict_word(verdict: Verdict, colour: Colour, *, width: int = 0) -> str:
+    """The verdict in capitals, padded to `width` columns."""
+    word = VERDICT_WORDS[verdict].upper()
+    return paint(word, f"{_BOLD};{_VERDICT_COLOURS[verdict]}", colour) + " " * (width - len(word))
+
+
+def render_summary(summary: Summary, colour: Colour) -> str:
+    """Everything that the gate prints at its end; ends with the verdict, without a newline."""
+    blocks = [
+        *_troubles(summary.troubles, colour),
+        *_bad_compiles(summary.compiles, colour),
+        *_missing(summary.missing),
+        *(f"note: {headline(note)}" for note in summary.notes),
+        _counts_table(summary, colour),
+        _legs_table(summary.legs, colour),
+        _verdict_block(summary, colour),
+    ]
+    return "\n\n".join(block for block in blocks if block)
+
+
+def render_case(case: CaseOutcome, colour: Colour) -> str:
+    """One case that did not pass, with its evidence and the command that replays it."""
+    kind = f"  {case.failure}" if case.failure else ""
+    lines = [f"{verdict_word(case.verdict, colour)}  {case.run_id}{paint(kind, _BOLD, colour)}"]
+    told = {judgement.message for judgement in case.evidence}
+    if case.message and case.message not in told:
+        lines.append(f"  {headline(case.message)}")
+    for judgement in case.evidence:
+        lines += _evidence(judgement, colour)
+    lines.append(f"  {paint('replay', _DIM, colour)}  {printable(case.replay)}")
+    return "\n".join(lines)
+
+
+def render_leg(leg: LegOutcome, colour: Colour) -> str:
+    """One line for one leg of the gate."""
+    end = leg.finished
+    time = duration(end.duration_s) if end else ""
+    log = end.log_path if end and leg.verdict is not Verdict.PASS else ""
+    parts = (headline(leg.message), log)
+    tail = "  ".join(part for part in parts if part)
+    return f"{leg.name:<14}{verdict_word(leg.verdict, colour, width=11)}{time:>12}  {tail}".rstrip()
+
+
+def _evidence(judgement: Judgement, colour: Colour) -> Iterable[str]:
+    facts = "; ".join(part for part in (figures(judgement), place(judgement)) if part)
+    kind = f" {judgement.failure}" if judgement.failure else ""
+    word = paint(judgement.verdict + kind, _VERDICT_COLOURS[judgement.verdict], colour)
+    yield f"  {judgement.oracle}: {word}{f': {facts}' if facts else ''}"
+    if judgement.message:
+        yield from (f"    {line}" for line in printable(judgement.message).splitlines())
+
+
+def _troubles(cases: Sequence[CaseOutcome], colour: Colour) -> Iterable[str]:
+    for case in cases[:_CASES_SHOWN]:
+        yield render_case(case, colour)
+    if len(cases) > _CASES_SHOWN:
+        yield f"... and {len(cases) - _CASES_SHOWN} more, all of them in the HTML report"
+
+
+def _bad_compiles(results: Sequence[CompileResult], colour: Colour) -> Iterable[str]:
+    for result in results:
+        if result.verdict is not Verdict.PASS:
+            word = verdict_word(result.verdict, colour)
+            what = f"{result.kernel} ({result.specialisation}) for {result.arch}"
+            yield f"{word}  {what}\n  {headline(result.message)}"
+
+
+def _missing(run_ids: Sequence[str]) -> Iterable[str]:
+    if run_ids:
+        shown = "\n".join(f"  {run_id}" for run_id in run_ids[:_CASES_SHOWN])
+        more = len(run_ids) - _CASES_SHOWN
+        rest = f"\n  ... and {more} more" if more > 0 else ""
+        yield f"planned, but never started:\n{shown}{rest}"
+
+
+_COLUMNS = ("expected", "executed", "passed", "failed", "undecided", "infra", "skipped")
+
+
+def _counts_table(summary: Summary, colour: Colour) -> str:
+    if not summary.counts:
+        return ""
+    rows = [*summary.counts, *([summary.total] if len(summary.counts) > 1 else [])]
+    names = [f"{row.subject}/{row.site}" if row.site else row.subject for row in rows]
+    width = max(map(len, names))
+    head = " " * width + "".join(f"{column:>11}" for column in _COLUMNS)
+    body = (
+        f"{name:<{width}}{_figures(row, colour)}" for name, row in zip(names, rows, strict=True)
+    )
+    return "\n".join([paint(head, _DIM, colour), *body])
+
+
+def _figures(row: Count, colour: Colour) -> str:
+    alarms = (
+        (row.expected, ""),
+        (row.executed, _YELLOW if row.missing else ""),
+        (row.passed, ""),
+        (row.failed, _RED),
+        (row.inconclusive, _YELLOW),
+        (row.infra, _MAGENTA),
+        (row.skipped, ""),
+    )
+    cells = (
+        paint(f"{number:>11}", code, colour) if code and number else f"{number:>11}"
+        for number, code in alarms
+    )
+    return "".join(cells)
+
+
+def _legs_table(legs: Sequence[LegOutcome], colour: Colour) -> str:
+    return "\n".join(render_leg(leg, colour) for leg in legs)
+
+
+def _verdict_block(summary: Summary, colour: Colour) -> str:
+    code: ExitCode = summary.exit_code
+    time = f" in {duration(summary.finished.duration_s)}" if summary.finished else ""
+    first = f"{verdict_word(summary.verdict, colour)}{time}: {EXIT_MEANINGS[code]}"
+    return "\n".join(
+        [f"{first} (exit {code.value})", *(f"  {r}" for r in map(headline, summary.reasons))]
+    )

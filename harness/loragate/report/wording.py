@@ -1,0 +1,112 @@
+"""Evidence in words and figures, the same in every report. Pure; imports no torch."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+
+from loragate.report.events import Resources
+from loragate.verdict import Judgement, Verdict
+
+# what an oracle that measures an error calls its figures
+ERROR = "error"
+THRESHOLD = "threshold"
+
+VERDICT_WORDS: Mapping[Verdict, str] = {
+    Verdict.PASS: "pass",
+    Verdict.FAIL: "fail",
+    Verdict.INCONCLUSIVE: "undecided",
+    Verdict.SKIP: "skip",
+    Verdict.INFRA: "infra",
+}
+
+# records are sorted by key, so the order in which an oracle named the axes is lost
+_OUTSIDE_IN = ("step", "slot", "expert", "token", "row", "slice", "rank", "tile", "column")
+
+# escape sequences of terminals, as they stand in logs and in messages of compilers
+_ESCAPE_SEQUENCE = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]")
+# what XML 1.0 cannot hold, and what would garble a terminal
+_CONTROL = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f\ud800-\udfff\ufffe\uffff]")
+
+
+def ratio(judgement: Judgement) -> float | None:
+    """Error in units of its threshold, or None where the oracle measures no error.
+
+    Infinite if either figure is not finite, or if an exact oracle found any error.
+    """
+    error, threshold = (judgement.metrics.get(name) for name in (ERROR, THRESHOLD))
+    if error is None or threshold is None:
+        return None
+    if not (math.isfinite(error) and math.isfinite(threshold)):
+        return math.inf
+    if threshold == 0:
+        return 0.0 if error == 0 else math.inf
+    return error / threshold
+
+
+def multiple(value: float) -> str:
+    """A ratio for people: 0.042x, 3.1x, 260x."""
+    if math.isinf(value):
+        return "inf"
+    if value >= 1e4 or 0 < value < 1e-3:
+        return f"{value:.0e}x"
+    return f"{value:.2g}x" if value < 10 else f"{value:.0f}x"
+
+
+def figure(value: float) -> str:
+    """A figure of an oracle: a count as an integer, a measure with three digits."""
+    if not math.isfinite(value):
+        return str(value)
+    if value == int(value) and abs(value) < 1e9:
+        return str(int(value))
+    return f"{value:.3g}"
+
+
+def figures(judgement: Judgement) -> str:
+    """All figures of a judgement: the error against its threshold first, then the others."""
+    rest = [name for name in sorted(judgement.metrics) if name not in (ERROR, THRESHOLD)]
+    parts = [f"{name} {figure(judgement.metrics[name])}" for name in rest]
+    times = ratio(judgement)
+    if times is not None:
+        error, threshold = (figure(judgement.metrics[name]) for name in (ERROR, THRESHOLD))
+        parts.insert(0, f"error {error}, threshold {threshold} ({multiple(times)})")
+    return ", ".join(parts)
+
+
+def place(judgement: Judgement) -> str:
+    """Where the worst element lies, from the step down to the column."""
+    order = {axis: number for number, axis in enumerate(_OUTSIDE_IN)}
+    axes = sorted(judgement.where, key=lambda axis: (order.get(axis, len(order)), axis))
+    return ", ".join(f"{axis} {judgement.where[axis]}" for axis in axes)
+
+
+def duration(seconds: float) -> str:
+    if seconds < 0.0995:
+        return f"{seconds * 1e3:.0f} ms"
+    if seconds < 59.95:
+        return f"{seconds:.1f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours} h {minutes:02} min" if hours else f"{minutes} min {rest:02} s"
+
+
+def growth(now: Resources, baseline: Resources | None) -> tuple[int, int, int] | None:
+    """Registers, spills and shared bytes above the baseline; None without one."""
+    if baseline is None:
+        return None
+    return (
+        now.registers - baseline.registers,
+        now.spills - baseline.spills,
+        now.shared_bytes - baseline.shared_bytes,
+    )
+
+
+def headline(text: str) -> str:
+    """The first line that says something; the rest of a message is usually a stack."""
+    return next((line.strip() for line in printable(text).splitlines() if line.strip()), "")
+
+
+def printable(text: str) -> str:
+    """Without what a terminal would execute and XML cannot hold."""
+    return _CONTROL.sub("?", _ESCAPE_SEQUENCE.sub("", text))

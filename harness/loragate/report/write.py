@@ -1,0 +1,22 @@
+"""The reports of a run, made from nothing but its events."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from loragate.report.files import write_atomically
+from loragate.report.html import render_html
+from loragate.report.junit import render_junit
+from loragate.report.log import read_events
+from loragate.report.summary import Summary, summarize
+
+JUNIT_NAME = "junit.xml"
+HTML_NAME = "index.html"
+
+
+def write_report(events_path: Path, out_dir: Path) -> Summary:
+    """Write junit.xml and index.html to `out_dir`. Raises EventsError if there are no events."""
+    summary = summarize(read_events(events_path))
+    write_atomically(out_dir / JUNIT_NAME, render_junit(summary))
+    write_atomically(out_dir / HTML_NAME, render_html(summary))
+    return summary
