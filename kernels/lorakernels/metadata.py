@@ -20,7 +20,7 @@ MIN_TILE_ROWS = 16
 def tile_height(num_rows: int) -> int:
     """Rows of one adapter that one tile covers. Depends on the batch size alone, so that it
     is a constant of a captured graph."""
-    if num_rows <= 256:
+    if num_rows <= 128:
         return 16
     return 32 if num_rows <= 1024 else 64
 

@@ -42,12 +42,14 @@ class ExpandPlan:
     num_warps: int
 
 
-# two programs on each of an H200's 132 SMs
-_PROGRAMS = 264
+# four programs on each of an H200's 132 SMs: more hide no more latency
+_PROGRAMS = 528
 # programs that the tile axis has beyond full tiles: most batches have few partial tiles, the
 # rest is taken by the stride loop
 _PARTIAL_TILES = 8
-MAX_PLANES = 16
+_MAX_PLANES = 16
+# from this tile height on a batch is a prefill: bandwidth counts, not latency
+_PREFILL_HEIGHT = 64
 
 
 def tile_programs(num_rows: int, table_size: int) -> int:
@@ -57,24 +59,37 @@ def tile_programs(num_rows: int, table_size: int) -> int:
 
 
 def plan_shrink(shape: DenseShape) -> ShrinkPlan:
-    height = tile_height(shape.num_rows)
-    block_n = min(128, max(16, _power_of_2(shape.ranks_of_all_slices)))
-    block_k = 128 if shape.itemsize == 2 else 32
-    if height == 64:
-        block_k = 64 if shape.itemsize == 2 else 32
-    chunks = -(-shape.ranks_of_all_slices // block_n)
-    tiles = -(-shape.num_rows // height)
-    planes = max(1, _PROGRAMS // (tiles * chunks))
-    planes = min(planes, MAX_PLANES, -(-shape.in_features // block_k))
-    return ShrinkPlan(block_n, block_k, planes, 4, 3)
+    ranks = shape.ranks_of_all_slices
+    if tile_height(shape.num_rows) >= _PREFILL_HEIGHT:
+        # the bridge is read once for each group of columns: the wider it is, the fewer planes
+        block_n, most_planes = (128 if ranks >= 256 else 64), max(1, -(-256 // ranks))
+        block_k, num_warps = (64, 8) if ranks >= 256 else (128, 4)
+    else:
+        block_n, most_planes = (16 if shape.rank <= 16 else 32), _MAX_PLANES
+        block_k, num_warps = (256 if shape.in_features >= 8192 else 128), 4
+    block_n = max(16, min(block_n, _power_of_2(ranks)))
+    if shape.itemsize == 4:
+        # fp32 has no tensor-core path: smaller tiles keep it out of spills
+        block_n, block_k = min(block_n, 32), 32
+    tiles = -(-shape.num_rows // tile_height(shape.num_rows))
+    chunks = -(-ranks // block_n)
+    planes = min(
+        _MAX_PLANES, most_planes, _PROGRAMS // (tiles * chunks), -(-shape.in_features // block_k)
+    )
+    return ShrinkPlan(block_n, block_k, _power_of_2_below(planes), num_warps, 3)
 
 
 def plan_expand(shape: DenseShape) -> ExpandPlan:
-    block_m = tile_height(shape.num_rows)
+    height = tile_height(shape.num_rows)
     block_r = min(128, max(16, _power_of_2(shape.rank)))
     if shape.itemsize == 4:
-        block_r = min(block_r, 32)
-    return ExpandPlan(block_m, 128, block_r, 1, 4)
+        return ExpandPlan(min(height, 32), 64, min(block_r, 32), 1, 4)
+    if height >= _PREFILL_HEIGHT:
+        wide = max(shape.slice_widths) > 8192
+        return ExpandPlan(64, 128 if wide else 64, block_r, 8, 4)
+    if height == 32:
+        return ExpandPlan(32, 128, block_r, 1, 4)
+    return ExpandPlan(16, 256, block_r, 1, 4)
 
 
 def plan_bridge(shape: DenseShape, num_slots: int) -> tuple[int, int, int]:
@@ -97,3 +112,7 @@ def largest_bridge(shape: DenseShape, num_slots: int, max_rows: int) -> int:
 
 def _power_of_2(value: int) -> int:
     return 1 << (value - 1).bit_length()
+
+
+def _power_of_2_below(value: int) -> int:
+    return 1 << (max(1, value).bit_length() - 1)
