@@ -44,7 +44,7 @@ EXIT_CODES: Mapping[Verdict, ExitCode] = {
 # what the exit codes mean, for people
 EXIT_MEANINGS: Mapping[ExitCode, str] = {
     ExitCode.OK: "every expected case ran and passed",
-    ExitCode.WRONG: "something is wrong",
+    ExitCode.WRONG: "a result is not what it must be",
     ExitCode.INCOMPLETE: "nothing is known to be wrong, but not everything was judged",
     ExitCode.INFRASTRUCTURE: "the machine or the harness failed, not the kernels",
     ExitCode.USAGE: "the command line or a file of cases is not valid",
@@ -149,7 +149,7 @@ def _case_findings(cases: Sequence[CaseOutcome]) -> Iterable[Finding]:
     tally = Counter(case.verdict for case in cases)
     for verdict, words in _CASE_WORDS.items():
         if tally[verdict]:
-            noun = "case is" if tally[verdict] == 1 else "cases are"
+            noun = "case" if tally[verdict] == 1 else "cases"
             grave = Verdict.INCONCLUSIVE if verdict is Verdict.SKIP else verdict
             yield grave, f"{tally[verdict]} {noun} {words}"
 
@@ -167,7 +167,7 @@ def _leg_findings(legs: Sequence[LegOutcome]) -> Iterable[Finding]:
         if leg.verdict is not Verdict.PASS:
             grave = Verdict.INCONCLUSIVE if leg.verdict is Verdict.SKIP else leg.verdict
             detail = f": {leg.message}" if leg.message else ""
-            yield grave, f"leg {leg.name} {leg.verdict}{detail}"
+            yield grave, f"leg {leg.name}: {leg.verdict}{detail}"
 
 
 def _gaps(counts: Sequence[Count], missing: Sequence[str]) -> Iterable[Finding]:
