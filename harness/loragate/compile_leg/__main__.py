@@ -1,0 +1,75 @@
+"""The compile leg on its own, or `--update` of its baseline.
+
+To record another release of Triton, run it under that release:
+`pip install --no-deps --target DIR triton==X.Y.Z`, then the same command with PYTHONPATH=DIR.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from loragate.compile_leg.baseline import BaselineError
+from loragate.compile_leg.dry_launch import ProviderError
+from loragate.compile_leg.leg import ARCHS, BASELINE, describe, record, run
+from loragate.report.events import CompileResult, Event, Note
+from loragate.verdict import ExitCode, Verdict
+
+_EXIT_CODES = {
+    Verdict.PASS: ExitCode.OK,
+    Verdict.FAIL: ExitCode.WRONG,
+    Verdict.INFRA: ExitCode.INFRASTRUCTURE,
+}
+
+
+class _Printer:
+    def __init__(self) -> None:
+        self.results = 0
+
+    def write(self, event: Event) -> None:
+        if isinstance(event, CompileResult):
+            self.results += 1
+            for line in describe([event]):
+                print(line)
+        elif isinstance(event, Note):
+            print(event.text)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m loragate.compile_leg",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--update", action="store_true", help="record what Triton compiles now")
+    parser.add_argument("--baseline", type=Path, default=BASELINE)
+    options = parser.parse_args(arguments)
+    if options.update:
+        return _update(options.baseline)
+    printer = _Printer()
+    verdict = run(printer, baseline=options.baseline)
+    print(f"{printer.results} kernels for {', '.join(f'sm_{arch}' for arch in ARCHS)}: {verdict}")
+    return _EXIT_CODES.get(verdict, ExitCode.INCOMPLETE)
+
+
+def _update(baseline: Path) -> int:
+    try:
+        results = record(baseline=baseline)
+    except (BaselineError, ProviderError) as error:
+        print(error, file=sys.stderr)
+        return ExitCode.INFRASTRUCTURE
+    except ValueError as error:
+        print(error, file=sys.stderr)
+        return ExitCode.WRONG
+    new = [result for result in results if result.baseline is None]
+    gone = [result for result in results if result.resources is None]
+    for line in describe([result for result in results if result.verdict is Verdict.FAIL]):
+        print(f"was {line}")
+    recorded = len(results) - len(gone)
+    print(f"recorded {recorded} kernels, {len(new)} new, {len(gone)} dropped, in {baseline}")
+    return ExitCode.OK
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,36 @@
+"""Registers, spills and shared memory of a compiled kernel, as the driver would see them."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import tempfile
+from pathlib import Path
+
+from loragate.report.events import Resources
+
+_USAGE = re.compile(r"REG:(\d+) STACK:(\d+) SHARED:(\d+) LOCAL:(\d+)")
+_TIMEOUT_S = 60
+
+
+def read_resources(cubin: bytes, shared_bytes: int) -> Resources:
+    """Spills are bytes of stack: a Triton kernel has no other use for it. Shared memory is what
+    the launch asks for: from sm_90 on the binary counts the driver's own share as well. Raises
+    RuntimeError."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        command = [str(_cuobjdump()), "-res-usage", file.name]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_S)
+    found = _USAGE.findall(done.stdout)
+    if done.returncode or len(found) != 1:
+        raise RuntimeError(f"cuobjdump found {len(found)} kernels: {done.stderr.strip()}")
+    registers, stack, _, local = map(int, found[0])
+    return Resources(registers, stack + local, shared_bytes)
+
+
+def _cuobjdump() -> Path:
+    """The one that Triton's wheel brings: it knows every target that Triton knows."""
+    import triton.backends.nvidia
+
+    return Path(triton.backends.nvidia.__path__[0]) / "bin" / "cuobjdump"

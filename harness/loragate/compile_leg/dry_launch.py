@@ -1,0 +1,175 @@
+"""Compile the launches of a subject in this process, for one GPU that need not exist.
+
+Invariant: only ever runs in a process of its own, because Triton's driver is replaced for good
+and its interpreter must be off before the first kernel is imported.
+
+A provider is `module:function`; the function gets a compute capability, 90 for sm_90, and gives
+(label, launch) pairs. `launch()` runs host code that launches kernels on tensors without data
+(device "meta"); labels are unique and do not depend on the compute capability.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import re
+import sys
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+from loragate.compile_leg.cubin import read_resources
+from loragate.report.events import Resources
+
+# how an error of Triton's front end begins
+_PLACE = re.compile(r"at \d+:\d+:")
+# of a streaming multiprocessor from sm_100 on
+_TENSOR_MEMORY_COLUMNS = 512
+
+Launches: TypeAlias = Iterable[tuple[str, Callable[[], None]]]
+
+
+@dataclass(frozen=True, slots=True)
+class Compiled:
+    """One specialisation of a kernel; `error` says why it did not compile."""
+
+    kernel: str
+    specialisation: str
+    arch: str
+    resources: Resources | None
+    error: str = ""
+
+
+class ProviderError(RuntimeError):
+    """A provider that cannot be found or does not keep to what a provider promises."""
+
+
+def settle_process() -> None:
+    """Make this process compile; must run before Triton is imported."""
+    assert "triton" not in sys.modules, "Triton has already read its switches"
+    os.environ.pop("TRITON_INTERPRET", None)
+    # the baseline is recorded with fusion; Triton 3.10 turns it off by default
+    os.environ["TRITON_DEFAULT_FP_FUSION"] = "1"
+
+
+def list_labels(provider: str) -> tuple[str, ...]:
+    """Labels of all launches. Raises ProviderError."""
+    labels = tuple(label for label, _ in _launches(provider, 90))
+    twice = sorted({label for label in labels if labels.count(label) > 1})
+    if twice:
+        raise ProviderError(f"{provider}: labels must be unique (given twice: {', '.join(twice)})")
+    return labels
+
+
+def triton_version() -> str:
+    import triton
+
+    return str(triton.__version__)
+
+
+def compile_launch(provider: str, label: str, arch: int) -> tuple[Compiled, ...]:
+    """What the launch called `label` compiles on sm_`arch`, in launch order. A kernel that is
+    launched twice shows up twice. Raises ProviderError."""
+    launch = dict(_launches(provider, arch)).get(label)
+    if launch is None:
+        raise ProviderError(f"{provider}: sm_{arch} has no launch {label!r}, unlike sm_90")
+    from triton.runtime import driver
+
+    driver.set_active(_Driver(arch))
+    recorder = _Recorder(label, f"sm_{arch}")
+    with recorder:
+        try:
+            launch()
+        # a host code that stumbles is a result like a kernel that does not compile
+        except Exception as error:
+            host = Compiled("host", label, f"sm_{arch}", None, _first_cause(error))
+            recorder.found.append(host)
+    if not recorder.found:
+        raise ProviderError(f"{provider}: {label!r} launches no kernel on sm_{arch}")
+    return tuple(recorder.found)
+
+
+def _launches(provider: str, arch: int) -> Launches:
+    module, _, function = provider.partition(":")
+    try:
+        find: Callable[[int], Launches] = getattr(importlib.import_module(module), function)
+    except (ImportError, AttributeError) as error:
+        raise ProviderError(f"{provider}: cannot be imported: {error}") from error
+    return find(arch)
+
+
+class _Driver:
+    """What Triton asks of a driver before it launches, answered for a GPU that is not here."""
+
+    def __init__(self, arch: int) -> None:
+        self._arch = arch
+
+    def get_current_target(self) -> Any:
+        from triton.backends.compiler import GPUTarget
+
+        return GPUTarget("cuda", self._arch, 32)
+
+    def get_current_device(self) -> int:
+        # kernels are cached by device, so that each target has to be one
+        return self._arch
+
+    def get_current_stream(self, _: int) -> int:
+        return 0
+
+
+class _Recorder:
+    """Turns launches into compilations as long as it is entered."""
+
+    def __init__(self, label: str, arch: str) -> None:
+        self._label, self._arch = label, arch
+        self.found: list[Compiled] = []
+
+    def __enter__(self) -> None:
+        from triton.runtime import JITFunction
+
+        self._run = JITFunction.run
+        recorder = self
+
+        def compile_only(kernel: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
+            recorder.compile(kernel, args, options)
+
+        JITFunction.run = compile_only
+
+    def __exit__(self, *_: object) -> None:
+        from triton.runtime import JITFunction
+
+        JITFunction.run = self._run
+
+    def compile(self, kernel: Any, args: tuple[Any, ...], options: dict[str, Any]) -> None:
+        name = kernel.fn.__name__
+        number = 1 + sum(1 for done in self.found if done.kernel == name)
+        specialisation = self._label if number == 1 else f"{self._label}#{number}"
+        resources, error = None, ""
+        try:
+            # a warm-up compiles for the driver's target and launches nothing
+            binary = self._run(kernel, *args, grid=(1,), warmup=True, **options)
+            _check_tensor_memory(binary.metadata)
+            resources = read_resources(binary.asm["cubin"], binary.metadata.shared)
+        # whatever the compiler throws at a kernel is that kernel's result
+        except Exception as caught:
+            error = _first_cause(caught)
+        self.found.append(Compiled(name, specialisation, self._arch, resources, error))
+
+
+def _check_tensor_memory(metadata: Any) -> None:
+    needed = getattr(metadata, "tmem_size", None) or 0
+    if needed > _TENSOR_MEMORY_COLUMNS:
+        limit = f"a block has at most {_TENSOR_MEMORY_COLUMNS}"
+        raise RuntimeError(f"needs {needed} columns of tensor memory, {limit}")
+
+
+def _first_cause(error: BaseException) -> str:
+    """What the compiler stumbled over, with the place that Triton names: lines and columns are
+    counted from the start of the kernel's source."""
+    chain = [error]
+    while (cause := chain[-1].__cause__) is not None:
+        chain.append(cause)
+    places = (_PLACE.match(str(link)) for link in chain)
+    place = next((found.group(0) for found in places if found), "")
+    lines = [line.strip() for line in str(chain[-1]).splitlines() if line.strip()]
+    return f"{place} {type(chain[-1]).__name__}: {lines[-1] if lines else ''}".strip()

@@ -1,0 +1,103 @@
+"""One compiled kernel against its record -> one result. Pure.
+
+FAIL: it does not compile, does not fit the GPU, spills more than recorded, or needs more
+registers or shared memory than recorded by more than the margin. A smaller growth is shown.
+INCONCLUSIVE, which leaves a gate incomplete: nothing is on record to compare with, either for
+this kernel or for this release of Triton, or something on record was not compiled.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+
+from loragate.compile_leg.baseline import Key, Record, minor_release
+from loragate.compile_leg.dry_launch import Compiled
+from loragate.report.events import CompileResult, Resources
+from loragate.verdict import Verdict
+
+# registers are handed out to a warp in units of 8 a thread: within one unit nothing is lost
+REGISTER_MARGIN = 8
+# what the driver itself reserves of each block's shared memory
+SHARED_MARGIN = 1024
+
+# the most shared memory that one block may ask for, in bytes
+SHARED_LIMIT: Mapping[str, int] = {
+    "sm_80": 163 * 1024,
+    "sm_90": 227 * 1024,
+    "sm_100": 227 * 1024,
+}
+
+_UPDATE = "record it with `python -m loragate.compile_leg --update`"
+
+
+def judge_all(
+    compiled: Iterable[Compiled], record: Record | None, *, subject: str, triton: str
+) -> Iterator[CompileResult]:
+    """Results of everything that was compiled, and of everything that should have been."""
+    done: set[Key] = set()
+    for item in compiled:
+        done.add(_key(item))
+        yield judge(item, record, subject=subject, triton=triton)
+    recorded: Mapping[Key, Resources] = record.entries if record else {}
+    for key in sorted(recorded.keys() - done):
+        arch, kernel, specialisation = key
+        yield CompileResult(
+            subject=subject,
+            kernel=kernel,
+            specialisation=specialisation,
+            arch=arch,
+            verdict=Verdict.INCONCLUSIVE,
+            baseline=recorded[key],
+            message=f"is on record but was not compiled; if it is gone, {_UPDATE}",
+        )
+
+
+def judge(item: Compiled, record: Record | None, *, subject: str, triton: str) -> CompileResult:
+    baseline = record.entries.get(_key(item)) if record else None
+    verdict, message = _verdict(item, baseline, known=record is not None, triton=triton)
+    return CompileResult(
+        subject=subject,
+        kernel=item.kernel,
+        specialisation=item.specialisation,
+        arch=item.arch,
+        verdict=verdict,
+        resources=item.resources,
+        baseline=baseline,
+        message=message,
+    )
+
+
+def _verdict(
+    item: Compiled, baseline: Resources | None, *, known: bool, triton: str
+) -> tuple[Verdict, str]:
+    if item.resources is None:
+        return Verdict.FAIL, f"does not compile: {item.error}"
+    limit = SHARED_LIMIT[item.arch]
+    if item.resources.shared_bytes > limit:
+        needs = f"needs {item.resources.shared_bytes} bytes of shared memory"
+        return Verdict.FAIL, f"{needs}, {item.arch} gives a block at most {limit}"
+    if not known:
+        release = minor_release(triton)
+        return Verdict.INCONCLUSIVE, f"no baseline for Triton {release}; {_UPDATE}"
+    if baseline is None:
+        return Verdict.INCONCLUSIVE, f"no baseline for this kernel; {_UPDATE}"
+    growth = tuple(_growth(item.resources, baseline))
+    text = ", ".join(text for _, text in growth)
+    if any(beyond for beyond, _ in growth):
+        return Verdict.FAIL, f"resources grew: {text}"
+    return Verdict.PASS, f"resources grew within the margin: {text}" if growth else ""
+
+
+def _growth(now: Resources, before: Resources) -> Iterator[tuple[bool, str]]:
+    """(beyond the margin, in words) for each resource that grew."""
+    for name, new, old, margin in (
+        ("registers", now.registers, before.registers, REGISTER_MARGIN),
+        ("spilled bytes", now.spills, before.spills, 0),
+        ("shared bytes", now.shared_bytes, before.shared_bytes, SHARED_MARGIN),
+    ):
+        if new > old:
+            yield new - old > margin, f"{name} {old} -> {new} (margin {margin})"
+
+
+def _key(item: Compiled) -> Key:
+    return (item.arch, item.kernel, item.specialisation)

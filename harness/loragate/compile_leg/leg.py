@@ -1,0 +1,158 @@
+"""The leg itself: labels -> a pool of compiling processes -> results -> one verdict."""
+
+from __future__ import annotations
+
+import multiprocessing
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from itertools import product
+from pathlib import Path
+from typing import Protocol
+
+from loragate.compile_leg.baseline import (
+    Baseline,
+    BaselineError,
+    Record,
+    load_baseline,
+    save_baseline,
+)
+from loragate.compile_leg.dry_launch import (
+    Compiled,
+    ProviderError,
+    compile_launch,
+    list_labels,
+    settle_process,
+    triton_version,
+)
+from loragate.compile_leg.judge import judge_all
+from loragate.report.events import CompileResult, Event, Note
+from loragate.verdict import Verdict, worst
+
+ARCHS = (80, 90, 100)
+BASELINE = Path(__file__).resolve().parents[3] / "ci" / "baselines" / "resources.json"
+# subject -> where its launches come from
+PROVIDERS: Mapping[str, str] = {"lorakernels": "lorakernels.dense.specs:launches"}
+_WORKERS = 2
+
+
+class Writer(Protocol):
+    def write(self, event: Event) -> None: ...
+
+
+def run(
+    writer: Writer,
+    *,
+    subject: str = "lorakernels",
+    provider: str | None = None,
+    archs: Sequence[int] = ARCHS,
+    baseline: Path = BASELINE,
+) -> Verdict:
+    """Compile and judge, one CompileResult each. Anything but PASS has a result or a note that
+    says why; a kernel that brings down the compiler costs no other kernel its result."""
+    provider = provider or PROVIDERS[subject]
+    try:
+        records = load_baseline(baseline)
+        triton, compiled = compile_all(provider, archs)
+    except (BaselineError, ProviderError) as error:
+        writer.write(Note(text=f"compile leg: {error}"))
+        return Verdict.INFRA
+    record = _restrict(records.find(triton), archs)
+    if record is None:
+        recorded = ", ".join(sorted(records.records)) or "none"
+        text = f"compile leg: Triton {triton} has no baseline (recorded: {recorded})"
+        writer.write(Note(text=text))
+    results = tuple(judge_all(compiled, record, subject=subject, triton=triton))
+    for result in results:
+        writer.write(result)
+    return worst(result.verdict for result in results)
+
+
+def record(
+    *,
+    subject: str = "lorakernels",
+    provider: str | None = None,
+    archs: Sequence[int] = ARCHS,
+    baseline: Path = BASELINE,
+) -> tuple[CompileResult, ...]:
+    """Make what the installed Triton compiles now the baseline of its minor release.
+
+    Returns what the old baseline would have said. Raises ValueError, with the file unchanged,
+    if a kernel does not compile, and BaselineError if the file is damaged.
+    """
+    old = load_baseline(baseline) if baseline.exists() else Baseline()
+    triton, compiled = compile_all(provider or PROVIDERS[subject], archs)
+    entries = {}
+    for item in compiled:
+        if item.resources is None:
+            where = f"{item.kernel} for {item.arch} ({item.specialisation})"
+            raise ValueError(f"{where} does not compile: {item.error}")
+        entries[item.arch, item.kernel, item.specialisation] = item.resources
+    save_baseline(old.with_record(Record(triton, entries)), baseline)
+    return tuple(judge_all(compiled, old.find(triton), subject=subject, triton=triton))
+
+
+def expected_count(baseline: Path = BASELINE) -> int:
+    """Results that a complete leg gives: what is on record, under whatever release of Triton.
+    Imports neither torch nor Triton. Raises BaselineError."""
+    return len(load_baseline(baseline).keys)
+
+
+def compile_all(provider: str, archs: Sequence[int]) -> tuple[str, tuple[Compiled, ...]]:
+    """Triton's version, and everything that `provider` launches. Raises ProviderError."""
+    with _pool(_WORKERS) as pool:
+        triton = pool.submit(triton_version).result()
+        units = tuple(product(pool.submit(list_labels, provider).result(), archs))
+        futures = [_submit(pool, provider, *unit) for unit in units]
+        found = [
+            _result(future, provider, *unit) for future, unit in zip(futures, units, strict=True)
+        ]
+    return triton, tuple(item for items in found for item in items)
+
+
+def _submit(
+    pool: ProcessPoolExecutor, provider: str, label: str, arch: int
+) -> Future[tuple[Compiled, ...]] | None:
+    try:
+        return pool.submit(compile_launch, provider, label, arch)
+    except BrokenProcessPool:
+        return None
+
+
+def _result(
+    future: Future[tuple[Compiled, ...]] | None, provider: str, label: str, arch: int
+) -> tuple[Compiled, ...]:
+    try:
+        if future is not None:
+            return future.result()
+    except BrokenProcessPool:
+        # any of the launches in flight may have done it
+        pass
+    with _pool(1) as pool:
+        try:
+            return pool.submit(compile_launch, provider, label, arch).result()
+        except BrokenProcessPool:
+            error = "the compiler took its process down"
+            return (Compiled("unknown", label, f"sm_{arch}", None, error),)
+
+
+def _pool(workers: int) -> ProcessPoolExecutor:
+    # a forked process would inherit a Triton that has read its switches
+    context = multiprocessing.get_context("spawn")
+    return ProcessPoolExecutor(workers, mp_context=context, initializer=settle_process)
+
+
+def _restrict(record: Record | None, archs: Sequence[int]) -> Record | None:
+    if record is None:
+        return None
+    wanted = {f"sm_{arch}" for arch in archs}
+    kept = {key: value for key, value in record.entries.items() if key[0] in wanted}
+    return Record(record.triton, kept)
+
+
+def describe(results: Sequence[CompileResult]) -> Iterator[str]:
+    """What changed, a line each; silent about what passed without a word."""
+    for result in results:
+        if result.message:
+            where = f"{result.kernel} for {result.arch} ({result.specialisation})"
+            yield f"{result.verdict}: {where}: {result.message}"

@@ -1,0 +1,96 @@
+"""Representative launches of the dense kernels, for compiling them where no GPU is.
+
+The host code runs as it does in a server, on tensors of device "meta": they have shapes and
+strides, but no data. Every way that a plan can turn out should show up here once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+
+from lorakernels.dense.ops import _expand, _shape, _shrink, _tables, bridge_shape
+from lorakernels.dense.weights import SlotWeights
+from lorakernels.metadata import BatchMetadata
+
+_SLOTS = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    label: str
+    in_features: int
+    slice_widths: tuple[int, ...]
+    tokens: int
+    rank: int
+    dtype: torch.dtype = torch.bfloat16
+    # columns of a wider tensor, or rows of a transposed one
+    row_stride: int | None = None
+    transposed: bool = False
+
+
+_QKV = ("qkv", 4096, (4096, 1024, 1024))
+_GATE_UP = ("gate-up", 4096, (12288, 12288))
+_DOWN = ("down", 12288, (4096,))
+
+
+def _problems() -> Iterator[Problem]:
+    for name, in_features, widths in (_QKV, _GATE_UP, _DOWN):
+        for tokens in (1, 2048):
+            for rank in (16, 64):
+                label = f"{name}-bf16-r{rank}-t{tokens}"
+                yield Problem(label, in_features, widths, tokens, rank)
+    name, in_features, widths = _QKV
+    for tokens in (64, 512):
+        yield Problem(f"{name}-bf16-r16-t{tokens}", in_features, widths, tokens, 16)
+    for rank in (1, 8, 320, 512):
+        yield Problem(f"{name}-bf16-r{rank}-t512", in_features, widths, 512, rank)
+    yield Problem("qkv-fp16-r16-t64", in_features, widths, 64, 16, torch.float16)
+    yield Problem("qkv-fp32-r16-t64", in_features, widths, 64, 16, torch.float32)
+    yield Problem("qkv-fp32-r512-t2048", in_features, widths, 2048, 512, torch.float32)
+    yield Problem("odd-bf16-r24-t33", 1000, (520, 72), 33, 24)
+    yield Problem("prime-bf16-r7-t33", 997, (509, 61), 33, 7)
+    yield Problem("columns-bf16-r16-t64", 4096, (4096,), 64, 16, row_stride=8191)
+    yield Problem("transposed-bf16-r16-t64", 4096, (4096,), 64, 16, transposed=True)
+
+
+def launches(compute_capability: int) -> Iterator[tuple[str, Callable[[], None]]]:
+    """(label, launch) for a GPU, 90 for sm_90; `launch()` launches one or more kernels."""
+    for slots, tokens in ((_SLOTS, 1), (64, 512), (_SLOTS, 8192)):
+        yield f"prepare-s{slots}-t{tokens}", partial(_prepare, tokens, slots)
+    for problem in _problems():
+        yield problem.label, partial(_delta, problem, pdl=compute_capability >= 90)
+
+
+def _prepare(tokens: int, slots: int) -> None:
+    metadata = BatchMetadata(max_tokens=tokens, max_slots=slots, device="meta")
+    metadata.prepare(torch.empty(tokens, dtype=torch.int32, device="meta"))
+
+
+def _delta(problem: Problem, *, pdl: bool) -> None:
+    weights = SlotWeights(
+        num_slots=_SLOTS,
+        slice_widths=problem.slice_widths,
+        in_features=problem.in_features,
+        rank=problem.rank,
+        dtype=problem.dtype,
+        device="meta",
+    )
+    metadata = BatchMetadata(max_tokens=problem.tokens, max_slots=_SLOTS, device="meta")
+    x = _rows(problem, problem.in_features)
+    out = _rows(problem, weights.out_features)
+    bridge = torch.empty(bridge_shape(problem.tokens, weights), device="meta")
+    shape, tables = _shape(problem.tokens, weights), _tables(metadata)
+    _shrink(x, weights.a, weights.ranks, shape, tables, bridge, pdl=pdl)
+    factors = (weights.b, weights.ranks, weights.scales)
+    _expand(bridge, factors, shape, tables, out, pdl=pdl)
+
+
+def _rows(problem: Problem, width: int) -> torch.Tensor:
+    if problem.transposed:
+        return torch.empty(width, problem.tokens, dtype=problem.dtype, device="meta").T
+    stride = problem.row_stride or width
+    return torch.empty(problem.tokens, stride, dtype=problem.dtype, device="meta")[:, :width]

@@ -1,0 +1,91 @@
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from loragate.compile_leg.baseline import Record
+from loragate.compile_leg.dry_launch import Compiled
+from loragate.compile_leg.judge import judge, judge_all
+from loragate.report.events import CompileResult, Resources
+from loragate.verdict import Verdict
+
+BEFORE = Resources(registers=64, spills=16, shared_bytes=4096)
+KEY = ("sm_90", "toy_kernel", "small")
+RECORD = Record("3.7.1", {KEY: BEFORE})
+
+
+def _compiled(resources: Resources | None, error: str = "") -> Compiled:
+    return Compiled("toy_kernel", "small", "sm_90", resources, error)
+
+
+def _judge(resources: Resources | None, record: Record | None = RECORD) -> CompileResult:
+    return judge(_compiled(resources, "boom"), record, subject="toy", triton="3.7.1")
+
+
+def test_the_recorded_resources_pass_without_a_word() -> None:
+    result = _judge(BEFORE)
+    assert (result.verdict, result.message) == (Verdict.PASS, "")
+    assert (result.resources, result.baseline) == (BEFORE, BEFORE)
+
+
+def test_fewer_resources_than_recorded_pass() -> None:
+    assert _judge(Resources(32, 0, 0)).verdict is Verdict.PASS
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"registers": 72}, "registers 64 -> 72 (margin 8)"),
+        ({"shared_bytes": 5120}, "shared bytes 4096 -> 5120 (margin 1024)"),
+    ],
+)
+def test_a_growth_within_the_margin_passes_and_is_shown(change: dict[str, int], words: str) -> None:
+    result = _judge(replace(BEFORE, **change))
+    assert result.verdict is Verdict.PASS
+    assert result.message == f"resources grew within the margin: {words}"
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"registers": 73}, "registers 64 -> 73 (margin 8)"),
+        ({"spills": 17}, "spilled bytes 16 -> 17 (margin 0)"),
+        ({"shared_bytes": 5121}, "shared bytes 4096 -> 5121 (margin 1024)"),
+    ],
+)
+def test_a_growth_beyond_the_margin_fails(change: dict[str, int], words: str) -> None:
+    result = _judge(replace(BEFORE, **change))
+    assert result.verdict is Verdict.FAIL
+    assert result.message == f"resources grew: {words}"
+
+
+def test_a_kernel_that_does_not_compile_fails_even_without_a_baseline() -> None:
+    result = _judge(None, record=None)
+    assert (result.verdict, result.message) == (Verdict.FAIL, "does not compile: boom")
+
+
+def test_more_shared_memory_than_the_gpu_has_fails_even_if_recorded() -> None:
+    huge = replace(BEFORE, shared_bytes=232449)
+    result = _judge(huge, record=Record("3.7.1", {KEY: huge}))
+    assert result.verdict is Verdict.FAIL
+    assert "232449 bytes of shared memory, sm_90 gives a block at most 232448" in result.message
+
+
+def test_a_kernel_that_nobody_recorded_leaves_the_gate_incomplete() -> None:
+    result = _judge(BEFORE, record=Record("3.7.1", {}))
+    assert result.verdict is Verdict.INCONCLUSIVE
+    assert result.message.startswith("no baseline for this kernel; record it with `python -m")
+
+
+def test_an_unknown_release_of_triton_leaves_the_gate_incomplete() -> None:
+    result = judge(_compiled(BEFORE), None, subject="toy", triton="3.12.0")
+    assert result.verdict is Verdict.INCONCLUSIVE
+    assert result.message.startswith("no baseline for Triton 3.12; ")
+
+
+def test_what_is_on_record_but_was_not_compiled_is_missed() -> None:
+    (result,) = judge_all([], RECORD, subject="toy", triton="3.7.1")
+    assert (result.arch, result.kernel, result.specialisation) == KEY
+    assert result.verdict is Verdict.INCONCLUSIVE
+    assert "is on record but was not compiled" in result.message

@@ -1,0 +1,171 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from loragate.compile_leg import leg, record, run
+from loragate.compile_leg.__main__ import main
+from loragate.compile_leg.baseline import Baseline, load_baseline, save_baseline
+from loragate.compile_leg.dry_launch import Compiled, ProviderError, list_labels
+from loragate.report.events import CompileResult, Event, Note
+from loragate.verdict import Verdict
+
+TOY = """
+import os
+import torch, triton
+import triton.language as tl
+
+
+@triton.jit
+def scale_kernel(x_ptr, stride, BLOCK: tl.constexpr, SORT: tl.constexpr):
+    offs = tl.arange(0, BLOCK) * stride
+    x = tl.load(x_ptr + offs)
+    y = tl.sort(x) if SORT else x
+    tl.store(x_ptr + offs, y * 2)
+
+
+@triton.jit
+def broken_kernel(x_ptr, n):
+    tl.store(x_ptr + tl.arange(0, n), 1)
+
+
+def scale(block, sort):
+    x = torch.empty(1 << 16, device="meta")
+    scale_kernel[(1,)](x, 1, BLOCK=block, SORT=sort)
+
+
+def launches(compute_capability):
+    yield "plain", lambda: scale(256, False)
+    yield "twice", lambda: (scale(256, False), scale(512, False))
+
+
+def grown(compute_capability):
+    yield "plain", lambda: scale(8192, False)
+    yield "twice", lambda: (scale(256, False), scale(512, False))
+
+
+def broken(compute_capability):
+    yield "broken", lambda: broken_kernel[(1,)](torch.empty(8, device="meta"), 8)
+    yield "host", lambda: torch.empty(-1)
+    yield "plain", lambda: scale(256, False)
+
+
+def deadly(compute_capability):
+    yield "deadly", lambda: os._exit(9)
+    yield "plain", lambda: scale(256, False)
+
+"""
+
+
+class _Collector:
+    def __init__(self) -> None:
+        self.events: list[Event] = []
+
+    def write(self, event: Event) -> None:
+        self.events.append(event)
+
+    @property
+    def results(self) -> dict[tuple[str, str], CompileResult]:
+        found = [event for event in self.events if isinstance(event, CompileResult)]
+        return {(result.kernel, result.specialisation): result for result in found}
+
+    @property
+    def notes(self) -> list[str]:
+        return [event.text for event in self.events if isinstance(event, Note)]
+
+
+@pytest.fixture
+def toy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    (tmp_path / "toy_launches.py").write_text(TOY)
+    monkeypatch.syspath_prepend(tmp_path)
+    return "toy_launches"
+
+
+def test_a_growth_over_the_recorded_baseline_fails_and_names_the_kernel(
+    toy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # the interpreter of this process must not keep the others from compiling
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    baseline, collector = tmp_path / "resources.json", _Collector()
+    record(provider=f"{toy}:launches", archs=(90,), baseline=baseline)
+    entries = next(iter(load_baseline(baseline).records.values())).entries
+    assert set(entries) == {
+        ("sm_90", "scale_kernel", "plain"),
+        ("sm_90", "scale_kernel", "twice"),
+        ("sm_90", "scale_kernel", "twice#2"),
+    }
+
+    verdict = run(collector, provider=f"{toy}:grown", archs=(90,), baseline=baseline)
+    assert verdict is Verdict.FAIL
+    verdicts = {name: result.verdict for (_, name), result in collector.results.items()}
+    assert verdicts == {
+        "plain": Verdict.FAIL,
+        "twice": Verdict.PASS,
+        "twice#2": Verdict.PASS,
+    }
+    assert "resources grew: registers" in collector.results["scale_kernel", "plain"].message
+
+
+def test_a_compile_error_fails_its_kernel_alone(toy: str, tmp_path: Path) -> None:
+    baseline, collector = tmp_path / "resources.json", _Collector()
+    save_baseline(Baseline(), baseline)
+    run(collector, provider=f"{toy}:broken", archs=(90,), baseline=baseline)
+    broken = collector.results["broken_kernel", "broken"]
+    assert broken.verdict is Verdict.FAIL
+    assert broken.message.startswith("does not compile: at ")
+    assert "must be of type tl.constexpr" in broken.message
+    assert "negative dimension" in collector.results["host", "host"].message
+    # without a baseline even what compiles is not green
+    assert collector.results["scale_kernel", "plain"].verdict is Verdict.INCONCLUSIVE
+    assert "has no baseline (recorded: none)" in collector.notes[0]
+
+
+def test_what_does_not_compile_cannot_be_recorded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    broken = Compiled("toy_kernel", "small", "sm_90", None, "boom")
+    monkeypatch.setattr(leg, "compile_all", lambda *_: ("3.7.1", (broken,)))
+    baseline = tmp_path / "resources.json"
+    with pytest.raises(ValueError, match=r"^toy_kernel for sm_90 \(small\) does not compile: boom"):
+        record(baseline=baseline)
+    assert not baseline.exists()
+
+
+def test_a_kernel_that_kills_the_compiler_costs_no_other_kernel_its_result(
+    toy: str, tmp_path: Path
+) -> None:
+    baseline, collector = tmp_path / "resources.json", _Collector()
+    save_baseline(Baseline(), baseline)
+    run(collector, provider=f"{toy}:deadly", archs=(90,), baseline=baseline)
+    deadly = collector.results["unknown", "deadly"]
+    assert deadly.verdict is Verdict.FAIL
+    assert "took its process down" in deadly.message
+    assert collector.results["scale_kernel", "plain"].resources is not None
+
+
+@pytest.mark.parametrize(
+    ("provider", "complaint"),
+    [
+        ("no_such_module:launches", "No module named 'no_such_module'"),
+        ("json:nothing", "has no attribute 'nothing'"),
+        ("toy_labels:repeated", r"labels must be unique \(given twice: plain\)"),
+    ],
+)
+def test_a_provider_that_breaks_its_promise_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, provider: str, complaint: str
+) -> None:
+    (tmp_path / "toy_labels.py").write_text("repeated = lambda _: [('plain', print)] * 2")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ProviderError, match=f"^{provider}: .*{complaint}"):
+        list_labels(provider)
+
+
+def test_an_unreadable_baseline_is_an_infrastructure_failure(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "resources.json"
+    path.write_text(json.dumps({"schema": 99, "records": {}}))
+    assert main(["--baseline", str(path)]) == 3
+    assert "schema must be 1 (got 99)" in capsys.readouterr().out
