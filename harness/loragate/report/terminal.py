@@ -68,7 +68,8 @@ def render_summary(summary: Summary, colour: Colour) -> str:
 def render_case(case: CaseOutcome, colour: Colour) -> str:
     """One case that did not pass, with its evidence and the command that replays it."""
     kind = f"  {case.failure}" if case.failure else ""
-    lines = [f"{verdict_word(case.verdict, colour)}  {case.run_id}{paint(kind, _BOLD, colour)}"]
+    name = printable(case.run_id)
+    lines = [f"{verdict_word(case.verdict, colour)}  {name}{paint(kind, _BOLD, colour)}"]
     told = {judgement.message for judgement in case.evidence}
     if case.message and case.message not in told:
         lines.append(f"  {headline(case.message)}")
@@ -82,10 +83,11 @@ def render_leg(leg: LegOutcome, colour: Colour) -> str:
     """One line for one leg of the gate."""
     end = leg.finished
     time = duration(end.duration_s) if end else ""
-    log = end.log_path if end and leg.verdict is not Verdict.PASS else ""
+    log = printable(end.log_path) if end and leg.verdict is not Verdict.PASS else ""
     parts = (headline(leg.message), log)
     tail = "  ".join(part for part in parts if part)
-    return f"{leg.name:<14}{verdict_word(leg.verdict, colour, width=11)}{time:>12}  {tail}".rstrip()
+    name = printable(leg.name)
+    return f"{name:<14}{verdict_word(leg.verdict, colour, width=11)}{time:>12}  {tail}".rstrip()
 
 
 def _evidence(judgement: Judgement, colour: Colour) -> Iterable[str]:
@@ -108,13 +110,13 @@ def _bad_compiles(results: Sequence[CompileResult], colour: Colour) -> Iterable[
     for result in results:
         if result.verdict is not Verdict.PASS:
             word = verdict_word(result.verdict, colour)
-            what = f"{result.kernel} ({result.specialisation}) for {result.arch}"
+            what = printable(f"{result.kernel} ({result.specialisation}) for {result.arch}")
             yield f"{word}  {what}\n  {headline(result.message)}"
 
 
 def _missing(run_ids: Sequence[str]) -> Iterable[str]:
     if run_ids:
-        shown = "\n".join(f"  {run_id}" for run_id in run_ids[:_CASES_SHOWN])
+        shown = "\n".join(f"  {printable(run_id)}" for run_id in run_ids[:_CASES_SHOWN])
         more = len(run_ids) - _CASES_SHOWN
         rest = f"\n  ... and {more} more" if more > 0 else ""
         yield f"planned, but never started:\n{shown}{rest}"
@@ -127,7 +129,7 @@ def _counts_table(summary: Summary, colour: Colour) -> str:
     if not summary.counts:
         return ""
     rows = [*summary.counts, *([summary.total] if len(summary.counts) > 1 else [])]
-    names = [f"{row.subject}/{row.site}" if row.site else row.subject for row in rows]
+    names = [printable("/".join(filter(None, (row.subject, row.site)))) for row in rows]
     width = max(map(len, names))
     head = " " * width + "".join(f"{column:>11}" for column in _COLUMNS)
     body = (

@@ -71,14 +71,14 @@ def figures(judgement: Judgement) -> str:
     if times is not None:
         error, threshold = (figure(judgement.metrics[name]) for name in (ERROR, THRESHOLD))
         parts.insert(0, f"error {error}, threshold {threshold} ({multiple(times)})")
-    return ", ".join(parts)
+    return printable(", ".join(parts))
 
 
 def place(judgement: Judgement) -> str:
     """Where the worst element lies, from the step down to the column."""
     order = {axis: number for number, axis in enumerate(_OUTSIDE_IN)}
     axes = sorted(judgement.where, key=lambda axis: (order.get(axis, len(order)), axis))
-    return ", ".join(f"{axis} {judgement.where[axis]}" for axis in axes)
+    return printable(", ".join(f"{axis} {judgement.where[axis]}" for axis in axes))
 
 
 def duration(seconds: float) -> str:
