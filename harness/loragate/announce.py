@@ -1,4 +1,4 @@
-"""Write the plan of a run as its first event.
+"""The plan of a run as its first event.
 
 Knowing what a subject supports means importing it and asking for the device, so this happens in
 a process of its own: whoever starts a run keeps free of torch, and of a CUDA context that would
@@ -10,16 +10,20 @@ from __future__ import annotations
 import pickle
 import subprocess
 import sys
-from collections.abc import Mapping
+import tempfile
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from loragate.environment import commit_and_tree, host, project_root, utc_now, versions
-from loragate.matrix.ids import run_id
+from loragate.machine import Machine, detect_machine, select_interpreter
 from loragate.matrix.load import load_cases
-from loragate.report.events import Expected, RunStarted, Skipped
-from loragate.report.log import EventWriter
+from loragate.matrix.plan import Candidate, Plan, PlannedCase, plan
+from loragate.matrix.plan import Skipped as SkippedCase
+from loragate.report.events import Event, Expected, Note, RunStarted, Skipped
+from loragate.report.log import EventWriter, read_events
 from loragate.selection import Selection
 from loragate.verdict import ExitCode
 
@@ -38,10 +42,9 @@ class AnnounceError(Exception):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Announcement:
     """`leg` runs the selected cases, of which `only` keeps some (None: all). `owed` is what
-    the other legs owe."""
+    the other `legs` owe."""
 
     run: str
-    events: Path
     selection: Selection
     leg: str
     legs: tuple[str, ...]
@@ -49,109 +52,124 @@ class Announcement:
     owed: tuple[Expected, ...] = ()
 
 
-def announce(announcement: Announcement) -> None:
-    """Append RunStarted to `announcement.events`. Raises AnnounceError."""
-    child = subprocess.run(
-        [sys.executable, "-m", __name__],
-        input=pickle.dumps(announcement),
-        stderr=subprocess.PIPE,
-        stdout=subprocess.DEVNULL,
+def announce(announcement: Announcement) -> tuple[Event, ...]:
+    """The events that a run begins with: RunStarted, then notes. Raises AnnounceError."""
+    with tempfile.TemporaryDirectory() as folder:
+        answer = Path(folder) / "plan.jsonl"
+        child = subprocess.run(
+            [sys.executable, "-m", "loragate.announce", str(answer)],
+            input=pickle.dumps(announcement),
+            stderr=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+        )
+        message = child.stderr.decode(errors="replace").strip()
+        if child.returncode == ExitCode.USAGE.value:
+            raise AnnounceError(message, ExitCode.USAGE)
+        if child.returncode != 0:
+            text = f"the run cannot be planned on this machine:\n{message}"
+            raise AnnounceError(text, ExitCode.INFRASTRUCTURE)
+        return read_events(answer).events
+
+
+def plan_selection(selection: Selection) -> tuple[Plan, Mapping[str, Capabilities | str]]:
+    """The plan on this machine, and what each subject can do here.
+
+    Imports torch and the subjects. Raises ValueError for what the user got wrong.
+    """
+    from loragate.runner import load_subject, refusal
+
+    cases = load_cases(selection.matrix)
+    abilities = {name: load_subject(name)[1] for name in selection.subjects}
+    candidates = [Candidate(name, partial(refusal, have=have)) for name, have in abilities.items()]
+    made = plan(
+        cases,
+        candidates,
+        selection.tier,
+        detect_machine(),
+        attempts=selection.attempts,
+        patterns=selection.patterns,
     )
-    if child.returncode == 0:
-        return
-    message = child.stderr.decode(errors="replace").strip()
-    if child.returncode == ExitCode.USAGE.value:
-        raise AnnounceError(message, ExitCode.USAGE)
-    raise AnnounceError(f"the run cannot be planned:\n{message}", ExitCode.INFRASTRUCTURE)
+    return made, abilities
 
 
-def _started_event(announcement: Announcement) -> RunStarted:
-    """The plan as it stands on this machine. Raises ValueError for what the user got wrong."""
-    expected, skipped = _plan(announcement)
+def _opening(announcement: Announcement) -> Iterator[Event]:
+    selection = announcement.selection
+    made, abilities = plan_selection(selection)
+    unusable = {name: have for name, have in abilities.items() if isinstance(have, str)}
+    expected, skipped = _rows(made, unusable.keys(), announcement)
     commit, tree = commit_and_tree(project_root())
-    return RunStarted(
+    yield RunStarted(
         run=announcement.run,
         started_at=utc_now(),
-        tier=announcement.selection.tier,
-        subjects=announcement.selection.subjects,
+        tier=selection.tier,
+        subjects=selection.subjects,
         legs=announcement.legs,
         expected=(*expected, *announcement.owed),
         skipped=skipped,
+        attempts=selection.attempts,
         commit=commit,
         tree=tree,
         versions=versions(),
-        machine={**host(), **_device()},
+        machine={**host(), **_device(made.machine)},
     )
+    for name, reason in unusable.items():
+        yield Note(text=f"subject {name} can run nothing here: {reason}")
 
 
-def _capabilities(name: str) -> Capabilities | str:
-    from loragate.machine import detect_machine
-    from loragate.subjects import find_subject
-
-    return find_subject(name).capabilities(detect_machine())
-
-
-def _plan(announcement: Announcement) -> tuple[tuple[Expected, ...], tuple[Skipped, ...]]:
-    from loragate.subjects.protocol import unsupported
-
-    selection = announcement.selection
-    cases = load_cases(selection.matrix)
-    expected: list[Expected] = []
+def _rows(
+    made: Plan, unusable: Collection[str], announcement: Announcement
+) -> tuple[tuple[Expected, ...], tuple[Skipped, ...]]:
+    owed: dict[tuple[str, str], dict[str, None]] = {}
     skipped: list[Skipped] = []
-    for subject in selection.subjects:
-        have = _capabilities(subject)
-        owed: dict[str, list[str]] = {}
-        for case in selection.cases(subject, cases):
-            name = run_id(subject, case)
-            if announcement.only is not None and name not in announcement.only:
-                continue
-            reason = None if isinstance(have, str) else unsupported(case, have)
-            if reason is None:
-                owed.setdefault(case.site.value, []).append(name)
-            else:
-                skipped.append(
-                    Skipped(run_id=name, subject=subject, site=case.site.value, reason=reason)
-                )
-        expected += [
-            Expected(
-                leg=announcement.leg,
-                subject=subject,
-                site=site,
-                count=len(names),
-                run_ids=tuple(names),
+    items: tuple[PlannedCase | SkippedCase, ...] = (*made.planned, *made.skipped)
+    for item in items:
+        if announcement.only is not None and item.run_id not in announcement.only:
+            continue
+        site = item.case.site.value
+        # a subject that was asked for and can run nothing still owes everything: a missing
+        # package is no reason to be green
+        if isinstance(item, PlannedCase) or item.subject in unusable:
+            owed.setdefault((item.subject, site), {})[item.run_id] = None
+        else:
+            skipped.append(
+                Skipped(run_id=item.run_id, subject=item.subject, site=site, reason=item.reason)
             )
-            for site, names in sorted(owed.items())
-        ]
+    expected = (
+        Expected(
+            leg=announcement.leg,
+            subject=subject,
+            site=site,
+            count=len(names),
+            run_ids=tuple(names),
+        )
+        for (subject, site), names in sorted(owed.items())
+    )
     return tuple(expected), tuple(skipped)
 
 
-def _device() -> Mapping[str, str]:
-    from loragate.machine import detect_machine
-
-    machine = detect_machine()
+def _device(machine: Machine) -> Mapping[str, str]:
     capability = machine.compute_capability
     return {
         "device": machine.device,
         "device_name": machine.name,
-        "compute_capability": "{}.{}".format(*capability) if capability else "",
+        "compute_capability": ".".join(map(str, capability)) if capability else "",
         "device_memory_bytes": str(machine.memory_bytes),
     }
 
 
-def _main() -> int:
-    from loragate.machine import select_interpreter
-
+def _main(answer: Path) -> int:
     announcement: Announcement = pickle.load(sys.stdin.buffer)
     select_interpreter()
     try:
-        event = _started_event(announcement)
+        opening = tuple(_opening(announcement))
     except ValueError as error:
         print(error, file=sys.stderr)
         return ExitCode.USAGE.value
-    with EventWriter(announcement.events, run=announcement.run) as writer:
-        writer.write(event)
+    with EventWriter(answer, run=announcement.run) as writer:
+        for event in opening:
+            writer.write(event)
     return ExitCode.OK.value
 
 
 if __name__ == "__main__":
-    sys.exit(_main())
+    sys.exit(_main(Path(sys.argv[1])))

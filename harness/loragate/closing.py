@@ -7,20 +7,54 @@ from pathlib import Path
 
 from loragate.environment import utc_now
 from loragate.folder import EVENTS
-from loragate.report.events import CaseFinished, RunFinished, RunStarted
+from loragate.report.events import CaseFinished, CaseStarted, RunFinished, RunStarted
 from loragate.report.log import EventLog, EventWriter, read_events
 from loragate.report.outcomes import case_outcomes
-from loragate.report.summary import Summary, summarize
+from loragate.report.summary import Summary
+from loragate.report.write import write_report
 from loragate.selection import CaseRun
 from loragate.verdict import Verdict, worst
 
 
 def close_run(report: Path, *, run: str, duration_s: float) -> Summary:
     """Append the end to `report`'s events and write every other file of the report from them."""
-    events = report / EVENTS
-    with EventWriter(events, run=run) as writer:
+    with EventWriter(report / EVENTS, run=run) as writer:
         writer.write(RunFinished(finished_at=utc_now(), duration_s=duration_s))
-    return summarize(read_events(events))
+    return write_report(report / EVENTS, report)
+
+
+def abandon_open_cases(events: Path, *, run: str, why: str) -> None:
+    """End what was started and stopped by us: nothing is known about those cases."""
+    log = read_events(events)
+    ended = {(e.run_id, e.attempt) for e in log.events if isinstance(e, CaseFinished)}
+    owners = {
+        run_id: expected
+        for event in log.events
+        if isinstance(event, RunStarted)
+        for expected in event.expected
+        for run_id in expected.run_ids
+    }
+    starts = [event for event in log.events if isinstance(event, CaseStarted)]
+    with EventWriter(events, run=run) as writer:
+        for start in starts:
+            if (start.run_id, start.attempt) in ended or start.run_id not in owners:
+                continue
+            owner = owners[start.run_id]
+            writer.write(
+                CaseFinished(
+                    run_id=start.run_id,
+                    subject=owner.subject,
+                    site=owner.site,
+                    attempt=start.attempt,
+                    seed=start.seed,
+                    worker=start.worker,
+                    verdict=Verdict.INCONCLUSIVE,
+                    judgements=(),
+                    duration_s=0.0,
+                    replay=f"loragate replay {start.run_id} --attempt {start.attempt}",
+                    message=why,
+                )
+            )
 
 
 def verdict_on(runs: Collection[CaseRun], log: EventLog) -> Verdict:

@@ -5,15 +5,15 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+from loragate.report.write import HTML_NAME, JUNIT_NAME
+
 EVENTS = "events.jsonl"
-JUNIT = "junit.xml"
-HTML = "index.html"
 # logs of the gate's legs, stacks of workers
 LOGS = "logs"
 WORKERS = "workers"
 _PREVIOUS = "previous"
 # whatever else lies in the folder is not ours to move
-_OURS = (EVENTS, JUNIT, HTML, LOGS, WORKERS)
+_OURS = (EVENTS, JUNIT_NAME, HTML_NAME, LOGS, WORKERS)
 
 
 def clear_folder(report: Path) -> None:

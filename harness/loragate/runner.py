@@ -15,6 +15,8 @@ from functools import cache
 import torch
 
 from loragate.machine import Machine, detect_machine
+from loragate.matrix.case import Case
+from loragate.matrix.plan import beyond_machine
 from loragate.oracles import ORACLES
 from loragate.oracles.protocol import Trial
 from loragate.report.events import CaseFinished
@@ -48,17 +50,24 @@ def run_case(run: CaseRun, trial: Trial, *, worker: str, gpu: str) -> CaseFinish
 
 
 def open_trial(run: CaseRun) -> Trial | str:
-    """The trial on this machine, or the reason why the subject does not support it."""
+    """The trial on this machine, or the reason why it cannot be run here."""
     machine = detect_machine()
-    subject, capabilities = _subject(run.subject)
-    if isinstance(capabilities, str):
-        return capabilities
-    reason = unsupported(run.case, capabilities)
-    return reason or Trial(run.case, subject, capabilities, machine, run.seed)
+    subject, have = load_subject(run.subject)
+    reason = beyond_machine(run.case, machine) or refusal(run.case, have)
+    if reason is not None:
+        return reason
+    assert not isinstance(have, str)
+    return Trial(run.case, subject, have, machine, run.seed)
+
+
+def refusal(case: Case, have: Capabilities | str) -> str | None:
+    """The reason why a subject cannot run a case, given what it can do here."""
+    return have if isinstance(have, str) else unsupported(case, have)
 
 
 @cache
-def _subject(name: str) -> tuple[Subject, Capabilities | str]:
+def load_subject(name: str) -> tuple[Subject, Capabilities | str]:
+    """A subject and what it can do here. Raises ValueError for an unknown name."""
     subject = find_subject(name)
     return subject, subject.capabilities(detect_machine())
 

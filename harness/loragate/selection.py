@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 from pathlib import Path
 
 from loragate.matrix.case import Case, Tier
 from loragate.matrix.ids import run_id, seed_of
+from loragate.matrix.plan import is_selected, tiers_within
 
 _ATTEMPT_MARK = "#"
 
@@ -45,7 +45,7 @@ class CaseRun:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Selection:
-    """What was asked for. `patterns` are shell patterns on run ids, none means every case."""
+    """What was asked for. `patterns` select run ids as in `loragate.matrix.plan`."""
 
     matrix: tuple[Path, ...]
     subjects: tuple[str, ...]
@@ -53,24 +53,27 @@ class Selection:
     attempts: tuple[int, ...] = (0,)
     patterns: tuple[str, ...] = ()
 
-    def cases(self, subject: str, cases: Iterable[Case]) -> tuple[Case, ...]:
-        """Those of `cases` that are selected for a subject."""
-        return tuple(case for case in cases if self._selects(subject, case))
-
-    def _selects(self, subject: str, case: Case) -> bool:
-        if case.tier is not self.tier:
-            return False
-        name = run_id(subject, case)
-        return not self.patterns or any(fnmatchcase(name, p) for p in self.patterns)
-
 
 def select_runs(selection: Selection, cases: Iterable[Case]) -> tuple[CaseRun, ...]:
-    """Sorted by id, so that neighbours in the list are alike."""
-    cases = tuple(cases)
+    """Sorted by run id and attempt. What a machine cannot run is among them: each of those is
+    a skip with a reason."""
+    wanted = [case for case in cases if case.tier in tiers_within(selection.tier)]
     runs = [
         CaseRun(subject, case, attempt)
         for subject in selection.subjects
-        for case in selection.cases(subject, cases)
+        for case in wanted
+        if is_selected(run_id(subject, case), selection.patterns)
         for attempt in selection.attempts
     ]
     return tuple(sorted(runs, key=lambda run: (run.run_id, run.attempt)))
+
+
+def split_id(text: str, cases: Iterable[Case]) -> CaseRun | None:
+    """The run that an id of `select_runs` stands for, whatever its subject; None if no case
+    has it."""
+    name, _, attempt = text.partition(_ATTEMPT_MARK)
+    for case in cases:
+        subject = name.removesuffix(run_id("", case))
+        if subject not in ("", name):
+            return CaseRun(subject, case, int(attempt) if attempt.isdecimal() else 0)
+    return None

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from contextlib import suppress
 from typing import Protocol
 
 import pytest
 
 from loragate.evidence import render_evidence
+from loragate.plugin.collection import case_run_of
 from loragate.plugin.options import SETTINGS
 from loragate.plugin.sticky import mark_device_lost
 from loragate.report.events import CaseFinished, CaseStarted
@@ -19,6 +21,20 @@ from loragate.verdict import Failure, Verdict
 
 class Judge(Protocol):
     def __call__(self, run: CaseRun) -> None: ...
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtestloop(session: pytest.Session) -> None:
+    """Load the subjects before any deadline runs: importing a serving stack takes its time."""
+    runs = [run for run in map(case_run_of, session.items) if run is not None]
+    if not runs:
+        return
+    from loragate.runner import load_subject
+
+    for name in sorted({run.subject for run in runs}):
+        # a subject that cannot be loaded is told by its own cases
+        with suppress(Exception):
+            load_subject(name)
 
 
 @pytest.fixture(scope="session")

@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections import defaultdict, deque
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -101,7 +102,8 @@ class Ledger:
         )
         with EventWriter(self._settings.events, run=self._settings.run) as writer:
             writer.write(finished)
-        report.when = "call"
+        file, _, test = crashitem.partition("::")
+        report.when, report.location = "call", (file, None, test)
         report.longrepr = render_evidence(finished)
 
     @pytest.hookimpl(tryfirst=True)
@@ -117,7 +119,9 @@ class Ledger:
         if self._run.summary is not None:
             colour = Colour.ON if terminalreporter.hasmarkup else Colour.OFF
             terminalreporter.section("loragate")
-            terminalreporter.write_line(render_summary(self._run.summary, colour))
+            # pytest itself has shown each case that did not pass
+            summary = replace(self._run.summary, cases=())
+            terminalreporter.write_line(render_summary(summary, colour))
             terminalreporter.write_line(f"report: {self._settings.report}")
 
     def _expect(self, found: Iterable[tuple[str, CaseRun | None]]) -> None:

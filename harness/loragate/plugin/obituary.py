@@ -10,7 +10,8 @@ from loragate.selection import CaseRun
 from loragate.verdict import Failure, Verdict
 
 _HANG_SIGN = "Timeout ("
-_MAX_STACK_LINES = 60
+_MAX_LINES = 60
+_MACHINERY = ("/_pytest/", "/pluggy/", "/xdist/", "/execnet/", 'File "<string>"')
 
 
 def write_obituary(
@@ -33,7 +34,7 @@ def write_obituary(
     if neighbours:
         parts += ["ran before on this worker:", *(f"  {name}" for name in neighbours)]
     if dump:
-        parts += _shortened(dump.splitlines())
+        parts += _told(dump)
     return CaseFinished(
         run_id=run.run_id,
         subject=run.subject,
@@ -58,7 +59,9 @@ def _read(path: Path) -> str:
         return ""
 
 
-def _shortened(lines: Sequence[str]) -> list[str]:
+def _told(dump: str) -> list[str]:
+    """The dump without the frames of pytest below the case: they are the same in every dump."""
+    lines = [line for line in dump.splitlines() if not any(part in line for part in _MACHINERY)]
+    rest = len(lines) - _MAX_LINES
     # the innermost frames come first
-    rest = len(lines) - _MAX_STACK_LINES
-    return [*lines[:_MAX_STACK_LINES], *([f"... {rest} more lines"] if rest > 0 else [])]
+    return [*lines[:_MAX_LINES], *([f"... {rest} more lines"] if rest > 0 else [])]

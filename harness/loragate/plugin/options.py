@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from loragate.environment import new_run_name
+from loragate.folder import EVENTS, WORKERS
 from loragate.machine import select_interpreter
 from loragate.matrix.case import Tier
 from loragate.selection import Selection
@@ -50,11 +51,11 @@ class Settings:
 
     @property
     def events(self) -> Path:
-        return self.report / "events.jsonl"
+        return self.report / EVENTS
 
     def stack_file(self, worker: str) -> Path:
         """Where the watchdog of a worker writes its stacks."""
-        return self.report / "workers" / f"{worker}.stack"
+        return self.report / WORKERS / f"{worker}.stack"
 
 
 SETTINGS = pytest.StashKey[Settings]()

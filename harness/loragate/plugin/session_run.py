@@ -35,12 +35,10 @@ class SessionRun:
         """Before the first case runs."""
         if self._settings.ownership is Ownership.JOINED:
             return
-        clear_folder(self._settings.report)
         try:
-            announce(
+            opening = announce(
                 Announcement(
                     run=self._settings.run,
-                    events=self._settings.events,
                     selection=self._settings.selection,
                     leg=_LEG,
                     legs=(_LEG,),
@@ -49,7 +47,9 @@ class SessionRun:
             )
         except AnnounceError as error:
             pytest.exit(str(error), returncode=error.exit_code.value)
-        self._write(LegStarted(name=_LEG))
+        clear_folder(self._settings.report)
+        for event in (*opening, LegStarted(name=_LEG)):
+            self._write(event)
 
     def finish(self, runs: Collection[CaseRun]) -> ExitCode:
         """Judge what was collected; a run of its own is closed and its report written."""

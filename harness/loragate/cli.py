@@ -1,0 +1,56 @@
+"""`loragate gate|plan|replay|faults|bench`.
+
+Invariant: parsing imports no torch; each command imports what it needs when it runs. Every
+command exits as `loragate.verdict.ExitCode` says.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterable, Sequence
+from typing import Any, NoReturn
+
+from loragate import gate, replay, show_plan
+from loragate.bench import cli as bench
+from loragate.matrix.problems import nearest
+from loragate.verdict import ExitCode
+
+_COMMANDS = (gate, show_plan, replay, bench)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = _Parser(prog="loragate", description="Correctness gate for multi-LoRA kernels.")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    for command in _COMMANDS:
+        command.add_parser(commands)
+    parsed, unknown = parser.parse_known_args(arguments)
+    if unknown:
+        # told by the command, which knows what it takes
+        commands.choices[parsed.command].refuse(unknown)
+    return int(parsed.run(parsed))
+
+
+class _Parser(argparse.ArgumentParser):
+    """Answers an unknown word with the nearest known one."""
+
+    def error(self, message: str) -> NoReturn:
+        self.print_usage(sys.stderr)
+        self.exit(ExitCode.USAGE.value, f"{self.prog}: {message}\n")
+
+    def refuse(self, arguments: Sequence[str]) -> NoReturn:
+        """Exit because of arguments that no option takes."""
+        hints = (_hint(word.partition("=")[0], self._option_string_actions) for word in arguments)
+        self.error(f"unknown arguments: {' '.join(arguments)}{next(filter(None, hints), '')}")
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        if action.choices is None or value in action.choices:
+            return
+        allowed = [str(choice) for choice in action.choices]
+        message = f"there is no {value!r}; known are {', '.join(allowed)}{_hint(value, allowed)}"
+        raise argparse.ArgumentError(action, message)
+
+
+def _hint(given: str, allowed: Iterable[str]) -> str:
+    near = nearest(given, allowed)
+    return f"; did you mean {near}?" if near else ""

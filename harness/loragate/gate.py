@@ -1,0 +1,170 @@
+"""`loragate gate`: every leg in a process of its own, one record, one verdict.
+
+Invariant: what the legs write stays, however a leg or the gate itself ends, and the exit code is
+judged from nothing but that record.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import sys
+import time
+from collections.abc import Iterable
+from pathlib import Path
+from typing import NoReturn
+
+from loragate.announce import AnnounceError, Announcement, announce
+from loragate.closing import abandon_open_cases, close_run
+from loragate.devices import list_gpus, visible_gpus
+from loragate.environment import new_run_name
+from loragate.folder import EVENTS, LOGS, clear_folder
+from loragate.legs import Leg, cases_leg_name, make_legs, owed_by_compiling, verdict_of_exit
+from loragate.matrix.case import Tier
+from loragate.process import Cause, Ending, watch
+from loragate.report.events import Event, LegFinished, LegStarted, RunStarted
+from loragate.report.log import EventTail, EventWriter
+from loragate.report.progress import Liveness, Progress
+from loragate.report.terminal import colour_for, render_summary
+from loragate.selection import Selection
+from loragate.selection_options import add_selection_options, selection_from
+from loragate.verdict import ExitCode, Verdict
+
+# longer than any deadline of a case, so that only a leg that lost its own watchdog gets here
+_PATIENCE_S = 900.0
+
+
+class GateError(Exception):
+    """The gate cannot start."""
+
+    def __init__(self, message: str, exit_code: ExitCode) -> None:
+        super().__init__(message)
+        self.exit_code = exit_code
+
+
+def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = subparsers.add_parser("gate", help="check what this machine can check, and judge")
+    add_selection_options(parser)
+    parser.add_argument(
+        "--report", type=Path, default=Path("report"), metavar="DIR", help="default: report"
+    )
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    # a cancelled CI job is an interrupted run, and its report is wanted too
+    signal.signal(signal.SIGTERM, _interrupt)
+    has_gpu = _has_gpu()
+    name = new_run_name()
+    report: Path = arguments.report.absolute()
+    selection = selection_from(arguments, has_gpu=has_gpu)
+    legs = make_legs(selection, run=name, report=report, has_gpu=has_gpu)
+    try:
+        opening = _plan(selection, name, legs, has_gpu=has_gpu)
+    except (AnnounceError, GateError) as error:
+        print(error, file=sys.stderr)
+        return error.exit_code.value
+    clear_folder(report)
+    return _Gate(report, name).run(opening, legs)
+
+
+class _Gate:
+    def __init__(self, report: Path, name: str) -> None:
+        self._report = report
+        self._name = name
+        self._colour = colour_for(sys.stdout, os.environ)
+        liveness = Liveness.TERMINAL if sys.stdout.isatty() else Liveness.LOG
+        self._progress = Progress(self._colour, liveness)
+        self._tail = EventTail(report / EVENTS, run=name)
+
+    def run(self, opening: Iterable[Event], legs: Iterable[Leg]) -> int:
+        begin = time.monotonic()
+        self._write(opening)
+        for leg in legs:
+            if self._run_leg(leg) is Cause.INTERRUPTED:
+                break
+        summary = close_run(self._report, run=self._name, duration_s=time.monotonic() - begin)
+        print(f"\n{render_summary(summary, self._colour)}")
+        print(f"report: {self._report}")
+        return summary.exit_code.value
+
+    def _run_leg(self, leg: Leg) -> Cause:
+        begin = time.monotonic()
+        self._write([LegStarted(name=leg.name)])
+        log = self._report / LOGS / f"{leg.name}.log"
+        ending = watch(leg.command, log=log, patience_s=_PATIENCE_S, tick=self._show)
+        verdict, message = _judge(ending)
+        if ending.cause is not Cause.EXITED:
+            abandon_open_cases(self._report / EVENTS, run=self._name, why=message)
+        finished = LegFinished(
+            name=leg.name,
+            verdict=verdict,
+            exit_code=ending.exit_code,
+            duration_s=time.monotonic() - begin,
+            log_path=str(log.relative_to(self._report)),
+            message=message,
+        )
+        self._write([finished])
+        return ending.cause
+
+    def _write(self, events: Iterable[Event]) -> None:
+        with EventWriter(self._report / EVENTS, run=self._name) as writer:
+            for event in events:
+                writer.write(event)
+        self._show()
+
+    def _show(self) -> bool:
+        events = self._tail.poll()
+        for event in events:
+            sys.stdout.write(self._progress.feed(event))
+        sys.stdout.flush()
+        return bool(events)
+
+
+def _judge(ending: Ending) -> tuple[Verdict, str]:
+    if ending.cause is Cause.INTERRUPTED:
+        return Verdict.INCONCLUSIVE, "interrupted"
+    if ending.cause is Cause.STALLED:
+        return Verdict.INFRA, f"stopped after {_PATIENCE_S:g} s without a sign of life"
+    if ending.exit_code < 0:
+        return Verdict.INFRA, f"killed by {signal.Signals(-ending.exit_code).name}"
+    return verdict_of_exit(ending.exit_code), ""
+
+
+def _plan(
+    selection: Selection, name: str, legs: tuple[Leg, ...], *, has_gpu: bool
+) -> tuple[Event, ...]:
+    if selection.tier is not Tier.SMOKE and not has_gpu:
+        raise GateError(
+            f"tier {selection.tier} needs a GPU and there is none; allowed here: smoke",
+            ExitCode.USAGE,
+        )
+    opening = announce(
+        Announcement(
+            run=name,
+            selection=selection,
+            leg=cases_leg_name(has_gpu=has_gpu),
+            legs=tuple(leg.name for leg in legs),
+            owed=owed_by_compiling(selection),
+        )
+    )
+    started = next(event for event in opening if isinstance(event, RunStarted))
+    if has_gpu and started.machine["device"] != "cuda":
+        raise GateError(
+            "the driver lists a GPU that torch "
+            f"{started.versions.get('torch', '')} cannot use; mend that, or set "
+            "CUDA_VISIBLE_DEVICES= to run without it",
+            ExitCode.INFRASTRUCTURE,
+        )
+    return opening
+
+
+def _has_gpu() -> bool:
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        return False
+    return bool(visible_gpus(os.environ, list_gpus()))
+
+
+def _interrupt(number: int, frame: object) -> NoReturn:
+    raise KeyboardInterrupt

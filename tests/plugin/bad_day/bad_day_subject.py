@@ -1,0 +1,85 @@
+"""A subject that goes wrong in every way that a kernel can; the number of tokens says how."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import time
+from collections.abc import Callable, Mapping
+
+from torch import Tensor
+
+from loragate import runner
+from loragate.machine import Machine
+from loragate.matrix.case import Case
+from loragate.subjects.protocol import BaseLayer, Instance, Pool
+from loragate.subjects.torch_subject import TorchSubject
+
+
+def leave() -> None:
+    os._exit(1)
+
+
+def segfault() -> None:
+    ctypes.string_at(0)
+
+
+def sleep() -> None:
+    time.sleep(600)
+
+
+def sleep_holding_the_gil() -> None:
+    ctypes.PyDLL(None).sleep(600)
+
+
+def lose_the_device() -> None:
+    runner.device_answers = lambda machine: False
+    raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+
+def raise_an_error() -> None:
+    raise ZeroDivisionError("no kernel for this shape")
+
+
+def run_out_of_memory() -> None:
+    raise MemoryError("no room")
+
+
+DEEDS: Mapping[int, Callable[[], None]] = {
+    11: leave,
+    12: segfault,
+    13: sleep,
+    14: sleep_holding_the_gil,
+    15: lose_the_device,
+    16: raise_an_error,
+    17: run_out_of_memory,
+}
+WRONG_ANSWER = 18
+
+
+class BadDay(TorchSubject):
+    name = "bad_day"
+
+    def open(self, case: Case, machine: Machine, base: BaseLayer | None) -> Instance:
+        return _Misbehaving(super().open(case, machine, base), case.tokens)
+
+
+class _Misbehaving:
+    def __init__(self, good: Instance, tokens: int) -> None:
+        self._good = good
+        self._tokens = tokens
+
+    def load(self, slot: int, pool: Pool) -> None:
+        self._good.load(slot, pool)
+
+    def unload(self, slot: int) -> None:
+        self._good.unload(slot)
+
+    def prepare(self, token_slots: Tensor) -> None:
+        self._good.prepare(token_slots)
+
+    def apply(self, x: Tensor, out: Tensor) -> Tensor:
+        if self._tokens in DEEDS:
+            DEEDS[self._tokens]()
+        result = self._good.apply(x, out)
+        return result.add_(1) if self._tokens == WRONG_ANSWER else result
