@@ -175,7 +175,7 @@ def _add(suite: ElementTree.Element, entry: _Entry) -> None:
             ElementTree.SubElement(properties, "property", name=name, value=printable(value))
     element = _ELEMENTS.get(entry.verdict)
     if element is not None:
-        outcome = ElementTree.SubElement(case, element, message=printable(entry.message))
+        outcome = ElementTree.SubElement(case, element, message=entry.message)
         if element != "skipped":
             outcome.set("type", printable(entry.kind))
             outcome.text = printable(entry.detail)
