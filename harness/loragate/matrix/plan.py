@@ -8,6 +8,7 @@ Every selected case of every subject is either planned or skipped, never silentl
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
@@ -130,7 +131,10 @@ def beyond_machine(case: Case, machine: Machine) -> str | None:
 def _matches(name: str, pattern: str) -> bool:
     if any(sign in pattern for sign in "*?["):
         return fnmatchcase(name, pattern)
-    return pattern in name
+    # a piece never cuts a number: rank-1 is none of rank-16
+    before = r"(?<!\d)" if pattern[:1].isdigit() else ""
+    after = r"(?!\d)" if pattern[-1:].isdigit() else ""
+    return re.search(f"{before}{re.escape(pattern)}{after}", name) is not None
 
 
 def _check_patterns(patterns: Sequence[str], names: Sequence[str]) -> None:

@@ -1,0 +1,293 @@
+"""A bad case file is told completely, in its own terms, and nothing of it is used."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from textwrap import dedent
+
+import pytest
+
+from loragate.matrix.load import load_cases
+from loragate.matrix.problems import CaseFileError
+
+Write = Callable[..., Path]
+
+GOOD = """\
+site: dense_delta
+defaults: {dtype: bf16, rank: 8, slots: 4, tokens: 17}
+groups:
+  one:
+    tier: smoke
+    oracles: [reference]
+    rows:
+      - {in_features: 48, slices: [48, 16, 16]}
+"""
+
+
+@pytest.fixture
+def write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Write:
+    """Writes a case file and returns its path, relative to the working folder."""
+    monkeypatch.chdir(tmp_path)
+
+    def _write(text: str, name: str = "bad.yaml") -> Path:
+        Path(name).write_text(dedent(text))
+        return Path(name)
+
+    return _write
+
+
+def _told(*paths: Path) -> list[str]:
+    with pytest.raises(CaseFileError) as caught:
+        load_cases(paths)
+    head, *problems = str(caught.value).splitlines()
+    count = f"{len(problems)} problem{'s' if len(problems) > 1 else ''}"
+    assert head == f"{count} in the case files, nothing was run:"
+    return [problem.strip() for problem in problems]
+
+
+def test_all_problems_of_a_file_are_told_at_once(write: Write) -> None:
+    path = write("""\
+        site: dense_delt
+        defaults:
+          dtype: bf61
+          mix: [ragged, single]
+          layuot: contiguous
+        groups:
+          one:
+            tier: smok
+            oracles: [reference, exakt]
+            timeout_s: 0
+            rows:
+              - {tokens: -1, in_features: 48, slices: [48, 0], rank: 513, slots: 4}
+              - tokens: 17
+                in_features: "48"
+                slices: 16
+                rank: [8, 8]
+                slots: 0
+                tokens: 3
+              - 5
+            exclude:
+              - {mix: all_base}
+              - {}
+            sample: {limit: 0}
+          two:
+            teir: smoke
+            rows: []
+          three: 7
+        extra: 1
+        """)
+    axes = (
+        "tokens, in_features, slices, rank, slots, dtype, "
+        "mix, ranks, layout, execution, parallel, tp"
+    )
+    oracles = "reference, exact, base_rows, canary, repeat, permute, sequence, guard, compile"
+    keys = "tier, oracles, rows, timeout_s, exclude, include, sample"
+    slices = "a list of integers >= 1, such as [48, 16, 16]"
+    one = "groups.one"
+    assert _told(path) == [
+        "bad.yaml:1: site: given 'dense_delt'; allowed: dense_delta, lora_linear; "
+        "nearest: dense_delta",
+        "bad.yaml:3: defaults.dtype: given 'bf61'; allowed: fp16, bf16, fp32; nearest: bf16",
+        "bad.yaml:4: defaults.mix: given 2 values; allowed: one value, a list belongs into a row",
+        f"bad.yaml:5: defaults.layuot: given unknown key 'layuot'; allowed: {axes}; "
+        "nearest: layout",
+        f"bad.yaml:8: {one}.tier: given 'smok'; allowed: smoke, premerge, nightly; nearest: smoke",
+        f"bad.yaml:9: {one}.oracles[1]: given 'exakt'; allowed: {oracles}; nearest: exact",
+        f"bad.yaml:10: {one}.timeout_s: given 0; allowed: a number of seconds > 0",
+        f"bad.yaml:12: {one}.rows[0].rank: given 513; allowed: an integer from 1 to 512",
+        f"bad.yaml:12: {one}.rows[0].slices[1]: given 0; allowed: {slices}",
+        f"bad.yaml:12: {one}.rows[0].tokens: given -1; allowed: an integer >= 0",
+        f"bad.yaml:14: {one}.rows[1].in_features: given '48'; allowed: an integer >= 1",
+        f"bad.yaml:15: {one}.rows[1].slices: given 16; allowed: {slices}",
+        f"bad.yaml:16: {one}.rows[1].rank: given 8 twice; allowed: each value once",
+        f"bad.yaml:17: {one}.rows[1].slots: given 0; allowed: an integer from 1 to 256",
+        f"bad.yaml:18: {one}.rows[1]: key 'tokens' stands here again, first in line 13",
+        f"bad.yaml:19: {one}.rows[2]: given 5; allowed: a mapping with keys of {axes}",
+        f"bad.yaml:21: {one}.exclude[0]: leaves nothing out; "
+        "allowed: values that some row of the group has",
+        f"bad.yaml:22: {one}.exclude[1]: names no axis; allowed: one or more",
+        f"bad.yaml:23: {one}.sample.limit: given 0; allowed: an integer >= 1",
+        f"bad.yaml:25: groups.two.oracles: is missing; allowed: {oracles}",
+        f"bad.yaml:25: groups.two.teir: given unknown key 'teir'; allowed: {keys}; nearest: tier",
+        "bad.yaml:25: groups.two.tier: is missing; allowed: smoke, premerge, nightly",
+        "bad.yaml:26: groups.two.rows: given []; allowed: a list of one row or more",
+        f"bad.yaml:27: groups.three: given 7; allowed: a mapping with keys of {keys}",
+        "bad.yaml:28: extra: given unknown key 'extra'; allowed: site, defaults, groups",
+    ]
+
+
+def test_axes_that_do_not_fit_together_are_told_with_the_line_of_their_row(write: Write) -> None:
+    path = write("""\
+        site: lora_linear
+        defaults: {dtype: bf16, rank: 8, slots: 2, tokens: 4}
+        groups:
+          one:
+            tier: smoke
+            oracles: [reference]
+            rows:
+              - in_features: [48, 50]
+                slices: [[48, 16], [34]]
+                parallel: [column, row, replicated]
+                tp: [1, 4]
+              - {in_features: 48}
+            exclude:
+              - {parallel: replicated, tp: 4}
+          two:
+            tier: smoke
+            oracles: [reference]
+            rows:
+              - {in_features: 64, slices: [64], tp: 2}
+        """)
+    assert _told(path) == [
+        "bad.yaml:8: groups.one.rows[0].in_features: given 50 with tp 4; "
+        "allowed: a width that tp divides",
+        "bad.yaml:9: groups.one.rows[0].slices: given [34] with tp 4; "
+        "allowed: widths that tp divides",
+        "bad.yaml:12: groups.one.rows[1].slices: is missing here and in defaults; "
+        "allowed: a list of integers >= 1, such as [48, 16, 16]",
+        "bad.yaml:19: groups.two.rows[0].tp: given 2 with parallel replicated; "
+        "allowed: 1, or parallel column or row",
+    ]
+
+
+def test_a_dense_delta_is_not_cut(write: Write) -> None:
+    path = write(GOOD.replace("in_features: 48,", "in_features: 48, tp: 2, parallel: row,"))
+    assert _told(path) == [
+        "bad.yaml:8: groups.one.rows[0].parallel: given for site dense_delta; "
+        "allowed: for site lora_linear only",
+        "bad.yaml:8: groups.one.rows[0].tp: given for site dense_delta; "
+        "allowed: for site lora_linear only",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("written", "told"),
+    [
+        (
+            "timeout_s: 1e3",
+            "groups.one.timeout_s: given '1e3'; allowed: a number of seconds > 0; "
+            "YAML reads 1e3 as text, write it with a point and a signed exponent",
+        ),
+        (
+            "timeout_s: on",
+            "groups.one.timeout_s: given True; allowed: a number of seconds > 0; "
+            "YAML reads on as a boolean, quote it",
+        ),
+        (
+            "timeout_s: .inf",
+            "groups.one.timeout_s: given inf; allowed: a number of seconds > 0",
+        ),
+        (
+            "timeout_s: 010",
+            "groups.one.timeout_s: given 010, which YAML reads as 8; write it as a plain decimal",
+        ),
+        (
+            "timeout_s: 1:30",
+            "groups.one.timeout_s: given 1:30, which YAML reads as 90; write it as a plain decimal",
+        ),
+        ("timeout_s:", "groups.one.timeout_s: given nothing; allowed: a number of seconds > 0"),
+        ("on: 1", "groups.one: given key on, read as bool; allowed: text, quote it"),
+        ("8: 1", "groups.one: given key 8, read as int; allowed: text, quote it"),
+        (
+            "<<: {tier: smoke}",
+            "groups.one: merge keys are not allowed; write the keys out, or use `defaults`",
+        ),
+        ("tier: nightly", "groups.one: key 'tier' stands here again, first in line 5"),
+    ],
+)
+def test_what_yaml_silently_turns_into_something_else_is_told(
+    write: Write, written: str, told: str
+) -> None:
+    path = write(GOOD.replace("    oracles", f"    {written}\n    oracles"))
+    assert _told(path) == [f"bad.yaml:6: {told}"]
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        (
+            "",
+            "bad.yaml:1: given nothing; allowed: a mapping with keys of site, defaults, groups",
+        ),
+        (
+            "- 1",
+            "bad.yaml:1: given [1]; allowed: a mapping with keys of site, defaults, groups",
+        ),
+        ("a: [1\nb: 2", "bad.yaml:2: not YAML: expected ',' or ']', but got ':'"),
+        ("a: 1\n---\nb: 2", "bad.yaml:2: not YAML: but found another document"),
+        ("a: &x [*x]", "bad.yaml:1: nested deeper than 16 levels"),
+    ],
+)
+def test_text_that_is_no_case_file_at_all_is_told_without_a_traceback(
+    write: Write, text: str, told: str
+) -> None:
+    assert _told(write(text)) == [told]
+
+
+def test_a_tag_builds_no_object(write: Write) -> None:
+    path = write(GOOD.replace("smoke", "!!python/object/apply:os.getcwd []"))
+    told = _told(path)
+    assert len(told) == 1
+    assert told[0].startswith("bad.yaml:5: groups.one.tier: given")
+
+
+def test_problems_of_all_files_are_told_together_with_files_that_cannot_be_read(
+    write: Write,
+) -> None:
+    first = write(GOOD.replace("rank: 8", "rank: 0"), "first.yaml")
+    Path("second.yaml").write_bytes(b"site: \xff")
+    assert _told(first, Path("second.yaml"), Path("third.yaml")) == [
+        "first.yaml:2: defaults.rank: given 0; allowed: an integer from 1 to 512",
+        "second.yaml:1: not UTF-8 at byte 6",
+        "third.yaml:1: No such file or directory",
+    ]
+
+
+def test_a_case_that_two_files_give_is_told_with_both_places(write: Write) -> None:
+    first = write(GOOD, "first.yaml")
+    second = write(GOOD.replace("[48, 16, 16]", "[[33], [48, 16, 16]]"), "second.yaml")
+    name = (
+        "dense_delta.dtype-bf16.exec-eager.in-48.layout-contiguous.mix-ragged.rank-8"
+        ".ranks-mixed.slices-48x16x16.slots-4.tokens-17"
+    )
+    assert _told(first, second) == [
+        f"second.yaml:8: groups.one.rows[0]: gives the case {name}, as first.yaml:8 already does"
+    ]
+
+
+def test_a_large_product_without_a_sample_is_refused_before_anybody_walks_through_it(
+    write: Write,
+) -> None:
+    numbers = ", ".join(map(str, range(1, 513)))
+    row = f"- {{in_features: [{numbers}], rank: [{numbers}], slices: [48]}}"
+    path = write(GOOD.replace("- {in_features: 48, slices: [48, 16, 16]}", row))
+    assert _told(path) == [
+        "bad.yaml:8: groups.one.rows: given a product of 262144 cases; allowed: at most 128, "
+        "or a pairwise sample of it: `sample: {limit: N}`"
+    ]
+
+
+def test_a_sample_that_is_too_small_for_its_pairs_is_refused(write: Write) -> None:
+    row = "- {in_features: [1, 2, 3], rank: [1, 2, 3, 4], slices: [48]}"
+    text = GOOD.replace("- {in_features: 48, slices: [48, 16, 16]}", row)
+    path = write(text + "    sample: {limit: 11}\n")
+    assert _told(path) == [
+        "bad.yaml:9: groups.one.sample.limit: given 11; "
+        "allowed: at least 12, which pairwise coverage takes"
+    ]
+
+
+def test_a_row_of_which_nothing_is_left_is_told(write: Write) -> None:
+    path = write(GOOD + "    exclude:\n      - {in_features: [48, 50]}\n")
+    assert _told(path) == ["bad.yaml:8: groups.one.rows[0]: every point of it is excluded"]
+
+
+def test_an_include_is_a_single_complete_point(write: Write) -> None:
+    extra = "    include:\n      - {in_features: [1, 2], slices: [1]}\n      - {slices: [1]}\n"
+    assert _told(write(GOOD + extra)) == [
+        "bad.yaml:10: groups.one.include[0].in_features: given 2 values; "
+        "allowed: one value, an include is a single point",
+        "bad.yaml:11: groups.one.include[1].in_features: is missing here and in defaults; "
+        "allowed: an integer >= 1",
+    ]

@@ -1,0 +1,92 @@
+"""Ids and seeds are keys of history and of replay lines: they are pinned by literal values."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from loragate.matrix.case import (
+    Case,
+    Dtype,
+    Execution,
+    Layout,
+    Mix,
+    Parallel,
+    Ranks,
+    Site,
+    Tier,
+)
+from loragate.matrix.ids import case_id, run_id, seed_of
+from loragate.verdict import OracleName
+
+DENSE = Case(
+    site=Site.DENSE_DELTA,
+    tokens=17,
+    in_features=100,
+    slices=(48, 16, 16),
+    rank=8,
+    slots=4,
+    dtype=Dtype.BF16,
+)
+LINEAR = Case(
+    site=Site.LORA_LINEAR,
+    tokens=256,
+    in_features=4096,
+    slices=(12288, 12288),
+    rank=320,
+    slots=8,
+    dtype=Dtype.FP16,
+    mix=Mix.SHUFFLED,
+    ranks=Ranks.FULL,
+    layout=Layout.COLUMN_SLICE,
+    execution=Execution.GRAPH,
+    parallel=Parallel.COLUMN,
+    tp=4,
+)
+
+
+def test_the_id_of_a_dense_case_is_sorted_axis_value_text() -> None:
+    assert case_id(DENSE) == (
+        "dense_delta.dtype-bf16.exec-eager.in-100.layout-contiguous.mix-ragged.rank-8"
+        ".ranks-mixed.slices-48x16x16.slots-4.tokens-17"
+    )
+
+
+def test_the_id_of_a_linear_case_also_names_its_cut() -> None:
+    assert case_id(LINEAR) == (
+        "lora_linear.dtype-fp16.exec-graph.in-4096.layout-column_slice.mix-shuffled"
+        ".parallel-column.rank-320.ranks-full.slices-12288x12288.slots-8.tokens-256.tp-4"
+    )
+
+
+def test_a_run_id_puts_the_subject_first() -> None:
+    assert run_id("vllm", DENSE) == f"vllm.{case_id(DENSE)}"
+
+
+def test_seeds_are_the_same_for_ever_and_differ_by_attempt() -> None:
+    assert seed_of(DENSE, 0) == 6834784917668034657
+    assert seed_of(DENSE, 1) == 1975968193862185032
+    assert seed_of(LINEAR, 0) == 7424318564280684574
+
+
+def test_every_axis_enters_the_id_and_the_way_of_running_does_not() -> None:
+    other = {
+        "tokens": 18,
+        "in_features": 101,
+        "slices": (48, 32),
+        "rank": 9,
+        "slots": 5,
+        "dtype": Dtype.FP32,
+        "mix": Mix.SINGLE,
+        "ranks": Ranks.FULL,
+        "layout": Layout.TRANSPOSED,
+        "execution": Execution.GRAPH,
+        "parallel": Parallel.ROW,
+        "tp": 2,
+    }
+    linear = replace(LINEAR, execution=Execution.EAGER, ranks=Ranks.MIXED)
+    ids = {case_id(replace(linear, **{axis: value})) for axis, value in other.items()}
+    assert len(ids | {case_id(linear)}) == len(other) + 1
+    run_otherwise = replace(
+        DENSE, tier=Tier.NIGHTLY, oracles=(OracleName.EXACT,), timeout_s=1.0
+    )
+    assert case_id(run_otherwise) == case_id(DENSE)
