@@ -200,7 +200,7 @@ def _held(draw: random.Random, oracle: OracleName, case: Case) -> Judgement:
         return Judgement(oracle, Verdict.PASS)
     threshold = 2e-3 if case.dtype is Dtype.BF16 else 3e-4
     error = threshold * draw.betavariate(2, 3.5)
-    return Judgement(oracle, Verdict.PASS, metrics={"error": error, "threshold": threshold})
+    return Judgement(oracle, Verdict.PASS, metrics={"err": error, "threshold": threshold})
 
 
 def _example_troubles() -> Iterator[tuple[Verdict, Failure | None, str, tuple[Judgement, ...]]]:
@@ -214,7 +214,7 @@ def _example_troubles() -> Iterator[tuple[Verdict, Failure | None, str, tuple[Ju
                 Verdict.FAIL,
                 Failure.WRONG_ANSWER,
                 "rows of slot 7 are zero: the delta of the last slot was never added",
-                {"error": 0.0847, "threshold": 0.00112, "wrong_rows": 4},
+                {"err": 0.0847, "threshold": 0.00112, "wrong_rows": 4},
                 {"slot": 7, "token": 31, "slice": 1, "column": 9216},
             ),
             Judgement(
@@ -237,7 +237,7 @@ def _example_troubles() -> Iterator[tuple[Verdict, Failure | None, str, tuple[Ju
                 Verdict.FAIL,
                 Failure.STALE_STATE,
                 "step 1 after a larger step 0 differs from step 1 on a fresh instance",
-                {"wrong_elements": 27648, "error": 0.0061, "threshold": 0.0},
+                {"wrong_elements": 27648, "err": 0.0061, "threshold": 0.0},
                 {"step": 1, "slot": -1, "token": 36},
             ),
         ),

@@ -41,7 +41,7 @@ _FAR = Judgement(
     Verdict.FAIL,
     Failure.WRONG_ANSWER,
     "row 3 is zero",
-    {"error": 0.5, "threshold": 0.125, "wrong_rows": 1},
+    {"err": 0.5, "threshold": 0.125, "wrong_rows": 1},
     {"token": 3, "slot": 7},
 )
 _HOSTILE = "<script>alert(1)</script><img src=https://evil.example/x>\x1b[31m\x00\"'&"
@@ -151,11 +151,13 @@ def test_progress_on_a_terminal_rewrites_one_line(plan: Plan, finished: Finished
 @pytest.mark.parametrize(
     ("metrics", "expected"),
     [
-        ({"error": 1.0, "threshold": 4.0}, 0.25),
-        ({"error": 0.0, "threshold": 0.0}, 0.0),
-        ({"error": 1e-30, "threshold": 0.0}, float("inf")),
-        ({"error": float("nan"), "threshold": 1.0}, float("inf")),
-        ({"error": 1.0}, None),
+        ({"err": 1.0, "threshold": 4.0}, 0.25),
+        ({"err": 0.0, "threshold": 0.0}, 0.0),
+        ({"err": 1e-30, "threshold": 0.0}, float("inf")),
+        ({"err": float("nan"), "threshold": 1.0}, float("inf")),
+        ({"err": 1.0}, None),
+        ({"err": 0.1, "threshold": 0.2, "ratio": 3.0}, 3.0),
+        ({"ratio": float("nan")}, float("inf")),
     ],
 )
 def test_the_ratio_of_an_error_is_infinite_rather_than_undefined(
@@ -307,14 +309,14 @@ def test_the_heat_map_breaks_many_cases_into_strips_that_fit(
     ("verdict", "metrics", "tone"),
     [
         (Verdict.PASS, {}, "calm0"),
-        (Verdict.PASS, {"error": 0.0, "threshold": 0.0}, "calm0"),
-        (Verdict.PASS, {"error": 0.3, "threshold": 1.0}, "calm2"),
-        (Verdict.PASS, {"error": 1.0, "threshold": 1.0}, "calm4"),
-        (Verdict.FAIL, {"error": 1.1, "threshold": 1.0}, "alarm0"),
-        (Verdict.FAIL, {"error": 9.0, "threshold": 1.0}, "alarm1"),
-        (Verdict.FAIL, {"error": float("nan"), "threshold": 1.0}, "alarm2"),
+        (Verdict.PASS, {"err": 0.0, "threshold": 0.0}, "calm0"),
+        (Verdict.PASS, {"err": 0.3, "threshold": 1.0}, "calm2"),
+        (Verdict.PASS, {"err": 1.0, "threshold": 1.0}, "calm4"),
+        (Verdict.FAIL, {"err": 1.1, "threshold": 1.0}, "alarm0"),
+        (Verdict.FAIL, {"err": 9.0, "threshold": 1.0}, "alarm1"),
+        (Verdict.FAIL, {"err": float("nan"), "threshold": 1.0}, "alarm2"),
         (Verdict.FAIL, {}, "alarm2"),
-        (Verdict.INCONCLUSIVE, {"error": 9.0, "threshold": 1.0}, "undecided"),
+        (Verdict.INCONCLUSIVE, {"err": 9.0, "threshold": 1.0}, "undecided"),
     ],
 )
 def test_the_shade_of_a_cell_grows_with_error_over_threshold(

@@ -20,13 +20,12 @@ from loragate.report.outcomes import CaseOutcome
 from loragate.report.resources import ResourceTable, resource_table
 from loragate.report.summary import EXIT_MEANINGS, Summary
 from loragate.report.wording import (
-    ERROR,
-    THRESHOLD,
     VERDICT_WORDS,
     duration,
-    figure,
     headline,
+    limits,
     multiple,
+    others,
     place,
     printable,
     ratio,
@@ -60,9 +59,8 @@ class Evidence:
 
     judgement: Judgement
     tone: str
-    error: str
-    threshold: str
     multiple: str
+    limits: tuple[tuple[str, str], ...]
     mark: float | None
     place: str
     others: tuple[tuple[str, str], ...]
@@ -177,20 +175,14 @@ def _axes(case: CaseOutcome) -> tuple[tuple[str, str], ...]:
 
 def _evidence(judgement: Judgement) -> Evidence:
     times = ratio(judgement)
-    known = times is not None
     return Evidence(
         judgement=judgement,
         tone=tone(judgement),
-        error=figure(judgement.metrics[ERROR]) if known else "",
-        threshold=figure(judgement.metrics[THRESHOLD]) if known else "",
         multiple=multiple(times) if times is not None else "",
+        limits=limits(judgement),
         mark=_mark(times) if times is not None else None,
         place=place(judgement),
-        others=tuple(
-            (name, figure(judgement.metrics[name]))
-            for name in sorted(judgement.metrics)
-            if not (known and name in (ERROR, THRESHOLD))
-        ),
+        others=others(judgement),
     )
 
 

@@ -10,8 +10,11 @@ from loragate.report.events import Resources
 from loragate.verdict import Judgement, Verdict
 
 # what an oracle that measures an error calls its figures
-ERROR = "error"
+ERROR = "err"
 THRESHOLD = "threshold"
+RATIO = "ratio"
+# figures that the reports show in a place of their own
+MEASURED = frozenset({ERROR, THRESHOLD, RATIO})
 
 VERDICT_WORDS: Mapping[Verdict, str] = {
     Verdict.PASS: "pass",
@@ -33,8 +36,12 @@ _CONTROL = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f\ud800-\udfff\ufffe\uffff
 def ratio(judgement: Judgement) -> float | None:
     """Error in units of its threshold, or None where the oracle measures no error.
 
-    Infinite if either figure is not finite, or if an exact oracle found any error.
+    What the oracle says itself comes first: it may have judged by another row than the one
+    that it shows. Infinite rather than undefined.
     """
+    told = judgement.metrics.get(RATIO)
+    if told is not None:
+        return math.inf if math.isnan(told) else told
     error, threshold = (judgement.metrics.get(name) for name in (ERROR, THRESHOLD))
     if error is None or threshold is None:
         return None
@@ -63,15 +70,28 @@ def figure(value: float) -> str:
     return f"{value:.3g}"
 
 
+def limits(judgement: Judgement) -> tuple[tuple[str, str], ...]:
+    """Error and threshold with their names, as far as the oracle tells them."""
+    told = (("error", ERROR), ("threshold", THRESHOLD))
+    return tuple(
+        (word, figure(judgement.metrics[name])) for word, name in told if name in judgement.metrics
+    )
+
+
+def others(judgement: Judgement) -> tuple[tuple[str, str], ...]:
+    """Names and values of the figures that neither `ratio` nor `limits` shows."""
+    names = sorted(judgement.metrics.keys() - MEASURED)
+    return tuple((printable(name), figure(judgement.metrics[name])) for name in names)
+
+
 def figures(judgement: Judgement) -> str:
     """All figures of a judgement: the error against its threshold first, then the others."""
-    rest = [name for name in sorted(judgement.metrics) if name not in (ERROR, THRESHOLD)]
-    parts = [f"{name} {figure(judgement.metrics[name])}" for name in rest]
+    measured = ", ".join(f"{word} {value}" for word, value in limits(judgement))
     times = ratio(judgement)
     if times is not None:
-        error, threshold = (figure(judgement.metrics[name]) for name in (ERROR, THRESHOLD))
-        parts.insert(0, f"error {error}, threshold {threshold} ({multiple(times)})")
-    return printable(", ".join(parts))
+        measured = f"{measured} ({multiple(times)})".lstrip()
+    parts = [measured, *(f"{name} {value}" for name, value in others(judgement))]
+    return ", ".join(part for part in parts if part)
 
 
 def place(judgement: Judgement) -> str:
