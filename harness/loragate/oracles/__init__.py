@@ -7,7 +7,9 @@ from types import MappingProxyType
 
 from loragate.oracles.base_rows import BaseRows
 from loragate.oracles.canary import Canary
+from loragate.oracles.compile import Compile
 from loragate.oracles.exact import Exact
+from loragate.oracles.guard import GuardedInput
 from loragate.oracles.permute import Permute
 from loragate.oracles.protocol import Oracle
 from loragate.oracles.reference import Reference
@@ -23,5 +25,7 @@ _ALL: tuple[Oracle, ...] = (
     Repeat(),
     Permute(),
     Sequence(),
+    GuardedInput(),
+    Compile(),
 )
 ORACLES: Mapping[OracleName, Oracle] = MappingProxyType({oracle.name: oracle for oracle in _ALL})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from enum import StrEnum
 from typing import Protocol
 
 from torch import Tensor
@@ -51,6 +52,32 @@ class BaseLayer:
     bias: Tensor | None
 
 
+class Guard(StrEnum):
+    """Bad input that a subject promises to refuse: with a ValueError that names what was given,
+    before anything is changed."""
+
+    X_DTYPE = "x_dtype"
+    X_WIDTH = "x_width"
+    # as many rows as were prepared
+    ROWS = "rows"
+    # dense_delta only
+    OUT_DTYPE = "out_dtype"
+    OUT_WIDTH = "out_width"
+    # out starts where x starts
+    ALIASED_OUT = "aliased_out"
+    # out starts inside of x
+    OVERLAPPING_OUT = "overlapping_out"
+    MAPPING_DTYPE = "mapping_dtype"
+    # more rows than the instance was sized for
+    MAPPING_LENGTH = "mapping_length"
+    # a slot that does not exist, in a mapping on the host
+    SLOT_RANGE = "slot_range"
+    ADAPTER_RANK = "adapter_rank"
+    ADAPTER_SHAPE = "adapter_shape"
+    # load or unload of a slot that does not exist
+    SLOT = "slot"
+
+
 @dataclass(frozen=True, slots=True)
 class Capabilities:
     """What a subject supports on a machine; whatever is missing is a counted skip."""
@@ -72,6 +99,9 @@ class Capabilities:
     # B holds scale * B, rounded once to the weights' dtype when an adapter is loaded; a
     # comparison in that dtype must fold as well, or it blames the kernel for that rounding
     folds_scale_into_weights: bool = False
+    guards: frozenset[Guard] = frozenset()
+    # torch.compile traces apply() into one graph
+    traceable: bool = False
 
 
 class Instance(Protocol):

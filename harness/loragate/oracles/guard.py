@@ -1,0 +1,213 @@
+"""Bad input is refused, and a refusal changes nothing.
+
+A refusal is a ValueError whose message tells what was given, before anything is written: tensors
+keep their bits, the mapping of the step before still stands, a slot keeps its adapter (activation
+is all or nothing), and the next good step is right. Each subject states which refusals it
+promises; a silent acceptance is a wrong answer that nobody was told about.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from loragate.inputs import DataKind, copy_batch, make_batch, make_pool
+from loragate.inputs.placement import bits_of, guarded, whole
+from loragate.matrix.case import Case, Execution, Layout, Mix, Ranks, Site
+from loragate.oracles.evidence import judge_bits, passed
+from loragate.oracles.protocol import Trial
+from loragate.oracles.session import base_of
+from loragate.subjects.protocol import Batch, Guard, Instance, Pool
+from loragate.verdict import Failure, Judgement, OracleName, Verdict
+
+
+@dataclass(frozen=True, slots=True)
+class Violation:
+    """One bad call. `given` must show up in the error; `watched` must keep their bits."""
+
+    guard: Guard
+    what: str
+    given: str
+    call: Callable[[], object]
+    watched: tuple[Tensor, ...] = ()
+
+
+class GuardedInput:
+    name = OracleName.GUARD
+
+    def applies(self, trial: Trial) -> str | None:
+        if trial.case.execution is not Execution.EAGER:
+            return "input is checked on the host, alike in every execution"
+        if trial.case.tp > 1:
+            return "a subject checks its input before it simulates ranks, alike for any number"
+        if not trial.case.tokens:
+            return "the batch has no rows"
+        if not trial.capabilities.guards:
+            return "the subject promises no refusals"
+        return None
+
+    def judge(self, trial: Trial) -> Judgement:
+        kind = DataKind.EXACT
+        # rows of the last slot, so that damage to its adapter shows
+        case = replace(trial.case, mix=Mix.RAGGED, layout=Layout.CONTIGUOUS)
+        pool = make_pool(case, trial.seed, kind, trial.machine, trial.capabilities)
+        batch = make_batch(case, trial.seed, 0, kind, trial.machine)
+        instance = trial.subject.open(case, trial.machine, base_of(trial, kind))
+        for slot in range(case.slots):
+            instance.load(slot, pool)
+        instance.prepare(batch.token_slots)
+        wanted = _apply(instance, batch)
+        count = 0
+        for violation in _violations(trial, case, instance, batch):
+            if violation.guard not in trial.capabilities.guards:
+                continue
+            count += 1
+            wrong = _refusal(violation) or _aftermath(trial, violation, instance, batch, wanted)
+            if wrong is not None:
+                return wrong
+        if not count:
+            reason = f"no refusal that the subject promises concerns {case.site}"
+            return Judgement(self.name, Verdict.SKIP, message=reason)
+        return passed(self.name, refusals=float(count))
+
+
+def _refusal(violation: Violation) -> Judgement | None:
+    """A FAIL if the call is not refused as promised, or changes a tensor on the way."""
+    before = [bits_of(whole(tensor)).clone() for tensor in violation.watched]
+    try:
+        violation.call()
+    except ValueError as error:
+        if violation.given not in str(error):
+            return _failure(violation, f"the error does not name {violation.given}: {error}")
+    except torch.AcceleratorError:
+        # the device is lost, which is the runner's to tell
+        raise
+    except Exception as error:
+        return _failure(violation, f"{type(error).__name__} instead of ValueError: {error}")
+    else:
+        return _failure(violation, "it was accepted")
+    for tensor, bits in zip(violation.watched, before, strict=True):
+        if not torch.equal(bits_of(whole(tensor)), bits):
+            return _failure(violation, "it was refused after a tensor had been changed")
+    return None
+
+
+def _aftermath(
+    trial: Trial, violation: Violation, instance: Instance, batch: Batch, wanted: Tensor
+) -> Judgement | None:
+    """A FAIL if the step that was prepared before gives something else now."""
+    return judge_bits(
+        trial,
+        batch,
+        _apply(instance, batch),
+        wanted,
+        oracle=OracleName.GUARD,
+        failure=Failure.STALE_STATE,
+        claim=f"the step before a refused call ({violation.what})",
+    )
+
+
+def _failure(violation: Violation, message: str) -> Judgement:
+    return Judgement(
+        OracleName.GUARD,
+        Verdict.FAIL,
+        Failure.NOT_REFUSED,
+        f"{violation.what}: {message}",
+        where={"guard": violation.guard.value},
+    )
+
+
+def _apply(instance: Instance, batch: Batch) -> Tensor:
+    own = copy_batch(batch)
+    # a sum of zero has either sign, as the order of its terms has it
+    return instance.apply(own.x, own.out) + 0.0
+
+
+def _violations(trial: Trial, case: Case, instance: Instance, batch: Batch) -> Iterator[Violation]:
+    yield from _bad_rows(case, instance, copy_batch(batch))
+    if case.site is Site.DENSE_DELTA:
+        yield from _bad_outputs(case, instance, copy_batch(batch))
+    yield from _bad_mappings(case, instance, batch.token_slots)
+    yield from _bad_adapters(trial, case, instance)
+
+
+def _bad_rows(case: Case, instance: Instance, batch: Batch) -> Iterator[Violation]:
+    x, out = batch.x, batch.out
+    other = torch.float32 if x.dtype != torch.float32 else torch.float16
+
+    def violation(guard: Guard, what: str, given: object, x: Tensor, out: Tensor) -> Violation:
+        return Violation(guard, what, str(given), partial(instance.apply, x, out), (x, out))
+
+    yield violation(Guard.X_DTYPE, f"x of {other}", other, x.to(other), out)
+    narrow = case.in_features - 1
+    yield violation(Guard.X_WIDTH, f"x with {narrow} columns", narrow, x[:, :narrow], out)
+    more = case.tokens + 1
+    taller = (torch.cat([x, x[:1]]), torch.cat([out, out[:1]]))
+    yield violation(Guard.ROWS, f"{more} rows, {case.tokens} prepared", more, *taller)
+
+
+def _bad_outputs(case: Case, instance: Instance, batch: Batch) -> Iterator[Violation]:
+    x, out = batch.x, batch.out
+    other = torch.float32 if out.dtype != torch.float32 else torch.float16
+    columns = case.out_features - 1
+    narrow, cast = out[:, :columns], out.to(other)
+    call = partial(instance.apply, x, narrow)
+    yield Violation(Guard.OUT_WIDTH, f"out with {columns} columns", str(columns), call, (x, out))
+    call = partial(instance.apply, x, cast)
+    yield Violation(Guard.OUT_DTYPE, f"out of {other}", str(other), call, (x, cast))
+    for guard, offset in ((Guard.ALIASED_OUT, 0), (Guard.OVERLAPPING_OUT, case.in_features // 2)):
+        columns = max(case.in_features, case.out_features)
+        storage = guarded(case.tokens * columns + offset, x.dtype, x.device)
+        inside = storage.as_strided((case.tokens, case.in_features), (case.in_features, 1))
+        inside.copy_(x)
+        above = storage.as_strided(out.shape, (case.out_features, 1), offset)
+        call = partial(instance.apply, inside, above)
+        what = f"out that starts {offset} elements after x"
+        yield Violation(guard, what, "out", call, (storage,))
+
+
+def _bad_mappings(case: Case, instance: Instance, good: Tensor) -> Iterator[Violation]:
+    def violation(guard: Guard, what: str, given: str, mapping: Tensor) -> Violation:
+        return Violation(guard, what, given, partial(instance.prepare, mapping), (mapping,))
+
+    yield violation(Guard.MAPPING_DTYPE, "token_slots of int64", "int64", good.long())
+    given = str(case.tokens + 1)
+    longer = torch.cat([good, good[:1]])
+    yield violation(Guard.MAPPING_LENGTH, f"{given} token_slots", given, longer)
+    for slot in (case.slots, -2):
+        foreign = good.clone()
+        foreign[0] = slot
+        yield violation(Guard.SLOT_RANGE, f"a row of slot {slot}", str(slot), foreign)
+
+
+def _bad_adapters(trial: Trial, case: Case, instance: Instance) -> Iterator[Violation]:
+    last, width = case.slots - 1, case.slices[-1] + 1
+
+    def pool(bad: Case) -> Pool:
+        # other numbers than those that are loaded
+        seed = trial.seed + 1
+        return make_pool(bad, seed, DataKind.SIGNED, trial.machine, trial.capabilities)
+
+    def load(guard: Guard, what: str, given: int, bad: Case, slot: int = last) -> Violation:
+        return Violation(guard, what, str(given), partial(instance.load, slot, pool(bad)))
+
+    rank = case.rank + 1
+    higher = replace(case, rank=rank, ranks=Ranks.FULL)
+    yield load(Guard.ADAPTER_RANK, f"an adapter of rank {rank}", rank, higher)
+    full = replace(case, ranks=Ranks.FULL)
+    # all slices but the last one fit
+    wider = replace(full, slices=(*case.slices[:-1], width))
+    yield load(Guard.ADAPTER_SHAPE, f"a last slice of width {width}", width, wider)
+    features = case.in_features + 1
+    deeper = replace(full, in_features=features)
+    yield load(Guard.ADAPTER_SHAPE, f"an adapter of {features} features", features, deeper)
+    more = replace(full, slots=case.slots + 1)
+    # python takes -1 for the last one
+    for slot in (case.slots, -1):
+        yield load(Guard.SLOT, f"an adapter for slot {slot}", slot, more, slot)
+        unload = partial(instance.unload, slot)
+        yield Violation(Guard.SLOT, f"emptying slot {slot}", str(slot), unload)
