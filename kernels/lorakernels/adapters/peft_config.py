@@ -112,7 +112,6 @@ class TargetRule:
 class PeftConfig:
     """The part of adapter_config.json that decides what the adapter computes."""
 
-    path: Path
     rank: int
     alpha: float
     use_rslora: bool
@@ -145,7 +144,6 @@ def read_peft_config(path: Path) -> PeftConfig:
     fields = _Fields(path, _read_json(path))
     fields.refuse_what_is_not_done()
     return PeftConfig(
-        path=path,
         rank=fields.positive_int("r", fields.values["r"]),
         alpha=fields.number("lora_alpha", fields.values["lora_alpha"]),
         use_rslora=fields.flag("use_rslora"),
