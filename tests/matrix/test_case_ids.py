@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 from loragate.matrix.case import (
     Case,
@@ -69,7 +70,7 @@ def test_seeds_are_the_same_for_ever_and_differ_by_attempt() -> None:
 
 
 def test_every_axis_enters_the_id_and_the_way_of_running_does_not() -> None:
-    other = {
+    other: dict[str, Any] = {
         "tokens": 18,
         "in_features": 101,
         "slices": (48, 32),
@@ -86,7 +87,5 @@ def test_every_axis_enters_the_id_and_the_way_of_running_does_not() -> None:
     linear = replace(LINEAR, execution=Execution.EAGER, ranks=Ranks.MIXED)
     ids = {case_id(replace(linear, **{axis: value})) for axis, value in other.items()}
     assert len(ids | {case_id(linear)}) == len(other) + 1
-    run_otherwise = replace(
-        DENSE, tier=Tier.NIGHTLY, oracles=(OracleName.EXACT,), timeout_s=1.0
-    )
+    run_otherwise = replace(DENSE, tier=Tier.NIGHTLY, oracles=(OracleName.EXACT,), timeout_s=1.0)
     assert case_id(run_otherwise) == case_id(DENSE)

@@ -27,11 +27,14 @@ def _pairs(points: Iterable[Point]) -> set[tuple[int, int, int, int]]:
 @st.composite
 def _products(draw: st.DrawFn) -> tuple[list[int], list[Exclusion]]:
     sizes = draw(st.lists(st.integers(1, 4), min_size=2, max_size=5))
-    exclusions = []
+    exclusions: list[Exclusion] = []
     for _ in range(draw(st.integers(0, 6))):
         axes = draw(st.sets(st.integers(0, len(sizes) - 1), min_size=1, max_size=3))
         exclusions.append(
-            {axis: draw(st.frozensets(st.integers(0, sizes[axis] - 1), min_size=1)) for axis in axes}
+            {
+                axis: draw(st.frozensets(st.integers(0, sizes[axis] - 1), min_size=1))
+                for axis in axes
+            }
         )
     return sizes, exclusions
 

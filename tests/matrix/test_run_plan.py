@@ -1,0 +1,177 @@
+"""Every selected case of every subject is planned, or skipped with a reason."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from loragate.machine import Machine
+from loragate.matrix.case import Case, Dtype, Layout, Site, Tier
+from loragate.matrix.ids import run_id, seed_of
+from loragate.matrix.plan import Candidate, Plan, SelectionError, plan
+from loragate.matrix.show import plan_json, render_plan
+from loragate.verdict import OracleName
+
+CPU = Machine("cpu", "x86_64", None, 1, 0)
+H200 = Machine("cuda", "NVIDIA H200", (9, 0), 132, 139 << 30)
+SMALL_GPU = Machine("cuda", "NVIDIA L4", (8, 9), 58, 22 << 30)
+
+SMOKE = Case(
+    site=Site.DENSE_DELTA,
+    tokens=17,
+    in_features=48,
+    slices=(33,),
+    rank=1,
+    slots=2,
+    dtype=Dtype.BF16,
+    oracles=(OracleName.REFERENCE, OracleName.EXACT),
+)
+WIDE = replace(SMOKE, rank=16, dtype=Dtype.FP32)
+LINEAR = replace(SMOKE, site=Site.LORA_LINEAR)
+PREMERGE = replace(SMOKE, tokens=256, in_features=4096, tier=Tier.PREMERGE)
+HUGE = replace(
+    PREMERGE, tokens=87383, in_features=24576, layout=Layout.COLUMN_SLICE, tier=Tier.PREMERGE
+)
+NIGHTLY = replace(SMOKE, tokens=1000, tier=Tier.NIGHTLY)
+CASES = (NIGHTLY, HUGE, PREMERGE, LINEAR, WIDE, SMOKE)
+
+OURS = Candidate("ours", lambda case: None)
+THEIRS = Candidate(
+    "theirs", lambda case: "dtype fp32 is not supported" if case.dtype is Dtype.FP32 else None
+)
+
+
+def _planned(made: Plan) -> set[Case]:
+    return {planned.case for planned in made.planned}
+
+
+def test_tiers_nest_so_that_no_case_runs_in_a_lower_tier_only() -> None:
+    by_tier = {tier: _planned(plan(CASES, [OURS], tier, H200)) for tier in Tier}
+    assert by_tier[Tier.SMOKE] == {SMOKE, WIDE, LINEAR}
+    assert by_tier[Tier.PREMERGE] == {SMOKE, WIDE, LINEAR, PREMERGE, HUGE}
+    assert by_tier[Tier.NIGHTLY] == set(CASES)
+
+
+def test_without_a_gpu_all_but_smoke_is_skipped_with_that_reason() -> None:
+    made = plan(CASES, [OURS], Tier.PREMERGE, CPU)
+    assert _planned(made) == {SMOKE, WIDE, LINEAR}
+    assert {(skipped.case, skipped.reason) for skipped in made.skipped} == {
+        (case, "tier premerge needs a GPU: its shapes are beyond the interpreter")
+        for case in (PREMERGE, HUGE)
+    }
+
+
+def test_a_case_that_does_not_fit_into_the_gpu_is_skipped_with_both_figures() -> None:
+    made = plan(CASES, [OURS], Tier.PREMERGE, SMALL_GPU)
+    assert [(skipped.case, skipped.reason) for skipped in made.skipped] == [
+        (HUGE, "needs about 33 GiB of device memory, there are 22")
+    ]
+
+
+def test_what_a_subject_refuses_is_skipped_for_it_alone_and_not_expected() -> None:
+    made = plan(CASES, [OURS, THEIRS], Tier.SMOKE, CPU)
+    assert [(s.subject, s.case, s.reason) for s in made.skipped] == [
+        ("theirs", WIDE, "dtype fp32 is not supported")
+    ]
+    dense, linear = Site.DENSE_DELTA, Site.LORA_LINEAR
+    assert made.expected == {
+        ("ours", dense): (run_id("ours", SMOKE), run_id("ours", WIDE)),
+        ("ours", linear): (run_id("ours", LINEAR),),
+        ("theirs", dense): (run_id("theirs", SMOKE),),
+        ("theirs", linear): (run_id("theirs", LINEAR),),
+    }
+
+
+def test_a_plan_is_sorted_by_run_id_and_attempt_whatever_the_order_of_its_input() -> None:
+    made = plan(CASES, [THEIRS, OURS], Tier.NIGHTLY, H200, attempts=(3, 0, 3))
+    keys = [(planned.run_id, planned.attempt) for planned in made.planned]
+    assert keys == sorted(keys)
+    assert len(set(keys)) == len(keys) == 2 * (len(CASES) + len(CASES) - 1)
+    again = plan(CASES[::-1], [OURS, THEIRS], Tier.NIGHTLY, H200, attempts=(0, 3))
+    assert made == again
+    assert {p.seed for p in made.planned if p.case is SMOKE} == {
+        seed_of(SMOKE, 0),
+        seed_of(SMOKE, 3),
+    }
+    # attempts add no case
+    assert sum(map(len, made.expected.values())) == 2 * len(CASES) - 1
+
+
+@pytest.mark.parametrize(
+    ("patterns", "selected"),
+    [
+        (["lora_linear"], {LINEAR}),
+        (["rank-1"], {SMOKE, LINEAR}),
+        (["48.layout"], {SMOKE, LINEAR, WIDE}),
+        (["ours.dense_delta.*.rank-16.*"], {WIDE}),
+        ([run_id("ours", SMOKE)], {SMOKE}),
+        (["fp32", "lora"], {WIDE, LINEAR}),
+    ],
+)
+def test_a_pattern_is_a_piece_of_a_run_id_that_cuts_no_number_or_a_shell_pattern(
+    patterns: list[str], selected: set[Case]
+) -> None:
+    made = plan(CASES, [OURS], Tier.SMOKE, CPU, patterns=patterns)
+    assert _planned(made) == selected
+
+
+def test_what_is_not_selected_is_neither_planned_nor_skipped() -> None:
+    made = plan(CASES, [THEIRS], Tier.PREMERGE, CPU, patterns=["lora_linear"])
+    assert len(made.planned) == 1
+    assert made.skipped == ()
+
+
+def test_a_pattern_that_selects_nothing_is_an_error_with_the_nearest_ids() -> None:
+    wrong = run_id("ours", SMOKE).replace("bf16", "bf61")
+    with pytest.raises(SelectionError) as caught:
+        plan(CASES, [OURS], Tier.SMOKE, CPU, patterns=["rank-1", wrong])
+    lines = str(caught.value).splitlines()
+    assert lines[0] == f"{wrong!r} selects none of 3 cases"
+    assert lines[1] == f"  nearest: {run_id('ours', SMOKE)}"
+
+
+def test_a_plan_as_text_says_what_runs_where_and_what_does_not_and_why() -> None:
+    made = plan([SMOKE, WIDE, PREMERGE], [OURS, THEIRS], Tier.PREMERGE, CPU, attempts=(0, 1))
+    narrow = (
+        "dense_delta.dtype-bf16.exec-eager.in-48.layout-contiguous.mix-ragged.rank-1"
+        ".ranks-mixed.slices-33.slots-2.tokens-17"
+    )
+    wide = narrow.replace("bf16", "fp32").replace("rank-1.", "rank-16.")
+    large = narrow.replace("in-48", "in-4096").replace("tokens-17", "tokens-256")
+    assert render_plan(made).splitlines() == [
+        "tier premerge on cpu (x86_64), Triton interpreter",
+        "",
+        "subject  site         runs  skipped",
+        "ours     dense_delta     2        1",
+        "theirs   dense_delta     1        2",
+        "",
+        "runs, judged by reference, exact:",
+        f"  ours.{narrow}  attempts 0, 1",
+        f"  ours.{wide}  attempts 0, 1",
+        f"  theirs.{narrow}  attempts 0, 1",
+        "",
+        "skipped, dtype fp32 is not supported:",
+        f"  theirs.{wide}",
+        "",
+        "skipped, tier premerge needs a GPU: its shapes are beyond the interpreter:",
+        f"  ours.{large}",
+        f"  theirs.{large}",
+    ]
+
+
+def test_a_plan_as_json_holds_the_same(tmp_path: Path) -> None:
+    made = plan([SMOKE, WIDE], [THEIRS], Tier.SMOKE, H200)
+    text = plan_json(made)
+    document = json.loads(text)
+    assert document["expected"] == [{"subject": "theirs", "site": "dense_delta", "count": 1}]
+    (planned,) = document["planned"]
+    assert planned["run_id"] == run_id("theirs", SMOKE)
+    assert planned["seed"] == seed_of(SMOKE, 0)
+    assert planned["case"]["slices"] == [33]
+    assert planned["case"]["oracles"] == ["reference", "exact"]
+    assert [skipped["reason"] for skipped in document["skipped"]] == ["dtype fp32 is not supported"]
+    assert (document["schema"], document["machine"]["name"]) == (1, "NVIDIA H200")
+    assert text == plan_json(made)

@@ -1,0 +1,112 @@
+"""What the project's own case files promise: bounds, and values that no edit may lose."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from loragate.matrix.case import Case, Dtype, Execution, Layout, Mix, Parallel, Ranks, Site, Tier
+from loragate.matrix.load import load_cases
+from loragate.verdict import OracleName
+
+FILES = sorted((Path(__file__).parents[2] / "cases").glob("*.yaml"))
+# judged on every site; guard and compile look at a few shapes only
+NUMERICS = (
+    OracleName.REFERENCE,
+    OracleName.EXACT,
+    OracleName.BASE_ROWS,
+    OracleName.CANARY,
+    OracleName.REPEAT,
+    OracleName.PERMUTE,
+    OracleName.SEQUENCE,
+)
+
+
+@pytest.fixture(scope="module")
+def cases() -> tuple[Case, ...]:
+    return load_cases(FILES)
+
+
+def _of(cases: tuple[Case, ...], tier: Tier, site: Site) -> list[Case]:
+    return [case for case in cases if (case.tier, case.site) == (tier, site)]
+
+
+def test_each_tier_is_as_small_as_its_time_allows(cases: tuple[Case, ...]) -> None:
+    count = {tier: sum(case.tier is tier for case in cases) for tier in Tier}
+    assert 40 <= count[Tier.SMOKE] <= 70
+    assert count[Tier.PREMERGE] <= 150
+    assert count[Tier.NIGHTLY] >= 200
+
+
+def test_smoke_cases_are_small_enough_for_the_interpreter(cases: tuple[Case, ...]) -> None:
+    smoke = [case for case in cases if case.tier is Tier.SMOKE]
+    assert max(case.tokens for case in smoke) <= 40
+    assert max(case.in_features for case in smoke) <= 257
+    assert max(case.out_features for case in smoke) <= 160
+    assert {case.execution for case in smoke} == {Execution.EAGER}
+
+
+@pytest.mark.parametrize("site", Site)
+@pytest.mark.parametrize("oracle", NUMERICS)
+def test_each_numeric_oracle_judges_each_site_in_each_tier(
+    cases: tuple[Case, ...], site: Site, oracle: OracleName
+) -> None:
+    for tier in Tier:
+        assert any(oracle in case.oracles for case in _of(cases, tier, site))
+
+
+def test_smoke_meets_every_mix_layout_dtype_and_rank_pattern(cases: tuple[Case, ...]) -> None:
+    dense = _of(cases, Tier.SMOKE, Site.DENSE_DELTA)
+    assert {(c.mix, c.layout) for c in dense} == {(m, y) for m in Mix for y in Layout}
+    assert {(c.dtype, c.mix) for c in dense} == {(d, m) for d in Dtype for m in Mix}
+    assert {(c.dtype, c.layout) for c in dense} == {(d, y) for d in Dtype for y in Layout}
+    assert {(c.ranks, c.mix) for c in dense} == {(r, m) for r in Ranks for m in Mix}
+    assert {0, 1, 2, 17} <= {c.tokens for c in dense}
+    assert {1, 3, 8, 16, 17, 24, 32, 64, 65, 320, 512} <= {c.rank for c in dense}
+    assert {1, 2, 3, 8} <= {c.slots for c in dense}
+    linear = _of(cases, Tier.SMOKE, Site.LORA_LINEAR)
+    assert {c.parallel for c in linear} == set(Parallel)
+    assert {c.tp for c in linear} >= {1, 2, 4, 8}
+    assert {c.dtype for c in linear} == set(Dtype)
+
+
+def test_premerge_meets_real_shapes_both_executions_and_the_ends_of_the_rank_range(
+    cases: tuple[Case, ...],
+) -> None:
+    dense = _of(cases, Tier.PREMERGE, Site.DENSE_DELTA)
+    shapes = {(c.in_features, c.slices, c.execution) for c in dense}
+    for execution in Execution:
+        assert (4096, (4096, 1024, 1024), execution) in shapes
+        assert (4096, (4096,), execution) in shapes
+        assert (4096, (12288, 12288), execution) in shapes
+        assert (12288, (4096,), execution) in shapes
+    ranks = {c.rank for c in dense}
+    assert {1, 320, 512} <= ranks
+    assert {1, 8192} <= {c.tokens for c in dense}
+
+
+def test_premerge_goes_beyond_32_bit_offsets_in_the_input_the_output_and_the_weights(
+    cases: tuple[Case, ...],
+) -> None:
+    dense = _of(cases, Tier.PREMERGE, Site.DENSE_DELTA)
+    assert any(c.tokens * c.in_features >= 2**31 for c in dense)
+    assert any(c.tokens * c.out_features >= 2**31 for c in dense)
+    # the last slot is the one that counts, and it always has rows
+    assert any((c.slots - 1) * len(c.slices) * c.rank * c.in_features >= 2**31 for c in dense)
+
+
+def test_loading_and_planning_import_no_torch() -> None:
+    code = (
+        "import sys\n"
+        "from pathlib import Path\n"
+        "from loragate.matrix import load, plan, show\n"
+        "load.load_cases([Path(name) for name in sys.argv[1:]])\n"
+        "print('torch' in sys.modules)"
+    )
+    run = subprocess.run(
+        [sys.executable, "-c", code, *map(str, FILES)], capture_output=True, text=True, check=True
+    )
+    assert run.stdout == "False\n"
