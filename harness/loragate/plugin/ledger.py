@@ -108,7 +108,7 @@ class Ledger:
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
-        if not self._owed or session.exitstatus == pytest.ExitCode.INTERNAL_ERROR:
+        if not self._run.begun or session.exitstatus == pytest.ExitCode.INTERNAL_ERROR:
             return
         exit_code = self._run.finish(self._owed.values())
         # ordinary tests of the same session keep their say

@@ -28,28 +28,15 @@ class SessionRun:
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
         self._begin = time.monotonic()
+        self.begun = False
         # of a run of its own that has ended
         self.summary: Summary | None = None
 
     def start(self, runs: Collection[CaseRun]) -> None:
         """Before the first case runs."""
-        if self._settings.ownership is Ownership.JOINED:
-            return
-        try:
-            opening = announce(
-                Announcement(
-                    run=self._settings.run,
-                    selection=self._settings.selection,
-                    leg=_LEG,
-                    legs=(_LEG,),
-                    only=frozenset(run.run_id for run in runs),
-                )
-            )
-        except AnnounceError as error:
-            pytest.exit(str(error), returncode=error.exit_code.value)
-        clear_folder(self._settings.report)
-        for event in (*opening, LegStarted(name=_LEG)):
-            self._write(event)
+        if self._settings.ownership is Ownership.OWNED:
+            self._open(runs)
+        self.begun = True
 
     def finish(self, runs: Collection[CaseRun]) -> ExitCode:
         """Judge what was collected; a run of its own is closed and its report written."""
@@ -66,6 +53,23 @@ class SessionRun:
         )
         self.summary = close_run(settings.report, run=settings.run, duration_s=duration_s)
         return self.summary.exit_code
+
+    def _open(self, runs: Collection[CaseRun]) -> None:
+        try:
+            opening = announce(
+                Announcement(
+                    run=self._settings.run,
+                    selection=self._settings.selection,
+                    leg=_LEG,
+                    legs=(_LEG,),
+                    only=frozenset(run.run_id for run in runs),
+                )
+            )
+        except AnnounceError as error:
+            pytest.exit(str(error), returncode=error.exit_code.value)
+        clear_folder(self._settings.report)
+        for event in (*opening, LegStarted(name=_LEG)):
+            self._write(event)
 
     def _write(self, event: Event) -> None:
         with EventWriter(self._settings.events, run=self._settings.run) as writer:

@@ -1,0 +1,97 @@
+"""Sessions of pytest inside of pytest, with a subject that misbehaves."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+import pytest
+from filelock import FileLock
+
+from loragate.report.events import CaseFinished
+from loragate.report.log import EventLog, read_events
+
+_HERE = Path(__file__).parent / "bad_day"
+_ROOT = Path(__file__).parents[2]
+SUBJECT = "bad_day_subject:BadDay"
+
+
+@dataclass(frozen=True)
+class Session:
+    """A session that has ended, and what it left."""
+
+    exit_code: int
+    output: str
+    report: Path
+
+    @cached_property
+    def log(self) -> EventLog:
+        return read_events(self.report / "events.jsonl")
+
+    @cached_property
+    def finished(self) -> list[CaseFinished]:
+        return [event for event in self.log.events if isinstance(event, CaseFinished)]
+
+    def of_tokens(self, tokens: int) -> CaseFinished:
+        """The only end of the case with that many tokens: they name the deed."""
+        (event,) = [e for e in self.finished if e.run_id.endswith(f".tokens-{tokens}")]
+        return event
+
+
+def environment(**changes: str) -> dict[str, str]:
+    """That of this process without what a surrounding pytest has put there."""
+    kept = {k: v for k, v in os.environ.items() if not k.startswith(("PYTEST_", "COV_"))}
+    paths = [str(_HERE), str(_ROOT / "harness"), str(_ROOT / "kernels"), kept.get("PYTHONPATH", "")]
+    # what cannot be seen cannot be used: these tests run on the CPU everywhere
+    return {**kept, "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": os.pathsep.join(paths), **changes}
+
+
+@pytest.fixture(scope="session")
+def run_session() -> Callable[..., Session]:
+    """Runs `pytest cases` on one of the matrices of this folder."""
+
+    def run(report: Path, *arguments: str, matrix: str, **changes: str) -> Session:
+        command = [
+            *(sys.executable, "-m", "pytest", "cases", "-p", "no:cacheprovider"),
+            *(f"--loragate-report={report}", f"--loragate-subject={SUBJECT}"),
+            f"--loragate-matrix={_HERE / matrix}",
+            *arguments,
+        ]
+        done = subprocess.run(
+            command,
+            cwd=_ROOT,
+            env=environment(**changes),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=240,
+        )
+        return Session(done.returncode, done.stdout, report)
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def run_once(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Callable[[str, Callable[[Path], Session]], Session]:
+    """A session that many tests look at, made by whichever worker comes first."""
+    root = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        root = root.parent
+
+    def run(name: str, make: Callable[[Path], Session]) -> Session:
+        kept = root / f"{name}.json"
+        with FileLock(root / f"{name}.lock"):
+            if not kept.exists():
+                made = make(root / name)
+                kept.write_text(json.dumps([made.exit_code, made.output]))
+        return Session(*json.loads(kept.read_text()), root / name)
+
+    return run

@@ -1,0 +1,95 @@
+"""The end of a session or a run, judged from its events."""
+
+from __future__ import annotations
+
+import pytest
+
+from loragate.closing import abandon_open_cases, verdict_on
+from loragate.matrix.case import Case, Dtype, Site, Tier
+from loragate.report.events import CaseFinished, CaseStarted, Expected, RunStarted, Skipped
+from loragate.report.log import EventLog, EventWriter, read_events
+from loragate.selection import CaseRun
+from loragate.verdict import Failure, Judgement, OracleName, Verdict
+
+CASE = Case(
+    site=Site.DENSE_DELTA,
+    tokens=5,
+    in_features=16,
+    slices=(16,),
+    rank=8,
+    slots=2,
+    dtype=Dtype.FP32,
+)
+RUN = CaseRun("a", CASE, 0)
+AGAIN = CaseRun("a", CASE, 1)
+OTHER = CaseRun("b", CASE, 0)
+
+
+def plan(*skipped: CaseRun) -> RunStarted:
+    return RunStarted(
+        run="r",
+        started_at="",
+        tier=Tier.SMOKE,
+        subjects=("a", "b"),
+        legs=(),
+        expected=(
+            Expected(leg="x", subject="a", site="dense_delta", count=1, run_ids=(RUN.run_id,)),
+        ),
+        skipped=tuple(
+            Skipped(run_id=run.run_id, subject=run.subject, site="dense_delta", reason="no")
+            for run in skipped
+        ),
+    )
+
+
+def end(run: CaseRun, verdict: Verdict = Verdict.PASS) -> CaseFinished:
+    failed = verdict in (Verdict.FAIL, Verdict.INFRA)
+    failure = Failure.OUT_OF_MEMORY if failed else None
+    return CaseFinished(
+        run_id=run.run_id,
+        subject=run.subject,
+        site="dense_delta",
+        attempt=run.attempt,
+        seed=run.seed,
+        worker="gw0",
+        verdict=verdict,
+        judgements=(Judgement(OracleName.EXACT, verdict, failure),),
+        duration_s=1.0,
+        replay=run.replay,
+    )
+
+
+@pytest.mark.parametrize("verdict", [v for v in Verdict if v is not Verdict.SKIP])
+def test_a_session_is_as_good_as_its_worst_case(verdict):
+    log = EventLog((plan(), end(RUN), end(OTHER, verdict)))
+    assert verdict_on([RUN, OTHER], log) is verdict
+
+
+def test_a_case_that_never_ended_leaves_a_session_undecided():
+    assert verdict_on([RUN, OTHER], EventLog((plan(), end(RUN)))) is Verdict.INCONCLUSIVE
+
+
+def test_a_single_missing_attempt_leaves_a_session_undecided():
+    assert verdict_on([RUN, AGAIN], EventLog((plan(), end(RUN)))) is Verdict.INCONCLUSIVE
+
+
+def test_a_case_that_was_skipped_at_run_time_leaves_a_session_undecided():
+    log = EventLog((plan(), end(RUN), end(OTHER, Verdict.SKIP)))
+    assert verdict_on([RUN, OTHER], log) is Verdict.INCONCLUSIVE
+
+
+def test_a_case_that_the_plan_left_out_owes_nothing():
+    assert verdict_on([RUN, OTHER], EventLog((plan(OTHER), end(RUN)))) is Verdict.PASS
+
+
+def test_a_case_that_was_stopped_with_its_leg_is_undecided_not_crashed(tmp_path):
+    events = tmp_path / "events.jsonl"
+    with EventWriter(events, run="r") as writer:
+        writer.write(plan())
+        writer.write(CaseStarted(run_id=RUN.run_id, worker="gw0", attempt=0, seed=1))
+        writer.write(end(RUN))
+        writer.write(CaseStarted(run_id=RUN.run_id, worker="gw1", attempt=1, seed=2))
+    abandon_open_cases(events, run="r", why="interrupted")
+    (last,) = [e for e in read_events(events).events if isinstance(e, CaseFinished)][1:]
+    assert (last.run_id, last.attempt, last.subject) == (RUN.run_id, 1, "a")
+    assert (last.verdict, last.message) == (Verdict.INCONCLUSIVE, "interrupted")

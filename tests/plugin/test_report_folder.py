@@ -1,0 +1,49 @@
+"""Room for a new report without losing an old one."""
+
+from __future__ import annotations
+
+from loragate.folder import clear_folder
+
+
+def test_a_folder_that_is_not_there_is_made(tmp_path):
+    clear_folder(tmp_path / "a" / "report")
+    assert list((tmp_path / "a" / "report").iterdir()) == []
+
+
+def test_the_files_of_an_earlier_run_are_kept_under_its_name(tmp_path):
+    (tmp_path / "events.jsonl").write_text('{"run": "r1"}\n')
+    (tmp_path / "index.html").write_text("old")
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "logs" / "host.log").write_text("log")
+    clear_folder(tmp_path)
+    assert (tmp_path / "previous" / "r1" / "index.html").read_text() == "old"
+    assert (tmp_path / "previous" / "r1" / "logs" / "host.log").read_text() == "log"
+    assert [path.name for path in tmp_path.iterdir()] == ["previous"]
+
+
+def test_two_earlier_runs_of_one_name_are_both_kept(tmp_path):
+    for text in ("first", "second"):
+        (tmp_path / "events.jsonl").write_text('{"run": "r1"}\n')
+        (tmp_path / "index.html").write_text(text)
+        clear_folder(tmp_path)
+    kept = sorted(path.read_text() for path in tmp_path.glob("previous/*/index.html"))
+    assert kept == ["first", "second"]
+
+
+def test_a_report_with_a_torn_record_is_kept_too(tmp_path):
+    (tmp_path / "events.jsonl").write_text('{"run": "r')
+    clear_folder(tmp_path)
+    assert (tmp_path / "previous" / "unnamed" / "events.jsonl").exists()
+
+
+def test_a_name_that_leads_elsewhere_is_not_followed(tmp_path):
+    (tmp_path / "events.jsonl").write_text('{"run": "../../elsewhere"}\n')
+    clear_folder(tmp_path)
+    assert (tmp_path / "previous" / "unnamed" / "events.jsonl").exists()
+
+
+def test_what_others_have_put_there_stays(tmp_path):
+    (tmp_path / "notes.txt").write_text("mine")
+    (tmp_path / "events.jsonl").write_text('{"run": "r1"}\n')
+    clear_folder(tmp_path)
+    assert (tmp_path / "notes.txt").read_text() == "mine"

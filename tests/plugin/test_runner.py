@@ -1,0 +1,124 @@
+"""Every oracle is asked, and whatever a subject throws becomes a judgement."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from loragate import runner
+from loragate.machine import Machine
+from loragate.matrix.case import Case, Dtype, Site
+from loragate.oracles.protocol import Trial
+from loragate.verdict import Failure, Judgement, OracleName, Verdict
+
+CPU = Machine("cpu", "test", None, 1, 0)
+NAMES = (OracleName.REFERENCE, OracleName.EXACT)
+
+
+@dataclass(frozen=True)
+class FakeOracle:
+    name: OracleName
+    error: BaseException | None = None
+    reason: str | None = None
+
+    def applies(self, trial: Trial) -> str | None:
+        return self.reason
+
+    def judge(self, trial: Trial) -> Judgement:
+        if self.error is not None:
+            raise self.error
+        return Judgement(self.name, Verdict.PASS, metrics={"draw": float(torch.rand(1))})
+
+
+@pytest.fixture
+def judge(monkeypatch):
+    def run(*oracles: FakeOracle) -> tuple[Judgement, ...]:
+        monkeypatch.setattr(runner, "ORACLES", {oracle.name: oracle for oracle in oracles})
+        names = tuple(oracle.name for oracle in oracles)
+        case = Case(
+            site=Site.DENSE_DELTA,
+            tokens=1,
+            in_features=16,
+            slices=(16,),
+            rank=8,
+            slots=1,
+            dtype=Dtype.FP32,
+            oracles=names,
+        )
+        return runner.run_trial(Trial(case, SimpleNamespace(), SimpleNamespace(), CPU, seed=7))
+
+    return run
+
+
+def test_an_oracle_that_does_not_apply_is_a_skip_with_its_reason(judge):
+    skip, other = judge(FakeOracle(NAMES[0], reason="needs a graph"), FakeOracle(NAMES[1]))
+    assert (skip.verdict, skip.message) == (Verdict.SKIP, "needs a graph")
+    assert other.verdict is Verdict.PASS
+
+
+def test_an_exception_fails_its_oracle_and_spares_the_others(judge):
+    first, second = judge(FakeOracle(NAMES[0], KeyError("slot 3")), FakeOracle(NAMES[1]))
+    assert (first.verdict, first.failure) == (Verdict.FAIL, Failure.EXCEPTION)
+    assert first.message.startswith("KeyError: 'slot 3'")
+    assert 'File "' in first.message
+    assert second.verdict is Verdict.PASS
+
+
+def test_a_subject_that_exits_fails_like_one_that_raises(judge):
+    (judgement,) = judge(FakeOracle(NAMES[0], SystemExit(0)))
+    assert judgement.failure is Failure.EXCEPTION
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.OutOfMemoryError("CUDA out of memory"),
+        MemoryError(),
+        RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling cublasCreate"),
+        RuntimeError("DefaultCPUAllocator: can't allocate memory"),
+    ],
+    ids=["torch", "python", "cublas", "cpu"],
+)
+def test_too_little_memory_is_a_matter_of_the_machine(judge, error):
+    (judgement,) = judge(FakeOracle(NAMES[0], error))
+    assert (judgement.verdict, judgement.failure) == (Verdict.INFRA, Failure.OUT_OF_MEMORY)
+
+
+def test_nothing_is_judged_after_the_device_is_lost(judge, monkeypatch):
+    monkeypatch.setattr(runner, "device_answers", lambda machine: False)
+    (judgement,) = judge(FakeOracle(NAMES[0], RuntimeError("illegal")), FakeOracle(NAMES[1]))
+    assert (judgement.verdict, judgement.failure) == (Verdict.FAIL, Failure.CUDA_STICKY)
+
+
+def test_ctrl_c_is_not_a_failure_of_the_subject(judge):
+    with pytest.raises(KeyboardInterrupt):
+        judge(FakeOracle(NAMES[0], KeyboardInterrupt()))
+
+
+def test_every_oracle_starts_from_the_seed_of_the_trial(judge):
+    first, second = judge(FakeOracle(NAMES[0]), FakeOracle(NAMES[1]))
+    assert first.metrics == second.metrics
+
+
+def test_a_healthy_device_answers():
+    assert runner.device_answers(CPU)
+
+
+def verdict(*verdicts: Verdict) -> Verdict:
+    return runner.verdict_of(
+        Judgement(OracleName.EXACT, v, Failure.WRONG_ANSWER if v is Verdict.FAIL else None)
+        for v in verdicts
+    )
+
+
+def test_a_skip_takes_nothing_from_oracles_that_judged():
+    assert verdict(Verdict.SKIP, Verdict.PASS) is Verdict.PASS
+    assert verdict(Verdict.SKIP, Verdict.INCONCLUSIVE) is Verdict.INCONCLUSIVE
+    assert verdict(Verdict.PASS, Verdict.FAIL) is Verdict.FAIL
+
+
+def test_a_case_that_nobody_judged_is_a_skip():
+    assert verdict(Verdict.SKIP, Verdict.SKIP) is Verdict.SKIP

@@ -1,0 +1,87 @@
+"""Sessions without workers, with workers that cannot start, and without any case."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from loragate.report.events import CaseStarted, RunFinished
+from loragate.report.summary import summarize
+from loragate.verdict import ExitCode, Failure, Verdict
+
+
+@pytest.fixture(scope="module")
+def alone(run_once, run_session):
+    return run_once("alone", lambda report: run_session(report, "-n", "0", matrix="one_hang.yaml"))
+
+
+@pytest.fixture(scope="module")
+def without_cases(tmp_path_factory):
+    """A folder after a distributed session of ordinary tests."""
+    folder = tmp_path_factory.mktemp("without_cases")
+    (folder / "conftest.py").write_text(
+        'import sys\npytest_plugins = ["loragate.plugin"]\n'
+        "def pytest_unconfigure(config):\n"
+        "    if not hasattr(config, 'workerinput'):\n"
+        "        open('controller.txt', 'w').write(' '.join(sys.modules))\n"
+    )
+    (folder / "test_other.py").write_text("def test_other(): pass\n")
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-n", "1", "."]
+    subprocess.run(command, cwd=folder, check=True)
+    return folder
+
+
+def test_a_hang_without_workers_ends_the_session_with_its_stack_on_the_terminal(alone):
+    assert alone.exit_code != 0
+    assert "Timeout (0:00:02)!" in alone.output
+    assert "in sleep_holding_the_gil" in alone.output
+
+
+def test_what_ran_before_a_hang_without_workers_stays_in_the_record(alone):
+    assert alone.of_tokens(21).verdict is Verdict.PASS
+    assert alone.of_tokens(17).judgements[0].failure is Failure.OUT_OF_MEMORY
+    assert not any(isinstance(event, RunFinished) for event in alone.log.events)
+
+
+def test_the_record_of_a_killed_session_names_the_case_and_is_not_green(alone):
+    summary = summarize(alone.log)
+    assert summary.exit_code is not ExitCode.OK
+    (lost,) = [case for case in summary.cases if case.shown is None]
+    (last,) = [e for e in alone.log.events[-1:] if isinstance(e, CaseStarted)]
+    assert lost.run_id == last.run_id
+
+
+def test_workers_that_die_before_they_collect_end_the_session(tmp_path, run_session):
+    session = run_session(tmp_path / "report", "-n", "2", "-p", "stillborn", matrix="one_hang.yaml")
+    assert session.exit_code == ExitCode.INFRASTRUCTURE
+    assert "3 workers died before they could run anything" in session.output
+
+
+def test_a_distribution_that_hangs_when_a_worker_dies_is_refused(tmp_path, run_session):
+    session = run_session(
+        tmp_path / "report", "-n", "2", "--dist", "loadfile", matrix="one_hang.yaml"
+    )
+    assert session.exit_code == ExitCode.USAGE
+    assert "--dist loadfile does not survive a worker that dies" in session.output
+
+
+def test_a_subject_that_nobody_knows_is_a_usage_error_that_names_the_nearest(tmp_path, run_session):
+    session = run_session(
+        tmp_path / "report", "-n", "1", "--loragate-subject=torhc", matrix="one_hang.yaml"
+    )
+    assert session.exit_code == ExitCode.USAGE
+    assert "there is no subject 'torhc'" in session.output
+    assert "did you mean 'torch'?" in session.output
+    assert not (tmp_path / "report").exists()
+
+
+def test_a_session_without_cases_leaves_no_report(without_cases):
+    assert not (without_cases / "report").exists()
+
+
+def test_the_controller_imports_no_torch(without_cases):
+    loaded = (without_cases / "controller.txt").read_text().split()
+    assert "loragate.plugin.ledger" in loaded
+    assert "torch" not in loaded
