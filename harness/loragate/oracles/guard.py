@@ -100,10 +100,17 @@ def _aftermath(
     trial: Trial, violation: Violation, instance: Instance, batch: Batch, wanted: Tensor
 ) -> Judgement | None:
     """A FAIL if the step that was prepared before gives something else now."""
+    try:
+        result = _apply(instance, batch)
+    except torch.AcceleratorError:
+        raise
+    except Exception as error:
+        message = f"a good step after it raises {type(error).__name__}: {error}"
+        return _failure(violation, message, Failure.STALE_STATE)
     return judge_bits(
         trial,
         batch,
-        _apply(instance, batch),
+        result,
         wanted,
         oracle=OracleName.GUARD,
         failure=Failure.STALE_STATE,
@@ -111,11 +118,13 @@ def _aftermath(
     )
 
 
-def _failure(violation: Violation, message: str) -> Judgement:
+def _failure(
+    violation: Violation, message: str, failure: Failure = Failure.NOT_REFUSED
+) -> Judgement:
     return Judgement(
         OracleName.GUARD,
         Verdict.FAIL,
-        Failure.NOT_REFUSED,
+        failure,
         f"{violation.what}: {message}",
         where={"guard": violation.guard.value},
     )

@@ -1,0 +1,311 @@
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from loragate.inputs import torch_dtype
+from loragate.machine import Machine
+from loragate.matrix.case import Case, Dtype, Execution, Site
+from loragate.oracles.guard import GuardedInput
+from loragate.oracles.protocol import Trial
+from loragate.subjects.protocol import BaseLayer, Capabilities, Guard, Instance, Pool
+from loragate.subjects.torch_subject import DenseDelta, TorchSubject
+from loragate.verdict import Failure, Judgement, Verdict
+
+CPU = Machine("cpu", "test", None, 1, 0)
+CASE = Case(
+    site=Site.DENSE_DELTA,
+    tokens=9,
+    in_features=48,
+    slices=(32, 16),
+    rank=8,
+    slots=3,
+    dtype=Dtype.BF16,
+)
+
+
+def _require(name: str, given: object, allowed: object) -> None:
+    if given != allowed:
+        raise ValueError(f"{name} must be {allowed} (got {given})")
+
+
+class Careful(DenseDelta):
+    """Refuses all that there is to refuse, before it changes anything."""
+
+    def __init__(self, case: Case) -> None:
+        super().__init__(case)
+        self.case = case
+
+    def load(self, slot: int, pool: Pool) -> None:
+        self.check_slot(slot)
+        self.check_rank(pool.ranks[slot])
+        _require("in_features", pool.a.shape[-1], self.case.in_features)
+        for b, width in zip(pool.b, self.case.slices, strict=True):
+            _require("slice width", b.shape[1], width)
+        super().load(slot, pool)
+
+    def unload(self, slot: int) -> None:
+        self.check_slot(slot)
+        super().unload(slot)
+
+    def prepare(self, token_slots: Tensor) -> None:
+        self.check_mapping(token_slots)
+        super().prepare(token_slots)
+
+    def apply(self, x: Tensor, out: Tensor) -> Tensor:
+        self.check_rows(x, out)
+        self.check_memory(x, out)
+        return super().apply(x, out)
+
+    def check_slot(self, slot: int) -> None:
+        if not 0 <= slot < self.case.slots:
+            raise ValueError(f"slot must be 0 to {self.case.slots - 1} (got {slot})")
+
+    def check_rank(self, ranks: tuple[int, ...]) -> None:
+        if max(ranks) > self.case.rank:
+            raise ValueError(f"rank must be at most {self.case.rank} (got {max(ranks)})")
+
+    def check_mapping(self, token_slots: Tensor) -> None:
+        _require("dtype of token_slots", token_slots.dtype, torch.int32)
+        if len(token_slots) > self.case.tokens:
+            raise ValueError(f"at most {self.case.tokens} token_slots (got {len(token_slots)})")
+        low, high = token_slots.aminmax()
+        if low < -1 or high >= self.case.slots:
+            raise ValueError(f"token_slots must name a slot or -1 (got {low} to {high})")
+
+    def check_rows(self, x: Tensor, out: Tensor) -> None:
+        for name, tensor, width in (
+            ("x", x, self.case.in_features),
+            ("out", out, self.case.out_features),
+        ):
+            _require(f"columns of {name}", tensor.shape[1], width)
+            _require(f"dtype of {name}", tensor.dtype, torch_dtype(self.case.dtype))
+            _require(f"rows of {name}", len(tensor), len(self.token_slots))
+
+    def check_memory(self, x: Tensor, out: Tensor) -> None:
+        distance = out.data_ptr() - x.data_ptr()
+        if 0 <= distance < x.numel() * x.element_size():
+            raise ValueError(f"out must not share memory with x (got {distance} bytes apart)")
+
+
+class AnyXDtype(Careful):
+    def check_rows(self, x: Tensor, out: Tensor) -> None:
+        super().check_rows(x.to(out.dtype), out)
+
+
+class NarrowX(Careful):
+    def check_rows(self, x: Tensor, out: Tensor) -> None:
+        _require("rows of x", len(x), len(self.token_slots))
+        super().check_rows(out.new_empty(len(out), self.case.in_features).to(x.dtype), out)
+
+
+class MoreRows(Careful):
+    def check_rows(self, x: Tensor, out: Tensor) -> None:
+        super().check_rows(x[: self.case.tokens], out[: self.case.tokens])
+
+
+class AnyOutDtype(Careful):
+    def check_rows(self, x: Tensor, out: Tensor) -> None:
+        super().check_rows(x, out.to(x.dtype))
+
+
+class NarrowOut(Careful):
+    def check_rows(self, x: Tensor, out: Tensor) -> None:
+        super().check_rows(x, out.new_empty(len(out), self.case.out_features))
+
+
+class SameMemory(Careful):
+    def check_memory(self, x: Tensor, out: Tensor) -> None:
+        if x.data_ptr() != out.data_ptr():
+            super().check_memory(x, out)
+
+
+class OverlappingMemory(Careful):
+    def check_memory(self, x: Tensor, out: Tensor) -> None:
+        if x.data_ptr() == out.data_ptr():
+            raise ValueError("out must not be x")
+
+
+class WideMapping(Careful):
+    def check_mapping(self, token_slots: Tensor) -> None:
+        super().check_mapping(token_slots.int())
+
+
+class LongMapping(Careful):
+    def check_mapping(self, token_slots: Tensor) -> None:
+        super().check_mapping(token_slots[: self.case.tokens])
+
+
+class ForeignSlot(Careful):
+    def check_mapping(self, token_slots: Tensor) -> None:
+        super().check_mapping(token_slots.clamp(max=self.case.slots - 1))
+
+
+class NegativeSlot(Careful):
+    def check_mapping(self, token_slots: Tensor) -> None:
+        super().check_mapping(token_slots.clamp(min=-1))
+
+
+class HighRank(Careful):
+    def check_rank(self, ranks: tuple[int, ...]) -> None:
+        """A rank beyond the buffers is taken."""
+
+
+class LastSlotByMinusOne(Careful):
+    def check_slot(self, slot: int) -> None:
+        super().check_slot(slot % self.case.slots if slot < 0 else slot)
+
+
+class ForgetsTheMapping(Careful):
+    """Installs a mapping before it looks at it."""
+
+    def prepare(self, token_slots: Tensor) -> None:
+        self.token_slots = token_slots.clone()
+        super().prepare(token_slots)
+
+
+class HalfAnAdapter(Careful):
+    """Empties the slot before it looks at what is to move in (sglang #8103)."""
+
+    def load(self, slot: int, pool: Pool) -> None:
+        self.slots.pop(slot, None)
+        super().load(slot, pool)
+
+
+class WritesFirst(Careful):
+    def apply(self, x: Tensor, out: Tensor) -> Tensor:
+        out += 1
+        super().apply(x, out - 1)
+        return out
+
+
+class WrongError(Careful):
+    def check_rank(self, ranks: tuple[int, ...]) -> None:
+        assert max(ranks) <= self.case.rank
+
+
+class SilentError(Careful):
+    def check_rank(self, ranks: tuple[int, ...]) -> None:
+        if max(ranks) > self.case.rank:
+            raise ValueError("bad adapter")
+
+
+class _Subject(TorchSubject):
+    def __init__(self, instance: type[Careful]) -> None:
+        self.instance = instance
+
+    def open(self, case: Case, machine: Machine, base: BaseLayer | None) -> Instance:
+        return self.instance(case)
+
+
+def _trial(instance: type[Careful], case: Case = CASE, *guards: Guard) -> Trial:
+    subject = _Subject(instance)
+    capabilities = subject.capabilities(CPU)
+    assert isinstance(capabilities, Capabilities)
+    capabilities = replace(capabilities, guards=frozenset(guards or Guard))
+    return Trial(case, subject, capabilities, CPU, seed=5)
+
+
+def _judge(instance: type[Careful], case: Case = CASE) -> Judgement:
+    return GuardedInput().judge(_trial(instance, case))
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        CASE,
+        replace(CASE, dtype=Dtype.FP32),
+        replace(CASE, tokens=1, slots=1, slices=(7,), in_features=2, rank=1),
+    ],
+    ids=["bf16", "fp32", "smallest"],
+)
+def test_a_subject_that_refuses_everything_passes(case: Case) -> None:
+    judgement = _judge(Careful, case)
+    assert judgement.verdict is Verdict.PASS, judgement.message
+    assert judgement.metrics == {"refusals": 18.0}
+
+
+@pytest.mark.parametrize(
+    ("instance", "guard"),
+    [
+        (AnyXDtype, Guard.X_DTYPE),
+        (NarrowX, Guard.X_WIDTH),
+        (MoreRows, Guard.ROWS),
+        (AnyOutDtype, Guard.OUT_DTYPE),
+        (NarrowOut, Guard.OUT_WIDTH),
+        (SameMemory, Guard.ALIASED_OUT),
+        (OverlappingMemory, Guard.OVERLAPPING_OUT),
+        (WideMapping, Guard.MAPPING_DTYPE),
+        (LongMapping, Guard.MAPPING_LENGTH),
+        (ForeignSlot, Guard.SLOT_RANGE),
+        (NegativeSlot, Guard.SLOT_RANGE),
+        (HighRank, Guard.ADAPTER_RANK),
+        (LastSlotByMinusOne, Guard.SLOT),
+    ],
+)
+def test_what_is_accepted_in_spite_of_a_promise_fails(
+    instance: type[Careful], guard: Guard
+) -> None:
+    judgement = _judge(instance)
+    assert judgement.failure is Failure.NOT_REFUSED
+    assert judgement.where == {"guard": guard.value}
+
+
+def test_a_refused_mapping_that_was_installed_anyway_fails() -> None:
+    judgement = _judge(ForgetsTheMapping)
+    assert judgement.failure is Failure.STALE_STATE
+    assert "token_slots" in judgement.message
+
+
+def test_a_slot_that_a_refused_adapter_has_emptied_fails() -> None:
+    judgement = _judge(HalfAnAdapter)
+    assert judgement.failure is Failure.STALE_STATE
+    assert "an adapter of rank 9" in judgement.message
+    assert judgement.where["slot"] == CASE.slots - 1
+
+
+def test_a_tensor_that_is_written_before_the_refusal_fails() -> None:
+    judgement = _judge(WritesFirst)
+    assert judgement.failure is Failure.NOT_REFUSED
+    assert "refused after a tensor had been changed" in judgement.message
+
+
+def test_another_kind_of_error_is_no_refusal() -> None:
+    judgement = _judge(WrongError)
+    assert judgement.failure is Failure.NOT_REFUSED
+    assert "AssertionError instead of ValueError" in judgement.message
+
+
+def test_an_error_that_does_not_tell_what_was_given_is_no_refusal() -> None:
+    judgement = _judge(SilentError)
+    assert judgement.failure is Failure.NOT_REFUSED
+    assert "does not name 9: bad adapter" in judgement.message
+
+
+def test_a_refusal_that_nobody_promised_is_not_asked_for() -> None:
+    judgement = GuardedInput().judge(_trial(HighRank, CASE, Guard.X_DTYPE))
+    assert judgement.verdict is Verdict.PASS
+    assert judgement.metrics == {"refusals": 1.0}
+
+
+@pytest.mark.parametrize(
+    ("case", "reason"),
+    [
+        (replace(CASE, execution=Execution.GRAPH), "input is checked on the host"),
+        (replace(CASE, tokens=0), "the batch has no rows"),
+        (replace(CASE, tp=2), "before it simulates ranks"),
+    ],
+)
+def test_a_case_that_would_show_nothing_new_is_skipped_with_a_reason(
+    case: Case, reason: str
+) -> None:
+    assert reason in str(GuardedInput().applies(_trial(Careful, case)))
+
+
+def test_a_subject_without_promises_is_skipped_with_a_reason() -> None:
+    trial = _trial(Careful)
+    trial = replace(trial, capabilities=replace(trial.capabilities, guards=frozenset()))
+    assert GuardedInput().applies(trial) == "the subject promises no refusals"
