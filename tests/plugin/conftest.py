@@ -53,6 +53,11 @@ def environment(**changes: str) -> dict[str, str]:
 
 
 @pytest.fixture(scope="session")
+def subject_environment() -> dict[str, str]:
+    return environment()
+
+
+@pytest.fixture(scope="session")
 def run_session() -> Callable[..., Session]:
     """Runs `pytest cases` on one of the matrices of this folder."""
 

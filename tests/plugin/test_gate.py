@@ -1,0 +1,99 @@
+"""The gate from outside: a command, its exit code and what it leaves."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from loragate.report.events import CaseFinished, CaseStarted, LegFinished, RunStarted
+from loragate.report.log import read_events
+from loragate.verdict import ExitCode, Verdict
+
+MATRICES = Path(__file__).parent / "bad_day"
+
+
+@pytest.fixture
+def start_gate(tmp_path, subject_environment):
+    def start(*arguments: str) -> subprocess.Popen[str]:
+        return subprocess.Popen(
+            [sys.executable, "-m", "loragate", "gate", *arguments],
+            # wherever it is called from
+            cwd=tmp_path,
+            env=subject_environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+
+    return start
+
+
+def test_a_gate_whose_every_case_passes_is_green_and_leaves_a_report(tmp_path, start_gate):
+    gate = start_gate("--subject=torch", f"--matrix={MATRICES / 'long_sleep.yaml'}", "--seeds=2")
+    output, _ = gate.communicate(timeout=120)
+    assert gate.returncode == ExitCode.OK, output
+    assert "2/2 cases" in output
+    assert "every expected case ran and passed" in output
+    report = tmp_path / "report"
+    log = read_events(report / "events.jsonl")
+    (plan,) = [event for event in log.events if isinstance(event, RunStarted)]
+    assert (plan.legs, plan.attempts) == (("interpreter",), (0, 1))
+    assert sum(isinstance(event, CaseFinished) for event in log.events) == 4
+    assert "4 passed" in (report / "logs" / "interpreter.log").read_text()
+    assert (report / "index.html").exists()
+    assert (report / "junit.xml").exists()
+
+
+def test_ctrl_c_leaves_an_incomplete_run_with_its_report(tmp_path, start_gate):
+    gate = start_gate(
+        "--subject=bad_day_subject:BadDay", f"--matrix={MATRICES / 'long_sleep.yaml'}"
+    )
+    events = tmp_path / "report" / "events.jsonl"
+    wait_for(lambda: sleeping_case_started(events))
+    gate.send_signal(signal.SIGINT)
+    output, _ = gate.communicate(timeout=60)
+    assert gate.returncode == ExitCode.INCOMPLETE, output
+    log = read_events(events)
+    (leg,) = [event for event in log.events if isinstance(event, LegFinished)]
+    assert (leg.verdict, leg.message) == (Verdict.INCONCLUSIVE, "interrupted")
+    ends = {e.run_id[-9:]: e.verdict for e in log.events if isinstance(e, CaseFinished)}
+    assert ends == {"tokens-21": Verdict.PASS, "tokens-13": Verdict.INCONCLUSIVE}
+    assert "interrupted" in (tmp_path / "report" / "index.html").read_text()
+
+
+def test_a_bad_case_file_is_told_with_its_line_and_touches_no_report(tmp_path, start_gate):
+    (tmp_path / "bad.yaml").write_text("site: dense_delta\ngroups: {a: {tier: smok}}\n")
+    gate = start_gate("--subject=torch", "--matrix=bad.yaml")
+    output, _ = gate.communicate(timeout=60)
+    assert gate.returncode == ExitCode.USAGE
+    assert "bad.yaml:2: groups.a.tier: given 'smok'" in output
+    assert "Traceback" not in output
+    assert not (tmp_path / "report").exists()
+
+
+def test_a_tier_that_needs_a_gpu_is_refused_without_one(tmp_path, start_gate):
+    gate = start_gate("--tier=premerge")
+    output, _ = gate.communicate(timeout=60)
+    assert gate.returncode == ExitCode.USAGE
+    assert "tier premerge needs a GPU and there is none; allowed here: smoke" in output
+
+
+def sleeping_case_started(events: Path) -> bool:
+    if not events.exists():
+        return False
+    seen = read_events(events).events
+    started = {e.run_id[-9:] for e in seen if isinstance(e, CaseStarted)}
+    ended = {e.run_id[-9:] for e in seen if isinstance(e, CaseFinished)}
+    return "tokens-13" in started and "tokens-21" in ended
+
+
+def wait_for(condition) -> None:
+    deadline = time.monotonic() + 120
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.1)

@@ -1,0 +1,90 @@
+"""A leg is watched, stopped with everything that it started, and judged by its exit code."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from loragate.legs import verdict_of_exit
+from loragate.process import Cause, watch
+from loragate.verdict import Verdict
+
+
+def python(text: str) -> list[str]:
+    return [sys.executable, "-c", text]
+
+
+def nothing_moved() -> bool:
+    return False
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    # a zombie that waits for its parent is as good as gone
+    return Path(f"/proc/{pid}/stat").read_text().split(")")[1].split()[0] != "Z"
+
+
+def test_the_log_holds_what_the_leg_printed(tmp_path):
+    log = tmp_path / "logs" / "leg.log"
+    text = "import sys; print('out'); print('err', file=sys.stderr); sys.exit(3)"
+    ending = watch(python(text), log=log, patience_s=60, tick=nothing_moved)
+    assert (ending.cause, ending.exit_code) == (Cause.EXITED, 3)
+    assert sorted(log.read_text().split()) == ["err", "out"]
+
+
+def test_a_leg_without_a_sign_of_life_is_stopped(tmp_path):
+    ending = watch(
+        python("import time; time.sleep(600)"),
+        log=tmp_path / "leg.log",
+        patience_s=0.5,
+        tick=nothing_moved,
+    )
+    assert ending.cause is Cause.STALLED
+
+
+def test_a_silent_leg_whose_record_grows_is_left_alone(tmp_path):
+    ending = watch(
+        python("import time; time.sleep(1.5)"),
+        log=tmp_path / "leg.log",
+        patience_s=0.5,
+        tick=lambda: True,
+    )
+    assert (ending.cause, ending.exit_code) == (Cause.EXITED, 0)
+
+
+def test_what_a_leg_has_started_does_not_outlive_it(tmp_path):
+    text = (
+        "import subprocess, sys;"
+        "print(subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)']).pid)"
+    )
+    log = tmp_path / "leg.log"
+    watch(python(text), log=log, patience_s=60, tick=nothing_moved)
+    grandchild = int(log.read_text())
+    deadline = time.monotonic() + 30
+    while is_alive(grandchild) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not is_alive(grandchild)
+
+
+@pytest.mark.parametrize(
+    ("exit_code", "verdict"),
+    [
+        (0, Verdict.PASS),
+        (1, Verdict.FAIL),
+        (2, Verdict.INCONCLUSIVE),
+        (3, Verdict.INFRA),
+        (4, Verdict.INFRA),
+        (5, Verdict.INCONCLUSIVE),
+        (-9, Verdict.INFRA),
+        (127, Verdict.INFRA),
+    ],
+)
+def test_only_a_leg_that_exits_with_zero_has_passed(exit_code, verdict):
+    assert verdict_of_exit(exit_code) is verdict
