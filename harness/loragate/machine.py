@@ -24,13 +24,16 @@ class Machine:
 
 
 def select_interpreter() -> None:
-    """Turn on Triton's interpreter where no GPU can run kernels.
+    """Turn on Triton's interpreter where no GPU can run kernels, and settle what moves its
+    numbers from release to release.
 
     Must run before any module with a @triton.jit function is imported: the decorator reads
     the switch when it is applied.
     """
     import torch
 
+    # on by default up to Triton 3.9, off from 3.10: numbers are compared across releases
+    os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
     if not torch.cuda.is_available():
         os.environ.setdefault("TRITON_INTERPRET", "1")
 

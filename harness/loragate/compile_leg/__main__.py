@@ -1,18 +1,16 @@
-"""The compile leg on its own, or `--update` of its baseline.
-
-To record another release of Triton, run it under that release:
-`pip install --no-deps --target DIR triton==X.Y.Z`, then the same command with PYTHONPATH=DIR.
-"""
+"""`python -m loragate.compile_leg`: the leg on its own, or `--update` of its baseline."""
 
 from __future__ import annotations
 
 import argparse
+import subprocess
 import sys
 from pathlib import Path
 
 from loragate.compile_leg.baseline import BaselineError
 from loragate.compile_leg.dry_launch import ProviderError
 from loragate.compile_leg.leg import ARCHS, BASELINE, describe, record, run
+from loragate.compile_leg.releases import record_under
 from loragate.report.events import CompileResult, Event, Note
 from loragate.verdict import ExitCode, Verdict
 
@@ -39,12 +37,22 @@ class _Printer:
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m loragate.compile_leg",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        description="Compile every kernel without a GPU and judge its resources.",
     )
     parser.add_argument("--update", action="store_true", help="record what Triton compiles now")
+    parser.add_argument(
+        "--release",
+        action="append",
+        default=[],
+        metavar="X.Y.Z",
+        help="with --update: record under this Triton instead, installed aside; repeatable",
+    )
     parser.add_argument("--baseline", type=Path, default=BASELINE)
     options = parser.parse_args(arguments)
+    if options.release and not options.update:
+        parser.error("--release needs --update")
+    if options.release:
+        return _update_releases(options.release, options.baseline)
     if options.update:
         return _update(options.baseline)
     printer = _Printer()
@@ -68,6 +76,16 @@ def _update(baseline: Path) -> int:
         print(f"was {line}")
     recorded = len(results) - len(gone)
     print(f"recorded {recorded} kernels, {len(new)} new, {len(gone)} dropped, in {baseline}")
+    return ExitCode.OK
+
+
+def _update_releases(releases: list[str], baseline: Path) -> int:
+    for release in releases:
+        try:
+            record_under(release, baseline)
+        except (subprocess.CalledProcessError, subprocess.TimeoutExpired) as error:
+            print(f"Triton {release} is not recorded: {error}", file=sys.stderr)
+            return ExitCode.INFRASTRUCTURE
     return ExitCode.OK
 
 

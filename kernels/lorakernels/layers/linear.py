@@ -84,6 +84,8 @@ class LoRALinear(nn.Module):
         layers that run one after the other. The delta has no gradient. Raises ValueError."""
         if x.shape[-1] != self.cut.inputs.size:
             raise ValueError(f"x must have {self.cut.inputs.size} columns (got {x.shape[-1]})")
+        if x.dtype != self.weight.dtype:
+            raise ValueError(f"x must be {self.weight.dtype} like the weight (got {x.dtype})")
         rows = x.reshape(-1, x.shape[-1])
         out = F.linear(rows, self.weight, self.bias)
         dense_delta(rows, self.slots, metadata, workspace, out)
