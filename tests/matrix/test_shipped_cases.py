@@ -58,6 +58,18 @@ def test_each_numeric_oracle_judges_each_site_in_each_tier(
         assert any(oracle in case.oracles for case in _of(cases, tier, site))
 
 
+@pytest.mark.parametrize("site", Site)
+@pytest.mark.parametrize("oracle", [OracleName.GUARD, OracleName.COMPILE])
+def test_refusals_and_compilation_are_judged_on_a_few_cases_of_each_site(
+    cases: tuple[Case, ...], site: Site, oracle: OracleName
+) -> None:
+    for tier in (Tier.SMOKE, Tier.PREMERGE):
+        judged = [case for case in _of(cases, tier, site) if oracle in case.oracles]
+        assert 2 <= len(judged) <= 4
+        # neither oracle has anything to say about these
+        assert {(c.execution, c.tp, c.tokens > 0) for c in judged} == {(Execution.EAGER, 1, True)}
+
+
 def test_smoke_meets_every_mix_layout_dtype_and_rank_pattern(cases: tuple[Case, ...]) -> None:
     dense = _of(cases, Tier.SMOKE, Site.DENSE_DELTA)
     assert {(c.mix, c.layout) for c in dense} == {(m, y) for m in Mix for y in Layout}
