@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -160,6 +162,35 @@ def test_a_provider_that_breaks_its_promise_is_refused(
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(ProviderError, match=f"^{provider}: .*{complaint}"):
         list_labels(provider)
+
+
+def test_another_release_is_installed_aside_and_recorded_by_a_process_of_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    commands: list[tuple[list[str], str]] = []
+
+    def run_command(command: list[str], *, env: dict[str, str], **_: object) -> None:
+        commands.append((command[1:], env["PYTHONPATH"]))
+
+    monkeypatch.setenv("PYTHONPATH", "sources")
+    monkeypatch.setattr(subprocess, "run", run_command)
+    baseline = str(tmp_path / "resources.json")
+    assert main(["--update", "--release", "3.8.0", "--baseline", baseline]) == 0
+    (install, _), (update, path) = commands
+    assert install[-1] == "triton==3.8.0"
+    assert update == ["-m", "loragate.compile_leg", "--update", "--baseline", baseline]
+    assert path == os.pathsep.join([install[-2], "sources"])
+
+
+def test_a_release_that_cannot_be_installed_is_an_infrastructure_failure(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def run_command(command: list[str], **_: object) -> None:
+        raise subprocess.CalledProcessError(1, command)
+
+    monkeypatch.setattr(subprocess, "run", run_command)
+    assert main(["--update", "--release", "9.9.9"]) == 3
+    assert "Triton 9.9.9 is not recorded" in capsys.readouterr().err
 
 
 def test_an_unreadable_baseline_is_an_infrastructure_failure(

@@ -219,3 +219,14 @@ def test_without_the_switch_nothing_is_imported_and_nothing_repaired() -> None:
     )
     environment = {**os.environ, "TRITON_INTERPRET": "0"}
     subprocess.run([sys.executable, "-c", script], env=environment, check=True, timeout=60)
+
+
+def test_fusion_is_settled_unless_the_user_has_settled_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delenv("TRITON_DEFAULT_FP_FUSION", raising=False)
+    select_interpreter()
+    assert os.environ["TRITON_DEFAULT_FP_FUSION"] == "1"
+    monkeypatch.setenv("TRITON_DEFAULT_FP_FUSION", "0")
+    select_interpreter()
+    assert os.environ["TRITON_DEFAULT_FP_FUSION"] == "0"
