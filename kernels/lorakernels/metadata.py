@@ -22,7 +22,9 @@ def tile_height(num_rows: int) -> int:
     is a constant of a captured graph."""
     if num_rows <= 128:
         return 16
-    return 32 if num_rows <= 1024 else 64
+    if num_rows <= 1024:
+        return 32
+    return 64 if num_rows < 2048 else 128
 
 
 def max_tiles(num_rows: int, num_slots: int, height: int) -> int:

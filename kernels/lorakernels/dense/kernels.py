@@ -43,24 +43,26 @@ def lora_shrink_kernel(
     BLOCK_K: tl.constexpr,
     IEEE: tl.constexpr,
     PDL: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     # grid (tiles, planes, chunks of BLOCK_N ranks). The wait comes before any exit: the expand
     # trusts that whatever ran before the shrink is complete once every program got past it
     if PDL:
         gdc_wait()
-        gdc_launch_dependents()
+        if EARLY:
+            gdc_launch_dependents()
     first_tile = tl.program_id(0)
     plane = tl.program_id(1)
     offs_n = tl.program_id(2) * BLOCK_N + tl.arange(0, BLOCK_N)
     offs_m = tl.arange(0, HEIGHT)
     offs_k = tl.arange(0, BLOCK_K)
-    inside_n = offs_n < SR
     S: tl.constexpr = SR // R
     steps = tl.cdiv(tl.cdiv(K, BLOCK_K), tl.num_programs(1))
     k_begin = plane * steps * BLOCK_K
     k_end = tl.minimum(k_begin + steps * BLOCK_K, K)
     # a transposed x has its rows' stride here: 64 bits (vllm #53034)
     offs_x = (k_begin + offs_k).to(tl.int64) * stride_xk
+    plane_ptr = bridge_ptr + plane.to(tl.int64) * stride_bridge_plane
 
     # the entries of the next tile are fetched ahead, those of the first beside the count
     slot = tl.load(tile_slots_ptr + first_tile)
@@ -68,12 +70,12 @@ def lora_shrink_kernel(
     num_tiles = tl.load(num_tiles_ptr)
     for tile in range(first_tile, num_tiles, tl.num_programs(0)):
         live_m = rows >= 0
-        live_rank = tl.load(ranks_ptr + slot * S + offs_n // R, mask=inside_n, other=0)
+        live_rank = tl.load(ranks_ptr + slot * S + offs_n // R, mask=offs_n < SR, other=0)
         live_n = offs_n % R < live_rank
         # [HEIGHT, BLOCK_K] and [BLOCK_K, BLOCK_N]
         x_ptrs = x_ptr + rows.to(tl.int64)[:, None] * stride_xm + offs_x[None, :]
-        a_rows = a_ptr + (slot.to(tl.int64) * SR + offs_n) * K
-        a_ptrs = a_rows[None, :] + (k_begin + offs_k)[:, None]
+        a_slot = a_ptr + slot.to(tl.int64) * SR * K + k_begin
+        a_ptrs = a_slot + offs_n.to(tl.int64)[None, :] * K + offs_k[:, None]
         next_tile = tl.minimum(tile + tl.num_programs(0), last_tile)
         slot = tl.load(tile_slots_ptr + next_tile)
         rows = tl.load(tile_rows_ptr + next_tile * HEIGHT + offs_m)
@@ -88,9 +90,20 @@ def lora_shrink_kernel(
                 x_ptrs += BLOCK_K * stride_xk
                 a_ptrs += BLOCK_K
             # rows without a token stay unwritten, dead ranks become zero
-            plane_ptr = bridge_ptr + plane.to(tl.int64) * stride_bridge_plane
-            cells = (tile * HEIGHT + offs_m).to(tl.int64)[:, None] * SR + offs_n[None, :]
-            tl.store(plane_ptr + cells, acc, mask=live_m[:, None] & inside_n[None, :])
+            row_ptrs = plane_ptr + (tile * HEIGHT + offs_m).to(tl.int64)[:, None] * SR
+            live_cells = live_m[:, None] & (offs_n < SR)[None, :]
+            tl.store(row_ptrs + offs_n[None, :], acc, mask=live_cells)
+    if PDL and not EARLY:
+        gdc_launch_dependents()
+
+
+@triton.jit
+def _load_bridge(ptrs, mask, stride_plane, PLANES: tl.constexpr):
+    """The planes of the shrink, added up in their order."""
+    h = tl.load(ptrs, mask=mask, other=0.0)
+    for plane in tl.static_range(1, PLANES):
+        h += tl.load(ptrs + tl.cast(stride_plane, tl.int64) * plane, mask=mask, other=0.0)
+    return h
 
 
 @triton.jit
@@ -114,23 +127,6 @@ def _locate_slice(group, WIDTHS: tl.constexpr, COLUMNS: tl.constexpr, ALIGN: tl.
     # the compiler cannot see through the selection, and would access two bytes at a time
     column = tl.multiple_of(column, COLUMNS)
     return slice_id, column, tl.multiple_of(start, ALIGN), tl.multiple_of(width, ALIGN)
-
-
-@triton.jit
-def _load_bridge(ptrs, mask, stride_plane, PLANES: tl.constexpr):
-    """The planes of the shrink, added up in their order."""
-    h = tl.load(ptrs, mask=mask, other=0.0)
-    for plane in tl.static_range(1, PLANES):
-        h += tl.load(ptrs + tl.cast(stride_plane, tl.int64) * plane, mask=mask, other=0.0)
-    return h
-
-
-@triton.jit
-def _load_b(ptrs, live_n, offs_r, rank, RANK_ALIGN: tl.constexpr):
-    """B [BLOCK_R, BLOCK_N]: whole vectors are loaded, what lies past the live rank is cleared."""
-    loaded_rank = tl.cdiv(rank, RANK_ALIGN) * RANK_ALIGN
-    b = tl.load(ptrs, mask=live_n[None, :] & (offs_r < loaded_rank)[:, None], other=0.0)
-    return tl.where((offs_r < rank)[:, None], b, 0.0)
 
 
 @triton.jit
@@ -158,6 +154,7 @@ def lora_expand_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_R: tl.constexpr,
     GROUP: tl.constexpr,
+    STAGES: tl.constexpr,
     IEEE: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -188,38 +185,44 @@ def lora_expand_kernel(
         slot = tl.load(tile_slots_ptr + next_part // PARTS)
         rows = tl.load(tile_rows_ptr + next_part * BLOCK_M + offs_m)
 
-        # what does not depend on the shrink is fetched before the wait
-        live_n = offs_n < width
-        previous = tl.load(out_ptrs, mask=live_m[:, None] & live_n[None, :], other=0.0)
-        b = _load_b(b_ptrs, live_n, offs_r, rank, RANK_ALIGN)
-        if PDL:
-            gdc_wait()
+        # whole vectors are loaded: past the live rank the bridge is zero and so is B
+        loaded_rank = tl.cdiv(rank, RANK_ALIGN) * RANK_ALIGN
+        live_r = (offs_r < loaded_rank)[:, None]
+        live_h = live_m[:, None] & (offs_r < loaded_rank)[None, :]
         cells = (part * BLOCK_M + offs_m).to(tl.int64)[:, None] * (S * R) + slice_id * R
         h_ptrs = bridge_ptr + cells + offs_r[None, :]
-        loaded_rank = tl.cdiv(rank, RANK_ALIGN) * RANK_ALIGN
-        live_h = live_m[:, None] & (offs_r < loaded_rank)[None, :]
-        h = _load_bridge(h_ptrs, live_h, stride_bridge_plane, PLANES)
-        h = (h * scale).to(b.dtype)
 
-        for block in range(GROUP):
-            # the next block is on its way while this one is computed
-            ahead = (block + 1) * BLOCK_N
-            more_n = (offs_n + ahead < width) & (block + 1 < GROUP)
-            ahead_ptrs = out_ptrs + tl.cast(stride_on, tl.int64) * ahead
-            next_previous = tl.load(ahead_ptrs, mask=live_m[:, None] & more_n[None, :], other=0.0)
-            next_b = _load_b(b_ptrs + ahead * R, more_n, offs_r, rank, RANK_ALIGN)
-
-            # base and delta are added in fp32 and rounded once
-            acc = _dot(h, b, previous.to(tl.float32), IEEE)
+        # base and delta are added in fp32 and rounded once
+        if GROUP == 1:
+            # what does not depend on the shrink is fetched before the wait
+            live_n = (offs_n < width)[None, :]
+            previous = tl.load(out_ptrs, mask=live_m[:, None] & live_n, other=0.0)
+            b = tl.load(b_ptrs, mask=live_n & live_r, other=0.0)
+            if PDL:
+                gdc_wait()
+            h = _load_bridge(h_ptrs, live_h, stride_bridge_plane, PLANES) * scale
+            acc = _dot(h.to(b.dtype), b, previous.to(tl.float32), IEEE)
             for r in range(BLOCK_R, R, BLOCK_R):
-                live_h = live_m[:, None] & (r + offs_r < loaded_rank)[None, :]
-                h_r = _load_bridge(h_ptrs + r, live_h, stride_bridge_plane, PLANES)
-                ptrs = b_ptrs + block * BLOCK_N * R + r
-                b_r = _load_b(ptrs, live_n, r + offs_r, rank, RANK_ALIGN)
-                acc = _dot((h_r * scale).to(b.dtype), b_r, acc, IEEE)
-            block_ptrs = out_ptrs + tl.cast(stride_on, tl.int64) * (block * BLOCK_N)
-            tl.store(block_ptrs, acc.to(b.dtype), mask=live_m[:, None] & live_n[None, :])
-            previous, b, live_n = next_previous, next_b, more_n
+                more_r = r + offs_r < loaded_rank
+                live_h = live_m[:, None] & more_r[None, :]
+                h = _load_bridge(h_ptrs + r, live_h, stride_bridge_plane, PLANES) * scale
+                b = tl.load(b_ptrs + r, mask=live_n & more_r[:, None], other=0.0)
+                acc = _dot(h.to(b.dtype), b, acc, IEEE)
+            tl.store(out_ptrs, acc.to(b.dtype), mask=live_m[:, None] & live_n)
+        else:
+            if PDL:
+                gdc_wait()
+            h = _load_bridge(h_ptrs, live_h, stride_bridge_plane, PLANES) * scale
+            h = h.to(b_ptr.dtype.element_ty)
+            # pipelined: safe from triton #9433 because h does not change in the loop and each
+            # dot is complete before the next iteration
+            for block in tl.range(0, GROUP, num_stages=STAGES):
+                live_n = (offs_n + block * BLOCK_N < width)[None, :]
+                ptrs = out_ptrs + tl.cast(stride_on, tl.int64) * (block * BLOCK_N)
+                previous = tl.load(ptrs, mask=live_m[:, None] & live_n, other=0.0)
+                b = tl.load(b_ptrs + block * BLOCK_N * R, mask=live_n & live_r, other=0.0)
+                acc = _dot(h, b, previous.to(tl.float32), IEEE)
+                tl.store(ptrs, acc.to(b.dtype), mask=live_m[:, None] & live_n)
     # also without any tile: what follows trusts that the shrink is complete
     if PDL:
         gdc_wait()

@@ -84,9 +84,7 @@ def lora_shrink(x: Tensor, weights: SlotWeights, metadata: BatchMetadata, bridge
     _shrink(x, weights.a, weights.ranks, shape, _tables(metadata), bridge, pdl=False)
 
 
-def lora_expand(
-    bridge: Tensor, weights: SlotWeights, metadata: BatchMetadata, out: Tensor
-) -> None:
+def lora_expand(bridge: Tensor, weights: SlotWeights, metadata: BatchMetadata, out: Tensor) -> None:
     """out[metadata.tile_rows[i]] += scale * bridge[:, i].sum(0) @ B[slot].T, in place.
 
     bridge as `lora_shrink` left it for a batch of as many rows. Raises ValueError.
@@ -126,9 +124,7 @@ def _dense_delta(
         return
     if out.data_ptr() == x.data_ptr():
         raise ValueError("out must not be the same memory as x")
-    shape = DenseShape(
-        x.shape[0], a.shape[3], tuple(slice_widths), a.shape[2], a.element_size()
-    )
+    shape = DenseShape(x.shape[0], a.shape[3], tuple(slice_widths), a.shape[2], a.element_size())
     planes, padded_rows, ranks_of_all = plan_bridge(shape, a.shape[0])
     size = planes * padded_rows * ranks_of_all
     if bridge.numel() < size:
@@ -174,6 +170,7 @@ def _shrink(
         BLOCK_K=plan.block_k,
         IEEE=a.dtype == torch.float32,
         PDL=pdl,
+        EARLY=plan.trigger_early,
         num_warps=plan.num_warps,
         num_stages=plan.num_stages,
         **_launch_options(pdl),
@@ -216,12 +213,10 @@ def _expand(
         BLOCK_N=plan.block_n,
         BLOCK_R=plan.block_r,
         GROUP=plan.group,
+        STAGES=plan.num_stages,
         IEEE=out.dtype == torch.float32,
         PDL=pdl,
         num_warps=plan.num_warps,
-        # its loops fetch ahead by hand: a pipelined loop whose dot takes a computed operand from
-        # registers can be miscompiled on sm_90 (triton #9433)
-        num_stages=1,
         **_launch_options(pdl),
     )
 

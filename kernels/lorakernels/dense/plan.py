@@ -28,6 +28,9 @@ class ShrinkPlan:
     block_n: int
     block_k: int
     planes: int
+    # let the expand start at once (it hides latency) or when the work is done (it would only
+    # take room and bandwidth)
+    trigger_early: bool
     num_warps: int
     num_stages: int
 
@@ -40,6 +43,7 @@ class ExpandPlan:
     # column blocks that one program does one after the other
     group: int
     num_warps: int
+    num_stages: int
 
 
 # four programs on each of an H200's 132 SMs: more hide no more latency
@@ -60,36 +64,44 @@ def tile_programs(num_rows: int, table_size: int) -> int:
 
 def plan_shrink(shape: DenseShape) -> ShrinkPlan:
     ranks = shape.ranks_of_all_slices
-    if tile_height(shape.num_rows) >= _PREFILL_HEIGHT:
-        # the bridge is read once for each group of columns: the wider it is, the fewer planes
-        block_n, most_planes = (128 if ranks >= 256 else 64), max(1, -(-256 // ranks))
-        block_k, num_warps = (64, 8) if ranks >= 256 else (128, 4)
+    prefill = tile_height(shape.num_rows) >= _PREFILL_HEIGHT
+    if prefill:
+        block_n, block_k = (64, 128) if ranks < 256 else (128, 64)
+        # the expand reads the planes once for each group of columns: not too many of wide ones
+        most_planes = max(1, min(8, 512 // ranks))
     else:
-        block_n, most_planes = (16 if shape.rank <= 16 else 32), _MAX_PLANES
-        block_k, num_warps = (256 if shape.in_features >= 8192 else 128), 4
+        block_n, block_k = (16 if shape.rank <= 16 else 32), 128
+        if shape.in_features >= 8192:
+            block_k = 256
+        most_planes = _MAX_PLANES
     block_n = max(16, min(block_n, _power_of_2(ranks)))
     if shape.itemsize == 4:
         # fp32 has no tensor-core path: smaller tiles keep it out of spills
         block_n, block_k = min(block_n, 32), 32
     tiles = -(-shape.num_rows // tile_height(shape.num_rows))
-    chunks = -(-ranks // block_n)
-    planes = min(
-        _MAX_PLANES, most_planes, _PROGRAMS // (tiles * chunks), -(-shape.in_features // block_k)
+    programs = tiles * -(-ranks // block_n)
+    planes = min(most_planes, _PROGRAMS // programs, -(-shape.in_features // block_k))
+    return ShrinkPlan(
+        block_n=block_n,
+        block_k=block_k,
+        planes=_power_of_2_below(planes),
+        trigger_early=not prefill,
+        num_warps=8 if prefill else 4,
+        num_stages=3,
     )
-    return ShrinkPlan(block_n, block_k, _power_of_2_below(planes), num_warps, 3)
 
 
 def plan_expand(shape: DenseShape) -> ExpandPlan:
     height = tile_height(shape.num_rows)
     block_r = min(128, max(16, _power_of_2(shape.rank)))
     if shape.itemsize == 4:
-        return ExpandPlan(min(height, 32), 64, min(block_r, 32), 1, 4)
-    if height >= _PREFILL_HEIGHT:
-        wide = max(shape.slice_widths) > 8192
-        return ExpandPlan(64, 128 if wide else 64, block_r, 8, 4)
-    if height == 32:
-        return ExpandPlan(32, 128, block_r, 1, 4)
-    return ExpandPlan(16, 256, block_r, 1, 4)
+        return ExpandPlan(min(height, 32), 64, min(block_r, 32), 1, 4, 1)
+    if height < _PREFILL_HEIGHT:
+        return ExpandPlan(height, 256 if height == 16 else 128, block_r, 1, 4, 1)
+    if shape.rank > block_r:
+        # the rank does not fit on chip at once: no stream of columns
+        return ExpandPlan(64, 128, block_r, 1, 8, 1)
+    return ExpandPlan(64, 128 if max(shape.slice_widths) > 8192 else 64, block_r, 8, 4, 3)
 
 
 def plan_bridge(shape: DenseShape, num_slots: int) -> tuple[int, int, int]:
@@ -105,9 +117,7 @@ def largest_bridge(shape: DenseShape, num_slots: int, max_rows: int) -> int:
     several_planes = min(max_rows, _PROGRAMS * tile_height(max_rows))
     sizes = [*range(1, several_planes, MIN_TILE_ROWS), several_planes, max_rows]
     sizes += [size - 1 for size in sizes if size > 1]
-    return max(
-        math.prod(plan_bridge(replace(shape, num_rows=size), num_slots)) for size in sizes
-    )
+    return max(math.prod(plan_bridge(replace(shape, num_rows=size), num_slots)) for size in sizes)
 
 
 def _power_of_2(value: int) -> int:

@@ -126,8 +126,7 @@ class SlotWeights:
         rank = part.a.shape[0] if part.a.dim() == 2 else -1
         if part.a.dim() != 2 or part.a.shape[1] != self.in_features:
             raise ValueError(
-                f"a of slice {index} must be [rank, {self.in_features}] "
-                f"(got {list(part.a.shape)})"
+                f"a of slice {index} must be [rank, {self.in_features}] (got {list(part.a.shape)})"
             )
         if part.b.shape != (width, rank):
             raise ValueError(
