@@ -16,11 +16,13 @@ from jinja2 import Environment, FunctionLoader, StrictUndefined, Template
 
 from loragate.report.events import Tree
 from loragate.report.heatmap import GUTTER, ROW, Band, bands, tone
+from loragate.report.kinds import Kind, kinds_of_trouble
 from loragate.report.outcomes import CaseOutcome
 from loragate.report.resources import ResourceTable, resource_table
 from loragate.report.summary import EXIT_MEANINGS, Summary
 from loragate.report.wording import (
     VERDICT_WORDS,
+    alike,
     duration,
     headline,
     limits,
@@ -39,6 +41,7 @@ _TITLES: Mapping[Verdict, str] = {
     Verdict.SKIP: "Incomplete",
     Verdict.INFRA: "Infrastructure failure",
 }
+_CASES_OF_A_KIND = 2
 # decades that the scale of error over threshold shows to either side of the threshold
 _DECADES = 3
 
@@ -55,9 +58,16 @@ class Segment:
 
 @dataclass(frozen=True, slots=True)
 class Evidence:
-    """`mark` is the place of the error on a logarithmic scale, 0 to 100, the threshold at 50."""
+    """One judgement, or several that say the same.
 
+    `mark` is the place of the error on a logarithmic scale, 0 to 100, the threshold at 50;
+    `stack` is what follows the first line of a message.
+    """
+
+    oracles: tuple[str, ...]
     judgement: Judgement
+    said: str
+    stack: str
     tone: str
     multiple: str
     limits: tuple[tuple[str, str], ...]
@@ -74,7 +84,17 @@ class Trouble:
     axes: tuple[tuple[str, str], ...]
     evidence: tuple[Evidence, ...]
     held: tuple[str, ...]
-    told: bool
+    said: str
+    stack: str
+
+
+@dataclass(frozen=True, slots=True)
+class TroubleKind:
+    """`shown` cases stand open, `folded` ones of the same kind behind a click."""
+
+    kind: Kind
+    shown: tuple[Trouble, ...]
+    folded: tuple[Trouble, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +109,7 @@ class Page:
     title: str
     meaning: str
     segments: tuple[Segment, ...]
-    troubles: tuple[Trouble, ...]
+    kinds: tuple[TroubleKind, ...]
     bands: tuple[Band, ...]
     resources: ResourceTable | None
     skips: tuple[SkipGroup, ...]
@@ -109,7 +129,7 @@ def _page(summary: Summary) -> Page:
         title=_TITLES[summary.verdict],
         meaning=EXIT_MEANINGS[summary.exit_code],
         segments=_segments(summary),
-        troubles=tuple(map(_trouble, summary.troubles)),
+        kinds=tuple(map(_kind, kinds_of_trouble(summary.troubles))),
         bands=bands(summary),
         resources=resource_table(summary.compiles),
         skips=_skips(summary),
@@ -155,15 +175,28 @@ def _segments(summary: Summary) -> tuple[Segment, ...]:
     )
 
 
+def _kind(kind: Kind) -> TroubleKind:
+    troubles = tuple(map(_trouble, kind.cases))
+    return TroubleKind(kind, troubles[:_CASES_OF_A_KIND], troubles[_CASES_OF_A_KIND:])
+
+
 def _trouble(case: CaseOutcome) -> Trouble:
-    said = {judgement.message for judgement in case.evidence}
+    told = case.message in {judgement.message for judgement in case.evidence}
+    said, stack = ("", "") if told else _said(case.message)
     return Trouble(
         case=case,
         axes=_axes(case),
-        evidence=tuple(map(_evidence, case.evidence)),
+        evidence=tuple(map(_evidence, alike(case.evidence))),
         held=tuple(j.oracle.value for j in case.judgements if j.verdict is Verdict.PASS),
-        told=not case.message or case.message in said,
+        said=said,
+        stack=stack,
     )
+
+
+def _said(message: str) -> tuple[str, str]:
+    """The sentence of a message, and the stack that may follow it."""
+    said = headline(message)
+    return said, printable(message).strip().removeprefix(said).strip("\n")
 
 
 def _axes(case: CaseOutcome) -> tuple[tuple[str, str], ...]:
@@ -173,16 +206,20 @@ def _axes(case: CaseOutcome) -> tuple[tuple[str, str], ...]:
     return tuple((axis, value) if dash else ("", axis) for axis, dash, value in pairs)
 
 
-def _evidence(judgement: Judgement) -> Evidence:
-    times = ratio(judgement)
+def _evidence(judgements: tuple[Judgement, ...]) -> Evidence:
+    first, times = judgements[0], ratio(judgements[0])
+    said, stack = _said(first.message)
     return Evidence(
-        judgement=judgement,
-        tone=tone(judgement),
+        oracles=tuple(judgement.oracle.value for judgement in judgements),
+        judgement=first,
+        said=said,
+        stack=stack,
+        tone=tone(first),
         multiple=multiple(times) if times is not None else "",
-        limits=limits(judgement),
+        limits=limits(first),
         mark=_mark(times) if times is not None else None,
-        place=place(judgement),
-        others=others(judgement),
+        place=place(first),
+        others=others(first),
     )
 
 
@@ -210,7 +247,7 @@ def _environment(summary: Summary) -> tuple[tuple[str, str], ...]:
     known = [
         ("run", plan.run),
         ("started", plan.started_at),
-        ("commit", plan.commit + tree if plan.commit else "unknown"),
+        ("commit", plan.commit[:12] + tree if plan.commit else "unknown"),
         *_sorted_items(plan.machine),
         *_sorted_items(plan.versions),
     ]

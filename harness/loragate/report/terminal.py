@@ -10,13 +10,23 @@ from enum import StrEnum
 from typing import TextIO
 
 from loragate.report.events import CompileResult
+from loragate.report.kinds import Kind, kinds_of_trouble
 from loragate.report.outcomes import CaseOutcome, LegOutcome
 from loragate.report.summary import EXIT_MEANINGS, Count, Summary
-from loragate.report.wording import VERDICT_WORDS, duration, figures, headline, place, printable
+from loragate.report.wording import (
+    VERDICT_WORDS,
+    alike,
+    duration,
+    figures,
+    headline,
+    place,
+    printable,
+)
 from loragate.verdict import ExitCode, Judgement, Verdict
 
 # beyond this the reader wants the HTML report
 _CASES_SHOWN = 20
+_CASES_OF_A_KIND = 2
 
 
 class Colour(StrEnum):
@@ -73,8 +83,8 @@ def render_case(case: CaseOutcome, colour: Colour) -> str:
     told = {judgement.message for judgement in case.evidence}
     if case.message and case.message not in told:
         lines.append(f"  {headline(case.message)}")
-    for judgement in case.evidence:
-        lines += _evidence(judgement, colour)
+    for judgements in alike(case.evidence):
+        lines += _evidence(judgements, colour)
     lines.append(f"  {paint('replay', _DIM, colour)}  {printable(case.replay)}")
     return "\n".join(lines)
 
@@ -90,20 +100,37 @@ def render_leg(leg: LegOutcome, colour: Colour) -> str:
     return f"{name:<14}{verdict_word(leg.verdict, colour, width=11)}{time:>12}  {tail}".rstrip()
 
 
-def _evidence(judgement: Judgement, colour: Colour) -> Iterable[str]:
+def _evidence(judgements: Sequence[Judgement], colour: Colour) -> Iterable[str]:
+    judgement = judgements[0]
+    oracles = ", ".join(judgement.oracle for judgement in judgements)
     facts = "; ".join(part for part in (figures(judgement), place(judgement)) if part)
     kind = f" {judgement.failure}" if judgement.failure else ""
     word = paint(judgement.verdict + kind, _VERDICT_COLOURS[judgement.verdict], colour)
-    yield f"  {judgement.oracle}: {word}{f': {facts}' if facts else ''}"
+    yield f"  {oracles}: {word}{f': {facts}' if facts else ''}"
     if judgement.message:
         yield from (f"    {line}" for line in printable(judgement.message).splitlines())
 
 
 def _troubles(cases: Sequence[CaseOutcome], colour: Colour) -> Iterable[str]:
-    for case in cases[:_CASES_SHOWN]:
-        yield render_case(case, colour)
-    if len(cases) > _CASES_SHOWN:
-        yield f"... and {len(cases) - _CASES_SHOWN} more, all of them in the HTML report"
+    for kind in kinds_of_trouble(cases):
+        for case in kind.cases[:_CASES_OF_A_KIND]:
+            yield render_case(case, colour)
+        if len(kind.cases) > _CASES_OF_A_KIND:
+            yield _others_of(kind)
+
+
+def _others_of(kind: Kind) -> str:
+    rest = kind.cases[_CASES_OF_A_KIND:]
+    words = f"{kind.failure or kind.verdict}, told by {', '.join(kind.oracles) or 'no oracle'}"
+    head = f"... and {len(rest)} more of {kind.subject}/{kind.site}: {words}"
+    return "\n".join([printable(head), *_listed(case.run_id for case in rest)])
+
+
+def _listed(run_ids: Iterable[str]) -> Iterable[str]:
+    names = list(run_ids)
+    yield from (f"  {printable(name)}" for name in names[:_CASES_SHOWN])
+    if len(names) > _CASES_SHOWN:
+        yield f"  ... and {len(names) - _CASES_SHOWN} more"
 
 
 def _bad_compiles(results: Sequence[CompileResult], colour: Colour) -> Iterable[str]:
@@ -116,10 +143,7 @@ def _bad_compiles(results: Sequence[CompileResult], colour: Colour) -> Iterable[
 
 def _missing(run_ids: Sequence[str]) -> Iterable[str]:
     if run_ids:
-        shown = "\n".join(f"  {printable(run_id)}" for run_id in run_ids[:_CASES_SHOWN])
-        more = len(run_ids) - _CASES_SHOWN
-        rest = f"\n  ... and {more} more" if more > 0 else ""
-        yield f"planned, but never started:\n{shown}{rest}"
+        yield "\n".join(["planned, but never started:", *_listed(run_ids)])
 
 
 _COLUMNS = ("expected", "executed", "passed", "failed", "undecided", "infra", "skipped")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 from loragate.report.events import Resources
 from loragate.verdict import Judgement, Verdict
@@ -92,6 +92,15 @@ def figures(judgement: Judgement) -> str:
         measured = f"{measured} ({multiple(times)})".lstrip()
     parts = [measured, *(f"{name} {value}" for name, value in others(judgement))]
     return ", ".join(part for part in parts if part)
+
+
+def alike(judgements: Iterable[Judgement]) -> tuple[tuple[Judgement, ...], ...]:
+    """Groups of judgements that read the same: one exception often meets every oracle."""
+    groups: dict[tuple[object, ...], list[Judgement]] = {}
+    for judgement in judgements:
+        facts = (judgement.verdict, judgement.failure, headline(judgement.message))
+        groups.setdefault((*facts, figures(judgement), place(judgement)), []).append(judgement)
+    return tuple(map(tuple, groups.values()))
 
 
 def place(judgement: Judgement) -> str:

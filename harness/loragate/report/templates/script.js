@@ -21,6 +21,14 @@ for (const button of document.querySelectorAll("[data-copy]")) {
   });
 }
 
+function unfold() {
+  const target = document.getElementById(decodeURIComponent(location.hash.slice(1)));
+  for (let node = target; node; node = node.parentElement) if (node.tagName === "DETAILS") node.open = true;
+  if (target) target.scrollIntoView();
+}
+window.addEventListener("hashchange", unfold);
+unfold();
+
 const readout = document.getElementById("readout");
 for (const heat of document.querySelectorAll(".heat")) {
   heat.addEventListener("pointerover", (event) => {
