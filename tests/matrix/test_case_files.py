@@ -127,7 +127,7 @@ def test_axes_that_do_not_fit_together_are_told_with_the_line_of_their_row(write
             oracles: [reference]
             rows:
               - in_features: [48, 50]
-                slices: [[48, 16], [34]]
+                slices: [[48, 16], [34, 30]]
                 parallel: [column, row, replicated]
                 tp: [1, 4]
               - {in_features: 48}
@@ -142,7 +142,7 @@ def test_axes_that_do_not_fit_together_are_told_with_the_line_of_their_row(write
     assert _told(path) == [
         "bad.yaml:8: groups.one.rows[0].in_features: given 50 with tp 4; "
         "allowed: a width that tp divides",
-        "bad.yaml:9: groups.one.rows[0].slices: given [34] with tp 4; "
+        "bad.yaml:9: groups.one.rows[0].slices: given [34, 30] with tp 4; "
         "allowed: widths that tp divides",
         "bad.yaml:12: groups.one.rows[1].slices: is missing here and in defaults; "
         "allowed: a list of integers >= 1, such as [48, 16, 16]",
@@ -256,14 +256,45 @@ def test_a_case_that_two_files_give_is_told_with_both_places(write: Write) -> No
     ]
 
 
+def test_the_same_case_is_told_even_beside_an_unknown_key_but_not_for_an_unknown_site(
+    write: Write,
+) -> None:
+    first = write(GOOD, "first.yaml")
+    second = write(GOOD + "extra: 1\n", "second.yaml")
+    extra, repeated = sorted(_told(first, second), reverse=True)
+    assert extra.startswith("second.yaml:9: extra: given unknown key")
+    assert repeated.startswith("second.yaml:8: groups.one.rows[0]: gives the case")
+    linear = write(GOOD.replace("dense_delta", "lora_linear"), "first.yaml")
+    unknown = write(GOOD.replace("dense_delta", "moe"), "second.yaml")
+    assert [text.partition(";")[0] for text in _told(linear, unknown)] == [
+        "second.yaml:1: site: given 'moe'"
+    ]
+
+
+def test_an_axis_that_is_bad_itself_is_not_also_told_to_fit_badly(write: Write) -> None:
+    path = write("""\
+        site: lora_linear
+        defaults: {dtype: bf16, rank: 8, slots: 2, tokens: 4, in_features: 49}
+        groups:
+          one:
+            tier: smoke
+            oracles: [reference]
+            rows:
+              - {in_features: wide, slices: [48], parallel: row, tp: 2}
+        """)
+    assert _told(path) == [
+        "bad.yaml:8: groups.one.rows[0].in_features: given 'wide'; allowed: an integer >= 1"
+    ]
+
+
 def test_a_large_product_without_a_sample_is_refused_before_anybody_walks_through_it(
     write: Write,
 ) -> None:
     numbers = ", ".join(map(str, range(1, 513)))
-    row = f"- {{in_features: [{numbers}], rank: [{numbers}], slices: [48]}}"
+    row = f"- {{in_features: [{numbers}], rank: [{numbers}], tokens: [{numbers}], slices: [1]}}"
     path = write(GOOD.replace("- {in_features: 48, slices: [48, 16, 16]}", row))
     assert _told(path) == [
-        "bad.yaml:8: groups.one.rows: given a product of 262144 cases; allowed: at most 128, "
+        "bad.yaml:8: groups.one.rows: given a product of 134217728 cases; allowed: at most 128, "
         "or a pairwise sample of it: `sample: {limit: N}`"
     ]
 

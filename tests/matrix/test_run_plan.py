@@ -173,5 +173,6 @@ def test_a_plan_as_json_holds_the_same(tmp_path: Path) -> None:
     assert planned["case"]["slices"] == [33]
     assert planned["case"]["oracles"] == ["reference", "exact"]
     assert [skipped["reason"] for skipped in document["skipped"]] == ["dtype fp32 is not supported"]
-    assert (document["schema"], document["machine"]["name"]) == (1, "NVIDIA H200")
+    assert (document["schema"], document["tier"]) == (1, "smoke")
+    assert document["machine"]["name"] == "NVIDIA H200"
     assert text == plan_json(made)

@@ -65,9 +65,9 @@ def _row_points(group: Group, row: Axes) -> Iterator[dict[str, Any]]:
 
 
 def _by_index(exclude: Sequence[Axes], row: Axes) -> list[Exclusion]:
-    """The exclusions in terms of the row's axes, without those that cannot match in it."""
+    """The exclusions in terms of the row's axes; one that cannot match has an axis of nothing."""
     axes = list(row.values)
-    exclusions = [
+    return [
         {
             axes.index(axis): frozenset(
                 i for i, value in enumerate(row.values[axis]) if value in values
@@ -76,7 +76,6 @@ def _by_index(exclude: Sequence[Axes], row: Axes) -> list[Exclusion]:
         }
         for entry in exclude
     ]
-    return [exclusion for exclusion in exclusions if all(exclusion.values())]
 
 
 def _is_bounded(group: Group, document: Document) -> bool:

@@ -54,10 +54,12 @@ def _read(path: Path) -> Document:
 def _cases_of(document: Document) -> list[tuple[Case, Loc]]:
     if document.data is None and document.problems:
         return []
-    file = check(FileModel, document.data, (), document)
-    # a bad site or defaults must not hide what is wrong in the groups
+    # a bad site or key must not hide what is wrong in the groups
+    check(FileModel, document.data, (), document)
     raw = document.data if isinstance(document.data, dict) else {}
-    site = file.site if file else _site(raw.get("site"))
+    known = next((site for site in Site if site == raw.get("site")), None)
+    # the site with the most axes raises no complaints beyond the one about the site itself
+    site = known or Site.LORA_LINEAR
     defaults = check_axes(_mapping(raw.get("defaults")), ("defaults",), document)
     check_single(defaults, "a list belongs into a row", document)
     check_linear_axes(defaults, site, document)
@@ -65,7 +67,7 @@ def _cases_of(document: Document) -> list[tuple[Case, Loc]]:
     for name, raw_group in _mapping(raw.get("groups")).items():
         group = _group(raw_group, ("groups", name), site, defaults, document)
         cases += expand(group, document) if group else []
-    return cases if file else []
+    return cases if known else []
 
 
 def _group(raw: object, loc: Loc, site: Site, defaults: Axes, document: Document) -> Group | None:
@@ -127,8 +129,3 @@ def _repeated(placed: Sequence[Placed]) -> list[Problem]:
 
 def _mapping(raw: object) -> dict[str, Any]:
     return raw if isinstance(raw, dict) else {}
-
-
-def _site(raw: object) -> Site:
-    # an unknown site is told elsewhere; the one with most axes then raises no further complaints
-    return next((site for site in Site if site == raw), Site.LORA_LINEAR)

@@ -67,12 +67,19 @@ def matches(exclusion: Axes, point: dict[str, Any]) -> bool:
 
 
 def _may_match(entry: Axes, row: Axes, defaults: Axes) -> bool:
-    have = case_defaults() | defaults.values | row.values
-    unsound = (row.named | defaults.named) - have.keys()
+    have, unsound = _merged(row, defaults)
     return all(
         axis in unsound or set(values) & set(have.get(axis, ()))
         for axis, values in entry.values.items()
     )
+
+
+def _merged(row: Axes, defaults: Axes) -> tuple[dict[str, tuple[Any, ...]], frozenset[str]]:
+    """Values of a row with its defaults, and the axes whose values are not known."""
+    unsound = (row.named - row.values.keys()) | (
+        defaults.named - defaults.values.keys() - row.named
+    )
+    return case_defaults() | defaults.values | row.values, unsound
 
 
 def case_defaults() -> dict[str, tuple[Any, ...]]:
@@ -85,8 +92,7 @@ def case_defaults() -> dict[str, tuple[Any, ...]]:
 
 
 def _check_cut(row: Axes, defaults: Axes, exclude: Sequence[Axes], document: Document) -> None:
-    have = case_defaults() | defaults.values | row.values
-    unsound = (row.named | defaults.named) - row.values.keys() - defaults.values.keys()
+    have, unsound = _merged(row, defaults)
     if unsound & set(_CUT_AXES) or not set(_CUT_AXES) <= have.keys():
         return
     told = set[tuple[str, str]]()

@@ -1,5 +1,20 @@
 """What a case file may hold, as pydantic models. Pure; the models live only until `Case` is built.
 
+    site: dense_delta
+    defaults: {mix: ragged}             # axes that rows need not repeat, one value each
+    groups:
+      small:                            # a name for people; it enters no id
+        tier: smoke
+        oracles: [reference, exact]
+        timeout_s: 60                   # of one case, with all its oracles
+        rows:                           # lists multiply within a row, rows add up
+          - {tokens: [1, 17], in_features: 48, slices: [[33], [48, 16, 16]], rank: 8, ...}
+        exclude:                        # points that have one of these values on each of the axes
+          - {tokens: 1, slices: [33]}
+        include:                        # single points, whatever is excluded
+          - {tokens: 1, in_features: 100, slices: [33], rank: 512, ...}
+        sample: {limit: 40}             # few points of each row that hold every allowed pair
+
 A file is checked layer by layer (file, group, row), so that an error in one place hides none in
 another. Every field's description is the text that a user sees as "allowed".
 """
