@@ -1,0 +1,243 @@
+"""The dense delta against fp64, in Triton's interpreter, for every way a plan can turn out."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from loragate.machine import select_interpreter
+
+select_interpreter()
+
+from lorakernels.dense import ops, plan  # noqa: E402
+from lorakernels.dense.ops import (  # noqa: E402
+    DenseWorkspace,
+    bridge_shape,
+    dense_delta,
+    lora_expand,
+    lora_shrink,
+)
+from lorakernels.dense.plan import (  # noqa: E402
+    DenseShape,
+    largest_bridge,
+    plan_bridge,
+    plan_expand,
+    plan_shrink,
+)
+from lorakernels.dense.weights import LoRAFactors, SlotWeights  # noqa: E402
+from lorakernels.metadata import BatchMetadata  # noqa: E402
+
+K, WIDTHS, RANK, SLOTS = 70, (48, 16, 16), 20, 3
+
+
+class Setup:
+    def __init__(self, rows: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> None:
+        generator = torch.Generator().manual_seed(seed)
+
+        def randn(*shape: int) -> Tensor:
+            return torch.randn(*shape, generator=generator)
+
+        self.weights = SlotWeights(
+            num_slots=SLOTS,
+            slice_widths=WIDTHS,
+            in_features=K,
+            rank=RANK,
+            dtype=dtype,
+            device="cpu",
+        )
+        for slot in range(SLOTS):
+            ranks = (RANK, 3 + slot, 16)
+            self.weights.load(
+                slot,
+                [
+                    # slot 1 leaves its second slice without an adapter
+                    None
+                    if (slot, index) == (1, 1)
+                    else LoRAFactors(randn(rank, K), randn(width, rank), 0.5 + slot)
+                    for index, (rank, width) in enumerate(zip(ranks, WIDTHS, strict=True))
+                ],
+            )
+        self.token_slots = torch.randint(-1, SLOTS, (rows,), generator=generator)
+        self.token_slots = self.token_slots.to(torch.int32)
+        self.metadata = BatchMetadata(max_tokens=max(rows, 1), max_slots=SLOTS, device="cpu")
+        self.metadata.prepare(self.token_slots)
+        self.x = randn(rows, K).to(dtype)
+        self.base = randn(rows, sum(WIDTHS)).to(dtype)
+        self.workspace = DenseWorkspace([self.weights], max_tokens=max(rows, 1))
+        self.workspace.bridge.fill_(float("nan"))
+
+    def run(self) -> Tensor:
+        out = self.base.clone()
+        dense_delta(self.x, self.weights, self.metadata, self.workspace, out)
+        return out
+
+    def expected(self) -> Tensor:
+        out = self.base.double()
+        slots = self.token_slots.long()
+        live = slots >= 0
+        a = self.weights.a.double()[slots[live]]
+        b = self.weights.b.double()[slots[live]]
+        scales = self.weights.scales.double()[slots[live]]
+        start = 0
+        for index, width in enumerate(WIDTHS):
+            h = torch.einsum("mk,mrk->mr", self.x.double()[live], a[:, index])
+            delta = torch.einsum("mr,mnr->mn", h, b[:, start : start + width])
+            out[live, start : start + width] += scales[:, index, None] * delta
+            start += width
+        return out
+
+    def check(self, out: Tensor, tolerance: float) -> None:
+        expected = self.expected()
+        error = (out.double() - expected).norm() / (expected - self.base.double()).norm()
+        assert error < tolerance
+        base_rows = self.token_slots < 0
+        assert torch.equal(out[base_rows], self.base[base_rows])
+
+
+def test_each_row_gets_the_delta_of_its_own_slot_and_base_rows_keep_their_bits() -> None:
+    setup = Setup(40)
+    setup.check(setup.run(), 1e-6)
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float16, 1e-3), (torch.bfloat16, 8e-3)])
+def test_half_precision_stays_within_its_rounding(dtype: torch.dtype, tolerance: float) -> None:
+    setup = Setup(20, dtype)
+    setup.check(setup.run(), tolerance)
+
+
+@pytest.mark.parametrize("height", [32, 64, 128])
+@pytest.mark.parametrize("programs", [1, 5])
+def test_prefill_launches_compute_the_same_as_decode_launches(
+    monkeypatch: pytest.MonkeyPatch, height: int, programs: int
+) -> None:
+    # a tall tile needs a large batch in earnest; here the height is forced on a small one
+    for module in (ops, plan):
+        monkeypatch.setattr(module, "tile_height", lambda rows: height)
+    monkeypatch.setattr("lorakernels.metadata.tile_height", lambda rows: height)
+    # with a single program on the tile axis every tile comes from the stride loop
+    monkeypatch.setattr(ops, "tile_programs", lambda rows, size: programs)
+    setup = Setup(140)
+    setup.check(setup.run(), 1e-6)
+    setup = Setup(70, torch.bfloat16)
+    setup.check(setup.run(), 8e-3)
+
+
+def test_a_live_rank_beyond_one_block_of_ranks_is_contracted_whole() -> None:
+    weights = SlotWeights(
+        num_slots=1, slice_widths=(24,), in_features=32, rank=300, dtype=torch.float32, device="cpu"
+    )
+    generator = torch.Generator().manual_seed(1)
+    a, b = torch.randn(290, 32, generator=generator), torch.randn(24, 290, generator=generator)
+    weights.load(0, [LoRAFactors(a, b, 2.0)])
+    metadata = BatchMetadata(max_tokens=5, max_slots=1, device="cpu")
+    metadata.prepare(torch.zeros(5, dtype=torch.int32))
+    x, out = torch.randn(5, 32, generator=generator), torch.zeros(5, 24)
+    dense_delta(x, weights, metadata, DenseWorkspace([weights], max_tokens=5), out)
+    expected = 2.0 * (x.double() @ a.double().T) @ b.double().T
+    torch.testing.assert_close(out.double(), expected, rtol=1e-5, atol=1e-4)
+
+
+def test_column_slices_and_transposed_views_are_read_and_written_in_place() -> None:
+    setup = Setup(20)
+    wide_x = torch.full((20, K + 9), float("nan"))
+    wide_x[:, 4 : 4 + K] = setup.x
+    wide_out = torch.full((20, 100), 7.0)
+    out = wide_out[:, 11 : 11 + sum(WIDTHS)]
+    out.copy_(setup.base)
+    dense_delta(wide_x[:, 4 : 4 + K], setup.weights, setup.metadata, setup.workspace, out)
+    setup.check(out, 1e-6)
+    assert (wide_out[:, :11] == 7).all()
+    assert (wide_out[:, 11 + sum(WIDTHS) :] == 7).all()
+    setup.x = setup.x.T.contiguous().T
+    assert setup.x.stride(0) == 1
+    setup.check(setup.run(), 1e-6)
+
+
+def test_the_same_step_gives_the_same_bits_again() -> None:
+    setup = Setup(40, torch.bfloat16)
+    assert torch.equal(setup.run(), setup.run())
+
+
+def test_shrink_and_expand_make_up_the_delta() -> None:
+    setup = Setup(30)
+    bridge = torch.full(bridge_shape(30, setup.weights), float("nan"))
+    lora_shrink(setup.x, setup.weights, setup.metadata, bridge)
+    out = setup.base.clone()
+    lora_expand(bridge, setup.weights, setup.metadata, out)
+    assert torch.equal(out, setup.run())
+
+
+@pytest.mark.parametrize("rows", [0, 1])
+def test_a_batch_of_nothing_or_of_one_row_runs(rows: int) -> None:
+    setup = Setup(rows)
+    out = setup.run()
+    assert out.shape == (rows, sum(WIDTHS))
+    torch.testing.assert_close(out.double(), setup.expected(), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"x": torch.zeros(19, K)}, "must have 20 rows, as the metadata was prepared for"),
+        ({"x": torch.zeros(20, K + 1)}, r"x must have 70 columns \(got 71\)"),
+        ({"x": torch.zeros(20, K, dtype=torch.float16)}, "x must be torch.float32"),
+        ({"out": torch.zeros(20, 79)}, r"out must have 80 columns \(got 79\)"),
+        ({"out": torch.zeros(19, 80)}, r"out must have 20 rows like x \(got 19\)"),
+        ({"out": torch.zeros(20, 80, dtype=torch.bfloat16)}, "out must be torch.float32"),
+        ({"x": torch.zeros(20)}, "two dimensions"),
+    ],
+)
+def test_wrong_tensors_are_refused_by_name(change: dict[str, Tensor], message: str) -> None:
+    setup = Setup(20)
+    out = setup.base.clone()
+    arguments = {"x": setup.x, "out": out} | change
+    with pytest.raises(ValueError, match=message):
+        dense_delta(
+            arguments["x"], setup.weights, setup.metadata, setup.workspace, arguments["out"]
+        )
+    assert torch.equal(out, setup.base)
+
+
+def test_a_workspace_for_smaller_batches_is_refused() -> None:
+    setup = Setup(40)
+    setup.workspace = DenseWorkspace([setup.weights], max_tokens=1)
+    setup.workspace.bridge = setup.workspace.bridge[:64]
+    with pytest.raises(ValueError, match="workspace must hold"):
+        setup.run()
+
+
+SHAPES = [
+    DenseShape(0, 4096, (4096, 1024, 1024), rank, itemsize)
+    for rank in (1, 8, 16, 64, 320, 512)
+    for itemsize in (2, 4)
+]
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=lambda s: f"r{s.rank}-b{s.itemsize}")
+def test_the_workspace_holds_the_bridge_of_every_batch_size(shape: DenseShape) -> None:
+    from dataclasses import replace
+    from math import prod
+
+    limit = largest_bridge(shape, 6, 3000)
+    sizes = [*range(1, 300), *range(1000, 1100), 2047, 2048, 2049, 3000]
+    assert all(prod(plan_bridge(replace(shape, num_rows=size), 6)) <= limit for size in sizes)
+
+
+@pytest.mark.parametrize("rows", [1, 128, 129, 1024, 1025, 2047, 2048, 100_000])
+@pytest.mark.parametrize("shape", SHAPES, ids=lambda s: f"r{s.rank}-b{s.itemsize}")
+def test_every_plan_can_be_launched(shape: DenseShape, rows: int) -> None:
+    from dataclasses import replace
+
+    shape = replace(shape, num_rows=rows)
+    shrink, expand = plan_shrink(shape), plan_expand(shape)
+    height = plan.tile_height(rows)
+    assert height % expand.block_m == 0
+    assert 1 <= shrink.planes <= 16
+    assert shrink.block_n >= 16
+    assert expand.block_r >= 16
+    # a program that streams columns holds the whole rank on chip
+    assert expand.group == 1 or expand.block_r >= shape.rank
+    # 163 KB is what a program may have on sm_80
+    stage = (height + shrink.block_n) * shrink.block_k * shape.itemsize
+    assert stage * shrink.num_stages <= 163 * 1024
