@@ -1,0 +1,185 @@
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from loragate.findings import cli
+from loragate.findings.ledger import (
+    CasePattern,
+    Finding,
+    Kind,
+    Observation,
+    Seen,
+    State,
+    audit,
+    known_finding,
+    observe_cases,
+    verdict_of,
+)
+from loragate.findings.load import LedgerError, load_ledger
+from loragate.findings.page import render_page
+from loragate.findings.vllm_probes import PROBES
+from loragate.verdict import Failure, Judgement, OracleName, Verdict
+
+RUN = "vllm.dense_delta.dtype-bf16.in-64"
+WRONG = Judgement(OracleName.REFERENCE, Verdict.FAIL, Failure.WRONG_ANSWER)
+RIGHT = Judgement(OracleName.REFERENCE, Verdict.PASS)
+
+
+def finding(**changes: Any) -> Finding:
+    fields: dict[str, Any] = {
+        "id": "an-item",
+        "subject": "vllm",
+        "versions": ">=0.26,<0.27",
+        "kind": Kind.DEFECT,
+        "title": "An item",
+        "statement": "It is so.",
+        "evidence": "1 is 2",
+        "seen_on": "0.26.0, interpreter",
+        "probe": "an-item",
+    }
+    return Finding(**(fields | changes))
+
+
+def case_finding() -> Finding:
+    pattern = CasePattern("vllm.dense_delta.*", OracleName.REFERENCE, Failure.WRONG_ANSWER)
+    return finding(probe=None, case=pattern)
+
+
+def state_of(seen: Seen, version: str) -> tuple[State, Verdict]:
+    lines = audit([finding()], version, {"an-item": Observation(seen, "")})
+    return lines[0].state, verdict_of(lines)
+
+
+def test_an_entry_that_reproduces_on_a_version_of_its_range_is_known_and_passes() -> None:
+    assert state_of(Seen.REPRODUCED, "0.26.1") == (State.KNOWN, Verdict.PASS)
+
+
+def test_an_entry_that_stopped_reproducing_on_a_version_of_its_range_fails() -> None:
+    assert state_of(Seen.ABSENT, "0.26.1") == (State.STALE, Verdict.FAIL)
+
+
+@pytest.mark.parametrize("version", ["0.27.0", "0.25.1", "unknown"])
+def test_an_entry_says_nothing_about_versions_outside_of_its_range(version: str) -> None:
+    assert state_of(Seen.ABSENT, version) == (State.OUT_OF_RANGE, Verdict.PASS)
+
+
+def test_a_prerelease_of_the_range_is_in_the_range() -> None:
+    assert finding().covers("0.26.1rc1")
+    assert finding().covers("0.26.1.dev12+g1234567")
+
+
+def test_a_broken_attempt_is_no_evidence_and_not_green() -> None:
+    assert state_of(Seen.BROKEN, "0.26.0") == (State.BROKEN, Verdict.INFRA)
+
+
+def test_what_cannot_be_tried_here_costs_nothing_as_long_as_something_was_tried() -> None:
+    findings = [finding(), finding(id="other", probe="other")]
+    here, elsewhere = Observation(Seen.REPRODUCED, ""), Observation(Seen.NOT_TRIED, "needs a GPU")
+    lines = audit(findings, "0.26.0", {"an-item": here, "other": elsewhere})
+    assert [line.state for line in lines] == [State.KNOWN, State.NOT_TRIED]
+    assert verdict_of(lines) is Verdict.PASS
+    assert verdict_of(lines[1:]) is Verdict.SKIP
+
+
+def test_a_failing_case_that_is_listed_is_known_and_any_other_failure_is_not() -> None:
+    listed = [case_finding()]
+    assert known_finding(listed, "0.26.0", RUN, WRONG) is listed[0]
+    assert known_finding(listed, "0.27.0", RUN, WRONG) is None
+    assert known_finding(listed, "0.26.0", "torch.dense_delta.in-64", WRONG) is None
+    for other in (
+        RIGHT,
+        Judgement(OracleName.REFERENCE, Verdict.FAIL, Failure.HANG),
+        Judgement(OracleName.EXACT, Verdict.FAIL, Failure.WRONG_ANSWER),
+    ):
+        assert known_finding(listed, "0.26.0", RUN, other) is None
+
+
+@pytest.mark.parametrize(
+    ("judged", "seen"),
+    [
+        ([(RUN, RIGHT), (RUN + "0", WRONG)], Seen.REPRODUCED),
+        ([(RUN, RIGHT)], Seen.ABSENT),
+        ([(RUN, Judgement(OracleName.REFERENCE, Verdict.SKIP))], Seen.NOT_TRIED),
+        ([("torch.dense_delta.in-64", WRONG)], Seen.NOT_TRIED),
+    ],
+)
+def test_cases_show_an_entry_only_if_they_were_judged(
+    judged: list[tuple[str, Judgement]], seen: Seen
+) -> None:
+    assert observe_cases([case_finding()], judged)["an-item"].seen is seen
+
+
+def write(path: Path, text: str) -> Path:
+    file = path / "vllm.yaml"
+    file.write_text(text)
+    return file
+
+
+GOOD = """\
+subject: vllm
+findings:
+  - id: one
+    title: One
+    kind: hazard
+    versions: ">=0.26"
+    statement: It is so.
+    evidence: 1 is 2
+    seen_on: 0.26.0, interpreter
+    probe: one
+"""
+
+
+def test_all_problems_of_a_ledger_are_told_at_once_with_their_lines(tmp_path: Path) -> None:
+    bad = GOOD.replace("hazard", "hasard").replace(">=0.26", "0.26 or so").replace("One", "''")
+    file = write(tmp_path, bad + "  - {id: two}\n")
+    with pytest.raises(LedgerError) as error:
+        load_ledger(file)
+    text = str(error.value)
+    assert f"{file}:5: findings[0].kind: given 'hasard'" in text
+    assert "nearest: hazard" in text
+    assert f"{file}:6: findings[0].versions: given '0.26 or so'; allowed: a range" in text
+    assert f"{file}:11: findings[1].kind: is missing; allowed: defect, hazard" in text
+
+
+def test_an_entry_needs_exactly_one_way_to_reproduce_it(tmp_path: Path) -> None:
+    file = write(tmp_path, GOOD.replace("    probe: one\n", ""))
+    with pytest.raises(LedgerError, match=r":3: findings\[0\]: allowed: exactly one of probe and"):
+        load_ledger(file)
+
+
+def test_an_id_stands_once(tmp_path: Path) -> None:
+    entry = GOOD.split("findings:\n")[1]
+    with pytest.raises(LedgerError, match=r":11: findings\[1\].id: id 'one' stands here again"):
+        load_ledger(write(tmp_path, GOOD + entry))
+
+
+def test_a_probe_that_does_not_exist_is_named_with_the_nearest_that_does() -> None:
+    complaint = cli.check_probes([finding(probe="mapping-tail-stail")], PROBES)
+    assert complaint is not None
+    assert complaint.startswith("an-item: given probe 'mapping-tail-stail'; allowed: ")
+    assert complaint.endswith("nearest: mapping-tail-stale")
+
+
+def test_the_shipped_ledger_names_probes_that_exist() -> None:
+    findings = load_ledger(cli.ledger_path())
+    assert findings
+    assert cli.check_probes(findings, PROBES) is None
+
+
+def test_a_suspicion_without_an_entry_is_shown_and_not_judged() -> None:
+    tried = {"an-item": Observation(Seen.REPRODUCED, ""), "x": Observation(Seen.ABSENT, "no")}
+    lines = audit([finding()], "0.26.0", tried)
+    open_ones = cli.unlisted([finding()], tried)
+    text = cli.render("0.26.0", lines, open_ones)
+    assert text.splitlines()[0] == "vllm 0.26.0: 1 listed findings (1 known)"
+    assert text.splitlines()[2] == "unlisted     x: absent: no"
+    assert cli.payload(lines, open_ones)["unlisted"] == {"x": {"seen": "absent", "text": "no"}}
+
+
+def test_the_page_of_findings_is_the_ledger() -> None:
+    page = cli.ledger_path().parents[2] / "docs" / "findings.md"
+    findings = load_ledger(cli.ledger_path())
+    assert page.read_text() == render_page(findings), "run: loragate findings --page > docs/..."
