@@ -214,6 +214,18 @@ SHAPES = [
 ]
 
 
+@pytest.mark.parametrize("rows", [1, 17, 128, 129, 1030, 2050])
+def test_no_program_looks_for_a_tile_outside_the_tables(rows: int) -> None:
+    metadata = BatchMetadata(max_tokens=rows, max_slots=3, device="meta")
+    shape = DenseShape(rows, 8, (8,), 4, 4)
+    capacity = ops._tile_capacity(shape, ops._tables(metadata))
+    height = plan.tile_height(rows)
+    assert plan.tile_programs(rows, capacity) <= capacity <= metadata.tile_slots.shape[0]
+    assert capacity * height <= metadata.tile_rows.shape[0]
+    # and all that a batch can need fit
+    assert capacity >= plan.max_tiles(rows, 3, height)
+
+
 @pytest.mark.parametrize("shape", SHAPES, ids=lambda s: f"r{s.rank}-b{s.itemsize}")
 def test_the_workspace_holds_the_bridge_of_every_batch_size(shape: DenseShape) -> None:
     from dataclasses import replace

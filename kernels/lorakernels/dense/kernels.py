@@ -142,7 +142,7 @@ def lora_expand_kernel(
     stride_om,
     stride_on,
     stride_bridge_plane,
-    last_tile,
+    last_part,
     WIDTHS: tl.constexpr,
     OUT_FEATURES: tl.constexpr,
     R: tl.constexpr,
@@ -181,7 +181,7 @@ def lora_expand_kernel(
         out_ptrs = out_ptr + rows.to(tl.int64)[:, None] * stride_om + columns[None, :] * stride_on
         b_rows = b_ptr + (slot.to(tl.int64) * OUT_FEATURES + columns) * R
         b_ptrs = b_rows[None, :] + offs_r[:, None]
-        next_part = tl.minimum(part + tl.num_programs(1), last_tile * PARTS)
+        next_part = tl.minimum(part + tl.num_programs(1), last_part)
         slot = tl.load(tile_slots_ptr + next_part // PARTS)
         rows = tl.load(tile_rows_ptr + next_part * BLOCK_M + offs_m)
 

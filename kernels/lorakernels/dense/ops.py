@@ -23,6 +23,7 @@ from lorakernels.dense.plan import (
     plan_bridge,
     plan_expand,
     plan_shrink,
+    rank_vector,
     tile_programs,
 )
 from lorakernels.dense.weights import SlotWeights
@@ -150,8 +151,8 @@ def _shrink(
         return
     plan: ShrinkPlan = plan_shrink(shape)
     total = shape.ranks_of_all_slices
-    tiles = tile_programs(shape.num_rows, tables[0].shape[0])
-    grid = (tiles, plan.planes, -(-total // plan.block_n))
+    capacity = _tile_capacity(shape, tables)
+    grid = (tile_programs(shape.num_rows, capacity), plan.planes, -(-total // plan.block_n))
     lora_shrink_kernel[grid](
         x,
         a,
@@ -161,7 +162,7 @@ def _shrink(
         x.stride(0),
         x.stride(1),
         bridge.stride(0),
-        tables[0].shape[0] - 1,
+        capacity - 1,
         shape.in_features,
         R=shape.rank,
         SR=total,
@@ -192,7 +193,8 @@ def _expand(
     height = tile_height(shape.num_rows)
     columns = plan.block_n * plan.group
     groups = sum(-(-width // columns) for width in shape.slice_widths)
-    parts = tile_programs(shape.num_rows, tables[0].shape[0]) * (height // plan.block_m)
+    capacity = _tile_capacity(shape, tables)
+    parts = tile_programs(shape.num_rows, capacity) * (height // plan.block_m)
     lora_expand_kernel[(groups, parts)](
         bridge,
         *factors,
@@ -201,13 +203,13 @@ def _expand(
         out.stride(0),
         out.stride(1),
         bridge.stride(0),
-        tables[0].shape[0] - 1,
+        capacity * (height // plan.block_m) - 1,
         WIDTHS=shape.slice_widths,
         OUT_FEATURES=sum(shape.slice_widths),
         R=shape.rank,
         PLANES=bridge.shape[0],
-        WIDTH_ALIGN=_alignment(*shape.slice_widths),
-        RANK_ALIGN=_alignment(shape.rank),
+        WIDTH_ALIGN=math.gcd(16, *shape.slice_widths),
+        RANK_ALIGN=rank_vector(shape.rank),
         HEIGHT=height,
         BLOCK_M=plan.block_m,
         BLOCK_N=plan.block_n,
@@ -221,9 +223,11 @@ def _expand(
     )
 
 
-def _alignment(*sizes: int) -> int:
-    """The largest power of two up to 16 that divides all sizes."""
-    return math.gcd(16, *sizes)
+def _tile_capacity(shape: DenseShape, tables: tuple[Tensor, Tensor, Tensor]) -> int:
+    """Tiles that the tables can hold at the height of this batch: programs fetch the entries of
+    a tile before they know whether it exists, and must not leave the tables."""
+    tile_slots, tile_rows, _ = tables
+    return min(tile_slots.shape[0], tile_rows.shape[0] // tile_height(shape.num_rows))
 
 
 def _launch_options(pdl: bool) -> dict[str, bool]:

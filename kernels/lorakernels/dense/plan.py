@@ -104,6 +104,13 @@ def plan_expand(shape: DenseShape) -> ExpandPlan:
     return ExpandPlan(64, 128 if max(shape.slice_widths) > 8192 else 64, block_r, 8, 4, 3)
 
 
+def rank_vector(rank: int) -> int:
+    """B is read in vectors of this many ranks, `rank` being that of the buffers. What is dead
+    in an adapter's last vector is multiplied by zero and must be finite, as a reset leaves it;
+    vectors behind it are not read."""
+    return math.gcd(16, rank)
+
+
 def plan_bridge(shape: DenseShape, num_slots: int) -> tuple[int, int, int]:
     """[planes, padded rows of all tiles, slices * rank] of the bridge of a batch."""
     height = tile_height(shape.num_rows)
