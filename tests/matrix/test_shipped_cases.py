@@ -36,14 +36,18 @@ def _of(cases: tuple[Case, ...], tier: Tier, site: Site) -> list[Case]:
 
 def test_each_tier_is_as_small_as_its_time_allows(cases: tuple[Case, ...]) -> None:
     count = {tier: sum(case.tier is tier for case in cases) for tier in Tier}
-    assert 40 <= count[Tier.SMOKE] <= 70
+    assert 40 <= count[Tier.SMOKE] <= 80
     assert count[Tier.PREMERGE] <= 150
     assert count[Tier.NIGHTLY] >= 200
 
 
 def test_smoke_cases_are_small_enough_for_the_interpreter(cases: tuple[Case, ...]) -> None:
     smoke = [case for case in cases if case.tier is Tier.SMOKE]
-    assert max(case.tokens for case in smoke) <= 40
+    # a few prefills are tall, but narrow, and spare the oracles that take many steps
+    tall = [case for case in smoke if case.tokens > 40]
+    assert len(tall) <= 4
+    assert max(case.tokens * case.out_features for case in tall) <= 100_000
+    assert not [case for case in tall if OracleName.SEQUENCE in case.oracles]
     assert max(case.in_features for case in smoke) <= 257
     assert max(case.out_features for case in smoke) <= 160
     assert {case.execution for case in smoke} == {Execution.EAGER}
