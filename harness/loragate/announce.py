@@ -74,11 +74,12 @@ def announce(announcement: Announcement) -> tuple[Event, ...]:
 def plan_selection(selection: Selection) -> tuple[Plan, Mapping[str, Capabilities | str]]:
     """The plan on this machine, and what each subject can do here.
 
-    Imports torch and the subjects. Raises ValueError for what the user got wrong.
+    Raises ValueError for what the user got wrong. Otherwise imports torch and the subjects.
     """
+    cases = load_cases(selection.matrix)
+    select_interpreter()
     from loragate.runner import load_subject, refusal
 
-    cases = load_cases(selection.matrix)
     abilities = {name: load_subject(name)[1] for name in selection.subjects}
     candidates = [Candidate(name, partial(refusal, have=have)) for name, have in abilities.items()]
     made = plan(
@@ -92,7 +93,8 @@ def plan_selection(selection: Selection) -> tuple[Plan, Mapping[str, Capabilitie
     return made, abilities
 
 
-def _opening(announcement: Announcement) -> Iterator[Event]:
+def opening(announcement: Announcement) -> Iterator[Event]:
+    """The same in this process. Raises ValueError for what the user got wrong."""
     selection = announcement.selection
     made, abilities = plan_selection(selection)
     unusable = {name: have for name, have in abilities.items() if isinstance(have, str)}
@@ -159,14 +161,13 @@ def _device(machine: Machine) -> Mapping[str, str]:
 
 def _main(answer: Path) -> int:
     announcement: Announcement = pickle.load(sys.stdin.buffer)
-    select_interpreter()
     try:
-        opening = tuple(_opening(announcement))
+        events = tuple(opening(announcement))
     except ValueError as error:
         print(error, file=sys.stderr)
         return ExitCode.USAGE.value
     with EventWriter(answer, run=announcement.run) as writer:
-        for event in opening:
+        for event in events:
             writer.write(event)
     return ExitCode.OK.value
 

@@ -45,8 +45,9 @@ class Session:
 
 
 def environment(**changes: str) -> dict[str, str]:
-    """That of this process without what a surrounding pytest has put there."""
-    kept = {k: v for k, v in os.environ.items() if not k.startswith(("PYTEST_", "COV_"))}
+    """That of this process without what the pytest around it has put there."""
+    ours = ("PYTEST_", "COV_", "TRITON_INTERPRET")
+    kept = {k: v for k, v in os.environ.items() if not k.startswith(ours)}
     paths = [str(_HERE), str(_ROOT / "harness"), str(_ROOT / "kernels"), kept.get("PYTHONPATH", "")]
     # what cannot be seen cannot be used: these tests run on the CPU everywhere
     return {**kept, "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": os.pathsep.join(paths), **changes}

@@ -10,8 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from loragate.report.events import CaseFinished, CaseStarted, LegFinished, RunStarted
+from loragate import gate
+from loragate.announce import Announcement, opening
+from loragate.cli import main
+from loragate.matrix.case import Tier
+from loragate.report.events import CaseFinished, CaseStarted, LegFinished, Note, RunStarted
 from loragate.report.log import read_events
+from loragate.selection import Selection
 from loragate.verdict import ExitCode, Verdict
 
 MATRICES = Path(__file__).parent / "bad_day"
@@ -34,9 +39,9 @@ def start_gate(tmp_path, subject_environment):
 
 
 def test_a_gate_whose_every_case_passes_is_green_and_leaves_a_report(tmp_path, start_gate):
-    gate = start_gate("--subject=torch", f"--matrix={MATRICES / 'long_sleep.yaml'}", "--seeds=2")
-    output, _ = gate.communicate(timeout=120)
-    assert gate.returncode == ExitCode.OK, output
+    process = start_gate("--subject=torch", f"--matrix={MATRICES / 'long_sleep.yaml'}", "--seeds=2")
+    output, _ = process.communicate(timeout=120)
+    assert process.returncode == ExitCode.OK, output
     assert "2/2 cases" in output
     assert "every expected case ran and passed" in output
     report = tmp_path / "report"
@@ -50,14 +55,14 @@ def test_a_gate_whose_every_case_passes_is_green_and_leaves_a_report(tmp_path, s
 
 
 def test_ctrl_c_leaves_an_incomplete_run_with_its_report(tmp_path, start_gate):
-    gate = start_gate(
+    process = start_gate(
         "--subject=bad_day_subject:BadDay", f"--matrix={MATRICES / 'long_sleep.yaml'}"
     )
     events = tmp_path / "report" / "events.jsonl"
     wait_for(lambda: sleeping_case_started(events))
-    gate.send_signal(signal.SIGINT)
-    output, _ = gate.communicate(timeout=60)
-    assert gate.returncode == ExitCode.INCOMPLETE, output
+    process.send_signal(signal.SIGINT)
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == ExitCode.INCOMPLETE, output
     log = read_events(events)
     (leg,) = [event for event in log.events if isinstance(event, LegFinished)]
     assert (leg.verdict, leg.message) == (Verdict.INCONCLUSIVE, "interrupted")
@@ -68,19 +73,55 @@ def test_ctrl_c_leaves_an_incomplete_run_with_its_report(tmp_path, start_gate):
 
 def test_a_bad_case_file_is_told_with_its_line_and_touches_no_report(tmp_path, start_gate):
     (tmp_path / "bad.yaml").write_text("site: dense_delta\ngroups: {a: {tier: smok}}\n")
-    gate = start_gate("--subject=torch", "--matrix=bad.yaml")
-    output, _ = gate.communicate(timeout=60)
-    assert gate.returncode == ExitCode.USAGE
+    process = start_gate("--subject=torch", "--matrix=bad.yaml")
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == ExitCode.USAGE
     assert "bad.yaml:2: groups.a.tier: given 'smok'" in output
     assert "Traceback" not in output
     assert not (tmp_path / "report").exists()
 
 
 def test_a_tier_that_needs_a_gpu_is_refused_without_one(tmp_path, start_gate):
-    gate = start_gate("--tier=premerge")
-    output, _ = gate.communicate(timeout=60)
-    assert gate.returncode == ExitCode.USAGE
+    process = start_gate("--tier=premerge")
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == ExitCode.USAGE
     assert "tier premerge needs a GPU and there is none; allowed here: smoke" in output
+
+
+def test_a_gpu_that_torch_cannot_use_is_told_instead_of_checking_less(
+    tmp_path, monkeypatch, capsys
+):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    on_a_cpu = RunStarted(
+        run="r",
+        started_at="",
+        tier=Tier.PREMERGE,
+        subjects=("torch",),
+        legs=("gpu",),
+        expected=(),
+        machine={"device": "cpu"},
+    )
+    monkeypatch.setattr(gate, "announce", lambda announcement: (on_a_cpu,))
+    report = tmp_path / "report"
+    code = main(["gate", "--subject=torch", f"--report={report}"])
+    assert code == ExitCode.INFRASTRUCTURE
+    assert "cannot use; mend that, or set CUDA_VISIBLE_DEVICES=" in capsys.readouterr().err
+    assert not report.exists()
+
+
+def test_a_subject_that_can_run_nothing_here_still_owes_its_cases(monkeypatch):
+    monkeypatch.syspath_prepend(MATRICES)
+    subject = "bad_day_subject:Absent"
+    selection = Selection(
+        matrix=(MATRICES / "long_sleep.yaml",), subjects=(subject, "torch"), tier=Tier.SMOKE
+    )
+    plan, *notes = opening(Announcement(run="r", selection=selection, leg="x", legs=("x",)))
+    assert isinstance(plan, RunStarted)
+    assert {row.subject: row.count for row in plan.expected} == {subject: 2, "torch": 2}
+    assert plan.skipped == ()
+    why = f"subject {subject} can run nothing here: package absent is not installed"
+    assert notes == [Note(text=why)]
 
 
 def sleeping_case_started(events: Path) -> bool:

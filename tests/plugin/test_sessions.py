@@ -36,7 +36,7 @@ def without_cases(tmp_path_factory):
 def test_a_hang_without_workers_ends_the_session_with_its_stack_on_the_terminal(alone):
     assert alone.exit_code != 0
     assert "Timeout (0:00:02)!" in alone.output
-    assert "in sleep_holding_the_gil" in alone.output
+    assert "in sleep" in alone.output
 
 
 def test_what_ran_before_a_hang_without_workers_stays_in_the_record(alone):

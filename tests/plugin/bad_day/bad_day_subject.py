@@ -12,7 +12,7 @@ from torch import Tensor
 from loragate import runner
 from loragate.machine import Machine
 from loragate.matrix.case import Case
-from loragate.subjects.protocol import BaseLayer, Instance, Pool
+from loragate.subjects.protocol import BaseLayer, Capabilities, Instance, Pool
 from loragate.subjects.torch_subject import TorchSubject
 
 
@@ -62,6 +62,13 @@ class BadDay(TorchSubject):
 
     def open(self, case: Case, machine: Machine, base: BaseLayer | None) -> Instance:
         return _Misbehaving(super().open(case, machine, base), case.tokens)
+
+
+class Absent(TorchSubject):
+    name = "absent"
+
+    def capabilities(self, machine: Machine) -> Capabilities | str:
+        return "package absent is not installed"
 
 
 class _Misbehaving:

@@ -1,0 +1,126 @@
+"""The shell commands: which Python they take, and when they make their environment."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from loragate.verdict import ExitCode
+
+ROOT = Path(__file__).parents[2]
+TOOLS = ("bash", "cat", "cksum", "dirname", "mkdir", "cp")
+
+# a Python that is new enough, makes environments out of itself, and writes down what it is asked
+FAKE_PYTHON = """#!/bin/bash
+echo "$@" >> "$CALLS"
+if [ "$1 $2" = "-m venv" ]; then mkdir -p "$4/bin" && cp "$0" "$4/bin/python"; fi
+"""
+
+
+@pytest.fixture
+def checkout(tmp_path):
+    """A checkout without an environment, and a PATH with nothing but what every system has."""
+    shutil.copytree(ROOT / "ci", tmp_path / "checkout" / "ci")
+    shutil.copy(ROOT / "pyproject.toml", tmp_path / "checkout")
+    (tmp_path / "bin").mkdir()
+    for tool in TOOLS:
+        found = shutil.which(tool)
+        assert found is not None
+        (tmp_path / "bin" / tool).symlink_to(found)
+    return tmp_path / "checkout"
+
+
+def gate(checkout: Path, *arguments: str, **changes: str) -> subprocess.CompletedProcess[str]:
+    calls = checkout.parent / "calls"
+    environ = {"PATH": str(checkout.parent / "bin"), "CALLS": str(calls), **changes}
+    return subprocess.run(
+        [str(checkout / "ci" / "gate"), *arguments],
+        cwd="/",
+        env=environ,
+        capture_output=True,
+        text=True,
+    )
+
+
+def install_python(checkout: Path, text: str) -> None:
+    python = checkout.parent / "bin" / "python3"
+    python.write_text(text)
+    python.chmod(0o755)
+
+
+def calls(checkout: Path) -> str:
+    return (checkout.parent / "calls").read_text()
+
+
+def test_a_machine_without_a_new_enough_python_is_told_so(checkout):
+    install_python(checkout, "#!/bin/bash\nexit 1\n")
+    done = gate(checkout)
+    assert done.returncode == ExitCode.INFRASTRUCTURE
+    assert "No Python >= 3.11 found on PATH" in done.stderr
+
+
+def test_the_environment_is_made_on_first_use_only(checkout):
+    install_python(checkout, FAKE_PYTHON)
+    first = gate(checkout, "--seeds=2")
+    assert first.returncode == 0, first.stderr
+    assert "making .venv with python3" in first.stderr
+    again = gate(checkout, "--seeds=3")
+    assert again.stderr == ""
+    assert calls(checkout).count("-m venv") == 1
+    assert calls(checkout).count("-m pip install") == 1
+    assert "-m loragate gate --seeds=2\n" in calls(checkout)
+    assert calls(checkout).endswith("-m loragate gate --seeds=3\n")
+
+
+def test_a_changed_pin_is_installed_into_the_environment(checkout):
+    install_python(checkout, FAKE_PYTHON)
+    gate(checkout)
+    with (checkout / "ci" / "constraints.txt").open("a") as file:
+        file.write("another==1.0\n")
+    gate(checkout)
+    assert calls(checkout).count("-m pip install") == 2
+
+
+@pytest.mark.parametrize("asked", [("--subject", "vllm"), ("--subject=vllm",)])
+def test_vllm_is_brought_only_when_asked_into_an_environment_of_its_own(checkout, asked):
+    install_python(checkout, FAKE_PYTHON)
+    gate(checkout)
+    assert "-e .[test]\n" in calls(checkout)
+    gate(checkout, *asked)
+    assert (checkout / ".venv-vllm" / "bin" / "python").exists()
+    assert "-e .[test,vllm]" in calls(checkout)
+
+
+def test_an_installation_that_failed_is_tried_again(checkout):
+    install_python(checkout, FAKE_PYTHON + '[ "$3" != install ]\n')
+    assert gate(checkout).returncode == ExitCode.INFRASTRUCTURE
+    assert gate(checkout).returncode == ExitCode.INFRASTRUCTURE
+    assert calls(checkout).count("-m pip install") == 2
+
+
+def test_an_interpreter_of_the_caller_is_used_and_nothing_is_installed(checkout):
+    shutil.copytree(ROOT / "harness", checkout / "harness")
+    done = gate(checkout, "--help", LORAGATE_PYTHON=sys.executable)
+    assert done.returncode == 0, done.stderr
+    assert "usage: loragate gate" in done.stdout
+    assert not (checkout / ".venv").exists()
+
+
+def test_an_interpreter_that_lacks_packages_is_refused_by_their_names(checkout):
+    bare = checkout.parent / "bare"
+    bare.write_text(f'#!/bin/bash\nexec {sys.executable} -I -S "$@"\n')
+    bare.chmod(0o755)
+    done = gate(checkout, LORAGATE_PYTHON=str(bare))
+    assert done.returncode == ExitCode.INFRASTRUCTURE
+    assert "missing: torch, triton" in done.stderr
+
+
+@pytest.mark.parametrize("script", ["ci/gate", "ci/test", ".ci/run"])
+def test_a_command_can_be_run_as_it_is(script):
+    assert os.access(ROOT / script, os.X_OK)
+    subprocess.run(["bash", "-n", ROOT / script], check=True)
