@@ -1,4 +1,4 @@
-"""`loragate gate|plan|replay|faults|bench`.
+"""`loragate gate|plan|replay|faults|bench|findings`.
 
 Invariant: parsing imports no torch; each command imports what it needs when it runs. Every
 command exits as `loragate.verdict.ExitCode` says.
@@ -13,10 +13,11 @@ from typing import Any, NoReturn
 
 from loragate import gate, replay, show_plan
 from loragate.bench import cli as bench
+from loragate.findings import cli as findings
 from loragate.matrix.problems import nearest
 from loragate.verdict import ExitCode
 
-_COMMANDS = (gate, show_plan, replay, bench)
+_COMMANDS = (gate, show_plan, replay, bench, findings)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -18,9 +18,11 @@ from loragate.verdict import Verdict
 
 COMPILE = "compile"
 HOST = "host"
+FINDINGS = "findings"
 # tests of what the kernels' package does on the host: adapters, slots, slicing, plans
 _HOST_TESTS = ("tests/kernels",)
 _HOST_SUBJECT = "lorakernels"
+_FINDINGS_SUBJECT = "vllm"
 _LEG_VERDICTS: Mapping[int, Verdict] = {
     **{code.value: verdict for verdict, code in EXIT_CODES.items() if verdict is not Verdict.SKIP},
     # pytest's own: nothing was collected
@@ -48,6 +50,9 @@ def make_legs(selection: Selection, *, run: str, report: Path, has_gpu: bool) ->
         legs.append(Leg(COMPILE, command))
     if _HOST_SUBJECT in selection.subjects:
         legs.append(Leg(HOST, _pytest(*_HOST_TESTS)))
+    if _FINDINGS_SUBJECT in selection.subjects:
+        # a listed finding that is gone must not stay listed
+        legs.append(Leg(FINDINGS, _python("loragate", "findings")))
     return tuple(legs)
 
 

@@ -205,6 +205,16 @@ def test_compiled_kernels_promise_no_bits_unless_vllm_runs_batch_invariant() -> 
     assert VllmSubject.describe(interpreted=True, batch_invariant=False).deterministic
 
 
+def test_the_interpreter_gets_no_more_splits_than_k_fills_and_one_that_is_empty() -> None:
+    def default(operation: str, **shape: int) -> dict[str, int]:
+        return {"block_m": 32, "block_k": 256, "split_k": 64}
+
+    chosen = vllm_package.fewer_splits(default)
+    assert chosen("shrink", hidden_size=100) == {"block_m": 32, "block_k": 256, "split_k": 2}
+    assert chosen("shrink", hidden_size=513)["split_k"] == 4
+    assert chosen("shrink", hidden_size=1 << 20)["split_k"] == 64
+
+
 @pytest.fixture
 def without_vllm(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
     """A folder in front of sys.path for a vllm of the test's own; the real one is out of sight."""

@@ -139,14 +139,14 @@ def measure_steps(
     for tokens in TOKENS:
         case = replace(DenseRow("down", tokens, 16).case, slots=_STEP_SLOTS)
         instance = contender.subject.open(case, machine, None)
-        for active in _STEP_ACTIVE:
+        for active in (count for count in _STEP_ACTIVE if count <= tokens):
             token_slots = _mapping(tokens, active)
             host_us, total_us = wall(partial(instance.prepare, token_slots))
             yield StepFigures(
                 subject=contender.subject.name,
                 tokens=tokens,
                 slots=_STEP_SLOTS,
-                active=len(set(token_slots.tolist()) - {-1}),
+                active=active,
                 host_us=host_us,
                 total_us=total_us,
                 device_us=_device_us(instance, token_slots, machine) if captured else None,

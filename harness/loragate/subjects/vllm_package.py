@@ -92,6 +92,8 @@ def _load(version: str, interpreted: bool) -> VllmOps | str:
         # its host code pins memory wherever the build has CUDA, with or without a device
         torch_utils: Any = importlib.import_module("vllm.utils.torch_utils")
         torch_utils.PIN_MEMORY = False
+        shrink: Any = importlib.import_module(f"{_OPS}.lora_shrink_op")
+        shrink.get_lora_op_configs = fewer_splits(shrink.get_lora_op_configs)
     return VllmOps(
         version=version,
         lora_shrink=ops.lora_shrink,
@@ -100,6 +102,22 @@ def _load(version: str, interpreted: bool) -> VllmOps | str:
         pointer_tables=(utils._LORA_A_PTR_DICT, utils._LORA_B_PTR_DICT),
         batch_invariant=bool(utils.is_batch_invariant),
     )
+
+
+def fewer_splits(configs: Callable[..., Mapping[str, Any]]) -> Callable[..., dict[str, Any]]:
+    """Tile sizes for the interpreter: as many splits as K can fill, and one that stays empty.
+
+    By default 64 programs share a K that fits into one of them; the others find nothing to add
+    and cost as much. Tile sizes are a thing that vLLM lets its users tune.
+    """
+
+    def chosen(operation: str, **shape: int) -> dict[str, Any]:
+        config = dict(configs(operation, **shape))
+        filled = -(-shape["hidden_size"] // config["block_k"])
+        config["split_k"] = min(config["split_k"], filled + 1)
+        return config
+
+    return chosen
 
 
 def _import_environment(interpreted: bool) -> Mapping[str, str]:

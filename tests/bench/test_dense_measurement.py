@@ -1,0 +1,115 @@
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import pytest
+import torch
+from torch import Tensor
+
+from loragate.bench import dense
+from loragate.bench.cli import judge
+from loragate.bench.dense import Contender, WrongResult, measure_row, measure_steps, run_dense
+from loragate.bench.rows import DenseRow
+from loragate.machine import Machine
+from loragate.matrix.case import Case, Execution, Site
+from loragate.oracles.golden import deltas
+from loragate.subjects.protocol import BaseLayer, Capabilities, Instance, Pool
+from loragate.verdict import ExitCode
+
+CPU = Machine("cpu", "test", None, 1, 0)
+ROW = DenseRow("down", 1, 16)
+
+
+class PlainInstance:
+    """The delta by plain torch; `factor` makes it a wrong one. Counts what it was asked."""
+
+    def __init__(self, factor: float) -> None:
+        self.factor, self.steps = factor, list[list[int]]()
+        self.pool: Pool | None = None
+
+    def load(self, slot: int, pool: Pool) -> None:
+        self.pool = pool
+
+    def unload(self, slot: int) -> None:
+        raise AssertionError("nothing is unloaded in a benchmark")
+
+    def prepare(self, token_slots: Tensor) -> None:
+        self.token_slots = token_slots.cpu()
+        self.steps.append(self.token_slots.tolist())
+
+    def apply(self, x: Tensor, out: Tensor) -> Tensor:
+        assert self.pool is not None
+        delta = deltas(self.pool, x, self.token_slots, torch.float32) * self.factor
+        return out.add_(delta.to(out.dtype))
+
+
+class PlainSubject:
+    def __init__(self, name: str, factor: float = 1.0) -> None:
+        self.name, self._factor = name, factor
+        self.opened: list[PlainInstance] = []
+
+    def version(self) -> str:
+        return "1"
+
+    def capabilities(self, machine: Machine) -> Capabilities:
+        raise AssertionError("the caller has asked already")
+
+    def open(self, case: Case, machine: Machine, base: BaseLayer | None) -> Instance:
+        self.opened.append(PlainInstance(self._factor))
+        return self.opened[-1]
+
+
+def contender(name: str, factor: float = 1.0) -> Contender:
+    have = Capabilities(
+        sites=frozenset({Site.DENSE_DELTA}),
+        dtypes=frozenset({ROW.case.dtype}),
+        max_rank=512,
+        executions=frozenset({Execution.EAGER}),
+    )
+    return Contender(PlainSubject(name, factor), have)
+
+
+@pytest.fixture(autouse=True)
+def counted_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Time is the number of graphs so far: nothing here depends on a clock or a device."""
+
+    def replay(graphs: Mapping[str, Callable[[], object]]) -> dict[str, float]:
+        for call in graphs.values():
+            call()
+        return {name: 10.0 * (index + 1) for index, name in enumerate(graphs)}
+
+    monkeypatch.setattr(dense, "capture", lambda call: call)
+    monkeypatch.setattr(dense, "replay_in_turns", replay)
+    monkeypatch.setattr(dense, "wall", lambda call: (call(), (1.0, 2.0))[1])
+    monkeypatch.setattr(dense, "copy_bytes_per_s", lambda: 4e12)
+
+
+def test_a_subject_is_timed_with_the_base_and_by_its_name() -> None:
+    measured = measure_row(ROW, [contender("ours"), contender("theirs")], CPU)
+    assert measured.base_us == 10.0
+    assert measured.with_lora_us == {"ours": 20.0, "theirs": 30.0}
+    assert all(0.5 < error < 1.5 for error in measured.errors.values())
+
+
+@pytest.mark.parametrize("factor", [0.9, 0.0, float("nan")])
+def test_a_subject_that_computes_something_else_is_never_timed(factor: float) -> None:
+    with pytest.raises(WrongResult, match=r"theirs at down\.m1\.r16: its error is"):
+        measure_row(ROW, [contender("ours"), contender("theirs", factor)], CPU)
+
+
+def test_metadata_is_timed_without_adapters_with_one_and_with_all_slots_active() -> None:
+    ours = contender("ours")
+    steps = list(measure_steps(ours, CPU, captured=True))
+    assert [(s.tokens, s.active) for s in steps[:5]] == [(1, 0), (1, 1), (16, 0), (16, 1), (16, 8)]
+    assert [s.device_us for s in steps] == [10.0] * len(steps)
+    assert {s.device_us for s in measure_steps(ours, CPU, captured=False)} == {None}
+
+
+def test_a_run_has_every_row_and_the_steps_of_both_subjects() -> None:
+    lines: list[str] = []
+    run = run_dense(contender("ours"), contender("theirs"), [ROW], CPU, lines.append)
+    assert (run.candidate, run.baseline, len(run.rows)) == ("ours", "theirs", 1)
+    assert {step.subject for step in run.steps} == {"ours", "theirs"}
+    assert lines[0] == "[1/1] down.m1.r16: base 10.0, ours +10.0, theirs +20.0"
+    assert run.payload()["executed"] == 1
+    assert judge(run) is not ExitCode.OK
