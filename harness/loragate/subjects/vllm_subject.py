@@ -116,7 +116,8 @@ class VllmSubject:
             slices=case.slices,
             in_features=case.in_features,
             rank=case.rank,
-            max_tokens=case.tokens,
+            # a case without tokens still has steps with one
+            max_tokens=max(case.tokens, 1),
             dtype=_TORCH_DTYPES[case.dtype],
             device=machine.device,
         )
