@@ -174,7 +174,8 @@ def lora_expand_kernel(
     slot = tl.load(tile_slots_ptr + first_part // PARTS)
     rows = tl.load(tile_rows_ptr + first_part * BLOCK_M + offs_m)
     num_parts = tl.load(num_tiles_ptr) * PARTS
-    for part in range(first_part, num_parts, tl.num_programs(1)):
+    # never pipelined: the compiler would fetch the bridge ahead of the wait
+    for part in tl.range(first_part, num_parts, tl.num_programs(1), num_stages=1):
         rank = tl.load(ranks_ptr + slot * S + slice_id)
         scale = tl.load(scales_ptr + slot * S + slice_id)
         live_m = (rows >= 0) & (rank > 0)
@@ -202,7 +203,7 @@ def lora_expand_kernel(
                 gdc_wait()
             h = _load_bridge(h_ptrs, live_h, stride_bridge_plane, PLANES) * scale
             acc = _dot(h.to(b.dtype), b, previous.to(tl.float32), IEEE)
-            for r in range(BLOCK_R, R, BLOCK_R):
+            for r in tl.range(BLOCK_R, R, BLOCK_R, num_stages=1):
                 more_r = r + offs_r < loaded_rank
                 live_h = live_m[:, None] & more_r[None, :]
                 h = _load_bridge(h_ptrs + r, live_h, stride_bridge_plane, PLANES) * scale
