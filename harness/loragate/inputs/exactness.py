@@ -40,7 +40,7 @@ def exact_x(draw: Draw, rows: int, width: int) -> Tensor:
     walk = torch.arange(rows, device=draw.device) * max(1, width // max(rows, 1))
     columns[:, 1] = (walk + columns[:, 1] % max(1, width // max(rows, 1))) % width
     x = torch.zeros(rows, width, device=draw.device)
-    return x.scatter_(1, columns, draw.signs(rows, X_NONZEROS))
+    return _place(x, columns, draw.signs(rows, X_NONZEROS))
 
 
 def exact_a(draw: Draw, case: Case) -> Tensor:
@@ -57,9 +57,17 @@ def exact_b(draw: Draw, case: Case, ranks: tuple[tuple[int, ...], ...]) -> tuple
             rank = max(row[part], 1)
             place = torch.arange(width * B_NONZEROS, device=draw.device)
             index = (rank - 1 - place % rank).view(width, B_NONZEROS)
-            b[slot].scatter_(1, index, draw.signs(width, B_NONZEROS))
+            _place(b[slot], index, draw.signs(width, B_NONZEROS))
         parts.append(b)
     return tuple(parts)
+
+
+def _place(target: Tensor, columns: Tensor, values: Tensor) -> Tensor:
+    """Put values[:, j] into target[:, columns[:, j]]; of two in one place the later stays."""
+    # one scatter for all would let either win on a GPU: other data from the same seed
+    for column, value in zip(columns.split(1, dim=1), values.split(1, dim=1), strict=True):
+        target.scatter_(1, column, value)
+    return target
 
 
 def exact_base_rows(draw: Draw, rows: int, width: int) -> Tensor:
