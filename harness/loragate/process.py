@@ -16,8 +16,8 @@ from enum import Enum, auto
 from pathlib import Path
 
 _TICK_S = 0.2
-# workers write what they have before they go
-_GRACE_S = 15.0
+# the record is complete at any time, and a cancelled CI job has only a few seconds
+_GRACE_S = 2.0
 
 
 class Cause(Enum):

@@ -17,22 +17,6 @@ def alone(run_once, run_session):
     return run_once("alone", lambda report: run_session(report, "-n", "0", matrix="one_hang.yaml"))
 
 
-@pytest.fixture(scope="module")
-def without_cases(tmp_path_factory):
-    """A folder after a distributed session of ordinary tests."""
-    folder = tmp_path_factory.mktemp("without_cases")
-    (folder / "conftest.py").write_text(
-        'import sys\npytest_plugins = ["loragate.plugin"]\n'
-        "def pytest_unconfigure(config):\n"
-        "    if not hasattr(config, 'workerinput'):\n"
-        "        open('controller.txt', 'w').write(' '.join(sys.modules))\n"
-    )
-    (folder / "test_other.py").write_text("def test_other(): pass\n")
-    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-n", "1", "."]
-    subprocess.run(command, cwd=folder, check=True)
-    return folder
-
-
 def test_a_hang_without_workers_ends_the_session_with_its_stack_on_the_terminal(alone):
     assert alone.exit_code != 0
     assert "Timeout (0:00:02)!" in alone.output
@@ -77,11 +61,17 @@ def test_a_subject_that_nobody_knows_is_a_usage_error_that_names_the_nearest(tmp
     assert not (tmp_path / "report").exists()
 
 
-def test_a_session_without_cases_leaves_no_report(without_cases):
-    assert not (without_cases / "report").exists()
-
-
-def test_the_controller_imports_no_torch(without_cases):
-    loaded = (without_cases / "controller.txt").read_text().split()
+def test_a_session_without_cases_leaves_no_report_and_its_controller_imports_no_torch(tmp_path):
+    (tmp_path / "conftest.py").write_text(
+        'import sys\npytest_plugins = ["loragate.plugin"]\n'
+        "def pytest_unconfigure(config):\n"
+        "    if not hasattr(config, 'workerinput'):\n"
+        "        open('controller.txt', 'w').write(' '.join(sys.modules))\n"
+    )
+    (tmp_path / "test_other.py").write_text("def test_other(): pass\n")
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-n", "1", "."]
+    subprocess.run(command, cwd=tmp_path, check=True)
+    assert not (tmp_path / "report").exists()
+    loaded = (tmp_path / "controller.txt").read_text().split()
     assert "loragate.plugin.ledger" in loaded
     assert "torch" not in loaded
