@@ -18,7 +18,8 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+DEVICE = "cuda" if torch.cuda.is_available() and not INTERPRETED else "cpu"
 if DEVICE == "cpu":
     # read when a kernel is defined, so before lorakernels is imported
     os.environ.setdefault("TRITON_INTERPRET", "1")

@@ -13,6 +13,7 @@ from functools import cache
 
 import torch
 from torch import Tensor
+from triton.runtime.jit import JITFunction
 
 from lorakernels.dense.kernels import lora_expand_kernel, lora_shrink_kernel
 from lorakernels.dense.plan import (
@@ -239,7 +240,10 @@ def _launch_options(pdl: bool) -> dict[str, bool]:
 def _supports_pdl(device: torch.device) -> bool:
     """Programmatic dependent launch: the expand starts while the shrink still runs. Safe in
     `dense_delta` alone, where nothing can come between the two launches (vllm #31777)."""
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
+    # the interpreter knows nothing of it, and takes tensors of a GPU, too
+    compiled = isinstance(lora_expand_kernel, JITFunction)
+    on_gpu = compiled and device.type == "cuda"
+    return on_gpu and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
 def _tables(metadata: BatchMetadata) -> tuple[Tensor, Tensor, Tensor]:

@@ -97,7 +97,9 @@ def plan_expand(shape: DenseShape) -> ExpandPlan:
     if shape.itemsize == 4:
         return ExpandPlan(min(height, 32), 64, min(block_r, 32), 1, 4, 1)
     if height < _PREFILL_HEIGHT:
-        return ExpandPlan(height, 256 if height == 16 else 128, block_r, 1, 4, 1)
+        block_n = 256 if height == 16 else 128
+        # a wide block of B would not fit beside the output's into registers
+        return ExpandPlan(height, block_n // 2 if block_r > 64 else block_n, block_r, 1, 4, 1)
     if shape.rank > block_r:
         # the rank does not fit on chip at once: no stream of columns
         return ExpandPlan(64, 128, block_r, 1, 8, 1)
