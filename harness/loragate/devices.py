@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 _GIB = 1 << 30
-# weights, references in fp64 and a CUDA context of one case
+# a worker that runs small cases only: a CUDA context, cached blocks, compiled kernels
 GPU_BUDGET_BYTES = 8 * _GIB
 # torch, the interpreter's numpy copies and references of one case
 HOST_BUDGET_BYTES = 3 * _GIB // 2
@@ -41,12 +41,16 @@ def visible_gpus(environ: Mapping[str, str], listed: Sequence[ListedGpu]) -> tup
     return tuple(handles[:cut])
 
 
-def workers_per_gpu(handles: Sequence[str], listed: Sequence[ListedGpu]) -> int:
-    """How many workers fit into the fullest of the GPUs; 1 where its memory is unknown."""
+def workers_per_gpu(
+    handles: Sequence[str], listed: Sequence[ListedGpu], largest_case_bytes: int
+) -> int:
+    """How many workers fit into the fullest of the GPUs, each with room for the largest case;
+    1 where its memory is unknown."""
     free = [gpu.free_bytes for gpu in listed if {gpu.index, gpu.uuid} & set(handles)]
     if not free:
         return 1
-    return max(1, min(MAX_WORKERS_PER_GPU, min(free) // GPU_BUDGET_BYTES))
+    budget = max(GPU_BUDGET_BYTES, largest_case_bytes)
+    return max(1, min(MAX_WORKERS_PER_GPU, min(free) // budget))
 
 
 def worker_count(num_gpus: int, per_gpu: int, cores: int, host_free_bytes: int) -> int:

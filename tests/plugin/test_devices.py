@@ -44,16 +44,20 @@ def test_without_a_list_every_gpu_is_visible_by_its_uuid():
 
 
 def test_the_fullest_visible_gpu_bounds_the_workers_of_each():
-    assert workers_per_gpu(["0", "1"], listed(9, 2, 0)) == 2
+    assert workers_per_gpu(["0", "1"], listed(9, 2, 0), 0) == 2
 
 
 def test_no_gpu_gets_more_than_four_workers_or_fewer_than_one():
-    assert workers_per_gpu(["0"], listed(100)) == 4
-    assert workers_per_gpu(["0"], listed(0)) == 1
+    assert workers_per_gpu(["0"], listed(100), 0) == 4
+    assert workers_per_gpu(["0"], listed(0), 0) == 1
+
+
+def test_every_worker_has_room_for_the_largest_case():
+    assert workers_per_gpu(["0"], listed(9), 4 * GPU_BUDGET_BYTES) == 2
 
 
 def test_a_gpu_of_unknown_memory_gets_one_worker():
-    assert workers_per_gpu(["MIG-def"], listed(9)) == 1
+    assert workers_per_gpu(["MIG-def"], listed(9), 0) == 1
 
 
 def test_each_gpu_has_its_workers_while_there_are_cores():

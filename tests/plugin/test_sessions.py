@@ -51,6 +51,14 @@ def test_a_distribution_that_hangs_when_a_worker_dies_is_refused(tmp_path, run_s
     assert "--dist loadfile does not survive a worker that dies" in session.output
 
 
+def test_listing_the_cases_leaves_no_report(tmp_path, run_session):
+    session = run_session(
+        tmp_path / "report", "-n", "1", "--collect-only", "-q", matrix="one_hang.yaml"
+    )
+    assert "tokens-21]" in session.output
+    assert not (tmp_path / "report").exists()
+
+
 def test_a_subject_that_nobody_knows_is_a_usage_error_that_names_the_nearest(tmp_path, run_session):
     session = run_session(
         tmp_path / "report", "-n", "1", "--loragate-subject=torhc", matrix="one_hang.yaml"

@@ -33,7 +33,7 @@ _MAX_STILLBORN = 3
 
 def pytest_configure(config: pytest.Config) -> None:
     settings = config.stash[SETTINGS]
-    if settings.role is not Role.WORKER:
+    if settings.role is not Role.WORKER and not config.option.collectonly:
         config.pluginmanager.register(Ledger(config, settings), "loragate-ledger")
 
 

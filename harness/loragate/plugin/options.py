@@ -116,6 +116,18 @@ def pytest_configure(config: pytest.Config) -> None:
         select_interpreter()
 
 
+def selection_of(config: pytest.Config) -> Selection:
+    """What the command line selects; the same in every process of a session."""
+    option = config.option
+    return Selection(
+        matrix=_matrix(config),
+        subjects=_unique(option.loragate_subject or ["lorakernels"]),
+        tier=Tier(option.loragate_tier),
+        attempts=_unique(option.loragate_attempt or [0]),
+        patterns=_unique(option.loragate_cases),
+    )
+
+
 def _attempt(text: str) -> int:
     value = int(text)
     if value < 0:
@@ -124,22 +136,13 @@ def _attempt(text: str) -> int:
 
 
 def _settings(config: pytest.Config) -> Settings:
-    option = config.option
-    role = _role(config)
     worker_input: dict[str, Any] = getattr(config, "workerinput", {})
-    joined: str | None = option.loragate_run
-    selection = Selection(
-        matrix=_matrix(config),
-        subjects=_unique(option.loragate_subject or ["lorakernels"]),
-        tier=Tier(option.loragate_tier),
-        attempts=_unique(option.loragate_attempt or [0]),
-        patterns=_unique(option.loragate_cases),
-    )
+    joined: str | None = config.option.loragate_run
     return Settings(
-        selection=selection,
-        report=Path(config.rootpath, option.loragate_report),
+        selection=selection_of(config),
+        report=Path(config.rootpath, config.option.loragate_report),
         run=worker_input.get(WORKER_INPUT_RUN) or joined or new_run_name(),
-        role=role,
+        role=_role(config),
         ownership=Ownership.JOINED if joined else Ownership.OWNED,
         worker=worker_input.get("workerid", "main"),
     )

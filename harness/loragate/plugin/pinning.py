@@ -20,7 +20,10 @@ from loragate.devices import (
     worker_count,
     workers_per_gpu,
 )
-from loragate.plugin.options import SETTINGS, WORKER_INPUT_RUN, Role
+from loragate.matrix.footprint import footprint_bytes
+from loragate.matrix.load import load_cases
+from loragate.plugin.options import SETTINGS, WORKER_INPUT_RUN, Role, selection_of
+from loragate.selection import select_runs
 
 _WORKER_INPUT_SHARE = "loragate_gpu_share"
 # contexts and libraries of the other workers lie outside of what torch accounts for
@@ -49,7 +52,7 @@ def pytest_cmdline_main(config: pytest.Config) -> None:
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
     listed = list_gpus()
     handles = visible_gpus(os.environ, listed)
-    per_gpu = workers_per_gpu(handles, listed)
+    per_gpu = workers_per_gpu(handles, listed, _largest_case(config)) if handles else 1
     return worker_count(len(handles), per_gpu, usable_cores(), free_host_bytes())
 
 
@@ -81,6 +84,17 @@ def pytest_sessionstart(session: pytest.Session) -> None:
     share = worker_input.get(_WORKER_INPUT_SHARE)
     if share is not None:
         _bound_gpu_memory(share)
+
+
+def _largest_case(config: pytest.Config) -> int:
+    """Bytes that the largest selected case needs; 0 where the case files cannot be read, which
+    the workers will tell."""
+    selection = selection_of(config)
+    try:
+        cases = load_cases(selection.matrix)
+    except ValueError:
+        return 0
+    return max((footprint_bytes(run.case) for run in select_runs(selection, cases)), default=0)
 
 
 def _bound_gpu_memory(share: float) -> None:
