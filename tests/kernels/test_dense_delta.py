@@ -199,6 +199,31 @@ def test_wrong_tensors_are_refused_by_name(change: dict[str, Tensor], message: s
     assert torch.equal(out, setup.base)
 
 
+@pytest.mark.parametrize("start", [0, 1, 40, 69])
+def test_an_output_that_overlaps_the_input_is_refused(start: int) -> None:
+    setup = Setup(20)
+    buffer = torch.zeros(20, K + sum(WIDTHS))
+    before = buffer.clone()
+    with pytest.raises(ValueError, match="out must not overlap x"):
+        dense_delta(
+            buffer[:, :K],
+            setup.weights,
+            setup.metadata,
+            setup.workspace,
+            buffer[:, start : start + sum(WIDTHS)],
+        )
+    assert torch.equal(buffer, before)
+
+
+def test_input_and_output_may_be_columns_side_by_side_in_one_buffer() -> None:
+    setup = Setup(20)
+    buffer = torch.cat([setup.x, setup.base], dim=1)
+    out = buffer[:, K:]
+    dense_delta(buffer[:, :K], setup.weights, setup.metadata, setup.workspace, out)
+    setup.check(out, 1e-6)
+    assert torch.equal(buffer[:, :K], setup.x)
+
+
 def test_a_workspace_for_smaller_batches_is_refused() -> None:
     setup = Setup(40)
     setup.workspace = DenseWorkspace([setup.weights], max_tokens=1)
@@ -245,7 +270,7 @@ def test_every_plan_can_be_launched(shape: DenseShape, rows: int) -> None:
     shrink, expand = plan_shrink(shape), plan_expand(shape)
     height = plan.tile_height(rows)
     assert height % expand.block_m == 0
-    assert 1 <= shrink.planes <= 16
+    assert 1 <= shrink.planes <= 32
     assert shrink.block_n >= 16
     assert expand.block_r >= 16
     # a program that streams columns holds the whole rank on chip

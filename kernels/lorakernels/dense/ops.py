@@ -124,8 +124,8 @@ def _dense_delta(
         raise ValueError(f"out must have {x.shape[0]} rows like x (got {out.shape[0]})")
     if x.shape[0] == 0:
         return
-    if out.data_ptr() == x.data_ptr():
-        raise ValueError("out must not be the same memory as x")
+    if _overlap(x, out):
+        raise ValueError("out must not overlap x in memory")
     shape = DenseShape(x.shape[0], a.shape[3], tuple(slice_widths), a.shape[2], a.element_size())
     planes, padded_rows, ranks_of_all = plan_bridge(shape, a.shape[0])
     size = planes * padded_rows * ranks_of_all
@@ -287,6 +287,19 @@ def _check_like(name: str, tensor: Tensor, weight: Tensor) -> None:
         raise ValueError(f"{name} must be {weight.dtype} like the weights (got {tensor.dtype})")
     if tensor.device != weight.device:
         raise ValueError(f"{name} must be on {weight.device} (got {tensor.device})")
+
+
+def _overlap(x: Tensor, out: Tensor) -> bool:
+    """Whether out may write what x reads. Columns side by side in one buffer do not overlap."""
+    if x.untyped_storage().data_ptr() != out.untyped_storage().data_ptr():
+        return False
+    first, last = sorted((x, out), key=Tensor.storage_offset)
+    gap = last.storage_offset() - first.storage_offset()
+    if gap > sum((n - 1) * s for n, s in zip(first.shape, first.stride(), strict=True)):
+        return False
+    row = first.stride(0)
+    side_by_side = first.stride() == last.stride() == (row, 1)
+    return not (side_by_side and gap % row >= first.shape[1] and gap % row + last.shape[1] <= row)
 
 
 def _check_bridge(bridge: Tensor, shape: DenseShape, num_slots: int) -> None:

@@ -51,7 +51,6 @@ _PROGRAMS = 528
 # programs that the tile axis has beyond full tiles: most batches have few partial tiles, the
 # rest is taken by the stride loop
 _PARTIAL_TILES = 8
-_MAX_PLANES = 16
 # from this tile height on a batch is a prefill: bandwidth counts, not latency
 _PREFILL_HEIGHT = 64
 
@@ -64,23 +63,21 @@ def tile_programs(num_rows: int, table_size: int) -> int:
 
 def plan_shrink(shape: DenseShape) -> ShrinkPlan:
     ranks = shape.ranks_of_all_slices
-    prefill = tile_height(shape.num_rows) >= _PREFILL_HEIGHT
+    height = tile_height(shape.num_rows)
+    prefill = height >= _PREFILL_HEIGHT
     if prefill:
         block_n, block_k = (64, 128) if ranks < 256 else (128, 64)
-        # the expand reads the planes once for each group of columns: not too many of wide ones
-        most_planes = max(1, min(8, 512 // ranks))
     else:
-        block_n, block_k = (16 if shape.rank <= 16 else 32), 128
-        if shape.in_features >= 8192:
-            block_k = 256
-        most_planes = _MAX_PLANES
+        block_n = 16 if shape.rank <= 16 else 32
+        block_k = 256 if _is_deep(shape) else 128
     block_n = max(16, min(block_n, _power_of_2(ranks)))
     if shape.itemsize == 4:
         # fp32 has no tensor-core path: smaller tiles keep it out of spills
         block_n, block_k = min(block_n, 32), 32
-    tiles = -(-shape.num_rows // tile_height(shape.num_rows))
-    programs = tiles * -(-ranks // block_n)
-    planes = min(most_planes, _PROGRAMS // programs, -(-shape.in_features // block_k))
+    programs = -(-shape.num_rows // height) * -(-ranks // block_n)
+    planes = min(
+        _most_planes(shape, height), _PROGRAMS // programs, -(-shape.in_features // block_k)
+    )
     return ShrinkPlan(
         block_n=block_n,
         block_k=block_k,
@@ -91,19 +88,39 @@ def plan_shrink(shape: DenseShape) -> ShrinkPlan:
     )
 
 
+def _most_planes(shape: DenseShape, height: int) -> int:
+    """Planes beyond which the expand, which reads them once for each group of columns, loses
+    what the shrink gains."""
+    if height >= _PREFILL_HEIGHT:
+        return min(8, 512 // shape.ranks_of_all_slices)
+    if height > MIN_TILE_ROWS:
+        return shape.in_features // (1024 if _is_wide(shape) else 512)
+    return 32 if _is_deep(shape) and shape.rank <= 16 else 16
+
+
 def plan_expand(shape: DenseShape) -> ExpandPlan:
     height = tile_height(shape.num_rows)
     block_r = min(128, max(16, _power_of_2(shape.rank)))
     if shape.itemsize == 4:
         return ExpandPlan(min(height, 32), 64, min(block_r, 32), 1, 4, 1)
+    if shape.rank > 64:
+        # a wide block of B would not fit beside the output's into registers, and a rank beyond
+        # one block cannot stay on chip while columns stream by
+        return ExpandPlan(min(height, 64), 64 if height == 32 else 128, block_r, 1, 8, 1)
+    if height == MIN_TILE_ROWS:
+        return ExpandPlan(height, 256, block_r, 1, 8, 1)
     if height < _PREFILL_HEIGHT:
-        block_n = 256 if height == 16 else 128
-        # a wide block of B would not fit beside the output's into registers
-        return ExpandPlan(height, block_n // 2 if block_r > 64 else block_n, block_r, 1, 4, 1)
-    if shape.rank > block_r:
-        # the rank does not fit on chip at once: no stream of columns
-        return ExpandPlan(64, 128, block_r, 1, 8, 1)
-    return ExpandPlan(64, 128 if max(shape.slice_widths) > 8192 else 64, block_r, 8, 4, 3)
+        wide = _is_wide(shape)
+        return ExpandPlan(height, 64 if wide else 128, block_r, 4 if wide else 1, 4, 3)
+    return ExpandPlan(64, 128 if _is_wide(shape) else 64, block_r, 8, 4, 3)
+
+
+def _is_deep(shape: DenseShape) -> bool:
+    return shape.in_features >= 8192
+
+
+def _is_wide(shape: DenseShape) -> bool:
+    return max(shape.slice_widths) > 8192
 
 
 def rank_vector(rank: int) -> int:
