@@ -97,10 +97,11 @@ def folded(pool: Pool) -> Pool:
 
 
 def chunks(batch: Batch) -> Iterator[tuple[slice, Batch]]:
-    """Consecutive rows, few enough for fp64; each is a batch of its own."""
+    """Consecutive rows, few enough for fp64; each is a batch of its own. An empty batch is one
+    chunk of nothing."""
     rows, width = batch.x.shape[0], max(batch.x.shape[1], batch.out.shape[1])
     step = max(1, _CHUNK // max(1, width))
-    for start in range(0, rows, step):
+    for start in range(0, max(rows, 1), step):
         part = slice(start, min(start + step, rows))
         yield part, Batch(batch.x[part], batch.token_slots[part], batch.out[part])
 
