@@ -48,6 +48,10 @@ def _problems() -> Iterator[Problem]:
         yield Problem(f"{name}-bf16-r16-t{tokens}", in_features, widths, tokens, 16)
     for rank in (1, 8, 320, 512):
         yield Problem(f"{name}-bf16-r{rank}-t512", in_features, widths, 512, rank)
+    # wide ranks ask for the most shared memory and registers where a batch is small
+    for tokens in (1, 2048):
+        yield Problem(f"{name}-bf16-r512-t{tokens}", in_features, widths, tokens, 512)
+    yield Problem("gate-up-bf16-r64-t256", 4096, (12288, 12288), 256, 64)
     yield Problem("qkv-fp16-r16-t64", in_features, widths, 64, 16, torch.float16)
     yield Problem("qkv-fp32-r16-t64", in_features, widths, 64, 16, torch.float32)
     yield Problem("qkv-fp32-r512-t2048", in_features, widths, 2048, 512, torch.float32)
