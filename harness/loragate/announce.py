@@ -18,11 +18,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from loragate.environment import commit_and_tree, host, project_root, utc_now, versions
+from loragate.findings.load import ledger_path, load_ledger
 from loragate.machine import Machine, detect_machine, select_interpreter
 from loragate.matrix.load import load_cases
 from loragate.matrix.plan import Candidate, Plan, PlannedCase, plan
 from loragate.matrix.plan import Skipped as SkippedCase
-from loragate.report.events import Event, Expected, Note, RunStarted, Skipped
+from loragate.report.events import Event, Expected, KnownFinding, Note, RunStarted, Skipped
 from loragate.report.log import EventWriter, read_events
 from loragate.selection import Selection
 from loragate.verdict import ExitCode
@@ -53,7 +54,8 @@ class Announcement:
 
 
 def announce(announcement: Announcement) -> tuple[Event, ...]:
-    """The events that a run begins with: RunStarted, then notes. Raises AnnounceError."""
+    """The events that a run begins with: RunStarted, then notes and what is known of the subjects.
+    Raises AnnounceError."""
     with tempfile.TemporaryDirectory() as folder:
         answer = Path(folder) / "plan.jsonl"
         child = subprocess.run(
@@ -116,6 +118,15 @@ def opening(announcement: Announcement) -> Iterator[Event]:
     )
     for name, reason in unusable.items():
         yield Note(text=f"subject {name} can run nothing here: {reason}")
+    yield from _listed(selection.subjects)
+
+
+def _listed(subjects: Collection[str]) -> Iterator[KnownFinding]:
+    path, found = ledger_path(), versions()
+    # outside of the checkout nothing is known, and whatever fails is red
+    for finding in load_ledger(path) if path.exists() else ():
+        if finding.case is not None and finding.subject in subjects:
+            yield KnownFinding(finding=finding, version=found.get(finding.subject, ""))
 
 
 def _rows(

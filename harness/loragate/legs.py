@@ -52,7 +52,8 @@ def make_legs(selection: Selection, *, run: str, report: Path, has_gpu: bool) ->
         legs.append(Leg(HOST, _pytest(*_HOST_TESTS)))
     if _FINDINGS_SUBJECT in selection.subjects:
         # a listed finding that is gone must not stay listed
-        legs.append(Leg(FINDINGS, _python("loragate", "findings")))
+        record = (f"--events={report / EVENTS}", f"--run={run}")
+        legs.append(Leg(FINDINGS, _python("loragate", "findings", *record)))
     return tuple(legs)
 
 

@@ -16,4 +16,6 @@ def test_the_gate_tries_the_findings_of_a_subject_that_it_checks(
     selection = Selection(matrix=(), subjects=subjects, tier=Tier.SMOKE)
     legs = make_legs(selection, run="r", report=Path("report"), has_gpu=False)
     commands = {leg.name: leg.command[1:] for leg in legs}
-    assert commands.get("findings") == (("-m", "loragate", "findings") if tried else None)
+    record = (f"--events={Path('report') / 'events.jsonl'}", "--run=r")
+    command = ("-m", "loragate", "findings", *record)
+    assert commands.get("findings") == (command if tried else None)

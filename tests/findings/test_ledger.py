@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -18,14 +19,17 @@ from loragate.findings.ledger import (
     observe_cases,
     verdict_of,
 )
-from loragate.findings.load import LedgerError, load_ledger
+from loragate.findings.load import LedgerError, ledger_path, load_ledger
 from loragate.findings.page import render_page
 from loragate.findings.vllm_probes import PROBES
+from loragate.matrix.ids import run_id
+from loragate.matrix.load import load_cases
 from loragate.verdict import Failure, Judgement, OracleName, Verdict
 
 RUN = "vllm.dense_delta.dtype-bf16.in-64"
 WRONG = Judgement(OracleName.REFERENCE, Verdict.FAIL, Failure.WRONG_ANSWER)
 RIGHT = Judgement(OracleName.REFERENCE, Verdict.PASS)
+CASE = CasePattern("vllm.dense_delta.*", OracleName.REFERENCE, Failure.WRONG_ANSWER)
 
 
 def finding(**changes: Any) -> Finding:
@@ -44,8 +48,7 @@ def finding(**changes: Any) -> Finding:
 
 
 def case_finding() -> Finding:
-    pattern = CasePattern("vllm.dense_delta.*", OracleName.REFERENCE, Failure.WRONG_ANSWER)
-    return finding(probe=None, case=pattern)
+    return finding(probe=None, case=CASE)
 
 
 def state_of(seen: Seen, version: str) -> tuple[State, Verdict]:
@@ -104,6 +107,11 @@ def test_a_failing_case_that_is_listed_is_known_and_any_other_failure_is_not() -
         ([(RUN, RIGHT)], Seen.ABSENT),
         ([(RUN, Judgement(OracleName.REFERENCE, Verdict.SKIP))], Seen.NOT_TRIED),
         ([("torch.dense_delta.in-64", WRONG)], Seen.NOT_TRIED),
+        # it failed otherwise, which may hide the listed failure
+        (
+            [(RUN, Judgement(OracleName.REFERENCE, Verdict.FAIL, Failure.EXCEPTION))],
+            Seen.NOT_TRIED,
+        ),
     ],
 )
 def test_cases_show_an_entry_only_if_they_were_judged(
@@ -150,6 +158,39 @@ def test_an_entry_needs_exactly_one_way_to_reproduce_it(tmp_path: Path) -> None:
         load_ledger(file)
 
 
+def test_an_entry_names_cases_of_its_own_subject_alone(tmp_path: Path) -> None:
+    case = "    case: {run: '*', oracle: reference, failure: wrong_answer}\n"
+    file = write(tmp_path, GOOD.replace("    probe: one\n", case))
+    with pytest.raises(LedgerError, match=r":10: .*given '\*'; allowed: .*'vllm\.\*'"):
+        load_ledger(file)
+
+
+def test_the_cases_of_the_shipped_ledger_exist_and_ask_the_oracle_that_is_named() -> None:
+    shipped = {
+        run_id("vllm", case): case
+        for case in load_cases(sorted((ledger_path().parents[1]).glob("*.yaml")))
+    }
+    entries = [finding.case for finding in load_ledger(ledger_path()) if finding.case]
+    assert entries
+    for entry in entries:
+        named = [case for name, case in shipped.items() if fnmatchcase(name, entry.run)]
+        assert named, entry.run
+        assert all(entry.oracle in case.oracles for case in named)
+
+
+def test_a_listed_probe_that_cannot_be_tried_here_is_counted_and_named() -> None:
+    findings = [finding(), finding(id="far", probe="far"), finding(id="x", probe=None, case=CASE)]
+    observed = {
+        "an-item": Observation(Seen.REPRODUCED, ""),
+        "far": Observation(Seen.NOT_TRIED, "needs a GPU"),
+        "x": Observation(Seen.NOT_TRIED, "its cases are judged by the gate"),
+    }
+    lines = audit(findings, "0.26.0", observed)
+    assert "not run here far: not tried: needs a GPU" in cli.render("0.26.0", lines, {})
+    note = "vllm 0.26.0: 2 listed findings with a probe (1 known, 1 not run here); far"
+    assert cli.probes_note("0.26.0", lines) == note
+
+
 def test_an_id_stands_once(tmp_path: Path) -> None:
     entry = GOOD.split("findings:\n")[1]
     with pytest.raises(LedgerError, match=r":11: findings\[1\].id: id 'one' stands here again"):
@@ -164,7 +205,7 @@ def test_a_probe_that_does_not_exist_is_named_with_the_nearest_that_does() -> No
 
 
 def test_the_shipped_ledger_names_probes_that_exist() -> None:
-    findings = load_ledger(cli.ledger_path())
+    findings = load_ledger(ledger_path())
     assert findings
     assert cli.check_probes(findings, PROBES) is None
 
@@ -180,6 +221,6 @@ def test_a_suspicion_without_an_entry_is_shown_and_not_judged() -> None:
 
 
 def test_the_page_of_findings_is_the_ledger() -> None:
-    page = cli.ledger_path().parents[2] / "docs" / "findings.md"
-    findings = load_ledger(cli.ledger_path())
+    page = ledger_path().parents[2] / "docs" / "findings.md"
+    findings = load_ledger(ledger_path())
     assert page.read_text() == render_page(findings), "run: loragate findings --page > docs/..."

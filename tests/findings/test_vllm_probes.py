@@ -2,9 +2,8 @@ from __future__ import annotations
 
 import pytest
 
-from loragate.findings.cli import ledger_path
 from loragate.findings.ledger import Needs, Seen
-from loragate.findings.load import load_ledger
+from loragate.findings.load import ledger_path, load_ledger
 from loragate.findings.vllm_probes import PROBES, Probe, observe
 from loragate.machine import detect_machine, select_interpreter
 from loragate.subjects.vllm_package import VllmOps, load_vllm

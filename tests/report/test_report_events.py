@@ -13,6 +13,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from loragate.findings.ledger import CasePattern, Finding
 from loragate.matrix.case import Tier
 from loragate.report.events import (
     SCHEMA,
@@ -20,6 +21,7 @@ from loragate.report.events import (
     CaseStarted,
     Event,
     Expected,
+    KnownFinding,
     Note,
     RunStarted,
 )
@@ -69,11 +71,16 @@ def _plans(draw: st.DrawFn) -> RunStarted:
     return draw(kinds)
 
 
+_BUILT = (RunStarted, CaseFinished, KnownFinding)
 # a verdict of a case is free here: what contradicts its evidence is for the summary to judge
 _EVENTS = st.one_of(
     _plans(),
     st.builds(CaseFinished, judgements=st.lists(_judgements(), max_size=3).map(tuple)),
-    *(st.from_type(kind) for kind in get_args(Event) if kind not in (RunStarted, CaseFinished)),
+    # an entry has either a probe or a case, and those of a run have a case
+    st.builds(
+        KnownFinding, finding=st.builds(Finding, probe=st.none(), case=st.builds(CasePattern))
+    ),
+    *(st.from_type(kind) for kind in get_args(Event) if kind not in _BUILT),
 )
 
 

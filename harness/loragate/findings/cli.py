@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
-from loragate.environment import project_root
 from loragate.findings.ledger import (
     Finding,
     Line,
@@ -23,8 +23,10 @@ from loragate.findings.ledger import (
     audit,
     verdict_of,
 )
-from loragate.findings.load import load_ledger
+from loragate.findings.load import ledger_path, load_ledger
 from loragate.findings.page import render_page
+from loragate.report.events import Note
+from loragate.report.log import EventWriter
 from loragate.report.summary import EXIT_CODES
 from loragate.results import provenance, update_section
 from loragate.verdict import ExitCode
@@ -41,11 +43,9 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser.add_argument("--record", type=Path, metavar="FILE", help="write what was seen to FILE")
     parser.add_argument("--commit", help="what to record where the tree has no history")
     parser.add_argument("--page", action="store_true", help="print docs/findings.md, try nothing")
+    parser.add_argument("--events", type=Path, metavar="FILE", help="the record of a gate's run")
+    parser.add_argument("--run", dest="run_name", default="", metavar="NAME", help="of that run")
     parser.set_defaults(run=run)
-
-
-def ledger_path() -> Path:
-    return project_root() / "cases" / "findings" / f"{SUBJECT}.yaml"
 
 
 def run(arguments: argparse.Namespace) -> ExitCode:
@@ -75,6 +75,9 @@ def run(arguments: argparse.Namespace) -> ExitCode:
     suspicions = unlisted(findings, tried)
     print(render(ops.version, lines, suspicions))
     code = EXIT_CODES[verdict_of(lines)]
+    if arguments.events:
+        with EventWriter(arguments.events, run=arguments.run_name) as writer:
+            writer.write(Note(text=probes_note(ops.version, lines)))
     if arguments.record:
         origin = provenance(machine, commit=arguments.commit)
         try:
@@ -106,13 +109,21 @@ def unlisted(
 def render(version: str, lines: Sequence[Line], suspicions: Mapping[str, Observation]) -> str:
     listed = [_row(line.state, line.finding.id, line.observation) for line in lines]
     open_ones = [_row("unlisted", name, seen) for name, seen in suspicions.items()]
-    counts = ", ".join(
-        f"{sum(line.state is state for line in lines)} {state.value}"
-        for state in State
-        if any(line.state is state for line in lines)
-    )
-    head = f"vllm {version}: {len(lines)} listed findings ({counts or 'none'})"
+    head = f"vllm {version}: {len(lines)} listed findings ({_counts(lines)})"
     return "\n".join([head, *listed, *open_ones])
+
+
+def probes_note(version: str, lines: Sequence[Line]) -> str:
+    """One sentence for the report of the gate, which judges the entries about cases itself."""
+    probed = [line for line in lines if line.finding.probe is not None]
+    rest = [line.finding.id for line in probed if line.state is not State.KNOWN]
+    names = f"; {', '.join(rest)}" if rest else ""
+    return f"vllm {version}: {len(probed)} listed findings with a probe ({_counts(probed)}){names}"
+
+
+def _counts(lines: Sequence[Line]) -> str:
+    tally = Counter(line.state for line in lines)
+    return ", ".join(f"{tally[s]} {s.value}" for s in State if tally[s]) or "none"
 
 
 def _row(state: str, name: str, observation: Observation) -> str:

@@ -97,7 +97,7 @@ class State(StrEnum):
     STALE = "stale"
     # the installed version is not in the range of the entry
     OUT_OF_RANGE = "out of range"
-    NOT_TRIED = "not tried"
+    NOT_TRIED = "not run here"
     BROKEN = "broken"
 
 
@@ -180,7 +180,9 @@ def _observe_case(case: CasePattern, judged: Sequence[tuple[str, Judgement]]) ->
     tried = [
         (run_id, judgement)
         for run_id, judgement in judged
-        if case.covers(run_id, judgement) and judgement.verdict in (Verdict.PASS, Verdict.FAIL)
+        # a failure of another kind is told by its case, and may hide this one
+        if case.shows(run_id, judgement)
+        or (case.covers(run_id, judgement) and judgement.verdict is Verdict.PASS)
     ]
     shown = [run_id for run_id, judgement in tried if case.shows(run_id, judgement)]
     if shown:

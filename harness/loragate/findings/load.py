@@ -11,6 +11,7 @@ from typing import Annotated, Any
 from packaging.specifiers import InvalidSpecifier, SpecifierSet
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
+from loragate.environment import project_root
 from loragate.findings.ledger import CasePattern, Finding, Kind
 from loragate.matrix.document import Document, Loc, parse
 from loragate.matrix.problems import Problem
@@ -68,6 +69,11 @@ class LedgerModel(_Model):
     findings: list[Any] = Field(description="a list of findings")
 
 
+def ledger_path() -> Path:
+    """Where the ledger lies that is shipped."""
+    return project_root() / "cases" / "findings" / "vllm.yaml"
+
+
 def load_ledger(path: Path) -> tuple[Finding, ...]:
     """The findings of one file, in its order. Raises LedgerError."""
     try:
@@ -94,6 +100,10 @@ def _finding(subject: str, raw: object, loc: Loc, document: Document) -> Finding
     if (model.probe is None) == (model.case is None):
         message = "allowed: exactly one of probe and case, which reproduces the finding"
         document.problems.append(document.problem(loc, message))
+        return None
+    if model.case is not None and not model.case.run.startswith(f"{subject}."):
+        message = f"given {model.case.run!r}; allowed: run ids of this subject, '{subject}.*'"
+        document.problems.append(document.problem((*loc, "case", "run"), message))
         return None
     fields = model.model_dump(exclude={"case"})
     case = CasePattern(**model.case.model_dump()) if model.case else None

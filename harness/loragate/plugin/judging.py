@@ -13,8 +13,9 @@ from loragate.evidence import render_evidence
 from loragate.plugin.collection import case_run_of
 from loragate.plugin.options import SETTINGS
 from loragate.plugin.sticky import mark_device_lost
-from loragate.report.events import CaseFinished, CaseStarted
-from loragate.report.log import EventWriter
+from loragate.report.events import CaseFinished, CaseStarted, KnownFinding
+from loragate.report.log import EventWriter, read_events
+from loragate.report.outcomes import excused, known_in, listed_findings, standing
 from loragate.selection import CaseRun
 from loragate.verdict import Failure, Verdict
 
@@ -44,14 +45,23 @@ def _events(request: pytest.FixtureRequest) -> Iterator[EventWriter]:
         yield writer
 
 
+@pytest.fixture(scope="session")
+def _listed(request: pytest.FixtureRequest) -> tuple[KnownFinding, ...]:
+    return listed_findings(read_events(request.config.stash[SETTINGS].events).events)
+
+
 @pytest.fixture
-def judge(request: pytest.FixtureRequest, _events: EventWriter) -> Judge:
+def judge(
+    request: pytest.FixtureRequest, _events: EventWriter, _listed: tuple[KnownFinding, ...]
+) -> Judge:
     """Judges one case: passes, skips or fails the test, and appends to the run's events."""
     item: pytest.Item = request.node
-    return lambda run: _judge(run, item, _events)
+    return lambda run: _judge(run, item, _events, _listed)
 
 
-def _judge(run: CaseRun, item: pytest.Item, events: EventWriter) -> None:
+def _judge(
+    run: CaseRun, item: pytest.Item, events: EventWriter, listed: tuple[KnownFinding, ...]
+) -> None:
     # kernels may only be imported once the interpreter is selected
     from loragate.runner import open_trial, run_case
 
@@ -64,12 +74,15 @@ def _judge(run: CaseRun, item: pytest.Item, events: EventWriter) -> None:
     events.write(CaseStarted(run_id=run.run_id, worker=worker, attempt=run.attempt, seed=run.seed))
     finished = run_case(run, trial, worker=worker, gpu=gpu)
     events.write(finished)
-    _conclude(finished, item)
+    _conclude(finished, item, listed)
 
 
-def _conclude(finished: CaseFinished, item: pytest.Item) -> None:
+def _conclude(finished: CaseFinished, item: pytest.Item, listed: tuple[KnownFinding, ...]) -> None:
     if any(j.failure is Failure.CUDA_STICKY for j in finished.judgements):
         mark_device_lost(item)
+    known = known_in(finished, listed)
+    if known and standing(excused(finished, listed)) is Verdict.PASS:
+        pytest.xfail(f"known: {', '.join(finding.id for finding in known)}")
     if finished.verdict is Verdict.SKIP:
         reasons = dict.fromkeys(j.message for j in finished.judgements)
         pytest.skip("; ".join(reasons))

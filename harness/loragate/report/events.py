@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+from loragate.findings.ledger import Finding
 from loragate.matrix.case import Tier
 from loragate.verdict import Failure, Judgement, Verdict
 
@@ -164,6 +165,15 @@ class Note:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class KnownFinding:
+    """What the ledger lists about cases of a subject of this run, and the subject's version, ""
+    if it is not installed. Part of the record, so that a later ledger changes no old verdict."""
+
+    finding: Finding
+    version: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RunFinished:
     """The gate came to its end, whatever the verdict. Without it the run was killed."""
 
@@ -179,5 +189,6 @@ Event = (
     | CaseFinished
     | CompileResult
     | Note
+    | KnownFinding
     | RunFinished
 )

@@ -126,7 +126,7 @@ def _column(run_id: str, case: CaseOutcome | None, x: int, oracles: Sequence[Ora
         cells = _filled(rows, _TONES[case.verdict], words)
     else:
         cells = tuple(_cells(case, oracles))
-    linked = case is not None and case.verdict is not Verdict.PASS
+    linked = case is not None and (case.verdict is not Verdict.PASS or case.is_known)
     return Column(run_id, x, cells, linked)
 
 
@@ -143,6 +143,8 @@ def _cells(case: CaseOutcome, oracles: Sequence[OracleName]) -> Iterator[Cell]:
         times = ratio(judgement)
         extent = "" if times is None else f", {multiple(times)} of the threshold"
         words = f"{oracle}: {VERDICT_WORDS[judgement.verdict]}{extent}"
+        listed = [f.id for f in case.known if f.case and f.case.shows(case.run_id, judgement)]
+        words += f", known: {', '.join(listed)}" if listed else ""
         yield Cell(row, tone(judgement), words)
 
 

@@ -14,6 +14,7 @@ from importlib.resources import files
 
 from jinja2 import Environment, FunctionLoader, StrictUndefined, Template
 
+from loragate.findings.ledger import Line
 from loragate.report.events import Tree
 from loragate.report.heatmap import GUTTER, ROW, Band, bands, tone
 from loragate.report.kinds import Kind, kinds_of_trouble
@@ -21,6 +22,7 @@ from loragate.report.outcomes import CaseOutcome
 from loragate.report.resources import ResourceTable, resource_table
 from loragate.report.summary import EXIT_MEANINGS, Summary
 from loragate.report.wording import (
+    KNOWN,
     VERDICT_WORDS,
     alike,
     duration,
@@ -31,6 +33,7 @@ from loragate.report.wording import (
     place,
     printable,
     ratio,
+    word_of,
 )
 from loragate.verdict import Judgement, Verdict
 
@@ -98,6 +101,14 @@ class TroubleKind:
 
 
 @dataclass(frozen=True, slots=True)
+class ListedFinding:
+    """One entry of the ledger, and the cases that failed as it says and in no other way."""
+
+    line: Line
+    cases: tuple[Trouble, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class SkipGroup:
     reason: str
     run_ids: tuple[str, ...]
@@ -110,6 +121,7 @@ class Page:
     meaning: str
     segments: tuple[Segment, ...]
     kinds: tuple[TroubleKind, ...]
+    ledger: tuple[ListedFinding, ...]
     bands: tuple[Band, ...]
     resources: ResourceTable | None
     skips: tuple[SkipGroup, ...]
@@ -130,6 +142,7 @@ def _page(summary: Summary) -> Page:
         meaning=EXIT_MEANINGS[summary.exit_code],
         segments=_segments(summary),
         kinds=tuple(map(_kind, kinds_of_trouble(summary.troubles))),
+        ledger=_ledger(summary),
         bands=bands(summary),
         resources=resource_table(summary.compiles),
         skips=_skips(summary),
@@ -150,6 +163,7 @@ def _template() -> Template:
     environment.filters.update(
         duration=duration, printable=printable, headline=headline, word=VERDICT_WORDS.__getitem__
     )
+    environment.filters["outcome"] = word_of
     return environment.get_template("index.html.j2")
 
 
@@ -161,6 +175,7 @@ def _segments(summary: Summary) -> tuple[Segment, ...]:
     total = summary.total
     parts = [
         ("passed", "calm", total.passed),
+        (KNOWN, KNOWN, total.known),
         ("failed", "alarm", total.failed),
         ("undecided", "undecided", total.inconclusive),
         ("infra", "infra", total.infra),
@@ -178,6 +193,17 @@ def _segments(summary: Summary) -> tuple[Segment, ...]:
 def _kind(kind: Kind) -> TroubleKind:
     troubles = tuple(map(_trouble, kind.cases))
     return TroubleKind(kind, troubles[:_CASES_OF_A_KIND], troubles[_CASES_OF_A_KIND:])
+
+
+def _ledger(summary: Summary) -> tuple[ListedFinding, ...]:
+    # a case that shows two findings stands with the first: an id is once on a page
+    cases = {
+        line.finding: [case for case in summary.known if case.known[0] == line.finding]
+        for line in summary.ledger
+    }
+    return tuple(
+        ListedFinding(line, tuple(map(_trouble, cases[line.finding]))) for line in summary.ledger
+    )
 
 
 def _trouble(case: CaseOutcome) -> Trouble:

@@ -1,7 +1,8 @@
 """JUnit XML (xunit2) for CI systems that read it. An export, never the source of truth. Pure.
 
 One suite for every (subject, site), one for the compiled kernels of a subject, one for the legs.
-A wrong answer is a failure; what was not judged is an error, so that no reader shows it green.
+A wrong answer is a failure, one that is listed is none and names its finding; what was not judged
+is an error, so that no reader shows it green.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from dataclasses import dataclass, field
 from loragate.report.events import COMPILE_SITE, CompileResult, Skipped
 from loragate.report.outcomes import CaseOutcome, LegOutcome
 from loragate.report.summary import Summary
-from loragate.report.wording import figures, headline, place, printable
+from loragate.report.wording import figures, headline, place, printable, word_of
 from loragate.verdict import Judgement, Verdict
 
 _LEGS = "gate.legs"
@@ -70,7 +71,10 @@ def _entries(summary: Summary) -> Iterable[_Entry]:
 
 
 def _case(case: CaseOutcome) -> _Entry:
-    properties = {"verdict": case.verdict.value, "subject": case.subject}
+    verdict = word_of(case) if case.is_known else case.verdict.value
+    properties = {"verdict": verdict, "subject": case.subject}
+    if case.known:
+        properties["finding"] = ", ".join(finding.id for finding in case.known)
     if case.shown:
         properties |= {
             "seed": str(case.shown.seed),

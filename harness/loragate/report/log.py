@@ -27,6 +27,7 @@ from loragate.report.events import (
     CaseStarted,
     CompileResult,
     Event,
+    KnownFinding,
     LegFinished,
     LegStarted,
     Note,
@@ -54,6 +55,7 @@ _KINDS: Mapping[str, type[Event]] = {
     "case_finished": CaseFinished,
     "compile_result": CompileResult,
     "note": Note,
+    "known_finding": KnownFinding,
     "run_finished": RunFinished,
 }
 _KIND_OF = {event_type: kind for kind, event_type in _KINDS.items()}

@@ -1,7 +1,8 @@
 """What became of every case, leg and kernel, from nothing but events. Pure; imports no torch.
 
 Invariants: the result does not depend on the order of the events, and no event can better a
-verdict that another event has worsened.
+verdict that another event has worsened. A listed finding excuses the judgements that it names and
+nothing else.
 """
 
 from __future__ import annotations
@@ -11,12 +12,14 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
+from loragate.findings.ledger import Finding, Line, audit, known_finding, observe_cases
 from loragate.report.events import (
     CaseFinished,
     CaseStarted,
     CompileResult,
     Event,
     Expected,
+    KnownFinding,
     LegFinished,
     LegStarted,
     RunFinished,
@@ -39,7 +42,8 @@ _HARMLESS = frozenset({Verdict.PASS, Verdict.SKIP})
 class CaseOutcome:
     """One case of one subject over all its attempts; `shown` is the attempt that decided.
 
-    `shown` is None if no attempt came to its end.
+    `shown` is None if no attempt came to its end. `known` are the listed findings that it shows;
+    a case with nothing else against it has passed as far as the run is concerned.
     """
 
     run_id: str
@@ -52,6 +56,12 @@ class CaseOutcome:
     shown: CaseFinished | None = None
     # the attempt that was started last, where `shown` is None
     started: CaseStarted | None = None
+    known: tuple[Finding, ...] = ()
+
+    @property
+    def is_known(self) -> bool:
+        """Whether it failed as listed, and in no other way."""
+        return bool(self.known) and self.verdict is Verdict.PASS
 
     @property
     def judgements(self) -> tuple[Judgement, ...]:
@@ -92,11 +102,12 @@ def case_outcomes(events: Iterable[Event]) -> tuple[CaseOutcome, ...]:
     plans = [event for event in events if isinstance(event, RunStarted)]
     owed = frozenset(attempt for plan in plans for attempt in plan.attempts)
     legs = {leg.name: leg.verdict for leg in leg_outcomes(events)}
+    listed = listed_findings(events)
     outcomes = []
     for run_id in sorted(ends.keys() | starts.keys()):
         owner = owners.get(run_id, _NOBODY)
         leg = legs.get(owner.leg, Verdict.INFRA)
-        case = _case(starts[run_id], ends[run_id], owner, leg)
+        case = _case(starts[run_id], ends[run_id], owner, leg, listed)
         outcomes.append(_with_owed_attempts(case, owed - _attempts(starts[run_id], ends[run_id])))
     return tuple(outcomes)
 
@@ -128,6 +139,45 @@ def compile_outcomes(events: Iterable[Event]) -> tuple[CompileResult, ...]:
     )
 
 
+def listed_findings(events: Iterable[Event]) -> tuple[KnownFinding, ...]:
+    """What the run was told to be known, each once, sorted by id."""
+    listed = {event for event in events if isinstance(event, KnownFinding)}
+    return tuple(sorted(listed, key=lambda entry: (entry.finding.id, repr(entry))))
+
+
+def ledger_lines(events: Iterable[Event]) -> tuple[Line, ...]:
+    """What became of each listed finding in this run."""
+    events = tuple(events)
+    ends = [event for event in events if isinstance(event, CaseFinished)]
+    judged = sorted(
+        ((end.run_id, judgement) for end in ends for judgement in end.judgements), key=repr
+    )
+    listed = listed_findings(events)
+    observed = observe_cases((entry.finding for entry in listed), judged)
+    return tuple(line for e in listed for line in audit([e.finding], e.version, observed))
+
+
+def known_in(case: CaseFinished, listed: Iterable[KnownFinding]) -> tuple[Finding, ...]:
+    """The listed findings that an attempt shows."""
+    listed = tuple(listed)
+    found = (_known(case.run_id, judgement, listed) for judgement in case.judgements)
+    return tuple(dict.fromkeys(finding for finding in found if finding is not None))
+
+
+def excused(case: CaseFinished, listed: Iterable[KnownFinding]) -> CaseFinished:
+    """The attempt as it would be if the judgements that are listed had passed."""
+    listed = tuple(listed)
+    if not known_in(case, listed):
+        return case
+    judgements = tuple(
+        Judgement(j.oracle, Verdict.PASS) if _known(case.run_id, j, listed) else j
+        for j in case.judgements
+    )
+    # what failed outside of the oracles keeps its verdict, else they speak for themselves
+    repeats = case.verdict is Verdict.FAIL and case.failure is None
+    return replace(case, verdict=Verdict.PASS if repeats else case.verdict, judgements=judgements)
+
+
 def standing(case: CaseFinished) -> Verdict:
     """The verdict of an attempt, never better than its own evidence."""
     against = [j.verdict for j in case.judgements if j.verdict not in _HARMLESS]
@@ -142,11 +192,15 @@ def standing(case: CaseFinished) -> Verdict:
 
 
 def _case(
-    starts: list[CaseStarted], ends: list[CaseFinished], owner: Expected, leg: Verdict
+    starts: list[CaseStarted],
+    ends: list[CaseFinished],
+    owner: Expected,
+    leg: Verdict,
+    listed: Sequence[KnownFinding],
 ) -> CaseOutcome:
     over = {end.attempt for end in ends}
     lost = [start for start in starts if start.attempt not in over]
-    outcomes = [_judged(ends)] if ends else []
+    outcomes = [_judged(ends, listed)] if ends else []
     if lost:
         last = max(lost, key=lambda start: (start.attempt, start.worker))
         outcomes.append(_crashed(last, owner, leg))
@@ -165,10 +219,13 @@ def _with_owed_attempts(case: CaseOutcome, owed: frozenset[int]) -> CaseOutcome:
     return replace(case, verdict=Verdict.INCONCLUSIVE, message=message)
 
 
-def _judged(ends: list[CaseFinished]) -> CaseOutcome:
-    shown = _first_worst(sorted(ends, key=lambda end: (end.attempt, repr(end))), standing)
-    verdict = standing(shown)
-    decisive = next((j for j in shown.judgements if j.verdict is verdict), None)
+def _judged(ends: list[CaseFinished], listed: Sequence[KnownFinding]) -> CaseOutcome:
+    # among equals the attempt that shows something
+    order = sorted(ends, key=lambda end: (not known_in(end, listed), end.attempt, repr(end)))
+    shown = _first_worst(order, lambda end: standing(excused(end, listed)))
+    rest = excused(shown, listed)
+    verdict = standing(rest)
+    decisive = next((j for j in rest.judgements if j.verdict is verdict), None)
     failure = shown.failure or (decisive.failure if decisive else None)
     message = shown.message or (decisive.message if decisive else "")
     if verdict is Verdict.INCONCLUSIVE and not message:
@@ -181,7 +238,13 @@ def _judged(ends: list[CaseFinished]) -> CaseOutcome:
         failure=failure,
         message=message,
         shown=shown,
+        known=known_in(shown, listed),
     )
+
+
+def _known(run_id: str, judgement: Judgement, listed: Iterable[KnownFinding]) -> Finding | None:
+    found = (known_finding([e.finding], e.version, run_id, judgement) for e in listed)
+    return next((finding for finding in found if finding is not None), None)
 
 
 def _crashed(lost: CaseStarted, owner: Expected, leg: Verdict) -> CaseOutcome:

@@ -8,8 +8,15 @@ from __future__ import annotations
 
 from enum import StrEnum
 
-from loragate.report.events import CaseFinished, Event, LegFinished, LegStarted, RunStarted
-from loragate.report.outcomes import LegOutcome, standing
+from loragate.report.events import (
+    CaseFinished,
+    Event,
+    KnownFinding,
+    LegFinished,
+    LegStarted,
+    RunStarted,
+)
+from loragate.report.outcomes import LegOutcome, excused, known_in, standing
 from loragate.report.terminal import Colour, render_leg, verdict_word
 from loragate.verdict import Verdict
 
@@ -32,10 +39,14 @@ class Progress:
         self._liveness = liveness
         self._expected = 0
         self._finished: dict[str, Verdict] = {}
+        self._listed: list[KnownFinding] = []
 
     def feed(self, event: Event) -> str:
         if isinstance(event, RunStarted):
             self._expected = sum(len(row.run_ids) for row in event.expected)
+            return ""
+        if isinstance(event, KnownFinding):
+            self._listed.append(event)
             return ""
         if isinstance(event, LegStarted):
             return self._line(f"{event.name} ...")
@@ -48,12 +59,14 @@ class Progress:
 
     def _case(self, event: CaseFinished) -> str:
         before = self._step()
-        verdict = standing(event)
+        verdict = standing(excused(event, self._listed))
         fresh = event.run_id not in self._finished
         self._finished[event.run_id] = verdict
         told = ""
         if verdict is not Verdict.PASS:
             told = self._line(f"{verdict_word(verdict, self._colour)}  {event.run_id}")
+        elif known := known_in(event, self._listed):
+            told = self._line(f"KNOWN  {event.run_id}  {', '.join(f.id for f in known)}")
         if self._liveness is Liveness.TERMINAL:
             return told + _WIPE + self._tally()
         return told + (self._line(self._tally()) if fresh and self._step() > before else "")

@@ -1,7 +1,7 @@
 """Events of a run -> one verdict, one exit code, and the reasons. Pure; imports no torch.
 
-Invariant: PASS means that everything that was planned ran and passed. Whatever is missing,
-skipped at run time or undecided keeps a run from being green.
+Invariant: PASS means that everything that was planned ran, and passed or failed as listed.
+Whatever is missing, skipped at run time or undecided keeps a run from being green.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
+from loragate.findings.ledger import VERDICTS, Line, State
 from loragate.report.events import (
     COMPILE_SITE,
     CompileResult,
@@ -27,6 +28,7 @@ from loragate.report.outcomes import (
     LegOutcome,
     case_outcomes,
     compile_outcomes,
+    ledger_lines,
     leg_outcomes,
 )
 from loragate.verdict import ExitCode, Verdict, worst
@@ -55,7 +57,8 @@ EXIT_MEANINGS: Mapping[ExitCode, str] = {
 class Count:
     """Results of one site of one subject.
 
-    `executed` were judged: passed + failed + inconclusive. `skipped` are those that the plan
+    `executed` were judged: passed + known + failed + inconclusive, where `known` are those that
+    failed as the ledger lists it. `skipped` are those that the plan
     left out and those that were skipped at run time; only the latter are among the expected.
     """
 
@@ -64,6 +67,7 @@ class Count:
     expected: int
     executed: int
     passed: int
+    known: int
     failed: int
     inconclusive: int
     infra: int
@@ -77,7 +81,8 @@ class Count:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Summary:
     """`reasons` say why the verdict is not PASS, the gravest first; `missing` are the run ids
-    that were planned and of which nothing was heard."""
+    that were planned and of which nothing was heard; `ledger` is what became of the findings that
+    are listed about cases."""
 
     verdict: Verdict
     exit_code: ExitCode
@@ -87,6 +92,7 @@ class Summary:
     missing: tuple[str, ...]
     legs: tuple[LegOutcome, ...]
     compiles: tuple[CompileResult, ...]
+    ledger: tuple[Line, ...]
     notes: tuple[str, ...]
     plan: RunStarted | None
     finished: RunFinished | None
@@ -94,6 +100,11 @@ class Summary:
     @property
     def total(self) -> Count:
         return _total(self.counts)
+
+    @property
+    def known(self) -> tuple[CaseOutcome, ...]:
+        """Cases that failed as listed and in no other way, in order of their ids."""
+        return tuple(case for case in self.cases if case.is_known)
 
     @property
     def troubles(self) -> tuple[CaseOutcome, ...]:
@@ -109,6 +120,7 @@ def summarize(log: EventLog) -> Summary:
     cases = case_outcomes(log.events)
     compiles = compile_outcomes(log.events)
     legs = leg_outcomes(log.events)
+    ledger = ledger_lines(log.events)
     counts = _counts(plan, cases, compiles)
     planned = {run_id for row in _expected(plan) for run_id in row.run_ids}
     missing = tuple(sorted(planned - {case.run_id for case in cases}))
@@ -116,6 +128,7 @@ def summarize(log: EventLog) -> Summary:
         *_case_findings(cases),
         *_compile_findings(compiles),
         *_leg_findings(legs),
+        *_ledger_findings(ledger),
         *_gaps(counts, missing),
         *_run_findings(plan, finished),
     ]
@@ -129,6 +142,7 @@ def summarize(log: EventLog) -> Summary:
         missing=missing,
         legs=legs,
         compiles=compiles,
+        ledger=ledger,
         notes=(*_notes(log.events), *_left_out(log)),
         plan=plan,
         finished=finished,
@@ -170,6 +184,17 @@ def _leg_findings(legs: Sequence[LegOutcome]) -> Iterable[Finding]:
             yield grave, f"leg {leg.name}: {leg.verdict}{detail}"
 
 
+def _ledger_findings(ledger: Iterable[Line]) -> Iterable[Finding]:
+    for line in ledger:
+        if line.state is State.STALE:
+            entry = line.finding
+            yield (
+                VERDICTS[line.state],
+                f"finding {entry.id} stopped reproducing: remove it or narrow its version range, "
+                f"{entry.subject} {entry.versions} ({line.observation.text})",
+            )
+
+
 def _gaps(counts: Sequence[Count], missing: Sequence[str]) -> Iterable[Finding]:
     if missing:
         noun = "planned case was" if len(missing) == 1 else "planned cases were"
@@ -205,18 +230,22 @@ def _counts(
     for result in compiles:
         found[result.subject, COMPILE_SITE][result.verdict] += 1
     left_out = Counter((s.subject, s.site) for s in (plan.skipped if plan else ()))
+    known = Counter((case.subject, case.site) for case in cases if case.is_known)
     keys = sorted(expected.keys() | found.keys() | left_out.keys())
-    return tuple(_count(key, expected[key], found[key], left_out[key]) for key in keys)
+    return tuple(_count(key, expected[key], found[key], left_out[key], known[key]) for key in keys)
 
 
-def _count(key: tuple[str, str], expected: int, found: Counter[Verdict], left_out: int) -> Count:
+def _count(
+    key: tuple[str, str], expected: int, found: Counter[Verdict], left_out: int, known: int
+) -> Count:
     subject, site = key
     return Count(
         subject=subject,
         site=site,
         expected=expected,
         executed=sum(found[verdict] for verdict in JUDGED),
-        passed=found[Verdict.PASS],
+        passed=found[Verdict.PASS] - known,
+        known=known,
         failed=found[Verdict.FAIL],
         inconclusive=found[Verdict.INCONCLUSIVE],
         infra=found[Verdict.INFRA],
@@ -231,6 +260,7 @@ def _total(counts: Sequence[Count]) -> Count:
         expected=sum(count.expected for count in counts),
         executed=sum(count.executed for count in counts),
         passed=sum(count.passed for count in counts),
+        known=sum(count.known for count in counts),
         failed=sum(count.failed for count in counts),
         inconclusive=sum(count.inconclusive for count in counts),
         infra=sum(count.infra for count in counts),

@@ -9,11 +9,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from enum import StrEnum
 from typing import TextIO
 
+from loragate.findings.ledger import Line, State
 from loragate.report.events import CompileResult
 from loragate.report.kinds import Kind, kinds_of_trouble
 from loragate.report.outcomes import CaseOutcome, LegOutcome
 from loragate.report.summary import EXIT_MEANINGS, Count, Summary
 from loragate.report.wording import (
+    KNOWN,
     VERDICT_WORDS,
     alike,
     duration,
@@ -34,7 +36,7 @@ class Colour(StrEnum):
     OFF = "off"
 
 
-_RED, _GREEN, _YELLOW, _MAGENTA, _DIM, _BOLD = "31", "32", "33", "35", "2", "1"
+_RED, _GREEN, _YELLOW, _MAGENTA, _CYAN, _DIM, _BOLD = "31", "32", "33", "35", "36", "2", "1"
 _VERDICT_COLOURS: Mapping[Verdict, str] = {
     Verdict.PASS: _GREEN,
     Verdict.FAIL: _RED,
@@ -67,6 +69,7 @@ def render_summary(summary: Summary, colour: Colour) -> str:
         *_troubles(summary.troubles, colour),
         *_bad_compiles(summary.compiles, colour),
         *_missing(summary.missing),
+        *_ledger(summary, colour),
         *(f"note: {headline(note)}" for note in summary.notes),
         _counts_table(summary, colour),
         _legs_table(summary.legs, colour),
@@ -85,6 +88,7 @@ def render_case(case: CaseOutcome, colour: Colour) -> str:
         lines.append(f"  {headline(case.message)}")
     for judgements in alike(case.evidence):
         lines += _evidence(judgements, colour)
+    lines += [f"  {KNOWN}: {finding.id}: {finding.title}" for finding in case.known]
     lines.append(f"  {paint('replay', _DIM, colour)}  {printable(case.replay)}")
     return "\n".join(lines)
 
@@ -146,7 +150,31 @@ def _missing(run_ids: Sequence[str]) -> Iterable[str]:
         yield "\n".join(["planned, but never started:", *_listed(run_ids)])
 
 
-_COLUMNS = ("expected", "executed", "passed", "failed", "undecided", "infra", "skipped")
+def _ledger(summary: Summary, colour: Colour) -> Iterable[str]:
+    for line in summary.ledger:
+        cases = [case for case in summary.known if line.finding in case.known]
+        yield "\n".join([_finding_head(line, colour), *_known_cases(cases, colour)])
+
+
+def _finding_head(line: Line, colour: Colour) -> str:
+    code = {State.KNOWN: _CYAN, State.STALE: _RED}.get(line.state, _DIM)
+    word = paint(line.state.value.upper(), f"{_BOLD};{code}", colour)
+    head = f"{word}  finding {line.finding.id}: {line.finding.title}"
+    # the cases say it themselves
+    return head if line.state is State.KNOWN else f"{head}\n  {printable(line.observation.text)}"
+
+
+def _known_cases(cases: Sequence[CaseOutcome], colour: Colour) -> Iterable[str]:
+    for case in cases[:_CASES_OF_A_KIND]:
+        yield f"  {printable(case.run_id)}"
+        for judgements in alike(case.evidence):
+            yield from (f"  {text}" for text in _evidence(judgements, colour))
+        yield f"    {paint('replay', _DIM, colour)}  {printable(case.replay)}"
+    if len(cases) > _CASES_OF_A_KIND:
+        yield f"  ... and {len(cases) - _CASES_OF_A_KIND} more cases like this"
+
+
+_COLUMNS = ("expected", "executed", "passed", KNOWN, "failed", "undecided", "infra", "skipped")
 
 
 def _counts_table(summary: Summary, colour: Colour) -> str:
@@ -167,6 +195,7 @@ def _figures(row: Count, colour: Colour) -> str:
         (row.expected, ""),
         (row.executed, _YELLOW if row.missing else ""),
         (row.passed, ""),
+        (row.known, _CYAN),
         (row.failed, _RED),
         (row.inconclusive, _YELLOW),
         (row.infra, _MAGENTA),
@@ -187,6 +216,11 @@ def _verdict_block(summary: Summary, colour: Colour) -> str:
     code: ExitCode = summary.exit_code
     time = f" in {duration(summary.finished.duration_s)}" if summary.finished else ""
     first = f"{verdict_word(summary.verdict, colour)}{time}: {EXIT_MEANINGS[code]}"
-    return "\n".join(
-        [f"{first} (exit {code.value})", *(f"  {r}" for r in map(headline, summary.reasons))]
-    )
+    reasons = [*map(headline, summary.reasons), *_excuse(summary)]
+    return "\n".join([f"{first} (exit {code.value})", *(f"  {reason}" for reason in reasons)])
+
+
+def _excuse(summary: Summary) -> Iterable[str]:
+    known = len(summary.known)
+    if known:
+        yield f"{known} {'case' if known == 1 else 'cases'} failed as listed among the findings"

@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterable, Mapping
 
 from loragate.report.events import Resources
+from loragate.report.outcomes import CaseOutcome
 from loragate.verdict import Judgement, Verdict
 
 # what an oracle that measures an error calls its figures
@@ -24,6 +25,9 @@ VERDICT_WORDS: Mapping[Verdict, str] = {
     Verdict.INFRA: "infra",
 }
 
+# a case that failed as the ledger of findings lists it
+KNOWN = "known"
+
 # records are sorted by key, so the order in which an oracle named the axes is lost
 _OUTSIDE_IN = ("step", "slot", "expert", "token", "row", "slice", "rank", "tile", "column")
 
@@ -31,6 +35,11 @@ _OUTSIDE_IN = ("step", "slot", "expert", "token", "row", "slice", "rank", "tile"
 _ESCAPE_SEQUENCE = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]")
 # what XML 1.0 cannot hold, and what would garble a terminal
 _CONTROL = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f\ud800-\udfff\ufffe\uffff]")
+
+
+def word_of(case: CaseOutcome) -> str:
+    """What became of a case, in one word."""
+    return KNOWN if case.is_known else VERDICT_WORDS[case.verdict]
 
 
 def ratio(judgement: Judgement) -> float | None:

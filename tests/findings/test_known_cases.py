@@ -1,0 +1,88 @@
+"""What is listed about cases on its way from the ledger's file into a run, and into a test."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from loragate import announce
+from loragate.announce import Announcement, opening
+from loragate.findings.ledger import CasePattern, Finding, Kind
+from loragate.findings.load import ledger_path, load_ledger
+from loragate.matrix.case import Tier
+from loragate.plugin.judging import _conclude
+from loragate.report.events import CaseFinished, KnownFinding
+from loragate.selection import Selection
+from loragate.verdict import Failure, Judgement, OracleName, Verdict
+
+MATRIX = Path(__file__).parents[1] / "plugin" / "bad_day" / "long_sleep.yaml"
+RUN = "vllm.dense_delta.rank-4"
+LISTED = Judgement(OracleName.REFERENCE, Verdict.FAIL, Failure.WRONG_ANSWER, "row 3 is zero")
+OTHER = Judgement(OracleName.CANARY, Verdict.FAIL, Failure.FOREIGN_MEMORY, "written behind")
+ENTRY = Finding(
+    id="far-rows",
+    subject="vllm",
+    versions=">=0.26,<0.27",
+    kind=Kind.DEFECT,
+    title="Far rows are lost",
+    statement="It is so.",
+    evidence="1 is 2",
+    seen_on="0.26.0, H200",
+    case=CasePattern(RUN, OracleName.REFERENCE, Failure.WRONG_ANSWER),
+)
+
+
+@pytest.mark.parametrize(
+    ("found", "version"), [({"vllm": "0.26.0", "torch": "2.11.0"}, "0.26.0"), ({}, "")]
+)
+def test_a_run_records_what_is_listed_about_cases_of_its_subjects(
+    monkeypatch: pytest.MonkeyPatch, found: dict[str, str], version: str
+) -> None:
+    monkeypatch.setattr(announce, "versions", lambda: found)
+    entries = [finding for finding in load_ledger(ledger_path()) if finding.case]
+    assert known_of("torch") == []
+    assert known_of("torch", "vllm") == [KnownFinding(finding=f, version=version) for f in entries]
+
+
+def test_outside_of_the_checkout_nothing_is_known(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(announce, "ledger_path", lambda: tmp_path / "none.yaml")
+    assert known_of("vllm") == []
+
+
+@pytest.mark.parametrize(
+    ("judgements", "version", "outcome", "told"),
+    [
+        ((LISTED,), "0.26.0", pytest.xfail.Exception, "known: far-rows"),
+        ((LISTED, OTHER), "0.26.0", pytest.fail.Exception, "written behind"),
+        ((LISTED,), "0.27.0", pytest.fail.Exception, "row 3 is zero"),
+    ],
+)
+def test_the_test_of_a_case_fails_as_expected_only_if_it_fails_as_listed(
+    judgements: tuple[Judgement, ...], version: str, outcome: type[Exception], told: str
+) -> None:
+    case = CaseFinished(
+        run_id=RUN,
+        subject="vllm",
+        site="dense_delta",
+        attempt=0,
+        seed=7,
+        worker="main",
+        verdict=Verdict.FAIL,
+        judgements=judgements,
+        duration_s=0.1,
+        replay=f"loragate replay {RUN}",
+    )
+    item: Any = SimpleNamespace()
+    with pytest.raises(outcome, match=told):
+        _conclude(case, item, (KnownFinding(finding=ENTRY, version=version),))
+
+
+def known_of(*subjects: str) -> list[KnownFinding]:
+    selection = Selection(matrix=(MATRIX,), subjects=subjects, tier=Tier.SMOKE)
+    events = opening(Announcement(run="r", selection=selection, leg="x", legs=("x",)))
+    return [event for event in events if isinstance(event, KnownFinding)]

@@ -1,0 +1,205 @@
+"""Cases that fail as the ledger lists it: shown, executed, not red, and nothing else is excused."""
+
+from __future__ import annotations
+
+import random
+import re
+import xml.etree.ElementTree as ElementTree
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from loragate.findings.ledger import CasePattern, Finding, Kind, State
+from loragate.report.events import CaseFinished, CaseStarted, Event, KnownFinding, RunStarted
+from loragate.report.html import render_html
+from loragate.report.junit import render_junit
+from loragate.report.log import EventLog
+from loragate.report.progress import Liveness, Progress
+from loragate.report.summary import Summary, summarize
+from loragate.report.terminal import Colour, render_summary
+from loragate.verdict import ExitCode, Failure, Judgement, OracleName, Verdict
+
+Plan = Callable[..., RunStarted]
+Finished = Callable[..., CaseFinished]
+Closing = tuple[Event, ...]
+
+RUN = "mine.dense_delta.rank-4"
+LISTED = Judgement(OracleName.REFERENCE, Verdict.FAIL, Failure.WRONG_ANSWER, "row 3 is zero")
+HELD = Judgement(OracleName.REFERENCE, Verdict.PASS)
+STALE = Judgement(OracleName.SEQUENCE, Verdict.FAIL, Failure.STALE_STATE, "old ranks live on")
+REPORTS = [lambda s: render_summary(s, Colour.OFF), render_junit, render_html]
+
+
+def listed(version: str = "0.26.0", **changes: Any) -> KnownFinding:
+    known: dict[str, Any] = {
+        "id": "far-rows",
+        "subject": "mine",
+        "versions": ">=0.26,<0.27",
+        "kind": Kind.DEFECT,
+        "title": "Far rows are lost",
+        "statement": "It is so.",
+        "evidence": "1 is 2",
+        "seen_on": "0.26.0, H200",
+        "case": CasePattern(RUN, OracleName.REFERENCE, Failure.WRONG_ANSWER),
+    }
+    return KnownFinding(finding=Finding(**known | changes), version=version)
+
+
+@pytest.fixture
+def judge(plan: Plan, finished: Finished, closing: Closing) -> Callable[..., Summary]:
+    """A run of the listed case and of one that passes."""
+
+    def make(
+        *judgements: Judgement,
+        entry: KnownFinding | None = None,
+        also: Closing = (),
+        **changes: Any,
+    ) -> Summary:
+        verdict = Verdict.FAIL if any(j.failure for j in judgements) else Verdict.PASS
+        case = finished(RUN, changes.pop("verdict", verdict), judgements=judgements, **changes)
+        events = (plan(RUN, "mine.b"), entry or listed(), case, finished("mine.b"), *also, *closing)
+        return summarize(EventLog(events))
+
+    return make
+
+
+def test_a_case_that_fails_as_listed_is_known_executed_and_not_red(
+    judge: Callable[..., Summary],
+) -> None:
+    summary = judge(LISTED, Judgement(OracleName.CANARY, Verdict.PASS))
+    assert (summary.exit_code, summary.reasons, summary.troubles) == (ExitCode.OK, (), ())
+    total = summary.total
+    assert (total.executed, total.passed, total.known, total.failed) == (2, 1, 1, 0)
+    (case,) = summary.known
+    assert [finding.id for finding in case.known] == ["far-rows"]
+    assert [line.state for line in summary.ledger] == [State.KNOWN]
+
+
+@pytest.mark.parametrize(
+    "entry",
+    [
+        listed("0.27.0"),
+        listed(""),
+        listed(case=CasePattern("mine.other", OracleName.REFERENCE, Failure.WRONG_ANSWER)),
+        listed(case=CasePattern(RUN, OracleName.EXACT, Failure.WRONG_ANSWER)),
+        listed(case=CasePattern(RUN, OracleName.REFERENCE, Failure.BASE_ROW_CHANGED)),
+    ],
+    ids=["newer", "not installed", "other case", "other oracle", "other failure"],
+)
+def test_what_is_not_listed_exactly_is_red(
+    judge: Callable[..., Summary], entry: KnownFinding
+) -> None:
+    summary = judge(LISTED, entry=entry)
+    assert (summary.exit_code, summary.total.known) == (ExitCode.WRONG, 0)
+
+
+def test_another_oracle_that_fails_in_a_listed_case_is_red(judge: Callable[..., Summary]) -> None:
+    summary = judge(LISTED, STALE)
+    assert (summary.exit_code, summary.total.known) == (ExitCode.WRONG, 0)
+    (case,) = summary.troubles
+    assert (case.failure, case.message) == (Failure.STALE_STATE, "old ranks live on")
+    assert "  known: far-rows: Far rows are lost" in render_summary(summary, Colour.OFF)
+
+
+@pytest.mark.parametrize(
+    ("rest", "changes", "expected"),
+    [
+        ((), {"failure": Failure.HANG, "message": "60 s"}, ExitCode.WRONG),
+        (
+            (Judgement(OracleName.EXACT, Verdict.INFRA, Failure.OUT_OF_MEMORY),),
+            {},
+            ExitCode.INFRASTRUCTURE,
+        ),
+        ((Judgement(OracleName.EXACT, Verdict.INCONCLUSIVE),), {}, ExitCode.INCOMPLETE),
+    ],
+)
+def test_a_listed_failure_excuses_nothing_that_happened_beside_it(
+    judge: Callable[..., Summary],
+    rest: tuple[Judgement, ...],
+    changes: dict[str, Any],
+    expected: ExitCode,
+) -> None:
+    assert judge(LISTED, *rest, **changes).exit_code is expected
+
+
+def test_a_listed_case_that_crashes_is_red(judge: Callable[..., Summary]) -> None:
+    start = CaseStarted(run_id=RUN, worker="gw0", attempt=1, seed=9)
+    assert judge(LISTED, also=(start,)).exit_code is ExitCode.WRONG
+
+
+def test_a_listed_case_that_passes_is_a_failure_of_the_ledger(
+    judge: Callable[..., Summary],
+) -> None:
+    summary = judge(HELD)
+    assert (summary.exit_code, summary.total.passed) == (ExitCode.WRONG, 2)
+    assert summary.reasons == (
+        "finding far-rows stopped reproducing: remove it or narrow its version range, "
+        "mine >=0.26,<0.27 (none of 1 cases shows it)",
+    )
+
+
+def test_a_listed_case_that_did_not_run_is_shown_and_not_judged(
+    plan: Plan, finished: Finished, closing: Closing
+) -> None:
+    events = (plan("mine.b"), listed(), finished("mine.b"), *closing)
+    summary = summarize(EventLog(events))
+    assert (summary.exit_code, [line.state for line in summary.ledger]) == (
+        ExitCode.OK,
+        [State.NOT_TRIED],
+    )
+    for render in REPORTS[::2]:
+        assert re.search("not run here.*far-rows", render(summary), re.DOTALL | re.IGNORECASE)
+
+
+def test_the_attempt_that_shows_a_finding_is_the_one_that_is_shown(
+    judge: Callable[..., Summary], finished: Finished
+) -> None:
+    summary = judge(HELD, also=(finished(RUN, Verdict.FAIL, judgements=(LISTED,), attempt=1),))
+    assert summary.exit_code is ExitCode.OK
+    (case,) = summary.known
+    assert (case.shown and case.shown.attempt, case.attempts) == (1, 2)
+
+
+def test_the_order_of_listed_findings_does_not_matter(
+    plan: Plan, finished: Finished, closing: Closing
+) -> None:
+    case = finished(RUN, Verdict.FAIL, judgements=(LISTED,))
+    entries = (listed(), listed(id="another"), listed())
+    events = [plan(RUN), *entries, case, *closing]
+    first = summarize(EventLog(tuple(events)))
+    random.Random(5).shuffle(events)
+    assert summarize(EventLog(tuple(events))) == first
+    assert [line.finding.id for line in first.ledger] == ["another", "far-rows"]
+
+
+def test_every_report_names_the_finding_of_a_known_case(judge: Callable[..., Summary]) -> None:
+    summary = judge(LISTED)
+    text = render_summary(summary, Colour.OFF)
+    assert text.splitlines()[:5] == [
+        "KNOWN  finding far-rows: Far rows are lost",
+        f"  {RUN}",
+        "    reference: fail wrong_answer",
+        "      row 3 is zero",
+        f"    replay  loragate replay {RUN} --attempt 0",
+    ]
+    assert text.endswith("  1 case failed as listed among the findings")
+    root = ElementTree.fromstring(render_junit(summary))
+    case = root.find(".//testcase[@name='rank-4']")
+    assert case is not None
+    properties = {p.attrib["name"]: p.attrib["value"] for p in case.iter("property")}
+    assert (properties["verdict"], properties["finding"]) == ("known", "far-rows")
+    assert (root.attrib["failures"], case.find("failure")) == ("0", None)
+    page = render_html(summary)
+    assert f'id="case-{RUN}"' in page
+    assert '<span class="pill v-known">known</span>' in page
+    assert "known: far-rows: Far rows are lost" in page
+    assert "1 known" in page
+
+
+def test_progress_tells_a_known_case_as_known(plan: Plan, finished: Finished) -> None:
+    progress = Progress(Colour.OFF, Liveness.LOG)
+    case = finished(RUN, Verdict.FAIL, judgements=(LISTED,))
+    events: list[Event] = [plan(RUN), listed(), case]
+    told = "".join(map(progress.feed, events))
+    assert told.splitlines() == [f"KNOWN  {RUN}  far-rows", "1/1 cases"]
