@@ -43,7 +43,7 @@ PYTHON
 make_environment() {
   local venv=$1 constraints=$2 extras=$3 stamp=$4 base
   base=$(find_python)
-  printf 'making %s with %s (first use: a few minutes)\n' "${venv#"$root"/}" "$base" >&2
+  printf 'preparing %s with %s (a few minutes on first use)\n' "${venv#"$root"/}" "$base" >&2
   if ! "$venv/bin/python" -c 'import pip' >/dev/null 2>&1; then
     "$base" -m venv --clear "$venv" ||
       fail "$base cannot make a virtual environment (on Debian and Ubuntu: install python3-venv)."

@@ -66,6 +66,7 @@ def run(arguments: argparse.Namespace) -> int:
         print(error, file=sys.stderr)
         return error.exit_code.value
     clear_folder(report)
+    print(_headline(opening))
     return _Gate(report, name).run(opening, legs)
 
 
@@ -158,6 +159,15 @@ def _plan(
             ExitCode.INFRASTRUCTURE,
         )
     return opening
+
+
+def _headline(opening: Iterable[Event]) -> str:
+    started = next(event for event in opening if isinstance(event, RunStarted))
+    cases = sum(len(row.run_ids) for row in started.expected)
+    where = "on a GPU" if started.machine["device"] == "cuda" else "in the Triton interpreter"
+    attempts = f", {len(started.attempts)} attempts each" if len(started.attempts) > 1 else ""
+    subjects = ", ".join(started.subjects)
+    return f"tier {started.tier} {where}: {cases} cases of {subjects}{attempts}"
 
 
 def _has_gpu() -> bool:

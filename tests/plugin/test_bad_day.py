@@ -20,7 +20,8 @@ def day(run_once, run_session):
     def make(report):
         report.mkdir()
         (report / "events.jsonl").write_text('{"run": "earlier"}\n')
-        return run_session(report, "-n", "2", matrix="bad_day.yaml", CUDA_VISIBLE_DEVICES="5,7")
+        workers = ("-n", "auto", "--maxprocesses", "2")
+        return run_session(report, *workers, matrix="bad_day.yaml", CUDA_VISIBLE_DEVICES="5,7")
 
     return run_once("bad_day", make)
 

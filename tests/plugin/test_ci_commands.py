@@ -68,7 +68,7 @@ def test_the_environment_is_made_on_first_use_only(checkout):
     install_python(checkout, FAKE_PYTHON)
     first = gate(checkout, "--seeds=2")
     assert first.returncode == 0, first.stderr
-    assert "making .venv with python3" in first.stderr
+    assert "preparing .venv with python3" in first.stderr
     again = gate(checkout, "--seeds=3")
     assert again.stderr == ""
     assert calls(checkout).count("-m venv") == 1

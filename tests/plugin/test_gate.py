@@ -42,6 +42,7 @@ def test_a_gate_whose_every_case_passes_is_green_and_leaves_a_report(tmp_path, s
     process = start_gate("--subject=torch", f"--matrix={MATRICES / 'long_sleep.yaml'}", "--seeds=2")
     output, _ = process.communicate(timeout=120)
     assert process.returncode == ExitCode.OK, output
+    assert "2 cases of torch, 2 attempts each" in output
     assert "2/2 cases" in output
     assert "every expected case ran and passed" in output
     report = tmp_path / "report"

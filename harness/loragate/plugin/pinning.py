@@ -49,7 +49,10 @@ def pytest_cmdline_main(config: pytest.Config) -> None:
 
 
 @pytest.hookimpl(optionalhook=True, tryfirst=True)
-def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
+def pytest_xdist_auto_num_workers(config: pytest.Config) -> int | None:
+    if "PYTEST_XDIST_AUTO_NUM_WORKERS" in os.environ:
+        # xdist's own way to say it
+        return None
     listed = list_gpus()
     handles = visible_gpus(os.environ, listed)
     per_gpu = workers_per_gpu(handles, listed, _largest_case(config)) if handles else 1
