@@ -27,10 +27,12 @@ _CONDITION_ROWS = 64
 
 @dataclass(frozen=True, slots=True)
 class Golden:
-    """fp64 [rows, out_features]: the base layer's output, and what the adapters add."""
+    """fp64 [rows, out_features]: the base layer's output, and what the adapters add. `terms_sq`
+    is the sum over the ranks of the squares of the terms that make up the delta."""
 
     base: Tensor
     delta: Tensor
+    terms_sq: Tensor
 
     @property
     def out(self) -> Tensor:
@@ -45,7 +47,9 @@ def golden(pool: Pool, batch: Batch, base: BaseLayer | None = None) -> Golden:
         start = batch.x.double() @ base.weight.double().T
         if base.bias is not None:
             start += base.bias.double()
-    return Golden(start, deltas(pool, batch.x, batch.token_slots, torch.float64))
+    delta = deltas(pool, batch.x, batch.token_slots, torch.float64)
+    terms = deltas(pool, batch.x, batch.token_slots, torch.float64, squares=True)
+    return Golden(start, delta, terms)
 
 
 def eager(case: Case, pool: Pool, batch: Batch, base: BaseLayer | None = None) -> Tensor:
@@ -68,8 +72,11 @@ def eager(case: Case, pool: Pool, batch: Batch, base: BaseLayer | None = None) -
     return total
 
 
-def deltas(pool: Pool, x: Tensor, token_slots: Tensor, dtype: torch.dtype) -> Tensor:
-    """[rows, out_features] in `dtype`: scale * (x @ A.T) @ B.T, zero for base rows."""
+def deltas(
+    pool: Pool, x: Tensor, token_slots: Tensor, dtype: torch.dtype, *, squares: bool = False
+) -> Tensor:
+    """[rows, out_features] in `dtype`: scale * (x @ A.T) @ B.T, zero for base rows.
+    `squares`: each term of the last product squared before it is added up."""
     widths = [b.shape[1] for b in pool.b]
     delta = torch.zeros(x.shape[0], sum(widths), dtype=dtype, device=x.device)
     for slot in range(pool.num_slots):
@@ -81,6 +88,8 @@ def deltas(pool: Pool, x: Tensor, token_slots: Tensor, dtype: torch.dtype) -> Te
             rank, scale = pool.ranks[slot][part], pool.scales[slot][part]
             bridge = mine @ pool.a[slot, part, :rank].to(dtype).T
             b = pool.b[part][slot, :, :rank].to(dtype)
+            if squares:
+                bridge, b, scale = bridge.square(), b.square(), scale**2
             delta[rows, column : column + width] = scale * (bridge @ b.T)
             column += width
     return delta
