@@ -31,7 +31,6 @@ from loragate.report.summary import EXIT_CODES
 from loragate.results import provenance, update_section
 from loragate.verdict import ExitCode
 
-SUBJECT = "vllm"
 SECTION = "findings"
 _BY_THE_GATE = Observation(Seen.NOT_TRIED, "its cases are judged by the gate")
 
