@@ -65,7 +65,8 @@ def exact_b(draw: Draw, case: Case, ranks: tuple[tuple[int, ...], ...]) -> tuple
 def _place(target: Tensor, columns: Tensor, values: Tensor) -> Tensor:
     """Put values[:, j] into target[:, columns[:, j]]; of two in one place the later stays."""
     # one scatter for all would let either win on a GPU: other data from the same seed
-    for column, value in zip(columns.split(1, dim=1), values.split(1, dim=1), strict=True):
+    places = zip(torch.split(columns, 1, 1), torch.split(values, 1, 1), strict=True)
+    for column, value in places:
         target.scatter_(1, column, value)
     return target
 
