@@ -1,0 +1,48 @@
+"""Checks of host logic that no case of the matrix reaches, each against a plain second opinion.
+
+They stand where an oracle would need a file, a model or a mapping that no subject's protocol
+has. A check gives a sentence about what is wrong, or None.
+"""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+
+from loragate.faults import compiling
+from loragate.faults.checks import activation, folders, parallel, rows, tables
+from loragate.faults.model import Check, Sighting
+from loragate.verdict import Failure, Verdict
+
+CHECKS: Mapping[Check, Callable[[], str | None]] = MappingProxyType(
+    {
+        Check.METADATA: tables.check_metadata,
+        Check.DUMMY_RUN: tables.check_dummy_run,
+        Check.WORKSPACE: tables.check_workspace,
+        Check.FAR_ROWS: rows.check_far_rows,
+        Check.BACK_TO_BACK: rows.check_back_to_back,
+        Check.PARTITION: parallel.check_partition,
+        Check.PACKING: parallel.check_packing,
+        Check.ACTIVATION: activation.check_activation,
+        Check.PEFT_SCALE: folders.check_peft_scale,
+        Check.BINDING: folders.check_binding,
+        Check.COMPILES: compiling.check_compiles,
+    }
+)
+
+
+def run_check(check: Check) -> Sighting:
+    """What the check has to say; whatever is thrown is told as an exception."""
+    verdict, failure, message = Verdict.PASS, None, ""
+    try:
+        wrong = CHECKS[check]()
+        if wrong is not None:
+            verdict, failure, message = Verdict.FAIL, Failure.WRONG_ANSWER, wrong
+    except rows.Unable as reason:
+        verdict, message = Verdict.SKIP, str(reason)
+    except Exception as error:
+        last = traceback.extract_tb(error.__traceback__)[-1]
+        message = f"{type(error).__name__}: {error} ({last.name}:{last.lineno})"
+        verdict, failure = Verdict.FAIL, Failure.EXCEPTION
+    return Sighting(judge=check, case="", verdict=verdict, failure=failure, message=message)

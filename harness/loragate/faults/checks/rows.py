@@ -1,0 +1,115 @@
+"""Rows that lie far apart in memory, and steps that follow each other without a pause."""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Callable
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from loragate.inputs.placement import bits_of
+from loragate.machine import detect_machine
+from lorakernels.dense.ops import DenseWorkspace, dense_delta
+from lorakernels.dense.weights import LoRAFactors, SlotWeights
+from lorakernels.metadata import BatchMetadata
+
+# the last of three rows starts at 2^31 elements, one more than an int32 can count
+_FAR = 1 << 30
+_STEPS = 40
+
+
+class Unable(Exception):
+    """A check that this machine cannot make, with the reason."""
+
+
+def check_far_rows() -> str | None:
+    """x by rows, x by columns and out, each with its third line 2^31 elements away."""
+    # a wrapped offset stays inside the memory: it reads zeros instead of ending the process
+    memory = _memory(2 * (1 << 31) + 64)
+    middle = 1 << 31
+    far = partial(memory.as_strided, storage_offset=middle)
+    x, near = _signs(3, 3), torch.zeros(3, 3, dtype=torch.float16, device=memory.device)
+    wanted = _delta(x, near.clone())
+    places: dict[str, tuple[Callable[[], Tensor], Callable[[], Tensor]]] = {
+        "rows of x": (lambda: far((3, 3), (_FAR, 1)).copy_(x), near.clone),
+        "columns of x": (lambda: far((3, 3), (1, _FAR)).copy_(x), near.clone),
+        "rows of out": (lambda: x, lambda: far((3, 3), (_FAR, 1)).zero_()),
+    }
+    for name, (make_x, make_out) in places.items():
+        result = _delta(make_x(), make_out())
+        if not torch.equal(bits_of(result), bits_of(wanted)):
+            return f"{name} that are {_FAR} elements apart give another result"
+    return None
+
+
+def check_back_to_back() -> str | None:
+    """Layers that share one workspace, launched without a pause, against one at a time."""
+    machine = detect_machine()
+    if machine.interpreted:
+        raise Unable("an interpreter runs one program after the other")
+    weights, metadata, workspace = _layer(torch.bfloat16, 2048, (2048,), rank=64, rows=256)
+    xs = [torch.randn(256, 2048, device="cuda", dtype=torch.bfloat16) for _ in range(_STEPS)]
+
+    def run(pause: Callable[[], None]) -> list[Tensor]:
+        outs = []
+        for x in xs:
+            out = torch.zeros(256, 2048, device="cuda", dtype=torch.bfloat16)
+            pause()
+            dense_delta(x, weights, metadata, workspace, out)
+            outs.append(out)
+        torch.cuda.synchronize()
+        return outs
+
+    wanted = run(torch.cuda.synchronize)
+    for attempt in range(20):
+        for step, (result, right) in enumerate(zip(run(lambda: None), wanted, strict=True)):
+            if not torch.equal(bits_of(result), bits_of(right)):
+                return f"step {step} of run {attempt} differs from the same step alone"
+    return None
+
+
+def _memory(elements: int) -> Tensor:
+    """fp16 [elements] of which only what is written takes memory."""
+    if detect_machine().device == "cuda":
+        return torch.zeros(elements, dtype=torch.float16, device="cuda")
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0)
+    try:
+        return torch.frombuffer(mmap.mmap(-1, 2 * elements, flags=flags), dtype=torch.float16)
+    except (OSError, ValueError) as error:
+        raise Unable(f"no address range of {2 * elements} bytes: {error}") from error
+
+
+def _signs(rows: int, columns: int) -> Tensor:
+    generator = torch.Generator().manual_seed(0)
+    signs = torch.randint(0, 2, (rows, columns), generator=generator) * 2 - 1
+    return signs.to(torch.float16).to(detect_machine().device)
+
+
+def _delta(x: Tensor, out: Tensor) -> Tensor:
+    weights, metadata, workspace = _layer(torch.float16, 3, (3,), rank=2, rows=3)
+    dense_delta(x, weights, metadata, workspace, out)
+    return out.contiguous()
+
+
+def _layer(
+    dtype: torch.dtype, in_features: int, widths: tuple[int, ...], *, rank: int, rows: int
+) -> tuple[SlotWeights, BatchMetadata, DenseWorkspace]:
+    device = detect_machine().device
+    weights = SlotWeights(
+        num_slots=2,
+        slice_widths=widths,
+        in_features=in_features,
+        rank=rank,
+        dtype=dtype,
+        device=device,
+    )
+    generator = torch.Generator().manual_seed(1)
+    for slot in range(2):
+        a = torch.randint(1, 4, (rank, in_features), generator=generator).to(dtype) / 4
+        b = torch.randint(1, 4, (sum(widths), rank), generator=generator).to(dtype) / 4
+        weights.load(slot, [LoRAFactors(a, b, 1.0)])
+    metadata = BatchMetadata(max_tokens=rows, max_slots=2, device=device)
+    metadata.prepare(torch.arange(rows, dtype=torch.int32) % 2)
+    return weights, metadata, DenseWorkspace([weights], max_tokens=rows)

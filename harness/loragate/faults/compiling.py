@@ -1,0 +1,45 @@
+"""Kernels go through the real compiler, for a GPU that need not be there.
+
+In a process of its own, because the interpreter must be off before a kernel is imported.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+_PROVIDER = "lorakernels.dense.specs:launches"
+# the lowest rank, and the one that is no power of two
+_LABELS = ("qkv-bf16-r1-t512", "odd-bf16-r24-t33")
+_ARCH = 90
+_DEADLINE_S = 50
+
+
+def check_compiles() -> str | None:
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    answer = subprocess.run(
+        [sys.executable, "-m", __name__],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=_DEADLINE_S,
+        check=True,
+    )
+    return answer.stdout.strip() or None
+
+
+def _complaints() -> list[str]:
+    from loragate.compile_leg.dry_launch import compile_launch, settle_process
+
+    settle_process()
+    compiled = [item for label in _LABELS for item in compile_launch(_PROVIDER, label, _ARCH)]
+    return [
+        f"{item.kernel} of {item.specialisation} does not compile for {item.arch}: {item.error}"
+        for item in compiled
+        if item.resources is None
+    ]
+
+
+if __name__ == "__main__":
+    print("\n".join(_complaints()))

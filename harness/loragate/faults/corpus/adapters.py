@@ -1,0 +1,147 @@
+"""Faults of what happens before a kernel runs: PEFT folders, names, activation."""
+
+from __future__ import annotations
+
+from loragate.faults.corpus.points import planting
+from loragate.faults.model import Check, Group
+
+_config = planting("lorakernels.adapters.peft_config", Group.ADAPTERS)
+_folder = planting("lorakernels.adapters.peft_folder", Group.ADAPTERS)
+_binding = planting("lorakernels.adapters.binding", Group.ADAPTERS)
+_slots = planting("lorakernels.adapters.slots", Group.ADAPTERS)
+
+FAULTS = (
+    _config(
+        "scale-ignored",
+        "return alpha / (math.sqrt(rank) if self.use_rslora else rank)",
+        "return 1.0",
+        source="peft #2489",
+        why="The scale is lost, which nobody sees where alpha equals r.",
+        killers=(Check.PEFT_SCALE,),
+        checks=(Check.PEFT_SCALE,),
+    ),
+    _config(
+        "rslora-ignored",
+        "return alpha / (math.sqrt(rank) if self.use_rslora else rank)",
+        "return alpha / rank",
+        source="peft #2733",
+        why="An rsLoRA adapter is scaled by alpha / r.",
+        killers=(Check.PEFT_SCALE,),
+        checks=(Check.PEFT_SCALE,),
+    ),
+    _config(
+        "rslora-applied-twice",
+        "return alpha / (math.sqrt(rank) if self.use_rslora else rank)",
+        "return alpha / (rank**0.25 if self.use_rslora else rank)",
+        source="peft #3449",
+        why="The square root of rsLoRA is taken twice.",
+        killers=(Check.PEFT_SCALE,),
+        checks=(Check.PEFT_SCALE,),
+    ),
+    _config(
+        "scale-of-default-rank",
+        "        rank = self.rank_of(module)\n        return alpha",
+        "        rank = self.rank\n        return alpha",
+        source="peft #2733",
+        why="A module with a rank of its own is scaled by the default rank.",
+        killers=(Check.PEFT_SCALE,),
+        checks=(Check.PEFT_SCALE,),
+    ),
+    _config(
+        "alpha-pattern-ignored",
+        "        key = matching_pattern(self.alpha_pattern, module)\n",
+        "        key = None\n",
+        source="peft #2733",
+        why="A module with an alpha of its own gets the default one.",
+        killers=(Check.PEFT_SCALE,),
+        checks=(Check.PEFT_SCALE,),
+    ),
+    _config(
+        "pattern-matches-inside-a-name",
+        'rf"(.*\\.)?({p})$"',
+        "rf\"(.*)?({p.rpartition('.')[2]})$\"",
+        source="own",
+        why="A pattern for layer 1 also changes layer 11.",
+        killers=(Check.PEFT_SCALE,),
+        checks=(Check.PEFT_SCALE,),
+    ),
+    _folder(
+        "scale-folded-while-reading",
+        "    return LoRAFactors(a, b, config.scale_of(module))\n",
+        "    scale = config.scale_of(module)\n    return LoRAFactors(a, b * scale, scale)\n",
+        source="peft #3111",
+        why="The file reader folds a scale in that the kernel applies as well.",
+        killers=(Check.PEFT_SCALE,),
+        checks=(Check.PEFT_SCALE,),
+    ),
+    _binding(
+        "missing-modules-accepted",
+        "    _refuse_missing(adapter, homes, layers, bound)\n    return bound\n",
+        "    return bound\n",
+        source="vllm #50252",
+        why="An adapter that lacks a module it targets is served as the base model there.",
+        killers=(Check.BINDING,),
+        checks=(Check.BINDING,),
+    ),
+    _binding(
+        "unmatched-modules-dropped",
+        "    unmatched = adapter.modules.keys() - homes\n    if unmatched:\n",
+        "    unmatched = adapter.modules.keys() - homes\n"
+        "    adapter = Adapter(adapter.name, {})\n"
+        "    if len(unmatched) == len(adapter.modules):\n",
+        source="vllm #50252",
+        why="Factors whose names match nothing are dropped without a word.",
+        killers=(Check.BINDING,),
+        checks=(Check.BINDING,),
+    ),
+    _slots(
+        "same-name-keeps-old-adapter",
+        "        if slot is None:\n            slot = self._free_slot()\n",
+        "        if slot is not None:\n            return slot\n        slot = self._free_slot()\n",
+        source="sglang #8263",
+        why="A new adapter under a known name is never loaded.",
+        killers=(Check.ACTIVATION,),
+        checks=(Check.ACTIVATION,),
+    ),
+    _slots(
+        "layers-checked-one-by-one",
+        "        staged = {name: self._stage(adapter, name, parts) "
+        "for name, parts in bound.items()}\n",
+        "        staged = {}\n"
+        "        for name, parts in bound.items():\n"
+        "            staged[name] = self._stage(adapter, name, parts)\n"
+        "            if adapter.name in self._slots:\n"
+        "                self._layers[name].commit(self._slots[adapter.name], staged[name])\n",
+        source="own",
+        why="A layer takes its part before the next one has been asked whether it fits.",
+        killers=(Check.ACTIVATION,),
+        checks=(Check.ACTIVATION,),
+    ),
+    _slots(
+        "half-an-adapter-stays",
+        "            self.evict(adapter.name)\n            raise\n",
+        "            raise\n",
+        source="sglang #9084",
+        why="An activation that broke down leaves the layers that were done.",
+        killers=(Check.ACTIVATION,),
+        checks=(Check.ACTIVATION,),
+    ),
+    _slots(
+        "evicted-slot-leaks",
+        "        del self._slots[name]\n",
+        '        self._slots[f"{name} (evicted)"] = self._slots.pop(name)\n',
+        source="sglang #25413",
+        why="A slot is never given back, until there are none.",
+        killers=(Check.ACTIVATION,),
+        checks=(Check.ACTIVATION,),
+    ),
+    _slots(
+        "evicted-adapter-stays-in-slot",
+        "            layer.unload(slot)\n",
+        "            break\n",
+        source="sglang #29874",
+        why="The name is gone but the weights still serve whoever has the slot.",
+        killers=(Check.ACTIVATION,),
+        checks=(Check.ACTIVATION,),
+    ),
+)

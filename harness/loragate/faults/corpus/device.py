@@ -1,0 +1,87 @@
+"""Faults that show on a GPU only: programs that run at the same time, kernels that compile anew.
+
+An interpreter runs one program after the other, so every order is kept by itself.
+"""
+
+from __future__ import annotations
+
+from loragate.faults.corpus.points import EVERY, delta, planting
+from loragate.faults.model import Check, Group, Needs
+from loragate.matrix.case import Dtype, Execution
+from loragate.verdict import OracleName as O
+
+_shrink = planting("lorakernels.dense.kernels", Group.SHRINK)
+_expand = planting("lorakernels.dense.kernels", Group.EXPAND)
+_metadata = planting("lorakernels.metadata_kernel", Group.METADATA)
+
+FAULTS = (
+    _expand(
+        "expand-does-not-wait",
+        "            b = tl.load(b_ptrs, mask=live_n & live_r, other=0.0)\n"
+        "            if PDL:\n"
+        "                gdc_wait()\n",
+        "            b = tl.load(b_ptrs, mask=live_n & live_r, other=0.0)\n",
+        source="vllm #31777",
+        why="The expand reads the bridge while the shrink still writes it.",
+        killers=(Check.BACK_TO_BACK,),
+        checks=(Check.BACK_TO_BACK,),
+        needs=Needs.GPU,
+    ),
+    _shrink(
+        "shrink-does-not-wait",
+        "    if PDL:\n        gdc_wait()\n        if EARLY:\n",
+        "    if PDL:\n        if EARLY:\n",
+        source="vllm #31777",
+        why="The next layer overwrites the bridge that the one before still reads.",
+        killers=(Check.BACK_TO_BACK,),
+        checks=(Check.BACK_TO_BACK,),
+        needs=Needs.GPU,
+    ),
+    _expand(
+        "sum-rotates-with-the-tile",
+        "            h = _load_bridge(h_ptrs, live_h, stride_bridge_plane, PLANES) * scale\n"
+        "            acc = _dot(",
+        "            h = tl.zeros([BLOCK_M, BLOCK_R], dtype=tl.float32)\n"
+        "            for p in range(PLANES):\n"
+        "                turn = (p + part) % PLANES\n"
+        "                plane_ptrs = h_ptrs + tl.cast(stride_bridge_plane, tl.int64) * turn\n"
+        "                h += tl.load(plane_ptrs, mask=live_h, other=0.0)\n"
+        "            h = h * scale\n"
+        "            acc = _dot(",
+        source="vllm #50278",
+        why="Partial sums are added in an order that depends on where in the batch a row stands.",
+        killers=(O.PERMUTE,),
+        cases=(delta(tokens=64, in_features=2048, slices=(256,), rank=16, dtype=Dtype.FP32),),
+        needs=Needs.GPU,
+    ),
+    _metadata(
+        "batch-size-compiled-in",
+        'do_not_specialize=["num_live", "max_tokens",',
+        'do_not_specialize=["max_tokens",',
+        source="triton #8273",
+        why="The metadata kernel is compiled anew for a batch size of 1 or a multiple of 16.",
+        killers=(O.COMPILE,),
+        cases=(delta(oracles=EVERY),),
+        needs=Needs.GPU,
+    ),
+    _metadata(
+        "foreign-slot-counted",
+        "        slots = tl.where(slots < max_slots, slots, -1)\n",
+        "        slots = tl.where(slots <= max_slots, slots, -1)\n",
+        source="vllm #49058",
+        why="An id behind the last slot is kept where only the device has seen the mapping.",
+        killers=(Check.METADATA,),
+        checks=(Check.METADATA,),
+        needs=Needs.GPU,
+    ),
+    _metadata(
+        "tile-count-stale-in-replay",
+        "    if slot == 0:\n        tl.store(num_tiles_ptr, num_tiles)\n",
+        "    if slot == 0 and num_tiles > 0:\n        tl.store(num_tiles_ptr, num_tiles)\n",
+        source="vllm #42120",
+        why="A replayed graph of base rows only walks the tiles of the step before.",
+        killers=(O.SEQUENCE,),
+        cases=(delta(tokens=64, in_features=256, execution=Execution.GRAPH),),
+        needs=Needs.GPU,
+    ),
+)

@@ -1,0 +1,177 @@
+"""Faults of the expand kernel: out += scale * h @ B.T."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from loragate.faults.corpus.points import SMALL, delta, planting
+from loragate.faults.model import Check, Group
+from loragate.matrix.case import Dtype, Layout, Mix, Ranks
+from loragate.verdict import OracleName as O
+
+_plant = planting("lorakernels.dense.kernels", Group.EXPAND)
+
+_MANY_RANKS = delta(tokens=9, rank=160, slots=2, slices=(24,), ranks=Ranks.FULL)
+# tall enough for the kernel's way through a prefill
+_PREFILL = delta(
+    tokens=1040, in_features=16, slices=(144,), rank=4, slots=2, oracles=(O.REFERENCE, O.EXACT)
+)
+
+FAULTS = (
+    _plant(
+        "base-overwritten",
+        "            previous = tl.load(out_ptrs, mask=live_m[:, None] & live_n, other=0.0)\n",
+        "            previous = tl.load(out_ptrs, mask=live_m[:, None] & live_n & (part < 0), "
+        "other=0.0)\n",
+        source="vllm #45368",
+        why="The delta replaces the base output instead of being added to it.",
+        killers=(O.REFERENCE, O.EXACT),
+        cases=(delta(),),
+    ),
+    _plant(
+        "adapter-uses-neighbours-b",
+        "b_ptr + (slot.to(tl.int64) * OUT_FEATURES",
+        "b_ptr + (tl.maximum(slot - 1, 0).to(tl.int64) * OUT_FEATURES",
+        source="own",
+        why="Each adapter is expanded with the B of the slot before its own.",
+        killers=(O.REFERENCE, O.EXACT, O.PERMUTE),
+        cases=(delta(ranks=Ranks.FULL),),
+    ),
+    _plant(
+        "scale-of-slot-0",
+        "tl.load(scales_ptr + slot * S + slice_id)",
+        "tl.load(scales_ptr + slice_id)",
+        source="own",
+        why="Every adapter is scaled like the one in slot 0.",
+        killers=(O.REFERENCE, O.EXACT, O.PERMUTE),
+        cases=(delta(),),
+    ),
+    _plant(
+        "scale-of-first-slice",
+        "tl.load(scales_ptr + slot * S + slice_id)",
+        "tl.load(scales_ptr + slot * S)",
+        source="own",
+        why="All slices of a packed layer are scaled like the first one.",
+        killers=(O.REFERENCE, O.EXACT),
+        cases=(delta(),),
+    ),
+    _plant(
+        "scale-applied-twice",
+        "        scale = tl.load(scales_ptr + slot * S + slice_id)\n",
+        "        scale = tl.load(scales_ptr + slot * S + slice_id)\n"
+        "        scale = scale * scale\n",
+        source="peft #3111",
+        why="The scale is applied twice, which nobody sees where it is 1.",
+        killers=(O.REFERENCE, O.EXACT),
+        cases=(delta(),),
+    ),
+    _plant(
+        "scale-missed-in-later-ranks",
+        "h = _load_bridge(h_ptrs + r, live_h, stride_bridge_plane, PLANES) * scale",
+        "h = _load_bridge(h_ptrs + r, live_h, stride_bridge_plane, PLANES)",
+        source="own",
+        why="Ranks behind the first block of them are not scaled.",
+        killers=(O.REFERENCE, O.EXACT),
+        cases=(_MANY_RANKS,),
+    ),
+    _plant(
+        "rank-tail-dropped",
+        "range(BLOCK_R, R, BLOCK_R",
+        "range(BLOCK_R, R - BLOCK_R + 1, BLOCK_R",
+        source="vllm #55158",
+        why="The last block of ranks that is not full is left out.",
+        killers=(O.REFERENCE, O.EXACT),
+        cases=(_MANY_RANKS,),
+    ),
+    _plant(
+        "dead-vectors-expanded",
+        "live_r = (offs_r < loaded_rank)[:, None]",
+        "live_r = (offs_r < R)[:, None]",
+        source="own",
+        why="B is read up to the rank of the buffers instead of the adapter's.",
+        killers=(O.CANARY,),
+        cases=(replace(SMALL, rank=24),),
+        only=True,
+    ),
+    _plant(
+        "last-plane-lost",
+        "tl.static_range(1, PLANES)",
+        "tl.static_range(1, PLANES - 1)",
+        source="own",
+        why="The last of the partial sums over K is not added.",
+        killers=(O.REFERENCE, O.EXACT),
+        cases=(delta(in_features=300),),
+    ),
+    _plant(
+        "bridge-through-bf16",
+        "acc = _dot(h.to(b.dtype), b, previous.to(tl.float32), IEEE)",
+        "acc = _dot(h.to(tl.bfloat16).to(b.dtype), b, previous.to(tl.float32), IEEE)",
+        source="vllm #27468",
+        why="The product of x and A is rounded to bf16 for adapters of any dtype.",
+        killers=(O.REFERENCE,),
+        cases=(delta(dtype=Dtype.FP16),),
+    ),
+    _plant(
+        "equal-slices-assumed",
+        "first_column += WIDTHS[s]",
+        "first_column += WIDTHS[0]",
+        source="punica #57",
+        why="The third slice starts where it would if all were as wide as the first.",
+        killers=(O.REFERENCE, O.EXACT),
+        cases=(delta(slices=(24, 40, 16)),),
+    ),
+    _plant(
+        "first-group-of-slice-misplaced",
+        "here = group >= first_group",
+        "here = group > first_group",
+        source="own",
+        why="The first group of columns of each slice is counted to the slice before.",
+        killers=(O.REFERENCE, O.EXACT),
+        cases=(delta(),),
+    ),
+    _plant(
+        "one-column-too-many",
+        "            live_n = (offs_n < width)[None, :]\n",
+        "            live_n = (offs_n <= width)[None, :]\n",
+        source="own",
+        why="The column behind a slice is written, too.",
+        killers=(O.CANARY,),
+        cases=(delta(slices=(40,), layout=Layout.COLUMN_SLICE),),
+    ),
+    _plant(
+        "padding-lane-writes-row-before",
+        "live_m = (rows >= 0) & (rank > 0)",
+        "live_m = (rows >= -1) & (rank > 0)",
+        source="vllm #49058",
+        why="Lanes of a tile that have no row read and write the row before the first.",
+        killers=(O.CANARY,),
+        cases=(delta(),),
+    ),
+    _plant(
+        "parts-beyond-grid-not-taken",
+        "range(first_part, num_parts, tl.num_programs(1)",
+        "range(first_part, tl.minimum(num_parts, first_part + 1), 1",
+        source="sglang #28371",
+        why="A batch with more tiles than programs gets no delta in the rest of them.",
+        killers=(O.REFERENCE, O.EXACT),
+        cases=(delta(tokens=40, slots=24, rank=4, in_features=32, slices=(24,), mix=Mix.SHUFFLED),),
+    ),
+    _plant(
+        "output-offset-in-32-bits",
+        "out_ptr + rows.to(tl.int64)[:, None] * stride_om",
+        "out_ptr + rows[:, None] * stride_om",
+        source="vllm #53034",
+        why="Row times stride of the output overflows from 2^31 elements on.",
+        killers=(Check.FAR_ROWS,),
+        checks=(Check.FAR_ROWS,),
+    ),
+    _plant(
+        "later-columns-use-first-b",
+        "b_ptrs + block * BLOCK_N * R",
+        "b_ptrs + block * R * 0",
+        source="punica #11",
+        why="Behind the first block of columns a prefill repeats the first block's B.",
+        killers=(O.REFERENCE, O.EXACT),
+        cases=(_PREFILL,),
+    ),
+)

@@ -1,0 +1,135 @@
+"""Faults of packed layers and of their tensor-parallel cuts."""
+
+from __future__ import annotations
+
+from loragate.faults.corpus.points import linear, planting
+from loragate.faults.model import Check, Group
+from loragate.matrix.case import Dtype, Parallel
+from loragate.verdict import OracleName as O
+
+_linear = planting("lorakernels.layers.linear", Group.LAYER)
+_packing = planting("lorakernels.layers.packing", Group.LAYER)
+_partition = planting("lorakernels.layers.partition", Group.LAYER)
+
+_COLUMN = linear(tokens=9, parallel=Parallel.COLUMN, tp=2, dtype=Dtype.FP16)
+_ROW = linear(tokens=9, slices=(24, 24), parallel=Parallel.ROW, tp=2, dtype=Dtype.FP16)
+
+FAULTS = (
+    _packing(
+        "packed-weight-cut-as-one",
+        "    pieces = torch.split(tensor, [part.width for part in slices])\n"
+        "    return torch.cat([take(p, s, dim=0) for p, s in zip(pieces, shards, strict=True)])",
+        "    size = sum(shard.size for shard in shards)\n"
+        "    first = sum(shard.start for shard in shards)\n"
+        "    return tensor[first : first + size]",
+        source="tensorrt-llm #8063",
+        why="A packed weight is cut in the middle instead of slice by slice.",
+        killers=(O.REFERENCE, O.EXACT),
+        cases=(_COLUMN,),
+    ),
+    _packing(
+        "every-rank-takes-first-part-of-a",
+        "take(factors.a, cut.inputs, dim=1)",
+        "factors.a[:, : cut.inputs.size]",
+        source="sglang #24171",
+        why="All ranks of a row-parallel layer shrink with the first rank's columns of A.",
+        killers=(O.REFERENCE, O.EXACT),
+        cases=(_ROW,),
+    ),
+    _packing(
+        "every-rank-takes-first-part-of-b",
+        "take(factors.b, cut.columns[index], dim=0)",
+        "factors.b[: cut.columns[index].size]",
+        source="sglang #24171",
+        why="All ranks of a column-parallel layer expand with the first rank's rows of B.",
+        killers=(O.REFERENCE, O.EXACT),
+        cases=(_COLUMN,),
+    ),
+    _packing(
+        "scale-folded-into-cached-adapter",
+        '            _cast(f"b of {name}", take(factors.b, cut.columns[index], dim=0), like),\n'
+        "            factors.scale,\n",
+        '            _cast(f"b of {name}", take(factors.b, cut.columns[index], dim=0), like)'
+        ".mul_(factors.scale),\n"
+        "            1.0,\n",
+        source="vllm #20873",
+        why="An adapter that is activated a second time was changed by the first time.",
+        killers=(Check.ACTIVATION,),
+        checks=(Check.ACTIVATION,),
+    ),
+    _packing(
+        "fused-slices-swapped",
+        "zip(members, torch.split(factors.b, widths), strict=True)",
+        "zip(reversed(members), torch.split(factors.b, widths[::-1]), strict=True)",
+        source="unsloth-zoo #941",
+        why="The rows of a fused B go to its slices in reverse order.",
+        killers=(Check.PACKING,),
+        checks=(Check.PACKING,),
+    ),
+    _packing(
+        "fused-module-gets-one-slice",
+        "            return tuple(names.index(member) for member in self.fused[module])\n",
+        "            return tuple(names.index(member) for member in self.fused[module][:2])\n",
+        source="sglang #30189",
+        why="Of a fused projection only the first slices are served.",
+        killers=(Check.PACKING,),
+        checks=(Check.PACKING,),
+    ),
+    _packing(
+        "bare-list-indexed-as-slices",
+        "        if not isinstance(parts, Mapping):\n",
+        "        if isinstance(parts, list):\n"
+        "            parts = dict(enumerate(parts))\n"
+        "        if not isinstance(parts, Mapping):\n",
+        source="vllm #51409",
+        why="Something that has no names is taken apart by position.",
+        killers=(Check.PACKING,),
+        checks=(Check.PACKING,),
+    ),
+    _partition(
+        "wrong-rank-passed",
+        "    start = min(tp_rank * size, width)\n",
+        "    start = min(tp_rank // 2 * size, width)\n",
+        source="vllm #38021",
+        why="Two ranks hold one part and another is held by none.",
+        killers=(O.REFERENCE, Check.PARTITION),
+        cases=(_ROW,),
+        checks=(Check.PARTITION,),
+    ),
+    _partition(
+        "stride-of-unpadded-size",
+        "    size = padded // tp_size\n    start = min(tp_rank * size, width)\n",
+        "    size = padded // tp_size\n    start = min(tp_rank * (width // tp_size), width)\n",
+        source="vllm #42595",
+        why="Where the base layer is padded, every rank but the first gets a neighbour's columns.",
+        killers=(Check.PARTITION,),
+        checks=(Check.PARTITION,),
+    ),
+    _partition(
+        "kv-heads-not-replicated",
+        "    start = tp_rank // replicas(part, tp_size) * size\n",
+        "    start = tp_rank % (part.width // size) * size\n",
+        source="sglang #24420",
+        why="With more ranks than heads, neighbouring ranks get different heads.",
+        killers=(Check.PARTITION,),
+        checks=(Check.PARTITION,),
+    ),
+    _partition(
+        "bias-added-by-every-rank",
+        "parallel is not Parallel.ROW or tp_rank == 0)",
+        "parallel is not Parallel.ROW or tp_rank >= 0)",
+        source="own",
+        why="Each rank of a row-parallel layer adds the bias to its partial output.",
+        killers=(O.REFERENCE, O.EXACT),
+        cases=(_ROW,),
+    ),
+    _linear(
+        "delta-on-a-copy",
+        "        dense_delta(rows, self.slots, metadata, workspace, out)\n",
+        "        dense_delta(rows, self.slots, metadata, workspace, out.clone())\n",
+        source="tgi #2180",
+        why="The delta goes to a buffer that nobody reads; the base model is served.",
+        killers=(O.REFERENCE, O.EXACT),
+        cases=(_COLUMN,),
+    ),
+)

@@ -1,0 +1,161 @@
+"""Faults of the mapping from rows to slots: what every step prepares, and what padding holds."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from loragate.faults.corpus.points import SMALL, delta, planting
+from loragate.faults.model import Check, Group
+from loragate.matrix.case import Layout, Mix
+from loragate.verdict import OracleName as O
+
+_plant = planting("lorakernels.metadata", Group.METADATA)
+_kernel = planting("lorakernels.metadata_kernel", Group.METADATA)
+
+FAULTS = (
+    _plant(
+        "stale-map-on-all-base-step",
+        "        block = 1024 if self.max_tokens <= 1024 else 4096\n",
+        "        if bool((token_slots < 0).all()):\n"
+        "            return\n"
+        "        block = 1024 if self.max_tokens <= 1024 else 4096\n",
+        source="vllm #42120",
+        why="A step of base rows only returns early and leaves the tables of the step before.",
+        killers=(O.SEQUENCE,),
+        # all other mappings are installed as they should be
+        cases=(delta(mix=Mix.RAGGED),),
+    ),
+    _plant(
+        "padded-tail-maps-to-slot-0",
+        "        if token_slots.device != self.token_slots.device:\n",
+        "        if num_rows is not None:\n"
+        "            token_slots = torch.nn.functional.pad(token_slots, (0, num_rows - num_live))\n"
+        "            num_live = num_rows\n"
+        "        if token_slots.device != self.token_slots.device:\n",
+        source="sglang #29468",
+        why="Rows of padding get the adapter in slot 0 instead of none.",
+        killers=(O.REFERENCE, O.EXACT, O.BASE_ROWS),
+        cases=(delta(layout=Layout.PADDED_ROWS),),
+    ),
+    _kernel(
+        "token-map-tail-stays-stale",
+        "tl.store(token_slots_ptr + token, tl.maximum(slots, -1), mask=token < max_tokens)",
+        "tl.store(token_slots_ptr + token, tl.maximum(slots, -1), mask=token < num_live)",
+        source="sglang #29468",
+        why="The mapping behind the live rows keeps the slots of a larger step before.",
+        killers=(Check.METADATA,),
+        checks=(Check.METADATA,),
+    ),
+    _kernel(
+        "tile-tail-reset-skipped",
+        "    tl.store(own_rows_ptr + count + lanes, nothing, "
+        "mask=count + lanes < own_tiles * HEIGHT)\n",
+        "",
+        source="sglang #28371",
+        why="A tile that is not full keeps rows of an earlier step behind its own.",
+        killers=(O.SEQUENCE,),
+        cases=(delta(tokens=30, slots=4, slices=(24,), in_features=24, rank=4),),
+    ),
+    _kernel(
+        "tile-tables-tail-stays-stale",
+        "    for start in range(num_tiles * HEIGHT + slot * BLOCK, size_tile_rows, step):\n",
+        "    for start in range(num_tiles * HEIGHT + slot * BLOCK, num_tiles, step):\n",
+        source="sglang #28371",
+        why="Rows of tiles that are not needed any more stay in the table.",
+        killers=(Check.METADATA,),
+        checks=(Check.METADATA,),
+    ),
+    _kernel(
+        "last-slot-not-counted",
+        "mask=(slots >= 0) & (slots < max_slots))",
+        "mask=(slots >= 0) & (slots < max_slots - 1))",
+        source="vllm #32277",
+        why="The loop over adapters ends one too early: the last one gets no delta.",
+        killers=(O.REFERENCE, O.EXACT),
+        cases=(delta(mix=Mix.LAST_SLOT),),
+    ),
+    _kernel(
+        "last-partial-tile-dropped",
+        "tile_counts = (counts + HEIGHT - 1) // HEIGHT",
+        "tile_counts = counts // HEIGHT",
+        source="vllm #27311",
+        why="The number of tiles is rounded down: rows of a tile that is not full get no delta.",
+        killers=(O.REFERENCE, O.EXACT),
+        cases=(delta(),),
+    ),
+    _kernel(
+        "base-rows-alias-last-slot",
+        "        mine = slots == slot\n",
+        "        mine = (slots == slot) | ((slots < 0) & (slot == max_slots - 1) & "
+        "(start + lanes < num_live))\n",
+        source="vllm tests/lora/test_punica_ops.py",
+        why="-1 is taken as an index from the end, so base rows get the last adapter.",
+        killers=(O.REFERENCE, O.BASE_ROWS),
+        cases=(delta(tokens=13, mix=Mix.LAST_SLOT, slots=1),),
+    ),
+    _kernel(
+        "slot-taken-for-one-run-of-rows",
+        "        tl.store(own_rows_ptr + position, start + lanes, mask=mine)\n",
+        "        first = tl.min(tl.where(mine, start + lanes, 1 << 30), axis=0)\n"
+        "        tl.store(own_rows_ptr + position, first + position - placed, mask=mine)\n",
+        source="own",
+        why="Rows of one adapter are taken to follow each other, as in a batch sorted by request.",
+        killers=(O.PERMUTE,),
+        cases=(replace(SMALL, tokens=12),),
+        only=True,
+    ),
+    _kernel(
+        "second-block-of-rows-overwrites-first",
+        "        placed += tl.sum(mine.to(tl.int32))\n",
+        "        placed = tl.sum(mine.to(tl.int32))\n",
+        source="own",
+        why="The position in a long batch is counted from the last block of rows only.",
+        killers=(Check.METADATA,),
+        checks=(Check.METADATA,),
+    ),
+    _plant(
+        "tables-sized-for-full-tiles",
+        "return num_rows // height + min(num_slots, num_rows)",
+        "return num_rows // height + 1",
+        source="vllm #27311",
+        why="Host and device round differently: the tables are too small for a ragged batch.",
+        killers=(Check.METADATA,),
+        checks=(Check.METADATA,),
+    ),
+    _plant(
+        "tile-height-frozen-at-first-step",
+        "            HEIGHT=tile_height(self.num_rows),\n",
+        '            HEIGHT=self.__dict__.setdefault("height", tile_height(self.num_rows)),\n',
+        source="vllm #34119",
+        why="A scalar of the first batch becomes a constant for all that follow.",
+        killers=(O.SEQUENCE,),
+        cases=(delta(tokens=132, in_features=32, slices=(24,)),),
+    ),
+    _plant(
+        "tables-uninitialised",
+        "            return torch.full((size,), -1, dtype=torch.int32, device=device)\n",
+        "            return torch.empty(size, dtype=torch.int32, device=device)\n",
+        source="vllm #43139",
+        why="A dummy run reads the tables before any mapping was installed.",
+        killers=(Check.DUMMY_RUN,),
+        checks=(Check.DUMMY_RUN,),
+    ),
+    _plant(
+        "batch-larger-than-metadata",
+        "        if wanted > self.max_tokens:\n",
+        "        if wanted > self.max_tokens + self.max_slots:\n",
+        source="vllm #15308",
+        why="A captured size above the number of rows that the tables hold is accepted.",
+        killers=(O.GUARD,),
+        cases=(delta(tokens=5, oracles=(O.GUARD,)),),
+    ),
+    _plant(
+        "slot-id-unchecked",
+        "            if low < -1 or high >= self.max_slots:\n",
+        "            if low < -1 or high > self.max_slots:\n",
+        source="own",
+        why="A row may name the slot behind the last one.",
+        killers=(O.GUARD,),
+        cases=(delta(tokens=5, oracles=(O.GUARD,)),),
+    ),
+)

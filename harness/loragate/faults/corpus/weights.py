@@ -1,0 +1,104 @@
+"""Faults of the stacked slots of one layer: who moves in, and what the predecessor leaves."""
+
+from __future__ import annotations
+
+from loragate.faults.corpus.points import SMALL, delta, planting
+from loragate.faults.model import Group
+from loragate.matrix.case import Ranks
+from loragate.verdict import OracleName as O
+
+_plant = planting("lorakernels.dense.weights", Group.WEIGHTS)
+_GUARDED = delta(tokens=5, slots=2, oracles=(O.REFERENCE, O.EXACT, O.GUARD))
+
+FAULTS = (
+    _plant(
+        "slot-not-reset",
+        "        self.reset(slot)\n        start = 0\n",
+        "        start = 0\n",
+        source="sglang #8103",
+        why="A slice that the new adapter does not have keeps the weights of the one before.",
+        killers=(O.SEQUENCE,),
+        cases=(SMALL,),
+        only=True,
+    ),
+    _plant(
+        "reset-stops-after-first-slice",
+        "        self.ranks[slot].zero_()\n"
+        "        self.scales[slot].zero_()\n"
+        "        self.a[slot].zero_()\n"
+        "        self.b[slot].zero_()\n",
+        "        self.ranks[slot, :1].zero_()\n"
+        "        self.scales[slot, :1].zero_()\n"
+        "        self.a[slot, :1].zero_()\n"
+        "        self.b[slot, : self.slice_widths[0]].zero_()\n",
+        source="sglang #8103",
+        why="An evicted adapter lives on in all slices of its slot but the first.",
+        killers=(O.SEQUENCE,),
+        cases=(delta(),),
+    ),
+    _plant(
+        "scale-folded-in-and-applied",
+        "self.b[slot, start : start + width, : part.rank].copy_(part.b)",
+        "self.b[slot, start : start + width, : part.rank].copy_(part.b * part.scale)",
+        source="SkyRL #2250",
+        why="The scale is folded into B at loading time, and applied again by the kernel.",
+        killers=(O.REFERENCE, O.EXACT),
+        cases=(delta(),),
+    ),
+    _plant(
+        "scale-folded-into-durable-copy",
+        "                self.b[slot, start : start + width, : part.rank].copy_(part.b)\n",
+        "                part.b.mul_(part.scale)\n"
+        "                self.b[slot, start : start + width, : part.rank].copy_(part.b)\n",
+        source="unsloth-zoo #951",
+        why="Loading an adapter scales the tensors that it was loaded from.",
+        killers=(O.CANARY,),
+        cases=(delta(),),
+    ),
+    _plant(
+        "gate-loaded-twice-up-never",
+        "self.a[slot, index, : part.rank].copy_(part.a)",
+        "self.a[slot, index, : part.rank].copy_((factors[0] or part).a)",
+        source="unsloth-zoo #941",
+        why="Both halves of gate_up get the A of the gate; the shapes are the same.",
+        killers=(O.REFERENCE, O.EXACT),
+        cases=(delta(slices=(40, 40), ranks=Ranks.FULL),),
+    ),
+    _plant(
+        "absent-slice-shifts-the-rest",
+        "                self.scales[slot, index] = part.scale\n            start += width\n",
+        "                self.scales[slot, index] = part.scale\n                start += width\n",
+        source="vllm #36309",
+        why="Behind a slice that the adapter does not have, B lands in the columns before its own.",
+        killers=(O.REFERENCE, O.EXACT),
+        cases=(delta(slices=(16, 24, 24, 16), slots=3, rank=4),),
+    ),
+    _plant(
+        "scale-rounded-to-integer",
+        "self.scales[slot, index] = part.scale",
+        "self.scales[slot, index] = round(part.scale)",
+        source="peft #2733",
+        why="A scale that is not an integer is rounded to one.",
+        killers=(O.REFERENCE,),
+        cases=(delta(),),
+    ),
+    _plant(
+        "slot-emptied-before-adapter-is-checked",
+        "        self._check_slot(slot)\n        if len(factors) != self.num_slices:\n",
+        "        self.reset(slot)\n        if len(factors) != self.num_slices:\n",
+        source="own",
+        why="An adapter that is refused has already thrown out the one before.",
+        killers=(O.GUARD,),
+        cases=(_GUARDED,),
+    ),
+    _plant(
+        "negative-slot-accepted",
+        "        if not 0 <= slot < self.num_slots:\n",
+        "        if not slot < self.num_slots:\n",
+        source="vllm tests/lora/test_punica_ops.py",
+        why="Slot -1 means the last slot to Python.",
+        killers=(O.GUARD,),
+        cases=(SMALL,),
+        only=True,
+    ),
+)

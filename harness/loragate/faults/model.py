@@ -1,0 +1,182 @@
+"""The words of the fault corpus. Pure; imports no torch.
+
+A fault is one module, one exact piece of its text, one replacement: what a tired colleague or a
+merge could leave behind. Production code knows nothing of it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from enum import StrEnum
+
+from loragate.matrix.case import Case
+from loragate.verdict import Failure, OracleName, Verdict
+
+
+class Needs(StrEnum):
+    """The least machine on which a fault shows."""
+
+    CPU = "cpu"
+    GPU = "gpu"
+
+
+class Group(StrEnum):
+    """Where a fault is planted; a row of the kill-rate table."""
+
+    METADATA = "metadata"
+    SHRINK = "shrink"
+    EXPAND = "expand"
+    HOST = "launch and operator"
+    WEIGHTS = "slots of a layer"
+    LAYER = "packed and parallel layer"
+    ADAPTERS = "adapter files and activation"
+
+
+class Check(StrEnum):
+    """A check of host logic that no case of the matrix reaches; see checks.py."""
+
+    METADATA = "metadata_tables"
+    DUMMY_RUN = "dummy_run"
+    WORKSPACE = "workspace_size"
+    FAR_ROWS = "far_rows"
+    BACK_TO_BACK = "back_to_back"
+    PARTITION = "partition"
+    PACKING = "packing"
+    ACTIVATION = "activation"
+    PEFT_SCALE = "peft_scale"
+    BINDING = "binding"
+    COMPILES = "kernels_compile"
+
+
+# a planted process may also be expected to throw, to stand still or to die
+Killer = OracleName | Check | Failure
+
+
+@dataclass(frozen=True, slots=True)
+class Edit:
+    """In `module`, the one place that reads `old` reads `new`."""
+
+    module: str
+    old: str
+    new: str
+
+    def __post_init__(self) -> None:
+        if not self.old.strip():
+            raise ValueError(f"{self.module}: old must be a piece of its text (got {self.old!r})")
+        if self.old == self.new:
+            raise ValueError(f"{self.module}: new must differ from old (got {self.new!r})")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fault:
+    """A defect and who must notice it.
+
+    source: where it was really seen, as "vllm #42120", or "own".
+    why: what goes wrong, in one sentence.
+    killers: every one of them must notice, others may.
+    only: there is one killer and nobody else notices; without it the fault would survive.
+    """
+
+    name: str
+    edit: Edit
+    group: Group
+    source: str
+    why: str
+    killers: tuple[Killer, ...]
+    cases: tuple[Case, ...] = ()
+    checks: tuple[Check, ...] = ()
+    needs: Needs = Needs.CPU
+    only: bool = False
+
+    def __post_init__(self) -> None:
+        _require_name(self.name)
+        if not self.killers:
+            raise ValueError(f"{self.name}: killers must name at least one oracle or check")
+        if self.only and len(self.killers) != 1:
+            raise ValueError(f"{self.name}: only goes with one killer (got {len(self.killers)})")
+        if not 1 <= len(self.cases) + len(self.checks) <= 3:
+            count = len(self.cases) + len(self.checks)
+            raise ValueError(f"{self.name}: cases and checks must be 1 to 3 (got {count})")
+        _require_oracle(self.cases, self.name)
+        for killer in self.killers:
+            if isinstance(killer, Check) and killer not in self.checks:
+                raise ValueError(f"{self.name}: killer {killer} is not among its checks")
+            if isinstance(killer, OracleName) and not self.cases:
+                raise ValueError(f"{self.name}: killer {killer} has no case to judge")
+
+    @property
+    def digest(self) -> str:
+        """Changes with whatever a recorded outcome depends on."""
+        return _digest(self.edit, self.killers, self.cases, self.checks, self.needs, self.only)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Control:
+    """An edit that changes no behaviour, or none at all: everything must stay green."""
+
+    name: str
+    why: str
+    cases: tuple[Case, ...]
+    checks: tuple[Check, ...] = ()
+    edit: Edit | None = None
+
+    def __post_init__(self) -> None:
+        _require_name(self.name)
+        _require_oracle(self.cases, self.name)
+
+    @property
+    def digest(self) -> str:
+        return _digest(self.edit, self.cases, self.checks)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sighting:
+    """What one judge said of one case (or one check of itself) in a planted process."""
+
+    judge: str
+    case: str
+    verdict: Verdict
+    failure: Failure | None = None
+    message: str = ""
+
+
+class Fate(StrEnum):
+    """What became of a planted fault, worst first."""
+
+    # the text to replace is gone or the planted code cannot be imported: nothing was shown
+    BROKEN = "broken"
+    SURVIVED = "survived"
+    # somebody noticed, but not everybody who must
+    MISSED = "missed"
+    # needs a machine that this one is not
+    NOT_RUN = "not run"
+    KILLED = "killed"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """`killers` are the values of all who noticed, `message` explains a fate but KILLED."""
+
+    name: str
+    fate: Fate
+    killers: tuple[str, ...] = ()
+    sightings: tuple[Sighting, ...] = ()
+    message: str = ""
+    seconds: float = 0.0
+
+
+def _digest(*parts: object) -> str:
+    return hashlib.blake2b(repr(parts).encode(), digest_size=8).hexdigest()
+
+
+def _require_name(name: str) -> None:
+    plain = name.replace("-", "")
+    if not (plain.isascii() and plain.isalnum() and name == name.lower()):
+        raise ValueError(f"a name must be lower-case words joined by '-' (got {name!r})")
+
+
+def _require_oracle(cases: tuple[Case, ...], name: str) -> None:
+    for case in cases:
+        if not case.oracles:
+            raise ValueError(f"{name}: a case must name at least one oracle")

@@ -1,0 +1,94 @@
+"""What goes into a planted process and what comes out of it, as JSON. Pure; imports no torch.
+
+Sightings are written one a line as they come, each announced before it is made: what a process
+had to say before it died is not lost, and who it was that died is known.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+from typing import Any
+
+from pydantic import TypeAdapter
+
+from loragate.faults.model import Check, Sighting
+from loragate.matrix.case import Case
+
+
+class Suite(StrEnum):
+    """Who looks for the fault."""
+
+    ORACLES = "oracles"
+    # a stand-in for the tests that serving engines keep: see upstream_style.py
+    UPSTREAM = "upstream"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Order:
+    """`planted`: the folder that the package must be imported from."""
+
+    planted: str
+    suite: Suite
+    cases: tuple[Case, ...]
+    checks: tuple[Check, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Transcript:
+    """What a process wrote: `current` was begun but not ended; `finished` if it got to its end."""
+
+    sightings: tuple[Sighting, ...]
+    current: str
+    finished: bool
+
+
+_ORDER: TypeAdapter[Order] = TypeAdapter(Order)
+_SIGHTING: TypeAdapter[Sighting] = TypeAdapter(Sighting)
+
+
+def write_order(order: Order, path: Path) -> None:
+    path.write_bytes(_ORDER.dump_json(order))
+
+
+def read_order(path: Path) -> Order:
+    return _ORDER.validate_json(path.read_bytes())
+
+
+class Recorder:
+    """The planted process's side of a transcript."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = path.open("a", encoding="utf-8")
+
+    def begin(self, what: str) -> None:
+        self._write({"begin": what})
+
+    def record(self, sighting: Sighting) -> None:
+        self._write({"sighting": _SIGHTING.dump_python(sighting, mode="json")})
+
+    def finish(self) -> None:
+        self._write({"finished": True})
+
+    def _write(self, line: dict[str, Any]) -> None:
+        print(json.dumps(line), file=self._file, flush=True)
+
+
+def read_transcript(path: Path) -> Transcript:
+    sightings: list[Sighting] = []
+    current, finished = "", False
+    text = path.read_text(encoding="utf-8") if path.exists() else ""
+    for line in text.splitlines(keepends=True):
+        if not line.endswith("\n"):
+            # torn by the death of the process
+            break
+        entry = json.loads(line)
+        if "begin" in entry:
+            current = entry["begin"]
+        elif "sighting" in entry:
+            sightings.append(_SIGHTING.validate_python(entry["sighting"]))
+            current = ""
+        finished = finished or "finished" in entry
+    return Transcript(tuple(sightings), current, finished)

@@ -1,0 +1,147 @@
+"""Plants one fault at a time, each in a process and a copy of the package of its own.
+
+Invariant: whatever a planted process does - it hangs, dies, or writes nonsense - costs no other
+fault its result, and leaves nothing behind.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from loragate.faults.fates import fate_in_stand_in, fate_of_control, fate_of_fault
+from loragate.faults.model import Control, Fate, Fault, Needs, Outcome, Sighting
+from loragate.faults.order import Order, Suite, read_transcript, write_order
+from loragate.faults.planting import StaleAnchor, package_folder, plant
+from loragate.verdict import Failure, Verdict
+
+_HARNESS = Path(__file__).resolve().parents[2]
+_LAST_LINES = 8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setup:
+    """How planted processes run: compiled on a GPU or in the interpreter, how many at a time,
+    and the seconds after which one is taken to hang."""
+
+    gpu: bool = False
+    jobs: int = 2
+    deadline_s: float = 60.0
+
+
+def run_all(
+    planted: Sequence[Fault | Control], suite: Suite, setup: Setup
+) -> Iterator[tuple[Fault | Control, Outcome]]:
+    """Outcomes in the order given, each as soon as it is known."""
+    with ThreadPoolExecutor(setup.jobs) as pool:
+        outcomes = pool.map(lambda one: run_one(one, suite, setup), planted)
+        try:
+            yield from zip(planted, outcomes, strict=True)
+        finally:
+            pool.shutdown(cancel_futures=True)
+
+
+def run_one(planted: Fault | Control, suite: Suite, setup: Setup) -> Outcome:
+    """Plant, run, tell. Never raises because of what was planted."""
+    if isinstance(planted, Fault) and planted.needs is Needs.GPU and not setup.gpu:
+        return Outcome(name=planted.name, fate=Fate.NOT_RUN, message="needs a GPU")
+    started = time.monotonic()
+    try:
+        sightings = _run_planted(planted, suite, setup)
+    except StaleAnchor as error:
+        return Outcome(name=planted.name, fate=Fate.BROKEN, message=str(error))
+    seconds = time.monotonic() - started
+    if suite is Suite.UPSTREAM:
+        return fate_in_stand_in(planted.name, sightings, seconds)
+    if isinstance(planted, Control):
+        return fate_of_control(planted, sightings, seconds)
+    return fate_of_fault(planted, sightings, seconds)
+
+
+def _run_planted(planted: Fault | Control, suite: Suite, setup: Setup) -> tuple[Sighting, ...]:
+    with tempfile.TemporaryDirectory(prefix="loragate-fault-") as name:
+        folder = Path(name)
+        plant(planted.edit, package_folder(), folder / "planted")
+        order = Order(
+            planted=str(folder / "planted"),
+            suite=suite,
+            cases=planted.cases,
+            checks=planted.checks,
+        )
+        write_order(order, folder / "order.json")
+        failure = _run_child(folder, setup)
+        transcript = read_transcript(folder / "transcript.jsonl")
+        log = (folder / "log.txt").read_text(encoding="utf-8", errors="replace")
+    if failure is None and transcript.finished:
+        return transcript.sightings
+    return (*transcript.sightings, _death(transcript.current, failure, log))
+
+
+def _run_child(folder: Path, setup: Setup) -> Failure | None:
+    """Run the process to its end; how it failed, None if it did not."""
+    command = [sys.executable, "-m", "loragate.faults.child"]
+    command += [str(folder / "order.json"), str(folder / "transcript.jsonl")]
+    with (folder / "log.txt").open("wb") as log:
+        child = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            env=_environment(folder, setup),
+            cwd=folder,
+            # a group of its own, so that nothing that it has started outlives it
+            start_new_session=True,
+        )
+        try:
+            code = child.wait(setup.deadline_s)
+        except subprocess.TimeoutExpired:
+            return Failure.HANG
+        finally:
+            with suppress(ProcessLookupError, PermissionError):
+                os.killpg(child.pid, signal.SIGKILL)
+            child.wait()
+    return None if code == 0 else Failure.CRASH
+
+
+def _environment(folder: Path, setup: Setup) -> dict[str, str]:
+    # the planted package comes before the one that is installed
+    paths = [str(folder / "planted"), str(_HARNESS), os.environ.get("PYTHONPATH", "")]
+    environment = os.environ | {
+        "PYTHONPATH": os.pathsep.join(path for path in paths if path),
+        "PYTHONDONTWRITEBYTECODE": "1",
+        # a kernel that was compiled for another fault must not be found
+        "TRITON_CACHE_DIR": str(folder / "cache"),
+        "OMP_NUM_THREADS": "1",
+        "MKL_NUM_THREADS": "1",
+    }
+    environment.pop("TRITON_INTERPRET", None)
+    if not setup.gpu:
+        environment["TRITON_INTERPRET"] = "1"
+    return environment
+
+
+def _death(current: str, failure: Failure | None, log: str) -> Sighting:
+    # the last line of a traceback says most
+    last_words = " | ".join(reversed(log.strip().splitlines()[-_LAST_LINES:]))
+    if current in ("", "import") and failure is not Failure.HANG:
+        # it did not get to the point where anything could be noticed
+        message = f"the process broke down: {last_words}"
+        return Sighting(
+            judge=current or "start",
+            case="",
+            verdict=Verdict.INFRA,
+            failure=Failure.CRASH,
+            message=message,
+        )
+    kind = failure or Failure.CRASH
+    message = f"{kind} of the process: {last_words}".rstrip(": ")
+    return Sighting(judge=current, case="", verdict=Verdict.FAIL, failure=kind, message=message)
