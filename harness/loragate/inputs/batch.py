@@ -14,7 +14,7 @@ from torch import Tensor
 from loragate.inputs.draw import DataKind, Draw, torch_dtype
 from loragate.inputs.exactness import exact_base_rows, exact_bias, exact_weight, exact_x
 from loragate.inputs.mapping import make_token_slots
-from loragate.inputs.placement import copy_placed, place
+from loragate.inputs.placement import Band, copy_placed, place
 from loragate.machine import Machine
 from loragate.matrix.case import Case, Layout
 from loragate.subjects.protocol import BaseLayer, Batch
@@ -43,7 +43,7 @@ def make_batch(case: Case, seed: int, step: int, kind: DataKind, machine: Machin
     return Batch(
         place(x.to(dtype), case.layout, margin=margin),
         make_token_slots(case, seed, step),
-        place(out.to(dtype), out_layout, margin=margin),
+        place(out.to(dtype), out_layout, margin=margin, band=Band.NUMBER),
     )
 
 

@@ -1,22 +1,33 @@
 """How a tensor lies in memory: inside guard bands, in one of the layouts of the matrix.
 
-Every input and output of a case is a view into a larger storage whose other elements hold a
-NaN with a payload. A read past the own elements shows as NaN in the result, a write past them
-as a changed guard.
+Every input and output of a case is a view into a larger storage whose other elements are guards.
+Around what is read they hold a NaN with a payload: a read past the own elements shows as NaN in
+the result. Around what is added to they hold a number: a NaN may keep its bits in a sum, a number
+does not.
 """
 
 from __future__ import annotations
+
+from enum import StrEnum
 
 import torch
 from torch import Tensor
 
 from loragate.matrix.case import Layout
 
-# quiet NaNs that no computation produces
+
+class Band(StrEnum):
+    """What guards hold."""
+
+    NAN = "nan"
+    NUMBER = "number"
+
+
+# quiet NaNs that no computation produces, and 3.3
 _GUARD_BITS = {
-    torch.float16: (torch.int16, 0x7E5A),
-    torch.bfloat16: (torch.int16, 0x7FDA),
-    torch.float32: (torch.int32, 0x7FC5A5A5),
+    torch.float16: (torch.int16, {Band.NAN: 0x7E5A, Band.NUMBER: 0x4299}),
+    torch.bfloat16: (torch.int16, {Band.NAN: 0x7FDA, Band.NUMBER: 0x4053}),
+    torch.float32: (torch.int32, {Band.NAN: 0x7FC5A5A5, Band.NUMBER: 0x40533333}),
 }
 _GUARD_ROWS = 64
 _MAX_GUARD = 1 << 21
@@ -24,27 +35,27 @@ _MAX_GUARD = 1 << 21
 _ALIGNMENT = 256
 
 
-def place(values: Tensor, layout: Layout, *, margin: int = 0) -> Tensor:
+def place(values: Tensor, layout: Layout, *, margin: int = 0, band: Band = Band.NAN) -> Tensor:
     """A view that holds `values` [rows, columns] inside guard bands.
 
     `margin`: guard columns on either side of COLUMN_SLICE.
     """
     rows, columns = values.shape
     if layout is Layout.TRANSPOSED:
-        return place(values.t(), Layout.CONTIGUOUS).t()
+        return place(values.t(), Layout.CONTIGUOUS, band=band).t()
     side = margin if layout is Layout.COLUMN_SLICE else 0
     stride = columns + 2 * side
     guard = min(_GUARD_ROWS * stride, _MAX_GUARD)
     guard = -(-guard // _ALIGNMENT) * _ALIGNMENT
-    storage = guarded(2 * guard + rows * stride, values.dtype, values.device)
+    storage = guarded(2 * guard + rows * stride, values.dtype, values.device, band)
     view = storage.as_strided((rows, columns), (stride, 1), guard + side)
     return view.copy_(values)
 
 
-def guarded(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+def guarded(size: int, dtype: torch.dtype, device: torch.device, band: Band = Band.NAN) -> Tensor:
     """[size] elements of guard."""
-    bits, pattern = _GUARD_BITS[dtype]
-    return torch.full((size,), pattern, dtype=bits, device=device).view(dtype)
+    bits, patterns = _GUARD_BITS[dtype]
+    return torch.full((size,), patterns[band], dtype=bits, device=device).view(dtype)
 
 
 def whole(view: Tensor) -> Tensor:

@@ -112,9 +112,11 @@ def _fill_dead(pool: Pool, value: float) -> Pool:
 
 
 def _scale(case: Case, seed: int, kind: DataKind, slot: int, part: int) -> float:
-    index = slot * len(case.slices) + part + number(seed, "scales") % 97
+    start = number(seed, "scales") % 97
     if kind is DataKind.EXACT:
-        return exact_scale(index)
+        # neighbours differ among the slots and among the slices, however many slices there are
+        return exact_scale(start + slot + part)
+    index = start + slot * len(case.slices) + part
     # low-discrepancy: no two of a pool are close; 1.0 lies outside of both halves
     spread = index * _GOLDEN_RATIO % 1
     value = 0.5 + 0.8 * spread if spread < 0.5 else 1.1 + 1.2 * (spread - 0.5)
