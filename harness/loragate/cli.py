@@ -13,11 +13,12 @@ from typing import Any, NoReturn
 
 from loragate import gate, replay, show_plan
 from loragate.bench import cli as bench
+from loragate.faults import cli as faults
 from loragate.findings import cli as findings
 from loragate.matrix.problems import nearest
 from loragate.verdict import ExitCode
 
-_COMMANDS = (gate, show_plan, replay, bench, findings)
+_COMMANDS = (gate, show_plan, replay, faults, bench, findings)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
