@@ -23,10 +23,13 @@ from loragate.folder import EVENTS, LOGS, clear_folder
 from loragate.legs import Leg, cases_leg_name, make_legs, owed_by_compiling, verdict_of_exit
 from loragate.matrix.case import Tier
 from loragate.process import Cause, Ending, watch
+from loragate.recording import add_record_options, check_record, record_gate
 from loragate.report.events import Event, LegFinished, LegStarted, RunStarted
 from loragate.report.log import EventTail, EventWriter
 from loragate.report.progress import Liveness, Progress
+from loragate.report.summary import Summary
 from loragate.report.terminal import colour_for, render_summary
+from loragate.results import ResultsError
 from loragate.selection import Selection
 from loragate.selection_options import add_selection_options, selection_from
 from loragate.verdict import ExitCode, Verdict
@@ -49,6 +52,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser.add_argument(
         "--report", type=Path, default=Path("report"), metavar="DIR", help="default: report"
     )
+    add_record_options(parser)
     parser.set_defaults(run=run)
 
 
@@ -61,13 +65,26 @@ def run(arguments: argparse.Namespace) -> int:
     selection = selection_from(arguments, has_gpu=has_gpu)
     legs = make_legs(selection, run=name, report=report, has_gpu=has_gpu)
     try:
+        if arguments.record:
+            check_record(arguments.record)
         opening = _plan(selection, name, legs, has_gpu=has_gpu)
     except (AnnounceError, GateError) as error:
         print(error, file=sys.stderr)
         return error.exit_code.value
+    except ResultsError as error:
+        print(error, file=sys.stderr)
+        return ExitCode.USAGE.value
     clear_folder(report)
     print(_headline(opening))
-    return _Gate(report, name).run(opening, legs)
+    summary = _Gate(report, name).run(opening, legs)
+    if arguments.record and summary.plan is not None:
+        try:
+            section = record_gate(summary, arguments.record, commit=arguments.commit)
+        except (ResultsError, OSError) as error:
+            print(error, file=sys.stderr)
+            return ExitCode.INFRASTRUCTURE.value
+        print(f"recorded as {section} in {arguments.record}")
+    return summary.exit_code.value
 
 
 class _Gate:
@@ -79,7 +96,7 @@ class _Gate:
         self._progress = Progress(self._colour, liveness)
         self._tail = EventTail(report / EVENTS, run=name)
 
-    def run(self, opening: Iterable[Event], legs: Iterable[Leg]) -> int:
+    def run(self, opening: Iterable[Event], legs: Iterable[Leg]) -> Summary:
         begin = time.monotonic()
         self._write(opening)
         for leg in legs:
@@ -88,7 +105,7 @@ class _Gate:
         summary = close_run(self._report, run=self._name, duration_s=time.monotonic() - begin)
         print(f"\n{render_summary(summary, self._colour)}")
         print(f"report: {self._report}")
-        return summary.exit_code.value
+        return summary
 
     def _run_leg(self, leg: Leg) -> Cause:
         begin = time.monotonic()
