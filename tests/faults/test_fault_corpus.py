@@ -1,0 +1,90 @@
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from loragate.environment import project_root
+from loragate.faults.corpus import CONTROLS, FAULTS, SLICE, SLICE_CONTROLS
+from loragate.faults.model import Control, Fault, Needs
+from loragate.faults.planting import check_anchor, package_folder
+from loragate.faults.tables import render_markdown
+from loragate.matrix.ids import case_id
+from loragate.results import read_section
+from loragate.verdict import OracleName
+
+RECORD = "ci/results/cpu.json"
+BEGIN, END = "<!-- kill rates: begin -->", "<!-- kill rates: end -->"
+EDITED = [planted for planted in (*FAULTS, *CONTROLS) if planted.edit is not None]
+# "vllm #42120", "own", or a test file of another project
+SOURCE = re.compile(r"own|[\w-]+ (#\d+|tests/\S+)")
+
+
+@pytest.mark.parametrize("planted", EDITED, ids=[planted.name for planted in EDITED])
+def test_the_text_that_is_replaced_is_there_once_and_what_comes_out_is_python(
+    planted: Fault | Control,
+) -> None:
+    assert planted.edit is not None
+    check_anchor(planted.edit, package_folder())
+
+
+def test_names_are_unique() -> None:
+    names = [planted.name for planted in (*FAULTS, *CONTROLS)]
+    assert len(set(names)) == len(names)
+
+
+def test_every_fault_tells_where_it_comes_from() -> None:
+    assert [fault.name for fault in FAULTS if not SOURCE.fullmatch(fault.source)] == []
+
+
+def test_every_oracle_has_a_fault_that_only_it_notices_on_a_machine_without_a_gpu() -> None:
+    needed_by = {fault.killers[0] for fault in SLICE}
+    assert needed_by == set(OracleName)
+    assert {fault.needs for fault in SLICE} == {Needs.CPU}
+
+
+def test_a_fault_that_only_one_oracle_notices_is_shown_to_all_of_them() -> None:
+    for fault in SLICE:
+        shown = {oracle for case in fault.cases for oracle in case.oracles}
+        assert shown == set(OracleName), fault.name
+
+
+def test_the_slice_has_a_control_that_every_oracle_judges() -> None:
+    shown = {oracle for c in SLICE_CONTROLS for case in c.cases for oracle in case.oracles}
+    assert shown == set(OracleName)
+
+
+def test_cases_are_small_enough_for_an_interpreter() -> None:
+    tall = [
+        fault.name
+        for fault in FAULTS
+        if fault.needs is Needs.CPU
+        and any(case.tokens * case.in_features * case.rank > 200_000 for case in fault.cases)
+    ]
+    assert tall == []
+
+
+def test_a_case_of_a_fault_has_an_id_like_any_other() -> None:
+    for fault in FAULTS:
+        assert all(case_id(case).isascii() for case in fault.cases)
+
+
+def test_the_record_is_of_this_corpus() -> None:
+    record = read_section(project_root() / RECORD, "faults")
+    if record is None:
+        pytest.skip(f"{RECORD} has no run of the corpus yet")
+    recorded = {name: fault["digest"] for name, fault in record["faults"].items()}
+    now = {fault.name: fault.digest for fault in FAULTS}
+    assert recorded == now, f"run `loragate faults --stand-in --record {RECORD}`"
+
+
+@pytest.mark.parametrize("page", ["docs/faults.md", "README.md"])
+def test_the_kill_rates_that_are_shown_are_the_recorded_ones(page: str) -> None:
+    record = read_section(project_root() / RECORD, "faults")
+    if record is None:
+        pytest.skip(f"{RECORD} has no run of the corpus yet")
+    text = (project_root() / page).read_text(encoding="utf-8")
+    assert BEGIN in text, f"{page} lacks {BEGIN}"
+    shown = text.split(BEGIN)[1].split(END)[0].strip()
+    wanted = render_markdown(record)
+    assert shown == wanted, f"put the output of `loragate faults --show {RECORD}` into {page}"

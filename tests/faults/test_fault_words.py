@@ -1,0 +1,164 @@
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from loragate.faults.corpus.points import delta
+from loragate.faults.fates import fate_in_stand_in, fate_of_control, fate_of_fault, killers_of
+from loragate.faults.model import (
+    Check,
+    Control,
+    Edit,
+    Fate,
+    Fault,
+    Group,
+    Sighting,
+)
+from loragate.faults.order import Order, Recorder, Suite, read_order, read_transcript, write_order
+from loragate.verdict import Failure, OracleName, Verdict
+
+EDIT = Edit("lorakernels.metadata", "old", "new")
+CASE = delta(oracles=(OracleName.REFERENCE, OracleName.EXACT))
+
+
+def fault(**fields: Any) -> Fault:
+    given: dict[str, Any] = {
+        "name": "a-fault",
+        "edit": EDIT,
+        "group": Group.METADATA,
+        "source": "own",
+        "why": "It is wrong.",
+        "killers": (OracleName.REFERENCE,),
+        "cases": (CASE,),
+    }
+    return Fault(**(given | fields))
+
+
+def seen(judge: str, verdict: Verdict, failure: Failure | None = None, said: str = "") -> Sighting:
+    return Sighting(judge=judge, case="c", verdict=verdict, failure=failure, message=said)
+
+
+WRONG = seen("reference", Verdict.FAIL, Failure.WRONG_ANSWER, "far off")
+FINE = seen("exact", Verdict.PASS)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"name": "A Fault"}, "a name must be lower-case words joined by '-' (got 'A Fault')"),
+        ({"killers": ()}, "a-fault: killers must name at least one oracle or check"),
+        ({"cases": ()}, "a-fault: cases and checks must be 1 to 3 (got 0)"),
+        ({"cases": (CASE,) * 4}, "a-fault: cases and checks must be 1 to 3 (got 4)"),
+        ({"killers": (Check.PACKING,)}, "a-fault: killer packing is not among its checks"),
+        ({"killers": (OracleName.GUARD,)}, "a-fault: killer guard judges none of its cases"),
+        (
+            {"killers": (OracleName.REFERENCE, OracleName.EXACT), "only": True},
+            "a-fault: only goes with one killer (got 2)",
+        ),
+    ],
+)
+def test_a_fault_that_could_prove_nothing_is_refused(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+        fault(**fields)
+
+
+def test_an_edit_must_change_something() -> None:
+    with pytest.raises(ValueError, match="new must differ from old"):
+        Edit("lorakernels.metadata", "same", "same")
+    with pytest.raises(ValueError, match="old must be a piece of its text"):
+        Edit("lorakernels.metadata", " \n", "x")
+
+
+def test_a_digest_changes_with_what_an_outcome_depends_on_and_with_nothing_else() -> None:
+    assert fault().digest == fault(why="Said otherwise.").digest
+    changed = [
+        fault(edit=Edit("lorakernels.metadata", "old", "newer")),
+        fault(killers=(OracleName.EXACT,)),
+        fault(cases=(replace(CASE, tokens=5),)),
+        fault(only=True),
+    ]
+    assert fault().digest not in {other.digest for other in changed}
+
+
+def test_a_fault_that_nobody_notices_has_survived() -> None:
+    outcome = fate_of_fault(fault(), [seen("reference", Verdict.PASS), FINE], 1.0)
+    assert (outcome.fate, outcome.killers) == (Fate.SURVIVED, ())
+
+
+def test_a_survivor_tells_why_its_killer_did_not_judge() -> None:
+    skipped = seen("reference", Verdict.SKIP, said="no rows")
+    outcome = fate_of_fault(fault(), [skipped, FINE], 1.0)
+    assert outcome.message == "nobody noticed (reference: skip, no rows)"
+
+
+def test_a_fault_is_killed_when_everybody_who_must_has_noticed() -> None:
+    outcome = fate_of_fault(fault(), [WRONG, FINE], 1.0)
+    assert (outcome.fate, outcome.message) == (Fate.KILLED, "reference: far off")
+
+
+def test_a_fault_that_only_others_notice_is_missed() -> None:
+    other = seen("canary", Verdict.FAIL, Failure.FOREIGN_MEMORY)
+    outcome = fate_of_fault(fault(), [seen("reference", Verdict.PASS), other], 1.0)
+    assert outcome.fate is Fate.MISSED
+    assert outcome.message == "noticed by canary, not by reference"
+
+
+def test_a_fault_for_one_oracle_alone_is_missed_when_another_notices_it_too() -> None:
+    other = seen("exact", Verdict.FAIL, Failure.WRONG_ANSWER)
+    outcome = fate_of_fault(fault(only=True), [WRONG, other], 1.0)
+    assert outcome.fate is Fate.MISSED
+    assert "exact as well" in outcome.message
+
+
+def test_an_exception_is_not_to_the_credit_of_the_oracle_that_ran_into_it() -> None:
+    thrown = seen("reference", Verdict.FAIL, Failure.EXCEPTION, "TypeError")
+    assert killers_of([thrown]) == ("exception",)
+    assert fate_of_fault(fault(), [thrown], 1.0).fate is Fate.MISSED
+    expected = fault(killers=(Failure.EXCEPTION,))
+    assert fate_of_fault(expected, [thrown], 1.0).fate is Fate.KILLED
+
+
+def test_a_lack_of_memory_proves_nothing() -> None:
+    full = seen("exact", Verdict.INFRA, Failure.OUT_OF_MEMORY, "no room")
+    assert fate_of_fault(fault(), [WRONG, full], 1.0).fate is Fate.BROKEN
+
+
+def test_a_control_is_green_only_if_somebody_looked_and_nobody_noticed() -> None:
+    control = Control(name="a-control", why="Nothing changes.", cases=(CASE,))
+    assert fate_of_control(control, [FINE], 1.0).fate is Fate.SURVIVED
+    assert fate_of_control(control, [WRONG, FINE], 1.0).fate is Fate.KILLED
+    nobody = [seen("exact", Verdict.SKIP, said="no rows")]
+    assert fate_of_control(control, nobody, 1.0).fate is Fate.BROKEN
+
+
+def test_in_the_stand_in_whoever_notices_will_do() -> None:
+    thrown = seen("linear layers", Verdict.FAIL, Failure.WRONG_ANSWER)
+    assert fate_in_stand_in("a-fault", [thrown], 1.0).fate is Fate.KILLED
+    assert fate_in_stand_in("a-fault", [FINE], 1.0).fate is Fate.SURVIVED
+
+
+def test_an_order_comes_back_as_it_was_written(tmp_path: Any) -> None:
+    order = Order(planted="/p", suite=Suite.ORACLES, cases=(CASE,), checks=(Check.PACKING,))
+    write_order(order, tmp_path / "order.json")
+    assert read_order(tmp_path / "order.json") == order
+
+
+def test_a_transcript_tells_who_was_at_it_when_the_process_died(tmp_path: Any) -> None:
+    path = tmp_path / "transcript.jsonl"
+    recorder = Recorder(path)
+    recorder.begin("reference")
+    recorder.record(WRONG)
+    recorder.begin("exact")
+    with path.open("a", encoding="utf-8") as file:
+        file.write('{"sighting": {"judge": "exa')
+    transcript = read_transcript(path)
+    assert transcript.sightings == (WRONG,)
+    assert (transcript.current, transcript.finished) == ("exact", False)
+
+
+def test_a_process_that_wrote_nothing_leaves_an_empty_transcript(tmp_path: Any) -> None:
+    transcript = read_transcript(tmp_path / "none.jsonl")
+    assert (transcript.sightings, transcript.finished) == ((), False)

@@ -1,0 +1,120 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from loragate.cli import main
+from loragate.faults import cli
+from loragate.faults.corpus import CONTROLS, FAULTS
+from loragate.faults.model import Control, Fate, Fault, Outcome, Sighting
+from loragate.faults.tables import Line, payload, render_markdown, render_terminal
+from loragate.verdict import ExitCode, Failure, Verdict
+
+FAULT = next(fault for fault in FAULTS if fault.name == "scale-of-slot-0")
+OTHER = next(fault for fault in FAULTS if fault.name == "rslora-ignored")
+CONTROL = CONTROLS[0]
+
+
+def line(fault: Fault = FAULT, fate: Fate = Fate.KILLED, **fields: Any) -> Line:
+    stand_in = fields.pop("stand_in", None)
+    other = Outcome(name=fault.name, fate=stand_in) if stand_in else None
+    return Line(fault, Outcome(name=fault.name, fate=fate, **fields), other)
+
+
+def control(fate: Fate) -> tuple[Control, Outcome]:
+    return CONTROL, Outcome(name=CONTROL.name, fate=fate)
+
+
+GREEN, RED, BROKEN = control(Fate.SURVIVED), control(Fate.KILLED), control(Fate.BROKEN)
+
+
+@pytest.mark.parametrize(
+    ("fates", "judged", "code"),
+    [
+        ((Fate.KILLED, Fate.NOT_RUN), GREEN, ExitCode.OK),
+        ((Fate.KILLED, Fate.SURVIVED), GREEN, ExitCode.WRONG),
+        ((Fate.KILLED, Fate.MISSED), GREEN, ExitCode.WRONG),
+        ((Fate.KILLED,), RED, ExitCode.WRONG),
+        ((Fate.BROKEN, Fate.SURVIVED), GREEN, ExitCode.INFRASTRUCTURE),
+        ((Fate.KILLED,), BROKEN, ExitCode.INFRASTRUCTURE),
+    ],
+)
+def test_the_exit_code_is_0_only_if_all_are_killed_and_controls_are_green(
+    fates: tuple[Fate, ...], judged: tuple[Control, Outcome], code: ExitCode
+) -> None:
+    assert cli.exit_code([line(fate=fate) for fate in fates], [judged]) is code
+
+
+def test_what_got_away_comes_first_with_what_plants_it_again() -> None:
+    text = render_terminal([line(), line(OTHER, Fate.SURVIVED, message="nobody noticed")], [GREEN])
+    first, why, message, again, *_ = text.splitlines()
+    assert first == f"SURVIVED {OTHER.name} ({OTHER.source})"
+    assert (why.strip(), message.strip()) == (OTHER.why, "nobody noticed")
+    assert again.strip() == f"again: loragate faults --only {OTHER.name}"
+    assert text.splitlines()[-1] == "2 faults: 1 killed, 1 survived; 1 of 1 controls green"
+
+
+def test_a_control_that_was_called_wrong_is_a_false_alarm() -> None:
+    assert render_terminal([], [RED]).startswith(f"FALSE ALARM {CONTROL.name}")
+
+
+def test_the_matrix_tells_who_had_to_notice_who_did_and_who_only_looked() -> None:
+    def seen(judge: str, verdict: Verdict) -> Sighting:
+        failure = Failure.WRONG_ANSWER if verdict is Verdict.FAIL else None
+        return Sighting(judge=judge, case="", verdict=verdict, failure=failure)
+
+    sightings = (seen("reference", Verdict.FAIL), seen("repeat", Verdict.PASS))
+    missed = line(fate=Fate.MISSED, killers=("reference", "canary"), sightings=sightings)
+    row = next(r for r in render_terminal([missed], []).splitlines() if r.startswith(FAULT.name))
+    # exact and permute had to, canary did unasked, repeat looked, the others were not asked
+    assert row.removeprefix(FAULT.name).split() == ["X", "-", "+", ".", "-", "-", "missed"]
+
+
+def test_kill_rates_count_only_what_could_run_and_show_both_sides() -> None:
+    lines = [
+        line(stand_in=Fate.SURVIVED),
+        line(OTHER, stand_in=Fate.KILLED),
+        line(FAULTS[-1], Fate.NOT_RUN),
+    ]
+    record = json.loads(json.dumps(payload(lines, [GREEN])))
+    rows = render_markdown(record).splitlines()
+    assert rows[0] == "| where the fault is | faults | loragate | upstream style |"
+    assert "| expand | 1 | 1 / 1 | 0 / 1 |" in rows
+    assert "| adapter files and activation | 1 | 1 / 1 | 1 / 1 |" in rows
+    assert rows[-1] == "| **all** | 2 | 2 / 2 | 1 / 2 |"
+
+
+def test_a_name_that_nothing_has_is_refused_with_the_nearest(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert main(["faults", "--only", "scale-of-slot-zero"]) == ExitCode.USAGE
+    error = capsys.readouterr().err
+    assert "there is no fault or control like 'scale-of-slot-zero'" in error
+    assert "did you mean scale-of-slot-0?" in error
+
+
+@pytest.mark.parametrize("choice", [["--slice"], ["--only", "scale-of-slot-0"]])
+def test_a_record_takes_the_whole_corpus(
+    choice: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["faults", *choice, "--record", str(tmp_path / "cpu.json")]
+    assert main(arguments) == ExitCode.USAGE
+    assert "--record takes the whole corpus" in capsys.readouterr().err
+
+
+def test_a_record_is_shown_as_markdown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "cpu.json"
+    document = {"schema": 1, "sections": {cli.SECTION: payload([line()], [GREEN])}}
+    path.write_text(json.dumps(document), encoding="utf-8")
+    assert main(["faults", "--show", str(path)]) == ExitCode.OK
+    assert "| **all** | 1 | 1 / 1 |" in capsys.readouterr().out
+
+
+def test_a_file_without_a_record_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["faults", "--show", str(tmp_path / "none.json")]) == ExitCode.USAGE
+    assert "no section 'faults'" in capsys.readouterr().err

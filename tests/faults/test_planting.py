@@ -1,0 +1,146 @@
+"""Real processes, each with a copy of the package of its own."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from loragate.faults.corpus import FAULTS
+from loragate.faults.corpus.points import delta
+from loragate.faults.model import Check, Control, Edit, Fate, Fault, Group, Needs, Outcome
+from loragate.faults.order import Suite
+from loragate.faults.planting import (
+    StaleAnchor,
+    check_anchor,
+    package_folder,
+    plant,
+    planted_text,
+    source_of,
+)
+from loragate.faults.runner import Setup, run_all, run_one
+from loragate.verdict import Failure, OracleName
+
+PARTITION = "lorakernels.layers.partition"
+START = "    size = padded // tp_size\n"
+
+
+def fault(old: str, new: str, **fields: Any) -> Fault:
+    given: dict[str, Any] = {
+        "name": "a-fault",
+        "edit": Edit(PARTITION, old, new),
+        "group": Group.LAYER,
+        "source": "own",
+        "why": "It is wrong.",
+        "killers": (Check.PARTITION,),
+        "checks": (Check.PARTITION,),
+    }
+    return Fault(**(given | fields))
+
+
+def outcome_of(planted: Fault | Control, **setup: Any) -> Outcome:
+    return run_one(planted, Suite.ORACLES, Setup(**setup))
+
+
+def test_an_edit_that_breaks_nothing_survives() -> None:
+    outcome = outcome_of(fault(START, f"{START}    # nothing\n"))
+    assert (outcome.fate, outcome.message) == (Fate.SURVIVED, "nobody noticed")
+
+
+def test_a_fault_of_a_kernel_is_killed_by_the_oracle_that_is_named() -> None:
+    planted = next(f for f in FAULTS if f.name == "base-overwritten")
+    small = delta(tokens=5, in_features=16, slices=(16,), slots=2, oracles=planted.killers)
+    outcome = outcome_of(
+        Fault(
+            name=planted.name,
+            edit=planted.edit,
+            group=planted.group,
+            source=planted.source,
+            why=planted.why,
+            killers=(OracleName.REFERENCE, OracleName.EXACT),
+            cases=(small,),
+        )
+    )
+    assert outcome.fate is Fate.KILLED, outcome.message
+    assert outcome.killers == ("reference", "exact")
+
+
+def test_a_fault_of_host_logic_is_killed_by_its_check() -> None:
+    planted = next(f for f in FAULTS if f.name == "kv-heads-not-replicated")
+    outcome = outcome_of(planted)
+    assert (outcome.fate, outcome.killers) == (Fate.KILLED, ("partition",))
+
+
+def test_a_process_that_stands_still_is_stopped_and_told_as_a_hang() -> None:
+    standing = fault(START, f"    while True:\n        pass\n{START}", killers=(Failure.HANG,))
+    assert outcome_of(standing, deadline_s=3.0).killers == ("hang",)
+
+
+def test_a_process_that_dies_is_told_as_a_crash_of_who_was_at_it() -> None:
+    dying = fault(START, f"    __import__('os').abort()\n{START}", killers=(Failure.CRASH,))
+    outcome = outcome_of(dying)
+    assert (outcome.fate, outcome.killers) == (Fate.KILLED, ("crash",))
+    assert outcome.sightings[-1].judge == "partition"
+
+
+def test_a_crash_is_no_kill_where_a_check_should_have_noticed() -> None:
+    outcome = outcome_of(fault(START, f"    __import__('os').abort()\n{START}"))
+    assert outcome.fate is Fate.MISSED
+
+
+def test_a_package_that_cannot_be_imported_shows_nothing() -> None:
+    broken = fault("from enum import StrEnum\n", "from enum import NoSuchEnum as StrEnum\n")
+    outcome = outcome_of(broken)
+    assert outcome.fate is Fate.BROKEN
+    assert "NoSuchEnum" in outcome.message
+
+
+@pytest.mark.parametrize(
+    ("edit", "message"),
+    [
+        (Edit(PARTITION, "no such text", "x"), "the text to replace is not there any more"),
+        (Edit(PARTITION, "return", "x"), r"the text to replace is there \d+ times"),
+        (Edit("lorakernels.gone", "x", "y"), "lorakernels.gone: there is no such module"),
+        (Edit("loragate.runner", "x", "y"), "module must be one of lorakernels"),
+    ],
+)
+def test_an_edit_that_has_gone_stale_is_told_and_never_planted(
+    edit: Edit, message: str, tmp_path: Path
+) -> None:
+    with pytest.raises(StaleAnchor, match=message):
+        check_anchor(edit, package_folder())
+    with pytest.raises(StaleAnchor, match=message):
+        plant(edit, package_folder(), tmp_path)
+
+
+def test_a_fault_that_has_gone_stale_is_an_error_and_no_survivor() -> None:
+    outcome = outcome_of(fault("no such text", "x"))
+    assert outcome.fate is Fate.BROKEN
+    assert "the text to replace is not there any more ('no such text')" in outcome.message
+
+
+def test_an_edit_that_is_not_python_is_refused() -> None:
+    with pytest.raises(SyntaxError):
+        check_anchor(Edit(PARTITION, START, "    size = = 1\n"), package_folder())
+
+
+def test_the_package_that_is_installed_is_left_alone(tmp_path: Path) -> None:
+    edit = Edit(PARTITION, START, f"{START}    # nothing\n")
+    before = source_of(PARTITION, package_folder()).read_text(encoding="utf-8")
+    plant(edit, package_folder(), tmp_path)
+    copy = tmp_path / "lorakernels" / "layers" / "partition.py"
+    assert copy.read_text(encoding="utf-8") == planted_text(edit, before)
+    assert source_of(PARTITION, package_folder()).read_text(encoding="utf-8") == before
+
+
+def test_a_fault_that_needs_a_gpu_is_not_run_without_one() -> None:
+    outcome = outcome_of(fault(START, f"{START}    # nothing\n", needs=Needs.GPU))
+    assert (outcome.fate, outcome.message) == (Fate.NOT_RUN, "needs a GPU")
+
+
+def test_outcomes_come_in_the_order_that_was_asked_for() -> None:
+    names = ("first", "second", "third")
+    stale = [fault("no such text", "x", name=name) for name in names]
+    found = [outcome.name for _, outcome in run_all(stale, Suite.ORACLES, Setup(jobs=2))]
+    assert found == list(names)
