@@ -49,6 +49,13 @@ def test_a_fault_that_only_one_oracle_notices_is_shown_to_all_of_them() -> None:
         assert shown == set(OracleName), fault.name
 
 
+def test_the_page_names_what_only_one_oracle_notices_and_what_needs_a_gpu() -> None:
+    page = (project_root() / "docs/faults.md").read_text(encoding="utf-8")
+    missing = [f.name for f in SLICE if f"| {f.killers[0]} | `{f.name}` |" not in page]
+    missing += [f.name for f in FAULTS if f.needs is Needs.GPU and f"| `{f.name}` |" not in page]
+    assert missing == []
+
+
 def test_the_slice_has_a_control_that_every_oracle_judges() -> None:
     shown = {oracle for c in SLICE_CONTROLS for case in c.cases for oracle in case.oracles}
     assert shown == set(OracleName)

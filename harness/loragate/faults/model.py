@@ -40,7 +40,7 @@ class Check(StrEnum):
     DUMMY_RUN = "dummy_run"
     WORKSPACE = "workspace_size"
     FAR_ROWS = "far_rows"
-    BACK_TO_BACK = "back_to_back"
+    LAUNCH_ORDER = "launch_order"
     PARTITION = "partition"
     PACKING = "packing"
     ACTIVATION = "activation"
@@ -102,8 +102,9 @@ class Fault:
         for killer in self.killers:
             if isinstance(killer, Check) and killer not in self.checks:
                 raise ValueError(f"{self.name}: killer {killer} is not among its checks")
-            if isinstance(killer, OracleName) and not self.cases:
-                raise ValueError(f"{self.name}: killer {killer} has no case to judge")
+            judged = {oracle for case in self.cases for oracle in case.oracles}
+            if isinstance(killer, OracleName) and killer not in judged:
+                raise ValueError(f"{self.name}: killer {killer} judges none of its cases")
 
     @property
     def digest(self) -> str:

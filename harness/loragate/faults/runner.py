@@ -35,7 +35,7 @@ class Setup:
 
     gpu: bool = False
     jobs: int = 2
-    deadline_s: float = 60.0
+    deadline_s: float = 90.0
 
 
 def run_all(

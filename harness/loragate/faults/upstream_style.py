@@ -14,6 +14,8 @@ import json
 import tempfile
 import traceback
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
 from itertools import product
 from pathlib import Path
 from types import MappingProxyType
@@ -41,13 +43,29 @@ from lorakernels.layers.partition import Slice
 from lorakernels.metadata import BatchMetadata
 
 _SEED = 0
-_HIDDEN = 2049
-_REQUESTS, _TOKENS_EACH = 4, 8
 _TOLERANCE = {torch.float16: 6e-2, torch.bfloat16: 6e-2, torch.float32: 1e-2}
 _LAYER_TOLERANCE = 5e-3
-# (adapters, rank, slices)
-_SETTINGS = ((1, 16, 1), (8, 32, 3), (4, 64, 2))
-_DTYPES = (torch.float16, torch.bfloat16)
+
+
+@dataclass(frozen=True, slots=True)
+class _Setting:
+    dtype: torch.dtype
+    requests: int
+    tokens_each: int
+    adapters: int
+    rank: int
+    slices: int
+    hidden: int = 2049
+
+
+_SETTINGS = (
+    _Setting(torch.float16, 4, 8, adapters=1, rank=16, slices=1),
+    _Setting(torch.bfloat16, 4, 8, adapters=8, rank=32, slices=3),
+    _Setting(torch.float16, 16, 2, adapters=32, rank=16, slices=2),
+    _Setting(torch.bfloat16, 1, 8, adapters=4, rank=64, slices=1),
+    # a prefill; so many rows are only affordable where they are short
+    _Setting(torch.bfloat16, 8, 130, adapters=4, rank=16, slices=1, hidden=160),
+)
 
 
 def run_test(name: str) -> Sighting:
@@ -63,57 +81,65 @@ def run_test(name: str) -> Sighting:
 
 
 def _shrink_kernel() -> None:
-    for dtype, (adapters, rank, slices) in product(_DTYPES, _SETTINGS):
-        weights, metadata, mapping = _setting(dtype, adapters, rank, slices, _HIDDEN, 64)
-        x = _rand(len(mapping), _HIDDEN, dtype=dtype)
+    for setting in _SETTINGS:
+        mapping = _random_mapping(setting)
+        weights, metadata = _prepared(setting, mapping, setting.hidden, 64)
+        x = _rand(len(mapping), setting.hidden, dtype=setting.dtype)
         bridge = torch.zeros(bridge_shape(len(mapping), weights), device=x.device)
         lora_shrink(x, weights, metadata, bridge)
         found = _by_row(bridge.sum(0), metadata, len(mapping))
         wanted = torch.zeros_like(found)
-        for slot in range(adapters):
-            rows = mapping == slot
+        for slot in range(setting.adapters):
+            rows = (mapping == slot).to(x.device)
             a = weights.a[slot].flatten(0, 1)
             wanted[rows] = (x[rows].float() @ a.float().T).to(wanted.dtype)
         _assert_close(found, wanted)
 
 
 def _expand_kernel() -> None:
-    for dtype, (adapters, rank, slices) in product(_DTYPES, _SETTINGS):
-        weights, metadata, mapping = _setting(dtype, adapters, rank, slices, 64, _HIDDEN)
-        rows_of_bridge = _rand(len(mapping), slices * rank, dtype=torch.float32)
-        bridge = torch.zeros(bridge_shape(len(mapping), weights), device=rows_of_bridge.device)
-        live = metadata.tile_rows[: bridge.shape[1]]
-        bridge[0, (live >= 0).nonzero().flatten()] = rows_of_bridge[live[live >= 0].long()]
-        out = _rand(len(mapping), slices * _HIDDEN, dtype=dtype)
+    for setting in _SETTINGS:
+        mapping, width = _random_mapping(setting), setting.hidden
+        weights, metadata = _prepared(setting, mapping, 64, width)
+        h = _rand(len(mapping), setting.slices * setting.rank, dtype=torch.float32)
+        bridge = torch.zeros(bridge_shape(len(mapping), weights), device=h.device)
+        rows = metadata.tile_rows[: bridge.shape[1]]
+        bridge[0, (rows >= 0).nonzero().flatten()] = h[rows[rows >= 0].long()]
+        out = _rand(len(mapping), setting.slices * width, dtype=setting.dtype)
         wanted = out.clone()
-        for slot, part in product(range(adapters), range(slices)):
-            rows, columns = mapping == slot, slice(part * _HIDDEN, (part + 1) * _HIDDEN)
-            h = rows_of_bridge[rows, part * rank : (part + 1) * rank].to(dtype)
-            wanted[rows, columns] += h @ weights.b[slot, columns].T
+        for slot, part in product(range(setting.adapters), range(setting.slices)):
+            mine = (mapping == slot).to(h.device)
+            columns = slice(part * width, (part + 1) * width)
+            own = h[mine, part * setting.rank : (part + 1) * setting.rank].to(setting.dtype)
+            wanted[mine, columns] += own @ weights.b[slot, columns].T
         lora_expand(bridge, weights, metadata, out)
         _assert_close(out, wanted)
 
 
+_PLAIN = _Setting(torch.float16, 4, 1, adapters=2, rank=16, slices=1)
+
+
 def _rows_without_adapter() -> None:
-    for mapping in ([-1, 0, -1, 0], [-1, -1, 0, 0], [0, -1, -1, -1]):
-        weights, metadata, _ = _setting(torch.float16, 1, 16, 1, 64, 128, mapping)
+    for rows in ([-1, 0, -1, 0], [-1, -1, 0, 0], [0, -1, -1, -1]):
+        mapping = torch.tensor(rows, dtype=torch.int32)
+        weights, metadata = _prepared(replace(_PLAIN, adapters=1), mapping, 64, 128)
         out = _run_delta(weights, metadata, before := _rand(4, 128, dtype=torch.float16))
-        rows = torch.tensor(mapping, device=out.device) < 0
-        assert torch.equal(out[rows], before[rows]), "a row of -1 was changed"
-        assert not torch.equal(out[~rows], before[~rows]), "a row with an adapter got no delta"
+        base = (mapping < 0).to(out.device)
+        assert torch.equal(out[base], before[base]), "a row of -1 was changed"
+        assert not torch.equal(out[~base], before[~base]), "a row with an adapter got no delta"
 
 
 def _stale_batch() -> None:
-    weights, metadata, mapping = _setting(torch.float16, 2, 16, 1, 64, 128)
-    before = _rand(len(mapping), 128, dtype=torch.float16)
+    mapping = torch.tensor([0, 1, 1, 0], dtype=torch.int32)
+    weights, metadata = _prepared(_PLAIN, mapping, 64, 128)
+    before = _rand(4, 128, dtype=torch.float16)
     _run_delta(weights, metadata, before)
-    metadata.prepare(torch.full((len(mapping),), -1, dtype=torch.int32))
+    metadata.prepare(torch.full_like(mapping, -1))
     assert torch.equal(_run_delta(weights, metadata, before), before), "base rows were changed"
 
 
 def _linear_layers() -> None:
     dtype, features = torch.float16, 256
-    for adapters, widths in product((1, 2, 4), ((256,), (256, 256), (256, 64, 64))):
+    for adapters, widths in zip((1, 2, 4), ((256,), (256, 256), (256, 64, 64)), strict=True):
         device = detect_machine().device
         layer = LoRALinear(
             _rand(sum(widths), features, dtype=dtype),
@@ -197,35 +223,30 @@ TESTS: Mapping[str, Callable[[], None]] = MappingProxyType(
 )
 
 
-def _setting(
-    dtype: torch.dtype,
-    adapters: int,
-    rank: int,
-    slices: int,
-    in_features: int,
-    width: int,
-    mapping: list[int] | None = None,
-) -> tuple[SlotWeights, BatchMetadata, Tensor]:
-    """Weights, prepared metadata, and the slot of each row."""
+def _random_mapping(setting: _Setting) -> Tensor:
+    """int32 on the CPU: requests of equal length; the last adapter is never drawn."""
+    chosen = torch.randint(0, max(setting.adapters - 1, 1), (setting.requests,))
+    return chosen.repeat_interleave(setting.tokens_each).to(torch.int32)
+
+
+def _prepared(
+    setting: _Setting, mapping: Tensor, in_features: int, width: int
+) -> tuple[SlotWeights, BatchMetadata]:
     device = detect_machine().device
     weights = SlotWeights(
-        num_slots=adapters,
-        slice_widths=(width,) * slices,
+        num_slots=setting.adapters,
+        slice_widths=(width,) * setting.slices,
         in_features=in_features,
-        rank=rank,
-        dtype=dtype,
+        rank=setting.rank,
+        dtype=setting.dtype,
         device=device,
     )
-    for slot in range(adapters):
-        weights.load(slot, [_factors(rank, in_features, width, dtype) for _ in range(slices)])
-    if mapping is None:
-        requests = torch.randint(0, max(adapters - 1, 1), (_REQUESTS,), dtype=torch.int32)
-        token_slots = requests.repeat_interleave(_TOKENS_EACH)
-    else:
-        token_slots = torch.tensor(mapping, dtype=torch.int32)
-    metadata = BatchMetadata(max_tokens=len(token_slots), max_slots=adapters, device=device)
-    metadata.prepare(token_slots)
-    return weights, metadata, token_slots.to(device)
+    for slot in range(setting.adapters):
+        factors = partial(_factors, setting.rank, in_features, width, setting.dtype)
+        weights.load(slot, [factors() for _ in range(setting.slices)])
+    metadata = BatchMetadata(max_tokens=len(mapping), max_slots=setting.adapters, device=device)
+    metadata.prepare(mapping)
+    return weights, metadata
 
 
 def _run_delta(weights: SlotWeights, metadata: BatchMetadata, before: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Rows that lie far apart in memory, and steps that follow each other without a pause."""
+"""Rows that lie far apart in memory, and steps that start before their input is there."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from loragate.faults.checks.late_producer import BLOCK, late_copy_kernel
 from loragate.inputs.placement import bits_of
 from loragate.machine import detect_machine
 from lorakernels.dense.ops import DenseWorkspace, dense_delta
@@ -17,7 +18,9 @@ from lorakernels.metadata import BatchMetadata
 
 # the last of three rows starts at 2^31 elements, one more than an int32 can count
 _FAR = 1 << 30
-_STEPS = 40
+_ATTEMPTS = 20
+# about a millisecond
+_SPINS = 200_000
 
 
 class Unable(Exception):
@@ -44,30 +47,37 @@ def check_far_rows() -> str | None:
     return None
 
 
-def check_back_to_back() -> str | None:
-    """Layers that share one workspace, launched without a pause, against one at a time."""
+def check_launch_order() -> str | None:
+    """A step behind a kernel that writes its input, or the output that it adds to, only after the
+    step was allowed to start; and behind nothing that is left in the bridge."""
     machine = detect_machine()
-    if machine.interpreted:
-        raise Unable("an interpreter runs one program after the other")
-    weights, metadata, workspace = _layer(torch.bfloat16, 2048, (2048,), rank=64, rows=256)
-    xs = [torch.randn(256, 2048, device="cuda", dtype=torch.bfloat16) for _ in range(_STEPS)]
-
-    def run(pause: Callable[[], None]) -> list[Tensor]:
-        outs = []
-        for x in xs:
-            out = torch.zeros(256, 2048, device="cuda", dtype=torch.bfloat16)
-            pause()
-            dense_delta(x, weights, metadata, workspace, out)
-            outs.append(out)
+    if machine.compute_capability is None or machine.compute_capability < (9, 0):
+        raise Unable("only a GPU from sm_90 on starts a kernel before its predecessor has ended")
+    weights, metadata, workspace = _layer(torch.bfloat16, 8192, (2048,), rank=64, rows=16)
+    x = torch.randn(16, 8192, device="cuda", dtype=torch.bfloat16)
+    base = torch.randn(16, 2048, device="cuda", dtype=torch.bfloat16)
+    wanted = base.clone()
+    dense_delta(x, weights, metadata, workspace, wanted)
+    for attempt in range(_ATTEMPTS):
+        late_x, late_out = torch.zeros_like(x), torch.zeros_like(base)
+        workspace.bridge.fill_(float("nan"))
         torch.cuda.synchronize()
-        return outs
-
-    wanted = run(torch.cuda.synchronize)
-    for attempt in range(20):
-        for step, (result, right) in enumerate(zip(run(lambda: None), wanted, strict=True)):
-            if not torch.equal(bits_of(result), bits_of(right)):
-                return f"step {step} of run {attempt} differs from the same step alone"
+        pairs = [(x, late_x, "x"), (base, late_out, "out")]
+        # the last one is still at work when the step starts
+        pairs = pairs if attempt % 2 else pairs[::-1]
+        for source, target, _ in pairs:
+            _copy_late(source, target)
+        dense_delta(late_x, weights, metadata, workspace, late_out)
+        torch.cuda.synchronize()
+        if not torch.equal(bits_of(late_out), bits_of(wanted)):
+            return f"a step did not wait for {pairs[-1][2]} or for its own shrink"
     return None
+
+
+def _copy_late(source: Tensor, target: Tensor) -> None:
+    programs = -(-source.numel() // BLOCK)
+    sink = torch.zeros(programs, device=source.device)
+    late_copy_kernel[(programs,)](source, target, sink, source.numel(), _SPINS, BLOCK=BLOCK)
 
 
 def _memory(elements: int) -> Tensor:

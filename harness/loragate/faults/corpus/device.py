@@ -12,6 +12,7 @@ from loragate.verdict import OracleName as O
 
 _shrink = planting("lorakernels.dense.kernels", Group.SHRINK)
 _expand = planting("lorakernels.dense.kernels", Group.EXPAND)
+_weights = planting("lorakernels.dense.weights", Group.WEIGHTS)
 _metadata = planting("lorakernels.metadata_kernel", Group.METADATA)
 
 FAULTS = (
@@ -23,8 +24,8 @@ FAULTS = (
         "            b = tl.load(b_ptrs, mask=live_n & live_r, other=0.0)\n",
         source="vllm #31777",
         why="The expand reads the bridge while the shrink still writes it.",
-        killers=(Check.BACK_TO_BACK,),
-        checks=(Check.BACK_TO_BACK,),
+        killers=(Check.LAUNCH_ORDER,),
+        checks=(Check.LAUNCH_ORDER,),
         needs=Needs.GPU,
     ),
     _shrink(
@@ -32,9 +33,19 @@ FAULTS = (
         "    if PDL:\n        gdc_wait()\n        if EARLY:\n",
         "    if PDL:\n        if EARLY:\n",
         source="vllm #31777",
-        why="The next layer overwrites the bridge that the one before still reads.",
-        killers=(Check.BACK_TO_BACK,),
-        checks=(Check.BACK_TO_BACK,),
+        why="The shrink reads an input that the kernel before it has not written yet.",
+        killers=(Check.LAUNCH_ORDER,),
+        checks=(Check.LAUNCH_ORDER,),
+        needs=Needs.GPU,
+    ),
+    _shrink(
+        "expand-started-before-the-wait",
+        "        gdc_wait()\n        if EARLY:\n            gdc_launch_dependents()\n",
+        "        if EARLY:\n            gdc_launch_dependents()\n        gdc_wait()\n",
+        source="vllm #31777",
+        why="The expand may start, and fetch its output, before that has been written.",
+        killers=(Check.LAUNCH_ORDER,),
+        checks=(Check.LAUNCH_ORDER,),
         needs=Needs.GPU,
     ),
     _expand(
@@ -74,12 +85,12 @@ FAULTS = (
         checks=(Check.METADATA,),
         needs=Needs.GPU,
     ),
-    _metadata(
-        "tile-count-stale-in-replay",
-        "    if slot == 0:\n        tl.store(num_tiles_ptr, num_tiles)\n",
-        "    if slot == 0 and num_tiles > 0:\n        tl.store(num_tiles_ptr, num_tiles)\n",
-        source="vllm #42120",
-        why="A replayed graph of base rows only walks the tiles of the step before.",
+    _weights(
+        "buffers-replaced-by-a-load",
+        "        self.b[slot].zero_()\n",
+        "        self.b = self.b.clone()\n        self.b[slot].zero_()\n",
+        source="sglang #7844",
+        why="A load moves B to another address, and a captured graph goes on reading the old one.",
         killers=(O.SEQUENCE,),
         cases=(delta(tokens=64, in_features=256, execution=Execution.GRAPH),),
         needs=Needs.GPU,

@@ -136,7 +136,7 @@ FAULTS = (
         source="own",
         why="The column behind a slice is written, too.",
         killers=(O.CANARY,),
-        cases=(delta(slices=(40,), layout=Layout.COLUMN_SLICE),),
+        cases=(delta(tokens=30, slots=4, slices=(40,), layout=Layout.COLUMN_SLICE),),
     ),
     _plant(
         "padding-lane-writes-row-before",

@@ -104,10 +104,10 @@ FAULTS = (
     ),
     _plant(
         "fp16-through-bf16",
-        "                acc = _dot(x, a, acc, IEEE)\n",
-        "                acc = _dot(x.to(tl.bfloat16).to(x.dtype), a, acc, IEEE)\n",
+        "    return tl.dot(lhs, rhs, acc)\n",
+        "    return tl.dot(lhs.to(tl.bfloat16), rhs.to(tl.bfloat16), acc)\n",
         source="vllm #38686",
-        why="fp16 activations are rounded to bf16 on their way into the product.",
+        why="fp16 operands are rounded to bf16 on their way into the products.",
         killers=(O.REFERENCE,),
         cases=(replace(SMALL, dtype=Dtype.FP16),),
         only=True,
