@@ -72,10 +72,10 @@ def test_an_edit_must_change_something() -> None:
         Edit("lorakernels.metadata", " \n", "x")
 
 
-def test_a_digest_changes_with_what_an_outcome_depends_on_and_with_nothing_else() -> None:
-    assert fault().digest == fault(why="Said otherwise.").digest
+def test_a_digest_changes_with_who_must_notice_what_and_not_with_the_text() -> None:
+    moved = Edit("lorakernels.metadata", "other text", "new")
+    assert fault().digest == fault(why="Said otherwise.", edit=moved).digest
     changed = [
-        fault(edit=Edit("lorakernels.metadata", "old", "newer")),
         fault(killers=(OracleName.EXACT,)),
         fault(cases=(replace(CASE, tokens=5),)),
         fault(only=True),

@@ -40,6 +40,7 @@ class Check(StrEnum):
     DUMMY_RUN = "dummy_run"
     WORKSPACE = "workspace_size"
     FAR_ROWS = "far_rows"
+    QUEUED_STEPS = "queued_steps"
     LAUNCH_ORDER = "launch_order"
     PARTITION = "partition"
     PACKING = "packing"
@@ -108,8 +109,11 @@ class Fault:
 
     @property
     def digest(self) -> str:
-        """Changes with whatever a recorded outcome depends on."""
-        return _digest(self.edit, self.killers, self.cases, self.checks, self.needs, self.only)
+        """Changes with who must notice what, and not with the text that is replaced: a fault that
+        follows a kernel to its new shape is the same fault."""
+        return _digest(
+            self.edit.module, self.killers, self.cases, self.checks, self.needs, self.only
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -128,7 +132,7 @@ class Control:
 
     @property
     def digest(self) -> str:
-        return _digest(self.edit, self.cases, self.checks)
+        return _digest(self.edit and self.edit.module, self.cases, self.checks)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

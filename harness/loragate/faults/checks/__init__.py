@@ -21,6 +21,7 @@ CHECKS: Mapping[Check, Callable[[], str | None]] = MappingProxyType(
         Check.DUMMY_RUN: tables.check_dummy_run,
         Check.WORKSPACE: tables.check_workspace,
         Check.FAR_ROWS: rows.check_far_rows,
+        Check.QUEUED_STEPS: rows.check_queued_steps,
         Check.LAUNCH_ORDER: rows.check_launch_order,
         Check.PARTITION: parallel.check_partition,
         Check.PACKING: parallel.check_packing,

@@ -29,6 +29,9 @@ def check_partition() -> str | None:
             wanted = [i for i in range(rank * size, (rank + 1) * size) if i < 22]
             if list(range(shard.start, shard.stop)) != wanted or shard.size != size:
                 return f"rank {rank} of {tp} holds {shard} of 22 padded to {padded}"
+    whole = cut_layer([Slice("gate_proj", 8)], 6, tp_size=2, tp_rank=1)
+    if (*whole.columns, whole.inputs) != (Shard(0, 8, 8), Shard(0, 6, 6)):
+        return f"rank 1 of 2 holds {whole.columns[0]} and {whole.inputs} of a replicated layer"
     for tp, heads in product((1, 2, 4, 8), (1, 2, 4)):
         wrong = _check_heads(tp, heads)
         if wrong is not None:

@@ -74,6 +74,40 @@ def check_launch_order() -> str | None:
     return None
 
 
+def check_queued_steps() -> str | None:
+    """Steps that are told while the device is still busy, each with a mapping of its own; telling
+    them waits for nothing."""
+    if detect_machine().interpreted:
+        raise Unable("in an interpreter nothing is queued")
+    weights, metadata, workspace = _layer(torch.bfloat16, 256, (256,), rank=16, rows=64)
+    x = torch.randn(64, 256, device="cuda", dtype=torch.bfloat16)
+    mappings = [(torch.arange(64, dtype=torch.int32) // step) % 3 - 1 for step in range(1, 9)]
+
+    def run(pause: Callable[[], object]) -> list[Tensor]:
+        outs = [torch.zeros_like(x) for _ in mappings]
+        _copy_late(x, torch.empty_like(x))
+        for mapping, out in zip(mappings, outs, strict=True):
+            pause()
+            metadata.prepare(mapping)
+            dense_delta(x, weights, metadata, workspace, out)
+        return outs
+
+    wanted = run(torch.cuda.synchronize)
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        found = run(lambda: None)
+    except RuntimeError as error:
+        return f"a step waits for the device: {error}"
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    torch.cuda.synchronize()
+    for step, (out, right) in enumerate(zip(found, wanted, strict=True)):
+        if not torch.equal(bits_of(out), bits_of(right)):
+            return f"step {step} of a queue has another result than alone"
+    return None
+
+
 def _copy_late(source: Tensor, target: Tensor) -> None:
     programs = -(-source.numel() // BLOCK)
     sink = torch.zeros(programs, device=source.device)

@@ -12,6 +12,7 @@ from loragate.verdict import OracleName as O
 
 _shrink = planting("lorakernels.dense.kernels", Group.SHRINK)
 _expand = planting("lorakernels.dense.kernels", Group.EXPAND)
+_host = planting("lorakernels.metadata", Group.METADATA)
 _weights = planting("lorakernels.dense.weights", Group.WEIGHTS)
 _metadata = planting("lorakernels.metadata_kernel", Group.METADATA)
 
@@ -83,6 +84,30 @@ FAULTS = (
         why="An id behind the last slot is kept where only the device has seen the mapping.",
         killers=(Check.METADATA,),
         checks=(Check.METADATA,),
+        needs=Needs.GPU,
+    ),
+    _host(
+        "pinned-buffer-reused",
+        "    return token_slots.pin_memory().to(device, non_blocking=True)\n",
+        "    pinned = _upload.__dict__.setdefault(\n"
+        "        'pinned', torch.empty(1 << 16, dtype=torch.int32).pin_memory()\n"
+        "    )[: token_slots.shape[0]]\n"
+        "    return pinned.copy_(token_slots).to(device, non_blocking=True)\n",
+        source="vllm #36013",
+        why="The mapping of the next step is written over one that is still to be copied.",
+        killers=(Check.QUEUED_STEPS,),
+        checks=(Check.QUEUED_STEPS,),
+        needs=Needs.GPU,
+    ),
+    _host(
+        "prepare-reads-the-device",
+        "        self.num_rows = num_live if num_rows is None else num_rows\n",
+        "        self.num_rows = num_live if num_rows is None else num_rows\n"
+        "        int(self.num_tiles)\n",
+        source="own",
+        why="Each step waits for the device to finish the one before.",
+        killers=(Check.QUEUED_STEPS,),
+        checks=(Check.QUEUED_STEPS,),
         needs=Needs.GPU,
     ),
     _weights(

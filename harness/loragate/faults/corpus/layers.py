@@ -106,6 +106,15 @@ FAULTS = (
         checks=(Check.PARTITION,),
     ),
     _partition(
+        "replicated-layer-sized-by-rank",
+        "    if parallel is Parallel.COLUMN:\n",
+        "    if parallel is not Parallel.ROW:\n",
+        source="sglang #29448",
+        why="A layer that every rank holds as a whole is cut all the same.",
+        killers=(Check.PARTITION,),
+        checks=(Check.PARTITION,),
+    ),
+    _partition(
         "kv-heads-not-replicated",
         "    start = tp_rank // replicas(part, tp_size) * size\n",
         "    start = tp_rank % (part.width // size) * size\n",

@@ -37,6 +37,15 @@ FAULTS = (
         cases=(delta(),),
     ),
     _plant(
+        "adapter-takes-rank-of-buffers",
+        "self.ranks[slot, index] = part.rank",
+        "self.ranks[slot, index] = self.rank",
+        source="vllm #31994",
+        why="An adapter smaller than its slot is contracted over the rank of the buffers.",
+        killers=(O.CANARY,),
+        cases=(delta(rank=24),),
+    ),
+    _plant(
         "scale-folded-in-and-applied",
         "self.b[slot, start : start + width, : part.rank].copy_(part.b)",
         "self.b[slot, start : start + width, : part.rank].copy_(part.b * part.scale)",
