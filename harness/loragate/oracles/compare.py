@@ -8,12 +8,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
+from math import hypot
 
 import torch
 from torch import Tensor
 
 from loragate.matrix.case import Case
-from loragate.oracles.errors import RowErrors
+from loragate.oracles.errors import TAIL, RowErrors
 from loragate.subjects.protocol import Pool
 
 FACTOR = 2.0
@@ -62,8 +63,15 @@ def populations(
 
             mean = partial(_mean, rows, part, width)
             eager, delta_sq = mean(errors.eager_sq) ** 0.5, mean(errors.delta_sq)
+            # few roundings can all be lucky: never less than what they cost on average, a
+            # third of the square of half a step, for two roundings and for one
+            bound_sq = mean(errors.bound_sq)
             # errors of the bridge are common to all columns: only rows x ranks are independent
-            margin = 1 + 2 * (len(rows) * min(width, max(rank, 1))) ** -0.5
+            independent = torch.tensor(len(rows) * min(width, max(rank, 1)))
+            bridge = float(_unlucky(independent)) * mean(errors.bridge_sq) ** 0.5
+            allowed = FACTOR * hypot(max(eager, (bound_sq / 6) ** 0.5), bridge)
+            allowed += max(mean(errors.floor_sq), bound_sq / 12) ** 0.5
+            margin = 1 + 2 * float(independent) ** -0.5
             yield Population(
                 slot,
                 part,
@@ -71,9 +79,14 @@ def populations(
                 delta_sq**0.5,
                 mean(errors.subject_sq) ** 0.5,
                 eager,
-                margin * (FACTOR * eager + mean(errors.floor_sq) ** 0.5),
+                margin * allowed,
                 mean(errors.gain) / delta_sq if delta_sq else 0.0,
             )
+
+
+def _unlucky(independent: Tensor) -> Tensor:
+    """How far above its mean the rms of that many roundings may be, FACTOR left aside."""
+    return 1 + independent.double() ** -0.5
 
 
 def _mean(rows: Tensor, part: int, width: int, sums: Tensor) -> float:
@@ -98,8 +111,13 @@ def row_findings(case: Case, errors: RowErrors) -> Iterator[Finding]:
     widths = torch.tensor(case.slices, device=errors.gain.device)
     subject, eager = (errors.subject_sq / widths).sqrt(), (errors.eager_sq / widths).sqrt()
     bound = (errors.bound_sq / widths).sqrt()
-    yield _worst(subject, FACTOR * eager + bound, "the rms of a row's errors")
-    allowed = FACTOR * errors.eager_max + errors.bound_max
+    # the bridge is rounded once for each rank, for all columns alike
+    bridge = _unlucky(widths.clamp(max=case.rank)) * (errors.bridge_sq / widths).sqrt()
+    # eager may be lucky in a row of few columns: see populations()
+    allowed = FACTOR * eager.maximum(bound / 6**0.5).hypot(bridge) + bound
+    yield _worst(subject, allowed, "the rms of a row's errors")
+    eager = errors.eager_max.maximum(errors.bound_max / 2)
+    allowed = FACTOR * eager.hypot(TAIL / FACTOR * errors.bridge_max) + errors.bound_max
     yield _worst(errors.subject_max, allowed, "the largest error of a row")
 
 

@@ -17,7 +17,7 @@ from loragate.oracles.golden import Golden
 _MANTISSA = {torch.float16: 10, torch.bfloat16: 7, torch.float32: 23}
 _UNIT_ROUNDOFF_FP32 = 2.0**-24
 # the largest of thousands of elements stands at four to five sigma
-_TAIL = 4.0
+TAIL = 4.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +25,8 @@ class RowErrors:
     """fp64 [rows, slices] each; `*_sq` are sums of squares over the slice's columns.
 
     `bound_*`: largest and sum of squares of what rounding may cost an element at worst.
-    `floor_sq`: what rounding the golden output once costs. `gain`: sum of error * delta.
+    `floor_sq`: what rounding the golden output once costs. `bridge_*`: what rounding the bridge
+    costs on average, which eager is spared. `gain`: sum of error * delta.
     """
 
     delta_sq: Tensor
@@ -36,6 +37,8 @@ class RowErrors:
     subject_max: Tensor
     eager_max: Tensor
     bound_max: Tensor
+    bridge_sq: Tensor
+    bridge_max: Tensor
     worst_column: Tensor
     gain: Tensor
 
@@ -61,21 +64,18 @@ def row_errors(case: Case, right: Golden, eager: Tensor, subject: Tensor) -> Row
     bound = torch.where(finite, _rounding_bound(case, right, eager.dtype), 0.0)
     drift = _accumulation(case) * sums(_accumulated(case, right, finite).square())
     bridge = torch.where(finite, right.terms_sq, 0.0) * _bridge_variance(eager.dtype)
-    # one rounding for each rank, shared by all columns: few of them may be unlucky together
-    few = torch.tensor([min(width, case.rank) for width in widths], device=out.device)
-    unlucky = 1 + (_TAIL - 1) * few.double() ** -0.5
     worst = [part.abs().argmax(1) for part in torch.split(wrong, widths, 1)]
     return RowErrors(
         delta_sq=sums(delta.square()),
         subject_sq=sums(wrong.square()),
         eager_sq=sums(plain.square()),
-        bound_sq=sums(bound.square()) + unlucky.square() * sums(bridge) + drift,
+        bound_sq=sums(bound.square()) + drift,
         floor_sq=sums(error(out.to(eager.dtype)).square()) + drift,
         subject_max=tops(wrong.abs()),
         eager_max=tops(plain.abs()),
-        bound_max=tops(bound)
-        + _TAIL * tops(bridge).sqrt()
-        + _TAIL * (drift / torch.tensor(widths, device=out.device)).sqrt(),
+        bound_max=tops(bound) + TAIL * (drift / torch.tensor(widths, device=out.device)).sqrt(),
+        bridge_sq=sums(bridge),
+        bridge_max=tops(bridge).sqrt(),
         worst_column=torch.stack(worst, 1),
         gain=sums(wrong * delta),
     )
