@@ -14,8 +14,8 @@ delta + base:
 
 Where eager itself misses the delta by more than 10 %, nothing is proven: INCONCLUSIVE.
 
-Power, as error / allowed on 64 rows x 4096 features x 512 columns, rank 16 (above 1 is a FAIL; measured with
-subjects that have just this fault, the smallest of six seeds, bf16 / fp16 / fp32):
+Power, as error / allowed on 64 rows x 4096 features x 512 columns, rank 16 (above 1: FAIL; with
+subjects that have just this one fault, the smallest of six seeds, bf16 / fp16 / fp32):
 
     adapter of the neighbour's A    130 / 1000 / 2e5
     last column of A lost            64 /  500 / 1e5
