@@ -1,0 +1,113 @@
+"""A subject of one's own is found by its name, and the one in the docs passes."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from loragate.machine import Machine, select_interpreter
+from loragate.matrix.case import Case, Dtype, Layout, Site
+from loragate.oracles.protocol import Trial
+from loragate.runner import run_trial
+from loragate.subjects import SUBJECTS, find_subject
+from loragate.subjects.protocol import Subject, unsupported
+from loragate.subjects.torch_subject import TorchSubject
+from loragate.verdict import OracleName, Verdict
+
+select_interpreter()
+CPU = Machine("cpu", "test", None, 1, 0)
+PAGE = Path(__file__).parents[2] / "docs" / "subjects.md"
+SKIPPED = {OracleName.COMPILE: "does not promise that torch.compile can trace it"}
+
+
+@pytest.fixture
+def documented(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Subject:
+    (source,) = re.findall(r"^```python\n(.*?)^```$", PAGE.read_text("ascii"), re.M | re.S)
+    (tmp_path / "documented_subject.py").write_text(source)
+    monkeypatch.syspath_prepend(tmp_path)
+    return find_subject("documented_subject:MySubject")
+
+
+@pytest.mark.parametrize("layout", Layout)
+@pytest.mark.parametrize("dtype", Dtype)
+def test_the_subject_of_the_docs_passes_every_oracle(
+    documented: Subject, dtype: Dtype, layout: Layout
+) -> None:
+    case = Case(
+        site=Site.DENSE_DELTA,
+        tokens=9,
+        in_features=40,
+        slices=(24, 17),
+        rank=8,
+        slots=3,
+        dtype=dtype,
+        layout=layout,
+        oracles=tuple(OracleName),
+    )
+    have = documented.capabilities(CPU)
+    assert not isinstance(have, str)
+    assert unsupported(case, have) is None
+    judgements = run_trial(Trial(case, documented, have, CPU, seed=11))
+    assert [judgement.oracle for judgement in judgements] == list(OracleName)
+    for judgement in judgements:
+        if judgement.oracle in SKIPPED:
+            assert judgement.verdict is Verdict.SKIP
+            assert SKIPPED[judgement.oracle] in judgement.message
+        else:
+            assert judgement.verdict is Verdict.PASS, judgement
+
+
+def test_the_docs_name_every_oracle_and_every_subject_method() -> None:
+    page = PAGE.read_text("ascii")
+    for word in (*OracleName, "load", "unload", "prepare", "apply", "capabilities", "open"):
+        assert f"`{word}" in page, word
+
+
+@pytest.mark.parametrize("name", ["torch", "loragate.subjects.torch_subject:TorchSubject"])
+def test_a_subject_is_found_by_its_short_name_and_by_module_and_object(name: str) -> None:
+    assert type(find_subject(name)) is TorchSubject
+
+
+def test_each_search_makes_a_subject_of_its_own() -> None:
+    assert find_subject("torch") is not find_subject("torch")
+
+
+def test_every_subject_that_comes_along_can_be_made() -> None:
+    assert {name: find_subject(name).name for name in SUBJECTS} == {n: n for n in SUBJECTS}
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("lorakernel", ["'lorakernel'", "lorakernels, torch, vllm", "did you mean 'lorakernels'?"]),
+        ("vlm", ["did you mean 'vllm'?"]),
+        ("no_such_module:Subject", ["'no_such_module:Subject'", "no module 'no_such_module'"]),
+        ("loragate.no_such:Subject", ["no module 'loragate.no_such'"]),
+        (
+            "loragate.subjects.torch_subject:Missing",
+            ["loragate.subjects.torch_subject has no callable 'Missing'"],
+        ),
+    ],
+)
+def test_a_name_that_leads_nowhere_says_what_is_wrong(name: str, words: list[str]) -> None:
+    with pytest.raises(ValueError, match="subject") as caught:
+        find_subject(name)
+    for word in words:
+        assert word in str(caught.value)
+
+
+def test_a_name_that_is_like_nothing_gets_no_guess() -> None:
+    with pytest.raises(ValueError, match="module:object") as caught:
+        find_subject("qqqq")
+    assert "did you mean" not in str(caught.value)
+
+
+def test_a_package_that_a_subject_misses_is_not_blamed_on_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "subject_with_a_need.py").write_text("import package_that_nobody_has\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ModuleNotFoundError, match="package_that_nobody_has"):
+        find_subject("subject_with_a_need:Subject")
