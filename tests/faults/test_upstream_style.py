@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import os
+from types import MappingProxyType
 
 import pytest
 
@@ -24,7 +25,7 @@ def test_whatever_is_thrown_counts_as_noticed(monkeypatch: pytest.MonkeyPatch) -
     def fail() -> None:
         raise TypeError("out of order")
 
-    monkeypatch.setattr(upstream_style, "TESTS", {"broken": fail})
+    monkeypatch.setattr(upstream_style, "TESTS", MappingProxyType({"broken": fail}))
     sighting = upstream_style.run_test("broken")
     assert sighting.verdict is Verdict.FAIL
     assert "TypeError: out of order" in sighting.message
