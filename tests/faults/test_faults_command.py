@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import argparse
 import json
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,7 @@ import pytest
 from loragate.cli import main
 from loragate.faults import cli
 from loragate.faults.corpus import CONTROLS, FAULTS
-from loragate.faults.model import Control, Fate, Fault, Outcome, Sighting
+from loragate.faults.model import Control, Fate, Fault, Needs, Outcome, Sighting
 from loragate.faults.tables import Line, payload, render_markdown, render_terminal
 from loragate.verdict import ExitCode, Failure, Verdict
 
@@ -94,6 +95,20 @@ def test_a_name_that_nothing_has_is_refused_with_the_nearest(
     error = capsys.readouterr().err
     assert "there is no fault or control like 'scale-of-slot-zero'" in error
     assert "did you mean scale-of-slot-0?" in error
+
+
+def test_a_gpu_is_left_to_the_faults_that_need_one_unless_others_are_named() -> None:
+    parser = argparse.ArgumentParser()
+    cli.add_parser(parser.add_subparsers())
+    alone, _ = cli.select(parser.parse_args(["faults", "--gpu"]))
+    assert {fault.needs for fault in alone} == {Needs.GPU}
+    named, _ = cli.select(parser.parse_args(["faults", "--gpu", "--only", FAULT.name]))
+    assert named == [FAULT]
+
+
+def test_a_number_of_jobs_below_one_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["faults", "--slice", "--jobs", "0"]) == ExitCode.USAGE
+    assert "--jobs must be at least 1 (got 0)" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("choice", [["--slice"], ["--only", "scale-of-slot-0"]])

@@ -64,7 +64,7 @@ def run(arguments: argparse.Namespace) -> ExitCode:
     try:
         if arguments.show:
             return _show(arguments.show)
-        faults, controls = _select(arguments)
+        faults, controls = select(arguments)
         if arguments.jobs < 1:
             raise ValueError(f"--jobs must be at least 1 (got {arguments.jobs})")
         if arguments.record:
@@ -97,7 +97,8 @@ def exit_code(lines: Sequence[Line], controls: Sequence[tuple[Control, Outcome]]
     return ExitCode.WRONG if wrong else ExitCode.OK
 
 
-def _select(arguments: argparse.Namespace) -> tuple[list[Fault], list[Control]]:
+def select(arguments: argparse.Namespace) -> tuple[list[Fault], list[Control]]:
+    """What was asked for. ValueError for a name that nothing has."""
     if arguments.slice:
         return list(SLICE), list(SLICE_CONTROLS)
     if arguments.gpu and not arguments.only:

@@ -142,38 +142,39 @@ def _stale_batch() -> None:
 
 
 def _linear_layers() -> None:
-    dtype, features = torch.float16, 256
-    for adapters, widths in zip((1, 2, 4), ((256,), (256, 256), (256, 64, 64)), strict=True):
-        device = detect_machine().device
-        layer = LoRALinear(
-            _rand(sum(widths), features, dtype=dtype),
-            slices=[Slice(f"slice{index}", width) for index, width in enumerate(widths)],
-            num_slots=8,
-            rank=8,
-        )
-        loaded = {
-            int(slot): [_factors(8, features, width, dtype) for width in widths]
-            for slot in torch.randperm(8)[:adapters]
-        }
-        for slot, parts in loaded.items():
-            layer.load_adapter(slot, dict(enumerate(parts)))
-        chosen = list(loaded)
-        requests = torch.randint(0, max(adapters - 1, 1), (16,))
-        mapping = torch.tensor([chosen[index] for index in requests], dtype=torch.int32)
-        metadata = BatchMetadata(max_tokens=16, max_slots=8, device=device)
-        workspace = DenseWorkspace([layer.slots], max_tokens=16)
-        x = _rand(16, features, dtype=dtype)
-        base = torch.nn.functional.linear(x, layer.weight)
-        wanted = base.clone()
-        for row, slot in enumerate(mapping.tolist()):
-            deltas = [x[row] @ part.a.T @ part.b.T * part.scale for part in loaded[slot]]
-            wanted[row] += torch.cat(deltas)
-        metadata.prepare(mapping)
-        _assert_close(layer(x, metadata, workspace), wanted, _LAYER_TOLERANCE)
-        for slot in range(8):
-            layer.unload(slot)
-        metadata.prepare(torch.zeros(16, dtype=torch.int32))
-        _assert_close(layer(x, metadata, workspace), base, _LAYER_TOLERANCE)
+    settings = ((1, (256,)), (2, (256, 256)), (4, (256, 64, 64)))
+    for adapters, widths in settings:
+        _linear_layer(adapters, widths)
+
+
+def _linear_layer(adapters: int, widths: tuple[int, ...]) -> None:
+    """Loaded, compared; emptied, compared with the base layer."""
+    dtype, features, rows, slots = torch.float16, 256, 16, 8
+    layer = LoRALinear(
+        _rand(sum(widths), features, dtype=dtype),
+        slices=[Slice(f"slice{index}", width) for index, width in enumerate(widths)],
+        num_slots=slots,
+        rank=8,
+    )
+    loaded: dict[int, list[LoRAFactors]] = {}
+    for slot in torch.randperm(slots)[:adapters].tolist():
+        loaded[slot] = [_factors(8, features, width, dtype) for width in widths]
+        layer.load_adapter(slot, dict(enumerate(loaded[slot])))
+    requests = torch.randint(0, max(adapters - 1, 1), (rows,))
+    mapping = torch.tensor([list(loaded)[index] for index in requests], dtype=torch.int32)
+    x = _rand(rows, features, dtype=dtype)
+    metadata = BatchMetadata(max_tokens=rows, max_slots=slots, device=x.device)
+    workspace = DenseWorkspace([layer.slots], max_tokens=rows)
+    base = torch.nn.functional.linear(x, layer.weight)
+    wanted = base.clone()
+    for row, slot in enumerate(mapping.tolist()):
+        wanted[row] += torch.cat([x[row] @ part.a.T @ part.b.T for part in loaded[slot]])
+    metadata.prepare(mapping)
+    _assert_close(layer(x, metadata, workspace), wanted, _LAYER_TOLERANCE)
+    for slot in range(slots):
+        layer.unload(slot)
+    metadata.prepare(torch.zeros(rows, dtype=torch.int32))
+    _assert_close(layer(x, metadata, workspace), base, _LAYER_TOLERANCE)
 
 
 def _adapter_file() -> None:
