@@ -1,0 +1,387 @@
+"""Each numeric oracle fails the subjects with the defects it is there for, and no right one.
+
+A wrong subject is the torch subject with one thing changed. The oracle must say FAIL with the
+failure that names the defect's kind, for every seed: a defect found by luck is not found.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from loragate.inputs.placement import whole
+from loragate.machine import Machine, select_interpreter
+from loragate.matrix.case import Case, Dtype, Layout, Mix, Parallel, Ranks, Site
+from loragate.oracles import ORACLES
+from loragate.oracles.protocol import Trial
+from loragate.subjects.protocol import BaseLayer, Capabilities, Instance, Pool
+from loragate.subjects.torch_subject import DenseDelta, TorchSubject
+from loragate.verdict import Failure, Judgement, OracleName, Verdict
+
+select_interpreter()
+CPU = Machine("cpu", "test", None, 1, 0)
+NUMERIC = (
+    OracleName.REFERENCE,
+    OracleName.EXACT,
+    OracleName.BASE_ROWS,
+    OracleName.CANARY,
+    OracleName.REPEAT,
+    OracleName.PERMUTE,
+    OracleName.SEQUENCE,
+)
+CASE = Case(
+    site=Site.DENSE_DELTA,
+    tokens=18,
+    in_features=48,
+    slices=(24, 17),
+    rank=8,
+    slots=3,
+    dtype=Dtype.FP32,
+)
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    # operations this small only wait for other threads
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+class Subject(TorchSubject):
+    """The torch subject with instances of another class."""
+
+    def __init__(self, instance: type[DenseDelta], **promises: Any) -> None:
+        self.instance, self.promises = instance, promises
+
+    def capabilities(self, machine: Machine) -> Capabilities:
+        have = super().capabilities(machine)
+        assert not isinstance(have, str)
+        return replace(have, **self.promises)
+
+    def open(self, case: Case, machine: Machine, base: BaseLayer | None) -> Instance:
+        if base is not None:
+            return super().open(case, machine, base)
+        return self.instance(case)
+
+
+def judge(subject: Subject, oracle: OracleName, seed: int, case: Case = CASE) -> Judgement:
+    trial = Trial(case, subject, subject.capabilities(CPU), CPU, seed)
+    assert ORACLES[oracle].applies(trial) is None
+    return ORACLES[oracle].judge(trial)
+
+
+class NeighboursA(DenseDelta):
+    def load(self, slot: int, pool: Pool) -> None:
+        super().load(slot, pool)
+        neighbour = pool.a[(slot + 1) % pool.num_slots]
+        self.slots[slot] = [
+            (neighbour[part, : len(a)].clone(), b, scale)
+            for part, (a, b, scale) in enumerate(self.slots[slot])
+        ]
+
+
+class LastColumnIgnored(DenseDelta):
+    def apply(self, x: Tensor, out: Tensor) -> Tensor:
+        shorter = x.clone()
+        shorter[:, -1] = 0
+        return super().apply(shorter, out)
+
+
+class LastRankDropped(DenseDelta):
+    def load(self, slot: int, pool: Pool) -> None:
+        super().load(slot, pool)
+        self.slots[slot] = [(a[:-1], b[:, :-1], scale) for a, b, scale in self.slots[slot]]
+
+
+class ScaleOnePercentOff(DenseDelta):
+    def load(self, slot: int, pool: Pool) -> None:
+        super().load(slot, pool)
+        self.slots[slot] = [(a, b, scale * 1.01) for a, b, scale in self.slots[slot]]
+
+
+class FirstSlicesScale(DenseDelta):
+    def load(self, slot: int, pool: Pool) -> None:
+        super().load(slot, pool)
+        scale = pool.scales[slot][0]
+        self.slots[slot] = [(a, b, scale) for a, b, _ in self.slots[slot]]
+
+
+class OverwritesOutput(DenseDelta):
+    def apply(self, x: Tensor, out: Tensor) -> Tensor:
+        used = (self.token_slots >= 0).nonzero().flatten()
+        out[used] = 0
+        return super().apply(x, out)
+
+
+class DeltaForBaseRows(DenseDelta):
+    def prepare(self, token_slots: Tensor) -> None:
+        self.token_slots = token_slots.clamp(min=0)
+
+
+class ZeroAddedToBaseRows(DenseDelta):
+    def apply(self, x: Tensor, out: Tensor) -> Tensor:
+        super().apply(x, out)
+        return out.add_(0.0)
+
+
+class WritesPastTheLastColumn(DenseDelta):
+    def apply(self, x: Tensor, out: Tensor) -> Tensor:
+        super().apply(x, out)
+        rows, columns = out.shape
+        whole(out)[out.storage_offset() + (rows - 1) * out.stride(0) + columns] += 1
+        return out
+
+
+class ReadsDeadRanks(DenseDelta):
+    def load(self, slot: int, pool: Pool) -> None:
+        self.slots[slot] = [
+            (pool.a[slot, part].clone(), b[slot].clone(), pool.scales[slot][part])
+            for part, b in enumerate(pool.b)
+        ]
+
+
+class ChangesItsInput(DenseDelta):
+    def apply(self, x: Tensor, out: Tensor) -> Tensor:
+        super().apply(x, out)
+        # never zero before
+        x[-1, -1] = 0
+        return out
+
+
+class ReadsBaseRows(DenseDelta):
+    def apply(self, x: Tensor, out: Tensor) -> Tensor:
+        super().apply(x, out)
+        out += 0 * x[:, :1]
+        return out
+
+
+class ReadsUnusedSlots(DenseDelta):
+    def apply(self, x: Tensor, out: Tensor) -> Tensor:
+        super().apply(x, out)
+        used = (self.token_slots >= 0).nonzero().flatten()
+        for factors in self.slots.values():
+            for a, b, _ in factors:
+                out[used] += 0 * (b.sum() * a.sum())
+        return out
+
+
+class ReadsFreshMemory(DenseDelta):
+    def apply(self, x: Tensor, out: Tensor) -> Tensor:
+        super().apply(x, out)
+        used = (self.token_slots >= 0).nonzero().flatten()
+        scratch = torch.empty(len(used), 1, dtype=torch.int32)
+        # right where memory happens to be anything else
+        out[used] += (scratch == 0x7F7F7F7F).to(out.dtype)
+        return out
+
+
+class CountsItsRuns(DenseDelta):
+    runs = 0
+
+    def apply(self, x: Tensor, out: Tensor) -> Tensor:
+        super().apply(x, out)
+        if self.runs:
+            first = out[:1, :1]
+            first.copy_(torch.nextafter(first, first + 1))
+        self.runs += 1
+        return out
+
+
+class CountsItsInstances(DenseDelta):
+    instances = 0
+
+    def __init__(self, case: Case) -> None:
+        super().__init__(case)
+        type(self).instances += 1
+        self.number = self.instances
+
+    def apply(self, x: Tensor, out: Tensor) -> Tensor:
+        super().apply(x, out)
+        out[0, 0] = out[0, 0] + self.number
+        return out
+
+
+class DependsOnTheRowsPlace(DenseDelta):
+    def apply(self, x: Tensor, out: Tensor) -> Tensor:
+        super().apply(x, out)
+        out += 0.5 * torch.arange(len(out))[:, None]
+        return out
+
+
+class DependsOnTheSlotsNumber(DenseDelta):
+    def load(self, slot: int, pool: Pool) -> None:
+        super().load(slot, pool)
+        self.slots[slot] = [(a, b, scale * (slot + 1)) for a, b, scale in self.slots[slot]]
+
+
+class RewritesOnlyRowsWithAdapter(DenseDelta):
+    """What was there before stays in the mapping where a row is a base row now."""
+
+    def prepare(self, token_slots: Tensor) -> None:
+        before = torch.full_like(token_slots, -1)
+        kept = min(len(before), len(self.token_slots))
+        before[:kept] = self.token_slots[:kept]
+        self.token_slots = torch.where(token_slots >= 0, token_slots, before)
+
+
+class SkipsPrepareWithoutAdapters(DenseDelta):
+    def prepare(self, token_slots: Tensor) -> None:
+        if (token_slots >= 0).any() or not len(self.token_slots):
+            super().prepare(token_slots)
+        else:
+            self.token_slots = self.token_slots[: len(token_slots)]
+
+
+class LoadsWithoutReset(DenseDelta):
+    """Buffers of full rank: a smaller adapter leaves the upper ranks of the one before."""
+
+    def load(self, slot: int, pool: Pool) -> None:
+        if slot not in self.slots:
+            ReadsDeadRanks.load(self, slot, pool)
+        parts = zip(self.slots[slot], pool.b, pool.ranks[slot], pool.scales[slot], strict=True)
+        kept = []
+        for part, ((a, b, _), own, rank, scale) in enumerate(parts):
+            a[:rank] = pool.a[slot, part, :rank]
+            b[:, :rank] = own[slot, :, :rank]
+            kept.append((a, b, scale))
+        self.slots[slot] = kept
+
+
+class KeepsAnAbsentSlice(DenseDelta):
+    def load(self, slot: int, pool: Pool) -> None:
+        before = self.slots.get(slot)
+        super().load(slot, pool)
+        if before is not None:
+            self.slots[slot] = [
+                new if len(new[0]) else old
+                for old, new in zip(before, self.slots[slot], strict=True)
+            ]
+
+
+class UnloadDoesNothing(DenseDelta):
+    def unload(self, slot: int) -> None:
+        pass
+
+
+class LoadsASlotOnce(DenseDelta):
+    def load(self, slot: int, pool: Pool) -> None:
+        if slot not in self.slots:
+            super().load(slot, pool)
+
+
+WRONG = [
+    (OracleName.REFERENCE, Failure.WRONG_ANSWER, NeighboursA),
+    (OracleName.REFERENCE, Failure.WRONG_ANSWER, LastColumnIgnored),
+    (OracleName.REFERENCE, Failure.WRONG_ANSWER, LastRankDropped),
+    (OracleName.REFERENCE, Failure.WRONG_ANSWER, ScaleOnePercentOff),
+    (OracleName.REFERENCE, Failure.WRONG_ANSWER, FirstSlicesScale),
+    (OracleName.REFERENCE, Failure.WRONG_ANSWER, OverwritesOutput),
+    (OracleName.EXACT, Failure.WRONG_ANSWER, NeighboursA),
+    (OracleName.EXACT, Failure.WRONG_ANSWER, LastColumnIgnored),
+    (OracleName.EXACT, Failure.WRONG_ANSWER, LastRankDropped),
+    (OracleName.EXACT, Failure.WRONG_ANSWER, ScaleOnePercentOff),
+    (OracleName.EXACT, Failure.WRONG_ANSWER, FirstSlicesScale),
+    (OracleName.EXACT, Failure.WRONG_ANSWER, OverwritesOutput),
+    (OracleName.BASE_ROWS, Failure.BASE_ROW_CHANGED, DeltaForBaseRows),
+    (OracleName.BASE_ROWS, Failure.BASE_ROW_CHANGED, ZeroAddedToBaseRows),
+    (OracleName.CANARY, Failure.FOREIGN_MEMORY, WritesPastTheLastColumn),
+    (OracleName.CANARY, Failure.FOREIGN_MEMORY, ReadsDeadRanks),
+    (OracleName.CANARY, Failure.FOREIGN_MEMORY, ChangesItsInput),
+    (OracleName.CANARY, Failure.FOREIGN_MEMORY, ReadsBaseRows),
+    (OracleName.CANARY, Failure.FOREIGN_MEMORY, ReadsUnusedSlots),
+    (OracleName.CANARY, Failure.FOREIGN_MEMORY, ReadsFreshMemory),
+    (OracleName.REPEAT, Failure.NONDETERMINISTIC, CountsItsRuns),
+    (OracleName.REPEAT, Failure.NONDETERMINISTIC, CountsItsInstances),
+    (OracleName.PERMUTE, Failure.NOT_EQUIVARIANT, DependsOnTheRowsPlace),
+    (OracleName.PERMUTE, Failure.NOT_EQUIVARIANT, DependsOnTheSlotsNumber),
+    (OracleName.SEQUENCE, Failure.STALE_STATE, RewritesOnlyRowsWithAdapter),
+    (OracleName.SEQUENCE, Failure.STALE_STATE, SkipsPrepareWithoutAdapters),
+    (OracleName.SEQUENCE, Failure.STALE_STATE, LoadsWithoutReset),
+    (OracleName.SEQUENCE, Failure.STALE_STATE, UnloadDoesNothing),
+    (OracleName.SEQUENCE, Failure.STALE_STATE, LoadsASlotOnce),
+]
+
+
+@pytest.mark.parametrize(
+    ("oracle", "failure", "instance"),
+    [pytest.param(*row, id=f"{row[0]}-{row[2].__name__}") for row in WRONG],
+)
+def test_an_oracle_fails_a_subject_with_its_defect_for_every_seed(
+    oracle: OracleName, failure: Failure, instance: type[DenseDelta]
+) -> None:
+    for seed in range(6):
+        judgement = judge(Subject(instance), oracle, seed)
+        assert (judgement.verdict, judgement.failure) == (Verdict.FAIL, failure), (seed, judgement)
+
+
+def test_a_slice_that_is_kept_where_the_new_adapter_has_none_is_stale() -> None:
+    # of two slices with mixed ranks the last slot lacks one already, so there is none to keep
+    case = replace(CASE, ranks=Ranks.FULL)
+    for seed in range(6):
+        judgement = judge(Subject(KeepsAnAbsentSlice), OracleName.SEQUENCE, seed, case)
+        assert judgement.failure is Failure.STALE_STATE, (seed, judgement)
+        assert "smaller adapter in the place of a larger one" in judgement.message
+
+
+@pytest.mark.parametrize("dtype", [Dtype.FP16, Dtype.BF16])
+@pytest.mark.parametrize("instance", [NeighboursA, LastColumnIgnored, LastRankDropped])
+@pytest.mark.parametrize("oracle", [OracleName.REFERENCE, OracleName.EXACT])
+def test_a_narrow_dtype_hides_no_wrong_index(
+    oracle: OracleName, instance: type[DenseDelta], dtype: Dtype
+) -> None:
+    for seed in range(6):
+        judgement = judge(Subject(instance), oracle, seed, replace(CASE, dtype=dtype))
+        assert judgement.failure is Failure.WRONG_ANSWER, (seed, judgement)
+
+
+def test_a_wrong_answer_is_placed_in_the_words_of_the_user() -> None:
+    class OneElement(DenseDelta):
+        def apply(self, x: Tensor, out: Tensor) -> Tensor:
+            super().apply(x, out)
+            out[7, 30] += 1
+            return out
+
+    where = judge(Subject(OneElement), OracleName.EXACT, 0).where
+    # column 30 is column 6 of the second slice, which is 24 columns in
+    assert (where["token"], where["slice"], where["column"]) == (7, 1, 6)
+
+
+RIGHT = {
+    "plain": CASE,
+    "column_slice": replace(CASE, layout=Layout.COLUMN_SLICE, mix=Mix.SHUFFLED),
+    "padded_rows": replace(CASE, layout=Layout.PADDED_ROWS, mix=Mix.LAST_SLOT),
+    "transposed": replace(CASE, layout=Layout.TRANSPOSED),
+    "column_parallel": replace(
+        CASE, site=Site.LORA_LINEAR, slices=(24, 16), parallel=Parallel.COLUMN, tp=2
+    ),
+    "row_parallel": replace(CASE, site=Site.LORA_LINEAR, parallel=Parallel.ROW, tp=2),
+}
+
+
+@pytest.mark.parametrize("dtype", Dtype)
+@pytest.mark.parametrize("name", RIGHT)
+def test_no_oracle_fails_the_right_subject(name: str, dtype: Dtype) -> None:
+    case, subject = replace(RIGHT[name], dtype=dtype), Subject(DenseDelta)
+    for seed in range(10):
+        for oracle in NUMERIC:
+            judgement = judge(subject, oracle, seed, case)
+            assert judgement.verdict is Verdict.PASS, (seed, judgement)
+
+
+def test_a_subject_that_promises_no_equal_bits_is_not_asked_for_them() -> None:
+    subject = Subject(CountsItsRuns, deterministic=False)
+    trial = Trial(CASE, subject, subject.capabilities(CPU), CPU, 0)
+    assert "does not promise" in (ORACLES[OracleName.REPEAT].applies(trial) or "")
+
+
+def test_a_subject_that_needs_dead_ranks_to_be_zero_gets_them() -> None:
+    subject = Subject(ReadsDeadRanks, skips_dead_ranks=False)
+    for oracle in NUMERIC:
+        assert judge(subject, oracle, 3).verdict is Verdict.PASS
