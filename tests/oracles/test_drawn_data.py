@@ -1,0 +1,238 @@
+"""The data that the oracles draw keeps the promises that their verdicts rest on."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from loragate.inputs import DataKind, make_base, make_batch, make_pool
+from loragate.inputs.exactness import assert_exact
+from loragate.inputs.mapping import BASE_ROW, make_token_slots, num_padded
+from loragate.inputs.placement import bits_of, whole
+from loragate.machine import Machine, select_interpreter
+from loragate.matrix.case import Case, Dtype, Layout, Mix, Ranks, Site
+from loragate.matrix.ids import seed_of
+from loragate.subjects.protocol import Capabilities, Pool
+from loragate.subjects.torch_subject import TorchSubject
+
+select_interpreter()
+CPU = Machine("cpu", "test", None, 1, 0)
+SEEDS = range(20)
+CASE = Case(
+    site=Site.DENSE_DELTA,
+    tokens=40,
+    in_features=64,
+    slices=(24, 16, 9),
+    rank=16,
+    slots=4,
+    dtype=Dtype.BF16,
+)
+
+
+def capabilities() -> Capabilities:
+    have = TorchSubject().capabilities(CPU)
+    assert not isinstance(have, str)
+    return have
+
+
+def pool_of(case: Case, seed: int, kind: DataKind) -> Pool:
+    return make_pool(case, seed, kind, CPU, capabilities())
+
+
+def same(left: Tensor, right: Tensor) -> bool:
+    return torch.equal(bits_of(left), bits_of(right))
+
+
+@pytest.mark.parametrize("dtype", Dtype)
+@pytest.mark.parametrize("site", Site)
+@pytest.mark.parametrize(
+    ("tokens", "in_features", "slices", "rank"),
+    [
+        (0, 48, (33,), 8),
+        (1, 1, (1,), 1),
+        (5, 7, (3, 2), 2),
+        (33, 100, (40, 17), 24),
+        (3, 12288, (16,), 512),
+        (4, 256, (64, 8), 512),
+    ],
+)
+def test_exact_data_leaves_nothing_to_round(
+    tokens: int, in_features: int, slices: tuple[int, ...], rank: int, site: Site, dtype: Dtype
+) -> None:
+    case = replace(
+        CASE,
+        site=site,
+        tokens=tokens,
+        in_features=in_features,
+        slices=slices,
+        rank=rank,
+        slots=2,
+        dtype=dtype,
+    )
+    kind = DataKind.EXACT
+    for seed in range(1 if in_features > 1000 else 5):
+        base = make_base(case, seed, kind, CPU) if site is Site.LORA_LINEAR else None
+        assert_exact(pool_of(case, seed, kind), make_batch(case, seed, 0, kind, CPU), base)
+
+
+def test_data_off_the_grid_is_not_taken_for_exact() -> None:
+    batch = make_batch(CASE, 0, 0, DataKind.EXACT, CPU)
+    with pytest.raises(AssertionError, match="delta off the grid"):
+        assert_exact(pool_of(CASE, 0, DataKind.SIGNED), batch, None)
+    batch.out[0, 0] = 200.0
+    with pytest.raises(AssertionError, match="a sum of magnitudes reaches"):
+        assert_exact(pool_of(CASE, 0, DataKind.EXACT), batch, None)
+
+
+@pytest.mark.parametrize("mix", [Mix.RAGGED, Mix.SHUFFLED])
+def test_ragged_has_base_rows_and_all_slots_but_one_that_is_not_the_last(mix: Mix) -> None:
+    idle = set()
+    for seed in SEEDS:
+        slots = set(make_token_slots(replace(CASE, mix=mix), seed, 0).tolist())
+        missing = set(range(CASE.slots)) - slots
+        assert BASE_ROW in slots
+        assert len(missing) == 1
+        assert CASE.slots - 1 not in missing
+        idle |= missing
+    assert idle == set(range(CASE.slots - 1))
+
+
+def test_ragged_rows_of_a_slot_stand_together_and_shuffled_ones_do_not() -> None:
+    for seed in SEEDS:
+        runs = {}
+        for mix in (Mix.RAGGED, Mix.SHUFFLED):
+            rows = make_token_slots(replace(CASE, mix=mix), seed, 0).tolist()
+            runs[mix] = [(slot, len(list(group))) for slot, group in itertools.groupby(rows)]
+        assert len(runs[Mix.RAGGED]) == CASE.slots
+        assert len(runs[Mix.SHUFFLED]) > CASE.slots
+        population: Counter[int] = Counter()
+        for slot, length in runs[Mix.SHUFFLED]:
+            population[slot] += length
+        assert population == dict(runs[Mix.RAGGED])
+
+
+def test_ragged_runs_differ_much_in_length() -> None:
+    spreads = []
+    for seed in SEEDS:
+        counts = Counter(make_token_slots(CASE, seed, 0).tolist()).values()
+        spreads.append(max(counts) / min(counts))
+    assert sorted(spreads)[len(spreads) // 2] >= 3
+
+
+def test_single_uses_one_slot_for_every_row_and_any_slot_for_some_seed() -> None:
+    used = [set(make_token_slots(replace(CASE, mix=Mix.SINGLE), s, 0).tolist()) for s in SEEDS]
+    assert all(len(slots) == 1 for slots in used)
+    assert set().union(*used) == set(range(CASE.slots))
+
+
+@pytest.mark.parametrize(
+    ("mix", "population"),
+    [(Mix.LAST_SLOT, {BASE_ROW, CASE.slots - 1}), (Mix.ALL_BASE, {BASE_ROW})],
+)
+def test_the_other_mixes_have_just_their_population(mix: Mix, population: set[int]) -> None:
+    for seed in SEEDS:
+        assert set(make_token_slots(replace(CASE, mix=mix), seed, 0).tolist()) == population
+
+
+@pytest.mark.parametrize("mix", Mix)
+@pytest.mark.parametrize("tokens", [0, 1, 2, 3, 40])
+def test_a_mapping_is_int32_on_the_host_with_a_row_for_each_token(mix: Mix, tokens: int) -> None:
+    slots = make_token_slots(replace(CASE, mix=mix, tokens=tokens), 5, 0)
+    assert (slots.dtype, slots.shape, slots.device.type) == (torch.int32, (tokens,), "cpu")
+    if tokens and mix is not Mix.ALL_BASE:
+        assert (slots >= 0).any()
+
+
+@pytest.mark.parametrize("mix", Mix)
+def test_padding_is_base_rows_behind_the_live_ones(mix: Mix) -> None:
+    case = replace(CASE, mix=mix, layout=Layout.PADDED_ROWS)
+    for seed in SEEDS:
+        slots = make_token_slots(case, seed, 0)
+        assert num_padded(case) == 10
+        assert (slots[-10:] == BASE_ROW).all()
+
+
+def test_mixed_ranks_differ_and_the_last_slot_is_full_and_lacks_one_slice() -> None:
+    for seed in SEEDS:
+        ranks = pool_of(CASE, seed, DataKind.SIGNED).ranks
+        assert ranks[-1][0] == CASE.rank
+        assert ranks[-1].count(0) == 1
+        assert all(0 < rank <= CASE.rank for row in ranks[:-1] for rank in row)
+        assert len({row[0] for row in ranks[:-1]}) == CASE.slots - 1
+        assert all(len(set(row)) == len(row) for row in ranks[:-1])
+    full = pool_of(replace(CASE, ranks=Ranks.FULL), 0, DataKind.SIGNED).ranks
+    assert full == ((CASE.rank,) * len(CASE.slices),) * CASE.slots
+
+
+@pytest.mark.parametrize("kind", DataKind)
+def test_scales_are_never_one_and_differ_from_slot_to_slot(kind: DataKind) -> None:
+    for seed in SEEDS:
+        scales = pool_of(CASE, seed, kind).scales
+        assert all(scale != 1.0 for row in scales for scale in row)
+        for left, right in itertools.pairwise(scales):
+            assert all(a != b for a, b in zip(left, right, strict=True))
+        for row in scales:
+            assert all(a != b for a, b in itertools.pairwise(row))
+
+
+def test_signed_scales_are_all_different_in_a_pool() -> None:
+    for seed in SEEDS:
+        scales = [s for row in pool_of(CASE, seed, DataKind.SIGNED).scales for s in row]
+        gaps = [b - a for a, b in itertools.pairwise(sorted(scales))]
+        assert min(gaps) > 0.01
+
+
+def test_signed_data_has_both_signs_and_deltas_of_the_size_of_their_scale() -> None:
+    case = replace(CASE, tokens=200, mix=Mix.SINGLE, ranks=Ranks.FULL, dtype=Dtype.FP32)
+    for seed in SEEDS:
+        batch = make_batch(case, seed, 0, DataKind.SIGNED, CPU)
+        pool = pool_of(case, seed, DataKind.SIGNED)
+        for values in (batch.x, batch.out, pool.a, *pool.b):
+            assert 0.4 < (values > 0).float().mean() < 0.6
+        slot = int(batch.token_slots[0])
+        bridge = batch.x @ pool.a[slot, 0].T
+        delta = bridge @ pool.b[0][slot].T
+        assert 0.5 < delta.square().mean().sqrt() < 3
+
+
+@pytest.mark.parametrize("kind", DataKind)
+@pytest.mark.parametrize("layout", Layout)
+def test_the_same_seed_gives_the_same_bits(layout: Layout, kind: DataKind) -> None:
+    case = replace(CASE, layout=layout)
+    first, again = (make_batch(case, 9, 1, kind, CPU) for _ in range(2))
+    assert same(whole(first.x), whole(again.x))
+    assert same(whole(first.out), whole(again.out))
+    assert torch.equal(first.token_slots, again.token_slots)
+    pool, other = (pool_of(case, 9, kind) for _ in range(2))
+    assert same(pool.a, other.a)
+    assert all(same(a, b) for a, b in zip(pool.b, other.b, strict=True))
+    assert (pool.ranks, pool.scales) == (other.ranks, other.scales)
+    base, twin = (make_base(case, 9, kind, CPU) for _ in range(2))
+    assert same(base.weight, twin.weight)
+
+
+def test_a_global_seed_changes_nothing() -> None:
+    torch.manual_seed(1)
+    first = make_batch(CASE, 9, 0, DataKind.SIGNED, CPU)
+    torch.manual_seed(2)
+    assert same(first.x, make_batch(CASE, 9, 0, DataKind.SIGNED, CPU).x)
+
+
+@pytest.mark.parametrize("kind", DataKind)
+def test_attempts_and_steps_differ_in_every_part(kind: DataKind) -> None:
+    seeds = [seed_of(CASE, attempt) for attempt in range(3)]
+    assert len(set(seeds)) == len(seeds)
+    draws = [make_batch(CASE, seed, step, kind, CPU) for seed in seeds for step in (0, 1)]
+    pools = [pool_of(CASE, seed, kind) for seed in seeds]
+    for left, right in itertools.combinations(draws, 2):
+        assert not torch.equal(left.x, right.x)
+        assert not torch.equal(left.out, right.out)
+        assert not torch.equal(left.token_slots, right.token_slots)
+    for one, two in itertools.combinations(pools, 2):
+        assert not torch.equal(one.a, two.a)
+        assert not torch.equal(one.b[0], two.b[0])
