@@ -16,7 +16,7 @@ from torch import Tensor
 
 from loragate.inputs import DataKind, copy_batch, make_batch, make_pool
 from loragate.inputs.pool import reordered, trimmed, without_slice
-from loragate.matrix.case import Mix
+from loragate.matrix.case import Mix, Ranks
 from loragate.oracles.evidence import judge_bits, malformed, passed
 from loragate.oracles.protocol import Trial
 from loragate.oracles.session import Session, base_of
@@ -86,7 +86,9 @@ class Sequence:
 
 def _scenes(trial: Trial, kind: DataKind) -> Iterator[Scene]:
     case = trial.case
-    pool = make_pool(case, trial.seed, kind, trial.machine, trial.capabilities)
+    # every slice and rank of a slot is in use before a smaller adapter moves in
+    full = replace(case, ranks=Ranks.FULL)
+    pool = make_pool(full, trial.seed, kind, trial.machine, trial.capabilities)
     other = make_pool(case, trial.seed + 1, kind, trial.machine, trial.capabilities)
     small = trimmed(other, max(1, case.rank // 4))
     if trial.capabilities.rank_per_slice and len(case.slices) > 1:
