@@ -1,0 +1,49 @@
+"""Trials on the CPU, for subjects in plain torch: nothing here needs Triton."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from loragate.machine import Machine
+from loragate.matrix.case import Case, Dtype, Site
+from loragate.oracles.protocol import Trial
+from loragate.subjects.protocol import Subject
+from loragate.subjects.torch_subject import TorchSubject
+
+_CASE = Case(
+    site=Site.DENSE_DELTA,
+    tokens=24,
+    in_features=96,
+    slices=(40, 24, 24),
+    rank=8,
+    slots=4,
+    dtype=Dtype.BF16,
+)
+
+
+@pytest.fixture
+def cpu() -> Machine:
+    return Machine("cpu", "test", None, 1, 0)
+
+
+@pytest.fixture
+def make_case() -> Callable[..., Case]:
+    """A small case with any field replaced."""
+    return lambda **fields: replace(_CASE, **fields)
+
+
+@pytest.fixture
+def make_trial(cpu: Machine) -> Callable[..., Trial]:
+    """A trial of a subject, plain torch if none is named, on a small case."""
+
+    def make(subject: Subject | None = None, seed: int = 1, **fields: Any) -> Trial:
+        subject = subject or TorchSubject()
+        have = subject.capabilities(cpu)
+        assert not isinstance(have, str)
+        return Trial(replace(_CASE, **fields), subject, have, cpu, seed)
+
+    return make

@@ -1,0 +1,209 @@
+"""For every numeric oracle there is a defect that no other one notices, so none can be left out.
+
+A subject is plain torch with one thing changed; all oracles judge it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from loragate.machine import Machine
+from loragate.matrix.case import Case
+from loragate.oracles import ORACLES
+from loragate.oracles.protocol import Trial
+from loragate.subjects.protocol import BaseLayer, Capabilities, Instance
+from loragate.subjects.torch_subject import DenseDelta, TorchSubject
+from loragate.verdict import OracleName, Verdict
+
+NUMERIC = (
+    OracleName.REFERENCE,
+    OracleName.EXACT,
+    OracleName.BASE_ROWS,
+    OracleName.CANARY,
+    OracleName.REPEAT,
+    OracleName.PERMUTE,
+    OracleName.SEQUENCE,
+)
+
+
+class Planted(TorchSubject):
+    """The torch subject with instances of another class, and other promises."""
+
+    def __init__(self, instance: type[DenseDelta], **promises: Any) -> None:
+        self.instance, self.promises = instance, promises
+
+    def capabilities(self, machine: Machine) -> Capabilities:
+        have = super().capabilities(machine)
+        assert not isinstance(have, str)
+        return replace(have, **self.promises)
+
+    def open(self, case: Case, machine: Machine, base: BaseLayer | None) -> Instance:
+        return self.instance(case)
+
+
+class Rounding(DenseDelta):
+    """The delta is rounded to bf16 by `rounded` before it is added."""
+
+    def rounded(self, delta: Tensor) -> Tensor:
+        raise NotImplementedError
+
+    def apply(self, x: Tensor, out: Tensor) -> Tensor:
+        delta = super().apply(x.float(), torch.zeros(out.shape))
+        used = self.token_slots >= 0
+        out[used] += self.rounded(delta)[used]
+        return out
+
+
+class FiveBits(Rounding):
+    """Five bits of mantissa, where data for exact bits needs no more than that."""
+
+    def rounded(self, delta: Tensor) -> Tensor:
+        quantum = torch.exp2(torch.frexp(delta).exponent - 5.0)
+        coarse = (delta / quantum).round() * quantum
+        return torch.where(delta % 0.5 == 0, delta, coarse).bfloat16()
+
+
+class RoundsUpWhatIsExact(Rounding):
+    """Cuts off and goes up one, as if there always were something to cut off."""
+
+    def rounded(self, delta: Tensor) -> Tensor:
+        nearest = delta.bfloat16()
+        away = (nearest.view(torch.int16) + 1).view(torch.bfloat16)
+        return torch.where(nearest.float() == delta, away, nearest)
+
+
+class AddsZeroToBaseRows(DenseDelta):
+    def apply(self, x: Tensor, out: Tensor) -> Tensor:
+        out[self.token_slots < 0] += 0.0
+        return super().apply(x, out)
+
+
+class WritesItsInput(DenseDelta):
+    def apply(self, x: Tensor, out: Tensor) -> Tensor:
+        super().apply(x, out)
+        x *= 2
+        return out
+
+
+class TwoSums(DenseDelta):
+    """K is summed in two parts that meet in the dtype."""
+
+    def parts(self, width: int) -> tuple[Tensor, Tensor]:
+        return torch.arange(width // 2), torch.arange(width // 2, width)
+
+    def apply(self, x: Tensor, out: Tensor) -> Tensor:
+        whole = self.slots
+        for part in self.parts(x.shape[1]):
+            self.slots = {
+                slot: [(a[:, part], b, scale) for a, b, scale in factors]
+                for slot, factors in whole.items()
+            }
+            super().apply(x[:, part], out)
+        self.slots = whole
+        return out
+
+
+class SumsInAnyOrder(TwoSums):
+    def parts(self, width: int) -> tuple[Tensor, Tensor]:
+        left, right = super().parts(width)
+        return (left, right) if torch.rand(()) < 0.5 else (right, left)
+
+
+class TakesWhatLiesBetweenItsRows(DenseDelta):
+    """A slot gets every row from its first to its last one."""
+
+    def prepare(self, token_slots: Tensor) -> None:
+        mapping = token_slots.clone()
+        for slot in self.slots:
+            rows = (token_slots == slot).nonzero().flatten()
+            if len(rows):
+                mapping[int(rows[0]) : int(rows[-1]) + 1] = slot
+        super().prepare(mapping)
+
+
+class UnloadDoesNothing(DenseDelta):
+    def unload(self, slot: int) -> None:
+        pass
+
+
+ALONE = {
+    OracleName.REFERENCE: FiveBits,
+    OracleName.EXACT: RoundsUpWhatIsExact,
+    OracleName.BASE_ROWS: AddsZeroToBaseRows,
+    OracleName.CANARY: WritesItsInput,
+    OracleName.REPEAT: SumsInAnyOrder,
+    OracleName.PERMUTE: TakesWhatLiesBetweenItsRows,
+    OracleName.SEQUENCE: UnloadDoesNothing,
+}
+
+
+def noticing(trial: Trial) -> set[OracleName]:
+    found = set()
+    for name in NUMERIC:
+        torch.manual_seed(trial.seed)
+        if ORACLES[name].judge(trial).verdict is not Verdict.PASS:
+            found.add(name)
+    return found
+
+
+@pytest.mark.parametrize("oracle", NUMERIC)
+def test_an_oracle_notices_a_defect_that_no_other_one_notices(
+    oracle: OracleName, make_trial: Callable[..., Trial]
+) -> None:
+    for seed in range(3):
+        assert noticing(make_trial(Planted(ALONE[oracle]), seed)) == {oracle}
+
+
+def test_who_promises_that_a_rows_place_does_not_matter_is_held_to_the_bit(
+    make_trial: Callable[..., Trial],
+) -> None:
+    class SlotZeroInTwoSums(TwoSums):
+        def apply(self, x: Tensor, out: Tensor) -> Tensor:
+            whole = self.slots
+            self.slots = {slot: f for slot, f in whole.items() if slot}
+            DenseDelta.apply(self, x, out)
+            self.slots = {slot: f for slot, f in whole.items() if not slot}
+            super().apply(x, out)
+            self.slots = whole
+            return out
+
+    assert noticing(make_trial(Planted(SlotZeroInTwoSums))) == set()
+    promising = make_trial(Planted(SlotZeroInTwoSums, place_invariant=True))
+    assert noticing(promising) == {OracleName.PERMUTE}
+
+
+@pytest.mark.parametrize("oracle", NUMERIC)
+def test_a_result_of_the_wrong_shape_is_a_failure_and_no_crash(
+    oracle: OracleName, make_trial: Callable[..., Trial]
+) -> None:
+    class OneColumnShort(DenseDelta):
+        def apply(self, x: Tensor, out: Tensor) -> Tensor:
+            return super().apply(x, out)[:, 1:]
+
+    judgement = ORACLES[oracle].judge(make_trial(Planted(OneColumnShort)))
+    assert judgement.verdict is Verdict.FAIL
+    assert "shape" in judgement.message
+
+
+def test_the_canary_says_where_foreign_memory_was_written(make_trial: Callable[..., Trial]) -> None:
+    class OneRowPast(DenseDelta):
+        def apply(self, x: Tensor, out: Tensor) -> Tensor:
+            super().apply(x, out)
+            rows, columns = out.shape
+            out.as_strided((rows + 1, columns), out.stride())[rows, 5] += 1
+            return out
+
+    judgement = ORACLES[OracleName.CANARY].judge(make_trial(Planted(OneRowPast)))
+    assert judgement.where == {"row": 24, "column": 5}
+
+
+def test_the_sequence_names_the_scene_that_failed(make_trial: Callable[..., Trial]) -> None:
+    judgement = ORACLES[OracleName.SEQUENCE].judge(make_trial(Planted(UnloadDoesNothing)))
+    assert "an adapter that moved, and the slot that it left" in judgement.message
+    assert judgement.where["slot"] == 3
