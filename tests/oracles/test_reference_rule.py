@@ -1,0 +1,186 @@
+"""When the reference oracle fails, when it cannot tell, and where it points."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+
+from loragate.inputs import DataKind, copy_batch, make_batch, make_pool
+from loragate.matrix.case import Dtype, Mix
+from loragate.oracles.golden import eager, folded, golden
+from loragate.oracles.protocol import Trial
+from loragate.oracles.reference import judge_result
+from loragate.subjects.protocol import Batch, Pool
+from loragate.verdict import Failure, Judgement, Verdict
+
+NARROW = [Dtype.BF16, Dtype.FP16]
+
+
+def data(trial: Trial) -> tuple[Pool, Batch]:
+    case, seed, kind = trial.case, trial.seed, DataKind.SIGNED
+    pool = make_pool(case, seed, kind, trial.machine, trial.capabilities)
+    return pool, make_batch(case, seed, 0, kind, trial.machine)
+
+
+def judge(trial: Trial, result: torch.Tensor) -> Judgement:
+    pool, batch = data(trial)
+    return judge_result(trial, pool, batch, None, result)
+
+
+def as_computed(trial: Trial) -> torch.Tensor:
+    pool, batch = data(trial)
+    return eager(trial.case, pool, batch)
+
+
+@pytest.mark.parametrize("dtype", Dtype)
+def test_the_best_possible_result_and_the_plain_one_pass(
+    dtype: Dtype, make_trial: Callable[..., Trial]
+) -> None:
+    for seed in range(20):
+        trial = make_trial(seed=seed, dtype=dtype)
+        pool, batch = data(trial)
+        best = golden(pool, batch).out.to(batch.out.dtype)
+        for result in (best, as_computed(trial)):
+            judgement = judge(trial, result)
+            assert judgement.verdict is Verdict.PASS, judgement
+            assert judgement.metrics["ratio"] < 0.7
+
+
+@pytest.mark.parametrize("dtype", Dtype)
+@pytest.mark.parametrize("tokens", [1, 2, 3])
+def test_few_rows_of_low_rank_are_no_reason_to_fail_or_to_doubt(
+    dtype: Dtype, tokens: int, make_trial: Callable[..., Trial]
+) -> None:
+    for seed in range(20):
+        trial = make_trial(
+            seed=seed, dtype=dtype, tokens=tokens, mix=Mix.SINGLE, rank=1, slices=(8,), slots=2
+        )
+        pool, batch = data(trial)
+        best = golden(pool, batch).out.to(batch.out.dtype)
+        for result in (best, as_computed(trial)):
+            assert judge(trial, result).verdict is Verdict.PASS
+
+
+@pytest.mark.parametrize(("dtype", "too_large"), [(Dtype.BF16, 1.015), (Dtype.FP16, 1.003)])
+def test_a_scale_that_is_off_by_a_little_is_seen(
+    dtype: Dtype, too_large: float, make_trial: Callable[..., Trial]
+) -> None:
+    for seed in range(5):
+        trial = make_trial(seed=seed, dtype=dtype, tokens=64, in_features=256, slices=(128, 64))
+        pool, batch = data(trial)
+        scales = tuple(tuple(s * too_large for s in row) for row in pool.scales)
+        judgement = judge(trial, eager(trial.case, replace(pool, scales=scales), batch))
+        assert judgement.failure is Failure.WRONG_ANSWER, judgement
+        assert judgement.metrics["bias"] == pytest.approx(too_large - 1, rel=0.25)
+
+
+def test_products_in_tf32_are_not_taken_for_fp32(make_trial: Callable[..., Trial]) -> None:
+    trial = make_trial(dtype=Dtype.FP32)
+    pool, batch = data(trial)
+    tf32 = (pool.a.view(torch.int32) & ~0x1FFF).view(torch.float32)
+    judgement = judge(trial, eager(trial.case, replace(pool, a=tf32), batch))
+    assert judgement.failure is Failure.WRONG_ANSWER
+
+
+def test_one_wrong_row_of_a_small_slice_is_seen_and_named(
+    make_trial: Callable[..., Trial],
+) -> None:
+    trial = make_trial(tokens=64, slices=(512, 8))
+    result = as_computed(trial)
+    pool, batch = data(trial)
+    row = int((batch.token_slots == trial.case.slots - 1).nonzero()[0])
+    delta = golden(pool, batch).delta
+    part = 1 if pool.ranks[trial.case.slots - 1][1] else 0
+    columns = slice(512, 520) if part else slice(0, 512)
+    result[row, columns] += (delta[row, columns] * 0.2).to(result.dtype)
+    judgement = judge(trial, result)
+    assert judgement.verdict is Verdict.FAIL
+    assert judgement.where["token"] == row
+    assert judgement.where["slot"] == trial.case.slots - 1
+    assert judgement.where["slice"] == part
+    assert judgement.metrics["ratio"] == pytest.approx(
+        judgement.metrics["err"] / judgement.metrics["threshold"]
+    )
+
+
+def test_one_wrong_element_is_named(make_trial: Callable[..., Trial]) -> None:
+    trial = make_trial()
+    result = as_computed(trial)
+    result[5, 40 + 3] += 1
+    judgement = judge(trial, result)
+    assert judgement.verdict is Verdict.FAIL
+    assert (judgement.where["token"], judgement.where["slice"], judgement.where["column"]) == (
+        5,
+        1,
+        3,
+    )
+
+
+@pytest.mark.parametrize(
+    ("value", "word"), [(float("nan"), "NaN"), (float("inf"), "Inf"), (-float("inf"), "-Inf")]
+)
+def test_a_number_that_is_none_is_named_before_any_error_is_measured(
+    value: float, word: str, make_trial: Callable[..., Trial]
+) -> None:
+    trial = make_trial()
+    result = as_computed(trial)
+    result[7, 2] = value
+    judgement = judge(trial, result)
+    assert judgement.failure is Failure.WRONG_ANSWER
+    assert judgement.message.startswith(f"1 elements are {word} on one side only")
+    assert judgement.where["token"] == 7
+    assert judgement.where["column"] == 2
+
+
+def test_a_nan_that_belongs_there_is_no_error(make_trial: Callable[..., Trial]) -> None:
+    trial = make_trial()
+    pool, batch = data(trial)
+    row = int((batch.token_slots < 0).nonzero()[0])
+    batch.out[row, 3] = float("nan")
+    result = eager(trial.case, pool, copy_batch(batch))
+    assert judge_result(trial, pool, batch, None, result).verdict is Verdict.PASS
+    result[row, 3] = 0
+    assert judge_result(trial, pool, batch, None, result).verdict is Verdict.FAIL
+
+
+@pytest.mark.parametrize("dtype", NARROW)
+def test_a_delta_that_drowns_in_the_base_is_inconclusive_and_never_a_pass(
+    dtype: Dtype, make_trial: Callable[..., Trial]
+) -> None:
+    trial = make_trial(dtype=dtype)
+    pool, batch = data(trial)
+    batch.out.copy_(batch.out * 4096)
+    judgement = judge_result(trial, pool, batch, None, eager(trial.case, pool, batch))
+    assert judgement.verdict is Verdict.INCONCLUSIVE
+    assert "nothing is proven" in judgement.message
+    assert judgement.metrics["eager_miss"] > 0.1
+    # a gross error is still one
+    wrong = judge_result(trial, pool, batch, None, batch.out * 2)
+    assert wrong.verdict is Verdict.FAIL
+
+
+def test_a_scale_in_b_is_judged_by_its_own_rounding_where_it_is_declared(
+    make_trial: Callable[..., Trial],
+) -> None:
+    trial = make_trial(tokens=64, in_features=256, slices=(128, 64))
+    declared = replace(
+        trial, capabilities=replace(trial.capabilities, folds_scale_into_weights=True)
+    )
+    pool, batch = data(trial)
+    result = eager(trial.case, folded(pool), batch)
+    plain, folding = judge(trial, result), judge(declared, result)
+    assert folding.verdict is Verdict.PASS
+    assert folding.metrics["ratio"] < 0.9 * plain.metrics["ratio"]
+
+
+def test_rows_without_adapter_may_not_move_at_all(make_trial: Callable[..., Trial]) -> None:
+    trial = make_trial(mix=Mix.ALL_BASE)
+    result = as_computed(trial)
+    assert judge(trial, result).verdict is Verdict.PASS
+    result[3, 4] *= 1.05
+    judgement = judge(trial, result)
+    assert judgement.verdict is Verdict.FAIL
+    assert judgement.where["slot"] == -1
