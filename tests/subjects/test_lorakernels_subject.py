@@ -1,0 +1,105 @@
+"""The project's own kernels behind the subject protocol: a few small cases end to end, and what
+the translation must not do for them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from loragate.inputs import DataKind, Dead, make_pool
+from loragate.machine import detect_machine, select_interpreter
+from loragate.matrix.case import Case, Dtype, Execution, Layout, Parallel, Ranks, Site
+from loragate.oracles.protocol import Trial
+from loragate.runner import run_trial
+from loragate.subjects import find_subject
+from loragate.subjects.protocol import unsupported
+from loragate.verdict import OracleName, Verdict
+
+select_interpreter()
+CASE = Case(
+    site=Site.DENSE_DELTA,
+    tokens=11,
+    in_features=40,
+    slices=(24, 16),
+    rank=6,
+    slots=3,
+    dtype=Dtype.BF16,
+    oracles=(OracleName.REFERENCE, OracleName.EXACT, OracleName.CANARY, OracleName.SEQUENCE),
+)
+LINEAR = replace(CASE, site=Site.LORA_LINEAR)
+SMALL = {
+    "delta_column_slice": replace(CASE, layout=Layout.COLUMN_SLICE),
+    "delta_padded_rows": replace(CASE, layout=Layout.PADDED_ROWS, dtype=Dtype.FP16),
+    "column_parallel": replace(LINEAR, parallel=Parallel.COLUMN, tp=2),
+    "row_parallel": replace(LINEAR, parallel=Parallel.ROW, tp=2, dtype=Dtype.FP32),
+}
+
+
+def trial_of(case: Case) -> Trial:
+    machine, subject = detect_machine(), find_subject("lorakernels")
+    have = subject.capabilities(machine)
+    assert not isinstance(have, str)
+    return Trial(case, subject, have, machine, seed=5)
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_a_small_case_passes_its_oracles(name: str) -> None:
+    trial = trial_of(SMALL[name])
+    assert unsupported(trial.case, trial.capabilities) is None
+    for judgement in run_trial(trial):
+        assert judgement.verdict is Verdict.PASS, judgement
+
+
+def test_it_supports_everything_but_graphs_in_the_interpreter() -> None:
+    have = trial_of(CASE).capabilities
+    assert have.sites == frozenset(Site)
+    assert have.dtypes == frozenset(Dtype)
+    assert have.parallel == frozenset(Parallel)
+    assert have.layouts == frozenset(Layout)
+    assert have.max_rank == 512
+    assert have.deterministic
+    assert have.skips_dead_ranks
+    assert have.rank_per_slice
+    assert (Execution.GRAPH in have.executions) is not detect_machine().interpreted
+
+
+def test_dead_ranks_hold_nan_where_the_pool_does_and_zeros_are_left_to_the_reset() -> None:
+    from loragate.subjects.lorakernels_subject import keep_dead_nan
+    from lorakernels.dense.weights import SlotWeights
+
+    trial = trial_of(replace(CASE, slots=1, ranks=Ranks.MIXED))
+    pool = make_pool(
+        trial.case, 5, DataKind.EXACT, trial.machine, trial.capabilities, dead=Dead.NAN
+    )
+    weights = SlotWeights(
+        num_slots=1,
+        slice_widths=(24, 16),
+        in_features=40,
+        rank=6,
+        dtype=torch.bfloat16,
+        device=trial.machine.device,
+    )
+    weights.a.fill_(7)
+    clean = make_pool(trial.case, 5, DataKind.EXACT, trial.machine, trial.capabilities)
+    keep_dead_nan(weights, 0, clean)
+    assert (weights.a == 7).all()
+    keep_dead_nan(weights, 0, pool)
+    # the first slice is full, the second absent
+    assert pool.ranks == ((6, 0),)
+    assert (weights.a[0, 0] == 7).all()
+    assert weights.a[0, 1].isnan().all()
+    assert not weights.b[0, :24].isnan().any()
+    assert weights.b[0, 24:].isnan().all()
+
+
+def test_base_rows_at_the_end_are_told_as_padding() -> None:
+    trial = trial_of(CASE)
+    instance = trial.subject.open(CASE, trial.machine, None)
+    metadata = instance.metadata  # type: ignore[attr-defined]
+    for slots in ([2, -1, 0, -1, -1], [-1, -1], [1]):
+        instance.prepare(torch.tensor(slots, dtype=torch.int32))
+        assert metadata.num_rows == len(slots)
+        assert metadata.token_slots[: len(slots)].tolist() == slots
+        assert (metadata.token_slots[len(slots) :] == -1).all()
