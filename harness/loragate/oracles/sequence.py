@@ -15,13 +15,14 @@ from dataclasses import dataclass, replace
 from torch import Tensor
 
 from loragate.inputs import DataKind, copy_batch, make_batch, make_pool
+from loragate.inputs.placement import bits_of, owned, whole
 from loragate.inputs.pool import reordered, trimmed, without_slice
 from loragate.matrix.case import Mix, Ranks
 from loragate.oracles.evidence import judge_bits, malformed, passed
 from loragate.oracles.protocol import Trial
 from loragate.oracles.session import Session, base_of
 from loragate.subjects.protocol import BaseLayer, Batch, Pool
-from loragate.verdict import Failure, Judgement, OracleName
+from loragate.verdict import Failure, Judgement, OracleName, Verdict
 
 _SMALLER = 3
 
@@ -55,12 +56,14 @@ class Sequence:
                 _move(session, slot, pool)
             resident |= scene.loads
             batch = _batch(trial, kind, scene, count)
-            result = session.step(copy_batch(batch))
+            own, other = copy_batch(batch), copy_batch(batch)
+            result = session.step(own)
             wrong = malformed(self.name, batch, result)
             # the first step has nothing before it
             if wrong is None and count:
-                wanted = _on_fresh_instance(trial, base, resident, batch)
+                wanted = _on_fresh_instance(trial, base, resident, other)
                 wrong = self._compare(trial, scene, batch, result, wanted)
+                wrong = wrong or self._surroundings(scene, own, other)
             if wrong is not None:
                 return wrong
         return passed(self.name, steps=float(count + 1))
@@ -82,6 +85,17 @@ class Sequence:
             failure=Failure.STALE_STATE,
             claim=f"a fresh instance ({scene.what})",
         )
+
+    def _surroundings(self, scene: Scene, own: Batch, other: Batch) -> Judgement | None:
+        """A FAIL if the step wrote elsewhere than the fresh instance: rows of a larger batch
+        before lie behind the own ones."""
+        mask = bits_of(whole(own.out)) != bits_of(whole(other.out))
+        count = int((mask & ~owned(own.out)).sum())
+        if not count:
+            return None
+        message = f"{count} elements around out were written, not so by a fresh instance "
+        message += f"({scene.what})"
+        return Judgement(self.name, Verdict.FAIL, Failure.STALE_STATE, message)
 
 
 def _scenes(trial: Trial, kind: DataKind) -> Iterator[Scene]:
@@ -126,4 +140,4 @@ def _on_fresh_instance(
     for slot, pool in resident.items():
         if pool is not None:
             session.instance.load(slot, pool)
-    return session.step(copy_batch(batch))
+    return session.step(batch)
