@@ -85,6 +85,18 @@ def test_the_record_is_of_this_corpus() -> None:
     assert recorded == now, f"run `loragate faults --stand-in --record {RECORD}`"
 
 
+def test_the_record_shows_everything_noticed_and_by_one_oracle_alone_where_promised() -> None:
+    record = read_section(project_root() / RECORD, "faults")
+    if record is None:
+        pytest.skip(f"{RECORD} has no run of the corpus yet")
+    fates = {name: fault["fate"] for name, fault in record["faults"].items()}
+    wanted = {f.name: "not run" if f.needs is Needs.GPU else "killed" for f in FAULTS}
+    assert fates == wanted
+    alone = {fault.name: record["faults"][fault.name]["killers"] for fault in SLICE}
+    assert alone == {fault.name: [fault.killers[0].value] for fault in SLICE}
+    assert {control["fate"] for control in record["controls"].values()} == {"survived"}
+
+
 @pytest.mark.parametrize("page", ["docs/faults.md", "README.md"])
 def test_the_kill_rates_that_are_shown_are_the_recorded_ones(page: str) -> None:
     record = read_section(project_root() / RECORD, "faults")
