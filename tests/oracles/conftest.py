@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 
 from loragate.machine import Machine
 from loragate.matrix.case import Case, Dtype, Site
@@ -23,6 +24,10 @@ _CASE = Case(
     slots=4,
     dtype=Dtype.BF16,
 )
+
+
+# matrices of a few kilobytes: threads would only wait for each other, and for other workers
+torch.set_num_threads(1)
 
 
 @pytest.fixture
