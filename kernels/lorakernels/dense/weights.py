@@ -48,16 +48,7 @@ class SlotWeights:
         dtype: torch.dtype,
         device: torch.device | str,
     ) -> None:
-        _require_positive("num_slots", num_slots)
-        _require_positive("in_features", in_features)
-        for width in slice_widths:
-            _require_positive("slice_widths", width)
-        if not slice_widths:
-            raise ValueError("slice_widths must name at least one slice (got none)")
-        if not 1 <= rank <= MAX_RANK:
-            raise ValueError(f"rank must be 1 to {MAX_RANK} (got {rank})")
-        if dtype not in (torch.float16, torch.bfloat16, torch.float32):
-            raise ValueError(f"dtype must be float16, bfloat16 or float32 (got {dtype})")
+        check_geometry(num_slots, slice_widths, in_features, rank, dtype)
         self.slice_widths = tuple(slice_widths)
         num_slices, out_features = len(self.slice_widths), sum(self.slice_widths)
         self.a = torch.zeros(num_slots, num_slices, rank, in_features, dtype=dtype, device=device)
@@ -132,17 +123,39 @@ class SlotWeights:
             raise ValueError(
                 f"b of slice {index} must be [{width}, {rank}] (got {list(part.b.shape)})"
             )
-        if not 1 <= rank <= self.rank:
-            raise ValueError(f"rank of slice {index} must be 1 to {self.rank} (got {rank})")
-        if not (part.a.is_floating_point() and part.b.is_floating_point()):
-            raise ValueError(
-                f"a and b of slice {index} must be floating point "
-                f"(got {part.a.dtype} and {part.b.dtype})"
-            )
-        if not math.isfinite(part.scale):
-            raise ValueError(f"scale of slice {index} must be finite (got {part.scale})")
+        check_values(index, part.a, part.b, part.scale, rank=rank, max_rank=self.rank)
 
 
-def _require_positive(name: str, value: int) -> None:
+def check_geometry(
+    num_slots: int, slice_widths: Sequence[int], in_features: int, rank: int, dtype: torch.dtype
+) -> None:
+    """What the stacked weights of a dense and of a MoE layer have in common. ValueError."""
+    require_positive("num_slots", num_slots)
+    require_positive("in_features", in_features)
+    for width in slice_widths:
+        require_positive("slice_widths", width)
+    if not slice_widths:
+        raise ValueError("slice_widths must name at least one slice (got none)")
+    if not 1 <= rank <= MAX_RANK:
+        raise ValueError(f"rank must be 1 to {MAX_RANK} (got {rank})")
+    if dtype not in (torch.float16, torch.bfloat16, torch.float32):
+        raise ValueError(f"dtype must be float16, bfloat16 or float32 (got {dtype})")
+
+
+def check_values(
+    index: int, a: Tensor, b: Tensor, scale: float, *, rank: int, max_rank: int
+) -> None:
+    """What holds for the factors of any slice, whatever their shape. ValueError."""
+    if not 1 <= rank <= max_rank:
+        raise ValueError(f"rank of slice {index} must be 1 to {max_rank} (got {rank})")
+    if not (a.is_floating_point() and b.is_floating_point()):
+        raise ValueError(
+            f"a and b of slice {index} must be floating point (got {a.dtype} and {b.dtype})"
+        )
+    if not math.isfinite(scale):
+        raise ValueError(f"scale of slice {index} must be finite (got {scale})")
+
+
+def require_positive(name: str, value: int) -> None:
     if value < 1:
         raise ValueError(f"{name} must be at least 1 (got {value})")
