@@ -86,7 +86,7 @@ def test_all_problems_of_a_file_are_told_at_once(write: Write) -> None:
     slices = "a list of integers >= 1, such as [48, 16, 16]"
     one = "groups.one"
     assert _told(path) == [
-        "bad.yaml:1: site: given 'dense_delt'; allowed: dense_delta, lora_linear; "
+        "bad.yaml:1: site: given 'dense_delt'; allowed: dense_delta, lora_linear, moe_delta; "
         "nearest: dense_delta",
         "bad.yaml:3: defaults.dtype: given 'bf61'; allowed: fp16, bf16, fp32; nearest: bf16",
         "bad.yaml:4: defaults.mix: given 2 values; allowed: one value, a list belongs into a row",

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -19,7 +20,7 @@ from loragate.inputs import DataKind, make_pool, torch_dtype
 from loragate.machine import Machine
 from loragate.matrix.case import Case
 from loragate.oracles.golden import chunks, eager, golden
-from loragate.subjects.protocol import Batch, Capabilities, Instance, Pool, Subject
+from loragate.subjects.protocol import Batch, Capabilities, Instance, Pool, Resident, Subject
 
 _SEED = 1
 _BASE = "base"
@@ -44,7 +45,7 @@ class Contender:
         instance = self.subject.open(case, machine, None)
         for slot in range(case.slots):
             instance.load(slot, pool)
-        return instance
+        return cast(Instance, instance)
 
 
 def run_dense(
@@ -153,7 +154,7 @@ def measure_steps(
             )
 
 
-def _device_us(instance: Instance, token_slots: Tensor, machine: Machine) -> float | None:
+def _device_us(instance: Resident, token_slots: Tensor, machine: Machine) -> float | None:
     resident = token_slots.to(machine.device)
     try:
         graph = capture(partial(instance.prepare, resident))

@@ -13,6 +13,11 @@ class Site(StrEnum):
 
     DENSE_DELTA = "dense_delta"
     LORA_LINEAR = "lora_linear"
+    MOE_DELTA = "moe_delta"
+
+
+# sites whose rows are routed to experts
+MOE_SITES = frozenset({Site.MOE_DELTA})
 
 
 class Tier(StrEnum):
@@ -76,12 +81,74 @@ class Ranks(StrEnum):
     MIXED = "mixed"
 
 
+class Source(StrEnum):
+    """What a row of x is, for a site with experts. Pair p is choice p % top_k of token
+    p // top_k."""
+
+    # x [tokens, in_features]: all pairs of a token read one row, as in w13
+    TOKEN = "token"
+    # x [tokens * top_k, in_features]: each pair has a row of its own, as in w2
+    PAIR = "pair"
+
+
+class Routing(StrEnum):
+    """Which experts the tokens choose; the experts of one token are always distinct."""
+
+    # the last local expert always has pairs, another one has none where that is possible
+    UNIFORM = "uniform"
+    # one hot expert takes a pair of nearly every token, half of the experts have none
+    SKEWED = "skewed"
+
+
+class ExpertMap(StrEnum):
+    """Where the experts that tokens choose are."""
+
+    # all of them here
+    LOCAL = "local"
+    # expert parallel: twice as many experts as here, a map from global to local ids with -1 for
+    # those elsewhere; some pairs have no expert at all (-1)
+    PARALLEL = "parallel"
+
+
+class Sharing(StrEnum):
+    """Factors that all experts of an adapter have in common."""
+
+    PER_EXPERT = "per_expert"
+    # shared outer adapters: A of gate and up, B of down
+    SHARED_A = "shared_a"
+    SHARED_B = "shared_b"
+
+
+class RouterWeights(StrEnum):
+    NONE = "none"
+    # the delta of each pair is multiplied by the weight of its expert
+    OUTPUT = "output"
+
+
+class Write(StrEnum):
+    """What happens to the output of a pair with a delta; any other keeps its bits."""
+
+    ADD = "add"
+    STORE = "store"
+
+
+class Path(StrEnum):
+    """Which kernels of a subject run."""
+
+    # the subject decides
+    PLAN = "plan"
+    TWO_KERNEL = "two_kernel"
+    ONE_SHOT = "one_shot"
+    SMALL_BATCH = "small_batch"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
     """One check of one operation, for any subject.
 
     Shapes: x [tokens, in_features], A [slots, slices, rank, in_features],
-    B [slots, sum(slices), rank], out [tokens, sum(slices)].
+    B [slots, sum(slices), rank], out [tokens, sum(slices)]. With experts: x as `source` says,
+    A [slots, experts, ...], B [slots, experts, ...], out [tokens * top_k, sum(slices)].
     `rank` is the rank of the slot buffers; an adapter's live rank may be smaller.
     """
 
@@ -99,6 +166,16 @@ class Case:
     # lora_linear only
     parallel: Parallel = Parallel.REPLICATED
     tp: int = 1
+    # sites with experts only; `experts` are those that are here
+    experts: int = 1
+    top_k: int = 1
+    source: Source = Source.TOKEN
+    routing: Routing = Routing.UNIFORM
+    expert_map: ExpertMap = ExpertMap.LOCAL
+    sharing: Sharing = Sharing.PER_EXPERT
+    router: RouterWeights = RouterWeights.NONE
+    write: Write = Write.ADD
+    path: Path = Path.PLAN
     # how the case is run, not what it is: these do not enter the id
     tier: Tier = Tier.SMOKE
     oracles: tuple[OracleName, ...] = (OracleName.REFERENCE,)
@@ -107,3 +184,16 @@ class Case:
     @property
     def out_features(self) -> int:
         return sum(self.slices)
+
+    @property
+    def global_experts(self) -> int:
+        return self.experts * (2 if self.expert_map is ExpertMap.PARALLEL else 1)
+
+    @property
+    def x_rows(self) -> int:
+        return self.tokens * (self.top_k if self.source is Source.PAIR else 1)
+
+    @property
+    def out_rows(self) -> int:
+        """Rows of the output: tokens, or pairs of a site with experts."""
+        return self.tokens * self.top_k

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 
-from loragate.matrix.case import Case
+from loragate.matrix.case import MOE_SITES, Case
 
 
 def case_id(case: Case) -> str:
@@ -23,7 +23,23 @@ def case_id(case: Case) -> str:
     }
     if case.site == "lora_linear":
         axes |= {"parallel": case.parallel.value, "tp": str(case.tp)}
+    if case.site in MOE_SITES:
+        axes |= _moe_axes(case)
     return ".".join([case.site.value, *(f"{axis}-{axes[axis]}" for axis in sorted(axes))])
+
+
+def _moe_axes(case: Case) -> dict[str, str]:
+    return {
+        "experts": str(case.experts),
+        "map": case.expert_map.value,
+        "path": case.path.value,
+        "router": case.router.value,
+        "routing": case.routing.value,
+        "sharing": case.sharing.value,
+        "source": case.source.value,
+        "topk": str(case.top_k),
+        "write": case.write.value,
+    }
 
 
 def run_id(subject: str, case: Case) -> str:

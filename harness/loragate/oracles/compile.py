@@ -24,7 +24,7 @@ from loragate.matrix.case import Execution, Mix
 from loragate.oracles.evidence import judge_bits, passed
 from loragate.oracles.protocol import Trial
 from loragate.oracles.session import base_of
-from loragate.subjects.protocol import Batch, Instance
+from loragate.subjects.protocol import AnyInstance, Batch, apply_step
 from loragate.verdict import Failure, Judgement, OracleName, Verdict
 
 _KIND = DataKind.EXACT
@@ -57,7 +57,7 @@ class Compile:
         )
 
 
-def _open(trial: Trial, number: int) -> Instance:
+def _open(trial: Trial, number: int) -> AnyInstance:
     """A layer with adapters of its own."""
     instance = trial.subject.open(trial.case, trial.machine, base_of(trial, _KIND))
     seed = trial.seed + number
@@ -95,10 +95,10 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return func(*args, **(kwargs or {}))
 
 
-def _custom_calls(instance: Instance, batch: Batch) -> tuple[_Call, ...]:
+def _custom_calls(instance: AnyInstance, batch: Batch) -> tuple[_Call, ...]:
     instance.prepare(batch.token_slots)
     with _Recorder() as recorder:
-        instance.apply(batch.x, batch.out)
+        apply_step(instance, batch)
     return tuple(recorder.calls.values())
 
 
@@ -114,7 +114,7 @@ def _opcheck(calls: tuple[_Call, ...]) -> Judgement | None:
     return None
 
 
-def _trace(trial: Trial, layers: list[Instance]) -> Judgement | None:
+def _trace(trial: Trial, layers: list[AnyInstance]) -> Judgement | None:
     """A FAIL if layers, mixes or sizes need graphs of their own, or a graph gives other results."""
     compiled = _Compiled(trial)
     try:
@@ -149,8 +149,8 @@ class _Compiled:
     """One function under torch.compile that runs any layer, and the graphs that it took."""
 
     def __init__(self, trial: Trial) -> None:
-        def run(layer: Instance, x: Tensor, out: Tensor) -> Tensor:
-            return layer.apply(x, out)
+        def run(layer: AnyInstance, batch: Batch) -> Tensor:
+            return apply_step(layer, batch)
 
         torch._dynamo.reset()
         self._trial = trial
@@ -158,14 +158,14 @@ class _Compiled:
         self._run = torch.compile(run, backend=self._keep, fullgraph=True)
 
     def step(
-        self, layer: Instance, batch: Batch, where: str, *, graphs: int, warm: bool
+        self, layer: AnyInstance, batch: Batch, where: str, *, graphs: int, warm: bool
     ) -> Judgement | None:
         """A FAIL if there are more than `graphs` graphs now, or Triton compiles while `warm`."""
         kernels: list[str] = []
         with _kernels_compiled(kernels):
             layer.prepare(batch.token_slots)
-            wanted = layer.apply(*_rows(batch)) + 0.0
-            result = self._run(layer, *_rows(batch)) + 0.0
+            wanted = apply_step(layer, copy_batch(batch)) + 0.0
+            result = self._run(layer, copy_batch(batch)) + 0.0
         if warm and kernels:
             return _failure(Failure.RECOMPILED, f"{where} compiled {', '.join(kernels)} anew")
         if len(self._graphs) > graphs:
@@ -175,11 +175,6 @@ class _Compiled:
     def _keep(self, graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Any:
         self._graphs.append(graph)
         return torch._dynamo.lookup_backend("aot_eager")(graph, inputs)
-
-
-def _rows(batch: Batch) -> tuple[Tensor, Tensor]:
-    own = copy_batch(batch)
-    return own.x, own.out
 
 
 def _compare(trial: Trial, batch: Batch, result: Tensor, wanted: Tensor) -> Judgement | None:

@@ -21,7 +21,7 @@ from loragate.matrix.case import Case, Execution, Layout, Mix, Ranks, Site
 from loragate.oracles.evidence import judge_bits, passed
 from loragate.oracles.protocol import Trial
 from loragate.oracles.session import base_of
-from loragate.subjects.protocol import Batch, Guard, Instance, Pool
+from loragate.subjects.protocol import AnyInstance, Batch, Guard, Pool, apply_step
 from loragate.verdict import Failure, Judgement, OracleName, Verdict
 
 
@@ -97,7 +97,7 @@ def _refusal(violation: Violation) -> Judgement | None:
 
 
 def _aftermath(
-    trial: Trial, violation: Violation, instance: Instance, batch: Batch, wanted: Tensor
+    trial: Trial, violation: Violation, instance: AnyInstance, batch: Batch, wanted: Tensor
 ) -> Judgement | None:
     """A FAIL if the step that was prepared before gives something else now."""
     try:
@@ -130,13 +130,15 @@ def _failure(
     )
 
 
-def _apply(instance: Instance, batch: Batch) -> Tensor:
+def _apply(instance: AnyInstance, batch: Batch) -> Tensor:
     own = copy_batch(batch)
     # a sum of zero has either sign, as the order of its terms has it
-    return instance.apply(own.x, own.out) + 0.0
+    return apply_step(instance, own) + 0.0
 
 
-def _violations(trial: Trial, case: Case, instance: Instance, batch: Batch) -> Iterator[Violation]:
+def _violations(
+    trial: Trial, case: Case, instance: AnyInstance, batch: Batch
+) -> Iterator[Violation]:
     yield from _bad_rows(case, instance, copy_batch(batch))
     if case.site is Site.DENSE_DELTA:
         yield from _bad_outputs(case, instance, copy_batch(batch))
@@ -144,12 +146,18 @@ def _violations(trial: Trial, case: Case, instance: Instance, batch: Batch) -> I
     yield from _bad_adapters(trial, case, instance)
 
 
-def _bad_rows(case: Case, instance: Instance, batch: Batch) -> Iterator[Violation]:
+def _bad_rows(case: Case, instance: AnyInstance, batch: Batch) -> Iterator[Violation]:
     x, out = batch.x, batch.out
     other = torch.float32 if x.dtype != torch.float32 else torch.float16
 
     def violation(guard: Guard, what: str, given: object, x: Tensor, out: Tensor) -> Violation:
-        return Violation(guard, what, str(given), partial(instance.apply, x, out), (x, out))
+        return Violation(
+            guard,
+            what,
+            str(given),
+            partial(apply_step, instance, replace(batch, x=x, out=out)),
+            (x, out),
+        )
 
     yield violation(Guard.X_DTYPE, f"x of {other}", other, x.to(other), out)
     narrow = case.in_features - 1
@@ -159,14 +167,14 @@ def _bad_rows(case: Case, instance: Instance, batch: Batch) -> Iterator[Violatio
     yield violation(Guard.ROWS, f"{more} rows, {case.tokens} prepared", more, *taller)
 
 
-def _bad_outputs(case: Case, instance: Instance, batch: Batch) -> Iterator[Violation]:
+def _bad_outputs(case: Case, instance: AnyInstance, batch: Batch) -> Iterator[Violation]:
     x, out = batch.x, batch.out
     other = torch.float32 if out.dtype != torch.float32 else torch.float16
     columns = case.out_features - 1
     narrow, cast = out[:, :columns], out.to(other)
-    call = partial(instance.apply, x, narrow)
+    call = partial(apply_step, instance, replace(batch, out=narrow))
     yield Violation(Guard.OUT_WIDTH, f"out with {columns} columns", str(columns), call, (x, out))
-    call = partial(instance.apply, x, cast)
+    call = partial(apply_step, instance, replace(batch, out=cast))
     yield Violation(Guard.OUT_DTYPE, f"out of {other}", str(other), call, (x, cast))
     for guard, offset in ((Guard.ALIASED_OUT, 0), (Guard.OVERLAPPING_OUT, case.in_features // 2)):
         columns = max(case.in_features, case.out_features)
@@ -174,12 +182,12 @@ def _bad_outputs(case: Case, instance: Instance, batch: Batch) -> Iterator[Viola
         inside = storage.as_strided((case.tokens, case.in_features), (case.in_features, 1))
         inside.copy_(x)
         above = storage.as_strided(out.shape, (case.out_features, 1), offset)
-        call = partial(instance.apply, inside, above)
+        call = partial(apply_step, instance, replace(batch, x=inside, out=above))
         what = f"out that starts {offset} elements after x"
         yield Violation(guard, what, "out", call, (storage,))
 
 
-def _bad_mappings(case: Case, instance: Instance, good: Tensor) -> Iterator[Violation]:
+def _bad_mappings(case: Case, instance: AnyInstance, good: Tensor) -> Iterator[Violation]:
     def violation(guard: Guard, what: str, given: str, mapping: Tensor) -> Violation:
         return Violation(guard, what, given, partial(instance.prepare, mapping), (mapping,))
 
@@ -193,7 +201,7 @@ def _bad_mappings(case: Case, instance: Instance, good: Tensor) -> Iterator[Viol
         yield violation(Guard.SLOT_RANGE, f"a row of slot {slot}", str(slot), foreign)
 
 
-def _bad_adapters(trial: Trial, case: Case, instance: Instance) -> Iterator[Violation]:
+def _bad_adapters(trial: Trial, case: Case, instance: AnyInstance) -> Iterator[Violation]:
     last, width = case.slots - 1, case.slices[-1] + 1
 
     def pool(bad: Case) -> Pool:

@@ -18,7 +18,7 @@ from loragate.inputs.draw import DataKind
 from loragate.inputs.placement import whole
 from loragate.matrix.case import Execution, Site
 from loragate.oracles.protocol import Trial
-from loragate.subjects.protocol import BaseLayer, Batch, Pool
+from loragate.subjects.protocol import BaseLayer, Batch, Pool, apply_step
 
 _WARM_UPS = 3
 
@@ -57,7 +57,7 @@ class Session:
             result = self._replay(batch)
         else:
             self.instance.prepare(batch.token_slots)
-            result = self.instance.apply(batch.x, batch.out)
+            result = apply_step(self.instance, batch)
         if batch.x.device.type == "cuda":
             torch.cuda.synchronize()
         return result
@@ -85,9 +85,9 @@ class Session:
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             for _ in range(_WARM_UPS):
-                self.instance.apply(static.x, static.out)
+                apply_step(self.instance, static)
         torch.cuda.current_stream().wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            result = self.instance.apply(static.x, static.out)
+            result = apply_step(self.instance, static)
         return _Capture(graph, static, result)

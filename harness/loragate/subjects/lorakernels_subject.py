@@ -38,7 +38,7 @@ class LoraKernelsSubject:
     def capabilities(self, machine: Machine) -> Capabilities | str:
         graph = frozenset() if machine.interpreted else frozenset({Execution.GRAPH})
         return Capabilities(
-            sites=frozenset(Site),
+            sites=frozenset({Site.DENSE_DELTA, Site.LORA_LINEAR}),
             dtypes=frozenset(Dtype),
             max_rank=MAX_RANK,
             executions=frozenset({Execution.EAGER}) | graph,

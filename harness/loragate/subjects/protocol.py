@@ -5,12 +5,25 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Protocol
+from typing import Protocol, TypeAlias, cast
 
 from torch import Tensor
 
 from loragate.machine import Machine
-from loragate.matrix.case import Case, Dtype, Execution, Layout, Parallel, Site
+from loragate.matrix.case import (
+    Case,
+    Dtype,
+    Execution,
+    ExpertMap,
+    Layout,
+    Parallel,
+    Path,
+    RouterWeights,
+    Sharing,
+    Site,
+    Source,
+    Write,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,6 +33,10 @@ class Pool:
     `a[slot, slice]` is [rank, in_features], `b[slice][slot]` is [slice width, rank]. Only the
     first `ranks[slot][slice]` ranks are live, the rest is dead: zero, or NaN for a subject
     that promises not to read it. Delta of a row x with slot s: `scale * (x @ A.T) @ B.T`.
+
+    With experts: `a[slot, expert, slice]` is [rank, in_features], `b[slice][slot, expert]` is
+    [slice width, rank]. The axis of experts has length 1 where they share the factor. Ranks and
+    scales are those of the adapter, the same for all experts.
     """
 
     a: Tensor
@@ -33,15 +50,33 @@ class Pool:
 
 
 @dataclass(frozen=True, slots=True)
+class Routes:
+    """What the router chose for a step, on the machine's device.
+
+    `topk_ids` int32 [tokens, top_k]: the experts of each token, all different; negative where
+    a pair has no expert. `expert_map` int32 [global experts]: the local id of each expert, -1
+    for one that is not here; without it the ids are local already. `weights` fp32 [tokens,
+    top_k]: what the delta of each pair is multiplied by; None: nothing.
+    """
+
+    topk_ids: Tensor
+    expert_map: Tensor | None = None
+    weights: Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Batch:
     """One step. `token_slots` is int32 [tokens] on the CPU, -1 for a base row.
 
     `out` [tokens, out_features] holds the base layer's output; an in-place site adds to it.
+    With experts there are `routes`, and `out` has a row for each pair: row p is choice
+    p % top_k of token p // top_k. x has a row for each token, or for each pair.
     """
 
     x: Tensor
     token_slots: Tensor
     out: Tensor
+    routes: Routes | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +95,7 @@ class Guard(StrEnum):
     X_WIDTH = "x_width"
     # as many rows as were prepared
     ROWS = "rows"
-    # dense_delta only
+    # sites that work in place
     OUT_DTYPE = "out_dtype"
     OUT_WIDTH = "out_width"
     # out starts where x starts
@@ -76,6 +111,12 @@ class Guard(StrEnum):
     ADAPTER_SHAPE = "adapter_shape"
     # load or unload of a slot that does not exist
     SLOT = "slot"
+    # sites with experts: ids of int64, ids or weights of another shape than prepared
+    TOPK_DTYPE = "topk_dtype"
+    TOPK_SHAPE = "topk_shape"
+    ROUTER_SHAPE = "router_shape"
+    # an adapter for another number of experts
+    ADAPTER_EXPERTS = "adapter_experts"
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,9 +143,17 @@ class Capabilities:
     guards: frozenset[Guard] = frozenset()
     # torch.compile traces apply() into one graph
     traceable: bool = False
+    # sites with experts
+    max_experts: int = 1024
+    paths: frozenset[Path] = frozenset({Path.PLAN})
+    expert_maps: frozenset[ExpertMap] = frozenset(ExpertMap)
+    sharings: frozenset[Sharing] = frozenset(Sharing)
+    sources: frozenset[Source] = frozenset(Source)
+    routers: frozenset[RouterWeights] = frozenset(RouterWeights)
+    writes: frozenset[Write] = frozenset(Write)
 
 
-class Instance(Protocol):
+class Resident(Protocol):
     """One resident pool of adapters; its state lives from step to step like in a server."""
 
     def load(self, slot: int, pool: Pool) -> None:
@@ -114,11 +163,32 @@ class Instance(Protocol):
         """Empty a slot."""
 
     def prepare(self, token_slots: Tensor) -> None:
-        """Once a step: tell which row uses which slot. May sync, is never captured."""
+        """Once a step: tell which token uses which slot. May sync, is never captured."""
 
+
+class Instance(Resident, Protocol):
     def apply(self, x: Tensor, out: Tensor) -> Tensor:
         """The operation itself. dense_delta adds to `out` in place and returns it;
         lora_linear ignores `out` and returns a new tensor. Never syncs."""
+
+
+class MoEInstance(Resident, Protocol):
+    def apply(self, x: Tensor, out: Tensor, routes: Routes) -> Tensor:
+        """The operation itself, alignment of the pairs included: a server captures both.
+
+        moe_delta adds to `out` in place, or stores (case.write), and returns it. Rows of pairs
+        without a delta keep their bits: base rows, experts that are not here, and slices that
+        the adapter does not have. Never syncs."""
+
+
+AnyInstance: TypeAlias = Instance | MoEInstance
+
+
+def apply_step(instance: AnyInstance, batch: Batch) -> Tensor:
+    """Run a prepared step."""
+    if batch.routes is None:
+        return cast(Instance, instance).apply(batch.x, batch.out)
+    return cast(MoEInstance, instance).apply(batch.x, batch.out, batch.routes)
 
 
 class Subject(Protocol):
@@ -130,8 +200,9 @@ class Subject(Protocol):
     def capabilities(self, machine: Machine) -> Capabilities | str:
         """What it can do here, or a sentence that says why it can do nothing."""
 
-    def open(self, case: Case, machine: Machine, base: BaseLayer | None) -> Instance:
-        """A fresh instance with empty slots, sized for the case; `base` for lora_linear."""
+    def open(self, case: Case, machine: Machine, base: BaseLayer | None) -> AnyInstance:
+        """A fresh instance with empty slots, sized for the case; `base` for lora_linear. A
+        MoEInstance for a site with experts."""
 
 
 def unsupported(case: Case, have: Capabilities) -> str | None:
@@ -142,10 +213,19 @@ def unsupported(case: Case, have: Capabilities) -> str | None:
         ("execution", case.execution, frozenset(have.executions)),
         ("parallel", case.parallel, frozenset(have.parallel)),
         ("layout", case.layout, frozenset(have.layouts)),
+        # these have their defaults where they do not apply
+        ("path", case.path, frozenset(have.paths | {Path.PLAN})),
+        ("expert_map", case.expert_map, frozenset(have.expert_maps | {ExpertMap.LOCAL})),
+        ("sharing", case.sharing, frozenset(have.sharings | {Sharing.PER_EXPERT})),
+        ("source", case.source, frozenset(have.sources | {Source.TOKEN})),
+        ("router", case.router, frozenset(have.routers | {RouterWeights.NONE})),
+        ("write", case.write, frozenset(have.writes | {Write.ADD})),
     )
     for axis, wanted, supported in wants:
         if wanted not in supported:
             return f"{axis} {wanted} is not supported"
     if case.rank > have.max_rank:
         return f"rank {case.rank} is above the limit of {have.max_rank}"
+    if case.experts > have.max_experts:
+        return f"{case.experts} experts are above the limit of {have.max_experts}"
     return None

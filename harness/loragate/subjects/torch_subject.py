@@ -26,7 +26,7 @@ class TorchSubject:
 
     def capabilities(self, machine: Machine) -> Capabilities | str:
         return Capabilities(
-            sites=frozenset(Site),
+            sites=frozenset({Site.DENSE_DELTA, Site.LORA_LINEAR}),
             dtypes=frozenset(Dtype),
             max_rank=1 << 16,
             # indexing by a mapping on the host cannot be replayed with another mapping
