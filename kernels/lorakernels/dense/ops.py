@@ -9,11 +9,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from functools import cache
 
 import torch
 from torch import Tensor
-from triton.runtime.jit import JITFunction
 
 from lorakernels.dense.kernels import lora_expand_kernel, lora_shrink_kernel
 from lorakernels.dense.plan import (
@@ -28,6 +26,7 @@ from lorakernels.dense.plan import (
     tile_programs,
 )
 from lorakernels.dense.weights import SlotWeights
+from lorakernels.device import launch_options, supports_pdl
 from lorakernels.metadata import BatchMetadata, tile_height
 
 
@@ -132,7 +131,7 @@ def _dense_delta(
     if bridge.numel() < size:
         raise ValueError(f"workspace must hold {size} values of bridge (got {bridge.numel()})")
     view = bridge[:size].view(planes, padded_rows, ranks_of_all)
-    pdl = _supports_pdl(x.device)
+    pdl = supports_pdl(x.device)
     tables = (tile_slots, tile_rows, num_tiles)
     _shrink(x, a, ranks, shape, tables, view, pdl=pdl)
     _expand(view, (b, ranks, scales), shape, tables, out, pdl=pdl)
@@ -175,7 +174,7 @@ def _shrink(
         EARLY=plan.trigger_early,
         num_warps=plan.num_warps,
         num_stages=plan.num_stages,
-        **_launch_options(pdl),
+        **launch_options(pdl),
     )
 
 
@@ -220,7 +219,7 @@ def _expand(
         IEEE=out.dtype == torch.float32,
         PDL=pdl,
         num_warps=plan.num_warps,
-        **_launch_options(pdl),
+        **launch_options(pdl),
     )
 
 
@@ -229,21 +228,6 @@ def _tile_capacity(shape: DenseShape, tables: tuple[Tensor, Tensor, Tensor]) -> 
     a tile before they know whether it exists, and must not leave the tables."""
     tile_slots, tile_rows, _ = tables
     return min(tile_slots.shape[0], tile_rows.shape[0] // tile_height(shape.num_rows))
-
-
-def _launch_options(pdl: bool) -> dict[str, bool]:
-    # the interpreter does not know the option
-    return {"launch_pdl": True} if pdl else {}
-
-
-@cache
-def _supports_pdl(device: torch.device) -> bool:
-    """Programmatic dependent launch: the expand starts while the shrink still runs. Safe in
-    `dense_delta` alone, where nothing can come between the two launches (vllm #31777)."""
-    # the interpreter knows nothing of it, and takes tensors of a GPU, too
-    compiled = isinstance(lora_expand_kernel, JITFunction)
-    on_gpu = compiled and device.type == "cuda"
-    return on_gpu and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
 def _tables(metadata: BatchMetadata) -> tuple[Tensor, Tensor, Tensor]:

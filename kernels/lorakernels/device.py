@@ -1,0 +1,33 @@
+"""What a GPU offers beyond the common: asked in one place."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+from triton.runtime.jit import JITFunction
+
+from lorakernels.metadata_kernel import prepare_kernel
+
+
+@cache
+def supports_pdl(device: torch.device) -> bool:
+    """Programmatic dependent launch: a kernel starts while the one before still runs. Safe
+    where nothing can come between the two launches (vllm #31777)."""
+    # the interpreter knows nothing of it, and takes tensors of a GPU, too
+    compiled = isinstance(prepare_kernel, JITFunction)
+    on_gpu = compiled and device.type == "cuda"
+    return on_gpu and torch.cuda.get_device_capability(device) >= (9, 0)
+
+
+@cache
+def num_sms(device: torch.device) -> int:
+    """Multiprocessors of a GPU; an H200's where there is none, for plans to look the same."""
+    if device.type != "cuda":
+        return 132
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def launch_options(pdl: bool) -> dict[str, bool]:
+    # the interpreter does not know the option
+    return {"launch_pdl": True} if pdl else {}

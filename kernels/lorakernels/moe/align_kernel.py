@@ -1,0 +1,269 @@
+"""Triton kernels that sort the routed pairs of a batch by (expert, slot) and cut them into tiles;
+see align.py.
+
+A bucket is (expert, slot), numbered expert * SLOT_BINS + slot; where the base layer is tiled as
+well, base rows are slot 0 and every other slot moves up by one. The place of a pair follows from
+counts alone, so no program waits for another and the order never depends on timing.
+"""
+
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+
+@triton.jit
+def _bucket_of(
+    topk_ids_ptr,
+    token_slots_ptr,
+    expert_map_ptr,
+    pair,
+    num_pairs,
+    num_ids,
+    num_experts,
+    max_slots,
+    TOP_K: tl.constexpr,
+    SLOT_BINS: tl.constexpr,
+    MAPPED: tl.constexpr,
+    WITH_BASE: tl.constexpr,
+):
+    """Bucket (-1: none), expert (-1: not here) and slot (-1: base row) of each pair."""
+    live = pair < num_pairs
+    expert = tl.load(topk_ids_ptr + pair, mask=live, other=-1)
+    if MAPPED:
+        # a foreign id is looked up nowhere (sglang #23178)
+        known = (expert >= 0) & (expert < num_ids)
+        expert = tl.load(expert_map_ptr + expert, mask=known, other=-1)
+    slot = tl.load(token_slots_ptr + pair // TOP_K, mask=live, other=-1)
+    slot = tl.where((slot >= 0) & (slot < max_slots), slot, -1)
+    expert = tl.where((expert >= 0) & (expert < num_experts), expert, -1)
+    bucket = expert * SLOT_BINS + slot + WITH_BASE
+    counted = (expert >= 0) & (slot + WITH_BASE >= 0)
+    return tl.where(counted, bucket, -1), expert, slot
+
+
+@triton.jit(do_not_specialize=["num_pairs", "num_ids", "num_experts", "max_slots"])
+def count_pairs_kernel(
+    topk_ids_ptr,
+    token_slots_ptr,
+    expert_map_ptr,
+    counts_ptr,
+    num_pairs,
+    num_ids,
+    num_experts,
+    max_slots,
+    TOP_K: tl.constexpr,
+    SLOT_BINS: tl.constexpr,
+    NUM_BINS: tl.constexpr,
+    MAPPED: tl.constexpr,
+    WITH_BASE: tl.constexpr,
+    SPAN: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    # one program counts the buckets of SPAN pairs
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    pair = tl.program_id(0) * SPAN + tl.arange(0, SPAN)
+    bucket, _, _ = _bucket_of(
+        topk_ids_ptr,
+        token_slots_ptr,
+        expert_map_ptr,
+        pair,
+        num_pairs,
+        num_ids,
+        num_experts,
+        max_slots,
+        TOP_K,
+        SLOT_BINS,
+        MAPPED,
+        WITH_BASE,
+    )
+    counts = tl.histogram(bucket, NUM_BINS, mask=bucket >= 0)
+    tl.store(counts_ptr + tl.program_id(0) * NUM_BINS + tl.arange(0, NUM_BINS), counts)
+
+
+@triton.jit
+def _tail(table_ptr, start, end, BLOCK: tl.constexpr):
+    """-1 from `start` to `end`, shared out among the programs."""
+    lanes = tl.arange(0, BLOCK)
+    nothing = tl.full([BLOCK], -1, tl.int32)
+    first = start + tl.program_id(0) * BLOCK
+    for at in range(first, end, tl.num_programs(0) * BLOCK):
+        tl.store(table_ptr + at + lanes, nothing, mask=at + lanes < end)
+
+
+@triton.jit
+def _put(table_ptr, pair, first_tile, rank, count, HEIGHT: tl.constexpr):
+    """Each pair into its tile, and -1 into the places of a last tile that stay empty. `rank` of
+    `count` pairs that share the tiles from `first_tile` on; -1 for a pair without a tile."""
+    here = rank >= 0
+    place = (first_tile + rank // HEIGHT) * HEIGHT + rank % HEIGHT
+    tl.store(table_ptr + place, pair, mask=here)
+    behind = tl.arange(0, HEIGHT)[None, :] + 1
+    empty = (here & (rank == count - 1))[:, None] & ((rank % HEIGHT)[:, None] + behind < HEIGHT)
+    tl.store(table_ptr + place[:, None] + behind, place[:, None] * 0 - 1 + behind * 0, mask=empty)
+
+
+@triton.jit(
+    do_not_specialize=[
+        "num_pairs",
+        "num_ids",
+        "num_experts",
+        "max_slots",
+        "num_spans",
+        "size_pair_tables",
+        "size_tiles",
+        "size_tile_pairs",
+        "size_base_tiles",
+        "size_base_pairs",
+    ]
+)
+def place_pairs_kernel(
+    topk_ids_ptr,
+    token_slots_ptr,
+    expert_map_ptr,
+    counts_ptr,
+    pair_slots_ptr,
+    pair_experts_ptr,
+    tile_slots_ptr,
+    tile_experts_ptr,
+    tile_pairs_ptr,
+    num_tiles_ptr,
+    base_experts_ptr,
+    base_pairs_ptr,
+    num_base_tiles_ptr,
+    num_pairs,
+    num_ids,
+    num_experts,
+    max_slots,
+    num_spans,
+    size_pair_tables,
+    size_tiles,
+    size_tile_pairs,
+    size_base_tiles,
+    size_base_pairs,
+    TOP_K: tl.constexpr,
+    SLOT_BINS: tl.constexpr,
+    NUM_BINS: tl.constexpr,
+    MAPPED: tl.constexpr,
+    WITH_BASE: tl.constexpr,
+    COUNTED: tl.constexpr,
+    SPAN: tl.constexpr,
+    CHUNK: tl.constexpr,
+    HEIGHT: tl.constexpr,
+    BASE_HEIGHT: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    # one program places SPAN pairs. COUNTED: another kernel counted each span; otherwise the
+    # batch is small and every program counts it all by itself
+    if PDL:
+        gdc_wait()
+    span = tl.program_id(0)
+    bins = tl.arange(0, NUM_BINS)
+    lanes = tl.arange(0, CHUNK)
+    total = tl.zeros([NUM_BINS], dtype=tl.int32)
+    before = tl.zeros([NUM_BINS], dtype=tl.int32)
+    if COUNTED:
+        ROWS: tl.constexpr = 16384 // NUM_BINS if NUM_BINS < 16384 else 1
+        for first in range(0, num_spans, ROWS):
+            row = first + tl.arange(0, ROWS)
+            cells = counts_ptr + row[:, None] * NUM_BINS + bins[None, :]
+            counts = tl.load(cells, mask=(row < num_spans)[:, None], other=0)
+            total += tl.sum(counts, axis=0)
+            before += tl.sum(tl.where((row < span)[:, None], counts, 0), axis=0)
+    else:
+        for first in range(0, num_pairs, SPAN):
+            pair = first + tl.arange(0, SPAN)
+            bucket, _, _ = _bucket_of(
+                topk_ids_ptr,
+                token_slots_ptr,
+                expert_map_ptr,
+                pair,
+                num_pairs,
+                num_ids,
+                num_experts,
+                max_slots,
+                TOP_K,
+                SLOT_BINS,
+                MAPPED,
+                WITH_BASE,
+            )
+            counts = tl.histogram(bucket, NUM_BINS, mask=bucket >= 0)
+            total += counts
+            before += tl.where(first < span * SPAN, counts, 0)
+
+    # base rows have no tile of an adapter
+    tiles = (total + HEIGHT - 1) // HEIGHT
+    if WITH_BASE:
+        tiles = tl.where(bins % SLOT_BINS == 0, 0, tiles)
+    first_tile = tl.cumsum(tiles, axis=0) - tiles
+    num_tiles = tl.sum(tiles)
+    if WITH_BASE:
+        NUM_EXPERT_BINS: tl.constexpr = NUM_BINS // SLOT_BINS
+        by_expert = tl.sum(tl.reshape(total, [NUM_EXPERT_BINS, SLOT_BINS]), axis=1)
+        base_tiles = (by_expert + BASE_HEIGHT - 1) // BASE_HEIGHT
+        first_base = tl.cumsum(base_tiles, axis=0) - base_tiles
+        num_base = tl.sum(base_tiles)
+        # pairs of the same expert in lower slots
+        start = tl.cumsum(total, axis=0) - total
+        expert_start = tl.cumsum(by_expert, axis=0) - by_expert
+
+    for first in range(span * SPAN, span * SPAN + SPAN, CHUNK):
+        pair = first + lanes
+        bucket, expert, slot = _bucket_of(
+            topk_ids_ptr,
+            token_slots_ptr,
+            expert_map_ptr,
+            pair,
+            num_pairs,
+            num_ids,
+            num_experts,
+            max_slots,
+            TOP_K,
+            SLOT_BINS,
+            MAPPED,
+            WITH_BASE,
+        )
+        counted = bucket >= 0
+        index = tl.maximum(bucket, 0)
+        # earlier pairs of the same bucket: in earlier chunks, and in this one
+        same = (bucket[:, None] == bucket[None, :]) & (lanes[None, :] < lanes[:, None])
+        rank = tl.gather(before, index, axis=0) + tl.sum(same.to(tl.int32), axis=1)
+        before += tl.histogram(bucket, NUM_BINS, mask=counted)
+
+        routed = counted & (slot >= 0)
+        own_rank = tl.where(routed, rank, -1)
+        own_first = tl.gather(first_tile, index, axis=0)
+        own_count = tl.gather(total, index, axis=0)
+        _put(tile_pairs_ptr, pair, own_first, own_rank, own_count, HEIGHT)
+        leads = routed & (rank % HEIGHT == 0)
+        tile = own_first + rank // HEIGHT
+        tl.store(tile_slots_ptr + tile, slot, mask=leads)
+        tl.store(tile_experts_ptr + tile, expert, mask=leads)
+        # a pair without expert has no adapter either: whoever reads one table needs no other
+        tl.store(pair_slots_ptr + pair, tl.where(expert >= 0, slot, -1), mask=pair < num_pairs)
+        tl.store(pair_experts_ptr + pair, expert, mask=pair < num_pairs)
+        if WITH_BASE:
+            owner = tl.maximum(expert, 0)
+            lower = tl.gather(start, index, axis=0) - tl.gather(expert_start, owner, axis=0)
+            base_rank = tl.where(counted, rank + lower, -1)
+            base_first = tl.gather(first_base, owner, axis=0)
+            base_count = tl.gather(by_expert, owner, axis=0)
+            _put(base_pairs_ptr, pair, base_first, base_rank, base_count, BASE_HEIGHT)
+            base_leads = counted & (base_rank % BASE_HEIGHT == 0)
+            base_tile = base_first + base_rank // BASE_HEIGHT
+            tl.store(base_experts_ptr + base_tile, expert, mask=base_leads)
+
+    # what lies behind the live part is reset at every step
+    _tail(pair_slots_ptr, num_pairs, size_pair_tables, CHUNK)
+    _tail(pair_experts_ptr, num_pairs, size_pair_tables, CHUNK)
+    _tail(tile_slots_ptr, num_tiles, size_tiles, CHUNK)
+    _tail(tile_experts_ptr, num_tiles, size_tiles, CHUNK)
+    _tail(tile_pairs_ptr, num_tiles * HEIGHT, size_tile_pairs, CHUNK)
+    if span == 0:
+        tl.store(num_tiles_ptr, num_tiles)
+    if WITH_BASE:
+        _tail(base_experts_ptr, num_base, size_base_tiles, CHUNK)
+        _tail(base_pairs_ptr, num_base * BASE_HEIGHT, size_base_pairs, CHUNK)
+        if span == 0:
+            tl.store(num_base_tiles_ptr, num_base)
