@@ -123,7 +123,7 @@ def _dense_delta(
         raise ValueError(f"out must have {x.shape[0]} rows like x (got {out.shape[0]})")
     if x.shape[0] == 0:
         return
-    if _overlap(x, out):
+    if overlap(x, out):
         raise ValueError("out must not overlap x in memory")
     shape = DenseShape(x.shape[0], a.shape[3], tuple(slice_widths), a.shape[2], a.element_size())
     planes, padded_rows, ranks_of_all = plan_bridge(shape, a.shape[0])
@@ -273,7 +273,7 @@ def _check_like(name: str, tensor: Tensor, weight: Tensor) -> None:
         raise ValueError(f"{name} must be on {weight.device} (got {tensor.device})")
 
 
-def _overlap(x: Tensor, out: Tensor) -> bool:
+def overlap(x: Tensor, out: Tensor) -> bool:
     """Whether out may write what x reads. Columns side by side in one buffer do not overlap."""
     if x.untyped_storage().data_ptr() != out.untyped_storage().data_ptr():
         return False

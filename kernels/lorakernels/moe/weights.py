@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lorakernels.dense.weights import check_geometry, check_values, require_positive
+from lorakernels.dense.weights import LoRAFactors, check_geometry, check_values, require_positive
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +33,9 @@ class ExpertFactors:
     @property
     def rank(self) -> int:
         return self.a.shape[1]
+
+
+Factors = LoRAFactors | ExpertFactors
 
 
 class ExpertWeights:

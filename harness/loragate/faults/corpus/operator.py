@@ -74,7 +74,7 @@ FAULTS = (
     ),
     _ops(
         "output-above-input-accepted",
-        "    if _overlap(x, out):\n",
+        "    if overlap(x, out):\n",
         "    if out is x:\n",
         source="own",
         why="An output in the memory of the input is not noticed.",
