@@ -11,9 +11,10 @@ from collections.abc import Collection, Mapping
 
 from lorakernels.adapters.adapter import Adapter
 from lorakernels.adapters.errors import AdapterError, hint, listing
-from lorakernels.dense.weights import LoRAFactors
+from lorakernels.adapters.expert_layout import is_stacked_name
+from lorakernels.moe.weights import Factors
 
-Bound = dict[str, dict[str, LoRAFactors]]
+Bound = dict[str, dict[str, Factors]]
 # part name -> the slices of its layer that it covers
 LayerParts = Mapping[str, Collection[int]]
 # module name -> (layer name, part name)
@@ -24,7 +25,9 @@ def bind(adapter: Adapter, layers: Mapping[str, LayerParts]) -> Bound:
     """Layer name -> {part name -> factors}, with an entry for every layer, maybe empty.
 
     A part's module stands where its layer stands: part "q_proj" of the layer
-    "model.layers.0.self_attn.qkv_proj" is "model.layers.0.self_attn.q_proj". AdapterError.
+    "model.layers.0.self_attn.qkv_proj" is "model.layers.0.self_attn.q_proj", and part
+    "experts.3.up_proj" of "model.layers.0.mlp.experts" is "model.layers.0.mlp.experts.3.up_proj".
+    Raises AdapterError.
     """
     homes = _homes(layers)
     _refuse_unmatched(adapter, homes)
@@ -69,12 +72,19 @@ def _refuse_missing(
         slices = layers[layer]
         return any(not set(slices[part]).isdisjoint(slices[other]) for other in bound[layer])
 
+    def spelled_otherwise(module: str) -> bool:
+        # a model offers its experts one by one and stacked, an adapter has one of both; it has
+        # neither where a list of modules cannot reach experts that are parameters (vllm #47088)
+        stacked = is_stacked_name(module)
+        layout = adapter.expert_layout
+        return stacked is not None and (layout is None or stacked is not layout.stacked)
+
     if adapter.targets is None:
         return
     missing = {
         module
         for module, home in homes.items()
-        if adapter.targets.matches(module) and not replaced(*home)
+        if not spelled_otherwise(module) and adapter.targets.matches(module) and not replaced(*home)
     }
     if missing:
         raise AdapterError(

@@ -48,6 +48,7 @@ _READ = frozenset(
         "r",
         "rank_pattern",
         "target_modules",
+        "target_parameters",
         "use_rslora",
     }
 )
@@ -67,7 +68,6 @@ _REFUSED = MappingProxyType(
         "megatron_config": "Megatron layers are cut in another way",
         "modules_to_save": "it replaces whole modules of the base model",
         "monteclora_config": "MonteCLoRA samples its factors",
-        "target_parameters": "factors of bare parameters are not applied",
         "trainable_token_indices": "it replaces rows of the embedding",
         "use_bdlora": "its factors are block-diagonal",
         "use_dora": "DoRA rescales the base weights",
@@ -82,14 +82,19 @@ _REQUIRED = ("peft_type", "r", "lora_alpha", "target_modules")
 @dataclass(frozen=True, slots=True)
 class TargetRule:
     """Which modules of the base model carry factors, by the rules that PEFT matches with: a
-    string is a regular expression for the whole name, a list holds names or dotted suffixes."""
+    string is a regular expression for the whole name, a list holds names or dotted suffixes.
+    `parameters` are names or dotted suffixes of bare parameters, "experts.down_proj"."""
 
     modules: str | tuple[str, ...]
     exclude: str | tuple[str, ...] = ()
     layers: tuple[int, ...] = ()
     layers_pattern: tuple[str, ...] = ()
+    parameters: tuple[str, ...] = ()
 
     def matches(self, module: str) -> bool:
+        # neither an exclusion nor a choice of layers applies to parameters
+        if self.parameters and _names(self.parameters, module):
+            return True
         if self.exclude and _names(self.exclude, module):
             return False
         if not _names(self.modules, module):
@@ -98,6 +103,11 @@ class TargetRule:
         if not self.layers or module in self.modules:
             return True
         return self._layer_index(module) in self.layers
+
+    def parameters_of(self, module: str) -> tuple[str, ...]:
+        """The parameters of a module that carry factors."""
+        names = sorted({name.rpartition(".")[2] for name in self.parameters})
+        return tuple(n for n in names if _names(self.parameters, f"{module}.{n}"))
 
     def _layer_index(self, module: str) -> int | None:
         # the first number in the name is the layer, a later one is an expert
@@ -217,7 +227,8 @@ class _Fields:
 
     def targets(self) -> TargetRule:
         modules = self._names_or_regex("target_modules")
-        if not modules:
+        parameters = self._parameters()
+        if not modules and not parameters:
             given = self.values["target_modules"]
             raise self.error("target_modules", given, "a list of names or an expression")
         if isinstance(modules, str) and modules.lower() == "all-linear":
@@ -230,7 +241,15 @@ class _Fields:
         if isinstance(modules, str) and (layers or pattern):
             field = "layers_to_transform" if layers else "layers_pattern"
             raise self.error(field, self.values[field], "null when target_modules is a string")
-        return TargetRule(modules, self._names_or_regex("exclude_modules"), layers, pattern)
+        exclude = self._names_or_regex("exclude_modules")
+        return TargetRule(modules, exclude, layers, pattern, parameters)
+
+    def _parameters(self) -> tuple[str, ...]:
+        value = self.values.get("target_parameters")
+        if isinstance(value, str):
+            # PEFT refuses a string here, it knows no expressions for parameters
+            raise self.error("target_parameters", value, "a list of names")
+        return self._as_list("target_parameters", str, "a list of names")
 
     def _names_or_regex(self, field: str) -> str | tuple[str, ...]:
         value = self.values.get(field)

@@ -1,8 +1,9 @@
 """A PEFT folder in, an Adapter out: adapter_config.json and adapter_model.safetensors.
 
 Invariant: every tensor of the file is used, every module has both factors with the rank that
-the config gives it, every value is finite. The scale stays beside the factors and is applied
-by the kernel alone, so it cannot be folded in twice.
+the config gives it, every value is finite. Factors of stacked experts come out with an axis of
+experts, shared ones with an axis of 1. The scale stays beside the factors and is applied by the
+kernel alone, so it cannot be folded in twice.
 """
 
 from __future__ import annotations
@@ -17,8 +18,11 @@ from torch import Tensor
 
 from lorakernels.adapters.adapter import Adapter
 from lorakernels.adapters.errors import AdapterError, hint, listing
+from lorakernels.adapters.expert_layout import detect_layout, is_stacked_name
 from lorakernels.adapters.peft_config import PeftConfig, matching_pattern, read_peft_config
+from lorakernels.adapters.peft_experts import name_parameters, unflatten
 from lorakernels.dense.weights import MAX_RANK, LoRAFactors
+from lorakernels.moe.weights import ExpertFactors, Factors
 
 CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"
@@ -46,8 +50,14 @@ def read_peft_folder(folder: Path | str, *, name: str | None = None) -> Adapter:
         raise AdapterError(f"{folder}: must be a folder with {CONFIG_FILE} and {WEIGHTS_FILE}")
     config = read_peft_config(folder / CONFIG_FILE)
     weights = folder / WEIGHTS_FILE
-    factors = _pair(weights, _read_tensors(weights))
-    modules = {m: _check_module(weights, config, m, *pair) for m, pair in factors.items()}
+    factors, parameters = name_parameters(weights, config, _pair(weights, _read_tensors(weights)))
+    modules: dict[str, Factors] = {}
+    for module, pair in (factors | parameters).items():
+        if module in parameters or is_stacked_name(module):
+            modules[module] = _check_experts(weights, config, module, *pair)
+        else:
+            modules[module] = _check_module(weights, config, module, *pair)
+    detect_layout(str(weights), modules)
     return Adapter(name or folder.resolve().name, modules, config.targets)
 
 
@@ -96,6 +106,37 @@ def _why_foreign(key: str) -> str:
 
 
 def _check_module(path: Path, config: PeftConfig, module: str, a: Tensor, b: Tensor) -> LoRAFactors:
+    _check_target(path, config, module)
+    for factor, tensor in (("lora_A", a), ("lora_B", b)):
+        if tensor.dim() != 2 or 0 in tensor.shape:
+            what = f"{path}: {factor} of {module}"
+            raise AdapterError(f"{what} must have two dimensions (got shape {list(tensor.shape)})")
+        _check_tensor(f"{path}: {factor} of {module}", tensor)
+    _check_rank(f"{path}: lora_A of {module}", config, module, a, a.shape[0])
+    _check_rank(f"{path}: lora_B of {module}", config, module, b, b.shape[1])
+    return LoRAFactors(a, b, config.scale_of(module))
+
+
+def _check_experts(
+    path: Path, config: PeftConfig, module: str, a: Tensor, b: Tensor
+) -> ExpertFactors:
+    _check_target(path, config, module)
+    if (a.dim(), b.dim()) == (2, 2):
+        a, b = unflatten(f"{path}: factors of {module}", a, b, config.rank_of(module))
+    for factor, tensor in (("lora_A", a), ("lora_B", b)):
+        if tensor.dim() != 3 or 0 in tensor.shape:
+            what = f"{path}: {factor} of {module}"
+            raise AdapterError(
+                f"{what} must have the axis of experts in both factors or be flat in both "
+                f"(got shape {list(tensor.shape)})"
+            )
+        _check_tensor(f"{path}: {factor} of {module}", tensor)
+    _check_rank(f"{path}: lora_A of {module}", config, module, a, a.shape[1])
+    _check_rank(f"{path}: lora_B of {module}", config, module, b, b.shape[2])
+    return ExpertFactors(a, b, config.scale_of(module))
+
+
+def _check_target(path: Path, config: PeftConfig, module: str) -> None:
     if not config.targets.matches(module):
         rule = config.targets.modules
         nearest = "" if isinstance(rule, str) else hint(module.rpartition(".")[2], rule)
@@ -103,11 +144,6 @@ def _check_module(path: Path, config: PeftConfig, module: str, a: Tensor, b: Ten
             f"{path}: {module} has factors, but target_modules of {CONFIG_FILE} does not "
             f"name it{nearest}"
         )
-    for factor, tensor in (("lora_A", a), ("lora_B", b)):
-        _check_tensor(f"{path}: {factor} of {module}", tensor)
-    _check_rank(f"{path}: lora_A of {module}", config, module, a, a.shape[0])
-    _check_rank(f"{path}: lora_B of {module}", config, module, b, b.shape[1])
-    return LoRAFactors(a, b, config.scale_of(module))
 
 
 def _check_rank(what: str, config: PeftConfig, module: str, tensor: Tensor, rank: int) -> None:
@@ -124,8 +160,6 @@ def _check_rank(what: str, config: PeftConfig, module: str, tensor: Tensor, rank
 
 
 def _check_tensor(what: str, tensor: Tensor) -> None:
-    if tensor.dim() != 2 or 0 in tensor.shape:
-        raise AdapterError(f"{what} must have two dimensions (got shape {list(tensor.shape)})")
     if tensor.dtype not in _DTYPES:
         allowed = "float16, bfloat16 or float32"
         raise AdapterError(f"{what} must be {allowed} (got {str(tensor.dtype)[6:]})")

@@ -12,11 +12,11 @@ from typing import Any, Protocol
 from lorakernels.adapters.adapter import Adapter
 from lorakernels.adapters.binding import bind
 from lorakernels.adapters.errors import AdapterError, hint
-from lorakernels.dense.weights import LoRAFactors
+from lorakernels.moe.weights import Factors
 
 
 class AdapterLayer(Protocol):
-    """A layer that adapters are loaded into, such as LoRALinear."""
+    """A layer that adapters are loaded into, such as LoRALinear or FusedMoELoRA."""
 
     @property
     def num_slots(self) -> int: ...
@@ -26,7 +26,7 @@ class AdapterLayer(Protocol):
         """The slices and fused modules that an adapter may have factors for, and the indices
         of the slices that each covers."""
 
-    def stage(self, parts: Mapping[str, LoRAFactors | None]) -> Any:
+    def stage(self, parts: Mapping[str, Factors | None]) -> Any:
         """Check an adapter and make ready what `commit` takes, changing nothing. ValueError."""
 
     def commit(self, slot: int, staged: Any) -> None:
@@ -90,7 +90,7 @@ class AdapterSlots:
             layer.unload(slot)
         del self._slots[name]
 
-    def _stage(self, adapter: Adapter, layer: str, parts: Mapping[str, LoRAFactors]) -> Any:
+    def _stage(self, adapter: Adapter, layer: str, parts: Mapping[str, Factors]) -> Any:
         try:
             return self._layers[layer].stage(parts)
         except ValueError as bad:

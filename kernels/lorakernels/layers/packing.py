@@ -15,10 +15,12 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from lorakernels.dense.weights import LoRAFactors
+from lorakernels.layers.casting import cast as _cast
 from lorakernels.layers.partition import LayerCut, Shard, Slice
+from lorakernels.moe.weights import Factors
 
 # keys are names of slices or of fused modules, or indices of slices
-Parts = Mapping[str, LoRAFactors | None] | Mapping[int, LoRAFactors | None]
+Parts = Mapping[str, Factors | None] | Mapping[int, Factors | None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +79,8 @@ class Packing:
             members = self.slices_of(module)
             if factors is None:
                 continue
+            if not isinstance(factors, LoRAFactors):
+                raise ValueError(f"{module} must have no axis of experts, it is a linear module")
             widths = [self.slices[index].width for index in members]
             _check_shapes(module, factors, self.in_features, sum(widths))
             # the slices of a fused module share A; each takes its own rows of B
@@ -130,13 +134,3 @@ def _check_shapes(module: str | int, factors: LoRAFactors, in_features: int, wid
         raise ValueError(f"a of {module} must be [rank, {in_features}] (got {list(a.shape)})")
     if b.shape != (width, factors.rank):
         raise ValueError(f"b of {module} must be [{width}, {factors.rank}] (got {list(b.shape)})")
-
-
-def _cast(what: str, tensor: Tensor, like: Tensor) -> Tensor:
-    if not tensor.is_floating_point():
-        raise ValueError(f"{what} must be floating point (got {tensor.dtype})")
-    result = tensor.to(device=like.device, dtype=like.dtype)
-    # a large fp32 value becomes Inf in fp16; one bad value would poison whole columns
-    if not result.isfinite().all():
-        raise ValueError(f"{what} must have values that are finite in {like.dtype}")
-    return result
