@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Protocol, TypeAlias, cast
@@ -151,6 +151,8 @@ class Capabilities:
     sources: frozenset[Source] = frozenset(Source)
     routers: frozenset[RouterWeights] = frozenset(RouterWeights)
     writes: frozenset[Write] = frozenset(Write)
+    # why a case cannot run although each of its values alone could, or None
+    refuses: Callable[[Case], str | None] | None = None
 
 
 class Resident(Protocol):
@@ -228,4 +230,4 @@ def unsupported(case: Case, have: Capabilities) -> str | None:
         return f"rank {case.rank} is above the limit of {have.max_rank}"
     if case.experts > have.max_experts:
         return f"{case.experts} experts are above the limit of {have.max_experts}"
-    return None
+    return have.refuses(case) if have.refuses else None
