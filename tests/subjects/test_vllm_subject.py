@@ -18,8 +18,13 @@ from loragate.machine import Machine, detect_machine, select_interpreter
 from loragate.matrix.case import Case, Dtype, Execution, Layout, Site
 from loragate.subjects import vllm_package
 from loragate.subjects.protocol import Capabilities, Pool, unsupported
-from loragate.subjects.vllm_package import VllmOps, installed_version, load_vllm
-from loragate.subjects.vllm_subject import VllmInstance, VllmSubject, fold_scale
+from loragate.subjects.vllm_package import (
+    VllmOps,
+    fold_scale,
+    installed_version,
+    load_vllm,
+)
+from loragate.subjects.vllm_subject import VllmInstance, VllmSubject
 
 select_interpreter()
 CPU = Machine("cpu", "test", None, 1, 0)

@@ -75,12 +75,12 @@ def load_vllm(machine: Machine) -> VllmOps | str:
     try:
         return _load(version, machine.interpreted)
     except Exception as error:
-        return f"vLLM {version} is installed but cannot be imported: {_headline(error)}"
+        return f"vLLM {version} is installed but cannot be imported: {headline(error)}"
 
 
 @cache
 def _load(version: str, interpreted: bool) -> VllmOps | str:
-    with _environment(_import_environment(interpreted)):
+    with importing(interpreted):
         ops = importlib.import_module(_OPS)
         utils = importlib.import_module(f"{_OPS}.utils")
         triton_utils = importlib.import_module("vllm.triton_utils")
@@ -104,6 +104,11 @@ def _load(version: str, interpreted: bool) -> VllmOps | str:
     )
 
 
+def fold_scale(b: Tensor, scale: float) -> Tensor:
+    """scale * B as vLLM keeps it: multiplied in fp32, rounded once to B's dtype."""
+    return (b.float() * scale).to(b.dtype)
+
+
 def fewer_splits(configs: Callable[..., Mapping[str, Any]]) -> Callable[..., dict[str, Any]]:
     """Tile sizes for the interpreter: as many splits as K can fill, and one that stays empty.
 
@@ -118,6 +123,13 @@ def fewer_splits(configs: Callable[..., Mapping[str, Any]]) -> Callable[..., dic
         return config
 
     return chosen
+
+
+@contextmanager
+def importing(interpreted: bool) -> Iterator[None]:
+    """The environment that the package is imported in; as it was before, afterwards."""
+    with _environment(_import_environment(interpreted)):
+        yield
 
 
 def _import_environment(interpreted: bool) -> Mapping[str, str]:
@@ -141,6 +153,7 @@ def _environment(changes: Mapping[str, str]) -> Iterator[None]:
                 os.environ[name] = value
 
 
-def _headline(error: Exception) -> str:
+def headline(error: Exception) -> str:
+    """Type and first line of an error."""
     text = str(error).strip().splitlines()
     return f"{type(error).__name__}: {text[0] if text else 'no message'}"

@@ -1,21 +1,25 @@
-"""Subject `vllm`: the dense LoRA kernels of the installed vLLM, called as its layers call them.
+"""Subject `vllm`: the LoRA kernels of the installed vLLM, called as its layers call them.
 
-A and B are lists with one stacked tensor a slice, the bridge is a fresh fp32 tensor each call,
-the scale is folded into B when an adapter is loaded, and the grid covers every slot and the base
-rows. What this module adds is only the translation from the harness's words.
+Sites with experts are in vllm_moe.py. For dense ones A and B are lists with one stacked
+tensor a slice, the bridge is a fresh fp32 tensor each call, the scale is folded into B when an
+adapter is loaded, and the grid covers every slot and the base rows. What this module adds is only
+the translation from the harness's words.
 """
 
 from __future__ import annotations
 
 import weakref
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from loragate.machine import Machine
-from loragate.matrix.case import Case, Dtype, Execution, Layout, Site
-from loragate.subjects.protocol import BaseLayer, Capabilities, Pool
-from loragate.subjects.vllm_package import VllmOps, installed_version, load_vllm
+from loragate.matrix.case import MOE_SITES, Case, Dtype, Execution, Layout, Path, Site
+from loragate.subjects.protocol import AnyInstance, BaseLayer, Capabilities, Pool
+from loragate.subjects.vllm_moe import VllmMoEInstance, refusal
+from loragate.subjects.vllm_moe_package import load_vllm_moe
+from loragate.subjects.vllm_package import VllmOps, fold_scale, installed_version, load_vllm
 
 # the largest value that its option for the rank of the buffers accepts
 MAX_RANK = 512
@@ -88,12 +92,17 @@ class VllmSubject:
         ops = load_vllm(machine)
         if isinstance(ops, str):
             return ops
-        return self.describe(machine.interpreted, ops.batch_invariant)
+        moe = load_vllm_moe(machine)
+        without_moe = moe if isinstance(moe, str) else None
+        return self.describe(machine.interpreted, ops.batch_invariant, without_moe=without_moe)
 
     @staticmethod
-    def describe(interpreted: bool, batch_invariant: bool) -> Capabilities:
+    def describe(
+        interpreted: bool, batch_invariant: bool, *, without_moe: str | None = None
+    ) -> Capabilities:
+        """`without_moe`: why LoRA of experts cannot run."""
         return Capabilities(
-            sites=frozenset({Site.DENSE_DELTA}),
+            sites=frozenset({Site.DENSE_DELTA, Site.MOE_DELTA}),
             dtypes=frozenset(_TORCH_DTYPES),
             max_rank=MAX_RANK,
             executions=frozenset({Execution.EAGER} if interpreted else Execution),
@@ -104,10 +113,16 @@ class VllmSubject:
             deterministic=interpreted or batch_invariant,
             rank_per_slice=True,
             folds_scale_into_weights=True,
+            paths=frozenset(Path),
+            refuses=partial(_refuses, without_moe),
         )
 
-    def open(self, case: Case, machine: Machine, base: BaseLayer | None) -> VllmInstance:
-        assert base is None, "the dense site has no base layer"
+    def open(self, case: Case, machine: Machine, base: BaseLayer | None) -> AnyInstance:
+        assert base is None, "no site here has a base layer"
+        if case.site in MOE_SITES:
+            moe = load_vllm_moe(machine)
+            assert not isinstance(moe, str), moe
+            return VllmMoEInstance.of_case(moe, case, machine.device)
         ops = load_vllm(machine)
         assert not isinstance(ops, str), ops
         return VllmInstance(
@@ -123,6 +138,7 @@ class VllmSubject:
         )
 
 
-def fold_scale(b: Tensor, scale: float) -> Tensor:
-    """scale * B as vLLM keeps it: multiplied in fp32, rounded once to B's dtype."""
-    return (b.float() * scale).to(b.dtype)
+def _refuses(without_moe: str | None, case: Case) -> str | None:
+    if case.site not in MOE_SITES:
+        return None
+    return without_moe or refusal(case)
