@@ -12,6 +12,7 @@ from collections.abc import Collection, Mapping
 from lorakernels.adapters.adapter import Adapter
 from lorakernels.adapters.errors import AdapterError, hint, listing
 from lorakernels.adapters.expert_layout import is_stacked_name
+from lorakernels.adapters.peft_config import TargetRule
 from lorakernels.moe.weights import Factors
 
 Bound = dict[str, dict[str, Factors]]
@@ -72,22 +73,29 @@ def _refuse_missing(
         slices = layers[layer]
         return any(not set(slices[part]).isdisjoint(slices[other]) for other in bound[layer])
 
-    def spelled_otherwise(module: str) -> bool:
-        # a model offers its experts one by one and stacked, an adapter has one of both; it has
-        # neither where a list of modules cannot reach experts that are parameters (vllm #47088)
-        stacked = is_stacked_name(module)
-        layout = adapter.expert_layout
-        return stacked is not None and (layout is None or stacked is not layout.stacked)
-
     if adapter.targets is None:
         return
     missing = {
         module
         for module, home in homes.items()
-        if not spelled_otherwise(module) and adapter.targets.matches(module) and not replaced(*home)
+        if _is_wanted(adapter, adapter.targets, module) and not replaced(*home)
     }
     if missing:
         raise AdapterError(
             f"adapter {adapter.name} has no factors for modules that it targets, "
             f"{len(missing)}: {listing(missing)}{hint(min(missing), adapter.modules)}"
         )
+
+
+def _is_wanted(adapter: Adapter, targets: TargetRule, module: str) -> bool:
+    """Whether the adapter should have factors for a module."""
+    stacked = is_stacked_name(module)
+    if stacked is None:
+        return targets.matches(module)
+    # a model offers its experts one by one and stacked, an adapter has one of both; it has
+    # neither where names of modules cannot reach experts that are parameters (vllm #47088)
+    if adapter.expert_layout is None or adapter.expert_layout.stacked is not stacked:
+        return False
+    if stacked and targets.parameters:
+        return targets.names_parameter(module)
+    return targets.matches(module)

@@ -93,7 +93,7 @@ class TargetRule:
 
     def matches(self, module: str) -> bool:
         # neither an exclusion nor a choice of layers applies to parameters
-        if self.parameters and _names(self.parameters, module):
+        if self.names_parameter(module):
             return True
         if self.exclude and _names(self.exclude, module):
             return False
@@ -104,10 +104,13 @@ class TargetRule:
             return True
         return self._layer_index(module) in self.layers
 
+    def names_parameter(self, parameter: str) -> bool:
+        return _names(self.parameters, parameter)
+
     def parameters_of(self, module: str) -> tuple[str, ...]:
         """The parameters of a module that carry factors."""
         names = sorted({name.rpartition(".")[2] for name in self.parameters})
-        return tuple(n for n in names if _names(self.parameters, f"{module}.{n}"))
+        return tuple(n for n in names if self.names_parameter(f"{module}.{n}"))
 
     def _layer_index(self, module: str) -> int | None:
         # the first number in the name is the layer, a later one is an expert

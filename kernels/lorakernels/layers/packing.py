@@ -82,7 +82,7 @@ class Packing:
             if not isinstance(factors, LoRAFactors):
                 raise ValueError(f"{module} must have no axis of experts, it is a linear module")
             widths = [self.slices[index].width for index in members]
-            _check_shapes(module, factors, self.in_features, sum(widths))
+            check_shapes(module, factors, self.in_features, sum(widths))
             # the slices of a fused module share A; each takes its own rows of B
             for index, b in zip(members, torch.split(factors.b, widths), strict=True):
                 if index in found:
@@ -128,7 +128,8 @@ def take_packed(tensor: Tensor, slices: Sequence[Slice], shards: Sequence[Shard]
     return torch.cat([take(p, s, dim=0) for p, s in zip(pieces, shards, strict=True)])
 
 
-def _check_shapes(module: str | int, factors: LoRAFactors, in_features: int, width: int) -> None:
+def check_shapes(module: str | int, factors: LoRAFactors, in_features: int, width: int) -> None:
+    """The shapes of a linear module's factors. ValueError that names it."""
     a, b = factors.a, factors.b
     if a.dim() != 2 or a.shape[1] != in_features:
         raise ValueError(f"a of {module} must be [rank, {in_features}] (got {list(a.shape)})")

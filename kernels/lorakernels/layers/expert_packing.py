@@ -1,0 +1,181 @@
+"""From the modules of an adapter to the experts that one rank of a MoE layer holds.
+
+Invariant: what comes out is complete, checked and independent of what came in: a rank's part
+is cut from the whole factors every time, and either every expert has factors for a projection
+or none has.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from lorakernels.adapters.errors import listing
+from lorakernels.dense.weights import LoRAFactors
+from lorakernels.layers.casting import cast
+from lorakernels.layers.moe_partition import MoECut
+from lorakernels.layers.packing import check_shapes, take
+from lorakernels.layers.partition import Shard
+from lorakernels.moe.weights import ExpertFactors, Factors
+
+GATE_UP = "gate_up_proj"
+ExpertParts = Mapping[str, Factors | None]
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertPacking:
+    """The projections of a layer in the order of its slices, the last of them from the
+    intermediate to the hidden size, all others the other way round."""
+
+    projections: tuple[str, ...]
+    num_experts: int
+    hidden: int
+    intermediate: int
+
+    def homes(self) -> dict[str, tuple[int | None, tuple[int, ...]]]:
+        """What an adapter may name: the expert that it stands for, None for all of them, and
+        the indices of the slices that it covers."""
+        homes: dict[str, tuple[int | None, tuple[int, ...]]] = {
+            f"experts.{projection}": (None, (index,))
+            for index, projection in enumerate(self.projections)
+        }
+        if len(self.projections) == 3:
+            homes[f"experts.{GATE_UP}"] = (None, (0, 1))
+        for expert in range(self.num_experts):
+            for index, projection in enumerate(self.projections):
+                homes[f"experts.{expert}.{projection}"] = (expert, (index,))
+        return homes
+
+    def by_slice(self, parts: ExpertParts, held: Shard) -> dict[int, ExpertFactors]:
+        """Factors of the `held` experts for each slice that the adapter has, as wide as the
+        whole layer, with everything checked. An axis of 1 stays one. ValueError."""
+        found: dict[int, ExpertFactors] = {}
+        single: dict[int, dict[int, LoRAFactors]] = {}
+        homes = self.homes()
+        for name, factors in parts.items():
+            if name not in homes:
+                raise ValueError(f"parts may name experts of the layer (got {name!r})")
+            expert, members = homes[name]
+            if factors is None:
+                continue
+            if expert is not None:
+                single.setdefault(members[0], {})[expert] = _flat(name, factors)
+                continue
+            stacked = self._stacked(name, factors, members)
+            for index, piece in zip(members, self._split(stacked, members, held), strict=True):
+                self._refuse_twice(index, found)
+                found[index] = piece
+        for index, by_expert in single.items():
+            self._refuse_twice(index, found)
+            found[index] = self._stack(index, by_expert, held)
+        return found
+
+    def ends(self, index: int) -> tuple[int, int]:
+        """Input and output features of a slice."""
+        down = index == len(self.projections) - 1
+        return (self.intermediate, self.hidden) if down else (self.hidden, self.intermediate)
+
+    def _refuse_twice(self, index: int, found: Mapping[int, ExpertFactors]) -> None:
+        if index in found:
+            raise ValueError(f"{self.projections[index]} of the experts is given twice")
+
+    def _stacked(self, name: str, factors: Factors, members: tuple[int, ...]) -> ExpertFactors:
+        if not isinstance(factors, ExpertFactors):
+            raise ValueError(f"factors of {name} must have an axis of experts")
+        inputs, width = self.ends(members[0])[0], sum(self.ends(index)[1] for index in members)
+        rank = factors.a.shape[1] if factors.a.dim() == 3 else -1
+        for side, tensor, shape, named in (
+            ("a", factors.a, (rank, inputs), f"rank, {inputs}"),
+            ("b", factors.b, (width, rank), f"{width}, {rank}"),
+        ):
+            experts = tensor.shape[0] if tensor.dim() == 3 else 0
+            if tensor.shape[1:] != shape or experts not in (1, self.num_experts):
+                raise ValueError(
+                    f"{side} of {name} must be [{self.num_experts} or 1, {named}] "
+                    f"(got {list(tensor.shape)})"
+                )
+        return factors
+
+    def _split(
+        self, factors: ExpertFactors, members: tuple[int, ...], held: Shard
+    ) -> list[ExpertFactors]:
+        a, b = (_held(side, self.num_experts, held) for side in (factors.a, factors.b))
+        # gate and up share A; each takes its own rows of B
+        widths = [self.ends(index)[1] for index in members]
+        return [ExpertFactors(a, piece, factors.scale) for piece in torch.split(b, widths, dim=1)]
+
+    def _stack(
+        self, index: int, by_expert: Mapping[int, LoRAFactors], held: Shard
+    ) -> ExpertFactors:
+        projection, (inputs, width) = self.projections[index], self.ends(index)
+        missing = [e for e in range(self.num_experts) if e not in by_expert]
+        if missing:
+            names = listing([f"experts.{expert}.{projection}" for expert in missing])
+            raise ValueError(
+                f"{projection} must have factors for all {self.num_experts} experts or for none "
+                f"(missing {len(missing)}: {names})"
+            )
+        first = by_expert[0]
+        for expert, factors in by_expert.items():
+            name = f"experts.{expert}.{projection}"
+            check_shapes(name, factors, inputs, width)
+            # a slot has one rank and one scale for all experts of a projection
+            if (factors.rank, factors.scale) != (first.rank, first.scale):
+                raise ValueError(
+                    f"{projection} must have one rank and one scale for all experts "
+                    f"(got {first.rank} and {first.scale} for experts.0.{projection}, "
+                    f"{factors.rank} and {factors.scale} for {name})"
+                )
+        experts = [by_expert[expert] for expert in range(held.start, held.stop)]
+        return ExpertFactors(
+            torch.stack([factors.a for factors in experts]),
+            torch.stack([factors.b for factors in experts]),
+            first.scale,
+        )
+
+
+def stage_experts(
+    packing: ExpertPacking,
+    cut: MoECut,
+    parts: ExpertParts,
+    *,
+    max_rank: int,
+    like: Tensor,
+    shared_outer: bool,
+) -> tuple[ExpertFactors | None, ...]:
+    """A rank's factors for each slice, in the dtype and on the device of `like`. With
+    `shared_outer` the outer factor of each slice has an axis of 1. ValueError."""
+    staged: list[ExpertFactors | None] = [None] * len(packing.projections)
+    for index, factors in packing.by_slice(parts, cut.experts).items():
+        name, down = packing.projections[index], index == len(packing.projections) - 1
+        outer, side = (factors.b, "b") if down else (factors.a, "a")
+        if shared_outer and packing.num_experts > 1 and outer.shape[0] != 1:
+            raise ValueError(f"{side} of {name} must be shared by all experts, as in this layer")
+        if not 1 <= factors.rank <= max_rank:
+            raise ValueError(f"rank of {name} must be 1 to {max_rank} (got {factors.rank})")
+        if not math.isfinite(factors.scale):
+            raise ValueError(f"scale of {name} must be finite (got {factors.scale})")
+        a, b = factors.a, factors.b
+        if down:
+            a = take(a, cut.intermediate, dim=2)
+        else:
+            b = take(b, cut.intermediate, dim=1)
+        staged[index] = ExpertFactors(
+            cast(f"a of {name}", a, like), cast(f"b of {name}", b, like), factors.scale
+        )
+    return tuple(staged)
+
+
+def _flat(name: str, factors: Factors) -> LoRAFactors:
+    if not isinstance(factors, LoRAFactors):
+        raise ValueError(f"factors of {name} must have no axis of experts")
+    return factors
+
+
+def _held(factor: Tensor, num_experts: int, held: Shard) -> Tensor:
+    # a factor that all experts share is the same on every rank
+    return factor.narrow(0, held.start, held.live) if factor.shape[0] == num_experts else factor

@@ -1,0 +1,80 @@
+"""How the experts of a MoE layer are cut over expert- and tensor-parallel ranks. Pure; no torch.
+
+Expert parallelism cuts the axis of experts, tensor parallelism the intermediate size: the
+outputs of gate and up, each on its own, and the inputs of down. The rank of an adapter is
+never cut, so an adapter below the rank of the buffers needs no gathering (vllm #31994).
+
+Invariant: over all (ep, tp) ranks of a group the live ranges cover each element of each tensor
+of the unpadded model exactly once.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from lorakernels.layers.partition import Shard, cut_dimension
+
+
+@dataclass(frozen=True, slots=True)
+class MoERank:
+    """A rank's place in its group. Experts are cut into `ep_size` parts, and each part over
+    `tp_size` ranks."""
+
+    ep_size: int = 1
+    ep_rank: int = 0
+    tp_size: int = 1
+    tp_rank: int = 0
+
+    def __post_init__(self) -> None:
+        for axis, size, rank in (
+            ("ep", self.ep_size, self.ep_rank),
+            ("tp", self.tp_size, self.tp_rank),
+        ):
+            if size < 1:
+                raise ValueError(f"{axis}_size must be at least 1 (got {size})")
+            if not 0 <= rank < size:
+                raise ValueError(f"{axis}_rank must be 0 to {size - 1} (got {rank})")
+
+    @classmethod
+    def of_group(cls, rank: int, *, ep_size: int, tp_size: int) -> MoERank:
+        """The place of rank 0 to ep_size * tp_size - 1 of a group; ranks that hold the same
+        experts are neighbours. The rank of the group is neither of the two (sglang #24171)."""
+        if ep_size < 1 or tp_size < 1:
+            raise ValueError(
+                f"ep_size and tp_size must be at least 1 (got {ep_size} and {tp_size})"
+            )
+        if not 0 <= rank < ep_size * tp_size:
+            raise ValueError(f"rank must be 0 to {ep_size * tp_size - 1} (got {rank})")
+        return cls(ep_size, rank // tp_size, tp_size, rank % tp_size)
+
+
+@dataclass(frozen=True, slots=True)
+class MoECut:
+    """A rank's part of a layer: its range of experts and its range of the intermediate size,
+    which is that of the columns of gate and of up and that of the inputs of down."""
+
+    experts: Shard
+    intermediate: Shard
+
+    def expert_map(self, num_experts: int) -> list[int]:
+        """The local id of each expert of the model, -1 for those of other ranks."""
+        held = range(self.experts.start, self.experts.stop)
+        return [e - held.start if e in held else -1 for e in range(num_experts)]
+
+
+def cut_moe(
+    num_experts: int, intermediate: int, rank: MoERank, *, padded_intermediate: int | None = None
+) -> MoECut:
+    """`padded_intermediate` is for a base layer whose shards are cut from a padded size; the
+    adapter knows nothing of the padding. Experts that cannot be dealt evenly go to the first
+    ranks. Raises ValueError."""
+    if num_experts < rank.ep_size:
+        raise ValueError(f"experts must be at least ep_size {rank.ep_size} (got {num_experts})")
+    share, rest = divmod(num_experts, rank.ep_size)
+    start = rank.ep_rank * share + min(rank.ep_rank, rest)
+    size = share + (rank.ep_rank < rest)
+    padded = intermediate if padded_intermediate is None else padded_intermediate
+    return MoECut(
+        Shard(start, start + size, size),
+        cut_dimension("intermediate size", intermediate, rank.tp_size, rank.tp_rank, padded),
+    )
