@@ -10,10 +10,11 @@ from loragate.bench import dense
 from loragate.bench.cli import judge
 from loragate.bench.dense import Contender, WrongResult, measure_row, measure_steps, run_dense
 from loragate.bench.rows import DenseRow
+from loragate.inputs.pairs import out_rows
 from loragate.machine import Machine
 from loragate.matrix.case import Case, Execution, Site
 from loragate.oracles.golden import deltas
-from loragate.subjects.protocol import BaseLayer, Capabilities, Instance, Pool
+from loragate.subjects.protocol import BaseLayer, Batch, Capabilities, Instance, Pool
 from loragate.verdict import ExitCode
 
 CPU = Machine("cpu", "test", None, 1, 0)
@@ -39,7 +40,8 @@ class PlainInstance:
 
     def apply(self, x: Tensor, out: Tensor) -> Tensor:
         assert self.pool is not None
-        delta = deltas(self.pool, x, self.token_slots, torch.float32) * self.factor
+        rows = out_rows(Batch(x, self.token_slots, out))
+        delta = deltas(self.pool, x, rows, torch.float32) * self.factor
         return out.add_(delta.to(out.dtype))
 
 

@@ -79,7 +79,8 @@ def test_all_problems_of_a_file_are_told_at_once(write: Write) -> None:
         """)
     axes = (
         "tokens, in_features, slices, rank, slots, dtype, "
-        "mix, ranks, layout, execution, parallel, tp"
+        "mix, ranks, layout, execution, parallel, tp, "
+        "experts, top_k, source, routing, expert_map, sharing, router, write, path"
     )
     oracles = "reference, exact, base_rows, canary, repeat, permute, sequence, guard, compile"
     keys = "tier, oracles, rows, timeout_s, exclude, include, sample"

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from loragate.inputs import DataKind, make_base, make_batch, make_pool
-from loragate.inputs.exactness import assert_exact
+from loragate.oracles.exact import assert_exact
 from loragate.inputs.mapping import BASE_ROW, make_token_slots, num_padded
 from loragate.inputs.placement import bits_of, whole
 from loragate.machine import Machine, select_interpreter

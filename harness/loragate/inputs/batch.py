@@ -9,15 +9,17 @@ from __future__ import annotations
 
 import math
 
+import torch
 from torch import Tensor
 
 from loragate.inputs.draw import DataKind, Draw, torch_dtype
 from loragate.inputs.exactness import exact_base_rows, exact_bias, exact_weight, exact_x
 from loragate.inputs.mapping import make_token_slots
 from loragate.inputs.placement import Band, copy_placed, place
+from loragate.inputs.routing import make_routes
 from loragate.machine import Machine
 from loragate.matrix.case import Case, Layout
-from loragate.subjects.protocol import BaseLayer, Batch
+from loragate.subjects.protocol import BaseLayer, Batch, Routes
 
 _BASE_SIZE = 0.25
 _ALIGNED_MARGIN, _ODD_MARGIN = 16, 3
@@ -26,40 +28,60 @@ _ALIGNED_MARGIN, _ODD_MARGIN = 16, 3
 def make_batch(case: Case, seed: int, step: int, kind: DataKind, machine: Machine) -> Batch:
     """Step number `step` of a case: other rows, other lengths, another idle slot in each.
 
-    x [tokens, in_features] and out [tokens, out_features] lie inside guard bands. A column
-    slice is aligned to 32 bytes or to nothing at all, as the seed has it.
+    x [tokens, in_features] and out [tokens, out_features], or rows for pairs, lie inside guard
+    bands. A column slice is aligned to 32 bytes or to nothing at all, as the seed has it.
     """
     draw = Draw(machine, seed, f"batch-{kind}", step)
     if kind is DataKind.EXACT:
-        x = exact_x(draw, case.tokens, case.in_features)
-        out = exact_base_rows(draw, case.tokens, case.out_features)
+        x = exact_x(draw, case.x_rows, case.in_features)
+        out = exact_base_rows(draw, case.out_rows, case.out_features)
     else:
-        x = draw.normal(case.tokens, case.in_features)
-        x[:, -1] = draw.signs(case.tokens)
-        out = draw.normal(case.tokens, case.out_features) * _BASE_SIZE
+        x = draw.normal(case.x_rows, case.in_features)
+        x[:, -1] = draw.signs(case.x_rows)
+        out = draw.normal(case.out_rows, case.out_features) * _BASE_SIZE
     margin = _ALIGNED_MARGIN if seed % 2 else _ODD_MARGIN
     out_layout = Layout.CONTIGUOUS if case.layout is Layout.TRANSPOSED else case.layout
     dtype = torch_dtype(case.dtype)
+    token_slots = make_token_slots(case, seed, step)
     return Batch(
         place(x.to(dtype), case.layout, margin=margin),
-        make_token_slots(case, seed, step),
+        token_slots,
         place(out.to(dtype), out_layout, margin=margin, band=Band.NUMBER),
+        make_routes(case, seed, step, kind, machine, token_slots),
     )
 
 
 def copy_batch(batch: Batch) -> Batch:
     """The same step again, in memory of its own with guard bands of its own."""
-    return Batch(copy_placed(batch.x), batch.token_slots.clone(), copy_placed(batch.out))
+    routes = batch.routes
+    if routes is not None:
+        weights = None if routes.weights is None else copy_placed(routes.weights)
+        routes = Routes(copy_placed(routes.topk_ids), routes.expert_map, weights)
+    return Batch(copy_placed(batch.x), batch.token_slots.clone(), copy_placed(batch.out), routes)
 
 
 def reordered_rows(batch: Batch, rows: Tensor) -> Batch:
-    """Row i of the result is row `rows[i]` (int64, CPU); layout and guard bands stay."""
+    """Token i of the result is token `rows[i]` (int64, CPU), with all its pairs; layout and
+    guard bands stay."""
     result = copy_batch(batch)
-    index = rows.to(batch.x.device)
-    result.x.copy_(batch.x[index])
-    result.out.copy_(batch.out[index])
-    result.token_slots.copy_(batch.token_slots[rows])
+    tensors = [
+        (result.x, batch.x),
+        (result.out, batch.out),
+        (result.token_slots, batch.token_slots),
+    ]
+    if batch.routes is not None and result.routes is not None:
+        tensors.append((result.routes.topk_ids, batch.routes.topk_ids))
+        if batch.routes.weights is not None and result.routes.weights is not None:
+            tensors.append((result.routes.weights, batch.routes.weights))
+    for moved, values in tensors:
+        index = rows_of(rows, len(values) // max(len(rows), 1))
+        moved.copy_(values[index.to(values.device)])
     return result
+
+
+def rows_of(tokens: Tensor, per_token: int) -> Tensor:
+    """int64: the rows of those tokens in a tensor with `per_token` rows for each."""
+    return (tokens[:, None] * per_token + torch.arange(per_token)).flatten()
 
 
 def make_base(case: Case, seed: int, kind: DataKind, machine: Machine) -> BaseLayer:

@@ -58,6 +58,15 @@ def guarded(size: int, dtype: torch.dtype, device: torch.device, band: Band = Ba
     return torch.full((size,), patterns[band], dtype=bits, device=device).view(dtype)
 
 
+def place_integers(values: Tensor, guard: int) -> Tensor:
+    """A contiguous view that holds int32 `values` [rows, columns] between guards of `guard`."""
+    margin = -(-_GUARD_ROWS * values.shape[1] // _ALIGNMENT) * _ALIGNMENT
+    storage = torch.full((2 * margin + values.numel(),), guard, dtype=torch.int32)
+    storage = storage.to(values.device)
+    view = storage.as_strided(values.shape, (values.shape[1], 1), margin)
+    return view.copy_(values)
+
+
 def whole(view: Tensor) -> Tensor:
     """All elements of the storage that `view` is a part of, guard bands included."""
     size = view.untyped_storage().nbytes() // view.element_size()

@@ -4,7 +4,7 @@ SIGNED: A ~ N(0, 1/in_features), B of either sign and bounded away from zero, so
 is about as large as its scale. The last column of A is heavy: a lost K tail is then plain at
 any width, and no delta of a low rank comes near zero by accident. Every (slot, slice) has
 numbers of its own and a scale of its own, none of them 1 (peft #2489: alpha == r hides a lost
-scale).
+scale); every expert of it has numbers of its own, unless it shares them.
 
 EXACT: see exactness.py.
 """
@@ -22,7 +22,7 @@ from loragate.inputs.draw import DataKind, Draw, number, torch_dtype
 from loragate.inputs.exactness import exact_a, exact_b, exact_scale
 from loragate.inputs.mapping import live_ranks
 from loragate.machine import Machine
-from loragate.matrix.case import Case
+from loragate.matrix.case import MOE_SITES, Case, Sharing
 from loragate.subjects.protocol import Capabilities, Pool
 
 _LOW_RANK = 3
@@ -51,12 +51,13 @@ def make_pool(
     """
     draw = Draw(machine, seed, f"pool-{kind}")
     ranks = live_ranks(case, seed, per_slice=capabilities.rank_per_slice)
+    of_a, of_b = _expert_axis(case, Sharing.SHARED_A), _expert_axis(case, Sharing.SHARED_B)
     if kind is DataKind.EXACT:
-        a = exact_a(draw, case)
-        b = exact_b(draw, case, ranks)
+        a = exact_a(draw, case, of_a)
+        b = exact_b(draw, case, of_b, ranks)
     else:
-        a = _signed_a(draw, case, ranks)
-        b = _signed_b(draw, case, ranks)
+        a = _signed_a(draw, case, of_a, ranks)
+        b = _signed_b(draw, case, of_b, ranks)
     dtype = torch_dtype(case.dtype)
     per_slice = capabilities.rank_per_slice
     scales = tuple(
@@ -91,23 +92,39 @@ def reordered(pool: Pool, order: list[int]) -> Pool:
     )
 
 
-def with_huge_slots(pool: Pool, slots: list[int]) -> Pool:
-    """The live numbers of `slots` replaced by the largest of the dtype: a delta of such an
-    adapter is Inf. Not NaN: a loader may refuse that."""
+def reordered_experts(pool: Pool, order: list[int]) -> Pool:
+    """Expert `i` of the result is what expert `order[i]` was; shared factors stay."""
+    a = pool.a if pool.a.shape[1] == 1 else pool.a[:, order]
+    return replace(pool, a=a, b=tuple(b if b.shape[1] == 1 else b[:, order] for b in pool.b))
+
+
+def with_huge_unused(pool: Pool, used: Tensor) -> Pool:
+    """The live numbers of what no row uses replaced by the largest of the dtype: a delta of it
+    is Inf. Not NaN: a loader may refuse that. `used` bool [slots, experts]; one expert where
+    the site has none. A shared factor is used where any expert of its slot is."""
     a, b = pool.a.clone(), tuple(part.clone() for part in pool.b)
     huge = torch.finfo(a.dtype).max
-    for slot in slots:
-        for part, rank in enumerate(pool.ranks[slot]):
-            a[slot, part, :rank] = huge
-            b[part][slot, :, :rank] = huge
+    for slot, row in enumerate(pool.ranks):
+        for part, rank in enumerate(row):
+            live = a[slot][..., part, :rank, :], b[part][slot][..., :rank]
+            for factor in live:
+                experts = factor if factor.dim() == 3 else factor[None]
+                mine = used[slot] if len(experts) > 1 else used[slot].any(0, keepdim=True)
+                experts[~mine.to(a.device)] = huge
     return replace(pool, a=a, b=b)
+
+
+def _expert_axis(case: Case, shared: Sharing) -> tuple[int, ...]:
+    if case.site not in MOE_SITES:
+        return ()
+    return (1 if case.sharing is shared else case.experts,)
 
 
 def _fill_dead(pool: Pool, value: float) -> Pool:
     for slot, row in enumerate(pool.ranks):
         for part, rank in enumerate(row):
-            pool.a[slot, part, rank:] = value
-            pool.b[part][slot, :, rank:] = value
+            pool.a[slot][..., part, rank:, :] = value
+            pool.b[part][slot][..., rank:] = value
     return pool
 
 
@@ -115,7 +132,7 @@ def _scale(case: Case, seed: int, kind: DataKind, slot: int, part: int) -> float
     start = number(seed, "scales") % 97
     if kind is DataKind.EXACT:
         # neighbours differ among the slots and among the slices, however many slices there are
-        return exact_scale(start + slot + part)
+        return exact_scale(start + slot + part, case.router)
     index = start + slot * len(case.slices) + part
     # low-discrepancy: no two of a pool are close; 1.0 lies outside of both halves
     spread = index * _GOLDEN_RATIO % 1
@@ -123,21 +140,25 @@ def _scale(case: Case, seed: int, kind: DataKind, slot: int, part: int) -> float
     return torch.tensor(value, dtype=torch.float32).item()
 
 
-def _signed_a(draw: Draw, case: Case, ranks: tuple[tuple[int, ...], ...]) -> Tensor:
-    slices, width = len(case.slices), case.in_features
-    a = draw.normal(case.slots, slices, case.rank, width) / math.sqrt(width)
-    a[..., -1] = draw.signs(case.slots, slices, case.rank)
+def _signed_a(
+    draw: Draw, case: Case, experts: tuple[int, ...], ranks: tuple[tuple[int, ...], ...]
+) -> Tensor:
+    shape, width = (case.slots, *experts, len(case.slices), case.rank), case.in_features
+    a = draw.normal(*shape, width) / math.sqrt(width)
+    a[..., -1] = draw.signs(*shape)
     for slot, row in enumerate(ranks):
         for part, rank in enumerate(row):
             if rank <= _LOW_RANK:
-                a[slot, part, :, -1] *= 4
+                a[slot][..., part, :, -1] *= 4
     return a
 
 
-def _signed_b(draw: Draw, case: Case, ranks: tuple[tuple[int, ...], ...]) -> tuple[Tensor, ...]:
+def _signed_b(
+    draw: Draw, case: Case, experts: tuple[int, ...], ranks: tuple[tuple[int, ...], ...]
+) -> tuple[Tensor, ...]:
     parts = []
     for part, width in enumerate(case.slices):
-        shape = (case.slots, width, case.rank)
+        shape = (case.slots, *experts, width, case.rank)
         b = draw.signs(*shape) * draw.uniform(0.5, 1.5, *shape)
         for slot, row in enumerate(ranks):
             b[slot] /= math.sqrt(max(row[part], 1))

@@ -16,8 +16,9 @@ class Site(StrEnum):
     MOE_DELTA = "moe_delta"
 
 
-# sites whose rows are routed to experts
+# sites whose tokens are routed to experts, and sites that write into the output that they are given
 MOE_SITES = frozenset({Site.MOE_DELTA})
+IN_PLACE_SITES = frozenset({Site.DENSE_DELTA, Site.MOE_DELTA})
 
 
 class Tier(StrEnum):

@@ -33,8 +33,8 @@ class Group:
     include: tuple[Axes, ...]
 
 
-def with_defaults(entry: Axes, defaults: Axes) -> Axes:
-    values = case_defaults() | defaults.values | entry.values
+def with_defaults(entry: Axes, defaults: Axes, site: Site) -> Axes:
+    values = case_defaults(site) | defaults.values | entry.values
     return replace(entry, values=dict(sorted(values.items())))
 
 
@@ -65,7 +65,8 @@ def _row_points(group: Group, row: Axes) -> Iterator[dict[str, Any]]:
 
 
 def _by_index(exclude: Sequence[Axes], row: Axes) -> list[Exclusion]:
-    """The exclusions in terms of the row's axes; one that cannot match has an axis of nothing."""
+    """The exclusions in terms of the row's axes, without those about axes of other sites; one
+    that cannot match has an axis of nothing."""
     axes = list(row.values)
     return [
         {
@@ -75,6 +76,7 @@ def _by_index(exclude: Sequence[Axes], row: Axes) -> list[Exclusion]:
             for axis, values in entry.values.items()
         }
         for entry in exclude
+        if entry.values.keys() <= row.values.keys()
     ]
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from loragate.matrix.case import Case, Dtype, Site
+from loragate.matrix.case import Case, Dtype, Sharing, Site
 
 _ITEM = {Dtype.FP16: 2, Dtype.BF16: 2, Dtype.FP32: 4}
 # a row matrix is drawn in fp32 and lives in up to four copies of its own dtype
@@ -16,10 +16,13 @@ _FIXED = 1 << 30
 def footprint_bytes(case: Case) -> int:
     """Peak bytes of one attempt at a case with all its oracles, one after the other."""
     item = _ITEM[case.dtype]
-    rows = case.tokens * (case.in_features + case.out_features)
+    rows = case.x_rows * case.in_features + case.out_rows * case.out_features
     if case.site is Site.LORA_LINEAR:
         rows += case.in_features * case.out_features
-    adapters = case.slots * case.rank * (len(case.slices) * case.in_features + case.out_features)
+    experts_of_a = 1 if case.sharing is Sharing.SHARED_A else case.experts
+    experts_of_b = 1 if case.sharing is Sharing.SHARED_B else case.experts
+    a = experts_of_a * len(case.slices) * case.in_features
+    adapters = case.slots * case.rank * (a + experts_of_b * case.out_features)
     return (
         _FIXED
         + rows * (_DRAWN + _COPIES * item)

@@ -17,9 +17,9 @@ from loragate.matrix.ids import case_id
 from loragate.matrix.problems import CaseFileError, Problem
 from loragate.matrix.rules import (
     check_exclusion,
-    check_linear_axes,
     check_row,
     check_single,
+    check_site_axes,
     missing_axes,
 )
 from loragate.matrix.schema import Axes, FileModel, GroupModel, check, check_axes
@@ -58,23 +58,25 @@ def _cases_of(document: Document) -> list[tuple[Case, Loc]]:
     check(FileModel, document.data, (), document)
     raw = document.data if isinstance(document.data, dict) else {}
     known = next((site for site in Site if site == raw.get("site")), None)
-    # the site with the most axes raises no complaints beyond the one about the site itself
-    site = known or Site.LORA_LINEAR
     defaults = check_axes(_mapping(raw.get("defaults")), ("defaults",), document)
     check_single(defaults, "a list belongs into a row", document)
-    check_linear_axes(defaults, site, document)
+    check_site_axes(defaults, known, document)
     cases: list[tuple[Case, Loc]] = []
     for name, raw_group in _mapping(raw.get("groups")).items():
-        group = _group(raw_group, ("groups", name), site, defaults, document)
+        group = _group(raw_group, ("groups", name), known, defaults, document)
         cases += expand(group, document) if group else []
     return cases if known else []
 
 
-def _group(raw: object, loc: Loc, site: Site, defaults: Axes, document: Document) -> Group | None:
+def _group(
+    raw: object, loc: Loc, known: Site | None, defaults: Axes, document: Document
+) -> Group | None:
     model = check(GroupModel, raw, loc, document)
-    rows = _entries(raw, "rows", loc, site, document)
-    exclude = _entries(raw, "exclude", loc, site, document)
-    include = _entries(raw, "include", loc, site, document)
+    rows = _entries(raw, "rows", loc, known, document)
+    exclude = _entries(raw, "exclude", loc, known, document)
+    include = _entries(raw, "include", loc, known, document)
+    # where the site is bad, complaints about it are enough
+    site = known or Site.LORA_LINEAR
     for entry in exclude:
         check_exclusion(entry, rows, defaults, document)
     for entry in include:
@@ -89,27 +91,29 @@ def _group(raw: object, loc: Loc, site: Site, defaults: Axes, document: Document
     if model is None:
         return None
     single = tuple(entry for entry in include if entry.is_single)
-    rows, single = _complete(rows, defaults), _complete(single, defaults)
+    rows, single = _complete(rows, defaults, site), _complete(single, defaults, site)
     return Group(loc, site, model, rows, exclude, single)
 
 
-def _complete(entries: Sequence[Axes], defaults: Axes) -> tuple[Axes, ...]:
+def _complete(entries: Sequence[Axes], defaults: Axes, site: Site) -> tuple[Axes, ...]:
     """Those of the entries that define cases, with the file's defaults."""
     return tuple(
-        with_defaults(entry, defaults)
+        with_defaults(entry, defaults, site)
         for entry in entries
-        if entry.is_sound and defaults.is_sound and not missing_axes(entry, defaults)
+        if entry.is_sound and defaults.is_sound and not missing_axes(entry, defaults, site)
     )
 
 
-def _entries(raw: object, name: str, loc: Loc, site: Site, document: Document) -> tuple[Axes, ...]:
+def _entries(
+    raw: object, name: str, loc: Loc, site: Site | None, document: Document
+) -> tuple[Axes, ...]:
     listed = _mapping(raw).get(name)
     entries = tuple(
         check_axes(entry, (*loc, name, i), document)
         for i, entry in enumerate(listed if isinstance(listed, list) else ())
     )
     for entry in entries:
-        check_linear_axes(entry, site, document)
+        check_site_axes(entry, site, document)
     return entries
 
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import MISSING, fields
 from itertools import product
 from typing import Any
 
-from loragate.matrix.case import Case, Parallel, Site
+from loragate.matrix.case import MOE_SITES, Case, Parallel, Site
 from loragate.matrix.document import Document
 from loragate.matrix.schema import Axes, AxesModel, allowed_values
 
@@ -16,6 +16,17 @@ REQUIRED_AXES = tuple(
     f.name for f in fields(Case) if f.default is MISSING and f.name in AxesModel.model_fields
 )
 _LINEAR_AXES = ("parallel", "tp")
+_MOE_REQUIRED = ("experts", "top_k")
+_MOE_AXES = (
+    *_MOE_REQUIRED,
+    "source",
+    "routing",
+    "expert_map",
+    "sharing",
+    "router",
+    "write",
+    "path",
+)
 _CUT_AXES = ("in_features", "slices", *_LINEAR_AXES)
 
 
@@ -25,23 +36,27 @@ def check_row(
     """Add every problem of a row or an include, given its defaults and its group's exclusions."""
     if not row.is_mapping:
         return
-    for axis in missing_axes(row, defaults):
+    for axis in missing_axes(row, defaults, site):
         message = f"is missing here and in defaults; allowed: {allowed_values(AxesModel, (axis,))}"
         document.problems.append(document.problem((*row.loc, axis), message))
     if site is Site.LORA_LINEAR:
-        _check_cut(row, defaults, exclude, document)
+        _check_points(row, defaults, exclude, _CUT_AXES, _cut_problems, document)
+    if site in MOE_SITES:
+        _check_points(row, defaults, exclude, _MOE_REQUIRED, _routing_problems, document)
 
 
-def missing_axes(entry: Axes, defaults: Axes) -> list[str]:
-    return [axis for axis in REQUIRED_AXES if axis not in defaults.named | entry.named]
+def missing_axes(entry: Axes, defaults: Axes, site: Site) -> list[str]:
+    required = REQUIRED_AXES + (_MOE_REQUIRED if site in MOE_SITES else ())
+    return [axis for axis in required if axis not in defaults.named | entry.named]
 
 
-def check_linear_axes(entry: Axes, site: Site, document: Document) -> None:
-    """Only a linear layer is cut over tensor-parallel ranks."""
-    for axis in _LINEAR_AXES:
-        if axis in entry.named and site is not Site.LORA_LINEAR:
-            message = f"given for site {site}; allowed: for site {Site.LORA_LINEAR} only"
-            document.problems.append(document.problem((*entry.loc, axis), message))
+def check_site_axes(entry: Axes, site: Site | None, document: Document) -> None:
+    """Only a linear layer is cut over tensor-parallel ranks, only some sites have experts."""
+    for axes, sites in ((_LINEAR_AXES, (Site.LORA_LINEAR,)), (_MOE_AXES, sorted(MOE_SITES))):
+        for axis in axes:
+            if axis in entry.named and site not in (None, *sites):
+                message = f"given for site {site}; allowed: for site {', '.join(sites)} only"
+                document.problems.append(document.problem((*entry.loc, axis), message))
 
 
 def check_single(entry: Axes, why: str, document: Document) -> None:
@@ -82,25 +97,35 @@ def _merged(row: Axes, defaults: Axes) -> tuple[dict[str, tuple[Any, ...]], froz
     return case_defaults() | defaults.values | row.values, unsound
 
 
-def case_defaults() -> dict[str, tuple[Any, ...]]:
-    """The axes that a row need not name, each with its one value."""
+def case_defaults(site: Site | None = None) -> dict[str, tuple[Any, ...]]:
+    """The axes that a row need not name, each with its one value. Axes of experts only where
+    the site may have them: a sample depends on how many axes there are."""
+    axes = set(AxesModel.model_fields)
+    if site is not None and site not in MOE_SITES:
+        axes -= {*_MOE_AXES}
     return {
-        f.name: (f.default,)
-        for f in fields(Case)
-        if f.default is not MISSING and f.name in AxesModel.model_fields
+        f.name: (f.default,) for f in fields(Case) if f.default is not MISSING and f.name in axes
     }
 
 
-def _check_cut(row: Axes, defaults: Axes, exclude: Sequence[Axes], document: Document) -> None:
+def _check_points(
+    row: Axes,
+    defaults: Axes,
+    exclude: Sequence[Axes],
+    axes: Sequence[str],
+    problems_of: Callable[..., Iterator[tuple[str, str]]],
+    document: Document,
+) -> None:
+    """Tell what `problems_of` finds in the points of a row, looking at some of its axes."""
     have, unsound = _merged(row, defaults)
-    if unsound & set(_CUT_AXES) or not set(_CUT_AXES) <= have.keys():
+    if unsound & set(axes) or not set(axes) <= have.keys():
         return
     told = set[tuple[str, str]]()
-    for values in product(*(have[axis] for axis in _CUT_AXES)):
-        point = dict(zip(_CUT_AXES, values, strict=True))
+    for values in product(*(have[axis] for axis in axes)):
+        point = dict(zip(axes, values, strict=True))
         if any(matches(entry, point) for entry in exclude):
             continue
-        for axis, message in _cut_problems(**point):
+        for axis, message in problems_of(**point):
             if (axis, message) not in told:
                 told.add((axis, message))
                 document.problems.append(document.problem((*row.loc, axis), message))
@@ -115,3 +140,8 @@ def _cut_problems(
         yield "slices", f"given {list(slices)} with tp {tp}; allowed: widths that tp divides"
     if parallel is Parallel.ROW and in_features % tp:
         yield "in_features", f"given {in_features} with tp {tp}; allowed: a width that tp divides"
+
+
+def _routing_problems(experts: int, top_k: int) -> Iterator[tuple[str, str]]:
+    if top_k > experts:
+        yield "top_k", f"given {top_k} with {experts} experts; allowed: at most as many as experts"

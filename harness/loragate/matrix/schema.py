@@ -38,7 +38,23 @@ from pydantic import (
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
-from loragate.matrix.case import Dtype, Execution, Layout, Mix, Parallel, Ranks, Site, Tier
+from loragate.matrix.case import (
+    Dtype,
+    Execution,
+    ExpertMap,
+    Layout,
+    Mix,
+    Parallel,
+    Path,
+    Ranks,
+    RouterWeights,
+    Routing,
+    Sharing,
+    Site,
+    Source,
+    Tier,
+    Write,
+)
 from loragate.matrix.document import Document, Loc
 from loragate.matrix.problems import Problem, describe, nearest
 from loragate.verdict import OracleName
@@ -46,6 +62,8 @@ from loragate.verdict import OracleName
 MAX_RANK = 512
 MAX_SLOTS = 256
 MAX_TP = 64
+MAX_EXPERTS = 1024
+MAX_TOP_K = 64
 
 T = TypeVar("T")
 
@@ -80,6 +98,8 @@ Natural = Annotated[int, Strict(), Field(ge=0)]
 Positive = Annotated[int, Strict(), Field(ge=1)]
 Rank = Annotated[int, Strict(), Field(ge=1, le=MAX_RANK)]
 Slots = Annotated[int, Strict(), Field(ge=1, le=MAX_SLOTS)]
+Experts = Annotated[int, Strict(), Field(ge=1, le=MAX_EXPERTS)]
+TopK = Annotated[int, Strict(), Field(ge=1, le=MAX_TOP_K)]
 TensorParallel = Annotated[int, Strict(), Field(ge=1, le=MAX_TP)]
 Widths = Annotated[tuple[Positive, ...], Field(min_length=1)]
 SlicesAxis = Annotated[
@@ -109,6 +129,15 @@ class AxesModel(_Model):
     execution: Axis[Execution] = ()
     parallel: Axis[Parallel] = ()
     tp: Axis[TensorParallel] = Field((), description=f"an integer from 1 to {MAX_TP}")
+    experts: Axis[Experts] = Field((), description=f"an integer from 1 to {MAX_EXPERTS}")
+    top_k: Axis[TopK] = Field((), description=f"an integer from 1 to {MAX_TOP_K}")
+    source: Axis[Source] = ()
+    routing: Axis[Routing] = ()
+    expert_map: Axis[ExpertMap] = ()
+    sharing: Axis[Sharing] = ()
+    router: Axis[RouterWeights] = ()
+    write: Axis[Write] = ()
+    path: Axis[Path] = ()
 
 
 class SampleModel(_Model):

@@ -1,18 +1,22 @@
 """Who asked for no adapter gets the base model, bit for bit.
 
-dense_delta: base rows of the output keep their bits, a negative zero included, which even an
-added zero would change. lora_linear: they equal the base layer alone, which is the same subject
-with empty slots and a batch of the same shape, so that the base GEMM is the same too.
+A site that works in place: base rows of the output keep their bits, a negative zero included,
+which even an added zero would change; so do pairs whose expert is not here. lora_linear: they
+equal the base layer alone, which is the same subject with empty slots and a batch of the same
+shape, so that the base GEMM is the same too.
 """
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from loragate.inputs import DataKind, copy_batch, make_batch, make_pool
 from loragate.inputs.mapping import BASE_ROW, make_token_slots
-from loragate.matrix.case import Site
+from loragate.inputs.pairs import out_rows
+from loragate.matrix.case import IN_PLACE_SITES, ExpertMap
 from loragate.oracles.evidence import judge_bits, malformed, passed
 from loragate.oracles.protocol import Trial
 from loragate.oracles.session import Session, base_of
@@ -25,6 +29,8 @@ class BaseRows:
 
     def applies(self, trial: Trial) -> str | None:
         token_slots = make_token_slots(trial.case, trial.seed, 0)
+        if trial.case.expert_map is ExpertMap.PARALLEL and trial.case.tokens:
+            return None
         return None if (token_slots == BASE_ROW).any() else "the batch has no base rows"
 
     def judge(self, trial: Trial) -> Judgement:
@@ -32,7 +38,7 @@ class BaseRows:
         pool = make_pool(trial.case, trial.seed, kind, trial.machine, trial.capabilities)
         batch = make_batch(trial.case, trial.seed, 0, kind, trial.machine)
         base = base_of(trial, kind)
-        rows = (batch.token_slots == BASE_ROW).nonzero().flatten().to(batch.x.device)
+        rows = (out_rows(batch).slots == BASE_ROW).nonzero().flatten().to(batch.x.device)
         batch.out[rows, 0] = -0.0
         alone = _base_alone(trial, base, batch)
         result = Session(trial, base, pool).step(copy_batch(batch))
@@ -54,7 +60,7 @@ class BaseRows:
 
 
 def _base_alone(trial: Trial, base: BaseLayer | None, batch: Batch) -> Tensor:
-    if trial.case.site is Site.DENSE_DELTA:
+    if trial.case.site in IN_PLACE_SITES:
         return batch.out
     nobody = torch.full_like(batch.token_slots, BASE_ROW)
-    return Session(trial, base).step(Batch(batch.x, nobody, batch.out))
+    return Session(trial, base).step(replace(batch, token_slots=nobody))

@@ -2,7 +2,8 @@
 
 The step runs twice on data that leaves nothing to round: once plainly, once in a world where
 everything that must not be read is poison - fresh allocations, ranks that an adapter does not
-use, adapters that no row asks for, rows without an adapter. The results must be bit-equal. Both
+use, adapters and experts that no row asks for, rows without an adapter, output that is to be
+overwritten. The results must be bit-equal. Both
 runs must also leave the guard bands around every tensor, all inputs and the adapters as they were.
 """
 
@@ -13,11 +14,13 @@ from torch import Tensor
 
 from loragate.inputs import DataKind, Dead, copy_batch, make_batch, make_pool
 from loragate.inputs.mapping import BASE_ROW
+from loragate.inputs.pairs import OutRows, out_rows
 from loragate.inputs.placement import bits_of, owned, whole
 from loragate.inputs.poison import poisoned_allocations
-from loragate.inputs.pool import with_huge_slots
-from loragate.matrix.case import Site
+from loragate.inputs.pool import with_huge_unused
+from loragate.matrix.case import IN_PLACE_SITES, Case, Write
 from loragate.oracles.evidence import judge_bits, malformed, passed
+from loragate.oracles.golden import touched
 from loragate.oracles.protocol import Trial
 from loragate.oracles.session import Session, base_of
 from loragate.subjects.protocol import BaseLayer, Batch, Pool
@@ -61,13 +64,26 @@ def _poisoned(trial: Trial, batch: Batch) -> tuple[Pool, Batch]:
     pool = make_pool(
         trial.case, trial.seed, DataKind.EXACT, trial.machine, trial.capabilities, dead=dead
     )
-    used = set(batch.token_slots.tolist())
-    pool = with_huge_slots(pool, [slot for slot in range(pool.num_slots) if slot not in used])
+    rows = out_rows(batch)
     batch = copy_batch(batch)
-    if trial.case.site is Site.DENSE_DELTA:
-        rows = (batch.token_slots == BASE_ROW).nonzero().flatten()
-        batch.x[rows.to(batch.x.device)] = float("nan")
-    return pool, batch
+    if trial.case.site in IN_PLACE_SITES:
+        if trial.case.write is Write.STORE:
+            batch.out[touched(pool, rows)] = float("nan")
+        idle = torch.ones(len(batch.x), dtype=torch.bool, device=batch.x.device)
+        live = (rows.slots != BASE_ROW).to(batch.x.device)
+        idle[rows.x_rows[live]] = False
+        batch.x[idle] = float("nan")
+        if batch.routes is not None and batch.routes.weights is not None:
+            batch.routes.weights.view(-1)[~live] = float("nan")
+    return with_huge_unused(pool, _used(trial.case, rows)), batch
+
+
+def _used(case: Case, rows: OutRows) -> Tensor:
+    """bool [slots, experts] on the CPU: which of them some row uses."""
+    used = torch.zeros(case.slots, case.experts, dtype=torch.bool)
+    live = rows.slots != BASE_ROW
+    used[rows.slots[live].long(), rows.experts.cpu()[live]] = True
+    return used
 
 
 class _Watched:
@@ -75,9 +91,15 @@ class _Watched:
 
     def __init__(self, trial: Trial, base: BaseLayer | None, pool: Pool, batch: Batch) -> None:
         self.trial, self.base, self.pool, self.batch = trial, base, pool, batch
-        self.in_place = trial.case.site is Site.DENSE_DELTA
+        self.in_place = trial.case.site in IN_PLACE_SITES
         self.tensors = {"x": whole(batch.x), "token_slots": batch.token_slots, "A": pool.a}
         self.tensors |= {f"B of slice {part}": b for part, b in enumerate(pool.b)}
+        if batch.routes is not None:
+            self.tensors["topk_ids"] = whole(batch.routes.topk_ids)
+            if batch.routes.expert_map is not None:
+                self.tensors["the expert map"] = batch.routes.expert_map
+            if batch.routes.weights is not None:
+                self.tensors["the router weights"] = whole(batch.routes.weights)
         if base is not None:
             self.tensors["the base weight"] = base.weight
             if base.bias is not None:

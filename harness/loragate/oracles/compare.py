@@ -7,12 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import partial
-from math import hypot
 
 import torch
 from torch import Tensor
 
+from loragate.inputs.pairs import OutRows
 from loragate.matrix.case import Case
 from loragate.oracles.errors import TAIL, RowErrors
 from loragate.subjects.protocol import Pool
@@ -52,46 +51,86 @@ class Population:
         return self.eager / self.delta if self.delta else 0.0
 
 
-def populations(
-    case: Case, pool: Pool, token_slots: Tensor, errors: RowErrors
-) -> Iterator[Population]:
-    """One for each slot with tokens (-1 for base rows) and each slice."""
-    for slot in sorted(set(token_slots.tolist())):
-        rows = (token_slots == slot).nonzero().flatten().to(errors.gain.device)
-        for part, width in enumerate(case.slices):
-            rank = pool.ranks[slot][part] if slot >= 0 else 1
+def populations(case: Case, pool: Pool, rows: OutRows, errors: RowErrors) -> list[Population]:
+    """One for each slot with rows (-1 for rows without a delta) and each slice."""
+    slots = rows.slots.long()
+    ranks = torch.tensor([*pool.ranks, (1,) * len(case.slices)])
+    # group -1 of rows without a slot is the last one
+    group = slots.remainder(len(ranks))
+    sums = _Sums(case, errors, group.to(errors.gain.device), ranks)
+    return [
+        Population(
+            slot,
+            part,
+            (slots == slot).nonzero().flatten().to(errors.gain.device),
+            *(values[slot][part] for values in sums.tables()),
+        )
+        for slot in sorted(set(slots.tolist()))
+        for part in range(len(case.slices))
+    ]
 
-            mean = partial(_mean, rows, part, width)
-            eager, delta_sq = mean(errors.eager_sq) ** 0.5, mean(errors.delta_sq)
-            # few roundings can all be lucky: never less than what they cost on average, a
-            # third of the square of half a step, for two roundings and for one
-            bound_sq = mean(errors.bound_sq)
-            # errors of the bridge are common to all columns: only rows x ranks are independent
-            independent = torch.tensor(len(rows) * min(width, max(rank, 1)))
-            bridge = float(_unlucky(independent)) * mean(errors.bridge_sq) ** 0.5
-            allowed = FACTOR * hypot(max(eager, (bound_sq / 6) ** 0.5), bridge)
-            allowed += max(mean(errors.floor_sq), bound_sq / 12) ** 0.5
-            margin = 1 + 2 * float(independent) ** -0.5
-            yield Population(
-                slot,
-                part,
-                rows,
-                delta_sq**0.5,
-                mean(errors.subject_sq) ** 0.5,
-                eager,
-                margin * allowed,
-                mean(errors.gain) / delta_sq if delta_sq else 0.0,
-            )
+
+def expert_finding(case: Case, pool: Pool, rows: OutRows, errors: RowErrors) -> Finding:
+    """The worst population of one slot, one expert and one slice."""
+    device = errors.gain.device
+    ranks = torch.tensor(pool.ranks).repeat_interleave(case.experts, 0)
+    # rows without a delta are a last group, with nothing to cancel and all of their base
+    ranks = torch.cat([ranks, torch.ones_like(ranks[:1])])
+    slots = rows.slots.long().to(device)
+    group = torch.where(slots < 0, len(ranks) - 1, slots * case.experts + rows.experts)
+    sums = _Sums(case, errors, group, ranks)
+    ratio = torch.where(sums.subject == 0, 0.0, sums.subject / sums.threshold)
+    # groups without rows do not count
+    ratio[torch.bincount(group, minlength=len(ranks)) == 0] = -1.0
+    worst, part = divmod(int(ratio.argmax()), ratio.shape[1])
+    own = (group == worst).nonzero().flatten()
+    return Finding(
+        ratio[worst, part].item(),
+        sums.subject[worst, part].item(),
+        sums.threshold[worst, part].item(),
+        int(own[errors.subject_sq[own, part].argmax()]),
+        part,
+        "the rms of all errors of one expert",
+    )
+
+
+class _Sums:
+    """Statistics of groups of rows, fp64 [groups, slices] each; what an empty group has means
+    nothing. `ranks` [groups, slices]."""
+
+    def __init__(self, case: Case, errors: RowErrors, group: Tensor, ranks: Tensor) -> None:
+        device = errors.gain.device
+        ranks, widths = ranks.to(device), torch.tensor(case.slices, device=device)
+        rows = torch.bincount(group, minlength=len(ranks)).clamp(min=1)[:, None]
+
+        def mean(sums: Tensor) -> Tensor:
+            """Over all elements of a group; `sums` are over the columns already."""
+            total = sums.new_zeros(len(ranks), len(widths)).index_add_(0, group, sums)
+            return total / (rows * widths)
+
+        delta_sq = mean(errors.delta_sq)
+        self.delta, self.eager = delta_sq.sqrt(), mean(errors.eager_sq).sqrt()
+        self.subject = mean(errors.subject_sq).sqrt()
+        # few roundings can all be lucky: never less than what they cost on average, a
+        # third of the square of half a step, for two roundings and for one
+        bound_sq = mean(errors.bound_sq)
+        # errors of the bridge are common to all columns: only rows x ranks are independent
+        independent = rows * widths.minimum(ranks.clamp(min=1))
+        bridge = _unlucky(independent) * mean(errors.bridge_sq).sqrt()
+        allowed = FACTOR * self.eager.maximum((bound_sq / 6).sqrt()).hypot(bridge)
+        allowed += mean(errors.floor_sq).maximum(bound_sq / 12).sqrt()
+        self.threshold = (1 + 2 * independent.double() ** -0.5) * allowed
+        self.bias = torch.where(delta_sq > 0, mean(errors.gain) / delta_sq, 0.0)
+
+    def tables(self) -> tuple[list[list[float]], ...]:
+        """In the order in which a Population has them."""
+        columns = (self.delta, self.subject, self.eager, self.threshold, self.bias)
+        return tuple(values.tolist() for values in columns)
 
 
 def _unlucky(independent: Tensor) -> Tensor:
     """How far above its mean the rms of that many roundings may be, FACTOR left aside."""
     return 1 + independent.double() ** -0.5
-
-
-def _mean(rows: Tensor, part: int, width: int, sums: Tensor) -> float:
-    """Mean over all elements of a population; `sums` are over the columns already."""
-    return (sums[rows, part].sum() / (len(rows) * width)).item()
 
 
 def population_finding(population: Population, errors: RowErrors) -> Finding:

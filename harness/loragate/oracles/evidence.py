@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from loragate.inputs.pairs import local_experts
 from loragate.inputs.placement import bits_of
 from loragate.matrix.case import Case
 from loragate.oracles.protocol import Trial
@@ -12,14 +13,21 @@ from loragate.subjects.protocol import Batch
 from loragate.verdict import Failure, Judgement, OracleName, Verdict
 
 
-def locate(case: Case, batch: Batch, token: int, column: int) -> dict[str, int | str]:
-    """Token, its slot, the slice, and the column within the slice."""
+def locate(case: Case, batch: Batch, row: int, column: int) -> dict[str, int | str]:
+    """Token, its slot, the slice, and the column within the slice of an element of the output.
+    With experts also which choice of the token it is, and the local expert (-1: not here)."""
     part = 0
     while column >= case.slices[part]:
         column -= case.slices[part]
         part += 1
+    if batch.routes is None:
+        slot = int(batch.token_slots[row])
+        return {"token": row, "slot": slot, "slice": part, "column": column}
+    token, choice = divmod(row, batch.routes.topk_ids.shape[1])
+    expert = int(local_experts(batch.routes)[token, choice])
     slot = int(batch.token_slots[token])
-    return {"token": token, "slot": slot, "slice": part, "column": column}
+    where = {"token": token, "choice": choice, "expert": expert, "slot": slot}
+    return {**where, "slice": part, "column": column}
 
 
 def malformed(oracle: OracleName, batch: Batch, result: Tensor) -> Judgement | None:
@@ -59,14 +67,14 @@ def judge_bits(
     count = int(mask.sum())
     if not count:
         return None
-    token, column = (int(i) for i in mask.nonzero()[0])
-    have, want = result[token, column].item(), wanted[token, column].item()
+    row, column = (int(i) for i in mask.nonzero()[0])
+    have, want = result[row, column].item(), wanted[row, column].item()
     message = (
         f"{count} elements in {int(mask.any(1).sum())} rows differ from {claim}; "
         f"the first is {have!r}, should be {want!r}"
     )
     metrics = {"differing": float(count), "largest": _largest(result, wanted, mask)}
-    where = locate(trial.case, batch, token, column)
+    where = locate(trial.case, batch, row, column)
     return Judgement(oracle, Verdict.FAIL, failure, message, metrics, where)
 
 

@@ -7,11 +7,13 @@ import torch
 from torch import Tensor
 
 from loragate.inputs import DataKind, copy_batch, make_batch, make_pool
-from loragate.inputs.exactness import assert_exact
+from loragate.inputs.exactness import EXACT_UNITS, UNIT
+from loragate.inputs.pairs import out_rows
 from loragate.oracles.evidence import judge_bits, malformed, passed
-from loragate.oracles.golden import chunks, golden
+from loragate.oracles.golden import chunks, deltas, golden, magnitudes
 from loragate.oracles.protocol import Trial
 from loragate.oracles.session import Session, base_of
+from loragate.subjects.protocol import BaseLayer, Batch, Pool
 from loragate.verdict import Failure, Judgement, OracleName
 
 
@@ -29,7 +31,7 @@ class Exact:
         wanted: list[Tensor] = []
         for _, piece in chunks(batch):
             assert_exact(pool, piece, base)
-            wanted.append(golden(pool, piece, base).out.to(batch.out.dtype))
+            wanted.append(golden(pool, piece, base, trial.case.write).out.to(batch.out.dtype))
         result = Session(trial, base, pool).step(copy_batch(batch))
         wrong = malformed(self.name, batch, result) or judge_bits(
             trial,
@@ -42,3 +44,18 @@ class Exact:
             claim="the exact result",
         )
         return wrong or passed(self.name)
+
+
+def assert_exact(pool: Pool, batch: Batch, base: BaseLayer | None) -> None:
+    """Check the promise of inputs/exactness.py on the data itself: no sum of magnitudes leaves
+    the exact range."""
+    x = batch.x.double().abs()
+    start = batch.out.double().abs()
+    if base is not None:
+        bias = 0.0 if base.bias is None else base.bias.double().abs()
+        start = x @ base.weight.double().abs().T + bias
+    assert start.remainder(UNIT).count_nonzero() == 0, "base values off the grid"
+    delta = deltas(magnitudes(pool), x, out_rows(batch), torch.float64)
+    assert delta.remainder(UNIT).count_nonzero() == 0, "delta off the grid"
+    top = (start + delta).max().item() if delta.numel() else 0.0
+    assert top <= EXACT_UNITS * UNIT, f"a sum of magnitudes reaches {top}"

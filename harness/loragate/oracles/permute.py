@@ -1,4 +1,5 @@
-"""Adapters in other slots, rows in another order: the result moves along and does not change.
+"""Adapters in other slots, rows in another order, experts with other numbers: the result moves
+along and does not change.
 
 Where the subject promises that a row's bits do not depend on its place, zero-mean data must
 give equal bits; elsewhere data that leaves nothing to round must.
@@ -7,13 +8,16 @@ give equal bits; elsewhere data that leaves nothing to round must.
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import torch
+from torch import Tensor
 
 from loragate.inputs import DataKind, copy_batch, make_batch, make_pool, reordered_rows
+from loragate.inputs.batch import rows_of
 from loragate.inputs.draw import number
-from loragate.inputs.pool import reordered
-from loragate.matrix.case import Site
+from loragate.inputs.pool import reordered, reordered_experts
+from loragate.matrix.case import IN_PLACE_SITES, MOE_SITES
 from loragate.oracles.evidence import judge_bits, malformed, passed
 from loragate.oracles.protocol import Trial
 from loragate.oracles.session import Session, base_of
@@ -25,7 +29,7 @@ class Permute:
     name = OracleName.PERMUTE
 
     def applies(self, trial: Trial) -> str | None:
-        if trial.case.slots > 1 or trial.case.tokens > 1:
+        if trial.case.slots > 1 or trial.case.tokens > 1 or trial.case.experts > 1:
             return None
         return "one row and one slot cannot change places"
 
@@ -39,9 +43,14 @@ class Permute:
         if wrong is not None:
             return wrong
         order = _order(trial, "slots", trial.case.slots)
-        rows = torch.tensor(_order(trial, "rows", trial.case.tokens))
+        rows = torch.tensor(_order(trial, "rows", trial.case.tokens), dtype=torch.int64)
         moved = reordered_rows(_renumbered(batch, order), rows)
-        session = Session(trial, base, reordered(pool, order))
+        pool = reordered(pool, order)
+        if trial.case.site in MOE_SITES:
+            experts = _order(trial, "experts", trial.case.experts)
+            pool = reordered_experts(pool, experts)
+            moved = _reassigned(moved, experts)
+        session = Session(trial, base, pool)
         again = session.step(moved)
         # a sum of zero has either sign, as the order of its terms has it
         zero = 0.0 if kind is DataKind.EXACT else -0.0
@@ -49,16 +58,16 @@ class Permute:
             trial,
             moved,
             again + zero,
-            result[rows.to(result.device)] + zero,
+            result[rows_of(rows, trial.case.top_k).to(result.device)] + zero,
             oracle=self.name,
             failure=Failure.NOT_EQUIVARIANT,
-            claim="the same rows with the adapters in other slots and the rows in another order",
+            claim="the same rows in another order, with adapters and experts in other places",
         )
         return wrong or passed(self.name)
 
 
 def _kind(trial: Trial) -> DataKind:
-    promised = trial.capabilities.place_invariant and trial.case.site is Site.DENSE_DELTA
+    promised = trial.capabilities.place_invariant and trial.case.site in IN_PLACE_SITES
     return DataKind.SIGNED if promised else DataKind.EXACT
 
 
@@ -75,4 +84,20 @@ def _renumbered(batch: Batch, order: list[int]) -> Batch:
     """The same rows after the adapter of slot `order[i]` has moved to slot i."""
     place = {slot: index for index, slot in enumerate(order)}
     slots = [place.get(slot, slot) for slot in batch.token_slots.tolist()]
-    return Batch(batch.x, torch.tensor(slots, dtype=torch.int32), batch.out)
+    return replace(batch, token_slots=torch.tensor(slots, dtype=torch.int32))
+
+
+def _reassigned(batch: Batch, order: list[int]) -> Batch:
+    """The same rows after local expert `order[i]` has become local expert i."""
+    routes = batch.routes
+    assert routes is not None
+    place = torch.tensor(order, device=routes.topk_ids.device).argsort().int()
+
+    def renumbered(ids: Tensor) -> Tensor:
+        return torch.where(ids < 0, ids, place[ids.long().clamp(min=0)])
+
+    if routes.expert_map is not None:
+        routes = replace(routes, expert_map=renumbered(routes.expert_map))
+    else:
+        routes.topk_ids.copy_(renumbered(routes.topk_ids))
+    return replace(batch, routes=routes)

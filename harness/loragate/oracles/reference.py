@@ -8,9 +8,10 @@ delta + base:
     err(subject) <= 2 * err(eager) + rounding
 
 * for each (row, slice): rms and largest error, `rounding` being the worst case of all casts;
-* for each (slot, slice) over all its rows: rms, `rounding` being what one cast of the golden
-  output really costs. This one is sharp; a population of few numbers gets a margin of
-  1 + 2 / sqrt(n), because its rms is uncertain by itself.
+* for each (slot, slice) over all its rows, and with experts for each (slot, expert, slice): rms,
+  `rounding` being what one cast of the golden output really costs. This one is sharp; a
+  population of few numbers gets a margin of 1 + 2 / sqrt(n), because its rms is uncertain by
+  itself.
 
 Where eager itself misses the delta by more than 10 %, nothing is proven: INCONCLUSIVE.
 
@@ -33,9 +34,12 @@ from __future__ import annotations
 from torch import Tensor
 
 from loragate.inputs import DataKind, copy_batch, make_batch, make_pool
+from loragate.inputs.pairs import out_rows
+from loragate.matrix.case import MOE_SITES
 from loragate.oracles.compare import (
     Finding,
     Population,
+    expert_finding,
     population_finding,
     populations,
     row_findings,
@@ -74,13 +78,13 @@ def judge_result(
     wrong = malformed(OracleName.REFERENCE, batch, result)
     if wrong is not None:
         return wrong
-    if not batch.x.shape[0]:
+    if not batch.out.shape[0]:
         # an empty batch has no number to compare
         return passed(OracleName.REFERENCE)
     pieces: list[RowErrors] = []
     low = folded(pool) if trial.capabilities.folds_scale_into_weights else pool
     for rows, piece in chunks(batch):
-        right = golden(pool, piece, base)
+        right = golden(pool, piece, base, trial.case.write)
         wrong = _misplaced(trial, batch, rows.start, right.out, result[rows])
         if wrong is not None:
             return wrong
@@ -91,11 +95,15 @@ def judge_result(
 
 def judge_errors(trial: Trial, pool: Pool, batch: Batch, errors: RowErrors) -> Judgement:
     """The rule of this module, on statistics of all rows."""
-    groups = list(populations(trial.case, pool, batch.token_slots, errors))
+    rows = out_rows(batch)
+    groups = populations(trial.case, pool, rows, errors)
     findings = [population_finding(group, errors) for group in groups]
+    if trial.case.site in MOE_SITES:
+        findings.append(expert_finding(trial.case, pool, rows, errors))
     worst = max([*findings, *row_findings(trial.case, errors)])
     where = _where(trial, batch, errors, worst)
-    group = next(g for g in groups if (g.slot, g.part) == (where["slot"], worst.part))
+    slot = int(rows.slots[worst.row])
+    group = next(g for g in groups if (g.slot, g.part) == (slot, worst.part))
     metrics = _metrics(groups, group, worst)
     miss = metrics["eager_miss"]
     if worst.ratio > 1:

@@ -13,16 +13,16 @@ import torch
 from torch import Tensor
 
 from loragate.inputs.draw import torch_dtype
-from loragate.inputs.mapping import BASE_ROW
 from loragate.machine import Machine
-from loragate.matrix.case import Case, Dtype, Execution, Parallel, Site
-from loragate.subjects.protocol import BaseLayer, Capabilities, Guard, Instance, Pool
+from loragate.matrix.case import MOE_SITES, Case, Dtype, Execution, Parallel, Path, Site
+from loragate.subjects.lorakernels_mapping import Mapping
+from loragate.subjects.lorakernels_moe import MoEDelta
+from loragate.subjects.protocol import AnyInstance, BaseLayer, Capabilities, Guard, Pool
 from lorakernels.dense.ops import DenseWorkspace, dense_delta
 from lorakernels.dense.plan import rank_vector
 from lorakernels.dense.weights import MAX_RANK, LoRAFactors, SlotWeights
 from lorakernels.layers import partition
 from lorakernels.layers.linear import LoRALinear
-from lorakernels.metadata import BatchMetadata
 
 
 class LoraKernelsSubject:
@@ -38,7 +38,7 @@ class LoraKernelsSubject:
     def capabilities(self, machine: Machine) -> Capabilities | str:
         graph = frozenset() if machine.interpreted else frozenset({Execution.GRAPH})
         return Capabilities(
-            sites=frozenset({Site.DENSE_DELTA, Site.LORA_LINEAR}),
+            sites=frozenset(Site),
             dtypes=frozenset(Dtype),
             max_rank=MAX_RANK,
             executions=frozenset({Execution.EAGER}) | graph,
@@ -49,31 +49,18 @@ class LoraKernelsSubject:
             rank_per_slice=True,
             guards=frozenset(Guard),
             traceable=True,
+            paths=frozenset(Path),
         )
 
-    def open(self, case: Case, machine: Machine, base: BaseLayer | None) -> Instance:
+    def open(self, case: Case, machine: Machine, base: BaseLayer | None) -> AnyInstance:
+        if case.site in MOE_SITES:
+            return MoEDelta(case, machine)
         if base is None:
             return _DenseDelta(case, machine)
         return _LoRALinear(case, machine, base)
 
 
-class _Mapping:
-    """The rows of a step, as every layer of a model shares them."""
-
-    def __init__(self, case: Case, machine: Machine) -> None:
-        self.metadata = BatchMetadata(
-            max_tokens=max(1, case.tokens), max_slots=case.slots, device=machine.device
-        )
-
-    def prepare(self, token_slots: Tensor) -> None:
-        # base rows at the end are told as padding, as a batch of a captured size has it
-        # whatever is not a base row is passed on, a slot that does not exist included
-        used = (token_slots != BASE_ROW).nonzero()
-        live = int(used.max()) + 1 if len(used) else 0
-        self.metadata.prepare(token_slots[:live], num_rows=len(token_slots))
-
-
-class _DenseDelta(_Mapping):
+class _DenseDelta(Mapping):
     def __init__(self, case: Case, machine: Machine) -> None:
         super().__init__(case, machine)
         self.weights = SlotWeights(
@@ -99,7 +86,7 @@ class _DenseDelta(_Mapping):
         return out
 
 
-class _LoRALinear(_Mapping):
+class _LoRALinear(Mapping):
     def __init__(self, case: Case, machine: Machine, base: BaseLayer) -> None:
         super().__init__(case, machine)
         self.case = case

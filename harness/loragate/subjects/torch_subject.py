@@ -14,8 +14,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from loragate.machine import Machine
-from loragate.matrix.case import Case, Dtype, Execution, Parallel, Site
-from loragate.subjects.protocol import BaseLayer, Capabilities, Instance, Pool
+from loragate.matrix.case import MOE_SITES, Case, Dtype, Execution, Parallel, Site, Write
+from loragate.subjects.protocol import AnyInstance, BaseLayer, Capabilities, Pool, Routes
 
 
 class TorchSubject:
@@ -26,7 +26,7 @@ class TorchSubject:
 
     def capabilities(self, machine: Machine) -> Capabilities | str:
         return Capabilities(
-            sites=frozenset({Site.DENSE_DELTA, Site.LORA_LINEAR}),
+            sites=frozenset(Site),
             dtypes=frozenset(Dtype),
             max_rank=1 << 16,
             # indexing by a mapping on the host cannot be replayed with another mapping
@@ -36,7 +36,9 @@ class TorchSubject:
             rank_per_slice=True,
         )
 
-    def open(self, case: Case, machine: Machine, base: BaseLayer | None) -> Instance:
+    def open(self, case: Case, machine: Machine, base: BaseLayer | None) -> AnyInstance:
+        if case.site in MOE_SITES:
+            return MoEDelta(case)
         if base is None:
             return DenseDelta(case)
         return LoRALinear(case, base)
@@ -74,6 +76,78 @@ class DenseDelta:
                 out[rows, columns] += (scale * shrunk @ b.float().T).to(out.dtype)
                 column = columns.stop
         return out
+
+
+@dataclass(frozen=True, slots=True)
+class Factors:
+    """One slice of an adapter: a [experts, rank, in_features], b [experts, width, rank] with
+    live ranks only; one expert where all of them share the factor."""
+
+    a: Tensor
+    b: Tensor
+    scale: float
+
+    def of_expert(self, expert: int) -> tuple[Tensor, Tensor]:
+        return self.a[min(expert, len(self.a) - 1)], self.b[min(expert, len(self.b) - 1)]
+
+
+class MoEDelta:
+    """out[pair] += weight * scale * (x @ A.T) @ B.T with the factors of the pair's slot and
+    expert, one pair after the other."""
+
+    def __init__(self, case: Case) -> None:
+        self.write = case.write
+        self.slots: dict[int, list[Factors]] = {}
+        self.token_slots = torch.empty(0, dtype=torch.int32)
+
+    def load(self, slot: int, pool: Pool) -> None:
+        self.slots[slot] = [
+            Factors(pool.a[slot, :, part, :rank].clone(), b[slot, :, :, :rank].clone(), scale)
+            for part, (b, rank, scale) in enumerate(
+                zip(pool.b, pool.ranks[slot], pool.scales[slot], strict=True)
+            )
+        ]
+
+    def unload(self, slot: int) -> None:
+        self.slots.pop(slot, None)
+
+    def prepare(self, token_slots: Tensor) -> None:
+        self.token_slots = token_slots.clone()
+
+    def apply(self, x: Tensor, out: Tensor, routes: Routes) -> Tensor:
+        top_k = routes.topk_ids.shape[1]
+        # w2 has a row of x for each pair, w13 one for each token
+        per_row = 1 if len(x) == len(out) else top_k
+        ids = routes.topk_ids.flatten().tolist()
+        for pair, expert in enumerate(self.local(ids, routes.expert_map)):
+            factors = self.slots.get(int(self.token_slots[pair // top_k]), [])
+            if expert >= 0 and factors:
+                weight = 1.0 if routes.weights is None else routes.weights.view(-1)[pair]
+                self.add(x[pair // per_row].float(), out[pair], factors, expert, weight)
+        return out
+
+    def local(self, ids: list[int], expert_map: Tensor | None) -> list[int]:
+        """Local expert of each pair, -1 where it has none."""
+        if expert_map is None:
+            return ids
+        table = expert_map.tolist()
+        return [table[expert] if expert >= 0 else -1 for expert in ids]
+
+    def add(
+        self, x: Tensor, out: Tensor, factors: list[Factors], expert: int, weight: Tensor | float
+    ) -> None:
+        """The delta of one pair: x [in_features], out [out_features]."""
+        column = 0
+        for factor in factors:
+            a, b = factor.of_expert(expert)
+            delta = weight * factor.scale * (b.float() @ (a.float() @ x))
+            own = out[column : column + len(b)]
+            # a slice without an adapter keeps what is there
+            if len(a) and self.write is Write.STORE:
+                own.copy_(delta)
+            elif len(a):
+                own += delta.to(out.dtype)
+            column += len(b)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,76 @@
+"""A step row by row: to the mathematics, pairs of tokens and experts are rows like any other."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from loragate.inputs.mapping import BASE_ROW
+from loragate.subjects.protocol import Batch, Routes
+
+
+@dataclass(frozen=True, slots=True)
+class OutRows:
+    """What makes up each row of an output.
+
+    `x_rows` int64 on the device: its row of x. `slots` int32 on the CPU: its adapter, -1 for a
+    row without a delta. `experts` int64 on the device: its local expert; 0 without experts, and
+    -1 for an expert that is not here. `weights` fp32: the factor of its delta; None: 1.
+    """
+
+    x_rows: Tensor
+    slots: Tensor
+    experts: Tensor
+    weights: Tensor | None
+
+    def __getitem__(self, rows: Tensor) -> OutRows:
+        weights = None if self.weights is None else self.weights[rows]
+        return OutRows(self.x_rows[rows], self.slots[rows.cpu()], self.experts[rows], weights)
+
+
+def out_rows(batch: Batch) -> OutRows:
+    """One for each row of `batch.out`."""
+    routes = batch.routes
+    if routes is None:
+        index = torch.arange(batch.x.shape[0], device=batch.x.device)
+        return OutRows(index, batch.token_slots, torch.zeros_like(index), None)
+    top_k = routes.topk_ids.shape[1]
+    experts = local_experts(routes).flatten()
+    slots = batch.token_slots.repeat_interleave(top_k)
+    slots = torch.where(experts.cpu() < 0, BASE_ROW, slots)
+    index = torch.arange(len(experts), device=batch.x.device)
+    if batch.x.shape[0] != batch.out.shape[0]:
+        index = index // top_k
+    weights = None if routes.weights is None else routes.weights.flatten()
+    return OutRows(index, slots, experts, weights)
+
+
+def local_experts(routes: Routes) -> Tensor:
+    """int64 like `topk_ids`: the local id of each choice, -1 for an expert that is not here."""
+    ids = routes.topk_ids.long()
+    if routes.expert_map is not None:
+        ids = torch.where(ids < 0, -1, routes.expert_map.long()[ids.clamp(min=0)])
+    return ids
+
+
+def part_of(batch: Batch, tokens: slice) -> Batch:
+    """Some consecutive tokens of a batch, with all their pairs; views of its tensors."""
+    routes = batch.routes
+    if routes is None:
+        return Batch(batch.x[tokens], batch.token_slots[tokens], batch.out[tokens])
+    weights = None if routes.weights is None else routes.weights[tokens]
+    pairs = pairs_of(tokens, routes)
+    per_pair = batch.x.shape[0] == batch.out.shape[0]
+    return Batch(
+        batch.x[pairs if per_pair else tokens],
+        batch.token_slots[tokens],
+        batch.out[pairs],
+        Routes(routes.topk_ids[tokens], routes.expert_map, weights),
+    )
+
+
+def pairs_of(tokens: slice, routes: Routes) -> slice:
+    top_k = routes.topk_ids.shape[1]
+    return slice(tokens.start * top_k, tokens.stop * top_k)

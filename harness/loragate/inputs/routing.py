@@ -1,0 +1,86 @@
+"""Which experts the tokens of a step choose.
+
+The last adapter meets the last local expert in every step that has a row of it: that pair is the
+first to be lost where a grid or a buffer is one too small (vllm #32277, #40131).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from loragate.inputs.draw import DataKind, Draw
+from loragate.inputs.exactness import exact_router_weights
+from loragate.inputs.placement import place, place_integers
+from loragate.machine import Machine
+from loragate.matrix.case import MOE_SITES, Case, ExpertMap, Layout, RouterWeights, Routing
+from loragate.subjects.protocol import Routes
+
+# share of the tokens that choose the hot expert, and of the pairs that have no expert at all
+_HOT, _NOWHERE = 0.9, 0.1
+
+
+def make_routes(
+    case: Case, seed: int, step: int, kind: DataKind, machine: Machine, token_slots: Tensor
+) -> Routes | None:
+    """The routes of step number `step`; None for a site without experts. Ids and weights lie
+    inside guard bands; the expert map is the same in every step."""
+    if case.site not in MOE_SITES:
+        return None
+    local = _local_experts(case, seed, machine)
+    draw = Draw(machine, seed, "routes", step)
+    ids = _choices(case, draw, local, token_slots)
+    if case.expert_map is ExpertMap.PARALLEL:
+        nowhere = draw.uniform(0, 1, *ids.shape) < _NOWHERE
+        ids[nowhere & (ids != local[-1])] = -1
+    weights = None
+    if case.router is RouterWeights.OUTPUT:
+        draw = Draw(machine, seed, f"router-{kind}", step)
+        shape = (case.tokens, case.top_k)
+        exact = kind is DataKind.EXACT
+        drawn = exact_router_weights(draw, *shape) if exact else draw.uniform(0.3, 0.9, *shape)
+        weights = place(drawn, Layout.CONTIGUOUS)
+    # an id read past the end names the last expert: what it leads to is written and seen
+    return Routes(place_integers(ids.int(), int(local[-1])), _expert_map(case, local), weights)
+
+
+def _local_experts(case: Case, seed: int, machine: Machine) -> Tensor:
+    """int64 [experts]: the global id of each local expert."""
+    draw = Draw(machine, seed, "experts")
+    if case.expert_map is ExpertMap.LOCAL:
+        return torch.arange(case.experts, device=draw.device)
+    # any placement: ranks hold runs of experts in one server and every second one in another
+    return _shuffled(draw, case.global_experts)[: case.experts]
+
+
+def _expert_map(case: Case, local: Tensor) -> Tensor | None:
+    if case.expert_map is ExpertMap.LOCAL:
+        return None
+    table = torch.full((case.global_experts,), -1, dtype=torch.int32, device=local.device)
+    table[local] = torch.arange(case.experts, dtype=torch.int32, device=local.device)
+    return table
+
+
+def _choices(case: Case, draw: Draw, local: Tensor, token_slots: Tensor) -> Tensor:
+    """int64 [tokens, top_k]: global ids, distinct for each token, in random order."""
+    count, last = case.global_experts, local[-1]
+    scores = draw.uniform(0, 1, case.tokens, count)
+    # in order of popularity; the last local expert is always among the chosen ones
+    ranking = _shuffled(draw, count)
+    ranking = torch.cat([last[None], ranking[ranking != last]])
+    used = count - 1 if case.routing is Routing.UNIFORM else -(-count // 2)
+    scores[:, ranking[max(used, case.top_k) :]] -= 2
+    if case.routing is Routing.SKEWED:
+        hot = ranking[min(1, count - 1)]
+        scores[:, hot] += (draw.uniform(0, 1, case.tokens) < _HOT).float()
+    rows = (token_slots == case.slots - 1).nonzero().flatten()
+    scores[rows[:1].to(scores.device), last] += 2
+    # a plain topk may break ties either way
+    best = torch.argsort(scores, dim=1, descending=True, stable=True)[:, : case.top_k]
+    order = torch.argsort(draw.uniform(0, 1, *best.shape), dim=1, stable=True)
+    return best.gather(1, order)
+
+
+def _shuffled(draw: Draw, count: int) -> Tensor:
+    order: Tensor = torch.argsort(draw.uniform(0, 1, count), stable=True)
+    return order

@@ -1,0 +1,96 @@
+"""The project's own kernels for experts. Pairs are aligned in every call, so a captured graph
+holds the alignment as well, as that of a server does."""
+
+from __future__ import annotations
+
+from types import MappingProxyType
+
+from torch import Tensor
+
+from loragate.inputs.draw import torch_dtype
+from loragate.machine import Machine
+from loragate.matrix.case import Case, Path, Sharing, Write
+from loragate.subjects.lorakernels_mapping import Mapping
+from loragate.subjects.protocol import Pool, Routes
+from lorakernels.moe.align import PairMetadata
+from lorakernels.moe.ops import MoEPath, MoEWorkspace, moe_delta
+from lorakernels.moe.plan import rank_vector
+from lorakernels.moe.weights import ExpertFactors, ExpertWeights
+
+_PATHS = MappingProxyType(
+    {
+        Path.PLAN: None,
+        Path.TWO_KERNEL: MoEPath.TWO_KERNEL,
+        Path.ONE_SHOT: MoEPath.ONE_SHOT,
+        Path.SMALL_BATCH: MoEPath.SMALL_BATCH,
+    }
+)
+
+
+class MoEDelta(Mapping):
+    def __init__(self, case: Case, machine: Machine) -> None:
+        super().__init__(case, machine)
+        self.add_inputs, self.path = case.write is Write.ADD, _PATHS[case.path]
+        max_tokens = max(1, case.tokens)
+        self.weights = ExpertWeights(
+            num_slots=case.slots,
+            num_experts=case.experts,
+            slice_widths=case.slices,
+            in_features=case.in_features,
+            rank=case.rank,
+            dtype=torch_dtype(case.dtype),
+            device=machine.device,
+            shared_a=case.sharing is Sharing.SHARED_A,
+            shared_b=case.sharing is Sharing.SHARED_B,
+        )
+        self.pairs = PairMetadata(
+            max_tokens=max_tokens,
+            top_k=case.top_k,
+            num_experts=case.experts,
+            max_slots=case.slots,
+            device=machine.device,
+        )
+        self.workspace = MoEWorkspace([self.weights], max_tokens=max_tokens, top_k=case.top_k)
+
+    def load(self, slot: int, pool: Pool) -> None:
+        self.weights.load(slot, expert_factors(pool, slot))
+        keep_dead_nan(self.weights, slot, pool)
+
+    def unload(self, slot: int) -> None:
+        self.weights.reset(slot)
+
+    def apply(self, x: Tensor, out: Tensor, routes: Routes) -> Tensor:
+        self.pairs.prepare(routes.topk_ids, self.metadata, expert_map=routes.expert_map)
+        moe_delta(
+            x,
+            self.weights,
+            self.pairs,
+            self.workspace,
+            out,
+            router_weights=routes.weights,
+            add_inputs=self.add_inputs,
+            path=self.path,
+        )
+        return out
+
+
+def expert_factors(pool: Pool, slot: int) -> list[ExpertFactors | None]:
+    """The live part of an adapter, slice by slice; None for a slice without adapter."""
+    parts = zip(pool.b, pool.ranks[slot], pool.scales[slot], strict=True)
+    return [
+        ExpertFactors(pool.a[slot, :, part, :rank], b[slot, :, :, :rank], scale) if rank else None
+        for part, (b, rank, scale) in enumerate(parts)
+    ]
+
+
+def keep_dead_nan(weights: ExpertWeights, slot: int, pool: Pool) -> None:
+    """As lorakernels_subject.keep_dead_nan, for all experts."""
+    start, vector = 0, rank_vector(weights.rank)
+    for part, width in enumerate(weights.slice_widths):
+        rank = pool.ranks[slot][part]
+        if pool.a[slot, :, part, rank:].isnan().any():
+            weights.a[slot, :, part, rank:] = float("nan")
+            # B is read in vectors of ranks: behind the last live one nothing is
+            behind = -(-rank // vector) * vector
+            weights.b[slot, :, start : start + width, behind:] = float("nan")
+        start += width
