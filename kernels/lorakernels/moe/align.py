@@ -124,6 +124,11 @@ class PairMetadata:
     def base_tile_capacity(self) -> int:
         return min(self.base_experts.shape[0], self.base_pairs.shape[0] // self.base_height)
 
+    @property
+    def base_tile_programs(self) -> int:
+        """Most base tiles that this step can have."""
+        return max(1, max_tiles(self.num_pairs, self.num_experts, self.base_height))
+
     def prepare(
         self, topk_ids: Tensor, batch: BatchMetadata, *, expert_map: Tensor | None = None
     ) -> None:

@@ -75,12 +75,12 @@ class Delta:
 
 
 def launch(delta: Delta, path: MoEPath) -> None:
+    pdl = supports_pdl(delta.x.device)
     if path is MoEPath.SMALL_BATCH:
-        _small_batch(delta)
+        _small_batch(delta, pdl=pdl)
     elif path is MoEPath.ONE_SHOT:
-        _one_shot(delta)
+        _one_shot(delta, pdl=pdl)
     else:
-        pdl = supports_pdl(delta.x.device)
         shrink(delta, pdl=pdl)
         _expand(delta, pdl=pdl)
 
@@ -147,10 +147,11 @@ def _expand(delta: Delta, *, pdl: bool) -> None:
     )
 
 
-def _one_shot(delta: Delta) -> None:
+def _one_shot(delta: Delta, *, pdl: bool) -> None:
     shape, plan = delta.shape, plan_one_shot(delta.shape)
     tiles = tile_programs(shape, delta.tile_capacity)
-    moe_one_shot_kernel[(plan.parts, len(shape.slice_widths), tiles)](
+    slices = 1 if plan.paired else len(shape.slice_widths)
+    moe_one_shot_kernel[(plan.parts, slices, tiles)](
         delta.x,
         *delta.factors,
         *delta.tables,
@@ -170,14 +171,17 @@ def _one_shot(delta: Delta) -> None:
         BLOCK_R=plan.block_r,
         EVEN_K=shape.in_features % plan.block_k == 0,
         STAGES=plan.num_stages,
+        PAIRED=plan.paired,
         IEEE=delta.is_fp32,
+        PDL=pdl,
         num_warps=plan.num_warps,
         num_stages=plan.num_stages,
         **_output_constants(delta),
+        **launch_options(pdl),
     )
 
 
-def _small_batch(delta: Delta) -> None:
+def _small_batch(delta: Delta, *, pdl: bool) -> None:
     shape, plan = delta.shape, plan_small_batch(delta.shape)
     blocks = sum(-(-width // plan.block_n) for width in shape.slice_widths)
     moe_small_batch_kernel[(blocks, shape.num_pairs)](
@@ -196,8 +200,10 @@ def _small_batch(delta: Delta) -> None:
         BLOCK_N=plan.block_n,
         BLOCK_K=plan.block_k,
         BLOCK_R=plan.block_r,
+        PDL=pdl,
         num_warps=plan.num_warps,
         **_output_constants(delta),
+        **launch_options(pdl),
     )
 
 

@@ -43,7 +43,7 @@ def _largest_bridge(shape: MoEShape) -> int:
     sizes = {pairs, *(min(pairs, 1 << bit) for bit in range(pairs.bit_length()))}
     planes = {size: bridge_shape(replace(shape, num_pairs=size))[0] for size in sorted(sizes)}
     ordered = sorted(planes)
-    upper = zip(ordered, ordered[1:] + [pairs], strict=True)
+    upper = zip(ordered, [*ordered[1:], pairs], strict=True)
     return max(planes[low] * high * shape.ranks_of_all_slices for low, high in upper)
 
 
@@ -123,13 +123,7 @@ def _moe_delta(
     widths = tuple(slice_widths)
     shape = MoEShape(num_pairs, num_experts, a.shape[4], widths, a.shape[3], a.element_size())
     chosen = plan_path(shape, MoEPath(path) if path else None)
-    view = bridge
-    if chosen is MoEPath.TWO_KERNEL:
-        wanted = bridge_shape(shape)
-        size = math.prod(wanted)
-        if bridge.numel() < size:
-            raise ValueError(f"workspace must hold {size} values of bridge (got {bridge.numel()})")
-        view = bridge[:size].view(wanted)
+    view = view_bridge(bridge, shape) if chosen is MoEPath.TWO_KERNEL else bridge
     launch(
         Delta(
             shape=shape,
@@ -146,6 +140,15 @@ def _moe_delta(
         ),
         chosen,
     )
+
+
+def view_bridge(bridge: Tensor, shape: MoEShape) -> Tensor:
+    """The part of a workspace's bridge that a batch uses. Raises ValueError."""
+    wanted = bridge_shape(shape)
+    size = math.prod(wanted)
+    if bridge.numel() < size:
+        raise ValueError(f"workspace must hold {size} values of bridge (got {bridge.numel()})")
+    return bridge[:size].view(wanted)
 
 
 def _shape(weights: ExpertWeights, num_pairs: int) -> MoEShape:

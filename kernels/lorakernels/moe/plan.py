@@ -78,6 +78,8 @@ class OneShotPlan:
     block_r: int
     # programs that share the columns of a slice; each repeats the shrink
     parts: int
+    # one program holds both of two slices of equal width, and reads x once for them
+    paired: bool
     num_warps: int
     num_stages: int
 
@@ -154,7 +156,15 @@ def plan_one_shot(shape: MoEShape) -> OneShotPlan:
     programs = tile_programs(shape, expected_tiles(shape)) * len(shape.slice_widths)
     widest = -(-max(shape.slice_widths) // block_n)
     parts = max(1, min(_PROGRAMS // programs, widest, 8))
-    return OneShotPlan(block_n, block_k, block_r, parts, 4, 3)
+    return OneShotPlan(
+        block_n,
+        block_k,
+        block_r,
+        parts,
+        len(set(shape.slice_widths)) == 1 and len(shape.slice_widths) == 2,
+        4,
+        3,
+    )
 
 
 def plan_small_batch(shape: MoEShape) -> SmallBatchPlan:

@@ -1,0 +1,315 @@
+"""A whole MoE layer on prepared pairs: w13, activation, w2, sum over the choices of a token.
+
+With adapters each product is preceded by the shrink of its input, and the expand is folded into
+the product itself: the layer has two launches more than without, and no pass over its outputs.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum, auto
+
+import torch
+from torch import Tensor
+
+from lorakernels.device import launch_options, supports_pdl
+from lorakernels.moe.align import PairMetadata
+from lorakernels.moe.experts_kernels import moe_gemm_kernel, sum_choices_kernel
+from lorakernels.moe.experts_plan import GemmShape, plan_gemm
+from lorakernels.moe.launch import Delta, shrink
+from lorakernels.moe.ops import MoEWorkspace, view_bridge
+from lorakernels.moe.plan import MoEShape, rank_vector
+from lorakernels.moe.weights import ExpertWeights
+
+
+class Activation(Enum):
+    """What stands between the two products."""
+
+    # silu(gate) * up: w13 holds both halves, gate first
+    SILU_GATED = auto()
+    # silu(x): w13 is one projection
+    SILU = auto()
+
+
+class RouterWeight(Enum):
+    """Where a token's router weights are applied; without norm or bias between, on the input
+    of a linear product means on its result before the activation."""
+
+    ON_OUTPUT = auto()
+    ON_INPUT = auto()
+
+
+@dataclass(frozen=True, slots=True)
+class Quantised:
+    """8-bit floating-point values with their scales: value * scale is what they stand for.
+
+    Activations: values [rows, K], scales fp32 [rows]. Weights: values [E, N, K], scales fp32
+    [E, N]. The product is computed in the dtype of the layer and scaled afterwards.
+    """
+
+    values: Tensor
+    scales: Tensor
+
+
+class ExpertBuffers:
+    """What a layer writes between its launches: allocated once, shared by layers that run one
+    after the other. act [pairs, I] and y [pairs, H] for up to max_tokens * top_k pairs."""
+
+    def __init__(
+        self,
+        *,
+        max_tokens: int,
+        top_k: int,
+        hidden: int,
+        intermediate: int,
+        dtype: torch.dtype,
+        device: torch.device | str,
+    ) -> None:
+        pairs = max_tokens * top_k
+        self.act = torch.empty(pairs, intermediate, dtype=dtype, device=device)
+        self.y = torch.empty(pairs, hidden, dtype=dtype, device=device)
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertLoRA:
+    """The adapters of a layer. `workspace` fits both products, which run one after the other."""
+
+    w13: ExpertWeights
+    w2: ExpertWeights
+    workspace: MoEWorkspace
+
+
+def run_experts(
+    x: Tensor,
+    w13: Tensor | Quantised,
+    w2: Tensor | Quantised,
+    router_weights: Tensor,
+    pairs: PairMetadata,
+    buffers: ExpertBuffers,
+    out: Tensor,
+    *,
+    lora: ExpertLoRA | None = None,
+    activation: Activation = Activation.SILU_GATED,
+    router_weight: RouterWeight = RouterWeight.ON_OUTPUT,
+    quantised_x: Quantised | None = None,
+) -> None:
+    """out[t] = sum over the choices p of t of w[p] * act(x[t] @ W13[e].T) @ W2[e].T, each product
+    with the delta of the slot of t.
+
+    x [rows, H] contiguous in the layer's dtype; the adapters always see it as it is, also where
+        `quantised_x` replaces it for the base product (vllm #42120).
+    w13 [E, 2 * I or I, H], w2 [E, H, I] contiguous. router_weights fp32 [rows, top_k].
+    pairs: prepared, `with_base`. out [rows, H]. Choices without a local expert add nothing.
+    Products accumulate in fp32, the activation included; act and y are rounded to the dtype.
+    Deterministic. Raises ValueError.
+    """
+    _check(x, w13, w2, router_weights, pairs, buffers, out, activation, lora)
+    if x.shape[0] == 0:
+        return
+    act, y = buffers.act[: pairs.num_pairs], buffers.y[: pairs.num_pairs]
+    on_input = router_weight is RouterWeight.ON_INPUT
+    _product(
+        x if quantised_x is None else quantised_x,
+        w13,
+        act,
+        pairs,
+        lora_input=x,
+        lora=None if lora is None else (lora.w13, lora.workspace),
+        activation=activation,
+        router_weights=router_weights if on_input else None,
+    )
+    _product(
+        act if quantised_x is None else quantise_rows(act),
+        w2,
+        y,
+        pairs,
+        lora_input=act,
+        lora=None if lora is None else (lora.w2, lora.workspace),
+        activation=None,
+        router_weights=None if on_input else router_weights,
+    )
+    _sum_choices(y, pairs, out)
+
+
+def quantise_rows(x: Tensor) -> Quantised:
+    """8-bit values with one scale a row, so that the largest of a row is just representable."""
+    largest = torch.finfo(torch.float8_e4m3fn).max
+    # rows that no pair owns hold anything; NaN and Inf stay in their row
+    scales = x.abs().amax(dim=1).float().clamp_min(1e-12) / largest
+    return Quantised((x.float() / scales[:, None]).to(torch.float8_e4m3fn), scales)
+
+
+def _product(
+    x: Tensor | Quantised,
+    w: Tensor | Quantised,
+    out: Tensor,
+    pairs: PairMetadata,
+    *,
+    lora_input: Tensor,
+    lora: tuple[ExpertWeights, MoEWorkspace] | None,
+    activation: Activation | None,
+    router_weights: Tensor | None,
+) -> None:
+    pdl = supports_pdl(out.device)
+    delta = None
+    if lora is not None:
+        delta = _delta(lora_input, *lora, pairs)
+        shrink(delta, pdl=pdl)
+    values, x_scales = (x.values, x.scales) if isinstance(x, Quantised) else (x, None)
+    weight, w_scales = (w.values, w.scales) if isinstance(w, Quantised) else (w, None)
+    width, depth = out.shape[1], values.shape[1]
+    is_gated = activation is Activation.SILU_GATED
+    shape = GemmShape(
+        pairs.num_pairs, pairs.base_height, width, depth, out.element_size(), is_gated
+    )
+    plan = plan_gemm(shape)
+    # without adapters the arguments of the fold are never read
+    factors, bridge = (delta.factors[1], delta.bridge) if delta else (out, out)
+    tables = delta.tables if delta else (out, out)
+    b_strides = delta.b_strides if delta else (0, 0)
+    moe_gemm_kernel[(-(-width // plan.block_n), pairs.base_tile_programs)](
+        values,
+        weight,
+        out if x_scales is None else x_scales,
+        out if w_scales is None else w_scales,
+        bridge,
+        factors,
+        *tables,
+        out if router_weights is None else router_weights,
+        pairs.pair_slots,
+        pairs.base_experts,
+        pairs.base_pairs,
+        pairs.num_base_tiles,
+        out,
+        values.stride(0),
+        weight.stride(0),
+        out.stride(0),
+        *b_strides,
+        bridge.stride(0),
+        depth,
+        WIDTH=width,
+        ROWS_PER_X=pairs.num_pairs // values.shape[0],
+        HEIGHT=pairs.base_height,
+        BLOCK_N=plan.block_n,
+        BLOCK_K=plan.block_k,
+        EVEN_K=depth % plan.block_k == 0,
+        EVEN_N=width % plan.block_n == 0,
+        S=len(delta.shape.slice_widths) if delta else 1,
+        R=delta.shape.rank if delta else 1,
+        PLANES=bridge.shape[0] if delta else 1,
+        BLOCK_R=plan.block_r(delta.shape.rank) if delta else 16,
+        RANK_ALIGN=rank_vector(delta.shape.rank) if delta else 1,
+        GATED=int(is_gated),
+        SILU=activation is not None,
+        WEIGHTED=router_weights is not None,
+        SCALED=x_scales is not None,
+        LORA=delta is not None,
+        IEEE=out.dtype == torch.float32,
+        PDL=pdl,
+        num_warps=plan.num_warps,
+        num_stages=plan.num_stages,
+        **launch_options(pdl),
+    )
+
+
+def _delta(
+    x: Tensor, weights: ExpertWeights, workspace: MoEWorkspace, pairs: PairMetadata
+) -> Delta:
+    shape = MoEShape(
+        pairs.num_pairs,
+        weights.num_experts,
+        weights.in_features,
+        weights.slice_widths,
+        weights.rank,
+        weights.a.element_size(),
+    )
+    return Delta(
+        shape=shape,
+        x=x,
+        pairs_per_x=pairs.num_pairs // x.shape[0],
+        factors=(weights.a, weights.b),
+        tables=(weights.ranks, weights.scales),
+        of_pairs=(pairs.pair_slots, pairs.pair_experts),
+        of_tiles=(pairs.tile_slots, pairs.tile_experts, pairs.tile_pairs, pairs.num_tiles),
+        bridge=view_bridge(workspace.bridge, shape),
+        out=x,
+        router_weights=None,
+        add_inputs=True,
+    )
+
+
+def _sum_choices(y: Tensor, pairs: PairMetadata, out: Tensor) -> None:
+    pdl = supports_pdl(out.device)
+    rows, hidden = out.shape
+    block = 1024 if hidden >= 1024 else 256
+    sum_choices_kernel[(-(-hidden // block), rows)](
+        y,
+        pairs.pair_experts,
+        out,
+        y.stride(0),
+        out.stride(0),
+        hidden,
+        TOP_K=pairs.top_k,
+        BLOCK=block,
+        PDL=pdl,
+        num_warps=4,
+        **launch_options(pdl),
+    )
+
+
+def _check(
+    x: Tensor,
+    w13: Tensor | Quantised,
+    w2: Tensor | Quantised,
+    router_weights: Tensor,
+    pairs: PairMetadata,
+    buffers: ExpertBuffers,
+    out: Tensor,
+    activation: Activation,
+    lora: ExpertLoRA | None,
+) -> None:
+    if not pairs.with_base:
+        raise ValueError("pairs must be made with_base, for the product of the base layer")
+    first, second = (w.values if isinstance(w, Quantised) else w for w in (w13, w2))
+    _, hidden, inter = second.shape
+    halves = 2 if activation is Activation.SILU_GATED else 1
+    wanted = {
+        "x": (x, (pairs.num_rows, hidden)),
+        "w13": (first, (pairs.num_experts, halves * inter, hidden)),
+        "w2": (second, (pairs.num_experts, hidden, inter)),
+        "router_weights": (router_weights, (pairs.num_rows, pairs.top_k)),
+        "out": (out, (pairs.num_rows, hidden)),
+    }
+    for name, (tensor, shape) in wanted.items():
+        if tuple(tensor.shape) != shape:
+            raise ValueError(f"{name} must be {list(shape)} (got {list(tensor.shape)})")
+        if not tensor.is_contiguous():
+            raise ValueError(f"{name} must be contiguous (got strides {tensor.stride()})")
+    if buffers.act.shape[0] < pairs.num_pairs or buffers.act.shape[1] != inter:
+        raise ValueError(
+            f"buffers must hold {pairs.num_pairs} pairs of {inter} (got {list(buffers.act.shape)})"
+        )
+    if buffers.y.shape[1] != hidden:
+        raise ValueError(f"buffers must hold rows of {hidden} (got {buffers.y.shape[1]})")
+    if lora is not None:
+        _check_lora(lora, hidden, inter, halves, pairs)
+
+
+def _check_lora(
+    lora: ExpertLoRA, hidden: int, inter: int, halves: int, pairs: PairMetadata
+) -> None:
+    for name, weights, depth, widths in (
+        ("w13", lora.w13, hidden, (inter,) * halves),
+        ("w2", lora.w2, inter, (hidden,)),
+    ):
+        have = (weights.in_features, weights.slice_widths)
+        if have != (depth, widths):
+            raise ValueError(
+                f"adapters of {name} must map {depth} to {list(widths)} "
+                f"(got {have[0]} to {list(have[1])})"
+            )
+        if weights.num_slots != pairs.max_slots or weights.num_experts != pairs.num_experts:
+            raise ValueError(
+                f"adapters of {name} must have {pairs.max_slots} slots and {pairs.num_experts} "
+                f"experts (got {weights.num_slots} and {weights.num_experts})"
+            )

@@ -1,0 +1,217 @@
+"""Triton kernels of a whole MoE layer: the base product of each expert with the LoRA expand folded
+into its last steps, and the sum over a token's choices.
+
+The expand costs no launch and no pass over the output: behind the K loop a tile adds h @ B.T of
+the slots that its pairs have, into the same fp32 accumulator. What the shrink left in the bridge
+is awaited only there, so that shrink and base product run side by side.
+
+Names: x [M or P, K], W [E, S*I, K], out [P, I or S*I]; the rest as in kernels.py.
+"""
+
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from lorakernels.dense.kernels import _dot, _load_bridge
+
+
+@triton.jit
+def _fold(
+    acc,
+    bridge_ptr,
+    b_ptr,
+    ranks_ptr,
+    scales_ptr,
+    pairs,
+    slots,
+    expert,
+    columns,
+    live_n,
+    slice_id,
+    stride_b_slot,
+    stride_b_expert,
+    stride_bridge_plane,
+    S: tl.constexpr,
+    R: tl.constexpr,
+    PLANES: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    RANK_ALIGN: tl.constexpr,
+    IEEE: tl.constexpr,
+):
+    """acc + scale * h @ B.T, slot by slot: the pairs of a tile are sorted by slot."""
+    offs_r = tl.arange(0, BLOCK_R)
+    last = tl.max(slots, axis=0)
+    first = tl.min(tl.where(slots >= 0, slots, last), axis=0)
+    cells = bridge_ptr + pairs.to(tl.int64)[:, None] * (S * R) + slice_id * R
+    b_rows = b_ptr + expert.to(tl.int64) * stride_b_expert + columns.to(tl.int64)[None, :] * R
+    for slot in tl.range(tl.maximum(first, 0), last + 1, num_stages=1):
+        rank = tl.load(ranks_ptr + slot * S + slice_id)
+        scale = tl.load(scales_ptr + slot * S + slice_id)
+        mine = slots == slot
+        # a slot between two others may have no pair here
+        rank = tl.where(tl.max(mine.to(tl.int32), axis=0) > 0, rank, 0)
+        # whole vectors are loaded: past the live rank the bridge is zero and so is B
+        loaded_rank = tl.cdiv(rank, RANK_ALIGN) * RANK_ALIGN
+        b_slot = b_rows + tl.cast(slot, tl.int64) * stride_b_slot
+        for r in tl.range(0, loaded_rank, BLOCK_R, num_stages=1):
+            live_r = r + offs_r < loaded_rank
+            live_h = mine[:, None] & live_r[None, :]
+            h = _load_bridge(cells + r + offs_r[None, :], live_h, stride_bridge_plane, PLANES)
+            b = tl.load(
+                b_slot + r + offs_r[:, None], mask=live_r[:, None] & live_n[None, :], other=0.0
+            )
+            acc = _dot((h * scale).to(b.dtype), b, acc, IEEE)
+    return acc
+
+
+@triton.jit
+def moe_gemm_kernel(
+    x_ptr,
+    w_ptr,
+    x_scales_ptr,
+    w_scales_ptr,
+    bridge_ptr,
+    b_ptr,
+    ranks_ptr,
+    scales_ptr,
+    weights_ptr,
+    pair_slots_ptr,
+    base_experts_ptr,
+    base_pairs_ptr,
+    num_base_tiles_ptr,
+    out_ptr,
+    stride_xm,
+    stride_we,
+    stride_om,
+    stride_b_slot,
+    stride_b_expert,
+    stride_bridge_plane,
+    K,
+    WIDTH: tl.constexpr,
+    ROWS_PER_X: tl.constexpr,
+    HEIGHT: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    EVEN_K: tl.constexpr,
+    EVEN_N: tl.constexpr,
+    S: tl.constexpr,
+    R: tl.constexpr,
+    PLANES: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    RANK_ALIGN: tl.constexpr,
+    GATED: tl.constexpr,
+    SILU: tl.constexpr,
+    WEIGHTED: tl.constexpr,
+    SCALED: tl.constexpr,
+    LORA: tl.constexpr,
+    IEEE: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    # grid (column blocks, tiles of base pairs). GATED: a program computes the same columns of
+    # both halves, gate and up. Without LORA it waits at once; with it, it relies on the shrink to
+    # have waited for everything else before it let this kernel start
+    if PDL and not LORA:
+        gdc_wait()
+    tile = tl.program_id(1)
+    if tile < tl.load(num_base_tiles_ptr):
+        low: tl.constexpr = out_ptr.dtype.element_ty
+        offs_n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+        offs_k = tl.arange(0, BLOCK_K)
+        expert = tl.load(base_experts_ptr + tile)
+        pairs = tl.load(base_pairs_ptr + tile * HEIGHT + tl.arange(0, HEIGHT))
+        live_m = pairs >= 0
+        live_n = offs_n < WIDTH
+        x_rows = pairs // ROWS_PER_X
+        x_ptrs = x_ptr + x_rows.to(tl.int64)[:, None] * stride_xm + offs_k[None, :]
+        w_expert = w_ptr + expert.to(tl.int64) * stride_we
+        # past the last column the first one is loaded again, and never stored
+        columns = offs_n if EVEN_N else tl.where(live_n, offs_n, 0)
+        w_ptrs = w_expert + columns.to(tl.int64)[None, :] * K + offs_k[:, None]
+        up_ptrs = w_ptrs + WIDTH * K
+        acc = tl.zeros([HEIGHT, BLOCK_N], dtype=tl.float32)
+        if GATED:
+            up = tl.zeros([HEIGHT, BLOCK_N], dtype=tl.float32)
+        for k in range(0, K, BLOCK_K):
+            if EVEN_K:
+                x = tl.load(x_ptrs, mask=live_m[:, None], other=0.0)
+                w = tl.load(w_ptrs)
+            else:
+                live_k = k + offs_k < K
+                x = tl.load(x_ptrs, mask=live_m[:, None] & live_k[None, :], other=0.0)
+                w = tl.load(w_ptrs, mask=live_k[:, None], other=0.0)
+            acc = _dot(x.to(low), w.to(low), acc, IEEE)
+            if GATED:
+                if EVEN_K:
+                    w = tl.load(up_ptrs)
+                else:
+                    w = tl.load(up_ptrs, mask=(k + offs_k < K)[:, None], other=0.0)
+                up = _dot(x.to(low), w.to(low), up, IEEE)
+                up_ptrs += BLOCK_K
+            x_ptrs += BLOCK_K
+            w_ptrs += BLOCK_K
+        if SCALED:
+            x_scale = tl.load(x_scales_ptr + x_rows, mask=live_m, other=0.0)[:, None]
+            w_scale_ptrs = w_scales_ptr + expert * ((GATED + 1) * WIDTH) + columns
+            acc *= x_scale * tl.load(w_scale_ptrs)[None, :]
+            if GATED:
+                up *= x_scale * tl.load(w_scale_ptrs + WIDTH)[None, :]
+
+        if LORA:
+            if PDL:
+                gdc_wait()
+            slots = tl.load(pair_slots_ptr + pairs, mask=live_m, other=-1)
+            # fmt: off
+            acc = _fold(acc, bridge_ptr, b_ptr, ranks_ptr, scales_ptr, pairs, slots, expert,
+                        columns, live_n, 0, stride_b_slot, stride_b_expert,
+                        stride_bridge_plane, S, R, PLANES, BLOCK_R, RANK_ALIGN, IEEE)
+            if GATED:
+                up = _fold(up, bridge_ptr, b_ptr + WIDTH * R, ranks_ptr, scales_ptr, pairs, slots,
+                           expert, columns, live_n, 1, stride_b_slot, stride_b_expert,
+                           stride_bridge_plane, S, R, PLANES, BLOCK_R, RANK_ALIGN, IEEE)
+            # fmt: on
+
+        if WEIGHTED:
+            weight = tl.load(weights_ptr + pairs, mask=live_m, other=0.0).to(tl.float32)[:, None]
+            acc *= weight
+            if GATED:
+                up *= weight
+        if SILU:
+            acc = acc * tl.sigmoid(acc)
+        if GATED:
+            acc *= up
+        out_ptrs = out_ptr + pairs.to(tl.int64)[:, None] * stride_om + offs_n[None, :]
+        tl.store(out_ptrs, acc.to(low), mask=live_m[:, None] & live_n[None, :])
+    if PDL:
+        if LORA:
+            # also without a tile: what follows trusts that the shrink is complete
+            gdc_wait()
+        gdc_launch_dependents()
+
+
+@triton.jit
+def sum_choices_kernel(
+    y_ptr,
+    pair_experts_ptr,
+    out_ptr,
+    stride_ym,
+    stride_om,
+    H,
+    TOP_K: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    # grid (column blocks, tokens): out[t] = the sum of y[p] over the choices of t that have an
+    # expert here, in their order, in fp32
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    token = tl.program_id(1)
+    offs = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    total = tl.zeros([BLOCK], dtype=tl.float32)
+    for choice in tl.static_range(TOP_K):
+        pair = token * TOP_K + choice
+        # the row of a pair without expert was never written
+        here = tl.load(pair_experts_ptr + pair) >= 0
+        row = y_ptr + pair.to(tl.int64) * stride_ym
+        total += tl.load(row + offs, mask=here & (offs < H), other=0.0).to(tl.float32)
+    tl.store(out_ptr + token.to(tl.int64) * stride_om + offs, total, mask=offs < H)
