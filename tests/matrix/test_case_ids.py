@@ -9,12 +9,19 @@ from loragate.matrix.case import (
     Case,
     Dtype,
     Execution,
+    ExpertMap,
     Layout,
     Mix,
     Parallel,
+    Path,
     Ranks,
+    RouterWeights,
+    Routing,
+    Sharing,
     Site,
+    Source,
     Tier,
+    Write,
 )
 from loragate.matrix.ids import case_id, run_id, seed_of
 from loragate.verdict import OracleName
@@ -59,6 +66,35 @@ def test_the_id_of_a_linear_case_also_names_its_cut() -> None:
     )
 
 
+MOE = Case(
+    site=Site.MOE_DELTA,
+    tokens=9,
+    in_features=2048,
+    slices=(768, 768),
+    rank=16,
+    slots=4,
+    dtype=Dtype.BF16,
+    experts=128,
+    top_k=8,
+    source=Source.PAIR,
+    routing=Routing.SKEWED,
+    expert_map=ExpertMap.PARALLEL,
+    sharing=Sharing.SHARED_A,
+    router=RouterWeights.OUTPUT,
+    write=Write.STORE,
+    path=Path.ONE_SHOT,
+)
+
+
+def test_the_id_of_a_case_with_experts_names_all_that_experts_can_be() -> None:
+    assert case_id(MOE) == (
+        "moe_delta.dtype-bf16.exec-eager.experts-128.in-2048.layout-contiguous.map-parallel"
+        ".mix-ragged.path-one_shot.rank-16.ranks-mixed.router-output.routing-skewed"
+        ".sharing-shared_a.slices-768x768.slots-4.source-pair.tokens-9.topk-8.write-store"
+    )
+    assert seed_of(MOE, 0) == 5854025133468737297
+
+
 def test_a_run_id_puts_the_subject_first() -> None:
     assert run_id("vllm", DENSE) == f"vllm.{case_id(DENSE)}"
 
@@ -87,5 +123,18 @@ def test_every_axis_enters_the_id_and_the_way_of_running_does_not() -> None:
     linear = replace(LINEAR, execution=Execution.EAGER, ranks=Ranks.MIXED)
     ids = {case_id(replace(linear, **{axis: value})) for axis, value in other.items()}
     assert len(ids | {case_id(linear)}) == len(other) + 1
+    experts: dict[str, Any] = {
+        "experts": 64,
+        "top_k": 7,
+        "source": Source.TOKEN,
+        "routing": Routing.UNIFORM,
+        "expert_map": ExpertMap.LOCAL,
+        "sharing": Sharing.SHARED_B,
+        "router": RouterWeights.NONE,
+        "write": Write.ADD,
+        "path": Path.SMALL_BATCH,
+    }
+    ids = {case_id(replace(MOE, **{axis: value})) for axis, value in experts.items()}
+    assert len(ids | {case_id(MOE)}) == len(experts) + 1
     run_otherwise = replace(DENSE, tier=Tier.NIGHTLY, oracles=(OracleName.EXACT,), timeout_s=1.0)
     assert case_id(run_otherwise) == case_id(DENSE)

@@ -17,11 +17,19 @@ from torch import Tensor
 
 from loragate.inputs import DataKind, copy_batch, make_batch, make_pool
 from loragate.inputs.placement import bits_of, guarded, whole
-from loragate.matrix.case import Case, Execution, Layout, Mix, Ranks, Site
+from loragate.matrix.case import (
+    IN_PLACE_SITES,
+    MOE_SITES,
+    Case,
+    Execution,
+    Layout,
+    Mix,
+    Ranks,
+)
 from loragate.oracles.evidence import judge_bits, passed
 from loragate.oracles.protocol import Trial
 from loragate.oracles.session import base_of
-from loragate.subjects.protocol import AnyInstance, Batch, Guard, Pool, apply_step
+from loragate.subjects.protocol import AnyInstance, Batch, Guard, Pool, Routes, apply_step
 from loragate.verdict import Failure, Judgement, OracleName, Verdict
 
 
@@ -140,8 +148,10 @@ def _violations(
     trial: Trial, case: Case, instance: AnyInstance, batch: Batch
 ) -> Iterator[Violation]:
     yield from _bad_rows(case, instance, copy_batch(batch))
-    if case.site is Site.DENSE_DELTA:
+    if case.site in IN_PLACE_SITES:
         yield from _bad_outputs(case, instance, copy_batch(batch))
+    if case.site in MOE_SITES:
+        yield from _bad_routes(case, instance, copy_batch(batch))
     yield from _bad_mappings(case, instance, batch.token_slots)
     yield from _bad_adapters(trial, case, instance)
 
@@ -162,9 +172,9 @@ def _bad_rows(case: Case, instance: AnyInstance, batch: Batch) -> Iterator[Viola
     yield violation(Guard.X_DTYPE, f"x of {other}", other, x.to(other), out)
     narrow = case.in_features - 1
     yield violation(Guard.X_WIDTH, f"x with {narrow} columns", narrow, x[:, :narrow], out)
-    more = case.tokens + 1
+    more = len(x) + 1
     taller = (torch.cat([x, x[:1]]), torch.cat([out, out[:1]]))
-    yield violation(Guard.ROWS, f"{more} rows, {case.tokens} prepared", more, *taller)
+    yield violation(Guard.ROWS, f"{more} rows, {len(x)} prepared", more, *taller)
 
 
 def _bad_outputs(case: Case, instance: AnyInstance, batch: Batch) -> Iterator[Violation]:
@@ -177,14 +187,34 @@ def _bad_outputs(case: Case, instance: AnyInstance, batch: Batch) -> Iterator[Vi
     call = partial(apply_step, instance, replace(batch, out=cast))
     yield Violation(Guard.OUT_DTYPE, f"out of {other}", str(other), call, (x, cast))
     for guard, offset in ((Guard.ALIASED_OUT, 0), (Guard.OVERLAPPING_OUT, case.in_features // 2)):
-        columns = max(case.in_features, case.out_features)
-        storage = guarded(case.tokens * columns + offset, x.dtype, x.device)
-        inside = storage.as_strided((case.tokens, case.in_features), (case.in_features, 1))
+        size = max(x.numel(), out.numel()) + offset
+        storage = guarded(size, x.dtype, x.device)
+        inside = storage.as_strided(x.shape, (case.in_features, 1))
         inside.copy_(x)
         above = storage.as_strided(out.shape, (case.out_features, 1), offset)
         call = partial(apply_step, instance, replace(batch, x=inside, out=above))
         what = f"out that starts {offset} elements after x"
         yield Violation(guard, what, "out", call, (storage,))
+
+
+def _bad_routes(case: Case, instance: AnyInstance, batch: Batch) -> Iterator[Violation]:
+    routes = batch.routes
+    assert routes is not None
+
+    def violation(guard: Guard, what: str, given: object, bad: Routes) -> Violation:
+        call = partial(apply_step, instance, replace(batch, routes=bad))
+        return Violation(guard, what, str(given), call, (batch.x, batch.out))
+
+    ids = routes.topk_ids
+    wide = replace(routes, topk_ids=ids.long())
+    yield violation(Guard.TOPK_DTYPE, "topk_ids of int64", "int64", wide)
+    more = case.top_k + 1
+    taller = replace(routes, topk_ids=torch.cat([ids, ids[:, :1]], 1))
+    yield violation(Guard.TOPK_SHAPE, f"topk_ids with {more} columns", more, taller)
+    rows = case.tokens + 1
+    weights = torch.ones(rows, case.top_k, device=ids.device)
+    longer = replace(routes, weights=weights)
+    yield violation(Guard.ROUTER_SHAPE, f"{rows} rows of router weights", rows, longer)
 
 
 def _bad_mappings(case: Case, instance: AnyInstance, good: Tensor) -> Iterator[Violation]:
@@ -222,6 +252,10 @@ def _bad_adapters(trial: Trial, case: Case, instance: AnyInstance) -> Iterator[V
     features = case.in_features + 1
     deeper = replace(full, in_features=features)
     yield load(Guard.ADAPTER_SHAPE, f"an adapter of {features} features", features, deeper)
+    if case.site in MOE_SITES:
+        count = case.experts + 1
+        others = replace(full, experts=count)
+        yield load(Guard.ADAPTER_EXPERTS, f"an adapter of {count} experts", count, others)
     more = replace(full, slots=case.slots + 1)
     # python takes -1 for the last one
     for slot in (case.slots, -1):

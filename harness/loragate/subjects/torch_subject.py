@@ -78,31 +78,19 @@ class DenseDelta:
         return out
 
 
-@dataclass(frozen=True, slots=True)
-class Factors:
-    """One slice of an adapter: a [experts, rank, in_features], b [experts, width, rank] with
-    live ranks only; one expert where all of them share the factor."""
-
-    a: Tensor
-    b: Tensor
-    scale: float
-
-    def of_expert(self, expert: int) -> tuple[Tensor, Tensor]:
-        return self.a[min(expert, len(self.a) - 1)], self.b[min(expert, len(self.b) - 1)]
-
-
 class MoEDelta:
-    """out[pair] += weight * scale * (x @ A.T) @ B.T with the factors of the pair's slot and
-    expert, one pair after the other."""
+    """out[pair] += weight * scale * (x @ A.T) @ B.T, for each slot, expert and slice in turn."""
 
     def __init__(self, case: Case) -> None:
-        self.write = case.write
-        self.slots: dict[int, list[Factors]] = {}
+        self.case = case
+        # slot -> for each slice (a, b, scale), live ranks only
+        self.slots: dict[int, list[tuple[Tensor, Tensor, float]]] = {}
         self.token_slots = torch.empty(0, dtype=torch.int32)
 
     def load(self, slot: int, pool: Pool) -> None:
+        # a factor that all experts share is there once
         self.slots[slot] = [
-            Factors(pool.a[slot, :, part, :rank].clone(), b[slot, :, :, :rank].clone(), scale)
+            (pool.a[slot, :, part, :rank].clone(), b[slot, :, :, :rank].clone(), scale)
             for part, (b, rank, scale) in enumerate(
                 zip(pool.b, pool.ranks[slot], pool.scales[slot], strict=True)
             )
@@ -116,38 +104,46 @@ class MoEDelta:
 
     def apply(self, x: Tensor, out: Tensor, routes: Routes) -> Tensor:
         top_k = routes.topk_ids.shape[1]
-        # w2 has a row of x for each pair, w13 one for each token
-        per_row = 1 if len(x) == len(out) else top_k
-        ids = routes.topk_ids.flatten().tolist()
-        for pair, expert in enumerate(self.local(ids, routes.expert_map)):
-            factors = self.slots.get(int(self.token_slots[pair // top_k]), [])
-            if expert >= 0 and factors:
-                weight = 1.0 if routes.weights is None else routes.weights.view(-1)[pair]
-                self.add(x[pair // per_row].float(), out[pair], factors, expert, weight)
+        slots = self.token_slots.to(x.device).repeat_interleave(top_k)
+        experts = self.local_experts(routes)
+        for slot, factors in self.slots.items():
+            for expert in range(self.case.experts):
+                pairs = ((slots == slot) & (experts == expert)).nonzero().flatten()
+                if not len(pairs):
+                    continue
+                # w2 has a row of x for each pair, w13 one for each token
+                rows = x[pairs if len(x) == len(out) else pairs // top_k].float()
+                if routes.weights is not None:
+                    rows = rows * routes.weights.view(-1)[pairs, None]
+                self.add(rows, pairs, out, factors, expert)
         return out
 
-    def local(self, ids: list[int], expert_map: Tensor | None) -> list[int]:
-        """Local expert of each pair, -1 where it has none."""
-        if expert_map is None:
+    def local_experts(self, routes: Routes) -> Tensor:
+        """[pairs]: the expert of each pair, negative where it is not here."""
+        ids = routes.topk_ids.flatten().long()
+        if routes.expert_map is None:
             return ids
-        table = expert_map.tolist()
-        return [table[expert] if expert >= 0 else -1 for expert in ids]
+        return torch.where(ids < 0, ids, routes.expert_map[ids.clamp(min=0)].long())
 
     def add(
-        self, x: Tensor, out: Tensor, factors: list[Factors], expert: int, weight: Tensor | float
+        self,
+        rows: Tensor,
+        pairs: Tensor,
+        out: Tensor,
+        factors: list[tuple[Tensor, Tensor, float]],
+        expert: int,
     ) -> None:
-        """The delta of one pair: x [in_features], out [out_features]."""
         column = 0
-        for factor in factors:
-            a, b = factor.of_expert(expert)
-            delta = weight * factor.scale * (b.float() @ (a.float() @ x))
-            own = out[column : column + len(b)]
-            # a slice without an adapter keeps what is there
-            if len(a) and self.write is Write.STORE:
-                own.copy_(delta)
+        for all_a, all_b, scale in factors:
+            a, b = (f[min(expert, len(f) - 1)].float() for f in (all_a, all_b))
+            columns = slice(column, column + len(b))
+            column = columns.stop
+            delta = (scale * rows @ a.T @ b.T).to(out.dtype)
+            if self.case.write is Write.ADD:
+                out[pairs, columns] += delta
             elif len(a):
-                own += delta.to(out.dtype)
-            column += len(b)
+                # a slice without an adapter keeps what is there
+                out[pairs, columns] = delta
 
 
 @dataclass(frozen=True, slots=True)
