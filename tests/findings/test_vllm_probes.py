@@ -4,18 +4,25 @@ import pytest
 
 from loragate.findings.ledger import Needs, Seen
 from loragate.findings.load import ledger_path, load_ledger
-from loragate.findings.vllm_probes import PROBES, Probe, observe
+from loragate.findings.probing import Package, Probe
+from loragate.findings.vllm_probes import PROBES, observe
 from loragate.machine import detect_machine, select_interpreter
+from loragate.subjects.vllm_moe_package import VllmMoEOps, load_vllm_moe
 from loragate.subjects.vllm_package import VllmOps, load_vllm
 
 select_interpreter()
 
 
-def broken_package() -> VllmOps:
-    def refuse(*arguments: object, **options: object) -> None:
-        raise RuntimeError("no kernel image")
+ANYWHERE = [name for name, probe in PROBES.items() if probe.needs is Needs.ANY]
+ON_A_GPU = [name for name, probe in PROBES.items() if probe.needs is Needs.CUDA]
 
-    return VllmOps(
+
+def refuse(*arguments: object, **options: object) -> None:
+    raise RuntimeError("no kernel image")
+
+
+def broken_package() -> Package:
+    dense = VllmOps(
         version="0",
         lora_shrink=refuse,
         lora_expand=refuse,
@@ -23,18 +30,38 @@ def broken_package() -> VllmOps:
         pointer_tables=({}, {}),
         batch_invariant=False,
     )
+    moe = VllmMoEOps(version="0", wrapper=refuse, tiles=dict, fused_moe_lora=refuse, align=refuse)
+    return Package(dense, moe)
 
 
-@pytest.mark.parametrize("name", [n for n, probe in PROBES.items() if probe.needs is Needs.ANY])
+@pytest.mark.parametrize("name", ANYWHERE)
 def test_a_probe_that_breaks_shows_nothing(name: str) -> None:
     seen = observe(name, broken_package(), "cpu")
     assert seen.seen is Seen.BROKEN
     assert seen.text.startswith(("RuntimeError: ", "AttributeError: "))
 
 
-@pytest.mark.parametrize("name", [n for n, probe in PROBES.items() if probe.needs is Needs.CUDA])
+@pytest.mark.parametrize("name", ON_A_GPU)
 def test_a_probe_that_needs_a_gpu_is_not_tried_without_one(name: str) -> None:
     assert observe(name, broken_package(), "cpu").text == "needs a GPU"
+
+
+def test_probes_of_experts_are_not_tried_where_that_half_is_missing() -> None:
+    package = Package(broken_package().dense, "vLLM 0: no aiohttp")
+    tried = [observe(name, package, "cpu") for name in ANYWHERE if name.startswith("moe-")]
+    assert len(tried) > 5
+    assert {(seen.seen, seen.text) for seen in tried} == {(Seen.NOT_TRIED, "vLLM 0: no aiohttp")}
+
+
+def test_too_little_memory_is_not_held_against_a_probe() -> None:
+    def exhausted(*arguments: object, **options: object) -> None:
+        raise MemoryError("8 GiB")
+
+    moe = VllmMoEOps(
+        version="0", wrapper=exhausted, tiles=dict, fused_moe_lora=refuse, align=refuse
+    )
+    seen = observe("moe-pair-offset-overflows", Package(broken_package().dense, moe), "cpu")
+    assert (seen.seen, seen.text) == (Seen.NOT_TRIED, "needs more memory: 8 GiB")
 
 
 def test_the_listed_findings_reproduce_on_the_installed_vllm() -> None:
@@ -42,11 +69,12 @@ def test_the_listed_findings_reproduce_on_the_installed_vllm() -> None:
     ops = load_vllm(machine)
     if isinstance(ops, str):
         pytest.skip(ops)
+    package = Package(ops, load_vllm_moe(machine))
     for finding in load_ledger(ledger_path()):
         if finding.probe is None or not finding.covers(ops.version):
             continue
         probe: Probe = PROBES[finding.probe]
         if probe.needs is Needs.CUDA and machine.device != "cuda":
             continue
-        seen = observe(finding.probe, ops, machine.device)
+        seen = observe(finding.probe, package, machine.device)
         assert seen.seen is Seen.REPRODUCED, f"{finding.id}: {seen.text}"

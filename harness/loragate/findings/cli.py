@@ -56,19 +56,24 @@ def run(arguments: argparse.Namespace) -> ExitCode:
         print(render_page(findings), end="")
         return ExitCode.OK
 
-    from loragate.findings.vllm_probes import PROBES, observe
     from loragate.machine import detect_machine, select_interpreter
+
+    # before anything with a kernel is imported
+    select_interpreter()
+    from loragate.findings.probing import Package
+    from loragate.findings.vllm_probes import PROBES, observe
+    from loragate.subjects.vllm_moe_package import load_vllm_moe
     from loragate.subjects.vllm_package import load_vllm
 
     complaint = check_probes(findings, PROBES)
     if complaint:
         return _complain(complaint, ExitCode.USAGE)
-    select_interpreter()
     machine = detect_machine()
     ops = load_vllm(machine)
     if isinstance(ops, str):
         return _complain(ops, ExitCode.INFRASTRUCTURE)
-    tried = {name: observe(name, ops, machine.device) for name in PROBES}
+    package = Package(ops, load_vllm_moe(machine))
+    tried = {name: observe(name, package, machine.device) for name in PROBES}
     observed = {f.id: tried[f.probe] if f.probe else _BY_THE_GATE for f in findings}
     lines = audit(findings, ops.version, observed)
     suspicions = unlisted(findings, tried)

@@ -1,0 +1,59 @@
+"""What probes of a package are made of.
+
+A probe gives evidence either way and decides nothing: whether it must reproduce stands in the
+ledger.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from loragate.findings.ledger import Needs, Observation, Seen
+from loragate.subjects.vllm_moe_package import VllmMoEOps
+from loragate.subjects.vllm_package import VllmOps
+
+
+@dataclass(frozen=True, slots=True)
+class Package:
+    """The installed package; `moe` may be a sentence that says why that half cannot run."""
+
+    dense: VllmOps
+    moe: VllmMoEOps | str
+
+
+@dataclass(frozen=True, slots=True)
+class Probe:
+    needs: Needs
+    run: Callable[[Package, str], Observation]
+
+
+def dense_probe(run: Callable[[VllmOps, str], Observation], needs: Needs = Needs.ANY) -> Probe:
+    """A probe of the dense operators; the string is the device."""
+    return Probe(needs, lambda package, device: run(package.dense, device))
+
+
+def moe_probe(run: Callable[[VllmMoEOps, str], Observation], needs: Needs = Needs.ANY) -> Probe:
+    """A probe of LoRA of experts, not tried where that half cannot run."""
+
+    def on_moe(package: Package, device: str) -> Observation:
+        if isinstance(package.moe, str):
+            return Observation(Seen.NOT_TRIED, package.moe)
+        return run(package.moe, device)
+
+    return Probe(needs, on_moe)
+
+
+def seen(reproduced: bool, text: str) -> Observation:
+    return Observation(Seen.REPRODUCED if reproduced else Seen.ABSENT, text)
+
+
+def values_of(tensor: Tensor) -> list[float]:
+    """The different values of a tensor."""
+    return sorted(set(tensor.flatten().tolist()))
+
+
+def word(right: bool) -> str:
+    return "right" if right else "wrong"
