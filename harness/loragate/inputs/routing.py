@@ -32,6 +32,9 @@ def make_routes(
     ids = _choices(case, draw, local, token_slots)
     if case.expert_map is ExpertMap.PARALLEL:
         nowhere = draw.uniform(0, 1, *ids.shape) < _NOWHERE
+        # in any case those beside the pair that has to be there
+        row = _last_slot_row(case, token_slots)
+        nowhere[row] |= ids[row] != local[-1]
         ids[nowhere & (ids != local[-1])] = -1
     weights = None
     if case.router is RouterWeights.OUTPUT:
@@ -49,16 +52,19 @@ def _local_experts(case: Case, seed: int, machine: Machine) -> Tensor:
     draw = Draw(machine, seed, "experts")
     if case.expert_map is ExpertMap.LOCAL:
         return torch.arange(case.experts, device=draw.device)
-    # any placement: ranks hold runs of experts in one server and every second one in another
-    return _shuffled(draw, case.global_experts)[: case.experts]
+    # any placement: ranks hold runs of experts in one server and every second one in another.
+    # the last one is here: where -1 counts from the end it leads to a wrong delta
+    order, last = _shuffled(draw, case.global_experts), case.global_experts - 1
+    return torch.cat([torch.tensor([last]).to(order), order[order != last]])[: case.experts]
 
 
 def _expert_map(case: Case, local: Tensor) -> Tensor | None:
     if case.expert_map is ExpertMap.LOCAL:
         return None
-    table = torch.full((case.global_experts,), -1, dtype=torch.int32, device=local.device)
-    table[local] = torch.arange(case.experts, dtype=torch.int32, device=local.device)
-    return table
+    table = torch.full((1, case.global_experts), -1, dtype=torch.int32, device=local.device)
+    table[0, local] = torch.arange(case.experts, dtype=torch.int32, device=local.device)
+    # beside the map lies what would be an expert
+    return place_integers(table, 0)[0]
 
 
 def _choices(case: Case, draw: Draw, local: Tensor, token_slots: Tensor) -> Tensor:
@@ -73,12 +79,16 @@ def _choices(case: Case, draw: Draw, local: Tensor, token_slots: Tensor) -> Tens
     if case.routing is Routing.SKEWED:
         hot = ranking[min(1, count - 1)]
         scores[:, hot] += (draw.uniform(0, 1, case.tokens) < _HOT).float()
-    rows = (token_slots == case.slots - 1).nonzero().flatten()
-    scores[rows[:1].to(scores.device), last] += 2
+    scores[_last_slot_row(case, token_slots), last] += 2
     # a plain topk may break ties either way
     best = torch.argsort(scores, dim=1, descending=True, stable=True)[:, : case.top_k]
     order = torch.argsort(draw.uniform(0, 1, *best.shape), dim=1, stable=True)
     return best.gather(1, order)
+
+
+def _last_slot_row(case: Case, token_slots: Tensor) -> list[int]:
+    """The first token of the last slot, if there is one."""
+    return (token_slots == case.slots - 1).nonzero().flatten()[:1].tolist()
 
 
 def _shuffled(draw: Draw, count: int) -> Tensor:

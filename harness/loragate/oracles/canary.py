@@ -97,7 +97,7 @@ class _Watched:
         if batch.routes is not None:
             self.tensors["topk_ids"] = whole(batch.routes.topk_ids)
             if batch.routes.expert_map is not None:
-                self.tensors["the expert map"] = batch.routes.expert_map
+                self.tensors["the expert map"] = whole(batch.routes.expert_map)
             if batch.routes.weights is not None:
                 self.tensors["the router weights"] = whole(batch.routes.weights)
         if base is not None:
