@@ -16,6 +16,7 @@ without a copy.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from copy import copy
 from dataclasses import dataclass
 from typing import Any
 
@@ -161,6 +162,12 @@ class VllmMoEInstance:
             sharing=case.sharing,
             add_inputs=case.write is Write.ADD,
         )
+
+    def on_path(self, path: Path) -> VllmMoEInstance:
+        """The same weights and metadata, not a copy of them, on another path."""
+        other = copy(self)
+        other.path = path
+        return other
 
     def load(self, slot: int, pool: Pool) -> None:
         self.unload(slot)

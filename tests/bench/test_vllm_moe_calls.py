@@ -1,0 +1,105 @@
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any, cast
+
+import pytest
+import torch
+from torch import Tensor
+
+from loragate.bench.vllm_moe_calls import vllm_delta_calls
+from loragate.inputs import DataKind, make_batch, make_pool
+from loragate.machine import detect_machine, select_interpreter
+from loragate.matrix.case import Case, Dtype, Path, Ranks, Site, Write
+from loragate.subjects.protocol import Batch, Routes
+from loragate.subjects.vllm_moe import VllmMoEInstance
+from loragate.subjects.vllm_subject import VllmSubject
+
+select_interpreter()
+CASE = Case(
+    site=Site.MOE_DELTA,
+    tokens=5,
+    in_features=32,
+    slices=(24, 24),
+    rank=8,
+    slots=2,
+    dtype=Dtype.BF16,
+    ranks=Ranks.FULL,
+    experts=3,
+    top_k=2,
+)
+
+
+class Recorder:
+    """An instance that tells what was asked of it."""
+
+    def __init__(self, log: list[str], path: Path = Path.PLAN) -> None:
+        self.log, self.path = log, path
+
+    def on_path(self, path: Path) -> Recorder:
+        return Recorder(self.log, path)
+
+    def assign(self, routes: Routes) -> str:
+        self.log.append(f"assign {self.path}")
+        return f"assigned {self.path}"
+
+    def launch(self, x: Tensor, out: Tensor, routes: Routes, assignment: Any) -> Tensor:
+        self.log.append(f"launch {self.path} on {assignment}")
+        return out
+
+    def apply(self, x: Tensor, out: Tensor, routes: Routes) -> Tensor:
+        return self.launch(x, out, routes, self.assign(routes))
+
+
+def calls_of(case: Case, log: list[str]) -> Any:
+    rows = torch.empty(0)
+    batch = Batch(rows, rows, rows, Routes(torch.zeros(5, 2, dtype=torch.int32)))
+    return vllm_delta_calls(case, cast(VllmMoEInstance, Recorder(log)), batch)
+
+
+def test_a_launch_without_alignment_uses_the_one_that_was_made_before() -> None:
+    log: list[str] = []
+    calls = calls_of(CASE, log)
+    assert log == ["assign one_shot", "assign small_batch", "assign two_kernel"]
+    log.clear()
+    calls[Path.TWO_KERNEL].launch()
+    assert log == ["launch two_kernel on assigned two_kernel"]
+
+
+def test_a_launch_with_alignment_aligns_each_time() -> None:
+    log: list[str] = []
+    calls = calls_of(CASE, log)
+    log.clear()
+    for _ in range(2):
+        calls[Path.ONE_SHOT].aligned_launch()
+    assert log == ["assign one_shot", "launch one_shot on assigned one_shot"] * 2
+
+
+def test_a_path_that_cannot_take_the_case_is_left_out() -> None:
+    assert list(calls_of(replace(CASE, rank=256), [])) == [Path.TWO_KERNEL]
+    stored = list(calls_of(replace(CASE, write=Write.STORE), []))
+    assert stored == [Path.ONE_SHOT, Path.SMALL_BATCH]
+
+
+def test_every_call_on_the_installed_vllm_adds_the_same_delta() -> None:
+    machine, subject = detect_machine(), VllmSubject()
+    have = subject.capabilities(machine)
+    if isinstance(have, str) or (have.refuses and have.refuses(CASE)):
+        pytest.skip("vLLM cannot run here")
+    pool = make_pool(CASE, 3, DataKind.SIGNED, machine, have)
+    batch = make_batch(CASE, 3, 0, DataKind.SIGNED, machine)
+    instance = subject.open(CASE, machine, None)
+    assert isinstance(instance, VllmMoEInstance)
+    for slot in range(CASE.slots):
+        instance.load(slot, pool)
+    instance.prepare(batch.token_slots)
+    before = batch.out.clone()
+    deltas = []
+    for calls in vllm_delta_calls(CASE, instance, batch).values():
+        for call in (calls.launch, calls.aligned_launch):
+            batch.out.copy_(before)
+            deltas.append(call().float() - before.float())
+    assert len(deltas) == 6
+    assert deltas[0].any()
+    for delta in deltas[1:]:
+        torch.testing.assert_close(delta, deltas[0], atol=0.05, rtol=0.02)
