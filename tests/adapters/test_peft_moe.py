@@ -17,7 +17,9 @@ from lorakernels.adapters.errors import AdapterError
 from lorakernels.adapters.expert_layout import ExpertLayout
 from lorakernels.adapters.peft_folder import read_peft_folder
 from lorakernels.adapters.slots import AdapterSlots
-from lorakernels.layers.moe import FusedMoELoRA
+from lorakernels.layers.moe import FusedMoELoRA, MoEScratch
+from lorakernels.metadata import BatchMetadata
+from lorakernels.moe.align import PairMetadata
 from lorakernels.moe.weights import ExpertWeights
 
 peft = pytest.importorskip("peft")
@@ -123,6 +125,17 @@ def served(layer: FusedMoELoRA, slot: int) -> Tensor:
         second = layer.w2[e] @ inner + delta(layer.w2_slots, slot, e, inner)
         out[token] += weights[token, choice] * second
     return out
+
+
+def served_batch(layer: FusedMoELoRA, slots: list[int]) -> Tensor:
+    """The same by the kernels, each row with the slot that it names."""
+    x, ids, weights = routing()
+    sizes = {"max_tokens": TOKENS, "max_slots": layer.num_slots, "device": "cpu"}
+    batch = BatchMetadata(**sizes)
+    batch.prepare(torch.tensor(slots, dtype=torch.int32))
+    pairs = PairMetadata(top_k=TOP_K, num_experts=EXPERTS, with_base=True, **sizes)
+    scratch = MoEScratch([layer], max_tokens=TOKENS, top_k=TOP_K)
+    return layer(x, ids.int(), weights, batch, pairs, scratch)
 
 
 def layers_for(model: nn.Module, **options: Any) -> dict[str, FusedMoELoRA]:
@@ -341,3 +354,22 @@ def test_names_of_experts_that_peft_turned_into_parameters_give_what_peft_gives(
     model = trained(qwen3(), tmp_path, target_modules=names)
     assert "lora_A" in "".join(dict(experts_of(model, 0).named_parameters()))
     assert_served(model, qwen3(), tmp_path, ExpertLayout.STACKED)
+
+
+def test_one_batch_serves_several_adapters_as_peft_serves_each_alone(tmp_path: Path) -> None:
+    names = ["gate_proj", "up_proj", "down_proj"]
+    configs: list[dict[str, Any]] = [
+        {"target_modules": [], "target_parameters": PARAMETERS},
+        {"target_modules": names, "r": 2, "lora_alpha": 9},
+    ]
+    layers = layers_for(qwen3())
+    slots, models = AdapterSlots(layers), {-1: qwen3()}
+    for name, config in zip(("fr", "de"), configs, strict=True):
+        model = trained(qwen3(), tmp_path / name, **config)
+        models[slots.activate(read_peft_folder(tmp_path / name))] = model
+    rows = [(0, -1, 1)[token % 3] for token in range(TOKENS)]
+    for index, layer_name in enumerate(NAMES):
+        alone = {slot: judged(model, index) for slot, model in models.items()}
+        wanted = torch.stack([alone[slot][token] for token, slot in enumerate(rows)])
+        out = served_batch(layers[layer_name], rows)
+        torch.testing.assert_close(out, wanted, rtol=1e-4, atol=1e-4)

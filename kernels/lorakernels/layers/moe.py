@@ -2,7 +2,8 @@
 
 Invariant: the layer is built and loaded from whole tensors and cuts its own part of them, in
 copies: neither the base weights nor an adapter are ever written to. An adapter is checked and
-cut completely before the slot is touched, and the slot is emptied before it moves in.
+cut completely before the slot is touched, and the slot is emptied before it moves in. What an
+adapter is applied to is never quantised (vllm #42120).
 """
 
 from __future__ import annotations
@@ -12,13 +13,46 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from lorakernels.layers.expert_packing import ExpertPacking, ExpertParts, stage_experts
-from lorakernels.layers.moe_partition import MoECut, MoERank, cut_moe
-from lorakernels.layers.packing import take
+from lorakernels.layers.expert_packing import ExpertParts, stage_experts
+from lorakernels.layers.moe_partition import MoERank, cut_moe
+from lorakernels.layers.moe_weights import Weight, expert_packing, take_w2, take_w13, values_of
+from lorakernels.metadata import BatchMetadata
+from lorakernels.moe.align import PairMetadata
+from lorakernels.moe.experts import (
+    Activation,
+    ExpertBuffers,
+    ExpertLoRA,
+    Quantised,
+    RouterWeight,
+    run_experts,
+)
+from lorakernels.moe.ops import MoEWorkspace
 from lorakernels.moe.weights import ExpertFactors, ExpertWeights
 
 GATED = ("gate_proj", "up_proj", "down_proj")
 Staged = tuple[ExpertFactors | None, ...]
+
+
+class MoEScratch:
+    """What the layers of a model write on the way, allocated once: for layers of the same sizes
+    that run one after the other, and batches of up to `max_tokens` rows. Raises ValueError."""
+
+    def __init__(self, layers: Sequence[FusedMoELoRA], *, max_tokens: int, top_k: int) -> None:
+        sizes = {(layer.packing.hidden, layer.cut.intermediate.size) for layer in layers}
+        if len(sizes) != 1:
+            found = ", ".join(f"{h} and {i}" for h, i in sorted(sizes)) or "no layer"
+            raise ValueError(f"layers must have one hidden and intermediate size (got {found})")
+        weights = [slots for layer in layers for slots in (layer.w13_slots, layer.w2_slots)]
+        self.bridges = MoEWorkspace(weights, max_tokens=max_tokens, top_k=top_k)
+        ((hidden, intermediate),) = sizes
+        self.buffers = ExpertBuffers(
+            max_tokens=max_tokens,
+            top_k=top_k,
+            hidden=hidden,
+            intermediate=intermediate,
+            dtype=weights[0].a.dtype,
+            device=weights[0].a.device,
+        )
 
 
 class FusedMoELoRA(nn.Module):
@@ -27,35 +61,41 @@ class FusedMoELoRA(nn.Module):
 
     w13 [experts, 2 * intermediate, hidden], gate above up, or [experts, intermediate, hidden]
     without a gate; w2 [experts, hidden, intermediate]; both of the whole layer, of which a
-    rank keeps its part. `projections` are the names of gate, up and down in an adapter. With
+    rank keeps its part. `dtype` is that of activations and adapters, and only named where the
+    weights are quantised. `projections` are the names of gate, up and down in an adapter. With
     `shared_outer` the A of gate and up and the B of down are kept once, for all experts, and
     adapters must share them. Raises ValueError.
     """
 
     def __init__(
         self,
-        w13: Tensor,
-        w2: Tensor,
+        w13: Weight,
+        w2: Weight,
         *,
         num_slots: int,
         rank: int,
+        dtype: torch.dtype | None = None,
         projections: Sequence[str] = GATED,
         shared_outer: bool = False,
+        router_weight: RouterWeight = RouterWeight.ON_OUTPUT,
         place: MoERank | None = None,
         padded_intermediate: int | None = None,
     ) -> None:
         super().__init__()
-        self.packing = _packing(w13, w2, tuple(projections))
-        self.shared_outer = shared_outer
+        self.packing = expert_packing(w13, w2, tuple(projections))
+        self.router_weight, self.shared_outer = router_weight, shared_outer
+        self.place = place or MoERank()
+        self.dtype = _layer_dtype(w13, dtype)
         num_experts, intermediate = self.packing.num_experts, self.packing.intermediate
         self.cut = cut_moe(
-            num_experts, intermediate, place or MoERank(), padded_intermediate=padded_intermediate
+            num_experts, intermediate, self.place, padded_intermediate=padded_intermediate
         )
-        local13, local2 = _take_weights(self.packing, self.cut, w13.detach(), w2.detach())
-        self.w13 = nn.Parameter(local13, requires_grad=False)
-        self.w2 = nn.Parameter(local2, requires_grad=False)
-        expert_map = torch.tensor(self.cut.expert_map(num_experts), dtype=torch.int32)
-        self.register_buffer("expert_map", expert_map.to(w13.device), persistent=False)
+        values13, self.w13_scales = take_w13(self.packing, self.cut, w13)
+        values2, self.w2_scales = take_w2(self.packing, self.cut, w2)
+        self.w13 = nn.Parameter(values13, requires_grad=False)
+        self.w2 = nn.Parameter(values2, requires_grad=False)
+        local_ids = torch.tensor(self.cut.expert_map(num_experts), dtype=torch.int32)
+        self.expert_map = local_ids.to(self.w13.device)
         local, hidden = self.cut.intermediate.size, self.packing.hidden
         self.w13_slots = self._slots(
             num_slots, rank, [local] * self._num_up, hidden, a=shared_outer
@@ -79,6 +119,56 @@ class FusedMoELoRA(nn.Module):
         """What an adapter may have factors for: each projection of each expert, and each one of
         all experts; with the indices of what it covers. The layer itself is "experts"."""
         return self._parts
+
+    def forward(
+        self,
+        x: Tensor,
+        topk_ids: Tensor,
+        topk_weights: Tensor,
+        batch: BatchMetadata,
+        pairs: PairMetadata,
+        scratch: MoEScratch,
+        *,
+        quantised_x: Quantised | None = None,
+    ) -> Tensor:
+        """x [.., hidden] -> [.., hidden], this rank's part of the sum over all ranks.
+
+        topk_ids int32, topk_weights fp32, both [rows, top_k]; ids are those of the whole model.
+        `batch` is prepared for the step, `pairs` is prepared here and may be shared by layers
+        that run one after the other; made `with_base`, for as many experts as the rank holds.
+        quantised_x: x for the base weights, where these are quantised; the adapters are always
+        applied to x itself. The result has no gradient. Raises ValueError.
+        """
+        hidden = self.packing.hidden
+        if x.shape[-1] != hidden:
+            raise ValueError(f"x must have {hidden} columns (got {x.shape[-1]})")
+        if x.dtype != self.dtype:
+            raise ValueError(f"x must be {self.dtype} as it is before quantising (got {x.dtype})")
+        if topk_weights.dtype != torch.float32:
+            raise ValueError(f"topk_weights must be torch.float32 (got {topk_weights.dtype})")
+        if quantised_x is None and self.w13_scales is not None:
+            raise ValueError("quantised_x must be given with weights that are quantised")
+        if quantised_x is not None and self.w13_scales is None:
+            raise ValueError("quantised_x must be None with weights that are not quantised")
+        rows = x.reshape(-1, hidden).contiguous()
+        # without expert parallelism the ids are local already
+        local_ids = None if self.place.ep_size == 1 else self.expert_map
+        pairs.prepare(topk_ids, batch, expert_map=local_ids)
+        out = torch.empty_like(rows)
+        run_experts(
+            rows,
+            _weight(self.w13, self.w13_scales),
+            _weight(self.w2, self.w2_scales),
+            topk_weights,
+            pairs,
+            scratch.buffers,
+            out,
+            lora=ExpertLoRA(self.w13_slots, self.w2_slots, scratch.bridges),
+            activation=Activation.SILU_GATED if self._num_up == 2 else Activation.SILU,
+            router_weight=self.router_weight,
+            quantised_x=quantised_x,
+        )
+        return out.view(x.shape)
 
     def load_adapter(self, slot: int, parts: ExpertParts) -> None:
         """Put an adapter into a slot, all or nothing. `parts` maps names of `parts` to whole
@@ -126,44 +216,23 @@ class FusedMoELoRA(nn.Module):
             slice_widths=widths,
             in_features=in_features,
             rank=rank,
-            dtype=self.w13.dtype,
+            dtype=self.dtype,
             device=self.w13.device,
             shared_a=a,
             shared_b=b,
         )
 
 
-def _packing(w13: Tensor, w2: Tensor, projections: tuple[str, ...]) -> ExpertPacking:
-    if len(projections) not in (2, 3) or len(set(projections)) != len(projections):
-        raise ValueError(
-            "projections must be different names of gate, up and down, or of up and down "
-            f"(got {', '.join(projections)})"
-        )
-    if w2.dim() != 3:
-        raise ValueError(f"w2 must be [experts, hidden, intermediate] (got {list(w2.shape)})")
-    num_experts, hidden, intermediate = w2.shape
-    rows = intermediate * (len(projections) - 1)
-    if w13.shape != (num_experts, rows, hidden):
-        raise ValueError(
-            f"w13 must be [{num_experts}, {rows}, {hidden}], as w2 and the projections "
-            f"{', '.join(projections)} say (got {list(w13.shape)})"
-        )
-    if w13.dtype != w2.dtype or w13.device != w2.device:
-        raise ValueError(
-            f"w13 and w2 must have one dtype and one device (got {w13.dtype} on {w13.device} "
-            f"and {w2.dtype} on {w2.device})"
-        )
-    return ExpertPacking(projections, num_experts, hidden, intermediate)
+def _layer_dtype(w13: Weight, dtype: torch.dtype | None) -> torch.dtype:
+    own = values_of(w13).dtype
+    if isinstance(w13, Quantised):
+        if dtype is None:
+            raise ValueError(f"dtype must be given with weights of {own}")
+        return dtype
+    if dtype not in (None, own):
+        raise ValueError(f"dtype must be {own} like the weights (got {dtype})")
+    return own
 
 
-def _take_weights(
-    packing: ExpertPacking, cut: MoECut, w13: Tensor, w2: Tensor
-) -> tuple[Tensor, Tensor]:
-    experts, columns = cut.experts, cut.intermediate
-    w13, w2 = (w.narrow(0, experts.start, experts.live) for w in (w13, w2))
-    if columns.size != packing.intermediate:
-        # gate and up each on its own: a cut of both at once would leave a rank without a gate
-        halves = torch.split(w13, packing.intermediate, dim=1)
-        w13 = torch.cat([take(half, columns, dim=1) for half in halves], dim=1)
-        w2 = take(w2, columns, dim=2)
-    return w13.contiguous(), w2.contiguous()
+def _weight(values: Tensor, scales: Tensor | None) -> Weight:
+    return values if scales is None else Quantised(values, scales)
