@@ -8,6 +8,7 @@ prepare() resets what lies past the live part, and nothing waits for the host. T
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import cache
 
 import torch
@@ -45,6 +46,98 @@ def base_tile_height(num_pairs: int, num_experts: int) -> int:
 def max_tiles(num_pairs: int, num_groups: int, height: int) -> int:
     """Most tiles a batch can need: each group of pairs adds at most one that is not full."""
     return num_pairs // height + min(num_groups, num_pairs)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PairTables:
+    """The buffers of PairMetadata with the sizes of one step, as the operator gets them."""
+
+    pair_slots: Tensor
+    pair_experts: Tensor
+    tile_slots: Tensor
+    tile_experts: Tensor
+    tile_pairs: Tensor
+    num_tiles: Tensor
+    base_experts: Tensor
+    base_pairs: Tensor
+    num_base_tiles: Tensor
+    counts: Tensor
+    num_rows: int
+    top_k: int
+    num_experts: int
+    max_slots: int
+    with_base: bool
+
+    @property
+    def num_buckets(self) -> int:
+        return self.num_experts * self.max_slots
+
+    @property
+    def num_pairs(self) -> int:
+        return self.num_rows * self.top_k
+
+    @property
+    def height(self) -> int:
+        return tile_height(self.num_pairs, self.num_experts)
+
+    @property
+    def base_height(self) -> int:
+        return base_tile_height(self.num_pairs, self.num_experts)
+
+    def fill(self, topk_ids: Tensor, token_slots: Tensor, expert_map: Tensor | None) -> None:
+        if num_bins(self.num_experts, self.max_slots, self.with_base) > _MOST_BINS:
+            place_pairs(self, topk_ids, token_slots, expert_map)
+        else:
+            self._launch(topk_ids, token_slots, expert_map)
+
+    def _launch(self, topk_ids: Tensor, token_slots: Tensor, expert_map: Tensor | None) -> None:
+        counted = self.num_pairs > _SMALL
+        span = _SPAN if counted else _SMALL_SPAN
+        spans = -(-self.num_pairs // span)
+        sources = (topk_ids, token_slots, topk_ids if expert_map is None else expert_map)
+        num_ids = 0 if expert_map is None else expert_map.shape[0]
+        sizes = (self.num_pairs, num_ids, self.num_experts, self.max_slots)
+        pdl = counted and supports_pdl(topk_ids.device)
+        constants = {
+            "TOP_K": self.top_k,
+            "SLOT_BINS": _slot_bins(self.max_slots, self.with_base),
+            "NUM_BINS": num_bins(self.num_experts, self.max_slots, self.with_base),
+            "MAPPED": expert_map is not None,
+            "WITH_BASE": int(self.with_base),
+            "PDL": pdl,
+            "num_warps": 8,
+        }
+        if counted:
+            count_pairs_kernel[(spans,)](
+                *sources, self.counts, *sizes, SPAN=span, **constants, **launch_options(pdl)
+            )
+        place_pairs_kernel[(max(1, spans),)](
+            *sources,
+            self.counts,
+            self.pair_slots,
+            self.pair_experts,
+            self.tile_slots,
+            self.tile_experts,
+            self.tile_pairs,
+            self.num_tiles,
+            self.base_experts,
+            self.base_pairs,
+            self.num_base_tiles,
+            *sizes,
+            spans,
+            self.pair_slots.shape[0],
+            self.tile_slots.shape[0],
+            self.tile_pairs.shape[0],
+            self.base_experts.shape[0],
+            self.base_pairs.shape[0],
+            SPAN=span,
+            CHUNK=128 if counted else _SMALL_SPAN,
+            COUNTED=counted,
+            HEIGHT=self.height,
+            BASE_HEIGHT=self.base_height,
+            **constants,
+            **launch_options(pdl),
+        )
 
 
 class PairMetadata:
@@ -95,7 +188,10 @@ class PairMetadata:
         capacity = max_tiles(pairs, num_experts, tallest) * tallest if with_base else 1
         self.base_experts, self.base_pairs = table(base_tiles), table(capacity)
         self.num_base_tiles = count()
-        self._counts = table(-(-pairs // _SPAN) * self._num_bins if self._is_counted else 1)
+        bins = num_bins(num_experts, max_slots, with_base)
+        # whether the largest step is counted by a launch of its own
+        counted = pairs > _SMALL and bins <= _MOST_BINS
+        self._counts = table(-(-pairs // _SPAN) * bins if counted else 1)
         self.num_rows = 0
 
     @property
@@ -141,71 +237,25 @@ class PairMetadata:
         """
         self._check(topk_ids, batch, expert_map)
         self.num_rows = topk_ids.shape[0]
-        if self._num_bins > _MOST_BINS:
-            place_pairs(self, topk_ids, batch.token_slots, expert_map)
-        else:
-            self._launch(topk_ids, batch.token_slots, expert_map)
-
-    @property
-    def _slot_bins(self) -> int:
-        return _power_of_2(self.max_slots + self.with_base)
-
-    @property
-    def _num_bins(self) -> int:
-        return max(16, _power_of_2(self.num_experts)) * self._slot_bins
-
-    @property
-    def _is_counted(self) -> bool:
-        """Whether the largest step is counted by a launch of its own."""
-        return self.max_tokens * self.top_k > _SMALL and self._num_bins <= _MOST_BINS
-
-    def _launch(self, topk_ids: Tensor, token_slots: Tensor, expert_map: Tensor | None) -> None:
-        counted = self.num_pairs > _SMALL
-        span = _SPAN if counted else _SMALL_SPAN
-        spans = -(-self.num_pairs // span)
-        sources = (topk_ids, token_slots, topk_ids if expert_map is None else expert_map)
-        num_ids = 0 if expert_map is None else expert_map.shape[0]
-        sizes = (self.num_pairs, num_ids, self.num_experts, self.max_slots)
-        pdl = counted and supports_pdl(topk_ids.device)
-        constants = {
-            "TOP_K": self.top_k,
-            "SLOT_BINS": self._slot_bins,
-            "NUM_BINS": self._num_bins,
-            "MAPPED": expert_map is not None,
-            "WITH_BASE": int(self.with_base),
-            "PDL": pdl,
-            "num_warps": 8,
-        }
-        if counted:
-            count_pairs_kernel[(spans,)](
-                *sources, self._counts, *sizes, SPAN=span, **constants, **launch_options(pdl)
-            )
-        place_pairs_kernel[(max(1, spans),)](
-            *sources,
-            self._counts,
-            self.pair_slots,
-            self.pair_experts,
-            self.tile_slots,
-            self.tile_experts,
-            self.tile_pairs,
-            self.num_tiles,
-            self.base_experts,
-            self.base_pairs,
-            self.num_base_tiles,
-            *sizes,
-            spans,
-            self.pair_slots.shape[0],
-            self.tile_slots.shape[0],
-            self.tile_pairs.shape[0],
-            self.base_experts.shape[0],
-            self.base_pairs.shape[0],
-            SPAN=span,
-            CHUNK=128 if counted else _SMALL_SPAN,
-            COUNTED=counted,
-            HEIGHT=self.height,
-            BASE_HEIGHT=self.base_height,
-            **constants,
-            **launch_options(pdl),
+        torch.ops.lorakernels.align_pairs(
+            topk_ids,
+            batch.token_slots,
+            expert_map,
+            [
+                self.pair_slots,
+                self.pair_experts,
+                self.tile_slots,
+                self.tile_experts,
+                self.tile_pairs,
+                self.num_tiles,
+                self.base_experts,
+                self.base_pairs,
+                self.num_base_tiles,
+                self._counts,
+            ],
+            self.num_experts,
+            self.max_slots,
+            self.with_base,
         )
 
     def _check(self, topk_ids: Tensor, batch: BatchMetadata, expert_map: Tensor | None) -> None:
@@ -234,6 +284,47 @@ class PairMetadata:
             )
         if batch.max_slots != self.max_slots:
             raise ValueError(f"batch must have {self.max_slots} slots (got {batch.max_slots})")
+
+
+@torch.library.custom_op("lorakernels::align_pairs", mutates_args=("tables",))
+def _align_pairs(
+    topk_ids: Tensor,
+    token_slots: Tensor,
+    expert_map: Tensor | None,
+    tables: list[Tensor],
+    num_experts: int,
+    max_slots: int,
+    with_base: bool,
+) -> None:
+    pair_slots, pair_experts, *of_tiles, counts = tables
+    tile_slots, tile_experts, tile_pairs, num_tiles, *of_base = of_tiles
+    base_experts, base_pairs, num_base_tiles = of_base
+    PairTables(
+        pair_slots=pair_slots,
+        pair_experts=pair_experts,
+        tile_slots=tile_slots,
+        tile_experts=tile_experts,
+        tile_pairs=tile_pairs,
+        num_tiles=num_tiles,
+        base_experts=base_experts,
+        base_pairs=base_pairs,
+        num_base_tiles=num_base_tiles,
+        counts=counts,
+        num_rows=topk_ids.shape[0],
+        top_k=topk_ids.shape[1],
+        num_experts=num_experts,
+        max_slots=max_slots,
+        with_base=with_base,
+    ).fill(topk_ids, token_slots, expert_map)
+
+
+def num_bins(num_experts: int, max_slots: int, with_base: bool) -> int:
+    """Counters of the alignment: one for each bucket, rounded up to powers of two."""
+    return max(16, _power_of_2(num_experts)) * _slot_bins(max_slots, with_base)
+
+
+def _slot_bins(max_slots: int, with_base: bool) -> int:
+    return _power_of_2(max_slots + with_base)
 
 
 @cache

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from lorakernels.moe.align import PairMetadata
+    from lorakernels.moe.align import PairTables
 
 
 def place_pairs(
-    pairs: PairMetadata, topk_ids: Tensor, token_slots: Tensor, expert_map: Tensor | None
+    pairs: PairTables, topk_ids: Tensor, token_slots: Tensor, expert_map: Tensor | None
 ) -> None:
     """Fill every table of `pairs` for its prepared step."""
     slots = token_slots[: pairs.num_rows].long().repeat_interleave(pairs.top_k)
