@@ -17,8 +17,9 @@ The items with a probe are tried again by
 
 against the vLLM that is installed. It prints what it saw, and fails as soon as an item stops
 reproducing on a version of its range: then the item is closed here with the version that fixed it.
-Without a GPU the kernels of vLLM run in Triton's interpreter; an item that was seen on a GPU alone
-needs one, and is told as not run without it. The items with a case are tried by
+Without a GPU the kernels of vLLM run in Triton's interpreter, behind a stand-in for its compiled
+alignment of routed pairs; an item that was seen on a GPU alone needs one, and is told as not run
+without it. The items with a case are tried by
 
     loragate gate --subject vllm
 
