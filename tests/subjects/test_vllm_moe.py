@@ -315,8 +315,9 @@ def test_shared_factors_are_kept_once_and_expanded_without_a_copy() -> None:
     assert launched["a"][0].data_ptr() == instance.a[0].data_ptr()
 
 
-def test_rows_of_an_emptied_slot_keep_their_bits() -> None:
-    case = small_case(path=Path.ONE_SHOT)
+@pytest.mark.parametrize("write", Write)
+def test_rows_of_an_emptied_slot_keep_their_bits(write: Write) -> None:
+    case = small_case(path=Path.ONE_SHOT, write=write)
     pool, x, slots, out, routes = draw(case)
     instance, before = open_instance(case), out.clone()
     for slot in range(case.slots):
@@ -338,6 +339,14 @@ def test_a_smaller_adapter_leaves_zeros_where_a_larger_one_was() -> None:
     instance.load(0, replace(pool, ranks=((3, 3),) * case.slots))
     assert all(not a[0, :, 3:].any() for a in instance.a)
     assert all(not b[0, :, :, 3:].any() for b in instance.b)
+
+
+def test_another_path_works_on_the_same_weights_and_leaves_the_first_as_it_is() -> None:
+    instance = open_instance(small_case(path=Path.ONE_SHOT))
+    other = instance.on_path(Path.SMALL_BATCH)
+    assert (instance.path, other.path) == (Path.ONE_SHOT, Path.SMALL_BATCH)
+    assert other.a[0].data_ptr() == instance.a[0].data_ptr()
+    assert wrapper_of(other) is wrapper_of(instance)
 
 
 def test_tiles_are_looked_up_by_the_shapes_of_the_base_layer() -> None:
