@@ -10,7 +10,21 @@ import torch
 
 from loragate.inputs import DataKind, Dead, make_pool
 from loragate.machine import detect_machine, select_interpreter
-from loragate.matrix.case import Case, Dtype, Execution, Layout, Parallel, Ranks, Site
+from loragate.matrix.case import (
+    Case,
+    Dtype,
+    Execution,
+    ExpertMap,
+    Layout,
+    Parallel,
+    Path,
+    Ranks,
+    RouterWeights,
+    Sharing,
+    Site,
+    Source,
+    Write,
+)
 from loragate.oracles.protocol import Trial
 from loragate.runner import run_trial
 from loragate.subjects import find_subject
@@ -29,11 +43,21 @@ CASE = Case(
     oracles=(OracleName.REFERENCE, OracleName.EXACT, OracleName.CANARY, OracleName.SEQUENCE),
 )
 LINEAR = replace(CASE, site=Site.LORA_LINEAR)
+MOE = replace(CASE, site=Site.MOE_DELTA, experts=4, top_k=2)
 SMALL = {
     "delta_column_slice": replace(CASE, layout=Layout.COLUMN_SLICE),
     "delta_padded_rows": replace(CASE, layout=Layout.PADDED_ROWS, dtype=Dtype.FP16),
     "column_parallel": replace(LINEAR, parallel=Parallel.COLUMN, tp=2),
     "row_parallel": replace(LINEAR, parallel=Parallel.ROW, tp=2, dtype=Dtype.FP32),
+    "experts_elsewhere": replace(MOE, expert_map=ExpertMap.PARALLEL, path=Path.TWO_KERNEL),
+    "experts_stored": replace(MOE, write=Write.STORE, sharing=Sharing.SHARED_A, path=Path.ONE_SHOT),
+    "experts_weighted": replace(
+        MOE,
+        source=Source.PAIR,
+        router=RouterWeights.OUTPUT,
+        sharing=Sharing.SHARED_B,
+        path=Path.SMALL_BATCH,
+    ),
 }
 
 
@@ -58,6 +82,7 @@ def test_it_supports_everything_but_graphs_in_the_interpreter() -> None:
     assert have.dtypes == frozenset(Dtype)
     assert have.parallel == frozenset(Parallel)
     assert have.layouts == frozenset(Layout)
+    assert have.paths == frozenset(Path)
     assert have.max_rank == 512
     assert have.deterministic
     assert have.skips_dead_ranks

@@ -56,7 +56,8 @@ def copy_batch(batch: Batch) -> Batch:
     routes = batch.routes
     if routes is not None:
         weights = None if routes.weights is None else copy_placed(routes.weights)
-        routes = Routes(copy_placed(routes.topk_ids), routes.expert_map, weights)
+        table = None if routes.expert_map is None else copy_placed(routes.expert_map)
+        routes = Routes(copy_placed(routes.topk_ids), table, weights)
     return Batch(copy_placed(batch.x), batch.token_slots.clone(), copy_placed(batch.out), routes)
 
 

@@ -1,9 +1,9 @@
 """One instance of a subject under the execution of its case; every oracle runs steps through it.
 
 GRAPH: the operation is captured once for each shape while ANOTHER mapping is prepared (every
-row uses slot 0), then replayed with the mapping of the step. Whatever a capture freezes - a
-grid, a host-side early exit, an address - is then wrong for the step (sglang #28371,
-vllm #15090).
+row uses slot 0, every token the first experts), then replayed with that of the step. Whatever a
+capture freezes - a grid, a host-side early exit, an address - is then wrong for the step
+(sglang #28371, vllm #15090).
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class Session:
         if key not in self._captures:
             self._captures[key] = self._capture(batch)
         captured = self._captures[key]
-        pairs = ((captured.batch.x, batch.x), (captured.batch.out, batch.out))
+        pairs = list(zip(_tensors(captured.batch), _tensors(batch), strict=True))
         for static, own in pairs:
             whole(static).copy_(whole(own))
         self.instance.prepare(batch.token_slots)
@@ -81,6 +81,9 @@ class Session:
     def _capture(self, batch: Batch) -> _Capture:
         static = copy_batch(batch)
         self.instance.prepare(torch.zeros_like(batch.token_slots))
+        if static.routes is not None:
+            ids = static.routes.topk_ids
+            ids.copy_(torch.arange(ids.shape[1]).expand_as(ids))
         stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
@@ -91,3 +94,13 @@ class Session:
         with torch.cuda.graph(graph):
             result = apply_step(self.instance, static)
         return _Capture(graph, static, result)
+
+
+def _tensors(batch: Batch) -> list[Tensor]:
+    """What a step reads and writes on the device."""
+    tensors = [batch.x, batch.out]
+    if batch.routes is not None:
+        tensors.append(batch.routes.topk_ids)
+        optional = (batch.routes.expert_map, batch.routes.weights)
+        tensors += [tensor for tensor in optional if tensor is not None]
+    return tensors
