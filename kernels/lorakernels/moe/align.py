@@ -8,136 +8,12 @@ prepare() resets what lies past the live part, and nothing waits for the host. T
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from functools import cache
-
 import torch
-import triton
 from torch import Tensor
 
-from lorakernels.device import launch_options, supports_pdl
 from lorakernels.metadata import MIN_TILE_ROWS, BatchMetadata
-from lorakernels.moe.align_kernel import count_pairs_kernel, place_pairs_kernel
-from lorakernels.moe.align_torch import place_pairs
-
-# buckets beyond which a program cannot hold a count of each
-_MOST_BINS = 8192
-# pairs up to which every program counts the whole batch, which saves a launch
-_SMALL = 2048
-_SMALL_SPAN = 64
-_SPAN = 512
-
-
-def tile_height(num_pairs: int, num_experts: int) -> int:
-    """Pairs of one (expert, slot) that one tile covers. From shapes alone, so that it is a
-    constant of a captured graph."""
-    pairs_per_expert = num_pairs / num_experts
-    if pairs_per_expert <= 64:
-        return 16
-    return 32 if pairs_per_expert < 256 else 64
-
-
-def base_tile_height(num_pairs: int, num_experts: int) -> int:
-    """Pairs of one expert, whatever their slots, that one tile of the base product covers."""
-    pairs_per_expert = num_pairs // num_experts
-    return min(128, max(MIN_TILE_ROWS, _power_of_2(pairs_per_expert)))
-
-
-def max_tiles(num_pairs: int, num_groups: int, height: int) -> int:
-    """Most tiles a batch can need: each group of pairs adds at most one that is not full."""
-    return num_pairs // height + min(num_groups, num_pairs)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PairTables:
-    """The buffers of PairMetadata with the sizes of one step, as the operator gets them."""
-
-    pair_slots: Tensor
-    pair_experts: Tensor
-    tile_slots: Tensor
-    tile_experts: Tensor
-    tile_pairs: Tensor
-    num_tiles: Tensor
-    base_experts: Tensor
-    base_pairs: Tensor
-    num_base_tiles: Tensor
-    counts: Tensor
-    num_rows: int
-    top_k: int
-    num_experts: int
-    max_slots: int
-    with_base: bool
-
-    @property
-    def num_buckets(self) -> int:
-        return self.num_experts * self.max_slots
-
-    @property
-    def num_pairs(self) -> int:
-        return self.num_rows * self.top_k
-
-    @property
-    def height(self) -> int:
-        return tile_height(self.num_pairs, self.num_experts)
-
-    @property
-    def base_height(self) -> int:
-        return base_tile_height(self.num_pairs, self.num_experts)
-
-    def fill(self, topk_ids: Tensor, token_slots: Tensor, expert_map: Tensor | None) -> None:
-        if num_bins(self.num_experts, self.max_slots, self.with_base) > _MOST_BINS:
-            place_pairs(self, topk_ids, token_slots, expert_map)
-        else:
-            self._launch(topk_ids, token_slots, expert_map)
-
-    def _launch(self, topk_ids: Tensor, token_slots: Tensor, expert_map: Tensor | None) -> None:
-        counted = self.num_pairs > _SMALL
-        span = _SPAN if counted else _SMALL_SPAN
-        spans = -(-self.num_pairs // span)
-        sources = (topk_ids, token_slots, topk_ids if expert_map is None else expert_map)
-        num_ids = 0 if expert_map is None else expert_map.shape[0]
-        sizes = (self.num_pairs, num_ids, self.num_experts, self.max_slots)
-        pdl = counted and supports_pdl(topk_ids.device)
-        constants = {
-            "TOP_K": self.top_k,
-            "SLOT_BINS": _slot_bins(self.max_slots, self.with_base),
-            "NUM_BINS": num_bins(self.num_experts, self.max_slots, self.with_base),
-            "MAPPED": expert_map is not None,
-            "WITH_BASE": int(self.with_base),
-            "PDL": pdl,
-            "num_warps": 8,
-        }
-        if counted:
-            count_pairs_kernel[(spans,)](
-                *sources, self.counts, *sizes, SPAN=span, **constants, **launch_options(pdl)
-            )
-        place_pairs_kernel[(max(1, spans),)](
-            *sources,
-            self.counts,
-            self.pair_slots,
-            self.pair_experts,
-            self.tile_slots,
-            self.tile_experts,
-            self.tile_pairs,
-            self.num_tiles,
-            self.base_experts,
-            self.base_pairs,
-            self.num_base_tiles,
-            *sizes,
-            spans,
-            self.pair_slots.shape[0],
-            self.tile_slots.shape[0],
-            self.tile_pairs.shape[0],
-            self.base_experts.shape[0],
-            self.base_pairs.shape[0],
-            SPAN=span,
-            CHUNK=128 if counted else _SMALL_SPAN,
-            COUNTED=counted,
-            HEIGHT=self.height,
-            BASE_HEIGHT=self.base_height,
-            **constants,
-            **launch_options(pdl),
-        )
+from lorakernels.moe import align_launch
+from lorakernels.moe.tiles import base_tile_height, max_tiles, num_bins, tile_height
 
 
 class PairMetadata:
@@ -190,8 +66,8 @@ class PairMetadata:
         self.num_base_tiles = count()
         bins = num_bins(num_experts, max_slots, with_base)
         # whether the largest step is counted by a launch of its own
-        counted = pairs > _SMALL and bins <= _MOST_BINS
-        self._counts = table(-(-pairs // _SPAN) * bins if counted else 1)
+        counted = pairs > align_launch.SMALL and bins <= align_launch.MOST_BINS
+        self._counts = table((-(-pairs // align_launch.SPAN) + 1) * bins if counted else 1)
         self.num_rows = 0
 
     @property
@@ -284,49 +160,3 @@ class PairMetadata:
             )
         if batch.max_slots != self.max_slots:
             raise ValueError(f"batch must have {self.max_slots} slots (got {batch.max_slots})")
-
-
-@torch.library.custom_op("lorakernels::align_pairs", mutates_args=("tables",))
-def _align_pairs(
-    topk_ids: Tensor,
-    token_slots: Tensor,
-    expert_map: Tensor | None,
-    tables: list[Tensor],
-    num_experts: int,
-    max_slots: int,
-    with_base: bool,
-) -> None:
-    pair_slots, pair_experts, *of_tiles, counts = tables
-    tile_slots, tile_experts, tile_pairs, num_tiles, *of_base = of_tiles
-    base_experts, base_pairs, num_base_tiles = of_base
-    PairTables(
-        pair_slots=pair_slots,
-        pair_experts=pair_experts,
-        tile_slots=tile_slots,
-        tile_experts=tile_experts,
-        tile_pairs=tile_pairs,
-        num_tiles=num_tiles,
-        base_experts=base_experts,
-        base_pairs=base_pairs,
-        num_base_tiles=num_base_tiles,
-        counts=counts,
-        num_rows=topk_ids.shape[0],
-        top_k=topk_ids.shape[1],
-        num_experts=num_experts,
-        max_slots=max_slots,
-        with_base=with_base,
-    ).fill(topk_ids, token_slots, expert_map)
-
-
-def num_bins(num_experts: int, max_slots: int, with_base: bool) -> int:
-    """Counters of the alignment: one for each bucket, rounded up to powers of two."""
-    return max(16, _power_of_2(num_experts)) * _slot_bins(max_slots, with_base)
-
-
-def _slot_bins(max_slots: int, with_base: bool) -> int:
-    return _power_of_2(max_slots + with_base)
-
-
-@cache
-def _power_of_2(value: int) -> int:
-    return int(triton.next_power_of_2(max(1, value)))

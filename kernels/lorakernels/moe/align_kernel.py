@@ -41,16 +41,39 @@ def _bucket_of(
     return tl.where(counted, bucket, -1), expert, slot
 
 
-@triton.jit(do_not_specialize=["num_pairs", "num_ids", "num_experts", "max_slots"])
+@triton.jit
+def _reset(table_ptr, start, end, BLOCK: tl.constexpr):
+    """-1 from `start` to `end`, shared out among the programs."""
+    lanes = tl.arange(0, BLOCK)
+    nothing = tl.full([BLOCK], -1, tl.int32)
+    first = start + tl.program_id(0) * BLOCK
+    for at in range(first, end, tl.num_programs(0) * BLOCK):
+        tl.store(table_ptr + at + lanes, nothing, mask=at + lanes < end)
+
+
+@triton.jit(
+    do_not_specialize=[
+        "num_pairs",
+        "num_ids",
+        "num_experts",
+        "max_slots",
+        "size_tile_pairs",
+        "size_base_pairs",
+    ]
+)
 def count_pairs_kernel(
     topk_ids_ptr,
     token_slots_ptr,
     expert_map_ptr,
     counts_ptr,
+    tile_pairs_ptr,
+    base_pairs_ptr,
     num_pairs,
     num_ids,
     num_experts,
     max_slots,
+    size_tile_pairs,
+    size_base_pairs,
     TOP_K: tl.constexpr,
     SLOT_BINS: tl.constexpr,
     NUM_BINS: tl.constexpr,
@@ -59,7 +82,7 @@ def count_pairs_kernel(
     SPAN: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    # one program counts the buckets of SPAN pairs
+    # one program counts the buckets of SPAN pairs, and resets a part of the tables
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
@@ -80,28 +103,47 @@ def count_pairs_kernel(
     )
     counts = tl.histogram(bucket, NUM_BINS, mask=bucket >= 0)
     tl.store(counts_ptr + tl.program_id(0) * NUM_BINS + tl.arange(0, NUM_BINS), counts)
+    _reset(tile_pairs_ptr, 0, size_tile_pairs, SPAN)
+    if WITH_BASE:
+        _reset(base_pairs_ptr, 0, size_base_pairs, SPAN)
+
+
+@triton.jit(do_not_specialize=["num_spans"])
+def sum_counts_kernel(
+    counts_ptr, num_spans, NUM_BINS: tl.constexpr, BINS: tl.constexpr, PDL: tl.constexpr
+):
+    # counts [num_spans + 1, NUM_BINS]: of each span becomes of all spans before it, in place;
+    # the last row gets the totals. One program does BINS buckets
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    ROWS: tl.constexpr = 4096 // BINS
+    bins = tl.program_id(0) * BINS + tl.arange(0, BINS)
+    so_far = tl.zeros([BINS], dtype=tl.int32)
+    for first in range(0, num_spans, ROWS):
+        row = first + tl.arange(0, ROWS)
+        cells = counts_ptr + row[:, None] * NUM_BINS + bins[None, :]
+        here = (row < num_spans)[:, None]
+        counts = tl.load(cells, mask=here, other=0)
+        tl.store(cells, so_far[None, :] + tl.cumsum(counts, axis=0) - counts, mask=here)
+        so_far += tl.sum(counts, axis=0)
+    tl.store(counts_ptr + num_spans * NUM_BINS + bins, so_far)
 
 
 @triton.jit
-def _tail(table_ptr, start, end, BLOCK: tl.constexpr):
-    """-1 from `start` to `end`, shared out among the programs."""
-    lanes = tl.arange(0, BLOCK)
-    nothing = tl.full([BLOCK], -1, tl.int32)
-    first = start + tl.program_id(0) * BLOCK
-    for at in range(first, end, tl.num_programs(0) * BLOCK):
-        tl.store(table_ptr + at + lanes, nothing, mask=at + lanes < end)
-
-
-@triton.jit
-def _put(table_ptr, pair, first_tile, rank, count, HEIGHT: tl.constexpr):
-    """Each pair into its tile, and -1 into the places of a last tile that stay empty. `rank` of
-    `count` pairs that share the tiles from `first_tile` on; -1 for a pair without a tile."""
+def _put(table_ptr, pair, first_tile, rank, count, HEIGHT: tl.constexpr, COUNTED: tl.constexpr):
+    """Each pair into its tile. `rank` of `count` pairs that share the tiles from `first_tile`
+    on; -1 for a pair without a tile. Where nobody reset the table before, the last of them also
+    writes -1 into the places of the last tile that stay empty."""
     here = rank >= 0
     place = (first_tile + rank // HEIGHT) * HEIGHT + rank % HEIGHT
     tl.store(table_ptr + place, pair, mask=here)
-    behind = tl.arange(0, HEIGHT)[None, :] + 1
-    empty = (here & (rank == count - 1))[:, None] & ((rank % HEIGHT)[:, None] + behind < HEIGHT)
-    tl.store(table_ptr + place[:, None] + behind, place[:, None] * 0 - 1 + behind * 0, mask=empty)
+    if not COUNTED:
+        behind = tl.arange(0, HEIGHT)[None, :] + 1
+        ends = (here & (rank == count - 1))[:, None]
+        empty = ends & ((rank % HEIGHT)[:, None] + behind < HEIGHT)
+        nothing = place[:, None] * 0 - 1 + behind * 0
+        tl.store(table_ptr + place[:, None] + behind, nothing, mask=empty)
 
 
 @triton.jit(
@@ -149,31 +191,26 @@ def place_pairs_kernel(
     WITH_BASE: tl.constexpr,
     COUNTED: tl.constexpr,
     SPAN: tl.constexpr,
-    CHUNK: tl.constexpr,
+    COUNT_BLOCK: tl.constexpr,
     HEIGHT: tl.constexpr,
     BASE_HEIGHT: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    # one program places SPAN pairs. COUNTED: another kernel counted each span; otherwise the
-    # batch is small and every program counts it all by itself
+    # one program places SPAN pairs. COUNTED: other kernels counted each span and reset the
+    # tables; otherwise the batch is small and every program counts it all by itself
     if PDL:
         gdc_wait()
+        gdc_launch_dependents()
     span = tl.program_id(0)
     bins = tl.arange(0, NUM_BINS)
-    lanes = tl.arange(0, CHUNK)
-    total = tl.zeros([NUM_BINS], dtype=tl.int32)
-    before = tl.zeros([NUM_BINS], dtype=tl.int32)
     if COUNTED:
-        ROWS: tl.constexpr = 16384 // NUM_BINS if NUM_BINS < 16384 else 1
-        for first in range(0, num_spans, ROWS):
-            row = first + tl.arange(0, ROWS)
-            cells = counts_ptr + row[:, None] * NUM_BINS + bins[None, :]
-            counts = tl.load(cells, mask=(row < num_spans)[:, None], other=0)
-            total += tl.sum(counts, axis=0)
-            before += tl.sum(tl.where((row < span)[:, None], counts, 0), axis=0)
+        before = tl.load(counts_ptr + span * NUM_BINS + bins)
+        total = tl.load(counts_ptr + num_spans * NUM_BINS + bins)
     else:
-        for first in range(0, num_pairs, SPAN):
-            pair = first + tl.arange(0, SPAN)
+        total = tl.zeros([NUM_BINS], dtype=tl.int32)
+        before = tl.zeros([NUM_BINS], dtype=tl.int32)
+        for first in range(0, num_pairs, COUNT_BLOCK):
+            pair = first + tl.arange(0, COUNT_BLOCK)
             bucket, _, _ = _bucket_of(
                 topk_ids_ptr,
                 token_slots_ptr,
@@ -188,9 +225,9 @@ def place_pairs_kernel(
                 MAPPED,
                 WITH_BASE,
             )
-            counts = tl.histogram(bucket, NUM_BINS, mask=bucket >= 0)
-            total += counts
-            before += tl.where(first < span * SPAN, counts, 0)
+            total += tl.histogram(bucket, NUM_BINS, mask=bucket >= 0)
+            earlier = (bucket >= 0) & (pair < span * SPAN)
+            before += tl.histogram(bucket, NUM_BINS, mask=earlier)
 
     # base rows have no tile of an adapter
     tiles = (total + HEIGHT - 1) // HEIGHT
@@ -208,62 +245,62 @@ def place_pairs_kernel(
         start = tl.cumsum(total, axis=0) - total
         expert_start = tl.cumsum(by_expert, axis=0) - by_expert
 
-    for first in range(span * SPAN, span * SPAN + SPAN, CHUNK):
-        pair = first + lanes
-        bucket, expert, slot = _bucket_of(
-            topk_ids_ptr,
-            token_slots_ptr,
-            expert_map_ptr,
-            pair,
-            num_pairs,
-            num_ids,
-            num_experts,
-            max_slots,
-            TOP_K,
-            SLOT_BINS,
-            MAPPED,
-            WITH_BASE,
-        )
-        counted = bucket >= 0
-        index = tl.maximum(bucket, 0)
-        # earlier pairs of the same bucket: in earlier chunks, and in this one
-        same = (bucket[:, None] == bucket[None, :]) & (lanes[None, :] < lanes[:, None])
-        rank = tl.gather(before, index, axis=0) + tl.sum(same.to(tl.int32), axis=1)
-        before += tl.histogram(bucket, NUM_BINS, mask=counted)
-
-        routed = counted & (slot >= 0)
-        own_rank = tl.where(routed, rank, -1)
-        own_first = tl.gather(first_tile, index, axis=0)
-        own_count = tl.gather(total, index, axis=0)
-        _put(tile_pairs_ptr, pair, own_first, own_rank, own_count, HEIGHT)
-        leads = routed & (rank % HEIGHT == 0)
-        tile = own_first + rank // HEIGHT
-        tl.store(tile_slots_ptr + tile, slot, mask=leads)
-        tl.store(tile_experts_ptr + tile, expert, mask=leads)
-        # a pair without expert has no adapter either: whoever reads one table needs no other
-        tl.store(pair_slots_ptr + pair, tl.where(expert >= 0, slot, -1), mask=pair < num_pairs)
-        tl.store(pair_experts_ptr + pair, expert, mask=pair < num_pairs)
-        if WITH_BASE:
-            owner = tl.maximum(expert, 0)
-            lower = tl.gather(start, index, axis=0) - tl.gather(expert_start, owner, axis=0)
-            base_rank = tl.where(counted, rank + lower, -1)
-            base_first = tl.gather(first_base, owner, axis=0)
-            base_count = tl.gather(by_expert, owner, axis=0)
-            _put(base_pairs_ptr, pair, base_first, base_rank, base_count, BASE_HEIGHT)
-            base_leads = counted & (base_rank % BASE_HEIGHT == 0)
-            base_tile = base_first + base_rank // BASE_HEIGHT
-            tl.store(base_experts_ptr + base_tile, expert, mask=base_leads)
+    lanes = tl.arange(0, SPAN)
+    pair = span * SPAN + lanes
+    bucket, expert, slot = _bucket_of(
+        topk_ids_ptr,
+        token_slots_ptr,
+        expert_map_ptr,
+        pair,
+        num_pairs,
+        num_ids,
+        num_experts,
+        max_slots,
+        TOP_K,
+        SLOT_BINS,
+        MAPPED,
+        WITH_BASE,
+    )
+    counted = bucket >= 0
+    index = tl.maximum(bucket, 0)
+    # earlier pairs of the same bucket: in earlier spans, and in this one
+    same = (bucket[:, None] == bucket[None, :]) & (lanes[None, :] < lanes[:, None])
+    rank = tl.gather(before, index, axis=0) + tl.sum(same.to(tl.int32), axis=1)
+    routed = counted & (slot >= 0)
+    own_rank = tl.where(routed, rank, -1)
+    own_first = tl.gather(first_tile, index, axis=0)
+    own_count = tl.gather(total, index, axis=0)
+    _put(tile_pairs_ptr, pair, own_first, own_rank, own_count, HEIGHT, COUNTED)
+    leads = routed & (rank % HEIGHT == 0)
+    tile = own_first + rank // HEIGHT
+    tl.store(tile_slots_ptr + tile, slot, mask=leads)
+    tl.store(tile_experts_ptr + tile, expert, mask=leads)
+    # a pair without expert has no adapter either: whoever reads one table needs no other
+    tl.store(pair_slots_ptr + pair, tl.where(expert >= 0, slot, -1), mask=pair < num_pairs)
+    tl.store(pair_experts_ptr + pair, expert, mask=pair < num_pairs)
+    if WITH_BASE:
+        owner = tl.maximum(expert, 0)
+        lower = tl.gather(start, index, axis=0) - tl.gather(expert_start, owner, axis=0)
+        base_rank = tl.where(counted, rank + lower, -1)
+        base_first = tl.gather(first_base, owner, axis=0)
+        base_count = tl.gather(by_expert, owner, axis=0)
+        _put(base_pairs_ptr, pair, base_first, base_rank, base_count, BASE_HEIGHT, COUNTED)
+        base_leads = counted & (base_rank % BASE_HEIGHT == 0)
+        base_tile = base_first + base_rank // BASE_HEIGHT
+        tl.store(base_experts_ptr + base_tile, expert, mask=base_leads)
 
     # what lies behind the live part is reset at every step
-    _tail(pair_slots_ptr, num_pairs, size_pair_tables, CHUNK)
-    _tail(pair_experts_ptr, num_pairs, size_pair_tables, CHUNK)
-    _tail(tile_slots_ptr, num_tiles, size_tiles, CHUNK)
-    _tail(tile_experts_ptr, num_tiles, size_tiles, CHUNK)
-    _tail(tile_pairs_ptr, num_tiles * HEIGHT, size_tile_pairs, CHUNK)
+    _reset(pair_slots_ptr, num_pairs, size_pair_tables, SPAN)
+    _reset(pair_experts_ptr, num_pairs, size_pair_tables, SPAN)
+    _reset(tile_slots_ptr, num_tiles, size_tiles, SPAN)
+    _reset(tile_experts_ptr, num_tiles, size_tiles, SPAN)
+    if not COUNTED:
+        _reset(tile_pairs_ptr, num_tiles * HEIGHT, size_tile_pairs, SPAN)
     if span == 0:
         tl.store(num_tiles_ptr, num_tiles)
     if WITH_BASE:
-        _tail(base_experts_ptr, num_base, size_base_tiles, CHUNK)
-        _tail(base_pairs_ptr, num_base * BASE_HEIGHT, size_base_pairs, CHUNK)
+        _reset(base_experts_ptr, num_base, size_base_tiles, SPAN)
+        if not COUNTED:
+            _reset(base_pairs_ptr, num_base * BASE_HEIGHT, size_base_pairs, SPAN)
         if span == 0:
             tl.store(num_base_tiles_ptr, num_base)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from lorakernels.moe.align import PairTables
+    from lorakernels.moe.align_launch import PairTables
 
 
 def place_pairs(

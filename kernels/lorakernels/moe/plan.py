@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from enum import Enum, auto
 
 from lorakernels.metadata import MIN_TILE_ROWS
-from lorakernels.moe.align import max_tiles, tile_height
+from lorakernels.moe.tiles import max_tiles, tile_height
 
 
 class MoEPath(Enum):

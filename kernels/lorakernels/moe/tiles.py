@@ -1,0 +1,40 @@
+"""How pairs are cut into tiles and counted: from shapes alone, so that all of it is constant
+in a captured graph. Pure."""
+
+from __future__ import annotations
+
+from lorakernels.metadata import MIN_TILE_ROWS
+
+
+def tile_height(num_pairs: int, num_experts: int) -> int:
+    """Pairs of one (expert, slot) that one tile covers. From shapes alone, so that it is a
+    constant of a captured graph."""
+    pairs_per_expert = num_pairs / num_experts
+    if pairs_per_expert <= 64:
+        return 16
+    return 32 if pairs_per_expert < 256 else 64
+
+
+def base_tile_height(num_pairs: int, num_experts: int) -> int:
+    """Pairs of one expert, whatever their slots, that one tile of the base product covers."""
+    # tiles that are mostly full cost the fewest passes over an expert's weights
+    return min(128, max(MIN_TILE_ROWS, _power_of_2(2 * num_pairs // num_experts)))
+
+
+def max_tiles(num_pairs: int, num_groups: int, height: int) -> int:
+    """Most tiles a batch can need: each group of pairs adds at most one that is not full."""
+    return num_pairs // height + min(num_groups, num_pairs)
+
+
+def num_bins(num_experts: int, max_slots: int, with_base: bool) -> int:
+    """Counters of the alignment: one for each bucket, rounded up to powers of two."""
+    return max(16, _power_of_2(num_experts)) * slot_bins(max_slots, with_base)
+
+
+def slot_bins(max_slots: int, with_base: bool) -> int:
+    """Counters of an expert; base rows have one of their own where they are tiled."""
+    return _power_of_2(max_slots + with_base)
+
+
+def _power_of_2(value: int) -> int:
+    return 1 << (max(1, value) - 1).bit_length()
