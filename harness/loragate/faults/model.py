@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from loragate.matrix.case import Case
+from loragate.matrix.ids import case_id
 from loragate.verdict import Failure, OracleName, Verdict
 
 
@@ -111,9 +112,8 @@ class Fault:
     def digest(self) -> str:
         """Changes with who must notice what, and not with the text that is replaced: a fault that
         follows a kernel to its new shape is the same fault."""
-        return _digest(
-            self.edit.module, self.killers, self.cases, self.checks, self.needs, self.only
-        )
+        cases = _told(self.cases)
+        return _digest(self.edit.module, self.killers, cases, self.checks, self.needs, self.only)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -132,7 +132,7 @@ class Control:
 
     @property
     def digest(self) -> str:
-        return _digest(self.edit and self.edit.module, self.cases, self.checks)
+        return _digest(self.edit and self.edit.module, _told(self.cases), self.checks)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -169,6 +169,11 @@ class Outcome:
     sightings: tuple[Sighting, ...] = ()
     message: str = ""
     seconds: float = 0.0
+
+
+def _told(cases: tuple[Case, ...]) -> tuple[object, ...]:
+    """Cases by what they say, which a new axis elsewhere does not change."""
+    return tuple((case_id(case), case.oracles) for case in cases)
 
 
 def _digest(*parts: object) -> str:
