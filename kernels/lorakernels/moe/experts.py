@@ -15,7 +15,7 @@ from torch import Tensor
 from lorakernels.device import launch_options, supports_pdl
 from lorakernels.moe.align import PairMetadata
 from lorakernels.moe.experts_kernels import moe_gemm_kernel, sum_choices_kernel
-from lorakernels.moe.experts_plan import GemmShape, plan_gemm
+from lorakernels.moe.experts_plan import FOLD_DEPTH, GemmShape, fold_ranks, plan_gemm
 from lorakernels.moe.launch import Delta, shrink
 from lorakernels.moe.ops import MoEWorkspace, view_bridge
 from lorakernels.moe.plan import MoEShape, rank_vector
@@ -197,7 +197,8 @@ def _product(
         S=len(delta.shape.slice_widths) if delta else 1,
         R=delta.shape.rank if delta else 1,
         PLANES=bridge.shape[0] if delta else 1,
-        BLOCK_R=plan.block_r(delta.shape.rank) if delta else 16,
+        BLOCK_R=fold_ranks(delta.shape.rank) if delta else FOLD_DEPTH,
+        BLOCK_J=FOLD_DEPTH,
         RANK_ALIGN=rank_vector(delta.shape.rank) if delta else 1,
         GATED=int(is_gated),
         SILU=activation is not None,

@@ -16,52 +16,91 @@ from lorakernels.dense.kernels import _dot, _load_bridge
 
 
 @triton.jit
+def _terms(
+    bridge_ptr,
+    b_ptr,
+    ranks_ptr,
+    scales_ptr,
+    pairs,
+    slots_of,
+    ranks_of,
+    mine,
+    here,
+    columns,
+    live_n,
+    stride_b_slot,
+    stride_bridge_plane,
+    SR: tl.constexpr,
+    S: tl.constexpr,
+    R: tl.constexpr,
+    PLANES: tl.constexpr,
+    RANK_ALIGN: tl.constexpr,
+):
+    """What the fold multiplies for one slice: the scaled ranks of each pair, and B. Live ranks
+    alone are read; what is dead in the last vector of B meets zeros."""
+    rank = tl.load(ranks_ptr + slots_of * S, mask=here, other=0)
+    scale = tl.load(scales_ptr + slots_of * S, mask=here, other=0.0)
+    live_r = ranks_of < tl.cdiv(rank, RANK_ALIGN) * RANK_ALIGN
+    cells = bridge_ptr + pairs.to(tl.int64)[:, None] * SR + ranks_of[None, :]
+    h = _load_bridge(cells, mine & live_r[None, :], stride_bridge_plane, PLANES)
+    rows = slots_of.to(tl.int64) * stride_b_slot + ranks_of
+    b_ptrs = b_ptr + rows[:, None] + columns.to(tl.int64)[None, :] * R
+    b = tl.load(b_ptrs, mask=live_r[:, None] & live_n[None, :], other=0.0)
+    return (h * scale[None, :]).to(b.dtype), b
+
+
+@triton.jit
 def _fold(
     acc,
+    up,
     bridge_ptr,
     b_ptr,
     ranks_ptr,
     scales_ptr,
     pairs,
     slots,
-    expert,
     columns,
     live_n,
-    slice_id,
+    up_rows,
     stride_b_slot,
-    stride_b_expert,
     stride_bridge_plane,
     S: tl.constexpr,
     R: tl.constexpr,
     PLANES: tl.constexpr,
     BLOCK_R: tl.constexpr,
+    BLOCK_J: tl.constexpr,
     RANK_ALIGN: tl.constexpr,
+    GATED: tl.constexpr,
     IEEE: tl.constexpr,
 ):
-    """acc + scale * h @ B.T, slot by slot: the pairs of a tile are sorted by slot."""
-    offs_r = tl.arange(0, BLOCK_R)
+    """acc + scale * h @ B.T, and the same for the other half. The pairs of a tile are sorted by
+    slot: the ranks of several slots at once make up one step of BLOCK_J, and each pair has zeros
+    for the slots of others."""
+    offs_j = tl.arange(0, BLOCK_J)
+    slot_j = offs_j // BLOCK_R
     last = tl.max(slots, axis=0)
-    first = tl.min(tl.where(slots >= 0, slots, last), axis=0)
-    cells = bridge_ptr + pairs.to(tl.int64)[:, None] * (S * R) + slice_id * R
-    b_rows = b_ptr + expert.to(tl.int64) * stride_b_expert + columns.to(tl.int64)[None, :] * R
-    for slot in tl.range(tl.maximum(first, 0), last + 1, num_stages=1):
-        rank = tl.load(ranks_ptr + slot * S + slice_id)
-        scale = tl.load(scales_ptr + slot * S + slice_id)
-        mine = slots == slot
+    first = tl.maximum(tl.min(tl.where(slots >= 0, slots, last), axis=0), 0)
+    for slot in tl.range(first, last + 1, BLOCK_J // BLOCK_R, num_stages=1):
+        slots_of = slot + slot_j
+        here = slots_of <= last
+        mine = slots[:, None] == slots_of[None, :]
         # a slot between two others may have no pair here
-        rank = tl.where(tl.max(mine.to(tl.int32), axis=0) > 0, rank, 0)
-        # whole vectors are loaded: past the live rank the bridge is zero and so is B
-        loaded_rank = tl.cdiv(rank, RANK_ALIGN) * RANK_ALIGN
-        b_slot = b_rows + tl.cast(slot, tl.int64) * stride_b_slot
-        for r in tl.range(0, loaded_rank, BLOCK_R, num_stages=1):
-            live_r = r + offs_r < loaded_rank
-            live_h = mine[:, None] & live_r[None, :]
-            h = _load_bridge(cells + r + offs_r[None, :], live_h, stride_bridge_plane, PLANES)
-            b = tl.load(
-                b_slot + r + offs_r[:, None], mask=live_r[:, None] & live_n[None, :], other=0.0
-            )
-            acc = _dot((h * scale).to(b.dtype), b, acc, IEEE)
-    return acc
+        if tl.max(tl.max(mine.to(tl.int32), axis=1), axis=0) > 0:
+            for r in tl.range(0, R, BLOCK_R, num_stages=1):
+                ranks_of = r + offs_j % BLOCK_R
+                # fmt: off
+                h, b = _terms(bridge_ptr, b_ptr, ranks_ptr, scales_ptr, pairs, slots_of, ranks_of,
+                              mine, here, columns, live_n, stride_b_slot, stride_bridge_plane,
+                              S * R, S, R, PLANES, RANK_ALIGN)
+                if GATED:
+                    h_up, b_up = _terms(bridge_ptr + R, b_ptr + up_rows * R, ranks_ptr + 1,
+                                        scales_ptr + 1, pairs, slots_of, ranks_of, mine, here,
+                                        columns, live_n, stride_b_slot, stride_bridge_plane,
+                                        S * R, S, R, PLANES, RANK_ALIGN)
+                    up = _dot(h_up, b_up, up, IEEE)
+                # fmt: on
+                acc = _dot(h, b, acc, IEEE)
+    return acc, up
 
 
 @triton.jit
@@ -98,6 +137,7 @@ def moe_gemm_kernel(
     R: tl.constexpr,
     PLANES: tl.constexpr,
     BLOCK_R: tl.constexpr,
+    BLOCK_J: tl.constexpr,
     RANK_ALIGN: tl.constexpr,
     GATED: tl.constexpr,
     SILU: tl.constexpr,
@@ -121,6 +161,8 @@ def moe_gemm_kernel(
         pairs = tl.load(base_pairs_ptr + tile * HEIGHT + tl.arange(0, HEIGHT))
         live_m = pairs >= 0
         live_n = offs_n < WIDTH
+        if LORA:
+            slots = tl.load(pair_slots_ptr + pairs, mask=live_m, other=-1)
         x_rows = pairs // ROWS_PER_X
         x_ptrs = x_ptr + x_rows.to(tl.int64)[:, None] * stride_xm + offs_k[None, :]
         w_expert = w_ptr + expert.to(tl.int64) * stride_we
@@ -159,15 +201,12 @@ def moe_gemm_kernel(
         if LORA:
             if PDL:
                 gdc_wait()
-            slots = tl.load(pair_slots_ptr + pairs, mask=live_m, other=-1)
+            b_expert = b_ptr + expert.to(tl.int64) * stride_b_expert
             # fmt: off
-            acc = _fold(acc, bridge_ptr, b_ptr, ranks_ptr, scales_ptr, pairs, slots, expert,
-                        columns, live_n, 0, stride_b_slot, stride_b_expert,
-                        stride_bridge_plane, S, R, PLANES, BLOCK_R, RANK_ALIGN, IEEE)
-            if GATED:
-                up = _fold(up, bridge_ptr, b_ptr + WIDTH * R, ranks_ptr, scales_ptr, pairs, slots,
-                           expert, columns, live_n, 1, stride_b_slot, stride_b_expert,
-                           stride_bridge_plane, S, R, PLANES, BLOCK_R, RANK_ALIGN, IEEE)
+            acc, up = _fold(acc, up if GATED else acc, bridge_ptr, b_expert, ranks_ptr, scales_ptr,
+                            pairs, slots, columns, live_n, WIDTH, stride_b_slot,
+                            stride_bridge_plane, S, R, PLANES, BLOCK_R, BLOCK_J, RANK_ALIGN,
+                            GATED, IEEE)
             # fmt: on
 
         if WEIGHTED:

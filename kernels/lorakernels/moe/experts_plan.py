@@ -24,16 +24,25 @@ class GemmPlan:
     num_warps: int
     num_stages: int
 
-    def block_r(self, rank: int) -> int:
-        """Ranks that the fold takes at a time."""
-        return min(64, max(16, 1 << (rank - 1).bit_length()))
+
+# ranks, of one slot or of several, that one step of the fold multiplies
+FOLD_DEPTH = 64
+
+
+def fold_ranks(rank: int) -> int:
+    """Ranks of one slot in a step of the fold."""
+    return min(FOLD_DEPTH, 1 << (rank - 1).bit_length())
 
 
 def plan_gemm(shape: GemmShape) -> GemmPlan:
     if shape.itemsize == 4:
         return GemmPlan(32, 32, 4, 2)
     if shape.height <= 32:
-        return GemmPlan(64, 128, 4, 4)
+        return GemmPlan(64 if shape.is_gated else 128, 128, 4, 3)
     if shape.height == 64:
-        return GemmPlan(64 if shape.is_gated else 128, 64, 4, 4)
-    return GemmPlan(64 if shape.is_gated else 128, 64, 8, 4)
+        return GemmPlan(64 if shape.is_gated else 128, 64, 4, 3)
+    if shape.is_gated:
+        # two wide accumulators pay as long as a batch is bound by the weights' bytes
+        wide = shape.num_pairs <= 32768
+        return GemmPlan(128, 64, 8, 4) if wide else GemmPlan(64, 64, 8, 3)
+    return GemmPlan(128, 64, 8, 3)

@@ -9,12 +9,8 @@ import torch
 from torch import Tensor
 
 from lorakernels.device import launch_options, supports_pdl
-from lorakernels.moe.kernels import (
-    moe_expand_kernel,
-    moe_one_shot_kernel,
-    moe_shrink_kernel,
-    moe_small_batch_kernel,
-)
+from lorakernels.moe.kernels import moe_expand_kernel, moe_shrink_kernel
+from lorakernels.moe.one_shot_kernel import moe_one_shot_kernel
 from lorakernels.moe.plan import (
     MoEPath,
     MoEShape,
@@ -25,6 +21,7 @@ from lorakernels.moe.plan import (
     rank_vector,
     tile_programs,
 )
+from lorakernels.moe.small_batch_kernel import moe_small_batch_kernel
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +107,6 @@ def shrink(delta: Delta, *, pdl: bool) -> None:
         EVEN_K=shape.in_features % plan.block_k == 0,
         IEEE=delta.is_fp32,
         PDL=pdl,
-        EARLY=plan.trigger_early,
         num_warps=plan.num_warps,
         num_stages=plan.num_stages,
         **launch_options(pdl),
@@ -170,7 +166,7 @@ def _one_shot(delta: Delta, *, pdl: bool) -> None:
         BLOCK_K=plan.block_k,
         BLOCK_R=plan.block_r,
         EVEN_K=shape.in_features % plan.block_k == 0,
-        STAGES=plan.num_stages,
+        STAGES=plan.column_stages,
         PAIRED=plan.paired,
         IEEE=delta.is_fp32,
         PDL=pdl,

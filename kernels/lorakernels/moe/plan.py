@@ -27,8 +27,6 @@ class MoEPath(Enum):
 
 # beyond it the ranks of a tile no longer fit beside the output into registers
 MAX_FUSED_RANK = 128
-# pairs beyond which a program of its own for each pair and block of columns reads too much twice
-_SMALL_PAIRS = 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,8 +53,6 @@ class ShrinkPlan:
     block_n: int
     block_k: int
     planes: int
-    # let the expand start at once, or when the work is done
-    trigger_early: bool
     num_warps: int
     num_stages: int
 
@@ -81,7 +77,9 @@ class OneShotPlan:
     # one program holds both of two slices of equal width, and reads x once for them
     paired: bool
     num_warps: int
+    # of the loop over K, and of the one over columns
     num_stages: int
+    column_stages: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,8 +90,12 @@ class SmallBatchPlan:
     num_warps: int
 
 
-# four programs on each of an H200's 132 SMs: more hide no more latency
-_PROGRAMS = 528
+# about four programs on each of an H200's 132 SMs: more hide no more latency
+_PROGRAMS = 600
+# a program of a one-shot kernel that sweeps more columns leaves multiprocessors idle at the end
+_MOST_COLUMNS = 4096
+# elements of x that the programs of a small batch may read, each for itself
+_SMALL_READS = 1 << 17
 
 
 def plan_path(shape: MoEShape, wanted: MoEPath | None) -> MoEPath:
@@ -102,8 +104,13 @@ def plan_path(shape: MoEShape, wanted: MoEPath | None) -> MoEPath:
         return MoEPath.TWO_KERNEL
     if wanted is not None:
         return wanted
-    if shape.num_pairs <= _SMALL_PAIRS and shape.rank <= 64:
+    reads = shape.num_pairs * shape.in_features
+    if shape.rank <= 16 and shape.in_features <= 2048 and reads <= _SMALL_READS:
         return MoEPath.SMALL_BATCH
+    # with few tiles, or high ones, the ranks are better split among several programs
+    enough = 128 if shape.rank > 16 else 256
+    if max(shape.slice_widths) <= _MOST_COLUMNS and expected_tiles(shape) >= enough:
+        return MoEPath.ONE_SHOT
     return MoEPath.TWO_KERNEL
 
 
@@ -119,58 +126,63 @@ def expected_tiles(shape: MoEShape) -> int:
 
 
 def plan_shrink(shape: MoEShape) -> ShrinkPlan:
-    ranks = shape.ranks_of_all_slices
-    height = shape.height
-    block_n = max(16, min(64 if height < 64 else 128, _power_of_2(ranks)))
-    block_k = 128 if height < 64 else 64
+    ranks, height = shape.ranks_of_all_slices, shape.height
+    block_n = max(16, min(32 if height < 64 else 64, _power_of_2(ranks)))
+    block_k = 256 if height == MIN_TILE_ROWS else 128 if block_n <= 32 else 64
     if shape.itemsize == 4:
         # fp32 has no tensor-core path: smaller tiles keep it out of spills
         block_n, block_k = min(block_n, 32), 32
-    programs = tile_programs(shape, expected_tiles(shape)) * -(-ranks // block_n)
-    planes = min(8, _PROGRAMS // programs, -(-shape.in_features // block_k))
-    return ShrinkPlan(
-        block_n=block_n,
-        block_k=block_k,
-        planes=_power_of_2_below(planes),
-        trigger_early=height < 64,
-        num_warps=4,
-        num_stages=3,
-    )
+    programs = expected_tiles(shape) * -(-ranks // block_n)
+    most = 8 if height == MIN_TILE_ROWS else 4 if height == 32 else 2
+    planes = min(most, _PROGRAMS // max(1, programs), -(-shape.in_features // block_k))
+    return ShrinkPlan(block_n, block_k, _power_of_2_below(planes), 4, 3)
 
 
 def plan_expand(shape: MoEShape) -> ExpandPlan:
     block_r = min(128, max(16, _power_of_2(shape.rank)))
+    widest = _power_of_2(max(shape.slice_widths))
     if shape.itemsize == 4:
         return ExpandPlan(64, min(block_r, 32), 1, 4, 1)
     if shape.rank > 64:
+        # a wide block of B would not fit beside the output's into registers
         return ExpandPlan(128, block_r, 1, 8 if shape.height > 32 else 4, 1)
-    if shape.height == MIN_TILE_ROWS:
-        return ExpandPlan(256, block_r, 1, 4, 1)
-    return ExpandPlan(128, block_r, 4, 4, 3)
+    block_n = min(256 if shape.height == MIN_TILE_ROWS else 128, max(16, widest))
+    if shape.num_pairs <= 64:
+        return ExpandPlan(block_n, block_r, 1, 4, 1)
+    most = 4 if shape.height == MIN_TILE_ROWS else 8
+    return ExpandPlan(block_n, block_r, max(1, min(most, widest // block_n)), 4, 3)
 
 
 def plan_one_shot(shape: MoEShape) -> OneShotPlan:
     block_r = max(16, _power_of_2(shape.rank))
-    block_k = 32 if shape.itemsize == 4 else 128
-    block_n = 64 if shape.itemsize == 4 else 128
-    programs = tile_programs(shape, expected_tiles(shape)) * len(shape.slice_widths)
-    widest = -(-max(shape.slice_widths) // block_n)
-    parts = max(1, min(_PROGRAMS // programs, widest, 8))
-    return OneShotPlan(
-        block_n,
-        block_k,
-        block_r,
-        parts,
-        len(set(shape.slice_widths)) == 1 and len(shape.slice_widths) == 2,
-        4,
-        3,
-    )
+    slices = len(shape.slice_widths)
+    programs = expected_tiles(shape) * slices
+    if shape.itemsize == 4:
+        return OneShotPlan(64, 32, block_r, 1, False, 4, 2, 2)
+    if shape.height > 32:
+        twin = slices == 2 and shape.slice_widths[0] == shape.slice_widths[1] and block_r <= 64
+        if not twin or block_r <= 32:
+            return OneShotPlan(128, 128, block_r, 1, twin, 4, 4 if twin else 3, 3)
+        return OneShotPlan(64, 64, block_r, 1, True, 4, 4, 3)
+    if block_r > 16 or shape.height == 32 or slices == 1:
+        stages = 3 if shape.height == 32 or block_r > 64 else 4
+        return OneShotPlan(128, 128, block_r, _parts(shape, programs), False, 4, stages, 3)
+    if programs >= 1000:
+        # many small programs side by side instead of a few that fetch far ahead
+        return OneShotPlan(64, 128, block_r, 1, False, 2, 4, 4)
+    return OneShotPlan(128, 256, block_r, _parts(shape, programs), False, 2, 3, 3)
+
+
+def _parts(shape: MoEShape, programs: int) -> int:
+    """Programs that share a slice's columns where tiles alone would not fill the device."""
+    return max(1, min(8, 264 // max(1, programs), max(shape.slice_widths) // 256))
 
 
 def plan_small_batch(shape: MoEShape) -> SmallBatchPlan:
-    block_r = max(1, _power_of_2(shape.rank))
-    block_k = max(32, min(1024, 16384 // block_r, _power_of_2(shape.in_features)))
-    return SmallBatchPlan(128, block_k, block_r, 4)
+    block_r = _power_of_2(shape.rank)
+    deep = shape.in_features > 1024
+    block_k = min(512 if deep else 256, 16384 // block_r, _power_of_2(shape.in_features))
+    return SmallBatchPlan(256 if block_r <= 16 else 128, block_k, block_r, 8 if deep else 4)
 
 
 def rank_vector(rank: int) -> int:

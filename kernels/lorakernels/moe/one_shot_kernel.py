@@ -1,0 +1,266 @@
+"""Triton kernel of the MoE delta as one launch: the ranks of a tile's pairs stay on chip between
+the two products. Names as in kernels.py."""
+
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from lorakernels.dense.kernels import _dot
+
+
+@triton.jit
+def _shrink_rows(
+    x_ptrs,
+    a_ptrs,
+    live_m,
+    live_n,
+    K,
+    stride_xk,
+    HEIGHT: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    EVEN_K: tl.constexpr,
+    IEEE: tl.constexpr,
+):
+    """[HEIGHT, BLOCK_R]: the ranks of one slice."""
+    offs_k = tl.arange(0, BLOCK_K)
+    h = tl.zeros([HEIGHT, BLOCK_R], dtype=tl.float32)
+    for k in range(0, K, BLOCK_K):
+        if EVEN_K:
+            x = tl.load(x_ptrs, mask=live_m[:, None], other=0.0)
+            a = tl.load(a_ptrs, mask=live_n[None, :], other=0.0)
+        else:
+            live_k = k + offs_k < K
+            x = tl.load(x_ptrs, mask=live_m[:, None] & live_k[None, :], other=0.0)
+            a = tl.load(a_ptrs, mask=live_n[None, :] & live_k[:, None], other=0.0)
+        h = _dot(x, a, h, IEEE)
+        x_ptrs += BLOCK_K * stride_xk
+        a_ptrs += BLOCK_K
+    return h
+
+
+@triton.jit
+def _shrink_rows_twice(
+    x_ptrs,
+    a_ptrs,
+    up_ptrs,
+    live_m,
+    live_n,
+    live_up,
+    K,
+    stride_xk,
+    HEIGHT: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    EVEN_K: tl.constexpr,
+    IEEE: tl.constexpr,
+):
+    """The ranks of two slices, with x read once."""
+    offs_k = tl.arange(0, BLOCK_K)
+    h = tl.zeros([HEIGHT, BLOCK_R], dtype=tl.float32)
+    up = tl.zeros([HEIGHT, BLOCK_R], dtype=tl.float32)
+    for k in range(0, K, BLOCK_K):
+        if EVEN_K:
+            x = tl.load(x_ptrs, mask=live_m[:, None], other=0.0)
+            a = tl.load(a_ptrs, mask=live_n[None, :], other=0.0)
+            a_up = tl.load(up_ptrs, mask=live_up[None, :], other=0.0)
+        else:
+            live_k = k + offs_k < K
+            x = tl.load(x_ptrs, mask=live_m[:, None] & live_k[None, :], other=0.0)
+            a = tl.load(a_ptrs, mask=live_n[None, :] & live_k[:, None], other=0.0)
+            a_up = tl.load(up_ptrs, mask=live_up[None, :] & live_k[:, None], other=0.0)
+        h = _dot(x, a, h, IEEE)
+        up = _dot(x, a_up, up, IEEE)
+        x_ptrs += BLOCK_K * stride_xk
+        a_ptrs += BLOCK_K
+        up_ptrs += BLOCK_K
+    return h, up
+
+
+@triton.jit
+def _sweep_columns(
+    h,
+    b_ptrs,
+    out_ptrs,
+    live_m,
+    live_r,
+    columns,
+    R: tl.constexpr,
+    stride_on,
+    HEIGHT: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    STAGES: tl.constexpr,
+    ADD: tl.constexpr,
+    IEEE: tl.constexpr,
+):
+    """h @ B.T, block by block over `columns`, added to or stored into the output."""
+    offs_n = tl.arange(0, BLOCK_N)
+    for n in tl.range(0, columns, BLOCK_N, num_stages=STAGES):
+        live_n = (n + offs_n < columns)[None, :]
+        b = tl.load(b_ptrs, mask=live_n & live_r[:, None], other=0.0)
+        if ADD:
+            acc = tl.load(out_ptrs, mask=live_m[:, None] & live_n, other=0.0).to(tl.float32)
+        else:
+            acc = tl.zeros([HEIGHT, BLOCK_N], dtype=tl.float32)
+        acc = _dot(h, b, acc, IEEE)
+        tl.store(out_ptrs, acc.to(b.dtype), mask=live_m[:, None] & live_n)
+        b_ptrs += BLOCK_N * R
+        out_ptrs += tl.cast(stride_on, tl.int64) * BLOCK_N
+
+
+@triton.jit
+def moe_one_shot_kernel(
+    x_ptr,
+    a_ptr,
+    b_ptr,
+    ranks_ptr,
+    scales_ptr,
+    weights_ptr,
+    tile_slots_ptr,
+    tile_experts_ptr,
+    tile_pairs_ptr,
+    num_tiles_ptr,
+    out_ptr,
+    stride_xm,
+    stride_xk,
+    stride_a_slot,
+    stride_a_expert,
+    stride_b_slot,
+    stride_b_expert,
+    stride_om,
+    stride_on,
+    last_tile,
+    K,
+    WIDTHS: tl.constexpr,
+    ROWS_PER_X: tl.constexpr,
+    R: tl.constexpr,
+    WIDTH_ALIGN: tl.constexpr,
+    RANK_ALIGN: tl.constexpr,
+    HEIGHT: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    EVEN_K: tl.constexpr,
+    STAGES: tl.constexpr,
+    PAIRED: tl.constexpr,
+    WEIGHTED: tl.constexpr,
+    ADD: tl.constexpr,
+    IEEE: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    # grid (parts of a slice's columns, slices, tiles). A program holds one slice of its tile's
+    # pairs, or PAIRED both of two slices of equal width: their ranks stay on chip between the
+    # two products
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    S: tl.constexpr = len(WIDTHS)
+    slice_id = tl.program_id(1)
+    start = 0
+    width = 0
+    first_column = 0
+    for s in tl.static_range(S):
+        start = tl.where(slice_id == s, first_column, start)
+        width = tl.where(slice_id == s, WIDTHS[s], width)
+        first_column += WIDTHS[s]
+    start = tl.multiple_of(start, WIDTH_ALIGN)
+    width = tl.multiple_of(width, WIDTH_ALIGN)
+    blocks = tl.cdiv(tl.cdiv(width, BLOCK_N), tl.num_programs(0))
+    part = tl.multiple_of(tl.program_id(0) * blocks * BLOCK_N, BLOCK_N)
+    columns = tl.minimum(blocks * BLOCK_N, width - part)
+    first_tile = tl.program_id(2)
+    offs_m = tl.arange(0, HEIGHT)
+    offs_k = tl.arange(0, BLOCK_K)
+    offs_r = tl.arange(0, BLOCK_R)
+    offs_n = (start + part + tl.arange(0, BLOCK_N)).to(tl.int64)
+    a_rows = (slice_id * R + offs_r).to(tl.int64) * K
+
+    slot = tl.load(tile_slots_ptr + first_tile)
+    expert = tl.load(tile_experts_ptr + first_tile)
+    pairs = tl.load(tile_pairs_ptr + first_tile * HEIGHT + offs_m)
+    num_tiles = tl.load(num_tiles_ptr)
+    for tile in tl.range(first_tile, num_tiles, tl.num_programs(2), num_stages=1):
+        live_m = pairs >= 0
+        table = slot * S + slice_id
+        rank = tl.load(ranks_ptr + table)
+        if WEIGHTED:
+            weight = tl.load(weights_ptr + pairs, mask=live_m, other=0.0).to(tl.float32)
+        else:
+            weight = tl.full([HEIGHT], 1.0, dtype=tl.float32)
+        x_rows = (pairs // ROWS_PER_X).to(tl.int64) * stride_xm
+        x_ptrs = x_ptr + x_rows[:, None] + offs_k.to(tl.int64)[None, :] * stride_xk
+        a_tile = a_ptr + slot.to(tl.int64) * stride_a_slot + expert.to(tl.int64) * stride_a_expert
+        a_ptrs = a_tile + a_rows[None, :] + offs_k[:, None]
+        b_tile = b_ptr + slot.to(tl.int64) * stride_b_slot + expert.to(tl.int64) * stride_b_expert
+        b_ptrs = b_tile + offs_n[None, :] * R + offs_r[:, None]
+        out_ptrs = out_ptr + pairs.to(tl.int64)[:, None] * stride_om + offs_n[None, :] * stride_on
+        next_tile = tl.minimum(tile + tl.num_programs(2), last_tile)
+        slot = tl.load(tile_slots_ptr + next_tile)
+        expert = tl.load(tile_experts_ptr + next_tile)
+        pairs = tl.load(tile_pairs_ptr + next_tile * HEIGHT + offs_m)
+
+        low: tl.constexpr = b_ptr.dtype.element_ty
+        if PAIRED:
+            up_rank = tl.load(ranks_ptr + table + 1)
+            h, up = _shrink_rows_twice(
+                x_ptrs,
+                a_ptrs,
+                a_ptrs + R * K,
+                live_m,
+                offs_r < rank,
+                offs_r < up_rank,
+                K,
+                stride_xk,
+                HEIGHT,
+                BLOCK_R,
+                BLOCK_K,
+                EVEN_K,
+                IEEE,
+            )
+            up = up * (weight * tl.load(scales_ptr + table + 1))[:, None]
+            _sweep_columns(
+                up.to(low),
+                b_ptrs + WIDTHS[0] * R,
+                out_ptrs + tl.cast(stride_on, tl.int64) * WIDTHS[0],
+                live_m & (up_rank > 0),
+                offs_r < tl.cdiv(up_rank, RANK_ALIGN) * RANK_ALIGN,
+                columns,
+                R,
+                stride_on,
+                HEIGHT,
+                BLOCK_N,
+                STAGES,
+                ADD,
+                IEEE,
+            )
+        else:
+            # without an adapter nothing is loaded, and K shrinks to nothing
+            h = _shrink_rows(
+                x_ptrs,
+                a_ptrs,
+                live_m,
+                offs_r < rank,
+                tl.where(rank > 0, K, 0),
+                stride_xk,
+                HEIGHT,
+                BLOCK_R,
+                BLOCK_K,
+                EVEN_K,
+                IEEE,
+            )
+        h = h * (weight * tl.load(scales_ptr + table))[:, None]
+        _sweep_columns(
+            h.to(low),
+            b_ptrs,
+            out_ptrs,
+            live_m & (rank > 0),
+            offs_r < tl.cdiv(rank, RANK_ALIGN) * RANK_ALIGN,
+            columns,
+            R,
+            stride_on,
+            HEIGHT,
+            BLOCK_N,
+            STAGES,
+            ADD,
+            IEEE,
+        )
