@@ -13,12 +13,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 _GIB = 1 << 30
-# a worker that runs small cases only: a CUDA context, cached blocks, compiled kernels
+# what a worker needs for all but a few cases: tensors, cached blocks, compiled kernels
 GPU_BUDGET_BYTES = 8 * _GIB
+# contexts and libraries lie outside of what torch accounts for
+_USABLE = 0.9
 # torch, the interpreter's numpy copies and references of one case
 HOST_BUDGET_BYTES = 3 * _GIB // 2
-# more processes than this on one GPU wait for each other
-MAX_WORKERS_PER_GPU = 4
+# cases leave a GPU idle most of the time, between small kernels; four workers were hardly slower
+# each than two, and this many still leave cores for the controller
+MAX_WORKERS_PER_GPU = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,16 +44,38 @@ def visible_gpus(environ: Mapping[str, str], listed: Sequence[ListedGpu]) -> tup
     return tuple(handles[:cut])
 
 
+@dataclass(frozen=True, slots=True)
+class GpuShare:
+    """Device memory of one worker: `own_bytes` at any time, and `spare_bytes` that all workers of
+    its GPU lend to those whose case needs more."""
+
+    own_bytes: int
+    spare_bytes: int
+
+
 def workers_per_gpu(
     handles: Sequence[str], listed: Sequence[ListedGpu], largest_case_bytes: int
 ) -> int:
-    """How many workers fit into the fullest of the GPUs, each with room for the largest case;
+    """How many workers fit into the fullest of the GPUs while one of them runs the largest case;
     1 where its memory is unknown."""
     free = [gpu.free_bytes for gpu in listed if {gpu.index, gpu.uuid} & set(handles)]
     if not free:
         return 1
-    budget = max(GPU_BUDGET_BYTES, largest_case_bytes)
-    return max(1, min(MAX_WORKERS_PER_GPU, min(free) // budget))
+    largest = max(GPU_BUDGET_BYTES, largest_case_bytes)
+    others = (int(min(free) * _USABLE) - largest) // GPU_BUDGET_BYTES
+    return max(1, min(MAX_WORKERS_PER_GPU, 1 + others))
+
+
+def share_of_gpu(total_bytes: int, workers: int, largest_case_bytes: int) -> GpuShare:
+    """What each of several workers may use of a GPU, so that one can run the largest case while
+    all others run ordinary ones."""
+    assert workers > 1, "a worker that is alone shares nothing"
+    usable = int(total_bytes * _USABLE)
+    beside_largest = (usable - largest_case_bytes) // (workers - 1)
+    # more workers were asked for than there is room for: half for all, half for one
+    least = usable // (2 * workers)
+    own = max(least, min(usable // workers, beside_largest))
+    return GpuShare(own, usable - workers * own)
 
 
 def worker_count(num_gpus: int, per_gpu: int, cores: int, host_free_bytes: int) -> int:

@@ -9,6 +9,7 @@ from loragate.devices import (
     HOST_BUDGET_BYTES,
     ListedGpu,
     parse_gpu_list,
+    share_of_gpu,
     visible_gpus,
     worker_count,
     workers_per_gpu,
@@ -44,16 +45,34 @@ def test_without_a_list_every_gpu_is_visible_by_its_uuid():
 
 
 def test_the_fullest_visible_gpu_bounds_the_workers_of_each():
-    assert workers_per_gpu(["0", "1"], listed(9, 2, 0), 0) == 2
+    assert workers_per_gpu(["0", "1"], listed(9, 3, 0), 0) == 2
 
 
-def test_no_gpu_gets_more_than_four_workers_or_fewer_than_one():
-    assert workers_per_gpu(["0"], listed(100), 0) == 4
+def test_no_gpu_gets_more_than_eight_workers_or_fewer_than_one():
+    assert workers_per_gpu(["0"], listed(100), 0) == 8
     assert workers_per_gpu(["0"], listed(0), 0) == 1
 
 
-def test_every_worker_has_room_for_the_largest_case():
-    assert workers_per_gpu(["0"], listed(9), 4 * GPU_BUDGET_BYTES) == 2
+def test_one_worker_at_a_time_has_room_for_the_largest_case():
+    assert workers_per_gpu(["0"], listed(9), 0) == 8
+    assert workers_per_gpu(["0"], listed(9), 4 * GPU_BUDGET_BYTES) == 5
+    assert workers_per_gpu(["0"], listed(9), 9 * GPU_BUDGET_BYTES) == 1
+
+
+@pytest.mark.parametrize("budgets", [5, 9, 17, 40])
+@pytest.mark.parametrize("largest", [0, GPU_BUDGET_BYTES, 3 * GPU_BUDGET_BYTES])
+def test_shares_leave_room_for_the_largest_case_and_add_up_to_less_than_the_gpu(budgets, largest):
+    workers = workers_per_gpu(["0"], listed(budgets), largest)
+    share = share_of_gpu(budgets * GPU_BUDGET_BYTES, workers, largest)
+    assert share.own_bytes >= GPU_BUDGET_BYTES
+    assert share.own_bytes + share.spare_bytes >= largest
+    assert workers * share.own_bytes + share.spare_bytes <= 0.9 * budgets * GPU_BUDGET_BYTES
+
+
+def test_workers_beyond_what_fits_still_get_memory_each():
+    share = share_of_gpu(GPU_BUDGET_BYTES, 20, 2 * GPU_BUDGET_BYTES)
+    assert share.own_bytes > 0
+    assert 20 * share.own_bytes + share.spare_bytes <= GPU_BUDGET_BYTES
 
 
 def test_a_gpu_of_unknown_memory_gets_one_worker():

@@ -9,6 +9,7 @@ pytest_plugins = (
     "loragate.plugin.options",
     "loragate.plugin.collection",
     "loragate.plugin.judging",
+    "loragate.plugin.memory",
     "loragate.plugin.watchdog",
     "loragate.plugin.sticky",
     "loragate.plugin.pinning",

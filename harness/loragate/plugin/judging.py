@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Iterator
 from contextlib import suppress
@@ -36,6 +37,9 @@ def pytest_runtestloop(session: pytest.Session) -> None:
         # a subject that cannot be loaded is told by its own cases
         with suppress(Exception):
             load_subject(name)
+    # what is loaded by now stays, and no collection needs to look at it again
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session")

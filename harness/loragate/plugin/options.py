@@ -57,6 +57,10 @@ class Settings:
         """Where the watchdog of a worker writes its stacks."""
         return self.report / WORKERS / f"{worker}.stack"
 
+    def room_file(self, gpu: str) -> Path:
+        """Where the workers of a GPU agree on who uses the memory that they share."""
+        return self.report / WORKERS / f"{gpu.replace('/', '_')}.room"
+
 
 SETTINGS = pytest.StashKey[Settings]()
 

@@ -1,4 +1,4 @@
-"""Workers: how many, which GPU each one gets, and how much of it.
+"""Workers: how many, and which GPU each one gets.
 
 Invariant: a worker's GPU is set in its environment before it starts, and a replacement gets the
 GPU of the worker that it replaces.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -22,12 +23,11 @@ from loragate.devices import (
 )
 from loragate.matrix.footprint import footprint_bytes
 from loragate.matrix.load import load_cases
-from loragate.plugin.options import SETTINGS, WORKER_INPUT_RUN, Role, selection_of
+from loragate.plugin.memory import WORKER_INPUT_LARGEST, WORKER_INPUT_SHARING
+from loragate.plugin.options import SETTINGS, WORKER_INPUT_RUN, selection_of
 from loragate.selection import select_runs
 
-_WORKER_INPUT_SHARE = "loragate_gpu_share"
-# contexts and libraries of the other workers lie outside of what torch accounts for
-_SHARED_FRACTION = 0.9
+_LARGEST = pytest.StashKey[int]()
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -77,31 +77,20 @@ def pytest_configure_node(node: Any) -> None:
     gpu = node.gateway.spec.env.get("CUDA_VISIBLE_DEVICES")
     sharing = sum(spec.env.get("CUDA_VISIBLE_DEVICES") == gpu for spec in specs)
     if gpu and sharing > 1:
-        node.workerinput[_WORKER_INPUT_SHARE] = _SHARED_FRACTION / sharing
-
-
-def pytest_sessionstart(session: pytest.Session) -> None:
-    if session.config.stash[SETTINGS].role is not Role.WORKER:
-        return
-    worker_input: dict[str, Any] = session.config.workerinput  # type: ignore[attr-defined]
-    share = worker_input.get(_WORKER_INPUT_SHARE)
-    if share is not None:
-        _bound_gpu_memory(share)
+        node.workerinput[WORKER_INPUT_SHARING] = sharing
+        node.workerinput[WORKER_INPUT_LARGEST] = _largest_case(node.config)
 
 
 def _largest_case(config: pytest.Config) -> int:
     """Bytes that the largest selected case needs; 0 where the case files cannot be read, which
     the workers will tell."""
-    selection = selection_of(config)
-    try:
-        cases = load_cases(selection.matrix)
-    except ValueError:
-        return 0
-    return max((footprint_bytes(run.case) for run in select_runs(selection, cases)), default=0)
-
-
-def _bound_gpu_memory(share: float) -> None:
-    import torch
-
-    if torch.cuda.is_available():
-        torch.cuda.set_per_process_memory_fraction(share)
+    if _LARGEST not in config.stash:
+        # another attempt draws other data of the same size
+        selection = replace(selection_of(config), attempts=(0,))
+        try:
+            cases = load_cases(selection.matrix)
+        except ValueError:
+            return 0
+        runs = select_runs(selection, cases)
+        config.stash[_LARGEST] = max((footprint_bytes(run.case) for run in runs), default=0)
+    return config.stash[_LARGEST]

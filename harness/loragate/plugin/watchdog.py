@@ -27,7 +27,8 @@ def pytest_unconfigure(config: pytest.Config) -> None:
         stacks.close()
 
 
-@pytest.hookimpl(wrapper=True, tryfirst=True)
+# not first: a case that waits for memory is not late
+@pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
     run = case_run_of(item)
     if run is None:

@@ -1,0 +1,120 @@
+"""Workers of one GPU lend each other memory for the few cases that need much."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from loragate.plugin.memory import SpareRoom, WorkerMemory
+from loragate.verdict import Verdict
+
+GIB = 1 << 30
+
+BORROWER = """
+import sys, time
+from pathlib import Path
+from loragate.plugin.memory import SpareRoom
+with SpareRoom(Path(sys.argv[1]), 4).borrow(int(sys.argv[2])):
+    print("holds", flush=True)
+    time.sleep(600)
+"""
+
+
+class Recorder:
+    """An allocator that writes down what it was told."""
+
+    def __init__(self) -> None:
+        self.told: list[str] = []
+
+    def limit(self, size: int) -> None:
+        self.told.append(f"limit {size // GIB}")
+
+    def trim(self) -> None:
+        self.told.append("trim")
+
+
+@pytest.fixture
+def borrow(tmp_path, subject_environment):
+    """Another process that holds units of the same room until it is killed."""
+    started = []
+
+    def start(units: int) -> subprocess.Popen[str]:
+        command = [sys.executable, "-c", BORROWER, str(tmp_path / "gpu.room"), str(units)]
+        process = subprocess.Popen(
+            command, env=subject_environment, stdout=subprocess.PIPE, text=True
+        )
+        started.append(process)
+        assert process.stdout is not None
+        assert process.stdout.readline() == "holds\n"
+        return process
+
+    yield start
+    for process in started:
+        process.kill()
+        process.wait()
+        process.stdout.close()
+
+
+def enters(room: SpareRoom, units: int) -> threading.Event:
+    """Set once somebody has borrowed the units, and given them back."""
+    done = threading.Event()
+
+    def work() -> None:
+        with room.borrow(units):
+            done.set()
+
+    threading.Thread(target=work, daemon=True).start()
+    return done
+
+
+def test_cases_that_fit_side_by_side_do_not_wait_for_each_other(tmp_path, borrow):
+    borrow(2)
+    assert enters(SpareRoom(tmp_path / "gpu.room", 4), 2).wait(30)
+
+
+def test_a_case_waits_for_the_memory_of_another_worker_until_that_is_given_back(tmp_path, borrow):
+    holder = borrow(2)
+    entered = enters(SpareRoom(tmp_path / "gpu.room", 4), 3)
+    assert not entered.wait(0.5)
+    # not given back in order: the worker dies
+    holder.kill()
+    assert entered.wait(30)
+
+
+def test_a_small_case_borrows_nothing(tmp_path: Path) -> None:
+    allocator = Recorder()
+    memory = WorkerMemory(8 * GIB, SpareRoom(tmp_path / "gpu.room", 0), allocator)
+    with memory.room_for(8 * GIB):
+        allocator.told.append("case")
+    assert allocator.told == ["limit 8", "case"]
+    assert not (tmp_path / "gpu.room").exists()
+
+
+def test_a_large_case_gets_its_memory_and_leaves_nothing_cached_behind(tmp_path: Path) -> None:
+    allocator = Recorder()
+    memory = WorkerMemory(8 * GIB, SpareRoom(tmp_path / "gpu.room", 40), allocator)
+    with memory.room_for(30 * GIB + 1):
+        allocator.told.append("case")
+    assert allocator.told == ["limit 8", "limit 31", "case", "trim", "limit 8"]
+
+
+def test_a_case_beyond_all_memory_gets_what_there_is(tmp_path: Path) -> None:
+    allocator = Recorder()
+    memory = WorkerMemory(8 * GIB, SpareRoom(tmp_path / "gpu.room", 4), allocator)
+    with memory.room_for(100 * GIB):
+        pass
+    assert allocator.told[1] == "limit 12"
+
+
+def test_waiting_for_memory_does_not_count_against_the_deadline_of_a_case(tmp_path, run_session):
+    session = run_session(
+        tmp_path / "report",
+        *("-n", "1", "-p", "slow_room", "--loragate-subject=torch", "--loragate-cases=torch.*-13"),
+        matrix="one_hang.yaml",
+    )
+    # its deadline is 2 s
+    assert session.of_tokens(13).verdict is Verdict.PASS, session.output
