@@ -67,7 +67,7 @@ class PairMetadata:
         bins = num_bins(num_experts, max_slots, with_base)
         # whether the largest step is counted by a launch of its own
         counted = pairs > align_launch.SMALL and bins <= align_launch.MOST_BINS
-        self._counts = table((-(-pairs // align_launch.SPAN) + 1) * bins if counted else 1)
+        self._counts = table((-(-pairs // align_launch.SPAN) + 4) * bins if counted else 1)
         self.num_rows = 0
 
     @property

@@ -131,6 +131,62 @@ def sum_counts_kernel(
 
 
 @triton.jit
+def _offsets(
+    total,
+    HEIGHT: tl.constexpr,
+    BASE_HEIGHT: tl.constexpr,
+    SLOT_BINS: tl.constexpr,
+    NUM_BINS: tl.constexpr,
+    WITH_BASE: tl.constexpr,
+):
+    """From the pairs of each bucket: its first tile, the pairs of its expert in lower slots, the
+    first base tile and the pairs of its expert; and the numbers of tiles."""
+    tiles = (total + HEIGHT - 1) // HEIGHT
+    if WITH_BASE:
+        # base rows have no tile of an adapter
+        tiles = tl.where(tl.arange(0, NUM_BINS) % SLOT_BINS == 0, 0, tiles)
+    first_tile = tl.cumsum(tiles, axis=0) - tiles
+    EXPERTS: tl.constexpr = NUM_BINS // SLOT_BINS
+    by_slot = tl.reshape(total, [EXPERTS, SLOT_BINS])
+    by_expert = tl.sum(by_slot, axis=1)
+    base_tiles = (by_expert + BASE_HEIGHT - 1) // BASE_HEIGHT
+    first_base = tl.cumsum(base_tiles, axis=0) - base_tiles
+    lower = tl.reshape(tl.cumsum(by_slot, axis=1) - by_slot, [NUM_BINS])
+    of_expert = tl.reshape(tl.broadcast_to(by_expert[:, None], [EXPERTS, SLOT_BINS]), [NUM_BINS])
+    first = tl.reshape(tl.broadcast_to(first_base[:, None], [EXPERTS, SLOT_BINS]), [NUM_BINS])
+    return first_tile, lower, first, of_expert, tl.sum(tiles), tl.sum(base_tiles)
+
+
+@triton.jit(do_not_specialize=["num_spans"])
+def find_offsets_kernel(
+    counts_ptr,
+    num_tiles_ptr,
+    num_base_tiles_ptr,
+    num_spans,
+    HEIGHT: tl.constexpr,
+    BASE_HEIGHT: tl.constexpr,
+    SLOT_BINS: tl.constexpr,
+    NUM_BINS: tl.constexpr,
+    WITH_BASE: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    # one program: what places need of all buckets goes behind their totals in counts
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    row = counts_ptr + num_spans * NUM_BINS + tl.arange(0, NUM_BINS)
+    first_tile, lower, first_base, _, num_tiles, num_base = _offsets(
+        tl.load(row), HEIGHT, BASE_HEIGHT, SLOT_BINS, NUM_BINS, WITH_BASE
+    )
+    tl.store(row + NUM_BINS, first_tile)
+    tl.store(num_tiles_ptr, num_tiles)
+    if WITH_BASE:
+        tl.store(row + 2 * NUM_BINS, lower)
+        tl.store(row + 3 * NUM_BINS, first_base)
+        tl.store(num_base_tiles_ptr, num_base)
+
+
+@triton.jit
 def _put(table_ptr, pair, first_tile, rank, count, HEIGHT: tl.constexpr, COUNTED: tl.constexpr):
     """Each pair into its tile. `rank` of `count` pairs that share the tiles from `first_tile`
     on; -1 for a pair without a tile. Where nobody reset the table before, the last of them also
@@ -196,55 +252,12 @@ def place_pairs_kernel(
     BASE_HEIGHT: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    # one program places SPAN pairs. COUNTED: other kernels counted each span and reset the
-    # tables; otherwise the batch is small and every program counts it all by itself
+    # one program places SPAN pairs. COUNTED: other kernels counted each span, found the offsets
+    # and reset the tables; otherwise the batch is small and every program does it by itself
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
     span = tl.program_id(0)
-    bins = tl.arange(0, NUM_BINS)
-    if COUNTED:
-        before = tl.load(counts_ptr + span * NUM_BINS + bins)
-        total = tl.load(counts_ptr + num_spans * NUM_BINS + bins)
-    else:
-        total = tl.zeros([NUM_BINS], dtype=tl.int32)
-        before = tl.zeros([NUM_BINS], dtype=tl.int32)
-        for first in range(0, num_pairs, COUNT_BLOCK):
-            pair = first + tl.arange(0, COUNT_BLOCK)
-            bucket, _, _ = _bucket_of(
-                topk_ids_ptr,
-                token_slots_ptr,
-                expert_map_ptr,
-                pair,
-                num_pairs,
-                num_ids,
-                num_experts,
-                max_slots,
-                TOP_K,
-                SLOT_BINS,
-                MAPPED,
-                WITH_BASE,
-            )
-            total += tl.histogram(bucket, NUM_BINS, mask=bucket >= 0)
-            earlier = (bucket >= 0) & (pair < span * SPAN)
-            before += tl.histogram(bucket, NUM_BINS, mask=earlier)
-
-    # base rows have no tile of an adapter
-    tiles = (total + HEIGHT - 1) // HEIGHT
-    if WITH_BASE:
-        tiles = tl.where(bins % SLOT_BINS == 0, 0, tiles)
-    first_tile = tl.cumsum(tiles, axis=0) - tiles
-    num_tiles = tl.sum(tiles)
-    if WITH_BASE:
-        NUM_EXPERT_BINS: tl.constexpr = NUM_BINS // SLOT_BINS
-        by_expert = tl.sum(tl.reshape(total, [NUM_EXPERT_BINS, SLOT_BINS]), axis=1)
-        base_tiles = (by_expert + BASE_HEIGHT - 1) // BASE_HEIGHT
-        first_base = tl.cumsum(base_tiles, axis=0) - base_tiles
-        num_base = tl.sum(base_tiles)
-        # pairs of the same expert in lower slots
-        start = tl.cumsum(total, axis=0) - total
-        expert_start = tl.cumsum(by_expert, axis=0) - by_expert
-
     lanes = tl.arange(0, SPAN)
     pair = span * SPAN + lanes
     bucket, expert, slot = _bucket_of(
@@ -261,15 +274,48 @@ def place_pairs_kernel(
         MAPPED,
         WITH_BASE,
     )
-    counted = bucket >= 0
     index = tl.maximum(bucket, 0)
+    if COUNTED:
+        num_tiles = tl.load(num_tiles_ptr)
+        earlier = tl.load(counts_ptr + span * NUM_BINS + index)
+        offsets_ptr = counts_ptr + (num_spans + 1) * NUM_BINS + index
+        own_first = tl.load(offsets_ptr)
+        own_count = earlier
+    else:
+        total = tl.zeros([NUM_BINS], dtype=tl.int32)
+        before = tl.zeros([NUM_BINS], dtype=tl.int32)
+        for first in range(0, num_pairs, COUNT_BLOCK):
+            other = first + tl.arange(0, COUNT_BLOCK)
+            buckets, _, _ = _bucket_of(
+                topk_ids_ptr,
+                token_slots_ptr,
+                expert_map_ptr,
+                other,
+                num_pairs,
+                num_ids,
+                num_experts,
+                max_slots,
+                TOP_K,
+                SLOT_BINS,
+                MAPPED,
+                WITH_BASE,
+            )
+            total += tl.histogram(buckets, NUM_BINS, mask=buckets >= 0)
+            ahead = (buckets >= 0) & (other < span * SPAN)
+            before += tl.histogram(buckets, NUM_BINS, mask=ahead)
+        first_tile, all_lower, first_base, of_expert, num_tiles, num_base = _offsets(
+            total, HEIGHT, BASE_HEIGHT, SLOT_BINS, NUM_BINS, WITH_BASE
+        )
+        earlier = tl.gather(before, index, axis=0)
+        own_first = tl.gather(first_tile, index, axis=0)
+        own_count = tl.gather(total, index, axis=0)
+
     # earlier pairs of the same bucket: in earlier spans, and in this one
     same = (bucket[:, None] == bucket[None, :]) & (lanes[None, :] < lanes[:, None])
-    rank = tl.gather(before, index, axis=0) + tl.sum(same.to(tl.int32), axis=1)
+    rank = earlier + tl.sum(same.to(tl.int32), axis=1)
+    counted = bucket >= 0
     routed = counted & (slot >= 0)
     own_rank = tl.where(routed, rank, -1)
-    own_first = tl.gather(first_tile, index, axis=0)
-    own_count = tl.gather(total, index, axis=0)
     _put(tile_pairs_ptr, pair, own_first, own_rank, own_count, HEIGHT, COUNTED)
     leads = routed & (rank % HEIGHT == 0)
     tile = own_first + rank // HEIGHT
@@ -279,11 +325,16 @@ def place_pairs_kernel(
     tl.store(pair_slots_ptr + pair, tl.where(expert >= 0, slot, -1), mask=pair < num_pairs)
     tl.store(pair_experts_ptr + pair, expert, mask=pair < num_pairs)
     if WITH_BASE:
-        owner = tl.maximum(expert, 0)
-        lower = tl.gather(start, index, axis=0) - tl.gather(expert_start, owner, axis=0)
+        if COUNTED:
+            num_base = tl.load(num_base_tiles_ptr)
+            lower = tl.load(offsets_ptr + NUM_BINS)
+            base_first = tl.load(offsets_ptr + 2 * NUM_BINS)
+            base_count = lower
+        else:
+            lower = tl.gather(all_lower, index, axis=0)
+            base_first = tl.gather(first_base, index, axis=0)
+            base_count = tl.gather(of_expert, index, axis=0)
         base_rank = tl.where(counted, rank + lower, -1)
-        base_first = tl.gather(first_base, owner, axis=0)
-        base_count = tl.gather(by_expert, owner, axis=0)
         _put(base_pairs_ptr, pair, base_first, base_rank, base_count, BASE_HEIGHT, COUNTED)
         base_leads = counted & (base_rank % BASE_HEIGHT == 0)
         base_tile = base_first + base_rank // BASE_HEIGHT
@@ -296,11 +347,11 @@ def place_pairs_kernel(
     _reset(tile_experts_ptr, num_tiles, size_tiles, SPAN)
     if not COUNTED:
         _reset(tile_pairs_ptr, num_tiles * HEIGHT, size_tile_pairs, SPAN)
-    if span == 0:
-        tl.store(num_tiles_ptr, num_tiles)
+        if span == 0:
+            tl.store(num_tiles_ptr, num_tiles)
     if WITH_BASE:
         _reset(base_experts_ptr, num_base, size_base_tiles, SPAN)
         if not COUNTED:
             _reset(base_pairs_ptr, num_base * BASE_HEIGHT, size_base_pairs, SPAN)
-        if span == 0:
-            tl.store(num_base_tiles_ptr, num_base)
+            if span == 0:
+                tl.store(num_base_tiles_ptr, num_base)

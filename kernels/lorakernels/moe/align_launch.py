@@ -8,14 +8,19 @@ import torch
 from torch import Tensor
 
 from lorakernels.device import launch_options, supports_pdl
-from lorakernels.moe.align_kernel import count_pairs_kernel, place_pairs_kernel, sum_counts_kernel
+from lorakernels.moe.align_kernel import (
+    count_pairs_kernel,
+    find_offsets_kernel,
+    place_pairs_kernel,
+    sum_counts_kernel,
+)
 from lorakernels.moe.align_torch import place_pairs
 from lorakernels.moe.tiles import base_tile_height, num_bins, slot_bins, tile_height
 
 # buckets beyond which a program cannot hold a count of each
 MOST_BINS = 8192
 # pairs up to which every program counts the whole batch, which saves a launch
-SMALL = 2048
+SMALL = 1024
 _SMALL_SPAN = 64
 SPAN = 256
 _COUNT_BLOCK = 1024
@@ -117,7 +122,7 @@ class PairTables:
         sizes: tuple[int, ...],
         constants: dict[str, object],
     ) -> None:
-        """The buckets of each span, then those of all spans before it."""
+        """The buckets of each span, then those of all spans before it, then the offsets."""
         count_pairs_kernel[(spans,)](
             *operands,
             self.tile_pairs,
@@ -133,6 +138,20 @@ class PairTables:
         pdl = supports_pdl(self.counts.device)
         sum_counts_kernel[(bins // block,)](
             self.counts, spans, NUM_BINS=bins, BINS=block, PDL=pdl, **launch_options(pdl)
+        )
+        find_offsets_kernel[(1,)](
+            self.counts,
+            self.num_tiles,
+            self.num_base_tiles,
+            spans,
+            HEIGHT=self.height,
+            BASE_HEIGHT=self.base_height,
+            SLOT_BINS=slot_bins(self.max_slots, self.with_base),
+            NUM_BINS=bins,
+            WITH_BASE=int(self.with_base),
+            PDL=pdl,
+            num_warps=8,
+            **launch_options(pdl),
         )
 
 

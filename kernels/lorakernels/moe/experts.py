@@ -17,7 +17,7 @@ from lorakernels.moe.align import PairMetadata
 from lorakernels.moe.experts_kernels import moe_gemm_kernel, sum_choices_kernel
 from lorakernels.moe.experts_plan import FOLD_DEPTH, GemmShape, fold_ranks, plan_gemm
 from lorakernels.moe.launch import Delta, shrink
-from lorakernels.moe.ops import MoEWorkspace, view_bridge
+from lorakernels.moe.ops import MoEWorkspace
 from lorakernels.moe.plan import MoEShape, rank_vector
 from lorakernels.moe.weights import ExpertWeights
 
@@ -154,7 +154,7 @@ def _product(
     delta = None
     if lora is not None:
         delta = _delta(lora_input, *lora, pairs)
-        shrink(delta, pdl=pdl)
+        shrink(delta, pdl=pdl, scaled=True)
     values, x_scales = (x.values, x.scales) if isinstance(x, Quantised) else (x, None)
     weight, w_scales = (w.values, w.scales) if isinstance(w, Quantised) else (w, None)
     width, depth = out.shape[1], values.shape[1]
@@ -165,7 +165,7 @@ def _product(
     plan = plan_gemm(shape)
     # without adapters the arguments of the fold are never read
     factors, bridge = (delta.factors[1], delta.bridge) if delta else (out, out)
-    tables = delta.tables if delta else (out, out)
+    ranks = delta.tables[0] if delta else out
     b_strides = delta.b_strides if delta else (0, 0)
     moe_gemm_kernel[(-(-width // plan.block_n), pairs.base_tile_programs)](
         values,
@@ -174,7 +174,7 @@ def _product(
         out if w_scales is None else w_scales,
         bridge,
         factors,
-        *tables,
+        ranks,
         out if router_weights is None else router_weights,
         pairs.pair_slots,
         pairs.base_experts,
@@ -185,7 +185,6 @@ def _product(
         weight.stride(0),
         out.stride(0),
         *b_strides,
-        bridge.stride(0),
         depth,
         WIDTH=width,
         ROWS_PER_X=pairs.num_pairs // values.shape[0],
@@ -196,7 +195,6 @@ def _product(
         EVEN_N=width % plan.block_n == 0,
         S=len(delta.shape.slice_widths) if delta else 1,
         R=delta.shape.rank if delta else 1,
-        PLANES=bridge.shape[0] if delta else 1,
         BLOCK_R=fold_ranks(delta.shape.rank) if delta else FOLD_DEPTH,
         BLOCK_J=FOLD_DEPTH,
         RANK_ALIGN=rank_vector(delta.shape.rank) if delta else 1,
@@ -232,11 +230,22 @@ def _delta(
         tables=(weights.ranks, weights.scales),
         of_pairs=(pairs.pair_slots, pairs.pair_experts),
         of_tiles=(pairs.tile_slots, pairs.tile_experts, pairs.tile_pairs, pairs.num_tiles),
-        bridge=view_bridge(workspace.bridge, shape),
+        bridge=_ranks_of_pairs(workspace, x, shape),
         out=x,
         router_weights=None,
         add_inputs=True,
     )
+
+
+def _ranks_of_pairs(workspace: MoEWorkspace, x: Tensor, shape: MoEShape) -> Tensor:
+    """[1, pairs, slices * rank] of the layer's dtype, in the memory of the bridge."""
+    ranks = shape.ranks_of_all_slices
+    values = workspace.bridge.view(x.dtype)[: shape.num_pairs * ranks]
+    if values.numel() < shape.num_pairs * ranks:
+        raise ValueError(
+            f"workspace must hold {shape.num_pairs} pairs of {ranks} ranks (got {values.numel()})"
+        )
+    return values.view(1, shape.num_pairs, ranks)
 
 
 def _sum_choices(y: Tensor, pairs: PairMetadata, out: Tensor) -> None:

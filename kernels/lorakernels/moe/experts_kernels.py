@@ -12,41 +12,38 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from lorakernels.dense.kernels import _dot, _load_bridge
+from lorakernels.dense.kernels import _dot
+
+
+@triton.jit
+def _live(ranks_ptr, slots_of, ranks_of, last, S: tl.constexpr, RANK_ALIGN: tl.constexpr):
+    """Which of `ranks_of` each slot has, in whole vectors; none for slots behind the last."""
+    rank = tl.load(ranks_ptr + slots_of * S, mask=slots_of <= last, other=0)
+    return ranks_of < tl.cdiv(rank, RANK_ALIGN) * RANK_ALIGN
 
 
 @triton.jit
 def _terms(
     bridge_ptr,
     b_ptr,
-    ranks_ptr,
-    scales_ptr,
     pairs,
     slots_of,
     ranks_of,
     mine,
-    here,
+    live,
     columns,
     live_n,
     stride_b_slot,
-    stride_bridge_plane,
     SR: tl.constexpr,
-    S: tl.constexpr,
     R: tl.constexpr,
-    PLANES: tl.constexpr,
-    RANK_ALIGN: tl.constexpr,
 ):
-    """What the fold multiplies for one slice: the scaled ranks of each pair, and B. Live ranks
-    alone are read; what is dead in the last vector of B meets zeros."""
-    rank = tl.load(ranks_ptr + slots_of * S, mask=here, other=0)
-    scale = tl.load(scales_ptr + slots_of * S, mask=here, other=0.0)
-    live_r = ranks_of < tl.cdiv(rank, RANK_ALIGN) * RANK_ALIGN
+    """What the fold multiplies for one slice: the ranks of each pair, zero for slots that are not
+    its own, and B. Of the last vector of B, what is dead meets zeros."""
     cells = bridge_ptr + pairs.to(tl.int64)[:, None] * SR + ranks_of[None, :]
-    h = _load_bridge(cells, mine & live_r[None, :], stride_bridge_plane, PLANES)
+    h = tl.load(cells, mask=mine & live[None, :], other=0.0)
     rows = slots_of.to(tl.int64) * stride_b_slot + ranks_of
     b_ptrs = b_ptr + rows[:, None] + columns.to(tl.int64)[None, :] * R
-    b = tl.load(b_ptrs, mask=live_r[:, None] & live_n[None, :], other=0.0)
-    return (h * scale[None, :]).to(b.dtype), b
+    return h, tl.load(b_ptrs, mask=live[:, None] & live_n[None, :], other=0.0)
 
 
 @triton.jit
@@ -56,50 +53,42 @@ def _fold(
     bridge_ptr,
     b_ptr,
     ranks_ptr,
-    scales_ptr,
     pairs,
     slots,
+    first,
+    last,
     columns,
     live_n,
     up_rows,
     stride_b_slot,
-    stride_bridge_plane,
     S: tl.constexpr,
     R: tl.constexpr,
-    PLANES: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_J: tl.constexpr,
     RANK_ALIGN: tl.constexpr,
     GATED: tl.constexpr,
     IEEE: tl.constexpr,
 ):
-    """acc + scale * h @ B.T, and the same for the other half. The pairs of a tile are sorted by
-    slot: the ranks of several slots at once make up one step of BLOCK_J, and each pair has zeros
-    for the slots of others."""
+    """acc + h @ B.T, and the same for the other half. The pairs of a tile are sorted by slot: the
+    ranks of several slots at once make up one step of BLOCK_J."""
     offs_j = tl.arange(0, BLOCK_J)
     slot_j = offs_j // BLOCK_R
-    last = tl.max(slots, axis=0)
-    first = tl.maximum(tl.min(tl.where(slots >= 0, slots, last), axis=0), 0)
     for slot in tl.range(first, last + 1, BLOCK_J // BLOCK_R, num_stages=1):
         slots_of = slot + slot_j
-        here = slots_of <= last
         mine = slots[:, None] == slots_of[None, :]
-        # a slot between two others may have no pair here
-        if tl.max(tl.max(mine.to(tl.int32), axis=1), axis=0) > 0:
-            for r in tl.range(0, R, BLOCK_R, num_stages=1):
-                ranks_of = r + offs_j % BLOCK_R
-                # fmt: off
-                h, b = _terms(bridge_ptr, b_ptr, ranks_ptr, scales_ptr, pairs, slots_of, ranks_of,
-                              mine, here, columns, live_n, stride_b_slot, stride_bridge_plane,
-                              S * R, S, R, PLANES, RANK_ALIGN)
-                if GATED:
-                    h_up, b_up = _terms(bridge_ptr + R, b_ptr + up_rows * R, ranks_ptr + 1,
-                                        scales_ptr + 1, pairs, slots_of, ranks_of, mine, here,
-                                        columns, live_n, stride_b_slot, stride_bridge_plane,
-                                        S * R, S, R, PLANES, RANK_ALIGN)
-                    up = _dot(h_up, b_up, up, IEEE)
-                # fmt: on
-                acc = _dot(h, b, acc, IEEE)
+        for r in tl.range(0, R, BLOCK_R, num_stages=1):
+            ranks_of = r + offs_j % BLOCK_R
+            live = _live(ranks_ptr, slots_of, ranks_of, last, S, RANK_ALIGN)
+            # fmt: off
+            h, b = _terms(bridge_ptr, b_ptr, pairs, slots_of, ranks_of, mine, live, columns,
+                          live_n, stride_b_slot, S * R, R)
+            if GATED:
+                live = _live(ranks_ptr + 1, slots_of, ranks_of, last, S, RANK_ALIGN)
+                h_up, b_up = _terms(bridge_ptr + R, b_ptr + up_rows * R, pairs, slots_of, ranks_of,
+                                    mine, live, columns, live_n, stride_b_slot, S * R, R)
+                up = _dot(h_up, b_up, up, IEEE)
+            # fmt: on
+            acc = _dot(h, b, acc, IEEE)
     return acc, up
 
 
@@ -112,7 +101,6 @@ def moe_gemm_kernel(
     bridge_ptr,
     b_ptr,
     ranks_ptr,
-    scales_ptr,
     weights_ptr,
     pair_slots_ptr,
     base_experts_ptr,
@@ -124,7 +112,6 @@ def moe_gemm_kernel(
     stride_om,
     stride_b_slot,
     stride_b_expert,
-    stride_bridge_plane,
     K,
     WIDTH: tl.constexpr,
     ROWS_PER_X: tl.constexpr,
@@ -135,7 +122,6 @@ def moe_gemm_kernel(
     EVEN_N: tl.constexpr,
     S: tl.constexpr,
     R: tl.constexpr,
-    PLANES: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_J: tl.constexpr,
     RANK_ALIGN: tl.constexpr,
@@ -163,6 +149,8 @@ def moe_gemm_kernel(
         live_n = offs_n < WIDTH
         if LORA:
             slots = tl.load(pair_slots_ptr + pairs, mask=live_m, other=-1)
+            last = tl.max(slots, axis=0)
+            first = tl.maximum(tl.min(tl.where(slots >= 0, slots, last), axis=0), 0)
         x_rows = pairs // ROWS_PER_X
         x_ptrs = x_ptr + x_rows.to(tl.int64)[:, None] * stride_xm + offs_k[None, :]
         w_expert = w_ptr + expert.to(tl.int64) * stride_we
@@ -203,10 +191,9 @@ def moe_gemm_kernel(
                 gdc_wait()
             b_expert = b_ptr + expert.to(tl.int64) * stride_b_expert
             # fmt: off
-            acc, up = _fold(acc, up if GATED else acc, bridge_ptr, b_expert, ranks_ptr, scales_ptr,
-                            pairs, slots, columns, live_n, WIDTH, stride_b_slot,
-                            stride_bridge_plane, S, R, PLANES, BLOCK_R, BLOCK_J, RANK_ALIGN,
-                            GATED, IEEE)
+            acc, up = _fold(acc, up if GATED else acc, bridge_ptr, b_expert, ranks_ptr, pairs,
+                            slots, first, last, columns, live_n, WIDTH, stride_b_slot, S, R,
+                            BLOCK_R, BLOCK_J, RANK_ALIGN, GATED, IEEE)
             # fmt: on
 
         if WEIGHTED:

@@ -21,6 +21,7 @@ def moe_shrink_kernel(
     x_ptr,
     a_ptr,
     ranks_ptr,
+    scales_ptr,
     tile_slots_ptr,
     tile_experts_ptr,
     tile_pairs_ptr,
@@ -40,10 +41,12 @@ def moe_shrink_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     EVEN_K: tl.constexpr,
+    SCALED: tl.constexpr,
     IEEE: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    # grid (chunks of BLOCK_N ranks, planes, tiles); see lora_shrink_kernel for the waits
+    # grid (chunks of BLOCK_N ranks, planes, tiles); see lora_shrink_kernel for the waits. SCALED:
+    # a single plane is left as the expand would make it, times scale and in the bridge's dtype
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
@@ -67,6 +70,8 @@ def moe_shrink_kernel(
         live_m = pairs >= 0
         live_rank = tl.load(ranks_ptr + slot * S + offs_n // R, mask=offs_n < SR, other=0)
         live_n = offs_n % R < live_rank
+        if SCALED:
+            scale = tl.load(scales_ptr + slot * S + offs_n // R, mask=offs_n < SR, other=0.0)
         x_rows = (pairs // ROWS_PER_X).to(tl.int64) * stride_xm
         x_ptrs = x_ptr + x_rows[:, None] + offs_x[None, :]
         a_tile = a_ptr + slot.to(tl.int64) * stride_a_slot + expert.to(tl.int64) * stride_a_expert
@@ -90,8 +95,12 @@ def moe_shrink_kernel(
                 acc = _dot(x, a, acc, IEEE)
                 x_ptrs += BLOCK_K * stride_xk
                 a_ptrs += BLOCK_K
+            if SCALED:
+                acc *= scale[None, :]
             live_cells = live_m[:, None] & (offs_n < SR)[None, :]
-            tl.store(rows_ptr + offs_n[None, :], acc, mask=live_cells)
+            tl.store(
+                rows_ptr + offs_n[None, :], acc.to(bridge_ptr.dtype.element_ty), mask=live_cells
+            )
 
 
 @triton.jit

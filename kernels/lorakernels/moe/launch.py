@@ -82,15 +82,16 @@ def launch(delta: Delta, path: MoEPath) -> None:
         _expand(delta, pdl=pdl)
 
 
-def shrink(delta: Delta, *, pdl: bool) -> None:
-    """The ranks of every pair into the bridge."""
+def shrink(delta: Delta, *, pdl: bool, scaled: bool = False) -> None:
+    """The ranks of every pair into the bridge; `scaled`: times scale, rounded to its dtype."""
     shape, plan = delta.shape, plan_shrink(delta.shape)
+    planes = delta.bridge.shape[0]
     total = shape.ranks_of_all_slices
     tiles = tile_programs(shape, delta.tile_capacity)
-    moe_shrink_kernel[(-(-total // plan.block_n), plan.planes, tiles)](
+    moe_shrink_kernel[(-(-total // plan.block_n), planes, tiles)](
         delta.x,
         delta.factors[0],
-        delta.tables[0],
+        *delta.tables,
         *delta.of_tiles,
         delta.bridge,
         *delta.x.stride(),
@@ -105,6 +106,7 @@ def shrink(delta: Delta, *, pdl: bool) -> None:
         BLOCK_N=plan.block_n,
         BLOCK_K=plan.block_k,
         EVEN_K=shape.in_features % plan.block_k == 0,
+        SCALED=scaled,
         IEEE=delta.is_fp32,
         PDL=pdl,
         num_warps=plan.num_warps,

@@ -91,7 +91,7 @@ class SmallBatchPlan:
 
 
 # about four programs on each of an H200's 132 SMs: more hide no more latency
-_PROGRAMS = 600
+_PROGRAMS = 560
 # a program of a one-shot kernel that sweeps more columns leaves multiprocessors idle at the end
 _MOST_COLUMNS = 4096
 # elements of x that the programs of a small batch may read, each for itself
@@ -135,42 +135,62 @@ def plan_shrink(shape: MoEShape) -> ShrinkPlan:
     programs = expected_tiles(shape) * -(-ranks // block_n)
     most = 8 if height == MIN_TILE_ROWS else 4 if height == 32 else 2
     planes = min(most, _PROGRAMS // max(1, programs), -(-shape.in_features // block_k))
-    return ShrinkPlan(block_n, block_k, _power_of_2_below(planes), 4, 3)
+    stages = 3 if height == MIN_TILE_ROWS or shape.itemsize == 4 else 4
+    return ShrinkPlan(block_n, block_k, _power_of_2_below(planes), 4, stages)
 
 
 def plan_expand(shape: MoEShape) -> ExpandPlan:
     block_r = min(128, max(16, _power_of_2(shape.rank)))
-    widest = _power_of_2(max(shape.slice_widths))
     if shape.itemsize == 4:
         return ExpandPlan(64, min(block_r, 32), 1, 4, 1)
     if shape.rank > 64:
         # a wide block of B would not fit beside the output's into registers
         return ExpandPlan(128, block_r, 1, 8 if shape.height > 32 else 4, 1)
+    widest = _power_of_2(max(shape.slice_widths))
     block_n = min(256 if shape.height == MIN_TILE_ROWS else 128, max(16, widest))
-    if shape.num_pairs <= 64:
-        return ExpandPlan(block_n, block_r, 1, 4, 1)
+    # a program does several blocks one after the other where there are programs enough
+    blocks = sum(-(-width // block_n) for width in shape.slice_widths)
     most = 4 if shape.height == MIN_TILE_ROWS else 8
-    return ExpandPlan(block_n, block_r, max(1, min(most, widest // block_n)), 4, 3)
+    spare = min(most, widest // block_n, expected_tiles(shape) * blocks // _PROGRAMS)
+    return ExpandPlan(
+        block_n,
+        block_r,
+        _power_of_2_below(spare),
+        8 if shape.height > 32 and block_r <= 16 else 4,
+        3,
+    )
 
 
 def plan_one_shot(shape: MoEShape) -> OneShotPlan:
     block_r = max(16, _power_of_2(shape.rank))
     slices = len(shape.slice_widths)
-    programs = expected_tiles(shape) * slices
     if shape.itemsize == 4:
         return OneShotPlan(64, 32, block_r, 1, False, 4, 2, 2)
     if shape.height > 32:
         twin = slices == 2 and shape.slice_widths[0] == shape.slice_widths[1] and block_r <= 64
-        if not twin or block_r <= 32:
-            return OneShotPlan(128, 128, block_r, 1, twin, 4, 4 if twin else 3, 3)
-        return OneShotPlan(64, 64, block_r, 1, True, 4, 4, 3)
-    if block_r > 16 or shape.height == 32 or slices == 1:
-        stages = 3 if shape.height == 32 or block_r > 64 else 4
-        return OneShotPlan(128, 128, block_r, _parts(shape, programs), False, 4, stages, 3)
-    if programs >= 1000:
-        # many small programs side by side instead of a few that fetch far ahead
-        return OneShotPlan(64, 128, block_r, 1, False, 2, 4, 4)
-    return OneShotPlan(128, 256, block_r, _parts(shape, programs), False, 2, 3, 3)
+        if twin and block_r > 32:
+            return OneShotPlan(64, 64, block_r, 1, True, 4, 4, 4)
+        return OneShotPlan(128, 128, block_r, 1, twin, 4, 4 if twin else 3, 4 if twin else 3)
+    if shape.height == 32:
+        return OneShotPlan(128, 128, block_r, 1, False, 4, 3, 3)
+    programs = expected_tiles(shape) * slices
+    if block_r > 16 or slices == 1:
+        return _one_shot_of_one_slice(shape, block_r, programs)
+    if programs < 1000:
+        return OneShotPlan(128, 256, block_r, _parts(shape, programs), False, 2, 3, 3)
+    # many small programs side by side; how far each may fetch ahead decides how many fit
+    far = shape.num_pairs < 2048
+    return OneShotPlan(64, 128, block_r, 1, False, 2, 4 if far else 3, 4 if far else 3)
+
+
+def _one_shot_of_one_slice(shape: MoEShape, block_r: int, programs: int) -> OneShotPlan:
+    parts = _parts(shape, programs)
+    if block_r > 64:
+        return OneShotPlan(128, 128, block_r, parts, False, 4, 3, 3)
+    if block_r == 64 and len(shape.slice_widths) == 1:
+        return OneShotPlan(64, 128, block_r, parts, False, 2, 4, 4)
+    wide = block_r <= 16 and programs < 600
+    return OneShotPlan(256 if wide else 128, 128, block_r, parts, False, 4, 3, 3)
 
 
 def _parts(shape: MoEShape, programs: int) -> int:
