@@ -247,6 +247,7 @@ def place_pairs_kernel(
     WITH_BASE: tl.constexpr,
     COUNTED: tl.constexpr,
     SPAN: tl.constexpr,
+    CHUNK: tl.constexpr,
     COUNT_BLOCK: tl.constexpr,
     HEIGHT: tl.constexpr,
     BASE_HEIGHT: tl.constexpr,
@@ -310,9 +311,27 @@ def place_pairs_kernel(
         own_first = tl.gather(first_tile, index, axis=0)
         own_count = tl.gather(total, index, axis=0)
 
-    # earlier pairs of the same bucket: in earlier spans, and in this one
-    same = (bucket[:, None] == bucket[None, :]) & (lanes[None, :] < lanes[:, None])
-    rank = earlier + tl.sum(same.to(tl.int32), axis=1)
+    # earlier pairs of the same bucket: in earlier spans, and in this one, CHUNK at a time so that
+    # what is compared fits into registers
+    rank = earlier
+    for first in tl.static_range(0, SPAN, CHUNK):
+        other = first + tl.arange(0, CHUNK)
+        buckets, _, _ = _bucket_of(
+            topk_ids_ptr,
+            token_slots_ptr,
+            expert_map_ptr,
+            span * SPAN + other,
+            num_pairs,
+            num_ids,
+            num_experts,
+            max_slots,
+            TOP_K,
+            SLOT_BINS,
+            MAPPED,
+            WITH_BASE,
+        )
+        same = (bucket[:, None] == buckets[None, :]) & (other[None, :] < lanes[:, None])
+        rank += tl.sum(same.to(tl.int32), axis=1)
     counted = bucket >= 0
     routed = counted & (slot >= 0)
     own_rank = tl.where(routed, rank, -1)

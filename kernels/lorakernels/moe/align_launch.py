@@ -107,6 +107,7 @@ class PairTables:
             self.tile_pairs.shape[0],
             self.base_experts.shape[0],
             self.base_pairs.shape[0],
+            CHUNK=min(64, span),
             COUNT_BLOCK=_COUNT_BLOCK if self.num_pairs > _SMALL_SPAN else _SMALL_SPAN,
             COUNTED=counted,
             HEIGHT=self.height,
@@ -134,7 +135,7 @@ class PairTables:
             **constants,
         )
         bins = num_bins(self.num_experts, self.max_slots, self.with_base)
-        block = min(64, bins)
+        block = min(16, bins)
         pdl = supports_pdl(self.counts.device)
         sum_counts_kernel[(bins // block,)](
             self.counts, spans, NUM_BINS=bins, BINS=block, PDL=pdl, **launch_options(pdl)

@@ -15,7 +15,7 @@ from torch import Tensor
 from lorakernels.device import launch_options, supports_pdl
 from lorakernels.moe.align import PairMetadata
 from lorakernels.moe.experts_kernels import moe_gemm_kernel, sum_choices_kernel
-from lorakernels.moe.experts_plan import FOLD_DEPTH, GemmShape, fold_ranks, plan_gemm
+from lorakernels.moe.experts_plan import FOLD_STAGES, GemmShape, fold_ranks, plan_gemm
 from lorakernels.moe.launch import Delta, shrink
 from lorakernels.moe.ops import MoEWorkspace
 from lorakernels.moe.plan import MoEShape, rank_vector
@@ -195,8 +195,8 @@ def _product(
         EVEN_N=width % plan.block_n == 0,
         S=len(delta.shape.slice_widths) if delta else 1,
         R=delta.shape.rank if delta else 1,
-        BLOCK_R=fold_ranks(delta.shape.rank) if delta else FOLD_DEPTH,
-        BLOCK_J=FOLD_DEPTH,
+        BLOCK_R=fold_ranks(delta.shape.rank) if delta else 16,
+        FOLD_STAGES=FOLD_STAGES,
         RANK_ALIGN=rank_vector(delta.shape.rank) if delta else 1,
         GATED=int(is_gated),
         SILU=activation is not None,
@@ -252,7 +252,7 @@ def _sum_choices(y: Tensor, pairs: PairMetadata, out: Tensor) -> None:
     pdl = supports_pdl(out.device)
     rows, hidden = out.shape
     block = 1024 if hidden >= 1024 else 256
-    sum_choices_kernel[(-(-hidden // block), rows)](
+    sum_choices_kernel[(rows, -(-hidden // block))](
         y,
         pairs.pair_experts,
         out,

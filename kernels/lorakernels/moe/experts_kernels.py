@@ -16,34 +16,26 @@ from lorakernels.dense.kernels import _dot
 
 
 @triton.jit
-def _live(ranks_ptr, slots_of, ranks_of, last, S: tl.constexpr, RANK_ALIGN: tl.constexpr):
-    """Which of `ranks_of` each slot has, in whole vectors; none for slots behind the last."""
-    rank = tl.load(ranks_ptr + slots_of * S, mask=slots_of <= last, other=0)
-    return ranks_of < tl.cdiv(rank, RANK_ALIGN) * RANK_ALIGN
-
-
-@triton.jit
 def _terms(
     bridge_ptr,
     b_ptr,
+    ranks_ptr,
     pairs,
-    slots_of,
-    ranks_of,
     mine,
-    live,
+    ranks_of,
     columns,
     live_n,
-    stride_b_slot,
     SR: tl.constexpr,
     R: tl.constexpr,
+    RANK_ALIGN: tl.constexpr,
 ):
-    """What the fold multiplies for one slice: the ranks of each pair, zero for slots that are not
-    its own, and B. Of the last vector of B, what is dead meets zeros."""
+    """What the fold multiplies for one slot and slice: the ranks of its pairs, zero for others,
+    and B. Whole vectors are loaded: past the live rank the bridge is zero."""
+    live_r = ranks_of < tl.cdiv(tl.load(ranks_ptr), RANK_ALIGN) * RANK_ALIGN
     cells = bridge_ptr + pairs.to(tl.int64)[:, None] * SR + ranks_of[None, :]
-    h = tl.load(cells, mask=mine & live[None, :], other=0.0)
-    rows = slots_of.to(tl.int64) * stride_b_slot + ranks_of
-    b_ptrs = b_ptr + rows[:, None] + columns.to(tl.int64)[None, :] * R
-    return h, tl.load(b_ptrs, mask=live[:, None] & live_n[None, :], other=0.0)
+    h = tl.load(cells, mask=mine[:, None] & live_r[None, :], other=0.0)
+    b_ptrs = b_ptr + ranks_of[:, None] + columns.to(tl.int64)[None, :] * R
+    return h, tl.load(b_ptrs, mask=live_r[:, None] & live_n[None, :], other=0.0)
 
 
 @triton.jit
@@ -55,8 +47,6 @@ def _fold(
     ranks_ptr,
     pairs,
     slots,
-    first,
-    last,
     columns,
     live_n,
     up_rows,
@@ -64,31 +54,31 @@ def _fold(
     S: tl.constexpr,
     R: tl.constexpr,
     BLOCK_R: tl.constexpr,
-    BLOCK_J: tl.constexpr,
     RANK_ALIGN: tl.constexpr,
     GATED: tl.constexpr,
+    STAGES: tl.constexpr,
     IEEE: tl.constexpr,
 ):
-    """acc + h @ B.T, and the same for the other half. The pairs of a tile are sorted by slot: the
-    ranks of several slots at once make up one step of BLOCK_J."""
-    offs_j = tl.arange(0, BLOCK_J)
-    slot_j = offs_j // BLOCK_R
-    for slot in tl.range(first, last + 1, BLOCK_J // BLOCK_R, num_stages=1):
-        slots_of = slot + slot_j
-        mine = slots[:, None] == slots_of[None, :]
-        for r in tl.range(0, R, BLOCK_R, num_stages=1):
-            ranks_of = r + offs_j % BLOCK_R
-            live = _live(ranks_ptr, slots_of, ranks_of, last, S, RANK_ALIGN)
-            # fmt: off
-            h, b = _terms(bridge_ptr, b_ptr, pairs, slots_of, ranks_of, mine, live, columns,
-                          live_n, stride_b_slot, S * R, R)
-            if GATED:
-                live = _live(ranks_ptr + 1, slots_of, ranks_of, last, S, RANK_ALIGN)
-                h_up, b_up = _terms(bridge_ptr + R, b_ptr + up_rows * R, pairs, slots_of, ranks_of,
-                                    mine, live, columns, live_n, stride_b_slot, S * R, R)
-                up = _dot(h_up, b_up, up, IEEE)
-            # fmt: on
-            acc = _dot(h, b, acc, IEEE)
+    """acc + h @ B.T, and the same for the other half, slot by slot: the pairs of a tile are
+    sorted by slot, and most tiles have one or two."""
+    BLOCKS: tl.constexpr = (R + BLOCK_R - 1) // BLOCK_R
+    offs_r = tl.arange(0, BLOCK_R)
+    last = tl.max(slots, axis=0)
+    first = tl.maximum(tl.min(tl.where(slots >= 0, slots, last), axis=0), 0)
+    for step in tl.range(first * BLOCKS, (last + 1) * BLOCKS, num_stages=STAGES):
+        slot = step // BLOCKS
+        ranks_of = step % BLOCKS * BLOCK_R + offs_r
+        mine = slots == slot
+        b_slot = b_ptr + tl.cast(slot, tl.int64) * stride_b_slot
+        # fmt: off
+        h, b = _terms(bridge_ptr, b_slot, ranks_ptr + slot * S, pairs, mine, ranks_of, columns,
+                      live_n, S * R, R, RANK_ALIGN)
+        if GATED:
+            h_up, b_up = _terms(bridge_ptr + R, b_slot + up_rows * R, ranks_ptr + slot * S + 1,
+                                pairs, mine, ranks_of, columns, live_n, S * R, R, RANK_ALIGN)
+            up = _dot(h_up, b_up, up, IEEE)
+        # fmt: on
+        acc = _dot(h, b, acc, IEEE)
     return acc, up
 
 
@@ -123,8 +113,8 @@ def moe_gemm_kernel(
     S: tl.constexpr,
     R: tl.constexpr,
     BLOCK_R: tl.constexpr,
-    BLOCK_J: tl.constexpr,
     RANK_ALIGN: tl.constexpr,
+    FOLD_STAGES: tl.constexpr,
     GATED: tl.constexpr,
     SILU: tl.constexpr,
     WEIGHTED: tl.constexpr,
@@ -149,8 +139,6 @@ def moe_gemm_kernel(
         live_n = offs_n < WIDTH
         if LORA:
             slots = tl.load(pair_slots_ptr + pairs, mask=live_m, other=-1)
-            last = tl.max(slots, axis=0)
-            first = tl.maximum(tl.min(tl.where(slots >= 0, slots, last), axis=0), 0)
         x_rows = pairs // ROWS_PER_X
         x_ptrs = x_ptr + x_rows.to(tl.int64)[:, None] * stride_xm + offs_k[None, :]
         w_expert = w_ptr + expert.to(tl.int64) * stride_we
@@ -192,8 +180,8 @@ def moe_gemm_kernel(
             b_expert = b_ptr + expert.to(tl.int64) * stride_b_expert
             # fmt: off
             acc, up = _fold(acc, up if GATED else acc, bridge_ptr, b_expert, ranks_ptr, pairs,
-                            slots, first, last, columns, live_n, WIDTH, stride_b_slot, S, R,
-                            BLOCK_R, BLOCK_J, RANK_ALIGN, GATED, IEEE)
+                            slots, columns, live_n, WIDTH, stride_b_slot, S, R, BLOCK_R,
+                            RANK_ALIGN, GATED, FOLD_STAGES, IEEE)
             # fmt: on
 
         if WEIGHTED:
@@ -226,13 +214,13 @@ def sum_choices_kernel(
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    # grid (column blocks, tokens): out[t] = the sum of y[p] over the choices of t that have an
+    # grid (tokens, column blocks): out[t] = the sum of y[p] over the choices of t that have an
     # expert here, in their order, in fp32
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
-    token = tl.program_id(1)
-    offs = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    token = tl.program_id(0)
+    offs = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     total = tl.zeros([BLOCK], dtype=tl.float32)
     for choice in tl.static_range(TOP_K):
         pair = token * TOP_K + choice

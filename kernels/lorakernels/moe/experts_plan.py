@@ -25,13 +25,12 @@ class GemmPlan:
     num_stages: int
 
 
-# ranks, of one slot or of several, that one step of the fold multiplies
-FOLD_DEPTH = 64
+FOLD_STAGES = 1
 
 
 def fold_ranks(rank: int) -> int:
-    """Ranks of one slot in a step of the fold."""
-    return min(FOLD_DEPTH, 1 << (rank - 1).bit_length())
+    """Ranks that one step of the fold multiplies."""
+    return min(64, max(16, 1 << (rank - 1).bit_length()))
 
 
 def plan_gemm(shape: GemmShape) -> GemmPlan:
@@ -41,8 +40,4 @@ def plan_gemm(shape: GemmShape) -> GemmPlan:
         return GemmPlan(64 if shape.is_gated else 128, 128, 4, 3)
     if shape.height == 64:
         return GemmPlan(64 if shape.is_gated else 128, 64, 4, 3)
-    if shape.is_gated:
-        # two wide accumulators pay as long as a batch is bound by the weights' bytes
-        wide = shape.num_pairs <= 32768
-        return GemmPlan(128, 64, 8, 4) if wide else GemmPlan(64, 64, 8, 3)
-    return GemmPlan(128, 64, 8, 3)
+    return GemmPlan(128, 64, 8, 4) if shape.is_gated else GemmPlan(128, 64, 4, 3)

@@ -182,7 +182,7 @@ def _one_shot(delta: Delta, *, pdl: bool) -> None:
 def _small_batch(delta: Delta, *, pdl: bool) -> None:
     shape, plan = delta.shape, plan_small_batch(delta.shape)
     blocks = sum(-(-width // plan.block_n) for width in shape.slice_widths)
-    moe_small_batch_kernel[(blocks, shape.num_pairs)](
+    moe_small_batch_kernel[(shape.num_pairs, blocks)](
         delta.x,
         *delta.factors,
         *delta.tables,

@@ -90,8 +90,10 @@ class SmallBatchPlan:
     num_warps: int
 
 
-# about four programs on each of an H200's 132 SMs: more hide no more latency
+# programs on an H200's 132 SMs that are enough for a plane, or a block of columns, of its own
 _PROGRAMS = 560
+_PROGRAMS_OF_LOW_RANK = 300
+_PROGRAMS_OF_LOW_TILES = 1500
 # a program of a one-shot kernel that sweeps more columns leaves multiprocessors idle at the end
 _MOST_COLUMNS = 4096
 # elements of x that the programs of a small batch may read, each for itself
@@ -134,7 +136,8 @@ def plan_shrink(shape: MoEShape) -> ShrinkPlan:
         block_n, block_k = min(block_n, 32), 32
     programs = expected_tiles(shape) * -(-ranks // block_n)
     most = 8 if height == MIN_TILE_ROWS else 4 if height == 32 else 2
-    planes = min(most, _PROGRAMS // max(1, programs), -(-shape.in_features // block_k))
+    wanted = _PROGRAMS_OF_LOW_RANK if ranks <= 32 else _PROGRAMS
+    planes = min(most, wanted // max(1, programs), -(-shape.in_features // block_k))
     stages = 3 if height == MIN_TILE_ROWS or shape.itemsize == 4 else 4
     return ShrinkPlan(block_n, block_k, _power_of_2_below(planes), 4, stages)
 
@@ -150,8 +153,9 @@ def plan_expand(shape: MoEShape) -> ExpandPlan:
     block_n = min(256 if shape.height == MIN_TILE_ROWS else 128, max(16, widest))
     # a program does several blocks one after the other where there are programs enough
     blocks = sum(-(-width // block_n) for width in shape.slice_widths)
-    most = 4 if shape.height == MIN_TILE_ROWS else 8
-    spare = min(most, widest // block_n, expected_tiles(shape) * blocks // _PROGRAMS)
+    low = shape.height == MIN_TILE_ROWS
+    programs = expected_tiles(shape) * blocks // (_PROGRAMS_OF_LOW_TILES if low else _PROGRAMS)
+    spare = min(4 if low else 8, widest // block_n, programs)
     return ExpandPlan(
         block_n,
         block_r,
@@ -167,10 +171,9 @@ def plan_one_shot(shape: MoEShape) -> OneShotPlan:
     if shape.itemsize == 4:
         return OneShotPlan(64, 32, block_r, 1, False, 4, 2, 2)
     if shape.height > 32:
-        twin = slices == 2 and shape.slice_widths[0] == shape.slice_widths[1] and block_r <= 64
-        if twin and block_r > 32:
-            return OneShotPlan(64, 64, block_r, 1, True, 4, 4, 4)
-        return OneShotPlan(128, 128, block_r, 1, twin, 4, 4 if twin else 3, 4 if twin else 3)
+        twin = slices == 2 and shape.slice_widths[0] == shape.slice_widths[1] and block_r <= 32
+        stages = 4 if twin else 3
+        return OneShotPlan(128, 128, block_r, 1, twin, 4, stages, stages)
     if shape.height == 32:
         return OneShotPlan(128, 128, block_r, 1, False, 4, 3, 3)
     programs = expected_tiles(shape) * slices
@@ -185,11 +188,10 @@ def plan_one_shot(shape: MoEShape) -> OneShotPlan:
 
 def _one_shot_of_one_slice(shape: MoEShape, block_r: int, programs: int) -> OneShotPlan:
     parts = _parts(shape, programs)
-    if block_r > 64:
-        return OneShotPlan(128, 128, block_r, parts, False, 4, 3, 3)
-    if block_r == 64 and len(shape.slice_widths) == 1:
-        return OneShotPlan(64, 128, block_r, parts, False, 2, 4, 4)
-    wide = block_r <= 16 and programs < 600
+    far = shape.num_pairs < 2048
+    if block_r == 64 and len(shape.slice_widths) == 1 and programs >= 500:
+        return OneShotPlan(64, 128, block_r, 1, False, 2, 4 if far else 3, 4 if far else 3)
+    wide = block_r <= 16 and far
     return OneShotPlan(256 if wide else 128, 128, block_r, parts, False, 4, 3, 3)
 
 

@@ -47,14 +47,14 @@ def moe_small_batch_kernel(
     ADD: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    # grid (blocks of columns, pairs): no tile, no tensor core, sums in fp32 throughout. Each
+    # grid (pairs, blocks of columns): no tile, no tensor core, sums in fp32 throughout. Each
     # program shrinks for itself, so that one launch does
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
     S: tl.constexpr = len(WIDTHS)
-    slice_id, column, start, width = _locate_slice(tl.program_id(0), WIDTHS, BLOCK_N, WIDTH_ALIGN)
-    pair = tl.program_id(1)
+    slice_id, column, start, width = _locate_slice(tl.program_id(1), WIDTHS, BLOCK_N, WIDTH_ALIGN)
+    pair = tl.program_id(0)
     slot = tl.load(pair_slots_ptr + pair)
     expert = tl.load(pair_experts_ptr + pair)
     rank = _rank_of(ranks_ptr, slot, expert, S, slice_id)

@@ -10,9 +10,9 @@ def tile_height(num_pairs: int, num_experts: int) -> int:
     """Pairs of one (expert, slot) that one tile covers. From shapes alone, so that it is a
     constant of a captured graph."""
     pairs_per_expert = num_pairs / num_experts
-    if pairs_per_expert <= 64:
-        return 16
-    return 32 if pairs_per_expert < 256 else 64
+    if pairs_per_expert < 64:
+        return MIN_TILE_ROWS
+    return 32 if pairs_per_expert < 128 else 64
 
 
 def base_tile_height(num_pairs: int, num_experts: int) -> int:
