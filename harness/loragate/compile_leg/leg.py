@@ -32,7 +32,7 @@ from loragate.verdict import Verdict, worst
 ARCHS = (80, 90, 100)
 BASELINE = Path(__file__).resolve().parents[3] / "ci" / "baselines" / "resources.json"
 # subject -> where its launches come from
-PROVIDERS: Mapping[str, str] = {"lorakernels": "lorakernels.dense.specs:launches"}
+PROVIDERS: Mapping[str, str] = {"lorakernels": "lorakernels.specs:launches"}
 _WORKERS = 2
 
 

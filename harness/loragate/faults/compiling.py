@@ -9,7 +9,7 @@ import os
 import subprocess
 import sys
 
-_PROVIDER = "lorakernels.dense.specs:launches"
+_PROVIDER = "lorakernels.specs:launches"
 # the lowest rank, and the one that is no power of two
 _LABELS = ("qkv-bf16-r1-t512", "odd-bf16-r24-t33")
 _ARCH = 90

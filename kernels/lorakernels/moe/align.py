@@ -101,6 +101,22 @@ class PairMetadata:
         """Most base tiles that this step can have."""
         return max(1, max_tiles(self.num_pairs, self.num_experts, self.base_height))
 
+    @property
+    def buffers(self) -> list[Tensor]:
+        """As `table_of` takes them."""
+        return [
+            self.pair_slots,
+            self.pair_experts,
+            self.tile_slots,
+            self.tile_experts,
+            self.tile_pairs,
+            self.num_tiles,
+            self.base_experts,
+            self.base_pairs,
+            self.num_base_tiles,
+            self._counts,
+        ]
+
     def prepare(
         self, topk_ids: Tensor, batch: BatchMetadata, *, expert_map: Tensor | None = None
     ) -> None:
@@ -117,18 +133,7 @@ class PairMetadata:
             topk_ids,
             batch.token_slots,
             expert_map,
-            [
-                self.pair_slots,
-                self.pair_experts,
-                self.tile_slots,
-                self.tile_experts,
-                self.tile_pairs,
-                self.num_tiles,
-                self.base_experts,
-                self.base_pairs,
-                self.num_base_tiles,
-                self._counts,
-            ],
+            self.buffers,
             self.num_experts,
             self.max_slots,
             self.with_base,

@@ -22,7 +22,7 @@ MOST_BINS = 8192
 # pairs up to which every program counts the whole batch, which saves a launch
 SMALL = 1024
 _SMALL_SPAN = 64
-SPAN = 256
+SPAN = 128
 _COUNT_BLOCK = 1024
 
 
@@ -62,20 +62,23 @@ class PairTables:
     def base_height(self) -> int:
         return base_tile_height(self.num_pairs, self.num_experts)
 
-    def fill(self, topk_ids: Tensor, token_slots: Tensor, expert_map: Tensor | None) -> None:
+    def fill(
+        self, topk_ids: Tensor, token_slots: Tensor, expert_map: Tensor | None, *, pdl: bool
+    ) -> None:
         if num_bins(self.num_experts, self.max_slots, self.with_base) > MOST_BINS:
             place_pairs(self, topk_ids, token_slots, expert_map)
         else:
-            self._launch(topk_ids, token_slots, expert_map)
+            self._launch(topk_ids, token_slots, expert_map, pdl=pdl)
 
-    def _launch(self, topk_ids: Tensor, token_slots: Tensor, expert_map: Tensor | None) -> None:
+    def _launch(
+        self, topk_ids: Tensor, token_slots: Tensor, expert_map: Tensor | None, *, pdl: bool
+    ) -> None:
         counted = self.num_pairs > SMALL
         span = SPAN if counted else _SMALL_SPAN
         spans = -(-self.num_pairs // span)
         num_ids = 0 if expert_map is None else expert_map.shape[0]
         sources = (topk_ids, token_slots, topk_ids if expert_map is None else expert_map)
         sizes = (self.num_pairs, num_ids, self.num_experts, self.max_slots)
-        pdl = supports_pdl(topk_ids.device)
         constants: dict[str, object] = {
             "TOP_K": self.top_k,
             "SLOT_BINS": slot_bins(self.max_slots, self.with_base),
@@ -112,7 +115,7 @@ class PairTables:
             COUNTED=counted,
             HEIGHT=self.height,
             BASE_HEIGHT=self.base_height,
-            num_warps=8,
+            num_warps=4 if counted else 8,
             **constants,
         )
 
@@ -131,12 +134,12 @@ class PairTables:
             *sizes,
             self.tile_pairs.shape[0],
             self.base_pairs.shape[0],
-            num_warps=8,
+            num_warps=4,
             **constants,
         )
         bins = num_bins(self.num_experts, self.max_slots, self.with_base)
         block = min(16, bins)
-        pdl = supports_pdl(self.counts.device)
+        pdl = bool(constants["PDL"])
         sum_counts_kernel[(bins // block,)](
             self.counts, spans, NUM_BINS=bins, BINS=block, PDL=pdl, **launch_options(pdl)
         )
@@ -156,20 +159,20 @@ class PairTables:
         )
 
 
-@torch.library.custom_op("lorakernels::align_pairs", mutates_args=("tables",))
-def _align_pairs(
-    topk_ids: Tensor,
-    token_slots: Tensor,
-    expert_map: Tensor | None,
-    tables: list[Tensor],
+def table_of(
+    buffers: list[Tensor],
+    *,
+    num_rows: int,
+    top_k: int,
     num_experts: int,
     max_slots: int,
     with_base: bool,
-) -> None:
-    pair_slots, pair_experts, *of_tiles, counts = tables
+) -> PairTables:
+    """The tables of a step from `PairMetadata.buffers`."""
+    pair_slots, pair_experts, *of_tiles, counts = buffers
     tile_slots, tile_experts, tile_pairs, num_tiles, *of_base = of_tiles
     base_experts, base_pairs, num_base_tiles = of_base
-    PairTables(
+    return PairTables(
         pair_slots=pair_slots,
         pair_experts=pair_experts,
         tile_slots=tile_slots,
@@ -180,9 +183,29 @@ def _align_pairs(
         base_pairs=base_pairs,
         num_base_tiles=num_base_tiles,
         counts=counts,
+        num_rows=num_rows,
+        top_k=top_k,
+        num_experts=num_experts,
+        max_slots=max_slots,
+        with_base=with_base,
+    )
+
+
+@torch.library.custom_op("lorakernels::align_pairs", mutates_args=("tables",))
+def _align_pairs(
+    topk_ids: Tensor,
+    token_slots: Tensor,
+    expert_map: Tensor | None,
+    tables: list[Tensor],
+    num_experts: int,
+    max_slots: int,
+    with_base: bool,
+) -> None:
+    table_of(
+        tables,
         num_rows=topk_ids.shape[0],
         top_k=topk_ids.shape[1],
         num_experts=num_experts,
         max_slots=max_slots,
         with_base=with_base,
-    ).fill(topk_ids, token_slots, expert_map)
+    ).fill(topk_ids, token_slots, expert_map, pdl=supports_pdl(topk_ids.device))

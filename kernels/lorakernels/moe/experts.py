@@ -15,7 +15,7 @@ from torch import Tensor
 from lorakernels.device import launch_options, supports_pdl
 from lorakernels.moe.align import PairMetadata
 from lorakernels.moe.experts_kernels import moe_gemm_kernel, sum_choices_kernel
-from lorakernels.moe.experts_plan import FOLD_STAGES, GemmShape, fold_ranks, plan_gemm
+from lorakernels.moe.experts_plan import GemmShape, fold_ranks, plan_gemm
 from lorakernels.moe.launch import Delta, shrink
 from lorakernels.moe.ops import MoEWorkspace
 from lorakernels.moe.plan import MoEShape, rank_vector
@@ -103,11 +103,12 @@ def run_experts(
     Products accumulate in fp32, the activation included; act and y are rounded to the dtype.
     Deterministic. Raises ValueError.
     """
-    _check(x, w13, w2, router_weights, pairs, buffers, out, activation, lora)
+    _check(x, w13, w2, router_weights, pairs, buffers, out, activation, lora, quantised_x)
     if x.shape[0] == 0:
         return
     act, y = buffers.act[: pairs.num_pairs], buffers.y[: pairs.num_pairs]
     on_input = router_weight is RouterWeight.ON_INPUT
+    pdl = supports_pdl(x.device)
     _product(
         x if quantised_x is None else quantised_x,
         w13,
@@ -117,6 +118,7 @@ def run_experts(
         lora=None if lora is None else (lora.w13, lora.workspace),
         activation=activation,
         router_weights=router_weights if on_input else None,
+        pdl=pdl,
     )
     _product(
         act if quantised_x is None else quantise_rows(act),
@@ -127,8 +129,9 @@ def run_experts(
         lora=None if lora is None else (lora.w2, lora.workspace),
         activation=None,
         router_weights=None if on_input else router_weights,
+        pdl=pdl,
     )
-    _sum_choices(y, pairs, out)
+    _sum_choices(y, pairs, out, pdl=pdl)
 
 
 def quantise_rows(x: Tensor) -> Quantised:
@@ -149,8 +152,8 @@ def _product(
     lora: tuple[ExpertWeights, MoEWorkspace] | None,
     activation: Activation | None,
     router_weights: Tensor | None,
+    pdl: bool,
 ) -> None:
-    pdl = supports_pdl(out.device)
     delta = None
     if lora is not None:
         delta = _delta(lora_input, *lora, pairs)
@@ -196,7 +199,6 @@ def _product(
         S=len(delta.shape.slice_widths) if delta else 1,
         R=delta.shape.rank if delta else 1,
         BLOCK_R=fold_ranks(delta.shape.rank) if delta else 16,
-        FOLD_STAGES=FOLD_STAGES,
         RANK_ALIGN=rank_vector(delta.shape.rank) if delta else 1,
         GATED=int(is_gated),
         SILU=activation is not None,
@@ -248,8 +250,7 @@ def _ranks_of_pairs(workspace: MoEWorkspace, x: Tensor, shape: MoEShape) -> Tens
     return values.view(1, shape.num_pairs, ranks)
 
 
-def _sum_choices(y: Tensor, pairs: PairMetadata, out: Tensor) -> None:
-    pdl = supports_pdl(out.device)
+def _sum_choices(y: Tensor, pairs: PairMetadata, out: Tensor, *, pdl: bool) -> None:
     rows, hidden = out.shape
     block = 1024 if hidden >= 1024 else 256
     sum_choices_kernel[(rows, -(-hidden // block))](
@@ -277,9 +278,13 @@ def _check(
     out: Tensor,
     activation: Activation,
     lora: ExpertLoRA | None,
+    quantised_x: Quantised | None,
 ) -> None:
     if not pairs.with_base:
         raise ValueError("pairs must be made with_base, for the product of the base layer")
+    weights = [isinstance(w, Quantised) for w in (w13, w2)]
+    if weights != [quantised_x is not None] * 2:
+        raise ValueError("w13, w2 and x must all be quantised or none of them")
     first, second = (w.values if isinstance(w, Quantised) else w for w in (w13, w2))
     _, hidden, inter = second.shape
     halves = 2 if activation is Activation.SILU_GATED else 1

@@ -56,7 +56,6 @@ def _fold(
     BLOCK_R: tl.constexpr,
     RANK_ALIGN: tl.constexpr,
     GATED: tl.constexpr,
-    STAGES: tl.constexpr,
     IEEE: tl.constexpr,
 ):
     """acc + h @ B.T, and the same for the other half, slot by slot: the pairs of a tile are
@@ -65,7 +64,7 @@ def _fold(
     offs_r = tl.arange(0, BLOCK_R)
     last = tl.max(slots, axis=0)
     first = tl.maximum(tl.min(tl.where(slots >= 0, slots, last), axis=0), 0)
-    for step in tl.range(first * BLOCKS, (last + 1) * BLOCKS, num_stages=STAGES):
+    for step in tl.range(first * BLOCKS, (last + 1) * BLOCKS, num_stages=1):
         slot = step // BLOCKS
         ranks_of = step % BLOCKS * BLOCK_R + offs_r
         mine = slots == slot
@@ -114,7 +113,6 @@ def moe_gemm_kernel(
     R: tl.constexpr,
     BLOCK_R: tl.constexpr,
     RANK_ALIGN: tl.constexpr,
-    FOLD_STAGES: tl.constexpr,
     GATED: tl.constexpr,
     SILU: tl.constexpr,
     WEIGHTED: tl.constexpr,
@@ -181,7 +179,7 @@ def moe_gemm_kernel(
             # fmt: off
             acc, up = _fold(acc, up if GATED else acc, bridge_ptr, b_expert, ranks_ptr, pairs,
                             slots, columns, live_n, WIDTH, stride_b_slot, S, R, BLOCK_R,
-                            RANK_ALIGN, GATED, FOLD_STAGES, IEEE)
+                            RANK_ALIGN, GATED, IEEE)
             # fmt: on
 
         if WEIGHTED:

@@ -25,9 +25,6 @@ class GemmPlan:
     num_stages: int
 
 
-FOLD_STAGES = 1
-
-
 def fold_ranks(rank: int) -> int:
     """Ranks that one step of the fold multiplies."""
     return min(64, max(16, 1 << (rank - 1).bit_length()))

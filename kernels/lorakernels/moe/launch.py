@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lorakernels.device import launch_options, supports_pdl
+from lorakernels.device import launch_options
 from lorakernels.moe.kernels import moe_expand_kernel, moe_shrink_kernel
 from lorakernels.moe.one_shot_kernel import moe_one_shot_kernel
 from lorakernels.moe.plan import (
@@ -71,8 +71,7 @@ class Delta:
         return self.out.dtype == torch.float32
 
 
-def launch(delta: Delta, path: MoEPath) -> None:
-    pdl = supports_pdl(delta.x.device)
+def launch(delta: Delta, path: MoEPath, *, pdl: bool) -> None:
     if path is MoEPath.SMALL_BATCH:
         _small_batch(delta, pdl=pdl)
     elif path is MoEPath.ONE_SHOT:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from lorakernels.dense.ops import overlap
+from lorakernels.device import supports_pdl
 from lorakernels.moe.align import PairMetadata
 from lorakernels.moe.launch import Delta, launch
 from lorakernels.moe.plan import MoEPath, MoEShape, bridge_shape, plan_path
@@ -139,6 +140,7 @@ def _moe_delta(
             add_inputs=add_inputs,
         ),
         chosen,
+        pdl=supports_pdl(x.device),
     )
 
 

@@ -93,7 +93,6 @@ class SmallBatchPlan:
 # programs on an H200's 132 SMs that are enough for a plane, or a block of columns, of its own
 _PROGRAMS = 560
 _PROGRAMS_OF_LOW_RANK = 300
-_PROGRAMS_OF_LOW_TILES = 1500
 # a program of a one-shot kernel that sweeps more columns leaves multiprocessors idle at the end
 _MOST_COLUMNS = 4096
 # elements of x that the programs of a small batch may read, each for itself
@@ -154,8 +153,9 @@ def plan_expand(shape: MoEShape) -> ExpandPlan:
     # a program does several blocks one after the other where there are programs enough
     blocks = sum(-(-width // block_n) for width in shape.slice_widths)
     low = shape.height == MIN_TILE_ROWS
-    programs = expected_tiles(shape) * blocks // (_PROGRAMS_OF_LOW_TILES if low else _PROGRAMS)
-    spare = min(4 if low else 8, widest // block_n, programs)
+    spare = min(4 if low else 8, widest // block_n, expected_tiles(shape) * blocks // _PROGRAMS)
+    if low and spare < 4:
+        spare = 1
     return ExpandPlan(
         block_n,
         block_r,

@@ -1,0 +1,183 @@
+"""Representative launches of the MoE kernels, for compiling them where no GPU is; see
+dense/specs.py."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+
+from lorakernels.moe.align import PairMetadata
+from lorakernels.moe.align_launch import table_of
+from lorakernels.moe.experts import Activation, _product, _sum_choices
+from lorakernels.moe.launch import Delta, launch
+from lorakernels.moe.ops import MoEWorkspace, view_bridge
+from lorakernels.moe.plan import MoEPath, MoEShape, plan_path
+from lorakernels.moe.weights import ExpertWeights
+
+_SLOTS = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    label: str
+    in_features: int
+    slice_widths: tuple[int, ...]
+    experts: int
+    top_k: int
+    tokens: int
+    rank: int
+    path: MoEPath | None = None
+    dtype: torch.dtype = torch.bfloat16
+    # w2: x by pair, router weights on the output, which is overwritten
+    is_second: bool = False
+
+
+# in features, slice widths, experts, top-k
+_W13 = (2048, (768, 768), 128, 8)
+_W2 = (768, (2048,), 128, 8)
+_WIDE = (4096, (7168, 7168), 8, 2)
+_ODD = (1000, (520, 72), 5, 3)
+
+
+def _problems() -> Iterator[Problem]:
+    for name, shape in (("w13", _W13), ("wide", _WIDE)):
+        for tokens in (1, 64, 4096):
+            for rank in (16, 64):
+                yield Problem(f"{name}-r{rank}-t{tokens}", *shape, tokens, rank)
+    for tokens in (1, 4096):
+        yield Problem(f"w2-r16-t{tokens}", *_W2, tokens, 16, is_second=True)
+    for path in MoEPath:
+        yield Problem(f"w2-r24-t64-{path.name.lower()}", *_W2, 64, 24, path)
+    for tokens in (64, 4096):
+        yield Problem(f"w2-r512-t{tokens}", *_W2, tokens, 512)
+    yield Problem("w2-r128-t4096-one_shot", *_W2, 4096, 128, MoEPath.ONE_SHOT)
+    yield Problem("odd-r7-t33", *_ODD, 33, 7, MoEPath.ONE_SHOT)
+    for path in MoEPath:
+        label = f"odd-fp32-r24-t33-{path.name.lower()}"
+        yield Problem(label, *_ODD, 33, 24, path, torch.float32)
+
+
+def launches(compute_capability: int) -> Iterator[tuple[str, Callable[[], None]]]:
+    """(label, launch) for a GPU, 90 for sm_90; `launch()` launches one or more kernels."""
+    pdl = compute_capability >= 90
+    for tokens, with_base in ((8, False), (64, True), (8192, False), (8192, True)):
+        label = f"align-t{tokens}{'-base' if with_base else ''}"
+        yield label, partial(_align, tokens, with_base, pdl=pdl)
+    for problem in _problems():
+        yield f"moe-{problem.label}", partial(_delta, problem, pdl=pdl)
+    for tokens in (8, 1024, 8192):
+        for rank in (0, 16, 128):
+            yield f"layer-r{rank}-t{tokens}", partial(_layer, tokens, rank, pdl=pdl)
+    yield "layer-fp32-r16-t8", partial(_layer, 8, 16, pdl=pdl, dtype=torch.float32)
+
+
+def _align(tokens: int, with_base: bool, *, pdl: bool) -> None:
+    pairs = _pairs(tokens, 8, 128, with_base=with_base)
+    ids = torch.empty(tokens, 8, dtype=torch.int32, device="meta")
+    slots = torch.empty(tokens, dtype=torch.int32, device="meta")
+    tables = table_of(
+        pairs.buffers,
+        num_rows=tokens,
+        top_k=8,
+        num_experts=128,
+        max_slots=_SLOTS,
+        with_base=with_base,
+    )
+    tables.fill(ids, slots, None, pdl=pdl)
+
+
+def _delta(problem: Problem, *, pdl: bool) -> None:
+    weights = _weights(problem.slice_widths, problem.in_features, problem)
+    pairs = _pairs(problem.tokens, problem.top_k, problem.experts, with_base=False)
+    rows = problem.tokens * problem.top_k
+    shape = MoEShape(
+        rows,
+        problem.experts,
+        problem.in_features,
+        problem.slice_widths,
+        problem.rank,
+        problem.dtype.itemsize,
+    )
+    path = plan_path(shape, problem.path)
+    workspace = MoEWorkspace([weights], max_tokens=problem.tokens, top_k=problem.top_k)
+    x_rows = rows if problem.is_second else problem.tokens
+    bridge = workspace.bridge
+    delta = Delta(
+        shape=shape,
+        x=torch.empty(x_rows, problem.in_features, dtype=problem.dtype, device="meta"),
+        pairs_per_x=rows // x_rows,
+        factors=(weights.a, weights.b),
+        tables=(weights.ranks, weights.scales),
+        of_pairs=(pairs.pair_slots, pairs.pair_experts),
+        of_tiles=(pairs.tile_slots, pairs.tile_experts, pairs.tile_pairs, pairs.num_tiles),
+        bridge=view_bridge(bridge, shape) if path is MoEPath.TWO_KERNEL else bridge,
+        out=torch.empty(rows, sum(problem.slice_widths), dtype=problem.dtype, device="meta"),
+        router_weights=torch.empty(rows, device="meta") if problem.is_second else None,
+        add_inputs=not problem.is_second,
+    )
+    launch(delta, path, pdl=pdl)
+
+
+def _layer(
+    tokens: int,
+    rank: int,
+    *,
+    pdl: bool,
+    dtype: torch.dtype = torch.bfloat16,
+) -> None:
+    hidden, (width, _), experts, top_k = _W13
+    pairs, rows = _pairs(tokens, top_k, experts, with_base=True), tokens * top_k
+
+    def empty(*shape: int) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype, device="meta")
+
+    act, y = empty(rows, width), empty(rows, hidden)
+    for x, x_rows, out, widths, activation in (
+        (hidden, tokens, act, (width, width), Activation.SILU_GATED),
+        (width, rows, y, (hidden,), None),
+    ):
+        lora = None
+        if rank:
+            problem = Problem("", x, widths, experts, top_k, tokens, rank, dtype=dtype)
+            weights = _weights(widths, x, problem)
+            lora = weights, MoEWorkspace([weights], max_tokens=tokens, top_k=top_k)
+        _product(
+            empty(x_rows, x),
+            empty(experts, sum(widths), x),
+            out,
+            pairs,
+            lora_input=empty(x_rows, x),
+            lora=lora,
+            activation=activation,
+            router_weights=None if activation else torch.empty(tokens, top_k, device="meta"),
+            pdl=pdl,
+        )
+    _sum_choices(y, pairs, empty(tokens, hidden), pdl=pdl)
+
+
+def _weights(widths: tuple[int, ...], in_features: int, problem: Problem) -> ExpertWeights:
+    return ExpertWeights(
+        num_slots=_SLOTS,
+        num_experts=problem.experts,
+        slice_widths=widths,
+        in_features=in_features,
+        rank=problem.rank,
+        dtype=problem.dtype,
+        device="meta",
+    )
+
+
+def _pairs(tokens: int, top_k: int, experts: int, *, with_base: bool) -> PairMetadata:
+    pairs = PairMetadata(
+        max_tokens=tokens,
+        top_k=top_k,
+        num_experts=experts,
+        max_slots=_SLOTS,
+        device="meta",
+        with_base=with_base,
+    )
+    pairs.num_rows = tokens
+    return pairs
