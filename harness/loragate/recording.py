@@ -7,6 +7,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from loragate.report.attempts import AttemptOutcome
+from loragate.report.counts import Count
 from loragate.report.summary import Summary
 from loragate.results import read_section, update_section
 
@@ -54,6 +56,7 @@ def outcome(summary: Summary) -> dict[str, Any]:
         "reasons": list(summary.reasons),
         "duration_s": round(finished.duration_s, 1) if finished else None,
         "counts": [asdict(count) for count in summary.counts],
+        **({"seeds": [*map(_seed, summary.attempts)]} if summary.attempts else {}),
         "legs": [
             {
                 "name": leg.name,
@@ -64,3 +67,20 @@ def outcome(summary: Summary) -> dict[str, Any]:
         ],
         "known": sorted({case.run_id for case in summary.known}),
     }
+
+
+def _seed(attempt: AttemptOutcome) -> dict[str, Any]:
+    """One attempt: its verdict, what each site owed and gave, and how to run again what did not
+    pass."""
+    return {
+        "attempt": attempt.attempt,
+        "verdict": attempt.verdict.value,
+        "counts": {f"{row.subject}/{row.site}": _figures(row) for row in attempt.counts},
+        "replays": [case.replay for case in attempt.troubles],
+    }
+
+
+def _figures(row: Count) -> dict[str, int]:
+    figures = asdict(row)
+    kept = ("expected", "executed", "passed")
+    return {k: v for k, v in figures.items() if k in kept or (isinstance(v, int) and v)}

@@ -84,6 +84,28 @@ def run_session() -> Callable[..., Session]:
 
 
 @pytest.fixture(scope="session")
+def run_gate() -> Callable[..., Session]:
+    """Runs the gate on one of the matrices of this folder."""
+
+    def run(report: Path, *arguments: str, matrix: str, **changes: str) -> Session:
+        command = [
+            *(sys.executable, "-m", "loragate", "gate", f"--report={report}"),
+            *(f"--matrix={_HERE / matrix}", *arguments),
+        ]
+        done = subprocess.run(
+            command,
+            env=environment(**changes),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=240,
+        )
+        return Session(done.returncode, done.stdout, report)
+
+    return run
+
+
+@pytest.fixture(scope="session")
 def run_once(
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Callable[[str, Callable[[Path], Session]], Session]:

@@ -18,7 +18,7 @@ from loragate.report.events import (
 )
 from loragate.report.outcomes import LegOutcome, excused, known_in, standing
 from loragate.report.terminal import Colour, render_leg, verdict_word
-from loragate.verdict import Verdict
+from loragate.verdict import Verdict, worst
 
 _WIPE = "\r\x1b[2K"
 _STEPS = 10
@@ -38,12 +38,14 @@ class Progress:
         self._colour = colour
         self._liveness = liveness
         self._expected = 0
+        self._attempts = 1
         self._finished: dict[str, Verdict] = {}
         self._listed: list[KnownFinding] = []
 
     def feed(self, event: Event) -> str:
         if isinstance(event, RunStarted):
             self._expected = sum(len(row.run_ids) for row in event.expected)
+            self._attempts = len(event.attempts) or 1
             return ""
         if isinstance(event, KnownFinding):
             self._listed.append(event)
@@ -61,12 +63,14 @@ class Progress:
         before = self._step()
         verdict = standing(excused(event, self._listed))
         fresh = event.run_id not in self._finished
-        self._finished[event.run_id] = verdict
+        # a later attempt does not make up for an earlier one
+        self._finished[event.run_id] = worst([verdict, self._finished.get(event.run_id, verdict)])
+        name = event.run_id if self._attempts == 1 else f"{event.run_id}  attempt {event.attempt}"
         told = ""
         if verdict is not Verdict.PASS:
-            told = self._line(f"{verdict_word(verdict, self._colour)}  {event.run_id}")
+            told = self._line(f"{verdict_word(verdict, self._colour)}  {name}")
         elif known := known_in(event, self._listed):
-            told = self._line(f"KNOWN  {event.run_id}  {', '.join(f.id for f in known)}")
+            told = self._line(f"KNOWN  {name}  {', '.join(f.id for f in known)}")
         if self._liveness is Liveness.TERMINAL:
             return told + _WIPE + self._tally()
         return told + (self._line(self._tally()) if fresh and self._step() > before else "")

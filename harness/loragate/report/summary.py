@@ -12,8 +12,9 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from loragate.findings.ledger import VERDICTS, Line, State
+from loragate.report.attempts import AttemptOutcome, attempt_outcomes, in_attempts
+from loragate.report.counts import Count, count_results, total_of
 from loragate.report.events import (
-    COMPILE_SITE,
     CompileResult,
     Event,
     Expected,
@@ -23,7 +24,6 @@ from loragate.report.events import (
 )
 from loragate.report.log import EventLog
 from loragate.report.outcomes import (
-    JUDGED,
     CaseOutcome,
     LegOutcome,
     case_outcomes,
@@ -54,40 +54,16 @@ EXIT_MEANINGS: Mapping[ExitCode, str] = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Count:
-    """Results of one site of one subject.
-
-    `executed` were judged: passed + known + failed + inconclusive, where `known` are those that
-    failed as the ledger lists it. `skipped` are those that the plan
-    left out and those that were skipped at run time; only the latter are among the expected.
-    """
-
-    subject: str
-    site: str
-    expected: int
-    executed: int
-    passed: int
-    known: int
-    failed: int
-    inconclusive: int
-    infra: int
-    skipped: int
-
-    @property
-    def missing(self) -> int:
-        return max(0, self.expected - self.executed)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Summary:
     """`reasons` say why the verdict is not PASS, the gravest first; `missing` are the run ids
-    that were planned and of which nothing was heard; `ledger` is what became of the findings that
-    are listed about cases."""
+    that were planned and of which nothing was heard; `attempts` are those of a run with several;
+    `ledger` is what became of the findings that are listed about cases."""
 
     verdict: Verdict
     exit_code: ExitCode
     reasons: tuple[str, ...]
     counts: tuple[Count, ...]
+    attempts: tuple[AttemptOutcome, ...]
     cases: tuple[CaseOutcome, ...]
     missing: tuple[str, ...]
     legs: tuple[LegOutcome, ...]
@@ -99,7 +75,7 @@ class Summary:
 
     @property
     def total(self) -> Count:
-        return _total(self.counts)
+        return total_of(self.counts)
 
     @property
     def known(self) -> tuple[CaseOutcome, ...]:
@@ -121,15 +97,17 @@ def summarize(log: EventLog) -> Summary:
     compiles = compile_outcomes(log.events)
     legs = leg_outcomes(log.events)
     ledger = ledger_lines(log.events)
-    counts = _counts(plan, cases, compiles)
+    counts = count_results(plan, cases, compiles)
+    attempts = attempt_outcomes(log.events)
     planned = {run_id for row in _expected(plan) for run_id in row.run_ids}
     missing = tuple(sorted(planned - {case.run_id for case in cases}))
     findings = [
-        *_case_findings(cases),
+        *_case_findings(cases, attempts),
         *_compile_findings(compiles),
         *_leg_findings(legs),
         *_ledger_findings(ledger),
         *_gaps(counts, missing),
+        *_attempt_gaps(attempts),
         *_run_findings(plan, finished),
     ]
     verdict = worst([verdict for verdict, _ in findings] or [Verdict.PASS])
@@ -138,6 +116,7 @@ def summarize(log: EventLog) -> Summary:
         exit_code=EXIT_CODES[verdict],
         reasons=_by_gravity(findings),
         counts=counts,
+        attempts=attempts,
         cases=cases,
         missing=missing,
         legs=legs,
@@ -159,13 +138,16 @@ _CASE_WORDS: Mapping[Verdict, str] = {
 }
 
 
-def _case_findings(cases: Sequence[CaseOutcome]) -> Iterable[Finding]:
+def _case_findings(
+    cases: Sequence[CaseOutcome], attempts: Sequence[AttemptOutcome]
+) -> Iterable[Finding]:
     tally = Counter(case.verdict for case in cases)
     for verdict, words in _CASE_WORDS.items():
         if tally[verdict]:
             noun = "case" if tally[verdict] == 1 else "cases"
             grave = Verdict.INCONCLUSIVE if verdict is Verdict.SKIP else verdict
-            yield grave, f"{tally[verdict]} {noun} {words}"
+            where = in_attempts(a.attempt for a in attempts if a.has(verdict))
+            yield grave, f"{tally[verdict]} {noun} {words}{where}"
 
 
 def _compile_findings(compiles: Sequence[CompileResult]) -> Iterable[Finding]:
@@ -208,6 +190,19 @@ def _gaps(counts: Sequence[Count], missing: Sequence[str]) -> Iterable[Finding]:
             )
 
 
+def _attempt_gaps(attempts: Sequence[AttemptOutcome]) -> Iterable[Finding]:
+    short: dict[tuple[str, str], list[int]] = defaultdict(list)
+    for attempt in attempts:
+        for count in attempt.counts:
+            if count.missing:
+                short[count.subject, count.site].append(attempt.attempt)
+    for (subject, site), numbers in sorted(short.items()):
+        yield (
+            Verdict.INCONCLUSIVE,
+            f"{subject}/{site}: fewer executed than expected{in_attempts(numbers)}",
+        )
+
+
 def _run_findings(plan: RunStarted | None, finished: RunFinished | None) -> Iterable[Finding]:
     if plan is None:
         yield Verdict.INCONCLUSIVE, "no plan is recorded, so nothing can be complete"
@@ -215,57 +210,6 @@ def _run_findings(plan: RunStarted | None, finished: RunFinished | None) -> Iter
         yield Verdict.INCONCLUSIVE, "the plan expects nothing, so nothing was shown"
     if finished is None:
         yield Verdict.INCONCLUSIVE, "the run did not come to its end"
-
-
-def _counts(
-    plan: RunStarted | None, cases: Sequence[CaseOutcome], compiles: Sequence[CompileResult]
-) -> tuple[Count, ...]:
-    """One row for every (subject, site) that was planned or heard of, sorted."""
-    expected: Counter[tuple[str, str]] = Counter()
-    for row in _expected(plan):
-        expected[row.subject, row.site] += row.count
-    found: dict[tuple[str, str], Counter[Verdict]] = defaultdict(Counter)
-    for case in cases:
-        found[case.subject, case.site][case.verdict] += 1
-    for result in compiles:
-        found[result.subject, COMPILE_SITE][result.verdict] += 1
-    left_out = Counter((s.subject, s.site) for s in (plan.skipped if plan else ()))
-    known = Counter((case.subject, case.site) for case in cases if case.is_known)
-    keys = sorted(expected.keys() | found.keys() | left_out.keys())
-    return tuple(_count(key, expected[key], found[key], left_out[key], known[key]) for key in keys)
-
-
-def _count(
-    key: tuple[str, str], expected: int, found: Counter[Verdict], left_out: int, known: int
-) -> Count:
-    subject, site = key
-    return Count(
-        subject=subject,
-        site=site,
-        expected=expected,
-        executed=sum(found[verdict] for verdict in JUDGED),
-        passed=found[Verdict.PASS] - known,
-        known=known,
-        failed=found[Verdict.FAIL],
-        inconclusive=found[Verdict.INCONCLUSIVE],
-        infra=found[Verdict.INFRA],
-        skipped=found[Verdict.SKIP] + left_out,
-    )
-
-
-def _total(counts: Sequence[Count]) -> Count:
-    return Count(
-        subject="total",
-        site="",
-        expected=sum(count.expected for count in counts),
-        executed=sum(count.executed for count in counts),
-        passed=sum(count.passed for count in counts),
-        known=sum(count.known for count in counts),
-        failed=sum(count.failed for count in counts),
-        inconclusive=sum(count.inconclusive for count in counts),
-        infra=sum(count.infra for count in counts),
-        skipped=sum(count.skipped for count in counts),
-    )
 
 
 def _by_gravity(findings: Sequence[Finding]) -> tuple[str, ...]:

@@ -10,10 +10,12 @@ from enum import StrEnum
 from typing import TextIO
 
 from loragate.findings.ledger import Line, State
+from loragate.report.attempts import AttemptOutcome
+from loragate.report.counts import Count, total_of
 from loragate.report.events import CompileResult
 from loragate.report.kinds import Kind, kinds_of_trouble
 from loragate.report.outcomes import CaseOutcome, LegOutcome
-from loragate.report.summary import EXIT_MEANINGS, Count, Summary
+from loragate.report.summary import EXIT_MEANINGS, Summary
 from loragate.report.wording import (
     KNOWN,
     VERDICT_WORDS,
@@ -72,6 +74,7 @@ def render_summary(summary: Summary, colour: Colour) -> str:
         *_ledger(summary, colour),
         *(f"note: {headline(note)}" for note in summary.notes),
         _counts_table(summary, colour),
+        _attempts_table(summary.attempts, colour),
         _legs_table(summary.legs, colour),
         _verdict_block(summary, colour),
     ]
@@ -206,6 +209,25 @@ def _figures(row: Count, colour: Colour) -> str:
         for number, code in alarms
     )
     return "".join(cells)
+
+
+def _attempts_table(attempts: Sequence[AttemptOutcome], colour: Colour) -> str:
+    bad = [attempt for attempt in attempts if attempt.verdict is not Verdict.PASS]
+    lines = [line for attempt in bad for line in _attempt(attempt, colour)]
+    if attempts:
+        lines.append(f"{len(attempts) - len(bad)} of {len(attempts)} attempts passed")
+    return "\n".join(lines)
+
+
+def _attempt(attempt: AttemptOutcome, colour: Colour) -> Iterable[str]:
+    total = total_of(attempt.counts)
+    name, word = f"attempt {attempt.attempt}", verdict_word(attempt.verdict, colour, width=11)
+    good = total.passed + total.known
+    yield f"{name:<14}{word}{total.executed} of {total.expected} executed, {good} passed"
+    for case in attempt.troubles[:_CASES_OF_A_KIND]:
+        yield f"  {paint('replay', _DIM, colour)}  {printable(case.replay)}"
+    if len(attempt.troubles) > _CASES_OF_A_KIND:
+        yield f"  ... and {len(attempt.troubles) - _CASES_OF_A_KIND} more"
 
 
 def _legs_table(legs: Sequence[LegOutcome], colour: Colour) -> str:

@@ -7,11 +7,13 @@ import os
 import time
 from collections.abc import Callable, Mapping
 
+import torch
 from torch import Tensor
 
 from loragate import runner
 from loragate.machine import Machine
 from loragate.matrix.case import Case
+from loragate.matrix.ids import seed_of
 from loragate.subjects.protocol import BaseLayer, Capabilities, Instance, Pool
 from loragate.subjects.torch_subject import TorchSubject
 
@@ -55,6 +57,7 @@ DEEDS: Mapping[int, Callable[[], None]] = {
     17: run_out_of_memory,
 }
 WRONG_ANSWER = 18
+WRONG_ATTEMPT, CRASHING_ATTEMPT = 7, 2
 
 
 class BadDay(TorchSubject):
@@ -62,6 +65,19 @@ class BadDay(TorchSubject):
 
     def open(self, case: Case, machine: Machine, base: BaseLayer | None) -> Instance:
         return _Misbehaving(super().open(case, machine, base), case.tokens)
+
+
+class BadSeed(TorchSubject):
+    """Fails with the data of one attempt only, and leaves with that of another."""
+
+    name = "bad_seed"
+
+    def open(self, case: Case, machine: Machine, base: BaseLayer | None) -> Instance:
+        # the runner seeds torch with the seed of the attempt
+        attempt = {seed_of(case, n): n for n in range(20)}[torch.initial_seed()]
+        deeds = {(23, WRONG_ATTEMPT): WRONG_ANSWER, (24, CRASHING_ATTEMPT): 11}
+        deed = deeds.get((case.tokens, attempt), case.tokens)
+        return _Misbehaving(super().open(case, machine, base), deed)
 
 
 class Absent(TorchSubject):
