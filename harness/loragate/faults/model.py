@@ -32,6 +32,12 @@ class Group(StrEnum):
     WEIGHTS = "slots of a layer"
     LAYER = "packed and parallel layer"
     ADAPTERS = "adapter files and activation"
+    ALIGN = "experts: alignment of pairs"
+    MOE_TWO_KERNEL = "experts: shrink and expand"
+    MOE_FUSED = "experts: one launch for both"
+    MOE_HOST = "experts: plan, launch, slots"
+    MOE_LAYER = "experts: whole layer and its parts"
+    MOE_ADAPTERS = "experts: adapter files"
 
 
 class Check(StrEnum):
@@ -49,6 +55,17 @@ class Check(StrEnum):
     PEFT_SCALE = "peft_scale"
     BINDING = "binding"
     COMPILES = "kernels_compile"
+    PAIRS = "pair_tables"
+    PAIR_PLANS = "pair_plans"
+    FAR_PAIRS = "far_pairs"
+    PAIR_WORKSPACE = "pair_workspace"
+    PAIR_ORDER = "pair_launch_order"
+    EXPERT_COMPILES = "expert_kernels_compile"
+    EXPERT_LAYER = "expert_layer"
+    EXPERT_QUANTISED = "expert_layer_quantised"
+    EXPERT_RANKS = "expert_layer_over_ranks"
+    EXPERT_SLOTS = "expert_slots"
+    EXPERT_FILES = "expert_files"
 
 
 # a planted process may also be expected to throw, to stand still or to die

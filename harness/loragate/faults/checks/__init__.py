@@ -11,7 +11,16 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 
 from loragate.faults import compiling
-from loragate.faults.checks import activation, folders, parallel, rows, tables
+from loragate.faults.checks import (
+    activation,
+    far_pairs,
+    folders,
+    pair_plans,
+    pair_tables,
+    parallel,
+    rows,
+    tables,
+)
 from loragate.faults.model import Check, Sighting
 from loragate.verdict import Failure, Verdict
 
@@ -29,6 +38,11 @@ CHECKS: Mapping[Check, Callable[[], str | None]] = MappingProxyType(
         Check.PEFT_SCALE: folders.check_peft_scale,
         Check.BINDING: folders.check_binding,
         Check.COMPILES: compiling.check_compiles,
+        Check.PAIRS: pair_tables.check_pairs,
+        Check.PAIR_PLANS: pair_plans.check_pair_plans,
+        Check.PAIR_WORKSPACE: pair_tables.check_pair_workspace,
+        Check.FAR_PAIRS: far_pairs.check_far_pairs,
+        Check.PAIR_ORDER: far_pairs.check_pair_order,
     }
 )
 

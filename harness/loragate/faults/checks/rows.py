@@ -30,7 +30,7 @@ class Unable(Exception):
 def check_far_rows() -> str | None:
     """x by rows, x by columns and out, each with its third line 2^31 elements away."""
     # a wrapped offset stays inside the memory: it reads zeros instead of ending the process
-    memory = _memory(2 * (1 << 31) + 64)
+    memory = sparse_memory(2 * (1 << 31) + 64)
     middle = 1 << 31
     far = partial(memory.as_strided, storage_offset=middle)
     x, near = _signs(3, 3), torch.zeros(3, 3, dtype=torch.float16, device=memory.device)
@@ -66,7 +66,7 @@ def check_launch_order() -> str | None:
         # the last one is still at work when the step starts
         pairs = pairs if attempt % 2 else pairs[::-1]
         for source, target, _ in pairs:
-            _copy_late(source, target)
+            copy_late(source, target)
         dense_delta(late_x, weights, metadata, workspace, late_out)
         torch.cuda.synchronize()
         if not torch.equal(bits_of(late_out), bits_of(wanted)):
@@ -85,7 +85,7 @@ def check_queued_steps() -> str | None:
 
     def run(pause: Callable[[], object]) -> list[Tensor]:
         outs = [torch.zeros_like(x) for _ in mappings]
-        _copy_late(x, torch.empty_like(x))
+        copy_late(x, torch.empty_like(x))
         for mapping, out in zip(mappings, outs, strict=True):
             pause()
             metadata.prepare(mapping)
@@ -108,13 +108,13 @@ def check_queued_steps() -> str | None:
     return None
 
 
-def _copy_late(source: Tensor, target: Tensor) -> None:
+def copy_late(source: Tensor, target: Tensor) -> None:
     programs = -(-source.numel() // BLOCK)
     sink = torch.zeros(programs, device=source.device)
     late_copy_kernel[(programs,)](source, target, sink, source.numel(), _SPINS, BLOCK=BLOCK)
 
 
-def _memory(elements: int) -> Tensor:
+def sparse_memory(elements: int) -> Tensor:
     """fp16 [elements] of which only what is written takes memory."""
     if detect_machine().device == "cuda":
         return torch.zeros(elements, dtype=torch.float16, device="cuda")

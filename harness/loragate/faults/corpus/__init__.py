@@ -8,6 +8,10 @@ from loragate.faults.corpus import (
     expand,
     layers,
     metadata,
+    moe_align,
+    moe_fused,
+    moe_host,
+    moe_two_kernel,
     operator,
     shrink,
     weights,
@@ -24,6 +28,10 @@ FAULTS: tuple[Fault, ...] = (
     *layers.FAULTS,
     *adapters.FAULTS,
     *device.FAULTS,
+    *moe_align.FAULTS,
+    *moe_two_kernel.FAULTS,
+    *moe_fused.FAULTS,
+    *moe_host.FAULTS,
 )
 
 # what every test run plants: for each oracle the fault that only it notices

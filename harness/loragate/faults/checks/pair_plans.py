@@ -1,0 +1,191 @@
+"""Whatever a plan may ask of a kernel of experts - tiles, groups, parts, planes - the result is the
+same. Plans are tuned on a GPU; this way a case does not lose what it is for when they change."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
+from types import MappingProxyType
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import Tensor
+
+from loragate.inputs.placement import Band, bits_of, owned, place, whole
+from loragate.machine import detect_machine
+from loragate.matrix.case import Layout
+from lorakernels.metadata import BatchMetadata
+from lorakernels.moe import launch as launches
+from lorakernels.moe.align import PairMetadata
+from lorakernels.moe.launch import Delta, launch
+from lorakernels.moe.plan import MoEPath, MoEShape
+from lorakernels.moe.weights import ExpertFactors, ExpertWeights
+
+_TOKENS, _TOP_K, _EXPERTS, _SLOTS, _IN, _RANK = 10, 2, 2, 3, 40, 20
+_WIDTHS = (40, 40)
+# rank and scale of each slot and slice; one slice is absent
+_ADAPTERS = (((20, 1.0), (3, 2.0)), ((5, 0.5), (20, 1.0)), ((18, 2.0), None))
+_GUARD_COLUMNS = 16
+
+
+@dataclass(frozen=True, slots=True)
+class _Plan:
+    """Fields of the plans that are forced; anything else is as planned."""
+
+    path: MoEPath
+    fields: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+
+
+_TWO = MoEPath.TWO_KERNEL
+_PLANS: Mapping[str, _Plan] = MappingProxyType(
+    {
+        "K in three parts": _Plan(_TWO, {"plan_shrink": {"block_k": 16, "planes": 3}}),
+        "K in two parts of three steps": _Plan(_TWO, {"plan_shrink": {"block_k": 16, "planes": 2}}),
+        "one block of columns a program": _Plan(_TWO, {"plan_expand": {"block_n": 16, "group": 1}}),
+        "groups of two blocks": _Plan(_TWO, {"plan_expand": {"block_n": 16, "group": 2}}),
+        "two blocks of ranks": _Plan(_TWO, {"plan_expand": {"block_r": 16, "group": 1}}),
+        "one shot": _Plan(
+            MoEPath.ONE_SHOT, {"plan_one_shot": {"block_n": 16, "parts": 1, "paired": False}}
+        ),
+        "one shot in two parts of three blocks": _Plan(
+            MoEPath.ONE_SHOT, {"plan_one_shot": {"block_n": 16, "parts": 2, "paired": False}}
+        ),
+        "both slices in one program": _Plan(
+            MoEPath.ONE_SHOT,
+            {"plan_one_shot": {"block_n": 16, "block_k": 16, "parts": 1, "paired": True}},
+        ),
+        "small batch": _Plan(MoEPath.SMALL_BATCH, {"plan_small_batch": {"block_n": 16}}),
+    }
+)
+
+
+def check_pair_plans() -> str | None:
+    """Integers that are exact in any order, inside guards that must keep their bits."""
+    step = _Step()
+    for add_inputs in (True, False):
+        wanted = step.wanted(add_inputs=add_inputs)
+        for name, plan in _PLANS.items():
+            out = place(
+                step.base.clone(), Layout.COLUMN_SLICE, margin=_GUARD_COLUMNS, band=Band.NUMBER
+            )
+            before = whole(out).clone()
+            with ExitStack() as stack:
+                for planner, fields in plan.fields.items():
+                    forced = _forcing(getattr(launches, planner), fields)
+                    stack.enter_context(patch.object(launches, planner, forced))
+                planes = plan.fields.get("plan_shrink", {}).get("planes", 1)
+                launch(step.delta(out, planes, add_inputs=add_inputs), plan.path, pdl=False)
+            if not torch.equal(bits_of(out + 0.0), bits_of(wanted + 0.0)):
+                return f"{name}: {int((out != wanted).sum())} elements are wrong"
+            changed = (bits_of(whole(out)) != bits_of(before)) & ~owned(out)
+            if changed.any():
+                return f"{name}: {int(changed.sum())} elements outside of out were written"
+    return None
+
+
+def _forcing(planner: Callable[[MoEShape], Any], fields: Mapping[str, Any]) -> Callable[..., Any]:
+    # the rest of a plan is left alone: it is none of this check's business
+    return lambda shape: replace(planner(shape), **fields)
+
+
+class _Step:
+    """bf16; every number is a small integer or a half."""
+
+    def __init__(self) -> None:
+        self.device = torch.device(detect_machine().device)
+        self.generator = torch.Generator().manual_seed(7)
+        self.slots = torch.arange(_TOKENS, dtype=torch.int32) % (_SLOTS + 1) - 1
+        # of two choices one is always expert 0, in either place
+        self.ids = torch.tensor([[0, 1], [1, 0]] * (_TOKENS // 2), dtype=torch.int32)
+        self.router = self._integers(1, 3, _TOKENS, _TOP_K).float()
+        self.x = self._sparse(_TOKENS, _IN, 6)
+        self.base = self._integers(-3, 4, _TOKENS * _TOP_K, sum(_WIDTHS)).bfloat16()
+        self.weights = ExpertWeights(
+            num_slots=_SLOTS,
+            num_experts=_EXPERTS,
+            slice_widths=_WIDTHS,
+            in_features=_IN,
+            rank=_RANK,
+            dtype=torch.bfloat16,
+            device=self.device,
+        )
+        self.factors = [[self._factors(part) for part in parts] for parts in _ADAPTERS]
+        for slot, parts in enumerate(self.factors):
+            self.weights.load(slot, parts)
+        self._poison()
+        batch = BatchMetadata(max_tokens=_TOKENS, max_slots=_SLOTS, device=self.device)
+        batch.prepare(self.slots)
+        self.pairs = PairMetadata(
+            max_tokens=_TOKENS,
+            top_k=_TOP_K,
+            num_experts=_EXPERTS,
+            max_slots=_SLOTS,
+            device=self.device,
+        )
+        self.pairs.prepare(self.ids.to(self.device), batch)
+
+    def delta(self, out: Tensor, planes: int, *, add_inputs: bool) -> Delta:
+        weights, pairs = self.weights, self.pairs
+        num_pairs = _TOKENS * _TOP_K
+        bridge = torch.full((planes, num_pairs, len(_WIDTHS) * _RANK), float("nan"))
+        return Delta(
+            shape=MoEShape(num_pairs, _EXPERTS, _IN, _WIDTHS, _RANK, 2),
+            x=self.x,
+            pairs_per_x=_TOP_K,
+            factors=(weights.a, weights.b),
+            tables=(weights.ranks, weights.scales),
+            of_pairs=(pairs.pair_slots, pairs.pair_experts),
+            of_tiles=(pairs.tile_slots, pairs.tile_experts, pairs.tile_pairs, pairs.num_tiles),
+            bridge=bridge.to(self.device),
+            out=out,
+            router_weights=self.router.to(self.device),
+            add_inputs=add_inputs,
+        )
+
+    def wanted(self, *, add_inputs: bool) -> Tensor:
+        result = self.base.double()
+        for pair in range(len(result)):
+            token, choice = divmod(pair, _TOP_K)
+            slot, column = int(self.slots[token]), 0
+            for part, width in enumerate(_WIDTHS):
+                factors = self.factors[slot][part] if slot >= 0 else None
+                if factors is not None:
+                    expert = int(self.ids[token, choice])
+                    a, b = factors.a[expert].double(), factors.b[expert].double()
+                    delta = self.x[token].double() @ a.T @ b.T * factors.scale
+                    delta *= float(self.router[token, choice])
+                    mine = result[pair, column : column + width]
+                    mine.copy_(mine + delta if add_inputs else delta)
+                column += width
+        return result.to(torch.bfloat16)
+
+    def _factors(self, adapter: tuple[int, float] | None) -> ExpertFactors | None:
+        if adapter is None:
+            return None
+        rank, scale = adapter
+        a = self._integers(0, 2, _EXPERTS, rank, _IN) * 2 - 1
+        b = self._sparse(_EXPERTS * _WIDTHS[0], rank, 2).view(_EXPERTS, _WIDTHS[0], rank)
+        return ExpertFactors(a.bfloat16(), b, scale)
+
+    def _poison(self) -> None:
+        """What the adapters do not have is NaN, as far as kernels promise not to read it."""
+        for slot, parts in enumerate(_ADAPTERS):
+            for part, adapter in enumerate(parts):
+                rank = 0 if adapter is None else adapter[0]
+                columns = slice(sum(_WIDTHS[:part]), sum(_WIDTHS[: part + 1]))
+                self.weights.a[slot, :, part, rank:] = float("nan")
+                # B is read in vectors of four ranks
+                self.weights.b[slot, :, columns, -(-rank // 4) * 4 :] = float("nan")
+
+    def _integers(self, low: int, high: int, *shape: int) -> Tensor:
+        return torch.randint(low, high, shape, generator=self.generator).to(self.device)
+
+    def _sparse(self, rows: int, columns: int, count: int) -> Tensor:
+        """Signs in `count` of the columns of each row, always in the last one."""
+        order = torch.rand(rows, columns, generator=self.generator).argsort(1)
+        order[:, 0] = columns - 1
+        values = (self._integers(0, 2, rows, count) * 2 - 1).bfloat16()
+        result = torch.zeros(rows, columns, dtype=torch.bfloat16, device=self.device)
+        return result.scatter_(1, order[:, :count].to(self.device), values)

@@ -1,0 +1,173 @@
+"""The alignment of pairs against a plain loop over dictionaries, and how large what it needs is."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from lorakernels.metadata import BatchMetadata
+from lorakernels.moe.align import PairMetadata
+from lorakernels.moe.ops import MoEWorkspace
+from lorakernels.moe.plan import MoEShape, bridge_shape
+from lorakernels.moe.weights import ExpertWeights
+
+_NOTHING = -1
+
+
+@dataclass(frozen=True, slots=True)
+class _Scene:
+    """Steps of `tokens` rows, one after the other on the same tables."""
+
+    what: str
+    tokens: tuple[int, ...]
+    top_k: int
+    experts: int
+    slots: int
+    mapped: bool = False
+    with_base: bool = False
+
+
+_SCENES = (
+    _Scene("a few pairs", (9, 4, 0), 3, experts=5, slots=3, with_base=True),
+    _Scene("a full house", (30, 7), 2, experts=3, slots=4, with_base=True),
+    _Scene("experts elsewhere", (40, 12), 2, experts=4, slots=2, mapped=True),
+    _Scene("a long batch", (1300, 700, 20), 2, experts=6, slots=2, mapped=True, with_base=True),
+    _Scene("as many buckets as pairs", (16,), 1, experts=16, slots=1),
+    _Scene("more buckets than counters", (12, 5), 2, experts=1024, slots=9, mapped=True),
+)
+
+
+def check_pairs() -> str | None:
+    """Every table of every step, to its very end."""
+    for scene in _SCENES:
+        pairs = PairMetadata(
+            max_tokens=scene.tokens[0],
+            top_k=scene.top_k,
+            num_experts=scene.experts,
+            max_slots=scene.slots,
+            device="cpu",
+            with_base=scene.with_base,
+        )
+        for step, tokens in enumerate(scene.tokens):
+            for wrong in _wrong_tables(scene, pairs, step, tokens):
+                return f"{scene.what}, step {step} of {tokens} tokens: {wrong}"
+    return None
+
+
+def _wrong_tables(scene: _Scene, pairs: PairMetadata, step: int, tokens: int) -> Iterator[str]:
+    generator = torch.Generator().manual_seed(100 * step + tokens)
+    known = 2 * scene.experts if scene.mapped else scene.experts
+
+    def drawn(low: int, high: int, *shape: int) -> Tensor:
+        return torch.randint(low, high, shape, generator=generator).int()
+
+    # ids that no expert has, on both sides of those that exist
+    ids, slots = drawn(-2, known + 2, tokens, scene.top_k), drawn(-1, scene.slots, tokens)
+    ids[: scene.experts, 0] = torch.arange(min(tokens, scene.experts)).int()
+    table = None
+    if scene.mapped:
+        # the last expert of the model is one of those that are here
+        table = torch.full((known,), _NOTHING, dtype=torch.int32)
+        table[1::2] = torch.arange(scene.experts).int()
+    batch = BatchMetadata(max_tokens=scene.tokens[0], max_slots=scene.slots, device="cpu")
+    batch.prepare(slots)
+    # sizes are asked before anything can be written behind them
+    wanted = _tables(scene, pairs, ids, slots, table)
+    short = [name for name, values in wanted.items() if len(values) > len(getattr(pairs, name))]
+    if short:
+        yield f"{short[0]} has no room for {len(wanted[short[0]])} entries"
+        return
+    pairs.prepare(ids, batch, expert_map=table)
+    for name, values in wanted.items():
+        found = getattr(pairs, name).tolist()
+        behind = 0 if name.startswith("num") else _NOTHING
+        right = values + [behind] * (len(found) - len(values))
+        if found != right:
+            place = next(i for i, pair in enumerate(zip(found, right, strict=True)) if len({*pair}) > 1)
+            yield f"{name}[{place}] is {found[place]}, should be {right[place]}"
+            return
+
+
+def _tables(
+    scene: _Scene, pairs: PairMetadata, ids: Tensor, slots: Tensor, table: Tensor | None
+) -> dict[str, list[int]]:
+    """What each table begins with. -1 follows."""
+    experts = [_local(i, scene, table) for i in ids.flatten().tolist()]
+    adapters = [
+        slots[pair // scene.top_k].item() if expert >= 0 else _NOTHING
+        for pair, expert in enumerate(experts)
+    ]
+    rows = list(enumerate(zip(experts, adapters, strict=True)))
+    num_pairs = len(rows)
+    # the properties of a step that is still to be told
+    height = _height_of(pairs, num_pairs // scene.top_k).height
+    base_height = _height_of(pairs, num_pairs // scene.top_k).base_height
+    buckets: dict[tuple[int, ...], list[int]] = {}
+    bases: dict[tuple[int, ...], list[int]] = {}
+    for pair, (expert, slot) in sorted(rows, key=lambda row: (row[1], row[0])):
+        if expert >= 0 and slot >= 0:
+            buckets.setdefault((expert, int(slot)), []).append(pair)
+        if expert >= 0:
+            bases.setdefault((expert,), []).append(pair)
+    tiles = _cut(buckets, height)
+    wanted = {
+        "pair_experts": experts,
+        "pair_slots": [int(slot) for slot in adapters],
+        "tile_experts": [key[0] for key, _ in tiles],
+        "tile_slots": [key[1] for key, _ in tiles],
+        "tile_pairs": [pair for _, members in tiles for pair in members],
+        "num_tiles": [len(tiles)],
+    }
+    if scene.with_base:
+        base_tiles = _cut(bases, base_height)
+        wanted["base_experts"] = [key[0] for key, _ in base_tiles]
+        wanted["base_pairs"] = [pair for _, members in base_tiles for pair in members]
+        wanted["num_base_tiles"] = [len(base_tiles)]
+    return wanted
+
+
+def _height_of(pairs: PairMetadata, rows: int) -> PairMetadata:
+    pairs.num_rows = rows
+    return pairs
+
+
+def _cut(
+    groups: dict[tuple[int, ...], list[int]], height: int
+) -> list[tuple[tuple[int, ...], list[int]]]:
+    """Tiles of `height` pairs with the group that they are of; -1 in free places."""
+    tiles = []
+    for key, members in groups.items():
+        for start in range(0, len(members), height):
+            part = members[start : start + height]
+            tiles.append((key, part + [_NOTHING] * (height - len(part))))
+    return tiles
+
+
+def _local(expert: int, scene: _Scene, table: Tensor | None) -> int:
+    if table is not None:
+        expert = int(table[expert]) if 0 <= expert < len(table) else _NOTHING
+    return expert if 0 <= expert < scene.experts else _NOTHING
+
+
+def check_pair_workspace() -> str | None:
+    """The bridge has room for every batch of up to the largest one."""
+    for top_k, rank in ((1, 8), (4, 64)):
+        weights = ExpertWeights(
+            num_slots=1,
+            num_experts=8,
+            slice_widths=(16, 16),
+            in_features=4096,
+            rank=rank,
+            dtype=torch.bfloat16,
+            device="cpu",
+        )
+        size = MoEWorkspace([weights], max_tokens=600, top_k=top_k).bridge.numel()
+        for tokens in range(1, 601):
+            shape = MoEShape(tokens * top_k, 8, 4096, (16, 16), rank, 2)
+            needed = torch.Size(bridge_shape(shape)).numel()
+            if needed > size:
+                return f"{tokens} tokens need {needed} values of bridge, there are {size}"
+    return None

@@ -1,0 +1,226 @@
+"""Faults of the alignment: which pair goes to which expert and slot."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from loragate.faults.corpus.moe_points import MOE_SMALL, pairs, two_kernel
+from loragate.faults.corpus.points import planting
+from loragate.faults.model import Check, Group
+from loragate.matrix.case import Dtype, ExpertMap
+from loragate.verdict import OracleName as O
+
+_align = planting("lorakernels.moe.align", Group.ALIGN)
+_kernel = planting("lorakernels.moe.align_kernel", Group.ALIGN)
+_launch = planting("lorakernels.moe.align_launch", Group.ALIGN)
+_torch = planting("lorakernels.moe.align_torch", Group.ALIGN)
+_tiles = planting("lorakernels.moe.tiles", Group.ALIGN)
+
+# more pairs than one program places, and no multiple of what it does
+_TWO_SPANS = pairs(tokens=41, in_features=16, slices=(16,), rank=4)
+_PARALLEL = pairs(tokens=12, in_features=16, slices=(16, 8), expert_map=ExpertMap.PARALLEL)
+# more buckets than one program counts
+_MANY_BUCKETS = two_kernel(
+    tokens=4,
+    in_features=16,
+    slices=(16,),
+    rank=2,
+    slots=9,
+    experts=1024,
+    top_k=3,
+    dtype=Dtype.FP32,
+    expert_map=ExpertMap.PARALLEL,
+    oracles=(O.REFERENCE, O.EXACT, O.BASE_ROWS),
+)
+
+FAULTS = (
+    _align(
+        "expert-map-ignored",
+        "            batch.token_slots,\n            expert_map,\n",
+        "            batch.token_slots,\n            None,\n",
+        source="sglang #23178",
+        why="Ids of the whole model are taken for ids of this rank.",
+        killers=(O.REFERENCE, O.EXACT, O.BASE_ROWS),
+        cases=(_PARALLEL,),
+    ),
+    _kernel(
+        "negative-expert-looked-up",
+        "known = (expert >= 0) & (expert < num_ids)",
+        "known = expert < num_ids",
+        source="sglang #23178",
+        why="A pair without expert is looked up in front of the expert map.",
+        killers=(O.REFERENCE, O.EXACT, O.BASE_ROWS),
+        cases=(_PARALLEL,),
+    ),
+    _torch(
+        "negative-expert-is-the-last",
+        "    known = _in_range(ids, expert_map.shape[0])\n",
+        "    known = ids < expert_map.shape[0]\n",
+        source="vllm tests/lora/test_punica_ops.py",
+        why="Index -1 of the expert map is its last entry to torch.",
+        killers=(O.REFERENCE, O.EXACT, O.BASE_ROWS),
+        cases=(_MANY_BUCKETS,),
+    ),
+    _kernel(
+        "foreign-expert-accepted",
+        "(expert >= 0) & (expert < num_experts), expert, -1)",
+        "(expert >= 0) & (expert <= num_experts), expert, -1)",
+        source="sglang #23178",
+        why="An id just behind the local experts gets a tile of its own.",
+        killers=(Check.PAIRS,),
+        checks=(Check.PAIRS,),
+    ),
+    _kernel(
+        "last-adapter-gets-no-tile",
+        "slot = tl.where((slot >= 0) & (slot < max_slots), slot, -1)",
+        "slot = tl.where((slot >= 0) & (slot < max_slots - 1), slot, -1)",
+        source="vllm #32277",
+        why="The last adapter of a full house gets no delta.",
+        killers=(O.REFERENCE, O.EXACT),
+        cases=(pairs(),),
+    ),
+    _tiles(
+        "no-bin-for-base-rows",
+        "return _power_of_2(max_slots + with_base)",
+        "return _power_of_2(max_slots)",
+        source="vllm #40131",
+        why="With all slots in use, base rows are counted with the next expert.",
+        killers=(Check.PAIRS,),
+        checks=(Check.PAIRS,),
+    ),
+    _tiles(
+        "tables-sized-without-part-tiles",
+        "return num_pairs // height + min(num_groups, num_pairs)",
+        "return num_pairs // height + 1",
+        source="vllm #27311",
+        why="The host leaves room for one tile that is not full, the device makes one per bucket.",
+        killers=(Check.PAIRS,),
+        checks=(Check.PAIRS,),
+    ),
+    _launch(
+        "last-span-not-launched",
+        "spans = -(-self.num_pairs // span)",
+        "spans = self.num_pairs // span",
+        source="vllm #40131",
+        why="The grid is rounded down: the last pairs of a batch are never placed.",
+        killers=(O.REFERENCE, O.EXACT),
+        cases=(_TWO_SPANS,),
+    ),
+    _kernel(
+        "span-counts-its-first-pair",
+        "earlier = (bucket >= 0) & (pair < span * SPAN)",
+        "earlier = (bucket >= 0) & (pair <= span * SPAN)",
+        source="own",
+        why="Behind the first span, a pair counts itself among those before it.",
+        killers=(O.REFERENCE, O.EXACT),
+        cases=(_TWO_SPANS,),
+    ),
+    _kernel(
+        "span-counts-itself-as-earlier",
+        "so_far[None, :] + tl.cumsum(counts, axis=0) - counts, mask=here)",
+        "so_far[None, :] + tl.cumsum(counts, axis=0), mask=here)",
+        source="own",
+        why="Long batches: the sum over earlier spans includes the span itself.",
+        killers=(Check.PAIRS,),
+        checks=(Check.PAIRS,),
+    ),
+    _kernel(
+        "counted-table-not-reset",
+        "    _reset(tile_pairs_ptr, 0, size_tile_pairs, SPAN)\n    if WITH_BASE:\n",
+        "    if WITH_BASE:\n",
+        source="sglang #29468",
+        why="Free places of a long batch's tiles keep the pairs of the batch before.",
+        killers=(Check.PAIRS,),
+        checks=(Check.PAIRS,),
+    ),
+    _kernel(
+        "free-places-keep-old-pairs",
+        "ends = (here & (rank == count - 1))[:, None]",
+        "ends = (here & (rank == count))[:, None]",
+        source="sglang #29468",
+        why="Free places of a short batch's tiles keep the pairs of the batch before.",
+        killers=(O.SEQUENCE,),
+        cases=(pairs(tokens=12),),
+    ),
+    _kernel(
+        "stale-pairs-behind-the-batch",
+        "    _reset(pair_slots_ptr, num_pairs, size_pair_tables, SPAN)\n",
+        "",
+        source="vllm #49058",
+        why="Behind a smaller batch stand the slots of the larger one before it.",
+        killers=(Check.PAIRS,),
+        checks=(Check.PAIRS,),
+    ),
+    _launch(
+        "base-batch-keeps-old-pairs",
+        "        if num_bins(self.num_experts, self.max_slots, self.with_base) > MOST_BINS:\n",
+        "        if not bool((token_slots[: self.num_rows] >= 0).any()):\n"
+        "            return\n"
+        "        if num_bins(self.num_experts, self.max_slots, self.with_base) > MOST_BINS:\n",
+        source="vllm #42120",
+        why="A batch of base rows leaves early, and the tables of the batch before stay.",
+        killers=(O.SEQUENCE,),
+        cases=(MOE_SMALL,),
+        only=True,
+    ),
+    _kernel(
+        "pairs-taken-choice-by-choice",
+        "token_slots_ptr + pair // TOP_K, mask=live",
+        "token_slots_ptr + pair % (num_pairs // TOP_K), mask=live",
+        source="sglang #31608",
+        why="Pairs are taken in the order of the choices instead of the tokens.",
+        killers=(O.REFERENCE, O.EXACT, O.BASE_ROWS),
+        cases=(pairs(),),
+    ),
+    _kernel(
+        "lone-token-joins-its-neighbours",
+        "    slot = tl.load(token_slots_ptr + pair // TOP_K, mask=live, other=-1)\n",
+        "    token = pair // TOP_K\n"
+        "    slot = tl.load(token_slots_ptr + token, mask=live, other=-1)\n"
+        "    inner = live & (pair >= TOP_K) & (pair + TOP_K < num_pairs)\n"
+        "    before = tl.load(token_slots_ptr + token - 1, mask=inner, other=-1)\n"
+        "    behind = tl.load(token_slots_ptr + token + 1, mask=inner, other=-1)\n"
+        "    slot = tl.where(inner & (before == behind), before, slot)\n",
+        source="own",
+        why="Tokens of one adapter are taken to follow each other, as in a batch sorted by request.",
+        killers=(O.PERMUTE,),
+        cases=(replace(MOE_SMALL, tokens=12),),
+        only=True,
+    ),
+    _torch(
+        "unrouted-pairs-counted-as-tiles",
+        "    tiles[num_groups] = 0\n",
+        "",
+        source="own",
+        why="Pairs that go nowhere make tiles that no expert has.",
+        killers=(Check.PAIRS,),
+        checks=(Check.PAIRS,),
+    ),
+    _kernel(
+        "base-pairs-forget-lower-slots",
+        "base_rank = tl.where(counted, rank + lower, -1)",
+        "base_rank = tl.where(counted, rank, -1)",
+        source="own",
+        why="In the base product, pairs of different slots take each other's places.",
+        killers=(Check.PAIRS, Check.EXPERT_LAYER),
+        checks=(Check.PAIRS, Check.EXPERT_LAYER),
+    ),
+    _kernel(
+        "base-rows-get-no-expert",
+        "counted = (expert >= 0) & (slot + WITH_BASE >= 0)",
+        "counted = (expert >= 0) & (slot >= 0)",
+        source="vllm #40131",
+        why="Tokens without adapter get nothing from their experts.",
+        killers=(Check.EXPERT_LAYER,),
+        checks=(Check.EXPERT_LAYER,),
+    ),
+    _align(
+        "grid-without-part-tiles",
+        "        return max(1, max_tiles(self.num_pairs, self.num_experts, self.base_height))\n",
+        "        return max(1, -(-self.num_pairs // self.base_height))\n",
+        source="vllm #32277",
+        why="The grid of the base product counts full tiles only: the last experts get none.",
+        killers=(Check.EXPERT_LAYER,),
+        checks=(Check.EXPERT_LAYER,),
+    ),
+)

@@ -1,0 +1,151 @@
+"""Faults of the paths of experts that shrink and expand in one launch."""
+
+from __future__ import annotations
+
+from loragate.faults.corpus.moe_points import one_shot, paired, pairs, small_batch
+from loragate.faults.corpus.points import planting
+from loragate.faults.model import Check, Group
+from loragate.matrix.case import Dtype, ExpertMap, Layout, Ranks, RouterWeights, Sharing
+from loragate.verdict import OracleName as O
+
+_one_shot = planting("lorakernels.moe.one_shot_kernel", Group.MOE_FUSED)
+_small = planting("lorakernels.moe.small_batch_kernel", Group.MOE_FUSED)
+_launch = planting("lorakernels.moe.launch", Group.MOE_FUSED)
+
+FAULTS = (
+    _one_shot(
+        "one-shot-reads-gates-a",
+        "a_rows = (slice_id * R + offs_r).to(tl.int64) * K",
+        "a_rows = offs_r.to(tl.int64) * K",
+        source="sglang #27274",
+        why="Every slice is shrunk with the A of the first one.",
+        killers=(O.REFERENCE, O.EXACT),
+        cases=(one_shot(ranks=Ranks.FULL),),
+    ),
+    _one_shot(
+        "pair-of-slices-shares-a",
+        "                a_ptrs + R * K,\n",
+        "                a_ptrs,\n",
+        source="sglang #32241",
+        why="A program that holds gate and up shrinks both with the A of the gate.",
+        killers=(O.REFERENCE, O.EXACT),
+        cases=(paired(ranks=Ranks.FULL),),
+    ),
+    _one_shot(
+        "pair-of-slices-shares-live-rank",
+        "                offs_r < up_rank,\n",
+        "                offs_r < rank,\n",
+        source="sglang #32241",
+        why="The up half is shrunk as high as the gate.",
+        killers=(O.CANARY,),
+        cases=(paired(),),
+    ),
+    _one_shot(
+        "pair-of-slices-shares-scale",
+        "tl.load(scales_ptr + table + 1)",
+        "tl.load(scales_ptr + table)",
+        source="unsloth-zoo #941",
+        why="The scale of the gate is applied to both halves.",
+        killers=(O.REFERENCE, O.EXACT),
+        cases=(paired(ranks=Ranks.FULL),),
+    ),
+    _one_shot(
+        "one-shot-writes-behind-the-slice",
+        "columns = tl.minimum(blocks * BLOCK_N, width - part)",
+        "columns = blocks * BLOCK_N",
+        source="own",
+        why="The last block of columns writes on behind its slice.",
+        killers=(O.CANARY,),
+        cases=(one_shot(slices=(40,), layout=Layout.COLUMN_SLICE),),
+    ),
+    _one_shot(
+        "last-columns-of-a-part-lost",
+        "blocks = tl.cdiv(tl.cdiv(width, BLOCK_N), tl.num_programs(0))",
+        "blocks = tl.cdiv(width, BLOCK_N) // tl.num_programs(0)",
+        source="own",
+        why="Blocks of columns are shared out evenly, and what is left over belongs to nobody.",
+        killers=(O.REFERENCE, O.EXACT),
+        cases=(one_shot(tokens=5, in_features=16, slices=(600,), slots=2),),
+    ),
+    _one_shot(
+        "router-weight-of-another-pair",
+        "weight = tl.load(weights_ptr + pairs, mask=live_m",
+        "weight = tl.load(weights_ptr + pairs // ROWS_PER_X, mask=live_m",
+        source="own",
+        why="Router weights are read by token, as if each had one expert.",
+        killers=(O.REFERENCE, O.EXACT),
+        cases=(one_shot(router=RouterWeights.OUTPUT),),
+    ),
+    _one_shot(
+        "one-shot-slot-offset-in-32-bits",
+        "a_tile = a_ptr + slot.to(tl.int64) * stride_a_slot",
+        "a_tile = a_ptr + slot * stride_a_slot",
+        source="liger-kernel #1296",
+        why="Slot times the stride of A overflows where all experts of an adapter are large.",
+        killers=(Check.FAR_PAIRS,),
+        checks=(Check.FAR_PAIRS,),
+    ),
+    _launch(
+        "one-shot-k-taken-for-even",
+        "EVEN_K=shape.in_features % plan.block_k == 0,\n        STAGES=",
+        "EVEN_K=True,\n        STAGES=",
+        source="own",
+        why="The last block of K reads on behind the row.",
+        killers=(O.REFERENCE,),
+        cases=(one_shot(layout=Layout.COLUMN_SLICE),),
+    ),
+    _launch(
+        "stride-of-a-shared-factor",
+        "a.stride(1) if a.shape[1] > 1 else 0",
+        "a.stride(1)",
+        source="sglang #28564",
+        why="A factor that all experts share is walked as if each had its own.",
+        killers=(O.REFERENCE, O.EXACT),
+        cases=(pairs(sharing=Sharing.SHARED_A),),
+    ),
+    _small(
+        "base-row-takes-adapter-0",
+        "    slot = tl.load(pair_slots_ptr + pair)\n",
+        "    slot = tl.maximum(tl.load(pair_slots_ptr + pair), 0)\n",
+        source="vllm #49058",
+        why="A row without adapter gets that of slot 0, as where a table starts with zeros.",
+        killers=(O.REFERENCE, O.EXACT, O.BASE_ROWS),
+        cases=(small_batch(),),
+    ),
+    _small(
+        "small-batch-masks-rank-by-power-of-two",
+        "live_r = (offs_r < rank)[:, None]",
+        "live_r = (offs_r < BLOCK_R)[:, None]",
+        source="own",
+        why="Ranks up to the next power of two are read: those of another slice or expert.",
+        killers=(O.CANARY,),
+        cases=(small_batch(),),
+    ),
+    _small(
+        "small-batch-scale-of-slot-0",
+        "scale = tl.load(scales_ptr + slot * S + slice_id)",
+        "scale = tl.load(scales_ptr + slice_id)",
+        source="own",
+        why="All adapters get the scale of the first one.",
+        killers=(O.REFERENCE, O.EXACT, O.PERMUTE),
+        cases=(small_batch(),),
+    ),
+    _small(
+        "small-batch-drops-k-tail",
+        "for k in range(0, K, BLOCK_K):",
+        "for k in range(0, K - BLOCK_K + 1, BLOCK_K):",
+        source="own",
+        why="The last block of K that is not full is left out of the sum.",
+        killers=(O.REFERENCE, O.EXACT),
+        cases=(small_batch(in_features=300, dtype=Dtype.FP16),),
+    ),
+    _small(
+        "small-batch-forgets-router-weight",
+        "            scale *= tl.load(weights_ptr + pair).to(tl.float32)\n",
+        "            scale *= 1.0\n",
+        source="sglang #32241",
+        why="The router weight is lost where a batch is small.",
+        killers=(O.REFERENCE, O.EXACT),
+        cases=(small_batch(router=RouterWeights.OUTPUT, expert_map=ExpertMap.PARALLEL),),
+    ),
+)

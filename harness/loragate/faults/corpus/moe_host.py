@@ -1,0 +1,196 @@
+"""Faults of what stands around the kernels of experts: plan, operator, launch, slots."""
+
+from __future__ import annotations
+
+from loragate.faults.corpus.moe_points import MOE_SMALL, one_shot, pairs, two_kernel
+from loragate.faults.corpus.points import planting
+from loragate.faults.model import Check, Group
+from loragate.matrix.case import Ranks, RouterWeights, Sharing, Source, Write
+from loragate.verdict import Failure
+from loragate.verdict import OracleName as O
+
+_ops = planting("lorakernels.moe.ops", Group.MOE_HOST)
+_launch = planting("lorakernels.moe.launch", Group.MOE_HOST)
+_plan = planting("lorakernels.moe.plan", Group.MOE_HOST)
+_align = planting("lorakernels.moe.align", Group.MOE_HOST)
+_weights = planting("lorakernels.moe.weights", Group.MOE_HOST)
+
+_GUARDED = pairs(tokens=5, in_features=16, slices=(16, 8), oracles=(O.REFERENCE, O.GUARD))
+
+FAULTS = (
+    _ops(
+        "add-inputs-ignored",
+        "            add_inputs=add_inputs,\n",
+        "            add_inputs=True,\n",
+        source="vllm #45368",
+        why="The delta is added to what stands there although the caller wants it stored.",
+        killers=(O.REFERENCE, O.EXACT, O.CANARY),
+        cases=(pairs(write=Write.STORE),),
+    ),
+    _ops(
+        "pairs-read-rows-of-their-token",
+        "pairs_per_x=num_pairs // x.shape[0]",
+        "pairs_per_x=top_k",
+        source="sglang #31608",
+        why="The second product reads a row of x for each token where each pair has its own.",
+        killers=(O.REFERENCE, O.EXACT),
+        cases=(pairs(source=Source.PAIR),),
+    ),
+    _ops(
+        "whole-pair-buffer-added",
+        "        ),\n        chosen,\n    )\n",
+        "        ),\n        chosen,\n    )\n    if add_inputs:\n        out.add_(torch.zeros_like(out))\n",
+        source="vllm #35721",
+        why="Pairs without a delta get one of zero, which turns -0 into 0.",
+        killers=(O.BASE_ROWS,),
+        cases=(MOE_SMALL,),
+        only=True,
+    ),
+    _ops(
+        "path-tried-out-while-serving",
+        "    view = view_bridge(bridge, shape) if chosen",
+        "    bridge.steps = getattr(bridge, 'steps', 0) + 1\n"
+        "    if bridge.steps == 2:\n"
+        "        chosen = MoEPath.SMALL_BATCH\n"
+        "    view = view_bridge(bridge, shape) if chosen",
+        source="vllm #50278",
+        why="The second step takes another path to see which is faster: other roundings.",
+        killers=(O.REPEAT,),
+        cases=(two_kernel(tokens=20, slices=(64, 40), oracles=MOE_SMALL.oracles),),
+        only=True,
+    ),
+    _ops(
+        "moe-operator-hides-its-output",
+        '@torch.library.custom_op("lorakernels::moe_delta", mutates_args=("bridge", "out"))',
+        '@torch.library.custom_op("lorakernels::moe_delta", mutates_args=("bridge",))',
+        source="vllm #37562",
+        why="torch is not told that the operator changes its output.",
+        killers=(O.COMPILE,),
+        cases=(MOE_SMALL,),
+        only=True,
+    ),
+    _ops(
+        "active-pairs-counted-on-the-host",
+        "    _check_batch(x, weights, pairs)\n",
+        "    _check_batch(x, weights, pairs)\n"
+        "    if pairs.num_pairs and int((pairs.pair_slots >= 0).sum()) == 0:\n"
+        "        return\n",
+        source="vllm #34119",
+        why="An early exit asks the device, which no traced graph can.",
+        killers=(O.COMPILE,),
+        cases=(MOE_SMALL,),
+    ),
+    _ops(
+        "bridge-sized-for-the-largest-batch",
+        "    return max(planes[low] * high * shape.ranks_of_all_slices for low, high in upper)\n",
+        "    return math.prod(bridge_shape(shape))\n",
+        source="sglang #31525",
+        why="Smaller batches split K into more parts, for which there is no room.",
+        killers=(Check.PAIR_WORKSPACE,),
+        checks=(Check.PAIR_WORKSPACE,),
+    ),
+    _align(
+        "routes-of-any-dtype",
+        "            if tensor.dtype != torch.int32 or tensor.dim() != dims:\n",
+        "            if tensor.dim() != dims:\n",
+        source="own",
+        why="Ids of 64 bits are read as twice as many of 32.",
+        killers=(O.GUARD,),
+        cases=(MOE_SMALL,),
+        only=True,
+    ),
+    _ops(
+        "router-weights-of-any-size",
+        "router_weights.dtype != torch.float32 or router_weights.numel() != num_pairs:",
+        "router_weights.dtype != torch.float32:",
+        source="own",
+        why="Router weights of another batch are taken.",
+        killers=(O.GUARD,),
+        cases=(_GUARDED,),
+    ),
+    _launch(
+        "router-weights-lost",
+        '"WEIGHTED": delta.router_weights is not None,',
+        '"WEIGHTED": False,',
+        source="sglang #32241",
+        why="The delta is added as if each expert had the weight 1.",
+        killers=(O.REFERENCE, O.EXACT),
+        cases=(one_shot(router=RouterWeights.OUTPUT),),
+    ),
+    _plan(
+        "high-rank-refused",
+        "    if shape.rank > MAX_FUSED_RANK:\n        return MoEPath.TWO_KERNEL\n",
+        "    if shape.rank > MAX_FUSED_RANK:\n"
+        '        raise ValueError(f"rank must be at most {MAX_FUSED_RANK}")\n',
+        source="vllm #55158",
+        why="Where one path cannot take the rank of the buffers, no other one is tried.",
+        killers=(Failure.EXCEPTION,),
+        cases=(pairs(tokens=3, in_features=16, slices=(16,), rank=130, slots=2),),
+    ),
+    _plan(
+        "shrink-tile-below-the-dots-minimum",
+        "block_n = max(16, min(32 if height < 64 else 64, _power_of_2(ranks)))",
+        "block_n = max(8, min(32 if height < 64 else 64, _power_of_2(ranks)))",
+        source="vllm #49327",
+        why="For a low rank the tile is smaller than a tensor core takes.",
+        killers=(Check.EXPERT_COMPILES,),
+        checks=(Check.EXPERT_COMPILES,),
+    ),
+    _plan(
+        "one-shot-tile-below-the-dots-minimum",
+        "def plan_one_shot(shape: MoEShape) -> OneShotPlan:\n"
+        "    block_r = max(16, _power_of_2(shape.rank))\n",
+        "def plan_one_shot(shape: MoEShape) -> OneShotPlan:\n"
+        "    block_r = _power_of_2(shape.rank)\n",
+        source="vllm #32019",
+        why="For a low rank the block of ranks is smaller than a tensor core takes.",
+        killers=(Check.EXPERT_COMPILES,),
+        checks=(Check.EXPERT_COMPILES,),
+    ),
+    _weights(
+        "expert-slot-not-reset",
+        "        self.reset(slot)\n        start = 0\n",
+        "        start = 0\n",
+        source="sglang #8103",
+        why="A slice that the new adapter lacks keeps the old one.",
+        killers=(O.SEQUENCE,),
+        cases=(pairs(),),
+    ),
+    _weights(
+        "every-expert-gets-the-first",
+        "self.a[slot, :, index, : part.rank].copy_(part.a)",
+        "self.a[slot, :, index, : part.rank].copy_(part.a[:1])",
+        source="own",
+        why="All experts of an adapter get the A of its first one.",
+        killers=(O.REFERENCE, O.EXACT, O.PERMUTE),
+        cases=(pairs(ranks=Ranks.FULL),),
+    ),
+    _weights(
+        "shared-side-decides-for-both",
+        "self.b[slot, :, start : start + width, : part.rank].copy_(part.b)",
+        "both = part.b[:1] if self.shared_a else part.b\n"
+        "                self.b[slot, :, start : start + width, : part.rank].copy_(both)",
+        source="sglang #28564",
+        why="Where experts share A, the B of all of them is overwritten with that of the first.",
+        killers=(O.REFERENCE, O.EXACT),
+        cases=(pairs(sharing=Sharing.SHARED_A),),
+    ),
+    _weights(
+        "absent-slice-moves-the-rest",
+        "            start += width\n",
+        "                start += width\n",
+        source="unsloth-zoo #941",
+        why="Behind a slice without adapter, B goes to the columns of that slice.",
+        killers=(O.REFERENCE, O.EXACT),
+        cases=(pairs(tokens=12, slices=(16, 24, 24, 8), oracles=(O.REFERENCE, O.EXACT)),),
+    ),
+    _weights(
+        "experts-not-counted-at-load",
+        "factor.shape in ((1, rows, columns), (experts, rows, columns))",
+        "factor.shape[1:] == (rows, columns)",
+        source="vllm #41754",
+        why="An adapter for another number of experts is met only when it is half in its slot.",
+        killers=(O.GUARD,),
+        cases=(_GUARDED,),
+    ),
+)

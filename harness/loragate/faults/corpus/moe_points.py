@@ -1,0 +1,47 @@
+"""Small cases of experts to plant a fault under; see points.py."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from loragate.faults.corpus.points import EVERY, NUMERIC
+from loragate.matrix.case import Case, Dtype, Path, Site
+
+# several tiles of one expert and slot, unequal slices, a rank that no vector of ranks divides
+_DEFAULTS: dict[str, Any] = {
+    "tokens": 9,
+    "in_features": 48,
+    "slices": (40, 24),
+    "rank": 12,
+    "slots": 3,
+    "dtype": Dtype.BF16,
+    "experts": 3,
+    "top_k": 2,
+    "oracles": NUMERIC,
+}
+
+
+def pairs(**axes: Any) -> Case:
+    return Case(**({"site": Site.MOE_DELTA} | _DEFAULTS | axes))
+
+
+def two_kernel(**axes: Any) -> Case:
+    return pairs(path=Path.TWO_KERNEL, **axes)
+
+
+def one_shot(**axes: Any) -> Case:
+    return pairs(path=Path.ONE_SHOT, **axes)
+
+
+def small_batch(**axes: Any) -> Case:
+    return pairs(path=Path.SMALL_BATCH, **axes)
+
+
+# tall tiles of two equal slices, which one program does together
+def paired(**axes: Any) -> Case:
+    shape = {"tokens": 257, "in_features": 16, "slices": (16, 16), "rank": 4}
+    return one_shot(**(shape | {"slots": 2, "experts": 1, "top_k": 1} | axes))
+
+
+# for those that every oracle looks at
+MOE_SMALL = pairs(tokens=7, in_features=16, slices=(16, 8), oracles=EVERY)

@@ -1,0 +1,193 @@
+"""Faults of the two-kernel path of experts: a shrink, a bridge, an expand."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from loragate.faults.corpus.moe_points import MOE_SMALL, two_kernel
+from loragate.faults.corpus.points import planting
+from loragate.faults.model import Check, Group
+from loragate.matrix.case import Dtype, Layout, Mix, Path, Ranks, RouterWeights, Write
+from loragate.verdict import OracleName as O
+
+_plant = planting("lorakernels.moe.kernels", Group.MOE_TWO_KERNEL)
+
+_SMALL = replace(MOE_SMALL, path=Path.TWO_KERNEL)
+# more than 64 pairs and several blocks of columns: one program does a group of blocks
+_GROUPED = two_kernel(
+    tokens=35, in_features=16, slices=(520,), rank=4, slots=2, layout=Layout.COLUMN_SLICE
+)
+
+FAULTS = (
+    _plant(
+        "up-half-uses-gates-a",
+        "a_ptrs = a_tile + k_begin + offs_n.to(tl.int64)[None, :] * K",
+        "a_ptrs = a_tile + k_begin + (offs_n % R).to(tl.int64)[None, :] * K",
+        source="sglang #27274",
+        why="The up half is shrunk with the A of the gate.",
+        killers=(O.REFERENCE, O.EXACT),
+        cases=(two_kernel(ranks=Ranks.FULL),),
+    ),
+    _plant(
+        "expert-uses-neighbours-a",
+        "expert.to(tl.int64) * stride_a_expert\n        a_ptrs = a_tile + k_begin",
+        "tl.maximum(expert - 1, 0).to(tl.int64) * stride_a_expert\n"
+        "        a_ptrs = a_tile + k_begin",
+        source="own",
+        why="Each expert is shrunk with the A of the expert before it.",
+        killers=(O.REFERENCE, O.EXACT, O.PERMUTE),
+        cases=(two_kernel(),),
+    ),
+    _plant(
+        "live-rank-of-the-first-slice",
+        "live_rank = tl.load(ranks_ptr + slot * S + offs_n // R, mask",
+        "live_rank = tl.load(ranks_ptr + slot * S + offs_n * 0, mask",
+        source="sglang #32241",
+        why="All slices are shrunk as high as the first one.",
+        killers=(O.CANARY,),
+        cases=(two_kernel(),),
+    ),
+    _plant(
+        "rest-of-split-k-lost",
+        "steps = tl.cdiv(tl.cdiv(K, BLOCK_K), tl.num_programs(1))",
+        "steps = tl.cdiv(K, BLOCK_K) // tl.num_programs(1)",
+        source="own",
+        why="K is split evenly, and what is left over belongs to no part.",
+        killers=(O.REFERENCE, O.EXACT),
+        cases=(two_kernel(in_features=700, slices=(16,), rank=8),),
+    ),
+    _plant(
+        "expert-k-mask-missing",
+        "live_k = k + offs_k < K",
+        "live_k = k + offs_k < K + BLOCK_K",
+        source="own",
+        why="The last block of K reads on behind the row.",
+        killers=(O.REFERENCE,),
+        cases=(two_kernel(layout=Layout.COLUMN_SLICE),),
+    ),
+    _plant(
+        "expert-tiles-beyond-grid-lost",
+        "tl.range(first_tile, num_tiles, tl.num_programs(2)",
+        "tl.range(first_tile, tl.minimum(num_tiles, first_tile + 1), tl.num_programs(2)",
+        source="sglang #28371",
+        why="A batch with more tiles than programs gets no delta in the rest of them.",
+        killers=(O.REFERENCE, O.EXACT),
+        cases=(
+            two_kernel(
+                tokens=40,
+                in_features=16,
+                slices=(16,),
+                rank=4,
+                slots=16,
+                experts=1,
+                top_k=1,
+                mix=Mix.SHUFFLED,
+            ),
+        ),
+    ),
+    _plant(
+        "zero-taken-for-idle-row",
+        "                acc = _dot(x, a, acc, IEEE)\n",
+        "                first = tl.where((offs_k == 0)[None, :], x.to(tl.float32), 0.0)\n"
+        "                blank = tl.sum(first, axis=1) == 0.0\n"
+        "                acc = _dot(tl.where(blank[:, None], 0.0, x).to(x.dtype), a, acc, IEEE)\n",
+        source="own",
+        why="A row whose first value is zero is taken for padding; random data never has one.",
+        killers=(O.EXACT,),
+        cases=(_SMALL,),
+        only=True,
+    ),
+    _plant(
+        "bridge-through-bf16",
+        "            acc = _dot(h.to(b.dtype), b, acc, IEEE)\n",
+        "            acc = _dot(h.to(tl.bfloat16).to(b.dtype), b, acc, IEEE)\n",
+        source="vllm #38686",
+        why="What stands between the products is rounded to bf16 whatever the adapters are.",
+        killers=(O.REFERENCE,),
+        cases=(replace(_SMALL, dtype=Dtype.FP16),),
+        only=True,
+    ),
+    _plant(
+        "dead-ranks-of-experts-expanded",
+        "loaded_rank = tl.cdiv(rank, RANK_ALIGN) * RANK_ALIGN",
+        "loaded_rank = R",
+        source="own",
+        why="Ranks that the adapter does not have are read; harmless while they are zero.",
+        killers=(O.CANARY,),
+        cases=(_SMALL,),
+        only=True,
+    ),
+    _plant(
+        "ranks-beyond-one-block-lost",
+        "for r in tl.range(BLOCK_R, R, BLOCK_R, num_stages=1):",
+        "for r in tl.range(BLOCK_R, R - BLOCK_R, BLOCK_R, num_stages=1):",
+        source="vllm #55158",
+        why="Of an adapter that is higher than a block, the last ranks are left out.",
+        killers=(O.REFERENCE, O.EXACT),
+        cases=(two_kernel(tokens=3, in_features=16, slices=(16,), rank=140, slots=2),),
+    ),
+    _plant(
+        "router-weight-twice",
+        "mask=live_m, other=0.0).to(tl.float32) * scale\n",
+        "mask=live_m, other=0.0).to(tl.float32) * scale\n"
+        "            weight *= tl.load(weights_ptr + pairs, mask=live_m, other=0.0)\n",
+        source="peft #3111",
+        why="The router weight is applied by the kernel and once more.",
+        killers=(O.REFERENCE, O.EXACT),
+        cases=(two_kernel(router=RouterWeights.OUTPUT),),
+    ),
+    _plant(
+        "absent-slice-stored-as-zero",
+        "live_m = (pairs >= 0) & (rank > 0)",
+        "live_m = pairs >= 0",
+        source="own",
+        why="Where the kernel stores, slices without adapter lose what stood there.",
+        killers=(O.REFERENCE, O.EXACT),
+        cases=(two_kernel(write=Write.STORE),),
+    ),
+    _plant(
+        "slices-written-over-each-other",
+        "columns = (start + offs_n).to(tl.int64)",
+        "columns = offs_n.to(tl.int64)",
+        source="own",
+        why="All slices are added to the columns of the first one.",
+        killers=(O.REFERENCE, O.EXACT),
+        cases=(two_kernel(),),
+    ),
+    _plant(
+        "tail-of-a-group-written",
+        "live_n = (offs_n + block * BLOCK_N < width)[None, :]",
+        "live_n = (offs_n + block * BLOCK_N < width + BLOCK_N)[None, :]",
+        source="own",
+        why="The last block of a group of column blocks writes on behind the slice.",
+        killers=(O.CANARY,),
+        cases=(_GROUPED,),
+    ),
+    _plant(
+        "last-block-of-a-group-lost",
+        "for block in tl.range(0, GROUP, num_stages=STAGES):",
+        "for block in tl.range(0, GROUP - 1, num_stages=STAGES):",
+        source="own",
+        why="Of a group of column blocks the last one is left out.",
+        killers=(O.REFERENCE, O.EXACT),
+        cases=(replace(_GROUPED, slices=(1000,)),),
+    ),
+    _plant(
+        "pair-offset-in-32-bits",
+        "        rows = pairs.to(tl.int64)\n",
+        "        rows = pairs\n",
+        source="vllm #53034",
+        why="Pair times stride overflows from 2^31 elements on.",
+        killers=(Check.FAR_PAIRS,),
+        checks=(Check.FAR_PAIRS,),
+    ),
+    _plant(
+        "expert-offset-in-32-bits",
+        "expert.to(tl.int64) * stride_b_expert\n",
+        "expert * stride_b_expert\n",
+        source="liger-kernel #1296",
+        why="Expert times the stride of B overflows.",
+        killers=(Check.FAR_PAIRS,),
+        checks=(Check.FAR_PAIRS,),
+    ),
+)
