@@ -7,6 +7,9 @@ import pytest
 
 from loragate.bench import cli
 from loragate.bench.figures import DenseFigures, RowFigures
+from loragate.bench.kinds import KINDS
+from loragate.bench.moe_figures import LayerFigures, MoEFigures
+from loragate.bench.moe_rows import LayerRow
 from loragate.bench.rows import dense_rows
 from loragate.machine import Machine, detect_machine
 from loragate.results import update_section
@@ -50,6 +53,26 @@ def test_a_damaged_results_file_is_noticed_before_anything_is_timed(
     assert f"{record}:2: not JSON" in capsys.readouterr().err
 
 
+def test_experts_are_compared_with_vllm_or_with_nobody(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        bench("moe", "--baseline", "torch")
+    assert "vllm" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        bench("moe", "--subject", "torch")
+
+
+def test_a_record_of_experts_is_shown_by_its_kind(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    record = tmp_path / "record.json"
+    layer = LayerFigures(LayerRow(1), 10.0, 11.0, None, {})
+    run = MoEFigures("ours", None, 4e12, (layer,))
+    update_section(record, KINDS["moe"].section, run.payload())
+    assert bench("show", str(record), "moe") is ExitCode.OK
+    assert "| 1 | 10.0 | 11.0 | 10% |" in capsys.readouterr().out
+    assert bench("show", str(record)) is ExitCode.USAGE
+
+
 @pytest.mark.skipif(detect_machine().device != "cuda", reason="needs a GPU to get that far")
 def test_an_unknown_subject_is_a_usage_error(capsys: pytest.CaptureFixture[str]) -> None:
     assert bench("dense", "--baseline", "vlm") is ExitCode.USAGE
@@ -61,7 +84,9 @@ def test_a_record_can_be_shown_again_as_the_table_of_the_readme(
 ) -> None:
     record = tmp_path / "record.json"
     rows = tuple(RowFigures(row, 9.0, {"ours": 10.0}, {"ours": 1.0}) for row in dense_rows())
-    update_section(record, cli.SECTION, DenseFigures("ours", None, 4e12, rows, ()).payload())
+    update_section(
+        record, KINDS["dense"].section, DenseFigures("ours", None, 4e12, rows, ()).payload()
+    )
     assert bench("show", str(record)) is ExitCode.OK
     assert "| down 12288 -> 4096 | 1 | 16 | 9.0 | 1.0 | - |" in capsys.readouterr().out
     assert bench("show", str(tmp_path / "other.json")) is ExitCode.USAGE

@@ -8,7 +8,8 @@ import pytest
 
 from loragate.bench.cli import judge
 from loragate.bench.figures import DenseFigures, RowFigures, StepFigures
-from loragate.bench.rows import DenseRow, dense_rows, select_rows
+from loragate.bench.rows import DenseRow, dense_rows
+from loragate.bench.select import select_rows
 from loragate.bench.tables import render_markdown, render_terminal
 from loragate.matrix.ids import case_id
 from loragate.verdict import ExitCode, Verdict
@@ -75,10 +76,13 @@ def test_a_batch_with_fewer_rows_than_slots_touches_fewer_slots() -> None:
 
 
 def test_a_pattern_selects_rows_and_an_empty_selection_is_an_error_that_names_some() -> None:
-    assert [row.id for row in select_rows(["down.m2048.*"])] == ["down.m2048.r16", "down.m2048.r64"]
-    assert select_rows([]) == dense_rows()
+    assert [row.id for row in select_rows(dense_rows(), ["down.m2048.*"])] == [
+        "down.m2048.r16",
+        "down.m2048.r64",
+    ]
+    assert select_rows(dense_rows(), []) == dense_rows()
     with pytest.raises(ValueError, match=r"'up\.\*' matches none of the 30 rows.*'qkv\.m1\.r16'"):
-        select_rows(["down.*", "up.*"])
+        select_rows(dense_rows(), ["down.*", "up.*"])
 
 
 def test_the_mean_ratio_is_geometric() -> None:

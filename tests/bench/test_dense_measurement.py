@@ -8,7 +8,8 @@ from torch import Tensor
 
 from loragate.bench import dense
 from loragate.bench.cli import judge
-from loragate.bench.dense import Contender, WrongResult, measure_row, measure_steps, run_dense
+from loragate.bench.contender import Contender, WrongResult
+from loragate.bench.dense import measure_row, measure_steps, run_dense
 from loragate.bench.rows import DenseRow
 from loragate.inputs.pairs import out_rows
 from loragate.machine import Machine

@@ -1,4 +1,4 @@
-"""`loragate bench`: time the dense table, record it, show a record.
+"""`loragate bench`: time a table, record it, show a record.
 
 Exit codes: 0 every bar is met, 1 a bar is missed or a subject computes something else,
 2 there was no baseline or not every row ran, 3 no GPU or a subject does not run, 4 usage.
@@ -8,45 +8,57 @@ from __future__ import annotations
 
 import argparse
 import sys
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from loragate.bench.figures import DenseFigures
-from loragate.bench.rows import dense_rows, select_rows
-from loragate.bench.tables import render_markdown, render_terminal
+from loragate.bench.kinds import KINDS, Figures, Kind
+from loragate.bench.select import Row, select_rows
 from loragate.results import ResultsError, provenance, read_section, update_section
 from loragate.verdict import ExitCode, Verdict, worst
 
 if TYPE_CHECKING:
-    from loragate.bench.dense import Contender
+    from collections.abc import Sequence
 
-SECTION = "bench_dense"
-_NOBODY = "none"
+    from loragate.machine import Machine
+
+_OWN, _VLLM, _NOBODY = "lorakernels", "vllm", "none"
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = subparsers.add_parser("bench", help="time subjects side by side on a GPU")
     kinds = parser.add_subparsers(required=True, metavar="KIND")
-    dense = kinds.add_parser("dense", help="what LoRA adds to the base GEMM of dense layers")
-    dense.add_argument("--subject", default="lorakernels", help="the implementation to judge")
-    dense.add_argument(
-        "--baseline", default="vllm", help="the one it has to beat, or 'none' (default: vllm)"
+    for name, kind in KINDS.items():
+        _add_kind(kinds.add_parser(name, help=kind.help), kind)
+    show = kinds.add_parser("show", help="print a recorded run as Markdown")
+    show.add_argument("record", type=Path, metavar="FILE")
+    show.add_argument(
+        "kind", nargs="?", choices=list(KINDS), default="dense", help="(default: dense)"
     )
-    dense.add_argument(
+    show.set_defaults(run=run_show_command)
+
+
+def _add_kind(parser: argparse.ArgumentParser, kind: Kind) -> None:
+    if kind.takes_any_subject:
+        parser.add_argument("--subject", default=_OWN, help="the implementation to judge")
+    parser.add_argument(
+        "--baseline",
+        default=_VLLM,
+        choices=None if kind.takes_any_subject else (_VLLM, _NOBODY),
+        help="the one it has to beat, or 'none' (default: vllm)",
+    )
+    parser.add_argument(
         "--rows",
         action="append",
         default=[],
         metavar="PATTERN",
-        help="only rows like 'qkv.m*.r16'; may be repeated",
+        help=f"only rows like {kind.pattern!r}; may be repeated",
     )
-    dense.add_argument("--record", type=Path, metavar="FILE", help="write the figures to FILE")
-    dense.add_argument(
+    parser.add_argument("--record", type=Path, metavar="FILE", help="write the figures to FILE")
+    parser.add_argument(
         "--commit", help="what to record as the commit where the tree has no history"
     )
-    dense.set_defaults(run=run_dense_command)
-    show = kinds.add_parser("show", help="print a recorded run as Markdown")
-    show.add_argument("record", type=Path, metavar="FILE")
-    show.set_defaults(run=run_show_command)
+    parser.set_defaults(run=partial(run_kind_command, kind), subject=_OWN)
 
 
 def run(arguments: argparse.Namespace) -> ExitCode:
@@ -56,24 +68,25 @@ def run(arguments: argparse.Namespace) -> ExitCode:
 
 
 def run_show_command(arguments: argparse.Namespace) -> ExitCode:
+    kind = KINDS[arguments.kind]
     try:
-        section = read_section(arguments.record, SECTION)
+        section = read_section(arguments.record, kind.section)
         if section is None:
-            return _complain(f"{arguments.record}: no section {SECTION!r}", ExitCode.USAGE)
-        print(render_markdown(DenseFigures.from_payload(section)))
+            return _complain(f"{arguments.record}: no section {kind.section!r}", ExitCode.USAGE)
+        print(kind.markdown(kind.read(section)))
     except ValueError as error:
         return _complain(str(error), ExitCode.USAGE)
     return ExitCode.OK
 
 
-def run_dense_command(arguments: argparse.Namespace) -> ExitCode:
+def run_kind_command(kind: Kind, arguments: argparse.Namespace) -> ExitCode:
     try:
-        rows = select_rows(arguments.rows)
-        if arguments.record and rows != dense_rows():
+        rows = select_rows(kind.rows(), arguments.rows)
+        if arguments.record and rows != tuple(kind.rows()):
             raise ValueError("--record takes the whole table; leave out --rows")
         if arguments.record:
             # an unreadable file must not cost a finished run
-            read_section(arguments.record, SECTION)
+            read_section(arguments.record, kind.section)
     except ValueError as error:
         return _complain(str(error), ExitCode.USAGE)
 
@@ -82,30 +95,28 @@ def run_dense_command(arguments: argparse.Namespace) -> ExitCode:
     machine = detect_machine()
     if machine.device != "cuda":
         return _complain("bench times compiled kernels and needs a GPU", ExitCode.INFRASTRUCTURE)
-    from loragate.bench.dense import WrongResult, run_dense
+    from loragate.bench.contender import Unavailable, WrongResult
 
     try:
-        candidate = _contender(arguments.subject)
-        baseline = None if arguments.baseline == _NOBODY else _contender(arguments.baseline)
-        figures = run_dense(candidate, baseline, rows, machine, _progress)
-    except _Unavailable as error:
+        figures = _measure(kind, arguments, rows, machine)
+    except Unavailable as error:
         return _complain(str(error), error.code)
     except WrongResult as error:
         return _complain(str(error), ExitCode.WRONG)
-    print(render_terminal(figures))
+    print(kind.terminal(figures))
     code = judge(figures)
     if arguments.record:
         origin = provenance(machine, commit=arguments.commit)
         payload = origin | figures.payload() | {"verdict": code.name.lower()}
         try:
-            update_section(arguments.record, SECTION, payload)
+            update_section(arguments.record, kind.section, payload)
         except (ResultsError, OSError) as error:
             return _complain(str(error), ExitCode.INFRASTRUCTURE)
         print(f"recorded in {arguments.record}")
     return code
 
 
-def judge(figures: DenseFigures) -> ExitCode:
+def judge(figures: Figures) -> ExitCode:
     """A missed bar is wrong; a bar that was not measured, or a missing row, is incomplete."""
     verdict = worst(bar.verdict for bar in figures.bars())
     if verdict is Verdict.FAIL:
@@ -114,25 +125,14 @@ def judge(figures: DenseFigures) -> ExitCode:
     return ExitCode.OK if complete else ExitCode.INCOMPLETE
 
 
-class _Unavailable(Exception):
-    def __init__(self, message: str, code: ExitCode) -> None:
-        super().__init__(message)
-        self.code = code
+def _measure(
+    kind: Kind, arguments: argparse.Namespace, rows: Sequence[Row], machine: Machine
+) -> Figures:
+    from loragate.bench.contender import find_contender
 
-
-def _contender(name: str) -> Contender:
-    from loragate.bench.dense import Contender
-    from loragate.machine import detect_machine
-    from loragate.subjects import find_subject
-
-    try:
-        subject = find_subject(name)
-    except (ValueError, ImportError) as error:
-        raise _Unavailable(str(error), ExitCode.USAGE) from error
-    have = subject.capabilities(detect_machine())
-    if isinstance(have, str):
-        raise _Unavailable(f"{name}: {have}", ExitCode.INFRASTRUCTURE)
-    return Contender(subject, have)
+    candidate = find_contender(arguments.subject)
+    baseline = None if arguments.baseline == _NOBODY else find_contender(arguments.baseline)
+    return kind.run(candidate, baseline, rows, machine, _progress)
 
 
 def _progress(line: str) -> None:

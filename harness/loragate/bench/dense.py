@@ -6,46 +6,25 @@ Invariant: a subject is timed only after its result was compared with fp64.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import cast
 
 import torch
 from torch import Tensor
 
+from loragate.bench.contender import Contender, Yardstick
 from loragate.bench.figures import DenseFigures, RowFigures, StepFigures
 from loragate.bench.rows import TOKENS, DenseRow
 from loragate.bench.timer import capture, copy_bytes_per_s, replay_in_turns, wall
 from loragate.inputs import DataKind, make_pool, torch_dtype
 from loragate.machine import Machine
-from loragate.matrix.case import Case
-from loragate.oracles.golden import chunks, eager, golden
-from loragate.subjects.protocol import Batch, Capabilities, Instance, Pool, Resident, Subject
+from loragate.subjects.protocol import Batch, Instance, Resident
 
 _SEED = 1
 _BASE = "base"
-# a subject may round more often than the plain computation; a wrong one is off by far more
-_MAX_ERROR_RATIO = 2.0
 _STEP_SLOTS = 8
 _STEP_ACTIVE = (0, 1, 8)
-
-
-class WrongResult(Exception):
-    """A subject's delta is not the delta: its time would mean nothing."""
-
-
-@dataclass(frozen=True, slots=True)
-class Contender:
-    """A subject that runs here, with what it said it can do."""
-
-    subject: Subject
-    have: Capabilities
-
-    def open(self, case: Case, machine: Machine, pool: Pool) -> Instance:
-        instance = self.subject.open(case, machine, None)
-        for slot in range(case.slots):
-            instance.load(slot, pool)
-        return cast(Instance, instance)
 
 
 def run_dense(
@@ -96,16 +75,11 @@ def measure_row(row: DenseRow, contenders: Sequence[Contender], machine: Machine
         name = contender.subject.name
         # the same adapters for everybody: nothing but the seed and the case enters
         pool = make_pool(case, _SEED, DataKind.SIGNED, machine, contender.have)
-        instance = contender.open(case, machine, pool)
+        instance = cast(Instance, contender.open(case, machine, pool))
         instance.prepare(token_slots)
         base()
-        batch = Batch(x, token_slots, out.clone())
-        errors[name] = _error_ratio(case, pool, batch, instance.apply(x, out))
-        if not errors[name] <= _MAX_ERROR_RATIO:
-            raise WrongResult(
-                f"{name} at {row.id}: its error is {errors[name]:.1f} times that of a plain "
-                f"computation in {case.dtype}; at most {_MAX_ERROR_RATIO} is right"
-            )
+        yardstick = Yardstick.of_step(case, pool, Batch(x, token_slots, out.clone()))
+        errors[name] = yardstick.check(name, row.id, instance.apply(x, out))
         graphs[name] = capture(_sequential(base, instance, x, out))
         instances.append(instance)
     times = replay_in_turns(graphs)
@@ -120,16 +94,6 @@ def _sequential(
         instance.apply(x, out)
 
     return call
-
-
-def _error_ratio(case: Case, pool: Pool, batch: Batch, result: Tensor) -> float:
-    """rms error of `result` over that of the plain same-dtype computation, against fp64."""
-    ours = plain = 0.0
-    for rows, piece in chunks(batch):
-        right = golden(pool, piece).out
-        ours += float((result[rows].double() - right).square().sum())
-        plain += float((eager(case, pool, piece).double() - right).square().sum())
-    return float((ours / plain) ** 0.5)
 
 
 def measure_steps(

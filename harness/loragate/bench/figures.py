@@ -6,18 +6,14 @@ table that is made from a record again is the same table.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Self
 
+from loragate.bench.bars import REFERENCE_BYTES_PER_S, Bar, geometric_mean, worst_of
 from loragate.bench.rows import DenseRow, dense_rows
-from loragate.verdict import Verdict
 
 SCHEMA = 1
-# a copy on an H200, bytes read + written
-REFERENCE_BYTES_PER_S = 4.3e12
-
 MAX_MEAN_RATIO = 0.33
 MAX_ROW_RATIO = 1.0
 MAX_OVER_FLOOR = 1.8
@@ -68,22 +64,6 @@ class StepFigures:
 
 
 @dataclass(frozen=True, slots=True)
-class Bar:
-    """`measured` must not be above `target`; None could not be measured."""
-
-    name: str
-    target: float
-    measured: float | None
-    note: str = ""
-
-    @property
-    def verdict(self) -> Verdict:
-        if self.measured is None:
-            return Verdict.INCONCLUSIVE
-        return Verdict.PASS if self.measured <= self.target else Verdict.FAIL
-
-
-@dataclass(frozen=True, slots=True)
 class DenseFigures:
     """`baseline` is None where there was nothing to compare with."""
 
@@ -110,14 +90,14 @@ class DenseFigures:
         ratios = self.ratios()
         prefill = [f for f in self.rows if f.row.tokens == PREFILL_TOKENS]
         over = [figures.over_floor(self.candidate) for figures in prefill]
-        against = self.baseline or "a baseline"
+        added = f"added time over {self.baseline or 'a baseline'}"
         return (
-            Bar(f"added time over {against}, geometric mean", MAX_MEAN_RATIO, _mean(ratios)),
-            Bar(f"added time over {against}, worst row", MAX_ROW_RATIO, _worst(ratios)),
+            Bar(f"{added}, geometric mean", MAX_MEAN_RATIO, geometric_mean(ratios)),
+            Bar(f"{added}, worst row", MAX_ROW_RATIO, worst_of(ratios)),
             Bar(
                 f"added time over the byte floor at M={PREFILL_TOKENS}, worst row",
                 MAX_OVER_FLOOR,
-                _worst(over),
+                worst_of(over),
                 note=f"aim {AIMED_OVER_FLOOR}",
             ),
         )
@@ -172,21 +152,3 @@ def _row_payload(run: DenseFigures, figures: RowFigures) -> dict[str, Any]:
         "over_floor": figures.over_floor(run.candidate),
         "ratio": ratio,
     }
-
-
-def _all_known(figures: Iterable[float | None]) -> list[float] | None:
-    """None if there are none, or if one of them is missing: no bar is met by leaving out."""
-    found = list(figures)
-    known = [figure for figure in found if figure is not None]
-    return known if found and len(known) == len(found) else None
-
-
-def _mean(ratios: Iterable[float | None]) -> float | None:
-    """Geometric mean."""
-    known = _all_known(ratios)
-    return math.exp(sum(map(math.log, known)) / len(known)) if known else None
-
-
-def _worst(figures: Iterable[float | None]) -> float | None:
-    known = _all_known(figures)
-    return max(known) if known else None

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 from types import MappingProxyType
 
+from loragate.bench.select import equal_runs
 from loragate.matrix.case import Case, Dtype, Mix, Ranks, Site
 
 SLOTS = 4
@@ -62,8 +61,7 @@ class DenseRow:
 
     @property
     def token_slots(self) -> tuple[int, ...]:
-        """Equal runs of rows for each slot; fewer rows than slots touch fewer slots."""
-        return tuple(row * SLOTS // self.tokens for row in range(self.tokens))
+        return equal_runs(self.tokens, SLOTS)
 
     @property
     def floor_bytes(self) -> int:
@@ -81,20 +79,3 @@ def dense_rows() -> tuple[DenseRow, ...]:
     return tuple(
         DenseRow(linear, tokens, rank) for linear in LINEARS for tokens in TOKENS for rank in RANKS
     )
-
-
-def select_rows(patterns: Sequence[str]) -> tuple[DenseRow, ...]:
-    """Rows whose id matches any shell pattern; all of them without a pattern.
-
-    Raises ValueError for a pattern that matches nothing.
-    """
-    rows = dense_rows()
-    for pattern in patterns:
-        if not any(fnmatchcase(row.id, pattern) for row in rows):
-            raise ValueError(
-                f"--rows {pattern!r} matches none of the {len(rows)} rows; "
-                f"they are named like {rows[0].id!r} and {rows[-1].id!r}"
-            )
-    if not patterns:
-        return rows
-    return tuple(row for row in rows if any(fnmatchcase(row.id, p) for p in patterns))

@@ -6,8 +6,9 @@ Invariant: what is compared runs in turns, so that a drifting clock meets everyb
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from statistics import median
+from typing import Protocol, TypeVar
 
 import torch
 
@@ -16,6 +17,18 @@ REPLAYS = 7
 _WARM_UP = 3
 _HOST_REPEATS = 50
 _COPY_BYTES = 1 << 31
+
+_Key = TypeVar("_Key", bound=Hashable)
+
+
+class Clock(Protocol):
+    def __call__(self, calls: Mapping[_Key, Callable[[], object]]) -> dict[_Key, float]:
+        """Microseconds of each call, with the calls in turns."""
+
+
+def in_turns(calls: Mapping[_Key, Callable[[], object]]) -> dict[_Key, float]:
+    """The Clock of a benchmark: what the calls take on the device."""
+    return replay_in_turns({name: capture(call) for name, call in calls.items()})
 
 
 def capture(call: Callable[[], object]) -> torch.cuda.CUDAGraph:
@@ -30,13 +43,13 @@ def capture(call: Callable[[], object]) -> torch.cuda.CUDAGraph:
     return graph
 
 
-def replay_in_turns(graphs: Mapping[str, torch.cuda.CUDAGraph]) -> dict[str, float]:
+def replay_in_turns(graphs: Mapping[_Key, torch.cuda.CUDAGraph]) -> dict[_Key, float]:
     """Microseconds a call: for each graph the median of REPLAYS replays."""
     for _ in range(_WARM_UP):
         for graph in graphs.values():
             graph.replay()
     torch.cuda.synchronize()
-    timings: dict[str, list[_Span]] = {name: [] for name in graphs}
+    timings: dict[_Key, list[_Span]] = {name: [] for name in graphs}
     # nothing waits between replays: the device never idles, and the launch of one hides
     # behind the run of another
     for _ in range(REPLAYS):

@@ -3,6 +3,7 @@ holds the alignment as well, as that of a server does."""
 
 from __future__ import annotations
 
+from copy import copy
 from types import MappingProxyType
 
 from torch import Tensor
@@ -14,7 +15,7 @@ from loragate.subjects.lorakernels_mapping import Mapping
 from loragate.subjects.protocol import Pool, Routes
 from lorakernels.moe.align import PairMetadata
 from lorakernels.moe.ops import MoEPath, MoEWorkspace, moe_delta
-from lorakernels.moe.plan import rank_vector
+from lorakernels.moe.plan import MoEShape, plan_path, rank_vector
 from lorakernels.moe.weights import ExpertFactors, ExpertWeights
 
 _PATHS = MappingProxyType(
@@ -32,17 +33,7 @@ class MoEDelta(Mapping):
         super().__init__(case, machine)
         self.add_inputs, self.path = case.write is Write.ADD, _PATHS[case.path]
         max_tokens = max(1, case.tokens)
-        self.weights = ExpertWeights(
-            num_slots=case.slots,
-            num_experts=case.experts,
-            slice_widths=case.slices,
-            in_features=case.in_features,
-            rank=case.rank,
-            dtype=torch_dtype(case.dtype),
-            device=machine.device,
-            shared_a=case.sharing is Sharing.SHARED_A,
-            shared_b=case.sharing is Sharing.SHARED_B,
-        )
+        self.weights = expert_weights(case, machine)
         self.pairs = PairMetadata(
             max_tokens=max_tokens,
             top_k=case.top_k,
@@ -59,8 +50,36 @@ class MoEDelta(Mapping):
     def unload(self, slot: int) -> None:
         self.weights.reset(slot)
 
+    def on_path(self, path: Path) -> MoEDelta:
+        """The same weights, pairs and metadata, not a copy of them, on another path."""
+        other = copy(self)
+        other.path = _PATHS[path]
+        return other
+
+    def planned(self, tokens: int) -> Path:
+        """The path that the plan takes for so many tokens."""
+        weights = self.weights
+        shape = MoEShape(
+            tokens * self.pairs.top_k,
+            weights.num_experts,
+            weights.in_features,
+            weights.slice_widths,
+            weights.rank,
+            weights.a.element_size(),
+        )
+        chosen = plan_path(shape, None)
+        return next(path for path, own in _PATHS.items() if own is chosen)
+
     def apply(self, x: Tensor, out: Tensor, routes: Routes) -> Tensor:
+        self.assign(routes)
+        return self.launch(x, out, routes, None)
+
+    def assign(self, routes: Routes) -> None:
+        """Sort the pairs of a step into the tables that all paths read."""
         self.pairs.prepare(routes.topk_ids, self.metadata, expert_map=routes.expert_map)
+
+    def launch(self, x: Tensor, out: Tensor, routes: Routes, assignment: None) -> Tensor:
+        """The delta of pairs that are assigned already."""
         moe_delta(
             x,
             self.weights,
@@ -72,6 +91,21 @@ class MoEDelta(Mapping):
             path=self.path,
         )
         return out
+
+
+def expert_weights(case: Case, machine: Machine) -> ExpertWeights:
+    """Empty slots, as the case has them."""
+    return ExpertWeights(
+        num_slots=case.slots,
+        num_experts=case.experts,
+        slice_widths=case.slices,
+        in_features=case.in_features,
+        rank=case.rank,
+        dtype=torch_dtype(case.dtype),
+        device=machine.device,
+        shared_a=case.sharing is Sharing.SHARED_A,
+        shared_b=case.sharing is Sharing.SHARED_B,
+    )
 
 
 def expert_factors(pool: Pool, slot: int) -> list[ExpertFactors | None]:

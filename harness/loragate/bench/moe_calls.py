@@ -1,4 +1,4 @@
-"""What `bench moe` times of vLLM: each path of its LoRA of experts, with and without alignment.
+"""What `bench moe` times of a subject: each path of its delta, with and without alignment.
 
 Invariant: the paths work on one set of weights and write one output, and a call holds whatever a
 step of a server would launch for it on the device, no more.
@@ -6,18 +6,25 @@ step of a server would launch for it on the device, no more.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any, Protocol, Self
 
 from torch import Tensor
 
 from loragate.matrix.case import Case, Path
-from loragate.subjects.protocol import Batch
-from loragate.subjects.vllm_moe import VllmMoEInstance, refusal
+from loragate.subjects.protocol import Batch, Capabilities, MoEInstance, Routes, unsupported
 
-# the plan of its layers takes one of the first two
-TIMED_PATHS = (Path.ONE_SHOT, Path.SMALL_BATCH, Path.TWO_KERNEL)
+
+class PathwiseInstance(MoEInstance, Protocol):
+    """An instance whose `apply` is `launch` on what `assign` returned, on a path of choice."""
+
+    def on_path(self, path: Path) -> Self: ...
+
+    def assign(self, routes: Routes) -> Any: ...
+
+    def launch(self, x: Tensor, out: Tensor, routes: Routes, assignment: Any) -> Tensor: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,20 +37,24 @@ class DeltaCalls:
     aligned_launch: Callable[[], Tensor]
 
 
-def vllm_delta_calls(
-    case: Case, instance: VllmMoEInstance, batch: Batch
+def delta_calls(
+    case: Case,
+    have: Capabilities,
+    instance: PathwiseInstance,
+    batch: Batch,
+    paths: Iterable[Path],
 ) -> Mapping[Path, DeltaCalls]:
-    """The calls of each path that takes the case.
+    """The calls of each of `paths` that takes the case.
 
-    `instance` is one that VllmSubject opened for the case, with adapters in its slots and
-    prepared for the slots of the batch, which has routes. A call may be captured after it ran
-    once. The calls stay right until the next `prepare` or `load`.
+    `instance` has adapters in its slots and is prepared for the slots of the batch, which has
+    routes. A call may be captured after it ran once. The calls stay right until the next
+    `prepare` or `load`.
     """
     routes = batch.routes
     assert routes is not None, "a site with experts has routes"
     calls = {}
-    for path in TIMED_PATHS:
-        if refusal(replace(case, path=path)) is not None:
+    for path in paths:
+        if unsupported(replace(case, path=path), have) is not None:
             continue
         on_path = instance.on_path(path)
         assignment = on_path.assign(routes)

@@ -7,12 +7,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from loragate.bench.vllm_moe_calls import vllm_delta_calls
+from loragate.bench.moe_calls import PathwiseInstance, delta_calls
 from loragate.inputs import DataKind, make_batch, make_pool
 from loragate.machine import detect_machine, select_interpreter
 from loragate.matrix.case import Case, Dtype, Path, Ranks, Site, Write
-from loragate.subjects.protocol import Batch, Routes
-from loragate.subjects.vllm_moe import VllmMoEInstance
+from loragate.subjects.lorakernels_subject import LoraKernelsSubject
+from loragate.subjects.protocol import Batch, Routes, Subject
 from loragate.subjects.vllm_subject import VllmSubject
 
 select_interpreter()
@@ -28,6 +28,9 @@ CASE = Case(
     experts=3,
     top_k=2,
 )
+
+
+TILED = (Path.ONE_SHOT, Path.SMALL_BATCH, Path.TWO_KERNEL)
 
 
 class Recorder:
@@ -54,7 +57,8 @@ class Recorder:
 def calls_of(case: Case, log: list[str]) -> Any:
     rows = torch.empty(0)
     batch = Batch(rows, rows, rows, Routes(torch.zeros(5, 2, dtype=torch.int32)))
-    return vllm_delta_calls(case, cast(VllmMoEInstance, Recorder(log)), batch)
+    have = VllmSubject.describe(interpreted=True, batch_invariant=False)
+    return delta_calls(case, have, cast(PathwiseInstance, Recorder(log)), batch, TILED)
 
 
 def test_a_launch_without_alignment_uses_the_one_that_was_made_before() -> None:
@@ -81,21 +85,21 @@ def test_a_path_that_cannot_take_the_case_is_left_out() -> None:
     assert stored == [Path.ONE_SHOT, Path.SMALL_BATCH]
 
 
-def test_every_call_on_the_installed_vllm_adds_the_same_delta() -> None:
-    machine, subject = detect_machine(), VllmSubject()
+@pytest.mark.parametrize("subject", [LoraKernelsSubject(), VllmSubject()], ids=lambda s: s.name)
+def test_every_call_on_an_installed_subject_adds_the_same_delta(subject: Subject) -> None:
+    machine = detect_machine()
     have = subject.capabilities(machine)
     if isinstance(have, str) or (have.refuses and have.refuses(CASE)):
-        pytest.skip("vLLM cannot run here")
+        pytest.skip(f"{subject.name} cannot run here")
     pool = make_pool(CASE, 3, DataKind.SIGNED, machine, have)
     batch = make_batch(CASE, 3, 0, DataKind.SIGNED, machine)
-    instance = subject.open(CASE, machine, None)
-    assert isinstance(instance, VllmMoEInstance)
+    instance = cast(PathwiseInstance, subject.open(CASE, machine, None))
     for slot in range(CASE.slots):
         instance.load(slot, pool)
     instance.prepare(batch.token_slots)
     before = batch.out.clone()
     deltas = []
-    for calls in vllm_delta_calls(CASE, instance, batch).values():
+    for calls in delta_calls(CASE, have, instance, batch, TILED).values():
         for call in (calls.launch, calls.aligned_launch):
             batch.out.copy_(before)
             deltas.append(call().float() - before.float())

@@ -1,0 +1,110 @@
+"""Who is timed, and whether it computes what it should: nothing else has a time worth a record."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Self
+
+from torch import Tensor
+
+from loragate.machine import Machine, detect_machine
+from loragate.matrix.case import Case, Dtype
+from loragate.oracles.golden import chunks, eager, golden
+from loragate.subjects import find_subject
+from loragate.subjects.protocol import (
+    AnyInstance,
+    Batch,
+    Capabilities,
+    Pool,
+    Subject,
+    unsupported,
+)
+from loragate.verdict import ExitCode
+
+# a subject may round more often than the plain computation; a wrong one is off by far more
+MAX_ERROR_RATIO = 2.0
+
+
+class WrongResult(Exception):
+    """A subject's result is not the result: its time would mean nothing."""
+
+
+class Unavailable(Exception):
+    """There is no such subject, or it does not run here."""
+
+    def __init__(self, message: str, code: ExitCode) -> None:
+        super().__init__(message)
+        self.code = code
+
+
+@dataclass(frozen=True, slots=True)
+class Contender:
+    """A subject that runs here, with what it said it can do."""
+
+    subject: Subject
+    have: Capabilities
+
+    def open(self, case: Case, machine: Machine, pool: Pool) -> AnyInstance:
+        instance = self.subject.open(case, machine, None)
+        for slot in range(case.slots):
+            instance.load(slot, pool)
+        return instance
+
+    def require(self, case: Case) -> None:
+        """Raises Unavailable for a case that the subject cannot take."""
+        reason = unsupported(case, self.have)
+        if reason is not None:
+            raise Unavailable(f"{self.subject.name}: {reason}", ExitCode.INFRASTRUCTURE)
+
+
+def find_contender(name: str) -> Contender:
+    """Raises Unavailable."""
+    try:
+        subject = find_subject(name)
+    except (ValueError, ImportError) as error:
+        raise Unavailable(str(error), ExitCode.USAGE) from error
+    have = subject.capabilities(detect_machine())
+    if isinstance(have, str):
+        raise Unavailable(f"{name}: {have}", ExitCode.INFRASTRUCTURE)
+    return Contender(subject, have)
+
+
+@dataclass(frozen=True, slots=True)
+class Yardstick:
+    """fp64 results, in pieces of rows, and how far a plain computation in `dtype` is off: the sum
+    of its squared errors."""
+
+    right: tuple[tuple[slice, Tensor], ...]
+    plain_error: float
+    dtype: Dtype
+
+    @classmethod
+    def of_step(cls, case: Case, pool: Pool, batch: Batch) -> Self:
+        """`batch.out` is what the delta is added to."""
+        pieces = list(chunks(batch))
+        right = tuple((rows, golden(pool, piece).out) for rows, piece in pieces)
+        plain = [(right_rows, eager(case, pool, piece)) for right_rows, piece in pieces]
+        return cls(right, _squares(right, plain), case.dtype)
+
+    @classmethod
+    def of_results(cls, right: Tensor, plain: Tensor, dtype: Dtype) -> Self:
+        everything = slice(0, len(right))
+        pieces = ((everything, right),)
+        return cls(pieces, _squares(pieces, [(everything, plain)]), dtype)
+
+    def check(self, who: str, where: str, result: Tensor) -> float:
+        """rms error of `result` over that of the plain computation. Raises WrongResult."""
+        parts = [(rows, result[rows]) for rows, _ in self.right]
+        ratio = float((_squares(self.right, parts) / self.plain_error) ** 0.5)
+        if not ratio <= MAX_ERROR_RATIO:
+            raise WrongResult(
+                f"{who} at {where}: its error is {ratio:.1f} times that of a plain "
+                f"computation in {self.dtype}; at most {MAX_ERROR_RATIO} is right"
+            )
+        return ratio
+
+
+def _squares(right: Iterable[tuple[slice, Tensor]], found: Iterable[tuple[slice, Tensor]]) -> float:
+    pairs = zip(right, found, strict=True)
+    return sum(float((got.double() - true).square().sum()) for (_, true), (_, got) in pairs)

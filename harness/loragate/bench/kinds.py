@@ -1,0 +1,117 @@
+"""The kinds of benchmark: their tables, how they run, how a record of them is shown.
+
+Invariant: a kind is looked up without torch; what needs a device is imported when it runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, Protocol
+
+from loragate.bench.bars import Bar
+from loragate.bench.figures import DenseFigures
+from loragate.bench.moe_figures import MoEFigures
+from loragate.bench.moe_rows import moe_rows
+from loragate.bench.moe_tables import render_markdown as moe_markdown
+from loragate.bench.moe_tables import render_terminal as moe_terminal
+from loragate.bench.rows import dense_rows
+from loragate.bench.select import Row
+from loragate.bench.tables import render_markdown as dense_markdown
+from loragate.bench.tables import render_terminal as dense_terminal
+
+if TYPE_CHECKING:
+    from loragate.bench.contender import Contender
+    from loragate.machine import Machine
+
+Progress = Callable[[str], None]
+
+
+class Figures(Protocol):
+    @property
+    def complete(self) -> bool:
+        """Whether every row of the table was measured."""
+
+    def bars(self) -> tuple[Bar, ...]: ...
+
+    def payload(self) -> dict[str, Any]: ...
+
+
+class Run(Protocol):
+    def __call__(
+        self,
+        candidate: Contender,
+        baseline: Contender | None,
+        rows: Sequence[Any],
+        machine: Machine,
+        progress: Progress,
+    ) -> Figures: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    help: str
+    # False: it times parts that a subject has no word for, and knows two subjects that have them
+    takes_any_subject: bool
+    # of a results file
+    section: str
+    rows: Callable[[], Sequence[Row]]
+    # an id pattern, as an example
+    pattern: str
+    run: Run
+    read: Callable[[Mapping[str, Any]], Any]
+    terminal: Callable[[Any], str]
+    markdown: Callable[[Any], str]
+
+
+def _run_dense(
+    candidate: Contender,
+    baseline: Contender | None,
+    rows: Sequence[Any],
+    machine: Machine,
+    progress: Progress,
+) -> Figures:
+    from loragate.bench.dense import run_dense
+
+    return run_dense(candidate, baseline, rows, machine, progress)
+
+
+def _run_moe(
+    candidate: Contender,
+    baseline: Contender | None,
+    rows: Sequence[Any],
+    machine: Machine,
+    progress: Progress,
+) -> Figures:
+    from loragate.bench.moe import run_moe
+
+    return run_moe(candidate, baseline, rows, machine, progress)
+
+
+KINDS = MappingProxyType(
+    {
+        "dense": Kind(
+            help="what LoRA adds to the base GEMM of dense layers",
+            takes_any_subject=True,
+            section="bench_dense",
+            rows=dense_rows,
+            pattern="qkv.m*.r16",
+            run=_run_dense,
+            read=DenseFigures.from_payload,
+            terminal=dense_terminal,
+            markdown=dense_markdown,
+        ),
+        "moe": Kind(
+            help="LoRA of experts: the delta path by path, alignment, a whole layer",
+            takes_any_subject=False,
+            section="bench_moe",
+            rows=moe_rows,
+            pattern="mixtral.m*.r16",
+            run=_run_moe,
+            read=MoEFigures.from_payload,
+            terminal=moe_terminal,
+            markdown=moe_markdown,
+        ),
+    }
+)

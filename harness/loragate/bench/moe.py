@@ -1,0 +1,112 @@
+"""`bench moe`: the tables one after the other, after their kernels were compiled side by side."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from itertools import chain
+from typing import TypeVar
+
+import torch
+
+from loragate.bench.contender import Contender, find_contender
+from loragate.bench.moe_delta import measure_aligns, measure_deltas
+from loragate.bench.moe_figures import (
+    AlignFigures,
+    DeltaFigures,
+    LayerFigures,
+    MoEFigures,
+    MoEMeasured,
+)
+from loragate.bench.moe_layer import measure_layers
+from loragate.bench.moe_rows import PROJECTIONS, RANKS, AlignRow, DeltaRow, LayerRow, MoERow
+from loragate.bench.timer import Clock, copy_bytes_per_s, in_turns
+from loragate.machine import Machine, detect_machine
+
+# rows for which starting processes takes longer than compiling one after the other
+_FEW = 8
+# each takes a few GB of the device's memory
+_MOST_PROCESSES = 16
+_Key = TypeVar("_Key", bound=Hashable)
+
+
+def run_moe(
+    candidate: Contender,
+    baseline: Contender | None,
+    rows: Sequence[MoERow],
+    machine: Machine,
+    progress: Callable[[str], None],
+) -> MoEFigures:
+    """Measure `rows`. Raises WrongResult for a subject that computes something else, and
+    Unavailable for one that cannot take them."""
+    for contender in filter(None, (candidate, baseline)):
+        for projection in PROJECTIONS:
+            contender.require(DeltaRow(projection, max(RANKS), 1).case)
+    names = [candidate.subject.name, *([baseline.subject.name] if baseline else [])]
+    if len(rows) > _FEW:
+        progress("compiling")
+        compile_side_by_side(names, rows)
+    copied = copy_bytes_per_s()
+    measured = []
+    for figures in measure(candidate, baseline, rows, machine, in_turns):
+        measured.append(figures)
+        progress(f"[{len(measured)}/{len(rows)}] {_line(figures)}")
+    return MoEFigures(names[0], names[1] if baseline else None, copied, tuple(measured))
+
+
+def measure(
+    candidate: Contender,
+    baseline: Contender | None,
+    rows: Sequence[MoERow],
+    machine: Machine,
+    clock: Clock,
+) -> Iterator[MoEMeasured]:
+    """Raises WrongResult."""
+    contenders = [candidate, *([baseline] if baseline else [])]
+    deltas = [row for row in rows if isinstance(row, DeltaRow)]
+    aligns = [row for row in rows if isinstance(row, AlignRow)]
+    layers = [row for row in rows if isinstance(row, LayerRow)]
+    return chain(
+        measure_deltas(deltas, contenders, machine, clock),
+        measure_aligns(aligns, contenders, machine, clock),
+        measure_layers(layers, candidate, baseline, machine, clock),
+    )
+
+
+def compile_side_by_side(names: Sequence[str], rows: Sequence[MoERow]) -> None:
+    """Leave what the rows launch in Triton's cache. What goes wrong here goes wrong again, and
+    is told, when the row is measured."""
+    processes = min(_MOST_PROCESSES, os.cpu_count() or 1, len(rows))
+    # a forked process could not use the device
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(processes, mp_context=context) as pool:
+        for future in [pool.submit(_compile, names, row) for row in rows]:
+            future.exception()
+
+
+def _compile(names: Sequence[str], row: MoERow) -> None:
+    candidate, baseline = ([find_contender(name) for name in names] + [None])[:2]
+    assert candidate is not None
+    for _ in measure(candidate, baseline, [row], detect_machine(), _once):
+        torch.cuda.synchronize()
+    # the others need the memory as well
+    torch.cuda.empty_cache()
+
+
+def _once(calls: Mapping[_Key, Callable[[], object]]) -> dict[_Key, float]:
+    """The Clock of a compiler: every call was made when its result was checked."""
+    return dict.fromkeys(calls, 0.0)
+
+
+def _line(figures: MoEMeasured) -> str:
+    name = figures.row.id
+    if isinstance(figures, DeltaFigures):
+        best = {who: min(times.launch_us.values()) for who, times in figures.subjects.items()}
+        told = ", ".join(f"{who} {us:.1f}" for who, us in best.items())
+        return f"{name}: floor {figures.floor_us:.1f}, {told}"
+    if isinstance(figures, AlignFigures):
+        return f"{name}: " + ", ".join(f"{who} {us:.1f}" for who, us in figures.us.items())
+    assert isinstance(figures, LayerFigures)
+    return f"{name}: base {figures.base_us:.1f}, LoRA adds {figures.added:.0%}"

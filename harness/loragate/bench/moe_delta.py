@@ -1,0 +1,190 @@
+"""The deltas of `bench moe` on the device, and the alignment of their pairs.
+
+Invariant: a path is timed only after its result was compared with fp64. All subjects have the
+same adapters and the same step, and buffers for the largest step of the table, as a server has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import groupby
+from typing import cast
+
+import torch
+from torch import Tensor
+
+from loragate.bench.contender import Contender, Yardstick
+from loragate.bench.moe_calls import PathwiseInstance, delta_calls
+from loragate.bench.moe_figures import AlignFigures, DeltaFigures, PathTimes
+from loragate.bench.moe_rows import ALIGN_TOKENS, TOKENS, AlignRow, DeltaRow
+from loragate.bench.timer import Clock
+from loragate.inputs import DataKind, make_pool, torch_dtype
+from loragate.inputs.draw import Draw
+from loragate.machine import Machine
+from loragate.matrix.case import Case, Path, RouterWeights
+from loragate.subjects.lorakernels_moe import MoEDelta
+from loragate.subjects.protocol import Batch, Pool, Routes
+
+SEED = 1
+# of the outputs before the delta, beside deltas of about 1
+_BASE_SIZE = 0.25
+
+
+@dataclass(frozen=True, slots=True)
+class Resident:
+    """Everybody with one set of adapters in its slots; `candidate` is the first."""
+
+    pool: Pool
+    contenders: Sequence[Contender]
+    instances: Mapping[str, PathwiseInstance]
+
+    @property
+    def candidate(self) -> MoEDelta:
+        return cast(MoEDelta, self.instances[self.contenders[0].subject.name])
+
+    def prepare(self, token_slots: Tensor) -> None:
+        for instance in self.instances.values():
+            instance.prepare(token_slots)
+
+
+@dataclass(frozen=True, slots=True)
+class _Timed:
+    subject: str
+    path: Path
+    aligned: bool
+
+
+def open_resident(case: Case, contenders: Sequence[Contender], machine: Machine) -> Resident:
+    # the candidate's ways of filling a slot are everybody's
+    pool = make_pool(case, SEED, DataKind.SIGNED, machine, contenders[0].have)
+    instances = {
+        contender.subject.name: cast(PathwiseInstance, contender.open(case, machine, pool))
+        for contender in contenders
+    }
+    return Resident(pool, contenders, instances)
+
+
+def measure_deltas(
+    rows: Sequence[DeltaRow], contenders: Sequence[Contender], machine: Machine, clock: Clock
+) -> Iterator[DeltaFigures]:
+    """Rows that share their adapters have to stand together. Raises WrongResult."""
+    for _, group in groupby(rows, key=lambda row: replace(row, tokens=max(TOKENS))):
+        yield from _measure_group(list(group), contenders, machine, clock)
+
+
+def _measure_group(
+    rows: Sequence[DeltaRow], contenders: Sequence[Contender], machine: Machine, clock: Clock
+) -> Iterator[DeltaFigures]:
+    largest = replace(rows[0], tokens=max(TOKENS))
+    resident = open_resident(largest.case, contenders, machine)
+    for row in rows:
+        yield _measure_row(row, resident, machine, clock)
+
+
+def _measure_row(row: DeltaRow, resident: Resident, machine: Machine, clock: Clock) -> DeltaFigures:
+    batch = make_step(row, machine)
+    resident.prepare(batch.token_slots)
+    calls = _calls(row, resident, batch)
+    yardstick, start = Yardstick.of_step(row.case, resident.pool, batch), batch.out.clone()
+    errors = {}
+    for timed, call in calls.items():
+        batch.out.copy_(start)
+        with_alignment = " with alignment" if timed.aligned else ""
+        who = f"{timed.subject} {timed.path}{with_alignment}"
+        errors[timed] = yardstick.check(who, row.id, call())
+    # what is right takes more memory than what is timed
+    del yardstick, start
+    times = clock(calls)
+    return DeltaFigures(
+        row,
+        count_buckets(row.case, batch),
+        resident.candidate.planned(row.tokens),
+        {name: _times_of(name, times, errors) for name in resident.instances},
+    )
+
+
+def _calls(
+    row: DeltaRow, resident: Resident, batch: Batch
+) -> Mapping[_Timed, Callable[[], Tensor]]:
+    calls: dict[_Timed, Callable[[], Tensor]] = {}
+    for contender in resident.contenders:
+        name = contender.subject.name
+        instance = resident.instances[name]
+        is_candidate = contender is resident.contenders[0]
+        # of a baseline the best path counts, whatever its plan would take
+        paths = [path for path in row.paths if is_candidate or path is not Path.PLAN]
+        for path, both in delta_calls(row.case, contender.have, instance, batch, paths).items():
+            calls[_Timed(name, path, False)] = both.launch
+            if path is Path.PLAN or not is_candidate:
+                calls[_Timed(name, path, True)] = both.aligned_launch
+    return calls
+
+
+def _times_of(
+    name: str, times: Mapping[_Timed, float], errors: Mapping[_Timed, float]
+) -> PathTimes:
+    mine = [timed for timed in times if timed.subject == name]
+    return PathTimes(
+        {timed.path.value: times[timed] for timed in mine if not timed.aligned},
+        {timed.path.value: times[timed] for timed in mine if timed.aligned},
+        max(errors[timed] for timed in mine),
+    )
+
+
+def make_step(row: DeltaRow, machine: Machine) -> Batch:
+    """Equal runs of rows over the slots, experts drawn uniformly without order."""
+    case = row.case
+    draw = Draw(machine, SEED, "step", row.tokens)
+    scores = draw.uniform(0, 1, case.tokens, case.experts)
+    topk_ids = scores.topk(case.top_k, dim=1).indices.int()
+    weights = None
+    if case.router is RouterWeights.OUTPUT:
+        weights = draw.uniform(0.3, 0.9, case.tokens, case.top_k)
+    dtype = torch_dtype(case.dtype)
+    return Batch(
+        draw.normal(case.x_rows, case.in_features).to(dtype),
+        torch.tensor(row.token_slots, dtype=torch.int32),
+        (draw.normal(case.out_rows, case.out_features) * _BASE_SIZE).to(dtype),
+        Routes(topk_ids.contiguous(), None, weights),
+    )
+
+
+def count_buckets(case: Case, batch: Batch) -> int:
+    """Pairs of a slot and an expert that have rows."""
+    assert batch.routes is not None
+    ids = batch.routes.topk_ids.long()
+    slots = batch.token_slots.to(ids.device).long()
+    return int(torch.bincount((slots[:, None] * case.experts + ids).flatten()).count_nonzero())
+
+
+def measure_aligns(
+    rows: Sequence[AlignRow], contenders: Sequence[Contender], machine: Machine, clock: Clock
+) -> Iterator[AlignFigures]:
+    """Whether an alignment is right is told by the delta that it leads to. Raises WrongResult."""
+    if not rows:
+        return
+    largest = replace(rows[0], tokens=max(ALIGN_TOKENS)).delta
+    resident = open_resident(largest.case, contenders, machine)
+    for row in rows:
+        yield _measure_align(row, resident, machine, clock)
+
+
+def _measure_align(
+    row: AlignRow, resident: Resident, machine: Machine, clock: Clock
+) -> AlignFigures:
+    batch = make_step(row.delta, machine)
+    routes = batch.routes
+    assert routes is not None
+    resident.prepare(batch.token_slots)
+    yardstick = Yardstick.of_step(row.delta.case, resident.pool, batch)
+    start, calls = batch.out.clone(), {}
+    for name, instance in resident.instances.items():
+        # a path that aligns whatever the size of the batch
+        aligning = instance.on_path(Path.ONE_SHOT)
+        batch.out.copy_(start)
+        yardstick.check(name, row.id, aligning.apply(batch.x, batch.out, routes))
+        calls[name] = partial(aligning.assign, routes)
+    del yardstick, start
+    return AlignFigures(row, clock(calls))

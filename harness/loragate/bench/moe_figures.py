@@ -1,0 +1,226 @@
+"""What a run of `bench moe` found: raw medians in, ratios, bars and the record out. Pure.
+
+Invariant: as in figures.py, everything that is printed or judged derives from the record.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any, Self
+
+from loragate.bench.bars import REFERENCE_BYTES_PER_S, Bar, geometric_mean, worst_of
+from loragate.bench.moe_rows import (
+    REFERENCE_FLOPS,
+    AlignRow,
+    DeltaRow,
+    LayerRow,
+    moe_rows,
+)
+from loragate.matrix.case import Path
+
+SCHEMA = 1
+
+MAX_MEAN_RATIO = 0.38
+MAX_ROW_RATIO = 1.0
+MAX_OVER_FLOOR = 1.5
+AIMED_OVER_FLOOR = 1.2
+FLOOR_TOKENS = 64
+MAX_ALIGN_RATIO = 0.1
+ALIGN_TOKENS = 8192
+MAX_ADDED = 0.4
+AIMED_ADDED = 0.15
+ADDED_TOKENS = (2048, 8192)
+
+
+@dataclass(frozen=True, slots=True)
+class PathTimes:
+    """Of one subject on one row, by path, medians in microseconds a call: on pairs that were
+    aligned before, and with alignment in each call. `error` is the largest rms error of a path
+    over that of a plain computation in the same dtype."""
+
+    launch_us: Mapping[str, float]
+    aligned_us: Mapping[str, float]
+    error: float
+
+
+@dataclass(frozen=True, slots=True)
+class DeltaFigures:
+    """`buckets`: pairs of a slot and an expert that had rows; `chosen`: the path of the plan."""
+
+    row: DeltaRow
+    buckets: int
+    chosen: Path
+    subjects: Mapping[str, PathTimes]
+
+    def ours_us(self, candidate: str, *, aligned: bool = False) -> float:
+        """What the plan's choice takes."""
+        times = self.subjects[candidate]
+        return (times.aligned_us if aligned else times.launch_us)[Path.PLAN]
+
+    def best_us(self, subject: str | None, *, aligned: bool = False) -> float | None:
+        """The fastest path of a baseline; None where nothing of it was measured."""
+        if subject is None or subject not in self.subjects:
+            return None
+        times = self.subjects[subject]
+        return min((times.aligned_us if aligned else times.launch_us).values(), default=None)
+
+    def ratio(self, candidate: str, baseline: str | None, *, aligned: bool = False) -> float | None:
+        theirs = self.best_us(baseline, aligned=aligned)
+        return self.ours_us(candidate, aligned=aligned) / theirs if theirs else None
+
+    @property
+    def floor_us(self) -> float:
+        return self.row.floor_us(self.buckets)
+
+    def over_floor(self, candidate: str) -> float:
+        return self.ours_us(candidate) / self.floor_us
+
+
+@dataclass(frozen=True, slots=True)
+class AlignFigures:
+    """Sorting the pairs of a step, by subject, medians in microseconds."""
+
+    row: AlignRow
+    us: Mapping[str, float]
+
+    def ratio(self, candidate: str, baseline: str | None) -> float | None:
+        theirs = self.us.get(baseline) if baseline else None
+        return self.us[candidate] / theirs if theirs else None
+
+
+@dataclass(frozen=True, slots=True)
+class LayerFigures:
+    """A whole layer, alignment included, medians in microseconds: the candidate's without and
+    with adapters; `baseline_us` is the baseline's without, None where it cannot be called
+    alone."""
+
+    row: LayerRow
+    base_us: float
+    lora_us: float
+    baseline_us: float | None
+    errors: Mapping[str, float]
+
+    @property
+    def added(self) -> float:
+        """What LoRA adds, as a part of the layer without."""
+        return self.lora_us / self.base_us - 1
+
+
+MoEMeasured = DeltaFigures | AlignFigures | LayerFigures
+
+
+@dataclass(frozen=True, slots=True)
+class MoEFigures:
+    """`baseline` is None where there was nothing to compare with."""
+
+    candidate: str
+    baseline: str | None
+    copy_bytes_per_s: float
+    measured: tuple[MoEMeasured, ...]
+
+    @property
+    def deltas(self) -> tuple[DeltaFigures, ...]:
+        return tuple(m for m in self.measured if isinstance(m, DeltaFigures))
+
+    @property
+    def aligns(self) -> tuple[AlignFigures, ...]:
+        return tuple(m for m in self.measured if isinstance(m, AlignFigures))
+
+    @property
+    def layers(self) -> tuple[LayerFigures, ...]:
+        return tuple(m for m in self.measured if isinstance(m, LayerFigures))
+
+    @property
+    def complete(self) -> bool:
+        return tuple(figures.row for figures in self.measured) == moe_rows()
+
+    def ratios(self, *, aligned: bool = False) -> tuple[float | None, ...]:
+        return tuple(f.ratio(self.candidate, self.baseline, aligned=aligned) for f in self.deltas)
+
+    def bars(self) -> tuple[Bar, ...]:
+        ratios, against = self.ratios(), self.baseline or "a baseline"
+        large = [f for f in self.deltas if f.row.tokens >= FLOOR_TOKENS]
+        over_floor = [f.over_floor(self.candidate) for f in large]
+        aligns = [f for f in self.aligns if f.row.tokens == ALIGN_TOKENS]
+        align_ratios = [f.ratio(self.candidate, self.baseline) for f in aligns]
+        added = [f.added for f in self.layers if f.row.tokens in ADDED_TOKENS]
+        delta = f"moe_delta over the best path of {against}"
+        sizes = " and ".join(map(str, ADDED_TOKENS))
+        return (
+            Bar(f"{delta}, geometric mean", MAX_MEAN_RATIO, geometric_mean(ratios)),
+            Bar(f"{delta}, worst row", MAX_ROW_RATIO, worst_of(ratios)),
+            Bar(
+                f"moe_delta over the floor at M >= {FLOOR_TOKENS}, worst row",
+                MAX_OVER_FLOOR,
+                worst_of(over_floor),
+                note=f"aim {AIMED_OVER_FLOOR}",
+            ),
+            Bar(
+                f"align over that of {against} at M={ALIGN_TOKENS}",
+                MAX_ALIGN_RATIO,
+                worst_of(align_ratios),
+            ),
+            Bar(
+                f"added to a layer at M={sizes} by LoRA, worst row",
+                MAX_ADDED,
+                worst_of(added),
+                note=f"aim {AIMED_ADDED}",
+            ),
+        )
+
+    def payload(self) -> dict[str, Any]:
+        """JSON record of this run; `from_payload` reads it."""
+        return {
+            "schema": SCHEMA,
+            "candidate": self.candidate,
+            "baseline": self.baseline,
+            "copy_bytes_per_s": self.copy_bytes_per_s,
+            "reference_bytes_per_s": REFERENCE_BYTES_PER_S,
+            "reference_flops": REFERENCE_FLOPS,
+            "expected": len(moe_rows()),
+            "executed": len(self.measured),
+            "deltas": [self._delta_payload(figures) for figures in self.deltas],
+            "aligns": [asdict(figures) for figures in self.aligns],
+            "layers": [asdict(figures) | {"added": figures.added} for figures in self.layers],
+            "bars": [asdict(bar) | {"verdict": bar.verdict.value} for bar in self.bars()],
+        }
+
+    def _delta_payload(self, figures: DeltaFigures) -> dict[str, Any]:
+        return asdict(figures) | {
+            # for the reader; not read back
+            "floor_us": figures.floor_us,
+            "floor_at_measured_copy_us": figures.row.floor_us(
+                figures.buckets, self.copy_bytes_per_s
+            ),
+            "over_floor": figures.over_floor(self.candidate),
+            "ratio": figures.ratio(self.candidate, self.baseline),
+            "aligned_ratio": figures.ratio(self.candidate, self.baseline, aligned=True),
+        }
+
+    @classmethod
+    def from_payload(cls, payload: Mapping[str, Any]) -> Self:
+        """Raises ValueError for a record of a newer schema."""
+        if payload["schema"] > SCHEMA:
+            raise ValueError(f"schema is {payload['schema']}, this version reads up to {SCHEMA}")
+        measured: list[MoEMeasured] = [_read_delta(delta) for delta in payload["deltas"]]
+        for align in payload["aligns"]:
+            measured.append(AlignFigures(AlignRow(**align["row"]), align["us"]))
+        for layer in payload["layers"]:
+            raw = {key: value for key, value in layer.items() if key not in ("row", "added")}
+            measured.append(LayerFigures(LayerRow(**layer["row"]), **raw))
+        return cls(
+            payload["candidate"],
+            payload["baseline"],
+            payload["copy_bytes_per_s"],
+            tuple(measured),
+        )
+
+
+def _read_delta(delta: Mapping[str, Any]) -> DeltaFigures:
+    return DeltaFigures(
+        DeltaRow(**delta["row"]),
+        delta["buckets"],
+        Path(delta["chosen"]),
+        {name: PathTimes(**times) for name, times in delta["subjects"].items()},
+    )

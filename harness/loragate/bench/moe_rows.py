@@ -1,0 +1,155 @@
+"""The rows of `bench moe` and what no implementation of a row can avoid. Pure; no torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from types import MappingProxyType
+
+from loragate.bench.bars import REFERENCE_BYTES_PER_S
+from loragate.bench.select import equal_runs
+from loragate.matrix.case import Case, Dtype, Path, Ranks, RouterWeights, Site, Source
+
+SLOTS = 4
+TOKENS = (1, 16, 64, 256, 1024, 4096)
+RANKS = (16, 64)
+ALIGN_TOKENS = (1, 64, 1024, 8192)
+LAYER_TOKENS = (1, 16, 256, 2048, 8192)
+LAYER_RANK = 16
+# a bf16 product on random data, on an H200
+REFERENCE_FLOPS = 780e12
+# tokens beyond which a program for each pair reads the factors far too often to be of use
+_MOST_TOKENS_WITHOUT_TILES = 64
+_BYTES_PER_ELEMENT = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Projection:
+    """One product of the experts of a real model; `source` says what a row of x is."""
+
+    in_features: int
+    slices: tuple[int, ...]
+    experts: int
+    top_k: int
+    source: Source = Source.TOKEN
+
+    @property
+    def out_features(self) -> int:
+        return sum(self.slices)
+
+    @property
+    def factor_elements(self) -> int:
+        """Elements of A and B of one expert of one adapter, for each rank."""
+        return len(self.slices) * self.in_features + self.out_features
+
+
+PROJECTIONS = MappingProxyType(
+    {
+        "mixtral": Projection(4096, (7168, 7168), 8, 2),
+        "qwen3moe": Projection(2048, (1408, 1408), 64, 8),
+        "qwen3_30b_w13": Projection(2048, (768, 768), 128, 8),
+        "qwen3_30b_w2": Projection(768, (2048,), 128, 8, Source.PAIR),
+    }
+)
+
+
+@dataclass(frozen=True, slots=True)
+class DeltaRow:
+    """One line of the table of deltas: bf16, in place, all SLOTS adapters fill their rank, rows
+    in equal runs over the slots, experts drawn uniformly, those of a token distinct."""
+
+    projection: str
+    rank: int
+    tokens: int
+
+    @property
+    def id(self) -> str:
+        return f"{self.projection}.m{self.tokens}.r{self.rank}"
+
+    @property
+    def case(self) -> Case:
+        shape = PROJECTIONS[self.projection]
+        of_pairs = shape.source is Source.PAIR
+        return Case(
+            site=Site.MOE_DELTA,
+            tokens=self.tokens,
+            in_features=shape.in_features,
+            slices=shape.slices,
+            rank=self.rank,
+            slots=SLOTS,
+            dtype=Dtype.BF16,
+            ranks=Ranks.FULL,
+            experts=shape.experts,
+            top_k=shape.top_k,
+            source=shape.source,
+            # w2 is what a server weighs with the router
+            router=RouterWeights.OUTPUT if of_pairs else RouterWeights.NONE,
+        )
+
+    @property
+    def token_slots(self) -> tuple[int, ...]:
+        return equal_runs(self.tokens, SLOTS)
+
+    @property
+    def paths(self) -> tuple[Path, ...]:
+        """Those that are worth a time at this size."""
+        few = self.tokens <= _MOST_TOKENS_WITHOUT_TILES
+        return tuple(path for path in Path if few or path is not Path.SMALL_BATCH)
+
+    def floor_us(self, buckets: int, bytes_per_s: float = REFERENCE_BYTES_PER_S) -> float:
+        """`buckets`: pairs of a slot and an expert that have rows. Their A and B once, x once,
+        the output read once and written once, or the products, whatever takes longer."""
+        shape, case = PROJECTIONS[self.projection], self.case
+        factors = buckets * self.rank * shape.factor_elements
+        x, out = case.x_rows * case.in_features, case.out_rows * case.out_features
+        moved = _BYTES_PER_ELEMENT * (factors + x + 2 * out)
+        flops = 2 * case.out_rows * self.rank * shape.factor_elements
+        return max(moved / bytes_per_s, flops / REFERENCE_FLOPS) * 1e6
+
+
+@dataclass(frozen=True, slots=True)
+class AlignRow:
+    """Sorting the routed pairs of a step: Qwen3-30B-A3B's 128 experts, top-8, SLOTS slots."""
+
+    tokens: int
+
+    @property
+    def id(self) -> str:
+        return f"align.m{self.tokens}"
+
+    @property
+    def delta(self) -> DeltaRow:
+        """What is aligned for; it shows whether the alignment is right."""
+        return DeltaRow("qwen3_30b_w13", 16, self.tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class LayerRow:
+    """A whole layer of Qwen3-30B-A3B, alignment included: bf16, without adapters and with one of
+    rank LAYER_RANK on every expert of each of SLOTS slots."""
+
+    tokens: int
+
+    @property
+    def id(self) -> str:
+        return f"layer.m{self.tokens}"
+
+    @property
+    def deltas(self) -> tuple[DeltaRow, DeltaRow]:
+        """Of w13 and of w2."""
+        w13, w2 = "qwen3_30b_w13", "qwen3_30b_w2"
+        return DeltaRow(w13, LAYER_RANK, self.tokens), DeltaRow(w2, LAYER_RANK, self.tokens)
+
+
+MoERow = DeltaRow | AlignRow | LayerRow
+
+
+def moe_rows() -> tuple[MoERow, ...]:
+    """Rows of one projection and rank stand together: they share their adapters."""
+    deltas = [
+        DeltaRow(projection, rank, tokens)
+        for projection in PROJECTIONS
+        for rank in RANKS
+        for tokens in TOKENS
+    ]
+    aligns, layers = map(AlignRow, ALIGN_TOKENS), map(LayerRow, LAYER_TOKENS)
+    return (*deltas, *aligns, *layers)

@@ -1,0 +1,124 @@
+"""Figures of `bench moe` as text: for the terminal and, from a record, as the README's tables.
+Pure."""
+
+from __future__ import annotations
+
+from loragate.bench.bars import geometric_mean, worst_of
+from loragate.bench.moe_figures import DeltaFigures, MoEFigures
+from loragate.bench.moe_rows import LAYER_RANK, PROJECTIONS, SLOTS
+from loragate.bench.text import bar_line, columns, markdown, markdown_bars, number
+from loragate.matrix.case import Path
+
+# in the order of the columns
+_PATHS = (Path.TWO_KERNEL, Path.ONE_SHOT, Path.SMALL_BATCH)
+Table = tuple[list[str], list[list[str]]]
+
+
+def render_terminal(figures: MoEFigures) -> str:
+    """Everything that was measured, as aligned columns."""
+    copied = figures.copy_bytes_per_s / 1e12
+    return "\n".join(
+        [
+            "moe_delta, us a call: median of CUDA-graph replays, pairs aligned before; behind the "
+            "ratio with alignment",
+            *columns(*_deltas(figures)),
+            f"floor at 4.3 TB/s and 780 TFLOP/s; this machine copies {copied:.2f} TB/s (read + "
+            "written)",
+            "",
+            f"sorting the pairs of a step, us (128 experts, top-8, {SLOTS} slots)",
+            *columns(*_aligns(figures)),
+            "",
+            f"a layer of Qwen3-30B-A3B, us, alignment included; +LoRA: rank {LAYER_RANK} on every "
+            f"expert, {SLOTS} slots",
+            *columns(*_layers(figures)),
+            "",
+            *map(bar_line, figures.bars()),
+            _with_alignment(figures),
+        ]
+    )
+
+
+def render_markdown(figures: MoEFigures) -> str:
+    """The tables of the README, then the bars."""
+    tables = (_deltas(figures), _aligns(figures), _layers(figures))
+    lines = [line for table in tables for line in [*markdown(*table), ""]]
+    return "\n".join([*lines, *markdown_bars(figures.bars()), f"* {_with_alignment(figures)}"])
+
+
+def _with_alignment(figures: MoEFigures) -> str:
+    ratios = figures.ratios(aligned=True)
+    mean, worst = number(geometric_mean(ratios), 2), number(worst_of(ratios), 2)
+    return f"with alignment on both sides, geometric mean {mean}, worst row {worst}"
+
+
+def _deltas(figures: MoEFigures) -> Table:
+    ours, theirs = figures.candidate, figures.baseline
+    others = [f"{theirs} {_words(path)}" for path in _PATHS] if theirs else []
+    header = ["projection", "rank", "M", "floor", ours, *map(_words, _PATHS), *others]
+    header += ["ratio", "over floor", f"aligned: {ours}"]
+    if theirs:
+        header += [theirs, "ratio"]
+    lines, last = [], ""
+    for delta in figures.deltas:
+        name = delta.row.projection
+        lines.append(["" if name == last else _projection(name), *_delta_cells(figures, delta)])
+        last = name
+    return header, lines
+
+
+def _delta_cells(figures: MoEFigures, delta: DeltaFigures) -> list[str]:
+    ours, theirs = figures.candidate, figures.baseline
+    cells = [str(delta.row.rank), str(delta.row.tokens), number(delta.floor_us)]
+    cells += [number(delta.ours_us(ours))]
+    # the plan's choice is marked
+    of_paths = delta.subjects[ours].launch_us
+    cells += [number(of_paths.get(path)) + "*" * (path is delta.chosen) for path in _PATHS]
+    if theirs:
+        of_paths = delta.subjects[theirs].launch_us
+        cells += [number(of_paths.get(path)) for path in _PATHS]
+    cells += [number(delta.ratio(ours, theirs), 2), number(delta.over_floor(ours))]
+    cells += [number(delta.ours_us(ours, aligned=True))]
+    if theirs:
+        cells += [number(delta.best_us(theirs, aligned=True))]
+        cells += [number(delta.ratio(ours, theirs, aligned=True), 2)]
+    return cells
+
+
+def _aligns(figures: MoEFigures) -> Table:
+    ours, theirs = figures.candidate, figures.baseline
+    header = ["align, M", ours, *([theirs] if theirs else []), "ratio"]
+    lines = [
+        [
+            str(align.row.tokens),
+            *(number(align.us.get(name)) for name in (ours, theirs) if name),
+            number(align.ratio(ours, theirs), 2),
+        ]
+        for align in figures.aligns
+    ]
+    return header, lines
+
+
+def _layers(figures: MoEFigures) -> Table:
+    ours, theirs = figures.candidate, figures.baseline
+    header = ["layer, M", *([f"{theirs} base"] if theirs else []), f"{ours} base", "+LoRA", "adds"]
+    lines = [
+        [
+            str(layer.row.tokens),
+            *([number(layer.baseline_us)] if theirs else []),
+            number(layer.base_us),
+            number(layer.lora_us),
+            f"{layer.added:.0%}",
+        ]
+        for layer in figures.layers
+    ]
+    return header, lines
+
+
+def _projection(name: str) -> str:
+    shape = PROJECTIONS[name]
+    widths = "+".join(map(str, shape.slices))
+    return f"{name} {shape.in_features} -> {widths}, {shape.top_k} of {shape.experts} experts"
+
+
+def _words(path: Path) -> str:
+    return path.replace("_", " ")

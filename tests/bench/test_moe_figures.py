@@ -1,0 +1,216 @@
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from loragate.bench.cli import judge
+from loragate.bench.moe_figures import (
+    AlignFigures,
+    DeltaFigures,
+    LayerFigures,
+    MoEFigures,
+    MoEMeasured,
+    PathTimes,
+)
+from loragate.bench.moe_rows import AlignRow, DeltaRow, LayerRow, MoERow, moe_rows
+from loragate.bench.moe_tables import render_markdown, render_terminal
+from loragate.bench.select import select_rows
+from loragate.matrix.case import Path, RouterWeights, Source
+from loragate.matrix.ids import case_id
+from loragate.verdict import ExitCode, Verdict
+
+
+def times(best: float, *, plan: float | None = None, aligned: float = 2.0) -> PathTimes:
+    """Two kernels take twice as long as one shot; alignment takes `aligned` longer."""
+    launch = {"two_kernel": 2 * best, "one_shot": best}
+    if plan is not None:
+        return PathTimes({"plan": plan, **launch}, {"plan": plan + aligned}, 1.0)
+    return PathTimes(launch, {path: us + aligned for path, us in launch.items()}, 1.4)
+
+
+def delta(row: DeltaRow, over_floor: float = 1.1, ratio: float = 0.25) -> DeltaFigures:
+    ours = over_floor * row.floor_us(8)
+    subjects = {"lorakernels": times(ours, plan=ours), "vllm": times(ours / ratio)}
+    return DeltaFigures(row, 8, Path.ONE_SHOT, subjects)
+
+
+def measured(row: MoERow) -> MoEMeasured:
+    if isinstance(row, DeltaRow):
+        return delta(row)
+    if isinstance(row, AlignRow):
+        return AlignFigures(row, {"lorakernels": 5.0, "vllm": 100.0})
+    return LayerFigures(row, 100.0, 130.0, 90.0, {"with adapters": 1.1})
+
+
+def figures(*changed: MoEMeasured) -> MoEFigures:
+    """A run that meets every bar, but for what is `changed`."""
+    run = [measured(row) for row in moe_rows()]
+    for other in changed:
+        run = [other if one.row == other.row else one for one in run]
+    return MoEFigures("lorakernels", "vllm", 4.0e12, tuple(run))
+
+
+def test_the_tables_are_four_projections_by_two_ranks_by_six_batches_alignments_and_layers() -> (
+    None
+):
+    rows = moe_rows()
+    deltas = [row for row in rows if isinstance(row, DeltaRow)]
+    assert len({row.id for row in rows}) == len(rows) == 4 * 2 * 6 + 4 + 5
+    assert len({case_id(row.case) for row in deltas}) == 48
+    assert [row.id for row in select_rows(rows, ["layer.*", "mixtral.m1.*"])] == [
+        "mixtral.m1.r16",
+        "mixtral.m1.r64",
+        *(f"layer.m{tokens}" for tokens in (1, 16, 256, 2048, 8192)),
+    ]
+
+
+def test_w2_has_a_row_of_x_and_a_router_weight_for_each_pair_and_w13_a_row_for_each_token() -> None:
+    w13, w2 = LayerRow(16).deltas
+    assert (w13.case.source, w13.case.router) == (Source.TOKEN, RouterWeights.NONE)
+    assert (w2.case.source, w2.case.router) == (Source.PAIR, RouterWeights.OUTPUT)
+    assert (w13.case.x_rows, w2.case.x_rows) == (16, 128)
+    assert w13.case.slices == (w2.case.in_features,) * 2
+
+
+@pytest.mark.parametrize(
+    ("row", "buckets", "microseconds"),
+    [
+        # by hand, with as many touched buckets
+        (DeltaRow("mixtral", 16, 1), 2, 0.4),
+        (DeltaRow("mixtral", 64, 1), 2, 1.4),
+        (DeltaRow("mixtral", 16, 4096), 24, 121.1),
+        (DeltaRow("mixtral", 64, 4096), 24, 133.1),
+        (DeltaRow("qwen3_30b_w13", 64, 1), 8, 1.4),
+        (DeltaRow("qwen3_30b_w2", 64, 1), 8, 0.7),
+    ],
+    ids=lambda value: getattr(value, "id", None),
+)
+def test_the_floor_counts_touched_factors_and_x_once_and_output_twice(
+    row: DeltaRow, buckets: int, microseconds: float
+) -> None:
+    assert round(row.floor_us(buckets), 1) == microseconds
+
+
+def test_the_floor_is_the_products_where_these_take_longer_than_the_bytes() -> None:
+    row = DeltaRow("qwen3_30b_w13", 64, 4096)
+    flops = 2 * 4096 * 8 * 64 * (2 * 2048 + 2 * 768)
+    assert row.floor_us(512, bytes_per_s=1e15) == pytest.approx(flops / 780e12 * 1e6)
+    assert row.floor_us(512) > row.floor_us(512, bytes_per_s=1e15)
+
+
+def test_a_program_for_each_pair_is_timed_for_small_batches_alone() -> None:
+    assert Path.SMALL_BATCH in DeltaRow("mixtral", 16, 64).paths
+    assert Path.SMALL_BATCH not in DeltaRow("mixtral", 16, 256).paths
+
+
+def test_a_run_that_meets_every_bar_is_exit_code_0() -> None:
+    assert [bar.verdict for bar in figures().bars()] == [Verdict.PASS] * 5
+    assert judge(figures()) is ExitCode.OK
+
+
+@pytest.mark.parametrize(
+    ("changed", "missed"),
+    [
+        (delta(DeltaRow("mixtral", 16, 1), ratio=1.01), "best path of vllm, worst row"),
+        (delta(DeltaRow("mixtral", 16, 64), over_floor=1.51), "over the floor at M >= 64"),
+        (AlignFigures(AlignRow(8192), {"lorakernels": 11.0, "vllm": 100.0}), "align over"),
+        (LayerFigures(LayerRow(2048), 100.0, 141.0, None, {}), "added to a layer"),
+        (LayerFigures(LayerRow(8192), 100.0, 141.0, None, {}), "added to a layer"),
+    ],
+)
+def test_a_missed_bar_is_named_and_is_exit_code_1(changed: MoEMeasured, missed: str) -> None:
+    run = figures(changed)
+    (failed,) = [bar for bar in run.bars() if bar.verdict is Verdict.FAIL]
+    assert missed in failed.name
+    assert judge(run) is ExitCode.WRONG
+
+
+@pytest.mark.parametrize(
+    "unjudged",
+    [
+        delta(DeltaRow("mixtral", 16, 16), over_floor=9.0),
+        AlignFigures(AlignRow(1024), {"lorakernels": 90.0, "vllm": 100.0}),
+        LayerFigures(LayerRow(256), 100.0, 190.0, None, {}),
+    ],
+)
+def test_no_bar_is_on_what_launches_alone_decide(unjudged: MoEMeasured) -> None:
+    assert judge(figures(unjudged)) is ExitCode.OK
+
+
+def test_the_best_path_of_the_baseline_counts_and_of_the_candidate_what_its_plan_takes() -> None:
+    row = DeltaRow("mixtral", 16, 64)
+    slow_plan = times(3.0, plan=6.0)
+    one = DeltaFigures(row, 8, Path.TWO_KERNEL, {"lorakernels": slow_plan, "vllm": times(10.0)})
+    assert one.ratio("lorakernels", "vllm") == pytest.approx(0.6)
+    assert one.ratio("lorakernels", "vllm", aligned=True) == pytest.approx(8 / 12)
+    assert one.ratio("lorakernels", None) is None
+
+
+def test_the_mean_ratio_is_geometric() -> None:
+    first, second = DeltaRow("mixtral", 16, 1), DeltaRow("mixtral", 16, 16)
+    pair = (delta(first, ratio=0.1), delta(second, ratio=0.4))
+    mean, worst, *_ = replace(figures(), measured=pair).bars()
+    assert (mean.measured, worst.measured) == (pytest.approx(0.2), pytest.approx(0.4))
+
+
+@pytest.mark.parametrize(
+    "run",
+    [
+        replace(figures(), baseline=None),
+        replace(figures(), measured=figures().measured[1:]),
+        replace(figures(), measured=figures().layers),
+    ],
+    ids=["no baseline", "a row is missing", "layers alone"],
+)
+def test_what_was_not_measured_is_exit_code_2_and_never_0(run: MoEFigures) -> None:
+    assert judge(run) is ExitCode.INCOMPLETE
+
+
+def test_a_record_gives_back_the_same_figures_and_states_expected_and_executed() -> None:
+    payload: dict[str, Any] = json.loads(json.dumps(figures().payload()))
+    assert MoEFigures.from_payload(payload) == figures()
+    assert (payload["expected"], payload["executed"]) == (57, 57)
+    assert payload["deltas"][0]["ratio"] == pytest.approx(0.25)
+    assert payload["layers"][0]["added"] == pytest.approx(0.3)
+    assert payload["bars"][3]["verdict"] == "pass"
+
+
+def test_a_record_of_a_newer_schema_is_refused() -> None:
+    with pytest.raises(ValueError, match="schema is 99, this version reads up to 1"):
+        MoEFigures.from_payload(figures().payload() | {"schema": 99})
+
+
+def test_the_markdown_table_shows_all_paths_and_marks_the_one_that_the_plan_takes() -> None:
+    row = DeltaRow("mixtral", 16, 64)
+    one = DeltaFigures(
+        row, 8, Path.ONE_SHOT, {"lorakernels": times(7.0, plan=7.1), "vllm": times(20.0)}
+    )
+    lines = render_markdown(replace(figures(), measured=(one,))).splitlines()
+    assert lines[0] == (
+        "| projection | rank | M | floor | lorakernels | two kernel | one shot | small batch | "
+        "vllm two kernel | vllm one shot | vllm small batch | ratio | over floor | "
+        "aligned: lorakernels | vllm | ratio |"
+    )
+    assert lines[2] == (
+        "| mixtral 4096 -> 7168+7168, 2 of 8 experts | 16 | 64 | 3.2 | 7.1 | 14.0 | 7.0* | - | "
+        "40.0 | 20.0 | - | 0.35 | 2.2 | 9.1 | 22.0 | 0.41 |"
+    )
+
+
+def test_both_renderings_end_with_the_bars_and_what_alignment_changes() -> None:
+    end = "with alignment on both sides, geometric mean"
+    markdown, terminal = render_markdown(figures()), render_terminal(figures())
+    assert "* moe_delta over the best path of vllm, geometric mean: **0.25** (bar 0.38)" in markdown
+    assert "| 8192 | 5.0 | 100.0 | 0.05 |" in markdown
+    assert "| 2048 | 90.0 | 100.0 | 130.0 | 30% |" in markdown
+    assert "pass         align over that of vllm at M=8192: 0.050, bar 0.1" in terminal
+    assert markdown.splitlines()[-1].startswith(f"* {end}")
+    assert terminal.splitlines()[-1].startswith(end)
+
+
+def test_without_a_baseline_its_columns_are_gone() -> None:
+    alone = replace(figures(), baseline=None)
+    assert "vllm" not in render_markdown(alone) + render_terminal(alone)

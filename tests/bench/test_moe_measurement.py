@@ -1,0 +1,149 @@
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Mapping
+from dataclasses import replace
+from types import MappingProxyType
+from typing import TypeVar
+
+import pytest
+import torch
+from torch import Tensor
+
+from loragate.bench import moe_delta, moe_layer, moe_rows
+from loragate.bench.contender import Contender, Unavailable, WrongResult, find_contender
+from loragate.bench.moe import measure, run_moe
+from loragate.bench.moe_delta import count_buckets, make_step
+from loragate.bench.moe_figures import AlignFigures, DeltaFigures, LayerFigures, MoEMeasured
+from loragate.bench.moe_rows import AlignRow, DeltaRow, LayerRow, MoERow, Projection
+from loragate.machine import detect_machine
+from loragate.matrix.case import Path, Site, Source
+from loragate.subjects.lorakernels_layer import ExpertsLayer
+from loragate.subjects.lorakernels_moe import MoEDelta
+
+MACHINE = detect_machine()
+ROW = DeltaRow("qwen3_30b_w2", 16, 5)
+SMALL = MappingProxyType(
+    {
+        "qwen3_30b_w13": Projection(32, (24, 24), 6, 3),
+        "qwen3_30b_w2": Projection(24, (32,), 6, 3, Source.PAIR),
+    }
+)
+_Key = TypeVar("_Key", bound=Hashable)
+
+
+@pytest.fixture(autouse=True)
+def small_models(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(moe_rows, "PROJECTIONS", SMALL)
+    monkeypatch.setattr(moe_delta, "TOKENS", (5,))
+    monkeypatch.setattr(moe_delta, "ALIGN_TOKENS", (5,))
+    monkeypatch.setattr(moe_layer, "LAYER_TOKENS", (5,))
+
+
+@pytest.fixture(scope="module")
+def ours() -> Contender:
+    return find_contender("lorakernels")
+
+
+def counted(calls: Mapping[_Key, Callable[[], object]]) -> dict[_Key, float]:
+    """Time is the number of calls so far: nothing here depends on a clock or a device."""
+    for call in calls.values():
+        call()
+    return {name: 10.0 * (index + 1) for index, name in enumerate(calls)}
+
+
+def run(ours: Contender, row: MoERow) -> MoEMeasured:
+    (found,) = measure(ours, None, [row], MACHINE, counted)
+    return found
+
+
+def test_every_path_of_a_delta_is_timed_and_its_plan_with_alignment_as_well(
+    ours: Contender,
+) -> None:
+    found = run(ours, ROW)
+    assert isinstance(found, DeltaFigures)
+    times = found.subjects["lorakernels"]
+    assert set(times.launch_us) == set(Path)
+    assert times.aligned_us == {Path.PLAN: 20.0}
+    assert 0.5 < times.error < 2
+    assert found.chosen in set(Path) - {Path.PLAN}
+
+
+def test_a_step_has_distinct_experts_for_each_token_and_equal_runs_of_slots() -> None:
+    batch = make_step(ROW, MACHINE)
+    assert batch.routes is not None
+    ids = batch.routes.topk_ids
+    assert ids.dtype == torch.int32
+    assert all(len(set(row)) == 3 and set(row) <= set(range(6)) for row in ids.tolist())
+    assert batch.token_slots.tolist() == [0, 0, 1, 2, 3]
+    assert batch.routes.weights is not None
+    assert (len(batch.x), len(batch.out)) == (15, 15)
+
+
+def test_a_bucket_counts_once_however_many_pairs_it_has() -> None:
+    batch = make_step(ROW, MACHINE)
+    assert batch.routes is not None
+    batch.routes.topk_ids.copy_(torch.tensor([[0, 1, 2]] * 5))
+    # two of the five tokens have the same slot
+    assert count_buckets(ROW.case, batch) == 4 * 3
+
+
+def test_an_alignment_is_timed_apart(ours: Contender) -> None:
+    assert run(ours, AlignRow(5)) == AlignFigures(AlignRow(5), {"lorakernels": 10.0})
+
+
+def test_a_layer_is_timed_without_adapters_and_with_them(ours: Contender) -> None:
+    found = run(ours, LayerRow(5))
+    assert isinstance(found, LayerFigures)
+    assert (found.base_us, found.lora_us, found.baseline_us) == (10.0, 20.0, None)
+    assert all(0.5 < error < 2 for error in found.errors.values())
+
+
+@pytest.mark.parametrize("row", [ROW, AlignRow(5)], ids=lambda row: row.id)
+def test_a_delta_that_is_something_else_is_never_timed(
+    ours: Contender, row: MoERow, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    right = MoEDelta.launch
+
+    def without_a_pair(self: MoEDelta, x: Tensor, out: Tensor, *rest: object) -> Tensor:
+        before = out[0].clone()
+        result = right(self, x, out, *rest)  # type: ignore[arg-type]
+        result[0] = before
+        return result
+
+    monkeypatch.setattr(MoEDelta, "launch", without_a_pair)
+    with pytest.raises(WrongResult, match=rf"lorakernels.* at {row.id}: its error is"):
+        run(ours, row)
+
+
+@pytest.mark.parametrize("half", ["without", "with_adapters"])
+def test_a_layer_that_is_something_else_is_never_timed(
+    ours: Contender, half: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    right = getattr(ExpertsLayer, half)
+    monkeypatch.setattr(ExpertsLayer, half, lambda *arguments: right(*arguments).mul_(0.9))
+    words = half.replace("_", " ").replace("without", "without adapters")
+    with pytest.raises(WrongResult, match=rf"{words} at layer\.m5: its error is"):
+        run(ours, LayerRow(5))
+
+
+def test_a_run_has_every_row_in_the_order_of_the_tables(
+    ours: Contender, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("loragate.bench.moe.in_turns", counted)
+    monkeypatch.setattr("loragate.bench.moe.copy_bytes_per_s", lambda: 4e12)
+    monkeypatch.setattr("loragate.bench.moe.PROJECTIONS", SMALL)
+    lines: list[str] = []
+    rows = (ROW, AlignRow(5), LayerRow(5))
+    found = run_moe(ours, None, rows, MACHINE, lines.append)
+    assert tuple(figures.row for figures in found.measured) == rows
+    assert lines[1] == "[2/3] align.m5: lorakernels 10.0"
+    assert lines[2] == "[3/3] layer.m5: base 10.0, LoRA adds 100%"
+
+
+def test_a_baseline_that_cannot_take_experts_is_told_before_anything_runs(
+    ours: Contender, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("loragate.bench.moe.PROJECTIONS", SMALL)
+    theirs = replace(ours, have=replace(ours.have, sites=frozenset({Site.DENSE_DELTA})))
+    with pytest.raises(Unavailable, match="lorakernels: site moe_delta is not supported"):
+        run_moe(ours, theirs, [ROW], MACHINE, print)
