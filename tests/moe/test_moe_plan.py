@@ -1,0 +1,55 @@
+"""What the plans promise for every shape: a workspace that is large enough, a path that fits."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+
+from lorakernels.moe.ops import _largest_bridge
+from lorakernels.moe.plan import (
+    MAX_FUSED_RANK,
+    MoEPath,
+    MoEShape,
+    bridge_shape,
+    plan_one_shot,
+    plan_path,
+    plan_shrink,
+    plan_small_batch,
+)
+
+SHAPES = [
+    MoEShape(1, 8, 4096, (7168, 7168), 16, 2),
+    MoEShape(1, 128, 2048, (768, 768), 64, 2),
+    MoEShape(1, 512, 2048, (512, 512), 512, 2),
+    MoEShape(1, 1, 48, (33,), 1, 4),
+    MoEShape(1, 256, 7168, (2048, 2048), 128, 2),
+]
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_the_workspace_holds_the_bridge_of_every_smaller_batch(shape: MoEShape) -> None:
+    most = 3000
+    room = _largest_bridge(replace(shape, num_pairs=most))
+    needed = [math.prod(bridge_shape(replace(shape, num_pairs=n))) for n in range(1, most + 1)]
+    assert max(needed) <= room
+
+
+@pytest.mark.parametrize("rank", [1, 16, 128, 129, 512])
+@pytest.mark.parametrize("path", list(MoEPath))
+def test_a_rank_that_a_path_cannot_take_goes_to_two_kernels(rank: int, path: MoEPath) -> None:
+    shape = MoEShape(64, 8, 256, (256,), rank, 2)
+    chosen = plan_path(shape, path)
+    assert chosen is (path if rank <= MAX_FUSED_RANK else MoEPath.TWO_KERNEL)
+
+
+@pytest.mark.parametrize("num_pairs", [1, 7, 128, 2048, 100_000])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_blocks_are_powers_of_two_that_a_tensor_core_takes(shape: MoEShape, num_pairs: int) -> None:
+    at = replace(shape, num_pairs=num_pairs, rank=min(shape.rank, MAX_FUSED_RANK))
+    shrink, one, small = plan_shrink(at), plan_one_shot(at), plan_small_batch(at)
+    blocks = [shrink.block_n, shrink.block_k, one.block_n, one.block_k, one.block_r]
+    assert all(block >= 16 and block.bit_count() == 1 for block in blocks)
+    assert all(b.bit_count() == 1 for b in (small.block_n, small.block_k, small.block_r))
+    assert shrink.planes.bit_count() == 1
