@@ -6,77 +6,35 @@ the product itself: the layer has two launches more than without, and no pass ov
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from enum import Enum, auto
-
 import torch
 from torch import Tensor
 
 from lorakernels.device import launch_options, supports_pdl
 from lorakernels.moe.align import PairMetadata
+from lorakernels.moe.experts_check import check_experts
 from lorakernels.moe.experts_kernels import moe_gemm_kernel, sum_choices_kernel
 from lorakernels.moe.experts_plan import GemmShape, fold_ranks, plan_gemm
+from lorakernels.moe.experts_types import (
+    Activation,
+    ExpertBuffers,
+    ExpertLoRA,
+    Quantised,
+    RouterWeight,
+)
 from lorakernels.moe.launch import Delta, shrink
 from lorakernels.moe.ops import MoEWorkspace
 from lorakernels.moe.plan import MoEShape, rank_vector
 from lorakernels.moe.weights import ExpertWeights
 
-
-class Activation(Enum):
-    """What stands between the two products."""
-
-    # silu(gate) * up: w13 holds both halves, gate first
-    SILU_GATED = auto()
-    # silu(x): w13 is one projection
-    SILU = auto()
-
-
-class RouterWeight(Enum):
-    """Where a token's router weights are applied; without norm or bias between, on the input
-    of a linear product means on its result before the activation."""
-
-    ON_OUTPUT = auto()
-    ON_INPUT = auto()
-
-
-@dataclass(frozen=True, slots=True)
-class Quantised:
-    """8-bit floating-point values with their scales: value * scale is what they stand for.
-
-    Activations: values [rows, K], scales fp32 [rows]. Weights: values [E, N, K], scales fp32
-    [E, N]. The product is computed in the dtype of the layer and scaled afterwards.
-    """
-
-    values: Tensor
-    scales: Tensor
-
-
-class ExpertBuffers:
-    """What a layer writes between its launches: allocated once, shared by layers that run one
-    after the other. act [pairs, I] and y [pairs, H] for up to max_tokens * top_k pairs."""
-
-    def __init__(
-        self,
-        *,
-        max_tokens: int,
-        top_k: int,
-        hidden: int,
-        intermediate: int,
-        dtype: torch.dtype,
-        device: torch.device | str,
-    ) -> None:
-        pairs = max_tokens * top_k
-        self.act = torch.empty(pairs, intermediate, dtype=dtype, device=device)
-        self.y = torch.empty(pairs, hidden, dtype=dtype, device=device)
-
-
-@dataclass(frozen=True, slots=True)
-class ExpertLoRA:
-    """The adapters of a layer. `workspace` fits both products, which run one after the other."""
-
-    w13: ExpertWeights
-    w2: ExpertWeights
-    workspace: MoEWorkspace
+__all__ = [
+    "Activation",
+    "ExpertBuffers",
+    "ExpertLoRA",
+    "Quantised",
+    "RouterWeight",
+    "quantise_rows",
+    "run_experts",
+]
 
 
 def run_experts(
@@ -103,7 +61,7 @@ def run_experts(
     Products accumulate in fp32, the activation included; act and y are rounded to the dtype.
     Deterministic. Raises ValueError.
     """
-    _check(x, w13, w2, router_weights, pairs, buffers, out, activation, lora, quantised_x)
+    check_experts(x, w13, w2, router_weights, pairs, buffers, out, activation, lora, quantised_x)
     if x.shape[0] == 0:
         return
     act, y = buffers.act[: pairs.num_pairs], buffers.y[: pairs.num_pairs]
@@ -266,65 +224,3 @@ def _sum_choices(y: Tensor, pairs: PairMetadata, out: Tensor, *, pdl: bool) -> N
         num_warps=4,
         **launch_options(pdl),
     )
-
-
-def _check(
-    x: Tensor,
-    w13: Tensor | Quantised,
-    w2: Tensor | Quantised,
-    router_weights: Tensor,
-    pairs: PairMetadata,
-    buffers: ExpertBuffers,
-    out: Tensor,
-    activation: Activation,
-    lora: ExpertLoRA | None,
-    quantised_x: Quantised | None,
-) -> None:
-    if not pairs.with_base:
-        raise ValueError("pairs must be made with_base, for the product of the base layer")
-    weights = [isinstance(w, Quantised) for w in (w13, w2)]
-    if weights != [quantised_x is not None] * 2:
-        raise ValueError("w13, w2 and x must all be quantised or none of them")
-    first, second = (w.values if isinstance(w, Quantised) else w for w in (w13, w2))
-    _, hidden, inter = second.shape
-    halves = 2 if activation is Activation.SILU_GATED else 1
-    wanted = {
-        "x": (x, (pairs.num_rows, hidden)),
-        "w13": (first, (pairs.num_experts, halves * inter, hidden)),
-        "w2": (second, (pairs.num_experts, hidden, inter)),
-        "router_weights": (router_weights, (pairs.num_rows, pairs.top_k)),
-        "out": (out, (pairs.num_rows, hidden)),
-    }
-    for name, (tensor, shape) in wanted.items():
-        if tuple(tensor.shape) != shape:
-            raise ValueError(f"{name} must be {list(shape)} (got {list(tensor.shape)})")
-        if not tensor.is_contiguous():
-            raise ValueError(f"{name} must be contiguous (got strides {tensor.stride()})")
-    if buffers.act.shape[0] < pairs.num_pairs or buffers.act.shape[1] != inter:
-        raise ValueError(
-            f"buffers must hold {pairs.num_pairs} pairs of {inter} (got {list(buffers.act.shape)})"
-        )
-    if buffers.y.shape[1] != hidden:
-        raise ValueError(f"buffers must hold rows of {hidden} (got {buffers.y.shape[1]})")
-    if lora is not None:
-        _check_lora(lora, hidden, inter, halves, pairs)
-
-
-def _check_lora(
-    lora: ExpertLoRA, hidden: int, inter: int, halves: int, pairs: PairMetadata
-) -> None:
-    for name, weights, depth, widths in (
-        ("w13", lora.w13, hidden, (inter,) * halves),
-        ("w2", lora.w2, inter, (hidden,)),
-    ):
-        have = (weights.in_features, weights.slice_widths)
-        if have != (depth, widths):
-            raise ValueError(
-                f"adapters of {name} must map {depth} to {list(widths)} "
-                f"(got {have[0]} to {list(have[1])})"
-            )
-        if weights.num_slots != pairs.max_slots or weights.num_experts != pairs.num_experts:
-            raise ValueError(
-                f"adapters of {name} must have {pairs.max_slots} slots and {pairs.num_experts} "
-                f"experts (got {weights.num_slots} and {weights.num_experts})"
-            )
