@@ -11,7 +11,7 @@ from torch import Tensor
 
 from loragate.bench import moe_delta, moe_layer, moe_rows
 from loragate.bench.contender import Contender, Unavailable, WrongResult, find_contender
-from loragate.bench.moe import measure, run_moe
+from loragate.bench.moe import compile_side_by_side, measure, run_moe
 from loragate.bench.moe_delta import count_buckets, make_step
 from loragate.bench.moe_figures import AlignFigures, DeltaFigures, LayerFigures, MoEMeasured
 from loragate.bench.moe_rows import AlignRow, DeltaRow, LayerRow, MoERow, Projection
@@ -147,3 +147,8 @@ def test_a_baseline_that_cannot_take_experts_is_told_before_anything_runs(
     theirs = replace(ours, have=replace(ours.have, sites=frozenset({Site.DENSE_DELTA})))
     with pytest.raises(Unavailable, match="lorakernels: site moe_delta is not supported"):
         run_moe(ours, theirs, [ROW], MACHINE, print)
+
+
+def test_a_row_that_cannot_be_compiled_ahead_is_told_and_the_others_go_on() -> None:
+    (told,) = compile_side_by_side(["lorakernel"], [ROW])
+    assert told.startswith("qwen3_30b_w2.m5.r16: Unavailable: ")

@@ -24,6 +24,7 @@ from loragate.bench.moe_layer import measure_layers
 from loragate.bench.moe_rows import PROJECTIONS, RANKS, AlignRow, DeltaRow, LayerRow, MoERow
 from loragate.bench.timer import Clock, copy_bytes_per_s, in_turns
 from loragate.machine import Machine, detect_machine
+from loragate.subjects.vllm_package import headline
 
 # rows for which starting processes takes longer than compiling one after the other
 _FEW = 8
@@ -47,7 +48,9 @@ def run_moe(
     names = [candidate.subject.name, *([baseline.subject.name] if baseline else [])]
     if len(rows) > _FEW:
         progress("compiling")
-        compile_side_by_side(names, rows)
+        for error in compile_side_by_side(names, rows):
+            progress(f"not compiled ahead: {error}")
+        progress("measuring")
     copied = copy_bytes_per_s()
     measured = []
     for figures in measure(candidate, baseline, rows, machine, in_turns):
@@ -75,24 +78,31 @@ def measure(
     )
 
 
-def compile_side_by_side(names: Sequence[str], rows: Sequence[MoERow]) -> None:
-    """Leave what the rows launch in Triton's cache. What goes wrong here goes wrong again, and
-    is told, when the row is measured."""
+def compile_side_by_side(names: Sequence[str], rows: Sequence[MoERow]) -> tuple[str, ...]:
+    """Leave what the rows launch in Triton's cache. What goes wrong here is told and no more: it
+    goes wrong again when the row is measured, or it was for want of memory."""
     processes = min(_MOST_PROCESSES, os.cpu_count() or 1, len(rows))
     # a forked process could not use the device
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(processes, mp_context=context) as pool:
-        for future in [pool.submit(_compile, names, row) for row in rows]:
-            future.exception()
+        futures = [(row, pool.submit(_compile, names, row)) for row in rows]
+        ends = [(row, future.exception() or future.result()) for row, future in futures]
+    return tuple(f"{row.id}: {error}" for row, error in ends if error)
 
 
-def _compile(names: Sequence[str], row: MoERow) -> None:
-    candidate, baseline = ([find_contender(name) for name in names] + [None])[:2]
-    assert candidate is not None
-    for _ in measure(candidate, baseline, [row], detect_machine(), _once):
-        torch.cuda.synchronize()
-    # the others need the memory as well
-    torch.cuda.empty_cache()
+def _compile(names: Sequence[str], row: MoERow) -> str | None:
+    """What went wrong, as text: an exception of a compiler need not survive the way back, and
+    would take all processes with it."""
+    try:
+        candidate, *others = map(find_contender, names)
+        baseline = others[0] if others else None
+        for _ in measure(candidate, baseline, [row], detect_machine(), _once):
+            torch.cuda.synchronize()
+        # the others need the memory as well
+        torch.cuda.empty_cache()
+    except Exception as error:
+        return headline(error)
+    return None
 
 
 def _once(calls: Mapping[_Key, Callable[[], object]]) -> dict[_Key, float]:
