@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from loragate.plugin.memory import SpareRoom, WorkerMemory
+from loragate.plugin.memory import SpareRoom, WorkerMemory, divide
 from loragate.verdict import Verdict
 
 GIB = 1 << 30
@@ -27,11 +27,12 @@ with SpareRoom(Path(sys.argv[1]), 4).borrow(int(sys.argv[2])):
 class Recorder:
     """An allocator that writes down what it was told."""
 
-    def __init__(self) -> None:
+    def __init__(self, total: int = 0) -> None:
+        self.total = total
         self.told: list[str] = []
 
     def limit(self, size: int) -> None:
-        self.told.append(f"limit {size // GIB}")
+        self.told.append(f"limit {size / GIB:g}")
 
     def trim(self) -> None:
         self.told.append("trim")
@@ -96,18 +97,46 @@ def test_a_small_case_borrows_nothing(tmp_path: Path) -> None:
 
 def test_a_large_case_gets_its_memory_and_leaves_nothing_cached_behind(tmp_path: Path) -> None:
     allocator = Recorder()
-    memory = WorkerMemory(8 * GIB, SpareRoom(tmp_path / "gpu.room", 40), allocator)
+    memory = WorkerMemory(8 * GIB, SpareRoom(tmp_path / "gpu.room", 100), allocator)
     with memory.room_for(30 * GIB + 1):
         allocator.told.append("case")
-    assert allocator.told == ["limit 8", "limit 31", "case", "trim", "limit 8"]
+    assert allocator.told == ["limit 8", "limit 30.25", "case", "trim", "limit 8"]
 
 
 def test_a_case_beyond_all_memory_gets_what_there_is(tmp_path: Path) -> None:
     allocator = Recorder()
-    memory = WorkerMemory(8 * GIB, SpareRoom(tmp_path / "gpu.room", 4), allocator)
+    memory = WorkerMemory(8 * GIB, SpareRoom(tmp_path / "gpu.room", 16), allocator)
     with memory.room_for(100 * GIB):
         pass
     assert allocator.told[1] == "limit 12"
+
+
+@pytest.mark.parametrize("workers", [2, 5, 8])
+@pytest.mark.parametrize("largest", [GIB, 20 * GIB, 53 * GIB + 7])
+def test_the_largest_case_has_its_memory_however_many_workers_there_are(tmp_path, workers, largest):
+    allocator = Recorder(140 * GIB)
+    with divide(tmp_path / "gpu.room", workers, largest, allocator).room_for(largest):
+        allowed = float(allocator.told[-1].split()[1])
+    assert largest / GIB <= allowed <= 0.9 * 140
+
+
+def test_only_workers_of_one_gpu_divide_it_and_return_what_they_borrowed(tmp_path, run_session):
+    session = run_session(
+        tmp_path / "report",
+        *("-n", "3", "-p", "fake_gpu", "--loragate-subject=torch", "--loragate-cases=torch.*"),
+        matrix="four_good.yaml",
+        CUDA_VISIBLE_DEVICES="5,7",
+        MEMORY_USE=str(tmp_path / "use"),
+    )
+    assert session.exit_code == 0, session.output
+    # the third worker is alone on the second GPU
+    uses = {path.suffix: path.read_text().split() for path in tmp_path.glob("use.*")}
+    assert uses.keys() == {".gw0", ".gw2"}
+    for use in uses.values():
+        cases = len(use) // 3
+        assert use == ["less", *["more", "trim", "less"] * cases]
+    ran = [event for event in session.finished if event.worker in ("gw0", "gw2")]
+    assert len(ran) == sum(len(use) // 3 for use in uses.values())
 
 
 def test_waiting_for_memory_does_not_count_against_the_deadline_of_a_case(tmp_path, run_session):

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import pytest
 
+from loragate.matrix.case import Case
 from loragate.matrix.load import load_cases
-from loragate.plugin.options import SETTINGS
+from loragate.plugin.options import selection_of
 from loragate.selection import CaseRun, select_runs
 
 # a test function that takes this argument is run once for every selected run
 _ARGUMENT = "case_run"
 _RUNS = pytest.StashKey[dict[str, CaseRun]]()
+_CASES = pytest.StashKey[tuple[Case, ...]]()
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -22,13 +24,21 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 def selected_runs(config: pytest.Config) -> dict[str, CaseRun]:
     """Selected runs by id, in running order."""
     if _RUNS not in config.stash:
-        selection = config.stash[SETTINGS].selection
+        selection = selection_of(config)
         try:
-            cases = load_cases(selection.matrix)
+            cases = all_cases(config)
         except ValueError as error:
             raise pytest.Collector.CollectError(str(error)) from error
         config.stash[_RUNS] = {run.id: run for run in select_runs(selection, cases)}
     return config.stash[_RUNS]
+
+
+def all_cases(config: pytest.Config) -> tuple[Case, ...]:
+    """The cases of the selected files. Raises ValueError for what is wrong in them."""
+    if _CASES not in config.stash:
+        # sampling large products takes seconds
+        config.stash[_CASES] = load_cases(selection_of(config).matrix)
+    return config.stash[_CASES]
 
 
 def case_run_of(item: pytest.Item) -> CaseRun | None:

@@ -18,21 +18,23 @@ from typing import IO, Any, Protocol
 
 import pytest
 
-from loragate.devices import GpuShare, share_of_gpu
+from loragate.devices import share_of_gpu
 from loragate.matrix.footprint import footprint_bytes
 from loragate.plugin.collection import case_run_of
-from loragate.plugin.options import SETTINGS, Role, Settings
+from loragate.plugin.options import SETTINGS, Role
 
 # how many workers share the worker's GPU, and the bytes that the largest of all cases needs
 WORKER_INPUT_SHARING = "loragate_gpu_sharing"
 WORKER_INPUT_LARGEST = "loragate_largest_case"
-_UNIT = 1 << 30
+_UNIT = 1 << 28
 _RETRY_S = 0.05
 
 
 class Allocator(Protocol):
+    total: int
+
     def limit(self, size: int) -> None:
-        """Allow the process `size` bytes."""
+        """Allow the process `size` bytes of `total`."""
 
     def trim(self) -> None:
         """Give back what is cached."""
@@ -106,6 +108,14 @@ class WorkerMemory:
 MEMORY = pytest.StashKey[WorkerMemory]()
 
 
+def divide(path: Path, sharing: int, largest: int, allocator: Allocator) -> WorkerMemory:
+    """The memory of one of `sharing` workers, all of which name the same `path`."""
+    # units are whole: one more makes up for the parts that are lost
+    share = share_of_gpu(allocator.total, sharing, largest + _UNIT)
+    spare = SpareRoom(path, share.spare_bytes // _UNIT)
+    return WorkerMemory(share.own_bytes, spare, allocator)
+
+
 def pytest_sessionstart(session: pytest.Session) -> None:
     settings = session.config.stash[SETTINGS]
     if settings.role is not Role.WORKER:
@@ -116,11 +126,12 @@ def pytest_sessionstart(session: pytest.Session) -> None:
     import torch
 
     if torch.cuda.is_available():
-        allocator = _TorchAllocator()
-        share = share_of_gpu(
-            allocator.total, worker_input[WORKER_INPUT_SHARING], worker_input[WORKER_INPUT_LARGEST]
+        session.config.stash[MEMORY] = divide(
+            settings.room_file(os.environ.get("CUDA_VISIBLE_DEVICES", "")),
+            worker_input[WORKER_INPUT_SHARING],
+            worker_input[WORKER_INPUT_LARGEST],
+            TorchAllocator(),
         )
-        session.config.stash[MEMORY] = _memory_of(settings, share, allocator)
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
@@ -132,13 +143,7 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object
         return (yield)
 
 
-def _memory_of(settings: Settings, share: GpuShare, allocator: Allocator) -> WorkerMemory:
-    gpu = os.environ.get("CUDA_VISIBLE_DEVICES", "")
-    spare = SpareRoom(settings.room_file(gpu), share.spare_bytes // _UNIT)
-    return WorkerMemory(share.own_bytes, spare, allocator)
-
-
-class _TorchAllocator:
+class TorchAllocator:
     def __init__(self) -> None:
         import torch
 

@@ -22,7 +22,7 @@ from loragate.devices import (
     workers_per_gpu,
 )
 from loragate.matrix.footprint import footprint_bytes
-from loragate.matrix.load import load_cases
+from loragate.plugin.collection import all_cases
 from loragate.plugin.memory import WORKER_INPUT_LARGEST, WORKER_INPUT_SHARING
 from loragate.plugin.options import SETTINGS, WORKER_INPUT_RUN, selection_of
 from loragate.selection import select_runs
@@ -88,9 +88,8 @@ def _largest_case(config: pytest.Config) -> int:
         # another attempt draws other data of the same size
         selection = replace(selection_of(config), attempts=(0,))
         try:
-            cases = load_cases(selection.matrix)
+            runs = select_runs(selection, all_cases(config))
         except ValueError:
             return 0
-        runs = select_runs(selection, cases)
         config.stash[_LARGEST] = max((footprint_bytes(run.case) for run in runs), default=0)
     return config.stash[_LARGEST]
