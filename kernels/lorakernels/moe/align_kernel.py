@@ -42,7 +42,7 @@ def _bucket_of(
 
 
 @triton.jit
-def _reset(table_ptr, start, end, BLOCK: tl.constexpr):
+def _reset(table_ptr, start, end, BLOCK: tl.constexpr = 1024):
     """-1 from `start` to `end`, shared out among the programs."""
     lanes = tl.arange(0, BLOCK)
     nothing = tl.full([BLOCK], -1, tl.int32)
@@ -103,9 +103,9 @@ def count_pairs_kernel(
     )
     counts = tl.histogram(bucket, NUM_BINS, mask=bucket >= 0)
     tl.store(counts_ptr + tl.program_id(0) * NUM_BINS + tl.arange(0, NUM_BINS), counts)
-    _reset(tile_pairs_ptr, 0, size_tile_pairs, SPAN)
+    _reset(tile_pairs_ptr, 0, size_tile_pairs)
     if WITH_BASE:
-        _reset(base_pairs_ptr, 0, size_base_pairs, SPAN)
+        _reset(base_pairs_ptr, 0, size_base_pairs)
 
 
 @triton.jit(do_not_specialize=["num_spans"])
@@ -360,17 +360,17 @@ def place_pairs_kernel(
         tl.store(base_experts_ptr + base_tile, expert, mask=base_leads)
 
     # what lies behind the live part is reset at every step
-    _reset(pair_slots_ptr, num_pairs, size_pair_tables, SPAN)
-    _reset(pair_experts_ptr, num_pairs, size_pair_tables, SPAN)
-    _reset(tile_slots_ptr, num_tiles, size_tiles, SPAN)
-    _reset(tile_experts_ptr, num_tiles, size_tiles, SPAN)
+    _reset(pair_slots_ptr, num_pairs, size_pair_tables)
+    _reset(pair_experts_ptr, num_pairs, size_pair_tables)
+    _reset(tile_slots_ptr, num_tiles, size_tiles)
+    _reset(tile_experts_ptr, num_tiles, size_tiles)
     if not COUNTED:
-        _reset(tile_pairs_ptr, num_tiles * HEIGHT, size_tile_pairs, SPAN)
+        _reset(tile_pairs_ptr, num_tiles * HEIGHT, size_tile_pairs)
         if span == 0:
             tl.store(num_tiles_ptr, num_tiles)
     if WITH_BASE:
-        _reset(base_experts_ptr, num_base, size_base_tiles, SPAN)
+        _reset(base_experts_ptr, num_base, size_base_tiles)
         if not COUNTED:
-            _reset(base_pairs_ptr, num_base * BASE_HEIGHT, size_base_pairs, SPAN)
+            _reset(base_pairs_ptr, num_base * BASE_HEIGHT, size_base_pairs)
             if span == 0:
                 tl.store(num_base_tiles_ptr, num_base)

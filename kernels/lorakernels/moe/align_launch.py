@@ -23,6 +23,9 @@ MOST_BINS = 8192
 SMALL = 1024
 _SMALL_SPAN = 64
 SPAN = 128
+# values that a program may reset by itself, and programs beyond which more do not help
+_RESET_SIZE = 1024
+_MOST_RESET_PROGRAMS = 64
 _COUNT_BLOCK = 1024
 
 
@@ -91,7 +94,7 @@ class PairTables:
         }
         if counted:
             self._count(spans, (*sources, self.counts), sizes, constants)
-        place_pairs_kernel[(max(1, spans),)](
+        place_pairs_kernel[(max(spans, self._reset_programs),)](
             *sources,
             self.counts,
             self.pair_slots,
@@ -118,6 +121,12 @@ class PairTables:
             num_warps=4 if counted else 8,
             **constants,
         )
+
+    @property
+    def _reset_programs(self) -> int:
+        """Programs that are enough to reset tables which are far larger than a small step."""
+        size = self.tile_pairs.shape[0] + self.base_pairs.shape[0] + self.pair_slots.shape[0]
+        return max(1, min(_MOST_RESET_PROGRAMS, size // _RESET_SIZE))
 
     def _count(
         self,

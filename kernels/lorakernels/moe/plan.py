@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from enum import Enum, auto
 
 from lorakernels.metadata import MIN_TILE_ROWS
-from lorakernels.moe.tiles import max_tiles, tile_height
+from lorakernels.moe.tiles import tile_height
 
 
 class MoEPath(Enum):
@@ -90,6 +90,7 @@ class SmallBatchPlan:
     num_warps: int
 
 
+_USUAL_SLOTS = 4
 # programs on an H200's 132 SMs that are enough for a plane, or a block of columns, of its own
 _PROGRAMS = 560
 _PROGRAMS_OF_LOW_RANK = 300
@@ -122,8 +123,13 @@ def tile_programs(shape: MoEShape, capacity: int) -> int:
 
 
 def expected_tiles(shape: MoEShape) -> int:
-    """Tiles of a batch of four adapters whose pairs spread evenly over the experts."""
-    return max_tiles(shape.num_pairs, 4 * shape.num_experts, shape.height)
+    """Tiles of a batch of four adapters whose pairs spread at random over the experts. A program
+    without a tile is not free: it holds a place until the launch before it is done."""
+    buckets = min(_USUAL_SLOTS * shape.num_experts, shape.num_pairs)
+    if not buckets:
+        return 0
+    pairs = shape.num_pairs / buckets
+    return buckets * math.ceil((pairs + math.sqrt(pairs)) / shape.height)
 
 
 def plan_shrink(shape: MoEShape) -> ShrinkPlan:
@@ -136,7 +142,9 @@ def plan_shrink(shape: MoEShape) -> ShrinkPlan:
     programs = expected_tiles(shape) * -(-ranks // block_n)
     most = 8 if height == MIN_TILE_ROWS else 4 if height == 32 else 2
     wanted = _PROGRAMS_OF_LOW_RANK if ranks <= 32 else _PROGRAMS
-    planes = min(most, wanted // max(1, programs), -(-shape.in_features // block_k))
+    # a plane of few steps is over before its loads are under way
+    steps = 2 if shape.num_pairs <= MIN_TILE_ROWS else 4
+    planes = min(most, wanted // max(1, programs), shape.in_features // (block_k * steps))
     stages = 3 if height == MIN_TILE_ROWS or shape.itemsize == 4 else 4
     return ShrinkPlan(block_n, block_k, _power_of_2_below(planes), 4, stages)
 
