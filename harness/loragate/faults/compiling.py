@@ -9,17 +9,29 @@ import os
 import subprocess
 import sys
 
-_PROVIDER = "lorakernels.specs:launches"
+_DENSE = "lorakernels.specs:launches"
 # the lowest rank, and the one that is no power of two
-_LABELS = ("qkv-bf16-r1-t512", "odd-bf16-r24-t33")
+_DENSE_LABELS = ("qkv-bf16-r1-t512", "odd-bf16-r24-t33")
+_EXPERTS = "loragate.faults.checks.low_ranks:launches"
+_EXPERT_LABELS = ("two_kernel", "one_shot")
 _ARCH = 90
 _DEADLINE_S = 50
 
 
 def check_compiles() -> str | None:
+    """Kernels of a linear layer."""
+    return _compile(_DENSE, _DENSE_LABELS)
+
+
+def check_experts_compile() -> str | None:
+    """Kernels of experts, with a rank below what a tensor core multiplies."""
+    return _compile(_EXPERTS, _EXPERT_LABELS)
+
+
+def _compile(provider: str, labels: tuple[str, ...]) -> str | None:
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     answer = subprocess.run(
-        [sys.executable, "-m", __name__],
+        [sys.executable, "-m", __name__, provider, *labels],
         env=environment,
         capture_output=True,
         text=True,
@@ -29,11 +41,11 @@ def check_compiles() -> str | None:
     return answer.stdout.strip() or None
 
 
-def _complaints() -> list[str]:
+def _complaints(provider: str, labels: list[str]) -> list[str]:
     from loragate.compile_leg.dry_launch import compile_launch, settle_process
 
     settle_process()
-    compiled = [item for label in _LABELS for item in compile_launch(_PROVIDER, label, _ARCH)]
+    compiled = [item for label in labels for item in compile_launch(provider, label, _ARCH)]
     return [
         f"{item.kernel} of {item.specialisation} does not compile for {item.arch}: {item.error}"
         for item in compiled
@@ -42,4 +54,4 @@ def _complaints() -> list[str]:
 
 
 if __name__ == "__main__":
-    print("\n".join(_complaints()))
+    print("\n".join(_complaints(sys.argv[1], sys.argv[2:])))

@@ -13,6 +13,8 @@ from types import MappingProxyType
 from loragate.faults import compiling
 from loragate.faults.checks import (
     activation,
+    expert_layer,
+    expert_slots,
     far_pairs,
     folders,
     pair_plans,
@@ -38,11 +40,17 @@ CHECKS: Mapping[Check, Callable[[], str | None]] = MappingProxyType(
         Check.PEFT_SCALE: folders.check_peft_scale,
         Check.BINDING: folders.check_binding,
         Check.COMPILES: compiling.check_compiles,
+        Check.EXPERT_COMPILES: compiling.check_experts_compile,
         Check.PAIRS: pair_tables.check_pairs,
         Check.PAIR_PLANS: pair_plans.check_pair_plans,
         Check.PAIR_WORKSPACE: pair_tables.check_pair_workspace,
         Check.FAR_PAIRS: far_pairs.check_far_pairs,
         Check.PAIR_ORDER: far_pairs.check_pair_order,
+        Check.EXPERT_LAYER: expert_layer.check_expert_layer,
+        Check.EXPERT_QUANTISED: expert_layer.check_expert_quantised,
+        Check.EXPERT_RANKS: expert_layer.check_expert_ranks,
+        Check.EXPERT_SLOTS: expert_slots.check_expert_slots,
+        Check.EXPERT_FILES: expert_slots.check_expert_files,
     }
 )
 

@@ -2,22 +2,29 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from loragate.faults.corpus import (
     adapters,
+    controls,
     device,
     expand,
     layers,
     metadata,
+    moe_adapters,
     moe_align,
+    moe_controls,
+    moe_device,
     moe_fused,
     moe_host,
+    moe_layer,
     moe_two_kernel,
     operator,
     shrink,
     weights,
 )
-from loragate.faults.corpus.controls import CONTROLS
-from loragate.faults.model import Fault, Needs
+from loragate.faults.model import Control, Fault, Needs
+from loragate.verdict import OracleName as O
 
 FAULTS: tuple[Fault, ...] = (
     *metadata.FAULTS,
@@ -32,10 +39,29 @@ FAULTS: tuple[Fault, ...] = (
     *moe_two_kernel.FAULTS,
     *moe_fused.FAULTS,
     *moe_host.FAULTS,
+    *moe_layer.FAULTS,
+    *moe_adapters.FAULTS,
+    *moe_device.FAULTS,
 )
 
-# what every test run plants: for each oracle the fault that only it notices
-SLICE = tuple(fault for fault in FAULTS if fault.only and fault.needs is Needs.CPU)
+CONTROLS: tuple[Control, ...] = (*controls.CONTROLS, *moe_controls.CONTROLS)
+
+# for each oracle a fault of a linear layer and one of experts that only it notices
+ALONE = tuple(fault for fault in FAULTS if fault.only and fault.needs is Needs.CPU)
+
+
+def _quick(fault: Fault) -> Fault:
+    """The fault without the oracles that take longest, unless they must notice."""
+    slow = {O.GUARD, O.COMPILE} - set(fault.killers)
+    cases = tuple(
+        replace(case, oracles=tuple(o for o in case.oracles if o not in slow))
+        for case in fault.cases
+    )
+    return replace(fault, cases=cases)
+
+
+# what every test run plants
+SLICE = tuple(_quick(fault) for fault in ALONE)
 SLICE_CONTROLS = CONTROLS[:1]
 
-__all__ = ["CONTROLS", "FAULTS", "SLICE", "SLICE_CONTROLS"]
+__all__ = ["ALONE", "CONTROLS", "FAULTS", "SLICE", "SLICE_CONTROLS"]

@@ -3,6 +3,7 @@ not what it is."""
 
 from __future__ import annotations
 
+from loragate.faults.corpus.moe_points import EXPERT_CHECKS
 from loragate.faults.corpus.points import SMALL, delta, linear
 from loragate.faults.model import Check, Control, Edit
 from loragate.matrix.case import Dtype, Mix, Parallel
@@ -16,7 +17,7 @@ CONTROLS = (
         name="nothing-planted",
         why="The package as it is.",
         cases=(SMALL,),
-        checks=tuple(check for check in Check if check is not Check.COMPILES),
+        checks=tuple(c for c in Check if c not in (Check.COMPILES, *EXPERT_CHECKS)),
     ),
     Control(
         name="nothing-planted-in-a-layer",

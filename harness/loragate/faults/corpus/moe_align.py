@@ -108,8 +108,8 @@ FAULTS = (
     ),
     _kernel(
         "span-counts-its-first-pair",
-        "earlier = (bucket >= 0) & (pair < span * SPAN)",
-        "earlier = (bucket >= 0) & (pair <= span * SPAN)",
+        "ahead = (buckets >= 0) & (other < span * SPAN)",
+        "ahead = (buckets >= 0) & (other <= span * SPAN)",
         source="own",
         why="Behind the first span, a pair counts itself among those before it.",
         killers=(O.REFERENCE, O.EXACT),
@@ -140,7 +140,7 @@ FAULTS = (
         source="sglang #29468",
         why="Free places of a short batch's tiles keep the pairs of the batch before.",
         killers=(O.SEQUENCE,),
-        cases=(pairs(tokens=12),),
+        cases=(two_kernel(tokens=12),),
     ),
     _kernel(
         "stale-pairs-behind-the-batch",
@@ -182,7 +182,7 @@ FAULTS = (
         "    behind = tl.load(token_slots_ptr + token + 1, mask=inner, other=-1)\n"
         "    slot = tl.where(inner & (before == behind), before, slot)\n",
         source="own",
-        why="Tokens of one adapter are taken to follow each other, as in a batch sorted by request.",
+        why="Tokens of one adapter are taken to follow each other, as where requests are sorted.",
         killers=(O.PERMUTE,),
         cases=(replace(MOE_SMALL, tokens=12),),
         only=True,

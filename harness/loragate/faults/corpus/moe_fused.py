@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from loragate.faults.corpus.moe_points import one_shot, paired, pairs, small_batch
+from loragate.faults.corpus.moe_points import one_shot, pairs, small_batch
 from loragate.faults.corpus.points import planting
 from loragate.faults.model import Check, Group
 from loragate.matrix.case import Dtype, ExpertMap, Layout, Ranks, RouterWeights, Sharing
@@ -28,8 +28,8 @@ FAULTS = (
         "                a_ptrs,\n",
         source="sglang #32241",
         why="A program that holds gate and up shrinks both with the A of the gate.",
-        killers=(O.REFERENCE, O.EXACT),
-        cases=(paired(ranks=Ranks.FULL),),
+        killers=(Check.PAIR_PLANS,),
+        checks=(Check.PAIR_PLANS,),
     ),
     _one_shot(
         "pair-of-slices-shares-live-rank",
@@ -37,8 +37,8 @@ FAULTS = (
         "                offs_r < rank,\n",
         source="sglang #32241",
         why="The up half is shrunk as high as the gate.",
-        killers=(O.CANARY,),
-        cases=(paired(),),
+        killers=(Check.PAIR_PLANS,),
+        checks=(Check.PAIR_PLANS,),
     ),
     _one_shot(
         "pair-of-slices-shares-scale",
@@ -46,8 +46,8 @@ FAULTS = (
         "tl.load(scales_ptr + table)",
         source="unsloth-zoo #941",
         why="The scale of the gate is applied to both halves.",
-        killers=(O.REFERENCE, O.EXACT),
-        cases=(paired(ranks=Ranks.FULL),),
+        killers=(Check.PAIR_PLANS,),
+        checks=(Check.PAIR_PLANS,),
     ),
     _one_shot(
         "one-shot-writes-behind-the-slice",
@@ -64,8 +64,8 @@ FAULTS = (
         "blocks = tl.cdiv(width, BLOCK_N) // tl.num_programs(0)",
         source="own",
         why="Blocks of columns are shared out evenly, and what is left over belongs to nobody.",
-        killers=(O.REFERENCE, O.EXACT),
-        cases=(one_shot(tokens=5, in_features=16, slices=(600,), slots=2),),
+        killers=(Check.PAIR_PLANS,),
+        checks=(Check.PAIR_PLANS,),
     ),
     _one_shot(
         "router-weight-of-another-pair",

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from loragate.faults.corpus.points import EVERY, NUMERIC
+from loragate.faults.model import Check
 from loragate.matrix.case import Case, Dtype, Path, Site
 
 # several tiles of one expert and slot, unequal slices, a rank that no vector of ranks divides
@@ -37,11 +38,19 @@ def small_batch(**axes: Any) -> Case:
     return pairs(path=Path.SMALL_BATCH, **axes)
 
 
-# tall tiles of two equal slices, which one program does together
-def paired(**axes: Any) -> Case:
-    shape = {"tokens": 257, "in_features": 16, "slices": (16, 16), "rank": 4}
-    return one_shot(**(shape | {"slots": 2, "experts": 1, "top_k": 1} | axes))
-
-
 # for those that every oracle looks at
 MOE_SMALL = pairs(tokens=7, in_features=16, slices=(16, 8), oracles=EVERY)
+
+EXPERT_CHECKS = (
+    Check.PAIRS,
+    Check.PAIR_PLANS,
+    Check.PAIR_WORKSPACE,
+    Check.PAIR_ORDER,
+    Check.FAR_PAIRS,
+    Check.EXPERT_COMPILES,
+    Check.EXPERT_LAYER,
+    Check.EXPERT_QUANTISED,
+    Check.EXPERT_RANKS,
+    Check.EXPERT_SLOTS,
+    Check.EXPERT_FILES,
+)

@@ -13,10 +13,6 @@ from loragate.verdict import OracleName as O
 _plant = planting("lorakernels.moe.kernels", Group.MOE_TWO_KERNEL)
 
 _SMALL = replace(MOE_SMALL, path=Path.TWO_KERNEL)
-# more than 64 pairs and several blocks of columns: one program does a group of blocks
-_GROUPED = two_kernel(
-    tokens=35, in_features=16, slices=(520,), rank=4, slots=2, layout=Layout.COLUMN_SLICE
-)
 
 FAULTS = (
     _plant(
@@ -53,8 +49,8 @@ FAULTS = (
         "steps = tl.cdiv(K, BLOCK_K) // tl.num_programs(1)",
         source="own",
         why="K is split evenly, and what is left over belongs to no part.",
-        killers=(O.REFERENCE, O.EXACT),
-        cases=(two_kernel(in_features=700, slices=(16,), rank=8),),
+        killers=(Check.PAIR_PLANS,),
+        checks=(Check.PAIR_PLANS,),
     ),
     _plant(
         "expert-k-mask-missing",
@@ -98,7 +94,7 @@ FAULTS = (
         only=True,
     ),
     _plant(
-        "bridge-through-bf16",
+        "ranks-of-experts-through-bf16",
         "            acc = _dot(h.to(b.dtype), b, acc, IEEE)\n",
         "            acc = _dot(h.to(tl.bfloat16).to(b.dtype), b, acc, IEEE)\n",
         source="vllm #38686",
@@ -160,8 +156,8 @@ FAULTS = (
         "live_n = (offs_n + block * BLOCK_N < width + BLOCK_N)[None, :]",
         source="own",
         why="The last block of a group of column blocks writes on behind the slice.",
-        killers=(O.CANARY,),
-        cases=(_GROUPED,),
+        killers=(Check.PAIR_PLANS,),
+        checks=(Check.PAIR_PLANS,),
     ),
     _plant(
         "last-block-of-a-group-lost",
@@ -169,8 +165,8 @@ FAULTS = (
         "for block in tl.range(0, GROUP - 1, num_stages=STAGES):",
         source="own",
         why="Of a group of column blocks the last one is left out.",
-        killers=(O.REFERENCE, O.EXACT),
-        cases=(replace(_GROUPED, slices=(1000,)),),
+        killers=(Check.PAIR_PLANS,),
+        checks=(Check.PAIR_PLANS,),
     ),
     _plant(
         "pair-offset-in-32-bits",

@@ -1,0 +1,93 @@
+"""Faults of experts that show on a GPU only; see device.py."""
+
+from __future__ import annotations
+
+from loragate.faults.corpus.moe_points import MOE_SMALL, two_kernel
+from loragate.faults.corpus.points import planting
+from loragate.faults.model import Check, Group, Needs
+from loragate.matrix.case import Dtype
+from loragate.verdict import OracleName as O
+
+_kernels = planting("lorakernels.moe.kernels", Group.MOE_TWO_KERNEL)
+_launch = planting("lorakernels.moe.launch", Group.MOE_TWO_KERNEL)
+_one_shot = planting("lorakernels.moe.one_shot_kernel", Group.MOE_FUSED)
+_align = planting("lorakernels.moe.align_kernel", Group.ALIGN)
+
+FAULTS = (
+    _kernels(
+        "expand-of-experts-does-not-wait",
+        "            if PDL:\n"
+        "                gdc_wait()\n"
+        "            h = _load_bridge(h_ptrs, live_h, stride_bridge_plane, PLANES) * weight[:, None]\n"
+        "            acc",
+        "            h = _load_bridge(h_ptrs, live_h, stride_bridge_plane, PLANES) * weight[:, None]\n"
+        "            acc",
+        source="vllm #31777",
+        why="The expand reads the bridge while the shrink still writes it.",
+        killers=(Check.PAIR_ORDER,),
+        checks=(Check.PAIR_ORDER,),
+        needs=Needs.GPU,
+    ),
+    _kernels(
+        "shrink-of-experts-does-not-wait",
+        "    if PDL:\n        gdc_wait()\n        gdc_launch_dependents()\n    S: tl.constexpr",
+        "    if PDL:\n        gdc_launch_dependents()\n    S: tl.constexpr",
+        source="vllm #31777",
+        why="The shrink reads an input that the kernel before it has not written yet.",
+        killers=(Check.PAIR_ORDER,),
+        checks=(Check.PAIR_ORDER,),
+        needs=Needs.GPU,
+    ),
+    _one_shot(
+        "one-shot-does-not-wait",
+        "    if PDL:\n        gdc_wait()\n        gdc_launch_dependents()\n    S: tl.constexpr",
+        "    if PDL:\n        gdc_launch_dependents()\n    S: tl.constexpr",
+        source="vllm #31777",
+        why="A single launch reads an input that the kernel before it has not written yet.",
+        killers=(Check.PAIR_ORDER,),
+        checks=(Check.PAIR_ORDER,),
+        needs=Needs.GPU,
+    ),
+    _launch(
+        "partial-sums-added-atomically",
+        "        shrink(delta, pdl=pdl)\n        _expand(",
+        "        shrink(delta, pdl=pdl)\n"
+        "        planes = delta.bridge.flatten(1)\n"
+        "        total = torch.zeros_like(planes[0])\n"
+        "        place = torch.arange(total.shape[0], device=total.device)\n"
+        "        total.index_add_(0, place.repeat(len(planes)), planes.flatten())\n"
+        "        planes.zero_()\n"
+        "        planes[0].copy_(total)\n"
+        "        _expand(",
+        source="vllm #50278",
+        why="The parts of K are added up in the order in which they happen to arrive.",
+        killers=(O.REPEAT,),
+        cases=(
+            two_kernel(
+                tokens=8,
+                in_features=4096,
+                slices=(256, 256),
+                rank=48,
+                experts=4,
+                dtype=Dtype.FP32,
+                oracles=(O.REPEAT,),
+            ),
+        ),
+        needs=Needs.GPU,
+    ),
+    _align(
+        "number-of-pairs-compiled-in",
+        '        "num_pairs",\n'
+        '        "num_ids",\n'
+        '        "num_experts",\n'
+        '        "max_slots",\n'
+        '        "num_spans",\n',
+        '        "num_ids",\n        "num_experts",\n        "max_slots",\n        "num_spans",\n',
+        source="triton #8273",
+        why="The alignment is compiled anew for a number of pairs that is a multiple of 16.",
+        killers=(O.COMPILE,),
+        # 16 pairs, then fewer
+        cases=(two_kernel(tokens=8, oracles=MOE_SMALL.oracles),),
+        needs=Needs.GPU,
+    ),
+)
