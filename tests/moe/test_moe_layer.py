@@ -293,3 +293,20 @@ def test_quantised_inputs_and_quantised_weights_go_together() -> None:
     message = re.escape("scales of w13 must be [4, 40] (got [4, 1])")
     with pytest.raises(ValueError, match=f"^{message}$"):
         FusedMoELoRA(wrong, quantised[1], num_slots=SLOTS, rank=RANK, dtype=torch.float32)
+
+
+def test_quantised_inputs_of_any_strides_are_those_of_the_rows() -> None:
+    batch = Batch.draw()
+    quantised = [of_8_bits(w) for w in weights()]
+    layer = FusedMoELoRA(*quantised, num_slots=SLOTS, rank=RANK, dtype=torch.float32)
+    given = quantise_rows(batch.x)
+    wanted = run(layer, batch, TOKEN_SLOTS, quantised_x=given)
+    strided = Quantised(given.values.t().contiguous().t(), given.scales)
+    assert torch.equal(run(layer, batch, TOKEN_SLOTS, quantised_x=strided), wanted)
+    short = Quantised(given.values[:-1], given.scales[:-1])
+    message = re.escape(f"quantised_x must be [{TOKENS}, {HIDDEN}] like x (got [6, {HIDDEN}])")
+    with pytest.raises(ValueError, match=f"^{message}$"):
+        run(layer, batch, TOKEN_SLOTS, quantised_x=short)
+    few = Quantised(given.values, given.scales[:-1])
+    with pytest.raises(ValueError, match=rf"^quantised_x must have {TOKENS} scales \(got 6\)$"):
+        run(layer, batch, TOKEN_SLOTS, quantised_x=few)

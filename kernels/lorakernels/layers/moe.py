@@ -151,6 +151,8 @@ class FusedMoELoRA(nn.Module):
         if quantised_x is not None and self.w13_scales is None:
             raise ValueError("quantised_x must be None with weights that are not quantised")
         rows = x.reshape(-1, hidden).contiguous()
+        if quantised_x is not None:
+            quantised_x = _like_rows(quantised_x, rows)
         # without expert parallelism the ids are local already
         local_ids = None if self.place.ep_size == 1 else self.expert_map
         pairs.prepare(topk_ids, batch, expert_map=local_ids)
@@ -232,6 +234,18 @@ def _layer_dtype(w13: Weight, dtype: torch.dtype | None) -> torch.dtype:
     if dtype not in (None, own):
         raise ValueError(f"dtype must be {own} like the weights (got {dtype})")
     return own
+
+
+def _like_rows(quantised: Quantised, rows: Tensor) -> Quantised:
+    """[rows, hidden] and its scales, laid out as the kernels read them. ValueError."""
+    values, scales = quantised.values, quantised.scales
+    if values.numel() != rows.numel() or values.shape[-1] != rows.shape[1]:
+        raise ValueError(
+            f"quantised_x must be {list(rows.shape)} like x (got {list(values.shape)})"
+        )
+    if scales.numel() != rows.shape[0]:
+        raise ValueError(f"quantised_x must have {rows.shape[0]} scales (got {scales.numel()})")
+    return Quantised(values.reshape(rows.shape).contiguous(), scales.reshape(-1).contiguous())
 
 
 def _weight(values: Tensor, scales: Tensor | None) -> Weight:
