@@ -1,4 +1,4 @@
-"""Suspicions of vLLM's LoRA of experts that need a GPU: its compiled alignment, and graphs.
+"""What vLLM's LoRA of experts does that need a GPU: its compiled alignment, and graphs.
 
 Invariant: as in vllm_moe_probes.py.
 """
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from loragate.findings.ledger import Needs, Observation
 from loragate.findings.probing import Probe, moe_probe, seen
-from loragate.findings.vllm_moe_launch import BLOCK, Launch, Way
+from loragate.findings.vllm_moe_launch import Launch, Way
 from loragate.subjects.vllm_moe_package import VllmMoEOps
 
 _RANK, _IN, _WIDTH, _SLOTS, _EXPERTS, _ROWS = 16, 32, 32, 2, 2, 4
@@ -36,28 +36,6 @@ def padding_uninitialised(ops: VllmMoEOps, device: str) -> Observation:
     return seen(lengths[1] == torch.iinfo(torch.int32).max, text)
 
 
-def negative_id_reads_before_map(ops: VllmMoEOps, device: str) -> Observation:
-    # the word before the map is known: it says expert 0
-    storage = torch.tensor([0, *[-1] * 128], dtype=torch.int32, device=device)
-    ids = torch.full((_ROWS, 1), -1, dtype=torch.int32, device=device)
-    sorted_ids = _align(ops, ids, storage[1:])
-    found = sorted(pair for pair in sorted_ids.tolist() if pair < _ROWS)
-    text = f"of {_ROWS} pairs without an expert (-1), {len(found)} are given to expert 0"
-    return seen(len(found) == _ROWS, text)
-
-
-def _align(ops: VllmMoEOps, ids: Tensor, expert_map: Tensor) -> Tensor:
-    """The sorted pairs of slot 0, of a layer whose experts are all elsewhere."""
-    wrapper = ops.make_wrapper(max_tokens=_ROWS, max_slots=1, device=ids.device.type)
-    wrapper.token_mapping_meta.prepare_tensors(torch.zeros(_ROWS, dtype=torch.int64).to(ids.device))
-    enabled = torch.ones(2, dtype=torch.int32, device=ids.device)
-    _, sorted_ids, *_ = wrapper.moe_lora_align_block_size(
-        ids, _ROWS, BLOCK, _EXPERTS, 1, enabled, expert_map
-    )
-    assert isinstance(sorted_ids, Tensor)
-    return sorted_ids
-
-
 def many_experts_refused(ops: VllmMoEOps, device: str) -> Observation:
     fates = []
     for experts in _MANY_EXPERTS:
@@ -71,30 +49,6 @@ def many_experts_refused(ops: VllmMoEOps, device: str) -> Observation:
             fates.append((False, repr(str(error).splitlines()[0])))
     told = ", ".join(f"{n}: {text}" for n, (_, text) in zip(_MANY_EXPERTS, fates, strict=True))
     return seen(not all(right for right, _ in fates), f"alignment for so many experts: {told}")
-
-
-def two_kernel_cannot_compile_low_rank(ops: VllmMoEOps, device: str) -> Observation:
-    rank = 4
-    tiles = ops.tiles(
-        op_type="fused_moe_lora_w13_shrink",
-        w1_shape=(_EXPERTS, _WIDTH, _IN),
-        w2_shape=(_EXPERTS, _IN, _WIDTH),
-        rank=rank,
-        top_k=1,
-        dtype=None,
-        M=_ROWS,
-    )
-    launch = _launch(ops, device, _EXPERTS, rank)
-    x = torch.ones(_ROWS, _IN, dtype=torch.float16, device=device)
-    out = torch.zeros(_ROWS, 1, _WIDTH, dtype=torch.float16, device=device)
-    width = int(tiles["BLOCK_SIZE_N"] or 0)
-    try:
-        launch.run(Way.TWO_KERNEL, x, out, _ids(device), shrink_block_n=width)
-    except Exception as error:
-        # the compiler's errors have no type in common
-        head = f"{type(error).__name__}: {str(error).strip().splitlines()[-1]}"
-        return seen(True, f"rank {rank} has a tile {width} wide, which does not compile: {head}")
-    return seen(False, f"rank {rank} has a tile {width} wide, which compiles")
 
 
 def graph_replays_stale_adapters(ops: VllmMoEOps, device: str) -> Observation:
@@ -120,9 +74,7 @@ def graph_replays_stale_adapters(ops: VllmMoEOps, device: str) -> Observation:
 
 MOE_GPU_PROBES: dict[str, Probe] = {
     "moe-padding-uninitialised": moe_probe(padding_uninitialised, Needs.CUDA),
-    "moe-negative-id-reads-before-map": moe_probe(negative_id_reads_before_map, Needs.CUDA),
     "moe-many-experts-refused": moe_probe(many_experts_refused, Needs.CUDA),
-    "moe-low-rank-does-not-compile": moe_probe(two_kernel_cannot_compile_low_rank, Needs.CUDA),
     "moe-graph-replays-stale-adapters": moe_probe(graph_replays_stale_adapters, Needs.CUDA),
 }
 
