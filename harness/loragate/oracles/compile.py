@@ -10,8 +10,6 @@ passes opcheck; on a GPU no kernel is compiled after the first batch.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -22,6 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from loragate.inputs import DataKind, copy_batch, make_batch, make_pool
 from loragate.matrix.case import Execution, Mix
 from loragate.oracles.evidence import judge_bits, passed
+from loragate.oracles.kernel_compiles import kernels_compiled
 from loragate.oracles.protocol import Trial
 from loragate.oracles.session import base_of
 from loragate.subjects.protocol import AnyInstance, Batch, apply_step
@@ -162,7 +161,7 @@ class _Compiled:
     ) -> Judgement | None:
         """A FAIL if there are more than `graphs` graphs now, or Triton compiles while `warm`."""
         kernels: list[str] = []
-        with _kernels_compiled(kernels):
+        with kernels_compiled(kernels):
             layer.prepare(batch.token_slots)
             wanted = apply_step(layer, copy_batch(batch)) + 0.0
             result = self._run(layer, copy_batch(batch)) + 0.0
@@ -187,22 +186,6 @@ def _compare(trial: Trial, batch: Batch, result: Tensor, wanted: Tensor) -> Judg
         failure=Failure.WRONG_ANSWER,
         claim="the same layer without torch.compile",
     )
-
-
-@contextmanager
-def _kernels_compiled(names: list[str]) -> Iterator[None]:
-    """Collects the kernels that Triton compiles or fetches from its cache on disk."""
-    from triton import knobs
-
-    def listen(*, src: Any, **_: Any) -> None:
-        names.append(src.name)
-
-    before = knobs.compilation.listener
-    knobs.compilation.listener = listen
-    try:
-        yield
-    finally:
-        knobs.compilation.listener = before
 
 
 def _difference(one: torch.fx.GraphModule, other: torch.fx.GraphModule) -> str:

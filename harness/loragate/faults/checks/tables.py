@@ -11,6 +11,7 @@ from torch import Tensor
 
 from loragate.inputs.poison import poisoned_allocations
 from loragate.machine import detect_machine
+from loragate.oracles.kernel_compiles import kernels_compiled
 from lorakernels.dense.ops import DenseWorkspace, bridge_shape
 from lorakernels.dense.weights import LoRAFactors, SlotWeights
 from lorakernels.metadata import BatchMetadata, max_tiles, tile_height
@@ -35,7 +36,8 @@ def check_metadata() -> str | None:
         if wrong is not None:
             return wrong
     large = BatchMetadata(max_tokens=_LONG, max_slots=2, device=metadata.token_slots.device)
-    return _step(large, [row // 3 % 3 - 1 for row in range(_LONG)], _LONG) or _foreign(metadata)
+    wrong = _step(large, [row // 3 % 3 - 1 for row in range(_LONG)], _LONG)
+    return wrong or _foreign(metadata) or _compiled_anew(large)
 
 
 def check_dummy_run() -> str | None:
@@ -116,6 +118,19 @@ def _foreign(metadata: BatchMetadata) -> str | None:
     token_slots = torch.tensor(slots, dtype=torch.int32, device=metadata.token_slots.device)
     metadata.prepare(token_slots)
     return _compare(metadata, [s if 0 <= s < _SLOTS else -1 for s in slots], len(slots))
+
+
+def _compiled_anew(metadata: BatchMetadata) -> str | None:
+    """A size that says something to the compiler must not cost a server a compilation."""
+    if metadata.token_slots.device.type == "cpu":
+        return None
+    compiled: list[str] = []
+    for rows in (20, 16, 1, 17):
+        with kernels_compiled(compiled):
+            _step(metadata, [0] * rows, rows)
+    if len(compiled) <= 1:
+        return None
+    return f"batches of 20, 16, 1 and 17 rows compiled {', '.join(compiled)}"
 
 
 def _compare(metadata: BatchMetadata, slots: list[int], padded: int) -> str | None:

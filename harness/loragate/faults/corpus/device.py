@@ -5,7 +5,7 @@ An interpreter runs one program after the other, so every order is kept by itsel
 
 from __future__ import annotations
 
-from loragate.faults.corpus.points import EVERY, delta, planting
+from loragate.faults.corpus.points import delta, planting
 from loragate.faults.model import Check, Group, Needs
 from loragate.matrix.case import Dtype, Execution
 from loragate.verdict import OracleName as O
@@ -72,8 +72,8 @@ FAULTS = (
         'do_not_specialize=["max_tokens",',
         source="triton #8273",
         why="The metadata kernel is compiled anew for a batch size of 1 or a multiple of 16.",
-        killers=(O.COMPILE,),
-        cases=(delta(oracles=EVERY),),
+        killers=(Check.METADATA,),
+        checks=(Check.METADATA,),
         needs=Needs.GPU,
     ),
     _metadata(
