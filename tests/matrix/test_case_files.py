@@ -80,15 +80,16 @@ def test_all_problems_of_a_file_are_told_at_once(write: Write) -> None:
     axes = (
         "tokens, in_features, slices, rank, slots, dtype, "
         "mix, ranks, layout, execution, parallel, tp, "
-        "experts, top_k, source, routing, expert_map, sharing, router, write, path"
+        "experts, top_k, source, routing, expert_map, sharing, router, write, path, "
+        "ep, quantisation"
     )
     oracles = "reference, exact, base_rows, canary, repeat, permute, sequence, guard, compile"
     keys = "tier, oracles, rows, timeout_s, exclude, include, sample"
     slices = "a list of integers >= 1, such as [48, 16, 16]"
     one = "groups.one"
     assert _told(path) == [
-        "bad.yaml:1: site: given 'dense_delt'; allowed: dense_delta, lora_linear, moe_delta; "
-        "nearest: dense_delta",
+        "bad.yaml:1: site: given 'dense_delt'; allowed: dense_delta, lora_linear, "
+        "moe_delta, moe_layer; nearest: dense_delta",
         "bad.yaml:3: defaults.dtype: given 'bf61'; allowed: fp16, bf16, fp32; nearest: bf16",
         "bad.yaml:4: defaults.mix: given 2 values; allowed: one value, a list belongs into a row",
         f"bad.yaml:5: defaults.layuot: given unknown key 'layuot'; allowed: {axes}; "
@@ -158,7 +159,7 @@ def test_a_dense_delta_is_not_cut(write: Write) -> None:
         "bad.yaml:8: groups.one.rows[0].parallel: given for site dense_delta; "
         "allowed: for site lora_linear only",
         "bad.yaml:8: groups.one.rows[0].tp: given for site dense_delta; "
-        "allowed: for site lora_linear only",
+        "allowed: for site lora_linear, moe_layer only",
     ]
 
 
@@ -322,4 +323,64 @@ def test_an_include_is_a_single_complete_point(write: Write) -> None:
         "allowed: one value, an include is a single point",
         "bad.yaml:11: groups.one.include[1].in_features: is missing here and in defaults; "
         "allowed: an integer >= 1",
+    ]
+
+
+LAYER = """\
+site: moe_layer
+defaults: {dtype: bf16, rank: 8, slots: 4, tokens: 17, in_features: 48, experts: 4, top_k: 2}
+groups:
+  one:
+    tier: smoke
+    oracles: [reference]
+    rows:
+      - {slices: [24, 24], router: output}
+"""
+
+
+@pytest.mark.parametrize(
+    ("axes", "told"),
+    [
+        ("router: none", "router: given none for site moe_layer; allowed: output, input"),
+        (
+            "router: input, sharing: shared_a",
+            "sharing: given shared_a for site moe_layer; allowed: per_expert, shared_outer",
+        ),
+        (
+            "router: input, write: store",
+            "write: given for site moe_layer; allowed: for site moe_delta only",
+        ),
+        ("router: input, ep: 5", "ep: given 5 with 4 experts; allowed: at most as many as experts"),
+        (
+            "router: input, tp: 25",
+            "tp: given 25 with [24, 24]; allowed: at most the intermediate size",
+        ),
+        (
+            "router: input, tp: 2, quantisation: fp8",
+            "tp: given 2 with quantisation fp8; allowed: 1",
+        ),
+        ("tp: 1", "router: is missing here and in defaults; allowed: none, output, input"),
+    ],
+)
+def test_what_a_layer_of_experts_cannot_be_is_told(write: Write, axes: str, told: str) -> None:
+    load_cases([write(LAYER, "good.yaml")])
+    path = write(LAYER.replace("router: output", axes))
+    assert _told(path) == [f"bad.yaml:8: groups.one.rows[0].{told}"]
+
+
+def test_gate_and_up_have_one_width(write: Write) -> None:
+    path = write(LAYER.replace("[24, 24]", "[[24, 23], [24], [8, 8, 8]]"))
+    what = "allowed: gate and up of one width, or up alone"
+    where = "bad.yaml:8: groups.one.rows[0].slices"
+    assert _told(path) == [f"{where}: given [24, 23]; {what}", f"{where}: given [8, 8, 8]; {what}"]
+
+
+def test_a_delta_of_experts_has_no_values_of_a_layer(write: Write) -> None:
+    good = LAYER.replace("moe_layer", "moe_delta")
+    path = write(good.replace("router: output", "router: input, ep: 2"))
+    assert _told(path) == [
+        "bad.yaml:8: groups.one.rows[0].ep: given for site moe_delta; "
+        "allowed: for site moe_layer only",
+        "bad.yaml:8: groups.one.rows[0].router: given input for site moe_delta; "
+        "allowed: none, output",
     ]

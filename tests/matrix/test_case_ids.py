@@ -14,6 +14,7 @@ from loragate.matrix.case import (
     Mix,
     Parallel,
     Path,
+    Quantisation,
     Ranks,
     RouterWeights,
     Routing,
@@ -93,6 +94,43 @@ def test_the_id_of_a_case_with_experts_names_all_that_experts_can_be() -> None:
         ".sharing-shared_a.slices-768x768.slots-4.source-pair.tokens-9.topk-8.write-store"
     )
     assert seed_of(MOE, 0) == 5854025133468737297
+
+
+LAYER = Case(
+    site=Site.MOE_LAYER,
+    tokens=9,
+    in_features=2048,
+    slices=(768, 768),
+    rank=16,
+    slots=4,
+    dtype=Dtype.BF16,
+    experts=128,
+    top_k=8,
+    tp=2,
+    ep=4,
+    sharing=Sharing.SHARED_OUTER,
+    router=RouterWeights.INPUT,
+)
+
+
+def test_the_id_of_a_layer_of_experts_names_its_cut_and_what_is_quantised() -> None:
+    assert case_id(LAYER) == (
+        "moe_layer.dtype-bf16.ep-4.exec-eager.experts-128.in-2048.layout-contiguous.mix-ragged"
+        ".quant-none.rank-16.ranks-mixed.router-input.routing-uniform.sharing-shared_outer"
+        ".slices-768x768.slots-4.tokens-9.topk-8.tp-2"
+    )
+    others: dict[str, Any] = {
+        "tp": 1,
+        "ep": 2,
+        "quantisation": Quantisation.FP8,
+        "sharing": Sharing.PER_EXPERT,
+        "router": RouterWeights.OUTPUT,
+        "routing": Routing.SKEWED,
+        "experts": 64,
+        "top_k": 4,
+    }
+    ids = {case_id(replace(LAYER, **{axis: value})) for axis, value in others.items()}
+    assert len(ids | {case_id(LAYER)}) == len(others) + 1
 
 
 def test_a_run_id_puts_the_subject_first() -> None:

@@ -13,15 +13,16 @@ import torch
 from torch import Tensor
 
 from loragate.inputs.draw import DataKind, Draw, torch_dtype
+from loragate.inputs.exact_layer import exact_layer_x
 from loragate.inputs.exactness import exact_base_rows, exact_bias, exact_weight, exact_x
 from loragate.inputs.mapping import make_token_slots
 from loragate.inputs.placement import Band, copy_placed, place
 from loragate.inputs.routing import make_routes
 from loragate.machine import Machine
-from loragate.matrix.case import Case, Layout
+from loragate.matrix.case import Case, Layout, Site
 from loragate.subjects.protocol import BaseLayer, Batch, Routes
 
-_BASE_SIZE = 0.25
+BASE_SIZE = 0.25
 _ALIGNED_MARGIN, _ODD_MARGIN = 16, 3
 
 
@@ -33,12 +34,13 @@ def make_batch(case: Case, seed: int, step: int, kind: DataKind, machine: Machin
     """
     draw = Draw(machine, seed, f"batch-{kind}", step)
     if kind is DataKind.EXACT:
-        x = exact_x(draw, case.x_rows, case.in_features)
+        sparse = exact_layer_x if case.site is Site.MOE_LAYER else exact_x
+        x = sparse(draw, case.x_rows, case.in_features)
         out = exact_base_rows(draw, case.out_rows, case.out_features)
     else:
         x = draw.normal(case.x_rows, case.in_features)
         x[:, -1] = draw.signs(case.x_rows)
-        out = draw.normal(case.out_rows, case.out_features) * _BASE_SIZE
+        out = draw.normal(case.out_rows, case.out_features) * BASE_SIZE
     margin = _ALIGNED_MARGIN if seed % 2 else _ODD_MARGIN
     out_layout = Layout.CONTIGUOUS if case.layout is Layout.TRANSPOSED else case.layout
     dtype = torch_dtype(case.dtype)
@@ -93,7 +95,7 @@ def make_base(case: Case, seed: int, kind: DataKind, machine: Machine) -> BaseLa
         weight = exact_weight(draw, case.out_features, case.in_features)
         bias = exact_bias(draw, case.out_features)
     else:
-        size = _BASE_SIZE / math.sqrt(case.in_features)
+        size = BASE_SIZE / math.sqrt(case.in_features)
         weight = draw.normal(case.out_features, case.in_features) * size
-        bias = draw.normal(case.out_features) * _BASE_SIZE
+        bias = draw.normal(case.out_features) * BASE_SIZE
     return BaseLayer(weight.to(dtype), bias.to(dtype))

@@ -31,17 +31,23 @@ class OutRows:
 
 
 def out_rows(batch: Batch) -> OutRows:
-    """One for each row of `batch.out`."""
-    routes = batch.routes
-    if routes is None:
+    """One for each row of `batch.out`, which is a token, or a pair of moe_delta."""
+    if batch.routes is None or _is_summed(batch):
         index = torch.arange(batch.x.shape[0], device=batch.x.device)
         return OutRows(index, batch.token_slots, torch.zeros_like(index), None)
+    return pair_rows(batch)
+
+
+def pair_rows(batch: Batch) -> OutRows:
+    """One for each pair of a site with experts."""
+    routes = batch.routes
+    assert routes is not None
     top_k = routes.topk_ids.shape[1]
     experts = local_experts(routes).flatten()
     slots = batch.token_slots.repeat_interleave(top_k)
     slots = torch.where(experts.cpu() < 0, BASE_ROW, slots)
     index = torch.arange(len(experts), device=batch.x.device)
-    if batch.x.shape[0] != batch.out.shape[0]:
+    if len(batch.x) == len(batch.token_slots):
         index = index // top_k
     weights = None if routes.weights is None else routes.weights.flatten()
     return OutRows(index, slots, experts, weights)
@@ -62,13 +68,26 @@ def part_of(batch: Batch, tokens: slice) -> Batch:
         return Batch(batch.x[tokens], batch.token_slots[tokens], batch.out[tokens])
     weights = None if routes.weights is None else routes.weights[tokens]
     pairs = pairs_of(tokens, routes)
-    per_pair = batch.x.shape[0] == batch.out.shape[0]
+    per_token = len(batch.x) == len(batch.token_slots)
     return Batch(
-        batch.x[pairs if per_pair else tokens],
+        batch.x[tokens if per_token else pairs],
         batch.token_slots[tokens],
-        batch.out[pairs],
+        batch.out[out_rows_of(batch, tokens)],
         Routes(routes.topk_ids[tokens], routes.expert_map, weights),
     )
+
+
+def out_rows_of(batch: Batch, tokens: slice) -> slice:
+    """The rows of the output of some consecutive tokens."""
+    if batch.routes is None or _is_summed(batch):
+        return tokens
+    return pairs_of(tokens, batch.routes)
+
+
+def _is_summed(batch: Batch) -> bool:
+    """True for a row of the output a token; with one choice each it is also a pair."""
+    assert batch.routes is not None
+    return len(batch.out) != batch.routes.topk_ids.numel()
 
 
 def pairs_of(tokens: slice, routes: Routes) -> slice:

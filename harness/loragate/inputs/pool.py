@@ -6,7 +6,7 @@ any width, and no delta of a low rank comes near zero by accident. Every (slot, 
 numbers of its own and a scale of its own, none of them 1 (peft #2489: alpha == r hides a lost
 scale); every expert of it has numbers of its own, unless it shares them.
 
-EXACT: see exactness.py.
+EXACT: see exactness.py, and exact_layer.py for moe_layer.
 """
 
 from __future__ import annotations
@@ -14,16 +14,22 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 from enum import StrEnum
+from typing import TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
 
 from loragate.inputs.draw import DataKind, Draw, number, torch_dtype
+from loragate.inputs.exact_layer import exact_layer_b
 from loragate.inputs.exactness import exact_a, exact_b, exact_scale
 from loragate.inputs.mapping import live_ranks
 from loragate.machine import Machine
-from loragate.matrix.case import MOE_SITES, Case, Sharing
+from loragate.matrix.case import MOE_SITES, Case, RouterWeights, Sharing, Site
 from loragate.subjects.protocol import Capabilities, Pool
+
+# [slots][slices]
+T = TypeVar("T")
+Table: TypeAlias = tuple[tuple[T, ...], ...]
 
 _LOW_RANK = 3
 _GOLDEN_RATIO = (math.sqrt(5) - 1) / 2
@@ -49,22 +55,14 @@ def make_pool(
 
     Without `rank_per_slice` all slices of a slot get one rank and one scale.
     """
-    draw = Draw(machine, seed, f"pool-{kind}")
-    ranks = live_ranks(case, seed, per_slice=capabilities.rank_per_slice)
-    of_a, of_b = _expert_axis(case, Sharing.SHARED_A), _expert_axis(case, Sharing.SHARED_B)
-    if kind is DataKind.EXACT:
-        a = exact_a(draw, case, of_a)
-        b = exact_b(draw, case, of_b, ranks)
-    else:
-        a = _signed_a(draw, case, of_a, ranks)
-        b = _signed_b(draw, case, of_b, ranks)
-    dtype = torch_dtype(case.dtype)
     per_slice = capabilities.rank_per_slice
-    scales = tuple(
-        tuple(_scale(case, seed, kind, slot, part * per_slice) for part in range(len(case.slices)))
-        for slot in range(case.slots)
-    )
-    pool = Pool(a.to(dtype), tuple(part.to(dtype) for part in b), ranks, scales)
+    if case.site is Site.MOE_LAYER:
+        pool = _layer_pool(case, seed, kind, machine, per_slice=per_slice)
+    else:
+        draw = Draw(machine, seed, f"pool-{kind}")
+        ranks = live_ranks(case, seed, per_slice=per_slice)
+        scales = _scales(case, seed, kind, per_slice=per_slice)
+        pool = _draw_pool(case, draw, kind, ranks, scales)
     return _fill_dead(pool, float("nan") if dead is Dead.NAN else 0.0)
 
 
@@ -72,6 +70,7 @@ def trimmed(pool: Pool, max_rank: int) -> Pool:
     """The same adapters cut to their first `max_rank` ranks; the rest is dead and zero."""
     ranks = tuple(tuple(min(rank, max_rank) for rank in row) for row in pool.ranks)
     cut = replace(pool, a=pool.a.clone(), b=tuple(b.clone() for b in pool.b), ranks=ranks)
+    cut = replace(cut, down=None if pool.down is None else trimmed(pool.down, max_rank))
     return _fill_dead(cut, 0.0)
 
 
@@ -89,13 +88,16 @@ def reordered(pool: Pool, order: list[int]) -> Pool:
         tuple(b[order] for b in pool.b),
         tuple(pool.ranks[slot] for slot in order),
         tuple(pool.scales[slot] for slot in order),
+        None if pool.down is None else reordered(pool.down, order),
     )
 
 
 def reordered_experts(pool: Pool, order: list[int]) -> Pool:
     """Expert `i` of the result is what expert `order[i]` was; shared factors stay."""
     a = pool.a if pool.a.shape[1] == 1 else pool.a[:, order]
-    return replace(pool, a=a, b=tuple(b if b.shape[1] == 1 else b[:, order] for b in pool.b))
+    b = tuple(b if b.shape[1] == 1 else b[:, order] for b in pool.b)
+    down = None if pool.down is None else reordered_experts(pool.down, order)
+    return replace(pool, a=a, b=b, down=down)
 
 
 def with_huge_unused(pool: Pool, used: Tensor) -> Pool:
@@ -111,7 +113,64 @@ def with_huge_unused(pool: Pool, used: Tensor) -> Pool:
                 experts = factor if factor.dim() == 3 else factor[None]
                 mine = used[slot] if len(experts) > 1 else used[slot].any(0, keepdim=True)
                 experts[~mine.to(a.device)] = huge
-    return replace(pool, a=a, b=b)
+    return replace(
+        pool, a=a, b=b, down=None if pool.down is None else with_huge_unused(pool.down, used)
+    )
+
+
+def _layer_pool(
+    case: Case, seed: int, kind: DataKind, machine: Machine, *, per_slice: bool
+) -> Pool:
+    """Gate and up, and down beside them: one table of ranks and scales for all three."""
+    of_all = replace(case, slices=(*case.slices, *case.out_slices), router=RouterWeights.NONE)
+    ranks = live_ranks(of_all, seed, per_slice=per_slice)
+    scales = _scales(of_all, seed, kind, per_slice=per_slice)
+    shared = case.sharing is Sharing.SHARED_OUTER
+    up = replace(case, sharing=Sharing.SHARED_A if shared else Sharing.PER_EXPERT)
+    down = replace(
+        case,
+        in_features=case.slices[0],
+        slices=case.out_slices,
+        sharing=Sharing.SHARED_B if shared else Sharing.PER_EXPERT,
+    )
+    count = len(case.slices)
+    halves = [
+        _draw_pool(
+            half,
+            Draw(machine, seed, f"{purpose}-{kind}"),
+            kind,
+            tuple(row[columns] for row in ranks),
+            tuple(row[columns] for row in scales),
+            is_down=half is down,
+        )
+        for half, purpose, columns in (
+            (up, "pool", slice(count)),
+            (down, "pool-down", slice(count, None)),
+        )
+    ]
+    return replace(halves[0], down=halves[1])
+
+
+def _draw_pool(
+    case: Case,
+    draw: Draw,
+    kind: DataKind,
+    ranks: Table[int],
+    scales: Table[float],
+    *,
+    is_down: bool = False,
+) -> Pool:
+    of_a, of_b = _expert_axis(case, Sharing.SHARED_A), _expert_axis(case, Sharing.SHARED_B)
+    if kind is not DataKind.EXACT:
+        a, b = _signed_a(draw, case, of_a, ranks), _signed_b(draw, case, of_b, ranks)
+    else:
+        a = exact_a(draw, case, of_a)
+        if case.site is Site.MOE_LAYER:
+            b = exact_layer_b(draw, case, of_b, ranks, scales, is_down=is_down)
+        else:
+            b = exact_b(draw, case, of_b, ranks)
+    dtype = torch_dtype(case.dtype)
+    return Pool(a.to(dtype), tuple(part.to(dtype) for part in b), ranks, scales)
 
 
 def _expert_axis(case: Case, shared: Sharing) -> tuple[int, ...]:
@@ -125,7 +184,16 @@ def _fill_dead(pool: Pool, value: float) -> Pool:
         for part, rank in enumerate(row):
             pool.a[slot][..., part, rank:, :] = value
             pool.b[part][slot][..., rank:] = value
+    if pool.down is not None:
+        _fill_dead(pool.down, value)
     return pool
+
+
+def _scales(case: Case, seed: int, kind: DataKind, *, per_slice: bool) -> Table[float]:
+    return tuple(
+        tuple(_scale(case, seed, kind, slot, part * per_slice) for part in range(len(case.slices)))
+        for slot in range(case.slots)
+    )
 
 
 def _scale(case: Case, seed: int, kind: DataKind, slot: int, part: int) -> float:
@@ -140,9 +208,7 @@ def _scale(case: Case, seed: int, kind: DataKind, slot: int, part: int) -> float
     return torch.tensor(value, dtype=torch.float32).item()
 
 
-def _signed_a(
-    draw: Draw, case: Case, experts: tuple[int, ...], ranks: tuple[tuple[int, ...], ...]
-) -> Tensor:
+def _signed_a(draw: Draw, case: Case, experts: tuple[int, ...], ranks: Table[int]) -> Tensor:
     shape, width = (case.slots, *experts, len(case.slices), case.rank), case.in_features
     a = draw.normal(*shape, width) / math.sqrt(width)
     a[..., -1] = draw.signs(*shape)
@@ -154,7 +220,7 @@ def _signed_a(
 
 
 def _signed_b(
-    draw: Draw, case: Case, experts: tuple[int, ...], ranks: tuple[tuple[int, ...], ...]
+    draw: Draw, case: Case, experts: tuple[int, ...], ranks: Table[int]
 ) -> tuple[Tensor, ...]:
     parts = []
     for part, width in enumerate(case.slices):

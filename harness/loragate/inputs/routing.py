@@ -10,10 +10,19 @@ import torch
 from torch import Tensor
 
 from loragate.inputs.draw import DataKind, Draw
+from loragate.inputs.exact_layer import exact_layer_weights
 from loragate.inputs.exactness import exact_router_weights
 from loragate.inputs.placement import place, place_integers
 from loragate.machine import Machine
-from loragate.matrix.case import MOE_SITES, Case, ExpertMap, Layout, RouterWeights, Routing
+from loragate.matrix.case import (
+    MOE_SITES,
+    Case,
+    ExpertMap,
+    Layout,
+    RouterWeights,
+    Routing,
+    Site,
+)
 from loragate.subjects.protocol import Routes
 
 # share of the tokens that choose the hot expert, and of the pairs that have no expert at all
@@ -30,21 +39,27 @@ def make_routes(
     local = _local_experts(case, seed, machine)
     draw = Draw(machine, seed, "routes", step)
     ids = _choices(case, draw, local, token_slots)
-    if case.expert_map is ExpertMap.PARALLEL:
+    if case.expert_map is ExpertMap.PARALLEL or case.ep > 1:
         nowhere = draw.uniform(0, 1, *ids.shape) < _NOWHERE
         # in any case those beside the pair that has to be there
         row = _last_slot_row(case, token_slots)
         nowhere[row] |= ids[row] != local[-1]
         ids[nowhere & (ids != local[-1])] = -1
     weights = None
-    if case.router is RouterWeights.OUTPUT:
+    if case.router is not RouterWeights.NONE:
         draw = Draw(machine, seed, f"router-{kind}", step)
         shape = (case.tokens, case.top_k)
         exact = kind is DataKind.EXACT
-        drawn = exact_router_weights(draw, *shape) if exact else draw.uniform(0.3, 0.9, *shape)
+        drawn = _exact_weights(case, draw) if exact else draw.uniform(0.3, 0.9, *shape)
         weights = place(drawn, Layout.CONTIGUOUS)
     # an id read past the end names the last expert: what it leads to is written and seen
     return Routes(place_integers(ids.int(), int(local[-1])), _expert_map(case, local), weights)
+
+
+def _exact_weights(case: Case, draw: Draw) -> Tensor:
+    if case.site is Site.MOE_LAYER:
+        return exact_layer_weights(draw, case)
+    return exact_router_weights(draw, case.tokens, case.top_k)
 
 
 def _local_experts(case: Case, seed: int, machine: Machine) -> Tensor:

@@ -14,10 +14,12 @@ class Site(StrEnum):
     DENSE_DELTA = "dense_delta"
     LORA_LINEAR = "lora_linear"
     MOE_DELTA = "moe_delta"
+    # a whole layer of experts with adapters on both of its products
+    MOE_LAYER = "moe_layer"
 
 
 # sites whose tokens are routed to experts, and sites that write into the output that they are given
-MOE_SITES = frozenset({Site.MOE_DELTA})
+MOE_SITES = frozenset({Site.MOE_DELTA, Site.MOE_LAYER})
 IN_PLACE_SITES = frozenset({Site.DENSE_DELTA, Site.MOE_DELTA})
 
 
@@ -115,15 +117,28 @@ class Sharing(StrEnum):
     """Factors that all experts of an adapter have in common."""
 
     PER_EXPERT = "per_expert"
-    # shared outer adapters: A of gate and up, B of down
+    # moe_delta: the outer factor of gate and up, or that of down
     SHARED_A = "shared_a"
     SHARED_B = "shared_b"
+    # moe_layer: A of gate and up, and B of down
+    SHARED_OUTER = "shared_outer"
 
 
 class RouterWeights(StrEnum):
+    # moe_delta
     NONE = "none"
-    # the delta of each pair is multiplied by the weight of its expert
+    # the delta, or the output, of each pair is multiplied by the weight of its expert
     OUTPUT = "output"
+    # moe_layer: gate and up are, before the activation
+    INPUT = "input"
+
+
+class Quantisation(StrEnum):
+    """Base weights of moe_layer, and what they are multiplied with; never what adapters see."""
+
+    NONE = "none"
+    # float8_e4m3fn with a scale for each row
+    FP8 = "fp8"
 
 
 class Write(StrEnum):
@@ -150,6 +165,8 @@ class Case:
     Shapes: x [tokens, in_features], A [slots, slices, rank, in_features],
     B [slots, sum(slices), rank], out [tokens, sum(slices)]. With experts: x as `source` says,
     A [slots, experts, ...], B [slots, experts, ...], out [tokens * top_k, sum(slices)].
+    moe_layer: `in_features` is the hidden size, `slices` are gate and up, or up alone, each as
+    wide as the intermediate size; out [tokens, in_features].
     `rank` is the rank of the slot buffers; an adapter's live rank may be smaller.
     """
 
@@ -166,6 +183,7 @@ class Case:
     execution: Execution = Execution.EAGER
     # lora_linear only
     parallel: Parallel = Parallel.REPLICATED
+    # ranks that the intermediate size of moe_layer is cut into, or lora_linear as `parallel` says
     tp: int = 1
     # sites with experts only; `experts` are those that are here
     experts: int = 1
@@ -177,14 +195,22 @@ class Case:
     router: RouterWeights = RouterWeights.NONE
     write: Write = Write.ADD
     path: Path = Path.PLAN
+    # moe_layer only; `ep` ranks share the experts, each of them cut over `tp` ranks
+    ep: int = 1
+    quantisation: Quantisation = Quantisation.NONE
     # how the case is run, not what it is: these do not enter the id
     tier: Tier = Tier.SMOKE
     oracles: tuple[OracleName, ...] = (OracleName.REFERENCE,)
     timeout_s: float = 60.0
 
     @property
+    def out_slices(self) -> tuple[int, ...]:
+        """Widths of the parts of an output row that have a delta of their own."""
+        return (self.in_features,) if self.site is Site.MOE_LAYER else self.slices
+
+    @property
     def out_features(self) -> int:
-        return sum(self.slices)
+        return sum(self.out_slices)
 
     @property
     def global_experts(self) -> int:
@@ -196,5 +222,5 @@ class Case:
 
     @property
     def out_rows(self) -> int:
-        """Rows of the output: tokens, or pairs of a site with experts."""
-        return self.tokens * self.top_k
+        """Rows of the output: tokens, or the pairs of moe_delta."""
+        return self.tokens * (1 if self.site is Site.MOE_LAYER else self.top_k)

@@ -15,6 +15,8 @@ _FIXED = 1 << 30
 
 def footprint_bytes(case: Case) -> int:
     """Peak bytes of one attempt at a case with all its oracles, one after the other."""
+    if case.site is Site.MOE_LAYER:
+        return _layer_bytes(case)
     item = _ITEM[case.dtype]
     rows = case.x_rows * case.in_features + case.out_rows * case.out_features
     if case.site is Site.LORA_LINEAR:
@@ -27,4 +29,23 @@ def footprint_bytes(case: Case) -> int:
         _FIXED
         + rows * (_DRAWN + _COPIES * item)
         + adapters * (_ADAPTER_DRAWN + _ADAPTER_COPIES * item)
+    )
+
+
+def _layer_bytes(case: Case) -> int:
+    """Base weights are drawn in fp32 one product after the other, and live in the harness and in
+    the ranks of the subject, in an oracle with other experts in two of each."""
+    item = _ITEM[case.dtype]
+    shared = 1 if case.sharing is Sharing.SHARED_OUTER else case.experts
+    hidden, width, count = case.in_features, case.slices[0], len(case.slices)
+    outer, inner = hidden * (count + 1) * shared, width * (count + 1) * case.experts
+    adapters = case.slots * case.rank * (outer + inner)
+    weights = (count + 1) * case.experts * hidden * width
+    # what a pair leaves behind: act and the output in the dtype
+    rows = 2 * case.tokens * hidden + case.tokens * case.top_k * (hidden + width)
+    return (
+        _FIXED
+        + rows * (_DRAWN + _COPIES * item)
+        + adapters * (_ADAPTER_DRAWN + _ADAPTER_COPIES * item)
+        + weights * (_DRAWN + _COPIES * item)
     )

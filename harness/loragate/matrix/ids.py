@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 
-from loragate.matrix.case import MOE_SITES, Case
+from loragate.matrix.case import Case, Site
 
 
 def case_id(case: Case) -> str:
@@ -23,8 +23,10 @@ def case_id(case: Case) -> str:
     }
     if case.site == "lora_linear":
         axes |= {"parallel": case.parallel.value, "tp": str(case.tp)}
-    if case.site in MOE_SITES:
+    if case.site is Site.MOE_DELTA:
         axes |= _moe_axes(case)
+    if case.site is Site.MOE_LAYER:
+        axes |= _layer_axes(case)
     return ".".join([case.site.value, *(f"{axis}-{axes[axis]}" for axis in sorted(axes))])
 
 
@@ -39,6 +41,19 @@ def _moe_axes(case: Case) -> dict[str, str]:
         "source": case.source.value,
         "topk": str(case.top_k),
         "write": case.write.value,
+    }
+
+
+def _layer_axes(case: Case) -> dict[str, str]:
+    return {
+        "ep": str(case.ep),
+        "experts": str(case.experts),
+        "quant": case.quantisation.value,
+        "router": case.router.value,
+        "routing": case.routing.value,
+        "sharing": case.sharing.value,
+        "topk": str(case.top_k),
+        "tp": str(case.tp),
     }
 
 

@@ -5,9 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import MISSING, fields
 from itertools import product
+from types import MappingProxyType
 from typing import Any
 
-from loragate.matrix.case import MOE_SITES, Case, Parallel, Site
+from loragate.matrix.case import (
+    MOE_SITES,
+    Case,
+    Parallel,
+    Quantisation,
+    RouterWeights,
+    Sharing,
+    Site,
+)
 from loragate.matrix.document import Document
 from loragate.matrix.schema import Axes, AxesModel, allowed_values
 
@@ -15,19 +24,32 @@ from loragate.matrix.schema import Axes, AxesModel, allowed_values
 REQUIRED_AXES = tuple(
     f.name for f in fields(Case) if f.default is MISSING and f.name in AxesModel.model_fields
 )
-_LINEAR_AXES = ("parallel", "tp")
 _MOE_REQUIRED = ("experts", "top_k")
-_MOE_AXES = (
-    *_MOE_REQUIRED,
-    "source",
-    "routing",
-    "expert_map",
-    "sharing",
-    "router",
-    "write",
-    "path",
+_LINEAR, _DELTA, _LAYER = ({site} for site in (Site.LORA_LINEAR, Site.MOE_DELTA, Site.MOE_LAYER))
+# axes that only some sites have
+_SITES_OF = MappingProxyType(
+    {
+        "parallel": _LINEAR,
+        "tp": _LINEAR | _LAYER,
+        **dict.fromkeys((*_MOE_REQUIRED, "routing", "sharing", "router"), MOE_SITES),
+        **dict.fromkeys(("source", "expert_map", "write", "path"), _DELTA),
+        **dict.fromkeys(("ep", "quantisation"), _LAYER),
+    }
 )
-_CUT_AXES = ("in_features", "slices", *_LINEAR_AXES)
+_CUT_AXES = ("in_features", "slices", "parallel", "tp")
+_LAYER_AXES = ("slices", "experts", "ep", "tp", "quantisation")
+_VALUES_OF_LAYER = MappingProxyType(
+    {
+        "sharing": (Sharing.PER_EXPERT, Sharing.SHARED_OUTER),
+        "router": (RouterWeights.OUTPUT, RouterWeights.INPUT),
+    }
+)
+_VALUES_OF_DELTA = MappingProxyType(
+    {
+        "sharing": (Sharing.PER_EXPERT, Sharing.SHARED_A, Sharing.SHARED_B),
+        "router": (RouterWeights.NONE, RouterWeights.OUTPUT),
+    }
+)
 
 
 def check_row(
@@ -43,19 +65,28 @@ def check_row(
         _check_points(row, defaults, exclude, _CUT_AXES, _cut_problems, document)
     if site in MOE_SITES:
         _check_points(row, defaults, exclude, _MOE_REQUIRED, _routing_problems, document)
+    if site is Site.MOE_LAYER:
+        _check_points(row, defaults, exclude, _LAYER_AXES, _layer_problems, document)
 
 
 def missing_axes(entry: Axes, defaults: Axes, site: Site) -> list[str]:
     required = REQUIRED_AXES + (_MOE_REQUIRED if site in MOE_SITES else ())
+    # a layer has router weights in any case
+    required += ("router",) if site is Site.MOE_LAYER else ()
     return [axis for axis in required if axis not in defaults.named | entry.named]
 
 
 def check_site_axes(entry: Axes, site: Site | None, document: Document) -> None:
-    """Only a linear layer is cut over tensor-parallel ranks, only some sites have experts."""
-    for axes, sites in ((_LINEAR_AXES, (Site.LORA_LINEAR,)), (_MOE_AXES, sorted(MOE_SITES))):
-        for axis in axes:
-            if axis in entry.named and site not in (None, *sites):
-                message = f"given for site {site}; allowed: for site {', '.join(sites)} only"
+    """Only some sites are cut over ranks, only some have experts, and those not the same values."""
+    for axis, sites in _SITES_OF.items():
+        if axis in entry.named and site is not None and site not in sites:
+            message = f"given for site {site}; allowed: for site {', '.join(sorted(sites))} only"
+            document.problems.append(document.problem((*entry.loc, axis), message))
+    allowed = {Site.MOE_LAYER: _VALUES_OF_LAYER, Site.MOE_DELTA: _VALUES_OF_DELTA}
+    for axis, values in (allowed.get(site, {}) if site else {}).items():
+        for given in entry.values.get(axis, ()):
+            if given not in values:
+                message = f"given {given} for site {site}; allowed: {', '.join(values)}"
                 document.problems.append(document.problem((*entry.loc, axis), message))
 
 
@@ -101,8 +132,10 @@ def case_defaults(site: Site | None = None) -> dict[str, tuple[Any, ...]]:
     """The axes that a row need not name, each with its one value. Axes of experts only where
     the site may have them: a sample depends on how many axes there are."""
     axes = set(AxesModel.model_fields)
-    if site is not None and site not in MOE_SITES:
-        axes -= {*_MOE_AXES}
+    if site is not None:
+        foreign = {axis for axis, sites in _SITES_OF.items() if site not in sites}
+        # every site has had these, and samples have been drawn
+        axes -= foreign - {"parallel", "tp"}
     return {
         f.name: (f.default,) for f in fields(Case) if f.default is not MISSING and f.name in axes
     }
@@ -140,6 +173,19 @@ def _cut_problems(
         yield "slices", f"given {list(slices)} with tp {tp}; allowed: widths that tp divides"
     if parallel is Parallel.ROW and in_features % tp:
         yield "in_features", f"given {in_features} with tp {tp}; allowed: a width that tp divides"
+
+
+def _layer_problems(
+    slices: tuple[int, ...], experts: int, ep: int, tp: int, quantisation: Quantisation
+) -> Iterator[tuple[str, str]]:
+    if len(slices) > 2 or len(set(slices)) > 1:
+        yield "slices", f"given {list(slices)}; allowed: gate and up of one width, or up alone"
+    if tp > min(slices):
+        yield "tp", f"given {tp} with {list(slices)}; allowed: at most the intermediate size"
+    if ep > experts:
+        yield "ep", f"given {ep} with {experts} experts; allowed: at most as many as experts"
+    if quantisation is not Quantisation.NONE and tp > 1:
+        yield "tp", f"given {tp} with quantisation {quantisation}; allowed: 1"
 
 
 def _routing_problems(experts: int, top_k: int) -> Iterator[tuple[str, str]]:

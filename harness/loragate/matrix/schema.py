@@ -46,6 +46,7 @@ from loragate.matrix.case import (
     Mix,
     Parallel,
     Path,
+    Quantisation,
     Ranks,
     RouterWeights,
     Routing,
@@ -61,6 +62,7 @@ from loragate.verdict import OracleName
 
 MAX_RANK = 512
 MAX_SLOTS = 256
+# ranks of a group, either way
 MAX_TP = 64
 MAX_EXPERTS = 1024
 MAX_TOP_K = 64
@@ -100,7 +102,7 @@ Rank = Annotated[int, Strict(), Field(ge=1, le=MAX_RANK)]
 Slots = Annotated[int, Strict(), Field(ge=1, le=MAX_SLOTS)]
 Experts = Annotated[int, Strict(), Field(ge=1, le=MAX_EXPERTS)]
 TopK = Annotated[int, Strict(), Field(ge=1, le=MAX_TOP_K)]
-TensorParallel = Annotated[int, Strict(), Field(ge=1, le=MAX_TP)]
+GroupSize = Annotated[int, Strict(), Field(ge=1, le=MAX_TP)]
 Widths = Annotated[tuple[Positive, ...], Field(min_length=1)]
 SlicesAxis = Annotated[
     tuple[Widths, ...], Field(min_length=1), AfterValidator(_distinct), BeforeValidator(_as_slices)
@@ -128,7 +130,7 @@ class AxesModel(_Model):
     layout: Axis[Layout] = ()
     execution: Axis[Execution] = ()
     parallel: Axis[Parallel] = ()
-    tp: Axis[TensorParallel] = Field((), description=f"an integer from 1 to {MAX_TP}")
+    tp: Axis[GroupSize] = Field((), description=f"an integer from 1 to {MAX_TP}")
     experts: Axis[Experts] = Field((), description=f"an integer from 1 to {MAX_EXPERTS}")
     top_k: Axis[TopK] = Field((), description=f"an integer from 1 to {MAX_TOP_K}")
     source: Axis[Source] = ()
@@ -138,6 +140,8 @@ class AxesModel(_Model):
     router: Axis[RouterWeights] = ()
     write: Axis[Write] = ()
     path: Axis[Path] = ()
+    ep: Axis[GroupSize] = Field((), description=f"an integer from 1 to {MAX_TP}")
+    quantisation: Axis[Quantisation] = ()
 
 
 class SampleModel(_Model):

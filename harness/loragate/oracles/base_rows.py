@@ -3,7 +3,8 @@
 A site that works in place: base rows of the output keep their bits, a negative zero included,
 which even an added zero would change; so do pairs whose expert is not here. lora_linear: they
 equal the base layer alone, which is the same subject with empty slots and a batch of the same
-shape, so that the base GEMM is the same too.
+shape, so that the base GEMM is the same too. So do they in moe_layer; a subject whose bits depend
+on the place of a row gets the same slots with nobody in them, in place of base rows only.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from torch import Tensor
 from loragate.inputs import DataKind, copy_batch, make_batch, make_pool
 from loragate.inputs.mapping import BASE_ROW, make_token_slots
 from loragate.inputs.pairs import out_rows
-from loragate.matrix.case import IN_PLACE_SITES, ExpertMap
+from loragate.matrix.case import IN_PLACE_SITES, ExpertMap, Site
 from loragate.oracles.evidence import judge_bits, malformed, passed
 from loragate.oracles.protocol import Trial
 from loragate.oracles.session import Session, base_of
@@ -62,5 +63,8 @@ class BaseRows:
 def _base_alone(trial: Trial, base: BaseLayer | None, batch: Batch) -> Tensor:
     if trial.case.site in IN_PLACE_SITES:
         return batch.out
-    nobody = torch.full_like(batch.token_slots, BASE_ROW)
-    return Session(trial, base).step(replace(batch, token_slots=nobody))
+    batch = copy_batch(batch)
+    if trial.case.site is Site.LORA_LINEAR or trial.capabilities.place_invariant:
+        nobody = torch.full_like(batch.token_slots, BASE_ROW)
+        batch = replace(batch, token_slots=nobody)
+    return Session(trial, base).step(batch)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from loragate.inputs import DataKind, Dead, copy_batch, make_batch, make_pool
 from loragate.inputs.mapping import BASE_ROW
-from loragate.inputs.pairs import OutRows, out_rows
+from loragate.inputs.pairs import OutRows, out_rows, pair_rows
 from loragate.inputs.placement import bits_of, owned, whole
 from loragate.inputs.poison import poisoned_allocations
 from loragate.inputs.pool import with_huge_unused
@@ -23,7 +23,7 @@ from loragate.oracles.evidence import judge_bits, malformed, passed
 from loragate.oracles.golden import touched
 from loragate.oracles.protocol import Trial
 from loragate.oracles.session import Session, base_of
-from loragate.subjects.protocol import BaseLayer, Batch, Pool
+from loragate.subjects.protocol import BaseExperts, BaseLayer, Batch, Pool
 from loragate.verdict import Failure, Judgement, OracleName, Verdict
 
 
@@ -75,6 +75,11 @@ def _poisoned(trial: Trial, batch: Batch) -> tuple[Pool, Batch]:
         batch.x[idle] = float("nan")
         if batch.routes is not None and batch.routes.weights is not None:
             batch.routes.weights.view(-1)[~live] = float("nan")
+    elif batch.routes is not None:
+        # base rows need theirs as well
+        rows = pair_rows(batch)
+        assert batch.routes.weights is not None
+        batch.routes.weights.view(-1)[rows.experts < 0] = float("nan")
     return with_huge_unused(pool, _used(trial.case, rows)), batch
 
 
@@ -104,6 +109,10 @@ class _Watched:
             self.tensors["the base weight"] = base.weight
             if base.bias is not None:
                 self.tensors["the base bias"] = base.bias
+            if isinstance(base, BaseExperts):
+                self.tensors["the base weight of down"] = base.down
+        if pool.down is not None:
+            self.tensors |= {"A of down": pool.down.a, "B of down": pool.down.b[0]}
         if not self.in_place:
             self.tensors["out"] = whole(batch.out)
         self.before = {name: tensor.clone() for name, tensor in self.tensors.items()}

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from loragate.inputs.pairs import OutRows
-from loragate.matrix.case import Case
+from loragate.matrix.case import Case, Site
 from loragate.oracles.errors import TAIL, RowErrors
 from loragate.subjects.protocol import Pool
 
@@ -54,7 +54,7 @@ class Population:
 def populations(case: Case, pool: Pool, rows: OutRows, errors: RowErrors) -> list[Population]:
     """One for each slot with rows (-1 for rows without a delta) and each slice."""
     slots = rows.slots.long()
-    ranks = torch.tensor([*pool.ranks, (1,) * len(case.slices)])
+    ranks = torch.tensor([*_ranks(pool), (1,) * len(case.out_slices)])
     # group -1 of rows without a slot is the last one
     group = slots.remainder(len(ranks))
     sums = _Sums(case, errors, group.to(errors.gain.device), ranks)
@@ -66,14 +66,16 @@ def populations(case: Case, pool: Pool, rows: OutRows, errors: RowErrors) -> lis
             *(values[slot][part] for values in sums.tables()),
         )
         for slot in sorted(set(slots.tolist()))
-        for part in range(len(case.slices))
+        for part in range(len(case.out_slices))
     ]
 
 
 def expert_finding(case: Case, pool: Pool, rows: OutRows, errors: RowErrors) -> Finding:
-    """The worst population of one slot, one expert and one slice."""
-    device = errors.gain.device
-    ranks = torch.tensor(pool.ranks).repeat_interleave(case.experts, 0)
+    """The worst population of one slot, one expert and one slice, which for a layer are the tokens
+    that chose the expert. `rows` are pairs."""
+    device, of_tokens = errors.gain.device, case.site is Site.MOE_LAYER
+    errors = errors[rows.x_rows] if of_tokens else errors
+    ranks = torch.tensor(_ranks(pool)).repeat_interleave(case.experts, 0)
     # rows without a delta are a last group, with nothing to cancel and all of their base
     ranks = torch.cat([ranks, torch.ones_like(ranks[:1])])
     slots = rows.slots.long().to(device)
@@ -84,14 +86,24 @@ def expert_finding(case: Case, pool: Pool, rows: OutRows, errors: RowErrors) -> 
     ratio[torch.bincount(group, minlength=len(ranks)) == 0] = -1.0
     worst, part = divmod(int(ratio.argmax()), ratio.shape[1])
     own = (group == worst).nonzero().flatten()
+    row = own[errors.subject_sq[own, part].argmax()]
     return Finding(
         ratio[worst, part].item(),
         sums.subject[worst, part].item(),
         sums.threshold[worst, part].item(),
-        int(own[errors.subject_sq[own, part].argmax()]),
+        int(rows.x_rows[row] if of_tokens else row),
         part,
         "the rms of all errors of one expert",
     )
+
+
+def _ranks(pool: Pool) -> tuple[tuple[int, ...], ...]:
+    """[slots][slices of the output]: over how many ranks errors of the bridge are spread."""
+    if pool.down is None:
+        return pool.ranks
+    # errors of each product reach the whole output
+    rows = zip(pool.ranks, pool.down.ranks, strict=True)
+    return tuple((min([r for r in (*up, *down) if r] or [1]),) for up, down in rows)
 
 
 class _Sums:
@@ -100,7 +112,7 @@ class _Sums:
 
     def __init__(self, case: Case, errors: RowErrors, group: Tensor, ranks: Tensor) -> None:
         device = errors.gain.device
-        ranks, widths = ranks.to(device), torch.tensor(case.slices, device=device)
+        ranks, widths = ranks.to(device), torch.tensor(case.out_slices, device=device)
         rows = torch.bincount(group, minlength=len(ranks)).clamp(min=1)[:, None]
 
         def mean(sums: Tensor) -> Tensor:
@@ -147,7 +159,7 @@ def population_finding(population: Population, errors: RowErrors) -> Finding:
 
 def row_findings(case: Case, errors: RowErrors) -> Iterator[Finding]:
     """The worst (row, slice) by rms and by largest element."""
-    widths = torch.tensor(case.slices, device=errors.gain.device)
+    widths = torch.tensor(case.out_slices, device=errors.gain.device)
     subject, eager = (errors.subject_sq / widths).sqrt(), (errors.eager_sq / widths).sqrt()
     bound = (errors.bound_sq / widths).sqrt()
     # the bridge is rounded once for each rank, for all columns alike

@@ -11,7 +11,7 @@ from dataclasses import dataclass, fields
 import torch
 from torch import Tensor
 
-from loragate.matrix.case import Case, Parallel, Site
+from loragate.matrix.case import IN_PLACE_SITES, Case, Parallel, Site
 from loragate.oracles.golden import Golden
 
 _MANTISSA = {torch.float16: 10, torch.bfloat16: 7, torch.float32: 23}
@@ -26,7 +26,8 @@ class RowErrors:
 
     `bound_*`: largest and sum of squares of what rounding may cost an element at worst.
     `floor_sq`: what rounding the golden output once costs. `bridge_*`: what rounding the bridge
-    costs on average, which eager is spared. `gain`: sum of error * delta.
+    costs on average, which eager is spared, or for a layer whatever stands between its products.
+    `gain`: sum of error * delta.
     """
 
     delta_sq: Tensor
@@ -42,13 +43,16 @@ class RowErrors:
     worst_column: Tensor
     gain: Tensor
 
+    def __getitem__(self, rows: Tensor) -> RowErrors:
+        return RowErrors(*(getattr(self, f.name)[rows] for f in fields(RowErrors)))
+
 
 def row_errors(case: Case, right: Golden, eager: Tensor, subject: Tensor) -> RowErrors:
     """Errors of `eager` and `subject` [rows, out_features] against `right`. Elements that are
     not finite in the golden output count as no error: their positions are checked before."""
     out = right.out
     finite = out.isfinite()
-    widths = list(case.slices)
+    widths = list(case.out_slices)
 
     def error(values: Tensor) -> Tensor:
         return torch.where(finite, values.double() - out, 0.0)
@@ -63,7 +67,7 @@ def row_errors(case: Case, right: Golden, eager: Tensor, subject: Tensor) -> Row
     wrong, plain = error(subject), error(eager)
     bound = torch.where(finite, _rounding_bound(case, right, eager.dtype), 0.0)
     drift = _accumulation(case) * sums(_accumulated(case, right, finite).square())
-    bridge = torch.where(finite, right.terms_sq, 0.0) * _bridge_variance(eager.dtype)
+    bridge = torch.where(finite, right.terms_sq, 0.0) * _bridge_variance(case, eager.dtype)
     worst = [part.abs().argmax(1) for part in torch.split(wrong, widths, 1)]
     return RowErrors(
         delta_sq=sums(delta.square()),
@@ -93,14 +97,19 @@ def half_ulp(values: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.where(values == 0, 0.0, step)
 
 
-def _bridge_variance(dtype: torch.dtype) -> float:
+def _bridge_variance(case: Case, dtype: torch.dtype) -> float:
     """Relative variance of what rounding the bridge to the operands' dtype costs a term. Every
-    subject on tensor cores does it (vllm lora_expand casts to the dtype of B), `eager` does not."""
-    return 0.0 if dtype == torch.float32 else (2.0 ** -(_MANTISSA[dtype] + 1)) ** 2 / 3
+    subject on tensor cores does it (vllm lora_expand casts to the dtype of B), `eager` does not.
+    What stands between the products of a layer is rounded in every dtype."""
+    spared = dtype == torch.float32 and case.site is not Site.MOE_LAYER
+    return 0.0 if spared else (2.0 ** -(_MANTISSA[dtype] + 1)) ** 2 / 3
 
 
 def _rounding_bound(case: Case, right: Golden, dtype: torch.dtype) -> Tensor:
-    """At worst: the delta, the base and their sum are rounded, once for each shard."""
+    """At worst: the delta, the base and their sum are rounded, once for each shard. What a layer
+    of experts rounds before its output is in `terms_sq`."""
+    if case.site is Site.MOE_LAYER:
+        return half_ulp(right.out, dtype)
     shards = case.tp if case.parallel is Parallel.ROW else 1
     bound = half_ulp(right.delta, dtype) + half_ulp(right.out, dtype)
     if case.site is Site.LORA_LINEAR:
@@ -110,10 +119,12 @@ def _rounding_bound(case: Case, right: Golden, dtype: torch.dtype) -> Tensor:
 
 def _accumulated(case: Case, right: Golden, finite: Tensor) -> Tensor:
     """What the site itself sums up: dense_delta gets its base ready-made."""
-    values = right.out if case.site is Site.LORA_LINEAR else right.delta
+    values = right.delta if case.site in IN_PLACE_SITES else right.out
     return torch.where(finite, values, 0.0)
 
 
 def _accumulation(case: Case) -> float:
-    """Relative variance of an fp32 sum over in_features and the ranks, in any order."""
-    return _UNIT_ROUNDOFF_FP32**2 * (case.in_features + case.rank)
+    """Relative variance of an fp32 sum over in_features and the ranks, in any order; in a layer
+    of experts also of that over the intermediate size."""
+    second = case.slices[0] + case.rank if case.site is Site.MOE_LAYER else 0
+    return _UNIT_ROUNDOFF_FP32**2 * (case.in_features + case.rank + second)

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from loragate.inputs.pairs import local_experts
 from loragate.inputs.placement import bits_of
-from loragate.matrix.case import Case
+from loragate.matrix.case import Case, Site
 from loragate.oracles.protocol import Trial
 from loragate.subjects.protocol import Batch
 from loragate.verdict import Failure, Judgement, OracleName, Verdict
@@ -15,12 +15,12 @@ from loragate.verdict import Failure, Judgement, OracleName, Verdict
 
 def locate(case: Case, batch: Batch, row: int, column: int) -> dict[str, int | str]:
     """Token, its slot, the slice, and the column within the slice of an element of the output.
-    With experts also which choice of the token it is, and the local expert (-1: not here)."""
+    A pair also has the choice of the token that it is, and the local expert (-1: not here)."""
     part = 0
-    while column >= case.slices[part]:
-        column -= case.slices[part]
+    while column >= case.out_slices[part]:
+        column -= case.out_slices[part]
         part += 1
-    if batch.routes is None:
+    if batch.routes is None or case.site is Site.MOE_LAYER:
         slot = int(batch.token_slots[row])
         return {"token": row, "slot": slot, "slice": part, "column": column}
     token, choice = divmod(row, batch.routes.topk_ids.shape[1])

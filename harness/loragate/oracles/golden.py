@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from loragate.inputs.pairs import OutRows, out_rows, pairs_of, part_of
+from loragate.inputs.pairs import OutRows, out_rows, out_rows_of, part_of
 from loragate.matrix.case import Case, Parallel, Write
 from loragate.oracles.grouped import GroupedRows
 from loragate.subjects.protocol import BaseLayer, Batch, Pool
@@ -143,19 +143,20 @@ def folded(pool: Pool) -> Pool:
         scales = scales.view(-1, *[1] * (values.dim() - 1))
         b.append((values.float() * scales).to(values.dtype))
     ones = tuple((1.0,) * len(row) for row in pool.scales)
-    return Pool(pool.a, tuple(b), pool.ranks, ones)
+    down = None if pool.down is None else folded(pool.down)
+    return Pool(pool.a, tuple(b), pool.ranks, ones, down)
 
 
-def chunks(batch: Batch) -> Iterator[tuple[slice, Batch]]:
+def chunks(batch: Batch, width: int = 1) -> Iterator[tuple[slice, Batch]]:
     """Consecutive tokens, few enough for fp64; each is a batch of its own, and the slice is of
-    the rows of the output. An empty batch is one chunk of nothing."""
-    tokens, width = len(batch.token_slots), max(batch.x.shape[1], batch.out.shape[1])
+    the rows of the output. `width`: of what stands between input and output. An empty batch is
+    one chunk of nothing."""
+    tokens, width = len(batch.token_slots), max(width, batch.x.shape[1], batch.out.shape[1])
     per_token = 1 if batch.routes is None else batch.routes.topk_ids.shape[1]
     step = max(1, _CHUNK // max(1, width * per_token))
     for start in range(0, max(tokens, 1), step):
         part = slice(start, min(start + step, tokens))
-        rows = part if batch.routes is None else pairs_of(part, batch.routes)
-        yield rows, part_of(batch, part)
+        yield out_rows_of(batch, part), part_of(batch, part)
 
 
 def condition_number(pool: Pool, batch: Batch, rows: Tensor, part: int) -> float:

@@ -30,17 +30,22 @@ class GroupedRows:
         self.place = torch.empty_like(order)
         self.place[order] = first_tile * self.height + within
 
-    def times(self, rows: Tensor, weights: Tensor) -> Tensor:
+    def times(self, rows: Tensor, weights: Tensor, *, squares: bool = False) -> Tensor:
         """[rows, N] in the dtype of `rows` [rows, K]: rows[i] @ weights[expert of i].T.
-        weights [experts, N, K]; [1, N, K] where the experts share it."""
+        weights [experts, N, K]; [1, N, K] where the experts share it. `squares`: of each weight."""
+
+        def prepared(part: Tensor) -> Tensor:
+            part = part.to(rows.dtype)
+            return part.square() if squares else part
+
         if len(weights) == 1:
-            return rows @ weights[0].to(rows.dtype).T
+            return rows @ prepared(weights[0]).T
         tiles = rows.new_zeros(len(self.tile_experts) * self.height, rows.shape[1])
         tiles[self.place] = rows
         tiles = tiles.view(len(self.tile_experts), self.height, rows.shape[1])
         step = max(1, _CHUNK // max(weights[0].numel(), 1))
         products = [
-            torch.bmm(part, weights[experts].to(rows.dtype).mT)
+            torch.bmm(part, prepared(weights[experts]).mT)
             for part, experts in zip(
                 torch.split(tiles, step), torch.split(self.tile_experts, step), strict=True
             )

@@ -50,7 +50,7 @@ class GuardedInput:
     def applies(self, trial: Trial) -> str | None:
         if trial.case.execution is not Execution.EAGER:
             return "input is checked on the host, alike in every execution"
-        if trial.case.tp > 1:
+        if trial.case.tp * trial.case.ep > 1:
             return "a subject checks its input before it simulates ranks, alike for any number"
         if not trial.case.tokens:
             return "the batch has no rows"

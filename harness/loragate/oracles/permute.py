@@ -14,14 +14,15 @@ import torch
 from torch import Tensor
 
 from loragate.inputs import DataKind, copy_batch, make_batch, make_pool, reordered_rows
+from loragate.inputs.base_experts import reordered_base
 from loragate.inputs.batch import rows_of
 from loragate.inputs.draw import number
 from loragate.inputs.pool import reordered, reordered_experts
-from loragate.matrix.case import IN_PLACE_SITES, MOE_SITES
+from loragate.matrix.case import MOE_SITES, Quantisation, Site
 from loragate.oracles.evidence import judge_bits, malformed, passed
 from loragate.oracles.protocol import Trial
 from loragate.oracles.session import Session, base_of
-from loragate.subjects.protocol import Batch
+from loragate.subjects.protocol import BaseExperts, Batch
 from loragate.verdict import Failure, Judgement, OracleName
 
 
@@ -29,6 +30,8 @@ class Permute:
     name = OracleName.PERMUTE
 
     def applies(self, trial: Trial) -> str | None:
+        if trial.case.quantisation is not Quantisation.NONE and _kind(trial) is DataKind.EXACT:
+            return "a quantised product rounds, whatever the data"
         if trial.case.slots > 1 or trial.case.tokens > 1 or trial.case.experts > 1:
             return None
         return "one row and one slot cannot change places"
@@ -48,8 +51,13 @@ class Permute:
         pool = reordered(pool, order)
         if trial.case.site in MOE_SITES:
             experts = _order(trial, "experts", trial.case.experts)
+            if trial.case.ep > 1 and kind is DataKind.SIGNED:
+                # with their experts ranks exchange what they add up
+                experts.sort()
             pool = reordered_experts(pool, experts)
             moved = _reassigned(moved, experts)
+            if isinstance(base, BaseExperts):
+                base = reordered_base(base, experts)
         session = Session(trial, base, pool)
         again = session.step(moved)
         # a sum of zero has either sign, as the order of its terms has it
@@ -58,7 +66,7 @@ class Permute:
             trial,
             moved,
             again + zero,
-            result[rows_of(rows, trial.case.top_k).to(result.device)] + zero,
+            result[rows_of(rows, len(result) // max(len(rows), 1)).to(result.device)] + zero,
             oracle=self.name,
             failure=Failure.NOT_EQUIVARIANT,
             claim="the same rows in another order, with adapters and experts in other places",
@@ -67,7 +75,8 @@ class Permute:
 
 
 def _kind(trial: Trial) -> DataKind:
-    promised = trial.capabilities.place_invariant and trial.case.site in IN_PLACE_SITES
+    own_sums = trial.case.site is not Site.LORA_LINEAR
+    promised = trial.capabilities.place_invariant and own_sums
     return DataKind.SIGNED if promised else DataKind.EXACT
 
 

@@ -34,8 +34,8 @@ from __future__ import annotations
 from torch import Tensor
 
 from loragate.inputs import DataKind, copy_batch, make_batch, make_pool
-from loragate.inputs.pairs import out_rows
-from loragate.matrix.case import MOE_SITES
+from loragate.inputs.pairs import out_rows, pair_rows
+from loragate.matrix.case import MOE_SITES, Site
 from loragate.oracles.compare import (
     Finding,
     Population,
@@ -46,7 +46,8 @@ from loragate.oracles.compare import (
 )
 from loragate.oracles.errors import RowErrors, concatenated, row_errors
 from loragate.oracles.evidence import locate, malformed, passed
-from loragate.oracles.golden import chunks, condition_number, eager, folded, golden
+from loragate.oracles.golden import chunks, condition_number, folded
+from loragate.oracles.golden_layer import eager_of, golden_of
 from loragate.oracles.protocol import Trial
 from loragate.oracles.session import Session, base_of
 from loragate.subjects.protocol import BaseLayer, Batch, Pool
@@ -83,12 +84,12 @@ def judge_result(
         return passed(OracleName.REFERENCE)
     pieces: list[RowErrors] = []
     low = folded(pool) if trial.capabilities.folds_scale_into_weights else pool
-    for rows, piece in chunks(batch):
-        right = golden(pool, piece, base, trial.case.write)
+    for rows, piece in chunks(batch, sum(trial.case.slices)):
+        right = golden_of(trial.case, pool, piece, base)
         wrong = _misplaced(trial, batch, rows.start, right.out, result[rows])
         if wrong is not None:
             return wrong
-        plain = eager(trial.case, low, piece, base)
+        plain = eager_of(trial.case, low, piece, base)
         pieces.append(row_errors(trial.case, right, plain, result[rows]))
     return judge_errors(trial, pool, batch, concatenated(pieces))
 
@@ -99,7 +100,7 @@ def judge_errors(trial: Trial, pool: Pool, batch: Batch, errors: RowErrors) -> J
     groups = populations(trial.case, pool, rows, errors)
     findings = [population_finding(group, errors) for group in groups]
     if trial.case.site in MOE_SITES:
-        findings.append(expert_finding(trial.case, pool, rows, errors))
+        findings.append(expert_finding(trial.case, pool, pair_rows(batch), errors))
     worst = max([*findings, *row_findings(trial.case, errors)])
     where = _where(trial, batch, errors, worst)
     slot = int(rows.slots[worst.row])
@@ -107,7 +108,7 @@ def judge_errors(trial: Trial, pool: Pool, batch: Batch, errors: RowErrors) -> J
     metrics = _metrics(groups, group, worst)
     miss = metrics["eager_miss"]
     if worst.ratio > 1:
-        metrics["condition"] = condition_number(pool, batch, group.rows, worst.part)
+        metrics |= _condition(trial, pool, batch, group)
         message = (
             f"{worst.what} is {metrics['err']:.3g} of the delta, "
             f"{worst.ratio:.3g} times what is allowed"
@@ -116,7 +117,7 @@ def judge_errors(trial: Trial, pool: Pool, batch: Batch, errors: RowErrors) -> J
         return Judgement(OracleName.REFERENCE, Verdict.FAIL, failure, message, metrics, where)
     if miss > _ILL_CONDITIONED:
         vague = max(groups, key=lambda g: g.eager_miss)
-        metrics["condition"] = condition_number(pool, batch, vague.rows, vague.part)
+        metrics |= _condition(trial, pool, batch, vague)
         message = (
             f"a plain {trial.case.dtype} computation misses the delta of slot {vague.slot}, "
             f"slice {vague.part} by {miss:.0%}: nothing is proven"
@@ -127,7 +128,7 @@ def judge_errors(trial: Trial, pool: Pool, batch: Batch, errors: RowErrors) -> J
 
 def _where(trial: Trial, batch: Batch, errors: RowErrors, worst: Finding) -> dict[str, int | str]:
     column = int(errors.worst_column[worst.row, worst.part])
-    return locate(trial.case, batch, worst.row, sum(trial.case.slices[: worst.part]) + column)
+    return locate(trial.case, batch, worst.row, sum(trial.case.out_slices[: worst.part]) + column)
 
 
 def _metrics(groups: list[Population], group: Population, worst: Finding) -> dict[str, float]:
@@ -142,6 +143,13 @@ def _metrics(groups: list[Population], group: Population, worst: Finding) -> dic
         "bias": max((g.bias for g in groups), key=abs),
         "eager_miss": max(g.eager_miss for g in groups),
     }
+
+
+def _condition(trial: Trial, pool: Pool, batch: Batch, group: Population) -> dict[str, float]:
+    """A layer is no sum of terms."""
+    if trial.case.site is Site.MOE_LAYER:
+        return {}
+    return {"condition": condition_number(pool, batch, group.rows, group.part)}
 
 
 def _misplaced(

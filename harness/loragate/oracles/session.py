@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from loragate.inputs import copy_batch, make_base
+from loragate.inputs.base_experts import make_base_experts
 from loragate.inputs.draw import DataKind
 from loragate.inputs.placement import whole
 from loragate.matrix.case import Execution, Site
@@ -33,6 +34,8 @@ class _Capture:
 
 def base_of(trial: Trial, kind: DataKind) -> BaseLayer | None:
     """The base layer where the site has one."""
+    if trial.case.site is Site.MOE_LAYER:
+        return make_base_experts(trial.case, trial.seed, kind, trial.machine)
     if trial.case.site is not Site.LORA_LINEAR:
         return None
     return make_base(trial.case, trial.seed, kind, trial.machine)

@@ -14,10 +14,26 @@ from torch import Tensor
 
 from loragate.inputs.draw import torch_dtype
 from loragate.machine import Machine
-from loragate.matrix.case import MOE_SITES, Case, Dtype, Execution, Parallel, Path, Site
+from loragate.matrix.case import (
+    Case,
+    Dtype,
+    Execution,
+    Parallel,
+    Path,
+    Quantisation,
+    Site,
+)
 from loragate.subjects.lorakernels_mapping import Mapping
 from loragate.subjects.lorakernels_moe import MoEDelta
-from loragate.subjects.protocol import AnyInstance, BaseLayer, Capabilities, Guard, Pool
+from loragate.subjects.lorakernels_moe_layer import MoELayer
+from loragate.subjects.protocol import (
+    AnyInstance,
+    BaseExperts,
+    BaseLayer,
+    Capabilities,
+    Guard,
+    Pool,
+)
 from lorakernels.dense.ops import DenseWorkspace, dense_delta
 from lorakernels.dense.plan import rank_vector
 from lorakernels.dense.weights import MAX_RANK, LoRAFactors, SlotWeights
@@ -50,10 +66,13 @@ class LoraKernelsSubject:
             guards=frozenset(Guard),
             traceable=True,
             paths=frozenset(Path),
+            quantisations=frozenset(Quantisation),
         )
 
     def open(self, case: Case, machine: Machine, base: BaseLayer | None) -> AnyInstance:
-        if case.site in MOE_SITES:
+        if isinstance(base, BaseExperts):
+            return MoELayer(case, machine, base)
+        if case.site is Site.MOE_DELTA:
             return MoEDelta(case, machine)
         if base is None:
             return _DenseDelta(case, machine)

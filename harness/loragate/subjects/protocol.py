@@ -18,6 +18,7 @@ from loragate.matrix.case import (
     Layout,
     Parallel,
     Path,
+    Quantisation,
     RouterWeights,
     Sharing,
     Site,
@@ -37,12 +38,16 @@ class Pool:
     With experts: `a[slot, expert, slice]` is [rank, in_features], `b[slice][slot, expert]` is
     [slice width, rank]. The axis of experts has length 1 where they share the factor. Ranks and
     scales are those of the adapter, the same for all experts.
+
+    moe_layer: these are gate and up, or up alone, and `down` is a pool of one slice, from the
+    intermediate to the hidden size, with ranks and scales of its own.
     """
 
     a: Tensor
     b: tuple[Tensor, ...]
     ranks: tuple[tuple[int, ...], ...]
     scales: tuple[tuple[float, ...], ...]
+    down: Pool | None = None
 
     @property
     def num_slots(self) -> int:
@@ -56,7 +61,8 @@ class Routes:
     `topk_ids` int32 [tokens, top_k]: the experts of each token, all different; negative where
     a pair has no expert. `expert_map` int32 [global experts]: the local id of each expert, -1
     for one that is not here; without it the ids are local already. `weights` fp32 [tokens,
-    top_k]: what the delta of each pair is multiplied by; None: nothing.
+    top_k]: what the delta of each pair is multiplied by; None: nothing. In moe_layer the output
+    of each pair is, or gate and up are (case.router), and ids are those of the whole layer.
     """
 
     topk_ids: Tensor
@@ -70,7 +76,8 @@ class Batch:
 
     `out` [tokens, out_features] holds the base layer's output; an in-place site adds to it.
     With experts there are `routes`, and `out` has a row for each pair: row p is choice
-    p % top_k of token p // top_k. x has a row for each token, or for each pair.
+    p % top_k of token p // top_k. x has a row for each token, or for each pair. In moe_layer
+    both have a row for each token.
     """
 
     x: Tensor
@@ -85,6 +92,19 @@ class BaseLayer:
 
     weight: Tensor
     bias: Tensor | None
+
+
+@dataclass(frozen=True, slots=True)
+class BaseExperts(BaseLayer):
+    """The whole layer without adapters, for moe_layer: weight [experts, sum(slices), in_features],
+    gate above up, down [experts, in_features, intermediate], no bias.
+
+    `scales` of quantised weights, weight and down: fp32 [experts, rows]; a weight is then
+    value * scale.
+    """
+
+    down: Tensor
+    scales: tuple[Tensor, Tensor] | None = None
 
 
 class Guard(StrEnum):
@@ -151,6 +171,7 @@ class Capabilities:
     sources: frozenset[Source] = frozenset(Source)
     routers: frozenset[RouterWeights] = frozenset(RouterWeights)
     writes: frozenset[Write] = frozenset(Write)
+    quantisations: frozenset[Quantisation] = frozenset({Quantisation.NONE})
     # why a case cannot run although each of its values alone could, or None
     refuses: Callable[[Case], str | None] | None = None
 
@@ -180,7 +201,8 @@ class MoEInstance(Resident, Protocol):
 
         moe_delta adds to `out` in place, or stores (case.write), and returns it. Rows of pairs
         without a delta keep their bits: base rows, experts that are not here, and slices that
-        the adapter does not have. Never syncs."""
+        the adapter does not have. moe_layer ignores `out` and returns a new tensor. Never
+        syncs."""
 
 
 AnyInstance: TypeAlias = Instance | MoEInstance
@@ -203,8 +225,8 @@ class Subject(Protocol):
         """What it can do here, or a sentence that says why it can do nothing."""
 
     def open(self, case: Case, machine: Machine, base: BaseLayer | None) -> AnyInstance:
-        """A fresh instance with empty slots, sized for the case; `base` for lora_linear. A
-        MoEInstance for a site with experts."""
+        """A fresh instance with empty slots, sized for the case; `base` for lora_linear, and for
+        moe_layer where it is a BaseExperts. A MoEInstance for a site with experts."""
 
 
 def unsupported(case: Case, have: Capabilities) -> str | None:
@@ -222,6 +244,7 @@ def unsupported(case: Case, have: Capabilities) -> str | None:
         ("source", case.source, frozenset(have.sources | {Source.TOKEN})),
         ("router", case.router, frozenset(have.routers | {RouterWeights.NONE})),
         ("write", case.write, frozenset(have.writes | {Write.ADD})),
+        ("quantisation", case.quantisation, frozenset(have.quantisations)),
     )
     for axis, wanted, supported in wants:
         if wanted not in supported:

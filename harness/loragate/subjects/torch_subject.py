@@ -14,8 +14,24 @@ from torch import Tensor
 from torch.nn import functional
 
 from loragate.machine import Machine
-from loragate.matrix.case import MOE_SITES, Case, Dtype, Execution, Parallel, Site, Write
-from loragate.subjects.protocol import AnyInstance, BaseLayer, Capabilities, Pool, Routes
+from loragate.matrix.case import (
+    Case,
+    Dtype,
+    Execution,
+    Parallel,
+    Quantisation,
+    Site,
+    Write,
+)
+from loragate.subjects.protocol import (
+    AnyInstance,
+    BaseExperts,
+    BaseLayer,
+    Capabilities,
+    Pool,
+    Routes,
+)
+from loragate.subjects.torch_layer import MoELayer
 
 
 class TorchSubject:
@@ -34,10 +50,13 @@ class TorchSubject:
             parallel=frozenset(Parallel),
             skips_dead_ranks=True,
             rank_per_slice=True,
+            quantisations=frozenset(Quantisation),
         )
 
     def open(self, case: Case, machine: Machine, base: BaseLayer | None) -> AnyInstance:
-        if case.site in MOE_SITES:
+        if isinstance(base, BaseExperts):
+            return MoELayer(case, base)
+        if case.site is Site.MOE_DELTA:
             return MoEDelta(case)
         if base is None:
             return DenseDelta(case)

@@ -1,0 +1,91 @@
+"""Data of a whole layer of experts that leaves nothing to round.
+
+silu rounds, but for arguments of at least 128 in magnitude: exp(-128) is lost beside 1 and
+exp(128) is beyond fp32, so that silu gives its argument or zero in every dtype. By construction:
+
+* a row of x has a single 1, A is all -1 and 1: the bridge of gate and up is -1 or 1
+* gate is 256 in one column of each expert, depending on the column of x, and -256 in all others;
+  adapters add -128 or 128, so that silu(gate) is zero or 128 * n with n of 1 to 3
+* up is -2 or 2, adapters add -1 or 1; without a gate it is up that is made like a gate
+* act thus has one number in a row, at most 9 * 128; down is -2/128 or 2/128, adapters add
+  -1/128 or 1/128 of it: an output is an integer of at most 27
+* router weights are 1 and 2 for few choices, else 0 and 1, of which at most 9 are 1: no sum of
+  magnitudes is above 243, whatever the ranks of a group add up
+
+Each B is divided by the scale of its adapter, a power of two: a lost scale changes the result.
+None of that depends on the sizes of the layer or on the rank.
+"""
+
+from __future__ import annotations
+
+from math import prod
+
+import torch
+from torch import Tensor
+
+from loragate.inputs.draw import Draw
+from loragate.matrix.case import Case, RouterWeights
+
+_GATE, _DOWN = 128.0, 1 / 128
+# choices with weights of 1 and 2 that stay below 256, and choices with a weight of 1
+_MOST_TWICE = {RouterWeights.OUTPUT: 4, RouterWeights.INPUT: 2}
+_MOST_ONCE = 9
+
+
+def exact_layer_x(draw: Draw, rows: int, width: int) -> Tensor:
+    """[rows, width]. Every fourth row, the first one included, has its 1 in the last column."""
+    column = draw.integers(0, width, rows, 1)
+    column[::4] = width - 1
+    return torch.zeros(rows, width, device=draw.device).scatter_(1, column, 1.0)
+
+
+def exact_layer_weights(draw: Draw, case: Case) -> Tensor:
+    """fp32 [tokens, top_k]"""
+    shape = (case.tokens, case.top_k)
+    if case.top_k <= _MOST_TWICE[case.router]:
+        return draw.integers(1, 3, *shape).float()
+    place = torch.argsort(draw.uniform(0, 1, *shape), dim=1, stable=True)
+    return (place < min(case.top_k - 1, _MOST_ONCE)).float()
+
+
+def exact_w13(draw: Draw, case: Case) -> Tensor:
+    """[experts, sum(slices), in_features]"""
+    experts, width = case.experts, case.slices[0]
+    positive = draw.integers(0, width, experts, 1, case.in_features)
+    # the last column is the first to be lost
+    positive[draw.uniform(0, 1, *positive.shape) < 0.25] = width - 1
+    gate = torch.full((experts, width, case.in_features), -2 * _GATE, device=draw.device)
+    gate.scatter_(1, positive, 2 * _GATE)
+    if len(case.slices) == 1:
+        return gate
+    return torch.cat([gate, 2 * draw.signs(experts, width, case.in_features)], 1)
+
+
+def exact_w2(draw: Draw, case: Case) -> Tensor:
+    """[experts, in_features, intermediate]"""
+    return 2 * _DOWN * draw.signs(case.experts, case.in_features, case.slices[0])
+
+
+def exact_layer_b(
+    draw: Draw,
+    case: Case,
+    experts: tuple[int, ...],
+    ranks: tuple[tuple[int, ...], ...],
+    scales: tuple[tuple[float, ...], ...],
+    *,
+    is_down: bool,
+) -> tuple[Tensor, ...]:
+    """One number in each column; consecutive columns take consecutive live ranks, beginning
+    with the last."""
+    parts = []
+    for part, width in enumerate(case.slices):
+        b = torch.zeros(case.slots, *experts, width, case.rank, device=draw.device)
+        columns = prod(experts) * width
+        place = torch.arange(columns, device=draw.device)[:, None]
+        unit = _DOWN if is_down else (_GATE, 1.0)[part]
+        for slot, row in enumerate(ranks):
+            rank = max(row[part], 1)
+            values = unit / scales[slot][part] * draw.signs(columns, 1)
+            b[slot].view(columns, case.rank).scatter_(1, rank - 1 - place % rank, values)
+        parts.append(b)
+    return tuple(parts)
