@@ -5,7 +5,7 @@ import re
 import pytest
 
 from loragate.environment import project_root
-from loragate.faults.corpus import CONTROLS, FAULTS, SLICE, SLICE_CONTROLS
+from loragate.faults.corpus import ALONE, CONTROLS, FAULTS, SLICE, SLICE_CONTROLS
 from loragate.faults.model import Control, Fault, Needs
 from loragate.faults.planting import check_anchor, package_folder
 from loragate.faults.tables import render_markdown
@@ -38,20 +38,29 @@ def test_every_fault_tells_where_it_comes_from() -> None:
 
 
 def test_every_oracle_has_a_fault_that_only_it_notices_on_a_machine_without_a_gpu() -> None:
-    needed_by = {fault.killers[0] for fault in SLICE}
-    assert needed_by == set(OracleName)
-    assert {fault.needs for fault in SLICE} == {Needs.CPU}
+    for of_experts in (False, True):
+        alone = [fault for fault in ALONE if ("moe" in fault.edit.module) is of_experts]
+        assert {fault.killers[0] for fault in alone} == set(OracleName)
+        assert {fault.needs for fault in alone} == {Needs.CPU}
 
 
 def test_a_fault_that_only_one_oracle_notices_is_shown_to_all_of_them() -> None:
-    for fault in SLICE:
+    for fault in ALONE:
         shown = {oracle for case in fault.cases for oracle in case.oracles}
         assert shown == set(OracleName), fault.name
 
 
+def test_a_test_run_asks_the_oracles_that_take_longest_where_they_must_notice() -> None:
+    assert [fault.name for fault in SLICE] == [fault.name for fault in ALONE]
+    for fault in SLICE:
+        shown = {oracle for case in fault.cases for oracle in case.oracles}
+        slow = {OracleName.GUARD, OracleName.COMPILE}
+        assert shown == set(OracleName) - (slow - {fault.killers[0]}), fault.name
+
+
 def test_the_page_names_what_only_one_oracle_notices_and_what_needs_a_gpu() -> None:
     page = (project_root() / "docs/faults.md").read_text(encoding="utf-8")
-    missing = [f.name for f in SLICE if f"| {f.killers[0]} | `{f.name}` |" not in page]
+    missing = [f.name for f in ALONE if f"| {f.killers[0]} | `{f.name}` |" not in page]
     missing += [f.name for f in FAULTS if f.needs is Needs.GPU and f"| `{f.name}` |" not in page]
     assert missing == []
 
@@ -92,8 +101,8 @@ def test_the_record_shows_everything_noticed_and_by_one_oracle_alone_where_promi
     fates = {name: fault["fate"] for name, fault in record["faults"].items()}
     wanted = {f.name: "not run" if f.needs is Needs.GPU else "killed" for f in FAULTS}
     assert fates == wanted
-    alone = {fault.name: record["faults"][fault.name]["killers"] for fault in SLICE}
-    assert alone == {fault.name: [fault.killers[0].value] for fault in SLICE}
+    alone = {fault.name: record["faults"][fault.name]["killers"] for fault in ALONE}
+    assert alone == {fault.name: [fault.killers[0].value] for fault in ALONE}
     assert {control["fate"] for control in record["controls"].values()} == {"survived"}
 
 

@@ -141,7 +141,13 @@ def test_in_the_stand_in_whoever_notices_will_do() -> None:
 
 
 def test_an_order_comes_back_as_it_was_written(tmp_path: Any) -> None:
-    order = Order(planted="/p", suite=Suite.ORACLES, cases=(CASE,), checks=(Check.PACKING,))
+    order = Order(
+        planted="/p",
+        module="lorakernels.m",
+        suite=Suite.ORACLES,
+        cases=(CASE,),
+        checks=(Check.PACKING,),
+    )
     write_order(order, tmp_path / "order.json")
     assert read_order(tmp_path / "order.json") == order
 

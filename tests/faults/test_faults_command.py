@@ -111,13 +111,53 @@ def test_a_number_of_jobs_below_one_is_refused(capsys: pytest.CaptureFixture[str
     assert "--jobs must be at least 1 (got 0)" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("choice", [["--slice"], ["--only", "scale-of-slot-0"]])
-def test_a_record_takes_the_whole_corpus(
-    choice: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_a_record_takes_no_slice(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["faults", "--slice", "--record", str(tmp_path / "cpu.json")]) == ExitCode.USAGE
+    assert "--record takes whole faults; leave out --slice" in capsys.readouterr().err
+
+
+def only(path: Path, monkeypatch: pytest.MonkeyPatch, fate: Fate) -> ExitCode:
+    """Plant FAULT alone and record it, without a process."""
+
+    def plant(*_: Any) -> Any:
+        return [line(fate=fate)], [], True
+
+    monkeypatch.setattr(cli, "_plant", plant)
+    return main(["faults", "--only", FAULT.name, "--record", str(path), "--commit", "new"])
+
+
+def test_a_record_keeps_what_is_not_planted_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    arguments = ["faults", *choice, "--record", str(tmp_path / "cpu.json")]
-    assert main(arguments) == ExitCode.USAGE
-    assert "--record takes the whole corpus" in capsys.readouterr().err
+    path = tmp_path / "cpu.json"
+    controls = [(c, Outcome(name=c.name, fate=Fate.SURVIVED)) for c in CONTROLS]
+    section = payload([line(fault) for fault in FAULTS], controls, commit="old")
+    path.write_text(json.dumps({"schema": 1, "sections": {cli.SECTION: section}}))
+    assert only(path, monkeypatch, Fate.SURVIVED) == ExitCode.WRONG
+    record = json.loads(path.read_text())["sections"][cli.SECTION]
+    fates = {name: fault["fate"] for name, fault in record["faults"].items()}
+    assert fates.pop(FAULT.name) == "survived"
+    assert set(fates.values()) == {"killed"}
+    assert record["faults"][OTHER.name]["commit"] == "old"
+    assert record["faults"][FAULT.name]["commit"] != "old"
+    assert record["controls"] == section["controls"]
+
+
+def test_a_record_is_not_completed_with_what_no_longer_holds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "cpu.json"
+    controls = [(c, Outcome(name=c.name, fate=Fate.SURVIVED)) for c in CONTROLS]
+    section = payload([line(fault) for fault in FAULTS], controls)
+    section["faults"][OTHER.name]["digest"] = "of another fault"
+    path.write_text(json.dumps({"schema": 1, "sections": {cli.SECTION: section}}))
+    before = path.read_text()
+    assert only(path, monkeypatch, Fate.KILLED) == ExitCode.USAGE
+    error = capsys.readouterr().err
+    assert (
+        f"holds nothing that still holds of 1 faults that --only leaves out: {OTHER.name}" in error
+    )
+    assert path.read_text() == before
 
 
 def test_a_record_is_shown_as_markdown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -8,16 +8,18 @@ import pytest
 # also where a GPU is at hand; the switch must stand before lorakernels is imported
 os.environ["TRITON_INTERPRET"] = "1"
 
-from loragate.faults import upstream_style
+from loragate.faults import upstream_moe, upstream_style, upstream_suite
+from loragate.faults.model import Check
 from loragate.verdict import Verdict
 
-# the two kernel tests take their time; `loragate faults --stand-in` runs them on its controls
-QUICK = [name for name in upstream_style.TESTS if not name.endswith("kernel")]
+# some take their time; `loragate faults --stand-in` runs all of them on its controls
+SLOW = ("shrink kernel", "expand kernel", "sorted kernels of experts", "layer of experts")
+QUICK = [name for name in upstream_suite.tests_of(None, ()) if name not in SLOW]
 
 
 @pytest.mark.parametrize("name", QUICK)
 def test_the_stand_in_passes_on_sound_code(name: str) -> None:
-    sighting = upstream_style.run_test(name)
+    sighting = upstream_suite.run_test(name)
     assert sighting.verdict is Verdict.PASS, sighting.message
 
 
@@ -25,7 +27,20 @@ def test_whatever_is_thrown_counts_as_noticed(monkeypatch: pytest.MonkeyPatch) -
     def fail() -> None:
         raise TypeError("out of order")
 
-    monkeypatch.setattr(upstream_style, "TESTS", MappingProxyType({"broken": fail}))
-    sighting = upstream_style.run_test("broken")
+    monkeypatch.setattr(upstream_suite, "TESTS", MappingProxyType({"broken": fail}))
+    sighting = upstream_suite.run_test("broken")
     assert sighting.verdict is Verdict.FAIL
     assert "TypeError: out of order" in sighting.message
+
+
+def test_a_fault_of_experts_meets_the_tests_of_experts_and_of_files() -> None:
+    linear, experts = set(upstream_style.TESTS), set(upstream_moe.TESTS)
+    met = set(upstream_suite.tests_of("lorakernels.moe.kernels", ()))
+    assert met == experts | {"adapter file", "adapter manager"}
+    assert set(upstream_suite.tests_of("lorakernels.dense.kernels", ())) == linear
+    assert set(upstream_suite.tests_of(None, ())) == linear | experts
+
+
+def test_what_must_compile_is_compiled_for_the_faults_that_are_about_it() -> None:
+    tests = upstream_suite.tests_of("lorakernels.moe.plan", (Check.EXPERT_COMPILES,))
+    assert tests[-1] == "low ranks of experts compile"

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
-from loragate.faults.model import Check, Sighting
+from loragate.faults.model import Sighting
 from loragate.faults.order import Order, Recorder, Suite, read_order
 from loragate.machine import select_interpreter
 from loragate.matrix.case import Case
@@ -41,10 +41,9 @@ def main(order_path: str, transcript_path: str) -> int:
 
 def _sightings(order: Order, recorder: Recorder) -> Iterator[Sighting]:
     if order.suite is Suite.UPSTREAM:
-        from loragate.faults.upstream_style import COMPILED, TESTS, run_test
+        from loragate.faults.upstream_suite import run_test, tests_of
 
-        compiled = COMPILED if Check.COMPILES in order.checks else {}
-        for test in (*TESTS, *compiled):
+        for test in tests_of(order.module, order.checks):
             recorder.begin(test)
             yield run_test(test)
         return

@@ -11,7 +11,7 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from loragate.faults.corpus import CONTROLS, FAULTS, SLICE, SLICE_CONTROLS
 from loragate.faults.model import Control, Fate, Fault, Needs, Outcome
@@ -68,10 +68,10 @@ def run(arguments: argparse.Namespace) -> ExitCode:
         if arguments.jobs < 1:
             raise ValueError(f"--jobs must be at least 1 (got {arguments.jobs})")
         if arguments.record:
-            if arguments.only or arguments.slice:
-                raise ValueError("--record takes the whole corpus; leave out --only and --slice")
-            # an unreadable file must not cost a finished run
-            read_section(arguments.record, SECTION)
+            if arguments.slice:
+                raise ValueError("--record takes whole faults; leave out --slice")
+            # a file that cannot be read or completed must not cost a finished run
+            _kept(arguments, faults, controls)
     except ValueError as error:
         return _complain(str(error), ExitCode.USAGE)
     if arguments.gpu and not _has_gpu():
@@ -152,9 +152,46 @@ def _record(
         # what the planted processes saw, whatever else there is
         os.environ["TRITON_INTERPRET"] = "1"
     origin = provenance(detect_machine(), commit=arguments.commit)
-    section = GPU_SECTION if arguments.gpu else SECTION
-    update_section(arguments.record, section, origin | payload(lines, controls))
+    record = payload(lines, controls, commit=origin["commit"])
+    kept = _kept(arguments, [line.fault for line in lines], [control for control, _ in controls])
+    for kind, entries in kept.items():
+        record[kind] = entries | record[kind]
+    update_section(arguments.record, _section(arguments), origin | record)
     print(f"recorded in {arguments.record}")
+
+
+def _kept(
+    arguments: argparse.Namespace, faults: Sequence[Fault], controls: Sequence[Control]
+) -> dict[str, dict[str, Any]]:
+    """What a record keeps of earlier runs where only some are planted: entries of the others, by
+    "faults" and "controls". ResultsError if one of them has no entry that still holds."""
+    old = read_section(arguments.record, _section(arguments))
+    if not arguments.only:
+        return {}
+    all_faults, all_controls = select(argparse.Namespace(**(vars(arguments) | {"only": []})))
+    everything: dict[str, Sequence[Fault | Control]]
+    everything = {"faults": all_faults, "controls": all_controls}
+    kept: dict[str, dict[str, Any]] = {}
+    new = {fault.name for fault in faults} | {control.name for control in controls}
+    for kind, corpus in everything.items():
+        entries = (old or {}).get(kind, {})
+        kept[kind] = {
+            planted.name: {"commit": (old or {}).get("commit", "")} | entries[planted.name]
+            for planted in corpus
+            if planted.name not in new
+            and entries.get(planted.name, {}).get("digest") == planted.digest
+        }
+        missing = [p.name for p in corpus if p.name not in new and p.name not in kept[kind]]
+        if missing:
+            raise ResultsError(
+                f"{arguments.record}: holds nothing that still holds of {len(missing)} {kind} "
+                f"that --only leaves out: {', '.join(missing[:3])}"
+            )
+    return kept
+
+
+def _section(arguments: argparse.Namespace) -> str:
+    return GPU_SECTION if arguments.gpu else SECTION
 
 
 def _show(path: Path) -> ExitCode:

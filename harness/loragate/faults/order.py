@@ -22,15 +22,17 @@ class Suite(StrEnum):
     """Who looks for the fault."""
 
     ORACLES = "oracles"
-    # a stand-in for the tests that serving engines keep: see upstream_style.py
+    # a stand-in for the tests that serving engines keep: see upstream_suite.py
     UPSTREAM = "upstream"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Order:
-    """`planted`: the folder that the package must be imported from."""
+    """`planted`: the folder that the package must be imported from. `module`: the one that has a
+    fault in it, if any."""
 
     planted: str
+    module: str | None
     suite: Suite
     cases: tuple[Case, ...]
     checks: tuple[Check, ...]

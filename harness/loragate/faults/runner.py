@@ -73,6 +73,7 @@ def _run_planted(planted: Fault | Control, suite: Suite, setup: Setup) -> tuple[
         plant(planted.edit, package_folder(), folder / "planted")
         order = Order(
             planted=str(folder / "planted"),
+            module=planted.edit.module if planted.edit else None,
             suite=suite,
             cases=planted.cases,
             checks=planted.checks,

@@ -93,8 +93,10 @@ def _summary(lines: Sequence[Line], controls: Sequence[tuple[Control, Outcome]])
     return f"{len(lines)} faults: {', '.join(told)}; {green} of {len(controls)} controls green"
 
 
-def payload(lines: Sequence[Line], controls: Sequence[tuple[Control, Outcome]]) -> dict[str, Any]:
-    """What a record keeps; `render_markdown` reads it back."""
+def payload(
+    lines: Sequence[Line], controls: Sequence[tuple[Control, Outcome]], *, commit: str = ""
+) -> dict[str, Any]:
+    """What a record keeps; `render_markdown` reads it back. `commit`: where it was seen."""
     return {
         "faults": {
             line.fault.name: {
@@ -102,6 +104,7 @@ def payload(lines: Sequence[Line], controls: Sequence[tuple[Control, Outcome]]) 
                 "source": line.fault.source,
                 "needs": line.fault.needs.value,
                 "digest": line.fault.digest,
+                "commit": commit,
                 "fate": line.outcome.fate.value,
                 "killers": list(line.outcome.killers),
                 "stand_in": line.stand_in.fate.value if line.stand_in else None,
@@ -110,7 +113,11 @@ def payload(lines: Sequence[Line], controls: Sequence[tuple[Control, Outcome]]) 
             for line in lines
         },
         "controls": {
-            control.name: {"digest": control.digest, "fate": outcome.fate.value}
+            control.name: {
+                "digest": control.digest,
+                "commit": commit,
+                "fate": outcome.fate.value,
+            }
             for control, outcome in controls
         },
     }

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import json
 import tempfile
-import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
@@ -24,10 +23,8 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from loragate.faults.compiling import check_compiles
-from loragate.faults.model import Sighting
+from loragate.faults.upstream_data import assert_close, drawn_adapters, factors, rand
 from loragate.machine import detect_machine
-from loragate.verdict import Failure, Verdict
 from lorakernels.adapters.adapter import Adapter
 from lorakernels.adapters.errors import AdapterError
 from lorakernels.adapters.peft_folder import read_peft_folder
@@ -43,8 +40,6 @@ from lorakernels.layers.linear import LoRALinear
 from lorakernels.layers.partition import Slice
 from lorakernels.metadata import BatchMetadata
 
-_SEED = 0
-_TOLERANCE = {torch.float16: 6e-2, torch.bfloat16: 6e-2, torch.float32: 1e-2}
 _LAYER_TOLERANCE = 5e-3
 # of the kernel tests; layers and files have 1
 _KERNEL_SCALE = 0.5
@@ -72,23 +67,11 @@ _SETTINGS = (
 )
 
 
-def run_test(name: str) -> Sighting:
-    torch.manual_seed(_SEED)
-    try:
-        {**TESTS, **COMPILED}[name]()
-    except Exception as error:
-        last = traceback.extract_tb(error.__traceback__)[-1]
-        message = f"{type(error).__name__}: {str(error).strip()[:400]} ({last.name})"
-        failure = Failure.WRONG_ANSWER
-        return Sighting(judge=name, case="", verdict=Verdict.FAIL, failure=failure, message=message)
-    return Sighting(judge=name, case="", verdict=Verdict.PASS)
-
-
 def _shrink_kernel() -> None:
     for setting in _SETTINGS:
         mapping = _random_mapping(setting)
         weights, metadata = _prepared(setting, mapping, setting.hidden, 64)
-        x = _rand(len(mapping), setting.hidden, dtype=setting.dtype)
+        x = rand(len(mapping), setting.hidden, dtype=setting.dtype)
         bridge = torch.zeros(bridge_shape(len(mapping), weights), device=x.device)
         lora_shrink(x, weights, metadata, bridge)
         found = _by_row(bridge.sum(0), metadata, len(mapping))
@@ -97,18 +80,18 @@ def _shrink_kernel() -> None:
             rows = (mapping == slot).to(x.device)
             a = weights.a[slot].flatten(0, 1)
             wanted[rows] = (x[rows].float() @ a.float().T).to(wanted.dtype)
-        _assert_close(found, wanted)
+        assert_close(found, wanted)
 
 
 def _expand_kernel() -> None:
     for setting in _SETTINGS:
         mapping, width = _random_mapping(setting), setting.hidden
         weights, metadata = _prepared(setting, mapping, 64, width)
-        h = _rand(len(mapping), setting.slices * setting.rank, dtype=torch.float32)
+        h = rand(len(mapping), setting.slices * setting.rank, dtype=torch.float32)
         bridge = torch.zeros(bridge_shape(len(mapping), weights), device=h.device)
         rows = metadata.tile_rows[: bridge.shape[1]]
         bridge[0, (rows >= 0).nonzero().flatten()] = h[rows[rows >= 0].long()]
-        out = _rand(len(mapping), setting.slices * width, dtype=setting.dtype)
+        out = rand(len(mapping), setting.slices * width, dtype=setting.dtype)
         wanted = out.clone()
         for slot, part in product(range(setting.adapters), range(setting.slices)):
             mine = (mapping == slot).to(h.device)
@@ -116,7 +99,7 @@ def _expand_kernel() -> None:
             own = h[mine, part * setting.rank : (part + 1) * setting.rank].to(setting.dtype)
             wanted[mine, columns] += own @ weights.b[slot, columns].T * _KERNEL_SCALE
         lora_expand(bridge, weights, metadata, out)
-        _assert_close(out, wanted)
+        assert_close(out, wanted)
 
 
 _PLAIN = _Setting(torch.float16, 4, 1, adapters=2, rank=16, slices=1)
@@ -126,7 +109,7 @@ def _rows_without_adapter() -> None:
     for rows in ([-1, 0, -1, 0], [-1, -1, 0, 0], [0, -1, -1, -1]):
         mapping = torch.tensor(rows, dtype=torch.int32)
         weights, metadata = _prepared(replace(_PLAIN, adapters=1), mapping, 64, 128)
-        out = _run_delta(weights, metadata, before := _rand(4, 128, dtype=torch.float16))
+        out = _run_delta(weights, metadata, before := rand(4, 128, dtype=torch.float16))
         base = (mapping < 0).to(out.device)
         assert torch.equal(out[base], before[base]), "a row of -1 was changed"
         assert not torch.equal(out[~base], before[~base]), "a row with an adapter got no delta"
@@ -135,7 +118,7 @@ def _rows_without_adapter() -> None:
 def _stale_batch() -> None:
     mapping = torch.tensor([0, 1, 1, 0], dtype=torch.int32)
     weights, metadata = _prepared(_PLAIN, mapping, 64, 128)
-    before = _rand(4, 128, dtype=torch.float16)
+    before = rand(4, 128, dtype=torch.float16)
     _run_delta(weights, metadata, before)
     metadata.prepare(torch.full_like(mapping, -1))
     assert torch.equal(_run_delta(weights, metadata, before), before), "base rows were changed"
@@ -151,18 +134,18 @@ def _linear_layer(adapters: int, widths: tuple[int, ...]) -> None:
     """Loaded, compared; emptied, compared with the base layer."""
     dtype, features, rows, slots = torch.float16, 256, 16, 8
     layer = LoRALinear(
-        _rand(sum(widths), features, dtype=dtype),
+        rand(sum(widths), features, dtype=dtype),
         slices=[Slice(f"slice{index}", width) for index, width in enumerate(widths)],
         num_slots=slots,
         rank=8,
     )
     loaded: dict[int, list[LoRAFactors]] = {}
     for slot in torch.randperm(slots)[:adapters].tolist():
-        loaded[slot] = [_factors(8, features, width, dtype) for width in widths]
+        loaded[slot] = [factors(8, features, width, dtype) for width in widths]
         layer.load_adapter(slot, dict(enumerate(loaded[slot])))
-    requests = torch.randint(0, max(adapters - 1, 1), (rows,))
+    requests = drawn_adapters(adapters, rows)
     mapping = torch.tensor([list(loaded)[index] for index in requests], dtype=torch.int32)
-    x = _rand(rows, features, dtype=dtype)
+    x = rand(rows, features, dtype=dtype)
     metadata = BatchMetadata(max_tokens=rows, max_slots=slots, device=x.device)
     workspace = DenseWorkspace([layer.slots], max_tokens=rows)
     base = torch.nn.functional.linear(x, layer.weight)
@@ -170,11 +153,11 @@ def _linear_layer(adapters: int, widths: tuple[int, ...]) -> None:
     for row, slot in enumerate(mapping.tolist()):
         wanted[row] += torch.cat([x[row] @ part.a.T @ part.b.T for part in loaded[slot]])
     metadata.prepare(mapping)
-    _assert_close(layer(x, metadata, workspace), wanted, _LAYER_TOLERANCE)
+    assert_close(layer(x, metadata, workspace), wanted, _LAYER_TOLERANCE)
     for slot in range(slots):
         layer.unload(slot)
     metadata.prepare(torch.zeros(rows, dtype=torch.int32))
-    _assert_close(layer(x, metadata, workspace), base, _LAYER_TOLERANCE)
+    assert_close(layer(x, metadata, workspace), base, _LAYER_TOLERANCE)
 
 
 def _adapter_file() -> None:
@@ -190,8 +173,8 @@ def _adapter_file() -> None:
         adapter = read_peft_folder(folder)
     (module, factors), *more = adapter.modules.items()
     assert (module, factors.rank, factors.scale, more) == ("layers.0.q_proj", 8, 1.0, [])
-    _assert_close(factors.a, a)
-    _assert_close(factors.b, b)
+    assert_close(factors.a, a)
+    assert_close(factors.b, b)
     slots = AdapterSlots({"layers.0.k_proj": _small_layer("k_proj")})
     try:
         slots.activate(adapter)
@@ -203,7 +186,7 @@ def _adapter_file() -> None:
 def _adapter_manager() -> None:
     """Who is in which slot; what the slots hold is left to the layers' test."""
     slots = AdapterSlots({"q_proj": _small_layer("q_proj")})
-    adapters = [Adapter(f"lora{i}", {"q_proj": _factors(8, 16, 32)}) for i in range(4)]
+    adapters = [Adapter(f"lora{i}", {"q_proj": factors(8, 16, 32)}) for i in range(4)]
     assert [slots.activate(adapters[index]) for index in (0, 1)] == [0, 1]
     try:
         slots.activate(adapters[2])
@@ -213,11 +196,6 @@ def _adapter_manager() -> None:
         assert set(slots.names) == {"lora1", "lora2"}
         return
     raise AssertionError("there were more adapters than slots")
-
-
-def _low_ranks() -> None:
-    wrong = check_compiles()
-    assert wrong is None, wrong
 
 
 TESTS: Mapping[str, Callable[[], None]] = MappingProxyType(
@@ -231,13 +209,11 @@ TESTS: Mapping[str, Callable[[], None]] = MappingProxyType(
         "adapter manager": _adapter_manager,
     }
 )
-# low ranks are tested there on a GPU, where they have to compile
-COMPILED: Mapping[str, Callable[[], None]] = MappingProxyType({"low ranks compile": _low_ranks})
 
 
 def _random_mapping(setting: _Setting) -> Tensor:
     """int32 on the CPU: requests of equal length; the last adapter is never drawn."""
-    chosen = torch.randint(0, max(setting.adapters - 1, 1), (setting.requests,))
+    chosen = drawn_adapters(setting.adapters, setting.requests)
     return chosen.repeat_interleave(setting.tokens_each).to(torch.int32)
 
 
@@ -254,8 +230,8 @@ def _prepared(
         device=device,
     )
     for slot in range(setting.adapters):
-        factors = partial(_factors, setting.rank, in_features, width, setting.dtype, _KERNEL_SCALE)
-        weights.load(slot, [factors() for _ in range(setting.slices)])
+        draw = partial(factors, setting.rank, in_features, width, setting.dtype, _KERNEL_SCALE)
+        weights.load(slot, [draw() for _ in range(setting.slices)])
     metadata = BatchMetadata(max_tokens=len(mapping), max_slots=setting.adapters, device=device)
     metadata.prepare(mapping)
     return weights, metadata
@@ -263,7 +239,7 @@ def _prepared(
 
 def _run_delta(weights: SlotWeights, metadata: BatchMetadata, before: Tensor) -> Tensor:
     out = before.clone()
-    x = _rand(len(out), weights.in_features, dtype=out.dtype)
+    x = rand(len(out), weights.in_features, dtype=out.dtype)
     bridge = torch.zeros(bridge_shape(len(out), weights), device=out.device)
     lora_shrink(x, weights, metadata, bridge)
     lora_expand(bridge, weights, metadata, out)
@@ -278,26 +254,6 @@ def _by_row(bridge: Tensor, metadata: BatchMetadata, rows: int) -> Tensor:
     return result
 
 
-def _rand(*shape: int, dtype: torch.dtype) -> Tensor:
-    return torch.rand(*shape).to(dtype).to(detect_machine().device)
-
-
-def _factors(
-    rank: int,
-    in_features: int,
-    width: int,
-    dtype: torch.dtype = torch.float32,
-    scale: float = 1.0,
-) -> LoRAFactors:
-    a, b = _rand(rank, in_features, dtype=dtype), _rand(width, rank, dtype=dtype)
-    return LoRAFactors(a, b, scale)
-
-
 def _small_layer(name: str) -> LoRALinear:
     weight = torch.rand(32, 16, device=detect_machine().device)
     return LoRALinear(weight, slices=[Slice(name, 32)], num_slots=2, rank=8)
-
-
-def _assert_close(found: Tensor, wanted: Tensor, tolerance: float | None = None) -> None:
-    tolerance = _TOLERANCE[wanted.dtype] if tolerance is None else tolerance
-    torch.testing.assert_close(found, wanted, rtol=tolerance, atol=tolerance)

@@ -112,8 +112,8 @@ FAULTS = (
         "ahead = (buckets >= 0) & (other <= span * SPAN)",
         source="own",
         why="Behind the first span, a pair counts itself among those before it.",
-        killers=(O.REFERENCE, O.EXACT),
-        cases=(_TWO_SPANS,),
+        killers=(Check.PAIRS,),
+        checks=(Check.PAIRS,),
     ),
     _kernel(
         "span-counts-itself-as-earlier",
@@ -126,8 +126,8 @@ FAULTS = (
     ),
     _kernel(
         "counted-table-not-reset",
-        "    _reset(tile_pairs_ptr, 0, size_tile_pairs, SPAN)\n    if WITH_BASE:\n",
-        "    if WITH_BASE:\n",
+        "_reset(tile_pairs_ptr, 0, size_tile_pairs",
+        "_reset(tile_pairs_ptr, size_tile_pairs, size_tile_pairs",
         source="sglang #29468",
         why="Free places of a long batch's tiles keep the pairs of the batch before.",
         killers=(Check.PAIRS,),
@@ -144,8 +144,8 @@ FAULTS = (
     ),
     _kernel(
         "stale-pairs-behind-the-batch",
-        "    _reset(pair_slots_ptr, num_pairs, size_pair_tables, SPAN)\n",
-        "",
+        "_reset(pair_slots_ptr, num_pairs, size_pair_tables",
+        "_reset(pair_slots_ptr, size_pair_tables, size_pair_tables",
         source="vllm #49058",
         why="Behind a smaller batch stand the slots of the larger one before it.",
         killers=(Check.PAIRS,),

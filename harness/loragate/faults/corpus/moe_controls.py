@@ -19,6 +19,11 @@ CONTROLS = (
         name="no-expert-planted",
         why="The package as it is.",
         cases=(MOE_SMALL,),
+    ),
+    Control(
+        name="no-expert-planted-in-a-layer",
+        why="The package as it is, in whole layers, files and tables.",
+        cases=(),
         checks=EXPERT_CHECKS,
     ),
     Control(

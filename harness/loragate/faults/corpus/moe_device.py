@@ -16,12 +16,8 @@ _align = planting("lorakernels.moe.align_kernel", Group.ALIGN)
 FAULTS = (
     _kernels(
         "expand-of-experts-does-not-wait",
-        "            if PDL:\n"
-        "                gdc_wait()\n"
-        "            h = _load_bridge(h_ptrs, live_h, stride_bridge_plane, PLANES) * weight[:, None]\n"
-        "            acc",
-        "            h = _load_bridge(h_ptrs, live_h, stride_bridge_plane, PLANES) * weight[:, None]\n"
-        "            acc",
+        "mask=live_n & live_r, other=0.0)\n            if PDL:\n                gdc_wait()\n",
+        "mask=live_n & live_r, other=0.0)\n",
         source="vllm #31777",
         why="The expand reads the bridge while the shrink still writes it.",
         killers=(Check.PAIR_ORDER,),

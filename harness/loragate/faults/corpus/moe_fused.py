@@ -122,7 +122,7 @@ FAULTS = (
         cases=(small_batch(),),
     ),
     _small(
-        "small-batch-scale-of-slot-0",
+        "small-batch-scale-of-the-first-slot",
         "scale = tl.load(scales_ptr + slot * S + slice_id)",
         "scale = tl.load(scales_ptr + slice_id)",
         source="own",
