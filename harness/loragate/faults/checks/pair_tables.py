@@ -9,6 +9,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from loragate.machine import detect_machine
+from loragate.oracles.kernel_compiles import kernels_compiled
 from lorakernels.metadata import BatchMetadata
 from lorakernels.moe.align import PairMetadata
 from lorakernels.moe.ops import MoEWorkspace
@@ -51,13 +53,32 @@ def check_pairs() -> str | None:
             top_k=scene.top_k,
             num_experts=scene.experts,
             max_slots=scene.slots,
-            device="cpu",
+            device=detect_machine().device,
             with_base=scene.with_base,
         )
         for step, tokens in enumerate(scene.tokens):
             for wrong in _wrong_tables(scene, pairs, step, tokens):
                 return f"{scene.what}, step {step} of {tokens} tokens: {wrong}"
-    return None
+    return _compiled_anew()
+
+
+def _compiled_anew() -> str | None:
+    """A number of pairs that says something to the compiler must not cost a compilation."""
+    device = detect_machine().device
+    if device == "cpu":
+        return None
+    # so many experts that tiles have the same height for all of these
+    pairs = PairMetadata(max_tokens=32, top_k=1, num_experts=128, max_slots=2, device=device)
+    batch = BatchMetadata(max_tokens=32, max_slots=2, device=device)
+    compiled: list[str] = []
+    for tokens in (20, 16, 1, 17):
+        batch.prepare(torch.zeros(tokens, dtype=torch.int32))
+        ids = torch.zeros(tokens, 1, dtype=torch.int32, device=device)
+        with kernels_compiled(compiled):
+            pairs.prepare(ids, batch)
+    if len(compiled) <= 1:
+        return None
+    return f"20, 16, 1 and 17 pairs compiled {', '.join(compiled)}"
 
 
 def _wrong_tables(scene: _Scene, pairs: PairMetadata, step: int, tokens: int) -> Iterator[str]:
@@ -75,7 +96,8 @@ def _wrong_tables(scene: _Scene, pairs: PairMetadata, step: int, tokens: int) ->
         # the last expert of the model is one of those that are here
         table = torch.full((known,), _NOTHING, dtype=torch.int32)
         table[1::2] = torch.arange(scene.experts).int()
-    batch = BatchMetadata(max_tokens=scene.tokens[0], max_slots=scene.slots, device="cpu")
+    device = detect_machine().device
+    batch = BatchMetadata(max_tokens=scene.tokens[0], max_slots=scene.slots, device=device)
     batch.prepare(slots)
     # sizes are asked before anything can be written behind them
     wanted = _tables(scene, pairs, ids, slots, table)
@@ -83,7 +105,8 @@ def _wrong_tables(scene: _Scene, pairs: PairMetadata, step: int, tokens: int) ->
     if short:
         yield f"{short[0]} has no room for {len(wanted[short[0]])} entries"
         return
-    pairs.prepare(ids, batch, expert_map=table)
+    local = None if table is None else table.to(device)
+    pairs.prepare(ids.to(device), batch, expert_map=local)
     for name, values in wanted.items():
         found = getattr(pairs, name).tolist()
         behind = 0 if name.startswith("num") else _NOTHING

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from loragate.faults.corpus.moe_points import MOE_SMALL, two_kernel
+from loragate.faults.corpus.moe_points import two_kernel
 from loragate.faults.corpus.points import planting
 from loragate.faults.model import Check, Group, Needs
 from loragate.matrix.case import Dtype
@@ -80,10 +80,9 @@ FAULTS = (
         '        "num_spans",\n',
         '        "num_ids",\n        "num_experts",\n        "max_slots",\n        "num_spans",\n',
         source="triton #8273",
-        why="The alignment is compiled anew for a number of pairs that is a multiple of 16.",
-        killers=(O.COMPILE,),
-        # 16 pairs, then fewer
-        cases=(two_kernel(tokens=8, oracles=MOE_SMALL.oracles),),
+        why="The alignment is compiled anew for a number of pairs of 1 or a multiple of 16.",
+        killers=(Check.PAIRS,),
+        checks=(Check.PAIRS,),
         needs=Needs.GPU,
     ),
 )
