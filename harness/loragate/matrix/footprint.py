@@ -11,6 +11,8 @@ _DRAWN, _COPIES = 8, 4
 _ADAPTER_DRAWN, _ADAPTER_COPIES = 20, 3
 # fp64 chunks of the reference, compiled kernels, a CUDA context
 _FIXED = 1 << 30
+# elements of a chunk of a layer, and bytes for each of them: gate, up, act, outputs, variances
+_CHUNK, _BETWEEN = 1 << 24, 16 * 8
 
 
 def footprint_bytes(case: Case) -> int:
@@ -41,6 +43,8 @@ def _layer_bytes(case: Case) -> int:
     outer, inner = hidden * (count + 1) * shared, width * (count + 1) * case.experts
     adapters = case.slots * case.rank * (outer + inner)
     weights = (count + 1) * case.experts * hidden * width
+    # what the reference has of each pair at a time, in fp64
+    between = min(case.tokens * case.top_k * max(hidden, count * width), _CHUNK)
     # what a pair leaves behind: act and the output in the dtype
     rows = 2 * case.tokens * hidden + case.tokens * case.top_k * (hidden + width)
     return (
@@ -48,4 +52,5 @@ def _layer_bytes(case: Case) -> int:
         + rows * (_DRAWN + _COPIES * item)
         + adapters * (_ADAPTER_DRAWN + _ADAPTER_COPIES * item)
         + weights * (_DRAWN + _COPIES * item)
+        + between * _BETWEEN
     )
