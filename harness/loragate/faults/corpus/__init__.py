@@ -18,6 +18,7 @@ from loragate.faults.corpus import (
     moe_fused,
     moe_host,
     moe_layer,
+    moe_parts,
     moe_two_kernel,
     operator,
     shrink,
@@ -40,6 +41,7 @@ FAULTS: tuple[Fault, ...] = (
     *moe_fused.FAULTS,
     *moe_host.FAULTS,
     *moe_layer.FAULTS,
+    *moe_parts.FAULTS,
     *moe_adapters.FAULTS,
     *moe_device.FAULTS,
 )

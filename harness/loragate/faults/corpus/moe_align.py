@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from loragate.faults.corpus.moe_points import MOE_SMALL, pairs, two_kernel
+from loragate.faults.corpus.moe_points import MOE_SMALL, pairs, served, two_kernel
 from loragate.faults.corpus.points import planting
 from loragate.faults.model import Check, Group
 from loragate.matrix.case import Dtype, ExpertMap
@@ -202,7 +202,8 @@ FAULTS = (
         "base_rank = tl.where(counted, rank, -1)",
         source="own",
         why="In the base product, pairs of different slots take each other's places.",
-        killers=(Check.PAIRS, Check.EXPERT_LAYER),
+        killers=(O.REFERENCE, O.EXACT, Check.PAIRS, Check.EXPERT_LAYER),
+        cases=(served(),),
         checks=(Check.PAIRS, Check.EXPERT_LAYER),
     ),
     _kernel(
@@ -211,7 +212,12 @@ FAULTS = (
         "counted = (expert >= 0) & (slot >= 0)",
         source="vllm #40131",
         why="Tokens without adapter get nothing from their experts.",
-        killers=(Check.EXPERT_LAYER,),
+        killers=(
+            O.REFERENCE,
+            O.EXACT,
+            Check.EXPERT_LAYER,
+        ),
+        cases=(served(),),
         checks=(Check.EXPERT_LAYER,),
     ),
     _align(
@@ -220,7 +226,12 @@ FAULTS = (
         "        return max(1, -(-self.num_pairs // self.base_height))\n",
         source="vllm #32277",
         why="The grid of the base product counts full tiles only: the last experts get none.",
-        killers=(Check.EXPERT_LAYER,),
+        killers=(
+            O.REFERENCE,
+            O.EXACT,
+            Check.EXPERT_LAYER,
+        ),
+        cases=(served(),),
         checks=(Check.EXPERT_LAYER,),
     ),
 )

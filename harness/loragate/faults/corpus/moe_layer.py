@@ -1,17 +1,18 @@
-"""Faults of a whole layer of experts: the base products with the expand folded in, the parts that
-ranks hold, and what becomes of an adapter on its way into the slots."""
+"""Faults of a whole layer of experts: the base products with the expand folded in, the activation,
+the sum over choices."""
 
 from __future__ import annotations
 
+from loragate.faults.corpus.moe_points import served
 from loragate.faults.corpus.points import planting
 from loragate.faults.model import Check, Group
+from loragate.matrix.case import Quantisation
+from loragate.verdict import OracleName as O
 
 _experts = planting("lorakernels.moe.experts", Group.MOE_LAYER)
 _kernel = planting("lorakernels.moe.experts_kernels", Group.MOE_LAYER)
-_layer = planting("lorakernels.layers.moe", Group.MOE_LAYER)
-_weights = planting("lorakernels.layers.moe_weights", Group.MOE_LAYER)
-_partition = planting("lorakernels.layers.moe_partition", Group.MOE_LAYER)
-_packing = planting("lorakernels.layers.expert_packing", Group.MOE_LAYER)
+
+_QUANTISED = served(quantisation=Quantisation.FP8, oracles=(O.REFERENCE,))
 
 FAULTS = (
     _experts(
@@ -20,7 +21,11 @@ FAULTS = (
         "        lora_input=x if quantised_x is None else quantised_x.values.to(x.dtype),\n",
         source="vllm #42120",
         why="Adapters get activations of 8 bits without their scale.",
-        killers=(Check.EXPERT_QUANTISED,),
+        killers=(
+            O.REFERENCE,
+            Check.EXPERT_QUANTISED,
+        ),
+        cases=(_QUANTISED,),
         checks=(Check.EXPERT_QUANTISED,),
     ),
     _experts(
@@ -31,7 +36,11 @@ FAULTS = (
         "        else quantise_rows(act).values.to(act.dtype),\n",
         source="vllm #42120",
         why="The second product's adapters get 8 bits without their scale.",
-        killers=(Check.EXPERT_QUANTISED,),
+        killers=(
+            O.REFERENCE,
+            Check.EXPERT_QUANTISED,
+        ),
+        cases=(_QUANTISED,),
         checks=(Check.EXPERT_QUANTISED,),
     ),
     _kernel(
@@ -40,7 +49,11 @@ FAULTS = (
         "w_scale_ptrs = w_scales_ptr + expert * WIDTH + columns",
         source="own",
         why="Scales of gated weights are walked as if there was one half.",
-        killers=(Check.EXPERT_QUANTISED,),
+        killers=(
+            O.REFERENCE,
+            Check.EXPERT_QUANTISED,
+        ),
+        cases=(_QUANTISED,),
         checks=(Check.EXPERT_QUANTISED,),
     ),
     _experts(
@@ -49,7 +62,12 @@ FAULTS = (
         "        router_weights=router_weights,\n",
         source="peft #3111",
         why="Router weights that belong on the output are applied to the input as well.",
-        killers=(Check.EXPERT_LAYER,),
+        killers=(
+            O.REFERENCE,
+            O.EXACT,
+            Check.EXPERT_LAYER,
+        ),
+        cases=(served(),),
         checks=(Check.EXPERT_LAYER,),
     ),
     _kernel(
@@ -58,7 +76,12 @@ FAULTS = (
         "b_slot",
         source="unsloth-zoo #941",
         why="Gate and up are both expanded with the B of the gate.",
-        killers=(Check.EXPERT_LAYER,),
+        killers=(
+            O.REFERENCE,
+            O.EXACT,
+            Check.EXPERT_LAYER,
+        ),
+        cases=(served(),),
         checks=(Check.EXPERT_LAYER,),
     ),
     _kernel(
@@ -67,7 +90,12 @@ FAULTS = (
         "_terms(bridge_ptr, ",
         source="sglang #27274",
         why="The up half is expanded from the ranks of the gate.",
-        killers=(Check.EXPERT_LAYER,),
+        killers=(
+            O.REFERENCE,
+            O.EXACT,
+            Check.EXPERT_LAYER,
+        ),
+        cases=(served(),),
         checks=(Check.EXPERT_LAYER,),
     ),
     _kernel(
@@ -76,7 +104,12 @@ FAULTS = (
         "        mine = slots >= 0\n",
         source="own",
         why="Every pair of a tile gets the deltas of all adapters in it.",
-        killers=(Check.EXPERT_LAYER,),
+        killers=(
+            O.REFERENCE,
+            O.EXACT,
+            Check.EXPERT_LAYER,
+        ),
+        cases=(served(),),
         checks=(Check.EXPERT_LAYER,),
     ),
     _kernel(
@@ -85,7 +118,12 @@ FAULTS = (
         "b_expert = b_ptr",
         source="own",
         why="The fold expands with the B of expert 0.",
-        killers=(Check.EXPERT_LAYER,),
+        killers=(
+            O.REFERENCE,
+            O.EXACT,
+            Check.EXPERT_LAYER,
+        ),
+        cases=(served(),),
         checks=(Check.EXPERT_LAYER,),
     ),
     _kernel(
@@ -96,7 +134,12 @@ FAULTS = (
         "            acc *= up\n",
         source="own",
         why="The gate is opened by the up half.",
-        killers=(Check.EXPERT_LAYER,),
+        killers=(
+            O.REFERENCE,
+            O.EXACT,
+            Check.EXPERT_LAYER,
+        ),
+        cases=(served(),),
         checks=(Check.EXPERT_LAYER,),
     ),
     _kernel(
@@ -105,125 +148,12 @@ FAULTS = (
         "        here = pair >= 0\n",
         source="sglang #23178",
         why="The sum over choices reads rows that only another rank would have written.",
-        killers=(Check.EXPERT_RANKS,),
+        killers=(
+            O.REFERENCE,
+            O.EXACT,
+            Check.EXPERT_RANKS,
+        ),
+        cases=(served(ep=2),),
         checks=(Check.EXPERT_RANKS,),
-    ),
-    _layer(
-        "down-projection-dropped",
-        "        self.w2_slots.load(slot, staged[self._num_up :])\n",
-        "        self.w2_slots.reset(slot)\n",
-        source="vllm #50252",
-        why="Factors of the way back are taken and never bound.",
-        killers=(Check.EXPERT_LAYER, Check.EXPERT_SLOTS),
-        checks=(Check.EXPERT_LAYER, Check.EXPERT_SLOTS),
-    ),
-    _layer(
-        "half-an-adapter-unloaded",
-        "        self.w13_slots.reset(slot)\n        self.w2_slots.reset(slot)\n",
-        "        self.w13_slots.reset(slot)\n",
-        source="sglang #8103",
-        why="An adapter that left goes on with its way back.",
-        killers=(Check.EXPERT_SLOTS,),
-        checks=(Check.EXPERT_SLOTS,),
-    ),
-    _layer(
-        "ids-mapped-for-the-other-axis",
-        "local_ids = None if self.place.ep_size == 1 else self.expert_map",
-        "local_ids = None if self.place.tp_size == 1 else self.expert_map",
-        source="vllm #38021",
-        why="Whether ids are mapped depends on the size of the wrong group.",
-        killers=(Check.EXPERT_RANKS,),
-        checks=(Check.EXPERT_RANKS,),
-    ),
-    _partition(
-        "rank-of-the-group-for-both-axes",
-        "return cls(ep_size, rank // tp_size, tp_size, rank % tp_size)",
-        "return cls(ep_size, rank % ep_size, tp_size, rank % tp_size)",
-        source="sglang #24171",
-        why="Some parts are held twice and others by nobody.",
-        killers=(Check.EXPERT_RANKS,),
-        checks=(Check.EXPERT_RANKS,),
-    ),
-    _partition(
-        "uneven-experts-overlap",
-        "start = rank.ep_rank * share + min(rank.ep_rank, rest)",
-        "start = rank.ep_rank * share",
-        source="vllm #40867",
-        why="Where experts cannot be dealt evenly, one is held twice and the last by nobody.",
-        killers=(Check.EXPERT_RANKS,),
-        checks=(Check.EXPERT_RANKS,),
-    ),
-    _weights(
-        "gate-and-up-cut-as-one",
-        "    halves = torch.split(held, packing.intermediate, dim=1)\n",
-        "    if cut.intermediate.live == cut.intermediate.size:\n"
-        "        both = Shard(2 * cut.intermediate.start, 2 * cut.intermediate.stop,\n"
-        "                     2 * cut.intermediate.size)\n"
-        "        return _take(held, both, dim=1).contiguous()\n"
-        "    halves = torch.split(held, packing.intermediate, dim=1)\n",
-        source="tensorrt-llm #8063",
-        why="The first rank gets the gate and the second one the up half.",
-        killers=(Check.EXPERT_RANKS,),
-        checks=(Check.EXPERT_RANKS,),
-    ),
-    _packing(
-        "adapter-cut-without-the-padding",
-        "            b = take(b, cut.intermediate, dim=1)\n",
-        "            shard = cut.intermediate\n"
-        "            step = packing.intermediate // -(-packing.intermediate // shard.size)\n"
-        "            start = shard.start // shard.size * step\n"
-        "            b = take(b, Shard(start, start + shard.live, shard.size), dim=1)\n",
-        source="vllm #42595",
-        why="Base weights are cut from the padded size and the adapter from the real one.",
-        killers=(Check.EXPERT_RANKS,),
-        checks=(Check.EXPERT_RANKS,),
-    ),
-    _packing(
-        "every-rank-takes-first-inputs-of-down",
-        "            a = take(a, cut.intermediate, dim=2)\n",
-        "            size = cut.intermediate.live\n"
-        "            a = take(a, Shard(0, size, cut.intermediate.size), dim=2)\n",
-        source="sglang #24171",
-        why="All ranks shrink the way back with the first rank's columns of A.",
-        killers=(Check.EXPERT_RANKS,),
-        checks=(Check.EXPERT_RANKS,),
-    ),
-    _packing(
-        "every-rank-takes-first-experts",
-        "    return factor.narrow(0, held.start, held.live) if factor",
-        "    return factor.narrow(0, 0, held.live) if factor",
-        source="vllm #38021",
-        why="All ranks load the adapter's factors of the first rank's experts.",
-        killers=(Check.EXPERT_RANKS,),
-        checks=(Check.EXPERT_RANKS,),
-    ),
-    _packing(
-        "gate-and-up-of-a-fused-b-swapped",
-        "for piece in torch.split(b, widths, dim=1)]",
-        "for piece in reversed(torch.split(b, widths, dim=1))]",
-        source="unsloth-zoo #941",
-        why="Of a fused gate and up, each gets the rows of the other.",
-        killers=(Check.EXPERT_SLOTS,),
-        checks=(Check.EXPERT_SLOTS,),
-    ),
-    _packing(
-        "missing-experts-filled-up",
-        "        missing = [e for e in range(self.num_experts) if e not in by_expert]\n",
-        "        for e in range(self.num_experts):\n"
-        "            by_expert.setdefault(e, next(iter(by_expert.values())))\n"
-        "        missing = [e for e in range(self.num_experts) if e not in by_expert]\n",
-        source="vllm #41754",
-        why="Experts that the adapter does not name get the factors of another one.",
-        killers=(Check.EXPERT_SLOTS,),
-        checks=(Check.EXPERT_SLOTS,),
-    ),
-    _packing(
-        "scale-folded-into-cached-experts",
-        'cast(f"b of {name}", b, like), factors.scale\n',
-        'cast(f"b of {name}", b, like).mul_(factors.scale), 1.0\n',
-        source="skyrl #2250",
-        why="The scale is folded into the adapter's own tensor, once more with each load.",
-        killers=(Check.EXPERT_SLOTS,),
-        checks=(Check.EXPERT_SLOTS,),
     ),
 )

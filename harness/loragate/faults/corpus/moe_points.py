@@ -6,7 +6,8 @@ from typing import Any
 
 from loragate.faults.corpus.points import EVERY, NUMERIC
 from loragate.faults.model import Check
-from loragate.matrix.case import Case, Dtype, Path, Site
+from loragate.matrix.case import Case, Dtype, Path, RouterWeights, Site
+from loragate.verdict import OracleName as O
 
 # several tiles of one expert and slot, unequal slices, a rank that no vector of ranks divides
 _DEFAULTS: dict[str, Any] = {
@@ -36,6 +37,13 @@ def one_shot(**axes: Any) -> Case:
 
 def small_batch(**axes: Any) -> Case:
     return pairs(path=Path.SMALL_BATCH, **axes)
+
+
+def served(**axes: Any) -> Case:
+    """A whole layer."""
+    shape = {"tokens": 6, "in_features": 40, "slices": (24, 24), "rank": 8}
+    router = {"router": RouterWeights.OUTPUT, "oracles": (O.REFERENCE, O.EXACT, O.BASE_ROWS)}
+    return Case(**({"site": Site.MOE_LAYER} | _DEFAULTS | shape | router | axes))
 
 
 # for those that every oracle looks at

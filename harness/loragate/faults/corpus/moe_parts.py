@@ -1,0 +1,161 @@
+"""Faults of the parts of a layer of experts that ranks hold, and of what becomes of an adapter on
+its way into the slots."""
+
+from __future__ import annotations
+
+from loragate.faults.corpus.moe_points import served
+from loragate.faults.corpus.points import planting
+from loragate.faults.model import Check, Group
+from loragate.verdict import OracleName as O
+
+_layer = planting("lorakernels.layers.moe", Group.MOE_LAYER)
+_weights = planting("lorakernels.layers.moe_weights", Group.MOE_LAYER)
+_partition = planting("lorakernels.layers.moe_partition", Group.MOE_LAYER)
+_packing = planting("lorakernels.layers.expert_packing", Group.MOE_LAYER)
+
+FAULTS = (
+    _layer(
+        "down-projection-dropped",
+        "        self.w2_slots.load(slot, staged[self._num_up :])\n",
+        "        self.w2_slots.reset(slot)\n",
+        source="vllm #50252",
+        why="Factors of the way back are taken and never bound.",
+        killers=(O.REFERENCE, O.EXACT, Check.EXPERT_LAYER, Check.EXPERT_SLOTS),
+        cases=(served(),),
+        checks=(Check.EXPERT_LAYER, Check.EXPERT_SLOTS),
+    ),
+    _layer(
+        "half-an-adapter-unloaded",
+        "        self.w13_slots.reset(slot)\n        self.w2_slots.reset(slot)\n",
+        "        self.w13_slots.reset(slot)\n",
+        source="sglang #8103",
+        why="An adapter that left goes on with its way back.",
+        killers=(Check.EXPERT_SLOTS,),
+        checks=(Check.EXPERT_SLOTS,),
+    ),
+    _layer(
+        "ids-mapped-for-the-other-axis",
+        "local_ids = None if self.place.ep_size == 1 else self.expert_map",
+        "local_ids = None if self.place.tp_size == 1 else self.expert_map",
+        source="vllm #38021",
+        why="Whether ids are mapped depends on the size of the wrong group.",
+        killers=(
+            O.REFERENCE,
+            O.EXACT,
+            Check.EXPERT_RANKS,
+        ),
+        cases=(served(ep=2),),
+        checks=(Check.EXPERT_RANKS,),
+    ),
+    _partition(
+        "rank-of-the-group-for-both-axes",
+        "return cls(ep_size, rank // tp_size, tp_size, rank % tp_size)",
+        "return cls(ep_size, rank % ep_size, tp_size, rank % tp_size)",
+        source="sglang #24171",
+        why="Some parts are held twice and others by nobody.",
+        killers=(Check.EXPERT_RANKS,),
+        checks=(Check.EXPERT_RANKS,),
+    ),
+    _partition(
+        "uneven-experts-overlap",
+        "start = rank.ep_rank * share + min(rank.ep_rank, rest)",
+        "start = rank.ep_rank * share",
+        source="vllm #40867",
+        why="Where experts cannot be dealt evenly, one is held twice and the last by nobody.",
+        killers=(
+            O.REFERENCE,
+            O.EXACT,
+            Check.EXPERT_RANKS,
+        ),
+        cases=(served(ep=2),),
+        checks=(Check.EXPERT_RANKS,),
+    ),
+    _weights(
+        "gate-and-up-cut-as-one",
+        "    halves = torch.split(held, packing.intermediate, dim=1)\n",
+        "    if cut.intermediate.live == cut.intermediate.size:\n"
+        "        both = Shard(2 * cut.intermediate.start, 2 * cut.intermediate.stop,\n"
+        "                     2 * cut.intermediate.size)\n"
+        "        return _take(held, both, dim=1).contiguous()\n"
+        "    halves = torch.split(held, packing.intermediate, dim=1)\n",
+        source="tensorrt-llm #8063",
+        why="The first rank gets the gate and the second one the up half.",
+        killers=(
+            O.REFERENCE,
+            O.EXACT,
+            Check.EXPERT_RANKS,
+        ),
+        cases=(served(tp=2),),
+        checks=(Check.EXPERT_RANKS,),
+    ),
+    _packing(
+        "adapter-cut-without-the-padding",
+        "            b = take(b, cut.intermediate, dim=1)\n",
+        "            shard = cut.intermediate\n"
+        "            step = packing.intermediate // -(-packing.intermediate // shard.size)\n"
+        "            start = shard.start // shard.size * step\n"
+        "            b = take(b, Shard(start, start + shard.live, shard.size), dim=1)\n",
+        source="vllm #42595",
+        why="Base weights are cut from the padded size and the adapter from the real one.",
+        killers=(Check.EXPERT_RANKS,),
+        checks=(Check.EXPERT_RANKS,),
+    ),
+    _packing(
+        "every-rank-takes-first-inputs-of-down",
+        "            a = take(a, cut.intermediate, dim=2)\n",
+        "            size = cut.intermediate.live\n"
+        "            a = take(a, Shard(0, size, cut.intermediate.size), dim=2)\n",
+        source="sglang #24171",
+        why="All ranks shrink the way back with the first rank's columns of A.",
+        killers=(
+            O.REFERENCE,
+            O.EXACT,
+            Check.EXPERT_RANKS,
+        ),
+        cases=(served(tp=2),),
+        checks=(Check.EXPERT_RANKS,),
+    ),
+    _packing(
+        "every-rank-takes-first-experts",
+        "    return factor.narrow(0, held.start, held.live) if factor",
+        "    return factor.narrow(0, 0, held.live) if factor",
+        source="vllm #38021",
+        why="All ranks load the adapter's factors of the first rank's experts.",
+        killers=(
+            O.REFERENCE,
+            O.EXACT,
+            Check.EXPERT_RANKS,
+        ),
+        cases=(served(ep=2),),
+        checks=(Check.EXPERT_RANKS,),
+    ),
+    _packing(
+        "gate-and-up-of-a-fused-b-swapped",
+        "for piece in torch.split(b, widths, dim=1)]",
+        "for piece in reversed(torch.split(b, widths, dim=1))]",
+        source="unsloth-zoo #941",
+        why="Of a fused gate and up, each gets the rows of the other.",
+        killers=(Check.EXPERT_SLOTS,),
+        checks=(Check.EXPERT_SLOTS,),
+    ),
+    _packing(
+        "missing-experts-filled-up",
+        "        missing = [e for e in range(self.num_experts) if e not in by_expert]\n",
+        "        for e in range(self.num_experts):\n"
+        "            by_expert.setdefault(e, next(iter(by_expert.values())))\n"
+        "        missing = [e for e in range(self.num_experts) if e not in by_expert]\n",
+        source="vllm #41754",
+        why="Experts that the adapter does not name get the factors of another one.",
+        killers=(Check.EXPERT_SLOTS,),
+        checks=(Check.EXPERT_SLOTS,),
+    ),
+    _packing(
+        "scale-folded-into-cached-experts",
+        'cast(f"b of {name}", b, like), factors.scale\n',
+        'cast(f"b of {name}", b, like).mul_(factors.scale), 1.0\n',
+        source="skyrl #2250",
+        why="The scale is folded into the adapter's own tensor, once more with each load.",
+        killers=(Check.EXPERT_SLOTS,),
+        checks=(Check.EXPERT_SLOTS,),
+    ),
+)
