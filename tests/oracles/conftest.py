@@ -11,9 +11,18 @@ import torch
 
 from loragate.machine import Machine
 from loragate.matrix.case import Case, Dtype, Site
+from loragate.oracles import ORACLES
 from loragate.oracles.protocol import Trial
-from loragate.subjects.protocol import Subject
+from loragate.subjects.protocol import (
+    BaseExperts,
+    BaseLayer,
+    Capabilities,
+    MoEInstance,
+    Subject,
+)
+from loragate.subjects.torch_layer import MoELayer
 from loragate.subjects.torch_subject import TorchSubject
+from loragate.verdict import Judgement, OracleName
 
 _CASE = Case(
     site=Site.DENSE_DELTA,
@@ -52,3 +61,42 @@ def make_trial(cpu: Machine) -> Callable[..., Trial]:
         return Trial(replace(_CASE, **fields), subject, have, cpu, seed)
 
     return make
+
+
+class LayerSubject(TorchSubject):
+    """The torch subject with layers of experts of another class."""
+
+    def __init__(self, instance: type[MoELayer], **promises: Any) -> None:
+        self.instance, self.promises = instance, promises
+
+    def capabilities(self, machine: Machine) -> Capabilities:
+        have = super().capabilities(machine)
+        assert not isinstance(have, str)
+        return replace(have, **self.promises)
+
+    def open(self, case: Case, machine: Machine, base: BaseLayer | None) -> MoEInstance:
+        assert isinstance(base, BaseExperts)
+        return self.instance(case, base)
+
+
+@pytest.fixture
+def layer_trial(cpu: Machine) -> Callable[..., Trial]:
+    """A trial of a class of layers, with promises of its own."""
+
+    def make(instance: type[MoELayer], seed: int, case: Case, **promises: Any) -> Trial:
+        subject = LayerSubject(instance, **promises)
+        return Trial(case, subject, subject.capabilities(cpu), cpu, seed)
+
+    return make
+
+
+@pytest.fixture
+def judge_layer(
+    layer_trial: Callable[..., Trial],
+) -> Callable[[type[MoELayer], OracleName, int, Case], Judgement]:
+    def judge(instance: type[MoELayer], oracle: OracleName, seed: int, case: Case) -> Judgement:
+        trial = layer_trial(instance, seed, case)
+        assert ORACLES[oracle].applies(trial) is None
+        return ORACLES[oracle].judge(trial)
+
+    return judge

@@ -1,0 +1,239 @@
+"""What a layer of experts may touch, keep or forget is told by the oracle that watches it, and the
+right layer passes all of them. A wrong subject is the torch subject with one thing changed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from loragate.matrix.case import (
+    Case,
+    Dtype,
+    Layout,
+    Mix,
+    Quantisation,
+    RouterWeights,
+    Routing,
+    Sharing,
+    Site,
+)
+from loragate.oracles import ORACLES
+from loragate.oracles.protocol import Trial
+from loragate.subjects.protocol import Guard, Pool, Routes, unsupported
+from loragate.subjects.torch_layer import MoELayer, Rank
+from loragate.verdict import Failure, Judgement, OracleName, Verdict
+
+Judge = Callable[[type[MoELayer], OracleName, int, Case], Judgement]
+BASE_ROWS, CANARY = OracleName.BASE_ROWS, OracleName.CANARY
+PERMUTE, SEQUENCE = OracleName.PERMUTE, OracleName.SEQUENCE
+NUMERIC = (
+    OracleName.REFERENCE,
+    OracleName.EXACT,
+    BASE_ROWS,
+    CANARY,
+    OracleName.REPEAT,
+    PERMUTE,
+    SEQUENCE,
+)
+CASE = Case(
+    site=Site.MOE_LAYER,
+    tokens=16,
+    in_features=48,
+    slices=(24, 24),
+    rank=8,
+    slots=3,
+    dtype=Dtype.BF16,
+    experts=6,
+    top_k=2,
+    router=RouterWeights.OUTPUT,
+)
+ON_INPUT = replace(CASE, router=RouterWeights.INPUT)
+PLAIN = replace(CASE, slices=(24,))
+CUT = replace(CASE, tp=2)
+PADDED = replace(CASE, slices=(23, 23), tp=3)
+PARALLEL = replace(CASE, ep=2)
+FP8 = replace(CASE, quantisation=Quantisation.FP8)
+SHARED = replace(CASE, sharing=Sharing.SHARED_OUTER)
+
+
+class DeltaForBaseRows(MoELayer):
+    def prepare(self, token_slots: Tensor) -> None:
+        self.token_slots = token_slots.clamp(min=0)
+
+
+class BaseRowsLoseADigit(MoELayer):
+    """Rows beside those with adapters go through 16 bits once more."""
+
+    def second(self, rank: Rank, expert: int, act: Tensor, tokens: Tensor) -> Tensor:
+        y = super().second(rank, expert, act, tokens)
+        return y.half().float() if self.slots else y
+
+
+class ReadsWeightsOfSkippedPairs(MoELayer):
+    def apply(self, x: Tensor, out: Tensor, routes: Routes) -> Tensor:
+        assert routes.weights is not None
+        return super().apply(x, out, routes) + 0 * routes.weights.sum().to(x.dtype)
+
+
+class ReadsAdaptersOfNobody(MoELayer):
+    def apply(self, x: Tensor, out: Tensor, routes: Routes) -> Tensor:
+        result = super().apply(x, out, routes)
+        for _, down in self.slots.values():
+            result = result + 0 * (down.a.float().sum() * down.b.float().sum()).to(x.dtype)
+        return result
+
+
+class ChangesTheBase(MoELayer):
+    def apply(self, x: Tensor, out: Tensor, routes: Routes) -> Tensor:
+        result = super().apply(x, out, routes)
+        self.w2[0, 0, 0] += 1
+        return result
+
+
+class WritesIntoOut(MoELayer):
+    def apply(self, x: Tensor, out: Tensor, routes: Routes) -> Tensor:
+        return out.copy_(super().apply(x, out, routes))
+
+
+class CountsItsRuns(MoELayer):
+    runs = 0
+
+    def apply(self, x: Tensor, out: Tensor, routes: Routes) -> Tensor:
+        result = super().apply(x, out, routes) + self.runs
+        self.runs += 1
+        return result
+
+
+class DependsOnTheExpertsNumber(MoELayer):
+    def second(self, rank: Rank, expert: int, act: Tensor, tokens: Tensor) -> Tensor:
+        return super().second(rank, expert, act, tokens) + expert
+
+
+class DependsOnTheRowsPlace(MoELayer):
+    def apply(self, x: Tensor, out: Tensor, routes: Routes) -> Tensor:
+        place = torch.arange(len(x))[:, None] % 2
+        return super().apply(x, out, routes) + place.to(x.dtype)
+
+
+class KeepsTheFirstRouting(MoELayer):
+    kept: Tensor | None = None
+
+    def apply(self, x: Tensor, out: Tensor, routes: Routes) -> Tensor:
+        if self.kept is None:
+            self.kept = routes.topk_ids.clone()
+        return super().apply(x, out, replace(routes, topk_ids=self.kept[: len(x)]))
+
+
+class LoadsDownOnce(MoELayer):
+    def load(self, slot: int, pool: Pool) -> None:
+        before = self.slots.get(slot)
+        super().load(slot, pool)
+        if before is not None:
+            self.slots[slot] = (self.slots[slot][0], before[1])
+
+
+class AddsToTheStepBefore(MoELayer):
+    last: Tensor | None = None
+
+    def apply(self, x: Tensor, out: Tensor, routes: Routes) -> Tensor:
+        result = super().apply(x, out, routes)
+        if self.last is not None:
+            count = min(len(self.last), len(result))
+            result[:count] += self.last[:count]
+        self.last = result.clone()
+        return result
+
+
+OTHERS = [
+    (BASE_ROWS, Failure.BASE_ROW_CHANGED, DeltaForBaseRows, CASE),
+    (BASE_ROWS, Failure.BASE_ROW_CHANGED, DeltaForBaseRows, FP8),
+    (BASE_ROWS, Failure.BASE_ROW_CHANGED, BaseRowsLoseADigit, replace(CASE, dtype=Dtype.FP32)),
+    (CANARY, Failure.FOREIGN_MEMORY, ReadsWeightsOfSkippedPairs, PARALLEL),
+    (CANARY, Failure.FOREIGN_MEMORY, ReadsAdaptersOfNobody, CASE),
+    (CANARY, Failure.FOREIGN_MEMORY, ChangesTheBase, CASE),
+    (CANARY, Failure.FOREIGN_MEMORY, WritesIntoOut, CASE),
+    (OracleName.REPEAT, Failure.NONDETERMINISTIC, CountsItsRuns, CASE),
+    (PERMUTE, Failure.NOT_EQUIVARIANT, DependsOnTheExpertsNumber, CASE),
+    (PERMUTE, Failure.NOT_EQUIVARIANT, DependsOnTheRowsPlace, CASE),
+    (SEQUENCE, Failure.STALE_STATE, KeepsTheFirstRouting, CASE),
+    (SEQUENCE, Failure.STALE_STATE, LoadsDownOnce, CASE),
+    (SEQUENCE, Failure.STALE_STATE, AddsToTheStepBefore, FP8),
+]
+
+
+@pytest.mark.parametrize(
+    ("oracle", "failure", "instance", "case"),
+    [pytest.param(*row, id=f"{row[0]}-{row[2].__name__}-{i}") for i, row in enumerate(OTHERS)],
+)
+def test_the_oracle_that_watches_it_fails_a_layer_for_every_seed(
+    judge_layer: Judge,
+    oracle: OracleName,
+    failure: Failure,
+    instance: type[MoELayer],
+    case: Case,
+) -> None:
+    for seed in range(5):
+        judgement = judge_layer(instance, oracle, seed, case)
+        assert (judgement.verdict, judgement.failure) == (Verdict.FAIL, failure), (seed, judgement)
+
+
+RIGHT = {
+    "gated": CASE,
+    "plain": PLAIN,
+    "on_input": replace(ON_INPUT, layout=Layout.COLUMN_SLICE, mix=Mix.SHUFFLED),
+    "a_group": replace(PADDED, ep=4, layout=Layout.PADDED_ROWS, mix=Mix.LAST_SLOT),
+    "quantised": replace(FP8, layout=Layout.TRANSPOSED, routing=Routing.SKEWED),
+    "quantised_group": replace(FP8, ep=3, slices=(24,)),
+    "shared_outer": SHARED,
+    "all_experts_of_a_token": replace(CASE, top_k=6),
+    "one_expert": replace(CASE, experts=1, top_k=1),
+    "all_base": replace(CASE, mix=Mix.ALL_BASE),
+    "nobody": replace(CASE, tokens=0),
+}
+
+
+@pytest.mark.parametrize("dtype", Dtype)
+@pytest.mark.parametrize("name", RIGHT)
+def test_no_oracle_fails_the_right_layer(
+    layer_trial: Callable[..., Trial], name: str, dtype: Dtype
+) -> None:
+    for seed in range(5):
+        trial = layer_trial(MoELayer, seed, replace(RIGHT[name], dtype=dtype))
+        for oracle in NUMERIC:
+            if ORACLES[oracle].applies(trial) is None:
+                judgement = ORACLES[oracle].judge(trial)
+                assert judgement.verdict is Verdict.PASS, (seed, judgement)
+
+
+def test_a_quantised_product_has_no_exact_result(layer_trial: Callable[..., Trial]) -> None:
+    for oracle in (OracleName.EXACT, PERMUTE):
+        reason = ORACLES[oracle].applies(layer_trial(MoELayer, 0, FP8))
+        assert reason == "a quantised product rounds, whatever the data"
+    # bits are compared on data that rounds where the subject promises it
+    trial = layer_trial(MoELayer, 0, FP8, place_invariant=True)
+    assert ORACLES[PERMUTE].applies(trial) is None
+
+
+def test_a_subject_is_spared_a_quantised_layer_unless_it_promises_one(
+    layer_trial: Callable[..., Trial],
+) -> None:
+    promises = {"quantisations": frozenset({Quantisation.NONE})}
+    have = layer_trial(MoELayer, 0, FP8, **promises).capabilities
+    assert unsupported(FP8, have) == "quantisation fp8 is not supported"
+    assert unsupported(CASE, have) is None
+
+
+@pytest.mark.parametrize(
+    "guard", [Guard.TOPK_DTYPE, Guard.TOPK_SHAPE, Guard.ROUTER_SHAPE, Guard.ADAPTER_EXPERTS]
+)
+def test_each_refusal_about_a_layer_is_demanded_of_who_promises_it(
+    layer_trial: Callable[..., Trial], guard: Guard
+) -> None:
+    trial = layer_trial(MoELayer, 0, CASE, guards=frozenset({guard}))
+    judgement = ORACLES[OracleName.GUARD].judge(trial)
+    assert judgement.failure is Failure.NOT_REFUSED
+    assert judgement.where == {"guard": guard.value}

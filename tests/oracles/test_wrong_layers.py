@@ -1,0 +1,403 @@
+"""What a layer of experts may get wrong in its mathematics or in the cut of a group is a wrong
+answer. A wrong subject is the torch subject with one thing changed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from loragate.inputs.base_experts import dequantised, quantised
+from loragate.matrix.case import (
+    Case,
+    Dtype,
+    Quantisation,
+    RouterWeights,
+    Sharing,
+    Site,
+)
+from loragate.subjects.protocol import (
+    BaseExperts,
+    Pool,
+    Routes,
+)
+from loragate.subjects.torch_layer import Factors, MoELayer, Rank
+from loragate.verdict import Failure, Judgement, OracleName
+
+Judge = Callable[[type[MoELayer], OracleName, int, Case], Judgement]
+REFERENCE, EXACT = OracleName.REFERENCE, OracleName.EXACT
+CASE = Case(
+    site=Site.MOE_LAYER,
+    tokens=16,
+    in_features=48,
+    slices=(24, 24),
+    rank=8,
+    slots=3,
+    dtype=Dtype.BF16,
+    experts=6,
+    top_k=2,
+    router=RouterWeights.OUTPUT,
+)
+ON_INPUT = replace(CASE, router=RouterWeights.INPUT)
+PLAIN = replace(CASE, slices=(24,))
+CUT = replace(CASE, tp=2)
+PADDED = replace(CASE, slices=(23, 23), tp=3)
+PARALLEL = replace(CASE, ep=2)
+# three digits of bf16 hide some of what three bits do
+FP8 = replace(CASE, quantisation=Quantisation.FP8, dtype=Dtype.FP16)
+SHARED = replace(CASE, sharing=Sharing.SHARED_OUTER)
+
+
+class RouterWeightTwice(MoELayer):
+    def pairs(self, rank: Rank, expert: int, x: Tensor, tokens: Tensor, weights: Tensor) -> Tensor:
+        return super().pairs(rank, expert, x, tokens, weights.square())
+
+
+class RouterWeightLost(MoELayer):
+    def apply(self, x: Tensor, out: Tensor, routes: Routes) -> Tensor:
+        assert routes.weights is not None
+        return super().apply(x, out, replace(routes, weights=torch.ones_like(routes.weights)))
+
+
+class FirstChoicesWeight(MoELayer):
+    def apply(self, x: Tensor, out: Tensor, routes: Routes) -> Tensor:
+        assert routes.weights is not None
+        weights = routes.weights[:, :1].expand_as(routes.weights)
+        return super().apply(x, out, replace(routes, weights=weights))
+
+
+class RouterWeightOnTheOtherSide(MoELayer):
+    def __init__(self, case: Case, base: BaseExperts) -> None:
+        sides = {
+            RouterWeights.INPUT: RouterWeights.OUTPUT,
+            RouterWeights.OUTPUT: RouterWeights.INPUT,
+        }
+        super().__init__(replace(case, router=sides[case.router]), base)
+
+
+class GateAndUpSwapped(MoELayer):
+    def activated(self, inner: Tensor) -> Tensor:
+        gate, up = inner.chunk(2, 1)
+        return super().activated(torch.cat([up, gate], 1))
+
+
+class AdaptersOfGateAndUpSwapped(MoELayer):
+    def load(self, slot: int, pool: Pool) -> None:
+        super().load(slot, pool)
+        (gate, up), down = self.slots[slot]
+        self.slots[slot] = ([up, gate], down)
+
+
+class UpWithGatesA(MoELayer):
+    """sglang #27274"""
+
+    def load(self, slot: int, pool: Pool) -> None:
+        super().load(slot, pool)
+        (gate, up), down = self.slots[slot]
+        rank = up.a.shape[1]
+        self.slots[slot] = ([gate, replace(up, a=pool.a[slot, :, 0, :rank].clone())], down)
+
+
+class ActivationBeforeTheDelta(MoELayer):
+    def first(self, rank: Rank, expert: int, x: Tensor, tokens: Tensor) -> Tensor:
+        slots, self.slots = self.slots, {}
+        self.base = super().first(rank, expert, x, tokens)
+        self.slots = slots
+        return super().first(rank, expert, x, tokens)
+
+    def activated(self, inner: Tensor) -> Tensor:
+        delta = inner - self.base
+        delta_of_up = delta.chunk(len(self.case.slices), 1)[-1]
+        return super().activated(self.base) + delta_of_up
+
+
+class NoActivation(MoELayer):
+    def activated(self, inner: Tensor) -> Tensor:
+        return inner
+
+
+class SigmoidForSilu(MoELayer):
+    def activated(self, inner: Tensor) -> Tensor:
+        gate, up = inner.chunk(2, 1)
+        return functional.sigmoid(gate) * up
+
+
+class NoDeltaOnDown(MoELayer):
+    def load(self, slot: int, pool: Pool) -> None:
+        super().load(slot, pool)
+        up, down = self.slots[slot]
+        self.slots[slot] = (up, replace(down, scale=0.0))
+
+
+class ScaleOfGateForDown(MoELayer):
+    def load(self, slot: int, pool: Pool) -> None:
+        super().load(slot, pool)
+        up, down = self.slots[slot]
+        self.slots[slot] = (up, replace(down, scale=up[0].scale))
+
+
+class FirstExpertsBForAll(MoELayer):
+    def load(self, slot: int, pool: Pool) -> None:
+        super().load(slot, pool)
+        up, down = self.slots[slot]
+        self.slots[slot] = ([replace(part, b=part.b[:1]) for part in up], down)
+
+
+class SharedSideOverwritten(MoELayer):
+    """sglang #28564: what is shared holds what one expert brought."""
+
+    def load(self, slot: int, pool: Pool) -> None:
+        super().load(slot, pool)
+        up, down = self.slots[slot]
+        self.slots[slot] = (up, replace(down, b=down.b.roll(1, 1)))
+
+
+class LastExpertLost(MoELayer):
+    def apply(self, x: Tensor, out: Tensor, routes: Routes) -> Tensor:
+        ids = routes.topk_ids
+        last = self.case.experts - 1
+        return super().apply(x, out, replace(routes, topk_ids=torch.where(ids == last, -1, ids)))
+
+
+class LastChoiceLost(MoELayer):
+    def apply(self, x: Tensor, out: Tensor, routes: Routes) -> Tensor:
+        ids = routes.topk_ids.clone()
+        ids[:, -1] = -1
+        return super().apply(x, out, replace(routes, topk_ids=ids))
+
+
+class SumInTheWrongToken(MoELayer):
+    """Outputs of pairs are added up as if all first choices came before all second ones."""
+
+    def partial(self, rank: Rank, x: Tensor, routes: Routes) -> Tensor:
+        top_k = routes.topk_ids.shape[1]
+        out = torch.zeros(x.shape)
+        for choice in range(top_k):
+            ids = torch.full_like(routes.topk_ids, -1)
+            ids[:, choice] = routes.topk_ids[:, choice]
+            out += super().partial(rank, x, replace(routes, topk_ids=ids)).roll(choice, 0)
+        return out
+
+
+class NegativeIdsCountFromTheEnd(MoELayer):
+    def apply(self, x: Tensor, out: Tensor, routes: Routes) -> Tensor:
+        ids = routes.topk_ids % self.case.experts
+        return super().apply(x, out, replace(routes, topk_ids=ids))
+
+
+class AdapterOfAnotherEpRank(MoELayer):
+    """An adapter's experts are numbered as those of the rank are."""
+
+    def first(self, rank: Rank, expert: int, x: Tensor, tokens: Tensor) -> Tensor:
+        before = self.slots
+        self.slots = {
+            slot: ([self.shifted(part, rank) for part in up], down)
+            for slot, (up, down) in before.items()
+        }
+        inner = super().first(rank, expert, x, tokens)
+        self.slots = before
+        return inner
+
+    def shifted(self, part: Factors, rank: Rank) -> Factors:
+        start = rank.experts.start
+        return replace(part, a=part.a.roll(start, 0), b=part.b.roll(start, 0))
+
+
+class OuterRankForExperts(MoELayer):
+    """sglang #24171: the rank in the whole group is taken for that among the experts."""
+
+    def __init__(self, case: Case, base: BaseExperts) -> None:
+        super().__init__(case, base)
+        share = case.experts // case.ep
+        self.ranks = [
+            replace(rank, experts=range(share * index, min(share * (index + 1), case.experts)))
+            for index, rank in enumerate(self.ranks)
+        ]
+
+
+class NextRanksColumnsOfB(MoELayer):
+    def first(self, rank: Rank, expert: int, x: Tensor, tokens: Tensor) -> Tensor:
+        slots, self.slots = self.slots, {}
+        base = super().first(rank, expert, x, tokens)
+        self.slots = slots
+        width = self.case.slices[0] // self.case.tp
+        columns = slice(width, 2 * width) if rank.columns.start == 0 else slice(0, width)
+        other = replace(rank, columns=columns)
+        with_delta = super().first(other, expert, x, tokens)
+        self.slots = {}
+        without = super().first(other, expert, x, tokens)
+        self.slots = slots
+        return base + with_delta - without
+
+
+class BothHalvesCutAtOnce(MoELayer):
+    """A rank of two gets all of gate or all of up."""
+
+    def first(self, rank: Rank, expert: int, x: Tensor, tokens: Tensor) -> Tensor:
+        whole = super().first(replace(rank, columns=slice(None)), expert, x, tokens)
+        return whole.chunk(self.case.tp, 1)[rank.columns.start > 0]
+
+
+class DownNotCut(MoELayer):
+    """Each rank takes the first columns of A of down."""
+
+    def second(self, rank: Rank, expert: int, act: Tensor, tokens: Tensor) -> Tensor:
+        before = self.slots
+        start = rank.columns.start
+        self.slots = {
+            slot: (up, replace(down, a=down.a.roll(start, -1)))
+            for slot, (up, down) in before.items()
+        }
+        y = super().second(rank, expert, act, tokens)
+        self.slots = before
+        return y
+
+
+class StrideOfTheUnpaddedWidth(MoELayer):
+    """vllm #42595: the padded width is cut, the adapter by its own width."""
+
+    def second(self, rank: Rank, expert: int, act: Tensor, tokens: Tensor) -> Tensor:
+        before = self.slots
+        share = self.case.slices[0] // self.case.tp
+        index = rank.columns.start // share if rank.columns.start else 0
+        shift = rank.columns.start - index * share
+        self.slots = {
+            slot: (up, replace(down, a=down.a.roll(shift, -1)))
+            for slot, (up, down) in before.items()
+        }
+        y = super().second(rank, expert, act, tokens)
+        self.slots = before
+        return y
+
+
+class PaddingIsAdded(MoELayer):
+    """The last rank has a column of padding, which holds what silu makes of garbage."""
+
+    def second(self, rank: Rank, expert: int, act: Tensor, tokens: Tensor) -> Tensor:
+        y = super().second(rank, expert, act, tokens)
+        if rank.columns.stop == self.case.slices[0]:
+            y = y + self.w2[expert][:, :1].float().T
+        return y
+
+
+class BaseOnEveryRank(MoELayer):
+    """What only one rank may add is added by all."""
+
+    def partial(self, rank: Rank, x: Tensor, routes: Routes) -> Tensor:
+        out = super().partial(rank, x, routes)
+        slots, self.slots = self.slots, {}
+        if rank.columns.start:
+            out = out + super().partial(self.ranks[0], x, routes)
+        self.slots = slots
+        return out
+
+
+class DownSeesQuantisedActivations(MoELayer):
+    """vllm #42120"""
+
+    def second(self, rank: Rank, expert: int, act: Tensor, tokens: Tensor) -> Tensor:
+        return super().second(rank, expert, dequantised(*quantised(act)).to(act.dtype), tokens)
+
+
+class AdaptersSeeQuantisedInput(MoELayer):
+    def first(self, rank: Rank, expert: int, x: Tensor, tokens: Tensor) -> Tensor:
+        return super().first(rank, expert, dequantised(*quantised(x)).to(x.dtype), tokens)
+
+
+class AdaptersSeeValuesWithoutScale(AdaptersSeeQuantisedInput):
+    def first(self, rank: Rank, expert: int, x: Tensor, tokens: Tensor) -> Tensor:
+        values, _ = quantised(x)
+        return MoELayer.first(self, rank, expert, values.to(x.dtype), tokens)
+
+
+class NothingQuantised(MoELayer):
+    def as_base_sees_it(self, values: Tensor) -> Tensor:
+        return values.float()
+
+
+WRONG_ANSWERS = [
+    (RouterWeightTwice, CASE),
+    (RouterWeightTwice, ON_INPUT),
+    (RouterWeightLost, CASE),
+    (RouterWeightLost, ON_INPUT),
+    (FirstChoicesWeight, CASE),
+    (RouterWeightOnTheOtherSide, CASE),
+    (RouterWeightOnTheOtherSide, ON_INPUT),
+    (GateAndUpSwapped, CASE),
+    (AdaptersOfGateAndUpSwapped, CASE),
+    (UpWithGatesA, CASE),
+    (ActivationBeforeTheDelta, CASE),
+    (ActivationBeforeTheDelta, PLAIN),
+    (NoActivation, PLAIN),
+    (SigmoidForSilu, CASE),
+    (NoDeltaOnDown, CASE),
+    (ScaleOfGateForDown, CASE),
+    (FirstExpertsBForAll, CASE),
+    (SharedSideOverwritten, SHARED),
+    (LastExpertLost, CASE),
+    (LastChoiceLost, CASE),
+    (SumInTheWrongToken, CASE),
+    (NegativeIdsCountFromTheEnd, PARALLEL),
+    (AdapterOfAnotherEpRank, PARALLEL),
+    (OuterRankForExperts, replace(PARALLEL, tp=2)),
+    (NextRanksColumnsOfB, CUT),
+    (BothHalvesCutAtOnce, CUT),
+    (DownNotCut, CUT),
+    (StrideOfTheUnpaddedWidth, PADDED),
+    (PaddingIsAdded, PADDED),
+    (BaseOnEveryRank, CUT),
+]
+# what rounds by its nature has no exact result
+ROUNDED = [
+    (DownSeesQuantisedActivations, FP8),
+    (AdaptersSeeQuantisedInput, FP8),
+    (AdaptersSeeValuesWithoutScale, FP8),
+    (NothingQuantised, FP8),
+]
+WRONG = [
+    *((oracle, *row) for oracle in (REFERENCE, EXACT) for row in WRONG_ANSWERS),
+    *((REFERENCE, *row) for row in ROUNDED),
+]
+
+
+@pytest.mark.parametrize(
+    ("oracle", "instance", "case"),
+    [pytest.param(*row, id=f"{row[0]}-{row[1].__name__}-{i}") for i, row in enumerate(WRONG)],
+)
+def test_a_layer_that_computes_something_else_is_wrong_for_every_seed(
+    judge_layer: Judge, oracle: OracleName, instance: type[MoELayer], case: Case
+) -> None:
+    for seed in range(5):
+        judgement = judge_layer(instance, oracle, seed, case)
+        assert judgement.failure is Failure.WRONG_ANSWER, (seed, judgement)
+
+
+def test_one_expert_that_loses_a_rank_of_down_is_seen_among_many_others(
+    judge_layer: Judge,
+) -> None:
+    class OneExpertsLastRankLost(MoELayer):
+        def load(self, slot: int, pool: Pool) -> None:
+            super().load(slot, pool)
+            _, down = self.slots[slot]
+            down.b[3, :, -1:] = 0
+
+    case = replace(CASE, tokens=60)
+    for seed in range(6):
+        judgement = judge_layer(OneExpertsLastRankLost, REFERENCE, seed, case)
+        assert judgement.failure is Failure.WRONG_ANSWER, (seed, judgement)
+
+
+def test_a_wrong_answer_names_the_token_and_the_column(judge_layer: Judge) -> None:
+    class OneElement(MoELayer):
+        def apply(self, x: Tensor, out: Tensor, routes: Routes) -> Tensor:
+            result = super().apply(x, out, routes)
+            result[11, 30] += 1
+            return result
+
+    where = judge_layer(OneElement, EXACT, 0, CASE).where
+    assert (where["token"], where["slice"], where["column"]) == (11, 0, 30)
+    assert "expert" not in where
