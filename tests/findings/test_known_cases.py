@@ -31,7 +31,7 @@ ENTRY = Finding(
     statement="It is so.",
     evidence="1 is 2",
     seen_on="0.26.0, H200",
-    case=CasePattern(RUN, OracleName.REFERENCE, Failure.WRONG_ANSWER),
+    case=CasePattern(RUN, OracleName.REFERENCE, (Failure.WRONG_ANSWER,)),
 )
 
 

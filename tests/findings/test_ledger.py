@@ -29,7 +29,7 @@ from loragate.verdict import Failure, Judgement, OracleName, Verdict
 RUN = "vllm.dense_delta.dtype-bf16.in-64"
 WRONG = Judgement(OracleName.REFERENCE, Verdict.FAIL, Failure.WRONG_ANSWER)
 RIGHT = Judgement(OracleName.REFERENCE, Verdict.PASS)
-CASE = CasePattern("vllm.dense_delta.*", OracleName.REFERENCE, Failure.WRONG_ANSWER)
+CASE = CasePattern("vllm.dense_delta.*", OracleName.REFERENCE, (Failure.WRONG_ANSWER,))
 
 
 def finding(**changes: Any) -> Finding:
@@ -118,6 +118,14 @@ def test_cases_show_an_entry_only_if_they_were_judged(
     judged: list[tuple[str, Judgement]], seen: Seen
 ) -> None:
     assert observe_cases([case_finding()], judged)["an-item"].seen is seen
+
+
+def test_one_cause_may_show_as_any_of_the_kinds_that_are_listed() -> None:
+    kinds = (Failure.WRONG_ANSWER, Failure.CUDA_STICKY)
+    case = CasePattern("vllm.*", OracleName.REFERENCE, kinds)
+    for kind in Failure:
+        judgement = Judgement(OracleName.REFERENCE, Verdict.FAIL, kind)
+        assert case.shows(RUN, judgement) is (kind in kinds)
 
 
 def write(path: Path, text: str) -> Path:

@@ -41,7 +41,7 @@ def listed(version: str = "0.26.0", **changes: Any) -> KnownFinding:
         "statement": "It is so.",
         "evidence": "1 is 2",
         "seen_on": "0.26.0, H200",
-        "case": CasePattern(RUN, OracleName.REFERENCE, Failure.WRONG_ANSWER),
+        "case": CasePattern(RUN, OracleName.REFERENCE, (Failure.WRONG_ANSWER,)),
     }
     return KnownFinding(finding=Finding(**known | changes), version=version)
 
@@ -81,9 +81,9 @@ def test_a_case_that_fails_as_listed_is_known_executed_and_not_red(
     [
         listed("0.27.0"),
         listed(""),
-        listed(case=CasePattern("mine.other", OracleName.REFERENCE, Failure.WRONG_ANSWER)),
-        listed(case=CasePattern(RUN, OracleName.EXACT, Failure.WRONG_ANSWER)),
-        listed(case=CasePattern(RUN, OracleName.REFERENCE, Failure.BASE_ROW_CHANGED)),
+        listed(case=CasePattern("mine.other", OracleName.REFERENCE, (Failure.WRONG_ANSWER,))),
+        listed(case=CasePattern(RUN, OracleName.EXACT, (Failure.WRONG_ANSWER,))),
+        listed(case=CasePattern(RUN, OracleName.REFERENCE, (Failure.BASE_ROW_CHANGED,))),
     ],
     ids=["newer", "not installed", "other case", "other oracle", "other failure"],
 )

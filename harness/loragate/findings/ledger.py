@@ -34,17 +34,18 @@ class Needs(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class CasePattern:
-    """Failing judgements of ordinary cases: a shell pattern on run ids, one oracle, one kind."""
+    """Failing judgements of ordinary cases: a shell pattern on run ids, one oracle, and the kinds
+    that one cause may take: what a wild read meets depends on what else is in memory."""
 
     run: str
     oracle: OracleName
-    failure: Failure
+    failure: tuple[Failure, ...]
 
     def covers(self, run_id: str, judgement: Judgement) -> bool:
         return judgement.oracle is self.oracle and fnmatchcase(run_id, self.run)
 
     def shows(self, run_id: str, judgement: Judgement) -> bool:
-        return self.covers(run_id, judgement) and judgement.failure is self.failure
+        return self.covers(run_id, judgement) and judgement.failure in self.failure
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from packaging.specifiers import InvalidSpecifier, SpecifierSet
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 
 from loragate.environment import project_root
 from loragate.findings.ledger import CasePattern, Finding, Kind
@@ -43,10 +43,14 @@ class _Model(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
+def _as_kinds(value: object) -> object:
+    return tuple(value) if isinstance(value, list) else (value,)
+
+
 class CaseModel(_Model):
     run: Text = Field(description="a shell pattern on run ids, such as 'vllm.dense_delta.*'")
     oracle: OracleName
-    failure: Failure
+    failure: Annotated[tuple[Failure, ...], Field(min_length=1), BeforeValidator(_as_kinds)]
 
 
 class FindingModel(_Model):

@@ -63,7 +63,7 @@ def _section(finding: Finding) -> str:
 
 
 def _case_command(subject: str, case: CasePattern) -> str:
-    told = f"told by the oracle {case.oracle} as {case.failure}"
+    told = f"told by the oracle {case.oracle} as {' or '.join(case.failure)}"
     if any(mark in case.run for mark in "*?["):
         return f"`loragate gate --subject {subject} --cases '{case.run}'`, {told}"
     return f"`loragate replay {case.run}`, {told}"
