@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from loragate.inputs import DataKind, make_batch, make_pool
+from loragate.inputs import DataKind, make_batch, make_pool, torch_dtype
 from loragate.inputs.base_experts import make_base_experts, quantised, reordered_base
 from loragate.inputs.pairs import out_rows, pair_rows
 from loragate.inputs.pool import reordered, trimmed, with_huge_unused
@@ -90,7 +90,8 @@ def adapter_of(pool: Pool, slot: int, expert: int, part: int) -> Adapter:
 def as_the_base_sees_it(case: Case, values: list[float]) -> list[float]:
     if case.quantisation is Quantisation.NONE:
         return values
-    low, scales = quantised(torch.tensor([values], dtype=torch.float64))
+    # what was rounded to the dtype before
+    low, scales = quantised(torch.tensor([values], dtype=torch.float64).to(torch_dtype(case.dtype)))
     return [float(v) * float(scales[0]) for v in low[0].float()]
 
 

@@ -51,7 +51,6 @@ def _golden_layer(case: Case, pool: Pool, batch: Batch, base: BaseExperts) -> Go
     first, alone = layer.first(pool), layer.first(None)
     noise = layer.weighted_sum(layer.noise(pool, first), squares=True)
     base_alone, out = torch.zeros_like(noise), torch.zeros_like(noise)
-    # step by step alike, so that nothing is left of their difference in base rows
     for columns in _parts(case.slices[0], case.tp):
         base_alone += layer.weighted_sum(layer.second(None, alone.act, columns))
         y = layer.second(pool.down, first.act, columns)
@@ -61,7 +60,10 @@ def _golden_layer(case: Case, pool: Pool, batch: Batch, base: BaseExperts) -> Go
             for held in layer.held_by_ranks():
                 # the part of a rank, and the sum up to it, which is about as large
                 noise += 2 * layer.weighted_sum(y * held).square()
-    return Golden(base_alone, out - base_alone, noise)
+    # sums may have another order each time on a GPU: of the difference of two, base rows keep
+    # nothing, or their delta would be a population of noise
+    served = (batch.token_slots >= 0).to(out.device)[:, None]
+    return Golden(base_alone, torch.where(served, out - base_alone, 0.0), noise)
 
 
 def _eager_layer(case: Case, pool: Pool, batch: Batch, base: BaseExperts) -> Tensor:
@@ -184,7 +186,12 @@ class _Layer:
         return terms * self.case.in_features / 2
 
     def _as_base_sees_it(self, values: Tensor) -> Tensor:
-        return dequantised(*quantised(values)) if self.is_quantised else values
+        if not self.is_quantised:
+            return values
+        # quantised is what was rounded to the dtype before: the same number for everybody, or
+        # each would quantise some values of a row to a neighbour of what others have
+        low = values.to(self.batch.x.dtype)
+        return dequantised(*quantised(low)).to(self.dtype)
 
 
 def _act_noise(first: _First, bridges: Tensor) -> Tensor:
