@@ -128,12 +128,13 @@ def _layer() -> None:
 def _layer_of(tokens: int, top_k: int, experts: int, rank: int, tp_size: int) -> None:
     hidden, inter, slots = 64, 48, 2
     dtype, device = torch.float32, torch.device(detect_machine().device)
-    w13 = rand(experts, 2 * inter, hidden, dtype=dtype) / hidden
-    w2 = rand(experts, hidden, inter, dtype=dtype) / inter
+    # outputs of about 10, so that the tolerance is a relative one
+    w13 = rand(experts, 2 * inter, hidden, dtype=dtype) / hidden**0.5
+    w2 = rand(experts, hidden, inter, dtype=dtype) / inter**0.5
     x, ids = rand(tokens, hidden, dtype=dtype), _routes(tokens, top_k, experts)
     router = torch.rand(tokens, top_k).softmax(-1).to(device)
     mapping = drawn_adapters(slots + 1, tokens).int()
-    parts = [_constant(experts, hidden, inter, rank, 0.01 * (slot + 1)) for slot in range(slots)]
+    parts = [_constant(experts, hidden, inter, rank, 0.05 * (slot + 1)) for slot in range(slots)]
     total = torch.zeros(tokens, hidden, dtype=dtype, device=device)
     for tp_rank in range(tp_size):
         layer = FusedMoELoRA(
