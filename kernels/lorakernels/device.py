@@ -20,14 +20,6 @@ def supports_pdl(device: torch.device) -> bool:
     return on_gpu and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
-@cache
-def num_sms(device: torch.device) -> int:
-    """Multiprocessors of a GPU; an H200's where there is none, for plans to look the same."""
-    if device.type != "cuda":
-        return 132
-    return torch.cuda.get_device_properties(device).multi_processor_count
-
-
 def launch_options(pdl: bool) -> dict[str, bool]:
     # the interpreter does not know the option
     return {"launch_pdl": True} if pdl else {}

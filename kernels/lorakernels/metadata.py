@@ -9,10 +9,10 @@ row is always a base row and a replayed graph never meets an entry of an earlier
 from __future__ import annotations
 
 import torch
-import triton
 from torch import Tensor
 
 from lorakernels.metadata_kernel import prepare_kernel
+from lorakernels.sizes import power_of_2
 
 # smallest height of a tile: the M of a tensor-core instruction
 MIN_TILE_ROWS = 16
@@ -87,7 +87,7 @@ class BatchMetadata:
             self.tile_rows.shape[0],
             self.max_slots,
             HEIGHT=tile_height(self.num_rows),
-            NUM_BINS=max(16, triton.next_power_of_2(self.max_slots)),
+            NUM_BINS=max(16, power_of_2(self.max_slots)),
             BLOCK=block,
             num_warps=4 if block == 1024 else 8,
         )

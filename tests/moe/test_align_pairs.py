@@ -108,7 +108,7 @@ def test_every_pair_stands_in_the_tiles_of_its_expert_and_slot(
         pairs.tile_pairs,
         [pairs.tile_experts, pairs.tile_slots],
         pairs.num_tiles,
-        pairs.height,
+        pairs.tables.height,
         buckets(ids, token_slots, base=False),
     )
     if with_base:
@@ -116,7 +116,7 @@ def test_every_pair_stands_in_the_tiles_of_its_expert_and_slot(
             pairs.base_pairs,
             [pairs.base_experts],
             pairs.num_base_tiles,
-            pairs.base_height,
+            pairs.tables.base_height,
             buckets(ids, token_slots, base=True),
         )
 
@@ -142,7 +142,7 @@ def test_a_thousand_experts_and_sixty_four_slots_are_aligned() -> None:
         pairs.tile_pairs,
         [pairs.tile_experts, pairs.tile_slots],
         pairs.num_tiles,
-        pairs.height,
+        pairs.tables.height,
         buckets(ids, token_slots, base=False),
     )
 

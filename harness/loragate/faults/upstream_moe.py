@@ -111,8 +111,9 @@ def _align() -> None:
             max_tokens=tokens, top_k=6, num_experts=experts, max_slots=adapters, device=device
         )
         pairs.prepare(ids.to(device), batch)
-        tiles = pairs.tile_pairs.cpu()[: int(pairs.num_tiles) * pairs.height]
-        for tile, members in enumerate(tiles.view(-1, pairs.height)):
+        height = pairs.tables.height
+        tiles = pairs.tile_pairs.cpu()[: int(pairs.num_tiles) * height]
+        for tile, members in enumerate(tiles.view(-1, height)):
             live = members[members >= 0].long()
             assert (ids.flatten()[live] == int(pairs.tile_experts[tile])).all()
             assert (slots[live // 6] == int(pairs.tile_slots[tile])).all()

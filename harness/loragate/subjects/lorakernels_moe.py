@@ -14,9 +14,10 @@ from loragate.matrix.case import Case, Path, Sharing, Write
 from loragate.subjects.lorakernels_mapping import Mapping
 from loragate.subjects.protocol import Pool, Routes
 from lorakernels.moe.align import PairMetadata
-from lorakernels.moe.ops import MoEPath, MoEWorkspace, moe_delta
-from lorakernels.moe.plan import MoEShape, plan_path, rank_vector
+from lorakernels.moe.ops import MoEPath, MoEWorkspace, moe_delta, shape_of_batch
+from lorakernels.moe.plan import plan_path
 from lorakernels.moe.weights import ExpertFactors, ExpertWeights
+from lorakernels.sizes import rank_vector
 
 _PATHS = MappingProxyType(
     {
@@ -58,15 +59,7 @@ class MoEDelta(Mapping):
 
     def planned(self, tokens: int) -> Path:
         """The path that the plan takes for so many tokens."""
-        weights = self.weights
-        shape = MoEShape(
-            tokens * self.pairs.top_k,
-            weights.num_experts,
-            weights.in_features,
-            weights.slice_widths,
-            weights.rank,
-            weights.a.element_size(),
-        )
+        shape = shape_of_batch(self.weights, tokens * self.pairs.top_k)
         chosen = plan_path(shape, None)
         return next(path for path, own in _PATHS.items() if own is chosen)
 

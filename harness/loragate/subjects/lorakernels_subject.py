@@ -35,10 +35,10 @@ from loragate.subjects.protocol import (
     Pool,
 )
 from lorakernels.dense.ops import DenseWorkspace, dense_delta
-from lorakernels.dense.plan import rank_vector
 from lorakernels.dense.weights import MAX_RANK, LoRAFactors, SlotWeights
 from lorakernels.layers import partition
 from lorakernels.layers.linear import LoRALinear
+from lorakernels.sizes import rank_vector
 
 
 class LoraKernelsSubject:

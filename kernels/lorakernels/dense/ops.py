@@ -22,12 +22,12 @@ from lorakernels.dense.plan import (
     plan_bridge,
     plan_expand,
     plan_shrink,
-    rank_vector,
     tile_programs,
 )
 from lorakernels.dense.weights import SlotWeights
 from lorakernels.device import launch_options, supports_pdl
 from lorakernels.metadata import BatchMetadata, tile_height
+from lorakernels.sizes import rank_vector
 
 
 class DenseWorkspace:

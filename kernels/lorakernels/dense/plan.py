@@ -7,6 +7,7 @@ import math
 from dataclasses import dataclass, replace
 
 from lorakernels.metadata import MIN_TILE_ROWS, max_tiles, tile_height
+from lorakernels.sizes import power_of_2, power_of_2_below
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +71,7 @@ def plan_shrink(shape: DenseShape) -> ShrinkPlan:
     else:
         block_n = 16 if shape.rank <= 16 else 32
         block_k = 256 if _is_deep(shape) else 128
-    block_n = max(16, min(block_n, _power_of_2(ranks)))
+    block_n = max(16, min(block_n, power_of_2(ranks)))
     if shape.itemsize == 4:
         # fp32 has no tensor-core path: smaller tiles keep it out of spills
         block_n, block_k = min(block_n, 32), 32
@@ -81,7 +82,7 @@ def plan_shrink(shape: DenseShape) -> ShrinkPlan:
     return ShrinkPlan(
         block_n=block_n,
         block_k=block_k,
-        planes=_power_of_2_below(planes),
+        planes=power_of_2_below(planes),
         trigger_early=not prefill,
         num_warps=8 if prefill else 4,
         num_stages=3,
@@ -100,7 +101,7 @@ def _most_planes(shape: DenseShape, height: int) -> int:
 
 def plan_expand(shape: DenseShape) -> ExpandPlan:
     height = tile_height(shape.num_rows)
-    block_r = min(128, max(16, _power_of_2(shape.rank)))
+    block_r = min(128, max(16, power_of_2(shape.rank)))
     if shape.itemsize == 4:
         return ExpandPlan(min(height, 32), 64, min(block_r, 32), 1, 4, 1)
     if shape.rank > 64:
@@ -123,13 +124,6 @@ def _is_wide(shape: DenseShape) -> bool:
     return max(shape.slice_widths) > 8192
 
 
-def rank_vector(rank: int) -> int:
-    """B is read in vectors of this many ranks, `rank` being that of the buffers. What is dead
-    in an adapter's last vector is multiplied by zero and must be finite, as a reset leaves it;
-    vectors behind it are not read."""
-    return math.gcd(16, rank)
-
-
 def plan_bridge(shape: DenseShape, num_slots: int) -> tuple[int, int, int]:
     """[planes, padded rows of all tiles, slices * rank] of the bridge of a batch."""
     height = tile_height(shape.num_rows)
@@ -144,11 +138,3 @@ def largest_bridge(shape: DenseShape, num_slots: int, max_rows: int) -> int:
     sizes = [*range(1, several_planes, MIN_TILE_ROWS), several_planes, max_rows]
     sizes += [size - 1 for size in sizes if size > 1]
     return max(math.prod(plan_bridge(replace(shape, num_rows=size), num_slots)) for size in sizes)
-
-
-def _power_of_2(value: int) -> int:
-    return 1 << (value - 1).bit_length()
-
-
-def _power_of_2_below(value: int) -> int:
-    return 1 << (max(1, value).bit_length() - 1)

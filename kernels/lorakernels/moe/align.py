@@ -13,6 +13,7 @@ from torch import Tensor
 
 from lorakernels.metadata import MIN_TILE_ROWS, BatchMetadata
 from lorakernels.moe import align_launch
+from lorakernels.moe.align_launch import PairTables, table_of
 from lorakernels.moe.tiles import base_tile_height, max_tiles, num_bins, tile_height
 
 
@@ -45,7 +46,7 @@ class PairMetadata:
                 raise ValueError(f"{name} must be at least 1 (got {size})")
         self.max_tokens, self.top_k = max_tokens, top_k
         self.num_experts, self.max_slots, self.with_base = num_experts, max_slots, with_base
-        pairs = max_tokens * top_k
+        pairs, buckets = max_tokens * top_k, num_experts * max_slots
 
         def table(size: int) -> Tensor:
             return torch.full((size,), -1, dtype=torch.int32, device=device)
@@ -54,10 +55,10 @@ class PairMetadata:
             return torch.zeros(1, dtype=torch.int32, device=device)
 
         self.pair_slots, self.pair_experts = table(pairs), table(pairs)
-        tiles = max_tiles(pairs, self.num_buckets, MIN_TILE_ROWS)
+        tiles = max_tiles(pairs, buckets, MIN_TILE_ROWS)
         tallest = tile_height(pairs, num_experts)
         self.tile_slots, self.tile_experts = table(tiles), table(tiles)
-        self.tile_pairs = table(max_tiles(pairs, self.num_buckets, tallest) * tallest)
+        self.tile_pairs = table(max_tiles(pairs, buckets, tallest) * tallest)
         self.num_tiles = count()
         base_tiles = max_tiles(pairs, num_experts, MIN_TILE_ROWS) if with_base else 1
         tallest = base_tile_height(pairs, num_experts)
@@ -71,35 +72,20 @@ class PairMetadata:
         self.num_rows = 0
 
     @property
-    def num_buckets(self) -> int:
-        return self.num_experts * self.max_slots
-
-    @property
     def num_pairs(self) -> int:
         return self.num_rows * self.top_k
 
     @property
-    def height(self) -> int:
-        """Pairs of a tile of the prepared step."""
-        return tile_height(self.num_pairs, self.num_experts)
-
-    @property
-    def base_height(self) -> int:
-        return base_tile_height(self.num_pairs, self.num_experts)
-
-    @property
-    def tile_capacity(self) -> int:
-        """Tiles that the tables can hold at the height of this step."""
-        return min(self.tile_slots.shape[0], self.tile_pairs.shape[0] // self.height)
-
-    @property
-    def base_tile_capacity(self) -> int:
-        return min(self.base_experts.shape[0], self.base_pairs.shape[0] // self.base_height)
-
-    @property
-    def base_tile_programs(self) -> int:
-        """Most base tiles that this step can have."""
-        return max(1, max_tiles(self.num_pairs, self.num_experts, self.base_height))
+    def tables(self) -> PairTables:
+        """All buffers, with the sizes of the prepared step."""
+        return table_of(
+            self.buffers,
+            num_rows=self.num_rows,
+            top_k=self.top_k,
+            num_experts=self.num_experts,
+            max_slots=self.max_slots,
+            with_base=self.with_base,
+        )
 
     @property
     def buffers(self) -> list[Tensor]:

@@ -15,7 +15,7 @@ from lorakernels.moe.align_kernel import (
     sum_counts_kernel,
 )
 from lorakernels.moe.align_torch import place_pairs
-from lorakernels.moe.tiles import base_tile_height, num_bins, slot_bins, tile_height
+from lorakernels.moe.tiles import base_tile_height, max_tiles, num_bins, slot_bins, tile_height
 
 # buckets beyond which a program cannot hold a count of each
 MOST_BINS = 8192
@@ -64,6 +64,11 @@ class PairTables:
     @property
     def base_height(self) -> int:
         return base_tile_height(self.num_pairs, self.num_experts)
+
+    @property
+    def base_tile_programs(self) -> int:
+        """Most base tiles that the step can have."""
+        return max(1, max_tiles(self.num_pairs, self.num_experts, self.base_height))
 
     def fill(
         self, topk_ids: Tensor, token_slots: Tensor, expert_map: Tensor | None, *, pdl: bool

@@ -2,6 +2,7 @@
 
 With adapters each product is preceded by the shrink of its input, and the expand is folded into
 the product itself: the layer has two launches more than without, and no pass over its outputs.
+All of it is one opaque operator that only gets tensors and sizes, as `dense_delta` is.
 """
 
 from __future__ import annotations
@@ -9,11 +10,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from lorakernels.device import launch_options, supports_pdl
+from lorakernels.device import supports_pdl
 from lorakernels.moe.align import PairMetadata
+from lorakernels.moe.align_launch import table_of
 from lorakernels.moe.experts_check import check_experts
-from lorakernels.moe.experts_kernels import moe_gemm_kernel, sum_choices_kernel
-from lorakernels.moe.experts_plan import GemmShape, fold_ranks, plan_gemm
+from lorakernels.moe.experts_launch import Adapters, product, sum_choices
 from lorakernels.moe.experts_types import (
     Activation,
     ExpertBuffers,
@@ -21,10 +22,6 @@ from lorakernels.moe.experts_types import (
     Quantised,
     RouterWeight,
 )
-from lorakernels.moe.launch import Delta, shrink
-from lorakernels.moe.ops import MoEWorkspace
-from lorakernels.moe.plan import MoEShape, rank_vector
-from lorakernels.moe.weights import ExpertWeights
 
 __all__ = [
     "Activation",
@@ -64,32 +61,24 @@ def run_experts(
     check_experts(x, w13, w2, router_weights, pairs, buffers, out, activation, lora, quantised_x)
     if x.shape[0] == 0:
         return
-    act, y = buffers.act[: pairs.num_pairs], buffers.y[: pairs.num_pairs]
-    on_input = router_weight is RouterWeight.ON_INPUT
-    pdl = supports_pdl(x.device)
-    _product(
-        x if quantised_x is None else quantised_x,
-        w13,
-        act,
-        pairs,
-        lora_input=x,
-        lora=None if lora is None else (lora.w13, lora.workspace),
-        activation=activation,
-        router_weights=router_weights if on_input else None,
-        pdl=pdl,
+    slots = () if lora is None else (lora.w13, lora.w2)
+    torch.ops.lorakernels.run_experts(
+        x,
+        _flat(w13, w2),
+        [] if quantised_x is None else _flat(quantised_x),
+        router_weights,
+        pairs.buffers,
+        pairs.top_k,
+        pairs.num_experts,
+        pairs.max_slots,
+        [tensor for w in slots for tensor in (w.a, w.b, w.ranks, w.scales)],
+        None if lora is None else lora.workspace.bridge,
+        buffers.act,
+        buffers.y,
+        out,
+        activation.value,
+        router_weight is RouterWeight.ON_INPUT,
     )
-    _product(
-        act if quantised_x is None else quantise_rows(act),
-        w2,
-        y,
-        pairs,
-        lora_input=act,
-        lora=None if lora is None else (lora.w2, lora.workspace),
-        activation=None,
-        router_weights=None if on_input else router_weights,
-        pdl=pdl,
-    )
-    _sum_choices(y, pairs, out, pdl=pdl)
 
 
 def quantise_rows(x: Tensor) -> Quantised:
@@ -100,127 +89,66 @@ def quantise_rows(x: Tensor) -> Quantised:
     return Quantised((x.float() / scales[:, None]).to(torch.float8_e4m3fn), scales)
 
 
-def _product(
-    x: Tensor | Quantised,
-    w: Tensor | Quantised,
+@torch.library.custom_op("lorakernels::run_experts", mutates_args=("bridge", "act", "y", "out"))
+def _run_experts(
+    x: Tensor,
+    weights: list[Tensor],
+    x_quantised: list[Tensor],
+    router_weights: Tensor,
+    buffers: list[Tensor],
+    top_k: int,
+    num_experts: int,
+    max_slots: int,
+    slots: list[Tensor],
+    bridge: Tensor | None,
+    act: Tensor,
+    y: Tensor,
     out: Tensor,
-    pairs: PairMetadata,
-    *,
-    lora_input: Tensor,
-    lora: tuple[ExpertWeights, MoEWorkspace] | None,
-    activation: Activation | None,
-    router_weights: Tensor | None,
-    pdl: bool,
+    activation: int,
+    on_input: bool,
 ) -> None:
-    delta = None
-    if lora is not None:
-        delta = _delta(lora_input, *lora, pairs)
-        shrink(delta, pdl=pdl, scaled=True)
-    values, x_scales = (x.values, x.scales) if isinstance(x, Quantised) else (x, None)
-    weight, w_scales = (w.values, w.scales) if isinstance(w, Quantised) else (w, None)
-    width, depth = out.shape[1], values.shape[1]
-    is_gated = activation is Activation.SILU_GATED
-    shape = GemmShape(
-        pairs.num_pairs, pairs.base_height, width, depth, out.element_size(), is_gated
+    sizes = {"top_k": top_k, "num_experts": num_experts, "max_slots": max_slots}
+    pairs = table_of(buffers, num_rows=x.shape[0], with_base=True, **sizes)
+    act, y = act[: pairs.num_pairs], y[: pairs.num_pairs]
+    quantised_x = Quantised(*x_quantised) if x_quantised else None
+    w13, w2 = weights if quantised_x is None else (Quantised(*weights[:2]), Quantised(*weights[2:]))
+    first, second = _adapters(slots[:4], bridge), _adapters(slots[4:], bridge)
+    pdl = supports_pdl(x.device)
+    product(
+        x if quantised_x is None else quantised_x,
+        w13,
+        act,
+        pairs,
+        lora_input=x,
+        lora=first,
+        activation=Activation(activation),
+        router_weights=router_weights if on_input else None,
+        pdl=pdl,
     )
-    plan = plan_gemm(shape)
-    # without adapters the arguments of the fold are never read
-    factors, bridge = (delta.factors[1], delta.bridge) if delta else (out, out)
-    ranks = delta.tables[0] if delta else out
-    b_strides = delta.b_strides if delta else (0, 0)
-    moe_gemm_kernel[(-(-width // plan.block_n), pairs.base_tile_programs)](
-        values,
-        weight,
-        out if x_scales is None else x_scales,
-        out if w_scales is None else w_scales,
-        bridge,
-        factors,
-        ranks,
-        out if router_weights is None else router_weights,
-        pairs.pair_slots,
-        pairs.base_experts,
-        pairs.base_pairs,
-        pairs.num_base_tiles,
-        out,
-        values.stride(0),
-        weight.stride(0),
-        out.stride(0),
-        *b_strides,
-        depth,
-        WIDTH=width,
-        ROWS_PER_X=pairs.num_pairs // values.shape[0],
-        HEIGHT=pairs.base_height,
-        BLOCK_N=plan.block_n,
-        BLOCK_K=plan.block_k,
-        EVEN_K=depth % plan.block_k == 0,
-        EVEN_N=width % plan.block_n == 0,
-        S=len(delta.shape.slice_widths) if delta else 1,
-        R=delta.shape.rank if delta else 1,
-        BLOCK_R=fold_ranks(delta.shape.rank) if delta else 16,
-        RANK_ALIGN=rank_vector(delta.shape.rank) if delta else 1,
-        GATED=int(is_gated),
-        SILU=activation is not None,
-        WEIGHTED=router_weights is not None,
-        SCALED=x_scales is not None,
-        LORA=delta is not None,
-        IEEE=out.dtype == torch.float32,
-        PDL=pdl,
-        num_warps=plan.num_warps,
-        num_stages=plan.num_stages,
-        **launch_options(pdl),
-    )
-
-
-def _delta(
-    x: Tensor, weights: ExpertWeights, workspace: MoEWorkspace, pairs: PairMetadata
-) -> Delta:
-    shape = MoEShape(
-        pairs.num_pairs,
-        weights.num_experts,
-        weights.in_features,
-        weights.slice_widths,
-        weights.rank,
-        weights.a.element_size(),
-    )
-    return Delta(
-        shape=shape,
-        x=x,
-        pairs_per_x=pairs.num_pairs // x.shape[0],
-        factors=(weights.a, weights.b),
-        tables=(weights.ranks, weights.scales),
-        of_pairs=(pairs.pair_slots, pairs.pair_experts),
-        of_tiles=(pairs.tile_slots, pairs.tile_experts, pairs.tile_pairs, pairs.num_tiles),
-        bridge=_ranks_of_pairs(workspace, x, shape),
-        out=x,
-        router_weights=None,
-        add_inputs=True,
-    )
-
-
-def _ranks_of_pairs(workspace: MoEWorkspace, x: Tensor, shape: MoEShape) -> Tensor:
-    """[1, pairs, slices * rank] of the layer's dtype, in the memory of the bridge."""
-    ranks = shape.ranks_of_all_slices
-    values = workspace.bridge.view(x.dtype)[: shape.num_pairs * ranks]
-    if values.numel() < shape.num_pairs * ranks:
-        raise ValueError(
-            f"workspace must hold {shape.num_pairs} pairs of {ranks} ranks (got {values.numel()})"
-        )
-    return values.view(1, shape.num_pairs, ranks)
-
-
-def _sum_choices(y: Tensor, pairs: PairMetadata, out: Tensor, *, pdl: bool) -> None:
-    rows, hidden = out.shape
-    block = 1024 if hidden >= 1024 else 256
-    sum_choices_kernel[(rows, -(-hidden // block))](
+    product(
+        act if quantised_x is None else quantise_rows(act),
+        w2,
         y,
-        pairs.pair_experts,
-        out,
-        y.stride(0),
-        out.stride(0),
-        hidden,
-        TOP_K=pairs.top_k,
-        BLOCK=block,
-        PDL=pdl,
-        num_warps=4,
-        **launch_options(pdl),
+        pairs,
+        lora_input=act,
+        lora=second,
+        activation=None,
+        router_weights=None if on_input else router_weights,
+        pdl=pdl,
     )
+    sum_choices(y, pairs, out, pdl=pdl)
+
+
+def _adapters(slots: list[Tensor], bridge: Tensor | None) -> Adapters | None:
+    if bridge is None:
+        return None
+    a, b, ranks, scales = slots
+    return Adapters(a, b, ranks, scales, bridge)
+
+
+def _flat(*operands: Tensor | Quantised) -> list[Tensor]:
+    """An operator takes tensors alone: values, then scales where there are some."""
+    flat = []
+    for operand in operands:
+        flat += [operand.values, operand.scales] if isinstance(operand, Quantised) else [operand]
+    return flat

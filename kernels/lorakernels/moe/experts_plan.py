@@ -4,17 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-
-@dataclass(frozen=True, slots=True)
-class GemmShape:
-    num_pairs: int
-    # pairs of a tile
-    height: int
-    width: int
-    depth: int
-    # bytes of one element of the output
-    itemsize: int
-    is_gated: bool
+from lorakernels.sizes import power_of_2
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,14 +17,14 @@ class GemmPlan:
 
 def fold_ranks(rank: int) -> int:
     """Ranks that one step of the fold multiplies."""
-    return min(64, max(16, 1 << (rank - 1).bit_length()))
+    return min(64, max(16, power_of_2(rank)))
 
 
-def plan_gemm(shape: GemmShape) -> GemmPlan:
-    if shape.itemsize == 4:
+def plan_gemm(height: int, *, itemsize: int, is_gated: bool) -> GemmPlan:
+    """`height`: pairs of a tile; `itemsize`: bytes of one element of the output."""
+    if itemsize == 4:
         return GemmPlan(32, 32, 4, 2)
-    if shape.height <= 32:
-        return GemmPlan(64 if shape.is_gated else 128, 128, 4, 3)
-    if shape.height == 64:
-        return GemmPlan(64 if shape.is_gated else 128, 64, 4, 3)
-    return GemmPlan(128, 64, 8, 4) if shape.is_gated else GemmPlan(128, 64, 4, 3)
+    if height <= 64:
+        block_k = 128 if height <= 32 else 64
+        return GemmPlan(64 if is_gated else 128, block_k, 4, 3)
+    return GemmPlan(128, 64, 8, 4) if is_gated else GemmPlan(128, 64, 4, 3)

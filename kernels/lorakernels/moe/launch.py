@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -18,10 +19,10 @@ from lorakernels.moe.plan import (
     plan_one_shot,
     plan_shrink,
     plan_small_batch,
-    rank_vector,
     tile_programs,
 )
 from lorakernels.moe.small_batch_kernel import moe_small_batch_kernel
+from lorakernels.sizes import rank_vector
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +70,14 @@ class Delta:
     @property
     def is_fp32(self) -> bool:
         return self.out.dtype == torch.float32
+
+
+def shape_of(
+    a: Tensor, slice_widths: Sequence[int], *, num_pairs: int, num_experts: int
+) -> MoEShape:
+    """Of the delta of `num_pairs` pairs with stacked A [slots, experts or 1, slices, rank, K]."""
+    widths, rank, in_features = tuple(slice_widths), a.shape[3], a.shape[4]
+    return MoEShape(num_pairs, num_experts, in_features, widths, rank, a.element_size())
 
 
 def launch(delta: Delta, path: MoEPath, *, pdl: bool) -> None:

@@ -15,7 +15,7 @@ from torch import Tensor
 from lorakernels.dense.ops import overlap
 from lorakernels.device import supports_pdl
 from lorakernels.moe.align import PairMetadata
-from lorakernels.moe.launch import Delta, launch
+from lorakernels.moe.launch import Delta, launch, shape_of
 from lorakernels.moe.plan import MoEPath, MoEShape, bridge_shape, plan_path
 from lorakernels.moe.weights import ExpertWeights
 
@@ -33,7 +33,7 @@ class MoEWorkspace:
             if size < 1:
                 raise ValueError(f"{name} must be at least 1 (got {size})")
         pairs = max_tokens * top_k
-        size = max(_largest_bridge(_shape(layer, pairs)) for layer in layers)
+        size = max(_largest_bridge(shape_of_batch(layer, pairs)) for layer in layers)
         self.bridge = torch.empty(size, dtype=torch.float32, device=layers[0].a.device)
 
 
@@ -121,8 +121,7 @@ def _moe_delta(
     _check_operands(x, a, b, num_pairs, out, router_weights)
     if num_pairs == 0:
         return
-    widths = tuple(slice_widths)
-    shape = MoEShape(num_pairs, num_experts, a.shape[4], widths, a.shape[3], a.element_size())
+    shape = shape_of(a, slice_widths, num_pairs=num_pairs, num_experts=num_experts)
     chosen = plan_path(shape, MoEPath(path) if path else None)
     view = view_bridge(bridge, shape) if chosen is MoEPath.TWO_KERNEL else bridge
     launch(
@@ -153,14 +152,10 @@ def view_bridge(bridge: Tensor, shape: MoEShape) -> Tensor:
     return bridge[:size].view(wanted)
 
 
-def _shape(weights: ExpertWeights, num_pairs: int) -> MoEShape:
-    return MoEShape(
-        num_pairs,
-        weights.num_experts,
-        weights.in_features,
-        weights.slice_widths,
-        weights.rank,
-        weights.a.element_size(),
+def shape_of_batch(weights: ExpertWeights, num_pairs: int) -> MoEShape:
+    """What the plan decides from."""
+    return shape_of(
+        weights.a, weights.slice_widths, num_pairs=num_pairs, num_experts=weights.num_experts
     )
 
 

@@ -10,6 +10,7 @@ from enum import Enum, auto
 
 from lorakernels.metadata import MIN_TILE_ROWS
 from lorakernels.moe.tiles import tile_height
+from lorakernels.sizes import power_of_2, power_of_2_below
 
 
 class MoEPath(Enum):
@@ -134,7 +135,7 @@ def expected_tiles(shape: MoEShape) -> int:
 
 def plan_shrink(shape: MoEShape) -> ShrinkPlan:
     ranks, height = shape.ranks_of_all_slices, shape.height
-    block_n = max(16, min(32 if height < 64 else 64, _power_of_2(ranks)))
+    block_n = max(16, min(32 if height < 64 else 64, power_of_2(ranks)))
     block_k = 256 if height == MIN_TILE_ROWS else 128 if block_n <= 32 else 64
     if shape.itemsize == 4:
         # fp32 has no tensor-core path: smaller tiles keep it out of spills
@@ -146,17 +147,17 @@ def plan_shrink(shape: MoEShape) -> ShrinkPlan:
     steps = 2 if shape.num_pairs <= MIN_TILE_ROWS else 4
     planes = min(most, wanted // max(1, programs), shape.in_features // (block_k * steps))
     stages = 3 if height == MIN_TILE_ROWS or shape.itemsize == 4 else 4
-    return ShrinkPlan(block_n, block_k, _power_of_2_below(planes), 4, stages)
+    return ShrinkPlan(block_n, block_k, power_of_2_below(planes), 4, stages)
 
 
 def plan_expand(shape: MoEShape) -> ExpandPlan:
-    block_r = min(128, max(16, _power_of_2(shape.rank)))
+    block_r = min(128, max(16, power_of_2(shape.rank)))
     if shape.itemsize == 4:
         return ExpandPlan(64, min(block_r, 32), 1, 4, 1)
     if shape.rank > 64:
         # a wide block of B would not fit beside the output's into registers
         return ExpandPlan(128, block_r, 1, 8 if shape.height > 32 else 4, 1)
-    widest = _power_of_2(max(shape.slice_widths))
+    widest = power_of_2(max(shape.slice_widths))
     block_n = min(256 if shape.height == MIN_TILE_ROWS else 128, max(16, widest))
     # a program does several blocks one after the other where there are programs enough
     blocks = sum(-(-width // block_n) for width in shape.slice_widths)
@@ -167,14 +168,14 @@ def plan_expand(shape: MoEShape) -> ExpandPlan:
     return ExpandPlan(
         block_n,
         block_r,
-        _power_of_2_below(spare),
+        power_of_2_below(spare),
         8 if shape.height > 32 and block_r <= 16 else 4,
         3,
     )
 
 
 def plan_one_shot(shape: MoEShape) -> OneShotPlan:
-    block_r = max(16, _power_of_2(shape.rank))
+    block_r = max(16, power_of_2(shape.rank))
     slices = len(shape.slice_widths)
     if shape.itemsize == 4:
         return OneShotPlan(64, 32, block_r, 1, False, 4, 2, 2)
@@ -209,25 +210,12 @@ def _parts(shape: MoEShape, programs: int) -> int:
 
 
 def plan_small_batch(shape: MoEShape) -> SmallBatchPlan:
-    block_r = _power_of_2(shape.rank)
+    block_r = power_of_2(shape.rank)
     deep = shape.in_features > 1024
-    block_k = min(512 if deep else 256, 16384 // block_r, _power_of_2(shape.in_features))
+    block_k = min(512 if deep else 256, 16384 // block_r, power_of_2(shape.in_features))
     return SmallBatchPlan(256 if block_r <= 16 else 128, block_k, block_r, 8 if deep else 4)
-
-
-def rank_vector(rank: int) -> int:
-    """B is read in vectors of this many ranks; see dense/plan.py."""
-    return math.gcd(16, rank)
 
 
 def bridge_shape(shape: MoEShape) -> tuple[int, int, int]:
     """[planes, pairs, slices * rank] of the bridge of a batch."""
     return (plan_shrink(shape).planes, shape.num_pairs, shape.ranks_of_all_slices)
-
-
-def _power_of_2(value: int) -> int:
-    return 1 << (value - 1).bit_length()
-
-
-def _power_of_2_below(value: int) -> int:
-    return 1 << (max(1, value).bit_length() - 1)

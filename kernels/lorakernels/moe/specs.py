@@ -10,11 +10,11 @@ from functools import partial
 import torch
 
 from lorakernels.moe.align import PairMetadata
-from lorakernels.moe.align_launch import table_of
-from lorakernels.moe.experts import Activation, _product, _sum_choices
+from lorakernels.moe.experts import Activation
+from lorakernels.moe.experts_launch import Adapters, product, sum_choices
 from lorakernels.moe.launch import Delta, launch
-from lorakernels.moe.ops import MoEWorkspace, view_bridge
-from lorakernels.moe.plan import MoEPath, MoEShape, plan_path
+from lorakernels.moe.ops import MoEWorkspace, shape_of_batch, view_bridge
+from lorakernels.moe.plan import MoEPath, plan_path
 from lorakernels.moe.weights import ExpertWeights
 
 _SLOTS = 4
@@ -78,29 +78,14 @@ def _align(tokens: int, with_base: bool, *, pdl: bool) -> None:
     pairs = _pairs(tokens, 8, 128, with_base=with_base)
     ids = torch.empty(tokens, 8, dtype=torch.int32, device="meta")
     slots = torch.empty(tokens, dtype=torch.int32, device="meta")
-    tables = table_of(
-        pairs.buffers,
-        num_rows=tokens,
-        top_k=8,
-        num_experts=128,
-        max_slots=_SLOTS,
-        with_base=with_base,
-    )
-    tables.fill(ids, slots, None, pdl=pdl)
+    pairs.tables.fill(ids, slots, None, pdl=pdl)
 
 
 def _delta(problem: Problem, *, pdl: bool) -> None:
     weights = _weights(problem.slice_widths, problem.in_features, problem)
     pairs = _pairs(problem.tokens, problem.top_k, problem.experts, with_base=False)
     rows = problem.tokens * problem.top_k
-    shape = MoEShape(
-        rows,
-        problem.experts,
-        problem.in_features,
-        problem.slice_widths,
-        problem.rank,
-        problem.dtype.itemsize,
-    )
+    shape = shape_of_batch(weights, rows)
     path = plan_path(shape, problem.path)
     workspace = MoEWorkspace([weights], max_tokens=problem.tokens, top_k=problem.top_k)
     x_rows = rows if problem.is_second else problem.tokens
@@ -143,19 +128,20 @@ def _layer(
         if rank:
             problem = Problem("", x, widths, experts, top_k, tokens, rank, dtype=dtype)
             weights = _weights(widths, x, problem)
-            lora = weights, MoEWorkspace([weights], max_tokens=tokens, top_k=top_k)
-        _product(
+            bridge = MoEWorkspace([weights], max_tokens=tokens, top_k=top_k).bridge
+            lora = Adapters(weights.a, weights.b, weights.ranks, weights.scales, bridge)
+        product(
             empty(x_rows, x),
             empty(experts, sum(widths), x),
             out,
-            pairs,
+            pairs.tables,
             lora_input=empty(x_rows, x),
             lora=lora,
             activation=activation,
             router_weights=None if activation else torch.empty(tokens, top_k, device="meta"),
             pdl=pdl,
         )
-    _sum_choices(y, pairs, empty(tokens, hidden), pdl=pdl)
+    sum_choices(y, pairs.tables, empty(tokens, hidden), pdl=pdl)
 
 
 def _weights(widths: tuple[int, ...], in_features: int, problem: Problem) -> ExpertWeights:

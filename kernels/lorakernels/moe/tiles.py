@@ -4,6 +4,7 @@ in a captured graph. Pure."""
 from __future__ import annotations
 
 from lorakernels.metadata import MIN_TILE_ROWS
+from lorakernels.sizes import power_of_2
 
 
 def tile_height(num_pairs: int, num_experts: int) -> int:
@@ -18,7 +19,7 @@ def tile_height(num_pairs: int, num_experts: int) -> int:
 def base_tile_height(num_pairs: int, num_experts: int) -> int:
     """Pairs of one expert, whatever their slots, that one tile of the base product covers."""
     # tiles that are mostly full cost the fewest passes over an expert's weights
-    return min(128, max(MIN_TILE_ROWS, _power_of_2(2 * num_pairs // num_experts)))
+    return min(128, max(MIN_TILE_ROWS, power_of_2(2 * num_pairs // num_experts)))
 
 
 def max_tiles(num_pairs: int, num_groups: int, height: int) -> int:
@@ -28,13 +29,9 @@ def max_tiles(num_pairs: int, num_groups: int, height: int) -> int:
 
 def num_bins(num_experts: int, max_slots: int, with_base: bool) -> int:
     """Counters of the alignment: one for each bucket, rounded up to powers of two."""
-    return max(16, _power_of_2(num_experts)) * slot_bins(max_slots, with_base)
+    return max(16, power_of_2(num_experts)) * slot_bins(max_slots, with_base)
 
 
 def slot_bins(max_slots: int, with_base: bool) -> int:
     """Counters of an expert; base rows have one of their own where they are tiled."""
-    return _power_of_2(max_slots + with_base)
-
-
-def _power_of_2(value: int) -> int:
-    return 1 << (max(1, value) - 1).bit_length()
+    return power_of_2(max_slots + with_base)

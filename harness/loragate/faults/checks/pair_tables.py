@@ -15,6 +15,7 @@ from lorakernels.metadata import BatchMetadata
 from lorakernels.moe.align import PairMetadata
 from lorakernels.moe.ops import MoEWorkspace
 from lorakernels.moe.plan import MoEShape, bridge_shape
+from lorakernels.moe.tiles import base_tile_height, tile_height
 from lorakernels.moe.weights import ExpertWeights
 
 _NOTHING = -1
@@ -128,9 +129,8 @@ def _tables(
     ]
     rows = list(enumerate(zip(experts, adapters, strict=True)))
     num_pairs = len(rows)
-    # the properties of a step that is still to be told
-    height = _height_of(pairs, num_pairs // scene.top_k).height
-    base_height = _height_of(pairs, num_pairs // scene.top_k).base_height
+    height = tile_height(num_pairs, pairs.num_experts)
+    base_height = base_tile_height(num_pairs, pairs.num_experts)
     buckets: dict[tuple[int, ...], list[int]] = {}
     bases: dict[tuple[int, ...], list[int]] = {}
     for pair, (expert, slot) in sorted(rows, key=lambda row: (row[1], row[0])):
@@ -153,11 +153,6 @@ def _tables(
         wanted["base_pairs"] = [pair for _, members in base_tiles for pair in members]
         wanted["num_base_tiles"] = [len(base_tiles)]
     return wanted
-
-
-def _height_of(pairs: PairMetadata, rows: int) -> PairMetadata:
-    pairs.num_rows = rows
-    return pairs
 
 
 def _cut(

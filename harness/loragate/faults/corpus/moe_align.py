@@ -81,8 +81,8 @@ FAULTS = (
     ),
     _tiles(
         "no-bin-for-base-rows",
-        "return _power_of_2(max_slots + with_base)",
-        "return _power_of_2(max_slots)",
+        "return power_of_2(max_slots + with_base)",
+        "return power_of_2(max_slots)",
         source="vllm #40131",
         why="With all slots in use, base rows are counted with the next expert.",
         killers=(Check.PAIRS,),
@@ -220,7 +220,7 @@ FAULTS = (
         cases=(served(),),
         checks=(Check.EXPERT_LAYER,),
     ),
-    _align(
+    _launch(
         "grid-without-part-tiles",
         "        return max(1, max_tiles(self.num_pairs, self.num_experts, self.base_height))\n",
         "        return max(1, -(-self.num_pairs // self.base_height))\n",

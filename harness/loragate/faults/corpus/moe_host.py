@@ -131,8 +131,8 @@ FAULTS = (
     ),
     _plan(
         "expand-block-below-the-dots-minimum",
-        "    block_r = min(128, max(16, _power_of_2(shape.rank)))\n",
-        "    block_r = min(128, _power_of_2(shape.rank))\n",
+        "    block_r = min(128, max(16, power_of_2(shape.rank)))\n",
+        "    block_r = min(128, power_of_2(shape.rank))\n",
         source="vllm #49327",
         why="For a low rank the expand has less to contract over than a tensor core takes.",
         killers=(Check.EXPERT_COMPILES,),
@@ -141,9 +141,9 @@ FAULTS = (
     _plan(
         "one-shot-tile-below-the-dots-minimum",
         "def plan_one_shot(shape: MoEShape) -> OneShotPlan:\n"
-        "    block_r = max(16, _power_of_2(shape.rank))\n",
+        "    block_r = max(16, power_of_2(shape.rank))\n",
         "def plan_one_shot(shape: MoEShape) -> OneShotPlan:\n"
-        "    block_r = _power_of_2(shape.rank)\n",
+        "    block_r = power_of_2(shape.rank)\n",
         source="vllm #32019",
         why="For a low rank the second product has less to contract over than a tensor core takes.",
         killers=(Check.EXPERT_COMPILES,),

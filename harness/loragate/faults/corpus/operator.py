@@ -110,8 +110,8 @@ FAULTS = (
     ),
     _plan(
         "tile-below-dot-minimum",
-        "block_r = min(128, max(16, _power_of_2(shape.rank)))",
-        "block_r = min(128, _power_of_2(shape.rank))",
+        "block_r = min(128, max(16, power_of_2(shape.rank)))",
+        "block_r = min(128, power_of_2(shape.rank))",
         source="vllm #32019",
         why="A rank below 16 gives a tile that tl.dot does not take; an interpreter does.",
         killers=(Check.COMPILES,),
