@@ -125,7 +125,7 @@ def _locate_slice(group, WIDTHS: tl.constexpr, COLUMNS: tl.constexpr, ALIGN: tl.
         first_group += (WIDTHS[s] + COLUMNS - 1) // COLUMNS
         first_column += WIDTHS[s]
     # the compiler cannot see through the selection, and would access two bytes at a time
-    column = tl.multiple_of(column, COLUMNS)
+    column = tl.multiple_of(column, COLUMNS & -COLUMNS)
     return slice_id, column, tl.multiple_of(start, ALIGN), tl.multiple_of(width, ALIGN)
 
 

@@ -67,11 +67,12 @@ def plan_shrink(shape: DenseShape) -> ShrinkPlan:
     height = tile_height(shape.num_rows)
     prefill = height >= _PREFILL_HEIGHT
     if prefill:
-        block_n, block_k = (64, 128) if ranks < 256 else (128, 64)
+        block_n = min(64 if ranks < 256 else 128, power_of_2(ranks))
+        block_k = 128 if block_n <= 32 else 64
     else:
-        block_n = 16 if shape.rank <= 16 else 32
+        block_n = min(16 if shape.rank <= 16 else 32, power_of_2(ranks))
         block_k = 256 if _is_deep(shape) else 128
-    block_n = max(16, min(block_n, power_of_2(ranks)))
+    block_n = max(16, block_n)
     if shape.itemsize == 4:
         # fp32 has no tensor-core path: smaller tiles keep it out of spills
         block_n, block_k = min(block_n, 32), 32
@@ -85,7 +86,8 @@ def plan_shrink(shape: DenseShape) -> ShrinkPlan:
         planes=power_of_2_below(planes),
         trigger_early=not prefill,
         num_warps=8 if prefill else 4,
-        num_stages=3,
+        # many thin stages hide more latency in less shared memory than few thick ones
+        num_stages=5 if prefill and (block_n, block_k) == (64, 64) else 3,
     )
 
 
@@ -111,9 +113,19 @@ def plan_expand(shape: DenseShape) -> ExpandPlan:
     if height == MIN_TILE_ROWS:
         return ExpandPlan(height, 256, block_r, 1, 8, 1)
     if height < _PREFILL_HEIGHT:
-        wide = _is_wide(shape)
-        return ExpandPlan(height, 64 if wide else 128, block_r, 4 if wide else 1, 4, 3)
-    return ExpandPlan(64, 128 if _is_wide(shape) else 64, block_r, 8, 4, 3)
+        if _is_wide(shape):
+            group = min(8, _group_of_a_wave(shape, height, 64))
+            return ExpandPlan(height, 64, block_r, group, 4, 3)
+        return ExpandPlan(height, 128, block_r, 2 if _is_deep(shape) else 1, 4, 3)
+    if _is_wide(shape):
+        return ExpandPlan(64, 128, block_r, min(12, _group_of_a_wave(shape, 64, 128)), 4, 3)
+    return ExpandPlan(64, 64, block_r, 8, 4, 3)
+
+
+def _group_of_a_wave(shape: DenseShape, block_m: int, block_n: int) -> int:
+    """Column blocks for each program if all programs are to run at once."""
+    blocks = sum(-(-width // block_n) for width in shape.slice_widths)
+    return max(1, -(-blocks * -(-shape.num_rows // block_m) // _PROGRAMS))
 
 
 def _is_deep(shape: DenseShape) -> bool:

@@ -136,12 +136,14 @@ def expected_tiles(shape: MoEShape) -> int:
 def plan_shrink(shape: MoEShape) -> ShrinkPlan:
     ranks, height = shape.ranks_of_all_slices, shape.height
     block_n = max(16, min(32 if height < 64 else 64, power_of_2(ranks)))
-    block_k = 256 if height == MIN_TILE_ROWS else 128 if block_n <= 32 else 64
+    block_k = 128 if block_n <= 32 else 64
+    if height == MIN_TILE_ROWS and (shape.in_features < 4096 or shape.num_pairs <= MIN_TILE_ROWS):
+        block_k = 256
     if shape.itemsize == 4:
         # fp32 has no tensor-core path: smaller tiles keep it out of spills
         block_n, block_k = min(block_n, 32), 32
     programs = expected_tiles(shape) * -(-ranks // block_n)
-    most = 8 if height == MIN_TILE_ROWS else 4 if height == 32 else 2
+    most = 8 if height == MIN_TILE_ROWS else 4 if height == 32 and ranks <= 32 else 2
     wanted = _PROGRAMS_OF_LOW_RANK if ranks <= 32 else _PROGRAMS
     # a plane of few steps is over before its loads are under way
     steps = 2 if shape.num_pairs <= MIN_TILE_ROWS else 4
@@ -158,11 +160,13 @@ def plan_expand(shape: MoEShape) -> ExpandPlan:
         # a wide block of B would not fit beside the output's into registers
         return ExpandPlan(128, block_r, 1, 8 if shape.height > 32 else 4, 1)
     widest = power_of_2(max(shape.slice_widths))
-    block_n = min(256 if shape.height == MIN_TILE_ROWS else 128, max(16, widest))
-    # a program does several blocks one after the other where there are programs enough
-    blocks = sum(-(-width // block_n) for width in shape.slice_widths)
     low = shape.height == MIN_TILE_ROWS
-    spare = min(4 if low else 8, widest // block_n, expected_tiles(shape) * blocks // _PROGRAMS)
+    # a program does several blocks one after the other where there are programs enough
+    wide = widest > _MOST_COLUMNS and _programs(shape, 128) >= 2 * _PROGRAMS
+    if wide and shape.height <= 32:
+        return ExpandPlan(128, block_r, 2 if low and block_r > 16 else 8, 4, 3)
+    block_n = min(256 if low else 128, max(16, widest))
+    spare = min(4 if low else 8, widest // block_n, _programs(shape, block_n) // _PROGRAMS)
     if low and spare < 4:
         spare = 1
     return ExpandPlan(
@@ -172,6 +176,11 @@ def plan_expand(shape: MoEShape) -> ExpandPlan:
         8 if shape.height > 32 and block_r <= 16 else 4,
         3,
     )
+
+
+def _programs(shape: MoEShape, block_n: int) -> int:
+    """Of an expand whose programs do one block of columns each."""
+    return expected_tiles(shape) * sum(-(-width // block_n) for width in shape.slice_widths)
 
 
 def plan_one_shot(shape: MoEShape) -> OneShotPlan:
