@@ -49,6 +49,8 @@ PADDED = replace(CASE, slices=(23, 23), tp=3)
 PARALLEL = replace(CASE, ep=2)
 # three digits of bf16 hide some of what three bits do
 FP8 = replace(CASE, quantisation=Quantisation.FP8, dtype=Dtype.FP16)
+# few numbers cannot tell what quantising costs from a single number that is quantised otherwise
+MANY_FP8 = replace(FP8, tokens=200, slices=(96, 96))
 SHARED = replace(CASE, sharing=Sharing.SHARED_OUTER)
 
 
@@ -353,10 +355,10 @@ WRONG_ANSWERS = [
 ]
 # what rounds by its nature has no exact result
 ROUNDED = [
-    (DownSeesQuantisedActivations, FP8),
+    (DownSeesQuantisedActivations, MANY_FP8),
     (AdaptersSeeQuantisedInput, FP8),
     (AdaptersSeeValuesWithoutScale, FP8),
-    (NothingQuantised, FP8),
+    (NothingQuantised, MANY_FP8),
 ]
 WRONG = [
     *((oracle, *row) for oracle in (REFERENCE, EXACT) for row in WRONG_ANSWERS),

@@ -128,7 +128,11 @@ class _Sums:
         bound_sq = mean(errors.bound_sq)
         # errors of the bridge are common to all columns: only rows x ranks are independent
         independent = rows * widths.minimum(ranks.clamp(min=1))
-        bridge = _unlucky(independent) * mean(errors.bridge_sq).sqrt()
+        # one row of a group may have the largest jump
+        rows_of = group[:, None].expand_as(errors.jump_sq)
+        jump = torch.zeros_like(delta_sq).scatter_reduce_(0, rows_of, errors.jump_sq, "amax")
+        bridge_sq = mean(errors.bridge_sq) + jump / FACTOR**2 / (rows * widths)
+        bridge = _unlucky(independent) * bridge_sq.sqrt()
         allowed = FACTOR * self.eager.maximum((bound_sq / 6).sqrt()).hypot(bridge)
         allowed += mean(errors.floor_sq).maximum(bound_sq / 12).sqrt()
         self.threshold = (1 + 2 * independent.double() ** -0.5) * allowed
@@ -163,7 +167,8 @@ def row_findings(case: Case, errors: RowErrors) -> Iterator[Finding]:
     subject, eager = (errors.subject_sq / widths).sqrt(), (errors.eager_sq / widths).sqrt()
     bound = (errors.bound_sq / widths).sqrt()
     # the bridge is rounded once for each rank, for all columns alike
-    bridge = _unlucky(widths.clamp(max=case.rank)) * (errors.bridge_sq / widths).sqrt()
+    bridge_sq = (errors.bridge_sq + errors.jump_sq / FACTOR**2) / widths
+    bridge = _unlucky(widths.clamp(max=case.rank)) * bridge_sq.sqrt()
     # eager may be lucky in a row of few columns: see populations()
     allowed = FACTOR * eager.maximum(bound / 6**0.5).hypot(bridge) + bound
     yield _worst(subject, allowed, "the rms of a row's errors")

@@ -27,6 +27,7 @@ class RowErrors:
     `bound_*`: largest and sum of squares of what rounding may cost an element at worst.
     `floor_sq`: what rounding the golden output once costs. `bridge_*`: what rounding the bridge
     costs on average, which eager is spared, or for a layer whatever stands between its products.
+    `jump_sq`: what single elements of a row may suffer beyond that average.
     `gain`: sum of error * delta.
     """
 
@@ -40,6 +41,7 @@ class RowErrors:
     bound_max: Tensor
     bridge_sq: Tensor
     bridge_max: Tensor
+    jump_sq: Tensor
     worst_column: Tensor
     gain: Tensor
 
@@ -68,6 +70,7 @@ def row_errors(case: Case, right: Golden, eager: Tensor, subject: Tensor) -> Row
     bound = torch.where(finite, _rounding_bound(case, right, eager.dtype), 0.0)
     drift = _accumulation(case) * sums(_accumulated(case, right, finite).square())
     bridge = torch.where(finite, right.terms_sq, 0.0) * _bridge_variance(case, eager.dtype)
+    jump = torch.zeros_like(bridge) if right.jump_sq is None else right.jump_sq
     worst = [part.abs().argmax(1) for part in torch.split(wrong, widths, 1)]
     return RowErrors(
         delta_sq=sums(delta.square()),
@@ -79,7 +82,9 @@ def row_errors(case: Case, right: Golden, eager: Tensor, subject: Tensor) -> Row
         eager_max=tops(plain.abs()),
         bound_max=tops(bound) + TAIL * (drift / torch.tensor(widths, device=out.device)).sqrt(),
         bridge_sq=sums(bridge),
-        bridge_max=tops(bridge).sqrt(),
+        # two jumps may meet in an element
+        bridge_max=tops(bridge + jump * (2 / TAIL) ** 2).sqrt(),
+        jump_sq=sums(jump),
         worst_column=torch.stack(worst, 1),
         gain=sums(wrong * delta),
     )

@@ -50,6 +50,9 @@ def _golden_layer(case: Case, pool: Pool, batch: Batch, base: BaseExperts) -> Go
     layer = _Layer(case, base, batch, torch.float64)
     first, alone = layer.first(pool), layer.first(None)
     noise = layer.weighted_sum(layer.noise(pool, first), squares=True)
+    jump: Tensor | None = None
+    if layer.is_quantised:
+        jump = layer.weighted_sum(layer.largest_flip(first), squares=True)
     base_alone, out = torch.zeros_like(noise), torch.zeros_like(noise)
     for columns in _parts(case.slices[0], case.tp):
         base_alone += layer.weighted_sum(layer.second(None, alone.act, columns))
@@ -63,7 +66,7 @@ def _golden_layer(case: Case, pool: Pool, batch: Batch, base: BaseExperts) -> Go
     # sums may have another order each time on a GPU: of the difference of two, base rows keep
     # nothing, or their delta would be a population of noise
     served = (batch.token_slots >= 0).to(out.device)[:, None]
-    return Golden(base_alone, torch.where(served, out - base_alone, 0.0), noise)
+    return Golden(base_alone, torch.where(served, out - base_alone, 0.0), noise, jump)
 
 
 def _eager_layer(case: Case, pool: Pool, batch: Batch, base: BaseExperts) -> Tensor:
@@ -166,16 +169,24 @@ class _Layer:
             bridges += self._accumulation(bridges)
         if self.case.router is RouterWeights.INPUT:
             bridges *= self.weights.square()
-        act = _act_noise(first, bridges) + first.act.square()
+        moved = _act_noise(first, bridges)
+        act = moved + first.act.square()
         through_base = act
         if self.is_quantised:
-            # what moves a little may be quantised to the next number
+            # what moves a little may be rounded, and then quantised, to the next number
             unit = (torch.finfo(self.batch.x.dtype).eps / 2) ** 2 / 3
-            flips = _MEAN * (act * unit).sqrt() * first.act.abs() * _STEP_FP8
+            flips = _MEAN * (moved * unit).sqrt() * first.act.abs() * _STEP_FP8
             through_base = act + flips / unit
         total = self.grouped.times(through_base, self.w2, squares=True)
         total += deltas(_squared(pool.down), act, self.act_rows, self.dtype)
         return total + deltas(pool.down, first.act, self.act_rows, self.dtype, squares=True)
+
+    def largest_flip(self, first: _First) -> Tensor:
+        """Squares of what the outputs of pairs suffer when the largest number of act is quantised
+        to the next. In fp16 a row has few flips, and any of them may be this one."""
+        size = first.act.abs()
+        largest = torch.where(size == size.amax(1, keepdim=True), size * _STEP_FP8, 0.0)
+        return self.grouped.times(largest.square(), self.w2, squares=True)
 
     def _accumulation(self, bridges: Tensor) -> Tensor:
         """Variance of gate and up for sums in fp32. An argument near zero is a number of large
