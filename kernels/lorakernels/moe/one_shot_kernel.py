@@ -3,7 +3,7 @@ the two products. Names as in kernels.py."""
 
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+from triton.language.extra.cuda import gdc_wait
 
 from lorakernels.dense.kernels import _dot
 
@@ -151,9 +151,10 @@ def moe_one_shot_kernel(
     # grid (parts of a slice's columns, slices, tiles). A program holds one slice of its tile's
     # pairs, or PAIRED both of two slices of equal width: their ranks stay on chip between the
     # two products
+    # what follows starts when all of this is done: its programs would take the free places, and
+    # be unevenly spread over the multiprocessors
     if PDL:
         gdc_wait()
-        gdc_launch_dependents()
     S: tl.constexpr = len(WIDTHS)
     slice_id = tl.program_id(1)
     start = 0
@@ -182,7 +183,12 @@ def moe_one_shot_kernel(
     for tile in tl.range(first_tile, num_tiles, tl.num_programs(2), num_stages=1):
         live_m = pairs >= 0
         table = slot * S + slice_id
+        # everything small is fetched ahead: behind the shrink its latency would add up
         rank = tl.load(ranks_ptr + table)
+        scale = tl.load(scales_ptr + table)
+        if PAIRED:
+            up_rank = tl.load(ranks_ptr + table + 1)
+            up_scale = tl.load(scales_ptr + table + 1)
         if WEIGHTED:
             weight = tl.load(weights_ptr + pairs, mask=live_m, other=0.0).to(tl.float32)
         else:
@@ -201,7 +207,6 @@ def moe_one_shot_kernel(
 
         low: tl.constexpr = b_ptr.dtype.element_ty
         if PAIRED:
-            up_rank = tl.load(ranks_ptr + table + 1)
             h, up = _shrink_rows_twice(
                 x_ptrs,
                 a_ptrs,
@@ -217,7 +222,7 @@ def moe_one_shot_kernel(
                 EVEN_K,
                 IEEE,
             )
-            up = up * (weight * tl.load(scales_ptr + table + 1))[:, None]
+            up = up * (weight * up_scale)[:, None]
             _sweep_columns(
                 up.to(low),
                 b_ptrs + WIDTHS[0] * R,
@@ -248,7 +253,7 @@ def moe_one_shot_kernel(
                 EVEN_K,
                 IEEE,
             )
-        h = h * (weight * tl.load(scales_ptr + table))[:, None]
+        h = h * (weight * scale)[:, None]
         _sweep_columns(
             h.to(low),
             b_ptrs,

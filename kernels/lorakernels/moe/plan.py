@@ -137,8 +137,10 @@ def plan_shrink(shape: MoEShape) -> ShrinkPlan:
     ranks, height = shape.ranks_of_all_slices, shape.height
     block_n = max(16, min(32 if height < 64 else 64, power_of_2(ranks)))
     block_k = 128 if block_n <= 32 else 64
-    if height == MIN_TILE_ROWS and (shape.in_features < 4096 or shape.num_pairs <= MIN_TILE_ROWS):
-        block_k = 256
+    if height == MIN_TILE_ROWS:
+        block_k = 64 if ranks <= 32 else 128
+        if shape.in_features < 4096 or shape.num_pairs <= MIN_TILE_ROWS:
+            block_k = 256
     if shape.itemsize == 4:
         # fp32 has no tensor-core path: smaller tiles keep it out of spills
         block_n, block_k = min(block_n, 32), 32
@@ -148,7 +150,7 @@ def plan_shrink(shape: MoEShape) -> ShrinkPlan:
     # a plane of few steps is over before its loads are under way
     steps = 2 if shape.num_pairs <= MIN_TILE_ROWS else 4
     planes = min(most, wanted // max(1, programs), shape.in_features // (block_k * steps))
-    stages = 3 if height == MIN_TILE_ROWS or shape.itemsize == 4 else 4
+    stages = 3 if shape.itemsize == 4 or (height == MIN_TILE_ROWS and block_k > 64) else 4
     return ShrinkPlan(block_n, block_k, power_of_2_below(planes), 4, stages)
 
 
@@ -164,6 +166,8 @@ def plan_expand(shape: MoEShape) -> ExpandPlan:
     # a program does several blocks one after the other where there are programs enough
     wide = widest > _MOST_COLUMNS and _programs(shape, 128) >= 2 * _PROGRAMS
     if wide and shape.height <= 32:
+        if low and block_r <= 16 and not _has_tiles_of_one_pair(shape):
+            return ExpandPlan(256, block_r, 8, 8, 3)
         return ExpandPlan(128, block_r, 2 if low and block_r > 16 else 8, 4, 3)
     block_n = min(256 if low else 128, max(16, widest))
     spare = min(4 if low else 8, widest // block_n, _programs(shape, block_n) // _PROGRAMS)
@@ -176,6 +180,11 @@ def plan_expand(shape: MoEShape) -> ExpandPlan:
         8 if shape.height > 32 and block_r <= 16 else 4,
         3,
     )
+
+
+def _has_tiles_of_one_pair(shape: MoEShape) -> bool:
+    """Latency counts then."""
+    return shape.num_pairs <= expected_tiles(shape)
 
 
 def _programs(shape: MoEShape, block_n: int) -> int:
@@ -209,8 +218,11 @@ def _one_shot_of_one_slice(shape: MoEShape, block_r: int, programs: int) -> OneS
     far = shape.num_pairs < 2048
     if block_r == 64 and len(shape.slice_widths) == 1 and programs >= 500:
         return OneShotPlan(64, 128, block_r, 1, False, 2, 4 if far else 3, 4 if far else 3)
-    wide = block_r <= 16 and far
-    return OneShotPlan(256 if wide else 128, 128, block_r, parts, False, 4, 3, 3)
+    if block_r > 16:
+        return OneShotPlan(128, 128, block_r, parts, False, 4, 3, 3)
+    if _has_tiles_of_one_pair(shape):
+        return OneShotPlan(128, 128, block_r, 1, False, 4, 3, 3)
+    return OneShotPlan(256, 128, block_r, parts, False, 2, 4, 3)
 
 
 def _parts(shape: MoEShape, programs: int) -> int:

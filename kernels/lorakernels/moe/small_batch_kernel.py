@@ -3,7 +3,7 @@ Names as in kernels.py."""
 
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+from triton.language.extra.cuda import gdc_wait
 
 from lorakernels.dense.kernels import _locate_slice
 
@@ -48,10 +48,9 @@ def moe_small_batch_kernel(
     PDL: tl.constexpr,
 ):
     # grid (pairs, blocks of columns): no tile, no tensor core, sums in fp32 throughout. Each
-    # program shrinks for itself, so that one launch does
+    # program shrinks for itself, so that one launch does. For what follows see one_shot_kernel.py
     if PDL:
         gdc_wait()
-        gdc_launch_dependents()
     S: tl.constexpr = len(WIDTHS)
     slice_id, column, start, width = _locate_slice(tl.program_id(1), WIDTHS, BLOCK_N, WIDTH_ALIGN)
     pair = tl.program_id(0)
@@ -74,6 +73,8 @@ def moe_small_batch_kernel(
         b_ptrs = b_tile + columns[:, None] * R + offs_r[None, :]
         b = tl.load(b_ptrs, mask=live_n[:, None] & (offs_r < loaded_rank)[None, :], other=0.0)
         out_ptrs = out_ptr + row * stride_om + columns * stride_on
+        if ADD:
+            previous = tl.load(out_ptrs, mask=live_n, other=0.0)
 
         x_row = x_ptr + (pair // ROWS_PER_X).to(tl.int64) * stride_xm
         a_tile = a_ptr + slot.to(tl.int64) * stride_a_slot + expert.to(tl.int64) * stride_a_expert
@@ -88,5 +89,5 @@ def moe_small_batch_kernel(
         h = tl.sum(acc, axis=1) * scale
         delta = tl.sum(b.to(tl.float32) * h[None, :], axis=1)
         if ADD:
-            delta += tl.load(out_ptrs, mask=live_n, other=0.0).to(tl.float32)
+            delta += previous.to(tl.float32)
         tl.store(out_ptrs, delta.to(b.dtype), mask=live_n)

@@ -36,8 +36,8 @@ FAULTS = (
     ),
     _one_shot(
         "one-shot-does-not-wait",
-        "    if PDL:\n        gdc_wait()\n        gdc_launch_dependents()\n    S: tl.constexpr",
-        "    if PDL:\n        gdc_launch_dependents()\n    S: tl.constexpr",
+        "    if PDL:\n        gdc_wait()\n    S: tl.constexpr",
+        "    S: tl.constexpr",
         source="vllm #31777",
         why="A single launch reads an input that the kernel before it has not written yet.",
         killers=(Check.PAIR_ORDER,),
