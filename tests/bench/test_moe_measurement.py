@@ -11,13 +11,13 @@ from torch import Tensor
 
 from loragate.bench import moe_delta, moe_layer, moe_rows
 from loragate.bench.contender import Contender, Unavailable, WrongResult, find_contender
+from loragate.bench.lorakernels_layer import ExpertsLayer
 from loragate.bench.moe import compile_side_by_side, measure, run_moe
 from loragate.bench.moe_delta import count_buckets, make_step
 from loragate.bench.moe_figures import AlignFigures, DeltaFigures, LayerFigures, MoEMeasured
 from loragate.bench.moe_rows import AlignRow, DeltaRow, LayerRow, MoERow, Projection
 from loragate.machine import detect_machine
 from loragate.matrix.case import Path, Site, Source
-from loragate.subjects.lorakernels_layer import ExpertsLayer
 from loragate.subjects.lorakernels_moe import MoEDelta
 
 MACHINE = detect_machine()

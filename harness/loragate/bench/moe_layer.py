@@ -14,10 +14,12 @@ from torch import Tensor
 from torch.nn import functional
 
 from loragate.bench.contender import Contender, Yardstick
+from loragate.bench.lorakernels_layer import ExpertsLayer
 from loragate.bench.moe_delta import SEED, make_step
 from loragate.bench.moe_figures import LayerFigures
 from loragate.bench.moe_rows import LAYER_TOKENS, LayerRow
 from loragate.bench.timer import Clock
+from loragate.bench.vllm_layer import FusedExperts, load_fused_experts
 from loragate.inputs import DataKind, make_pool, torch_dtype
 from loragate.inputs.draw import Draw
 from loragate.inputs.pairs import OutRows
@@ -25,9 +27,7 @@ from loragate.machine import Machine
 from loragate.matrix.case import Case
 from loragate.oracles.golden import deltas
 from loragate.oracles.grouped import GroupedRows
-from loragate.subjects.lorakernels_layer import ExpertsLayer
 from loragate.subjects.protocol import Pool, Routes
-from loragate.subjects.vllm_layer import FusedExperts, load_fused_experts
 
 _BASE, _LORA, _BASELINE = "without adapters", "with adapters", "baseline"
 
