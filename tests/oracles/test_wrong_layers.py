@@ -316,6 +316,25 @@ class AdaptersSeeValuesWithoutScale(AdaptersSeeQuantisedInput):
         return MoELayer.first(self, rank, expert, values.to(x.dtype), tokens)
 
 
+class AdaptersOfHalfPrecision(MoELayer):
+    def load(self, slot: int, pool: Pool) -> None:
+        half = [b.half().to(b.dtype) for b in pool.b]
+        super().load(slot, replace(pool, a=pool.a.half().to(pool.a.dtype), b=tuple(half)))
+
+
+class BridgesOfHalfPrecision(MoELayer):
+    def load(self, slot: int, pool: Pool) -> None:
+        super().load(slot, pool)
+        up, down = self.slots[slot]
+        self.slots[slot] = ([HalfBridge(f.a, f.b, f.scale) for f in up], down)
+
+
+class HalfBridge(Factors):
+    def delta(self, rows: Tensor, expert: int) -> Tensor:
+        a, b = (f[min(expert, len(f) - 1)].float() for f in (self.a, self.b))
+        return self.scale * (rows.float() @ a.T).half().float() @ b.T
+
+
 class NothingQuantised(MoELayer):
     def as_base_sees_it(self, values: Tensor) -> Tensor:
         return values.float()
@@ -359,6 +378,8 @@ ROUNDED = [
     (AdaptersSeeQuantisedInput, FP8),
     (AdaptersSeeValuesWithoutScale, FP8),
     (NothingQuantised, MANY_FP8),
+    (AdaptersOfHalfPrecision, replace(FP8, dtype=Dtype.FP32)),
+    (BridgesOfHalfPrecision, replace(FP8, dtype=Dtype.FP32)),
 ]
 WRONG = [
     *((oracle, *row) for oracle in (REFERENCE, EXACT) for row in WRONG_ANSWERS),

@@ -45,6 +45,14 @@ def quantised(values: Tensor) -> tuple[Tensor, Tensor]:
     return (wide / scales[..., None]).to(_FP8), scales
 
 
+def quantised_by(scales: Tensor, values: Tensor) -> Tensor:
+    """What 8-bit values with a scale for each row make of `values`; what is beyond the largest
+    becomes the largest."""
+    largest = torch.finfo(_FP8).max
+    units = (values / scales[..., None]).clamp(-largest, largest)
+    return dequantised(units.to(_FP8), scales)
+
+
 def dequantised(values: Tensor, scales: Tensor) -> Tensor:
     """In the dtype of the scales."""
     return values.to(scales.dtype) * scales[..., None]

@@ -167,7 +167,8 @@ def row_findings(case: Case, errors: RowErrors) -> Iterator[Finding]:
     subject, eager = (errors.subject_sq / widths).sqrt(), (errors.eager_sq / widths).sqrt()
     bound = (errors.bound_sq / widths).sqrt()
     # the bridge is rounded once for each rank, for all columns alike
-    bridge_sq = (errors.bridge_sq + errors.jump_sq / FACTOR**2) / widths
+    # two jumps may meet in a row
+    bridge_sq = (errors.bridge_sq + errors.jump_sq) / widths
     bridge = _unlucky(widths.clamp(max=case.rank)) * bridge_sq.sqrt()
     # eager may be lucky in a row of few columns: see populations()
     allowed = FACTOR * eager.maximum(bound / 6**0.5).hypot(bridge) + bound

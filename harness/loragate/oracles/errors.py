@@ -82,7 +82,7 @@ def row_errors(case: Case, right: Golden, eager: Tensor, subject: Tensor) -> Row
         eager_max=tops(plain.abs()),
         bound_max=tops(bound) + TAIL * (drift / torch.tensor(widths, device=out.device)).sqrt(),
         bridge_sq=sums(bridge),
-        # two jumps may meet in an element
+        # as in a row
         bridge_max=tops(bridge + jump * (2 / TAIL) ** 2).sqrt(),
         jump_sq=sums(jump),
         worst_column=torch.stack(worst, 1),

@@ -33,8 +33,8 @@ _CONDITION_ROWS = 64
 class Golden:
     """fp64 [rows, out_features]: the base layer's output, and what the adapters add; where they
     store, the base is zero. `terms_sq` is the sum over the ranks of the squares of the terms that
-    make up the delta. `jump_sq` is the square of what a single quantisation to the next number may
-    cost at most: rare, and far from the mean of `terms_sq`."""
+    make up the delta. `jump_sq` is the square of what a single quantisation to the other of two
+    numbers may cost: rare, and far from the mean of `terms_sq`."""
 
     base: Tensor
     delta: Tensor

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from loragate.inputs.base_experts import dequantised, quantised
+from loragate.inputs.base_experts import dequantised, quantised, quantised_by
 from loragate.inputs.pairs import pair_rows
 from loragate.matrix.case import Case, RouterWeights
 from loragate.oracles.golden import Golden, deltas, eager, golden
@@ -28,6 +28,8 @@ from loragate.subjects.protocol import BaseExperts, BaseLayer, Batch, Pool
 
 # distance of 8-bit numbers, relative to one of them, and the mean of |x| for a normal x of rms 1
 _STEP_FP8, _MEAN = 2.0**-3.5, 0.8
+# in multiples of its rms: how far a number may move
+_REACH = 4.0
 
 
 def golden_of(case: Case, pool: Pool, batch: Batch, base: BaseLayer | None) -> Golden:
@@ -49,16 +51,16 @@ def _golden_layer(case: Case, pool: Pool, batch: Batch, base: BaseExperts) -> Go
     bridges, of act, of the outputs of pairs, and of what the ranks of a group add up."""
     layer = _Layer(case, base, batch, torch.float64)
     first, alone = layer.first(pool), layer.first(None)
-    noise = layer.weighted_sum(layer.noise(pool, first), squares=True)
-    jump: Tensor | None = None
-    if layer.is_quantised:
-        jump = layer.weighted_sum(layer.largest_flip(first), squares=True)
-    base_alone, out = torch.zeros_like(noise), torch.zeros_like(noise)
+    moved = layer.moved(pool, first)
+    noise = layer.weighted_sum(layer.noise(pool, first, moved), squares=True)
+    base_alone, out, jump = (torch.zeros_like(noise) for _ in range(3))
     for columns in _parts(case.slices[0], case.tp):
         base_alone += layer.weighted_sum(layer.second(None, alone.act, columns))
         y = layer.second(pool.down, first.act, columns)
         out += layer.weighted_sum(y)
         noise += layer.weighted_sum(y.square(), squares=True)
+        if layer.is_quantised:
+            jump += layer.weighted_sum(layer.largest_flip(first, moved, columns), squares=True)
         if case.tp * case.ep > 1:
             for held in layer.held_by_ranks():
                 # the part of a rank, and the sum up to it, which is about as large
@@ -161,32 +163,44 @@ class _Layer:
         """`squares`: of variances instead of outputs."""
         return self.added(self.weighted(self.weighted(y) if squares else y))
 
-    def noise(self, pool: Pool, first: _First) -> Tensor:
-        """Variance of the outputs of pairs before they are rounded, to the first order."""
-        assert pool.down is not None
+    def moved(self, pool: Pool, first: _First) -> Tensor:
+        """Variance of act before it is rounded, to the first order."""
         bridges = deltas(pool, self.batch.x, self.rows, self.dtype, squares=True)
         if self.batch.x.dtype == torch.float32:
             bridges += self._accumulation(bridges)
         if self.case.router is RouterWeights.INPUT:
             bridges *= self.weights.square()
-        moved = _act_noise(first, bridges)
+        return _act_noise(first, bridges)
+
+    def noise(self, pool: Pool, first: _First, moved: Tensor) -> Tensor:
+        """Variance of the outputs of pairs before they are rounded, to the first order."""
+        assert pool.down is not None
         act = moved + first.act.square()
         through_base = act
         if self.is_quantised:
             # what moves a little may be rounded, and then quantised, to the next number
-            unit = (torch.finfo(self.batch.x.dtype).eps / 2) ** 2 / 3
-            flips = _MEAN * (moved * unit).sqrt() * first.act.abs() * _STEP_FP8
-            through_base = act + flips / unit
+            flips = _MEAN * (moved * self.unit).sqrt() * first.act.abs() * _STEP_FP8
+            through_base = act + flips / self.unit
         total = self.grouped.times(through_base, self.w2, squares=True)
         total += deltas(_squared(pool.down), act, self.act_rows, self.dtype)
         return total + deltas(pool.down, first.act, self.act_rows, self.dtype, squares=True)
 
-    def largest_flip(self, first: _First) -> Tensor:
-        """Squares of what the outputs of pairs suffer when the largest number of act is quantised
-        to the next. In fp16 a row has few flips, and any of them may be this one."""
-        size = first.act.abs()
-        largest = torch.where(size == size.amax(1, keepdim=True), size * _STEP_FP8, 0.0)
-        return self.grouped.times(largest.square(), self.w2, squares=True)
+    def largest_flip(self, first: _First, moved: Tensor, columns: slice) -> Tensor:
+        """Squares of what the outputs of pairs suffer from the largest flip of act: of a number so
+        near to the middle between two 8-bit numbers that what moves it decides between them. A row
+        in fp16 has few of them, far from what they cost on average."""
+        reach = _REACH * (moved[:, columns] * self.unit).sqrt()
+        size, low = first.act[:, columns].abs(), self.batch.x.dtype
+        up, down = ((size + move).to(low).to(self.dtype) for move in (reach, -reach))
+        # the scale of a row is that of its largest number, which moves as well
+        size = quantised_by(quantised(down)[1], up) - quantised_by(quantised(up)[1], down)
+        largest = torch.where(size == size.amax(1, keepdim=True), size, 0.0)
+        return self.grouped.times(largest.square(), self.w2[..., columns], squares=True)
+
+    @property
+    def unit(self) -> float:
+        """Relative variance of one rounding to the dtype of the case."""
+        return (torch.finfo(self.batch.x.dtype).eps / 2) ** 2 / 3
 
     def _accumulation(self, bridges: Tensor) -> Tensor:
         """Variance of gate and up for sums in fp32. An argument near zero is a number of large
