@@ -168,6 +168,20 @@ def test_shrink_and_expand_make_up_the_delta() -> None:
     assert torch.equal(out, setup.run())
 
 
+def test_rows_of_slots_that_the_weights_do_not_have_are_refused() -> None:
+    setup = Setup(20)
+    slots = setup.weights.num_slots
+    metadata = BatchMetadata(max_tokens=20, max_slots=slots + 1, device="cpu")
+    metadata.prepare(torch.full((20,), slots, dtype=torch.int32))
+    with pytest.raises(ValueError, match=rf"at most {slots} slots like the weights"):
+        dense_delta(setup.x, setup.weights, metadata, setup.workspace, setup.base.clone())
+
+
+def test_an_empty_batch_shrinks_to_nothing() -> None:
+    setup = Setup(0)
+    lora_shrink(setup.x, setup.weights, setup.metadata, torch.empty(bridge_shape(0, setup.weights)))
+
+
 @pytest.mark.parametrize("rows", [0, 1])
 def test_a_batch_of_nothing_or_of_one_row_runs(rows: int) -> None:
     setup = Setup(rows)
@@ -186,6 +200,7 @@ def test_a_batch_of_nothing_or_of_one_row_runs(rows: int) -> None:
         ({"out": torch.zeros(19, 80)}, r"out must have 20 rows like x \(got 19\)"),
         ({"out": torch.zeros(20, 80, dtype=torch.bfloat16)}, "out must be torch.float32"),
         ({"x": torch.zeros(20)}, "two dimensions"),
+        ({"out": torch.zeros(20)}, r"out must have two dimensions \(got shape \[20\]\)"),
     ],
 )
 def test_wrong_tensors_are_refused_by_name(change: dict[str, Tensor], message: str) -> None:

@@ -294,7 +294,7 @@ BAD_PARTS = [
     ({"k": factors(9, 8, 7)}, "rank of k must be 1 to 8 (got 9)"),
     (
         {"k": LoRAFactors(randn(2, K, seed=1), randn(8, 2, seed=1), float("inf"))},
-        "scale of k must be finite (got inf)",
+        "scale of k must be finite in float32 (got inf)",
     ),
     (
         {"k": LoRAFactors(randn(2, K, seed=1), torch.full((8, 2), float("nan")), 1.0)},

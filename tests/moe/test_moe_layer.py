@@ -251,6 +251,33 @@ def test_quantised_weights_are_cut_with_their_scales(padded: int | None) -> None
             assert torch.equal(expand(Quantised(values, scales)), want)
 
 
+def test_a_part_of_a_layer_lets_go_of_the_rest() -> None:
+    w13, w2 = weights()
+    place = MoERank.of_group(1, ep_size=2, tp_size=1)
+    layer = FusedMoELoRA(w13, w2, num_slots=1, rank=1, place=place)
+    for own, whole in ((layer.w13, w13), (layer.w2, w2)):
+        assert own.untyped_storage().nbytes() == own.nbytes < whole.nbytes
+
+
+def test_scratch_of_another_dtype_is_refused() -> None:
+    batch, layer = Batch.draw(), build()
+    other = FusedMoELoRA(*(w.half() for w in weights()), num_slots=SLOTS, rank=RANK)
+    scratch = MoEScratch([other], max_tokens=TOKENS, top_k=TOP_K)
+    rows = BatchMetadata(max_tokens=TOKENS, max_slots=SLOTS, device="cpu")
+    rows.prepare(torch.tensor(TOKEN_SLOTS, dtype=torch.int32))
+    pairs = PairMetadata(
+        max_tokens=TOKENS,
+        top_k=TOP_K,
+        num_experts=EXPERTS,
+        max_slots=SLOTS,
+        device="cpu",
+        with_base=True,
+    )
+    message = "act of buffers must be torch.float32 (got torch.float16)"
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+        layer(batch.x, batch.ids, batch.router, rows, pairs, scratch)
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [

@@ -7,12 +7,12 @@ from dataclasses import replace
 
 import pytest
 
-from lorakernels.moe.ops import _largest_bridge
 from lorakernels.moe.plan import (
     MAX_FUSED_RANK,
     MoEPath,
     MoEShape,
     bridge_shape,
+    largest_bridge,
     plan_one_shot,
     plan_path,
     plan_shrink,
@@ -25,15 +25,18 @@ SHAPES = [
     MoEShape(1, 512, 2048, (512, 512), 512, 2),
     MoEShape(1, 1, 48, (33,), 1, 4),
     MoEShape(1, 256, 7168, (2048, 2048), 128, 2),
+    # no power of two: here planes rise between powers of two
+    MoEShape(1, 33, 2048, (768, 768), 16, 2),
+    MoEShape(1, 36, 7168, (2048, 2048), 16, 2),
+    MoEShape(1, 72, 4096, (512, 512), 64, 2),
 ]
 
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_the_workspace_holds_the_bridge_of_every_smaller_batch(shape: MoEShape) -> None:
-    most = 3000
-    room = _largest_bridge(replace(shape, num_pairs=most))
-    needed = [math.prod(bridge_shape(replace(shape, num_pairs=n))) for n in range(1, most + 1)]
-    assert max(needed) <= room
+    sizes = [math.prod(bridge_shape(replace(shape, num_pairs=n))) for n in range(1, 5001)]
+    for most in (1, 16, 3541, 4096, 5000):
+        assert max(sizes[:most]) == largest_bridge(replace(shape, num_pairs=most))
 
 
 @pytest.mark.parametrize("rank", [1, 16, 128, 129, 512])

@@ -287,7 +287,9 @@ def too_large() -> ExpertParts:
         ),
         (
             lambda: {"experts.6.up_proj": numbered(stacked())["experts.5.up_proj"]},
-            "parts may name experts of the layer (got 'experts.6.up_proj')",
+            "parts may name experts.PROJECTION or experts.NUMBER.PROJECTION, with one of "
+            "gate_proj, up_proj, down_proj (got 'experts.6.up_proj'; "
+            "did you mean 'experts.5.up_proj'?)",
         ),
         (
             lambda: {"experts.up_proj": numbered(stacked())["experts.5.up_proj"]},

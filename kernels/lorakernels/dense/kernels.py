@@ -2,7 +2,7 @@
 
 Both kernels walk the compact tile list of BatchMetadata with a stride of their grid, so the
 grid depends on the batch size alone. The shrink holds many slices and ranks of its rows at
-once, so x is read once; K may be split into planes that the expand adds up in a fixed order:
+once, as many as its plan says; K may be split into planes that the expand adds up in a fixed order:
 no atomics, no memset, the same bits every time.
 
 Names: x [M, K], A [L, S*R, K], B [L, N, R], bridge [P, tiles * HEIGHT, S*R] fp32 in the row
@@ -87,7 +87,7 @@ def lora_shrink_kernel(
                 x = tl.load(x_ptrs, mask=live_m[:, None] & live_k[None, :], other=0.0)
                 a = tl.load(a_ptrs, mask=live_n[None, :] & live_k[:, None], other=0.0)
                 acc = _dot(x, a, acc, IEEE)
-                x_ptrs += BLOCK_K * stride_xk
+                x_ptrs += tl.cast(stride_xk, tl.int64) * BLOCK_K
                 a_ptrs += BLOCK_K
             # rows without a token stay unwritten, dead ranks become zero
             row_ptrs = plane_ptr + (tile * HEIGHT + offs_m).to(tl.int64)[:, None] * SR

@@ -56,7 +56,7 @@ def dense_delta(
     x [rows, in_features] and out [rows, out_features] of the weights' dtype, any strides.
     Rows of slot -1 are neither read nor written. Deterministic. Raises ValueError.
     """
-    _check_rows(x, metadata)
+    _check_rows(x, weights, metadata)
     torch.ops.lorakernels.dense_delta(
         x,
         weights.a,
@@ -78,7 +78,7 @@ def lora_shrink(x: Tensor, weights: SlotWeights, metadata: BatchMetadata, bridge
     bridge: contiguous fp32 of `bridge_shape`. Only rows of the batch with a slot are written.
     Raises ValueError.
     """
-    _check_rows(x, metadata)
+    _check_rows(x, weights, metadata)
     _check_input(x, weights.a)
     shape = _shape(x.shape[0], weights)
     _check_bridge(bridge, shape, weights.num_slots)
@@ -90,7 +90,7 @@ def lora_expand(bridge: Tensor, weights: SlotWeights, metadata: BatchMetadata, o
 
     bridge as `lora_shrink` left it for a batch of as many rows. Raises ValueError.
     """
-    _check_rows(out, metadata)
+    _check_rows(out, weights, metadata)
     _check_output(out, weights.b)
     shape = _shape(out.shape[0], weights)
     _check_bridge(bridge, shape, weights.num_slots)
@@ -118,9 +118,11 @@ def _dense_delta(
     out: Tensor,
 ) -> None:
     _check_input(x, a)
-    _check_output(out, b)
+    if out.dim() != 2:
+        raise ValueError(f"out must have two dimensions (got shape {list(out.shape)})")
     if out.shape[0] != x.shape[0]:
         raise ValueError(f"out must have {x.shape[0]} rows like x (got {out.shape[0]})")
+    _check_output(out, b)
     if x.shape[0] == 0:
         return
     if overlap(x, out):
@@ -244,7 +246,13 @@ def _shape(num_rows: int, weights: SlotWeights) -> DenseShape:
     )
 
 
-def _check_rows(x: Tensor, metadata: BatchMetadata) -> None:
+def _check_rows(x: Tensor, weights: SlotWeights, metadata: BatchMetadata) -> None:
+    if metadata.max_slots > weights.num_slots:
+        # rows of a slot beyond would read behind the weights
+        raise ValueError(
+            f"metadata must have at most {weights.num_slots} slots like the weights "
+            f"(got {metadata.max_slots})"
+        )
     if x.dim() != 2:
         raise ValueError(f"x and out must have two dimensions (got shape {list(x.shape)})")
     if x.shape[0] != metadata.num_rows:

@@ -78,7 +78,9 @@ def plan_shrink(shape: DenseShape) -> ShrinkPlan:
         block_n, block_k = min(block_n, 32), 32
     programs = -(-shape.num_rows // height) * -(-ranks // block_n)
     planes = min(
-        _most_planes(shape, height), _PROGRAMS // programs, -(-shape.in_features // block_k)
+        _most_planes(shape, height),
+        _PROGRAMS // max(1, programs),
+        -(-shape.in_features // block_k),
     )
     return ShrinkPlan(
         block_n=block_n,

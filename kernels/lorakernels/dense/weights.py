@@ -152,8 +152,16 @@ def check_values(
         raise ValueError(
             f"a and b of slice {index} must be floating point (got {a.dtype} and {b.dtype})"
         )
-    if not math.isfinite(scale):
-        raise ValueError(f"scale of slice {index} must be finite (got {scale})")
+    check_scale(f"slice {index}", scale)
+
+
+def check_scale(what: str, scale: float) -> None:
+    """Scales are stored in fp32, which holds less than a Python float. ValueError."""
+    stored = torch.tensor(scale, dtype=torch.float64).float().item()
+    if not math.isfinite(stored):
+        raise ValueError(f"scale of {what} must be finite in float32 (got {scale})")
+    if scale != 0 and stored == 0:
+        raise ValueError(f"scale of {what} must not vanish in float32 (got {scale})")
 
 
 def require_positive(name: str, value: int) -> None:

@@ -7,15 +7,14 @@ or none has.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from lorakernels.adapters.errors import listing
-from lorakernels.dense.weights import LoRAFactors
+from lorakernels.adapters.errors import hint, listing
+from lorakernels.dense.weights import LoRAFactors, check_scale
 from lorakernels.layers.casting import cast
 from lorakernels.layers.moe_partition import MoECut
 from lorakernels.layers.packing import check_shapes, take
@@ -56,9 +55,15 @@ class ExpertPacking:
         found: dict[int, ExpertFactors] = {}
         single: dict[int, dict[int, LoRAFactors]] = {}
         homes = self.homes()
+        if not isinstance(parts, Mapping):
+            raise ValueError(f"parts must map names to factors (got a {type(parts).__name__})")
         for name, factors in parts.items():
             if name not in homes:
-                raise ValueError(f"parts may name experts of the layer (got {name!r})")
+                allowed = ", ".join(self.projections)
+                raise ValueError(
+                    f"parts may name experts.PROJECTION or experts.NUMBER.PROJECTION, with one of "
+                    f"{allowed} (got {name!r}{hint(name, homes)})"
+                )
             expert, members = homes[name]
             if factors is None:
                 continue
@@ -157,8 +162,7 @@ def stage_experts(
             raise ValueError(f"{side} of {name} must be shared by all experts, as in this layer")
         if not 1 <= factors.rank <= max_rank:
             raise ValueError(f"rank of {name} must be 1 to {max_rank} (got {factors.rank})")
-        if not math.isfinite(factors.scale):
-            raise ValueError(f"scale of {name} must be finite (got {factors.scale})")
+        check_scale(name, factors.scale)
         a, b = factors.a, factors.b
         if down:
             a = take(a, cut.intermediate, dim=2)

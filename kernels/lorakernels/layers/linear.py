@@ -1,7 +1,8 @@
 """A linear layer that serves many adapters at once, each row of the batch its own.
 
 Invariant: the layer is built and loaded from whole tensors and cuts its own part of them, in
-copies: neither the base weight nor an adapter is ever written to. An adapter is checked and
+copies that let go of the rest; only what is not cut is shared. Neither the base weight nor an
+adapter is ever written to. An adapter is checked and
 cut completely before the slot is touched, and the slot is emptied before it moves in.
 """
 
@@ -14,7 +15,7 @@ from torch.nn import functional as F
 
 from lorakernels.dense.ops import DenseWorkspace, dense_delta
 from lorakernels.dense.weights import LoRAFactors, SlotWeights
-from lorakernels.layers.packing import Packing, Parts, stage, take, take_packed
+from lorakernels.layers.packing import Packing, Parts, owned, stage, take, take_packed
 from lorakernels.layers.partition import Parallel, Slice, cut_layer
 from lorakernels.metadata import BatchMetadata
 
@@ -54,11 +55,11 @@ class LoRALinear(nn.Module):
         )
         columns = self.cut.columns
         local = take(take_packed(weight.detach(), slices, columns), self.cut.inputs, dim=1)
-        self.weight = nn.Parameter(local.contiguous(), requires_grad=False)
+        self.weight = nn.Parameter(owned(local, weight), requires_grad=False)
         self.bias: nn.Parameter | None = None
         if bias is not None and self.cut.owns_bias:
-            owned = take_packed(bias.detach(), slices, columns)
-            self.bias = nn.Parameter(owned, requires_grad=False)
+            live = take_packed(bias.detach(), slices, columns)
+            self.bias = nn.Parameter(owned(live, bias), requires_grad=False)
         self.slots = SlotWeights(
             num_slots=num_slots,
             slice_widths=[shard.size for shard in columns],

@@ -1,7 +1,8 @@
 """A mixture-of-experts layer that serves many adapters at once, each row of the batch its own.
 
 Invariant: the layer is built and loaded from whole tensors and cuts its own part of them, in
-copies: neither the base weights nor an adapter are ever written to. An adapter is checked and
+copies that let go of the rest; only what is not cut is shared. Neither the base weights nor an
+adapter are ever written to. An adapter is checked and
 cut completely before the slot is touched, and the slot is emptied before it moves in. What an
 adapter is applied to is never quantised (vllm #42120).
 """

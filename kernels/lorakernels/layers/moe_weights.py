@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lorakernels.layers.expert_packing import ExpertPacking
 from lorakernels.layers.moe_partition import MoECut
-from lorakernels.layers.packing import take
+from lorakernels.layers.packing import owned, take
 from lorakernels.layers.partition import Shard
 from lorakernels.moe.experts import Quantised
 
@@ -65,8 +65,9 @@ def take_w2(packing: ExpertPacking, cut: MoECut, weight: Weight) -> tuple[Tensor
     if cut.intermediate.size != packing.intermediate:
         values = _take(values, cut.intermediate, dim=2)
     if isinstance(weight, Quantised):
-        return values.contiguous(), _held(weight.scales.detach(), cut.experts).contiguous()
-    return values.contiguous(), None
+        scales = weight.scales.detach()
+        return owned(values, weight.values), owned(_held(scales, cut.experts), scales)
+    return owned(values, weight), None
 
 
 def values_of(weight: Weight) -> Tensor:
@@ -76,7 +77,7 @@ def values_of(weight: Weight) -> Tensor:
 def _take_rows(packing: ExpertPacking, cut: MoECut, tensor: Tensor) -> Tensor:
     held = _held(tensor.detach(), cut.experts)
     if cut.intermediate.size == packing.intermediate:
-        return held.contiguous()
+        return owned(held, tensor)
     # a cut of both halves at once would leave a rank without a gate
     halves = torch.split(held, packing.intermediate, dim=1)
     return torch.cat([_take(half, cut.intermediate, dim=1) for half in halves], dim=1)

@@ -6,7 +6,6 @@ is cut from the whole factors every time and never from an earlier cut (vllm #20
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -14,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from lorakernels.dense.weights import LoRAFactors
+from lorakernels.dense.weights import LoRAFactors, check_scale
 from lorakernels.layers.casting import cast as _cast
 from lorakernels.layers.partition import LayerCut, Shard, Slice
 from lorakernels.moe.weights import Factors
@@ -100,8 +99,7 @@ def stage(
         name = packing.slices[index].name
         if not 1 <= factors.rank <= max_rank:
             raise ValueError(f"rank of {name} must be 1 to {max_rank} (got {factors.rank})")
-        if not math.isfinite(factors.scale):
-            raise ValueError(f"scale of {name} must be finite (got {factors.scale})")
+        check_scale(name, factors.scale)
         staged[index] = LoRAFactors(
             _cast(f"a of {name}", take(factors.a, cut.inputs, dim=1), like),
             _cast(f"b of {name}", take(factors.b, cut.columns[index], dim=0), like),
@@ -118,6 +116,13 @@ def take(tensor: Tensor, shard: Shard, *, dim: int) -> Tensor:
         return piece
     behind = [0, 0] * (tensor.dim() - 1 - dim) + [0, padding]
     return F.pad(piece, behind)
+
+
+def owned(part: Tensor, whole: Tensor) -> Tensor:
+    """`part` in memory of its own where it is less than the whole, which may then be freed."""
+    if part.numel() == whole.numel():
+        return part.contiguous()
+    return part.clone(memory_format=torch.contiguous_format)
 
 
 def take_packed(tensor: Tensor, slices: Sequence[Slice], shards: Sequence[Shard]) -> Tensor:

@@ -1,5 +1,5 @@
 """align.py in plain torch, for more buckets than a program can count: several launches and
-temporary memory instead of two, but as little host synchronisation: none."""
+temporary memory, but as little host synchronisation: none."""
 
 from __future__ import annotations
 

@@ -93,7 +93,7 @@ def moe_shrink_kernel(
                     x = tl.load(x_ptrs, mask=live_m[:, None] & live_k[None, :], other=0.0)
                     a = tl.load(a_ptrs, mask=live_n[None, :] & live_k[:, None], other=0.0)
                 acc = _dot(x, a, acc, IEEE)
-                x_ptrs += BLOCK_K * stride_xk
+                x_ptrs += tl.cast(stride_xk, tl.int64) * BLOCK_K
                 a_ptrs += BLOCK_K
             if SCALED:
                 acc *= scale[None, :]

@@ -34,7 +34,7 @@ def _shrink_rows(
             x = tl.load(x_ptrs, mask=live_m[:, None] & live_k[None, :], other=0.0)
             a = tl.load(a_ptrs, mask=live_n[None, :] & live_k[:, None], other=0.0)
         h = _dot(x, a, h, IEEE)
-        x_ptrs += BLOCK_K * stride_xk
+        x_ptrs += tl.cast(stride_xk, tl.int64) * BLOCK_K
         a_ptrs += BLOCK_K
     return h
 
@@ -71,7 +71,7 @@ def _shrink_rows_twice(
             a_up = tl.load(up_ptrs, mask=live_up[None, :] & live_k[:, None], other=0.0)
         h = _dot(x, a, h, IEEE)
         up = _dot(x, a_up, up, IEEE)
-        x_ptrs += BLOCK_K * stride_xk
+        x_ptrs += tl.cast(stride_xk, tl.int64) * BLOCK_K
         a_ptrs += BLOCK_K
         up_ptrs += BLOCK_K
     return h, up

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -16,7 +15,7 @@ from lorakernels.dense.ops import overlap
 from lorakernels.device import supports_pdl
 from lorakernels.moe.align import PairMetadata
 from lorakernels.moe.launch import Delta, launch, shape_of
-from lorakernels.moe.plan import MoEPath, MoEShape, bridge_shape, plan_path
+from lorakernels.moe.plan import MoEPath, MoEShape, bridge_shape, largest_bridge, plan_path
 from lorakernels.moe.weights import ExpertWeights
 
 __all__ = ["MoEPath", "MoEWorkspace", "moe_delta"]
@@ -33,19 +32,8 @@ class MoEWorkspace:
             if size < 1:
                 raise ValueError(f"{name} must be at least 1 (got {size})")
         pairs = max_tokens * top_k
-        size = max(_largest_bridge(shape_of_batch(layer, pairs)) for layer in layers)
+        size = max(largest_bridge(shape_of_batch(layer, pairs)) for layer in layers)
         self.bridge = torch.empty(size, dtype=torch.float32, device=layers[0].a.device)
-
-
-def _largest_bridge(shape: MoEShape) -> int:
-    """Values of the largest bridge over all batches of at most as many pairs."""
-    pairs = shape.num_pairs
-    # planes only fall as a batch grows
-    sizes = {pairs, *(min(pairs, 1 << bit) for bit in range(pairs.bit_length()))}
-    planes = {size: bridge_shape(replace(shape, num_pairs=size))[0] for size in sorted(sizes)}
-    ordered = sorted(planes)
-    upper = zip(ordered, [*ordered[1:], pairs], strict=True)
-    return max(planes[low] * high * shape.ranks_of_all_slices for low, high in upper)
 
 
 def moe_delta(

@@ -5,8 +5,9 @@ figures."""
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum, auto
+from functools import cache
 
 from lorakernels.metadata import MIN_TILE_ROWS
 from lorakernels.moe.tiles import tile_height
@@ -18,7 +19,7 @@ class MoEPath(Enum):
 
     TWO_KERNEL takes any shape. ONE_SHOT and SMALL_BATCH take ranks up to `MAX_FUSED_RANK`, and
     SMALL_BATCH adds up in fp32 what the other two round to the weights' dtype between the two
-    products: there, and only there, results differ in the last bits.
+    products. Each path, and each way to split K, adds up in an order of its own.
     """
 
     TWO_KERNEL = auto()
@@ -240,3 +241,12 @@ def plan_small_batch(shape: MoEShape) -> SmallBatchPlan:
 def bridge_shape(shape: MoEShape) -> tuple[int, int, int]:
     """[planes, pairs, slices * rank] of the bridge of a batch."""
     return (plan_shrink(shape).planes, shape.num_pairs, shape.ranks_of_all_slices)
+
+
+@cache
+def largest_bridge(shape: MoEShape) -> int:
+    """Values of the largest bridge over all batches of at most as many pairs."""
+    # planes rise where tiles get higher and fall in between; beyond this size there is one only
+    several = min(shape.num_pairs, _PROGRAMS * shape.height)
+    sizes = (*range(1, several + 1), shape.num_pairs)
+    return max(math.prod(bridge_shape(replace(shape, num_pairs=size))) for size in sizes)

@@ -82,10 +82,10 @@ FAULTS = (
         killers=(O.COMPILE,),
         cases=(MOE_SMALL,),
     ),
-    _ops(
+    _plan(
         "bridge-sized-for-the-largest-batch",
-        "    return max(planes[low] * high * shape.ranks_of_all_slices for low, high in upper)\n",
-        "    return math.prod(bridge_shape(shape))\n",
+        "    sizes = (*range(1, several + 1), shape.num_pairs)\n",
+        "    sizes = (shape.num_pairs,)\n",
         source="sglang #31525",
         why="Smaller batches split K into more parts, for which there is no room.",
         killers=(Check.PAIR_WORKSPACE,),

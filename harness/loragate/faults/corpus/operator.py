@@ -10,7 +10,7 @@ from loragate.verdict import OracleName as O
 _ops = planting("lorakernels.dense.ops", Group.HOST)
 _plan = planting("lorakernels.dense.plan", Group.HOST)
 
-_ENTRY = """    _check_rows(x, metadata)
+_ENTRY = """    _check_rows(x, weights, metadata)
     torch.ops.lorakernels.dense_delta(
 """
 # K is split into several parts
@@ -54,7 +54,7 @@ FAULTS = (
     _ops(
         "early-exit-reads-the-device",
         _ENTRY,
-        "    _check_rows(x, metadata)\n"
+        "    _check_rows(x, weights, metadata)\n"
         "    if int(metadata.num_tiles) == 0:\n"
         "        return\n"
         "    torch.ops.lorakernels.dense_delta(\n",
