@@ -1,4 +1,5 @@
-"""Multi-LoRA kernels: deltas of linear layers and of experts, adapters and layers. Knows nothing of the harness."""
+"""Multi-LoRA kernels of linear layers and of experts, adapters and layers. Knows nothing of the
+harness."""
 
 from __future__ import annotations
 
