@@ -49,6 +49,25 @@ def test_the_exit_code_is_0_only_if_all_are_killed_and_controls_are_green(
     assert cli.exit_code([line(fate=fate) for fate in fates], [judged]) is code
 
 
+def test_a_stand_in_that_could_not_run_is_told_and_is_no_success() -> None:
+    lines = [line(stand_in=Fate.BROKEN)]
+    assert cli.exit_code(lines, [GREEN]) is ExitCode.INFRASTRUCTURE
+    text = render_terminal(lines, [GREEN])
+    assert text.startswith(f"BROKEN STAND-IN {FAULT.name}")
+    assert "| **all** | 1 | 1 / 1 |  |" in render_markdown(payload(lines, [GREEN]))
+
+
+@pytest.mark.parametrize(
+    "given", [["--only", FAULT.name], ["--only", FAULT.name, "--gpu"], ["--slice"], []]
+)
+def test_the_stand_in_is_always_shown_a_control_too(given: list[str]) -> None:
+    parser = argparse.ArgumentParser()
+    cli.add_parser(parser.add_subparsers())
+    faults, controls = cli.select(parser.parse_args(["faults", "--stand-in", *given]))
+    assert FAULT in faults or "--slice" in given
+    assert controls
+
+
 def test_what_got_away_comes_first_with_what_plants_it_again() -> None:
     text = render_terminal([line(), line(OTHER, Fate.SURVIVED, message="nobody noticed")], [GREEN])
     first, why, message, again, *_ = text.splitlines()

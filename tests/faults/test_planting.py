@@ -89,9 +89,10 @@ def test_a_crash_is_no_kill_where_a_check_should_have_noticed() -> None:
     assert outcome.fate is Fate.MISSED
 
 
-def test_a_package_that_cannot_be_imported_shows_nothing() -> None:
+@pytest.mark.parametrize("suite", list(Suite))
+def test_a_package_that_cannot_be_imported_shows_nothing(suite: Suite) -> None:
     broken = fault("from enum import StrEnum\n", "from enum import NoSuchEnum as StrEnum\n")
-    outcome = outcome_of(broken)
+    outcome = run_one(broken, suite, Setup())
     assert outcome.fate is Fate.BROKEN
     assert "NoSuchEnum" in outcome.message
 

@@ -90,15 +90,24 @@ def run(arguments: argparse.Namespace) -> ExitCode:
 
 def exit_code(lines: Sequence[Line], controls: Sequence[tuple[Control, Outcome]]) -> ExitCode:
     fates = {line.outcome.fate for line in lines}
+    others = {line.stand_in.fate for line in lines if line.stand_in}
     alarms = {outcome.fate for _, outcome in controls}
-    if Fate.BROKEN in fates | alarms:
+    if Fate.BROKEN in fates | others | alarms:
         return ExitCode.INFRASTRUCTURE
     wrong = fates & set(BAD) or Fate.KILLED in alarms
     return ExitCode.WRONG if wrong else ExitCode.OK
 
 
 def select(arguments: argparse.Namespace) -> tuple[list[Fault], list[Control]]:
-    """What was asked for. ValueError for a name that nothing has."""
+    """What was asked for, and a control at least where the stand-in is asked: what it fails on
+    shows nothing as long as it is not seen to pass. ValueError for a name that nothing has."""
+    faults, controls = _asked_for(arguments)
+    if arguments.stand_in and not controls:
+        controls = list(SLICE_CONTROLS)
+    return faults, controls
+
+
+def _asked_for(arguments: argparse.Namespace) -> tuple[list[Fault], list[Control]]:
     if arguments.slice:
         return list(SLICE), list(SLICE_CONTROLS)
     if arguments.gpu and not arguments.only:
