@@ -41,12 +41,22 @@ GREEN, RED, BROKEN = control(Fate.SURVIVED), control(Fate.KILLED), control(Fate.
         ((Fate.KILLED,), RED, ExitCode.WRONG),
         ((Fate.BROKEN, Fate.SURVIVED), GREEN, ExitCode.INFRASTRUCTURE),
         ((Fate.KILLED,), BROKEN, ExitCode.INFRASTRUCTURE),
+        ((Fate.NOT_RUN,), GREEN, ExitCode.INCOMPLETE),
+        ((Fate.NOT_RUN,), RED, ExitCode.WRONG),
+        ((), GREEN, ExitCode.OK),
     ],
 )
 def test_the_exit_code_is_0_only_if_all_are_killed_and_controls_are_green(
     fates: tuple[Fate, ...], judged: tuple[Control, Outcome], code: ExitCode
 ) -> None:
     assert cli.exit_code([line(fate=fate) for fate in fates], [judged]) is code
+
+
+def test_who_planted_nothing_has_shown_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.exit_code([], []) is ExitCode.INCOMPLETE
+    of_gpu = next(fault for fault in FAULTS if fault.needs is Needs.GPU)
+    assert main(["faults", "--only", of_gpu.name]) == ExitCode.INCOMPLETE
+    assert "nothing could be planted" in capsys.readouterr().err
 
 
 def test_a_stand_in_that_could_not_run_is_told_and_is_no_success() -> None:

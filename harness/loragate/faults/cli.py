@@ -1,7 +1,8 @@
 """`loragate faults`: plant the corpus, one fault at a time, and tell who noticed.
 
 Exit codes: 0 every fault that can show here is killed and every control is green, 1 a fault got
-away or a control was called wrong, 3 something could not be planted or run, 4 usage.
+away or a control was called wrong, 2 none of what was asked for could be planted here, 3 something
+could not be planted or run, 4 usage.
 """
 
 from __future__ import annotations
@@ -85,7 +86,8 @@ def run(arguments: argparse.Namespace) -> ExitCode:
             return _complain(str(error), ExitCode.INFRASTRUCTURE)
     if not sound:
         return _complain("the stand-in fails on sound code", ExitCode.INFRASTRUCTURE)
-    return exit_code(lines, judged)
+    code = exit_code(lines, judged)
+    return _complain("nothing could be planted", code) if code is ExitCode.INCOMPLETE else code
 
 
 def exit_code(lines: Sequence[Line], controls: Sequence[tuple[Control, Outcome]]) -> ExitCode:
@@ -94,8 +96,10 @@ def exit_code(lines: Sequence[Line], controls: Sequence[tuple[Control, Outcome]]
     alarms = {outcome.fate for _, outcome in controls}
     if Fate.BROKEN in fates | others | alarms:
         return ExitCode.INFRASTRUCTURE
-    wrong = fates & set(BAD) or Fate.KILLED in alarms
-    return ExitCode.WRONG if wrong else ExitCode.OK
+    if fates & set(BAD) or Fate.KILLED in alarms:
+        return ExitCode.WRONG
+    # controls alone are an answer to who asked for controls, and not to who asked for a fault
+    return ExitCode.INCOMPLETE if (fates or alarms) <= {Fate.NOT_RUN} else ExitCode.OK
 
 
 def select(arguments: argparse.Namespace) -> tuple[list[Fault], list[Control]]:
