@@ -65,7 +65,7 @@ fault = Fault(
 )
 try:
     with ended_by_signals():
-        print(list(run_all([fault, fault, fault], Suite.ORACLES, Setup(jobs=2, deadline_s=600))))
+        print(list(run_all([fault, fault, fault], [Suite.ORACLES], Setup(jobs=2, deadline_s=600))))
 except KeyboardInterrupt:
     print("interrupted")
 """

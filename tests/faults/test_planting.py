@@ -143,5 +143,6 @@ def test_a_fault_that_needs_a_gpu_is_not_run_without_one() -> None:
 def test_outcomes_come_in_the_order_that_was_asked_for() -> None:
     names = ("first", "second", "third")
     stale = [fault("no such text", "x", name=name) for name in names]
-    found = [outcome.name for _, outcome in run_all(stale, Suite.ORACLES, Setup(jobs=2))]
-    assert found == list(names)
+    found = list(run_all(stale, tuple(Suite), Setup(jobs=2)))
+    assert [one.name for one, _ in found] == list(names)
+    assert [[o.name for o in outcomes] for _, outcomes in found] == [[name] * 2 for name in names]

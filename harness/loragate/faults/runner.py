@@ -13,7 +13,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
@@ -84,14 +84,18 @@ def _kill_group(pid: int) -> None:
 
 
 def run_all(
-    planted: Sequence[Fault | Control], suite: Suite, setup: Setup
-) -> Iterator[tuple[Fault | Control, Outcome]]:
-    """Outcomes in the order given, each as soon as it is known. Closing it ends what runs."""
+    planted: Sequence[Fault | Control], suites: Sequence[Suite], setup: Setup
+) -> Generator[tuple[Fault | Control, tuple[Outcome, ...]]]:
+    """Outcomes by suite, in the order given, each as soon as it is known. Closing it ends what
+    runs."""
     children = Children()
+
+    def run(one: Fault | Control) -> tuple[Outcome, ...]:
+        return tuple(run_one(one, suite, setup, children) for suite in suites)
+
     with ThreadPoolExecutor(setup.jobs) as pool:
         try:
-            outcomes = pool.map(lambda one: run_one(one, suite, setup, children), planted)
-            yield from zip(planted, outcomes, strict=True)
+            yield from zip(planted, pool.map(run, planted), strict=True)
         finally:
             children.end_all()
             pool.shutdown(cancel_futures=True)
