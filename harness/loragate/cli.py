@@ -1,7 +1,7 @@
 """`loragate gate|plan|replay|faults|bench|findings`.
 
 Invariant: parsing imports no torch; each command imports what it needs when it runs. Every
-command exits as `loragate.verdict.ExitCode` says.
+command exits as `loragate.verdict.ExitCode` says; one that is interrupted is incomplete.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from loragate import gate, replay, show_plan
 from loragate.bench import cli as bench
 from loragate.faults import cli as faults
 from loragate.findings import cli as findings
+from loragate.interruption import ended_by_signals
 from loragate.matrix.problems import nearest
 from loragate.verdict import ExitCode
 
@@ -30,7 +31,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if unknown:
         # told by the command, which knows what it takes
         commands.choices[parsed.command].refuse(unknown)
-    return int(parsed.run(parsed))
+    try:
+        with ended_by_signals():
+            return int(parsed.run(parsed))
+    except KeyboardInterrupt:
+        print(f"loragate {parsed.command}: interrupted", file=sys.stderr)
+        return ExitCode.INCOMPLETE.value
 
 
 class _Parser(argparse.ArgumentParser):

@@ -41,7 +41,8 @@ def watch(
     """Run `command` with stdout and stderr in `log`.
 
     `tick` is called several times a second and tells whether anything moved besides the log.
-    Ctrl-C stops the child and is told as INTERRUPTED instead of being raised.
+    Ctrl-C stops the child and is told as INTERRUPTED instead of being raised; SIGTERM and SIGHUP
+    are the same to every command, see interruption.py.
     """
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("wb") as output:

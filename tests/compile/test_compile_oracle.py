@@ -167,7 +167,21 @@ def _judge(instance: type[Honest]) -> Judgement:
 def test_layers_that_differ_in_nothing_but_tensors_share_one_graph() -> None:
     judgement = _judge(Honest)
     assert judgement.verdict is Verdict.PASS, judgement.message
-    assert judgement.metrics == {"operators": 1.0, "layers": 3.0, "graphs": 1.0}
+    # the second one is for all other sizes of a batch
+    assert judgement.metrics == {"operators": 1.0, "layers": 3.0, "graphs": 2.0}
+
+
+def test_a_batch_without_smaller_ones_takes_a_single_graph() -> None:
+    judgement = Compile().judge(_trial(Honest, replace(CASE, tokens=2)))
+    assert judgement.verdict is Verdict.PASS, judgement.message
+    assert judgement.metrics["graphs"] == 1.0
+
+
+def test_where_nothing_is_compiled_nothing_is_judged(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHDYNAMO_DISABLE", "1")
+    judgement = _judge(Honest)
+    assert judgement.verdict is Verdict.INCONCLUSIVE
+    assert "torch.compile traced nothing (is TORCHDYNAMO_DISABLE set?)" in judgement.message
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from torch import Tensor
 from loragate.inputs import torch_dtype
 from loragate.machine import Machine
 from loragate.matrix.case import Case, Dtype, Execution, Site
-from loragate.oracles.guard import GuardedInput
+from loragate.oracles.guard import GuardedInput, _names
 from loragate.oracles.protocol import Trial
 from loragate.subjects.protocol import BaseLayer, Capabilities, Guard, Instance, Pool
 from loragate.subjects.torch_subject import DenseDelta, TorchSubject
@@ -193,6 +193,20 @@ class SilentError(Careful):
             raise ValueError("bad adapter")
 
 
+class NamesTheDeviceInstead(Careful):
+    def check_slot(self, slot: int) -> None:
+        if not 0 <= slot < self.case.slots:
+            raise ValueError(f"bad slot on cuda:{slot}, slot1 of 1{slot} or 0.{slot}")
+
+
+class SaysWithout(Careful):
+    def check_memory(self, x: Tensor, out: Tensor) -> None:
+        try:
+            super().check_memory(x, out)
+        except ValueError as error:
+            raise ValueError("this kernel works without a copy") from error
+
+
 class _Subject(TorchSubject):
     def __init__(self, instance: type[Careful]) -> None:
         self.instance = instance
@@ -283,6 +297,31 @@ def test_an_error_that_does_not_tell_what_was_given_is_no_refusal() -> None:
     judgement = _judge(SilentError)
     assert judgement.failure is Failure.NOT_REFUSED
     assert "does not name 9: bad adapter" in judgement.message
+
+
+@pytest.mark.parametrize(
+    ("instance", "given"), [(NamesTheDeviceInstead, CASE.slots), (SaysWithout, "out")]
+)
+def test_an_error_that_has_what_was_given_only_inside_of_other_words_is_no_refusal(
+    instance: type[Careful], given: object
+) -> None:
+    judgement = _judge(instance)
+    assert judgement.failure is Failure.NOT_REFUSED
+    assert f"does not name {given}: " in judgement.message
+
+
+@pytest.mark.parametrize(
+    ("message", "given"),
+    [
+        ("token_slots must be -1 to 3 (got -2 to 1)", "-2"),
+        ("must be torch.int32 (got torch.int64)", "int64"),
+        ("got [48, 9].", "9"),
+        ("slot=3, not 3.", "3"),
+        ("out: must not overlap", "out"),
+    ],
+)
+def test_an_error_may_name_what_was_given_in_any_notation(message: str, given: str) -> None:
+    assert _names(message, given)
 
 
 def test_a_refusal_that_nobody_promised_is_not_asked_for() -> None:

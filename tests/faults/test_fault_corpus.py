@@ -92,6 +92,7 @@ def test_the_record_is_of_this_corpus() -> None:
     recorded = {name: fault["digest"] for name, fault in record["faults"].items()}
     now = {fault.name: fault.digest for fault in FAULTS}
     assert recorded == now, f"run `loragate faults --stand-in --record {RECORD}`"
+    assert "unfinished" not in record
 
 
 def test_the_record_shows_everything_noticed_and_by_one_oracle_alone_where_promised() -> None:

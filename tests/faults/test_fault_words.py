@@ -140,6 +140,14 @@ def test_in_the_stand_in_whoever_notices_will_do() -> None:
     assert fate_in_stand_in("a-fault", [FINE], 1.0).fate is Fate.SURVIVED
 
 
+def test_a_stand_in_that_could_not_run_is_broken_and_has_missed_nothing() -> None:
+    broken = seen("import", Verdict.INFRA, Failure.CRASH, "ImportError")
+    for sightings in ([broken], [FINE, broken], [WRONG, broken]):
+        outcome = fate_in_stand_in("a-fault", sightings, 1.0)
+        assert (outcome.fate, outcome.message) == (Fate.BROKEN, "import: ImportError")
+    assert fate_in_stand_in("a-fault", [], 1.0).fate is Fate.BROKEN
+
+
 def test_an_order_comes_back_as_it_was_written(tmp_path: Any) -> None:
     order = Order(
         planted="/p",

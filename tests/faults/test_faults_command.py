@@ -41,12 +41,41 @@ GREEN, RED, BROKEN = control(Fate.SURVIVED), control(Fate.KILLED), control(Fate.
         ((Fate.KILLED,), RED, ExitCode.WRONG),
         ((Fate.BROKEN, Fate.SURVIVED), GREEN, ExitCode.INFRASTRUCTURE),
         ((Fate.KILLED,), BROKEN, ExitCode.INFRASTRUCTURE),
+        ((Fate.NOT_RUN,), GREEN, ExitCode.INCOMPLETE),
+        ((Fate.NOT_RUN,), RED, ExitCode.WRONG),
+        ((), GREEN, ExitCode.OK),
     ],
 )
 def test_the_exit_code_is_0_only_if_all_are_killed_and_controls_are_green(
     fates: tuple[Fate, ...], judged: tuple[Control, Outcome], code: ExitCode
 ) -> None:
     assert cli.exit_code([line(fate=fate) for fate in fates], [judged]) is code
+
+
+def test_who_planted_nothing_has_shown_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.exit_code([], []) is ExitCode.INCOMPLETE
+    of_gpu = next(fault for fault in FAULTS if fault.needs is Needs.GPU)
+    assert main(["faults", "--only", of_gpu.name]) == ExitCode.INCOMPLETE
+    assert "nothing could be planted" in capsys.readouterr().err
+
+
+def test_a_stand_in_that_could_not_run_is_told_and_is_no_success() -> None:
+    lines = [line(stand_in=Fate.BROKEN)]
+    assert cli.exit_code(lines, [GREEN]) is ExitCode.INFRASTRUCTURE
+    text = render_terminal(lines, [GREEN])
+    assert text.startswith(f"BROKEN STAND-IN {FAULT.name}")
+    assert "| **all** | 1 | 1 / 1 |  |" in render_markdown(payload(lines, [GREEN]))
+
+
+@pytest.mark.parametrize(
+    "given", [["--only", FAULT.name], ["--only", FAULT.name, "--gpu"], ["--slice"], []]
+)
+def test_the_stand_in_is_always_shown_a_control_too(given: list[str]) -> None:
+    parser = argparse.ArgumentParser()
+    cli.add_parser(parser.add_subparsers())
+    faults, controls = cli.select(parser.parse_args(["faults", "--stand-in", *given]))
+    assert FAULT in faults or "--slice" in given
+    assert controls
 
 
 def test_what_got_away_comes_first_with_what_plants_it_again() -> None:
@@ -120,7 +149,7 @@ def only(path: Path, monkeypatch: pytest.MonkeyPatch, fate: Fate) -> ExitCode:
     """Plant FAULT alone and record it, without a process."""
 
     def plant(*_: Any) -> Any:
-        return [line(fate=fate)], [], True
+        yield FAULT, (Outcome(name=FAULT.name, fate=fate),)
 
     monkeypatch.setattr(cli, "_plant", plant)
     return main(["faults", "--only", FAULT.name, "--record", str(path), "--commit", "new"])
@@ -158,6 +187,54 @@ def test_a_record_is_not_completed_with_what_no_longer_holds(
         f"holds nothing that still holds of 1 faults that --only leaves out: {OTHER.name}" in error
     )
     assert path.read_text() == before
+
+
+@pytest.mark.parametrize("earlier", [False, True])
+def test_what_was_done_before_an_interruption_is_recorded_and_not_taken_for_all(
+    earlier: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    path = tmp_path / "cpu.json"
+    if earlier:
+        controls = [(c, Outcome(name=c.name, fate=Fate.SURVIVED)) for c in CONTROLS]
+        section = payload([line(fault) for fault in FAULTS], controls, commit="old")
+        path.write_text(json.dumps({"schema": 1, "sections": {cli.SECTION: section}}))
+    arguments = ["faults", "--record", str(path), "--commit", "new"]
+    everything = [*FAULTS, *CONTROLS]
+
+    def planting(names: set[str], *, to_the_end: bool) -> None:
+        def plant(*_: Any) -> Any:
+            for one in everything:
+                if one.name in names:
+                    fate = Fate.MISSED if isinstance(one, Fault) else Fate.SURVIVED
+                    yield one, (Outcome(name=one.name, fate=fate),)
+            if not to_the_end:
+                raise KeyboardInterrupt
+
+        monkeypatch.setattr(cli, "_plant", plant)
+
+    def recorded() -> dict[str, Any]:
+        record: dict[str, Any] = json.loads(path.read_text())["sections"][cli.SECTION]
+        return record
+
+    first, second, *rest = [one.name for one in everything]
+    planting({first, second}, to_the_end=False)
+    assert main(arguments) == ExitCode.INCOMPLETE
+    assert recorded()["faults"][first]["fate"] == recorded()["faults"][second]["fate"] == "missed"
+    assert (rest[0] in recorded()["faults"]) is earlier
+    assert recorded()["unfinished"] == rest
+    assert main(["faults", "--show", str(path)]) == ExitCode.INCOMPLETE
+    assert f"{len(rest)} not planted yet: {rest[0]}, " in capsys.readouterr().err
+    planting({rest[0]}, to_the_end=False)
+    assert main([*arguments, "--only", *rest]) == ExitCode.INCOMPLETE
+    assert recorded()["unfinished"] == rest[1:]
+    planting(set(rest[1:]), to_the_end=True)
+    assert main([*arguments, "--only", *rest[1:]]) == ExitCode.WRONG
+    assert "unfinished" not in recorded()
+    assert {fault["fate"] for fault in recorded()["faults"].values()} == {"missed"}
+    assert set(recorded()["controls"]) == {control.name for control in CONTROLS}
 
 
 def test_a_record_is_shown_as_markdown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -89,9 +89,10 @@ def test_a_crash_is_no_kill_where_a_check_should_have_noticed() -> None:
     assert outcome.fate is Fate.MISSED
 
 
-def test_a_package_that_cannot_be_imported_shows_nothing() -> None:
+@pytest.mark.parametrize("suite", list(Suite))
+def test_a_package_that_cannot_be_imported_shows_nothing(suite: Suite) -> None:
     broken = fault("from enum import StrEnum\n", "from enum import NoSuchEnum as StrEnum\n")
-    outcome = outcome_of(broken)
+    outcome = run_one(broken, suite, Setup())
     assert outcome.fate is Fate.BROKEN
     assert "NoSuchEnum" in outcome.message
 
@@ -142,5 +143,6 @@ def test_a_fault_that_needs_a_gpu_is_not_run_without_one() -> None:
 def test_outcomes_come_in_the_order_that_was_asked_for() -> None:
     names = ("first", "second", "third")
     stale = [fault("no such text", "x", name=name) for name in names]
-    found = [outcome.name for _, outcome in run_all(stale, Suite.ORACLES, Setup(jobs=2))]
-    assert found == list(names)
+    found = list(run_all(stale, tuple(Suite), Setup(jobs=2)))
+    assert [one.name for one, _ in found] == list(names)
+    assert [[o.name for o in outcomes] for _, outcomes in found] == [[name] * 2 for name in names]

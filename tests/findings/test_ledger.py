@@ -24,7 +24,8 @@ from loragate.findings.page import render_page
 from loragate.findings.vllm_probes import PROBES
 from loragate.matrix.ids import run_id
 from loragate.matrix.load import load_cases
-from loragate.verdict import Failure, Judgement, OracleName, Verdict
+from loragate.report.summary import EXIT_CODES
+from loragate.verdict import ExitCode, Failure, Judgement, OracleName, Verdict
 
 RUN = "vllm.dense_delta.dtype-bf16.in-64"
 WRONG = Judgement(OracleName.REFERENCE, Verdict.FAIL, Failure.WRONG_ANSWER)
@@ -66,7 +67,20 @@ def test_an_entry_that_stopped_reproducing_on_a_version_of_its_range_fails() -> 
 
 @pytest.mark.parametrize("version", ["0.27.0", "0.25.1", "unknown"])
 def test_an_entry_says_nothing_about_versions_outside_of_its_range(version: str) -> None:
-    assert state_of(Seen.ABSENT, version) == (State.OUT_OF_RANGE, Verdict.PASS)
+    for seen in (Seen.ABSENT, Seen.REPRODUCED):
+        assert state_of(seen, version) == (State.OUT_OF_RANGE, Verdict.SKIP)
+
+
+def test_a_ledger_about_other_versions_has_tried_nothing_and_says_so() -> None:
+    newer = finding(id="newer", versions=">=0.27", probe="newer")
+    seen = Observation(Seen.ABSENT, "no")
+    lines = audit([finding(), newer], "0.28.0", {"an-item": seen, "newer": seen})
+    assert verdict_of(lines) is Verdict.FAIL
+    assert cli.payload(lines, {})["executed"] == 1
+    assert "nothing was tried" not in cli.render("0.28.0", lines, {})
+    assert EXIT_CODES[verdict_of(lines[:1])] is ExitCode.INCOMPLETE
+    assert cli.payload(lines[:1], {})["executed"] == 0
+    assert cli.render("0.28.0", lines[:1], {}).splitlines()[-1].startswith("nothing was tried: ")
 
 
 def test_a_prerelease_of_the_range_is_in_the_range() -> None:

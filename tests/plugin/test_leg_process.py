@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import os
+import signal
+import subprocess
 import sys
 import time
 from pathlib import Path
 
 import pytest
 
+from loragate.interruption import ended_by_signals
 from loragate.legs import verdict_of_exit
 from loragate.process import Cause, watch
 from loragate.verdict import Verdict
@@ -71,6 +74,71 @@ def test_what_a_leg_has_started_does_not_outlive_it(tmp_path):
     while is_alive(grandchild) and time.monotonic() < deadline:
         time.sleep(0.05)
     assert not is_alive(grandchild)
+
+
+WATCHING = """
+import signal, sys
+from pathlib import Path
+from loragate.interruption import ended_by_signals
+from loragate.process import watch
+if len(sys.argv) > 3:
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+command = [sys.executable, "-c", f"import os, time; print(os.getpid(), flush=True); {sys.argv[2]}"]
+with ended_by_signals():
+    ending = watch(command, log=Path(sys.argv[1]), patience_s=60, tick=lambda: False)
+print(ending.cause.name)
+"""
+
+
+def signalled(log, number, last_words, *ignoring):
+    """What a process says that is sent a signal while it watches a leg, and the leg's number."""
+    arguments = [*python(WATCHING), str(log), last_words, *ignoring]
+    watching = subprocess.Popen(arguments, stdout=subprocess.PIPE, text=True)
+    deadline = time.monotonic() + 60
+    while not (log.exists() and log.read_text().endswith("\n")) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    leg = int(log.read_text())
+    try:
+        watching.send_signal(number)
+        said, _ = watching.communicate(timeout=30)
+        return said, is_alive(leg)
+    finally:
+        if is_alive(leg):
+            os.killpg(leg, signal.SIGKILL)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_leg_is_stopped_when_the_one_that_watches_it_is_told_to_end(tmp_path, number):
+    said, alive = signalled(tmp_path / "leg.log", number, "time.sleep(600)")
+    assert (said, alive) == ("INTERRUPTED\n", False)
+
+
+def test_a_hang_up_that_is_ignored_on_purpose_stops_no_leg(tmp_path):
+    said, _ = signalled(tmp_path / "leg.log", signal.SIGHUP, "time.sleep(1)", "nohup")
+    assert said == "EXITED\n"
+
+
+def test_signals_mean_what_they_meant_before_once_a_command_is_done():
+    before = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)]
+    with pytest.raises(KeyboardInterrupt), ended_by_signals():
+        signal.raise_signal(signal.SIGTERM)
+    assert [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)] == before
+
+
+def test_a_second_signal_does_not_cut_the_tidying_up_short():
+    tidied = False
+
+    def work():
+        nonlocal tidied
+        try:
+            signal.raise_signal(signal.SIGHUP)
+        finally:
+            signal.raise_signal(signal.SIGTERM)
+            tidied = True
+
+    with pytest.raises(KeyboardInterrupt), ended_by_signals():
+        work()
+    assert tidied
 
 
 @pytest.mark.parametrize(

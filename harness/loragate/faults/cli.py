@@ -1,7 +1,8 @@
 """`loragate faults`: plant the corpus, one fault at a time, and tell who noticed.
 
 Exit codes: 0 every fault that can show here is killed and every control is green, 1 a fault got
-away or a control was called wrong, 3 something could not be planted or run, 4 usage.
+away or a control was called wrong, 2 none of what was asked for could be planted here, 3 something
+could not be planted or run, 4 usage.
 """
 
 from __future__ import annotations
@@ -9,7 +10,9 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Collection, Generator, Sequence
+from contextlib import closing
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -76,29 +79,46 @@ def run(arguments: argparse.Namespace) -> ExitCode:
         return _complain(str(error), ExitCode.USAGE)
     if arguments.gpu and not _has_gpu():
         return _complain("--gpu needs a GPU", ExitCode.INFRASTRUCTURE)
-    lines, judged, sound = _plant(arguments, faults, controls)
-    print(render_terminal(lines, judged))
+    done = _Done()
+    for one, outcomes in _plant(arguments, faults, controls):
+        done.add(one, *outcomes)
+        if arguments.record:
+            # after each, so that a run that is interrupted has shown something
+            try:
+                _record(arguments, done, faults, controls)
+            except (ResultsError, OSError) as error:
+                return _complain(str(error), ExitCode.INFRASTRUCTURE)
+    print(render_terminal(done.lines, done.controls))
     if arguments.record:
-        try:
-            _record(arguments, lines, judged)
-        except (ResultsError, OSError) as error:
-            return _complain(str(error), ExitCode.INFRASTRUCTURE)
-    if not sound:
+        print(f"recorded in {arguments.record}")
+    if not done.sound:
         return _complain("the stand-in fails on sound code", ExitCode.INFRASTRUCTURE)
-    return exit_code(lines, judged)
+    code = exit_code(done.lines, done.controls)
+    return _complain("nothing could be planted", code) if code is ExitCode.INCOMPLETE else code
 
 
 def exit_code(lines: Sequence[Line], controls: Sequence[tuple[Control, Outcome]]) -> ExitCode:
     fates = {line.outcome.fate for line in lines}
+    others = {line.stand_in.fate for line in lines if line.stand_in}
     alarms = {outcome.fate for _, outcome in controls}
-    if Fate.BROKEN in fates | alarms:
+    if Fate.BROKEN in fates | others | alarms:
         return ExitCode.INFRASTRUCTURE
-    wrong = fates & set(BAD) or Fate.KILLED in alarms
-    return ExitCode.WRONG if wrong else ExitCode.OK
+    if fates & set(BAD) or Fate.KILLED in alarms:
+        return ExitCode.WRONG
+    # controls alone are an answer to who asked for controls, and not to who asked for a fault
+    return ExitCode.INCOMPLETE if (fates or alarms) <= {Fate.NOT_RUN} else ExitCode.OK
 
 
 def select(arguments: argparse.Namespace) -> tuple[list[Fault], list[Control]]:
-    """What was asked for. ValueError for a name that nothing has."""
+    """What was asked for, and a control at least where the stand-in is asked: what it fails on
+    shows nothing as long as it is not seen to pass. ValueError for a name that nothing has."""
+    faults, controls = _asked_for(arguments)
+    if arguments.stand_in and not controls:
+        controls = list(SLICE_CONTROLS)
+    return faults, controls
+
+
+def _asked_for(arguments: argparse.Namespace) -> tuple[list[Fault], list[Control]]:
     if arguments.slice:
         return list(SLICE), list(SLICE_CONTROLS)
     if arguments.gpu and not arguments.only:
@@ -117,77 +137,116 @@ def _selected(planted: Sequence[Planted], patterns: tuple[str, ...]) -> list[Pla
     return [one for one in planted if is_selected(one.name, patterns)]
 
 
+@dataclass(slots=True)
+class _Done:
+    """What has been planted so far; `sound` as long as the stand-in passes on the controls."""
+
+    lines: list[Line] = field(default_factory=list)
+    controls: list[tuple[Control, Outcome]] = field(default_factory=list)
+    sound: bool = True
+
+    def add(self, one: Fault | Control, outcome: Outcome, other: Outcome | None = None) -> None:
+        if isinstance(one, Fault):
+            self.lines.append(Line(one, outcome, other))
+            return
+        self.controls.append((one, outcome))
+        self.sound = self.sound and (other is None or other.fate is Fate.SURVIVED)
+
+    @property
+    def names(self) -> set[str]:
+        faults = {line.fault.name for line in self.lines}
+        return faults | {control.name for control, _ in self.controls}
+
+
 def _plant(
     arguments: argparse.Namespace, faults: Sequence[Fault], controls: Sequence[Control]
-) -> tuple[list[Line], list[tuple[Control, Outcome]], bool]:
-    """Lines, controls, and whether the stand-in, if it was asked, passes on the controls."""
+) -> Generator[tuple[Fault | Control, tuple[Outcome, ...]]]:
+    """What the oracles made of each, and the stand-in, if it was asked."""
     from loragate.faults.runner import Setup, run_all
 
     deadline = _GPU_DEADLINE_S if arguments.gpu else _DEADLINE_S
     setup = Setup(gpu=arguments.gpu, jobs=arguments.jobs, deadline_s=deadline)
-    planted: tuple[Fault | Control, ...] = (*faults, *controls)
-    outcomes: dict[str, Outcome] = {}
-    for one, outcome in run_all(planted, Suite.ORACLES, setup):
-        _progress(one, outcome)
-        outcomes[one.name] = outcome
-    others: dict[str, Outcome] = {}
-    if arguments.stand_in:
-        for one, outcome in run_all(planted, Suite.UPSTREAM, setup):
-            _progress(one, outcome)
-            others[one.name] = outcome
-    lines = [Line(fault, outcomes[fault.name], others.get(fault.name)) for fault in faults]
-    judged = [(control, outcomes[control.name]) for control in controls]
-    sound = all(others[control.name].fate is Fate.SURVIVED for control in controls if others)
-    return lines, judged, sound
+    suites = (Suite.ORACLES, Suite.UPSTREAM) if arguments.stand_in else (Suite.ORACLES,)
+    with closing(run_all((*faults, *controls), suites, setup)) as found:
+        for one, outcomes in found:
+            for suite, outcome in zip(suites, outcomes, strict=True):
+                _progress(one, suite, outcome)
+            yield one, outcomes
 
 
 def _record(
     arguments: argparse.Namespace,
-    lines: Sequence[Line],
-    controls: Sequence[tuple[Control, Outcome]],
+    done: _Done,
+    faults: Sequence[Fault],
+    controls: Sequence[Control],
 ) -> None:
+    """Write what is done, beside what still holds of earlier runs. What was asked for and is not
+    done is listed as unfinished."""
+    origin = _origin(arguments)
+    record = payload(done.lines, done.controls, commit=origin["commit"])
+    for kind, entries in _kept(arguments, faults, controls, done.names).items():
+        record[kind] = entries | record[kind]
+    unfinished = _unfinished(arguments, faults, controls, done.names)
+    if unfinished:
+        record["unfinished"] = unfinished
+    update_section(arguments.record, _section(arguments), origin | record)
+
+
+def _origin(arguments: argparse.Namespace) -> dict[str, Any]:
     from loragate.machine import detect_machine
 
     if not arguments.gpu:
         # what the planted processes saw, whatever else there is
         os.environ["TRITON_INTERPRET"] = "1"
-    origin = provenance(detect_machine(), commit=arguments.commit)
-    record = payload(lines, controls, commit=origin["commit"])
-    kept = _kept(arguments, [line.fault for line in lines], [control for control, _ in controls])
-    for kind, entries in kept.items():
-        record[kind] = entries | record[kind]
-    update_section(arguments.record, _section(arguments), origin | record)
-    print(f"recorded in {arguments.record}")
+    return provenance(detect_machine(), commit=arguments.commit)
 
 
 def _kept(
-    arguments: argparse.Namespace, faults: Sequence[Fault], controls: Sequence[Control]
+    arguments: argparse.Namespace,
+    faults: Sequence[Fault],
+    controls: Sequence[Control],
+    done: Collection[str] = (),
 ) -> dict[str, dict[str, Any]]:
-    """What a record keeps of earlier runs where only some are planted: entries of the others, by
-    "faults" and "controls". ResultsError if one of them has no entry that still holds."""
-    old = read_section(arguments.record, _section(arguments))
-    if not arguments.only:
-        return {}
-    all_faults, all_controls = select(argparse.Namespace(**(vars(arguments) | {"only": []})))
-    everything: dict[str, Sequence[Fault | Control]]
-    everything = {"faults": all_faults, "controls": all_controls}
+    """What a record keeps of earlier runs: entries of all that is not done, by "faults" and
+    "controls". ResultsError if one that --only leaves out has no entry that still holds."""
+    old = read_section(arguments.record, _section(arguments)) or {}
+    asked = {fault.name for fault in faults} | {control.name for control in controls}
     kept: dict[str, dict[str, Any]] = {}
-    new = {fault.name for fault in faults} | {control.name for control in controls}
-    for kind, corpus in everything.items():
-        entries = (old or {}).get(kind, {})
+    for kind, corpus in _everything(arguments).items():
+        entries = old.get(kind, {})
         kept[kind] = {
-            planted.name: {"commit": (old or {}).get("commit", "")} | entries[planted.name]
+            planted.name: {"commit": old.get("commit", "")} | entries[planted.name]
             for planted in corpus
-            if planted.name not in new
+            if planted.name not in done
             and entries.get(planted.name, {}).get("digest") == planted.digest
         }
-        missing = [p.name for p in corpus if p.name not in new and p.name not in kept[kind]]
+        missing = [p.name for p in corpus if p.name not in asked and p.name not in kept[kind]]
         if missing:
             raise ResultsError(
                 f"{arguments.record}: holds nothing that still holds of {len(missing)} {kind} "
                 f"that --only leaves out: {', '.join(missing[:3])}"
             )
     return kept
+
+
+def _unfinished(
+    arguments: argparse.Namespace,
+    faults: Sequence[Fault],
+    controls: Sequence[Control],
+    done: Collection[str],
+) -> list[str]:
+    """What was to be planted and was not, in this run or in an earlier one that was interrupted."""
+    asked = [*(fault.name for fault in faults), *(control.name for control in controls)]
+    old = read_section(arguments.record, _section(arguments)) or {}
+    there = {one.name for corpus in _everything(arguments).values() for one in corpus}
+    earlier = [n for n in old.get("unfinished", ()) if n in there and n not in asked]
+    return [name for name in (*asked, *earlier) if name not in done]
+
+
+def _everything(arguments: argparse.Namespace) -> dict[str, Sequence[Fault | Control]]:
+    """All that the section of a record is about, by "faults" and "controls"."""
+    faults, controls = select(argparse.Namespace(**(vars(arguments) | {"only": []})))
+    return {"faults": faults, "controls": controls}
 
 
 def _section(arguments: argparse.Namespace) -> str:
@@ -199,6 +258,9 @@ def _show(path: Path) -> ExitCode:
     if record is None:
         return _complain(f"{path}: no section {SECTION!r}", ExitCode.USAGE)
     print(render_markdown(record))
+    if unfinished := record.get("unfinished"):
+        which = f"{len(unfinished)} not planted yet: {', '.join(unfinished[:3])}"
+        return _complain(f"{path}: the run was interrupted, {which}", ExitCode.INCOMPLETE)
     return ExitCode.OK
 
 
@@ -208,8 +270,10 @@ def _has_gpu() -> bool:
     return torch.cuda.is_available()
 
 
-def _progress(planted: Fault | Control, outcome: Outcome) -> None:
+def _progress(planted: Fault | Control, suite: Suite, outcome: Outcome) -> None:
     kind = "control" if isinstance(planted, Control) else "fault"
+    if suite is Suite.UPSTREAM:
+        kind += " in the stand-in,"
     noticed = ", ".join(outcome.killers) or outcome.message[:80]
     line = f"{kind} {planted.name}: {outcome.fate.value} {noticed}".rstrip()
     print(f"{line} ({outcome.seconds:.0f} s)", file=sys.stderr, flush=True)

@@ -73,15 +73,22 @@ def fate_of_control(control: Control, sightings: Sequence[Sighting], seconds: fl
 
 
 def fate_in_stand_in(name: str, sightings: Sequence[Sighting], seconds: float) -> Outcome:
-    """Whoever notices will do."""
+    """Whoever notices will do, but somebody must look: tests that never ran let nothing pass."""
     killers = killers_of(sightings)
-    first = next((s for s in sightings if s.verdict is Verdict.FAIL), None)
+    fate, message = Fate.SURVIVED, ""
+    if broken := _breakdown(sightings):
+        fate, message = Fate.BROKEN, broken
+    elif killers:
+        first = next(s for s in sightings if s.verdict is Verdict.FAIL)
+        fate, message = Fate.KILLED, f"{first.judge}: {first.message}"
+    elif not any(s.verdict is Verdict.PASS for s in sightings):
+        fate, message = Fate.BROKEN, "nobody looked"
     return Outcome(
         name=name,
-        fate=Fate.KILLED if killers else Fate.SURVIVED,
+        fate=fate,
         killers=killers,
         sightings=tuple(sightings),
-        message=f"{first.judge}: {first.message}" if first else "",
+        message=message,
         seconds=seconds,
     )
 

@@ -1,7 +1,7 @@
 """Plants one fault at a time, each in a process and a copy of the package of its own.
 
 Invariant: whatever a planted process does - it hangs, dies, or writes nonsense - costs no other
-fault its result, and leaves nothing behind.
+fault its result, and leaves nothing behind; nor does a command that is interrupted.
 """
 
 from __future__ import annotations
@@ -11,12 +11,14 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from loragate.faults.fates import fate_in_stand_in, fate_of_control, fate_of_fault
 from loragate.faults.model import Control, Fate, Fault, Needs, Outcome, Sighting
@@ -38,25 +40,76 @@ class Setup:
     deadline_s: float = 90.0
 
 
+class Children:
+    """The planted processes that run now, so that all of them can be ended at once."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._running: set[int] = set()
+        self._over = False
+
+    def start(self, command: Sequence[str], **options: Any) -> subprocess.Popen[bytes]:
+        # under the lock, so that none is started behind the back of `end_all`
+        with self._lock:
+            if self._over:
+                raise Interrupted
+            # a group of its own, so that nothing that it has started outlives it
+            child = subprocess.Popen(command, start_new_session=True, **options)
+            self._running.add(child.pid)
+            return child
+
+    def end(self, child: subprocess.Popen[bytes]) -> None:
+        """Also what it has started, whether or not it has ended itself."""
+        with self._lock:
+            _kill_group(child.pid)
+            # its number may be another's from here on
+            self._running.discard(child.pid)
+        child.wait()
+
+    def end_all(self) -> None:
+        """Those that run, and any that would still start."""
+        with self._lock:
+            self._over = True
+            for pid in self._running:
+                _kill_group(pid)
+
+
+class Interrupted(Exception):
+    """Nothing is planted any more."""
+
+
+def _kill_group(pid: int) -> None:
+    with suppress(ProcessLookupError, PermissionError):
+        os.killpg(pid, signal.SIGKILL)
+
+
 def run_all(
-    planted: Sequence[Fault | Control], suite: Suite, setup: Setup
-) -> Iterator[tuple[Fault | Control, Outcome]]:
-    """Outcomes in the order given, each as soon as it is known."""
+    planted: Sequence[Fault | Control], suites: Sequence[Suite], setup: Setup
+) -> Generator[tuple[Fault | Control, tuple[Outcome, ...]]]:
+    """Outcomes by suite, in the order given, each as soon as it is known. Closing it ends what
+    runs."""
+    children = Children()
+
+    def run(one: Fault | Control) -> tuple[Outcome, ...]:
+        return tuple(run_one(one, suite, setup, children) for suite in suites)
+
     with ThreadPoolExecutor(setup.jobs) as pool:
-        outcomes = pool.map(lambda one: run_one(one, suite, setup), planted)
         try:
-            yield from zip(planted, outcomes, strict=True)
+            yield from zip(planted, pool.map(run, planted), strict=True)
         finally:
+            children.end_all()
             pool.shutdown(cancel_futures=True)
 
 
-def run_one(planted: Fault | Control, suite: Suite, setup: Setup) -> Outcome:
+def run_one(
+    planted: Fault | Control, suite: Suite, setup: Setup, children: Children | None = None
+) -> Outcome:
     """Plant, run, tell. Never raises because of what was planted."""
     if isinstance(planted, Fault) and planted.needs is Needs.GPU and not setup.gpu:
         return Outcome(name=planted.name, fate=Fate.NOT_RUN, message="needs a GPU")
     started = time.monotonic()
     try:
-        sightings = _run_planted(planted, suite, setup)
+        sightings = _run_planted(planted, suite, setup, children or Children())
     except StaleAnchor as error:
         return Outcome(name=planted.name, fate=Fate.BROKEN, message=str(error))
     seconds = time.monotonic() - started
@@ -67,7 +120,9 @@ def run_one(planted: Fault | Control, suite: Suite, setup: Setup) -> Outcome:
     return fate_of_fault(planted, sightings, seconds)
 
 
-def _run_planted(planted: Fault | Control, suite: Suite, setup: Setup) -> tuple[Sighting, ...]:
+def _run_planted(
+    planted: Fault | Control, suite: Suite, setup: Setup, children: Children
+) -> tuple[Sighting, ...]:
     with tempfile.TemporaryDirectory(prefix="loragate-fault-") as name:
         folder = Path(name)
         plant(planted.edit, package_folder(), folder / "planted")
@@ -79,7 +134,7 @@ def _run_planted(planted: Fault | Control, suite: Suite, setup: Setup) -> tuple[
             checks=planted.checks,
         )
         write_order(order, folder / "order.json")
-        failure = _run_child(folder, setup)
+        failure = _run_child(folder, setup, children)
         transcript = read_transcript(folder / "transcript.jsonl")
         log = (folder / "log.txt").read_text(encoding="utf-8", errors="replace")
     if failure is None and transcript.finished:
@@ -87,29 +142,25 @@ def _run_planted(planted: Fault | Control, suite: Suite, setup: Setup) -> tuple[
     return (*transcript.sightings, _death(transcript.current, failure, log))
 
 
-def _run_child(folder: Path, setup: Setup) -> Failure | None:
+def _run_child(folder: Path, setup: Setup, children: Children) -> Failure | None:
     """Run the process to its end; how it failed, None if it did not."""
     command = [sys.executable, "-m", "loragate.faults.child"]
     command += [str(folder / "order.json"), str(folder / "transcript.jsonl")]
     with (folder / "log.txt").open("wb") as log:
-        child = subprocess.Popen(
+        child = children.start(
             command,
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=subprocess.STDOUT,
             env=_environment(folder, setup),
             cwd=folder,
-            # a group of its own, so that nothing that it has started outlives it
-            start_new_session=True,
         )
         try:
             code = child.wait(setup.deadline_s)
         except subprocess.TimeoutExpired:
             return Failure.HANG
         finally:
-            with suppress(ProcessLookupError, PermissionError):
-                os.killpg(child.pid, signal.SIGKILL)
-            child.wait()
+            children.end(child)
     return None if code == 0 else Failure.CRASH
 
 

@@ -26,7 +26,8 @@ class Line:
 
 def render_terminal(lines: Sequence[Line], controls: Sequence[tuple[Control, Outcome]]) -> str:
     """Whatever is wrong comes first, with what replays it; then who noticed what."""
-    parts = [*_troubles(lines), *_false_alarms(controls), "", *_matrix(lines)]
+    parts = [*_troubles(lines), *_broken_stand_ins(lines), *_false_alarms(controls)]
+    parts += ["", *_matrix(lines)]
     if any(line.stand_in for line in lines):
         parts += ["", *_rates(payload(lines, controls))]
     return "\n".join([*parts, "", _summary(lines, controls)])
@@ -44,6 +45,17 @@ def _troubles(lines: Iterable[Line]) -> list[str]:
         texts.append(f"    {fault.why}")
         texts.append(f"    {outcome.message}")
         texts.append(f"    again: loragate faults --only {fault.name}")
+    return texts
+
+
+def _broken_stand_ins(lines: Iterable[Line]) -> list[str]:
+    texts: list[str] = []
+    for line in lines:
+        # a fault that cannot be planted at all has been told already
+        if line.stand_in and line.stand_in.fate is Fate.BROKEN and line.outcome.fate not in BAD:
+            texts.append(f"BROKEN STAND-IN {line.fault.name} ({line.fault.source})")
+            texts.append(f"    {line.stand_in.message}")
+            texts.append(f"    again: loragate faults --stand-in --only {line.fault.name}")
     return texts
 
 
@@ -140,7 +152,8 @@ def _markdown_row(title: str, faults: Sequence[Mapping[str, Any]]) -> str:
     if not tried:
         return ""
     killed = sum(fault["fate"] == Fate.KILLED.value for fault in tried)
-    judged = [fault for fault in tried if fault["stand_in"] is not None]
+    # a stand-in that could not run has neither seen the fault nor missed it
+    judged = [fault for fault in tried if fault["stand_in"] not in (None, Fate.BROKEN.value)]
     seen = sum(fault["stand_in"] == Fate.KILLED.value for fault in judged)
     other = f"{seen} / {len(judged)}" if judged else ""
     return f"| {title} | {len(tried)} | {killed} / {len(tried)} | {other} |"

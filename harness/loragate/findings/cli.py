@@ -1,7 +1,8 @@
 """`loragate findings`: try everything that is listed about a subject, and every open suspicion.
 
 Exit codes: 0 all entries that can be tried here reproduce, 1 one has stopped to, 2 nothing could
-be tried, 3 an attempt broke or the subject does not run here, 4 the ledger is not valid.
+be tried or no entry is about the installed version, 3 an attempt broke or the subject does not
+run here, 4 the ledger is not valid.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from loragate.report.events import Note
 from loragate.report.log import EventWriter
 from loragate.report.summary import EXIT_CODES
 from loragate.results import provenance, update_section
-from loragate.verdict import ExitCode
+from loragate.verdict import ExitCode, Verdict
 
 SECTION = "findings"
 _BY_THE_GATE = Observation(Seen.NOT_TRIED, "its cases are judged by the gate")
@@ -114,7 +115,10 @@ def render(version: str, lines: Sequence[Line], suspicions: Mapping[str, Observa
     listed = [_row(line.state, line.finding.id, line.observation) for line in lines]
     open_ones = [_row("unlisted", name, seen) for name, seen in suspicions.items()]
     head = f"vllm {version}: {len(lines)} listed findings ({_counts(lines)})"
-    return "\n".join([head, *listed, *open_ones])
+    tail = []
+    if verdict_of(lines) is Verdict.SKIP:
+        tail = ["nothing was tried: no listed finding is about this version and can be tried here"]
+    return "\n".join([head, *listed, *open_ones, *tail])
 
 
 def probes_note(version: str, lines: Sequence[Line]) -> str:
@@ -137,7 +141,7 @@ def _row(state: str, name: str, observation: Observation) -> str:
 def payload(lines: Sequence[Line], suspicions: Mapping[str, Observation]) -> dict[str, Any]:
     return {
         "expected": len(lines),
-        "executed": sum(line.observation.seen in (Seen.REPRODUCED, Seen.ABSENT) for line in lines),
+        "executed": sum(line.state in (State.KNOWN, State.STALE) for line in lines),
         "findings": {
             line.finding.id: {
                 "state": line.state.value,

@@ -105,7 +105,8 @@ class State(StrEnum):
 VERDICTS: Mapping[State, Verdict] = {
     State.KNOWN: Verdict.PASS,
     State.STALE: Verdict.FAIL,
-    State.OUT_OF_RANGE: Verdict.PASS,
+    # whatever was seen says nothing about the entry
+    State.OUT_OF_RANGE: Verdict.SKIP,
     State.NOT_TRIED: Verdict.SKIP,
     State.BROKEN: Verdict.INFRA,
 }

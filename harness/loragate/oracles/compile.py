@@ -49,11 +49,15 @@ class Compile:
     def judge(self, trial: Trial) -> Judgement:
         layers = [_open(trial, number) for number in range(_LAYERS)]
         calls = _custom_calls(layers[0], _batch(trial, 0))
-        return (
-            _opcheck(calls)
-            or _trace(trial, layers)
-            or passed(self.name, operators=float(len(calls)), layers=float(_LAYERS), graphs=1.0)
-        )
+        wrong = _opcheck(calls)
+        if wrong is not None:
+            return wrong
+        compiled = _Compiled(trial)
+        wrong = _trace(trial, layers, compiled)
+        if wrong is not None:
+            return wrong
+        figures = {"operators": len(calls), "layers": _LAYERS, "graphs": compiled.graphs}
+        return passed(self.name, **{name: float(count) for name, count in figures.items()})
 
 
 def _open(trial: Trial, number: int) -> AnyInstance:
@@ -113,9 +117,9 @@ def _opcheck(calls: tuple[_Call, ...]) -> Judgement | None:
     return None
 
 
-def _trace(trial: Trial, layers: list[AnyInstance]) -> Judgement | None:
-    """A FAIL if layers, mixes or sizes need graphs of their own, or a graph gives other results."""
-    compiled = _Compiled(trial)
+def _trace(trial: Trial, layers: list[AnyInstance], compiled: _Compiled) -> Judgement | None:
+    """A FAIL if layers, mixes or sizes need graphs of their own, or a graph gives other results;
+    INCONCLUSIVE if there is no graph at all."""
     try:
         for number, mix in enumerate(_MIXES):
             batch = _batch(trial, number)
@@ -156,10 +160,15 @@ class _Compiled:
         self._graphs: list[torch.fx.GraphModule] = []
         self._run = torch.compile(run, backend=self._keep, fullgraph=True)
 
+    @property
+    def graphs(self) -> int:
+        return len(self._graphs)
+
     def step(
         self, layer: AnyInstance, batch: Batch, where: str, *, graphs: int, warm: bool
     ) -> Judgement | None:
-        """A FAIL if there are more than `graphs` graphs now, or Triton compiles while `warm`."""
+        """A FAIL if there are more than `graphs` graphs now, or Triton compiles while `warm`.
+        INCONCLUSIVE if there are none."""
         kernels: list[str] = []
         with kernels_compiled(kernels):
             layer.prepare(batch.token_slots)
@@ -167,6 +176,10 @@ class _Compiled:
             result = self._run(layer, copy_batch(batch)) + 0.0
         if warm and kernels:
             return _failure(Failure.RECOMPILED, f"{where} compiled {', '.join(kernels)} anew")
+        if not self._graphs:
+            # torch.compile is silent where it is switched off, and runs the layer as it is
+            message = f"{where}: torch.compile traced nothing (is TORCHDYNAMO_DISABLE set?)"
+            return Judgement(OracleName.COMPILE, Verdict.INCONCLUSIVE, message=message)
         if len(self._graphs) > graphs:
             return _failure(Failure.RECOMPILED, f"{where}: {_difference(*self._graphs[-2:])}")
         return _compare(self._trial, batch, result, wanted)

@@ -8,6 +8,7 @@ promises; a silent acceptance is a wrong answer that nobody was told about.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
@@ -35,7 +36,7 @@ from loragate.verdict import Failure, Judgement, OracleName, Verdict
 
 @dataclass(frozen=True, slots=True)
 class Violation:
-    """One bad call. `given` must show up in the error; `watched` must keep their bits."""
+    """One bad call. The error must name `given`; `watched` must keep their bits."""
 
     guard: Guard
     what: str
@@ -89,7 +90,7 @@ def _refusal(violation: Violation) -> Judgement | None:
     try:
         violation.call()
     except ValueError as error:
-        if violation.given not in str(error):
+        if not _names(str(error), violation.given):
             return _failure(violation, f"the error does not name {violation.given}: {error}")
     except torch.AcceleratorError:
         # the device is lost, which is the runner's to tell
@@ -102,6 +103,13 @@ def _refusal(violation: Violation) -> Judgement | None:
         if not torch.equal(bits_of(whole(tensor)), bits):
             return _failure(violation, "it was refused after a tensor had been changed")
     return None
+
+
+def _names(message: str, given: str) -> bool:
+    """Whether `given` stands in `message` as a word or a number of its own: "without" does not
+    name out, and neither "cuda:2" nor "-2" nor "0.2" name 2."""
+    own = rf"(?<![\w:-])(?<!\d\.){re.escape(given)}(?!\w|-\w|\.\d)"
+    return re.search(own, message) is not None
 
 
 def _aftermath(

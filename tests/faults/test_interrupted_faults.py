@@ -1,0 +1,114 @@
+"""A command that is told to stop takes the planted processes with it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+from loragate.faults.corpus import CONTROLS
+from loragate.verdict import ExitCode
+
+# with enough to do to be met at work
+PLANTED = [control.name for control in CONTROLS[:2]]
+
+
+def _started_by(parent: int) -> list[int]:
+    """Processes that `parent` has started and that have not ended."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        # one that ends meanwhile is gone
+        with suppress(OSError):
+            state, ppid = path.read_text().rpartition(")")[2].split()[:2]
+            if int(ppid) == parent and state != "Z":
+                found.append(int(path.parent.name))
+    return found
+
+
+def _is_alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def _until(happened: Callable[[], bool]) -> bool:
+    deadline = time.monotonic() + 60
+    while not happened() and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return happened()
+
+
+# one that stands still, and that nobody would stop within the time of a test
+STANDING = """
+from loragate.faults.model import Check, Edit, Fault, Group
+from loragate.faults.order import Suite
+from loragate.faults.runner import Setup, run_all
+from loragate.interruption import ended_by_signals
+
+start = "    size = padded // tp_size\\n"
+fault = Fault(
+    name="a-fault",
+    edit=Edit("lorakernels.layers.partition", start, f"    while True:\\n        pass\\n{start}"),
+    group=Group.LAYER,
+    source="own",
+    why="It stands still.",
+    killers=(Check.PARTITION,),
+    checks=(Check.PARTITION,),
+)
+try:
+    with ended_by_signals():
+        print(list(run_all([fault, fault, fault], [Suite.ORACLES], Setup(jobs=2, deadline_s=600))))
+except KeyboardInterrupt:
+    print("interrupted")
+"""
+
+
+def _interrupted(
+    arguments: Sequence[str], number: signal.Signals, folder: Path
+) -> tuple[int, str, list[int]]:
+    """Send a signal to a command that has planted two at a time: its exit code, what it said last,
+    and those of its processes that have outlived it."""
+    command = subprocess.Popen(
+        [sys.executable, *arguments],
+        env=os.environ | {"TMPDIR": str(folder)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    assert _until(lambda: len(list(folder.glob("*/transcript.jsonl"))) == 2)
+    children = _started_by(command.pid)
+    assert len(children) == 2
+    try:
+        command.send_signal(number)
+        said, _ = command.communicate(timeout=60)
+        return command.returncode, said, [child for child in children if _is_alive(child)]
+    finally:
+        command.kill()
+        for child in children:
+            with suppress(ProcessLookupError):
+                os.killpg(child, signal.SIGKILL)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
+def test_a_signal_ends_what_is_planted_and_is_told_as_incomplete(
+    number: signal.Signals, tmp_path: Path
+) -> None:
+    arguments = ["-m", "loragate", "faults", "--only", *PLANTED]
+    code, said, alive = _interrupted(arguments, number, tmp_path)
+    assert (code, alive) == (ExitCode.INCOMPLETE, []), said
+    assert said.endswith("loragate faults: interrupted\n")
+    assert not list(tmp_path.glob("loragate-fault-*"))
+
+
+def test_a_planted_process_that_stands_still_is_not_waited_for(tmp_path: Path) -> None:
+    _, said, alive = _interrupted(["-c", STANDING], signal.SIGTERM, tmp_path)
+    assert (said, alive) == ("interrupted\n", [])
+    assert not list(tmp_path.glob("loragate-fault-*"))
