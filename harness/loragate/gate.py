@@ -65,9 +65,8 @@ def run(arguments: argparse.Namespace) -> int:
     selection = selection_from(arguments, has_gpu=has_gpu)
     legs = make_legs(selection, run=name, report=report, has_gpu=has_gpu)
     try:
-        if arguments.record:
-            check_record(arguments.record)
-        opening = _plan(selection, name, legs, has_gpu=has_gpu)
+        check_record(arguments)
+        opening = _plan(selection, name, legs, has_gpu=has_gpu, record=arguments.record)
     except (AnnounceError, GateError) as error:
         print(error, file=sys.stderr)
         return error.exit_code.value
@@ -76,10 +75,13 @@ def run(arguments: argparse.Namespace) -> int:
         return ExitCode.USAGE.value
     clear_folder(report)
     print(_headline(opening))
-    summary = _Gate(report, name).run(opening, legs)
-    if arguments.record and summary.plan is not None:
+    gate = _Gate(report, name)
+    summary = gate.run(opening, legs)
+    if arguments.record and gate.interrupted:
+        print(f"interrupted: {arguments.record} stays as it was", file=sys.stderr)
+    elif arguments.record and summary.plan is not None:
         try:
-            section = record_gate(summary, arguments.record, commit=arguments.commit)
+            section = record_gate(summary, arguments)
         except (ResultsError, OSError) as error:
             print(error, file=sys.stderr)
             return ExitCode.INFRASTRUCTURE.value
@@ -95,12 +97,14 @@ class _Gate:
         liveness = Liveness.TERMINAL if sys.stdout.isatty() else Liveness.LOG
         self._progress = Progress(self._colour, liveness)
         self._tail = EventTail(report / EVENTS, run=name)
+        self.interrupted = False
 
     def run(self, opening: Iterable[Event], legs: Iterable[Leg]) -> Summary:
         begin = time.monotonic()
         self._write(opening)
         for leg in legs:
             if self._run_leg(leg) is Cause.INTERRUPTED:
+                self.interrupted = True
                 break
         summary = close_run(self._report, run=self._name, duration_s=time.monotonic() - begin)
         print(f"\n{render_summary(summary, self._colour)}")
@@ -151,7 +155,12 @@ def _judge(ending: Ending) -> tuple[Verdict, str]:
 
 
 def _plan(
-    selection: Selection, name: str, legs: tuple[Leg, ...], *, has_gpu: bool
+    selection: Selection,
+    name: str,
+    legs: tuple[Leg, ...],
+    *,
+    has_gpu: bool,
+    record: Path | None,
 ) -> tuple[Event, ...]:
     if selection.tier is not Tier.SMOKE and not has_gpu:
         raise GateError(
@@ -165,6 +174,7 @@ def _plan(
             leg=cases_leg_name(has_gpu=has_gpu),
             legs=tuple(leg.name for leg in legs),
             owed=owed_by_compiling(selection),
+            record=record,
         )
     )
     started = next(event for event in opening if isinstance(event, RunStarted))

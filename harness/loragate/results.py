@@ -16,6 +16,7 @@ from typing import Any
 
 from loragate import environment
 from loragate.machine import Machine
+from loragate.report.events import Tree
 
 SCHEMA = 1
 # where the interpreter lies is nobody's business in a file that is published
@@ -50,12 +51,18 @@ def update_section(path: Path, name: str, payload: Mapping[str, Any]) -> None:
         raise
 
 
-def provenance(machine: Machine, *, commit: str | None = None) -> dict[str, Any]:
+def provenance(
+    machine: Machine,
+    *,
+    commit: str | None = None,
+    checkout: tuple[str, Tree] | None = None,
+) -> dict[str, Any]:
     """What a section needs to be believed later: code, versions, machine, time.
 
     commit: for a tree that was copied without its history; its state is then unknown.
+    checkout: as `commit_and_tree` found it when the run began; code may be edited during a run.
     """
-    found, tree = environment.commit_and_tree(environment.project_root())
+    found, tree = checkout or environment.commit_and_tree(environment.project_root())
     capability = machine.compute_capability
     return {
         "commit": found or commit or "",

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from loragate.bench.kinds import KINDS, Figures, Kind
 from loragate.bench.select import Row, select_rows
+from loragate.environment import commit_and_tree, project_root
 from loragate.results import ResultsError, provenance, read_section, update_section
 from loragate.verdict import ExitCode, Verdict, worst
 
@@ -93,6 +94,7 @@ def run_kind_command(kind: Kind, arguments: argparse.Namespace) -> ExitCode:
     from loragate.machine import detect_machine
 
     machine = detect_machine()
+    checkout = commit_and_tree(project_root(), ignoring=arguments.record)
     if machine.device != "cuda":
         return _complain("bench times compiled kernels and needs a GPU", ExitCode.INFRASTRUCTURE)
     from loragate.bench.contender import Unavailable, WrongResult
@@ -106,7 +108,7 @@ def run_kind_command(kind: Kind, arguments: argparse.Namespace) -> ExitCode:
     print(kind.terminal(figures))
     code = judge(figures)
     if arguments.record:
-        origin = provenance(machine, commit=arguments.commit)
+        origin = provenance(machine, commit=arguments.commit, checkout=checkout)
         payload = origin | figures.payload() | {"verdict": code.name.lower()}
         try:
             update_section(arguments.record, kind.section, payload)
