@@ -17,7 +17,7 @@ from typing import NoReturn
 
 from loragate.announce import AnnounceError, Announcement, announce
 from loragate.closing import abandon_open_cases, close_run
-from loragate.devices import list_gpus, visible_gpus
+from loragate.devices import DriverError, list_gpus, visible_gpus
 from loragate.environment import new_run_name
 from loragate.folder import EVENTS, LOGS, clear_folder
 from loragate.legs import Leg, cases_leg_name, make_legs, owed_by_compiling, verdict_of_exit
@@ -59,13 +59,13 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 def run(arguments: argparse.Namespace) -> int:
     # a cancelled CI job is an interrupted run, and its report is wanted too
     signal.signal(signal.SIGTERM, _interrupt)
-    has_gpu = _has_gpu()
     name = new_run_name()
     report: Path = arguments.report.absolute()
-    selection = selection_from(arguments, has_gpu=has_gpu)
-    legs = make_legs(selection, run=name, report=report, has_gpu=has_gpu)
     try:
         check_record(arguments)
+        has_gpu = _has_gpu()
+        selection = selection_from(arguments, has_gpu=has_gpu)
+        legs = make_legs(selection, run=name, report=report, has_gpu=has_gpu)
         opening = _plan(selection, name, legs, has_gpu=has_gpu, record=arguments.record)
     except (AnnounceError, GateError) as error:
         print(error, file=sys.stderr)
@@ -178,7 +178,14 @@ def _plan(
         )
     )
     started = next(event for event in opening if isinstance(event, RunStarted))
-    if has_gpu and started.machine["device"] != "cuda":
+    on_gpu = started.machine["device"] == "cuda"
+    if on_gpu and not has_gpu:
+        raise GateError(
+            "torch can use a GPU and there is no nvidia-smi to list it with; mend that, or set "
+            "CUDA_VISIBLE_DEVICES= to run without it",
+            ExitCode.INFRASTRUCTURE,
+        )
+    if has_gpu and not on_gpu:
         raise GateError(
             "the driver lists a GPU that torch "
             f"{started.versions.get('torch', '')} cannot use; mend that, or set "
@@ -198,9 +205,12 @@ def _headline(opening: Iterable[Event]) -> str:
 
 
 def _has_gpu() -> bool:
-    if os.environ.get("TRITON_INTERPRET") == "1":
-        return False
-    return bool(visible_gpus(os.environ, list_gpus()))
+    try:
+        listed = list_gpus(os.environ)
+    except DriverError as error:
+        raise GateError(str(error), ExitCode.INFRASTRUCTURE) from error
+    # a name in CUDA_VISIBLE_DEVICES is no GPU yet
+    return bool(listed and visible_gpus(os.environ, listed))
 
 
 def _interrupt(number: int, frame: object) -> NoReturn:
