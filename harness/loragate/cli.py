@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+import traceback
 from collections.abc import Iterable, Sequence
 from typing import Any, NoReturn
 
@@ -30,7 +31,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if unknown:
         # told by the command, which knows what it takes
         commands.choices[parsed.command].refuse(unknown)
-    return int(parsed.run(parsed))
+    try:
+        return int(parsed.run(parsed))
+    except Exception as error:
+        # python's own 1 would say that a result is wrong
+        what = next(iter(str(error).splitlines()), "")
+        print(f"loragate {parsed.command}: {type(error).__name__}: {what}", file=sys.stderr)
+        traceback.print_exc()
+        return ExitCode.INFRASTRUCTURE.value
 
 
 class _Parser(argparse.ArgumentParser):

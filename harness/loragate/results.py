@@ -94,7 +94,8 @@ def _read(path: Path) -> dict[str, Any]:
         raise ResultsError(f"{path}:{error.lineno}: not JSON: {error.msg}") from error
     if not isinstance(document, dict) or not isinstance(document.get("sections"), dict):
         raise ResultsError(f"{path}: not a results file: there is no object named 'sections'")
-    if not 1 <= document.get("schema", 0) <= SCHEMA:
+    schema = document.get("schema")
+    if not isinstance(schema, int) or not 1 <= schema <= SCHEMA:
         raise ResultsError(
             f"{path}: schema is {document.get('schema')!r}, this version reads 1 to {SCHEMA}"
         )

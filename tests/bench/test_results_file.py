@@ -48,6 +48,8 @@ def test_a_payload_that_json_cannot_hold_leaves_the_file_as_it_was(tmp_path: Pat
     [
         ("[]", "not a results file: there is no object named 'sections'"),
         ('{"schema": 2, "sections": {}}', "schema is 2, this version reads 1 to 1"),
+        ('{"schema": "1", "sections": {}}', "schema is '1', this version reads 1 to 1"),
+        ('{"sections": {}}', "schema is None, this version reads 1 to 1"),
         ('{\n"schema":', ":2: not JSON"),
     ],
 )
