@@ -123,8 +123,9 @@ def test_a_driver_and_torch_that_disagree_about_gpus_are_told_instead_of_checkin
 
 
 def test_a_gpu_that_is_named_and_not_there_is_none(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(gate, "list_gpus", lambda environ: ())
+    monkeypatch.setattr(gate, "list_gpus", lambda *environ: ())
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     code = main(["gate", "--tier=premerge", f"--report={tmp_path / 'report'}"])
     assert code == ExitCode.USAGE
     assert "tier premerge needs a GPU and there is none" in capsys.readouterr().err
