@@ -43,7 +43,7 @@ class AnnounceError(Exception):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Announcement:
     """`leg` runs the selected cases, of which `only` keeps some (None: all). `owed` is what
-    the other `legs` owe."""
+    the other `legs` owe. The run is to be kept in the file `record`."""
 
     run: str
     selection: Selection
@@ -51,6 +51,7 @@ class Announcement:
     legs: tuple[str, ...]
     only: frozenset[str] | None = None
     owed: tuple[Expected, ...] = ()
+    record: Path | None = None
 
 
 def announce(announcement: Announcement) -> tuple[Event, ...]:
@@ -101,7 +102,7 @@ def opening(announcement: Announcement) -> Iterator[Event]:
     made, abilities = plan_selection(selection)
     unusable = {name: have for name, have in abilities.items() if isinstance(have, str)}
     expected, skipped = _rows(made, unusable.keys(), announcement)
-    commit, tree = commit_and_tree(project_root())
+    commit, tree = commit_and_tree(project_root(), ignoring=announcement.record)
     yield RunStarted(
         run=announcement.run,
         started_at=utc_now(),

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+import traceback
 from collections.abc import Iterable, Sequence
 from typing import Any, NoReturn
 
@@ -37,6 +38,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print(f"loragate {parsed.command}: interrupted", file=sys.stderr)
         return ExitCode.INCOMPLETE.value
+    except Exception as error:
+        # python's own 1 would say that a result is wrong
+        what = next(iter(str(error).splitlines()), "")
+        print(f"loragate {parsed.command}: {type(error).__name__}: {what}", file=sys.stderr)
+        traceback.print_exc()
+        return ExitCode.INFRASTRUCTURE.value
 
 
 class _Parser(argparse.ArgumentParser):

@@ -24,6 +24,16 @@ HOST_BUDGET_BYTES = 3 * _GIB // 2
 MAX_WORKERS_PER_GPU = 8
 
 
+class DriverError(Exception):
+    """There is a driver and it does not answer as it should: that is no machine without a GPU."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(
+            "the GPUs of this machine cannot be listed; mend that, or set CUDA_VISIBLE_DEVICES= to "
+            f"run without them: {message}"
+        )
+
+
 @dataclass(frozen=True, slots=True)
 class ListedGpu:
     """A GPU as the driver lists it; `index` in PCI order."""
@@ -66,11 +76,11 @@ def workers_per_gpu(
     return max(1, min(MAX_WORKERS_PER_GPU, 1 + others))
 
 
-def share_of_gpu(total_bytes: int, workers: int, largest_case_bytes: int) -> GpuShare:
-    """What each of several workers may use of a GPU, so that one can run the largest case while
-    all others run ordinary ones."""
+def share_of_gpu(free_bytes: int, workers: int, largest_case_bytes: int) -> GpuShare:
+    """What each of several workers may use of what was free on a GPU, so that one can run the
+    largest case while all others run ordinary ones."""
     assert workers > 1, "a worker that is alone shares nothing"
-    usable = int(total_bytes * _USABLE)
+    usable = int(free_bytes * _USABLE)
     beside_largest = (usable - largest_case_bytes) // (workers - 1)
     # more workers were asked for than there is room for: half for all, half for one
     least = usable // (2 * workers)
@@ -87,22 +97,32 @@ def worker_count(num_gpus: int, per_gpu: int, cores: int, host_free_bytes: int) 
     return max(1, bound)
 
 
-def list_gpus() -> tuple[ListedGpu, ...]:
-    """GPUs that the driver lists; empty without a driver."""
+def list_gpus(environ: Mapping[str, str]) -> tuple[ListedGpu, ...]:
+    """GPUs that the driver lists; empty without a driver, and not asked for where the caller does
+    without. Raises DriverError."""
+    hidden = "CUDA_VISIBLE_DEVICES" in environ and not visible_gpus(environ, ())
     tool = shutil.which("nvidia-smi")
-    if tool is None:
+    if tool is None or hidden or environ.get("TRITON_INTERPRET") == "1":
         return ()
     query = ["--query-gpu=index,uuid,memory.free", "--format=csv,noheader,nounits"]
     try:
-        answer = subprocess.run(
-            [tool, *query], capture_output=True, text=True, timeout=60, check=True
-        )
-    except (OSError, subprocess.SubprocessError):
-        return ()
-    return parse_gpu_list(answer.stdout)
+        answer = subprocess.run([tool, *query], capture_output=True, text=True, timeout=60)
+    except (OSError, subprocess.SubprocessError) as error:
+        raise DriverError(f"{error}") from error
+    output = f"{answer.stdout}{answer.stderr}".strip() or "nothing"
+    if answer.returncode != 0:
+        raise DriverError(f"{tool} exited with {answer.returncode} and said: {output}")
+    try:
+        gpus = parse_gpu_list(answer.stdout)
+    except ValueError as error:
+        raise DriverError(f"{tool} lists no GPUs and said: {output}") from error
+    if not gpus:
+        raise DriverError(f"{tool} lists no GPUs and said: {output}")
+    return gpus
 
 
 def parse_gpu_list(text: str) -> tuple[ListedGpu, ...]:
+    """Raises ValueError for anything but one GPU a line."""
     gpus = []
     for line in text.splitlines():
         index, uuid, free_mib = (field.strip() for field in line.split(","))
@@ -110,6 +130,11 @@ def parse_gpu_list(text: str) -> tuple[ListedGpu, ...]:
         free = int(free_mib) << 20 if free_mib.isdecimal() else 0
         gpus.append(ListedGpu(index, uuid, free))
     return tuple(gpus)
+
+
+def free_bytes_of(handle: str, listed: Sequence[ListedGpu]) -> int:
+    """What was free on the GPU that `handle` names; 0 where that is unknown."""
+    return next((gpu.free_bytes for gpu in listed if handle in (gpu.index, gpu.uuid)), 0)
 
 
 def usable_cores() -> int:

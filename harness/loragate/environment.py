@@ -35,10 +35,17 @@ def utc_now() -> str:
     return datetime.now(UTC).isoformat(timespec="seconds")
 
 
-def commit_and_tree(root: Path) -> tuple[str, Tree]:
-    """Commit and state of the checkout; ("", UNKNOWN) outside of one or without git."""
+def commit_and_tree(root: Path, *, ignoring: Path | None = None) -> tuple[str, Tree]:
+    """Commit and state of the checkout; ("", UNKNOWN) outside of one or without git.
+
+    ignoring: the file of records, which the run before has changed and which is no code.
+    """
     commit = _git(root, "rev-parse", "HEAD")
-    changes = _git(root, "status", "--porcelain")
+    # a folder that is new would hide the names of its files
+    scope = ["--untracked-files=all", "--", "."]
+    if ignoring is not None and ignoring.resolve().is_relative_to(root.resolve()):
+        scope.append(f":(exclude,literal){ignoring.resolve().relative_to(root.resolve())}")
+    changes = _git(root, "status", "--porcelain", *scope)
     if commit is None or changes is None:
         return "", Tree.UNKNOWN
     return commit, Tree.DIRTY if changes else Tree.CLEAN

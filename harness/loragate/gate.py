@@ -17,7 +17,7 @@ from typing import NoReturn
 
 from loragate.announce import AnnounceError, Announcement, announce
 from loragate.closing import abandon_open_cases, close_run
-from loragate.devices import list_gpus, visible_gpus
+from loragate.devices import DriverError, list_gpus, visible_gpus
 from loragate.environment import new_run_name
 from loragate.folder import EVENTS, LOGS, clear_folder
 from loragate.legs import Leg, cases_leg_name, make_legs, owed_by_compiling, verdict_of_exit
@@ -59,15 +59,14 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 def run(arguments: argparse.Namespace) -> int:
     # a cancelled CI job is an interrupted run, and its report is wanted too
     signal.signal(signal.SIGTERM, _interrupt)
-    has_gpu = _has_gpu()
     name = new_run_name()
     report: Path = arguments.report.absolute()
-    selection = selection_from(arguments, has_gpu=has_gpu)
-    legs = make_legs(selection, run=name, report=report, has_gpu=has_gpu)
     try:
-        if arguments.record:
-            check_record(arguments.record)
-        opening = _plan(selection, name, legs, has_gpu=has_gpu)
+        check_record(arguments)
+        has_gpu = _has_gpu()
+        selection = selection_from(arguments, has_gpu=has_gpu)
+        legs = make_legs(selection, run=name, report=report, has_gpu=has_gpu)
+        opening = _plan(selection, name, legs, has_gpu=has_gpu, record=arguments.record)
     except (AnnounceError, GateError) as error:
         print(error, file=sys.stderr)
         return error.exit_code.value
@@ -76,10 +75,13 @@ def run(arguments: argparse.Namespace) -> int:
         return ExitCode.USAGE.value
     clear_folder(report)
     print(_headline(opening))
-    summary = _Gate(report, name).run(opening, legs)
-    if arguments.record and summary.plan is not None:
+    gate = _Gate(report, name)
+    summary = gate.run(opening, legs)
+    if arguments.record and gate.interrupted:
+        print(f"interrupted: {arguments.record} stays as it was", file=sys.stderr)
+    elif arguments.record and summary.plan is not None:
         try:
-            section = record_gate(summary, arguments.record, commit=arguments.commit)
+            section = record_gate(summary, arguments)
         except (ResultsError, OSError) as error:
             print(error, file=sys.stderr)
             return ExitCode.INFRASTRUCTURE.value
@@ -95,12 +97,14 @@ class _Gate:
         liveness = Liveness.TERMINAL if sys.stdout.isatty() else Liveness.LOG
         self._progress = Progress(self._colour, liveness)
         self._tail = EventTail(report / EVENTS, run=name)
+        self.interrupted = False
 
     def run(self, opening: Iterable[Event], legs: Iterable[Leg]) -> Summary:
         begin = time.monotonic()
         self._write(opening)
         for leg in legs:
             if self._run_leg(leg) is Cause.INTERRUPTED:
+                self.interrupted = True
                 break
         summary = close_run(self._report, run=self._name, duration_s=time.monotonic() - begin)
         print(f"\n{render_summary(summary, self._colour)}")
@@ -151,7 +155,12 @@ def _judge(ending: Ending) -> tuple[Verdict, str]:
 
 
 def _plan(
-    selection: Selection, name: str, legs: tuple[Leg, ...], *, has_gpu: bool
+    selection: Selection,
+    name: str,
+    legs: tuple[Leg, ...],
+    *,
+    has_gpu: bool,
+    record: Path | None,
 ) -> tuple[Event, ...]:
     if selection.tier is not Tier.SMOKE and not has_gpu:
         raise GateError(
@@ -165,10 +174,18 @@ def _plan(
             leg=cases_leg_name(has_gpu=has_gpu),
             legs=tuple(leg.name for leg in legs),
             owed=owed_by_compiling(selection),
+            record=record,
         )
     )
     started = next(event for event in opening if isinstance(event, RunStarted))
-    if has_gpu and started.machine["device"] != "cuda":
+    on_gpu = started.machine["device"] == "cuda"
+    if on_gpu and not has_gpu:
+        raise GateError(
+            "torch can use a GPU and there is no nvidia-smi to list it with; mend that, or set "
+            "CUDA_VISIBLE_DEVICES= to run without it",
+            ExitCode.INFRASTRUCTURE,
+        )
+    if has_gpu and not on_gpu:
         raise GateError(
             "the driver lists a GPU that torch "
             f"{started.versions.get('torch', '')} cannot use; mend that, or set "
@@ -188,9 +205,12 @@ def _headline(opening: Iterable[Event]) -> str:
 
 
 def _has_gpu() -> bool:
-    if os.environ.get("TRITON_INTERPRET") == "1":
-        return False
-    return bool(visible_gpus(os.environ, list_gpus()))
+    try:
+        listed = list_gpus(os.environ)
+    except DriverError as error:
+        raise GateError(str(error), ExitCode.INFRASTRUCTURE) from error
+    # a name in CUDA_VISIBLE_DEVICES is no GPU yet
+    return bool(listed and visible_gpus(os.environ, listed))
 
 
 def _interrupt(number: int, frame: object) -> NoReturn:

@@ -20,7 +20,7 @@ COMPILE = "compile"
 HOST = "host"
 FINDINGS = "findings"
 # tests of what the kernels' package does on the host: adapters, slots, slicing, plans
-_HOST_TESTS = ("tests/kernels",)
+HOST_TESTS = ("tests/kernels", "tests/adapters", "tests/moe")
 _HOST_SUBJECT = "lorakernels"
 _FINDINGS_SUBJECT = "vllm"
 _LEG_VERDICTS: Mapping[int, Verdict] = {
@@ -49,7 +49,10 @@ def make_legs(selection: Selection, *, run: str, report: Path, has_gpu: bool) ->
         command = _python("loragate.compile_process", str(report / EVENTS), run, *compiled)
         legs.append(Leg(COMPILE, command))
     if _HOST_SUBJECT in selection.subjects:
-        legs.append(Leg(HOST, _pytest(*_HOST_TESTS)))
+        # says what was skipped for want of a package
+        joined = (f"--loragate-run={run}", f"--loragate-report={report}")
+        command = (*_pytest(*HOST_TESTS), "-p", "loragate.plugin.host_tests", *joined)
+        legs.append(Leg(HOST, command))
     if _FINDINGS_SUBJECT in selection.subjects:
         # a listed finding that is gone must not stay listed
         record = (f"--events={report / EVENTS}", f"--run={run}")

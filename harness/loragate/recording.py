@@ -7,10 +7,11 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from loragate.environment import project_root
 from loragate.report.attempts import AttemptOutcome
 from loragate.report.counts import Count
 from loragate.report.summary import Summary
-from loragate.results import read_section, update_section
+from loragate.results import ResultsError, read_section, update_section
 
 
 def add_record_options(parser: argparse.ArgumentParser) -> None:
@@ -27,12 +28,18 @@ def section_of(attempts: int) -> str:
     return "gate" if attempts == 1 else "gate_seeds"
 
 
-def check_record(path: Path) -> None:
-    """Raises ResultsError for a file that could not be added to: not after a long run."""
-    read_section(path, section_of(1))
+def check_record(arguments: argparse.Namespace) -> None:
+    """Raises ResultsError for what could not be kept: before a long run, not after it."""
+    if arguments.record is None:
+        return
+    if arguments.cases:
+        raise ResultsError("--record takes every case; leave out --cases")
+    if arguments.attempt is not None:
+        raise ResultsError("--record takes attempts from 0 on; leave out --attempt")
+    read_section(arguments.record, section_of(1))
 
 
-def record_gate(summary: Summary, path: Path, *, commit: str | None) -> str:
+def record_gate(summary: Summary, arguments: argparse.Namespace) -> str:
     """Write the section of this run and return its name. Raises ResultsError or OSError."""
     # asks torch for the device, which the gate itself leaves to its legs
     from loragate.machine import detect_machine
@@ -40,8 +47,20 @@ def record_gate(summary: Summary, path: Path, *, commit: str | None) -> str:
 
     assert summary.plan is not None, "a run that was judged has a plan"
     name = section_of(len(summary.plan.attempts))
-    update_section(path, name, provenance(detect_machine(), commit=commit) | outcome(summary))
+    # as it was when the run began
+    checkout = (summary.plan.commit, summary.plan.tree)
+    origin = provenance(detect_machine(), commit=arguments.commit, checkout=checkout)
+    files = [_file_name(file) for file in arguments.matrix or ()]
+    # without the key they were those of the project
+    matrix = {"matrix": files} if files else {}
+    update_section(arguments.record, name, origin | outcome(summary) | matrix)
     return name
+
+
+def _file_name(file: Path) -> str:
+    """Where on somebody's disk the project lies is nobody's business."""
+    path, root = file.resolve(), project_root().resolve()
+    return path.relative_to(root).as_posix() if path.is_relative_to(root) else path.name
 
 
 def outcome(summary: Summary) -> dict[str, Any]:

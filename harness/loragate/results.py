@@ -16,6 +16,7 @@ from typing import Any
 
 from loragate import environment
 from loragate.machine import Machine
+from loragate.report.events import Tree
 
 SCHEMA = 1
 # where the interpreter lies is nobody's business in a file that is published
@@ -50,12 +51,18 @@ def update_section(path: Path, name: str, payload: Mapping[str, Any]) -> None:
         raise
 
 
-def provenance(machine: Machine, *, commit: str | None = None) -> dict[str, Any]:
+def provenance(
+    machine: Machine,
+    *,
+    commit: str | None = None,
+    checkout: tuple[str, Tree] | None = None,
+) -> dict[str, Any]:
     """What a section needs to be believed later: code, versions, machine, time.
 
     commit: for a tree that was copied without its history; its state is then unknown.
+    checkout: as `commit_and_tree` found it when the run began; code may be edited during a run.
     """
-    found, tree = environment.commit_and_tree(environment.project_root())
+    found, tree = checkout or environment.commit_and_tree(environment.project_root())
     capability = machine.compute_capability
     return {
         "commit": found or commit or "",
@@ -87,7 +94,8 @@ def _read(path: Path) -> dict[str, Any]:
         raise ResultsError(f"{path}:{error.lineno}: not JSON: {error.msg}") from error
     if not isinstance(document, dict) or not isinstance(document.get("sections"), dict):
         raise ResultsError(f"{path}: not a results file: there is no object named 'sections'")
-    if not 1 <= document.get("schema", 0) <= SCHEMA:
+    schema = document.get("schema")
+    if not isinstance(schema, int) or not 1 <= schema <= SCHEMA:
         raise ResultsError(
             f"{path}: schema is {document.get('schema')!r}, this version reads 1 to {SCHEMA}"
         )

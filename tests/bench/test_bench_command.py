@@ -6,11 +6,13 @@ from pathlib import Path
 import pytest
 
 from loragate.bench import cli
+from loragate.bench.bars import Bar
 from loragate.bench.figures import DenseFigures, RowFigures
 from loragate.bench.kinds import KINDS
 from loragate.bench.moe_figures import LayerFigures, MoEFigures
 from loragate.bench.moe_rows import LayerRow
 from loragate.bench.rows import dense_rows
+from loragate.bench.text import markdown_bars
 from loragate.machine import Machine, detect_machine
 from loragate.results import update_section
 from loragate.verdict import ExitCode
@@ -91,3 +93,34 @@ def test_a_record_can_be_shown_again_as_the_table_of_the_readme(
     assert "| down 12288 -> 4096 | 1 | 16 | 9.0 | 1.0 | - |" in capsys.readouterr().out
     assert bench("show", str(tmp_path / "other.json")) is ExitCode.USAGE
     assert "no section 'bench_dense'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("section", "told"),
+    [
+        ({}, "no field 'schema'"),
+        ({"schema": "1"}, "schema is '1', this version reads up to 1"),
+        ({"schema": 1, "candidate": "ours", "baseline": None}, "no field "),
+    ],
+)
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_section_that_is_no_record_is_told_with_its_file_and_its_field(
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    section: dict[str, object],
+    told: str,
+    kind: str,
+) -> None:
+    record, name = tmp_path / "record.json", KINDS[kind].section
+    update_section(record, name, section)
+    assert bench("show", str(record), kind) is ExitCode.USAGE
+    assert f"{record}: section {name!r}: {told}" in capsys.readouterr().err
+
+
+def test_a_bar_that_is_missed_or_was_not_measured_says_so() -> None:
+    bars = [Bar("a", 1.0, 0.5), Bar("b", 1.0, 1.5, note="aim 0.9"), Bar("c", 1.0, None)]
+    assert markdown_bars(bars) == [
+        "* a: **0.50** (bar 1.0)",
+        "* b: **1.50** (missed: bar 1.0, aim 0.9)",
+        "* c: **-** (not measured: bar 1.0)",
+    ]

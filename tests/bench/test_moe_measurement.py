@@ -4,6 +4,7 @@ from collections.abc import Callable, Hashable, Mapping
 from dataclasses import replace
 from types import MappingProxyType
 from typing import TypeVar
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -52,7 +53,7 @@ def counted(calls: Mapping[_Key, Callable[[], object]]) -> dict[_Key, float]:
 
 
 def run(ours: Contender, row: MoERow) -> MoEMeasured:
-    (found,) = measure(ours, None, [row], MACHINE, counted)
+    (found,) = measure(ours, None, [row], MACHINE, counted, print)
     return found
 
 
@@ -66,6 +67,19 @@ def test_every_path_of_a_delta_is_timed_and_its_plan_with_alignment_as_well(
     assert times.aligned_us == {Path.PLAN: 20.0}
     assert 0.5 < times.error < 2
     assert found.chosen in set(Path) - {Path.PLAN}
+
+
+def test_a_layer_of_vllm_that_cannot_be_called_is_told_once_with_its_reason(
+    ours: Contender, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(moe_layer, "load_fused_experts", lambda machine: "it wants a server")
+    baseline = Contender(Mock(), ours.have)
+    baseline.subject.name = "vllm"
+    told: list[str] = []
+    rows = [LayerRow(5), LayerRow(5)]
+    found = list(moe_layer.measure_layers(rows, ours, baseline, MACHINE, counted, told.append))
+    assert [figures.baseline_us for figures in found] == [None, None]
+    assert told == ["no baseline of a whole layer: vllm: it wants a server"]
 
 
 def test_a_step_has_distinct_experts_for_each_token_and_equal_runs_of_slots() -> None:

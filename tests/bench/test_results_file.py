@@ -1,11 +1,14 @@
 from __future__ import annotations
 
 import json
+import subprocess
 from pathlib import Path
 
 import pytest
 
+from loragate.environment import commit_and_tree
 from loragate.machine import Machine
+from loragate.report.events import Tree
 from loragate.results import ResultsError, provenance, read_section, update_section
 
 
@@ -45,6 +48,8 @@ def test_a_payload_that_json_cannot_hold_leaves_the_file_as_it_was(tmp_path: Pat
     [
         ("[]", "not a results file: there is no object named 'sections'"),
         ('{"schema": 2, "sections": {}}', "schema is 2, this version reads 1 to 1"),
+        ('{"schema": "1", "sections": {}}', "schema is '1', this version reads 1 to 1"),
+        ('{"sections": {}}', "schema is None, this version reads 1 to 1"),
         ('{\n"schema":', ":2: not JSON"),
     ],
 )
@@ -66,3 +71,24 @@ def test_provenance_names_code_versions_and_machine_but_no_place_on_the_disk() -
     assert origin["commit"]
     assert "python" in origin["versions"]
     assert str(Path.home()) not in json.dumps(origin)
+
+
+@pytest.mark.parametrize("name", ["ci/results/new.json", "kept.json"])
+def test_the_record_itself_makes_no_tree_dirty_and_any_other_file_does(
+    tmp_path: Path, name: str
+) -> None:
+    def git(*arguments: str) -> None:
+        options = ["-c", "user.name=a", "-c", "user.email=a@b"]
+        subprocess.run(["git", *options, *arguments], cwd=tmp_path, check=True)
+
+    git("init", "-q")
+    (tmp_path / "kept.json").write_text("{}")
+    git("add", ".")
+    git("commit", "-q", "-m", "all")
+    record = tmp_path / name
+    record.parent.mkdir(parents=True, exist_ok=True)
+    record.write_text("{ }")
+    assert commit_and_tree(tmp_path)[1] is Tree.DIRTY
+    assert commit_and_tree(tmp_path, ignoring=record)[1] is Tree.CLEAN
+    (record.parent / "other.json").write_text("{}")
+    assert commit_and_tree(tmp_path, ignoring=record)[1] is Tree.DIRTY

@@ -37,6 +37,20 @@ def test_a_wrong_word_is_a_usage_error_with_a_hint(arguments, answer, capsys):
     assert answer in capsys.readouterr().err
 
 
+def test_an_error_that_nobody_expected_is_told_in_a_line_and_is_no_wrong_result(
+    capsys, monkeypatch
+):
+    def broken(arguments):
+        raise RuntimeError("disk full\nand more")
+
+    monkeypatch.setattr("loragate.show_plan.run", broken)
+    assert main(["plan"]) == ExitCode.INFRASTRUCTURE
+    line, *stack = capsys.readouterr().err.splitlines()
+    assert line == "loragate plan: RuntimeError: disk full"
+    assert stack[0] == "Traceback (most recent call last):"
+    assert any("in broken" in frame for frame in stack)
+
+
 def test_parsing_imports_no_torch():
     text = "import sys; from loragate import cli; print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", text], stdout=subprocess.PIPE, text=True)

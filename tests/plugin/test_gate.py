@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
@@ -13,6 +14,7 @@ import pytest
 from loragate import gate
 from loragate.announce import Announcement, opening
 from loragate.cli import main
+from loragate.devices import ListedGpu
 from loragate.matrix.case import Tier
 from loragate.report.events import CaseFinished, CaseStarted, LegFinished, Note, RunStarted
 from loragate.report.log import read_events
@@ -89,25 +91,60 @@ def test_a_tier_that_needs_a_gpu_is_refused_without_one(tmp_path, start_gate):
     assert "tier premerge needs a GPU and there is none; allowed here: smoke" in output
 
 
-def test_a_gpu_that_torch_cannot_use_is_told_instead_of_checking_less(
-    tmp_path, monkeypatch, capsys
+@pytest.mark.parametrize(
+    ("listed", "device", "told"),
+    [
+        ((ListedGpu("0", "GPU-a", 1 << 37),), "cpu", "the driver lists a GPU that torch"),
+        ((), "cuda", "torch can use a GPU and there is no nvidia-smi to list it with"),
+    ],
+)
+def test_a_driver_and_torch_that_disagree_about_gpus_are_told_instead_of_checking_less(
+    tmp_path, monkeypatch, capsys, listed, device, told
 ):
+    monkeypatch.setattr(gate, "list_gpus", lambda environ: listed)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
-    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    on_a_cpu = RunStarted(
+    started = RunStarted(
         run="r",
         started_at="",
         tier=Tier.PREMERGE,
         subjects=("torch",),
         legs=("gpu",),
         expected=(),
-        machine={"device": "cpu"},
+        machine={"device": device},
     )
-    monkeypatch.setattr(gate, "announce", lambda announcement: (on_a_cpu,))
+    monkeypatch.setattr(gate, "announce", lambda announcement: (started,))
     report = tmp_path / "report"
     code = main(["gate", "--subject=torch", f"--report={report}"])
     assert code == ExitCode.INFRASTRUCTURE
-    assert "cannot use; mend that, or set CUDA_VISIBLE_DEVICES=" in capsys.readouterr().err
+    error = capsys.readouterr().err
+    assert told in error
+    assert "mend that, or set CUDA_VISIBLE_DEVICES=" in error
+    assert not report.exists()
+
+
+def test_a_gpu_that_is_named_and_not_there_is_none(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(gate, "list_gpus", lambda *environ: ())
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    code = main(["gate", "--tier=premerge", f"--report={tmp_path / 'report'}"])
+    assert code == ExitCode.USAGE
+    assert "tier premerge needs a GPU and there is none" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["gate", "session"])
+def test_a_driver_that_fails_stops_a_run_with_its_words(tmp_path, command, run_gate, run_session):
+    tool = tmp_path / "nvidia-smi"
+    tool.write_text("#!/bin/sh\necho Driver/library version mismatch\nexit 14\n")
+    tool.chmod(0o755)
+    changes = {"PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}", "CUDA_VISIBLE_DEVICES": "0"}
+    report = tmp_path / "report"
+    if command == "gate":
+        done = run_gate(report, "--subject=torch", matrix="four_good.yaml", **changes)
+    else:
+        done = run_session(report, "-n", "auto", matrix="four_good.yaml", **changes)
+    assert done.exit_code == ExitCode.INFRASTRUCTURE, done.output
+    assert "exited with 14 and said: Driver/library version mismatch" in done.output
+    assert "Traceback" not in done.output
     assert not report.exists()
 
 

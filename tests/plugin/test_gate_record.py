@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
+import argparse
 from pathlib import Path
 
 import pytest
 
 from loragate.cli import main
-from loragate.recording import outcome, section_of
+from loragate.matrix.case import Tier
+from loragate.process import Cause, Ending
+from loragate.recording import outcome, record_gate, section_of
+from loragate.report.events import RunStarted, Tree
 from loragate.report.log import EventLog
 from loragate.report.summary import summarize
-from loragate.results import read_section
+from loragate.results import read_section, update_section
+from loragate.verdict import ExitCode
 
-CASE = "torch.dense_delta.*.in-1.*"
+MATRIX = Path(__file__).parent / "bad_day" / "long_sleep.yaml"
 
 
 def gate(tmp_path: Path, *arguments: str) -> int:
     report = str(tmp_path / "report")
-    return main(["gate", "--subject=torch", f"--cases={CASE}", f"--report={report}", *arguments])
+    return main(["gate", "--subject=torch", f"--matrix={MATRIX}", f"--report={report}", *arguments])
 
 
 def test_a_recorded_run_says_what_was_expected_executed_and_judged(tmp_path: Path) -> None:
@@ -32,6 +37,7 @@ def test_a_recorded_run_says_what_was_expected_executed_and_judged(tmp_path: Pat
     assert section["legs"][0]["duration_s"] > 0
     assert section["versions"]["torch"]
     assert section["commit"]
+    assert section["matrix"] == ["tests/plugin/bad_day/long_sleep.yaml"]
 
 
 def test_a_scan_over_seeds_does_not_replace_the_plain_run() -> None:
@@ -47,6 +53,61 @@ def test_a_file_that_cannot_be_added_to_is_refused_before_anything_runs(
     assert str(record) in capsys.readouterr().err
     assert record.read_text() == "not json"
     assert not (tmp_path / "report").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (["--cases=tokens-21"], "--record takes every case; leave out --cases"),
+        (["--attempt=3"], "--record takes attempts from 0 on; leave out --attempt"),
+    ],
+)
+def test_a_part_of_a_run_is_refused_as_the_record_of_all_of_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], complaint: str
+) -> None:
+    record = tmp_path / "results.json"
+    assert gate(tmp_path, "--record", str(record), *arguments) == ExitCode.USAGE
+    assert capsys.readouterr().err == f"{complaint}\n"
+    assert not record.exists()
+    assert not (tmp_path / "report").exists()
+
+
+def test_an_interrupted_run_leaves_the_record_as_it_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("loragate.gate.watch", lambda *a, **k: Ending(Cause.INTERRUPTED, -2))
+    record = tmp_path / "results.json"
+    update_section(record, "gate", {"verdict": "pass"})
+    assert gate(tmp_path, "--record", str(record)) == ExitCode.INCOMPLETE
+    assert read_section(record, "gate") == {"verdict": "pass"}
+    assert f"interrupted: {record} stays as it was" in capsys.readouterr().err
+
+
+def test_the_code_of_a_record_is_that_of_the_opening_however_long_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def edited(root: Path, **ignoring: object) -> tuple[str, Tree]:
+        raise AssertionError("asked git again")
+
+    monkeypatch.setattr("loragate.environment.commit_and_tree", edited)
+    plan = RunStarted(
+        run="r",
+        started_at="",
+        tier=Tier.SMOKE,
+        subjects=("torch",),
+        legs=("interpreter",),
+        expected=(),
+        attempts=(0,),
+        commit="abc",
+        tree=Tree.CLEAN,
+    )
+    record = tmp_path / "results.json"
+    arguments = argparse.Namespace(record=record, matrix=None, commit=None)
+    assert record_gate(summarize(EventLog((plan,))), arguments) == "gate"
+    section = read_section(record, "gate")
+    assert section is not None
+    assert (section["commit"], section["tree"]) == ("abc", "clean")
+    assert "matrix" not in section
 
 
 def test_a_run_without_a_plan_is_never_recorded_as_passed() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import threading
@@ -115,9 +116,36 @@ def test_a_case_beyond_all_memory_gets_what_there_is(tmp_path: Path) -> None:
 @pytest.mark.parametrize("largest", [GIB, 20 * GIB, 53 * GIB + 7])
 def test_the_largest_case_has_its_memory_however_many_workers_there_are(tmp_path, workers, largest):
     allocator = Recorder(140 * GIB)
-    with divide(tmp_path / "gpu.room", workers, largest, allocator).room_for(largest):
+    with divide(tmp_path / "gpu.room", workers, largest, allocator, free=0).room_for(largest):
         allowed = float(allocator.told[-1].split()[1])
     assert largest / GIB <= allowed <= 0.9 * 140
+
+
+@pytest.mark.parametrize("largest", [GIB, 53 * GIB])
+def test_workers_together_get_no_more_than_was_free_when_they_started(tmp_path, largest):
+    allocator = Recorder(139 * GIB)
+    with divide(tmp_path / "gpu.room", 8, largest, allocator, free=79 * GIB).room_for(300 * GIB):
+        told = [float(limit.split()[1]) for limit in allocator.told]
+    own, most = told[0], max(told)
+    assert 7 * own + most <= 0.9 * 79
+
+
+def test_what_another_process_holds_of_a_gpu_is_not_divided(tmp_path, run_session):
+    # a third of what the allocator takes for all there is
+    (tmp_path / "nvidia-smi").write_text("#!/bin/sh\necho 5, GPU-five, 512\n")
+    (tmp_path / "nvidia-smi").chmod(0o755)
+    session = run_session(
+        tmp_path / "report",
+        *("-n", "2", "-p", "fake_gpu", "--loragate-subject=torch", "--loragate-cases=torch.*"),
+        matrix="four_good.yaml",
+        CUDA_VISIBLE_DEVICES="5",
+        MEMORY_USE=str(tmp_path / "use"),
+        PATH=f"{tmp_path}{os.pathsep}{os.environ['PATH']}",
+    )
+    assert session.exit_code == 0, session.output
+    uses = [path.read_text().split() for path in tmp_path.glob("use.*")]
+    assert len(uses) == 2
+    assert not any("more" in use for use in uses)
 
 
 def test_only_workers_of_one_gpu_divide_it_and_return_what_they_borrowed(tmp_path, run_session):

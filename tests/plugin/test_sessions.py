@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 from loragate.report.events import CaseStarted, RunFinished
+from loragate.report.log import read_events
 from loragate.report.summary import summarize
 from loragate.verdict import ExitCode, Failure, Verdict
+
+ROOT = Path(__file__).parents[2]
+MATRICES = Path(__file__).parent / "bad_day"
 
 
 @pytest.fixture(scope="module")
@@ -49,6 +55,43 @@ def test_a_distribution_that_hangs_when_a_worker_dies_is_refused(tmp_path, run_s
     )
     assert session.exit_code == ExitCode.USAGE
     assert "--dist loadfile does not survive a worker that dies" in session.output
+
+
+BROKEN_PLACES = {
+    "a fixture of a case at its end": (
+        "conftest.py",
+        "import pytest\n@pytest.fixture(autouse=True)\ndef broken():\n"
+        "    yield\n    raise OSError('disk full')\n",
+    ),
+    "a module that cannot be imported": ("test_other.py", "raise OSError('disk full')\n"),
+}
+
+
+@pytest.mark.parametrize("workers", ["0", "1"])
+@pytest.mark.parametrize("place", BROKEN_PLACES)
+def test_what_breaks_beside_a_case_that_passes_is_neither_green_nor_a_pass_in_the_report(
+    tmp_path, subject_environment, place, workers
+):
+    (tmp_path / "cases").mkdir()
+    shutil.copy(ROOT / "cases" / "test_cases.py", tmp_path / "cases")
+    (tmp_path / "conftest.py").write_text('pytest_plugins = ["loragate.plugin"]\n')
+    name, text = BROKEN_PLACES[place]
+    (tmp_path / "cases" / name).write_text(text)
+    command = [
+        *(sys.executable, "-m", "pytest", "cases", "-p", "no:cacheprovider", "-n", workers),
+        *("--import-mode=importlib", "--continue-on-collection-errors", "--rootdir=."),
+        *(f"--loragate-matrix={MATRICES / 'four_good.yaml'}", "--loragate-subject=torch"),
+        "--loragate-cases=*tokens-21",
+    ]
+    done = subprocess.run(
+        command, cwd=tmp_path, env=subject_environment, stdout=subprocess.PIPE, text=True
+    )
+    assert "1 passed" in done.stdout, done.stdout
+    assert "disk full" in done.stdout
+    assert done.returncode == ExitCode.WRONG, done.stdout
+    summary = summarize(read_events(tmp_path / "report" / "events.jsonl"))
+    assert summary.exit_code is ExitCode.WRONG
+    assert summary.reasons == ("leg pytest: fail: 1 failure beside the cases, told by pytest",)
 
 
 def test_listing_the_cases_leaves_no_report(tmp_path, run_session):

@@ -14,11 +14,13 @@ from typing import TYPE_CHECKING
 
 from loragate.bench.kinds import KINDS, Figures, Kind
 from loragate.bench.select import Row, select_rows
+from loragate.environment import commit_and_tree, project_root
 from loragate.results import ResultsError, provenance, read_section, update_section
 from loragate.verdict import ExitCode, Verdict, worst
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
+    from typing import Any
 
     from loragate.machine import Machine
 
@@ -73,10 +75,22 @@ def run_show_command(arguments: argparse.Namespace) -> ExitCode:
         section = read_section(arguments.record, kind.section)
         if section is None:
             return _complain(f"{arguments.record}: no section {kind.section!r}", ExitCode.USAGE)
-        print(kind.markdown(kind.read(section)))
+        print(kind.markdown(_figures(arguments.record, kind, section)))
     except ValueError as error:
         return _complain(str(error), ExitCode.USAGE)
     return ExitCode.OK
+
+
+def _figures(record: Path, kind: Kind, section: Mapping[str, Any]) -> Figures:
+    """What a section holds. Raises ResultsError that names the file and the field."""
+    where = f"{record}: section {kind.section!r}"
+    try:
+        figures: Figures = kind.read(section)
+    except KeyError as error:
+        raise ResultsError(f"{where}: no field {error}") from error
+    except (TypeError, ValueError, AttributeError) as error:
+        raise ResultsError(f"{where}: {error}") from error
+    return figures
 
 
 def run_kind_command(kind: Kind, arguments: argparse.Namespace) -> ExitCode:
@@ -93,6 +107,7 @@ def run_kind_command(kind: Kind, arguments: argparse.Namespace) -> ExitCode:
     from loragate.machine import detect_machine
 
     machine = detect_machine()
+    checkout = commit_and_tree(project_root(), ignoring=arguments.record)
     if machine.device != "cuda":
         return _complain("bench times compiled kernels and needs a GPU", ExitCode.INFRASTRUCTURE)
     from loragate.bench.contender import Unavailable, WrongResult
@@ -106,7 +121,7 @@ def run_kind_command(kind: Kind, arguments: argparse.Namespace) -> ExitCode:
     print(kind.terminal(figures))
     code = judge(figures)
     if arguments.record:
-        origin = provenance(machine, commit=arguments.commit)
+        origin = provenance(machine, commit=arguments.commit, checkout=checkout)
         payload = origin | figures.payload() | {"verdict": code.name.lower()}
         try:
             update_section(arguments.record, kind.section, payload)

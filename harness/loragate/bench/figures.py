@@ -119,9 +119,11 @@ class DenseFigures:
 
     @classmethod
     def from_payload(cls, payload: Mapping[str, Any]) -> Self:
-        """Raises ValueError for a record of a newer schema."""
-        if payload["schema"] > SCHEMA:
-            raise ValueError(f"schema is {payload['schema']}, this version reads up to {SCHEMA}")
+        """Raises ValueError for a record of a newer schema, KeyError for a field that is not
+        there."""
+        schema = payload["schema"]
+        if not isinstance(schema, int) or schema > SCHEMA:
+            raise ValueError(f"schema is {schema!r}, this version reads up to {SCHEMA}")
         return cls(
             candidate=payload["candidate"],
             baseline=payload["baseline"],

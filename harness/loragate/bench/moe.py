@@ -53,7 +53,7 @@ def run_moe(
         progress("measuring")
     copied = copy_bytes_per_s()
     measured = []
-    for figures in measure(candidate, baseline, rows, machine, in_turns):
+    for figures in measure(candidate, baseline, rows, machine, in_turns, progress):
         measured.append(figures)
         progress(f"[{len(measured)}/{len(rows)}] {_line(figures)}")
     return MoEFigures(names[0], names[1] if baseline else None, copied, tuple(measured))
@@ -65,6 +65,7 @@ def measure(
     rows: Sequence[MoERow],
     machine: Machine,
     clock: Clock,
+    progress: Callable[[str], None],
 ) -> Iterator[MoEMeasured]:
     """Raises WrongResult."""
     contenders = [candidate, *([baseline] if baseline else [])]
@@ -74,7 +75,7 @@ def measure(
     return chain(
         measure_deltas(deltas, contenders, machine, clock),
         measure_aligns(aligns, contenders, machine, clock),
-        measure_layers(layers, candidate, baseline, machine, clock),
+        measure_layers(layers, candidate, baseline, machine, clock, progress),
     )
 
 
@@ -96,13 +97,17 @@ def _compile(names: Sequence[str], row: MoERow) -> str | None:
     try:
         candidate, *others = map(find_contender, names)
         baseline = others[0] if others else None
-        for _ in measure(candidate, baseline, [row], detect_machine(), _once):
+        for _ in measure(candidate, baseline, [row], detect_machine(), _once, _unheard):
             torch.cuda.synchronize()
         # the others need the memory as well
         torch.cuda.empty_cache()
     except Exception as error:
         return headline(error)
     return None
+
+
+def _unheard(line: str) -> None:
+    """The progress of a compiler: whoever measures says it again."""
 
 
 def _once(calls: Mapping[_Key, Callable[[], object]]) -> dict[_Key, float]:

@@ -201,8 +201,9 @@ class MoEFigures:
     @classmethod
     def from_payload(cls, payload: Mapping[str, Any]) -> Self:
         """Raises ValueError for a record of a newer schema."""
-        if payload["schema"] > SCHEMA:
-            raise ValueError(f"schema is {payload['schema']}, this version reads up to {SCHEMA}")
+        schema = payload["schema"]
+        if not isinstance(schema, int) or schema > SCHEMA:
+            raise ValueError(f"schema is {schema!r}, this version reads up to {SCHEMA}")
         measured: list[MoEMeasured] = [_read_delta(delta) for delta in payload["deltas"]]
         for align in payload["aligns"]:
             measured.append(AlignFigures(AlignRow(**align["row"]), align["us"]))

@@ -56,13 +56,17 @@ def measure_layers(
     baseline: Contender | None,
     machine: Machine,
     clock: Clock,
+    progress: Callable[[str], None],
 ) -> Iterator[LayerFigures]:
-    """Raises WrongResult. A baseline that is not vLLM has no layer that could be called."""
+    """Raises WrongResult. A baseline that is not vLLM has no layer that could be called; why that
+    of vLLM cannot be is told to `progress`."""
     if not rows:
         return
     first, second = replace(rows[0], tokens=max(LAYER_TOKENS)).deltas
     cases = (first.case, second.case)
     found = load_fused_experts(machine) if baseline and baseline.subject.name == "vllm" else None
+    if isinstance(found, str):
+        progress(f"no baseline of a whole layer: vllm: {found}")
     theirs = None if isinstance(found, str) else found
     layer = _open(cases, candidate, theirs, machine)
     for row in rows:

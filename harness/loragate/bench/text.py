@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from loragate.bench.bars import Bar
+from loragate.verdict import Verdict
 
 NONE = "-"
+# a bar that is met needs no word
+_WORDS: Mapping[Verdict, str] = {
+    Verdict.PASS: "",
+    Verdict.FAIL: "missed: ",
+    Verdict.INCONCLUSIVE: "not measured: ",
+}
 
 
 def columns(header: Sequence[str], lines: Sequence[Sequence[str]]) -> list[str]:
@@ -40,6 +47,6 @@ def bar_line(bar: Bar) -> str:
 def markdown_bars(bars: Iterable[Bar]) -> list[str]:
     return [
         f"* {bar.name}: **{number(bar.measured, 2)}** "
-        f"(bar {bar.target}{', ' + bar.note if bar.note else ''})"
+        f"({_WORDS[bar.verdict]}bar {bar.target}{', ' + bar.note if bar.note else ''})"
         for bar in bars
     ]

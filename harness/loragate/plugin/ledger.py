@@ -1,7 +1,8 @@
 """The books of a session: which cases it owes, which came to their end, and the exit code.
 
-Invariant: a session is green only if every collected case was judged and passed. Kept by the
-process that owns the session (the controller, or the only one), never by a worker.
+Invariant: a session is green only if every collected case was judged and passed, and pytest has
+nothing to say against it either. Kept by the process that owns the session (the controller, or the
+only one), never by a worker.
 """
 
 from __future__ import annotations
@@ -44,7 +45,8 @@ class Ledger:
         self._run = SessionRun(settings)
         self._owed: dict[str, CaseRun] = {}
         self._lost_device: set[str] = set()
-        self._foreign_failures = 0
+        # of fixtures, of modules that cannot be collected, of ordinary tests
+        self._failures_beside = 0
         self._started: dict[str, float] = {}
         self._recent: dict[str, deque[str]] = defaultdict(lambda: deque(maxlen=_NEIGHBOURS_SHOWN))
         self._ready_nodes: set[str] = set()
@@ -74,13 +76,19 @@ class Ledger:
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         run = self._owed.get(report.nodeid)
+        # the call of a case is judged from the record, and from nothing else
+        if run is None or report.when != "call":
+            self._failures_beside += report.failed
         if run is None:
-            self._foreign_failures += report.failed
             return
         if report.when == "call":
             self._recent[_worker_of(report)].append(run.id)
         if lost_device(report):
             self._lost_device.add(report.nodeid)
+
+    def pytest_collectreport(self, report: pytest.CollectReport) -> None:
+        # with --continue-on-collection-errors the cases of other modules run all the same
+        self._failures_beside += report.failed
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_handlecrashitem(self, crashitem: str, report: pytest.TestReport) -> None:
@@ -110,9 +118,9 @@ class Ledger:
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
         if not self._run.begun or session.exitstatus == pytest.ExitCode.INTERNAL_ERROR:
             return
-        exit_code = self._run.finish(self._owed.values())
-        # ordinary tests of the same session keep their say
-        if exit_code is not ExitCode.OK or not self._foreign_failures:
+        exit_code = self._run.finish(self._owed.values(), failures_beside=self._failures_beside)
+        # a record in which all is well takes nothing back of what pytest has seen go wrong
+        if exit_code is not ExitCode.OK:
             session.exitstatus = exit_code.value
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:

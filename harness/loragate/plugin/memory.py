@@ -1,8 +1,9 @@
 """Device memory of a worker: a share of its own, and for the few cases that need more, a part of
 what the workers of a GPU have in common.
 
-Invariant: workers together never ask a GPU for more than there is, whatever their cases need and
-however a worker ends. A case that has to wait for memory does so before its deadline starts.
+Invariant: workers together never ask a GPU for more than was free when they started, whatever
+their cases need and however a worker ends. A case that has to wait for memory does so before its
+deadline starts.
 """
 
 from __future__ import annotations
@@ -23,8 +24,10 @@ from loragate.matrix.footprint import footprint_bytes
 from loragate.plugin.collection import case_run_of
 from loragate.plugin.options import SETTINGS, Role
 
-# how many workers share the worker's GPU, and the bytes that the largest of all cases needs
+# how many workers share the worker's GPU, the bytes that were free on it before the first of them
+# started (0: unknown), and the bytes that the largest of all cases needs
 WORKER_INPUT_SHARING = "loragate_gpu_sharing"
+WORKER_INPUT_FREE = "loragate_gpu_free"
 WORKER_INPUT_LARGEST = "loragate_largest_case"
 _UNIT = 1 << 28
 _RETRY_S = 0.05
@@ -108,10 +111,13 @@ class WorkerMemory:
 MEMORY = pytest.StashKey[WorkerMemory]()
 
 
-def divide(path: Path, sharing: int, largest: int, allocator: Allocator) -> WorkerMemory:
-    """The memory of one of `sharing` workers, all of which name the same `path`."""
+def divide(
+    path: Path, sharing: int, largest: int, allocator: Allocator, *, free: int
+) -> WorkerMemory:
+    """The memory of one of `sharing` workers, all of which name the same `path` and divide the
+    same `free` bytes. What is free by now would not do: it tells who started first."""
     # units are whole: one more makes up for the parts that are lost
-    share = share_of_gpu(allocator.total, sharing, largest + _UNIT)
+    share = share_of_gpu(free or allocator.total, sharing, largest + _UNIT)
     spare = SpareRoom(path, share.spare_bytes // _UNIT)
     return WorkerMemory(share.own_bytes, spare, allocator)
 
@@ -131,6 +137,7 @@ def pytest_sessionstart(session: pytest.Session) -> None:
             worker_input[WORKER_INPUT_SHARING],
             worker_input[WORKER_INPUT_LARGEST],
             TorchAllocator(),
+            free=worker_input[WORKER_INPUT_FREE],
         )
 
 

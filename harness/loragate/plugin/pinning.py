@@ -7,6 +7,7 @@ GPU of the worker that it replaces.
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -14,6 +15,9 @@ from typing import Any
 import pytest
 
 from loragate.devices import (
+    DriverError,
+    ListedGpu,
+    free_bytes_of,
     free_host_bytes,
     list_gpus,
     usable_cores,
@@ -23,11 +27,13 @@ from loragate.devices import (
 )
 from loragate.matrix.footprint import footprint_bytes
 from loragate.plugin.collection import all_cases
-from loragate.plugin.memory import WORKER_INPUT_LARGEST, WORKER_INPUT_SHARING
+from loragate.plugin.memory import WORKER_INPUT_FREE, WORKER_INPUT_LARGEST, WORKER_INPUT_SHARING
 from loragate.plugin.options import SETTINGS, WORKER_INPUT_RUN, selection_of
 from loragate.selection import select_runs
+from loragate.verdict import ExitCode
 
 _LARGEST = pytest.StashKey[int]()
+_LISTED = pytest.StashKey[tuple[ListedGpu, ...]]()
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -53,7 +59,7 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int | None:
     if "PYTEST_XDIST_AUTO_NUM_WORKERS" in os.environ:
         # xdist's own way to say it
         return None
-    listed = list_gpus()
+    listed = _listed_gpus(config)
     handles = visible_gpus(os.environ, listed)
     per_gpu = workers_per_gpu(handles, listed, _largest_case(config)) if handles else 1
     return worker_count(len(handles), per_gpu, usable_cores(), free_host_bytes())
@@ -62,7 +68,7 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int | None:
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_setupnodes(config: pytest.Config, specs: Sequence[Any]) -> None:
     threads = max(1, usable_cores() // len(specs))
-    handles = visible_gpus(os.environ, list_gpus())
+    handles = visible_gpus(os.environ, _listed_gpus(config))
     for position, spec in enumerate(specs):
         if "OMP_NUM_THREADS" not in os.environ:
             spec.env.setdefault("OMP_NUM_THREADS", str(threads))
@@ -78,7 +84,21 @@ def pytest_configure_node(node: Any) -> None:
     sharing = sum(spec.env.get("CUDA_VISIBLE_DEVICES") == gpu for spec in specs)
     if gpu and sharing > 1:
         node.workerinput[WORKER_INPUT_SHARING] = sharing
+        node.workerinput[WORKER_INPUT_FREE] = free_bytes_of(gpu, _listed_gpus(node.config))
         node.workerinput[WORKER_INPUT_LARGEST] = _largest_case(node.config)
+
+
+def _listed_gpus(config: pytest.Config) -> tuple[ListedGpu, ...]:
+    """As they were before the first worker took memory: workers are counted from the same figures
+    that they are granted from."""
+    if _LISTED not in config.stash:
+        try:
+            config.stash[_LISTED] = list_gpus(os.environ)
+        except DriverError as error:
+            # too early for pytest.exit, which only a session understands
+            print(error, file=sys.stderr)
+            os._exit(ExitCode.INFRASTRUCTURE.value)
+    return config.stash[_LISTED]
 
 
 def _largest_case(config: pytest.Config) -> int:

@@ -19,7 +19,7 @@ from loragate.report.events import Event, LegFinished, LegStarted
 from loragate.report.log import EventWriter, read_events
 from loragate.report.summary import EXIT_CODES, Summary
 from loragate.selection import CaseRun
-from loragate.verdict import ExitCode
+from loragate.verdict import ExitCode, Verdict, worst
 
 _LEG = "pytest"
 
@@ -38,17 +38,28 @@ class SessionRun:
             self._open(runs)
         self.begun = True
 
-    def finish(self, runs: Collection[CaseRun]) -> ExitCode:
-        """Judge what was collected; a run of its own is closed and its report written."""
+    def finish(self, runs: Collection[CaseRun], *, failures_beside: int) -> ExitCode:
+        """Judge what was collected; a run of its own is closed and its report written.
+
+        failures_beside: what failed in the session and is no case.
+        """
         settings = self._settings
-        verdict = verdict_on(runs, read_events(settings.events))
+        verdict, message = verdict_on(runs, read_events(settings.events)), ""
+        if failures_beside:
+            noun = "failure" if failures_beside == 1 else "failures"
+            verdict = worst([verdict, Verdict.FAIL])
+            message = f"{failures_beside} {noun} beside the cases, told by pytest"
         exit_code = EXIT_CODES[verdict]
         if settings.ownership is Ownership.JOINED:
             return exit_code
         duration_s = time.monotonic() - self._begin
         self._write(
             LegFinished(
-                name=_LEG, verdict=verdict, exit_code=exit_code.value, duration_s=duration_s
+                name=_LEG,
+                verdict=verdict,
+                exit_code=exit_code.value,
+                duration_s=duration_s,
+                message=message,
             )
         )
         self.summary = close_run(settings.report, run=settings.run, duration_s=duration_s)
