@@ -13,7 +13,6 @@ import sys
 import time
 from collections.abc import Iterable
 from pathlib import Path
-from typing import NoReturn
 
 from loragate.announce import AnnounceError, Announcement, announce
 from loragate.closing import abandon_open_cases, close_run
@@ -57,8 +56,6 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 
 def run(arguments: argparse.Namespace) -> int:
-    # a cancelled CI job is an interrupted run, and its report is wanted too
-    signal.signal(signal.SIGTERM, _interrupt)
     name = new_run_name()
     report: Path = arguments.report.absolute()
     try:
@@ -211,7 +208,3 @@ def _has_gpu() -> bool:
         raise GateError(str(error), ExitCode.INFRASTRUCTURE) from error
     # a name in CUDA_VISIBLE_DEVICES is no GPU yet
     return bool(listed and visible_gpus(os.environ, listed))
-
-
-def _interrupt(number: int, frame: object) -> NoReturn:
-    raise KeyboardInterrupt

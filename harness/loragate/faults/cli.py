@@ -68,13 +68,7 @@ def run(arguments: argparse.Namespace) -> ExitCode:
         if arguments.show:
             return _show(arguments.show)
         faults, controls = select(arguments)
-        if arguments.jobs < 1:
-            raise ValueError(f"--jobs must be at least 1 (got {arguments.jobs})")
-        if arguments.record:
-            if arguments.slice:
-                raise ValueError("--record takes whole faults; leave out --slice")
-            # a file that cannot be read or completed must not cost a finished run
-            _kept(arguments, faults, controls)
+        _check(arguments, faults, controls)
     except ValueError as error:
         return _complain(str(error), ExitCode.USAGE)
     if arguments.gpu and not _has_gpu():
@@ -95,6 +89,19 @@ def run(arguments: argparse.Namespace) -> ExitCode:
         return _complain("the stand-in fails on sound code", ExitCode.INFRASTRUCTURE)
     code = exit_code(done.lines, done.controls)
     return _complain("nothing could be planted", code) if code is ExitCode.INCOMPLETE else code
+
+
+def _check(
+    arguments: argparse.Namespace, faults: Sequence[Fault], controls: Sequence[Control]
+) -> None:
+    """ValueError for what cannot be done."""
+    if arguments.jobs < 1:
+        raise ValueError(f"--jobs must be at least 1 (got {arguments.jobs})")
+    if arguments.record:
+        if arguments.slice:
+            raise ValueError("--record takes whole faults; leave out --slice")
+        # a file that cannot be read or completed must not cost a finished run
+        _kept(arguments, faults, controls)
 
 
 def exit_code(lines: Sequence[Line], controls: Sequence[tuple[Control, Outcome]]) -> ExitCode:
