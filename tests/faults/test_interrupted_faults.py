@@ -16,6 +16,8 @@ import pytest
 from loragate.faults.corpus import CONTROLS
 from loragate.verdict import ExitCode
 
+pytestmark = pytest.mark.usefixtures("heeded_signals")
+
 # with enough to do to be met at work
 PLANTED = [control.name for control in CONTROLS[:2]]
 

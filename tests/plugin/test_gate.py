@@ -21,6 +21,8 @@ from loragate.report.log import read_events
 from loragate.selection import Selection
 from loragate.verdict import ExitCode, Verdict
 
+pytestmark = pytest.mark.usefixtures("heeded_signals")
+
 MATRICES = Path(__file__).parent / "bad_day"
 
 

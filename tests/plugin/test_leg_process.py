@@ -16,6 +16,8 @@ from loragate.legs import verdict_of_exit
 from loragate.process import Cause, watch
 from loragate.verdict import Verdict
 
+pytestmark = pytest.mark.usefixtures("heeded_signals")
+
 
 def python(text: str) -> list[str]:
     return [sys.executable, "-c", text]
