@@ -225,6 +225,26 @@ class RoundsItsBridges(MoELayer):
         self.slots[slot] = ([Rounded(f.a, f.b, f.scale) for f in up], down)
 
 
+class AddsUpAsTensorCoresDo(MoELayer):
+    """Sums of fp32, with errors of a random walk of K steps."""
+
+    def first(self, rank: Rank, expert: int, x: Tensor, tokens: Tensor) -> Tensor:
+        y = super().first(rank, expert, x, tokens)
+        terms = self.as_base_sees_it(x).square() @ self.w13[expert].float().square().T
+        walk = (terms * self.case.in_features / 2).sqrt() * 2.0**-24
+        noise = torch.randn(y.shape, generator=torch.Generator().manual_seed(expert))
+        return y + noise * walk
+
+
+def test_base_rows_of_a_quantised_layer_may_be_added_up_in_fp32(judge_layer: Judge) -> None:
+    # what stands in an output of base rows is as exact as their base: a single flip is seen
+    case = replace(FP8, dtype=Dtype.FP16, tokens=300, in_features=1024, slices=(128, 128))
+    case = replace(case, mix=Mix.LAST_SLOT, top_k=4)
+    for seed in range(6):
+        judgement = judge_layer(AddsUpAsTensorCoresDo, OracleName.REFERENCE, seed, case)
+        assert judgement.verdict is Verdict.PASS, (seed, judgement)
+
+
 @pytest.mark.parametrize("dtype", [Dtype.FP16, Dtype.BF16])
 def test_a_quantised_layer_may_round_its_bridges(judge_layer: Judge, dtype: Dtype) -> None:
     for seed in range(80):

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from loragate.inputs.pairs import OutRows
 from loragate.matrix.case import Case, Site
-from loragate.oracles.errors import TAIL, RowErrors
+from loragate.oracles.errors import JUMPS, TAIL, RowErrors
 from loragate.subjects.protocol import Pool
 
 FACTOR = 2.0
@@ -167,8 +167,7 @@ def row_findings(case: Case, errors: RowErrors) -> Iterator[Finding]:
     subject, eager = (errors.subject_sq / widths).sqrt(), (errors.eager_sq / widths).sqrt()
     bound = (errors.bound_sq / widths).sqrt()
     # the bridge is rounded once for each rank, for all columns alike
-    # two jumps may meet in a row
-    bridge_sq = (errors.bridge_sq + errors.jump_sq) / widths
+    bridge_sq = (errors.bridge_sq + (JUMPS / FACTOR) ** 2 * errors.jump_sq) / widths
     bridge = _unlucky(widths.clamp(max=case.rank)) * bridge_sq.sqrt()
     # eager may be lucky in a row of few columns: see populations()
     allowed = FACTOR * eager.maximum(bound / 6**0.5).hypot(bridge) + bound

@@ -18,6 +18,8 @@ _MANTISSA = {torch.float16: 10, torch.bfloat16: 7, torch.float32: 23}
 _UNIT_ROUNDOFF_FP32 = 2.0**-24
 # the largest of thousands of elements stands at four to five sigma
 TAIL = 4.0
+# of the largest size, that may meet in a row
+JUMPS = 3.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,8 +84,7 @@ def row_errors(case: Case, right: Golden, eager: Tensor, subject: Tensor) -> Row
         eager_max=tops(plain.abs()),
         bound_max=tops(bound) + TAIL * (drift / torch.tensor(widths, device=out.device)).sqrt(),
         bridge_sq=sums(bridge),
-        # as in a row
-        bridge_max=tops(bridge + jump * (2 / TAIL) ** 2).sqrt(),
+        bridge_max=tops(bridge + (JUMPS / TAIL) ** 2 * jump).sqrt(),
         jump_sq=sums(jump),
         worst_column=torch.stack(worst, 1),
         gain=sums(wrong * delta),
