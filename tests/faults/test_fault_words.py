@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from loragate.faults.corpus.points import delta
-from loragate.faults.fates import fate_in_stand_in, fate_of_control, fate_of_fault, killers_of
+from loragate.faults.fates import fate_by_anyone, fate_of_fault, killers_of
 from loragate.faults.model import (
     Check,
     Control,
@@ -128,24 +128,24 @@ def test_a_lack_of_memory_proves_nothing() -> None:
 
 def test_a_control_is_green_only_if_somebody_looked_and_nobody_noticed() -> None:
     control = Control(name="a-control", why="Nothing changes.", cases=(CASE,))
-    assert fate_of_control(control, [FINE], 1.0).fate is Fate.SURVIVED
-    assert fate_of_control(control, [WRONG, FINE], 1.0).fate is Fate.KILLED
+    assert fate_by_anyone(control.name, [FINE], 1.0).fate is Fate.SURVIVED
+    assert fate_by_anyone(control.name, [WRONG, FINE], 1.0).fate is Fate.KILLED
     nobody = [seen("exact", Verdict.SKIP, said="no rows")]
-    assert fate_of_control(control, nobody, 1.0).fate is Fate.BROKEN
+    assert fate_by_anyone(control.name, nobody, 1.0).fate is Fate.BROKEN
 
 
 def test_in_the_stand_in_whoever_notices_will_do() -> None:
     thrown = seen("linear layers", Verdict.FAIL, Failure.WRONG_ANSWER)
-    assert fate_in_stand_in("a-fault", [thrown], 1.0).fate is Fate.KILLED
-    assert fate_in_stand_in("a-fault", [FINE], 1.0).fate is Fate.SURVIVED
+    assert fate_by_anyone("a-fault", [thrown], 1.0).fate is Fate.KILLED
+    assert fate_by_anyone("a-fault", [FINE], 1.0).fate is Fate.SURVIVED
 
 
 def test_a_stand_in_that_could_not_run_is_broken_and_has_missed_nothing() -> None:
     broken = seen("import", Verdict.INFRA, Failure.CRASH, "ImportError")
     for sightings in ([broken], [FINE, broken], [WRONG, broken]):
-        outcome = fate_in_stand_in("a-fault", sightings, 1.0)
+        outcome = fate_by_anyone("a-fault", sightings, 1.0)
         assert (outcome.fate, outcome.message) == (Fate.BROKEN, "import: ImportError")
-    assert fate_in_stand_in("a-fault", [], 1.0).fate is Fate.BROKEN
+    assert fate_by_anyone("a-fault", [], 1.0).fate is Fate.BROKEN
 
 
 def test_an_order_comes_back_as_it_was_written(tmp_path: Any) -> None:

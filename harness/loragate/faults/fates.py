@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from loragate.faults.model import Control, Fate, Fault, Outcome, Sighting
+from loragate.faults.model import Fate, Fault, Outcome, Sighting
 from loragate.verdict import Failure, Verdict
 
 # told by whatever judge happened to run: not to its credit
@@ -51,29 +51,9 @@ def fate_of_fault(fault: Fault, sightings: Sequence[Sighting], seconds: float) -
     )
 
 
-def fate_of_control(control: Control, sightings: Sequence[Sighting], seconds: float) -> Outcome:
-    """SURVIVED is what a control has to do: nobody may notice anything, somebody must look."""
-    killers = killers_of(sightings)
-    fate, message = Fate.SURVIVED, ""
-    if broken := _breakdown(sightings):
-        fate, message = Fate.BROKEN, broken
-    elif killers:
-        first = next(s for s in sightings if s.verdict is Verdict.FAIL)
-        fate, message = Fate.KILLED, f"{first.judge}: {first.message}"
-    elif not any(s.verdict is Verdict.PASS for s in sightings):
-        fate, message = Fate.BROKEN, "nobody looked"
-    return Outcome(
-        name=control.name,
-        fate=fate,
-        killers=killers,
-        sightings=tuple(sightings),
-        message=message,
-        seconds=seconds,
-    )
-
-
-def fate_in_stand_in(name: str, sightings: Sequence[Sighting], seconds: float) -> Outcome:
-    """Whoever notices will do, but somebody must look: tests that never ran let nothing pass."""
+def fate_by_anyone(name: str, sightings: Sequence[Sighting], seconds: float) -> Outcome:
+    """Of a control, which has to survive, and of a fault in the stand-in: whoever notices will do,
+    but somebody must look, since tests that never ran let nothing pass."""
     killers = killers_of(sightings)
     fate, message = Fate.SURVIVED, ""
     if broken := _breakdown(sightings):

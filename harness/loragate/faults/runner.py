@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from loragate.faults.fates import fate_in_stand_in, fate_of_control, fate_of_fault
+from loragate.faults.fates import fate_by_anyone, fate_of_fault
 from loragate.faults.model import Control, Fate, Fault, Needs, Outcome, Sighting
 from loragate.faults.order import Order, Suite, read_transcript, write_order
 from loragate.faults.planting import StaleAnchor, package_folder, plant
@@ -113,10 +113,8 @@ def run_one(
     except StaleAnchor as error:
         return Outcome(name=planted.name, fate=Fate.BROKEN, message=str(error))
     seconds = time.monotonic() - started
-    if suite is Suite.UPSTREAM:
-        return fate_in_stand_in(planted.name, sightings, seconds)
-    if isinstance(planted, Control):
-        return fate_of_control(planted, sightings, seconds)
+    if suite is Suite.UPSTREAM or isinstance(planted, Control):
+        return fate_by_anyone(planted.name, sightings, seconds)
     return fate_of_fault(planted, sightings, seconds)
 
 
