@@ -6,7 +6,6 @@ failure that names the defect's kind, for every seed.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -67,15 +66,6 @@ CASE = Case(
 PARALLEL = replace(CASE, expert_map=ExpertMap.PARALLEL)
 WEIGHTED = replace(CASE, router=RouterWeights.OUTPUT, source=Source.PAIR, slices=(33,))
 STORED = replace(CASE, write=Write.STORE)
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    # operations this small only wait for other threads
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 class Subject(TorchSubject):

@@ -6,7 +6,6 @@ failure that names the defect's kind, for every seed: a defect found by luck is 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -43,15 +42,6 @@ CASE = Case(
     slots=3,
     dtype=Dtype.FP32,
 )
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    # operations this small only wait for other threads
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 class Subject(TorchSubject):
