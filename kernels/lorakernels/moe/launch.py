@@ -176,6 +176,7 @@ def _one_shot(delta: Delta, *, pdl: bool) -> None:
         BLOCK_K=plan.block_k,
         BLOCK_R=plan.block_r,
         EVEN_K=shape.in_features % plan.block_k == 0,
+        EVEN_N=all(width % plan.block_n == 0 for width in shape.slice_widths),
         STAGES=plan.column_stages,
         PAIRED=plan.paired,
         IEEE=delta.is_fp32,

@@ -89,23 +89,36 @@ def _sweep_columns(
     stride_on,
     HEIGHT: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    EVEN_N: tl.constexpr,
     STAGES: tl.constexpr,
     ADD: tl.constexpr,
     IEEE: tl.constexpr,
 ):
     """h @ B.T, block by block over `columns`, added to or stored into the output."""
     offs_n = tl.arange(0, BLOCK_N)
+    # a block is so little work that each instruction beside it counts: offsets from pointers that
+    # stay are the fewest, but take registers, which higher ranks need for their blocks of B
+    FROM_START: tl.constexpr = h.shape[1] <= 16
     for n in tl.range(0, columns, BLOCK_N, num_stages=STAGES):
-        live_n = (n + offs_n < columns)[None, :]
-        b = tl.load(b_ptrs, mask=live_n & live_r[:, None], other=0.0)
+        if EVEN_N:
+            live_b = live_r[:, None]
+            live_out = live_m[:, None]
+        else:
+            live_n = (n + offs_n < columns)[None, :]
+            live_b = live_r[:, None] & live_n
+            live_out = live_m[:, None] & live_n
+        at = n if FROM_START else 0
+        b = tl.load(b_ptrs + at * R, mask=live_b, other=0.0)
+        block_ptrs = out_ptrs + at * tl.cast(stride_on, tl.int64)
         if ADD:
-            acc = tl.load(out_ptrs, mask=live_m[:, None] & live_n, other=0.0).to(tl.float32)
+            acc = tl.load(block_ptrs, mask=live_out, other=0.0).to(tl.float32)
         else:
             acc = tl.zeros([HEIGHT, BLOCK_N], dtype=tl.float32)
         acc = _dot(h, b, acc, IEEE)
-        tl.store(out_ptrs, acc.to(b.dtype), mask=live_m[:, None] & live_n)
-        b_ptrs += BLOCK_N * R
-        out_ptrs += tl.cast(stride_on, tl.int64) * BLOCK_N
+        tl.store(block_ptrs, acc.to(b.dtype), mask=live_out)
+        if not FROM_START:
+            b_ptrs += BLOCK_N * R
+            out_ptrs += tl.cast(stride_on, tl.int64) * BLOCK_N
 
 
 @triton.jit
@@ -141,6 +154,7 @@ def moe_one_shot_kernel(
     BLOCK_K: tl.constexpr,
     BLOCK_R: tl.constexpr,
     EVEN_K: tl.constexpr,
+    EVEN_N: tl.constexpr,
     STAGES: tl.constexpr,
     PAIRED: tl.constexpr,
     WEIGHTED: tl.constexpr,
@@ -234,6 +248,7 @@ def moe_one_shot_kernel(
                 stride_on,
                 HEIGHT,
                 BLOCK_N,
+                EVEN_N,
                 STAGES,
                 ADD,
                 IEEE,
@@ -265,6 +280,7 @@ def moe_one_shot_kernel(
             stride_on,
             HEIGHT,
             BLOCK_N,
+            EVEN_N,
             STAGES,
             ADD,
             IEEE,

@@ -203,31 +203,31 @@ def plan_one_shot(shape: MoEShape) -> OneShotPlan:
         stages = 4 if twin else 3
         return OneShotPlan(128, 128, block_r, 1, twin, 4, stages, stages)
     if shape.height == 32:
+        if slices == 2 and block_r == 16:
+            return OneShotPlan(64, 128, block_r, 1, False, 1, 3, 3)
         return OneShotPlan(128, 128, block_r, 1, False, 4, 3, 3)
-    programs = expected_tiles(shape) * slices
-    if block_r > 16 or slices == 1:
-        return _one_shot_of_one_slice(shape, block_r, programs)
-    if programs < 1000:
-        return OneShotPlan(128, 256, block_r, _parts(shape, programs), False, 2, 3, 3)
-    # many small programs side by side; how far each may fetch ahead decides how many fit
-    far = shape.num_pairs < 2048
-    return OneShotPlan(64, 128, block_r, 1, False, 2, 4 if far else 3, 4 if far else 3)
-
-
-def _one_shot_of_one_slice(shape: MoEShape, block_r: int, programs: int) -> OneShotPlan:
-    parts = _parts(shape, programs)
-    far = shape.num_pairs < 2048
-    if block_r == 64 and len(shape.slice_widths) == 1 and programs >= 500:
-        return OneShotPlan(64, 128, block_r, 1, False, 2, 4 if far else 3, 4 if far else 3)
     if block_r > 16:
-        return OneShotPlan(128, 128, block_r, parts, False, 4, 3, 3)
-    if _has_tiles_of_one_pair(shape):
-        return OneShotPlan(128, 128, block_r, 1, False, 4, 3, 3)
-    return OneShotPlan(256, 128, block_r, parts, False, 2, 4, 3)
+        return _one_shot_of_high_rank(shape, block_r)
+    parts, programs = _parts(shape), expected_tiles(shape) * slices
+    # a warp has so little to do that a second pair of them only adds to the instructions
+    if _has_tiles_of_one_pair(shape) or (slices == 2 and programs < 1000):
+        return OneShotPlan(128, 128, block_r, parts, False, 2, 4, 3)
+    if slices == 1:
+        return OneShotPlan(256, 128, block_r, parts, False, 2, 4, 3)
+    return OneShotPlan(64, 128, block_r, 1, False, 1, 3, 3)
 
 
-def _parts(shape: MoEShape, programs: int) -> int:
+def _one_shot_of_high_rank(shape: MoEShape, block_r: int) -> OneShotPlan:
+    if block_r == 64 and len(shape.slice_widths) == 1 and expected_tiles(shape) >= 500:
+        # how far each of many small programs may fetch ahead decides how many fit
+        stages = 4 if shape.num_pairs < 2048 else 3
+        return OneShotPlan(64, 128, block_r, 1, False, 2, stages, stages)
+    return OneShotPlan(128, 128, block_r, _parts(shape), False, 4, 3, 3)
+
+
+def _parts(shape: MoEShape) -> int:
     """Programs that share a slice's columns where tiles alone would not fill the device."""
+    programs = expected_tiles(shape) * len(shape.slice_widths)
     return max(1, min(8, 264 // max(1, programs), max(shape.slice_widths) // 256))
 
 
