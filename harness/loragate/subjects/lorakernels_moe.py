@@ -115,9 +115,10 @@ def keep_dead_nan(weights: ExpertWeights, slot: int, pool: Pool) -> None:
     start, vector = 0, rank_vector(weights.rank)
     for part, width in enumerate(weights.slice_widths):
         rank = pool.ranks[slot][part]
-        if pool.a[slot, :, part, rank:].isnan().any():
-            weights.a[slot, :, part, rank:] = float("nan")
-            # B is read in vectors of ranks: behind the last live one nothing is
-            behind = -(-rank // vector) * vector
-            weights.b[slot, :, start : start + width, behind:] = float("nan")
+        poisoned = pool.a[slot, :, part, rank:].isnan().any()
+        weights.a[slot, :, part, rank:].masked_fill_(poisoned, float("nan"))
+        # B is read in vectors of ranks: behind the last live one nothing is
+        behind = -(-rank // vector) * vector
+        columns = weights.b[slot, :, start : start + width]
+        columns[..., behind:].masked_fill_(poisoned, float("nan"))
         start += width

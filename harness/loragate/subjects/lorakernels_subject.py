@@ -169,10 +169,12 @@ def keep_dead_nan(weights: SlotWeights, slot: int, pool: Pool) -> None:
     start = 0
     for part, width in enumerate(weights.slice_widths):
         rank = pool.ranks[slot][part]
-        if pool.a[slot, part, rank:].isnan().any():
-            weights.a[slot, part, rank:] = float("nan")
-            # B is read in vectors of ranks: behind the last live one nothing is
-            vector = rank_vector(weights.rank)
-            behind = -(-rank // vector) * vector
-            weights.b[slot, start : start + width, behind:] = float("nan")
+        # asked and answered on the device: waiting for each slice would be most of a small case
+        poisoned = pool.a[slot, part, rank:].isnan().any()
+        weights.a[slot, part, rank:].masked_fill_(poisoned, float("nan"))
+        # B is read in vectors of ranks: behind the last live one nothing is
+        vector = rank_vector(weights.rank)
+        behind = -(-rank // vector) * vector
+        columns = weights.b[slot, start : start + width]
+        columns[:, behind:].masked_fill_(poisoned, float("nan"))
         start += width

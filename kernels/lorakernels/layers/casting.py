@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
+import torch
 from torch import Tensor
 
 
-def cast(what: str, tensor: Tensor, like: Tensor) -> Tensor:
-    """The tensor in the dtype and on the device of `like`. ValueError."""
-    if not tensor.is_floating_point():
-        raise ValueError(f"{what} must be floating point (got {tensor.dtype})")
-    result = tensor.to(device=like.device, dtype=like.dtype)
-    # a large fp32 value becomes Inf in fp16; one bad value would poison whole columns
-    if not result.isfinite().all():
-        raise ValueError(f"{what} must have values that are finite in {like.dtype}")
-    return result
+def cast_all(tensors: Mapping[str, Tensor], like: Tensor) -> dict[str, Tensor]:
+    """In the dtype and on the device of `like`. ValueError that names a tensor by its key."""
+    for what, tensor in tensors.items():
+        if not tensor.is_floating_point():
+            raise ValueError(f"{what} must be floating point (got {tensor.dtype})")
+    cast = {k: t.to(device=like.device, dtype=like.dtype) for k, t in tensors.items()}
+    # a large fp32 value becomes Inf in fp16; one bad value would poison whole columns. Asked of
+    # all at once: the device is waited for once an adapter, not once a tensor
+    finite = [tensor.isfinite().all() for tensor in cast.values()]
+    for what, is_finite in zip(cast, torch.stack(finite).tolist() if finite else (), strict=True):
+        if not is_finite:
+            raise ValueError(f"{what} must have values that are finite in {like.dtype}")
+    return cast

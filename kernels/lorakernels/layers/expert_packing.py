@@ -15,7 +15,7 @@ from torch import Tensor
 
 from lorakernels.adapters.errors import hint, listing
 from lorakernels.dense.weights import LoRAFactors, check_scale
-from lorakernels.layers.casting import cast
+from lorakernels.layers.casting import cast_all
 from lorakernels.layers.moe_partition import MoECut
 from lorakernels.layers.packing import check_shapes, take
 from lorakernels.layers.partition import Shard
@@ -154,8 +154,8 @@ def stage_experts(
 ) -> tuple[ExpertFactors | None, ...]:
     """A rank's factors for each slice, in the dtype and on the device of `like`. With
     `shared_outer` the outer factor of each slice has an axis of 1. ValueError."""
-    staged: list[ExpertFactors | None] = [None] * len(packing.projections)
-    for index, factors in packing.by_slice(parts, cut.experts).items():
+    found, pieces = packing.by_slice(parts, cut.experts), dict[str, Tensor]()
+    for index, factors in found.items():
         name, down = packing.projections[index], index == len(packing.projections) - 1
         outer, side = (factors.b, "b") if down else (factors.a, "a")
         if shared_outer and packing.num_experts > 1 and outer.shape[0] != 1:
@@ -164,13 +164,13 @@ def stage_experts(
             raise ValueError(f"rank of {name} must be 1 to {max_rank} (got {factors.rank})")
         check_scale(name, factors.scale)
         a, b = factors.a, factors.b
-        if down:
-            a = take(a, cut.intermediate, dim=2)
-        else:
-            b = take(b, cut.intermediate, dim=1)
-        staged[index] = ExpertFactors(
-            cast(f"a of {name}", a, like), cast(f"b of {name}", b, like), factors.scale
-        )
+        pieces[f"a of {name}"] = take(a, cut.intermediate, dim=2) if down else a
+        pieces[f"b of {name}"] = b if down else take(b, cut.intermediate, dim=1)
+    cast = cast_all(pieces, like)
+    staged: list[ExpertFactors | None] = [None] * len(packing.projections)
+    for index, factors in found.items():
+        name = packing.projections[index]
+        staged[index] = ExpertFactors(cast[f"a of {name}"], cast[f"b of {name}"], factors.scale)
     return tuple(staged)
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from lorakernels.dense.weights import LoRAFactors, check_scale
-from lorakernels.layers.casting import cast as _cast
+from lorakernels.layers.casting import cast_all
 from lorakernels.layers.partition import LayerCut, Shard, Slice
 from lorakernels.moe.weights import Factors
 
@@ -94,17 +94,19 @@ def stage(
     packing: Packing, cut: LayerCut, parts: Parts, *, max_rank: int, like: Tensor
 ) -> tuple[LoRAFactors | None, ...]:
     """A rank's factors for each slice, in the dtype and on the device of `like`. ValueError."""
-    staged: list[LoRAFactors | None] = [None] * len(packing.slices)
-    for index, factors in packing.by_slice(parts).items():
+    found, pieces = packing.by_slice(parts), dict[str, Tensor]()
+    for index, factors in found.items():
         name = packing.slices[index].name
         if not 1 <= factors.rank <= max_rank:
             raise ValueError(f"rank of {name} must be 1 to {max_rank} (got {factors.rank})")
         check_scale(name, factors.scale)
-        staged[index] = LoRAFactors(
-            _cast(f"a of {name}", take(factors.a, cut.inputs, dim=1), like),
-            _cast(f"b of {name}", take(factors.b, cut.columns[index], dim=0), like),
-            factors.scale,
-        )
+        pieces[f"a of {name}"] = take(factors.a, cut.inputs, dim=1)
+        pieces[f"b of {name}"] = take(factors.b, cut.columns[index], dim=0)
+    cast = cast_all(pieces, like)
+    staged: list[LoRAFactors | None] = [None] * len(packing.slices)
+    for index, factors in found.items():
+        name = packing.slices[index].name
+        staged[index] = LoRAFactors(cast[f"a of {name}"], cast[f"b of {name}"], factors.scale)
     return tuple(staged)
 
 

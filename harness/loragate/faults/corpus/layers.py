@@ -47,11 +47,8 @@ FAULTS = (
     ),
     _packing(
         "scale-folded-into-cached-adapter",
-        '            _cast(f"b of {name}", take(factors.b, cut.columns[index], dim=0), like),\n'
-        "            factors.scale,\n",
-        '            _cast(f"b of {name}", take(factors.b, cut.columns[index], dim=0), like)'
-        ".mul_(factors.scale),\n"
-        "            1.0,\n",
+        'cast[f"b of {name}"], factors.scale)',
+        'cast[f"b of {name}"].mul_(factors.scale), 1.0)',
         source="vllm #20873",
         why="An adapter that is activated a second time was changed by the first time.",
         killers=(Check.ACTIVATION,),

@@ -90,11 +90,12 @@ FAULTS = (
     ),
     _packing(
         "adapter-cut-without-the-padding",
-        "            b = take(b, cut.intermediate, dim=1)\n",
-        "            shard = cut.intermediate\n"
-        "            step = packing.intermediate // -(-packing.intermediate // shard.size)\n"
-        "            start = shard.start // shard.size * step\n"
-        "            b = take(b, Shard(start, start + shard.live, shard.size), dim=1)\n",
+        '        pieces[f"b of {name}"] = b if down else take(b, cut.intermediate, dim=1)\n',
+        "        shard = cut.intermediate\n"
+        "        step = packing.intermediate // -(-packing.intermediate // shard.size)\n"
+        "        start = shard.start // shard.size * step\n"
+        "        real = Shard(start, start + shard.live, shard.size)\n"
+        '        pieces[f"b of {name}"] = b if down else take(b, real, dim=1)\n',
         source="vllm #42595",
         why="Base weights are cut from the padded size and the adapter from the real one.",
         killers=(Check.EXPERT_RANKS,),
@@ -102,9 +103,8 @@ FAULTS = (
     ),
     _packing(
         "every-rank-takes-first-inputs-of-down",
-        "            a = take(a, cut.intermediate, dim=2)\n",
-        "            size = cut.intermediate.live\n"
-        "            a = take(a, Shard(0, size, cut.intermediate.size), dim=2)\n",
+        "take(a, cut.intermediate, dim=2) if down",
+        "take(a, Shard(0, cut.intermediate.live, cut.intermediate.size), dim=2) if down",
         source="sglang #24171",
         why="All ranks shrink the way back with the first rank's columns of A.",
         killers=(
@@ -151,8 +151,8 @@ FAULTS = (
     ),
     _packing(
         "scale-folded-into-cached-experts",
-        'cast(f"b of {name}", b, like), factors.scale\n',
-        'cast(f"b of {name}", b, like).mul_(factors.scale), 1.0\n',
+        'cast[f"b of {name}"], factors.scale)',
+        'cast[f"b of {name}"].mul_(factors.scale), 1.0)',
         source="skyrl #2250",
         why="The scale is folded into the adapter's own tensor, once more with each load.",
         killers=(Check.EXPERT_SLOTS,),
