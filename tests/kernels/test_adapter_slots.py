@@ -10,7 +10,7 @@ import torch
 
 from lorakernels.adapters.adapter import Adapter
 from lorakernels.adapters.errors import AdapterError
-from lorakernels.adapters.peft_config import TargetRule
+from lorakernels.adapters.peft_targets import TargetRule
 from lorakernels.adapters.slots import AdapterSlots
 from lorakernels.dense.weights import LoRAFactors
 

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from lorakernels.adapters.errors import AdapterError
-from lorakernels.adapters.peft_config import PeftConfig, TargetRule, read_peft_config
+from lorakernels.adapters.peft_config import PeftConfig, read_peft_config
+from lorakernels.adapters.peft_targets import TargetRule
 
 PLAIN = {"peft_type": "LORA", "r": 4, "lora_alpha": 6, "target_modules": ["q_proj", "v_proj"]}
 
@@ -165,6 +166,19 @@ def test_a_config_as_peft_writes_it_is_read(tmp_path: Path) -> None:
             "alpha_pattern must be a regular expression: missing ), unterminated subpattern at "
             "position 0 (got '(q_proj')",
         ),
+        (
+            "rank_pattern",
+            {"(?i)q_proj": 8},
+            "rank_pattern must be a regular expression: global flags not at the start of the "
+            "expression at position 8 (got '(?i)q_proj')",
+        ),
+        (
+            "layers_pattern",
+            ["(?i)layers"],
+            "layers_pattern must be a regular expression: global flags not at the start of the "
+            "expression at position 11 (got '(?i)layers')",
+        ),
+        ("lora_alpha", 10**400, "lora_alpha must be a finite number other than 0 (got 1000000"),
         ("alpha_pattern", [8], "alpha_pattern must be an object of pattern and value (got [8])"),
         ("target_modules", [], "target_modules must be a list of names or an expression (got [])"),
         (
@@ -212,6 +226,8 @@ def test_a_missing_field_is_refused_with_the_nearest_one(tmp_path: Path) -> None
         ),
         ("[]", "must be a JSON object (got list)"),
         ('{"r": 8, "r": 16}', "r is given twice"),
+        ('{"lora_alpha": ' + "1" * 5000 + "}", "not a JSON file: Exceeds the limit"),
+        ("[" * 100_000, "not a JSON file: "),
     ],
 )
 def test_a_file_that_is_not_a_config_is_refused(tmp_path: Path, text: str, message: str) -> None:

@@ -144,6 +144,14 @@ def test_a_path_that_is_no_folder_is_refused(tmp_path: Path) -> None:
         read_peft_folder(tmp_path / "gone")
 
 
+def test_a_folder_in_place_of_the_file_is_refused(tmp_path: Path) -> None:
+    path = write(tmp_path) / "adapter_model.safetensors"
+    path.unlink()
+    path.mkdir()
+    with pytest.raises(AdapterError, match=f"^{re.escape(str(path))}: cannot be read: "):
+        read_peft_folder(path.parent)
+
+
 def test_a_damaged_file_is_refused(tmp_path: Path) -> None:
     path = write(tmp_path) / "adapter_model.safetensors"
     path.write_bytes(path.read_bytes()[:-5])

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 
 from lorakernels.adapters.expert_layout import ExpertLayout, detect_layout
-from lorakernels.adapters.peft_config import TargetRule
+from lorakernels.adapters.peft_targets import TargetRule
 from lorakernels.moe.weights import Factors
 
 

@@ -12,7 +12,7 @@ from collections.abc import Collection, Mapping
 from lorakernels.adapters.adapter import Adapter
 from lorakernels.adapters.errors import AdapterError, hint, listing
 from lorakernels.adapters.expert_layout import is_stacked_name
-from lorakernels.adapters.peft_config import TargetRule
+from lorakernels.adapters.peft_targets import TargetRule
 from lorakernels.moe.weights import Factors
 
 Bound = dict[str, dict[str, Factors]]

@@ -17,6 +17,12 @@ from types import MappingProxyType
 from typing import Any
 
 from lorakernels.adapters.errors import AdapterError, hint
+from lorakernels.adapters.peft_targets import (
+    TargetRule,
+    layer_expression,
+    matching_pattern,
+    module_expression,
+)
 
 # none of these changes what the adapter computes
 _DESCRIPTIVE = frozenset(
@@ -80,48 +86,6 @@ _REQUIRED = ("peft_type", "r", "lora_alpha", "target_modules")
 
 
 @dataclass(frozen=True, slots=True)
-class TargetRule:
-    """Which modules of the base model carry factors, by the rules that PEFT matches with: a
-    string is a regular expression for the whole name, a list holds names or dotted suffixes.
-    `parameters` are names or dotted suffixes of bare parameters, "experts.down_proj"."""
-
-    modules: str | tuple[str, ...]
-    exclude: str | tuple[str, ...] = ()
-    layers: tuple[int, ...] = ()
-    layers_pattern: tuple[str, ...] = ()
-    parameters: tuple[str, ...] = ()
-
-    def matches(self, module: str) -> bool:
-        # neither an exclusion nor a choice of layers applies to parameters
-        if self.names_parameter(module):
-            return True
-        if self.exclude and _names(self.exclude, module):
-            return False
-        if not _names(self.modules, module):
-            return False
-        # a whole name in the list is not subject to the choice of layers
-        if not self.layers or module in self.modules:
-            return True
-        return self._layer_index(module) in self.layers
-
-    def names_parameter(self, parameter: str) -> bool:
-        return _names(self.parameters, parameter)
-
-    def parameters_of(self, module: str) -> tuple[str, ...]:
-        """The parameters of a module that carry factors."""
-        names = sorted({name.rpartition(".")[2] for name in self.parameters})
-        return tuple(n for n in names if self.names_parameter(f"{module}.{n}"))
-
-    def _layer_index(self, module: str) -> int | None:
-        # the first number in the name is the layer, a later one is an expert
-        patterns = [rf"(?:^|.*?\.){p}\.(\d+)\." for p in self.layers_pattern]
-        for pattern in patterns or [r".*?\.[^.]*\.(\d+)\."]:
-            if found := re.match(pattern, module):
-                return int(found.group(1))
-        return None
-
-
-@dataclass(frozen=True, slots=True)
 class PeftConfig:
     """The part of adapter_config.json that decides what the adapter computes."""
 
@@ -142,14 +106,6 @@ class PeftConfig:
         alpha = self.alpha if key is None else self.alpha_pattern[key]
         rank = self.rank_of(module)
         return alpha / (math.sqrt(rank) if self.use_rslora else rank)
-
-
-def matching_pattern(patterns: Mapping[str, object], module: str) -> str | None:
-    """The first pattern, in the order of the file, that matches the end of a module's name.
-
-    A match begins at the start of the name or behind a dot.
-    """
-    return next((p for p in patterns if re.match(rf"(.*\.)?({p})$", module)), None)
 
 
 def read_peft_config(path: Path) -> PeftConfig:
@@ -214,18 +170,23 @@ class _Fields:
 
     def number(self, field: str, value: object) -> float:
         # an alpha of 0 would serve the base model under the adapter's name
+        allowed = "a finite number other than 0"
         if isinstance(value, bool) or not isinstance(value, int | float):
-            raise self.error(field, value, "a finite number other than 0")
-        if not math.isfinite(value) or value == 0:
-            raise self.error(field, value, "a finite number other than 0")
-        return float(value)
+            raise self.error(field, value, allowed)
+        try:
+            number = float(value)
+        except OverflowError as huge:
+            raise self.error(field, value, allowed) from huge
+        if not math.isfinite(number) or number == 0:
+            raise self.error(field, value, allowed)
+        return number
 
     def pattern(self, field: str, check: Any) -> Mapping[str, Any]:
         value = self.values.get(field) or {}
         if not isinstance(value, dict):
             raise self.error(field, value, "an object of pattern and value")
         for key in value:
-            self._regex(field, key)
+            self._regex(field, key, module_expression(key))
         return MappingProxyType({k: check(f"{field}[{k!r}]", v) for k, v in value.items()})
 
     def targets(self) -> TargetRule:
@@ -240,7 +201,7 @@ class _Fields:
         layers = self._as_list("layers_to_transform", int, "an integer or a list of integers")
         pattern = self._as_list("layers_pattern", str, "a name or a list of names")
         for key in pattern:
-            self._regex("layers_pattern", key)
+            self._regex("layers_pattern", key, layer_expression(key))
         if isinstance(modules, str) and (layers or pattern):
             field = "layers_to_transform" if layers else "layers_pattern"
             raise self.error(field, self.values[field], "null when target_modules is a string")
@@ -257,7 +218,7 @@ class _Fields:
     def _names_or_regex(self, field: str) -> str | tuple[str, ...]:
         value = self.values.get(field)
         if isinstance(value, str):
-            self._regex(field, value)
+            self._regex(field, value, value)
             return value
         return self._as_list(field, str, "a list of names or an expression")
 
@@ -270,17 +231,13 @@ class _Fields:
             raise self.error(field, value, allowed)
         return tuple(entries)
 
-    def _regex(self, field: str, value: str) -> None:
+    def _regex(self, field: str, value: str, used_as: str) -> None:
+        # as it will be used: "(?i)q" is an expression, but not inside of another one
         try:
             re.compile(value)
+            re.compile(used_as)
         except re.error as bad:
             raise self.error(field, value, f"a regular expression: {bad}") from bad
-
-
-def _names(rule: str | tuple[str, ...], module: str) -> bool:
-    if isinstance(rule, str):
-        return re.fullmatch(rule, module) is not None
-    return any(module == name or module.endswith(f".{name}") for name in rule)
 
 
 def _read_json(path: Path) -> Mapping[str, Any]:
@@ -298,7 +255,10 @@ def _read_json(path: Path) -> Mapping[str, Any]:
         raise AdapterError(f"{path}: file not found; a PEFT adapter has one") from missing
     except OSError as bad:
         raise AdapterError(f"{path}: cannot be read: {bad.strerror}") from bad
-    except (json.JSONDecodeError, UnicodeDecodeError) as bad:
+    except AdapterError:
+        raise
+    # a number of thousands of digits is a plain ValueError, too many brackets are a RecursionError
+    except (ValueError, RecursionError) as bad:
         raise AdapterError(f"{path}: not a JSON file: {bad}") from bad
     if not isinstance(values, dict):
         raise AdapterError(f"{path}: must be a JSON object (got {type(values).__name__})")

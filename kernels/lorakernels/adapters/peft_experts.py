@@ -18,7 +18,8 @@ from pathlib import Path
 from torch import Tensor
 
 from lorakernels.adapters.errors import AdapterError
-from lorakernels.adapters.peft_config import PeftConfig, TargetRule
+from lorakernels.adapters.peft_config import PeftConfig
+from lorakernels.adapters.peft_targets import TargetRule
 
 Pair = tuple[Tensor, Tensor]
 _WRAPPED = ".base_layer"

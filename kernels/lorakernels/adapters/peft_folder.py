@@ -19,8 +19,9 @@ from torch import Tensor
 from lorakernels.adapters.adapter import Adapter
 from lorakernels.adapters.errors import AdapterError, hint, listing
 from lorakernels.adapters.expert_layout import detect_layout, is_stacked_name
-from lorakernels.adapters.peft_config import PeftConfig, matching_pattern, read_peft_config
+from lorakernels.adapters.peft_config import PeftConfig, read_peft_config
 from lorakernels.adapters.peft_experts import name_parameters, unflatten
+from lorakernels.adapters.peft_targets import matching_pattern
 from lorakernels.dense.weights import MAX_RANK, LoRAFactors
 from lorakernels.moe.weights import ExpertFactors, Factors
 
@@ -73,6 +74,8 @@ def _read_tensors(path: Path) -> dict[str, Tensor]:
         with safe_open(path, framework="pt", device="cpu") as file:
             # a copy: the mapped file may be overwritten by the next training step
             return {key: file.get_tensor(key).clone() for key in sorted(file.keys())}
+    except OSError as bad:
+        raise AdapterError(f"{path}: cannot be read: {bad.strerror or bad}") from bad
     except SafetensorError as bad:
         raise AdapterError(f"{path}: not a safetensors file: {bad}") from bad
 

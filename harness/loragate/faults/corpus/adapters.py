@@ -6,6 +6,7 @@ from loragate.faults.corpus.points import planting
 from loragate.faults.model import Check, Group
 
 _config = planting("lorakernels.adapters.peft_config", Group.ADAPTERS)
+_targets = planting("lorakernels.adapters.peft_targets", Group.ADAPTERS)
 _folder = planting("lorakernels.adapters.peft_folder", Group.ADAPTERS)
 _binding = planting("lorakernels.adapters.binding", Group.ADAPTERS)
 _slots = planting("lorakernels.adapters.slots", Group.ADAPTERS)
@@ -56,10 +57,10 @@ FAULTS = (
         killers=(Check.PEFT_SCALE,),
         checks=(Check.PEFT_SCALE,),
     ),
-    _config(
+    _targets(
         "pattern-matches-inside-a-name",
-        'rf"(.*\\.)?({p})$"',
-        "rf\"(.*)?({p.rpartition('.')[2]})$\"",
+        'rf"(.*\\.)?({pattern})$"',
+        "rf\"(.*)?({pattern.rpartition('.')[2]})$\"",
         source="own",
         why="A pattern for layer 1 also changes layer 11.",
         killers=(Check.PEFT_SCALE,),
