@@ -75,6 +75,7 @@ def outcome(summary: Summary) -> dict[str, Any]:
         "reasons": list(summary.reasons),
         "duration_s": round(finished.duration_s, 1) if finished else None,
         "counts": [asdict(count) for count in summary.counts],
+        "oracles": [asdict(count) for count in summary.oracles],
         **({"seeds": [*map(_seed, summary.attempts)]} if summary.attempts else {}),
         "legs": [
             {

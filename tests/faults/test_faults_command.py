@@ -12,6 +12,7 @@ from loragate.faults import cli
 from loragate.faults.corpus import CONTROLS, FAULTS
 from loragate.faults.model import Control, Fate, Fault, Needs, Outcome, Sighting
 from loragate.faults.tables import Line, payload, render_markdown, render_terminal
+from loragate.report.events import Tree
 from loragate.verdict import ExitCode, Failure, Verdict
 
 FAULT = next(fault for fault in FAULTS if fault.name == "scale-of-slot-0")
@@ -170,6 +171,24 @@ def test_a_record_keeps_what_is_not_planted_again(
     assert record["faults"][OTHER.name]["commit"] == "old"
     assert record["faults"][FAULT.name]["commit"] != "old"
     assert record["controls"] == section["controls"]
+
+
+def test_a_record_names_the_code_that_was_planted_not_what_was_committed_meanwhile(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, commits = tmp_path / "cpu.json", ["planted"]
+
+    def plant(*_: Any) -> Any:
+        for one in [*FAULTS, *CONTROLS]:
+            commits.append("made meanwhile")
+            yield one, (Outcome(name=one.name, fate=Fate.NOT_RUN),)
+
+    monkeypatch.setattr(cli, "_plant", plant)
+    monkeypatch.setattr(cli, "commit_and_tree", lambda *_, **__: (commits[-1], Tree.CLEAN))
+    main(["faults", "--record", str(path)])
+    record = json.loads(path.read_text())["sections"][cli.SECTION]
+    assert record["commit"] == "planted"
+    assert {fault["commit"] for fault in record["faults"].values()} == {"planted"}
 
 
 def test_a_record_is_not_completed_with_what_no_longer_holds(

@@ -18,6 +18,7 @@ from loragate.matrix.case import (
     Layout,
     Parallel,
     Path,
+    Quantisation,
     Ranks,
     RouterWeights,
     Sharing,
@@ -28,7 +29,7 @@ from loragate.matrix.case import (
 from loragate.oracles.protocol import Trial
 from loragate.runner import run_trial
 from loragate.subjects import find_subject
-from loragate.subjects.protocol import unsupported
+from loragate.subjects.protocol import Guard, unsupported
 from loragate.verdict import OracleName, Verdict
 
 select_interpreter()
@@ -87,6 +88,12 @@ def test_it_supports_everything_but_graphs_in_the_interpreter() -> None:
     assert have.deterministic
     assert have.skips_dead_ranks
     assert have.rank_per_slice
+    assert have.guards == frozenset(Guard)
+    assert have.traceable
+    assert have.expert_maps == frozenset(ExpertMap)
+    assert have.sharings == frozenset(Sharing)
+    assert have.routers == frozenset(RouterWeights)
+    assert have.quantisations == frozenset(Quantisation)
     assert (Execution.GRAPH in have.executions) is not detect_machine().interpreted
 
 

@@ -10,12 +10,13 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Collection, Generator, Sequence
+from collections.abc import Collection, Generator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
+from loragate.environment import commit_and_tree, project_root
 from loragate.faults.corpus import CONTROLS, FAULTS, SLICE, SLICE_CONTROLS
 from loragate.faults.model import Control, Fate, Fault, Needs, Outcome
 from loragate.faults.order import Suite
@@ -73,13 +74,15 @@ def run(arguments: argparse.Namespace) -> ExitCode:
         return _complain(str(error), ExitCode.USAGE)
     if arguments.gpu and not _has_gpu():
         return _complain("--gpu needs a GPU", ExitCode.INFRASTRUCTURE)
+    # before anything runs: code may be edited during a run
+    origin = _origin(arguments) if arguments.record else {}
     done = _Done()
     for one, outcomes in _plant(arguments, faults, controls):
         done.add(one, *outcomes)
         if arguments.record:
             # after each, so that a run that is interrupted has shown something
             try:
-                _record(arguments, done, faults, controls)
+                _record(arguments, origin, done, faults, controls)
             except (ResultsError, OSError) as error:
                 return _complain(str(error), ExitCode.INFRASTRUCTURE)
     print(render_terminal(done.lines, done.controls))
@@ -183,20 +186,20 @@ def _plant(
 
 def _record(
     arguments: argparse.Namespace,
+    origin: Mapping[str, Any],
     done: _Done,
     faults: Sequence[Fault],
     controls: Sequence[Control],
 ) -> None:
     """Write what is done, beside what still holds of earlier runs. What was asked for and is not
     done is listed as unfinished."""
-    origin = _origin(arguments)
     record = payload(done.lines, done.controls, commit=origin["commit"])
     for kind, entries in _kept(arguments, faults, controls, done.names).items():
         record[kind] = entries | record[kind]
     unfinished = _unfinished(arguments, faults, controls, done.names)
     if unfinished:
         record["unfinished"] = unfinished
-    update_section(arguments.record, _section(arguments), origin | record)
+    update_section(arguments.record, _section(arguments), {**origin, **record})
 
 
 def _origin(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -205,7 +208,8 @@ def _origin(arguments: argparse.Namespace) -> dict[str, Any]:
     if not arguments.gpu:
         # what the planted processes saw, whatever else there is
         os.environ["TRITON_INTERPRET"] = "1"
-    return provenance(detect_machine(), commit=arguments.commit)
+    checkout = commit_and_tree(project_root(), ignoring=arguments.record)
+    return provenance(detect_machine(), commit=arguments.commit, checkout=checkout)
 
 
 def _kept(

@@ -15,6 +15,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
+from loragate.environment import commit_and_tree, project_root
 from loragate.findings.ledger import (
     Finding,
     Line,
@@ -70,6 +71,8 @@ def run(arguments: argparse.Namespace) -> ExitCode:
     if complaint:
         return _complain(complaint, ExitCode.USAGE)
     machine = detect_machine()
+    # before anything runs: code may be edited during a run
+    checkout = commit_and_tree(project_root(), ignoring=arguments.record)
     ops = load_vllm(machine)
     if isinstance(ops, str):
         return _complain(ops, ExitCode.INFRASTRUCTURE)
@@ -84,7 +87,7 @@ def run(arguments: argparse.Namespace) -> ExitCode:
         with EventWriter(arguments.events, run=arguments.run_name) as writer:
             writer.write(Note(text=probes_note(ops.version, lines)))
     if arguments.record:
-        origin = provenance(machine, commit=arguments.commit)
+        origin = provenance(machine, commit=arguments.commit, checkout=checkout)
         try:
             update_section(arguments.record, SECTION, origin | payload(lines, suspicions))
         except (ValueError, OSError) as error:

@@ -13,6 +13,7 @@ from typing import TypeVar
 
 from loragate.findings.ledger import VERDICTS, Line, State
 from loragate.report.attempts import AttemptOutcome, attempt_outcomes, in_attempts
+from loragate.report.by_oracle import OracleCount, count_oracles
 from loragate.report.counts import Count, count_results, total_of
 from loragate.report.events import (
     CompileResult,
@@ -63,6 +64,7 @@ class Summary:
     exit_code: ExitCode
     reasons: tuple[str, ...]
     counts: tuple[Count, ...]
+    oracles: tuple[OracleCount, ...]
     attempts: tuple[AttemptOutcome, ...]
     cases: tuple[CaseOutcome, ...]
     missing: tuple[str, ...]
@@ -116,6 +118,7 @@ def summarize(log: EventLog) -> Summary:
         exit_code=EXIT_CODES[verdict],
         reasons=_by_gravity(findings),
         counts=counts,
+        oracles=count_oracles(cases),
         attempts=attempts,
         cases=cases,
         missing=missing,

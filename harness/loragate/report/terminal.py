@@ -11,6 +11,7 @@ from typing import TextIO
 
 from loragate.findings.ledger import Line, State
 from loragate.report.attempts import AttemptOutcome
+from loragate.report.by_oracle import OracleCount, never_judged
 from loragate.report.counts import Count, total_of
 from loragate.report.events import CompileResult
 from loragate.report.kinds import Kind, kinds_of_trouble
@@ -26,7 +27,7 @@ from loragate.report.wording import (
     place,
     printable,
 )
-from loragate.verdict import ExitCode, Judgement, Verdict
+from loragate.verdict import ExitCode, Judgement, OracleName, Verdict
 
 # beyond this the reader wants the HTML report
 _CASES_SHOWN = 20
@@ -74,6 +75,7 @@ def render_summary(summary: Summary, colour: Colour) -> str:
         *_ledger(summary, colour),
         *(f"note: {headline(note)}" for note in summary.notes),
         _counts_table(summary, colour),
+        _oracles_table(summary.oracles, colour),
         _attempts_table(summary.attempts, colour),
         _legs_table(summary.legs, colour),
         _verdict_block(summary, colour),
@@ -209,6 +211,34 @@ def _figures(row: Count, colour: Colour) -> str:
         for number, code in alarms
     )
     return "".join(cells)
+
+
+def _oracles_table(counts: Sequence[OracleCount], colour: Colour) -> str:
+    if not counts:
+        return ""
+    rows: dict[str, dict[OracleName, OracleCount]] = {}
+    for count in counts:
+        rows.setdefault(printable(f"{count.subject}/{count.site}"), {})[count.oracle] = count
+    names = [name for name in OracleName if any(name in row for row in rows.values())]
+    width = max(map(len, rows))
+    head = f"{'judged':<{width}}" + "".join(f"{name:>11}" for name in names)
+    body = (
+        f"{name:<{width}}" + "".join(_judged(row.get(n)) for n in names)
+        for name, row in rows.items()
+    )
+    none = (
+        f"{printable(f'{count.subject}/{count.site}')}: {count.oracle} judged no case: "
+        f"{headline(count.reason)}"
+        for count in never_judged(counts)
+    )
+    return "\n".join([paint(head, _DIM, colour), *body, *none])
+
+
+def _judged(count: OracleCount | None) -> str:
+    if count is None:
+        return f"{'':>11}"
+    asked = count.judged + count.skipped
+    return f"{f'{count.judged} of {asked}' if count.skipped else count.judged:>11}"
 
 
 def _attempts_table(attempts: Sequence[AttemptOutcome], colour: Colour) -> str:
