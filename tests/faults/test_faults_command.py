@@ -173,22 +173,23 @@ def test_a_record_keeps_what_is_not_planted_again(
     assert record["controls"] == section["controls"]
 
 
-def test_a_record_names_the_code_that_was_planted_not_what_was_committed_meanwhile(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("edited", [False, True])
+def test_a_record_of_code_that_was_edited_meanwhile_is_of_a_dirty_tree(
+    edited: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path, commits = tmp_path / "cpu.json", ["planted"]
+    path, commits = tmp_path / "cpu.json", ["first"]
 
     def plant(*_: Any) -> Any:
         for one in [*FAULTS, *CONTROLS]:
-            commits.append("made meanwhile")
+            if edited:
+                commits.append("made meanwhile")
             yield one, (Outcome(name=one.name, fate=Fate.NOT_RUN),)
 
     monkeypatch.setattr(cli, "_plant", plant)
     monkeypatch.setattr(cli, "commit_and_tree", lambda *_, **__: (commits[-1], Tree.CLEAN))
     main(["faults", "--record", str(path)])
     record = json.loads(path.read_text())["sections"][cli.SECTION]
-    assert record["commit"] == "planted"
-    assert {fault["commit"] for fault in record["faults"].values()} == {"planted"}
+    assert (record["commit"], record["tree"]) == ("first", "dirty" if edited else "clean")
 
 
 def test_a_record_is_not_completed_with_what_no_longer_holds(

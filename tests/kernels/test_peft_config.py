@@ -170,14 +170,21 @@ def test_a_config_as_peft_writes_it_is_read(tmp_path: Path) -> None:
             "rank_pattern",
             {"(?i)q_proj": 8},
             "rank_pattern must be a regular expression: global flags not at the start of the "
-            "expression at position 8 (got '(?i)q_proj')",
+            "expression (got '(?i)q_proj')",
         ),
         (
             "layers_pattern",
             ["(?i)layers"],
             "layers_pattern must be a regular expression: global flags not at the start of the "
-            "expression at position 11 (got '(?i)layers')",
+            "expression (got '(?i)layers')",
         ),
+        (
+            "layers_pattern",
+            ["(layers|h)"],
+            "layers_pattern must be an expression without numbered groups (got '(layers|h)')",
+        ),
+        ("rank_pattern", {"a{99999999999}": 8}, "rank_pattern must be a regular expression: the "),
+        ("target_modules", "(" * 9000 + ")" * 9000, "target_modules must be a regular expression"),
         ("lora_alpha", 10**400, "lora_alpha must be a finite number other than 0 (got 1000000"),
         ("alpha_pattern", [8], "alpha_pattern must be an object of pattern and value (got [8])"),
         ("target_modules", [], "target_modules must be a list of names or an expression (got [])"),

@@ -65,6 +65,17 @@ def test_of_several_attempts_the_one_that_decided_counts(
     assert counts.keys() == {OracleName.EXACT}
 
 
+def test_an_oracle_that_the_machine_cut_short_has_not_judged(
+    finished: Callable[..., CaseFinished],
+) -> None:
+    no_memory = Judgement(OracleName.EXACT, Verdict.INFRA, Failure.OUT_OF_MEMORY)
+    counts = _counts(finished("a", Verdict.INFRA, judgements=(no_memory,)))
+    exact = counts[OracleName.EXACT]
+    assert (exact.judged, exact.skipped) == (0, 0)
+    # why it judged nothing is told where the case is
+    assert not [*never_judged(counts.values())]
+
+
 def test_the_summary_says_which_oracle_judged_nothing_and_why(
     plan: Callable[..., RunStarted],
     finished: Callable[..., CaseFinished],

@@ -10,7 +10,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Collection, Generator, Mapping, Sequence
+from collections.abc import Collection, Generator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,6 +23,7 @@ from loragate.faults.order import Suite
 from loragate.faults.tables import BAD, Line, payload, render_markdown, render_terminal
 from loragate.matrix.plan import is_selected
 from loragate.matrix.problems import nearest
+from loragate.report.events import Tree
 from loragate.results import ResultsError, provenance, read_section, update_section
 from loragate.verdict import ExitCode
 
@@ -74,15 +75,13 @@ def run(arguments: argparse.Namespace) -> ExitCode:
         return _complain(str(error), ExitCode.USAGE)
     if arguments.gpu and not _has_gpu():
         return _complain("--gpu needs a GPU", ExitCode.INFRASTRUCTURE)
-    # before anything runs: code may be edited during a run
-    origin = _origin(arguments) if arguments.record else {}
-    done = _Done()
+    done = _Done(started=commit_and_tree(project_root(), ignoring=arguments.record))
     for one, outcomes in _plant(arguments, faults, controls):
         done.add(one, *outcomes)
         if arguments.record:
             # after each, so that a run that is interrupted has shown something
             try:
-                _record(arguments, origin, done, faults, controls)
+                _record(arguments, done, faults, controls)
             except (ResultsError, OSError) as error:
                 return _complain(str(error), ExitCode.INFRASTRUCTURE)
     print(render_terminal(done.lines, done.controls))
@@ -149,8 +148,10 @@ def _selected(planted: Sequence[Planted], patterns: tuple[str, ...]) -> list[Pla
 
 @dataclass(slots=True)
 class _Done:
-    """What has been planted so far; `sound` as long as the stand-in passes on the controls."""
+    """What has been planted so far; `sound` as long as the stand-in passes on the controls.
+    `started`: commit and state of the checkout when the first was planted."""
 
+    started: tuple[str, Tree]
     lines: list[Line] = field(default_factory=list)
     controls: list[tuple[Control, Outcome]] = field(default_factory=list)
     sound: bool = True
@@ -186,30 +187,33 @@ def _plant(
 
 def _record(
     arguments: argparse.Namespace,
-    origin: Mapping[str, Any],
     done: _Done,
     faults: Sequence[Fault],
     controls: Sequence[Control],
 ) -> None:
     """Write what is done, beside what still holds of earlier runs. What was asked for and is not
     done is listed as unfinished."""
+    origin = _origin(arguments, done)
     record = payload(done.lines, done.controls, commit=origin["commit"])
     for kind, entries in _kept(arguments, faults, controls, done.names).items():
         record[kind] = entries | record[kind]
     unfinished = _unfinished(arguments, faults, controls, done.names)
     if unfinished:
         record["unfinished"] = unfinished
-    update_section(arguments.record, _section(arguments), {**origin, **record})
+    update_section(arguments.record, _section(arguments), origin | record)
 
 
-def _origin(arguments: argparse.Namespace) -> dict[str, Any]:
+def _origin(arguments: argparse.Namespace, done: _Done) -> dict[str, Any]:
+    """Each fault copies the code when its turn comes: the commit is the one that was there at
+    first, and the tree no longer clean once there was another."""
     from loragate.machine import detect_machine
 
     if not arguments.gpu:
         # what the planted processes saw, whatever else there is
         os.environ["TRITON_INTERPRET"] = "1"
-    checkout = commit_and_tree(project_root(), ignoring=arguments.record)
-    return provenance(detect_machine(), commit=arguments.commit, checkout=checkout)
+    if commit_and_tree(project_root(), ignoring=arguments.record) != done.started:
+        done.started = (done.started[0], Tree.DIRTY)
+    return provenance(detect_machine(), commit=arguments.commit, checkout=done.started)
 
 
 def _kept(

@@ -1,8 +1,7 @@
 """How many cases each oracle judged, by site of a subject. Pure; imports no torch.
 
-A case passes where all of its oracles that apply pass. Without these figures a subject that stops
-to promise something, or an oracle that no longer finds anything to look at, would stay green and
-unseen.
+A case passes where all of its oracles that apply pass. These figures judge nothing; they let people
+see a subject that stops to promise something, or an oracle that finds nothing to look at.
 """
 
 from __future__ import annotations
@@ -11,14 +10,15 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from loragate.report.outcomes import CaseOutcome
+from loragate.report.outcomes import JUDGED, CaseOutcome
 from loragate.verdict import Judgement, OracleName, Verdict
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OracleCount:
-    """Cases of one site of one subject that name an oracle: it gave a verdict on `judged` of
-    them and did not apply to `skipped`. `reason` is the one most often given for that."""
+    """What one oracle did with the cases of one site of one subject: it gave a verdict on
+    `judged` and did not apply to `skipped`. Cases that the machine cut short are in neither.
+    `reason` is the one most often given for a skip."""
 
     subject: str
     site: str
@@ -41,21 +41,20 @@ def count_oracles(cases: Iterable[CaseOutcome]) -> tuple[OracleCount, ...]:
 
 
 def never_judged(counts: Iterable[OracleCount]) -> Iterable[OracleCount]:
-    """Oracles that cases of a site name and that judged none of them."""
-    return (count for count in counts if not count.judged)
+    """Oracles that applied to no case of a site that names them."""
+    return (count for count in counts if count.skipped and not count.judged)
 
 
 def _count(
     subject: str, site: str, oracle: OracleName, judgements: Sequence[Judgement]
 ) -> OracleCount:
     reasons = Counter(j.message for j in judgements if j.verdict is Verdict.SKIP)
-    skipped = reasons.total()
     return OracleCount(
         subject=subject,
         site=site,
         oracle=oracle,
-        judged=len(judgements) - skipped,
-        skipped=skipped,
+        judged=sum(judgement.verdict in JUDGED for judgement in judgements),
+        skipped=reasons.total(),
         # the first by name among those given equally often, whatever the order of the events
         reason=min(reasons, key=lambda text: (-reasons[text], text), default=""),
     )

@@ -202,6 +202,8 @@ class _Fields:
         pattern = self._as_list("layers_pattern", str, "a name or a list of names")
         for key in pattern:
             self._regex("layers_pattern", key, layer_expression(key))
+            if re.compile(key).groups:
+                raise self.error("layers_pattern", key, "an expression without numbered groups")
         if isinstance(modules, str) and (layers or pattern):
             field = "layers_to_transform" if layers else "layers_pattern"
             raise self.error(field, self.values[field], "null when target_modules is a string")
@@ -233,11 +235,16 @@ class _Fields:
 
     def _regex(self, field: str, value: str, used_as: str) -> None:
         # as it will be used: "(?i)q" is an expression, but not inside of another one
-        try:
-            re.compile(value)
-            re.compile(used_as)
-        except re.error as bad:
-            raise self.error(field, value, f"a regular expression: {bad}") from bad
+        for text in (value, used_as):
+            try:
+                re.compile(text)
+            except re.error as bad:
+                # a position in what is built around it tells nobody anything
+                why = bad if text == value else bad.msg
+                raise self.error(field, value, f"a regular expression: {why}") from bad
+            # a count or a depth that the compiler cannot hold
+            except (OverflowError, RecursionError) as bad:
+                raise self.error(field, value, f"a regular expression: {bad}") from bad
 
 
 def _read_json(path: Path) -> Mapping[str, Any]:

@@ -64,7 +64,7 @@ def module_expression(pattern: str) -> str:
 
 def layer_expression(pattern: str) -> str:
     """The expression that finds the number behind a name of the list of layers."""
-    return rf"(?:^|.*?\.){pattern}\.(\d+)\."
+    return rf"(?:^|.*?\.)(?:{pattern})\.(\d+)\."
 
 
 def _names(rule: str | tuple[str, ...], module: str) -> bool:

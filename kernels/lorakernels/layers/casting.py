@@ -14,10 +14,12 @@ def cast_all(tensors: Mapping[str, Tensor], like: Tensor) -> dict[str, Tensor]:
         if not tensor.is_floating_point():
             raise ValueError(f"{what} must be floating point (got {tensor.dtype})")
     cast = {k: t.to(device=like.device, dtype=like.dtype) for k, t in tensors.items()}
+    if not cast:
+        return cast
     # a large fp32 value becomes Inf in fp16; one bad value would poison whole columns. Asked of
-    # all at once: the device is waited for once an adapter, not once a tensor
-    finite = [tensor.isfinite().all() for tensor in cast.values()]
-    for what, is_finite in zip(cast, torch.stack(finite).tolist() if finite else (), strict=True):
+    # all at once, so that a layer waits for the device once and not once a tensor
+    finite = torch.stack([tensor.isfinite().all() for tensor in cast.values()])
+    for what, is_finite in zip(cast, finite.tolist(), strict=True):
         if not is_finite:
             raise ValueError(f"{what} must have values that are finite in {like.dtype}")
     return cast

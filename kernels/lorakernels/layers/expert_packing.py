@@ -154,7 +154,8 @@ def stage_experts(
 ) -> tuple[ExpertFactors | None, ...]:
     """A rank's factors for each slice, in the dtype and on the device of `like`. With
     `shared_outer` the outer factor of each slice has an axis of 1. ValueError."""
-    found, pieces = packing.by_slice(parts, cut.experts), dict[str, Tensor]()
+    found = packing.by_slice(parts, cut.experts)
+    pieces: dict[str, Tensor] = {}
     for index, factors in found.items():
         name, down = packing.projections[index], index == len(packing.projections) - 1
         outer, side = (factors.b, "b") if down else (factors.a, "a")

@@ -94,7 +94,8 @@ def stage(
     packing: Packing, cut: LayerCut, parts: Parts, *, max_rank: int, like: Tensor
 ) -> tuple[LoRAFactors | None, ...]:
     """A rank's factors for each slice, in the dtype and on the device of `like`. ValueError."""
-    found, pieces = packing.by_slice(parts), dict[str, Tensor]()
+    found = packing.by_slice(parts)
+    pieces: dict[str, Tensor] = {}
     for index, factors in found.items():
         name = packing.slices[index].name
         if not 1 <= factors.rank <= max_rank:

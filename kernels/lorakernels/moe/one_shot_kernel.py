@@ -107,6 +107,7 @@ def _sweep_columns(
             live_n = (n + offs_n < columns)[None, :]
             live_b = live_r[:, None] & live_n
             live_out = live_m[:, None] & live_n
+        # in 32 bits: at most 16 ranks a column
         at = n if FROM_START else 0
         b = tl.load(b_ptrs + at * R, mask=live_b, other=0.0)
         block_ptrs = out_ptrs + at * tl.cast(stride_on, tl.int64)

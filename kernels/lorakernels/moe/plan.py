@@ -98,6 +98,8 @@ _PROGRAMS = 560
 _PROGRAMS_OF_LOW_RANK = 300
 # a program of a one-shot kernel that sweeps more columns leaves multiprocessors idle at the end
 _MOST_COLUMNS = 4096
+# tiles that keep all multiprocessors busy by themselves
+_MANY_TILES = 256
 # elements of x that the programs of a small batch may read, each for itself
 _SMALL_READS = 1 << 17
 
@@ -112,7 +114,7 @@ def plan_path(shape: MoEShape, wanted: MoEPath | None) -> MoEPath:
     if shape.rank <= 16 and shape.in_features <= 2048 and reads <= _SMALL_READS:
         return MoEPath.SMALL_BATCH
     # with few tiles, or high ones, the ranks are better split among several programs
-    enough = 128 if shape.rank > 16 else 256
+    enough = 128 if shape.rank > 16 else _MANY_TILES
     if max(shape.slice_widths) <= _MOST_COLUMNS and expected_tiles(shape) >= enough:
         return MoEPath.ONE_SHOT
     return MoEPath.TWO_KERNEL
@@ -203,14 +205,14 @@ def plan_one_shot(shape: MoEShape) -> OneShotPlan:
         stages = 4 if twin else 3
         return OneShotPlan(128, 128, block_r, 1, twin, 4, stages, stages)
     if shape.height == 32:
-        if slices == 2 and block_r == 16:
+        if slices == 2 and block_r == 16 and expected_tiles(shape) >= _MANY_TILES:
             return OneShotPlan(64, 128, block_r, 1, False, 1, 3, 3)
         return OneShotPlan(128, 128, block_r, 1, False, 4, 3, 3)
     if block_r > 16:
         return _one_shot_of_high_rank(shape, block_r)
     parts, programs = _parts(shape), expected_tiles(shape) * slices
     # a warp has so little to do that a second pair of them only adds to the instructions
-    if _has_tiles_of_one_pair(shape) or (slices == 2 and programs < 1000):
+    if _has_tiles_of_one_pair(shape) or (slices > 1 and programs < 1000):
         return OneShotPlan(128, 128, block_r, parts, False, 2, 4, 3)
     if slices == 1:
         return OneShotPlan(256, 128, block_r, parts, False, 2, 4, 3)

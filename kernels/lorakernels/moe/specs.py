@@ -47,14 +47,18 @@ def _problems() -> Iterator[Problem]:
         for tokens in (1, 64, 4096):
             for rank in (16, 64):
                 yield Problem(f"{name}-r{rank}-t{tokens}", *shape, tokens, rank)
-    for tokens in (1, 4096):
+    # tiles of 16 and of 32 pairs that one warp sweeps
+    for tokens in (256, 1024):
+        yield Problem(f"w13-r16-t{tokens}", *_W13, tokens, 16)
+    for tokens in (1, 64, 256, 4096):
         yield Problem(f"w2-r16-t{tokens}", *_W2, tokens, 16, is_second=True)
     for path in MoEPath:
         yield Problem(f"w2-r24-t64-{path.name.lower()}", *_W2, 64, 24, path)
     for tokens in (64, 4096):
         yield Problem(f"w2-r512-t{tokens}", *_W2, tokens, 512)
     yield Problem("w2-r128-t4096-one_shot", *_W2, 4096, 128, MoEPath.ONE_SHOT)
-    yield Problem("odd-r7-t33", *_ODD, 33, 7, MoEPath.ONE_SHOT)
+    for tokens in (33, 150):
+        yield Problem(f"odd-r7-t{tokens}", *_ODD, tokens, 7, MoEPath.ONE_SHOT)
     for path in MoEPath:
         label = f"odd-fp32-r24-t33-{path.name.lower()}"
         yield Problem(label, *_ODD, 33, 24, path, torch.float32)

@@ -23,11 +23,23 @@ from lorakernels.moe.launch import Delta, launch
 from lorakernels.moe.plan import MoEPath, MoEShape
 from lorakernels.moe.weights import ExpertFactors, ExpertWeights
 
-_TOKENS, _TOP_K, _EXPERTS, _SLOTS, _IN, _RANK = 10, 2, 2, 3, 40, 20
-_WIDTHS = (40, 40)
-# rank and scale of each slot and slice; one slice is absent
-_ADAPTERS = (((20, 1.0), (3, 2.0)), ((5, 0.5), (20, 1.0)), ((18, 2.0), None))
+_TOKENS, _TOP_K, _EXPERTS, _SLOTS, _IN = 10, 2, 2, 3, 40
 _GUARD_COLUMNS = 16
+
+
+@dataclass(frozen=True, slots=True)
+class _Layer:
+    """What the adapters are for, and rank and scale of each slot and slice."""
+
+    widths: tuple[int, int]
+    rank: int
+    adapters: tuple[tuple[tuple[int, float] | None, ...], ...]
+
+
+# one slice is absent; blocks of 16 columns and of 16 ranks divide nothing
+_UNEVEN = _Layer((40, 40), 20, (((20, 1.0), (3, 2.0)), ((5, 0.5), (20, 1.0)), ((18, 2.0), None)))
+# blocks of 16 divide the widths, and one holds the ranks
+_EVEN = _Layer((48, 48), 12, (((12, 1.0), (3, 2.0)), ((5, 0.5), (12, 1.0)), ((10, 2.0), None)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +64,9 @@ _PLANS: Mapping[str, _Plan] = MappingProxyType(
         "one shot in two parts of three blocks": _Plan(
             MoEPath.ONE_SHOT, {"plan_one_shot": {"block_n": 16, "parts": 2, "paired": False}}
         ),
+        "one shot in four parts, one of them empty": _Plan(
+            MoEPath.ONE_SHOT, {"plan_one_shot": {"block_n": 16, "parts": 4, "paired": False}}
+        ),
         "both slices in one program": _Plan(
             MoEPath.ONE_SHOT,
             {"plan_one_shot": {"block_n": 16, "block_k": 16, "parts": 1, "paired": True}},
@@ -63,12 +78,13 @@ _PLANS: Mapping[str, _Plan] = MappingProxyType(
 
 def check_pair_plans() -> str | None:
     """Integers that are exact in any order, inside guards that must keep their bits."""
-    step = _Step()
-    for turn, (name, plan) in enumerate(_PLANS.items()):
-        # every kernel meets both
-        wrong = _wrong_plan(step, plan, add_inputs=turn % 2 > 0)
-        if wrong is not None:
-            return f"{name}: {wrong}"
+    for layer in (_UNEVEN, _EVEN):
+        step = _Step(layer)
+        for turn, (name, plan) in enumerate(_PLANS.items()):
+            # every kernel meets both
+            wrong = _wrong_plan(step, plan, add_inputs=turn % 2 > 0)
+            if wrong is not None:
+                return f"{name}, widths {layer.widths}, rank {layer.rank}: {wrong}"
     return None
 
 
@@ -96,7 +112,8 @@ def _forcing(planner: Callable[[MoEShape], Any], fields: Mapping[str, Any]) -> C
 class _Step:
     """bf16; every number is a small integer or a half."""
 
-    def __init__(self) -> None:
+    def __init__(self, layer: _Layer) -> None:
+        self.layer = layer
         self.device = torch.device(detect_machine().device)
         self.generator = torch.Generator().manual_seed(7)
         self.slots = torch.arange(_TOKENS, dtype=torch.int32) % (_SLOTS + 1) - 1
@@ -104,17 +121,17 @@ class _Step:
         self.ids = torch.tensor([[0, 1], [1, 0]] * (_TOKENS // 2), dtype=torch.int32)
         self.router = self._integers(1, 3, _TOKENS, _TOP_K).float()
         self.x = self._sparse(_TOKENS, _IN, 6)
-        self.base = self._integers(-3, 4, _TOKENS * _TOP_K, sum(_WIDTHS)).bfloat16()
+        self.base = self._integers(-3, 4, _TOKENS * _TOP_K, sum(layer.widths)).bfloat16()
         self.weights = ExpertWeights(
             num_slots=_SLOTS,
             num_experts=_EXPERTS,
-            slice_widths=_WIDTHS,
+            slice_widths=layer.widths,
             in_features=_IN,
-            rank=_RANK,
+            rank=layer.rank,
             dtype=torch.bfloat16,
             device=self.device,
         )
-        self.factors = [[self._factors(part) for part in parts] for parts in _ADAPTERS]
+        self.factors = [[self._factors(part) for part in parts] for parts in layer.adapters]
         for slot, parts in enumerate(self.factors):
             self.weights.load(slot, parts)
         self._poison()
@@ -130,11 +147,11 @@ class _Step:
         self.pairs.prepare(self.ids.to(self.device), batch)
 
     def delta(self, out: Tensor, planes: int, *, add_inputs: bool) -> Delta:
-        weights, pairs = self.weights, self.pairs
+        weights, pairs, layer = self.weights, self.pairs, self.layer
         num_pairs = _TOKENS * _TOP_K
-        bridge = torch.full((planes, num_pairs, len(_WIDTHS) * _RANK), float("nan"))
+        bridge = torch.full((planes, num_pairs, len(layer.widths) * layer.rank), float("nan"))
         return Delta(
-            shape=MoEShape(num_pairs, _EXPERTS, _IN, _WIDTHS, _RANK, 2),
+            shape=MoEShape(num_pairs, _EXPERTS, _IN, layer.widths, layer.rank, 2),
             x=self.x,
             pairs_per_x=_TOP_K,
             factors=(weights.a, weights.b),
@@ -152,7 +169,7 @@ class _Step:
         for pair in range(len(result)):
             token, choice = divmod(pair, _TOP_K)
             slot, column = int(self.slots[token]), 0
-            for part, width in enumerate(_WIDTHS):
+            for part, width in enumerate(self.layer.widths):
                 factors = self.factors[slot][part] if slot >= 0 else None
                 if factors is not None:
                     expert = int(self.ids[token, choice])
@@ -169,15 +186,17 @@ class _Step:
             return None
         rank, scale = adapter
         a = self._integers(0, 2, _EXPERTS, rank, _IN) * 2 - 1
-        b = self._sparse(_EXPERTS * _WIDTHS[0], rank, 2).view(_EXPERTS, _WIDTHS[0], rank)
+        width = self.layer.widths[0]
+        b = self._sparse(_EXPERTS * width, rank, 2).view(_EXPERTS, width, rank)
         return ExpertFactors(a.bfloat16(), b, scale)
 
     def _poison(self) -> None:
         """What the adapters do not have is NaN, as far as kernels promise not to read it."""
-        for slot, parts in enumerate(_ADAPTERS):
+        widths = self.layer.widths
+        for slot, parts in enumerate(self.layer.adapters):
             for part, adapter in enumerate(parts):
                 rank = 0 if adapter is None else adapter[0]
-                columns = slice(sum(_WIDTHS[:part]), sum(_WIDTHS[: part + 1]))
+                columns = slice(sum(widths[:part]), sum(widths[: part + 1]))
                 self.weights.a[slot, :, part, rank:] = float("nan")
                 # B is read in vectors of four ranks
                 self.weights.b[slot, :, columns, -(-rank // 4) * 4 :] = float("nan")
