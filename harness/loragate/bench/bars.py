@@ -1,4 +1,4 @@
-"""Bars: a figure that must not be above its target. Pure."""
+"""What the figures of all benchmarks share: bars, means, the schema of a record. Pure."""
 
 from __future__ import annotations
 
@@ -26,6 +26,12 @@ class Bar:
         if self.measured is None:
             return Verdict.INCONCLUSIVE
         return Verdict.PASS if self.measured <= self.target else Verdict.FAIL
+
+
+def refuse_newer(schema: object, known: int) -> None:
+    """Raises ValueError for the schema of a record that a later version wrote."""
+    if not isinstance(schema, int) or schema > known:
+        raise ValueError(f"schema is {schema!r}, this version reads up to {known}")
 
 
 def geometric_mean(ratios: Iterable[float | None]) -> float | None:

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Self
 
-from loragate.bench.bars import REFERENCE_BYTES_PER_S, Bar, geometric_mean, worst_of
+from loragate.bench.bars import REFERENCE_BYTES_PER_S, Bar, geometric_mean, refuse_newer, worst_of
 from loragate.bench.rows import DenseRow, dense_rows
 
 SCHEMA = 1
@@ -121,9 +121,7 @@ class DenseFigures:
     def from_payload(cls, payload: Mapping[str, Any]) -> Self:
         """Raises ValueError for a record of a newer schema, KeyError for a field that is not
         there."""
-        schema = payload["schema"]
-        if not isinstance(schema, int) or schema > SCHEMA:
-            raise ValueError(f"schema is {schema!r}, this version reads up to {SCHEMA}")
+        refuse_newer(payload["schema"], SCHEMA)
         return cls(
             candidate=payload["candidate"],
             baseline=payload["baseline"],

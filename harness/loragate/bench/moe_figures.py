@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Self
 
-from loragate.bench.bars import REFERENCE_BYTES_PER_S, Bar, geometric_mean, worst_of
+from loragate.bench.bars import REFERENCE_BYTES_PER_S, Bar, geometric_mean, refuse_newer, worst_of
 from loragate.bench.moe_rows import (
     REFERENCE_FLOPS,
     AlignRow,
@@ -201,9 +201,7 @@ class MoEFigures:
     @classmethod
     def from_payload(cls, payload: Mapping[str, Any]) -> Self:
         """Raises ValueError for a record of a newer schema."""
-        schema = payload["schema"]
-        if not isinstance(schema, int) or schema > SCHEMA:
-            raise ValueError(f"schema is {schema!r}, this version reads up to {SCHEMA}")
+        refuse_newer(payload["schema"], SCHEMA)
         measured: list[MoEMeasured] = [_read_delta(delta) for delta in payload["deltas"]]
         for align in payload["aligns"]:
             measured.append(AlignFigures(AlignRow(**align["row"]), align["us"]))

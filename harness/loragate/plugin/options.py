@@ -32,9 +32,9 @@ class Role(Enum):
 
 
 class Ownership(Enum):
-    # this session started the run and closes it
+    # pytest was called directly: it starts the run and closes it
     OWNED = auto()
-    # the gate started it; this session is one of its legs
+    # the gate started the run; pytest is one of its legs
     JOINED = auto()
 
 

@@ -238,7 +238,8 @@ def _judged(count: OracleCount | None) -> str:
     if count is None:
         return f"{'':>11}"
     asked = count.judged + count.skipped
-    return f"{f'{count.judged} of {asked}' if count.skipped else count.judged:>11}"
+    text = f"{count.judged} of {asked}" if count.skipped else str(count.judged)
+    return f"{text:>11}"
 
 
 def _attempts_table(attempts: Sequence[AttemptOutcome], colour: Colour) -> str:
