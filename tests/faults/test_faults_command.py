@@ -136,6 +136,15 @@ def test_a_gpu_is_left_to_the_faults_that_need_one_unless_others_are_named() -> 
     assert named == [FAULT]
 
 
+def test_names_add_up_however_they_are_given() -> None:
+    parser = argparse.ArgumentParser()
+    cli.add_parser(parser.add_subparsers())
+    other = next(fault for fault in FAULTS if fault.needs is Needs.CPU and fault != FAULT)
+    given = ["faults", "--only", FAULT.name, "--only", other.name]
+    faults, _ = cli.select(parser.parse_args(given))
+    assert {fault.name for fault in faults} >= {FAULT.name, other.name}
+
+
 def test_a_number_of_jobs_below_one_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["faults", "--slice", "--jobs", "0"]) == ExitCode.USAGE
     assert "--jobs must be at least 1 (got 0)" in capsys.readouterr().err

@@ -41,6 +41,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     which.add_argument(
         "--only",
         nargs="+",
+        action="extend",
         default=[],
         metavar="NAME",
         help="only faults and controls with this piece in their name, or like this pattern",
