@@ -33,14 +33,13 @@ def moe_shrink_kernel(
     stride_a_expert,
     stride_bridge_plane,
     last_tile,
-    K,
+    K: tl.constexpr,
     ROWS_PER_X: tl.constexpr,
     R: tl.constexpr,
     SR: tl.constexpr,
     HEIGHT: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
-    EVEN_K: tl.constexpr,
     SCALED: tl.constexpr,
     IEEE: tl.constexpr,
     PDL: tl.constexpr,
@@ -85,7 +84,7 @@ def moe_shrink_kernel(
         if tl.max(live_rank, axis=0) > 0:
             acc = tl.zeros([HEIGHT, BLOCK_N], dtype=tl.float32)
             for k in range(k_begin, k_end, BLOCK_K):
-                if EVEN_K:
+                if K % BLOCK_K == 0:
                     x = tl.load(x_ptrs, mask=live_m[:, None], other=0.0)
                     a = tl.load(a_ptrs, mask=live_n[None, :], other=0.0)
                 else:

@@ -97,8 +97,8 @@ def _sweep_columns(
     """h @ B.T, block by block over `columns`, added to or stored into the output."""
     offs_n = tl.arange(0, BLOCK_N)
     # a block is so little work that each instruction beside it counts: offsets from pointers that
-    # stay are the fewest, but take registers, which higher ranks need for their blocks of B
-    FROM_START: tl.constexpr = h.shape[1] <= 16
+    # stay are the fewest, but take registers, which higher ranks and tiles need for their blocks
+    FROM_START: tl.constexpr = h.shape[1] <= 16 and HEIGHT <= 32
     for n in tl.range(0, columns, BLOCK_N, num_stages=STAGES):
         if EVEN_N:
             live_b = live_r[:, None]
@@ -144,7 +144,7 @@ def moe_one_shot_kernel(
     stride_om,
     stride_on,
     last_tile,
-    K,
+    K: tl.constexpr,
     WIDTHS: tl.constexpr,
     ROWS_PER_X: tl.constexpr,
     R: tl.constexpr,
@@ -154,7 +154,6 @@ def moe_one_shot_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK_R: tl.constexpr,
-    EVEN_K: tl.constexpr,
     EVEN_N: tl.constexpr,
     STAGES: tl.constexpr,
     PAIRED: tl.constexpr,
@@ -171,6 +170,7 @@ def moe_one_shot_kernel(
     if PDL:
         gdc_wait()
     S: tl.constexpr = len(WIDTHS)
+    EVEN_K: tl.constexpr = K % BLOCK_K == 0
     slice_id = tl.program_id(1)
     start = 0
     width = 0

@@ -96,10 +96,13 @@ _USUAL_SLOTS = 4
 # programs on an H200's 132 SMs that are enough for a plane, or a block of columns, of its own
 _PROGRAMS = 560
 _PROGRAMS_OF_LOW_RANK = 300
+_PROGRAMS_OF_DECODE = 256
 # a program of a one-shot kernel that sweeps more columns leaves multiprocessors idle at the end
 _MOST_COLUMNS = 4096
 # tiles that keep all multiprocessors busy by themselves
 _MANY_TILES = 256
+# programs of one slice each with so little to do that one warp does it
+_MANY_PROGRAMS = 1000
 # elements of x that the programs of a small batch may read, each for itself
 _SMALL_READS = 1 << 17
 
@@ -123,37 +126,47 @@ def plan_path(shape: MoEShape, wanted: MoEPath | None) -> MoEPath:
 def tile_programs(shape: MoEShape, capacity: int) -> int:
     """Size of a grid's tile axis; `capacity` is what the tile tables can hold. Most tiles exist
     only if the pairs are spread that far; a stride loop takes what is beyond."""
-    return max(1, min(capacity, expected_tiles(shape)))
+    expected, pairs = expected_tiles(shape), _pairs_of_a_bucket(shape)
+    # one tile more than programs would double the time of a launch whose programs have one each
+    if pairs + 3 * math.sqrt(pairs) > shape.height:
+        expected += expected // 16
+    return max(1, min(capacity, expected))
 
 
 def expected_tiles(shape: MoEShape) -> int:
     """Tiles of a batch of four adapters whose pairs spread at random over the experts. A program
     without a tile is not free: it holds a place until the launch before it is done."""
-    buckets = min(_USUAL_SLOTS * shape.num_experts, shape.num_pairs)
-    if not buckets:
-        return 0
-    pairs = shape.num_pairs / buckets
-    return buckets * math.ceil((pairs + math.sqrt(pairs)) / shape.height)
+    pairs = _pairs_of_a_bucket(shape)
+    return _buckets(shape) * math.ceil((pairs + math.sqrt(pairs)) / shape.height)
+
+
+def _buckets(shape: MoEShape) -> int:
+    return min(_USUAL_SLOTS * shape.num_experts, shape.num_pairs)
+
+
+def _pairs_of_a_bucket(shape: MoEShape) -> float:
+    return shape.num_pairs / max(1, _buckets(shape))
 
 
 def plan_shrink(shape: MoEShape) -> ShrinkPlan:
-    ranks, height = shape.ranks_of_all_slices, shape.height
+    ranks, height, low = shape.ranks_of_all_slices, shape.height, shape.height == MIN_TILE_ROWS
+    decode = shape.num_pairs <= MIN_TILE_ROWS
     block_n = max(16, min(32 if height < 64 else 64, power_of_2(ranks)))
     block_k = 128 if block_n <= 32 else 64
-    if height == MIN_TILE_ROWS:
-        block_k = 64 if ranks <= 32 else 128
-        if shape.in_features < 4096 or shape.num_pairs <= MIN_TILE_ROWS:
-            block_k = 256
+    if low and ranks <= 32 and shape.in_features >= 4096 and not decode:
+        block_k = 64
     if shape.itemsize == 4:
         # fp32 has no tensor-core path: smaller tiles keep it out of spills
         block_n, block_k = min(block_n, 32), 32
     programs = expected_tiles(shape) * -(-ranks // block_n)
-    most = 8 if height == MIN_TILE_ROWS else 4 if height == 32 and ranks <= 32 else 2
-    wanted = _PROGRAMS_OF_LOW_RANK if ranks <= 32 else _PROGRAMS
+    most = 8 if low else 4 if ranks <= 32 else 2
+    wanted = _PROGRAMS_OF_DECODE if decode else _PROGRAMS
+    wanted = _PROGRAMS_OF_LOW_RANK if ranks <= 32 else wanted
     # a plane of few steps is over before its loads are under way
-    steps = 2 if shape.num_pairs <= MIN_TILE_ROWS else 4
+    steps = 4 if shape.in_features > 1024 else 2
     planes = min(most, wanted // max(1, programs), shape.in_features // (block_k * steps))
-    stages = 3 if shape.itemsize == 4 or (height == MIN_TILE_ROWS and block_k > 64) else 4
+    thin = block_k <= 64 or not low or (decode and ranks > 32)
+    stages = 4 if thin and shape.itemsize < 4 else 3
     return ShrinkPlan(block_n, block_k, power_of_2_below(planes), 4, stages)
 
 
@@ -170,8 +183,8 @@ def plan_expand(shape: MoEShape) -> ExpandPlan:
     wide = widest > _MOST_COLUMNS and _programs(shape, 128) >= 2 * _PROGRAMS
     if wide and shape.height <= 32:
         if low and block_r <= 16 and not _has_tiles_of_one_pair(shape):
-            return ExpandPlan(256, block_r, 8, 8, 3)
-        return ExpandPlan(128, block_r, 2 if low and block_r > 16 else 8, 4, 3)
+            return ExpandPlan(256, block_r, _group(shape, 256), 8, 3)
+        return ExpandPlan(128, block_r, 2 if low and block_r > 16 else _group(shape, 128), 4, 3)
     block_n = min(256 if low else 128, max(16, widest))
     spare = min(4 if low else 8, widest // block_n, _programs(shape, block_n) // _PROGRAMS)
     if low and spare < 4:
@@ -179,10 +192,16 @@ def plan_expand(shape: MoEShape) -> ExpandPlan:
     return ExpandPlan(
         block_n,
         block_r,
-        power_of_2_below(spare),
+        _group(shape, block_n) if spare > 4 else power_of_2_below(spare),
         8 if shape.height > 32 and block_r <= 16 else 4,
         3,
     )
+
+
+def _group(shape: MoEShape, block_n: int) -> int:
+    """About eight blocks of columns, so many that the last program has hardly fewer."""
+    blocks = -(-max(shape.slice_widths) // block_n)
+    return min((7, 8, 6, 5), key=lambda group: -blocks % group)
 
 
 def _has_tiles_of_one_pair(shape: MoEShape) -> bool:
@@ -198,21 +217,24 @@ def _programs(shape: MoEShape, block_n: int) -> int:
 def plan_one_shot(shape: MoEShape) -> OneShotPlan:
     block_r = max(16, power_of_2(shape.rank))
     slices = len(shape.slice_widths)
+    programs = expected_tiles(shape) * slices
     if shape.itemsize == 4:
         return OneShotPlan(64, 32, block_r, 1, False, 4, 2, 2)
     if shape.height > 32:
         twin = slices == 2 and shape.slice_widths[0] == shape.slice_widths[1] and block_r <= 32
-        stages = 4 if twin else 3
+        stages = 4 if twin or block_r == 16 else 3
         return OneShotPlan(128, 128, block_r, 1, twin, 4, stages, stages)
     if shape.height == 32:
-        if slices == 2 and block_r == 16 and expected_tiles(shape) >= _MANY_TILES:
+        if block_r > 16 or expected_tiles(shape) < _MANY_TILES:
+            return OneShotPlan(128, 128, block_r, 1, False, 4, 3, 3)
+        if slices > 1 and programs >= _MANY_PROGRAMS:
             return OneShotPlan(64, 128, block_r, 1, False, 1, 3, 3)
-        return OneShotPlan(128, 128, block_r, 1, False, 4, 3, 3)
+        return OneShotPlan(128, 128, block_r, 1, False, 2, 3, 3)
     if block_r > 16:
         return _one_shot_of_high_rank(shape, block_r)
-    parts, programs = _parts(shape), expected_tiles(shape) * slices
+    parts = _parts(shape)
     # a warp has so little to do that a second pair of them only adds to the instructions
-    if _has_tiles_of_one_pair(shape) or (slices > 1 and programs < 1000):
+    if _has_tiles_of_one_pair(shape) or (slices > 1 and programs < _MANY_PROGRAMS):
         return OneShotPlan(128, 128, block_r, parts, False, 2, 4, 3)
     if slices == 1:
         return OneShotPlan(256, 128, block_r, parts, False, 2, 4, 3)

@@ -34,7 +34,7 @@ def moe_small_batch_kernel(
     stride_b_expert,
     stride_om,
     stride_on,
-    K,
+    K: tl.constexpr,
     WIDTHS: tl.constexpr,
     ROWS_PER_X: tl.constexpr,
     R: tl.constexpr,
@@ -81,7 +81,9 @@ def moe_small_batch_kernel(
         a_ptrs = a_tile + (slice_id * R + offs_r).to(tl.int64)[:, None] * K + offs_k[None, :]
         live_r = (offs_r < rank)[:, None]
         acc = tl.zeros([BLOCK_R, BLOCK_K], dtype=tl.float32)
-        for k in range(0, K, BLOCK_K):
+        # the loads of several steps are on their way at once; in fp32 they would not fit
+        STEPS: tl.constexpr = 1 if x_ptr.dtype.element_ty == tl.float32 else 4
+        for k in tl.range(0, K, BLOCK_K, loop_unroll_factor=STEPS):
             live_k = k + offs_k < K
             x = tl.load(x_row + (k + offs_k).to(tl.int64) * stride_xk, mask=live_k, other=0.0)
             a = tl.load(a_ptrs + k, mask=live_r & live_k[None, :], other=0.0)

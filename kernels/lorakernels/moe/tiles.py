@@ -10,10 +10,13 @@ from lorakernels.sizes import power_of_2
 def tile_height(num_pairs: int, num_experts: int) -> int:
     """Pairs of one (expert, slot) that one tile covers. From shapes alone, so that it is a
     constant of a captured graph."""
+    # with four slots a tile is then a third empty: with less room many a pair would need a second
+    # tile, which costs more than an empty row
     pairs_per_expert = num_pairs / num_experts
-    if pairs_per_expert < 64:
+    if pairs_per_expert < 48:
         return MIN_TILE_ROWS
-    return 32 if pairs_per_expert < 128 else 64
+    # and few tiles leave multiprocessors idle
+    return 32 if pairs_per_expert < 96 or num_pairs < 1024 else 64
 
 
 def base_tile_height(num_pairs: int, num_experts: int) -> int:

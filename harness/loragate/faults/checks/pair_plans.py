@@ -57,6 +57,7 @@ _PLANS: Mapping[str, _Plan] = MappingProxyType(
         "K in two parts of three steps": _Plan(_TWO, {"plan_shrink": {"block_k": 16, "planes": 2}}),
         "one block of columns a program": _Plan(_TWO, {"plan_expand": {"block_n": 16, "group": 1}}),
         "groups of two blocks": _Plan(_TWO, {"plan_expand": {"block_n": 16, "group": 2}}),
+        "a group of three blocks": _Plan(_TWO, {"plan_expand": {"block_n": 16, "group": 3}}),
         "two blocks of ranks": _Plan(_TWO, {"plan_expand": {"block_r": 16, "group": 1}}),
         "one shot": _Plan(
             MoEPath.ONE_SHOT, {"plan_one_shot": {"block_n": 16, "parts": 1, "paired": False}}

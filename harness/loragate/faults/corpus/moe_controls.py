@@ -70,8 +70,8 @@ CONTROLS = (
         checks=(Check.PAIRS,),
         edit=Edit(
             "lorakernels.moe.tiles",
-            "        return MIN_TILE_ROWS\n    return 32",
-            "        return 32\n    return 32",
+            "        return MIN_TILE_ROWS\n",
+            "        return 32\n",
         ),
     ),
     Control(
