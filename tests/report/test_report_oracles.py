@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 
 from loragate.report.by_oracle import OracleCount, count_oracles, never_judged
 from loragate.report.events import CaseFinished, Event, RunStarted
+from loragate.report.html import render_html
 from loragate.report.log import EventLog
 from loragate.report.outcomes import case_outcomes
 from loragate.report.summary import summarize
@@ -92,3 +94,24 @@ def test_the_summary_says_which_oracle_judged_nothing_and_why(
     assert lines[table + 1].split() == ["mine/dense_delta", "2", "1", "of", "2", "0", "of", "2"]
     assert lines[table + 2] == "mine/dense_delta: repeat judged no case: no promise of equal bits"
     assert "base_rows judged no case" not in text
+
+
+def test_the_page_shows_the_same_figures_and_why_an_oracle_judged_nothing(
+    plan: Callable[..., RunStarted],
+    finished: Callable[..., CaseFinished],
+    closing: tuple[Event, ...],
+) -> None:
+    reason = Judgement(OracleName.REPEAT, Verdict.SKIP, message='no "promise" of <b>equal bits')
+    cases = (
+        finished("a", judgements=(_EXACT, reason, _NO_ROWS)),
+        finished("b", judgements=(_EXACT, reason, _ROWS)),
+        finished("c", site="moe_delta", judgements=(_EXACT,)),
+    )
+    page = render_html(summarize(EventLog((plan("a", "b", "c"), *cases, *closing))))
+    section = page[page.index('<section id="judged">') :].partition("</section>")[0]
+    assert re.findall(r"<th>(.*?)</th>", section)[2:] == ["exact", "base rows", "repeat"]
+    assert re.findall(r"<td.*?>(.*?)</td>", section) == [
+        *("mine", "dense_delta", "2", "1 of 2", "0 of 2"),
+        *("mine", "moe_delta", "1", "", ""),
+    ]
+    assert 'title="no &#34;promise&#34; of &lt;b&gt;equal bits">0 of 2' in section

@@ -27,6 +27,35 @@ class OracleCount:
     skipped: int
     reason: str = ""
 
+    def __str__(self) -> str:
+        asked = self.judged + self.skipped
+        return f"{self.judged} of {asked}" if self.skipped else str(self.judged)
+
+
+@dataclass(frozen=True, slots=True)
+class OracleRow:
+    """A site of a subject; one cell for each oracle of the table, None where no case names it."""
+
+    subject: str
+    site: str
+    cells: tuple[OracleCount | None, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class OracleTable:
+    oracles: tuple[OracleName, ...]
+    rows: tuple[OracleRow, ...]
+
+
+def oracle_table(counts: Iterable[OracleCount]) -> OracleTable:
+    """One row for each site of a subject, in the order of `counts`."""
+    sites: dict[tuple[str, str], dict[OracleName, OracleCount]] = defaultdict(dict)
+    for count in counts:
+        sites[count.subject, count.site][count.oracle] = count
+    oracles = tuple(name for name in OracleName if any(name in site for site in sites.values()))
+    rows = (OracleRow(*key, tuple(map(site.get, oracles))) for key, site in sites.items())
+    return OracleTable(oracles, tuple(rows))
+
 
 def count_oracles(cases: Iterable[CaseOutcome]) -> tuple[OracleCount, ...]:
     """Sorted by subject and site, then in the order of the oracles. Of a case with several

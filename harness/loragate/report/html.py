@@ -15,6 +15,7 @@ from importlib.resources import files
 from jinja2 import Environment, FunctionLoader, StrictUndefined, Template
 
 from loragate.findings.ledger import Line
+from loragate.report.by_oracle import OracleTable, oracle_table
 from loragate.report.events import Tree
 from loragate.report.heatmap import GUTTER, ROW, Band, bands, tone
 from loragate.report.kinds import Kind, kinds_of_trouble
@@ -123,6 +124,7 @@ class Page:
     kinds: tuple[TroubleKind, ...]
     ledger: tuple[ListedFinding, ...]
     bands: tuple[Band, ...]
+    judged: OracleTable
     resources: ResourceTable | None
     skips: tuple[SkipGroup, ...]
     environment: tuple[tuple[str, str], ...]
@@ -144,6 +146,7 @@ def _page(summary: Summary) -> Page:
         kinds=tuple(map(_kind, kinds_of_trouble(summary.troubles))),
         ledger=_ledger(summary),
         bands=bands(summary),
+        judged=oracle_table(summary.oracles),
         resources=resource_table(summary.compiles),
         skips=_skips(summary),
         environment=_environment(summary),

@@ -11,7 +11,7 @@ from typing import TextIO
 
 from loragate.findings.ledger import Line, State
 from loragate.report.attempts import AttemptOutcome
-from loragate.report.by_oracle import OracleCount, never_judged
+from loragate.report.by_oracle import OracleCount, never_judged, oracle_table
 from loragate.report.counts import Count, total_of
 from loragate.report.events import CompileResult
 from loragate.report.kinds import Kind, kinds_of_trouble
@@ -27,7 +27,7 @@ from loragate.report.wording import (
     place,
     printable,
 )
-from loragate.verdict import ExitCode, Judgement, OracleName, Verdict
+from loragate.verdict import ExitCode, Judgement, Verdict
 
 # beyond this the reader wants the HTML report
 _CASES_SHOWN = 20
@@ -216,15 +216,13 @@ def _figures(row: Count, colour: Colour) -> str:
 def _oracles_table(counts: Sequence[OracleCount], colour: Colour) -> str:
     if not counts:
         return ""
-    rows: dict[str, dict[OracleName, OracleCount]] = {}
-    for count in counts:
-        rows.setdefault(printable(f"{count.subject}/{count.site}"), {})[count.oracle] = count
-    names = [name for name in OracleName if any(name in row for row in rows.values())]
-    width = max(map(len, rows))
-    head = f"{'judged':<{width}}" + "".join(f"{name:>11}" for name in names)
+    table = oracle_table(counts)
+    sites = [printable(f"{row.subject}/{row.site}") for row in table.rows]
+    width = max(map(len, sites))
+    head = f"{'judged':<{width}}" + "".join(f"{name:>11}" for name in table.oracles)
     body = (
-        f"{name:<{width}}" + "".join(_judged(row.get(n)) for n in names)
-        for name, row in rows.items()
+        f"{site:<{width}}" + "".join(f"{cell or ''!s:>11}" for cell in row.cells)
+        for site, row in zip(sites, table.rows, strict=True)
     )
     none = (
         f"{printable(f'{count.subject}/{count.site}')}: {count.oracle} judged no case: "
@@ -232,14 +230,6 @@ def _oracles_table(counts: Sequence[OracleCount], colour: Colour) -> str:
         for count in never_judged(counts)
     )
     return "\n".join([paint(head, _DIM, colour), *body, *none])
-
-
-def _judged(count: OracleCount | None) -> str:
-    if count is None:
-        return f"{'':>11}"
-    asked = count.judged + count.skipped
-    text = f"{count.judged} of {asked}" if count.skipped else str(count.judged)
-    return f"{text:>11}"
 
 
 def _attempts_table(attempts: Sequence[AttemptOutcome], colour: Colour) -> str:
