@@ -5,12 +5,14 @@ Invariant: a section is replaced as a whole and atomically; a reader never sees 
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -34,11 +36,28 @@ def read_section(path: Path, name: str) -> dict[str, Any] | None:
 
 
 def update_section(path: Path, name: str, payload: Mapping[str, Any]) -> None:
-    """Put `payload` in the place of section `name`; other sections stay. Raises ResultsError."""
-    document = _read(path)
-    document["schema"] = SCHEMA
-    document["sections"][name] = dict(payload)
+    """Put `payload` in the place of section `name`; other sections stay, those too that another
+    run writes at the same time. Raises ResultsError."""
     path.parent.mkdir(parents=True, exist_ok=True)
+    with _alone_in(path.parent):
+        document = _read(path)
+        document["schema"] = SCHEMA
+        document["sections"][name] = dict(payload)
+        _replace(path, document)
+
+
+@contextmanager
+def _alone_in(folder: Path) -> Iterator[None]:
+    # the folder itself: a file beside the record would stay behind
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(handle)
+
+
+def _replace(path: Path, document: Mapping[str, Any]) -> None:
     text = json.dumps(document, indent=1, sort_keys=True, allow_nan=False) + "\n"
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:

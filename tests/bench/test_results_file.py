@@ -2,10 +2,14 @@ from __future__ import annotations
 
 import json
 import subprocess
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from loragate import results
 from loragate.environment import commit_and_tree
 from loragate.machine import Machine
 from loragate.report.events import Tree
@@ -20,6 +24,25 @@ def test_a_section_is_replaced_as_a_whole_and_the_others_stay(tmp_path: Path) ->
     assert read_section(path, "gate") == {"executed": 4}
     assert read_section(path, "bench_dense") == {"rows": [1]}
     assert read_section(path, "seeds") is None
+
+
+def test_runs_that_record_at_the_same_time_lose_nothing_of_each_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, read = tmp_path / "gpu.json", results._read
+
+    def slowly(found: Path) -> dict[str, Any]:
+        document = read(found)
+        time.sleep(0.02)
+        return document
+
+    monkeypatch.setattr(results, "_read", slowly)
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(lambda turn: update_section(path, f"run{turn}", {"turn": turn}), range(8)))
+    assert [read_section(path, f"run{turn}") for turn in range(8)] == [
+        {"turn": turn} for turn in range(8)
+    ]
+    assert [entry.name for entry in tmp_path.iterdir()] == ["gpu.json"]
 
 
 def test_the_file_is_sorted_and_ends_with_a_newline_so_that_a_diff_shows_figures_alone(
