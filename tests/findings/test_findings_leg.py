@@ -1,12 +1,19 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from loragate.cli import main
+from loragate.findings import cli
+from loragate.findings.ledger import Observation, Seen
 from loragate.legs import make_legs
 from loragate.matrix.case import Tier
+from loragate.report.events import Tree
+from loragate.results import read_section
 from loragate.selection import Selection
+from loragate.verdict import ExitCode
 
 
 @pytest.mark.parametrize(("subjects", "tried"), [(("vllm",), True), (("lorakernels",), False)])
@@ -19,3 +26,23 @@ def test_the_gate_tries_the_findings_of_a_subject_that_it_checks(
     record = (f"--events={Path('report') / 'events.jsonl'}", "--run=r")
     command = ("-m", "loragate", "findings", *record)
     assert commands.get("findings") == (command if tried else None)
+
+
+def test_a_record_names_the_code_as_it_was_before_the_first_probe(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, checkout = tmp_path / "gpu.json", ["as it began"]
+
+    def observe(*_: object) -> Observation:
+        checkout[0] = "edited meanwhile"
+        return Observation(Seen.REPRODUCED, "seen")
+
+    monkeypatch.setattr(cli, "commit_and_tree", lambda *_, **__: (checkout[0], Tree.CLEAN))
+    monkeypatch.setattr("loragate.findings.vllm_probes.observe", observe)
+    package = "loragate.subjects.vllm_package.load_vllm"
+    monkeypatch.setattr(package, lambda _: SimpleNamespace(version="0.26.0"))
+    assert main(["findings", "--record", str(path)]) == ExitCode.OK
+    section = read_section(path, cli.SECTION)
+    assert section is not None
+    assert (section["commit"], section["tree"]) == ("as it began", "clean")
+    assert section["executed"] > 0
