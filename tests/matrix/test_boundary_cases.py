@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import itertools
 import pathlib
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import pytest
@@ -25,55 +25,102 @@ _PLANNERS = {
     MoEPath.SMALL_BATCH: (plans.plan_small_batch,),
 }
 _GROUPS = yaml.safe_load(_FILE.read_text())["groups"]
-_SMALL = _GROUPS["moe_small_boundaries"]["rows"]
-_NEIGHBOURS = [
-    row
-    for row in _SMALL + _GROUPS["moe_boundaries"]["rows"]
-    if any(isinstance(row[key], list) for key in ("tokens", "rank", "slots"))
-]
+_BOUNDARIES = _GROUPS["moe_boundaries"]["rows"]
+_AXES = ("tokens", "rank", "slots")
 
 
 @dataclass(frozen=True, slots=True)
 class _Way:
-    """All that decides how the kernels of a point are launched, but its sizes."""
+    """All that decides how the kernels of a point are launched, but its sizes. What a path does
+    not read is None: a case that takes it says nothing about that."""
 
     path: MoEPath
-    height: int
     plan: tuple[object, ...]
+    height: int | None = None
     # what the alignment takes: several launches, plain torch
-    is_large: bool
-    has_many_bins: bool
+    is_large: bool | None = None
+    has_many_bins: bool | None = None
 
 
-def _ways(row: dict[str, Any]) -> set[_Way]:
-    listed = {key: row[key] for key in ("tokens", "rank", "slots") if isinstance(row[key], list)}
-    points = (
-        row | dict(zip(listed, point, strict=True)) for point in itertools.product(*listed.values())
-    )
-    return {_way(point, path) for point in points for path in _paths(row)}
+def _ways(row: dict[str, Any], wanted: str | None) -> list[_Way]:
+    """Of the points of a row, neighbours side by side."""
+    axes = [row[axis] if isinstance(row[axis], list) else [row[axis]] for axis in _AXES]
+    points = (row | dict(zip(_AXES, point, strict=True)) for point in itertools.product(*axes))
+    return [_way(point, wanted) for point in points]
 
 
-def _paths(row: dict[str, Any]) -> list[MoEPath | None]:
-    return [MoEPath[path.upper()] for path in row.get("path", [])] or [None]
-
-
-def _way(row: dict[str, Any], wanted: MoEPath | None) -> _Way:
+def _way(row: dict[str, Any], wanted: str | None) -> _Way:
     pairs = row["tokens"] * row["top_k"]
     itemsize = 4 if row["dtype"] == "fp32" else 2
     widths = tuple(row["slices"])
     shape = MoEShape(pairs, row["experts"], row["in_features"], widths, row["rank"], itemsize)
-    path = plan_path(shape, wanted)
-    chosen = tuple(planner(shape) for planner in _PLANNERS[path])
+    path = plan_path(shape, MoEPath[wanted.upper()] if wanted else None)
+    plan = tuple(planner(shape) for planner in _PLANNERS[path])
+    if path is MoEPath.SMALL_BATCH:
+        return _Way(path, plan)
     bins = num_bins(row["experts"], row["slots"], with_base=False)
-    return _Way(path, shape.height, chosen, pairs > SMALL, bins > MOST_BINS)
+    return _Way(path, plan, shape.height, pairs > SMALL, bins > MOST_BINS)
 
 
-@pytest.mark.parametrize("row", _NEIGHBOURS, ids=str)
+def _paths(row: dict[str, Any]) -> list[str | None]:
+    given = row.get("path")
+    return given if isinstance(given, list) else [given]
+
+
+def _steps() -> set[tuple[str, object, object]]:
+    """(what, before, after) of all neighbours of all rows."""
+    return {
+        (field.name, getattr(left, field.name), getattr(right, field.name))
+        for row in _BOUNDARIES
+        for path in _paths(row)
+        for left, right in itertools.pairwise(_ways(row, path))
+        for field in fields(_Way)
+    }
+
+
+@pytest.mark.parametrize("row", _BOUNDARIES, ids=str)
 def test_neighbours_of_a_boundary_row_are_launched_in_different_ways(row: dict[str, Any]) -> None:
-    assert len(_ways(row)) > len(_paths(row))
+    for path in _paths(row):
+        assert len(set(_ways(row, path))) > 1
 
 
-def test_smoke_meets_every_height_of_tiles_and_both_alignments() -> None:
-    ways = [way for row in _SMALL for way in _ways(row)]
-    assert {way.height for way in ways} == {16, 32, 64}
+@pytest.mark.parametrize(
+    "step",
+    [
+        ("path", MoEPath.SMALL_BATCH, MoEPath.TWO_KERNEL),
+        ("path", MoEPath.TWO_KERNEL, MoEPath.ONE_SHOT),
+        ("path", MoEPath.ONE_SHOT, MoEPath.TWO_KERNEL),
+        ("height", 16, 32),
+        ("height", 32, 64),
+        ("is_large", False, True),
+        ("has_many_bins", False, True),
+    ],
+    ids=str,
+)
+def test_some_row_stands_at_each_kind_of_change(step: tuple[str, object, object]) -> None:
+    assert step in _steps()
+
+
+def test_some_row_stands_where_a_shrink_gets_more_planes() -> None:
+    shrinks = [
+        (left[0], right[0])
+        for what, left, right in _steps()
+        if what == "plan" and isinstance(left, tuple) and isinstance(right, tuple)
+    ]
+    assert any(
+        left.planes < right.planes
+        for left, right in shrinks
+        if isinstance(left, plans.ShrinkPlan) and isinstance(right, plans.ShrinkPlan)
+    )
+
+
+def test_smoke_meets_high_tiles_on_both_paths_that_read_them_and_both_alignments() -> None:
+    rows = _GROUPS["moe_small_tall"]["rows"]
+    ways = [way for row in rows for path in _paths(row) for way in _ways(row, path)]
+    assert {(way.path, way.height) for way in ways} == {
+        (MoEPath.ONE_SHOT, 32),
+        (MoEPath.TWO_KERNEL, 32),
+        (MoEPath.ONE_SHOT, 64),
+        (MoEPath.TWO_KERNEL, 64),
+    }
     assert {way.is_large for way in ways} == {True, False}

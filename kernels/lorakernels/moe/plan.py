@@ -97,6 +97,8 @@ _USUAL_SLOTS = 4
 _PROGRAMS = 560
 _PROGRAMS_OF_LOW_RANK = 300
 _PROGRAMS_OF_DECODE = 256
+# pairs of a decode batch
+_DECODE_PAIRS = 16
 # a program of a one-shot kernel that sweeps more columns leaves multiprocessors idle at the end
 _MOST_COLUMNS = 4096
 # tiles that keep all multiprocessors busy by themselves
@@ -128,16 +130,15 @@ def tile_programs(shape: MoEShape, capacity: int) -> int:
     only if the pairs are spread that far; a stride loop takes what is beyond."""
     expected, pairs = expected_tiles(shape), _pairs_of_a_bucket(shape)
     # one tile more than programs would double the time of a launch whose programs have one each
-    if pairs + 3 * math.sqrt(pairs) > shape.height:
-        expected += expected // 16
+    if pairs + 3 * math.sqrt(pairs) > _tiles_of_a_bucket(shape) * shape.height:
+        expected += -(-expected // 16)
     return max(1, min(capacity, expected))
 
 
 def expected_tiles(shape: MoEShape) -> int:
     """Tiles of a batch of four adapters whose pairs spread at random over the experts. A program
     without a tile is not free: it holds a place until the launch before it is done."""
-    pairs = _pairs_of_a_bucket(shape)
-    return _buckets(shape) * math.ceil((pairs + math.sqrt(pairs)) / shape.height)
+    return _buckets(shape) * _tiles_of_a_bucket(shape)
 
 
 def _buckets(shape: MoEShape) -> int:
@@ -148,26 +149,31 @@ def _pairs_of_a_bucket(shape: MoEShape) -> float:
     return shape.num_pairs / max(1, _buckets(shape))
 
 
+def _tiles_of_a_bucket(shape: MoEShape) -> int:
+    pairs = _pairs_of_a_bucket(shape)
+    return math.ceil((pairs + math.sqrt(pairs)) / shape.height)
+
+
 def plan_shrink(shape: MoEShape) -> ShrinkPlan:
-    ranks, height, low = shape.ranks_of_all_slices, shape.height, shape.height == MIN_TILE_ROWS
-    decode = shape.num_pairs <= MIN_TILE_ROWS
+    ranks, height = shape.ranks_of_all_slices, shape.height
+    few, low = ranks <= 32, height == MIN_TILE_ROWS
+    decode = not few and shape.num_pairs <= _DECODE_PAIRS
     block_n = max(16, min(32 if height < 64 else 64, power_of_2(ranks)))
     block_k = 128 if block_n <= 32 else 64
-    if low and ranks <= 32 and shape.in_features >= 4096 and not decode:
+    if low and few and shape.in_features >= 4096 and shape.num_pairs > _DECODE_PAIRS:
         block_k = 64
     if shape.itemsize == 4:
         # fp32 has no tensor-core path: smaller tiles keep it out of spills
         block_n, block_k = min(block_n, 32), 32
     programs = expected_tiles(shape) * -(-ranks // block_n)
-    most = 8 if low else 4 if ranks <= 32 else 2
-    wanted = _PROGRAMS_OF_DECODE if decode else _PROGRAMS
-    wanted = _PROGRAMS_OF_LOW_RANK if ranks <= 32 else wanted
+    most = 8 if low else 4 if few else 2
+    wanted = _PROGRAMS_OF_DECODE if decode else _PROGRAMS_OF_LOW_RANK if few else _PROGRAMS
     # a plane of few steps is over before its loads are under way
     steps = 4 if shape.in_features > 1024 else 2
     planes = min(most, wanted // max(1, programs), shape.in_features // (block_k * steps))
-    thin = block_k <= 64 or not low or (decode and ranks > 32)
-    stages = 4 if thin and shape.itemsize < 4 else 3
-    return ShrinkPlan(block_n, block_k, power_of_2_below(planes), 4, stages)
+    # with low tiles and wide blocks three stages let another program fit
+    three = shape.itemsize == 4 or (low and block_k > 64 and not decode)
+    return ShrinkPlan(block_n, block_k, power_of_2_below(planes), 4, 3 if three else 4)
 
 
 def plan_expand(shape: MoEShape) -> ExpandPlan:
@@ -192,7 +198,7 @@ def plan_expand(shape: MoEShape) -> ExpandPlan:
     return ExpandPlan(
         block_n,
         block_r,
-        _group(shape, block_n) if spare > 4 else power_of_2_below(spare),
+        _group(shape, block_n) if spare > 5 else power_of_2_below(spare),
         8 if shape.height > 32 and block_r <= 16 else 4,
         3,
     )
@@ -270,7 +276,8 @@ def bridge_shape(shape: MoEShape) -> tuple[int, int, int]:
 @cache
 def largest_bridge(shape: MoEShape) -> int:
     """Values of the largest bridge over all batches of at most as many pairs."""
-    # planes rise where tiles get higher and fall in between; beyond this size there is one only
+    # planes rise where tiles get higher and where decode ends, and fall in between; beyond this
+    # size there is one only
     several = min(shape.num_pairs, _PROGRAMS * shape.height)
     sizes = (*range(1, several + 1), shape.num_pairs)
     return max(math.prod(bridge_shape(replace(shape, num_pairs=size))) for size in sizes)

@@ -50,8 +50,12 @@ def _problems() -> Iterator[Problem]:
     # tiles of 16 and of 32 pairs that one warp sweeps
     for tokens in (256, 1024):
         yield Problem(f"w13-r16-t{tokens}", *_W13, tokens, 16)
-    for tokens in (1, 64, 256, 4096):
+    # groups of columns in tiles of 32 pairs
+    yield Problem("wide-r16-t256", *_WIDE, 256, 16)
+    for tokens in (1, 64, 256, 1024, 4096):
         yield Problem(f"w2-r16-t{tokens}", *_W2, tokens, 16, is_second=True)
+    # both slices in one program, with more than 16 ranks
+    yield Problem("w13-r24-t4096", *_W13, 4096, 24)
     for path in MoEPath:
         yield Problem(f"w2-r24-t64-{path.name.lower()}", *_W2, 64, 24, path)
     for tokens in (64, 4096):

@@ -37,9 +37,9 @@ class _Layer:
 
 
 # one slice is absent; blocks of 16 columns and of 16 ranks divide nothing
-_UNEVEN = _Layer((40, 40), 20, (((20, 1.0), (3, 2.0)), ((5, 0.5), (20, 1.0)), ((18, 2.0), None)))
+_UNEVEN = _Layer((72, 72), 20, (((20, 1.0), (3, 2.0)), ((5, 0.5), (20, 1.0)), ((18, 2.0), None)))
 # blocks of 16 divide the widths, and one holds the ranks
-_EVEN = _Layer((48, 48), 12, (((12, 1.0), (3, 2.0)), ((5, 0.5), (12, 1.0)), ((10, 2.0), None)))
+_EVEN = _Layer((80, 80), 12, (((12, 1.0), (3, 2.0)), ((5, 0.5), (12, 1.0)), ((10, 2.0), None)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +57,7 @@ _PLANS: Mapping[str, _Plan] = MappingProxyType(
         "K in two parts of three steps": _Plan(_TWO, {"plan_shrink": {"block_k": 16, "planes": 2}}),
         "one block of columns a program": _Plan(_TWO, {"plan_expand": {"block_n": 16, "group": 1}}),
         "groups of two blocks": _Plan(_TWO, {"plan_expand": {"block_n": 16, "group": 2}}),
-        "a group of three blocks": _Plan(_TWO, {"plan_expand": {"block_n": 16, "group": 3}}),
+        "groups of three blocks": _Plan(_TWO, {"plan_expand": {"block_n": 16, "group": 3}}),
         "two blocks of ranks": _Plan(_TWO, {"plan_expand": {"block_r": 16, "group": 1}}),
         "one shot": _Plan(
             MoEPath.ONE_SHOT, {"plan_one_shot": {"block_n": 16, "parts": 1, "paired": False}}

@@ -11,6 +11,7 @@ from loragate.matrix.case import Dtype, Layout, Mix, Path, Ranks, RouterWeights,
 from loragate.verdict import OracleName as O
 
 _plant = planting("lorakernels.moe.kernels", Group.MOE_TWO_KERNEL)
+_columns = planting("lorakernels.dense.kernels", Group.MOE_TWO_KERNEL)
 
 _SMALL = replace(MOE_SMALL, path=Path.TWO_KERNEL)
 
@@ -156,6 +157,15 @@ FAULTS = (
         "live_n = (offs_n + block * BLOCK_N < width + BLOCK_N)[None, :]",
         source="own",
         why="The last block of a group of column blocks writes on behind the slice.",
+        killers=(Check.PAIR_PLANS,),
+        checks=(Check.PAIR_PLANS,),
+    ),
+    _columns(
+        "groups-start-at-powers-of-two",
+        "(group - first_group) * COLUMNS, column)",
+        "(group - first_group) * (COLUMNS & -COLUMNS), column)",
+        source="own",
+        why="What is told to the compiler of a group's first column is taken for the column.",
         killers=(Check.PAIR_PLANS,),
         checks=(Check.PAIR_PLANS,),
     ),
