@@ -5,16 +5,17 @@ Invariant: a section is replaced as a whole and atomically; a reader never sees 
 
 from __future__ import annotations
 
-import fcntl
+import hashlib
 import json
 import os
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+
+from filelock import FileLock
 
 from loragate import environment
 from loragate.machine import Machine
@@ -39,22 +40,17 @@ def update_section(path: Path, name: str, payload: Mapping[str, Any]) -> None:
     """Put `payload` in the place of section `name`; other sections stay, those too that another
     run writes at the same time. Raises ResultsError."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    with _alone_in(path.parent):
+    with _lock_of(path):
         document = _read(path)
         document["schema"] = SCHEMA
         document["sections"][name] = dict(payload)
         _replace(path, document)
 
 
-@contextmanager
-def _alone_in(folder: Path) -> Iterator[None]:
-    # the folder itself: a file beside the record would stay behind
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(handle)
+def _lock_of(path: Path) -> FileLock:
+    # not beside the record, where the file would stay behind and may lie on a network
+    name = hashlib.sha256(str(path.resolve()).encode()).hexdigest()[:16]
+    return FileLock(Path(tempfile.gettempdir()) / f"loragate-{os.getuid()}-{name}.lock")
 
 
 def _replace(path: Path, document: Mapping[str, Any]) -> None:

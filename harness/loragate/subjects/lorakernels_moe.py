@@ -11,13 +11,13 @@ from torch import Tensor
 from loragate.inputs.draw import torch_dtype
 from loragate.machine import Machine
 from loragate.matrix.case import Case, Path, Sharing, Write
+from loragate.subjects.lorakernels_dead_ranks import keep_dead_nan
 from loragate.subjects.lorakernels_mapping import Mapping
 from loragate.subjects.protocol import Pool, Routes
 from lorakernels.moe.align import PairMetadata
 from lorakernels.moe.ops import MoEPath, MoEWorkspace, moe_delta, shape_of_batch
 from lorakernels.moe.plan import plan_path
 from lorakernels.moe.weights import ExpertFactors, ExpertWeights
-from lorakernels.sizes import rank_vector
 
 _PATHS = MappingProxyType(
     {
@@ -108,17 +108,3 @@ def expert_factors(pool: Pool, slot: int) -> list[ExpertFactors | None]:
         ExpertFactors(pool.a[slot, :, part, :rank], b[slot, :, :, :rank], scale) if rank else None
         for part, (b, rank, scale) in enumerate(parts)
     ]
-
-
-def keep_dead_nan(weights: ExpertWeights, slot: int, pool: Pool) -> None:
-    """As lorakernels_subject.keep_dead_nan, for all experts."""
-    start, vector = 0, rank_vector(weights.rank)
-    for part, width in enumerate(weights.slice_widths):
-        rank = pool.ranks[slot][part]
-        poisoned = pool.a[slot, :, part, rank:].isnan().any()
-        weights.a[slot, :, part, rank:].masked_fill_(poisoned, float("nan"))
-        # B is read in vectors of ranks: behind the last live one nothing is
-        behind = -(-rank // vector) * vector
-        columns = weights.b[slot, :, start : start + width]
-        columns[..., behind:].masked_fill_(poisoned, float("nan"))
-        start += width

@@ -10,8 +10,9 @@ from torch import Tensor
 from loragate.inputs.draw import torch_dtype
 from loragate.machine import Machine
 from loragate.matrix.case import Case, RouterWeights, Sharing
+from loragate.subjects.lorakernels_dead_ranks import keep_dead_nan
 from loragate.subjects.lorakernels_mapping import Mapping
-from loragate.subjects.lorakernels_moe import expert_factors, keep_dead_nan
+from loragate.subjects.lorakernels_moe import expert_factors
 from loragate.subjects.protocol import BaseExperts, Pool, Routes
 from lorakernels.layers.moe import GATED, FusedMoELoRA, MoEScratch
 from lorakernels.layers.moe_partition import MoERank

@@ -23,6 +23,7 @@ from loragate.matrix.case import (
     Quantisation,
     Site,
 )
+from loragate.subjects.lorakernels_dead_ranks import keep_dead_nan
 from loragate.subjects.lorakernels_mapping import Mapping
 from loragate.subjects.lorakernels_moe import MoEDelta
 from loragate.subjects.lorakernels_moe_layer import MoELayer
@@ -38,7 +39,6 @@ from lorakernels.dense.ops import DenseWorkspace, dense_delta
 from lorakernels.dense.weights import MAX_RANK, LoRAFactors, SlotWeights
 from lorakernels.layers import partition
 from lorakernels.layers.linear import LoRALinear
-from lorakernels.sizes import rank_vector
 
 
 class LoraKernelsSubject:
@@ -161,20 +161,3 @@ def factors(pool: Pool, slot: int) -> dict[int, LoRAFactors]:
         )
         if rank
     }
-
-
-def keep_dead_nan(weights: SlotWeights, slot: int, pool: Pool) -> None:
-    """Dead ranks of the buffers become NaN where they are in the pool. Zeros are left to the
-    reset of the slot, which is not to be helped."""
-    start = 0
-    for part, width in enumerate(weights.slice_widths):
-        rank = pool.ranks[slot][part]
-        # asked and answered on the device: waiting for each slice would be most of a small case
-        poisoned = pool.a[slot, part, rank:].isnan().any()
-        weights.a[slot, part, rank:].masked_fill_(poisoned, float("nan"))
-        # B is read in vectors of ranks: behind the last live one nothing is
-        vector = rank_vector(weights.rank)
-        behind = -(-rank // vector) * vector
-        columns = weights.b[slot, start : start + width]
-        columns[:, behind:].masked_fill_(poisoned, float("nan"))
-        start += width

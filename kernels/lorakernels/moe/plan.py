@@ -10,7 +10,7 @@ from enum import Enum, auto
 from functools import cache
 
 from lorakernels.metadata import MIN_TILE_ROWS
-from lorakernels.moe.tiles import tile_height
+from lorakernels.moe.tiles import USUAL_SLOTS, tile_height
 from lorakernels.sizes import power_of_2, power_of_2_below
 
 
@@ -92,7 +92,6 @@ class SmallBatchPlan:
     num_warps: int
 
 
-_USUAL_SLOTS = 4
 # programs on an H200's 132 SMs that are enough for a plane, or a block of columns, of its own
 _PROGRAMS = 560
 _PROGRAMS_OF_LOW_RANK = 300
@@ -142,7 +141,7 @@ def expected_tiles(shape: MoEShape) -> int:
 
 
 def _buckets(shape: MoEShape) -> int:
-    return min(_USUAL_SLOTS * shape.num_experts, shape.num_pairs)
+    return min(USUAL_SLOTS * shape.num_experts, shape.num_pairs)
 
 
 def _pairs_of_a_bucket(shape: MoEShape) -> float:
@@ -198,6 +197,7 @@ def plan_expand(shape: MoEShape) -> ExpandPlan:
     return ExpandPlan(
         block_n,
         block_r,
+        # with less to spare, groups that large would leave multiprocessors without a program
         _group(shape, block_n) if spare > 5 else power_of_2_below(spare),
         8 if shape.height > 32 and block_r <= 16 else 4,
         3,
@@ -205,7 +205,8 @@ def plan_expand(shape: MoEShape) -> ExpandPlan:
 
 
 def _group(shape: MoEShape, block_n: int) -> int:
-    """About eight blocks of columns, so many that the last program has hardly fewer."""
+    """Blocks of columns, so many that the last program has hardly fewer; seven before eight,
+    which measured better where both divide."""
     blocks = -(-max(shape.slice_widths) // block_n)
     return min((7, 8, 6, 5), key=lambda group: -blocks % group)
 

@@ -6,9 +6,11 @@ from __future__ import annotations
 from lorakernels.metadata import MIN_TILE_ROWS
 from lorakernels.sizes import power_of_2
 
-# pairs of an expert from which on four slots would fill three quarters of a tile: with less room
-# many a pair needs a second tile, which costs more than empty rows
-_CROWDED = {MIN_TILE_ROWS: 48, 32: 96}
+# adapters of a batch that the plan counts on
+USUAL_SLOTS = 4
+# fuller tiles leave so little room that many a bucket needs a second one, which costs more than
+# empty rows
+_FULL = 0.75
 # with fewer pairs tiles of 64 are too few to keep all multiprocessors busy
 _PAIRS_OF_TALL_TILES = 1024
 
@@ -16,10 +18,10 @@ _PAIRS_OF_TALL_TILES = 1024
 def tile_height(num_pairs: int, num_experts: int) -> int:
     """Pairs of one (expert, slot) that one tile covers. From shapes alone, so that it is a
     constant of a captured graph."""
-    pairs_per_expert = num_pairs / num_experts
-    if pairs_per_expert < _CROWDED[MIN_TILE_ROWS]:
+    pairs_of_a_bucket = num_pairs / (USUAL_SLOTS * num_experts)
+    if pairs_of_a_bucket < _FULL * MIN_TILE_ROWS:
         return MIN_TILE_ROWS
-    return 32 if pairs_per_expert < _CROWDED[32] or num_pairs < _PAIRS_OF_TALL_TILES else 64
+    return 32 if pairs_of_a_bucket < _FULL * 32 or num_pairs < _PAIRS_OF_TALL_TILES else 64
 
 
 def base_tile_height(num_pairs: int, num_experts: int) -> int:
