@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from loragate.matrix.selection import CaseRun
 from loragate.plugin.judging import Judge
-from loragate.selection import CaseRun
 
 
 def test_case(case_run: CaseRun, judge: Judge) -> None:

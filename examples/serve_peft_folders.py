@@ -28,10 +28,10 @@ from lorakernels.adapters.adapter import Adapter  # noqa: E402
 from lorakernels.adapters.errors import AdapterError  # noqa: E402
 from lorakernels.adapters.peft_folder import read_peft_folder  # noqa: E402
 from lorakernels.adapters.slots import AdapterSlots  # noqa: E402
+from lorakernels.batch.metadata import BatchMetadata  # noqa: E402
 from lorakernels.dense.ops import DenseWorkspace  # noqa: E402
 from lorakernels.layers.linear import LoRALinear  # noqa: E402
 from lorakernels.layers.partition import Slice  # noqa: E402
-from lorakernels.metadata import BatchMetadata  # noqa: E402
 
 ATTENTION = "model.layers.0.self_attn"
 WIDTHS = {"q_proj": 64, "k_proj": 32, "v_proj": 32}

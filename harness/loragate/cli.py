@@ -1,7 +1,7 @@
 """`loragate gate|plan|replay|faults|bench|findings`.
 
 Invariant: parsing imports no torch; each command imports what it needs when it runs. Every
-command exits as `loragate.verdict.ExitCode` says; one that is interrupted is incomplete.
+command exits as `loragate.core.verdict.ExitCode` says; one that is interrupted is incomplete.
 """
 
 from __future__ import annotations
@@ -12,13 +12,14 @@ import traceback
 from collections.abc import Iterable, Sequence
 from typing import Any, NoReturn
 
-from loragate import gate, replay, show_plan
-from loragate.bench import cli as bench
-from loragate.faults import cli as faults
-from loragate.findings import cli as findings
-from loragate.interruption import ended_by_signals
+from loragate.commands import bench as bench
+from loragate.commands import faults as faults
+from loragate.commands import findings as findings
+from loragate.commands import gate, replay
+from loragate.commands import plan as show_plan
+from loragate.core.signals import ended_by_signals
+from loragate.core.verdict import ExitCode
 from loragate.matrix.problems import nearest
-from loragate.verdict import ExitCode
 
 _COMMANDS = (gate, show_plan, replay, faults, bench, findings)
 

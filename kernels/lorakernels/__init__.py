@@ -6,6 +6,6 @@ from __future__ import annotations
 import os
 
 if os.environ.get("TRITON_INTERPRET") == "1":
-    from lorakernels import interpreter
+    from lorakernels.runtime import interpreter
 
     interpreter.repair()

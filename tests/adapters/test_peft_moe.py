@@ -17,9 +17,9 @@ from lorakernels.adapters.errors import AdapterError
 from lorakernels.adapters.expert_layout import ExpertLayout
 from lorakernels.adapters.peft_folder import read_peft_folder
 from lorakernels.adapters.slots import AdapterSlots
+from lorakernels.batch.metadata import BatchMetadata
 from lorakernels.layers.moe import FusedMoELoRA, MoEScratch
-from lorakernels.metadata import BatchMetadata
-from lorakernels.moe.align import PairMetadata
+from lorakernels.moe.align.metadata import PairMetadata
 from lorakernels.moe.weights import ExpertWeights
 
 peft = pytest.importorskip("peft")

@@ -5,7 +5,6 @@ from pathlib import Path
 
 import pytest
 
-from loragate.bench import cli
 from loragate.bench.bars import Bar
 from loragate.bench.figures import DenseFigures, RowFigures
 from loragate.bench.kinds import KINDS
@@ -13,9 +12,10 @@ from loragate.bench.moe_figures import LayerFigures, MoEFigures
 from loragate.bench.moe_rows import LayerRow
 from loragate.bench.rows import dense_rows
 from loragate.bench.text import markdown_bars
-from loragate.machine import Machine, detect_machine
-from loragate.results import update_section
-from loragate.verdict import ExitCode
+from loragate.commands import bench as cli
+from loragate.core.machine import Machine, detect_machine
+from loragate.core.verdict import ExitCode
+from loragate.records.results import update_section
 
 
 def bench(*arguments: str) -> ExitCode:
@@ -27,7 +27,9 @@ def bench(*arguments: str) -> ExitCode:
 def test_without_a_gpu_nothing_is_timed_and_the_exit_code_is_3(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("loragate.machine.detect_machine", lambda: Machine("cpu", "", None, 1, 0))
+    monkeypatch.setattr(
+        "loragate.core.machine.detect_machine", lambda: Machine("cpu", "", None, 1, 0)
+    )
     assert bench("dense") is ExitCode.INFRASTRUCTURE
     assert "bench times compiled kernels and needs a GPU" in capsys.readouterr().err
 

@@ -6,13 +6,13 @@ from typing import Any
 
 import pytest
 
-from loragate.bench.cli import judge
 from loragate.bench.figures import DenseFigures, RowFigures, StepFigures
 from loragate.bench.rows import DenseRow, dense_rows
 from loragate.bench.select import select_rows
 from loragate.bench.tables import render_markdown, render_terminal
+from loragate.commands.bench import judge
+from loragate.core.verdict import ExitCode, Verdict
 from loragate.matrix.ids import case_id
-from loragate.verdict import ExitCode, Verdict
 
 
 def figures(

@@ -7,16 +7,16 @@ import torch
 from torch import Tensor
 
 from loragate.bench import dense
-from loragate.bench.cli import judge
 from loragate.bench.contender import Contender, WrongResult
 from loragate.bench.dense import measure_row, measure_steps, run_dense
 from loragate.bench.rows import DenseRow
+from loragate.commands.bench import judge
+from loragate.core.machine import Machine
+from loragate.core.verdict import ExitCode
 from loragate.inputs.pairs import out_rows
-from loragate.machine import Machine
 from loragate.matrix.case import Case, Execution, Site
-from loragate.oracles.golden import deltas
-from loragate.subjects.protocol import BaseLayer, Batch, Capabilities, Instance, Pool
-from loragate.verdict import ExitCode
+from loragate.oracles.numeric.golden import deltas
+from loragate.protocol import BaseLayer, Batch, Capabilities, Instance, Pool
 
 CPU = Machine("cpu", "test", None, 1, 0)
 ROW = DenseRow("down", 1, 16)

@@ -8,12 +8,12 @@ import torch
 from torch import Tensor
 
 from loragate.bench.moe_calls import PathwiseInstance, delta_calls
+from loragate.core.machine import detect_machine, select_interpreter
 from loragate.inputs import DataKind, make_batch, make_pool
-from loragate.machine import detect_machine, select_interpreter
 from loragate.matrix.case import Case, Dtype, Path, Ranks, Site, Write
-from loragate.subjects.lorakernels_subject import LoraKernelsSubject
-from loragate.subjects.protocol import Batch, Routes, Subject
-from loragate.subjects.vllm_subject import VllmSubject
+from loragate.protocol import Batch, Routes, Subject
+from loragate.subjects.lorakernels.subject import LoraKernelsSubject
+from loragate.subjects.vllm.subject import VllmSubject
 
 select_interpreter()
 CASE = Case(

@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 
-from loragate.bench.cli import judge
 from loragate.bench.moe_figures import (
     AlignFigures,
     DeltaFigures,
@@ -18,9 +17,10 @@ from loragate.bench.moe_figures import (
 from loragate.bench.moe_rows import AlignRow, DeltaRow, LayerRow, MoERow, moe_rows
 from loragate.bench.moe_tables import render_markdown, render_terminal
 from loragate.bench.select import select_rows
+from loragate.commands.bench import judge
+from loragate.core.verdict import ExitCode, Verdict
 from loragate.matrix.case import Path, RouterWeights, Source
 from loragate.matrix.ids import case_id
-from loragate.verdict import ExitCode, Verdict
 
 
 def times(best: float, *, plan: float | None = None, aligned: float = 2.0) -> PathTimes:

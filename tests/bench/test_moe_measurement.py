@@ -17,9 +17,9 @@ from loragate.bench.moe import compile_side_by_side, measure, run_moe
 from loragate.bench.moe_delta import count_buckets, make_step
 from loragate.bench.moe_figures import AlignFigures, DeltaFigures, LayerFigures, MoEMeasured
 from loragate.bench.moe_rows import AlignRow, DeltaRow, LayerRow, MoERow, Projection
-from loragate.machine import detect_machine
+from loragate.core.machine import detect_machine
 from loragate.matrix.case import Path, Site, Source
-from loragate.subjects.lorakernels_moe import MoEDelta
+from loragate.subjects.lorakernels.moe_delta import MoEDelta
 
 MACHINE = detect_machine()
 ROW = DeltaRow("qwen3_30b_w2", 16, 5)

@@ -3,8 +3,8 @@ from __future__ import annotations
 import pytest
 
 from loragate.bench.kinds import KINDS
-from loragate.environment import project_root
-from loragate.results import read_section
+from loragate.core.checkout import project_root
+from loragate.records.results import read_section
 
 RECORD = "ci/results/nvidia-h200.json"
 

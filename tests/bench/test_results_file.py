@@ -9,11 +9,10 @@ from typing import Any
 
 import pytest
 
-from loragate import results
-from loragate.environment import commit_and_tree
-from loragate.machine import Machine
-from loragate.report.events import Tree
-from loragate.results import ResultsError, provenance, read_section, update_section
+from loragate.core.checkout import Tree, commit_and_tree
+from loragate.core.machine import Machine
+from loragate.records import results
+from loragate.records.results import ResultsError, provenance, read_section, update_section
 
 
 def test_a_section_is_replaced_as_a_whole_and_the_others_stay(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from loragate.compile_leg.baseline import (
     load_baseline,
     save_baseline,
 )
-from loragate.report.events import Resources
+from loragate.core.resources import Resources
 
 KEY = ("sm_90", "lora_shrink_kernel", "qkv-bf16-r16-t64")
 

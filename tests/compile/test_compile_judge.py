@@ -7,8 +7,9 @@ import pytest
 from loragate.compile_leg.baseline import Record
 from loragate.compile_leg.dry_launch import Compiled
 from loragate.compile_leg.judge import judge, judge_all
-from loragate.report.events import CompileResult, Resources
-from loragate.verdict import Verdict
+from loragate.core.resources import Resources
+from loragate.core.verdict import Verdict
+from loragate.events.model import CompileResult
 
 BEFORE = Resources(registers=64, spills=16, shared_bytes=4096)
 KEY = ("sm_90", "toy_kernel", "small")

@@ -11,8 +11,8 @@ from loragate.compile_leg import leg, record, run
 from loragate.compile_leg.__main__ import main
 from loragate.compile_leg.baseline import Baseline, load_baseline, save_baseline
 from loragate.compile_leg.dry_launch import Compiled, ProviderError, list_labels
-from loragate.report.events import CompileResult, Event, Note
-from loragate.verdict import Verdict
+from loragate.core.verdict import Verdict
+from loragate.events.model import CompileResult, Event, Note
 
 TOY = """
 import os

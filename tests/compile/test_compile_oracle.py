@@ -8,17 +8,22 @@ import pytest
 import torch
 from torch import Tensor
 
-from loragate.machine import Machine, select_interpreter
+from loragate.core.machine import Machine, select_interpreter
 
 select_interpreter()
 
+from loragate.core.verdict import Failure, Judgement, Verdict  # noqa: E402
 from loragate.inputs import torch_dtype  # noqa: E402
 from loragate.matrix.case import Case, Dtype, Execution, Site  # noqa: E402
-from loragate.oracles.compile import Compile  # noqa: E402
-from loragate.oracles.protocol import Trial  # noqa: E402
-from loragate.subjects.protocol import BaseLayer, Capabilities, Instance, Pool  # noqa: E402
-from loragate.subjects.torch_subject import TorchSubject  # noqa: E402
-from loragate.verdict import Failure, Judgement, Verdict  # noqa: E402
+from loragate.oracles.contract.compile import Compile  # noqa: E402
+from loragate.protocol import (  # noqa: E402
+    BaseLayer,
+    Capabilities,
+    Instance,
+    Pool,
+    Trial,
+)
+from loragate.subjects.torch.subject import TorchSubject  # noqa: E402
 
 CPU = Machine("cpu", "test", None, 1, 0)
 CASE = Case(

@@ -6,14 +6,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from loragate.core.machine import Machine
+from loragate.core.verdict import Failure, Judgement, Verdict
 from loragate.inputs import torch_dtype
-from loragate.machine import Machine
 from loragate.matrix.case import Case, Dtype, Execution, Site
-from loragate.oracles.guard import GuardedInput, _names
-from loragate.oracles.protocol import Trial
-from loragate.subjects.protocol import BaseLayer, Capabilities, Guard, Instance, Pool
-from loragate.subjects.torch_subject import DenseDelta, TorchSubject
-from loragate.verdict import Failure, Judgement, Verdict
+from loragate.oracles.contract.guard import GuardedInput, _names
+from loragate.protocol import BaseLayer, Capabilities, Guard, Instance, Pool, Trial
+from loragate.subjects.torch.subject import DenseDelta, TorchSubject
 
 CPU = Machine("cpu", "test", None, 1, 0)
 CASE = Case(

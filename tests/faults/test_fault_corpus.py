@@ -4,14 +4,14 @@ import re
 
 import pytest
 
-from loragate.environment import project_root
+from loragate.core.checkout import project_root
+from loragate.core.verdict import OracleName
 from loragate.faults.corpus import ALONE, CONTROLS, FAULTS, SLICE, SLICE_CONTROLS
 from loragate.faults.model import Control, Fault, Needs
 from loragate.faults.planting import check_anchor, package_folder
 from loragate.faults.tables import render_markdown
 from loragate.matrix.ids import case_id
-from loragate.results import read_section
-from loragate.verdict import OracleName
+from loragate.records.results import read_section
 
 RECORD = "ci/results/cpu.json"
 BEGIN, END = "<!-- kill rates: begin -->", "<!-- kill rates: end -->"

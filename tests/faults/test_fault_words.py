@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from loragate.core.verdict import Failure, OracleName, Verdict
 from loragate.faults.corpus.points import delta
 from loragate.faults.fates import fate_by_anyone, fate_of_fault, killers_of
 from loragate.faults.model import (
@@ -18,9 +19,8 @@ from loragate.faults.model import (
     Sighting,
 )
 from loragate.faults.order import Order, Recorder, Suite, read_order, read_transcript, write_order
-from loragate.verdict import Failure, OracleName, Verdict
 
-EDIT = Edit("lorakernels.metadata", "old", "new")
+EDIT = Edit("lorakernels.batch.metadata", "old", "new")
 CASE = delta(oracles=(OracleName.REFERENCE, OracleName.EXACT))
 
 
@@ -67,13 +67,13 @@ def test_a_fault_that_could_prove_nothing_is_refused(fields: dict[str, Any], mes
 
 def test_an_edit_must_change_something() -> None:
     with pytest.raises(ValueError, match="new must differ from old"):
-        Edit("lorakernels.metadata", "same", "same")
+        Edit("lorakernels.batch.metadata", "same", "same")
     with pytest.raises(ValueError, match="old must be a piece of its text"):
-        Edit("lorakernels.metadata", " \n", "x")
+        Edit("lorakernels.batch.metadata", " \n", "x")
 
 
 def test_a_digest_changes_with_who_must_notice_what_and_not_with_the_text() -> None:
-    moved = Edit("lorakernels.metadata", "other text", "new")
+    moved = Edit("lorakernels.batch.metadata", "other text", "new")
     assert fault().digest == fault(why="Said otherwise.", edit=moved).digest
     changed = [
         fault(killers=(OracleName.EXACT,)),

@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 
 from loragate.cli import main
-from loragate.faults import cli
+from loragate.commands import faults as cli
+from loragate.core.checkout import Tree
+from loragate.core.verdict import ExitCode, Failure, Verdict
 from loragate.faults.corpus import CONTROLS, FAULTS
 from loragate.faults.model import Control, Fate, Fault, Needs, Outcome, Sighting
 from loragate.faults.tables import Line, payload, render_markdown, render_terminal
-from loragate.report.events import Tree
-from loragate.verdict import ExitCode, Failure, Verdict
 
 FAULT = next(fault for fault in FAULTS if fault.name == "scale-of-slot-0")
 OTHER = next(fault for fault in FAULTS if fault.name == "rslora-ignored")

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from loragate.core.verdict import ExitCode
 from loragate.faults.corpus import CONTROLS
-from loragate.verdict import ExitCode
 
 pytestmark = pytest.mark.usefixtures("heeded_signals")
 
@@ -53,7 +53,7 @@ STANDING = """
 from loragate.faults.model import Check, Edit, Fault, Group
 from loragate.faults.order import Suite
 from loragate.faults.runner import Setup, run_all
-from loragate.interruption import ended_by_signals
+from loragate.core.signals import ended_by_signals
 
 start = "    size = padded // tp_size\\n"
 fault = Fault(

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from loragate.core.verdict import Failure, OracleName
 from loragate.faults.corpus import FAULTS
 from loragate.faults.corpus.points import delta
 from loragate.faults.model import Check, Control, Edit, Fate, Fault, Group, Needs, Outcome
@@ -20,7 +21,6 @@ from loragate.faults.planting import (
     source_of,
 )
 from loragate.faults.runner import Setup, run_all, run_one
-from loragate.verdict import Failure, OracleName
 
 PARTITION = "lorakernels.layers.partition"
 START = "    size = padded // tp_size\n"
@@ -103,7 +103,7 @@ def test_a_package_that_cannot_be_imported_shows_nothing(suite: Suite) -> None:
         (Edit(PARTITION, "no such text", "x"), "the text to replace is not there any more"),
         (Edit(PARTITION, "return", "x"), r"the text to replace is there \d+ times"),
         (Edit("lorakernels.gone", "x", "y"), "lorakernels.gone: there is no such module"),
-        (Edit("loragate.runner", "x", "y"), "module must be one of lorakernels"),
+        (Edit("loragate.run.trial", "x", "y"), "module must be one of lorakernels"),
     ],
 )
 def test_an_edit_that_has_gone_stale_is_told_and_never_planted(

@@ -8,9 +8,11 @@ import pytest
 # also where a GPU is at hand; the switch must stand before lorakernels is imported
 os.environ["TRITON_INTERPRET"] = "1"
 
-from loragate.faults import upstream_moe, upstream_style, upstream_suite
+from loragate.core.verdict import Verdict
+from loragate.faults.baseline_suite import dense as upstream_style
+from loragate.faults.baseline_suite import moe as upstream_moe
+from loragate.faults.baseline_suite import suite as upstream_suite
 from loragate.faults.model import Check
-from loragate.verdict import Verdict
 
 # some take their time; `loragate faults --stand-in` runs all of them on its controls
 SLOW = ("shrink kernel", "expand kernel", "sorted kernels of experts", "layer of experts")
@@ -35,12 +37,12 @@ def test_whatever_is_thrown_counts_as_noticed(monkeypatch: pytest.MonkeyPatch) -
 
 def test_a_fault_of_experts_meets_the_tests_of_experts_and_of_files() -> None:
     linear, experts = set(upstream_style.TESTS), set(upstream_moe.TESTS)
-    met = set(upstream_suite.tests_of("lorakernels.moe.kernels", ()))
+    met = set(upstream_suite.tests_of("lorakernels.moe.delta.kernels", ()))
     assert met == experts | {"adapter file", "adapter manager"}
     assert set(upstream_suite.tests_of("lorakernels.dense.kernels", ())) == linear
     assert set(upstream_suite.tests_of(None, ())) == linear | experts
 
 
 def test_what_must_compile_is_compiled_for_the_faults_that_are_about_it() -> None:
-    tests = upstream_suite.tests_of("lorakernels.moe.plan", (Check.EXPERT_COMPILES,))
+    tests = upstream_suite.tests_of("lorakernels.moe.delta.plan", (Check.EXPERT_COMPILES,))
     assert tests[-1] == "low ranks of experts compile"

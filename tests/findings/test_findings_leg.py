@@ -6,14 +6,14 @@ from types import SimpleNamespace
 import pytest
 
 from loragate.cli import main
-from loragate.findings import cli
+from loragate.commands import findings as cli
+from loragate.core.checkout import Tree
+from loragate.core.verdict import ExitCode
 from loragate.findings.ledger import Observation, Seen
-from loragate.legs import make_legs
 from loragate.matrix.case import Tier
-from loragate.report.events import Tree
-from loragate.results import read_section
-from loragate.selection import Selection
-from loragate.verdict import ExitCode
+from loragate.matrix.selection import Selection
+from loragate.records.results import read_section
+from loragate.run.legs import make_legs
 
 
 @pytest.mark.parametrize(("subjects", "tried"), [(("vllm",), True), (("lorakernels",), False)])
@@ -39,7 +39,7 @@ def test_a_record_names_the_code_as_it_was_before_the_first_probe(
 
     monkeypatch.setattr(cli, "commit_and_tree", lambda *_, **__: (checkout[0], Tree.CLEAN))
     monkeypatch.setattr("loragate.findings.vllm_probes.observe", observe)
-    package = "loragate.subjects.vllm_package.load_vllm"
+    package = "loragate.subjects.vllm.package.load_vllm"
     monkeypatch.setattr(package, lambda _: SimpleNamespace(version="0.26.0"))
     assert main(["findings", "--record", str(path)]) == ExitCode.OK
     section = read_section(path, cli.SECTION)

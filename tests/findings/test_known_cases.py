@@ -8,15 +8,15 @@ from typing import Any
 
 import pytest
 
-from loragate import announce
-from loragate.announce import Announcement, opening
+from loragate.core.verdict import Failure, Judgement, OracleName, Verdict
+from loragate.events.model import CaseFinished, KnownFinding
 from loragate.findings.ledger import CasePattern, Finding, Kind
 from loragate.findings.load import ledger_path, load_ledger
 from loragate.matrix.case import Tier
+from loragate.matrix.selection import Selection
 from loragate.plugin.judging import _conclude
-from loragate.report.events import CaseFinished, KnownFinding
-from loragate.selection import Selection
-from loragate.verdict import Failure, Judgement, OracleName, Verdict
+from loragate.run import opening as announce
+from loragate.run.opening import Announcement, opening
 
 MATRIX = Path(__file__).parents[1] / "plugin" / "bad_day" / "long_sleep.yaml"
 RUN = "vllm.dense_delta.rank-4"

@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from loragate.findings import cli
+from loragate.commands import findings as cli
+from loragate.core.verdict import EXIT_CODES, ExitCode, Failure, Judgement, OracleName, Verdict
 from loragate.findings.ledger import (
     CasePattern,
     Finding,
@@ -24,8 +25,6 @@ from loragate.findings.page import render_page
 from loragate.findings.vllm_probes import PROBES
 from loragate.matrix.ids import run_id
 from loragate.matrix.load import load_cases
-from loragate.report.summary import EXIT_CODES
-from loragate.verdict import ExitCode, Failure, Judgement, OracleName, Verdict
 
 RUN = "vllm.dense_delta.dtype-bf16.in-64"
 WRONG = Judgement(OracleName.REFERENCE, Verdict.FAIL, Failure.WRONG_ANSWER)

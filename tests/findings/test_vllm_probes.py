@@ -2,13 +2,13 @@ from __future__ import annotations
 
 import pytest
 
+from loragate.core.machine import detect_machine, select_interpreter
 from loragate.findings.ledger import Needs, Seen
 from loragate.findings.load import ledger_path, load_ledger
 from loragate.findings.probing import Package, Probe
 from loragate.findings.vllm_probes import PROBES, observe
-from loragate.machine import detect_machine, select_interpreter
-from loragate.subjects.vllm_moe_package import VllmMoEOps, load_vllm_moe
-from loragate.subjects.vllm_package import VllmOps, load_vllm
+from loragate.subjects.vllm.moe_package import VllmMoEOps, load_vllm_moe
+from loragate.subjects.vllm.package import VllmOps, load_vllm
 
 select_interpreter()
 

@@ -7,11 +7,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from loragate.machine import select_interpreter
+from loragate.core.machine import select_interpreter
 
 select_interpreter()
 
-from lorakernels.metadata import BatchMetadata, max_tiles, tile_height  # noqa: E402
+from lorakernels.batch.metadata import BatchMetadata, max_tiles, tile_height  # noqa: E402
 
 MAX_TOKENS, MAX_SLOTS = 70, 5
 

@@ -6,10 +6,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from loragate.machine import select_interpreter
+from loragate.core.machine import select_interpreter
 
 select_interpreter()
 
+from lorakernels.batch.metadata import BatchMetadata  # noqa: E402
 from lorakernels.dense import ops, plan  # noqa: E402
 from lorakernels.dense.ops import (  # noqa: E402
     DenseWorkspace,
@@ -26,7 +27,6 @@ from lorakernels.dense.plan import (  # noqa: E402
     plan_shrink,
 )
 from lorakernels.dense.weights import LoRAFactors, SlotWeights  # noqa: E402
-from lorakernels.metadata import BatchMetadata  # noqa: E402
 
 K, WIDTHS, RANK, SLOTS = 70, (48, 16, 16), 20, 3
 
@@ -114,7 +114,7 @@ def test_prefill_launches_compute_the_same_as_decode_launches(
     # a tall tile needs a large batch in earnest; here the height is forced on a small one
     for module in (ops, plan):
         monkeypatch.setattr(module, "tile_height", lambda rows: height)
-    monkeypatch.setattr("lorakernels.metadata.tile_height", lambda rows: height)
+    monkeypatch.setattr("lorakernels.batch.metadata.tile_height", lambda rows: height)
     # with a single program on the tile axis every tile comes from the stride loop
     monkeypatch.setattr(ops, "tile_programs", lambda rows, size: programs)
     setup = Setup(140)

@@ -8,14 +8,14 @@ import numpy as np
 import pytest
 import torch
 
-from loragate.machine import select_interpreter
+from loragate.core.machine import select_interpreter
 
 select_interpreter()
 
 import triton  # noqa: E402
 import triton.language as tl  # noqa: E402
 
-from lorakernels import interpreter  # noqa: E402
+from lorakernels.runtime import interpreter  # noqa: E402
 
 pytestmark = pytest.mark.skipif(
     os.environ.get("TRITON_INTERPRET") != "1", reason="this process runs compiled kernels"
@@ -214,7 +214,7 @@ def test_check_refuses_an_interpreter_that_cuts_off_instead_of_rounding(
 def test_without_the_switch_nothing_is_imported_and_nothing_repaired() -> None:
     script = (
         "import sys, lorakernels; assert 'triton' not in sys.modules\n"
-        "from lorakernels import interpreter; assert not interpreter.repair()\n"
+        "from lorakernels.runtime import interpreter; assert not interpreter.repair()\n"
         "assert 'triton' not in sys.modules"
     )
     environment = {**os.environ, "TRITON_INTERPRET": "0"}

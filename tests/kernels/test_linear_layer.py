@@ -8,15 +8,15 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from loragate.machine import detect_machine, select_interpreter
+from loragate.core.machine import detect_machine, select_interpreter
 
 select_interpreter()
 
+from lorakernels.batch.metadata import BatchMetadata  # noqa: E402
 from lorakernels.dense.ops import DenseWorkspace  # noqa: E402
 from lorakernels.dense.weights import LoRAFactors  # noqa: E402
 from lorakernels.layers.linear import LoRALinear  # noqa: E402
 from lorakernels.layers.partition import Parallel, Slice  # noqa: E402
-from lorakernels.metadata import BatchMetadata  # noqa: E402
 
 DEVICE = detect_machine().device
 K, SLOTS, RANK = 24, 3, 8

@@ -13,16 +13,16 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from loragate.machine import detect_machine, select_interpreter
+from loragate.core.machine import detect_machine, select_interpreter
 
 select_interpreter()
 
 from lorakernels.adapters.peft_folder import read_peft_folder  # noqa: E402
 from lorakernels.adapters.slots import AdapterSlots  # noqa: E402
+from lorakernels.batch.metadata import BatchMetadata  # noqa: E402
 from lorakernels.dense.ops import DenseWorkspace  # noqa: E402
 from lorakernels.layers.linear import LoRALinear  # noqa: E402
 from lorakernels.layers.partition import Slice  # noqa: E402
-from lorakernels.metadata import BatchMetadata  # noqa: E402
 
 peft = pytest.importorskip("peft")
 transformers = pytest.importorskip("transformers")

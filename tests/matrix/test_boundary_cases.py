@@ -13,9 +13,9 @@ import yaml
 
 pytest.importorskip("triton", reason="lorakernels needs triton")
 
-from lorakernels.moe import plan as plans
-from lorakernels.moe.align_launch import MOST_BINS, SMALL
-from lorakernels.moe.plan import MoEPath, MoEShape, plan_path
+from lorakernels.moe.align.launch import MOST_BINS, SMALL
+from lorakernels.moe.delta import plan as plans
+from lorakernels.moe.delta.plan import MoEPath, MoEShape, plan_path
 from lorakernels.moe.tiles import num_bins
 
 _FILE = pathlib.Path(__file__).parents[2] / "cases" / "moe_delta.yaml"

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from loragate.core.verdict import OracleName
 from loragate.matrix.case import Case, Dtype, Layout, Mix, Parallel, Ranks, Site, Tier
 from loragate.matrix.ids import case_id
 from loragate.matrix.load import load_cases
-from loragate.verdict import OracleName
 
 Load = Callable[[str], tuple[Case, ...]]
 

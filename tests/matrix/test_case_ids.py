@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+from loragate.core.verdict import OracleName
 from loragate.matrix.case import (
     Case,
     Dtype,
@@ -25,7 +26,6 @@ from loragate.matrix.case import (
     Write,
 )
 from loragate.matrix.ids import case_id, run_id, seed_of
-from loragate.verdict import OracleName
 
 DENSE = Case(
     site=Site.DENSE_DELTA,

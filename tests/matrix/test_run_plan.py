@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from loragate.machine import Machine
+from loragate.core.machine import Machine
+from loragate.core.verdict import OracleName
 from loragate.matrix.case import Case, Dtype, Layout, Site, Tier
 from loragate.matrix.ids import run_id, seed_of
 from loragate.matrix.plan import Candidate, Plan, SelectionError, plan
 from loragate.matrix.show import plan_json, render_plan
-from loragate.verdict import OracleName
 
 CPU = Machine("cpu", "x86_64", None, 1, 0)
 H200 = Machine("cuda", "NVIDIA H200", (9, 0), 132, 139 << 30)

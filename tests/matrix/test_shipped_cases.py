@@ -8,6 +8,7 @@ import sys
 
 import pytest
 
+from loragate.core.verdict import OracleName
 from loragate.matrix.case import (
     Case,
     Dtype,
@@ -29,7 +30,6 @@ from loragate.matrix.case import (
 )
 from loragate.matrix.footprint import footprint_bytes
 from loragate.matrix.load import load_cases
-from loragate.verdict import OracleName
 
 FILES = sorted((pathlib.Path(__file__).parents[2] / "cases").glob("*.yaml"))
 # judged on every site; guard and compile look at a few shapes only

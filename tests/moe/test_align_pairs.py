@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from lorakernels.metadata import BatchMetadata
-from lorakernels.moe import align_launch
-from lorakernels.moe.align import PairMetadata
+from lorakernels.batch.metadata import BatchMetadata
+from lorakernels.moe.align import launch as align_launch
+from lorakernels.moe.align.metadata import PairMetadata
 
 
 def prepared(

@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from lorakernels.batch.metadata import BatchMetadata
 from lorakernels.layers.moe import FusedMoELoRA, MoEScratch
 from lorakernels.layers.moe_partition import MoERank
-from lorakernels.metadata import BatchMetadata
-from lorakernels.moe.align import PairMetadata
-from lorakernels.moe.experts import Quantised, RouterWeight, quantise_rows
+from lorakernels.moe.align.metadata import PairMetadata
+from lorakernels.moe.layer.ops import Quantised, RouterWeight, quantise_rows
 from lorakernels.moe.weights import ExpertFactors
 
 EXPERTS, HIDDEN, INTERMEDIATE, RANK, SLOTS = 4, 24, 20, 5, 3

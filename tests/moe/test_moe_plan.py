@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from lorakernels.moe.plan import (
+from lorakernels.moe.delta.plan import (
     MAX_FUSED_RANK,
     MoEPath,
     MoEShape,

@@ -9,20 +9,13 @@ from typing import Any
 import pytest
 import torch
 
-from loragate.machine import Machine
+from loragate.core.machine import Machine
+from loragate.core.verdict import Judgement, OracleName
 from loragate.matrix.case import Case, Dtype, Site
 from loragate.oracles import ORACLES
-from loragate.oracles.protocol import Trial
-from loragate.subjects.protocol import (
-    BaseExperts,
-    BaseLayer,
-    Capabilities,
-    MoEInstance,
-    Subject,
-)
-from loragate.subjects.torch_layer import MoELayer
-from loragate.subjects.torch_subject import TorchSubject
-from loragate.verdict import Judgement, OracleName
+from loragate.protocol import BaseExperts, BaseLayer, Capabilities, MoEInstance, Subject, Trial
+from loragate.subjects.torch.moe_layer import MoELayer
+from loragate.subjects.torch.subject import TorchSubject
 
 _CASE = Case(
     site=Site.DENSE_DELTA,

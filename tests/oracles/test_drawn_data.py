@@ -10,15 +10,15 @@ import pytest
 import torch
 from torch import Tensor
 
+from loragate.core.machine import Machine, select_interpreter
 from loragate.inputs import DataKind, make_base, make_batch, make_pool
 from loragate.inputs.mapping import BASE_ROW, make_token_slots, num_padded
 from loragate.inputs.placement import bits_of, whole
-from loragate.machine import Machine, select_interpreter
 from loragate.matrix.case import Case, Dtype, Layout, Mix, Ranks, Site
 from loragate.matrix.ids import seed_of
-from loragate.oracles.exact import assert_exact
-from loragate.subjects.protocol import Capabilities, Pool
-from loragate.subjects.torch_subject import TorchSubject
+from loragate.oracles.numeric.exact import assert_exact
+from loragate.protocol import Capabilities, Pool
+from loragate.subjects.torch.subject import TorchSubject
 
 select_interpreter()
 CPU = Machine("cpu", "test", None, 1, 0)

@@ -7,11 +7,11 @@ from dataclasses import replace
 import pytest
 import torch
 
+from loragate.core.machine import Machine
 from loragate.inputs import DataKind, copy_batch, make_batch, make_pool, reordered_rows
 from loragate.inputs.pairs import local_experts, out_rows, part_of
 from loragate.inputs.placement import bits_of, whole
 from loragate.inputs.pool import reordered_experts, with_huge_unused
-from loragate.machine import Machine
 from loragate.matrix.case import (
     Case,
     Dtype,
@@ -22,9 +22,9 @@ from loragate.matrix.case import (
     Site,
     Source,
 )
-from loragate.oracles.exact import assert_exact
-from loragate.subjects.protocol import Batch, Capabilities, Pool, Routes
-from loragate.subjects.torch_subject import TorchSubject
+from loragate.oracles.numeric.exact import assert_exact
+from loragate.protocol import Batch, Capabilities, Pool, Routes
+from loragate.subjects.torch.subject import TorchSubject
 
 CPU = Machine("cpu", "test", None, 1, 0)
 SEEDS = range(20)

@@ -8,9 +8,9 @@ from dataclasses import replace
 import pytest
 import torch
 
+from loragate.core.machine import Machine
 from loragate.inputs import DataKind, make_batch, make_pool
 from loragate.inputs.pairs import local_experts
-from loragate.machine import Machine
 from loragate.matrix.case import (
     Case,
     Dtype,
@@ -22,10 +22,10 @@ from loragate.matrix.case import (
     Source,
     Write,
 )
-from loragate.oracles.golden import chunks, condition_number, eager, folded, golden
-from loragate.oracles.grouped import GroupedRows
-from loragate.subjects.protocol import Batch, Pool
-from loragate.subjects.torch_subject import TorchSubject
+from loragate.oracles.numeric.golden import chunks, condition_number, eager, folded, golden
+from loragate.oracles.numeric.grouped import GroupedRows
+from loragate.protocol import Batch, Pool
+from loragate.subjects.torch.subject import TorchSubject
 
 CPU = Machine("cpu", "test", None, 1, 0)
 CASE = Case(
@@ -102,7 +102,7 @@ def test_chunks_tile_the_pairs_of_a_batch(monkeypatch: pytest.MonkeyPatch) -> No
         case = replace(CASE, source=source)
         pool, batch = data(case)
         whole = golden(pool, batch).out
-        monkeypatch.setattr("loragate.oracles.golden._CHUNK", 4 * 2 * case.in_features)
+        monkeypatch.setattr("loragate.oracles.numeric.golden._CHUNK", 4 * 2 * case.in_features)
         pieces = list(chunks(batch))
         assert [(rows.start, rows.stop) for rows, _ in pieces] == [(0, 8), (8, 16), (16, 18)]
         together = torch.cat([golden(pool, piece).out for _, piece in pieces])
@@ -134,7 +134,7 @@ def test_rows_meet_the_weights_of_their_own_experts(
     experts = torch.randint(0, 4, (count,), generator=generator)
     # nobody has expert 2, and the gathered weights do not fit at once
     experts[experts == 2] = 3
-    monkeypatch.setattr("loragate.oracles.grouped._CHUNK", 40)
+    monkeypatch.setattr("loragate.oracles.numeric.grouped._CHUNK", 40)
     rows = torch.randn(count, 5, generator=generator).double()
     weights = torch.randn(4, 3, 5, generator=generator)
     product = GroupedRows(experts, 4).times(rows, weights)

@@ -10,11 +10,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from loragate.core.machine import Machine
 from loragate.inputs import DataKind, make_batch, make_pool, torch_dtype
 from loragate.inputs.base_experts import make_base_experts, quantised, reordered_base
 from loragate.inputs.pairs import out_rows, pair_rows
 from loragate.inputs.pool import reordered, trimmed, with_huge_unused
-from loragate.machine import Machine
 from loragate.matrix.case import (
     Case,
     Dtype,
@@ -25,10 +25,10 @@ from loragate.matrix.case import (
     Sharing,
     Site,
 )
-from loragate.oracles.golden import chunks, folded
-from loragate.oracles.golden_layer import eager_of, golden_of
-from loragate.subjects.protocol import BaseExperts, Batch, Pool
-from loragate.subjects.torch_subject import TorchSubject
+from loragate.oracles.numeric.golden import chunks, folded
+from loragate.oracles.numeric.golden_layer import eager_of, golden_of
+from loragate.protocol import BaseExperts, Batch, Pool
+from loragate.subjects.torch.subject import TorchSubject
 
 CPU = Machine("cpu", "test", None, 1, 0)
 CASE = Case(
@@ -176,7 +176,7 @@ def test_chunks_tile_the_tokens_of_a_layer(monkeypatch: pytest.MonkeyPatch) -> N
     pool, batch = data(CASE)
     base = base_of(CASE)
     whole = golden_of(CASE, pool, batch, base).out
-    monkeypatch.setattr("loragate.oracles.golden._CHUNK", 3 * 2 * 14)
+    monkeypatch.setattr("loragate.oracles.numeric.golden._CHUNK", 3 * 2 * 14)
     pieces = list(chunks(batch, sum(CASE.slices)))
     assert [(rows.start, rows.stop) for rows, _ in pieces] == [(0, 3), (3, 6), (6, 8)]
     together = torch.cat([golden_of(CASE, pool, piece, base).out for _, piece in pieces])

@@ -11,10 +11,9 @@ from torch import Tensor
 
 from loragate.inputs import DataKind, make_base, make_batch, make_pool
 from loragate.matrix.case import Layout, Mix, Parallel, Site
-from loragate.oracles.errors import half_ulp
-from loragate.oracles.golden import chunks, condition_number, eager, folded, golden
-from loragate.oracles.protocol import Trial
-from loragate.subjects.protocol import BaseLayer, Batch, Pool
+from loragate.oracles.numeric.errors import half_ulp
+from loragate.oracles.numeric.golden import chunks, condition_number, eager, folded, golden
+from loragate.protocol import BaseLayer, Batch, Pool, Trial
 
 
 def data(trial: Trial) -> tuple[Pool, Batch, BaseLayer | None]:
@@ -117,7 +116,7 @@ def test_chunks_tile_the_rows_of_a_batch(
     make_trial: Callable[..., Trial], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pool, batch, _ = data(make_trial())
-    monkeypatch.setattr("loragate.oracles.golden._CHUNK", 7 * batch.x.shape[1])
+    monkeypatch.setattr("loragate.oracles.numeric.golden._CHUNK", 7 * batch.x.shape[1])
     pieces = list(chunks(batch))
     assert [len(piece.x) for _, piece in pieces] == [7, 7, 7, 3]
     together = torch.cat([golden(pool, piece).out for _, piece in pieces])

@@ -8,13 +8,12 @@ from dataclasses import replace
 import pytest
 import torch
 
+from loragate.core.verdict import Failure, Judgement, Verdict
 from loragate.inputs import DataKind, copy_batch, make_batch, make_pool
 from loragate.matrix.case import Dtype, Mix
-from loragate.oracles.golden import eager, folded, golden
-from loragate.oracles.protocol import Trial
-from loragate.oracles.reference import judge_result
-from loragate.subjects.protocol import Batch, Pool
-from loragate.verdict import Failure, Judgement, Verdict
+from loragate.oracles.numeric.golden import eager, folded, golden
+from loragate.oracles.numeric.reference import judge_result
+from loragate.protocol import Batch, Pool, Trial
 
 NARROW = [Dtype.BF16, Dtype.FP16]
 

@@ -8,13 +8,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from loragate.machine import Machine
+from loragate.core.machine import Machine
+from loragate.core.verdict import OracleName, Verdict
 from loragate.matrix.case import Case, Dtype, Execution, Site
 from loragate.oracles import ORACLES
-from loragate.oracles.protocol import Trial
-from loragate.subjects.protocol import BaseLayer, Capabilities, Instance
-from loragate.subjects.torch_subject import DenseDelta, TorchSubject
-from loragate.verdict import OracleName, Verdict
+from loragate.protocol import BaseLayer, Capabilities, Instance, Trial
+from loragate.subjects.torch.subject import DenseDelta, TorchSubject
 
 CUDA = Machine("cuda", "test", None, 1, 0)
 CPU = Machine("cpu", "test", None, 1, 0)

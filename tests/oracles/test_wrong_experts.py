@@ -13,8 +13,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from loragate.core.machine import Machine
+from loragate.core.verdict import Failure, Judgement, OracleName, Verdict
 from loragate.inputs.placement import whole
-from loragate.machine import Machine
 from loragate.matrix.case import (
     Case,
     Dtype,
@@ -29,18 +30,17 @@ from loragate.matrix.case import (
     Write,
 )
 from loragate.oracles import ORACLES
-from loragate.oracles.protocol import Trial
-from loragate.subjects.protocol import (
+from loragate.protocol import (
     BaseLayer,
     Capabilities,
     Guard,
     MoEInstance,
     Pool,
     Routes,
+    Trial,
     unsupported,
 )
-from loragate.subjects.torch_subject import MoEDelta, TorchSubject
-from loragate.verdict import Failure, Judgement, OracleName, Verdict
+from loragate.subjects.torch.subject import MoEDelta, TorchSubject
 
 CPU = Machine("cpu", "test", None, 1, 0)
 NUMERIC = (

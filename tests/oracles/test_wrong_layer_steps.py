@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from loragate.core.verdict import Failure, Judgement, OracleName, Verdict
 from loragate.matrix.case import (
     Case,
     Dtype,
@@ -22,10 +23,8 @@ from loragate.matrix.case import (
     Site,
 )
 from loragate.oracles import ORACLES
-from loragate.oracles.protocol import Trial
-from loragate.subjects.protocol import Guard, Pool, Routes, unsupported
-from loragate.subjects.torch_layer import Factors, MoELayer, Rank
-from loragate.verdict import Failure, Judgement, OracleName, Verdict
+from loragate.protocol import Guard, Pool, Routes, Trial, unsupported
+from loragate.subjects.torch.moe_layer import Factors, MoELayer, Rank
 
 Judge = Callable[[type[MoELayer], OracleName, int, Case], Judgement]
 BASE_ROWS, CANARY = OracleName.BASE_ROWS, OracleName.CANARY

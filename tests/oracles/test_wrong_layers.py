@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from loragate.core.verdict import Failure, Judgement, OracleName
 from loragate.inputs.base_experts import dequantised, quantised
 from loragate.matrix.case import (
     Case,
@@ -20,13 +21,8 @@ from loragate.matrix.case import (
     Sharing,
     Site,
 )
-from loragate.subjects.protocol import (
-    BaseExperts,
-    Pool,
-    Routes,
-)
-from loragate.subjects.torch_layer import Factors, MoELayer, Rank
-from loragate.verdict import Failure, Judgement, OracleName
+from loragate.protocol import BaseExperts, Pool, Routes
+from loragate.subjects.torch.moe_layer import Factors, MoELayer, Rank
 
 Judge = Callable[[type[MoELayer], OracleName, int, Case], Judgement]
 REFERENCE, EXACT = OracleName.REFERENCE, OracleName.EXACT

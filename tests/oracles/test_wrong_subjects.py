@@ -13,14 +13,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from loragate.core.machine import Machine, select_interpreter
+from loragate.core.verdict import Failure, Judgement, OracleName, Verdict
 from loragate.inputs.placement import whole
-from loragate.machine import Machine, select_interpreter
 from loragate.matrix.case import Case, Dtype, Layout, Mix, Parallel, Ranks, Site
 from loragate.oracles import ORACLES
-from loragate.oracles.protocol import Trial
-from loragate.subjects.protocol import BaseLayer, Capabilities, Instance, Pool
-from loragate.subjects.torch_subject import DenseDelta, TorchSubject
-from loragate.verdict import Failure, Judgement, OracleName, Verdict
+from loragate.protocol import BaseLayer, Capabilities, Instance, Pool, Trial
+from loragate.subjects.torch.subject import DenseDelta, TorchSubject
 
 select_interpreter()
 CPU = Machine("cpu", "test", None, 1, 0)

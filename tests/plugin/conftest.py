@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 from filelock import FileLock
 
-from loragate.report.events import CaseFinished
-from loragate.report.log import EventLog, read_events
+from loragate.events.log import EventLog, read_events
+from loragate.events.model import CaseFinished
 
 _HERE = Path(__file__).parent / "bad_day"
 _ROOT = Path(__file__).parents[2]

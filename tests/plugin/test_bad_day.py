@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from loragate.report.events import RunStarted
-from loragate.verdict import Failure, Verdict
+from loragate.core.verdict import Failure, Verdict
+from loragate.events.model import RunStarted
 
 EXIT, SEGFAULT = 11, 12
 HANG, LOST_DEVICE, ERROR, NO_MEMORY, WRONG = range(14, 19)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from loragate.verdict import ExitCode
+from loragate.core.verdict import ExitCode
 
 ROOT = Path(__file__).parents[2]
 TOOLS = ("bash", "cat", "cksum", "dirname", "mkdir", "cp")

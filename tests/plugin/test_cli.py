@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from loragate.cli import main
-from loragate.verdict import ExitCode
+from loragate.core.verdict import ExitCode
 
 MATRIX = f"--matrix={Path(__file__).parent / 'bad_day' / 'long_sleep.yaml'}"
 GOOD = (
@@ -43,7 +43,7 @@ def test_an_error_that_nobody_expected_is_told_in_a_line_and_is_no_wrong_result(
     def broken(arguments):
         raise RuntimeError("disk full\nand more")
 
-    monkeypatch.setattr("loragate.show_plan.run", broken)
+    monkeypatch.setattr("loragate.commands.plan.run", broken)
     assert main(["plan"]) == ExitCode.INFRASTRUCTURE
     line, *stack = capsys.readouterr().err.splitlines()
     assert line == "loragate plan: RuntimeError: disk full"

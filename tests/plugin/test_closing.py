@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from loragate.closing import abandon_open_cases, verdict_on
+from loragate.core.verdict import Failure, Judgement, OracleName, Verdict
+from loragate.events.log import EventLog, EventWriter, read_events
+from loragate.events.model import CaseFinished, CaseStarted, Expected, RunStarted, Skipped
 from loragate.matrix.case import Case, Dtype, Site, Tier
-from loragate.report.events import CaseFinished, CaseStarted, Expected, RunStarted, Skipped
-from loragate.report.log import EventLog, EventWriter, read_events
-from loragate.selection import CaseRun
-from loragate.verdict import Failure, Judgement, OracleName, Verdict
+from loragate.matrix.selection import CaseRun
+from loragate.run.closing import abandon_open_cases, verdict_on
 
 CASE = Case(
     site=Site.DENSE_DELTA,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from loragate.devices import (
+from loragate.core.gpus import (
     GPU_BUDGET_BYTES,
     HOST_BUDGET_BYTES,
     DriverError,

@@ -11,15 +11,15 @@ from pathlib import Path
 
 import pytest
 
-from loragate import gate
-from loragate.announce import Announcement, opening
 from loragate.cli import main
-from loragate.devices import ListedGpu
+from loragate.commands import gate
+from loragate.core.gpus import ListedGpu
+from loragate.core.verdict import ExitCode, Verdict
+from loragate.events.log import read_events
+from loragate.events.model import CaseFinished, CaseStarted, LegFinished, Note, RunStarted
 from loragate.matrix.case import Tier
-from loragate.report.events import CaseFinished, CaseStarted, LegFinished, Note, RunStarted
-from loragate.report.log import read_events
-from loragate.selection import Selection
-from loragate.verdict import ExitCode, Verdict
+from loragate.matrix.selection import Selection
+from loragate.run.opening import Announcement, opening
 
 pytestmark = pytest.mark.usefixtures("heeded_signals")
 

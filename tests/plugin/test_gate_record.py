@@ -8,14 +8,15 @@ from pathlib import Path
 import pytest
 
 from loragate.cli import main
+from loragate.core.checkout import Tree
+from loragate.core.child_process import Cause, Ending
+from loragate.core.verdict import ExitCode
+from loragate.events.log import EventLog
+from loragate.events.model import RunStarted
 from loragate.matrix.case import Tier
-from loragate.process import Cause, Ending
-from loragate.recording import outcome, record_gate, section_of
-from loragate.report.events import RunStarted, Tree
-from loragate.report.log import EventLog
+from loragate.records.gate_record import outcome, record_gate, section_of
+from loragate.records.results import read_section, update_section
 from loragate.report.summary import summarize
-from loragate.results import read_section, update_section
-from loragate.verdict import ExitCode
 
 MATRIX = Path(__file__).parent / "bad_day" / "long_sleep.yaml"
 
@@ -75,7 +76,9 @@ def test_a_part_of_a_run_is_refused_as_the_record_of_all_of_it(
 def test_an_interrupted_run_leaves_the_record_as_it_was(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("loragate.gate.watch", lambda *a, **k: Ending(Cause.INTERRUPTED, -2))
+    monkeypatch.setattr(
+        "loragate.commands.gate.watch", lambda *a, **k: Ending(Cause.INTERRUPTED, -2)
+    )
     record = tmp_path / "results.json"
     update_section(record, "gate", {"verdict": "pass"})
     assert gate(tmp_path, "--record", str(record)) == ExitCode.INCOMPLETE
@@ -89,7 +92,7 @@ def test_the_code_of_a_record_is_that_of_the_opening_however_long_the_run(
     def edited(root: Path, **ignoring: object) -> tuple[str, Tree]:
         raise AssertionError("asked git again")
 
-    monkeypatch.setattr("loragate.environment.commit_and_tree", edited)
+    monkeypatch.setattr("loragate.core.checkout.commit_and_tree", edited)
     plan = RunStarted(
         run="r",
         started_at="",

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from loragate import legs
+from loragate.core.verdict import ExitCode
+from loragate.events.log import read_events
+from loragate.events.model import Note
 from loragate.matrix.case import Tier
-from loragate.report.events import Note
-from loragate.report.log import read_events
-from loragate.selection import Selection
-from loragate.verdict import ExitCode
+from loragate.matrix.selection import Selection
+from loragate.run import legs
 
 ROOT = Path(__file__).parents[2]
 GOOD = "def test_a(): pass\ndef test_b(): pass\n"

@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from loragate.interruption import ended_by_signals
-from loragate.legs import verdict_of_exit
-from loragate.process import Cause, watch
-from loragate.verdict import Verdict
+from loragate.core.child_process import Cause, watch
+from loragate.core.signals import ended_by_signals
+from loragate.core.verdict import Verdict
+from loragate.run.legs import verdict_of_exit
 
 pytestmark = pytest.mark.usefixtures("heeded_signals")
 
@@ -81,8 +81,8 @@ def test_what_a_leg_has_started_does_not_outlive_it(tmp_path):
 WATCHING = """
 import signal, sys
 from pathlib import Path
-from loragate.interruption import ended_by_signals
-from loragate.process import watch
+from loragate.core.signals import ended_by_signals
+from loragate.core.child_process import watch
 if len(sys.argv) > 3:
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
 command = [sys.executable, "-c", f"import os, time; print(os.getpid(), flush=True); {sys.argv[2]}"]

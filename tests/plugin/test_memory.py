@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from loragate.core.verdict import Verdict
 from loragate.plugin.memory import SpareRoom, WorkerMemory, divide
-from loragate.verdict import Verdict
 
 GIB = 1 << 30
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from loragate.folder import clear_folder
+from loragate.run.folder import clear_folder
 
 
 def test_a_folder_that_is_not_there_is_made(tmp_path):

@@ -8,11 +8,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from loragate import runner
-from loragate.machine import Machine
+from loragate.core.machine import Machine
+from loragate.core.verdict import Failure, Judgement, OracleName, Verdict
 from loragate.matrix.case import Case, Dtype, Site
-from loragate.oracles.protocol import Trial
-from loragate.verdict import Failure, Judgement, OracleName, Verdict
+from loragate.protocol import Trial
+from loragate.run import trial as runner
 
 CPU = Machine("cpu", "test", None, 1, 0)
 NAMES = (OracleName.REFERENCE, OracleName.EXACT)

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from loragate.report.events import LegStarted
-from loragate.verdict import ExitCode, Failure, Verdict
+from loragate.core.verdict import ExitCode, Failure, Verdict
+from loragate.events.model import LegStarted
 
 CASES, SEEDS = 4, 8
 WRONG_CASE, WRONG_SEED = "tokens-23", 7

@@ -8,7 +8,7 @@ import pytest
 
 from loragate.matrix.case import Case, Dtype, Site, Tier
 from loragate.matrix.ids import case_id
-from loragate.selection import CaseRun, Selection, select_runs, split_id
+from loragate.matrix.selection import CaseRun, Selection, select_runs, split_id
 
 CASE = Case(
     site=Site.DENSE_DELTA,

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from loragate.report.events import CaseStarted, RunFinished
-from loragate.report.log import read_events
+from loragate.core.verdict import ExitCode, Failure, Verdict
+from loragate.events.log import read_events
+from loragate.events.model import CaseStarted, RunFinished
 from loragate.report.summary import summarize
-from loragate.verdict import ExitCode, Failure, Verdict
 
 ROOT = Path(__file__).parents[2]
 MATRICES = Path(__file__).parent / "bad_day"

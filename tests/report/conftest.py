@@ -9,9 +9,11 @@ from typing import Any
 
 import pytest
 
-from loragate.matrix.case import Case, Dtype, Execution, Layout, Mix, Parallel, Site, Tier
-from loragate.matrix.ids import run_id, seed_of
-from loragate.report.events import (
+from loragate.core.checkout import Tree
+from loragate.core.resources import Resources
+from loragate.core.verdict import Failure, Judgement, OracleName, Verdict
+from loragate.events.log import EventLog
+from loragate.events.model import (
     CaseFinished,
     CaseStarted,
     CompileResult,
@@ -20,14 +22,12 @@ from loragate.report.events import (
     LegFinished,
     LegStarted,
     Note,
-    Resources,
     RunFinished,
     RunStarted,
     Skipped,
-    Tree,
 )
-from loragate.report.log import EventLog
-from loragate.verdict import Failure, Judgement, OracleName, Verdict
+from loragate.matrix.case import Case, Dtype, Execution, Layout, Mix, Parallel, Site, Tier
+from loragate.matrix.ids import run_id, seed_of
 
 RUN = "20261121-041530-712"
 

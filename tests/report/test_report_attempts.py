@@ -6,13 +6,13 @@ from collections.abc import Callable
 
 import pytest
 
+from loragate.core.verdict import ExitCode, Failure, Judgement, OracleName, Verdict
+from loragate.events.log import EventLog
+from loragate.events.model import CaseFinished, CaseStarted, Event, RunStarted
 from loragate.report.attempts import in_attempts
-from loragate.report.events import CaseFinished, CaseStarted, Event, RunStarted
-from loragate.report.log import EventLog
 from loragate.report.progress import Liveness, Progress
 from loragate.report.summary import Summary, summarize
 from loragate.report.terminal import Colour, render_summary
-from loragate.verdict import ExitCode, Failure, Judgement, OracleName, Verdict
 
 Plan = Callable[..., RunStarted]
 Finished = Callable[..., CaseFinished]

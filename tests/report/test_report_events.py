@@ -13,19 +13,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from loragate.findings.ledger import CasePattern, Finding
-from loragate.matrix.case import Tier
-from loragate.report.events import (
-    SCHEMA,
-    CaseFinished,
-    CaseStarted,
-    Event,
-    Expected,
-    KnownFinding,
-    Note,
-    RunStarted,
-)
-from loragate.report.log import (
+from loragate.core.verdict import Failure, Judgement, OracleName, Verdict
+from loragate.events.log import (
     Durability,
     EventLog,
     EventsError,
@@ -35,7 +24,18 @@ from loragate.report.log import (
     merge_events,
     read_events,
 )
-from loragate.verdict import Failure, Judgement, OracleName, Verdict
+from loragate.events.model import (
+    SCHEMA,
+    CaseFinished,
+    CaseStarted,
+    Event,
+    Expected,
+    KnownFinding,
+    Note,
+    RunStarted,
+)
+from loragate.findings.ledger import CasePattern, Finding
+from loragate.matrix.case import Tier
 
 _NUMBERS = st.floats(allow_nan=False)
 _WORDS = st.text(max_size=30)

@@ -10,15 +10,15 @@ from typing import Any
 
 import pytest
 
+from loragate.core.verdict import ExitCode, Failure, Judgement, OracleName, Verdict
+from loragate.events.log import EventLog
+from loragate.events.model import CaseFinished, CaseStarted, Event, KnownFinding, RunStarted
 from loragate.findings.ledger import CasePattern, Finding, Kind, State
-from loragate.report.events import CaseFinished, CaseStarted, Event, KnownFinding, RunStarted
 from loragate.report.html import render_html
 from loragate.report.junit import render_junit
-from loragate.report.log import EventLog
 from loragate.report.progress import Liveness, Progress
 from loragate.report.summary import Summary, summarize
 from loragate.report.terminal import Colour, render_summary
-from loragate.verdict import ExitCode, Failure, Judgement, OracleName, Verdict
 
 Plan = Callable[..., RunStarted]
 Finished = Callable[..., CaseFinished]

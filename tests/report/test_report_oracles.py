@@ -5,14 +5,14 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 
+from loragate.core.verdict import Failure, Judgement, OracleName, Verdict
+from loragate.events.log import EventLog
+from loragate.events.model import CaseFinished, Event, RunStarted
 from loragate.report.by_oracle import OracleCount, count_oracles, never_judged
-from loragate.report.events import CaseFinished, Event, RunStarted
 from loragate.report.html import render_html
-from loragate.report.log import EventLog
 from loragate.report.outcomes import case_outcomes
 from loragate.report.summary import summarize
 from loragate.report.terminal import Colour, render_summary
-from loragate.verdict import Failure, Judgement, OracleName, Verdict
 
 _EXACT = Judgement(OracleName.EXACT, Verdict.PASS)
 _WRONG = Judgement(OracleName.EXACT, Verdict.FAIL, Failure.WRONG_ANSWER)

@@ -12,7 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from loragate.report.events import (
+from loragate.core.files import write_atomically
+from loragate.core.verdict import Failure, Judgement, OracleName, Verdict
+from loragate.events.log import EventLog, EventWriter
+from loragate.events.model import (
     CaseFinished,
     Event,
     LegFinished,
@@ -20,17 +23,14 @@ from loragate.report.events import (
     RunStarted,
     Skipped,
 )
-from loragate.report.files import write_atomically
 from loragate.report.heatmap import bands
 from loragate.report.html import render_html
 from loragate.report.junit import render_junit
-from loragate.report.log import EventLog, EventWriter
 from loragate.report.progress import Liveness, Progress
 from loragate.report.summary import Summary, summarize
 from loragate.report.terminal import Colour, colour_for, render_summary
 from loragate.report.wording import duration, multiple, place, ratio
 from loragate.report.write import write_report
-from loragate.verdict import Failure, Judgement, OracleName, Verdict
 
 Plan = Callable[..., RunStarted]
 Finished = Callable[..., CaseFinished]

@@ -7,7 +7,9 @@ from collections.abc import Callable
 
 import pytest
 
-from loragate.report.events import (
+from loragate.core.verdict import ExitCode, Failure, Judgement, OracleName, Verdict
+from loragate.events.log import EventLog
+from loragate.events.model import (
     CaseFinished,
     CaseStarted,
     CompileResult,
@@ -20,9 +22,7 @@ from loragate.report.events import (
     RunStarted,
     Skipped,
 )
-from loragate.report.log import EventLog
 from loragate.report.summary import Summary, summarize
-from loragate.verdict import ExitCode, Failure, Judgement, OracleName, Verdict
 
 Plan = Callable[..., RunStarted]
 Finished = Callable[..., CaseFinished]

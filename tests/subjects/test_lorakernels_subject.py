@@ -8,8 +8,9 @@ from dataclasses import replace
 import pytest
 import torch
 
+from loragate.core.machine import detect_machine, select_interpreter
+from loragate.core.verdict import OracleName, Verdict
 from loragate.inputs import DataKind, Dead, make_pool
-from loragate.machine import detect_machine, select_interpreter
 from loragate.matrix.case import (
     Case,
     Dtype,
@@ -26,11 +27,9 @@ from loragate.matrix.case import (
     Source,
     Write,
 )
-from loragate.oracles.protocol import Trial
-from loragate.runner import run_trial
+from loragate.protocol import Guard, Trial, unsupported
+from loragate.run.trial import run_trial
 from loragate.subjects import find_subject
-from loragate.subjects.protocol import Guard, unsupported
-from loragate.verdict import OracleName, Verdict
 
 select_interpreter()
 CASE = Case(
@@ -98,7 +97,7 @@ def test_it_supports_everything_but_graphs_in_the_interpreter() -> None:
 
 
 def test_dead_ranks_hold_nan_where_the_pool_does_and_zeros_are_left_to_the_reset() -> None:
-    from loragate.subjects.lorakernels_subject import keep_dead_nan
+    from loragate.subjects.lorakernels.subject import keep_dead_nan
     from lorakernels.dense.weights import SlotWeights
 
     trial = trial_of(replace(CASE, slots=1, ranks=Ranks.MIXED))

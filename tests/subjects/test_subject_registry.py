@@ -7,14 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from loragate.machine import Machine, select_interpreter
+from loragate.core.machine import Machine, select_interpreter
+from loragate.core.verdict import OracleName, Verdict
 from loragate.matrix.case import Case, Dtype, Layout, Site
-from loragate.oracles.protocol import Trial
-from loragate.runner import run_trial
+from loragate.protocol import Subject, Trial, unsupported
+from loragate.run.trial import run_trial
 from loragate.subjects import SUBJECTS, find_subject
-from loragate.subjects.protocol import Subject, unsupported
-from loragate.subjects.torch_subject import TorchSubject
-from loragate.verdict import OracleName, Verdict
+from loragate.subjects.torch.subject import TorchSubject
 
 select_interpreter()
 CPU = Machine("cpu", "test", None, 1, 0)
@@ -65,7 +64,7 @@ def test_the_docs_name_every_oracle_and_every_subject_method() -> None:
         assert f"`{word}" in page, word
 
 
-@pytest.mark.parametrize("name", ["torch", "loragate.subjects.torch_subject:TorchSubject"])
+@pytest.mark.parametrize("name", ["torch", "loragate.subjects.torch.subject:TorchSubject"])
 def test_a_subject_is_found_by_its_short_name_and_by_module_and_object(name: str) -> None:
     assert type(find_subject(name)) is TorchSubject
 
@@ -86,8 +85,8 @@ def test_every_subject_that_comes_along_can_be_made() -> None:
         ("no_such_module:Subject", ["'no_such_module:Subject'", "no module 'no_such_module'"]),
         ("loragate.no_such:Subject", ["no module 'loragate.no_such'"]),
         (
-            "loragate.subjects.torch_subject:Missing",
-            ["loragate.subjects.torch_subject has no callable 'Missing'"],
+            "loragate.subjects.torch.subject:Missing",
+            ["loragate.subjects.torch.subject has no callable 'Missing'"],
         ),
     ],
 )

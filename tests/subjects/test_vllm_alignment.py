@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import torch
 
-from loragate.subjects.vllm_alignment import align_in_torch
+from loragate.subjects.vllm.alignment import align_in_torch
 
 
 def test_the_stand_in_for_alignment_groups_pairs_by_expert_within_each_slot() -> None:

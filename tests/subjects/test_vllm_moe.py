@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from loragate.machine import detect_machine, select_interpreter
+from loragate.core.machine import detect_machine, select_interpreter
 from loragate.matrix.case import (
     Case,
     Dtype,
@@ -21,11 +21,11 @@ from loragate.matrix.case import (
     Source,
     Write,
 )
-from loragate.subjects.protocol import Pool, Routes, unsupported
-from loragate.subjects.vllm_alignment import align_in_torch
-from loragate.subjects.vllm_moe import VllmMoEInstance, refusal
-from loragate.subjects.vllm_moe_package import VllmMoEOps, load_vllm_moe
-from loragate.subjects.vllm_subject import VllmSubject
+from loragate.protocol import Pool, Routes, unsupported
+from loragate.subjects.vllm.alignment import align_in_torch
+from loragate.subjects.vllm.moe import VllmMoEInstance, refusal
+from loragate.subjects.vllm.moe_package import VllmMoEOps, load_vllm_moe
+from loragate.subjects.vllm.subject import VllmSubject
 
 select_interpreter()
 

@@ -11,20 +11,20 @@ import pytest
 import torch
 from torch import Tensor
 
+from loragate.core.machine import Machine, detect_machine, select_interpreter
 from loragate.inputs.batch import make_batch
 from loragate.inputs.draw import DataKind
 from loragate.inputs.pool import make_pool
-from loragate.machine import Machine, detect_machine, select_interpreter
 from loragate.matrix.case import Case, Dtype, Execution, Layout, Site
-from loragate.subjects import vllm_package
-from loragate.subjects.protocol import Capabilities, Pool, unsupported
-from loragate.subjects.vllm_package import (
+from loragate.protocol import Capabilities, Pool, unsupported
+from loragate.subjects.vllm import package as vllm_package
+from loragate.subjects.vllm.package import (
     VllmOps,
     fold_scale,
     installed_version,
     load_vllm,
 )
-from loragate.subjects.vllm_subject import VllmInstance, VllmSubject
+from loragate.subjects.vllm.subject import VllmInstance, VllmSubject
 
 select_interpreter()
 CPU = Machine("cpu", "test", None, 1, 0)

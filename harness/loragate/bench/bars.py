@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from loragate.verdict import Verdict
+from loragate.core.verdict import Verdict
 
 # a copy on an H200, bytes read + written
 REFERENCE_BYTES_PER_S = 4.3e12

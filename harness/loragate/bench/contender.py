@@ -8,19 +8,12 @@ from typing import Self
 
 from torch import Tensor
 
-from loragate.machine import Machine, detect_machine
+from loragate.core.machine import Machine, detect_machine
+from loragate.core.verdict import ExitCode
 from loragate.matrix.case import Case, Dtype
-from loragate.oracles.golden import chunks, eager, golden
+from loragate.oracles.numeric.golden import chunks, eager, golden
+from loragate.protocol import AnyInstance, Batch, Capabilities, Pool, Subject, unsupported
 from loragate.subjects import find_subject
-from loragate.subjects.protocol import (
-    AnyInstance,
-    Batch,
-    Capabilities,
-    Pool,
-    Subject,
-    unsupported,
-)
-from loragate.verdict import ExitCode
 
 # a subject may round more often than the plain computation; a wrong one is off by far more
 MAX_ERROR_RATIO = 2.0

@@ -17,9 +17,9 @@ from loragate.bench.contender import Contender, Yardstick
 from loragate.bench.figures import DenseFigures, RowFigures, StepFigures
 from loragate.bench.rows import TOKENS, DenseRow
 from loragate.bench.timer import capture, copy_bytes_per_s, replay_in_turns, wall
+from loragate.core.machine import Machine
 from loragate.inputs import DataKind, make_pool, torch_dtype
-from loragate.machine import Machine
-from loragate.subjects.protocol import Batch, Instance, Resident
+from loragate.protocol import Batch, Instance, Resident
 
 _SEED = 1
 _BASE = "base"

@@ -23,7 +23,7 @@ from loragate.bench.tables import render_terminal as dense_terminal
 
 if TYPE_CHECKING:
     from loragate.bench.contender import Contender
-    from loragate.machine import Machine
+    from loragate.core.machine import Machine
 
 Progress = Callable[[str], None]
 

@@ -5,16 +5,16 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from loragate.core.machine import Machine
 from loragate.inputs.draw import torch_dtype
 from loragate.inputs.mapping import BASE_ROW
-from loragate.machine import Machine
 from loragate.matrix.case import Case
-from loragate.subjects.lorakernels_moe import expert_factors, expert_weights
-from loragate.subjects.protocol import Pool, Routes
-from lorakernels.metadata import BatchMetadata
-from lorakernels.moe.align import PairMetadata
-from lorakernels.moe.experts import ExpertBuffers, ExpertLoRA, run_experts
-from lorakernels.moe.ops import MoEWorkspace
+from loragate.protocol import Pool, Routes
+from loragate.subjects.lorakernels.moe_delta import expert_factors, expert_weights
+from lorakernels.batch.metadata import BatchMetadata
+from lorakernels.moe.align.metadata import PairMetadata
+from lorakernels.moe.delta.ops import MoEWorkspace
+from lorakernels.moe.layer.ops import ExpertBuffers, ExpertLoRA, run_experts
 
 
 class ExpertsLayer:

@@ -23,8 +23,8 @@ from loragate.bench.moe_figures import (
 from loragate.bench.moe_layer import measure_layers
 from loragate.bench.moe_rows import PROJECTIONS, RANKS, AlignRow, DeltaRow, LayerRow, MoERow
 from loragate.bench.timer import Clock, copy_bytes_per_s, in_turns
-from loragate.machine import Machine, detect_machine
-from loragate.subjects.vllm_package import headline
+from loragate.core.machine import Machine, detect_machine
+from loragate.subjects.vllm.package import headline
 
 # rows for which starting processes takes longer than compiling one after the other
 _FEW = 8

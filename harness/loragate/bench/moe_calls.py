@@ -14,7 +14,7 @@ from typing import Any, Protocol, Self
 from torch import Tensor
 
 from loragate.matrix.case import Case, Path
-from loragate.subjects.protocol import Batch, Capabilities, MoEInstance, Routes, unsupported
+from loragate.protocol import Batch, Capabilities, MoEInstance, Routes, unsupported
 
 
 class PathwiseInstance(MoEInstance, Protocol):

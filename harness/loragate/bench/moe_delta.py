@@ -20,12 +20,12 @@ from loragate.bench.moe_calls import PathwiseInstance, delta_calls
 from loragate.bench.moe_figures import AlignFigures, DeltaFigures, PathTimes
 from loragate.bench.moe_rows import ALIGN_TOKENS, TOKENS, AlignRow, DeltaRow
 from loragate.bench.timer import Clock
+from loragate.core.machine import Machine
 from loragate.inputs import DataKind, make_pool, torch_dtype
 from loragate.inputs.draw import Draw
-from loragate.machine import Machine
 from loragate.matrix.case import Case, Path, RouterWeights
-from loragate.subjects.lorakernels_moe import MoEDelta
-from loragate.subjects.protocol import Batch, Pool, Routes
+from loragate.protocol import Batch, Pool, Routes
+from loragate.subjects.lorakernels.moe_delta import MoEDelta
 
 SEED = 1
 # of the outputs before the delta, beside deltas of about 1

@@ -20,14 +20,14 @@ from loragate.bench.moe_figures import LayerFigures
 from loragate.bench.moe_rows import LAYER_TOKENS, LayerRow
 from loragate.bench.timer import Clock
 from loragate.bench.vllm_layer import FusedExperts, load_fused_experts
+from loragate.core.machine import Machine
 from loragate.inputs import DataKind, make_pool, torch_dtype
 from loragate.inputs.draw import Draw
 from loragate.inputs.pairs import OutRows
-from loragate.machine import Machine
 from loragate.matrix.case import Case
-from loragate.oracles.golden import deltas
-from loragate.oracles.grouped import GroupedRows
-from loragate.subjects.protocol import Pool, Routes
+from loragate.oracles.numeric.golden import deltas
+from loragate.oracles.numeric.grouped import GroupedRows
+from loragate.protocol import Pool, Routes
 
 _BASE, _LORA, _BASELINE = "without adapters", "with adapters", "baseline"
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 
 from loragate.bench.bars import Bar
-from loragate.verdict import Verdict
+from loragate.core.verdict import Verdict
 
 NONE = "-"
 # a bar that is met needs no word

@@ -15,8 +15,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from loragate.machine import Machine
-from loragate.subjects.vllm_package import headline, importing
+from loragate.core.machine import Machine
+from loragate.subjects.vllm.package import headline, importing
 
 _MODULE = "vllm.model_executor.layers.fused_moe.fused_moe"
 # x, w13, w2, weights and ids of the choices to [tokens, hidden] in new memory

@@ -11,8 +11,8 @@ from loragate.compile_leg.baseline import BaselineError
 from loragate.compile_leg.dry_launch import ProviderError
 from loragate.compile_leg.leg import ARCHS, BASELINE, describe, record, run
 from loragate.compile_leg.releases import record_under
-from loragate.report.events import CompileResult, Event, Note
-from loragate.verdict import ExitCode, Verdict
+from loragate.core.verdict import ExitCode, Verdict
+from loragate.events.model import CompileResult, Event, Note
 
 _EXIT_CODES = {
     Verdict.PASS: ExitCode.OK,

@@ -16,7 +16,7 @@ from typing import TypeAlias
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass as checked
 
-from loragate.report.events import Resources
+from loragate.core.resources import Resources
 
 SCHEMA = 1
 

@@ -7,7 +7,7 @@ import subprocess
 import tempfile
 from pathlib import Path
 
-from loragate.report.events import Resources
+from loragate.core.resources import Resources
 
 _USAGE = re.compile(r"REG:(\d+) STACK:(\d+) SHARED:(\d+) LOCAL:(\d+)")
 _TIMEOUT_S = 60

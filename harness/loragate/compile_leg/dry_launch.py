@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from loragate.compile_leg.cubin import read_resources
-from loragate.report.events import Resources
+from loragate.core.resources import Resources
 
 # how an error of Triton's front end begins
 _PLACE = re.compile(r"at \d+:\d+:")

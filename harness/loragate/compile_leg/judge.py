@@ -12,8 +12,9 @@ from collections.abc import Iterable, Iterator, Mapping
 
 from loragate.compile_leg.baseline import Key, Record, minor_release
 from loragate.compile_leg.dry_launch import Compiled
-from loragate.report.events import CompileResult, Resources
-from loragate.verdict import Verdict
+from loragate.core.resources import Resources
+from loragate.core.verdict import Verdict
+from loragate.events.model import CompileResult
 
 # registers are handed out to a warp in units of 8 a thread: within one unit nothing is lost
 REGISTER_MARGIN = 8

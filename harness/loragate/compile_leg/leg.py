@@ -26,8 +26,8 @@ from loragate.compile_leg.dry_launch import (
     triton_version,
 )
 from loragate.compile_leg.judge import judge_all
-from loragate.report.events import CompileResult, Event, Note
-from loragate.verdict import Verdict, worst
+from loragate.core.verdict import Verdict, worst
+from loragate.events.model import CompileResult, Event, Note
 
 ARCHS = (80, 90, 100)
 BASELINE = Path(__file__).resolve().parents[3] / "ci" / "baselines" / "resources.json"

@@ -11,12 +11,12 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
+from loragate.core.machine import select_interpreter
+from loragate.core.verdict import Judgement, Verdict
 from loragate.faults.model import Sighting
 from loragate.faults.order import Order, Recorder, Suite, read_order
-from loragate.machine import select_interpreter
 from loragate.matrix.case import Case
 from loragate.matrix.ids import case_id
-from loragate.verdict import Judgement, Verdict
 
 SUBJECT = "lorakernels"
 
@@ -41,7 +41,7 @@ def main(order_path: str, transcript_path: str) -> int:
 
 def _sightings(order: Order, recorder: Recorder) -> Iterator[Sighting]:
     if order.suite is Suite.UPSTREAM:
-        from loragate.faults.upstream_suite import run_test, tests_of
+        from loragate.faults.baseline_suite.suite import run_test, tests_of
 
         for test in tests_of(order.module, order.checks):
             recorder.begin(test)
@@ -57,9 +57,9 @@ def _sightings(order: Order, recorder: Recorder) -> Iterator[Sighting]:
 
 
 def _judge(case: Case, recorder: Recorder) -> Iterator[Sighting]:
+    from loragate.matrix.selection import CaseRun
     from loragate.oracles import ORACLES
-    from loragate.runner import open_trial, run_trial
-    from loragate.selection import CaseRun
+    from loragate.run.trial import open_trial, run_trial
 
     name = case_id(case)
     trial = open_trial(CaseRun(SUBJECT, case, 0))

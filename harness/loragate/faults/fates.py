@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+from loragate.core.verdict import Failure, Verdict
 from loragate.faults.model import Fate, Fault, Outcome, Sighting
-from loragate.verdict import Failure, Verdict
 
 # told by whatever judge happened to run: not to its credit
 _OF_THE_PROCESS = frozenset(

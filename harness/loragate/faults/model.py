@@ -10,9 +10,9 @@ import hashlib
 from dataclasses import dataclass
 from enum import StrEnum
 
+from loragate.core.verdict import Failure, OracleName, Verdict
 from loragate.matrix.case import Case
 from loragate.matrix.ids import case_id
-from loragate.verdict import Failure, OracleName, Verdict
 
 
 class Needs(StrEnum):

@@ -20,11 +20,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from loragate.core.verdict import Failure, Verdict
 from loragate.faults.fates import fate_by_anyone, fate_of_fault
 from loragate.faults.model import Control, Fate, Fault, Needs, Outcome, Sighting
 from loragate.faults.order import Order, Suite, read_transcript, write_order
 from loragate.faults.planting import StaleAnchor, package_folder, plant
-from loragate.verdict import Failure, Verdict
 
 _HARNESS = Path(__file__).resolve().parents[2]
 _LAST_LINES = 8

@@ -6,8 +6,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from loragate.core.verdict import OracleName, Verdict
 from loragate.faults.model import Control, Fate, Fault, Group, Outcome
-from loragate.verdict import OracleName, Verdict
 
 _COLUMNS = {oracle.value: oracle.value[:3] for oracle in OracleName}
 _OTHERS = "oth"

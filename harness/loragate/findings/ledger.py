@@ -15,7 +15,7 @@ from fnmatch import fnmatchcase
 from packaging.specifiers import SpecifierSet
 from packaging.version import InvalidVersion, Version
 
-from loragate.verdict import Failure, Judgement, OracleName, Verdict, worst
+from loragate.core.verdict import Failure, Judgement, OracleName, Verdict, worst
 
 
 class Kind(StrEnum):

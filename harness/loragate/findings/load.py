@@ -11,12 +11,12 @@ from typing import Annotated, Any
 from packaging.specifiers import InvalidSpecifier, SpecifierSet
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 
-from loragate.environment import project_root
+from loragate.core.checkout import project_root
+from loragate.core.verdict import Failure, OracleName
 from loragate.findings.ledger import CasePattern, Finding, Kind
 from loragate.matrix.document import Document, Loc, parse
 from loragate.matrix.problems import Problem
 from loragate.matrix.schema import check
-from loragate.verdict import Failure, OracleName
 
 
 class LedgerError(ValueError):

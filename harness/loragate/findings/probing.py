@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from loragate.findings.ledger import Needs, Observation, Seen
-from loragate.subjects.vllm_moe_package import VllmMoEOps
-from loragate.subjects.vllm_package import VllmOps
+from loragate.subjects.vllm.moe_package import VllmMoEOps
+from loragate.subjects.vllm.package import VllmOps
 
 
 @dataclass(frozen=True, slots=True)

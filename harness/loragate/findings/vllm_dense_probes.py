@@ -15,7 +15,7 @@ from torch import Tensor
 
 from loragate.findings.ledger import Needs, Observation
 from loragate.findings.probing import Probe, dense_probe, seen, values_of, word
-from loragate.subjects.vllm_package import VllmOps
+from loragate.subjects.vllm.package import VllmOps
 
 _RANK, _IN, _WIDTH, _SLOTS, _ROWS = 16, 32, 32, 2, 4
 _MARK = 7.0

@@ -13,7 +13,7 @@ from torch import Tensor
 from loragate.findings.ledger import Needs, Observation
 from loragate.findings.probing import Probe, moe_probe, seen
 from loragate.findings.vllm_moe_launch import Launch, Way
-from loragate.subjects.vllm_moe_package import VllmMoEOps
+from loragate.subjects.vllm.moe_package import VllmMoEOps
 
 _RANK, _IN, _WIDTH, _SLOTS, _EXPERTS, _ROWS = 16, 32, 32, 2, 2, 4
 _MANY_EXPERTS = (512, 992, 1024)

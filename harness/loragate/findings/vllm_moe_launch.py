@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from loragate.subjects.vllm_moe_package import VllmMoEOps
+from loragate.subjects.vllm.moe_package import VllmMoEOps
 
 BLOCK = 16
 _BLOCK_N, _BLOCK_K = 16, 32

@@ -10,12 +10,12 @@ import math
 import torch
 from torch import Tensor
 
+from loragate.core.machine import Machine
 from loragate.inputs.batch import BASE_SIZE
 from loragate.inputs.draw import DataKind, Draw, torch_dtype
 from loragate.inputs.exact_layer import exact_w2, exact_w13
-from loragate.machine import Machine
 from loragate.matrix.case import Case, Quantisation
-from loragate.subjects.protocol import BaseExperts
+from loragate.protocol import BaseExperts
 
 _FP8 = torch.float8_e4m3fn
 _SMALLEST = 1e-12

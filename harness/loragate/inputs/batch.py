@@ -12,15 +12,15 @@ import math
 import torch
 from torch import Tensor
 
+from loragate.core.machine import Machine
 from loragate.inputs.draw import DataKind, Draw, torch_dtype
 from loragate.inputs.exact_layer import exact_layer_x
 from loragate.inputs.exactness import exact_base_rows, exact_bias, exact_weight, exact_x
 from loragate.inputs.mapping import make_token_slots
 from loragate.inputs.placement import Band, copy_placed, place
 from loragate.inputs.routing import make_routes
-from loragate.machine import Machine
 from loragate.matrix.case import Case, Layout, Site
-from loragate.subjects.protocol import BaseLayer, Batch, Routes
+from loragate.protocol import BaseLayer, Batch, Routes
 
 BASE_SIZE = 0.25
 _ALIGNED_MARGIN, _ODD_MARGIN = 16, 3

@@ -8,7 +8,7 @@ from enum import StrEnum
 import torch
 from torch import Tensor
 
-from loragate.machine import Machine
+from loragate.core.machine import Machine
 from loragate.matrix.case import Dtype
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from loragate.inputs.mapping import BASE_ROW
-from loragate.subjects.protocol import Batch, Routes
+from loragate.protocol import Batch, Routes
 
 
 @dataclass(frozen=True, slots=True)

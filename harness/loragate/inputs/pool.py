@@ -19,13 +19,13 @@ from typing import TypeAlias, TypeVar
 import torch
 from torch import Tensor
 
+from loragate.core.machine import Machine
 from loragate.inputs.draw import DataKind, Draw, number, torch_dtype
 from loragate.inputs.exact_layer import exact_layer_b
 from loragate.inputs.exactness import exact_a, exact_b, exact_scale
 from loragate.inputs.mapping import live_ranks
-from loragate.machine import Machine
 from loragate.matrix.case import MOE_SITES, Case, RouterWeights, Sharing, Site
-from loragate.subjects.protocol import Capabilities, Pool
+from loragate.protocol import Capabilities, Pool
 
 # [slots][slices]
 T = TypeVar("T")

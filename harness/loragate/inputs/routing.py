@@ -9,11 +9,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from loragate.core.machine import Machine
 from loragate.inputs.draw import DataKind, Draw
 from loragate.inputs.exact_layer import exact_layer_weights
 from loragate.inputs.exactness import exact_router_weights
 from loragate.inputs.placement import place, place_integers
-from loragate.machine import Machine
 from loragate.matrix.case import (
     MOE_SITES,
     Case,
@@ -23,7 +23,7 @@ from loragate.matrix.case import (
     Routing,
     Site,
 )
-from loragate.subjects.protocol import Routes
+from loragate.protocol import Routes
 
 # share of the tokens that choose the hot expert, and of the pairs that have no expert at all
 _HOT, _NOWHERE = 0.9, 0.1

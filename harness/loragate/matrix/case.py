@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 
-from loragate.verdict import OracleName
+from loragate.core.verdict import OracleName
 
 
 class Site(StrEnum):

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
 
-from loragate.machine import Machine
+from loragate.core.machine import Machine
 from loragate.matrix.case import Case, Site, Tier
 from loragate.matrix.footprint import footprint_bytes
 from loragate.matrix.ids import run_id, seed_of

@@ -38,6 +38,7 @@ from pydantic import (
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
+from loragate.core.verdict import OracleName
 from loragate.matrix.case import (
     Dtype,
     Execution,
@@ -58,7 +59,6 @@ from loragate.matrix.case import (
 )
 from loragate.matrix.document import Document, Loc
 from loragate.matrix.problems import Problem, describe, nearest
-from loragate.verdict import OracleName
 
 MAX_RANK = 512
 MAX_SLOTS = 256

@@ -7,8 +7,8 @@ from collections import Counter
 from dataclasses import asdict
 from itertools import groupby
 
+from loragate.core.verdict import OracleName
 from loragate.matrix.plan import Plan, PlannedCase
-from loragate.verdict import OracleName
 
 SCHEMA = 1
 

@@ -5,17 +5,17 @@ from __future__ import annotations
 from collections.abc import Mapping
 from types import MappingProxyType
 
-from loragate.oracles.base_rows import BaseRows
-from loragate.oracles.canary import Canary
-from loragate.oracles.compile import Compile
-from loragate.oracles.exact import Exact
-from loragate.oracles.guard import GuardedInput
-from loragate.oracles.permute import Permute
-from loragate.oracles.protocol import Oracle
-from loragate.oracles.reference import Reference
-from loragate.oracles.repeat import Repeat
-from loragate.oracles.sequence import Sequence
-from loragate.verdict import OracleName
+from loragate.core.verdict import OracleName
+from loragate.oracles.contract.compile import Compile
+from loragate.oracles.contract.guard import GuardedInput
+from loragate.oracles.memory.canary import Canary
+from loragate.oracles.numeric.base_rows import BaseRows
+from loragate.oracles.numeric.exact import Exact
+from loragate.oracles.numeric.reference import Reference
+from loragate.oracles.oracle import Oracle
+from loragate.oracles.state.permute import Permute
+from loragate.oracles.state.repeat import Repeat
+from loragate.oracles.state.sequence import Sequence
 
 _ALL: tuple[Oracle, ...] = (
     Reference(),

@@ -5,12 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from loragate.core.verdict import Failure, Judgement, OracleName, Verdict
 from loragate.inputs.pairs import local_experts
 from loragate.inputs.placement import bits_of
 from loragate.matrix.case import Case, Site
-from loragate.oracles.protocol import Trial
-from loragate.subjects.protocol import Batch
-from loragate.verdict import Failure, Judgement, OracleName, Verdict
+from loragate.protocol import Batch, Trial
 
 
 def locate(case: Case, batch: Batch, row: int, column: int) -> dict[str, int | str]:

@@ -6,8 +6,8 @@ import pytest
 
 from loragate.matrix.case import Case
 from loragate.matrix.load import load_cases
+from loragate.matrix.selection import CaseRun, select_runs
 from loragate.plugin.options import selection_of
-from loragate.selection import CaseRun, select_runs
 
 # a test function that takes this argument is run once for every selected run
 _ARGUMENT = "case_run"

@@ -9,10 +9,10 @@ from collections import Counter
 
 import pytest
 
+from loragate.core.verdict import ExitCode
+from loragate.events.log import EventWriter
+from loragate.events.model import Note
 from loragate.plugin.options import SETTINGS, Role
-from loragate.report.events import Note
-from loragate.report.log import EventWriter
-from loragate.verdict import ExitCode
 
 # the words of pytest.importorskip
 _MISSING = "could not import"

@@ -10,15 +10,15 @@ from typing import Protocol
 
 import pytest
 
-from loragate.evidence import render_evidence
+from loragate.core.verdict import Failure, Verdict
+from loragate.events.log import EventWriter, read_events
+from loragate.events.model import CaseFinished, CaseStarted, KnownFinding
+from loragate.matrix.selection import CaseRun
 from loragate.plugin.collection import case_run_of
 from loragate.plugin.options import SETTINGS
 from loragate.plugin.sticky import mark_device_lost
-from loragate.report.events import CaseFinished, CaseStarted, KnownFinding
-from loragate.report.log import EventWriter, read_events
+from loragate.report.evidence import render_evidence
 from loragate.report.outcomes import excused, known_in, listed_findings, standing
-from loragate.selection import CaseRun
-from loragate.verdict import Failure, Verdict
 
 
 class Judge(Protocol):
@@ -31,7 +31,7 @@ def pytest_runtestloop(session: pytest.Session) -> None:
     runs = [run for run in map(case_run_of, session.items) if run is not None]
     if not runs:
         return
-    from loragate.runner import load_subject
+    from loragate.run.trial import load_subject
 
     for name in sorted({run.subject for run in runs}):
         # a subject that cannot be loaded is told by its own cases
@@ -67,7 +67,7 @@ def _judge(
     run: CaseRun, item: pytest.Item, events: EventWriter, listed: tuple[KnownFinding, ...]
 ) -> None:
     # kernels may only be imported once the interpreter is selected
-    from loragate.runner import open_trial, run_case
+    from loragate.run.trial import open_trial, run_case
 
     trial = open_trial(run)
     if isinstance(trial, str):

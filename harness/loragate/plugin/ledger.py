@@ -15,16 +15,16 @@ from typing import Any
 
 import pytest
 
-from loragate.evidence import render_evidence
+from loragate.core.verdict import ExitCode
+from loragate.events.log import EventWriter
+from loragate.matrix.selection import CaseRun
 from loragate.plugin.collection import case_run_of, case_run_of_id
-from loragate.plugin.obituary import write_obituary
+from loragate.plugin.crash_report import write_obituary
 from loragate.plugin.options import SETTINGS, Role, Settings
 from loragate.plugin.session_run import SessionRun
 from loragate.plugin.sticky import lost_device
-from loragate.report.log import EventWriter
+from loragate.report.evidence import render_evidence
 from loragate.report.terminal import Colour, render_summary
-from loragate.selection import CaseRun
-from loragate.verdict import ExitCode
 
 # victims of an earlier case show themselves by their neighbours (wandb #12152)
 _NEIGHBOURS_SHOWN = 5

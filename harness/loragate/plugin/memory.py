@@ -19,7 +19,7 @@ from typing import IO, Any, Protocol
 
 import pytest
 
-from loragate.devices import share_of_gpu
+from loragate.core.gpus import share_of_gpu
 from loragate.matrix.footprint import footprint_bytes
 from loragate.plugin.collection import case_run_of
 from loragate.plugin.options import SETTINGS, Role

@@ -14,11 +14,11 @@ from typing import Any
 
 import pytest
 
-from loragate.environment import new_run_name
-from loragate.folder import EVENTS, WORKERS
-from loragate.machine import select_interpreter
+from loragate.core.machine import select_interpreter
+from loragate.core.versions import new_run_name
 from loragate.matrix.case import Tier
-from loragate.selection import Selection
+from loragate.matrix.selection import Selection
+from loragate.run.folder import EVENTS, WORKERS
 
 WORKER_INPUT_RUN = "loragate_run"
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from loragate.devices import (
+from loragate.core.gpus import (
     DriverError,
     ListedGpu,
     free_bytes_of,
@@ -25,12 +25,12 @@ from loragate.devices import (
     worker_count,
     workers_per_gpu,
 )
+from loragate.core.verdict import ExitCode
 from loragate.matrix.footprint import footprint_bytes
+from loragate.matrix.selection import select_runs
 from loragate.plugin.collection import all_cases
 from loragate.plugin.memory import WORKER_INPUT_FREE, WORKER_INPUT_LARGEST, WORKER_INPUT_SHARING
 from loragate.plugin.options import SETTINGS, WORKER_INPUT_RUN, selection_of
-from loragate.selection import select_runs
-from loragate.verdict import ExitCode
 
 _LARGEST = pytest.StashKey[int]()
 _LISTED = pytest.StashKey[tuple[ListedGpu, ...]]()

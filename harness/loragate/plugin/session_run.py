@@ -11,15 +11,15 @@ from collections.abc import Collection
 
 import pytest
 
-from loragate.announce import AnnounceError, Announcement, announce
-from loragate.closing import close_run, verdict_on
-from loragate.folder import clear_folder
+from loragate.core.verdict import EXIT_CODES, ExitCode, Verdict, worst
+from loragate.events.log import EventWriter, read_events
+from loragate.events.model import Event, LegFinished, LegStarted
+from loragate.matrix.selection import CaseRun
 from loragate.plugin.options import Ownership, Settings
-from loragate.report.events import Event, LegFinished, LegStarted
-from loragate.report.log import EventWriter, read_events
-from loragate.report.summary import EXIT_CODES, Summary
-from loragate.selection import CaseRun
-from loragate.verdict import ExitCode, Verdict, worst
+from loragate.report.summary import Summary
+from loragate.run.closing import close_run, verdict_on
+from loragate.run.folder import clear_folder
+from loragate.run.opening import AnnounceError, Announcement, announce
 
 _LEG = "pytest"
 

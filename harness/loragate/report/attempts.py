@@ -8,10 +8,10 @@ from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
+from loragate.core.verdict import Verdict, worst
+from loragate.events.model import CaseFinished, CaseStarted, Event, RunStarted
 from loragate.report.counts import Count, count_results
-from loragate.report.events import CaseFinished, CaseStarted, Event, RunStarted
 from loragate.report.outcomes import CaseOutcome, case_outcomes
-from loragate.verdict import Verdict, worst
 
 _NAMED = 8
 

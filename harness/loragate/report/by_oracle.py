@@ -10,8 +10,8 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from loragate.core.verdict import Judgement, OracleName, Verdict
 from loragate.report.outcomes import JUDGED, CaseOutcome
-from loragate.verdict import Judgement, OracleName, Verdict
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,9 +6,9 @@ from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from loragate.report.events import COMPILE_SITE, CompileResult, RunStarted
+from loragate.core.verdict import Verdict
+from loragate.events.model import COMPILE_SITE, CompileResult, RunStarted
 from loragate.report.outcomes import JUDGED, CaseOutcome
-from loragate.verdict import Verdict
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,10 +10,10 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+from loragate.core.verdict import Judgement, OracleName, Verdict
 from loragate.report.outcomes import CaseOutcome
 from loragate.report.summary import Summary
 from loragate.report.wording import VERDICT_WORDS, multiple, ratio
-from loragate.verdict import Judgement, OracleName, Verdict
 
 # all lengths are CSS pixels
 GUTTER = 84

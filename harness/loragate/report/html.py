@@ -14,9 +14,10 @@ from importlib.resources import files
 
 from jinja2 import Environment, FunctionLoader, StrictUndefined, Template
 
+from loragate.core.checkout import Tree
+from loragate.core.verdict import Judgement, Verdict
 from loragate.findings.ledger import Line
 from loragate.report.by_oracle import OracleTable, oracle_table
-from loragate.report.events import Tree
 from loragate.report.heatmap import GUTTER, ROW, Band, bands, tone
 from loragate.report.kinds import Kind, kinds_of_trouble
 from loragate.report.outcomes import CaseOutcome
@@ -36,7 +37,6 @@ from loragate.report.wording import (
     ratio,
     word_of,
 )
-from loragate.verdict import Judgement, Verdict
 
 _TITLES: Mapping[Verdict, str] = {
     Verdict.PASS: "Passed",

@@ -12,11 +12,11 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
-from loragate.report.events import COMPILE_SITE, CompileResult, Skipped
+from loragate.core.verdict import Judgement, Verdict
+from loragate.events.model import COMPILE_SITE, CompileResult, Skipped
 from loragate.report.outcomes import CaseOutcome, LegOutcome
 from loragate.report.summary import Summary
 from loragate.report.wording import figures, headline, place, printable, word_of
-from loragate.verdict import Judgement, Verdict
 
 _LEGS = "gate.legs"
 

@@ -9,8 +9,8 @@ from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from loragate.core.verdict import Failure, OracleName, Verdict
 from loragate.report.outcomes import CaseOutcome
-from loragate.verdict import Failure, OracleName, Verdict
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,8 +12,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
-from loragate.findings.ledger import Finding, Line, audit, known_finding, observe_cases
-from loragate.report.events import (
+from loragate.core.verdict import Failure, Judgement, Verdict, worst
+from loragate.events.model import (
     CaseFinished,
     CaseStarted,
     CompileResult,
@@ -25,7 +25,7 @@ from loragate.report.events import (
     RunFinished,
     RunStarted,
 )
-from loragate.verdict import Failure, Judgement, Verdict, worst
+from loragate.findings.ledger import Finding, Line, audit, known_finding, observe_cases
 
 _Item = TypeVar("_Item")
 

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from enum import StrEnum
 
-from loragate.report.events import (
+from loragate.core.verdict import Verdict, worst
+from loragate.events.model import (
     CaseFinished,
     Event,
     KnownFinding,
@@ -18,7 +19,6 @@ from loragate.report.events import (
 )
 from loragate.report.outcomes import LegOutcome, excused, known_in, standing
 from loragate.report.terminal import Colour, render_leg, verdict_word
-from loragate.verdict import Verdict, worst
 
 _WIPE = "\r\x1b[2K"
 _STEPS = 10

@@ -6,9 +6,9 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from loragate.report.events import CompileResult
+from loragate.core.verdict import Verdict
+from loragate.events.model import CompileResult
 from loragate.report.wording import growth
-from loragate.verdict import Verdict
 
 
 @dataclass(frozen=True, slots=True)

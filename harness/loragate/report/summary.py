@@ -11,11 +11,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
-from loragate.findings.ledger import VERDICTS, Line, State
-from loragate.report.attempts import AttemptOutcome, attempt_outcomes, in_attempts
-from loragate.report.by_oracle import OracleCount, count_oracles
-from loragate.report.counts import Count, count_results, total_of
-from loragate.report.events import (
+from loragate.core.verdict import EXIT_CODES, ExitCode, Verdict, worst
+from loragate.events.log import EventLog
+from loragate.events.model import (
     CompileResult,
     Event,
     Expected,
@@ -23,7 +21,10 @@ from loragate.report.events import (
     RunFinished,
     RunStarted,
 )
-from loragate.report.log import EventLog
+from loragate.findings.ledger import VERDICTS, Line, State
+from loragate.report.attempts import AttemptOutcome, attempt_outcomes, in_attempts
+from loragate.report.by_oracle import OracleCount, count_oracles
+from loragate.report.counts import Count, count_results, total_of
 from loragate.report.outcomes import (
     CaseOutcome,
     LegOutcome,
@@ -32,17 +33,8 @@ from loragate.report.outcomes import (
     ledger_lines,
     leg_outcomes,
 )
-from loragate.verdict import ExitCode, Verdict, worst
 
 _Found = TypeVar("_Found", RunStarted, RunFinished)
-
-EXIT_CODES: Mapping[Verdict, ExitCode] = {
-    Verdict.PASS: ExitCode.OK,
-    Verdict.FAIL: ExitCode.WRONG,
-    Verdict.INFRA: ExitCode.INFRASTRUCTURE,
-    Verdict.INCONCLUSIVE: ExitCode.INCOMPLETE,
-    Verdict.SKIP: ExitCode.INCOMPLETE,
-}
 
 # what the exit codes mean, for people
 EXIT_MEANINGS: Mapping[ExitCode, str] = {

@@ -9,11 +9,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from enum import StrEnum
 from typing import TextIO
 
+from loragate.core.verdict import ExitCode, Judgement, Verdict
+from loragate.events.model import CompileResult
 from loragate.findings.ledger import Line, State
 from loragate.report.attempts import AttemptOutcome
 from loragate.report.by_oracle import OracleCount, never_judged, oracle_table
 from loragate.report.counts import Count, total_of
-from loragate.report.events import CompileResult
 from loragate.report.kinds import Kind, kinds_of_trouble
 from loragate.report.outcomes import CaseOutcome, LegOutcome
 from loragate.report.summary import EXIT_MEANINGS, Summary
@@ -27,7 +28,6 @@ from loragate.report.wording import (
     place,
     printable,
 )
-from loragate.verdict import ExitCode, Judgement, Verdict
 
 # beyond this the reader wants the HTML report
 _CASES_SHOWN = 20

@@ -6,9 +6,9 @@ import math
 import re
 from collections.abc import Iterable, Mapping
 
-from loragate.report.events import Resources
+from loragate.core.resources import Resources
+from loragate.core.verdict import Judgement, Verdict
 from loragate.report.outcomes import CaseOutcome
-from loragate.verdict import Judgement, Verdict
 
 # what an oracle that measures an error calls its figures
 ERROR = "err"

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from loragate.report.files import write_atomically
+from loragate.core.files import write_atomically
+from loragate.events.log import read_events
 from loragate.report.html import render_html
 from loragate.report.junit import render_junit
-from loragate.report.log import read_events
 from loragate.report.summary import Summary, summarize
 
 JUNIT_NAME = "junit.xml"

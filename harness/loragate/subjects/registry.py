@@ -10,13 +10,13 @@ from importlib import import_module
 from types import MappingProxyType
 from typing import cast
 
-from loragate.subjects.protocol import Subject
+from loragate.protocol import Subject
 
 SUBJECTS = MappingProxyType(
     {
-        "lorakernels": "loragate.subjects.lorakernels_subject:LoraKernelsSubject",
-        "torch": "loragate.subjects.torch_subject:TorchSubject",
-        "vllm": "loragate.subjects.vllm_subject:VllmSubject",
+        "lorakernels": "loragate.subjects.lorakernels.subject:LoraKernelsSubject",
+        "torch": "loragate.subjects.torch.subject:TorchSubject",
+        "vllm": "loragate.subjects.vllm.subject:VllmSubject",
     }
 )
 

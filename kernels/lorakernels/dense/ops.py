@@ -13,6 +13,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from lorakernels.batch.metadata import BatchMetadata, tile_height
+from lorakernels.common.sizes import rank_vector
 from lorakernels.dense.kernels import lora_expand_kernel, lora_shrink_kernel
 from lorakernels.dense.plan import (
     DenseShape,
@@ -25,9 +27,7 @@ from lorakernels.dense.plan import (
     tile_programs,
 )
 from lorakernels.dense.weights import SlotWeights
-from lorakernels.device import launch_options, supports_pdl
-from lorakernels.metadata import BatchMetadata, tile_height
-from lorakernels.sizes import rank_vector
+from lorakernels.runtime.device import launch_options, supports_pdl
 
 
 class DenseWorkspace:

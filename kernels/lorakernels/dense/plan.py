@@ -6,8 +6,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
-from lorakernels.metadata import MIN_TILE_ROWS, max_tiles, tile_height
-from lorakernels.sizes import power_of_2, power_of_2_below
+from lorakernels.batch.metadata import MIN_TILE_ROWS, max_tiles, tile_height
+from lorakernels.common.sizes import power_of_2, power_of_2_below
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,9 +12,9 @@ from functools import partial
 
 import torch
 
+from lorakernels.batch.metadata import BatchMetadata
 from lorakernels.dense.ops import _expand, _shape, _shrink, _tables, bridge_shape
 from lorakernels.dense.weights import SlotWeights
-from lorakernels.metadata import BatchMetadata
 
 _SLOTS = 4
 

@@ -13,11 +13,11 @@ from collections.abc import Mapping, Sequence
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from lorakernels.batch.metadata import BatchMetadata
 from lorakernels.dense.ops import DenseWorkspace, dense_delta
 from lorakernels.dense.weights import LoRAFactors, SlotWeights
 from lorakernels.layers.packing import Packing, Parts, owned, stage, take, take_packed
 from lorakernels.layers.partition import Parallel, Slice, cut_layer
-from lorakernels.metadata import BatchMetadata
 
 
 class LoRALinear(nn.Module):

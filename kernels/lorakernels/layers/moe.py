@@ -14,12 +14,13 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
+from lorakernels.batch.metadata import BatchMetadata
 from lorakernels.layers.expert_packing import ExpertParts, stage_experts
 from lorakernels.layers.moe_partition import MoERank, cut_moe
 from lorakernels.layers.moe_weights import Weight, expert_packing, take_w2, take_w13, values_of
-from lorakernels.metadata import BatchMetadata
-from lorakernels.moe.align import PairMetadata
-from lorakernels.moe.experts import (
+from lorakernels.moe.align.metadata import PairMetadata
+from lorakernels.moe.delta.ops import MoEWorkspace
+from lorakernels.moe.layer.ops import (
     Activation,
     ExpertBuffers,
     ExpertLoRA,
@@ -27,7 +28,6 @@ from lorakernels.moe.experts import (
     RouterWeight,
     run_experts,
 )
-from lorakernels.moe.ops import MoEWorkspace
 from lorakernels.moe.weights import ExpertFactors, ExpertWeights
 
 GATED = ("gate_proj", "up_proj", "down_proj")

@@ -13,7 +13,7 @@ from lorakernels.layers.expert_packing import ExpertPacking
 from lorakernels.layers.moe_partition import MoECut
 from lorakernels.layers.packing import owned, take
 from lorakernels.layers.partition import Shard
-from lorakernels.moe.experts import Quantised
+from lorakernels.moe.layer.ops import Quantised
 
 Weight = Tensor | Quantised
 

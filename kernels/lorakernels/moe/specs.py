@@ -9,12 +9,12 @@ from functools import partial
 
 import torch
 
-from lorakernels.moe.align import PairMetadata
-from lorakernels.moe.experts import Activation
-from lorakernels.moe.experts_launch import Adapters, product, sum_choices
-from lorakernels.moe.launch import Delta, launch
-from lorakernels.moe.ops import MoEWorkspace, shape_of_batch, view_bridge
-from lorakernels.moe.plan import MoEPath, plan_path
+from lorakernels.moe.align.metadata import PairMetadata
+from lorakernels.moe.delta.launch import Delta, launch
+from lorakernels.moe.delta.ops import MoEWorkspace, shape_of_batch, view_bridge
+from lorakernels.moe.delta.plan import MoEPath, plan_path
+from lorakernels.moe.layer.launch import Adapters, product, sum_choices
+from lorakernels.moe.layer.ops import Activation
 from lorakernels.moe.weights import ExpertWeights
 
 _SLOTS = 4

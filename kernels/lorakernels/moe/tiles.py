@@ -3,8 +3,8 @@ in a captured graph. Pure."""
 
 from __future__ import annotations
 
-from lorakernels.metadata import MIN_TILE_ROWS
-from lorakernels.sizes import power_of_2
+from lorakernels.batch.metadata import MIN_TILE_ROWS
+from lorakernels.common.sizes import power_of_2
 
 # adapters of a batch that the plan counts on
 USUAL_SLOTS = 4

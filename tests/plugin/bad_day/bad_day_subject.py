@@ -10,12 +10,12 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor
 
-from loragate import runner
-from loragate.machine import Machine
+from loragate.core.machine import Machine
 from loragate.matrix.case import Case
 from loragate.matrix.ids import seed_of
-from loragate.subjects.protocol import BaseLayer, Capabilities, Instance, Pool
-from loragate.subjects.torch_subject import TorchSubject
+from loragate.protocol import BaseLayer, Capabilities, Instance, Pool
+from loragate.run import trial as runner
+from loragate.subjects.torch.subject import TorchSubject
 
 
 def leave() -> None:

@@ -10,6 +10,7 @@ import traceback
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 
+from loragate.core.verdict import Failure, Verdict
 from loragate.faults import compiling
 from loragate.faults.checks import (
     activation,
@@ -24,7 +25,6 @@ from loragate.faults.checks import (
     tables,
 )
 from loragate.faults.model import Check, Sighting
-from loragate.verdict import Failure, Verdict
 
 CHECKS: Mapping[Check, Callable[[], str | None]] = MappingProxyType(
     {

@@ -11,13 +11,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from loragate.machine import detect_machine
+from loragate.core.machine import detect_machine
+from lorakernels.batch.metadata import BatchMetadata
 from lorakernels.dense.weights import LoRAFactors
 from lorakernels.layers.moe import FusedMoELoRA, MoEScratch
 from lorakernels.layers.moe_partition import MoERank
-from lorakernels.metadata import BatchMetadata
-from lorakernels.moe.align import PairMetadata
-from lorakernels.moe.experts import Quantised, RouterWeight, quantise_rows
+from lorakernels.moe.align.metadata import PairMetadata
+from lorakernels.moe.layer.ops import Quantised, RouterWeight, quantise_rows
 from lorakernels.moe.weights import ExpertFactors
 
 EXPERTS, HIDDEN, INTER, RANK, SLOTS = 5, 24, 20, 6, 3

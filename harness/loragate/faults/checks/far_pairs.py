@@ -9,12 +9,12 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from loragate.core.machine import detect_machine
 from loragate.faults.checks.rows import Unable, copy_late, sparse_memory
 from loragate.inputs.placement import bits_of
-from loragate.machine import detect_machine
-from lorakernels.metadata import BatchMetadata
-from lorakernels.moe.align import PairMetadata
-from lorakernels.moe.ops import MoEPath, MoEWorkspace, moe_delta
+from lorakernels.batch.metadata import BatchMetadata
+from lorakernels.moe.align.metadata import PairMetadata
+from lorakernels.moe.delta.ops import MoEPath, MoEWorkspace, moe_delta
 from lorakernels.moe.weights import ExpertFactors, ExpertWeights
 
 # the last of three lies 2^31 elements behind the first, one more than an int32 can count

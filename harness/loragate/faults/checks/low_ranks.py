@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from functools import partial
 
-from lorakernels.moe.plan import MoEPath
+from lorakernels.moe.delta.plan import MoEPath
 from lorakernels.moe.specs import Problem, _delta
 
 _PATHS = (MoEPath.TWO_KERNEL, MoEPath.ONE_SHOT)

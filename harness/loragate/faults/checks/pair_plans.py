@@ -13,14 +13,14 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
+from loragate.core.machine import detect_machine
 from loragate.inputs.placement import Band, bits_of, owned, place, whole
-from loragate.machine import detect_machine
 from loragate.matrix.case import Layout
-from lorakernels.metadata import BatchMetadata
-from lorakernels.moe import launch as launches
-from lorakernels.moe.align import PairMetadata
-from lorakernels.moe.launch import Delta, launch
-from lorakernels.moe.plan import MoEPath, MoEShape
+from lorakernels.batch.metadata import BatchMetadata
+from lorakernels.moe.align.metadata import PairMetadata
+from lorakernels.moe.delta import launch as launches
+from lorakernels.moe.delta.launch import Delta, launch
+from lorakernels.moe.delta.plan import MoEPath, MoEShape
 from lorakernels.moe.weights import ExpertFactors, ExpertWeights
 
 _TOKENS, _TOP_K, _EXPERTS, _SLOTS, _IN = 10, 2, 2, 3, 40

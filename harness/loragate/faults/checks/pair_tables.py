@@ -9,12 +9,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from loragate.machine import detect_machine
-from loragate.oracles.kernel_compiles import kernels_compiled
-from lorakernels.metadata import BatchMetadata
-from lorakernels.moe.align import PairMetadata
-from lorakernels.moe.ops import MoEWorkspace
-from lorakernels.moe.plan import MoEShape, bridge_shape
+from loragate.core.machine import detect_machine
+from loragate.execution.kernel_compiles import kernels_compiled
+from lorakernels.batch.metadata import BatchMetadata
+from lorakernels.moe.align.metadata import PairMetadata
+from lorakernels.moe.delta.ops import MoEWorkspace
+from lorakernels.moe.delta.plan import MoEShape, bridge_shape
 from lorakernels.moe.tiles import base_tile_height, tile_height
 from lorakernels.moe.weights import ExpertWeights
 

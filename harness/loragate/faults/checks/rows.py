@@ -9,12 +9,12 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from loragate.core.machine import detect_machine
 from loragate.faults.checks.late_producer import BLOCK, late_copy_kernel
 from loragate.inputs.placement import bits_of
-from loragate.machine import detect_machine
+from lorakernels.batch.metadata import BatchMetadata
 from lorakernels.dense.ops import DenseWorkspace, dense_delta
 from lorakernels.dense.weights import LoRAFactors, SlotWeights
-from lorakernels.metadata import BatchMetadata
 
 # the last of three rows starts at 2^31 elements, one more than an int32 can count
 _FAR = 1 << 30

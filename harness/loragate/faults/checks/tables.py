@@ -9,12 +9,12 @@ from itertools import product
 import torch
 from torch import Tensor
 
+from loragate.core.machine import detect_machine
+from loragate.execution.kernel_compiles import kernels_compiled
 from loragate.inputs.poison import poisoned_allocations
-from loragate.machine import detect_machine
-from loragate.oracles.kernel_compiles import kernels_compiled
+from lorakernels.batch.metadata import BatchMetadata, max_tiles, tile_height
 from lorakernels.dense.ops import DenseWorkspace, bridge_shape
 from lorakernels.dense.weights import LoRAFactors, SlotWeights
-from lorakernels.metadata import BatchMetadata, max_tiles, tile_height
 
 _SLOTS = 5
 _ROWS = 70

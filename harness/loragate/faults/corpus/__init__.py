@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from loragate.core.verdict import OracleName as O
 from loragate.faults.corpus import (
     adapters,
     controls,
@@ -25,7 +26,6 @@ from loragate.faults.corpus import (
     weights,
 )
 from loragate.faults.model import Control, Fault, Needs
-from loragate.verdict import OracleName as O
 
 FAULTS: tuple[Fault, ...] = (
     *metadata.FAULTS,

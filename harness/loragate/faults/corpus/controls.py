@@ -3,11 +3,11 @@ not what it is."""
 
 from __future__ import annotations
 
+from loragate.core.verdict import OracleName as O
 from loragate.faults.corpus.moe_points import EXPERT_CHECKS
 from loragate.faults.corpus.points import SMALL, delta, linear
 from loragate.faults.model import Check, Control, Edit
 from loragate.matrix.case import Dtype, Mix, Parallel
-from loragate.verdict import OracleName as O
 
 _PLAN = "lorakernels.dense.plan"
 _GUARDED = (*delta().oracles, O.GUARD)
@@ -67,7 +67,7 @@ CONTROLS = (
         why="Tiles of another height, on the host and on the device.",
         cases=(delta(),),
         checks=(Check.METADATA,),
-        edit=Edit("lorakernels.metadata", "        return 16\n", "        return 32\n"),
+        edit=Edit("lorakernels.batch.metadata", "        return 16\n", "        return 32\n"),
     ),
     Control(
         name="terms-swapped",

@@ -5,16 +5,16 @@ An interpreter runs one program after the other, so every order is kept by itsel
 
 from __future__ import annotations
 
+from loragate.core.verdict import OracleName as O
 from loragate.faults.corpus.points import delta, planting
 from loragate.faults.model import Check, Group, Needs
 from loragate.matrix.case import Dtype, Execution
-from loragate.verdict import OracleName as O
 
 _shrink = planting("lorakernels.dense.kernels", Group.SHRINK)
 _expand = planting("lorakernels.dense.kernels", Group.EXPAND)
-_host = planting("lorakernels.metadata", Group.METADATA)
+_host = planting("lorakernels.batch.metadata", Group.METADATA)
 _weights = planting("lorakernels.dense.weights", Group.WEIGHTS)
-_metadata = planting("lorakernels.metadata_kernel", Group.METADATA)
+_metadata = planting("lorakernels.batch.kernel", Group.METADATA)
 
 FAULTS = (
     _expand(

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from loragate.core.verdict import OracleName as O
 from loragate.faults.corpus.points import SMALL, delta, planting
 from loragate.faults.model import Check, Group
 from loragate.matrix.case import Dtype, Layout, Mix, Ranks
-from loragate.verdict import OracleName as O
 
 _plant = planting("lorakernels.dense.kernels", Group.EXPAND)
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from loragate.core.verdict import OracleName as O
 from loragate.faults.corpus.points import linear, planting
 from loragate.faults.model import Check, Group
 from loragate.matrix.case import Dtype, Parallel
-from loragate.verdict import OracleName as O
 
 _linear = planting("lorakernels.layers.linear", Group.LAYER)
 _packing = planting("lorakernels.layers.packing", Group.LAYER)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from loragate.core.verdict import OracleName as O
 from loragate.faults.corpus.points import SMALL, delta, planting
 from loragate.faults.model import Check, Group
 from loragate.matrix.case import Layout, Mix
-from loragate.verdict import OracleName as O
 
-_plant = planting("lorakernels.metadata", Group.METADATA)
-_kernel = planting("lorakernels.metadata_kernel", Group.METADATA)
+_plant = planting("lorakernels.batch.metadata", Group.METADATA)
+_kernel = planting("lorakernels.batch.kernel", Group.METADATA)
 
 FAULTS = (
     _plant(

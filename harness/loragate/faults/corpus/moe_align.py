@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from loragate.core.verdict import OracleName as O
 from loragate.faults.corpus.moe_points import MOE_SMALL, pairs, served, two_kernel
 from loragate.faults.corpus.points import planting
 from loragate.faults.model import Check, Group
 from loragate.matrix.case import Dtype, ExpertMap
-from loragate.verdict import OracleName as O
 
-_align = planting("lorakernels.moe.align", Group.ALIGN)
-_kernel = planting("lorakernels.moe.align_kernel", Group.ALIGN)
-_launch = planting("lorakernels.moe.align_launch", Group.ALIGN)
-_torch = planting("lorakernels.moe.align_torch", Group.ALIGN)
+_align = planting("lorakernels.moe.align.metadata", Group.ALIGN)
+_kernel = planting("lorakernels.moe.align.kernels", Group.ALIGN)
+_launch = planting("lorakernels.moe.align.launch", Group.ALIGN)
+_torch = planting("lorakernels.moe.align.torch_sort", Group.ALIGN)
 _tiles = planting("lorakernels.moe.tiles", Group.ALIGN)
 
 # more pairs than one program places, and no multiple of what it does

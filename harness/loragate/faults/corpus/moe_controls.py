@@ -12,7 +12,7 @@ from loragate.faults.corpus.moe_points import (
 from loragate.faults.model import Check, Control, Edit
 from loragate.matrix.case import Dtype, Mix, RouterWeights, Sharing, Source, Write
 
-_PLAN = "lorakernels.moe.plan"
+_PLAN = "lorakernels.moe.delta.plan"
 
 CONTROLS = (
     Control(
@@ -58,7 +58,7 @@ CONTROLS = (
         cases=(pairs(), two_kernel()),
         checks=(Check.PAIRS,),
         edit=Edit(
-            "lorakernels.moe.align_launch",
+            "lorakernels.moe.align.launch",
             "if num_bins(self.num_experts, self.max_slots, self.with_base) > MOST_BINS:",
             "if self.num_experts:",
         ),
@@ -79,7 +79,7 @@ CONTROLS = (
         why="A sum of offsets in another order.",
         cases=(two_kernel(),),
         edit=Edit(
-            "lorakernels.moe.kernels",
+            "lorakernels.moe.delta.kernels",
             "a_tile + k_begin + offs_n.to(tl.int64)[None, :] * K + offs_k[:, None]",
             "a_tile + offs_k[:, None] + offs_n.to(tl.int64)[None, :] * K + k_begin",
         ),

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
+from loragate.core.verdict import OracleName as O
 from loragate.faults.corpus.moe_points import two_kernel
 from loragate.faults.corpus.points import planting
 from loragate.faults.model import Check, Group, Needs
 from loragate.matrix.case import Dtype
-from loragate.verdict import OracleName as O
 
-_kernels = planting("lorakernels.moe.kernels", Group.MOE_TWO_KERNEL)
-_launch = planting("lorakernels.moe.launch", Group.MOE_TWO_KERNEL)
-_one_shot = planting("lorakernels.moe.one_shot_kernel", Group.MOE_FUSED)
-_align = planting("lorakernels.moe.align_kernel", Group.ALIGN)
+_kernels = planting("lorakernels.moe.delta.kernels", Group.MOE_TWO_KERNEL)
+_launch = planting("lorakernels.moe.delta.launch", Group.MOE_TWO_KERNEL)
+_one_shot = planting("lorakernels.moe.delta.one_shot_kernel", Group.MOE_FUSED)
+_align = planting("lorakernels.moe.align.kernels", Group.ALIGN)
 
 FAULTS = (
     _kernels(

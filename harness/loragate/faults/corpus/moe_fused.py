@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+from loragate.core.verdict import OracleName as O
 from loragate.faults.corpus.moe_points import one_shot, pairs, small_batch
 from loragate.faults.corpus.points import planting
 from loragate.faults.model import Check, Group
 from loragate.matrix.case import Dtype, ExpertMap, Layout, Ranks, RouterWeights, Sharing
-from loragate.verdict import OracleName as O
 
-_one_shot = planting("lorakernels.moe.one_shot_kernel", Group.MOE_FUSED)
-_small = planting("lorakernels.moe.small_batch_kernel", Group.MOE_FUSED)
-_launch = planting("lorakernels.moe.launch", Group.MOE_FUSED)
+_one_shot = planting("lorakernels.moe.delta.one_shot_kernel", Group.MOE_FUSED)
+_small = planting("lorakernels.moe.delta.small_batch_kernel", Group.MOE_FUSED)
+_launch = planting("lorakernels.moe.delta.launch", Group.MOE_FUSED)
 
 # more columns than a block has; one oracle, for the interpreter takes its time
 _HIGH_TILES = one_shot(

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
+from loragate.core.verdict import Failure
+from loragate.core.verdict import OracleName as O
 from loragate.faults.corpus.moe_points import MOE_SMALL, one_shot, pairs, two_kernel
 from loragate.faults.corpus.points import planting
 from loragate.faults.model import Check, Group
 from loragate.matrix.case import Ranks, RouterWeights, Sharing, Source, Write
-from loragate.verdict import Failure
-from loragate.verdict import OracleName as O
 
-_ops = planting("lorakernels.moe.ops", Group.MOE_HOST)
-_launch = planting("lorakernels.moe.launch", Group.MOE_HOST)
-_plan = planting("lorakernels.moe.plan", Group.MOE_HOST)
-_align = planting("lorakernels.moe.align", Group.MOE_HOST)
+_ops = planting("lorakernels.moe.delta.ops", Group.MOE_HOST)
+_launch = planting("lorakernels.moe.delta.launch", Group.MOE_HOST)
+_plan = planting("lorakernels.moe.delta.plan", Group.MOE_HOST)
+_align = planting("lorakernels.moe.align.metadata", Group.MOE_HOST)
 _weights = planting("lorakernels.moe.weights", Group.MOE_HOST)
 
 _GUARDED = pairs(tokens=5, in_features=16, slices=(16, 8), oracles=(O.REFERENCE, O.GUARD))

@@ -3,14 +3,14 @@ the sum over choices."""
 
 from __future__ import annotations
 
+from loragate.core.verdict import OracleName as O
 from loragate.faults.corpus.moe_points import served
 from loragate.faults.corpus.points import planting
 from loragate.faults.model import Check, Group
 from loragate.matrix.case import Quantisation
-from loragate.verdict import OracleName as O
 
-_experts = planting("lorakernels.moe.experts", Group.MOE_LAYER)
-_kernel = planting("lorakernels.moe.experts_kernels", Group.MOE_LAYER)
+_experts = planting("lorakernels.moe.layer.ops", Group.MOE_LAYER)
+_kernel = planting("lorakernels.moe.layer.kernels", Group.MOE_LAYER)
 
 _QUANTISED = served(quantisation=Quantisation.FP8, oracles=(O.REFERENCE,))
 

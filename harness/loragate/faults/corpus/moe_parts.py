@@ -3,10 +3,10 @@ its way into the slots."""
 
 from __future__ import annotations
 
+from loragate.core.verdict import OracleName as O
 from loragate.faults.corpus.moe_points import served
 from loragate.faults.corpus.points import planting
 from loragate.faults.model import Check, Group
-from loragate.verdict import OracleName as O
 
 _layer = planting("lorakernels.layers.moe", Group.MOE_LAYER)
 _weights = planting("lorakernels.layers.moe_weights", Group.MOE_LAYER)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+from loragate.core.verdict import OracleName as O
 from loragate.faults.corpus.points import EVERY, NUMERIC
 from loragate.faults.model import Check
 from loragate.matrix.case import Case, Dtype, Path, RouterWeights, Site
-from loragate.verdict import OracleName as O
 
 # several tiles of one expert and slot, unequal slices, a rank that no vector of ranks divides
 _DEFAULTS: dict[str, Any] = {

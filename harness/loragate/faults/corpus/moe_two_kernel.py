@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from loragate.core.verdict import OracleName as O
 from loragate.faults.corpus.moe_points import MOE_SMALL, two_kernel
 from loragate.faults.corpus.points import planting
 from loragate.faults.model import Check, Group
 from loragate.matrix.case import Dtype, Layout, Mix, Path, Ranks, RouterWeights, Write
-from loragate.verdict import OracleName as O
 
-_plant = planting("lorakernels.moe.kernels", Group.MOE_TWO_KERNEL)
+_plant = planting("lorakernels.moe.delta.kernels", Group.MOE_TWO_KERNEL)
 _columns = planting("lorakernels.dense.kernels", Group.MOE_TWO_KERNEL)
 
 _SMALL = replace(MOE_SMALL, path=Path.TWO_KERNEL)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from loragate.core.verdict import OracleName as O
 from loragate.faults.corpus.points import EVERY, SMALL, delta, planting
 from loragate.faults.model import Check, Group
 from loragate.matrix.case import Dtype
-from loragate.verdict import OracleName as O
 
 _ops = planting("lorakernels.dense.ops", Group.HOST)
 _plan = planting("lorakernels.dense.plan", Group.HOST)

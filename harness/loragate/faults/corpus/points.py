@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from typing import Any, Protocol
 
+from loragate.core.verdict import OracleName
 from loragate.faults.model import Check, Edit, Fault, Group, Killer, Needs
 from loragate.matrix.case import Case, Dtype, Site
-from loragate.verdict import OracleName
 
 NUMERIC = tuple(o for o in OracleName if o not in (OracleName.GUARD, OracleName.COMPILE))
 EVERY = tuple(OracleName)

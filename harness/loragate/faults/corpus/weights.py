@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from loragate.core.verdict import OracleName as O
 from loragate.faults.corpus.points import SMALL, delta, planting
 from loragate.faults.model import Group
 from loragate.matrix.case import Ranks
-from loragate.verdict import OracleName as O
 
 _plant = planting("lorakernels.dense.weights", Group.WEIGHTS)
 _GUARDED = delta(tokens=5, slots=2, oracles=(O.REFERENCE, O.EXACT, O.GUARD))

@@ -1,0 +1,33 @@
+"""`loragate plan`: what would run here, and what would not and why. Runs nothing."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+from loragate.commands.selection_options import add_selection_options, selection_from
+from loragate.core.machine import select_interpreter
+from loragate.core.verdict import ExitCode
+from loragate.matrix.show import plan_json, render_plan
+
+
+def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = subparsers.add_parser("plan", help="show what would run here, and why not")
+    add_selection_options(parser)
+    parser.add_argument("--json", action="store_true", help="for programs")
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    from loragate.core.machine import detect_machine
+    from loragate.run.opening import plan_selection
+
+    select_interpreter()
+    selection = selection_from(arguments, has_gpu=not detect_machine().interpreted)
+    try:
+        made, _ = plan_selection(selection)
+    except ValueError as error:
+        print(error, file=sys.stderr)
+        return ExitCode.USAGE.value
+    print((plan_json if arguments.json else render_plan)(made), end="")
+    return ExitCode.OK.value

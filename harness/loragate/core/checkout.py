@@ -1,0 +1,52 @@
+"""Where the project lies, and its commit. Imports no torch."""
+
+from __future__ import annotations
+
+import subprocess
+from enum import StrEnum
+from pathlib import Path
+
+
+class Tree(StrEnum):
+    """State of the working tree that a run was started from."""
+
+    CLEAN = "clean"
+    DIRTY = "dirty"
+    # not a checkout, or no git
+    UNKNOWN = "unknown"
+
+
+def project_root() -> Path:
+    """The checkout that holds this package, else the current folder."""
+    checkout = Path(__file__).resolve().parents[3]
+    return checkout if (checkout / "cases").is_dir() else Path.cwd()
+
+
+def commit_and_tree(root: Path, *, ignoring: Path | None = None) -> tuple[str, Tree]:
+    """Commit and state of the checkout; ("", UNKNOWN) outside of one or without git.
+
+    ignoring: the file of records, which the run before has changed and which is no code.
+    """
+    commit = _git(root, "rev-parse", "HEAD")
+    # a folder that is new would hide the names of its files
+    scope = ["--untracked-files=all", "--", "."]
+    if ignoring is not None and ignoring.resolve().is_relative_to(root.resolve()):
+        scope.append(f":(exclude,literal){ignoring.resolve().relative_to(root.resolve())}")
+    changes = _git(root, "status", "--porcelain", *scope)
+    if commit is None or changes is None:
+        return "", Tree.UNKNOWN
+    return commit, Tree.DIRTY if changes else Tree.CLEAN
+
+
+def _git(root: Path, *arguments: str) -> str | None:
+    try:
+        answer = subprocess.run(
+            ["git", "-C", str(root), *arguments],
+            capture_output=True,
+            text=True,
+            timeout=30,
+            check=True,
+        )
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return answer.stdout.strip()

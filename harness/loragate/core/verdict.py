@@ -1,0 +1,94 @@
+"""What an oracle says about one run of one case. Pure; imports no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from enum import Enum, StrEnum
+
+
+class Verdict(StrEnum):
+    PASS = "pass"
+    FAIL = "fail"
+    # the evidence does not allow a judgement, for instance an ill-conditioned reference
+    INCONCLUSIVE = "inconclusive"
+    SKIP = "skip"
+    INFRA = "infra"
+
+
+class Failure(StrEnum):
+    """Kind of a FAIL or INFRA verdict."""
+
+    WRONG_ANSWER = "wrong_answer"
+    BASE_ROW_CHANGED = "base_row_changed"
+    FOREIGN_MEMORY = "foreign_memory"
+    NONDETERMINISTIC = "nondeterministic"
+    NOT_EQUIVARIANT = "not_equivariant"
+    STALE_STATE = "stale_state"
+    NOT_REFUSED = "not_refused"
+    RECOMPILED = "recompiled"
+    RESOURCES_GREW = "resources_grew"
+    EXCEPTION = "exception"
+    HANG = "hang"
+    CRASH = "crash"
+    CUDA_STICKY = "cuda_sticky"
+    OUT_OF_MEMORY = "out_of_memory"
+
+
+class OracleName(StrEnum):
+    REFERENCE = "reference"
+    EXACT = "exact"
+    BASE_ROWS = "base_rows"
+    CANARY = "canary"
+    REPEAT = "repeat"
+    PERMUTE = "permute"
+    SEQUENCE = "sequence"
+    GUARD = "guard"
+    COMPILE = "compile"
+
+
+@dataclass(frozen=True, slots=True)
+class Judgement:
+    """One oracle's verdict with its evidence.
+
+    `where` locates the worst element in the user's terms (slot, token, slice, column);
+    `metrics` holds figures (error, threshold, counts); `message` is one sentence that
+    explains a verdict other than PASS, or the reason of a SKIP.
+    """
+
+    oracle: OracleName
+    verdict: Verdict
+    failure: Failure | None = None
+    message: str = ""
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    where: Mapping[str, int | str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        needs_kind = self.verdict in (Verdict.FAIL, Verdict.INFRA)
+        assert needs_kind == (self.failure is not None), f"{self.verdict} with {self.failure}"
+
+
+class ExitCode(int, Enum):
+    OK = 0
+    WRONG = 1
+    INCOMPLETE = 2
+    INFRASTRUCTURE = 3
+    USAGE = 4
+
+
+EXIT_CODES: Mapping[Verdict, ExitCode] = {
+    Verdict.PASS: ExitCode.OK,
+    Verdict.FAIL: ExitCode.WRONG,
+    Verdict.INFRA: ExitCode.INFRASTRUCTURE,
+    Verdict.INCONCLUSIVE: ExitCode.INCOMPLETE,
+    Verdict.SKIP: ExitCode.INCOMPLETE,
+}
+
+# worst first: one wrong answer outweighs everything else that a case may have shown
+_SEVERITY = (Verdict.FAIL, Verdict.INFRA, Verdict.INCONCLUSIVE, Verdict.SKIP, Verdict.PASS)
+
+
+def worst(verdicts: Iterable[Verdict]) -> Verdict:
+    """The verdict that stands for a group; a group without any verdict has shown nothing."""
+    found = set(verdicts)
+    return next((v for v in _SEVERITY if v in found), Verdict.INCONCLUSIVE)

@@ -1,0 +1,177 @@
+"""What happened in a run, one JSON record a line: the source of truth of every report.
+
+Records are only ever appended, so that a killed process loses at most the line it was writing.
+A record is an envelope (schema, kind, run) with one event in it. A new field gets a default, so
+that older records stay readable; a kind that this version does not know is counted and left out.
+Pure; imports no torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from loragate.core.checkout import Tree
+from loragate.core.resources import Resources
+from loragate.core.verdict import Failure, Judgement, Verdict
+from loragate.findings.ledger import Finding
+from loragate.matrix.case import Tier
+
+SCHEMA = 1
+
+# site of the rows that count compiled kernels: compiling is no operation of a subject
+COMPILE_SITE = "compile"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Expected:
+    """How many results a leg owes for one site of one subject.
+
+    `run_ids` names them (as `loragate.matrix.ids.run_id`), or is empty where results have no
+    run id: compile results, whose site is COMPILE_SITE.
+    """
+
+    leg: str
+    subject: str
+    site: str
+    count: int
+    run_ids: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        assert not self.run_ids or len(set(self.run_ids)) == self.count, (
+            f"{self.leg}/{self.subject}/{self.site}: {self.count} expected, "
+            f"{len(set(self.run_ids))} different run ids"
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Skipped:
+    """A case that the plan left out, with the reason. It is not among the expected ones."""
+
+    run_id: str
+    subject: str
+    site: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunStarted:
+    """The plan. `started_at` is ISO 8601 in UTC; `legs` are all the legs that must finish;
+    `attempts` are those that every expected run id owes, none if the plan does not say."""
+
+    run: str
+    started_at: str
+    tier: Tier
+    subjects: tuple[str, ...]
+    legs: tuple[str, ...]
+    expected: tuple[Expected, ...]
+    skipped: tuple[Skipped, ...] = ()
+    attempts: tuple[int, ...] = ()
+    commit: str = ""
+    tree: Tree = Tree.UNKNOWN
+    versions: Mapping[str, str] = field(default_factory=dict)
+    machine: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LegStarted:
+    name: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LegFinished:
+    """End of one process of the gate. `log_path` is relative to the report folder."""
+
+    name: str
+    verdict: Verdict
+    exit_code: int
+    duration_s: float
+    log_path: str = ""
+    message: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CaseStarted:
+    """Written before anything can go wrong: a start without an end is a crash."""
+
+    run_id: str
+    worker: str
+    attempt: int
+    seed: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CaseFinished:
+    """One attempt at one case of one subject.
+
+    `failure` and `message` tell what no oracle could: a hang, a crash, an exception, too little
+    memory. `gpu` is the device that the worker was pinned to, "" on a CPU.
+    """
+
+    run_id: str
+    subject: str
+    site: str
+    attempt: int
+    seed: int
+    worker: str
+    verdict: Verdict
+    judgements: tuple[Judgement, ...]
+    duration_s: float
+    replay: str
+    gpu: str = ""
+    failure: Failure | None = None
+    message: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CompileResult:
+    """One specialisation of one kernel for one architecture, for instance "sm_90".
+
+    `resources` is None if it did not compile, `baseline` is None if none is recorded.
+    """
+
+    subject: str
+    kernel: str
+    specialisation: str
+    arch: str
+    verdict: Verdict
+    resources: Resources | None = None
+    baseline: Resources | None = None
+    message: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Note:
+    """Something that the reader of the report should know."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KnownFinding:
+    """What the ledger lists about cases of a subject of this run, and the subject's version, ""
+    if it is not installed. Part of the record, so that a later ledger changes no old verdict."""
+
+    finding: Finding
+    version: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunFinished:
+    """The gate came to its end, whatever the verdict. Without it the run was killed."""
+
+    finished_at: str
+    duration_s: float
+
+
+Event = (
+    RunStarted
+    | LegStarted
+    | LegFinished
+    | CaseStarted
+    | CaseFinished
+    | CompileResult
+    | Note
+    | KnownFinding
+    | RunFinished
+)

@@ -1,0 +1,217 @@
+"""One artifact for any number of identical layers and any mix of adapters, and operators that
+are what they say they are.
+
+Several layers with adapters of their own are run through torch.compile, batch after batch. All
+of them must share one traced graph, and all other batch sizes a second one: a layer's name or the
+number of active adapters in a graph gives each layer or batch a graph of its own (vllm #34119,
+#38152), and a server that compiles while it serves. Every custom operator that a step calls
+passes opcheck; on a GPU no kernel is compiled after the first batch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from loragate.core.verdict import Failure, Judgement, OracleName, Verdict
+from loragate.execution.kernel_compiles import kernels_compiled
+from loragate.execution.session import base_of
+from loragate.inputs import DataKind, copy_batch, make_batch, make_pool
+from loragate.matrix.case import Execution, Mix
+from loragate.oracles.evidence import judge_bits, passed
+from loragate.protocol import AnyInstance, Batch, Trial, apply_step
+
+_KIND = DataKind.EXACT
+_LAYERS = 3
+# from all adapters over one to none: what depends on their number changes with each
+_MIXES = (Mix.RAGGED, Mix.ALL_BASE, Mix.SINGLE)
+# torch's own operators, which a subject need not answer for
+_TORCH = frozenset({"aten", "prim", "prims"})
+
+
+class Compile:
+    name = OracleName.COMPILE
+
+    def applies(self, trial: Trial) -> str | None:
+        if trial.case.execution is not Execution.EAGER:
+            return "a captured graph is compiled once by its nature"
+        if not trial.case.tokens:
+            return "the batch has no rows"
+        if not trial.capabilities.traceable:
+            return "the subject does not promise that torch.compile can trace it"
+        return None
+
+    def judge(self, trial: Trial) -> Judgement:
+        layers = [_open(trial, number) for number in range(_LAYERS)]
+        calls = _custom_calls(layers[0], _batch(trial, 0))
+        wrong = _opcheck(calls)
+        if wrong is not None:
+            return wrong
+        compiled = _Compiled(trial)
+        wrong = _trace(trial, layers, compiled)
+        if wrong is not None:
+            return wrong
+        figures = {"operators": len(calls), "layers": _LAYERS, "graphs": compiled.graphs}
+        return passed(self.name, **{name: float(count) for name, count in figures.items()})
+
+
+def _open(trial: Trial, number: int) -> AnyInstance:
+    """A layer with adapters of its own."""
+    instance = trial.subject.open(trial.case, trial.machine, base_of(trial, _KIND))
+    seed = trial.seed + number
+    pool = make_pool(trial.case, seed, _KIND, trial.machine, trial.capabilities)
+    for slot in range(pool.num_slots):
+        instance.load(slot, pool)
+    return instance
+
+
+def _batch(trial: Trial, step: int, tokens: int | None = None) -> Batch:
+    tokens = trial.case.tokens if tokens is None else tokens
+    case = replace(trial.case, mix=_MIXES[step], tokens=tokens)
+    return make_batch(case, trial.seed, step, _KIND, trial.machine)
+
+
+@dataclass(frozen=True, slots=True)
+class _Call:
+    operator: Any
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+
+class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """The calls of operators that are not torch's own, the first of each."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.calls: dict[str, _Call] = {}
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if func.namespace not in _TORCH:
+            self.calls.setdefault(str(func), _Call(func, args, kwargs or {}))
+        return func(*args, **(kwargs or {}))
+
+
+def _custom_calls(instance: AnyInstance, batch: Batch) -> tuple[_Call, ...]:
+    instance.prepare(batch.token_slots)
+    with _Recorder() as recorder:
+        apply_step(instance, batch)
+    return tuple(recorder.calls.values())
+
+
+def _opcheck(calls: tuple[_Call, ...]) -> Judgement | None:
+    for call in calls:
+        try:
+            torch.library.opcheck(call.operator, call.args, call.kwargs)
+        except torch.AcceleratorError:
+            raise
+        # opcheck has no error type of its own
+        except Exception as error:
+            return _failure(Failure.WRONG_ANSWER, f"opcheck of {call.operator}: {_first(error)}")
+    return None
+
+
+def _trace(trial: Trial, layers: list[AnyInstance], compiled: _Compiled) -> Judgement | None:
+    """A FAIL if layers, mixes or sizes need graphs of their own, or a graph gives other results;
+    INCONCLUSIVE if there is no graph at all."""
+    try:
+        for number, mix in enumerate(_MIXES):
+            batch = _batch(trial, number)
+            for index, layer in enumerate(layers):
+                where = f"layer {index} of {_LAYERS} with a batch of {mix}"
+                warm = number + index > 0
+                wrong = compiled.step(layer, batch, where, graphs=1, warm=warm)
+                if wrong is not None:
+                    return wrong
+        for tokens in _other_sizes(trial.case.tokens):
+            batch = _batch(trial, 0, tokens)
+            where = f"a batch of {tokens} rows after one of {trial.case.tokens}"
+            # torch.compile takes a size for a constant until it meets another one
+            wrong = compiled.step(layers[0], batch, where, graphs=2, warm=False)
+            if wrong is not None:
+                return wrong
+    except torch._dynamo.exc.TorchDynamoException as error:
+        return _failure(Failure.RECOMPILED, f"cannot be traced as one graph: {_first(error)}")
+    finally:
+        torch._dynamo.reset()
+    return None
+
+
+def _other_sizes(tokens: int) -> range:
+    """Smaller batches; a size of one is a constant to torch.compile for good."""
+    return range(tokens - 1, max(1, tokens - 4), -1)
+
+
+class _Compiled:
+    """One function under torch.compile that runs any layer, and the graphs that it took."""
+
+    def __init__(self, trial: Trial) -> None:
+        def run(layer: AnyInstance, batch: Batch) -> Tensor:
+            return apply_step(layer, batch)
+
+        torch._dynamo.reset()
+        self._trial = trial
+        self._graphs: list[torch.fx.GraphModule] = []
+        self._run = torch.compile(run, backend=self._keep, fullgraph=True)
+
+    @property
+    def graphs(self) -> int:
+        return len(self._graphs)
+
+    def step(
+        self, layer: AnyInstance, batch: Batch, where: str, *, graphs: int, warm: bool
+    ) -> Judgement | None:
+        """A FAIL if there are more than `graphs` graphs now, or Triton compiles while `warm`.
+        INCONCLUSIVE if there are none."""
+        kernels: list[str] = []
+        with kernels_compiled(kernels):
+            layer.prepare(batch.token_slots)
+            wanted = apply_step(layer, copy_batch(batch)) + 0.0
+            result = self._run(layer, copy_batch(batch)) + 0.0
+        if warm and kernels:
+            return _failure(Failure.RECOMPILED, f"{where} compiled {', '.join(kernels)} anew")
+        if not self._graphs:
+            # torch.compile is silent where it is switched off, and runs the layer as it is
+            message = f"{where}: torch.compile traced nothing (is TORCHDYNAMO_DISABLE set?)"
+            return Judgement(OracleName.COMPILE, Verdict.INCONCLUSIVE, message=message)
+        if len(self._graphs) > graphs:
+            return _failure(Failure.RECOMPILED, f"{where}: {_difference(*self._graphs[-2:])}")
+        return _compare(self._trial, batch, result, wanted)
+
+    def _keep(self, graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Any:
+        self._graphs.append(graph)
+        return torch._dynamo.lookup_backend("aot_eager")(graph, inputs)
+
+
+def _compare(trial: Trial, batch: Batch, result: Tensor, wanted: Tensor) -> Judgement | None:
+    return judge_bits(
+        trial,
+        batch,
+        result,
+        wanted,
+        oracle=OracleName.COMPILE,
+        failure=Failure.WRONG_ANSWER,
+        claim="the same layer without torch.compile",
+    )
+
+
+def _difference(one: torch.fx.GraphModule, other: torch.fx.GraphModule) -> str:
+    """The first line in which two graphs of what should be one differ."""
+    lines, others = (str(graph.graph).splitlines() for graph in (one, other))
+    for line, counterpart in zip(lines, others, strict=False):
+        if line != counterpart:
+            return f"a graph of its own, with {counterpart.strip()!r} for {line.strip()!r}"
+    return "a graph of its own, for guards that the first one does not meet"
+
+
+def _first(error: BaseException) -> str:
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), repr(error))
+
+
+def _failure(kind: Failure, message: str) -> Judgement:
+    return Judgement(OracleName.COMPILE, Verdict.FAIL, kind, message)

@@ -1,0 +1,271 @@
+"""Bad input is refused, and a refusal changes nothing.
+
+A refusal is a ValueError whose message tells what was given, before anything is written: tensors
+keep their bits, the mapping of the step before still stands, a slot keeps its adapter (activation
+is all or nothing), and the next good step is right. Each subject states which refusals it
+promises; a silent acceptance is a wrong answer that nobody was told about.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from loragate.core.verdict import Failure, Judgement, OracleName, Verdict
+from loragate.execution.session import base_of
+from loragate.inputs import DataKind, copy_batch, make_batch, make_pool
+from loragate.inputs.placement import bits_of, guarded, whole
+from loragate.matrix.case import (
+    IN_PLACE_SITES,
+    MOE_SITES,
+    Case,
+    Execution,
+    Layout,
+    Mix,
+    Ranks,
+)
+from loragate.oracles.evidence import judge_bits, passed
+from loragate.protocol import AnyInstance, Batch, Guard, Pool, Routes, Trial, apply_step
+
+
+@dataclass(frozen=True, slots=True)
+class Violation:
+    """One bad call. The error must name `given`; `watched` must keep their bits."""
+
+    guard: Guard
+    what: str
+    given: str
+    call: Callable[[], object]
+    watched: tuple[Tensor, ...] = ()
+
+
+class GuardedInput:
+    name = OracleName.GUARD
+
+    def applies(self, trial: Trial) -> str | None:
+        if trial.case.execution is not Execution.EAGER:
+            return "input is checked on the host, alike in every execution"
+        if trial.case.tp * trial.case.ep > 1:
+            return "a subject checks its input before it simulates ranks, alike for any number"
+        if not trial.case.tokens:
+            return "the batch has no rows"
+        if not trial.capabilities.guards:
+            return "the subject promises no refusals"
+        return None
+
+    def judge(self, trial: Trial) -> Judgement:
+        kind = DataKind.EXACT
+        # rows of the last slot, so that damage to its adapter shows
+        case = replace(trial.case, mix=Mix.RAGGED, layout=Layout.CONTIGUOUS)
+        pool = make_pool(case, trial.seed, kind, trial.machine, trial.capabilities)
+        batch = make_batch(case, trial.seed, 0, kind, trial.machine)
+        instance = trial.subject.open(case, trial.machine, base_of(trial, kind))
+        for slot in range(case.slots):
+            instance.load(slot, pool)
+        instance.prepare(batch.token_slots)
+        wanted = _apply(instance, batch)
+        count = 0
+        for violation in _violations(trial, case, instance, batch):
+            if violation.guard not in trial.capabilities.guards:
+                continue
+            count += 1
+            wrong = _refusal(violation) or _aftermath(trial, violation, instance, batch, wanted)
+            if wrong is not None:
+                return wrong
+        if not count:
+            reason = f"no refusal that the subject promises concerns {case.site}"
+            return Judgement(self.name, Verdict.SKIP, message=reason)
+        return passed(self.name, refusals=float(count))
+
+
+def _refusal(violation: Violation) -> Judgement | None:
+    """A FAIL if the call is not refused as promised, or changes a tensor on the way."""
+    before = [bits_of(whole(tensor)).clone() for tensor in violation.watched]
+    try:
+        violation.call()
+    except ValueError as error:
+        if not _names(str(error), violation.given):
+            return _failure(violation, f"the error does not name {violation.given}: {error}")
+    except torch.AcceleratorError:
+        # the device is lost, which is the runner's to tell
+        raise
+    except Exception as error:
+        return _failure(violation, f"{type(error).__name__} instead of ValueError: {error}")
+    else:
+        return _failure(violation, "it was accepted")
+    for tensor, bits in zip(violation.watched, before, strict=True):
+        if not torch.equal(bits_of(whole(tensor)), bits):
+            return _failure(violation, "it was refused after a tensor had been changed")
+    return None
+
+
+def _names(message: str, given: str) -> bool:
+    """Whether `given` stands in `message` as a word or a number of its own: "without" does not
+    name out, and neither "cuda:2" nor "-2" nor "0.2" name 2."""
+    own = rf"(?<![\w:-])(?<!\d\.){re.escape(given)}(?!\w|-\w|\.\d)"
+    return re.search(own, message) is not None
+
+
+def _aftermath(
+    trial: Trial, violation: Violation, instance: AnyInstance, batch: Batch, wanted: Tensor
+) -> Judgement | None:
+    """A FAIL if the step that was prepared before gives something else now."""
+    try:
+        result = _apply(instance, batch)
+    except torch.AcceleratorError:
+        raise
+    except Exception as error:
+        message = f"a good step after it raises {type(error).__name__}: {error}"
+        return _failure(violation, message, Failure.STALE_STATE)
+    return judge_bits(
+        trial,
+        batch,
+        result,
+        wanted,
+        oracle=OracleName.GUARD,
+        failure=Failure.STALE_STATE,
+        claim=f"the step before a refused call ({violation.what})",
+    )
+
+
+def _failure(
+    violation: Violation, message: str, failure: Failure = Failure.NOT_REFUSED
+) -> Judgement:
+    return Judgement(
+        OracleName.GUARD,
+        Verdict.FAIL,
+        failure,
+        f"{violation.what}: {message}",
+        where={"guard": violation.guard.value},
+    )
+
+
+def _apply(instance: AnyInstance, batch: Batch) -> Tensor:
+    own = copy_batch(batch)
+    # a sum of zero has either sign, as the order of its terms has it
+    return apply_step(instance, own) + 0.0
+
+
+def _violations(
+    trial: Trial, case: Case, instance: AnyInstance, batch: Batch
+) -> Iterator[Violation]:
+    yield from _bad_rows(case, instance, copy_batch(batch))
+    if case.site in IN_PLACE_SITES:
+        yield from _bad_outputs(case, instance, copy_batch(batch))
+    if case.site in MOE_SITES:
+        yield from _bad_routes(case, instance, copy_batch(batch))
+    yield from _bad_mappings(case, instance, batch.token_slots)
+    yield from _bad_adapters(trial, case, instance)
+
+
+def _bad_rows(case: Case, instance: AnyInstance, batch: Batch) -> Iterator[Violation]:
+    x, out = batch.x, batch.out
+    other = torch.float32 if x.dtype != torch.float32 else torch.float16
+
+    def violation(guard: Guard, what: str, given: object, x: Tensor, out: Tensor) -> Violation:
+        return Violation(
+            guard,
+            what,
+            str(given),
+            partial(apply_step, instance, replace(batch, x=x, out=out)),
+            (x, out),
+        )
+
+    yield violation(Guard.X_DTYPE, f"x of {other}", other, x.to(other), out)
+    narrow = case.in_features - 1
+    yield violation(Guard.X_WIDTH, f"x with {narrow} columns", narrow, x[:, :narrow], out)
+    more = len(x) + 1
+    taller = (torch.cat([x, x[:1]]), torch.cat([out, out[:1]]))
+    yield violation(Guard.ROWS, f"{more} rows, {len(x)} prepared", more, *taller)
+
+
+def _bad_outputs(case: Case, instance: AnyInstance, batch: Batch) -> Iterator[Violation]:
+    x, out = batch.x, batch.out
+    other = torch.float32 if out.dtype != torch.float32 else torch.float16
+    columns = case.out_features - 1
+    narrow, cast = out[:, :columns], out.to(other)
+    call = partial(apply_step, instance, replace(batch, out=narrow))
+    yield Violation(Guard.OUT_WIDTH, f"out with {columns} columns", str(columns), call, (x, out))
+    call = partial(apply_step, instance, replace(batch, out=cast))
+    yield Violation(Guard.OUT_DTYPE, f"out of {other}", str(other), call, (x, cast))
+    for guard, offset in ((Guard.ALIASED_OUT, 0), (Guard.OVERLAPPING_OUT, case.in_features // 2)):
+        size = max(x.numel(), out.numel()) + offset
+        storage = guarded(size, x.dtype, x.device)
+        inside = storage.as_strided(x.shape, (case.in_features, 1))
+        inside.copy_(x)
+        above = storage.as_strided(out.shape, (case.out_features, 1), offset)
+        call = partial(apply_step, instance, replace(batch, x=inside, out=above))
+        what = f"out that starts {offset} elements after x"
+        yield Violation(guard, what, "out", call, (storage,))
+
+
+def _bad_routes(case: Case, instance: AnyInstance, batch: Batch) -> Iterator[Violation]:
+    routes = batch.routes
+    assert routes is not None
+
+    def violation(guard: Guard, what: str, given: object, bad: Routes) -> Violation:
+        call = partial(apply_step, instance, replace(batch, routes=bad))
+        return Violation(guard, what, str(given), call, (batch.x, batch.out))
+
+    ids = routes.topk_ids
+    wide = replace(routes, topk_ids=ids.long())
+    yield violation(Guard.TOPK_DTYPE, "topk_ids of int64", "int64", wide)
+    more = case.top_k + 1
+    taller = replace(routes, topk_ids=torch.cat([ids, ids[:, :1]], 1))
+    yield violation(Guard.TOPK_SHAPE, f"topk_ids with {more} columns", more, taller)
+    rows = case.tokens + 1
+    weights = torch.ones(rows, case.top_k, device=ids.device)
+    longer = replace(routes, weights=weights)
+    yield violation(Guard.ROUTER_SHAPE, f"{rows} rows of router weights", rows, longer)
+
+
+def _bad_mappings(case: Case, instance: AnyInstance, good: Tensor) -> Iterator[Violation]:
+    def violation(guard: Guard, what: str, given: str, mapping: Tensor) -> Violation:
+        return Violation(guard, what, given, partial(instance.prepare, mapping), (mapping,))
+
+    yield violation(Guard.MAPPING_DTYPE, "token_slots of int64", "int64", good.long())
+    given = str(case.tokens + 1)
+    longer = torch.cat([good, good[:1]])
+    yield violation(Guard.MAPPING_LENGTH, f"{given} token_slots", given, longer)
+    for slot in (case.slots, -2):
+        foreign = good.clone()
+        foreign[0] = slot
+        yield violation(Guard.SLOT_RANGE, f"a row of slot {slot}", str(slot), foreign)
+
+
+def _bad_adapters(trial: Trial, case: Case, instance: AnyInstance) -> Iterator[Violation]:
+    last, width = case.slots - 1, case.slices[-1] + 1
+
+    def pool(bad: Case) -> Pool:
+        # other numbers than those that are loaded
+        seed = trial.seed + 1
+        return make_pool(bad, seed, DataKind.SIGNED, trial.machine, trial.capabilities)
+
+    def load(guard: Guard, what: str, given: int, bad: Case, slot: int = last) -> Violation:
+        return Violation(guard, what, str(given), partial(instance.load, slot, pool(bad)))
+
+    rank = case.rank + 1
+    higher = replace(case, rank=rank, ranks=Ranks.FULL)
+    yield load(Guard.ADAPTER_RANK, f"an adapter of rank {rank}", rank, higher)
+    full = replace(case, ranks=Ranks.FULL)
+    # all slices but the last one fit
+    wider = replace(full, slices=(*case.slices[:-1], width))
+    yield load(Guard.ADAPTER_SHAPE, f"a last slice of width {width}", width, wider)
+    features = case.in_features + 1
+    deeper = replace(full, in_features=features)
+    yield load(Guard.ADAPTER_SHAPE, f"an adapter of {features} features", features, deeper)
+    if case.site in MOE_SITES:
+        count = case.experts + 1
+        others = replace(full, experts=count)
+        yield load(Guard.ADAPTER_EXPERTS, f"an adapter of {count} experts", count, others)
+    more = replace(full, slots=case.slots + 1)
+    # python takes -1 for the last one
+    for slot in (case.slots, -1):
+        yield load(Guard.SLOT, f"an adapter for slot {slot}", slot, more, slot)
+        unload = partial(instance.unload, slot)
+        yield Violation(Guard.SLOT, f"emptying slot {slot}", str(slot), unload)

@@ -1,0 +1,148 @@
+"""Only own memory is read, only own memory is written.
+
+The step runs twice on data that leaves nothing to round: once plainly, once in a world where
+everything that must not be read is poison - fresh allocations, ranks that an adapter does not
+use, adapters and experts that no row asks for, rows without an adapter, output that is to be
+overwritten. The results must be bit-equal. Both
+runs must also leave the guard bands around every tensor, all inputs and the adapters as they were.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from loragate.core.verdict import Failure, Judgement, OracleName, Verdict
+from loragate.execution.session import Session, base_of
+from loragate.inputs import DataKind, Dead, copy_batch, make_batch, make_pool
+from loragate.inputs.mapping import BASE_ROW
+from loragate.inputs.pairs import OutRows, out_rows, pair_rows
+from loragate.inputs.placement import bits_of, owned, whole
+from loragate.inputs.poison import poisoned_allocations
+from loragate.inputs.pool import with_huge_unused
+from loragate.matrix.case import IN_PLACE_SITES, Case, Write
+from loragate.oracles.evidence import judge_bits, malformed, passed
+from loragate.oracles.numeric.golden import touched
+from loragate.protocol import BaseExperts, BaseLayer, Batch, Pool, Trial
+
+
+class Canary:
+    name = OracleName.CANARY
+
+    def applies(self, trial: Trial) -> str | None:
+        return None
+
+    def judge(self, trial: Trial) -> Judgement:
+        kind = DataKind.EXACT
+        pool = make_pool(trial.case, trial.seed, kind, trial.machine, trial.capabilities)
+        batch = make_batch(trial.case, trial.seed, 0, kind, trial.machine)
+        base = base_of(trial, kind)
+        clean = _Watched(trial, base, pool, copy_batch(batch))
+        poisoned = _Watched(trial, base, *_poisoned(trial, batch))
+        wanted = clean.step()
+        with poisoned_allocations():
+            result = poisoned.step()
+        # a number added to a NaN leaves no trace: inputs are watched in the clean run as well
+        wrong = malformed(self.name, batch, result) or clean.changed() or poisoned.changed()
+        if wrong is not None:
+            return wrong
+        wrong = judge_bits(
+            trial,
+            batch,
+            result + 0.0,
+            wanted + 0.0,
+            oracle=self.name,
+            failure=Failure.FOREIGN_MEMORY,
+            claim="what they are where unused memory is not poisoned",
+        )
+        return wrong or passed(self.name)
+
+
+def _poisoned(trial: Trial, batch: Batch) -> tuple[Pool, Batch]:
+    dead = Dead.NAN if trial.capabilities.skips_dead_ranks else Dead.ZERO
+    pool = make_pool(
+        trial.case, trial.seed, DataKind.EXACT, trial.machine, trial.capabilities, dead=dead
+    )
+    rows = out_rows(batch)
+    batch = copy_batch(batch)
+    if trial.case.site in IN_PLACE_SITES:
+        if trial.case.write is Write.STORE:
+            batch.out[touched(pool, rows)] = float("nan")
+        idle = torch.ones(len(batch.x), dtype=torch.bool, device=batch.x.device)
+        live = (rows.slots != BASE_ROW).to(batch.x.device)
+        idle[rows.x_rows[live]] = False
+        batch.x[idle] = float("nan")
+        if batch.routes is not None and batch.routes.weights is not None:
+            batch.routes.weights.view(-1)[~live] = float("nan")
+    elif batch.routes is not None:
+        # base rows need theirs as well
+        rows = pair_rows(batch)
+        assert batch.routes.weights is not None
+        batch.routes.weights.view(-1)[rows.experts < 0] = float("nan")
+    return with_huge_unused(pool, _used(trial.case, rows)), batch
+
+
+def _used(case: Case, rows: OutRows) -> Tensor:
+    """bool [slots, experts] on the CPU: which of them some row uses."""
+    used = torch.zeros(case.slots, case.experts, dtype=torch.bool)
+    live = rows.slots != BASE_ROW
+    used[rows.slots[live].long(), rows.experts.cpu()[live]] = True
+    return used
+
+
+class _Watched:
+    """A step on a fresh instance, and everything that it may read or write as it was before."""
+
+    def __init__(self, trial: Trial, base: BaseLayer | None, pool: Pool, batch: Batch) -> None:
+        self.trial, self.base, self.pool, self.batch = trial, base, pool, batch
+        self.in_place = trial.case.site in IN_PLACE_SITES
+        self.tensors = {"x": whole(batch.x), "token_slots": batch.token_slots, "A": pool.a}
+        self.tensors |= {f"B of slice {part}": b for part, b in enumerate(pool.b)}
+        if batch.routes is not None:
+            self.tensors["topk_ids"] = whole(batch.routes.topk_ids)
+            if batch.routes.expert_map is not None:
+                self.tensors["the expert map"] = whole(batch.routes.expert_map)
+            if batch.routes.weights is not None:
+                self.tensors["the router weights"] = whole(batch.routes.weights)
+        if base is not None:
+            self.tensors["the base weight"] = base.weight
+            if base.bias is not None:
+                self.tensors["the base bias"] = base.bias
+            if isinstance(base, BaseExperts):
+                self.tensors["the base weight of down"] = base.down
+        if pool.down is not None:
+            self.tensors |= {"A of down": pool.down.a, "B of down": pool.down.b[0]}
+        if not self.in_place:
+            self.tensors["out"] = whole(batch.out)
+        self.before = {name: tensor.clone() for name, tensor in self.tensors.items()}
+        self.out_before = whole(batch.out).clone()
+
+    def step(self) -> Tensor:
+        return Session(self.trial, self.base, self.pool).step(self.batch)
+
+    def changed(self) -> Judgement | None:
+        """A FAIL if anything but the own elements of an in-place output has changed."""
+        for name, tensor in self.tensors.items():
+            count = int((bits_of(tensor) != bits_of(self.before[name])).sum())
+            if count:
+                return _failure(f"{count} elements of {name} were changed by the step", {})
+        if not self.in_place:
+            return None
+        mask = bits_of(whole(self.batch.out)) != bits_of(self.out_before)
+        mask &= ~owned(self.batch.out)
+        return self._written_outside(mask) if mask.any() else None
+
+    def _written_outside(self, mask: Tensor) -> Judgement:
+        out = self.batch.out
+        place = int(torch.argmax(mask.int())) - int(out.storage_offset())
+        row, column = divmod(place, out.stride(0))
+        message = (
+            f"{int(mask.sum())} elements outside of out {list(out.shape)} were written, the first "
+            f"at row {row}, column {column}"
+        )
+        return _failure(message, {"row": row, "column": column})
+
+
+def _failure(message: str, where: dict[str, int | str]) -> Judgement:
+    failure = Failure.FOREIGN_MEMORY
+    return Judgement(OracleName.CANARY, Verdict.FAIL, failure, message, where=where)

@@ -1,0 +1,69 @@
+"""Who asked for no adapter gets the base model, bit for bit.
+
+A site that works in place: base rows of the output keep their bits, a negative zero included,
+which even an added zero would change; so do pairs whose expert is not here. lora_linear: they
+equal the base layer alone, which is the same subject with empty slots and a batch of the same
+shape, so that the base GEMM is the same too. So do they in moe_layer; a subject whose bits depend
+on the place of a row gets the same slots with nobody in them, in place of base rows only.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from loragate.core.verdict import Failure, Judgement, OracleName
+from loragate.execution.session import Session, base_of
+from loragate.inputs import DataKind, copy_batch, make_batch, make_pool
+from loragate.inputs.mapping import BASE_ROW, make_token_slots
+from loragate.inputs.pairs import out_rows
+from loragate.matrix.case import IN_PLACE_SITES, ExpertMap, Site
+from loragate.oracles.evidence import judge_bits, malformed, passed
+from loragate.protocol import BaseLayer, Batch, Trial
+
+
+class BaseRows:
+    name = OracleName.BASE_ROWS
+
+    def applies(self, trial: Trial) -> str | None:
+        token_slots = make_token_slots(trial.case, trial.seed, 0)
+        if trial.case.expert_map is ExpertMap.PARALLEL and trial.case.tokens:
+            return None
+        return None if (token_slots == BASE_ROW).any() else "the batch has no base rows"
+
+    def judge(self, trial: Trial) -> Judgement:
+        kind = DataKind.SIGNED
+        pool = make_pool(trial.case, trial.seed, kind, trial.machine, trial.capabilities)
+        batch = make_batch(trial.case, trial.seed, 0, kind, trial.machine)
+        base = base_of(trial, kind)
+        rows = (out_rows(batch).slots == BASE_ROW).nonzero().flatten().to(batch.x.device)
+        batch.out[rows, 0] = -0.0
+        alone = _base_alone(trial, base, batch)
+        result = Session(trial, base, pool).step(copy_batch(batch))
+        wrong = malformed(self.name, batch, result)
+        if wrong is not None:
+            return wrong
+        wanted = result.clone()
+        wanted[rows] = alone[rows]
+        wrong = judge_bits(
+            trial,
+            batch,
+            result,
+            wanted,
+            oracle=self.name,
+            failure=Failure.BASE_ROW_CHANGED,
+            claim="the base layer alone",
+        )
+        return wrong or passed(self.name, rows=float(len(rows)))
+
+
+def _base_alone(trial: Trial, base: BaseLayer | None, batch: Batch) -> Tensor:
+    if trial.case.site in IN_PLACE_SITES:
+        return batch.out
+    batch = copy_batch(batch)
+    if trial.case.site is Site.LORA_LINEAR or trial.capabilities.place_invariant:
+        nobody = torch.full_like(batch.token_slots, BASE_ROW)
+        batch = replace(batch, token_slots=nobody)
+    return Session(trial, base).step(batch)

@@ -1,0 +1,190 @@
+"""Judge error statistics: which row or population is worst against its threshold.
+
+Pure functions on tensors; the rule itself is in reference.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from loragate.inputs.pairs import OutRows
+from loragate.matrix.case import Case, Site
+from loragate.oracles.numeric.errors import JUMPS, TAIL, RowErrors
+from loragate.protocol import Pool
+
+FACTOR = 2.0
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Finding:
+    """An error next to what is allowed, in units of the output. `row` is the one to look at."""
+
+    ratio: float
+    error: float
+    threshold: float
+    row: int
+    part: int
+    what: str
+
+
+@dataclass(frozen=True, slots=True)
+class Population:
+    """All rows of one slot, for one slice. Errors and delta are rms; `bias` is the part of
+    the delta by which the subject is too large (signed)."""
+
+    slot: int
+    part: int
+    rows: Tensor
+    delta: float
+    subject: float
+    eager: float
+    threshold: float
+    bias: float
+
+    @property
+    def eager_miss(self) -> float:
+        """Error of eager relative to the delta; 0 where there is no delta to miss."""
+        return self.eager / self.delta if self.delta else 0.0
+
+
+def populations(case: Case, pool: Pool, rows: OutRows, errors: RowErrors) -> list[Population]:
+    """One for each slot with rows (-1 for rows without a delta) and each slice."""
+    slots = rows.slots.long()
+    ranks = torch.tensor([*_ranks(pool), (1,) * len(case.out_slices)])
+    # group -1 of rows without a slot is the last one
+    group = slots.remainder(len(ranks))
+    sums = _Sums(case, errors, group.to(errors.gain.device), ranks)
+    return [
+        Population(
+            slot,
+            part,
+            (slots == slot).nonzero().flatten().to(errors.gain.device),
+            *(values[slot][part] for values in sums.tables()),
+        )
+        for slot in sorted(set(slots.tolist()))
+        for part in range(len(case.out_slices))
+    ]
+
+
+def expert_finding(case: Case, pool: Pool, rows: OutRows, errors: RowErrors) -> Finding:
+    """The worst population of one slot, one expert and one slice, which for a layer are the tokens
+    that chose the expert. `rows` are pairs."""
+    device, of_tokens = errors.gain.device, case.site is Site.MOE_LAYER
+    errors = errors[rows.x_rows] if of_tokens else errors
+    ranks = torch.tensor(_ranks(pool)).repeat_interleave(case.experts, 0)
+    # rows without a delta are a last group, with nothing to cancel and all of their base
+    ranks = torch.cat([ranks, torch.ones_like(ranks[:1])])
+    slots = rows.slots.long().to(device)
+    group = torch.where(slots < 0, len(ranks) - 1, slots * case.experts + rows.experts)
+    sums = _Sums(case, errors, group, ranks)
+    ratio = torch.where(sums.subject == 0, 0.0, sums.subject / sums.threshold)
+    # groups without rows do not count
+    ratio[torch.bincount(group, minlength=len(ranks)) == 0] = -1.0
+    worst, part = divmod(int(ratio.argmax()), ratio.shape[1])
+    own = (group == worst).nonzero().flatten()
+    row = own[errors.subject_sq[own, part].argmax()]
+    return Finding(
+        ratio[worst, part].item(),
+        sums.subject[worst, part].item(),
+        sums.threshold[worst, part].item(),
+        int(rows.x_rows[row] if of_tokens else row),
+        part,
+        "the rms of all errors of one expert",
+    )
+
+
+def _ranks(pool: Pool) -> tuple[tuple[int, ...], ...]:
+    """[slots][slices of the output]: over how many ranks errors of the bridge are spread."""
+    if pool.down is None:
+        return pool.ranks
+    # errors of each product reach the whole output
+    rows = zip(pool.ranks, pool.down.ranks, strict=True)
+    return tuple((min([r for r in (*up, *down) if r] or [1]),) for up, down in rows)
+
+
+class _Sums:
+    """Statistics of groups of rows, fp64 [groups, slices] each; what an empty group has means
+    nothing. `ranks` [groups, slices]."""
+
+    def __init__(self, case: Case, errors: RowErrors, group: Tensor, ranks: Tensor) -> None:
+        device = errors.gain.device
+        ranks, widths = ranks.to(device), torch.tensor(case.out_slices, device=device)
+        rows = torch.bincount(group, minlength=len(ranks)).clamp(min=1)[:, None]
+
+        def mean(sums: Tensor) -> Tensor:
+            """Over all elements of a group; `sums` are over the columns already."""
+            total = sums.new_zeros(len(ranks), len(widths)).index_add_(0, group, sums)
+            return total / (rows * widths)
+
+        delta_sq = mean(errors.delta_sq)
+        self.delta, self.eager = delta_sq.sqrt(), mean(errors.eager_sq).sqrt()
+        self.subject = mean(errors.subject_sq).sqrt()
+        # few roundings can all be lucky: never less than what they cost on average, a
+        # third of the square of half a step, for two roundings and for one
+        bound_sq = mean(errors.bound_sq)
+        # errors of the bridge are common to all columns: only rows x ranks are independent
+        independent = rows * widths.minimum(ranks.clamp(min=1))
+        # one row of a group may have the largest jump
+        rows_of = group[:, None].expand_as(errors.jump_sq)
+        jump = torch.zeros_like(delta_sq).scatter_reduce_(0, rows_of, errors.jump_sq, "amax")
+        bridge_sq = mean(errors.bridge_sq) + jump / FACTOR**2 / (rows * widths)
+        bridge = _unlucky(independent) * bridge_sq.sqrt()
+        allowed = FACTOR * self.eager.maximum((bound_sq / 6).sqrt()).hypot(bridge)
+        allowed += mean(errors.floor_sq).maximum(bound_sq / 12).sqrt()
+        self.threshold = (1 + 2 * independent.double() ** -0.5) * allowed
+        self.bias = torch.where(delta_sq > 0, mean(errors.gain) / delta_sq, 0.0)
+
+    def tables(self) -> tuple[list[list[float]], ...]:
+        """In the order in which a Population has them."""
+        columns = (self.delta, self.subject, self.eager, self.threshold, self.bias)
+        return tuple(values.tolist() for values in columns)
+
+
+def _unlucky(independent: Tensor) -> Tensor:
+    """How far above its mean the rms of that many roundings may be, FACTOR left aside."""
+    return 1 + independent.double() ** -0.5
+
+
+def population_finding(population: Population, errors: RowErrors) -> Finding:
+    worst = int(errors.subject_sq[population.rows, population.part].argmax())
+    return Finding(
+        _ratio(population.subject, population.threshold),
+        population.subject,
+        population.threshold,
+        int(population.rows[worst]),
+        population.part,
+        "the rms of all rows' errors",
+    )
+
+
+def row_findings(case: Case, errors: RowErrors) -> Iterator[Finding]:
+    """The worst (row, slice) by rms and by largest element."""
+    widths = torch.tensor(case.out_slices, device=errors.gain.device)
+    subject, eager = (errors.subject_sq / widths).sqrt(), (errors.eager_sq / widths).sqrt()
+    bound = (errors.bound_sq / widths).sqrt()
+    # the bridge is rounded once for each rank, for all columns alike
+    bridge_sq = (errors.bridge_sq + (JUMPS / FACTOR) ** 2 * errors.jump_sq) / widths
+    bridge = _unlucky(widths.clamp(max=case.rank)) * bridge_sq.sqrt()
+    # eager may be lucky in a row of few columns: see populations()
+    allowed = FACTOR * eager.maximum(bound / 6**0.5).hypot(bridge) + bound
+    yield _worst(subject, allowed, "the rms of a row's errors")
+    eager = errors.eager_max.maximum(errors.bound_max / 2)
+    allowed = FACTOR * eager.hypot(TAIL / FACTOR * errors.bridge_max) + errors.bound_max
+    yield _worst(errors.subject_max, allowed, "the largest error of a row")
+
+
+def _worst(error: Tensor, threshold: Tensor, what: str) -> Finding:
+    ratio = torch.where(error == 0, 0.0, error / threshold)
+    row, part = divmod(int(ratio.argmax()), error.shape[1])
+    values = (ratio[row, part].item(), error[row, part].item(), threshold[row, part].item())
+    return Finding(*values, row, part, what)
+
+
+def _ratio(error: float, threshold: float) -> float:
+    if threshold:
+        return error / threshold
+    return float("inf") if error else 0.0

@@ -1,0 +1,137 @@
+"""Error statistics of the reference oracle: pure functions on tensors.
+
+Everything is per (row, slice), so that a small slice is not drowned by a wide one, and then
+per population: all rows of one slot, for one slice.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+import torch
+from torch import Tensor
+
+from loragate.matrix.case import IN_PLACE_SITES, Case, Parallel, Site
+from loragate.oracles.numeric.golden import Golden
+
+_MANTISSA = {torch.float16: 10, torch.bfloat16: 7, torch.float32: 23}
+_UNIT_ROUNDOFF_FP32 = 2.0**-24
+# the largest of thousands of elements stands at four to five sigma
+TAIL = 4.0
+# of the largest size that may meet in a row: with two, one of twelve layers that do nothing but
+# add up in fp32 was failed
+JUMPS = 3.0
+
+
+@dataclass(frozen=True, slots=True)
+class RowErrors:
+    """fp64 [rows, slices] each; `*_sq` are sums of squares over the slice's columns.
+
+    `bound_*`: largest and sum of squares of what rounding may cost an element at worst.
+    `floor_sq`: what rounding the golden output once costs. `bridge_*`: what rounding the bridge
+    costs on average, which eager is spared, or for a layer whatever stands between its products.
+    `jump_sq`: what single elements of a row may suffer beyond that average.
+    `gain`: sum of error * delta.
+    """
+
+    delta_sq: Tensor
+    subject_sq: Tensor
+    eager_sq: Tensor
+    bound_sq: Tensor
+    floor_sq: Tensor
+    subject_max: Tensor
+    eager_max: Tensor
+    bound_max: Tensor
+    bridge_sq: Tensor
+    bridge_max: Tensor
+    jump_sq: Tensor
+    worst_column: Tensor
+    gain: Tensor
+
+    def __getitem__(self, rows: Tensor) -> RowErrors:
+        return RowErrors(*(getattr(self, f.name)[rows] for f in fields(RowErrors)))
+
+
+def row_errors(case: Case, right: Golden, eager: Tensor, subject: Tensor) -> RowErrors:
+    """Errors of `eager` and `subject` [rows, out_features] against `right`. Elements that are
+    not finite in the golden output count as no error: their positions are checked before."""
+    out = right.out
+    finite = out.isfinite()
+    widths = list(case.out_slices)
+
+    def error(values: Tensor) -> Tensor:
+        return torch.where(finite, values.double() - out, 0.0)
+
+    def sums(values: Tensor) -> Tensor:
+        return torch.stack([part.sum(1) for part in torch.split(values, widths, 1)], 1)
+
+    def tops(values: Tensor) -> Tensor:
+        return torch.stack([part.amax(1) for part in torch.split(values, widths, 1)], 1)
+
+    delta = torch.where(finite, right.delta, 0.0)
+    wrong, plain = error(subject), error(eager)
+    bound = torch.where(finite, _rounding_bound(case, right, eager.dtype), 0.0)
+    drift = _accumulation(case) * sums(_accumulated(case, right, finite).square())
+    bridge = torch.where(finite, right.terms_sq, 0.0) * _bridge_variance(case, eager.dtype)
+    jump = torch.zeros_like(bridge) if right.jump_sq is None else right.jump_sq
+    worst = [part.abs().argmax(1) for part in torch.split(wrong, widths, 1)]
+    return RowErrors(
+        delta_sq=sums(delta.square()),
+        subject_sq=sums(wrong.square()),
+        eager_sq=sums(plain.square()),
+        bound_sq=sums(bound.square()) + drift,
+        floor_sq=sums(error(out.to(eager.dtype)).square()) + drift,
+        subject_max=tops(wrong.abs()),
+        eager_max=tops(plain.abs()),
+        bound_max=tops(bound) + TAIL * (drift / torch.tensor(widths, device=out.device)).sqrt(),
+        bridge_sq=sums(bridge),
+        bridge_max=tops(bridge + (JUMPS / TAIL) ** 2 * jump).sqrt(),
+        jump_sq=sums(jump),
+        worst_column=torch.stack(worst, 1),
+        gain=sums(wrong * delta),
+    )
+
+
+def concatenated(pieces: list[RowErrors]) -> RowErrors:
+    return RowErrors(*(torch.cat([getattr(p, f.name) for p in pieces]) for f in fields(RowErrors)))
+
+
+def half_ulp(values: Tensor, dtype: torch.dtype) -> Tensor:
+    """Largest error of rounding each of `values` (fp64) to `dtype`; 0 for 0."""
+    exponent = torch.frexp(values).exponent - 2 - _MANTISSA[dtype]
+    smallest = torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps / 2
+    step = torch.exp2(exponent.double()).clamp(min=smallest)
+    return torch.where(values == 0, 0.0, step)
+
+
+def _bridge_variance(case: Case, dtype: torch.dtype) -> float:
+    """Relative variance of what rounding the bridge to the operands' dtype costs a term. Every
+    subject on tensor cores does it (vllm lora_expand casts to the dtype of B), `eager` does not.
+    What stands between the products of a layer is rounded in every dtype."""
+    spared = dtype == torch.float32 and case.site is not Site.MOE_LAYER
+    return 0.0 if spared else (2.0 ** -(_MANTISSA[dtype] + 1)) ** 2 / 3
+
+
+def _rounding_bound(case: Case, right: Golden, dtype: torch.dtype) -> Tensor:
+    """At worst: the delta, the base and their sum are rounded, once for each shard. What a layer
+    of experts rounds before its output is in `terms_sq`."""
+    if case.site is Site.MOE_LAYER:
+        return half_ulp(right.out, dtype)
+    shards = case.tp if case.parallel is Parallel.ROW else 1
+    bound = half_ulp(right.delta, dtype) + half_ulp(right.out, dtype)
+    if case.site is Site.LORA_LINEAR:
+        bound += half_ulp(right.base, dtype)
+    return shards * bound
+
+
+def _accumulated(case: Case, right: Golden, finite: Tensor) -> Tensor:
+    """What the site itself sums up: dense_delta gets its base ready-made."""
+    values = right.delta if case.site in IN_PLACE_SITES else right.out
+    return torch.where(finite, values, 0.0)
+
+
+def _accumulation(case: Case) -> float:
+    """Relative variance of an fp32 sum over in_features and the ranks, in any order; in a layer
+    of experts also of that over the intermediate size."""
+    second = case.slices[0] + case.rank if case.site is Site.MOE_LAYER else 0
+    return _UNIT_ROUNDOFF_FP32**2 * (case.in_features + case.rank + second)

@@ -1,0 +1,71 @@
+"""Tolerance zero: on data that leaves nothing to round, any tile, split or order must give the
+bits of the fp64 result. See inputs/exactness.py and inputs/exact_layer.py for why that holds in
+every dtype."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from loragate.core.verdict import Failure, Judgement, OracleName
+from loragate.execution.session import Session, base_of
+from loragate.inputs import DataKind, copy_batch, make_batch, make_pool
+from loragate.inputs.exactness import EXACT_UNITS, UNIT
+from loragate.inputs.pairs import out_rows
+from loragate.matrix.case import Quantisation, Site
+from loragate.oracles.evidence import judge_bits, malformed, passed
+from loragate.oracles.numeric.golden import chunks, deltas, magnitudes
+from loragate.oracles.numeric.golden_layer import eager_of, golden_of
+from loragate.protocol import BaseLayer, Batch, Pool, Trial
+
+
+class Exact:
+    name = OracleName.EXACT
+
+    def applies(self, trial: Trial) -> str | None:
+        if trial.case.quantisation is not Quantisation.NONE:
+            return "a quantised product rounds, whatever the data"
+        return None
+
+    def judge(self, trial: Trial) -> Judgement:
+        kind = DataKind.EXACT
+        pool = make_pool(trial.case, trial.seed, kind, trial.machine, trial.capabilities)
+        batch = make_batch(trial.case, trial.seed, 0, kind, trial.machine)
+        base = base_of(trial, kind)
+        wanted: list[Tensor] = []
+        for _, piece in chunks(batch, sum(trial.case.slices)):
+            right = golden_of(trial.case, pool, piece, base).out.to(batch.out.dtype)
+            if trial.case.site is Site.MOE_LAYER:
+                plain = eager_of(trial.case, pool, piece, base)
+                # silu leaves 1e-50 in fp64, and a zero either sign
+                assert torch.equal(plain + 0.0, right + 0.0), "something rounds"
+            else:
+                assert_exact(pool, piece, base)
+            wanted.append(right)
+        result = Session(trial, base, pool).step(copy_batch(batch))
+        wrong = malformed(self.name, batch, result) or judge_bits(
+            trial,
+            batch,
+            # a sum of zero has either sign, as the order of its terms has it
+            result + 0.0,
+            torch.cat(wanted) + 0.0,
+            oracle=self.name,
+            failure=Failure.WRONG_ANSWER,
+            claim="the exact result",
+        )
+        return wrong or passed(self.name)
+
+
+def assert_exact(pool: Pool, batch: Batch, base: BaseLayer | None) -> None:
+    """Check the promise of inputs/exactness.py on the data itself: no sum of magnitudes leaves
+    the exact range."""
+    x = batch.x.double().abs()
+    start = batch.out.double().abs()
+    if base is not None:
+        bias = 0.0 if base.bias is None else base.bias.double().abs()
+        start = x @ base.weight.double().abs().T + bias
+    assert start.remainder(UNIT).count_nonzero() == 0, "base values off the grid"
+    delta = deltas(magnitudes(pool), x, out_rows(batch), torch.float64)
+    assert delta.remainder(UNIT).count_nonzero() == 0, "delta off the grid"
+    top = (start + delta).max().item() if delta.numel() else 0.0
+    assert top <= EXACT_UNITS * UNIT, f"a sum of magnitudes reaches {top}"

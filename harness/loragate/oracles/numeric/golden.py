@@ -1,0 +1,183 @@
+"""The mathematics of every site, in one place: what is right, and how far off a plain
+low-precision computation may be.
+
+golden: fp64, from the same low-precision numbers that the subject gets.
+eager: the same operations in the case's dtype with the roundings that are documented for every
+subject: products accumulate in fp32, the bridge between shrink and expand stays fp32, the delta
+is rounded to the dtype and then added to the base in the dtype.
+
+Experts change nothing but the factors of a row: see inputs/pairs.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from loragate.inputs.pairs import OutRows, out_rows, out_rows_of, part_of
+from loragate.matrix.case import Case, Parallel, Write
+from loragate.oracles.numeric.grouped import GroupedRows
+from loragate.protocol import BaseLayer, Batch, Pool
+
+# elements of a chunk: bounds the fp64 temporaries of a large case to a few hundred MiB
+_CHUNK = 1 << 24
+# rows that are enough to tell how much the terms of a population cancel
+_CONDITION_ROWS = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Golden:
+    """fp64 [rows, out_features]: the base layer's output, and what the adapters add; where they
+    store, the base is zero. `terms_sq` is the sum over the ranks of the squares of the terms that
+    make up the delta. `jump_sq` is the square of what a single quantisation to the other of two
+    numbers may cost: rare, and far from the mean of `terms_sq`."""
+
+    base: Tensor
+    delta: Tensor
+    terms_sq: Tensor
+    jump_sq: Tensor | None = None
+
+    @property
+    def out(self) -> Tensor:
+        return self.base + self.delta
+
+
+def golden(
+    pool: Pool, batch: Batch, base: BaseLayer | None = None, write: Write = Write.ADD
+) -> Golden:
+    """What is right for a batch; `base` for lora_linear, else the base is in `batch.out`."""
+    rows = out_rows(batch)
+    if base is None:
+        start = batch.out.double()
+        if write is Write.STORE:
+            start = torch.where(touched(pool, rows), 0.0, start)
+    else:
+        start = batch.x.double() @ base.weight.double().T
+        if base.bias is not None:
+            start += base.bias.double()
+    delta = deltas(pool, batch.x, rows, torch.float64)
+    terms = deltas(pool, batch.x, rows, torch.float64, squares=True)
+    return Golden(start, delta, terms)
+
+
+def eager(case: Case, pool: Pool, batch: Batch, base: BaseLayer | None = None) -> Tensor:
+    """[rows, out_features] in the case's dtype, in new memory."""
+    rows = out_rows(batch)
+    if base is None:
+        delta = deltas(pool, batch.x, rows, torch.float32).to(batch.out.dtype)
+        if case.write is Write.STORE:
+            return torch.where(touched(pool, rows), delta, batch.out)
+        return batch.out + delta
+    # a row-parallel layer adds up partial outputs that are rounded already
+    shards = case.tp if case.parallel is Parallel.ROW else 1
+    width = case.in_features // shards
+    total: Tensor | None = None
+    for shard in range(shards):
+        columns = slice(shard * width, (shard + 1) * width)
+        x, part = batch.x[:, columns], Pool(pool.a[..., columns], pool.b, pool.ranks, pool.scales)
+        bias = base.bias if shard == 0 else None
+        out = functional.linear(x, base.weight[:, columns], bias)
+        out += deltas(part, x, rows, torch.float32).to(out.dtype)
+        total = out if total is None else total + out
+    assert total is not None
+    return total
+
+
+def deltas(
+    pool: Pool, x: Tensor, rows: OutRows, dtype: torch.dtype, *, squares: bool = False
+) -> Tensor:
+    """[rows, out_features] in `dtype`: weight * scale * (x @ A.T) @ B.T, zero for rows without
+    a slot. `squares`: each term of the last product squared before it is added up."""
+    widths = _widths(pool)
+    delta = torch.zeros(len(rows.slots), sum(widths), dtype=dtype, device=x.device)
+    for slot in range(pool.num_slots):
+        own = (rows.slots == slot).nonzero().flatten().to(x.device)
+        if not own.numel():
+            continue
+        mine = rows[own]
+        values, column = x[mine.x_rows].to(dtype), 0
+        grouped = GroupedRows(mine.experts, _num_experts(pool))
+        weights = 1.0 if mine.weights is None else mine.weights.to(dtype)[:, None]
+        for part, width in enumerate(widths):
+            rank, factor = pool.ranks[slot][part], pool.scales[slot][part] * weights
+            a, b = _factors(pool, slot, part)
+            bridge, b = grouped.times(values, a[:, :rank]), b[..., :rank]
+            if squares:
+                bridge, b, factor = bridge.square(), b.to(dtype).square(), factor**2
+            delta[own, column : column + width] = factor * grouped.times(bridge, b)
+            column += width
+    return delta
+
+
+def touched(pool: Pool, rows: OutRows) -> Tensor:
+    """bool [rows, out_features]: where a row has a delta."""
+    live = torch.tensor([[rank > 0 for rank in row] for row in pool.ranks])
+    # -1 is the row behind the last slot
+    live = torch.cat([live, torch.zeros(1, live.shape[1], dtype=torch.bool)])
+    mask = live[rows.slots.long()].to(rows.x_rows.device)
+    return mask.repeat_interleave(torch.tensor(_widths(pool), device=mask.device), 1)
+
+
+def _widths(pool: Pool) -> list[int]:
+    return [b.shape[-2] for b in pool.b]
+
+
+def _num_experts(pool: Pool) -> int:
+    """1 where there are none, or where they share everything."""
+    return 1 if pool.a.dim() == 4 else max(pool.a.shape[1], pool.b[0].shape[1])
+
+
+def _factors(pool: Pool, slot: int, part: int) -> tuple[Tensor, Tensor]:
+    """A [experts, rank, in_features] and B [experts, width, rank], one expert where shared."""
+    a, b = pool.a[slot][..., part, :, :], pool.b[part][slot]
+    return (a, b) if a.dim() == 3 else (a[None], b[None])
+
+
+def folded(pool: Pool) -> Pool:
+    """The same adapters with scale * B, rounded once, in the place of B."""
+    b = []
+    for part, values in enumerate(pool.b):
+        scales = torch.tensor([row[part] for row in pool.scales], device=values.device)
+        scales = scales.view(-1, *[1] * (values.dim() - 1))
+        b.append((values.float() * scales).to(values.dtype))
+    ones = tuple((1.0,) * len(row) for row in pool.scales)
+    down = None if pool.down is None else folded(pool.down)
+    return Pool(pool.a, tuple(b), pool.ranks, ones, down)
+
+
+def chunks(batch: Batch, width: int = 1) -> Iterator[tuple[slice, Batch]]:
+    """Consecutive tokens, few enough for fp64; each is a batch of its own, and the slice is of
+    the rows of the output. `width`: of what stands between input and output. An empty batch is
+    one chunk of nothing."""
+    tokens, width = len(batch.token_slots), max(width, batch.x.shape[1], batch.out.shape[1])
+    per_token = 1 if batch.routes is None else batch.routes.topk_ids.shape[1]
+    step = max(1, _CHUNK // max(1, width * per_token))
+    for start in range(0, max(tokens, 1), step):
+        part = slice(start, min(start + step, tokens))
+        yield out_rows_of(batch, part), part_of(batch, part)
+
+
+def condition_number(pool: Pool, batch: Batch, rows: Tensor, part: int) -> float:
+    """rms of the sum of all terms' magnitudes over the rms of the delta itself, for rows of
+    one slot and one slice; how many digits a sum loses to cancellation. inf without a delta."""
+    some = out_rows(batch)[rows[:_CONDITION_ROWS]]
+    slice_of = Pool(pool.a[..., part : part + 1, :, :], (pool.b[part],), *_column(pool, part))
+    delta = deltas(slice_of, batch.x, some, torch.float64)
+    terms = deltas(magnitudes(slice_of), batch.x.abs(), some, torch.float64)
+    total = delta.square().mean().sqrt().item()
+    return terms.square().mean().sqrt().item() / total if total else float("inf")
+
+
+def magnitudes(pool: Pool) -> Pool:
+    return replace(pool, a=pool.a.abs(), b=tuple(b.abs() for b in pool.b))
+
+
+def _column(
+    pool: Pool, part: int
+) -> tuple[tuple[tuple[int, ...], ...], tuple[tuple[float, ...], ...]]:
+    ranks = tuple((row[part],) for row in pool.ranks)
+    return ranks, tuple((row[part],) for row in pool.scales)

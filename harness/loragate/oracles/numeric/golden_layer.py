@@ -1,0 +1,241 @@
+"""The mathematics of a whole layer of experts, and the one place that tells it from other sites.
+
+    out[t] = sum over the choices e of t of w * down_e(silu(gate_e(x[t])) * up_e(x[t]))
+
+where each projection adds the delta of the token's slot; with one slice silu(up) stands between,
+and with router weights on the input w multiplies gate and up. Base products of a quantised layer
+get quantised inputs, deltas never do.
+
+golden: fp64. eager: products accumulate in fp32, the activation included; act and the output of
+each pair are rounded to the dtype, and so is the sum of each rank of a group.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from loragate.inputs.base_experts import dequantised, quantised, quantised_by
+from loragate.inputs.pairs import pair_rows
+from loragate.matrix.case import Case, RouterWeights
+from loragate.oracles.numeric.golden import Golden, deltas, eager, golden
+from loragate.oracles.numeric.grouped import GroupedRows
+from loragate.protocol import BaseExperts, BaseLayer, Batch, Pool
+
+# distance of 8-bit numbers, relative to one of them, and the mean of |x| for a normal x of rms 1
+_STEP_FP8, _MEAN = 2.0**-3.5, 0.8
+# in multiples of its rms: how far a number may move
+_REACH = 4.0
+
+
+def golden_of(case: Case, pool: Pool, batch: Batch, base: BaseLayer | None) -> Golden:
+    """What is right, for any site."""
+    if isinstance(base, BaseExperts):
+        return _golden_layer(case, pool, batch, base)
+    return golden(pool, batch, base, case.write)
+
+
+def eager_of(case: Case, pool: Pool, batch: Batch, base: BaseLayer | None) -> Tensor:
+    """What a plain computation in the case's dtype gives, for any site."""
+    if isinstance(base, BaseExperts):
+        return _eager_layer(case, pool, batch, base)
+    return eager(case, pool, batch, base)
+
+
+def _golden_layer(case: Case, pool: Pool, batch: Batch, base: BaseExperts) -> Golden:
+    """Its `terms_sq` is the variance of the output for roundings of relative variance 1: of the
+    bridges, of act, of the outputs of pairs, and of what the ranks of a group add up."""
+    layer = _Layer(case, base, batch, torch.float64)
+    first, alone = layer.first(pool), layer.first(None)
+    moved = layer.moved(pool, first)
+    noise = layer.weighted_sum(layer.noise(pool, first, moved), squares=True)
+    base_alone, out, jump = (torch.zeros_like(noise) for _ in range(3))
+    for columns in _parts(case.slices[0], case.tp):
+        base_alone += layer.weighted_sum(layer.second(None, alone.act, columns))
+        y = layer.second(pool.down, first.act, columns)
+        out += layer.weighted_sum(y)
+        noise += layer.weighted_sum(y.square(), squares=True)
+        if layer.is_quantised:
+            jump += layer.weighted_sum(layer.largest_flip(first, moved, columns), squares=True)
+        if case.tp * case.ep > 1:
+            for held in layer.held_by_ranks():
+                # the part of a rank, and the sum up to it, which is about as large
+                noise += 2 * layer.weighted_sum(y * held).square()
+    # sums may have another order each time on a GPU: of the difference of two, base rows keep
+    # nothing, or their delta would be a population of noise
+    served = (batch.token_slots >= 0).to(out.device)[:, None]
+    return Golden(base_alone, torch.where(served, out - base_alone, 0.0), noise, jump)
+
+
+def _eager_layer(case: Case, pool: Pool, batch: Batch, base: BaseExperts) -> Tensor:
+    layer, dtype = _Layer(case, base, batch, torch.float32), batch.x.dtype
+    act = layer.first(pool).act.to(dtype).float()
+    total: Tensor | None = None
+    for columns in _parts(case.slices[0], case.tp):
+        y = layer.second(pool.down, act, columns)
+        # a pair is rounded with its weight
+        y = layer.weighted(y).to(dtype).float()
+        for held in layer.held_by_ranks():
+            out = layer.added(y * held).to(dtype)
+            total = out if total is None else total + out
+    assert total is not None
+    return total
+
+
+def _parts(size: int, count: int) -> Iterator[slice]:
+    """As even as possible, the first ones larger."""
+    start = 0
+    for part in range(count):
+        stop = start + size // count + (part < size % count)
+        yield slice(start, stop)
+        start = stop
+
+
+@dataclass(frozen=True, slots=True)
+class _First:
+    """Results of the first product for each pair: gate is None where there is none."""
+
+    gate: Tensor | None
+    up: Tensor
+    act: Tensor
+
+
+class _Layer:
+    """One step in `dtype`. Pairs without an expert are left out."""
+
+    def __init__(self, case: Case, base: BaseExperts, batch: Batch, dtype: torch.dtype) -> None:
+        self.case, self.batch, self.dtype = case, batch, dtype
+        rows = pair_rows(batch)
+        rows = rows[(rows.experts >= 0).nonzero().flatten()]
+        assert rows.weights is not None
+        self.weights = rows.weights.to(dtype)[:, None]
+        # of the deltas, which are not weighed each on its own
+        self.rows = replace(rows, weights=None)
+        index = torch.arange(len(rows.x_rows), device=rows.x_rows.device)
+        self.act_rows = replace(self.rows, x_rows=index)
+        self.grouped = GroupedRows(rows.experts, case.experts)
+        self.is_quantised = base.scales is not None
+        self.w13, self.w2 = base.weight, base.down
+        if base.scales is not None:
+            self.w13 = dequantised(self.w13, base.scales[0])
+            self.w2 = dequantised(self.w2, base.scales[1])
+
+    def first(self, pool: Pool | None) -> _First:
+        x = self._as_base_sees_it(self.batch.x).to(self.dtype)
+        values = self.grouped.times(x[self.rows.x_rows], self.w13)
+        if pool is not None:
+            values = values + deltas(pool, self.batch.x, self.rows, self.dtype)
+        if self.case.router is RouterWeights.INPUT:
+            values = values * self.weights
+        if len(self.case.slices) == 1:
+            return _First(None, values, functional.silu(values))
+        gate, up = values.chunk(2, dim=1)
+        return _First(gate, up, functional.silu(gate) * up)
+
+    def second(self, down: Pool | None, act: Tensor, columns: slice | None = None) -> Tensor:
+        """[pairs, hidden], of some columns of act."""
+        columns = columns or slice(None)
+        part = act[:, columns]
+        y = self.grouped.times(self._as_base_sees_it(part), self.w2[..., columns])
+        if down is None:
+            return y
+        return y + deltas(replace(down, a=down.a[..., columns]), part, self.act_rows, self.dtype)
+
+    def weighted(self, y: Tensor) -> Tensor:
+        return y * self.weights if self.case.router is RouterWeights.OUTPUT else y
+
+    def added(self, y: Tensor) -> Tensor:
+        """[tokens, hidden]: the sum over the choices."""
+        out = torch.zeros_like(self.batch.out, dtype=self.dtype)
+        return out.index_add_(0, self.rows.x_rows, y)
+
+    def held_by_ranks(self) -> Iterator[Tensor]:
+        """[pairs, 1]: which of them each rank of expert parallelism has."""
+        for held in _parts(self.case.experts, self.case.ep):
+            experts = self.rows.experts[:, None]
+            yield (experts >= held.start) & (experts < held.stop)
+
+    def weighted_sum(self, y: Tensor, *, squares: bool = False) -> Tensor:
+        """`squares`: of variances instead of outputs."""
+        return self.added(self.weighted(self.weighted(y) if squares else y))
+
+    def moved(self, pool: Pool, first: _First) -> Tensor:
+        """Variance of act before it is rounded, to the first order."""
+        bridges = deltas(pool, self.batch.x, self.rows, self.dtype, squares=True)
+        if self.batch.x.dtype == torch.float32:
+            bridges += self._accumulation(bridges)
+        elif self.is_quantised:
+            # a row without an adapter moves by nothing else; tensor cores drop a bit more of a sum
+            fp32 = torch.finfo(torch.float32).eps / torch.finfo(self.batch.x.dtype).eps
+            bridges += self._accumulation(bridges) * (2 * fp32) ** 2
+        if self.case.router is RouterWeights.INPUT:
+            bridges *= self.weights.square()
+        return _act_noise(first, bridges)
+
+    def noise(self, pool: Pool, first: _First, moved: Tensor) -> Tensor:
+        """Variance of the outputs of pairs before they are rounded, to the first order."""
+        assert pool.down is not None
+        act = moved + first.act.square()
+        through_base = act
+        if self.is_quantised:
+            # what moves a little may be rounded, and then quantised, to the next number
+            flips = _MEAN * (moved * self.unit).sqrt() * first.act.abs() * _STEP_FP8
+            through_base = act + flips / self.unit
+        total = self.grouped.times(through_base, self.w2, squares=True)
+        total += deltas(_squared(pool.down), act, self.act_rows, self.dtype)
+        return total + deltas(pool.down, first.act, self.act_rows, self.dtype, squares=True)
+
+    def largest_flip(self, first: _First, moved: Tensor, columns: slice) -> Tensor:
+        """Squares of what the outputs of pairs suffer from the largest flip of act: of a number so
+        near to the middle between two 8-bit numbers that what moves it decides between them. A row
+        in fp16 has few of them, far from what they cost on average."""
+        reach = _REACH * (moved[:, columns] * self.unit).sqrt()
+        size, low = first.act[:, columns].abs(), self.batch.x.dtype
+        up, down = ((size + move).to(low).to(self.dtype) for move in (reach, -reach))
+        # the scale of a row is that of its largest number, which moves as well
+        size = quantised_by(quantised(down)[1], up) - quantised_by(quantised(up)[1], down)
+        largest = torch.where(size == size.amax(1, keepdim=True), size, 0.0)
+        return self.grouped.times(largest.square(), self.w2[..., columns], squares=True)
+
+    @property
+    def unit(self) -> float:
+        """Relative variance of one rounding to the dtype of the case."""
+        return (torch.finfo(self.batch.x.dtype).eps / 2) ** 2 / 3
+
+    def _accumulation(self, bridges: Tensor) -> Tensor:
+        """Variance of gate and up for sums in fp32. An argument near zero is a number of large
+        terms, and with few columns of act no other makes up for it; 16 bits hide all of that."""
+        x = self._as_base_sees_it(self.batch.x).to(self.dtype).square()
+        terms = self.grouped.times(x[self.rows.x_rows], self.w13, squares=True) + bridges
+        # a partial sum grows evenly up to the whole
+        return terms * self.case.in_features / 2
+
+    def _as_base_sees_it(self, values: Tensor) -> Tensor:
+        if not self.is_quantised:
+            return values
+        # quantised is what was rounded to the dtype before: the same number for everybody, or
+        # each would quantise some values of a row to a neighbour of what others have
+        low = values.to(self.batch.x.dtype)
+        return dequantised(*quantised(low)).to(self.dtype)
+
+
+def _act_noise(first: _First, bridges: Tensor) -> Tensor:
+    """What the variance of gate and up is behind the activation."""
+    argument = first.up if first.gate is None else first.gate
+    sigmoid = argument.sigmoid()
+    slope = sigmoid * (1 + argument * (1 - sigmoid))
+    if first.gate is None:
+        return bridges * slope.square()
+    of_gate, of_up = bridges.chunk(2, dim=1)
+    return of_gate * (slope * first.up).square() + of_up * (sigmoid * first.gate).square()
+
+
+def _squared(pool: Pool) -> Pool:
+    """Maps variances to variances."""
+    scales = tuple(tuple(scale**2 for scale in row) for row in pool.scales)
+    b = tuple(b.float().square() for b in pool.b)
+    return replace(pool, a=pool.a.float().square(), b=b, scales=scales)

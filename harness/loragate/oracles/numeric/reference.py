@@ -1,0 +1,176 @@
+"""Is the result as good as a plain computation in the same dtype?
+
+Three implementations of one step: fp64 from the same low-precision numbers (golden), the
+same-dtype computation (eager), and the subject. Shape, dtype and the positions of NaN and Inf
+must agree first. Then errors against golden are compared, relative to the delta and never to
+delta + base:
+
+    err(subject) <= 2 * err(eager) + rounding
+
+* for each (row, slice): rms and largest error, `rounding` being the worst case of all casts;
+* for each (slot, slice) over all its rows, and with experts for each (slot, expert, slice): rms,
+  `rounding` being what one cast of the golden output really costs. This one is sharp; a
+  population of few numbers gets a margin of 1 + 2 / sqrt(n), because its rms is uncertain by
+  itself.
+
+Where eager itself misses the delta by more than 10 %, nothing is proven: INCONCLUSIVE.
+
+Power, as error / allowed on 64 rows x 4096 features x 512 columns, rank 16 (above 1: FAIL; with
+subjects that have just this one fault, the smallest of six seeds, bf16 / fp16 / fp32):
+
+    adapter of the neighbour's A    130 / 1000 / 2e5
+    last column of A lost            64 /  500 / 1e5
+    one inner column of A lost      1.7 /   13 / 3000
+    last rank lost                   21 /  170 / 4e4
+    scale 1 % too large             1.1 /    6 / 1400
+    scale 0.5 % too large           0.7 /    3 /  700
+
+Honest subjects that round elsewhere (the bridge in the dtype, the scale folded into B, one
+rounding in place of two) stay below 0.7.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from loragate.core.verdict import Failure, Judgement, OracleName, Verdict
+from loragate.execution.session import Session, base_of
+from loragate.inputs import DataKind, copy_batch, make_batch, make_pool
+from loragate.inputs.pairs import out_rows, pair_rows
+from loragate.matrix.case import MOE_SITES, Site
+from loragate.oracles.evidence import locate, malformed, passed
+from loragate.oracles.numeric.compare import (
+    Finding,
+    Population,
+    expert_finding,
+    population_finding,
+    populations,
+    row_findings,
+)
+from loragate.oracles.numeric.errors import RowErrors, concatenated, row_errors
+from loragate.oracles.numeric.golden import chunks, condition_number, folded
+from loragate.oracles.numeric.golden_layer import eager_of, golden_of
+from loragate.protocol import BaseLayer, Batch, Pool, Trial
+
+_ILL_CONDITIONED = 0.1
+
+
+class Reference:
+    name = OracleName.REFERENCE
+
+    def applies(self, trial: Trial) -> str | None:
+        return None
+
+    def judge(self, trial: Trial) -> Judgement:
+        kind = DataKind.SIGNED
+        pool = make_pool(trial.case, trial.seed, kind, trial.machine, trial.capabilities)
+        batch = make_batch(trial.case, trial.seed, 0, kind, trial.machine)
+        base = base_of(trial, kind)
+        # golden needs the base that an in-place subject overwrites
+        result = Session(trial, base, pool).step(copy_batch(batch))
+        return judge_result(trial, pool, batch, base, result)
+
+
+def judge_result(
+    trial: Trial, pool: Pool, batch: Batch, base: BaseLayer | None, result: Tensor
+) -> Judgement:
+    """Judge what a subject made of `batch`, which it must not have changed."""
+    wrong = malformed(OracleName.REFERENCE, batch, result)
+    if wrong is not None:
+        return wrong
+    if not batch.out.shape[0]:
+        # an empty batch has no number to compare
+        return passed(OracleName.REFERENCE)
+    pieces: list[RowErrors] = []
+    low = folded(pool) if trial.capabilities.folds_scale_into_weights else pool
+    for rows, piece in chunks(batch, sum(trial.case.slices)):
+        right = golden_of(trial.case, pool, piece, base)
+        wrong = _misplaced(trial, batch, rows.start, right.out, result[rows])
+        if wrong is not None:
+            return wrong
+        plain = eager_of(trial.case, low, piece, base)
+        pieces.append(row_errors(trial.case, right, plain, result[rows]))
+    return judge_errors(trial, pool, batch, concatenated(pieces))
+
+
+def judge_errors(trial: Trial, pool: Pool, batch: Batch, errors: RowErrors) -> Judgement:
+    """The rule of this module, on statistics of all rows."""
+    rows = out_rows(batch)
+    groups = populations(trial.case, pool, rows, errors)
+    findings = [population_finding(group, errors) for group in groups]
+    if trial.case.site in MOE_SITES:
+        findings.append(expert_finding(trial.case, pool, pair_rows(batch), errors))
+    worst = max([*findings, *row_findings(trial.case, errors)])
+    where = _where(trial, batch, errors, worst)
+    slot = int(rows.slots[worst.row])
+    group = next(g for g in groups if (g.slot, g.part) == (slot, worst.part))
+    metrics = _metrics(groups, group, worst)
+    miss = metrics["eager_miss"]
+    if worst.ratio > 1:
+        metrics |= _condition(trial, pool, batch, group)
+        message = (
+            f"{worst.what} is {metrics['err']:.3g} of the delta, "
+            f"{worst.ratio:.3g} times what is allowed"
+        )
+        failure = Failure.WRONG_ANSWER
+        return Judgement(OracleName.REFERENCE, Verdict.FAIL, failure, message, metrics, where)
+    if miss > _ILL_CONDITIONED:
+        vague = max(groups, key=lambda g: g.eager_miss)
+        metrics |= _condition(trial, pool, batch, vague)
+        message = (
+            f"a plain {trial.case.dtype} computation misses the delta of slot {vague.slot}, "
+            f"slice {vague.part} by {miss:.0%}: nothing is proven"
+        )
+        return Judgement(OracleName.REFERENCE, Verdict.INCONCLUSIVE, None, message, metrics, where)
+    return Judgement(OracleName.REFERENCE, Verdict.PASS, None, "", metrics, where)
+
+
+def _where(trial: Trial, batch: Batch, errors: RowErrors, worst: Finding) -> dict[str, int | str]:
+    column = int(errors.worst_column[worst.row, worst.part])
+    return locate(trial.case, batch, worst.row, sum(trial.case.out_slices[: worst.part]) + column)
+
+
+def _metrics(groups: list[Population], group: Population, worst: Finding) -> dict[str, float]:
+    """`err` and `threshold` are relative to the delta of the worst population, or of all
+    where it has none (base rows)."""
+    unit = group.delta or max(g.delta for g in groups) or 1.0
+    return {
+        "err": worst.error / unit,
+        "threshold": worst.threshold / unit,
+        "ratio": worst.ratio,
+        "rms_vs_eager": group.subject / group.eager if group.eager else float(group.subject > 0),
+        "bias": max((g.bias for g in groups), key=abs),
+        "eager_miss": max(g.eager_miss for g in groups),
+    }
+
+
+def _condition(trial: Trial, pool: Pool, batch: Batch, group: Population) -> dict[str, float]:
+    """A layer is no sum of terms."""
+    if trial.case.site is Site.MOE_LAYER:
+        return {}
+    return {"condition": condition_number(pool, batch, group.rows, group.part)}
+
+
+def _misplaced(
+    trial: Trial, batch: Batch, first: int, right: Tensor, result: Tensor
+) -> Judgement | None:
+    """A FAIL if NaN or Inf stand elsewhere than they should."""
+    signs = {
+        "NaN": right.isnan() != result.isnan(),
+        "Inf": right.isposinf() != result.isposinf(),
+        "-Inf": right.isneginf() != result.isneginf(),
+    }
+    for word, mask in signs.items():
+        if mask.any():
+            row, column = (int(i) for i in mask.nonzero()[0])
+            have, want = result[row, column].item(), right[row, column].item()
+            return Judgement(
+                OracleName.REFERENCE,
+                Verdict.FAIL,
+                Failure.WRONG_ANSWER,
+                f"{int(mask.sum())} elements are {word} on one side only; "
+                f"the first is {have!r}, should be {want:.6g}",
+                {"ratio": float("inf")},
+                locate(trial.case, batch, first + row, column),
+            )
+    return None

@@ -1,0 +1,142 @@
+"""A step after other steps equals the same step on a fresh instance.
+
+One instance lives through what a server lives through: a large batch, a smaller one, one of base
+rows only, a slot that gets a smaller adapter with a slice less, an adapter that leaves its slot
+and comes back in another. After each scene the step is repeated on a fresh instance that has
+just the same adapters; whatever differs is left over from before (sglang #8103, #29468,
+vllm #42120).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from torch import Tensor
+
+from loragate.core.verdict import Failure, Judgement, OracleName, Verdict
+from loragate.execution.session import Session, base_of
+from loragate.inputs import DataKind, copy_batch, make_batch, make_pool
+from loragate.inputs.placement import bits_of, owned, whole
+from loragate.inputs.pool import reordered, trimmed, without_slice
+from loragate.matrix.case import Mix, Ranks
+from loragate.oracles.evidence import judge_bits, malformed, passed
+from loragate.protocol import BaseLayer, Batch, Pool, Trial
+
+_SMALLER = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Scene:
+    """A change of the slots, then a step. `loads`: slot -> pool with the adapter, None empties
+    the slot."""
+
+    what: str
+    loads: dict[int, Pool | None]
+    tokens: int
+    mix: Mix
+
+
+class Sequence:
+    name = OracleName.SEQUENCE
+
+    def applies(self, trial: Trial) -> str | None:
+        return None
+
+    def judge(self, trial: Trial) -> Judgement:
+        # nothing to round: whatever differs is state, and never the order of a sum
+        kind = DataKind.EXACT
+        base = base_of(trial, kind)
+        session = Session(trial, base)
+        resident: dict[int, Pool | None] = {}
+        count = 0
+        for count, scene in enumerate(_scenes(trial, kind)):
+            for slot, pool in scene.loads.items():
+                _move(session, slot, pool)
+            resident |= scene.loads
+            batch = _batch(trial, kind, scene, count)
+            own, other = copy_batch(batch), copy_batch(batch)
+            result = session.step(own)
+            wrong = malformed(self.name, batch, result)
+            # the first step has nothing before it
+            if wrong is None and count:
+                wanted = _on_fresh_instance(trial, base, resident, other)
+                wrong = self._compare(trial, scene, batch, result, wanted)
+                wrong = wrong or self._surroundings(scene, own, other)
+            if wrong is not None:
+                return wrong
+        return passed(self.name, steps=float(count + 1))
+
+    def _compare(
+        self,
+        trial: Trial,
+        scene: Scene,
+        batch: Batch,
+        result: Tensor,
+        wanted: Tensor,
+    ) -> Judgement | None:
+        return judge_bits(
+            trial,
+            batch,
+            result + 0.0,
+            wanted + 0.0,
+            oracle=self.name,
+            failure=Failure.STALE_STATE,
+            claim=f"a fresh instance ({scene.what})",
+        )
+
+    def _surroundings(self, scene: Scene, own: Batch, other: Batch) -> Judgement | None:
+        """A FAIL if the step wrote elsewhere than the fresh instance: rows of a larger batch
+        before lie behind the own ones."""
+        mask = bits_of(whole(own.out)) != bits_of(whole(other.out))
+        count = int((mask & ~owned(own.out)).sum())
+        if not count:
+            return None
+        message = f"{count} elements around out were written, not so by a fresh instance "
+        message += f"({scene.what})"
+        return Judgement(self.name, Verdict.FAIL, Failure.STALE_STATE, message)
+
+
+def _scenes(trial: Trial, kind: DataKind) -> Iterator[Scene]:
+    case = trial.case
+    # every slice and rank of a slot is in use before a smaller adapter moves in
+    full = replace(case, ranks=Ranks.FULL)
+    pool = make_pool(full, trial.seed, kind, trial.machine, trial.capabilities)
+    other = make_pool(case, trial.seed + 1, kind, trial.machine, trial.capabilities)
+    small = trimmed(other, max(1, case.rank // 4))
+    if trial.capabilities.rank_per_slice and len(case.slices) > 1:
+        small = without_slice(small, len(case.slices) - 1)
+    last, few = case.slots - 1, max(1, case.tokens // _SMALLER)
+    mix = case.mix if case.mix is Mix.SHUFFLED else Mix.RAGGED
+    everything: dict[int, Pool | None] = dict.fromkeys(range(case.slots), pool)
+    yield Scene("first step", everything, case.tokens, mix)
+    yield Scene("a smaller batch after a larger one", {}, few, mix)
+    yield Scene("base rows only after rows with adapters", {}, few, Mix.ALL_BASE)
+    yield Scene("a smaller adapter in the place of a larger one", {last: small}, few, mix)
+    if last:
+        # slot 0 gets the adapter that was in the last slot at first
+        moved = reordered(pool, [last, *range(1, last), 0])
+        loads: dict[int, Pool | None] = {last: None, 0: moved}
+        yield Scene("an adapter that moved, and the slot that it left", loads, case.tokens, mix)
+
+
+def _batch(trial: Trial, kind: DataKind, scene: Scene, step: int) -> Batch:
+    case = replace(trial.case, tokens=scene.tokens, mix=scene.mix)
+    return make_batch(case, trial.seed, step, kind, trial.machine)
+
+
+def _move(session: Session, slot: int, pool: Pool | None) -> None:
+    if pool is None:
+        session.instance.unload(slot)
+    else:
+        session.instance.load(slot, pool)
+
+
+def _on_fresh_instance(
+    trial: Trial, base: BaseLayer | None, resident: dict[int, Pool | None], batch: Batch
+) -> Tensor:
+    session = Session(trial, base)
+    for slot, pool in resident.items():
+        if pool is not None:
+            session.instance.load(slot, pool)
+    return session.step(batch)

@@ -1,0 +1,33 @@
+"""What an implementation shows to the harness. Read docs/subjects.md to add your own."""
+
+from __future__ import annotations
+
+from loragate.protocol.capabilities import Capabilities, Guard, unsupported
+from loragate.protocol.subject import (
+    AnyInstance,
+    Instance,
+    MoEInstance,
+    Resident,
+    Subject,
+    apply_step,
+)
+from loragate.protocol.tensors import BaseExperts, BaseLayer, Batch, Pool, Routes
+from loragate.protocol.trial import Trial
+
+__all__ = [
+    "AnyInstance",
+    "BaseExperts",
+    "BaseLayer",
+    "Batch",
+    "Capabilities",
+    "Guard",
+    "Instance",
+    "MoEInstance",
+    "Pool",
+    "Resident",
+    "Routes",
+    "Subject",
+    "Trial",
+    "apply_step",
+    "unsupported",
+]

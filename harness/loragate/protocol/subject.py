@@ -1,0 +1,65 @@
+"""An implementation under test: a Subject opens instances, an instance runs steps."""
+
+from __future__ import annotations
+
+from typing import Protocol, TypeAlias, cast
+
+from torch import Tensor
+
+from loragate.core.machine import Machine
+from loragate.matrix.case import Case
+from loragate.protocol.capabilities import Capabilities
+from loragate.protocol.tensors import BaseLayer, Batch, Pool, Routes
+
+
+class Resident(Protocol):
+    """One resident pool of adapters; its state lives from step to step like in a server."""
+
+    def load(self, slot: int, pool: Pool) -> None:
+        """Put adapter `slot` of `pool` into the same slot here, replacing what was there."""
+
+    def unload(self, slot: int) -> None:
+        """Empty a slot."""
+
+    def prepare(self, token_slots: Tensor) -> None:
+        """Once a step: tell which token uses which slot. May sync, is never captured."""
+
+
+class Instance(Resident, Protocol):
+    def apply(self, x: Tensor, out: Tensor) -> Tensor:
+        """The operation itself. dense_delta adds to `out` in place and returns it;
+        lora_linear ignores `out` and returns a new tensor. Never syncs."""
+
+
+class MoEInstance(Resident, Protocol):
+    def apply(self, x: Tensor, out: Tensor, routes: Routes) -> Tensor:
+        """The operation itself, alignment of the pairs included: a server captures both.
+
+        moe_delta adds to `out` in place, or stores (case.write), and returns it. Rows of pairs
+        without a delta keep their bits: base rows, experts that are not here, and slices that
+        the adapter does not have. moe_layer ignores `out` and returns a new tensor. Never
+        syncs."""
+
+
+AnyInstance: TypeAlias = Instance | MoEInstance
+
+
+def apply_step(instance: AnyInstance, batch: Batch) -> Tensor:
+    """Run a prepared step."""
+    if batch.routes is None:
+        return cast(Instance, instance).apply(batch.x, batch.out)
+    return cast(MoEInstance, instance).apply(batch.x, batch.out, batch.routes)
+
+
+class Subject(Protocol):
+    name: str
+
+    def version(self) -> str:
+        """Version of the implementation, for the report."""
+
+    def capabilities(self, machine: Machine) -> Capabilities | str:
+        """What it can do here, or a sentence that says why it can do nothing."""
+
+    def open(self, case: Case, machine: Machine, base: BaseLayer | None) -> AnyInstance:
+        """A fresh instance with empty slots, sized for the case; `base` for lora_linear, and for
+        moe_layer where it is a BaseExperts. A MoEInstance for a site with experts."""

@@ -1,0 +1,87 @@
+"""The tensors of a step, as a subject gets them. Read docs/subjects.md to add a subject."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Pool:
+    """The adapters that are resident in the slots, before any implementation has seen them.
+
+    `a[slot, slice]` is [rank, in_features], `b[slice][slot]` is [slice width, rank]. Only the
+    first `ranks[slot][slice]` ranks are live, the rest is dead: zero, or NaN for a subject
+    that promises not to read it. Delta of a row x with slot s: `scale * (x @ A.T) @ B.T`.
+
+    With experts: `a[slot, expert, slice]` is [rank, in_features], `b[slice][slot, expert]` is
+    [slice width, rank]. The axis of experts has length 1 where they share the factor. Ranks and
+    scales are those of the adapter, the same for all experts.
+
+    moe_layer: these are gate and up, or up alone, and `down` is a pool of one slice, from the
+    intermediate to the hidden size, with ranks and scales of its own.
+    """
+
+    a: Tensor
+    b: tuple[Tensor, ...]
+    ranks: tuple[tuple[int, ...], ...]
+    scales: tuple[tuple[float, ...], ...]
+    down: Pool | None = None
+
+    @property
+    def num_slots(self) -> int:
+        return len(self.ranks)
+
+
+@dataclass(frozen=True, slots=True)
+class Routes:
+    """What the router chose for a step, on the machine's device.
+
+    `topk_ids` int32 [tokens, top_k]: the experts of each token, all different; negative where
+    a pair has no expert. `expert_map` int32 [global experts]: the local id of each expert, -1
+    for one that is not here; without it the ids are local already. `weights` fp32 [tokens,
+    top_k]: what the delta of each pair is multiplied by; None: nothing. In moe_layer the output
+    of each pair is, or gate and up are (case.router), and ids are those of the whole layer.
+    """
+
+    topk_ids: Tensor
+    expert_map: Tensor | None = None
+    weights: Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """One step. `token_slots` is int32 [tokens] on the CPU, -1 for a base row.
+
+    `out` [tokens, out_features] holds the base layer's output; an in-place site adds to it.
+    With experts there are `routes`, and `out` has a row for each pair: row p is choice
+    p % top_k of token p // top_k. x has a row for each token, or for each pair. In moe_layer
+    both have a row for each token.
+    """
+
+    x: Tensor
+    token_slots: Tensor
+    out: Tensor
+    routes: Routes | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class BaseLayer:
+    """The layer without adapters, for lora_linear: weight [out_features, in_features]."""
+
+    weight: Tensor
+    bias: Tensor | None
+
+
+@dataclass(frozen=True, slots=True)
+class BaseExperts(BaseLayer):
+    """The whole layer without adapters, for moe_layer: weight [experts, sum(slices), in_features],
+    gate above up, down [experts, in_features, intermediate], no bias.
+
+    `scales` of quantised weights, weight and down: fp32 [experts, rows]; a weight is then
+    value * scale.
+    """
+
+    down: Tensor
+    scales: tuple[Tensor, Tensor] | None = None

@@ -1,0 +1,141 @@
+"""One attempt at one case: every oracle that the case names, each giving one judgement.
+
+Invariant: whatever a subject throws becomes a judgement; only the death of the process can keep
+one from being written. What follows an error that the device does not recover from is not judged,
+because it would say nothing about the subject.
+"""
+
+from __future__ import annotations
+
+import time
+import traceback
+from collections.abc import Iterable
+from functools import cache
+
+import torch
+
+from loragate.core.machine import Machine, detect_machine
+from loragate.core.verdict import Failure, Judgement, OracleName, Verdict, worst
+from loragate.events.model import CaseFinished
+from loragate.matrix.case import Case
+from loragate.matrix.plan import beyond_machine
+from loragate.matrix.selection import CaseRun
+from loragate.oracles import ORACLES
+from loragate.protocol import Capabilities, Subject, Trial, unsupported
+from loragate.subjects import find_subject
+
+_FRAMES_SHOWN = 6
+# a CUDA library and the CPU allocator report a lack of memory as a plain RuntimeError
+_OUT_OF_MEMORY = ("CUBLAS_STATUS_ALLOC_FAILED", "can't allocate memory")
+
+
+def run_case(run: CaseRun, trial: Trial, *, worker: str, gpu: str) -> CaseFinished:
+    """One attempt with everything that a report needs; `worker` and `gpu` say where it ran."""
+    started = time.monotonic()
+    judgements = run_trial(trial)
+    return CaseFinished(
+        run_id=run.run_id,
+        subject=run.subject,
+        site=run.case.site.value,
+        attempt=run.attempt,
+        seed=run.seed,
+        worker=worker,
+        verdict=verdict_of(judgements),
+        judgements=judgements,
+        duration_s=time.monotonic() - started,
+        replay=run.replay,
+        gpu=gpu,
+    )
+
+
+def open_trial(run: CaseRun) -> Trial | str:
+    """The trial on this machine, or the reason why it cannot be run here."""
+    machine = detect_machine()
+    subject, have = load_subject(run.subject)
+    reason = beyond_machine(run.case, machine) or refusal(run.case, have)
+    if reason is not None:
+        return reason
+    assert not isinstance(have, str)
+    return Trial(run.case, subject, have, machine, run.seed)
+
+
+def refusal(case: Case, have: Capabilities | str) -> str | None:
+    """The reason why a subject cannot run a case, given what it can do here."""
+    return have if isinstance(have, str) else unsupported(case, have)
+
+
+@cache
+def load_subject(name: str) -> tuple[Subject, Capabilities | str]:
+    """A subject and what it can do here. Raises ValueError for an unknown name."""
+    subject = find_subject(name)
+    return subject, subject.capabilities(detect_machine())
+
+
+def run_trial(trial: Trial) -> tuple[Judgement, ...]:
+    """Judgements in the order of `trial.case.oracles`; ends early if the device is lost."""
+    judgements: list[Judgement] = []
+    for name in trial.case.oracles:
+        judgement = _ask(name, trial)
+        judgements.append(judgement)
+        if judgement.failure is Failure.CUDA_STICKY:
+            break
+        if judgement.failure is Failure.OUT_OF_MEMORY and trial.machine.device == "cuda":
+            torch.cuda.empty_cache()
+    return tuple(judgements)
+
+
+def verdict_of(judgements: Iterable[Judgement]) -> Verdict:
+    """The verdict of the case: an oracle that does not apply takes nothing from the others."""
+    verdicts = [judgement.verdict for judgement in judgements]
+    judged = [verdict for verdict in verdicts if verdict is not Verdict.SKIP]
+    return worst(judged or verdicts)
+
+
+def device_answers(machine: Machine) -> bool:
+    """False after an error that poisons the process's CUDA context, such as an illegal access."""
+    try:
+        probe = torch.ones(2, device=machine.device)
+        return float(probe.add_(1).sum().item()) == 4.0
+    except RuntimeError as error:
+        # a full device still answers
+        return _lacks_memory(error)
+
+
+def _ask(name: OracleName, trial: Trial) -> Judgement:
+    oracle = ORACLES[name]
+    try:
+        # a subject that draws random numbers must draw the same ones in a replay
+        torch.manual_seed(trial.seed)
+        reason = oracle.applies(trial)
+        if reason is not None:
+            return Judgement(name, Verdict.SKIP, message=reason)
+        judgement = oracle.judge(trial)
+        if trial.machine.device == "cuda":
+            # an error in a kernel shows itself late: it belongs to the oracle that launched it
+            torch.cuda.synchronize()
+        return judgement
+    except (Exception, SystemExit) as error:
+        return _judge_error(name, trial.machine, error)
+
+
+def _judge_error(name: OracleName, machine: Machine, error: BaseException) -> Judgement:
+    message = _describe(error)
+    if _lacks_memory(error):
+        return Judgement(name, Verdict.INFRA, Failure.OUT_OF_MEMORY, message)
+    if not device_answers(machine):
+        message = f"the device does not answer any more after {message}"
+        return Judgement(name, Verdict.FAIL, Failure.CUDA_STICKY, message)
+    return Judgement(name, Verdict.FAIL, Failure.EXCEPTION, message)
+
+
+def _lacks_memory(error: BaseException) -> bool:
+    if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
+        return True
+    return isinstance(error, RuntimeError) and any(sign in str(error) for sign in _OUT_OF_MEMORY)
+
+
+def _describe(error: BaseException) -> str:
+    trace = traceback.TracebackException.from_exception(error)
+    frames = "".join(traceback.format_list(trace.stack[-_FRAMES_SHOWN:]))
+    headline = "".join(trace.format_exception_only()).strip()
+    return f"{headline}\n{frames}".strip()

@@ -1,0 +1,24 @@
+"""The rows of a step, as every layer of a model shares them."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from loragate.core.machine import Machine
+from loragate.inputs.mapping import BASE_ROW
+from loragate.matrix.case import Case
+from lorakernels.batch.metadata import BatchMetadata
+
+
+class Mapping:
+    def __init__(self, case: Case, machine: Machine) -> None:
+        self.metadata = BatchMetadata(
+            max_tokens=max(1, case.tokens), max_slots=case.slots, device=machine.device
+        )
+
+    def prepare(self, token_slots: Tensor) -> None:
+        # base rows at the end are told as padding, as a batch of a captured size has it
+        # whatever is not a base row is passed on, a slot that does not exist included
+        used = (token_slots != BASE_ROW).nonzero()
+        live = int(used.max()) + 1 if len(used) else 0
+        self.metadata.prepare(token_slots[:live], num_rows=len(token_slots))

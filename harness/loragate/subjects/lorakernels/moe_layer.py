@@ -1,0 +1,102 @@
+"""The project's own layer of experts. All ranks of a group run one after the other in this
+process, and what they give is added up, as a collective does."""
+
+from __future__ import annotations
+
+from itertools import product
+
+from torch import Tensor
+
+from loragate.core.machine import Machine
+from loragate.inputs.draw import torch_dtype
+from loragate.matrix.case import Case, RouterWeights, Sharing
+from loragate.protocol import BaseExperts, Pool, Routes
+from loragate.subjects.lorakernels.dead_ranks import keep_dead_nan
+from loragate.subjects.lorakernels.mapping import Mapping
+from loragate.subjects.lorakernels.moe_delta import expert_factors
+from lorakernels.layers.moe import GATED, FusedMoELoRA, MoEScratch
+from lorakernels.layers.moe_partition import MoERank
+from lorakernels.moe.align.metadata import PairMetadata
+from lorakernels.moe.layer import ops as moe
+
+_PLAIN = GATED[1:]
+_ROUTER = {
+    RouterWeights.OUTPUT: moe.RouterWeight.ON_OUTPUT,
+    RouterWeights.INPUT: moe.RouterWeight.ON_INPUT,
+}
+
+
+class MoELayer(Mapping):
+    def __init__(self, case: Case, machine: Machine, base: BaseExperts) -> None:
+        super().__init__(case, machine)
+        self.projections = GATED if len(case.slices) == 2 else _PLAIN
+        self.is_quantised = base.scales is not None
+        max_tokens = max(1, case.tokens)
+        self.ranks = [
+            self._rank(case, base, MoERank(case.ep, ep, case.tp, tp))
+            for ep, tp in product(range(case.ep), range(case.tp))
+        ]
+        # ranks with as many experts share the tables of pairs
+        self.pairs = {
+            count: PairMetadata(
+                max_tokens=max_tokens,
+                top_k=case.top_k,
+                num_experts=count,
+                max_slots=case.slots,
+                device=machine.device,
+                with_base=True,
+            )
+            for count in {layer.cut.experts.size for layer in self.ranks}
+        }
+        self.scratch = MoEScratch(self.ranks, max_tokens=max_tokens, top_k=case.top_k)
+
+    def _rank(self, case: Case, base: BaseExperts, place: MoERank) -> FusedMoELoRA:
+        w13: Tensor | moe.Quantised = base.weight
+        w2: Tensor | moe.Quantised = base.down
+        if base.scales is not None:
+            w13 = moe.Quantised(base.weight, base.scales[0])
+            w2 = moe.Quantised(base.down, base.scales[1])
+        return FusedMoELoRA(
+            w13,
+            w2,
+            num_slots=case.slots,
+            rank=case.rank,
+            dtype=torch_dtype(case.dtype),
+            projections=self.projections,
+            shared_outer=case.sharing is Sharing.SHARED_OUTER,
+            router_weight=_ROUTER[case.router],
+            place=place,
+            padded_intermediate=-(-case.slices[0] // case.tp) * case.tp,
+        )
+
+    def load(self, slot: int, pool: Pool) -> None:
+        assert pool.down is not None
+        factors = [*expert_factors(pool, slot), *expert_factors(pool.down, slot)]
+        names = [f"experts.{projection}" for projection in self.projections]
+        parts = dict(zip(names, factors, strict=True))
+        for layer in self.ranks:
+            layer.load_adapter(slot, parts)
+            keep_dead_nan(layer.w13_slots, slot, pool)
+            keep_dead_nan(layer.w2_slots, slot, pool.down)
+
+    def unload(self, slot: int) -> None:
+        for layer in self.ranks:
+            layer.unload(slot)
+
+    def apply(self, x: Tensor, out: Tensor, routes: Routes) -> Tensor:
+        assert routes.weights is not None
+        quantised_x = moe.quantise_rows(x) if self.is_quantised else None
+        total: Tensor | None = None
+        for layer in self.ranks:
+            part = layer(
+                x,
+                routes.topk_ids,
+                routes.weights,
+                self.metadata,
+                self.pairs[layer.cut.experts.size],
+                self.scratch,
+                quantised_x=quantised_x,
+            )
+            total = part if total is None else total + part
+        assert total is not None
+        return total

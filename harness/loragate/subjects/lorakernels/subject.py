@@ -1,0 +1,156 @@
+"""The project's own kernels and layers.
+
+lora_linear runs all tensor-parallel ranks of a layer one after the other in this process: parts
+of the output are concatenated slice by slice, partial outputs of a row-parallel layer are added.
+"""
+
+from __future__ import annotations
+
+import functools
+from importlib import metadata
+
+import torch
+from torch import Tensor
+
+from loragate.core.machine import Machine
+from loragate.inputs.draw import torch_dtype
+from loragate.matrix.case import (
+    Case,
+    Dtype,
+    Execution,
+    Parallel,
+    Path,
+    Quantisation,
+    Site,
+)
+from loragate.protocol import AnyInstance, BaseExperts, BaseLayer, Capabilities, Guard, Pool
+from loragate.subjects.lorakernels.dead_ranks import keep_dead_nan
+from loragate.subjects.lorakernels.mapping import Mapping
+from loragate.subjects.lorakernels.moe_delta import MoEDelta
+from loragate.subjects.lorakernels.moe_layer import MoELayer
+from lorakernels.dense.ops import DenseWorkspace, dense_delta
+from lorakernels.dense.weights import MAX_RANK, LoRAFactors, SlotWeights
+from lorakernels.layers import partition
+from lorakernels.layers.linear import LoRALinear
+
+
+class LoraKernelsSubject:
+    name = "lorakernels"
+
+    def version(self) -> str:
+        try:
+            # both packages come in one distribution
+            return metadata.version("loragate")
+        except metadata.PackageNotFoundError:
+            return "source tree"
+
+    def capabilities(self, machine: Machine) -> Capabilities | str:
+        graph = frozenset() if machine.interpreted else frozenset({Execution.GRAPH})
+        return Capabilities(
+            sites=frozenset(Site),
+            dtypes=frozenset(Dtype),
+            max_rank=MAX_RANK,
+            executions=frozenset({Execution.EAGER}) | graph,
+            parallel=frozenset(Parallel),
+            # a matmul of numpy sums a row in an order that depends on the place of the row
+            place_invariant=not machine.interpreted,
+            skips_dead_ranks=True,
+            rank_per_slice=True,
+            guards=frozenset(Guard),
+            traceable=True,
+            paths=frozenset(Path),
+            quantisations=frozenset(Quantisation),
+        )
+
+    def open(self, case: Case, machine: Machine, base: BaseLayer | None) -> AnyInstance:
+        if isinstance(base, BaseExperts):
+            return MoELayer(case, machine, base)
+        if case.site is Site.MOE_DELTA:
+            return MoEDelta(case, machine)
+        if base is None:
+            return _DenseDelta(case, machine)
+        return _LoRALinear(case, machine, base)
+
+
+class _DenseDelta(Mapping):
+    def __init__(self, case: Case, machine: Machine) -> None:
+        super().__init__(case, machine)
+        self.weights = SlotWeights(
+            num_slots=case.slots,
+            slice_widths=case.slices,
+            in_features=case.in_features,
+            rank=case.rank,
+            dtype=torch_dtype(case.dtype),
+            device=machine.device,
+        )
+        self.workspace = DenseWorkspace([self.weights], max_tokens=max(1, case.tokens))
+
+    def load(self, slot: int, pool: Pool) -> None:
+        parts = factors(pool, slot)
+        self.weights.load(slot, [parts.get(part) for part in range(len(pool.b))])
+        keep_dead_nan(self.weights, slot, pool)
+
+    def unload(self, slot: int) -> None:
+        self.weights.reset(slot)
+
+    def apply(self, x: Tensor, out: Tensor) -> Tensor:
+        dense_delta(x, self.weights, self.metadata, self.workspace, out)
+        return out
+
+
+class _LoRALinear(Mapping):
+    def __init__(self, case: Case, machine: Machine, base: BaseLayer) -> None:
+        super().__init__(case, machine)
+        self.case = case
+        self.ranks = [
+            LoRALinear(
+                base.weight,
+                base.bias,
+                slices=[
+                    partition.Slice(f"slice{part}", width) for part, width in enumerate(case.slices)
+                ],
+                num_slots=case.slots,
+                rank=case.rank,
+                parallel=partition.Parallel(case.parallel),
+                tp_size=case.tp,
+                tp_rank=tp_rank,
+            )
+            for tp_rank in range(case.tp)
+        ]
+        self.workspace = DenseWorkspace(
+            [r.slots for r in self.ranks], max_tokens=max(1, case.tokens)
+        )
+
+    def load(self, slot: int, pool: Pool) -> None:
+        for layer in self.ranks:
+            layer.load_adapter(slot, factors(pool, slot))
+            keep_dead_nan(layer.slots, slot, pool)
+
+    def unload(self, slot: int) -> None:
+        for layer in self.ranks:
+            layer.unload(slot)
+
+    def apply(self, x: Tensor, out: Tensor) -> Tensor:
+        # a layer takes its own columns of the input, as a row-parallel layer before it gave them
+        outputs = []
+        for layer in self.ranks:
+            inputs = layer.cut.inputs
+            local = x[:, inputs.start : inputs.stop]
+            outputs.append(layer(local, self.metadata, self.workspace))
+        if self.case.parallel is Parallel.ROW:
+            total: Tensor = functools.reduce(torch.add, outputs)
+            return total
+        widths = [list(layer.slots.slice_widths) for layer in self.ranks]
+        parts = [torch.split(y, w, dim=1) for y, w in zip(outputs, widths, strict=True)]
+        return torch.cat([part for group in zip(*parts, strict=True) for part in group], dim=1)
+
+
+def factors(pool: Pool, slot: int) -> dict[int, LoRAFactors]:
+    """The live part of an adapter by slice; a slice without adapter is missing."""
+    return {
+        part: LoRAFactors(pool.a[slot, part, :rank], b[slot, :, :rank], scale)
+        for part, (b, rank, scale) in enumerate(
+            zip(pool.b, pool.ranks[slot], pool.scales[slot], strict=True)
+        )
+        if rank
+    }

@@ -1,0 +1,149 @@
+"""A whole layer of experts in plain torch, cut over simulated ranks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from loragate.inputs.base_experts import dequantised, quantised
+from loragate.matrix.case import Case, RouterWeights
+from loragate.protocol import BaseExperts, Pool, Routes
+
+
+@dataclass(frozen=True, slots=True)
+class Factors:
+    """The live part of an adapter in one projection. a [experts or 1, rank, in], b [experts or
+    1, out, rank]."""
+
+    a: Tensor
+    b: Tensor
+    scale: float
+
+    def delta(self, rows: Tensor, expert: int) -> Tensor:
+        a, b = (f[min(expert, len(f) - 1)].float() for f in (self.a, self.b))
+        return self.scale * (rows.float() @ a.T) @ b.T
+
+
+@dataclass(frozen=True, slots=True)
+class Rank:
+    """What one rank of a group holds: some experts, and some columns of gate and of up."""
+
+    experts: range
+    columns: slice
+
+
+class MoELayer:
+    """sum over the choices of w * (silu(gate) * up) @ w2.T, with a delta in each product."""
+
+    def __init__(self, case: Case, base: BaseExperts) -> None:
+        self.case = case
+        self.is_quantised = base.scales is not None
+        self.w13, self.w2 = base.weight, base.down
+        if base.scales is not None:
+            self.w13 = dequantised(self.w13, base.scales[0])
+            self.w2 = dequantised(self.w2, base.scales[1])
+        # slot -> gate and up, or up alone; and down
+        self.slots: dict[int, tuple[list[Factors], Factors]] = {}
+        self.token_slots = torch.empty(0, dtype=torch.int32)
+        self.ranks = [
+            Rank(range(experts.start, experts.stop), columns)
+            for experts in cut(case.experts, case.ep)
+            for columns in cut(case.slices[0], case.tp)
+        ]
+
+    def load(self, slot: int, pool: Pool) -> None:
+        assert pool.down is not None
+        (down,) = factors(pool.down, slot)
+        self.slots[slot] = (factors(pool, slot), down)
+
+    def unload(self, slot: int) -> None:
+        self.slots.pop(slot, None)
+
+    def prepare(self, token_slots: Tensor) -> None:
+        self.token_slots = token_slots.clone()
+
+    def apply(self, x: Tensor, out: Tensor, routes: Routes) -> Tensor:
+        total = torch.zeros(out.shape, dtype=x.dtype, device=x.device)
+        for rank in self.ranks:
+            total += self.partial(rank, x, routes).to(x.dtype)
+        return total
+
+    def partial(self, rank: Rank, x: Tensor, routes: Routes) -> Tensor:
+        """fp32 [tokens, hidden]: what a rank adds to the sum."""
+        assert routes.weights is not None
+        out = torch.zeros(x.shape, device=x.device)
+        ids, weights = routes.topk_ids.flatten(), routes.weights.flatten()
+        for expert in rank.experts:
+            pairs = (ids == expert).nonzero().flatten()
+            # the experts of a token are all different
+            tokens = pairs // routes.topk_ids.shape[1]
+            if len(pairs):
+                out[tokens] += self.pairs(
+                    rank, expert, x[tokens], tokens, weights[pairs, None]
+                ).float()
+        return out
+
+    def pairs(self, rank: Rank, expert: int, x: Tensor, tokens: Tensor, weights: Tensor) -> Tensor:
+        """[pairs of the expert, hidden] in the dtype of x; weights [pairs, 1]."""
+        inner = self.first(rank, expert, x, tokens)
+        if self.case.router is RouterWeights.INPUT:
+            inner = inner * weights
+        act = self.activated(inner).to(x.dtype)
+        y = self.second(rank, expert, act, tokens)
+        if self.case.router is RouterWeights.OUTPUT:
+            y = y * weights
+        return y.to(x.dtype)
+
+    def first(self, rank: Rank, expert: int, x: Tensor, tokens: Tensor) -> Tensor:
+        """fp32: gate and up of a rank, side by side."""
+        # both halves are cut, each by itself
+        w13 = self.w13[expert].float().chunk(len(self.case.slices))
+        parts = []
+        for part, weight in enumerate(w13):
+            y = self.as_base_sees_it(x) @ weight[rank.columns].T
+            for slot, (up, _) in self.slots.items():
+                own = self.of_slot(slot, tokens)
+                y[own] += up[part].delta(x[own], expert)[:, rank.columns]
+            parts.append(y)
+        return torch.cat(parts, 1)
+
+    def activated(self, inner: Tensor) -> Tensor:
+        if len(self.case.slices) == 1:
+            return functional.silu(inner)
+        gate, up = inner.chunk(2, 1)
+        return functional.silu(gate) * up
+
+    def second(self, rank: Rank, expert: int, act: Tensor, tokens: Tensor) -> Tensor:
+        """fp32 [pairs, hidden]"""
+        y = self.as_base_sees_it(act) @ self.w2[expert][:, rank.columns].float().T
+        for slot, (_, down) in self.slots.items():
+            own = self.of_slot(slot, tokens)
+            part = Factors(down.a[..., rank.columns], down.b, down.scale)
+            y[own] += part.delta(act[own], expert)
+        return y
+
+    def of_slot(self, slot: int, tokens: Tensor) -> Tensor:
+        return (self.token_slots.to(tokens.device)[tokens] == slot).nonzero().flatten()
+
+    def as_base_sees_it(self, values: Tensor) -> Tensor:
+        return dequantised(*quantised(values)) if self.is_quantised else values.float()
+
+
+def factors(pool: Pool, slot: int) -> list[Factors]:
+    """For each slice; an absent one has a rank of 0."""
+    parts = zip(pool.b, pool.ranks[slot], pool.scales[slot], strict=True)
+    return [
+        Factors(pool.a[slot, :, part, :rank].clone(), b[slot, :, :, :rank].clone(), scale)
+        for part, (b, rank, scale) in enumerate(parts)
+    ]
+
+
+def cut(size: int, count: int) -> list[slice]:
+    """As even as possible, the first ones larger."""
+    share, rest = divmod(size, count)
+    starts = [part * share + min(part, rest) for part in range(count + 1)]
+    return [slice(*ends) for ends in pairwise(starts)]

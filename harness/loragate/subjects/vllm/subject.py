@@ -1,0 +1,144 @@
+"""Subject `vllm`: the LoRA kernels of the installed vLLM, called as its layers call them.
+
+Sites with experts are in vllm_moe.py. For dense ones A and B are lists with one stacked
+tensor a slice, the bridge is a fresh fp32 tensor each call, the scale is folded into B when an
+adapter is loaded, and the grid covers every slot and the base rows. What this module adds is only
+the translation from the harness's words.
+"""
+
+from __future__ import annotations
+
+import weakref
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from loragate.core.machine import Machine
+from loragate.matrix.case import MOE_SITES, Case, Dtype, Execution, Layout, Path, Site
+from loragate.protocol import AnyInstance, BaseLayer, Capabilities, Pool
+from loragate.subjects.vllm.moe import VllmMoEInstance, refusal
+from loragate.subjects.vllm.moe_package import load_vllm_moe
+from loragate.subjects.vllm.package import VllmOps, fold_scale, installed_version, load_vllm
+
+# the largest value that its option for the rank of the buffers accepts
+MAX_RANK = 512
+_TORCH_DTYPES = {Dtype.FP16: torch.float16, Dtype.BF16: torch.bfloat16}
+
+
+class VllmInstance:
+    """Stacked weights of one layer and the kernel metadata of one wrapper.
+
+    `a[slice]` is [slots, 1, rank, in_features], `b[slice]` is [slots, 1, slice width, rank].
+    """
+
+    def __init__(
+        self,
+        ops: VllmOps,
+        *,
+        num_slots: int,
+        slices: tuple[int, ...],
+        in_features: int,
+        rank: int,
+        max_tokens: int,
+        dtype: torch.dtype,
+        device: str,
+    ) -> None:
+        def stacked(*shape: int) -> Tensor:
+            return torch.zeros(num_slots, 1, *shape, dtype=dtype, device=device)
+
+        self.a = [stacked(rank, in_features) for _ in slices]
+        self.b = [stacked(width, rank) for width in slices]
+        # in one process many pools live one after the other; what their addresses once meant
+        # must not be blamed on this one
+        ops.forget(self.a, self.b)
+        # the tables would keep the weights of this pool alive for as long as the process
+        weakref.finalize(self, ops.forget, self.a, self.b).atexit = False
+        self._ops = ops
+        self._meta = ops.kernel_meta.make(num_slots, max_tokens, device)
+        self._device = device
+
+    def load(self, slot: int, pool: Pool) -> None:
+        self.unload(slot)
+        parts = zip(pool.ranks[slot], pool.scales[slot], self.a, self.b, strict=True)
+        for index, (rank, scale, a, b) in enumerate(parts):
+            a[slot, 0, :rank].copy_(pool.a[slot, index, :rank])
+            b[slot, 0, :, :rank].copy_(fold_scale(pool.b[index][slot, :, :rank], scale))
+
+    def unload(self, slot: int) -> None:
+        for weight in (*self.a, *self.b):
+            weight[slot].zero_()
+
+    def prepare(self, token_slots: Tensor) -> None:
+        # its callers hand over int64 on the device
+        self._meta.prepare_tensors(token_slots.to(self._device, torch.int64))
+
+    def apply(self, x: Tensor, out: Tensor) -> Tensor:
+        tokens, rank = x.shape[0], self.a[0].shape[2]
+        bridge = torch.empty(len(self.a), tokens, rank, dtype=torch.float32, device=x.device)
+        meta = self._meta.meta_args(tokens, False)
+        self._ops.lora_shrink(x, self.a, bridge, *meta, 1.0)
+        self._ops.lora_expand(bridge, self.b, out, *meta, offset_start=0, add_inputs=True)
+        return out
+
+
+class VllmSubject:
+    name = "vllm"
+
+    def version(self) -> str:
+        return installed_version() or "not installed"
+
+    def capabilities(self, machine: Machine) -> Capabilities | str:
+        ops = load_vllm(machine)
+        if isinstance(ops, str):
+            return ops
+        moe = load_vllm_moe(machine)
+        without_moe = moe if isinstance(moe, str) else None
+        return self.describe(machine.interpreted, ops.batch_invariant, without_moe=without_moe)
+
+    @staticmethod
+    def describe(
+        interpreted: bool, batch_invariant: bool, *, without_moe: str | None = None
+    ) -> Capabilities:
+        """`without_moe`: why LoRA of experts cannot run."""
+        return Capabilities(
+            sites=frozenset({Site.DENSE_DELTA, Site.MOE_DELTA}),
+            dtypes=frozenset(_TORCH_DTYPES),
+            max_rank=MAX_RANK,
+            executions=frozenset({Execution.EAGER} if interpreted else Execution),
+            # its operators assert that input and output are contiguous
+            layouts=frozenset({Layout.CONTIGUOUS, Layout.PADDED_ROWS}),
+            # compiled, the splits of a shrink meet in atomics in any order; the interpreter
+            # runs one program after the other
+            deterministic=interpreted or batch_invariant,
+            rank_per_slice=True,
+            folds_scale_into_weights=True,
+            paths=frozenset(Path),
+            refuses=partial(_refuses, without_moe),
+        )
+
+    def open(self, case: Case, machine: Machine, base: BaseLayer | None) -> AnyInstance:
+        assert base is None, "no site here has a base layer"
+        if case.site in MOE_SITES:
+            moe = load_vllm_moe(machine)
+            assert not isinstance(moe, str), moe
+            return VllmMoEInstance.of_case(moe, case, machine.device)
+        ops = load_vllm(machine)
+        assert not isinstance(ops, str), ops
+        return VllmInstance(
+            ops,
+            num_slots=case.slots,
+            slices=case.slices,
+            in_features=case.in_features,
+            rank=case.rank,
+            # a case without tokens still has steps with one
+            max_tokens=max(case.tokens, 1),
+            dtype=_TORCH_DTYPES[case.dtype],
+            device=machine.device,
+        )
+
+
+def _refuses(without_moe: str | None, case: Case) -> str | None:
+    if case.site not in MOE_SITES:
+        return None
+    return without_moe or refusal(case)

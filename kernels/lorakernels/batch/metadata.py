@@ -1,0 +1,124 @@
+"""Which row of a batch uses which slot, sorted and tiled on the device.
+
+One launch without host synchronisation writes everything that the dense kernels read. All
+buffers are persistent and every prepare() resets what lies past the live part, so a padded
+row is always a base row and a replayed graph never meets an entry of an earlier step
+(vllm #42120, sglang #29468).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from lorakernels.batch.kernel import prepare_kernel
+from lorakernels.common.sizes import power_of_2
+
+# smallest height of a tile: the M of a tensor-core instruction
+MIN_TILE_ROWS = 16
+
+
+def tile_height(num_rows: int) -> int:
+    """Rows of one adapter that one tile covers. Depends on the batch size alone, so that it
+    is a constant of a captured graph."""
+    if num_rows <= 128:
+        return 16
+    if num_rows <= 1024:
+        return 32
+    return 64 if num_rows < 2048 else 128
+
+
+def max_tiles(num_rows: int, num_slots: int, height: int) -> int:
+    """Most tiles a batch can need: each slot adds at most one that is not full."""
+    return num_rows // height + min(num_slots, num_rows)
+
+
+class BatchMetadata:
+    """Device buffers, all int32:
+
+    token_slots [max_tokens]: slot of each row, -1 for base rows, padding and unknown slots.
+    tile_slots [max_tiles]: slot of each tile, ascending; -1 behind the last.
+    tile_rows [max_tiles * height]: the rows of each tile, ascending within a slot; -1 where a
+        tile is not full and behind the last.
+    num_tiles [1].
+
+    A tile's entries are found from its number alone, so a kernel loads all of them at once.
+    """
+
+    def __init__(self, *, max_tokens: int, max_slots: int, device: torch.device | str) -> None:
+        if max_tokens < 1:
+            raise ValueError(f"max_tokens must be at least 1 (got {max_tokens})")
+        if max_slots < 1:
+            raise ValueError(f"max_slots must be at least 1 (got {max_slots})")
+        self.max_tokens, self.max_slots = max_tokens, max_slots
+
+        def table(size: int) -> Tensor:
+            return torch.full((size,), -1, dtype=torch.int32, device=device)
+
+        self.token_slots = table(max_tokens)
+        self.tile_slots = table(max_tiles(max_tokens, max_slots, MIN_TILE_ROWS))
+        tallest = tile_height(max_tokens)
+        self.tile_rows = table(max_tiles(max_tokens, max_slots, tallest) * tallest)
+        self.num_tiles = torch.zeros(1, dtype=torch.int32, device=device)
+        self.num_rows = 0
+
+    def prepare(self, token_slots: Tensor, *, num_rows: int | None = None) -> None:
+        """Install the mapping of the next step.
+
+        token_slots: int32 [live rows], on this device (no copy) or on the CPU (copied without
+            a sync). -1 is a base row; on the device an id >= max_slots counts as one, too.
+        num_rows: rows of the tensors of this step where the batch is padded; the rows behind
+            the live ones are base rows. Raises ValueError with nothing changed.
+        """
+        num_live = self._check(token_slots, num_rows)
+        if token_slots.device != self.token_slots.device:
+            token_slots = _upload(token_slots, self.token_slots.device)
+        self.num_rows = num_live if num_rows is None else num_rows
+        block = 1024 if self.max_tokens <= 1024 else 4096
+        prepare_kernel[(self.max_slots,)](
+            token_slots,
+            self.token_slots,
+            self.tile_slots,
+            self.tile_rows,
+            self.num_tiles,
+            num_live,
+            self.max_tokens,
+            self.tile_slots.shape[0],
+            self.tile_rows.shape[0],
+            self.max_slots,
+            HEIGHT=tile_height(self.num_rows),
+            NUM_BINS=max(16, power_of_2(self.max_slots)),
+            BLOCK=block,
+            num_warps=4 if block == 1024 else 8,
+        )
+
+    def _check(self, token_slots: Tensor, num_rows: int | None) -> int:
+        if token_slots.dtype != torch.int32 or token_slots.dim() != 1:
+            raise ValueError(
+                "token_slots must be int32 with one dimension "
+                f"(got {token_slots.dtype} with shape {list(token_slots.shape)})"
+            )
+        if not token_slots.is_contiguous():
+            raise ValueError(
+                f"token_slots must be contiguous (got a stride of {token_slots.stride(0)})"
+            )
+        num_live = token_slots.shape[0]
+        wanted = num_live if num_rows is None else num_rows
+        if wanted > self.max_tokens:
+            raise ValueError(f"token_slots may have {self.max_tokens} rows (got {wanted})")
+        if wanted < num_live:
+            raise ValueError(f"num_rows must be at least {num_live}, the live rows (got {wanted})")
+        # a check of device data would be a sync; there the kernel takes a foreign id as base
+        if token_slots.device.type == "cpu" and num_live:
+            low, high = token_slots.min().item(), token_slots.max().item()
+            if low < -1 or high >= self.max_slots:
+                raise ValueError(
+                    f"token_slots must be -1 to {self.max_slots - 1} (got {low} to {high})"
+                )
+        return num_live
+
+
+def _upload(token_slots: Tensor, device: torch.device) -> Tensor:
+    # a fresh pinned block each step: the allocator recycles it only after the copy has run,
+    # a reused one could be overwritten before (vllm #36013)
+    return token_slots.pin_memory().to(device, non_blocking=True)

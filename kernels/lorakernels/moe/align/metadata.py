@@ -1,0 +1,153 @@
+"""Which pair of a batch goes to which expert and slot, sorted and tiled on the device.
+
+A pair is one of the top-k choices of a token: pair p belongs to token p // top_k. One result
+serves both products of a layer, w13 and w2. As in metadata.py the buffers are persistent, every
+prepare() resets what lies past the live part, and nothing waits for the host. The order is
+(expert, slot, pair): it never depends on timing.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from lorakernels.batch.metadata import MIN_TILE_ROWS, BatchMetadata
+from lorakernels.moe.align import launch
+from lorakernels.moe.align.launch import PairTables, table_of
+from lorakernels.moe.tiles import base_tile_height, max_tiles, num_bins, tile_height
+
+
+class PairMetadata:
+    """Device buffers, all int32; `pairs` = max_tokens * top_k:
+
+    pair_slots, pair_experts [pairs]: slot and local expert of each pair. A pair without local
+        expert has neither: -1, as behind the last.
+    tile_slots, tile_experts [max tiles]: of each tile, ascending by expert, then slot; -1 behind.
+    tile_pairs [max tiles * height]: the pairs of each tile, ascending; -1 in free places.
+    num_tiles [1].
+    base_experts, base_pairs, num_base_tiles: the same for tiles of an expert's pairs, base rows
+        included, ordered by slot; only `with_base`.
+    """
+
+    def __init__(
+        self,
+        *,
+        max_tokens: int,
+        top_k: int,
+        num_experts: int,
+        max_slots: int,
+        device: torch.device | str,
+        with_base: bool = False,
+    ) -> None:
+        sizes = {"max_tokens": max_tokens, "top_k": top_k}
+        sizes |= {"num_experts": num_experts, "max_slots": max_slots}
+        for name, size in sizes.items():
+            if size < 1:
+                raise ValueError(f"{name} must be at least 1 (got {size})")
+        self.max_tokens, self.top_k = max_tokens, top_k
+        self.num_experts, self.max_slots, self.with_base = num_experts, max_slots, with_base
+        pairs, buckets = max_tokens * top_k, num_experts * max_slots
+
+        def table(size: int) -> Tensor:
+            return torch.full((size,), -1, dtype=torch.int32, device=device)
+
+        def count() -> Tensor:
+            return torch.zeros(1, dtype=torch.int32, device=device)
+
+        self.pair_slots, self.pair_experts = table(pairs), table(pairs)
+        tiles = max_tiles(pairs, buckets, MIN_TILE_ROWS)
+        tallest = tile_height(pairs, num_experts)
+        self.tile_slots, self.tile_experts = table(tiles), table(tiles)
+        self.tile_pairs = table(max_tiles(pairs, buckets, tallest) * tallest)
+        self.num_tiles = count()
+        base_tiles = max_tiles(pairs, num_experts, MIN_TILE_ROWS) if with_base else 1
+        tallest = base_tile_height(pairs, num_experts)
+        capacity = max_tiles(pairs, num_experts, tallest) * tallest if with_base else 1
+        self.base_experts, self.base_pairs = table(base_tiles), table(capacity)
+        self.num_base_tiles = count()
+        bins = num_bins(num_experts, max_slots, with_base)
+        # whether the largest step is counted by a launch of its own
+        counted = pairs > launch.SMALL and bins <= launch.MOST_BINS
+        self._counts = table((-(-pairs // launch.SPAN) + 4) * bins if counted else 1)
+        self.num_rows = 0
+
+    @property
+    def num_pairs(self) -> int:
+        return self.num_rows * self.top_k
+
+    @property
+    def tables(self) -> PairTables:
+        """All buffers, with the sizes of the prepared step."""
+        return table_of(
+            self.buffers,
+            num_rows=self.num_rows,
+            top_k=self.top_k,
+            num_experts=self.num_experts,
+            max_slots=self.max_slots,
+            with_base=self.with_base,
+        )
+
+    @property
+    def buffers(self) -> list[Tensor]:
+        """As `table_of` takes them."""
+        return [
+            self.pair_slots,
+            self.pair_experts,
+            self.tile_slots,
+            self.tile_experts,
+            self.tile_pairs,
+            self.num_tiles,
+            self.base_experts,
+            self.base_pairs,
+            self.num_base_tiles,
+            self._counts,
+        ]
+
+    def prepare(
+        self, topk_ids: Tensor, batch: BatchMetadata, *, expert_map: Tensor | None = None
+    ) -> None:
+        """Install the routing of a layer, after `batch` was prepared for the step.
+
+        topk_ids: int32 [rows of the step, top_k] on this device, contiguous.
+        expert_map: int32 [global experts] on this device, the local expert or -1; without it
+            the ids are local. An id that names no local expert makes a pair without expert.
+        Raises ValueError with nothing changed.
+        """
+        self._check(topk_ids, batch, expert_map)
+        self.num_rows = topk_ids.shape[0]
+        torch.ops.lorakernels.align_pairs(
+            topk_ids,
+            batch.token_slots,
+            expert_map,
+            self.buffers,
+            self.num_experts,
+            self.max_slots,
+            self.with_base,
+        )
+
+    def _check(self, topk_ids: Tensor, batch: BatchMetadata, expert_map: Tensor | None) -> None:
+        device = self.pair_slots.device
+        for name, tensor, dims in (("topk_ids", topk_ids, 2), ("expert_map", expert_map, 1)):
+            if tensor is None:
+                continue
+            if tensor.dtype != torch.int32 or tensor.dim() != dims:
+                raise ValueError(
+                    f"{name} must be int32 with {dims} dimension{'s' * (dims > 1)} "
+                    f"(got {tensor.dtype} with shape {list(tensor.shape)})"
+                )
+            if not tensor.is_contiguous():
+                raise ValueError(f"{name} must be contiguous (got strides {tensor.stride()})")
+            if tensor.device != device:
+                raise ValueError(f"{name} must be on {device} (got {tensor.device})")
+        rows, top_k = topk_ids.shape
+        if top_k != self.top_k:
+            raise ValueError(f"topk_ids must have {self.top_k} columns (got {top_k})")
+        if rows > self.max_tokens:
+            raise ValueError(f"topk_ids may have {self.max_tokens} rows (got {rows})")
+        if rows != batch.num_rows:
+            raise ValueError(
+                f"topk_ids must have {batch.num_rows} rows, as the batch was prepared for "
+                f"(got {rows})"
+            )
+        if batch.max_slots != self.max_slots:
+            raise ValueError(f"batch must have {self.max_slots} slots (got {batch.max_slots})")

@@ -1,0 +1,224 @@
+"""Launches of the MoE kernels: arguments and grids, nothing else."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from lorakernels.common.sizes import rank_vector
+from lorakernels.moe.delta.kernels import moe_expand_kernel, moe_shrink_kernel
+from lorakernels.moe.delta.one_shot_kernel import moe_one_shot_kernel
+from lorakernels.moe.delta.plan import (
+    MoEPath,
+    MoEShape,
+    plan_expand,
+    plan_one_shot,
+    plan_shrink,
+    plan_small_batch,
+    tile_programs,
+)
+from lorakernels.moe.delta.small_batch_kernel import moe_small_batch_kernel
+from lorakernels.runtime.device import launch_options
+
+
+@dataclass(frozen=True, slots=True)
+class Delta:
+    """The operands of one MoE delta; see ops.py for what they hold."""
+
+    shape: MoEShape
+    x: Tensor
+    # pairs that read the same row of x
+    pairs_per_x: int
+    # A, B
+    factors: tuple[Tensor, Tensor]
+    # live ranks, scales
+    tables: tuple[Tensor, Tensor]
+    # slots, experts
+    of_pairs: tuple[Tensor, Tensor]
+    # slots, experts, pairs, number
+    of_tiles: tuple[Tensor, Tensor, Tensor, Tensor]
+    bridge: Tensor
+    out: Tensor
+    router_weights: Tensor | None
+    add_inputs: bool
+
+    @property
+    def tile_capacity(self) -> int:
+        """Tiles that the tables can hold: programs fetch the entries of a tile before they know
+        whether it exists, and must not leave the tables."""
+        return min(self.of_tiles[0].shape[0], self.of_tiles[2].shape[0] // self.shape.height)
+
+    @property
+    def a_strides(self) -> tuple[int, int]:
+        """From slot to slot and from expert to expert; a shared factor does not move."""
+        a = self.factors[0]
+        return a.stride(0), a.stride(1) if a.shape[1] > 1 else 0
+
+    @property
+    def b_strides(self) -> tuple[int, int]:
+        b = self.factors[1]
+        return b.stride(0), b.stride(1) if b.shape[1] > 1 else 0
+
+    @property
+    def weights_or_any(self) -> Tensor:
+        return self.out if self.router_weights is None else self.router_weights
+
+    @property
+    def is_fp32(self) -> bool:
+        return self.out.dtype == torch.float32
+
+
+def shape_of(
+    a: Tensor, slice_widths: Sequence[int], *, num_pairs: int, num_experts: int
+) -> MoEShape:
+    """Of the delta of `num_pairs` pairs with stacked A [slots, experts or 1, slices, rank, K]."""
+    widths, rank, in_features = tuple(slice_widths), a.shape[3], a.shape[4]
+    return MoEShape(num_pairs, num_experts, in_features, widths, rank, a.element_size())
+
+
+def launch(delta: Delta, path: MoEPath, *, pdl: bool) -> None:
+    if path is MoEPath.SMALL_BATCH:
+        _small_batch(delta, pdl=pdl)
+    elif path is MoEPath.ONE_SHOT:
+        _one_shot(delta, pdl=pdl)
+    else:
+        shrink(delta, pdl=pdl)
+        _expand(delta, pdl=pdl)
+
+
+def shrink(delta: Delta, *, pdl: bool, scaled: bool = False) -> None:
+    """The ranks of every pair into the bridge; `scaled`: times scale, rounded to its dtype."""
+    shape, plan = delta.shape, plan_shrink(delta.shape)
+    planes = delta.bridge.shape[0]
+    total = shape.ranks_of_all_slices
+    tiles = tile_programs(shape, delta.tile_capacity)
+    moe_shrink_kernel[(-(-total // plan.block_n), planes, tiles)](
+        delta.x,
+        delta.factors[0],
+        *delta.tables,
+        *delta.of_tiles,
+        delta.bridge,
+        *delta.x.stride(),
+        *delta.a_strides,
+        delta.bridge.stride(0),
+        delta.tile_capacity - 1,
+        shape.in_features,
+        ROWS_PER_X=delta.pairs_per_x,
+        R=shape.rank,
+        SR=total,
+        HEIGHT=shape.height,
+        BLOCK_N=plan.block_n,
+        BLOCK_K=plan.block_k,
+        SCALED=scaled,
+        IEEE=delta.is_fp32,
+        PDL=pdl,
+        num_warps=plan.num_warps,
+        num_stages=plan.num_stages,
+        **launch_options(pdl),
+    )
+
+
+def _expand(delta: Delta, *, pdl: bool) -> None:
+    shape, plan = delta.shape, plan_expand(delta.shape)
+    columns = plan.block_n * plan.group
+    groups = sum(-(-width // columns) for width in shape.slice_widths)
+    tiles = tile_programs(shape, delta.tile_capacity)
+    moe_expand_kernel[(groups, tiles)](
+        delta.bridge,
+        delta.factors[1],
+        *delta.tables,
+        delta.weights_or_any,
+        *delta.of_tiles,
+        delta.out,
+        *delta.out.stride(),
+        *delta.b_strides,
+        delta.bridge.stride(0),
+        delta.tile_capacity - 1,
+        PLANES=delta.bridge.shape[0],
+        HEIGHT=shape.height,
+        BLOCK_N=plan.block_n,
+        BLOCK_R=plan.block_r,
+        GROUP=plan.group,
+        STAGES=plan.num_stages,
+        IEEE=delta.is_fp32,
+        PDL=pdl,
+        num_warps=plan.num_warps,
+        **_output_constants(delta),
+        **launch_options(pdl),
+    )
+
+
+def _one_shot(delta: Delta, *, pdl: bool) -> None:
+    shape, plan = delta.shape, plan_one_shot(delta.shape)
+    tiles = tile_programs(shape, delta.tile_capacity)
+    slices = 1 if plan.paired else len(shape.slice_widths)
+    moe_one_shot_kernel[(plan.parts, slices, tiles)](
+        delta.x,
+        *delta.factors,
+        *delta.tables,
+        delta.weights_or_any,
+        *delta.of_tiles,
+        delta.out,
+        *delta.x.stride(),
+        *delta.a_strides,
+        *delta.b_strides,
+        *delta.out.stride(),
+        delta.tile_capacity - 1,
+        shape.in_features,
+        ROWS_PER_X=delta.pairs_per_x,
+        HEIGHT=shape.height,
+        BLOCK_N=plan.block_n,
+        BLOCK_K=plan.block_k,
+        BLOCK_R=plan.block_r,
+        EVEN_N=all(width % plan.block_n == 0 for width in shape.slice_widths),
+        STAGES=plan.column_stages,
+        PAIRED=plan.paired,
+        IEEE=delta.is_fp32,
+        PDL=pdl,
+        num_warps=plan.num_warps,
+        num_stages=plan.num_stages,
+        **_output_constants(delta),
+        **launch_options(pdl),
+    )
+
+
+def _small_batch(delta: Delta, *, pdl: bool) -> None:
+    shape, plan = delta.shape, plan_small_batch(delta.shape)
+    blocks = sum(-(-width // plan.block_n) for width in shape.slice_widths)
+    moe_small_batch_kernel[(shape.num_pairs, blocks)](
+        delta.x,
+        *delta.factors,
+        *delta.tables,
+        delta.weights_or_any,
+        *delta.of_pairs,
+        delta.out,
+        *delta.x.stride(),
+        *delta.a_strides,
+        *delta.b_strides,
+        *delta.out.stride(),
+        shape.in_features,
+        ROWS_PER_X=delta.pairs_per_x,
+        BLOCK_N=plan.block_n,
+        BLOCK_K=plan.block_k,
+        BLOCK_R=plan.block_r,
+        PDL=pdl,
+        num_warps=plan.num_warps,
+        **_output_constants(delta),
+        **launch_options(pdl),
+    )
+
+
+def _output_constants(delta: Delta) -> dict[str, object]:
+    shape = delta.shape
+    return {
+        "WIDTHS": shape.slice_widths,
+        "R": shape.rank,
+        "WIDTH_ALIGN": math.gcd(16, *shape.slice_widths),
+        "RANK_ALIGN": rank_vector(shape.rank),
+        "WEIGHTED": delta.router_weights is not None,
+        "ADD": delta.add_inputs,
+    }

@@ -1,0 +1,185 @@
+"""Host side of the MoE delta: validation, choice of the path, launch, custom operator.
+
+`moe_delta` is one opaque operator that only gets tensors and shapes, as `dense_delta` is.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from lorakernels.dense.ops import overlap
+from lorakernels.moe.align.metadata import PairMetadata
+from lorakernels.moe.delta.launch import Delta, launch, shape_of
+from lorakernels.moe.delta.plan import MoEPath, MoEShape, bridge_shape, largest_bridge, plan_path
+from lorakernels.moe.weights import ExpertWeights
+from lorakernels.runtime.device import supports_pdl
+
+__all__ = ["MoEPath", "MoEWorkspace", "moe_delta"]
+
+
+class MoEWorkspace:
+    """The bridge between shrink and expand: fp32, allocated once, shared by layers that run
+    one after the other. Large enough for every batch of up to `max_tokens` rows."""
+
+    def __init__(self, layers: Sequence[ExpertWeights], *, max_tokens: int, top_k: int) -> None:
+        if not layers:
+            raise ValueError("layers must name at least one layer (got none)")
+        for name, size in (("max_tokens", max_tokens), ("top_k", top_k)):
+            if size < 1:
+                raise ValueError(f"{name} must be at least 1 (got {size})")
+        pairs = max_tokens * top_k
+        size = max(largest_bridge(shape_of_batch(layer, pairs)) for layer in layers)
+        self.bridge = torch.empty(size, dtype=torch.float32, device=layers[0].a.device)
+
+
+def moe_delta(
+    x: Tensor,
+    weights: ExpertWeights,
+    pairs: PairMetadata,
+    workspace: MoEWorkspace,
+    out: Tensor,
+    *,
+    router_weights: Tensor | None = None,
+    add_inputs: bool = True,
+    path: MoEPath | None = None,
+) -> None:
+    """out[p] += w[p] * scale * (x_row @ A[slot, expert].T) @ B[slot, expert].T for each pair p
+    that has a slot and an expert, in place.
+
+    x [rows, in_features], then x_row = x[p // top_k], or [rows * top_k, in_features], then
+        x_row = x[p]; any strides. out [rows * top_k, out_features], any strides. Both of the
+        weights' dtype. Pairs without a slot or an expert are neither read nor written.
+    router_weights: w, fp32 [rows, top_k], contiguous; 1 without it.
+    add_inputs: False overwrites instead, where there is a delta.
+    path: None lets the plan choose; a path that cannot take a shape hands over to TWO_KERNEL.
+    Deterministic. Raises ValueError.
+    """
+    _check_batch(x, weights, pairs)
+    torch.ops.lorakernels.moe_delta(
+        x,
+        weights.a,
+        weights.b,
+        weights.ranks,
+        weights.scales,
+        list(weights.slice_widths),
+        weights.num_experts,
+        pairs.pair_slots,
+        pairs.pair_experts,
+        pairs.tile_slots,
+        pairs.tile_experts,
+        pairs.tile_pairs,
+        pairs.num_tiles,
+        pairs.num_pairs,
+        pairs.top_k,
+        workspace.bridge,
+        out,
+        router_weights,
+        add_inputs,
+        0 if path is None else path.value,
+    )
+
+
+@torch.library.custom_op("lorakernels::moe_delta", mutates_args=("bridge", "out"))
+def _moe_delta(
+    x: Tensor,
+    a: Tensor,
+    b: Tensor,
+    ranks: Tensor,
+    scales: Tensor,
+    slice_widths: list[int],
+    num_experts: int,
+    pair_slots: Tensor,
+    pair_experts: Tensor,
+    tile_slots: Tensor,
+    tile_experts: Tensor,
+    tile_pairs: Tensor,
+    num_tiles: Tensor,
+    num_pairs: int,
+    top_k: int,
+    bridge: Tensor,
+    out: Tensor,
+    router_weights: Tensor | None,
+    add_inputs: bool,
+    path: int,
+) -> None:
+    _check_operands(x, a, b, num_pairs, out, router_weights)
+    if num_pairs == 0:
+        return
+    shape = shape_of(a, slice_widths, num_pairs=num_pairs, num_experts=num_experts)
+    chosen = plan_path(shape, MoEPath(path) if path else None)
+    view = view_bridge(bridge, shape) if chosen is MoEPath.TWO_KERNEL else bridge
+    launch(
+        Delta(
+            shape=shape,
+            x=x,
+            pairs_per_x=num_pairs // x.shape[0],
+            factors=(a, b),
+            tables=(ranks, scales),
+            of_pairs=(pair_slots, pair_experts),
+            of_tiles=(tile_slots, tile_experts, tile_pairs, num_tiles),
+            bridge=view,
+            out=out,
+            router_weights=router_weights,
+            add_inputs=add_inputs,
+        ),
+        chosen,
+        pdl=supports_pdl(x.device),
+    )
+
+
+def view_bridge(bridge: Tensor, shape: MoEShape) -> Tensor:
+    """The part of a workspace's bridge that a batch uses. Raises ValueError."""
+    wanted = bridge_shape(shape)
+    size = math.prod(wanted)
+    if bridge.numel() < size:
+        raise ValueError(f"workspace must hold {size} values of bridge (got {bridge.numel()})")
+    return bridge[:size].view(wanted)
+
+
+def shape_of_batch(weights: ExpertWeights, num_pairs: int) -> MoEShape:
+    """What the plan decides from."""
+    return shape_of(
+        weights.a, weights.slice_widths, num_pairs=num_pairs, num_experts=weights.num_experts
+    )
+
+
+def _check_batch(x: Tensor, weights: ExpertWeights, pairs: PairMetadata) -> None:
+    if x.dim() != 2 or x.shape[0] not in (pairs.num_rows, pairs.num_pairs):
+        raise ValueError(
+            f"x must have {pairs.num_rows} rows or one for each of {pairs.num_pairs} pairs, as "
+            f"the pairs were prepared for (got shape {list(x.shape)})"
+        )
+    for name in ("num_experts", "num_slots"):
+        have = getattr(weights, name)
+        wanted = pairs.num_experts if name == "num_experts" else pairs.max_slots
+        if have != wanted:
+            raise ValueError(f"weights must have {wanted} {name[4:]} (got {have})")
+
+
+def _check_operands(
+    x: Tensor, a: Tensor, b: Tensor, num_pairs: int, out: Tensor, router_weights: Tensor | None
+) -> None:
+    if out.dim() != 2 or tuple(out.shape) != (num_pairs, b.shape[2]):
+        raise ValueError(f"out must be [{num_pairs}, {b.shape[2]}] (got {list(out.shape)})")
+    if x.shape[1] != a.shape[4]:
+        raise ValueError(f"x must have {a.shape[4]} columns (got {x.shape[1]})")
+    for name, tensor in (("x", x), ("out", out)):
+        if tensor.dtype != a.dtype:
+            raise ValueError(f"{name} must be {a.dtype} like the weights (got {tensor.dtype})")
+        if tensor.device != a.device:
+            raise ValueError(f"{name} must be on {a.device} (got {tensor.device})")
+    if overlap(x, out):
+        raise ValueError("out must not overlap x in memory")
+    if router_weights is None:
+        return
+    if router_weights.dtype != torch.float32 or router_weights.numel() != num_pairs:
+        raise ValueError(
+            f"router_weights must be float32 with {num_pairs} values "
+            f"(got {router_weights.dtype} with shape {list(router_weights.shape)})"
+        )
+    if not router_weights.is_contiguous() or router_weights.device != a.device:
+        raise ValueError(f"router_weights must be contiguous and on {a.device}")

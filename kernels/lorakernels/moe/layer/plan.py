@@ -1,0 +1,30 @@
+"""Launch parameters of the base product of a MoE layer, from shapes alone; measured on an H200."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from lorakernels.common.sizes import power_of_2
+
+
+@dataclass(frozen=True, slots=True)
+class GemmPlan:
+    block_n: int
+    block_k: int
+    num_warps: int
+    num_stages: int
+
+
+def fold_ranks(rank: int) -> int:
+    """Ranks that one step of the fold multiplies."""
+    return min(64, max(16, power_of_2(rank)))
+
+
+def plan_gemm(height: int, *, itemsize: int, is_gated: bool) -> GemmPlan:
+    """`height`: pairs of a tile; `itemsize`: bytes of one element of the output."""
+    if itemsize == 4:
+        return GemmPlan(32, 32, 4, 2)
+    if height <= 64:
+        block_k = 128 if height <= 32 else 64
+        return GemmPlan(64 if is_gated else 128, block_k, 4, 3)
+    return GemmPlan(128, 64, 8, 4) if is_gated else GemmPlan(128, 64, 4, 3)

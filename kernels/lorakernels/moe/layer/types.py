@@ -1,0 +1,69 @@
+"""The words of a MoE layer: activation, router weights, quantised operands, buffers, adapters."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum, auto
+
+import torch
+from torch import Tensor
+
+from lorakernels.moe.delta.ops import MoEWorkspace
+from lorakernels.moe.weights import ExpertWeights
+
+
+class Activation(Enum):
+    """What stands between the two products."""
+
+    # silu(gate) * up: w13 holds both halves, gate first
+    SILU_GATED = auto()
+    # silu(x): w13 is one projection
+    SILU = auto()
+
+
+class RouterWeight(Enum):
+    """Where a token's router weights are applied; without norm or bias between, on the input
+    of a linear product means on its result before the activation."""
+
+    ON_OUTPUT = auto()
+    ON_INPUT = auto()
+
+
+@dataclass(frozen=True, slots=True)
+class Quantised:
+    """8-bit floating-point values with their scales: value * scale is what they stand for.
+
+    Activations: values [rows, K], scales fp32 [rows]. Weights: values [E, N, K], scales fp32
+    [E, N]. The product is computed in the dtype of the layer and scaled afterwards.
+    """
+
+    values: Tensor
+    scales: Tensor
+
+
+class ExpertBuffers:
+    """What a layer writes between its launches: allocated once, shared by layers that run one
+    after the other. act [pairs, I] and y [pairs, H] for up to max_tokens * top_k pairs."""
+
+    def __init__(
+        self,
+        *,
+        max_tokens: int,
+        top_k: int,
+        hidden: int,
+        intermediate: int,
+        dtype: torch.dtype,
+        device: torch.device | str,
+    ) -> None:
+        pairs = max_tokens * top_k
+        self.act = torch.empty(pairs, intermediate, dtype=dtype, device=device)
+        self.y = torch.empty(pairs, hidden, dtype=dtype, device=device)
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertLoRA:
+    """The adapters of a layer. `workspace` fits both products, which run one after the other."""
+
+    w13: ExpertWeights
+    w2: ExpertWeights
+    workspace: MoEWorkspace

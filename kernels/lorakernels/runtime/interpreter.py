@@ -1,0 +1,227 @@
+"""bf16 in Triton's interpreter, made right.
+
+The interpreter of Triton 3.6 to 3.9 keeps a bf16 value as the uint16 of its bits and forgets so in
+places: `tl.dot`, arithmetic and comparisons work on the bit patterns as if they were integers,
+casts from integers and fp64 copy the number into the bits, and casts from fp32 cut off where the
+hardware rounds to nearest even (a bias of half a unit in the last place). `repair` makes all of
+them go through fp32 with one rounding, as on the hardware. Nothing else of Triton is changed,
+and a process without TRITON_INTERPRET=1 never gets here.
+
+What stays unsupported: atomics on bf16 (the interpreter refuses them) and fp8.
+
+Floating-point fusion needs no repair: numpy never contracts a multiply and an add. On a GPU the
+launch takes Triton's default, on up to 3.9 and announced as off from 3.10, so results may move
+by an fp32 rounding there; whoever compares versions sets TRITON_DEFAULT_FP_FUSION.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+_REPAIRED = "_lorakernels_bf16"
+
+
+def repair() -> bool:
+    """Patch the interpreter of this process; True if bf16 is now right under the interpreter.
+
+    Idempotent. Does nothing and returns False unless TRITON_INTERPRET is 1. Kernels that were
+    imported before profit as well: the interpreter looks its operations up at launch.
+    """
+    if os.environ.get("TRITON_INTERPRET") != "1":
+        return False
+    from triton.runtime import interpreter
+
+    builder = interpreter.InterpreterBuilder
+    if not hasattr(builder, _REPAIRED):
+        _repair_casts(builder)
+        _repair_arithmetic(builder)
+        _repair_dot(builder)
+        _repair_reductions(interpreter)
+        _repair_index(interpreter)
+        setattr(builder, _REPAIRED, True)
+    return True
+
+
+def check() -> None:
+    """Run small kernels under the interpreter. Raises RuntimeError if bf16 is still wrong."""
+    import torch
+    import triton
+
+    from lorakernels.runtime.interpreter_check import cast_kernel, dot_kernel
+
+    generator = torch.Generator().manual_seed(0)
+    x, y = (torch.randn(16, 16, generator=generator).bfloat16() for _ in range(2))
+    dot = torch.empty(16, 16)
+    rounded = torch.empty(16, dtype=torch.bfloat16)
+    try:
+        dot_kernel[(1,)](x, y, dot, 16)
+        # 16 values whose last bits are a tie, above and below it, for either parity
+        exact = 1 + torch.arange(16) * 2.0**-9
+        cast_kernel[(1,)](exact, rounded, 16)
+    except Exception as error:
+        raise RuntimeError(_complaint(triton.__version__, "cannot run a kernel")) from error
+    if not torch.allclose(dot, x.float() @ y.float(), rtol=1e-5, atol=1e-5):
+        raise RuntimeError(_complaint(triton.__version__, "multiplies bf16 wrongly"))
+    if not torch.equal(rounded, exact.bfloat16()):
+        raise RuntimeError(_complaint(triton.__version__, "rounds to bf16 wrongly"))
+
+
+def _complaint(version: str, fact: str) -> str:
+    return (
+        f"the interpreter of Triton {version} with numpy {np.__version__} {fact}; "
+        "known to work: Triton 3.6 to 3.9"
+    )
+
+
+def decode_bf16(bits: NDArray[np.uint16]) -> NDArray[np.float32]:
+    """The values of bf16 bit patterns, exactly."""
+    return (np.asarray(bits, dtype=np.uint16).astype(np.uint32) << 16).view(np.float32)
+
+
+def encode_bf16(values: NDArray[Any], *, to_nearest: bool = True) -> NDArray[np.uint16]:
+    """bf16 bit patterns of `values`, rounded to nearest even, or else towards zero."""
+    with np.errstate(over="ignore"):
+        single = np.ascontiguousarray(values, dtype=np.float32).reshape(np.shape(values))
+    bits = single.view(np.uint32)
+    half = ((bits >> 16) & 1) + np.uint32(0x7FFF) if to_nearest else np.uint32(0)
+    rounded = ((bits + half) >> 16).astype(np.uint16)
+    # rounding up could carry a NaN's payload into infinity or zero
+    quiet_nan = (bits >> 16).astype(np.uint16) | np.uint16(0x0040)
+    return np.where(np.isnan(single), quiet_nan, rounded)
+
+
+def _is_bf16(handle: Any) -> bool:
+    import triton.language as tl
+
+    return bool(handle.dtype.scalar == tl.bfloat16)
+
+
+def _widened(handle: Any) -> Any:
+    """The handle itself, or its fp32 equal if it is bf16."""
+    import triton.language as tl
+
+    if not _is_bf16(handle):
+        return handle
+    return type(handle)(decode_bf16(handle.data), tl.float32)
+
+
+def _narrowed(handle: Any, *, to_nearest: bool = True) -> Any:
+    import triton.language as tl
+
+    return type(handle)(encode_bf16(handle.data, to_nearest=to_nearest), tl.bfloat16)
+
+
+def _repair_casts(builder: Any) -> None:
+    import triton.language as tl
+    from triton.runtime.interpreter import TensorHandle, _ir
+
+    cast, convert = builder.cast_impl, builder.create_fp_to_fp
+
+    def cast_impl(self: Any, src: Any, dst_type: Any) -> Any:
+        if dst_type.scalar == tl.bfloat16:
+            return _narrowed(_widened(src))
+        return cast(self, _widened(src), dst_type)
+
+    def create_fp_to_fp(self: Any, src: Any, dst_type: Any, rounding_mode: Any) -> Any:
+        fp8 = min(src.dtype.scalar.primitive_bitwidth, dst_type.scalar.primitive_bitwidth) == 8
+        if fp8 or not (_is_bf16(src) or dst_type.scalar == tl.bfloat16):
+            return convert(self, src, dst_type, rounding_mode)
+        if dst_type.scalar == tl.bfloat16:
+            to_nearest = rounding_mode != _ir.ROUNDING_MODE.RTZ
+            return _narrowed(_widened(src), to_nearest=to_nearest)
+        return cast(self, _widened(src), dst_type)
+
+    def get_bf16(self: Any, value: float) -> Any:
+        return TensorHandle(encode_bf16(np.array([value], dtype=np.float32)), tl.bfloat16)
+
+    builder.cast_impl = cast_impl
+    builder.create_fp_to_fp = create_fp_to_fp
+    builder.get_bf16 = get_bf16
+
+
+def _repair_arithmetic(builder: Any) -> None:
+    unary, binary = builder.unary_op, builder.binary_op
+    ternary, fma = builder.ternary_op, builder.create_fma
+
+    def as_operand(result: Any) -> Any:
+        # comparisons give bools, which stay
+        return result if result.data.dtype == np.bool_ else _narrowed(result)
+
+    def unary_op(self: Any, arg: Any, op: Any) -> Any:
+        if not _is_bf16(arg):
+            return unary(self, arg, op)
+        return _narrowed(unary(self, _widened(arg), op))
+
+    def binary_op(self: Any, lhs: Any, rhs: Any, op: Any) -> Any:
+        if not _is_bf16(lhs):
+            return binary(self, lhs, rhs, op)
+        return as_operand(binary(self, _widened(lhs), _widened(rhs), op))
+
+    def ternary_op(self: Any, lhs: Any, rhs: Any, other: Any, op: Any) -> Any:
+        # a selection moves bits and needs no value
+        if not _is_bf16(other) or op is np.where:
+            return ternary(self, lhs, rhs, other, op)
+        return _narrowed(ternary(self, _widened(lhs), _widened(rhs), _widened(other), op))
+
+    def create_fma(self: Any, x: Any, y: Any, z: Any) -> Any:
+        if not _is_bf16(z):
+            return fma(self, x, y, z)
+        return _narrowed(fma(self, _widened(x), _widened(y), _widened(z)))
+
+    builder.unary_op = unary_op
+    builder.binary_op = binary_op
+    builder.ternary_op = ternary_op
+    builder.create_fma = create_fma
+
+
+def _repair_dot(builder: Any) -> None:
+    dot = builder.create_dot
+
+    def create_dot(self: Any, a: Any, b: Any, d: Any, *options: Any) -> Any:
+        # the product of two bf16 values is exact in fp32, so only the order of sums can differ
+        product = dot(self, _widened(a), _widened(b), _widened(d), *options)
+        return _narrowed(product) if _is_bf16(d) else product
+
+    builder.create_dot = create_dot
+
+
+def _repair_reductions(interpreter: Any) -> None:
+    import triton.language as tl
+
+    base = interpreter.ReduceScanOpInterface
+    apply = base.apply
+
+    def widened(value: Any) -> Any:
+        if not isinstance(value, tl.core.tensor) or value.dtype != tl.bfloat16:
+            return value
+        return base.to_tensor(None, decode_bf16(value.handle.data), tl.float32)
+
+    def narrowed(value: Any, like: Any) -> Any:
+        if not isinstance(like, tl.core.tensor) or like.dtype != tl.bfloat16:
+            return value
+        if value.dtype != tl.float32:
+            return value
+        return base.to_tensor(None, encode_bf16(value.handle.data), tl.bfloat16)
+
+    def repaired(self: Any, values: Any) -> Any:
+        if not isinstance(values, tuple):
+            return self.apply((values,))[0]
+        results = apply(self, tuple(map(widened, values)))
+        return tuple(map(narrowed, results, values))
+
+    base.apply = repaired
+
+
+def _repair_index(interpreter: Any) -> None:
+    """Triton 3.6 asks numpy for the int of a one-element array, which numpy 2.4 refuses."""
+    patch = interpreter._patch_lang_tensor
+
+    def patch_lang_tensor(tensor: Any, scope: Any) -> None:
+        patch(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
+
+    interpreter._patch_lang_tensor = patch_lang_tensor
