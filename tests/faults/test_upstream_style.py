@@ -15,7 +15,7 @@ from loragate.faults.baseline_suite import suite as upstream_suite
 from loragate.faults.model import Check
 
 # some take their time; `loragate faults --stand-in` runs all of them on its controls
-SLOW = ("shrink kernel", "expand kernel", "sorted kernels of experts", "layer of experts")
+SLOW = ("shrink kernel", "expand kernel", "sorted kernels of experts", "MoE layer")
 QUICK = [name for name in upstream_suite.tests_of(None, ()) if name not in SLOW]
 
 

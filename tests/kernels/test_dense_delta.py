@@ -14,17 +14,17 @@ from lorakernels.batch.metadata import BatchMetadata  # noqa: E402
 from lorakernels.dense import ops, plan  # noqa: E402
 from lorakernels.dense.ops import (  # noqa: E402
     DenseWorkspace,
-    bridge_shape,
     dense_delta,
     lora_expand,
     lora_shrink,
+    shrunk_shape,
 )
 from lorakernels.dense.plan import (  # noqa: E402
     DenseShape,
-    largest_bridge,
-    plan_bridge,
+    largest_shrunk,
     plan_expand,
     plan_shrink,
+    plan_shrunk,
 )
 from lorakernels.dense.weights import LoRAFactors, SlotWeights  # noqa: E402
 
@@ -65,7 +65,7 @@ class Setup:
         self.x = randn(rows, K).to(dtype)
         self.base = randn(rows, sum(WIDTHS)).to(dtype)
         self.workspace = DenseWorkspace([self.weights], max_tokens=max(rows, 1))
-        self.workspace.bridge.fill_(float("nan"))
+        self.workspace.shrunk.fill_(float("nan"))
 
     def run(self) -> Tensor:
         out = self.base.clone()
@@ -161,10 +161,10 @@ def test_the_same_step_gives_the_same_bits_again() -> None:
 
 def test_shrink_and_expand_make_up_the_delta() -> None:
     setup = Setup(30)
-    bridge = torch.full(bridge_shape(30, setup.weights), float("nan"))
-    lora_shrink(setup.x, setup.weights, setup.metadata, bridge)
+    shrunk = torch.full(shrunk_shape(30, setup.weights), float("nan"))
+    lora_shrink(setup.x, setup.weights, setup.metadata, shrunk)
     out = setup.base.clone()
-    lora_expand(bridge, setup.weights, setup.metadata, out)
+    lora_expand(shrunk, setup.weights, setup.metadata, out)
     assert torch.equal(out, setup.run())
 
 
@@ -179,7 +179,7 @@ def test_rows_of_slots_that_the_weights_do_not_have_are_refused() -> None:
 
 def test_an_empty_batch_shrinks_to_nothing() -> None:
     setup = Setup(0)
-    lora_shrink(setup.x, setup.weights, setup.metadata, torch.empty(bridge_shape(0, setup.weights)))
+    lora_shrink(setup.x, setup.weights, setup.metadata, torch.empty(shrunk_shape(0, setup.weights)))
 
 
 @pytest.mark.parametrize("rows", [0, 1])
@@ -242,7 +242,7 @@ def test_input_and_output_may_be_columns_side_by_side_in_one_buffer() -> None:
 def test_a_workspace_for_smaller_batches_is_refused() -> None:
     setup = Setup(40)
     setup.workspace = DenseWorkspace([setup.weights], max_tokens=1)
-    setup.workspace.bridge = setup.workspace.bridge[:64]
+    setup.workspace.shrunk = setup.workspace.shrunk[:64]
     with pytest.raises(ValueError, match="workspace must hold"):
         setup.run()
 
@@ -267,13 +267,13 @@ def test_no_program_looks_for_a_tile_outside_the_tables(rows: int) -> None:
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=lambda s: f"r{s.rank}-b{s.itemsize}")
-def test_the_workspace_holds_the_bridge_of_every_batch_size(shape: DenseShape) -> None:
+def test_the_workspace_holds_the_shrunk_of_every_batch_size(shape: DenseShape) -> None:
     from dataclasses import replace
     from math import prod
 
-    limit = largest_bridge(shape, 6, 3000)
+    limit = largest_shrunk(shape, 6, 3000)
     sizes = [*range(1, 300), *range(1000, 1100), 2047, 2048, 2049, 3000]
-    assert all(prod(plan_bridge(replace(shape, num_rows=size), 6)) <= limit for size in sizes)
+    assert all(prod(plan_shrunk(replace(shape, num_rows=size), 6)) <= limit for size in sizes)
 
 
 @pytest.mark.parametrize("rows", [1, 128, 129, 1024, 1025, 2047, 2048, 100_000])
@@ -285,7 +285,7 @@ def test_every_plan_can_be_launched(shape: DenseShape, rows: int) -> None:
     shrink, expand = plan_shrink(shape), plan_expand(shape)
     height = plan.tile_height(rows)
     assert height % expand.block_m == 0
-    assert 1 <= shrink.planes <= 32
+    assert 1 <= shrink.splits <= 32
     assert shrink.block_n >= 16
     assert expand.block_r >= 16
     # a program that streams columns holds the whole rank on chip

@@ -101,14 +101,14 @@ def test_some_row_stands_at_each_kind_of_change(step: tuple[str, object, object]
     assert step in _steps()
 
 
-def test_some_row_stands_where_a_shrink_gets_more_planes() -> None:
+def test_some_row_stands_where_a_shrink_gets_more_splits() -> None:
     shrinks = [
         (left[0], right[0])
         for what, left, right in _steps()
         if what == "plan" and isinstance(left, tuple) and isinstance(right, tuple)
     ]
     assert any(
-        left.planes < right.planes
+        left.splits < right.splits
         for left, right in shrinks
         if isinstance(left, plans.ShrinkPlan) and isinstance(right, plans.ShrinkPlan)
     )

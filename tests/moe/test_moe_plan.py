@@ -11,12 +11,12 @@ from lorakernels.moe.delta.plan import (
     MAX_FUSED_RANK,
     MoEPath,
     MoEShape,
-    bridge_shape,
-    largest_bridge,
+    largest_shrunk,
     plan_one_shot,
     plan_path,
     plan_shrink,
     plan_small_batch,
+    shrunk_shape,
 )
 
 SHAPES = [
@@ -25,7 +25,7 @@ SHAPES = [
     MoEShape(1, 512, 2048, (512, 512), 512, 2),
     MoEShape(1, 1, 48, (33,), 1, 4),
     MoEShape(1, 256, 7168, (2048, 2048), 128, 2),
-    # no power of two: here planes rise between powers of two
+    # no power of two: here split-K partials rise between powers of two
     MoEShape(1, 33, 2048, (768, 768), 16, 2),
     MoEShape(1, 36, 7168, (2048, 2048), 16, 2),
     MoEShape(1, 72, 4096, (512, 512), 64, 2),
@@ -33,10 +33,10 @@ SHAPES = [
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_the_workspace_holds_the_bridge_of_every_smaller_batch(shape: MoEShape) -> None:
-    sizes = [math.prod(bridge_shape(replace(shape, num_pairs=n))) for n in range(1, 5001)]
+def test_the_workspace_holds_the_shrunk_of_every_smaller_batch(shape: MoEShape) -> None:
+    sizes = [math.prod(shrunk_shape(replace(shape, num_pairs=n))) for n in range(1, 5001)]
     for most in (1, 16, 3541, 4096, 5000):
-        assert max(sizes[:most]) == largest_bridge(replace(shape, num_pairs=most))
+        assert max(sizes[:most]) == largest_shrunk(replace(shape, num_pairs=most))
 
 
 @pytest.mark.parametrize("rank", [1, 16, 128, 129, 512])
@@ -55,4 +55,4 @@ def test_blocks_are_powers_of_two_that_a_tensor_core_takes(shape: MoEShape, num_
     blocks = [shrink.block_n, shrink.block_k, one.block_n, one.block_k, one.block_r]
     assert all(block >= 16 and block.bit_count() == 1 for block in blocks)
     assert all(b.bit_count() == 1 for b in (small.block_n, small.block_k, small.block_r))
-    assert shrink.planes.bit_count() == 1
+    assert shrink.splits.bit_count() == 1

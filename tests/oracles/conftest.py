@@ -57,7 +57,7 @@ def make_trial(cpu: Machine) -> Callable[..., Trial]:
 
 
 class LayerSubject(TorchSubject):
-    """The torch subject with layers of experts of another class."""
+    """The torch subject with MoE layers of another class."""
 
     def __init__(self, instance: type[MoELayer], **promises: Any) -> None:
         self.instance, self.promises = instance, promises

@@ -196,8 +196,8 @@ def test_signed_data_has_both_signs_and_deltas_of_the_size_of_their_scale() -> N
         for values in (batch.x, batch.out, pool.a, *pool.b):
             assert 0.4 < (values > 0).float().mean() < 0.6
         slot = int(batch.token_slots[0])
-        bridge = batch.x @ pool.a[slot, 0].T
-        delta = bridge @ pool.b[0][slot].T
+        shrunk = batch.x @ pool.a[slot, 0].T
+        delta = shrunk @ pool.b[0][slot].T
         assert 0.5 < delta.square().mean().sqrt() < 3
 
 

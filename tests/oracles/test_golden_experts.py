@@ -71,9 +71,9 @@ def pair_by_pair(case: Case, pool: Pool, batch: Batch) -> list[list[float]]:
             rank = pool.ranks[slot][part]
             a = pool.a[slot, min(expert, pool.a.shape[1] - 1), part].tolist()
             b = pool.b[part][slot, min(expert, pool.b[part].shape[1] - 1)].tolist()
-            bridge = [dot(values, a[r]) for r in range(rank)]
+            shrunk = [dot(values, a[r]) for r in range(rank)]
             for n in range(width if rank else 0):
-                delta = weight * pool.scales[slot][part] * dot(bridge, b[n][:rank])
+                delta = weight * pool.scales[slot][part] * dot(shrunk, b[n][:rank])
                 kept = row[column + n] if case.write is Write.ADD else 0.0
                 row[column + n] = kept + delta
             column += width

@@ -1,4 +1,4 @@
-"""The golden result of a layer of experts is the definition, and its data keep their promises."""
+"""The golden result of a MoE layer is the definition, and its data keep their promises."""
 
 from __future__ import annotations
 
@@ -159,7 +159,7 @@ def test_the_noise_of_a_layer_is_that_of_its_roundings() -> None:
     unit = (torch.finfo(torch.bfloat16).eps / 2) ** 2 / 3
     error = eager_of(case, pool, batch, base).double() - right.out
     ratio = error.square().mean() / (right.terms_sq.mean() * unit)
-    # eager spares the bridges, adds a rounding of the output, and no rounding is the worst one
+    # eager spares the shrink outputs, adds a rounding of the output, and no rounding is the worst one
     assert 0.1 < ratio < 1
 
 

@@ -43,11 +43,11 @@ def element_by_element(pool: Pool, batch: Batch, base: BaseLayer | None) -> list
         column = 0
         for part, b in enumerate(pool.b):
             for values in b[slot].tolist() if slot >= 0 else ():
-                bridge = (
+                shrunk = (
                     dot(x[token], pool.a[slot, part, r].tolist())
                     for r in range(pool.ranks[slot][part])
                 )
-                terms = [value * values[r] for r, value in enumerate(bridge)]
+                terms = [value * values[r] for r, value in enumerate(shrunk)]
                 row[column] += pool.scales[slot][part] * math.fsum(terms)
                 column += 1
             column = column if slot >= 0 else column + b.shape[1]

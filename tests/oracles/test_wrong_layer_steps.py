@@ -1,4 +1,4 @@
-"""What a layer of experts may touch, keep or forget is told by the oracle that watches it, and the
+"""What a MoE layer may touch, keep or forget is told by the oracle that watches it, and the
 right layer passes all of them. A wrong subject is the torch subject with one thing changed."""
 
 from __future__ import annotations
@@ -214,7 +214,7 @@ class Rounded(Factors):
         return (self.scale * rows.float() @ a.T).to(rows.dtype).float() @ b.T
 
 
-class RoundsItsBridges(MoELayer):
+class RoundsItsShrunks(MoELayer):
     """As who folds an expand into a tensor core's product has to. Then act differs from golden's
     in its last bit here and there, and some of that is quantised to the next number."""
 
@@ -245,10 +245,10 @@ def test_base_rows_of_a_quantised_layer_may_be_added_up_in_fp32(judge_layer: Jud
 
 
 @pytest.mark.parametrize("dtype", [Dtype.FP16, Dtype.BF16])
-def test_a_quantised_layer_may_round_its_bridges(judge_layer: Judge, dtype: Dtype) -> None:
+def test_a_quantised_layer_may_round_its_shrunks(judge_layer: Judge, dtype: Dtype) -> None:
     for seed in range(80):
         case = replace(FP8, dtype=dtype)
-        judgement = judge_layer(RoundsItsBridges, OracleName.REFERENCE, seed, case)
+        judgement = judge_layer(RoundsItsShrunks, OracleName.REFERENCE, seed, case)
         assert judgement.verdict is Verdict.PASS, (seed, judgement)
 
 

@@ -1,4 +1,4 @@
-"""What a layer of experts may get wrong in its mathematics or in the cut of a group is a wrong
+"""What a MoE layer may get wrong in its mathematics or in the cut of a group is a wrong
 answer. A wrong subject is the torch subject with one thing changed."""
 
 from __future__ import annotations
@@ -318,14 +318,14 @@ class AdaptersOfHalfPrecision(MoELayer):
         super().load(slot, replace(pool, a=pool.a.half().to(pool.a.dtype), b=tuple(half)))
 
 
-class BridgesOfHalfPrecision(MoELayer):
+class ShrunksOfHalfPrecision(MoELayer):
     def load(self, slot: int, pool: Pool) -> None:
         super().load(slot, pool)
         up, down = self.slots[slot]
-        self.slots[slot] = ([HalfBridge(f.a, f.b, f.scale) for f in up], down)
+        self.slots[slot] = ([HalfShrunk(f.a, f.b, f.scale) for f in up], down)
 
 
-class HalfBridge(Factors):
+class HalfShrunk(Factors):
     def delta(self, rows: Tensor, expert: int) -> Tensor:
         a, b = (f[min(expert, len(f) - 1)].float() for f in (self.a, self.b))
         return self.scale * (rows.float() @ a.T).half().float() @ b.T
@@ -375,7 +375,7 @@ ROUNDED = [
     (AdaptersSeeValuesWithoutScale, FP8),
     (NothingQuantised, MANY_FP8),
     (AdaptersOfHalfPrecision, replace(FP8, dtype=Dtype.FP32)),
-    (BridgesOfHalfPrecision, replace(FP8, dtype=Dtype.FP32)),
+    (ShrunksOfHalfPrecision, replace(FP8, dtype=Dtype.FP32)),
 ]
 WRONG = [
     *((oracle, *row) for oracle in (REFERENCE, EXACT) for row in WRONG_ANSWERS),

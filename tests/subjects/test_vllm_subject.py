@@ -81,7 +81,7 @@ def torch_shrink(x: Tensor, a: list[Tensor], out: Tensor, mapping: Tensor, scale
 
 
 def torch_expand(
-    bridge: Tensor,
+    shrunk: Tensor,
     b: list[Tensor],
     out: Tensor,
     mapping: Tensor,
@@ -94,7 +94,7 @@ def torch_expand(
         for index, weight in enumerate(b):
             width = weight.shape[2]
             if slot >= 0:
-                delta = weight[slot, 0].float() @ bridge[index, row]
+                delta = weight[slot, 0].float() @ shrunk[index, row]
                 out[row, start : start + width] += delta.to(out.dtype)
             start += width
 

@@ -103,7 +103,7 @@ KINDS = MappingProxyType(
             markdown=dense_markdown,
         ),
         "moe": Kind(
-            help="LoRA of experts: the delta path by path, alignment, a whole layer",
+            help="MoE LoRA: the delta path by path, alignment, a whole layer",
             takes_any_subject=False,
             section="bench_moe",
             rows=moe_rows,

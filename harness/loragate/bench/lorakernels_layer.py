@@ -1,4 +1,4 @@
-"""A whole layer of experts of the project's own, for who times it: with adapters and without."""
+"""A whole MoE layer of the project's own, for who times it: with adapters and without."""
 
 from __future__ import annotations
 

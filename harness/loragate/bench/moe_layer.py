@@ -1,4 +1,4 @@
-"""A whole layer of experts on the device, without adapters and with them.
+"""A whole MoE layer on the device, without adapters and with them.
 
 Invariant: a layer is timed only after its result was compared with fp64.
 """

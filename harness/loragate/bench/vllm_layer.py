@@ -1,4 +1,4 @@
-"""vLLM's layer of experts without adapters, for who times it: what LoRA is added to there.
+"""vLLM's MoE layer without adapters, for who times it: what LoRA is added to there.
 
 Invariant: a layer that cannot be called alone gives a sentence, never an exception.
 
@@ -27,7 +27,7 @@ FusedExperts = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 def load_fused_experts(machine: Machine) -> FusedExperts | str:
     """The layer, alignment included, or a sentence that says why there is none."""
     if machine.interpreted:
-        return "its layer of experts calls operators that exist for CUDA alone"
+        return "its MoE layer calls operators that exist for CUDA alone"
     try:
         with importing(False):
             module: Any = importlib.import_module(_MODULE)
@@ -36,7 +36,7 @@ def load_fused_experts(machine: Machine) -> FusedExperts | str:
         experts(*_any_step(machine.device))
         return experts
     except Exception as error:
-        return f"its layer of experts cannot be called alone: {headline(error)}"
+        return f"its MoE layer cannot be called alone: {headline(error)}"
 
 
 def _any_step(device: str) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:

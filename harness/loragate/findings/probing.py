@@ -36,7 +36,7 @@ def dense_probe(run: Callable[[VllmOps, str], Observation], needs: Needs = Needs
 
 
 def moe_probe(run: Callable[[VllmMoEOps, str], Observation], needs: Needs = Needs.ANY) -> Probe:
-    """A probe of LoRA of experts, not tried where that half cannot run."""
+    """A probe of MoE LoRA, not tried where that half cannot run."""
 
     def on_moe(package: Package, device: str) -> Observation:
         if isinstance(package.moe, str):

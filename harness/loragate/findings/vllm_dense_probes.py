@@ -22,14 +22,14 @@ _MARK = 7.0
 _REPEATS = 40
 
 
-def bridge_untouched(ops: VllmOps, device: str) -> Observation:
+def shrunk_untouched(ops: VllmOps, device: str) -> Observation:
     a, _ = _factors(ops, device, slices=1)
-    bridge = torch.full((1, _ROWS, _RANK), _MARK, device=device)
+    shrunk = torch.full((1, _ROWS, _RANK), _MARK, device=device)
     step = _step(ops, [-1] * _ROWS, device)
-    ops.lora_shrink(_ones(_ROWS, _IN, device), a, bridge, *step, 1.0)
-    kept = int((bridge == _MARK).sum())
-    text = f"{kept} of {bridge.numel()} places of the bridge keep what they held before lora_shrink"
-    return seen(kept == bridge.numel(), text)
+    ops.lora_shrink(_ones(_ROWS, _IN, device), a, shrunk, *step, 1.0)
+    kept = int((shrunk == _MARK).sum())
+    text = f"{kept} of {shrunk.numel()} places of the shrink output keep what they held before lora_shrink"
+    return seen(kept == shrunk.numel(), text)
 
 
 def mapping_stale_after_base_step(ops: VllmOps, device: str) -> Observation:
@@ -66,12 +66,12 @@ def mapping_uninitialised(ops: VllmOps, device: str) -> Observation:
 
 def offset_start_ignored(ops: VllmOps, device: str) -> Observation:
     _, b = _factors(ops, device, slices=1)
-    bridge = torch.ones(1, _ROWS, _RANK, device=device)
+    shrunk = torch.ones(1, _ROWS, _RANK, device=device)
     step = _step(ops, [0] * _ROWS, device)
     written = []
     for offset in (0, _WIDTH):
         out = torch.zeros(_ROWS, 2 * _WIDTH, dtype=torch.float16, device=device)
-        ops.lora_expand(bridge, b, out, *step, offset_start=offset, add_inputs=True)
+        ops.lora_expand(shrunk, b, out, *step, offset_start=offset, add_inputs=True)
         columns = out.any(dim=0).nonzero().flatten()
         written.append(int(columns[0]) if columns.numel() else -1)
     text = f"offset_start 0, then {_WIDTH}, on the same weights write from columns {written}"
@@ -101,18 +101,18 @@ def _pool_in(storages: list[Tensor], ops: VllmOps, step: tuple[Any, ...], rank: 
         weight.zero_()[1] = 1
         b.append(weight)
     out = torch.zeros(_ROWS, 2 * _WIDTH, dtype=torch.float16, device=storages[0].device)
-    bridge = torch.ones(2, _ROWS, rank, device=out.device)
-    ops.lora_expand(bridge, b, out, *step, offset_start=0, add_inputs=True)
+    shrunk = torch.ones(2, _ROWS, rank, device=out.device)
+    ops.lora_expand(shrunk, b, out, *step, offset_start=0, add_inputs=True)
     return values_of(out)
 
 
 def tables_keep_weights_alive(ops: VllmOps, device: str) -> Observation:
     a, b = _factors(ops, device, slices=1)
     step = _step(ops, [0] * _ROWS, device)
-    bridge = torch.empty(1, _ROWS, _RANK, device=device)
+    shrunk = torch.empty(1, _ROWS, _RANK, device=device)
     out = torch.zeros(_ROWS, _WIDTH, dtype=torch.float16, device=device)
-    ops.lora_shrink(_ones(_ROWS, _IN, device), a, bridge, *step, 1.0)
-    ops.lora_expand(bridge, b, out, *step, offset_start=0, add_inputs=True)
+    ops.lora_shrink(_ones(_ROWS, _IN, device), a, shrunk, *step, 1.0)
+    ops.lora_expand(shrunk, b, out, *step, offset_start=0, add_inputs=True)
     kept, key = weakref.ref(a[0]), (a[0].data_ptr(),)
     del a, b
     gc.collect()
@@ -128,10 +128,10 @@ def foreign_slot_reads_past_pool(ops: VllmOps, device: str) -> Observation:
     storage[_SLOTS] = 1
     b = [storage[:_SLOTS]]
     ops.forget(b, b)
-    bridge = torch.ones(1, _ROWS, _RANK, device=device)
+    shrunk = torch.ones(1, _ROWS, _RANK, device=device)
     out = torch.zeros(_ROWS, _WIDTH, dtype=torch.float16, device=device)
     step = _step(ops, [_SLOTS] * _ROWS, device)
-    ops.lora_expand(bridge, b, out, *step, offset_start=0, add_inputs=True)
+    ops.lora_expand(shrunk, b, out, *step, offset_start=0, add_inputs=True)
     ops.forget(b, b)
     text = f"slot {_SLOTS} of {_SLOTS} adds {values_of(out)} from behind the pool"
     return seen(bool((out == _RANK).all()), text)
@@ -148,9 +148,9 @@ def slices_read_through_output_dtype(ops: VllmOps, device: str) -> Observation:
         ]
         b = [storage[:_SLOTS] for storage in storages]
         ops.forget(b, b)
-        bridge = torch.ones(slices, _ROWS, _RANK, device=device)
+        shrunk = torch.ones(slices, _ROWS, _RANK, device=device)
         out = torch.zeros(_ROWS, slices * _WIDTH, device=device)
-        ops.lora_expand(bridge, b, out, *step, offset_start=0, add_inputs=True)
+        ops.lora_expand(shrunk, b, out, *step, offset_start=0, add_inputs=True)
         ops.forget(b, b)
         right.append(bool((out == _RANK).all()))
     text = (
@@ -161,10 +161,10 @@ def slices_read_through_output_dtype(ops: VllmOps, device: str) -> Observation:
 
 def strided_input_refused(ops: VllmOps, device: str) -> Observation:
     a, _ = _factors(ops, device, slices=1)
-    bridge = torch.empty(1, _ROWS, _RANK, device=device)
+    shrunk = torch.empty(1, _ROWS, _RANK, device=device)
     x = _ones(_ROWS, 2 * _IN, device)[:, :_IN]
     try:
-        ops.lora_shrink(x, a, bridge, *_step(ops, [0] * _ROWS, device), 1.0)
+        ops.lora_shrink(x, a, shrunk, *_step(ops, [0] * _ROWS, device), 1.0)
     except AssertionError as error:
         return seen(True, f"a column slice as input ends in an assertion saying {str(error)!r}")
     return seen(False, "a column slice as input is accepted")
@@ -180,9 +180,9 @@ def split_k_unstable(ops: VllmOps, device: str) -> Observation:
     meta.prepare_tensors(_mapping([0] * rows, device))
     results = set()
     for _ in range(_REPEATS):
-        bridge = torch.empty(1, rows, _RANK, device=device)
-        ops.lora_shrink(x, a, bridge, *meta.meta_args(rows, False), 1.0)
-        results.add(bridge.view(torch.int32).cpu().numpy().tobytes())
+        shrunk = torch.empty(1, rows, _RANK, device=device)
+        ops.lora_shrink(x, a, shrunk, *meta.meta_args(rows, False), 1.0)
+        results.add(shrunk.view(torch.int32).cpu().numpy().tobytes())
     ops.forget(a, a)
     text = f"{_REPEATS} runs of one lora_shrink (16 x 4096, rank 16) give {len(results)} results"
     return seen(len(results) > 1, text)
@@ -200,17 +200,17 @@ def row_offset_overflows(ops: VllmOps, device: str) -> Observation:
     meta = ops.kernel_meta.make(1, rows, device)
     meta.prepare_tensors(_mapping([-1] * (rows - live) + [0] * live, device))
     step = meta.meta_args(rows, False)
-    bridge = torch.empty(1, rows, _RANK, device=device)
+    shrunk = torch.empty(1, rows, _RANK, device=device)
     far[-live:] = 1
-    ops.lora_shrink(far, a, bridge, *step, 1.0)
-    shrunk = values_of(bridge[0, -live:])
+    ops.lora_shrink(far, a, shrunk, *step, 1.0)
+    found = values_of(shrunk[0, -live:])
     storage.zero_()
-    bridge.fill_(1)
-    ops.lora_expand(bridge, b, far, *step, offset_start=0, add_inputs=True)
+    shrunk.fill_(1)
+    ops.lora_expand(shrunk, b, far, *step, offset_start=0, add_inputs=True)
     expanded = values_of(far[-live:])
     ops.forget(a, b)
     text = (
-        f"for rows behind element 2**31, lora_shrink gives {shrunk} where [{float(width)}] is "
+        f"for rows behind element 2**31, lora_shrink gives {found} where [{float(width)}] is "
         f"right and lora_expand gives {expanded} where [{float(_RANK)}] is right"
     )
     return seen(shrunk != [float(width)] or expanded != [float(_RANK)], text)
@@ -219,14 +219,14 @@ def row_offset_overflows(ops: VllmOps, device: str) -> Observation:
 def graph_of_base_step_stays_empty(ops: VllmOps, device: str) -> Observation:
     a, b = _factors(ops, device, slices=1)
     x, meta = _ones(_ROWS, _IN, device), _meta(ops, device)
-    bridge = torch.zeros(1, _ROWS, _RANK, device=device)
+    shrunk = torch.zeros(1, _ROWS, _RANK, device=device)
     out = torch.zeros(_ROWS, _WIDTH, dtype=torch.float16, device=device)
 
     def layer() -> None:
         out.zero_()
         step = meta.meta_args(_ROWS, False)
-        ops.lora_shrink(x, a, bridge, *step, 1.0)
-        ops.lora_expand(bridge, b, out, *step, offset_start=0, add_inputs=True)
+        ops.lora_shrink(x, a, shrunk, *step, 1.0)
+        ops.lora_expand(shrunk, b, out, *step, offset_start=0, add_inputs=True)
 
     # compiled and entered in the pointer tables before anything is captured
     meta.prepare_tensors(_mapping([0] * _ROWS, device))
@@ -249,7 +249,7 @@ def graph_of_base_step_stays_empty(ops: VllmOps, device: str) -> Observation:
 
 
 DENSE_PROBES: dict[str, Probe] = {
-    "bridge-untouched": dense_probe(bridge_untouched),
+    "shrink-output-untouched": dense_probe(shrunk_untouched),
     "mapping-stale-after-base-step": dense_probe(mapping_stale_after_base_step),
     "mapping-tail-stale": dense_probe(mapping_tail_stale),
     "mapping-uninitialised": dense_probe(mapping_uninitialised),

@@ -1,4 +1,4 @@
-"""What vLLM's LoRA of experts does that need a GPU: its compiled alignment, and graphs.
+"""What vLLM's MoE LoRA does that need a GPU: its compiled alignment, and graphs.
 
 Invariant: as in vllm_moe_probes.py.
 """

@@ -1,4 +1,4 @@
-"""One launch of vLLM's LoRA of experts on weights of a probe's choosing."""
+"""One launch of vLLM's MoE LoRA on weights of a probe's choosing."""
 
 from __future__ import annotations
 

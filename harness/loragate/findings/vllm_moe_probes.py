@@ -1,4 +1,4 @@
-"""One function for each thing that was suspected of vLLM's LoRA of experts, wherever it runs.
+"""One function for each thing that was suspected of vLLM's MoE LoRA, wherever it runs.
 
 Invariant: whatever a kernel may reach by mistake lies inside memory that the probe owns, so that
 a probe shows a wrong number instead of losing the device.

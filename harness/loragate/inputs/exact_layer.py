@@ -1,9 +1,9 @@
-"""Data of a whole layer of experts that leaves nothing to round.
+"""Data of a whole MoE layer that leaves nothing to round.
 
 silu rounds, but for arguments of at least 128 in magnitude: exp(-128) is lost beside 1 and
 exp(128) is beyond fp32, so that silu gives its argument or zero in every dtype. By construction:
 
-* a row of x has a single 1, A is all -1 and 1: the bridge of gate and up is -1 or 1
+* a row of x has a single 1, A is all -1 and 1: the shrink output of gate and up is -1 or 1
 * gate is 256 in one column of each expert, depending on the column of x, and -256 in all others;
   adapters add -128 or 128, so that silu(gate) is zero or 128 * n with n of 1 to 3
 * up is -2 or 2, adapters add -1 or 1; without a gate it is up that is made like a gate

@@ -14,7 +14,7 @@ class Site(StrEnum):
     DENSE_DELTA = "dense_delta"
     LORA_LINEAR = "lora_linear"
     MOE_DELTA = "moe_delta"
-    # a whole layer of experts with adapters on both of its products
+    # a whole MoE layer with adapters on both of its products
     MOE_LAYER = "moe_layer"
 
 

@@ -2,11 +2,11 @@
 
 Both kernels walk the compact tile list of BatchMetadata with a stride of their grid, so the
 grid depends on the batch size alone. The shrink holds many slices and ranks of its rows at
-once, as many as its plan says; K may be split into planes that the expand adds up in a fixed order:
+once, as many as its plan says; K may be split into split-K partials that the expand adds up in a fixed order:
 no atomics, no memset, the same bits every time.
 
-Names: x [M, K], A [L, S*R, K], B [L, N, R], bridge [P, tiles * HEIGHT, S*R] fp32 in the row
-order of the tiles, out [M, N]; L slots, S slices, R rank of the buffers, P planes.
+Names: x [M, K], A [L, S*R, K], B [L, N, R], shrink output [P, tiles * HEIGHT, S*R] fp32 in the row
+order of the tiles, out [M, N]; L slots, S slices, R rank of the buffers, P split-K partials.
 """
 
 import triton
@@ -30,10 +30,10 @@ def lora_shrink_kernel(
     tile_slots_ptr,
     tile_rows_ptr,
     num_tiles_ptr,
-    bridge_ptr,
+    shrunk_ptr,
     stride_xm,
     stride_xk,
-    stride_bridge_plane,
+    stride_shrunk_split,
     last_tile,
     K,
     R: tl.constexpr,
@@ -45,24 +45,24 @@ def lora_shrink_kernel(
     PDL: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    # grid (tiles, planes, chunks of BLOCK_N ranks). The wait comes before any exit: the expand
+    # grid (tiles, split-K partials, chunks of BLOCK_N ranks). The wait comes before any exit: the expand
     # trusts that whatever ran before the shrink is complete once every program got past it
     if PDL:
         gdc_wait()
         if EARLY:
             gdc_launch_dependents()
     first_tile = tl.program_id(0)
-    plane = tl.program_id(1)
+    split = tl.program_id(1)
     offs_n = tl.program_id(2) * BLOCK_N + tl.arange(0, BLOCK_N)
     offs_m = tl.arange(0, HEIGHT)
     offs_k = tl.arange(0, BLOCK_K)
     S: tl.constexpr = SR // R
     steps = tl.cdiv(tl.cdiv(K, BLOCK_K), tl.num_programs(1))
-    k_begin = plane * steps * BLOCK_K
+    k_begin = split * steps * BLOCK_K
     k_end = tl.minimum(k_begin + steps * BLOCK_K, K)
     # a transposed x has its rows' stride here: 64 bits (vllm #53034)
     offs_x = (k_begin + offs_k).to(tl.int64) * stride_xk
-    plane_ptr = bridge_ptr + plane.to(tl.int64) * stride_bridge_plane
+    split_ptr = shrunk_ptr + split.to(tl.int64) * stride_shrunk_split
 
     # the entries of the next tile are fetched ahead, those of the first beside the count
     slot = tl.load(tile_slots_ptr + first_tile)
@@ -90,7 +90,7 @@ def lora_shrink_kernel(
                 x_ptrs += tl.cast(stride_xk, tl.int64) * BLOCK_K
                 a_ptrs += BLOCK_K
             # rows without a token stay unwritten, dead ranks become zero
-            row_ptrs = plane_ptr + (tile * HEIGHT + offs_m).to(tl.int64)[:, None] * SR
+            row_ptrs = split_ptr + (tile * HEIGHT + offs_m).to(tl.int64)[:, None] * SR
             live_cells = live_m[:, None] & (offs_n < SR)[None, :]
             tl.store(row_ptrs + offs_n[None, :], acc, mask=live_cells)
     if PDL and not EARLY:
@@ -98,11 +98,11 @@ def lora_shrink_kernel(
 
 
 @triton.jit
-def _load_bridge(ptrs, mask, stride_plane, PLANES: tl.constexpr):
-    """The planes of the shrink, added up in their order."""
+def _load_shrunk(ptrs, mask, stride_split, SPLITS: tl.constexpr):
+    """The split-K partials of the shrink, added up in their order."""
     h = tl.load(ptrs, mask=mask, other=0.0)
-    for plane in tl.static_range(1, PLANES):
-        h += tl.load(ptrs + tl.cast(stride_plane, tl.int64) * plane, mask=mask, other=0.0)
+    for split in tl.static_range(1, SPLITS):
+        h += tl.load(ptrs + tl.cast(stride_split, tl.int64) * split, mask=mask, other=0.0)
     return h
 
 
@@ -131,7 +131,7 @@ def _locate_slice(group, WIDTHS: tl.constexpr, COLUMNS: tl.constexpr, ALIGN: tl.
 
 @triton.jit
 def lora_expand_kernel(
-    bridge_ptr,
+    shrunk_ptr,
     b_ptr,
     ranks_ptr,
     scales_ptr,
@@ -141,12 +141,12 @@ def lora_expand_kernel(
     out_ptr,
     stride_om,
     stride_on,
-    stride_bridge_plane,
+    stride_shrunk_split,
     last_part,
     WIDTHS: tl.constexpr,
     OUT_FEATURES: tl.constexpr,
     R: tl.constexpr,
-    PLANES: tl.constexpr,
+    SPLITS: tl.constexpr,
     WIDTH_ALIGN: tl.constexpr,
     RANK_ALIGN: tl.constexpr,
     HEIGHT: tl.constexpr,
@@ -174,7 +174,7 @@ def lora_expand_kernel(
     slot = tl.load(tile_slots_ptr + first_part // PARTS)
     rows = tl.load(tile_rows_ptr + first_part * BLOCK_M + offs_m)
     num_parts = tl.load(num_tiles_ptr) * PARTS
-    # never pipelined: the compiler would fetch the bridge ahead of the wait
+    # never pipelined: the compiler would fetch the shrink output ahead of the wait
     for part in tl.range(first_part, num_parts, tl.num_programs(1), num_stages=1):
         rank = tl.load(ranks_ptr + slot * S + slice_id)
         scale = tl.load(scales_ptr + slot * S + slice_id)
@@ -186,12 +186,12 @@ def lora_expand_kernel(
         slot = tl.load(tile_slots_ptr + next_part // PARTS)
         rows = tl.load(tile_rows_ptr + next_part * BLOCK_M + offs_m)
 
-        # whole vectors are loaded: past the live rank the bridge is zero and so is B
+        # whole vectors are loaded: past the live rank the shrink output is zero and so is B
         loaded_rank = tl.cdiv(rank, RANK_ALIGN) * RANK_ALIGN
         live_r = (offs_r < loaded_rank)[:, None]
         live_h = live_m[:, None] & (offs_r < loaded_rank)[None, :]
         cells = (part * BLOCK_M + offs_m).to(tl.int64)[:, None] * (S * R) + slice_id * R
-        h_ptrs = bridge_ptr + cells + offs_r[None, :]
+        h_ptrs = shrunk_ptr + cells + offs_r[None, :]
 
         # base and delta are added in fp32 and rounded once
         if GROUP == 1:
@@ -201,19 +201,19 @@ def lora_expand_kernel(
             b = tl.load(b_ptrs, mask=live_n & live_r, other=0.0)
             if PDL:
                 gdc_wait()
-            h = _load_bridge(h_ptrs, live_h, stride_bridge_plane, PLANES) * scale
+            h = _load_shrunk(h_ptrs, live_h, stride_shrunk_split, SPLITS) * scale
             acc = _dot(h.to(b.dtype), b, previous.to(tl.float32), IEEE)
             for r in tl.range(BLOCK_R, R, BLOCK_R, num_stages=1):
                 more_r = r + offs_r < loaded_rank
                 live_h = live_m[:, None] & more_r[None, :]
-                h = _load_bridge(h_ptrs + r, live_h, stride_bridge_plane, PLANES) * scale
+                h = _load_shrunk(h_ptrs + r, live_h, stride_shrunk_split, SPLITS) * scale
                 b = tl.load(b_ptrs + r, mask=live_n & more_r[:, None], other=0.0)
                 acc = _dot(h.to(b.dtype), b, acc, IEEE)
             tl.store(out_ptrs, acc.to(b.dtype), mask=live_m[:, None] & live_n)
         else:
             if PDL:
                 gdc_wait()
-            h = _load_bridge(h_ptrs, live_h, stride_bridge_plane, PLANES) * scale
+            h = _load_shrunk(h_ptrs, live_h, stride_shrunk_split, SPLITS) * scale
             h = h.to(b_ptr.dtype.element_ty)
             # pipelined: safe from triton #9433 because h does not change in the loop and each
             # dot is complete before the next iteration

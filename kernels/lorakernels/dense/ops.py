@@ -20,10 +20,10 @@ from lorakernels.dense.plan import (
     DenseShape,
     ExpandPlan,
     ShrinkPlan,
-    largest_bridge,
-    plan_bridge,
+    largest_shrunk,
     plan_expand,
     plan_shrink,
+    plan_shrunk,
     tile_programs,
 )
 from lorakernels.dense.weights import SlotWeights
@@ -31,7 +31,7 @@ from lorakernels.runtime.device import launch_options, supports_pdl
 
 
 class DenseWorkspace:
-    """The bridge between shrink and expand: fp32, allocated once, shared by layers that run
+    """The shrink output between shrink and expand: fp32, allocated once, shared by layers that run
     one after the other. Large enough for every batch of up to `max_tokens` rows."""
 
     def __init__(self, layers: Sequence[SlotWeights], *, max_tokens: int) -> None:
@@ -40,8 +40,8 @@ class DenseWorkspace:
         if max_tokens < 1:
             raise ValueError(f"max_tokens must be at least 1 (got {max_tokens})")
         geometries = {(_shape(0, layer), layer.num_slots) for layer in layers}
-        size = max(largest_bridge(shape, slots, max_tokens) for shape, slots in geometries)
-        self.bridge = torch.empty(size, dtype=torch.float32, device=layers[0].a.device)
+        size = max(largest_shrunk(shape, slots, max_tokens) for shape, slots in geometries)
+        self.shrunk = torch.empty(size, dtype=torch.float32, device=layers[0].a.device)
 
 
 def dense_delta(
@@ -67,43 +67,43 @@ def dense_delta(
         metadata.tile_slots,
         metadata.tile_rows,
         metadata.num_tiles,
-        workspace.bridge,
+        workspace.shrunk,
         out,
     )
 
 
-def lora_shrink(x: Tensor, weights: SlotWeights, metadata: BatchMetadata, bridge: Tensor) -> None:
-    """bridge[:, i] = planes whose sum is x[metadata.tile_rows[i]] @ A[slot].T, unscaled.
+def lora_shrink(x: Tensor, weights: SlotWeights, metadata: BatchMetadata, shrunk: Tensor) -> None:
+    """shrunk[:, i] = split-K partials whose sum is x[metadata.tile_rows[i]] @ A[slot].T, unscaled.
 
-    bridge: contiguous fp32 of `bridge_shape`. Only rows of the batch with a slot are written.
+    shrink output: contiguous fp32 of `shrunk_shape`. Only rows of the batch with a slot are written.
     Raises ValueError.
     """
     _check_rows(x, weights, metadata)
     _check_input(x, weights.a)
     shape = _shape(x.shape[0], weights)
-    _check_bridge(bridge, shape, weights.num_slots)
-    _shrink(x, weights.a, weights.ranks, shape, _tables(metadata), bridge, pdl=False)
+    _check_shrunk(shrunk, shape, weights.num_slots)
+    _shrink(x, weights.a, weights.ranks, shape, _tables(metadata), shrunk, pdl=False)
 
 
-def lora_expand(bridge: Tensor, weights: SlotWeights, metadata: BatchMetadata, out: Tensor) -> None:
-    """out[metadata.tile_rows[i]] += scale * bridge[:, i].sum(0) @ B[slot].T, in place.
+def lora_expand(shrunk: Tensor, weights: SlotWeights, metadata: BatchMetadata, out: Tensor) -> None:
+    """out[metadata.tile_rows[i]] += scale * shrunk[:, i].sum(0) @ B[slot].T, in place.
 
-    bridge as `lora_shrink` left it for a batch of as many rows. Raises ValueError.
+    shrink output as `lora_shrink` left it for a batch of as many rows. Raises ValueError.
     """
     _check_rows(out, weights, metadata)
     _check_output(out, weights.b)
     shape = _shape(out.shape[0], weights)
-    _check_bridge(bridge, shape, weights.num_slots)
+    _check_shrunk(shrunk, shape, weights.num_slots)
     factors = (weights.b, weights.ranks, weights.scales)
-    _expand(bridge, factors, shape, _tables(metadata), out, pdl=False)
+    _expand(shrunk, factors, shape, _tables(metadata), out, pdl=False)
 
 
-def bridge_shape(num_rows: int, weights: SlotWeights) -> tuple[int, int, int]:
-    """[planes, padded rows of all tiles, slices * rank] of the bridge for a batch."""
-    return plan_bridge(_shape(num_rows, weights), weights.num_slots)
+def shrunk_shape(num_rows: int, weights: SlotWeights) -> tuple[int, int, int]:
+    """[splits, padded rows of all tiles, slices * rank] of the shrink output for a batch."""
+    return plan_shrunk(_shape(num_rows, weights), weights.num_slots)
 
 
-@torch.library.custom_op("lorakernels::dense_delta", mutates_args=("bridge", "out"))
+@torch.library.custom_op("lorakernels::dense_delta", mutates_args=("shrunk", "out"))
 def _dense_delta(
     x: Tensor,
     a: Tensor,
@@ -114,7 +114,7 @@ def _dense_delta(
     tile_slots: Tensor,
     tile_rows: Tensor,
     num_tiles: Tensor,
-    bridge: Tensor,
+    shrunk: Tensor,
     out: Tensor,
 ) -> None:
     _check_input(x, a)
@@ -128,11 +128,13 @@ def _dense_delta(
     if overlap(x, out):
         raise ValueError("out must not overlap x in memory")
     shape = DenseShape(x.shape[0], a.shape[3], tuple(slice_widths), a.shape[2], a.element_size())
-    planes, padded_rows, ranks_of_all = plan_bridge(shape, a.shape[0])
-    size = planes * padded_rows * ranks_of_all
-    if bridge.numel() < size:
-        raise ValueError(f"workspace must hold {size} values of bridge (got {bridge.numel()})")
-    view = bridge[:size].view(planes, padded_rows, ranks_of_all)
+    splits, padded_rows, ranks_of_all = plan_shrunk(shape, a.shape[0])
+    size = splits * padded_rows * ranks_of_all
+    if shrunk.numel() < size:
+        raise ValueError(
+            f"workspace must hold {size} values of shrink output (got {shrunk.numel()})"
+        )
+    view = shrunk[:size].view(splits, padded_rows, ranks_of_all)
     pdl = supports_pdl(x.device)
     tables = (tile_slots, tile_rows, num_tiles)
     _shrink(x, a, ranks, shape, tables, view, pdl=pdl)
@@ -145,7 +147,7 @@ def _shrink(
     ranks: Tensor,
     shape: DenseShape,
     tables: tuple[Tensor, Tensor, Tensor],
-    bridge: Tensor,
+    shrunk: Tensor,
     *,
     pdl: bool,
 ) -> None:
@@ -154,16 +156,16 @@ def _shrink(
     plan: ShrinkPlan = plan_shrink(shape)
     total = shape.ranks_of_all_slices
     capacity = _tile_capacity(shape, tables)
-    grid = (tile_programs(shape.num_rows, capacity), plan.planes, -(-total // plan.block_n))
+    grid = (tile_programs(shape.num_rows, capacity), plan.splits, -(-total // plan.block_n))
     lora_shrink_kernel[grid](
         x,
         a,
         ranks,
         *tables,
-        bridge,
+        shrunk,
         x.stride(0),
         x.stride(1),
-        bridge.stride(0),
+        shrunk.stride(0),
         capacity - 1,
         shape.in_features,
         R=shape.rank,
@@ -181,7 +183,7 @@ def _shrink(
 
 
 def _expand(
-    bridge: Tensor,
+    shrunk: Tensor,
     factors: tuple[Tensor, Tensor, Tensor],
     shape: DenseShape,
     tables: tuple[Tensor, Tensor, Tensor],
@@ -198,18 +200,18 @@ def _expand(
     capacity = _tile_capacity(shape, tables)
     parts = tile_programs(shape.num_rows, capacity) * (height // plan.block_m)
     lora_expand_kernel[(groups, parts)](
-        bridge,
+        shrunk,
         *factors,
         *tables,
         out,
         out.stride(0),
         out.stride(1),
-        bridge.stride(0),
+        shrunk.stride(0),
         capacity * (height // plan.block_m) - 1,
         WIDTHS=shape.slice_widths,
         OUT_FEATURES=sum(shape.slice_widths),
         R=shape.rank,
-        PLANES=bridge.shape[0],
+        SPLITS=shrunk.shape[0],
         WIDTH_ALIGN=math.gcd(16, *shape.slice_widths),
         RANK_ALIGN=rank_vector(shape.rank),
         HEIGHT=height,
@@ -294,10 +296,10 @@ def overlap(x: Tensor, out: Tensor) -> bool:
     return not (side_by_side and gap % row >= first.shape[1] and gap % row + last.shape[1] <= row)
 
 
-def _check_bridge(bridge: Tensor, shape: DenseShape, num_slots: int) -> None:
-    wanted = plan_bridge(shape, num_slots)
-    if bridge.shape != wanted or bridge.dtype != torch.float32 or not bridge.is_contiguous():
+def _check_shrunk(shrunk: Tensor, shape: DenseShape, num_slots: int) -> None:
+    wanted = plan_shrunk(shape, num_slots)
+    if shrunk.shape != wanted or shrunk.dtype != torch.float32 or not shrunk.is_contiguous():
         raise ValueError(
-            f"bridge must be contiguous float32 {list(wanted)} "
-            f"(got {bridge.dtype} {list(bridge.shape)})"
+            f"shrunk must be contiguous float32 {list(wanted)} "
+            f"(got {shrunk.dtype} {list(shrunk.shape)})"
         )

@@ -28,7 +28,7 @@ class DenseShape:
 class ShrinkPlan:
     block_n: int
     block_k: int
-    planes: int
+    splits: int
     # let the expand start at once (it hides latency) or when the work is done (it would only
     # take room and bandwidth)
     trigger_early: bool
@@ -77,15 +77,15 @@ def plan_shrink(shape: DenseShape) -> ShrinkPlan:
         # fp32 has no tensor-core path: smaller tiles keep it out of spills
         block_n, block_k = min(block_n, 32), 32
     programs = -(-shape.num_rows // height) * -(-ranks // block_n)
-    planes = min(
-        _most_planes(shape, height),
+    splits = min(
+        _most_splits(shape, height),
         _PROGRAMS // max(1, programs),
         -(-shape.in_features // block_k),
     )
     return ShrinkPlan(
         block_n=block_n,
         block_k=block_k,
-        planes=power_of_2_below(planes),
+        splits=power_of_2_below(splits),
         trigger_early=not prefill,
         num_warps=8 if prefill else 4,
         # many thin stages hide more latency in less shared memory than few thick ones
@@ -93,7 +93,7 @@ def plan_shrink(shape: DenseShape) -> ShrinkPlan:
     )
 
 
-def _most_planes(shape: DenseShape, height: int) -> int:
+def _most_splits(shape: DenseShape, height: int) -> int:
     """Planes beyond which the expand, which reads them once for each group of columns, loses
     what the shrink gains."""
     if height >= _PREFILL_HEIGHT:
@@ -138,17 +138,17 @@ def _is_wide(shape: DenseShape) -> bool:
     return max(shape.slice_widths) > 8192
 
 
-def plan_bridge(shape: DenseShape, num_slots: int) -> tuple[int, int, int]:
-    """[planes, padded rows of all tiles, slices * rank] of the bridge of a batch."""
+def plan_shrunk(shape: DenseShape, num_slots: int) -> tuple[int, int, int]:
+    """[splits, padded rows of all tiles, slices * rank] of the shrink output of a batch."""
     height = tile_height(shape.num_rows)
     padded_rows = max_tiles(shape.num_rows, num_slots, height) * height
-    return (plan_shrink(shape).planes, padded_rows, shape.ranks_of_all_slices)
+    return (plan_shrink(shape).splits, padded_rows, shape.ranks_of_all_slices)
 
 
-def largest_bridge(shape: DenseShape, num_slots: int, max_rows: int) -> int:
-    """Values of the largest bridge over all batches of at most `max_rows` rows."""
-    # beyond this size there is one plane only, and the bridge just grows with the batch
-    several_planes = min(max_rows, _PROGRAMS * tile_height(max_rows))
-    sizes = [*range(1, several_planes, MIN_TILE_ROWS), several_planes, max_rows]
+def largest_shrunk(shape: DenseShape, num_slots: int, max_rows: int) -> int:
+    """Values of the largest shrink output over all batches of at most `max_rows` rows."""
+    # beyond this size there is one split-K partial only, and the shrink output just grows with the batch
+    several_splits = min(max_rows, _PROGRAMS * tile_height(max_rows))
+    sizes = [*range(1, several_splits, MIN_TILE_ROWS), several_splits, max_rows]
     sizes += [size - 1 for size in sizes if size > 1]
-    return max(math.prod(plan_bridge(replace(shape, num_rows=size), num_slots)) for size in sizes)
+    return max(math.prod(plan_shrunk(replace(shape, num_rows=size), num_slots)) for size in sizes)

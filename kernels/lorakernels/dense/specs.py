@@ -13,7 +13,7 @@ from functools import partial
 import torch
 
 from lorakernels.batch.metadata import BatchMetadata
-from lorakernels.dense.ops import _expand, _shape, _shrink, _tables, bridge_shape
+from lorakernels.dense.ops import _expand, _shape, _shrink, _tables, shrunk_shape
 from lorakernels.dense.weights import SlotWeights
 
 _SLOTS = 4
@@ -86,11 +86,11 @@ def _delta(problem: Problem, *, pdl: bool) -> None:
     metadata = BatchMetadata(max_tokens=problem.tokens, max_slots=_SLOTS, device="meta")
     x = _rows(problem, problem.in_features)
     out = _rows(problem, weights.out_features)
-    bridge = torch.empty(bridge_shape(problem.tokens, weights), device="meta")
+    shrunk = torch.empty(shrunk_shape(problem.tokens, weights), device="meta")
     shape, tables = _shape(problem.tokens, weights), _tables(metadata)
-    _shrink(x, weights.a, weights.ranks, shape, tables, bridge, pdl=pdl)
+    _shrink(x, weights.a, weights.ranks, shape, tables, shrunk, pdl=pdl)
     factors = (weights.b, weights.ranks, weights.scales)
-    _expand(bridge, factors, shape, tables, out, pdl=pdl)
+    _expand(shrunk, factors, shape, tables, out, pdl=pdl)
 
 
 def _rows(problem: Problem, width: int) -> torch.Tensor:

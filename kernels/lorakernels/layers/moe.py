@@ -44,7 +44,7 @@ class MoEScratch:
             found = ", ".join(f"{h} and {i}" for h, i in sorted(sizes)) or "no layer"
             raise ValueError(f"layers must have one hidden and intermediate size (got {found})")
         weights = [slots for layer in layers for slots in (layer.w13_slots, layer.w2_slots)]
-        self.bridges = MoEWorkspace(weights, max_tokens=max_tokens, top_k=top_k)
+        self.shrunks = MoEWorkspace(weights, max_tokens=max_tokens, top_k=top_k)
         ((hidden, intermediate),) = sizes
         self.buffers = ExpertBuffers(
             max_tokens=max_tokens,
@@ -166,7 +166,7 @@ class FusedMoELoRA(nn.Module):
             pairs,
             scratch.buffers,
             out,
-            lora=ExpertLoRA(self.w13_slots, self.w2_slots, scratch.bridges),
+            lora=ExpertLoRA(self.w13_slots, self.w2_slots, scratch.shrunks),
             activation=Activation.SILU_GATED if self._num_up == 2 else Activation.SILU,
             router_weight=self.router_weight,
             quantised_x=quantised_x,

@@ -11,7 +11,7 @@ import torch
 
 from lorakernels.moe.align.metadata import PairMetadata
 from lorakernels.moe.delta.launch import Delta, launch
-from lorakernels.moe.delta.ops import MoEWorkspace, shape_of_batch, view_bridge
+from lorakernels.moe.delta.ops import MoEWorkspace, shape_of_batch, view_shrunk
 from lorakernels.moe.delta.plan import MoEPath, plan_path
 from lorakernels.moe.layer.launch import Adapters, product, sum_choices
 from lorakernels.moe.layer.ops import Activation
@@ -97,7 +97,7 @@ def _delta(problem: Problem, *, pdl: bool) -> None:
     path = plan_path(shape, problem.path)
     workspace = MoEWorkspace([weights], max_tokens=problem.tokens, top_k=problem.top_k)
     x_rows = rows if problem.is_second else problem.tokens
-    bridge = workspace.bridge
+    shrunk = workspace.shrunk
     delta = Delta(
         shape=shape,
         x=torch.empty(x_rows, problem.in_features, dtype=problem.dtype, device="meta"),
@@ -106,7 +106,7 @@ def _delta(problem: Problem, *, pdl: bool) -> None:
         tables=(weights.ranks, weights.scales),
         of_pairs=(pairs.pair_slots, pairs.pair_experts),
         of_tiles=(pairs.tile_slots, pairs.tile_experts, pairs.tile_pairs, pairs.num_tiles),
-        bridge=view_bridge(bridge, shape) if path is MoEPath.TWO_KERNEL else bridge,
+        shrunk=view_shrunk(shrunk, shape) if path is MoEPath.TWO_KERNEL else shrunk,
         out=torch.empty(rows, sum(problem.slice_widths), dtype=problem.dtype, device="meta"),
         router_weights=torch.empty(rows, device="meta") if problem.is_second else None,
         add_inputs=not problem.is_second,
@@ -136,8 +136,8 @@ def _layer(
         if rank:
             problem = Problem("", x, widths, experts, top_k, tokens, rank, dtype=dtype)
             weights = _weights(widths, x, problem)
-            bridge = MoEWorkspace([weights], max_tokens=tokens, top_k=top_k).bridge
-            lora = Adapters(weights.a, weights.b, weights.ranks, weights.scales, bridge)
+            shrunk = MoEWorkspace([weights], max_tokens=tokens, top_k=top_k).shrunk
+            lora = Adapters(weights.a, weights.b, weights.ranks, weights.scales, shrunk)
         product(
             empty(x_rows, x),
             empty(experts, sum(widths), x),

@@ -32,9 +32,9 @@ from lorakernels.adapters.slots import AdapterSlots
 from lorakernels.batch.metadata import BatchMetadata
 from lorakernels.dense.ops import (
     DenseWorkspace,
-    bridge_shape,
     lora_expand,
     lora_shrink,
+    shrunk_shape,
 )
 from lorakernels.dense.weights import LoRAFactors, SlotWeights
 from lorakernels.layers.linear import LoRALinear
@@ -72,9 +72,9 @@ def _shrink_kernel() -> None:
         mapping = _random_mapping(setting)
         weights, metadata = _prepared(setting, mapping, setting.hidden, 64)
         x = rand(len(mapping), setting.hidden, dtype=setting.dtype)
-        bridge = torch.zeros(bridge_shape(len(mapping), weights), device=x.device)
-        lora_shrink(x, weights, metadata, bridge)
-        found = _by_row(bridge.sum(0), metadata, len(mapping))
+        shrunk = torch.zeros(shrunk_shape(len(mapping), weights), device=x.device)
+        lora_shrink(x, weights, metadata, shrunk)
+        found = _by_row(shrunk.sum(0), metadata, len(mapping))
         wanted = torch.zeros_like(found)
         for slot in range(setting.adapters):
             rows = (mapping == slot).to(x.device)
@@ -88,9 +88,9 @@ def _expand_kernel() -> None:
         mapping, width = _random_mapping(setting), setting.hidden
         weights, metadata = _prepared(setting, mapping, 64, width)
         h = rand(len(mapping), setting.slices * setting.rank, dtype=torch.float32)
-        bridge = torch.zeros(bridge_shape(len(mapping), weights), device=h.device)
-        rows = metadata.tile_rows[: bridge.shape[1]]
-        bridge[0, (rows >= 0).nonzero().flatten()] = h[rows[rows >= 0].long()]
+        shrunk = torch.zeros(shrunk_shape(len(mapping), weights), device=h.device)
+        rows = metadata.tile_rows[: shrunk.shape[1]]
+        shrunk[0, (rows >= 0).nonzero().flatten()] = h[rows[rows >= 0].long()]
         out = rand(len(mapping), setting.slices * width, dtype=setting.dtype)
         wanted = out.clone()
         for slot, part in product(range(setting.adapters), range(setting.slices)):
@@ -98,7 +98,7 @@ def _expand_kernel() -> None:
             columns = slice(part * width, (part + 1) * width)
             own = h[mine, part * setting.rank : (part + 1) * setting.rank].to(setting.dtype)
             wanted[mine, columns] += own @ weights.b[slot, columns].T * _KERNEL_SCALE
-        lora_expand(bridge, weights, metadata, out)
+        lora_expand(shrunk, weights, metadata, out)
         assert_close(out, wanted)
 
 
@@ -240,17 +240,17 @@ def _prepared(
 def _run_delta(weights: SlotWeights, metadata: BatchMetadata, before: Tensor) -> Tensor:
     out = before.clone()
     x = rand(len(out), weights.in_features, dtype=out.dtype)
-    bridge = torch.zeros(bridge_shape(len(out), weights), device=out.device)
-    lora_shrink(x, weights, metadata, bridge)
-    lora_expand(bridge, weights, metadata, out)
+    shrunk = torch.zeros(shrunk_shape(len(out), weights), device=out.device)
+    lora_shrink(x, weights, metadata, shrunk)
+    lora_expand(shrunk, weights, metadata, out)
     return out
 
 
-def _by_row(bridge: Tensor, metadata: BatchMetadata, rows: int) -> Tensor:
+def _by_row(shrunk: Tensor, metadata: BatchMetadata, rows: int) -> Tensor:
     """[rows, slices * rank] from the order of the tiles; zero for rows without a tile."""
-    live = metadata.tile_rows[: bridge.shape[0]]
-    result = torch.zeros(rows, bridge.shape[1], device=bridge.device)
-    result[live[live >= 0].long()] = bridge[live >= 0]
+    live = metadata.tile_rows[: shrunk.shape[0]]
+    result = torch.zeros(rows, shrunk.shape[1], device=shrunk.device)
+    result[live[live >= 0].long()] = shrunk[live >= 0]
     return result
 
 

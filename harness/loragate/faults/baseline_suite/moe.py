@@ -266,6 +266,6 @@ TESTS: Mapping[str, Callable[[], None]] = MappingProxyType(
         "high ranks of experts": _high_rank,
         "base rows of experts": _base_rows,
         "alignment of experts": _align,
-        "layer of experts": _layer,
+        "MoE layer": _layer,
     }
 )

@@ -1,4 +1,4 @@
-"""A whole layer of experts against its definition in fp64: one rank, several, quantised."""
+"""A whole MoE layer against its definition in fp64: one rank, several, quantised."""
 
 from __future__ import annotations
 
@@ -173,7 +173,7 @@ def _run(
         with_base=True,
     )
     scratch = MoEScratch([module], max_tokens=most, top_k=_TOP_K)
-    for buffer in (scratch.buffers.act, scratch.buffers.y, scratch.bridges.bridge):
+    for buffer in (scratch.buffers.act, scratch.buffers.y, scratch.shrunks.shrunk):
         buffer.fill_(float("nan"))
     moved_x = None if quantised_x is None else _moved(quantised_x, device)
     result = module(x, ids, router, batch, pairs, scratch, quantised_x=moved_x)

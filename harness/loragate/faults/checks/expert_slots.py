@@ -1,4 +1,4 @@
-"""What a layer of experts keeps of an adapter, whichever way the adapter names its factors, and
+"""What a MoE layer keeps of an adapter, whichever way the adapter names its factors, and
 which files of experts are read as what."""
 
 from __future__ import annotations

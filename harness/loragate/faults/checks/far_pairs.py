@@ -57,7 +57,7 @@ def check_far_pairs() -> str | None:
 
 def check_pair_order() -> str | None:
     """A delta behind a kernel that writes its input, or the output that it adds to, only after the
-    delta was allowed to start; and behind nothing that is left in the bridge."""
+    delta was allowed to start; and behind nothing that is left in the shrink output."""
     machine = detect_machine()
     if machine.compute_capability is None or machine.compute_capability < (9, 0):
         raise Unable("only a GPU from sm_90 on starts a kernel before its predecessor has ended")
@@ -68,7 +68,7 @@ def check_pair_order() -> str | None:
         wanted = layer.run(x, base.clone(), path)
         for attempt in range(_ATTEMPTS):
             late_x, late_out = torch.zeros_like(x), torch.zeros_like(base)
-            layer.workspace.bridge.fill_(float("nan"))
+            layer.workspace.shrunk.fill_(float("nan"))
             torch.cuda.synchronize()
             copies = [(x, late_x, "x"), (base, late_out, "out")]
             # the last one is still at work when the delta starts

@@ -1,4 +1,4 @@
-"""Whatever a plan may ask of a kernel of experts - tiles, groups, parts, planes - the result is the
+"""Whatever a plan may ask of a kernel of experts - tiles, groups, parts, split-K partials - the result is the
 same. Plans are tuned on a GPU; this way a case does not lose what it is for when they change."""
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ class _Plan:
 _TWO = MoEPath.TWO_KERNEL
 _PLANS: Mapping[str, _Plan] = MappingProxyType(
     {
-        "K in three parts": _Plan(_TWO, {"plan_shrink": {"block_k": 16, "planes": 3}}),
-        "K in two parts of three steps": _Plan(_TWO, {"plan_shrink": {"block_k": 16, "planes": 2}}),
+        "K in three parts": _Plan(_TWO, {"plan_shrink": {"block_k": 16, "splits": 3}}),
+        "K in two parts of three steps": _Plan(_TWO, {"plan_shrink": {"block_k": 16, "splits": 2}}),
         "one block of columns a program": _Plan(_TWO, {"plan_expand": {"block_n": 16, "group": 1}}),
         "groups of two blocks": _Plan(_TWO, {"plan_expand": {"block_n": 16, "group": 2}}),
         "groups of three blocks": _Plan(_TWO, {"plan_expand": {"block_n": 16, "group": 3}}),
@@ -97,8 +97,8 @@ def _wrong_plan(step: _Step, plan: _Plan, *, add_inputs: bool) -> str | None:
         for planner, fields in plan.fields.items():
             forced = _forcing(getattr(launches, planner), fields)
             stack.enter_context(patch.object(launches, planner, forced))
-        planes = plan.fields.get("plan_shrink", {}).get("planes", 1)
-        launch(step.delta(out, planes, add_inputs=add_inputs), plan.path, pdl=False)
+        splits = plan.fields.get("plan_shrink", {}).get("splits", 1)
+        launch(step.delta(out, splits, add_inputs=add_inputs), plan.path, pdl=False)
     if not torch.equal(bits_of(out + 0.0), bits_of(wanted + 0.0)):
         return f"{int((out != wanted).sum())} elements are wrong"
     changed = (bits_of(whole(out)) != bits_of(before)) & ~owned(out)
@@ -147,10 +147,10 @@ class _Step:
         )
         self.pairs.prepare(self.ids.to(self.device), batch)
 
-    def delta(self, out: Tensor, planes: int, *, add_inputs: bool) -> Delta:
+    def delta(self, out: Tensor, splits: int, *, add_inputs: bool) -> Delta:
         weights, pairs, layer = self.weights, self.pairs, self.layer
         num_pairs = _TOKENS * _TOP_K
-        bridge = torch.full((planes, num_pairs, len(layer.widths) * layer.rank), float("nan"))
+        shrunk = torch.full((splits, num_pairs, len(layer.widths) * layer.rank), float("nan"))
         return Delta(
             shape=MoEShape(num_pairs, _EXPERTS, _IN, layer.widths, layer.rank, 2),
             x=self.x,
@@ -159,7 +159,7 @@ class _Step:
             tables=(weights.ranks, weights.scales),
             of_pairs=(pairs.pair_slots, pairs.pair_experts),
             of_tiles=(pairs.tile_slots, pairs.tile_experts, pairs.tile_pairs, pairs.num_tiles),
-            bridge=bridge.to(self.device),
+            shrunk=shrunk.to(self.device),
             out=out,
             router_weights=self.router.to(self.device),
             add_inputs=add_inputs,

@@ -14,7 +14,7 @@ from loragate.execution.kernel_compiles import kernels_compiled
 from lorakernels.batch.metadata import BatchMetadata
 from lorakernels.moe.align.metadata import PairMetadata
 from lorakernels.moe.delta.ops import MoEWorkspace
-from lorakernels.moe.delta.plan import MoEShape, bridge_shape
+from lorakernels.moe.delta.plan import MoEShape, shrunk_shape
 from lorakernels.moe.tiles import base_tile_height, tile_height
 from lorakernels.moe.weights import ExpertWeights
 
@@ -174,7 +174,7 @@ def _local(expert: int, scene: _Scene, table: Tensor | None) -> int:
 
 
 def check_pair_workspace() -> str | None:
-    """The bridge has room for every batch of up to the largest one."""
+    """The shrink output has room for every batch of up to the largest one."""
     for top_k, rank in ((1, 8), (4, 64)):
         weights = ExpertWeights(
             num_slots=1,
@@ -188,9 +188,9 @@ def check_pair_workspace() -> str | None:
         needed = 0
         for tokens in range(1, 300):
             shape = MoEShape(tokens * top_k, 8, 4096, (16, 16), rank, 2)
-            needed = max(needed, math.prod(bridge_shape(shape)))
-            size = MoEWorkspace([weights], max_tokens=tokens, top_k=top_k).bridge.numel()
+            needed = max(needed, math.prod(shrunk_shape(shape)))
+            size = MoEWorkspace([weights], max_tokens=tokens, top_k=top_k).shrunk.numel()
             if needed > size:
-                what = f"{needed} values of bridge are needed, there are {size}"
+                what = f"{needed} values of shrink output are needed, there are {size}"
                 return f"batches of up to {tokens} tokens: {what}"
     return None

@@ -49,7 +49,7 @@ def check_far_rows() -> str | None:
 
 def check_launch_order() -> str | None:
     """A step behind a kernel that writes its input, or the output that it adds to, only after the
-    step was allowed to start; and behind nothing that is left in the bridge."""
+    step was allowed to start; and behind nothing that is left in the shrink output."""
     machine = detect_machine()
     if machine.compute_capability is None or machine.compute_capability < (9, 0):
         raise Unable("only a GPU from sm_90 on starts a kernel before its predecessor has ended")
@@ -60,7 +60,7 @@ def check_launch_order() -> str | None:
     dense_delta(x, weights, metadata, workspace, wanted)
     for attempt in range(_ATTEMPTS):
         late_x, late_out = torch.zeros_like(x), torch.zeros_like(base)
-        workspace.bridge.fill_(float("nan"))
+        workspace.shrunk.fill_(float("nan"))
         torch.cuda.synchronize()
         pairs = [(x, late_x, "x"), (base, late_out, "out")]
         # the last one is still at work when the step starts

@@ -1,4 +1,4 @@
-"""The tables of a batch, and the room for its bridge, against what they are documented to be."""
+"""The tables of a batch, and the room for its shrink output, against what they are documented to be."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from loragate.core.machine import detect_machine
 from loragate.execution.kernel_compiles import kernels_compiled
 from loragate.inputs.poison import poisoned_allocations
 from lorakernels.batch.metadata import BatchMetadata, max_tiles, tile_height
-from lorakernels.dense.ops import DenseWorkspace, bridge_shape
+from lorakernels.dense.ops import DenseWorkspace, shrunk_shape
 from lorakernels.dense.weights import LoRAFactors, SlotWeights
 
 _SLOTS = 5
@@ -68,7 +68,7 @@ def check_dummy_run() -> str | None:
         weights.scales,
         [16],
         *tables,
-        workspace.bridge,
+        workspace.shrunk,
         out,
     )
     return None if bool((out == 1).all()) else "rows got a delta before any mapping was installed"
@@ -85,9 +85,9 @@ def check_workspace() -> str | None:
             dtype=torch.bfloat16,
             device="meta",
         )
-        size = DenseWorkspace([weights], max_tokens=_LARGEST).bridge.numel()
+        size = DenseWorkspace([weights], max_tokens=_LARGEST).shrunk.numel()
         for rows in range(1, _LARGEST + 1):
-            needed = math.prod(bridge_shape(rows, weights))
+            needed = math.prod(shrunk_shape(rows, weights))
             if needed > size:
                 return f"{rows} rows of rank {rank} need {needed} values, there are {size}"
     return None

@@ -54,7 +54,7 @@ CONTROLS = (
         name="k-never-split",
         why="The sum over K in one part: other roundings, as good as before.",
         cases=(delta(in_features=300, dtype=Dtype.FP16),),
-        edit=Edit(_PLAN, "planes=power_of_2_below(planes)", "planes=1"),
+        edit=Edit(_PLAN, "splits=power_of_2_below(splits)", "splits=1"),
     ),
     Control(
         name="smaller-grid",

@@ -24,7 +24,7 @@ FAULTS = (
         "                gdc_wait()\n",
         "            b = tl.load(b_ptrs, mask=live_n & live_r, other=0.0)\n",
         source="vllm #31777",
-        why="The expand reads the bridge while the shrink still writes it.",
+        why="The expand reads the shrink output while the shrink still writes it.",
         killers=(Check.LAUNCH_ORDER,),
         checks=(Check.LAUNCH_ORDER,),
         needs=Needs.GPU,
@@ -51,13 +51,13 @@ FAULTS = (
     ),
     _expand(
         "sum-rotates-with-the-tile",
-        "            h = _load_bridge(h_ptrs, live_h, stride_bridge_plane, PLANES) * scale\n"
+        "            h = _load_shrunk(h_ptrs, live_h, stride_shrunk_split, SPLITS) * scale\n"
         "            acc = _dot(",
         "            h = tl.zeros([BLOCK_M, BLOCK_R], dtype=tl.float32)\n"
-        "            for p in range(PLANES):\n"
-        "                turn = (p + part) % PLANES\n"
-        "                plane_ptrs = h_ptrs + tl.cast(stride_bridge_plane, tl.int64) * turn\n"
-        "                h += tl.load(plane_ptrs, mask=live_h, other=0.0)\n"
+        "            for p in range(SPLITS):\n"
+        "                turn = (p + part) % SPLITS\n"
+        "                split_ptrs = h_ptrs + tl.cast(stride_shrunk_split, tl.int64) * turn\n"
+        "                h += tl.load(split_ptrs, mask=live_h, other=0.0)\n"
         "            h = h * scale\n"
         "            acc = _dot(",
         source="vllm #50278",

@@ -19,7 +19,7 @@ FAULTS = (
         "mask=live_n & live_r, other=0.0)\n            if PDL:\n                gdc_wait()\n",
         "mask=live_n & live_r, other=0.0)\n",
         source="vllm #31777",
-        why="The expand reads the bridge while the shrink still writes it.",
+        why="The expand reads the shrink output while the shrink still writes it.",
         killers=(Check.PAIR_ORDER,),
         checks=(Check.PAIR_ORDER,),
         needs=Needs.GPU,
@@ -48,12 +48,12 @@ FAULTS = (
         "partial-sums-added-atomically",
         "        shrink(delta, pdl=pdl)\n        _expand(",
         "        shrink(delta, pdl=pdl)\n"
-        "        planes = delta.bridge.flatten(1)\n"
-        "        total = torch.zeros_like(planes[0])\n"
+        "        splits = delta.shrunk.flatten(1)\n"
+        "        total = torch.zeros_like(splits[0])\n"
         "        place = torch.arange(total.shape[0], device=total.device)\n"
-        "        total.index_add_(0, place.repeat(len(planes)), planes.flatten())\n"
-        "        planes.zero_()\n"
-        "        planes[0].copy_(total)\n"
+        "        total.index_add_(0, place.repeat(len(splits)), splits.flatten())\n"
+        "        splits.zero_()\n"
+        "        splits[0].copy_(total)\n"
         "        _expand(",
         source="vllm #50278",
         why="The parts of K are added up in the order in which they happen to arrive.",

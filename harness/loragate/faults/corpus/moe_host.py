@@ -50,11 +50,11 @@ FAULTS = (
     ),
     _ops(
         "path-tried-out-while-serving",
-        "    view = view_bridge(bridge, shape) if chosen",
-        "    bridge.steps = getattr(bridge, 'steps', 0) + 1\n"
-        "    if bridge.steps == 2:\n"
+        "    view = view_shrunk(shrunk, shape) if chosen",
+        "    shrunk.steps = getattr(shrunk, 'steps', 0) + 1\n"
+        "    if shrunk.steps == 2:\n"
         "        chosen = MoEPath.SMALL_BATCH\n"
-        "    view = view_bridge(bridge, shape) if chosen",
+        "    view = view_shrunk(shrunk, shape) if chosen",
         source="vllm #50278",
         why="The second step takes another path to see which is faster: other roundings.",
         killers=(O.REPEAT,),
@@ -63,8 +63,8 @@ FAULTS = (
     ),
     _ops(
         "moe-operator-hides-its-output",
-        '@torch.library.custom_op("lorakernels::moe_delta", mutates_args=("bridge", "out"))',
-        '@torch.library.custom_op("lorakernels::moe_delta", mutates_args=("bridge",))',
+        '@torch.library.custom_op("lorakernels::moe_delta", mutates_args=("shrunk", "out"))',
+        '@torch.library.custom_op("lorakernels::moe_delta", mutates_args=("shrunk",))',
         source="vllm #37562",
         why="torch is not told that the operator changes its output.",
         killers=(O.COMPILE,),
@@ -83,7 +83,7 @@ FAULTS = (
         cases=(MOE_SMALL,),
     ),
     _plan(
-        "bridge-sized-for-the-largest-batch",
+        "shrink-output-sized-for-the-largest-batch",
         "    sizes = (*range(1, several + 1), shape.num_pairs)\n",
         "    sizes = (shape.num_pairs,)\n",
         source="sglang #31525",

@@ -1,4 +1,4 @@
-"""Faults of a whole layer of experts: the base products with the expand folded in, the activation,
+"""Faults of a whole MoE layer: the base products with the expand folded in, the activation,
 the sum over choices."""
 
 from __future__ import annotations
@@ -86,8 +86,8 @@ FAULTS = (
     ),
     _kernel(
         "fold-uses-gates-ranks-twice",
-        "_terms(bridge_ptr + R, ",
-        "_terms(bridge_ptr, ",
+        "_terms(shrunk_ptr + R, ",
+        "_terms(shrunk_ptr, ",
         source="sglang #27274",
         why="The up half is expanded from the ranks of the gate.",
         killers=(

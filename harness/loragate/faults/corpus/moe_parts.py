@@ -1,4 +1,4 @@
-"""Faults of the parts of a layer of experts that ranks hold, and of what becomes of an adapter on
+"""Faults of the parts of a MoE layer that ranks hold, and of what becomes of an adapter on
 its way into the slots."""
 
 from __future__ import annotations

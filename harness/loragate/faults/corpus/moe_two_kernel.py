@@ -1,4 +1,4 @@
-"""Faults of the two-kernel path of experts: a shrink, a bridge, an expand."""
+"""Faults of the two-kernel path of experts: a shrink, a shrink output, an expand."""
 
 from __future__ import annotations
 

@@ -20,8 +20,8 @@ _SPLIT = delta(tokens=18, in_features=160, slices=(16,), slots=2, dtype=Dtype.FP
 FAULTS = (
     _ops(
         "whole-buffer-added",
-        "        workspace.bridge,\n        out,\n    )\n",
-        "        workspace.bridge,\n        out,\n    )\n    out.add_(torch.zeros_like(out))\n",
+        "        workspace.shrunk,\n        out,\n    )\n",
+        "        workspace.shrunk,\n        out,\n    )\n    out.add_(torch.zeros_like(out))\n",
         source="vllm #35721",
         why="A delta of zero is added to base rows, too, which turns -0 into 0.",
         killers=(O.BASE_ROWS,),
@@ -31,8 +31,8 @@ FAULTS = (
     _ops(
         "second-step-tries-other-order",
         "    _expand(view, (b, ranks, scales), shape, tables, out, pdl=pdl)\n",
-        "    bridge.steps = getattr(bridge, 'steps', 0) + 1\n"
-        "    if bridge.steps == 2 and x.shape[0] > 16:\n"
+        "    shrunk.steps = getattr(shrunk, 'steps', 0) + 1\n"
+        "    if shrunk.steps == 2 and x.shape[0] > 16:\n"
         "        view = view.flip(0).contiguous()\n"
         "    _expand(view, (b, ranks, scales), shape, tables, out, pdl=pdl)\n",
         source="vllm #50278",
@@ -43,8 +43,8 @@ FAULTS = (
     ),
     _ops(
         "operator-hides-what-it-writes",
-        'mutates_args=("bridge", "out")',
-        'mutates_args=("bridge",)',
+        'mutates_args=("shrunk", "out")',
+        'mutates_args=("shrunk",)',
         source="vllm #37562",
         why="torch is not told that the operator changes its output.",
         killers=(O.COMPILE,),
@@ -92,10 +92,10 @@ FAULTS = (
     ),
     _ops(
         "k-split-without-its-last-part",
-        "grid = (tile_programs(shape.num_rows, capacity), plan.planes, ",
-        "grid = (tile_programs(shape.num_rows, capacity), max(1, plan.planes - 1), ",
+        "grid = (tile_programs(shape.num_rows, capacity), plan.splits, ",
+        "grid = (tile_programs(shape.num_rows, capacity), max(1, plan.splits - 1), ",
         source="own",
-        why="One plane of the bridge is never written, and read all the same.",
+        why="One split-K partial of the shrink output is never written, and read all the same.",
         killers=(O.CANARY,),
         cases=(delta(in_features=300),),
     ),

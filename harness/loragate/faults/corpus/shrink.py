@@ -62,7 +62,7 @@ FAULTS = (
         "live_n = offs_n % R < live_rank",
         "live_n = offs_n < SR",
         source="own",
-        why="The bridge is computed for the rank of the buffers instead of the adapter's.",
+        why="The shrink output is computed for the rank of the buffers instead of the adapter's.",
         killers=(O.CANARY,),
         cases=(delta(),),
     ),

@@ -98,7 +98,7 @@ def expert_finding(case: Case, pool: Pool, rows: OutRows, errors: RowErrors) -> 
 
 
 def _ranks(pool: Pool) -> tuple[tuple[int, ...], ...]:
-    """[slots][slices of the output]: over how many ranks errors of the bridge are spread."""
+    """[slots][slices of the output]: over how many ranks errors of the shrink output are spread."""
     if pool.down is None:
         return pool.ranks
     # errors of each product reach the whole output
@@ -126,14 +126,14 @@ class _Sums:
         # few roundings can all be lucky: never less than what they cost on average, a
         # third of the square of half a step, for two roundings and for one
         bound_sq = mean(errors.bound_sq)
-        # errors of the bridge are common to all columns: only rows x ranks are independent
+        # errors of the shrink output are common to all columns: only rows x ranks are independent
         independent = rows * widths.minimum(ranks.clamp(min=1))
         # one row of a group may have the largest jump
         rows_of = group[:, None].expand_as(errors.jump_sq)
         jump = torch.zeros_like(delta_sq).scatter_reduce_(0, rows_of, errors.jump_sq, "amax")
-        bridge_sq = mean(errors.bridge_sq) + jump / FACTOR**2 / (rows * widths)
-        bridge = _unlucky(independent) * bridge_sq.sqrt()
-        allowed = FACTOR * self.eager.maximum((bound_sq / 6).sqrt()).hypot(bridge)
+        shrunk_sq = mean(errors.shrunk_sq) + jump / FACTOR**2 / (rows * widths)
+        shrunk = _unlucky(independent) * shrunk_sq.sqrt()
+        allowed = FACTOR * self.eager.maximum((bound_sq / 6).sqrt()).hypot(shrunk)
         allowed += mean(errors.floor_sq).maximum(bound_sq / 12).sqrt()
         self.threshold = (1 + 2 * independent.double() ** -0.5) * allowed
         self.bias = torch.where(delta_sq > 0, mean(errors.gain) / delta_sq, 0.0)
@@ -166,14 +166,14 @@ def row_findings(case: Case, errors: RowErrors) -> Iterator[Finding]:
     widths = torch.tensor(case.out_slices, device=errors.gain.device)
     subject, eager = (errors.subject_sq / widths).sqrt(), (errors.eager_sq / widths).sqrt()
     bound = (errors.bound_sq / widths).sqrt()
-    # the bridge is rounded once for each rank, for all columns alike
-    bridge_sq = (errors.bridge_sq + (JUMPS / FACTOR) ** 2 * errors.jump_sq) / widths
-    bridge = _unlucky(widths.clamp(max=case.rank)) * bridge_sq.sqrt()
+    # the shrink output is rounded once for each rank, for all columns alike
+    shrunk_sq = (errors.shrunk_sq + (JUMPS / FACTOR) ** 2 * errors.jump_sq) / widths
+    shrunk = _unlucky(widths.clamp(max=case.rank)) * shrunk_sq.sqrt()
     # eager may be lucky in a row of few columns: see populations()
-    allowed = FACTOR * eager.maximum(bound / 6**0.5).hypot(bridge) + bound
+    allowed = FACTOR * eager.maximum(bound / 6**0.5).hypot(shrunk) + bound
     yield _worst(subject, allowed, "the rms of a row's errors")
     eager = errors.eager_max.maximum(errors.bound_max / 2)
-    allowed = FACTOR * eager.hypot(TAIL / FACTOR * errors.bridge_max) + errors.bound_max
+    allowed = FACTOR * eager.hypot(TAIL / FACTOR * errors.shrunk_max) + errors.bound_max
     yield _worst(errors.subject_max, allowed, "the largest error of a row")
 
 

@@ -28,7 +28,7 @@ class RowErrors:
     """fp64 [rows, slices] each; `*_sq` are sums of squares over the slice's columns.
 
     `bound_*`: largest and sum of squares of what rounding may cost an element at worst.
-    `floor_sq`: what rounding the golden output once costs. `bridge_*`: what rounding the bridge
+    `floor_sq`: what rounding the golden output once costs. `shrunk_*`: what rounding the shrink output
     costs on average, which eager is spared, or for a layer whatever stands between its products.
     `jump_sq`: what single elements of a row may suffer beyond that average.
     `gain`: sum of error * delta.
@@ -42,8 +42,8 @@ class RowErrors:
     subject_max: Tensor
     eager_max: Tensor
     bound_max: Tensor
-    bridge_sq: Tensor
-    bridge_max: Tensor
+    shrunk_sq: Tensor
+    shrunk_max: Tensor
     jump_sq: Tensor
     worst_column: Tensor
     gain: Tensor
@@ -72,8 +72,8 @@ def row_errors(case: Case, right: Golden, eager: Tensor, subject: Tensor) -> Row
     wrong, plain = error(subject), error(eager)
     bound = torch.where(finite, _rounding_bound(case, right, eager.dtype), 0.0)
     drift = _accumulation(case) * sums(_accumulated(case, right, finite).square())
-    bridge = torch.where(finite, right.terms_sq, 0.0) * _bridge_variance(case, eager.dtype)
-    jump = torch.zeros_like(bridge) if right.jump_sq is None else right.jump_sq
+    shrunk = torch.where(finite, right.terms_sq, 0.0) * _shrunk_variance(case, eager.dtype)
+    jump = torch.zeros_like(shrunk) if right.jump_sq is None else right.jump_sq
     worst = [part.abs().argmax(1) for part in torch.split(wrong, widths, 1)]
     return RowErrors(
         delta_sq=sums(delta.square()),
@@ -84,8 +84,8 @@ def row_errors(case: Case, right: Golden, eager: Tensor, subject: Tensor) -> Row
         subject_max=tops(wrong.abs()),
         eager_max=tops(plain.abs()),
         bound_max=tops(bound) + TAIL * (drift / torch.tensor(widths, device=out.device)).sqrt(),
-        bridge_sq=sums(bridge),
-        bridge_max=tops(bridge + (JUMPS / TAIL) ** 2 * jump).sqrt(),
+        shrunk_sq=sums(shrunk),
+        shrunk_max=tops(shrunk + (JUMPS / TAIL) ** 2 * jump).sqrt(),
         jump_sq=sums(jump),
         worst_column=torch.stack(worst, 1),
         gain=sums(wrong * delta),
@@ -104,8 +104,8 @@ def half_ulp(values: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.where(values == 0, 0.0, step)
 
 
-def _bridge_variance(case: Case, dtype: torch.dtype) -> float:
-    """Relative variance of what rounding the bridge to the operands' dtype costs a term. Every
+def _shrunk_variance(case: Case, dtype: torch.dtype) -> float:
+    """Relative variance of what rounding the shrink output to the operands' dtype costs a term. Every
     subject on tensor cores does it (vllm lora_expand casts to the dtype of B), `eager` does not.
     What stands between the products of a layer is rounded in every dtype."""
     spared = dtype == torch.float32 and case.site is not Site.MOE_LAYER

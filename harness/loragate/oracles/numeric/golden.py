@@ -3,7 +3,7 @@ low-precision computation may be.
 
 golden: fp64, from the same low-precision numbers that the subject gets.
 eager: the same operations in the case's dtype with the roundings that are documented for every
-subject: products accumulate in fp32, the bridge between shrink and expand stays fp32, the delta
+subject: products accumulate in fp32, the shrink output between shrink and expand stays fp32, the delta
 is rounded to the dtype and then added to the base in the dtype.
 
 Experts change nothing but the factors of a row: see inputs/pairs.py.
@@ -105,10 +105,10 @@ def deltas(
         for part, width in enumerate(widths):
             rank, factor = pool.ranks[slot][part], pool.scales[slot][part] * weights
             a, b = _factors(pool, slot, part)
-            bridge, b = grouped.times(values, a[:, :rank]), b[..., :rank]
+            shrunk, b = grouped.times(values, a[:, :rank]), b[..., :rank]
             if squares:
-                bridge, b, factor = bridge.square(), b.to(dtype).square(), factor**2
-            delta[own, column : column + width] = factor * grouped.times(bridge, b)
+                shrunk, b, factor = shrunk.square(), b.to(dtype).square(), factor**2
+            delta[own, column : column + width] = factor * grouped.times(shrunk, b)
             column += width
     return delta
 

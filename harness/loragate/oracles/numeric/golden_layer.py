@@ -1,4 +1,4 @@
-"""The mathematics of a whole layer of experts, and the one place that tells it from other sites.
+"""The mathematics of a whole MoE layer, and the one place that tells it from other sites.
 
     out[t] = sum over the choices e of t of w * down_e(silu(gate_e(x[t])) * up_e(x[t]))
 
@@ -48,7 +48,7 @@ def eager_of(case: Case, pool: Pool, batch: Batch, base: BaseLayer | None) -> Te
 
 def _golden_layer(case: Case, pool: Pool, batch: Batch, base: BaseExperts) -> Golden:
     """Its `terms_sq` is the variance of the output for roundings of relative variance 1: of the
-    bridges, of act, of the outputs of pairs, and of what the ranks of a group add up."""
+    shrink outputs, of act, of the outputs of pairs, and of what the ranks of a group add up."""
     layer = _Layer(case, base, batch, torch.float64)
     first, alone = layer.first(pool), layer.first(None)
     moved = layer.moved(pool, first)
@@ -165,16 +165,16 @@ class _Layer:
 
     def moved(self, pool: Pool, first: _First) -> Tensor:
         """Variance of act before it is rounded, to the first order."""
-        bridges = deltas(pool, self.batch.x, self.rows, self.dtype, squares=True)
+        shrunks = deltas(pool, self.batch.x, self.rows, self.dtype, squares=True)
         if self.batch.x.dtype == torch.float32:
-            bridges += self._accumulation(bridges)
+            shrunks += self._accumulation(shrunks)
         elif self.is_quantised:
             # a row without an adapter moves by nothing else; tensor cores drop a bit more of a sum
             fp32 = torch.finfo(torch.float32).eps / torch.finfo(self.batch.x.dtype).eps
-            bridges += self._accumulation(bridges) * (2 * fp32) ** 2
+            shrunks += self._accumulation(shrunks) * (2 * fp32) ** 2
         if self.case.router is RouterWeights.INPUT:
-            bridges *= self.weights.square()
-        return _act_noise(first, bridges)
+            shrunks *= self.weights.square()
+        return _act_noise(first, shrunks)
 
     def noise(self, pool: Pool, first: _First, moved: Tensor) -> Tensor:
         """Variance of the outputs of pairs before they are rounded, to the first order."""
@@ -206,11 +206,11 @@ class _Layer:
         """Relative variance of one rounding to the dtype of the case."""
         return (torch.finfo(self.batch.x.dtype).eps / 2) ** 2 / 3
 
-    def _accumulation(self, bridges: Tensor) -> Tensor:
+    def _accumulation(self, shrunks: Tensor) -> Tensor:
         """Variance of gate and up for sums in fp32. An argument near zero is a number of large
         terms, and with few columns of act no other makes up for it; 16 bits hide all of that."""
         x = self._as_base_sees_it(self.batch.x).to(self.dtype).square()
-        terms = self.grouped.times(x[self.rows.x_rows], self.w13, squares=True) + bridges
+        terms = self.grouped.times(x[self.rows.x_rows], self.w13, squares=True) + shrunks
         # a partial sum grows evenly up to the whole
         return terms * self.case.in_features / 2
 
@@ -223,14 +223,14 @@ class _Layer:
         return dequantised(*quantised(low)).to(self.dtype)
 
 
-def _act_noise(first: _First, bridges: Tensor) -> Tensor:
+def _act_noise(first: _First, shrunks: Tensor) -> Tensor:
     """What the variance of gate and up is behind the activation."""
     argument = first.up if first.gate is None else first.gate
     sigmoid = argument.sigmoid()
     slope = sigmoid * (1 + argument * (1 - sigmoid))
     if first.gate is None:
-        return bridges * slope.square()
-    of_gate, of_up = bridges.chunk(2, dim=1)
+        return shrunks * slope.square()
+    of_gate, of_up = shrunks.chunk(2, dim=1)
     return of_gate * (slope * first.up).square() + of_up * (sigmoid * first.gate).square()
 
 

@@ -25,7 +25,7 @@ subjects that have just this one fault, the smallest of six seeds, bf16 / fp16 /
     scale 1 % too large             1.1 /    6 / 1400
     scale 0.5 % too large           0.7 /    3 /  700
 
-Honest subjects that round elsewhere (the bridge in the dtype, the scale folded into B, one
+Honest subjects that round elsewhere (the shrink output in the dtype, the scale folded into B, one
 rounding in place of two) stay below 0.7.
 """
 

@@ -1,4 +1,4 @@
-"""The project's own layer of experts. All ranks of a group run one after the other in this
+"""The project's own MoE layer. All ranks of a group run one after the other in this
 process, and what they give is added up, as a collective does."""
 
 from __future__ import annotations

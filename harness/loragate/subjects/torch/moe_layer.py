@@ -1,4 +1,4 @@
-"""A whole layer of experts in plain torch, cut over simulated ranks."""
+"""A whole MoE layer in plain torch, cut over simulated ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Subject `vllm`, site moe_delta: its LoRA of experts, called as its layers call it.
+"""Subject `vllm`, site moe_delta: its MoE LoRA, called as its layers call it.
 
 Alignment, tile sizes and the operator are reached through the wrapper of its layers. The path is
 forced with the arguments by which its dispatcher chooses:

@@ -1,4 +1,4 @@
-"""The installed vLLM package, as far as LoRA of experts needs it. Nothing of it is copied here.
+"""The installed vLLM package, as far as MoE LoRA needs it. Nothing of it is copied here.
 
 Invariant: a package that cannot be used gives a sentence, never an exception. On a GPU everything
 that runs is the package's own, but for collectives: they are those of a group of one process.
@@ -27,7 +27,7 @@ _INTERPRETED_PROCESSORS = 132
 
 @dataclass(frozen=True, slots=True)
 class VllmMoEOps:
-    """Entry points of vLLM's LoRA of experts."""
+    """Entry points of vLLM's MoE LoRA."""
 
     version: str
     # PunicaWrapperGPU, the class through which its layers reach the operators
@@ -45,7 +45,7 @@ class VllmMoEOps:
 
 
 def load_vllm_moe(machine: Machine) -> VllmMoEOps | str:
-    """What LoRA of experts needs of the package, or a sentence that says why it cannot run."""
+    """What MoE LoRA needs of the package, or a sentence that says why it cannot run."""
     dense = load_vllm(machine)
     if isinstance(dense, str):
         return dense
@@ -53,7 +53,7 @@ def load_vllm_moe(machine: Machine) -> VllmMoEOps | str:
         return _load(dense.version, machine.interpreted)
     except Exception as error:
         reason = headline(error)
-        return f"vLLM {dense.version}: its LoRA of experts cannot be imported: {reason}"
+        return f"vLLM {dense.version}: its MoE LoRA cannot be imported: {reason}"
 
 
 @cache

@@ -1,7 +1,7 @@
 """Subject `vllm`: the LoRA kernels of the installed vLLM, called as its layers call them.
 
 Sites with experts are in vllm_moe.py. For dense ones A and B are lists with one stacked
-tensor a slice, the bridge is a fresh fp32 tensor each call, the scale is folded into B when an
+tensor a slice, the shrink output is a fresh fp32 tensor each call, the scale is folded into B when an
 adapter is loaded, and the grid covers every slot and the base rows. What this module adds is only
 the translation from the harness's words.
 """
@@ -75,10 +75,10 @@ class VllmInstance:
 
     def apply(self, x: Tensor, out: Tensor) -> Tensor:
         tokens, rank = x.shape[0], self.a[0].shape[2]
-        bridge = torch.empty(len(self.a), tokens, rank, dtype=torch.float32, device=x.device)
+        shrunk = torch.empty(len(self.a), tokens, rank, dtype=torch.float32, device=x.device)
         meta = self._meta.meta_args(tokens, False)
-        self._ops.lora_shrink(x, self.a, bridge, *meta, 1.0)
-        self._ops.lora_expand(bridge, self.b, out, *meta, offset_start=0, add_inputs=True)
+        self._ops.lora_shrink(x, self.a, shrunk, *meta, 1.0)
+        self._ops.lora_expand(shrunk, self.b, out, *meta, offset_start=0, add_inputs=True)
         return out
 
 
@@ -100,7 +100,7 @@ class VllmSubject:
     def describe(
         interpreted: bool, batch_invariant: bool, *, without_moe: str | None = None
     ) -> Capabilities:
-        """`without_moe`: why LoRA of experts cannot run."""
+        """`without_moe`: why MoE LoRA cannot run."""
         return Capabilities(
             sites=frozenset({Site.DENSE_DELTA, Site.MOE_DELTA}),
             dtypes=frozenset(_TORCH_DTYPES),

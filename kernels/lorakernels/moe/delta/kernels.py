@@ -1,10 +1,10 @@
 """Triton kernels of the MoE delta as two launches: out[p] += w[p] * scale * (x_row @ A.T) @ B.T for
-each pair p, with A, B and scale of the pair's slot and expert, and an fp32 bridge between them.
+each pair p, with A, B and scale of the pair's slot and expert, and an fp32 shrink output between them.
 
 All kernels of the delta read a live rank for every slot and slice, and none has a grid that
 depends on how many adapters a batch has.
 
-Names: x [M or P, K], A [L, E or 1, S, R, K], B [L, E or 1, N, R], bridge [planes, P, S*R] fp32,
+Names: x [M or P, K], A [L, E or 1, S, R, K], B [L, E or 1, N, R], shrink output [splits, P, S*R] fp32,
 out [P, N]; P pairs, L slots, E experts, S slices, R rank of the buffers. x row of a pair: p //
 ROWS_PER_X.
 """
@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from lorakernels.dense.kernels import _dot, _load_bridge, _locate_slice
+from lorakernels.dense.kernels import _dot, _load_shrunk, _locate_slice
 
 
 @triton.jit
@@ -26,12 +26,12 @@ def moe_shrink_kernel(
     tile_experts_ptr,
     tile_pairs_ptr,
     num_tiles_ptr,
-    bridge_ptr,
+    shrunk_ptr,
     stride_xm,
     stride_xk,
     stride_a_slot,
     stride_a_expert,
-    stride_bridge_plane,
+    stride_shrunk_split,
     last_tile,
     K: tl.constexpr,
     ROWS_PER_X: tl.constexpr,
@@ -44,22 +44,22 @@ def moe_shrink_kernel(
     IEEE: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    # grid (chunks of BLOCK_N ranks, planes, tiles); see lora_shrink_kernel for the waits. SCALED:
-    # a single plane is left as the expand would make it, times scale and in the bridge's dtype
+    # grid (chunks of BLOCK_N ranks, split-K partials, tiles); see lora_shrink_kernel for the waits. SCALED:
+    # a single split-K partial is left as the expand would make it, times scale and in the shrink output's dtype
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
     S: tl.constexpr = SR // R
     first_tile = tl.program_id(2)
-    plane = tl.program_id(1)
+    split = tl.program_id(1)
     offs_n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     offs_m = tl.arange(0, HEIGHT)
     offs_k = tl.arange(0, BLOCK_K)
     steps = tl.cdiv(tl.cdiv(K, BLOCK_K), tl.num_programs(1))
-    k_begin = plane * steps * BLOCK_K
+    k_begin = split * steps * BLOCK_K
     k_end = tl.minimum(k_begin + steps * BLOCK_K, K)
     offs_x = (k_begin + offs_k).to(tl.int64) * stride_xk
-    plane_ptr = bridge_ptr + plane.to(tl.int64) * stride_bridge_plane
+    split_ptr = shrunk_ptr + split.to(tl.int64) * stride_shrunk_split
 
     slot = tl.load(tile_slots_ptr + first_tile)
     expert = tl.load(tile_experts_ptr + first_tile)
@@ -75,7 +75,7 @@ def moe_shrink_kernel(
         x_ptrs = x_ptr + x_rows[:, None] + offs_x[None, :]
         a_tile = a_ptr + slot.to(tl.int64) * stride_a_slot + expert.to(tl.int64) * stride_a_expert
         a_ptrs = a_tile + k_begin + offs_n.to(tl.int64)[None, :] * K + offs_k[:, None]
-        rows_ptr = plane_ptr + pairs.to(tl.int64)[:, None] * SR
+        rows_ptr = split_ptr + pairs.to(tl.int64)[:, None] * SR
         next_tile = tl.minimum(tile + tl.num_programs(2), last_tile)
         slot = tl.load(tile_slots_ptr + next_tile)
         expert = tl.load(tile_experts_ptr + next_tile)
@@ -98,13 +98,13 @@ def moe_shrink_kernel(
                 acc *= scale[None, :]
             live_cells = live_m[:, None] & (offs_n < SR)[None, :]
             tl.store(
-                rows_ptr + offs_n[None, :], acc.to(bridge_ptr.dtype.element_ty), mask=live_cells
+                rows_ptr + offs_n[None, :], acc.to(shrunk_ptr.dtype.element_ty), mask=live_cells
             )
 
 
 @triton.jit
 def moe_expand_kernel(
-    bridge_ptr,
+    shrunk_ptr,
     b_ptr,
     ranks_ptr,
     scales_ptr,
@@ -118,11 +118,11 @@ def moe_expand_kernel(
     stride_on,
     stride_b_slot,
     stride_b_expert,
-    stride_bridge_plane,
+    stride_shrunk_split,
     last_tile,
     WIDTHS: tl.constexpr,
     R: tl.constexpr,
-    PLANES: tl.constexpr,
+    SPLITS: tl.constexpr,
     WIDTH_ALIGN: tl.constexpr,
     RANK_ALIGN: tl.constexpr,
     HEIGHT: tl.constexpr,
@@ -150,7 +150,7 @@ def moe_expand_kernel(
     expert = tl.load(tile_experts_ptr + first_tile)
     pairs = tl.load(tile_pairs_ptr + first_tile * HEIGHT + offs_m)
     num_tiles = tl.load(num_tiles_ptr)
-    # never pipelined: the compiler would fetch the bridge ahead of the wait
+    # never pipelined: the compiler would fetch the shrink output ahead of the wait
     for tile in tl.range(first_tile, num_tiles, tl.num_programs(1), num_stages=1):
         rank = tl.load(ranks_ptr + slot * S + slice_id)
         scale = tl.load(scales_ptr + slot * S + slice_id)
@@ -163,13 +163,13 @@ def moe_expand_kernel(
         out_ptrs = out_ptr + rows[:, None] * stride_om + columns[None, :] * stride_on
         b_tile = b_ptr + slot.to(tl.int64) * stride_b_slot + expert.to(tl.int64) * stride_b_expert
         b_ptrs = b_tile + columns[None, :] * R + offs_r[:, None]
-        h_ptrs = bridge_ptr + rows[:, None] * (S * R) + slice_id * R + offs_r[None, :]
+        h_ptrs = shrunk_ptr + rows[:, None] * (S * R) + slice_id * R + offs_r[None, :]
         next_tile = tl.minimum(tile + tl.num_programs(1), last_tile)
         slot = tl.load(tile_slots_ptr + next_tile)
         expert = tl.load(tile_experts_ptr + next_tile)
         pairs = tl.load(tile_pairs_ptr + next_tile * HEIGHT + offs_m)
 
-        # whole vectors are loaded: past the live rank the bridge is zero and so is B
+        # whole vectors are loaded: past the live rank the shrink output is zero and so is B
         loaded_rank = tl.cdiv(rank, RANK_ALIGN) * RANK_ALIGN
         live_r = (offs_r < loaded_rank)[:, None]
         live_h = live_m[:, None] & (offs_r < loaded_rank)[None, :]
@@ -182,19 +182,19 @@ def moe_expand_kernel(
             b = tl.load(b_ptrs, mask=live_n & live_r, other=0.0)
             if PDL:
                 gdc_wait()
-            h = _load_bridge(h_ptrs, live_h, stride_bridge_plane, PLANES) * weight[:, None]
+            h = _load_shrunk(h_ptrs, live_h, stride_shrunk_split, SPLITS) * weight[:, None]
             acc = _dot(h.to(b.dtype), b, acc, IEEE)
             for r in tl.range(BLOCK_R, R, BLOCK_R, num_stages=1):
                 more_r = r + offs_r < loaded_rank
                 live_h = live_m[:, None] & more_r[None, :]
-                h = _load_bridge(h_ptrs + r, live_h, stride_bridge_plane, PLANES)
+                h = _load_shrunk(h_ptrs + r, live_h, stride_shrunk_split, SPLITS)
                 b = tl.load(b_ptrs + r, mask=live_n & more_r[:, None], other=0.0)
                 acc = _dot((h * weight[:, None]).to(b.dtype), b, acc, IEEE)
             tl.store(out_ptrs, acc.to(b.dtype), mask=live_m[:, None] & live_n)
         else:
             if PDL:
                 gdc_wait()
-            h = _load_bridge(h_ptrs, live_h, stride_bridge_plane, PLANES) * weight[:, None]
+            h = _load_shrunk(h_ptrs, live_h, stride_shrunk_split, SPLITS) * weight[:, None]
             h = h.to(b_ptr.dtype.element_ty)
             # pipelined: safe from triton #9433 because h does not change in the loop and each
             # dot is complete before the next iteration

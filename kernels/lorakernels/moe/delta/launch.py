@@ -41,7 +41,7 @@ class Delta:
     of_pairs: tuple[Tensor, Tensor]
     # slots, experts, pairs, number
     of_tiles: tuple[Tensor, Tensor, Tensor, Tensor]
-    bridge: Tensor
+    shrunk: Tensor
     out: Tensor
     router_weights: Tensor | None
     add_inputs: bool
@@ -91,20 +91,20 @@ def launch(delta: Delta, path: MoEPath, *, pdl: bool) -> None:
 
 
 def shrink(delta: Delta, *, pdl: bool, scaled: bool = False) -> None:
-    """The ranks of every pair into the bridge; `scaled`: times scale, rounded to its dtype."""
+    """The ranks of every pair into the shrink output; `scaled`: times scale, rounded to its dtype."""
     shape, plan = delta.shape, plan_shrink(delta.shape)
-    planes = delta.bridge.shape[0]
+    splits = delta.shrunk.shape[0]
     total = shape.ranks_of_all_slices
     tiles = tile_programs(shape, delta.tile_capacity)
-    moe_shrink_kernel[(-(-total // plan.block_n), planes, tiles)](
+    moe_shrink_kernel[(-(-total // plan.block_n), splits, tiles)](
         delta.x,
         delta.factors[0],
         *delta.tables,
         *delta.of_tiles,
-        delta.bridge,
+        delta.shrunk,
         *delta.x.stride(),
         *delta.a_strides,
-        delta.bridge.stride(0),
+        delta.shrunk.stride(0),
         delta.tile_capacity - 1,
         shape.in_features,
         ROWS_PER_X=delta.pairs_per_x,
@@ -128,7 +128,7 @@ def _expand(delta: Delta, *, pdl: bool) -> None:
     groups = sum(-(-width // columns) for width in shape.slice_widths)
     tiles = tile_programs(shape, delta.tile_capacity)
     moe_expand_kernel[(groups, tiles)](
-        delta.bridge,
+        delta.shrunk,
         delta.factors[1],
         *delta.tables,
         delta.weights_or_any,
@@ -136,9 +136,9 @@ def _expand(delta: Delta, *, pdl: bool) -> None:
         delta.out,
         *delta.out.stride(),
         *delta.b_strides,
-        delta.bridge.stride(0),
+        delta.shrunk.stride(0),
         delta.tile_capacity - 1,
-        PLANES=delta.bridge.shape[0],
+        SPLITS=delta.shrunk.shape[0],
         HEIGHT=shape.height,
         BLOCK_N=plan.block_n,
         BLOCK_R=plan.block_r,

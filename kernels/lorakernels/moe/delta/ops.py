@@ -14,7 +14,7 @@ from torch import Tensor
 from lorakernels.dense.ops import overlap
 from lorakernels.moe.align.metadata import PairMetadata
 from lorakernels.moe.delta.launch import Delta, launch, shape_of
-from lorakernels.moe.delta.plan import MoEPath, MoEShape, bridge_shape, largest_bridge, plan_path
+from lorakernels.moe.delta.plan import MoEPath, MoEShape, largest_shrunk, plan_path, shrunk_shape
 from lorakernels.moe.weights import ExpertWeights
 from lorakernels.runtime.device import supports_pdl
 
@@ -22,7 +22,7 @@ __all__ = ["MoEPath", "MoEWorkspace", "moe_delta"]
 
 
 class MoEWorkspace:
-    """The bridge between shrink and expand: fp32, allocated once, shared by layers that run
+    """The shrink output between shrink and expand: fp32, allocated once, shared by layers that run
     one after the other. Large enough for every batch of up to `max_tokens` rows."""
 
     def __init__(self, layers: Sequence[ExpertWeights], *, max_tokens: int, top_k: int) -> None:
@@ -32,8 +32,8 @@ class MoEWorkspace:
             if size < 1:
                 raise ValueError(f"{name} must be at least 1 (got {size})")
         pairs = max_tokens * top_k
-        size = max(largest_bridge(shape_of_batch(layer, pairs)) for layer in layers)
-        self.bridge = torch.empty(size, dtype=torch.float32, device=layers[0].a.device)
+        size = max(largest_shrunk(shape_of_batch(layer, pairs)) for layer in layers)
+        self.shrunk = torch.empty(size, dtype=torch.float32, device=layers[0].a.device)
 
 
 def moe_delta(
@@ -75,7 +75,7 @@ def moe_delta(
         pairs.num_tiles,
         pairs.num_pairs,
         pairs.top_k,
-        workspace.bridge,
+        workspace.shrunk,
         out,
         router_weights,
         add_inputs,
@@ -83,7 +83,7 @@ def moe_delta(
     )
 
 
-@torch.library.custom_op("lorakernels::moe_delta", mutates_args=("bridge", "out"))
+@torch.library.custom_op("lorakernels::moe_delta", mutates_args=("shrunk", "out"))
 def _moe_delta(
     x: Tensor,
     a: Tensor,
@@ -100,7 +100,7 @@ def _moe_delta(
     num_tiles: Tensor,
     num_pairs: int,
     top_k: int,
-    bridge: Tensor,
+    shrunk: Tensor,
     out: Tensor,
     router_weights: Tensor | None,
     add_inputs: bool,
@@ -111,7 +111,7 @@ def _moe_delta(
         return
     shape = shape_of(a, slice_widths, num_pairs=num_pairs, num_experts=num_experts)
     chosen = plan_path(shape, MoEPath(path) if path else None)
-    view = view_bridge(bridge, shape) if chosen is MoEPath.TWO_KERNEL else bridge
+    view = view_shrunk(shrunk, shape) if chosen is MoEPath.TWO_KERNEL else shrunk
     launch(
         Delta(
             shape=shape,
@@ -121,7 +121,7 @@ def _moe_delta(
             tables=(ranks, scales),
             of_pairs=(pair_slots, pair_experts),
             of_tiles=(tile_slots, tile_experts, tile_pairs, num_tiles),
-            bridge=view,
+            shrunk=view,
             out=out,
             router_weights=router_weights,
             add_inputs=add_inputs,
@@ -131,13 +131,15 @@ def _moe_delta(
     )
 
 
-def view_bridge(bridge: Tensor, shape: MoEShape) -> Tensor:
-    """The part of a workspace's bridge that a batch uses. Raises ValueError."""
-    wanted = bridge_shape(shape)
+def view_shrunk(shrunk: Tensor, shape: MoEShape) -> Tensor:
+    """The part of a workspace's shrink output that a batch uses. Raises ValueError."""
+    wanted = shrunk_shape(shape)
     size = math.prod(wanted)
-    if bridge.numel() < size:
-        raise ValueError(f"workspace must hold {size} values of bridge (got {bridge.numel()})")
-    return bridge[:size].view(wanted)
+    if shrunk.numel() < size:
+        raise ValueError(
+            f"workspace must hold {size} values of shrink output (got {shrunk.numel()})"
+        )
+    return shrunk[:size].view(wanted)
 
 
 def shape_of_batch(weights: ExpertWeights, num_pairs: int) -> MoEShape:

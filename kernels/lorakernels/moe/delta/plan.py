@@ -54,7 +54,7 @@ class MoEShape:
 class ShrinkPlan:
     block_n: int
     block_k: int
-    planes: int
+    splits: int
     num_warps: int
     num_stages: int
 
@@ -92,7 +92,7 @@ class SmallBatchPlan:
     num_warps: int
 
 
-# programs on an H200's 132 SMs that are enough for a plane, or a block of columns, of its own
+# programs on an H200's 132 SMs that are enough for a split-K partial, or a block of columns, of its own
 _PROGRAMS = 560
 _PROGRAMS_OF_LOW_RANK = 300
 _PROGRAMS_OF_DECODE = 256
@@ -167,12 +167,12 @@ def plan_shrink(shape: MoEShape) -> ShrinkPlan:
     programs = expected_tiles(shape) * -(-ranks // block_n)
     most = 8 if low else 4 if few else 2
     wanted = _PROGRAMS_OF_DECODE if decode else _PROGRAMS_OF_LOW_RANK if few else _PROGRAMS
-    # a plane of few steps is over before its loads are under way
+    # a split-K partial of few steps is over before its loads are under way
     steps = 4 if shape.in_features > 1024 else 2
-    planes = min(most, wanted // max(1, programs), shape.in_features // (block_k * steps))
+    splits = min(most, wanted // max(1, programs), shape.in_features // (block_k * steps))
     # with low tiles and wide blocks three stages let another program fit
     three = shape.itemsize == 4 or (low and block_k > 64 and not decode)
-    return ShrinkPlan(block_n, block_k, power_of_2_below(planes), 4, 3 if three else 4)
+    return ShrinkPlan(block_n, block_k, power_of_2_below(splits), 4, 3 if three else 4)
 
 
 def plan_expand(shape: MoEShape) -> ExpandPlan:
@@ -269,16 +269,16 @@ def plan_small_batch(shape: MoEShape) -> SmallBatchPlan:
     return SmallBatchPlan(256 if block_r <= 16 else 128, block_k, block_r, 8 if deep else 4)
 
 
-def bridge_shape(shape: MoEShape) -> tuple[int, int, int]:
-    """[planes, pairs, slices * rank] of the bridge of a batch."""
-    return (plan_shrink(shape).planes, shape.num_pairs, shape.ranks_of_all_slices)
+def shrunk_shape(shape: MoEShape) -> tuple[int, int, int]:
+    """[splits, pairs, slices * rank] of the shrink output of a batch."""
+    return (plan_shrink(shape).splits, shape.num_pairs, shape.ranks_of_all_slices)
 
 
 @cache
-def largest_bridge(shape: MoEShape) -> int:
-    """Values of the largest bridge over all batches of at most as many pairs."""
-    # planes rise where tiles get higher and where decode ends, and fall in between; beyond this
+def largest_shrunk(shape: MoEShape) -> int:
+    """Values of the largest shrink output over all batches of at most as many pairs."""
+    # split-K partials rise where tiles get higher and where decode ends, and fall in between; beyond this
     # size there is one only
     several = min(shape.num_pairs, _PROGRAMS * shape.height)
     sizes = (*range(1, several + 1), shape.num_pairs)
-    return max(math.prod(bridge_shape(replace(shape, num_pairs=size))) for size in sizes)
+    return max(math.prod(shrunk_shape(replace(shape, num_pairs=size))) for size in sizes)

@@ -2,7 +2,7 @@
 into its last steps, and the sum over a token's choices.
 
 The expand costs no launch and no pass over the output: behind the K loop a tile adds h @ B.T of
-the slots that its pairs have, into the same fp32 accumulator. What the shrink left in the bridge
+the slots that its pairs have, into the same fp32 accumulator. What the shrink left in the shrink output
 is awaited only there, so that shrink and base product run side by side.
 
 Names: x [M or P, K], W [E, S*I, K], out [P, I or S*I]; the rest as in kernels.py.
@@ -17,7 +17,7 @@ from lorakernels.dense.kernels import _dot
 
 @triton.jit
 def _terms(
-    bridge_ptr,
+    shrunk_ptr,
     b_ptr,
     ranks_ptr,
     pairs,
@@ -30,9 +30,9 @@ def _terms(
     RANK_ALIGN: tl.constexpr,
 ):
     """What the fold multiplies for one slot and slice: the ranks of its pairs, zero for others,
-    and B. Whole vectors are loaded: past the live rank the bridge is zero."""
+    and B. Whole vectors are loaded: past the live rank the shrink output is zero."""
     live_r = ranks_of < tl.cdiv(tl.load(ranks_ptr), RANK_ALIGN) * RANK_ALIGN
-    cells = bridge_ptr + pairs.to(tl.int64)[:, None] * SR + ranks_of[None, :]
+    cells = shrunk_ptr + pairs.to(tl.int64)[:, None] * SR + ranks_of[None, :]
     h = tl.load(cells, mask=mine[:, None] & live_r[None, :], other=0.0)
     b_ptrs = b_ptr + ranks_of[:, None] + columns.to(tl.int64)[None, :] * R
     return h, tl.load(b_ptrs, mask=live_r[:, None] & live_n[None, :], other=0.0)
@@ -42,7 +42,7 @@ def _terms(
 def _fold(
     acc,
     up,
-    bridge_ptr,
+    shrunk_ptr,
     b_ptr,
     ranks_ptr,
     pairs,
@@ -70,10 +70,10 @@ def _fold(
         mine = slots == slot
         b_slot = b_ptr + tl.cast(slot, tl.int64) * stride_b_slot
         # fmt: off
-        h, b = _terms(bridge_ptr, b_slot, ranks_ptr + slot * S, pairs, mine, ranks_of, columns,
+        h, b = _terms(shrunk_ptr, b_slot, ranks_ptr + slot * S, pairs, mine, ranks_of, columns,
                       live_n, S * R, R, RANK_ALIGN)
         if GATED:
-            h_up, b_up = _terms(bridge_ptr + R, b_slot + up_rows * R, ranks_ptr + slot * S + 1,
+            h_up, b_up = _terms(shrunk_ptr + R, b_slot + up_rows * R, ranks_ptr + slot * S + 1,
                                 pairs, mine, ranks_of, columns, live_n, S * R, R, RANK_ALIGN)
             up = _dot(h_up, b_up, up, IEEE)
         # fmt: on
@@ -87,7 +87,7 @@ def moe_gemm_kernel(
     w_ptr,
     x_scales_ptr,
     w_scales_ptr,
-    bridge_ptr,
+    shrunk_ptr,
     b_ptr,
     ranks_ptr,
     weights_ptr,
@@ -177,7 +177,7 @@ def moe_gemm_kernel(
                 gdc_wait()
             b_expert = b_ptr + expert.to(tl.int64) * stride_b_expert
             # fmt: off
-            acc, up = _fold(acc, up if GATED else acc, bridge_ptr, b_expert, ranks_ptr, pairs,
+            acc, up = _fold(acc, up if GATED else acc, shrunk_ptr, b_expert, ranks_ptr, pairs,
                             slots, columns, live_n, WIDTH, stride_b_slot, S, R, BLOCK_R,
                             RANK_ALIGN, GATED, IEEE)
             # fmt: on

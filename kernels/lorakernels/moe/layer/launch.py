@@ -19,13 +19,13 @@ from lorakernels.runtime.device import launch_options
 
 @dataclass(frozen=True, slots=True)
 class Adapters:
-    """Those of one product: the buffers of ExpertWeights, and the bridge of a workspace."""
+    """Those of one product: the buffers of ExpertWeights, and the shrink output of a workspace."""
 
     a: Tensor
     b: Tensor
     ranks: Tensor
     scales: Tensor
-    bridge: Tensor
+    shrunk: Tensor
 
 
 def product(
@@ -57,7 +57,7 @@ def product(
         # what is not there is never read
         out if x_scales is None else x_scales,
         out if w_scales is None else w_scales,
-        *((delta.bridge, delta.factors[1], delta.tables[0]) if delta else (out, out, out)),
+        *((delta.shrunk, delta.factors[1], delta.tables[0]) if delta else (out, out, out)),
         out if router_weights is None else router_weights,
         pairs.pair_slots,
         pairs.base_experts,
@@ -112,17 +112,17 @@ def _delta(x: Tensor, lora: Adapters, widths: tuple[int, ...], pairs: PairTables
         tables=(lora.ranks, lora.scales),
         of_pairs=(pairs.pair_slots, pairs.pair_experts),
         of_tiles=(pairs.tile_slots, pairs.tile_experts, pairs.tile_pairs, pairs.num_tiles),
-        bridge=_ranks_of_pairs(lora.bridge, x, shape),
+        shrunk=_ranks_of_pairs(lora.shrunk, x, shape),
         out=x,
         router_weights=None,
         add_inputs=True,
     )
 
 
-def _ranks_of_pairs(bridge: Tensor, x: Tensor, shape: MoEShape) -> Tensor:
-    """[1, pairs, slices * rank] of the layer's dtype, in the memory of the bridge."""
+def _ranks_of_pairs(shrunk: Tensor, x: Tensor, shape: MoEShape) -> Tensor:
+    """[1, pairs, slices * rank] of the layer's dtype, in the memory of the shrink output."""
     ranks = shape.ranks_of_all_slices
-    values = bridge.view(x.dtype)[: shape.num_pairs * ranks]
+    values = shrunk.view(x.dtype)[: shape.num_pairs * ranks]
     if values.numel() < shape.num_pairs * ranks:
         raise ValueError(
             f"workspace must hold {shape.num_pairs} pairs of {ranks} ranks (got {values.numel()})"

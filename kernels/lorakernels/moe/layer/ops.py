@@ -72,7 +72,7 @@ def run_experts(
         pairs.num_experts,
         pairs.max_slots,
         [tensor for w in slots for tensor in (w.a, w.b, w.ranks, w.scales)],
-        None if lora is None else lora.workspace.bridge,
+        None if lora is None else lora.workspace.shrunk,
         buffers.act,
         buffers.y,
         out,
@@ -89,7 +89,7 @@ def quantise_rows(x: Tensor) -> Quantised:
     return Quantised((x.float() / scales[:, None]).to(torch.float8_e4m3fn), scales)
 
 
-@torch.library.custom_op("lorakernels::run_experts", mutates_args=("bridge", "act", "y", "out"))
+@torch.library.custom_op("lorakernels::run_experts", mutates_args=("shrunk", "act", "y", "out"))
 def _run_experts(
     x: Tensor,
     weights: list[Tensor],
@@ -100,7 +100,7 @@ def _run_experts(
     num_experts: int,
     max_slots: int,
     slots: list[Tensor],
-    bridge: Tensor | None,
+    shrunk: Tensor | None,
     act: Tensor,
     y: Tensor,
     out: Tensor,
@@ -112,7 +112,7 @@ def _run_experts(
     act, y = act[: pairs.num_pairs], y[: pairs.num_pairs]
     quantised_x = Quantised(*x_quantised) if x_quantised else None
     w13, w2 = weights if quantised_x is None else (Quantised(*weights[:2]), Quantised(*weights[2:]))
-    first, second = _adapters(slots[:4], bridge), _adapters(slots[4:], bridge)
+    first, second = _adapters(slots[:4], shrunk), _adapters(slots[4:], shrunk)
     pdl = supports_pdl(x.device)
     product(
         x if quantised_x is None else quantised_x,
@@ -139,11 +139,11 @@ def _run_experts(
     sum_choices(y, pairs, out, pdl=pdl)
 
 
-def _adapters(slots: list[Tensor], bridge: Tensor | None) -> Adapters | None:
-    if bridge is None:
+def _adapters(slots: list[Tensor], shrunk: Tensor | None) -> Adapters | None:
+    if shrunk is None:
         return None
     a, b, ranks, scales = slots
-    return Adapters(a, b, ranks, scales, bridge)
+    return Adapters(a, b, ranks, scales, shrunk)
 
 
 def _flat(*operands: Tensor | Quantised) -> list[Tensor]:
