@@ -213,7 +213,7 @@ def row_offset_overflows(ops: VllmOps, device: str) -> Observation:
         f"for rows behind element 2**31, lora_shrink gives {found} where [{float(width)}] is "
         f"right and lora_expand gives {expanded} where [{float(_RANK)}] is right"
     )
-    return seen(shrunk != [float(width)] or expanded != [float(_RANK)], text)
+    return seen(found != [float(width)] or expanded != [float(_RANK)], text)
 
 
 def graph_of_base_step_stays_empty(ops: VllmOps, device: str) -> Observation:
