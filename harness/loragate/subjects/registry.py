@@ -1,7 +1,8 @@
 """The subjects that come with the harness, and which legs of the gate belong to each.
 
 A subject of your own needs no entry: it is named `module:object`. Nothing is imported before it is
-asked for, so that a missing package concerns only those who asked for its subject.
+asked for, so that a missing package concerns only those who asked for its subject; this module
+imports no torch.
 """
 
 from __future__ import annotations
@@ -11,9 +12,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib import import_module
 from types import MappingProxyType
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
-from loragate.protocol import Subject
+if TYPE_CHECKING:
+    from loragate.protocol import Subject
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,7 +75,7 @@ def find_subject(name: str) -> Subject:
     factory = getattr(module, attribute, None)
     if not callable(factory):
         raise ValueError(f"subject {name!r}: {module_name} has no callable {attribute!r}")
-    return cast(Subject, factory())
+    return cast("Subject", factory())
 
 
 def _unknown(name: str) -> str:
