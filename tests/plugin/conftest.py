@@ -48,7 +48,8 @@ def environment(**changes: str) -> dict[str, str]:
     """That of this process without what the pytest around it has put there."""
     ours = ("PYTEST_", "COV_", "TRITON_INTERPRET")
     kept = {k: v for k, v in os.environ.items() if not k.startswith(ours)}
-    paths = [str(_HERE), str(_ROOT / "harness"), str(_ROOT / "kernels"), kept.get("PYTHONPATH", "")]
+    folders = [_HERE, _ROOT / "tests" / "fake_nvml", _ROOT / "harness", _ROOT / "kernels"]
+    paths = [*map(str, folders), kept.get("PYTHONPATH", "")]
     # what cannot be seen cannot be used: these tests run on the CPU everywhere
     return {**kept, "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": os.pathsep.join(paths), **changes}
 

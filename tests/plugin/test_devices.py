@@ -7,10 +7,7 @@ import pytest
 from loragate.core.gpus import (
     GPU_BUDGET_BYTES,
     HOST_BUDGET_BYTES,
-    DriverError,
     ListedGpu,
-    list_gpus,
-    parse_gpu_list,
     share_of_gpu,
     visible_gpus,
     worker_count,
@@ -94,51 +91,3 @@ def test_without_a_gpu_there_is_a_worker_for_each_core_that_memory_allows():
     assert worker_count(0, 1, cores=8, host_free_bytes=PLENTY) == 8
     assert worker_count(0, 1, cores=8, host_free_bytes=3 * HOST_BUDGET_BYTES) == 3
     assert worker_count(0, 1, cores=8, host_free_bytes=0) == 1
-
-
-@pytest.fixture
-def driver(tmp_path, monkeypatch):
-    """Takes the place of nvidia-smi."""
-
-    def install(script: str) -> None:
-        tool = tmp_path / "nvidia-smi"
-        tool.write_text(f"#!/bin/sh\n{script}\n")
-        tool.chmod(0o755)
-        monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
-
-    return install
-
-
-def test_a_machine_without_a_driver_has_no_gpus(tmp_path, monkeypatch):
-    monkeypatch.setenv("PATH", str(tmp_path))
-    assert list_gpus({}) == ()
-
-
-@pytest.mark.parametrize(
-    ("script", "told"),
-    [
-        ("echo Driver/library version mismatch; exit 14", "14 and said: Driver/library version"),
-        ("echo No devices were found", "lists no GPUs and said: No devices were found"),
-        ("exit 0", "lists no GPUs and said: nothing"),
-    ],
-)
-def test_a_driver_that_fails_is_no_machine_without_gpus(driver, script, told):
-    driver(script)
-    with pytest.raises(DriverError, match=told):
-        list_gpus({})
-    # who does without GPUs is not held up
-    assert list_gpus({"CUDA_VISIBLE_DEVICES": ""}) == ()
-    assert list_gpus({"TRITON_INTERPRET": "1"}) == ()
-
-
-def test_a_driver_that_answers_is_believed(driver):
-    driver("echo '0, GPU-aaa, 1000'")
-    assert list_gpus({}) == (ListedGpu("0", "GPU-aaa", 1000 << 20),)
-
-
-def test_the_answer_of_the_driver_is_read():
-    text = "0, GPU-aaa, 143000\n1, GPU-bbb, [N/A]\n"
-    assert parse_gpu_list(text) == (
-        ListedGpu("0", "GPU-aaa", 143000 << 20),
-        ListedGpu("1", "GPU-bbb", 0),
-    )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 import threading
@@ -132,15 +131,13 @@ def test_workers_together_get_no_more_than_was_free_when_they_started(tmp_path, 
 
 def test_what_another_process_holds_of_a_gpu_is_not_divided(tmp_path, run_session):
     # a third of what the allocator takes for all there is
-    (tmp_path / "nvidia-smi").write_text("#!/bin/sh\necho 5, GPU-five, 512\n")
-    (tmp_path / "nvidia-smi").chmod(0o755)
     session = run_session(
         tmp_path / "report",
         *("-n", "2", "-p", "fake_gpu", "--loragate-subject=torch", "--loragate-cases=torch.*"),
         matrix="four_good.yaml",
-        CUDA_VISIBLE_DEVICES="5",
+        CUDA_VISIBLE_DEVICES="GPU-five",
         MEMORY_USE=str(tmp_path / "use"),
-        PATH=f"{tmp_path}{os.pathsep}{os.environ['PATH']}",
+        FAKE_GPUS="GPU-five:512",
     )
     assert session.exit_code == 0, session.output
     uses = [path.read_text().split() for path in tmp_path.glob("use.*")]

@@ -1,16 +1,17 @@
-"""GPUs and cores that this process may use, without initialising CUDA. Imports no torch.
+"""GPUs that this process may use, as NVML lists them, and how workers share them.
 
-Invariant: the caller's CUDA_VISIBLE_DEVICES is indexed into, never widened.
+Invariants: the caller's CUDA_VISIBLE_DEVICES is indexed into, never widened; nothing here
+initialises CUDA or imports torch.
 """
 
 from __future__ import annotations
 
-import os
-import shutil
-import subprocess
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
+from typing import Any
+
+import pynvml
 
 _GIB = 1 << 30
 # what a worker needs for all but a few cases: tensors, cached blocks, compiled kernels
@@ -25,11 +26,11 @@ MAX_WORKERS_PER_GPU = 8
 
 
 class DriverError(Exception):
-    """There is a driver and it does not answer as it should: that is no machine without a GPU."""
+    """There is a driver and it does not answer. Not the same as a machine without a GPU."""
 
     def __init__(self, message: str) -> None:
         super().__init__(
-            "the GPUs of this machine cannot be listed; mend that, or set CUDA_VISIBLE_DEVICES= to "
+            "the GPUs of this machine cannot be listed; fix that, or set CUDA_VISIBLE_DEVICES= to "
             f"run without them: {message}"
         )
 
@@ -97,67 +98,55 @@ def worker_count(num_gpus: int, per_gpu: int, cores: int, host_free_bytes: int) 
     return max(1, bound)
 
 
-def list_gpus(environ: Mapping[str, str]) -> tuple[ListedGpu, ...]:
-    """GPUs that the driver lists; empty without a driver, and not asked for where the caller does
-    without. Raises DriverError."""
-    hidden = "CUDA_VISIBLE_DEVICES" in environ and not visible_gpus(environ, ())
-    tool = shutil.which("nvidia-smi")
-    if tool is None or hidden or environ.get("TRITON_INTERPRET") == "1":
-        return ()
-    query = ["--query-gpu=index,uuid,memory.free", "--format=csv,noheader,nounits"]
-    try:
-        answer = subprocess.run([tool, *query], capture_output=True, text=True, timeout=60)
-    except (OSError, subprocess.SubprocessError) as error:
-        raise DriverError(f"{error}") from error
-    output = f"{answer.stdout}{answer.stderr}".strip() or "nothing"
-    if answer.returncode != 0:
-        raise DriverError(f"{tool} exited with {answer.returncode} and said: {output}")
-    try:
-        gpus = parse_gpu_list(answer.stdout)
-    except ValueError as error:
-        raise DriverError(f"{tool} lists no GPUs and said: {output}") from error
-    if not gpus:
-        raise DriverError(f"{tool} lists no GPUs and said: {output}")
-    return gpus
-
-
-def parse_gpu_list(text: str) -> tuple[ListedGpu, ...]:
-    """Raises ValueError for anything but one GPU a line."""
-    gpus = []
-    for line in text.splitlines():
-        index, uuid, free_mib = (field.strip() for field in line.split(","))
-        # unified-memory devices report no figure
-        free = int(free_mib) << 20 if free_mib.isdecimal() else 0
-        gpus.append(ListedGpu(index, uuid, free))
-    return tuple(gpus)
-
-
 def free_bytes_of(handle: str, listed: Sequence[ListedGpu]) -> int:
     """What was free on the GPU that `handle` names; 0 where that is unknown."""
     return next((gpu.free_bytes for gpu in listed if handle in (gpu.index, gpu.uuid)), 0)
 
 
-def usable_cores() -> int:
-    """Cores that the scheduler and the container grant, at least one."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    quota = _cgroup_cores(Path("/sys/fs/cgroup/cpu.max"))
-    return max(1, min(cores or 1, quota)) if quota else max(1, cores or 1)
-
-
-def free_host_bytes() -> int:
-    """Memory that can be had without swapping; a large number where it cannot be told."""
+def list_gpus(environ: Mapping[str, str]) -> tuple[ListedGpu, ...]:
+    """GPUs that the driver lists. Empty without a driver; a caller that hides all GPUs or runs
+    the interpreter gets none, and the driver is not asked. Raises DriverError."""
+    hidden = "CUDA_VISIBLE_DEVICES" in environ and not visible_gpus(environ, ())
+    if hidden or environ.get("TRITON_INTERPRET") == "1":
+        return ()
     try:
-        for line in Path("/proc/meminfo").read_text().splitlines():
-            if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) << 10
-    except OSError:
-        pass
-    return 1 << 60
+        with _nvml():
+            gpus = tuple(map(_listed, range(pynvml.nvmlDeviceGetCount())))
+    except pynvml.NVMLError_LibraryNotFound:
+        return ()
+    except pynvml.NVMLError as error:
+        raise DriverError(f"NVML reports: {error}") from error
+    if not gpus:
+        raise DriverError("NVML lists no GPUs")
+    return gpus
 
 
-def _cgroup_cores(path: Path) -> int | None:
+def driver_version() -> str | None:
+    """Version of the NVIDIA driver; None where there is none or it does not answer."""
     try:
-        quota, period = path.read_text().split()
-    except (OSError, ValueError):
+        with _nvml():
+            return str(pynvml.nvmlSystemGetDriverVersion())
+    except pynvml.NVMLError:
         return None
-    return None if quota == "max" else max(1, int(quota) // int(period))
+
+
+@contextmanager
+def _nvml() -> Iterator[None]:
+    pynvml.nvmlInit()
+    try:
+        yield
+    finally:
+        pynvml.nvmlShutdown()
+
+
+def _listed(index: int) -> ListedGpu:
+    handle = pynvml.nvmlDeviceGetHandleByIndex(index)
+    return ListedGpu(str(index), str(pynvml.nvmlDeviceGetUUID(handle)), _free_bytes(handle))
+
+
+def _free_bytes(handle: Any) -> int:
+    try:
+        return int(pynvml.nvmlDeviceGetMemoryInfo(handle).free)
+    except (pynvml.NVMLError_NotSupported, pynvml.NVMLError_NoPermission):
+        # unified-memory devices report no figure
+        return 0

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 
-from loragate.core.gpus import usable_cores
+from loragate.core.host import usable_cores
 
 _PACKAGES = ("torch", "triton", "numpy", "vllm", "pytest", "pytest-xdist")
 

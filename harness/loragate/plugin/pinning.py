@@ -18,13 +18,12 @@ from loragate.core.gpus import (
     DriverError,
     ListedGpu,
     free_bytes_of,
-    free_host_bytes,
     list_gpus,
-    usable_cores,
     visible_gpus,
     worker_count,
     workers_per_gpu,
 )
+from loragate.core.host import free_host_bytes, usable_cores
 from loragate.core.verdict import ExitCode
 from loragate.matrix.footprint import footprint_bytes
 from loragate.matrix.selection import select_runs

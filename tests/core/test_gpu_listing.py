@@ -1,0 +1,115 @@
+"""The GPUs that NVML lists, and what is made of a driver that does not answer."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pynvml
+import pytest
+
+from loragate.core.gpus import DriverError, ListedGpu, driver_version, list_gpus
+
+
+class Nvml:
+    """A driver that lists `gpus`, each a uuid with its free bytes or the code of an error."""
+
+    def __init__(self, gpus: list[tuple[str, int]], *, init_error: int | None = None) -> None:
+        self.gpus = gpus
+        self.init_error = init_error
+        self.open_sessions = 0
+        self.inits = 0
+
+    def init(self) -> None:
+        self.inits += 1
+        if self.init_error is not None:
+            raise pynvml.NVMLError(self.init_error)
+        self.open_sessions += 1
+
+    def shutdown(self) -> None:
+        self.open_sessions -= 1
+
+    def memory(self, gpu: tuple[str, int]) -> SimpleNamespace:
+        if gpu[1] < 0:
+            raise pynvml.NVMLError(-gpu[1])
+        return SimpleNamespace(free=gpu[1])
+
+
+@pytest.fixture
+def install(monkeypatch):
+    def install(nvml: Nvml) -> Nvml:
+        functions = {
+            "nvmlInit": nvml.init,
+            "nvmlShutdown": nvml.shutdown,
+            "nvmlSystemGetDriverVersion": lambda: "580.95.05",
+            "nvmlDeviceGetCount": lambda: len(nvml.gpus),
+            "nvmlDeviceGetHandleByIndex": lambda index: nvml.gpus[index],
+            "nvmlDeviceGetUUID": lambda gpu: gpu[0],
+            "nvmlDeviceGetMemoryInfo": nvml.memory,
+        }
+        for name, function in functions.items():
+            monkeypatch.setattr(pynvml, name, function)
+        return nvml
+
+    return install
+
+
+def test_gpus_are_listed_in_the_order_of_the_driver_with_their_free_memory(install):
+    nvml = install(Nvml([("GPU-aaa", 1000 << 20), ("GPU-bbb", 7)]))
+    assert list_gpus({}) == (
+        ListedGpu("0", "GPU-aaa", 1000 << 20),
+        ListedGpu("1", "GPU-bbb", 7),
+    )
+    assert nvml.open_sessions == 0
+
+
+@pytest.mark.parametrize(
+    "error", [pynvml.NVML_ERROR_NOT_SUPPORTED, pynvml.NVML_ERROR_NO_PERMISSION]
+)
+def test_a_gpu_that_reports_no_memory_is_listed_with_none(install, error):
+    install(Nvml([("GPU-aaa", -error)]))
+    assert list_gpus({}) == (ListedGpu("0", "GPU-aaa", 0),)
+
+
+def test_a_machine_without_a_driver_has_no_gpus(install):
+    install(Nvml([], init_error=pynvml.NVML_ERROR_LIBRARY_NOT_FOUND))
+    assert list_gpus({}) == ()
+    assert driver_version() is None
+
+
+@pytest.mark.parametrize(
+    ("nvml", "problem"),
+    [
+        (
+            Nvml([], init_error=pynvml.NVML_ERROR_LIB_RM_VERSION_MISMATCH),
+            "NVML/RM version mismatch",
+        ),
+        (
+            Nvml([], init_error=pynvml.NVML_ERROR_DRIVER_NOT_LOADED),
+            "NVML reports: Driver Not Loaded",
+        ),
+        (Nvml([("GPU-aaa", -pynvml.NVML_ERROR_GPU_IS_LOST)]), "NVML reports: GPU is lost"),
+        (Nvml([]), "NVML lists no GPUs"),
+    ],
+)
+def test_a_driver_that_fails_is_an_error_and_not_a_machine_without_gpus(install, nvml, problem):
+    install(nvml)
+    with pytest.raises(DriverError, match=f"fix that, or set CUDA_VISIBLE_DEVICES= .*{problem}"):
+        list_gpus({})
+    assert nvml.open_sessions == 0
+
+
+@pytest.mark.parametrize(
+    "environ",
+    [{"CUDA_VISIBLE_DEVICES": ""}, {"TRITON_INTERPRET": "1"}],
+    ids=lambda e: next(iter(e)),
+)
+def test_the_driver_is_not_asked_by_a_caller_that_uses_no_gpu(install, environ):
+    nvml = install(Nvml([("GPU-aaa", 1)]))
+    assert list_gpus(environ) == ()
+    assert nvml.inits == 0
+
+
+def test_the_version_of_the_driver_is_known_where_it_answers(install):
+    nvml = install(Nvml([]))
+    assert driver_version() == "580.95.05"
+    assert nvml.open_sessions == 0
