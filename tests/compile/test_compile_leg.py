@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 import os
 import subprocess
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -169,8 +170,11 @@ def test_another_release_is_installed_aside_and_recorded_by_a_process_of_its_own
 ) -> None:
     commands: list[tuple[list[str], str]] = []
 
-    def run_command(command: list[str], *, env: dict[str, str], **_: object) -> None:
-        commands.append((command[1:], env["PYTHONPATH"]))
+    def run_command(
+        command: Sequence[str], *, env: dict[str, str], **_: object
+    ) -> subprocess.CompletedProcess[bytes]:
+        commands.append((list(command[1:]), env["PYTHONPATH"]))
+        return subprocess.CompletedProcess(command, 0)
 
     monkeypatch.setenv("PYTHONPATH", "sources")
     monkeypatch.setattr(subprocess, "run", run_command)
@@ -185,8 +189,8 @@ def test_another_release_is_installed_aside_and_recorded_by_a_process_of_its_own
 def test_a_release_that_cannot_be_installed_is_an_infrastructure_failure(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def run_command(command: list[str], **_: object) -> None:
-        raise subprocess.CalledProcessError(1, command)
+    def run_command(command: Sequence[str], **_: object) -> subprocess.CompletedProcess[bytes]:
+        return subprocess.CompletedProcess(command, 1)
 
     monkeypatch.setattr(subprocess, "run", run_command)
     assert main(["--update", "--release", "9.9.9"]) == 3

@@ -3,28 +3,28 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 import tempfile
 from pathlib import Path
+
+from loragate.core.child_process import run_module
 
 _INSTALL_TIMEOUT_S = 600
 _RECORD_TIMEOUT_S = 900
 
 
 def record_under(version: str, baseline: Path) -> None:
-    """Install `version` aside, without its dependencies, and record under it.
+    """Install `version` into a folder of its own, without its dependencies, and record under it.
 
-    Raises subprocess.CalledProcessError or TimeoutExpired; both programs say why on stderr.
+    Raises subprocess.CalledProcessError or TimeoutExpired; both programs explain on stderr.
     """
     with tempfile.TemporaryDirectory(prefix="triton-") as folder:
-        install = ("-m", "pip", "install", "--quiet", "--no-deps", "--target", folder)
-        _python(*install, f"triton=={version}", timeout=_INSTALL_TIMEOUT_S)
+        install = ("install", "--quiet", "--no-deps", "--target", folder, f"triton=={version}")
+        _run("pip", *install, timeout=_INSTALL_TIMEOUT_S)
         path = os.pathsep.join([folder, *filter(None, [os.environ.get("PYTHONPATH")])])
-        update = ("-m", "loragate.compile_leg", "--update", "--baseline", str(baseline))
-        _python(*update, timeout=_RECORD_TIMEOUT_S, PYTHONPATH=path)
+        update = ("--update", "--baseline", str(baseline))
+        _run("loragate.compile_leg", *update, timeout=_RECORD_TIMEOUT_S, PYTHONPATH=path)
 
 
-def _python(*arguments: str, timeout: float, **environment: str) -> None:
-    command = [sys.executable, *arguments]
-    subprocess.run(command, env={**os.environ, **environment}, check=True, timeout=timeout)
+def _run(module: str, *arguments: str, timeout: float, **environment: str) -> None:
+    environ = {**os.environ, **environment}
+    run_module(module, *arguments, env=environ, timeout=timeout, capture=False).check_returncode()

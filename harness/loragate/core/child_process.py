@@ -1,6 +1,6 @@
-"""A child process with its own log, watched until it ends, stalls or is to be stopped.
+"""Child processes: one watched with its log, many ended together, and a module run to its end.
 
-Invariant: nothing that the child has started outlives the call.
+Invariant: nothing that a watched child or one of a `ProcessPool` has started outlives it.
 """
 
 from __future__ import annotations
@@ -8,12 +8,15 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
+import sys
+import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from enum import Enum, auto
 from pathlib import Path
+from typing import Any
 
 _TICK_S = 0.2
 # the record is complete at any time, and a cancelled CI job has only a few seconds
@@ -35,24 +38,84 @@ class Ending:
     exit_code: int
 
 
+def python_module(module: str, *arguments: str) -> tuple[str, ...]:
+    """The command that runs a module under this interpreter."""
+    return (sys.executable, "-m", module, *arguments)
+
+
+def run_module(
+    module: str,
+    *arguments: str,
+    input: bytes | None = None,
+    env: Mapping[str, str] | None = None,
+    timeout: float | None = None,
+    capture: bool = True,
+) -> subprocess.CompletedProcess[bytes]:
+    """Run a module to its end, in the process group of the caller and so ended with it.
+
+    Raises subprocess.TimeoutExpired; a module that fails shows in `returncode` alone.
+    """
+    return subprocess.run(
+        python_module(module, *arguments),
+        input=input,
+        env=env,
+        timeout=timeout,
+        capture_output=capture,
+        check=False,
+    )
+
+
+class PoolClosed(Exception):
+    """No more processes are started."""
+
+
+class ProcessPool:
+    """Process groups that run now, so that all of them can be ended at once. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._running: set[int] = set()
+        self._closed = False
+
+    def start(self, command: Sequence[str], **options: Any) -> subprocess.Popen[bytes]:
+        """Start `command` with the options of `subprocess.Popen`. Raises PoolClosed."""
+        # under the lock, so that `close` misses none that is being started
+        with self._lock:
+            if self._closed:
+                raise PoolClosed
+            child = _start_group(command, **options)
+            self._running.add(child.pid)
+            return child
+
+    def end(self, child: subprocess.Popen[bytes]) -> None:
+        """Kill what is left of the child's group, whether or not the child itself has ended."""
+        with self._lock:
+            _signal_group(child.pid, signal.SIGKILL)
+            # its number may be another's from here on
+            self._running.discard(child.pid)
+        child.wait()
+
+    def close(self) -> None:
+        """Kill all groups that run, and start no more."""
+        with self._lock:
+            self._closed = True
+            for pid in self._running:
+                _signal_group(pid, signal.SIGKILL)
+
+
 def watch(
     command: Sequence[str], *, log: Path, patience_s: float, tick: Callable[[], bool]
 ) -> Ending:
-    """Run `command` with stdout and stderr in `log`.
+    """Run `command` with stdout and stderr in `log`, until it ends or stalls for `patience_s`.
 
-    `tick` is called several times a second and tells whether anything moved besides the log.
-    Ctrl-C stops the child and is told as INTERRUPTED instead of being raised; SIGTERM and SIGHUP
-    are the same to every command, see interruption.py.
+    `tick` is called several times a second and returns whether anything moved besides the log.
+    Ctrl-C stops the child and is returned as INTERRUPTED instead of being raised; SIGTERM and
+    SIGHUP mean the same to every command, see `loragate.core.signals`.
     """
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("wb") as output:
-        child = subprocess.Popen(
-            command,
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            # a group of its own, so that all of it can be stopped together
-            start_new_session=True,
+        child = _start_group(
+            command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT
         )
     try:
         cause = _wait(child, log, patience_s, tick)
@@ -80,15 +143,21 @@ def _wait(
 
 
 def _stop(child: subprocess.Popen[bytes]) -> None:
+    """Interrupt the child, then kill its group after a grace period."""
     if child.poll() is None:
         with suppress(KeyboardInterrupt, subprocess.TimeoutExpired):
-            _signal(child, signal.SIGINT)
+            _signal_group(child.pid, signal.SIGINT)
             child.wait(_GRACE_S)
     # also the children of a child that has ended
-    _signal(child, signal.SIGKILL)
+    _signal_group(child.pid, signal.SIGKILL)
     child.wait()
 
 
-def _signal(child: subprocess.Popen[bytes], number: signal.Signals) -> None:
+def _start_group(command: Sequence[str], **options: Any) -> subprocess.Popen[bytes]:
+    # a group of its own, so that the child and all that it starts can be stopped together
+    return subprocess.Popen(command, start_new_session=True, **options)
+
+
+def _signal_group(pid: int, number: signal.Signals) -> None:
     with suppress(ProcessLookupError, PermissionError):
-        os.killpg(child.pid, number)
+        os.killpg(pid, number)

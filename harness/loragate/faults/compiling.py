@@ -6,8 +6,9 @@ In a process of its own, because the interpreter must be off before a kernel is 
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
+
+from loragate.core.child_process import run_module
 
 _DENSE = "lorakernels.specs:launches"
 # the lowest rank, and the one that is no power of two
@@ -30,15 +31,9 @@ def check_experts_compile() -> str | None:
 
 def _compile(provider: str, labels: tuple[str, ...]) -> str | None:
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    answer = subprocess.run(
-        [sys.executable, "-m", __name__, provider, *labels],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=_DEADLINE_S,
-        check=True,
-    )
-    return answer.stdout.strip() or None
+    answer = run_module(__name__, provider, *labels, env=environment, timeout=_DEADLINE_S)
+    answer.check_returncode()
+    return answer.stdout.decode().strip() or None
 
 
 def _complaints(provider: str, labels: list[str]) -> list[str]:

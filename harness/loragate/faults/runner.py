@@ -7,19 +7,15 @@ fault its result, and leaves nothing behind; nor does a command that is interrup
 from __future__ import annotations
 
 import os
-import signal
 import subprocess
-import sys
 import tempfile
-import threading
 import time
 from collections.abc import Generator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
+from loragate.core.child_process import ProcessPool, python_module
 from loragate.core.verdict import Failure, Verdict
 from loragate.faults.fates import fate_by_anyone, fate_of_fault
 from loragate.faults.model import Control, Fate, Fault, Needs, Outcome, Sighting
@@ -40,76 +36,33 @@ class Setup:
     deadline_s: float = 90.0
 
 
-class Children:
-    """The planted processes that run now, so that all of them can be ended at once."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._running: set[int] = set()
-        self._over = False
-
-    def start(self, command: Sequence[str], **options: Any) -> subprocess.Popen[bytes]:
-        # under the lock, so that none is started behind the back of `end_all`
-        with self._lock:
-            if self._over:
-                raise Interrupted
-            # a group of its own, so that nothing that it has started outlives it
-            child = subprocess.Popen(command, start_new_session=True, **options)
-            self._running.add(child.pid)
-            return child
-
-    def end(self, child: subprocess.Popen[bytes]) -> None:
-        """Also what it has started, whether or not it has ended itself."""
-        with self._lock:
-            _kill_group(child.pid)
-            # its number may be another's from here on
-            self._running.discard(child.pid)
-        child.wait()
-
-    def end_all(self) -> None:
-        """Those that run, and any that would still start."""
-        with self._lock:
-            self._over = True
-            for pid in self._running:
-                _kill_group(pid)
-
-
-class Interrupted(Exception):
-    """Nothing is planted any more."""
-
-
-def _kill_group(pid: int) -> None:
-    with suppress(ProcessLookupError, PermissionError):
-        os.killpg(pid, signal.SIGKILL)
-
-
 def run_all(
     planted: Sequence[Fault | Control], suites: Sequence[Suite], setup: Setup
 ) -> Generator[tuple[Fault | Control, tuple[Outcome, ...]]]:
     """Outcomes by suite, in the order given, each as soon as it is known. Closing it ends what
     runs."""
-    children = Children()
+    processes = ProcessPool()
 
     def run(one: Fault | Control) -> tuple[Outcome, ...]:
-        return tuple(run_one(one, suite, setup, children) for suite in suites)
+        return tuple(run_one(one, suite, setup, processes) for suite in suites)
 
     with ThreadPoolExecutor(setup.jobs) as pool:
         try:
             yield from zip(planted, pool.map(run, planted), strict=True)
         finally:
-            children.end_all()
+            processes.close()
             pool.shutdown(cancel_futures=True)
 
 
 def run_one(
-    planted: Fault | Control, suite: Suite, setup: Setup, children: Children | None = None
+    planted: Fault | Control, suite: Suite, setup: Setup, processes: ProcessPool | None = None
 ) -> Outcome:
     """Plant, run, tell. Never raises because of what was planted."""
     if isinstance(planted, Fault) and planted.needs is Needs.GPU and not setup.gpu:
         return Outcome(name=planted.name, fate=Fate.NOT_RUN, message="needs a GPU")
     started = time.monotonic()
     try:
-        sightings = _run_planted(planted, suite, setup, children or Children())
+        sightings = _run_planted(planted, suite, setup, processes or ProcessPool())
     except StaleAnchor as error:
         return Outcome(name=planted.name, fate=Fate.BROKEN, message=str(error))
     seconds = time.monotonic() - started
@@ -119,7 +72,7 @@ def run_one(
 
 
 def _run_planted(
-    planted: Fault | Control, suite: Suite, setup: Setup, children: Children
+    planted: Fault | Control, suite: Suite, setup: Setup, processes: ProcessPool
 ) -> tuple[Sighting, ...]:
     with tempfile.TemporaryDirectory(prefix="loragate-fault-") as name:
         folder = Path(name)
@@ -132,7 +85,7 @@ def _run_planted(
             checks=planted.checks,
         )
         write_order(order, folder / "order.json")
-        failure = _run_child(folder, setup, children)
+        failure = _run_child(folder, setup, processes)
         transcript = read_transcript(folder / "transcript.jsonl")
         log = (folder / "log.txt").read_text(encoding="utf-8", errors="replace")
     if failure is None and transcript.finished:
@@ -140,13 +93,12 @@ def _run_planted(
     return (*transcript.sightings, _death(transcript.current, failure, log))
 
 
-def _run_child(folder: Path, setup: Setup, children: Children) -> Failure | None:
+def _run_child(folder: Path, setup: Setup, processes: ProcessPool) -> Failure | None:
     """Run the process to its end; how it failed, None if it did not."""
-    command = [sys.executable, "-m", "loragate.faults.child"]
-    command += [str(folder / "order.json"), str(folder / "transcript.jsonl")]
+    files = (str(folder / "order.json"), str(folder / "transcript.jsonl"))
     with (folder / "log.txt").open("wb") as log:
-        child = children.start(
-            command,
+        child = processes.start(
+            python_module("loragate.faults.child", *files),
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=subprocess.STDOUT,
@@ -158,7 +110,7 @@ def _run_child(folder: Path, setup: Setup, children: Children) -> Failure | None
         except subprocess.TimeoutExpired:
             return Failure.HANG
         finally:
-            children.end(child)
+            processes.end(child)
     return None if code == 0 else Failure.CRASH
 
 

@@ -1,0 +1,67 @@
+"""Modules that run to their end, and process groups that are ended together."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from loragate.core.child_process import PoolClosed, ProcessPool, run_module
+
+SLEEP = "import time; time.sleep(600)"
+# starts a grandchild, prints its number, and sleeps or ends
+WITH_GRANDCHILD = f"""
+import subprocess, sys
+print(subprocess.Popen([sys.executable, "-c", "{SLEEP}"]).pid, flush=True)
+"""
+
+
+def test_a_module_gets_its_input_and_arguments_and_returns_what_it_printed() -> None:
+    done = run_module("json.tool", "--compact", input=b'{"a": 1}')
+    assert (done.returncode, done.stdout) == (0, b'{"a":1}\n')
+
+
+def test_a_module_that_fails_is_reported_by_its_exit_code() -> None:
+    done = run_module("json.tool", input=b"no json")
+    assert done.returncode == 1
+    assert done.stderr
+
+
+def test_a_module_that_takes_too_long_is_killed(tmp_path: Path) -> None:
+    (tmp_path / "slow.py").write_text(SLEEP)
+    with pytest.raises(subprocess.TimeoutExpired):
+        run_module("slow", env={"PYTHONPATH": str(tmp_path)}, timeout=0.5)
+
+
+def test_ending_a_child_ends_what_it_has_started() -> None:
+    pool = ProcessPool()
+    child = pool.start([sys.executable, "-c", WITH_GRANDCHILD], stdout=subprocess.PIPE)
+    assert child.stdout is not None
+    with child.stdout:
+        grandchild = int(child.stdout.readline())
+    child.wait(30)
+    pool.end(child)
+    assert ends(grandchild)
+
+
+def test_a_closed_pool_has_killed_all_and_starts_no_more() -> None:
+    pool = ProcessPool()
+    children = [pool.start([sys.executable, "-c", SLEEP]) for _ in range(2)]
+    pool.close()
+    assert all(child.wait(30) < 0 for child in children)
+    with pytest.raises(PoolClosed):
+        pool.start([sys.executable, "-c", SLEEP])
+
+
+def ends(pid: int) -> bool:
+    """Whether a process is gone, or a zombie that waits for its parent, within 30 s."""
+    deadline = time.monotonic() + 30
+    while time.monotonic() < deadline:
+        if not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE:
+            return True
+        time.sleep(0.02)
+    return False
