@@ -7,7 +7,6 @@ Triton has its own record. Patch releases share one.
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -16,6 +15,7 @@ from typing import TypeAlias
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass as checked
 
+from loragate.core.files import write_atomically
 from loragate.core.resources import Resources
 
 SCHEMA = 1
@@ -97,11 +97,7 @@ def load_baseline(path: Path) -> Baseline:
 
 
 def save_baseline(baseline: Baseline, path: Path) -> None:
-    """Replace the file at once: a killed process leaves the old one."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    draft = path.with_suffix(".tmp")
-    draft.write_text(_text(baseline), encoding="utf-8")
-    os.replace(draft, path)
+    write_atomically(path, _text(baseline))
 
 
 def _record(path: Path, record: _Record) -> Record:

@@ -1,14 +1,18 @@
-"""Whole files or none: a reader never sees half a report."""
+"""Whole files or none, and a lock for files that several processes change."""
 
 from __future__ import annotations
 
+import hashlib
 import os
 import tempfile
 from pathlib import Path
 
+from filelock import FileLock
+
 
 def write_atomically(path: Path, text: str) -> None:
-    """Write `text` to a new file beside `path`, then put it in its place."""
+    """Write `text` to a new file beside `path`, then put it in its place: a reader never sees half
+    a file, and a killed process leaves the old one."""
     path.parent.mkdir(parents=True, exist_ok=True)
     # bytes of a log that are no text arrive as surrogates; they must not cost the report
     data = text.encode(errors="backslashreplace")
@@ -22,3 +26,10 @@ def write_atomically(path: Path, text: str) -> None:
     except BaseException:
         Path(name).unlink(missing_ok=True)
         raise
+
+
+def lock_of(path: Path) -> FileLock:
+    """The lock of those who read `path`, change it and write it back."""
+    # not beside the file, where the lock would stay behind and may lie on a network disk
+    name = hashlib.sha256(str(path.resolve()).encode()).hexdigest()[:16]
+    return FileLock(Path(tempfile.gettempdir()) / f"loragate-{os.getuid()}-{name}.lock")

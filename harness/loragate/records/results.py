@@ -1,28 +1,23 @@
-"""Recorded runs: one JSON file a machine, one section a kind of run.
+"""Recorded runs: one JSON file per machine, one section per kind of run.
 
 Invariant: a section is replaced as a whole and atomically; a reader never sees half a record.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
-import os
-import shutil
-import subprocess
-import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from filelock import FileLock
-
 from loragate.core.checkout import Tree, commit_and_tree, project_root
+from loragate.core.files import lock_of, write_atomically
+from loragate.core.gpus import driver_version
 from loragate.core.machine import Machine
 from loragate.core.versions import host, utc_now, versions
 
 SCHEMA = 1
-# where the interpreter lies is nobody's business in a file that is published
+# the path of the interpreter is left out: the file is published
 _HOST_FACTS = ("system", "processor", "cores")
 
 
@@ -37,33 +32,18 @@ def read_section(path: Path, name: str) -> dict[str, Any] | None:
 
 
 def update_section(path: Path, name: str, payload: Mapping[str, Any]) -> None:
-    """Put `payload` in the place of section `name`; other sections stay, those too that another
-    run writes at the same time. Raises ResultsError."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with _lock_of(path):
+    """Replace section `name` by `payload`. Other sections stay, including those that another run
+    writes at the same time. Raises ResultsError, or OSError if the file cannot be written."""
+    with lock_of(path):
         document = _read(path)
         document["schema"] = SCHEMA
         document["sections"][name] = dict(payload)
-        _replace(path, document)
+        _write(path, document)
 
 
-def _lock_of(path: Path) -> FileLock:
-    # not beside the record, where the file would stay behind and may lie on a network
-    name = hashlib.sha256(str(path.resolve()).encode()).hexdigest()[:16]
-    return FileLock(Path(tempfile.gettempdir()) / f"loragate-{os.getuid()}-{name}.lock")
-
-
-def _replace(path: Path, document: Mapping[str, Any]) -> None:
+def _write(path: Path, document: Mapping[str, Any]) -> None:
     text = json.dumps(document, indent=1, sort_keys=True, allow_nan=False) + "\n"
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(text)
-        os.chmod(temporary, 0o644)
-        os.replace(temporary, path)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise
+    write_atomically(path, text)
 
 
 def provenance(
@@ -72,10 +52,10 @@ def provenance(
     commit: str | None = None,
     checkout: tuple[str, Tree] | None = None,
 ) -> dict[str, Any]:
-    """What a section needs to be believed later: code, versions, machine, time.
+    """Where the figures of a section come from: code, versions, machine, time.
 
-    commit: for a tree that was copied without its history; its state is then unknown.
-    checkout: as `commit_and_tree` found it when the run began; code may be edited during a run.
+    commit: used for a tree that was copied without its history; its state is then unknown.
+    checkout: what `commit_and_tree` returned when the run began; code may be edited during a run.
     """
     found, tree = checkout or commit_and_tree(project_root())
     capability = machine.compute_capability
@@ -88,7 +68,7 @@ def provenance(
             **{name: text for name, text in host().items() if name in _HOST_FACTS},
             "device": machine.device,
             "name": machine.name,
-            "driver": _driver(),
+            "driver": driver_version(),
             "compute_capability": list(capability) if capability else None,
             "num_sms": machine.num_sms,
             "memory_bytes": machine.memory_bytes,
@@ -115,15 +95,3 @@ def _read(path: Path) -> dict[str, Any]:
             f"{path}: schema is {document.get('schema')!r}, this version reads 1 to {SCHEMA}"
         )
     return document
-
-
-def _driver() -> str | None:
-    tool = shutil.which("nvidia-smi")
-    if tool is None:
-        return None
-    query = [tool, "--query-gpu=driver_version", "--format=csv,noheader"]
-    try:
-        answer = subprocess.run(query, capture_output=True, text=True, timeout=60, check=True)
-    except (OSError, subprocess.SubprocessError):
-        return None
-    return answer.stdout.split("\n")[0].strip() or None
