@@ -1,7 +1,7 @@
 """`loragate gate|plan|replay|faults|bench|findings`.
 
-Invariant: parsing imports no torch; each command imports what it needs when it runs. Every
-command exits as `loragate.core.verdict.ExitCode` says; one that is interrupted is incomplete.
+Invariant: parsing imports no torch; each command imports what it needs when it runs. Exit codes
+are those of `loragate.core.verdict.ExitCode`; an interrupted command is incomplete.
 """
 
 from __future__ import annotations
@@ -12,16 +12,13 @@ import traceback
 from collections.abc import Iterable, Sequence
 from typing import Any, NoReturn
 
-from loragate.commands import bench as bench
-from loragate.commands import faults as faults
-from loragate.commands import findings as findings
-from loragate.commands import gate, replay
-from loragate.commands import plan as show_plan
+from loragate.commands import bench, faults, findings, gate, plan, replay
+from loragate.core.errors import CommandError
 from loragate.core.signals import ended_by_signals
 from loragate.core.verdict import ExitCode
 from loragate.matrix.problems import nearest
 
-_COMMANDS = (gate, show_plan, replay, faults, bench, findings)
+_COMMANDS = (gate, plan, replay, faults, bench, findings)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -31,24 +28,32 @@ def main(arguments: Sequence[str] | None = None) -> int:
         command.add_parser(commands)
     parsed, unknown = parser.parse_known_args(arguments)
     if unknown:
-        # told by the command, which knows what it takes
+        # the command knows its options, and so the nearest one
         commands.choices[parsed.command].refuse(unknown)
     try:
         with ended_by_signals():
             return int(parsed.run(parsed))
+    except CommandError as error:
+        return _fail(parsed.command, str(error), error.exit_code)
     except KeyboardInterrupt:
-        print(f"loragate {parsed.command}: interrupted", file=sys.stderr)
-        return ExitCode.INCOMPLETE.value
+        return _fail(parsed.command, "interrupted", ExitCode.INCOMPLETE)
     except Exception as error:
-        # python's own 1 would say that a result is wrong
-        what = next(iter(str(error).splitlines()), "")
-        print(f"loragate {parsed.command}: {type(error).__name__}: {what}", file=sys.stderr)
+        first_line = next(iter(str(error).splitlines()), "")
+        # python's own exit code, 1, would mean a wrong result
+        code = _fail(
+            parsed.command, f"{type(error).__name__}: {first_line}", ExitCode.INFRASTRUCTURE
+        )
         traceback.print_exc()
-        return ExitCode.INFRASTRUCTURE.value
+        return code
+
+
+def _fail(command: str, message: str, code: ExitCode) -> int:
+    print(f"loragate {command}: {message}", file=sys.stderr)
+    return code.value
 
 
 class _Parser(argparse.ArgumentParser):
-    """Answers an unknown word with the nearest known one."""
+    """A parser whose errors name the nearest known choice."""
 
     def error(self, message: str) -> NoReturn:
         self.print_usage(sys.stderr)

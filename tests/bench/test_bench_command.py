@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import argparse
 from pathlib import Path
 
 import pytest
@@ -12,16 +11,14 @@ from loragate.bench.moe_figures import LayerFigures, MoEFigures
 from loragate.bench.moe_rows import LayerRow
 from loragate.bench.rows import dense_rows
 from loragate.bench.text import markdown_bars
-from loragate.commands import bench as cli
+from loragate.cli import main
 from loragate.core.machine import Machine, detect_machine
 from loragate.core.verdict import ExitCode
 from loragate.records.results import update_section
 
 
 def bench(*arguments: str) -> ExitCode:
-    parser = argparse.ArgumentParser()
-    cli.add_parser(parser.add_subparsers())
-    return cli.run(parser.parse_args(["bench", *arguments]))
+    return ExitCode(main(["bench", *arguments]))
 
 
 def test_without_a_gpu_nothing_is_timed_and_the_exit_code_is_3(

@@ -10,8 +10,11 @@ from typing import Any
 import pytest
 
 from loragate.core.checkout import Tree, commit_and_tree
+from loragate.core.errors import CommandError
 from loragate.core.machine import Machine
-from loragate.records import results
+from loragate.core.verdict import ExitCode
+from loragate.records import recorder, results
+from loragate.records.recorder import Recorder
 from loragate.records.results import ResultsError, provenance, read_section, update_section
 
 
@@ -114,3 +117,42 @@ def test_the_record_itself_makes_no_tree_dirty_and_any_other_file_does(
     assert commit_and_tree(tmp_path, ignoring=record)[1] is Tree.CLEAN
     (record.parent / "other.json").write_text("{}")
     assert commit_and_tree(tmp_path, ignoring=record)[1] is Tree.DIRTY
+
+
+@pytest.mark.parametrize(("noted", "tree"), [(False, "clean"), (True, "dirty")])
+def test_a_record_names_the_code_of_the_start_of_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, noted: bool, tree: str
+) -> None:
+    commits = ["first"]
+    monkeypatch.setattr(recorder, "commit_and_tree", lambda *_, **__: (commits[-1], Tree.CLEAN))
+    opened = Recorder.open(tmp_path / "gpu.json", "gate")
+    commits.append("made meanwhile")
+    if noted:
+        opened.note_edits()
+    opened.save({"executed": 4})
+    section = read_section(tmp_path / "gpu.json", "gate")
+    assert section is not None
+    assert (section["commit"], section["tree"], section["executed"]) == ("first", tree, 4)
+
+
+def test_a_given_commit_stands_for_one_that_is_not_known(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(recorder, "commit_and_tree", lambda *_, **__: ("", Tree.UNKNOWN))
+    opened = Recorder.open(tmp_path / "gpu.json", "gate", commit="abc")
+    opened.save({})
+    section = read_section(tmp_path / "gpu.json", "gate")
+    assert section is not None
+    assert opened.commit == section["commit"] == "abc"
+
+
+def test_a_file_that_breaks_during_a_run_ends_the_command_as_an_infrastructure_failure(
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "gpu.json"
+    opened = Recorder.open(path, "gate")
+    path.write_text("[]")
+    with pytest.raises(CommandError, match="not a results file") as error:
+        opened.save({})
+    assert error.value.exit_code is ExitCode.INFRASTRUCTURE
+    assert path.read_text() == "[]"

@@ -14,6 +14,7 @@ from loragate.core.verdict import ExitCode, Failure, Verdict
 from loragate.faults.corpus import CONTROLS, FAULTS
 from loragate.faults.model import Control, Fate, Fault, Needs, Outcome, Sighting
 from loragate.faults.tables import Line, payload, render_markdown, render_terminal
+from loragate.records import recorder
 
 FAULT = next(fault for fault in FAULTS if fault.name == "scale-of-slot-0")
 OTHER = next(fault for fault in FAULTS if fault.name == "rslora-ignored")
@@ -195,7 +196,7 @@ def test_a_record_of_code_that_was_edited_meanwhile_is_of_a_dirty_tree(
             yield one, (Outcome(name=one.name, fate=Fate.NOT_RUN),)
 
     monkeypatch.setattr(cli, "_plant", plant)
-    monkeypatch.setattr(cli, "commit_and_tree", lambda *_, **__: (commits[-1], Tree.CLEAN))
+    monkeypatch.setattr(recorder, "commit_and_tree", lambda *_, **__: (commits[-1], Tree.CLEAN))
     main(["faults", "--record", str(path)])
     record = json.loads(path.read_text())["sections"][cli.SECTION]
     assert (record["commit"], record["tree"]) == ("first", "dirty" if edited else "clean")
@@ -212,9 +213,7 @@ def test_a_record_is_not_completed_with_what_no_longer_holds(
     before = path.read_text()
     assert only(path, monkeypatch, Fate.KILLED) == ExitCode.USAGE
     error = capsys.readouterr().err
-    assert (
-        f"holds nothing that still holds of 1 faults that --only leaves out: {OTHER.name}" in error
-    )
+    assert f"has no valid entry for 1 faults that --only leaves out: {OTHER.name}" in error
     assert path.read_text() == before
 
 

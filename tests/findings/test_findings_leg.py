@@ -12,8 +12,9 @@ from loragate.core.verdict import ExitCode
 from loragate.findings.ledger import Observation, Seen
 from loragate.matrix.case import Tier
 from loragate.matrix.selection import Selection
+from loragate.records import recorder
 from loragate.records.results import read_section
-from loragate.run.legs import make_legs
+from loragate.run.legs import GateSetup, legs_of
 
 
 @pytest.mark.parametrize(("subjects", "tried"), [(("vllm",), True), (("lorakernels",), False)])
@@ -21,8 +22,8 @@ def test_the_gate_tries_the_findings_of_a_subject_that_it_checks(
     subjects: tuple[str, ...], tried: bool
 ) -> None:
     selection = Selection(matrix=(), subjects=subjects, tier=Tier.SMOKE)
-    legs = make_legs(selection, run="r", report=Path("report"), has_gpu=False)
-    commands = {leg.name: leg.command[1:] for leg in legs}
+    setup = GateSetup(run="r", report=Path("report"), selection=selection, has_gpu=False)
+    commands = {leg.name: leg.command[1:] for leg in legs_of(setup)}
     record = (f"--events={Path('report') / 'events.jsonl'}", "--run=r")
     command = ("-m", "loragate", "findings", *record)
     assert commands.get("findings") == (command if tried else None)
@@ -37,7 +38,7 @@ def test_a_record_names_the_code_as_it_was_before_the_first_probe(
         checkout[0] = "edited meanwhile"
         return Observation(Seen.REPRODUCED, "seen")
 
-    monkeypatch.setattr(cli, "commit_and_tree", lambda *_, **__: (checkout[0], Tree.CLEAN))
+    monkeypatch.setattr(recorder, "commit_and_tree", lambda *_, **__: (checkout[0], Tree.CLEAN))
     monkeypatch.setattr("loragate.findings.vllm_probes.observe", observe)
     package = "loragate.subjects.vllm.package.load_vllm"
     monkeypatch.setattr(package, lambda _: SimpleNamespace(version="0.26.0"))

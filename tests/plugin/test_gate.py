@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import subprocess
 import sys
@@ -12,13 +11,13 @@ from pathlib import Path
 import pytest
 
 from loragate.cli import main
-from loragate.commands import gate
 from loragate.core.gpus import ListedGpu
 from loragate.core.verdict import ExitCode, Verdict
 from loragate.events.log import read_events
 from loragate.events.model import CaseFinished, CaseStarted, LegFinished, Note, RunStarted
 from loragate.matrix.case import Tier
 from loragate.matrix.selection import Selection
+from loragate.run import gate
 from loragate.run.opening import Announcement, opening
 
 pytestmark = pytest.mark.usefixtures("heeded_signals")
@@ -97,7 +96,7 @@ def test_a_tier_that_needs_a_gpu_is_refused_without_one(tmp_path, start_gate):
     ("listed", "device", "told"),
     [
         ((ListedGpu("0", "GPU-a", 1 << 37),), "cpu", "the driver lists a GPU that torch"),
-        ((), "cuda", "torch can use a GPU and there is no nvidia-smi to list it with"),
+        ((), "cuda", "torch can use a GPU and NVML (libnvidia-ml.so.1) is not there to list it"),
     ],
 )
 def test_a_driver_and_torch_that_disagree_about_gpus_are_told_instead_of_checking_less(
@@ -120,7 +119,7 @@ def test_a_driver_and_torch_that_disagree_about_gpus_are_told_instead_of_checkin
     assert code == ExitCode.INFRASTRUCTURE
     error = capsys.readouterr().err
     assert told in error
-    assert "mend that, or set CUDA_VISIBLE_DEVICES=" in error
+    assert "fix that, or set CUDA_VISIBLE_DEVICES=" in error
     assert not report.exists()
 
 
@@ -135,17 +134,14 @@ def test_a_gpu_that_is_named_and_not_there_is_none(tmp_path, monkeypatch, capsys
 
 @pytest.mark.parametrize("command", ["gate", "session"])
 def test_a_driver_that_fails_stops_a_run_with_its_words(tmp_path, command, run_gate, run_session):
-    tool = tmp_path / "nvidia-smi"
-    tool.write_text("#!/bin/sh\necho Driver/library version mismatch\nexit 14\n")
-    tool.chmod(0o755)
-    changes = {"PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}", "CUDA_VISIBLE_DEVICES": "0"}
+    changes = {"FAKE_GPUS": "mismatch", "CUDA_VISIBLE_DEVICES": "0"}
     report = tmp_path / "report"
     if command == "gate":
         done = run_gate(report, "--subject=torch", matrix="four_good.yaml", **changes)
     else:
         done = run_session(report, "-n", "auto", matrix="four_good.yaml", **changes)
     assert done.exit_code == ExitCode.INFRASTRUCTURE, done.output
-    assert "exited with 14 and said: Driver/library version mismatch" in done.output
+    assert "NVML reports: RM has detected an NVML/RM version mismatch" in done.output
     assert "Traceback" not in done.output
     assert not report.exists()
 

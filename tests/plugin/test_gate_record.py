@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import argparse
 from pathlib import Path
 
 import pytest
 
 from loragate.cli import main
-from loragate.core.checkout import Tree
 from loragate.core.child_process import Cause, Ending
 from loragate.core.verdict import ExitCode
 from loragate.events.log import EventLog
-from loragate.events.model import RunStarted
-from loragate.matrix.case import Tier
-from loragate.records.gate_record import outcome, record_gate, section_of
 from loragate.records.results import read_section, update_section
+from loragate.report.record import outcome, section_of
 from loragate.report.summary import summarize
 
 MATRIX = Path(__file__).parent / "bad_day" / "long_sleep.yaml"
@@ -68,7 +64,7 @@ def test_a_part_of_a_run_is_refused_as_the_record_of_all_of_it(
 ) -> None:
     record = tmp_path / "results.json"
     assert gate(tmp_path, "--record", str(record), *arguments) == ExitCode.USAGE
-    assert capsys.readouterr().err == f"{complaint}\n"
+    assert capsys.readouterr().err == f"loragate gate: {complaint}\n"
     assert not record.exists()
     assert not (tmp_path / "report").exists()
 
@@ -76,41 +72,12 @@ def test_a_part_of_a_run_is_refused_as_the_record_of_all_of_it(
 def test_an_interrupted_run_leaves_the_record_as_it_was(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(
-        "loragate.commands.gate.watch", lambda *a, **k: Ending(Cause.INTERRUPTED, -2)
-    )
+    monkeypatch.setattr("loragate.run.gate.watch", lambda *a, **k: Ending(Cause.INTERRUPTED, -2))
     record = tmp_path / "results.json"
     update_section(record, "gate", {"verdict": "pass"})
     assert gate(tmp_path, "--record", str(record)) == ExitCode.INCOMPLETE
     assert read_section(record, "gate") == {"verdict": "pass"}
     assert f"interrupted: {record} stays as it was" in capsys.readouterr().err
-
-
-def test_the_code_of_a_record_is_that_of_the_opening_however_long_the_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def edited(root: Path, **ignoring: object) -> tuple[str, Tree]:
-        raise AssertionError("asked git again")
-
-    monkeypatch.setattr("loragate.core.checkout.commit_and_tree", edited)
-    plan = RunStarted(
-        run="r",
-        started_at="",
-        tier=Tier.SMOKE,
-        subjects=("torch",),
-        legs=("interpreter",),
-        expected=(),
-        attempts=(0,),
-        commit="abc",
-        tree=Tree.CLEAN,
-    )
-    record = tmp_path / "results.json"
-    arguments = argparse.Namespace(record=record, matrix=None, commit=None)
-    assert record_gate(summarize(EventLog((plan,))), arguments) == "gate"
-    section = read_section(record, "gate")
-    assert section is not None
-    assert (section["commit"], section["tree"]) == ("abc", "clean")
-    assert "matrix" not in section
 
 
 def test_a_run_without_a_plan_is_never_recorded_as_passed() -> None:

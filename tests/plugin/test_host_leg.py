@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from loragate.events.model import Note
 from loragate.matrix.case import Tier
 from loragate.matrix.selection import Selection
 from loragate.run import legs
+from loragate.subjects import SUBJECTS
 
 ROOT = Path(__file__).parents[2]
 GOOD = "def test_a(): pass\ndef test_b(): pass\n"
@@ -24,7 +26,9 @@ MISSING = "could not import 'peft_of_tomorrow': No module named 'peft_of_tomorro
 def test_every_folder_of_tests_that_settle_for_the_interpreter_is_run() -> None:
     switch = 'os.environ["TRITON_INTERPRET"] = "1"'
     found = [path.parent for path in ROOT.glob("tests/*/conftest.py") if switch in path.read_text()]
-    assert {str(folder.relative_to(ROOT)) for folder in found} == set(legs.HOST_TESTS)
+    assert {str(folder.relative_to(ROOT)) for folder in found} == set(
+        SUBJECTS["lorakernels"].host_tests
+    )
 
 
 @pytest.mark.parametrize(
@@ -45,12 +49,13 @@ def test_a_leg_tells_what_it_skipped_and_is_incomplete_for_want_of_a_package(
     (tmp_path / "pyproject.toml").write_text(
         '[tool.pytest.ini_options]\naddopts = ["--import-mode=importlib"]\n'
     )
-    monkeypatch.setattr(legs, "HOST_TESTS", ("test_good.py", "test_other.py"))
+    subject = replace(SUBJECTS["lorakernels"], host_tests=("test_good.py", "test_other.py"))
+    monkeypatch.setattr(legs, "SUBJECTS", {"lorakernels": subject})
     monkeypatch.setattr(legs, "project_root", lambda: tmp_path)
     selection = Selection(matrix=(), subjects=("lorakernels",), tier=Tier.SMOKE)
     report = tmp_path / "report"
-    made = legs.make_legs(selection, run="r", report=report, has_gpu=False)
-    (command,) = [leg.command for leg in made if leg.name == legs.HOST]
+    setup = legs.GateSetup(run="r", report=report, selection=selection, has_gpu=False)
+    (command,) = [leg.command for leg in legs.legs_of(setup) if leg.name == "host"]
     done = subprocess.run(
         [*command, "--numprocesses=1"],
         cwd=tmp_path,

@@ -14,15 +14,14 @@ from typing import TYPE_CHECKING
 
 from loragate.bench.kinds import KINDS, Figures, Kind
 from loragate.bench.select import Row, select_rows
-from loragate.core.checkout import commit_and_tree, project_root
+from loragate.commands.record_options import add_record_options, open_record
+from loragate.core.errors import CommandError, usage_errors
 from loragate.core.verdict import ExitCode, Verdict, worst
-from loragate.records.results import ResultsError, provenance, read_section, update_section
+from loragate.records.results import ResultsError, read_section
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from typing import Any
-
-    from loragate.core.machine import Machine
 
 _OWN, _VLLM, _NOBODY = "lorakernels", "vllm", "none"
 
@@ -56,10 +55,7 @@ def _add_kind(parser: argparse.ArgumentParser, kind: Kind) -> None:
         metavar="PATTERN",
         help=f"only rows like {kind.pattern!r}; may be repeated",
     )
-    parser.add_argument("--record", type=Path, metavar="FILE", help="write the figures to FILE")
-    parser.add_argument(
-        "--commit", help="what to record as the commit where the tree has no history"
-    )
+    add_record_options(parser, "the figures")
     parser.set_defaults(run=partial(run_kind_command, kind), subject=_OWN)
 
 
@@ -71,18 +67,16 @@ def run(arguments: argparse.Namespace) -> ExitCode:
 
 def run_show_command(arguments: argparse.Namespace) -> ExitCode:
     kind = KINDS[arguments.kind]
-    try:
+    with usage_errors():
         section = read_section(arguments.record, kind.section)
         if section is None:
-            return _complain(f"{arguments.record}: no section {kind.section!r}", ExitCode.USAGE)
+            raise ResultsError(f"{arguments.record}: no section {kind.section!r}")
         print(kind.markdown(_figures(arguments.record, kind, section)))
-    except ValueError as error:
-        return _complain(str(error), ExitCode.USAGE)
     return ExitCode.OK
 
 
 def _figures(record: Path, kind: Kind, section: Mapping[str, Any]) -> Figures:
-    """What a section holds. Raises ResultsError that names the file and the field."""
+    """The figures of a section. Raises ResultsError that names the file and the field."""
     where = f"{record}: section {kind.section!r}"
     try:
         figures: Figures = kind.read(section)
@@ -94,40 +88,17 @@ def _figures(record: Path, kind: Kind, section: Mapping[str, Any]) -> Figures:
 
 
 def run_kind_command(kind: Kind, arguments: argparse.Namespace) -> ExitCode:
-    try:
+    with usage_errors():
         rows = select_rows(kind.rows(), arguments.rows)
         if arguments.record and rows != tuple(kind.rows()):
             raise ValueError("--record takes the whole table; leave out --rows")
-        if arguments.record:
-            # an unreadable file must not cost a finished run
-            read_section(arguments.record, kind.section)
-    except ValueError as error:
-        return _complain(str(error), ExitCode.USAGE)
-
-    from loragate.core.machine import detect_machine
-
-    machine = detect_machine()
-    checkout = commit_and_tree(project_root(), ignoring=arguments.record)
-    if machine.device != "cuda":
-        return _complain("bench times compiled kernels and needs a GPU", ExitCode.INFRASTRUCTURE)
-    from loragate.bench.contender import Unavailable, WrongResult
-
-    try:
-        figures = _measure(kind, arguments, rows, machine)
-    except Unavailable as error:
-        return _complain(str(error), error.code)
-    except WrongResult as error:
-        return _complain(str(error), ExitCode.WRONG)
+        recorder = open_record(arguments, kind.section)
+    figures = _measure(kind, arguments, rows)
     print(kind.terminal(figures))
     code = judge(figures)
-    if arguments.record:
-        origin = provenance(machine, commit=arguments.commit, checkout=checkout)
-        payload = origin | figures.payload() | {"verdict": code.name.lower()}
-        try:
-            update_section(arguments.record, kind.section, payload)
-        except (ResultsError, OSError) as error:
-            return _complain(str(error), ExitCode.INFRASTRUCTURE)
-        print(f"recorded in {arguments.record}")
+    if recorder:
+        recorder.save(figures.payload() | {"verdict": code.name.lower()})
+        print(f"recorded in {recorder.path}")
     return code
 
 
@@ -140,20 +111,24 @@ def judge(figures: Figures) -> ExitCode:
     return ExitCode.OK if complete else ExitCode.INCOMPLETE
 
 
-def _measure(
-    kind: Kind, arguments: argparse.Namespace, rows: Sequence[Row], machine: Machine
-) -> Figures:
-    from loragate.bench.contender import find_contender
+def _measure(kind: Kind, arguments: argparse.Namespace, rows: Sequence[Row]) -> Figures:
+    from loragate.core.machine import detect_machine
 
-    candidate = find_contender(arguments.subject)
-    baseline = None if arguments.baseline == _NOBODY else find_contender(arguments.baseline)
-    return kind.run(candidate, baseline, rows, machine, _progress)
+    machine = detect_machine()
+    if machine.device != "cuda":
+        message = "bench times compiled kernels and needs a GPU"
+        raise CommandError(message, ExitCode.INFRASTRUCTURE)
+    from loragate.bench.contender import Unavailable, WrongResult, find_contender
+
+    try:
+        candidate = find_contender(arguments.subject)
+        baseline = None if arguments.baseline == _NOBODY else find_contender(arguments.baseline)
+        return kind.run(candidate, baseline, rows, machine, _progress)
+    except Unavailable as error:
+        raise CommandError(str(error), error.code) from error
+    except WrongResult as error:
+        raise CommandError(str(error), ExitCode.WRONG) from error
 
 
 def _progress(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
-
-
-def _complain(message: str, code: ExitCode) -> ExitCode:
-    print(f"loragate bench: {message}", file=sys.stderr)
-    return code

@@ -10,21 +10,23 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Collection, Generator, Sequence
+from collections.abc import Generator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
-from loragate.core.checkout import Tree, commit_and_tree, project_root
+from loragate.commands.record_options import add_record_options, open_record
+from loragate.core.errors import CommandError, usage_errors
 from loragate.core.verdict import ExitCode
 from loragate.faults.corpus import CONTROLS, FAULTS, SLICE, SLICE_CONTROLS
 from loragate.faults.model import Control, Fate, Fault, Needs, Outcome
 from loragate.faults.order import Suite
+from loragate.faults.record import FaultRecord, Plantings
 from loragate.faults.tables import BAD, Line, payload, render_markdown, render_terminal
 from loragate.matrix.plan import is_selected
 from loragate.matrix.problems import nearest
-from loragate.records.results import ResultsError, provenance, read_section, update_section
+from loragate.records.results import ResultsError, read_section
 
 SECTION, GPU_SECTION = "faults", "faults_gpu"
 _JOBS = 2
@@ -59,51 +61,57 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         help="let tests in the style of serving engines look for the same faults",
     )
     parser.add_argument("--jobs", type=int, default=_JOBS, metavar="N", help="default: 2")
-    parser.add_argument("--record", type=Path, metavar="FILE", help="write what was seen to FILE")
-    parser.add_argument("--commit", help="what to record where the tree has no history")
+    add_record_options(parser, "the outcomes")
     parser.add_argument("--show", type=Path, metavar="FILE", help="print a record as Markdown")
     parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> ExitCode:
-    try:
+    with usage_errors():
         if arguments.show:
             return _show(arguments.show)
         faults, controls = select(arguments)
-        _check(arguments, faults, controls)
-    except ValueError as error:
-        return _complain(str(error), ExitCode.USAGE)
+        record = _open_record(arguments, faults, controls)
     if arguments.gpu and not _has_gpu():
-        return _complain("--gpu needs a GPU", ExitCode.INFRASTRUCTURE)
-    done = _Done(started=commit_and_tree(project_root(), ignoring=arguments.record))
+        raise CommandError("--gpu needs a GPU", ExitCode.INFRASTRUCTURE)
+    done = _Done()
     for one, outcomes in _plant(arguments, faults, controls):
         done.add(one, *outcomes)
-        if arguments.record:
-            # after each, so that a run that is interrupted has shown something
-            try:
-                _record(arguments, done, faults, controls)
-            except (ResultsError, OSError) as error:
-                return _complain(str(error), ExitCode.INFRASTRUCTURE)
+        if record:
+            # after each, so that an interrupted run leaves what it has found
+            _save(record, done, gpu=arguments.gpu)
     print(render_terminal(done.lines, done.controls))
-    if arguments.record:
+    if record:
         print(f"recorded in {arguments.record}")
     if not done.sound:
-        return _complain("the stand-in fails on sound code", ExitCode.INFRASTRUCTURE)
+        raise CommandError("the stand-in fails on sound code", ExitCode.INFRASTRUCTURE)
     code = exit_code(done.lines, done.controls)
-    return _complain("nothing could be planted", code) if code is ExitCode.INCOMPLETE else code
+    if code is ExitCode.INCOMPLETE:
+        raise CommandError("nothing could be planted", code)
+    return code
 
 
-def _check(
+def _open_record(
     arguments: argparse.Namespace, faults: Sequence[Fault], controls: Sequence[Control]
-) -> None:
-    """ValueError for what cannot be done."""
+) -> FaultRecord | None:
+    """Also checks the arguments: ValueError for what cannot be done."""
     if arguments.jobs < 1:
         raise ValueError(f"--jobs must be at least 1 (got {arguments.jobs})")
-    if arguments.record:
-        if arguments.slice:
-            raise ValueError("--record takes whole faults; leave out --slice")
-        # a file that cannot be read or completed must not cost a finished run
-        _kept(arguments, faults, controls)
+    if arguments.record and arguments.slice:
+        raise ValueError("--record takes whole faults; leave out --slice")
+    recorder = open_record(arguments, _section(arguments))
+    if recorder is None:
+        return None
+    corpus = select(argparse.Namespace(**(vars(arguments) | {"only": []})))
+    return FaultRecord(recorder, Plantings(faults, controls), Plantings(*corpus))
+
+
+def _save(record: FaultRecord, done: _Done, *, gpu: bool) -> None:
+    if not gpu:
+        # the machine of the planted processes, whatever else there is
+        os.environ["TRITON_INTERPRET"] = "1"
+    entries = payload(done.lines, done.controls, commit=record.recorder.commit)
+    record.save(entries, done.names)
 
 
 def exit_code(lines: Sequence[Line], controls: Sequence[tuple[Control, Outcome]]) -> ExitCode:
@@ -148,10 +156,8 @@ def _selected(planted: Sequence[Planted], patterns: tuple[str, ...]) -> list[Pla
 
 @dataclass(slots=True)
 class _Done:
-    """What has been planted so far; `sound` as long as the stand-in passes on the controls.
-    `started`: commit and state of the checkout when the first was planted."""
+    """What has been planted so far; `sound` as long as the stand-in passes on the controls."""
 
-    started: tuple[str, Tree]
     lines: list[Line] = field(default_factory=list)
     controls: list[tuple[Control, Outcome]] = field(default_factory=list)
     sound: bool = True
@@ -185,85 +191,6 @@ def _plant(
             yield one, outcomes
 
 
-def _record(
-    arguments: argparse.Namespace,
-    done: _Done,
-    faults: Sequence[Fault],
-    controls: Sequence[Control],
-) -> None:
-    """Write what is done, beside what still holds of earlier runs. What was asked for and is not
-    done is listed as unfinished."""
-    origin = _origin(arguments, done)
-    record = payload(done.lines, done.controls, commit=origin["commit"])
-    for kind, entries in _kept(arguments, faults, controls, done.names).items():
-        record[kind] = entries | record[kind]
-    unfinished = _unfinished(arguments, faults, controls, done.names)
-    if unfinished:
-        record["unfinished"] = unfinished
-    update_section(arguments.record, _section(arguments), origin | record)
-
-
-def _origin(arguments: argparse.Namespace, done: _Done) -> dict[str, Any]:
-    """Each fault copies the code when its turn comes: the commit is the one that was there at
-    first, and the tree no longer clean once there was another."""
-    from loragate.core.machine import detect_machine
-
-    if not arguments.gpu:
-        # what the planted processes saw, whatever else there is
-        os.environ["TRITON_INTERPRET"] = "1"
-    if commit_and_tree(project_root(), ignoring=arguments.record) != done.started:
-        done.started = (done.started[0], Tree.DIRTY)
-    return provenance(detect_machine(), commit=arguments.commit, checkout=done.started)
-
-
-def _kept(
-    arguments: argparse.Namespace,
-    faults: Sequence[Fault],
-    controls: Sequence[Control],
-    done: Collection[str] = (),
-) -> dict[str, dict[str, Any]]:
-    """What a record keeps of earlier runs: entries of all that is not done, by "faults" and
-    "controls". ResultsError if one that --only leaves out has no entry that still holds."""
-    old = read_section(arguments.record, _section(arguments)) or {}
-    asked = {fault.name for fault in faults} | {control.name for control in controls}
-    kept: dict[str, dict[str, Any]] = {}
-    for kind, corpus in _everything(arguments).items():
-        entries = old.get(kind, {})
-        kept[kind] = {
-            planted.name: {"commit": old.get("commit", "")} | entries[planted.name]
-            for planted in corpus
-            if planted.name not in done
-            and entries.get(planted.name, {}).get("digest") == planted.digest
-        }
-        missing = [p.name for p in corpus if p.name not in asked and p.name not in kept[kind]]
-        if missing:
-            raise ResultsError(
-                f"{arguments.record}: holds nothing that still holds of {len(missing)} {kind} "
-                f"that --only leaves out: {', '.join(missing[:3])}"
-            )
-    return kept
-
-
-def _unfinished(
-    arguments: argparse.Namespace,
-    faults: Sequence[Fault],
-    controls: Sequence[Control],
-    done: Collection[str],
-) -> list[str]:
-    """What was to be planted and was not, in this run or in an earlier one that was interrupted."""
-    asked = [*(fault.name for fault in faults), *(control.name for control in controls)]
-    old = read_section(arguments.record, _section(arguments)) or {}
-    there = {one.name for corpus in _everything(arguments).values() for one in corpus}
-    earlier = [n for n in old.get("unfinished", ()) if n in there and n not in asked]
-    return [name for name in (*asked, *earlier) if name not in done]
-
-
-def _everything(arguments: argparse.Namespace) -> dict[str, Sequence[Fault | Control]]:
-    """All that the section of a record is about, by "faults" and "controls"."""
-    faults, controls = select(argparse.Namespace(**(vars(arguments) | {"only": []})))
-    return {"faults": faults, "controls": controls}
-
-
 def _section(arguments: argparse.Namespace) -> str:
     return GPU_SECTION if arguments.gpu else SECTION
 
@@ -271,11 +198,12 @@ def _section(arguments: argparse.Namespace) -> str:
 def _show(path: Path) -> ExitCode:
     record = read_section(path, SECTION) or read_section(path, GPU_SECTION)
     if record is None:
-        return _complain(f"{path}: no section {SECTION!r}", ExitCode.USAGE)
+        raise ResultsError(f"{path}: no section {SECTION!r}")
     print(render_markdown(record))
     if unfinished := record.get("unfinished"):
         which = f"{len(unfinished)} not planted yet: {', '.join(unfinished[:3])}"
-        return _complain(f"{path}: the run was interrupted, {which}", ExitCode.INCOMPLETE)
+        message = f"{path}: the run was interrupted, {which}"
+        raise CommandError(message, ExitCode.INCOMPLETE)
     return ExitCode.OK
 
 
@@ -292,8 +220,3 @@ def _progress(planted: Fault | Control, suite: Suite, outcome: Outcome) -> None:
     noticed = ", ".join(outcome.killers) or outcome.message[:80]
     line = f"{kind} {planted.name}: {outcome.fate.value} {noticed}".rstrip()
     print(f"{line} ({outcome.seconds:.0f} s)", file=sys.stderr, flush=True)
-
-
-def _complain(message: str, code: ExitCode) -> ExitCode:
-    print(f"loragate faults: {message}", file=sys.stderr)
-    return code

@@ -8,14 +8,14 @@ run here, 4 the ledger is not valid.
 from __future__ import annotations
 
 import argparse
-import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
-from loragate.core.checkout import commit_and_tree, project_root
+from loragate.commands.record_options import add_record_options, open_record
+from loragate.core.errors import CommandError, usage_errors
 from loragate.core.verdict import EXIT_CODES, ExitCode, Verdict
 from loragate.events.log import EventWriter
 from loragate.events.model import Note
@@ -30,7 +30,6 @@ from loragate.findings.ledger import (
 )
 from loragate.findings.load import ledger_path, load_ledger
 from loragate.findings.page import render_page
-from loragate.records.results import provenance, update_section
 
 SECTION = "findings"
 _BY_THE_GATE = Observation(Seen.NOT_TRIED, "its cases are judged by the gate")
@@ -40,8 +39,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser = subparsers.add_parser(
         "findings", help="check that what is listed about the installed vLLM still reproduces"
     )
-    parser.add_argument("--record", type=Path, metavar="FILE", help="write what was seen to FILE")
-    parser.add_argument("--commit", help="what to record where the tree has no history")
+    add_record_options(parser, "the observations")
     parser.add_argument("--page", action="store_true", help="print docs/findings.md, try nothing")
     parser.add_argument("--events", type=Path, metavar="FILE", help="the record of a gate's run")
     parser.add_argument("--run", dest="run_name", default="", metavar="NAME", help="of that run")
@@ -49,14 +47,27 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 
 def run(arguments: argparse.Namespace) -> ExitCode:
-    try:
+    with usage_errors():
         findings = load_ledger(ledger_path())
-    except ValueError as error:
-        return _complain(str(error), ExitCode.USAGE)
+        recorder = open_record(arguments, SECTION)
     if arguments.page:
         print(render_page(findings), end="")
         return ExitCode.OK
+    version, observations = _try_probes(findings)
+    observed = {f.id: observations[f.probe] if f.probe else _BY_THE_GATE for f in findings}
+    lines = audit(findings, version, observed)
+    suspicions = unlisted(findings, observations)
+    print(render(version, lines, suspicions))
+    if arguments.events:
+        with EventWriter(arguments.events, run=arguments.run_name) as writer:
+            writer.write(Note(text=probes_note(version, lines)))
+    if recorder:
+        recorder.save(payload(lines, suspicions))
+    return EXIT_CODES[verdict_of(lines)]
 
+
+def _try_probes(findings: Sequence[Finding]) -> tuple[str, dict[str, Observation]]:
+    """The version of the installed package, and what each probe observed. Raises CommandError."""
     from loragate.core.machine import detect_machine, select_interpreter
 
     # before anything with a kernel is imported
@@ -68,30 +79,13 @@ def run(arguments: argparse.Namespace) -> ExitCode:
 
     complaint = check_probes(findings, PROBES)
     if complaint:
-        return _complain(complaint, ExitCode.USAGE)
+        raise CommandError(complaint, ExitCode.USAGE)
     machine = detect_machine()
-    # before anything runs: code may be edited during a run
-    checkout = commit_and_tree(project_root(), ignoring=arguments.record)
     ops = load_vllm(machine)
     if isinstance(ops, str):
-        return _complain(ops, ExitCode.INFRASTRUCTURE)
+        raise CommandError(ops, ExitCode.INFRASTRUCTURE)
     package = Package(ops, load_vllm_moe(machine))
-    tried = {name: observe(name, package, machine.device) for name in PROBES}
-    observed = {f.id: tried[f.probe] if f.probe else _BY_THE_GATE for f in findings}
-    lines = audit(findings, ops.version, observed)
-    suspicions = unlisted(findings, tried)
-    print(render(ops.version, lines, suspicions))
-    code = EXIT_CODES[verdict_of(lines)]
-    if arguments.events:
-        with EventWriter(arguments.events, run=arguments.run_name) as writer:
-            writer.write(Note(text=probes_note(ops.version, lines)))
-    if arguments.record:
-        origin = provenance(machine, commit=arguments.commit, checkout=checkout)
-        try:
-            update_section(arguments.record, SECTION, origin | payload(lines, suspicions))
-        except (ValueError, OSError) as error:
-            return _complain(str(error), ExitCode.INFRASTRUCTURE)
-    return code
+    return ops.version, {name: observe(name, package, machine.device) for name in PROBES}
 
 
 def check_probes(findings: Sequence[Finding], probes: Mapping[str, object]) -> str | None:
@@ -156,8 +150,3 @@ def payload(lines: Sequence[Line], suspicions: Mapping[str, Observation]) -> dic
             name: {"seen": seen.seen.value, "text": seen.text} for name, seen in suspicions.items()
         },
     }
-
-
-def _complain(message: str, code: ExitCode) -> ExitCode:
-    print(f"loragate findings: {message}", file=sys.stderr)
-    return code

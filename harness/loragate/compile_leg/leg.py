@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from itertools import product
@@ -28,11 +28,10 @@ from loragate.compile_leg.dry_launch import (
 from loragate.compile_leg.judge import judge_all
 from loragate.core.verdict import Verdict, worst
 from loragate.events.model import CompileResult, Event, Note
+from loragate.subjects.registry import SUBJECTS
 
 ARCHS = (80, 90, 100)
 BASELINE = Path(__file__).resolve().parents[3] / "ci" / "baselines" / "resources.json"
-# subject -> where its launches come from
-PROVIDERS: Mapping[str, str] = {"lorakernels": "lorakernels.specs:launches"}
 _WORKERS = 2
 
 
@@ -50,7 +49,7 @@ def run(
 ) -> Verdict:
     """Compile and judge, one CompileResult each. Anything but PASS has a result or a note that
     says why; a kernel that brings down the compiler costs no other kernel its result."""
-    provider = provider or PROVIDERS[subject]
+    provider = provider or _provider_of(subject)
     try:
         records = load_baseline(baseline)
         triton, compiled = compile_all(provider, archs)
@@ -81,7 +80,7 @@ def record(
     if a kernel does not compile, and BaselineError if the file is damaged.
     """
     old = load_baseline(baseline) if baseline.exists() else Baseline()
-    triton, compiled = compile_all(provider or PROVIDERS[subject], archs)
+    triton, compiled = compile_all(provider or _provider_of(subject), archs)
     entries = {}
     for item in compiled:
         if item.resources is None:
@@ -108,6 +107,12 @@ def compile_all(provider: str, archs: Sequence[int]) -> tuple[str, tuple[Compile
             _result(future, provider, *unit) for future, unit in zip(futures, units, strict=True)
         ]
     return triton, tuple(item for items in found for item in items)
+
+
+def _provider_of(subject: str) -> str:
+    provider = SUBJECTS[subject].launches
+    assert provider is not None, f"{subject} has no launches to compile"
+    return provider
 
 
 def _submit(

@@ -1,26 +1,16 @@
-"""Keep what a gate run showed in a results file, next to the benchmarks of the same machine."""
+"""What a results file keeps of a gate run, next to the benchmarks of the same machine. Pure."""
 
 from __future__ import annotations
 
-import argparse
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from loragate.core.checkout import project_root
-from loragate.records.results import ResultsError, read_section, update_section
 from loragate.report.attempts import AttemptOutcome
 from loragate.report.counts import Count
 from loragate.report.summary import Summary
-
-
-def add_record_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--record", type=Path, metavar="FILE", help="keep counts, verdict and times in FILE"
-    )
-    parser.add_argument(
-        "--commit", help="what to record as the commit where the tree has no history"
-    )
 
 
 def section_of(attempts: int) -> str:
@@ -28,43 +18,11 @@ def section_of(attempts: int) -> str:
     return "gate" if attempts == 1 else "gate_seeds"
 
 
-def check_record(arguments: argparse.Namespace) -> None:
-    """Raises ResultsError for what could not be kept: before a long run, not after it."""
-    if arguments.record is None:
-        return
-    if arguments.cases:
-        raise ResultsError("--record takes every case; leave out --cases")
-    if arguments.attempt is not None:
-        raise ResultsError("--record takes attempts from 0 on; leave out --attempt")
-    read_section(arguments.record, section_of(1))
+def outcome(summary: Summary, *, matrix: Sequence[Path] = ()) -> dict[str, Any]:
+    """Expected and executed counts, the verdict and the times of a run, as JSON.
 
-
-def record_gate(summary: Summary, arguments: argparse.Namespace) -> str:
-    """Write the section of this run and return its name. Raises ResultsError or OSError."""
-    # asks torch for the device, which the gate itself leaves to its legs
-    from loragate.core.machine import detect_machine
-    from loragate.records.results import provenance
-
-    assert summary.plan is not None, "a run that was judged has a plan"
-    name = section_of(len(summary.plan.attempts))
-    # as it was when the run began
-    checkout = (summary.plan.commit, summary.plan.tree)
-    origin = provenance(detect_machine(), commit=arguments.commit, checkout=checkout)
-    files = [_file_name(file) for file in arguments.matrix or ()]
-    # without the key they were those of the project
-    matrix = {"matrix": files} if files else {}
-    update_section(arguments.record, name, origin | outcome(summary) | matrix)
-    return name
-
-
-def _file_name(file: Path) -> str:
-    """Where on somebody's disk the project lies is nobody's business."""
-    path, root = file.resolve(), project_root().resolve()
-    return path.relative_to(root).as_posix() if path.is_relative_to(root) else path.name
-
-
-def outcome(summary: Summary) -> dict[str, Any]:
-    """Expected and executed counts, the verdict and the times of a run, as JSON."""
+    matrix: the case files that were named; without any, they were those of the project.
+    """
     plan, finished = summary.plan, summary.finished
     return {
         "tier": plan.tier if plan else "",
@@ -86,12 +44,19 @@ def outcome(summary: Summary) -> dict[str, Any]:
             for leg in summary.legs
         ],
         "known": sorted({case.run_id for case in summary.known}),
+        **({"matrix": [*map(_file_name, matrix)]} if matrix else {}),
     }
 
 
+def _file_name(file: Path) -> str:
+    # the path of the project on this disk is left out: the file is published
+    path, root = file.resolve(), project_root().resolve()
+    return path.relative_to(root).as_posix() if path.is_relative_to(root) else path.name
+
+
 def _seed(attempt: AttemptOutcome) -> dict[str, Any]:
-    """One attempt: its verdict, what each site owed and gave, and how to run again what did not
-    pass."""
+    """One attempt: its verdict, expected and executed counts of each site, and how to replay what
+    did not pass."""
     return {
         "attempt": attempt.attempt,
         "verdict": attempt.verdict.value,

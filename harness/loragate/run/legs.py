@@ -1,27 +1,20 @@
-"""The legs of the gate: which there are on a machine, and the command of each. No torch."""
+"""The legs of the gate: which of them a run has, the command of each and what it owes. No torch."""
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from loragate.compile_leg import BaselineError, expected_count
-from loragate.compile_leg.leg import PROVIDERS
 from loragate.core.checkout import project_root
+from loragate.core.child_process import python_module
 from loragate.core.verdict import EXIT_CODES, Verdict
 from loragate.events.model import COMPILE_SITE, Expected
 from loragate.matrix.selection import Selection
 from loragate.run.folder import EVENTS
+from loragate.subjects.registry import SUBJECTS, RegisteredSubject
 
-COMPILE = "compile"
-HOST = "host"
-FINDINGS = "findings"
-# tests of what the kernels' package does on the host: adapters, slots, slicing, plans
-HOST_TESTS = ("tests/kernels", "tests/adapters", "tests/moe")
-_HOST_SUBJECT = "lorakernels"
-_FINDINGS_SUBJECT = "vllm"
 _LEG_VERDICTS: Mapping[int, Verdict] = {
     **{code.value: verdict for verdict, code in EXIT_CODES.items() if verdict is not Verdict.SKIP},
     # pytest's own: nothing was collected
@@ -29,59 +22,59 @@ _LEG_VERDICTS: Mapping[int, Verdict] = {
 }
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GateSetup:
+    """What the legs of one run have in common."""
+
+    run: str
+    report: Path
+    selection: Selection
+    has_gpu: bool
+
+    @property
+    def registered(self) -> tuple[RegisteredSubject, ...]:
+        """The selected subjects that come with the harness."""
+        return tuple(SUBJECTS[name] for name in self.selection.subjects if name in SUBJECTS)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LegKind:
+    """`owes`: results that the leg must deliver besides the cases, which the plan assigns."""
+
+    name: str
+    applies: Callable[[GateSetup], bool]
+    command: Callable[[GateSetup], tuple[str, ...]]
+    owes: Callable[[GateSetup], Iterator[Expected]] = lambda setup: iter(())
+
+
 @dataclass(frozen=True, slots=True)
 class Leg:
+    """A leg of one run."""
+
     name: str
     command: tuple[str, ...]
+    owes: tuple[Expected, ...]
 
 
-def cases_leg_name(*, has_gpu: bool) -> str:
-    return "gpu" if has_gpu else "interpreter"
-
-
-def make_legs(selection: Selection, *, run: str, report: Path, has_gpu: bool) -> tuple[Leg, ...]:
-    """Cases first: they are what people wait for."""
-    cases = Leg(cases_leg_name(has_gpu=has_gpu), _cases_command(selection, run, report))
-    compiled = [subject for subject in selection.subjects if subject in PROVIDERS]
-    legs = [cases]
-    if compiled:
-        command = _python("loragate.compile_leg.process", str(report / EVENTS), run, *compiled)
-        legs.append(Leg(COMPILE, command))
-    if _HOST_SUBJECT in selection.subjects:
-        # says what was skipped for want of a package
-        joined = (f"--loragate-run={run}", f"--loragate-report={report}")
-        command = (*_pytest(*HOST_TESTS), "-p", "loragate.plugin.host_tests", *joined)
-        legs.append(Leg(HOST, command))
-    if _FINDINGS_SUBJECT in selection.subjects:
-        # a listed finding that is gone must not stay listed
-        record = (f"--events={report / EVENTS}", f"--run={run}")
-        legs.append(Leg(FINDINGS, _python("loragate", "findings", *record)))
-    return tuple(legs)
-
-
-def owed_by_compiling(selection: Selection) -> tuple[Expected, ...]:
-    """What the compile leg must deliver; nothing where no baseline can be read, which the leg
-    itself will tell."""
-    try:
-        count = expected_count()
-    except BaselineError:
-        return ()
+def legs_of(setup: GateSetup) -> tuple[Leg, ...]:
+    """The legs in the order in which they run; the first one runs the cases."""
     return tuple(
-        Expected(leg=COMPILE, subject=subject, site=COMPILE_SITE, count=count)
-        for subject in selection.subjects
-        if subject in PROVIDERS
+        Leg(kind.name, kind.command(setup), tuple(kind.owes(setup)))
+        for kind in LEGS
+        if kind.applies(setup)
     )
 
 
 def verdict_of_exit(exit_code: int) -> Verdict:
-    """What the exit code of a leg says; one that none of ours gives is a broken leg."""
+    """The verdict that the exit code of a leg stands for; an unknown code means a broken leg."""
     return _LEG_VERDICTS.get(exit_code, Verdict.INFRA)
 
 
-def _cases_command(selection: Selection, run: str, report: Path) -> tuple[str, ...]:
+def _cases_command(setup: GateSetup) -> tuple[str, ...]:
+    selection = setup.selection
     options: list[tuple[str, Sequence[object]]] = [
-        ("run", [run]),
-        ("report", [report]),
+        ("run", [setup.run]),
+        ("report", [setup.report]),
         ("tier", [selection.tier.value]),
         ("subject", selection.subjects),
         ("attempt", selection.attempts),
@@ -92,9 +85,43 @@ def _cases_command(selection: Selection, run: str, report: Path) -> tuple[str, .
     return (*_pytest("cases/test_cases.py"), *arguments)
 
 
+def _compiled_subjects(setup: GateSetup) -> list[str]:
+    return [subject.name for subject in setup.registered if subject.launches]
+
+
+def _compile_command(setup: GateSetup) -> tuple[str, ...]:
+    arguments = (str(setup.report / EVENTS), setup.run, *_compiled_subjects(setup))
+    return python_module("loragate.compile_leg.process", *arguments)
+
+
+def _owed_compilations(setup: GateSetup) -> Iterator[Expected]:
+    try:
+        count = expected_count()
+    except BaselineError:
+        # the leg itself reports that its baseline cannot be read
+        return
+    for subject in _compiled_subjects(setup):
+        yield Expected(leg="compile", subject=subject, site=COMPILE_SITE, count=count)
+
+
+def _host_tests(setup: GateSetup) -> list[str]:
+    return [path for subject in setup.registered for path in subject.host_tests]
+
+
+def _host_command(setup: GateSetup) -> tuple[str, ...]:
+    # the plugin notes in the run what was skipped for lack of a package
+    joined = (f"--loragate-run={setup.run}", f"--loragate-report={setup.report}")
+    return (*_pytest(*_host_tests(setup)), "-p", "loragate.plugin.host_tests", *joined)
+
+
+def _findings_command(setup: GateSetup) -> tuple[str, ...]:
+    record = (f"--events={setup.report / EVENTS}", f"--run={setup.run}")
+    return python_module("loragate", "findings", *record)
+
+
 def _pytest(*paths: str) -> tuple[str, ...]:
     root = project_root()
-    return _python(
+    return python_module(
         "pytest",
         *(str(root / path) for path in paths),
         f"--rootdir={root}",
@@ -105,5 +132,21 @@ def _pytest(*paths: str) -> tuple[str, ...]:
     )
 
 
-def _python(module: str, *arguments: str) -> tuple[str, ...]:
-    return (sys.executable, "-m", module, *arguments)
+# cases first: they are what people wait for
+LEGS = (
+    LegKind(name="gpu", applies=lambda setup: setup.has_gpu, command=_cases_command),
+    LegKind(name="interpreter", applies=lambda setup: not setup.has_gpu, command=_cases_command),
+    LegKind(
+        name="compile",
+        applies=lambda setup: bool(_compiled_subjects(setup)),
+        command=_compile_command,
+        owes=_owed_compilations,
+    ),
+    LegKind(name="host", applies=lambda setup: bool(_host_tests(setup)), command=_host_command),
+    LegKind(
+        name="findings",
+        # a listed finding that no longer reproduces must not stay listed
+        applies=lambda setup: any(subject.findings for subject in setup.registered),
+        command=_findings_command,
+    ),
+)

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from loragate.core.checkout import commit_and_tree, project_root
+from loragate.core.errors import CommandError
 from loragate.core.machine import Machine, detect_machine, select_interpreter
 from loragate.core.verdict import ExitCode
 from loragate.core.versions import host, utc_now, versions
@@ -33,12 +34,8 @@ if TYPE_CHECKING:
     from loragate.protocol import Capabilities
 
 
-class AnnounceError(Exception):
-    """The run cannot be planned; `exit_code` tells whose fault it is."""
-
-    def __init__(self, message: str, exit_code: ExitCode) -> None:
-        super().__init__(message)
-        self.exit_code = exit_code
+class AnnounceError(CommandError):
+    """The run cannot be planned."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

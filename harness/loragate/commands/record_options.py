@@ -1,0 +1,23 @@
+"""The arguments that keep what a command found, the same for each command. No torch."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from loragate.records.recorder import Recorder
+
+
+def add_record_options(parser: argparse.ArgumentParser, what: str) -> None:
+    """`what` ends up in the file: "the figures"."""
+    parser.add_argument("--record", type=Path, metavar="FILE", help=f"write {what} to FILE")
+    parser.add_argument(
+        "--commit", help="what to record as the commit where the tree has no history"
+    )
+
+
+def open_record(arguments: argparse.Namespace, section: str) -> Recorder | None:
+    """The section of the file that --record names; None without --record. Raises ResultsError."""
+    if arguments.record is None:
+        return None
+    return Recorder.open(arguments.record, section, commit=arguments.commit)
