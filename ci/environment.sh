@@ -1,6 +1,6 @@
-# sourced by the commands of this folder: `use_environment NAME CONSTRAINTS EXTRAS` sets $python
+# Sourced by the commands of this folder: `use_environment NAME CONSTRAINTS EXTRAS` sets $python.
 #
-# The environment is made on first use and again whenever what goes into it has changed. With
+# The environment is made on first use, and again whenever its requirements have changed. With
 # LORAGATE_PYTHON=/path/to/python that interpreter is used as it is, and nothing is installed.
 # shellcheck shell=bash
 
@@ -33,7 +33,8 @@ use_existing_python() {
   export PYTHONPATH="$root/harness:$root/kernels${PYTHONPATH:+:$PYTHONPATH}"
   "$python" - <<'PYTHON' || fail "LORAGATE_PYTHON=$python lacks packages that the gate needs."
 import importlib.util as u, sys
-names = "torch triton numpy safetensors pydantic yaml jinja2 pytest xdist covertable".split()
+names = """torch triton numpy packaging safetensors pydantic yaml jinja2 pytest xdist covertable
+filelock psutil pynvml""".split()
 missing = [name for name in names if u.find_spec(name) is None]
 if missing:
     sys.exit("missing: " + ", ".join(missing))
@@ -50,7 +51,7 @@ make_environment() {
   fi
   (cd "$root" && "$venv/bin/python" -m pip install --quiet --disable-pip-version-check \
     -c "$constraints" -e ".[$extras]") ||
-    fail "pip could not install the dependencies; run the same command again to go on."
+    fail "pip could not install the dependencies; run the same command again to continue."
   printf '%s\n' "$stamp" >"$venv/loragate-stamp"
 }
 
@@ -61,7 +62,7 @@ use_environment() {
     return
   fi
   python=$venv/bin/python
-  # the place counts too: an editable install points at it
+  # the path counts too: an editable install points to it
   stamp=$({ cat "$root/pyproject.toml" "$constraints" && printf '%s %s\n' "$extras" "$root"; } | cksum)
   if [ "$(cat "$venv/loragate-stamp" 2>/dev/null)" != "$stamp" ] || ! is_new_enough "$python"; then
     make_environment "$venv" "$constraints" "$extras" "$stamp"

@@ -89,7 +89,7 @@ def test_a_file_that_cannot_be_read_is_never_overwritten(
     assert path.read_text() == text
 
 
-def test_provenance_names_code_versions_and_machine_but_no_place_on_the_disk() -> None:
+def test_provenance_names_code_versions_and_machine_but_no_path_on_the_disk() -> None:
     origin = provenance(Machine("cuda", "NVIDIA H200", (9, 0), 132, 1 << 37), commit="abc")
     assert origin["machine"]["compute_capability"] == [9, 0]
     assert origin["tree"] in ("clean", "dirty", "unknown")
@@ -99,7 +99,7 @@ def test_provenance_names_code_versions_and_machine_but_no_place_on_the_disk() -
 
 
 @pytest.mark.parametrize("name", ["ci/results/new.json", "kept.json"])
-def test_the_record_itself_makes_no_tree_dirty_and_any_other_file_does(
+def test_the_record_itself_does_not_make_the_tree_dirty_but_any_other_file_does(
     tmp_path: Path, name: str
 ) -> None:
     def git(*arguments: str) -> None:

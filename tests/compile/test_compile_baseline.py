@@ -78,7 +78,7 @@ def test_a_missing_baseline_is_refused_with_its_path(tmp_path: Path) -> None:
         load_baseline(tmp_path / "none.json")
 
 
-def test_the_expected_count_covers_whatever_any_release_has_on_record(tmp_path: Path) -> None:
+def test_the_expected_count_covers_the_kernels_of_every_release(tmp_path: Path) -> None:
     other = ("sm_90", "lora_expand_kernel", "qkv-bf16-r16-t64")
     baseline = _baseline("3.7.1").with_record(Record("3.8.0", {other: Resources(1, 0, 0)}))
     save_baseline(baseline, tmp_path / "resources.json")
@@ -91,7 +91,7 @@ def test_every_release_has_the_same_kernels_on_record() -> None:
 
 
 def test_every_kernel_in_the_sources_is_on_record_for_every_gpu() -> None:
-    """By name: a function that is decorated and ends in `_kernel` is one that is launched."""
+    """By name: a decorated function whose name ends in `_kernel` is one that is launched."""
     sources = BASELINE.parents[2] / "kernels" / "lorakernels"
     launched = {
         line.removeprefix("def ").partition("(")[0]

@@ -24,7 +24,7 @@ def _judge(resources: Resources | None, record: Record | None = RECORD) -> Compi
     return judge(_compiled(resources, "boom"), record, subject="toy", triton="3.7.1")
 
 
-def test_the_recorded_resources_pass_without_a_word() -> None:
+def test_the_recorded_resources_pass_without_a_message() -> None:
     result = _judge(BEFORE)
     assert (result.verdict, result.message) == (Verdict.PASS, "")
     assert (result.resources, result.baseline) == (BEFORE, BEFORE)
@@ -41,7 +41,9 @@ def test_fewer_resources_than_recorded_pass() -> None:
         ({"shared_bytes": 5120}, "shared bytes 4096 -> 5120 (margin 1024)"),
     ],
 )
-def test_a_growth_within_the_margin_passes_and_is_shown(change: dict[str, int], words: str) -> None:
+def test_growth_within_the_margin_passes_and_is_reported(
+    change: dict[str, int], words: str
+) -> None:
     result = _judge(replace(BEFORE, **change))
     assert result.verdict is Verdict.PASS
     assert result.message == f"resources grew within the margin: {words}"
@@ -55,7 +57,7 @@ def test_a_growth_within_the_margin_passes_and_is_shown(change: dict[str, int], 
         ({"shared_bytes": 5121}, "shared bytes 4096 -> 5121 (margin 1024)"),
     ],
 )
-def test_a_growth_beyond_the_margin_fails(change: dict[str, int], words: str) -> None:
+def test_growth_beyond_the_margin_fails(change: dict[str, int], words: str) -> None:
     result = _judge(replace(BEFORE, **change))
     assert result.verdict is Verdict.FAIL
     assert result.message == f"resources grew: {words}"
@@ -73,7 +75,7 @@ def test_more_shared_memory_than_the_gpu_has_fails_even_if_recorded() -> None:
     assert "232449 bytes of shared memory, sm_90 gives a block at most 232448" in result.message
 
 
-def test_a_kernel_that_nobody_recorded_leaves_the_gate_incomplete() -> None:
+def test_a_kernel_without_a_record_leaves_the_gate_incomplete() -> None:
     result = _judge(BEFORE, record=Record("3.7.1", {}))
     assert result.verdict is Verdict.INCONCLUSIVE
     assert result.message.startswith("no baseline for this kernel; record it with `python -m")
@@ -85,7 +87,7 @@ def test_an_unknown_release_of_triton_leaves_the_gate_incomplete() -> None:
     assert result.message.startswith("no baseline for Triton 3.12; ")
 
 
-def test_what_is_on_record_but_was_not_compiled_is_missed() -> None:
+def test_a_kernel_on_record_that_was_not_compiled_leaves_the_gate_incomplete() -> None:
     (result,) = judge_all([], RECORD, subject="toy", triton="3.7.1")
     assert (result.arch, result.kernel, result.specialisation) == KEY
     assert result.verdict is Verdict.INCONCLUSIVE

@@ -169,10 +169,10 @@ def _judge(instance: type[Honest]) -> Judgement:
     return Compile().judge(_trial(instance))
 
 
-def test_layers_that_differ_in_nothing_but_tensors_share_one_graph() -> None:
+def test_layers_that_differ_only_in_their_tensors_share_one_graph() -> None:
     judgement = _judge(Honest)
     assert judgement.verdict is Verdict.PASS, judgement.message
-    # the second one is for all other sizes of a batch
+    # the second one is for all other batch sizes
     assert judgement.metrics == {"operators": 1.0, "layers": 3.0, "graphs": 2.0}
 
 
@@ -201,7 +201,7 @@ def test_where_nothing_is_compiled_nothing_is_judged(monkeypatch: pytest.MonkeyP
         (ForgetsTheScaleWhenTraced, Failure.WRONG_ANSWER, "the same layer without torch.compile"),
     ],
 )
-def test_a_planted_defect_is_told_by_its_kind(
+def test_a_planted_defect_fails_with_its_kind(
     instance: type[Honest], failure: Failure, words: str
 ) -> None:
     judgement = _judge(instance)
@@ -216,7 +216,7 @@ def test_a_kernel_that_is_compiled_after_the_first_batch_fails() -> None:
         name = "_lora_shrink_kernel"
 
     class Specialises(Honest):
-        """Stands in for a kernel that is specialised on the number of active adapters."""
+        """Imitates a kernel that is specialised on the number of active adapters."""
 
         def apply(self, x: Tensor, out: Tensor) -> Tensor:
             return super().apply(x, out)
@@ -243,7 +243,7 @@ def test_a_case_without_anything_to_trace_is_skipped_with_a_reason(case: Case, r
     assert reason in str(Compile().applies(_trial(Honest, case)))
 
 
-def test_a_subject_that_does_not_promise_to_be_traceable_is_skipped_with_a_reason() -> None:
+def test_a_subject_that_is_not_said_to_be_traceable_is_skipped_with_a_reason() -> None:
     trial = _trial(Honest)
     trial = replace(trial, capabilities=replace(trial.capabilities, traceable=False))
     assert "does not promise that torch.compile can trace it" in str(Compile().applies(trial))

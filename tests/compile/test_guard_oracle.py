@@ -32,7 +32,7 @@ def _require(name: str, given: object, allowed: object) -> None:
 
 
 class Careful(DenseDelta):
-    """Refuses all that there is to refuse, before it changes anything."""
+    """Refuses every bad input before it changes anything."""
 
     def __init__(self, case: Case) -> None:
         super().__init__(case)
@@ -150,7 +150,7 @@ class NegativeSlot(Careful):
 
 class HighRank(Careful):
     def check_rank(self, ranks: tuple[int, ...]) -> None:
-        """A rank beyond the buffers is taken."""
+        """Accepts a rank that exceeds the buffers."""
 
 
 class LastSlotByMinusOne(Careful):
@@ -159,7 +159,7 @@ class LastSlotByMinusOne(Careful):
 
 
 class ForgetsTheMapping(Careful):
-    """Installs a mapping before it looks at it."""
+    """Installs a mapping before it checks it."""
 
     def prepare(self, token_slots: Tensor) -> None:
         self.token_slots = token_slots.clone()
@@ -167,7 +167,7 @@ class ForgetsTheMapping(Careful):
 
 
 class HalfAnAdapter(Careful):
-    """Empties the slot before it looks at what is to move in (sglang #8103)."""
+    """Empties the slot before it checks the new adapter (sglang #8103)."""
 
     def load(self, slot: int, pool: Pool) -> None:
         self.slots.pop(slot, None)
@@ -259,7 +259,7 @@ def test_a_subject_that_refuses_everything_passes(case: Case) -> None:
         (LastSlotByMinusOne, Guard.SLOT),
     ],
 )
-def test_what_is_accepted_in_spite_of_a_promise_fails(
+def test_bad_input_that_is_accepted_in_spite_of_a_promise_fails(
     instance: type[Careful], guard: Guard
 ) -> None:
     judgement = _judge(instance)
@@ -292,7 +292,7 @@ def test_another_kind_of_error_is_no_refusal() -> None:
     assert "AssertionError instead of ValueError" in judgement.message
 
 
-def test_an_error_that_does_not_tell_what_was_given_is_no_refusal() -> None:
+def test_an_error_that_does_not_name_what_was_given_is_no_refusal() -> None:
     judgement = _judge(SilentError)
     assert judgement.failure is Failure.NOT_REFUSED
     assert "does not name 9: bad adapter" in judgement.message
@@ -301,7 +301,7 @@ def test_an_error_that_does_not_tell_what_was_given_is_no_refusal() -> None:
 @pytest.mark.parametrize(
     ("instance", "given"), [(NamesTheDeviceInstead, CASE.slots), (SaysWithout, "out")]
 )
-def test_an_error_that_has_what_was_given_only_inside_of_other_words_is_no_refusal(
+def test_an_error_with_what_was_given_only_inside_other_words_is_no_refusal(
     instance: type[Careful], given: object
 ) -> None:
     judgement = _judge(instance)
@@ -323,7 +323,7 @@ def test_an_error_may_name_what_was_given_in_any_notation(message: str, given: s
     assert _names(message, given)
 
 
-def test_a_refusal_that_nobody_promised_is_not_asked_for() -> None:
+def test_a_refusal_that_was_not_promised_is_not_checked() -> None:
     judgement = GuardedInput().judge(_trial(HighRank, CASE, Guard.X_DTYPE))
     assert judgement.verdict is Verdict.PASS
     assert judgement.metrics == {"refusals": 1.0}

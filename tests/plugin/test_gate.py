@@ -133,7 +133,7 @@ def test_a_gpu_that_is_named_and_not_there_is_none(tmp_path, monkeypatch, capsys
 
 
 @pytest.mark.parametrize("command", ["gate", "session"])
-def test_a_driver_that_fails_stops_a_run_with_its_words(tmp_path, command, run_gate, run_session):
+def test_a_driver_that_fails_stops_a_run_with_its_message(tmp_path, command, run_gate, run_session):
     changes = {"FAKE_GPUS": "mismatch", "CUDA_VISIBLE_DEVICES": "0"}
     report = tmp_path / "report"
     if command == "gate":

@@ -1,6 +1,6 @@
 """`loragate bench`: time a table, record it, show a record.
 
-Exit codes: 0 every bar is met, 1 a bar is missed or a subject computes something else,
+Exit codes: 0 every bar is met, 1 a bar is missed or a subject computes a wrong result,
 2 there was no baseline or not every row ran, 3 no GPU or a subject does not run, 4 usage.
 """
 
@@ -41,12 +41,14 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 def _add_kind(parser: argparse.ArgumentParser, kind: Kind) -> None:
     if kind.takes_any_subject:
-        parser.add_argument("--subject", default=_OWN, help="the implementation to judge")
+        parser.add_argument(
+            "--subject", default=_OWN, help="the implementation to judge (default: lorakernels)"
+        )
     parser.add_argument(
         "--baseline",
         default=_VLLM,
         choices=None if kind.takes_any_subject else (_VLLM, _NOBODY),
-        help="the one it has to beat, or 'none' (default: vllm)",
+        help="the implementation to beat, or 'none' (default: vllm)",
     )
     parser.add_argument(
         "--rows",
@@ -60,7 +62,7 @@ def _add_kind(parser: argparse.ArgumentParser, kind: Kind) -> None:
 
 
 def run(arguments: argparse.Namespace) -> ExitCode:
-    """Run whichever kind was chosen."""
+    """Run the chosen kind."""
     code: ExitCode = arguments.run(arguments)
     return code
 

@@ -1,7 +1,7 @@
-"""`loragate faults`: plant the corpus, one fault at a time, and tell who noticed.
+"""`loragate faults`: plant the corpus, one fault at a time, and report what detected each.
 
-Exit codes: 0 every fault that can show here is killed and every control is green, 1 a fault got
-away or a control was called wrong, 2 none of what was asked for could be planted here, 3 something
+Exit codes: 0 every fault that can show here is detected and every control passes, 1 a fault was
+not detected or a control failed, 2 none of what was asked for could be planted here, 3 something
 could not be planted or run, 4 usage.
 """
 
@@ -30,14 +30,16 @@ from loragate.records.results import ResultsError, read_section
 
 SECTION, GPU_SECTION = "faults", "faults_gpu"
 _JOBS = 2
-# many times what a fault takes, for a machine that is busy; a GPU compiles every kernel first
+# many times what a fault takes, for a busy machine; on a GPU every kernel is compiled first
 _DEADLINE_S, _GPU_DEADLINE_S = 90.0, 240.0
 
 Planted = TypeVar("Planted", Fault, Control)
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    parser = subparsers.add_parser("faults", help="plant known faults and see them noticed")
+    parser = subparsers.add_parser(
+        "faults", help="plant known faults and check that each is detected"
+    )
     which = parser.add_mutually_exclusive_group()
     which.add_argument(
         "--only",
@@ -45,15 +47,15 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         action="extend",
         default=[],
         metavar="NAME",
-        help="only faults and controls with this piece in their name, or like this pattern",
+        help="only faults and controls whose name contains this text or matches this pattern",
     )
     which.add_argument(
-        "--slice", action="store_true", help="for each oracle the fault that only it notices"
+        "--slice", action="store_true", help="for each oracle, the fault that only it detects"
     )
     parser.add_argument(
         "--gpu",
         action="store_true",
-        help="compiled kernels: the faults that need a GPU, or whatever --only names",
+        help="with compiled kernels: the faults that need a GPU, or those that --only names",
     )
     parser.add_argument(
         "--stand-in",
@@ -122,7 +124,7 @@ def exit_code(lines: Sequence[Line], controls: Sequence[tuple[Control, Outcome]]
         return ExitCode.INFRASTRUCTURE
     if fates & set(BAD) or Fate.KILLED in alarms:
         return ExitCode.WRONG
-    # controls alone are an answer to who asked for controls, and not to who asked for a fault
+    # controls alone answer a request for controls, not one for a fault that could not be planted
     return ExitCode.INCOMPLETE if (fates or alarms) <= {Fate.NOT_RUN} else ExitCode.OK
 
 

@@ -1,8 +1,8 @@
-"""`loragate findings`: try everything that is listed about a subject, and every open suspicion.
+"""`loragate findings`: run the probes of all listed findings, and those of open suspicions.
 
-Exit codes: 0 all entries that can be tried here reproduce, 1 one has stopped to, 2 nothing could
-be tried or no entry is about the installed version, 3 an attempt broke or the subject does not
-run here, 4 the ledger is not valid.
+Exit codes: 0 all findings that can be tried here reproduce, 1 one no longer reproduces, 2 nothing
+could be tried or no finding is about the installed version, 3 a probe failed to run or the subject
+does not run here, 4 the ledger is not valid.
 """
 
 from __future__ import annotations
@@ -40,9 +40,15 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "findings", help="check that what is listed about the installed vLLM still reproduces"
     )
     add_record_options(parser, "the observations")
-    parser.add_argument("--page", action="store_true", help="print docs/findings.md, try nothing")
-    parser.add_argument("--events", type=Path, metavar="FILE", help="the record of a gate's run")
-    parser.add_argument("--run", dest="run_name", default="", metavar="NAME", help="of that run")
+    parser.add_argument(
+        "--page", action="store_true", help="print docs/findings.md and try nothing"
+    )
+    parser.add_argument(
+        "--events", type=Path, metavar="FILE", help="append a note to the events of a gate run"
+    )
+    parser.add_argument(
+        "--run", dest="run_name", default="", metavar="NAME", help="the name of that run"
+    )
     parser.set_defaults(run=run)
 
 
@@ -89,7 +95,7 @@ def _try_probes(findings: Sequence[Finding]) -> tuple[str, dict[str, Observation
 
 
 def check_probes(findings: Sequence[Finding], probes: Mapping[str, object]) -> str | None:
-    """A sentence about the first entry whose probe does not exist."""
+    """A sentence about the first finding whose probe does not exist."""
     for finding in findings:
         if finding.probe is not None and finding.probe not in probes:
             near = get_close_matches(finding.probe, probes, n=1)
@@ -102,7 +108,7 @@ def check_probes(findings: Sequence[Finding], probes: Mapping[str, object]) -> s
 def unlisted(
     findings: Sequence[Finding], tried: Mapping[str, Observation]
 ) -> dict[str, Observation]:
-    """Probes of suspicions that no entry claims: shown, never judged."""
+    """Observations of probes that no finding names: open suspicions are shown, never judged."""
     listed = {finding.probe for finding in findings}
     return {name: seen for name, seen in tried.items() if name not in listed}
 
@@ -118,7 +124,7 @@ def render(version: str, lines: Sequence[Line], suspicions: Mapping[str, Observa
 
 
 def probes_note(version: str, lines: Sequence[Line]) -> str:
-    """One sentence for the report of the gate, which judges the entries about cases itself."""
+    """One sentence for the report of the gate, which judges the findings about cases itself."""
     probed = [line for line in lines if line.finding.probe is not None]
     rest = [line.finding.id for line in probed if line.state is not State.KNOWN]
     names = f"; {', '.join(rest)}" if rest else ""

@@ -1,7 +1,7 @@
-"""Compile every kernel for GPUs that need not be here, and judge what each costs.
+"""Compile every kernel for GPUs that need not be present, and judge the resources of each.
 
 Invariant: what is compiled is what a real launch on that GPU would compile. The host code of a
-subject runs for real, only its tensors carry no data and Triton's driver names another target.
+subject runs as it is; only its tensors carry no data, and Triton's driver names another target.
 """
 
 from __future__ import annotations

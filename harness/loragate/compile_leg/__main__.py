@@ -1,4 +1,4 @@
-"""`python -m loragate.compile_leg`: the leg on its own, or `--update` of its baseline."""
+"""`python -m loragate.compile_leg`: run the leg on its own, or `--update` its baseline."""
 
 from __future__ import annotations
 
@@ -22,6 +22,8 @@ _EXIT_CODES = {
 
 
 class _Printer:
+    """Prints results instead of appending them to the events of a run."""
+
     def __init__(self) -> None:
         self.results = 0
 
@@ -45,7 +47,7 @@ def main(arguments: list[str] | None = None) -> int:
         action="append",
         default=[],
         metavar="X.Y.Z",
-        help="with --update: record under this Triton instead, installed aside; repeatable",
+        help="with --update: record under this release of Triton, installed apart; repeatable",
     )
     parser.add_argument("--baseline", type=Path, default=BASELINE)
     options = parser.parse_args(arguments)

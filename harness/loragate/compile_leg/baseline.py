@@ -1,7 +1,7 @@
-"""The recorded resources, one line a kernel so that a change is easy to review. Pure.
+"""The recorded resources, one line per kernel so that a change is easy to review.
 
-A compiler may spend registers differently from release to release, so each minor release of
-Triton has its own record. Patch releases share one.
+Register allocation may change from release to release, so each minor release of Triton has its
+own record. Patch releases share one.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Key: TypeAlias = tuple[str, str, str]
 
 
 class BaselineError(ValueError):
-    """A file of resources that cannot be read; the message names the file."""
+    """A baseline that cannot be read; the message names the file."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +49,7 @@ class Baseline:
 
     @property
     def keys(self) -> frozenset[Key]:
-        """Every specialisation that any release has on record."""
+        """Every specialisation that is on record for any release."""
         return frozenset(key for record in self.records.values() for key in record.entries)
 
 
@@ -82,7 +82,7 @@ _SEPARATOR = " "
 
 
 def load_baseline(path: Path) -> Baseline:
-    """Raises BaselineError if the file is missing or not what this version writes."""
+    """Raises BaselineError if the file is missing or not in the format of this version."""
     try:
         file = _FILE.validate_json(path.read_bytes())
     except OSError as error:

@@ -1,4 +1,4 @@
-"""Registers, spills and shared memory of a compiled kernel, as the driver would see them."""
+"""Registers, spills and shared memory of a compiled kernel, read from its binary."""
 
 from __future__ import annotations
 
@@ -14,9 +14,12 @@ _TIMEOUT_S = 60
 
 
 def read_resources(cubin: bytes, shared_bytes: int) -> Resources:
-    """Spills are bytes of stack: a Triton kernel has no other use for it. Shared memory is what
-    the launch asks for: from sm_90 on the binary counts the driver's own share as well. Raises
-    RuntimeError."""
+    """Resources of the only kernel in `cubin`, which asks for `shared_bytes` when it is launched.
+
+    Spills are bytes of stack: a Triton kernel has no other use for it. Shared memory is taken from
+    the launch, because from sm_90 on the binary counts the driver's own share as well. Raises
+    RuntimeError.
+    """
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
@@ -30,7 +33,7 @@ def read_resources(cubin: bytes, shared_bytes: int) -> Resources:
 
 
 def _cuobjdump() -> Path:
-    """The one that Triton's wheel brings: it knows every target that Triton knows."""
+    """The tool in Triton's wheel, which knows every target that Triton knows."""
     import triton.backends.nvidia
 
     return Path(triton.backends.nvidia.__path__[0]) / "bin" / "cuobjdump"

@@ -1,9 +1,9 @@
-"""Compile the launches of a subject in this process, for one GPU that need not exist.
+"""Compile the launches of a subject in this process, for a GPU that need not be present.
 
-Invariant: only ever runs in a process of its own, because Triton's driver is replaced for good
-and its interpreter must be off before the first kernel is imported.
+Invariant: this runs in a process of its own, because Triton's driver is replaced for good and its
+interpreter must be off before the first kernel is imported.
 
-A provider is `module:function`; the function gets a compute capability, 90 for sm_90, and gives
+A provider is `module:function`; the function takes a compute capability, 90 for sm_90, and returns
 (label, launch) pairs. `launch()` runs host code that launches kernels on tensors without data
 (device "meta"); labels are unique and do not depend on the compute capability.
 """
@@ -21,9 +21,9 @@ from typing import Any, TypeAlias
 from loragate.compile_leg.cubin import read_resources
 from loragate.core.resources import Resources
 
-# how an error of Triton's front end begins
+# errors of Triton's front end begin like this
 _PLACE = re.compile(r"at \d+:\d+:")
-# of a streaming multiprocessor from sm_100 on
+# of each streaming multiprocessor from sm_100 on
 _TENSOR_MEMORY_COLUMNS = 512
 
 Launches: TypeAlias = Iterable[tuple[str, Callable[[], None]]]
@@ -41,12 +41,12 @@ class Compiled:
 
 
 class ProviderError(RuntimeError):
-    """A provider that cannot be found or does not keep to what a provider promises."""
+    """A provider that cannot be imported, or whose launches are not as the module documents."""
 
 
 def settle_process() -> None:
-    """Make this process compile; must run before Triton is imported."""
-    assert "triton" not in sys.modules, "Triton has already read its switches"
+    """Make this process compile kernels; must run before Triton is imported."""
+    assert "triton" not in sys.modules, "Triton has already read its environment variables"
     os.environ.pop("TRITON_INTERPRET", None)
     # the baseline is recorded with fusion; Triton 3.10 turns it off by default
     os.environ["TRITON_DEFAULT_FP_FUSION"] = "1"
@@ -68,8 +68,8 @@ def triton_version() -> str:
 
 
 def compile_launch(provider: str, label: str, arch: int) -> tuple[Compiled, ...]:
-    """What the launch called `label` compiles on sm_`arch`, in launch order. A kernel that is
-    launched twice shows up twice. Raises ProviderError."""
+    """The kernels that the launch called `label` compiles for sm_`arch`, in launch order; a kernel
+    that is launched twice appears twice. Raises ProviderError."""
     launch = dict(_launches(provider, arch)).get(label)
     if launch is None:
         raise ProviderError(f"{provider}: sm_{arch} has no launch {label!r}, unlike sm_90")
@@ -80,7 +80,7 @@ def compile_launch(provider: str, label: str, arch: int) -> tuple[Compiled, ...]
     with recorder:
         try:
             launch()
-        # a host code that stumbles is a result like a kernel that does not compile
+        # host code that fails is a result, like a kernel that does not compile
         except Exception as error:
             host = Compiled("host", label, f"sm_{arch}", None, _first_cause(error))
             recorder.found.append(host)
@@ -99,7 +99,7 @@ def _launches(provider: str, arch: int) -> Launches:
 
 
 class _Driver:
-    """What Triton asks of a driver before it launches, answered for a GPU that is not here."""
+    """The part of Triton's driver that a launch asks, for a GPU that need not be present."""
 
     def __init__(self, arch: int) -> None:
         self._arch = arch
@@ -110,7 +110,7 @@ class _Driver:
         return GPUTarget("cuda", self._arch, 32)
 
     def get_current_device(self) -> int:
-        # kernels are cached by device, so that each target has to be one
+        # kernels are cached by device, so each target must be a device of its own
         return self._arch
 
     def get_current_stream(self, _: int) -> int:
@@ -118,7 +118,7 @@ class _Driver:
 
 
 class _Recorder:
-    """Turns launches into compilations as long as it is entered."""
+    """Within its `with` block, launches only compile."""
 
     def __init__(self, label: str, arch: str) -> None:
         self._label, self._arch = label, arch
@@ -150,7 +150,7 @@ class _Recorder:
             binary = self._run(kernel, *args, grid=(1,), warmup=True, **options)
             _check_tensor_memory(binary.metadata)
             resources = read_resources(binary.asm["cubin"], binary.metadata.shared)
-        # whatever the compiler throws at a kernel is that kernel's result
+        # any error of the compiler is the kernel's result
         except Exception as caught:
             error = _first_cause(caught)
         self.found.append(Compiled(name, specialisation, self._arch, resources, error))
@@ -164,8 +164,8 @@ def _check_tensor_memory(metadata: Any) -> None:
 
 
 def _first_cause(error: BaseException) -> str:
-    """What the compiler stumbled over, with the place that Triton names: lines and columns are
-    counted from the start of the kernel's source."""
+    """The innermost cause of a compiler error, with the line and column that Triton names; these
+    are counted from the start of the kernel's source."""
     chain = [error]
     while (cause := chain[-1].__cause__) is not None:
         chain.append(cause)

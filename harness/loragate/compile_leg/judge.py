@@ -1,9 +1,9 @@
 """One compiled kernel against its record -> one result. Pure.
 
-FAIL: it does not compile, does not fit the GPU, spills more than recorded, or needs more
-registers or shared memory than recorded by more than the margin. A smaller growth is shown.
-INCONCLUSIVE, which leaves a gate incomplete: nothing is on record to compare with, either for
-this kernel or for this release of Triton, or something on record was not compiled.
+FAIL: the kernel does not compile, does not fit the GPU, spills more than recorded, or needs more
+registers or shared memory than recorded by more than the margin. A smaller growth is reported.
+INCONCLUSIVE, which leaves a gate incomplete: there is no record to compare with, either for this
+kernel or for this release of Triton, or a kernel on record was not compiled.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from loragate.core.resources import Resources
 from loragate.core.verdict import Verdict
 from loragate.events.model import CompileResult
 
-# registers are handed out to a warp in units of 8 a thread: within one unit nothing is lost
+# registers are allocated to a warp in units of 8 per thread: within one unit nothing is lost
 REGISTER_MARGIN = 8
 # what the driver itself reserves of each block's shared memory
 SHARED_MARGIN = 1024
@@ -34,7 +34,7 @@ _UPDATE = "record it with `python -m loragate.compile_leg --update`"
 def judge_all(
     compiled: Iterable[Compiled], record: Record | None, *, subject: str, triton: str
 ) -> Iterator[CompileResult]:
-    """Results of everything that was compiled, and of everything that should have been."""
+    """Results of all kernels that were compiled, then of those on record that were not."""
     done: set[Key] = set()
     for item in compiled:
         done.add(_key(item))
@@ -90,7 +90,7 @@ def _verdict(
 
 
 def _growth(now: Resources, before: Resources) -> Iterator[tuple[bool, str]]:
-    """(beyond the margin, in words) for each resource that grew."""
+    """(beyond the margin, description) of each resource that grew."""
     for name, new, old, margin in (
         ("registers", now.registers, before.registers, REGISTER_MARGIN),
         ("spilled bytes", now.spills, before.spills, 0),

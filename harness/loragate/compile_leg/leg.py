@@ -1,4 +1,4 @@
-"""The leg itself: labels -> a pool of compiling processes -> results -> one verdict."""
+"""The compile leg: labels -> a pool of compiling processes -> results -> one verdict."""
 
 from __future__ import annotations
 
@@ -47,8 +47,8 @@ def run(
     archs: Sequence[int] = ARCHS,
     baseline: Path = BASELINE,
 ) -> Verdict:
-    """Compile and judge, one CompileResult each. Anything but PASS has a result or a note that
-    says why; a kernel that brings down the compiler costs no other kernel its result."""
+    """Compile every kernel and write one CompileResult for each. Any verdict but PASS is explained
+    by a result or a note. A kernel that crashes the compiler costs no other kernel its result."""
     provider = provider or _provider_of(subject)
     try:
         records = load_baseline(baseline)
@@ -74,10 +74,10 @@ def record(
     archs: Sequence[int] = ARCHS,
     baseline: Path = BASELINE,
 ) -> tuple[CompileResult, ...]:
-    """Make what the installed Triton compiles now the baseline of its minor release.
+    """Record what the installed Triton compiles now as the baseline of its minor release.
 
-    Returns what the old baseline would have said. Raises ValueError, with the file unchanged,
-    if a kernel does not compile, and BaselineError if the file is damaged.
+    Returns the results of a comparison with the old baseline. Raises ValueError if a kernel does
+    not compile and BaselineError if the file is damaged; the file is then unchanged.
     """
     old = load_baseline(baseline) if baseline.exists() else Baseline()
     triton, compiled = compile_all(provider or _provider_of(subject), archs)
@@ -92,13 +92,13 @@ def record(
 
 
 def expected_count(baseline: Path = BASELINE) -> int:
-    """Results that a complete leg gives: what is on record, under whatever release of Triton.
+    """The number of results of a complete leg: all kernels on record, under any release of Triton.
     Imports neither torch nor Triton. Raises BaselineError."""
     return len(load_baseline(baseline).keys)
 
 
 def compile_all(provider: str, archs: Sequence[int]) -> tuple[str, tuple[Compiled, ...]]:
-    """Triton's version, and everything that `provider` launches. Raises ProviderError."""
+    """Triton's version, and all kernels that `provider` launches. Raises ProviderError."""
     with _pool(_WORKERS) as pool:
         triton = pool.submit(triton_version).result()
         units = tuple(product(pool.submit(list_labels, provider).result(), archs))
@@ -131,18 +131,18 @@ def _result(
         if future is not None:
             return future.result()
     except BrokenProcessPool:
-        # any of the launches in flight may have done it
+        # any of the launches in flight may have crashed the pool: each is tried alone
         pass
     with _pool(1) as pool:
         try:
             return pool.submit(compile_launch, provider, label, arch).result()
         except BrokenProcessPool:
-            error = "the compiler took its process down"
+            error = "the compiler crashed its process"
             return (Compiled("unknown", label, f"sm_{arch}", None, error),)
 
 
 def _pool(workers: int) -> ProcessPoolExecutor:
-    # a forked process would inherit a Triton that has read its switches
+    # a forked process would inherit a Triton that has read its environment variables
     context = multiprocessing.get_context("spawn")
     return ProcessPoolExecutor(workers, mp_context=context, initializer=settle_process)
 
@@ -156,7 +156,7 @@ def _restrict(record: Record | None, archs: Sequence[int]) -> Record | None:
 
 
 def describe(results: Sequence[CompileResult]) -> Iterator[str]:
-    """What changed, a line each; silent about what passed without a word."""
+    """One line for each result that has a message."""
     for result in results:
         if result.message:
             where = f"{result.kernel} for {result.arch} ({result.specialisation})"

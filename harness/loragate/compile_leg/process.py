@@ -11,7 +11,7 @@ from loragate.events.log import EventWriter
 
 
 def main(events: str, run: str, *subjects: str) -> int:
-    """Exit code of the worst verdict of all subjects."""
+    """The exit code of the worst verdict of all subjects."""
     with EventWriter(Path(events), run=run) as writer:
         verdicts = [compile_leg.run(writer, subject=subject) for subject in subjects]
     return EXIT_CODES[worst(verdicts)].value

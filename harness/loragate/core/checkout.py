@@ -1,4 +1,4 @@
-"""Where the project lies, and its commit. Imports no torch."""
+"""The root of the project, its commit and the state of its working tree. Imports no torch."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ def project_root() -> Path:
 def commit_and_tree(root: Path, *, ignoring: Path | None = None) -> tuple[str, Tree]:
     """Commit and state of the checkout; ("", UNKNOWN) outside of one or without git.
 
-    ignoring: the file of records, which the run before has changed and which is no code.
+    ignoring: a results file, which an earlier run may have changed and which is no code.
     """
     commit = _git(root, "rev-parse", "HEAD")
-    # a folder that is new would hide the names of its files
+    # by default git lists an untracked folder without its files
     scope = ["--untracked-files=all", "--", "."]
     if ignoring is not None and ignoring.resolve().is_relative_to(root.resolve()):
         scope.append(f":(exclude,literal){ignoring.resolve().relative_to(root.resolve())}")

@@ -45,7 +45,7 @@ class ListedGpu:
 
 
 def visible_gpus(environ: Mapping[str, str], listed: Sequence[ListedGpu]) -> tuple[str, ...]:
-    """Handles for CUDA_VISIBLE_DEVICES of one worker each, in the caller's order."""
+    """Values of CUDA_VISIBLE_DEVICES for one worker each, in the caller's order."""
     if "CUDA_VISIBLE_DEVICES" not in environ:
         # by uuid: CUDA numbers GPUs by speed, the driver by PCI bus
         return tuple(gpu.uuid for gpu in listed)
@@ -67,8 +67,8 @@ class GpuShare:
 def workers_per_gpu(
     handles: Sequence[str], listed: Sequence[ListedGpu], largest_case_bytes: int
 ) -> int:
-    """How many workers fit into the fullest of the GPUs while one of them runs the largest case;
-    1 where its memory is unknown."""
+    """How many workers fit on the GPU with the least free memory while one of them runs the
+    largest case; 1 where its memory is unknown."""
     free = [gpu.free_bytes for gpu in listed if {gpu.index, gpu.uuid} & set(handles)]
     if not free:
         return 1
@@ -78,12 +78,12 @@ def workers_per_gpu(
 
 
 def share_of_gpu(free_bytes: int, workers: int, largest_case_bytes: int) -> GpuShare:
-    """What each of several workers may use of what was free on a GPU, so that one can run the
-    largest case while all others run ordinary ones."""
+    """The memory of each of several workers, out of the `free_bytes` of their GPU, so that one
+    can run the largest case while all others run ordinary ones."""
     assert workers > 1, "a worker that is alone shares nothing"
     usable = int(free_bytes * _USABLE)
     beside_largest = (usable - largest_case_bytes) // (workers - 1)
-    # more workers were asked for than there is room for: half for all, half for one
+    # more workers were asked for than fit: half for all of them, half for the largest case
     least = usable // (2 * workers)
     own = max(least, min(usable // workers, beside_largest))
     return GpuShare(own, usable - workers * own)
@@ -104,8 +104,11 @@ def free_bytes_of(handle: str, listed: Sequence[ListedGpu]) -> int:
 
 
 def list_gpus(environ: Mapping[str, str]) -> tuple[ListedGpu, ...]:
-    """GPUs that the driver lists. Empty without a driver; a caller that hides all GPUs or runs
-    the interpreter gets none, and the driver is not asked. Raises DriverError."""
+    """GPUs that the driver lists; none on a machine without a driver.
+
+    With all GPUs hidden, or in the interpreter, there are none and the driver is not asked.
+    Raises DriverError.
+    """
     hidden = "CUDA_VISIBLE_DEVICES" in environ and not visible_gpus(environ, ())
     if hidden or environ.get("TRITON_INTERPRET") == "1":
         return ()

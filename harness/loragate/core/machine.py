@@ -1,4 +1,4 @@
-"""What the machine in front of us can run. The only place that asks torch for devices."""
+"""The device that this process runs on. The only module that asks torch for devices."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ class Machine:
 
 
 def select_interpreter() -> None:
-    """Turn on Triton's interpreter where no GPU can run kernels, and settle what moves its
-    numbers from release to release.
+    """Turn on Triton's interpreter where no GPU can run kernels, and fix the compiler options
+    whose defaults change results from release to release.
 
     Must run before any module with a @triton.jit function is imported: the decorator reads
     the switch when it is applied.

@@ -1,4 +1,4 @@
-"""What a compiled kernel occupies on a GPU. Pure."""
+"""Resources that a compiled kernel uses on a GPU. Pure."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Resources:
-    """What one thread (registers, spilled bytes) and one block (shared memory) occupy."""
+    """Registers and spilled bytes of one thread, shared memory of one block."""
 
     registers: int
     spills: int

@@ -1,7 +1,7 @@
 """SIGTERM and SIGHUP end a command as Ctrl-C does, so that it stops what it has started.
 
-Python dies of either without running a `finally`: the processes that a command watches are in
-groups of their own, where no terminal reaches them, and would go on for good.
+By default Python dies of either without running a `finally`. The processes that a command watches
+are in groups of their own, which no signal of a terminal reaches, and would never be stopped.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _ENDING = (signal.SIGTERM, signal.SIGHUP)
 def ended_by_signals() -> Iterator[None]:
     """Within, SIGTERM and SIGHUP raise KeyboardInterrupt in the main thread, once."""
     if threading.current_thread() is not threading.main_thread():
-        # only the main thread may ask for signals, and only it is interrupted by them
+        # only the main thread may install handlers, and only it is interrupted by signals
         yield
         return
     raised = False
@@ -27,13 +27,13 @@ def ended_by_signals() -> Iterator[None]:
     def interrupt(number: int, frame: FrameType | None) -> None:
         nonlocal raised
         if not raised:
-            # a second one, as a closing terminal sends, must not cut the tidying up short
+            # a second one, as a closing terminal sends, must not cut the clean-up short
             raised = True
             raise KeyboardInterrupt
 
-    # nohup has a reason to ignore SIGHUP
-    asked = [n for n in _ENDING if signal.getsignal(n) is not signal.SIG_IGN]
-    before = {number: signal.signal(number, interrupt) for number in asked}
+    # nohup ignores SIGHUP on purpose
+    heeded = [n for n in _ENDING if signal.getsignal(n) is not signal.SIG_IGN]
+    before = {number: signal.signal(number, interrupt) for number in heeded}
     try:
         yield
     finally:

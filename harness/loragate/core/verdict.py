@@ -1,4 +1,4 @@
-"""What an oracle says about one run of one case. Pure; imports no torch."""
+"""Verdicts of oracles, and the exit codes that they stand for. Pure; imports no torch."""
 
 from __future__ import annotations
 
@@ -52,8 +52,8 @@ class Judgement:
     """One oracle's verdict with its evidence.
 
     `where` locates the worst element in the user's terms (slot, token, slice, column);
-    `metrics` holds figures (error, threshold, counts); `message` is one sentence that
-    explains a verdict other than PASS, or the reason of a SKIP.
+    `metrics` holds numbers (error, threshold, counts); `message` is one sentence that
+    explains a verdict other than PASS, or gives the reason of a SKIP.
     """
 
     oracle: OracleName
@@ -84,11 +84,11 @@ EXIT_CODES: Mapping[Verdict, ExitCode] = {
     Verdict.SKIP: ExitCode.INCOMPLETE,
 }
 
-# worst first: one wrong answer outweighs everything else that a case may have shown
+# worst first: one wrong result outweighs everything else
 _SEVERITY = (Verdict.FAIL, Verdict.INFRA, Verdict.INCONCLUSIVE, Verdict.SKIP, Verdict.PASS)
 
 
 def worst(verdicts: Iterable[Verdict]) -> Verdict:
-    """The verdict that stands for a group; a group without any verdict has shown nothing."""
+    """The verdict of a group; INCONCLUSIVE for an empty one, which has shown nothing."""
     found = set(verdicts)
     return next((v for v in _SEVERITY if v in found), Verdict.INCONCLUSIVE)

@@ -1,6 +1,6 @@
-"""The fingerprint of what a run ran on, and when. Imports no torch.
+"""What a run ran on, and when: name, time, package versions, host. Imports no torch.
 
-Invariant: asking for a fingerprint initialises no device.
+Invariant: nothing here initialises a device.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _PACKAGES = ("torch", "triton", "numpy", "vllm", "pytest", "pytest-xdist")
 
 
 def new_run_name() -> str:
-    """Sorts by time; two runs that start in one second differ by their process."""
+    """A name that sorts by time; runs that start in the same second differ by process id."""
     return f"{datetime.now(UTC):%Y%m%d-%H%M%S}-{os.getpid()}"
 
 
@@ -27,7 +27,7 @@ def utc_now() -> str:
 
 
 def versions() -> Mapping[str, str]:
-    """Versions of what can change a result; a package that is not there is left out."""
+    """Versions of packages that can change a result; one that is not installed is left out."""
     found = {"python": platform.python_version()}
     for package in _PACKAGES:
         try:
