@@ -1,22 +1,55 @@
-"""The subjects that come with the harness. A subject of your own is named `module:object`.
+"""The subjects that come with the harness, and which legs of the gate belong to each.
 
-A subject is imported when it is asked for: a missing package is nobody else's concern.
+A subject of your own needs no entry: it is named `module:object`. Nothing is imported before it is
+asked for, so that a missing package concerns only those who asked for its subject.
 """
 
 from __future__ import annotations
 
 import difflib
+from collections.abc import Mapping
+from dataclasses import dataclass
 from importlib import import_module
 from types import MappingProxyType
 from typing import cast
 
 from loragate.protocol import Subject
 
-SUBJECTS = MappingProxyType(
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RegisteredSubject:
+    name: str
+    # "module:object"
+    target: str
+    # provider of representative launches for the compile leg, "module:function"
+    launches: str | None = None
+    # pytest paths, relative to the project's root, of tests that need no device
+    host_tests: tuple[str, ...] = ()
+    # whether the gate checks that the listed findings still reproduce
+    findings: bool = False
+
+
+SUBJECTS: Mapping[str, RegisteredSubject] = MappingProxyType(
     {
-        "lorakernels": "loragate.subjects.lorakernels.subject:LoraKernelsSubject",
-        "torch": "loragate.subjects.torch.subject:TorchSubject",
-        "vllm": "loragate.subjects.vllm.subject:VllmSubject",
+        subject.name: subject
+        for subject in (
+            RegisteredSubject(
+                name="lorakernels",
+                target="loragate.subjects.lorakernels.subject:LoraKernelsSubject",
+                launches="lorakernels.specs:launches",
+                # adapters, slots, partition and plans
+                host_tests=("tests/kernels", "tests/adapters", "tests/moe"),
+            ),
+            RegisteredSubject(
+                name="torch",
+                target="loragate.subjects.torch.subject:TorchSubject",
+            ),
+            RegisteredSubject(
+                name="vllm",
+                target="loragate.subjects.vllm.subject:VllmSubject",
+                findings=True,
+            ),
+        )
     }
 )
 
@@ -27,8 +60,8 @@ def find_subject(name: str) -> Subject:
     `module:object`: `object` is a class or a function that gives a subject without arguments.
     Raises ValueError for a name that leads nowhere, ImportError where a package is missing.
     """
-    target = SUBJECTS.get(name, name)
-    module_name, colon, attribute = target.partition(":")
+    registered = SUBJECTS.get(name)
+    module_name, colon, attribute = (registered.target if registered else name).partition(":")
     if not colon:
         raise ValueError(_unknown(name))
     try:
