@@ -65,9 +65,11 @@ class PlainSubject:
 def contender(name: str, factor: float = 1.0) -> Contender:
     have = Capabilities(
         sites=frozenset({Site.DENSE_DELTA}),
-        dtypes=frozenset({ROW.case.dtype}),
-        max_rank=512,
-        executions=frozenset({Execution.EAGER}),
+        supports={
+            "dtype": frozenset({ROW.case.dtype}),
+            "execution": frozenset({Execution.EAGER}),
+            "rank": range(1, 513),
+        },
     )
     return Contender(PlainSubject(name, factor), have)
 

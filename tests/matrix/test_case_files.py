@@ -359,7 +359,7 @@ groups:
             "router: input, tp: 2, quantisation: fp8",
             "tp: given 2 with quantisation fp8; allowed: 1",
         ),
-        ("tp: 1", "router: is missing here and in defaults; allowed: none, output, input"),
+        ("tp: 1", "router: is missing here and in defaults; allowed: output, input"),
     ],
 )
 def test_what_a_layer_of_experts_cannot_be_is_told(write: Write, axes: str, told: str) -> None:

@@ -112,7 +112,7 @@ class GraphSubject(TorchSubject):
     def capabilities(self, machine: Machine) -> Capabilities:
         have = super().capabilities(machine)
         assert not isinstance(have, str)
-        return replace(have, executions=frozenset(Execution))
+        return replace(have, supports={**have.supports, "execution": frozenset(Execution)})
 
     def open(self, case: Case, machine: Machine, base: BaseLayer | None) -> Instance:
         return self.instance(case, machine.device)

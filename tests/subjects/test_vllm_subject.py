@@ -126,9 +126,11 @@ def open_instance(case: Case, ops: VllmOps) -> VllmInstance:
 def pool_of(case: Case, seed: int = 3) -> Pool:
     have = Capabilities(
         sites=frozenset(Site),
-        dtypes=frozenset(Dtype),
-        max_rank=512,
-        executions=frozenset(Execution),
+        supports={
+            "dtype": frozenset(Dtype),
+            "execution": frozenset(Execution),
+            "rank": range(1, 513),
+        },
         rank_per_slice=True,
     )
     return make_pool(case, seed, DataKind.SIGNED, CPU, have)

@@ -1,11 +1,24 @@
-"""The words of the matrix: a case is one point of the product of these axes. Pure; no torch."""
+"""The axes of the matrix and their values: a case is one point of the product. Pure; no torch.
+
+An axis is declared once, as a field of `Case`; see `loragate.matrix.axis` for what follows from it.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import Annotated
 
 from loragate.core.verdict import OracleName
+from loragate.matrix.axis import Axis, DeclaredAxis, Unstated, declared_axes
+
+MAX_RANK = 512
+MAX_SLOTS = 256
+# ranks that a layer is cut over, one way or the other
+MAX_PARALLEL = 64
+MAX_EXPERTS = 1024
+MAX_TOP_K = 64
 
 
 class Site(StrEnum):
@@ -21,6 +34,8 @@ class Site(StrEnum):
 # sites whose tokens are routed to experts, and sites that write into the output that they are given
 MOE_SITES = frozenset({Site.MOE_DELTA, Site.MOE_LAYER})
 IN_PLACE_SITES = frozenset({Site.DENSE_DELTA, Site.MOE_DELTA})
+_DENSE, _LINEAR = frozenset({Site.DENSE_DELTA}), frozenset({Site.LORA_LINEAR})
+_DELTA, _LAYER = frozenset({Site.MOE_DELTA}), frozenset({Site.MOE_LAYER})
 
 
 class Tier(StrEnum):
@@ -171,33 +186,101 @@ class Case:
     """
 
     site: Site
-    tokens: int
-    in_features: int
-    slices: tuple[int, ...]
-    rank: int
-    slots: int
-    dtype: Dtype
-    mix: Mix = Mix.RAGGED
-    ranks: Ranks = Ranks.MIXED
-    layout: Layout = Layout.CONTIGUOUS
-    execution: Execution = Execution.EAGER
-    # lora_linear only
-    parallel: Parallel = Parallel.REPLICATED
+    tokens: Annotated[int, Axis(original=True, minimum=0, unstated=Unstated.ALL)]
+    in_features: Annotated[int, Axis(original=True, id_name="in", unstated=Unstated.ALL)]
+    slices: Annotated[tuple[int, ...], Axis(original=True, unstated=Unstated.ALL)]
+    rank: Annotated[int, Axis(original=True, maximum=MAX_RANK, unstated=Unstated.ERROR)]
+    slots: Annotated[int, Axis(original=True, maximum=MAX_SLOTS, unstated=Unstated.ALL)]
+    dtype: Annotated[Dtype, Axis(original=True, unstated=Unstated.ERROR)]
+    mix: Annotated[Mix, Axis(original=True, unstated=Unstated.ALL)] = Mix.RAGGED
+    ranks: Annotated[Ranks, Axis(original=True, unstated=Unstated.ALL)] = Ranks.MIXED
+    layout: Annotated[Layout, Axis(original=True, unstated=Unstated.ALL)] = Layout.CONTIGUOUS
+    execution: Annotated[
+        Execution, Axis(original=True, id_name="exec", unstated=Unstated.ERROR)
+    ] = Execution.EAGER
+    parallel: Annotated[
+        Parallel,
+        Axis(original=True, sites=_LINEAR, constant_at=_DENSE | MOE_SITES),
+    ] = Parallel.REPLICATED
     # ranks that the intermediate size of moe_layer is cut into, or lora_linear as `parallel` says
-    tp: int = 1
-    # sites with experts only; `experts` are those that are here
-    experts: int = 1
-    top_k: int = 1
-    source: Source = Source.TOKEN
-    routing: Routing = Routing.UNIFORM
-    expert_map: ExpertMap = ExpertMap.LOCAL
-    sharing: Sharing = Sharing.PER_EXPERT
-    router: RouterWeights = RouterWeights.NONE
-    write: Write = Write.ADD
-    path: Path = Path.PLAN
-    # moe_layer only; `ep` ranks share the experts, each of them cut over `tp` ranks
-    ep: int = 1
-    quantisation: Quantisation = Quantisation.NONE
+    tp: Annotated[
+        int,
+        Axis(
+            original=True,
+            sites=_LINEAR | _LAYER,
+            constant_at=_DENSE | _DELTA,
+            maximum=MAX_PARALLEL,
+            unstated=Unstated.ALL,
+        ),
+    ] = 1
+    # those that are here: under expert parallelism of moe_delta there are more elsewhere
+    experts: Annotated[
+        int,
+        Axis(
+            original=True,
+            sites=MOE_SITES,
+            required_at=MOE_SITES,
+            maximum=MAX_EXPERTS,
+            unstated=Unstated.ALL,
+            phrase="{} experts are",
+        ),
+    ] = 1
+    top_k: Annotated[
+        int,
+        Axis(
+            original=True,
+            id_name="topk",
+            sites=MOE_SITES,
+            required_at=MOE_SITES,
+            maximum=MAX_TOP_K,
+            unstated=Unstated.ALL,
+        ),
+    ] = 1
+    source: Annotated[Source, Axis(original=True, sites=_DELTA, unstated=Unstated.ALL)] = (
+        Source.TOKEN
+    )
+    routing: Annotated[Routing, Axis(original=True, sites=MOE_SITES, unstated=Unstated.ALL)] = (
+        Routing.UNIFORM
+    )
+    expert_map: Annotated[
+        ExpertMap, Axis(original=True, id_name="map", sites=_DELTA, unstated=Unstated.ALL)
+    ] = ExpertMap.LOCAL
+    sharing: Annotated[
+        Sharing,
+        Axis(
+            original=True,
+            sites=MOE_SITES,
+            values={
+                Site.MOE_DELTA: (Sharing.PER_EXPERT, Sharing.SHARED_A, Sharing.SHARED_B),
+                Site.MOE_LAYER: (Sharing.PER_EXPERT, Sharing.SHARED_OUTER),
+            },
+            unstated=Unstated.ALL,
+        ),
+    ] = Sharing.PER_EXPERT
+    router: Annotated[
+        RouterWeights,
+        Axis(
+            original=True,
+            sites=MOE_SITES,
+            # a layer has router weights in any case
+            required_at=_LAYER,
+            values={
+                Site.MOE_DELTA: (RouterWeights.NONE, RouterWeights.OUTPUT),
+                Site.MOE_LAYER: (RouterWeights.OUTPUT, RouterWeights.INPUT),
+            },
+            unstated=Unstated.ALL,
+        ),
+    ] = RouterWeights.NONE
+    write: Annotated[Write, Axis(original=True, sites=_DELTA, unstated=Unstated.ALL)] = Write.ADD
+    path: Annotated[Path, Axis(original=True, sites=_DELTA)] = Path.PLAN
+    # ranks that share the experts; each share is cut over `tp` ranks
+    ep: Annotated[
+        int,
+        Axis(original=True, sites=_LAYER, maximum=MAX_PARALLEL, unstated=Unstated.ALL),
+    ] = 1
+    quantisation: Annotated[Quantisation, Axis(original=True, id_name="quant", sites=_LAYER)] = (
+        Quantisation.NONE
+    )
     # how the case is run, not what it is: these do not enter the id
     tier: Tier = Tier.SMOKE
     oracles: tuple[OracleName, ...] = (OracleName.REFERENCE,)
@@ -224,3 +307,6 @@ class Case:
     def out_rows(self) -> int:
         """Rows of the output: tokens, or the pairs of moe_delta."""
         return self.tokens * (1 if self.site is Site.MOE_LAYER else self.top_k)
+
+
+AXES: Mapping[str, DeclaredAxis] = declared_axes(Case)

@@ -4,57 +4,16 @@ from __future__ import annotations
 
 import hashlib
 
-from loragate.matrix.case import Case, Site
+from loragate.matrix.case import AXES, Case
 
 
 def case_id(case: Case) -> str:
-    """Stable, readable, unique: the site, then sorted `axis-value` pairs joined by dots."""
-    axes = {
-        "dtype": case.dtype.value,
-        "exec": case.execution.value,
-        "in": str(case.in_features),
-        "layout": case.layout.value,
-        "mix": case.mix.value,
-        "rank": str(case.rank),
-        "ranks": case.ranks.value,
-        "slices": "x".join(map(str, case.slices)),
-        "slots": str(case.slots),
-        "tokens": str(case.tokens),
+    """Stable, readable, unique: the site, then sorted `axis-value` parts joined by dots."""
+    given = ((axis, getattr(case, name)) for name, axis in AXES.items())
+    parts = {
+        axis.label: axis.text(value) for axis, value in given if axis.enters_id(case.site, value)
     }
-    if case.site == "lora_linear":
-        axes |= {"parallel": case.parallel.value, "tp": str(case.tp)}
-    if case.site is Site.MOE_DELTA:
-        axes |= _moe_axes(case)
-    if case.site is Site.MOE_LAYER:
-        axes |= _layer_axes(case)
-    return ".".join([case.site.value, *(f"{axis}-{axes[axis]}" for axis in sorted(axes))])
-
-
-def _moe_axes(case: Case) -> dict[str, str]:
-    return {
-        "experts": str(case.experts),
-        "map": case.expert_map.value,
-        "path": case.path.value,
-        "router": case.router.value,
-        "routing": case.routing.value,
-        "sharing": case.sharing.value,
-        "source": case.source.value,
-        "topk": str(case.top_k),
-        "write": case.write.value,
-    }
-
-
-def _layer_axes(case: Case) -> dict[str, str]:
-    return {
-        "ep": str(case.ep),
-        "experts": str(case.experts),
-        "quant": case.quantisation.value,
-        "router": case.router.value,
-        "routing": case.routing.value,
-        "sharing": case.sharing.value,
-        "topk": str(case.top_k),
-        "tp": str(case.tp),
-    }
+    return ".".join([case.site.value, *(f"{name}-{parts[name]}" for name in sorted(parts))])
 
 
 def run_id(subject: str, case: Case) -> str:

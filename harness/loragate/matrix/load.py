@@ -22,7 +22,8 @@ from loragate.matrix.rules import (
     check_site_axes,
     missing_axes,
 )
-from loragate.matrix.schema import Axes, FileModel, GroupModel, check, check_axes
+from loragate.matrix.schema import Axes, FileModel, GroupModel, check_axes
+from loragate.matrix.validation import check
 
 Placed = tuple[Case, Document, Loc]
 
@@ -81,7 +82,7 @@ def _group(
         check_exclusion(entry, rows, defaults, document)
     for entry in include:
         check_single(entry, "an include is a single point", document)
-    if not all(entry.is_sound for entry in exclude):
+    if not all(entry.is_valid for entry in exclude):
         # which points they leave out is unknown, and so is what the rows are
         rows, exclude = (), ()
     for row in rows:
@@ -100,7 +101,7 @@ def _complete(entries: Sequence[Axes], defaults: Axes, site: Site) -> tuple[Axes
     return tuple(
         with_defaults(entry, defaults, site)
         for entry in entries
-        if entry.is_sound and defaults.is_sound and not missing_axes(entry, defaults, site)
+        if entry.is_valid and defaults.is_valid and not missing_axes(entry, defaults, site)
     )
 
 

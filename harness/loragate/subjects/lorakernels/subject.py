@@ -48,18 +48,20 @@ class LoraKernelsSubject:
         graph = frozenset() if machine.interpreted else frozenset({Execution.GRAPH})
         return Capabilities(
             sites=frozenset(Site),
-            dtypes=frozenset(Dtype),
-            max_rank=MAX_RANK,
-            executions=frozenset({Execution.EAGER}) | graph,
-            parallel=frozenset(Parallel),
+            supports={
+                "dtype": frozenset(Dtype),
+                "execution": frozenset({Execution.EAGER}) | graph,
+                "rank": range(1, MAX_RANK + 1),
+                "parallel": frozenset(Parallel),
+                "path": frozenset(Path),
+                "quantisation": frozenset(Quantisation),
+            },
             # a matmul of numpy sums a row in an order that depends on the place of the row
             place_invariant=not machine.interpreted,
             skips_dead_ranks=True,
             rank_per_slice=True,
             guards=frozenset(Guard),
             traceable=True,
-            paths=frozenset(Path),
-            quantisations=frozenset(Quantisation),
         )
 
     def open(self, case: Case, machine: Machine, base: BaseLayer | None) -> AnyInstance:

@@ -26,6 +26,9 @@ from loragate.matrix.case import (
 from loragate.protocol import AnyInstance, BaseExperts, BaseLayer, Capabilities, Pool, Routes
 from loragate.subjects.torch.moe_layer import MoELayer
 
+# of the slot buffers, which are as long as the adapters here
+MAX_RANK = 1 << 16
+
 
 class TorchSubject:
     name = "torch"
@@ -36,14 +39,16 @@ class TorchSubject:
     def capabilities(self, machine: Machine) -> Capabilities | str:
         return Capabilities(
             sites=frozenset(Site),
-            dtypes=frozenset(Dtype),
-            max_rank=1 << 16,
-            # indexing by a mapping on the host cannot be replayed with another mapping
-            executions=frozenset({Execution.EAGER}),
-            parallel=frozenset(Parallel),
+            supports={
+                "dtype": frozenset(Dtype),
+                # indexing by a mapping on the host cannot be replayed with another mapping
+                "execution": frozenset({Execution.EAGER}),
+                "rank": range(1, MAX_RANK + 1),
+                "parallel": frozenset(Parallel),
+                "quantisation": frozenset(Quantisation),
+            },
             skips_dead_ranks=True,
             rank_per_slice=True,
-            quantisations=frozenset(Quantisation),
         )
 
     def open(self, case: Case, machine: Machine, base: BaseLayer | None) -> AnyInstance:

@@ -103,17 +103,19 @@ class VllmSubject:
         """`without_moe`: why MoE LoRA cannot run."""
         return Capabilities(
             sites=frozenset({Site.DENSE_DELTA, Site.MOE_DELTA}),
-            dtypes=frozenset(_TORCH_DTYPES),
-            max_rank=MAX_RANK,
-            executions=frozenset({Execution.EAGER} if interpreted else Execution),
-            # its operators assert that input and output are contiguous
-            layouts=frozenset({Layout.CONTIGUOUS, Layout.PADDED_ROWS}),
+            supports={
+                "dtype": frozenset(_TORCH_DTYPES),
+                "execution": frozenset({Execution.EAGER} if interpreted else Execution),
+                "rank": range(1, MAX_RANK + 1),
+                # its operators assert that input and output are contiguous
+                "layout": frozenset({Layout.CONTIGUOUS, Layout.PADDED_ROWS}),
+                "path": frozenset(Path),
+            },
             # compiled, the splits of a shrink meet in atomics in any order; the interpreter
             # runs one program after the other
             deterministic=interpreted or batch_invariant,
             rank_per_slice=True,
             folds_scale_into_weights=True,
-            paths=frozenset(Path),
             refuses=partial(_refuses, without_moe),
         )
 
