@@ -83,7 +83,7 @@ def counted_time(monkeypatch: pytest.MonkeyPatch) -> None:
             call()
         return {name: 10.0 * (index + 1) for index, name in enumerate(graphs)}
 
-    monkeypatch.setattr(dense, "capture", lambda call: call)
+    monkeypatch.setattr(dense, "graph_of", lambda call: call)
     monkeypatch.setattr(dense, "replay_in_turns", replay)
     monkeypatch.setattr(dense, "wall", lambda call: (call(), (1.0, 2.0))[1])
     monkeypatch.setattr(dense, "copy_bytes_per_s", lambda: 4e12)

@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from loragate.core.verdict import Failure, Judgement, OracleName, Verdict
 from loragate.execution.kernel_compiles import kernels_compiled
-from loragate.execution.session import base_of
+from loragate.execution.session import base_of, open_loaded
 from loragate.inputs import DataKind, copy_batch, make_batch, make_pool
 from loragate.matrix.case import Execution, Mix
 from loragate.oracles.evidence import judge_bits, passed
@@ -61,12 +61,9 @@ class Compile:
 
 def _open(trial: Trial, number: int) -> AnyInstance:
     """A layer with adapters of its own."""
-    instance = trial.subject.open(trial.case, trial.machine, base_of(trial, _KIND))
-    seed = trial.seed + number
-    pool = make_pool(trial.case, seed, _KIND, trial.machine, trial.capabilities)
-    for slot in range(pool.num_slots):
-        instance.load(slot, pool)
-    return instance
+    case, machine, base = trial.case, trial.machine, base_of(trial, _KIND)
+    pool = make_pool(case, trial.seed + number, _KIND, machine, trial.capabilities)
+    return open_loaded(trial.subject, case, machine, base=base, pool=pool)
 
 
 def _batch(trial: Trial, step: int, tokens: int | None = None) -> Batch:

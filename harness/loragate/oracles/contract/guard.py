@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from loragate.core.verdict import Failure, Judgement, OracleName, Verdict
-from loragate.execution.session import base_of
+from loragate.execution.session import base_of, open_loaded
 from loragate.inputs import DataKind, copy_batch, make_batch, make_pool
 from loragate.inputs.placement import bits_of, guarded, whole
 from loragate.matrix.case import (
@@ -64,9 +64,8 @@ class GuardedInput:
         case = replace(trial.case, mix=Mix.RAGGED, layout=Layout.CONTIGUOUS)
         pool = make_pool(case, trial.seed, kind, trial.machine, trial.capabilities)
         batch = make_batch(case, trial.seed, 0, kind, trial.machine)
-        instance = trial.subject.open(case, trial.machine, base_of(trial, kind))
-        for slot in range(case.slots):
-            instance.load(slot, pool)
+        base = base_of(trial, kind)
+        instance = open_loaded(trial.subject, case, trial.machine, base=base, pool=pool)
         instance.prepare(batch.token_slots)
         wanted = _apply(instance, batch)
         count = 0
