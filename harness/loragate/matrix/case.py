@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import partial
 from typing import Annotated
 
 from loragate.core.verdict import OracleName
@@ -173,6 +174,11 @@ class Path(StrEnum):
     SMALL_BATCH = "small_batch"
 
 
+# an axis that ids and samples have held from the first; one that is added now is an `Axis`
+_first = partial(Axis, original=True)
+_ALL, _ERROR = Unstated.ALL, Unstated.ERROR
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
     """One check of one operation, for any subject.
@@ -186,81 +192,62 @@ class Case:
     """
 
     site: Site
-    tokens: Annotated[int, Axis(original=True, minimum=0, unstated=Unstated.ALL)]
-    in_features: Annotated[int, Axis(original=True, id_name="in", unstated=Unstated.ALL)]
-    slices: Annotated[tuple[int, ...], Axis(original=True, unstated=Unstated.ALL)]
-    rank: Annotated[int, Axis(original=True, maximum=MAX_RANK, unstated=Unstated.ERROR)]
-    slots: Annotated[int, Axis(original=True, maximum=MAX_SLOTS, unstated=Unstated.ALL)]
-    dtype: Annotated[Dtype, Axis(original=True, unstated=Unstated.ERROR)]
-    mix: Annotated[Mix, Axis(original=True, unstated=Unstated.ALL)] = Mix.RAGGED
-    ranks: Annotated[Ranks, Axis(original=True, unstated=Unstated.ALL)] = Ranks.MIXED
-    layout: Annotated[Layout, Axis(original=True, unstated=Unstated.ALL)] = Layout.CONTIGUOUS
-    execution: Annotated[
-        Execution, Axis(original=True, id_name="exec", unstated=Unstated.ERROR)
-    ] = Execution.EAGER
-    parallel: Annotated[
-        Parallel,
-        Axis(original=True, sites=_LINEAR, constant_at=_DENSE | MOE_SITES),
-    ] = Parallel.REPLICATED
+    tokens: Annotated[int, _first(minimum=0, unstated=_ALL)]
+    in_features: Annotated[int, _first(id_name="in", unstated=_ALL)]
+    slices: Annotated[tuple[int, ...], _first(unstated=_ALL)]
+    rank: Annotated[int, _first(maximum=MAX_RANK, unstated=_ERROR)]
+    slots: Annotated[int, _first(maximum=MAX_SLOTS, unstated=_ALL)]
+    dtype: Annotated[Dtype, _first(unstated=_ERROR)]
+    mix: Annotated[Mix, _first(unstated=_ALL)] = Mix.RAGGED
+    ranks: Annotated[Ranks, _first(unstated=_ALL)] = Ranks.MIXED
+    layout: Annotated[Layout, _first(unstated=_ALL)] = Layout.CONTIGUOUS
+    execution: Annotated[Execution, _first(id_name="exec", unstated=_ERROR)] = Execution.EAGER
+    parallel: Annotated[Parallel, _first(sites=_LINEAR, constant_at=_DENSE | MOE_SITES)] = (
+        Parallel.REPLICATED
+    )
     # ranks that the intermediate size of moe_layer is cut into, or lora_linear as `parallel` says
     tp: Annotated[
         int,
-        Axis(
-            original=True,
-            sites=_LINEAR | _LAYER,
-            constant_at=_DENSE | _DELTA,
-            maximum=MAX_PARALLEL,
-            unstated=Unstated.ALL,
+        _first(
+            sites=_LINEAR | _LAYER, constant_at=_DENSE | _DELTA, maximum=MAX_PARALLEL, unstated=_ALL
         ),
     ] = 1
     # those that are here: under expert parallelism of moe_delta there are more elsewhere
     experts: Annotated[
         int,
-        Axis(
-            original=True,
+        _first(
             sites=MOE_SITES,
             required_at=MOE_SITES,
             maximum=MAX_EXPERTS,
-            unstated=Unstated.ALL,
+            unstated=_ALL,
             phrase="{} experts are",
         ),
     ] = 1
     top_k: Annotated[
         int,
-        Axis(
-            original=True,
-            id_name="topk",
-            sites=MOE_SITES,
-            required_at=MOE_SITES,
-            maximum=MAX_TOP_K,
-            unstated=Unstated.ALL,
+        _first(
+            id_name="topk", sites=MOE_SITES, required_at=MOE_SITES, maximum=MAX_TOP_K, unstated=_ALL
         ),
     ] = 1
-    source: Annotated[Source, Axis(original=True, sites=_DELTA, unstated=Unstated.ALL)] = (
-        Source.TOKEN
+    source: Annotated[Source, _first(sites=_DELTA, unstated=_ALL)] = Source.TOKEN
+    routing: Annotated[Routing, _first(sites=MOE_SITES, unstated=_ALL)] = Routing.UNIFORM
+    expert_map: Annotated[ExpertMap, _first(id_name="map", sites=_DELTA, unstated=_ALL)] = (
+        ExpertMap.LOCAL
     )
-    routing: Annotated[Routing, Axis(original=True, sites=MOE_SITES, unstated=Unstated.ALL)] = (
-        Routing.UNIFORM
-    )
-    expert_map: Annotated[
-        ExpertMap, Axis(original=True, id_name="map", sites=_DELTA, unstated=Unstated.ALL)
-    ] = ExpertMap.LOCAL
     sharing: Annotated[
         Sharing,
-        Axis(
-            original=True,
+        _first(
             sites=MOE_SITES,
             values={
                 Site.MOE_DELTA: (Sharing.PER_EXPERT, Sharing.SHARED_A, Sharing.SHARED_B),
                 Site.MOE_LAYER: (Sharing.PER_EXPERT, Sharing.SHARED_OUTER),
             },
-            unstated=Unstated.ALL,
+            unstated=_ALL,
         ),
     ] = Sharing.PER_EXPERT
     router: Annotated[
         RouterWeights,
-        Axis(
-            original=True,
+        _first(
             sites=MOE_SITES,
             # a layer has router weights in any case
             required_at=_LAYER,
@@ -268,19 +255,14 @@ class Case:
                 Site.MOE_DELTA: (RouterWeights.NONE, RouterWeights.OUTPUT),
                 Site.MOE_LAYER: (RouterWeights.OUTPUT, RouterWeights.INPUT),
             },
-            unstated=Unstated.ALL,
+            unstated=_ALL,
         ),
     ] = RouterWeights.NONE
-    write: Annotated[Write, Axis(original=True, sites=_DELTA, unstated=Unstated.ALL)] = Write.ADD
-    path: Annotated[Path, Axis(original=True, sites=_DELTA)] = Path.PLAN
+    write: Annotated[Write, _first(sites=_DELTA, unstated=_ALL)] = Write.ADD
+    path: Annotated[Path, _first(sites=_DELTA)] = Path.PLAN
     # ranks that share the experts; each share is cut over `tp` ranks
-    ep: Annotated[
-        int,
-        Axis(original=True, sites=_LAYER, maximum=MAX_PARALLEL, unstated=Unstated.ALL),
-    ] = 1
-    quantisation: Annotated[Quantisation, Axis(original=True, id_name="quant", sites=_LAYER)] = (
-        Quantisation.NONE
-    )
+    ep: Annotated[int, _first(sites=_LAYER, maximum=MAX_PARALLEL, unstated=_ALL)] = 1
+    quantisation: Annotated[Quantisation, _first(id_name="quant", sites=_LAYER)] = Quantisation.NONE
     # how the case is run, not what it is: these do not enter the id
     tier: Tier = Tier.SMOKE
     oracles: tuple[OracleName, ...] = (OracleName.REFERENCE,)

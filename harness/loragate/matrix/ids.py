@@ -3,17 +3,27 @@
 from __future__ import annotations
 
 import hashlib
+from functools import cache
 
-from loragate.matrix.case import AXES, Case
+from loragate.matrix.axis import DeclaredAxis
+from loragate.matrix.case import AXES, Case, Site
 
 
 def case_id(case: Case) -> str:
     """Stable, readable, unique: the site, then sorted `axis-value` parts joined by dots."""
-    given = ((axis, getattr(case, name)) for name, axis in AXES.items())
-    parts = {
-        axis.label: axis.text(value) for axis, value in given if axis.enters_id(case.site, value)
-    }
-    return ".".join([case.site.value, *(f"{name}-{parts[name]}" for name in sorted(parts))])
+    given = ((axis, getattr(case, axis.name)) for axis in _axes_of(case.site))
+    parts = (
+        f"{axis.label}-{axis.text(value)}"
+        for axis, value in given
+        if axis.enters_id(case.site, value)
+    )
+    return ".".join([case.site.value, *parts])
+
+
+@cache
+def _axes_of(site: Site) -> tuple[DeclaredAxis, ...]:
+    """The axes of a site in the order of its ids."""
+    return tuple(sorted((a for a in AXES.values() if a.at(site)), key=lambda axis: axis.label))
 
 
 def run_id(subject: str, case: Case) -> str:
