@@ -126,7 +126,7 @@ def test_dead_ranks_hold_nan_where_the_pool_does_and_zeros_are_left_to_the_reset
     assert weights.b[0, 24:].isnan().all()
 
 
-def test_base_rows_at_the_end_are_told_as_padding() -> None:
+def test_base_rows_at_the_end_are_declared_as_padding() -> None:
     trial = trial_of(CASE)
     instance = trial.subject.open(CASE, trial.machine, None)
     metadata = instance.metadata  # type: ignore[attr-defined]

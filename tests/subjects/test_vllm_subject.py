@@ -253,7 +253,7 @@ def test_a_package_that_cannot_be_imported_is_a_sentence_with_its_error(
     assert reason.endswith("cannot be imported: ImportError: libcudart is absent")
 
 
-def test_importing_the_package_leaves_the_environment_as_it_was(
+def test_importing_the_package_does_not_change_the_environment(
     without_vllm: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")

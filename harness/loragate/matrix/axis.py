@@ -14,7 +14,7 @@ from typing import Any, ClassVar, Protocol, get_args, get_type_hints
 
 
 class Unstated(Enum):
-    """What a subject is taken to support of an axis that its capabilities do not mention."""
+    """What a subject is assumed to support of an axis that its capabilities do not mention."""
 
     ALL = auto()
     # so that a subject is never run on something that did not exist when it was written
@@ -44,11 +44,11 @@ class Axis:
     unstated: Unstated = Unstated.DEFAULT
     # a value as the start of a sentence, in reasons for a skip; without it "<axis> {} is"
     phrase: str | None = None
-    # Ids and samples have held this axis from the first. A later one must not change them: it
-    # enters an id where it does not have its default, and a sample where it has several values.
+    # Ids and samples have contained this axis from the start. A later one must not change them:
+    # it enters an id where it does not have its default, and a sample where it has several values.
     original: bool = False
-    # sites that do not have the axis, but whose samples were drawn with its default among the
-    # axes: a pairwise sample depends on the number of axes
+    # sites that do not have the axis, but whose samples were drawn with its default as one more
+    # axis: a pairwise sample depends on the number of axes
     constant_at: frozenset[str] = frozenset()
 
 

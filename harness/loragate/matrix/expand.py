@@ -1,4 +1,4 @@
-"""Rows of a group to cases: product, exclusions, inclusions, sample. Pure.
+"""From the rows of a group to its cases: product, exclusions, inclusions, sample. Pure.
 
 A group without `sample` is a full product and may have at most MAX_PRODUCT cases: a larger one is
 a mistake, or has to say how far it may be sampled.

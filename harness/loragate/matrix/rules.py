@@ -1,5 +1,5 @@
-"""What pydantic cannot see: axes that are missing, axes and values of other sites, and axes that
-do not fit together. Pure."""
+"""Rules beyond the schema: axes that are missing, axes and values of other sites, and axes that do
+not fit together. Pure."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def check_single(entry: Axes, why: str, document: Document) -> None:
 
 
 def check_exclusion(entry: Axes, rows: Sequence[Axes], defaults: Axes, document: Document) -> None:
-    """An exclusion that leaves nothing out is a typing error or a leftover."""
+    """An exclusion that leaves nothing out is a typo or a leftover."""
     if entry.is_mapping and not entry.named:
         document.problems.append(document.problem(entry.loc, "names no axis; allowed: one or more"))
     elif entry.named and not any(_may_match(entry, row, defaults) for row in rows):

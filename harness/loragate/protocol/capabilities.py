@@ -1,4 +1,4 @@
-"""What a subject says it can do on a machine, and what it refuses."""
+"""What a subject supports and promises on a machine."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Guard(StrEnum):
     ADAPTER_SHAPE = "adapter_shape"
     # load or unload of a slot that does not exist
     SLOT = "slot"
-    # sites with experts: ids of int64, ids or weights of another shape than prepared
+    # MoE sites: ids of int64, ids or weights of another shape than prepared
     TOPK_DTYPE = "topk_dtype"
     TOPK_SHAPE = "topk_shape"
     ROUTER_SHAPE = "router_shape"
@@ -50,9 +50,9 @@ class Capabilities:
 
     `supports` maps axes of the matrix (the fields of `Case`) to collections of the values that
     the subject supports: `{"dtype": {Dtype.BF16}, "execution": {Execution.EAGER}, "rank":
-    range(1, 513)}`. These three must be given. Of an axis that is not mentioned a subject is taken
-    to support what the axis declares: all values, or its default alone. The latter holds for
-    every axis that is added later, so that a subject is not run on what it does not know.
+    range(1, 513)}`. These three must be given. Of an axis that is not mentioned a subject is
+    assumed to support what the axis declares: all values, or its default alone. The latter holds
+    for every axis that is added later, so that no subject is run on what it does not know.
 
     Raises ValueError for an axis or a value that does not exist, an axis without values, or a
     missing axis.
@@ -69,12 +69,12 @@ class Capabilities:
     # live ranks may differ between the slices of one slot, each with its own scale
     rank_per_slice: bool = False
     # B holds scale * B, rounded once to the weights' dtype when an adapter is loaded; a
-    # comparison in that dtype must fold as well, or it blames the kernel for that rounding
+    # comparison in that dtype must fold as well, or it would blame the kernel for the rounding
     folds_scale_into_weights: bool = False
     guards: frozenset[Guard] = frozenset()
     # torch.compile traces apply() into one graph
     traceable: bool = False
-    # why a case cannot run although each of its values alone could, or None
+    # the reason why a case cannot run although each of its values is supported, or None
     refuses: Callable[[Case], str | None] | None = None
 
     def __post_init__(self) -> None:

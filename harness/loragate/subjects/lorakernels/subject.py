@@ -1,7 +1,7 @@
 """The project's own kernels and layers.
 
-lora_linear runs all tensor-parallel ranks of a layer one after the other in this process: parts
-of the output are concatenated slice by slice, partial outputs of a row-parallel layer are added.
+lora_linear runs all tensor-parallel ranks of a layer in this process, one after the other: parts
+of the output are concatenated slice by slice, partial outputs of a row-parallel layer added up.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class LoraKernelsSubject:
                 "path": frozenset(Path),
                 "quantisation": frozenset(Quantisation),
             },
-            # a matmul of numpy sums a row in an order that depends on the place of the row
+            # in the interpreter the order in which numpy sums a row depends on the row's place
             place_invariant=not machine.interpreted,
             skips_dead_ranks=True,
             rank_per_slice=True,
@@ -133,7 +133,7 @@ class _LoRALinear(Mapping):
             layer.unload(slot)
 
     def apply(self, x: Tensor, out: Tensor) -> Tensor:
-        # a layer takes its own columns of the input, as a row-parallel layer before it gave them
+        # each rank takes its own columns of the input, as the layer before it would provide them
         outputs = []
         for layer in self.ranks:
             inputs = layer.cut.inputs
@@ -148,7 +148,7 @@ class _LoRALinear(Mapping):
 
 
 def factors(pool: Pool, slot: int) -> dict[int, LoRAFactors]:
-    """The live part of an adapter by slice; a slice without adapter is missing."""
+    """Slice -> live part of an adapter; a slice that the adapter lacks is missing."""
     return {
         part: LoRAFactors(pool.a[slot, part, :rank], b[slot, :, :rank], scale)
         for part, (b, rank, scale) in enumerate(

@@ -1,8 +1,8 @@
 """LoRA in plain torch: the shortest complete subject, and a start for one of your own.
 
-It supports every dtype and any rank, and it shows what the harness expects of an instance:
-the adapters are copied when loaded, the mapping is copied when prepared, `dense_delta` adds in
-place, and a tensor-parallel layer is simulated with all its ranks in this process.
+It supports every dtype and rank, and shows what the harness expects of an instance: adapters are
+copied when they are loaded, the mapping when it is prepared, `dense_delta` adds in place, and all
+ranks of a tensor-parallel layer are simulated in this process.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ class MoEDelta:
         self.token_slots = torch.empty(0, dtype=torch.int32)
 
     def load(self, slot: int, pool: Pool) -> None:
-        # a factor that all experts share is there once
+        # a factor that all experts share has a single expert
         self.slots[slot] = [
             (pool.a[slot, :, part, :rank].clone(), b[slot, :, :, :rank].clone(), scale)
             for part, (b, rank, scale) in enumerate(
