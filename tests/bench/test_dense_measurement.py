@@ -65,9 +65,11 @@ class PlainSubject:
 def contender(name: str, factor: float = 1.0) -> Contender:
     have = Capabilities(
         sites=frozenset({Site.DENSE_DELTA}),
-        dtypes=frozenset({ROW.case.dtype}),
-        max_rank=512,
-        executions=frozenset({Execution.EAGER}),
+        supports={
+            "dtype": frozenset({ROW.case.dtype}),
+            "execution": frozenset({Execution.EAGER}),
+            "rank": range(1, 513),
+        },
     )
     return Contender(PlainSubject(name, factor), have)
 
@@ -81,7 +83,7 @@ def counted_time(monkeypatch: pytest.MonkeyPatch) -> None:
             call()
         return {name: 10.0 * (index + 1) for index, name in enumerate(graphs)}
 
-    monkeypatch.setattr(dense, "capture", lambda call: call)
+    monkeypatch.setattr(dense, "graph_of", lambda call: call)
     monkeypatch.setattr(dense, "replay_in_turns", replay)
     monkeypatch.setattr(dense, "wall", lambda call: (call(), (1.0, 2.0))[1])
     monkeypatch.setattr(dense, "copy_bytes_per_s", lambda: 4e12)

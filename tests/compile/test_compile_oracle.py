@@ -194,7 +194,7 @@ def test_where_nothing_is_compiled_nothing_is_judged(monkeypatch: pytest.MonkeyP
     [
         (KnowsItsName, Failure.RECOMPILED, "layer 1 of 3 with a batch of ragged: a graph of its"),
         (KnowsTheActive, Failure.RECOMPILED, "layer 0 of 3 with a batch of all_base: a graph of"),
-        (KnowsTheSize, Failure.RECOMPILED, "a batch of 5 rows after one of 7: a graph of its own"),
+        (KnowsTheSize, Failure.RECOMPILED, "a batch of 5 rows after one of 7: another graph"),
         (LeavesEarly, Failure.RECOMPILED, "cannot be traced as one graph"),
         (HidesItsWrites, Failure.WRONG_ANSWER, "opcheck of toy.liar.default"),
         (Misshapen, Failure.WRONG_ANSWER, "opcheck of toy.misshapen.default"),

@@ -1,5 +1,5 @@
-"""The boundary rows of experts stand where lorakernels takes another way; plans move when they are
-tuned."""
+"""The boundary rows of moe_delta lie where lorakernels changes how it launches; tuning a plan moves
+these boundaries."""
 
 from __future__ import annotations
 
@@ -30,26 +30,26 @@ _AXES = ("tokens", "rank", "slots")
 
 
 @dataclass(frozen=True, slots=True)
-class _Way:
-    """All that decides how the kernels of a point are launched, but its sizes. What a path does
-    not read is None: a case that takes it says nothing about that."""
+class _Launch:
+    """All that determines how the kernels of a point are launched, except its sizes. None for what
+    its path does not read."""
 
     path: MoEPath
     plan: tuple[object, ...]
     height: int | None = None
-    # what the alignment takes: several launches, plain torch
+    # whether the alignment takes several launches, and whether it counts in plain torch
     is_large: bool | None = None
     has_many_bins: bool | None = None
 
 
-def _ways(row: dict[str, Any], wanted: str | None) -> list[_Way]:
-    """Of the points of a row, neighbours side by side."""
+def _launches(row: dict[str, Any], wanted: str | None) -> list[_Launch]:
+    """How each point of a row is launched, in the order of the row."""
     axes = [row[axis] if isinstance(row[axis], list) else [row[axis]] for axis in _AXES]
     points = (row | dict(zip(_AXES, point, strict=True)) for point in itertools.product(*axes))
-    return [_way(point, wanted) for point in points]
+    return [_launch(point, wanted) for point in points]
 
 
-def _way(row: dict[str, Any], wanted: str | None) -> _Way:
+def _launch(row: dict[str, Any], wanted: str | None) -> _Launch:
     pairs = row["tokens"] * row["top_k"]
     itemsize = 4 if row["dtype"] == "fp32" else 2
     widths = tuple(row["slices"])
@@ -57,9 +57,9 @@ def _way(row: dict[str, Any], wanted: str | None) -> _Way:
     path = plan_path(shape, MoEPath[wanted.upper()] if wanted else None)
     plan = tuple(planner(shape) for planner in _PLANNERS[path])
     if path is MoEPath.SMALL_BATCH:
-        return _Way(path, plan)
+        return _Launch(path, plan)
     bins = num_bins(row["experts"], row["slots"], with_base=False)
-    return _Way(path, plan, shape.height, pairs > SMALL, bins > MOST_BINS)
+    return _Launch(path, plan, shape.height, pairs > SMALL, bins > MOST_BINS)
 
 
 def _paths(row: dict[str, Any]) -> list[str | None]:
@@ -68,20 +68,20 @@ def _paths(row: dict[str, Any]) -> list[str | None]:
 
 
 def _steps() -> set[tuple[str, object, object]]:
-    """(what, before, after) of all neighbours of all rows."""
+    """(what changes, before, after) between neighbours in all rows."""
     return {
         (field.name, getattr(left, field.name), getattr(right, field.name))
         for row in _BOUNDARIES
         for path in _paths(row)
-        for left, right in itertools.pairwise(_ways(row, path))
-        for field in fields(_Way)
+        for left, right in itertools.pairwise(_launches(row, path))
+        for field in fields(_Launch)
     }
 
 
 @pytest.mark.parametrize("row", _BOUNDARIES, ids=str)
 def test_neighbours_of_a_boundary_row_are_launched_in_different_ways(row: dict[str, Any]) -> None:
     for path in _paths(row):
-        assert len(set(_ways(row, path))) > 1
+        assert len(set(_launches(row, path))) > 1
 
 
 @pytest.mark.parametrize(
@@ -97,11 +97,11 @@ def test_neighbours_of_a_boundary_row_are_launched_in_different_ways(row: dict[s
     ],
     ids=str,
 )
-def test_some_row_stands_at_each_kind_of_change(step: tuple[str, object, object]) -> None:
+def test_some_row_crosses_each_kind_of_boundary(step: tuple[str, object, object]) -> None:
     assert step in _steps()
 
 
-def test_some_row_stands_where_a_shrink_gets_more_splits() -> None:
+def test_some_row_crosses_the_boundary_to_more_splits_of_a_shrink() -> None:
     shrinks = [
         (left[0], right[0])
         for what, left, right in _steps()
@@ -114,13 +114,13 @@ def test_some_row_stands_where_a_shrink_gets_more_splits() -> None:
     )
 
 
-def test_smoke_meets_high_tiles_on_both_paths_that_read_them_and_both_alignments() -> None:
+def test_smoke_covers_high_tiles_on_both_paths_that_read_them_and_both_alignments() -> None:
     rows = _GROUPS["moe_small_tall"]["rows"]
-    ways = [way for row in rows for path in _paths(row) for way in _ways(row, path)]
-    assert {(way.path, way.height) for way in ways} == {
+    launches = [launch for row in rows for path in _paths(row) for launch in _launches(row, path)]
+    assert {(launch.path, launch.height) for launch in launches} == {
         (MoEPath.ONE_SHOT, 32),
         (MoEPath.TWO_KERNEL, 32),
         (MoEPath.ONE_SHOT, 64),
         (MoEPath.TWO_KERNEL, 64),
     }
-    assert {way.is_large for way in ways} == {True, False}
+    assert {launch.is_large for launch in launches} == {True, False}

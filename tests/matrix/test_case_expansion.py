@@ -1,4 +1,4 @@
-"""From a sound case file to its cases."""
+"""From a valid case file to its cases."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def test_an_include_is_added_whatever_is_excluded(load: Load) -> None:
     assert [(case.in_features, case.rank) for case in cases] == [(48, 3), (50, 8)]
 
 
-def test_a_cut_that_only_excluded_points_would_break_is_sound(load: Load) -> None:
+def test_a_cut_that_only_excluded_points_would_break_is_valid(load: Load) -> None:
     cases = load(
         HEAD
         + "      - in_features: 48\n        slices: [[48], [33]]\n"
@@ -117,7 +117,7 @@ def test_a_cut_that_only_excluded_points_would_break_is_sound(load: Load) -> Non
     assert len(cases) == 11
 
 
-def test_a_sampled_group_meets_every_allowed_pair_and_no_excluded_point(load: Load) -> None:
+def test_a_sampled_group_covers_every_allowed_pair_and_no_excluded_point(load: Load) -> None:
     cases = load(
         HEAD
         + "      - in_features: [32, 48, 64, 80]\n"

@@ -1,4 +1,4 @@
-"""A bad case file is told completely, in its own terms, and nothing of it is used."""
+"""All problems of a case file are reported in its own terms, and none of its cases is used."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Write:
     return _write
 
 
-def _told(*paths: Path) -> list[str]:
+def _reported(*paths: Path) -> list[str]:
     with pytest.raises(CaseFileError) as caught:
         load_cases(paths)
     head, *problems = str(caught.value).splitlines()
@@ -46,7 +46,7 @@ def _told(*paths: Path) -> list[str]:
     return [problem.strip() for problem in problems]
 
 
-def test_all_problems_of_a_file_are_told_at_once(write: Write) -> None:
+def test_all_problems_of_a_file_are_reported_at_once(write: Write) -> None:
     path = write("""\
         site: dense_delt
         defaults:
@@ -87,11 +87,11 @@ def test_all_problems_of_a_file_are_told_at_once(write: Write) -> None:
     keys = "tier, oracles, rows, timeout_s, exclude, include, sample"
     slices = "a list of integers >= 1, such as [48, 16, 16]"
     one = "groups.one"
-    assert _told(path) == [
+    assert _reported(path) == [
         "bad.yaml:1: site: given 'dense_delt'; allowed: dense_delta, lora_linear, "
         "moe_delta, moe_layer; nearest: dense_delta",
         "bad.yaml:3: defaults.dtype: given 'bf61'; allowed: fp16, bf16, fp32; nearest: bf16",
-        "bad.yaml:4: defaults.mix: given 2 values; allowed: one value, a list belongs into a row",
+        "bad.yaml:4: defaults.mix: given 2 values; allowed: one value, a list belongs in a row",
         f"bad.yaml:5: defaults.layuot: given unknown key 'layuot'; allowed: {axes}; "
         "nearest: layout",
         f"bad.yaml:8: {one}.tier: given 'smok'; allowed: smoke, premerge, nightly; nearest: smoke",
@@ -104,7 +104,7 @@ def test_all_problems_of_a_file_are_told_at_once(write: Write) -> None:
         f"bad.yaml:15: {one}.rows[1].slices: given 16; allowed: {slices}",
         f"bad.yaml:16: {one}.rows[1].rank: given 8 twice; allowed: each value once",
         f"bad.yaml:17: {one}.rows[1].slots: given 0; allowed: an integer from 1 to 256",
-        f"bad.yaml:18: {one}.rows[1]: key 'tokens' stands here again, first in line 13",
+        f"bad.yaml:18: {one}.rows[1]: key 'tokens' is repeated, first in line 13",
         f"bad.yaml:19: {one}.rows[2]: given 5; allowed: a mapping with keys of {axes}",
         f"bad.yaml:21: {one}.exclude[0]: leaves nothing out; "
         "allowed: values that some row of the group has",
@@ -119,7 +119,9 @@ def test_all_problems_of_a_file_are_told_at_once(write: Write) -> None:
     ]
 
 
-def test_axes_that_do_not_fit_together_are_told_with_the_line_of_their_row(write: Write) -> None:
+def test_axes_that_do_not_fit_together_are_reported_with_the_line_of_their_row(
+    write: Write,
+) -> None:
     path = write("""\
         site: lora_linear
         defaults: {dtype: bf16, rank: 8, slots: 2, tokens: 4}
@@ -141,7 +143,7 @@ def test_axes_that_do_not_fit_together_are_told_with_the_line_of_their_row(write
             rows:
               - {in_features: 64, slices: [64], tp: 2}
         """)
-    assert _told(path) == [
+    assert _reported(path) == [
         "bad.yaml:8: groups.one.rows[0].in_features: given 50 with tp 4; "
         "allowed: a width that tp divides",
         "bad.yaml:9: groups.one.rows[0].slices: given [34, 30] with tp 4; "
@@ -155,7 +157,7 @@ def test_axes_that_do_not_fit_together_are_told_with_the_line_of_their_row(write
 
 def test_a_dense_delta_is_not_cut(write: Write) -> None:
     path = write(GOOD.replace("in_features: 48,", "in_features: 48, tp: 2, parallel: row,"))
-    assert _told(path) == [
+    assert _reported(path) == [
         "bad.yaml:8: groups.one.rows[0].parallel: given for site dense_delta; "
         "allowed: for site lora_linear only",
         "bad.yaml:8: groups.one.rows[0].tp: given for site dense_delta; "
@@ -164,7 +166,7 @@ def test_a_dense_delta_is_not_cut(write: Write) -> None:
 
 
 @pytest.mark.parametrize(
-    ("written", "told"),
+    ("written", "reported"),
     [
         (
             "timeout_s: 1e3",
@@ -195,18 +197,18 @@ def test_a_dense_delta_is_not_cut(write: Write) -> None:
             "<<: {tier: smoke}",
             "groups.one: merge keys are not allowed; write the keys out, or use `defaults`",
         ),
-        ("tier: nightly", "groups.one: key 'tier' stands here again, first in line 5"),
+        ("tier: nightly", "groups.one: key 'tier' is repeated, first in line 5"),
     ],
 )
-def test_what_yaml_silently_turns_into_something_else_is_told(
-    write: Write, written: str, told: str
+def test_what_yaml_silently_turns_into_something_else_is_reported(
+    write: Write, written: str, reported: str
 ) -> None:
     path = write(GOOD.replace("    oracles", f"    {written}\n    oracles"))
-    assert _told(path) == [f"bad.yaml:6: {told}"]
+    assert _reported(path) == [f"bad.yaml:6: {reported}"]
 
 
 @pytest.mark.parametrize(
-    ("text", "told"),
+    ("text", "reported"),
     [
         (
             "",
@@ -221,59 +223,59 @@ def test_what_yaml_silently_turns_into_something_else_is_told(
         ("a: &x [*x]", "bad.yaml:1: nested deeper than 16 levels"),
     ],
 )
-def test_text_that_is_no_case_file_at_all_is_told_without_a_traceback(
-    write: Write, text: str, told: str
+def test_text_that_is_no_case_file_at_all_is_reported_without_a_traceback(
+    write: Write, text: str, reported: str
 ) -> None:
-    assert _told(write(text)) == [told]
+    assert _reported(write(text)) == [reported]
 
 
 def test_a_tag_builds_no_object(write: Write) -> None:
     path = write(GOOD.replace("smoke", "!!python/object/apply:os.getcwd []"))
-    told = _told(path)
-    assert len(told) == 1
-    assert told[0].startswith("bad.yaml:5: groups.one.tier: given")
+    reported = _reported(path)
+    assert len(reported) == 1
+    assert reported[0].startswith("bad.yaml:5: groups.one.tier: given")
 
 
-def test_problems_of_all_files_are_told_together_with_files_that_cannot_be_read(
+def test_problems_of_all_files_are_reported_together_with_files_that_cannot_be_read(
     write: Write,
 ) -> None:
     first = write(GOOD.replace("rank: 8", "rank: 0"), "first.yaml")
     Path("second.yaml").write_bytes(b"site: \xff")
-    assert _told(first, Path("second.yaml"), Path("third.yaml")) == [
+    assert _reported(first, Path("second.yaml"), Path("third.yaml")) == [
         "first.yaml:2: defaults.rank: given 0; allowed: an integer from 1 to 512",
         "second.yaml:1: not UTF-8 at byte 6",
         "third.yaml:1: No such file or directory",
     ]
 
 
-def test_a_case_that_two_files_give_is_told_with_both_places(write: Write) -> None:
+def test_a_case_in_two_files_is_reported_with_both_places(write: Write) -> None:
     first = write(GOOD, "first.yaml")
     second = write(GOOD.replace("[48, 16, 16]", "[[33], [48, 16, 16]]"), "second.yaml")
     name = (
         "dense_delta.dtype-bf16.exec-eager.in-48.layout-contiguous.mix-ragged.rank-8"
         ".ranks-mixed.slices-48x16x16.slots-4.tokens-17"
     )
-    assert _told(first, second) == [
+    assert _reported(first, second) == [
         f"second.yaml:8: groups.one.rows[0]: gives the case {name}, as first.yaml:8 already does"
     ]
 
 
-def test_the_same_case_is_told_even_beside_an_unknown_key_but_not_for_an_unknown_site(
+def test_a_repeated_case_is_reported_beside_an_unknown_key_but_not_for_an_unknown_site(
     write: Write,
 ) -> None:
     first = write(GOOD, "first.yaml")
     second = write(GOOD + "extra: 1\n", "second.yaml")
-    extra, repeated = sorted(_told(first, second), reverse=True)
+    extra, repeated = sorted(_reported(first, second), reverse=True)
     assert extra.startswith("second.yaml:9: extra: given unknown key")
     assert repeated.startswith("second.yaml:8: groups.one.rows[0]: gives the case")
     linear = write(GOOD.replace("dense_delta", "lora_linear"), "first.yaml")
     unknown = write(GOOD.replace("dense_delta", "moe"), "second.yaml")
-    assert [text.partition(";")[0] for text in _told(linear, unknown)] == [
+    assert [text.partition(";")[0] for text in _reported(linear, unknown)] == [
         "second.yaml:1: site: given 'moe'"
     ]
 
 
-def test_an_axis_that_is_bad_itself_is_not_also_told_to_fit_badly(write: Write) -> None:
+def test_an_invalid_axis_is_not_also_reported_as_one_that_does_not_fit(write: Write) -> None:
     path = write("""\
         site: lora_linear
         defaults: {dtype: bf16, rank: 8, slots: 2, tokens: 4, in_features: 49}
@@ -284,18 +286,18 @@ def test_an_axis_that_is_bad_itself_is_not_also_told_to_fit_badly(write: Write) 
             rows:
               - {in_features: wide, slices: [48], parallel: row, tp: 2}
         """)
-    assert _told(path) == [
+    assert _reported(path) == [
         "bad.yaml:8: groups.one.rows[0].in_features: given 'wide'; allowed: an integer >= 1"
     ]
 
 
-def test_a_large_product_without_a_sample_is_refused_before_anybody_walks_through_it(
+def test_a_large_product_without_a_sample_is_refused_before_it_is_enumerated(
     write: Write,
 ) -> None:
     numbers = ", ".join(map(str, range(1, 513)))
     row = f"- {{in_features: [{numbers}], rank: [{numbers}], tokens: [{numbers}], slices: [1]}}"
     path = write(GOOD.replace("- {in_features: 48, slices: [48, 16, 16]}", row))
-    assert _told(path) == [
+    assert _reported(path) == [
         "bad.yaml:8: groups.one.rows: given a product of 134217728 cases; allowed: at most 128, "
         "or a pairwise sample of it: `sample: {limit: N}`"
     ]
@@ -305,20 +307,20 @@ def test_a_sample_that_is_too_small_for_its_pairs_is_refused(write: Write) -> No
     row = "- {in_features: [1, 2, 3], rank: [1, 2, 3, 4], slices: [48]}"
     text = GOOD.replace("- {in_features: 48, slices: [48, 16, 16]}", row)
     path = write(text + "    sample: {limit: 11}\n")
-    assert _told(path) == [
+    assert _reported(path) == [
         "bad.yaml:9: groups.one.sample.limit: given 11; "
         "allowed: at least 12, which pairwise coverage takes"
     ]
 
 
-def test_a_row_of_which_nothing_is_left_is_told(write: Write) -> None:
+def test_a_row_whose_points_are_all_excluded_is_reported(write: Write) -> None:
     path = write(GOOD + "    exclude:\n      - {in_features: [48, 50]}\n")
-    assert _told(path) == ["bad.yaml:8: groups.one.rows[0]: every point of it is excluded"]
+    assert _reported(path) == ["bad.yaml:8: groups.one.rows[0]: every point of it is excluded"]
 
 
 def test_an_include_is_a_single_complete_point(write: Write) -> None:
     extra = "    include:\n      - {in_features: [1, 2], slices: [1]}\n      - {slices: [1]}\n"
-    assert _told(write(GOOD + extra)) == [
+    assert _reported(write(GOOD + extra)) == [
         "bad.yaml:10: groups.one.include[0].in_features: given 2 values; "
         "allowed: one value, an include is a single point",
         "bad.yaml:11: groups.one.include[1].in_features: is missing here and in defaults; "
@@ -339,7 +341,7 @@ groups:
 
 
 @pytest.mark.parametrize(
-    ("axes", "told"),
+    ("axes", "reported"),
     [
         ("router: none", "router: given none for site moe_layer; allowed: output, input"),
         (
@@ -359,26 +361,29 @@ groups:
             "router: input, tp: 2, quantisation: fp8",
             "tp: given 2 with quantisation fp8; allowed: 1",
         ),
-        ("tp: 1", "router: is missing here and in defaults; allowed: none, output, input"),
+        ("tp: 1", "router: is missing here and in defaults; allowed: output, input"),
     ],
 )
-def test_what_a_layer_of_experts_cannot_be_is_told(write: Write, axes: str, told: str) -> None:
+def test_impossible_moe_layers_are_reported(write: Write, axes: str, reported: str) -> None:
     load_cases([write(LAYER, "good.yaml")])
     path = write(LAYER.replace("router: output", axes))
-    assert _told(path) == [f"bad.yaml:8: groups.one.rows[0].{told}"]
+    assert _reported(path) == [f"bad.yaml:8: groups.one.rows[0].{reported}"]
 
 
 def test_gate_and_up_have_one_width(write: Write) -> None:
     path = write(LAYER.replace("[24, 24]", "[[24, 23], [24], [8, 8, 8]]"))
     what = "allowed: gate and up of one width, or up alone"
     where = "bad.yaml:8: groups.one.rows[0].slices"
-    assert _told(path) == [f"{where}: given [24, 23]; {what}", f"{where}: given [8, 8, 8]; {what}"]
+    assert _reported(path) == [
+        f"{where}: given [24, 23]; {what}",
+        f"{where}: given [8, 8, 8]; {what}",
+    ]
 
 
-def test_a_delta_of_experts_has_no_values_of_a_layer(write: Write) -> None:
+def test_an_moe_delta_has_no_values_of_an_moe_layer(write: Write) -> None:
     good = LAYER.replace("moe_layer", "moe_delta")
     path = write(good.replace("router: output", "router: input, ep: 2"))
-    assert _told(path) == [
+    assert _reported(path) == [
         "bad.yaml:8: groups.one.rows[0].ep: given for site moe_delta; "
         "allowed: for site moe_layer only",
         "bad.yaml:8: groups.one.rows[0].router: given input for site moe_delta; "

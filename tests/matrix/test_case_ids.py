@@ -1,4 +1,4 @@
-"""Ids and seeds are keys of history and of replay lines: they are pinned by literal values."""
+"""Ids and seeds identify results in history and in replay commands: literal values pin them."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ MOE = Case(
 )
 
 
-def test_the_id_of_a_case_with_experts_names_all_that_experts_can_be() -> None:
+def test_the_id_of_an_moe_delta_names_all_axes_of_its_site() -> None:
     assert case_id(MOE) == (
         "moe_delta.dtype-bf16.exec-eager.experts-128.in-2048.layout-contiguous.map-parallel"
         ".mix-ragged.path-one_shot.rank-16.ranks-mixed.router-output.routing-skewed"
@@ -113,7 +113,7 @@ LAYER = Case(
 )
 
 
-def test_the_id_of_a_layer_of_experts_names_its_cut_and_what_is_quantised() -> None:
+def test_the_id_of_an_moe_layer_names_its_cut_and_its_quantisation() -> None:
     assert case_id(LAYER) == (
         "moe_layer.dtype-bf16.ep-4.exec-eager.experts-128.in-2048.layout-contiguous.mix-ragged"
         ".quant-none.rank-16.ranks-mixed.router-input.routing-uniform.sharing-shared_outer"
@@ -137,13 +137,13 @@ def test_a_run_id_puts_the_subject_first() -> None:
     assert run_id("vllm", DENSE) == f"vllm.{case_id(DENSE)}"
 
 
-def test_seeds_are_the_same_for_ever_and_differ_by_attempt() -> None:
+def test_seeds_never_change_and_differ_between_attempts() -> None:
     assert seed_of(DENSE, 0) == 6834784917668034657
     assert seed_of(DENSE, 1) == 1975968193862185032
     assert seed_of(LINEAR, 0) == 7424318564280684574
 
 
-def test_every_axis_enters_the_id_and_the_way_of_running_does_not() -> None:
+def test_every_axis_enters_the_id_but_the_way_of_running_does_not() -> None:
     other: dict[str, Any] = {
         "tokens": 18,
         "in_features": 101,

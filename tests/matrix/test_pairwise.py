@@ -1,4 +1,4 @@
-"""The sampler holds every pair that is allowed, and gives the same points for ever."""
+"""A sample covers every allowed pair, and its points never change."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_an_exclusion_of_everything_leaves_nothing() -> None:
     assert pairwise([2, 3], [{0: frozenset({0, 1})}]) == []
 
 
-def test_a_sample_is_pinned_because_ids_and_history_hang_on_it() -> None:
+def test_a_sample_is_pinned_because_ids_and_history_depend_on_it() -> None:
     sample = pairwise([3, 2, 2], [{0: frozenset({2}), 1: frozenset({0, 1}), 2: frozenset({0})}])
     assert sample == [(1, 1, 1), (2, 0, 1), (2, 1, 1), (0, 0, 1), (0, 1, 0), (1, 0, 0)]
 

@@ -1,4 +1,4 @@
-"""What the project's own case files promise: bounds, and values that no edit may lose."""
+"""Guarantees of the project's own case files: bounds, and values that no edit may lose."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_each_tier_is_as_small_as_its_time_allows(cases: tuple[Case, ...]) -> No
 
 def test_smoke_cases_are_small_enough_for_the_interpreter(cases: tuple[Case, ...]) -> None:
     smoke = [case for case in cases if case.tier is Tier.SMOKE]
-    # a few prefills are tall, but narrow, and spare the oracles that take many steps
+    # a few prefills are tall but narrow, and skip the oracles that take many steps
     tall = [case for case in smoke if case.tokens > 40]
     assert len(tall) <= 6
     assert max(case.out_rows * case.out_features for case in tall) <= 100_000
@@ -89,11 +89,11 @@ def test_refusals_and_compilation_are_judged_on_a_few_cases_of_each_site(
     for tier in (Tier.SMOKE, Tier.PREMERGE):
         judged = [case for case in _of(cases, tier, site) if oracle in case.oracles]
         assert 2 <= len(judged) <= 4
-        # neither oracle has anything to say about these
+        # neither oracle applies to other cases
         assert {(c.execution, c.tp, c.tokens > 0) for c in judged} == {(Execution.EAGER, 1, True)}
 
 
-def test_smoke_meets_every_mix_layout_dtype_and_rank_pattern(cases: tuple[Case, ...]) -> None:
+def test_smoke_covers_every_mix_layout_dtype_and_rank_pattern(cases: tuple[Case, ...]) -> None:
     dense = _of(cases, Tier.SMOKE, Site.DENSE_DELTA)
     assert {(c.mix, c.layout) for c in dense} == {(m, y) for m in Mix for y in Layout}
     assert {(c.dtype, c.mix) for c in dense} == {(d, m) for d in Dtype for m in Mix}
@@ -108,7 +108,7 @@ def test_smoke_meets_every_mix_layout_dtype_and_rank_pattern(cases: tuple[Case, 
     assert {c.dtype for c in linear} == set(Dtype)
 
 
-def test_smoke_meets_all_that_experts_can_be(cases: tuple[Case, ...]) -> None:
+def test_smoke_covers_all_values_of_moe_deltas(cases: tuple[Case, ...]) -> None:
     moe = _of(cases, Tier.SMOKE, Site.MOE_DELTA)
     assert {(c.source, c.write, c.router) for c in moe} == {
         (s, w, r) for s in Source for w in Write for r in (RouterWeights.NONE, RouterWeights.OUTPUT)
@@ -125,12 +125,14 @@ def test_smoke_meets_all_that_experts_can_be(cases: tuple[Case, ...]) -> None:
     assert {0, 1, 2} <= {c.tokens for c in moe}
     assert {1, 3, 17, 65, 129, 512} <= {c.rank for c in moe}
     assert {1, 2, 8, 1024} <= {c.experts for c in moe}
-    # every expert of a token, and one of one
+    # a token that chooses every expert
     assert any(c.top_k == c.experts > 1 for c in moe)
     assert {len(c.slices) for c in moe} == {1, 2}
 
 
-def test_premerge_meets_the_experts_of_real_models_on_every_path(cases: tuple[Case, ...]) -> None:
+def test_premerge_covers_the_moe_deltas_of_real_models_on_every_path(
+    cases: tuple[Case, ...],
+) -> None:
     moe = _of(cases, Tier.PREMERGE, Site.MOE_DELTA)
     shapes = {(c.experts, c.top_k, c.in_features, c.slices) for c in moe}
     assert shapes >= {
@@ -145,11 +147,11 @@ def test_premerge_meets_the_experts_of_real_models_on_every_path(cases: tuple[Ca
     assert {(c.path, c.execution) for c in moe} == {(p, e) for p in Path for e in Execution}
     assert {1, 8192} <= {c.tokens for c in moe}
     assert {1, 64, 65, 127, 128, 129, 512} <= {c.rank for c in moe}
-    # a worker has a quarter of a device
+    # a worker gets a quarter of a device
     assert max(footprint_bytes(c) for c in moe) < 30 << 30
 
 
-def test_smoke_meets_all_that_a_layer_of_experts_can_be(cases: tuple[Case, ...]) -> None:
+def test_smoke_covers_all_values_of_moe_layers(cases: tuple[Case, ...]) -> None:
     layer = _of(cases, Tier.SMOKE, Site.MOE_LAYER)
     assert {(c.router, len(c.slices)) for c in layer} == {
         (r, n) for r in (RouterWeights.OUTPUT, RouterWeights.INPUT) for n in (1, 2)
@@ -166,7 +168,7 @@ def test_smoke_meets_all_that_a_layer_of_experts_can_be(cases: tuple[Case, ...])
     assert any(c.top_k == c.experts > 1 for c in layer)
 
 
-def test_premerge_meets_the_layers_of_real_models_whole_and_in_groups(
+def test_premerge_covers_the_moe_layers_of_real_models_whole_and_cut_over_ranks(
     cases: tuple[Case, ...],
 ) -> None:
     layer = _of(cases, Tier.PREMERGE, Site.MOE_LAYER)
@@ -183,11 +185,11 @@ def test_premerge_meets_the_layers_of_real_models_whole_and_in_groups(
     assert {1, 512} <= {c.rank for c in layer}
     assert {Quantisation.NONE, Quantisation.FP8} == {c.quantisation for c in layer}
     assert any(c.tp > 1 and c.ep > 1 for c in layer)
-    # a worker has a part of a device
+    # a worker gets a part of a device
     assert max(footprint_bytes(c) for c in layer) < 20 << 30
 
 
-def test_premerge_meets_real_shapes_both_executions_and_the_ends_of_the_rank_range(
+def test_premerge_covers_real_shapes_both_executions_and_the_ends_of_the_rank_range(
     cases: tuple[Case, ...],
 ) -> None:
     dense = _of(cases, Tier.PREMERGE, Site.DENSE_DELTA)
@@ -208,7 +210,7 @@ def test_premerge_goes_beyond_32_bit_offsets_in_the_input_the_output_and_the_wei
     dense = _of(cases, Tier.PREMERGE, Site.DENSE_DELTA)
     assert any(c.tokens * c.in_features >= 2**31 for c in dense)
     assert any(c.tokens * c.out_features >= 2**31 for c in dense)
-    # the last slot is the one that counts, and it always has rows
+    # the offset of the last slot counts, and that slot always has rows
     assert any((c.slots - 1) * len(c.slices) * c.rank * c.in_features >= 2**31 for c in dense)
 
 

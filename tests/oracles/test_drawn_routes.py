@@ -140,7 +140,7 @@ def test_router_weights_are_never_one_for_all_and_stand_between_nans(kind: DataK
 @pytest.mark.parametrize("dtype", Dtype)
 @pytest.mark.parametrize("sharing", [Sharing.PER_EXPERT, Sharing.SHARED_A, Sharing.SHARED_B])
 @pytest.mark.parametrize("router", [RouterWeights.NONE, RouterWeights.OUTPUT])
-def test_exact_data_of_experts_leaves_nothing_to_round(
+def test_exact_data_of_moe_deltas_leaves_nothing_to_round(
     router: RouterWeights, sharing: Sharing, dtype: Dtype
 ) -> None:
     for source in Source:
@@ -170,7 +170,7 @@ def test_each_expert_of_each_slot_has_numbers_of_its_own_unless_they_are_shared(
         assert (pool.a.shape[1], pool.b[0].shape[1]) == shape
 
 
-def test_what_no_pair_uses_becomes_huge_and_nothing_else_does() -> None:
+def test_only_what_no_pair_uses_becomes_huge() -> None:
     for sharing in Sharing:
         pool = pool_of(replace(CASE, sharing=sharing), 0)
         used = torch.zeros(CASE.slots, CASE.experts, dtype=torch.bool)

@@ -110,14 +110,14 @@ def test_chunks_tile_the_pairs_of_a_batch(monkeypatch: pytest.MonkeyPatch) -> No
         monkeypatch.undo()
 
 
-def test_folding_moves_the_scale_of_an_adapter_into_b_of_all_its_experts() -> None:
+def test_folding_multiplies_the_scale_of_an_adapter_into_b_of_all_its_experts() -> None:
     pool, _ = data(CASE)
     low = folded(pool)
     scale = pool.scales[1][0]
     assert torch.equal(low.b[0][1], (pool.b[0][1].float() * scale).bfloat16())
 
 
-def test_the_condition_number_of_experts_is_that_of_their_own_terms() -> None:
+def test_the_condition_number_of_pairs_is_that_of_their_own_terms() -> None:
     pool, batch = data(CASE)
     assert batch.routes is not None
     experts = local_experts(batch.routes).flatten()

@@ -197,7 +197,7 @@ def test_rows_of_a_layer_are_tokens_and_its_pairs_know_theirs() -> None:
 @pytest.mark.parametrize("dtype", Dtype)
 @pytest.mark.parametrize("router", [RouterWeights.OUTPUT, RouterWeights.INPUT])
 @pytest.mark.parametrize("top_k", [1, 2, 4, 5, 9, 12])
-def test_exact_data_of_a_layer_leave_nothing_to_round(
+def test_exact_data_of_moe_layers_leaves_nothing_to_round(
     top_k: int, router: RouterWeights, dtype: Dtype
 ) -> None:
     kind = DataKind.EXACT

@@ -100,7 +100,7 @@ def test_eager_adds_up_the_rounded_parts_of_a_row_parallel_layer(
     assert error.any()
 
 
-def test_folding_moves_the_scale_into_b_and_rounds_it_once(
+def test_folding_multiplies_the_scale_into_b_and_rounds_once(
     make_trial: Callable[..., Trial],
 ) -> None:
     pool, batch, _ = data(make_trial())
@@ -123,7 +123,7 @@ def test_chunks_tile_the_rows_of_a_batch(
     torch.testing.assert_close(together, golden(pool, batch).out, rtol=1e-14, atol=1e-14)
 
 
-def test_an_empty_batch_is_one_chunk_of_nothing(make_trial: Callable[..., Trial]) -> None:
+def test_an_empty_batch_is_one_empty_chunk(make_trial: Callable[..., Trial]) -> None:
     _, batch, _ = data(make_trial())
     empty = Batch(batch.x[:0], batch.token_slots[:0], batch.out[:0])
     assert [len(piece.x) for _, piece in chunks(empty)] == [0]

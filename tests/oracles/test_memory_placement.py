@@ -68,7 +68,7 @@ def test_a_copy_takes_its_guards_along_and_shares_nothing(
     assert not same_place(view, whole(copy)).any()
 
 
-def test_bits_tell_apart_what_numbers_do_not() -> None:
+def test_bits_distinguish_what_numbers_do_not() -> None:
     assert bits_of(torch.tensor(0.0)) != bits_of(torch.tensor(-0.0))
     nan = torch.tensor(float("nan"))
     assert bits_of(nan) == bits_of(nan.clone())

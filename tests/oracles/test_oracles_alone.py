@@ -152,14 +152,14 @@ def noticing(trial: Trial) -> set[OracleName]:
 
 
 @pytest.mark.parametrize("oracle", NUMERIC)
-def test_an_oracle_notices_a_defect_that_no_other_one_notices(
+def test_each_numeric_oracle_detects_a_defect_that_no_other_one_detects(
     oracle: OracleName, make_trial: Callable[..., Trial]
 ) -> None:
     for seed in range(3):
         assert noticing(make_trial(Planted(ALONE[oracle]), seed)) == {oracle}
 
 
-def test_who_promises_that_a_rows_place_does_not_matter_is_held_to_the_bit(
+def test_a_subject_whose_rows_do_not_depend_on_their_place_is_compared_by_bits(
     make_trial: Callable[..., Trial],
 ) -> None:
     class SlotZeroInTwoSums(TwoSums):

@@ -121,7 +121,7 @@ def test_one_wrong_element_is_named(make_trial: Callable[..., Trial]) -> None:
 @pytest.mark.parametrize(
     ("value", "word"), [(float("nan"), "NaN"), (float("inf"), "Inf"), (-float("inf"), "-Inf")]
 )
-def test_a_number_that_is_none_is_named_before_any_error_is_measured(
+def test_nan_and_inf_are_reported_before_any_error_is_measured(
     value: float, word: str, make_trial: Callable[..., Trial]
 ) -> None:
     trial = make_trial()

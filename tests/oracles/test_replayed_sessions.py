@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
 
 import pytest
 import torch
@@ -10,6 +12,8 @@ from torch import Tensor
 
 from loragate.core.machine import Machine
 from loragate.core.verdict import OracleName, Verdict
+from loragate.execution import runners
+from loragate.execution.graph import Captured
 from loragate.matrix.case import Case, Dtype, Execution, Site
 from loragate.oracles import ORACLES
 from loragate.protocol import BaseLayer, Capabilities, Instance, Trial
@@ -112,7 +116,7 @@ class GraphSubject(TorchSubject):
     def capabilities(self, machine: Machine) -> Capabilities:
         have = super().capabilities(machine)
         assert not isinstance(have, str)
-        return replace(have, executions=frozenset(Execution))
+        return replace(have, supports={**have.supports, "execution": frozenset(Execution)})
 
     def open(self, case: Case, machine: Machine, base: BaseLayer | None) -> Instance:
         return self.instance(case, machine.device)
@@ -146,3 +150,48 @@ def test_what_a_capture_freezes_is_wrong_for_the_step(
     instance: type[Masked], oracle: OracleName
 ) -> None:
     assert verdict(instance, oracle, CUDA, Execution.GRAPH) is Verdict.FAIL
+
+
+@dataclass
+class RunsAgain:
+    """In place of a CUDA graph: runs the captured call anew, into the memory of its result."""
+
+    call: Callable[[], Tensor]
+    result: Tensor
+
+    def replay(self) -> None:
+        self.result.copy_(self.call())
+
+
+@pytest.fixture
+def captured_on_cpu(monkeypatch: pytest.MonkeyPatch) -> list[Callable[[], Tensor]]:
+    """What was captured; nothing is frozen but what the call itself keeps."""
+    captured: list[Callable[[], Tensor]] = []
+
+    def capture(call: Callable[[], Tensor]) -> Captured[Tensor]:
+        captured.append(call)
+        result = call()
+        graph: Any = RunsAgain(call, result)
+        return Captured(graph, result)
+
+    monkeypatch.setattr(runners, "capture", capture)
+    return captured
+
+
+@pytest.mark.parametrize("oracle", JUDGES)
+def test_a_step_of_a_graph_is_a_replay_with_the_mapping_and_the_memory_of_the_step(
+    captured_on_cpu: list[Callable[[], Tensor]], oracle: OracleName
+) -> None:
+    assert verdict(Masked, oracle, CPU, Execution.GRAPH) is Verdict.PASS
+    assert captured_on_cpu
+
+
+@pytest.mark.parametrize("oracle", [OracleName.REFERENCE, OracleName.EXACT])
+def test_a_graph_is_captured_with_another_mapping_than_that_of_the_step(
+    captured_on_cpu: list[Callable[[], Tensor]], oracle: OracleName
+) -> None:
+    assert verdict(CapturedMapping, oracle, CPU, Execution.GRAPH) is Verdict.FAIL
+
+
+def test_every_execution_of_the_matrix_has_a_runner() -> None:
+    assert runners.RUNNERS.keys() == set(Execution)

@@ -197,7 +197,7 @@ RIGHT = {
 
 @pytest.mark.parametrize("dtype", Dtype)
 @pytest.mark.parametrize("name", RIGHT)
-def test_no_oracle_fails_the_right_layer(
+def test_no_oracle_fails_the_correct_layer(
     layer_trial: Callable[..., Trial], name: str, dtype: Dtype
 ) -> None:
     for seed in range(5):
@@ -245,7 +245,7 @@ def test_base_rows_of_a_quantised_layer_may_be_added_up_in_fp32(judge_layer: Jud
 
 
 @pytest.mark.parametrize("dtype", [Dtype.FP16, Dtype.BF16])
-def test_a_quantised_layer_may_round_its_shrunks(judge_layer: Judge, dtype: Dtype) -> None:
+def test_a_quantised_layer_may_round_its_shrink_outputs(judge_layer: Judge, dtype: Dtype) -> None:
     for seed in range(80):
         case = replace(FP8, dtype=dtype)
         judgement = judge_layer(RoundsItsShrunks, OracleName.REFERENCE, seed, case)
@@ -261,11 +261,12 @@ def test_a_quantised_product_has_no_exact_result(layer_trial: Callable[..., Tria
     assert ORACLES[PERMUTE].applies(trial) is None
 
 
-def test_a_subject_is_spared_a_quantised_layer_unless_it_promises_one(
+def test_a_quantised_layer_is_skipped_unless_the_subject_states_support(
     layer_trial: Callable[..., Trial],
 ) -> None:
-    promises = {"quantisations": frozenset({Quantisation.NONE})}
-    have = layer_trial(MoELayer, 0, FP8, **promises).capabilities
+    have = layer_trial(MoELayer, 0, FP8).capabilities
+    stated = {axis: values for axis, values in have.supports.items() if axis != "quantisation"}
+    have = replace(have, supports=stated)
     assert unsupported(FP8, have) == "quantisation fp8 is not supported"
     assert unsupported(CASE, have) is None
 
@@ -273,7 +274,7 @@ def test_a_subject_is_spared_a_quantised_layer_unless_it_promises_one(
 @pytest.mark.parametrize(
     "guard", [Guard.TOPK_DTYPE, Guard.TOPK_SHAPE, Guard.ROUTER_SHAPE, Guard.ADAPTER_EXPERTS]
 )
-def test_each_refusal_about_a_layer_is_demanded_of_who_promises_it(
+def test_each_promised_refusal_of_an_moe_layer_is_required(
     layer_trial: Callable[..., Trial], guard: Guard
 ) -> None:
     trial = layer_trial(MoELayer, 0, CASE, guards=frozenset({guard}))

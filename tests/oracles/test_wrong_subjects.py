@@ -330,7 +330,7 @@ def test_a_narrow_dtype_hides_no_wrong_index(
         assert judgement.failure is Failure.WRONG_ANSWER, (seed, judgement)
 
 
-def test_a_wrong_answer_is_placed_in_the_words_of_the_user() -> None:
+def test_a_wrong_answer_is_located_in_the_terms_of_the_user() -> None:
     class OneElement(DenseDelta):
         def apply(self, x: Tensor, out: Tensor) -> Tensor:
             super().apply(x, out)
@@ -356,7 +356,7 @@ RIGHT = {
 
 @pytest.mark.parametrize("dtype", Dtype)
 @pytest.mark.parametrize("name", RIGHT)
-def test_no_oracle_fails_the_right_subject(name: str, dtype: Dtype) -> None:
+def test_no_oracle_fails_the_correct_subject(name: str, dtype: Dtype) -> None:
     case, subject = replace(RIGHT[name], dtype=dtype), Subject(DenseDelta)
     for seed in range(10):
         for oracle in NUMERIC:

@@ -79,21 +79,22 @@ def test_a_small_case_passes_its_oracles(name: str) -> None:
 def test_it_supports_everything_but_graphs_in_the_interpreter() -> None:
     have = trial_of(CASE).capabilities
     assert have.sites == frozenset(Site)
-    assert have.dtypes == frozenset(Dtype)
-    assert have.parallel == frozenset(Parallel)
-    assert have.layouts == frozenset(Layout)
-    assert have.paths == frozenset(Path)
-    assert have.max_rank == 512
+    everything = {
+        "dtype": frozenset(Dtype),
+        "parallel": frozenset(Parallel),
+        "path": frozenset(Path),
+        "quantisation": frozenset(Quantisation),
+    }
+    assert {axis: have.supports[axis] for axis in everything} == everything
+    assert have.supports["rank"] == range(1, 513)
+    # of the other axes all values are taken to be supported
+    assert have.supports.keys() == {*everything, "rank", "execution"}
     assert have.deterministic
     assert have.skips_dead_ranks
     assert have.rank_per_slice
     assert have.guards == frozenset(Guard)
     assert have.traceable
-    assert have.expert_maps == frozenset(ExpertMap)
-    assert have.sharings == frozenset(Sharing)
-    assert have.routers == frozenset(RouterWeights)
-    assert have.quantisations == frozenset(Quantisation)
-    assert (Execution.GRAPH in have.executions) is not detect_machine().interpreted
+    assert (Execution.GRAPH in have.supports["execution"]) is not detect_machine().interpreted
 
 
 def test_dead_ranks_hold_nan_where_the_pool_does_and_zeros_are_left_to_the_reset() -> None:
@@ -125,7 +126,7 @@ def test_dead_ranks_hold_nan_where_the_pool_does_and_zeros_are_left_to_the_reset
     assert weights.b[0, 24:].isnan().all()
 
 
-def test_base_rows_at_the_end_are_told_as_padding() -> None:
+def test_base_rows_at_the_end_are_declared_as_padding() -> None:
     trial = trial_of(CASE)
     instance = trial.subject.open(CASE, trial.machine, None)
     metadata = instance.metadata  # type: ignore[attr-defined]

@@ -73,7 +73,7 @@ def test_each_search_makes_a_subject_of_its_own() -> None:
     assert find_subject("torch") is not find_subject("torch")
 
 
-def test_every_subject_that_comes_along_can_be_made() -> None:
+def test_every_registered_subject_can_be_made() -> None:
     assert {name: find_subject(name).name for name in SUBJECTS} == {n: n for n in SUBJECTS}
 
 
@@ -97,7 +97,7 @@ def test_a_name_that_leads_nowhere_says_what_is_wrong(name: str, words: list[str
         assert word in str(caught.value)
 
 
-def test_a_name_that_is_like_nothing_gets_no_guess() -> None:
+def test_a_name_unlike_any_other_gets_no_suggestion() -> None:
     with pytest.raises(ValueError, match="module:object") as caught:
         find_subject("qqqq")
     assert "did you mean" not in str(caught.value)

@@ -5,7 +5,7 @@ import torch
 from loragate.subjects.vllm.alignment import align_in_torch
 
 
-def test_the_stand_in_for_alignment_groups_pairs_by_expert_within_each_slot() -> None:
+def test_the_substitute_for_alignment_groups_pairs_by_expert_within_each_slot() -> None:
     ids = torch.tensor([[2, 0], [0, 1], [2, 0], [1, 2]], dtype=torch.int32)
     sorted_ids, blocks = torch.full((3, 12), 99).int(), torch.full((3, 6), 99).int()
     post_pad = torch.full((3,), 99).int()
@@ -32,7 +32,7 @@ def test_the_stand_in_for_alignment_groups_pairs_by_expert_within_each_slot() ->
     assert set(sorted_ids[1].tolist()) == set(blocks[1].tolist()) == {99}
 
 
-def test_the_stand_in_for_alignment_leaves_out_experts_that_are_not_here() -> None:
+def test_the_substitute_for_alignment_leaves_out_experts_that_are_not_here() -> None:
     ids = torch.tensor([[0, 3], [1, -1], [2, 4]], dtype=torch.int32)
     sorted_ids, blocks = torch.zeros(16).int(), torch.zeros(8).int()
     post_pad = torch.zeros(1).int()

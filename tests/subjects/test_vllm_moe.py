@@ -288,7 +288,7 @@ def test_the_plan_aligns_unless_pairs_are_few_and_all_experts_are_here() -> None
     assert aligns(tokens=7, expert_map=ExpertMap.PARALLEL)
 
 
-def test_a_pair_without_expert_is_told_as_one_whose_expert_is_elsewhere() -> None:
+def test_a_pair_without_expert_is_passed_as_one_whose_expert_is_elsewhere() -> None:
     case = small_case(path=Path.ONE_SHOT, expert_map=ExpertMap.PARALLEL)
     _, _, slots, _, routes = draw(case)
     instance = open_instance(case)
@@ -381,7 +381,7 @@ REFUSED: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("reason", REFUSED)
-def test_what_it_cannot_do_is_a_skip_with_the_reason(reason: str) -> None:
+def test_an_unsupported_case_is_a_skip_with_the_reason(reason: str) -> None:
     have = VllmSubject.describe(interpreted=True, batch_invariant=False)
     assert unsupported(small_case(), have) is None
     assert reason in str(unsupported(small_case(**REFUSED[reason]), have))
@@ -395,7 +395,7 @@ def test_only_the_two_kernel_path_takes_any_rank_and_only_alignment_has_few_expe
     assert refusal(small_case(router=RouterWeights.OUTPUT, top_k=1)) is None
 
 
-def test_a_package_without_lora_of_experts_still_has_its_dense_half() -> None:
+def test_a_package_without_moe_lora_still_runs_dense_cases() -> None:
     have = VllmSubject.describe(True, False, without_moe="vLLM 0: no aiohttp")
     assert unsupported(small_case(), have) == "vLLM 0: no aiohttp"
     dense = Case(site=Site.DENSE_DELTA, tokens=1, in_features=8, slices=(8, 4), rank=8, slots=1,

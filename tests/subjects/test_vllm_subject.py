@@ -126,9 +126,11 @@ def open_instance(case: Case, ops: VllmOps) -> VllmInstance:
 def pool_of(case: Case, seed: int = 3) -> Pool:
     have = Capabilities(
         sites=frozenset(Site),
-        dtypes=frozenset(Dtype),
-        max_rank=512,
-        executions=frozenset(Execution),
+        supports={
+            "dtype": frozenset(Dtype),
+            "execution": frozenset(Execution),
+            "rank": range(1, 513),
+        },
         rank_per_slice=True,
     )
     return make_pool(case, seed, DataKind.SIGNED, CPU, have)
@@ -251,7 +253,7 @@ def test_a_package_that_cannot_be_imported_is_a_sentence_with_its_error(
     assert reason.endswith("cannot be imported: ImportError: libcudart is absent")
 
 
-def test_importing_the_package_leaves_the_environment_as_it_was(
+def test_importing_the_package_does_not_change_the_environment(
     without_vllm: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from loragate.core.machine import Machine, detect_machine
 from loragate.core.verdict import ExitCode
+from loragate.execution.session import open_loaded
 from loragate.matrix.case import Case, Dtype
 from loragate.oracles.numeric.golden import chunks, eager, golden
 from loragate.protocol import AnyInstance, Batch, Capabilities, Pool, Subject, unsupported
@@ -39,10 +40,7 @@ class Contender:
     have: Capabilities
 
     def open(self, case: Case, machine: Machine, pool: Pool) -> AnyInstance:
-        instance = self.subject.open(case, machine, None)
-        for slot in range(case.slots):
-            instance.load(slot, pool)
-        return instance
+        return open_loaded(self.subject, case, machine, base=None, pool=pool)
 
     def require(self, case: Case) -> None:
         """Raises Unavailable for a case that the subject cannot take."""

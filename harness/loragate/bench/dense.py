@@ -16,7 +16,7 @@ from torch import Tensor
 from loragate.bench.contender import Contender, Yardstick
 from loragate.bench.figures import DenseFigures, RowFigures, StepFigures
 from loragate.bench.rows import TOKENS, DenseRow
-from loragate.bench.timer import capture, copy_bytes_per_s, replay_in_turns, wall
+from loragate.bench.timer import copy_bytes_per_s, graph_of, replay_in_turns, wall
 from loragate.core.machine import Machine
 from loragate.inputs import DataKind, make_pool, torch_dtype
 from loragate.protocol import Batch, Instance, Resident
@@ -69,7 +69,7 @@ def measure_row(row: DenseRow, contenders: Sequence[Contender], machine: Machine
     def base() -> Tensor:
         return torch.mm(x, weight.T, out=out)
 
-    errors, graphs = {}, {_BASE: capture(base)}
+    errors, graphs = {}, {_BASE: graph_of(base)}
     instances = []
     for contender in contenders:
         name = contender.subject.name
@@ -80,7 +80,7 @@ def measure_row(row: DenseRow, contenders: Sequence[Contender], machine: Machine
         base()
         yardstick = Yardstick.of_step(case, pool, Batch(x, token_slots, out.clone()))
         errors[name] = yardstick.check(name, row.id, instance.apply(x, out))
-        graphs[name] = capture(_sequential(base, instance, x, out))
+        graphs[name] = graph_of(_sequential(base, instance, x, out))
         instances.append(instance)
     times = replay_in_turns(graphs)
     return RowFigures(row, times.pop(_BASE), times, errors)
@@ -121,7 +121,7 @@ def measure_steps(
 def _device_us(instance: Resident, token_slots: Tensor, machine: Machine) -> float | None:
     resident = token_slots.to(machine.device)
     try:
-        graph = capture(partial(instance.prepare, resident))
+        graph = graph_of(partial(instance.prepare, resident))
     except RuntimeError:
         return None
     return replay_in_turns({"prepare": graph})["prepare"]

@@ -12,6 +12,8 @@ from typing import Protocol, TypeVar
 
 import torch
 
+from loragate.execution.graph import capture
+
 CALLS_PER_GRAPH = 20
 REPLAYS = 7
 _WARM_UP = 3
@@ -28,19 +30,12 @@ class Clock(Protocol):
 
 def in_turns(calls: Mapping[_Key, Callable[[], object]]) -> dict[_Key, float]:
     """The Clock of a benchmark: what the calls take on the device."""
-    return replay_in_turns({name: capture(call) for name, call in calls.items()})
+    return replay_in_turns({name: graph_of(call) for name, call in calls.items()})
 
 
-def capture(call: Callable[[], object]) -> torch.cuda.CUDAGraph:
+def graph_of(call: Callable[[], object]) -> torch.cuda.CUDAGraph:
     """A graph of CALLS_PER_GRAPH calls, after a warm-up that compiles whatever they need."""
-    for _ in range(_WARM_UP):
-        call()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for _ in range(CALLS_PER_GRAPH):
-            call()
-    return graph
+    return capture(call, warm_ups=_WARM_UP, calls=CALLS_PER_GRAPH).graph
 
 
 def replay_in_turns(graphs: Mapping[_Key, torch.cuda.CUDAGraph]) -> dict[_Key, float]:

@@ -16,7 +16,7 @@ from loragate.core.verdict import Failure, OracleName
 from loragate.findings.ledger import CasePattern, Finding, Kind
 from loragate.matrix.document import Document, Loc, parse
 from loragate.matrix.problems import Problem
-from loragate.matrix.schema import check
+from loragate.matrix.validation import check
 
 
 class LedgerError(ValueError):

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from loragate.execution.graph import capture
 from loragate.findings.ledger import Needs, Observation
 from loragate.findings.probing import Probe, dense_probe, seen, values_of, word
 from loragate.subjects.vllm.package import VllmOps
@@ -232,9 +233,7 @@ def graph_of_base_step_stays_empty(ops: VllmOps, device: str) -> Observation:
     meta.prepare_tensors(_mapping([0] * _ROWS, device))
     layer()
     meta.prepare_tensors(_mapping([-1] * _ROWS, device))
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        layer()
+    graph = capture(layer, warm_ups=0).graph
     meta.prepare_tensors(_mapping([0] * _ROWS, device))
     graph.replay()
     replayed = int(out.count_nonzero())

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from loragate.execution.graph import capture
 from loragate.findings.ledger import Needs, Observation
 from loragate.findings.probing import Probe, moe_probe, seen
 from loragate.findings.vllm_moe_launch import Launch, Way
@@ -62,9 +63,7 @@ def graph_replays_stale_adapters(ops: VllmMoEOps, device: str) -> Observation:
         launch.run(Way.UNALIGNED, x, out, ids)
 
     layer()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        layer()
+    graph = capture(layer, warm_ups=0).graph
     launch.prepare([-1] * _ROWS)
     graph.replay()
     changed = int(out.flatten(0, 1).any(dim=1).sum())

@@ -1,4 +1,4 @@
-"""The base layer of moe_layer, and what quantising means to it.
+"""The base layer of moe_layer, and its quantisation.
 
 SIGNED: like other base layers, a quarter of a delta in size. EXACT: see exact_layer.py.
 """
@@ -22,7 +22,7 @@ _SMALLEST = 1e-12
 
 
 def make_base_experts(case: Case, seed: int, kind: DataKind, machine: Machine) -> BaseExperts:
-    """The experts of the whole layer, before any rank takes its part."""
+    """The experts of the whole layer, before it is cut over ranks."""
     draw = Draw(machine, seed, f"base-{kind}")
     hidden, width = case.in_features, case.slices[0]
     if kind is DataKind.EXACT:
@@ -38,23 +38,23 @@ def make_base_experts(case: Case, seed: int, kind: DataKind, machine: Machine) -
 
 
 def quantised(values: Tensor) -> tuple[Tensor, Tensor]:
-    """8-bit values and a scale for each row: the largest of a row is just representable. Scales
-    are fp32, or fp64 for fp64."""
+    """8-bit values, and a scale for each row by which its largest value is just representable.
+    Scales are fp32, or fp64 for fp64 values."""
     wide = values if values.dtype == torch.float64 else values.float()
     scales = wide.abs().amax(dim=-1).clamp_min(_SMALLEST) / torch.finfo(_FP8).max
     return (wide / scales[..., None]).to(_FP8), scales
 
 
 def quantised_by(scales: Tensor, values: Tensor) -> Tensor:
-    """What 8-bit values with a scale for each row make of `values`; what is beyond the largest
-    becomes the largest."""
+    """`values` rounded to 8-bit values with the given scale for each row; what is beyond the
+    largest 8-bit value becomes the largest."""
     largest = torch.finfo(_FP8).max
     units = (values / scales[..., None]).clamp(-largest, largest)
     return dequantised(units.to(_FP8), scales)
 
 
 def dequantised(values: Tensor, scales: Tensor) -> Tensor:
-    """In the dtype of the scales."""
+    """The values times their scales, in the dtype of the scales."""
     return values.to(scales.dtype) * scales[..., None]
 
 

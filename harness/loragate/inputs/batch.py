@@ -1,8 +1,8 @@
 """The rows of a step and the base layer.
 
-SIGNED: x ~ N(0, 1), its last column -1 or 1 like the heavy column of A. The base is a quarter
-of a delta in size: its rounding does not drown the delta, and it is still far too large to be
-lost unnoticed. EXACT: see exactness.py.
+SIGNED: x ~ N(0, 1), with -1 or 1 in its last column, which meets the heavy column of A. The base
+is a quarter of a delta in size: its rounding does not drown the delta, and a lost base still
+shows. EXACT: see exactness.py.
 """
 
 from __future__ import annotations
@@ -27,10 +27,11 @@ _ALIGNED_MARGIN, _ODD_MARGIN = 16, 3
 
 
 def make_batch(case: Case, seed: int, step: int, kind: DataKind, machine: Machine) -> Batch:
-    """Step number `step` of a case: other rows, other lengths, another idle slot in each.
+    """Step number `step` of a case. Each step has other rows, other lengths, another idle slot.
 
-    x [tokens, in_features] and out [tokens, out_features], or rows for pairs, lie inside guard
-    bands. A column slice is aligned to 32 bytes or to nothing at all, as the seed has it.
+    x [tokens, in_features] and out [tokens, out_features], or rows for token-expert pairs, lie
+    inside guard bands. Whether a column slice is aligned to 32 bytes or not at all depends on the
+    seed.
     """
     draw = Draw(machine, seed, f"batch-{kind}", step)
     if kind is DataKind.EXACT:
@@ -54,7 +55,7 @@ def make_batch(case: Case, seed: int, step: int, kind: DataKind, machine: Machin
 
 
 def copy_batch(batch: Batch) -> Batch:
-    """The same step again, in memory of its own with guard bands of its own."""
+    """The same step in memory of its own, with guard bands of its own."""
     routes = batch.routes
     if routes is not None:
         weights = None if routes.weights is None else copy_placed(routes.weights)
@@ -83,7 +84,7 @@ def reordered_rows(batch: Batch, rows: Tensor) -> Batch:
 
 
 def rows_of(tokens: Tensor, per_token: int) -> Tensor:
-    """int64: the rows of those tokens in a tensor with `per_token` rows for each."""
+    """int64: the rows of these tokens in a tensor that has `per_token` rows for each token."""
     return (tokens[:, None] * per_token + torch.arange(per_token)).flatten()
 
 

@@ -1,4 +1,4 @@
-"""Random numbers, always from one seed. Nothing in the harness draws from a global generator."""
+"""Random numbers, always from a seed. Nothing in the harness uses a global generator."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from loragate.matrix.case import Dtype
 
 
 class DataKind(StrEnum):
-    """SIGNED is zero-mean; EXACT leaves nothing to round, so that any order gives equal bits."""
+    """SIGNED is zero-mean. EXACT leaves nothing to round: any order of summation gives the same
+    bits."""
 
     SIGNED = "signed"
     EXACT = "exact"

@@ -1,16 +1,16 @@
 """Data of a whole MoE layer that leaves nothing to round.
 
-silu rounds, but for arguments of at least 128 in magnitude: exp(-128) is lost beside 1 and
-exp(128) is beyond fp32, so that silu gives its argument or zero in every dtype. By construction:
+silu rounds, except for arguments of at least 128 in magnitude: exp(-128) vanishes beside 1 and
+exp(128) overflows fp32, so that silu gives its argument or zero in every dtype. By construction:
 
 * a row of x has a single 1, A is all -1 and 1: the shrink output of gate and up is -1 or 1
 * gate is 256 in one column of each expert, depending on the column of x, and -256 in all others;
   adapters add -128 or 128, so that silu(gate) is zero or 128 * n with n of 1 to 3
-* up is -2 or 2, adapters add -1 or 1; without a gate it is up that is made like a gate
-* act thus has one number in a row, at most 9 * 128; down is -2/128 or 2/128, adapters add
+* up is -2 or 2, adapters add -1 or 1; without a gate, up is made like a gate
+* act thus has one nonzero in a row, at most 9 * 128; down is -2/128 or 2/128, adapters add
   -1/128 or 1/128 of it: an output is an integer of at most 27
 * router weights are 1 and 2 for few choices, else 0 and 1, of which at most 9 are 1: no sum of
-  magnitudes is above 243, whatever the ranks of a group add up
+  magnitudes is above 243, however many ranks of a group add up
 
 Each B is divided by the scale of its adapter, a power of two: a lost scale changes the result.
 None of that depends on the sizes of the layer or on the rank.
@@ -27,7 +27,7 @@ from loragate.inputs.draw import Draw
 from loragate.matrix.case import Case, RouterWeights
 
 _GATE, _DOWN = 128.0, 1 / 128
-# choices with weights of 1 and 2 that stay below 256, and choices with a weight of 1
+# how many choices may have weights of 1 and 2 with all sums below 256, and how many a weight of 1
 _MOST_TWICE = {RouterWeights.OUTPUT: 4, RouterWeights.INPUT: 2}
 _MOST_ONCE = 9
 
@@ -52,7 +52,7 @@ def exact_w13(draw: Draw, case: Case) -> Tensor:
     """[experts, sum(slices), in_features]"""
     experts, width = case.experts, case.slices[0]
     positive = draw.integers(0, width, experts, 1, case.in_features)
-    # the last column is the first to be lost
+    # a lost tail loses the last column first
     positive[draw.uniform(0, 1, *positive.shape) < 0.25] = width - 1
     gate = torch.full((experts, width, case.in_features), -2 * _GATE, device=draw.device)
     gate.scatter_(1, positive, 2 * _GATE)

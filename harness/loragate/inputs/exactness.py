@@ -23,7 +23,7 @@ from loragate.inputs.draw import Draw
 from loragate.matrix.case import Case, RouterWeights
 
 UNIT = 0.5
-# odd: a sum of as many signs is never zero
+# odd: a sum of that many signs is never zero
 X_NONZEROS = 9
 B_NONZEROS = 3
 _SCALES = {RouterWeights.NONE: (UNIT, 4.0, 2.0), RouterWeights.OUTPUT: (UNIT, 2.0)}
@@ -41,7 +41,7 @@ def exact_router_weights(draw: Draw, tokens: int, top_k: int) -> Tensor:
 
 
 def exact_x(draw: Draw, rows: int, width: int) -> Tensor:
-    """[rows, width]. The last column is never zero, a second one walks over the width."""
+    """[rows, width]. The last column is never zero; a second nonzero moves over the width."""
     columns = draw.integers(0, width, rows, X_NONZEROS)
     columns[:, 0] = width - 1
     walk = torch.arange(rows, device=draw.device) * max(1, width // max(rows, 1))
@@ -73,8 +73,8 @@ def exact_b(
 
 
 def _place(target: Tensor, columns: Tensor, values: Tensor) -> Tensor:
-    """Put values[:, j] into target[:, columns[:, j]]; of two in one place the later stays."""
-    # one scatter for all would let either win on a GPU: other data from the same seed
+    """Put values[:, j] into target[:, columns[:, j]]; of two for the same place the later wins."""
+    # in a single scatter either could win on a GPU: different data from the same seed
     places = zip(torch.split(columns, 1, 1), torch.split(values, 1, 1), strict=True)
     for column, value in places:
         target.scatter_(1, column, value)

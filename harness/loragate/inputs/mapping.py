@@ -17,8 +17,8 @@ BASE_ROW = -1
 def make_token_slots(case: Case, seed: int, step: int) -> Tensor:
     """int32 [tokens] on the CPU.
 
-    With PADDED_ROWS the last quarter is padding: base rows behind the live ones. Batches that
-    are too small for every population keep, in this order, the last slot, a base row, others.
+    With PADDED_ROWS the last quarter is padding: base rows after the live ones. A batch that is
+    too small for all populations has the last slot first, then a base row, then others.
     """
     rng = random.Random(number(seed, "mapping", step))
     live = case.tokens - num_padded(case)
@@ -40,7 +40,7 @@ def _live_rows(case: Case, rng: random.Random, live: int) -> list[int]:
         return [rng.randrange(case.slots)] * live
     users = [last, BASE_ROW]
     if case.mix is not Mix.LAST_SLOT:
-        # one slot stays enabled without tokens; never the last, whose tokens must be there
+        # one slot stays enabled without tokens; never the last one, which always must have some
         idle = rng.randrange(last) if last else None
         others = [slot for slot in range(last) if slot != idle]
         rng.shuffle(others)
@@ -56,7 +56,7 @@ def _live_rows(case: Case, rng: random.Random, live: int) -> list[int]:
 
 
 def _ragged(parts: int, total: int, rng: random.Random) -> list[int]:
-    """`parts` positive lengths of very different size that add up to `total`."""
+    """`parts` positive lengths of very different sizes that add up to `total`."""
     if not parts:
         return []
     weights = [rng.random() ** 2 for _ in range(parts)]
@@ -67,7 +67,7 @@ def _ragged(parts: int, total: int, rng: random.Random) -> list[int]:
 
 
 def live_ranks(case: Case, seed: int, *, per_slice: bool) -> tuple[tuple[int, ...], ...]:
-    """[slots][slices]. The first slice of the last slot always fills the buffers.
+    """[slots][slices]. The first slice of the last slot always has the rank of the buffers.
 
     MIXED with `per_slice` also leaves one slice of the last slot without adapter (rank 0),
     where there is more than one.
@@ -91,6 +91,6 @@ def live_ranks(case: Case, seed: int, *, per_slice: bool) -> tuple[tuple[int, ..
 
 
 def _rank_choices(rank: int) -> Sequence[int]:
-    """Ranks on and beside powers of two, none above `rank`; each once."""
+    """Powers of two and their neighbours up to `rank`, each once."""
     wanted = (rank, 1, rank - 1, rank // 2, 3 * rank // 4, rank // 2 + 1)
     return list(dict.fromkeys(r for r in wanted if 1 <= r <= rank))

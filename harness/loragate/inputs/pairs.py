@@ -1,4 +1,4 @@
-"""A step row by row: to the mathematics, pairs of tokens and experts are rows like any other."""
+"""A step row by row: in the mathematics, token-expert pairs are rows like any other."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class OutRows:
 
 
 def out_rows(batch: Batch) -> OutRows:
-    """One for each row of `batch.out`, which is a token, or a pair of moe_delta."""
+    """One entry for each row of `batch.out`, which is a token, or a pair of moe_delta."""
     if batch.routes is None or _is_summed(batch):
         index = torch.arange(batch.x.shape[0], device=batch.x.device)
         return OutRows(index, batch.token_slots, torch.zeros_like(index), None)
@@ -39,7 +39,7 @@ def out_rows(batch: Batch) -> OutRows:
 
 
 def pair_rows(batch: Batch) -> OutRows:
-    """One for each pair of a site with experts."""
+    """One entry for each pair of an MoE site."""
     routes = batch.routes
     assert routes is not None
     top_k = routes.topk_ids.shape[1]
@@ -85,7 +85,7 @@ def out_rows_of(batch: Batch, tokens: slice) -> slice:
 
 
 def _is_summed(batch: Batch) -> bool:
-    """True for a row of the output a token; with one choice each it is also a pair."""
+    """Whether each row of the output is a token; with one choice a token it is also a pair."""
     assert batch.routes is not None
     return len(batch.out) != batch.routes.topk_ids.numel()
 

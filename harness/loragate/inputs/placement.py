@@ -1,9 +1,9 @@
-"""How a tensor lies in memory: inside guard bands, in one of the layouts of the matrix.
+"""Placement of a tensor in memory: inside guard bands, in one of the layouts of the matrix.
 
 Every input and output of a case is a view into a larger storage whose other elements are guards.
-Around what is read they hold a NaN with a payload: a read past the own elements shows as NaN in
-the result. Around what is added to they hold a number: a NaN may keep its bits in a sum, a number
-does not.
+Around an input they hold a NaN with a payload, so that a read past its end shows as NaN in the
+result. Around an output that is added to they hold a number: a NaN may keep its bits in a sum, a
+number does not.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from loragate.matrix.case import Layout
 
 
 class Band(StrEnum):
-    """What guards hold."""
+    """The content of guard bands."""
 
     NAN = "nan"
     NUMBER = "number"
@@ -31,7 +31,7 @@ _GUARD_BITS = {
 }
 _GUARD_ROWS = 64
 _MAX_GUARD = 1 << 21
-# elements: keeps the first own element as aligned as a tensor of its own would be
+# elements: the first element of the view is as aligned as that of a fresh tensor
 _ALIGNMENT = 256
 
 

@@ -1,8 +1,8 @@
-"""Fresh allocations hold what nobody may read.
+"""Fresh allocations hold values that must not be read.
 
-`torch.empty` mostly returns zeros in a test and old numbers in a server. Inside the context
-every uninitialised tensor that Python code allocates holds 0x7f bytes: a huge index, and NaN
-(0x7fff, 0x7fffffff) for floats.
+`torch.empty` mostly returns zeros in a test but old numbers in a server. Inside the context every
+uninitialised tensor that Python code allocates holds 0x7f bytes: a huge index, and NaN (0x7fff,
+0x7fffffff) for floats.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """The adapters of a case.
 
 SIGNED: A ~ N(0, 1/in_features), B of either sign and bounded away from zero, so that a delta
-is about as large as its scale. The last column of A is heavy: a lost K tail is then plain at
-any width, and no delta of a low rank comes near zero by accident. Every (slot, slice) has
-numbers of its own and a scale of its own, none of them 1 (peft #2489: alpha == r hides a lost
-scale); every expert of it has numbers of its own, unless it shares them.
+is about as large as its scale. The last column of A is heavy: a lost K tail then shows at any
+width, and no delta of a low rank comes near zero by accident. Every (slot, slice) has its own
+values and its own scale, which is never 1 (peft #2489: alpha == r hides a lost scale), and so
+has every expert, unless experts share a factor.
 
 EXACT: see exactness.py, and exact_layer.py for moe_layer.
 """
@@ -36,7 +36,7 @@ _GOLDEN_RATIO = (math.sqrt(5) - 1) / 2
 
 
 class Dead(StrEnum):
-    """What the ranks of a buffer hold that the adapter does not use."""
+    """The content of the ranks that an adapter does not use."""
 
     ZERO = "zero"
     NAN = "nan"
@@ -53,7 +53,7 @@ def make_pool(
 ) -> Pool:
     """Adapters for every slot, on the machine's device, in the case's dtype.
 
-    Without `rank_per_slice` all slices of a slot get one rank and one scale.
+    Without `rank_per_slice` all slices of a slot have the same rank and scale.
     """
     per_slice = capabilities.rank_per_slice
     if case.site is Site.MOE_LAYER:
@@ -75,7 +75,7 @@ def trimmed(pool: Pool, max_rank: int) -> Pool:
 
 
 def without_slice(pool: Pool, part: int) -> Pool:
-    """The same adapters, none of which touches slice `part` any more."""
+    """The same adapters without slice `part`."""
     ranks = tuple((*row[:part], 0, *row[part + 1 :]) for row in pool.ranks)
     cut = replace(pool, a=pool.a.clone(), b=tuple(b.clone() for b in pool.b), ranks=ranks)
     return _fill_dead(cut, 0.0)
@@ -101,9 +101,9 @@ def reordered_experts(pool: Pool, order: list[int]) -> Pool:
 
 
 def with_huge_unused(pool: Pool, used: Tensor) -> Pool:
-    """The live numbers of what no row uses replaced by the largest of the dtype: a delta of it
-    is Inf. Not NaN: a loader may refuse that. `used` bool [slots, experts]; one expert where
-    the site has none. A shared factor is used where any expert of its slot is."""
+    """The same adapters with the largest value of the dtype wherever no row uses them, so that a
+    delta of it is Inf. Not NaN, which a loader may refuse. `used` bool [slots, experts], with one
+    expert where the site has none. A shared factor is used if any expert of its slot is."""
     a, b = pool.a.clone(), tuple(part.clone() for part in pool.b)
     huge = torch.finfo(a.dtype).max
     for slot, row in enumerate(pool.ranks):
@@ -121,7 +121,7 @@ def with_huge_unused(pool: Pool, used: Tensor) -> Pool:
 def _layer_pool(
     case: Case, seed: int, kind: DataKind, machine: Machine, *, per_slice: bool
 ) -> Pool:
-    """Gate and up, and down beside them: one table of ranks and scales for all three."""
+    """Gate and up, and a pool of down beside them: one table of ranks and scales for all three."""
     of_all = replace(case, slices=(*case.slices, *case.out_slices), router=RouterWeights.NONE)
     ranks = live_ranks(of_all, seed, per_slice=per_slice)
     scales = _scales(of_all, seed, kind, per_slice=per_slice)
@@ -199,10 +199,10 @@ def _scales(case: Case, seed: int, kind: DataKind, *, per_slice: bool) -> Table[
 def _scale(case: Case, seed: int, kind: DataKind, slot: int, part: int) -> float:
     start = number(seed, "scales") % 97
     if kind is DataKind.EXACT:
-        # neighbours differ among the slots and among the slices, however many slices there are
+        # neighbouring slots differ, and so do neighbouring slices, for any number of slices
         return exact_scale(start + slot + part, case.router)
     index = start + slot * len(case.slices) + part
-    # low-discrepancy: no two of a pool are close; 1.0 lies outside of both halves
+    # low-discrepancy: no two scales of a pool are close; 1.0 is outside of both halves
     spread = index * _GOLDEN_RATIO % 1
     value = 0.5 + 0.8 * spread if spread < 0.5 else 1.1 + 1.2 * (spread - 0.5)
     return torch.tensor(value, dtype=torch.float32).item()

@@ -1,7 +1,7 @@
 """Which experts the tokens of a step choose.
 
-The last adapter meets the last local expert in every step that has a row of it: that pair is the
-first to be lost where a grid or a buffer is one too small (vllm #32277, #40131).
+In every step with a row of the last adapter, that adapter meets the last local expert: this pair
+is the first to be lost where a grid or a buffer is one too small (vllm #32277, #40131).
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def make_routes(
     ids = _choices(case, draw, local, token_slots)
     if case.expert_map is ExpertMap.PARALLEL or case.ep > 1:
         nowhere = draw.uniform(0, 1, *ids.shape) < _NOWHERE
-        # in any case those beside the pair that has to be there
+        # never the pair that every step must have
         row = _last_slot_row(case, token_slots)
         nowhere[row] |= ids[row] != local[-1]
         ids[nowhere & (ids != local[-1])] = -1
@@ -52,7 +52,7 @@ def make_routes(
         exact = kind is DataKind.EXACT
         drawn = _exact_weights(case, draw) if exact else draw.uniform(0.3, 0.9, *shape)
         weights = place(drawn, Layout.CONTIGUOUS)
-    # an id read past the end names the last expert: what it leads to is written and seen
+    # an id that is read past the end is the last expert: the damage is written and seen
     return Routes(place_integers(ids.int(), int(local[-1])), _expert_map(case, local), weights)
 
 
@@ -67,8 +67,8 @@ def _local_experts(case: Case, seed: int, machine: Machine) -> Tensor:
     draw = Draw(machine, seed, "experts")
     if case.expert_map is ExpertMap.LOCAL:
         return torch.arange(case.experts, device=draw.device)
-    # any placement: ranks hold runs of experts in one server and every second one in another.
-    # the last one is here: where -1 counts from the end it leads to a wrong delta
+    # any placement: in one server ranks hold runs of experts, in another every second one.
+    # the last global expert is local: an index of -1 counts from the end and gives a wrong delta
     order, last = _shuffled(draw, case.global_experts), case.global_experts - 1
     return torch.cat([torch.tensor([last]).to(order), order[order != last]])[: case.experts]
 
@@ -78,7 +78,7 @@ def _expert_map(case: Case, local: Tensor) -> Tensor | None:
         return None
     table = torch.full((1, case.global_experts), -1, dtype=torch.int32, device=local.device)
     table[0, local] = torch.arange(case.experts, dtype=torch.int32, device=local.device)
-    # beside the map lies what would be an expert
+    # the guards of the map are valid local ids, so that a read past its end gives a wrong delta
     return place_integers(table, 0)[0]
 
 
@@ -86,7 +86,7 @@ def _choices(case: Case, draw: Draw, local: Tensor, token_slots: Tensor) -> Tens
     """int64 [tokens, top_k]: global ids, distinct for each token, in random order."""
     count, last = case.global_experts, local[-1]
     scores = draw.uniform(0, 1, case.tokens, count)
-    # in order of popularity; the last local expert is always among the chosen ones
+    # in order of popularity; the last local expert is always among the popular ones
     ranking = _shuffled(draw, count)
     ranking = torch.cat([last[None], ranking[ranking != last]])
     used = count - 1 if case.routing is Routing.UNIFORM else -(-count // 2)
@@ -95,7 +95,7 @@ def _choices(case: Case, draw: Draw, local: Tensor, token_slots: Tensor) -> Tens
         hot = ranking[min(1, count - 1)]
         scores[:, hot] += (draw.uniform(0, 1, case.tokens) < _HOT).float()
     scores[_last_slot_row(case, token_slots), last] += 2
-    # a plain topk may break ties either way
+    # topk may break ties either way
     best = torch.argsort(scores, dim=1, descending=True, stable=True)[:, : case.top_k]
     order = torch.argsort(draw.uniform(0, 1, *best.shape), dim=1, stable=True)
     return best.gather(1, order)

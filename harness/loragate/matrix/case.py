@@ -1,11 +1,25 @@
-"""The words of the matrix: a case is one point of the product of these axes. Pure; no torch."""
+"""The axes of the matrix and their values: a case is one point of their product. No torch.
+
+An axis is declared once, as a field of `Case`; see `loragate.matrix.axis` for what follows from it.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import partial
+from typing import Annotated
 
 from loragate.core.verdict import OracleName
+from loragate.matrix.axis import Axis, DeclaredAxis, Unstated, declared_axes
+
+MAX_RANK = 512
+MAX_SLOTS = 256
+# ranks that a layer is cut over, one way or the other
+MAX_PARALLEL = 64
+MAX_EXPERTS = 1024
+MAX_TOP_K = 64
 
 
 class Site(StrEnum):
@@ -18,9 +32,11 @@ class Site(StrEnum):
     MOE_LAYER = "moe_layer"
 
 
-# sites whose tokens are routed to experts, and sites that write into the output that they are given
+# sites whose tokens are routed to experts, and sites that write to the output that they are given
 MOE_SITES = frozenset({Site.MOE_DELTA, Site.MOE_LAYER})
 IN_PLACE_SITES = frozenset({Site.DENSE_DELTA, Site.MOE_DELTA})
+_DENSE, _LINEAR = frozenset({Site.DENSE_DELTA}), frozenset({Site.LORA_LINEAR})
+_DELTA, _LAYER = frozenset({Site.MOE_DELTA}), frozenset({Site.MOE_LAYER})
 
 
 class Tier(StrEnum):
@@ -38,11 +54,11 @@ class Dtype(StrEnum):
 class Mix(StrEnum):
     """Which row of the batch uses which slot."""
 
-    # ragged runs: base rows, every slot incl. the last, but one enabled slot without tokens
+    # ragged runs: base rows and every slot, including the last, except one that has no tokens
     RAGGED = "ragged"
-    # the same population as RAGGED in random row order
+    # the same population as RAGGED in a random order of rows
     SHUFFLED = "shuffled"
-    # every row uses one and the same slot
+    # every row uses the same slot
     SINGLE = "single"
     # base rows and the last slot only
     LAST_SLOT = "last_slot"
@@ -53,9 +69,9 @@ class Layout(StrEnum):
     """How the input and the output lie in memory."""
 
     CONTIGUOUS = "contiguous"
-    # input and output are columns cut out of wider tensors: row stride > width, offset != 0
+    # input and output are columns of wider tensors: row stride > width, offset != 0
     COLUMN_SLICE = "column_slice"
-    # rows beyond the live ones follow, as in a batch padded to a captured size
+    # padding follows the live rows, as in a batch padded to a captured size
     PADDED_ROWS = "padded_rows"
     # the input's columns are strided: x is a transposed view
     TRANSPOSED = "transposed"
@@ -85,12 +101,12 @@ class Ranks(StrEnum):
 
 
 class Source(StrEnum):
-    """What a row of x is, for a site with experts. Pair p is choice p % top_k of token
+    """What a row of x is at an MoE site. Token-expert pair p is choice p % top_k of token
     p // top_k."""
 
     # x [tokens, in_features]: all pairs of a token read one row, as in w13
     TOKEN = "token"
-    # x [tokens * top_k, in_features]: each pair has a row of its own, as in w2
+    # x [tokens * top_k, in_features]: each pair has its own row, as in w2
     PAIR = "pair"
 
 
@@ -99,22 +115,22 @@ class Routing(StrEnum):
 
     # the last local expert always has pairs, another one has none where that is possible
     UNIFORM = "uniform"
-    # one hot expert takes a pair of nearly every token, half of the experts have none
+    # one hot expert is chosen by nearly every token, half of the experts by none
     SKEWED = "skewed"
 
 
 class ExpertMap(StrEnum):
-    """Where the experts that tokens choose are."""
+    """Where the chosen experts are."""
 
-    # all of them here
+    # all of them on this rank
     LOCAL = "local"
-    # expert parallel: twice as many experts as here, a map from global to local ids with -1 for
-    # those elsewhere; some pairs have no expert at all (-1)
+    # expert parallelism: as many experts are elsewhere, and a map from global to local ids has -1
+    # for those; some pairs have no expert at all (-1)
     PARALLEL = "parallel"
 
 
 class Sharing(StrEnum):
-    """Factors that all experts of an adapter have in common."""
+    """The factors that all experts of an adapter share."""
 
     PER_EXPERT = "per_expert"
     # moe_delta: the outer factor of gate and up, or that of down
@@ -127,14 +143,14 @@ class Sharing(StrEnum):
 class RouterWeights(StrEnum):
     # moe_delta
     NONE = "none"
-    # the delta, or the output, of each pair is multiplied by the weight of its expert
+    # the delta, or the output, of each pair is multiplied by its router weight
     OUTPUT = "output"
-    # moe_layer: gate and up are, before the activation
+    # moe_layer: gate and up are multiplied by it, before the activation
     INPUT = "input"
 
 
 class Quantisation(StrEnum):
-    """Base weights of moe_layer, and what they are multiplied with; never what adapters see."""
+    """Of the base weights of moe_layer and of their inputs, but not of the inputs of adapters."""
 
     NONE = "none"
     # float8_e4m3fn with a scale for each row
@@ -142,7 +158,7 @@ class Quantisation(StrEnum):
 
 
 class Write(StrEnum):
-    """What happens to the output of a pair with a delta; any other keeps its bits."""
+    """What happens to the output of a pair that has a delta; other pairs keep their bits."""
 
     ADD = "add"
     STORE = "store"
@@ -151,11 +167,16 @@ class Write(StrEnum):
 class Path(StrEnum):
     """Which kernels of a subject run."""
 
-    # the subject decides
+    # the subject chooses
     PLAN = "plan"
     TWO_KERNEL = "two_kernel"
     ONE_SHOT = "one_shot"
     SMALL_BATCH = "small_batch"
+
+
+# the axes that ids and samples have contained from the start; a new axis is declared by `Axis`
+_first = partial(Axis, original=True)
+_ALL, _ERROR = Unstated.ALL, Unstated.ERROR
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -163,7 +184,7 @@ class Case:
     """One check of one operation, for any subject.
 
     Shapes: x [tokens, in_features], A [slots, slices, rank, in_features],
-    B [slots, sum(slices), rank], out [tokens, sum(slices)]. With experts: x as `source` says,
+    B [slots, sum(slices), rank], out [tokens, sum(slices)]. moe_delta: x as `source` says,
     A [slots, experts, ...], B [slots, experts, ...], out [tokens * top_k, sum(slices)].
     moe_layer: `in_features` is the hidden size, `slices` are gate and up, or up alone, each as
     wide as the intermediate size; out [tokens, in_features].
@@ -171,33 +192,77 @@ class Case:
     """
 
     site: Site
-    tokens: int
-    in_features: int
-    slices: tuple[int, ...]
-    rank: int
-    slots: int
-    dtype: Dtype
-    mix: Mix = Mix.RAGGED
-    ranks: Ranks = Ranks.MIXED
-    layout: Layout = Layout.CONTIGUOUS
-    execution: Execution = Execution.EAGER
-    # lora_linear only
-    parallel: Parallel = Parallel.REPLICATED
+    tokens: Annotated[int, _first(minimum=0, unstated=_ALL)]
+    in_features: Annotated[int, _first(id_name="in", unstated=_ALL)]
+    slices: Annotated[tuple[int, ...], _first(unstated=_ALL)]
+    rank: Annotated[int, _first(maximum=MAX_RANK, unstated=_ERROR)]
+    slots: Annotated[int, _first(maximum=MAX_SLOTS, unstated=_ALL)]
+    dtype: Annotated[Dtype, _first(unstated=_ERROR)]
+    mix: Annotated[Mix, _first(unstated=_ALL)] = Mix.RAGGED
+    ranks: Annotated[Ranks, _first(unstated=_ALL)] = Ranks.MIXED
+    layout: Annotated[Layout, _first(unstated=_ALL)] = Layout.CONTIGUOUS
+    execution: Annotated[Execution, _first(id_name="exec", unstated=_ERROR)] = Execution.EAGER
+    parallel: Annotated[Parallel, _first(sites=_LINEAR, constant_at=_DENSE | MOE_SITES)] = (
+        Parallel.REPLICATED
+    )
     # ranks that the intermediate size of moe_layer is cut into, or lora_linear as `parallel` says
-    tp: int = 1
-    # sites with experts only; `experts` are those that are here
-    experts: int = 1
-    top_k: int = 1
-    source: Source = Source.TOKEN
-    routing: Routing = Routing.UNIFORM
-    expert_map: ExpertMap = ExpertMap.LOCAL
-    sharing: Sharing = Sharing.PER_EXPERT
-    router: RouterWeights = RouterWeights.NONE
-    write: Write = Write.ADD
-    path: Path = Path.PLAN
-    # moe_layer only; `ep` ranks share the experts, each of them cut over `tp` ranks
-    ep: int = 1
-    quantisation: Quantisation = Quantisation.NONE
+    tp: Annotated[
+        int,
+        _first(
+            sites=_LINEAR | _LAYER, constant_at=_DENSE | _DELTA, maximum=MAX_PARALLEL, unstated=_ALL
+        ),
+    ] = 1
+    # on this rank: with a parallel `expert_map` there are as many elsewhere
+    experts: Annotated[
+        int,
+        _first(
+            sites=MOE_SITES,
+            required_at=MOE_SITES,
+            maximum=MAX_EXPERTS,
+            unstated=_ALL,
+            phrase="{} experts are",
+        ),
+    ] = 1
+    top_k: Annotated[
+        int,
+        _first(
+            id_name="topk", sites=MOE_SITES, required_at=MOE_SITES, maximum=MAX_TOP_K, unstated=_ALL
+        ),
+    ] = 1
+    source: Annotated[Source, _first(sites=_DELTA, unstated=_ALL)] = Source.TOKEN
+    routing: Annotated[Routing, _first(sites=MOE_SITES, unstated=_ALL)] = Routing.UNIFORM
+    expert_map: Annotated[ExpertMap, _first(id_name="map", sites=_DELTA, unstated=_ALL)] = (
+        ExpertMap.LOCAL
+    )
+    sharing: Annotated[
+        Sharing,
+        _first(
+            sites=MOE_SITES,
+            values={
+                Site.MOE_DELTA: (Sharing.PER_EXPERT, Sharing.SHARED_A, Sharing.SHARED_B),
+                Site.MOE_LAYER: (Sharing.PER_EXPERT, Sharing.SHARED_OUTER),
+            },
+            unstated=_ALL,
+        ),
+    ] = Sharing.PER_EXPERT
+    router: Annotated[
+        RouterWeights,
+        _first(
+            sites=MOE_SITES,
+            # a layer has router weights in any case
+            required_at=_LAYER,
+            values={
+                Site.MOE_DELTA: (RouterWeights.NONE, RouterWeights.OUTPUT),
+                Site.MOE_LAYER: (RouterWeights.OUTPUT, RouterWeights.INPUT),
+            },
+            unstated=_ALL,
+        ),
+    ] = RouterWeights.NONE
+    write: Annotated[Write, _first(sites=_DELTA, unstated=_ALL)] = Write.ADD
+    path: Annotated[Path, _first(sites=_DELTA)] = Path.PLAN
+    # ranks that share the experts; each share is cut over `tp` ranks
+    ep: Annotated[int, _first(sites=_LAYER, maximum=MAX_PARALLEL, unstated=_ALL)] = 1
+    quantisation: Annotated[Quantisation, _first(id_name="quant", sites=_LAYER)] = Quantisation.NONE
     # how the case is run, not what it is: these do not enter the id
     tier: Tier = Tier.SMOKE
     oracles: tuple[OracleName, ...] = (OracleName.REFERENCE,)
@@ -224,3 +289,6 @@ class Case:
     def out_rows(self) -> int:
         """Rows of the output: tokens, or the pairs of moe_delta."""
         return self.tokens * (1 if self.site is Site.MOE_LAYER else self.top_k)
+
+
+AXES: Mapping[str, DeclaredAxis] = declared_axes(Case)

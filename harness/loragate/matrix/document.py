@@ -1,7 +1,7 @@
-"""YAML text to plain data whose every place still knows its line.
+"""YAML text to plain data, with the line of every place in it.
 
-Only mappings with text keys, sequences and plain scalars come out. What YAML 1.1 silently
-turns into something else (`on`, `010`, `1:30`, a repeated key, a merge) is a problem here.
+The result has only mappings with text keys, sequences and plain scalars. What YAML 1.1 silently
+turns into something else (`on`, `010`, `1:30`, a repeated key, a merge) is reported as a problem.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from loragate.matrix.problems import Problem
 
 Loc = tuple[str | int, ...]
 
-# far above what a case file needs; an alias that contains itself has no bottom
+# far above what a case file needs; an alias inside its own anchor nests without end
 _MAX_DEPTH = 16
 _STRING = "tag:yaml.org,2002:str"
 _SCALARS = frozenset(
     f"tag:yaml.org,2002:{kind}" for kind in ("str", "int", "float", "bool", "null")
 )
-# yaml 1.1 reads 010 as eight and 1:30 as ninety
+# YAML 1.1 reads 010 as eight and 1:30 as ninety
 _SURPRISING_INT = re.compile(r"[-+]?(0[0-7_]+|[0-9_]+(:[0-5]?[0-9])+)")
 
 
@@ -42,7 +42,7 @@ class Document:
     problems: list[Problem] = field(default_factory=list)
 
     def problem(self, loc: Loc, message: str) -> Problem:
-        """A problem at the deepest place of `loc` that the file really has."""
+        """A problem at the deepest place of `loc` that exists in the file."""
         node, path = self.find(loc)
         return Problem(self.file, _line(node) if node else 1, render_loc(path), message)
 
@@ -51,9 +51,9 @@ class Document:
         return _line(node) if node else 1
 
     def find(self, loc: Loc) -> tuple[yaml.Node | None, Loc]:
-        """The node at `loc`, and `loc` without the steps that a lone scalar does not have.
+        """The node at `loc`, and `loc` without the indices into what is a single scalar.
 
-        A name that the file lacks ends the walk but stays in the path: it is what is missing.
+        A name that the file lacks ends the path, as the last of its steps: it is what is missing.
         """
         node, path = self.root, list[str | int]()
         for step in loc:
@@ -81,7 +81,7 @@ class Document:
 
 
 def parse(text: str, file: str) -> Document:
-    """Parse one file; never raises, all problems stand in the document."""
+    """Parse one file. Never raises: all problems are listed in the document."""
     document = Document(file)
     try:
         document.root = yaml.compose(text, Loader=yaml.SafeLoader)
@@ -125,17 +125,17 @@ def _entries(
 ) -> Iterator[tuple[str, yaml.Node]]:
     first: dict[str, int] = {}
 
-    def complain(key: yaml.Node, message: str) -> None:
+    def report(key: yaml.Node, message: str) -> None:
         document.problems.append(Problem(document.file, _line(key), render_loc(loc), message))
 
     for key, value in node.value:
         if key.value == "<<":
-            complain(key, "merge keys are not allowed; write the keys out, or use `defaults`")
+            report(key, "merge keys are not allowed; write the keys out, or use `defaults`")
         elif not isinstance(key, yaml.ScalarNode) or key.tag != _STRING:
             shown = key.value if isinstance(key, yaml.ScalarNode) else "a collection"
-            complain(key, f"given key {shown}, read as {_kind(key)}; allowed: text, quote it")
+            report(key, f"given key {shown}, read as {_kind(key)}; allowed: text, quote it")
         elif key.value in first:
-            complain(key, f"key {key.value!r} stands here again, first in line {first[key.value]}")
+            report(key, f"key {key.value!r} is repeated, first in line {first[key.value]}")
         else:
             first[key.value] = _line(key)
             yield key.value, value
@@ -149,7 +149,7 @@ def _scalar(node: yaml.Node, loc: Loc, document: Document) -> Any:
     try:
         value = SafeConstructor().construct_object(node)
     except ValueError:
-        # only an explicit tag such as !!int can promise what the text does not hold
+        # only an explicit tag such as !!int can contradict the text
         value = str(node.value)
     if node.tag.endswith(":int") and _SURPRISING_INT.fullmatch(node.value):
         message = f"given {node.value}, which YAML reads as {value}; write it as a plain decimal"

@@ -1,17 +1,17 @@
-"""How much device memory a case needs, roughly. Pure; an estimate from above, not a promise."""
+"""Device memory that a case needs: a rough estimate from above. Pure."""
 
 from __future__ import annotations
 
 from loragate.matrix.case import Case, Dtype, Sharing, Site
 
 _ITEM = {Dtype.FP16: 2, Dtype.BF16: 2, Dtype.FP32: 4}
-# a row matrix is drawn in fp32 and lives in up to four copies of its own dtype
+# a matrix of rows is drawn in fp32, and up to four copies of it in its own dtype are alive
 _DRAWN, _COPIES = 8, 4
-# adapters are drawn through int64 signs, and live in the pool and in the subject's buffers
+# signs of adapters are drawn as int64; copies are in the pool and in the subject's buffers
 _ADAPTER_DRAWN, _ADAPTER_COPIES = 20, 3
 # fp64 chunks of the reference, compiled kernels, a CUDA context
 _FIXED = 1 << 30
-# elements of a chunk of a layer, and bytes for each of them: gate, up, act, outputs, variances
+# elements of a chunk of an MoE layer, and bytes for each: gate, up, act, outputs, variances
 _CHUNK, _BETWEEN = 1 << 24, 16 * 8
 
 
@@ -35,17 +35,17 @@ def footprint_bytes(case: Case) -> int:
 
 
 def _layer_bytes(case: Case) -> int:
-    """Base weights are drawn in fp32 one product after the other, and live in the harness and in
-    the ranks of the subject, in an oracle with other experts in two of each."""
+    """Base weights are drawn in fp32, one product after the other; copies are in the harness and in
+    the ranks of the subject, two of each for an oracle that reorders experts."""
     item = _ITEM[case.dtype]
     shared = 1 if case.sharing is Sharing.SHARED_OUTER else case.experts
     hidden, width, count = case.in_features, case.slices[0], len(case.slices)
     outer, inner = hidden * (count + 1) * shared, width * (count + 1) * case.experts
     adapters = case.slots * case.rank * (outer + inner)
     weights = (count + 1) * case.experts * hidden * width
-    # what the reference has of each pair at a time, in fp64
+    # intermediate values of the reference for each token-expert pair, in fp64
     between = min(case.tokens * case.top_k * max(hidden, count * width), _CHUNK)
-    # what a pair leaves behind: act and the output in the dtype
+    # of each pair, act and the output stay in the dtype
     rows = 2 * case.tokens * hidden + case.tokens * case.top_k * (hidden + width)
     return (
         _FIXED

@@ -3,58 +3,27 @@
 from __future__ import annotations
 
 import hashlib
+from functools import cache
 
-from loragate.matrix.case import Case, Site
+from loragate.matrix.axis import DeclaredAxis
+from loragate.matrix.case import AXES, Case, Site
 
 
 def case_id(case: Case) -> str:
-    """Stable, readable, unique: the site, then sorted `axis-value` pairs joined by dots."""
-    axes = {
-        "dtype": case.dtype.value,
-        "exec": case.execution.value,
-        "in": str(case.in_features),
-        "layout": case.layout.value,
-        "mix": case.mix.value,
-        "rank": str(case.rank),
-        "ranks": case.ranks.value,
-        "slices": "x".join(map(str, case.slices)),
-        "slots": str(case.slots),
-        "tokens": str(case.tokens),
-    }
-    if case.site == "lora_linear":
-        axes |= {"parallel": case.parallel.value, "tp": str(case.tp)}
-    if case.site is Site.MOE_DELTA:
-        axes |= _moe_axes(case)
-    if case.site is Site.MOE_LAYER:
-        axes |= _layer_axes(case)
-    return ".".join([case.site.value, *(f"{axis}-{axes[axis]}" for axis in sorted(axes))])
+    """Stable, readable, unique: the site, then sorted `axis-value` parts joined by dots."""
+    given = ((axis, getattr(case, axis.name)) for axis in _axes_of(case.site))
+    parts = (
+        f"{axis.label}-{axis.text(value)}"
+        for axis, value in given
+        if axis.enters_id(case.site, value)
+    )
+    return ".".join([case.site.value, *parts])
 
 
-def _moe_axes(case: Case) -> dict[str, str]:
-    return {
-        "experts": str(case.experts),
-        "map": case.expert_map.value,
-        "path": case.path.value,
-        "router": case.router.value,
-        "routing": case.routing.value,
-        "sharing": case.sharing.value,
-        "source": case.source.value,
-        "topk": str(case.top_k),
-        "write": case.write.value,
-    }
-
-
-def _layer_axes(case: Case) -> dict[str, str]:
-    return {
-        "ep": str(case.ep),
-        "experts": str(case.experts),
-        "quant": case.quantisation.value,
-        "router": case.router.value,
-        "routing": case.routing.value,
-        "sharing": case.sharing.value,
-        "topk": str(case.top_k),
-        "tp": str(case.tp),
-    }
+@cache
+def _axes_of(site: Site) -> tuple[DeclaredAxis, ...]:
+    """The axes of a site in the order of its ids."""
+    return tuple(sorted((a for a in AXES.values() if a.at(site)), key=lambda axis: axis.label))
 
 
 def run_id(subject: str, case: Case) -> str:

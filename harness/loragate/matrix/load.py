@@ -1,7 +1,6 @@
-"""Case files in, cases out. Runs nothing, imports no torch.
+"""Loading of case files. Runs nothing, imports no torch.
 
-All files are read and checked to the end before anything is refused, so that one look at the
-error is enough.
+All files are read and checked to the end before an error is raised, which lists all problems.
 """
 
 from __future__ import annotations
@@ -22,7 +21,8 @@ from loragate.matrix.rules import (
     check_site_axes,
     missing_axes,
 )
-from loragate.matrix.schema import Axes, FileModel, GroupModel, check, check_axes
+from loragate.matrix.schema import Axes, FileModel, GroupModel, check_axes
+from loragate.matrix.validation import check
 
 Placed = tuple[Case, Document, Loc]
 
@@ -54,12 +54,12 @@ def _read(path: Path) -> Document:
 def _cases_of(document: Document) -> list[tuple[Case, Loc]]:
     if document.data is None and document.problems:
         return []
-    # a bad site or key must not hide what is wrong in the groups
+    # an invalid site or key must not hide problems in the groups
     check(FileModel, document.data, (), document)
     raw = document.data if isinstance(document.data, dict) else {}
     known = next((site for site in Site if site == raw.get("site")), None)
     defaults = check_axes(_mapping(raw.get("defaults")), ("defaults",), document)
-    check_single(defaults, "a list belongs into a row", document)
+    check_single(defaults, "a list belongs in a row", document)
     check_site_axes(defaults, known, document)
     cases: list[tuple[Case, Loc]] = []
     for name, raw_group in _mapping(raw.get("groups")).items():
@@ -75,14 +75,14 @@ def _group(
     rows = _entries(raw, "rows", loc, known, document)
     exclude = _entries(raw, "exclude", loc, known, document)
     include = _entries(raw, "include", loc, known, document)
-    # where the site is bad, complaints about it are enough
+    # where the site is invalid, the problem with it is enough
     site = known or Site.LORA_LINEAR
     for entry in exclude:
         check_exclusion(entry, rows, defaults, document)
     for entry in include:
         check_single(entry, "an include is a single point", document)
-    if not all(entry.is_sound for entry in exclude):
-        # which points they leave out is unknown, and so is what the rows are
+    if not all(entry.is_valid for entry in exclude):
+        # which points they leave out is unknown, and thus what the rows are
         rows, exclude = (), ()
     for row in rows:
         check_row(row, defaults, exclude, site, document)
@@ -100,7 +100,7 @@ def _complete(entries: Sequence[Axes], defaults: Axes, site: Site) -> tuple[Axes
     return tuple(
         with_defaults(entry, defaults, site)
         for entry in entries
-        if entry.is_sound and defaults.is_sound and not missing_axes(entry, defaults, site)
+        if entry.is_valid and defaults.is_valid and not missing_axes(entry, defaults, site)
     )
 
 

@@ -1,4 +1,4 @@
-"""What is wrong in case files, told all at once. Pure; every problem names a file and a line."""
+"""Problems in case files, each with its file and line, reported all at once. Pure."""
 
 from __future__ import annotations
 
@@ -34,16 +34,16 @@ class CaseFileError(ValueError):
 
 
 def nearest(given: object, allowed: Iterable[str]) -> str | None:
-    """The allowed word that was most likely meant."""
+    """The allowed name that was most likely meant."""
     if not isinstance(given, str):
         return None
-    words = {word.lower(): word for word in allowed}
-    match = difflib.get_close_matches(given.lower(), sorted(words), n=1, cutoff=0.5)
-    return words[match[0]] if match else None
+    names = {name.lower(): name for name in allowed}
+    match = difflib.get_close_matches(given.lower(), sorted(names), n=1, cutoff=0.5)
+    return names[match[0]] if match else None
 
 
 def describe(given: str, allowed: str, near: str | None = None, note: str | None = None) -> str:
-    """One sentence in the order in which a reader needs it."""
+    """The message of a problem: given, allowed, nearest match, note."""
     parts = [f"given {given}", f"allowed: {allowed}"]
     if near is not None:
         parts.append(f"nearest: {near}")

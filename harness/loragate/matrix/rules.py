@@ -1,55 +1,16 @@
-"""What no single field can tell: axes that are missing, and axes that do not fit together. Pure."""
+"""Rules beyond the schema: axes that are missing, axes and values of other sites, and axes that do
+not fit together. Pure."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import MISSING, fields
+from dataclasses import MISSING, dataclass
 from itertools import product
-from types import MappingProxyType
 from typing import Any
 
-from loragate.matrix.case import (
-    MOE_SITES,
-    Case,
-    Parallel,
-    Quantisation,
-    RouterWeights,
-    Sharing,
-    Site,
-)
+from loragate.matrix.case import AXES, MOE_SITES, Parallel, Quantisation, Site
 from loragate.matrix.document import Document
-from loragate.matrix.schema import Axes, AxesModel, allowed_values
-
-# an axis that `Case` gives no default must be named
-REQUIRED_AXES = tuple(
-    f.name for f in fields(Case) if f.default is MISSING and f.name in AxesModel.model_fields
-)
-_MOE_REQUIRED = ("experts", "top_k")
-_LINEAR, _DELTA, _LAYER = ({site} for site in (Site.LORA_LINEAR, Site.MOE_DELTA, Site.MOE_LAYER))
-# axes that only some sites have
-_SITES_OF = MappingProxyType(
-    {
-        "parallel": _LINEAR,
-        "tp": _LINEAR | _LAYER,
-        **dict.fromkeys((*_MOE_REQUIRED, "routing", "sharing", "router"), MOE_SITES),
-        **dict.fromkeys(("source", "expert_map", "write", "path"), _DELTA),
-        **dict.fromkeys(("ep", "quantisation"), _LAYER),
-    }
-)
-_CUT_AXES = ("in_features", "slices", "parallel", "tp")
-_LAYER_AXES = ("slices", "experts", "ep", "tp", "quantisation")
-_VALUES_OF_LAYER = MappingProxyType(
-    {
-        "sharing": (Sharing.PER_EXPERT, Sharing.SHARED_OUTER),
-        "router": (RouterWeights.OUTPUT, RouterWeights.INPUT),
-    }
-)
-_VALUES_OF_DELTA = MappingProxyType(
-    {
-        "sharing": (Sharing.PER_EXPERT, Sharing.SHARED_A, Sharing.SHARED_B),
-        "router": (RouterWeights.NONE, RouterWeights.OUTPUT),
-    }
-)
+from loragate.matrix.schema import Axes
 
 
 def check_row(
@@ -59,35 +20,37 @@ def check_row(
     if not row.is_mapping:
         return
     for axis in missing_axes(row, defaults, site):
-        message = f"is missing here and in defaults; allowed: {allowed_values(AxesModel, (axis,))}"
+        message = f"is missing here and in defaults; allowed: {AXES[axis].allowed(site)}"
         document.problems.append(document.problem((*row.loc, axis), message))
-    if site is Site.LORA_LINEAR:
-        _check_points(row, defaults, exclude, _CUT_AXES, _cut_problems, document)
-    if site in MOE_SITES:
-        _check_points(row, defaults, exclude, _MOE_REQUIRED, _routing_problems, document)
-    if site is Site.MOE_LAYER:
-        _check_points(row, defaults, exclude, _LAYER_AXES, _layer_problems, document)
+    for relation in _RELATIONS:
+        if site in relation.sites:
+            _check_points(row, defaults, exclude, relation, document)
 
 
 def missing_axes(entry: Axes, defaults: Axes, site: Site) -> list[str]:
-    required = REQUIRED_AXES + (_MOE_REQUIRED if site in MOE_SITES else ())
-    # a layer has router weights in any case
-    required += ("router",) if site is Site.MOE_LAYER else ()
-    return [axis for axis in required if axis not in defaults.named | entry.named]
+    """The axes that a row of the site must have and that neither it nor the defaults name."""
+    named = defaults.named | entry.named
+    return [name for name, axis in AXES.items() if axis.is_required_at(site) and name not in named]
 
 
 def check_site_axes(entry: Axes, site: Site | None, document: Document) -> None:
-    """Only some sites are cut over ranks, only some have experts, and those not the same values."""
-    for axis, sites in _SITES_OF.items():
-        if axis in entry.named and site is not None and site not in sites:
-            message = f"given for site {site}; allowed: for site {', '.join(sorted(sites))} only"
-            document.problems.append(document.problem((*entry.loc, axis), message))
-    allowed = {Site.MOE_LAYER: _VALUES_OF_LAYER, Site.MOE_DELTA: _VALUES_OF_DELTA}
-    for axis, values in (allowed.get(site, {}) if site else {}).items():
-        for given in entry.values.get(axis, ()):
-            if given not in values:
-                message = f"given {given} for site {site}; allowed: {', '.join(values)}"
-                document.problems.append(document.problem((*entry.loc, axis), message))
+    """A site has some of the axes only, and of some axes only some values."""
+    if site is None:
+        return
+    for name in sorted(entry.named & AXES.keys()):
+        axis = AXES[name]
+        messages = []
+        if axis.sites is not None and not axis.at(site):
+            sites = ", ".join(sorted(axis.sites))
+            messages.append(f"given for site {site}; allowed: for site {sites} only")
+        elif site in axis.values:
+            messages += [
+                f"given {value} for site {site}; allowed: {axis.allowed(site)}"
+                for value in entry.values.get(name, ())
+                if value not in axis.values[site]
+            ]
+        for message in messages:
+            document.problems.append(document.problem((*entry.loc, name), message))
 
 
 def check_single(entry: Axes, why: str, document: Document) -> None:
@@ -99,7 +62,7 @@ def check_single(entry: Axes, why: str, document: Document) -> None:
 
 
 def check_exclusion(entry: Axes, rows: Sequence[Axes], defaults: Axes, document: Document) -> None:
-    """An exclusion that leaves nothing out is a typing error or a leftover."""
+    """An exclusion that leaves nothing out is a typo or a leftover."""
     if entry.is_mapping and not entry.named:
         document.problems.append(document.problem(entry.loc, "names no axis; allowed: one or more"))
     elif entry.named and not any(_may_match(entry, row, defaults) for row in rows):
@@ -113,54 +76,46 @@ def matches(exclusion: Axes, point: dict[str, Any]) -> bool:
 
 
 def _may_match(entry: Axes, row: Axes, defaults: Axes) -> bool:
-    have, unsound = _merged(row, defaults)
+    have, unknown = _merged(row, defaults)
     return all(
-        axis in unsound or set(values) & set(have.get(axis, ()))
+        axis in unknown or set(values) & set(have.get(axis, ()))
         for axis, values in entry.values.items()
     )
 
 
 def _merged(row: Axes, defaults: Axes) -> tuple[dict[str, tuple[Any, ...]], frozenset[str]]:
     """Values of a row with its defaults, and the axes whose values are not known."""
-    unsound = (row.named - row.values.keys()) | (
+    unknown = (row.named - row.values.keys()) | (
         defaults.named - defaults.values.keys() - row.named
     )
-    return case_defaults() | defaults.values | row.values, unsound
+    return case_defaults() | defaults.values | row.values, unknown
 
 
 def case_defaults(site: Site | None = None) -> dict[str, tuple[Any, ...]]:
-    """The axes that a row need not name, each with its one value. Axes of experts only where
-    the site may have them: a sample depends on how many axes there are."""
-    axes = set(AxesModel.model_fields)
-    if site is not None:
-        foreign = {axis for axis, sites in _SITES_OF.items() if site not in sites}
-        # every site has had these, and samples have been drawn
-        axes -= foreign - {"parallel", "tp"}
+    """The axes that a row need not name, each with its one value; of a site, only those that
+    its samples are drawn over."""
     return {
-        f.name: (f.default,) for f in fields(Case) if f.default is not MISSING and f.name in axes
+        name: (axis.default,)
+        for name, axis in AXES.items()
+        if axis.default is not MISSING and (site is None or axis.is_sampled_at(site))
     }
 
 
 def _check_points(
-    row: Axes,
-    defaults: Axes,
-    exclude: Sequence[Axes],
-    axes: Sequence[str],
-    problems_of: Callable[..., Iterator[tuple[str, str]]],
-    document: Document,
+    row: Axes, defaults: Axes, exclude: Sequence[Axes], relation: _Relation, document: Document
 ) -> None:
-    """Tell what `problems_of` finds in the points of a row, looking at some of its axes."""
-    have, unsound = _merged(row, defaults)
-    if unsound & set(axes) or not set(axes) <= have.keys():
+    """Report the points of a row in which the axes of a relation do not fit together."""
+    have, unknown = _merged(row, defaults)
+    if unknown & set(relation.axes) or not set(relation.axes) <= have.keys():
         return
-    told = set[tuple[str, str]]()
-    for values in product(*(have[axis] for axis in axes)):
-        point = dict(zip(axes, values, strict=True))
+    reported = set[tuple[str, str]]()
+    for values in product(*(have[axis] for axis in relation.axes)):
+        point = dict(zip(relation.axes, values, strict=True))
         if any(matches(entry, point) for entry in exclude):
             continue
-        for axis, message in problems_of(**point):
-            if (axis, message) not in told:
-                told.add((axis, message))
+        for axis, message in relation.problems(**point):
+            if (axis, message) not in reported:
+                reported.add((axis, message))
                 document.problems.append(document.problem((*row.loc, axis), message))
 
 
@@ -191,3 +146,28 @@ def _layer_problems(
 def _routing_problems(experts: int, top_k: int) -> Iterator[tuple[str, str]]:
     if top_k > experts:
         yield "top_k", f"given {top_k} with {experts} experts; allowed: at most as many as experts"
+
+
+@dataclass(frozen=True, slots=True)
+class _Relation:
+    """Axes that must fit together. `problems` takes a value of each of them by its name and
+    yields the axis to blame and a message."""
+
+    sites: frozenset[Site]
+    axes: tuple[str, ...]
+    problems: Callable[..., Iterator[tuple[str, str]]]
+
+
+_RELATIONS = (
+    _Relation(
+        frozenset({Site.LORA_LINEAR}),
+        ("in_features", "slices", "parallel", "tp"),
+        _cut_problems,
+    ),
+    _Relation(MOE_SITES, ("experts", "top_k"), _routing_problems),
+    _Relation(
+        frozenset({Site.MOE_LAYER}),
+        ("slices", "experts", "ep", "tp", "quantisation"),
+        _layer_problems,
+    ),
+)

@@ -1,4 +1,4 @@
-"""The judges, each a module of its own."""
+"""The oracles, one module each."""
 
 from __future__ import annotations
 

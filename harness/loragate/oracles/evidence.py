@@ -1,4 +1,4 @@
-"""What oracles have in common: where an element lies in the user's terms, and equality of bits."""
+"""Common to oracles: the place of an element in the user's terms, and equality of bits."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ from loragate.protocol import Batch, Trial
 
 
 def locate(case: Case, batch: Batch, row: int, column: int) -> dict[str, int | str]:
-    """Token, its slot, the slice, and the column within the slice of an element of the output.
-    A pair also has the choice of the token that it is, and the local expert (-1: not here)."""
+    """Token, slot, slice, and column within the slice of an element of the output; for a
+    token-expert pair also its number among the token's choices, and its local expert (-1: not
+    here)."""
     part = 0
     while column >= case.out_slices[part]:
         column -= case.out_slices[part]
@@ -33,9 +34,9 @@ def malformed(oracle: OracleName, batch: Batch, result: Tensor) -> Judgement | N
     """A FAIL if the result is not even of the right shape, dtype and device."""
     wanted = (batch.out.shape, batch.out.dtype, batch.out.device)
     given = (result.shape, result.dtype, result.device)
-    for word, want, have in zip(("shape", "dtype", "device"), wanted, given, strict=True):
+    for name, want, have in zip(("shape", "dtype", "device"), wanted, given, strict=True):
         if want != have:
-            message = f"the result has {word} {have}, not {want}"
+            message = f"the result has {name} {have}, not {want}"
             return Judgement(oracle, Verdict.FAIL, Failure.WRONG_ANSWER, message)
     return None
 
@@ -57,7 +58,8 @@ def judge_bits(
 ) -> Judgement | None:
     """A FAIL that names the first element whose bits differ, or None.
 
-    `batch` is the one that `result` belongs to; `claim` says in words what it should equal.
+    `batch` is the one that `result` belongs to; `claim` names for the message what the result
+    should equal.
     """
     wrong = malformed(oracle, batch, result)
     if wrong is not None:

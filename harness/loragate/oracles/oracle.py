@@ -1,4 +1,4 @@
-"""What an oracle is."""
+"""The protocol of an oracle."""
 
 from __future__ import annotations
 

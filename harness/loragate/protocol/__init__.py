@@ -1,4 +1,4 @@
-"""What an implementation shows to the harness. Read docs/subjects.md to add your own."""
+"""The interface of an implementation under test. Read docs/subjects.md to add your own."""
 
 from __future__ import annotations
 

@@ -1,26 +1,15 @@
-"""What a subject says it can do on a machine, and what it refuses."""
+"""What a subject supports and promises on a machine."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
+from types import MappingProxyType
 
-from loragate.matrix.case import (
-    Case,
-    Dtype,
-    Execution,
-    ExpertMap,
-    Layout,
-    Parallel,
-    Path,
-    Quantisation,
-    RouterWeights,
-    Sharing,
-    Site,
-    Source,
-    Write,
-)
+from loragate.matrix.axis import DeclaredAxis, Unstated
+from loragate.matrix.case import AXES, Case, Site
+from loragate.matrix.problems import describe, nearest
 
 
 class Guard(StrEnum):
@@ -47,7 +36,7 @@ class Guard(StrEnum):
     ADAPTER_SHAPE = "adapter_shape"
     # load or unload of a slot that does not exist
     SLOT = "slot"
-    # sites with experts: ids of int64, ids or weights of another shape than prepared
+    # MoE sites: ids of int64, ids or weights of another shape than prepared
     TOPK_DTYPE = "topk_dtype"
     TOPK_SHAPE = "topk_shape"
     ROUTER_SHAPE = "router_shape"
@@ -55,16 +44,22 @@ class Guard(StrEnum):
     ADAPTER_EXPERTS = "adapter_experts"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Capabilities:
-    """What a subject supports on a machine; whatever is missing is a counted skip."""
+    """What a subject supports on a machine; whatever is missing is a counted skip.
+
+    `supports` maps axes of the matrix (the fields of `Case`) to collections of the values that
+    the subject supports: `{"dtype": {Dtype.BF16}, "execution": {Execution.EAGER}, "rank":
+    range(1, 513)}`. These three must be given. Of an axis that is not mentioned a subject is
+    assumed to support what the axis declares: all values, or its default alone. The latter holds
+    for every axis that is added later, so that no subject is run on what it does not know.
+
+    Raises ValueError for an axis or a value that does not exist, an axis without values, or a
+    missing axis.
+    """
 
     sites: frozenset[Site]
-    dtypes: frozenset[Dtype]
-    max_rank: int
-    executions: frozenset[Execution]
-    parallel: frozenset[Parallel] = frozenset({Parallel.REPLICATED})
-    layouts: frozenset[Layout] = frozenset(Layout)
+    supports: Mapping[str, Collection[object]]
     # the same input gives the same bits from run to run
     deterministic: bool = True
     # dense_delta: a row's bits depend neither on its place in the batch nor on its slot's number
@@ -74,46 +69,66 @@ class Capabilities:
     # live ranks may differ between the slices of one slot, each with its own scale
     rank_per_slice: bool = False
     # B holds scale * B, rounded once to the weights' dtype when an adapter is loaded; a
-    # comparison in that dtype must fold as well, or it blames the kernel for that rounding
+    # comparison in that dtype must fold as well, or it would blame the kernel for the rounding
     folds_scale_into_weights: bool = False
     guards: frozenset[Guard] = frozenset()
     # torch.compile traces apply() into one graph
     traceable: bool = False
-    # sites with experts
-    max_experts: int = 1024
-    paths: frozenset[Path] = frozenset({Path.PLAN})
-    expert_maps: frozenset[ExpertMap] = frozenset(ExpertMap)
-    sharings: frozenset[Sharing] = frozenset(Sharing)
-    sources: frozenset[Source] = frozenset(Source)
-    routers: frozenset[RouterWeights] = frozenset(RouterWeights)
-    writes: frozenset[Write] = frozenset(Write)
-    quantisations: frozenset[Quantisation] = frozenset({Quantisation.NONE})
-    # why a case cannot run although each of its values alone could, or None
+    # the reason why a case cannot run although each of its values is supported, or None
     refuses: Callable[[Case], str | None] | None = None
+
+    def __post_init__(self) -> None:
+        for name, values in self.supports.items():
+            if name not in AXES:
+                raise ValueError(
+                    f"Capabilities.supports: "
+                    f"{describe(f'unknown axis {name!r}', ', '.join(AXES), nearest(name, AXES))}"
+                )
+            _check_values(AXES[name], values)
+        for name, axis in AXES.items():
+            if axis.unstated is Unstated.ERROR and name not in self.supports:
+                raise ValueError(
+                    f"Capabilities.supports[{name!r}]: is missing; "
+                    f"allowed: a collection of values, each of them {axis.allowed()}"
+                )
+        object.__setattr__(self, "supports", MappingProxyType(dict(self.supports)))
 
 
 def unsupported(case: Case, have: Capabilities) -> str | None:
     """The reason why a case is skipped for a subject, or None if it runs."""
-    wants: Sequence[tuple[str, object, frozenset[object]]] = (
-        ("site", case.site, frozenset(have.sites)),
-        ("dtype", case.dtype, frozenset(have.dtypes)),
-        ("execution", case.execution, frozenset(have.executions)),
-        ("parallel", case.parallel, frozenset(have.parallel)),
-        ("layout", case.layout, frozenset(have.layouts)),
-        # these have their defaults where they do not apply
-        ("path", case.path, frozenset(have.paths | {Path.PLAN})),
-        ("expert_map", case.expert_map, frozenset(have.expert_maps | {ExpertMap.LOCAL})),
-        ("sharing", case.sharing, frozenset(have.sharings | {Sharing.PER_EXPERT})),
-        ("source", case.source, frozenset(have.sources | {Source.TOKEN})),
-        ("router", case.router, frozenset(have.routers | {RouterWeights.NONE})),
-        ("write", case.write, frozenset(have.writes | {Write.ADD})),
-        ("quantisation", case.quantisation, frozenset(have.quantisations)),
-    )
-    for axis, wanted, supported in wants:
-        if wanted not in supported:
-            return f"{axis} {wanted} is not supported"
-    if case.rank > have.max_rank:
-        return f"rank {case.rank} is above the limit of {have.max_rank}"
-    if case.experts > have.max_experts:
-        return f"{case.experts} experts are above the limit of {have.max_experts}"
+    if case.site not in have.sites:
+        return f"site {case.site} is not supported"
+    for name, axis in AXES.items():
+        if axis.at(case.site):
+            reason = _unsupported_value(axis, getattr(case, name), have.supports.get(name))
+            if reason is not None:
+                return reason
     return have.refuses(case) if have.refuses else None
+
+
+def _unsupported_value(
+    axis: DeclaredAxis, value: object, supported: Collection[object] | None
+) -> str | None:
+    if supported is None:
+        if axis.unstated is Unstated.ALL or value == axis.default:
+            return None
+    elif value in supported:
+        return None
+    elif isinstance(supported, range) and isinstance(value, int) and value > supported[-1]:
+        return axis.sentence(value, f"above the limit of {supported[-1]}")
+    return axis.sentence(value, "not supported")
+
+
+def _check_values(axis: DeclaredAxis, values: Collection[object]) -> None:
+    where = f"Capabilities.supports[{axis.name!r}]"
+    if isinstance(values, str) or not isinstance(values, Collection):
+        raise ValueError(f"{where}: given {values!r}; allowed: a collection of values")
+    if not values:
+        raise ValueError(f"{where}: given no values; allowed: {axis.allowed()}")
+    if isinstance(values, range):
+        # too long to look at each of them
+        values = (values[0], values[-1])
+    for value in values:
+        if not axis.is_value(value):
+            given = describe(repr(value), axis.allowed(), nearest(value, axis.members))
+            raise ValueError(f"{where}: {given}")

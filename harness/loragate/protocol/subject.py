@@ -13,16 +13,16 @@ from loragate.protocol.tensors import BaseLayer, Batch, Pool, Routes
 
 
 class Resident(Protocol):
-    """One resident pool of adapters; its state lives from step to step like in a server."""
+    """One resident pool of adapters; its state lives from step to step, as in a server."""
 
     def load(self, slot: int, pool: Pool) -> None:
-        """Put adapter `slot` of `pool` into the same slot here, replacing what was there."""
+        """Put adapter `slot` of `pool` into the slot of that number, replacing what was there."""
 
     def unload(self, slot: int) -> None:
         """Empty a slot."""
 
     def prepare(self, token_slots: Tensor) -> None:
-        """Once a step: tell which token uses which slot. May sync, is never captured."""
+        """Once a step: which token uses which slot. May sync, is never captured."""
 
 
 class Instance(Resident, Protocol):
@@ -33,12 +33,12 @@ class Instance(Resident, Protocol):
 
 class MoEInstance(Resident, Protocol):
     def apply(self, x: Tensor, out: Tensor, routes: Routes) -> Tensor:
-        """The operation itself, alignment of the pairs included: a server captures both.
+        """The operation itself, including the alignment of token-expert pairs: a server captures
+        both. Never syncs.
 
-        moe_delta adds to `out` in place, or stores (case.write), and returns it. Rows of pairs
-        without a delta keep their bits: base rows, experts that are not here, and slices that
-        the adapter does not have. moe_layer ignores `out` and returns a new tensor. Never
-        syncs."""
+        moe_delta adds to `out` in place, or stores (case.write), and returns it. A pair without a
+        delta keeps its bits: base rows, experts that are not here, and slices that the adapter
+        does not have. moe_layer ignores `out` and returns a new tensor."""
 
 
 AnyInstance: TypeAlias = Instance | MoEInstance
@@ -58,8 +58,8 @@ class Subject(Protocol):
         """Version of the implementation, for the report."""
 
     def capabilities(self, machine: Machine) -> Capabilities | str:
-        """What it can do here, or a sentence that says why it can do nothing."""
+        """What it supports on a machine, or the reason why it cannot run there at all."""
 
     def open(self, case: Case, machine: Machine, base: BaseLayer | None) -> AnyInstance:
-        """A fresh instance with empty slots, sized for the case; `base` for lora_linear, and for
-        moe_layer where it is a BaseExperts. A MoEInstance for a site with experts."""
+        """A fresh instance with empty slots, sized for the case; an MoEInstance for an MoE site.
+        lora_linear has a `base`, and moe_layer one that is a BaseExperts."""

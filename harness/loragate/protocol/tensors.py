@@ -12,12 +12,12 @@ class Pool:
     """The adapters that are resident in the slots, before any implementation has seen them.
 
     `a[slot, slice]` is [rank, in_features], `b[slice][slot]` is [slice width, rank]. Only the
-    first `ranks[slot][slice]` ranks are live, the rest is dead: zero, or NaN for a subject
-    that promises not to read it. Delta of a row x with slot s: `scale * (x @ A.T) @ B.T`.
+    first `ranks[slot][slice]` ranks are live, the others are dead: zero, or NaN for a subject that
+    promises not to read them. Delta of a row x with slot s: `scale * (x @ A.T) @ B.T`.
 
-    With experts: `a[slot, expert, slice]` is [rank, in_features], `b[slice][slot, expert]` is
-    [slice width, rank]. The axis of experts has length 1 where they share the factor. Ranks and
-    scales are those of the adapter, the same for all experts.
+    MoE sites: `a[slot, expert, slice]` is [rank, in_features], `b[slice][slot, expert]` is
+    [slice width, rank]. The expert dimension has length 1 where experts share the factor. Ranks
+    and scales are those of the adapter, the same for all experts.
 
     moe_layer: these are gate and up, or up alone, and `down` is a pool of one slice, from the
     intermediate to the hidden size, with ranks and scales of its own.
@@ -38,11 +38,12 @@ class Pool:
 class Routes:
     """What the router chose for a step, on the machine's device.
 
-    `topk_ids` int32 [tokens, top_k]: the experts of each token, all different; negative where
-    a pair has no expert. `expert_map` int32 [global experts]: the local id of each expert, -1
-    for one that is not here; without it the ids are local already. `weights` fp32 [tokens,
-    top_k]: what the delta of each pair is multiplied by; None: nothing. In moe_layer the output
-    of each pair is, or gate and up are (case.router), and ids are those of the whole layer.
+    `topk_ids` int32 [tokens, top_k]: the experts of each token, all different; negative where a
+    choice, or token-expert pair, has no expert. `expert_map` int32 [global experts]: the local id of each expert, -1
+    for one that is not here; without it ids are local. `weights` fp32 [tokens,
+    top_k]: what the delta of each pair is multiplied by, or None. In moe_layer the weights multiply
+    the output of each pair, or its gate and up (case.router), and ids are those of the whole
+    layer.
     """
 
     topk_ids: Tensor
@@ -55,9 +56,9 @@ class Batch:
     """One step. `token_slots` is int32 [tokens] on the CPU, -1 for a base row.
 
     `out` [tokens, out_features] holds the base layer's output; an in-place site adds to it.
-    With experts there are `routes`, and `out` has a row for each pair: row p is choice
-    p % top_k of token p // top_k. x has a row for each token, or for each pair. In moe_layer
-    both have a row for each token.
+    At an MoE site there are `routes`, and `out` has a row for each token-expert pair: row p is
+    choice p % top_k of token p // top_k. x has a row for each token, or for each pair. In
+    moe_layer both have a row for each token.
     """
 
     x: Tensor

@@ -1,4 +1,4 @@
-"""One attempt at one case with one subject: what an oracle gets to see."""
+"""What an oracle is given."""
 
 from __future__ import annotations
 

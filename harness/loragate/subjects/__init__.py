@@ -1,4 +1,4 @@
-"""Implementations under test, each behind the protocol in protocol.py."""
+"""Implementations under test, each behind the interface of `loragate.protocol`."""
 
 from __future__ import annotations
 

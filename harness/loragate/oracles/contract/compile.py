@@ -1,10 +1,10 @@
 """One artifact for any number of identical layers and any mix of adapters, and operators that
-are what they say they are.
+keep their declared contract.
 
-Several layers with adapters of their own are run through torch.compile, batch after batch. All
+Several layers, each with its own adapters, are run through torch.compile, batch after batch. All
 of them must share one traced graph, and all other batch sizes a second one: a layer's name or the
-number of active adapters in a graph gives each layer or batch a graph of its own (vllm #34119,
-#38152), and a server that compiles while it serves. Every custom operator that a step calls
+number of active adapters in a graph gives each layer or batch its own graph (vllm #34119, #38152),
+and the server compiles while it serves. Every custom operator that a step calls
 passes opcheck; on a GPU no kernel is compiled after the first batch.
 """
 
@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from loragate.core.verdict import Failure, Judgement, OracleName, Verdict
 from loragate.execution.kernel_compiles import kernels_compiled
-from loragate.execution.session import base_of
+from loragate.execution.session import base_of, open_loaded
 from loragate.inputs import DataKind, copy_batch, make_batch, make_pool
 from loragate.matrix.case import Execution, Mix
 from loragate.oracles.evidence import judge_bits, passed
@@ -27,9 +27,9 @@ from loragate.protocol import AnyInstance, Batch, Trial, apply_step
 
 _KIND = DataKind.EXACT
 _LAYERS = 3
-# from all adapters over one to none: what depends on their number changes with each
+# all adapters, none, one: whatever depends on their number changes with each mix
 _MIXES = (Mix.RAGGED, Mix.ALL_BASE, Mix.SINGLE)
-# torch's own operators, which a subject need not answer for
+# namespaces of torch's own operators, which are not checked
 _TORCH = frozenset({"aten", "prim", "prims"})
 
 
@@ -38,7 +38,7 @@ class Compile:
 
     def applies(self, trial: Trial) -> str | None:
         if trial.case.execution is not Execution.EAGER:
-            return "a captured graph is compiled once by its nature"
+            return "torch.compile is judged in eager execution only"
         if not trial.case.tokens:
             return "the batch has no rows"
         if not trial.capabilities.traceable:
@@ -60,13 +60,10 @@ class Compile:
 
 
 def _open(trial: Trial, number: int) -> AnyInstance:
-    """A layer with adapters of its own."""
-    instance = trial.subject.open(trial.case, trial.machine, base_of(trial, _KIND))
-    seed = trial.seed + number
-    pool = make_pool(trial.case, seed, _KIND, trial.machine, trial.capabilities)
-    for slot in range(pool.num_slots):
-        instance.load(slot, pool)
-    return instance
+    """A layer with its own adapters."""
+    case, machine, base = trial.case, trial.machine, base_of(trial, _KIND)
+    pool = make_pool(case, trial.seed + number, _KIND, machine, trial.capabilities)
+    return open_loaded(trial.subject, case, machine, base=base, pool=pool)
 
 
 def _batch(trial: Trial, step: int, tokens: int | None = None) -> Batch:
@@ -83,7 +80,7 @@ class _Call:
 
 
 class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """The calls of operators that are not torch's own, the first of each."""
+    """The first call of each operator that is not torch's own."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -117,7 +114,7 @@ def _opcheck(calls: tuple[_Call, ...]) -> Judgement | None:
 
 
 def _trace(trial: Trial, layers: list[AnyInstance], compiled: _Compiled) -> Judgement | None:
-    """A FAIL if layers, mixes or sizes need graphs of their own, or a graph gives other results;
+    """A FAIL if a layer, mix or size needs its own graph, or if a graph gives other results;
     INCONCLUSIVE if there is no graph at all."""
     try:
         for number, mix in enumerate(_MIXES):
@@ -131,7 +128,7 @@ def _trace(trial: Trial, layers: list[AnyInstance], compiled: _Compiled) -> Judg
         for tokens in _other_sizes(trial.case.tokens):
             batch = _batch(trial, 0, tokens)
             where = f"a batch of {tokens} rows after one of {trial.case.tokens}"
-            # torch.compile takes a size for a constant until it meets another one
+            # torch.compile treats a size as a constant until it sees another one
             wrong = compiled.step(layers[0], batch, where, graphs=2, warm=False)
             if wrong is not None:
                 return wrong
@@ -143,12 +140,12 @@ def _trace(trial: Trial, layers: list[AnyInstance], compiled: _Compiled) -> Judg
 
 
 def _other_sizes(tokens: int) -> range:
-    """Smaller batches; a size of one is a constant to torch.compile for good."""
+    """Smaller batches; torch.compile always treats a size of one as a constant."""
     return range(tokens - 1, max(1, tokens - 4), -1)
 
 
 class _Compiled:
-    """One function under torch.compile that runs any layer, and the graphs that it took."""
+    """One function under torch.compile that runs any layer, and the graphs traced from it."""
 
     def __init__(self, trial: Trial) -> None:
         def run(layer: AnyInstance, batch: Batch) -> Tensor:
@@ -176,7 +173,7 @@ class _Compiled:
         if warm and kernels:
             return _failure(Failure.RECOMPILED, f"{where} compiled {', '.join(kernels)} anew")
         if not self._graphs:
-            # torch.compile is silent where it is switched off, and runs the layer as it is
+            # where torch.compile is disabled it silently runs the layer eagerly
             message = f"{where}: torch.compile traced nothing (is TORCHDYNAMO_DISABLE set?)"
             return Judgement(OracleName.COMPILE, Verdict.INCONCLUSIVE, message=message)
         if len(self._graphs) > graphs:
@@ -201,12 +198,12 @@ def _compare(trial: Trial, batch: Batch, result: Tensor, wanted: Tensor) -> Judg
 
 
 def _difference(one: torch.fx.GraphModule, other: torch.fx.GraphModule) -> str:
-    """The first line in which two graphs of what should be one differ."""
+    """The first line in which two graphs differ that should be one."""
     lines, others = (str(graph.graph).splitlines() for graph in (one, other))
     for line, counterpart in zip(lines, others, strict=False):
         if line != counterpart:
-            return f"a graph of its own, with {counterpart.strip()!r} for {line.strip()!r}"
-    return "a graph of its own, for guards that the first one does not meet"
+            return f"another graph, with {counterpart.strip()!r} for {line.strip()!r}"
+    return "another graph of the same text: the guards of the first one failed"
 
 
 def _first(error: BaseException) -> str:

@@ -1,9 +1,9 @@
 """Bad input is refused, and a refusal changes nothing.
 
-A refusal is a ValueError whose message tells what was given, before anything is written: tensors
-keep their bits, the mapping of the step before still stands, a slot keeps its adapter (activation
-is all or nothing), and the next good step is right. Each subject states which refusals it
-promises; a silent acceptance is a wrong answer that nobody was told about.
+A refusal is a ValueError whose message names what was given, raised before anything is written:
+tensors keep their bits, the previous mapping stays valid, a slot keeps its adapter (activation is
+all or nothing), and the next valid step is right. Each subject states which refusals it promises;
+accepting bad input silently gives wrong results that nobody is warned of.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from loragate.core.verdict import Failure, Judgement, OracleName, Verdict
-from loragate.execution.session import base_of
+from loragate.execution.session import base_of, open_loaded
 from loragate.inputs import DataKind, copy_batch, make_batch, make_pool
 from loragate.inputs.placement import bits_of, guarded, whole
 from loragate.matrix.case import (
@@ -49,9 +49,9 @@ class GuardedInput:
 
     def applies(self, trial: Trial) -> str | None:
         if trial.case.execution is not Execution.EAGER:
-            return "input is checked on the host, alike in every execution"
+            return "input is checked on the host, in the same way in every execution"
         if trial.case.tp * trial.case.ep > 1:
-            return "a subject checks its input before it simulates ranks, alike for any number"
+            return "input is checked before ranks are simulated, in the same way for any number"
         if not trial.case.tokens:
             return "the batch has no rows"
         if not trial.capabilities.guards:
@@ -64,9 +64,8 @@ class GuardedInput:
         case = replace(trial.case, mix=Mix.RAGGED, layout=Layout.CONTIGUOUS)
         pool = make_pool(case, trial.seed, kind, trial.machine, trial.capabilities)
         batch = make_batch(case, trial.seed, 0, kind, trial.machine)
-        instance = trial.subject.open(case, trial.machine, base_of(trial, kind))
-        for slot in range(case.slots):
-            instance.load(slot, pool)
+        base = base_of(trial, kind)
+        instance = open_loaded(trial.subject, case, trial.machine, base=base, pool=pool)
         instance.prepare(batch.token_slots)
         wanted = _apply(instance, batch)
         count = 0
@@ -92,7 +91,7 @@ def _refusal(violation: Violation) -> Judgement | None:
         if not _names(str(error), violation.given):
             return _failure(violation, f"the error does not name {violation.given}: {error}")
     except torch.AcceleratorError:
-        # the device is lost, which is the runner's to tell
+        # the device is lost, which the runner of trials reports
         raise
     except Exception as error:
         return _failure(violation, f"{type(error).__name__} instead of ValueError: {error}")
@@ -105,8 +104,8 @@ def _refusal(violation: Violation) -> Judgement | None:
 
 
 def _names(message: str, given: str) -> bool:
-    """Whether `given` stands in `message` as a word or a number of its own: "without" does not
-    name out, and neither "cuda:2" nor "-2" nor "0.2" name 2."""
+    """Whether `message` contains `given` as a separate word or number: "without" does not name
+    out, and neither "cuda:2" nor "-2" nor "0.2" names 2."""
     own = rf"(?<![\w:-])(?<!\d\.){re.escape(given)}(?!\w|-\w|\.\d)"
     return re.search(own, message) is not None
 
@@ -114,13 +113,13 @@ def _names(message: str, given: str) -> bool:
 def _aftermath(
     trial: Trial, violation: Violation, instance: AnyInstance, batch: Batch, wanted: Tensor
 ) -> Judgement | None:
-    """A FAIL if the step that was prepared before gives something else now."""
+    """A FAIL if the step that was prepared before now gives another result."""
     try:
         result = _apply(instance, batch)
     except torch.AcceleratorError:
         raise
     except Exception as error:
-        message = f"a good step after it raises {type(error).__name__}: {error}"
+        message = f"a valid step after it raises {type(error).__name__}: {error}"
         return _failure(violation, message, Failure.STALE_STATE)
     return judge_bits(
         trial,
@@ -147,7 +146,7 @@ def _failure(
 
 def _apply(instance: AnyInstance, batch: Batch) -> Tensor:
     own = copy_batch(batch)
-    # a sum of zero has either sign, as the order of its terms has it
+    # the sign of a zero sum depends on the order of its terms
     return apply_step(instance, own) + 0.0
 
 
@@ -242,7 +241,7 @@ def _bad_adapters(trial: Trial, case: Case, instance: AnyInstance) -> Iterator[V
     last, width = case.slots - 1, case.slices[-1] + 1
 
     def pool(bad: Case) -> Pool:
-        # other numbers than those that are loaded
+        # other values than those that are loaded
         seed = trial.seed + 1
         return make_pool(bad, seed, DataKind.SIGNED, trial.machine, trial.capabilities)
 
@@ -264,7 +263,7 @@ def _bad_adapters(trial: Trial, case: Case, instance: AnyInstance) -> Iterator[V
         others = replace(full, experts=count)
         yield load(Guard.ADAPTER_EXPERTS, f"an adapter of {count} experts", count, others)
     more = replace(full, slots=case.slots + 1)
-    # python takes -1 for the last one
+    # in Python -1 is an index of the last one
     for slot in (case.slots, -1):
         yield load(Guard.SLOT, f"an adapter for slot {slot}", slot, more, slot)
         unload = partial(instance.unload, slot)

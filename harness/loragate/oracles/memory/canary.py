@@ -1,10 +1,10 @@
-"""Only own memory is read, only own memory is written.
+"""A step reads and writes its own memory only.
 
-The step runs twice on data that leaves nothing to round: once plainly, once in a world where
-everything that must not be read is poison - fresh allocations, ranks that an adapter does not
-use, adapters and experts that no row asks for, rows without an adapter, output that is to be
-overwritten. The results must be bit-equal. Both
-runs must also leave the guard bands around every tensor, all inputs and the adapters as they were.
+It runs twice on data that leaves nothing to round: once as usual, and once with poison in all that
+must not be read - fresh allocations, ranks that an adapter does not use, adapters and experts that
+no row uses, rows without an adapter, output that is to be overwritten. The results must be
+bit-equal. Both runs must also leave the guard bands around every tensor, all inputs and the
+adapters unchanged.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Canary:
         wanted = clean.step()
         with poisoned_allocations():
             result = poisoned.step()
-        # a number added to a NaN leaves no trace: inputs are watched in the clean run as well
+        # a number added to a NaN leaves no trace, so inputs are watched in the clean run as well
         wrong = malformed(self.name, batch, result) or clean.changed() or poisoned.changed()
         if wrong is not None:
             return wrong
@@ -53,7 +53,7 @@ class Canary:
             wanted + 0.0,
             oracle=self.name,
             failure=Failure.FOREIGN_MEMORY,
-            claim="what they are where unused memory is not poisoned",
+            claim="the result without poison in unused memory",
         )
         return wrong or passed(self.name)
 
@@ -75,7 +75,7 @@ def _poisoned(trial: Trial, batch: Batch) -> tuple[Pool, Batch]:
         if batch.routes is not None and batch.routes.weights is not None:
             batch.routes.weights.view(-1)[~live] = float("nan")
     elif batch.routes is not None:
-        # base rows need theirs as well
+        # base rows need their weights as well
         rows = pair_rows(batch)
         assert batch.routes.weights is not None
         batch.routes.weights.view(-1)[rows.experts < 0] = float("nan")
@@ -83,7 +83,7 @@ def _poisoned(trial: Trial, batch: Batch) -> tuple[Pool, Batch]:
 
 
 def _used(case: Case, rows: OutRows) -> Tensor:
-    """bool [slots, experts] on the CPU: which of them some row uses."""
+    """bool [slots, experts] on the CPU: whether any row uses them."""
     used = torch.zeros(case.slots, case.experts, dtype=torch.bool)
     live = rows.slots != BASE_ROW
     used[rows.slots[live].long(), rows.experts.cpu()[live]] = True
@@ -91,7 +91,7 @@ def _used(case: Case, rows: OutRows) -> Tensor:
 
 
 class _Watched:
-    """A step on a fresh instance, and everything that it may read or write as it was before."""
+    """A step on a fresh instance, with copies of everything that it could change."""
 
     def __init__(self, trial: Trial, base: BaseLayer | None, pool: Pool, batch: Batch) -> None:
         self.trial, self.base, self.pool, self.batch = trial, base, pool, batch
@@ -121,7 +121,7 @@ class _Watched:
         return Session(self.trial, self.base, self.pool).step(self.batch)
 
     def changed(self) -> Judgement | None:
-        """A FAIL if anything but the own elements of an in-place output has changed."""
+        """A FAIL if anything has changed except the elements of an in-place output."""
         for name, tensor in self.tensors.items():
             count = int((bits_of(tensor) != bits_of(self.before[name])).sum())
             if count:

@@ -1,10 +1,10 @@
-"""Who asked for no adapter gets the base model, bit for bit.
+"""A row without an adapter gets the base model, bit for bit.
 
-A site that works in place: base rows of the output keep their bits, a negative zero included,
-which even an added zero would change; so do pairs whose expert is not here. lora_linear: they
-equal the base layer alone, which is the same subject with empty slots and a batch of the same
-shape, so that the base GEMM is the same too. So do they in moe_layer; a subject whose bits depend
-on the place of a row gets the same slots with nobody in them, in place of base rows only.
+At a site that works in place base rows of the output keep their bits, including a negative zero,
+which even an added zero would change; so do pairs whose expert is not here. In lora_linear and
+moe_layer they equal the base layer alone: the same subject with empty slots and a batch of the
+same shape, so that the base GEMM is the same too. For a subject whose bits depend on the place of
+a row that batch keeps its slots, which are empty, instead of having base rows only.
 """
 
 from __future__ import annotations

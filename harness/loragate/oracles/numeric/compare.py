@@ -21,7 +21,7 @@ FACTOR = 2.0
 
 @dataclass(frozen=True, slots=True, order=True)
 class Finding:
-    """An error next to what is allowed, in units of the output. `row` is the one to look at."""
+    """An error and its threshold, in units of the output. `row` is the one to look at."""
 
     ratio: float
     error: float
@@ -52,10 +52,10 @@ class Population:
 
 
 def populations(case: Case, pool: Pool, rows: OutRows, errors: RowErrors) -> list[Population]:
-    """One for each slot with rows (-1 for rows without a delta) and each slice."""
+    """One population for each slot with rows (-1 for rows without a delta) and each slice."""
     slots = rows.slots.long()
     ranks = torch.tensor([*_ranks(pool), (1,) * len(case.out_slices)])
-    # group -1 of rows without a slot is the last one
+    # rows without a slot are group -1, which is the last one
     group = slots.remainder(len(ranks))
     sums = _Sums(case, errors, group.to(errors.gain.device), ranks)
     return [
@@ -71,12 +71,12 @@ def populations(case: Case, pool: Pool, rows: OutRows, errors: RowErrors) -> lis
 
 
 def expert_finding(case: Case, pool: Pool, rows: OutRows, errors: RowErrors) -> Finding:
-    """The worst population of one slot, one expert and one slice, which for a layer are the tokens
-    that chose the expert. `rows` are pairs."""
+    """The worst population of one slot, one expert and one slice. `rows` are token-expert pairs;
+    the population of an MoE layer is the tokens that chose the expert."""
     device, of_tokens = errors.gain.device, case.site is Site.MOE_LAYER
     errors = errors[rows.x_rows] if of_tokens else errors
     ranks = torch.tensor(_ranks(pool)).repeat_interleave(case.experts, 0)
-    # rows without a delta are a last group, with nothing to cancel and all of their base
+    # rows without a delta are the last group: no shrink output, and all of their base
     ranks = torch.cat([ranks, torch.ones_like(ranks[:1])])
     slots = rows.slots.long().to(device)
     group = torch.where(slots < 0, len(ranks) - 1, slots * case.experts + rows.experts)
@@ -107,8 +107,8 @@ def _ranks(pool: Pool) -> tuple[tuple[int, ...], ...]:
 
 
 class _Sums:
-    """Statistics of groups of rows, fp64 [groups, slices] each; what an empty group has means
-    nothing. `ranks` [groups, slices]."""
+    """Statistics of groups of rows, fp64 [groups, slices] each; those of an empty group are
+    meaningless. `ranks` [groups, slices]."""
 
     def __init__(self, case: Case, errors: RowErrors, group: Tensor, ranks: Tensor) -> None:
         device = errors.gain.device
@@ -116,15 +116,15 @@ class _Sums:
         rows = torch.bincount(group, minlength=len(ranks)).clamp(min=1)[:, None]
 
         def mean(sums: Tensor) -> Tensor:
-            """Over all elements of a group; `sums` are over the columns already."""
+            """The mean over all elements of a group; `sums` are over columns already."""
             total = sums.new_zeros(len(ranks), len(widths)).index_add_(0, group, sums)
             return total / (rows * widths)
 
         delta_sq = mean(errors.delta_sq)
         self.delta, self.eager = delta_sq.sqrt(), mean(errors.eager_sq).sqrt()
         self.subject = mean(errors.subject_sq).sqrt()
-        # few roundings can all be lucky: never less than what they cost on average, a
-        # third of the square of half a step, for two roundings and for one
+        # a few roundings can all be lucky, so never allow less than their expected cost, which is
+        # a third of the square of half a step: below for two roundings and for one
         bound_sq = mean(errors.bound_sq)
         # errors of the shrink output are common to all columns: only rows x ranks are independent
         independent = rows * widths.minimum(ranks.clamp(min=1))
@@ -139,13 +139,13 @@ class _Sums:
         self.bias = torch.where(delta_sq > 0, mean(errors.gain) / delta_sq, 0.0)
 
     def tables(self) -> tuple[list[list[float]], ...]:
-        """In the order in which a Population has them."""
+        """The statistics in the order of the fields of Population."""
         columns = (self.delta, self.subject, self.eager, self.threshold, self.bias)
         return tuple(values.tolist() for values in columns)
 
 
 def _unlucky(independent: Tensor) -> Tensor:
-    """How far above its mean the rms of that many roundings may be, FACTOR left aside."""
+    """How far above its mean the rms of that many roundings may be, apart from FACTOR."""
     return 1 + independent.double() ** -0.5
 
 

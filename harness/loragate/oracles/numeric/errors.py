@@ -16,10 +16,10 @@ from loragate.oracles.numeric.golden import Golden
 
 _MANTISSA = {torch.float16: 10, torch.bfloat16: 7, torch.float32: 23}
 _UNIT_ROUNDOFF_FP32 = 2.0**-24
-# the largest of thousands of elements stands at four to five sigma
+# the largest of thousands of elements lies at four to five sigma
 TAIL = 4.0
-# of the largest size that may meet in a row: with two, one of twelve layers that do nothing but
-# add up in fp32 was failed
+# how many jumps of the largest size may meet in a row: with two, one of twelve layers failed that
+# only add up in fp32
 JUMPS = 3.0
 
 
@@ -28,9 +28,9 @@ class RowErrors:
     """fp64 [rows, slices] each; `*_sq` are sums of squares over the slice's columns.
 
     `bound_*`: largest and sum of squares of what rounding may cost an element at worst.
-    `floor_sq`: what rounding the golden output once costs. `shrunk_*`: what rounding the shrink output
-    costs on average, which eager is spared, or for a layer whatever stands between its products.
-    `jump_sq`: what single elements of a row may suffer beyond that average.
+    `floor_sq`: what rounding the golden output once costs. `shrunk_*`: what rounding the shrink
+    output, or in an MoE layer everything between its products, costs on average; eager does not
+    round it. `jump_sq`: what single elements of a row may suffer beyond that average.
     `gain`: sum of error * delta.
     """
 
@@ -105,16 +105,16 @@ def half_ulp(values: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _shrunk_variance(case: Case, dtype: torch.dtype) -> float:
-    """Relative variance of what rounding the shrink output to the operands' dtype costs a term. Every
-    subject on tensor cores does it (vllm lora_expand casts to the dtype of B), `eager` does not.
-    What stands between the products of a layer is rounded in every dtype."""
+    """Relative variance of a term when the shrink output is rounded to the operands' dtype. Every
+    subject on tensor cores does that (vllm lora_expand casts to the dtype of B), `eager` does not.
+    Between the products of an MoE layer everything is rounded in every dtype."""
     spared = dtype == torch.float32 and case.site is not Site.MOE_LAYER
     return 0.0 if spared else (2.0 ** -(_MANTISSA[dtype] + 1)) ** 2 / 3
 
 
 def _rounding_bound(case: Case, right: Golden, dtype: torch.dtype) -> Tensor:
-    """At worst: the delta, the base and their sum are rounded, once for each shard. What a layer
-    of experts rounds before its output is in `terms_sq`."""
+    """At worst the delta, the base and their sum are rounded, once for each shard. What an MoE
+    layer rounds before its output is in `terms_sq`."""
     if case.site is Site.MOE_LAYER:
         return half_ulp(right.out, dtype)
     shards = case.tp if case.parallel is Parallel.ROW else 1
@@ -125,13 +125,13 @@ def _rounding_bound(case: Case, right: Golden, dtype: torch.dtype) -> Tensor:
 
 
 def _accumulated(case: Case, right: Golden, finite: Tensor) -> Tensor:
-    """What the site itself sums up: dense_delta gets its base ready-made."""
+    """The part of the output that the site itself sums up: dense_delta is given its base."""
     values = right.delta if case.site in IN_PLACE_SITES else right.out
     return torch.where(finite, values, 0.0)
 
 
 def _accumulation(case: Case) -> float:
-    """Relative variance of an fp32 sum over in_features and the ranks, in any order; in a layer
-    of experts also of that over the intermediate size."""
+    """Relative variance of an fp32 sum over in_features and the ranks, in any order; in an MoE
+    layer also of the sum over the intermediate size."""
     second = case.slices[0] + case.rank if case.site is Site.MOE_LAYER else 0
     return _UNIT_ROUNDOFF_FP32**2 * (case.in_features + case.rank + second)

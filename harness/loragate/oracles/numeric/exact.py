@@ -37,7 +37,7 @@ class Exact:
             right = golden_of(trial.case, pool, piece, base).out.to(batch.out.dtype)
             if trial.case.site is Site.MOE_LAYER:
                 plain = eager_of(trial.case, pool, piece, base)
-                # silu leaves 1e-50 in fp64, and a zero either sign
+                # in fp64 silu gives 1e-50 in place of zero, and a zero of either sign
                 assert torch.equal(plain + 0.0, right + 0.0), "something rounds"
             else:
                 assert_exact(pool, piece, base)
@@ -46,7 +46,7 @@ class Exact:
         wrong = malformed(self.name, batch, result) or judge_bits(
             trial,
             batch,
-            # a sum of zero has either sign, as the order of its terms has it
+            # the sign of a zero sum depends on the order of its terms
             result + 0.0,
             torch.cat(wanted) + 0.0,
             oracle=self.name,
@@ -57,8 +57,8 @@ class Exact:
 
 
 def assert_exact(pool: Pool, batch: Batch, base: BaseLayer | None) -> None:
-    """Check the promise of inputs/exactness.py on the data itself: no sum of magnitudes leaves
-    the exact range."""
+    """Check on the data itself what inputs/exactness.py claims: no sum of magnitudes leaves the
+    exact range."""
     x = batch.x.double().abs()
     start = batch.out.double().abs()
     if base is not None:

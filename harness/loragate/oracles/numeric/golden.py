@@ -1,12 +1,12 @@
-"""The mathematics of every site, in one place: what is right, and how far off a plain
-low-precision computation may be.
+"""The mathematics of every site, in one place: the right result, and that of a plain
+low-precision computation.
 
 golden: fp64, from the same low-precision numbers that the subject gets.
 eager: the same operations in the case's dtype with the roundings that are documented for every
-subject: products accumulate in fp32, the shrink output between shrink and expand stays fp32, the delta
-is rounded to the dtype and then added to the base in the dtype.
+subject: products accumulate in fp32, the shrink output stays fp32, the delta is rounded to the
+dtype and then added to the base in the dtype.
 
-Experts change nothing but the factors of a row: see inputs/pairs.py.
+At an MoE site only the factors of a row are different ones: see inputs/pairs.py.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from loragate.protocol import BaseLayer, Batch, Pool
 
 # elements of a chunk: bounds the fp64 temporaries of a large case to a few hundred MiB
 _CHUNK = 1 << 24
-# rows that are enough to tell how much the terms of a population cancel
+# so many rows show how much the terms of a population cancel
 _CONDITION_ROWS = 64
 
 
@@ -33,8 +33,8 @@ _CONDITION_ROWS = 64
 class Golden:
     """fp64 [rows, out_features]: the base layer's output, and what the adapters add; where they
     store, the base is zero. `terms_sq` is the sum over the ranks of the squares of the terms that
-    make up the delta. `jump_sq` is the square of what a single quantisation to the other of two
-    numbers may cost: rare, and far from the mean of `terms_sq`."""
+    make up the delta. `jump_sq` is the square of the error of a value that is quantised to the
+    other of its two neighbours: rare, and far above the mean of `terms_sq`."""
 
     base: Tensor
     delta: Tensor
@@ -49,7 +49,7 @@ class Golden:
 def golden(
     pool: Pool, batch: Batch, base: BaseLayer | None = None, write: Write = Write.ADD
 ) -> Golden:
-    """What is right for a batch; `base` for lora_linear, else the base is in `batch.out`."""
+    """The right result of a batch; `base` for lora_linear, else the base is in `batch.out`."""
     rows = out_rows(batch)
     if base is None:
         start = batch.out.double()
@@ -72,7 +72,7 @@ def eager(case: Case, pool: Pool, batch: Batch, base: BaseLayer | None = None) -
         if case.write is Write.STORE:
             return torch.where(touched(pool, rows), delta, batch.out)
         return batch.out + delta
-    # a row-parallel layer adds up partial outputs that are rounded already
+    # a row-parallel layer adds up partial outputs that have been rounded
     shards = case.tp if case.parallel is Parallel.ROW else 1
     width = case.in_features // shards
     total: Tensor | None = None
@@ -116,7 +116,7 @@ def deltas(
 def touched(pool: Pool, rows: OutRows) -> Tensor:
     """bool [rows, out_features]: where a row has a delta."""
     live = torch.tensor([[rank > 0 for rank in row] for row in pool.ranks])
-    # -1 is the row behind the last slot
+    # -1 is the row after the last slot
     live = torch.cat([live, torch.zeros(1, live.shape[1], dtype=torch.bool)])
     mask = live[rows.slots.long()].to(rows.x_rows.device)
     return mask.repeat_interleave(torch.tensor(_widths(pool), device=mask.device), 1)
@@ -127,7 +127,7 @@ def _widths(pool: Pool) -> list[int]:
 
 
 def _num_experts(pool: Pool) -> int:
-    """1 where there are none, or where they share everything."""
+    """1 where there are no experts, or where they share both factors."""
     return 1 if pool.a.dim() == 4 else max(pool.a.shape[1], pool.b[0].shape[1])
 
 
@@ -150,9 +150,8 @@ def folded(pool: Pool) -> Pool:
 
 
 def chunks(batch: Batch, width: int = 1) -> Iterator[tuple[slice, Batch]]:
-    """Consecutive tokens, few enough for fp64; each is a batch of its own, and the slice is of
-    the rows of the output. `width`: of what stands between input and output. An empty batch is
-    one chunk of nothing."""
+    """Consecutive tokens, few enough for fp64: the slice of their rows in the output, and a batch
+    of them alone. `width` is that of the intermediate values. An empty batch is one empty chunk."""
     tokens, width = len(batch.token_slots), max(width, batch.x.shape[1], batch.out.shape[1])
     per_token = 1 if batch.routes is None else batch.routes.topk_ids.shape[1]
     step = max(1, _CHUNK // max(1, width * per_token))
@@ -162,8 +161,8 @@ def chunks(batch: Batch, width: int = 1) -> Iterator[tuple[slice, Batch]]:
 
 
 def condition_number(pool: Pool, batch: Batch, rows: Tensor, part: int) -> float:
-    """rms of the sum of all terms' magnitudes over the rms of the delta itself, for rows of
-    one slot and one slice; how many digits a sum loses to cancellation. inf without a delta."""
+    """rms of the sum of all terms' magnitudes, divided by the rms of the delta, for rows of one
+    slot and one slice: how much a sum loses to cancellation. inf without a delta."""
     some = out_rows(batch)[rows[:_CONDITION_ROWS]]
     slice_of = Pool(pool.a[..., part : part + 1, :, :], (pool.b[part],), *_column(pool, part))
     delta = deltas(slice_of, batch.x, some, torch.float64)

@@ -1,10 +1,10 @@
-"""The mathematics of a whole MoE layer, and the one place that tells it from other sites.
+"""The mathematics of a whole MoE layer, and the choice between it and that of other sites.
 
     out[t] = sum over the choices e of t of w * down_e(silu(gate_e(x[t])) * up_e(x[t]))
 
-where each projection adds the delta of the token's slot; with one slice silu(up) stands between,
-and with router weights on the input w multiplies gate and up. Base products of a quantised layer
-get quantised inputs, deltas never do.
+where each projection adds the delta of the token's slot. With one slice the activation is silu(up).
+With router weights on the input, w multiplies gate and up instead. The inputs of the base products
+of a quantised layer are quantised, those of deltas are not.
 
 golden: fp64. eager: products accumulate in fp32, the activation included; act and the output of
 each pair are rounded to the dtype, and so is the sum of each rank of a group.
@@ -26,29 +26,29 @@ from loragate.oracles.numeric.golden import Golden, deltas, eager, golden
 from loragate.oracles.numeric.grouped import GroupedRows
 from loragate.protocol import BaseExperts, BaseLayer, Batch, Pool
 
-# distance of 8-bit numbers, relative to one of them, and the mean of |x| for a normal x of rms 1
+# distance of adjacent 8-bit numbers relative to one of them; mean of |x| for a normal x of rms 1
 _STEP_FP8, _MEAN = 2.0**-3.5, 0.8
-# in multiples of its rms: how far a number may move
+# how far a number may move, in multiples of its rms
 _REACH = 4.0
 
 
 def golden_of(case: Case, pool: Pool, batch: Batch, base: BaseLayer | None) -> Golden:
-    """What is right, for any site."""
+    """The right result, for any site."""
     if isinstance(base, BaseExperts):
         return _golden_layer(case, pool, batch, base)
     return golden(pool, batch, base, case.write)
 
 
 def eager_of(case: Case, pool: Pool, batch: Batch, base: BaseLayer | None) -> Tensor:
-    """What a plain computation in the case's dtype gives, for any site."""
+    """The result of a plain computation in the case's dtype, for any site."""
     if isinstance(base, BaseExperts):
         return _eager_layer(case, pool, batch, base)
     return eager(case, pool, batch, base)
 
 
 def _golden_layer(case: Case, pool: Pool, batch: Batch, base: BaseExperts) -> Golden:
-    """Its `terms_sq` is the variance of the output for roundings of relative variance 1: of the
-    shrink outputs, of act, of the outputs of pairs, and of what the ranks of a group add up."""
+    """`terms_sq` of the result is the variance of the output for roundings of relative variance 1:
+    those of the shrink outputs, of act, of the outputs of pairs, and of the sum over ranks."""
     layer = _Layer(case, base, batch, torch.float64)
     first, alone = layer.first(pool), layer.first(None)
     moved = layer.moved(pool, first)
@@ -63,10 +63,10 @@ def _golden_layer(case: Case, pool: Pool, batch: Batch, base: BaseExperts) -> Go
             jump += layer.weighted_sum(layer.largest_flip(first, moved, columns), squares=True)
         if case.tp * case.ep > 1:
             for held in layer.held_by_ranks():
-                # the part of a rank, and the sum up to it, which is about as large
+                # the part of each rank, and the sum up to it, which is about as large
                 noise += 2 * layer.weighted_sum(y * held).square()
-    # sums may have another order each time on a GPU: of the difference of two, base rows keep
-    # nothing, or their delta would be a population of noise
+    # on a GPU the order of a sum may change from run to run: without this the delta of base rows
+    # would be a population of noise
     served = (batch.token_slots >= 0).to(out.device)[:, None]
     return Golden(base_alone, torch.where(served, out - base_alone, 0.0), noise, jump)
 
@@ -77,7 +77,7 @@ def _eager_layer(case: Case, pool: Pool, batch: Batch, base: BaseExperts) -> Ten
     total: Tensor | None = None
     for columns in _parts(case.slices[0], case.tp):
         y = layer.second(pool.down, act, columns)
-        # a pair is rounded with its weight
+        # the output of a pair is rounded after it is multiplied by its weight
         y = layer.weighted(y).to(dtype).float()
         for held in layer.held_by_ranks():
             out = layer.added(y * held).to(dtype)
@@ -87,7 +87,7 @@ def _eager_layer(case: Case, pool: Pool, batch: Batch, base: BaseExperts) -> Ten
 
 
 def _parts(size: int, count: int) -> Iterator[slice]:
-    """As even as possible, the first ones larger."""
+    """Slices as even as possible, the first ones larger."""
     start = 0
     for part in range(count):
         stop = start + size // count + (part < size % count)
@@ -97,7 +97,7 @@ def _parts(size: int, count: int) -> Iterator[slice]:
 
 @dataclass(frozen=True, slots=True)
 class _First:
-    """Results of the first product for each pair: gate is None where there is none."""
+    """Results of the first product for each pair; without a gate it is None."""
 
     gate: Tensor | None
     up: Tensor
@@ -113,7 +113,7 @@ class _Layer:
         rows = rows[(rows.experts >= 0).nonzero().flatten()]
         assert rows.weights is not None
         self.weights = rows.weights.to(dtype)[:, None]
-        # of the deltas, which are not weighed each on its own
+        # deltas are not multiplied by the weights one by one
         self.rows = replace(rows, weights=None)
         index = torch.arange(len(rows.x_rows), device=rows.x_rows.device)
         self.act_rows = replace(self.rows, x_rows=index)
@@ -137,7 +137,7 @@ class _Layer:
         return _First(gate, up, functional.silu(gate) * up)
 
     def second(self, down: Pool | None, act: Tensor, columns: slice | None = None) -> Tensor:
-        """[pairs, hidden], of some columns of act."""
+        """[pairs, hidden]: the second product over some columns of act."""
         columns = columns or slice(None)
         part = act[:, columns]
         y = self.grouped.times(self._as_base_sees_it(part), self.w2[..., columns])
@@ -154,22 +154,22 @@ class _Layer:
         return out.index_add_(0, self.rows.x_rows, y)
 
     def held_by_ranks(self) -> Iterator[Tensor]:
-        """[pairs, 1]: which of them each rank of expert parallelism has."""
+        """[pairs, 1] for each rank of expert parallelism: which pairs it has."""
         for held in _parts(self.case.experts, self.case.ep):
             experts = self.rows.experts[:, None]
             yield (experts >= held.start) & (experts < held.stop)
 
     def weighted_sum(self, y: Tensor, *, squares: bool = False) -> Tensor:
-        """`squares`: of variances instead of outputs."""
+        """The weighted sum over choices of outputs, or with `squares` of variances."""
         return self.added(self.weighted(self.weighted(y) if squares else y))
 
     def moved(self, pool: Pool, first: _First) -> Tensor:
-        """Variance of act before it is rounded, to the first order."""
+        """Variance of act before it is rounded, to first order."""
         shrunks = deltas(pool, self.batch.x, self.rows, self.dtype, squares=True)
         if self.batch.x.dtype == torch.float32:
             shrunks += self._accumulation(shrunks)
         elif self.is_quantised:
-            # a row without an adapter moves by nothing else; tensor cores drop a bit more of a sum
+            # nothing else moves a row without an adapter; tensor cores drop a bit more of a sum
             fp32 = torch.finfo(torch.float32).eps / torch.finfo(self.batch.x.dtype).eps
             shrunks += self._accumulation(shrunks) * (2 * fp32) ** 2
         if self.case.router is RouterWeights.INPUT:
@@ -177,12 +177,12 @@ class _Layer:
         return _act_noise(first, shrunks)
 
     def noise(self, pool: Pool, first: _First, moved: Tensor) -> Tensor:
-        """Variance of the outputs of pairs before they are rounded, to the first order."""
+        """Variance of the outputs of pairs before they are rounded, to first order."""
         assert pool.down is not None
         act = moved + first.act.square()
         through_base = act
         if self.is_quantised:
-            # what moves a little may be rounded, and then quantised, to the next number
+            # a value that moves a little may be rounded, and then quantised, to the next number
             flips = _MEAN * (moved * self.unit).sqrt() * first.act.abs() * _STEP_FP8
             through_base = act + flips / self.unit
         total = self.grouped.times(through_base, self.w2, squares=True)
@@ -190,13 +190,13 @@ class _Layer:
         return total + deltas(pool.down, first.act, self.act_rows, self.dtype, squares=True)
 
     def largest_flip(self, first: _First, moved: Tensor, columns: slice) -> Tensor:
-        """Squares of what the outputs of pairs suffer from the largest flip of act: of a number so
-        near to the middle between two 8-bit numbers that what moves it decides between them. A row
-        in fp16 has few of them, far from what they cost on average."""
+        """Squared errors of the outputs of pairs from the largest flip of act: a value so close to
+        the middle between two 8-bit numbers that noise decides between them. In fp16 a row has few
+        flips, and their cost is far from its average."""
         reach = _REACH * (moved[:, columns] * self.unit).sqrt()
         size, low = first.act[:, columns].abs(), self.batch.x.dtype
         up, down = ((size + move).to(low).to(self.dtype) for move in (reach, -reach))
-        # the scale of a row is that of its largest number, which moves as well
+        # the largest value of a row determines its scale, and moves as well
         size = quantised_by(quantised(down)[1], up) - quantised_by(quantised(up)[1], down)
         largest = torch.where(size == size.amax(1, keepdim=True), size, 0.0)
         return self.grouped.times(largest.square(), self.w2[..., columns], squares=True)
@@ -207,8 +207,8 @@ class _Layer:
         return (torch.finfo(self.batch.x.dtype).eps / 2) ** 2 / 3
 
     def _accumulation(self, shrunks: Tensor) -> Tensor:
-        """Variance of gate and up for sums in fp32. An argument near zero is a number of large
-        terms, and with few columns of act no other makes up for it; 16 bits hide all of that."""
+        """Variance of gate and up from sums in fp32. A small gate may be a sum of large terms, and
+        where act has few columns nothing averages its error; in 16 bits none of that shows."""
         x = self._as_base_sees_it(self.batch.x).to(self.dtype).square()
         terms = self.grouped.times(x[self.rows.x_rows], self.w13, squares=True) + shrunks
         # a partial sum grows evenly up to the whole
@@ -217,14 +217,14 @@ class _Layer:
     def _as_base_sees_it(self, values: Tensor) -> Tensor:
         if not self.is_quantised:
             return values
-        # quantised is what was rounded to the dtype before: the same number for everybody, or
-        # each would quantise some values of a row to a neighbour of what others have
+        # a value is rounded to the dtype before it is quantised: everybody then quantises the same
+        # number, and not some values of a row to a neighbour of the others' result
         low = values.to(self.batch.x.dtype)
         return dequantised(*quantised(low)).to(self.dtype)
 
 
 def _act_noise(first: _First, shrunks: Tensor) -> Tensor:
-    """What the variance of gate and up is behind the activation."""
+    """Variance of act, given that of gate and up."""
     argument = first.up if first.gate is None else first.gate
     sigmoid = argument.sigmoid()
     slope = sigmoid * (1 + argument * (1 - sigmoid))
@@ -235,7 +235,7 @@ def _act_noise(first: _First, shrunks: Tensor) -> Tensor:
 
 
 def _squared(pool: Pool) -> Pool:
-    """Maps variances to variances."""
+    """The pool that maps variances of inputs to variances of outputs."""
     scales = tuple(tuple(scale**2 for scale in row) for row in pool.scales)
     b = tuple(b.float().square() for b in pool.b)
     return replace(pool, a=pool.a.float().square(), b=b, scales=scales)

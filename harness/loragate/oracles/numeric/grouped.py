@@ -1,5 +1,5 @@
-"""Products of rows with the weights of their experts, a few batched matmuls for any number of
-experts. Rows of one expert are put into tiles of equal height, and a tile is one matrix."""
+"""Products of rows with the weights of their experts: a few batched matmuls for any number of
+experts. The rows of an expert are put into tiles of equal height, and each tile is a matrix."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 _MAX_HEIGHT = 64
-# elements of the weights that are gathered at a time
+# how many elements of the weights are gathered at a time
 _CHUNK = 1 << 25
 
 
@@ -22,7 +22,7 @@ class GroupedRows:
         tiles = (counts + self.height - 1) // self.height
         self.tile_experts = torch.arange(num_experts, device=experts.device)
         self.tile_experts = self.tile_experts.repeat_interleave(tiles)
-        # place[i]: where row i stands in the tiles
+        # place[i]: the place of row i in the tiles
         order = torch.argsort(experts, stable=True)
         first = (counts.cumsum(0) - counts)[experts[order]]
         first_tile = (tiles.cumsum(0) - tiles)[experts[order]]

@@ -8,15 +8,14 @@ delta + base:
     err(subject) <= 2 * err(eager) + rounding
 
 * for each (row, slice): rms and largest error, `rounding` being the worst case of all casts;
-* for each (slot, slice) over all its rows, and with experts for each (slot, expert, slice): rms,
-  `rounding` being what one cast of the golden output really costs. This one is sharp; a
-  population of few numbers gets a margin of 1 + 2 / sqrt(n), because its rms is uncertain by
-  itself.
+* for each (slot, slice) over all its rows, and at MoE sites for each (slot, expert, slice): rms,
+  `rounding` being what one cast of the golden output really costs. This threshold is tight; a
+  population of n numbers gets a margin of 1 + 2 / sqrt(n), because its rms is itself uncertain.
 
-Where eager itself misses the delta by more than 10 %, nothing is proven: INCONCLUSIVE.
+Where eager itself misses the delta by more than 10 % the result is INCONCLUSIVE.
 
-Power, as error / allowed on 64 rows x 4096 features x 512 columns, rank 16 (above 1: FAIL; with
-subjects that have just this one fault, the smallest of six seeds, bf16 / fp16 / fp32):
+Power, as error / allowed on 64 rows x 4096 features x 512 columns, rank 16 (above 1: FAIL). Each
+subject has this one fault alone; the smallest of six seeds, in bf16 / fp16 / fp32:
 
     adapter of the neighbour's A    130 / 1000 / 2e5
     last column of A lost            64 /  500 / 1e5
@@ -25,8 +24,8 @@ subjects that have just this one fault, the smallest of six seeds, bf16 / fp16 /
     scale 1 % too large             1.1 /    6 / 1400
     scale 0.5 % too large           0.7 /    3 /  700
 
-Honest subjects that round elsewhere (the shrink output in the dtype, the scale folded into B, one
-rounding in place of two) stay below 0.7.
+Correct subjects that round in other places (the shrink output to the dtype, the scale folded into
+B, one rounding in place of two) stay below 0.7.
 """
 
 from __future__ import annotations
@@ -74,12 +73,12 @@ class Reference:
 def judge_result(
     trial: Trial, pool: Pool, batch: Batch, base: BaseLayer | None, result: Tensor
 ) -> Judgement:
-    """Judge what a subject made of `batch`, which it must not have changed."""
+    """Judge a subject's result for `batch`, which the subject must not have changed."""
     wrong = malformed(OracleName.REFERENCE, batch, result)
     if wrong is not None:
         return wrong
     if not batch.out.shape[0]:
-        # an empty batch has no number to compare
+        # an empty batch has nothing to compare
         return passed(OracleName.REFERENCE)
     pieces: list[RowErrors] = []
     low = folded(pool) if trial.capabilities.folds_scale_into_weights else pool
@@ -145,7 +144,7 @@ def _metrics(groups: list[Population], group: Population, worst: Finding) -> dic
 
 
 def _condition(trial: Trial, pool: Pool, batch: Batch, group: Population) -> dict[str, float]:
-    """A layer is no sum of terms."""
+    """The condition number of a delta; an MoE layer is no sum of terms, and has none."""
     if trial.case.site is Site.MOE_LAYER:
         return {}
     return {"condition": condition_number(pool, batch, group.rows, group.part)}
@@ -154,13 +153,13 @@ def _condition(trial: Trial, pool: Pool, batch: Batch, group: Population) -> dic
 def _misplaced(
     trial: Trial, batch: Batch, first: int, right: Tensor, result: Tensor
 ) -> Judgement | None:
-    """A FAIL if NaN or Inf stand elsewhere than they should."""
+    """A FAIL if the result has NaN or Inf in other places than it should."""
     signs = {
         "NaN": right.isnan() != result.isnan(),
         "Inf": right.isposinf() != result.isposinf(),
         "-Inf": right.isneginf() != result.isneginf(),
     }
-    for word, mask in signs.items():
+    for value, mask in signs.items():
         if mask.any():
             row, column = (int(i) for i in mask.nonzero()[0])
             have, want = result[row, column].item(), right[row, column].item()
@@ -168,7 +167,7 @@ def _misplaced(
                 OracleName.REFERENCE,
                 Verdict.FAIL,
                 Failure.WRONG_ANSWER,
-                f"{int(mask.sum())} elements are {word} on one side only; "
+                f"{int(mask.sum())} elements are {value} on one side only; "
                 f"the first is {have!r}, should be {want:.6g}",
                 {"ratio": float("inf")},
                 locate(trial.case, batch, first + row, column),

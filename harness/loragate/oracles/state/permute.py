@@ -1,8 +1,8 @@
-"""Adapters in other slots, rows in another order, experts with other numbers: the result moves
-along and does not change.
+"""With adapters in other slots, rows in another order and experts renumbered, the result is
+permuted in the same way and does not change otherwise.
 
-Where the subject promises that a row's bits do not depend on its place, zero-mean data must
-give equal bits; elsewhere data that leaves nothing to round must.
+Where the subject promises that a row's bits do not depend on its place, this must hold for the bits
+on zero-mean data, otherwise on data that leaves nothing to round.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Permute:
 
     def applies(self, trial: Trial) -> str | None:
         if trial.case.quantisation is not Quantisation.NONE and _kind(trial) is DataKind.EXACT:
-            return "a quantised product rounds, whatever the data"
+            return "a quantised product rounds on any data"
         if trial.case.slots > 1 or trial.case.tokens > 1 or trial.case.experts > 1:
             return None
         return "one row and one slot cannot change places"
@@ -51,7 +51,7 @@ class Permute:
         if trial.case.site in MOE_SITES:
             experts = _order(trial, "experts", trial.case.experts)
             if trial.case.ep > 1 and kind is DataKind.SIGNED:
-                # with their experts ranks exchange what they add up
+                # moving experts between ranks changes the order of the sums
                 experts.sort()
             pool = reordered_experts(pool, experts)
             moved = _reassigned(moved, experts)
@@ -59,7 +59,7 @@ class Permute:
                 base = reordered_base(base, experts)
         session = Session(trial, base, pool)
         again = session.step(moved)
-        # a sum of zero has either sign, as the order of its terms has it
+        # the sign of a zero sum depends on the order of its terms
         zero = 0.0 if kind is DataKind.EXACT else -0.0
         wrong = judge_bits(
             trial,
@@ -80,7 +80,7 @@ def _kind(trial: Trial) -> DataKind:
 
 
 def _order(trial: Trial, purpose: str, count: int) -> list[int]:
-    """A random order in which not everything keeps its place, if there is another."""
+    """A random order that is not the identity, if there is one."""
     order = list(range(count))
     random.Random(number(trial.seed, f"permute-{purpose}")).shuffle(order)
     if count > 1 and order == sorted(order):

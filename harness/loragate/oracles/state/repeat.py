@@ -1,5 +1,5 @@
-"""The same step gives the same bits, again on the same instance and on a fresh one, where the
-subject promises it. Anything else hides a race, an atomic addition or state that survives."""
+"""The same step gives the same bits, on the same instance and on a fresh one, where the subject
+promises it. A difference points to a race, an atomic addition or leftover state."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from loragate.inputs import DataKind, copy_batch, make_batch, make_pool
 from loragate.oracles.evidence import judge_bits, passed
 from loragate.protocol import Trial
 
-# an interpreter runs one program after the other, a second run can show state only
+# an interpreter runs one program after the other: a second run can only show leftover state
 _REPEATS_INTERPRETED, _REPEATS = 1, 10
 
 
@@ -39,7 +39,7 @@ class Repeat:
                 first,
                 oracle=self.name,
                 failure=Failure.NONDETERMINISTIC,
-                claim="a run before on a fresh instance" if fresh else "the first run",
+                claim="an earlier run on another instance" if fresh else "the first run",
             )
             if wrong is not None:
                 return wrong

@@ -1,10 +1,9 @@
 """A step after other steps equals the same step on a fresh instance.
 
-One instance lives through what a server lives through: a large batch, a smaller one, one of base
-rows only, a slot that gets a smaller adapter with a slice less, an adapter that leaves its slot
-and comes back in another. After each scene the step is repeated on a fresh instance that has
-just the same adapters; whatever differs is left over from before (sglang #8103, #29468,
-vllm #42120).
+One instance sees what happens in a server: a large batch, a smaller one, one of base rows only, a
+slot that gets a smaller adapter with one slice fewer, an adapter that leaves its slot and returns
+in another. After each scene the step is repeated on a fresh instance with the same adapters;
+whatever differs is left over from before (sglang #8103, #29468, vllm #42120).
 """
 
 from __future__ import annotations
@@ -28,8 +27,8 @@ _SMALLER = 3
 
 @dataclass(frozen=True, slots=True)
 class Scene:
-    """A change of the slots, then a step. `loads`: slot -> pool with the adapter, None empties
-    the slot."""
+    """A change of the slots, then a step. `loads`: slot -> the pool with its new adapter, or None
+    to empty it."""
 
     what: str
     loads: dict[int, Pool | None]
@@ -44,7 +43,7 @@ class Sequence:
         return None
 
     def judge(self, trial: Trial) -> Judgement:
-        # nothing to round: whatever differs is state, and never the order of a sum
+        # nothing to round, so that a difference is state and never the order of a sum
         kind = DataKind.EXACT
         base = base_of(trial, kind)
         session = Session(trial, base)
@@ -58,7 +57,7 @@ class Sequence:
             own, other = copy_batch(batch), copy_batch(batch)
             result = session.step(own)
             wrong = malformed(self.name, batch, result)
-            # the first step has nothing before it
+            # nothing precedes the first step
             if wrong is None and count:
                 wanted = _on_fresh_instance(trial, base, resident, other)
                 wrong = self._compare(trial, scene, batch, result, wanted)
@@ -86,20 +85,20 @@ class Sequence:
         )
 
     def _surroundings(self, scene: Scene, own: Batch, other: Batch) -> Judgement | None:
-        """A FAIL if the step wrote elsewhere than the fresh instance: rows of a larger batch
-        before lie behind the own ones."""
+        """A FAIL if the step wrote in other places than the fresh instance: after its own rows lie
+        those of an earlier, larger batch."""
         mask = bits_of(whole(own.out)) != bits_of(whole(other.out))
         count = int((mask & ~owned(own.out)).sum())
         if not count:
             return None
-        message = f"{count} elements around out were written, not so by a fresh instance "
+        message = f"{count} elements around out were written, which a fresh instance does not do "
         message += f"({scene.what})"
         return Judgement(self.name, Verdict.FAIL, Failure.STALE_STATE, message)
 
 
 def _scenes(trial: Trial, kind: DataKind) -> Iterator[Scene]:
     case = trial.case
-    # every slice and rank of a slot is in use before a smaller adapter moves in
+    # every slice and rank of a slot is in use before a smaller adapter replaces it
     full = replace(case, ranks=Ranks.FULL)
     pool = make_pool(full, trial.seed, kind, trial.machine, trial.capabilities)
     other = make_pool(case, trial.seed + 1, kind, trial.machine, trial.capabilities)
@@ -112,7 +111,7 @@ def _scenes(trial: Trial, kind: DataKind) -> Iterator[Scene]:
     yield Scene("first step", everything, case.tokens, mix)
     yield Scene("a smaller batch after a larger one", {}, few, mix)
     yield Scene("base rows only after rows with adapters", {}, few, Mix.ALL_BASE)
-    yield Scene("a smaller adapter in the place of a larger one", {last: small}, few, mix)
+    yield Scene("a smaller adapter in place of a larger one", {last: small}, few, mix)
     if last:
         # slot 0 gets the adapter that was in the last slot at first
         moved = reordered(pool, [last, *range(1, last), 0])

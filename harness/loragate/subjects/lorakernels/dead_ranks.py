@@ -1,4 +1,4 @@
-"""What the slot buffers of lorakernels hold where an adapter has no rank."""
+"""NaN in the ranks of the slot buffers of lorakernels that an adapter does not use."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from lorakernels.moe.weights import ExpertWeights
 
 
 def keep_dead_nan(weights: SlotWeights | ExpertWeights, slot: int, pool: Pool) -> None:
-    """Dead ranks of the buffers become NaN where they are in the pool. Zeros are left to the
-    reset of the slot, which is not to be helped."""
+    """Make dead ranks of the buffers NaN where they are NaN in the pool. Zeros are not copied: the
+    reset of the slot has to write them."""
     start, vector = 0, rank_vector(weights.rank)
     for part, width in enumerate(weights.slice_widths):
         rank = pool.ranks[slot][part]
-        # asked and answered on the device: waiting for each slice would be most of a small case
+        # stays on the device: a sync for each slice would take most of the time of a small case
         poisoned = pool.a[slot, ..., part, rank:, :].isnan().any()
         weights.a[slot, ..., part, rank:, :].masked_fill_(poisoned, float("nan"))
-        # B is read in vectors of ranks: behind the last live one nothing is
+        # B is read in vectors of ranks: nothing is read after the last live vector
         behind = -(-rank // vector) * vector
         columns = weights.b[slot, ..., start : start + width, behind:]
         columns.masked_fill_(poisoned, float("nan"))

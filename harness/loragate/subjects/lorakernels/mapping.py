@@ -1,4 +1,4 @@
-"""The rows of a step, as every layer of a model shares them."""
+"""The metadata of a step, which all layers of a model share."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ class Mapping:
         )
 
     def prepare(self, token_slots: Tensor) -> None:
-        # base rows at the end are told as padding, as a batch of a captured size has it
-        # whatever is not a base row is passed on, a slot that does not exist included
+        # base rows at the end are declared as padding, as in a batch padded to a captured size;
+        # all else is passed on, even a slot that does not exist
         used = (token_slots != BASE_ROW).nonzero()
         live = int(used.max()) + 1 if len(used) else 0
         self.metadata.prepare(token_slots[:live], num_rows=len(token_slots))

@@ -1,5 +1,5 @@
-"""The project's own kernels for experts. Pairs are aligned in every call, so a captured graph
-holds the alignment as well, as that of a server does."""
+"""The project's own MoE kernels. Token-expert pairs are aligned in every call, so that a captured
+graph contains the alignment, as in a server."""
 
 from __future__ import annotations
 
@@ -52,13 +52,13 @@ class MoEDelta(Mapping):
         self.weights.reset(slot)
 
     def on_path(self, path: Path) -> MoEDelta:
-        """The same weights, pairs and metadata, not a copy of them, on another path."""
+        """An instance on another path that shares weights, pairs and metadata with this one."""
         other = copy(self)
         other.path = _PATHS[path]
         return other
 
     def planned(self, tokens: int) -> Path:
-        """The path that the plan takes for so many tokens."""
+        """The path that the plan takes for that many tokens."""
         shape = shape_of_batch(self.weights, tokens * self.pairs.top_k)
         chosen = plan_path(shape, None)
         return next(path for path, own in _PATHS.items() if own is chosen)
@@ -68,11 +68,11 @@ class MoEDelta(Mapping):
         return self.launch(x, out, routes, None)
 
     def assign(self, routes: Routes) -> None:
-        """Sort the pairs of a step into the tables that all paths read."""
+        """Sort the pairs of a step into the tables that every path reads."""
         self.pairs.prepare(routes.topk_ids, self.metadata, expert_map=routes.expert_map)
 
     def launch(self, x: Tensor, out: Tensor, routes: Routes, assignment: None) -> Tensor:
-        """The delta of pairs that are assigned already."""
+        """The delta of pairs that have been assigned."""
         moe_delta(
             x,
             self.weights,
@@ -87,7 +87,7 @@ class MoEDelta(Mapping):
 
 
 def expert_weights(case: Case, machine: Machine) -> ExpertWeights:
-    """Empty slots, as the case has them."""
+    """Empty slots, sized for the case."""
     return ExpertWeights(
         num_slots=case.slots,
         num_experts=case.experts,
@@ -102,7 +102,7 @@ def expert_weights(case: Case, machine: Machine) -> ExpertWeights:
 
 
 def expert_factors(pool: Pool, slot: int) -> list[ExpertFactors | None]:
-    """The live part of an adapter, slice by slice; None for a slice without adapter."""
+    """The live part of an adapter, slice by slice; None for a slice that it lacks."""
     parts = zip(pool.b, pool.ranks[slot], pool.scales[slot], strict=True)
     return [
         ExpertFactors(pool.a[slot, :, part, :rank], b[slot, :, :, :rank], scale) if rank else None

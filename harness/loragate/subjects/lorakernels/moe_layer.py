@@ -1,5 +1,5 @@
-"""The project's own MoE layer. All ranks of a group run one after the other in this
-process, and what they give is added up, as a collective does."""
+"""The project's own MoE layer. All ranks of a group run in this process, one after the other, and
+their outputs are added up, as a collective does."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class MoELayer(Mapping):
             self._rank(case, base, MoERank(case.ep, ep, case.tp, tp))
             for ep, tp in product(range(case.ep), range(case.tp))
         ]
-        # ranks with as many experts share the tables of pairs
+        # ranks with equally many experts share the tables of pairs
         self.pairs = {
             count: PairMetadata(
                 max_tokens=max_tokens,

@@ -1,7 +1,7 @@
 """The project's own kernels and layers.
 
-lora_linear runs all tensor-parallel ranks of a layer one after the other in this process: parts
-of the output are concatenated slice by slice, partial outputs of a row-parallel layer are added.
+lora_linear runs all tensor-parallel ranks of a layer in this process, one after the other: parts
+of the output are concatenated slice by slice, partial outputs of a row-parallel layer added up.
 """
 
 from __future__ import annotations
@@ -48,18 +48,20 @@ class LoraKernelsSubject:
         graph = frozenset() if machine.interpreted else frozenset({Execution.GRAPH})
         return Capabilities(
             sites=frozenset(Site),
-            dtypes=frozenset(Dtype),
-            max_rank=MAX_RANK,
-            executions=frozenset({Execution.EAGER}) | graph,
-            parallel=frozenset(Parallel),
-            # a matmul of numpy sums a row in an order that depends on the place of the row
+            supports={
+                "dtype": frozenset(Dtype),
+                "execution": frozenset({Execution.EAGER}) | graph,
+                "rank": range(1, MAX_RANK + 1),
+                "parallel": frozenset(Parallel),
+                "path": frozenset(Path),
+                "quantisation": frozenset(Quantisation),
+            },
+            # in the interpreter the order in which numpy sums a row depends on the row's place
             place_invariant=not machine.interpreted,
             skips_dead_ranks=True,
             rank_per_slice=True,
             guards=frozenset(Guard),
             traceable=True,
-            paths=frozenset(Path),
-            quantisations=frozenset(Quantisation),
         )
 
     def open(self, case: Case, machine: Machine, base: BaseLayer | None) -> AnyInstance:
@@ -131,7 +133,7 @@ class _LoRALinear(Mapping):
             layer.unload(slot)
 
     def apply(self, x: Tensor, out: Tensor) -> Tensor:
-        # a layer takes its own columns of the input, as a row-parallel layer before it gave them
+        # each rank takes its own columns of the input, as the layer before it would provide them
         outputs = []
         for layer in self.ranks:
             inputs = layer.cut.inputs
@@ -146,7 +148,7 @@ class _LoRALinear(Mapping):
 
 
 def factors(pool: Pool, slot: int) -> dict[int, LoRAFactors]:
-    """The live part of an adapter by slice; a slice without adapter is missing."""
+    """Slice -> live part of an adapter; a slice that the adapter lacks is missing."""
     return {
         part: LoRAFactors(pool.a[slot, part, :rank], b[slot, :, :rank], scale)
         for part, (b, rank, scale) in enumerate(

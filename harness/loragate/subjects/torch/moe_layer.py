@@ -16,8 +16,8 @@ from loragate.protocol import BaseExperts, Pool, Routes
 
 @dataclass(frozen=True, slots=True)
 class Factors:
-    """The live part of an adapter in one projection. a [experts or 1, rank, in], b [experts or
-    1, out, rank]."""
+    """The live part of an adapter in one projection: a [experts or 1, rank, in], b [experts or 1,
+    out, rank]."""
 
     a: Tensor
     b: Tensor
@@ -30,7 +30,7 @@ class Factors:
 
 @dataclass(frozen=True, slots=True)
 class Rank:
-    """What one rank of a group holds: some experts, and some columns of gate and of up."""
+    """The share of one rank of a group: some experts, and some columns of gate and of up."""
 
     experts: range
     columns: slice
@@ -73,7 +73,7 @@ class MoELayer:
         return total
 
     def partial(self, rank: Rank, x: Tensor, routes: Routes) -> Tensor:
-        """fp32 [tokens, hidden]: what a rank adds to the sum."""
+        """fp32 [tokens, hidden]: the partial output of a rank."""
         assert routes.weights is not None
         out = torch.zeros(x.shape, device=x.device)
         ids, weights = routes.topk_ids.flatten(), routes.weights.flatten()
@@ -100,7 +100,7 @@ class MoELayer:
 
     def first(self, rank: Rank, expert: int, x: Tensor, tokens: Tensor) -> Tensor:
         """fp32: gate and up of a rank, side by side."""
-        # both halves are cut, each by itself
+        # gate and up are cut separately
         w13 = self.w13[expert].float().chunk(len(self.case.slices))
         parts = []
         for part, weight in enumerate(w13):
@@ -134,7 +134,7 @@ class MoELayer:
 
 
 def factors(pool: Pool, slot: int) -> list[Factors]:
-    """For each slice; an absent one has a rank of 0."""
+    """The factors of each slice; a slice that the adapter lacks has rank 0."""
     parts = zip(pool.b, pool.ranks[slot], pool.scales[slot], strict=True)
     return [
         Factors(pool.a[slot, :, part, :rank].clone(), b[slot, :, :, :rank].clone(), scale)
@@ -143,7 +143,7 @@ def factors(pool: Pool, slot: int) -> list[Factors]:
 
 
 def cut(size: int, count: int) -> list[slice]:
-    """As even as possible, the first ones larger."""
+    """Slices as even as possible, the first ones larger."""
     share, rest = divmod(size, count)
     starts = [part * share + min(part, rest) for part in range(count + 1)]
     return [slice(*ends) for ends in pairwise(starts)]

@@ -1,8 +1,8 @@
 """LoRA in plain torch: the shortest complete subject, and a start for one of your own.
 
-It supports every dtype and any rank, and it shows what the harness expects of an instance:
-the adapters are copied when loaded, the mapping is copied when prepared, `dense_delta` adds in
-place, and a tensor-parallel layer is simulated with all its ranks in this process.
+It supports every dtype and rank, and shows what the harness expects of an instance: adapters are
+copied when they are loaded, the mapping when it is prepared, `dense_delta` adds in place, and all
+ranks of a tensor-parallel layer are simulated in this process.
 """
 
 from __future__ import annotations
@@ -26,6 +26,9 @@ from loragate.matrix.case import (
 from loragate.protocol import AnyInstance, BaseExperts, BaseLayer, Capabilities, Pool, Routes
 from loragate.subjects.torch.moe_layer import MoELayer
 
+# of the slot buffers, which are as long as the adapters here
+MAX_RANK = 1 << 16
+
 
 class TorchSubject:
     name = "torch"
@@ -36,14 +39,16 @@ class TorchSubject:
     def capabilities(self, machine: Machine) -> Capabilities | str:
         return Capabilities(
             sites=frozenset(Site),
-            dtypes=frozenset(Dtype),
-            max_rank=1 << 16,
-            # indexing by a mapping on the host cannot be replayed with another mapping
-            executions=frozenset({Execution.EAGER}),
-            parallel=frozenset(Parallel),
+            supports={
+                "dtype": frozenset(Dtype),
+                # indexing by a mapping on the host cannot be replayed with another mapping
+                "execution": frozenset({Execution.EAGER}),
+                "rank": range(1, MAX_RANK + 1),
+                "parallel": frozenset(Parallel),
+                "quantisation": frozenset(Quantisation),
+            },
             skips_dead_ranks=True,
             rank_per_slice=True,
-            quantisations=frozenset(Quantisation),
         )
 
     def open(self, case: Case, machine: Machine, base: BaseLayer | None) -> AnyInstance:
@@ -100,7 +105,7 @@ class MoEDelta:
         self.token_slots = torch.empty(0, dtype=torch.int32)
 
     def load(self, slot: int, pool: Pool) -> None:
-        # a factor that all experts share is there once
+        # a factor that all experts share has a single expert
         self.slots[slot] = [
             (pool.a[slot, :, part, :rank].clone(), b[slot, :, :, :rank].clone(), scale)
             for part, (b, rank, scale) in enumerate(

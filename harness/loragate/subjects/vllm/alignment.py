@@ -1,9 +1,9 @@
-"""What vLLM's compiled alignment of routed pairs writes, in plain torch, for a CPU.
+"""A substitute in plain torch for vLLM's compiled alignment of token-expert pairs, for a CPU.
 
-The operator exists for CUDA alone, and the kernels behind it run in the interpreter. This stand-in
-writes the same tensors from the operator's documented contract, with the pairs of an expert in
-ascending order where the operator leaves the order open. What it cannot show is a defect of the
-operator itself; on a GPU it is never used.
+The operator exists for CUDA only, while the kernels that read its output also run in the
+interpreter. The substitute writes the same tensors according to the operator's documented contract,
+with the pairs of an expert in ascending order, which the operator leaves open. It cannot show a
+defect of the operator itself, and is never used on a GPU.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ def align_in_torch(
     lora_ids: Tensor,
     expert_map: Tensor | None = None,
 ) -> None:
-    """Arguments and outputs of the operator, by its names; int32 tensors on the CPU.
+    """Arguments and outputs have the names of the operator; int32 tensors on the CPU.
 
-    Rows of slots without tokens, and of disabled ones, stay as they were.
+    Rows of slots without tokens, and of disabled slots, are not written.
     """
     experts = _local_experts(topk_ids.flatten(), num_experts, expert_map)
     slots = token_lora_mapping[: len(topk_ids)].repeat_interleave(topk_ids.shape[1])

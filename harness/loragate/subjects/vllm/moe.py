@@ -1,15 +1,15 @@
-"""Subject `vllm`, site moe_delta: its MoE LoRA, called as its layers call it.
+"""Subject `vllm`, site moe_delta: the MoE LoRA of vLLM, called as its layers call it.
 
-Alignment, tile sizes and the operator are reached through the wrapper of its layers. The path is
-forced with the arguments by which its dispatcher chooses:
+Alignment, tile sizes and the operator are reached through the wrapper that the layers use. A path
+is forced with the arguments by which vLLM's dispatcher chooses:
 
 * one_shot: aligned pairs;
 * small_batch: pairs without alignment; the dispatcher takes its kernel for few pairs, and the
   one-shot kernel with a tile for each pair where rank * pairs is above 1024 or the rank above 64;
-* two_kernel: as a layer with fully sharded adapters, in a group of one process; 0.26 has no other
-  way to it.
+* two_kernel: as a layer with fully sharded adapters, in a group of one process; vLLM 0.26 has no
+  other way to it.
 
-Weights are stacked a slice, B holds scale * B, and shared factors are expanded over the experts
+Weights are stacked for each slice, B holds scale * B, and shared factors are expanded over the experts
 without a copy.
 """
 
@@ -39,14 +39,14 @@ from loragate.subjects.vllm.moe_package import VllmMoEOps
 from loragate.subjects.vllm.package import fold_scale
 
 ONE_SHOT_MAX_RANK = 128
-# its alignment gives each expert a thread of one block, and needs one more
+# the alignment gives each expert a thread of one block, and needs one more
 ALIGNMENT_MAX_EXPERTS = 992
 # pairs are left unaligned where there are few for the slots and experts of a layer
 _SPARSITY = 8
 
 
 def refusal(case: Case) -> str | None:
-    """Why a case with experts is beyond what vLLM 0.26 does, or None."""
+    """The reason why vLLM 0.26 cannot run a case of moe_delta, or None."""
     two_kernel = case.path is Path.TWO_KERNEL
     mapped = case.expert_map is ExpertMap.PARALLEL
     weighted = case.router is RouterWeights.OUTPUT
@@ -73,7 +73,7 @@ def refusal(case: Case) -> str | None:
 
 @dataclass(frozen=True, slots=True)
 class LayerShapes:
-    """What one launch needs to know of its layer; `weighted` pairs have a row of x each."""
+    """What one launch needs to know of its layer; `weighted` pairs each have a row of x."""
 
     num_slots: int
     experts: int
@@ -94,7 +94,7 @@ class LayerShapes:
             slices=case.slices,
             in_features=case.in_features,
             rank=case.rank,
-            # a case without tokens still has steps with one
+            # the oracles give even a case without tokens steps with one token
             max_tokens=max(case.tokens, 1),
             weighted=one_each,
         )
@@ -111,7 +111,7 @@ class LayerShapes:
 
 @dataclass(frozen=True, slots=True)
 class Assignment:
-    """Which pairs a program gets. Without `sorted_ids`, one each."""
+    """Which pairs each program gets. Without `sorted_ids` each gets one pair."""
 
     mapping: Tensor
     sorted_ids: Tensor | None
@@ -144,7 +144,7 @@ class VllmMoEInstance:
         self.a = [stacked(a_experts, shapes.rank, shapes.in_features) for _ in shapes.slices]
         self.b = [stacked(b_experts, width, shapes.rank) for width in shapes.slices]
         self._enabled = torch.zeros(shapes.num_slots + 1, dtype=torch.int32, device=device)
-        # the operator wants weights even where it does not read them
+        # the operator requires weights even where it does not read them
         self._ones = torch.ones(shapes.max_tokens, shapes.top_k, device=device)
         self._wrapper = ops.make_wrapper(
             max_tokens=shapes.max_tokens, max_slots=shapes.num_slots, device=device
@@ -164,7 +164,7 @@ class VllmMoEInstance:
         )
 
     def on_path(self, path: Path) -> VllmMoEInstance:
-        """The same weights and metadata, not a copy of them, on another path."""
+        """An instance on another path that shares weights and metadata with this one."""
         other = copy(self)
         other.path = path
         return other
@@ -210,7 +210,7 @@ class VllmMoEInstance:
         return Assignment(mapping, sorted_ids, expert_ids, num_post_pad)
 
     def launch(self, x: Tensor, out: Tensor, routes: Routes, assignment: Assignment) -> Tensor:
-        """The operator itself, on pairs that are assigned already."""
+        """The operator itself, on pairs that have been assigned."""
         tokens, k = routes.topk_ids.shape
         weights = self._ones[:tokens] if routes.weights is None else routes.weights
         self._wrapper.add_lora_fused_moe(
@@ -255,7 +255,7 @@ class VllmMoEInstance:
         )
 
     def _block_size(self, tokens: int) -> int:
-        # the alignment of w13 serves w2 as well, with the tile sizes of the one base layer
+        # vLLM aligns once for w13 and w2, with the tile sizes of their base layer
         return int(self._tiles("shrink", tokens).get("BLOCK_SIZE_M") or 64)
 
     def _per_expert(self, weights: list[Tensor]) -> tuple[Tensor, ...]:
@@ -263,8 +263,8 @@ class VllmMoEInstance:
 
 
 def _known_experts(routes: Routes) -> tuple[Tensor, Tensor | None]:
-    """Its words for a pair without an expert: one that is elsewhere. Its alignment reads the map
-    at any negative id."""
+    """Pairs without an expert get an expert that is elsewhere: vLLM's alignment reads the map even
+    at a negative id."""
     if routes.expert_map is None:
         return routes.topk_ids, None
     elsewhere = routes.expert_map.new_full((1,), -1)

@@ -1,7 +1,7 @@
-"""The installed vLLM package, as far as MoE LoRA needs it. Nothing of it is copied here.
+"""Access to the installed vLLM package for MoE LoRA. Nothing of it is copied here.
 
-Invariant: a package that cannot be used gives a sentence, never an exception. On a GPU everything
-that runs is the package's own, but for collectives: they are those of a group of one process.
+Invariant: a package that cannot be used gives a reason, never an exception. On a GPU everything that
+runs is the package's own, except for collectives, which are those of a group of one process.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from loragate.subjects.vllm.package import headline, importing, load_vllm
 
 _OPERATORS = "vllm.lora.ops.triton_ops.fused_moe_lora_op"
 _BASE_TILES = "vllm.model_executor.layers.fused_moe.fused_moe"
-# its host code cuts columns into parts for as many processors as an H200 has
+# the host code splits columns for that many processors; an H200 has 132
 _INTERPRETED_PROCESSORS = 132
 
 
@@ -32,20 +32,20 @@ class VllmMoEOps:
     version: str
     # PunicaWrapperGPU, the class through which its layers reach the operators
     wrapper: Callable[..., Any]
-    # tile sizes for one launch of the layers, from the tables that the package brings along
+    # tile sizes for one launch of the layers, from the tables of the package
     tiles: Callable[..., Mapping[str, int | None]]
     # the operator behind the wrapper
     fused_moe_lora: Callable[..., None]
     align: Callable[..., None]
 
     def make_wrapper(self, *, max_tokens: int, max_slots: int, device: str) -> Any:
-        """A wrapper as a server without any option has it."""
+        """The wrapper of a server with default options."""
         config = SimpleNamespace(max_loras=max_slots, specialize_active_lora=False)
         return self.wrapper(max_tokens, max_tokens, device, lora_config=config)
 
 
 def load_vllm_moe(machine: Machine) -> VllmMoEOps | str:
-    """What MoE LoRA needs of the package, or a sentence that says why it cannot run."""
+    """What MoE LoRA needs of the package, or the reason why it cannot run."""
     dense = load_vllm(machine)
     if isinstance(dense, str):
         return dense
@@ -65,12 +65,12 @@ def _load(version: str, interpreted: bool) -> VllmMoEOps:
         names: Any = importlib.import_module("vllm.lora.ops.triton_ops.utils")
         base_tiles: Any = importlib.import_module(_BASE_TILES)
         compiled: Any = importlib.import_module("vllm._custom_ops")
-    # 0.26 reaches its two-kernel path through layers that are cut over processes alone
+    # vLLM 0.26 reaches its two-kernel path only through layers that are cut over processes
     operators.tensor_model_parallel_all_reduce = _alone
     operators.tensor_model_parallel_all_gather = _alone
     if interpreted:
         operators.current_platform = _InterpretedPlatform
-        # tables of tuned tiles are for devices with a name
+        # the tables of tuned tiles are looked up by the name of a device
         base_tiles.get_moe_configs = _no_tuned_tiles
         compiled.moe_lora_align_block_size = align_in_torch
 
@@ -90,7 +90,7 @@ def _load(version: str, interpreted: bool) -> VllmMoEOps:
 
 
 class _InterpretedPlatform:
-    """What the host code of the kernels asks of a platform."""
+    """What the host code of the kernels needs of a platform."""
 
     @staticmethod
     def num_compute_units(device_id: int | None = None) -> int:

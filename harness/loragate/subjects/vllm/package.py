@@ -1,7 +1,7 @@
-"""The installed vLLM package, as far as dense LoRA needs it. Nothing of it is copied here.
+"""Access to the installed vLLM package for dense LoRA. Nothing of it is copied here.
 
-Invariant: a package that cannot be used gives a sentence, never an exception, and importing it
-leaves the environment variables of this module's choosing as they were.
+Invariant: a package that cannot be used gives a reason, never an exception, and importing it leaves
+the environment variables as they were.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ _OPS = "vllm.lora.ops.triton_ops"
 class VllmOps:
     """Entry points of vLLM's dense LoRA.
 
-    `pointer_tables` are its module-wide caches for A and B, keyed by nothing but the addresses
-    of the weights of all slices.
+    `pointer_tables` are vLLM's module-wide caches for A and B, which are keyed by the addresses of
+    the weights of all slices alone.
     """
 
     version: str
@@ -40,13 +40,13 @@ class VllmOps:
     # LoRAKernelMeta, a class that cannot be named without the package
     kernel_meta: Any
     pointer_tables: tuple[dict[tuple[int, ...], object], dict[tuple[int, ...], object]]
-    # a mode of vLLM that gives up split-K, and with it the atomics
+    # a mode of vLLM without split-K, and thus without atomics
     batch_invariant: bool
 
     def forget(self, a: Sequence[Tensor], b: Sequence[Tensor]) -> None:
         """Drop what an earlier owner of these addresses left in the pointer tables.
 
-        Other entries stay: a captured graph may still read the tensors that they hold.
+        Other entries stay: a captured graph may still read their tensors.
         """
         for table, weights in zip(self.pointer_tables, (a, b), strict=True):
             table.pop(tuple(weight.data_ptr() for weight in weights), None)
@@ -63,7 +63,7 @@ def installed_version() -> str | None:
 
 
 def load_vllm(machine: Machine) -> VllmOps | str:
-    """The package's operators, or a sentence that says why they cannot run here."""
+    """The package's operators, or the reason why they cannot run here."""
     version = installed_version()
     if version is None:
         return "vLLM is not installed; install the extra loragate[vllm]"
@@ -87,9 +87,9 @@ def _load(version: str, interpreted: bool) -> VllmOps | str:
     if not triton_utils.HAS_TRITON:
         return f"vLLM {version} found no usable Triton when it was first imported"
     if interpreted:
-        # vLLM multiplies bf16 operands as they are, which the interpreter gets wrong by itself
+        # vLLM multiplies bf16 operands directly, which the interpreter gets wrong without a repair
         interpreter.repair()
-        # its host code pins memory wherever the build has CUDA, with or without a device
+        # vLLM pins memory wherever the build has CUDA, with or without a device
         torch_utils: Any = importlib.import_module("vllm.utils.torch_utils")
         torch_utils.PIN_MEMORY = False
         shrink: Any = importlib.import_module(f"{_OPS}.lora_shrink_op")
@@ -105,15 +105,15 @@ def _load(version: str, interpreted: bool) -> VllmOps | str:
 
 
 def fold_scale(b: Tensor, scale: float) -> Tensor:
-    """scale * B as vLLM keeps it: multiplied in fp32, rounded once to B's dtype."""
+    """scale * B as vLLM stores it: multiplied in fp32, rounded once to B's dtype."""
     return (b.float() * scale).to(b.dtype)
 
 
 def fewer_splits(configs: Callable[..., Mapping[str, Any]]) -> Callable[..., dict[str, Any]]:
     """Tile sizes for the interpreter: as many splits as K can fill, and one that stays empty.
 
-    By default 64 programs share a K that fits into one of them; the others find nothing to add
-    and cost as much. Tile sizes are a thing that vLLM lets its users tune.
+    By default 64 programs share a K that fits into one of them; the others add nothing and cost as
+    much. vLLM lets its users tune tile sizes.
     """
 
     def chosen(operation: str, **shape: int) -> dict[str, Any]:
@@ -127,15 +127,15 @@ def fewer_splits(configs: Callable[..., Mapping[str, Any]]) -> Callable[..., dic
 
 @contextmanager
 def importing(interpreted: bool) -> Iterator[None]:
-    """The environment that the package is imported in; as it was before, afterwards."""
+    """The environment that the package is imported in; afterwards the previous one."""
     with _environment(_import_environment(interpreted)):
         yield
 
 
 def _import_environment(interpreted: bool) -> Mapping[str, str]:
-    # a missing table of tuned tiles is no news, and the terminal belongs to the gate
+    # a warning about missing tuned tiles helps nobody, and the terminal belongs to the gate
     quiet = {"VLLM_LOGGING_LEVEL": "ERROR"}
-    # without a driver vLLM replaces Triton by a placeholder, unless all devices are hidden
+    # without a driver vLLM replaces Triton with a placeholder unless all devices are hidden
     return quiet | {"CUDA_VISIBLE_DEVICES": ""} if interpreted else quiet
 
 

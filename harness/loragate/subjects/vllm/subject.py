@@ -1,9 +1,9 @@
 """Subject `vllm`: the LoRA kernels of the installed vLLM, called as its layers call them.
 
-Sites with experts are in vllm_moe.py. For dense ones A and B are lists with one stacked
-tensor a slice, the shrink output is a fresh fp32 tensor each call, the scale is folded into B when an
-adapter is loaded, and the grid covers every slot and the base rows. What this module adds is only
-the translation from the harness's words.
+This module does dense_delta, moe.py does moe_delta. A and B are lists with one stacked tensor for
+each slice, the shrink output is a fresh fp32 tensor in each call, the scale is folded into B when
+an adapter is loaded, and the grid covers every slot and the base rows. This module only translates
+from the harness's interface.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from loragate.subjects.vllm.moe import VllmMoEInstance, refusal
 from loragate.subjects.vllm.moe_package import load_vllm_moe
 from loragate.subjects.vllm.package import VllmOps, fold_scale, installed_version, load_vllm
 
-# the largest value that its option for the rank of the buffers accepts
+# the largest value that vLLM's option for the rank of the buffers accepts
 MAX_RANK = 512
 _TORCH_DTYPES = {Dtype.FP16: torch.float16, Dtype.BF16: torch.bfloat16}
 
@@ -49,10 +49,10 @@ class VllmInstance:
 
         self.a = [stacked(rank, in_features) for _ in slices]
         self.b = [stacked(width, rank) for width in slices]
-        # in one process many pools live one after the other; what their addresses once meant
-        # must not be blamed on this one
+        # one process opens many pools in turn; what was stored for an address of an earlier one must
+        # not be used for this one
         ops.forget(self.a, self.b)
-        # the tables would keep the weights of this pool alive for as long as the process
+        # otherwise the tables would keep the weights of this pool alive as long as the process
         weakref.finalize(self, ops.forget, self.a, self.b).atexit = False
         self._ops = ops
         self._meta = ops.kernel_meta.make(num_slots, max_tokens, device)
@@ -70,7 +70,7 @@ class VllmInstance:
             weight[slot].zero_()
 
     def prepare(self, token_slots: Tensor) -> None:
-        # its callers hand over int64 on the device
+        # vLLM's layers pass int64 on the device
         self._meta.prepare_tensors(token_slots.to(self._device, torch.int64))
 
     def apply(self, x: Tensor, out: Tensor) -> Tensor:
@@ -100,20 +100,22 @@ class VllmSubject:
     def describe(
         interpreted: bool, batch_invariant: bool, *, without_moe: str | None = None
     ) -> Capabilities:
-        """`without_moe`: why MoE LoRA cannot run."""
+        """`without_moe`: the reason why MoE LoRA cannot run, or None."""
         return Capabilities(
             sites=frozenset({Site.DENSE_DELTA, Site.MOE_DELTA}),
-            dtypes=frozenset(_TORCH_DTYPES),
-            max_rank=MAX_RANK,
-            executions=frozenset({Execution.EAGER} if interpreted else Execution),
-            # its operators assert that input and output are contiguous
-            layouts=frozenset({Layout.CONTIGUOUS, Layout.PADDED_ROWS}),
-            # compiled, the splits of a shrink meet in atomics in any order; the interpreter
-            # runs one program after the other
+            supports={
+                "dtype": frozenset(_TORCH_DTYPES),
+                "execution": frozenset({Execution.EAGER} if interpreted else Execution),
+                "rank": range(1, MAX_RANK + 1),
+                # vLLM's operators assert that input and output are contiguous
+                "layout": frozenset({Layout.CONTIGUOUS, Layout.PADDED_ROWS}),
+                "path": frozenset(Path),
+            },
+            # compiled, the split-K partials of a shrink are added with atomics in any order; the
+            # interpreter runs one program after the other
             deterministic=interpreted or batch_invariant,
             rank_per_slice=True,
             folds_scale_into_weights=True,
-            paths=frozenset(Path),
             refuses=partial(_refuses, without_moe),
         )
 
@@ -131,7 +133,7 @@ class VllmSubject:
             slices=case.slices,
             in_features=case.in_features,
             rank=case.rank,
-            # a case without tokens still has steps with one
+            # the oracles give even a case without tokens steps with one token
             max_tokens=max(case.tokens, 1),
             dtype=_TORCH_DTYPES[case.dtype],
             device=machine.device,

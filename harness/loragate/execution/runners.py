@@ -1,0 +1,89 @@
+"""How the steps of an instance are run: one class for each execution of the matrix.
+
+A new execution is a class with `run` and an entry in RUNNERS.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from types import MappingProxyType
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from loragate.execution.graph import Captured, capture
+from loragate.inputs import copy_batch
+from loragate.inputs.placement import whole
+from loragate.matrix.case import Execution
+from loragate.protocol import AnyInstance, Batch, apply_step
+
+
+class Runner(Protocol):
+    """Runs step after step of one instance, whose state lives on in between."""
+
+    def run(self, batch: Batch) -> Tensor:
+        """Prepare and run one step; the device may still be busy with it. An in-place site
+        changes `batch.out` and returns it; nothing else of the batch may change."""
+
+
+class EagerRunner:
+    def __init__(self, instance: AnyInstance) -> None:
+        self._instance = instance
+
+    def run(self, batch: Batch) -> Tensor:
+        self._instance.prepare(batch.token_slots)
+        return apply_step(self._instance, batch)
+
+
+class GraphRunner:
+    """Captures the operation once for each shape while ANOTHER mapping is prepared (every row
+    uses slot 0, every token the first experts), then replays it with that of the step. Whatever
+    a capture freezes - a grid, a host-side early exit, an address - is then wrong for the step
+    (sglang #28371, vllm #15090).
+    """
+
+    def __init__(self, instance: AnyInstance) -> None:
+        self._instance = instance
+        # the batch whose memory the captured step reads and writes, and the capture
+        self._captures: dict[tuple[object, ...], tuple[Batch, Captured[Tensor]]] = {}
+
+    def run(self, batch: Batch) -> Tensor:
+        key = (batch.x.shape, batch.x.stride(), batch.out.stride())
+        if key not in self._captures:
+            self._captures[key] = self._capture(batch)
+        static, captured = self._captures[key]
+        tensors = list(zip(_tensors(static), _tensors(batch), strict=True))
+        for inside, own in tensors:
+            whole(inside).copy_(whole(own))
+        self._instance.prepare(batch.token_slots)
+        captured.graph.replay()
+        # guard bands and inputs come back too: what the graph did to them must be seen
+        for inside, own in tensors:
+            whole(own).copy_(whole(inside))
+        in_place = captured.result.data_ptr() == static.out.data_ptr()
+        return batch.out if in_place else captured.result.clone()
+
+    def _capture(self, batch: Batch) -> tuple[Batch, Captured[Tensor]]:
+        static = copy_batch(batch)
+        self._instance.prepare(torch.zeros_like(batch.token_slots))
+        if static.routes is not None:
+            ids = static.routes.topk_ids
+            ids.copy_(torch.arange(ids.shape[1]).expand_as(ids))
+        return static, capture(partial(apply_step, self._instance, static))
+
+
+RUNNERS: Mapping[Execution, Callable[[AnyInstance], Runner]] = MappingProxyType(
+    {Execution.EAGER: EagerRunner, Execution.GRAPH: GraphRunner}
+)
+
+
+def _tensors(batch: Batch) -> list[Tensor]:
+    """What a step reads and writes on the device."""
+    tensors = [batch.x, batch.out]
+    if batch.routes is not None:
+        tensors.append(batch.routes.topk_ids)
+        optional = (batch.routes.expert_map, batch.routes.weights)
+        tensors += [tensor for tensor in optional if tensor is not None]
+    return tensors
