@@ -55,7 +55,7 @@ def test_no_gpu_gets_more_than_eight_workers_or_fewer_than_one():
     assert workers_per_gpu(["0"], listed(0), 0) == 1
 
 
-def test_one_worker_at_a_time_has_room_for_the_largest_case():
+def test_one_worker_at_a_time_has_memory_for_the_largest_case():
     assert workers_per_gpu(["0"], listed(9), 0) == 8
     assert workers_per_gpu(["0"], listed(9), 4 * GPU_BUDGET_BYTES) == 5
     assert workers_per_gpu(["0"], listed(9), 9 * GPU_BUDGET_BYTES) == 1
@@ -63,7 +63,7 @@ def test_one_worker_at_a_time_has_room_for_the_largest_case():
 
 @pytest.mark.parametrize("budgets", [5, 9, 17, 40])
 @pytest.mark.parametrize("largest", [0, GPU_BUDGET_BYTES, 3 * GPU_BUDGET_BYTES])
-def test_shares_leave_room_for_the_largest_case_and_add_up_to_less_than_the_gpu(budgets, largest):
+def test_shares_leave_memory_for_the_largest_case_and_add_up_to_less_than_the_gpu(budgets, largest):
     workers = workers_per_gpu(["0"], listed(budgets), largest)
     share = share_of_gpu(budgets * GPU_BUDGET_BYTES, workers, largest)
     assert share.own_bytes >= GPU_BUDGET_BYTES
@@ -115,23 +115,23 @@ def test_a_machine_without_a_driver_has_no_gpus(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("script", "told"),
+    ("script", "complaint"),
     [
         ("echo Driver/library version mismatch; exit 14", "14 and said: Driver/library version"),
         ("echo No devices were found", "lists no GPUs and said: No devices were found"),
         ("exit 0", "lists no GPUs and said: nothing"),
     ],
 )
-def test_a_driver_that_fails_is_no_machine_without_gpus(driver, script, told):
+def test_a_driver_that_fails_is_not_taken_for_a_machine_without_gpus(driver, script, complaint):
     driver(script)
-    with pytest.raises(DriverError, match=told):
+    with pytest.raises(DriverError, match=complaint):
         list_gpus({})
-    # who does without GPUs is not held up
+    # a run that uses no GPU goes on
     assert list_gpus({"CUDA_VISIBLE_DEVICES": ""}) == ()
     assert list_gpus({"TRITON_INTERPRET": "1"}) == ()
 
 
-def test_a_driver_that_answers_is_believed(driver):
+def test_the_gpus_that_the_driver_lists_are_used(driver):
     driver("echo '0, GPU-aaa, 1000'")
     assert list_gpus({}) == (ListedGpu("0", "GPU-aaa", 1000 << 20),)
 

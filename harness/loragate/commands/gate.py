@@ -31,7 +31,8 @@ from loragate.report.terminal import colour_for, render_summary
 from loragate.run.closing import abandon_open_cases, close_run
 from loragate.run.folder import EVENTS, LOGS, clear_folder
 from loragate.run.legs import Leg, cases_leg_name, make_legs, owed_by_compiling, verdict_of_exit
-from loragate.run.opening import AnnounceError, Announcement, announce
+from loragate.run.opening import RunRequest
+from loragate.run.opening_process import PlanningError, opening_events_of_child
 
 # longer than any deadline of a case, so that only a leg that lost its own watchdog gets here
 _PATIENCE_S = 900.0
@@ -64,7 +65,7 @@ def run(arguments: argparse.Namespace) -> int:
         selection = selection_from(arguments, has_gpu=has_gpu)
         legs = make_legs(selection, run=name, report=report, has_gpu=has_gpu)
         opening = _plan(selection, name, legs, has_gpu=has_gpu, record=arguments.record)
-    except (AnnounceError, GateError) as error:
+    except (PlanningError, GateError) as error:
         print(error, file=sys.stderr)
         return error.exit_code.value
     except ResultsError as error:
@@ -164,13 +165,13 @@ def _plan(
             f"tier {selection.tier} needs a GPU and there is none; allowed here: smoke",
             ExitCode.USAGE,
         )
-    opening = announce(
-        Announcement(
+    opening = opening_events_of_child(
+        RunRequest(
             run=name,
             selection=selection,
             leg=cases_leg_name(has_gpu=has_gpu),
             legs=tuple(leg.name for leg in legs),
-            owed=owed_by_compiling(selection),
+            expected=owed_by_compiling(selection),
             record=record,
         )
     )
@@ -196,9 +197,10 @@ def _headline(opening: Iterable[Event]) -> str:
     started = next(event for event in opening if isinstance(event, RunStarted))
     cases = sum(len(row.run_ids) for row in started.expected)
     where = "on a GPU" if started.machine["device"] == "cuda" else "in the Triton interpreter"
-    attempts = f", {len(started.attempts)} attempts each" if len(started.attempts) > 1 else ""
+    draws = f", {len(started.draws)} draws each" if len(started.draws) > 1 else ""
+    repeats = f", each run {started.repeats} times" if started.repeats > 1 else ""
     subjects = ", ".join(started.subjects)
-    return f"tier {started.tier} {where}: {cases} cases of {subjects}{attempts}"
+    return f"tier {started.tier} {where}: {cases} cases of {subjects}{draws}{repeats}"
 
 
 def _has_gpu() -> bool:

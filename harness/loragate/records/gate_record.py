@@ -9,8 +9,8 @@ from typing import Any
 
 from loragate.core.checkout import project_root
 from loragate.records.results import ResultsError, read_section, update_section
-from loragate.report.attempts import AttemptOutcome
 from loragate.report.counts import Count
+from loragate.report.draws import DrawOutcome
 from loragate.report.summary import Summary
 
 
@@ -23,9 +23,9 @@ def add_record_options(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def section_of(attempts: int) -> str:
+def section_of(draws: int) -> str:
     """A scan over many seeds does not replace the record of the plain run."""
-    return "gate" if attempts == 1 else "gate_seeds"
+    return "gate" if draws == 1 else "gate_seeds"
 
 
 def check_record(arguments: argparse.Namespace) -> None:
@@ -34,8 +34,8 @@ def check_record(arguments: argparse.Namespace) -> None:
         return
     if arguments.cases:
         raise ResultsError("--record takes every case; leave out --cases")
-    if arguments.attempt is not None:
-        raise ResultsError("--record takes attempts from 0 on; leave out --attempt")
+    if arguments.draw is not None:
+        raise ResultsError("--record takes draws from 0 on; leave out --draw")
     read_section(arguments.record, section_of(1))
 
 
@@ -46,7 +46,7 @@ def record_gate(summary: Summary, arguments: argparse.Namespace) -> str:
     from loragate.records.results import provenance
 
     assert summary.plan is not None, "a run that was judged has a plan"
-    name = section_of(len(summary.plan.attempts))
+    name = section_of(len(summary.plan.draws))
     # as it was when the run began
     checkout = (summary.plan.commit, summary.plan.tree)
     origin = provenance(detect_machine(), commit=arguments.commit, checkout=checkout)
@@ -69,14 +69,15 @@ def outcome(summary: Summary) -> dict[str, Any]:
     return {
         "tier": plan.tier if plan else "",
         "subjects": list(plan.subjects) if plan else [],
-        "attempts": len(plan.attempts) if plan else 0,
+        "draws": len(plan.draws) if plan else 0,
+        "repeats": plan.repeats if plan else 0,
         "verdict": summary.verdict.value,
         "exit_code": summary.exit_code.value,
         "reasons": list(summary.reasons),
         "duration_s": round(finished.duration_s, 1) if finished else None,
         "counts": [asdict(count) for count in summary.counts],
         "oracles": [asdict(count) for count in summary.oracles],
-        **({"seeds": [*map(_seed, summary.attempts)]} if summary.attempts else {}),
+        **({"seeds": [*map(_seed, summary.draws)]} if summary.draws else {}),
         "legs": [
             {
                 "name": leg.name,
@@ -89,14 +90,13 @@ def outcome(summary: Summary) -> dict[str, Any]:
     }
 
 
-def _seed(attempt: AttemptOutcome) -> dict[str, Any]:
-    """One attempt: its verdict, what each site owed and gave, and how to run again what did not
-    pass."""
+def _seed(outcome: DrawOutcome) -> dict[str, Any]:
+    """One draw: its verdict, the counts of each site, and how to run again what did not pass."""
     return {
-        "attempt": attempt.attempt,
-        "verdict": attempt.verdict.value,
-        "counts": {f"{row.subject}/{row.site}": _figures(row) for row in attempt.counts},
-        "replays": [case.replay for case in attempt.troubles],
+        "draw": outcome.draw,
+        "verdict": outcome.verdict.value,
+        "counts": {f"{row.subject}/{row.site}": _figures(row) for row in outcome.counts},
+        "replays": [case.replay for case in outcome.troubles],
     }
 
 

@@ -84,7 +84,8 @@ def _cases_command(selection: Selection, run: str, report: Path) -> tuple[str, .
         ("report", [report]),
         ("tier", [selection.tier.value]),
         ("subject", selection.subjects),
-        ("attempt", selection.attempts),
+        ("draw", selection.draws),
+        ("repeats", [selection.repeats]),
         ("cases", selection.patterns),
         ("matrix", selection.matrix),
     ]
