@@ -1,8 +1,8 @@
-"""One test for every attempt at every case of every subject; the YAML files say which."""
+"""One test for every run of every case of every subject; the YAML files say which."""
 
 from __future__ import annotations
 
-from loragate.matrix.selection import CaseRun
+from loragate.matrix.case_run import CaseRun
 from loragate.plugin.judging import Judge
 
 

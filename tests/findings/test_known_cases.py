@@ -15,10 +15,10 @@ from loragate.findings.load import ledger_path, load_ledger
 from loragate.matrix.case import Tier
 from loragate.matrix.selection import Selection
 from loragate.plugin.judging import _conclude
-from loragate.run import opening as announce
-from loragate.run.opening import Announcement, opening
+from loragate.run import opening
+from loragate.run.opening import RunRequest, opening_events
 
-MATRIX = Path(__file__).parents[1] / "plugin" / "bad_day" / "long_sleep.yaml"
+MATRIX = Path(__file__).parents[1] / "plugin" / "misbehaving" / "long_sleep.yaml"
 RUN = "vllm.dense_delta.rank-4"
 LISTED = Judgement(OracleName.REFERENCE, Verdict.FAIL, Failure.WRONG_ANSWER, "row 3 is zero")
 OTHER = Judgement(OracleName.CANARY, Verdict.FAIL, Failure.FOREIGN_MEMORY, "written behind")
@@ -41,7 +41,7 @@ ENTRY = Finding(
 def test_a_run_records_what_is_listed_about_cases_of_its_subjects(
     monkeypatch: pytest.MonkeyPatch, found: dict[str, str], version: str
 ) -> None:
-    monkeypatch.setattr(announce, "versions", lambda: found)
+    monkeypatch.setattr(opening, "versions", lambda: found)
     entries = [finding for finding in load_ledger(ledger_path()) if finding.case]
     assert known_of("torch") == []
     assert known_of("torch", "vllm") == [KnownFinding(finding=f, version=version) for f in entries]
@@ -50,7 +50,7 @@ def test_a_run_records_what_is_listed_about_cases_of_its_subjects(
 def test_outside_of_the_checkout_nothing_is_known(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(announce, "ledger_path", lambda: tmp_path / "none.yaml")
+    monkeypatch.setattr(opening, "ledger_path", lambda: tmp_path / "none.yaml")
     assert known_of("vllm") == []
 
 
@@ -69,7 +69,7 @@ def test_the_test_of_a_case_fails_as_expected_only_if_it_fails_as_listed(
         run_id=RUN,
         subject="vllm",
         site="dense_delta",
-        attempt=0,
+        draw=0,
         seed=7,
         worker="main",
         verdict=Verdict.FAIL,
@@ -84,5 +84,5 @@ def test_the_test_of_a_case_fails_as_expected_only_if_it_fails_as_listed(
 
 def known_of(*subjects: str) -> list[KnownFinding]:
     selection = Selection(matrix=(MATRIX,), subjects=subjects, tier=Tier.SMOKE)
-    events = opening(Announcement(run="r", selection=selection, leg="x", legs=("x",)))
+    events = opening_events(RunRequest(run="r", selection=selection, leg="x", legs=("x",)))
     return [event for event in events if isinstance(event, KnownFinding)]

@@ -85,19 +85,27 @@ def test_what_a_subject_refuses_is_skipped_for_it_alone_and_not_expected() -> No
     }
 
 
-def test_a_plan_is_sorted_by_run_id_and_attempt_whatever_the_order_of_its_input() -> None:
-    made = plan(CASES, [THEIRS, OURS], Tier.NIGHTLY, H200, attempts=(3, 0, 3))
-    keys = [(planned.run_id, planned.attempt) for planned in made.planned]
+def test_a_plan_is_sorted_by_run_id_and_draw_whatever_the_order_of_its_input() -> None:
+    made = plan(CASES, [THEIRS, OURS], Tier.NIGHTLY, H200, draws=(3, 0, 3))
+    keys = [(run.run_id, run.draw) for run in made.planned]
     assert keys == sorted(keys)
     assert len(set(keys)) == len(keys) == 2 * (len(CASES) + len(CASES) - 1)
-    again = plan(CASES[::-1], [OURS, THEIRS], Tier.NIGHTLY, H200, attempts=(0, 3))
+    again = plan(CASES[::-1], [OURS, THEIRS], Tier.NIGHTLY, H200, draws=(0, 3))
     assert made == again
     assert {p.seed for p in made.planned if p.case is SMOKE} == {
         seed_of(SMOKE, 0),
         seed_of(SMOKE, 3),
     }
-    # attempts add no case
+    # draws do not add cases
     assert sum(map(len, made.expected.values())) == 2 * len(CASES) - 1
+
+
+def test_repeats_have_the_seed_of_their_draw_and_do_not_add_cases() -> None:
+    made = plan([SMOKE], [OURS], Tier.SMOKE, CPU, draws=(0, 2), repeats=2)
+    assert [(run.draw, run.repeat) for run in made.planned] == [(0, 0), (0, 1), (2, 0), (2, 1)]
+    assert [run.seed for run in made.planned] == [seed_of(SMOKE, n) for n in (0, 0, 2, 2)]
+    assert sum(map(len, made.expected.values())) == 1
+    assert f"{run_id('ours', SMOKE)}  draws 0, 2  2 repeats\n" in render_plan(made)
 
 
 @pytest.mark.parametrize(
@@ -134,7 +142,7 @@ def test_a_pattern_that_selects_nothing_is_an_error_with_the_nearest_ids() -> No
 
 
 def test_a_plan_as_text_says_what_runs_where_and_what_does_not_and_why() -> None:
-    made = plan([SMOKE, WIDE, PREMERGE], [OURS, THEIRS], Tier.PREMERGE, CPU, attempts=(0, 1))
+    made = plan([SMOKE, WIDE, PREMERGE], [OURS, THEIRS], Tier.PREMERGE, CPU, draws=(0, 1))
     narrow = (
         "dense_delta.dtype-bf16.exec-eager.in-48.layout-contiguous.mix-ragged.rank-1"
         ".ranks-mixed.slices-33.slots-2.tokens-17"
@@ -149,9 +157,9 @@ def test_a_plan_as_text_says_what_runs_where_and_what_does_not_and_why() -> None
         "theirs   dense_delta     1        2",
         "",
         "runs, judged by reference, exact:",
-        f"  ours.{narrow}  attempts 0, 1",
-        f"  ours.{wide}  attempts 0, 1",
-        f"  theirs.{narrow}  attempts 0, 1",
+        f"  ours.{narrow}  draws 0, 1",
+        f"  ours.{wide}  draws 0, 1",
+        f"  theirs.{narrow}  draws 0, 1",
         "",
         "skipped, dtype fp32 is not supported:",
         f"  theirs.{wide}",
@@ -169,10 +177,11 @@ def test_a_plan_as_json_holds_the_same(tmp_path: Path) -> None:
     assert document["expected"] == [{"subject": "theirs", "site": "dense_delta", "count": 1}]
     (planned,) = document["planned"]
     assert planned["run_id"] == run_id("theirs", SMOKE)
+    assert (planned["draw"], planned["repeat"]) == (0, 0)
     assert planned["seed"] == seed_of(SMOKE, 0)
     assert planned["case"]["slices"] == [33]
     assert planned["case"]["oracles"] == ["reference", "exact"]
     assert [skipped["reason"] for skipped in document["skipped"]] == ["dtype fp32 is not supported"]
-    assert (document["schema"], document["tier"]) == (1, "smoke")
+    assert (document["schema"], document["tier"]) == (2, "smoke")
     assert document["machine"]["name"] == "NVIDIA H200"
     assert text == plan_json(made)

@@ -17,9 +17,9 @@ from filelock import FileLock
 from loragate.events.log import EventLog, read_events
 from loragate.events.model import CaseFinished
 
-_HERE = Path(__file__).parent / "bad_day"
+_HERE = Path(__file__).parent / "misbehaving"
 _ROOT = Path(__file__).parents[2]
-SUBJECT = "bad_day_subject:BadDay"
+SUBJECT = "misbehaving_subject:Misbehaving"
 
 
 @dataclass(frozen=True)

@@ -57,7 +57,7 @@ def calls(checkout: Path) -> str:
     return (checkout.parent / "calls").read_text()
 
 
-def test_a_machine_without_a_new_enough_python_is_told_so(checkout):
+def test_a_machine_without_a_new_enough_python_is_refused(checkout):
     install_python(checkout, "#!/bin/bash\nexit 1\n")
     done = gate(checkout)
     assert done.returncode == ExitCode.INFRASTRUCTURE
@@ -87,7 +87,7 @@ def test_a_changed_pin_is_installed_into_the_environment(checkout):
 
 
 @pytest.mark.parametrize("asked", [("--subject", "vllm"), ("--subject=vllm",)])
-def test_vllm_is_brought_only_when_asked_into_an_environment_of_its_own(checkout, asked):
+def test_vllm_is_installed_only_on_request_into_an_environment_of_its_own(checkout, asked):
     install_python(checkout, FAKE_PYTHON)
     gate(checkout)
     assert "-e .[test]\n" in calls(checkout)

@@ -1,17 +1,18 @@
-"""The command line: unknown words are answered with the nearest known one, and exit 4."""
+"""The command line: an unknown word is an error that names the nearest known one."""
 
 from __future__ import annotations
 
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from loragate.cli import main
-from loragate.core.verdict import ExitCode
+from loragate.core.verdict import ExitCode, Verdict
 
-MATRIX = f"--matrix={Path(__file__).parent / 'bad_day' / 'long_sleep.yaml'}"
+MATRIX = f"--matrix={Path(__file__).parent / 'misbehaving' / 'long_sleep.yaml'}"
 GOOD = (
     "torch.dense_delta.dtype-fp32.exec-eager.in-32.layout-contiguous.mix-ragged.rank-8"
     ".ranks-mixed.slices-16.slots-4.tokens-21"
@@ -26,7 +27,9 @@ GOOD = (
         (["plan", "--teir=smoke"], "unknown arguments: --teir=smoke; did you mean --tier?"),
         (["plan", "--tier=smke"], "did you mean smoke?"),
         (["gate", "--seeds=0"], "must be a number from 1 up (got '0')"),
-        (["gate", "--seeds=2", "--attempt=1"], "not allowed with argument"),
+        (["gate", "--seeds=2", "--draw=1"], "not allowed with argument"),
+        (["gate", "--repeats=0"], "must be a number from 1 up (got '0')"),
+        (["replay", "x", "--draw=-1"], "must be a number from 0 up (got '-1')"),
         ([], "the following arguments are required: COMMAND"),
     ],
 )
@@ -37,9 +40,7 @@ def test_a_wrong_word_is_a_usage_error_with_a_hint(arguments, answer, capsys):
     assert answer in capsys.readouterr().err
 
 
-def test_an_error_that_nobody_expected_is_told_in_a_line_and_is_no_wrong_result(
-    capsys, monkeypatch
-):
+def test_an_unexpected_error_is_reported_in_a_line_and_is_not_a_wrong_result(capsys, monkeypatch):
     def broken(arguments):
         raise RuntimeError("disk full\nand more")
 
@@ -69,11 +70,37 @@ def test_a_pattern_that_selects_nothing_is_a_usage_error(capsys):
 
 
 def test_a_replay_prints_the_evidence_of_every_oracle(capsys):
-    assert main(["replay", GOOD, "--attempt=2", MATRIX]) == ExitCode.OK
+    assert main(["replay", GOOD, "--draw=2", MATRIX]) == ExitCode.OK
     output = capsys.readouterr().out
     assert f"PASS: {GOOD}" in output
     assert "reference  PASS" in output
-    assert f"replay: loragate replay {GOOD} --attempt 2" in output
+    assert f"replay: loragate replay {GOOD} --draw 2" in output
+
+
+def test_a_replay_runs_the_same_data_as_often_as_asked(capsys):
+    assert main(["replay", f"{GOOD}#2.1", "--repeats=3", MATRIX]) == ExitCode.OK
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("seed ")
+    assert lines[1:4] == ["repeat 0: PASS", "repeat 1: PASS", f"PASS: {GOOD}"]
+    assert lines[-1] == f"replay: loragate replay {GOOD} --draw 2 --repeats 3"
+
+
+def test_a_replay_of_a_repeat_runs_those_before_and_stops_at_the_first_failure(capsys, monkeypatch):
+    from loragate.run.trial import run_case
+
+    ran = []
+
+    def fail_second(run, trial, *, worker, gpu):
+        ran.append(run.repeat)
+        verdict = Verdict.FAIL if run.repeat == 1 else Verdict.PASS
+        return replace(run_case(run, trial, worker=worker, gpu=gpu), verdict=verdict)
+
+    monkeypatch.setattr("loragate.run.trial.run_case", fail_second)
+    assert main(["replay", f"{GOOD}#0.4", MATRIX]) == ExitCode.WRONG
+    assert ran == [0, 1]
+    output = capsys.readouterr().out
+    assert f"repeat 0: PASS\nFAIL: {GOOD}\n" in output
+    assert f"replay: loragate replay {GOOD} --draw 0 --repeats 2" in output
 
 
 def test_a_replay_of_no_case_names_the_nearest(capsys):

@@ -8,7 +8,7 @@ from loragate.core.verdict import Failure, Judgement, OracleName, Verdict
 from loragate.events.log import EventLog, EventWriter, read_events
 from loragate.events.model import CaseFinished, CaseStarted, Expected, RunStarted, Skipped
 from loragate.matrix.case import Case, Dtype, Site, Tier
-from loragate.matrix.selection import CaseRun
+from loragate.matrix.case_run import CaseRun
 from loragate.run.closing import abandon_open_cases, verdict_on
 
 CASE = Case(
@@ -20,9 +20,10 @@ CASE = Case(
     slots=2,
     dtype=Dtype.FP32,
 )
-RUN = CaseRun("a", CASE, 0)
-AGAIN = CaseRun("a", CASE, 1)
-OTHER = CaseRun("b", CASE, 0)
+RUN = CaseRun("a", CASE)
+AGAIN = CaseRun("a", CASE, draw=1)
+REPEATED = CaseRun("a", CASE, repeat=1)
+OTHER = CaseRun("b", CASE)
 
 
 def plan(*skipped: CaseRun) -> RunStarted:
@@ -49,7 +50,8 @@ def end(run: CaseRun, verdict: Verdict = Verdict.PASS) -> CaseFinished:
         run_id=run.run_id,
         subject=run.subject,
         site="dense_delta",
-        attempt=run.attempt,
+        draw=run.draw,
+        repeat=run.repeat,
         seed=run.seed,
         worker="gw0",
         verdict=verdict,
@@ -69,8 +71,11 @@ def test_a_case_that_never_ended_leaves_a_session_undecided():
     assert verdict_on([RUN, OTHER], EventLog((plan(), end(RUN)))) is Verdict.INCONCLUSIVE
 
 
-def test_a_single_missing_attempt_leaves_a_session_undecided():
-    assert verdict_on([RUN, AGAIN], EventLog((plan(), end(RUN)))) is Verdict.INCONCLUSIVE
+@pytest.mark.parametrize("missing", [AGAIN, REPEATED], ids=["draw", "repeat"])
+def test_a_single_missing_draw_or_repeat_leaves_a_session_undecided(missing):
+    assert verdict_on([RUN, missing], EventLog((plan(), end(RUN)))) is Verdict.INCONCLUSIVE
+    log = EventLog((plan(), end(RUN), end(missing)))
+    assert verdict_on([RUN, missing], log) is Verdict.PASS
 
 
 def test_a_case_that_was_skipped_at_run_time_leaves_a_session_undecided():
@@ -78,7 +83,7 @@ def test_a_case_that_was_skipped_at_run_time_leaves_a_session_undecided():
     assert verdict_on([RUN, OTHER], log) is Verdict.INCONCLUSIVE
 
 
-def test_a_case_that_the_plan_left_out_owes_nothing():
+def test_a_case_that_the_plan_left_out_does_not_count():
     assert verdict_on([RUN, OTHER], EventLog((plan(OTHER), end(RUN)))) is Verdict.PASS
 
 
@@ -86,10 +91,11 @@ def test_a_case_that_was_stopped_with_its_leg_is_undecided_not_crashed(tmp_path)
     events = tmp_path / "events.jsonl"
     with EventWriter(events, run="r") as writer:
         writer.write(plan())
-        writer.write(CaseStarted(run_id=RUN.run_id, worker="gw0", attempt=0, seed=1))
+        writer.write(CaseStarted(run_id=RUN.run_id, worker="gw0", draw=0, seed=1))
         writer.write(end(RUN))
-        writer.write(CaseStarted(run_id=RUN.run_id, worker="gw1", attempt=1, seed=2))
+        writer.write(CaseStarted(run_id=RUN.run_id, worker="gw1", draw=1, repeat=2, seed=2))
     abandon_open_cases(events, run="r", why="interrupted")
     (last,) = [e for e in read_events(events).events if isinstance(e, CaseFinished)][1:]
-    assert (last.run_id, last.attempt, last.subject) == (RUN.run_id, 1, "a")
+    assert (last.run_id, last.trial, last.subject) == (RUN.run_id, (1, 2), "a")
+    assert last.replay == f"loragate replay {RUN.run_id} --draw 1 --repeats 3"
     assert (last.verdict, last.message) == (Verdict.INCONCLUSIVE, "interrupted")

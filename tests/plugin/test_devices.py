@@ -52,7 +52,7 @@ def test_no_gpu_gets_more_than_eight_workers_or_fewer_than_one():
     assert workers_per_gpu(["0"], listed(0), 0) == 1
 
 
-def test_one_worker_at_a_time_has_room_for_the_largest_case():
+def test_one_worker_at_a_time_has_memory_for_the_largest_case():
     assert workers_per_gpu(["0"], listed(9), 0) == 8
     assert workers_per_gpu(["0"], listed(9), 4 * GPU_BUDGET_BYTES) == 5
     assert workers_per_gpu(["0"], listed(9), 9 * GPU_BUDGET_BYTES) == 1
@@ -60,7 +60,7 @@ def test_one_worker_at_a_time_has_room_for_the_largest_case():
 
 @pytest.mark.parametrize("budgets", [5, 9, 17, 40])
 @pytest.mark.parametrize("largest", [0, GPU_BUDGET_BYTES, 3 * GPU_BUDGET_BYTES])
-def test_shares_leave_room_for_the_largest_case_and_add_up_to_less_than_the_gpu(budgets, largest):
+def test_shares_leave_memory_for_the_largest_case_and_add_up_to_less_than_the_gpu(budgets, largest):
     workers = workers_per_gpu(["0"], listed(budgets), largest)
     share = share_of_gpu(budgets * GPU_BUDGET_BYTES, workers, largest)
     assert share.own_bytes >= GPU_BUDGET_BYTES

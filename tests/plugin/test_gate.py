@@ -18,11 +18,11 @@ from loragate.events.model import CaseFinished, CaseStarted, LegFinished, Note, 
 from loragate.matrix.case import Tier
 from loragate.matrix.selection import Selection
 from loragate.run import gate
-from loragate.run.opening import Announcement, opening
+from loragate.run.opening import RunRequest, opening_events
 
 pytestmark = pytest.mark.usefixtures("heeded_signals")
 
-MATRICES = Path(__file__).parent / "bad_day"
+MATRICES = Path(__file__).parent / "misbehaving"
 
 
 @pytest.fixture
@@ -41,26 +41,31 @@ def start_gate(tmp_path, subject_environment):
     return start
 
 
-def test_a_gate_whose_every_case_passes_is_green_and_leaves_a_report(tmp_path, start_gate):
-    process = start_gate("--subject=torch", f"--matrix={MATRICES / 'long_sleep.yaml'}", "--seeds=2")
+def test_a_gate_whose_every_case_passes_exits_with_0_and_leaves_a_report(tmp_path, start_gate):
+    process = start_gate(
+        "--subject=torch", f"--matrix={MATRICES / 'long_sleep.yaml'}", "--seeds=2", "--repeats=2"
+    )
     output, _ = process.communicate(timeout=120)
     assert process.returncode == ExitCode.OK, output
-    assert "2 cases of torch, 2 attempts each" in output
+    assert "2 cases of torch, 2 draws each, each run 2 times" in output
     assert "2/2 cases" in output
     assert "every expected case ran and passed" in output
     report = tmp_path / "report"
     log = read_events(report / "events.jsonl")
     (plan,) = [event for event in log.events if isinstance(event, RunStarted)]
-    assert (plan.legs, plan.attempts) == (("interpreter",), (0, 1))
-    assert sum(isinstance(event, CaseFinished) for event in log.events) == 4
-    assert "4 passed" in (report / "logs" / "interpreter.log").read_text()
+    assert (plan.legs, plan.draws, plan.repeats) == (("interpreter",), (0, 1), 2)
+    ends = [event for event in log.events if isinstance(event, CaseFinished)]
+    assert len({(end.run_id, end.trial) for end in ends}) == len(ends) == 8
+    assert len({end.seed for end in ends}) == 4
+    assert "2 of 2 draws passed, each case run 2 times" in output
+    assert "8 passed" in (report / "logs" / "interpreter.log").read_text()
     assert (report / "index.html").exists()
     assert (report / "junit.xml").exists()
 
 
 def test_ctrl_c_leaves_an_incomplete_run_with_its_report(tmp_path, start_gate):
     process = start_gate(
-        "--subject=bad_day_subject:BadDay", f"--matrix={MATRICES / 'long_sleep.yaml'}"
+        "--subject=misbehaving_subject:Misbehaving", f"--matrix={MATRICES / 'long_sleep.yaml'}"
     )
     events = tmp_path / "report" / "events.jsonl"
     wait_for(lambda: sleeping_case_started(events))
@@ -75,7 +80,9 @@ def test_ctrl_c_leaves_an_incomplete_run_with_its_report(tmp_path, start_gate):
     assert "interrupted" in (tmp_path / "report" / "index.html").read_text()
 
 
-def test_a_bad_case_file_is_told_with_its_line_and_touches_no_report(tmp_path, start_gate):
+def test_an_error_in_a_case_file_is_reported_with_its_line_and_touches_no_report(
+    tmp_path, start_gate
+):
     (tmp_path / "bad.yaml").write_text("site: dense_delta\ngroups: {a: {tier: smok}}\n")
     process = start_gate("--subject=torch", "--matrix=bad.yaml")
     output, _ = process.communicate(timeout=60)
@@ -93,14 +100,14 @@ def test_a_tier_that_needs_a_gpu_is_refused_without_one(tmp_path, start_gate):
 
 
 @pytest.mark.parametrize(
-    ("listed", "device", "told"),
+    ("listed", "device", "complaint"),
     [
         ((ListedGpu("0", "GPU-a", 1 << 37),), "cpu", "the driver lists a GPU that torch"),
         ((), "cuda", "torch can use a GPU and NVML (libnvidia-ml.so.1) is not there to list it"),
     ],
 )
-def test_a_driver_and_torch_that_disagree_about_gpus_are_told_instead_of_checking_less(
-    tmp_path, monkeypatch, capsys, listed, device, told
+def test_the_gate_does_not_start_if_driver_and_torch_disagree_about_gpus(
+    tmp_path, monkeypatch, capsys, listed, device, complaint
 ):
     monkeypatch.setattr(gate, "list_gpus", lambda environ: listed)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
@@ -113,17 +120,17 @@ def test_a_driver_and_torch_that_disagree_about_gpus_are_told_instead_of_checkin
         expected=(),
         machine={"device": device},
     )
-    monkeypatch.setattr(gate, "announce", lambda announcement: (started,))
+    monkeypatch.setattr(gate, "opening_events_of_child", lambda request: (started,))
     report = tmp_path / "report"
     code = main(["gate", "--subject=torch", f"--report={report}"])
     assert code == ExitCode.INFRASTRUCTURE
     error = capsys.readouterr().err
-    assert told in error
+    assert complaint in error
     assert "fix that, or set CUDA_VISIBLE_DEVICES=" in error
     assert not report.exists()
 
 
-def test_a_gpu_that_is_named_and_not_there_is_none(tmp_path, monkeypatch, capsys):
+def test_a_gpu_that_is_named_but_absent_does_not_count(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(gate, "list_gpus", lambda *environ: ())
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
@@ -133,7 +140,9 @@ def test_a_gpu_that_is_named_and_not_there_is_none(tmp_path, monkeypatch, capsys
 
 
 @pytest.mark.parametrize("command", ["gate", "session"])
-def test_a_driver_that_fails_stops_a_run_with_its_message(tmp_path, command, run_gate, run_session):
+def test_a_run_stops_with_the_message_of_a_driver_that_fails(
+    tmp_path, command, run_gate, run_session
+):
     changes = {"FAKE_GPUS": "mismatch", "CUDA_VISIBLE_DEVICES": "0"}
     report = tmp_path / "report"
     if command == "gate":
@@ -146,13 +155,13 @@ def test_a_driver_that_fails_stops_a_run_with_its_message(tmp_path, command, run
     assert not report.exists()
 
 
-def test_a_subject_that_can_run_nothing_here_still_owes_its_cases(monkeypatch):
+def test_the_cases_of_a_subject_that_can_run_nothing_here_are_still_expected(monkeypatch):
     monkeypatch.syspath_prepend(MATRICES)
-    subject = "bad_day_subject:Absent"
+    subject = "misbehaving_subject:Absent"
     selection = Selection(
         matrix=(MATRICES / "long_sleep.yaml",), subjects=(subject, "torch"), tier=Tier.SMOKE
     )
-    plan, *notes = opening(Announcement(run="r", selection=selection, leg="x", legs=("x",)))
+    plan, *notes = opening_events(RunRequest(run="r", selection=selection, leg="x", legs=("x",)))
     assert isinstance(plan, RunStarted)
     assert {row.subject: row.count for row in plan.expected} == {subject: 2, "torch": 2}
     assert plan.skipped == ()

@@ -14,7 +14,7 @@ from loragate.records.results import read_section, update_section
 from loragate.report.record import outcome, section_of
 from loragate.report.summary import summarize
 
-MATRIX = Path(__file__).parent / "bad_day" / "long_sleep.yaml"
+MATRIX = Path(__file__).parent / "misbehaving" / "long_sleep.yaml"
 
 
 def gate(tmp_path: Path, *arguments: str) -> int:
@@ -34,7 +34,7 @@ def test_a_recorded_run_says_what_was_expected_executed_and_judged(tmp_path: Pat
     assert section["legs"][0]["duration_s"] > 0
     assert section["versions"]["torch"]
     assert section["commit"]
-    assert section["matrix"] == ["tests/plugin/bad_day/long_sleep.yaml"]
+    assert section["matrix"] == ["tests/plugin/misbehaving/long_sleep.yaml"]
 
 
 def test_a_scan_over_seeds_does_not_replace_the_plain_run() -> None:
@@ -56,7 +56,7 @@ def test_a_file_that_cannot_be_added_to_is_refused_before_anything_runs(
     ("arguments", "complaint"),
     [
         (["--cases=tokens-21"], "--record takes every case; leave out --cases"),
-        (["--attempt=3"], "--record takes attempts from 0 on; leave out --attempt"),
+        (["--draw=3"], "--record takes draws from 0 on; leave out --draw"),
     ],
 )
 def test_a_part_of_a_run_is_refused_as_the_record_of_all_of_it(

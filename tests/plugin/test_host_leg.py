@@ -23,7 +23,7 @@ NOT_MEANT = "import pytest\n@pytest.mark.skip(reason='from Triton 9 on')\ndef te
 MISSING = "could not import 'peft_of_tomorrow': No module named 'peft_of_tomorrow'"
 
 
-def test_every_folder_of_tests_that_settle_for_the_interpreter_is_run() -> None:
+def test_every_folder_of_tests_that_run_in_the_interpreter_is_run() -> None:
     switch = 'os.environ["TRITON_INTERPRET"] = "1"'
     found = [path.parent for path in ROOT.glob("tests/*/conftest.py") if switch in path.read_text()]
     assert {str(folder.relative_to(ROOT)) for folder in found} == set(
@@ -40,7 +40,7 @@ def test_every_folder_of_tests_that_settle_for_the_interpreter_is_run() -> None:
         ("def test_e(): assert False\n", ExitCode.WRONG, "host tests: 3 executed, 0 skipped"),
     ],
 )
-def test_a_leg_tells_what_it_skipped_and_is_incomplete_for_want_of_a_package(
+def test_a_leg_records_what_it_skipped_and_is_incomplete_if_a_package_is_missing(
     tmp_path, subject_environment, monkeypatch, other, exit_code, note
 ):
     (tmp_path / "test_good.py").write_text(GOOD)

@@ -92,9 +92,9 @@ print(ending.cause.name)
 """
 
 
-def signalled(log, number, last_words, *ignoring):
-    """What a process says that is sent a signal while it watches a leg, and the leg's number."""
-    arguments = [*python(WATCHING), str(log), last_words, *ignoring]
+def signalled(log, number, statement, *ignoring):
+    """Output of a process that is sent a signal while it watches a leg, and if the leg lives."""
+    arguments = [*python(WATCHING), str(log), statement, *ignoring]
     watching = subprocess.Popen(arguments, stdout=subprocess.PIPE, text=True)
     deadline = time.monotonic() + 60
     while not (log.exists() and log.read_text().endswith("\n")) and time.monotonic() < deadline:
@@ -110,37 +110,37 @@ def signalled(log, number, last_words, *ignoring):
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
-def test_a_leg_is_stopped_when_the_one_that_watches_it_is_told_to_end(tmp_path, number):
+def test_a_leg_is_stopped_when_the_process_that_watches_it_is_terminated(tmp_path, number):
     said, alive = signalled(tmp_path / "leg.log", number, "time.sleep(600)")
     assert (said, alive) == ("INTERRUPTED\n", False)
 
 
-def test_a_hang_up_that_is_ignored_on_purpose_stops_no_leg(tmp_path):
+def test_a_leg_goes_on_after_a_hang_up_that_is_ignored_on_purpose(tmp_path):
     said, _ = signalled(tmp_path / "leg.log", signal.SIGHUP, "time.sleep(1)", "nohup")
     assert said == "EXITED\n"
 
 
-def test_signals_mean_what_they_meant_before_once_a_command_is_done():
+def test_signal_handlers_are_restored_when_a_command_is_done():
     before = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)]
     with pytest.raises(KeyboardInterrupt), ended_by_signals():
         signal.raise_signal(signal.SIGTERM)
     assert [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)] == before
 
 
-def test_a_second_signal_does_not_cut_the_tidying_up_short():
-    tidied = False
+def test_a_second_signal_does_not_interrupt_the_clean_up():
+    cleaned = False
 
     def work():
-        nonlocal tidied
+        nonlocal cleaned
         try:
             signal.raise_signal(signal.SIGHUP)
         finally:
             signal.raise_signal(signal.SIGTERM)
-            tidied = True
+            cleaned = True
 
     with pytest.raises(KeyboardInterrupt), ended_by_signals():
         work()
-    assert tidied
+    assert cleaned
 
 
 @pytest.mark.parametrize(

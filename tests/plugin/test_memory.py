@@ -1,4 +1,4 @@
-"""Workers of one GPU lend each other memory for the few cases that need much."""
+"""Workers of one GPU share the memory that only few cases need."""
 
 from __future__ import annotations
 
@@ -10,41 +10,41 @@ from pathlib import Path
 import pytest
 
 from loragate.core.verdict import Verdict
-from loragate.plugin.memory import SpareRoom, WorkerMemory, divide
+from loragate.plugin.memory import SharedCapacity, WorkerMemory, divide
 
 GIB = 1 << 30
 
 BORROWER = """
 import sys, time
 from pathlib import Path
-from loragate.plugin.memory import SpareRoom
-with SpareRoom(Path(sys.argv[1]), 4).borrow(int(sys.argv[2])):
+from loragate.plugin.memory import SharedCapacity
+with SharedCapacity(Path(sys.argv[1]), 4).borrow(int(sys.argv[2])):
     print("holds", flush=True)
     time.sleep(600)
 """
 
 
 class Recorder:
-    """An allocator that writes down what it was told."""
+    """An allocator that records its calls."""
 
     def __init__(self, total: int = 0) -> None:
         self.total = total
-        self.told: list[str] = []
+        self.calls: list[str] = []
 
     def limit(self, size: int) -> None:
-        self.told.append(f"limit {size / GIB:g}")
+        self.calls.append(f"limit {size / GIB:g}")
 
     def trim(self) -> None:
-        self.told.append("trim")
+        self.calls.append("trim")
 
 
 @pytest.fixture
 def borrow(tmp_path, subject_environment):
-    """Another process that holds units of the same room until it is killed."""
+    """Another process that holds units of the same capacity until it is killed."""
     started = []
 
     def start(units: int) -> subprocess.Popen[str]:
-        command = [sys.executable, "-c", BORROWER, str(tmp_path / "gpu.room"), str(units)]
+        command = [sys.executable, "-c", BORROWER, str(tmp_path / "gpu.capacity"), str(units)]
         process = subprocess.Popen(
             command, env=subject_environment, stdout=subprocess.PIPE, text=True
         )
@@ -60,12 +60,12 @@ def borrow(tmp_path, subject_environment):
         process.stdout.close()
 
 
-def enters(room: SpareRoom, units: int) -> threading.Event:
+def borrowed(shared: SharedCapacity, units: int) -> threading.Event:
     """Set once somebody has borrowed the units, and given them back."""
     done = threading.Event()
 
     def work() -> None:
-        with room.borrow(units):
+        with shared.borrow(units):
             done.set()
 
     threading.Thread(target=work, daemon=True).start()
@@ -74,12 +74,12 @@ def enters(room: SpareRoom, units: int) -> threading.Event:
 
 def test_cases_that_fit_side_by_side_do_not_wait_for_each_other(tmp_path, borrow):
     borrow(2)
-    assert enters(SpareRoom(tmp_path / "gpu.room", 4), 2).wait(30)
+    assert borrowed(SharedCapacity(tmp_path / "gpu.capacity", 4), 2).wait(30)
 
 
 def test_a_case_waits_for_the_memory_of_another_worker_until_that_is_given_back(tmp_path, borrow):
     holder = borrow(2)
-    entered = enters(SpareRoom(tmp_path / "gpu.room", 4), 3)
+    entered = borrowed(SharedCapacity(tmp_path / "gpu.capacity", 4), 3)
     assert not entered.wait(0.5)
     # not given back in order: the worker dies
     holder.kill()
@@ -88,44 +88,44 @@ def test_a_case_waits_for_the_memory_of_another_worker_until_that_is_given_back(
 
 def test_a_small_case_borrows_nothing(tmp_path: Path) -> None:
     allocator = Recorder()
-    memory = WorkerMemory(8 * GIB, SpareRoom(tmp_path / "gpu.room", 0), allocator)
-    with memory.room_for(8 * GIB):
-        allocator.told.append("case")
-    assert allocator.told == ["limit 8", "case"]
-    assert not (tmp_path / "gpu.room").exists()
+    memory = WorkerMemory(8 * GIB, SharedCapacity(tmp_path / "gpu.capacity", 0), allocator)
+    with memory.reserve(8 * GIB):
+        allocator.calls.append("case")
+    assert allocator.calls == ["limit 8", "case"]
+    assert not (tmp_path / "gpu.capacity").exists()
 
 
 def test_a_large_case_gets_its_memory_and_leaves_nothing_cached_behind(tmp_path: Path) -> None:
     allocator = Recorder()
-    memory = WorkerMemory(8 * GIB, SpareRoom(tmp_path / "gpu.room", 100), allocator)
-    with memory.room_for(30 * GIB + 1):
-        allocator.told.append("case")
-    assert allocator.told == ["limit 8", "limit 30.25", "case", "trim", "limit 8"]
+    memory = WorkerMemory(8 * GIB, SharedCapacity(tmp_path / "gpu.capacity", 100), allocator)
+    with memory.reserve(30 * GIB + 1):
+        allocator.calls.append("case")
+    assert allocator.calls == ["limit 8", "limit 30.25", "case", "trim", "limit 8"]
 
 
 def test_a_case_beyond_all_memory_gets_what_there_is(tmp_path: Path) -> None:
     allocator = Recorder()
-    memory = WorkerMemory(8 * GIB, SpareRoom(tmp_path / "gpu.room", 16), allocator)
-    with memory.room_for(100 * GIB):
+    memory = WorkerMemory(8 * GIB, SharedCapacity(tmp_path / "gpu.capacity", 16), allocator)
+    with memory.reserve(100 * GIB):
         pass
-    assert allocator.told[1] == "limit 12"
+    assert allocator.calls[1] == "limit 12"
 
 
 @pytest.mark.parametrize("workers", [2, 5, 8])
 @pytest.mark.parametrize("largest", [GIB, 20 * GIB, 53 * GIB + 7])
 def test_the_largest_case_has_its_memory_however_many_workers_there_are(tmp_path, workers, largest):
     allocator = Recorder(140 * GIB)
-    with divide(tmp_path / "gpu.room", workers, largest, allocator, free=0).room_for(largest):
-        allowed = float(allocator.told[-1].split()[1])
+    with divide(tmp_path / "gpu.capacity", workers, largest, allocator, free=0).reserve(largest):
+        allowed = float(allocator.calls[-1].split()[1])
     assert largest / GIB <= allowed <= 0.9 * 140
 
 
 @pytest.mark.parametrize("largest", [GIB, 53 * GIB])
 def test_workers_together_get_no_more_than_was_free_when_they_started(tmp_path, largest):
     allocator = Recorder(139 * GIB)
-    with divide(tmp_path / "gpu.room", 8, largest, allocator, free=79 * GIB).room_for(300 * GIB):
-        told = [float(limit.split()[1]) for limit in allocator.told]
-    own, most = told[0], max(told)
+    with divide(tmp_path / "gpu.capacity", 8, largest, allocator, free=79 * GIB).reserve(300 * GIB):
+        calls = [float(limit.split()[1]) for limit in allocator.calls]
+    own, most = calls[0], max(calls)
     assert 7 * own + most <= 0.9 * 79
 
 
@@ -167,7 +167,14 @@ def test_only_workers_of_one_gpu_divide_it_and_return_what_they_borrowed(tmp_pat
 def test_waiting_for_memory_does_not_count_against_the_deadline_of_a_case(tmp_path, run_session):
     session = run_session(
         tmp_path / "report",
-        *("-n", "1", "-p", "slow_room", "--loragate-subject=torch", "--loragate-cases=torch.*-13"),
+        *(
+            "-n",
+            "1",
+            "-p",
+            "slow_memory",
+            "--loragate-subject=torch",
+            "--loragate-cases=torch.*-13",
+        ),
         matrix="one_hang.yaml",
     )
     # its deadline is 2 s

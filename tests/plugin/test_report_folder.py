@@ -1,4 +1,4 @@
-"""Room for a new report without losing an old one."""
+"""A new report takes the place of an old one, which is kept."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A gate over several seeds: one session, in which one seed is wrong and another kills a worker."""
+"""A gate over several draws: one session, in which one draw fails and another kills a worker."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def scan(run_once, run_gate):
     def make(report):
         return run_gate(
             report,
-            *("--subject=bad_day_subject:BadSeed", f"--seeds={SEEDS}"),
+            *("--subject=misbehaving_subject:BadDraw", f"--seeds={SEEDS}"),
             f"--record={report / 'results.json'}",
             matrix="four_good.yaml",
             PYTEST_XDIST_AUTO_NUM_WORKERS="2",
@@ -41,48 +41,48 @@ def record(scan) -> dict[str, Any]:
 def test_one_session_runs_every_case_with_every_seed(scan):
     legs = [event.name for event in scan.log.events if isinstance(event, LegStarted)]
     assert legs == ["interpreter"]
-    ends = [(event.run_id, event.attempt) for event in scan.finished]
+    ends = [(event.run_id, event.draw) for event in scan.finished]
     assert len(ends) == len(set(ends)) == CASES * SEEDS
 
 
 def test_one_wrong_seed_makes_the_run_wrong(scan):
     assert scan.exit_code == ExitCode.WRONG
-    assert "2 cases wrong, in attempts 2, 7" in scan.output
+    assert "2 cases wrong, in draws 2, 7" in scan.output
 
 
-def test_a_wrong_seed_is_named_when_it_fails_and_at_the_end_with_its_replay(scan):
-    wrong = next(e for e in scan.finished if (e.run_id[-9:], e.attempt) == (WRONG_CASE, WRONG_SEED))
-    assert f"FAIL  {wrong.run_id}  attempt 7\n" in scan.output
-    told = re.search(r"^attempt 7 +FAIL +4 of 4 executed, 3 passed\n(.*)$", scan.output, re.M)
-    assert told is not None, scan.output
-    assert told[1].endswith(f"  loragate replay {wrong.run_id} --attempt 7")
-    assert "6 of 8 attempts passed" in scan.output
+def test_a_wrong_draw_is_named_when_it_fails_and_at_the_end_with_its_replay(scan):
+    wrong = next(e for e in scan.finished if (e.run_id[-9:], e.draw) == (WRONG_CASE, WRONG_SEED))
+    assert f"FAIL  {wrong.run_id}  draw 7\n" in scan.output
+    line = re.search(r"^draw 7 +FAIL +4 of 4 executed, 3 passed\n(.*)$", scan.output, re.M)
+    assert line is not None, scan.output
+    assert line[1].endswith(f"  loragate replay {wrong.run_id} --draw 7")
+    assert "6 of 8 draws passed" in scan.output
 
 
 def test_a_worker_that_dies_with_one_seed_costs_only_that_case(scan):
-    bad = {(e.run_id[-9:], e.attempt): e for e in scan.finished if e.verdict is not Verdict.PASS}
+    bad = {(e.run_id[-9:], e.draw): e for e in scan.finished if e.verdict is not Verdict.PASS}
     assert bad.keys() == HARMED
     assert bad[CRASHING_CASE, CRASHING_SEED].failure is Failure.CRASH
 
 
-def test_workers_live_through_the_seeds(scan):
+def test_workers_outlive_a_draw(scan):
     # two from the start, one in place of the one that died
     assert {event.worker for event in scan.finished} <= {"gw0", "gw1", "gw2"}
 
 
-def test_each_seed_is_recorded_with_its_verdict_and_what_it_owed_and_gave(record):
+def test_each_draw_is_recorded_with_its_verdict_and_counts(record):
     assert record["verdict"] == "fail"
-    assert [seed["attempt"] for seed in record["seeds"]] == list(range(SEEDS))
+    assert [seed["draw"] for seed in record["seeds"]] == list(range(SEEDS))
     for seed in record["seeds"]:
         (figures,) = seed["counts"].values()
         assert figures["expected"] == figures["executed"] == CASES
-        harmed = seed["attempt"] in (WRONG_SEED, CRASHING_SEED)
+        harmed = seed["draw"] in (WRONG_SEED, CRASHING_SEED)
         assert seed["verdict"] == ("fail" if harmed else "pass")
         assert figures["passed"] == CASES - harmed
 
 
-def test_a_recorded_failure_tells_how_to_run_it_again(record):
-    replays = {seed["attempt"]: seed["replays"] for seed in record["seeds"] if seed["replays"]}
+def test_a_recorded_failure_comes_with_its_replay(record):
+    replays = {seed["draw"]: seed["replays"] for seed in record["seeds"] if seed["replays"]}
     assert replays.keys() == {WRONG_SEED, CRASHING_SEED}
     (replay,) = replays[WRONG_SEED]
-    assert replay.endswith(f"{WRONG_CASE} --attempt 7")
+    assert replay.endswith(f"{WRONG_CASE} --draw 7")

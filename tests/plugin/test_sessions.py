@@ -15,7 +15,7 @@ from loragate.events.model import CaseStarted, RunFinished
 from loragate.report.summary import summarize
 
 ROOT = Path(__file__).parents[2]
-MATRICES = Path(__file__).parent / "bad_day"
+MATRICES = Path(__file__).parent / "misbehaving"
 
 
 @pytest.fixture(scope="module")
@@ -35,7 +35,7 @@ def test_what_ran_before_a_hang_without_workers_stays_in_the_record(alone):
     assert not any(isinstance(event, RunFinished) for event in alone.log.events)
 
 
-def test_the_record_of_a_killed_session_names_the_case_and_is_not_green(alone):
+def test_the_record_of_a_killed_session_names_the_case_and_does_not_pass(alone):
     summary = summarize(alone.log)
     assert summary.exit_code is not ExitCode.OK
     (lost,) = [case for case in summary.cases if case.shown is None]
@@ -44,7 +44,9 @@ def test_the_record_of_a_killed_session_names_the_case_and_is_not_green(alone):
 
 
 def test_workers_that_die_before_they_collect_end_the_session(tmp_path, run_session):
-    session = run_session(tmp_path / "report", "-n", "2", "-p", "stillborn", matrix="one_hang.yaml")
+    session = run_session(
+        tmp_path / "report", "-n", "2", "-p", "exits_before_collecting", matrix="one_hang.yaml"
+    )
     assert session.exit_code == ExitCode.INFRASTRUCTURE
     assert "3 workers died before they could run anything" in session.output
 
@@ -69,7 +71,7 @@ BROKEN_PLACES = {
 
 @pytest.mark.parametrize("workers", ["0", "1"])
 @pytest.mark.parametrize("place", BROKEN_PLACES)
-def test_what_breaks_beside_a_case_that_passes_is_neither_green_nor_a_pass_in_the_report(
+def test_a_failure_outside_of_the_cases_fails_the_session_and_its_report(
     tmp_path, subject_environment, place, workers
 ):
     (tmp_path / "cases").mkdir()
@@ -91,7 +93,9 @@ def test_what_breaks_beside_a_case_that_passes_is_neither_green_nor_a_pass_in_th
     assert done.returncode == ExitCode.WRONG, done.stdout
     summary = summarize(read_events(tmp_path / "report" / "events.jsonl"))
     assert summary.exit_code is ExitCode.WRONG
-    assert summary.reasons == ("leg pytest: fail: 1 failure beside the cases, told by pytest",)
+    assert summary.reasons == (
+        "leg pytest: fail: 1 failure outside of the cases, reported by pytest",
+    )
 
 
 def test_listing_the_cases_leaves_no_report(tmp_path, run_session):
@@ -102,7 +106,7 @@ def test_listing_the_cases_leaves_no_report(tmp_path, run_session):
     assert not (tmp_path / "report").exists()
 
 
-def test_a_subject_that_nobody_knows_is_a_usage_error_that_names_the_nearest(tmp_path, run_session):
+def test_an_unknown_subject_is_a_usage_error_that_names_the_nearest(tmp_path, run_session):
     session = run_session(
         tmp_path / "report", "-n", "1", "--loragate-subject=torhc", matrix="one_hang.yaml"
     )
@@ -124,5 +128,5 @@ def test_a_session_without_cases_leaves_no_report_and_its_controller_imports_no_
     subprocess.run(command, cwd=tmp_path, check=True)
     assert not (tmp_path / "report").exists()
     loaded = (tmp_path / "controller.txt").read_text().split()
-    assert "loragate.plugin.ledger" in loaded
+    assert "loragate.plugin.accounting" in loaded
     assert "torch" not in loaded

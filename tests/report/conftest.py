@@ -62,13 +62,13 @@ def finished() -> Callable[..., CaseFinished]:
             "run_id": case_run_id,
             "subject": "mine",
             "site": "dense_delta",
-            "attempt": 0,
+            "draw": 0,
             "seed": 7,
             "worker": "gw0",
             "verdict": verdict,
             "judgements": (Judgement(OracleName.EXACT, Verdict.PASS),),
             "duration_s": 0.25,
-            "replay": f"loragate replay {case_run_id} --attempt 0",
+            "replay": f"loragate replay {case_run_id} --draw 0",
         }
         return CaseFinished(**known | changes)
 
@@ -167,7 +167,7 @@ def _example_events() -> Iterator[Event]:
         if (subject, case) == silent:
             continue
         name, seed, worker = run_id(subject, case), seed_of(case, 0), f"gw{number % 4}"
-        yield CaseStarted(run_id=name, worker=worker, attempt=0, seed=seed)
+        yield CaseStarted(run_id=name, worker=worker, draw=0, seed=seed)
         judgements: tuple[Judgement, ...] = tuple(_held(draw, oracle, case) for oracle in _CHECKED)
         verdict, failure, message = Verdict.PASS, None, ""
         if subject == "our_fork" and case in wrong:
@@ -178,14 +178,14 @@ def _example_events() -> Iterator[Event]:
             run_id=name,
             subject=subject,
             site=case.site.value,
-            attempt=0,
+            draw=0,
             seed=seed,
             worker=worker,
             gpu=str(number % 2),
             verdict=verdict,
             judgements=judgements,
             duration_s=0.02 + draw.random() * 0.3,
-            replay=f"loragate replay {name} --attempt 0",
+            replay=f"loragate replay {name} --draw 0",
             failure=failure,
             message=message,
         )

@@ -6,6 +6,7 @@ import json
 import math
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_args
 
@@ -21,7 +22,6 @@ from loragate.events.log import (
     EventTail,
     EventWriter,
     encode,
-    merge_events,
     read_events,
 )
 from loragate.events.model import (
@@ -36,6 +36,7 @@ from loragate.events.model import (
 )
 from loragate.findings.ledger import CasePattern, Finding
 from loragate.matrix.case import Tier
+from loragate.report.summary import summarize
 
 _NUMBERS = st.floats(allow_nan=False)
 _WORDS = st.text(max_size=30)
@@ -99,11 +100,35 @@ def test_every_event_survives_being_written_and_read(tmp_path: Path, events: lis
     assert read_events(path) == EventLog(tuple(events))
 
 
-def test_figures_that_json_has_no_word_for_are_written_as_strict_json() -> None:
-    metrics = {"error": math.inf, "other": math.nan}
+def test_figures_that_are_not_finite_are_written_as_strict_json() -> None:
+    metrics = {"error": math.inf, "least": -math.inf, "other": math.nan}
     event = _finished_with(Judgement(OracleName.EXACT, Verdict.PASS, metrics=metrics))
     written = json.loads(encode(event, run="r"), parse_constant=pytest.fail)
-    assert written["event"]["judgements"][0]["metrics"] == {"error": "inf", "other": "nan"}
+    found = written["event"]["judgements"][0]["metrics"]
+    assert found == {"error": "Infinity", "least": "-Infinity", "other": "NaN"}
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [("inf", math.inf), ("-inf", -math.inf), ("Infinity", math.inf), ("1.5", 1.5)],
+)
+def test_a_figure_that_was_written_as_text_is_read_as_a_number(
+    tmp_path: Path, text: str, value: float
+) -> None:
+    event = _finished_with(Judgement(OracleName.EXACT, Verdict.PASS, metrics={"error": 0.25}))
+    line = encode(event, run="r").replace("0.25", f'"{text}"')
+    (read,) = read_events(_file(tmp_path, line)).events
+    assert isinstance(read, CaseFinished)
+    assert read.judgements[0].metrics == {"error": value}
+
+
+def test_text_that_utf8_cannot_hold_does_not_cost_the_record(tmp_path: Path) -> None:
+    judgement = Judgement(OracleName.EXACT, Verdict.PASS, metrics={"error": math.inf})
+    event = replace(_finished_with(judgement), message="byte \udc80 of a log")
+    path = tmp_path / "events.jsonl"
+    with EventWriter(path, run="r") as writer:
+        writer.write(event)
+    assert read_events(path).events == (replace(event, message="byte ? of a log"),)
 
 
 def test_figures_that_are_not_finite_are_read_as_numbers_again(tmp_path: Path) -> None:
@@ -118,19 +143,20 @@ def test_figures_that_are_not_finite_are_read_as_numbers_again(tmp_path: Path) -
 def test_scalars_of_numpy_and_torch_are_written_as_plain_numbers() -> None:
     numpy, torch = pytest.importorskip("numpy"), pytest.importorskip("torch")
     metrics = {"a": numpy.float32(0.5), "b": torch.tensor(2.5), "c": numpy.int64(3)}
+    metrics |= {"d": torch.tensor(math.inf)}
     judgement = Judgement(
         OracleName.EXACT, Verdict.PASS, metrics=metrics, where={"slot": numpy.int64(7)}
     )
     written = json.loads(encode(_finished_with(judgement), run="r"))["event"]["judgements"][0]
-    assert written["metrics"] == {"a": 0.5, "b": 2.5, "c": 3}
+    assert written["metrics"] == {"a": 0.5, "b": 2.5, "c": 3, "d": "Infinity"}
     assert written["where"] == {"slot": 7}
 
 
-def test_a_record_is_one_line_with_sorted_keys_that_names_its_schema() -> None:
-    line = encode(CaseStarted(run_id="a", worker="gw0", attempt=0, seed=2**62), run="r")
+def test_a_record_is_one_line_that_names_its_schema_kind_and_run() -> None:
+    line = encode(CaseStarted(run_id="a", worker="gw0", draw=0, seed=2**62), run="r")
     assert line == (
-        '{"event":{"attempt":0,"run_id":"a","seed":4611686018427387904,"worker":"gw0"},'
-        '"kind":"case_started","run":"r","schema":1}'
+        '{"schema":2,"kind":"case_started","run":"r",'
+        '"event":{"run_id":"a","worker":"gw0","draw":0,"seed":4611686018427387904,"repeat":0}}'
     )
 
 
@@ -166,19 +192,58 @@ def test_lines_of_several_writers_do_not_interleave(tmp_path: Path) -> None:
     assert (len(set(log.events)), log.damaged) == (200, 0)
 
 
-def test_a_record_of_an_older_schema_with_fewer_fields_is_still_read(tmp_path: Path) -> None:
-    event = {"run_id": "a", "subject": "s", "site": "t", "attempt": 0, "seed": 1, "worker": "w"}
+_SCHEMA_1 = """
+{"event":{"attempts":[0,3],"commit":"","expected":[{"count":1,"leg":"x","run_ids":["s.t.rank-8"],\
+"site":"t","subject":"s"}],"legs":["x"],"machine":{},"run":"r","skipped":[],"started_at":"",\
+"subjects":["s"],"tier":"smoke","tree":"clean","versions":{}},"kind":"run_started","run":"r",\
+"schema":1}
+{"event":{"attempt":3,"run_id":"s.t.rank-8","seed":5,"worker":"gw0"},"kind":"case_started",\
+"run":"r","schema":1}
+{"event":{"attempt":3,"duration_s":0.5,"failure":null,"gpu":"","judgements":[{"failure":\
+"wrong_answer","message":"no","metrics":{"err":"inf","ratio":"nan"},"oracle":"exact","verdict":\
+"fail","where":{"slot":-1}}],"message":"","replay":"loragate replay s.t.rank-8 --attempt 3",\
+"run_id":"s.t.rank-8","seed":5,"site":"t","subject":"s","verdict":"fail","worker":"gw0"},\
+"kind":"case_finished","run":"r","schema":1}
+""".replace("\\\n", "")
+
+
+def test_a_record_of_schema_1_is_read_with_its_attempts_as_draws(tmp_path: Path) -> None:
+    log = read_events(_file(tmp_path, *_SCHEMA_1.strip().splitlines()))
+    assert (log.damaged, log.unknown) == (0, 0)
+    plan, start, end = log.events
+    assert isinstance(plan, RunStarted)
+    assert isinstance(start, CaseStarted)
+    assert isinstance(end, CaseFinished)
+    assert (plan.draws, plan.repeats) == ((0, 3), 1)
+    assert start.trial == end.trial == (3, 0)
+    assert end.replay == "loragate replay s.t.rank-8 --draw 3"
+    metrics = end.judgements[0].metrics
+    assert metrics["err"] == math.inf
+    assert math.isnan(metrics["ratio"])
+
+
+def test_a_run_of_schema_1_is_judged_draw_by_draw(tmp_path: Path) -> None:
+    summary = summarize(read_events(_file(tmp_path, *_SCHEMA_1.strip().splitlines())))
+    assert [(outcome.draw, outcome.verdict) for outcome in summary.draws] == [
+        (0, Verdict.INCONCLUSIVE),
+        (3, Verdict.FAIL),
+    ]
+    assert summary.reasons[0] == "1 case wrong, in draw 3"
+
+
+def test_a_record_with_fewer_fields_is_still_read(tmp_path: Path) -> None:
+    event = {"run_id": "a", "subject": "s", "site": "t", "draw": 0, "seed": 1, "worker": "w"}
     event |= {"verdict": "pass", "judgements": [], "duration_s": 1.0, "replay": "x"}
-    record = {"schema": SCHEMA - 1, "kind": "case_finished", "run": "r", "event": event}
+    record = {"schema": SCHEMA, "kind": "case_finished", "run": "r", "event": event}
     (read,) = read_events(_file(tmp_path, json.dumps(record))).events
     assert isinstance(read, CaseFinished)
-    assert (read.run_id, read.gpu, read.failure) == ("a", "", None)
+    assert (read.run_id, read.repeat, read.gpu, read.failure) == ("a", 0, "", None)
 
 
 def test_a_record_of_a_newer_schema_is_refused_with_file_and_line(tmp_path: Path) -> None:
     newer = json.dumps({"schema": SCHEMA + 1, "kind": "note", "run": "r", "event": {"text": "x"}})
     path = _file(tmp_path, encode(Note(text="fine"), run="r"), newer)
-    with pytest.raises(EventsError, match=r"events\.jsonl:2: schema 2 is newer than 1"):
+    with pytest.raises(EventsError, match=r"events\.jsonl:2: schema 3 is newer than 2"):
         read_events(path)
 
 
@@ -217,24 +282,7 @@ def test_records_that_another_run_left_behind_do_not_count(
     assert read_events(path) == EventLog((ours,), foreign=1)
 
 
-def test_merging_twice_adds_nothing(tmp_path: Path) -> None:
-    notes = [encode(Note(text=str(number)), run="r") for number in range(4)]
-    one = _file(tmp_path, *notes[:3], name="gw0.jsonl")
-    two = _file(tmp_path, *notes[2:], name="gw1.jsonl")
-    into = tmp_path / "events.jsonl"
-    assert merge_events([two, one], into) == 4
-    assert merge_events([one, two], into) == 0
-    assert into.read_text().splitlines() == notes
-
-
-def test_merging_into_a_torn_file_keeps_the_merged_lines_whole(tmp_path: Path) -> None:
-    worker = _file(tmp_path, encode(Note(text="x"), run="r"), name="gw0.jsonl")
-    into = _file(tmp_path, '{"schema":1,', end="")
-    merge_events([worker], into)
-    assert read_events(into) == EventLog((Note(text="x"),), damaged=1)
-
-
-def test_a_tail_hands_out_every_event_once_and_only_when_its_line_is_whole(tmp_path: Path) -> None:
+def test_a_tail_returns_every_event_once_and_only_when_its_line_is_complete(tmp_path: Path) -> None:
     path = tmp_path / "events.jsonl"
     tail = EventTail(path, run="r")
     assert tail.poll() == ()
@@ -253,6 +301,6 @@ def _file(folder: Path, *lines: str, name: str = "events.jsonl", end: str = "\n"
 
 
 def _finished_with(*judgements: Judgement) -> CaseFinished:
-    known: dict[str, Any] = {"run_id": "a", "subject": "s", "site": "t", "attempt": 0, "seed": 1}
+    known: dict[str, Any] = {"run_id": "a", "subject": "s", "site": "t", "draw": 0, "seed": 1}
     known |= {"worker": "w", "verdict": Verdict.PASS, "duration_s": 1.0, "replay": "x"}
     return CaseFinished(judgements=judgements, **known)

@@ -1,4 +1,4 @@
-"""Cases that fail as the ledger lists it: shown, executed, not red, and nothing else is excused."""
+"""Cases that fail as the ledger lists it are shown and pass; nothing else is excused."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def judge(plan: Plan, finished: Finished, closing: Closing) -> Callable[..., Sum
     return make
 
 
-def test_a_case_that_fails_as_listed_is_known_executed_and_not_red(
+def test_a_case_that_fails_as_listed_is_known_executed_and_does_not_fail_the_run(
     judge: Callable[..., Summary],
 ) -> None:
     summary = judge(LISTED, Judgement(OracleName.CANARY, Verdict.PASS))
@@ -87,14 +87,16 @@ def test_a_case_that_fails_as_listed_is_known_executed_and_not_red(
     ],
     ids=["newer", "not installed", "other case", "other oracle", "other failure"],
 )
-def test_what_is_not_listed_exactly_is_red(
+def test_what_is_not_listed_exactly_fails(
     judge: Callable[..., Summary], entry: KnownFinding
 ) -> None:
     summary = judge(LISTED, entry=entry)
     assert (summary.exit_code, summary.total.known) == (ExitCode.WRONG, 0)
 
 
-def test_another_oracle_that_fails_in_a_listed_case_is_red(judge: Callable[..., Summary]) -> None:
+def test_another_oracle_that_fails_in_a_listed_case_fails_the_run(
+    judge: Callable[..., Summary],
+) -> None:
     summary = judge(LISTED, STALE)
     assert (summary.exit_code, summary.total.known) == (ExitCode.WRONG, 0)
     (case,) = summary.troubles
@@ -123,8 +125,8 @@ def test_a_listed_failure_excuses_nothing_that_happened_beside_it(
     assert judge(LISTED, *rest, **changes).exit_code is expected
 
 
-def test_a_listed_case_that_crashes_is_red(judge: Callable[..., Summary]) -> None:
-    start = CaseStarted(run_id=RUN, worker="gw0", attempt=1, seed=9)
+def test_a_listed_case_that_crashes_fails(judge: Callable[..., Summary]) -> None:
+    start = CaseStarted(run_id=RUN, worker="gw0", draw=1, seed=9)
     assert judge(LISTED, also=(start,)).exit_code is ExitCode.WRONG
 
 
@@ -152,13 +154,13 @@ def test_a_listed_case_that_did_not_run_is_shown_and_not_judged(
         assert re.search("not run here.*far-rows", render(summary), re.DOTALL | re.IGNORECASE)
 
 
-def test_the_attempt_that_shows_a_finding_is_the_one_that_is_shown(
+def test_the_draw_that_shows_a_finding_is_the_one_that_is_shown(
     judge: Callable[..., Summary], finished: Finished
 ) -> None:
-    summary = judge(HELD, also=(finished(RUN, Verdict.FAIL, judgements=(LISTED,), attempt=1),))
+    summary = judge(HELD, also=(finished(RUN, Verdict.FAIL, judgements=(LISTED,), draw=1),))
     assert summary.exit_code is ExitCode.OK
     (case,) = summary.known
-    assert (case.shown and case.shown.attempt, case.attempts) == (1, 2)
+    assert (case.shown and case.shown.draw, case.trials) == (1, 2)
 
 
 def test_the_order_of_listed_findings_does_not_matter(
@@ -181,7 +183,7 @@ def test_every_report_names_the_finding_of_a_known_case(judge: Callable[..., Sum
         f"  {RUN}",
         "    reference: fail wrong_answer",
         "      row 3 is zero",
-        f"    replay  loragate replay {RUN} --attempt 0",
+        f"    replay  loragate replay {RUN} --draw 0",
     ]
     assert text.endswith("  1 case failed as listed among the findings")
     root = ElementTree.fromstring(render_junit(summary))
@@ -197,9 +199,9 @@ def test_every_report_names_the_finding_of_a_known_case(judge: Callable[..., Sum
     assert "1 known" in page
 
 
-def test_progress_tells_a_known_case_as_known(plan: Plan, finished: Finished) -> None:
+def test_progress_shows_a_known_case_as_known(plan: Plan, finished: Finished) -> None:
     progress = Progress(Colour.OFF, Liveness.LOG)
     case = finished(RUN, Verdict.FAIL, judgements=(LISTED,))
     events: list[Event] = [plan(RUN), listed(), case]
-    told = "".join(map(progress.feed, events))
-    assert told.splitlines() == [f"KNOWN  {RUN}  far-rows", "1/1 cases"]
+    text = "".join(map(progress.feed, events))
+    assert text.splitlines() == [f"KNOWN  {RUN}  far-rows", "1/1 cases"]

@@ -1,4 +1,4 @@
-"""How many cases each oracle judged, and that nobody overlooks one that judged none."""
+"""How many cases each oracle judged; an oracle that judged none is shown."""
 
 from __future__ import annotations
 
@@ -57,12 +57,12 @@ def test_sites_are_counted_apart_and_oracles_stand_in_their_order(
     ]
 
 
-def test_of_several_attempts_the_one_that_decided_counts(
+def test_of_several_draws_the_one_that_decided_counts(
     finished: Callable[..., CaseFinished],
 ) -> None:
     counts = _counts(
-        finished("a", attempt=0, judgements=(_EXACT, _NO_ROWS)),
-        finished("a", Verdict.FAIL, attempt=1, judgements=(_WRONG,)),
+        finished("a", draw=0, judgements=(_EXACT, _NO_ROWS)),
+        finished("a", Verdict.FAIL, draw=1, judgements=(_WRONG,)),
     )
     assert counts.keys() == {OracleName.EXACT}
 
@@ -74,7 +74,7 @@ def test_an_oracle_that_the_machine_cut_short_has_not_judged(
     counts = _counts(finished("a", Verdict.INFRA, judgements=(no_memory,)))
     exact = counts[OracleName.EXACT]
     assert (exact.judged, exact.skipped) == (0, 0)
-    # why it judged nothing is told where the case is
+    # the case itself says why
     assert not [*never_judged(counts.values())]
 
 

@@ -78,7 +78,7 @@ def hostile(plan: Plan, finished: Finished, closing: Closing) -> Summary:
     return summarize(EventLog(events))
 
 
-def test_the_terminal_tells_evidence_place_and_the_replay_command(
+def test_the_terminal_shows_evidence_place_and_the_replay_command(
     plan: Plan, finished: Finished, closing: Closing
 ) -> None:
     wrong = finished("mine.a", Verdict.FAIL, judgements=(_FAR,))
@@ -88,7 +88,7 @@ def test_the_terminal_tells_evidence_place_and_the_replay_command(
         "  reference: fail wrong_answer: error 0.5, threshold 0.125 (4x), wrong_rows 1; "
         "slot 7, token 3",
         "    row 3 is zero",
-        "  replay  loragate replay mine.a --attempt 0",
+        "  replay  loragate replay mine.a --draw 0",
     ]
 
 
@@ -130,7 +130,7 @@ def test_colour_needs_a_terminal_and_no_objection(
     assert colour_for(stream, environ) is expected
 
 
-def test_progress_in_a_log_tells_trouble_at_once_and_counts_in_tenths(
+def test_progress_in_a_log_shows_trouble_at_once_and_counts_in_tenths(
     plan: Plan, finished: Finished
 ) -> None:
     progress = Progress(Colour.OFF, Liveness.LOG)
@@ -138,8 +138,8 @@ def test_progress_in_a_log_tells_trouble_at_once_and_counts_in_tenths(
     events: list[Event] = [plan(*names), LegStarted(name="kernels")]
     events += [finished(name) for name in names[:4]]
     events += [finished(names[4], Verdict.FAIL, judgements=(_FAR,))]
-    told = "".join(map(progress.feed, events))
-    assert told.splitlines() == ["kernels ...", "2/20 cases", "4/20 cases", "FAIL  mine.04"]
+    text = "".join(map(progress.feed, events))
+    assert text.splitlines() == ["kernels ...", "2/20 cases", "4/20 cases", "FAIL  mine.04"]
 
 
 def test_progress_on_a_terminal_rewrites_one_line(plan: Plan, finished: Finished) -> None:
@@ -166,13 +166,13 @@ def test_the_ratio_of_an_error_is_infinite_rather_than_undefined(
     assert ratio(Judgement(OracleName.EXACT, Verdict.PASS, metrics=metrics)) == expected
 
 
-def test_a_place_is_told_from_the_outside_in() -> None:
+def test_a_place_is_given_from_the_outside_in() -> None:
     where = {"warp": 2, "column": 9, "token": 3, "slot": 1}
     judgement = Judgement(OracleName.EXACT, Verdict.PASS, where=where)
     assert place(judgement) == "slot 1, token 3, column 9, warp 2"
 
 
-def test_figures_are_rounded_to_what_people_read() -> None:
+def test_figures_are_rounded_for_readers() -> None:
     assert [duration(t) for t in (0.0123, 1.26, 59.94, 59.96, 7384)] == [
         "12 ms",
         "1.3 s",
@@ -206,16 +206,17 @@ def test_junit_counts_agree_with_its_elements_and_with_the_summary(example: Summ
     assert int(cases.attrib["tests"]) == count.expected + count.skipped
 
 
-def test_junit_names_verdict_seed_attempt_and_subject(
+def test_junit_names_verdict_seed_draw_repeat_and_subject(
     plan: Plan, finished: Finished, closing: Closing
 ) -> None:
-    wrong = finished("mine.dense_delta.rank-4", Verdict.FAIL, judgements=(_FAR,), attempt=3)
+    wrong = finished("mine.dense_delta.rank-4", Verdict.FAIL, judgements=(_FAR,), draw=3)
     summary = summarize(EventLog((plan("mine.dense_delta.rank-4"), wrong, *closing)))
     root = ElementTree.fromstring(render_junit(summary))
     case = root.find(".//testcase[@name='rank-4']")
     assert case is not None
     properties = {p.attrib["name"]: p.attrib["value"] for p in case.iter("property")}
-    expected = {"verdict": "fail", "seed": "7", "attempt": "3", "subject": "mine", "worker": "gw0"}
+    expected = {"verdict": "fail", "seed": "7", "draw": "3", "repeat": "0"}
+    expected |= {"subject": "mine", "worker": "gw0"}
     assert properties == expected
     failure = case.find("failure")
     assert failure is not None
@@ -286,14 +287,14 @@ def test_one_defect_that_shows_in_many_cases_does_not_hide_another(
     last = finished(names[39], Verdict.FAIL, judgements=(_FAR,))
     summary = summarize(EventLog((plan(*names), *many, last, *closing)))
     text = render_summary(summary, Colour.OFF)
-    assert "... and 37 more of mine/dense_delta: stale_state, told by sequence" in text
+    assert "... and 37 more of mine/dense_delta: stale_state, reported by sequence" in text
     assert "FAIL  mine.39  wrong_answer" in text
     page = render_html(summary)
     assert "37 more like this: mine dense_delta, stale state" in page
     assert all(f'id="case-{name}"' in page for name in names)
 
 
-def test_an_exception_that_meets_every_oracle_is_told_once(
+def test_an_exception_that_stops_every_oracle_is_shown_once(
     plan: Plan, finished: Finished, closing: Closing
 ) -> None:
     judgements = tuple(

@@ -1,4 +1,4 @@
-"""From events to one verdict: what makes a run red, and what must never make it green."""
+"""From events to one verdict: what makes a run fail, and what must never let it pass."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def _judge(*events: Event) -> Summary:
     return summarize(EventLog(events))
 
 
-def test_a_run_in_which_every_expected_case_passed_is_green(
+def test_a_run_in_which_every_expected_case_passed_passes(
     plan: Plan, finished: Finished, closing: Closing
 ) -> None:
     summary = _judge(plan("mine.a", "mine.b"), finished("mine.a"), finished("mine.b"), *closing)
@@ -51,7 +51,7 @@ def test_a_wrong_case_makes_the_run_wrong(plan: Plan, finished: Finished, closin
     assert summary.exit_code is ExitCode.WRONG
     (case,) = summary.troubles
     assert (case.failure, case.message) == (Failure.WRONG_ANSWER, "17 elements differ")
-    assert case.replay == "loragate replay mine.a --attempt 0"
+    assert case.replay == "loragate replay mine.a --draw 0"
 
 
 def test_a_wrong_case_outweighs_an_infrastructure_failure(
@@ -73,7 +73,7 @@ def test_a_planned_case_that_never_started_makes_the_run_incomplete(
     assert "mine/dense_delta: 1 of 2 expected executed" in summary.reasons
 
 
-def test_a_case_that_nobody_planned_does_not_stand_in_for_a_missing_one(
+def test_a_case_that_was_not_planned_does_not_replace_a_missing_one(
     plan: Plan, finished: Finished, closing: Closing
 ) -> None:
     summary = _judge(plan("mine.a", "mine.b"), finished("mine.a"), finished("mine.c"), *closing)
@@ -84,7 +84,7 @@ def test_a_case_that_nobody_planned_does_not_stand_in_for_a_missing_one(
 def test_a_case_that_ran_twice_counts_once(
     plan: Plan, finished: Finished, closing: Closing
 ) -> None:
-    twice = (finished("mine.a"), finished("mine.a", attempt=1))
+    twice = (finished("mine.a"), finished("mine.a", draw=1))
     summary = _judge(plan("mine.a", "mine.b"), *twice, *closing)
     assert summary.total.executed == 1
     assert summary.exit_code is ExitCode.INCOMPLETE
@@ -99,7 +99,7 @@ def test_a_case_that_ran_twice_counts_once(
         (Verdict.PASS, (Judgement(OracleName.REPEAT, Verdict.PASS), _OOM)),
     ],
 )
-def test_too_little_memory_is_never_green(
+def test_too_little_memory_is_never_a_pass(
     plan: Plan,
     finished: Finished,
     closing: Closing,
@@ -112,7 +112,7 @@ def test_too_little_memory_is_never_green(
     assert summary.total.executed == 0
 
 
-def test_too_little_memory_outside_of_an_oracle_is_never_green(
+def test_too_little_memory_outside_of_an_oracle_is_never_a_pass(
     plan: Plan, finished: Finished, closing: Closing
 ) -> None:
     case = finished("mine.a", Verdict.SKIP, failure=Failure.OUT_OF_MEMORY, judgements=())
@@ -134,7 +134,7 @@ def test_a_pass_that_no_oracle_gave_is_undecided(
 ) -> None:
     summary = _judge(plan("mine.a"), finished("mine.a", judgements=judgements), *closing)
     assert summary.exit_code is ExitCode.INCOMPLETE
-    assert summary.troubles[0].message == "no oracle passed a judgement"
+    assert summary.troubles[0].message == "no oracle gave a verdict"
 
 
 def test_an_undecided_case_makes_the_run_incomplete(
@@ -167,18 +167,18 @@ def test_a_case_that_the_plan_left_out_is_counted_and_does_no_harm(
 def test_a_case_that_started_and_never_finished_crashed(
     plan: Plan, finished: Finished, closing: Closing
 ) -> None:
-    start = CaseStarted(run_id="mine.a", worker="gw3", attempt=2, seed=9)
+    start = CaseStarted(run_id="mine.a", worker="gw3", draw=2, seed=9)
     summary = _judge(plan("mine.a", "mine.b"), start, finished("mine.b"), *closing)
     (case,) = summary.troubles
     assert (case.verdict, case.failure) == (Verdict.FAIL, Failure.CRASH)
-    assert case.message == "worker gw3 crashed while it ran attempt 2"
+    assert case.message == "worker gw3 crashed while it ran draw 2"
     assert (case.subject, case.site) == ("mine", "dense_delta")
-    assert case.replay == "loragate replay mine.a --attempt 2"
+    assert case.replay == "loragate replay mine.a --draw 2"
     assert summary.exit_code is ExitCode.WRONG
 
 
 def test_a_case_that_was_lost_with_its_whole_leg_is_no_wrong_answer(plan: Plan) -> None:
-    start = CaseStarted(run_id="mine.a", worker="gw0", attempt=0, seed=9)
+    start = CaseStarted(run_id="mine.a", worker="gw0", draw=0, seed=9)
     leg = LegFinished(name="kernels", verdict=Verdict.INFRA, exit_code=-9, duration_s=1.0)
     end = RunFinished(finished_at="now", duration_s=1.0)
     summary = _judge(plan("mine.a"), start, leg, end)
@@ -186,30 +186,31 @@ def test_a_case_that_was_lost_with_its_whole_leg_is_no_wrong_answer(plan: Plan) 
     assert summary.exit_code is ExitCode.INFRASTRUCTURE
 
 
-def test_a_crash_in_a_later_attempt_is_not_hidden_by_an_earlier_pass(
+def test_a_crash_in_a_later_draw_is_not_hidden_by_an_earlier_pass(
     plan: Plan, finished: Finished, closing: Closing
 ) -> None:
-    start = CaseStarted(run_id="mine.a", worker="gw0", attempt=1, seed=9)
+    start = CaseStarted(run_id="mine.a", worker="gw0", draw=1, seed=9)
     summary = _judge(plan("mine.a"), finished("mine.a"), start, *closing)
     assert summary.exit_code is ExitCode.WRONG
-    assert summary.troubles[0].attempts == 2
+    assert summary.troubles[0].trials == 2
 
 
-def test_the_worst_attempt_decides(plan: Plan, finished: Finished, closing: Closing) -> None:
-    wrong = finished("mine.a", Verdict.FAIL, attempt=1, judgements=(_WRONG,))
-    summary = _judge(plan("mine.a"), finished("mine.a"), wrong, finished("mine.a", attempt=2))
+def test_the_worst_draw_decides(plan: Plan, finished: Finished, closing: Closing) -> None:
+    wrong = finished("mine.a", Verdict.FAIL, draw=1, judgements=(_WRONG,))
+    summary = _judge(plan("mine.a"), finished("mine.a"), wrong, finished("mine.a", draw=2))
     shown = summary.troubles[0].shown
     assert shown is not None
-    assert (shown.attempt, summary.troubles[0].attempts) == (1, 3)
+    assert (shown.draw, summary.troubles[0].trials) == (1, 3)
+    assert summary.troubles[0].bad_trials == ((1, 0),)
 
 
-def test_attempts_that_are_still_owed_make_the_run_incomplete(
+def test_draws_that_never_started_make_the_run_incomplete(
     plan: Plan, finished: Finished, closing: Closing
 ) -> None:
-    ran = (finished("mine.a"), finished("mine.a", attempt=2))
-    summary = _judge(plan("mine.a", attempts=(0, 1, 2, 3)), *ran, *closing)
+    ran = (finished("mine.a"), finished("mine.a", draw=2))
+    summary = _judge(plan("mine.a", draws=(0, 1, 2, 3)), *ran, *closing)
     assert summary.exit_code is ExitCode.INCOMPLETE
-    assert summary.troubles[0].message == "passed, but attempts 1, 3 never started"
+    assert summary.troubles[0].message == "passed, but never started: draw 1, draw 3"
 
 
 def test_a_killed_run_is_incomplete_although_all_that_ran_passed(
@@ -223,7 +224,7 @@ def test_a_killed_run_is_incomplete_although_all_that_ran_passed(
 
 def test_a_run_without_a_plan_is_incomplete(finished: Finished, closing: Closing) -> None:
     summary = _judge(finished("mine.a"), *closing)
-    assert summary.reasons == ("no plan is recorded, so nothing can be complete",)
+    assert summary.reasons == ("no plan is recorded, so nothing shows what is missing",)
     assert summary.exit_code is ExitCode.INCOMPLETE
 
 
@@ -243,7 +244,7 @@ def test_a_plan_that_expects_nothing_is_incomplete(plan: Plan, closing: Closing)
         (Verdict.PASS, 139, ExitCode.INFRASTRUCTURE),
     ],
 )
-def test_a_red_leg_makes_the_run_red(
+def test_a_leg_that_did_not_pass_decides_the_run(
     plan: Plan, finished: Finished, verdict: Verdict, exit_code: int, expected: ExitCode
 ) -> None:
     leg = LegFinished(name="host", verdict=verdict, exit_code=exit_code, duration_s=1.0)
@@ -302,7 +303,7 @@ def test_a_case_recorded_by_two_processes_keeps_its_worse_record(
         assert (summary.troubles[0].failure, summary.exit_code) == (Failure.HANG, ExitCode.WRONG)
 
 
-def test_what_could_not_be_read_is_told_in_the_notes(
+def test_the_notes_count_what_could_not_be_read(
     plan: Plan, finished: Finished, closing: Closing
 ) -> None:
     events = (plan("mine.a"), finished("mine.a"), Note(text="hello"), *closing)

@@ -56,6 +56,6 @@ def _open_record(arguments: argparse.Namespace, selection: Selection) -> Recorde
     """ValueError for a part of a run, which is no record of all of it."""
     if arguments.record and arguments.cases:
         raise ValueError("--record takes every case; leave out --cases")
-    if arguments.record and arguments.attempt is not None:
-        raise ValueError("--record takes attempts from 0 on; leave out --attempt")
-    return open_record(arguments, section_of(len(selection.attempts)))
+    if arguments.record and arguments.draw is not None:
+        raise ValueError("--record takes draws from 0 on; leave out --draw")
+    return open_record(arguments, section_of(len(selection.draws)))

@@ -1,4 +1,4 @@
-"""`loragate plan`: what would run here, and what would not and why. Runs nothing."""
+"""`loragate plan`: what would run here, and what would not and why, without running it."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from loragate.matrix.show import plan_json, render_plan
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = subparsers.add_parser("plan", help="show what would run here, and why not")
     add_selection_options(parser)
-    parser.add_argument("--json", action="store_true", help="for programs")
+    parser.add_argument("--json", action="store_true", help="print JSON")
     parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
     from loragate.core.machine import detect_machine
-    from loragate.run.opening import plan_selection
+    from loragate.run.planning import plan_selection
 
     select_interpreter()
     selection = selection_from(arguments, has_gpu=not detect_machine().interpreted)

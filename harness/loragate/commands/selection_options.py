@@ -1,11 +1,11 @@
-"""The arguments that say which cases a command is about, the same for each command. No torch."""
+"""The arguments that select cases, the same for every command that takes them. No torch."""
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
 from pathlib import Path
 
+from loragate.core.arguments import count_from
 from loragate.core.checkout import project_root
 from loragate.matrix.case import Tier
 from loragate.matrix.selection import Selection
@@ -30,14 +30,21 @@ def add_selection_options(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="PATTERN",
-        help="only run ids with this piece, or that match this shell pattern; repeatable",
+        help="only run ids with this substring, or that match this shell pattern; repeatable",
     )
-    attempts = parser.add_mutually_exclusive_group()
-    attempts.add_argument(
-        "--attempt", type=_count_from(0), metavar="N", help="draw the data of attempt N"
+    draws = parser.add_mutually_exclusive_group()
+    draws.add_argument(
+        "--draw", type=count_from(0), metavar="N", help="use the random data of draw N (default: 0)"
     )
-    attempts.add_argument(
-        "--seeds", type=_count_from(1), metavar="N", help="run attempts 0 to N-1, each its own data"
+    draws.add_argument(
+        "--seeds", type=count_from(1), metavar="N", help="run draws 0 to N-1, each with other data"
+    )
+    parser.add_argument(
+        "--repeats",
+        type=count_from(1),
+        default=1,
+        metavar="N",
+        help="run each draw N times (default: 1)",
     )
     add_matrix_option(parser)
 
@@ -54,13 +61,14 @@ def add_matrix_option(parser: argparse.ArgumentParser) -> None:
 
 def selection_from(arguments: argparse.Namespace, *, has_gpu: bool) -> Selection:
     tier = Tier(arguments.tier or (Tier.PREMERGE if has_gpu else Tier.SMOKE))
-    # the plain one costs little where shapes are small, and shows that the oracles are fair
+    # the torch subject costs little with small shapes, and shows that the oracles accept it
     default = [DEFAULT_SUBJECT, "torch"] if tier is Tier.SMOKE else [DEFAULT_SUBJECT]
     return Selection(
         matrix=matrix_files(arguments),
         subjects=tuple(dict.fromkeys(arguments.subject or default)),
         tier=tier,
-        attempts=tuple(range(arguments.seeds)) if arguments.seeds else (arguments.attempt or 0,),
+        draws=tuple(range(arguments.seeds)) if arguments.seeds else (arguments.draw or 0,),
+        repeats=arguments.repeats,
         patterns=tuple(arguments.cases),
     )
 
@@ -69,12 +77,3 @@ def matrix_files(arguments: argparse.Namespace) -> tuple[Path, ...]:
     if arguments.matrix:
         return tuple(path.absolute() for path in arguments.matrix)
     return tuple(sorted((project_root() / "cases").glob("*.yaml")))
-
-
-def _count_from(lowest: int) -> Callable[[str], int]:
-    def parse(text: str) -> int:
-        if not text.isdecimal() or int(text) < lowest:
-            raise argparse.ArgumentTypeError(f"must be a number from {lowest} up (got {text!r})")
-        return int(text)
-
-    return parse

@@ -1,25 +1,23 @@
-"""Append events to a JSONL file and read them back. Pure; imports no torch.
+"""Append events to a JSONL file and read them back. Imports no torch.
 
-Invariant: no line that can be read twice, torn or left behind by another run makes a result
-better; a reader counts what it left out.
+Invariant: a line that is duplicated, torn or left behind by another run never improves a verdict;
+a reader counts what it leaves out.
 """
 
 from __future__ import annotations
 
 import json
-import math
-import operator
 import os
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import suppress
-from dataclasses import dataclass, fields, is_dataclass
-from enum import Enum, StrEnum
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from enum import StrEnum
 from functools import cache
 from pathlib import Path
 from types import TracebackType
-from typing import Any, SupportsFloat, SupportsIndex
+from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
+from pydantic_core import PydanticSerializationError, to_json, to_jsonable_python
 
 from loragate.events.model import (
     SCHEMA,
@@ -34,6 +32,7 @@ from loragate.events.model import (
     RunFinished,
     RunStarted,
 )
+from loragate.events.upgrade import upgrade
 
 
 class EventsError(ValueError):
@@ -63,8 +62,8 @@ _KIND_OF = {event_type: kind for kind, event_type in _KINDS.items()}
 
 @dataclass(frozen=True, slots=True)
 class EventLog:
-    """`events` of one run in file order. Left out and counted: `unknown` kinds, `damaged` lines
-    (torn by a kill, or not what their kind requires), lines of a `foreign` run."""
+    """`events` of one run in file order, and how many lines were left out: of `unknown` kinds,
+    `damaged` (torn by a kill, or without the fields of their kind), and of a `foreign` run."""
 
     events: tuple[Event, ...]
     unknown: int = 0
@@ -88,7 +87,7 @@ class EventWriter:
         self._end_torn_line()
 
     def write(self, event: Event) -> None:
-        self._append(encode(event, run=self._run).encode() + b"\n")
+        self._append(f"{encode(event, run=self._run)}\n".encode())
 
     def close(self) -> None:
         if self._fd >= 0:
@@ -121,13 +120,19 @@ class EventWriter:
 
 
 def encode(event: Event, *, run: str) -> str:
-    """One record as one line of strict JSON with sorted keys; non-finite floats become text."""
-    record = {"schema": SCHEMA, "kind": _KIND_OF[type(event)], "run": run, "event": _plain(event)}
-    return json.dumps(record, sort_keys=True, separators=(",", ":"), allow_nan=False)
+    """One record as one line of strict JSON; floats that are not finite become text."""
+    record = {"schema": SCHEMA, "kind": _KIND_OF[type(event)], "run": run, "event": event}
+    try:
+        line = to_json(record, inf_nan_mode="strings", fallback=_scalar)
+    except PydanticSerializationError:
+        # bytes of a log that were not text are surrogates by now; they must not cost the record
+        plain = json.dumps(to_jsonable_python(record, fallback=_scalar), ensure_ascii=False)
+        line = to_json(json.loads(plain.encode(errors="replace")), inf_nan_mode="strings")
+    return line.decode()
 
 
 def read_events(path: Path) -> EventLog:
-    """Events of the run that the file's first RunStarted (else its first record) belongs to.
+    """Events of the run of the file's first RunStarted, or of its first record if there is none.
 
     Raises EventsError if there is no such file or a record was written by a newer version.
     """
@@ -156,9 +161,9 @@ def read_events(path: Path) -> EventLog:
 
 
 class EventTail:
-    """Follows a file that others append to; every event is handed out once.
+    """Follows a file that others append to; every event is returned once.
 
-    The file need not exist yet. What cannot be read is left to `read_events` to count.
+    The file need not exist yet. Lines that cannot be read are ignored: `read_events` counts them.
     """
 
     def __init__(self, path: Path, *, run: str) -> None:
@@ -181,26 +186,6 @@ class EventTail:
         return tuple(event for event in events if event is not None)
 
 
-def merge_events(paths: Iterable[Path], into: Path) -> int:
-    """Append the lines of `paths` that `into` does not have yet; returns how many.
-
-    Idempotent. Damaged lines are copied too, once: the report counts them.
-    """
-    into.parent.mkdir(parents=True, exist_ok=True)
-    known = set(_lines(into)) if into.exists() else set()
-    fresh: list[str] = []
-    for path in sorted(paths):
-        for line in _lines(path):
-            if line not in known:
-                known.add(line)
-                fresh.append(line)
-    if fresh:
-        torn = bool(into.exists() and into.stat().st_size and into.read_bytes()[-1:] != b"\n")
-        with into.open("a", encoding="utf-8", newline="\n") as file:
-            file.write("\n" * torn + "".join(f"{line}\n" for line in fresh))
-    return len(fresh)
-
-
 def _lines(path: Path) -> Iterator[str]:
     try:
         data = path.read_bytes()
@@ -213,6 +198,7 @@ def _lines(path: Path) -> Iterator[str]:
 
 
 def _record(line: str) -> dict[str, Any] | None:
+    # json instead of pydantic: records of schema 1 may hold surrogates, which pydantic refuses
     try:
         record = json.loads(line)
     except ValueError:
@@ -238,29 +224,15 @@ def _adapter(kind: str) -> TypeAdapter[Event]:
 
 
 def _decode(record: Mapping[str, Any]) -> Event | None:
+    event = upgrade(record["schema"], record["kind"], record["event"])
     try:
-        return _adapter(record["kind"]).validate_python(record["event"])
+        return _adapter(record["kind"]).validate_python(event)
     except ValidationError:
         return None
 
 
-def _plain(value: object) -> object:
-    if is_dataclass(value) and not isinstance(value, type):
-        return {item.name: _plain(getattr(value, item.name)) for item in fields(value)}
-    if isinstance(value, Enum):
-        return value.value
-    if isinstance(value, Mapping):
-        return {str(key): _plain(item) for key, item in value.items()}
-    if isinstance(value, (tuple, list)):
-        return [_plain(item) for item in value]
-    if value is None or isinstance(value, (str, int)):
-        return value
-    # scalars of numpy and torch come as neither int nor float
-    if isinstance(value, SupportsIndex):
-        # a torch scalar of floats offers __index__ and refuses it
-        with suppress(TypeError):
-            return operator.index(value)
-    assert isinstance(value, SupportsFloat), f"{type(value).__name__} cannot be recorded"
-    number = float(value)
-    # json has no word for the non-finite
-    return number if math.isfinite(number) else str(number)
+def _scalar(value: object) -> object:
+    """A scalar of numpy or torch as a number of Python; both have `item`."""
+    item = getattr(value, "item", None)
+    assert item is not None, f"{type(value).__name__} cannot be recorded"
+    return item()

@@ -1,8 +1,9 @@
-"""What happened in a run, one JSON record a line: the source of truth of every report.
+"""What happened in a run, one JSON record a line: every report is made from these events alone.
 
 Records are only ever appended, so that a killed process loses at most the line it was writing.
-A record is an envelope (schema, kind, run) with one event in it. A new field gets a default, so
-that older records stay readable; a kind that this version does not know is counted and left out.
+A record is an envelope (schema, kind, run) around one event. A new field gets a default, so that
+older records stay readable; a field that is renamed gets a new schema and a step in `upgrade.py`.
+Records of a kind that this version does not know are counted and left out.
 Pure; imports no torch.
 """
 
@@ -17,18 +18,18 @@ from loragate.core.verdict import Failure, Judgement, Verdict
 from loragate.findings.ledger import Finding
 from loragate.matrix.case import Tier
 
-SCHEMA = 1
+SCHEMA = 2
 
-# site of the rows that count compiled kernels: compiling is no operation of a subject
+# site of the rows that count compiled kernels: compiling is not an operation of a subject
 COMPILE_SITE = "compile"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Expected:
-    """How many results a leg owes for one site of one subject.
+    """How many results a leg has to deliver for one site of one subject.
 
-    `run_ids` names them (as `loragate.matrix.ids.run_id`), or is empty where results have no
-    run id: compile results, whose site is COMPILE_SITE.
+    `run_ids` names them (as `loragate.matrix.ids.run_id`). It is empty for compile results, which
+    have no run id and whose site is COMPILE_SITE.
     """
 
     leg: str
@@ -46,7 +47,7 @@ class Expected:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Skipped:
-    """A case that the plan left out, with the reason. It is not among the expected ones."""
+    """A case that the plan left out, with the reason. It is not among the expected cases."""
 
     run_id: str
     subject: str
@@ -56,8 +57,11 @@ class Skipped:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunStarted:
-    """The plan. `started_at` is ISO 8601 in UTC; `legs` are all the legs that must finish;
-    `attempts` are those that every expected run id owes, none if the plan does not say."""
+    """The plan. `started_at` is ISO 8601 in UTC; `legs` are all the legs that must finish.
+
+    Every expected run id has to run `repeats` times with each of `draws`; `draws` is empty if the
+    plan does not say which.
+    """
 
     run: str
     started_at: str
@@ -66,7 +70,8 @@ class RunStarted:
     legs: tuple[str, ...]
     expected: tuple[Expected, ...]
     skipped: tuple[Skipped, ...] = ()
-    attempts: tuple[int, ...] = ()
+    draws: tuple[int, ...] = ()
+    repeats: int = 1
     commit: str = ""
     tree: Tree = Tree.UNKNOWN
     versions: Mapping[str, str] = field(default_factory=dict)
@@ -96,31 +101,44 @@ class CaseStarted:
 
     run_id: str
     worker: str
-    attempt: int
+    draw: int
     seed: int
+    repeat: int = 0
+
+    @property
+    def trial(self) -> tuple[int, int]:
+        """Draw and repeat: what distinguishes the runs of one case."""
+        return self.draw, self.repeat
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CaseFinished:
-    """One attempt at one case of one subject.
+    """One run of one case of one subject.
 
-    `failure` and `message` tell what no oracle could: a hang, a crash, an exception, too little
-    memory. `gpu` is the device that the worker was pinned to, "" on a CPU.
+    `failure` and `message` report what no oracle could: a hang, a crash, an exception, too little
+    memory. `gpu` is the device that the worker was pinned to, "" on a CPU. `replay` is the command
+    that runs the same data again.
     """
 
     run_id: str
     subject: str
     site: str
-    attempt: int
+    draw: int
     seed: int
     worker: str
     verdict: Verdict
     judgements: tuple[Judgement, ...]
     duration_s: float
     replay: str
+    repeat: int = 0
     gpu: str = ""
     failure: Failure | None = None
     message: str = ""
+
+    @property
+    def trial(self) -> tuple[int, int]:
+        """Draw and repeat: what distinguishes the runs of one case."""
+        return self.draw, self.repeat
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -149,8 +167,9 @@ class Note:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KnownFinding:
-    """What the ledger lists about cases of a subject of this run, and the subject's version, ""
-    if it is not installed. Part of the record, so that a later ledger changes no old verdict."""
+    """A finding that the ledger lists about cases of a subject of this run, and the version of the
+    subject, "" if it is not installed. It is recorded so that a later ledger does not change the
+    verdict of this run."""
 
     finding: Finding
     version: str
@@ -158,7 +177,7 @@ class KnownFinding:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunFinished:
-    """The gate came to its end, whatever the verdict. Without it the run was killed."""
+    """The run came to its end, whatever its verdict. A run without this event was killed."""
 
     finished_at: str
     duration_s: float

@@ -57,12 +57,12 @@ def _sightings(order: Order, recorder: Recorder) -> Iterator[Sighting]:
 
 
 def _judge(case: Case, recorder: Recorder) -> Iterator[Sighting]:
-    from loragate.matrix.selection import CaseRun
+    from loragate.matrix.case_run import CaseRun
     from loragate.oracles import ORACLES
     from loragate.run.trial import open_trial, run_trial
 
     name = case_id(case)
-    trial = open_trial(CaseRun(SUBJECT, case, 0))
+    trial = open_trial(CaseRun(SUBJECT, case))
     for oracle in case.oracles:
         if oracle not in ORACLES:
             continue

@@ -16,7 +16,7 @@ _CHUNK, _BETWEEN = 1 << 24, 16 * 8
 
 
 def footprint_bytes(case: Case) -> int:
-    """Peak bytes of one attempt at a case with all its oracles, one after the other."""
+    """Peak bytes of one run of a case with all its oracles, one after the other."""
     if case.site is Site.MOE_LAYER:
         return _layer_bytes(case)
     item = _ITEM[case.dtype]

@@ -31,7 +31,7 @@ def run_id(subject: str, case: Case) -> str:
     return f"{subject}.{case_id(case)}"
 
 
-def seed_of(case: Case, attempt: int) -> int:
-    """63-bit seed of an attempt. Every subject sees the same data for a case."""
-    text = f"{case_id(case)}#{attempt}".encode()
+def seed_of(case: Case, draw: int) -> int:
+    """63-bit seed of a draw. Every subject sees the same data for a case."""
+    text = f"{case_id(case)}#{draw}".encode()
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big") >> 1

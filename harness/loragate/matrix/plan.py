@@ -1,8 +1,8 @@
 """What would run, and what would not and why. Pure: the same arguments give the same plan.
 
-Tiers nest: a run of a tier takes the cases of that tier and of every lower one, so nightly
+Tiers nest: a run of a tier includes the cases of that tier and of every lower one, so nightly
 contains premerge and premerge contains smoke. Smoke cases are small enough for the interpreter;
-the others need a GPU, and without one each of them is a skip with that reason.
+the others need a GPU, and without one each of them is skipped with that reason.
 Every selected case of every subject is either planned or skipped, never silently absent.
 """
 
@@ -16,15 +16,16 @@ from fnmatch import fnmatchcase
 
 from loragate.core.machine import Machine
 from loragate.matrix.case import Case, Site, Tier
+from loragate.matrix.case_run import CaseRun
 from loragate.matrix.footprint import footprint_bytes
-from loragate.matrix.ids import run_id, seed_of
+from loragate.matrix.ids import run_id
 
 _TIERS = (Tier.SMOKE, Tier.PREMERGE, Tier.NIGHTLY)
 _GIB = 1 << 30
 
 
 class SelectionError(ValueError):
-    """A pattern that selects nothing: most likely a typing error, never an empty success."""
+    """A pattern selects nothing: most likely a typing error, and never an empty success."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,18 +37,9 @@ class Candidate:
 
 
 @dataclass(frozen=True, slots=True)
-class PlannedCase:
-    """One attempt at one case of one subject."""
-
-    subject: str
-    case: Case
-    run_id: str
-    attempt: int
-    seed: int
-
-
-@dataclass(frozen=True, slots=True)
 class Skipped:
+    """A case that is not run, with the reason; it stands for all draws and repeats."""
+
     subject: str
     case: Case
     run_id: str
@@ -56,20 +48,20 @@ class Skipped:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """`planned` is sorted by run id, then attempt; `skipped` by run id, once for all attempts."""
+    """`planned` is sorted by run id, draw and repeat; `skipped` is sorted by run id."""
 
     tier: Tier
     machine: Machine
-    planned: tuple[PlannedCase, ...]
+    planned: tuple[CaseRun, ...]
     skipped: tuple[Skipped, ...]
 
     @property
     def expected(self) -> dict[tuple[str, Site], tuple[str, ...]]:
-        """Run ids that must show up as executed, by subject and site; attempts not counted."""
-        counts: dict[tuple[str, Site], dict[str, None]] = {}
-        for planned in self.planned:
-            counts.setdefault((planned.subject, planned.case.site), {})[planned.run_id] = None
-        return {key: tuple(counts[key]) for key in sorted(counts)}
+        """Run ids that have to be executed, by subject and site; each once, whatever its draws."""
+        names: dict[tuple[str, Site], dict[str, None]] = {}
+        for run in self.planned:
+            names.setdefault((run.subject, run.case.site), {})[run.run_id] = None
+        return {key: tuple(names[key]) for key in sorted(names)}
 
 
 def plan(
@@ -78,19 +70,20 @@ def plan(
     tier: Tier,
     machine: Machine,
     *,
-    attempts: Sequence[int] = (0,),
+    draws: Sequence[int] = (0,),
+    repeats: int = 1,
     patterns: Sequence[str] = (),
 ) -> Plan:
-    """Plan the cases of a tier for every subject on a machine.
+    """Plan `repeats` runs of each of `draws` of the cases of a tier, for every subject.
 
-    `patterns` are shell patterns or plain pieces of run ids, any of which selects a case.
-    Raises SelectionError if one of them selects nothing.
+    `patterns` are shell patterns or plain substrings of run ids; a case is selected if it matches
+    any of them. Raises SelectionError if one of them selects nothing.
     """
     wanted = [case for case in cases if case.tier in tiers_within(tier)]
     pairs = [(run_id(s.name, case), s, case) for s in _by_name(subjects) for case in wanted]
     pairs.sort(key=lambda pair: pair[0])
     _check_patterns(patterns, [name for name, _, _ in pairs])
-    planned: list[PlannedCase] = []
+    planned: list[CaseRun] = []
     skipped: list[Skipped] = []
     for name, subject, case in pairs:
         if not is_selected(name, patterns):
@@ -99,14 +92,16 @@ def plan(
         if reason is not None:
             skipped.append(Skipped(subject.name, case, name, reason))
             continue
-        for attempt in sorted(set(attempts)):
-            seed = seed_of(case, attempt)
-            planned.append(PlannedCase(subject.name, case, name, attempt, seed))
+        planned += [
+            CaseRun(subject.name, case, draw, repeat)
+            for draw in sorted(set(draws))
+            for repeat in range(repeats)
+        ]
     return Plan(tier, machine, tuple(planned), tuple(skipped))
 
 
 def tiers_within(tier: Tier) -> frozenset[Tier]:
-    """The tiers whose cases a run of `tier` takes."""
+    """The tiers whose cases a run of `tier` includes."""
     return frozenset(_TIERS[: _TIERS.index(tier) + 1])
 
 
@@ -116,7 +111,7 @@ def is_selected(name: str, patterns: Sequence[str]) -> bool:
 
 
 def beyond_machine(case: Case, machine: Machine) -> str | None:
-    """The reason why a case runs with no subject at all on this machine, or None."""
+    """The reason why no subject can run a case on this machine, or None."""
     if machine.interpreted:
         if case.tier is Tier.SMOKE:
             return None
@@ -131,7 +126,7 @@ def beyond_machine(case: Case, machine: Machine) -> str | None:
 def _matches(name: str, pattern: str) -> bool:
     if any(sign in pattern for sign in "*?["):
         return fnmatchcase(name, pattern)
-    # a piece never cuts a number: rank-1 is none of rank-16
+    # a substring never ends within a number: rank-1 does not select rank-16
     before = r"(?<!\d)" if pattern[:1].isdigit() else ""
     after = r"(?!\d)" if pattern[-1:].isdigit() else ""
     return re.search(f"{before}{re.escape(pattern)}{after}", name) is not None

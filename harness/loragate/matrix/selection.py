@@ -1,7 +1,7 @@
-"""Which cases a run is about: subjects x cases x attempts, in one order everywhere. Pure; no torch.
+"""Which runs were asked for: subjects x cases x draws x repeats, in one order everywhere.
 
 Invariant: two processes with the same arguments select the same runs in the same order, because
-workers that collect different tests cannot share them (pytest-xdist #432).
+workers that collect different tests cannot share them (pytest-xdist #432). Pure; imports no torch.
 """
 
 from __future__ import annotations
@@ -11,69 +11,34 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from loragate.matrix.case import Case, Tier
-from loragate.matrix.ids import run_id, seed_of
+from loragate.matrix.case_run import CaseRun
+from loragate.matrix.ids import run_id
 from loragate.matrix.plan import is_selected, tiers_within
-
-_ATTEMPT_MARK = "#"
-
-
-@dataclass(frozen=True, slots=True)
-class CaseRun:
-    """One attempt at one case of one subject."""
-
-    subject: str
-    case: Case
-    attempt: int
-
-    @property
-    def run_id(self) -> str:
-        return run_id(self.subject, self.case)
-
-    @property
-    def id(self) -> str:
-        """The run id; attempts after the first add their number."""
-        return f"{self.run_id}{_ATTEMPT_MARK}{self.attempt}" if self.attempt else self.run_id
-
-    @property
-    def seed(self) -> int:
-        return seed_of(self.case, self.attempt)
-
-    @property
-    def replay(self) -> str:
-        return f"loragate replay {self.run_id} --attempt {self.attempt}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Selection:
-    """What was asked for. `patterns` select run ids as in `loragate.matrix.plan`."""
+    """What was asked for. Each of `draws` is run `repeats` times; `patterns` select run ids as in
+    `loragate.matrix.plan`."""
 
     matrix: tuple[Path, ...]
     subjects: tuple[str, ...]
     tier: Tier
-    attempts: tuple[int, ...] = (0,)
+    draws: tuple[int, ...] = (0,)
+    repeats: int = 1
     patterns: tuple[str, ...] = ()
 
 
 def select_runs(selection: Selection, cases: Iterable[Case]) -> tuple[CaseRun, ...]:
-    """Sorted by run id and attempt. What a machine cannot run is among them: each of those is
-    a skip with a reason."""
+    """Sorted by run id, draw and repeat. Runs that this machine cannot do are included: each of
+    them is skipped with a reason."""
     wanted = [case for case in cases if case.tier in tiers_within(selection.tier)]
     runs = [
-        CaseRun(subject, case, attempt)
+        CaseRun(subject, case, draw, repeat)
         for subject in selection.subjects
         for case in wanted
         if is_selected(run_id(subject, case), selection.patterns)
-        for attempt in selection.attempts
+        for draw in selection.draws
+        for repeat in range(selection.repeats)
     ]
-    return tuple(sorted(runs, key=lambda run: (run.run_id, run.attempt)))
-
-
-def split_id(text: str, cases: Iterable[Case]) -> CaseRun | None:
-    """The run that an id of `select_runs` stands for, whatever its subject; None if no case
-    has it."""
-    name, _, attempt = text.partition(_ATTEMPT_MARK)
-    for case in cases:
-        subject = name.removesuffix(run_id("", case))
-        if subject not in ("", name):
-            return CaseRun(subject, case, int(attempt) if attempt.isdecimal() else 0)
-    return None
+    return tuple(sorted(runs, key=lambda run: (run.run_id, run.draw, run.repeat)))

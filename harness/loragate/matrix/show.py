@@ -6,15 +6,18 @@ import json
 from collections import Counter
 from dataclasses import asdict
 from itertools import groupby
+from typing import Any
 
 from loragate.core.verdict import OracleName
-from loragate.matrix.plan import Plan, PlannedCase
+from loragate.matrix.case_run import CaseRun
+from loragate.matrix.plan import Plan
 
-SCHEMA = 1
+# 2: `draw` and `repeat` in the place of `attempt`
+SCHEMA = 2
 
 
 def render_plan(plan: Plan) -> str:
-    """Counts by subject and site, then what runs and who judges it, then what is left out."""
+    """Counts by subject and site, then what runs with which oracles, then what is skipped."""
     where = f"{plan.machine.device} ({plan.machine.name or 'unknown'})"
     if plan.machine.interpreted:
         where += ", Triton interpreter"
@@ -36,10 +39,14 @@ def plan_json(plan: Plan) -> str:
             {"subject": subject, "site": site, "count": len(names)}
             for (subject, site), names in plan.expected.items()
         ],
-        "planned": [asdict(planned) for planned in plan.planned],
+        "planned": [_planned(run) for run in plan.planned],
         "skipped": [asdict(skipped) for skipped in plan.skipped],
     }
     return json.dumps(document, indent=2, sort_keys=True) + "\n"
+
+
+def _planned(run: CaseRun) -> dict[str, Any]:
+    return asdict(run) | {"run_id": run.run_id, "seed": run.seed}
 
 
 def _counts(plan: Plan) -> list[str]:
@@ -58,16 +65,19 @@ def _counts(plan: Plan) -> list[str]:
 
 
 def _by_oracles(plan: Plan) -> dict[tuple[OracleName, ...], list[str]]:
-    runs: dict[tuple[OracleName, ...], list[str]] = {}
-    for name, group in groupby(plan.planned, key=lambda planned: planned.run_id):
-        attempts = list(group)
-        runs.setdefault(attempts[0].case.oracles, []).append(f"{name}{_attempts(attempts)}")
-    return runs
+    names: dict[tuple[OracleName, ...], list[str]] = {}
+    for name, group in groupby(plan.planned, key=lambda run: run.run_id):
+        runs = list(group)
+        names.setdefault(runs[0].case.oracles, []).append(f"{name}{_draws(runs)}")
+    return names
 
 
-def _attempts(planned: list[PlannedCase]) -> str:
-    numbers = [str(p.attempt) for p in planned]
-    return "" if numbers == ["0"] else f"  attempts {', '.join(numbers)}"
+def _draws(runs: list[CaseRun]) -> str:
+    """The draws and repeats of one case; nothing if there is only the first of each."""
+    draws = sorted({run.draw for run in runs})
+    repeats = len(runs) // len(draws)
+    text = "" if draws == [0] else f"  draws {', '.join(map(str, draws))}"
+    return text if repeats == 1 else f"{text}  {repeats} repeats"
 
 
 def _by_reason(plan: Plan) -> dict[str, list[str]]:

@@ -1,8 +1,8 @@
-"""The pytest plugin: one test for every attempt at every case of every subject.
+"""The pytest plugin: one test for every run of every case of every subject.
 
-Loaded by the root conftest.py. One module a feature; each holds its own hooks. The controller of
-a distributed session plans, pins and keeps the record, and never initialises CUDA; only workers
-import kernels.
+Loaded by the root conftest.py. Each feature is a module with its own hooks. The controller of a
+distributed session plans the run, pins workers to GPUs and accounts for what they do. It never
+initialises CUDA; only workers import kernels.
 """
 
 pytest_plugins = (
@@ -13,5 +13,5 @@ pytest_plugins = (
     "loragate.plugin.watchdog",
     "loragate.plugin.sticky",
     "loragate.plugin.pinning",
-    "loragate.plugin.ledger",
+    "loragate.plugin.accounting",
 )

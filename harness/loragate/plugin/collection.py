@@ -1,12 +1,13 @@
-"""From the selected runs to pytest items, one each, with the run's id as its id."""
+"""Makes one pytest item of each selected run, with the id of the run as its id."""
 
 from __future__ import annotations
 
 import pytest
 
 from loragate.matrix.case import Case
+from loragate.matrix.case_run import CaseRun
 from loragate.matrix.load import load_cases
-from loragate.matrix.selection import CaseRun, select_runs
+from loragate.matrix.selection import select_runs
 from loragate.plugin.options import selection_of
 
 # a test function that takes this argument is run once for every selected run
@@ -34,7 +35,7 @@ def selected_runs(config: pytest.Config) -> dict[str, CaseRun]:
 
 
 def all_cases(config: pytest.Config) -> tuple[Case, ...]:
-    """The cases of the selected files. Raises ValueError for what is wrong in them."""
+    """The cases of the selected files. Raises ValueError for errors in them."""
     if _CASES not in config.stash:
         # sampling large products takes seconds
         config.stash[_CASES] = load_cases(selection_of(config).matrix)
@@ -42,13 +43,13 @@ def all_cases(config: pytest.Config) -> tuple[Case, ...]:
 
 
 def case_run_of(item: pytest.Item) -> CaseRun | None:
-    """The run that an item stands for; None if it is an ordinary test."""
+    """The run that an item represents; None if it is an ordinary test."""
     callspec = getattr(item, "callspec", None)
     run = callspec.params.get(_ARGUMENT) if callspec is not None else None
     return run if isinstance(run, CaseRun) else None
 
 
 def case_run_of_id(config: pytest.Config, nodeid: str) -> CaseRun | None:
-    """The same for a node id that a worker has reported."""
+    """The run of a node id that a worker has reported; None if it is an ordinary test."""
     _, bracket, rest = nodeid.partition("[")
     return selected_runs(config).get(rest.removesuffix("]")) if bracket else None

@@ -1,4 +1,4 @@
-"""What a dead worker could not write any more, told from the stacks that it left."""
+"""The end of a case whose worker died, reconstructed from the stacks that the worker left."""
 
 from __future__ import annotations
 
@@ -7,39 +7,41 @@ from pathlib import Path
 
 from loragate.core.verdict import Failure, Verdict
 from loragate.events.model import CaseFinished
-from loragate.matrix.selection import CaseRun
+from loragate.matrix.case_run import CaseRun
 
-_HANG_SIGN = "Timeout ("
+_TIMEOUT_HEADER = "Timeout ("
 _MAX_LINES = 60
-_MACHINERY = ("/_pytest/", "/pluggy/", "/xdist/", "/execnet/", 'File "<string>"')
+_PYTEST_FRAMES = ("/_pytest/", "/pluggy/", "/xdist/", "/execnet/", 'File "<string>"')
 
 
-def write_obituary(
+def crash_report(
     run: CaseRun,
     *,
     worker: str,
     gpu: str,
     duration_s: float,
     stacks: Path,
-    neighbours: Sequence[str],
+    ran_before: Sequence[str],
 ) -> CaseFinished:
-    """The end of a case that took its worker with it.
+    """The end of a case that killed its worker.
 
-    `neighbours` are the cases that the worker ran before, the oldest first.
+    stacks: the file that the worker dumped its stacks to; it need not exist.
+    ran_before: ids of the last runs of this worker, the oldest first.
     """
     dump = _read(stacks)
-    hung = _HANG_SIGN in dump
+    hung = _TIMEOUT_HEADER in dump
     what = f"no end within {run.case.timeout_s:g} s" if hung else f"worker {worker} died"
     parts = [what]
-    if neighbours:
-        parts += ["ran before on this worker:", *(f"  {name}" for name in neighbours)]
+    if ran_before:
+        parts += ["ran before on this worker:", *(f"  {name}" for name in ran_before)]
     if dump:
-        parts += _told(dump)
+        parts += _without_pytest(dump)
     return CaseFinished(
         run_id=run.run_id,
         subject=run.subject,
         site=run.case.site.value,
-        attempt=run.attempt,
+        draw=run.draw,
+        repeat=run.repeat,
         seed=run.seed,
         worker=worker,
         verdict=Verdict.FAIL,
@@ -59,9 +61,9 @@ def _read(path: Path) -> str:
         return ""
 
 
-def _told(dump: str) -> list[str]:
-    """The dump without the frames of pytest below the case: they are the same in every dump."""
-    lines = [line for line in dump.splitlines() if not any(part in line for part in _MACHINERY)]
+def _without_pytest(dump: str) -> list[str]:
+    """The dump without the frames of pytest, which are the same in every dump."""
+    lines = [line for line in dump.splitlines() if not any(part in line for part in _PYTEST_FRAMES)]
     rest = len(lines) - _MAX_LINES
     # the innermost frames come first
     return [*lines[:_MAX_LINES], *([f"... {rest} more lines"] if rest > 0 else [])]

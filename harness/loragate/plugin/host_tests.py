@@ -1,6 +1,6 @@
-"""What the host leg ran and what it skipped, as a note of the gate's run. Loaded by that leg alone.
+"""Records how many host tests ran and were skipped. Loaded by the host leg of the gate only.
 
-Invariant: tests that a missing package has skipped leave the leg incomplete.
+Invariant: if tests were skipped because a package is missing, the leg is incomplete.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from loragate.events.log import EventWriter
 from loragate.events.model import Note
 from loragate.plugin.options import SETTINGS, Role
 
-# the words of pytest.importorskip
+# how the reason of pytest.importorskip begins
 _MISSING = "could not import"
 _ENDED = ("passed", "failed", "error", "xfailed", "xpassed")
 
@@ -28,13 +28,13 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
     skips = Counter(_reason(report) for report in terminal.stats.get("skipped", ()))
     executed = sum(len(terminal.stats.get(end, ())) for end in _ENDED)
     with EventWriter(settings.events, run=settings.run) as writer:
-        writer.write(Note(text=told(executed, skips)))
+        writer.write(Note(text=summary_of(executed, skips)))
     if session.exitstatus == ExitCode.OK and any(_MISSING in reason for reason in skips):
         session.exitstatus = ExitCode.INCOMPLETE.value
 
 
-def told(executed: int, skips: Counter[str]) -> str:
-    """A module that skips itself as a whole counts as one."""
+def summary_of(executed: int, skips: Counter[str]) -> str:
+    """Counts, and the reasons of the skips; a module that skips itself as a whole counts as one."""
     reasons = "; ".join(f"{reason} ({number})" for reason, number in sorted(skips.items()))
     counts = f"host tests: {executed} executed, {skips.total()} skipped"
     return f"{counts}: {reasons}" if reasons else counts
@@ -42,6 +42,6 @@ def told(executed: int, skips: Counter[str]) -> str:
 
 def _reason(report: pytest.CollectReport | pytest.TestReport) -> str:
     longrepr = report.longrepr
-    # file, line and reason; as a list where it came from a worker
+    # file, line and reason; a list if it came from a worker
     reason = str(longrepr[2]) if isinstance(longrepr, (tuple, list)) else report.longreprtext
     return reason.removeprefix("Skipped: ")

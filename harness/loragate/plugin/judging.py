@@ -1,4 +1,4 @@
-"""What a collected case does when its turn comes: run, record, then pass or fail as a test."""
+"""Runs a collected case, records its result, and passes or fails the test accordingly."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 from loragate.core.verdict import Failure, Verdict
 from loragate.events.log import EventWriter, read_events
 from loragate.events.model import CaseFinished, CaseStarted, KnownFinding
-from loragate.matrix.selection import CaseRun
+from loragate.matrix.case_run import CaseRun
 from loragate.plugin.collection import case_run_of
 from loragate.plugin.options import SETTINGS
 from loragate.plugin.sticky import mark_device_lost
@@ -27,17 +27,17 @@ class Judge(Protocol):
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtestloop(session: pytest.Session) -> None:
-    """Load the subjects before any deadline runs: importing a serving stack takes its time."""
+    """Load the subjects before any deadline starts: importing a serving stack takes long."""
     runs = [run for run in map(case_run_of, session.items) if run is not None]
     if not runs:
         return
     from loragate.run.trial import load_subject
 
     for name in sorted({run.subject for run in runs}):
-        # a subject that cannot be loaded is told by its own cases
+        # the cases of a subject that cannot be loaded report the error
         with suppress(Exception):
             load_subject(name)
-    # what is loaded by now stays, and no collection needs to look at it again
+    # what is loaded by now stays loaded, so the garbage collector need not visit it again
     gc.collect()
     gc.freeze()
 
@@ -71,11 +71,14 @@ def _judge(
 
     trial = open_trial(run)
     if isinstance(trial, str):
-        # the plan has counted it already: it is not among the expected cases
+        # the plan has left it out already: it is not among the expected cases
         pytest.skip(trial)
     worker = item.config.stash[SETTINGS].worker
     gpu = os.environ.get("CUDA_VISIBLE_DEVICES", "")
-    events.write(CaseStarted(run_id=run.run_id, worker=worker, attempt=run.attempt, seed=run.seed))
+    started = CaseStarted(
+        run_id=run.run_id, worker=worker, draw=run.draw, repeat=run.repeat, seed=run.seed
+    )
+    events.write(started)
     finished = run_case(run, trial, worker=worker, gpu=gpu)
     events.write(finished)
     _conclude(finished, item, listed)

@@ -1,7 +1,7 @@
-"""Device memory of a worker: a share of its own, and for the few cases that need more, a part of
-what the workers of a GPU have in common.
+"""Device memory of a worker: a share of its own and, for the few cases that need more, a part of
+the capacity that the workers of a GPU have in common.
 
-Invariant: workers together never ask a GPU for more than was free when they started, whatever
+Invariant: together, workers never ask a GPU for more than was free when they started, whatever
 their cases need and however a worker ends. A case that has to wait for memory does so before its
 deadline starts.
 """
@@ -40,13 +40,13 @@ class Allocator(Protocol):
         """Allow the process `size` bytes of `total`."""
 
     def trim(self) -> None:
-        """Give back what is cached."""
+        """Release cached memory."""
 
 
-class SpareRoom:
-    """Units of memory, each lent to one process at a time.
+class SharedCapacity:
+    """Units of memory that several processes borrow, each unit by one process at a time.
 
-    A unit is a locked byte of a file: the kernel unlocks those of a process that dies.
+    A unit is a locked byte of a file, so that the system frees the units of a process that dies.
     """
 
     def __init__(self, path: Path, units: int) -> None:
@@ -56,7 +56,7 @@ class SpareRoom:
 
     @contextmanager
     def borrow(self, count: int) -> Iterator[None]:
-        """Hold `count` units; waits until there are that many side by side."""
+        """Hold `count` units; waits until that many adjacent units are free."""
         assert count <= self.units, f"{count} of {self.units} units"
         file = self._open()
         start = self._take(file, count)
@@ -66,7 +66,7 @@ class SpareRoom:
             fcntl.lockf(file, fcntl.LOCK_UN, count, start)
 
     def _take(self, file: IO[bytes], count: int) -> int:
-        # no queue: only the few large cases compete, so each has its turn in the end
+        # no queue: only few large cases compete, so each of them gets its units in the end
         while True:
             for start in range(self.units - count + 1):
                 try:
@@ -77,7 +77,7 @@ class SpareRoom:
             time.sleep(_RETRY_S)
 
     def _open(self) -> IO[bytes]:
-        # by the first large case only: until then an earlier report may be moved aside
+        # opened by the first large case only: before, an earlier report may be moved aside
         if self._file is None:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             self._file = self._path.open("ab")
@@ -85,21 +85,23 @@ class SpareRoom:
 
 
 class WorkerMemory:
-    def __init__(self, own_bytes: int, spare: SpareRoom, allocator: Allocator) -> None:
+    """Limits the allocator of a worker to `own_bytes`, and to more while a large case runs."""
+
+    def __init__(self, own_bytes: int, shared: SharedCapacity, allocator: Allocator) -> None:
         self._own_bytes = own_bytes
-        self._spare = spare
+        self._shared = shared
         self._allocator = allocator
         allocator.limit(own_bytes)
 
     @contextmanager
-    def room_for(self, case_bytes: int) -> Iterator[None]:
-        """Inside, a case of that size has its memory."""
-        # an estimate may exceed all there is; the case then gets that
-        units = min(self._spare.units, -(-(case_bytes - self._own_bytes) // _UNIT))
+    def reserve(self, case_bytes: int) -> Iterator[None]:
+        """Within, a case of that size may be allocated; waits for the memory if necessary."""
+        # if the estimate exceeds all the memory, the case gets all of it
+        units = min(self._shared.units, -(-(case_bytes - self._own_bytes) // _UNIT))
         if units <= 0:
             yield
             return
-        with self._spare.borrow(units):
+        with self._shared.borrow(units):
             self._allocator.limit(self._own_bytes + units * _UNIT)
             try:
                 yield
@@ -114,12 +116,15 @@ MEMORY = pytest.StashKey[WorkerMemory]()
 def divide(
     path: Path, sharing: int, largest: int, allocator: Allocator, *, free: int
 ) -> WorkerMemory:
-    """The memory of one of `sharing` workers, all of which name the same `path` and divide the
-    same `free` bytes. What is free by now would not do: it tells who started first."""
-    # units are whole: one more makes up for the parts that are lost
+    """The memory of one of `sharing` workers.
+
+    All of them pass the same `path` and the same number of `free` bytes. The bytes that are free
+    now would be wrong, because they depend on which workers have started.
+    """
+    # one unit more makes up for rounding down to whole units
     share = share_of_gpu(free or allocator.total, sharing, largest + _UNIT)
-    spare = SpareRoom(path, share.spare_bytes // _UNIT)
-    return WorkerMemory(share.own_bytes, spare, allocator)
+    shared = SharedCapacity(path, share.spare_bytes // _UNIT)
+    return WorkerMemory(share.own_bytes, shared, allocator)
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:
@@ -133,7 +138,7 @@ def pytest_sessionstart(session: pytest.Session) -> None:
 
     if torch.cuda.is_available():
         session.config.stash[MEMORY] = divide(
-            settings.room_file(os.environ.get("CUDA_VISIBLE_DEVICES", "")),
+            settings.capacity_file(os.environ.get("CUDA_VISIBLE_DEVICES", "")),
             worker_input[WORKER_INPUT_SHARING],
             worker_input[WORKER_INPUT_LARGEST],
             TorchAllocator(),
@@ -146,7 +151,7 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object
     run, memory = case_run_of(item), item.config.stash.get(MEMORY, None)
     if run is None or memory is None:
         return (yield)
-    with memory.room_for(footprint_bytes(run.case)):
+    with memory.reserve(footprint_bytes(run.case)):
         return (yield)
 
 
@@ -161,6 +166,6 @@ class TorchAllocator:
         self._cuda.set_per_process_memory_fraction(min(1.0, size / self.total))
 
     def trim(self) -> None:
-        # tensors of a failed case may hang in the cycles of its traceback
+        # reference cycles in the traceback of a failed case may keep its tensors
         gc.collect()
         self._cuda.empty_cache()

@@ -1,7 +1,7 @@
-"""The `--loragate-...` options, and what a process of a distributed session is for.
+"""The `--loragate-...` options, and the role of a process in a distributed session.
 
-Invariant: nothing that imports kernels runs before `select_interpreter`, and only processes that
-run tests call it, so that the controller stays free of torch and of CUDA.
+Invariant: kernels are only imported after `select_interpreter`, and only processes that run tests
+call it, so that the controller stays free of torch and of CUDA.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from loragate.core.arguments import count_from
 from loragate.core.machine import select_interpreter
 from loragate.core.versions import new_run_name
 from loragate.matrix.case import Tier
@@ -57,9 +58,9 @@ class Settings:
         """Where the watchdog of a worker writes its stacks."""
         return self.report / WORKERS / f"{worker}.stack"
 
-    def room_file(self, gpu: str) -> Path:
-        """Where the workers of a GPU agree on who uses the memory that they share."""
-        return self.report / WORKERS / f"{gpu.replace('/', '_')}.room"
+    def capacity_file(self, gpu: str) -> Path:
+        """The file by which the workers of a GPU divide the memory that they have in common."""
+        return self.report / WORKERS / f"{gpu.replace('/', '_')}.capacity"
 
 
 SETTINGS = pytest.StashKey[Settings]()
@@ -80,11 +81,18 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         help="Which cases to run (default: smoke)",
     )
     group.addoption(
-        "--loragate-attempt",
+        "--loragate-draw",
         action="append",
-        type=_attempt,
+        type=count_from(0),
         metavar="N",
-        help="Draw the data of attempt N. Repeatable (default: 0)",
+        help="Use the random data of draw N. Repeatable (default: 0)",
+    )
+    group.addoption(
+        "--loragate-repeats",
+        type=count_from(1),
+        default=1,
+        metavar="N",
+        help="Run each draw N times (default: 1)",
     )
     group.addoption(
         "--loragate-cases",
@@ -127,16 +135,10 @@ def selection_of(config: pytest.Config) -> Selection:
         matrix=_matrix(config),
         subjects=_unique(option.loragate_subject or ["lorakernels"]),
         tier=Tier(option.loragate_tier),
-        attempts=_unique(option.loragate_attempt or [0]),
+        draws=_unique(option.loragate_draw or [0]),
+        repeats=option.loragate_repeats,
         patterns=_unique(option.loragate_cases),
     )
-
-
-def _attempt(text: str) -> int:
-    value = int(text)
-    if value < 0:
-        raise ValueError(text)
-    return value
 
 
 def _settings(config: pytest.Config) -> Settings:

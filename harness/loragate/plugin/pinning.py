@@ -48,15 +48,15 @@ def pytest_cmdline_main(config: pytest.Config) -> None:
     if option.dist == "no":
         option.dist = "worksteal"
     if option.maxworkerrestart is None:
-        # every restart is paid by one case that killed its worker, so it is bounded anyway;
-        # workers that die before they run anything are stopped by the ledger
+        # every restart costs the one case that killed its worker, so their number is bounded;
+        # `accounting` ends a session whose workers die before they run anything
         option.maxworkerrestart = "1000000"
 
 
 @pytest.hookimpl(optionalhook=True, tryfirst=True)
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int | None:
     if "PYTEST_XDIST_AUTO_NUM_WORKERS" in os.environ:
-        # xdist's own way to say it
+        # xdist reads this variable itself
         return None
     listed = _listed_gpus(config)
     handles = visible_gpus(os.environ, listed)
@@ -88,24 +88,24 @@ def pytest_configure_node(node: Any) -> None:
 
 
 def _listed_gpus(config: pytest.Config) -> tuple[ListedGpu, ...]:
-    """As they were before the first worker took memory: workers are counted from the same figures
-    that they are granted from."""
+    """The GPUs as they were before the first worker took memory: the number of workers and their
+    memory are derived from the same figures."""
     if _LISTED not in config.stash:
         try:
             config.stash[_LISTED] = list_gpus(os.environ)
         except DriverError as error:
-            # too early for pytest.exit, which only a session understands
+            # too early for pytest.exit, which needs a session
             print(error, file=sys.stderr)
             os._exit(ExitCode.INFRASTRUCTURE.value)
     return config.stash[_LISTED]
 
 
 def _largest_case(config: pytest.Config) -> int:
-    """Bytes that the largest selected case needs; 0 where the case files cannot be read, which
-    the workers will tell."""
+    """Bytes that the largest selected case needs; 0 if the case files cannot be read, which the
+    workers will report."""
     if _LARGEST not in config.stash:
-        # another attempt draws other data of the same size
-        selection = replace(selection_of(config), attempts=(0,))
+        # other draws have other data of the same size
+        selection = replace(selection_of(config), draws=(0,), repeats=1)
         try:
             runs = select_runs(selection, all_cases(config))
         except ValueError:

@@ -1,7 +1,7 @@
-"""A session as a run of its own, or as a leg of the gate's run.
+"""A pytest session as a run of its own, or as a leg of a run of the gate.
 
-Invariant: only a session that owns its run moves an earlier report aside, writes the plan and
-closes the run; a leg of the gate only appends to it.
+Invariant: only a session that owns its run moves an earlier report aside, records the plan and
+closes the run; a leg of the gate only appends to the events.
 """
 
 from __future__ import annotations
@@ -14,12 +14,13 @@ import pytest
 from loragate.core.verdict import EXIT_CODES, ExitCode, Verdict, worst
 from loragate.events.log import EventWriter, read_events
 from loragate.events.model import Event, LegFinished, LegStarted
-from loragate.matrix.selection import CaseRun
+from loragate.matrix.case_run import CaseRun
 from loragate.plugin.options import Ownership, Settings
 from loragate.report.summary import Summary
 from loragate.run.closing import close_run, verdict_on
 from loragate.run.folder import clear_folder
-from loragate.run.opening import AnnounceError, Announcement, announce
+from loragate.run.opening import RunRequest
+from loragate.run.opening_process import PlanningError, opening_events_of_child
 
 _LEG = "pytest"
 
@@ -29,7 +30,7 @@ class SessionRun:
         self._settings = settings
         self._begin = time.monotonic()
         self.begun = False
-        # of a run of its own that has ended
+        # only for a run of its own, once it has ended
         self.summary: Summary | None = None
 
     def start(self, runs: Collection[CaseRun]) -> None:
@@ -38,17 +39,17 @@ class SessionRun:
             self._open(runs)
         self.begun = True
 
-    def finish(self, runs: Collection[CaseRun], *, failures_beside: int) -> ExitCode:
-        """Judge what was collected; a run of its own is closed and its report written.
+    def finish(self, runs: Collection[CaseRun], *, other_failures: int) -> ExitCode:
+        """Judge the collected runs; close a run of its own and write its report.
 
-        failures_beside: what failed in the session and is no case.
+        other_failures: how much failed in the session besides cases.
         """
         settings = self._settings
         verdict, message = verdict_on(runs, read_events(settings.events)), ""
-        if failures_beside:
-            noun = "failure" if failures_beside == 1 else "failures"
+        if other_failures:
+            noun = "failure" if other_failures == 1 else "failures"
             verdict = worst([verdict, Verdict.FAIL])
-            message = f"{failures_beside} {noun} beside the cases, told by pytest"
+            message = f"{other_failures} {noun} outside of the cases, reported by pytest"
         exit_code = EXIT_CODES[verdict]
         if settings.ownership is Ownership.JOINED:
             return exit_code
@@ -67,8 +68,8 @@ class SessionRun:
 
     def _open(self, runs: Collection[CaseRun]) -> None:
         try:
-            opening = announce(
-                Announcement(
+            opening = opening_events_of_child(
+                RunRequest(
                     run=self._settings.run,
                     selection=self._settings.selection,
                     leg=_LEG,
@@ -76,7 +77,7 @@ class SessionRun:
                     only=frozenset(run.run_id for run in runs),
                 )
             )
-        except AnnounceError as error:
+        except PlanningError as error:
             pytest.exit(str(error), returncode=error.exit_code.value)
         clear_folder(self._settings.report)
         for event in (*opening, LegStarted(name=_LEG)):

@@ -1,8 +1,8 @@
-"""A worker whose device no longer answers reports the case that broke it, then makes way.
+"""A worker whose device no longer answers reports the case that broke it, then exits.
 
-One illegal access poisons the CUDA context of the process: every later case would fail for it
-(NVIDIA/cuml #7906 counted 1054 of those). The exit comes right after the call report, where it
-costs no other case; the ledger drops the controller's echo of it.
+One illegal access poisons the CUDA context of the process, so that every later case would fail
+(NVIDIA/cuml #7906 counted 1054 of those). The worker exits right after the call report, where no
+other case is lost; `accounting` ignores the crash that the controller then reports.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ _PROPERTY = ("loragate_device", "lost")
 
 
 def mark_device_lost(item: pytest.Item) -> None:
-    """Let the session act once the report of `item` is out."""
+    """Make the session act once the report of `item` is out."""
     item.user_properties.append(_PROPERTY)
 
 
 def lost_device(report: pytest.TestReport) -> bool:
-    # a property that went through a worker's channel comes back as a list
+    # a property that was sent by a worker arrives as a list
     return any(tuple(entry) == _PROPERTY for entry in report.user_properties)
 
 
@@ -40,7 +40,7 @@ class StickyGuard:
         if role is Role.ALONE:
             session = self._config.pluginmanager.get_plugin("session")
             assert isinstance(session, pytest.Session)
-            session.shouldstop = "the device does not answer any more and there are no workers"
+            session.shouldstop = "the device no longer answers and there are no workers"
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -1,7 +1,7 @@
 """A case that hangs is killed at its own deadline, with the stack of every thread.
 
-The dump comes from a thread of the interpreter's own that needs no GIL, so that a kernel launch
-or a C extension that never returns is caught too. Workers dump to a file that the controller
+The stacks are dumped by a thread of the interpreter that does not need the GIL, so that a kernel
+launch or a C extension that never returns is caught too. Workers dump to a file that the controller
 reads; a session without workers dumps to stderr.
 """
 
@@ -27,7 +27,7 @@ def pytest_unconfigure(config: pytest.Config) -> None:
         stacks.close()
 
 
-# not first: a case that waits for memory is not late
+# not tryfirst: waiting for memory must not count against the deadline
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
     run = case_run_of(item)
@@ -42,7 +42,7 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object
 
 
 def _stacks(config: pytest.Config) -> IO[bytes]:
-    # opened by the first case only: other tests have no report
+    # opened by the first case only: without cases there is no report
     if _STACKS not in config.stash:
         config.stash[_STACKS] = _open_stacks(config.stash[SETTINGS])
     return config.stash[_STACKS]
@@ -55,6 +55,6 @@ def _open_stacks(settings: Settings) -> IO[bytes]:
     path = settings.stack_file(settings.worker)
     path.parent.mkdir(parents=True, exist_ok=True)
     stacks = path.open("wb", buffering=0)
-    # a crash in native code leaves its stack where the controller looks for it
+    # a crash in native code leaves its stack in the file that the controller reads
     faulthandler.enable(file=stacks)
     return stacks

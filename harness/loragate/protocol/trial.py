@@ -12,7 +12,7 @@ from loragate.protocol.subject import Subject
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """One attempt at one case with one subject. Oracles draw data and open instances
+    """One run of one case of one subject. Oracles draw data and open instances
     through the helpers in `loragate.inputs`, always from `seed`."""
 
     case: Case

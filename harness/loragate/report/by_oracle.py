@@ -1,7 +1,7 @@
 """How many cases each oracle judged, by site of a subject. Pure; imports no torch.
 
-A case passes where all of its oracles that apply pass. These figures judge nothing; they let people
-see a subject that stops to promise something, or an oracle that finds nothing to look at.
+A case passes if all of its oracles that apply pass. These figures do not enter the verdict; they
+show when a subject no longer promises something, or when an oracle finds nothing to judge.
 """
 
 from __future__ import annotations
@@ -16,9 +16,11 @@ from loragate.report.outcomes import JUDGED, CaseOutcome
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OracleCount:
-    """What one oracle did with the cases of one site of one subject: it gave a verdict on
-    `judged` and did not apply to `skipped`. Cases that the machine cut short are in neither.
-    `reason` is the one most often given for a skip."""
+    """What one oracle did with the cases of one site of one subject.
+
+    It gave a verdict on `judged` cases and did not apply to `skipped` ones; cases that the machine
+    cut short are in neither. `reason` is the one most often given for a skip.
+    """
 
     subject: str
     site: str
@@ -28,13 +30,13 @@ class OracleCount:
     reason: str = ""
 
     def __str__(self) -> str:
-        asked = self.judged + self.skipped
-        return f"{self.judged} of {asked}" if self.skipped else str(self.judged)
+        named = self.judged + self.skipped
+        return f"{self.judged} of {named}" if self.skipped else str(self.judged)
 
 
 @dataclass(frozen=True, slots=True)
 class OracleRow:
-    """A site of a subject; one cell for each oracle of the table, None where no case names it."""
+    """A site of a subject; one cell for each oracle of the table, None if no case names it."""
 
     subject: str
     site: str
@@ -58,8 +60,8 @@ def oracle_table(counts: Iterable[OracleCount]) -> OracleTable:
 
 
 def count_oracles(cases: Iterable[CaseOutcome]) -> tuple[OracleCount, ...]:
-    """Sorted by subject and site, then in the order of the oracles. Of a case with several
-    attempts the one that decided counts."""
+    """Sorted by subject and site, then in the order of the oracles. Of a case with several trials
+    the one that decided counts."""
     found: dict[tuple[str, str, OracleName], list[Judgement]] = defaultdict(list)
     for case in cases:
         for judgement in case.judgements:

@@ -16,8 +16,9 @@ class Count:
     """Results of one site of one subject.
 
     `executed` were judged: passed + known + failed + inconclusive, where `known` are those that
-    failed as the ledger lists it. `skipped` are those that the plan
-    left out and those that were skipped at run time; only the latter are among the expected.
+    failed as the ledger of findings lists it. `skipped` are those that the plan left out and those
+    that were skipped at run time; only the latter are among the expected. A case counts once,
+    whatever the number of its draws and repeats.
     """
 
     subject: str
@@ -39,7 +40,7 @@ class Count:
 def count_results(
     plan: RunStarted | None, cases: Sequence[CaseOutcome], compiles: Sequence[CompileResult]
 ) -> tuple[Count, ...]:
-    """One row for every (subject, site) that was planned or heard of, sorted."""
+    """One row for every (subject, site) that was planned or has results, sorted."""
     expected: Counter[tuple[str, str]] = Counter()
     for row in plan.expected if plan else ():
         expected[row.subject, row.site] += row.count

@@ -1,4 +1,4 @@
-"""The evidence of one attempt as text: what a failing test and `loragate replay` print. Pure."""
+"""The evidence of one trial as text: what a failing test and `loragate replay` print. Pure."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from loragate.report.wording import figures, place, printable
 
 
 def render_evidence(finished: CaseFinished) -> str:
-    """The verdict, every oracle's judgement, and one command that runs the case again."""
+    """The verdict, the judgement of every oracle, and one command that runs the case again."""
     kind = f" {finished.failure}" if finished.failure else ""
     lines = [f"{finished.verdict.upper()}{kind}: {finished.run_id}"]
     if finished.message:

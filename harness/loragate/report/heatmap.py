@@ -1,6 +1,6 @@
 """Geometry of the heat map: one column a case, one row an oracle. Pure.
 
-Every planned case has a column, so that what is missing is seen as well as what is wrong.
+Every planned case has a column, so that what is missing shows as well as what is wrong.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from loragate.core.verdict import Judgement, OracleName, Verdict
 from loragate.report.outcomes import CaseOutcome
 from loragate.report.summary import Summary
-from loragate.report.wording import VERDICT_WORDS, multiple, ratio
+from loragate.report.wording import VERDICT_NAMES, multiple, ratio
 
 # all lengths are CSS pixels
 GUTTER = 84
@@ -53,7 +53,7 @@ class Column:
 
 @dataclass(frozen=True, slots=True)
 class Strip:
-    """As many columns as fit beside each other."""
+    """As many columns as fit side by side."""
 
     columns: tuple[Column, ...]
     width: int
@@ -89,7 +89,8 @@ def bands(summary: Summary) -> tuple[Band, ...]:
 
 
 def tone(judgement: Judgement) -> str:
-    """Shade of one judgement: its verdict, refined by error over threshold where there is one."""
+    """Shade of one judgement: its verdict, refined by the error over the threshold if there is
+    one."""
     times = ratio(judgement)
     if times is None:
         return _TONES[judgement.verdict]
@@ -122,8 +123,8 @@ def _column(run_id: str, case: CaseOutcome | None, x: int, oracles: Sequence[Ora
     if case is None:
         cells = _filled(rows, "missing", "planned, but never started")
     elif not case.judgements:
-        words = f"{VERDICT_WORDS[case.verdict]} {case.failure or ''}".strip()
-        cells = _filled(rows, _TONES[case.verdict], words)
+        title = f"{VERDICT_NAMES[case.verdict]} {case.failure or ''}".strip()
+        cells = _filled(rows, _TONES[case.verdict], title)
     else:
         cells = tuple(_cells(case, oracles))
     linked = case is not None and (case.verdict is not Verdict.PASS or case.is_known)
@@ -142,10 +143,10 @@ def _cells(case: CaseOutcome, oracles: Sequence[OracleName]) -> Iterator[Cell]:
             continue
         times = ratio(judgement)
         extent = "" if times is None else f", {multiple(times)} of the threshold"
-        words = f"{oracle}: {VERDICT_WORDS[judgement.verdict]}{extent}"
+        title = f"{oracle}: {VERDICT_NAMES[judgement.verdict]}{extent}"
         listed = [f.id for f in case.known if f.case and f.case.shows(case.run_id, judgement)]
-        words += f", known: {', '.join(listed)}" if listed else ""
-        yield Cell(row, tone(judgement), words)
+        title += f", known: {', '.join(listed)}" if listed else ""
+        yield Cell(row, tone(judgement), title)
 
 
 def _last_of_each(judgements: Iterable[Judgement]) -> dict[OracleName, Judgement]:

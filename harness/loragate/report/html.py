@@ -1,6 +1,6 @@
 """One self-contained page for a run: no network, no framework, readable in light and dark.
 
-The template only places what stands ready here; whatever comes from a run is escaped by it.
+The template only places what is prepared here, and escapes whatever comes from a run.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from jinja2 import Environment, FunctionLoader, StrictUndefined, Template
 from loragate.core.checkout import Tree
 from loragate.core.verdict import Judgement, Verdict
 from loragate.findings.ledger import Line
+from loragate.matrix.case_run import trial_name
 from loragate.report.by_oracle import OracleTable, oracle_table
 from loragate.report.heatmap import GUTTER, ROW, Band, bands, tone
 from loragate.report.kinds import Kind, kinds_of_trouble
@@ -25,17 +26,18 @@ from loragate.report.resources import ResourceTable, resource_table
 from loragate.report.summary import EXIT_MEANINGS, Summary
 from loragate.report.wording import (
     KNOWN,
-    VERDICT_WORDS,
+    VERDICT_NAMES,
     alike,
+    bad_trials,
     duration,
     headline,
     limits,
     multiple,
     others,
+    outcome_name,
     place,
     printable,
     ratio,
-    word_of,
 )
 
 _TITLES: Mapping[Verdict, str] = {
@@ -62,15 +64,15 @@ class Segment:
 
 @dataclass(frozen=True, slots=True)
 class Evidence:
-    """One judgement, or several that say the same.
+    """One judgement, or several that read the same.
 
-    `mark` is the place of the error on a logarithmic scale, 0 to 100, the threshold at 50;
-    `stack` is what follows the first line of a message.
+    `mark` is the position of the error on a logarithmic scale from 0 to 100 with the threshold at
+    50. `headline` is the first line of the message, `stack` is the rest of it.
     """
 
     oracles: tuple[str, ...]
     judgement: Judgement
-    said: str
+    headline: str
     stack: str
     tone: str
     multiple: str
@@ -82,19 +84,21 @@ class Evidence:
 
 @dataclass(frozen=True, slots=True)
 class Trouble:
-    """A case that did not pass. `held` are the oracles that had nothing against it."""
+    """A case that did not pass. `passed` are the oracles that passed it; `trials` says which of
+    several trials did not pass, "" if there was one."""
 
     case: CaseOutcome
     axes: tuple[tuple[str, str], ...]
     evidence: tuple[Evidence, ...]
-    held: tuple[str, ...]
-    said: str
+    passed: tuple[str, ...]
+    trials: str
+    headline: str
     stack: str
 
 
 @dataclass(frozen=True, slots=True)
 class TroubleKind:
-    """`shown` cases stand open, `folded` ones of the same kind behind a click."""
+    """`shown` cases are visible, `folded` ones of the same kind are behind a click."""
 
     kind: Kind
     shown: tuple[Trouble, ...]
@@ -103,7 +107,7 @@ class TroubleKind:
 
 @dataclass(frozen=True, slots=True)
 class ListedFinding:
-    """One entry of the ledger, and the cases that failed as it says and in no other way."""
+    """One entry of the ledger, and the cases that failed as it lists and in no other way."""
 
     line: Line
     cases: tuple[Trouble, ...]
@@ -164,9 +168,9 @@ def _template() -> Template:
         loader=FunctionLoader(_packaged),
     )
     environment.filters.update(
-        duration=duration, printable=printable, headline=headline, word=VERDICT_WORDS.__getitem__
+        duration=duration, printable=printable, headline=headline, name=VERDICT_NAMES.__getitem__
     )
-    environment.filters["outcome"] = word_of
+    environment.filters.update(outcome=outcome_name, trial=lambda trial: trial_name(*trial))
     return environment.get_template("index.html.j2")
 
 
@@ -183,9 +187,9 @@ def _segments(summary: Summary) -> tuple[Segment, ...]:
         ("undecided", "undecided", total.inconclusive),
         ("infra", "infra", total.infra),
     ]
-    heard = sum(number for _, _, number in parts)
-    parts.append(("not run", "missing", max(0, total.expected - heard)))
-    whole = max(1, total.expected, heard)
+    seen = sum(number for _, _, number in parts)
+    parts.append(("not run", "missing", max(0, total.expected - seen)))
+    whole = max(1, total.expected, seen)
     return tuple(
         Segment(label, name, number, 100 * number / whole)
         for label, name, number in parts
@@ -199,7 +203,7 @@ def _kind(kind: Kind) -> TroubleKind:
 
 
 def _ledger(summary: Summary) -> tuple[ListedFinding, ...]:
-    # a case that shows two findings stands with the first: an id is once on a page
+    # a case that shows two findings is listed under the first: an id is unique on a page
     cases = {
         line.finding: [case for case in summary.known if case.known[0] == line.finding]
         for line in summary.ledger
@@ -210,26 +214,27 @@ def _ledger(summary: Summary) -> tuple[ListedFinding, ...]:
 
 
 def _trouble(case: CaseOutcome) -> Trouble:
-    told = case.message in {judgement.message for judgement in case.evidence}
-    said, stack = ("", "") if told else _said(case.message)
+    shown = case.message in {judgement.message for judgement in case.evidence}
+    first, stack = ("", "") if shown else _split(case.message)
     return Trouble(
         case=case,
         axes=_axes(case),
         evidence=tuple(map(_evidence, alike(case.evidence))),
-        held=tuple(j.oracle.value for j in case.judgements if j.verdict is Verdict.PASS),
-        said=said,
+        passed=tuple(j.oracle.value for j in case.judgements if j.verdict is Verdict.PASS),
+        trials=bad_trials(case) if case.trials > 1 and case.bad_trials else "",
+        headline=first,
         stack=stack,
     )
 
 
-def _said(message: str) -> tuple[str, str]:
-    """The sentence of a message, and the stack that may follow it."""
-    said = headline(message)
-    return said, printable(message).strip().removeprefix(said).strip("\n")
+def _split(message: str) -> tuple[str, str]:
+    """The first line of a message, and the stack that may follow it."""
+    first = headline(message)
+    return first, printable(message).strip().removeprefix(first).strip("\n")
 
 
 def _axes(case: CaseOutcome) -> tuple[tuple[str, str], ...]:
-    """The `axis-value` pairs of a run id; a part that is none has an empty axis."""
+    """The `axis-value` pairs of a run id; a part that is not a pair has an empty axis."""
     rest = case.run_id.removeprefix(f"{case.subject}.{case.site}.")
     pairs = (part.partition("-") for part in rest.split("."))
     return tuple((axis, value) if dash else ("", axis) for axis, dash, value in pairs)
@@ -237,11 +242,11 @@ def _axes(case: CaseOutcome) -> tuple[tuple[str, str], ...]:
 
 def _evidence(judgements: tuple[Judgement, ...]) -> Evidence:
     first, times = judgements[0], ratio(judgements[0])
-    said, stack = _said(first.message)
+    text, stack = _split(first.message)
     return Evidence(
         oracles=tuple(judgement.oracle.value for judgement in judgements),
         judgement=first,
-        said=said,
+        headline=text,
         stack=stack,
         tone=tone(first),
         multiple=multiple(times) if times is not None else "",

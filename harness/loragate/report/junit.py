@@ -1,8 +1,8 @@
 """JUnit XML (xunit2) for CI systems that read it. An export, never the source of truth. Pure.
 
 One suite for every (subject, site), one for the compiled kernels of a subject, one for the legs.
-A wrong answer is a failure, one that is listed is none and names its finding; what was not judged
-is an error, so that no reader shows it green.
+A wrong answer is a failure; one that is listed as a finding passes and names the finding. What was
+not judged is an error, so that no reader shows it as passed.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from loragate.core.verdict import Judgement, Verdict
 from loragate.events.model import COMPILE_SITE, CompileResult, Skipped
 from loragate.report.outcomes import CaseOutcome, LegOutcome
 from loragate.report.summary import Summary
-from loragate.report.wording import figures, headline, place, printable, word_of
+from loragate.report.wording import figures, headline, outcome_name, place, printable
 
 _LEGS = "gate.legs"
 
@@ -71,14 +71,15 @@ def _entries(summary: Summary) -> Iterable[_Entry]:
 
 
 def _case(case: CaseOutcome) -> _Entry:
-    verdict = word_of(case) if case.is_known else case.verdict.value
+    verdict = outcome_name(case) if case.is_known else case.verdict.value
     properties = {"verdict": verdict, "subject": case.subject}
     if case.known:
         properties["finding"] = ", ".join(finding.id for finding in case.known)
     if case.shown:
         properties |= {
             "seed": str(case.shown.seed),
-            "attempt": str(case.shown.attempt),
+            "draw": str(case.shown.draw),
+            "repeat": str(case.shown.repeat),
             "worker": case.shown.worker,
         }
     detail = [case.message, *map(_evidence, case.evidence), f"replay: {case.replay}"]
@@ -135,7 +136,7 @@ def _skipped(skipped: Skipped) -> _Entry:
 
 
 def _short(run_id: str, subject: str, site: str) -> str:
-    # the suite says the rest
+    # the name of the suite holds the rest
     return run_id.removeprefix(f"{subject}.{site}.")
 
 

@@ -1,6 +1,7 @@
-"""Cases that did not pass, by what they have in common: one defect often shows in many cases. Pure.
+"""Cases that did not pass, grouped by what they have in common: one defect often shows in many
+cases. Pure.
 
-Invariant: every case is in exactly one kind, and no kind is pushed out of sight by a larger one.
+Invariant: every case is in exactly one kind, and a large kind does not hide a small one.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ from loragate.report.outcomes import CaseOutcome
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """`oracles` are those that speak against each of the `cases`, none if no oracle came to it."""
+    """`oracles` are those that did not pass each of the `cases`; none if the cases ended before an
+    oracle gave a verdict."""
 
     subject: str
     site: str

@@ -1,6 +1,6 @@
-"""What became of every case, leg and kernel, from nothing but events. Pure; imports no torch.
+"""The outcome of every case, leg and kernel, derived from events alone. Pure; imports no torch.
 
-Invariants: the result does not depend on the order of the events, and no event can better a
+Invariants: the result does not depend on the order of the events, and no event can improve a
 verdict that another event has worsened. A listed finding excuses the judgements that it names and
 nothing else.
 """
@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 from typing import TypeVar
 
 from loragate.core.verdict import Failure, Judgement, Verdict, worst
@@ -26,24 +27,26 @@ from loragate.events.model import (
     RunStarted,
 )
 from loragate.findings.ledger import Finding, Line, audit, known_finding, observe_cases
+from loragate.matrix.case_run import replay_command, trial_name
 
 _Item = TypeVar("_Item")
 
-# a case with one of these was judged; with any other it owes its result still
+# a case with one of these was judged; with any other its result is still missing
 JUDGED = frozenset({Verdict.PASS, Verdict.FAIL, Verdict.INCONCLUSIVE})
 
-# a case that was started and that nobody planned
-_NOBODY = Expected(leg="", subject="unplanned", site="", count=0)
+# for a case that was started without being planned
+_UNPLANNED = Expected(leg="", subject="unplanned", site="", count=0)
 
 _HARMLESS = frozenset({Verdict.PASS, Verdict.SKIP})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CaseOutcome:
-    """One case of one subject over all its attempts; `shown` is the attempt that decided.
+    """One case of one subject over all its draws and repeats; `shown` is the trial that decided.
 
-    `shown` is None if no attempt came to its end. `known` are the listed findings that it shows;
-    a case with nothing else against it has passed as far as the run is concerned.
+    `shown` is None if no trial came to its end. `trials` counts those that were started, and
+    `bad_trials` are the draw and repeat of those that did not pass. `known` are the listed findings
+    that the case shows; with nothing else against it the case counts as passed.
     """
 
     run_id: str
@@ -52,15 +55,16 @@ class CaseOutcome:
     verdict: Verdict
     failure: Failure | None = None
     message: str = ""
-    attempts: int = 1
+    trials: int = 1
+    bad_trials: tuple[tuple[int, int], ...] = ()
     shown: CaseFinished | None = None
-    # the attempt that was started last, where `shown` is None
+    # the trial that was started last, where `shown` is None
     started: CaseStarted | None = None
     known: tuple[Finding, ...] = ()
 
     @property
     def is_known(self) -> bool:
-        """Whether it failed as listed, and in no other way."""
+        """Whether the case failed as listed, and in no other way."""
         return bool(self.known) and self.verdict is Verdict.PASS
 
     @property
@@ -69,15 +73,14 @@ class CaseOutcome:
 
     @property
     def evidence(self) -> tuple[Judgement, ...]:
-        """The judgements that speak against the case."""
+        """The judgements that did not pass."""
         return tuple(j for j in self.judgements if j.verdict not in _HARMLESS)
 
     @property
     def replay(self) -> str:
         if self.shown:
             return self.shown.replay
-        attempt = f" --attempt {self.started.attempt}" if self.started else ""
-        return f"loragate replay {self.run_id}{attempt}"
+        return replay_command(self.run_id, *(self.started.trial if self.started else (0, 0)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,20 +103,20 @@ def case_outcomes(events: Iterable[Event]) -> tuple[CaseOutcome, ...]:
             starts[event.run_id].append(event)
     owners = _owners(events)
     plans = [event for event in events if isinstance(event, RunStarted)]
-    owed = frozenset(attempt for plan in plans for attempt in plan.attempts)
+    owed = frozenset(t for plan in plans for t in product(plan.draws, range(plan.repeats)))
     legs = {leg.name: leg.verdict for leg in leg_outcomes(events)}
     listed = listed_findings(events)
     outcomes = []
     for run_id in sorted(ends.keys() | starts.keys()):
-        owner = owners.get(run_id, _NOBODY)
+        owner = owners.get(run_id, _UNPLANNED)
         leg = legs.get(owner.leg, Verdict.INFRA)
         case = _case(starts[run_id], ends[run_id], owner, leg, listed)
-        outcomes.append(_with_owed_attempts(case, owed - _attempts(starts[run_id], ends[run_id])))
+        outcomes.append(_with_missing_trials(case, owed - _trials(starts[run_id], ends[run_id])))
     return tuple(outcomes)
 
 
 def leg_outcomes(events: Iterable[Event]) -> tuple[LegOutcome, ...]:
-    """All planned legs in plan order, then those that nobody planned."""
+    """All planned legs in plan order, then those that were not planned."""
     events = tuple(events)
     planned = [leg for event in events if isinstance(event, RunStarted) for leg in event.legs]
     started = {event.name for event in events if isinstance(event, LegStarted)}
@@ -127,7 +130,7 @@ def leg_outcomes(events: Iterable[Event]) -> tuple[LegOutcome, ...]:
 
 
 def compile_outcomes(events: Iterable[Event]) -> tuple[CompileResult, ...]:
-    """One result for every (subject, kernel, specialisation, arch), the worst one."""
+    """The worst result for every (subject, kernel, specialisation, arch)."""
     groups: dict[tuple[str, ...], list[CompileResult]] = defaultdict(list)
     for event in events:
         if isinstance(event, CompileResult):
@@ -140,13 +143,13 @@ def compile_outcomes(events: Iterable[Event]) -> tuple[CompileResult, ...]:
 
 
 def listed_findings(events: Iterable[Event]) -> tuple[KnownFinding, ...]:
-    """What the run was told to be known, each once, sorted by id."""
+    """The findings that were listed when the run started, each once, sorted by id."""
     listed = {event for event in events if isinstance(event, KnownFinding)}
     return tuple(sorted(listed, key=lambda entry: (entry.finding.id, repr(entry))))
 
 
 def ledger_lines(events: Iterable[Event]) -> tuple[Line, ...]:
-    """What became of each listed finding in this run."""
+    """What this run showed of each listed finding."""
     events = tuple(events)
     ends = [event for event in events if isinstance(event, CaseFinished)]
     judged = sorted(
@@ -158,14 +161,14 @@ def ledger_lines(events: Iterable[Event]) -> tuple[Line, ...]:
 
 
 def known_in(case: CaseFinished, listed: Iterable[KnownFinding]) -> tuple[Finding, ...]:
-    """The listed findings that an attempt shows."""
+    """The listed findings that a trial shows."""
     listed = tuple(listed)
     found = (_known(case.run_id, judgement, listed) for judgement in case.judgements)
     return tuple(dict.fromkeys(finding for finding in found if finding is not None))
 
 
 def excused(case: CaseFinished, listed: Iterable[KnownFinding]) -> CaseFinished:
-    """The attempt as it would be if the judgements that are listed had passed."""
+    """The trial as it would be if the judgements that are listed had passed."""
     listed = tuple(listed)
     if not known_in(case, listed):
         return case
@@ -173,18 +176,19 @@ def excused(case: CaseFinished, listed: Iterable[KnownFinding]) -> CaseFinished:
         Judgement(j.oracle, Verdict.PASS) if _known(case.run_id, j, listed) else j
         for j in case.judgements
     )
-    # what failed outside of the oracles keeps its verdict, else they speak for themselves
-    repeats = case.verdict is Verdict.FAIL and case.failure is None
-    return replace(case, verdict=Verdict.PASS if repeats else case.verdict, judgements=judgements)
+    # a failure outside of the oracles keeps its verdict; otherwise the judgements decide
+    by_oracles = case.verdict is Verdict.FAIL and case.failure is None
+    verdict = Verdict.PASS if by_oracles else case.verdict
+    return replace(case, verdict=verdict, judgements=judgements)
 
 
 def standing(case: CaseFinished) -> Verdict:
-    """The verdict of an attempt, never better than its own evidence."""
+    """The verdict of a trial, never better than its own evidence."""
     against = [j.verdict for j in case.judgements if j.verdict not in _HARMLESS]
     verdict = worst([case.verdict, *against])
     failed = case.failure or next((j.failure for j in case.judgements if j.failure), None)
     if failed is not None and verdict is not Verdict.FAIL:
-        # too little memory or a lost device is no skip and no pass
+        # too little memory or a lost device is neither a skip nor a pass
         return Verdict.INFRA
     if verdict is Verdict.PASS and all(j.verdict is not Verdict.PASS for j in case.judgements):
         return Verdict.INCONCLUSIVE
@@ -198,30 +202,36 @@ def _case(
     leg: Verdict,
     listed: Sequence[KnownFinding],
 ) -> CaseOutcome:
-    over = {end.attempt for end in ends}
-    lost = [start for start in starts if start.attempt not in over]
+    finished = {end.trial for end in ends}
+    lost = [start for start in starts if start.trial not in finished]
     outcomes = [_judged(ends, listed)] if ends else []
     if lost:
-        last = max(lost, key=lambda start: (start.attempt, start.worker))
+        last = max(lost, key=lambda start: (start.trial, start.worker))
         outcomes.append(_crashed(last, owner, leg))
     shown = _first_worst(outcomes, lambda outcome: outcome.verdict)
-    return replace(shown, attempts=len(_attempts(starts, ends)))
+    bad = {end.trial for end in ends if standing(excused(end, listed)) is not Verdict.PASS}
+    bad |= {start.trial for start in lost}
+    return replace(shown, trials=len(_trials(starts, ends)), bad_trials=tuple(sorted(bad)))
 
 
-def _attempts(starts: Iterable[CaseStarted], ends: Iterable[CaseFinished]) -> frozenset[int]:
-    return frozenset({start.attempt for start in starts} | {end.attempt for end in ends})
+def _trials(
+    starts: Iterable[CaseStarted], ends: Iterable[CaseFinished]
+) -> frozenset[tuple[int, int]]:
+    return frozenset({start.trial for start in starts} | {end.trial for end in ends})
 
 
-def _with_owed_attempts(case: CaseOutcome, owed: frozenset[int]) -> CaseOutcome:
-    if not owed or case.verdict is not Verdict.PASS:
+def _with_missing_trials(case: CaseOutcome, missing: frozenset[tuple[int, int]]) -> CaseOutcome:
+    if not missing or case.verdict is not Verdict.PASS:
         return case
-    message = f"passed, but attempts {', '.join(map(str, sorted(owed)))} never started"
-    return replace(case, verdict=Verdict.INCONCLUSIVE, message=message)
+    names = ", ".join(trial_name(*trial) for trial in sorted(missing))
+    return replace(
+        case, verdict=Verdict.INCONCLUSIVE, message=f"passed, but never started: {names}"
+    )
 
 
 def _judged(ends: list[CaseFinished], listed: Sequence[KnownFinding]) -> CaseOutcome:
-    # among equals the attempt that shows something
-    order = sorted(ends, key=lambda end: (not known_in(end, listed), end.attempt, repr(end)))
+    # among trials of the same verdict, one that shows a finding is the more informative
+    order = sorted(ends, key=lambda end: (not known_in(end, listed), end.trial, repr(end)))
     shown = _first_worst(order, lambda end: standing(excused(end, listed)))
     rest = excused(shown, listed)
     verdict = standing(rest)
@@ -229,7 +239,7 @@ def _judged(ends: list[CaseFinished], listed: Sequence[KnownFinding]) -> CaseOut
     failure = shown.failure or (decisive.failure if decisive else None)
     message = shown.message or (decisive.message if decisive else "")
     if verdict is Verdict.INCONCLUSIVE and not message:
-        message = "no oracle passed a judgement"
+        message = "no oracle gave a verdict"
     return CaseOutcome(
         run_id=shown.run_id,
         subject=shown.subject,
@@ -248,8 +258,8 @@ def _known(run_id: str, judgement: Judgement, listed: Iterable[KnownFinding]) ->
 
 
 def _crashed(lost: CaseStarted, owner: Expected, leg: Verdict) -> CaseOutcome:
-    # where the leg went on without the worker, the case killed it; where the whole leg was
-    # lost, the case may have been a bystander
+    # if the leg went on without the worker, the case killed it; if the whole leg was lost, the
+    # case may have had nothing to do with it
     alone = leg is not Verdict.INFRA and leg is not Verdict.INCONCLUSIVE
     what = "crashed" if alone else "was lost together with its leg"
     return CaseOutcome(
@@ -258,14 +268,14 @@ def _crashed(lost: CaseStarted, owner: Expected, leg: Verdict) -> CaseOutcome:
         site=owner.site,
         verdict=Verdict.FAIL if alone else Verdict.INFRA,
         failure=Failure.CRASH,
-        message=f"worker {lost.worker} {what} while it ran attempt {lost.attempt}",
+        message=f"worker {lost.worker} {what} while it ran {trial_name(*lost.trial)}",
         started=lost,
     )
 
 
 def _leg(name: str, ends: list[LegFinished], started: bool, run_ended: bool) -> LegOutcome:
     if not ends:
-        # a leg that vanished from a run that went on is broken; a killed run proves nothing
+        # a leg that vanished from a run that went on is broken; a killed run shows nothing
         verdict = Verdict.INFRA if started and run_ended else Verdict.INCONCLUSIVE
         message = "started and never finished" if started else "did not run"
         return LegOutcome(name=name, verdict=verdict, message=message)
@@ -283,7 +293,7 @@ def _leg_standing(end: LegFinished) -> Verdict:
 
 
 def _owners(events: Iterable[Event]) -> Mapping[str, Expected]:
-    """What was expected of every planned run id."""
+    """The row of expected results that each planned run id belongs to."""
     return {
         run_id: expected
         for event in events

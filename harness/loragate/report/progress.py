@@ -1,7 +1,7 @@
 """Progress of a run as text, fed with its events. Pure.
 
 On a terminal one line counts up in place; elsewhere, as in the log of a CI job, a line appears
-for each tenth of the cases. Whatever did not pass is told at once.
+for each tenth of the cases. Whatever did not pass is shown at once.
 """
 
 from __future__ import annotations
@@ -17,35 +17,36 @@ from loragate.events.model import (
     LegStarted,
     RunStarted,
 )
+from loragate.matrix.case_run import trial_name
 from loragate.report.outcomes import LegOutcome, excused, known_in, standing
-from loragate.report.terminal import Colour, render_leg, verdict_word
+from loragate.report.terminal import Colour, render_leg, verdict_name
 
 _WIPE = "\r\x1b[2K"
 _STEPS = 10
 
 
 class Liveness(StrEnum):
-    """Whether a line that was written can be written again."""
+    """Whether a line that was written can be overwritten."""
 
     TERMINAL = "terminal"
     LOG = "log"
 
 
 class Progress:
-    """Feed every event once, write what comes back as it is."""
+    """Takes every event once and returns the text to write, "" if there is none."""
 
     def __init__(self, colour: Colour, liveness: Liveness) -> None:
         self._colour = colour
         self._liveness = liveness
         self._expected = 0
-        self._attempts = 1
+        self._trials = 1
         self._finished: dict[str, Verdict] = {}
         self._listed: list[KnownFinding] = []
 
     def feed(self, event: Event) -> str:
         if isinstance(event, RunStarted):
             self._expected = sum(len(row.run_ids) for row in event.expected)
-            self._attempts = len(event.attempts) or 1
+            self._trials = (len(event.draws) or 1) * event.repeats
             return ""
         if isinstance(event, KnownFinding):
             self._listed.append(event)
@@ -63,17 +64,17 @@ class Progress:
         before = self._step()
         verdict = standing(excused(event, self._listed))
         fresh = event.run_id not in self._finished
-        # a later attempt does not make up for an earlier one
+        # a later trial does not make up for an earlier one
         self._finished[event.run_id] = worst([verdict, self._finished.get(event.run_id, verdict)])
-        name = event.run_id if self._attempts == 1 else f"{event.run_id}  attempt {event.attempt}"
-        told = ""
+        name = event.run_id if self._trials == 1 else f"{event.run_id}  {trial_name(*event.trial)}"
+        text = ""
         if verdict is not Verdict.PASS:
-            told = self._line(f"{verdict_word(verdict, self._colour)}  {name}")
+            text = self._line(f"{verdict_name(verdict, self._colour)}  {name}")
         elif known := known_in(event, self._listed):
-            told = self._line(f"KNOWN  {name}  {', '.join(f.id for f in known)}")
+            text = self._line(f"KNOWN  {name}  {', '.join(f.id for f in known)}")
         if self._liveness is Liveness.TERMINAL:
-            return told + _WIPE + self._tally()
-        return told + (self._line(self._tally()) if fresh and self._step() > before else "")
+            return text + _WIPE + self._tally()
+        return text + (self._line(self._tally()) if fresh and self._step() > before else "")
 
     def _step(self) -> int:
         return len(self._finished) * _STEPS // self._expected if self._expected else 0

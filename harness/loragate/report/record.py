@@ -8,14 +8,14 @@ from pathlib import Path
 from typing import Any
 
 from loragate.core.checkout import project_root
-from loragate.report.attempts import AttemptOutcome
 from loragate.report.counts import Count
+from loragate.report.draws import DrawOutcome
 from loragate.report.summary import Summary
 
 
-def section_of(attempts: int) -> str:
+def section_of(draws: int) -> str:
     """A scan over many seeds does not replace the record of the plain run."""
-    return "gate" if attempts == 1 else "gate_seeds"
+    return "gate" if draws == 1 else "gate_seeds"
 
 
 def outcome(summary: Summary, *, matrix: Sequence[Path] = ()) -> dict[str, Any]:
@@ -27,14 +27,15 @@ def outcome(summary: Summary, *, matrix: Sequence[Path] = ()) -> dict[str, Any]:
     return {
         "tier": plan.tier if plan else "",
         "subjects": list(plan.subjects) if plan else [],
-        "attempts": len(plan.attempts) if plan else 0,
+        "draws": len(plan.draws) if plan else 0,
+        "repeats": plan.repeats if plan else 0,
         "verdict": summary.verdict.value,
         "exit_code": summary.exit_code.value,
         "reasons": list(summary.reasons),
         "duration_s": round(finished.duration_s, 1) if finished else None,
         "counts": [asdict(count) for count in summary.counts],
         "oracles": [asdict(count) for count in summary.oracles],
-        **({"seeds": [*map(_seed, summary.attempts)]} if summary.attempts else {}),
+        **({"seeds": [*map(_seed, summary.draws)]} if summary.draws else {}),
         "legs": [
             {
                 "name": leg.name,
@@ -54,14 +55,14 @@ def _file_name(file: Path) -> str:
     return path.relative_to(root).as_posix() if path.is_relative_to(root) else path.name
 
 
-def _seed(attempt: AttemptOutcome) -> dict[str, Any]:
-    """One attempt: its verdict, expected and executed counts of each site, and how to replay what
+def _seed(outcome: DrawOutcome) -> dict[str, Any]:
+    """One draw: its verdict, expected and executed counts of each site, and how to replay what
     did not pass."""
     return {
-        "attempt": attempt.attempt,
-        "verdict": attempt.verdict.value,
-        "counts": {f"{row.subject}/{row.site}": _figures(row) for row in attempt.counts},
-        "replays": [case.replay for case in attempt.troubles],
+        "draw": outcome.draw,
+        "verdict": outcome.verdict.value,
+        "counts": {f"{row.subject}/{row.site}": _figures(row) for row in outcome.counts},
+        "replays": [case.replay for case in outcome.troubles],
     }
 
 

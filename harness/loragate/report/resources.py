@@ -1,4 +1,4 @@
-"""What compiled kernels occupy, beside what they occupied when the baseline was recorded. Pure."""
+"""Resources of compiled kernels next to those of the recorded baseline. Pure."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from loragate.report.wording import growth
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """`change` against the baseline is 0 where none is recorded."""
+    """`change` against the baseline is 0 if none is recorded."""
 
     value: int
     change: int
@@ -34,7 +34,7 @@ class ResourceCell:
 
 @dataclass(frozen=True, slots=True)
 class ResourceRow:
-    """One specialisation of one kernel; `cells` stand in the order of the table's `archs`."""
+    """One specialisation of one kernel; `cells` are in the order of the table's `archs`."""
 
     subject: str
     kernel: str

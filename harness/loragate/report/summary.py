@@ -1,7 +1,7 @@
 """Events of a run -> one verdict, one exit code, and the reasons. Pure; imports no torch.
 
 Invariant: PASS means that everything that was planned ran, and passed or failed as listed.
-Whatever is missing, skipped at run time or undecided keeps a run from being green.
+A run in which anything is missing, skipped at run time or undecided does not pass.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from loragate.events.model import (
     RunStarted,
 )
 from loragate.findings.ledger import VERDICTS, Line, State
-from loragate.report.attempts import AttemptOutcome, attempt_outcomes, in_attempts
 from loragate.report.by_oracle import OracleCount, count_oracles
 from loragate.report.counts import Count, count_results, total_of
+from loragate.report.draws import DrawOutcome, draw_outcomes, in_draws
 from loragate.report.outcomes import (
     CaseOutcome,
     LegOutcome,
@@ -36,7 +36,7 @@ from loragate.report.outcomes import (
 
 _Found = TypeVar("_Found", RunStarted, RunFinished)
 
-# what the exit codes mean, for people
+# what the exit codes mean, as reports put it
 EXIT_MEANINGS: Mapping[ExitCode, str] = {
     ExitCode.OK: "every expected case ran and passed",
     ExitCode.WRONG: "a result is not what it must be",
@@ -48,16 +48,16 @@ EXIT_MEANINGS: Mapping[ExitCode, str] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Summary:
-    """`reasons` say why the verdict is not PASS, the gravest first; `missing` are the run ids
-    that were planned and of which nothing was heard; `attempts` are those of a run with several;
-    `ledger` is what became of the findings that are listed about cases."""
+    """`reasons` say why the verdict is not PASS, the most severe first. `missing` are run ids that
+    were planned and never started. `draws` is empty for a run that runs each case once. `ledger` is
+    what the run showed of the findings that are listed about cases."""
 
     verdict: Verdict
     exit_code: ExitCode
     reasons: tuple[str, ...]
     counts: tuple[Count, ...]
     oracles: tuple[OracleCount, ...]
-    attempts: tuple[AttemptOutcome, ...]
+    draws: tuple[DrawOutcome, ...]
     cases: tuple[CaseOutcome, ...]
     missing: tuple[str, ...]
     legs: tuple[LegOutcome, ...]
@@ -92,16 +92,16 @@ def summarize(log: EventLog) -> Summary:
     legs = leg_outcomes(log.events)
     ledger = ledger_lines(log.events)
     counts = count_results(plan, cases, compiles)
-    attempts = attempt_outcomes(log.events)
+    draws = draw_outcomes(log.events)
     planned = {run_id for row in _expected(plan) for run_id in row.run_ids}
     missing = tuple(sorted(planned - {case.run_id for case in cases}))
     findings = [
-        *_case_findings(cases, attempts),
+        *_case_findings(cases, draws),
         *_compile_findings(compiles),
         *_leg_findings(legs),
         *_ledger_findings(ledger),
         *_gaps(counts, missing),
-        *_attempt_gaps(attempts),
+        *_draw_gaps(draws),
         *_run_findings(plan, finished),
     ]
     verdict = worst([verdict for verdict, _ in findings] or [Verdict.PASS])
@@ -111,7 +111,7 @@ def summarize(log: EventLog) -> Summary:
         reasons=_by_gravity(findings),
         counts=counts,
         oracles=count_oracles(cases),
-        attempts=attempts,
+        draws=draws,
         cases=cases,
         missing=missing,
         legs=legs,
@@ -125,7 +125,7 @@ def summarize(log: EventLog) -> Summary:
 
 Finding = tuple[Verdict, str]
 
-_CASE_WORDS: Mapping[Verdict, str] = {
+_CASE_TEXTS: Mapping[Verdict, str] = {
     Verdict.FAIL: "wrong",
     Verdict.INFRA: "stopped by the machine or the harness",
     Verdict.INCONCLUSIVE: "undecided",
@@ -133,16 +133,14 @@ _CASE_WORDS: Mapping[Verdict, str] = {
 }
 
 
-def _case_findings(
-    cases: Sequence[CaseOutcome], attempts: Sequence[AttemptOutcome]
-) -> Iterable[Finding]:
+def _case_findings(cases: Sequence[CaseOutcome], draws: Sequence[DrawOutcome]) -> Iterable[Finding]:
     tally = Counter(case.verdict for case in cases)
-    for verdict, words in _CASE_WORDS.items():
+    for verdict, text in _CASE_TEXTS.items():
         if tally[verdict]:
             noun = "case" if tally[verdict] == 1 else "cases"
             grave = Verdict.INCONCLUSIVE if verdict is Verdict.SKIP else verdict
-            where = in_attempts(a.attempt for a in attempts if a.has(verdict))
-            yield grave, f"{tally[verdict]} {noun} {words}{where}"
+            where = in_draws(outcome.draw for outcome in draws if outcome.has(verdict))
+            yield grave, f"{tally[verdict]} {noun} {text}{where}"
 
 
 def _compile_findings(compiles: Sequence[CompileResult]) -> Iterable[Finding]:
@@ -185,24 +183,24 @@ def _gaps(counts: Sequence[Count], missing: Sequence[str]) -> Iterable[Finding]:
             )
 
 
-def _attempt_gaps(attempts: Sequence[AttemptOutcome]) -> Iterable[Finding]:
+def _draw_gaps(draws: Sequence[DrawOutcome]) -> Iterable[Finding]:
     short: dict[tuple[str, str], list[int]] = defaultdict(list)
-    for attempt in attempts:
-        for count in attempt.counts:
+    for outcome in draws:
+        for count in outcome.counts:
             if count.missing:
-                short[count.subject, count.site].append(attempt.attempt)
+                short[count.subject, count.site].append(outcome.draw)
     for (subject, site), numbers in sorted(short.items()):
         yield (
             Verdict.INCONCLUSIVE,
-            f"{subject}/{site}: fewer executed than expected{in_attempts(numbers)}",
+            f"{subject}/{site}: fewer executed than expected{in_draws(numbers)}",
         )
 
 
 def _run_findings(plan: RunStarted | None, finished: RunFinished | None) -> Iterable[Finding]:
     if plan is None:
-        yield Verdict.INCONCLUSIVE, "no plan is recorded, so nothing can be complete"
+        yield Verdict.INCONCLUSIVE, "no plan is recorded, so nothing shows what is missing"
     elif sum(row.count for row in plan.expected) == 0:
-        yield Verdict.INCONCLUSIVE, "the plan expects nothing, so nothing was shown"
+        yield Verdict.INCONCLUSIVE, "the plan expects no results, so nothing was shown"
     if finished is None:
         yield Verdict.INCONCLUSIVE, "the run did not come to its end"
 

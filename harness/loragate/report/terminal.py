@@ -1,6 +1,6 @@
 """The outcome of a run as text: what failed, why, how to run it again, and what it means.
 
-Colour only adds to what the words already say. Pure apart from asking the stream what it is.
+Colour adds nothing that the text does not say. Pure, except that it asks the stream what it is.
 """
 
 from __future__ import annotations
@@ -12,16 +12,17 @@ from typing import TextIO
 from loragate.core.verdict import ExitCode, Judgement, Verdict
 from loragate.events.model import CompileResult
 from loragate.findings.ledger import Line, State
-from loragate.report.attempts import AttemptOutcome
 from loragate.report.by_oracle import OracleCount, never_judged, oracle_table
 from loragate.report.counts import Count, total_of
+from loragate.report.draws import DrawOutcome
 from loragate.report.kinds import Kind, kinds_of_trouble
 from loragate.report.outcomes import CaseOutcome, LegOutcome
 from loragate.report.summary import EXIT_MEANINGS, Summary
 from loragate.report.wording import (
     KNOWN,
-    VERDICT_WORDS,
+    VERDICT_NAMES,
     alike,
+    bad_trials,
     duration,
     figures,
     headline,
@@ -60,14 +61,14 @@ def paint(text: str, code: str, colour: Colour) -> str:
     return f"\x1b[{code}m{text}\x1b[0m" if colour is Colour.ON and text else text
 
 
-def verdict_word(verdict: Verdict, colour: Colour, *, width: int = 0) -> str:
+def verdict_name(verdict: Verdict, colour: Colour, *, width: int = 0) -> str:
     """The verdict in capitals, padded to `width` columns."""
-    word = VERDICT_WORDS[verdict].upper()
-    return paint(word, f"{_BOLD};{_VERDICT_COLOURS[verdict]}", colour) + " " * (width - len(word))
+    name = VERDICT_NAMES[verdict].upper()
+    return paint(name, f"{_BOLD};{_VERDICT_COLOURS[verdict]}", colour) + " " * (width - len(name))
 
 
 def render_summary(summary: Summary, colour: Colour) -> str:
-    """Everything that the gate prints at its end; ends with the verdict, without a newline."""
+    """Everything that the gate prints when it ends; the verdict comes last, without a newline."""
     blocks = [
         *_troubles(summary.troubles, colour),
         *_bad_compiles(summary.compiles, colour),
@@ -76,7 +77,7 @@ def render_summary(summary: Summary, colour: Colour) -> str:
         *(f"note: {headline(note)}" for note in summary.notes),
         _counts_table(summary, colour),
         _oracles_table(summary.oracles, colour),
-        _attempts_table(summary.attempts, colour),
+        _draws_table(summary.draws, colour),
         _legs_table(summary.legs, colour),
         _verdict_block(summary, colour),
     ]
@@ -84,13 +85,15 @@ def render_summary(summary: Summary, colour: Colour) -> str:
 
 
 def render_case(case: CaseOutcome, colour: Colour) -> str:
-    """One case that did not pass, with its evidence and the command that replays it."""
+    """One case that did not pass, with its evidence and the command that runs it again."""
     kind = f"  {case.failure}" if case.failure else ""
     name = printable(case.run_id)
-    lines = [f"{verdict_word(case.verdict, colour)}  {name}{paint(kind, _BOLD, colour)}"]
-    told = {judgement.message for judgement in case.evidence}
-    if case.message and case.message not in told:
+    lines = [f"{verdict_name(case.verdict, colour)}  {name}{paint(kind, _BOLD, colour)}"]
+    shown = {judgement.message for judgement in case.evidence}
+    if case.message and case.message not in shown:
         lines.append(f"  {headline(case.message)}")
+    if case.trials > 1 and case.bad_trials:
+        lines.append(f"  {bad_trials(case)}")
     for judgements in alike(case.evidence):
         lines += _evidence(judgements, colour)
     lines += [f"  {KNOWN}: {finding.id}: {finding.title}" for finding in case.known]
@@ -106,7 +109,7 @@ def render_leg(leg: LegOutcome, colour: Colour) -> str:
     parts = (headline(leg.message), log)
     tail = "  ".join(part for part in parts if part)
     name = printable(leg.name)
-    return f"{name:<14}{verdict_word(leg.verdict, colour, width=11)}{time:>12}  {tail}".rstrip()
+    return f"{name:<14}{verdict_name(leg.verdict, colour, width=11)}{time:>12}  {tail}".rstrip()
 
 
 def _evidence(judgements: Sequence[Judgement], colour: Colour) -> Iterable[str]:
@@ -130,8 +133,9 @@ def _troubles(cases: Sequence[CaseOutcome], colour: Colour) -> Iterable[str]:
 
 def _others_of(kind: Kind) -> str:
     rest = kind.cases[_CASES_OF_A_KIND:]
-    words = f"{kind.failure or kind.verdict}, told by {', '.join(kind.oracles) or 'no oracle'}"
-    head = f"... and {len(rest)} more of {kind.subject}/{kind.site}: {words}"
+    by = f"reported by {', '.join(kind.oracles) or 'no oracle'}"
+    what = f"{kind.failure or kind.verdict}, {by}"
+    head = f"... and {len(rest)} more of {kind.subject}/{kind.site}: {what}"
     return "\n".join([printable(head), *_listed(case.run_id for case in rest)])
 
 
@@ -145,7 +149,7 @@ def _listed(run_ids: Iterable[str]) -> Iterable[str]:
 def _bad_compiles(results: Sequence[CompileResult], colour: Colour) -> Iterable[str]:
     for result in results:
         if result.verdict is not Verdict.PASS:
-            word = verdict_word(result.verdict, colour)
+            word = verdict_name(result.verdict, colour)
             what = printable(f"{result.kernel} ({result.specialisation}) for {result.arch}")
             yield f"{word}  {what}\n  {headline(result.message)}"
 
@@ -165,7 +169,7 @@ def _finding_head(line: Line, colour: Colour) -> str:
     code = {State.KNOWN: _CYAN, State.STALE: _RED}.get(line.state, _DIM)
     word = paint(line.state.value.upper(), f"{_BOLD};{code}", colour)
     head = f"{word}  finding {line.finding.id}: {line.finding.title}"
-    # the cases say it themselves
+    # the cases below show it
     return head if line.state is State.KNOWN else f"{head}\n  {printable(line.observation.text)}"
 
 
@@ -232,23 +236,27 @@ def _oracles_table(counts: Sequence[OracleCount], colour: Colour) -> str:
     return "\n".join([paint(head, _DIM, colour), *body, *none])
 
 
-def _attempts_table(attempts: Sequence[AttemptOutcome], colour: Colour) -> str:
-    bad = [attempt for attempt in attempts if attempt.verdict is not Verdict.PASS]
-    lines = [line for attempt in bad for line in _attempt(attempt, colour)]
-    if attempts:
-        lines.append(f"{len(attempts) - len(bad)} of {len(attempts)} attempts passed")
-    return "\n".join(lines)
+def _draws_table(draws: Sequence[DrawOutcome], colour: Colour) -> str:
+    if not draws:
+        return ""
+    bad = [outcome for outcome in draws if outcome.verdict is not Verdict.PASS]
+    lines = [line for outcome in bad for line in _draw(outcome, colour)]
+    repeats = draws[0].repeats
+    each = f", each case run {repeats} times" if repeats > 1 else ""
+    return "\n".join([*lines, f"{len(draws) - len(bad)} of {len(draws)} draws passed{each}"])
 
 
-def _attempt(attempt: AttemptOutcome, colour: Colour) -> Iterable[str]:
-    total = total_of(attempt.counts)
-    name, word = f"attempt {attempt.attempt}", verdict_word(attempt.verdict, colour, width=11)
+def _draw(outcome: DrawOutcome, colour: Colour) -> Iterable[str]:
+    total = total_of(outcome.counts)
+    name, word = f"draw {outcome.draw}", verdict_name(outcome.verdict, colour, width=11)
     good = total.passed + total.known
     yield f"{name:<14}{word}{total.executed} of {total.expected} executed, {good} passed"
-    for case in attempt.troubles[:_CASES_OF_A_KIND]:
+    for case in outcome.troubles[:_CASES_OF_A_KIND]:
         yield f"  {paint('replay', _DIM, colour)}  {printable(case.replay)}"
-    if len(attempt.troubles) > _CASES_OF_A_KIND:
-        yield f"  ... and {len(attempt.troubles) - _CASES_OF_A_KIND} more"
+        if outcome.repeats > 1 and case.bad_trials:
+            yield f"    {bad_trials(case)}"
+    if len(outcome.troubles) > _CASES_OF_A_KIND:
+        yield f"  ... and {len(outcome.troubles) - _CASES_OF_A_KIND} more"
 
 
 def _legs_table(legs: Sequence[LegOutcome], colour: Colour) -> str:
@@ -258,7 +266,7 @@ def _legs_table(legs: Sequence[LegOutcome], colour: Colour) -> str:
 def _verdict_block(summary: Summary, colour: Colour) -> str:
     code: ExitCode = summary.exit_code
     time = f" in {duration(summary.finished.duration_s)}" if summary.finished else ""
-    first = f"{verdict_word(summary.verdict, colour)}{time}: {EXIT_MEANINGS[code]}"
+    first = f"{verdict_name(summary.verdict, colour)}{time}: {EXIT_MEANINGS[code]}"
     reasons = [*map(headline, summary.reasons), *_excuse(summary)]
     return "\n".join([f"{first} (exit {code.value})", *(f"  {reason}" for reason in reasons)])
 

@@ -1,4 +1,4 @@
-"""Evidence in words and figures, the same in every report. Pure; imports no torch."""
+"""Evidence as text and figures, the same in every report. Pure; imports no torch."""
 
 from __future__ import annotations
 
@@ -8,16 +8,17 @@ from collections.abc import Iterable, Mapping
 
 from loragate.core.resources import Resources
 from loragate.core.verdict import Judgement, Verdict
+from loragate.matrix.case_run import trial_name
 from loragate.report.outcomes import CaseOutcome
 
-# what an oracle that measures an error calls its figures
+# names of the figures of an oracle that measures an error
 ERROR = "err"
 THRESHOLD = "threshold"
 RATIO = "ratio"
-# figures that the reports show in a place of their own
+# figures that the reports show apart from the others
 MEASURED = frozenset({ERROR, THRESHOLD, RATIO})
 
-VERDICT_WORDS: Mapping[Verdict, str] = {
+VERDICT_NAMES: Mapping[Verdict, str] = {
     Verdict.PASS: "pass",
     Verdict.FAIL: "fail",
     Verdict.INCONCLUSIVE: "undecided",
@@ -28,8 +29,10 @@ VERDICT_WORDS: Mapping[Verdict, str] = {
 # a case that failed as the ledger of findings lists it
 KNOWN = "known"
 
-# records are sorted by key, so the order in which an oracle named the axes is lost
+# records do not keep the order in which an oracle named the axes
 _OUTSIDE_IN = ("step", "slot", "expert", "token", "row", "slice", "rank", "tile", "column")
+
+_TRIALS_NAMED = 6
 
 # escape sequences of terminals, as they stand in logs and in messages of compilers
 _ESCAPE_SEQUENCE = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]")
@@ -37,20 +40,28 @@ _ESCAPE_SEQUENCE = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]")
 _CONTROL = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f\ud800-\udfff\ufffe\uffff]")
 
 
-def word_of(case: CaseOutcome) -> str:
-    """What became of a case, in one word."""
-    return KNOWN if case.is_known else VERDICT_WORDS[case.verdict]
+def outcome_name(case: CaseOutcome) -> str:
+    """The outcome of a case in one word."""
+    return KNOWN if case.is_known else VERDICT_NAMES[case.verdict]
+
+
+def bad_trials(case: CaseOutcome) -> str:
+    """Which of the trials of a case did not pass, as one sentence."""
+    names = [trial_name(*trial) for trial in case.bad_trials]
+    more = f" and {len(names) - _TRIALS_NAMED} more" if len(names) > _TRIALS_NAMED else ""
+    which = f"{', '.join(names[:_TRIALS_NAMED])}{more}"
+    return f"{len(names)} of {case.trials} trials did not pass: {which}"
 
 
 def ratio(judgement: Judgement) -> float | None:
     """Error in units of its threshold, or None where the oracle measures no error.
 
-    What the oracle says itself comes first: it may have judged by another row than the one
+    A ratio that the oracle reports comes first: it may have judged by another row than the one
     that it shows. Infinite rather than undefined.
     """
-    told = judgement.metrics.get(RATIO)
-    if told is not None:
-        return math.inf if math.isnan(told) else told
+    reported = judgement.metrics.get(RATIO)
+    if reported is not None:
+        return math.inf if math.isnan(reported) else reported
     error, threshold = (judgement.metrics.get(name) for name in (ERROR, THRESHOLD))
     if error is None or threshold is None:
         return None
@@ -62,7 +73,7 @@ def ratio(judgement: Judgement) -> float | None:
 
 
 def multiple(value: float) -> str:
-    """A ratio for people: 0.042x, 3.1x, 260x."""
+    """A ratio with two digits: 0.042x, 3.1x, 260x."""
     if math.isinf(value):
         return "inf"
     if value >= 1e4 or 0 < value < 1e-3:
@@ -80,10 +91,12 @@ def figure(value: float) -> str:
 
 
 def limits(judgement: Judgement) -> tuple[tuple[str, str], ...]:
-    """Error and threshold with their names, as far as the oracle tells them."""
-    told = (("error", ERROR), ("threshold", THRESHOLD))
+    """Error and threshold with their names, if the oracle reports them."""
+    names = (("error", ERROR), ("threshold", THRESHOLD))
     return tuple(
-        (word, figure(judgement.metrics[name])) for word, name in told if name in judgement.metrics
+        (title, figure(judgement.metrics[name]))
+        for title, name in names
+        if name in judgement.metrics
     )
 
 
@@ -95,7 +108,7 @@ def others(judgement: Judgement) -> tuple[tuple[str, str], ...]:
 
 def figures(judgement: Judgement) -> str:
     """All figures of a judgement: the error against its threshold first, then the others."""
-    measured = ", ".join(f"{word} {value}" for word, value in limits(judgement))
+    measured = ", ".join(f"{title} {value}" for title, value in limits(judgement))
     times = ratio(judgement)
     if times is not None:
         measured = f"{measured} ({multiple(times)})".lstrip()
@@ -104,7 +117,7 @@ def figures(judgement: Judgement) -> str:
 
 
 def alike(judgements: Iterable[Judgement]) -> tuple[tuple[Judgement, ...], ...]:
-    """Groups of judgements that read the same: one exception often meets every oracle."""
+    """Groups of judgements that read the same: one exception often stops every oracle."""
     groups: dict[tuple[object, ...], list[Judgement]] = {}
     for judgement in judgements:
         facts = (judgement.verdict, judgement.failure, headline(judgement.message))
@@ -141,10 +154,10 @@ def growth(now: Resources, baseline: Resources | None) -> tuple[int, int, int] |
 
 
 def headline(text: str) -> str:
-    """The first line that says something; the rest of a message is usually a stack."""
+    """The first line that is not empty; the rest of a message is usually a stack."""
     return next((line.strip() for line in printable(text).splitlines() if line.strip()), "")
 
 
 def printable(text: str) -> str:
-    """Without what a terminal would execute and XML cannot hold."""
+    """`text` without what a terminal would execute and XML cannot hold."""
     return _CONTROL.sub("?", _ESCAPE_SEQUENCE.sub("", text))

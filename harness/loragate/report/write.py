@@ -1,4 +1,4 @@
-"""The reports of a run, made from nothing but its events."""
+"""The reports of a run, made from its events alone."""
 
 from __future__ import annotations
 

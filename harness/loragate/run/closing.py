@@ -1,4 +1,4 @@
-"""The end of a run: judge it from its events and write the reports for people and machines."""
+"""The end of a run: judge it from its events and write its reports."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from loragate.core.verdict import Verdict, worst
 from loragate.core.versions import utc_now
 from loragate.events.log import EventLog, EventWriter, read_events
 from loragate.events.model import CaseFinished, CaseStarted, RunFinished, RunStarted
-from loragate.matrix.selection import CaseRun
+from loragate.matrix.case_run import CaseRun, replay_command
 from loragate.report.outcomes import case_outcomes
 from loragate.report.summary import Summary
 from loragate.report.write import write_report
@@ -17,16 +17,16 @@ from loragate.run.folder import EVENTS
 
 
 def close_run(report: Path, *, run: str, duration_s: float) -> Summary:
-    """Append the end to `report`'s events and write every other file of the report from them."""
+    """Append the end of the run to the events in `report`, and write the reports from them."""
     with EventWriter(report / EVENTS, run=run) as writer:
         writer.write(RunFinished(finished_at=utc_now(), duration_s=duration_s))
     return write_report(report / EVENTS, report)
 
 
 def abandon_open_cases(events: Path, *, run: str, why: str) -> None:
-    """End what was started and stopped by us: nothing is known about those cases."""
+    """Record an undecided end for the cases that were running when their leg was stopped."""
     log = read_events(events)
-    ended = {(e.run_id, e.attempt) for e in log.events if isinstance(e, CaseFinished)}
+    ended = {(e.run_id, e.trial) for e in log.events if isinstance(e, CaseFinished)}
     owners = {
         run_id: expected
         for event in log.events
@@ -37,7 +37,7 @@ def abandon_open_cases(events: Path, *, run: str, why: str) -> None:
     starts = [event for event in log.events if isinstance(event, CaseStarted)]
     with EventWriter(events, run=run) as writer:
         for start in starts:
-            if (start.run_id, start.attempt) in ended or start.run_id not in owners:
+            if (start.run_id, start.trial) in ended or start.run_id not in owners:
                 continue
             owner = owners[start.run_id]
             writer.write(
@@ -45,22 +45,23 @@ def abandon_open_cases(events: Path, *, run: str, why: str) -> None:
                     run_id=start.run_id,
                     subject=owner.subject,
                     site=owner.site,
-                    attempt=start.attempt,
+                    draw=start.draw,
+                    repeat=start.repeat,
                     seed=start.seed,
                     worker=start.worker,
                     verdict=Verdict.INCONCLUSIVE,
                     judgements=(),
                     duration_s=0.0,
-                    replay=f"loragate replay {start.run_id} --attempt {start.attempt}",
+                    replay=replay_command(start.run_id, *start.trial),
                     message=why,
                 )
             )
 
 
 def verdict_on(runs: Collection[CaseRun], log: EventLog) -> Verdict:
-    """The verdict of these attempts: PASS only if each of them was judged and passed.
+    """The verdict of these runs: PASS only if each of them was judged and passed.
 
-    What the plan left out owes nothing.
+    Cases that the plan left out do not count.
     """
     left_out = {
         skip.run_id
@@ -68,11 +69,11 @@ def verdict_on(runs: Collection[CaseRun], log: EventLog) -> Verdict:
         if isinstance(event, RunStarted)
         for skip in event.skipped
     }
-    owed = {(run.run_id, run.attempt) for run in runs if run.run_id not in left_out}
-    names = {run_id for run_id, _ in owed}
-    ended = {(e.run_id, e.attempt) for e in log.events if isinstance(e, CaseFinished)}
+    expected = {(run.run_id, (run.draw, run.repeat)) for run in runs if run.run_id not in left_out}
+    names = {run_id for run_id, _ in expected}
+    ended = {(e.run_id, e.trial) for e in log.events if isinstance(e, CaseFinished)}
     verdicts = [case.verdict for case in case_outcomes(log.events) if case.run_id in names]
-    # a case that the plan counts on and that was skipped is as good as missing
-    if owed - ended or Verdict.SKIP in verdicts:
+    # an expected case that was skipped is as good as missing
+    if expected - ended or Verdict.SKIP in verdicts:
         verdicts.append(Verdict.INCONCLUSIVE)
     return worst([verdict for verdict in verdicts if verdict is not Verdict.SKIP] or [Verdict.PASS])

@@ -1,4 +1,4 @@
-"""The folder of a report. Invariant: what an earlier run left is moved aside, never deleted."""
+"""The folder of a report. Invariant: files of an earlier run are moved aside, never deleted."""
 
 from __future__ import annotations
 
@@ -12,29 +12,29 @@ EVENTS = "events.jsonl"
 LOGS = "logs"
 WORKERS = "workers"
 _PREVIOUS = "previous"
-# whatever else lies in the folder is not ours to move
+# other files in the folder belong to somebody else and stay
 _OURS = (EVENTS, JUNIT_NAME, HTML_NAME, LOGS, WORKERS)
 
 
 def clear_folder(report: Path) -> None:
-    """Make room for a new run in `report`, which need not exist."""
+    """Move an earlier report in `report` to an archive folder; `report` need not exist."""
     left = [report / name for name in _OURS if (report / name).exists()]
     if left:
-        attic = _attic(report)
-        attic.mkdir(parents=True)
+        archive = _archive_folder(report)
+        archive.mkdir(parents=True)
         for path in left:
-            path.rename(attic / path.name)
+            path.rename(archive / path.name)
     report.mkdir(parents=True, exist_ok=True)
 
 
-def _attic(report: Path) -> Path:
+def _archive_folder(report: Path) -> Path:
     name = _run_name(report / EVENTS) or "unnamed"
-    attic = report / _PREVIOUS / name
+    archive = report / _PREVIOUS / name
     number = 1
-    while attic.exists():
+    while archive.exists():
         number += 1
-        attic = report / _PREVIOUS / f"{name}.{number}"
-    return attic
+        archive = report / _PREVIOUS / f"{name}.{number}"
+    return archive
 
 
 def _run_name(events: Path) -> str | None:

@@ -26,7 +26,8 @@ from loragate.report.terminal import colour_for, render_summary
 from loragate.run.closing import abandon_open_cases, close_run
 from loragate.run.folder import EVENTS, LOGS, clear_folder
 from loragate.run.legs import GateSetup, Leg, verdict_of_exit
-from loragate.run.opening import Announcement, announce
+from loragate.run.opening import RunRequest
+from loragate.run.opening_process import opening_events_of_child
 
 # longer than any deadline of a case, so that only a leg that lost its own watchdog gets here
 _PATIENCE_S = 900.0
@@ -53,13 +54,13 @@ def plan_gate(
     if tier is not Tier.SMOKE and not setup.has_gpu:
         message = f"tier {tier} needs a GPU and there is none; allowed here: smoke"
         raise CommandError(message, ExitCode.USAGE)
-    opening = announce(
-        Announcement(
+    opening = opening_events_of_child(
+        RunRequest(
             run=setup.run,
             selection=setup.selection,
             leg=legs[0].name,
             legs=tuple(leg.name for leg in legs),
-            owed=tuple(expected for leg in legs for expected in leg.owes),
+            expected=tuple(expected for leg in legs for expected in leg.owes),
             record=record,
         )
     )
@@ -72,9 +73,10 @@ def headline(opening: Iterable[Event]) -> str:
     start = _start_of(opening)
     cases = sum(len(row.run_ids) for row in start.expected)
     where = "on a GPU" if start.machine["device"] == "cuda" else "in the Triton interpreter"
-    attempts = f", {len(start.attempts)} attempts each" if len(start.attempts) > 1 else ""
+    draws = f", {len(start.draws)} draws each" if len(start.draws) > 1 else ""
+    repeats = f", each run {start.repeats} times" if start.repeats > 1 else ""
     subjects = ", ".join(start.subjects)
-    return f"tier {start.tier} {where}: {cases} cases of {subjects}{attempts}"
+    return f"tier {start.tier} {where}: {cases} cases of {subjects}{draws}{repeats}"
 
 
 class Gate:

@@ -77,7 +77,8 @@ def _cases_command(setup: GateSetup) -> tuple[str, ...]:
         ("report", [setup.report]),
         ("tier", [selection.tier.value]),
         ("subject", selection.subjects),
-        ("attempt", selection.attempts),
+        ("draw", selection.draws),
+        ("repeats", [selection.repeats]),
         ("cases", selection.patterns),
         ("matrix", selection.matrix),
     ]

@@ -1,8 +1,8 @@
-"""One attempt at one case: every oracle that the case names, each giving one judgement.
+"""One run of one case: every oracle that the case names gives one judgement.
 
-Invariant: whatever a subject throws becomes a judgement; only the death of the process can keep
-one from being written. What follows an error that the device does not recover from is not judged,
-because it would say nothing about the subject.
+Invariant: whatever a subject raises becomes a judgement; only the death of the process can keep one
+from being recorded. Nothing is judged after an error that the device does not recover from, because
+the result would say nothing about the subject.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from loragate.core.machine import Machine, detect_machine
 from loragate.core.verdict import Failure, Judgement, OracleName, Verdict, worst
 from loragate.events.model import CaseFinished
 from loragate.matrix.case import Case
+from loragate.matrix.case_run import CaseRun
 from loragate.matrix.plan import beyond_machine
-from loragate.matrix.selection import CaseRun
 from loragate.oracles import ORACLES
 from loragate.protocol import Capabilities, Subject, Trial, unsupported
 from loragate.subjects import find_subject
@@ -30,14 +30,15 @@ _OUT_OF_MEMORY = ("CUBLAS_STATUS_ALLOC_FAILED", "can't allocate memory")
 
 
 def run_case(run: CaseRun, trial: Trial, *, worker: str, gpu: str) -> CaseFinished:
-    """One attempt with everything that a report needs; `worker` and `gpu` say where it ran."""
+    """Run a case, with everything that a report needs; `worker` and `gpu` say where it ran."""
     started = time.monotonic()
     judgements = run_trial(trial)
     return CaseFinished(
         run_id=run.run_id,
         subject=run.subject,
         site=run.case.site.value,
-        attempt=run.attempt,
+        draw=run.draw,
+        repeat=run.repeat,
         seed=run.seed,
         worker=worker,
         verdict=verdict_of(judgements),
@@ -75,7 +76,7 @@ def run_trial(trial: Trial) -> tuple[Judgement, ...]:
     """Judgements in the order of `trial.case.oracles`; ends early if the device is lost."""
     judgements: list[Judgement] = []
     for name in trial.case.oracles:
-        judgement = _ask(name, trial)
+        judgement = _judge(name, trial)
         judgements.append(judgement)
         if judgement.failure is Failure.CUDA_STICKY:
             break
@@ -85,7 +86,7 @@ def run_trial(trial: Trial) -> tuple[Judgement, ...]:
 
 
 def verdict_of(judgements: Iterable[Judgement]) -> Verdict:
-    """The verdict of the case: an oracle that does not apply takes nothing from the others."""
+    """The verdict of the case: oracles that do not apply do not count if others gave a verdict."""
     verdicts = [judgement.verdict for judgement in judgements]
     judged = [verdict for verdict in verdicts if verdict is not Verdict.SKIP]
     return worst(judged or verdicts)
@@ -97,11 +98,11 @@ def device_answers(machine: Machine) -> bool:
         probe = torch.ones(2, device=machine.device)
         return float(probe.add_(1).sum().item()) == 4.0
     except RuntimeError as error:
-        # a full device still answers
+        # a device without free memory still answers
         return _lacks_memory(error)
 
 
-def _ask(name: OracleName, trial: Trial) -> Judgement:
+def _judge(name: OracleName, trial: Trial) -> Judgement:
     oracle = ORACLES[name]
     try:
         # a subject that draws random numbers must draw the same ones in a replay
@@ -111,7 +112,7 @@ def _ask(name: OracleName, trial: Trial) -> Judgement:
             return Judgement(name, Verdict.SKIP, message=reason)
         judgement = oracle.judge(trial)
         if trial.machine.device == "cuda":
-            # an error in a kernel shows itself late: it belongs to the oracle that launched it
+            # an error in a kernel shows late; it belongs to the oracle that launched the kernel
             torch.cuda.synchronize()
         return judgement
     except (Exception, SystemExit) as error:
@@ -123,7 +124,7 @@ def _judge_error(name: OracleName, machine: Machine, error: BaseException) -> Ju
     if _lacks_memory(error):
         return Judgement(name, Verdict.INFRA, Failure.OUT_OF_MEMORY, message)
     if not device_answers(machine):
-        message = f"the device does not answer any more after {message}"
+        message = f"the device no longer answers after {message}"
         return Judgement(name, Verdict.FAIL, Failure.CUDA_STICKY, message)
     return Judgement(name, Verdict.FAIL, Failure.EXCEPTION, message)
 

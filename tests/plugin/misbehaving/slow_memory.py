@@ -13,7 +13,7 @@ from loragate.plugin.memory import MEMORY
 
 class _Busy:
     @contextmanager
-    def room_for(self, case_bytes: int) -> Iterator[None]:
+    def reserve(self, case_bytes: int) -> Iterator[None]:
         time.sleep(2.5)
         yield
 

@@ -1,5 +1,5 @@
-"""A run with several attempts, looked at attempt by attempt: each draws data of its own for all
-cases, so each is judged as if it were the whole run. Pure; imports no torch.
+"""A run with several draws or repeats, draw by draw: each draw is random data for all cases, and
+is judged as if it were the whole run. Pure; imports no torch.
 """
 
 from __future__ import annotations
@@ -17,16 +17,21 @@ _NAMED = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AttemptOutcome:
-    """All cases with the data of one attempt; `counts` is one row a site of a subject."""
+class DrawOutcome:
+    """All cases with the data of one draw; `counts` has one row for each site of a subject.
 
-    attempt: int
+    `repeats` is how often the plan runs each case with this data.
+    """
+
+    draw: int
+    repeats: int
     counts: tuple[Count, ...]
     cases: tuple[CaseOutcome, ...]
 
     @property
     def verdict(self) -> Verdict:
-        """PASS only if each expected case was judged, and passed or failed as listed."""
+        """PASS only if each expected case was judged in every repeat, and passed or failed as
+        listed."""
         verdicts = [case.verdict for case in self.cases if case.verdict is not Verdict.SKIP]
         if any(count.missing for count in self.counts):
             verdicts.append(Verdict.INCONCLUSIVE)
@@ -40,36 +45,37 @@ class AttemptOutcome:
         return any(case.verdict is verdict for case in self.cases)
 
 
-def attempt_outcomes(events: Iterable[Event]) -> tuple[AttemptOutcome, ...]:
-    """In the order of their numbers; none where the plan does not ask for several attempts."""
+def draw_outcomes(events: Iterable[Event]) -> tuple[DrawOutcome, ...]:
+    """In the order of their numbers; none where the plan runs each case once."""
     events = tuple(events)
     plans = [event for event in events if isinstance(event, RunStarted)]
-    wanted = {attempt for plan in plans for attempt in plan.attempts}
-    if len(wanted) < 2:
+    wanted = {draw for plan in plans for draw in plan.draws}
+    if len(wanted) * max((plan.repeats for plan in plans), default=1) < 2:
         return ()
     of_cases: dict[int, list[Event]] = defaultdict(list)
     shared: list[Event] = []
     for event in events:
         if isinstance(event, CaseStarted | CaseFinished):
-            of_cases[event.attempt].append(event)
+            of_cases[event.draw].append(event)
         elif not isinstance(event, RunStarted):
             shared.append(event)
     plan = max(plans, key=repr)
-    return tuple(_outcome(plan, number, [*shared, *of_cases[number]]) for number in sorted(wanted))
+    return tuple(_outcome(plan, draw, [*shared, *of_cases[draw]]) for draw in sorted(wanted))
 
 
-def in_attempts(numbers: Iterable[int]) -> str:
-    """Which attempts, as the end of a sentence; nothing without any."""
+def in_draws(numbers: Iterable[int]) -> str:
+    """Which draws, as the end of a sentence; nothing if there are none."""
     names = [str(number) for number in sorted(numbers)]
     if not names:
         return ""
     more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
-    return f", in {'attempt' if len(names) == 1 else 'attempts'} {', '.join(names[:_NAMED])}{more}"
+    return f", in {'draw' if len(names) == 1 else 'draws'} {', '.join(names[:_NAMED])}{more}"
 
 
-def _outcome(plan: RunStarted, attempt: int, events: list[Event]) -> AttemptOutcome:
-    # what has no run ids, such as compiling, does not depend on the data
+def _outcome(plan: RunStarted, draw: int, events: list[Event]) -> DrawOutcome:
+    # results without run ids, such as those of the compiler, do not depend on the data
     expected = tuple(row for row in plan.expected if row.run_ids)
-    alone = replace(plan, attempts=(attempt,), expected=expected)
+    alone = replace(plan, draws=(draw,), expected=expected)
     cases = case_outcomes([alone, *events])
-    return AttemptOutcome(attempt=attempt, counts=count_results(alone, cases, ()), cases=cases)
+    counts = count_results(alone, cases, ())
+    return DrawOutcome(draw=draw, repeats=plan.repeats, counts=counts, cases=cases)

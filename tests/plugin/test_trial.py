@@ -1,4 +1,4 @@
-"""Every oracle is asked, and whatever a subject throws becomes a judgement."""
+"""Every oracle gives a judgement, and whatever a subject raises becomes one."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from loragate.core.machine import Machine
 from loragate.core.verdict import Failure, Judgement, OracleName, Verdict
 from loragate.matrix.case import Case, Dtype, Site
 from loragate.protocol import Trial
-from loragate.run import trial as runner
+from loragate.run import trial as run_trial
 
 CPU = Machine("cpu", "test", None, 1, 0)
 NAMES = (OracleName.REFERENCE, OracleName.EXACT)
@@ -36,7 +36,7 @@ class FakeOracle:
 @pytest.fixture
 def judge(monkeypatch):
     def run(*oracles: FakeOracle) -> tuple[Judgement, ...]:
-        monkeypatch.setattr(runner, "ORACLES", {oracle.name: oracle for oracle in oracles})
+        monkeypatch.setattr(run_trial, "ORACLES", {oracle.name: oracle for oracle in oracles})
         names = tuple(oracle.name for oracle in oracles)
         case = Case(
             site=Site.DENSE_DELTA,
@@ -48,7 +48,7 @@ def judge(monkeypatch):
             dtype=Dtype.FP32,
             oracles=names,
         )
-        return runner.run_trial(Trial(case, SimpleNamespace(), SimpleNamespace(), CPU, seed=7))
+        return run_trial.run_trial(Trial(case, SimpleNamespace(), SimpleNamespace(), CPU, seed=7))
 
     return run
 
@@ -59,7 +59,7 @@ def test_an_oracle_that_does_not_apply_is_a_skip_with_its_reason(judge):
     assert other.verdict is Verdict.PASS
 
 
-def test_an_exception_fails_its_oracle_and_spares_the_others(judge):
+def test_an_exception_fails_its_oracle_and_no_other(judge):
     first, second = judge(FakeOracle(NAMES[0], KeyError("slot 3")), FakeOracle(NAMES[1]))
     assert (first.verdict, first.failure) == (Verdict.FAIL, Failure.EXCEPTION)
     assert first.message.startswith("KeyError: 'slot 3'")
@@ -82,13 +82,13 @@ def test_a_subject_that_exits_fails_like_one_that_raises(judge):
     ],
     ids=["torch", "python", "cublas", "cpu"],
 )
-def test_too_little_memory_is_a_matter_of_the_machine(judge, error):
+def test_too_little_memory_is_an_infrastructure_failure(judge, error):
     (judgement,) = judge(FakeOracle(NAMES[0], error))
     assert (judgement.verdict, judgement.failure) == (Verdict.INFRA, Failure.OUT_OF_MEMORY)
 
 
 def test_nothing_is_judged_after_the_device_is_lost(judge, monkeypatch):
-    monkeypatch.setattr(runner, "device_answers", lambda machine: False)
+    monkeypatch.setattr(run_trial, "device_answers", lambda machine: False)
     (judgement,) = judge(FakeOracle(NAMES[0], RuntimeError("illegal")), FakeOracle(NAMES[1]))
     assert (judgement.verdict, judgement.failure) == (Verdict.FAIL, Failure.CUDA_STICKY)
 
@@ -104,21 +104,21 @@ def test_every_oracle_starts_from_the_seed_of_the_trial(judge):
 
 
 def test_a_healthy_device_answers():
-    assert runner.device_answers(CPU)
+    assert run_trial.device_answers(CPU)
 
 
 def verdict(*verdicts: Verdict) -> Verdict:
-    return runner.verdict_of(
+    return run_trial.verdict_of(
         Judgement(OracleName.EXACT, v, Failure.WRONG_ANSWER if v is Verdict.FAIL else None)
         for v in verdicts
     )
 
 
-def test_a_skip_takes_nothing_from_oracles_that_judged():
+def test_a_skip_does_not_change_the_verdict_of_other_oracles():
     assert verdict(Verdict.SKIP, Verdict.PASS) is Verdict.PASS
     assert verdict(Verdict.SKIP, Verdict.INCONCLUSIVE) is Verdict.INCONCLUSIVE
     assert verdict(Verdict.PASS, Verdict.FAIL) is Verdict.FAIL
 
 
-def test_a_case_that_nobody_judged_is_a_skip():
+def test_a_case_that_no_oracle_judged_is_a_skip():
     assert verdict(Verdict.SKIP, Verdict.SKIP) is Verdict.SKIP

@@ -1,4 +1,4 @@
-"""A subject that goes wrong in every way that a kernel can; the number of tokens says how."""
+"""Subjects that fail in every way in which a kernel can; the number of tokens says how."""
 
 from __future__ import annotations
 
@@ -44,10 +44,10 @@ def raise_an_error() -> None:
 
 
 def run_out_of_memory() -> None:
-    raise MemoryError("no room")
+    raise MemoryError("no memory left")
 
 
-DEEDS: Mapping[int, Callable[[], None]] = {
+FAULTS: Mapping[int, Callable[[], None]] = {
     11: leave,
     12: segfault,
     13: sleep,
@@ -57,27 +57,27 @@ DEEDS: Mapping[int, Callable[[], None]] = {
     17: run_out_of_memory,
 }
 WRONG_ANSWER = 18
-WRONG_ATTEMPT, CRASHING_ATTEMPT = 7, 2
+WRONG_DRAW, CRASHING_DRAW = 7, 2
 
 
-class BadDay(TorchSubject):
-    name = "bad_day"
-
-    def open(self, case: Case, machine: Machine, base: BaseLayer | None) -> Instance:
-        return _Misbehaving(super().open(case, machine, base), case.tokens)
-
-
-class BadSeed(TorchSubject):
-    """Fails with the data of one attempt only, and leaves with that of another."""
-
-    name = "bad_seed"
+class Misbehaving(TorchSubject):
+    name = "misbehaving"
 
     def open(self, case: Case, machine: Machine, base: BaseLayer | None) -> Instance:
-        # the runner seeds torch with the seed of the attempt
-        attempt = {seed_of(case, n): n for n in range(20)}[torch.initial_seed()]
-        deeds = {(23, WRONG_ATTEMPT): WRONG_ANSWER, (24, CRASHING_ATTEMPT): 11}
-        deed = deeds.get((case.tokens, attempt), case.tokens)
-        return _Misbehaving(super().open(case, machine, base), deed)
+        return _MisbehavingInstance(super().open(case, machine, base), case.tokens)
+
+
+class BadDraw(TorchSubject):
+    """Fails with the data of one draw only, and exits with that of another."""
+
+    name = "bad_draw"
+
+    def open(self, case: Case, machine: Machine, base: BaseLayer | None) -> Instance:
+        # torch is seeded with the seed of the draw
+        draw = {seed_of(case, n): n for n in range(20)}[torch.initial_seed()]
+        faults = {(23, WRONG_DRAW): WRONG_ANSWER, (24, CRASHING_DRAW): 11}
+        fault = faults.get((case.tokens, draw), case.tokens)
+        return _MisbehavingInstance(super().open(case, machine, base), fault)
 
 
 class Absent(TorchSubject):
@@ -87,7 +87,7 @@ class Absent(TorchSubject):
         return "package absent is not installed"
 
 
-class _Misbehaving:
+class _MisbehavingInstance:
     def __init__(self, good: Instance, tokens: int) -> None:
         self._good = good
         self._tokens = tokens
@@ -102,7 +102,7 @@ class _Misbehaving:
         self._good.prepare(token_slots)
 
     def apply(self, x: Tensor, out: Tensor) -> Tensor:
-        if self._tokens in DEEDS:
-            DEEDS[self._tokens]()
+        if self._tokens in FAULTS:
+            FAULTS[self._tokens]()
         result = self._good.apply(x, out)
         return result.add_(1) if self._tokens == WRONG_ANSWER else result

@@ -1,8 +1,8 @@
-"""The books of a session: which cases it owes, which came to their end, and the exit code.
+"""Accounts for the cases of a session: which were collected, which ended, and the exit code.
 
-Invariant: a session is green only if every collected case was judged and passed, and pytest has
-nothing to say against it either. Kept by the process that owns the session (the controller, or the
-only one), never by a worker.
+Invariant: a session exits with 0 only if every collected case was judged and passed, and pytest
+itself has no failure to report. This is done by the controller of a distributed session, or by the
+only process of another one, and never by a worker.
 """
 
 from __future__ import annotations
@@ -17,40 +17,40 @@ import pytest
 
 from loragate.core.verdict import ExitCode
 from loragate.events.log import EventWriter
-from loragate.matrix.selection import CaseRun
+from loragate.matrix.case_run import CaseRun
 from loragate.plugin.collection import case_run_of, case_run_of_id
-from loragate.plugin.crash_report import write_obituary
+from loragate.plugin.crash_report import crash_report
 from loragate.plugin.options import SETTINGS, Role, Settings
 from loragate.plugin.session_run import SessionRun
 from loragate.plugin.sticky import lost_device
 from loragate.report.evidence import render_evidence
 from loragate.report.terminal import Colour, render_summary
 
-# victims of an earlier case show themselves by their neighbours (wandb #12152)
-_NEIGHBOURS_SHOWN = 5
-# a worker that dies before it has collected would be replaced for ever
-_MAX_STILLBORN = 3
+# a case may die of what an earlier one on its worker has broken (wandb #12152)
+_RAN_BEFORE_SHOWN = 5
+# without a limit, workers that die before they have collected would be replaced forever
+_MAX_EARLY_DEATHS = 3
 
 
 def pytest_configure(config: pytest.Config) -> None:
     settings = config.stash[SETTINGS]
     if settings.role is not Role.WORKER and not config.option.collectonly:
-        config.pluginmanager.register(Ledger(config, settings), "loragate-ledger")
+        config.pluginmanager.register(Accounting(config, settings), "loragate-accounting")
 
 
-class Ledger:
+class Accounting:
     def __init__(self, config: pytest.Config, settings: Settings) -> None:
         self._config = config
         self._settings = settings
         self._run = SessionRun(settings)
-        self._owed: dict[str, CaseRun] = {}
+        self._collected: dict[str, CaseRun] = {}
         self._lost_device: set[str] = set()
-        # of fixtures, of modules that cannot be collected, of ordinary tests
-        self._failures_beside = 0
+        # of fixtures, of modules that cannot be collected, and of ordinary tests
+        self._other_failures = 0
         self._started: dict[str, float] = {}
-        self._recent: dict[str, deque[str]] = defaultdict(lambda: deque(maxlen=_NEIGHBOURS_SHOWN))
+        self._recent: dict[str, deque[str]] = defaultdict(lambda: deque(maxlen=_RAN_BEFORE_SHOWN))
         self._ready_nodes: set[str] = set()
-        self._stillborn = 0
+        self._early_deaths = 0
 
     def pytest_collection_finish(self, session: pytest.Session) -> None:
         self._expect((item.nodeid, case_run_of(item)) for item in session.items)
@@ -64,10 +64,10 @@ class Ledger:
     def pytest_testnodedown(self, node: Any, error: object | None) -> None:
         if error is None or node.gateway.id in self._ready_nodes:
             return
-        self._stillborn += 1
-        if self._stillborn >= _MAX_STILLBORN:
+        self._early_deaths += 1
+        if self._early_deaths >= _MAX_EARLY_DEATHS:
             pytest.exit(
-                f"{self._stillborn} workers died before they could run anything: {error}",
+                f"{self._early_deaths} workers died before they could run anything: {error}",
                 returncode=ExitCode.INFRASTRUCTURE.value,
             )
 
@@ -75,10 +75,10 @@ class Ledger:
         self._started[nodeid] = time.monotonic()
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        run = self._owed.get(report.nodeid)
-        # the call of a case is judged from the record, and from nothing else
+        run = self._collected.get(report.nodeid)
+        # the call phase of a case is judged from the recorded events alone
         if run is None or report.when != "call":
-            self._failures_beside += report.failed
+            self._other_failures += report.failed
         if run is None:
             return
         if report.when == "call":
@@ -87,26 +87,26 @@ class Ledger:
             self._lost_device.add(report.nodeid)
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
-        # with --continue-on-collection-errors the cases of other modules run all the same
-        self._failures_beside += report.failed
+        # with --continue-on-collection-errors the cases of other modules still run
+        self._other_failures += report.failed
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_handlecrashitem(self, crashitem: str, report: pytest.TestReport) -> None:
-        run = self._owed.get(crashitem)
+        run = self._collected.get(crashitem)
         if run is None:
             return
         if crashitem in self._lost_device:
-            # the case has been reported; this is the echo of its worker's exit
+            # the case was reported before its worker exited on purpose
             report.outcome, report.when, report.longrepr = "passed", "teardown", None
             return
         worker = _worker_of(report)
-        finished = write_obituary(
+        finished = crash_report(
             run,
             worker=worker,
             gpu=_gpu_of(report),
             duration_s=time.monotonic() - self._started.get(crashitem, time.monotonic()),
             stacks=self._settings.stack_file(worker),
-            neighbours=tuple(self._recent[worker]),
+            ran_before=tuple(self._recent[worker]),
         )
         with EventWriter(self._settings.events, run=self._settings.run) as writer:
             writer.write(finished)
@@ -118,8 +118,8 @@ class Ledger:
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
         if not self._run.begun or session.exitstatus == pytest.ExitCode.INTERNAL_ERROR:
             return
-        exit_code = self._run.finish(self._owed.values(), failures_beside=self._failures_beside)
-        # a record in which all is well takes nothing back of what pytest has seen go wrong
+        exit_code = self._run.finish(self._collected.values(), other_failures=self._other_failures)
+        # if all cases passed, failures that pytest has seen elsewhere still count
         if exit_code is not ExitCode.OK:
             session.exitstatus = exit_code.value
 
@@ -127,16 +127,16 @@ class Ledger:
         if self._run.summary is not None:
             colour = Colour.ON if terminalreporter.hasmarkup else Colour.OFF
             terminalreporter.section("loragate")
-            # pytest itself has shown each case that did not pass
+            # pytest has already shown each case that did not pass
             summary = replace(self._run.summary, cases=())
             terminalreporter.write_line(render_summary(summary, colour))
             terminalreporter.write_line(f"report: {self._settings.report}")
 
     def _expect(self, found: Iterable[tuple[str, CaseRun | None]]) -> None:
-        fresh = not self._owed
-        self._owed.update((nodeid, run) for nodeid, run in found if run is not None)
-        if fresh and self._owed:
-            self._run.start(self._owed.values())
+        first = not self._collected
+        self._collected.update((nodeid, run) for nodeid, run in found if run is not None)
+        if first and self._collected:
+            self._run.start(self._collected.values())
 
 
 def _worker_of(report: pytest.TestReport) -> str:

@@ -1,0 +1,58 @@
+"""`python -m loragate.run.opening_process FILE`: write the opening events of a run to FILE.
+
+Planning asks what a subject supports, which means importing it and asking for the device. This
+happens in a process of its own: whoever starts a run stays free of torch, and of a CUDA context
+that would take memory from the workers.
+"""
+
+from __future__ import annotations
+
+import pickle
+import sys
+import tempfile
+from pathlib import Path
+
+from loragate.core.child_process import run_module
+from loragate.core.errors import CommandError
+from loragate.core.verdict import ExitCode
+from loragate.events.log import EventWriter, read_events
+from loragate.events.model import Event
+from loragate.run.opening import RunRequest, opening_events
+
+# not `__name__`, which is "__main__" in the child
+_MODULE = "loragate.run.opening_process"
+
+
+class PlanningError(CommandError):
+    """The run cannot be planned."""
+
+
+def opening_events_of_child(request: RunRequest) -> tuple[Event, ...]:
+    """`opening_events` in a child process. Raises PlanningError."""
+    with tempfile.TemporaryDirectory() as folder:
+        answer = Path(folder) / "opening.jsonl"
+        child = run_module(_MODULE, str(answer), input=pickle.dumps(request))
+        message = child.stderr.decode(errors="replace").strip()
+        if child.returncode == ExitCode.USAGE.value:
+            raise PlanningError(message, ExitCode.USAGE)
+        if child.returncode != 0:
+            text = f"the run cannot be planned on this machine:\n{message}"
+            raise PlanningError(text, ExitCode.INFRASTRUCTURE)
+        return read_events(answer).events
+
+
+def _main(answer: Path) -> int:
+    request: RunRequest = pickle.load(sys.stdin.buffer)
+    try:
+        events = tuple(opening_events(request))
+    except ValueError as error:
+        print(error, file=sys.stderr)
+        return ExitCode.USAGE.value
+    with EventWriter(answer, run=request.run) as writer:
+        for event in events:
+            writer.write(event)
+    return ExitCode.OK.value
+
+
+if __name__ == "__main__":
+    sys.exit(_main(Path(sys.argv[1])))
