@@ -39,7 +39,7 @@ class Session:
         return [event for event in self.log.events if isinstance(event, CaseFinished)]
 
     def of_tokens(self, tokens: int) -> CaseFinished:
-        """The only end of the case with that many tokens: they name the deed."""
+        """The only end of the case with that many tokens, which say how the subject misbehaves."""
         (event,) = [e for e in self.finished if e.run_id.endswith(f".tokens-{tokens}")]
         return event
 

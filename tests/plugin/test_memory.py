@@ -61,7 +61,7 @@ def borrow(tmp_path, subject_environment):
 
 
 def borrowed(shared: SharedCapacity, units: int) -> threading.Event:
-    """Set once somebody has borrowed the units, and given them back."""
+    """Set once the units were borrowed and returned."""
     done = threading.Event()
 
     def work() -> None:

@@ -34,7 +34,7 @@ RUN = "20261121-041530-712"
 
 @pytest.fixture
 def plan() -> Callable[..., RunStarted]:
-    """Plan of one leg "kernels" that owes `run_ids` of subject "mine" at "dense_delta"."""
+    """Plan of one leg "kernels" that expects `run_ids` of subject "mine" at "dense_delta"."""
 
     def make(*run_ids: str, **changes: Any) -> RunStarted:
         row = Expected(
@@ -55,7 +55,7 @@ def plan() -> Callable[..., RunStarted]:
 
 @pytest.fixture
 def finished() -> Callable[..., CaseFinished]:
-    """End of one case; it passed with one passing judgement unless told otherwise."""
+    """End of one case; it passed with one passing judgement unless changed."""
 
     def make(case_run_id: str, verdict: Verdict = Verdict.PASS, **changes: Any) -> CaseFinished:
         known: dict[str, Any] = {
@@ -147,14 +147,18 @@ def _case(
 
 def _example_events() -> Iterator[Event]:
     draw = random.Random(20261121)
-    owed = [("lorakernels", case) for case in (*_dense(), *_linear())]
-    owed += [("our_fork", case) for case in _dense()]
-    graph = [owner for owner in owed if owner[0] == "our_fork" and owner[1].execution == "graph"]
-    owed = [owner for owner in owed if owner not in graph]
-    yield _example_plan(owed, graph)
+    expected_cases = [("lorakernels", case) for case in (*_dense(), *_linear())]
+    expected_cases += [("our_fork", case) for case in _dense()]
+    graph = [
+        owner
+        for owner in expected_cases
+        if owner[0] == "our_fork" and owner[1].execution == "graph"
+    ]
+    expected_cases = [owner for owner in expected_cases if owner not in graph]
+    yield _example_plan(expected_cases, graph)
     yield from (LegStarted(name=name) for name in _LEG_NAMES)
     victims = iter(_example_troubles())
-    forks = [case for subject, case in owed if subject == "our_fork"]
+    forks = [case for subject, case in expected_cases if subject == "our_fork"]
     last, shuffled = Mix.LAST_SLOT, Mix.SHUFFLED
     wrong = {
         case
@@ -162,8 +166,8 @@ def _example_events() -> Iterator[Event]:
         if (case.dtype, case.tokens, case.mix)
         in {(Dtype.FP16, 37, last), (Dtype.BF16, 37, shuffled), (Dtype.BF16, 256, shuffled)}
     }
-    silent = owed[-1]
-    for number, (subject, case) in enumerate(owed):
+    silent = expected_cases[-1]
+    for number, (subject, case) in enumerate(expected_cases):
         if (subject, case) == silent:
             continue
         name, seed, worker = run_id(subject, case), seed_of(case, 0), f"gw{number % 4}"
@@ -250,9 +254,11 @@ def _example_troubles() -> Iterator[tuple[Verdict, Failure | None, str, tuple[Ju
     )
 
 
-def _example_plan(owed: list[tuple[str, Case]], graph: list[tuple[str, Case]]) -> RunStarted:
+def _example_plan(
+    expected_cases: list[tuple[str, Case]], graph: list[tuple[str, Case]]
+) -> RunStarted:
     rows: dict[tuple[str, str], list[str]] = {}
-    for subject, case in owed:
+    for subject, case in expected_cases:
         rows.setdefault((subject, case.site.value), []).append(run_id(subject, case))
     expected = [
         Expected(leg="kernels", subject=subject, site=site, count=len(names), run_ids=tuple(names))

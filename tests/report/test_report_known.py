@@ -116,7 +116,7 @@ def test_another_oracle_that_fails_in_a_listed_case_fails_the_run(
         ((Judgement(OracleName.EXACT, Verdict.INCONCLUSIVE),), {}, ExitCode.INCOMPLETE),
     ],
 )
-def test_a_listed_failure_excuses_nothing_that_happened_beside_it(
+def test_a_listed_failure_excuses_nothing_else_that_went_wrong(
     judge: Callable[..., Summary],
     rest: tuple[Judgement, ...],
     changes: dict[str, Any],

@@ -18,7 +18,7 @@ from loragate.plugin.collection import case_run_of
 from loragate.plugin.options import SETTINGS
 from loragate.plugin.sticky import mark_device_lost
 from loragate.report.evidence import render_evidence
-from loragate.report.outcomes import excused, known_in, listed_findings, standing
+from loragate.report.known import excused, known_in, listed_findings, standing
 
 
 class Judge(Protocol):

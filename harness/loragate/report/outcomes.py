@@ -1,8 +1,7 @@
 """The outcome of every case, leg and kernel, derived from events alone. Pure; imports no torch.
 
 Invariants: the result does not depend on the order of the events, and no event can improve a
-verdict that another event has worsened. A listed finding excuses the judgements that it names and
-nothing else.
+verdict that another event has worsened.
 """
 
 from __future__ import annotations
@@ -26,8 +25,9 @@ from loragate.events.model import (
     RunFinished,
     RunStarted,
 )
-from loragate.findings.ledger import Finding, Line, audit, known_finding, observe_cases
+from loragate.findings.ledger import Finding
 from loragate.matrix.case_run import replay_command, trial_name
+from loragate.report.known import HARMLESS, excused, known_in, listed_findings, standing
 
 _Item = TypeVar("_Item")
 
@@ -36,8 +36,6 @@ JUDGED = frozenset({Verdict.PASS, Verdict.FAIL, Verdict.INCONCLUSIVE})
 
 # for a case that was started without being planned
 _UNPLANNED = Expected(leg="", subject="unplanned", site="", count=0)
-
-_HARMLESS = frozenset({Verdict.PASS, Verdict.SKIP})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,7 +72,7 @@ class CaseOutcome:
     @property
     def evidence(self) -> tuple[Judgement, ...]:
         """The judgements that did not pass."""
-        return tuple(j for j in self.judgements if j.verdict not in _HARMLESS)
+        return tuple(j for j in self.judgements if j.verdict not in HARMLESS)
 
     @property
     def replay(self) -> str:
@@ -142,59 +140,6 @@ def compile_outcomes(events: Iterable[Event]) -> tuple[CompileResult, ...]:
     )
 
 
-def listed_findings(events: Iterable[Event]) -> tuple[KnownFinding, ...]:
-    """The findings that were listed when the run started, each once, sorted by id."""
-    listed = {event for event in events if isinstance(event, KnownFinding)}
-    return tuple(sorted(listed, key=lambda entry: (entry.finding.id, repr(entry))))
-
-
-def ledger_lines(events: Iterable[Event]) -> tuple[Line, ...]:
-    """What this run showed of each listed finding."""
-    events = tuple(events)
-    ends = [event for event in events if isinstance(event, CaseFinished)]
-    judged = sorted(
-        ((end.run_id, judgement) for end in ends for judgement in end.judgements), key=repr
-    )
-    listed = listed_findings(events)
-    observed = observe_cases((entry.finding for entry in listed), judged)
-    return tuple(line for e in listed for line in audit([e.finding], e.version, observed))
-
-
-def known_in(case: CaseFinished, listed: Iterable[KnownFinding]) -> tuple[Finding, ...]:
-    """The listed findings that a trial shows."""
-    listed = tuple(listed)
-    found = (_known(case.run_id, judgement, listed) for judgement in case.judgements)
-    return tuple(dict.fromkeys(finding for finding in found if finding is not None))
-
-
-def excused(case: CaseFinished, listed: Iterable[KnownFinding]) -> CaseFinished:
-    """The trial as it would be if the judgements that are listed had passed."""
-    listed = tuple(listed)
-    if not known_in(case, listed):
-        return case
-    judgements = tuple(
-        Judgement(j.oracle, Verdict.PASS) if _known(case.run_id, j, listed) else j
-        for j in case.judgements
-    )
-    # a failure outside of the oracles keeps its verdict; otherwise the judgements decide
-    by_oracles = case.verdict is Verdict.FAIL and case.failure is None
-    verdict = Verdict.PASS if by_oracles else case.verdict
-    return replace(case, verdict=verdict, judgements=judgements)
-
-
-def standing(case: CaseFinished) -> Verdict:
-    """The verdict of a trial, never better than its own evidence."""
-    against = [j.verdict for j in case.judgements if j.verdict not in _HARMLESS]
-    verdict = worst([case.verdict, *against])
-    failed = case.failure or next((j.failure for j in case.judgements if j.failure), None)
-    if failed is not None and verdict is not Verdict.FAIL:
-        # too little memory or a lost device is neither a skip nor a pass
-        return Verdict.INFRA
-    if verdict is Verdict.PASS and all(j.verdict is not Verdict.PASS for j in case.judgements):
-        return Verdict.INCONCLUSIVE
-    return verdict
-
-
 def _case(
     starts: list[CaseStarted],
     ends: list[CaseFinished],
@@ -252,11 +197,6 @@ def _judged(ends: list[CaseFinished], listed: Sequence[KnownFinding]) -> CaseOut
     )
 
 
-def _known(run_id: str, judgement: Judgement, listed: Iterable[KnownFinding]) -> Finding | None:
-    found = (known_finding([e.finding], e.version, run_id, judgement) for e in listed)
-    return next((finding for finding in found if finding is not None), None)
-
-
 def _crashed(lost: CaseStarted, owner: Expected, leg: Verdict) -> CaseOutcome:
     # if the leg went on without the worker, the case killed it; if the whole leg was lost, the
     # case may have had nothing to do with it
@@ -288,7 +228,7 @@ def _leg(name: str, ends: list[LegFinished], started: bool, run_ended: bool) -> 
 
 
 def _leg_standing(end: LegFinished) -> Verdict:
-    contradicts = end.exit_code != 0 and end.verdict in _HARMLESS
+    contradicts = end.exit_code != 0 and end.verdict in HARMLESS
     return Verdict.INFRA if contradicts else end.verdict
 
 

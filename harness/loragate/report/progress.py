@@ -18,7 +18,8 @@ from loragate.events.model import (
     RunStarted,
 )
 from loragate.matrix.case_run import trial_name
-from loragate.report.outcomes import LegOutcome, excused, known_in, standing
+from loragate.report.known import excused, known_in, standing
+from loragate.report.outcomes import LegOutcome
 from loragate.report.terminal import Colour, render_leg, verdict_name
 
 _WIPE = "\r\x1b[2K"

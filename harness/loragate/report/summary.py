@@ -25,12 +25,12 @@ from loragate.findings.ledger import VERDICTS, Line, State
 from loragate.report.by_oracle import OracleCount, count_oracles
 from loragate.report.counts import Count, count_results, total_of
 from loragate.report.draws import DrawOutcome, draw_outcomes, in_draws
+from loragate.report.known import ledger_lines
 from loragate.report.outcomes import (
     CaseOutcome,
     LegOutcome,
     case_outcomes,
     compile_outcomes,
-    ledger_lines,
     leg_outcomes,
 )
 
