@@ -22,7 +22,7 @@ from loragate.core.verdict import ExitCode
 from loragate.faults.corpus import CONTROLS, FAULTS, SLICE, SLICE_CONTROLS
 from loragate.faults.model import Control, Fate, Fault, Needs, Outcome
 from loragate.faults.order import Suite
-from loragate.faults.record import FaultRecord, Plantings
+from loragate.faults.record_update import FaultRecord, Plantings
 from loragate.faults.tables import BAD, Line, payload, render_markdown, render_terminal
 from loragate.matrix.plan import is_selected
 from loragate.matrix.problems import nearest
