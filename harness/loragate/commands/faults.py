@@ -1,7 +1,7 @@
-"""`loragate faults`: plant the corpus, one fault at a time, and tell who noticed.
+"""`loragate faults`: plant the corpus, one fault at a time, and show what detects it.
 
-Exit codes: 0 every fault that can show here is killed and every control is green, 1 a fault got
-away or a control was called wrong, 2 none of what was asked for could be planted here, 3 something
+Exit codes: 0 every fault that can show here is killed and every control passes, 1 a fault was not
+detected or a control failed, 2 none of what was asked for could be planted here, 3 something
 could not be planted or run, 4 usage.
 """
 
@@ -21,12 +21,12 @@ from loragate.core.verdict import ExitCode
 from loragate.faults.corpus import CONTROLS, FAULTS, SLICE, SLICE_CONTROLS
 from loragate.faults.model import Control, Fate, Fault, Needs, Outcome
 from loragate.faults.order import Suite
-from loragate.faults.tables import BAD, Line, payload, render_markdown, render_terminal
+from loragate.faults.record import GPU_SECTION, SECTION, Line, payload, read_faults
+from loragate.faults.tables import BAD, render_markdown, render_terminal
 from loragate.matrix.plan import is_selected
 from loragate.matrix.problems import nearest
-from loragate.records.results import ResultsError, provenance, read_section, update_section
+from loragate.records.results import ResultsError, provenance, update_section
 
-SECTION, GPU_SECTION = "faults", "faults_gpu"
 _JOBS = 2
 # many times what a fault takes, for a machine that is busy; a GPU compiles every kernel first
 _DEADLINE_S, _GPU_DEADLINE_S = 90.0, 240.0
@@ -35,7 +35,9 @@ Planted = TypeVar("Planted", Fault, Control)
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    parser = subparsers.add_parser("faults", help="plant known faults and see them noticed")
+    parser = subparsers.add_parser(
+        "faults", help="plant known faults and check that each is detected"
+    )
     which = parser.add_mutually_exclusive_group()
     which.add_argument(
         "--only",
@@ -46,7 +48,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         help="only faults and controls with this piece in their name, or like this pattern",
     )
     which.add_argument(
-        "--slice", action="store_true", help="for each oracle the fault that only it notices"
+        "--slice", action="store_true", help="for each oracle the fault that only it detects"
     )
     parser.add_argument(
         "--gpu",
@@ -54,9 +56,9 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         help="compiled kernels: the faults that need a GPU, or whatever --only names",
     )
     parser.add_argument(
-        "--stand-in",
+        "--baseline-suite",
         action="store_true",
-        help="let tests in the style of serving engines look for the same faults",
+        help="also run tests in the usual style of serving engines on the same faults",
     )
     parser.add_argument("--jobs", type=int, default=_JOBS, metavar="N", help="default: 2")
     parser.add_argument("--record", type=Path, metavar="FILE", help="write what was seen to FILE")
@@ -88,7 +90,7 @@ def run(arguments: argparse.Namespace) -> ExitCode:
     if arguments.record:
         print(f"recorded in {arguments.record}")
     if not done.sound:
-        return _complain("the stand-in fails on sound code", ExitCode.INFRASTRUCTURE)
+        return _complain("the baseline suite fails on a control", ExitCode.INFRASTRUCTURE)
     code = exit_code(done.lines, done.controls)
     return _complain("nothing could be planted", code) if code is ExitCode.INCOMPLETE else code
 
@@ -108,7 +110,7 @@ def _check(
 
 def exit_code(lines: Sequence[Line], controls: Sequence[tuple[Control, Outcome]]) -> ExitCode:
     fates = {line.outcome.fate for line in lines}
-    others = {line.stand_in.fate for line in lines if line.stand_in}
+    others = {line.baseline.fate for line in lines if line.baseline}
     alarms = {outcome.fate for _, outcome in controls}
     if Fate.BROKEN in fates | others | alarms:
         return ExitCode.INFRASTRUCTURE
@@ -119,10 +121,11 @@ def exit_code(lines: Sequence[Line], controls: Sequence[tuple[Control, Outcome]]
 
 
 def select(arguments: argparse.Namespace) -> tuple[list[Fault], list[Control]]:
-    """What was asked for, and a control at least where the stand-in is asked: what it fails on
-    shows nothing as long as it is not seen to pass. ValueError for a name that nothing has."""
+    """The faults and controls that were asked for; with the baseline suite at least one control,
+    because its failures prove nothing unless it passes on sound code. ValueError for an unknown
+    name."""
     faults, controls = _asked_for(arguments)
-    if arguments.stand_in and not controls:
+    if arguments.baseline_suite and not controls:
         controls = list(SLICE_CONTROLS)
     return faults, controls
 
@@ -148,7 +151,7 @@ def _selected(planted: Sequence[Planted], patterns: tuple[str, ...]) -> list[Pla
 
 @dataclass(slots=True)
 class _Done:
-    """What has been planted so far; `sound` as long as the stand-in passes on the controls.
+    """What has been planted so far. `sound`: the baseline suite passes on all controls so far.
     `started`: commit and state of the checkout when the first was planted."""
 
     started: tuple[str, Tree]
@@ -172,12 +175,12 @@ class _Done:
 def _plant(
     arguments: argparse.Namespace, faults: Sequence[Fault], controls: Sequence[Control]
 ) -> Generator[tuple[Fault | Control, tuple[Outcome, ...]]]:
-    """What the oracles made of each, and the stand-in, if it was asked."""
+    """Each fault and control with its outcome, and that in the baseline suite if it is run."""
     from loragate.faults.runner import Setup, run_all
 
     deadline = _GPU_DEADLINE_S if arguments.gpu else _DEADLINE_S
     setup = Setup(gpu=arguments.gpu, jobs=arguments.jobs, deadline_s=deadline)
-    suites = (Suite.ORACLES, Suite.UPSTREAM) if arguments.stand_in else (Suite.ORACLES,)
+    suites = (Suite.ORACLES, Suite.BASELINE) if arguments.baseline_suite else (Suite.ORACLES,)
     with closing(run_all((*faults, *controls), suites, setup)) as found:
         for one, outcomes in found:
             for suite, outcome in zip(suites, outcomes, strict=True):
@@ -224,7 +227,7 @@ def _kept(
 ) -> dict[str, dict[str, Any]]:
     """What a record keeps of earlier runs: entries of all that is not done, by "faults" and
     "controls". ResultsError if one that --only leaves out has no entry that still holds."""
-    old = read_section(arguments.record, _section(arguments)) or {}
+    old = read_faults(arguments.record, _section(arguments)) or {}
     asked = {fault.name for fault in faults} | {control.name for control in controls}
     kept: dict[str, dict[str, Any]] = {}
     for kind, corpus in _everything(arguments).items():
@@ -252,7 +255,7 @@ def _unfinished(
 ) -> list[str]:
     """What was to be planted and was not, in this run or in an earlier one that was interrupted."""
     asked = [*(fault.name for fault in faults), *(control.name for control in controls)]
-    old = read_section(arguments.record, _section(arguments)) or {}
+    old = read_faults(arguments.record, _section(arguments)) or {}
     there = {one.name for corpus in _everything(arguments).values() for one in corpus}
     earlier = [n for n in old.get("unfinished", ()) if n in there and n not in asked]
     return [name for name in (*asked, *earlier) if name not in done]
@@ -269,7 +272,7 @@ def _section(arguments: argparse.Namespace) -> str:
 
 
 def _show(path: Path) -> ExitCode:
-    record = read_section(path, SECTION) or read_section(path, GPU_SECTION)
+    record = read_faults(path, SECTION) or read_faults(path, GPU_SECTION)
     if record is None:
         return _complain(f"{path}: no section {SECTION!r}", ExitCode.USAGE)
     print(render_markdown(record))
@@ -287,10 +290,10 @@ def _has_gpu() -> bool:
 
 def _progress(planted: Fault | Control, suite: Suite, outcome: Outcome) -> None:
     kind = "control" if isinstance(planted, Control) else "fault"
-    if suite is Suite.UPSTREAM:
-        kind += " in the stand-in,"
-    noticed = ", ".join(outcome.killers) or outcome.message[:80]
-    line = f"{kind} {planted.name}: {outcome.fate.value} {noticed}".rstrip()
+    if suite is Suite.BASELINE:
+        kind += " in the baseline suite,"
+    found = ", ".join(outcome.killers) or outcome.message[:80]
+    line = f"{kind} {planted.name}: {outcome.fate.value} {found}".rstrip()
     print(f"{line} ({outcome.seconds:.0f} s)", file=sys.stderr, flush=True)
 
 

@@ -1,7 +1,7 @@
-"""Plants one fault at a time, each in a process and a copy of the package of its own.
+"""Plants one fault at a time, each in its own process with its own copy of the package.
 
-Invariant: whatever a planted process does - it hangs, dies, or writes nonsense - costs no other
-fault its result, and leaves nothing behind; nor does a command that is interrupted.
+Invariant: whatever a planted process does - hang, die, or write nonsense - no other fault loses its
+result, and no process or file is left behind, not even when the command is interrupted.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _LAST_LINES = 8
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setup:
     """How planted processes run: compiled on a GPU or in the interpreter, how many at a time,
-    and the seconds after which one is taken to hang."""
+    and after how many seconds one counts as hanging."""
 
     gpu: bool = False
     jobs: int = 2
@@ -41,7 +41,7 @@ class Setup:
 
 
 class Children:
-    """The planted processes that run now, so that all of them can be ended at once."""
+    """The planted processes that are running, so that all of them can be ended at once."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -49,25 +49,25 @@ class Children:
         self._over = False
 
     def start(self, command: Sequence[str], **options: Any) -> subprocess.Popen[bytes]:
-        # under the lock, so that none is started behind the back of `end_all`
+        # under the lock, so that none is started after `end_all`
         with self._lock:
             if self._over:
                 raise Interrupted
-            # a group of its own, so that nothing that it has started outlives it
+            # a process group of its own, so that its children end with it
             child = subprocess.Popen(command, start_new_session=True, **options)
             self._running.add(child.pid)
             return child
 
     def end(self, child: subprocess.Popen[bytes]) -> None:
-        """Also what it has started, whether or not it has ended itself."""
+        """End a process and its children, even if the process itself has ended already."""
         with self._lock:
             _kill_group(child.pid)
-            # its number may be another's from here on
+            # from here on its number may belong to another process
             self._running.discard(child.pid)
         child.wait()
 
     def end_all(self) -> None:
-        """Those that run, and any that would still start."""
+        """End all that run, and let no other start."""
         with self._lock:
             self._over = True
             for pid in self._running:
@@ -75,7 +75,7 @@ class Children:
 
 
 class Interrupted(Exception):
-    """Nothing is planted any more."""
+    """Raised by `start` after `end_all`: no further process may start."""
 
 
 def _kill_group(pid: int) -> None:
@@ -86,8 +86,8 @@ def _kill_group(pid: int) -> None:
 def run_all(
     planted: Sequence[Fault | Control], suites: Sequence[Suite], setup: Setup
 ) -> Generator[tuple[Fault | Control, tuple[Outcome, ...]]]:
-    """Outcomes by suite, in the order given, each as soon as it is known. Closing it ends what
-    runs."""
+    """Outcomes by suite, in the order given, each as soon as it is known. Closing the generator
+    ends what is running."""
     children = Children()
 
     def run(one: Fault | Control) -> tuple[Outcome, ...]:
@@ -104,7 +104,7 @@ def run_all(
 def run_one(
     planted: Fault | Control, suite: Suite, setup: Setup, children: Children | None = None
 ) -> Outcome:
-    """Plant, run, tell. Never raises because of what was planted."""
+    """Plant one fault or control and run one suite. Never raises because of what was planted."""
     if isinstance(planted, Fault) and planted.needs is Needs.GPU and not setup.gpu:
         return Outcome(name=planted.name, fate=Fate.NOT_RUN, message="needs a GPU")
     started = time.monotonic()
@@ -113,7 +113,7 @@ def run_one(
     except StaleAnchor as error:
         return Outcome(name=planted.name, fate=Fate.BROKEN, message=str(error))
     seconds = time.monotonic() - started
-    if suite is Suite.UPSTREAM or isinstance(planted, Control):
+    if suite is Suite.BASELINE or isinstance(planted, Control):
         return fate_by_anyone(planted.name, sightings, seconds)
     return fate_of_fault(planted, sightings, seconds)
 
@@ -141,7 +141,7 @@ def _run_planted(
 
 
 def _run_child(folder: Path, setup: Setup, children: Children) -> Failure | None:
-    """Run the process to its end; how it failed, None if it did not."""
+    """Run the process to its end. Returns how it failed, or None."""
     command = [sys.executable, "-m", "loragate.faults.child"]
     command += [str(folder / "order.json"), str(folder / "transcript.jsonl")]
     with (folder / "log.txt").open("wb") as log:
@@ -168,7 +168,7 @@ def _environment(folder: Path, setup: Setup) -> dict[str, str]:
     environment = os.environ | {
         "PYTHONPATH": os.pathsep.join(path for path in paths if path),
         "PYTHONDONTWRITEBYTECODE": "1",
-        # a kernel that was compiled for another fault must not be found
+        # a kernel that was compiled for another fault must not be reused
         "TRITON_CACHE_DIR": str(folder / "cache"),
         "OMP_NUM_THREADS": "1",
         "MKL_NUM_THREADS": "1",
@@ -181,10 +181,10 @@ def _environment(folder: Path, setup: Setup) -> dict[str, str]:
 
 def _death(current: str, failure: Failure | None, log: str) -> Sighting:
     # the last line of a traceback says most
-    last_words = " | ".join(reversed(log.strip().splitlines()[-_LAST_LINES:]))
+    last_lines = " | ".join(reversed(log.strip().splitlines()[-_LAST_LINES:]))
     if current in ("", "import") and failure is not Failure.HANG:
-        # it did not get to the point where anything could be noticed
-        message = f"the process broke down: {last_words}"
+        # it failed before any judge could run
+        message = f"the process failed to start: {last_lines}"
         return Sighting(
             judge=current or "start",
             case="",
@@ -193,5 +193,5 @@ def _death(current: str, failure: Failure | None, log: str) -> Sighting:
             message=message,
         )
     kind = failure or Failure.CRASH
-    message = f"{kind} of the process: {last_words}".rstrip(": ")
+    message = f"{kind} of the process: {last_lines}".rstrip(": ")
     return Sighting(judge=current, case="", verdict=Verdict.FAIL, failure=kind, message=message)
