@@ -1,4 +1,4 @@
-"""`loragate gate|plan|replay|faults|bench|findings`.
+"""`loragate gate|plan|replay|faults|bench|findings|docs`.
 
 Invariant: parsing imports no torch; each command imports what it needs when it runs. Every
 command exits as `loragate.core.verdict.ExitCode` says; one that is interrupted is incomplete.
@@ -15,13 +15,13 @@ from typing import Any, NoReturn
 from loragate.commands import bench as bench
 from loragate.commands import faults as faults
 from loragate.commands import findings as findings
-from loragate.commands import gate, replay
+from loragate.commands import docs, gate, replay
 from loragate.commands import plan as show_plan
 from loragate.core.signals import ended_by_signals
 from loragate.core.verdict import ExitCode
 from loragate.matrix.problems import nearest
 
-_COMMANDS = (gate, show_plan, replay, faults, bench, findings)
+_COMMANDS = (gate, show_plan, replay, faults, bench, findings, docs)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -12,6 +12,11 @@ from loragate.faults.record import Line, payload
 
 _COLUMNS = {oracle.value: oracle.value[:3] for oracle in OracleName}
 _OTHERS = "oth"
+_HEADER = ("faults", "detected", "by an oracle of the gate", "baseline suite")
+_DETECTION_HEAD = (
+    "| planted | count | the gate | only own unit tests and checks | usual style |\n"
+    "|---|--:|--:|--:|--:|"
+)
 # fates that fail a run
 BAD = (Fate.BROKEN, Fate.SURVIVED, Fate.MISSED)
 
@@ -107,25 +112,30 @@ def render_markdown(record: Mapping[str, Any]) -> str:
     return "\n".join([head, *filter(None, rows), _row("**all**", list(faults.values()))])
 
 
-def render_detection(record: Mapping[str, Any]) -> str:
-    """A small table: linear layers, MoE layers, all; mutants are not part of the record yet."""
-    faults = list(record["faults"].values())
-    moe = [fault for fault in faults if _is_moe(fault)]
-    linear = [fault for fault in faults if not _is_moe(fault)]
+def render_detection(record: Mapping[str, Any], on_gpu: Mapping[str, Any] | None = None) -> str:
+    """A small table: linear layers, MoE layers, GPU only, all. No record holds mutants yet.
+
+    on_gpu: the record of a GPU, for the faults that did not run without one."""
+    gpu_only = [
+        fault
+        for name, fault in (on_gpu or {}).get("faults", {}).items()
+        if name not in record["faults"] or _not_run(record["faults"][name])
+    ]
+    on_cpu = [fault for fault in record["faults"].values() if not _not_run(fault)]
     rows = [
-        _detection_row("faults in linear layers and adapter files", linear),
-        _detection_row("faults in MoE layers", moe),
-        _detection_row("**all faults**", faults),
+        _detection_row(
+            "faults in linear layers and adapters", [f for f in on_cpu if not _is_moe(f)]
+        ),
+        _detection_row("faults in MoE layers", [f for f in on_cpu if _is_moe(f)]),
+        _detection_row("faults that show on a GPU only", gpu_only),
+        _detection_row("**all faults**", [*on_cpu, *gpu_only]),
         "| random mutants | not measured yet | | | |",
     ]
     return "\n".join([_DETECTION_HEAD, *filter(None, rows)])
 
 
-_HEADER = ("faults", "detected", "by an oracle of the gate", "baseline suite")
-_DETECTION_HEAD = (
-    "| planted | count | the gate | only own unit tests and checks | usual style |\n"
-    "|---|--:|--:|--:|--:|"
-)
+def _not_run(fault: Mapping[str, Any]) -> bool:
+    return bool(fault["fate"] == Fate.NOT_RUN.value)
 
 
 def _is_moe(fault: Mapping[str, Any]) -> bool:
@@ -145,7 +155,7 @@ class _Counts:
 
     @classmethod
     def of(cls, faults: Sequence[Mapping[str, Any]]) -> Self:
-        tried = [fault for fault in faults if fault["fate"] != Fate.NOT_RUN.value]
+        tried = [fault for fault in faults if not _not_run(fault)]
         killed = [fault for fault in tried if fault["fate"] == Fate.KILLED.value]
         unjudged = (None, Fate.BROKEN.value)
         judged = [fault for fault in tried if fault["baseline_suite"] not in unjudged]
