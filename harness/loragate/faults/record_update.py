@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from loragate.faults.model import Control, Fault
+from loragate.faults.record import upgraded
 from loragate.records.recorder import Recorder
 from loragate.records.results import ResultsError
 
@@ -38,9 +39,11 @@ class FaultRecord:
     recorder: Recorder
     asked: Plantings
     corpus: Plantings
+    _previous: Mapping[str, Any] = field(init=False)
     _kept: dict[str, dict[str, Any]] = field(init=False)
 
     def __post_init__(self) -> None:
+        self._previous = upgraded(self.recorder.previous)
         self._kept = {
             kind: self._valid_entries(kind, planted)
             for kind, planted in self.corpus.by_kind().items()
@@ -71,9 +74,9 @@ class FaultRecord:
 
     def _valid_entries(self, kind: str, planted: Sequence[Fault | Control]) -> dict[str, Any]:
         """Entries of earlier runs about exactly what is in the corpus now."""
-        old = self.recorder.previous.get(kind, {})
+        old = self._previous.get(kind, {})
         # records of older versions name the commit once for all entries
-        commit = self.recorder.previous.get("commit", "")
+        commit = self._previous.get("commit", "")
         return {
             one.name: {"commit": commit} | old[one.name]
             for one in planted
@@ -85,7 +88,7 @@ class FaultRecord:
         asked, corpus = self.asked.names, set(self.corpus.names)
         earlier = [
             name
-            for name in self.recorder.previous.get("unfinished", ())
+            for name in self._previous.get("unfinished", ())
             if name in corpus and name not in asked
         ]
         return [name for name in (*asked, *earlier) if name not in done]

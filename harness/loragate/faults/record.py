@@ -1,0 +1,95 @@
+"""What a record keeps of a run of the corpus, and how records of older versions are read.
+
+Pure but for reading the file; imports no torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from loragate.core.verdict import OracleName, Verdict
+from loragate.faults.model import Check, Control, Fault, Outcome
+from loragate.records.results import read_section
+
+# sections of a results file: recorded without a GPU, and on one
+SECTION, GPU_SECTION = "faults", "faults_gpu"
+
+_CHECKS = frozenset(check.value for check in Check)
+_ORACLES = frozenset(oracle.value for oracle in OracleName)
+# key by its name in records that were written before
+_RENAMED = {"baseline_suite": "stand_in", "baseline_suite_killers": "stand_in_killers"}
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """A fault and its fate; `baseline` is its fate in the baseline suite, if that was run."""
+
+    fault: Fault
+    outcome: Outcome
+    baseline: Outcome | None = None
+
+
+def read_faults(path: Path, section: str) -> dict[str, Any] | None:
+    """A recorded section with the keys of today, None if there is none. Raises ResultsError."""
+    recorded = read_section(path, section)
+    return None if recorded is None else upgraded(recorded)
+
+
+def upgraded(record: Mapping[str, Any]) -> dict[str, Any]:
+    """A record of any version with the keys and group labels of today."""
+    faults = record.get("faults", {})
+    return {**record, "faults": {name: _upgraded_entry(entry) for name, entry in faults.items()}}
+
+
+def _upgraded_entry(entry: Mapping[str, Any]) -> dict[str, Any]:
+    result = dict(entry)
+    for name, earlier in _RENAMED.items():
+        if earlier in result:
+            result[name] = result.pop(earlier)
+    if "group" in result:
+        result["group"] = result["group"].replace("experts: ", "MoE: ")
+    # earlier records do not say which of several judges met an exception
+    by_gate = any(killer not in _CHECKS for killer in entry.get("killers", ()))
+    result.setdefault("detected_by_gate", by_gate)
+    return result
+
+
+def payload(
+    lines: Sequence[Line], controls: Sequence[tuple[Control, Outcome]], *, commit: str = ""
+) -> dict[str, Any]:
+    """The JSON of a record. `commit`: the one at which all of this was seen."""
+    return {
+        "faults": {line.fault.name: _fault_payload(line, commit) for line in lines},
+        "controls": {
+            control.name: {
+                "digest": control.digest,
+                "commit": commit,
+                "fate": outcome.fate.value,
+            }
+            for control, outcome in controls
+        },
+    }
+
+
+def _fault_payload(line: Line, commit: str) -> dict[str, Any]:
+    return {
+        "group": line.fault.group.value,
+        "source": line.fault.source,
+        "needs": line.fault.needs.value,
+        "digest": line.fault.digest,
+        "commit": commit,
+        "fate": line.outcome.fate.value,
+        "killers": list(line.outcome.killers),
+        "detected_by_gate": detected_by_gate(line.outcome),
+        "baseline_suite": line.baseline.fate.value if line.baseline else None,
+        "baseline_suite_killers": list(line.baseline.killers) if line.baseline else [],
+    }
+
+
+def detected_by_gate(outcome: Outcome) -> bool:
+    """Whether an oracle, or the process that ran a case for one, failed. The checks of the corpus
+    do not count: no gate runs them."""
+    return any(s.verdict is Verdict.FAIL and s.judge in _ORACLES for s in outcome.sightings)
