@@ -45,7 +45,7 @@ def test_a_part_of_the_table_cannot_be_recorded(
     assert not record.exists()
 
 
-def test_a_damaged_results_file_is_noticed_before_anything_is_timed(
+def test_a_damaged_results_file_is_reported_before_anything_is_timed(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     record = tmp_path / "record.json"
@@ -54,7 +54,7 @@ def test_a_damaged_results_file_is_noticed_before_anything_is_timed(
     assert f"{record}:2: not JSON" in capsys.readouterr().err
 
 
-def test_experts_are_compared_with_vllm_or_with_nobody(capsys: pytest.CaptureFixture[str]) -> None:
+def test_moe_is_compared_with_vllm_or_with_nothing(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         bench("moe", "--baseline", "torch")
     assert "vllm" in capsys.readouterr().err
@@ -62,7 +62,7 @@ def test_experts_are_compared_with_vllm_or_with_nobody(capsys: pytest.CaptureFix
         bench("moe", "--subject", "torch")
 
 
-def test_a_record_of_experts_is_shown_by_its_kind(
+def test_an_moe_record_is_shown_by_its_kind(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     record = tmp_path / "record.json"
@@ -80,7 +80,7 @@ def test_an_unknown_subject_is_a_usage_error(capsys: pytest.CaptureFixture[str])
     assert "did you mean 'vllm'?" in capsys.readouterr().err
 
 
-def test_a_record_can_be_shown_again_as_the_table_of_the_readme(
+def test_a_record_is_shown_as_a_table_followed_by_its_bars(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     record = tmp_path / "record.json"
@@ -89,13 +89,15 @@ def test_a_record_can_be_shown_again_as_the_table_of_the_readme(
         record, KINDS["dense"].section, DenseFigures("ours", None, 4e12, rows, ()).payload()
     )
     assert bench("show", str(record)) is ExitCode.OK
-    assert "| down 12288 -> 4096 | 1 | 16 | 9.0 | 1.0 | - |" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert "| down 12288 -> 4096 | 1 | 16 | 9.0 | 1.0 | - |" in shown
+    assert "* added time over a baseline, worst row: **-** (not measured: bar 1.0)" in shown
     assert bench("show", str(tmp_path / "other.json")) is ExitCode.USAGE
     assert "no section 'bench_dense'" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
-    ("section", "told"),
+    ("section", "problem"),
     [
         ({}, "no field 'schema'"),
         ({"schema": "1"}, "schema is '1', this version reads up to 1"),
@@ -103,17 +105,17 @@ def test_a_record_can_be_shown_again_as_the_table_of_the_readme(
     ],
 )
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_section_that_is_no_record_is_told_with_its_file_and_its_field(
+def test_an_invalid_section_is_reported_with_its_file_and_field(
     capsys: pytest.CaptureFixture[str],
     tmp_path: Path,
     section: dict[str, object],
-    told: str,
+    problem: str,
     kind: str,
 ) -> None:
     record, name = tmp_path / "record.json", KINDS[kind].section
     update_section(record, name, section)
     assert bench("show", str(record), kind) is ExitCode.USAGE
-    assert f"{record}: section {name!r}: {told}" in capsys.readouterr().err
+    assert f"{record}: section {name!r}: {problem}" in capsys.readouterr().err
 
 
 def test_a_bar_that_is_missed_or_was_not_measured_says_so() -> None:

@@ -47,7 +47,7 @@ def with_floor_ratio(factor: float) -> DenseFigures:
     return replace(run, rows=tuple(rows))
 
 
-def test_the_table_is_three_layers_by_five_batches_by_two_ranks_with_ids_of_their_own() -> None:
+def test_the_table_is_three_layers_by_five_batches_by_two_ranks_with_unique_ids() -> None:
     rows = dense_rows()
     assert len({row.id for row in rows}) == len({case_id(row.case) for row in rows}) == 30
     assert [row.id for row in rows[:3]] == ["qkv.m1.r16", "qkv.m1.r64", "qkv.m16.r16"]
@@ -75,7 +75,7 @@ def test_a_batch_with_fewer_rows_than_slots_touches_fewer_slots() -> None:
     assert set(DenseRow("down", 16, 16).token_slots) == {0, 1, 2, 3}
 
 
-def test_a_pattern_selects_rows_and_an_empty_selection_is_an_error_that_names_some() -> None:
+def test_a_pattern_selects_rows_and_one_without_matches_is_an_error_that_names_some() -> None:
     assert [row.id for row in select_rows(dense_rows(), ["down.m2048.*"])] == [
         "down.m2048.r16",
         "down.m2048.r64",
@@ -133,7 +133,7 @@ def test_what_was_not_measured_is_exit_code_2_and_never_0(run: DenseFigures) -> 
     assert judge(run) is ExitCode.INCOMPLETE
 
 
-def test_a_row_whose_added_time_drowns_in_noise_leaves_the_comparison_open() -> None:
+def test_a_row_whose_added_time_is_below_the_noise_leaves_the_comparison_open() -> None:
     run = with_floor_ratio(1.5)
     noisy = replace(run.rows[0], with_lora_us={"lorakernels": 50.5, "vllm": 49.9})
     run = replace(run, rows=(noisy, *run.rows[1:]))
@@ -142,7 +142,7 @@ def test_a_row_whose_added_time_drowns_in_noise_leaves_the_comparison_open() -> 
     assert judge(run) is ExitCode.INCOMPLETE
 
 
-def test_a_record_gives_back_the_same_figures_and_states_expected_and_executed() -> None:
+def test_a_record_round_trips_and_states_expected_and_executed() -> None:
     run = with_floor_ratio(1.5)
     payload: dict[str, Any] = json.loads(json.dumps(run.payload()))
     assert DenseFigures.from_payload(payload) == run
@@ -171,7 +171,7 @@ def test_the_markdown_table_names_each_layer_once_and_shows_ratio_and_floor() ->
         "| qkv 4096 -> 4096+1024+1024 | 1 | 16 | 50.0 | 2.5 | 10.0 | 0.25 | 0.1 | 17.3 |"
     )
     assert lines[3].startswith("|  | 1 | 64 |")
-    assert lines[-3] == "* added time over vllm, geometric mean: **0.25** (bar 0.33)"
+    assert len(lines) == 2 + len(dense_rows())
 
 
 def test_the_terminal_table_shows_the_metadata_of_a_step_and_every_bar() -> None:

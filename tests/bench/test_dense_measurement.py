@@ -89,7 +89,7 @@ def counted_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dense, "copy_bytes_per_s", lambda: 4e12)
 
 
-def test_a_subject_is_timed_with_the_base_and_by_its_name() -> None:
+def test_a_subject_is_timed_together_with_the_base_and_listed_by_name() -> None:
     measured = measure_row(ROW, [contender("ours"), contender("theirs")], CPU)
     assert measured.base_us == 10.0
     assert measured.with_lora_us == {"ours": 20.0, "theirs": 30.0}
@@ -97,7 +97,7 @@ def test_a_subject_is_timed_with_the_base_and_by_its_name() -> None:
 
 
 @pytest.mark.parametrize("factor", [0.9, 0.0, float("nan")])
-def test_a_subject_that_computes_something_else_is_never_timed(factor: float) -> None:
+def test_a_subject_with_a_wrong_result_is_never_timed(factor: float) -> None:
     with pytest.raises(WrongResult, match=r"theirs at down\.m1\.r16: its error is"):
         measure_row(ROW, [contender("ours"), contender("theirs", factor)], CPU)
 

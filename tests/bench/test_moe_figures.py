@@ -67,7 +67,7 @@ def test_the_tables_are_four_projections_by_two_ranks_by_six_batches_alignments_
     ]
 
 
-def test_w2_has_a_row_of_x_and_a_router_weight_for_each_pair_and_w13_a_row_for_each_token() -> None:
+def test_w2_has_a_row_of_x_and_a_router_weight_per_pair_and_w13_a_row_per_token() -> None:
     w13, w2 = LayerRow(16).deltas
     assert (w13.case.source, w13.case.router) == (Source.TOKEN, RouterWeights.NONE)
     assert (w2.case.source, w2.case.router) == (Source.PAIR, RouterWeights.OUTPUT)
@@ -94,14 +94,14 @@ def test_the_floor_counts_touched_factors_and_x_once_and_output_twice(
     assert round(row.floor_us(buckets), 1) == microseconds
 
 
-def test_the_floor_is_the_products_where_these_take_longer_than_the_bytes() -> None:
+def test_the_floor_is_the_operations_where_these_take_longer_than_the_bytes() -> None:
     row = DeltaRow("qwen3_30b_w13", 64, 4096)
     flops = 2 * 4096 * 8 * 64 * (2 * 2048 + 2 * 768)
     assert row.floor_us(512, bytes_per_s=1e15) == pytest.approx(flops / 780e12 * 1e6)
     assert row.floor_us(512) > row.floor_us(512, bytes_per_s=1e15)
 
 
-def test_a_program_for_each_pair_is_timed_for_small_batches_alone() -> None:
+def test_one_program_per_pair_is_timed_for_small_batches_only() -> None:
     assert Path.SMALL_BATCH in DeltaRow("mixtral", 16, 64).paths
     assert Path.SMALL_BATCH not in DeltaRow("mixtral", 16, 256).paths
 
@@ -136,11 +136,11 @@ def test_a_missed_bar_is_named_and_is_exit_code_1(changed: MoEMeasured, missed: 
         LayerFigures(LayerRow(256), 100.0, 190.0, None, {}),
     ],
 )
-def test_no_bar_is_on_what_launches_alone_decide(unjudged: MoEMeasured) -> None:
+def test_no_bar_depends_on_launch_overhead_alone(unjudged: MoEMeasured) -> None:
     assert judge(figures(unjudged)) is ExitCode.OK
 
 
-def test_the_best_path_of_the_baseline_counts_and_of_the_candidate_what_its_plan_takes() -> None:
+def test_the_plan_of_the_candidate_is_compared_with_the_best_path_of_the_baseline() -> None:
     row = DeltaRow("mixtral", 16, 64)
     slow_plan = times(3.0, plan=6.0)
     one = DeltaFigures(row, 8, Path.TWO_KERNEL, {"lorakernels": slow_plan, "vllm": times(10.0)})
@@ -169,7 +169,7 @@ def test_what_was_not_measured_is_exit_code_2_and_never_0(run: MoEFigures) -> No
     assert judge(run) is ExitCode.INCOMPLETE
 
 
-def test_a_record_gives_back_the_same_figures_and_states_expected_and_executed() -> None:
+def test_a_record_round_trips_and_states_expected_and_executed() -> None:
     payload: dict[str, Any] = json.loads(json.dumps(figures().payload()))
     assert MoEFigures.from_payload(payload) == figures()
     assert (payload["expected"], payload["executed"]) == (57, 57)
@@ -183,7 +183,7 @@ def test_a_record_of_a_newer_schema_is_refused() -> None:
         MoEFigures.from_payload(figures().payload() | {"schema": 99})
 
 
-def test_the_markdown_table_shows_all_paths_and_marks_the_one_that_the_plan_takes() -> None:
+def test_the_markdown_table_shows_all_paths_and_marks_the_one_that_the_plan_chooses() -> None:
     row = DeltaRow("mixtral", 16, 64)
     one = DeltaFigures(
         row, 8, Path.ONE_SHOT, {"lorakernels": times(7.0, plan=7.1), "vllm": times(20.0)}
@@ -200,15 +200,14 @@ def test_the_markdown_table_shows_all_paths_and_marks_the_one_that_the_plan_take
     )
 
 
-def test_both_renderings_end_with_the_bars_and_what_alignment_changes() -> None:
-    end = "with alignment on both sides, geometric mean"
+def test_both_renderings_end_with_the_ratio_that_includes_alignment() -> None:
+    end = "eltas with alignment on both sides, geometric mean"
     markdown, terminal = render_markdown(figures()), render_terminal(figures())
-    assert "* moe_delta over the best path of vllm, geometric mean: **0.25** (bar 0.38)" in markdown
     assert "| 8192 | 5.0 | 100.0 | 0.05 |" in markdown
     assert "| 2048 | 90.0 | 100.0 | 130.0 | 30% |" in markdown
     assert "pass         align over that of vllm at M=8192: 0.050, bar 0.1" in terminal
-    assert markdown.splitlines()[-1].startswith(f"* {end}")
-    assert terminal.splitlines()[-1].startswith(end)
+    assert markdown.splitlines()[-1].startswith(f"D{end}")
+    assert terminal.splitlines()[-1].startswith(f"d{end}")
 
 
 def test_without_a_baseline_its_columns_are_gone() -> None:

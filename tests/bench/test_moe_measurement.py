@@ -69,7 +69,7 @@ def test_every_path_of_a_delta_is_timed_and_its_plan_with_alignment_as_well(
     assert found.chosen in set(Path) - {Path.PLAN}
 
 
-def test_a_layer_of_vllm_that_cannot_be_called_is_told_once_with_its_reason(
+def test_a_vllm_layer_that_cannot_be_called_is_reported_once_with_its_reason(
     ours: Contender, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(moe_layer, "load_fused_experts", lambda machine: "it wants a server")
@@ -101,7 +101,7 @@ def test_a_bucket_counts_once_however_many_pairs_it_has() -> None:
     assert count_buckets(ROW.case, batch) == 4 * 3
 
 
-def test_an_alignment_is_timed_apart(ours: Contender) -> None:
+def test_an_alignment_is_timed_separately(ours: Contender) -> None:
     assert run(ours, AlignRow(5)) == AlignFigures(AlignRow(5), {"lorakernels": 10.0})
 
 
@@ -113,7 +113,7 @@ def test_a_layer_is_timed_without_adapters_and_with_them(ours: Contender) -> Non
 
 
 @pytest.mark.parametrize("row", [ROW, AlignRow(5)], ids=lambda row: row.id)
-def test_a_delta_that_is_something_else_is_never_timed(
+def test_a_wrong_delta_is_never_timed(
     ours: Contender, row: MoERow, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     right = MoEDelta.launch
@@ -130,7 +130,7 @@ def test_a_delta_that_is_something_else_is_never_timed(
 
 
 @pytest.mark.parametrize("half", ["without", "with_adapters"])
-def test_a_layer_that_is_something_else_is_never_timed(
+def test_a_wrong_layer_is_never_timed(
     ours: Contender, half: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     right = getattr(ExpertsLayer, half)
@@ -154,7 +154,7 @@ def test_a_run_has_every_row_in_the_order_of_the_tables(
     assert lines[2] == "[3/3] layer.m5: base 10.0, LoRA adds 100%"
 
 
-def test_a_baseline_that_cannot_take_experts_is_told_before_anything_runs(
+def test_a_baseline_without_moe_is_refused_before_anything_runs(
     ours: Contender, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("loragate.bench.moe.PROJECTIONS", SMALL)
@@ -163,6 +163,6 @@ def test_a_baseline_that_cannot_take_experts_is_told_before_anything_runs(
         run_moe(ours, theirs, [ROW], MACHINE, print)
 
 
-def test_a_row_that_cannot_be_compiled_ahead_is_told_and_the_others_go_on() -> None:
+def test_a_row_that_cannot_be_compiled_ahead_is_reported_and_the_others_continue() -> None:
     (told,) = compile_side_by_side(["lorakernel"], [ROW])
     assert told.startswith("qwen3_30b_w2.m5.r16: Unavailable: ")

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,8 @@ from loragate.core.checkout import Tree
 from loragate.core.verdict import ExitCode, Failure, Verdict
 from loragate.faults.corpus import CONTROLS, FAULTS
 from loragate.faults.model import Control, Fate, Fault, Needs, Outcome, Sighting
-from loragate.faults.tables import Line, payload, render_markdown, render_terminal
+from loragate.faults.record import SECTION, Line, payload, upgraded
+from loragate.faults.tables import render_detection, render_markdown, render_terminal
 from loragate.records import recorder
 
 FAULT = next(fault for fault in FAULTS if fault.name == "scale-of-slot-0")
@@ -22,78 +24,91 @@ CONTROL = CONTROLS[0]
 
 
 def line(fault: Fault = FAULT, fate: Fate = Fate.KILLED, **fields: Any) -> Line:
-    stand_in = fields.pop("stand_in", None)
-    other = Outcome(name=fault.name, fate=stand_in) if stand_in else None
+    baseline = fields.pop("baseline", None)
+    other = Outcome(name=fault.name, fate=baseline) if baseline else None
     return Line(fault, Outcome(name=fault.name, fate=fate, **fields), other)
+
+
+def detected(
+    fault: Fault,
+    *judges: str,
+    failure: Failure = Failure.WRONG_ANSWER,
+    killers: tuple[str, ...] | None = None,
+) -> Line:
+    """A killed fault that `judges` detected."""
+    sightings = tuple(
+        Sighting(judge=judge, case="", verdict=Verdict.FAIL, failure=failure) for judge in judges
+    )
+    return line(fault, killers=killers or judges, sightings=sightings)
 
 
 def control(fate: Fate) -> tuple[Control, Outcome]:
     return CONTROL, Outcome(name=CONTROL.name, fate=fate)
 
 
-GREEN, RED, BROKEN = control(Fate.SURVIVED), control(Fate.KILLED), control(Fate.BROKEN)
+PASSING, FAILING, BROKEN = control(Fate.SURVIVED), control(Fate.KILLED), control(Fate.BROKEN)
 
 
 @pytest.mark.parametrize(
     ("fates", "judged", "code"),
     [
-        ((Fate.KILLED, Fate.NOT_RUN), GREEN, ExitCode.OK),
-        ((Fate.KILLED, Fate.SURVIVED), GREEN, ExitCode.WRONG),
-        ((Fate.KILLED, Fate.MISSED), GREEN, ExitCode.WRONG),
-        ((Fate.KILLED,), RED, ExitCode.WRONG),
-        ((Fate.BROKEN, Fate.SURVIVED), GREEN, ExitCode.INFRASTRUCTURE),
+        ((Fate.KILLED, Fate.NOT_RUN), PASSING, ExitCode.OK),
+        ((Fate.KILLED, Fate.SURVIVED), PASSING, ExitCode.WRONG),
+        ((Fate.KILLED, Fate.MISSED), PASSING, ExitCode.WRONG),
+        ((Fate.KILLED,), FAILING, ExitCode.WRONG),
+        ((Fate.BROKEN, Fate.SURVIVED), PASSING, ExitCode.INFRASTRUCTURE),
         ((Fate.KILLED,), BROKEN, ExitCode.INFRASTRUCTURE),
-        ((Fate.NOT_RUN,), GREEN, ExitCode.INCOMPLETE),
-        ((Fate.NOT_RUN,), RED, ExitCode.WRONG),
-        ((), GREEN, ExitCode.OK),
+        ((Fate.NOT_RUN,), PASSING, ExitCode.INCOMPLETE),
+        ((Fate.NOT_RUN,), FAILING, ExitCode.WRONG),
+        ((), PASSING, ExitCode.OK),
     ],
 )
-def test_the_exit_code_is_0_only_if_all_are_killed_and_controls_are_green(
+def test_the_exit_code_is_0_only_if_all_are_killed_and_all_controls_pass(
     fates: tuple[Fate, ...], judged: tuple[Control, Outcome], code: ExitCode
 ) -> None:
     assert cli.exit_code([line(fate=fate) for fate in fates], [judged]) is code
 
 
-def test_who_planted_nothing_has_shown_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_that_planted_nothing_is_incomplete(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.exit_code([], []) is ExitCode.INCOMPLETE
     of_gpu = next(fault for fault in FAULTS if fault.needs is Needs.GPU)
     assert main(["faults", "--only", of_gpu.name]) == ExitCode.INCOMPLETE
     assert "nothing could be planted" in capsys.readouterr().err
 
 
-def test_a_stand_in_that_could_not_run_is_told_and_is_no_success() -> None:
-    lines = [line(stand_in=Fate.BROKEN)]
-    assert cli.exit_code(lines, [GREEN]) is ExitCode.INFRASTRUCTURE
-    text = render_terminal(lines, [GREEN])
-    assert text.startswith(f"BROKEN STAND-IN {FAULT.name}")
-    assert "| **all** | 1 | 1 / 1 |  |" in render_markdown(payload(lines, [GREEN]))
+def test_a_baseline_suite_that_could_not_run_is_an_infrastructure_failure() -> None:
+    lines = [line(baseline=Fate.BROKEN)]
+    assert cli.exit_code(lines, [PASSING]) is ExitCode.INFRASTRUCTURE
+    text = render_terminal(lines, [PASSING])
+    assert text.startswith(f"BROKEN BASELINE SUITE {FAULT.name}")
+    assert "| **all** | 1 | 1 / 1 | 0 / 1 |  |" in render_markdown(payload(lines, [PASSING]))
 
 
 @pytest.mark.parametrize(
     "given", [["--only", FAULT.name], ["--only", FAULT.name, "--gpu"], ["--slice"], []]
 )
-def test_the_stand_in_is_always_shown_a_control_too(given: list[str]) -> None:
+def test_the_baseline_suite_always_runs_on_a_control_too(given: list[str]) -> None:
     parser = argparse.ArgumentParser()
     cli.add_parser(parser.add_subparsers())
-    faults, controls = cli.select(parser.parse_args(["faults", "--stand-in", *given]))
+    faults, controls = cli.select(parser.parse_args(["faults", "--baseline-suite", *given]))
     assert FAULT in faults or "--slice" in given
     assert controls
 
 
-def test_what_got_away_comes_first_with_what_plants_it_again() -> None:
-    text = render_terminal([line(), line(OTHER, Fate.SURVIVED, message="nobody noticed")], [GREEN])
+def test_an_undetected_fault_comes_first_with_its_replay_command() -> None:
+    text = render_terminal([line(), line(OTHER, Fate.SURVIVED, message="not detected")], [PASSING])
     first, why, message, again, *_ = text.splitlines()
     assert first == f"SURVIVED {OTHER.name} ({OTHER.source})"
-    assert (why.strip(), message.strip()) == (OTHER.why, "nobody noticed")
+    assert (why.strip(), message.strip()) == (OTHER.why, "not detected")
     assert again.strip() == f"again: loragate faults --only {OTHER.name}"
-    assert text.splitlines()[-1] == "2 faults: 1 killed, 1 survived; 1 of 1 controls green"
+    assert text.splitlines()[-1] == "2 faults: 1 killed, 1 survived; 1 of 1 controls pass"
 
 
-def test_a_control_that_was_called_wrong_is_a_false_alarm() -> None:
-    assert render_terminal([], [RED]).startswith(f"FALSE ALARM {CONTROL.name}")
+def test_a_control_that_fails_is_a_false_alarm() -> None:
+    assert render_terminal([], [FAILING]).startswith(f"FALSE ALARM {CONTROL.name}")
 
 
-def test_the_matrix_tells_who_had_to_notice_who_did_and_who_only_looked() -> None:
+def test_the_matrix_shows_required_and_actual_detection() -> None:
     def seen(judge: str, verdict: Verdict) -> Sighting:
         failure = Failure.WRONG_ANSWER if verdict is Verdict.FAIL else None
         return Sighting(judge=judge, case="", verdict=verdict, failure=failure)
@@ -101,22 +116,57 @@ def test_the_matrix_tells_who_had_to_notice_who_did_and_who_only_looked() -> Non
     sightings = (seen("reference", Verdict.FAIL), seen("repeat", Verdict.PASS))
     missed = line(fate=Fate.MISSED, killers=("reference", "canary"), sightings=sightings)
     row = next(r for r in render_terminal([missed], []).splitlines() if r.startswith(FAULT.name))
-    # exact and permute had to, canary did unasked, repeat looked, the others were not asked
+    # exact and permute were required, canary was not, repeat passed, the others did not run
     assert row.removeprefix(FAULT.name).split() == ["X", "-", "+", ".", "-", "-", "missed"]
 
 
 def test_kill_rates_count_only_what_could_run_and_show_both_sides() -> None:
     lines = [
-        line(stand_in=Fate.SURVIVED),
-        line(OTHER, stand_in=Fate.KILLED),
+        replace(detected(FAULT, "exact"), baseline=Outcome(name="", fate=Fate.SURVIVED)),
+        replace(detected(OTHER, "peft_scale"), baseline=Outcome(name="", fate=Fate.KILLED)),
         line(FAULTS[-1], Fate.NOT_RUN),
     ]
-    record = json.loads(json.dumps(payload(lines, [GREEN])))
+    record = json.loads(json.dumps(payload(lines, [PASSING])))
     rows = render_markdown(record).splitlines()
-    assert rows[0] == "| where the fault is | faults | loragate | upstream style |"
-    assert "| expand | 1 | 1 / 1 | 0 / 1 |" in rows
-    assert "| adapter files and activation | 1 | 1 / 1 | 1 / 1 |" in rows
-    assert rows[-1] == "| **all** | 2 | 2 / 2 | 1 / 2 |"
+    assert rows[0].startswith("| where the fault is | faults | detected | by an oracle of the gate")
+    assert "| expand | 1 | 1 / 1 | 1 / 1 | 0 / 1 |" in rows
+    assert "| adapter files and activation | 1 | 1 / 1 | 0 / 1 | 1 / 1 |" in rows
+    assert rows[-1] == "| **all** | 2 | 2 / 2 | 1 / 2 | 1 / 2 |"
+
+
+def test_the_gate_is_not_credited_with_what_only_a_check_of_the_corpus_detects() -> None:
+    lines = [detected(FAULT, "reference", "partition"), detected(OTHER, "peft_scale")]
+    rows = render_detection(payload(lines, [PASSING])).splitlines()
+    assert rows[-2] == "| **all faults** | 2 | 1 | 1 | not measured yet |"
+    assert rows[-1].startswith("| random mutants | not measured yet |")
+
+
+def test_an_exception_counts_for_the_gate_if_a_case_raised_it() -> None:
+    in_case = detected(FAULT, "reference", failure=Failure.EXCEPTION, killers=("exception",))
+    in_check = detected(OTHER, "peft_scale", failure=Failure.EXCEPTION, killers=("exception",))
+    recorded = payload([in_case, in_check], [])["faults"]
+    assert recorded[FAULT.name]["detected_by_gate"]
+    assert not recorded[OTHER.name]["detected_by_gate"]
+
+
+def test_a_record_of_an_earlier_version_is_read_with_the_keys_of_today() -> None:
+    earlier = {
+        "group": "experts: adapter files",
+        "killers": ["expert_files", "exact"],
+        "stand_in": "survived",
+        "stand_in_killers": [],
+    }
+    only_check = {"group": "expand", "killers": ["partition"]}
+    now = upgraded({"commit": "c", "faults": {"a": earlier, "b": only_check}})
+    assert now["faults"]["a"] == {
+        "group": "MoE: adapter files",
+        "killers": ["expert_files", "exact"],
+        "baseline_suite": "survived",
+        "baseline_suite_killers": [],
+        "detected_by_gate": True,
+    }
+    assert not now["faults"]["b"]["detected_by_gate"]
+    assert upgraded(now) == now
 
 
 def test_a_name_that_nothing_has_is_refused_with_the_nearest(
@@ -172,9 +222,9 @@ def test_a_record_keeps_what_is_not_planted_again(
     path = tmp_path / "cpu.json"
     controls = [(c, Outcome(name=c.name, fate=Fate.SURVIVED)) for c in CONTROLS]
     section = payload([line(fault) for fault in FAULTS], controls, commit="old")
-    path.write_text(json.dumps({"schema": 1, "sections": {cli.SECTION: section}}))
+    path.write_text(json.dumps({"schema": 1, "sections": {SECTION: section}}))
     assert only(path, monkeypatch, Fate.SURVIVED) == ExitCode.WRONG
-    record = json.loads(path.read_text())["sections"][cli.SECTION]
+    record = json.loads(path.read_text())["sections"][SECTION]
     fates = {name: fault["fate"] for name, fault in record["faults"].items()}
     assert fates.pop(FAULT.name) == "survived"
     assert set(fates.values()) == {"killed"}
@@ -198,7 +248,7 @@ def test_a_record_of_code_that_was_edited_meanwhile_is_of_a_dirty_tree(
     monkeypatch.setattr(cli, "_plant", plant)
     monkeypatch.setattr(recorder, "commit_and_tree", lambda *_, **__: (commits[-1], Tree.CLEAN))
     main(["faults", "--record", str(path)])
-    record = json.loads(path.read_text())["sections"][cli.SECTION]
+    record = json.loads(path.read_text())["sections"][SECTION]
     assert (record["commit"], record["tree"]) == ("first", "dirty" if edited else "clean")
 
 
@@ -209,7 +259,7 @@ def test_a_record_is_not_completed_with_what_no_longer_holds(
     controls = [(c, Outcome(name=c.name, fate=Fate.SURVIVED)) for c in CONTROLS]
     section = payload([line(fault) for fault in FAULTS], controls)
     section["faults"][OTHER.name]["digest"] = "of another fault"
-    path.write_text(json.dumps({"schema": 1, "sections": {cli.SECTION: section}}))
+    path.write_text(json.dumps({"schema": 1, "sections": {SECTION: section}}))
     before = path.read_text()
     assert only(path, monkeypatch, Fate.KILLED) == ExitCode.USAGE
     error = capsys.readouterr().err
@@ -228,7 +278,7 @@ def test_what_was_done_before_an_interruption_is_recorded_and_not_taken_for_all(
     if earlier:
         controls = [(c, Outcome(name=c.name, fate=Fate.SURVIVED)) for c in CONTROLS]
         section = payload([line(fault) for fault in FAULTS], controls, commit="old")
-        path.write_text(json.dumps({"schema": 1, "sections": {cli.SECTION: section}}))
+        path.write_text(json.dumps({"schema": 1, "sections": {SECTION: section}}))
     arguments = ["faults", "--record", str(path), "--commit", "new"]
     everything = [*FAULTS, *CONTROLS]
 
@@ -244,7 +294,7 @@ def test_what_was_done_before_an_interruption_is_recorded_and_not_taken_for_all(
         monkeypatch.setattr(cli, "_plant", plant)
 
     def recorded() -> dict[str, Any]:
-        record: dict[str, Any] = json.loads(path.read_text())["sections"][cli.SECTION]
+        record: dict[str, Any] = json.loads(path.read_text())["sections"][SECTION]
         return record
 
     first, second, *rest = [one.name for one in everything]
@@ -267,7 +317,7 @@ def test_what_was_done_before_an_interruption_is_recorded_and_not_taken_for_all(
 
 def test_a_record_is_shown_as_markdown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "cpu.json"
-    document = {"schema": 1, "sections": {cli.SECTION: payload([line()], [GREEN])}}
+    document = {"schema": 1, "sections": {SECTION: payload([line()], [PASSING])}}
     path.write_text(json.dumps(document), encoding="utf-8")
     assert main(["faults", "--show", str(path)]) == ExitCode.OK
     assert "| **all** | 1 | 1 / 1 |" in capsys.readouterr().out

@@ -1,4 +1,4 @@
-"""A command that is told to stop takes the planted processes with it."""
+"""A command that is interrupted ends the planted processes."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from loragate.faults.corpus import CONTROLS
 
 pytestmark = pytest.mark.usefixtures("heeded_signals")
 
-# with enough to do to be met at work
+# they run long enough to be interrupted
 PLANTED = [control.name for control in CONTROLS[:2]]
 
 
 def _started_by(parent: int) -> list[int]:
-    """Processes that `parent` has started and that have not ended."""
+    """Running processes that `parent` started."""
     found = []
     for path in Path("/proc").glob("[0-9]*/stat"):
         # one that ends meanwhile is gone
@@ -48,8 +48,8 @@ def _until(happened: Callable[[], bool]) -> bool:
     return happened()
 
 
-# one that stands still, and that nobody would stop within the time of a test
-STANDING = """
+# it hangs, with a deadline far beyond the time of a test
+HANGING = """
 from loragate.faults.model import Check, Edit, Fault, Group
 from loragate.faults.order import Suite
 from loragate.faults.runner import Setup, run_all
@@ -61,7 +61,7 @@ fault = Fault(
     edit=Edit("lorakernels.layers.partition", start, f"    while True:\\n        pass\\n{start}"),
     group=Group.LAYER,
     source="own",
-    why="It stands still.",
+    why="It hangs.",
     killers=(Check.PARTITION,),
     checks=(Check.PARTITION,),
 )
@@ -76,8 +76,8 @@ except KeyboardInterrupt:
 def _interrupted(
     arguments: Sequence[str], number: signal.Signals, folder: Path
 ) -> tuple[int, str, list[int]]:
-    """Send a signal to a command that has planted two at a time: its exit code, what it said last,
-    and those of its processes that have outlived it."""
+    """Send a signal to a command that is running two planted processes. Returns its exit code, its
+    output, and the processes that outlived it."""
     command = subprocess.Popen(
         [sys.executable, *arguments],
         env=os.environ | {"TMPDIR": str(folder)},
@@ -100,7 +100,7 @@ def _interrupted(
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
-def test_a_signal_ends_what_is_planted_and_is_told_as_incomplete(
+def test_a_signal_ends_the_planted_processes_and_exits_as_incomplete(
     number: signal.Signals, tmp_path: Path
 ) -> None:
     arguments = ["-m", "loragate", "faults", "--only", *PLANTED]
@@ -110,7 +110,7 @@ def test_a_signal_ends_what_is_planted_and_is_told_as_incomplete(
     assert not list(tmp_path.glob("loragate-fault-*"))
 
 
-def test_a_planted_process_that_stands_still_is_not_waited_for(tmp_path: Path) -> None:
-    _, said, alive = _interrupted(["-c", STANDING], signal.SIGTERM, tmp_path)
+def test_a_hanging_planted_process_is_not_waited_for(tmp_path: Path) -> None:
+    _, said, alive = _interrupted(["-c", HANGING], signal.SIGTERM, tmp_path)
     assert (said, alive) == ("interrupted\n", [])
     assert not list(tmp_path.glob("loragate-fault-*"))

@@ -1,4 +1,4 @@
-"""Real processes, each with a copy of the package of its own."""
+"""These tests run real processes, each with its own copy of the package."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def outcome_of(planted: Fault | Control, **setup: Any) -> Outcome:
 
 def test_an_edit_that_breaks_nothing_survives() -> None:
     outcome = outcome_of(fault(START, f"{START}    # nothing\n"))
-    assert (outcome.fate, outcome.message) == (Fate.SURVIVED, "nobody noticed")
+    assert (outcome.fate, outcome.message) == (Fate.SURVIVED, "not detected")
 
 
 def test_a_fault_of_a_kernel_is_killed_by_the_oracle_that_is_named() -> None:
@@ -72,25 +72,25 @@ def test_a_fault_of_host_logic_is_killed_by_its_check() -> None:
     assert (outcome.fate, outcome.killers) == (Fate.KILLED, ("partition",))
 
 
-def test_a_process_that_stands_still_is_stopped_and_told_as_a_hang() -> None:
-    standing = fault(START, f"    while True:\n        pass\n{START}", killers=(Failure.HANG,))
-    assert outcome_of(standing, deadline_s=3.0).killers == ("hang",)
+def test_a_process_that_hangs_is_ended_and_reported_as_a_hang() -> None:
+    hanging = fault(START, f"    while True:\n        pass\n{START}", killers=(Failure.HANG,))
+    assert outcome_of(hanging, deadline_s=3.0).killers == ("hang",)
 
 
-def test_a_process_that_dies_is_told_as_a_crash_of_who_was_at_it() -> None:
+def test_a_process_that_dies_is_reported_as_a_crash_with_the_judge_that_ran() -> None:
     dying = fault(START, f"    __import__('os').abort()\n{START}", killers=(Failure.CRASH,))
     outcome = outcome_of(dying)
     assert (outcome.fate, outcome.killers) == (Fate.KILLED, ("crash",))
     assert outcome.sightings[-1].judge == "partition"
 
 
-def test_a_crash_is_no_kill_where_a_check_should_have_noticed() -> None:
+def test_a_crash_is_no_kill_where_a_check_should_have_detected_the_fault() -> None:
     outcome = outcome_of(fault(START, f"    __import__('os').abort()\n{START}"))
     assert outcome.fate is Fate.MISSED
 
 
 @pytest.mark.parametrize("suite", list(Suite))
-def test_a_package_that_cannot_be_imported_shows_nothing(suite: Suite) -> None:
+def test_a_package_that_cannot_be_imported_proves_nothing(suite: Suite) -> None:
     broken = fault("from enum import StrEnum\n", "from enum import NoSuchEnum as StrEnum\n")
     outcome = run_one(broken, suite, Setup())
     assert outcome.fate is Fate.BROKEN
@@ -100,13 +100,13 @@ def test_a_package_that_cannot_be_imported_shows_nothing(suite: Suite) -> None:
 @pytest.mark.parametrize(
     ("edit", "message"),
     [
-        (Edit(PARTITION, "no such text", "x"), "the text to replace is not there any more"),
+        (Edit(PARTITION, "no such text", "x"), "the text to replace is not there"),
         (Edit(PARTITION, "return", "x"), r"the text to replace is there \d+ times"),
-        (Edit("lorakernels.gone", "x", "y"), "lorakernels.gone: there is no such module"),
-        (Edit("loragate.run.trial", "x", "y"), "module must be one of lorakernels"),
+        (Edit("lorakernels.gone", "x", "y"), "lorakernels.gone: no such module"),
+        (Edit("loragate.run.trial", "x", "y"), "must be a module of lorakernels"),
     ],
 )
-def test_an_edit_that_has_gone_stale_is_told_and_never_planted(
+def test_an_edit_whose_text_is_gone_is_reported_and_never_planted(
     edit: Edit, message: str, tmp_path: Path
 ) -> None:
     with pytest.raises(StaleAnchor, match=message):
@@ -115,10 +115,10 @@ def test_an_edit_that_has_gone_stale_is_told_and_never_planted(
         plant(edit, package_folder(), tmp_path)
 
 
-def test_a_fault_that_has_gone_stale_is_an_error_and_no_survivor() -> None:
+def test_a_fault_whose_text_is_gone_is_broken_and_no_survivor() -> None:
     outcome = outcome_of(fault("no such text", "x"))
     assert outcome.fate is Fate.BROKEN
-    assert "the text to replace is not there any more ('no such text')" in outcome.message
+    assert "the text to replace is not there ('no such text')" in outcome.message
 
 
 def test_an_edit_that_is_not_python_is_refused() -> None:

@@ -1,4 +1,4 @@
-"""What is listed about cases on its way from the ledger's file into a run, and into a test."""
+"""How the listed cases of the ledger reach a run and a test."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_a_run_records_what_is_listed_about_cases_of_its_subjects(
     assert known_of("torch", "vllm") == [KnownFinding(finding=f, version=version) for f in entries]
 
 
-def test_outside_of_the_checkout_nothing_is_known(
+def test_outside_of_the_checkout_no_finding_is_listed(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(opening, "ledger_path", lambda: tmp_path / "none.yaml")
@@ -55,7 +55,7 @@ def test_outside_of_the_checkout_nothing_is_known(
 
 
 @pytest.mark.parametrize(
-    ("judgements", "version", "outcome", "told"),
+    ("judgements", "version", "outcome", "message"),
     [
         ((LISTED,), "0.26.0", pytest.xfail.Exception, "known: far-rows"),
         ((LISTED, OTHER), "0.26.0", pytest.fail.Exception, "written behind"),
@@ -63,7 +63,7 @@ def test_outside_of_the_checkout_nothing_is_known(
     ],
 )
 def test_the_test_of_a_case_fails_as_expected_only_if_it_fails_as_listed(
-    judgements: tuple[Judgement, ...], version: str, outcome: type[Exception], told: str
+    judgements: tuple[Judgement, ...], version: str, outcome: type[Exception], message: str
 ) -> None:
     case = CaseFinished(
         run_id=RUN,
@@ -78,7 +78,7 @@ def test_the_test_of_a_case_fails_as_expected_only_if_it_fails_as_listed(
         replay=f"loragate replay {RUN}",
     )
     item: Any = SimpleNamespace()
-    with pytest.raises(outcome, match=told):
+    with pytest.raises(outcome, match=message):
         _conclude(case, item, (KnownFinding(finding=ENTRY, version=version),))
 
 

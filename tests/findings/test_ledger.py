@@ -21,7 +21,6 @@ from loragate.findings.ledger import (
     verdict_of,
 )
 from loragate.findings.load import LedgerError, ledger_path, load_ledger
-from loragate.findings.page import render_page
 from loragate.findings.vllm_probes import PROBES
 from loragate.matrix.ids import run_id
 from loragate.matrix.load import load_cases
@@ -70,7 +69,7 @@ def test_an_entry_says_nothing_about_versions_outside_of_its_range(version: str)
         assert state_of(seen, version) == (State.OUT_OF_RANGE, Verdict.SKIP)
 
 
-def test_a_ledger_about_other_versions_has_tried_nothing_and_says_so() -> None:
+def test_a_ledger_about_other_versions_tried_nothing_and_says_so() -> None:
     newer = finding(id="newer", versions=">=0.27", probe="newer")
     seen = Observation(Seen.ABSENT, "no")
     lines = audit([finding(), newer], "0.28.0", {"an-item": seen, "newer": seen})
@@ -87,7 +86,7 @@ def test_a_prerelease_of_the_range_is_in_the_range() -> None:
     assert finding().covers("0.26.1.dev12+g1234567")
 
 
-def test_a_broken_attempt_is_no_evidence_and_not_green() -> None:
+def test_a_broken_attempt_is_no_evidence_and_does_not_pass() -> None:
     assert state_of(Seen.BROKEN, "0.26.0") == (State.BROKEN, Verdict.INFRA)
 
 
@@ -161,7 +160,7 @@ findings:
 """
 
 
-def test_all_problems_of_a_ledger_are_told_at_once_with_their_lines(tmp_path: Path) -> None:
+def test_all_problems_of_a_ledger_are_reported_at_once_with_their_lines(tmp_path: Path) -> None:
     bad = GOOD.replace("hazard", "hasard").replace(">=0.26", "0.26 or so").replace("One", "''")
     file = write(tmp_path, bad + "  - {id: two}\n")
     with pytest.raises(LedgerError) as error:
@@ -179,14 +178,14 @@ def test_an_entry_needs_exactly_one_way_to_reproduce_it(tmp_path: Path) -> None:
         load_ledger(file)
 
 
-def test_an_entry_names_cases_of_its_own_subject_alone(tmp_path: Path) -> None:
+def test_an_entry_names_only_cases_of_its_own_subject(tmp_path: Path) -> None:
     case = "    case: {run: '*', oracle: reference, failure: wrong_answer}\n"
     file = write(tmp_path, GOOD.replace("    probe: one\n", case))
     with pytest.raises(LedgerError, match=r":10: .*given '\*'; allowed: .*'vllm\.\*'"):
         load_ledger(file)
 
 
-def test_the_cases_of_the_shipped_ledger_exist_and_ask_the_oracle_that_is_named() -> None:
+def test_the_cases_of_the_shipped_ledger_exist_and_have_the_oracle_that_is_named() -> None:
     shipped = {
         run_id("vllm", case): case
         for case in load_cases(sorted((ledger_path().parents[1]).glob("*.yaml")))
@@ -212,9 +211,9 @@ def test_a_listed_probe_that_cannot_be_tried_here_is_counted_and_named() -> None
     assert cli.probes_note("0.26.0", lines) == note
 
 
-def test_an_id_stands_once(tmp_path: Path) -> None:
+def test_an_id_occurs_once(tmp_path: Path) -> None:
     entry = GOOD.split("findings:\n")[1]
-    with pytest.raises(LedgerError, match=r":11: findings\[1\].id: id 'one' stands here again"):
+    with pytest.raises(LedgerError, match=r":11: findings\[1\].id: id 'one' is used again"):
         load_ledger(write(tmp_path, GOOD + entry))
 
 
@@ -239,9 +238,3 @@ def test_a_suspicion_without_an_entry_is_shown_and_not_judged() -> None:
     assert text.splitlines()[0] == "vllm 0.26.0: 1 listed findings (1 known)"
     assert text.splitlines()[2] == "unlisted     x: absent: no"
     assert cli.payload(lines, open_ones)["unlisted"] == {"x": {"seen": "absent", "text": "no"}}
-
-
-def test_the_page_of_findings_is_the_ledger() -> None:
-    page = ledger_path().parents[2] / "docs" / "findings.md"
-    findings = load_ledger(ledger_path())
-    assert page.read_text() == render_page(findings), "run: loragate findings --page > docs/..."

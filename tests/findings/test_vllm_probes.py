@@ -35,7 +35,7 @@ def broken_package() -> Package:
 
 
 @pytest.mark.parametrize("name", ANYWHERE)
-def test_a_probe_that_breaks_shows_nothing(name: str) -> None:
+def test_a_probe_that_raises_is_broken_and_proves_nothing(name: str) -> None:
     seen = observe(name, broken_package(), "cpu")
     assert seen.seen is Seen.BROKEN
     assert seen.text.startswith(("RuntimeError: ", "AttributeError: "))
@@ -46,14 +46,14 @@ def test_a_probe_that_needs_a_gpu_is_not_tried_without_one(name: str) -> None:
     assert observe(name, broken_package(), "cpu").text == "needs a GPU"
 
 
-def test_probes_of_experts_are_not_tried_where_that_half_is_missing() -> None:
+def test_moe_probes_are_not_tried_where_moe_lora_cannot_run() -> None:
     package = Package(broken_package().dense, "vLLM 0: no aiohttp")
     tried = [observe(name, package, "cpu") for name in ANYWHERE if name.startswith("moe-")]
     assert len(tried) > 5
     assert {(seen.seen, seen.text) for seen in tried} == {(Seen.NOT_TRIED, "vLLM 0: no aiohttp")}
 
 
-def test_too_little_memory_is_not_held_against_a_probe() -> None:
+def test_too_little_memory_counts_as_not_tried() -> None:
     def exhausted(*arguments: object, **options: object) -> None:
         raise MemoryError("8 GiB")
 

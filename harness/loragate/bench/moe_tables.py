@@ -1,12 +1,12 @@
-"""Figures of `bench moe` as text: for the terminal and, from a record, as the README's tables.
-Pure."""
+"""Figures of `bench moe` as text: for the terminal and, from a record, as Markdown
+tables. Pure."""
 
 from __future__ import annotations
 
 from loragate.bench.bars import geometric_mean, worst_of
 from loragate.bench.moe_figures import DeltaFigures, MoEFigures
 from loragate.bench.moe_rows import LAYER_RANK, PROJECTIONS, SLOTS
-from loragate.bench.text import bar_line, columns, markdown, markdown_bars, number
+from loragate.bench.text import bar_line, columns, markdown, number
 from loragate.matrix.case import Path
 
 # in the order of the columns
@@ -19,8 +19,8 @@ def render_terminal(figures: MoEFigures) -> str:
     copied = figures.copy_bytes_per_s / 1e12
     return "\n".join(
         [
-            "moe_delta, us a call: median of CUDA-graph replays, pairs aligned before; behind the "
-            "ratio with alignment",
+            "moe_delta, us a call: median of CUDA-graph replays, pairs aligned before; the last "
+            "columns with alignment",
             *columns(*_deltas(figures)),
             f"floor at 4.3 TB/s and 780 TFLOP/s; this machine copies {copied:.2f} TB/s (read + "
             "written)",
@@ -33,16 +33,16 @@ def render_terminal(figures: MoEFigures) -> str:
             *columns(*_layers(figures)),
             "",
             *map(bar_line, figures.bars()),
-            _with_alignment(figures),
+            f"deltas {_with_alignment(figures)}",
         ]
     )
 
 
 def render_markdown(figures: MoEFigures) -> str:
-    """The tables of the README, then the bars."""
+    """One table each for deltas, alignment and layers."""
     tables = (_deltas(figures), _aligns(figures), _layers(figures))
     lines = [line for table in tables for line in [*markdown(*table), ""]]
-    return "\n".join([*lines, *markdown_bars(figures.bars()), f"* {_with_alignment(figures)}"])
+    return "\n".join([*lines, f"Deltas {_with_alignment(figures)}."])
 
 
 def _with_alignment(figures: MoEFigures) -> str:
@@ -53,8 +53,8 @@ def _with_alignment(figures: MoEFigures) -> str:
 
 def _deltas(figures: MoEFigures) -> Table:
     ours, theirs = figures.candidate, figures.baseline
-    others = [f"{theirs} {_words(path)}" for path in _PATHS] if theirs else []
-    header = ["projection", "rank", "M", "floor", ours, *map(_words, _PATHS), *others]
+    others = [f"{theirs} {_column(path)}" for path in _PATHS] if theirs else []
+    header = ["projection", "rank", "M", "floor", ours, *map(_column, _PATHS), *others]
     header += ["ratio", "over floor", f"aligned: {ours}"]
     if theirs:
         header += [theirs, "ratio"]
@@ -120,5 +120,5 @@ def _projection(name: str) -> str:
     return f"{name} {shape.in_features} -> {widths}, {shape.top_k} of {shape.experts} experts"
 
 
-def _words(path: Path) -> str:
+def _column(path: Path) -> str:
     return path.replace("_", " ")

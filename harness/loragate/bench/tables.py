@@ -1,11 +1,11 @@
-"""Figures of `bench dense` as text: for the terminal and, from a record, as the README's table.
-Pure."""
+"""Figures of `bench dense` as text: for the terminal and, from a record, as a Markdown
+table. Pure."""
 
 from __future__ import annotations
 
 from loragate.bench.figures import DenseFigures, StepFigures
 from loragate.bench.rows import LINEARS
-from loragate.bench.text import bar_line, columns, markdown, markdown_bars, number
+from loragate.bench.text import bar_line, columns, markdown, number
 
 
 def render_terminal(figures: DenseFigures) -> str:
@@ -26,9 +26,8 @@ def render_terminal(figures: DenseFigures) -> str:
 
 
 def render_markdown(figures: DenseFigures) -> str:
-    """The compact table of the README: one line a row, then the bars."""
-    table = markdown(_header(figures), _lines(figures))
-    return "\n".join([*table, "", *markdown_bars(figures.bars())])
+    """A compact table: one line per row."""
+    return "\n".join(markdown(_header(figures), _lines(figures)))
 
 
 def _header(figures: DenseFigures) -> list[str]:

@@ -12,8 +12,11 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from loragate.bench.drawing import MissingMatplotlib
 from loragate.bench.kinds import KINDS, Figures, Kind
+from loragate.bench.plots import plots_of, write_plots
 from loragate.bench.select import Row, select_rows
+from loragate.bench.text import markdown_bars
 from loragate.commands.record_options import add_record_options, open_record
 from loragate.core.errors import CommandError, usage_errors
 from loragate.core.verdict import ExitCode, Verdict, worst
@@ -37,6 +40,10 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "kind", nargs="?", choices=list(KINDS), default="dense", help="(default: dense)"
     )
     show.set_defaults(run=run_show_command)
+    plot = kinds.add_parser("plot", help="draw the plots of a record as SVG")
+    plot.add_argument("record", type=Path, metavar="FILE")
+    plot.add_argument("--out", type=Path, required=True, metavar="FOLDER")
+    plot.set_defaults(run=run_plot_command)
 
 
 def _add_kind(parser: argparse.ArgumentParser, kind: Kind) -> None:
@@ -73,7 +80,18 @@ def run_show_command(arguments: argparse.Namespace) -> ExitCode:
         section = read_section(arguments.record, kind.section)
         if section is None:
             raise ResultsError(f"{arguments.record}: no section {kind.section!r}")
-        print(kind.markdown(_figures(arguments.record, kind, section)))
+        figures = _figures(arguments.record, kind, section)
+        print(kind.markdown(figures), "", *markdown_bars(figures.bars()), sep="\n")
+    return ExitCode.OK
+
+
+def run_plot_command(arguments: argparse.Namespace) -> ExitCode:
+    try:
+        with usage_errors():
+            for path in write_plots(plots_of(arguments.record), arguments.out):
+                print(path)
+    except (MissingMatplotlib, OSError) as error:
+        raise CommandError(str(error), ExitCode.INFRASTRUCTURE) from error
     return ExitCode.OK
 
 

@@ -1,7 +1,7 @@
-"""`loragate faults`: plant the corpus, one fault at a time, and report what detected each.
+"""`loragate faults`: plant the corpus, one fault at a time, and show what detects it.
 
-Exit codes: 0 every fault that can show here is detected and every control passes, 1 a fault was
-not detected or a control failed, 2 none of what was asked for could be planted here, 3 something
+Exit codes: 0 every fault that can show here is killed and every control passes, 1 a fault was not
+detected or a control failed, 2 none of what was asked for could be planted here, 3 something
 could not be planted or run, 4 usage.
 """
 
@@ -22,13 +22,13 @@ from loragate.core.verdict import ExitCode
 from loragate.faults.corpus import CONTROLS, FAULTS, SLICE, SLICE_CONTROLS
 from loragate.faults.model import Control, Fate, Fault, Needs, Outcome
 from loragate.faults.order import Suite
-from loragate.faults.record import FaultRecord, Plantings
-from loragate.faults.tables import BAD, Line, payload, render_markdown, render_terminal
+from loragate.faults.record import GPU_SECTION, SECTION, Line, payload, read_faults
+from loragate.faults.record_update import FaultRecord, Plantings
+from loragate.faults.tables import BAD, render_markdown, render_terminal
 from loragate.matrix.plan import is_selected
 from loragate.matrix.problems import nearest
-from loragate.records.results import ResultsError, read_section
+from loragate.records.results import ResultsError
 
-SECTION, GPU_SECTION = "faults", "faults_gpu"
 _JOBS = 2
 # many times what a fault takes, for a busy machine; on a GPU every kernel is compiled first
 _DEADLINE_S, _GPU_DEADLINE_S = 90.0, 240.0
@@ -58,9 +58,9 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         help="with compiled kernels: the faults that need a GPU, or those that --only names",
     )
     parser.add_argument(
-        "--stand-in",
+        "--baseline-suite",
         action="store_true",
-        help="let tests in the style of serving engines look for the same faults",
+        help="also run tests in the usual style of serving engines on the same faults",
     )
     parser.add_argument("--jobs", type=int, default=_JOBS, metavar="N", help="default: 2")
     add_record_options(parser, "the outcomes")
@@ -86,7 +86,7 @@ def run(arguments: argparse.Namespace) -> ExitCode:
     if record:
         print(f"recorded in {arguments.record}")
     if not done.sound:
-        raise CommandError("the stand-in fails on sound code", ExitCode.INFRASTRUCTURE)
+        raise CommandError("the baseline suite fails on a control", ExitCode.INFRASTRUCTURE)
     code = exit_code(done.lines, done.controls)
     if code is ExitCode.INCOMPLETE:
         raise CommandError("nothing could be planted", code)
@@ -118,7 +118,7 @@ def _save(record: FaultRecord, done: _Done, *, gpu: bool) -> None:
 
 def exit_code(lines: Sequence[Line], controls: Sequence[tuple[Control, Outcome]]) -> ExitCode:
     fates = {line.outcome.fate for line in lines}
-    others = {line.stand_in.fate for line in lines if line.stand_in}
+    others = {line.baseline.fate for line in lines if line.baseline}
     alarms = {outcome.fate for _, outcome in controls}
     if Fate.BROKEN in fates | others | alarms:
         return ExitCode.INFRASTRUCTURE
@@ -129,10 +129,11 @@ def exit_code(lines: Sequence[Line], controls: Sequence[tuple[Control, Outcome]]
 
 
 def select(arguments: argparse.Namespace) -> tuple[list[Fault], list[Control]]:
-    """What was asked for, and a control at least where the stand-in is asked: what it fails on
-    shows nothing as long as it is not seen to pass. ValueError for a name that nothing has."""
+    """The faults and controls that were asked for; with the baseline suite at least one control,
+    because its failures prove nothing unless it passes on sound code. ValueError for an unknown
+    name."""
     faults, controls = _asked_for(arguments)
-    if arguments.stand_in and not controls:
+    if arguments.baseline_suite and not controls:
         controls = list(SLICE_CONTROLS)
     return faults, controls
 
@@ -158,7 +159,7 @@ def _selected(planted: Sequence[Planted], patterns: tuple[str, ...]) -> list[Pla
 
 @dataclass(slots=True)
 class _Done:
-    """What has been planted so far; `sound` as long as the stand-in passes on the controls."""
+    """What has been planted so far. `sound`: the baseline suite passes on all controls so far."""
 
     lines: list[Line] = field(default_factory=list)
     controls: list[tuple[Control, Outcome]] = field(default_factory=list)
@@ -180,12 +181,12 @@ class _Done:
 def _plant(
     arguments: argparse.Namespace, faults: Sequence[Fault], controls: Sequence[Control]
 ) -> Generator[tuple[Fault | Control, tuple[Outcome, ...]]]:
-    """What the oracles made of each, and the stand-in, if it was asked."""
+    """Each fault and control with its outcome, and that in the baseline suite if it is run."""
     from loragate.faults.runner import Setup, run_all
 
     deadline = _GPU_DEADLINE_S if arguments.gpu else _DEADLINE_S
     setup = Setup(gpu=arguments.gpu, jobs=arguments.jobs, deadline_s=deadline)
-    suites = (Suite.ORACLES, Suite.UPSTREAM) if arguments.stand_in else (Suite.ORACLES,)
+    suites = (Suite.ORACLES, Suite.BASELINE) if arguments.baseline_suite else (Suite.ORACLES,)
     with closing(run_all((*faults, *controls), suites, setup)) as found:
         for one, outcomes in found:
             for suite, outcome in zip(suites, outcomes, strict=True):
@@ -198,7 +199,7 @@ def _section(arguments: argparse.Namespace) -> str:
 
 
 def _show(path: Path) -> ExitCode:
-    record = read_section(path, SECTION) or read_section(path, GPU_SECTION)
+    record = read_faults(path, SECTION) or read_faults(path, GPU_SECTION)
     if record is None:
         raise ResultsError(f"{path}: no section {SECTION!r}")
     print(render_markdown(record))
@@ -217,8 +218,8 @@ def _has_gpu() -> bool:
 
 def _progress(planted: Fault | Control, suite: Suite, outcome: Outcome) -> None:
     kind = "control" if isinstance(planted, Control) else "fault"
-    if suite is Suite.UPSTREAM:
-        kind += " in the stand-in,"
-    noticed = ", ".join(outcome.killers) or outcome.message[:80]
-    line = f"{kind} {planted.name}: {outcome.fate.value} {noticed}".rstrip()
+    if suite is Suite.BASELINE:
+        kind += " in the baseline suite,"
+    found = ", ".join(outcome.killers) or outcome.message[:80]
+    line = f"{kind} {planted.name}: {outcome.fate.value} {found}".rstrip()
     print(f"{line} ({outcome.seconds:.0f} s)", file=sys.stderr, flush=True)

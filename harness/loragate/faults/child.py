@@ -1,7 +1,7 @@
 """The planted process: `python -m loragate.faults.child ORDER TRANSCRIPT`.
 
-It meets the planted package as the only one of its name and runs what it was told, with the same
-code that runs a case of the gate.
+It imports the planted copy of the package and runs the order, with the same code that runs a case
+of the gate.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def main(order_path: str, transcript_path: str) -> int:
 
 
 def _sightings(order: Order, recorder: Recorder) -> Iterator[Sighting]:
-    if order.suite is Suite.UPSTREAM:
+    if order.suite is Suite.BASELINE:
         from loragate.faults.baseline_suite.suite import run_test, tests_of
 
         for test in tests_of(order.module, order.checks):
@@ -70,7 +70,7 @@ def _judge(case: Case, recorder: Recorder) -> Iterator[Sighting]:
         if isinstance(trial, str):
             yield Sighting(judge=oracle, case=name, verdict=Verdict.SKIP, message=trial)
         else:
-            # one after the other, so that it is known who was at it when the process died
+            # one at a time, so that it is known which oracle was running if the process dies
             (judgement,) = run_trial(replace(trial, case=replace(case, oracles=(oracle,))))
             yield _sighting(name, judgement)
 

@@ -1,6 +1,6 @@
-"""Kernels go through the real compiler, for a GPU that need not be there.
+"""Compiles kernels with the real compiler, for a GPU that need not be present.
 
-In a process of its own, because the interpreter must be off before a kernel is imported.
+This runs in a process of its own, because the interpreter must be off before a kernel is imported.
 """
 
 from __future__ import annotations
@@ -11,10 +11,10 @@ import sys
 from loragate.core.child_process import run_module
 
 _DENSE = "lorakernels.specs:launches"
-# the lowest rank, and the one that is no power of two
+# the lowest rank, and one that is not a power of two
 _DENSE_LABELS = ("qkv-bf16-r1-t512", "odd-bf16-r24-t33")
-_EXPERTS = "loragate.faults.checks.low_ranks:launches"
-_EXPERT_LABELS = ("two_kernel", "one_shot")
+_MOE = "loragate.faults.checks.low_ranks:launches"
+_MOE_LABELS = ("two_kernel", "one_shot")
 _ARCH = 90
 _DEADLINE_S = 50
 
@@ -25,8 +25,8 @@ def check_compiles() -> str | None:
 
 
 def check_experts_compile() -> str | None:
-    """Kernels of experts, with a rank below what a tensor core multiplies."""
-    return _compile(_EXPERTS, _EXPERT_LABELS)
+    """MoE kernels, with a rank below the smallest tile of a tensor core."""
+    return _compile(_MOE, _MOE_LABELS)
 
 
 def _compile(provider: str, labels: tuple[str, ...]) -> str | None:

@@ -1,4 +1,4 @@
-"""From what a planted process said to what became of the fault. Pure; imports no torch."""
+"""Decides from the sightings of a planted process what became of the fault. Pure; no torch."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from collections.abc import Iterable, Sequence
 from loragate.core.verdict import Failure, Verdict
 from loragate.faults.model import Fate, Fault, Outcome, Sighting
 
-# told by whatever judge happened to run: not to its credit
+# these say nothing about the judge that happened to run
 _OF_THE_PROCESS = frozenset(
     {Failure.EXCEPTION, Failure.HANG, Failure.CRASH, Failure.CUDA_STICKY, Failure.OUT_OF_MEMORY}
 )
 
 
 def killers_of(sightings: Iterable[Sighting]) -> tuple[str, ...]:
-    """Who noticed, each once: a judge that found what it looks for, or what the process met."""
+    """What detected the fault, each once: a judge by its name, or the failure of the process."""
     names: dict[str, None] = {}
     for sighting in sightings:
         if sighting.verdict is Verdict.FAIL and sighting.failure is not None:
@@ -30,15 +30,15 @@ def fate_of_fault(fault: Fault, sightings: Sequence[Sighting], seconds: float) -
     if broken:
         fate, message = Fate.BROKEN, broken
     elif not killers:
-        fate, message = Fate.SURVIVED, f"nobody noticed{_excuses(sightings, missing)}"
+        fate, message = Fate.SURVIVED, f"not detected{_excuses(sightings, missing)}"
     elif missing:
-        noticed = ", ".join(killers)
+        found = ", ".join(killers)
         fate = Fate.MISSED
-        message = f"noticed by {noticed}, not by {', '.join(missing)}{_excuses(sightings, missing)}"
+        message = f"detected by {found}, not by {', '.join(missing)}{_excuses(sightings, missing)}"
     elif fault.only and len(killers) > 1:
         others = ", ".join(name for name in killers if name != fault.killers[0])
         fate = Fate.MISSED
-        message = f"noticed by {others} as well: it does not show what {fault.killers[0]} is for"
+        message = f"detected by {others} as well, so it does not show what {fault.killers[0]} adds"
     else:
         fate, message = Fate.KILLED, _evidence(fault, sightings)
     return Outcome(
@@ -52,8 +52,8 @@ def fate_of_fault(fault: Fault, sightings: Sequence[Sighting], seconds: float) -
 
 
 def fate_by_anyone(name: str, sightings: Sequence[Sighting], seconds: float) -> Outcome:
-    """Of a control, which has to survive, and of a fault in the stand-in: whoever notices will do,
-    but somebody must look, since tests that never ran let nothing pass."""
+    """The fate of a control, which has to survive, or of a fault in the baseline suite: any failure
+    counts as detection. BROKEN if nothing passed or failed: tests that never ran prove nothing."""
     killers = killers_of(sightings)
     fate, message = Fate.SURVIVED, ""
     if broken := _breakdown(sightings):
@@ -62,7 +62,7 @@ def fate_by_anyone(name: str, sightings: Sequence[Sighting], seconds: float) -> 
         first = next(s for s in sightings if s.verdict is Verdict.FAIL)
         fate, message = Fate.KILLED, f"{first.judge}: {first.message}"
     elif not any(s.verdict is Verdict.PASS for s in sightings):
-        fate, message = Fate.BROKEN, "nobody looked"
+        fate, message = Fate.BROKEN, "no test or oracle ran"
     return Outcome(
         name=name,
         fate=fate,
@@ -79,7 +79,7 @@ def _breakdown(sightings: Sequence[Sighting]) -> str:
 
 
 def _excuses(sightings: Sequence[Sighting], missing: Sequence[str]) -> str:
-    """Why those who should have noticed did not judge, if they say so."""
+    """Why required judges did not judge, where they gave a reason."""
     said = [
         f"{s.judge}: {s.verdict.value}, {s.message}"
         for s in sightings

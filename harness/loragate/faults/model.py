@@ -1,12 +1,13 @@
-"""The words of the fault corpus. Pure; imports no torch.
+"""Data model of the fault corpus. Pure; imports no torch.
 
-A fault is one module, one exact piece of its text, one replacement: what a tired colleague or a
-merge could leave behind. Production code knows nothing of it.
+A fault is one module, one exact piece of its text, one replacement: a mistake that could really be
+made. Production code knows nothing of it.
 """
 
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -32,16 +33,19 @@ class Group(StrEnum):
     WEIGHTS = "slots of a layer"
     LAYER = "packed and parallel layer"
     ADAPTERS = "adapter files and activation"
-    ALIGN = "experts: alignment of pairs"
-    MOE_TWO_KERNEL = "experts: shrink and expand"
-    MOE_FUSED = "experts: one launch for both"
-    MOE_HOST = "experts: plan, launch, slots"
-    MOE_LAYER = "experts: whole layer and its parts"
-    MOE_ADAPTERS = "experts: adapter files"
+    ALIGN = "MoE: alignment of pairs"
+    MOE_TWO_KERNEL = "MoE: shrink and expand"
+    MOE_FUSED = "MoE: one launch for both"
+    MOE_HOST = "MoE: plan, launch, slots"
+    MOE_LAYER = "MoE: whole layer and its parts"
+    MOE_ADAPTERS = "MoE: adapter files"
 
 
 class Check(StrEnum):
-    """A check of host logic that no case of the matrix reaches; see checks.py."""
+    """A check of host logic that no case of the matrix reaches; see checks/.
+
+    Only the corpus runs these: what nothing but a check detects is not detected by the gate.
+    """
 
     METADATA = "metadata_tables"
     DUMMY_RUN = "dummy_run"
@@ -68,13 +72,13 @@ class Check(StrEnum):
     EXPERT_FILES = "expert_files"
 
 
-# a planted process may also be expected to throw, to stand still or to die
+# a planted process may also be expected to raise, to hang or to crash
 Killer = OracleName | Check | Failure
 
 
 @dataclass(frozen=True, slots=True)
 class Edit:
-    """In `module`, the one place that reads `old` reads `new`."""
+    """In `module`, the only occurrence of `old` is replaced by `new`."""
 
     module: str
     old: str
@@ -89,12 +93,12 @@ class Edit:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fault:
-    """A defect and who must notice it.
+    """A defect and what must detect it.
 
     source: where it was really seen, as "vllm #42120", or "own".
     why: what goes wrong, in one sentence.
-    killers: every one of them must notice, others may.
-    only: there is one killer and nobody else notices; without it the fault would survive.
+    killers: each of them must detect the fault; others may.
+    only: its one killer must be the only one, so that without it the fault would survive.
     """
 
     name: str
@@ -127,15 +131,15 @@ class Fault:
 
     @property
     def digest(self) -> str:
-        """Changes with who must notice what, and not with the text that is replaced: a fault that
-        follows a kernel to its new shape is the same fault."""
-        cases = _told(self.cases)
-        return _digest(self.edit.module, self.killers, cases, self.checks, self.needs, self.only)
+        """Changes with the cases and with what must detect the fault, but not with the edit: a
+        fault that follows a kernel to its new shape or module is the same fault."""
+        killers, checks = _values(self.killers), _values(self.checks)
+        return _digest(killers, _described(self.cases), checks, self.needs.value, self.only)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Control:
-    """An edit that changes no behaviour, or none at all: everything must stay green."""
+    """An edit that changes no behaviour, or no edit at all: everything must pass."""
 
     name: str
     why: str
@@ -149,12 +153,16 @@ class Control:
 
     @property
     def digest(self) -> str:
-        return _digest(self.edit and self.edit.module, _told(self.cases), self.checks)
+        return _digest(_described(self.cases), _values(self.checks))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sighting:
-    """What one judge said of one case (or one check of itself) in a planted process."""
+    """What one judge reported in a planted process.
+
+    judge: an oracle, a check, or a test of the baseline suite.
+    case: the id of the case that an oracle judged, else "".
+    """
 
     judge: str
     case: str
@@ -166,19 +174,20 @@ class Sighting:
 class Fate(StrEnum):
     """What became of a planted fault, worst first."""
 
-    # the text to replace is gone or the planted code cannot be imported: nothing was shown
+    # the text to replace is gone or the planted code cannot be imported: this proves nothing
     BROKEN = "broken"
     SURVIVED = "survived"
-    # somebody noticed, but not everybody who must
+    # detected, but not by everything that must detect it
     MISSED = "missed"
-    # needs a machine that this one is not
+    # needs a GPU, and this machine has none
     NOT_RUN = "not run"
     KILLED = "killed"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """`killers` are the values of all who noticed, `message` explains a fate but KILLED."""
+    """`killers`: everything that detected the fault. `message`: the evidence, or for a fate other
+    than KILLED the reason."""
 
     name: str
     fate: Fate
@@ -188,9 +197,13 @@ class Outcome:
     seconds: float = 0.0
 
 
-def _told(cases: tuple[Case, ...]) -> tuple[object, ...]:
-    """Cases by what they say, which a new axis elsewhere does not change."""
-    return tuple((case_id(case), case.oracles) for case in cases)
+def _described(cases: tuple[Case, ...]) -> tuple[object, ...]:
+    """Cases by their ids, which a new axis with its default value does not change."""
+    return tuple((case_id(case), _values(case.oracles)) for case in cases)
+
+
+def _values(members: Iterable[StrEnum]) -> tuple[str, ...]:
+    return tuple(member.value for member in members)
 
 
 def _digest(*parts: object) -> str:

@@ -1,7 +1,7 @@
 """What goes into a planted process and what comes out of it, as JSON. Pure; imports no torch.
 
-Sightings are written one a line as they come, each announced before it is made: what a process
-had to say before it died is not lost, and who it was that died is known.
+A sighting is written, one per line, as soon as it is made, and each judge is announced before it
+runs: if the process dies, earlier sightings are not lost and it is known which judge was running.
 """
 
 from __future__ import annotations
@@ -19,17 +19,18 @@ from loragate.matrix.case import Case
 
 
 class Suite(StrEnum):
-    """Who looks for the fault."""
+    """What looks for the fault."""
 
+    # the oracles and checks that the fault names
     ORACLES = "oracles"
-    # a stand-in for the tests that serving engines keep: see upstream_suite.py
-    UPSTREAM = "upstream"
+    # tests in the usual style of serving engines; see baseline_suite/
+    BASELINE = "baseline_suite"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Order:
-    """`planted`: the folder that the package must be imported from. `module`: the one that has a
-    fault in it, if any."""
+    """`planted`: the folder that the package must be imported from. `module`: the module that was
+    edited, None for a control without an edit."""
 
     planted: str
     module: str | None
@@ -40,7 +41,8 @@ class Order:
 
 @dataclass(frozen=True, slots=True)
 class Transcript:
-    """What a process wrote: `current` was begun but not ended; `finished` if it got to its end."""
+    """What a process wrote. `current`: the judge that started and did not report, or "".
+    `finished`: whether the process ran to its end."""
 
     sightings: tuple[Sighting, ...]
     current: str
@@ -60,7 +62,7 @@ def read_order(path: Path) -> Order:
 
 
 class Recorder:
-    """The planted process's side of a transcript."""
+    """Writes a transcript, in the planted process."""
 
     def __init__(self, path: Path) -> None:
         self._file = path.open("a", encoding="utf-8")
@@ -84,7 +86,7 @@ def read_transcript(path: Path) -> Transcript:
     text = path.read_text(encoding="utf-8") if path.exists() else ""
     for line in text.splitlines(keepends=True):
         if not line.endswith("\n"):
-            # torn by the death of the process
+            # the process died while it wrote this line
             break
         entry = json.loads(line)
         if "begin" in entry:

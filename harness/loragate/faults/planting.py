@@ -1,7 +1,7 @@
 """A copy of lorakernels with one piece of text replaced.
 
-A copy, because Triton reads the source file of a kernel, with its interpreter and with its
-compiler: what is patched in memory has no effect.
+It has to be a copy, because Triton reads the source file of a kernel, in the interpreter as in the
+compiler: patching a module in memory has no effect.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ PACKAGE = "lorakernels"
 
 
 class StaleAnchor(ValueError):
-    """The text that a fault replaces is not there exactly once any more."""
+    """The text that a fault replaces no longer occurs exactly once."""
 
 
 def package_folder() -> Path:
-    """The folder of the package that is under test; nothing of it is imported."""
+    """The folder of the package under test. Imports nothing of it."""
     spec = importlib.util.find_spec(PACKAGE)
     origin = spec.origin if spec else None
     assert origin is not None, f"{PACKAGE} is not installed"
@@ -31,11 +31,11 @@ def source_of(module: str, package: Path) -> Path:
     """The file of a dotted module. Raises StaleAnchor."""
     head, *rest = module.split(".")
     if head != PACKAGE:
-        raise StaleAnchor(f"{module}: module must be one of {PACKAGE}")
+        raise StaleAnchor(f"{module}: must be a module of {PACKAGE}")
     path = package.joinpath(*rest)
     path = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
     if not path.is_file():
-        raise StaleAnchor(f"{module}: there is no such module any more")
+        raise StaleAnchor(f"{module}: no such module")
     return path
 
 
@@ -43,15 +43,15 @@ def planted_text(edit: Edit, text: str) -> str:
     """The text of the module with the edit in it. Raises StaleAnchor."""
     count = text.count(edit.old)
     if count != 1:
-        found = "is not there any more" if not count else f"is there {count} times"
+        found = "is not there" if not count else f"is there {count} times"
         first = edit.old.strip().splitlines()[0].strip()
         raise StaleAnchor(f"{edit.module}: the text to replace {found} ({first!r})")
     return text.replace(edit.old, edit.new)
 
 
 def check_anchor(edit: Edit, package: Path) -> None:
-    """Raises StaleAnchor if the edit does not fit the package, SyntaxError if what comes out
-    is not Python."""
+    """Raises StaleAnchor if the edit does not fit the package, SyntaxError if the result is not
+    Python."""
     path = source_of(edit.module, package)
     compile(planted_text(edit, path.read_text(encoding="utf-8")), str(path), "exec")
 

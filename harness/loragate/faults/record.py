@@ -1,91 +1,95 @@
-"""The record of the fault corpus: what a run planted, beside what still holds of earlier runs."""
+"""What a record keeps of a run of the corpus, and how records of older versions are read.
+
+Pure but for reading the file; imports no torch.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-from loragate.faults.model import Control, Fault
-from loragate.records.recorder import Recorder
-from loragate.records.results import ResultsError
+from loragate.core.verdict import OracleName, Verdict
+from loragate.faults.model import Check, Control, Fault, Outcome
+from loragate.records.results import read_section
+
+# sections of a results file: recorded without a GPU, and on one
+SECTION, GPU_SECTION = "faults", "faults_gpu"
+
+_CHECKS = frozenset(check.value for check in Check)
+_ORACLES = frozenset(oracle.value for oracle in OracleName)
+# key by its name in records that were written before
+_RENAMED = {"baseline_suite": "stand_in", "baseline_suite_killers": "stand_in_killers"}
 
 
 @dataclass(frozen=True, slots=True)
-class Plantings:
-    """Faults and controls, in the order of the corpus."""
+class Line:
+    """A fault and its fate; `baseline` is its fate in the baseline suite, if that was run."""
 
-    faults: Sequence[Fault]
-    controls: Sequence[Control]
-
-    @property
-    def names(self) -> list[str]:
-        return [one.name for planted in self.by_kind().values() for one in planted]
-
-    def by_kind(self) -> Mapping[str, Sequence[Fault | Control]]:
-        """By the names that the kinds have in a record."""
-        return {"faults": self.faults, "controls": self.controls}
+    fault: Fault
+    outcome: Outcome
+    baseline: Outcome | None = None
 
 
-@dataclass(slots=True)
-class FaultRecord:
-    """`asked`: what this run plants; `corpus`: all that the section is about.
+def read_faults(path: Path, section: str) -> dict[str, Any] | None:
+    """A recorded section with the keys of today, None if there is none. Raises ResultsError."""
+    recorded = read_section(path, section)
+    return None if recorded is None else upgraded(recorded)
 
-    Raises ResultsError if a member of the corpus is neither asked for nor on record: before the
-    run, because the record could not be completed after it.
-    """
 
-    recorder: Recorder
-    asked: Plantings
-    corpus: Plantings
-    _kept: dict[str, dict[str, Any]] = field(init=False)
+def upgraded(record: Mapping[str, Any]) -> dict[str, Any]:
+    """A record of any version with the keys and group labels of today."""
+    faults = record.get("faults", {})
+    return {**record, "faults": {name: _upgraded_entry(entry) for name, entry in faults.items()}}
 
-    def __post_init__(self) -> None:
-        self._kept = {
-            kind: self._valid_entries(kind, planted)
-            for kind, planted in self.corpus.by_kind().items()
-        }
-        asked = set(self.asked.names)
-        for kind, planted in self.corpus.by_kind().items():
-            names = [one.name for one in planted]
-            missing = [n for n in names if n not in asked and n not in self._kept[kind]]
-            if missing:
-                raise ResultsError(
-                    f"{self.recorder.path}: has no valid entry for {len(missing)} {kind} that "
-                    f"--only leaves out: {', '.join(missing[:3])}"
-                )
 
-    def save(self, entries: Mapping[str, Mapping[str, Any]], done: Collection[str]) -> None:
-        """Write the entries of what is `done`, by kind, and those of earlier runs for the rest.
-        What was asked for and is not done is listed as unfinished. Raises CommandError."""
-        self.recorder.note_edits()
-        section: dict[str, Any] = {
-            kind: {name: entry for name, entry in kept.items() if name not in done}
-            | dict(entries[kind])
-            for kind, kept in self._kept.items()
-        }
-        unfinished = self._unfinished(done)
-        if unfinished:
-            section["unfinished"] = unfinished
-        self.recorder.save(section)
+def _upgraded_entry(entry: Mapping[str, Any]) -> dict[str, Any]:
+    result = dict(entry)
+    for name, earlier in _RENAMED.items():
+        if earlier in result:
+            result[name] = result.pop(earlier)
+    if "group" in result:
+        result["group"] = result["group"].replace("experts: ", "MoE: ")
+    # earlier records do not say which of several judges met an exception
+    by_gate = any(killer not in _CHECKS for killer in entry.get("killers", ()))
+    result.setdefault("detected_by_gate", by_gate)
+    return result
 
-    def _valid_entries(self, kind: str, planted: Sequence[Fault | Control]) -> dict[str, Any]:
-        """Entries of earlier runs about exactly what is in the corpus now."""
-        old = self.recorder.previous.get(kind, {})
-        # records of older versions name the commit once for all entries
-        commit = self.recorder.previous.get("commit", "")
-        return {
-            one.name: {"commit": commit} | old[one.name]
-            for one in planted
-            if old.get(one.name, {}).get("digest") == one.digest
-        }
 
-    def _unfinished(self, done: Collection[str]) -> list[str]:
-        """What this run, or an earlier one that was interrupted, was to plant and did not."""
-        asked, corpus = self.asked.names, set(self.corpus.names)
-        earlier = [
-            name
-            for name in self.recorder.previous.get("unfinished", ())
-            if name in corpus and name not in asked
-        ]
-        return [name for name in (*asked, *earlier) if name not in done]
+def payload(
+    lines: Sequence[Line], controls: Sequence[tuple[Control, Outcome]], *, commit: str = ""
+) -> dict[str, Any]:
+    """The JSON of a record. `commit`: the one at which all of this was seen."""
+    return {
+        "faults": {line.fault.name: _fault_payload(line, commit) for line in lines},
+        "controls": {
+            control.name: {
+                "digest": control.digest,
+                "commit": commit,
+                "fate": outcome.fate.value,
+            }
+            for control, outcome in controls
+        },
+    }
+
+
+def _fault_payload(line: Line, commit: str) -> dict[str, Any]:
+    return {
+        "group": line.fault.group.value,
+        "source": line.fault.source,
+        "needs": line.fault.needs.value,
+        "digest": line.fault.digest,
+        "commit": commit,
+        "fate": line.outcome.fate.value,
+        "killers": list(line.outcome.killers),
+        "detected_by_gate": detected_by_gate(line.outcome),
+        "baseline_suite": line.baseline.fate.value if line.baseline else None,
+        "baseline_suite_killers": list(line.baseline.killers) if line.baseline else [],
+    }
+
+
+def detected_by_gate(outcome: Outcome) -> bool:
+    """Whether an oracle, or the process that ran a case for one, failed. The checks of the corpus
+    do not count: no gate runs them."""
+    return any(s.verdict is Verdict.FAIL and s.judge in _ORACLES for s in outcome.sightings)

@@ -1,7 +1,7 @@
-"""Plants one fault at a time, each in a process and a copy of the package of its own.
+"""Plants one fault at a time, each in its own process with its own copy of the package.
 
-Invariant: whatever a planted process does - it hangs, dies, or writes nonsense - costs no other
-fault its result, and leaves nothing behind; nor does a command that is interrupted.
+Invariant: whatever a planted process does - hang, die, or write nonsense - no other fault loses its
+result, and no process or file is left behind, not even when the command is interrupted.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _LAST_LINES = 8
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setup:
     """How planted processes run: compiled on a GPU or in the interpreter, how many at a time,
-    and the seconds after which one is taken to hang."""
+    and after how many seconds one counts as hanging."""
 
     gpu: bool = False
     jobs: int = 2
@@ -39,8 +39,8 @@ class Setup:
 def run_all(
     planted: Sequence[Fault | Control], suites: Sequence[Suite], setup: Setup
 ) -> Generator[tuple[Fault | Control, tuple[Outcome, ...]]]:
-    """Outcomes by suite, in the order given, each as soon as it is known. Closing it ends what
-    runs."""
+    """Outcomes by suite, in the order given, each as soon as it is known. Closing the generator
+    ends what is running."""
     processes = ProcessPool()
 
     def run(one: Fault | Control) -> tuple[Outcome, ...]:
@@ -57,7 +57,7 @@ def run_all(
 def run_one(
     planted: Fault | Control, suite: Suite, setup: Setup, processes: ProcessPool | None = None
 ) -> Outcome:
-    """Plant, run, tell. Never raises because of what was planted."""
+    """Plant one fault or control and run one suite. Never raises because of what was planted."""
     if isinstance(planted, Fault) and planted.needs is Needs.GPU and not setup.gpu:
         return Outcome(name=planted.name, fate=Fate.NOT_RUN, message="needs a GPU")
     started = time.monotonic()
@@ -66,7 +66,7 @@ def run_one(
     except StaleAnchor as error:
         return Outcome(name=planted.name, fate=Fate.BROKEN, message=str(error))
     seconds = time.monotonic() - started
-    if suite is Suite.UPSTREAM or isinstance(planted, Control):
+    if suite is Suite.BASELINE or isinstance(planted, Control):
         return fate_by_anyone(planted.name, sightings, seconds)
     return fate_of_fault(planted, sightings, seconds)
 
@@ -94,7 +94,7 @@ def _run_planted(
 
 
 def _run_child(folder: Path, setup: Setup, processes: ProcessPool) -> Failure | None:
-    """Run the process to its end; how it failed, None if it did not."""
+    """Run the process to its end. Returns how it failed, or None."""
     files = (str(folder / "order.json"), str(folder / "transcript.jsonl"))
     with (folder / "log.txt").open("wb") as log:
         child = processes.start(
@@ -120,7 +120,7 @@ def _environment(folder: Path, setup: Setup) -> dict[str, str]:
     environment = os.environ | {
         "PYTHONPATH": os.pathsep.join(path for path in paths if path),
         "PYTHONDONTWRITEBYTECODE": "1",
-        # a kernel that was compiled for another fault must not be found
+        # a kernel that was compiled for another fault must not be reused
         "TRITON_CACHE_DIR": str(folder / "cache"),
         "OMP_NUM_THREADS": "1",
         "MKL_NUM_THREADS": "1",
@@ -133,10 +133,10 @@ def _environment(folder: Path, setup: Setup) -> dict[str, str]:
 
 def _death(current: str, failure: Failure | None, log: str) -> Sighting:
     # the last line of a traceback says most
-    last_words = " | ".join(reversed(log.strip().splitlines()[-_LAST_LINES:]))
+    last_lines = " | ".join(reversed(log.strip().splitlines()[-_LAST_LINES:]))
     if current in ("", "import") and failure is not Failure.HANG:
-        # it did not get to the point where anything could be noticed
-        message = f"the process broke down: {last_words}"
+        # it failed before any judge could run
+        message = f"the process failed to start: {last_lines}"
         return Sighting(
             judge=current or "start",
             case="",
@@ -145,5 +145,5 @@ def _death(current: str, failure: Failure | None, log: str) -> Sighting:
             message=message,
         )
     kind = failure or Failure.CRASH
-    message = f"{kind} of the process: {last_words}".rstrip(": ")
+    message = f"{kind} of the process: {last_lines}".rstrip(": ")
     return Sighting(judge=current, case="", verdict=Verdict.FAIL, failure=kind, message=message)

@@ -1,34 +1,31 @@
-"""What the corpus showed, for a terminal, for a record and for a page. Pure; imports no torch."""
+"""What the corpus showed, for a terminal and as Markdown. Pure; imports no torch."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 from loragate.core.verdict import OracleName, Verdict
-from loragate.faults.model import Control, Fate, Fault, Group, Outcome
+from loragate.faults.model import Control, Fate, Group, Outcome
+from loragate.faults.record import Line, payload
 
 _COLUMNS = {oracle.value: oracle.value[:3] for oracle in OracleName}
 _OTHERS = "oth"
-# a fate that a fault may not have
+_HEADER = ("faults", "detected", "by an oracle of the gate", "baseline suite")
+_DETECTION_HEAD = (
+    "| planted | count | the gate | only own unit tests and checks | usual style |\n"
+    "|---|--:|--:|--:|--:|"
+)
+# fates that fail a run
 BAD = (Fate.BROKEN, Fate.SURVIVED, Fate.MISSED)
 
 
-@dataclass(frozen=True, slots=True)
-class Line:
-    """A fault and what became of it; `stand_in` if the stand-in looked for it, too."""
-
-    fault: Fault
-    outcome: Outcome
-    stand_in: Outcome | None = None
-
-
 def render_terminal(lines: Sequence[Line], controls: Sequence[tuple[Control, Outcome]]) -> str:
-    """Whatever is wrong comes first, with what replays it; then who noticed what."""
-    parts = [*_troubles(lines), *_broken_stand_ins(lines), *_false_alarms(controls)]
+    """What is wrong comes first, each with its replay command; then what detected which fault."""
+    parts = [*_troubles(lines), *_broken_baselines(lines), *_false_alarms(controls)]
     parts += ["", *_matrix(lines)]
-    if any(line.stand_in for line in lines):
+    if any(line.baseline for line in lines):
         parts += ["", *_rates(payload(lines, controls))]
     return "\n".join([*parts, "", _summary(lines, controls)])
 
@@ -48,14 +45,14 @@ def _troubles(lines: Iterable[Line]) -> list[str]:
     return texts
 
 
-def _broken_stand_ins(lines: Iterable[Line]) -> list[str]:
+def _broken_baselines(lines: Iterable[Line]) -> list[str]:
     texts: list[str] = []
     for line in lines:
-        # a fault that cannot be planted at all has been told already
-        if line.stand_in and line.stand_in.fate is Fate.BROKEN and line.outcome.fate not in BAD:
-            texts.append(f"BROKEN STAND-IN {line.fault.name} ({line.fault.source})")
-            texts.append(f"    {line.stand_in.message}")
-            texts.append(f"    again: loragate faults --stand-in --only {line.fault.name}")
+        # a fault that cannot be planted at all is listed by _troubles
+        if line.baseline and line.baseline.fate is Fate.BROKEN and line.outcome.fate not in BAD:
+            texts.append(f"BROKEN BASELINE SUITE {line.fault.name} ({line.fault.source})")
+            texts.append(f"    {line.baseline.message}")
+            texts.append(f"    again: loragate faults --baseline-suite --only {line.fault.name}")
     return texts
 
 
@@ -71,7 +68,7 @@ def _false_alarms(controls: Iterable[tuple[Control, Outcome]]) -> list[str]:
 
 
 def _matrix(lines: Sequence[Line]) -> list[str]:
-    """X: had to notice and did; +: noticed, too; -: had to and did not; .: looked and passed."""
+    """X: required and detected; +: detected as well; -: required, not detected; .: passed."""
     width = max((len(line.fault.name) for line in lines), default=0)
     head = " ".join([*_COLUMNS.values(), _OTHERS])
     rows = [f"{'':<{width}}  {head}   s"]
@@ -89,8 +86,7 @@ def _marks(line: Line) -> list[str]:
     asked = {s.judge for s in line.outcome.sightings if s.verdict is not Verdict.SKIP}
     marks = []
     for name in _COLUMNS:
-        noticed = name in line.outcome.killers
-        if noticed:
+        if name in line.outcome.killers:
             marks.append("X" if name in wanted else "+")
         else:
             marks.append("-" if name in wanted else "." if name in asked else "")
@@ -100,63 +96,96 @@ def _marks(line: Line) -> list[str]:
 
 def _summary(lines: Sequence[Line], controls: Sequence[tuple[Control, Outcome]]) -> str:
     counts = {fate: sum(line.outcome.fate is fate for line in lines) for fate in Fate}
-    told = [f"{counts[fate]} {fate.value}" for fate in reversed(Fate) if counts[fate]]
-    green = sum(outcome.fate is Fate.SURVIVED for _, outcome in controls)
-    return f"{len(lines)} faults: {', '.join(told)}; {green} of {len(controls)} controls green"
-
-
-def payload(
-    lines: Sequence[Line], controls: Sequence[tuple[Control, Outcome]], *, commit: str = ""
-) -> dict[str, Any]:
-    """What a record keeps; `render_markdown` reads it back. `commit`: where it was seen."""
-    return {
-        "faults": {
-            line.fault.name: {
-                "group": line.fault.group.value,
-                "source": line.fault.source,
-                "needs": line.fault.needs.value,
-                "digest": line.fault.digest,
-                "commit": commit,
-                "fate": line.outcome.fate.value,
-                "killers": list(line.outcome.killers),
-                "stand_in": line.stand_in.fate.value if line.stand_in else None,
-                "stand_in_killers": list(line.stand_in.killers) if line.stand_in else [],
-            }
-            for line in lines
-        },
-        "controls": {
-            control.name: {
-                "digest": control.digest,
-                "commit": commit,
-                "fate": outcome.fate.value,
-            }
-            for control, outcome in controls
-        },
-    }
+    fates = [f"{counts[fate]} {fate.value}" for fate in reversed(Fate) if counts[fate]]
+    passed = sum(outcome.fate is Fate.SURVIVED for _, outcome in controls)
+    return f"{len(lines)} faults: {', '.join(fates)}; {passed} of {len(controls)} controls pass"
 
 
 def render_markdown(record: Mapping[str, Any]) -> str:
-    """Kill rates by group, loragate next to the stand-in where it was run."""
+    """Kill rates by group, next to those of the baseline suite where it was run."""
     faults: Mapping[str, Mapping[str, Any]] = record["faults"]
-    head = "| where the fault is | faults | loragate | upstream style |\n|---|--:|--:|--:|"
+    head = f"| where the fault is | {' | '.join(_HEADER)} |\n|---|{'--:|' * len(_HEADER)}"
     rows = [
-        _markdown_row(group.value, [f for f in faults.values() if f["group"] == group.value])
+        _row(group.value, [f for f in faults.values() if f["group"] == group.value])
         for group in Group
     ]
-    total = _markdown_row("**all**", list(faults.values()))
-    return "\n".join([head, *(row for row in rows if row), total])
+    return "\n".join([head, *filter(None, rows), _row("**all**", list(faults.values()))])
 
 
-def _markdown_row(title: str, faults: Sequence[Mapping[str, Any]]) -> str:
-    tried = [fault for fault in faults if fault["fate"] != Fate.NOT_RUN.value]
-    if not tried:
+def render_detection(record: Mapping[str, Any], on_gpu: Mapping[str, Any] | None = None) -> str:
+    """A small table: linear layers, MoE layers, GPU only, all. No record holds mutants yet.
+
+    on_gpu: the record of a GPU, for the faults that did not run without one."""
+    gpu_only = [
+        fault
+        for name, fault in (on_gpu or {}).get("faults", {}).items()
+        if name not in record["faults"] or _not_run(record["faults"][name])
+    ]
+    on_cpu = [fault for fault in record["faults"].values() if not _not_run(fault)]
+    rows = [
+        _detection_row(
+            "faults in linear layers and adapters", [f for f in on_cpu if not _is_moe(f)]
+        ),
+        _detection_row("faults in MoE layers", [f for f in on_cpu if _is_moe(f)]),
+        _detection_row("faults that show on a GPU only", gpu_only),
+        _detection_row("**all faults**", [*on_cpu, *gpu_only]),
+        "| random mutants | not measured yet | | | |",
+    ]
+    return "\n".join([_DETECTION_HEAD, *filter(None, rows)])
+
+
+def _not_run(fault: Mapping[str, Any]) -> bool:
+    return bool(fault["fate"] == Fate.NOT_RUN.value)
+
+
+def _is_moe(fault: Mapping[str, Any]) -> bool:
+    return str(fault["group"]).startswith("MoE")
+
+
+@dataclass(frozen=True, slots=True)
+class _Counts:
+    """`tried`: faults that can show on the machine of the record. `judged`: those that the
+    baseline suite was run on; one that it could not run on is neither seen nor missed."""
+
+    tried: int
+    killed: int
+    by_gate: int
+    judged: int
+    by_baseline: int
+
+    @classmethod
+    def of(cls, faults: Sequence[Mapping[str, Any]]) -> Self:
+        tried = [fault for fault in faults if not _not_run(fault)]
+        killed = [fault for fault in tried if fault["fate"] == Fate.KILLED.value]
+        unjudged = (None, Fate.BROKEN.value)
+        judged = [fault for fault in tried if fault["baseline_suite"] not in unjudged]
+        return cls(
+            tried=len(tried),
+            killed=len(killed),
+            by_gate=sum(fault["detected_by_gate"] for fault in killed),
+            judged=len(judged),
+            by_baseline=sum(fault["baseline_suite"] == Fate.KILLED.value for fault in judged),
+        )
+
+    @property
+    def baseline_rate(self) -> str:
+        return f"{self.by_baseline} / {self.judged}" if self.judged else ""
+
+
+def _row(title: str, faults: Sequence[Mapping[str, Any]]) -> str:
+    n = _Counts.of(faults)
+    if not n.tried:
         return ""
-    killed = sum(fault["fate"] == Fate.KILLED.value for fault in tried)
-    # a stand-in that could not run has neither seen the fault nor missed it
-    judged = [fault for fault in tried if fault["stand_in"] not in (None, Fate.BROKEN.value)]
-    seen = sum(fault["stand_in"] == Fate.KILLED.value for fault in judged)
-    other = f"{seen} / {len(judged)}" if judged else ""
-    return f"| {title} | {len(tried)} | {killed} / {len(tried)} | {other} |"
+    rates = f"{n.killed} / {n.tried} | {n.by_gate} / {n.tried} | {n.baseline_rate}"
+    return f"| {title} | {n.tried} | {rates} |"
+
+
+def _detection_row(title: str, faults: Sequence[Mapping[str, Any]]) -> str:
+    n = _Counts.of(faults)
+    if not n.tried:
+        return ""
+    baseline = n.baseline_rate or "not measured yet"
+    return f"| {title} | {n.tried} | {n.by_gate} | {n.killed - n.by_gate} | {baseline} |"
 
 
 def _rates(record: Mapping[str, Any]) -> list[str]:

@@ -1,8 +1,8 @@
-"""Known findings: what is listed, what was seen of it, and what that means. Pure; no torch.
+"""Known findings: what is listed, what was observed, and the verdict. Pure; no torch.
 
 Invariant: the ledger is strict. An entry whose version range covers the installed version must
-reproduce wherever it can run; an entry that stopped reproducing fails, so that no finding outlives
-the defect and no known defect hides a new one.
+reproduce wherever it can run; an entry that no longer reproduces fails, so that no finding outlives
+its defect and no known defect hides a new one.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from loragate.core.verdict import Failure, Judgement, OracleName, Verdict, worst
 class Kind(StrEnum):
     # a wrong result for an input that nothing forbids
     DEFECT = "defect"
-    # right as long as every caller knows of it
+    # correct as long as every caller knows of it
     HAZARD = "hazard"
 
 
@@ -35,7 +35,8 @@ class Needs(StrEnum):
 @dataclass(frozen=True, slots=True)
 class CasePattern:
     """Failing judgements of ordinary cases: a shell pattern on run ids, one oracle, and the kinds
-    that one cause may take: what a wild read meets depends on what else is in memory."""
+    of failure. One cause may have several: the effect of an out-of-bounds read depends on what is
+    in memory."""
 
     run: str
     oracle: OracleName
@@ -51,7 +52,7 @@ class CasePattern:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
     """One entry. Exactly one of `probe` and `case` reproduces it; `versions` is a specifier
-    such as ">=0.26,<0.27"; `evidence` is what was seen when it was recorded, on `seen_on`."""
+    such as ">=0.26,<0.27"; `evidence` is what was observed on `seen_on`."""
 
     id: str
     subject: str
@@ -69,7 +70,7 @@ class Finding:
         assert (self.probe is None) != (self.case is None), f"{self.id}: one of probe and case"
 
     def covers(self, version: str) -> bool:
-        """Whether `version` is in the range; a version that nobody can read is in none."""
+        """Whether `version` is in the range; a version that cannot be parsed is not."""
         try:
             parsed = Version(version)
         except InvalidVersion:
@@ -80,9 +81,9 @@ class Finding:
 class Seen(StrEnum):
     REPRODUCED = "reproduced"
     ABSENT = "absent"
-    # it could not be tried here
+    # it cannot be tried on this machine
     NOT_TRIED = "not tried"
-    # the attempt itself broke
+    # the attempt itself failed
     BROKEN = "broken"
 
 
@@ -105,7 +106,7 @@ class State(StrEnum):
 VERDICTS: Mapping[State, Verdict] = {
     State.KNOWN: Verdict.PASS,
     State.STALE: Verdict.FAIL,
-    # whatever was seen says nothing about the entry
+    # the entry is not about this version
     State.OUT_OF_RANGE: Verdict.SKIP,
     State.NOT_TRIED: Verdict.SKIP,
     State.BROKEN: Verdict.INFRA,
@@ -114,7 +115,7 @@ VERDICTS: Mapping[State, Verdict] = {
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """One entry and what became of it in this run."""
+    """One entry and its state in this run."""
 
     finding: Finding
     state: State
@@ -124,7 +125,7 @@ class Line:
 def audit(
     findings: Iterable[Finding], version: str, observed: Mapping[str, Observation]
 ) -> tuple[Line, ...]:
-    """Compare the ledger with what was seen of it; `observed` is by finding id."""
+    """Compare the ledger with what was observed; `observed` is by finding id."""
     return tuple(
         Line(finding, _state(finding, version, observed[finding.id].seen), observed[finding.id])
         for finding in findings
@@ -143,7 +144,7 @@ def _state(finding: Finding, version: str, seen: Seen) -> State:
 
 
 def verdict_of(lines: Sequence[Line]) -> Verdict:
-    """PASS if whatever could be tried here reproduced; SKIP if nothing could be tried."""
+    """PASS if everything that could be tried reproduced; SKIP if nothing could be tried."""
     verdicts = [VERDICTS[line.state] for line in lines]
     tried = [verdict for verdict in verdicts if verdict is not Verdict.SKIP]
     return worst(tried) if tried else Verdict.SKIP
@@ -152,7 +153,7 @@ def verdict_of(lines: Sequence[Line]) -> Verdict:
 def known_finding(
     findings: Iterable[Finding], version: str, run_id: str, judgement: Judgement
 ) -> Finding | None:
-    """The entry that a failing judgement belongs to: it is shown as known and not as wrong."""
+    """The entry that a failing judgement belongs to; it is then reported as known."""
     if judgement.verdict is not Verdict.FAIL:
         return None
     return next(
@@ -170,7 +171,7 @@ def known_finding(
 def observe_cases(
     findings: Iterable[Finding], judged: Sequence[tuple[str, Judgement]]
 ) -> dict[str, Observation]:
-    """What the judgements of a run, by run id, show of the entries that name cases."""
+    """What the judgements of a run, by run id, say about the entries that name cases."""
     return {
         finding.id: _observe_case(finding.case, judged)
         for finding in findings
@@ -182,7 +183,7 @@ def _observe_case(case: CasePattern, judged: Sequence[tuple[str, Judgement]]) ->
     tried = [
         (run_id, judgement)
         for run_id, judgement in judged
-        # a failure of another kind is told by its case, and may hide this one
+        # a failure of another kind is reported by its case, and may hide this one
         if case.shows(run_id, judgement)
         or (case.covers(run_id, judgement) and judgement.verdict is Verdict.PASS)
     ]

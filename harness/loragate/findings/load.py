@@ -1,6 +1,6 @@
-"""The ledger's file into findings. Runs nothing, imports no torch.
+"""Reads the list of findings from YAML. Imports no torch.
 
-All problems of the file are told at once, like those of a case file.
+All problems of the file are reported at once, like those of a case file.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class LedgerModel(_Model):
 
 
 def ledger_path() -> Path:
-    """Where the ledger lies that is shipped."""
+    """The path of the ledger of this repository."""
     return project_root() / "cases" / "findings" / "vllm.yaml"
 
 
@@ -118,6 +118,6 @@ def _check_ids(findings: list[Finding], document: Document) -> None:
     first: dict[str, int] = {}
     for index, finding in enumerate(findings):
         if finding.id in first:
-            message = f"id {finding.id!r} stands here again, first in findings[{first[finding.id]}]"
+            message = f"id {finding.id!r} is used again, first in findings[{first[finding.id]}]"
             document.problems.append(document.problem(("findings", index, "id"), message))
         first.setdefault(finding.id, index)

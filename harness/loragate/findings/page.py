@@ -9,26 +9,26 @@ from loragate.findings.ledger import CasePattern, Finding, Kind
 _INTRO = """\
 # Findings in released software
 
-Made from `cases/findings/vllm.yaml` by `loragate findings --page`; edit that file instead.
+This page is written by `loragate docs` from `cases/findings/vllm.yaml`; edit that file instead.
 
-The items with a probe are tried again by
+Items with a probe are reproduced by
 
     loragate findings
 
-against the vLLM that is installed. It prints what it saw, and fails as soon as an item stops
-reproducing on a version of its range: then the item is closed here with the version that fixed it.
-Without a GPU the kernels of vLLM run in Triton's interpreter, behind a stand-in for its compiled
-alignment of routed pairs; an item that was seen on a GPU alone needs one, and is told as not run
-without it. The items with a case are tried by
+against the installed vLLM. The command prints what it observed and fails as soon as an item no
+longer reproduces on a version of its range; its range is then closed with the version of the fix.
+Without a GPU the Triton kernels of vLLM run in the interpreter, with a substitute for its compiled
+alignment of routed pairs; items that need a GPU are reported as not run. Items with a case are
+reproduced by
 
     loragate gate --subject vllm
 
-where the case counts as known as long as it fails in the listed way alone. Any other failure is
-red as ever, and so is an item whose case has stopped to fail.
+where such a case counts as known as long as it fails in the listed way and in no other. Any other
+failure fails the gate, and so does an item whose case no longer fails.
 
-A *defect* gives a wrong result for an input that nothing forbids. A *hazard* is right as long as
-every caller knows of it. What vLLM does before it calls its kernels may keep a server from ever
-meeting an item; the items are about the operators."""
+A *defect* is a wrong result for an input that nothing forbids. A *hazard* is correct as long as
+every caller knows of it. The items are about the operators: a server may prevent an item by what it
+does before it calls them. A *pair* is one token and one of the experts that it was routed to."""
 
 _HEADINGS = {Kind.DEFECT: "Defects", Kind.HAZARD: "Hazards"}
 
@@ -63,7 +63,7 @@ def _section(finding: Finding) -> str:
 
 
 def _case_command(subject: str, case: CasePattern) -> str:
-    told = f"told by the oracle {case.oracle} as {' or '.join(case.failure)}"
+    how = f"reported by the oracle {case.oracle} as {' or '.join(case.failure)}"
     if any(mark in case.run for mark in "*?["):
-        return f"`loragate gate --subject {subject} --cases '{case.run}'`, {told}"
-    return f"`loragate replay {case.run}`, {told}"
+        return f"`loragate gate --subject {subject} --cases '{case.run}'`, {how}"
+    return f"`loragate replay {case.run}`, {how}"

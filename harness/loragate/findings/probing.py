@@ -1,7 +1,6 @@
-"""What probes of a package are made of.
+"""Building blocks of probes.
 
-A probe gives evidence either way and decides nothing: whether it must reproduce stands in the
-ledger.
+A probe gives evidence either way and decides nothing; the ledger says what must reproduce.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from loragate.subjects.vllm.package import VllmOps
 
 @dataclass(frozen=True, slots=True)
 class Package:
-    """The installed package; `moe` may be a sentence that says why that half cannot run."""
+    """The installed package; `moe` is the reason, as a sentence, where MoE LoRA cannot run."""
 
     dense: VllmOps
     moe: VllmMoEOps | str
@@ -36,7 +35,7 @@ def dense_probe(run: Callable[[VllmOps, str], Observation], needs: Needs = Needs
 
 
 def moe_probe(run: Callable[[VllmMoEOps, str], Observation], needs: Needs = Needs.ANY) -> Probe:
-    """A probe of MoE LoRA, not tried where that half cannot run."""
+    """A probe of MoE LoRA, not tried where that cannot run."""
 
     def on_moe(package: Package, device: str) -> Observation:
         if isinstance(package.moe, str):
@@ -51,9 +50,9 @@ def seen(reproduced: bool, text: str) -> Observation:
 
 
 def values_of(tensor: Tensor) -> list[float]:
-    """The different values of a tensor."""
+    """The distinct values of a tensor, sorted."""
     return sorted(set(tensor.flatten().tolist()))
 
 
-def word(right: bool) -> str:
+def right_or_wrong(right: bool) -> str:
     return "right" if right else "wrong"

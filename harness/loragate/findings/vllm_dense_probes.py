@@ -1,7 +1,7 @@
-"""One function for each thing that was suspected of vLLM's dense LoRA, on its public operators.
+"""One probe for each suspected problem of vLLM's dense LoRA, on its public operators.
 
-Invariant: whatever a kernel may reach by mistake lies inside memory that the probe owns,
-so that a probe shows a wrong number instead of losing the device.
+Invariant: whatever a kernel may access by mistake lies in memory that the probe owns, so that a
+probe shows a wrong number instead of an illegal access that ends the process.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from loragate.execution.graph import capture
 from loragate.findings.ledger import Needs, Observation
-from loragate.findings.probing import Probe, dense_probe, seen, values_of, word
+from loragate.findings.probing import Probe, dense_probe, right_or_wrong, seen, values_of
 from loragate.subjects.vllm.package import VllmOps
 
 _RANK, _IN, _WIDTH, _SLOTS, _ROWS = 16, 32, 32, 2, 4
@@ -23,13 +23,16 @@ _MARK = 7.0
 _REPEATS = 40
 
 
-def shrunk_untouched(ops: VllmOps, device: str) -> Observation:
+def shrink_output_untouched(ops: VllmOps, device: str) -> Observation:
     a, _ = _factors(ops, device, slices=1)
     shrunk = torch.full((1, _ROWS, _RANK), _MARK, device=device)
     step = _step(ops, [-1] * _ROWS, device)
     ops.lora_shrink(_ones(_ROWS, _IN, device), a, shrunk, *step, 1.0)
     kept = int((shrunk == _MARK).sum())
-    text = f"{kept} of {shrunk.numel()} places of the shrink output keep what they held before lora_shrink"
+    text = (
+        f"{kept} of {shrunk.numel()} elements of the shrink output keep what they held before "
+        "lora_shrink"
+    )
     return seen(kept == shrunk.numel(), text)
 
 
@@ -61,7 +64,9 @@ def mapping_uninitialised(ops: VllmOps, device: str) -> Observation:
         memory.fill_uninitialized_memory = fill
         torch.use_deterministic_algorithms(strict)
     filled = torch.iinfo(torch.int32).max
-    text = f"before the first step the mapping reads {mapping} where empty() is filled with a mark"
+    text = (
+        f"before the first step the mapping reads {mapping} with empty() filled by a marker"
+    )
     return seen(mapping == [filled] * _ROWS, text)
 
 
@@ -95,7 +100,7 @@ def reused_address_keeps_strides(ops: VllmOps, device: str) -> Observation:
 
 
 def _pool_in(storages: list[Tensor], ops: VllmOps, step: tuple[Any, ...], rank: int) -> list[float]:
-    """What lora_expand gives for two slices whose slot 1 is all ones, laid into `storages`."""
+    """What lora_expand gives for two slices in `storages` whose slot 1 is all ones."""
     b = []
     for storage in storages:
         weight = storage.fill_(_MARK)[: _SLOTS * _WIDTH * rank].view(_SLOTS, 1, _WIDTH, rank)
@@ -124,7 +129,7 @@ def tables_keep_weights_alive(ops: VllmOps, device: str) -> Observation:
 
 
 def foreign_slot_reads_past_pool(ops: VllmOps, device: str) -> Observation:
-    # the pool is the front of a larger tensor: what lies behind it is known and mapped
+    # the pool is the front of a larger tensor: what follows it is known and mapped
     storage = torch.zeros(_SLOTS + 1, 1, _WIDTH, _RANK, dtype=torch.float16, device=device)
     storage[_SLOTS] = 1
     b = [storage[:_SLOTS]]
@@ -142,7 +147,7 @@ def slices_read_through_output_dtype(ops: VllmOps, device: str) -> Observation:
     step = _step(ops, [0] * _ROWS, device)
     right = []
     for slices in (1, 2):
-        # twice as long as it should be: that is how far the wrong pointer type reads
+        # twice the required size: that is how far the wrong pointer type reads
         storages = [
             torch.ones(2 * _SLOTS, 1, _WIDTH, _RANK, dtype=torch.float16, device=device)
             for _ in range(slices)
@@ -155,7 +160,8 @@ def slices_read_through_output_dtype(ops: VllmOps, device: str) -> Observation:
         ops.forget(b, b)
         right.append(bool((out == _RANK).all()))
     text = (
-        f"fp16 B into an fp32 output is {word(right[0])} for one slice and {word(right[1])} for two"
+        f"fp16 B into an fp32 output is {right_or_wrong(right[0])} for one slice and "
+        f"{right_or_wrong(right[1])} for two"
     )
     return seen(right == [True, False], text)
 
@@ -229,7 +235,7 @@ def graph_of_base_step_stays_empty(ops: VllmOps, device: str) -> Observation:
         ops.lora_shrink(x, a, shrunk, *step, 1.0)
         ops.lora_expand(shrunk, b, out, *step, offset_start=0, add_inputs=True)
 
-    # compiled and entered in the pointer tables before anything is captured
+    # compile, and fill the pointer tables, before anything is captured
     meta.prepare_tensors(_mapping([0] * _ROWS, device))
     layer()
     meta.prepare_tensors(_mapping([-1] * _ROWS, device))
@@ -248,7 +254,7 @@ def graph_of_base_step_stays_empty(ops: VllmOps, device: str) -> Observation:
 
 
 DENSE_PROBES: dict[str, Probe] = {
-    "shrink-output-untouched": dense_probe(shrunk_untouched),
+    "shrink-output-untouched": dense_probe(shrink_output_untouched),
     "mapping-stale-after-base-step": dense_probe(mapping_stale_after_base_step),
     "mapping-tail-stale": dense_probe(mapping_tail_stale),
     "mapping-uninitialised": dense_probe(mapping_uninitialised),

@@ -1,4 +1,4 @@
-"""What vLLM's MoE LoRA does that need a GPU: its compiled alignment, and graphs.
+"""Probes of vLLM's MoE LoRA that need a GPU: its compiled alignment, and CUDA graphs.
 
 Invariant: as in vllm_moe_probes.py.
 """
@@ -33,23 +33,29 @@ def padding_uninitialised(ops: VllmMoEOps, device: str) -> Observation:
     finally:
         memory.fill_uninitialized_memory = fill
         torch.use_deterministic_algorithms(strict)
-    text = f"with rows of slot 0 alone the padded lengths are {lengths}, empty() filled with a mark"
+    text = (
+        f"with rows of slot 0 alone the padded lengths are {lengths}, empty() filled with a marker"
+    )
     return seen(lengths[1] == torch.iinfo(torch.int32).max, text)
 
 
 def many_experts_refused(ops: VllmMoEOps, device: str) -> Observation:
-    fates = []
+    outcomes = []
     for experts in _MANY_EXPERTS:
         launch = _launch(ops, device, experts)
         ids = torch.full((_ROWS, 1), experts - 1, dtype=torch.int32, device=device)
         try:
             _, sorted_ids, *_ = launch.assign(ids, Way.ONE_SHOT)
             placed = int((sorted_ids[0] < _ROWS).sum())
-            fates.append((placed == _ROWS, f"{placed} of {_ROWS} pairs placed"))
+            outcomes.append((placed == _ROWS, f"{placed} of {_ROWS} pairs placed"))
         except RuntimeError as error:
-            fates.append((False, repr(str(error).splitlines()[0])))
-    told = ", ".join(f"{n}: {text}" for n, (_, text) in zip(_MANY_EXPERTS, fates, strict=True))
-    return seen(not all(right for right, _ in fates), f"alignment for so many experts: {told}")
+            outcomes.append((False, repr(str(error).splitlines()[0])))
+    results = ", ".join(
+        f"{n}: {text}" for n, (_, text) in zip(_MANY_EXPERTS, outcomes, strict=True)
+    )
+    return seen(
+        not all(right for right, _ in outcomes), f"alignment by number of experts: {results}"
+    )
 
 
 def graph_replays_stale_adapters(ops: VllmMoEOps, device: str) -> Observation:

@@ -1,4 +1,4 @@
-"""One launch of vLLM's MoE LoRA on weights of a probe's choosing."""
+"""One launch of vLLM's MoE LoRA on given weights."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _BLOCK_N, _BLOCK_K = 16, 32
 
 
 class Way(Enum):
-    """The inputs by which the dispatcher takes a path."""
+    """The path that the inputs make the dispatcher take."""
 
     # pairs without alignment; few of a low rank go to the small-batch kernel
     UNALIGNED = "without alignment"
@@ -73,8 +73,8 @@ class Launch:
         offset: int = 0,
         shrink_block_n: int = _BLOCK_N,
     ) -> None:
-        """The operator itself, past what its wrapper asks on the host. `out` is [tokens, top_k,
-        columns]; with `weights` x has a row for each pair."""
+        """Call the operator itself, without the host checks of its wrapper. `out` is [tokens, top_k,
+        columns]; with `weights` x has a row for each pair of token and expert."""
         meta = self.wrapper.token_mapping_meta.meta_args(len(topk_ids), False)
         mapping, sorted_ids, expert_ids, post_pad = self.assign(topk_ids, way)
         # group size, warps, stages and splits behind the tile

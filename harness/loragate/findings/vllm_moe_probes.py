@@ -1,7 +1,7 @@
-"""One function for each thing that was suspected of vLLM's MoE LoRA, wherever it runs.
+"""One probe for each suspected problem of vLLM's MoE LoRA that needs no GPU.
 
-Invariant: whatever a kernel may reach by mistake lies inside memory that the probe owns, so that
-a probe shows a wrong number instead of losing the device.
+Invariant: whatever a kernel may access by mistake lies in memory that the probe owns, so that a
+probe shows a wrong number instead of an illegal access that ends the process.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from loragate.subjects.vllm.moe_package import VllmMoEOps
 
 _RANK, _IN, _WIDTH, _SLOTS, _EXPERTS, _ROWS = 16, 32, 32, 2, 2, 4
 _FAST = (Way.UNALIGNED, Way.ONE_SHOT)
-# what a row of ones gets from factors of ones
+# the delta of a row of ones with factors of ones
 _RIGHT = [float(_IN * _RANK)]
 _FAR = 1 << 30
 
@@ -55,7 +55,7 @@ def offset_honoured_by_one_path(ops: VllmMoEOps, device: str) -> Observation:
 
 
 def two_kernel_computes_in_bf16(ops: VllmMoEOps, device: str) -> Observation:
-    # the one product whose operand has more bits than bf16 holds
+    # a single product with an operand that bf16 cannot represent
     a, b = _factors(device, value=0.0)
     a[0][..., 0, 0], b[0][..., 0] = 1, 1
     x = torch.zeros_like(_rows(_IN, device))
@@ -75,7 +75,7 @@ def two_kernel_computes_in_bf16(ops: VllmMoEOps, device: str) -> Observation:
 
 
 def few_pairs_round_elsewhere(ops: VllmMoEOps, device: str) -> Observation:
-    # two ranks that cancel but for what bf16 does not hold
+    # two ranks that cancel except for a part that bf16 cannot represent
     a, b = _factors(device, value=0.0, dtype=torch.bfloat16)
     a[0][..., 0, :2], a[0][..., 1, 0] = 1, 1
     b[0][..., 0], b[0][..., 1] = 1, -1
@@ -96,17 +96,17 @@ def base_step_keeps_adapters(ops: VllmMoEOps, device: str) -> Observation:
     changed = {}
     for way in _FAST:
         launch, out = _launch(ops, device), _out(device)
-        # what a captured graph runs by itself: its metadata is prepared, its host code is not run
+        # as in a graph replay: the metadata is prepared, the host code around the kernels is not run
         launch.prepare([-1] * _ROWS)
         launch.run(way, _rows(_IN, device), out, _ids(device))
         changed[way] = int(out.flatten(0, 1).any(dim=1).sum())
     counts = ", ".join(f"{count} {way.value}" for way, count in changed.items())
-    text = f"a step of {_ROWS} base rows after one with adapters changes so many rows: {counts}"
+    text = f"a step of {_ROWS} base rows after one with adapters changes this many rows: {counts}"
     return seen(changed == {Way.UNALIGNED: _ROWS, Way.ONE_SHOT: 0}, text)
 
 
 def weights_read_through_output_dtype(ops: VllmMoEOps, device: str) -> Observation:
-    # twice as long as it should be: that is how far the wrong pointer type reads
+    # twice the required size: that is how far the wrong pointer type reads
     a, b = _factors(device, slots=2 * _SLOTS)
     launch = Launch.of(ops, [a[0][:_SLOTS]], [b[0][:_SLOTS]], _ROWS)
     launch.prepare([0] * _ROWS)
@@ -124,9 +124,11 @@ def narrow_slice_written_too_wide(ops: VllmMoEOps, device: str) -> Observation:
     launch.prepare([0, -1])
     out = torch.zeros(2, 1, _WIDTH + narrow, dtype=torch.float16, device=device)
     launch.run(Way.ONE_SHOT, _rows(_IN, device)[:2], out, _ids(device)[:2])
-    spoilt = int(out[1].count_nonzero())
-    text = f"slices of {_WIDTH} and {narrow} columns change {spoilt} columns of the base row behind"
-    return seen(spoilt > 0, text)
+    changed = int(out[1].count_nonzero())
+    text = (
+        f"slices of {_WIDTH} and {narrow} columns change {changed} columns of the base row behind"
+    )
+    return seen(changed > 0, text)
 
 
 def strided_router_weights_misread(ops: VllmMoEOps, device: str) -> Observation:
@@ -165,8 +167,8 @@ def pair_offset_overflows(ops: VllmMoEOps, device: str) -> Observation:
         launch.run(way, _rows(_IN, device)[:3], out, _ids(device)[:3])
         found[way], astray[way] = values_of(out[2]), values_of(storage[:_WIDTH])
     text = (
-        f"a row behind element 2**31 of the output gets {_told(found)} where {_RIGHT} is right; "
-        f"2**32 elements before it stands {_told(astray)}"
+        f"a row behind element 2**31 of the output gets {_by_path(found)} where {_RIGHT} is right; "
+        f"2**32 elements before it stands {_by_path(astray)}"
     )
     return seen(all(found[way] == [0.0] and astray[way] == _RIGHT for way in Way), text)
 
@@ -183,11 +185,11 @@ def slot_offset_overflows(ops: VllmMoEOps, device: str) -> Observation:
         launch.prepare([2] * _ROWS)
         launch.run(way, _rows(_IN, device), out, _ids(device))
         found[way] = values_of(out)
-    text = f"a slot behind element 2**31 of A gives {_told(found)} where {_RIGHT} is right"
+    text = f"a slot behind element 2**31 of A gives {_by_path(found)} where {_RIGHT} is right"
     return seen(all(values != _RIGHT for values in found.values()), text)
 
 
-def _told(found: dict[Way, list[float]]) -> str:
+def _by_path(found: dict[Way, list[float]]) -> str:
     return ", ".join(f"{values} {way.value}" for way, values in found.items())
 
 
@@ -243,7 +245,7 @@ def _out(device: str, width: int = _WIDTH, dtype: torch.dtype = torch.float16) -
 
 
 def _untouched(elements: int, device: str) -> Tensor:
-    """fp16 zeros; on a CPU without a page of memory behind them before they are written."""
+    """fp16 zeros; on a CPU no page of memory is committed before it is written."""
     if device == "cpu":
         return torch.from_numpy(np.zeros(elements, dtype=np.float16))
     return torch.zeros(elements, dtype=torch.float16, device=device)

@@ -16,7 +16,7 @@ PROBES = MappingProxyType({**DENSE_PROBES, **MOE_PROBES, **MOE_GPU_PROBES})
 
 
 def observe(name: str, package: Package, device: str) -> Observation:
-    """Run one probe on `device`; what it throws is an observation, too."""
+    """Run one probe on `device`; an exception becomes an observation as well."""
     probe = PROBES[name]
     if probe.needs is Needs.CUDA and device != "cuda":
         return Observation(Seen.NOT_TRIED, "needs a GPU")

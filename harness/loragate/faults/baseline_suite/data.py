@@ -1,4 +1,4 @@
-"""Data and tolerances of the stand-in; see upstream_style.py."""
+"""Data and tolerances of the baseline suite."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _TOLERANCE = {torch.float16: 6e-2, torch.bfloat16: 6e-2, torch.float32: 1e-2}
 
 
 def rand(*shape: int, dtype: torch.dtype) -> Tensor:
-    """All positive."""
+    """Uniform in [0, 1): all positive."""
     return torch.rand(*shape).to(dtype).to(detect_machine().device)
 
 

@@ -1,11 +1,9 @@
-"""A stand-in for the tests that serving engines keep of their LoRA kernels, written anew.
+"""Tests of the dense kernels, linear layers and adapter files, in the usual style.
 
-It repeats their habits, not their code: data from torch.rand (all positive), one fixed seed,
-rtol = atol = 6e-2 for fp16 and bf16 and 1e-2 for fp32, a loop in the same dtype as reference,
-adapters drawn with randint(0, n - 1), one scale for all, every adapter as high as its buffers,
-contiguous tensors, one step an instance. Rows of the shapes are fewer than there, the
-2049 columns are the same. It is generous where it can be: any exception counts as noticed, and
-what upstream tests for one kernel only (rows of -1, a stale batch) is tested for all.
+Habits: rtol = atol = 6e-2 for fp16 and bf16 and 1e-2 for fp32, adapters drawn with
+randint(0, n - 1), one scale for all, contiguous tensors. The shapes have fewer rows than upstream
+and the same 2049 columns. Where upstream tests something for one kernel only (rows of -1, a stale
+batch), this suite tests it for all of them; any exception counts as detection.
 """
 
 from __future__ import annotations
@@ -41,7 +39,7 @@ from lorakernels.layers.linear import LoRALinear
 from lorakernels.layers.partition import Slice
 
 _LAYER_TOLERANCE = 5e-3
-# of the kernel tests; layers and files have 1
+# of the kernel tests; layers and files use 1
 _KERNEL_SCALE = 0.5
 
 
@@ -62,7 +60,7 @@ _SETTINGS = (
     _Setting(torch.float16, 16, 2, adapters=32, rank=16, slices=2),
     _Setting(torch.bfloat16, 1, 8, adapters=4, rank=64, slices=1),
     _Setting(torch.float16, 1, 8, adapters=2, rank=256, slices=1, hidden=512),
-    # a prefill; so many rows are only affordable where they are short
+    # a prefill; short rows, because the interpreter is slow
     _Setting(torch.bfloat16, 8, 130, adapters=4, rank=16, slices=1, hidden=160),
 )
 
@@ -161,7 +159,7 @@ def _linear_layer(adapters: int, widths: tuple[int, ...]) -> None:
 
 
 def _adapter_file() -> None:
-    """As PEFT saves it by default: alpha equals r."""
+    """A folder as PEFT saves it by default: alpha equals r."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         config = {"peft_type": "LORA", "r": 8, "lora_alpha": 8, "target_modules": ["q_proj"]}
@@ -184,7 +182,7 @@ def _adapter_file() -> None:
 
 
 def _adapter_manager() -> None:
-    """Who is in which slot; what the slots hold is left to the layers' test."""
+    """Which adapter is in which slot; the test of the layers compares what the slots hold."""
     slots = AdapterSlots({"q_proj": _small_layer("q_proj")})
     adapters = [Adapter(f"lora{i}", {"q_proj": factors(8, 16, 32)}) for i in range(4)]
     assert [slots.activate(adapters[index]) for index in (0, 1)] == [0, 1]
@@ -195,7 +193,7 @@ def _adapter_manager() -> None:
         assert slots.activate(adapters[2]) == 0
         assert set(slots.names) == {"lora1", "lora2"}
         return
-    raise AssertionError("there were more adapters than slots")
+    raise AssertionError("more adapters than slots were accepted")
 
 
 TESTS: Mapping[str, Callable[[], None]] = MappingProxyType(

@@ -1,11 +1,9 @@
-"""The stand-in's tests of experts, in the style of those that serving engines keep; see
-upstream_style.py.
+"""Tests of the MoE kernels and layer, in the usual style.
 
-Habits: torch.rand, one fixed seed, a loop over tokens in the same dtype as reference, 1e-2 for
-kernels and 2e-2 for high ranks, alpha of 1, every adapter enabled and as high as its buffers, no
-base rows but in tests of their own, constant factors and 5e-2 for a layer. Tokens, experts and
-columns are fewer than there, the 2048 values of a row are the same. All paths get what upstream
-tests for one of them.
+Habits: tolerances of 1e-2 for kernels and 2e-2 for high ranks, alpha of 1, every adapter enabled,
+base rows only in tests of their own; for a layer constant factors and 5e-2. There are fewer
+tokens, experts and columns than upstream; a row has the same 2048 values. All paths get the tests
+that upstream has for one of them.
 """
 
 from __future__ import annotations
@@ -78,7 +76,7 @@ def _kernel(
 ) -> None:
     step = _Step(setting)
     columns = setting.slices * setting.width
-    # added to zero, but where what stands there is the point
+    # only the tests of high ranks add to an output that is not zero
     out = torch.zeros(step.num_pairs, columns, dtype=setting.dtype, device=step.x.device)
     if setting.rank > 128:
         out += rand(step.num_pairs, columns, dtype=setting.dtype)
@@ -120,7 +118,7 @@ def _align() -> None:
 
 
 def _layer() -> None:
-    """Constant factors; a rank of two holds its part, and the parts are added up."""
+    """Constant factors, on one rank and cut over two, whose outputs are added up."""
     for tokens, top_k, experts, rank in ((32, 1, 8, 8), (12, 2, 8, 16)):
         for tp_size in (1, 2):
             _layer_of(tokens, top_k, experts, rank, tp_size)
@@ -185,7 +183,7 @@ def _constant(
 
 
 def _routes(tokens: int, top_k: int, experts: int) -> Tensor:
-    """int32 [tokens, top_k], all different for a token."""
+    """int32 [tokens, top_k], the experts of a token all different."""
     ids = torch.stack([torch.randperm(experts)[:top_k] for _ in range(tokens)])
     return ids.int().to(detect_machine().device)
 
@@ -261,11 +259,11 @@ class _Step:
 
 TESTS: Mapping[str, Callable[[], None]] = MappingProxyType(
     {
-        "sorted kernels of experts": _sorted,
-        "naive kernel of experts": _naive,
-        "high ranks of experts": _high_rank,
-        "base rows of experts": _base_rows,
-        "alignment of experts": _align,
+        "sorted MoE kernels": _sorted,
+        "naive MoE kernel": _naive,
+        "high MoE ranks": _high_rank,
+        "MoE base rows": _base_rows,
+        "MoE alignment": _align,
         "MoE layer": _layer,
     }
 )

@@ -1,4 +1,4 @@
-"""All tests of the stand-in, and which of them meet a fault; see upstream_style.py."""
+"""All tests of the baseline suite, and which of them run for a fault."""
 
 from __future__ import annotations
 
@@ -10,13 +10,12 @@ from types import MappingProxyType
 import torch
 
 from loragate.core.verdict import Failure, Verdict
-from loragate.faults.baseline_suite import dense as upstream_style
-from loragate.faults.baseline_suite import moe as upstream_moe
+from loragate.faults.baseline_suite import dense, moe
 from loragate.faults.baseline_suite.data import SEED
 from loragate.faults.compiling import check_compiles, check_experts_compile
 from loragate.faults.model import Check, Sighting
 
-_OF_FILES = ("adapter file", "adapter manager")
+_FILE_TESTS = ("adapter file", "adapter manager")
 
 
 def _assert_silent(check: Callable[[], str | None]) -> None:
@@ -24,32 +23,32 @@ def _assert_silent(check: Callable[[], str | None]) -> None:
     assert wrong is None, wrong
 
 
-# low ranks are tested there on a GPU, where they have to compile
-_OF_CHECKS: Mapping[Check, str] = MappingProxyType(
+# upstream tests low ranks on a GPU, where they have to compile
+_COMPILE_TESTS: Mapping[Check, str] = MappingProxyType(
     {
         Check.COMPILES: "low ranks compile",
-        Check.EXPERT_COMPILES: "low ranks of experts compile",
+        Check.EXPERT_COMPILES: "low MoE ranks compile",
     }
 )
 TESTS: Mapping[str, Callable[[], None]] = MappingProxyType(
     {
-        **upstream_style.TESTS,
-        **upstream_moe.TESTS,
-        _OF_CHECKS[Check.COMPILES]: partial(_assert_silent, check_compiles),
-        _OF_CHECKS[Check.EXPERT_COMPILES]: partial(_assert_silent, check_experts_compile),
+        **dense.TESTS,
+        **moe.TESTS,
+        _COMPILE_TESTS[Check.COMPILES]: partial(_assert_silent, check_compiles),
+        _COMPILE_TESTS[Check.EXPERT_COMPILES]: partial(_assert_silent, check_experts_compile),
     }
 )
 
 
 def tests_of(module: str | None, checks: Sequence[Check]) -> tuple[str, ...]:
-    """The tests that meet a planted module: those of experts for what only experts have, those
-    of linear layers for the rest, all of them without a module."""
-    compiling = [name for check, name in _OF_CHECKS.items() if check in checks]
-    linear, experts = list(upstream_style.TESTS), list(upstream_moe.TESTS)
+    """The tests that run for a planted module: those of MoE and of adapter files for MoE modules,
+    those of linear layers and adapter files for all others, every test without a module."""
+    compiling = [name for check, name in _COMPILE_TESTS.items() if check in checks]
+    linear, of_moe = list(dense.TESTS), list(moe.TESTS)
     if module is None:
-        return (*linear, *experts, *compiling)
-    of_experts = "moe" in module or "expert" in module
-    return (*([*experts, *_OF_FILES] if of_experts else linear), *compiling)
+        return (*linear, *of_moe, *compiling)
+    is_moe = "moe" in module or "expert" in module
+    return (*([*of_moe, *_FILE_TESTS] if is_moe else linear), *compiling)
 
 
 def run_test(name: str) -> Sighting:

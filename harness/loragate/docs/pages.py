@@ -1,0 +1,141 @@
+"""Which parts of which pages are generated, and whether they are current.
+
+Invariant: everything is rendered from the records in ci/results and the list of findings; nothing
+is measured. Plots are compared by the digest of their figures, so a check needs no matplotlib.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from loragate.bench.kinds import KINDS
+from loragate.bench.plots import Plot, is_current, plots_of
+from loragate.docs.blocks import content_of, replaced
+from loragate.docs.results import bars_table, gate_sentences, provenance_line, summary
+from loragate.faults.record import GPU_SECTION, SECTION, upgraded
+from loragate.faults.tables import render_detection, render_markdown
+from loragate.findings.load import load_ledger
+from loragate.findings.page import render_page
+from loragate.records.results import ResultsError, read_section
+
+CPU_RECORD = Path("ci/results/cpu.json")
+GPU_RECORD = Path("ci/results/nvidia-h200.json")
+PLOTS = Path("docs/img")
+FINDINGS, FINDINGS_PAGE = Path("cases/findings/vllm.yaml"), Path("docs/findings.md")
+
+
+@dataclass(frozen=True, slots=True)
+class Records:
+    """The recorded sections of a checkout."""
+
+    root: Path
+
+    def cpu(self, name: str) -> dict[str, Any]:
+        """Raises ResultsError if it was never recorded."""
+        return self._section(CPU_RECORD, name)
+
+    def gpu(self, name: str) -> dict[str, Any]:
+        """Raises ResultsError if it was never recorded."""
+        return self._section(GPU_RECORD, name)
+
+    def plots(self) -> tuple[Plot, ...]:
+        return plots_of(self.root / GPU_RECORD)
+
+    def _section(self, record: Path, name: str) -> dict[str, Any]:
+        section = read_section(self.root / record, name)
+        if section is None:
+            raise ResultsError(f"{record}: no section {name!r}")
+        return section
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    page: str
+    name: str
+    render: Callable[[Records], str]
+
+
+def _summary(records: Records) -> str:
+    names = ("bench_dense", "bench_moe", "gate", "gate_seeds")
+    return summary(*map(records.gpu, names))
+
+
+def _detection(records: Records) -> str:
+    return render_detection(
+        upgraded(records.cpu(SECTION)), on_gpu=upgraded(records.gpu(GPU_SECTION))
+    )
+
+
+def _kill_rates(records: Records) -> str:
+    section = records.cpu(SECTION)
+    return f"{render_markdown(upgraded(section))}\n\n{provenance_line(section)}"
+
+
+def _table(kind_name: str) -> Callable[[Records], str]:
+    kind = KINDS[kind_name]
+
+    def render(records: Records) -> str:
+        section = records.gpu(kind.section)
+        return f"{provenance_line(section)}\n\n{kind.markdown(kind.read(section))}"
+
+    return render
+
+
+def _bars(records: Records) -> str:
+    return bars_table(records.gpu("bench_dense"), records.gpu("bench_moe"))
+
+
+def _gate(records: Records) -> str:
+    return gate_sentences(records.gpu("gate"), records.gpu("gate_seeds"))
+
+
+BLOCKS = (
+    Block("README.md", "detection", _detection),
+    Block("README.md", "results", _summary),
+    Block("docs/benchmarks.md", "bars", _bars),
+    Block("docs/benchmarks.md", "bench dense", _table("dense")),
+    Block("docs/benchmarks.md", "bench moe", _table("moe")),
+    Block("docs/benchmarks.md", "gate", _gate),
+    Block("docs/faults.md", "kill rates", _kill_rates),
+)
+
+
+def stale_parts(root: Path) -> Iterator[str]:
+    """What does not show what is recorded: blocks, pages and plots by name.
+
+    Raises ResultsError for a record and BlockError for a page that cannot be used."""
+    records = Records(root)
+    for block in BLOCKS:
+        text = (root / block.page).read_text(encoding="utf-8")
+        if content_of(text, block.name, page=block.page) != block.render(records):
+            yield f"{block.page}: block {block.name!r}"
+    if (root / FINDINGS_PAGE).read_text(encoding="utf-8") != _findings_page(root):
+        yield str(FINDINGS_PAGE)
+    for plot in records.plots():
+        if not is_current(plot, root / PLOTS):
+            yield f"{PLOTS}/{plot.name}.svg"
+
+
+def write_pages(root: Path) -> None:
+    """Bring all blocks and docs/findings.md up to date. Raises ResultsError and BlockError."""
+    records = Records(root)
+    texts: dict[str, str] = {}
+    for block in BLOCKS:
+        text = texts.get(block.page) or (root / block.page).read_text(encoding="utf-8")
+        content = block.render(records)
+        texts[block.page] = replaced(text, block.name, content, page=block.page)
+    texts[str(FINDINGS_PAGE)] = _findings_page(root)
+    for page, text in texts.items():
+        (root / page).write_text(text, encoding="utf-8")
+
+
+def stale_plots(root: Path) -> list[Plot]:
+    """Raises ResultsError."""
+    return [plot for plot in Records(root).plots() if not is_current(plot, root / PLOTS)]
+
+
+def _findings_page(root: Path) -> str:
+    return render_page(load_ledger(root / FINDINGS))

@@ -1,0 +1,141 @@
+"""Sentences and tables of the pages, from recorded sections. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from loragate.bench.bars import Bar, geometric_mean, worst_of
+from loragate.bench.figures import PREFILL_TOKENS, DenseFigures
+from loragate.bench.moe_figures import ADDED_TOKENS, MoEFigures
+from loragate.bench.moe_rows import LAYER_RANK
+from loragate.bench.text import markdown, number
+from loragate.core.verdict import Verdict
+
+Section = Mapping[str, Any]
+_PACKAGES = ("torch", "triton", "vllm")
+# the site whose counts are compiled kernels, not cases
+_COMPILE = "compile"
+
+
+def summary(dense: Section, moe: Section, gate: Section, seeds: Section) -> str:
+    """Five results and how many bars are met, as a list."""
+    dense_run, moe_run = DenseFigures.from_payload(dense), MoEFigures.from_payload(moe)
+    lines = [*_dense_lines(dense_run, dense), *_moe_lines(moe_run), gate_sentences(gate, seeds)]
+    items = "\n".join(f"* {line}" for line in lines)
+    return f"{items}\n\n{_bars_sentence([*dense_run.bars(), *moe_run.bars()])}"
+
+
+def _dense_lines(run: DenseFigures, section: Section) -> tuple[str, str]:
+    ratios = run.ratios()
+    version = section["versions"].get(run.baseline, "")
+    prefill = [row for row in run.rows if row.row.tokens == PREFILL_TOKENS]
+    shares = [
+        f"{subject} {_range(row.added_us(subject) / row.base_us for row in prefill)}"
+        for subject in run.subjects
+    ]
+    return (
+        f"Dense layers: {run.candidate} adds **{number(geometric_mean(ratios), 2)}** of the time "
+        f"that {run.baseline} {version} adds (geometric mean of {len(ratios)} rows; worst row "
+        f"{number(worst_of(ratios), 2)}).",
+        f"At {PREFILL_TOKENS} tokens LoRA adds to the base GEMM: {', '.join(shares)}.",
+    )
+
+
+def _moe_lines(run: MoEFigures) -> tuple[str, str]:
+    ratios = run.ratios()
+    added = [
+        f"{layer.added:.0%} at {layer.row.tokens} tokens"
+        for layer in run.layers
+        if layer.row.tokens in ADDED_TOKENS
+    ]
+    return (
+        f"MoE deltas: {run.candidate} takes **{number(geometric_mean(ratios), 2)}** of the time of "
+        f"the fastest {run.baseline} path (geometric mean of {len(ratios)} rows; worst row "
+        f"{number(worst_of(ratios), 2)}).",
+        f"A whole MoE layer of Qwen3-30B-A3B, rank {LAYER_RANK} on every expert: LoRA adds "
+        f"{' and '.join(added)}.",
+    )
+
+
+def gate_sentences(gate: Section, seeds: Section) -> str:
+    """How long the recorded gates took, and what failed in them."""
+    counts = gate["counts"]
+    cases = [count for count in counts if count["site"] != _COMPILE]
+    kernels = [count for count in counts if count["site"] == _COMPILE]
+    drawn = [count for seed in seeds["seeds"] for count in seed["counts"].values()]
+    return (
+        f"The {gate['tier']} gate of {' and '.join(gate['subjects'])} took "
+        f"{_duration(gate['duration_s'])} on one {gate['machine']['name']}: "
+        f"{_total(cases, 'executed')} cases and {_total(kernels, 'executed')} compiled kernels of "
+        f"{_total(counts, 'expected')} expected; {_failures(counts)}. "
+        f"With {seeds['attempts']} seeds ({_duration(seeds['duration_s'])}): "
+        f"{_total(drawn, 'executed')} trials; {_failures(drawn)}."
+    )
+
+
+def _failures(counts: Sequence[Mapping[str, Any]]) -> str:
+    known = _total(counts, "known")
+    other = _total(counts, "executed") - _total(counts, "passed") - known
+    listed = f"{known} fail as docs/findings.md lists, " if known else ""
+    return f"{listed}{other or 'no'}{' other' if known else ''} failures"
+
+
+def bars_table(dense: Section, moe: Section) -> str:
+    """Every bar with its target and what was measured."""
+    bars = {
+        "dense": DenseFigures.from_payload(dense).bars(),
+        "moe": MoEFigures.from_payload(moe).bars(),
+    }
+    rows = [_bar_cells(name, bar) for name in bars for bar in bars[name]]
+    return "\n".join(markdown(["bar", "at most", "measured", ""], rows))
+
+
+def _bar_cells(bench: str, bar: Bar) -> list[str]:
+    outcome = _OUTCOMES[bar.verdict]
+    return [f"`bench {bench}`: {bar.name}", _target(bar), number(bar.measured, 2), outcome]
+
+
+_OUTCOMES: Mapping[Verdict, str] = {
+    Verdict.PASS: "met",
+    Verdict.FAIL: "missed",
+    Verdict.INCONCLUSIVE: "not measured yet",
+}
+
+
+def _target(bar: Bar) -> str:
+    return f"{bar.target}, {bar.note}" if bar.note else str(bar.target)
+
+
+def _bars_sentence(bars: Sequence[Bar]) -> str:
+    met = sum(bar.verdict is Verdict.PASS for bar in bars)
+    rest = [
+        f"{bar.name} is {number(bar.measured, 2)} (at most {bar.target})"
+        for bar in bars
+        if bar.verdict is not Verdict.PASS
+    ]
+    return f"{met} of {len(bars)} bars are met{''.join(f'; {text}' for text in rest)}."
+
+
+def provenance_line(section: Section) -> str:
+    """Where and at which commit a section was recorded."""
+    found = section["versions"]
+    versions = ", ".join(f"{name} {found[name]}" for name in _PACKAGES if found.get(name))
+    return (
+        f"Recorded {section['recorded_at'][:10]} at commit {section['commit'][:7]}, "
+        f"{section['machine']['name']}, {versions}."
+    )
+
+
+def _range(shares: Iterable[float]) -> str:
+    found = sorted(shares)
+    return f"{100 * found[0]:.0f} to {found[-1]:.0%}"
+
+
+def _total(counts: Iterable[Mapping[str, Any]], key: str) -> int:
+    return sum(count.get(key, 0) for count in counts)
+
+
+def _duration(seconds: float) -> str:
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes} min {rest:02} s"

@@ -1,0 +1,94 @@
+"""The record of the fault corpus: what a run planted, beside what still holds of earlier runs."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from loragate.faults.model import Control, Fault
+from loragate.faults.record import upgraded
+from loragate.records.recorder import Recorder
+from loragate.records.results import ResultsError
+
+
+@dataclass(frozen=True, slots=True)
+class Plantings:
+    """Faults and controls, in the order of the corpus."""
+
+    faults: Sequence[Fault]
+    controls: Sequence[Control]
+
+    @property
+    def names(self) -> list[str]:
+        return [one.name for planted in self.by_kind().values() for one in planted]
+
+    def by_kind(self) -> Mapping[str, Sequence[Fault | Control]]:
+        """By the names that the kinds have in a record."""
+        return {"faults": self.faults, "controls": self.controls}
+
+
+@dataclass(slots=True)
+class FaultRecord:
+    """`asked`: what this run plants; `corpus`: all that the section is about.
+
+    Raises ResultsError if a member of the corpus is neither asked for nor on record: before the
+    run, because the record could not be completed after it.
+    """
+
+    recorder: Recorder
+    asked: Plantings
+    corpus: Plantings
+    _previous: Mapping[str, Any] = field(init=False)
+    _kept: dict[str, dict[str, Any]] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._previous = upgraded(self.recorder.previous)
+        self._kept = {
+            kind: self._valid_entries(kind, planted)
+            for kind, planted in self.corpus.by_kind().items()
+        }
+        asked = set(self.asked.names)
+        for kind, planted in self.corpus.by_kind().items():
+            names = [one.name for one in planted]
+            missing = [n for n in names if n not in asked and n not in self._kept[kind]]
+            if missing:
+                raise ResultsError(
+                    f"{self.recorder.path}: has no valid entry for {len(missing)} {kind} that "
+                    f"--only leaves out: {', '.join(missing[:3])}"
+                )
+
+    def save(self, entries: Mapping[str, Mapping[str, Any]], done: Collection[str]) -> None:
+        """Write the entries of what is `done`, by kind, and those of earlier runs for the rest.
+        What was asked for and is not done is listed as unfinished. Raises CommandError."""
+        self.recorder.note_edits()
+        section: dict[str, Any] = {
+            kind: {name: entry for name, entry in kept.items() if name not in done}
+            | dict(entries[kind])
+            for kind, kept in self._kept.items()
+        }
+        unfinished = self._unfinished(done)
+        if unfinished:
+            section["unfinished"] = unfinished
+        self.recorder.save(section)
+
+    def _valid_entries(self, kind: str, planted: Sequence[Fault | Control]) -> dict[str, Any]:
+        """Entries of earlier runs about exactly what is in the corpus now."""
+        old = self._previous.get(kind, {})
+        # records of older versions name the commit once for all entries
+        commit = self._previous.get("commit", "")
+        return {
+            one.name: {"commit": commit} | old[one.name]
+            for one in planted
+            if old.get(one.name, {}).get("digest") == one.digest
+        }
+
+    def _unfinished(self, done: Collection[str]) -> list[str]:
+        """What this run, or an earlier one that was interrupted, was to plant and did not."""
+        asked, corpus = self.asked.names, set(self.corpus.names)
+        earlier = [
+            name
+            for name in self._previous.get("unfinished", ())
+            if name in corpus and name not in asked
+        ]
+        return [name for name in (*asked, *earlier) if name not in done]

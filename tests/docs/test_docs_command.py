@@ -1,0 +1,155 @@
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+
+from loragate.bench.drawing import MissingMatplotlib, draw
+from loragate.bench.plots import Panel, Plot, Series, is_current, plots_of, write_plots
+from loragate.cli import main
+from loragate.commands import docs
+from loragate.core.checkout import project_root
+from loragate.core.verdict import ExitCode
+from loragate.docs.blocks import BlockError, content_of, replaced
+from loragate.docs.pages import BLOCKS, FINDINGS, GPU_RECORD, stale_parts
+
+SOURCES = ("README.md", "docs", "ci/results", "cases/findings")
+LINK = re.compile(r"\]\(([^)#]+)\)")
+
+
+@pytest.fixture
+def copied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The pages and records of this checkout in a folder of their own."""
+    for source in SOURCES:
+        path = project_root() / source
+        if path.is_dir():
+            shutil.copytree(path, tmp_path / source)
+        else:
+            shutil.copy(path, tmp_path / source)
+    monkeypatch.setattr(docs, "project_root", lambda: tmp_path)
+    return tmp_path
+
+
+def test_the_docs_of_this_checkout_show_what_is_recorded() -> None:
+    assert list(stale_parts(project_root())) == [], "run `loragate docs`"
+
+
+@pytest.mark.parametrize("page", ["README.md", "CONTRIBUTING.md"])
+def test_every_link_leads_to_a_file(page: str) -> None:
+    text = (project_root() / page).read_text(encoding="utf-8")
+    links = [link for link in LINK.findall(text) if not link.startswith("http")]
+    assert [link for link in links if not (project_root() / link).exists()] == []
+
+
+def test_a_changed_block_is_named_and_written_again(
+    copied: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    page = copied / "README.md"
+    sound = page.read_text()
+    page.write_text(sound.replace("bars are met", "bars are hit"))
+    assert main(["docs", "--check"]) == ExitCode.WRONG
+    assert capsys.readouterr().err == "loragate docs: stale: README.md: block 'results'\n"
+    assert main(["docs"]) == ExitCode.OK
+    assert page.read_text() == sound
+    assert main(["docs", "--check"]) == ExitCode.OK
+
+
+def test_a_new_record_makes_its_table_its_bars_and_its_plot_stale(
+    copied: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    record = copied / GPU_RECORD
+    document = json.loads(record.read_text())
+    for row in document["sections"]["bench_dense"]["rows"]:
+        row["with_lora_us"]["lorakernels"] *= 2
+    record.write_text(json.dumps(document))
+    assert main(["docs", "--check"]) == ExitCode.WRONG
+    stale = capsys.readouterr().err
+    for part in ("'results'", "'bars'", "'bench dense'", "lora-tax-dense.svg"):
+        assert part in stale
+    assert "lora-tax-moe.svg" not in stale
+    assert main(["docs"]) == ExitCode.OK
+    assert main(["docs", "--check"]) == ExitCode.OK
+
+
+def test_the_page_of_findings_is_written_whole(copied: Path) -> None:
+    findings = copied / FINDINGS
+    findings.write_text(findings.read_text().replace("title: ", "title: New ", 1))
+    assert list(stale_parts(copied)) == ["docs/findings.md"]
+    assert main(["docs"]) == ExitCode.OK
+    assert list(stale_parts(copied)) == []
+
+
+def test_a_page_without_a_marker_is_a_usage_error(
+    copied: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    page = copied / "docs/faults.md"
+    page.write_text(page.read_text().replace("<!-- kill rates: end -->", ""))
+    assert main(["docs"]) == ExitCode.USAGE
+    message = "loragate docs: docs/faults.md: must hold <!-- kill rates: end --> once (got 0)\n"
+    assert capsys.readouterr().err == message
+
+
+def test_a_missing_section_is_a_usage_error(
+    copied: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (copied / GPU_RECORD).unlink()
+    assert main(["docs", "--check"]) == ExitCode.USAGE
+    assert "no section" in capsys.readouterr().err
+
+
+def test_a_block_is_replaced_between_its_markers_alone() -> None:
+    text = "a\n<!-- x: begin -->\nold\n<!-- x: end -->\nb\n"
+    assert content_of(text, "x", page="p.md") == "old"
+    assert replaced(text, "x", "new", page="p.md") == text.replace("old", "new")
+    for name in ("y", "x: begin -->\nold\n<!-- x"):
+        with pytest.raises(BlockError, match=r"^p\.md: must hold"):
+            content_of(text, name, page="p.md")
+
+
+def test_blocks_have_names_that_are_unique_on_their_page() -> None:
+    names = [(block.page, block.name) for block in BLOCKS]
+    assert len(set(names)) == len(names)
+
+
+PLOT = Plot("p", "A plot", "us", (Panel("one", (Series("ours", 16, ((1, 2.0), (16, 5.0))),)),))
+
+
+def test_a_plot_that_was_written_is_current_and_drawn_the_same_again(tmp_path: Path) -> None:
+    (path,) = write_plots([PLOT], tmp_path)
+    assert is_current(PLOT, tmp_path)
+    assert draw(PLOT) == path.read_text() == draw(PLOT)
+    other = Plot("p", "A plot", "us", (Panel("one", (Series("ours", 16, ((1, 2.1),)),)),))
+    assert not is_current(other, tmp_path)
+
+
+def test_a_plot_of_the_record_has_a_line_for_each_subject_and_rank() -> None:
+    dense, moe = plots_of(project_root() / GPU_RECORD)
+    for plot, panels in ((dense, 3), (moe, 4)):
+        assert len(plot.panels) == panels
+        for panel in plot.panels:
+            assert {(s.subject, s.rank) for s in panel.series} == {
+                (subject, rank) for subject in ("lorakernels", "vllm") for rank in (16, 64)
+            }
+            assert all(series.points for series in panel.series)
+
+
+def test_without_matplotlib_the_error_says_what_to_install(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(MissingMatplotlib, match=r"install the extra loragate\[test\]"):
+        draw(PLOT)
+    record = str(project_root() / GPU_RECORD)
+    assert main(["bench", "plot", record, "--out", str(tmp_path)]) == ExitCode.INFRASTRUCTURE
+    assert "plots need matplotlib" in capsys.readouterr().err
+
+
+def test_bench_plot_writes_the_plots_of_a_record(tmp_path: Path) -> None:
+    record = str(project_root() / GPU_RECORD)
+    assert main(["bench", "plot", record, "--out", str(tmp_path)]) == ExitCode.OK
+    assert all(is_current(plot, tmp_path) for plot in plots_of(Path(record)))
+    assert main(["bench", "plot", str(tmp_path / "no.json"), "--out", "x"]) == ExitCode.USAGE

@@ -1,0 +1,58 @@
+"""Which legs a run of the gate has, and what they owe."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from loragate.compile_leg import BaselineError, expected_count
+from loragate.events.model import COMPILE_SITE, Expected
+from loragate.matrix.case import Tier
+from loragate.matrix.selection import Selection
+from loragate.run import legs
+from loragate.run.legs import GateSetup, legs_of
+
+
+def setup_of(*subjects: str, has_gpu: bool = False) -> GateSetup:
+    selection = Selection(matrix=(), subjects=subjects, tier=Tier.SMOKE)
+    return GateSetup(run="r", report=Path("report"), selection=selection, has_gpu=has_gpu)
+
+
+@pytest.mark.parametrize(
+    ("subjects", "names"),
+    [
+        (("torch",), ["interpreter"]),
+        (("module:object",), ["interpreter"]),
+        (("lorakernels", "torch"), ["interpreter", "compile", "host"]),
+        (("vllm",), ["interpreter", "findings"]),
+        (("vllm", "lorakernels"), ["interpreter", "compile", "host", "findings"]),
+    ],
+)
+def test_a_subject_brings_the_legs_that_the_registry_declares(
+    subjects: tuple[str, ...], names: list[str]
+) -> None:
+    assert [leg.name for leg in legs_of(setup_of(*subjects))] == names
+
+
+def test_the_cases_run_on_a_gpu_where_there_is_one() -> None:
+    assert [leg.name for leg in legs_of(setup_of("torch", has_gpu=True))] == ["gpu"]
+
+
+def test_only_the_compile_leg_owes_results_that_no_case_names() -> None:
+    owed = {leg.name: leg.owes for leg in legs_of(setup_of("lorakernels"))}
+    expected = Expected(
+        leg="compile", subject="lorakernels", site=COMPILE_SITE, count=expected_count()
+    )
+    assert owed == {"interpreter": (), "compile": (expected,), "host": ()}
+
+
+def test_without_a_readable_baseline_the_compile_leg_still_runs_and_reports_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def unreadable() -> int:
+        raise BaselineError("resources.json: cannot be read")
+
+    monkeypatch.setattr(legs, "expected_count", unreadable)
+    owed = {leg.name: leg.owes for leg in legs_of(setup_of("lorakernels"))}
+    assert owed["compile"] == ()
