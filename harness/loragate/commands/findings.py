@@ -1,8 +1,8 @@
 """`loragate findings`: try to reproduce every listed finding, and every unlisted probe.
 
-Exit codes: 0 all entries that can be tried here reproduce, 1 one no longer reproduces, 2 nothing could
-be tried or no entry is about the installed version, 3 an attempt failed or the subject does not
-run here, 4 the ledger is not valid.
+Exit codes: 0 all entries that can be tried here reproduce, 1 one no longer reproduces, 2 nothing
+could be tried or no entry is about the installed version, 3 an attempt failed or the subject does
+not run here, 4 the ledger is not valid.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     )
     parser.add_argument("--record", type=Path, metavar="FILE", help="write what was seen to FILE")
     parser.add_argument("--commit", help="what to record where the tree has no history")
-    parser.add_argument("--page", action="store_true", help="print docs/findings.md and run nothing")
+    parser.add_argument("--page", action="store_true", help="print docs/findings.md, run nothing")
     parser.add_argument("--events", type=Path, metavar="FILE", help="the record of a gate's run")
     parser.add_argument("--run", dest="run_name", default="", metavar="NAME", help="of that run")
     parser.set_defaults(run=run)
