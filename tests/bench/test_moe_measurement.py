@@ -13,7 +13,7 @@ from torch import Tensor
 from loragate.bench import moe_delta, moe_layer, moe_rows
 from loragate.bench.contender import Contender, Unavailable, WrongResult, find_contender
 from loragate.bench.lorakernels_layer import ExpertsLayer
-from loragate.bench.moe import compile_side_by_side, measure, run_moe
+from loragate.bench.moe import compile_in_parallel, measure, run_moe
 from loragate.bench.moe_delta import count_buckets, make_step
 from loragate.bench.moe_figures import AlignFigures, DeltaFigures, LayerFigures, MoEMeasured
 from loragate.bench.moe_rows import AlignRow, DeltaRow, LayerRow, MoERow, Projection
@@ -75,11 +75,11 @@ def test_a_vllm_layer_that_cannot_be_called_is_reported_once_with_its_reason(
     monkeypatch.setattr(moe_layer, "load_fused_experts", lambda machine: "it wants a server")
     baseline = Contender(Mock(), ours.have)
     baseline.subject.name = "vllm"
-    told: list[str] = []
+    lines: list[str] = []
     rows = [LayerRow(5), LayerRow(5)]
-    found = list(moe_layer.measure_layers(rows, ours, baseline, MACHINE, counted, told.append))
+    found = list(moe_layer.measure_layers(rows, ours, baseline, MACHINE, counted, lines.append))
     assert [figures.baseline_us for figures in found] == [None, None]
-    assert told == ["no baseline of a whole layer: vllm: it wants a server"]
+    assert lines == ["no baseline of a whole layer: vllm: it wants a server"]
 
 
 def test_a_step_has_distinct_experts_for_each_token_and_equal_runs_of_slots() -> None:
@@ -164,5 +164,5 @@ def test_a_baseline_without_moe_is_refused_before_anything_runs(
 
 
 def test_a_row_that_cannot_be_compiled_ahead_is_reported_and_the_others_continue() -> None:
-    (told,) = compile_side_by_side(["lorakernel"], [ROW])
-    assert told.startswith("qwen3_30b_w2.m5.r16: Unavailable: ")
+    (error,) = compile_in_parallel(["lorakernel"], [ROW])
+    assert error.startswith("qwen3_30b_w2.m5.r16: Unavailable: ")

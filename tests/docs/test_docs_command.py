@@ -50,7 +50,7 @@ def test_a_changed_block_is_named_and_written_again(
 ) -> None:
     page = copied / "README.md"
     sound = page.read_text()
-    page.write_text(sound.replace("bars are met", "bars are hit"))
+    page.write_text(sound.replace("targets are met", "targets are hit"))
     assert main(["docs", "--check"]) == ExitCode.WRONG
     assert capsys.readouterr().err == "loragate docs: stale: README.md: block 'results'\n"
     assert main(["docs"]) == ExitCode.OK

@@ -8,13 +8,13 @@ from dataclasses import dataclass
 
 from loragate.core.verdict import Verdict
 
-# a copy on an H200, bytes read + written
+# rate of a copy on an H200, bytes read + written
 REFERENCE_BYTES_PER_S = 4.3e12
 
 
 @dataclass(frozen=True, slots=True)
 class Bar:
-    """`measured` must not be above `target`; None could not be measured."""
+    """`measured` must not be above `target`; None if it could not be measured."""
 
     name: str
     target: float
@@ -45,7 +45,7 @@ def worst_of(figures: Iterable[float | None]) -> float | None:
 
 
 def _all_known(figures: Iterable[float | None]) -> list[float] | None:
-    """None if there are none, or if one of them is missing: no bar is met by leaving out."""
+    """None if there are none or one is missing: no bar is met by leaving a row out."""
     found = list(figures)
     known = [figure for figure in found if figure is not None]
     return known if found and len(known) == len(found) else None

@@ -1,4 +1,4 @@
-"""Who is timed, and whether it computes what it should: nothing else has a time worth a record."""
+"""The subjects that are timed, and the check of their results before they are timed."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ MAX_ERROR_RATIO = 2.0
 
 
 class WrongResult(Exception):
-    """A subject's result is not the result: its time would mean nothing."""
+    """A subject computes a wrong result, so that its time would mean nothing."""
 
 
 class Unavailable(Exception):
-    """There is no such subject, or it does not run here."""
+    """The subject does not exist, or it does not run here."""
 
     def __init__(self, message: str, code: ExitCode) -> None:
         super().__init__(message)
@@ -34,7 +34,7 @@ class Unavailable(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Contender:
-    """A subject that runs here, with what it said it can do."""
+    """A subject that runs here, and its capabilities."""
 
     subject: Subject
     have: Capabilities
@@ -63,8 +63,8 @@ def find_contender(name: str) -> Contender:
 
 @dataclass(frozen=True, slots=True)
 class Yardstick:
-    """fp64 results, in pieces of rows, and how far a plain computation in `dtype` is off: the sum
-    of its squared errors."""
+    """fp64 results in chunks of rows, and the sum of squared errors of a plain computation in
+    `dtype`."""
 
     right: tuple[tuple[slice, Tensor], ...]
     plain_error: float
@@ -91,7 +91,7 @@ class Yardstick:
         if not ratio <= MAX_ERROR_RATIO:
             raise WrongResult(
                 f"{who} at {where}: its error is {ratio:.1f} times that of a plain "
-                f"computation in {self.dtype}; at most {MAX_ERROR_RATIO} is right"
+                f"computation in {self.dtype}; allowed: at most {MAX_ERROR_RATIO}"
             )
         return ratio
 

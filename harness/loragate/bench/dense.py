@@ -34,7 +34,7 @@ def run_dense(
     machine: Machine,
     progress: Callable[[str], None],
 ) -> DenseFigures:
-    """Measure `rows`. Raises WrongResult for a subject that computes something else."""
+    """Measure `rows`. Raises WrongResult for a subject with a wrong result."""
     contenders = [candidate, *([baseline] if baseline else [])]
     copied = copy_bytes_per_s()
     measured = []
@@ -73,7 +73,7 @@ def measure_row(row: DenseRow, contenders: Sequence[Contender], machine: Machine
     instances = []
     for contender in contenders:
         name = contender.subject.name
-        # the same adapters for everybody: nothing but the seed and the case enters
+        # the same adapters for every subject: they depend on the seed and the case only
         pool = make_pool(case, _SEED, DataKind.SIGNED, machine, contender.have)
         instance = cast(Instance, contender.open(case, machine, pool))
         instance.prepare(token_slots)
@@ -99,8 +99,8 @@ def _sequential(
 def measure_steps(
     contender: Contender, machine: Machine, *, captured: bool
 ) -> Iterator[StepFigures]:
-    """Building the metadata. `captured`: time it on the device as well; a subject that syncs
-    there cannot be captured."""
+    """Time building the metadata of a step. `captured`: on the device as well; a subject that
+    synchronises while it builds cannot be captured."""
     for tokens in TOKENS:
         case = replace(DenseRow("down", tokens, 16).case, slots=_STEP_SLOTS)
         instance = contender.subject.open(case, machine, None)
@@ -128,7 +128,7 @@ def _device_us(instance: Resident, token_slots: Tensor, machine: Machine) -> flo
 
 
 def _mapping(tokens: int, active: int) -> Tensor:
-    """int32 [tokens]: equal runs of `active` slots, base rows alone without any."""
+    """int32 [tokens]: equal runs of `active` slots, or only base rows if none is active."""
     runs = [row * active // tokens if active else -1 for row in range(tokens)]
     return torch.tensor(runs, dtype=torch.int32)
 

@@ -1,7 +1,7 @@
-"""What a run of `bench dense` found: raw medians in, ratios, bars and the record out. Pure.
+"""Results of `bench dense`: ratios, bars and the record, derived from raw medians. Pure.
 
-Invariant: everything that is printed or judged derives from the raw figures of the record, so a
-table that is made from a record again is the same table.
+Invariant: everything that is printed or judged derives from the raw figures of the record, so that
+a record always gives the same table.
 """
 
 from __future__ import annotations
@@ -145,7 +145,7 @@ def _row_payload(run: DenseFigures, figures: RowFigures) -> dict[str, Any]:
         "base_us": figures.base_us,
         "with_lora_us": dict(figures.with_lora_us),
         "errors": dict(figures.errors),
-        # for the reader; not read back
+        # for readers of the file; `from_payload` derives these again
         "added_us": {subject: figures.added_us(subject) for subject in run.subjects},
         "floor_us": figures.floor_us(),
         "floor_at_measured_copy_us": figures.floor_us(run.copy_bytes_per_s),

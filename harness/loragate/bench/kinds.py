@@ -1,4 +1,4 @@
-"""The kinds of benchmark: their tables, how they run, how a record of them is shown.
+"""The kinds of benchmark: their rows, how they run, and how their records are shown.
 
 Invariant: a kind is looked up without torch; what needs a device is imported when it runs.
 """
@@ -52,12 +52,12 @@ class Run(Protocol):
 @dataclass(frozen=True, slots=True)
 class Kind:
     help: str
-    # False: it times parts that a subject has no word for, and knows two subjects that have them
+    # False: it times parts that the interface of subjects does not expose, of lorakernels and vllm
     takes_any_subject: bool
-    # of a results file
+    # its section in a results file
     section: str
     rows: Callable[[], Sequence[Row]]
-    # an id pattern, as an example
+    # an example of a pattern for --rows
     pattern: str
     run: Run
     read: Callable[[Mapping[str, Any]], Any]

@@ -1,4 +1,4 @@
-"""A whole MoE layer of the project's own, for who times it: with adapters and without."""
+"""The MoE layer of lorakernels as it is timed: with adapters and without."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from lorakernels.moe.layer.ops import ExpertBuffers, ExpertLoRA, run_experts
 
 
 class ExpertsLayer:
-    """sum over the choices of a token of w * (silu(gate) * up) @ W2.T, where [gate, up] is
-    x @ W13.T. The cases are those of the deltas of w13 and w2, for the largest step.
+    """Sum over the experts of a token of w * (silu(gate) * up) @ W2.T, where [gate, up] is
+    x @ W13.T. `cases` are the deltas of w13 and w2 for the largest step.
 
-    Each call aligns the pairs first. Without adapters they are aligned for a single slot that no
-    row uses.
+    Each call aligns the token-expert pairs first. Without adapters they are aligned for a single
+    slot that no row uses.
     """
 
     def __init__(self, w13: Tensor, w2: Tensor, cases: tuple[Case, Case], machine: Machine) -> None:

@@ -1,4 +1,4 @@
-"""`bench moe`: the tables one after the other, after their kernels were compiled side by side."""
+"""`bench moe`: runs the tables one after the other, after compiling their kernels in parallel."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ from loragate.bench.timer import Clock, copy_bytes_per_s, in_turns
 from loragate.core.machine import Machine, detect_machine
 from loragate.subjects.vllm.package import headline
 
-# rows for which starting processes takes longer than compiling one after the other
+# up to this many rows, starting processes takes longer than compiling one after the other
 _FEW = 8
-# each takes a few GB of the device's memory
+# each takes a few GB of device memory
 _MOST_PROCESSES = 16
 _Key = TypeVar("_Key", bound=Hashable)
 
@@ -40,15 +40,15 @@ def run_moe(
     machine: Machine,
     progress: Callable[[str], None],
 ) -> MoEFigures:
-    """Measure `rows`. Raises WrongResult for a subject that computes something else, and
-    Unavailable for one that cannot take them."""
+    """Measure `rows`. Raises WrongResult for a subject with a wrong result, and
+    Unavailable for one that does not support them."""
     for contender in filter(None, (candidate, baseline)):
         for projection in PROJECTIONS:
             contender.require(DeltaRow(projection, max(RANKS), 1).case)
     names = [candidate.subject.name, *([baseline.subject.name] if baseline else [])]
     if len(rows) > _FEW:
         progress("compiling")
-        for error in compile_side_by_side(names, rows):
+        for error in compile_in_parallel(names, rows):
             progress(f"not compiled ahead: {error}")
         progress("measuring")
     copied = copy_bytes_per_s()
@@ -79,11 +79,11 @@ def measure(
     )
 
 
-def compile_side_by_side(names: Sequence[str], rows: Sequence[MoERow]) -> tuple[str, ...]:
-    """Leave what the rows launch in Triton's cache. What goes wrong here is told and no more: it
-    goes wrong again when the row is measured, or it was for want of memory."""
+def compile_in_parallel(names: Sequence[str], rows: Sequence[MoERow]) -> tuple[str, ...]:
+    """Compile the kernels of the rows into Triton's cache. Returns errors without raising: they
+    occur again when the row is measured, or they were a lack of memory."""
     processes = min(_MOST_PROCESSES, os.cpu_count() or 1, len(rows))
-    # a forked process could not use the device
+    # a forked process cannot use CUDA
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(processes, mp_context=context) as pool:
         futures = [(row, pool.submit(_compile, names, row)) for row in rows]
@@ -92,35 +92,35 @@ def compile_side_by_side(names: Sequence[str], rows: Sequence[MoERow]) -> tuple[
 
 
 def _compile(names: Sequence[str], row: MoERow) -> str | None:
-    """What went wrong, as text: an exception of a compiler need not survive the way back, and
-    would take all processes with it."""
+    """The error as text: an exception of a compiler may not be picklable, which would break the
+    whole pool."""
     try:
         candidate, *others = map(find_contender, names)
         baseline = others[0] if others else None
-        for _ in measure(candidate, baseline, [row], detect_machine(), _once, _unheard):
+        for _ in measure(candidate, baseline, [row], detect_machine(), _once, _ignore):
             torch.cuda.synchronize()
-        # the others need the memory as well
+        # the other processes need the memory as well
         torch.cuda.empty_cache()
     except Exception as error:
         return headline(error)
     return None
 
 
-def _unheard(line: str) -> None:
-    """The progress of a compiler: whoever measures says it again."""
+def _ignore(line: str) -> None:
+    """Drops the progress of a compilation; the measurement prints it again."""
 
 
 def _once(calls: Mapping[_Key, Callable[[], object]]) -> dict[_Key, float]:
-    """The Clock of a compiler: every call was made when its result was checked."""
+    """The Clock of a compilation: every call already ran when its result was checked."""
     return dict.fromkeys(calls, 0.0)
 
 
 def _line(figures: MoEMeasured) -> str:
     name = figures.row.id
     if isinstance(figures, DeltaFigures):
-        best = {who: min(times.launch_us.values()) for who, times in figures.subjects.items()}
-        told = ", ".join(f"{who} {us:.1f}" for who, us in best.items())
-        return f"{name}: floor {figures.floor_us:.1f}, {told}"
+        best = {who: min(of.launch_us.values()) for who, of in figures.subjects.items()}
+        times = ", ".join(f"{who} {us:.1f}" for who, us in best.items())
+        return f"{name}: floor {figures.floor_us:.1f}, {times}"
     if isinstance(figures, AlignFigures):
         return f"{name}: " + ", ".join(f"{who} {us:.1f}" for who, us in figures.us.items())
     assert isinstance(figures, LayerFigures)

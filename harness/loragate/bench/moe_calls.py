@@ -1,7 +1,7 @@
-"""What `bench moe` times of a subject: each path of its delta, with and without alignment.
+"""The calls that `bench moe` times: each path of a delta, with and without alignment.
 
-Invariant: the paths work on one set of weights and write one output, and a call holds whatever a
-step of a server would launch for it on the device, no more.
+Invariant: all paths use the same weights and output, and a call launches exactly what a step of a
+server would launch for it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from loragate.protocol import Batch, Capabilities, MoEInstance, Routes, unsuppor
 
 
 class PathwiseInstance(MoEInstance, Protocol):
-    """An instance whose `apply` is `launch` on what `assign` returned, on a path of choice."""
+    """An instance that can run a given path; `apply` is `launch` on the result of `assign`."""
 
     def on_path(self, path: Path) -> Self: ...
 
@@ -29,11 +29,11 @@ class PathwiseInstance(MoEInstance, Protocol):
 
 @dataclass(frozen=True, slots=True)
 class DeltaCalls:
-    """Both add the delta to the output of the batch, or store it, as the case has it."""
+    """Both add the delta to the output of the batch, or store it, as the case says."""
 
-    # pairs are assigned to programs before, once for all
+    # token-expert pairs were assigned to programs before
     launch: Callable[[], Tensor]
-    # alignment in each call; a path without one hands the expert ids over
+    # alignment in each call; a path without alignment passes the expert ids on
     aligned_launch: Callable[[], Tensor]
 
 
@@ -51,7 +51,7 @@ def delta_calls(
     `prepare` or `load`.
     """
     routes = batch.routes
-    assert routes is not None, "a site with experts has routes"
+    assert routes is not None, "an MoE site has routes"
     calls = {}
     for path in paths:
         if unsupported(replace(case, path=path), have) is not None:

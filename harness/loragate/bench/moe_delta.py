@@ -1,7 +1,7 @@
-"""The deltas of `bench moe` on the device, and the alignment of their pairs.
+"""Times the deltas of `bench moe`, and the alignment of their token-expert pairs.
 
 Invariant: a path is timed only after its result was compared with fp64. All subjects have the
-same adapters and the same step, and buffers for the largest step of the table, as a server has.
+same adapters and the same step, and buffers for the largest step of the table, as in a server.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from loragate.protocol import Batch, Pool, Routes
 from loragate.subjects.lorakernels.moe_delta import MoEDelta
 
 SEED = 1
-# of the outputs before the delta, beside deltas of about 1
+# size of the outputs before the delta; deltas are about 1
 _BASE_SIZE = 0.25
 
 
 @dataclass(frozen=True, slots=True)
 class Resident:
-    """Everybody with one set of adapters in its slots; `candidate` is the first."""
+    """All subjects with the same adapters in their slots; the candidate is the first."""
 
     pool: Pool
     contenders: Sequence[Contender]
@@ -57,7 +57,7 @@ class _Timed:
 
 
 def open_resident(case: Case, contenders: Sequence[Contender], machine: Machine) -> Resident:
-    # the candidate's ways of filling a slot are everybody's
+    # the capabilities of the candidate decide for all how a slot is filled
     pool = make_pool(case, SEED, DataKind.SIGNED, machine, contenders[0].have)
     instances = {
         contender.subject.name: cast(PathwiseInstance, contender.open(case, machine, pool))
@@ -69,7 +69,7 @@ def open_resident(case: Case, contenders: Sequence[Contender], machine: Machine)
 def measure_deltas(
     rows: Sequence[DeltaRow], contenders: Sequence[Contender], machine: Machine, clock: Clock
 ) -> Iterator[DeltaFigures]:
-    """Rows that share their adapters have to stand together. Raises WrongResult."""
+    """Rows that share their adapters have to be adjacent. Raises WrongResult."""
     for _, group in groupby(rows, key=lambda row: replace(row, tokens=max(TOKENS))):
         yield from _measure_group(list(group), contenders, machine, clock)
 
@@ -94,7 +94,7 @@ def _measure_row(row: DeltaRow, resident: Resident, machine: Machine, clock: Clo
         with_alignment = " with alignment" if timed.aligned else ""
         who = f"{timed.subject} {timed.path}{with_alignment}"
         errors[timed] = yardstick.check(who, row.id, call())
-    # what is right takes more memory than what is timed
+    # the reference takes more memory than what is timed
     del yardstick, start
     times = clock(calls)
     return DeltaFigures(
@@ -113,7 +113,7 @@ def _calls(
         name = contender.subject.name
         instance = resident.instances[name]
         is_candidate = contender is resident.contenders[0]
-        # of a baseline the best path counts, whatever its plan would take
+        # a baseline is judged by its best path, whatever its plan would choose
         paths = [path for path in row.paths if is_candidate or path is not Path.PLAN]
         for path, both in delta_calls(row.case, contender.have, instance, batch, paths).items():
             calls[_Timed(name, path, False)] = both.launch
@@ -152,7 +152,7 @@ def make_step(row: DeltaRow, machine: Machine) -> Batch:
 
 
 def count_buckets(case: Case, batch: Batch) -> int:
-    """Pairs of a slot and an expert that have rows."""
+    """The number of combinations of slot and expert that have rows."""
     assert batch.routes is not None
     ids = batch.routes.topk_ids.long()
     slots = batch.token_slots.to(ids.device).long()
@@ -162,7 +162,7 @@ def count_buckets(case: Case, batch: Batch) -> int:
 def measure_aligns(
     rows: Sequence[AlignRow], contenders: Sequence[Contender], machine: Machine, clock: Clock
 ) -> Iterator[AlignFigures]:
-    """Whether an alignment is right is told by the delta that it leads to. Raises WrongResult."""
+    """An alignment is checked through the delta that uses it. Raises WrongResult."""
     if not rows:
         return
     largest = replace(rows[0], tokens=max(ALIGN_TOKENS)).delta
@@ -181,7 +181,7 @@ def _measure_align(
     yardstick = Yardstick.of_step(row.delta.case, resident.pool, batch)
     start, calls = batch.out.clone(), {}
     for name, instance in resident.instances.items():
-        # a path that aligns whatever the size of the batch
+        # a path that aligns for every batch size
         aligning = instance.on_path(Path.ONE_SHOT)
         batch.out.copy_(start)
         yardstick.check(name, row.id, aligning.apply(batch.x, batch.out, routes))

@@ -1,4 +1,4 @@
-"""What a run of `bench moe` found: raw medians in, ratios, bars and the record out. Pure.
+"""Results of `bench moe`: ratios, bars and the record, derived from raw medians. Pure.
 
 Invariant: as in figures.py, everything that is printed or judged derives from the record.
 """
@@ -46,7 +46,7 @@ class PathTimes:
 
 @dataclass(frozen=True, slots=True)
 class DeltaFigures:
-    """`buckets`: pairs of a slot and an expert that had rows; `chosen`: the path of the plan."""
+    """`buckets`: combinations of slot and expert that had rows; `chosen`: the path of the plan."""
 
     row: DeltaRow
     buckets: int
@@ -54,7 +54,7 @@ class DeltaFigures:
     subjects: Mapping[str, PathTimes]
 
     def ours_us(self, candidate: str, *, aligned: bool = False) -> float:
-        """What the plan's choice takes."""
+        """The time of the path that the plan chose."""
         times = self.subjects[candidate]
         return (times.aligned_us if aligned else times.launch_us)[Path.PLAN]
 
@@ -79,7 +79,7 @@ class DeltaFigures:
 
 @dataclass(frozen=True, slots=True)
 class AlignFigures:
-    """Sorting the pairs of a step, by subject, medians in microseconds."""
+    """Sorting the token-expert pairs of a step, by subject, medians in microseconds."""
 
     row: AlignRow
     us: Mapping[str, float]
@@ -91,9 +91,9 @@ class AlignFigures:
 
 @dataclass(frozen=True, slots=True)
 class LayerFigures:
-    """A whole layer, alignment included, medians in microseconds: the candidate's without and
-    with adapters; `baseline_us` is the baseline's without, None where it cannot be called
-    alone."""
+    """A whole layer, alignment included, medians in microseconds: the candidate without and
+    with adapters; `baseline_us` is the baseline without them, None where its layer cannot be
+    called alone."""
 
     row: LayerRow
     base_us: float
@@ -103,7 +103,7 @@ class LayerFigures:
 
     @property
     def added(self) -> float:
-        """What LoRA adds, as a part of the layer without."""
+        """What LoRA adds, as a fraction of the layer without it."""
         return self.lora_us / self.base_us - 1
 
 
@@ -188,7 +188,7 @@ class MoEFigures:
 
     def _delta_payload(self, figures: DeltaFigures) -> dict[str, Any]:
         return asdict(figures) | {
-            # for the reader; not read back
+            # for readers of the file; `from_payload` derives these again
             "floor_us": figures.floor_us,
             "floor_at_measured_copy_us": figures.row.floor_us(
                 figures.buckets, self.copy_bytes_per_s

@@ -1,4 +1,4 @@
-"""A whole MoE layer on the device, without adapters and with them.
+"""Times a whole MoE layer, without adapters and with them.
 
 Invariant: a layer is timed only after its result was compared with fp64.
 """
@@ -34,7 +34,7 @@ _BASE, _LORA, _BASELINE = "without adapters", "with adapters", "baseline"
 
 @dataclass(frozen=True, slots=True)
 class _Layer:
-    """One set of base weights and adapters, whoever runs it."""
+    """Base weights and adapters, and the implementations that run them."""
 
     w13: Tensor
     w2: Tensor
@@ -58,8 +58,8 @@ def measure_layers(
     clock: Clock,
     progress: Callable[[str], None],
 ) -> Iterator[LayerFigures]:
-    """Raises WrongResult. A baseline that is not vLLM has no layer that could be called; why that
-    of vLLM cannot be is told to `progress`."""
+    """Raises WrongResult. Only vLLM has a baseline layer; `progress` gets the reason where that
+    cannot be called."""
     if not rows:
         return
     first, second = replace(rows[0], tokens=max(LAYER_TOKENS)).deltas
@@ -131,7 +131,7 @@ def _make_step(row: LayerRow, machine: Machine) -> _Step:
 def _yardstick(row: LayerRow, layer: _Layer, step: _Step, *, with_adapters: bool) -> Yardstick:
     pools = layer.pools if with_adapters else None
     right = layer_output(layer.w13, layer.w2, pools, step, torch.float64)
-    # a plain layer rounds what it writes: the activation, the product of each pair, their sum
+    # a plain layer rounds what it writes: the activation, the output of each pair, their sum
     plain = layer_output(layer.w13, layer.w2, pools, step, torch.float32, rounded=step.x.dtype)
     return Yardstick.of_results(right, plain, row.deltas[0].case.dtype)
 
@@ -145,7 +145,7 @@ def layer_output(
     *,
     rounded: torch.dtype | None = None,
 ) -> Tensor:
-    """[tokens, hidden], products in `dtype`, what they lead to rounded to `rounded`."""
+    """[tokens, hidden]: products in `dtype`, their results rounded to `rounded`."""
     routes, stored = step.routes, rounded or dtype
     assert routes.weights is not None
     tokens, top_k = routes.topk_ids.shape

@@ -1,4 +1,4 @@
-"""The rows of `bench moe` and what no implementation of a row can avoid. Pure; no torch."""
+"""The rows of `bench moe` and a lower bound for the time of each. Pure; no torch."""
 
 from __future__ import annotations
 
@@ -15,16 +15,17 @@ RANKS = (16, 64)
 ALIGN_TOKENS = (1, 64, 1024, 8192)
 LAYER_TOKENS = (1, 16, 256, 2048, 8192)
 LAYER_RANK = 16
-# a bf16 product on random data, on an H200
+# rate of a bf16 product of random data on an H200
 REFERENCE_FLOPS = 780e12
-# tokens beyond which a program for each pair reads the factors far too often to be of use
+# beyond this, one program per token-expert pair reads the factors far too often
 _MOST_TOKENS_WITHOUT_TILES = 64
 _BYTES_PER_ELEMENT = 2
 
 
 @dataclass(frozen=True, slots=True)
 class Projection:
-    """One product of the experts of a real model; `source` says what a row of x is."""
+    """One product of the experts of a real model. `source`: whether x has a row for each token
+    or for each token-expert pair."""
 
     in_features: int
     slices: tuple[int, ...]
@@ -54,7 +55,7 @@ PROJECTIONS = MappingProxyType(
 
 @dataclass(frozen=True, slots=True)
 class DeltaRow:
-    """One line of the table of deltas: bf16, in place, all SLOTS adapters fill their rank, rows
+    """One row of the table of deltas: bf16, in place, all SLOTS adapters fill their rank, rows
     in equal runs over the slots, experts drawn uniformly, those of a token distinct."""
 
     projection: str
@@ -81,7 +82,7 @@ class DeltaRow:
             experts=shape.experts,
             top_k=shape.top_k,
             source=shape.source,
-            # w2 is what a server weighs with the router
+            # a server applies the router weights to the output of w2
             router=RouterWeights.OUTPUT if of_pairs else RouterWeights.NONE,
         )
 
@@ -91,13 +92,14 @@ class DeltaRow:
 
     @property
     def paths(self) -> tuple[Path, ...]:
-        """Those that are worth a time at this size."""
+        """The paths that are timed at this size."""
         few = self.tokens <= _MOST_TOKENS_WITHOUT_TILES
         return tuple(path for path in Path if few or path is not Path.SMALL_BATCH)
 
     def floor_us(self, buckets: int, bytes_per_s: float = REFERENCE_BYTES_PER_S) -> float:
-        """`buckets`: pairs of a slot and an expert that have rows. Their A and B once, x once,
-        the output read once and written once, or the products, whatever takes longer."""
+        """The larger of the times of bytes and of operations. `buckets`: combinations of slot and
+        expert that have rows; their A and B are read once, x once, the output is read and written
+        once."""
         shape, case = PROJECTIONS[self.projection], self.case
         factors = buckets * self.rank * shape.factor_elements
         x, out = case.x_rows * case.in_features, case.out_rows * case.out_features
@@ -118,7 +120,7 @@ class AlignRow:
 
     @property
     def delta(self) -> DeltaRow:
-        """What is aligned for; it shows whether the alignment is right."""
+        """The delta that the alignment is for; it shows whether the alignment is right."""
         return DeltaRow("qwen3_30b_w13", 16, self.tokens)
 
 
@@ -144,7 +146,7 @@ MoERow = DeltaRow | AlignRow | LayerRow
 
 
 def moe_rows() -> tuple[MoERow, ...]:
-    """Rows of one projection and rank stand together: they share their adapters."""
+    """Rows of one projection and rank are adjacent: they share their adapters."""
     deltas = [
         DeltaRow(projection, rank, tokens)
         for projection in PROJECTIONS

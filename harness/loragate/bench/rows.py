@@ -1,4 +1,4 @@
-"""The rows of the dense table and the bytes that no implementation can avoid. Pure; no torch."""
+"""The rows of `bench dense` and the bytes that no implementation can avoid. Pure; no torch."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ LINEARS = MappingProxyType(
 
 @dataclass(frozen=True, slots=True)
 class DenseRow:
-    """One line of the table: bf16, all SLOTS adapters fill the rank of their buffers."""
+    """One row of the table: bf16, all SLOTS adapters fill the rank of their buffers."""
 
     linear: str
     tokens: int
@@ -65,7 +65,7 @@ class DenseRow:
 
     @property
     def floor_bytes(self) -> int:
-        """A and B of the touched slots once, x once, the output read once and written once."""
+        """A and B of the used slots read once, x read once, the output read and written once."""
         shape = LINEARS[self.linear]
         out_features = sum(shape.slices)
         touched = len(set(self.token_slots))

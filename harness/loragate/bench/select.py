@@ -1,4 +1,4 @@
-"""Rows of a table by their ids, and how the rows of a batch spread over the slots. Pure."""
+"""Selects rows of a table by id, and spreads the rows of a batch over the slots. Pure."""
 
 from __future__ import annotations
 
@@ -33,5 +33,5 @@ def select_rows(rows: Sequence[_Row], patterns: Sequence[str]) -> tuple[_Row, ..
 
 
 def equal_runs(tokens: int, slots: int) -> tuple[int, ...]:
-    """The slot of each row: equal runs; fewer rows than slots touch fewer slots."""
+    """The slot of each row: equal runs; fewer rows than slots use fewer slots."""
     return tuple(row * slots // tokens for row in range(tokens))

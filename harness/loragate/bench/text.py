@@ -8,8 +8,7 @@ from loragate.bench.bars import Bar
 from loragate.core.verdict import Verdict
 
 NONE = "-"
-# a bar that is met needs no word
-_WORDS: Mapping[Verdict, str] = {
+_PREFIXES: Mapping[Verdict, str] = {
     Verdict.PASS: "",
     Verdict.FAIL: "missed: ",
     Verdict.INCONCLUSIVE: "not measured: ",
@@ -17,7 +16,7 @@ _WORDS: Mapping[Verdict, str] = {
 
 
 def columns(header: Sequence[str], lines: Sequence[Sequence[str]]) -> list[str]:
-    """Aligned: the first column to the left, the others to the right."""
+    """Lines of aligned columns: the first to the left, the others to the right."""
     table = [header, *lines]
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
     return [
@@ -47,6 +46,6 @@ def bar_line(bar: Bar) -> str:
 def markdown_bars(bars: Iterable[Bar]) -> list[str]:
     return [
         f"* {bar.name}: **{number(bar.measured, 2)}** "
-        f"({_WORDS[bar.verdict]}bar {bar.target}{', ' + bar.note if bar.note else ''})"
+        f"({_PREFIXES[bar.verdict]}bar {bar.target}{', ' + bar.note if bar.note else ''})"
         for bar in bars
     ]

@@ -1,6 +1,6 @@
-"""Device time of calls, from CUDA graphs, and of host work, from the wall.
+"""Device time of calls, from CUDA graphs, and host time, from the wall clock.
 
-Invariant: what is compared runs in turns, so that a drifting clock meets everybody alike.
+Invariant: what is compared runs in turns, so that a drifting GPU clock affects all alike.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ _Key = TypeVar("_Key", bound=Hashable)
 
 class Clock(Protocol):
     def __call__(self, calls: Mapping[_Key, Callable[[], object]]) -> dict[_Key, float]:
-        """Microseconds of each call, with the calls in turns."""
+        """Microseconds of each call; the calls take turns."""
 
 
 def in_turns(calls: Mapping[_Key, Callable[[], object]]) -> dict[_Key, float]:
-    """The Clock of a benchmark: what the calls take on the device."""
+    """The Clock of a benchmark: the time of the calls on the device."""
     return replay_in_turns({name: graph_of(call) for name, call in calls.items()})
 
 
@@ -45,8 +45,8 @@ def replay_in_turns(graphs: Mapping[_Key, torch.cuda.CUDAGraph]) -> dict[_Key, f
             graph.replay()
     torch.cuda.synchronize()
     timings: dict[_Key, list[_Span]] = {name: [] for name in graphs}
-    # nothing waits between replays: the device never idles, and the launch of one hides
-    # behind the run of another
+    # no wait between replays: the device never idles, and each launch overlaps with the
+    # previous replay
     for _ in range(REPLAYS):
         for name, graph in graphs.items():
             timings[name].append(_Span(graph.replay))

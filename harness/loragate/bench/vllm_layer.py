@@ -1,8 +1,8 @@
-"""vLLM's MoE layer without adapters, for who times it: what LoRA is added to there.
+"""vLLM's MoE layer without adapters, the base that its LoRA is added to.
 
-Invariant: a layer that cannot be called alone gives a sentence, never an exception.
+Invariant: a layer that cannot be called alone gives a reason as a sentence, never an exception.
 
-On a GPU alone: it calls compiled operators for alignment, activation and the sum of the choices.
+It needs a GPU: it calls compiled operators for alignment, activation and the sum over experts.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ from loragate.core.machine import Machine
 from loragate.subjects.vllm.package import headline, importing
 
 _MODULE = "vllm.model_executor.layers.fused_moe.fused_moe"
-# x, w13, w2, weights and ids of the choices to [tokens, hidden] in new memory
+# (x, w13, w2, router weights, expert ids) -> new tensor [tokens, hidden]
 FusedExperts = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
 @cache
 def load_fused_experts(machine: Machine) -> FusedExperts | str:
-    """The layer, alignment included, or a sentence that says why there is none."""
+    """The layer, alignment included, or the reason, as a sentence, why there is none."""
     if machine.interpreted:
-        return "its MoE layer calls operators that exist for CUDA alone"
+        return "its MoE layer calls operators that exist for CUDA only"
     try:
         with importing(False):
             module: Any = importlib.import_module(_MODULE)
         experts = cast(FusedExperts, module.fused_experts)
-        # a layer that wants more of its server around it says so at the first call
+        # a layer that needs more of its server raises at the first call
         experts(*_any_step(machine.device))
         return experts
     except Exception as error:

@@ -1,4 +1,4 @@
-"""`loragate bench`: time a table, record it, show a record.
+"""`loragate bench`: time a table, record it, show or plot a record.
 
 Exit codes: 0 every bar is met, 1 a bar is missed or a subject computes a wrong result,
 2 there was no baseline or not every row ran, 3 no GPU or a subject does not run, 4 usage.

@@ -19,7 +19,7 @@ _COMPILE = "compile"
 
 
 def summary(dense: Section, moe: Section, gate: Section, seeds: Section) -> str:
-    """Five results and how many bars are met, as a list."""
+    """Five results as a list, and how many bars are met."""
     dense_run, moe_run = DenseFigures.from_payload(dense), MoEFigures.from_payload(moe)
     lines = [*_dense_lines(dense_run, dense), *_moe_lines(moe_run), gate_sentences(gate, seeds)]
     items = "\n".join(f"* {line}" for line in lines)
@@ -110,11 +110,12 @@ def _target(bar: Bar) -> str:
 def _bars_sentence(bars: Sequence[Bar]) -> str:
     met = sum(bar.verdict is Verdict.PASS for bar in bars)
     rest = [
-        f"{bar.name} is {number(bar.measured, 2)} (at most {bar.target})"
+        f"{bar.name}, {number(bar.measured, 2)} instead of at most {bar.target}"
         for bar in bars
         if bar.verdict is not Verdict.PASS
     ]
-    return f"{met} of {len(bars)} bars are met{''.join(f'; {text}' for text in rest)}."
+    missed = f"; missed: {'; '.join(rest)}" if rest else ""
+    return f"{met} of {len(bars)} performance targets are met{missed}."
 
 
 def provenance_line(section: Section) -> str:

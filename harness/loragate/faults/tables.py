@@ -14,7 +14,7 @@ _COLUMNS = {oracle.value: oracle.value[:3] for oracle in OracleName}
 _OTHERS = "oth"
 _HEADER = ("faults", "detected", "by an oracle of the gate", "baseline suite")
 _DETECTION_HEAD = (
-    "| planted | count | the gate | only own unit tests and checks | usual style |\n"
+    "| planted | count | oracles of the gate | only own unit tests and checks | usual style |\n"
     "|---|--:|--:|--:|--:|"
 )
 # fates that fail a run

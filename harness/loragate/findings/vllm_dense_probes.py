@@ -64,9 +64,7 @@ def mapping_uninitialised(ops: VllmOps, device: str) -> Observation:
         memory.fill_uninitialized_memory = fill
         torch.use_deterministic_algorithms(strict)
     filled = torch.iinfo(torch.int32).max
-    text = (
-        f"before the first step the mapping reads {mapping} with empty() filled by a marker"
-    )
+    text = f"before the first step the mapping reads {mapping} with empty() filled by a marker"
     return seen(mapping == [filled] * _ROWS, text)
 
 
@@ -125,7 +123,7 @@ def tables_keep_weights_alive(ops: VllmOps, device: str) -> Observation:
     alive = kept() is not None
     ops.pointer_tables[0].pop(key, None)
     fate = "still alive" if alive else "freed"
-    return seen(alive, f"A of a layer with one slice is {fate} after its last user let go of it")
+    return seen(alive, f"A of a layer with one slice is {fate} after its last user released it")
 
 
 def foreign_slot_reads_past_pool(ops: VllmOps, device: str) -> Observation:
@@ -139,7 +137,7 @@ def foreign_slot_reads_past_pool(ops: VllmOps, device: str) -> Observation:
     step = _step(ops, [_SLOTS] * _ROWS, device)
     ops.lora_expand(shrunk, b, out, *step, offset_start=0, add_inputs=True)
     ops.forget(b, b)
-    text = f"slot {_SLOTS} of {_SLOTS} adds {values_of(out)} from behind the pool"
+    text = f"slot {_SLOTS} of {_SLOTS} adds {values_of(out)} from beyond the pool"
     return seen(bool((out == _RANK).all()), text)
 
 
@@ -217,7 +215,7 @@ def row_offset_overflows(ops: VllmOps, device: str) -> Observation:
     expanded = values_of(far[-live:])
     ops.forget(a, b)
     text = (
-        f"for rows behind element 2**31, lora_shrink gives {found} where [{float(width)}] is "
+        f"for rows beyond element 2**31, lora_shrink gives {found} where [{float(width)}] is "
         f"right and lora_expand gives {expanded} where [{float(_RANK)}] is right"
     )
     return seen(found != [float(width)] or expanded != [float(_RANK)], text)

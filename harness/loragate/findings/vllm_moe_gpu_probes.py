@@ -33,9 +33,7 @@ def padding_uninitialised(ops: VllmMoEOps, device: str) -> Observation:
     finally:
         memory.fill_uninitialized_memory = fill
         torch.use_deterministic_algorithms(strict)
-    text = (
-        f"with rows of slot 0 alone the padded lengths are {lengths}, empty() filled with a marker"
-    )
+    text = f"with rows of slot 0 alone the padded lengths are {lengths}, empty() filled by a marker"
     return seen(lengths[1] == torch.iinfo(torch.int32).max, text)
 
 

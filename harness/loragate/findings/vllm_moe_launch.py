@@ -73,11 +73,11 @@ class Launch:
         offset: int = 0,
         shrink_block_n: int = _BLOCK_N,
     ) -> None:
-        """Call the operator itself, without the host checks of its wrapper. `out` is [tokens, top_k,
+        """Call the operator, without the host checks of its wrapper. `out` is [tokens, top_k,
         columns]; with `weights` x has a row for each pair of token and expert."""
         meta = self.wrapper.token_mapping_meta.meta_args(len(topk_ids), False)
         mapping, sorted_ids, expert_ids, post_pad = self.assign(topk_ids, way)
-        # group size, warps, stages and splits behind the tile
+        # after the tile: group size, warps, stages and splits
         rest = (_BLOCK_K, 1, 4, 3, 1)
         self.ops.fused_moe_lora(
             out,

@@ -96,7 +96,7 @@ def base_step_keeps_adapters(ops: VllmMoEOps, device: str) -> Observation:
     changed = {}
     for way in _FAST:
         launch, out = _launch(ops, device), _out(device)
-        # as in a graph replay: the metadata is prepared, the host code around the kernels is not run
+        # as in a graph replay: metadata is prepared, host code around the kernels does not run
         launch.prepare([-1] * _ROWS)
         launch.run(way, _rows(_IN, device), out, _ids(device))
         changed[way] = int(out.flatten(0, 1).any(dim=1).sum())
@@ -125,9 +125,7 @@ def narrow_slice_written_too_wide(ops: VllmMoEOps, device: str) -> Observation:
     out = torch.zeros(2, 1, _WIDTH + narrow, dtype=torch.float16, device=device)
     launch.run(Way.ONE_SHOT, _rows(_IN, device)[:2], out, _ids(device)[:2])
     changed = int(out[1].count_nonzero())
-    text = (
-        f"slices of {_WIDTH} and {narrow} columns change {changed} columns of the base row behind"
-    )
+    text = f"slices of {_WIDTH} and {narrow} columns change {changed} columns of the next base row"
     return seen(changed > 0, text)
 
 
@@ -167,8 +165,8 @@ def pair_offset_overflows(ops: VllmMoEOps, device: str) -> Observation:
         launch.run(way, _rows(_IN, device)[:3], out, _ids(device)[:3])
         found[way], astray[way] = values_of(out[2]), values_of(storage[:_WIDTH])
     text = (
-        f"a row behind element 2**31 of the output gets {_by_path(found)} where {_RIGHT} is right; "
-        f"2**32 elements before it stands {_by_path(astray)}"
+        f"a row beyond element 2**31 of the output gets {_by_path(found)} where {_RIGHT} is right; "
+        f"2**32 elements before it is {_by_path(astray)}"
     )
     return seen(all(found[way] == [0.0] and astray[way] == _RIGHT for way in Way), text)
 
@@ -185,7 +183,7 @@ def slot_offset_overflows(ops: VllmMoEOps, device: str) -> Observation:
         launch.prepare([2] * _ROWS)
         launch.run(way, _rows(_IN, device), out, _ids(device))
         found[way] = values_of(out)
-    text = f"a slot behind element 2**31 of A gives {_by_path(found)} where {_RIGHT} is right"
+    text = f"a slot beyond element 2**31 of A gives {_by_path(found)} where {_RIGHT} is right"
     return seen(all(values != _RIGHT for values in found.values()), text)
 
 
