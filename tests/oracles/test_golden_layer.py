@@ -251,8 +251,8 @@ def test_whatever_is_done_to_a_pool_is_done_to_down() -> None:
 
     assert torch.equal(down_of(lambda p: reordered(p, [2, 0, 1])).a[0], pool.down.a[2])
     assert max(down_of(lambda p: trimmed(p, 1)).ranks) == (1,)
-    nobody = torch.zeros(3, 4, dtype=torch.bool)
-    huge = down_of(lambda p: with_huge_unused(p, nobody))
+    unused = torch.zeros(3, 4, dtype=torch.bool)
+    huge = down_of(lambda p: with_huge_unused(p, unused))
     assert (huge.a[0, :, 0, 0] == torch.finfo(torch.bfloat16).max).all()
 
 

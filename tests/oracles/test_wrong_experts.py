@@ -409,7 +409,7 @@ RIGHT = {
     "shared_a": replace(CASE, sharing=Sharing.SHARED_A, layout=Layout.TRANSPOSED),
     "all_of_one": replace(CASE, experts=1, top_k=1),
     "all_base": replace(CASE, mix=Mix.ALL_BASE),
-    "nobody": replace(CASE, tokens=0),
+    "no tokens": replace(CASE, tokens=0),
 }
 
 

@@ -78,7 +78,7 @@ class ReadsWeightsOfSkippedPairs(MoELayer):
         return super().apply(x, out, routes) + 0 * routes.weights.sum().to(x.dtype)
 
 
-class ReadsAdaptersOfNobody(MoELayer):
+class ReadsUnusedAdapters(MoELayer):
     def apply(self, x: Tensor, out: Tensor, routes: Routes) -> Tensor:
         result = super().apply(x, out, routes)
         for _, down in self.slots.values():
@@ -152,7 +152,7 @@ OTHERS = [
     (BASE_ROWS, Failure.BASE_ROW_CHANGED, DeltaForBaseRows, FP8),
     (BASE_ROWS, Failure.BASE_ROW_CHANGED, BaseRowsLoseADigit, replace(CASE, dtype=Dtype.FP32)),
     (CANARY, Failure.FOREIGN_MEMORY, ReadsWeightsOfSkippedPairs, PARALLEL),
-    (CANARY, Failure.FOREIGN_MEMORY, ReadsAdaptersOfNobody, CASE),
+    (CANARY, Failure.FOREIGN_MEMORY, ReadsUnusedAdapters, CASE),
     (CANARY, Failure.FOREIGN_MEMORY, ChangesTheBase, CASE),
     (CANARY, Failure.FOREIGN_MEMORY, WritesIntoOut, CASE),
     (OracleName.REPEAT, Failure.NONDETERMINISTIC, CountsItsRuns, CASE),
@@ -191,7 +191,7 @@ RIGHT = {
     "all_experts_of_a_token": replace(CASE, top_k=6),
     "one_expert": replace(CASE, experts=1, top_k=1),
     "all_base": replace(CASE, mix=Mix.ALL_BASE),
-    "nobody": replace(CASE, tokens=0),
+    "no tokens": replace(CASE, tokens=0),
 }
 
 
@@ -256,7 +256,7 @@ def test_a_quantised_layer_may_round_its_shrink_outputs(judge_layer: Judge, dtyp
 def test_a_quantised_product_has_no_exact_result(layer_trial: Callable[..., Trial]) -> None:
     for oracle in (OracleName.EXACT, PERMUTE):
         reason = ORACLES[oracle].applies(layer_trial(MoELayer, 0, FP8))
-        assert reason == "a quantised product rounds, whatever the data"
+        assert reason == "a quantised product rounds on any data"
     # bits are compared on data that rounds where the subject promises it
     trial = layer_trial(MoELayer, 0, FP8, place_invariant=True)
     assert ORACLES[PERMUTE].applies(trial) is None

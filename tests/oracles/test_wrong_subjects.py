@@ -316,7 +316,7 @@ def test_a_slice_that_is_kept_where_the_new_adapter_has_none_is_stale() -> None:
     for seed in range(6):
         judgement = judge(Subject(KeepsAnAbsentSlice), OracleName.SEQUENCE, seed, case)
         assert judgement.failure is Failure.STALE_STATE, (seed, judgement)
-        assert "smaller adapter in the place of a larger one" in judgement.message
+        assert "smaller adapter in place of a larger one" in judgement.message
 
 
 @pytest.mark.parametrize("dtype", [Dtype.FP16, Dtype.BF16])

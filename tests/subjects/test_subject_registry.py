@@ -125,7 +125,7 @@ def test_a_name_unlike_any_other_gets_no_suggestion() -> None:
 def test_a_package_that_a_subject_misses_is_not_blamed_on_its_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "subject_with_a_need.py").write_text("import package_that_nobody_has\n")
+    (tmp_path / "subject_with_a_need.py").write_text("import package_that_does_not_exist\n")
     monkeypatch.syspath_prepend(tmp_path)
-    with pytest.raises(ModuleNotFoundError, match="package_that_nobody_has"):
+    with pytest.raises(ModuleNotFoundError, match="package_that_does_not_exist"):
         find_subject("subject_with_a_need:Subject")
