@@ -334,7 +334,7 @@ def test_a_refusal_that_was_not_promised_is_not_checked() -> None:
     [
         (replace(CASE, execution=Execution.GRAPH), "input is checked on the host"),
         (replace(CASE, tokens=0), "the batch has no rows"),
-        (replace(CASE, tp=2), "before it simulates ranks"),
+        (replace(CASE, tp=2), "before ranks are simulated"),
     ],
 )
 def test_a_case_that_would_show_nothing_new_is_skipped_with_a_reason(

@@ -28,7 +28,7 @@ _CASE = Case(
 )
 
 
-# matrices of a few kilobytes: threads would only wait for each other, and for other workers
+# with matrices of a few kilobytes threads only wait for each other and for other workers
 torch.set_num_threads(1)
 
 
@@ -74,7 +74,7 @@ class LayerSubject(TorchSubject):
 
 @pytest.fixture
 def layer_trial(cpu: Machine) -> Callable[..., Trial]:
-    """A trial of a class of layers, with promises of its own."""
+    """A trial of a class of layers, with its own capabilities."""
 
     def make(instance: type[MoELayer], seed: int, case: Case, **promises: Any) -> Trial:
         subject = LayerSubject(instance, **promises)

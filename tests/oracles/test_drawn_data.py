@@ -1,4 +1,4 @@
-"""The data that the oracles draw keeps the promises that their verdicts rest on."""
+"""The drawn data has the properties that verdicts rely on."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def same(left: Tensor, right: Tensor) -> bool:
 
 
 @pytest.mark.parametrize("dtype", Dtype)
-# a whole layer has data of its own: test_layer_data.py
+# data of MoE layers: test_golden_layer.py
 @pytest.mark.parametrize("site", sorted(set(Site) - {Site.MOE_LAYER}))
 @pytest.mark.parametrize(
     ("tokens", "in_features", "slices", "rank"),

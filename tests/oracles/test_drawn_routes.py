@@ -1,4 +1,4 @@
-"""The routes and the experts' adapters that oracles draw keep what verdicts rest on."""
+"""The drawn routes and MoE adapters have the properties that verdicts rely on."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The golden result of experts is the definition, pair by pair."""
+"""The golden result of moe_delta is the definition, pair by pair."""
 
 from __future__ import annotations
 
@@ -132,7 +132,7 @@ def test_rows_meet_the_weights_of_their_own_experts(
 ) -> None:
     generator = torch.Generator().manual_seed(count)
     experts = torch.randint(0, 4, (count,), generator=generator)
-    # nobody has expert 2, and the gathered weights do not fit at once
+    # no row has expert 2, and the gathered weights do not fit at once
     experts[experts == 2] = 3
     monkeypatch.setattr("loragate.oracles.numeric.grouped._CHUNK", 40)
     rows = torch.randn(count, 5, generator=generator).double()

@@ -1,4 +1,4 @@
-"""The golden result of a MoE layer is the definition, and its data keep their promises."""
+"""The golden result of an MoE layer is the definition, and its data have their properties."""
 
 from __future__ import annotations
 
@@ -139,7 +139,7 @@ def test_golden_is_the_definition_token_by_token(
     base = base_of(case)
     wanted = torch.tensor(token_by_token(case, pool, batch, base), dtype=torch.float64)
     right = golden_of(case, pool, batch, base)
-    # weights that are not quantised are exact, others are put together in fp32
+    # weights that are not quantised are exact, others are products in fp32
     tolerance = 1e-13 if quantisation is Quantisation.NONE else 1e-6
     torch.testing.assert_close(right.out, wanted, rtol=tolerance, atol=tolerance)
     none = trimmed(pool, 0)
@@ -159,7 +159,7 @@ def test_the_noise_of_a_layer_is_that_of_its_roundings() -> None:
     unit = (torch.finfo(torch.bfloat16).eps / 2) ** 2 / 3
     error = eager_of(case, pool, batch, base).double() - right.out
     ratio = error.square().mean() / (right.terms_sq.mean() * unit)
-    # eager spares the shrink outputs, adds a rounding of the output, and no rounding is the worst one
+    # eager does not round the shrink outputs, rounds the output, and no rounding is the worst one
     assert 0.1 < ratio < 1
 
 
@@ -251,8 +251,8 @@ def test_whatever_is_done_to_a_pool_is_done_to_down() -> None:
 
     assert torch.equal(down_of(lambda p: reordered(p, [2, 0, 1])).a[0], pool.down.a[2])
     assert max(down_of(lambda p: trimmed(p, 1)).ranks) == (1,)
-    nobody = torch.zeros(3, 4, dtype=torch.bool)
-    huge = down_of(lambda p: with_huge_unused(p, nobody))
+    unused = torch.zeros(3, 4, dtype=torch.bool)
+    huge = down_of(lambda p: with_huge_unused(p, unused))
     assert (huge.a[0, :, 0, 0] == torch.finfo(torch.bfloat16).max).all()
 
 

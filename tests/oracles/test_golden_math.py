@@ -1,4 +1,4 @@
-"""What every verdict rests on: the golden result, the eager one, and the size of a rounding."""
+"""The golden result, the eager one, and the size of a rounding, on which verdicts rest."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def test_eager_rounds_the_delta_and_then_the_sum(make_trial: Callable[..., Trial
     right = golden(pool, batch)
     wanted = right.base.bfloat16() + right.delta.float().bfloat16()
     same = (eager(trial.case, pool, batch) == wanted).double().mean()
-    # fp32 sums stand so close to a tie of bf16 now and then that they round to the other side
+    # a few fp32 sums are so close to a tie of bf16 that they round to the other side
     assert same > 0.995
 
 

@@ -1,4 +1,4 @@
-"""Guard bands and poison: the ground that the canary stands on."""
+"""Guard bands and poison, on which the canary oracle relies."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""For every numeric oracle there is a defect that no other one notices, so none can be left out.
+"""For every numeric oracle there is a defect that no other one detects, so none can be left out.
 
-A subject is plain torch with one thing changed; all oracles judge it.
+A subject is plain torch with one change, and all oracles judge it.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class Rounding(DenseDelta):
 
 
 class FiveBits(Rounding):
-    """Five bits of mantissa, where data for exact bits needs no more than that."""
+    """Rounds to five bits of mantissa, which is all that exact data needs."""
 
     def rounded(self, delta: Tensor) -> Tensor:
         quantum = torch.exp2(torch.frexp(delta).exponent - 5.0)
@@ -69,7 +69,7 @@ class FiveBits(Rounding):
 
 
 class RoundsUpWhatIsExact(Rounding):
-    """Cuts off and goes up one, as if there always were something to cut off."""
+    """Truncates and adds one, as if the truncated part were never zero."""
 
     def rounded(self, delta: Tensor) -> Tensor:
         nearest = delta.bfloat16()
@@ -91,7 +91,7 @@ class WritesItsInput(DenseDelta):
 
 
 class TwoSums(DenseDelta):
-    """K is summed in two parts that meet in the dtype."""
+    """K is summed in two parts that are added in the dtype."""
 
     def parts(self, width: int) -> tuple[Tensor, Tensor]:
         return torch.arange(width // 2), torch.arange(width // 2, width)

@@ -1,4 +1,4 @@
-"""When the reference oracle fails, when it cannot tell, and where it points."""
+"""When the reference oracle fails, when it is inconclusive, and which place it names."""
 
 from __future__ import annotations
 
@@ -119,17 +119,17 @@ def test_one_wrong_element_is_named(make_trial: Callable[..., Trial]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("value", "word"), [(float("nan"), "NaN"), (float("inf"), "Inf"), (-float("inf"), "-Inf")]
+    ("value", "name"), [(float("nan"), "NaN"), (float("inf"), "Inf"), (-float("inf"), "-Inf")]
 )
 def test_nan_and_inf_are_reported_before_any_error_is_measured(
-    value: float, word: str, make_trial: Callable[..., Trial]
+    value: float, name: str, make_trial: Callable[..., Trial]
 ) -> None:
     trial = make_trial()
     result = as_computed(trial)
     result[7, 2] = value
     judgement = judge(trial, result)
     assert judgement.failure is Failure.WRONG_ANSWER
-    assert judgement.message.startswith(f"1 elements are {word} on one side only")
+    assert judgement.message.startswith(f"1 elements are {name} on one side only")
     assert judgement.where["token"] == 7
     assert judgement.where["column"] == 2
 

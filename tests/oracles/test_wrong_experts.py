@@ -1,7 +1,7 @@
-"""Each oracle fails the subjects that get experts wrong, and no right one.
+"""Each oracle fails the wrong subjects of moe_delta, and no correct one.
 
-A wrong subject is the torch subject with one thing changed. The oracle must say FAIL with the
-failure that names the defect's kind, for every seed.
+A wrong subject is the torch subject with one change. For every seed the oracle must give FAIL with
+the failure that names the kind of the defect.
 """
 
 from __future__ import annotations
@@ -131,7 +131,7 @@ class GateAndUpSwapped(MoEDelta):
 
 
 class FirstExpertForAll(MoEDelta):
-    """A factor that is taken for shared."""
+    """A factor for each expert is read as a shared one."""
 
     def load(self, slot: int, pool: Pool) -> None:
         super().load(slot, pool)
@@ -205,7 +205,7 @@ class ExpertsElsewhereCountAsTheFirst(MoEDelta):
 class NegativeIdsIndexTheMap(MoEDelta):
     def local_experts(self, routes: Routes) -> Tensor:
         assert routes.expert_map is not None
-        # python counts from the end
+        # Python counts from the end
         return routes.expert_map[routes.topk_ids.flatten().long()].long()
 
 
@@ -231,7 +231,7 @@ class WritesAPairPastTheLast(MoEDelta):
 
 
 class SumsAllExperts(MoEDelta):
-    """Reads experts that no pair uses, and multiplies them by zero."""
+    """Reads experts that no pair uses, and multiplies by zero."""
 
     def apply(self, x: Tensor, out: Tensor, routes: Routes) -> Tensor:
         super().apply(x, out, routes)
@@ -409,7 +409,7 @@ RIGHT = {
     "shared_a": replace(CASE, sharing=Sharing.SHARED_A, layout=Layout.TRANSPOSED),
     "all_of_one": replace(CASE, experts=1, top_k=1),
     "all_base": replace(CASE, mix=Mix.ALL_BASE),
-    "nobody": replace(CASE, tokens=0),
+    "no tokens": replace(CASE, tokens=0),
 }
 
 

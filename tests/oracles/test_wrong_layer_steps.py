@@ -1,5 +1,5 @@
-"""What a MoE layer may touch, keep or forget is told by the oracle that watches it, and the
-right layer passes all of them. A wrong subject is the torch subject with one thing changed."""
+"""An MoE layer that reads, writes, keeps or forgets what it must not fails the oracle for that, and
+the correct layer passes all of them. A wrong subject is the torch subject with one change."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class DeltaForBaseRows(MoELayer):
 
 
 class BaseRowsLoseADigit(MoELayer):
-    """Rows beside those with adapters go through 16 bits once more."""
+    """Base rows in a batch with adapters are rounded to 16 bits once more."""
 
     def second(self, rank: Rank, expert: int, act: Tensor, tokens: Tensor) -> Tensor:
         y = super().second(rank, expert, act, tokens)
@@ -78,7 +78,7 @@ class ReadsWeightsOfSkippedPairs(MoELayer):
         return super().apply(x, out, routes) + 0 * routes.weights.sum().to(x.dtype)
 
 
-class ReadsAdaptersOfNobody(MoELayer):
+class ReadsUnusedAdapters(MoELayer):
     def apply(self, x: Tensor, out: Tensor, routes: Routes) -> Tensor:
         result = super().apply(x, out, routes)
         for _, down in self.slots.values():
@@ -152,7 +152,7 @@ OTHERS = [
     (BASE_ROWS, Failure.BASE_ROW_CHANGED, DeltaForBaseRows, FP8),
     (BASE_ROWS, Failure.BASE_ROW_CHANGED, BaseRowsLoseADigit, replace(CASE, dtype=Dtype.FP32)),
     (CANARY, Failure.FOREIGN_MEMORY, ReadsWeightsOfSkippedPairs, PARALLEL),
-    (CANARY, Failure.FOREIGN_MEMORY, ReadsAdaptersOfNobody, CASE),
+    (CANARY, Failure.FOREIGN_MEMORY, ReadsUnusedAdapters, CASE),
     (CANARY, Failure.FOREIGN_MEMORY, ChangesTheBase, CASE),
     (CANARY, Failure.FOREIGN_MEMORY, WritesIntoOut, CASE),
     (OracleName.REPEAT, Failure.NONDETERMINISTIC, CountsItsRuns, CASE),
@@ -191,7 +191,7 @@ RIGHT = {
     "all_experts_of_a_token": replace(CASE, top_k=6),
     "one_expert": replace(CASE, experts=1, top_k=1),
     "all_base": replace(CASE, mix=Mix.ALL_BASE),
-    "nobody": replace(CASE, tokens=0),
+    "no tokens": replace(CASE, tokens=0),
 }
 
 
@@ -214,9 +214,10 @@ class Rounded(Factors):
         return (self.scale * rows.float() @ a.T).to(rows.dtype).float() @ b.T
 
 
-class RoundsItsShrunks(MoELayer):
-    """As who folds an expand into a tensor core's product has to. Then act differs from golden's
-    in its last bit here and there, and some of that is quantised to the next number."""
+class RoundsShrinkOutputs(MoELayer):
+    """As a kernel must that folds the expand into a product on tensor cores. In a few places act
+    then differs from golden's in its last bit, and some of these are quantised to the next
+    number."""
 
     def load(self, slot: int, pool: Pool) -> None:
         super().load(slot, pool)
@@ -225,7 +226,7 @@ class RoundsItsShrunks(MoELayer):
 
 
 class AddsUpAsTensorCoresDo(MoELayer):
-    """Sums of fp32, with errors of a random walk of K steps."""
+    """Sums in fp32, with errors of a random walk of K steps."""
 
     def first(self, rank: Rank, expert: int, x: Tensor, tokens: Tensor) -> Tensor:
         y = super().first(rank, expert, x, tokens)
@@ -236,7 +237,7 @@ class AddsUpAsTensorCoresDo(MoELayer):
 
 
 def test_base_rows_of_a_quantised_layer_may_be_added_up_in_fp32(judge_layer: Judge) -> None:
-    # what stands in an output of base rows is as exact as their base: a single flip is seen
+    # the output of base rows is as exact as their base: a single flip is seen
     case = replace(FP8, dtype=Dtype.FP16, tokens=300, in_features=1024, slices=(128, 128))
     case = replace(case, mix=Mix.LAST_SLOT, top_k=4)
     for seed in range(6):
@@ -248,14 +249,14 @@ def test_base_rows_of_a_quantised_layer_may_be_added_up_in_fp32(judge_layer: Jud
 def test_a_quantised_layer_may_round_its_shrink_outputs(judge_layer: Judge, dtype: Dtype) -> None:
     for seed in range(80):
         case = replace(FP8, dtype=dtype)
-        judgement = judge_layer(RoundsItsShrunks, OracleName.REFERENCE, seed, case)
+        judgement = judge_layer(RoundsShrinkOutputs, OracleName.REFERENCE, seed, case)
         assert judgement.verdict is Verdict.PASS, (seed, judgement)
 
 
 def test_a_quantised_product_has_no_exact_result(layer_trial: Callable[..., Trial]) -> None:
     for oracle in (OracleName.EXACT, PERMUTE):
         reason = ORACLES[oracle].applies(layer_trial(MoELayer, 0, FP8))
-        assert reason == "a quantised product rounds, whatever the data"
+        assert reason == "a quantised product rounds on any data"
     # bits are compared on data that rounds where the subject promises it
     trial = layer_trial(MoELayer, 0, FP8, place_invariant=True)
     assert ORACLES[PERMUTE].applies(trial) is None

@@ -1,5 +1,5 @@
-"""What a MoE layer may get wrong in its mathematics or in the cut of a group is a wrong
-answer. A wrong subject is the torch subject with one thing changed."""
+"""An MoE layer with an error in its mathematics or in how it is cut over ranks is a wrong answer. A
+wrong subject is the torch subject with one change."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ PADDED = replace(CASE, slices=(23, 23), tp=3)
 PARALLEL = replace(CASE, ep=2)
 # three digits of bf16 hide some of what three bits do
 FP8 = replace(CASE, quantisation=Quantisation.FP8, dtype=Dtype.FP16)
-# few numbers cannot tell what quantising costs from a single number that is quantised otherwise
+# few numbers do not distinguish the cost of quantising from one number that is quantised otherwise
 MANY_FP8 = replace(FP8, tokens=200, slices=(96, 96))
 SHARED = replace(CASE, sharing=Sharing.SHARED_OUTER)
 
@@ -146,7 +146,7 @@ class FirstExpertsBForAll(MoELayer):
 
 
 class SharedSideOverwritten(MoELayer):
-    """sglang #28564: what is shared holds what one expert brought."""
+    """sglang #28564: the shared factor is that of one expert."""
 
     def load(self, slot: int, pool: Pool) -> None:
         super().load(slot, pool)
@@ -188,7 +188,7 @@ class NegativeIdsCountFromTheEnd(MoELayer):
 
 
 class AdapterOfAnotherEpRank(MoELayer):
-    """An adapter's experts are numbered as those of the rank are."""
+    """The experts of an adapter are indexed with the local ids of the rank."""
 
     def first(self, rank: Rank, expert: int, x: Tensor, tokens: Tensor) -> Tensor:
         before = self.slots
@@ -206,7 +206,7 @@ class AdapterOfAnotherEpRank(MoELayer):
 
 
 class OuterRankForExperts(MoELayer):
-    """sglang #24171: the rank in the whole group is taken for that among the experts."""
+    """sglang #24171: the rank in the whole group is used as the rank among the experts."""
 
     def __init__(self, case: Case, base: BaseExperts) -> None:
         super().__init__(case, base)
@@ -256,7 +256,7 @@ class DownNotCut(MoELayer):
 
 
 class StrideOfTheUnpaddedWidth(MoELayer):
-    """vllm #42595: the padded width is cut, the adapter by its own width."""
+    """vllm #42595: the base is cut by the padded width, the adapter by its own."""
 
     def second(self, rank: Rank, expert: int, act: Tensor, tokens: Tensor) -> Tensor:
         before = self.slots
@@ -273,7 +273,7 @@ class StrideOfTheUnpaddedWidth(MoELayer):
 
 
 class PaddingIsAdded(MoELayer):
-    """The last rank has a column of padding, which holds what silu makes of garbage."""
+    """The last rank has a column of padding, with silu of garbage in it."""
 
     def second(self, rank: Rank, expert: int, act: Tensor, tokens: Tensor) -> Tensor:
         y = super().second(rank, expert, act, tokens)
@@ -283,7 +283,7 @@ class PaddingIsAdded(MoELayer):
 
 
 class BaseOnEveryRank(MoELayer):
-    """What only one rank may add is added by all."""
+    """What one rank alone must add is added by every rank."""
 
     def partial(self, rank: Rank, x: Tensor, routes: Routes) -> Tensor:
         out = super().partial(rank, x, routes)
@@ -368,7 +368,7 @@ WRONG_ANSWERS = [
     (PaddingIsAdded, PADDED),
     (BaseOnEveryRank, CUT),
 ]
-# what rounds by its nature has no exact result
+# a quantised product always rounds, and has no exact result
 ROUNDED = [
     (DownSeesQuantisedActivations, MANY_FP8),
     (AdaptersSeeQuantisedInput, FP8),

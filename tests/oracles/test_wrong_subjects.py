@@ -1,7 +1,7 @@
-"""Each numeric oracle fails the subjects with the defects it is there for, and no right one.
+"""Each numeric oracle fails the subjects with the defects that it is for, and no correct one.
 
-A wrong subject is the torch subject with one thing changed. The oracle must say FAIL with the
-failure that names the defect's kind, for every seed: a defect found by luck is not found.
+A wrong subject is the torch subject with one change. For every seed the oracle must give FAIL with
+the failure that names the kind of the defect: finding it by luck is not enough.
 """
 
 from __future__ import annotations
@@ -166,7 +166,7 @@ class ReadsFreshMemory(DenseDelta):
         super().apply(x, out)
         used = (self.token_slots >= 0).nonzero().flatten()
         scratch = torch.empty(len(used), 1, dtype=torch.int32)
-        # right where memory happens to be anything else
+        # correct where memory happens to hold anything else
         out[used] += (scratch == 0x7F7F7F7F).to(out.dtype)
         return out
 
@@ -211,7 +211,7 @@ class DependsOnTheSlotsNumber(DenseDelta):
 
 
 class RewritesOnlyRowsWithAdapter(DenseDelta):
-    """What was there before stays in the mapping where a row is a base row now."""
+    """A row that is a base row now keeps its previous slot in the mapping."""
 
     def prepare(self, token_slots: Tensor) -> None:
         before = torch.full_like(token_slots, -1)
@@ -229,7 +229,7 @@ class SkipsPrepareWithoutAdapters(DenseDelta):
 
 
 class LoadsWithoutReset(DenseDelta):
-    """Buffers of full rank: a smaller adapter leaves the upper ranks of the one before."""
+    """Buffers of full rank: a smaller adapter leaves the upper ranks of its predecessor."""
 
     def load(self, slot: int, pool: Pool) -> None:
         if slot not in self.slots:
@@ -316,7 +316,7 @@ def test_a_slice_that_is_kept_where_the_new_adapter_has_none_is_stale() -> None:
     for seed in range(6):
         judgement = judge(Subject(KeepsAnAbsentSlice), OracleName.SEQUENCE, seed, case)
         assert judgement.failure is Failure.STALE_STATE, (seed, judgement)
-        assert "smaller adapter in the place of a larger one" in judgement.message
+        assert "smaller adapter in place of a larger one" in judgement.message
 
 
 @pytest.mark.parametrize("dtype", [Dtype.FP16, Dtype.BF16])

@@ -1,5 +1,5 @@
-"""The project's own kernels behind the subject protocol: a few small cases end to end, and what
-the translation must not do for them."""
+"""The project's own kernels as a subject: a few small cases end to end, and what the translation
+must not do for the kernels."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
-"""A subject of one's own is found by its name, and the one in the docs passes."""
+"""Subjects are found by their names, and the one in the docs passes."""
 
 from __future__ import annotations
 
+import importlib
 import re
 from pathlib import Path
 
@@ -9,7 +10,8 @@ import pytest
 
 from loragate.core.machine import Machine, select_interpreter
 from loragate.core.verdict import OracleName, Verdict
-from loragate.matrix.case import Case, Dtype, Layout, Site
+from loragate.matrix.axis import Unstated
+from loragate.matrix.case import AXES, Case, Dtype, Layout, Site
 from loragate.protocol import Subject, Trial, unsupported
 from loragate.run.trial import run_trial
 from loragate.subjects import SUBJECTS, find_subject
@@ -60,8 +62,25 @@ def test_the_subject_of_the_docs_passes_every_oracle(
 
 def test_the_docs_name_every_oracle_and_every_subject_method() -> None:
     page = PAGE.read_text("ascii")
-    for word in (*OracleName, "load", "unload", "prepare", "apply", "capabilities", "open"):
-        assert f"`{word}" in page, word
+    for name in (*OracleName, "load", "unload", "prepare", "apply", "capabilities", "open"):
+        assert f"`{name}" in page, name
+
+
+def test_the_docs_name_the_axes_of_which_the_default_alone_is_assumed() -> None:
+    row = next(line for line in PAGE.read_text("ascii").splitlines() if "the default only:" in line)
+    axes = {name: axis for name, axis in AXES.items() if axis.unstated is Unstated.DEFAULT}
+    assert set(re.findall(r"`(\w+)`", row)) == axes.keys()
+    defaults = ", ".join(axis.default for axis in axes.values())
+    assert row.endswith(f"the default only: {defaults} |")
+
+
+def test_what_the_registry_names_exists() -> None:
+    root = PAGE.parents[1]
+    for subject in SUBJECTS.values():
+        assert all((root / path).is_dir() for path in subject.host_tests)
+        if subject.launches is not None:
+            module, _, function = subject.launches.partition(":")
+            assert callable(getattr(importlib.import_module(module), function))
 
 
 @pytest.mark.parametrize("name", ["torch", "loragate.subjects.torch.subject:TorchSubject"])
@@ -78,7 +97,7 @@ def test_every_registered_subject_can_be_made() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "words"),
+    ("name", "parts"),
     [
         ("lorakernel", ["'lorakernel'", "lorakernels, torch, vllm", "did you mean 'lorakernels'?"]),
         ("vlm", ["did you mean 'vllm'?"]),
@@ -90,11 +109,11 @@ def test_every_registered_subject_can_be_made() -> None:
         ),
     ],
 )
-def test_a_name_that_leads_nowhere_says_what_is_wrong(name: str, words: list[str]) -> None:
+def test_a_name_that_leads_nowhere_says_what_is_wrong(name: str, parts: list[str]) -> None:
     with pytest.raises(ValueError, match="subject") as caught:
         find_subject(name)
-    for word in words:
-        assert word in str(caught.value)
+    for part in parts:
+        assert part in str(caught.value)
 
 
 def test_a_name_unlike_any_other_gets_no_suggestion() -> None:
@@ -106,7 +125,7 @@ def test_a_name_unlike_any_other_gets_no_suggestion() -> None:
 def test_a_package_that_a_subject_misses_is_not_blamed_on_its_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "subject_with_a_need.py").write_text("import package_that_nobody_has\n")
+    (tmp_path / "subject_with_a_need.py").write_text("import package_that_does_not_exist\n")
     monkeypatch.syspath_prepend(tmp_path)
-    with pytest.raises(ModuleNotFoundError, match="package_that_nobody_has"):
+    with pytest.raises(ModuleNotFoundError, match="package_that_does_not_exist"):
         find_subject("subject_with_a_need:Subject")

@@ -61,7 +61,7 @@ class TorchMeta:
 
 
 class TorchWrapper:
-    """What its layers ask of the wrapper, in plain torch; keeps how it was called."""
+    """The interface of the wrapper that vLLM's layers use, in plain torch; records its calls."""
 
     def __init__(self, max_tokens: int, batches: int, device: str, lora_config: Any) -> None:
         self.slots = lora_config.max_loras
@@ -86,7 +86,7 @@ class TorchWrapper:
         kernel_experts = num_experts if expert_map is None else expert_map.numel()
         capacity = topk_ids.numel() + kernel_experts * (block_size - 1)
         blocks = -(-capacity // block_size)
-        # an operator that reads what nobody wrote is to be seen
+        # shows an operator that reads what was never written
         sorted_ids = torch.full((max_loras * capacity,), 10**6, dtype=torch.int32)
         expert_ids = torch.full((max_loras * blocks,), -1, dtype=torch.int32)
         post_pad = torch.full((max_loras,), 10**6, dtype=torch.int32)
@@ -158,7 +158,7 @@ def _aligned(
                 yield pair, slot, int(experts[slot, place // BLOCK])
 
 
-def stand_in() -> VllmMoEOps:
+def substitute_ops() -> VllmMoEOps:
     def tiles(**launch: Any) -> dict[str, Any]:
         return {"BLOCK_SIZE_M": BLOCK, "launch": launch}
 
@@ -171,7 +171,7 @@ def stand_in() -> VllmMoEOps:
 
 
 def open_instance(case: Case) -> VllmMoEInstance:
-    return VllmMoEInstance.of_case(stand_in(), case, "cpu")
+    return VllmMoEInstance.of_case(substitute_ops(), case, "cpu")
 
 
 def wrapper_of(instance: VllmMoEInstance) -> TorchWrapper:

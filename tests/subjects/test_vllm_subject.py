@@ -54,7 +54,7 @@ def golden(case: Case, pool: Pool, x: Tensor, token_slots: Tensor, out: Tensor) 
 
 
 class RecordingMeta:
-    """Stands in for vLLM's kernel metadata: keeps the mapping, hands it to the operators."""
+    """A substitute for vLLM's kernel metadata: keeps the mapping and passes it to the operators."""
 
     def __init__(self, max_loras: int, max_tokens: int, device: str) -> None:
         self.max_loras, self.max_tokens, self.device = max_loras, max_tokens, device
@@ -99,7 +99,7 @@ def torch_expand(
             start += width
 
 
-def stand_in() -> VllmOps:
+def substitute_ops() -> VllmOps:
     return VllmOps(
         version="0",
         lora_shrink=torch_shrink,
@@ -139,7 +139,7 @@ def pool_of(case: Case, seed: int = 3) -> Pool:
 def test_a_loaded_pool_and_a_prepared_step_give_the_delta_of_the_pool() -> None:
     case = small_case()
     pool, batch = pool_of(case), make_batch(case, 3, 0, DataKind.SIGNED, CPU)
-    instance = open_instance(case, stand_in())
+    instance = open_instance(case, substitute_ops())
     for slot in range(case.slots):
         instance.load(slot, pool)
     want = golden(case, pool, batch.x, batch.token_slots, batch.out)
@@ -149,7 +149,7 @@ def test_a_loaded_pool_and_a_prepared_step_give_the_delta_of_the_pool() -> None:
 
 def test_a_smaller_adapter_leaves_nothing_of_its_predecessor_in_the_slot() -> None:
     case = small_case()
-    used, fresh = open_instance(case, stand_in()), open_instance(case, stand_in())
+    used, fresh = open_instance(case, substitute_ops()), open_instance(case, substitute_ops())
     small, large = pool_of(case, seed=1), pool_of(case, seed=2)
     slot = next(s for s in range(case.slots) if min(small.ranks[s]) < case.rank)
     for weight in (*used.a, *used.b):
@@ -163,7 +163,7 @@ def test_a_smaller_adapter_leaves_nothing_of_its_predecessor_in_the_slot() -> No
 
 def test_an_unloaded_slot_is_zero_and_its_neighbour_is_not() -> None:
     case = small_case()
-    pool, instance = pool_of(case), open_instance(case, stand_in())
+    pool, instance = pool_of(case), open_instance(case, substitute_ops())
     for slot in range(case.slots):
         instance.load(slot, pool)
     instance.unload(0)
@@ -179,7 +179,7 @@ def test_the_scale_is_folded_in_fp32_and_rounded_once() -> None:
 
 
 def test_opening_forgets_what_the_same_addresses_meant_before_and_nothing_else() -> None:
-    case, ops = small_case(), stand_in()
+    case, ops = small_case(), substitute_ops()
     first = open_instance(case, ops)
     a_key = tuple(weight.data_ptr() for weight in first.a)
     ops.pointer_tables[0][a_key] = "stale"
@@ -189,7 +189,7 @@ def test_opening_forgets_what_the_same_addresses_meant_before_and_nothing_else()
 
 
 def test_a_pool_that_is_gone_leaves_nothing_in_the_pointer_tables() -> None:
-    case, ops = small_case(), stand_in()
+    case, ops = small_case(), substitute_ops()
     instance = open_instance(case, ops)
     for table, weights in zip(ops.pointer_tables, (instance.a, instance.b), strict=True):
         table[tuple(weight.data_ptr() for weight in weights)] = weights[0]
@@ -224,7 +224,7 @@ def test_the_interpreter_gets_no_more_splits_than_k_fills_and_one_that_is_empty(
 
 @pytest.fixture
 def without_vllm(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
-    """A folder in front of sys.path for a vllm of the test's own; the real one is out of sight."""
+    """A folder in front of sys.path for a vllm of the test; an installed one cannot be found."""
     vllm_package._load.cache_clear()
     for name in [m for m in sys.modules if m == "vllm" or m.startswith("vllm.")]:
         monkeypatch.delitem(sys.modules, name)

@@ -64,6 +64,6 @@ def _base_alone(trial: Trial, base: BaseLayer | None, batch: Batch) -> Tensor:
         return batch.out
     batch = copy_batch(batch)
     if trial.case.site is Site.LORA_LINEAR or trial.capabilities.place_invariant:
-        nobody = torch.full_like(batch.token_slots, BASE_ROW)
-        batch = replace(batch, token_slots=nobody)
+        base_only = torch.full_like(batch.token_slots, BASE_ROW)
+        batch = replace(batch, token_slots=base_only)
     return Session(trial, base).step(batch)

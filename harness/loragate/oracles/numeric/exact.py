@@ -24,7 +24,7 @@ class Exact:
 
     def applies(self, trial: Trial) -> str | None:
         if trial.case.quantisation is not Quantisation.NONE:
-            return "a quantised product rounds, whatever the data"
+            return "a quantised product rounds on any data"
         return None
 
     def judge(self, trial: Trial) -> Judgement:

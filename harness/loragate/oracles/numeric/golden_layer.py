@@ -217,8 +217,8 @@ class _Layer:
     def _as_base_sees_it(self, values: Tensor) -> Tensor:
         if not self.is_quantised:
             return values
-        # a value is rounded to the dtype before it is quantised: everybody then quantises the same
-        # number, and not some values of a row to a neighbour of the others' result
+        # a value is rounded to the dtype before it is quantised: otherwise golden, eager and the
+        # subject would quantise slightly different numbers, some of them to different neighbours
         low = values.to(self.batch.x.dtype)
         return dequantised(*quantised(low)).to(self.dtype)
 

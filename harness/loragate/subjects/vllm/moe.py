@@ -9,8 +9,8 @@ is forced with the arguments by which vLLM's dispatcher chooses:
 * two_kernel: as a layer with fully sharded adapters, in a group of one process; vLLM 0.26 has no
   other way to it.
 
-Weights are stacked for each slice, B holds scale * B, and shared factors are expanded over the experts
-without a copy.
+Weights are stacked for each slice, B holds scale * B, and shared factors are expanded over the
+experts without a copy.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Access to the installed vLLM package for MoE LoRA. Nothing of it is copied here.
 
-Invariant: a package that cannot be used gives a reason, never an exception. On a GPU everything that
-runs is the package's own, except for collectives, which are those of a group of one process.
+Invariant: a package that cannot be used gives a reason, never an exception. On a GPU everything
+that runs is the package's own, except for collectives, which are those of a group of one process.
 """
 
 from __future__ import annotations

@@ -49,8 +49,8 @@ class VllmInstance:
 
         self.a = [stacked(rank, in_features) for _ in slices]
         self.b = [stacked(width, rank) for width in slices]
-        # one process opens many pools in turn; what was stored for an address of an earlier one must
-        # not be used for this one
+        # one process opens many pools in turn: what was stored for an address of an earlier pool
+        # must not be used for this one
         ops.forget(self.a, self.b)
         # otherwise the tables would keep the weights of this pool alive as long as the process
         weakref.finalize(self, ops.forget, self.a, self.b).atexit = False
