@@ -22,7 +22,8 @@ from lorakernels.adapters.expert_layout import detect_layout, is_stacked_name
 from lorakernels.adapters.peft_config import PeftConfig, read_peft_config
 from lorakernels.adapters.peft_experts import name_parameters, unflatten
 from lorakernels.adapters.peft_targets import matching_pattern
-from lorakernels.dense.weights import MAX_RANK, LoRAFactors
+from lorakernels.common.stacked_weights import MAX_RANK
+from lorakernels.dense.weights import LoRAFactors
 from lorakernels.moe.weights import ExpertFactors, Factors
 
 CONFIG_FILE = "adapter_config.json"

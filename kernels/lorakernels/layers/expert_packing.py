@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from lorakernels.adapters.errors import hint, listing
-from lorakernels.dense.weights import LoRAFactors, check_scale
+from lorakernels.common.stacked_weights import check_scale
+from lorakernels.dense.weights import LoRAFactors
 from lorakernels.layers.casting import cast_all
 from lorakernels.layers.moe_partition import MoECut
 from lorakernels.layers.packing import check_shapes, take

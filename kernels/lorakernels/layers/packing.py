@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from lorakernels.dense.weights import LoRAFactors, check_scale
+from lorakernels.common.stacked_weights import check_scale
+from lorakernels.dense.weights import LoRAFactors
 from lorakernels.layers.casting import cast_all
 from lorakernels.layers.partition import LayerCut, Shard, Slice
 from lorakernels.moe.weights import Factors

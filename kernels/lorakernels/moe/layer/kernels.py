@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from lorakernels.dense.kernels import _dot
+from lorakernels.common.jit import dot
 
 
 @triton.jit
@@ -75,9 +75,9 @@ def _fold(
         if GATED:
             h_up, b_up = _terms(shrunk_ptr + R, b_slot + up_rows * R, ranks_ptr + slot * S + 1,
                                 pairs, mine, ranks_of, columns, live_n, S * R, R, RANK_ALIGN)
-            up = _dot(h_up, b_up, up, IEEE)
+            up = dot(h_up, b_up, up, IEEE)
         # fmt: on
-        acc = _dot(h, b, acc, IEEE)
+        acc = dot(h, b, acc, IEEE)
     return acc, up
 
 
@@ -155,13 +155,13 @@ def moe_gemm_kernel(
                 live_k = k + offs_k < K
                 x = tl.load(x_ptrs, mask=live_m[:, None] & live_k[None, :], other=0.0)
                 w = tl.load(w_ptrs, mask=live_k[:, None], other=0.0)
-            acc = _dot(x.to(low), w.to(low), acc, IEEE)
+            acc = dot(x.to(low), w.to(low), acc, IEEE)
             if GATED:
                 if EVEN_K:
                     w = tl.load(up_ptrs)
                 else:
                     w = tl.load(up_ptrs, mask=(k + offs_k < K)[:, None], other=0.0)
-                up = _dot(x.to(low), w.to(low), up, IEEE)
+                up = dot(x.to(low), w.to(low), up, IEEE)
                 up_ptrs += BLOCK_K
             x_ptrs += BLOCK_K
             w_ptrs += BLOCK_K

@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_wait
 
-from lorakernels.dense.kernels import _dot
+from lorakernels.common.jit import dot
 
 
 @triton.jit
@@ -33,7 +33,7 @@ def _shrink_rows(
             live_k = k + offs_k < K
             x = tl.load(x_ptrs, mask=live_m[:, None] & live_k[None, :], other=0.0)
             a = tl.load(a_ptrs, mask=live_n[None, :] & live_k[:, None], other=0.0)
-        h = _dot(x, a, h, IEEE)
+        h = dot(x, a, h, IEEE)
         x_ptrs += tl.cast(stride_xk, tl.int64) * BLOCK_K
         a_ptrs += BLOCK_K
     return h
@@ -69,8 +69,8 @@ def _shrink_rows_twice(
             x = tl.load(x_ptrs, mask=live_m[:, None] & live_k[None, :], other=0.0)
             a = tl.load(a_ptrs, mask=live_n[None, :] & live_k[:, None], other=0.0)
             a_up = tl.load(up_ptrs, mask=live_up[None, :] & live_k[:, None], other=0.0)
-        h = _dot(x, a, h, IEEE)
-        up = _dot(x, a_up, up, IEEE)
+        h = dot(x, a, h, IEEE)
+        up = dot(x, a_up, up, IEEE)
         x_ptrs += tl.cast(stride_xk, tl.int64) * BLOCK_K
         a_ptrs += BLOCK_K
         up_ptrs += BLOCK_K
@@ -115,7 +115,7 @@ def _sweep_columns(
             acc = tl.load(block_ptrs, mask=live_out, other=0.0).to(tl.float32)
         else:
             acc = tl.zeros([HEIGHT, BLOCK_N], dtype=tl.float32)
-        acc = _dot(h, b, acc, IEEE)
+        acc = dot(h, b, acc, IEEE)
         tl.store(block_ptrs, acc.to(b.dtype), mask=live_out)
         if not FROM_START:
             b_ptrs += BLOCK_N * R

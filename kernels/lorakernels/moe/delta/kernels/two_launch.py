@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from lorakernels.dense.kernels import _dot, _load_shrunk, _locate_slice
+from lorakernels.common.jit import dot, load_shrunk, locate_slice
 
 
 @triton.jit
@@ -91,7 +91,7 @@ def moe_shrink_kernel(
                     live_k = k + offs_k < K
                     x = tl.load(x_ptrs, mask=live_m[:, None] & live_k[None, :], other=0.0)
                     a = tl.load(a_ptrs, mask=live_n[None, :] & live_k[:, None], other=0.0)
-                acc = _dot(x, a, acc, IEEE)
+                acc = dot(x, a, acc, IEEE)
                 x_ptrs += tl.cast(stride_xk, tl.int64) * BLOCK_K
                 a_ptrs += BLOCK_K
             if SCALED:
@@ -137,7 +137,7 @@ def moe_expand_kernel(
 ):
     # grid (groups of GROUP column blocks, tiles)
     S: tl.constexpr = len(WIDTHS)
-    slice_id, column, start, width = _locate_slice(
+    slice_id, column, start, width = locate_slice(
         tl.program_id(0), WIDTHS, BLOCK_N * GROUP, WIDTH_ALIGN
     )
     first_tile = tl.program_id(1)
@@ -182,19 +182,19 @@ def moe_expand_kernel(
             b = tl.load(b_ptrs, mask=live_n & live_r, other=0.0)
             if PDL:
                 gdc_wait()
-            h = _load_shrunk(h_ptrs, live_h, stride_shrunk_split, SPLITS) * weight[:, None]
-            acc = _dot(h.to(b.dtype), b, acc, IEEE)
+            h = load_shrunk(h_ptrs, live_h, stride_shrunk_split, SPLITS) * weight[:, None]
+            acc = dot(h.to(b.dtype), b, acc, IEEE)
             for r in tl.range(BLOCK_R, R, BLOCK_R, num_stages=1):
                 more_r = r + offs_r < loaded_rank
                 live_h = live_m[:, None] & more_r[None, :]
-                h = _load_shrunk(h_ptrs + r, live_h, stride_shrunk_split, SPLITS)
+                h = load_shrunk(h_ptrs + r, live_h, stride_shrunk_split, SPLITS)
                 b = tl.load(b_ptrs + r, mask=live_n & more_r[:, None], other=0.0)
-                acc = _dot((h * weight[:, None]).to(b.dtype), b, acc, IEEE)
+                acc = dot((h * weight[:, None]).to(b.dtype), b, acc, IEEE)
             tl.store(out_ptrs, acc.to(b.dtype), mask=live_m[:, None] & live_n)
         else:
             if PDL:
                 gdc_wait()
-            h = _load_shrunk(h_ptrs, live_h, stride_shrunk_split, SPLITS) * weight[:, None]
+            h = load_shrunk(h_ptrs, live_h, stride_shrunk_split, SPLITS) * weight[:, None]
             h = h.to(b_ptr.dtype.element_ty)
             # pipelined: safe from triton #9433 because h does not change in the loop and each
             # dot is complete before the next iteration
@@ -206,7 +206,7 @@ def moe_expand_kernel(
                     acc = tl.load(ptrs, mask=live_m[:, None] & live_n, other=0.0).to(tl.float32)
                 else:
                     acc = tl.zeros([HEIGHT, BLOCK_N], dtype=tl.float32)
-                acc = _dot(h, b, acc, IEEE)
+                acc = dot(h, b, acc, IEEE)
                 tl.store(ptrs, acc.to(b.dtype), mask=live_m[:, None] & live_n)
     if PDL:
         gdc_wait()

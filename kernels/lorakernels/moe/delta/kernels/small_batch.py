@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_wait
 
-from lorakernels.dense.kernels import _locate_slice
+from lorakernels.common.jit import locate_slice
 
 
 @triton.jit
@@ -52,7 +52,7 @@ def moe_small_batch_kernel(
     if PDL:
         gdc_wait()
     S: tl.constexpr = len(WIDTHS)
-    slice_id, column, start, width = _locate_slice(tl.program_id(1), WIDTHS, BLOCK_N, WIDTH_ALIGN)
+    slice_id, column, start, width = locate_slice(tl.program_id(1), WIDTHS, BLOCK_N, WIDTH_ALIGN)
     pair = tl.program_id(0)
     slot = tl.load(pair_slots_ptr + pair)
     expert = tl.load(pair_experts_ptr + pair)
