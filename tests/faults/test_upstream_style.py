@@ -41,6 +41,7 @@ def test_a_fault_of_experts_meets_the_tests_of_experts_and_of_files() -> None:
     assert met == experts | {"adapter file", "adapter manager"}
     assert set(upstream_suite.tests_of("lorakernels.dense.kernels", ())) == linear
     assert set(upstream_suite.tests_of(None, ())) == linear | experts
+    assert set(upstream_suite.tests_of("lorakernels.common.jit", ())) == linear | experts
 
 
 def test_what_must_compile_is_compiled_for_the_faults_that_are_about_it() -> None:

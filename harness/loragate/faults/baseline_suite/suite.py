@@ -17,6 +17,8 @@ from loragate.faults.compiling import check_compiles, check_experts_compile
 from loragate.faults.model import Check, Sighting
 
 _OF_FILES = ("adapter file", "adapter manager")
+# what linear and MoE layers have in common
+_SHARED = ("lorakernels.common.", "lorakernels.runtime.")
 
 
 def _assert_silent(check: Callable[[], str | None]) -> None:
@@ -46,7 +48,7 @@ def tests_of(module: str | None, checks: Sequence[Check]) -> tuple[str, ...]:
     of linear layers for the rest, all of them without a module."""
     compiling = [name for check, name in _OF_CHECKS.items() if check in checks]
     linear, experts = list(upstream_style.TESTS), list(upstream_moe.TESTS)
-    if module is None:
+    if module is None or module.startswith(_SHARED):
         return (*linear, *experts, *compiling)
     of_experts = "moe" in module or "expert" in module
     return (*([*experts, *_OF_FILES] if of_experts else linear), *compiling)

@@ -10,6 +10,7 @@ from loragate.faults.model import Check, Control, Edit
 from loragate.matrix.case import Dtype, Mix, Parallel
 
 _PLAN = "lorakernels.dense.plan"
+_TUNING = "lorakernels.runtime.tuning"
 _GUARDED = (*delta().oracles, O.GUARD)
 
 CONTROLS = (
@@ -60,7 +61,7 @@ CONTROLS = (
         name="smaller-grid",
         why="Fewer programs than tiles: each takes more of them.",
         cases=(delta(tokens=40, slots=8, in_features=32, slices=(24,), mix=Mix.SHUFFLED),),
-        edit=Edit(_PLAN, "_PARTIAL_TILES = 8", "_PARTIAL_TILES = 0"),
+        edit=Edit(_TUNING, "partial_tiles=8", "partial_tiles=0"),
     ),
     Control(
         name="taller-tiles",
@@ -84,7 +85,7 @@ CONTROLS = (
         why="A slot whose weights and scales are zero adds nothing, whatever its rank.",
         cases=(delta(),),
         edit=Edit(
-            "lorakernels.dense.weights",
+            "lorakernels.common.stacked_weights",
             "        self.ranks[slot].zero_()\n        self.scales[slot].zero_()\n",
             "        self.scales[slot].zero_()\n",
         ),

@@ -44,7 +44,7 @@ CONTROLS = (
         name="small-batches-take-another-path",
         why="The plan never takes the path for a handful of pairs.",
         cases=(pairs(),),
-        edit=Edit(_PLAN, "_SMALL_READS = 1 << 17", "_SMALL_READS = 0"),
+        edit=Edit("lorakernels.runtime.tuning", "small_reads=1 << 17", "small_reads=0"),
     ),
     Control(
         name="fused-paths-up-to-rank-8",
@@ -58,9 +58,9 @@ CONTROLS = (
         cases=(pairs(), two_kernel()),
         checks=(Check.PAIRS,),
         edit=Edit(
-            "lorakernels.moe.align.launch",
-            "if num_bins(self.num_experts, self.max_slots, self.with_base) > MOST_BINS:",
-            "if self.num_experts:",
+            "lorakernels.moe.align.ops",
+            "if pairs.num_bins > pairs.tuning.align.most_bins:",
+            "if pairs.num_experts:",
         ),
     ),
     Control(
@@ -79,7 +79,7 @@ CONTROLS = (
         why="A sum of offsets in another order.",
         cases=(two_kernel(),),
         edit=Edit(
-            "lorakernels.moe.delta.kernels",
+            "lorakernels.moe.delta.kernels.two_launch",
             "a_tile + k_begin + offs_n.to(tl.int64)[None, :] * K + offs_k[:, None]",
             "a_tile + offs_k[:, None] + offs_n.to(tl.int64)[None, :] * K + k_begin",
         ),

@@ -8,10 +8,10 @@ from loragate.faults.corpus.points import planting
 from loragate.faults.model import Check, Group, Needs
 from loragate.matrix.case import Dtype
 
-_kernels = planting("lorakernels.moe.delta.kernels", Group.MOE_TWO_KERNEL)
+_kernels = planting("lorakernels.moe.delta.kernels.two_launch", Group.MOE_TWO_KERNEL)
 _launch = planting("lorakernels.moe.delta.launch", Group.MOE_TWO_KERNEL)
-_one_shot = planting("lorakernels.moe.delta.one_shot_kernel", Group.MOE_FUSED)
-_align = planting("lorakernels.moe.align.kernels", Group.ALIGN)
+_one_shot = planting("lorakernels.moe.delta.kernels.one_shot", Group.MOE_FUSED)
+_align = planting("lorakernels.moe.align.kernels.place", Group.ALIGN)
 
 FAULTS = (
     _kernels(

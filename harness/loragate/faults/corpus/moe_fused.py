@@ -8,8 +8,8 @@ from loragate.faults.corpus.points import planting
 from loragate.faults.model import Check, Group
 from loragate.matrix.case import Dtype, ExpertMap, Layout, Ranks, RouterWeights, Sharing
 
-_one_shot = planting("lorakernels.moe.delta.one_shot_kernel", Group.MOE_FUSED)
-_small = planting("lorakernels.moe.delta.small_batch_kernel", Group.MOE_FUSED)
+_one_shot = planting("lorakernels.moe.delta.kernels.one_shot", Group.MOE_FUSED)
+_small = planting("lorakernels.moe.delta.kernels.small_batch", Group.MOE_FUSED)
 _launch = planting("lorakernels.moe.delta.launch", Group.MOE_FUSED)
 
 # more columns than a block has; one oracle, for the interpreter takes its time

@@ -14,6 +14,7 @@ _launch = planting("lorakernels.moe.delta.launch", Group.MOE_HOST)
 _plan = planting("lorakernels.moe.delta.plan", Group.MOE_HOST)
 _align = planting("lorakernels.moe.align.metadata", Group.MOE_HOST)
 _weights = planting("lorakernels.moe.weights", Group.MOE_HOST)
+_stacked = planting("lorakernels.common.stacked_weights", Group.MOE_HOST)
 
 _GUARDED = pairs(tokens=5, in_features=16, slices=(16, 8), oracles=(O.REFERENCE, O.GUARD))
 
@@ -140,16 +141,14 @@ FAULTS = (
     ),
     _plan(
         "one-shot-tile-below-the-dots-minimum",
-        "def plan_one_shot(shape: MoEShape) -> OneShotPlan:\n"
         "    block_r = max(16, power_of_2(shape.rank))\n",
-        "def plan_one_shot(shape: MoEShape) -> OneShotPlan:\n"
         "    block_r = power_of_2(shape.rank)\n",
         source="vllm #32019",
         why="For a low rank the second product has less to contract over than a tensor core takes.",
         killers=(Check.EXPERT_COMPILES,),
         checks=(Check.EXPERT_COMPILES,),
     ),
-    _weights(
+    _stacked(
         "expert-slot-not-reset",
         "        self.reset(slot)\n        start = 0\n",
         "        start = 0\n",
@@ -158,7 +157,7 @@ FAULTS = (
         killers=(O.SEQUENCE,),
         cases=(pairs(),),
     ),
-    _weights(
+    _stacked(
         "emptied-slot-still-stores",
         "        self.ranks[slot].zero_()\n        self.scales[slot].zero_()\n",
         "        self.scales[slot].zero_()\n",
@@ -167,26 +166,26 @@ FAULTS = (
         killers=(O.SEQUENCE,),
         cases=(pairs(write=Write.STORE),),
     ),
-    _weights(
+    _stacked(
         "every-expert-gets-the-first",
-        "self.a[slot, :, index, : part.rank].copy_(part.a)",
-        "self.a[slot, :, index, : part.rank].copy_(part.a[:1])",
+        "self.a[slot, ..., index, : part.rank, :].copy_(part.a)",
+        "self.a[slot, ..., index, : part.rank, :].copy_(part.a[:1])",
         source="own",
         why="All experts of an adapter get the A of its first one.",
         killers=(O.REFERENCE, O.EXACT),
         cases=(pairs(ranks=Ranks.FULL),),
     ),
-    _weights(
+    _stacked(
         "shared-side-decides-for-both",
-        "self.b[slot, :, start : start + width, : part.rank].copy_(part.b)",
-        "both = part.b[:1] if self.shared_a else part.b\n"
-        "                self.b[slot, :, start : start + width, : part.rank].copy_(both)",
+        "self.b[slot, ..., start : start + width, : part.rank].copy_(part.b)",
+        "both = part.b[:1] if self.a.shape[1] == 1 else part.b\n"
+        "                self.b[slot, ..., start : start + width, : part.rank].copy_(both)",
         source="sglang #28564",
         why="Where experts share A, the B of all of them is overwritten with that of the first.",
         killers=(O.REFERENCE, O.EXACT),
         cases=(pairs(sharing=Sharing.SHARED_A),),
     ),
-    _weights(
+    _stacked(
         "absent-slice-moves-the-rest",
         "            start += width\n",
         "                start += width\n",

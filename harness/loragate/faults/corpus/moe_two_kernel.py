@@ -10,8 +10,8 @@ from loragate.faults.corpus.points import planting
 from loragate.faults.model import Check, Group
 from loragate.matrix.case import Dtype, Layout, Mix, Path, Ranks, RouterWeights, Write
 
-_plant = planting("lorakernels.moe.delta.kernels", Group.MOE_TWO_KERNEL)
-_columns = planting("lorakernels.dense.kernels", Group.MOE_TWO_KERNEL)
+_plant = planting("lorakernels.moe.delta.kernels.two_launch", Group.MOE_TWO_KERNEL)
+_columns = planting("lorakernels.common.jit", Group.MOE_TWO_KERNEL)
 
 _SMALL = replace(MOE_SMALL, path=Path.TWO_KERNEL)
 
@@ -84,10 +84,10 @@ FAULTS = (
     ),
     _plant(
         "zero-taken-for-idle-row",
-        "                acc = _dot(x, a, acc, IEEE)\n",
+        "                acc = dot(x, a, acc, IEEE)\n",
         "                first = tl.where((offs_k == 0)[None, :], x.to(tl.float32), 0.0)\n"
         "                blank = tl.sum(first, axis=1) == 0.0\n"
-        "                acc = _dot(tl.where(blank[:, None], 0.0, x).to(x.dtype), a, acc, IEEE)\n",
+        "                acc = dot(tl.where(blank[:, None], 0.0, x).to(x.dtype), a, acc, IEEE)\n",
         source="own",
         why="A row whose first value is zero is taken for padding; random data never has one.",
         killers=(O.EXACT,),
@@ -96,8 +96,8 @@ FAULTS = (
     ),
     _plant(
         "ranks-of-experts-through-bf16",
-        "            acc = _dot(h.to(b.dtype), b, acc, IEEE)\n",
-        "            acc = _dot(h.to(tl.bfloat16).to(b.dtype), b, acc, IEEE)\n",
+        "            acc = dot(h.to(b.dtype), b, acc, IEEE)\n",
+        "            acc = dot(h.to(tl.bfloat16).to(b.dtype), b, acc, IEEE)\n",
         source="vllm #38686",
         why="What stands between the products is rounded to bf16 whatever the adapters are.",
         killers=(O.REFERENCE,),
