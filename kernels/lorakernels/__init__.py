@@ -1,5 +1,4 @@
-"""Multi-LoRA kernels of linear layers and of experts, adapters and layers. Knows nothing of the
-harness."""
+"""Multi-LoRA kernels, adapters and layers, for linear and MoE layers. Independent of the harness."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The dense delta against fp64, in Triton's interpreter, for every way a plan can turn out."""
+"""The dense delta against fp64, in Triton's interpreter, for every outcome of a plan."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def test_half_precision_stays_within_its_rounding(dtype: torch.dtype, tolerance:
 def test_prefill_launches_compute_the_same_as_decode_launches(
     monkeypatch: pytest.MonkeyPatch, height: int, programs: int
 ) -> None:
-    # a tall tile needs a large batch in earnest; here the height is forced on a small one
+    # only a large batch has tall tiles; here the height is forced on a small one
     for module in (plan, metadata):
         monkeypatch.setattr(module, "tile_height", lambda rows, tuning: height)
     # with a single program on the tile axis every tile comes from the stride loop
@@ -267,7 +267,7 @@ def test_no_program_looks_for_a_tile_outside_the_tables(rows: int) -> None:
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=lambda s: f"r{s.rank}-b{s.itemsize}")
-def test_the_workspace_holds_the_shrunk_of_every_batch_size(shape: DenseShape) -> None:
+def test_the_workspace_holds_the_shrink_output_of_every_batch_size(shape: DenseShape) -> None:
     from dataclasses import replace
     from math import prod
 
@@ -290,6 +290,6 @@ def test_every_plan_can_be_launched(shape: DenseShape, rows: int) -> None:
     assert expand.block_r >= 16
     # a program that streams columns holds the whole rank on chip
     assert expand.group == 1 or expand.block_r >= shape.rank
-    # 163 KB is what a program may have on sm_80
+    # a program may have 163 KB of shared memory on sm_80
     stage = (height + shrink.block_n) * shrink.block_k * shape.itemsize
     assert stage * shrink.num_stages <= 163 * 1024

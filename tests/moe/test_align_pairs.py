@@ -96,7 +96,7 @@ def assert_tiles(
     [(1, 1, 1, 1), (17, 3, 5, 3), (70, 2, 3, 2), (33, 8, 40, 7)],
 )
 @pytest.mark.parametrize("is_large", [False, True])
-def test_every_pair_stands_in_the_tiles_of_its_expert_and_slot(
+def test_every_pair_is_in_the_tiles_of_its_expert_and_slot(
     rows: int,
     top_k: int,
     experts: int,
@@ -106,7 +106,7 @@ def test_every_pair_stands_in_the_tiles_of_its_expert_and_slot(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     if is_large:
-        # counted, summed and placed by launches of their own
+        # counting, summing and placing are separate launches
         tune(monkeypatch, single_launch_pairs=0, span=32)
     ids, token_slots = routed(rows, top_k, experts, slots, seed=rows)
     pairs = prepared(ids, token_slots, experts=experts, slots=slots, with_base=with_base)

@@ -1,9 +1,9 @@
 """Triton kernels of the dense delta: out += scale * (x @ A.T) @ B.T, per row's slot.
 
 Both kernels walk the compact tile list of BatchMetadata with a stride of their grid, so the
-grid depends on the batch size alone. The shrink holds many slices and ranks of its rows at
-once, as many as its plan says; K may be split into split-K partials that the expand adds up in a fixed order:
-no atomics, no memset, the same bits every time.
+grid depends on the batch size alone. A program of the shrink computes as many ranks, over several
+slices, as its plan says. K may be split; the expand then adds up the split-K partials in a fixed
+order: no atomics, no memset, the same bits every time.
 
 Names: x [M, K], A [L, S*R, K], B [L, N, R], shrink output [P, tiles * HEIGHT, S*R] fp32 in the row
 order of the tiles, out [M, N]; L slots, S slices, R rank of the buffers, P split-K partials.
@@ -39,8 +39,8 @@ def lora_shrink_kernel(
     PDL: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    # grid (tiles, split-K partials, chunks of BLOCK_N ranks). The wait comes before any exit: the expand
-    # trusts that whatever ran before the shrink is complete once every program got past it
+    # grid (tiles, split-K partials, chunks of BLOCK_N ranks). The wait comes before any exit: the
+    # expand relies on everything before the shrink being complete once all programs have passed it
     if PDL:
         gdc_wait()
         if EARLY:
@@ -54,11 +54,11 @@ def lora_shrink_kernel(
     steps = tl.cdiv(tl.cdiv(K, BLOCK_K), tl.num_programs(1))
     k_begin = split * steps * BLOCK_K
     k_end = tl.minimum(k_begin + steps * BLOCK_K, K)
-    # a transposed x has its rows' stride here: 64 bits (vllm #53034)
+    # in a transposed x this is the stride of rows, so offsets need 64 bits (vllm #53034)
     offs_x = (k_begin + offs_k).to(tl.int64) * stride_xk
     split_ptr = shrunk_ptr + split.to(tl.int64) * stride_shrunk_split
 
-    # the entries of the next tile are fetched ahead, those of the first beside the count
+    # the entries of the next tile are fetched ahead, those of the first one along with the count
     slot = tl.load(tile_slots_ptr + first_tile)
     rows = tl.load(tile_rows_ptr + first_tile * HEIGHT + offs_m)
     num_tiles = tl.load(num_tiles_ptr)
@@ -83,7 +83,7 @@ def lora_shrink_kernel(
                 acc = dot(x, a, acc, IEEE)
                 x_ptrs += tl.cast(stride_xk, tl.int64) * BLOCK_K
                 a_ptrs += BLOCK_K
-            # rows without a token stay unwritten, dead ranks become zero
+            # rows without a token stay unwritten; ranks that the adapter does not have become 0
             row_ptrs = split_ptr + (tile * HEIGHT + offs_m).to(tl.int64)[:, None] * SR
             live_cells = live_m[:, None] & (offs_n < SR)[None, :]
             tl.store(row_ptrs + offs_n[None, :], acc, mask=live_cells)
@@ -120,8 +120,9 @@ def lora_expand_kernel(
     IEEE: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    # grid (groups of GROUP column blocks, parts of tiles): neighbours write neighbouring columns
-    # of the same rows. *_ALIGN: powers of two that divide every slice width and R
+    # grid (groups of GROUP column blocks, parts of tiles): neighbouring programs write
+    # neighbouring columns of the same rows. *_ALIGN: powers of two that divide every slice width
+    # and R
     S: tl.constexpr = len(WIDTHS)
     PARTS: tl.constexpr = HEIGHT // BLOCK_M
     slice_id, column, start, width = locate_slice(
@@ -186,6 +187,6 @@ def lora_expand_kernel(
                 b = tl.load(b_ptrs + block * BLOCK_N * R, mask=live_n & live_r, other=0.0)
                 acc = dot(h, b, previous.to(tl.float32), IEEE)
                 tl.store(ptrs, acc.to(b.dtype), mask=live_m[:, None] & live_n)
-    # also without any tile: what follows trusts that the shrink is complete
+    # also without any tile: later kernels rely on the shrink being complete
     if PDL:
         gdc_wait()

@@ -151,7 +151,11 @@ FAMILIES: Mapping[int, Tuning] = MappingProxyType({9: HOPPER})
 
 def tuning_of(device: torch.device) -> Tuning:
     """The constants for a device; DEFAULT for a family that has not been measured."""
-    family = _family(device)
+    return tuning_of_family(_family(device))
+
+
+def tuning_of_family(family: int | None) -> Tuning:
+    """`family` is the major number of the compute capability, None for what is no GPU."""
     return DEFAULT if family is None else FAMILIES.get(family, DEFAULT)
 
 

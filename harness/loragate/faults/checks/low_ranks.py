@@ -1,4 +1,4 @@
-"""Launches of experts whose rank is below the least that a tensor core multiplies."""
+"""Launches of MoE kernels whose rank is below the least that a tensor core multiplies."""
 
 from __future__ import annotations
 

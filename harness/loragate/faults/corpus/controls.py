@@ -1,5 +1,5 @@
-"""What must stay green: nothing planted, or an edit that changes how a result comes about but
-not what it is."""
+"""Controls, which must pass: nothing planted, or an edit that changes how a result is computed but
+not the result."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ CONTROLS = (
     ),
     Control(
         name="k-never-split",
-        why="The sum over K in one part: other roundings, as good as before.",
+        why="K is never split: other roundings, as good as before.",
         cases=(delta(in_features=300, dtype=Dtype.FP16),),
         edit=Edit(_PLAN, "splits=power_of_2_below(splits)", "splits=1"),
     ),
@@ -72,7 +72,7 @@ CONTROLS = (
     ),
     Control(
         name="terms-swapped",
-        why="A sum of two integers in the other order.",
+        why="Two integers are added in the other order.",
         cases=(delta(),),
         edit=Edit(
             "lorakernels.dense.kernels",

@@ -1,6 +1,6 @@
-"""Faults that show on a GPU only: programs that run at the same time, kernels that compile anew.
+"""Faults that show on a GPU only: programs that run at the same time, kernels that are recompiled.
 
-An interpreter runs one program after the other, so every order is kept by itself.
+The interpreter runs one program after the other, so it never shows a wrong order.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ FAULTS = (
         'do_not_specialize=["num_live", "max_tokens",',
         'do_not_specialize=["max_tokens",',
         source="triton #8273",
-        why="The metadata kernel is compiled anew for a batch size of 1 or a multiple of 16.",
+        why="The metadata kernel is recompiled for a batch size that is 1 or a multiple of 16.",
         killers=(Check.METADATA,),
         checks=(Check.METADATA,),
         needs=Needs.GPU,

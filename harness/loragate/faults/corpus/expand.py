@@ -62,7 +62,7 @@ FAULTS = (
         "        scale = tl.load(scales_ptr + slot * S + slice_id)\n"
         "        scale = scale * scale\n",
         source="peft #3111",
-        why="The scale is applied twice, which nobody sees where it is 1.",
+        why="The scale is applied twice, which does not show where it is 1.",
         killers=(O.REFERENCE, O.EXACT),
         cases=(delta(),),
     ),

@@ -1,4 +1,4 @@
-"""Faults of the mapping from rows to slots: what every step prepares, and what padding holds."""
+"""Faults of the mapping from rows to slots, which every step prepares, and of its padding."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Faults of the alignment: which pair goes to which expert and slot."""
+"""Faults of the alignment: which token-expert pair goes to which expert and slot."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ FAULTS = (
         "known = (expert >= 0) & (expert < sizes.num_ids)",
         "known = expert < sizes.num_ids",
         source="sglang #23178",
-        why="A pair without expert is looked up in front of the expert map.",
+        why="The id of a pair without expert is looked up before the start of the expert map.",
         killers=(O.REFERENCE, O.EXACT, O.BASE_ROWS),
         cases=(_PARALLEL,),
     ),
@@ -79,7 +79,7 @@ FAULTS = (
         "slot = tl.where((slot >= 0) & (slot < sizes.max_slots), slot, -1)",
         "slot = tl.where((slot >= 0) & (slot < sizes.max_slots - 1), slot, -1)",
         source="vllm #32277",
-        why="The last adapter of a full house gets no delta.",
+        why="With all slots in use, the last adapter gets no delta.",
         killers=(O.REFERENCE, O.EXACT),
         cases=(pairs(),),
     ),
@@ -97,7 +97,7 @@ FAULTS = (
         "return num_pairs // height + min(num_groups, num_pairs)",
         "return num_pairs // height + 1",
         source="vllm #27311",
-        why="The host leaves room for one tile that is not full, the device makes one per bucket.",
+        why="The host counts one tile that is not full, the device makes one per bucket.",
         killers=(Check.PAIRS,),
         checks=(Check.PAIRS,),
     ),

@@ -1,4 +1,4 @@
-"""What must stay green around experts; see controls.py."""
+"""Controls of the MoE kernels, which must pass; see controls.py."""
 
 from __future__ import annotations
 
@@ -48,13 +48,13 @@ CONTROLS = (
     ),
     Control(
         name="fused-paths-up-to-rank-8",
-        why="Higher ranks take the path that has any.",
+        why="Higher ranks take the path that supports every rank.",
         cases=(one_shot(), pairs()),
         edit=Edit(_PLAN, "MAX_FUSED_RANK = 128", "MAX_FUSED_RANK = 8"),
     ),
     Control(
         name="pairs-aligned-in-torch",
-        why="The way of many buckets, for few.",
+        why="The path for many buckets, taken for few.",
         cases=(pairs(), two_kernel()),
         checks=(Check.PAIRS,),
         edit=Edit(
@@ -76,7 +76,7 @@ CONTROLS = (
     ),
     Control(
         name="expert-terms-swapped",
-        why="A sum of offsets in another order.",
+        why="Offsets are added up in another order.",
         cases=(two_kernel(),),
         edit=Edit(
             "lorakernels.moe.delta.kernels.two_launch",
@@ -86,7 +86,7 @@ CONTROLS = (
     ),
     Control(
         name="neighbours-hold-other-experts",
-        why="Ranks are dealt to the two axes in the other order: each part is held once.",
+        why="Ranks are assigned to the two axes in the other order: each part is held once.",
         cases=(pairs(tokens=3),),
         checks=(Check.EXPERT_RANKS,),
         edit=Edit(

@@ -1,4 +1,4 @@
-"""Faults of what stands around the kernels of experts: plan, operator, launch, slots."""
+"""Faults of the host code around the MoE kernels: plan, operator, launch, slots."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ FAULTS = (
         '@torch.library.custom_op("lorakernels::moe_delta", mutates_args=("shrunk", "out"))',
         '@torch.library.custom_op("lorakernels::moe_delta", mutates_args=("shrunk",))',
         source="vllm #37562",
-        why="torch is not told that the operator changes its output.",
+        why="The operator does not declare to torch that it changes its output.",
         killers=(O.COMPILE,),
         cases=(MOE_SMALL,),
         only=True,
@@ -88,7 +88,7 @@ FAULTS = (
         "    sizes = (*range(1, several + 1), shape.num_pairs)\n",
         "    sizes = (shape.num_pairs,)\n",
         source="sglang #31525",
-        why="Smaller batches split K into more parts, for which there is no room.",
+        why="Smaller batches split K into more partials than fit into the workspace.",
         killers=(Check.PAIR_WORKSPACE,),
         checks=(Check.PAIR_WORKSPACE,),
     ),
@@ -107,7 +107,7 @@ FAULTS = (
         "router_weights.dtype != torch.float32 or router_weights.numel() != num_pairs:",
         "router_weights.dtype != torch.float32:",
         source="own",
-        why="Router weights of another batch are taken.",
+        why="Router weights of another batch are accepted.",
         killers=(O.GUARD,),
         cases=(_GUARDED,),
     ),
@@ -199,7 +199,7 @@ FAULTS = (
         "factor.shape in ((1, rows, columns), (experts, rows, columns))",
         "factor.shape[1:] == (rows, columns)",
         source="vllm #41754",
-        why="An adapter for another number of experts is met only when it is half in its slot.",
+        why="An adapter for another number of experts is refused only when half of it is loaded.",
         killers=(O.GUARD,),
         cases=(_GUARDED,),
     ),

@@ -1,4 +1,4 @@
-"""Faults of the two-kernel path of experts: a shrink, a shrink output, an expand."""
+"""Faults of the two-kernel path of the MoE delta: a shrink, a shrink output, an expand."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ FAULTS = (
         "live_rank = tl.load(ranks_ptr + slot * S + offs_n // R, mask",
         "live_rank = tl.load(ranks_ptr + slot * S + offs_n * 0, mask",
         source="sglang #32241",
-        why="All slices are shrunk as high as the first one.",
+        why="All slices are shrunk with the live rank of the first one.",
         killers=(O.CANARY,),
         cases=(two_kernel(),),
     ),
@@ -49,7 +49,7 @@ FAULTS = (
         "steps = tl.cdiv(tl.cdiv(K, BLOCK_K), tl.num_programs(1))",
         "steps = tl.cdiv(K, BLOCK_K) // tl.num_programs(1)",
         source="own",
-        why="K is split evenly, and what is left over belongs to no part.",
+        why="K is split evenly, and the remainder belongs to no split-K partial.",
         killers=(Check.PAIR_PLANS,),
         checks=(Check.PAIR_PLANS,),
     ),
@@ -99,7 +99,7 @@ FAULTS = (
         "            acc = dot(h.to(b.dtype), b, acc, IEEE)\n",
         "            acc = dot(h.to(tl.bfloat16).to(b.dtype), b, acc, IEEE)\n",
         source="vllm #38686",
-        why="What stands between the products is rounded to bf16 whatever the adapters are.",
+        why="The shrink output is rounded to bf16 whatever the dtype of the adapters.",
         killers=(O.REFERENCE,),
         cases=(replace(_SMALL, dtype=Dtype.FP16),),
         only=True,
@@ -119,7 +119,7 @@ FAULTS = (
         "for r in tl.range(BLOCK_R, R, BLOCK_R, num_stages=1):",
         "for r in tl.range(BLOCK_R, R - BLOCK_R, BLOCK_R, num_stages=1):",
         source="vllm #55158",
-        why="Of an adapter that is higher than a block, the last ranks are left out.",
+        why="Of an adapter with more ranks than a block, the last ranks are left out.",
         killers=(O.REFERENCE, O.EXACT),
         cases=(two_kernel(tokens=3, in_features=16, slices=(16,), rank=140, slots=2),),
     ),
@@ -165,7 +165,7 @@ FAULTS = (
         "(group - first_group) * COLUMNS, column)",
         "(group - first_group) * (COLUMNS & -COLUMNS), column)",
         source="own",
-        why="What is told to the compiler of a group's first column is taken for the column.",
+        why="The alignment that the compiler may assume for a group's first column is taken for the column.",
         killers=(Check.PAIR_PLANS,),
         checks=(Check.PAIR_PLANS,),
     ),

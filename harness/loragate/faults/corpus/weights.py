@@ -1,4 +1,4 @@
-"""Faults of the stacked slots of one layer: who moves in, and what the predecessor leaves."""
+"""Faults of the stacked slots of one layer: loading an adapter, and resetting its predecessor."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ FAULTS = (
         "        self._check_slot(slot)\n        if len(factors) != self.num_slices:\n",
         "        self.reset(slot)\n        if len(factors) != self.num_slices:\n",
         source="own",
-        why="An adapter that is refused has already thrown out the one before.",
+        why="An adapter that is refused has already replaced the one before.",
         killers=(O.GUARD,),
         cases=(_GUARDED,),
     ),

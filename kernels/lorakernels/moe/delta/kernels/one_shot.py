@@ -1,5 +1,5 @@
 """Triton kernel of the MoE delta as one launch: the ranks of a tile's pairs stay on chip between
-the two products. Names as in kernels.py."""
+the two products. Names as in two_launch.py."""
 
 import triton
 import triton.language as tl
@@ -96,8 +96,8 @@ def _sweep_columns(
 ):
     """h @ B.T, block by block over `columns`, added to or stored into the output."""
     offs_n = tl.arange(0, BLOCK_N)
-    # a block is so little work that each instruction beside it counts: offsets from pointers that
-    # stay are the fewest, but take registers, which higher ranks and tiles need for their blocks
+    # a block is so little work that every further instruction counts. Offsets from constant pointers
+    # need the fewest, but they take registers, which higher ranks and tiles need for their blocks
     FROM_START: tl.constexpr = h.shape[1] <= 16 and HEIGHT <= 32
     for n in tl.range(0, columns, BLOCK_N, num_stages=STAGES):
         if EVEN_N:
@@ -162,11 +162,9 @@ def moe_one_shot_kernel(
     IEEE: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    # grid (parts of a slice's columns, slices, tiles). A program holds one slice of its tile's
-    # pairs, or PAIRED both of two slices of equal width: their ranks stay on chip between the
-    # two products
-    # what follows starts when all of this is done: its programs would take the free places, and
-    # be unevenly spread over the multiprocessors
+    # grid (parts of a slice's columns, slices, tiles). A program computes one slice of its tile's
+    # pairs, or with PAIRED both of two slices of equal width. The next kernel is not started early:
+    # its programs would occupy multiprocessors and spread unevenly over them
     if PDL:
         gdc_wait()
     S: tl.constexpr = len(WIDTHS)
@@ -198,7 +196,7 @@ def moe_one_shot_kernel(
     for tile in tl.range(first_tile, num_tiles, tl.num_programs(2), num_stages=1):
         live_m = pairs >= 0
         table = slot * S + slice_id
-        # everything small is fetched ahead: behind the shrink its latency would add up
+        # small values are fetched ahead: after the shrink their latency would add up
         rank = tl.load(ranks_ptr + table)
         scale = tl.load(scales_ptr + table)
         if PAIRED:
@@ -255,7 +253,7 @@ def moe_one_shot_kernel(
                 IEEE,
             )
         else:
-            # without an adapter nothing is loaded, and K shrinks to nothing
+            # without an adapter the loop over K has no steps and nothing is loaded
             h = _shrink_rows(
                 x_ptrs,
                 a_ptrs,

@@ -1,5 +1,5 @@
 """Triton kernel of the MoE delta for a handful of pairs: no tile, no alignment, no tensor core.
-Names as in kernels.py."""
+Names as in two_launch.py."""
 
 import triton
 import triton.language as tl
@@ -48,7 +48,8 @@ def moe_small_batch_kernel(
     PDL: tl.constexpr,
 ):
     # grid (pairs, blocks of columns): no tile, no tensor core, sums in fp32 throughout. Each
-    # program shrinks for itself, so that one launch does. For what follows see one_shot_kernel.py
+    # program repeats the shrink, so that one launch is enough. As in one_shot.py the next kernel is
+    # not started early
     if PDL:
         gdc_wait()
     S: tl.constexpr = len(WIDTHS)
@@ -66,7 +67,7 @@ def moe_small_batch_kernel(
         scale = tl.load(scales_ptr + slot * S + slice_id)
         if WEIGHTED:
             scale *= tl.load(weights_ptr + pair).to(tl.float32)
-        # what does not depend on the shrink is fetched ahead of it
+        # loads that do not depend on the shrink come before it
         loaded_rank = tl.cdiv(rank, RANK_ALIGN) * RANK_ALIGN
         live_n = offs_n < width
         b_tile = b_ptr + slot.to(tl.int64) * stride_b_slot + expert.to(tl.int64) * stride_b_expert

@@ -1,12 +1,13 @@
-"""Triton kernels of the MoE delta as two launches: out[p] += w[p] * scale * (x_row @ A.T) @ B.T for
-each pair p, with A, B and scale of the pair's slot and expert, and an fp32 shrink output between them.
+"""Triton kernels of the MoE delta as two launches, a shrink and an expand with an fp32 shrink output
+between them: out[p] += w[p] * scale * (x_row @ A.T) @ B.T for each token-expert pair p, with A, B
+and scale of the pair's slot and expert.
 
 All kernels of the delta read a live rank for every slot and slice, and none has a grid that
 depends on how many adapters a batch has.
 
-Names: x [M or P, K], A [L, E or 1, S, R, K], B [L, E or 1, N, R], shrink output [splits, P, S*R] fp32,
-out [P, N]; P pairs, L slots, E experts, S slices, R rank of the buffers. x row of a pair: p //
-ROWS_PER_X.
+Names: x [M or P, K], A [L, E or 1, S, R, K], B [L, E or 1, N, R], shrink output [splits, P, S*R]
+fp32, out [P, N]; P pairs, L slots, E experts, S slices, R rank of the buffers. The row of x of pair
+p is p // ROWS_PER_X.
 """
 
 import triton
@@ -44,8 +45,9 @@ def moe_shrink_kernel(
     IEEE: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    # grid (chunks of BLOCK_N ranks, split-K partials, tiles); see lora_shrink_kernel for the waits. SCALED:
-    # a single split-K partial is left as the expand would make it, times scale and in the shrink output's dtype
+    # grid (chunks of BLOCK_N ranks, split-K partials, tiles); see lora_shrink_kernel for the waits.
+    # SCALED: a single split-K partial is stored as an expand would use it, times scale and in the
+    # dtype of the shrink output
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
