@@ -1,4 +1,4 @@
-"""Multi-LoRA kernels, adapters and layers, for linear and MoE layers. Independent of the harness."""
+"""Multi-LoRA kernels, adapters and layers, linear and MoE. Independent of the harness."""
 
 from __future__ import annotations
 

@@ -83,7 +83,7 @@ def run(layer: FusedMoELoRA, batch: Batch, slots: tuple[int, ...], **options: An
         with_base=True,
     )
     scratch = MoEScratch([layer], max_tokens=TOKENS + 2, top_k=TOP_K)
-    for buffer in (scratch.buffers.act, scratch.buffers.y, scratch.shrunks.shrunk):
+    for buffer in (scratch.buffers.act, scratch.buffers.y, scratch.workspace.shrunk):
         buffer.fill_(float("nan"))
     return layer(batch.x, batch.ids, batch.router, metadata, pairs, scratch, **options)
 

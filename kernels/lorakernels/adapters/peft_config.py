@@ -196,8 +196,7 @@ class _Fields:
             given = self.values["target_modules"]
             raise self.error("target_modules", given, "a list of names or an expression")
         if isinstance(modules, str) and modules.lower() == "all-linear":
-            # PEFT saves the list of modules in its place; from the name alone missing factors cannot
-            # be noticed
+            # PEFT saves the list of modules instead; the name alone does not show what is missing
             raise self.error("target_modules", modules, "spelled out, as PEFT saves it")
         layers = self._as_list("layers_to_transform", int, "an integer or a list of integers")
         pattern = self._as_list("layers_pattern", str, "a name or a list of names")

@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 def cast_all(tensors: Mapping[str, Tensor], like: Tensor) -> dict[str, Tensor]:
-    """The tensors in the dtype and on the device of `like`. ValueError that names one by its key."""
+    """The tensors in the dtype and on the device of `like`. ValueError that names a key."""
     for what, tensor in tensors.items():
         if not tensor.is_floating_point():
             raise ValueError(f"{what} must be floating point (got {tensor.dtype})")

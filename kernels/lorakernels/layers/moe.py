@@ -36,7 +36,7 @@ Staged = tuple[ExpertFactors | None, ...]
 
 class MoEScratch:
     """The intermediate results of the layers of a model, allocated once: for layers of the same
-    sizes that run one after the other, and batches of up to `max_tokens` rows. Raises ValueError."""
+    sizes that run one after the other, and batches of up to `max_tokens` rows. ValueError."""
 
     def __init__(self, layers: Sequence[FusedMoELoRA], *, max_tokens: int, top_k: int) -> None:
         sizes = {(layer.packing.hidden, layer.cut.intermediate.size) for layer in layers}
@@ -117,8 +117,8 @@ class FusedMoELoRA(nn.Module):
 
     @property
     def parts(self) -> dict[str, tuple[int, ...]]:
-        """The modules that an adapter may have factors for: each projection of each expert, and each
-        projection of all experts; with the indices of what each covers. The layer itself is
+        """The modules that an adapter may have factors for: each projection of each expert, and
+        each projection of all experts; with the indices of what each covers. The layer itself is
         "experts"."""
         return self._parts
 

@@ -65,9 +65,9 @@ class MoECut:
 def cut_moe(
     num_experts: int, intermediate: int, rank: MoERank, *, padded_intermediate: int | None = None
 ) -> MoECut:
-    """`padded_intermediate` is for a base layer whose shards are cut from a padded size; adapters are
-    not padded. Where experts cannot be divided evenly, the first ranks hold one more each. Raises
-    ValueError."""
+    """`padded_intermediate` is for a base layer whose shards are cut from a padded size; adapters
+    are not padded. Where experts cannot be divided evenly, the first ranks hold one more each.
+    Raises ValueError."""
     if num_experts < rank.ep_size:
         raise ValueError(f"experts must be at least ep_size {rank.ep_size} (got {num_experts})")
     share, rest = divmod(num_experts, rank.ep_size)

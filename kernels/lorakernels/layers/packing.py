@@ -130,8 +130,8 @@ def owned(part: Tensor, whole: Tensor) -> Tensor:
 
 
 def take_packed(tensor: Tensor, slices: Sequence[Slice], shards: Sequence[Shard]) -> Tensor:
-    """The rows of a packed weight or bias that the shards hold, each slice cut separately; the tensor
-    itself if none is cut."""
+    """The rows of a packed weight or bias that the shards hold, each slice cut separately; the
+    tensor itself if none is cut."""
     if all(shard.size == part.width for part, shard in zip(slices, shards, strict=True)):
         return tensor
     pieces = torch.split(tensor, [part.width for part in slices])

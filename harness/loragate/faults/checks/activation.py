@@ -1,4 +1,4 @@
-"""Adapters in the slots of a small model: activated, evicted, activated again, replaced, refused."""
+"""Adapters in the slots of a small model: activated, evicted, reactivated, replaced, refused."""
 
 from __future__ import annotations
 

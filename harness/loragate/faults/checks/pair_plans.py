@@ -192,7 +192,7 @@ class _Step:
         return ExpertFactors(a.bfloat16(), b, scale)
 
     def _poison(self) -> None:
-        """Ranks that the adapters do not have are NaN, as far as kernels promise not to read them."""
+        """Ranks that no adapter has are NaN, as far as kernels promise not to read them."""
         widths = self.layer.widths
         for slot, parts in enumerate(self.layer.adapters):
             for part, adapter in enumerate(parts):

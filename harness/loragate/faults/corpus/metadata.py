@@ -125,7 +125,9 @@ FAULTS = (
     _plant(
         "tile-height-frozen-at-first-step",
         "            HEIGHT=tile_height(self.num_rows, self.tuning),\n",
-        '            HEIGHT=self.__dict__.setdefault("h", tile_height(self.num_rows, self.tuning)),\n',
+        "            HEIGHT=self.__dict__.setdefault(\n"
+        '                "height", tile_height(self.num_rows, self.tuning)\n'
+        "            ),\n",
         source="vllm #34119",
         why="A scalar of the first batch becomes a constant for all that follow.",
         killers=(O.SEQUENCE,),

@@ -165,7 +165,7 @@ FAULTS = (
         "(group - first_group) * COLUMNS, column)",
         "(group - first_group) * (COLUMNS & -COLUMNS), column)",
         source="own",
-        why="The alignment that the compiler may assume for a group's first column is taken for the column.",
+        why="The alignment of a group's first column is taken for the column.",
         killers=(Check.PAIR_PLANS,),
         checks=(Check.PAIR_PLANS,),
     ),

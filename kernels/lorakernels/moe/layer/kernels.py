@@ -30,7 +30,7 @@ def _terms(
     RANK_ALIGN: tl.constexpr,
 ):
     """The operands of the folded expand for one slot and slice: the ranks of the slot's pairs, zero
-    for other pairs, and B. Whole vectors are loaded: past the live rank the shrink output is zero."""
+    for other pairs, and B. Whole vectors are loaded: past the live rank the shrink output is 0."""
     live_r = ranks_of < tl.cdiv(tl.load(ranks_ptr), RANK_ALIGN) * RANK_ALIGN
     cells = shrunk_ptr + pairs.to(tl.int64)[:, None] * SR + ranks_of[None, :]
     h = tl.load(cells, mask=mine[:, None] & live_r[None, :], other=0.0)

@@ -96,8 +96,8 @@ def _sweep_columns(
 ):
     """h @ B.T, block by block over `columns`, added to or stored into the output."""
     offs_n = tl.arange(0, BLOCK_N)
-    # a block is so little work that every further instruction counts. Offsets from constant pointers
-    # need the fewest, but they take registers, which higher ranks and tiles need for their blocks
+    # a block is so little work that every further instruction counts. Offsets from constant
+    # pointers need the fewest, but take registers that higher ranks and tiles need for their blocks
     FROM_START: tl.constexpr = h.shape[1] <= 16 and HEIGHT <= 32
     for n in tl.range(0, columns, BLOCK_N, num_stages=STAGES):
         if EVEN_N:

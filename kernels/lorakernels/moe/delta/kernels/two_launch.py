@@ -1,6 +1,6 @@
-"""Triton kernels of the MoE delta as two launches, a shrink and an expand with an fp32 shrink output
-between them: out[p] += w[p] * scale * (x_row @ A.T) @ B.T for each token-expert pair p, with A, B
-and scale of the pair's slot and expert.
+"""Triton kernels of the MoE delta as two launches, a shrink and an expand with an fp32 shrink
+output between them: out[p] += w[p] * scale * (x_row @ A.T) @ B.T for each token-expert pair p, with
+A, B and scale of the pair's slot and expert.
 
 All kernels of the delta read a live rank for every slot and slice, and none has a grid that
 depends on how many adapters a batch has.
