@@ -1,5 +1,4 @@
-"""Multi-LoRA kernels of linear layers and of experts, adapters and layers. Knows nothing of the
-harness."""
+"""Multi-LoRA kernels, adapters and layers, linear and MoE. Independent of the harness."""
 
 from __future__ import annotations
 

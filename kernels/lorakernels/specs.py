@@ -1,4 +1,4 @@
-"""Representative launches of all kernels, for compiling them where no GPU is."""
+"""Representative launches of all kernels, for compiling them without a GPU."""
 
 from __future__ import annotations
 

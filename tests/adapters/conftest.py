@@ -1,5 +1,5 @@
-"""These tests are about host logic and small numbers: they run in Triton's interpreter, also
-where a GPU is at hand. The switch must stand before lorakernels is imported."""
+"""These tests are about host logic and small numbers: they run in Triton's interpreter even on a
+machine with a GPU. The switch must be set before lorakernels is imported."""
 
 import os
 

@@ -38,9 +38,7 @@ def adapter(modules: dict[str, Factors]) -> Adapter:
         ("model.layers.0.mlp.experts", None),
     ],
 )
-def test_a_name_tells_whether_it_stands_for_one_expert_or_for_all(
-    module: str, stacked: bool | None
-) -> None:
+def test_a_name_stands_for_one_expert_or_for_all(module: str, stacked: bool | None) -> None:
     assert is_stacked_name(module) is stacked
 
 
@@ -77,7 +75,7 @@ def test_the_layout_is_that_of_all_modules(
     ("modules", "witnesses"),
     [
         (
-            # the first layer alone looks sound
+            # the first layer alone is valid
             {"0.experts.up_proj": stack(3, 3), "7.experts.up_proj": stack(1, 3)},
             "model.layers.0.experts.up_proj: experts stacked in one module; "
             "model.layers.7.experts.up_proj: experts stacked, with shared outer factors",

@@ -67,7 +67,7 @@ def test_each_expert_gets_its_own_rows_of_a_and_its_own_columns_of_b(tmp_path: P
 
 
 @pytest.mark.parametrize("inner", ["gate_up", "down"])
-def test_sizes_tell_which_wrapper_belongs_to_which_parameter(tmp_path: Path, inner: str) -> None:
+def test_sizes_decide_which_wrapper_belongs_to_which_parameter(tmp_path: Path, inner: str) -> None:
     wrapped, outer = f"{HOLDER}.base_layer", HOLDER
     if inner == "gate_up":
         tensors = gate_up(wrapped) | down(outer)
@@ -117,7 +117,7 @@ def test_a_single_square_projection_is_refused_because_it_has_two_readings(
             pair(HOLDER, (rows, HIDDEN), (HIDDEN, rows)),
             target_parameters=["experts.down_proj"],
         ),
-        f"the input and the output of {DOWN} cannot be told apart, both have {HIDDEN} features; "
+        f"the input and the output of {DOWN} cannot be distinguished, both have {HIDDEN} features; "
         "adapt gate_up_proj and down_proj together",
     )
 

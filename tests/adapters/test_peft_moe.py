@@ -1,5 +1,5 @@
-"""PEFT itself is the judge: adapters that it trained on the experts of tiny models and saved,
-read into the slots of MoE layers and applied there in plain torch."""
+"""Results are compared with PEFT: adapters that it saved for the experts of tiny models are read
+into the slots of MoE layers and applied there in plain torch."""
 
 from __future__ import annotations
 

@@ -192,8 +192,16 @@ def test_where_nothing_is_compiled_nothing_is_judged(monkeypatch: pytest.MonkeyP
 @pytest.mark.parametrize(
     ("instance", "failure", "words"),
     [
-        (KnowsItsName, Failure.RECOMPILED, "layer 1 of 3 with a batch of ragged: another graph, with"),
-        (KnowsTheActive, Failure.RECOMPILED, "layer 0 of 3 with a batch of all_base: another graph"),
+        (
+            KnowsItsName,
+            Failure.RECOMPILED,
+            "layer 1 of 3 with a batch of ragged: another",
+        ),
+        (
+            KnowsTheActive,
+            Failure.RECOMPILED,
+            "layer 0 of 3 with a batch of all_base: another",
+        ),
         (KnowsTheSize, Failure.RECOMPILED, "a batch of 5 rows after one of 7: another graph"),
         (LeavesEarly, Failure.RECOMPILED, "cannot be traced as one graph"),
         (HidesItsWrites, Failure.WRONG_ANSWER, "opcheck of toy.liar.default"),

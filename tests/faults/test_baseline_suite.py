@@ -43,6 +43,7 @@ def test_an_moe_fault_meets_the_tests_of_moe_and_of_adapter_files() -> None:
     assert met == of_moe | {"adapter file", "adapter manager"}
     assert set(suite.tests_of("lorakernels.dense.kernels", ())) == linear
     assert set(suite.tests_of(None, ())) == linear | of_moe
+    assert set(suite.tests_of("lorakernels.common.jit", ())) == linear | of_moe
 
 
 def test_low_ranks_are_compiled_for_the_faults_about_compiling() -> None:

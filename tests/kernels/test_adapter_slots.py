@@ -72,7 +72,7 @@ def refusal(slots: AdapterSlots, given: Adapter) -> str:
     return str(raised.value)
 
 
-def test_an_adapter_lands_in_the_same_slot_of_every_layer() -> None:
+def test_an_adapter_is_in_the_same_slot_of_every_layer() -> None:
     layers = model()
     slots = AdapterSlots(layers)
     modules = [*all_of("q_proj"), *all_of("o_proj")]
@@ -107,7 +107,7 @@ def test_one_layer_that_refuses_leaves_every_layer_as_it_was() -> None:
         assert slots.names == ("old",)
 
 
-def test_a_load_that_breaks_off_leaves_no_half_adapter() -> None:
+def test_a_load_that_fails_leaves_no_half_adapter() -> None:
     layers = model()
     slots = AdapterSlots(layers)
     slots.activate(adapter("kept", *all_of("q_proj")))
@@ -151,7 +151,7 @@ def test_slots_are_conserved_over_many_loads_and_evictions() -> None:
     assert [slots.activate(adapter(n, *all_of("q_proj"))) for n in ("x", "y", "z")] == [0, 1, 2]
 
 
-def test_a_full_house_is_refused_and_names_who_is_in_it() -> None:
+def test_an_adapter_without_a_free_slot_is_refused_with_the_resident_ones() -> None:
     slots = AdapterSlots(model())
     slots.activate(adapter("de", *all_of("q_proj")))
     slots.activate(adapter("fr", *all_of("q_proj")))
@@ -206,7 +206,7 @@ def test_a_targeted_module_without_factors_is_refused() -> None:
 
 @pytest.mark.parametrize("part", ["qkv_proj", "q_proj"])
 def test_a_list_may_target_a_fused_module_and_its_slices(part: str) -> None:
-    # one list for many models; a model has one of both
+    # one list serves many models; a model has one of the two
     slots = AdapterSlots(model())
     given = adapter("fr", *all_of(part), targets=("q_proj", "qkv_proj"))
     assert slots.activate(given) == 0

@@ -1,4 +1,4 @@
-"""The dense delta against fp64, in Triton's interpreter, for every way a plan can turn out."""
+"""The dense delta against fp64, in Triton's interpreter, for every outcome of a plan."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ from loragate.core.machine import select_interpreter
 
 select_interpreter()
 
+from lorakernels.batch import metadata  # noqa: E402
 from lorakernels.batch.metadata import BatchMetadata  # noqa: E402
-from lorakernels.dense import ops, plan  # noqa: E402
+from lorakernels.dense import launch, plan  # noqa: E402
 from lorakernels.dense.ops import (  # noqa: E402
     DenseWorkspace,
     dense_delta,
@@ -111,12 +112,11 @@ def test_half_precision_stays_within_its_rounding(dtype: torch.dtype, tolerance:
 def test_prefill_launches_compute_the_same_as_decode_launches(
     monkeypatch: pytest.MonkeyPatch, height: int, programs: int
 ) -> None:
-    # a tall tile needs a large batch in earnest; here the height is forced on a small one
-    for module in (ops, plan):
-        monkeypatch.setattr(module, "tile_height", lambda rows: height)
-    monkeypatch.setattr("lorakernels.batch.metadata.tile_height", lambda rows: height)
+    # only a large batch has tall tiles; here the height is forced on a small one
+    for module in (plan, metadata):
+        monkeypatch.setattr(module, "tile_height", lambda rows, tuning: height)
     # with a single program on the tile axis every tile comes from the stride loop
-    monkeypatch.setattr(ops, "tile_programs", lambda rows, size: programs)
+    monkeypatch.setattr(launch, "tile_programs", lambda shape, capacity: programs)
     setup = Setup(140)
     setup.check(setup.run(), 1e-6)
     setup = Setup(70, torch.bfloat16)
@@ -256,18 +256,18 @@ SHAPES = [
 
 @pytest.mark.parametrize("rows", [1, 17, 128, 129, 1030, 2050])
 def test_no_program_looks_for_a_tile_outside_the_tables(rows: int) -> None:
-    metadata = BatchMetadata(max_tokens=rows, max_slots=3, device="meta")
+    batch = BatchMetadata(max_tokens=rows, max_slots=3, device="meta")
     shape = DenseShape(rows, 8, (8,), 4, 4)
-    capacity = ops._tile_capacity(shape, ops._tables(metadata))
-    height = plan.tile_height(rows)
-    assert plan.tile_programs(rows, capacity) <= capacity <= metadata.tile_slots.shape[0]
-    assert capacity * height <= metadata.tile_rows.shape[0]
+    height = shape.height
+    capacity = launch.TileTables.of(batch).capacity(height)
+    assert plan.tile_programs(shape, capacity) <= capacity <= batch.tile_slots.shape[0]
+    assert capacity * height <= batch.tile_rows.shape[0]
     # and all that a batch can need fit
     assert capacity >= plan.max_tiles(rows, 3, height)
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=lambda s: f"r{s.rank}-b{s.itemsize}")
-def test_the_workspace_holds_the_shrunk_of_every_batch_size(shape: DenseShape) -> None:
+def test_the_workspace_holds_the_shrink_output_of_every_batch_size(shape: DenseShape) -> None:
     from dataclasses import replace
     from math import prod
 
@@ -283,13 +283,13 @@ def test_every_plan_can_be_launched(shape: DenseShape, rows: int) -> None:
 
     shape = replace(shape, num_rows=rows)
     shrink, expand = plan_shrink(shape), plan_expand(shape)
-    height = plan.tile_height(rows)
+    height = shape.height
     assert height % expand.block_m == 0
     assert 1 <= shrink.splits <= 32
     assert shrink.block_n >= 16
     assert expand.block_r >= 16
     # a program that streams columns holds the whole rank on chip
     assert expand.group == 1 or expand.block_r >= shape.rank
-    # 163 KB is what a program may have on sm_80
+    # a program may have 163 KB of shared memory on sm_80
     stage = (height + shrink.block_n) * shrink.block_k * shape.itemsize
     assert stage * shrink.num_stages <= 163 * 1024

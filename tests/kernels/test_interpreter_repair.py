@@ -118,7 +118,7 @@ def test_a_dot_of_bf16_operands_multiplies_values_instead_of_bit_patterns() -> N
     torch.testing.assert_close(out, x.float() @ y.float(), rtol=1e-6, atol=1e-6)
 
 
-def test_a_dot_of_fp16_operands_is_what_it_was() -> None:
+def test_a_dot_of_fp16_operands_is_unchanged() -> None:
     x, y, out = _draw(N, N, seed=0).half(), _draw(N, N, seed=1).half(), torch.empty(N, N)
     _dot[(1,)](x, y, out, N)
     torch.testing.assert_close(out, x.float() @ y.float(), rtol=1e-6, atol=1e-6)
@@ -200,7 +200,7 @@ def test_check_refuses_an_interpreter_that_multiplies_bit_patterns(
         interpreter.check()
 
 
-def test_check_refuses_an_interpreter_that_cuts_off_instead_of_rounding(
+def test_check_refuses_an_interpreter_that_truncates_instead_of_rounding(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     encode = interpreter.encode_bf16
@@ -221,7 +221,7 @@ def test_without_the_switch_nothing_is_imported_and_nothing_repaired() -> None:
     subprocess.run([sys.executable, "-c", script], env=environment, check=True, timeout=60)
 
 
-def test_fusion_is_settled_unless_the_user_has_settled_it(
+def test_fusion_is_set_unless_the_user_has_set_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.delenv("TRITON_DEFAULT_FP_FUSION", raising=False)

@@ -22,7 +22,7 @@ def test_the_example_changes_the_rows_of_the_adapters_and_no_base_row() -> None:
     assert all((float(row[-1]) < 1e-3) == (row[2] == "base") for row in rows)
 
 
-def test_the_example_says_in_a_line_what_is_wrong_with_a_folder(tmp_path: Path) -> None:
+def test_the_example_reports_in_one_line_what_is_wrong_with_a_folder(tmp_path: Path) -> None:
     done = run(tmp_path)
     assert done.returncode == 1
     assert done.stderr.splitlines() == [

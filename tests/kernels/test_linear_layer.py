@@ -137,7 +137,7 @@ def test_column_parallel_ranks_together_give_the_whole_layer(tp: int) -> None:
             assert_close(part, want[:, holder * size : (holder + 1) * size])
 
 
-def test_shards_of_a_padded_width_take_the_adapter_at_its_unpadded_place() -> None:
+def test_shards_of_a_padded_width_take_the_adapter_at_its_unpadded_position() -> None:
     # 20 columns padded to 32 over 4 ranks: 8, 8, 4 and none
     pool, x = adapters(GATE_UP), randn(9, K, seed=3)
     whole = expected(x, GATE_UP, pool)
@@ -215,7 +215,7 @@ def test_slices_may_be_named_by_index() -> None:
     assert same(state(by_name), state(by_index))
 
 
-def test_a_slot_that_is_used_again_holds_nothing_of_its_predecessor() -> None:
+def test_a_slot_that_is_reused_holds_nothing_of_its_predecessor() -> None:
     # sglang #8103; the large one fills its slot, the small one has rank 2 in one slice
     small = {"k": factors(2, 8, 7)}
     used, fresh = load(layer(QKV), adapters(QKV)), layer(QKV)

@@ -53,7 +53,7 @@ def same(left: Adapter, right: Adapter) -> bool:
     )
 
 
-def test_factors_come_out_as_they_are_stored_and_the_scale_stays_beside_them(
+def test_factors_are_read_as_they_are_stored_and_the_scale_stays_separate(
     tmp_path: Path,
 ) -> None:
     stored = factors()
@@ -76,7 +76,7 @@ def test_modules_of_an_adapter_cannot_be_replaced(tmp_path: Path) -> None:
         adapter.modules[Q] = adapter.modules[V]  # type: ignore[index]
 
 
-def test_a_loaded_adapter_survives_that_its_file_is_overwritten(tmp_path: Path) -> None:
+def test_a_loaded_adapter_does_not_change_when_its_file_is_overwritten(tmp_path: Path) -> None:
     before = read_peft_folder(write(tmp_path))
     kept = {m: part.a.clone() for m, part in before.modules.items()}
     path = tmp_path / "adapter_model.safetensors"

@@ -1,5 +1,5 @@
-"""PEFT itself is the judge: the same folders, read by PEFT into tiny Hugging Face models one
-at a time, and by lorakernels into packed linears that serve all of them in one batch."""
+"""Results are compared with PEFT: it reads the same folders into tiny Hugging Face models, one
+at a time, and lorakernels reads them into packed linears that serve all of them in one batch."""
 
 from __future__ import annotations
 
@@ -42,14 +42,14 @@ SIZES = {
 
 @dataclass
 class Step:
-    """What all layers of a served model share in one forward pass."""
+    """State that all layers of a served model share in one forward pass."""
 
     metadata: BatchMetadata
     workspace: DenseWorkspace | None = None
 
 
 class Packed:
-    """One packed layer in the place of several modules that are called with the same input."""
+    """One packed layer in place of several modules that are called with the same input."""
 
     def __init__(self, layer: LoRALinear, step: Step) -> None:
         self.layer, self.step = layer, step
@@ -74,7 +74,7 @@ class Columns(nn.Module):
 
 
 def pack(parent: nn.Module, names: list[str], step: Step) -> LoRALinear:
-    """Put one LoRALinear in the place of several linears that read the same input."""
+    """Put one LoRALinear in place of several linears that read the same input."""
     linears = [parent.get_submodule(name) for name in names]
     bias = None if linears[0].bias is None else torch.cat([m.bias for m in linears])
     layer = LoRALinear(
@@ -93,7 +93,7 @@ def pack(parent: nn.Module, names: list[str], step: Step) -> LoRALinear:
 
 
 def split(parent: nn.Module, name: str, widths: dict[str, int], step: Step) -> LoRALinear:
-    """Put a LoRALinear with several slices in the place of one fused linear."""
+    """Put a LoRALinear with several slices in place of one fused linear."""
     linear = parent.get_submodule(name)
     layer = LoRALinear(
         linear.weight,
@@ -126,7 +126,7 @@ def pack_block(block: nn.Module, step: Step) -> dict[str, LoRALinear]:
 
 
 class Served:
-    """A model whose linears are packed, with room for SLOTS adapters."""
+    """A model whose linears are packed, with SLOTS slots."""
 
     def __init__(self, base: nn.Module) -> None:
         rows = 4 * TOKENS
@@ -212,7 +212,7 @@ FUSED: dict[str, dict[str, Any]] = {
 
 def train(base: nn.Module, options: dict[str, Any], folder: Path) -> Path:
     """A folder that PEFT wrote, with factors as if they had been trained."""
-    # by default B is zero, and a test with it passes whatever becomes of the adapter
+    # B is zero by default, and a test with it would pass without the adapter
     config = peft.LoraConfig(**options, init_lora_weights=False)
     model = peft.get_peft_model(copy.deepcopy(base), config)
     with torch.no_grad():

@@ -22,7 +22,7 @@ def state(weights: SlotWeights) -> list[torch.Tensor]:
     return [t.clone() for t in (weights.a, weights.b, weights.ranks, weights.scales)]
 
 
-def test_a_smaller_adapter_finds_nothing_of_its_larger_predecessor() -> None:
+def test_nothing_of_a_larger_predecessor_stays_in_a_slot() -> None:
     weights, reference = fresh(), fresh()
     weights.load(1, [factors(3, 6, 9.0), factors(3, 4, 9.0)])
     small = [factors(1, 6), None]
@@ -40,7 +40,7 @@ def test_loading_a_slot_leaves_the_others_alone() -> None:
     assert all(torch.equal(t[0], old) for t, old in zip(state(weights), before, strict=True))
 
 
-def test_the_scale_is_kept_apart_and_not_folded_into_b() -> None:
+def test_the_scale_is_kept_separate_and_not_folded_into_b() -> None:
     weights = fresh()
     weights.load(0, [factors(2, 6, scale=0.25), factors(1, 4, scale=4.0)])
     assert weights.scales[0].tolist() == [0.25, 4.0]

@@ -32,7 +32,7 @@ def test_column_cuts_of_a_slice_tile_it_as_often_as_declared(tp: int, heads: int
 
 
 @pytest.mark.parametrize(("tp", "copies"), [(2, 1), (4, 2), (8, 4)])
-def test_a_kv_head_is_held_by_neighbouring_ranks(tp: int, copies: int) -> None:
+def test_a_kv_head_is_held_by_adjacent_ranks(tp: int, copies: int) -> None:
     # sglang #24420: more ranks than kv heads
     part = Slice("v_proj", 2 * 16, heads=2)
     starts = [
@@ -69,7 +69,7 @@ def test_cuts_of_a_padded_width_tile_the_unpadded_one(tp: int, width: int) -> No
 
 
 @pytest.mark.parametrize("tp", [2, 4])
-def test_each_packed_slice_is_cut_on_its_own(tp: int) -> None:
+def test_each_packed_slice_is_cut_separately(tp: int) -> None:
     slices = (Slice("q", 32, heads=8), Slice("k", 8, heads=2), Slice("v", 8, heads=2))
     for rank in range(tp):
         cut = cut_layer(slices, 16, parallel=Parallel.COLUMN, tp_size=tp, tp_rank=rank)
@@ -130,7 +130,7 @@ def test_a_replicated_layer_is_whole_on_each_rank(rank: int) -> None:
         ),
     ],
 )
-def test_a_cut_that_does_not_come_out_even_is_refused(
+def test_a_cut_that_is_not_even_is_refused(
     part: Slice, change: dict[str, int], message: str
 ) -> None:
     options = {"parallel": Parallel.COLUMN, "tp_size": 4, "tp_rank": 0} | change

@@ -13,10 +13,10 @@ import yaml
 
 pytest.importorskip("triton", reason="lorakernels needs triton")
 
-from lorakernels.moe.align.launch import MOST_BINS, SMALL
 from lorakernels.moe.delta import plan as plans
 from lorakernels.moe.delta.plan import MoEPath, MoEShape, plan_path
 from lorakernels.moe.tiles import num_bins
+from lorakernels.runtime.tuning import DEFAULT
 
 _FILE = pathlib.Path(__file__).parents[2] / "cases" / "moe_delta.yaml"
 _PLANNERS = {
@@ -59,7 +59,9 @@ def _launch(row: dict[str, Any], wanted: str | None) -> _Launch:
     if path is MoEPath.SMALL_BATCH:
         return _Launch(path, plan)
     bins = num_bins(row["experts"], row["slots"], with_base=False)
-    return _Launch(path, plan, shape.height, pairs > SMALL, bins > MOST_BINS)
+    align = DEFAULT.align
+    is_large, has_many_bins = pairs > align.single_launch_pairs, bins > align.most_bins
+    return _Launch(path, plan, shape.height, is_large, has_many_bins)
 
 
 def _paths(row: dict[str, Any]) -> list[str | None]:

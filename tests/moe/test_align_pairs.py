@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from dataclasses import replace
 
 import pytest
 import torch
 from torch import Tensor
 
 from lorakernels.batch.metadata import BatchMetadata
-from lorakernels.moe.align import launch as align_launch
 from lorakernels.moe.align.metadata import PairMetadata
+from lorakernels.runtime import tuning
 
 
 def prepared(
@@ -40,6 +41,12 @@ def prepared(
         table.fill_(dirt)
     pairs.prepare(topk_ids, batch, expert_map=expert_map)
     return pairs
+
+
+def tune(monkeypatch: pytest.MonkeyPatch, **changed: int) -> None:
+    """Other constants of the alignment, for every device that has not been measured."""
+    align = replace(tuning.DEFAULT.align, **changed)
+    monkeypatch.setattr(tuning, "DEFAULT", replace(tuning.DEFAULT, align=align))
 
 
 def routed(rows: int, top_k: int, experts: int, slots: int, seed: int) -> tuple[Tensor, list[int]]:
@@ -89,7 +96,7 @@ def assert_tiles(
     [(1, 1, 1, 1), (17, 3, 5, 3), (70, 2, 3, 2), (33, 8, 40, 7)],
 )
 @pytest.mark.parametrize("is_large", [False, True])
-def test_every_pair_stands_in_the_tiles_of_its_expert_and_slot(
+def test_every_pair_is_in_the_tiles_of_its_expert_and_slot(
     rows: int,
     top_k: int,
     experts: int,
@@ -99,9 +106,8 @@ def test_every_pair_stands_in_the_tiles_of_its_expert_and_slot(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     if is_large:
-        # counted, summed and placed by launches of their own
-        monkeypatch.setattr(align_launch, "SMALL", 0)
-        monkeypatch.setattr(align_launch, "SPAN", 32)
+        # counting, summing and placing are separate launches
+        tune(monkeypatch, single_launch_pairs=0, span=32)
     ids, token_slots = routed(rows, top_k, experts, slots, seed=rows)
     pairs = prepared(ids, token_slots, experts=experts, slots=slots, with_base=with_base)
     assert_tiles(
@@ -127,7 +133,7 @@ def test_more_buckets_than_a_program_can_count_give_the_same_tables(
 ) -> None:
     ids, token_slots = routed(50, 4, 6, 3, seed=3)
     wanted = prepared(ids, token_slots, experts=6, slots=3, with_base=with_base)
-    monkeypatch.setattr(align_launch, "MOST_BINS", 0)
+    tune(monkeypatch, most_bins=0)
     given = prepared(ids, token_slots, experts=6, slots=3, with_base=with_base, dirt=33)
     # the counters are scratch; without base tiles their tables are too
     used = len(wanted.buffers) - 1 if with_base else 6

@@ -66,9 +66,7 @@ def test_a_shared_factor_reaches_every_expert_of_buffers_that_are_not_shared(
 
 
 @pytest.mark.parametrize(("shared_a", "shared_b"), SIDES)
-def test_a_smaller_adapter_finds_nothing_of_its_larger_predecessor(
-    shared_a: bool, shared_b: bool
-) -> None:
+def test_nothing_of_a_larger_predecessor_stays_in_a_slot(shared_a: bool, shared_b: bool) -> None:
     weights = fresh(shared_a=shared_a, shared_b=shared_b)
     reference = fresh(shared_a=shared_a, shared_b=shared_b)
     weights.load(1, [factors(3, 6, a=1, b=1), factors(3, 4, a=1, b=1)])
@@ -87,7 +85,7 @@ def test_loading_a_slot_leaves_the_others_alone() -> None:
     assert all(torch.equal(t[0], old) for t, old in zip(state(weights), before, strict=True))
 
 
-def test_the_scale_is_kept_apart_and_the_factors_are_left_as_they_were() -> None:
+def test_the_scale_is_kept_separate_and_the_factors_are_unchanged() -> None:
     weights = fresh()
     gate, up = factors(2, 6, scale=0.25), factors(1, 4, scale=4.0)
     before = [t.clone() for t in (gate.a, gate.b, up.a, up.b)]

@@ -54,7 +54,7 @@ def factors(projections: tuple[str, ...], rank: int, seed: int, *, shared: bool 
 def adapters(projections: tuple[str, ...] = GATED, *, shared: bool = False) -> dict[int, Parts]:
     large = factors(projections, RANK, 100, shared=shared)
     small = factors(projections, 2, 200, shared=shared)
-    # the second one has no factors for the way back
+    # the second one has no factors for the down projection
     return {0: large, 2: {n: p for n, p in small.items() if "down" not in n}}
 
 
@@ -83,7 +83,7 @@ def run(layer: FusedMoELoRA, batch: Batch, slots: tuple[int, ...], **options: An
         with_base=True,
     )
     scratch = MoEScratch([layer], max_tokens=TOKENS + 2, top_k=TOP_K)
-    for buffer in (scratch.buffers.act, scratch.buffers.y, scratch.shrunks.shrunk):
+    for buffer in (scratch.buffers.act, scratch.buffers.y, scratch.workspace.shrunk):
         buffer.fill_(float("nan"))
     return layer(batch.x, batch.ids, batch.router, metadata, pairs, scratch, **options)
 
@@ -151,7 +151,7 @@ def test_the_ranks_of_a_group_add_up_to_the_definition(ep: int, tp: int, shared:
 
 @pytest.mark.parametrize("router_weight", RouterWeight)
 @pytest.mark.parametrize("projections", [PLAIN, GATED], ids=["plain", "gated"])
-def test_router_weights_stand_before_or_behind(
+def test_router_weights_apply_to_the_input_or_the_output(
     projections: tuple[str, ...], router_weight: RouterWeight
 ) -> None:
     batch = Batch.draw()
@@ -171,7 +171,7 @@ def test_base_rows_are_those_of_a_layer_that_has_no_adapters() -> None:
     assert not torch.equal(out, without)
 
 
-def test_an_adapter_that_left_changes_no_row() -> None:
+def test_an_adapter_that_was_unloaded_changes_no_row() -> None:
     batch = Batch.draw()
     layer = build()
     layer.unload(0)
@@ -180,7 +180,7 @@ def test_an_adapter_that_left_changes_no_row() -> None:
     assert torch.equal(run(layer, batch, TOKEN_SLOTS), run(fresh, batch, TOKEN_SLOTS))
 
 
-def test_inputs_of_any_shape_come_out_in_it() -> None:
+def test_an_output_has_the_shape_of_its_input() -> None:
     batch = Batch.draw()
     flat = run(build(), batch, TOKEN_SLOTS)
     batch.x = batch.x[None].expand(1, TOKENS, HIDDEN)
@@ -222,7 +222,7 @@ def test_base_weights_see_the_quantised_activations() -> None:
     batch = Batch.draw()
     w13, w2 = weights()
     options: dict[str, Any] = {"num_slots": SLOTS, "rank": RANK}
-    # the way back is the adapter's alone, so that nothing is quantised a second time
+    # only the adapter has a down projection, so that nothing is quantised a second time
     first, none = of_8_bits(w13), of_8_bits(torch.zeros_like(w2))
     layer = FusedMoELoRA(first, none, dtype=torch.float32, **options)
     same = FusedMoELoRA(expand(first), torch.zeros_like(w2), **options)
@@ -251,7 +251,7 @@ def test_quantised_weights_are_cut_with_their_scales(padded: int | None) -> None
             assert torch.equal(expand(Quantised(values, scales)), want)
 
 
-def test_a_part_of_a_layer_lets_go_of_the_rest() -> None:
+def test_a_part_of_a_layer_does_not_keep_the_rest_in_memory() -> None:
     w13, w2 = weights()
     place = MoERank.of_group(1, ep_size=2, tp_size=1)
     layer = FusedMoELoRA(w13, w2, num_slots=1, rank=1, place=place)

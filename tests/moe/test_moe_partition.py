@@ -1,4 +1,4 @@
-"""The cut of a MoE layer over its ranks: complete, without overlap, blind to padding."""
+"""The cut of a MoE layer over its ranks: complete, without overlap, independent of padding."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_each_expert_is_local_to_the_ranks_of_one_part_and_dense_there(
         assert sum(local[expert] >= 0 for local in maps) == tp
 
 
-def test_ranks_that_share_experts_are_neighbours() -> None:
+def test_ranks_that_share_experts_are_adjacent() -> None:
     # sglang #24171, vllm #38021: the rank of the group was taken for that of the slices, and
     # ranks 2 and 3 got nothing
     ranks = group(2, 2)

@@ -1,4 +1,4 @@
-"""What the plans promise for every shape: a workspace that is large enough, a path that fits."""
+"""Properties of the plans of every shape: a workspace that is large enough, a supported path."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SHAPES = [
     MoEShape(1, 512, 2048, (512, 512), 512, 2),
     MoEShape(1, 1, 48, (33,), 1, 4),
     MoEShape(1, 256, 7168, (2048, 2048), 128, 2),
-    # no power of two: here split-K partials rise between powers of two
+    # not a power of two: the number of split-K partials rises between powers of two
     MoEShape(1, 33, 2048, (768, 768), 16, 2),
     MoEShape(1, 36, 7168, (2048, 2048), 16, 2),
     MoEShape(1, 72, 4096, (512, 512), 64, 2),
@@ -33,7 +33,7 @@ SHAPES = [
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_the_workspace_holds_the_shrunk_of_every_smaller_batch(shape: MoEShape) -> None:
+def test_the_workspace_holds_the_shrink_output_of_every_smaller_batch(shape: MoEShape) -> None:
     sizes = [math.prod(shrunk_shape(replace(shape, num_pairs=n))) for n in range(1, 5001)]
     for most in (1, 16, 3541, 4096, 5000):
         assert max(sizes[:most]) == largest_shrunk(replace(shape, num_pairs=most))

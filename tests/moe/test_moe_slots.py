@@ -1,7 +1,7 @@
-"""What a MoE layer keeps of its weights and of an adapter: complete, cut for its rank, clean.
+"""The part of the weights and of an adapter that a MoE layer keeps: complete and cut for its rank.
 
-Every rank of a group is made in this process and its slots are applied in plain torch; the
-sum over the ranks must be what the whole tensors give.
+Every rank of a group is built in this process and its slots are applied in plain torch; the sum
+over the ranks must equal the result of the whole tensors.
 """
 
 from __future__ import annotations
@@ -165,7 +165,7 @@ def test_the_ranks_of_a_group_add_up_to_the_whole_layer(
     torch.testing.assert_close(sum(partial(layer, 0) for layer in layers), whole({}))
 
 
-def test_a_layer_without_a_gate_is_cut_alike() -> None:
+def test_a_layer_without_a_gate_is_cut_the_same_way() -> None:
     parts = stacked(PLAIN)
     layers = group(2, 2, projections=PLAIN)
     for layer in layers:
@@ -224,7 +224,7 @@ def test_an_adapter_can_be_loaded_any_number_of_times(tp: int) -> None:
         )
 
 
-def test_a_smaller_adapter_finds_nothing_of_its_predecessor() -> None:
+def test_nothing_of_a_predecessor_stays_in_a_slot() -> None:
     # sglang #8103: projections that the new adapter does not have keep the old factors
     layer, clean = make(), make()
     layer.load_adapter(1, stacked(rank=5))

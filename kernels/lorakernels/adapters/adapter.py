@@ -1,8 +1,8 @@
 """One adapter as it was trained: full factors for each module of the base model.
 
-Invariant: nobody writes to these tensors. Cutting, padding, casting and scaling happen on
-copies, so an adapter can be activated any number of times (vllm #20873). Its experts have
-the same layout in all layers.
+Invariant: these tensors are never written to. Cutting, padding, casting and scaling happen on
+copies, so an adapter can be activated any number of times (vllm #20873). Its experts have the same
+layout in all layers.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class Adapter:
     are modules of their own, "model.layers.0.mlp.experts.7.up_proj", or stacked factors of
     one module for all of them, "model.layers.0.mlp.experts.up_proj".
 
-    `targets` tells which modules should have factors; None if that is not known, as for an
+    `targets` is the rule for which modules should have factors; None if it is not known, as for an
     adapter that was not read from a PEFT folder. Raises AdapterError.
     """
 

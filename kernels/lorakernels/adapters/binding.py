@@ -1,8 +1,8 @@
-"""Which layer takes which module of an adapter.
+"""Which layer gets which module of an adapter.
 
-Invariant: each module of the adapter lands in exactly one layer, and each module that the
-adapter says it targets has factors. An adapter whose names do not match would otherwise be
-served as the base model, without a word (vllm #50252).
+Invariant: each module of the adapter belongs to exactly one layer, and each module that the
+adapter targets has factors. An adapter whose names do not match would otherwise silently be
+served as the base model (vllm #50252).
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ Homes = dict[str, tuple[str, str]]
 
 
 def bind(adapter: Adapter, layers: Mapping[str, LayerParts]) -> Bound:
-    """Layer name -> {part name -> factors}, with an entry for every layer, maybe empty.
+    """Layer name -> {part name -> factors}, with a possibly empty entry for every layer.
 
-    A part's module stands where its layer stands: part "q_proj" of the layer
+    The module of a part has the parent of its layer: part "q_proj" of the layer
     "model.layers.0.self_attn.qkv_proj" is "model.layers.0.self_attn.q_proj", and part
     "experts.3.up_proj" of "model.layers.0.mlp.experts" is "model.layers.0.mlp.experts.3.up_proj".
     Raises AdapterError.
@@ -92,8 +92,8 @@ def _is_wanted(adapter: Adapter, targets: TargetRule, module: str) -> bool:
     stacked = is_stacked_name(module)
     if stacked is None:
         return targets.matches(module)
-    # a model offers its experts one by one and stacked, an adapter has one of both; it has
-    # neither where names of modules cannot reach experts that are parameters (vllm #47088)
+    # a model offers its experts one by one and stacked, and an adapter has one of the two; it has
+    # neither where experts are parameters, which names of modules cannot match (vllm #47088)
     if adapter.expert_layout is None or adapter.expert_layout.stacked is not stacked:
         return False
     if stacked and targets.parameters:

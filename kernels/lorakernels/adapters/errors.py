@@ -1,4 +1,4 @@
-"""How an adapter is refused: one sentence with the place, what was given and what is allowed."""
+"""Errors of adapters: one sentence with the place, what was given and what is allowed."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ class AdapterError(ValueError):
 
 
 def hint(given: str, allowed: Iterable[str]) -> str:
-    """'; did you mean X?' for the nearest allowed word, or nothing."""
+    """'; did you mean X?' for the nearest allowed name, or nothing."""
     match = difflib.get_close_matches(given, sorted(allowed), n=1)
     return f"; did you mean {match[0]!r}?" if match else ""
 

@@ -1,7 +1,7 @@
-"""How an adapter spells the factors of experts: pure rules on names and on axes of experts.
+"""The layout of MoE factors in an adapter: pure rules on names and on axes of experts.
 
-Invariant: an adapter has one layout in all of its layers. It is read from every module and
-never from the first one that is found, so a file that mixes two is refused as a whole.
+Invariant: an adapter has one layout in all of its layers. It is derived from all modules, not from
+the first one that is found, so a file that mixes two layouts is refused as a whole.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from lorakernels.moe.weights import ExpertFactors, Factors
 
 _NUMBERED = re.compile(r"(?:.*\.)?experts\.\d+\.[^.]+")
 _STACKED = re.compile(r"(?:.*\.)?experts\.[^.\d][^.]*")
-# what maps the intermediate size back to the hidden one
+# the projections from the intermediate to the hidden size
 _DOWN = ("down_proj", "w2")
 
 
 class ExpertLayout(StrEnum):
-    """PER_EXPERT: a module of two dimensions for each expert. STACKED: factors with an axis
-    of experts. SHARED_OUTER: the same, but lora_A of gate and up and lora_B of down are there
-    once, for all experts."""
+    """PER_EXPERT: factors of two dimensions for each expert. STACKED: factors with an axis of
+    experts. SHARED_OUTER: the same, but all experts share lora_A of gate and up and lora_B of
+    down."""
 
     PER_EXPERT = "one module per expert"
     STACKED = "experts stacked in one module"

@@ -1,8 +1,8 @@
-"""adapter_config.json, read strictly.
+"""Reads adapter_config.json, strictly.
 
-Invariant: whatever a config asks for is either done or refused. A field that would change the
-arithmetic and that is not implemented may only have a value that switches it off; the same
-holds for a field that is not known at all, since newer releases of PEFT add some.
+Invariant: everything that a config asks for is either implemented or refused. A field that would
+change the arithmetic and is not implemented may only have a value that switches it off. The same
+holds for an unknown field, since newer releases of PEFT add fields.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ class PeftConfig:
 def read_peft_config(path: Path) -> PeftConfig:
     """Raises AdapterError that names the file, the field, what was given and what is allowed."""
     fields = _Fields(path, _read_json(path))
-    fields.refuse_what_is_not_done()
+    fields.refuse_unsupported()
     return PeftConfig(
         rank=fields.positive_int("r", fields.values["r"]),
         alpha=fields.number("lora_alpha", fields.values["lora_alpha"]),
@@ -131,7 +131,7 @@ class _Fields:
     def error(self, field: str, given: object, allowed: str) -> AdapterError:
         return AdapterError(f"{self.path}: {field} must be {allowed} (got {given!r})")
 
-    def refuse_what_is_not_done(self) -> None:
+    def refuse_unsupported(self) -> None:
         for field in _REQUIRED:
             if field not in self.values:
                 raise AdapterError(f"{self.path}: {field} is missing{hint(field, self.values)}")
@@ -196,7 +196,7 @@ class _Fields:
             given = self.values["target_modules"]
             raise self.error("target_modules", given, "a list of names or an expression")
         if isinstance(modules, str) and modules.lower() == "all-linear":
-            # PEFT writes the list that it stands for; alone it does not say what is missing
+            # PEFT saves the list of modules instead; the name alone does not show what is missing
             raise self.error("target_modules", modules, "spelled out, as PEFT saves it")
         layers = self._as_list("layers_to_transform", int, "an integer or a list of integers")
         pattern = self._as_list("layers_pattern", str, "a name or a list of names")
@@ -213,7 +213,7 @@ class _Fields:
     def _parameters(self) -> tuple[str, ...]:
         value = self.values.get("target_parameters")
         if isinstance(value, str):
-            # PEFT refuses a string here, it knows no expressions for parameters
+            # PEFT refuses a string here as well: parameters have no expressions
             raise self.error("target_parameters", value, "a list of names")
         return self._as_list("target_parameters", str, "a list of names")
 
@@ -239,10 +239,10 @@ class _Fields:
             try:
                 re.compile(text)
             except re.error as bad:
-                # a position in what is built around it tells nobody anything
+                # a position in the expression that is built around it would only confuse
                 why = bad if text == value else bad.msg
                 raise self.error(field, value, f"a regular expression: {why}") from bad
-            # a count or a depth that the compiler cannot hold
+            # a repeat count or a nesting depth that the compiler of expressions cannot handle
             except (OverflowError, RecursionError) as bad:
                 raise self.error(field, value, f"a regular expression: {bad}") from bad
 

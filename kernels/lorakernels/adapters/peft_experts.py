@@ -1,12 +1,13 @@
-"""Factors of stacked experts: from the tensors of a PEFT file to an axis of experts.
+"""Factors of stacked experts: from the tensors of a PEFT file to factors with an axis of experts.
 
-PEFT flattens the axis of experts: it is the slowest in lora_A [experts * r, in] and the
-fastest in lora_B [out, r * experts] (vllm #31534). It names such factors after the module
-that holds the parameters, once more wrapped for each further parameter, and its releases do
-not agree on which dimension of a parameter is the input.
+PEFT flattens the axis of experts: it is the slowest axis in lora_A [experts * r, in] and the
+fastest in lora_B [out, r * experts] (vllm #31534). PEFT names such factors after the module that
+holds the parameters, with one more wrapper in the name for each further parameter, and its releases
+do not agree on which dimension of a parameter is the input.
 
-Invariant: which parameter a pair belongs to and which way round it is follows from the sizes
-of both projections alone, and what they leave open is refused.
+A pair is lora_A and lora_B of one module. Invariant: which parameter a pair belongs to, and which
+of its dimensions is the input, follows from the sizes of both projections alone; ambiguous sizes
+are refused.
 """
 
 from __future__ import annotations
@@ -29,8 +30,8 @@ _GATE_UP, _DOWN = "gate_up_proj", "down_proj"
 def name_parameters(
     path: Path, config: PeftConfig, pairs: Mapping[str, Pair]
 ) -> tuple[dict[str, Pair], dict[str, Pair]]:
-    """The pairs of modules, and those of parameters under "<module>.<parameter>", which come
-    as a [experts, r, in] and b [experts, out, r]. AdapterError."""
+    """The pairs of modules, and the pairs of parameters under "<module>.<parameter>", as a
+    [experts, r, in] and b [experts, out, r]. Raises AdapterError."""
     modules: dict[str, Pair] = {}
     wrapped: dict[str, dict[str, Pair]] = {}
     for module, pair in pairs.items():
@@ -92,7 +93,7 @@ def _assign(
         (name,), ((module, (a, b)),) = names, found.items()
         if a.shape[1:] == b.shape[:1]:
             raise AdapterError(
-                f"{path}: the input and the output of {name} cannot be told apart, both have "
+                f"{path}: the input and the output of {name} cannot be distinguished, both have "
                 f"{a.shape[1]} features; adapt {_GATE_UP} and {_DOWN} together"
             )
         return {name: unflatten(f"{path}: factors of {module}", a, b, config.rank_of(name))}

@@ -1,8 +1,8 @@
-"""A PEFT folder in, an Adapter out: adapter_config.json and adapter_model.safetensors.
+"""Reads a PEFT folder, adapter_config.json and adapter_model.safetensors, as an Adapter.
 
-Invariant: every tensor of the file is used, every module has both factors with the rank that
-the config gives it, every value is finite. Factors of stacked experts come out with an axis of
-experts, shared ones with an axis of 1. The scale stays beside the factors and is applied by the
+Invariant: every tensor of the file is used, every module has both factors with the rank that the
+config gives it, every value is finite. Factors of stacked experts have an axis of experts, which is
+1 where all experts share them. The scale stays beside the factors and is applied by the
 kernel alone, so it cannot be folded in twice.
 """
 
@@ -22,7 +22,8 @@ from lorakernels.adapters.expert_layout import detect_layout, is_stacked_name
 from lorakernels.adapters.peft_config import PeftConfig, read_peft_config
 from lorakernels.adapters.peft_experts import name_parameters, unflatten
 from lorakernels.adapters.peft_targets import matching_pattern
-from lorakernels.dense.weights import MAX_RANK, LoRAFactors
+from lorakernels.common.stacked_weights import MAX_RANK
+from lorakernels.dense.weights import LoRAFactors
 from lorakernels.moe.weights import ExpertFactors, Factors
 
 CONFIG_FILE = "adapter_config.json"
@@ -31,7 +32,7 @@ _PICKLE_FILE = "adapter_model.bin"
 
 _TENSOR_NAME = re.compile(r"base_model\.model\.(?P<module>.+)\.lora_(?P<factor>[AB])\.weight")
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
-# part of a tensor's name -> what such an adapter wants that is not done here
+# part of a tensor's name -> the unsupported feature that such an adapter uses
 _FOREIGN_TENSORS = {
     "lora_magnitude_vector": "DoRA is not supported",
     "lora_embedding_": "factors of an embedding are not supported",

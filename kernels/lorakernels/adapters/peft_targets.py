@@ -1,4 +1,4 @@
-"""Which modules and parameters an adapter is for, by the rules that PEFT matches names with."""
+"""Which modules and parameters an adapter targets, by the rules of PEFT for matching names."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class TargetRule:
-    """Which modules of the base model carry factors, by the rules that PEFT matches with: a
-    string is a regular expression for the whole name, a list holds names or dotted suffixes.
-    `parameters` are names or dotted suffixes of bare parameters, "experts.down_proj"."""
+    """Which modules of the base model have factors, by the rules of PEFT: a string is a regular
+    expression for the whole name, a list holds names or dotted suffixes. `parameters` are names or
+    dotted suffixes of bare parameters, such as "experts.down_proj"."""
 
     modules: str | tuple[str, ...]
     exclude: str | tuple[str, ...] = ()
@@ -52,18 +52,18 @@ class TargetRule:
 def matching_pattern(patterns: Mapping[str, object], module: str) -> str | None:
     """The first pattern, in the order of the file, that matches the end of a module's name.
 
-    A match begins at the start of the name or behind a dot.
+    A match begins at the start of the name or after a dot.
     """
     return next((p for p in patterns if re.match(module_expression(p), module)), None)
 
 
 def module_expression(pattern: str) -> str:
-    """The expression for whole names that a pattern for their ends stands for."""
+    """The expression for whole names that is equivalent to a pattern for their ends."""
     return rf"(.*\.)?({pattern})$"
 
 
 def layer_expression(pattern: str) -> str:
-    """The expression that finds the number behind a name of the list of layers."""
+    """The expression that finds the number after the name of a list of layers."""
     return rf"(?:^|.*?\.)(?:{pattern})\.(\d+)\."
 
 

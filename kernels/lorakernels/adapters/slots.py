@@ -27,10 +27,10 @@ class AdapterLayer(Protocol):
         of the slices that each covers."""
 
     def stage(self, parts: Mapping[str, Factors | None]) -> Any:
-        """Check an adapter and make ready what `commit` takes, changing nothing. ValueError."""
+        """Check an adapter and prepare it for `commit`, without changing anything. ValueError."""
 
     def commit(self, slot: int, staged: Any) -> None:
-        """Replace the content of a slot by what `stage` returned."""
+        """Replace the content of a slot with what `stage` returned."""
 
     def unload(self, slot: int) -> None:
         """Empty a slot."""

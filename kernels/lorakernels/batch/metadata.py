@@ -11,21 +11,22 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from lorakernels.batch.kernel import prepare_kernel
+from lorakernels.batch.kernels import prepare_kernel
 from lorakernels.common.sizes import power_of_2
+from lorakernels.runtime.tuning import DEFAULT, Tuning, tuning_of
 
 # smallest height of a tile: the M of a tensor-core instruction
 MIN_TILE_ROWS = 16
 
 
-def tile_height(num_rows: int) -> int:
+def tile_height(num_rows: int, tuning: Tuning = DEFAULT) -> int:
     """Rows of one adapter that one tile covers. Depends on the batch size alone, so that it
     is a constant of a captured graph."""
-    if num_rows <= 128:
+    if num_rows <= tuning.dense.rows_of_height_16:
         return 16
-    if num_rows <= 1024:
+    if num_rows <= tuning.dense.rows_of_height_32:
         return 32
-    return 64 if num_rows < 2048 else 128
+    return 64 if num_rows <= tuning.dense.rows_of_height_64 else 128
 
 
 def max_tiles(num_rows: int, num_slots: int, height: int) -> int:
@@ -42,7 +43,7 @@ class BatchMetadata:
         tile is not full and behind the last.
     num_tiles [1].
 
-    A tile's entries are found from its number alone, so a kernel loads all of them at once.
+    The entries of a tile follow from its number alone, so a kernel loads all of them at once.
     """
 
     def __init__(self, *, max_tokens: int, max_slots: int, device: torch.device | str) -> None:
@@ -51,13 +52,14 @@ class BatchMetadata:
         if max_slots < 1:
             raise ValueError(f"max_slots must be at least 1 (got {max_slots})")
         self.max_tokens, self.max_slots = max_tokens, max_slots
+        self.tuning = tuning_of(torch.device(device))
 
         def table(size: int) -> Tensor:
             return torch.full((size,), -1, dtype=torch.int32, device=device)
 
         self.token_slots = table(max_tokens)
         self.tile_slots = table(max_tiles(max_tokens, max_slots, MIN_TILE_ROWS))
-        tallest = tile_height(max_tokens)
+        tallest = tile_height(max_tokens, self.tuning)
         self.tile_rows = table(max_tiles(max_tokens, max_slots, tallest) * tallest)
         self.num_tiles = torch.zeros(1, dtype=torch.int32, device=device)
         self.num_rows = 0
@@ -68,7 +70,8 @@ class BatchMetadata:
         token_slots: int32 [live rows], on this device (no copy) or on the CPU (copied without
             a sync). -1 is a base row; on the device an id >= max_slots counts as one, too.
         num_rows: rows of the tensors of this step where the batch is padded; the rows behind
-            the live ones are base rows. Raises ValueError with nothing changed.
+            the live ones are base rows.
+        Raises ValueError with nothing changed.
         """
         num_live = self._check(token_slots, num_rows)
         if token_slots.device != self.token_slots.device:
@@ -86,7 +89,7 @@ class BatchMetadata:
             self.tile_slots.shape[0],
             self.tile_rows.shape[0],
             self.max_slots,
-            HEIGHT=tile_height(self.num_rows),
+            HEIGHT=tile_height(self.num_rows, self.tuning),
             NUM_BINS=max(16, power_of_2(self.max_slots)),
             BLOCK=block,
             num_warps=4 if block == 1024 else 8,
@@ -108,7 +111,7 @@ class BatchMetadata:
             raise ValueError(f"token_slots may have {self.max_tokens} rows (got {wanted})")
         if wanted < num_live:
             raise ValueError(f"num_rows must be at least {num_live}, the live rows (got {wanted})")
-        # a check of device data would be a sync; there the kernel takes a foreign id as base
+        # checking device data would need a sync; there the kernel treats an unknown id as base
         if token_slots.device.type == "cpu" and num_live:
             low, high = token_slots.min().item(), token_slots.max().item()
             if low < -1 or high >= self.max_slots:
@@ -119,6 +122,6 @@ class BatchMetadata:
 
 
 def _upload(token_slots: Tensor, device: torch.device) -> Tensor:
-    # a fresh pinned block each step: the allocator recycles it only after the copy has run,
-    # a reused one could be overwritten before (vllm #36013)
+    # a fresh pinned block each step: the allocator reuses it only after the copy has run, while a
+    # buffer of our own could be overwritten before (vllm #36013)
     return token_slots.pin_memory().to(device, non_blocking=True)

@@ -1,9 +1,9 @@
 """Triton kernels of the dense delta: out += scale * (x @ A.T) @ B.T, per row's slot.
 
 Both kernels walk the compact tile list of BatchMetadata with a stride of their grid, so the
-grid depends on the batch size alone. The shrink holds many slices and ranks of its rows at
-once, as many as its plan says; K may be split into split-K partials that the expand adds up in a fixed order:
-no atomics, no memset, the same bits every time.
+grid depends on the batch size alone. A program of the shrink computes as many ranks, over several
+slices, as its plan says. K may be split; the expand then adds up the split-K partials in a fixed
+order: no atomics, no memset, the same bits every time.
 
 Names: x [M, K], A [L, S*R, K], B [L, N, R], shrink output [P, tiles * HEIGHT, S*R] fp32 in the row
 order of the tiles, out [M, N]; L slots, S slices, R rank of the buffers, P split-K partials.
@@ -13,13 +13,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-
-@triton.jit
-def _dot(lhs, rhs, acc, IEEE: tl.constexpr):
-    # tf32 would cost an fp32 adapter 13 of its 23 mantissa bits
-    if IEEE:
-        return tl.dot(lhs, rhs, acc, input_precision="ieee")
-    return tl.dot(lhs, rhs, acc)
+from lorakernels.common.jit import dot, load_shrunk, locate_slice
 
 
 @triton.jit
@@ -45,8 +39,8 @@ def lora_shrink_kernel(
     PDL: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    # grid (tiles, split-K partials, chunks of BLOCK_N ranks). The wait comes before any exit: the expand
-    # trusts that whatever ran before the shrink is complete once every program got past it
+    # grid (tiles, split-K partials, chunks of BLOCK_N ranks). The wait comes before any exit: the
+    # expand relies on everything before the shrink being complete once all programs have passed it
     if PDL:
         gdc_wait()
         if EARLY:
@@ -60,11 +54,11 @@ def lora_shrink_kernel(
     steps = tl.cdiv(tl.cdiv(K, BLOCK_K), tl.num_programs(1))
     k_begin = split * steps * BLOCK_K
     k_end = tl.minimum(k_begin + steps * BLOCK_K, K)
-    # a transposed x has its rows' stride here: 64 bits (vllm #53034)
+    # in a transposed x this is the stride of rows, so offsets need 64 bits (vllm #53034)
     offs_x = (k_begin + offs_k).to(tl.int64) * stride_xk
     split_ptr = shrunk_ptr + split.to(tl.int64) * stride_shrunk_split
 
-    # the entries of the next tile are fetched ahead, those of the first beside the count
+    # the entries of the next tile are fetched ahead, those of the first one along with the count
     slot = tl.load(tile_slots_ptr + first_tile)
     rows = tl.load(tile_rows_ptr + first_tile * HEIGHT + offs_m)
     num_tiles = tl.load(num_tiles_ptr)
@@ -86,47 +80,15 @@ def lora_shrink_kernel(
                 live_k = k + offs_k < K
                 x = tl.load(x_ptrs, mask=live_m[:, None] & live_k[None, :], other=0.0)
                 a = tl.load(a_ptrs, mask=live_n[None, :] & live_k[:, None], other=0.0)
-                acc = _dot(x, a, acc, IEEE)
+                acc = dot(x, a, acc, IEEE)
                 x_ptrs += tl.cast(stride_xk, tl.int64) * BLOCK_K
                 a_ptrs += BLOCK_K
-            # rows without a token stay unwritten, dead ranks become zero
+            # rows without a token stay unwritten; ranks that the adapter does not have become 0
             row_ptrs = split_ptr + (tile * HEIGHT + offs_m).to(tl.int64)[:, None] * SR
             live_cells = live_m[:, None] & (offs_n < SR)[None, :]
             tl.store(row_ptrs + offs_n[None, :], acc, mask=live_cells)
     if PDL and not EARLY:
         gdc_launch_dependents()
-
-
-@triton.jit
-def _load_shrunk(ptrs, mask, stride_split, SPLITS: tl.constexpr):
-    """The split-K partials of the shrink, added up in their order."""
-    h = tl.load(ptrs, mask=mask, other=0.0)
-    for split in tl.static_range(1, SPLITS):
-        h += tl.load(ptrs + tl.cast(stride_split, tl.int64) * split, mask=mask, other=0.0)
-    return h
-
-
-@triton.jit
-def _locate_slice(group, WIDTHS: tl.constexpr, COLUMNS: tl.constexpr, ALIGN: tl.constexpr):
-    """The slice that a group of COLUMNS columns belongs to, its first column there, the column
-    where the slice starts in the output, and its width. Groups never straddle slices."""
-    slice_id = group * 0
-    column = group * 0
-    start = group * 0
-    width = group * 0
-    first_group = 0
-    first_column = 0
-    for s in tl.static_range(len(WIDTHS)):
-        here = group >= first_group
-        slice_id = tl.where(here, s, slice_id)
-        column = tl.where(here, (group - first_group) * COLUMNS, column)
-        start = tl.where(here, first_column, start)
-        width = tl.where(here, WIDTHS[s], width)
-        first_group += (WIDTHS[s] + COLUMNS - 1) // COLUMNS
-        first_column += WIDTHS[s]
-    # the compiler cannot see through the selection, and would access two bytes at a time
-    column = tl.multiple_of(column, COLUMNS & -COLUMNS)
-    return slice_id, column, tl.multiple_of(start, ALIGN), tl.multiple_of(width, ALIGN)
 
 
 @triton.jit
@@ -158,11 +120,12 @@ def lora_expand_kernel(
     IEEE: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    # grid (groups of GROUP column blocks, parts of tiles): neighbours write neighbouring columns
-    # of the same rows. *_ALIGN: powers of two that divide every slice width and R
+    # grid (groups of GROUP column blocks, parts of tiles): neighbouring programs write
+    # neighbouring columns of the same rows. *_ALIGN: powers of two that divide every slice width
+    # and R
     S: tl.constexpr = len(WIDTHS)
     PARTS: tl.constexpr = HEIGHT // BLOCK_M
-    slice_id, column, start, width = _locate_slice(
+    slice_id, column, start, width = locate_slice(
         tl.program_id(0), WIDTHS, BLOCK_N * GROUP, WIDTH_ALIGN
     )
     first_part = tl.program_id(1)
@@ -201,19 +164,19 @@ def lora_expand_kernel(
             b = tl.load(b_ptrs, mask=live_n & live_r, other=0.0)
             if PDL:
                 gdc_wait()
-            h = _load_shrunk(h_ptrs, live_h, stride_shrunk_split, SPLITS) * scale
-            acc = _dot(h.to(b.dtype), b, previous.to(tl.float32), IEEE)
+            h = load_shrunk(h_ptrs, live_h, stride_shrunk_split, SPLITS) * scale
+            acc = dot(h.to(b.dtype), b, previous.to(tl.float32), IEEE)
             for r in tl.range(BLOCK_R, R, BLOCK_R, num_stages=1):
                 more_r = r + offs_r < loaded_rank
                 live_h = live_m[:, None] & more_r[None, :]
-                h = _load_shrunk(h_ptrs + r, live_h, stride_shrunk_split, SPLITS) * scale
+                h = load_shrunk(h_ptrs + r, live_h, stride_shrunk_split, SPLITS) * scale
                 b = tl.load(b_ptrs + r, mask=live_n & more_r[:, None], other=0.0)
-                acc = _dot(h.to(b.dtype), b, acc, IEEE)
+                acc = dot(h.to(b.dtype), b, acc, IEEE)
             tl.store(out_ptrs, acc.to(b.dtype), mask=live_m[:, None] & live_n)
         else:
             if PDL:
                 gdc_wait()
-            h = _load_shrunk(h_ptrs, live_h, stride_shrunk_split, SPLITS) * scale
+            h = load_shrunk(h_ptrs, live_h, stride_shrunk_split, SPLITS) * scale
             h = h.to(b_ptr.dtype.element_ty)
             # pipelined: safe from triton #9433 because h does not change in the loop and each
             # dot is complete before the next iteration
@@ -222,8 +185,8 @@ def lora_expand_kernel(
                 ptrs = out_ptrs + tl.cast(stride_on, tl.int64) * (block * BLOCK_N)
                 previous = tl.load(ptrs, mask=live_m[:, None] & live_n, other=0.0)
                 b = tl.load(b_ptrs + block * BLOCK_N * R, mask=live_n & live_r, other=0.0)
-                acc = _dot(h, b, previous.to(tl.float32), IEEE)
+                acc = dot(h, b, previous.to(tl.float32), IEEE)
                 tl.store(ptrs, acc.to(b.dtype), mask=live_m[:, None] & live_n)
-    # also without any tile: what follows trusts that the shrink is complete
+    # also without any tile: later kernels rely on the shrink being complete
     if PDL:
         gdc_wait()

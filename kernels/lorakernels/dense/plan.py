@@ -1,27 +1,36 @@
-"""Launch parameters of the dense kernels, from shapes alone: the same for every replay of a
-graph, whatever adapters a batch has. Measured on an H200; docs/benchmarks.md has the figures."""
+"""Launch parameters of the dense kernels, from shapes and measured constants alone: the same for
+every replay of a graph, whatever adapters a batch has."""
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from lorakernels.batch.metadata import MIN_TILE_ROWS, max_tiles, tile_height
 from lorakernels.common.sizes import power_of_2, power_of_2_below
+from lorakernels.runtime.tuning import DEFAULT, DenseTuning, Tuning
 
 
 @dataclass(frozen=True, slots=True)
 class DenseShape:
+    """What a plan depends on: the sizes of a batch and a layer, and the constants measured on
+    the family of their GPU."""
+
     num_rows: int
     in_features: int
     slice_widths: tuple[int, ...]
     rank: int
     # bytes of one element of x, A, B and out
     itemsize: int
+    tuning: Tuning = field(default=DEFAULT, repr=False)
 
     @property
     def ranks_of_all_slices(self) -> int:
         return len(self.slice_widths) * self.rank
+
+    @property
+    def height(self) -> int:
+        return tile_height(self.num_rows, self.tuning)
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,8 +38,8 @@ class ShrinkPlan:
     block_n: int
     block_k: int
     splits: int
-    # let the expand start at once (it hides latency) or when the work is done (it would only
-    # take room and bandwidth)
+    # whether the expand may start at once, which hides latency, or when the shrink is done:
+    # before that it would only take up multiprocessors and bandwidth
     trigger_early: bool
     num_warps: int
     num_stages: int
@@ -41,31 +50,22 @@ class ExpandPlan:
     block_m: int
     block_n: int
     block_r: int
-    # column blocks that one program does one after the other
+    # column blocks that one program computes one after the other
     group: int
     num_warps: int
     num_stages: int
 
 
-# four programs on each of an H200's 132 SMs: more hide no more latency
-_PROGRAMS = 528
-# programs that the tile axis has beyond full tiles: most batches have few partial tiles, the
-# rest is taken by the stride loop
-_PARTIAL_TILES = 8
-# from this tile height on a batch is a prefill: bandwidth counts, not latency
-_PREFILL_HEIGHT = 64
-
-
-def tile_programs(num_rows: int, table_size: int) -> int:
-    """Size of the grid's tile axis; `table_size` is what the tile tables can hold."""
-    full = -(-num_rows // tile_height(num_rows))
-    return min(num_rows, full + _PARTIAL_TILES, table_size)
+def tile_programs(shape: DenseShape, capacity: int) -> int:
+    """Size of a grid's tile axis; `capacity` is the number of tiles that the tables can hold."""
+    full = -(-shape.num_rows // shape.height)
+    return min(shape.num_rows, full + shape.tuning.dense.partial_tiles, capacity)
 
 
 def plan_shrink(shape: DenseShape) -> ShrinkPlan:
-    ranks = shape.ranks_of_all_slices
-    height = tile_height(shape.num_rows)
-    prefill = height >= _PREFILL_HEIGHT
+    tuning = shape.tuning.dense
+    ranks, height = shape.ranks_of_all_slices, shape.height
+    prefill = height >= tuning.prefill_height
     if prefill:
         block_n = min(64 if ranks < 256 else 128, power_of_2(ranks))
         block_k = 128 if block_n <= 32 else 64
@@ -74,12 +74,12 @@ def plan_shrink(shape: DenseShape) -> ShrinkPlan:
         block_k = 256 if _is_deep(shape) else 128
     block_n = max(16, block_n)
     if shape.itemsize == 4:
-        # fp32 has no tensor-core path: smaller tiles keep it out of spills
+        # fp32 has no tensor-core path: smaller tiles avoid spills
         block_n, block_k = min(block_n, 32), 32
     programs = -(-shape.num_rows // height) * -(-ranks // block_n)
     splits = min(
-        _most_splits(shape, height),
-        _PROGRAMS // max(1, programs),
+        _most_splits(shape, tuning),
+        tuning.programs // max(1, programs),
         -(-shape.in_features // block_k),
     )
     return ShrinkPlan(
@@ -93,28 +93,28 @@ def plan_shrink(shape: DenseShape) -> ShrinkPlan:
     )
 
 
-def _most_splits(shape: DenseShape, height: int) -> int:
-    """Planes beyond which the expand, which reads them once for each group of columns, loses
-    what the shrink gains."""
-    if height >= _PREFILL_HEIGHT:
+def _most_splits(shape: DenseShape, tuning: DenseTuning) -> int:
+    """The number of split-K partials beyond which the expand, which reads them once for each
+    group of columns, loses what the shrink gains."""
+    if shape.height >= tuning.prefill_height:
         return min(8, 512 // shape.ranks_of_all_slices)
-    if height > MIN_TILE_ROWS:
+    if shape.height > MIN_TILE_ROWS:
         return shape.in_features // (1024 if _is_wide(shape) else 512)
     return 32 if _is_deep(shape) and shape.rank <= 16 else 16
 
 
 def plan_expand(shape: DenseShape) -> ExpandPlan:
-    height = tile_height(shape.num_rows)
+    height = shape.height
     block_r = min(128, max(16, power_of_2(shape.rank)))
     if shape.itemsize == 4:
         return ExpandPlan(min(height, 32), 64, min(block_r, 32), 1, 4, 1)
     if shape.rank > 64:
-        # a wide block of B would not fit beside the output's into registers, and a rank beyond
+        # a wide block of B does not fit into registers beside the output's, and a rank beyond
         # one block cannot stay on chip while columns stream by
         return ExpandPlan(min(height, 64), 64 if height == 32 else 128, block_r, 1, 8, 1)
     if height == MIN_TILE_ROWS:
         return ExpandPlan(height, 256, block_r, 1, 8, 1)
-    if height < _PREFILL_HEIGHT:
+    if height < shape.tuning.dense.prefill_height:
         if _is_wide(shape):
             group = min(8, _group_of_a_wave(shape, height, 64))
             return ExpandPlan(height, 64, block_r, group, 4, 3)
@@ -127,28 +127,30 @@ def plan_expand(shape: DenseShape) -> ExpandPlan:
 def _group_of_a_wave(shape: DenseShape, block_m: int, block_n: int) -> int:
     """Column blocks for each program if all programs are to run at once."""
     blocks = sum(-(-width // block_n) for width in shape.slice_widths)
-    return max(1, -(-blocks * -(-shape.num_rows // block_m) // _PROGRAMS))
+    programs = blocks * -(-shape.num_rows // block_m)
+    return max(1, -(-programs // shape.tuning.dense.programs))
 
 
 def _is_deep(shape: DenseShape) -> bool:
-    return shape.in_features >= 8192
+    return shape.in_features >= shape.tuning.dense.deep
 
 
 def _is_wide(shape: DenseShape) -> bool:
-    return max(shape.slice_widths) > 8192
+    return max(shape.slice_widths) > shape.tuning.dense.wide
 
 
 def plan_shrunk(shape: DenseShape, num_slots: int) -> tuple[int, int, int]:
     """[splits, padded rows of all tiles, slices * rank] of the shrink output of a batch."""
-    height = tile_height(shape.num_rows)
-    padded_rows = max_tiles(shape.num_rows, num_slots, height) * height
+    padded_rows = max_tiles(shape.num_rows, num_slots, shape.height) * shape.height
     return (plan_shrink(shape).splits, padded_rows, shape.ranks_of_all_slices)
 
 
 def largest_shrunk(shape: DenseShape, num_slots: int, max_rows: int) -> int:
     """Values of the largest shrink output over all batches of at most `max_rows` rows."""
-    # beyond this size there is one split-K partial only, and the shrink output just grows with the batch
-    several_splits = min(max_rows, _PROGRAMS * tile_height(max_rows))
+    # beyond this size there is a single split-K partial, and the shrink output just grows with
+    # the batch
+    tallest = replace(shape, num_rows=max_rows).height
+    several_splits = min(max_rows, shape.tuning.dense.programs * tallest)
     sizes = [*range(1, several_splits, MIN_TILE_ROWS), several_splits, max_rows]
     sizes += [size - 1 for size in sizes if size > 1]
     return max(math.prod(plan_shrunk(replace(shape, num_rows=size), num_slots)) for size in sizes)

@@ -1,7 +1,7 @@
-"""Representative launches of the dense kernels, for compiling them where no GPU is.
+"""Representative launches of the dense kernels, for compiling them without a GPU.
 
-The host code runs as it does in a server, on tensors of device "meta": they have shapes and
-strides, but no data. Every way that a plan can turn out should show up here once.
+The host code runs as it does in a server, on tensors of device "meta", which have shapes and
+strides, but no data. Every outcome of a plan should occur here once.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ from functools import partial
 import torch
 
 from lorakernels.batch.metadata import BatchMetadata
-from lorakernels.dense.ops import _expand, _shape, _shrink, _tables, shrunk_shape
+from lorakernels.dense.launch import TileTables, launch_expand, launch_shrink
+from lorakernels.dense.ops import shape_of_batch, shrunk_shape
 from lorakernels.dense.weights import SlotWeights
 
 _SLOTS = 4
@@ -87,10 +88,9 @@ def _delta(problem: Problem, *, pdl: bool) -> None:
     x = _rows(problem, problem.in_features)
     out = _rows(problem, weights.out_features)
     shrunk = torch.empty(shrunk_shape(problem.tokens, weights), device="meta")
-    shape, tables = _shape(problem.tokens, weights), _tables(metadata)
-    _shrink(x, weights.a, weights.ranks, shape, tables, shrunk, pdl=pdl)
-    factors = (weights.b, weights.ranks, weights.scales)
-    _expand(shrunk, factors, shape, tables, out, pdl=pdl)
+    shape, tiles = shape_of_batch(problem.tokens, weights), TileTables.of(metadata)
+    launch_shrink(x, weights.tensors, shape, tiles, shrunk, pdl=pdl)
+    launch_expand(shrunk, weights.tensors, shape, tiles, out, pdl=pdl)
 
 
 def _rows(problem: Problem, width: int) -> torch.Tensor:

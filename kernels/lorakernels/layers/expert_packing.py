@@ -1,8 +1,7 @@
-"""From the modules of an adapter to the experts that one rank of a MoE layer holds.
+"""From the modules of an adapter to the factors that one rank of a MoE layer holds.
 
-Invariant: what comes out is complete, checked and independent of what came in: a rank's part
-is cut from the whole factors every time, and either every expert has factors for a projection
-or none has.
+Invariant: the result is complete, checked and independent of the input: a rank's part is cut from
+the whole factors every time, and either every expert has factors for a projection or none has.
 """
 
 from __future__ import annotations
@@ -14,7 +13,8 @@ import torch
 from torch import Tensor
 
 from lorakernels.adapters.errors import hint, listing
-from lorakernels.dense.weights import LoRAFactors, check_scale
+from lorakernels.common.stacked_weights import check_scale
+from lorakernels.dense.weights import LoRAFactors
 from lorakernels.layers.casting import cast_all
 from lorakernels.layers.moe_partition import MoECut
 from lorakernels.layers.packing import check_shapes, take
@@ -27,8 +27,8 @@ ExpertParts = Mapping[str, Factors | None]
 
 @dataclass(frozen=True, slots=True)
 class ExpertPacking:
-    """The projections of a layer in the order of its slices, the last of them from the
-    intermediate to the hidden size, all others the other way round."""
+    """The projections of a layer in the order of its slices. The last one maps the intermediate to
+    the hidden size, the others map the hidden to the intermediate size."""
 
     projections: tuple[str, ...]
     num_experts: int
@@ -36,8 +36,8 @@ class ExpertPacking:
     intermediate: int
 
     def homes(self) -> dict[str, tuple[int | None, tuple[int, ...]]]:
-        """What an adapter may name: the expert that it stands for, None for all of them, and
-        the indices of the slices that it covers."""
+        """For each name that an adapter may use: its expert, None for all of them, and the indices
+        of the slices that it covers."""
         homes: dict[str, tuple[int | None, tuple[int, ...]]] = {
             f"experts.{projection}": (None, (index,))
             for index, projection in enumerate(self.projections)
@@ -50,8 +50,8 @@ class ExpertPacking:
         return homes
 
     def by_slice(self, parts: ExpertParts, held: Shard) -> dict[int, ExpertFactors]:
-        """Factors of the `held` experts for each slice that the adapter has, as wide as the
-        whole layer, with everything checked. An axis of 1 stays one. ValueError."""
+        """Checked factors of the `held` experts for each slice that the adapter has, as wide as the
+        whole layer. An expert axis of 1 stays 1. Raises ValueError."""
         found: dict[int, ExpertFactors] = {}
         single: dict[int, dict[int, LoRAFactors]] = {}
         homes = self.homes()

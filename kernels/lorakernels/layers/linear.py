@@ -1,9 +1,9 @@
-"""A linear layer that serves many adapters at once, each row of the batch its own.
+"""A linear layer that serves many adapters at once, one for each row of the batch.
 
-Invariant: the layer is built and loaded from whole tensors and cuts its own part of them, in
-copies that let go of the rest; only what is not cut is shared. Neither the base weight nor an
-adapter is ever written to. An adapter is checked and
-cut completely before the slot is touched, and the slot is emptied before it moves in.
+Invariant: the layer is built and loaded from whole tensors and copies its own part of them, so
+that the rest can be freed; only a tensor that is not cut is shared. Neither the base weight nor an
+adapter is ever written to. An adapter is checked and cut completely before its slot changes, and
+the slot is emptied before the adapter is loaded.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class LoRALinear(nn.Module):
 
     @property
     def parts(self) -> dict[str, tuple[int, ...]]:
-        """What an adapter may have factors for, and the slices that it covers."""
+        """The modules that an adapter may have factors for, and the slices that each covers."""
         names = (*self.packing.slice_names, *self.packing.fused)
         return {name: self.packing.slices_of(name) for name in names}
 
@@ -102,11 +102,11 @@ class LoRALinear(nn.Module):
         self.slots.reset(slot)
 
     def stage(self, parts: Parts) -> tuple[LoRAFactors | None, ...]:
-        """What `commit` takes: this rank's part of an adapter, checked. ValueError."""
+        """This rank's part of an adapter, checked, as `commit` takes it. ValueError."""
         return stage(self.packing, self.cut, parts, max_rank=self.slots.rank, like=self.slots.a)
 
     def commit(self, slot: int, staged: Sequence[LoRAFactors | None]) -> None:
-        """Empty a slot and move a staged adapter in. ValueError."""
+        """Empty a slot and load a staged adapter into it. ValueError."""
         self.slots.load(slot, staged)
 
 

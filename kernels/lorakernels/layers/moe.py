@@ -1,10 +1,10 @@
-"""A mixture-of-experts layer that serves many adapters at once, each row of the batch its own.
+"""A mixture-of-experts layer that serves many adapters at once, one for each row of the batch.
 
-Invariant: the layer is built and loaded from whole tensors and cuts its own part of them, in
-copies that let go of the rest; only what is not cut is shared. Neither the base weights nor an
-adapter are ever written to. An adapter is checked and
-cut completely before the slot is touched, and the slot is emptied before it moves in. What an
-adapter is applied to is never quantised (vllm #42120).
+Invariant: the layer is built and loaded from whole tensors and copies its own part of them, so
+that the rest can be freed; only a tensor that is not cut is shared. Neither the base weights nor an
+adapter are ever written to. An adapter is checked and cut completely before its slot changes, and
+the slot is emptied before the adapter is loaded. Adapters are never applied to quantised
+activations (vllm #42120).
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ Staged = tuple[ExpertFactors | None, ...]
 
 
 class MoEScratch:
-    """What the layers of a model write on the way, allocated once: for layers of the same sizes
-    that run one after the other, and batches of up to `max_tokens` rows. Raises ValueError."""
+    """The intermediate results of the layers of a model, allocated once: for layers of the same
+    sizes that run one after the other, and batches of up to `max_tokens` rows. ValueError."""
 
     def __init__(self, layers: Sequence[FusedMoELoRA], *, max_tokens: int, top_k: int) -> None:
         sizes = {(layer.packing.hidden, layer.cut.intermediate.size) for layer in layers}
@@ -44,7 +44,7 @@ class MoEScratch:
             found = ", ".join(f"{h} and {i}" for h, i in sorted(sizes)) or "no layer"
             raise ValueError(f"layers must have one hidden and intermediate size (got {found})")
         weights = [slots for layer in layers for slots in (layer.w13_slots, layer.w2_slots)]
-        self.shrunks = MoEWorkspace(weights, max_tokens=max_tokens, top_k=top_k)
+        self.workspace = MoEWorkspace(weights, max_tokens=max_tokens, top_k=top_k)
         ((hidden, intermediate),) = sizes
         self.buffers = ExpertBuffers(
             max_tokens=max_tokens,
@@ -62,7 +62,7 @@ class FusedMoELoRA(nn.Module):
 
     w13 [experts, 2 * intermediate, hidden], gate above up, or [experts, intermediate, hidden]
     without a gate; w2 [experts, hidden, intermediate]; both of the whole layer, of which a
-    rank keeps its part. `dtype` is that of activations and adapters, and only named where the
+    rank keeps its part. `dtype` is that of activations and adapters; it is needed only where the
     weights are quantised. `projections` are the names of gate, up and down in an adapter. With
     `shared_outer` the A of gate and up and the B of down are kept once, for all experts, and
     adapters must share them. Raises ValueError.
@@ -117,8 +117,9 @@ class FusedMoELoRA(nn.Module):
 
     @property
     def parts(self) -> dict[str, tuple[int, ...]]:
-        """What an adapter may have factors for: each projection of each expert, and each one of
-        all experts; with the indices of what it covers. The layer itself is "experts"."""
+        """The modules that an adapter may have factors for: each projection of each expert, and
+        each projection of all experts; with the indices of what each covers. The layer itself is
+        "experts"."""
         return self._parts
 
     def forward(
@@ -166,7 +167,7 @@ class FusedMoELoRA(nn.Module):
             pairs,
             scratch.buffers,
             out,
-            lora=ExpertLoRA(self.w13_slots, self.w2_slots, scratch.shrunks),
+            lora=ExpertLoRA(self.w13_slots, self.w2_slots, scratch.workspace),
             activation=Activation.SILU_GATED if self._num_up == 2 else Activation.SILU,
             router_weight=self.router_weight,
             quantised_x=quantised_x,
@@ -184,7 +185,7 @@ class FusedMoELoRA(nn.Module):
         self.w2_slots.reset(slot)
 
     def stage(self, parts: ExpertParts) -> Staged:
-        """What `commit` takes: this rank's part of an adapter, checked. ValueError."""
+        """This rank's part of an adapter, checked, as `commit` takes it. ValueError."""
         return stage_experts(
             self.packing,
             self.cut,
@@ -195,7 +196,7 @@ class FusedMoELoRA(nn.Module):
         )
 
     def commit(self, slot: int, staged: Staged) -> None:
-        """Empty a slot and move a staged adapter in. ValueError."""
+        """Empty a slot and load a staged adapter into it. ValueError."""
         self.w13_slots.load(slot, staged[: self._num_up])
         self.w2_slots.load(slot, staged[self._num_up :])
 

@@ -38,7 +38,7 @@ class MoERank:
     @classmethod
     def of_group(cls, rank: int, *, ep_size: int, tp_size: int) -> MoERank:
         """The place of rank 0 to ep_size * tp_size - 1 of a group; ranks that hold the same
-        experts are neighbours. The rank of the group is neither of the two (sglang #24171)."""
+        experts are adjacent. The rank in the group is neither of the two (sglang #24171)."""
         if ep_size < 1 or tp_size < 1:
             raise ValueError(
                 f"ep_size and tp_size must be at least 1 (got {ep_size} and {tp_size})"
@@ -50,8 +50,8 @@ class MoERank:
 
 @dataclass(frozen=True, slots=True)
 class MoECut:
-    """A rank's part of a layer: its range of experts and its range of the intermediate size,
-    which is that of the columns of gate and of up and that of the inputs of down."""
+    """A rank's part of a layer: its range of experts, and its range of the intermediate size, which
+    are the columns of gate and of up and the inputs of down."""
 
     experts: Shard
     intermediate: Shard
@@ -65,9 +65,9 @@ class MoECut:
 def cut_moe(
     num_experts: int, intermediate: int, rank: MoERank, *, padded_intermediate: int | None = None
 ) -> MoECut:
-    """`padded_intermediate` is for a base layer whose shards are cut from a padded size; the
-    adapter knows nothing of the padding. Experts that cannot be dealt evenly go to the first
-    ranks. Raises ValueError."""
+    """`padded_intermediate` is for a base layer whose shards are cut from a padded size; adapters
+    are not padded. Where experts cannot be divided evenly, the first ranks hold one more each.
+    Raises ValueError."""
     if num_experts < rank.ep_size:
         raise ValueError(f"experts must be at least ep_size {rank.ep_size} (got {num_experts})")
     share, rest = divmod(num_experts, rank.ep_size)

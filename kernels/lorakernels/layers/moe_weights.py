@@ -1,7 +1,7 @@
 """A rank's part of the base weights of a MoE layer, of 16 or 8 bits.
 
-Invariant: the whole tensors are checked against each other before anything is cut, and gate
-and up are cut each on its own.
+Invariant: the whole tensors are checked against each other before anything is cut, and gate and up
+are cut separately.
 """
 
 from __future__ import annotations

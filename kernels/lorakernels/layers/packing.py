@@ -1,7 +1,7 @@
 """From the modules of an adapter to the slices of one rank of a layer.
 
-Invariant: what comes out is complete, checked and independent of what came in: a rank's part
-is cut from the whole factors every time and never from an earlier cut (vllm #20873).
+Invariant: the result is complete, checked and independent of the input: a rank's part is cut from
+the whole factors every time and never from an earlier cut (vllm #20873).
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from lorakernels.dense.weights import LoRAFactors, check_scale
+from lorakernels.common.stacked_weights import check_scale
+from lorakernels.dense.weights import LoRAFactors
 from lorakernels.layers.casting import cast_all
 from lorakernels.layers.partition import LayerCut, Shard, Slice
 from lorakernels.moe.weights import Factors
@@ -112,7 +113,7 @@ def stage(
 
 
 def take(tensor: Tensor, shard: Shard, *, dim: int) -> Tensor:
-    """The shard's live range, with zeros behind it where the shard is padded."""
+    """The shard's live range, followed by zeros where the shard is padded."""
     piece = tensor.narrow(dim, shard.start, shard.live)
     padding = shard.size - shard.live
     if not padding:
@@ -122,14 +123,15 @@ def take(tensor: Tensor, shard: Shard, *, dim: int) -> Tensor:
 
 
 def owned(part: Tensor, whole: Tensor) -> Tensor:
-    """`part` in memory of its own where it is less than the whole, which may then be freed."""
+    """`part`, copied if it is less than the whole, which may then be freed."""
     if part.numel() == whole.numel():
         return part.contiguous()
     return part.clone(memory_format=torch.contiguous_format)
 
 
 def take_packed(tensor: Tensor, slices: Sequence[Slice], shards: Sequence[Shard]) -> Tensor:
-    """Rows of a packed weight or bias, each slice cut on its own; the tensor if none is cut."""
+    """The rows of a packed weight or bias that the shards hold, each slice cut separately; the
+    tensor itself if none is cut."""
     if all(shard.size == part.width for part, shard in zip(slices, shards, strict=True)):
         return tensor
     pieces = torch.split(tensor, [part.width for part in slices])
@@ -137,7 +139,7 @@ def take_packed(tensor: Tensor, slices: Sequence[Slice], shards: Sequence[Shard]
 
 
 def check_shapes(module: str | int, factors: LoRAFactors, in_features: int, width: int) -> None:
-    """The shapes of a linear module's factors. ValueError that names it."""
+    """Check the shapes of a linear module's factors. ValueError that names the module."""
     a, b = factors.a, factors.b
     if a.dim() != 2 or a.shape[1] != in_features:
         raise ValueError(f"a of {module} must be [rank, {in_features}] (got {list(a.shape)})")

@@ -25,7 +25,7 @@ class Slice:
 
     `width` counts the columns of the unpadded model. `heads` makes heads indivisible: with more
     ranks than heads, each head is held by several ranks. `padded_width` is for a base layer
-    whose shards are cut from a padded width; the adapter knows nothing of the padding.
+    whose shards are cut from a padded width; adapters are not padded.
     """
 
     name: str
@@ -59,7 +59,7 @@ def cut_dimension(name: str, width: int, tp_size: int, tp_rank: int, padded: int
         raise ValueError(f"padded width of {name} must be at least {width} (got {padded})")
     if padded % tp_size:
         raise ValueError(f"{name} must be divisible by tp_size {tp_size} (got {padded})")
-    # the stride is the padded size, the end is the real one: a rank may hold padding alone
+    # the stride follows the padded size, the end the real one: a rank may hold only padding
     size = padded // tp_size
     start = min(tp_rank * size, width)
     return Shard(start, min(start + size, width), size)
@@ -124,7 +124,7 @@ def cut_layer(
         )
     columns = tuple(whole(part.width) for part in slices)
     if parallel is Parallel.COLUMN:
-        # each slice on its own: a cut of the packed width would mix q, k and v
+        # each slice separately: cutting the packed width would mix q, k and v
         # (tensorrt-llm #8063)
         columns = tuple(cut_slice(part, tp_size, tp_rank) for part in slices)
     inputs = whole(in_features)

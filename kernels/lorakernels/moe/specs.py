@@ -1,4 +1,4 @@
-"""Representative launches of the MoE kernels, for compiling them where no GPU is; see
+"""Representative launches of the MoE kernels, for compiling them without a GPU; see
 dense/specs.py."""
 
 from __future__ import annotations
@@ -10,10 +10,11 @@ from functools import partial
 import torch
 
 from lorakernels.moe.align.metadata import PairMetadata
+from lorakernels.moe.align.ops import fill_tables
 from lorakernels.moe.delta.launch import Delta, launch
 from lorakernels.moe.delta.ops import MoEWorkspace, shape_of_batch, view_shrunk
 from lorakernels.moe.delta.plan import MoEPath, plan_path
-from lorakernels.moe.layer.launch import Adapters, product, sum_choices
+from lorakernels.moe.layer.launch import Adapters, Product, launch_product, launch_sum
 from lorakernels.moe.layer.ops import Activation
 from lorakernels.moe.weights import ExpertWeights
 
@@ -75,7 +76,7 @@ def launches(compute_capability: int) -> Iterator[tuple[str, Callable[[], None]]
         label = f"align-t{tokens}{'-base' if with_base else ''}"
         yield label, partial(_align, tokens, with_base, pdl=pdl)
     for problem in _problems():
-        yield f"moe-{problem.label}", partial(_delta, problem, pdl=pdl)
+        yield f"moe-{problem.label}", partial(launch_delta, problem, pdl=pdl)
     for tokens in (8, 1024, 8192):
         for rank in (0, 16, 128):
             yield f"layer-r{rank}-t{tokens}", partial(_layer, tokens, rank, pdl=pdl)
@@ -86,10 +87,11 @@ def _align(tokens: int, with_base: bool, *, pdl: bool) -> None:
     pairs = _pairs(tokens, 8, 128, with_base=with_base)
     ids = torch.empty(tokens, 8, dtype=torch.int32, device="meta")
     slots = torch.empty(tokens, dtype=torch.int32, device="meta")
-    pairs.tables.fill(ids, slots, None, pdl=pdl)
+    fill_tables(pairs.tables, ids, slots, None, pdl=pdl)
 
 
-def _delta(problem: Problem, *, pdl: bool) -> None:
+def launch_delta(problem: Problem, *, pdl: bool) -> None:
+    """Launch the delta of a problem on tensors without data."""
     weights = _weights(problem.slice_widths, problem.in_features, problem)
     pairs = _pairs(problem.tokens, problem.top_k, problem.experts, with_base=False)
     rows = problem.tokens * problem.top_k
@@ -102,10 +104,8 @@ def _delta(problem: Problem, *, pdl: bool) -> None:
         shape=shape,
         x=torch.empty(x_rows, problem.in_features, dtype=problem.dtype, device="meta"),
         pairs_per_x=rows // x_rows,
-        factors=(weights.a, weights.b),
-        tables=(weights.ranks, weights.scales),
-        of_pairs=(pairs.pair_slots, pairs.pair_experts),
-        of_tiles=(pairs.tile_slots, pairs.tile_experts, pairs.tile_pairs, pairs.num_tiles),
+        slots=weights.tensors,
+        tables=pairs.tables.tables,
         shrunk=view_shrunk(shrunk, shape) if path is MoEPath.TWO_KERNEL else shrunk,
         out=torch.empty(rows, sum(problem.slice_widths), dtype=problem.dtype, device="meta"),
         router_weights=torch.empty(rows, device="meta") if problem.is_second else None,
@@ -114,13 +114,7 @@ def _delta(problem: Problem, *, pdl: bool) -> None:
     launch(delta, path, pdl=pdl)
 
 
-def _layer(
-    tokens: int,
-    rank: int,
-    *,
-    pdl: bool,
-    dtype: torch.dtype = torch.bfloat16,
-) -> None:
+def _layer(tokens: int, rank: int, *, pdl: bool, dtype: torch.dtype = torch.bfloat16) -> None:
     hidden, (width, _), experts, top_k = _W13
     pairs, rows = _pairs(tokens, top_k, experts, with_base=True), tokens * top_k
 
@@ -137,19 +131,19 @@ def _layer(
             problem = Problem("", x, widths, experts, top_k, tokens, rank, dtype=dtype)
             weights = _weights(widths, x, problem)
             shrunk = MoEWorkspace([weights], max_tokens=tokens, top_k=top_k).shrunk
-            lora = Adapters(weights.a, weights.b, weights.ranks, weights.scales, shrunk)
-        product(
-            empty(x_rows, x),
-            empty(experts, sum(widths), x),
-            out,
-            pairs.tables,
+            lora = Adapters(weights.tensors, shrunk)
+        product = Product(
+            x=empty(x_rows, x),
+            w=empty(experts, sum(widths), x),
+            out=out,
+            pairs=pairs.tables,
             lora_input=empty(x_rows, x),
             lora=lora,
             activation=activation,
             router_weights=None if activation else torch.empty(tokens, top_k, device="meta"),
-            pdl=pdl,
         )
-    sum_choices(y, pairs.tables, empty(tokens, hidden), pdl=pdl)
+        launch_product(product, pdl=pdl)
+    launch_sum(y, pairs.tables, empty(tokens, hidden), pdl=pdl)
 
 
 def _weights(widths: tuple[int, ...], in_features: int, problem: Problem) -> ExpertWeights:

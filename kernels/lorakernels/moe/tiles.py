@@ -1,32 +1,28 @@
-"""How pairs are cut into tiles and counted: from shapes alone, so that all of it is constant
-in a captured graph. Pure."""
+"""How token-expert pairs are cut into tiles and counted: from shapes and measured constants alone,
+so that all of it is constant in a captured graph. Pure.
+
+A pair is one of the top-k choices of a token; a bucket is the pairs of one (expert, slot).
+"""
 
 from __future__ import annotations
 
 from lorakernels.batch.metadata import MIN_TILE_ROWS
 from lorakernels.common.sizes import power_of_2
-
-# adapters of a batch that the plan counts on
-USUAL_SLOTS = 4
-# fuller tiles leave so little room that many a bucket needs a second one, which costs more than
-# empty rows
-_FULL = 0.75
-# with fewer pairs tiles of 64 are too few to keep all multiprocessors busy
-_PAIRS_OF_TALL_TILES = 1024
+from lorakernels.runtime.tuning import DEFAULT, Tuning
 
 
-def tile_height(num_pairs: int, num_experts: int) -> int:
-    """Pairs of one (expert, slot) that one tile covers. From shapes alone, so that it is a
-    constant of a captured graph."""
-    pairs_of_a_bucket = num_pairs / (USUAL_SLOTS * num_experts)
-    if pairs_of_a_bucket < _FULL * MIN_TILE_ROWS:
+def tile_height(num_pairs: int, num_experts: int, tuning: Tuning = DEFAULT) -> int:
+    """Pairs of one (expert, slot) that one tile covers."""
+    pairs_of_a_bucket = num_pairs / (tuning.moe.usual_slots * num_experts)
+    if pairs_of_a_bucket < tuning.moe.full * MIN_TILE_ROWS:
         return MIN_TILE_ROWS
-    return 32 if pairs_of_a_bucket < _FULL * 32 or num_pairs < _PAIRS_OF_TALL_TILES else 64
+    low = pairs_of_a_bucket < tuning.moe.full * 32
+    return 32 if low or num_pairs < tuning.moe.pairs_of_tall_tiles else 64
 
 
 def base_tile_height(num_pairs: int, num_experts: int) -> int:
     """Pairs of one expert, whatever their slots, that one tile of the base product covers."""
-    # tiles that are mostly full cost the fewest passes over an expert's weights
+    # tiles that are mostly full need the fewest passes over an expert's weights
     return min(128, max(MIN_TILE_ROWS, power_of_2(2 * num_pairs // num_experts)))
 
 

@@ -1,17 +1,17 @@
-"""bf16 in Triton's interpreter, made right.
+"""Correct bf16 in Triton's interpreter.
 
-The interpreter of Triton 3.6 to 3.9 keeps a bf16 value as the uint16 of its bits and forgets so in
-places: `tl.dot`, arithmetic and comparisons work on the bit patterns as if they were integers,
-casts from integers and fp64 copy the number into the bits, and casts from fp32 cut off where the
-hardware rounds to nearest even (a bias of half a unit in the last place). `repair` makes all of
-them go through fp32 with one rounding, as on the hardware. Nothing else of Triton is changed,
-and a process without TRITON_INTERPRET=1 never gets here.
+The interpreter of Triton 3.6 to 3.9 keeps a bf16 value as the uint16 of its bits, and some
+operations ignore that: `tl.dot`, arithmetic and comparisons work on the bit patterns as if they
+were integers, casts from integers and fp64 copy the number into the bits, and casts from fp32
+truncate where the hardware rounds to nearest even (a bias of half a unit in the last place).
+`repair` makes all of them go through fp32 with one rounding, as on the hardware. Nothing else in
+Triton is changed, and a process without TRITON_INTERPRET=1 is left alone.
 
-What stays unsupported: atomics on bf16 (the interpreter refuses them) and fp8.
+Atomics on bf16, which the interpreter refuses, and fp8 stay unsupported.
 
-Floating-point fusion needs no repair: numpy never contracts a multiply and an add. On a GPU the
-launch takes Triton's default, on up to 3.9 and announced as off from 3.10, so results may move
-by an fp32 rounding there; whoever compares versions sets TRITON_DEFAULT_FP_FUSION.
+Floating-point fusion needs no repair: numpy never contracts a multiply and an add. On a GPU a
+launch uses Triton's default, which is on up to 3.9 and announced to be off from 3.10, so results
+may change by an fp32 rounding; set TRITON_DEFAULT_FP_FUSION to compare versions.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ _REPAIRED = "_lorakernels_bf16"
 
 
 def repair() -> bool:
-    """Patch the interpreter of this process; True if bf16 is now right under the interpreter.
+    """Patch the interpreter of this process; True if bf16 is now correct under the interpreter.
 
-    Idempotent. Does nothing and returns False unless TRITON_INTERPRET is 1. Kernels that were
-    imported before profit as well: the interpreter looks its operations up at launch.
+    Idempotent. Does nothing and returns False unless TRITON_INTERPRET is 1. It also affects kernels
+    that were imported before: the interpreter looks up its operations at launch.
     """
     if os.environ.get("TRITON_INTERPRET") != "1":
         return False
@@ -51,17 +51,17 @@ def check() -> None:
     import torch
     import triton
 
-    from lorakernels.runtime.interpreter_check import cast_kernel, dot_kernel
+    from lorakernels.runtime.kernels import probe_cast, probe_dot
 
     generator = torch.Generator().manual_seed(0)
     x, y = (torch.randn(16, 16, generator=generator).bfloat16() for _ in range(2))
     dot = torch.empty(16, 16)
     rounded = torch.empty(16, dtype=torch.bfloat16)
     try:
-        dot_kernel[(1,)](x, y, dot, 16)
+        probe_dot[(1,)](x, y, dot, 16)
         # 16 values whose last bits are a tie, above and below it, for either parity
         exact = 1 + torch.arange(16) * 2.0**-9
-        cast_kernel[(1,)](exact, rounded, 16)
+        probe_cast[(1,)](exact, rounded, 16)
     except Exception as error:
         raise RuntimeError(_complaint(triton.__version__, "cannot run a kernel")) from error
     if not torch.allclose(dot, x.float() @ y.float(), rtol=1e-5, atol=1e-5):

@@ -16,6 +16,8 @@ from loragate.faults.compiling import check_compiles, check_experts_compile
 from loragate.faults.model import Check, Sighting
 
 _FILE_TESTS = ("adapter file", "adapter manager")
+# what linear and MoE layers have in common
+_SHARED = ("lorakernels.common.", "lorakernels.runtime.")
 
 
 def _assert_silent(check: Callable[[], str | None]) -> None:
@@ -42,10 +44,11 @@ TESTS: Mapping[str, Callable[[], None]] = MappingProxyType(
 
 def tests_of(module: str | None, checks: Sequence[Check]) -> tuple[str, ...]:
     """The tests that run for a planted module: those of MoE and of adapter files for MoE modules,
-    those of linear layers and adapter files for all others, every test without a module."""
+    those of linear layers and adapter files for other modules, every test for modules that both
+    kinds of layers use and without a module."""
     compiling = [name for check, name in _COMPILE_TESTS.items() if check in checks]
     linear, of_moe = list(dense.TESTS), list(moe.TESTS)
-    if module is None:
+    if module is None or module.startswith(_SHARED):
         return (*linear, *of_moe, *compiling)
     is_moe = "moe" in module or "expert" in module
     return (*([*of_moe, *_FILE_TESTS] if is_moe else linear), *compiling)

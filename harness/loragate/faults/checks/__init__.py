@@ -1,7 +1,8 @@
-"""Checks of host logic that no case of the matrix reaches, each against a plain second opinion.
+"""Checks of host logic that no case of the matrix reaches, each against a plain second
+implementation.
 
-They stand where an oracle would need a file, a model or a mapping that no subject's protocol
-has. A check gives a sentence about what is wrong, or None.
+They cover what an oracle could judge only with a file, a model or a mapping that the protocol of
+subjects does not have. A check returns a sentence about what is wrong, or None.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ CHECKS: Mapping[Check, Callable[[], str | None]] = MappingProxyType(
 
 
 def run_check(check: Check) -> Sighting:
-    """What the check has to say; whatever is thrown is told as an exception."""
+    """The result of the check; an exception counts as a failure."""
     verdict, failure, message = Verdict.PASS, None, ""
     try:
         wrong = CHECKS[check]()

@@ -1,4 +1,4 @@
-"""The life of adapters in the slots of a small model: in, out, in again, replaced, refused."""
+"""Adapters in the slots of a small model: activated, evicted, reactivated, replaced, refused."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def _replaced() -> str | None:
 
 
 def _refused() -> str | None:
-    """What does not fit the second layer leaves the first one alone."""
+    """An adapter that does not fit the second layer does not change the first one."""
     slots, layers = _model()
     slots.activate(_adapter("one", seed=1))
     before = _state(layers)
@@ -71,7 +71,7 @@ def _refused() -> str | None:
 
 
 def _half_committed() -> str | None:
-    """A layer that breaks down while an adapter moves in leaves no half of it behind."""
+    """A layer that fails while an adapter is activated leaves no part of it behind."""
     slots, layers = _model()
 
     def fail(slot: int, staged: Any) -> None:
@@ -83,7 +83,7 @@ def _half_committed() -> str | None:
     except RuntimeError:
         emptied = not any(bool(tensor.count_nonzero()) for tensor in _state(layers))
         return None if emptied and not slots.names else "half an adapter is resident"
-    return "a layer that broke down was not told"
+    return "the exception of a failing layer was swallowed"
 
 
 def _loop() -> str | None:

@@ -35,7 +35,7 @@ Adapters = Mapping[int, Parts]
 
 @dataclass(frozen=True, slots=True)
 class _Layer:
-    """What is told to the layer, and to the definition."""
+    """The configuration of the layer and of its definition."""
 
     w13: Tensor
     w2: Tensor
@@ -45,7 +45,7 @@ class _Layer:
 
 
 def check_expert_layer() -> str | None:
-    """Gate and up or up alone, router weights before or behind, factors shared or not."""
+    """Gate and up or up alone, router weights on input or output, factors shared or not."""
     for projections, on_input in product((_GATED, _PLAIN), (False, True)):
         layer = _layer(projections, on_input=on_input)
         wrong = _compare(_run(layer), _wanted(layer))
@@ -76,13 +76,13 @@ def check_expert_quantised() -> str | None:
     layer, x = _layer(_GATED), 37.0 * _x()
     none13, none2 = torch.zeros_like(layer.w13), torch.zeros_like(layer.w2)
     options: dict[str, Any] = {"dtype": torch.float32, "x": x, "quantised_x": quantise_rows(x)}
-    # with base weights of zero nothing is left but the adapters
+    # with base weights of zero only the adapters contribute
     alone = _Layer(none13, none2, layer.adapters)
     weights = (_of_8_bits(none13), _of_8_bits(none2))
     wrong = _compare(_run(alone, weights=weights, **options), _wanted(alone, x))
     if wrong is not None:
         return f"adapters without base weights: {wrong}"
-    # with a way back that is the adapter's alone nothing is quantised a second time
+    # with a down projection that only the adapter has, nothing is quantised a second time
     back = {0: {"experts.down_proj": layer.adapters[0]["experts.down_proj"]}}
     w13 = _of_8_bits(layer.w13)
     first = _Layer(_expand(w13), none2, back)
@@ -119,7 +119,7 @@ def _layer(projections: tuple[str, ...], *, on_input: bool = False, shared: bool
     rows = INTER * (len(projections) - 1)
     large = stacked(projections, RANK, 100, shared=shared)
     small = stacked(projections, 3, 200, shared=shared)
-    # the second adapter has no factors for the way back
+    # the second adapter has no factors for the down projection
     adapters = {0: large, 2: {n: p for n, p in small.items() if "down" not in n}}
     w13 = _randn(EXPERTS, rows, HIDDEN, seed=1) / HIDDEN**0.5
     w2 = _randn(EXPERTS, HIDDEN, INTER, seed=2) / INTER**0.5
@@ -160,7 +160,7 @@ def _run(
     )
     for slot, parts in layer.adapters.items():
         module.load_adapter(slot, parts)
-    # larger buffers than the step needs, full of what nobody may read
+    # larger buffers than the step needs, filled with values that must not be read
     most = _TOKENS + 2
     batch = BatchMetadata(max_tokens=most, max_slots=SLOTS, device=device)
     batch.prepare(torch.tensor(_TOKEN_SLOTS, dtype=torch.int32))
@@ -173,7 +173,7 @@ def _run(
         with_base=True,
     )
     scratch = MoEScratch([module], max_tokens=most, top_k=_TOP_K)
-    for buffer in (scratch.buffers.act, scratch.buffers.y, scratch.shrunks.shrunk):
+    for buffer in (scratch.buffers.act, scratch.buffers.y, scratch.workspace.shrunk):
         buffer.fill_(float("nan"))
     moved_x = None if quantised_x is None else _moved(quantised_x, device)
     result = module(x, ids, router, batch, pairs, scratch, quantised_x=moved_x)

@@ -1,5 +1,5 @@
-"""What a MoE layer keeps of an adapter, whichever way the adapter names its factors, and
-which files of experts are read as what."""
+"""The slots of a MoE layer after loading an adapter, in every layout of its factors, and reading
+files of MoE adapters."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def _emptied() -> str | None:
     layer.load_adapter(0, stacked(_GATED, _RANK, 10))
     layer.unload(0)
     if any(bool(tensor.count_nonzero()) for tensor in _state(layer)):
-        return "an adapter that left is still in its slot"
+        return "an adapter that was unloaded is still in its slot"
     return None
 
 
@@ -93,7 +93,7 @@ def _in_part() -> str | None:
     except ValueError:
         return None if _equal(_state(layer), before) else "a refusal changed the slot"
     except Exception as error:
-        return f"an adapter without one expert is met by {type(error).__name__}"
+        return f"an adapter without one expert raises {type(error).__name__}"
     return "an adapter without one expert was accepted"
 
 
@@ -154,7 +154,7 @@ def _mixed_layouts() -> str | None:
 
 
 def _whole_projection_missing() -> str | None:
-    """What an adapter says that it targets must be there, experts included (vllm #47088)."""
+    """An adapter must have factors for everything it targets, experts included (vllm #47088)."""
     parts = numbered(stacked(_GATED, _RANK, 10))
     prefix = _LAYER.format(0).removesuffix("experts")
 

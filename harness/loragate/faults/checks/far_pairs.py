@@ -1,5 +1,5 @@
 """Pairs, experts and slots that lie 2^31 elements apart in memory, and steps that start before
-their input is there."""
+their input is written."""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 # mypy: disable-error-code="no-untyped-def,untyped-decorator"
 """A kernel that lets its successor start long before it has written anything.
 
-Other kernels of a model may do so (programmatic dependent launch), and whoever comes behind them
+Other kernels of a model may do so (programmatic dependent launch), and a kernel that follows them
 has to wait before it reads.
 """
 

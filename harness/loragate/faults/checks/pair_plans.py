@@ -1,5 +1,7 @@
-"""Whatever a plan may ask of a kernel of experts - tiles, groups, parts, split-K partials - the result is the
-same. Plans are tuned on a GPU; this way a case does not lose what it is for when they change."""
+"""A MoE kernel gives the same result for every plan: tiles, groups, parts, split-K partials.
+
+Plans are tuned on a GPU. Here they are forced, so that the check covers the same code when the
+plans change."""
 
 from __future__ import annotations
 
@@ -29,7 +31,7 @@ _GUARD_COLUMNS = 16
 
 @dataclass(frozen=True, slots=True)
 class _Layer:
-    """What the adapters are for, and rank and scale of each slot and slice."""
+    """The sizes of a layer, and rank and scale of each slot and slice."""
 
     widths: tuple[int, int]
     rank: int
@@ -106,7 +108,7 @@ def _wrong_plan(step: _Step, plan: _Plan, *, add_inputs: bool) -> str | None:
 
 
 def _forcing(planner: Callable[[MoEShape], Any], fields: Mapping[str, Any]) -> Callable[..., Any]:
-    # the rest of a plan is left alone: it is none of this check's business
+    # all other fields are as planned
     return lambda shape: replace(planner(shape), **fields)
 
 
@@ -155,10 +157,8 @@ class _Step:
             shape=MoEShape(num_pairs, _EXPERTS, _IN, layer.widths, layer.rank, 2),
             x=self.x,
             pairs_per_x=_TOP_K,
-            factors=(weights.a, weights.b),
-            tables=(weights.ranks, weights.scales),
-            of_pairs=(pairs.pair_slots, pairs.pair_experts),
-            of_tiles=(pairs.tile_slots, pairs.tile_experts, pairs.tile_pairs, pairs.num_tiles),
+            slots=weights.tensors,
+            tables=pairs.tables.tables,
             shrunk=shrunk.to(self.device),
             out=out,
             router_weights=self.router.to(self.device),
@@ -192,7 +192,7 @@ class _Step:
         return ExpertFactors(a.bfloat16(), b, scale)
 
     def _poison(self) -> None:
-        """What the adapters do not have is NaN, as far as kernels promise not to read it."""
+        """Ranks that no adapter has are NaN, as far as kernels promise not to read them."""
         widths = self.layer.widths
         for slot, parts in enumerate(self.layer.adapters):
             for part, adapter in enumerate(parts):

@@ -32,13 +32,13 @@ class _Scene:
     slots: int
     mapped: bool = False
     with_base: bool = False
-    # tokens that there is room for and that never come
+    # tokens beyond the largest step that the tables have capacity for
     spare: int = 0
 
 
 _SCENES = (
     _Scene("a few pairs", (9, 4, 0), 3, experts=5, slots=3, with_base=True),
-    _Scene("a full house", (30, 7), 2, experts=3, slots=4, with_base=True, spare=200),
+    _Scene("full slots", (30, 7), 2, experts=3, slots=4, with_base=True, spare=200),
     _Scene("experts elsewhere", (40, 12), 2, experts=4, slots=2, mapped=True),
     _Scene("a long batch", (1300, 700, 20), 2, experts=6, slots=2, mapped=True, with_base=True),
     _Scene("as many buckets as pairs", (16,), 1, experts=16, slots=1),
@@ -64,7 +64,7 @@ def check_pairs() -> str | None:
 
 
 def _compiled_anew() -> str | None:
-    """A number of pairs that says something to the compiler must not cost a compilation."""
+    """A number of pairs that Triton could specialise on must not cause a recompilation."""
     device = detect_machine().device
     if device == "cpu":
         return None
@@ -104,7 +104,7 @@ def _wrong_tables(scene: _Scene, pairs: PairMetadata, step: int, tokens: int) ->
     wanted = _tables(scene, pairs, ids, slots, table)
     short = [name for name, values in wanted.items() if len(values) > len(getattr(pairs, name))]
     if short:
-        yield f"{short[0]} has no room for {len(wanted[short[0]])} entries"
+        yield f"{short[0]} has no capacity for {len(wanted[short[0]])} entries"
         return
     local = None if table is None else table.to(device)
     pairs.prepare(ids.to(device), batch, expert_map=local)
@@ -174,7 +174,7 @@ def _local(expert: int, scene: _Scene, table: Tensor | None) -> int:
 
 
 def check_pair_workspace() -> str | None:
-    """The shrink output has room for every batch of up to the largest one."""
+    """The workspace holds the shrink output of every batch up to the largest one."""
     for top_k, rank in ((1, 8), (4, 64)):
         weights = ExpertWeights(
             num_slots=1,

@@ -111,7 +111,7 @@ def _layer(tp_size: int, tp_rank: int) -> LoRALinear:
 
 
 def _factors(name: str) -> LoRAFactors:
-    """Constants that tell the module, the row and the rank."""
+    """Constants that identify the module, the row and the rank."""
     tag, width = 100.0 * (1 + list(_WIDTHS).index(name)), _WIDTHS[name]
     a = tag + torch.arange(2 * _IN).view(2, _IN)
     b = tag + torch.arange(width * 2).view(width, 2)
@@ -146,5 +146,5 @@ def _refuses_a_list(layer: LoRALinear, factors: list[LoRAFactors]) -> str | None
     except ValueError:
         return None
     except Exception as error:
-        return f"a list of factors is met by {type(error).__name__} instead of ValueError"
+        return f"a list of factors raises {type(error).__name__} instead of ValueError"
     return "a list of factors was taken for a mapping"

@@ -75,8 +75,8 @@ def check_launch_order() -> str | None:
 
 
 def check_queued_steps() -> str | None:
-    """Steps that are told while the device is still busy, each with a mapping of its own; telling
-    them waits for nothing."""
+    """Steps that are queued while the device is still busy, each with a mapping of its own;
+    queueing them never waits for the device."""
     if detect_machine().interpreted:
         raise Unable("in an interpreter nothing is queued")
     weights, metadata, workspace = _layer(torch.bfloat16, 256, (256,), rank=16, rows=64)

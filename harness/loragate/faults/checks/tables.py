@@ -1,4 +1,4 @@
-"""The tables of a batch, and the room for its shrink output, against what they are documented to be."""
+"""The tables of a batch and the size of its shrink output, against their documentation."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ def _step(metadata: BatchMetadata, slots: list[int], padded: int) -> str | None:
 
 
 def _foreign(metadata: BatchMetadata) -> str | None:
-    """Ids that no slot has, which only a mapping on the device may hold: base rows."""
+    """Ids that no slot has, which only a mapping on the device may hold, are base rows."""
     if metadata.token_slots.device.type == "cpu":
         return None
     slots = [0, _SLOTS, 2, 2**30, -7, 1]
@@ -121,7 +121,7 @@ def _foreign(metadata: BatchMetadata) -> str | None:
 
 
 def _compiled_anew(metadata: BatchMetadata) -> str | None:
-    """A size that says something to the compiler must not cost a server a compilation."""
+    """A batch size that Triton could specialise on must not cause a recompilation."""
     if metadata.token_slots.device.type == "cpu":
         return None
     compiled: list[str] = []
@@ -134,7 +134,7 @@ def _compiled_anew(metadata: BatchMetadata) -> str | None:
 
 
 def _compare(metadata: BatchMetadata, slots: list[int], padded: int) -> str | None:
-    height = tile_height(padded)
+    height = tile_height(padded, metadata.tuning)
     tile_slots, tile_rows = _tiles(slots, height)
     wanted = {
         "token_slots": (metadata.token_slots, slots),
@@ -161,7 +161,7 @@ def _tiles(slots: list[int], height: int) -> tuple[list[int], list[int]]:
 
 
 def _difference(table: Tensor, values: list[int]) -> str | None:
-    """Behind the values there may be nothing but -1."""
+    """After the values there must be only -1."""
     wanted = torch.full((table.numel(),), -1, dtype=table.dtype)
     wanted[: len(values)] = torch.tensor(values, dtype=table.dtype)
     places = (table.cpu() != wanted).nonzero().flatten().tolist()

@@ -48,12 +48,12 @@ FAULTS: tuple[Fault, ...] = (
 
 CONTROLS: tuple[Control, ...] = (*controls.CONTROLS, *moe_controls.CONTROLS)
 
-# for each oracle a fault of a linear layer and one of experts that only it notices
+# for each oracle a fault of a linear layer and one of a MoE layer that only this oracle detects
 ALONE = tuple(fault for fault in FAULTS if fault.only and fault.needs is Needs.CPU)
 
 
 def _quick(fault: Fault) -> Fault:
-    """The fault without the oracles that take longest, unless they must notice."""
+    """The fault without the slowest oracles, unless they must detect it."""
     slow = {O.GUARD, O.COMPILE} - set(fault.killers)
     cases = tuple(
         replace(case, oracles=tuple(o for o in case.oracles if o not in slow))

@@ -1,4 +1,4 @@
-"""Faults of what happens before a kernel runs: PEFT folders, names, activation."""
+"""Faults of reading PEFT folders, matching names and activating adapters."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ FAULTS = (
         "return alpha / (math.sqrt(rank) if self.use_rslora else rank)",
         "return 1.0",
         source="peft #2489",
-        why="The scale is lost, which nobody sees where alpha equals r.",
+        why="The scale is lost, which does not show where alpha equals r.",
         killers=(Check.PEFT_SCALE,),
         checks=(Check.PEFT_SCALE,),
     ),
@@ -91,7 +91,7 @@ FAULTS = (
         "    adapter = Adapter(adapter.name, {})\n"
         "    if len(unmatched) == len(adapter.modules):\n",
         source="vllm #50252",
-        why="Factors whose names match nothing are dropped without a word.",
+        why="Factors whose names match nothing are dropped silently.",
         killers=(Check.BINDING,),
         checks=(Check.BINDING,),
     ),
@@ -114,7 +114,7 @@ FAULTS = (
         "            if adapter.name in self._slots:\n"
         "                self._layers[name].commit(self._slots[adapter.name], staged[name])\n",
         source="own",
-        why="A layer takes its part before the next one has been asked whether it fits.",
+        why="A layer loads its part before the next one has checked its own.",
         killers=(Check.ACTIVATION,),
         checks=(Check.ACTIVATION,),
     ),
@@ -123,7 +123,7 @@ FAULTS = (
         "            self.evict(adapter.name)\n            raise\n",
         "            raise\n",
         source="sglang #9084",
-        why="An activation that broke down leaves the layers that were done.",
+        why="A failed activation leaves the adapter in the layers before the failure.",
         killers=(Check.ACTIVATION,),
         checks=(Check.ACTIVATION,),
     ),
@@ -132,7 +132,7 @@ FAULTS = (
         "        del self._slots[name]\n",
         '        self._slots[f"{name} (evicted)"] = self._slots.pop(name)\n',
         source="sglang #25413",
-        why="A slot is never given back, until there are none.",
+        why="A slot is never freed, until there are none left.",
         killers=(Check.ACTIVATION,),
         checks=(Check.ACTIVATION,),
     ),
@@ -141,7 +141,7 @@ FAULTS = (
         "            layer.unload(slot)\n",
         "            break\n",
         source="sglang #29874",
-        why="The name is gone but the weights still serve whoever has the slot.",
+        why="The name is gone, but the weights still serve rows of the slot.",
         killers=(Check.ACTIVATION,),
         checks=(Check.ACTIVATION,),
     ),

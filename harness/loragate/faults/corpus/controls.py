@@ -1,5 +1,5 @@
-"""What must stay green: nothing planted, or an edit that changes how a result comes about but
-not what it is."""
+"""Controls, which must pass: nothing planted, or an edit that changes how a result is computed but
+not the result."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from loragate.faults.model import Check, Control, Edit
 from loragate.matrix.case import Dtype, Mix, Parallel
 
 _PLAN = "lorakernels.dense.plan"
+_TUNING = "lorakernels.runtime.tuning"
 _GUARDED = (*delta().oracles, O.GUARD)
 
 CONTROLS = (
@@ -52,7 +53,7 @@ CONTROLS = (
     ),
     Control(
         name="k-never-split",
-        why="The sum over K in one part: other roundings, as good as before.",
+        why="K is never split: other roundings, as good as before.",
         cases=(delta(in_features=300, dtype=Dtype.FP16),),
         edit=Edit(_PLAN, "splits=power_of_2_below(splits)", "splits=1"),
     ),
@@ -60,7 +61,7 @@ CONTROLS = (
         name="smaller-grid",
         why="Fewer programs than tiles: each takes more of them.",
         cases=(delta(tokens=40, slots=8, in_features=32, slices=(24,), mix=Mix.SHUFFLED),),
-        edit=Edit(_PLAN, "_PARTIAL_TILES = 8", "_PARTIAL_TILES = 0"),
+        edit=Edit(_TUNING, "partial_tiles=8", "partial_tiles=0"),
     ),
     Control(
         name="taller-tiles",
@@ -71,7 +72,7 @@ CONTROLS = (
     ),
     Control(
         name="terms-swapped",
-        why="A sum of two integers in the other order.",
+        why="Two integers are added in the other order.",
         cases=(delta(),),
         edit=Edit(
             "lorakernels.dense.kernels",
@@ -84,7 +85,7 @@ CONTROLS = (
         why="A slot whose weights and scales are zero adds nothing, whatever its rank.",
         cases=(delta(),),
         edit=Edit(
-            "lorakernels.dense.weights",
+            "lorakernels.common.stacked_weights",
             "        self.ranks[slot].zero_()\n        self.scales[slot].zero_()\n",
             "        self.scales[slot].zero_()\n",
         ),

@@ -1,6 +1,6 @@
-"""Faults that show on a GPU only: programs that run at the same time, kernels that compile anew.
+"""Faults that show on a GPU only: programs that run at the same time, kernels that are recompiled.
 
-An interpreter runs one program after the other, so every order is kept by itself.
+The interpreter runs one program after the other, so it never shows a wrong order.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from loragate.matrix.case import Dtype, Execution
 _shrink = planting("lorakernels.dense.kernels", Group.SHRINK)
 _expand = planting("lorakernels.dense.kernels", Group.EXPAND)
 _host = planting("lorakernels.batch.metadata", Group.METADATA)
-_weights = planting("lorakernels.dense.weights", Group.WEIGHTS)
-_metadata = planting("lorakernels.batch.kernel", Group.METADATA)
+_weights = planting("lorakernels.common.stacked_weights", Group.WEIGHTS)
+_metadata = planting("lorakernels.batch.kernels", Group.METADATA)
 
 FAULTS = (
     _expand(
@@ -51,15 +51,15 @@ FAULTS = (
     ),
     _expand(
         "sum-rotates-with-the-tile",
-        "            h = _load_shrunk(h_ptrs, live_h, stride_shrunk_split, SPLITS) * scale\n"
-        "            acc = _dot(",
+        "            h = load_shrunk(h_ptrs, live_h, stride_shrunk_split, SPLITS) * scale\n"
+        "            acc = dot(",
         "            h = tl.zeros([BLOCK_M, BLOCK_R], dtype=tl.float32)\n"
         "            for p in range(SPLITS):\n"
         "                turn = (p + part) % SPLITS\n"
         "                split_ptrs = h_ptrs + tl.cast(stride_shrunk_split, tl.int64) * turn\n"
         "                h += tl.load(split_ptrs, mask=live_h, other=0.0)\n"
         "            h = h * scale\n"
-        "            acc = _dot(",
+        "            acc = dot(",
         source="vllm #50278",
         why="Partial sums are added in an order that depends on where in the batch a row stands.",
         killers=(O.PERMUTE,),
@@ -71,7 +71,7 @@ FAULTS = (
         'do_not_specialize=["num_live", "max_tokens",',
         'do_not_specialize=["max_tokens",',
         source="triton #8273",
-        why="The metadata kernel is compiled anew for a batch size of 1 or a multiple of 16.",
+        why="The metadata kernel is recompiled for a batch size that is 1 or a multiple of 16.",
         killers=(Check.METADATA,),
         checks=(Check.METADATA,),
         needs=Needs.GPU,

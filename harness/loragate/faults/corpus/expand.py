@@ -10,6 +10,7 @@ from loragate.faults.model import Check, Group
 from loragate.matrix.case import Dtype, Layout, Mix, Ranks
 
 _plant = planting("lorakernels.dense.kernels", Group.EXPAND)
+_shared = planting("lorakernels.common.jit", Group.EXPAND)
 
 _MANY_RANKS = delta(tokens=9, rank=160, slots=2, slices=(24,), ranks=Ranks.FULL)
 # tall enough for the kernel's way through a prefill
@@ -61,14 +62,14 @@ FAULTS = (
         "        scale = tl.load(scales_ptr + slot * S + slice_id)\n"
         "        scale = scale * scale\n",
         source="peft #3111",
-        why="The scale is applied twice, which nobody sees where it is 1.",
+        why="The scale is applied twice, which does not show where it is 1.",
         killers=(O.REFERENCE, O.EXACT),
         cases=(delta(),),
     ),
     _plant(
         "scale-missed-in-later-ranks",
-        "h = _load_shrunk(h_ptrs + r, live_h, stride_shrunk_split, SPLITS) * scale",
-        "h = _load_shrunk(h_ptrs + r, live_h, stride_shrunk_split, SPLITS)",
+        "h = load_shrunk(h_ptrs + r, live_h, stride_shrunk_split, SPLITS) * scale",
+        "h = load_shrunk(h_ptrs + r, live_h, stride_shrunk_split, SPLITS)",
         source="own",
         why="Ranks behind the first block of them are not scaled.",
         killers=(O.REFERENCE, O.EXACT),
@@ -93,7 +94,7 @@ FAULTS = (
         cases=(replace(SMALL, rank=24),),
         only=True,
     ),
-    _plant(
+    _shared(
         "last-partial-lost",
         "tl.static_range(1, SPLITS)",
         "tl.static_range(1, SPLITS - 1)",
@@ -104,14 +105,14 @@ FAULTS = (
     ),
     _plant(
         "shrink-output-through-bf16",
-        "acc = _dot(h.to(b.dtype), b, previous.to(tl.float32), IEEE)",
-        "acc = _dot(h.to(tl.bfloat16).to(b.dtype), b, previous.to(tl.float32), IEEE)",
+        "acc = dot(h.to(b.dtype), b, previous.to(tl.float32), IEEE)",
+        "acc = dot(h.to(tl.bfloat16).to(b.dtype), b, previous.to(tl.float32), IEEE)",
         source="vllm #27468",
         why="The product of x and A is rounded to bf16 for adapters of any dtype.",
         killers=(O.REFERENCE,),
         cases=(delta(dtype=Dtype.FP16),),
     ),
-    _plant(
+    _shared(
         "equal-slices-assumed",
         "first_column += WIDTHS[s]",
         "first_column += WIDTHS[0]",
@@ -120,7 +121,7 @@ FAULTS = (
         killers=(O.REFERENCE, O.EXACT),
         cases=(delta(slices=(24, 40, 16)),),
     ),
-    _plant(
+    _shared(
         "first-group-of-slice-misplaced",
         "here = group >= first_group",
         "here = group > first_group",

@@ -79,7 +79,7 @@ FAULTS = (
         "            parts = dict(enumerate(parts))\n"
         "        if not isinstance(parts, Mapping):\n",
         source="vllm #51409",
-        why="Something that has no names is taken apart by position.",
+        why="A list without names is matched to slices by position.",
         killers=(Check.PACKING,),
         checks=(Check.PACKING,),
     ),
@@ -134,7 +134,7 @@ FAULTS = (
         "        dense_delta(rows, self.slots, metadata, workspace, out)\n",
         "        dense_delta(rows, self.slots, metadata, workspace, out.clone())\n",
         source="tgi #2180",
-        why="The delta goes to a buffer that nobody reads; the base model is served.",
+        why="The delta goes to a buffer that is never read; the base model is served.",
         killers=(O.REFERENCE, O.EXACT),
         cases=(_COLUMN,),
     ),

@@ -1,4 +1,4 @@
-"""Faults of the mapping from rows to slots: what every step prepares, and what padding holds."""
+"""Faults of the mapping from rows to slots, which every step prepares, and of its padding."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from loragate.faults.model import Check, Group
 from loragate.matrix.case import Layout, Mix
 
 _plant = planting("lorakernels.batch.metadata", Group.METADATA)
-_kernel = planting("lorakernels.batch.kernel", Group.METADATA)
+_kernel = planting("lorakernels.batch.kernels", Group.METADATA)
 
 FAULTS = (
     _plant(
@@ -124,8 +124,10 @@ FAULTS = (
     ),
     _plant(
         "tile-height-frozen-at-first-step",
-        "            HEIGHT=tile_height(self.num_rows),\n",
-        '            HEIGHT=self.__dict__.setdefault("height", tile_height(self.num_rows)),\n',
+        "            HEIGHT=tile_height(self.num_rows, self.tuning),\n",
+        "            HEIGHT=self.__dict__.setdefault(\n"
+        '                "height", tile_height(self.num_rows, self.tuning)\n'
+        "            ),\n",
         source="vllm #34119",
         why="A scalar of the first batch becomes a constant for all that follow.",
         killers=(O.SEQUENCE,),

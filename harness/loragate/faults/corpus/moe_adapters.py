@@ -1,4 +1,4 @@
-"""Faults of reading and binding adapters of experts."""
+"""Faults of reading and binding MoE adapters."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ FAULTS = (
         "b.reshape(b.shape[0], rank, -1).permute(2, 0, 1)",
         "b.reshape(b.shape[0], -1, rank).permute(1, 0, 2)",
         source="vllm #31534",
-        why="The columns of B are dealt to the experts in the order of A.",
+        why="The columns of B are assigned to the experts in the order of A.",
         killers=(Check.EXPERT_FILES,),
         checks=(Check.EXPERT_FILES,),
     ),
@@ -24,7 +24,7 @@ FAULTS = (
         "a.reshape(-1, rank, a.shape[1])",
         "a.reshape(rank, -1, a.shape[1]).transpose(0, 1)",
         source="peft #3112",
-        why="The rows of A are dealt to the experts in the order of B.",
+        why="The rows of A are assigned to the experts in the order of B.",
         killers=(Check.EXPERT_FILES,),
         checks=(Check.EXPERT_FILES,),
     ),
@@ -33,7 +33,7 @@ FAULTS = (
         "    if turned:\n        # releases",
         "    if False:\n        # releases",
         source="vllm #52194",
-        why="Files of a release that read parameters the other way round are taken as they are.",
+        why="Files of a PEFT release that swapped input and output are not turned.",
         killers=(Check.EXPERT_FILES,),
         checks=(Check.EXPERT_FILES,),
     ),
@@ -42,7 +42,7 @@ FAULTS = (
         "    for order, turned in product((1, -1), (False, True)):\n",
         "    for order, turned in product((-1,), (False, True)):\n",
         source="vllm #52194",
-        why="Which factors are those of gate and up is told from their order in the file.",
+        why="The factors of gate and up are identified by their order in the file.",
         killers=(Check.EXPERT_FILES,),
         checks=(Check.EXPERT_FILES,),
     ),
@@ -51,7 +51,7 @@ FAULTS = (
         "    for module in sorted(modules):\n        fitting",
         "    for module in sorted(modules)[:1]:\n        fitting",
         source="sglang #28564",
-        why="What holds for the first layer is taken to hold for all.",
+        why="The layout of the first layer is assumed for all layers.",
         killers=(Check.EXPERT_FILES,),
         checks=(Check.EXPERT_FILES,),
     ),

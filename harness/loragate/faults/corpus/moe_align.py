@@ -1,4 +1,4 @@
-"""Faults of the alignment: which pair goes to which expert and slot."""
+"""Faults of the alignment: which token-expert pair goes to which expert and slot."""
 
 from __future__ import annotations
 
@@ -11,8 +11,12 @@ from loragate.faults.model import Check, Group
 from loragate.matrix.case import Dtype, ExpertMap
 
 _align = planting("lorakernels.moe.align.metadata", Group.ALIGN)
-_kernel = planting("lorakernels.moe.align.kernels", Group.ALIGN)
+_buckets = planting("lorakernels.moe.align.kernels.buckets", Group.ALIGN)
+_count = planting("lorakernels.moe.align.kernels.count", Group.ALIGN)
+_place = planting("lorakernels.moe.align.kernels.place", Group.ALIGN)
+_tables = planting("lorakernels.moe.align.tables", Group.ALIGN)
 _launch = planting("lorakernels.moe.align.launch", Group.ALIGN)
+_ops = planting("lorakernels.moe.align.ops", Group.ALIGN)
 _torch = planting("lorakernels.moe.align.torch_sort", Group.ALIGN)
 _tiles = planting("lorakernels.moe.tiles", Group.ALIGN)
 
@@ -43,12 +47,12 @@ FAULTS = (
         killers=(O.REFERENCE, O.EXACT, O.BASE_ROWS),
         cases=(_PARALLEL,),
     ),
-    _kernel(
+    _buckets(
         "negative-expert-looked-up",
-        "known = (expert >= 0) & (expert < num_ids)",
-        "known = expert < num_ids",
+        "known = (expert >= 0) & (expert < sizes.num_ids)",
+        "known = expert < sizes.num_ids",
         source="sglang #23178",
-        why="A pair without expert is looked up in front of the expert map.",
+        why="The id of a pair without expert is looked up before the start of the expert map.",
         killers=(O.REFERENCE, O.EXACT, O.BASE_ROWS),
         cases=(_PARALLEL,),
     ),
@@ -61,21 +65,21 @@ FAULTS = (
         killers=(O.REFERENCE, O.EXACT, O.BASE_ROWS),
         cases=(_MANY_BUCKETS,),
     ),
-    _kernel(
+    _buckets(
         "foreign-expert-accepted",
-        "(expert >= 0) & (expert < num_experts), expert, -1)",
-        "(expert >= 0) & (expert <= num_experts), expert, -1)",
+        "(expert >= 0) & (expert < sizes.num_experts), expert, -1)",
+        "(expert >= 0) & (expert <= sizes.num_experts), expert, -1)",
         source="sglang #23178",
         why="An id just behind the local experts gets a tile of its own.",
         killers=(Check.PAIRS,),
         checks=(Check.PAIRS,),
     ),
-    _kernel(
+    _buckets(
         "last-adapter-gets-no-tile",
-        "slot = tl.where((slot >= 0) & (slot < max_slots), slot, -1)",
-        "slot = tl.where((slot >= 0) & (slot < max_slots - 1), slot, -1)",
+        "slot = tl.where((slot >= 0) & (slot < sizes.max_slots), slot, -1)",
+        "slot = tl.where((slot >= 0) & (slot < sizes.max_slots - 1), slot, -1)",
         source="vllm #32277",
-        why="The last adapter of a full house gets no delta.",
+        why="With all slots in use, the last adapter gets no delta.",
         killers=(O.REFERENCE, O.EXACT),
         cases=(pairs(),),
     ),
@@ -93,20 +97,20 @@ FAULTS = (
         "return num_pairs // height + min(num_groups, num_pairs)",
         "return num_pairs // height + 1",
         source="vllm #27311",
-        why="The host leaves room for one tile that is not full, the device makes one per bucket.",
+        why="The host counts one tile that is not full, the device makes one per bucket.",
         killers=(Check.PAIRS,),
         checks=(Check.PAIRS,),
     ),
     _launch(
         "last-span-not-launched",
-        "spans = -(-self.num_pairs // span)",
-        "spans = self.num_pairs // span",
+        "spans = -(-pairs.num_pairs // span)",
+        "spans = pairs.num_pairs // span",
         source="vllm #40131",
         why="The grid is rounded down: the last pairs of a batch are never placed.",
         killers=(O.REFERENCE, O.EXACT),
         cases=(_TWO_SPANS,),
     ),
-    _kernel(
+    _place(
         "span-counts-its-first-pair",
         "ahead = (buckets >= 0) & (other < span * SPAN)",
         "ahead = (buckets >= 0) & (other <= span * SPAN)",
@@ -115,7 +119,7 @@ FAULTS = (
         killers=(Check.PAIRS,),
         checks=(Check.PAIRS,),
     ),
-    _kernel(
+    _count(
         "span-counts-itself-as-earlier",
         "so_far[None, :] + tl.cumsum(counts, axis=0) - counts, mask=here)",
         "so_far[None, :] + tl.cumsum(counts, axis=0), mask=here)",
@@ -124,16 +128,16 @@ FAULTS = (
         killers=(Check.PAIRS,),
         checks=(Check.PAIRS,),
     ),
-    _kernel(
+    _count(
         "counted-table-not-reset",
-        "_reset(tile_pairs_ptr, 0, size_tile_pairs",
-        "_reset(tile_pairs_ptr, size_tile_pairs, size_tile_pairs",
+        "reset(tile_pairs_ptr, 0, size_tile_pairs",
+        "reset(tile_pairs_ptr, size_tile_pairs, size_tile_pairs",
         source="sglang #29468",
         why="Free places of a long batch's tiles keep the pairs of the batch before.",
         killers=(Check.PAIRS,),
         checks=(Check.PAIRS,),
     ),
-    _kernel(
+    _place(
         "free-places-keep-old-pairs",
         "ends = (here & (rank == count - 1))[:, None]",
         "ends = (here & (rank == count))[:, None]",
@@ -142,44 +146,44 @@ FAULTS = (
         killers=(O.SEQUENCE,),
         cases=(two_kernel(tokens=12),),
     ),
-    _kernel(
+    _place(
         "stale-pairs-behind-the-batch",
-        "_reset(pair_slots_ptr, num_pairs, size_pair_tables",
-        "_reset(pair_slots_ptr, size_pair_tables, size_pair_tables",
+        "reset(tables.pair_slots, num_pairs, size_pair_tables",
+        "reset(tables.pair_slots, size_pair_tables, size_pair_tables",
         source="vllm #49058",
         why="Behind a smaller batch stand the slots of the larger one before it.",
         killers=(Check.PAIRS,),
         checks=(Check.PAIRS,),
     ),
-    _launch(
+    _ops(
         "base-batch-keeps-old-pairs",
-        "        if num_bins(self.num_experts, self.max_slots, self.with_base) > MOST_BINS:\n",
-        "        if not bool((token_slots[: self.num_rows] >= 0).any()):\n"
-        "            return\n"
-        "        if num_bins(self.num_experts, self.max_slots, self.with_base) > MOST_BINS:\n",
+        "    if pairs.num_bins > pairs.tuning.align.most_bins:\n",
+        "    if not bool((token_slots[: pairs.num_rows] >= 0).any()):\n"
+        "        return\n"
+        "    if pairs.num_bins > pairs.tuning.align.most_bins:\n",
         source="vllm #42120",
         why="A batch of base rows leaves early, and the tables of the batch before stay.",
         killers=(O.SEQUENCE,),
         cases=(MOE_SMALL,),
         only=True,
     ),
-    _kernel(
+    _buckets(
         "pairs-taken-choice-by-choice",
-        "token_slots_ptr + pair // TOP_K, mask=live",
-        "token_slots_ptr + pair % (num_pairs // TOP_K), mask=live",
+        "routes.token_slots + pair // layout.TOP_K, mask=live",
+        "routes.token_slots + pair % (sizes.num_pairs // layout.TOP_K), mask=live",
         source="sglang #31608",
         why="Pairs are taken in the order of the choices instead of the tokens.",
         killers=(O.REFERENCE, O.EXACT, O.BASE_ROWS),
         cases=(pairs(),),
     ),
-    _kernel(
+    _buckets(
         "lone-token-joins-its-neighbours",
-        "    slot = tl.load(token_slots_ptr + pair // TOP_K, mask=live, other=-1)\n",
-        "    token = pair // TOP_K\n"
-        "    slot = tl.load(token_slots_ptr + token, mask=live, other=-1)\n"
-        "    inner = live & (pair >= TOP_K) & (pair + TOP_K < num_pairs)\n"
-        "    before = tl.load(token_slots_ptr + token - 1, mask=inner, other=-1)\n"
-        "    behind = tl.load(token_slots_ptr + token + 1, mask=inner, other=-1)\n"
+        "    slot = tl.load(routes.token_slots + pair // layout.TOP_K, mask=live, other=-1)\n",
+        "    token = pair // layout.TOP_K\n"
+        "    slot = tl.load(routes.token_slots + token, mask=live, other=-1)\n"
+        "    inner = live & (pair >= layout.TOP_K) & (pair + layout.TOP_K < sizes.num_pairs)\n"
+        "    before = tl.load(routes.token_slots + token - 1, mask=inner, other=-1)\n"
+        "    behind = tl.load(routes.token_slots + token + 1, mask=inner, other=-1)\n"
         "    slot = tl.where(inner & (before == behind), before, slot)\n",
         source="own",
         why="Tokens of one adapter are taken to follow each other, as where requests are sorted.",
@@ -196,7 +200,7 @@ FAULTS = (
         killers=(Check.PAIRS,),
         checks=(Check.PAIRS,),
     ),
-    _kernel(
+    _place(
         "base-pairs-forget-lower-slots",
         "base_rank = tl.where(counted, rank + lower, -1)",
         "base_rank = tl.where(counted, rank, -1)",
@@ -206,9 +210,9 @@ FAULTS = (
         cases=(served(),),
         checks=(Check.PAIRS, Check.EXPERT_LAYER),
     ),
-    _kernel(
+    _buckets(
         "base-rows-get-no-expert",
-        "counted = (expert >= 0) & (slot + WITH_BASE >= 0)",
+        "counted = (expert >= 0) & (slot + layout.WITH_BASE >= 0)",
         "counted = (expert >= 0) & (slot >= 0)",
         source="vllm #40131",
         why="Tokens without adapter get nothing from their experts.",
@@ -220,7 +224,7 @@ FAULTS = (
         cases=(served(),),
         checks=(Check.EXPERT_LAYER,),
     ),
-    _launch(
+    _tables(
         "grid-without-part-tiles",
         "        return max(1, max_tiles(self.num_pairs, self.num_experts, self.base_height))\n",
         "        return max(1, -(-self.num_pairs // self.base_height))\n",

@@ -1,4 +1,4 @@
-"""What must stay green around experts; see controls.py."""
+"""Controls of the MoE kernels, which must pass; see controls.py."""
 
 from __future__ import annotations
 
@@ -44,23 +44,23 @@ CONTROLS = (
         name="small-batches-take-another-path",
         why="The plan never takes the path for a handful of pairs.",
         cases=(pairs(),),
-        edit=Edit(_PLAN, "_SMALL_READS = 1 << 17", "_SMALL_READS = 0"),
+        edit=Edit("lorakernels.runtime.tuning", "small_reads=1 << 17", "small_reads=0"),
     ),
     Control(
         name="fused-paths-up-to-rank-8",
-        why="Higher ranks take the path that has any.",
+        why="Higher ranks take the path that supports every rank.",
         cases=(one_shot(), pairs()),
         edit=Edit(_PLAN, "MAX_FUSED_RANK = 128", "MAX_FUSED_RANK = 8"),
     ),
     Control(
         name="pairs-aligned-in-torch",
-        why="The way of many buckets, for few.",
+        why="The path for many buckets, taken for few.",
         cases=(pairs(), two_kernel()),
         checks=(Check.PAIRS,),
         edit=Edit(
-            "lorakernels.moe.align.launch",
-            "if num_bins(self.num_experts, self.max_slots, self.with_base) > MOST_BINS:",
-            "if self.num_experts:",
+            "lorakernels.moe.align.ops",
+            "if pairs.num_bins > pairs.tuning.align.most_bins:",
+            "if pairs.num_experts:",
         ),
     ),
     Control(
@@ -76,17 +76,17 @@ CONTROLS = (
     ),
     Control(
         name="expert-terms-swapped",
-        why="A sum of offsets in another order.",
+        why="Offsets are added up in another order.",
         cases=(two_kernel(),),
         edit=Edit(
-            "lorakernels.moe.delta.kernels",
+            "lorakernels.moe.delta.kernels.two_launch",
             "a_tile + k_begin + offs_n.to(tl.int64)[None, :] * K + offs_k[:, None]",
             "a_tile + offs_k[:, None] + offs_n.to(tl.int64)[None, :] * K + k_begin",
         ),
     ),
     Control(
         name="neighbours-hold-other-experts",
-        why="Ranks are dealt to the two axes in the other order: each part is held once.",
+        why="Ranks are assigned to the two axes in the other order: each part is held once.",
         cases=(pairs(tokens=3),),
         checks=(Check.EXPERT_RANKS,),
         edit=Edit(

@@ -1,4 +1,4 @@
-"""Faults of experts that show on a GPU only; see device.py."""
+"""Faults of the MoE kernels that show on a GPU only; see device.py."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from loragate.faults.corpus.points import planting
 from loragate.faults.model import Check, Group, Needs
 from loragate.matrix.case import Dtype
 
-_kernels = planting("lorakernels.moe.delta.kernels", Group.MOE_TWO_KERNEL)
+_kernels = planting("lorakernels.moe.delta.kernels.two_launch", Group.MOE_TWO_KERNEL)
 _launch = planting("lorakernels.moe.delta.launch", Group.MOE_TWO_KERNEL)
-_one_shot = planting("lorakernels.moe.delta.one_shot_kernel", Group.MOE_FUSED)
-_align = planting("lorakernels.moe.align.kernels", Group.ALIGN)
+_one_shot = planting("lorakernels.moe.delta.kernels.one_shot", Group.MOE_FUSED)
+_align = planting("lorakernels.moe.align.kernels.place", Group.ALIGN)
 
 FAULTS = (
     _kernels(
@@ -39,7 +39,7 @@ FAULTS = (
         "    if PDL:\n        gdc_wait()\n    S: tl.constexpr",
         "    S: tl.constexpr",
         source="vllm #31777",
-        why="A single launch reads an input that the kernel before it has not written yet.",
+        why="The single launch reads an input that the kernel before it has not written yet.",
         killers=(Check.PAIR_ORDER,),
         checks=(Check.PAIR_ORDER,),
         needs=Needs.GPU,
@@ -56,7 +56,7 @@ FAULTS = (
         "        splits[0].copy_(total)\n"
         "        _expand(",
         source="vllm #50278",
-        why="The parts of K are added up in the order in which they happen to arrive.",
+        why="The split-K partials are added up in the order in which they happen to arrive.",
         killers=(O.REPEAT,),
         cases=(
             two_kernel(
@@ -80,7 +80,7 @@ FAULTS = (
         '        "num_spans",\n',
         '        "num_ids",\n        "num_experts",\n        "max_slots",\n        "num_spans",\n',
         source="triton #8273",
-        why="The alignment is compiled anew for a number of pairs of 1 or a multiple of 16.",
+        why="The alignment is recompiled for a number of pairs that is 1 or a multiple of 16.",
         killers=(Check.PAIRS,),
         checks=(Check.PAIRS,),
         needs=Needs.GPU,

@@ -1,4 +1,4 @@
-"""Faults of the paths of experts that shrink and expand in one launch."""
+"""Faults of the paths of the MoE delta that shrink and expand in one launch."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from loragate.faults.corpus.points import planting
 from loragate.faults.model import Check, Group
 from loragate.matrix.case import Dtype, ExpertMap, Layout, Ranks, RouterWeights, Sharing
 
-_one_shot = planting("lorakernels.moe.delta.one_shot_kernel", Group.MOE_FUSED)
-_small = planting("lorakernels.moe.delta.small_batch_kernel", Group.MOE_FUSED)
+_one_shot = planting("lorakernels.moe.delta.kernels.one_shot", Group.MOE_FUSED)
+_small = planting("lorakernels.moe.delta.kernels.small_batch", Group.MOE_FUSED)
 _launch = planting("lorakernels.moe.delta.launch", Group.MOE_FUSED)
 
-# more columns than a block has; one oracle, for the interpreter takes its time
+# more columns than a block has; one oracle, because the interpreter is slow
 _HIGH_TILES = one_shot(
     tokens=1024, top_k=1, in_features=16, slices=(264,), rank=4, oracles=(O.REFERENCE,)
 )
@@ -41,7 +41,7 @@ FAULTS = (
         "                offs_r < up_rank,\n",
         "                offs_r < rank,\n",
         source="sglang #32241",
-        why="The up half is shrunk as high as the gate.",
+        why="The up half is shrunk with the live rank of the gate.",
         killers=(Check.PAIR_PLANS,),
         checks=(Check.PAIR_PLANS,),
     ),
@@ -86,7 +86,7 @@ FAULTS = (
         "blocks = tl.cdiv(tl.cdiv(width, BLOCK_N), tl.num_programs(0))",
         "blocks = tl.cdiv(width, BLOCK_N) // tl.num_programs(0)",
         source="own",
-        why="Blocks of columns are shared out evenly, and what is left over belongs to nobody.",
+        why="Blocks of columns are divided evenly, and no program gets the remainder.",
         killers=(Check.PAIR_PLANS,),
         checks=(Check.PAIR_PLANS,),
     ),
@@ -140,7 +140,7 @@ FAULTS = (
         "a.stride(1) if a.shape[1] > 1 else 0",
         "a.stride(1)",
         source="sglang #28564",
-        why="A factor that all experts share is walked as if each had its own.",
+        why="A factor that all experts share is indexed as if each had its own.",
         killers=(O.REFERENCE, O.EXACT),
         cases=(pairs(sharing=Sharing.SHARED_A),),
     ),

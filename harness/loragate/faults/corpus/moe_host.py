@@ -1,4 +1,4 @@
-"""Faults of what stands around the kernels of experts: plan, operator, launch, slots."""
+"""Faults of the host code around the MoE kernels: plan, operator, launch, slots."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ _launch = planting("lorakernels.moe.delta.launch", Group.MOE_HOST)
 _plan = planting("lorakernels.moe.delta.plan", Group.MOE_HOST)
 _align = planting("lorakernels.moe.align.metadata", Group.MOE_HOST)
 _weights = planting("lorakernels.moe.weights", Group.MOE_HOST)
+_stacked = planting("lorakernels.common.stacked_weights", Group.MOE_HOST)
 
 _GUARDED = pairs(tokens=5, in_features=16, slices=(16, 8), oracles=(O.REFERENCE, O.GUARD))
 
@@ -66,7 +67,7 @@ FAULTS = (
         '@torch.library.custom_op("lorakernels::moe_delta", mutates_args=("shrunk", "out"))',
         '@torch.library.custom_op("lorakernels::moe_delta", mutates_args=("shrunk",))',
         source="vllm #37562",
-        why="torch is not told that the operator changes its output.",
+        why="The operator does not declare to torch that it changes its output.",
         killers=(O.COMPILE,),
         cases=(MOE_SMALL,),
         only=True,
@@ -87,7 +88,7 @@ FAULTS = (
         "    sizes = (*range(1, several + 1), shape.num_pairs)\n",
         "    sizes = (shape.num_pairs,)\n",
         source="sglang #31525",
-        why="Smaller batches split K into more parts, for which there is no room.",
+        why="Smaller batches split K into more partials than fit into the workspace.",
         killers=(Check.PAIR_WORKSPACE,),
         checks=(Check.PAIR_WORKSPACE,),
     ),
@@ -106,7 +107,7 @@ FAULTS = (
         "router_weights.dtype != torch.float32 or router_weights.numel() != num_pairs:",
         "router_weights.dtype != torch.float32:",
         source="own",
-        why="Router weights of another batch are taken.",
+        why="Router weights of another batch are accepted.",
         killers=(O.GUARD,),
         cases=(_GUARDED,),
     ),
@@ -140,16 +141,14 @@ FAULTS = (
     ),
     _plan(
         "one-shot-tile-below-the-dots-minimum",
-        "def plan_one_shot(shape: MoEShape) -> OneShotPlan:\n"
         "    block_r = max(16, power_of_2(shape.rank))\n",
-        "def plan_one_shot(shape: MoEShape) -> OneShotPlan:\n"
         "    block_r = power_of_2(shape.rank)\n",
         source="vllm #32019",
         why="For a low rank the second product has less to contract over than a tensor core takes.",
         killers=(Check.EXPERT_COMPILES,),
         checks=(Check.EXPERT_COMPILES,),
     ),
-    _weights(
+    _stacked(
         "expert-slot-not-reset",
         "        self.reset(slot)\n        start = 0\n",
         "        start = 0\n",
@@ -158,7 +157,7 @@ FAULTS = (
         killers=(O.SEQUENCE,),
         cases=(pairs(),),
     ),
-    _weights(
+    _stacked(
         "emptied-slot-still-stores",
         "        self.ranks[slot].zero_()\n        self.scales[slot].zero_()\n",
         "        self.scales[slot].zero_()\n",
@@ -167,26 +166,26 @@ FAULTS = (
         killers=(O.SEQUENCE,),
         cases=(pairs(write=Write.STORE),),
     ),
-    _weights(
+    _stacked(
         "every-expert-gets-the-first",
-        "self.a[slot, :, index, : part.rank].copy_(part.a)",
-        "self.a[slot, :, index, : part.rank].copy_(part.a[:1])",
+        "self.a[slot, ..., index, : part.rank, :].copy_(part.a)",
+        "self.a[slot, ..., index, : part.rank, :].copy_(part.a[:1])",
         source="own",
         why="All experts of an adapter get the A of its first one.",
         killers=(O.REFERENCE, O.EXACT),
         cases=(pairs(ranks=Ranks.FULL),),
     ),
-    _weights(
+    _stacked(
         "shared-side-decides-for-both",
-        "self.b[slot, :, start : start + width, : part.rank].copy_(part.b)",
-        "both = part.b[:1] if self.shared_a else part.b\n"
-        "                self.b[slot, :, start : start + width, : part.rank].copy_(both)",
+        "self.b[slot, ..., start : start + width, : part.rank].copy_(part.b)",
+        "both = part.b[:1] if self.a.shape[1] == 1 else part.b\n"
+        "                self.b[slot, ..., start : start + width, : part.rank].copy_(both)",
         source="sglang #28564",
         why="Where experts share A, the B of all of them is overwritten with that of the first.",
         killers=(O.REFERENCE, O.EXACT),
         cases=(pairs(sharing=Sharing.SHARED_A),),
     ),
-    _weights(
+    _stacked(
         "absent-slice-moves-the-rest",
         "            start += width\n",
         "                start += width\n",
@@ -200,7 +199,7 @@ FAULTS = (
         "factor.shape in ((1, rows, columns), (experts, rows, columns))",
         "factor.shape[1:] == (rows, columns)",
         source="vllm #41754",
-        why="An adapter for another number of experts is met only when it is half in its slot.",
+        why="An adapter for another number of experts is refused only when half of it is loaded.",
         killers=(O.GUARD,),
         cases=(_GUARDED,),
     ),

@@ -9,13 +9,13 @@ from loragate.faults.corpus.points import planting
 from loragate.faults.model import Check, Group
 from loragate.matrix.case import Quantisation
 
-_experts = planting("lorakernels.moe.layer.ops", Group.MOE_LAYER)
+_ops = planting("lorakernels.moe.layer.ops", Group.MOE_LAYER)
 _kernel = planting("lorakernels.moe.layer.kernels", Group.MOE_LAYER)
 
 _QUANTISED = served(quantisation=Quantisation.FP8, oracles=(O.REFERENCE,))
 
 FAULTS = (
-    _experts(
+    _ops(
         "adapters-see-quantised-rows",
         "        lora_input=x,\n",
         "        lora_input=x if quantised_x is None else quantised_x.values.to(x.dtype),\n",
@@ -28,7 +28,7 @@ FAULTS = (
         cases=(_QUANTISED,),
         checks=(Check.EXPERT_QUANTISED,),
     ),
-    _experts(
+    _ops(
         "adapters-see-quantised-activation",
         "        lora_input=act,\n",
         "        lora_input=act\n"
@@ -48,7 +48,7 @@ FAULTS = (
         "w_scale_ptrs = w_scales_ptr + expert * ((GATED + 1) * WIDTH) + columns",
         "w_scale_ptrs = w_scales_ptr + expert * WIDTH + columns",
         source="own",
-        why="Scales of gated weights are walked as if there was one half.",
+        why="Scales of gated weights are indexed as if there was one half.",
         killers=(
             O.REFERENCE,
             Check.EXPERT_QUANTISED,
@@ -56,7 +56,7 @@ FAULTS = (
         cases=(_QUANTISED,),
         checks=(Check.EXPERT_QUANTISED,),
     ),
-    _experts(
+    _ops(
         "router-weights-on-both-products",
         "        router_weights=router_weights if on_input else None,\n",
         "        router_weights=router_weights,\n",

@@ -1,5 +1,4 @@
-"""Faults of the parts of a MoE layer that ranks hold, and of what becomes of an adapter on
-its way into the slots."""
+"""Faults of the parts of a MoE layer that ranks hold, and of loading an adapter into its slots."""
 
 from __future__ import annotations
 
@@ -19,7 +18,7 @@ FAULTS = (
         "        self.w2_slots.load(slot, staged[self._num_up :])\n",
         "        self.w2_slots.reset(slot)\n",
         source="vllm #50252",
-        why="Factors of the way back are taken and never bound.",
+        why="Factors of the down projection are accepted and never loaded.",
         killers=(O.REFERENCE, O.EXACT, Check.EXPERT_LAYER, Check.EXPERT_SLOTS),
         cases=(served(),),
         checks=(Check.EXPERT_LAYER, Check.EXPERT_SLOTS),
@@ -29,7 +28,7 @@ FAULTS = (
         "        self.w13_slots.reset(slot)\n        self.w2_slots.reset(slot)\n",
         "        self.w13_slots.reset(slot)\n",
         source="sglang #8103",
-        why="An adapter that left goes on with its way back.",
+        why="The down projection of an unloaded adapter stays in the slot.",
         killers=(Check.EXPERT_SLOTS,),
         checks=(Check.EXPERT_SLOTS,),
     ),
@@ -52,7 +51,7 @@ FAULTS = (
         "return cls(ep_size, rank // tp_size, tp_size, rank % tp_size)",
         "return cls(ep_size, rank % ep_size, tp_size, rank % tp_size)",
         source="sglang #24171",
-        why="Some parts are held twice and others by nobody.",
+        why="Some parts are held twice and others by no rank.",
         killers=(Check.EXPERT_RANKS,),
         checks=(Check.EXPERT_RANKS,),
     ),
@@ -61,7 +60,7 @@ FAULTS = (
         "start = rank.ep_rank * share + min(rank.ep_rank, rest)",
         "start = rank.ep_rank * share",
         source="vllm #40867",
-        why="Where experts cannot be dealt evenly, one is held twice and the last by nobody.",
+        why="Where experts cannot be divided evenly, one is held twice and the last by no rank.",
         killers=(
             O.REFERENCE,
             O.EXACT,
@@ -106,7 +105,7 @@ FAULTS = (
         "take(a, cut.intermediate, dim=2) if down",
         "take(a, Shard(0, cut.intermediate.live, cut.intermediate.size), dim=2) if down",
         source="sglang #24171",
-        why="All ranks shrink the way back with the first rank's columns of A.",
+        why="All ranks shrink the down projection with the first rank's columns of A.",
         killers=(
             O.REFERENCE,
             O.EXACT,

@@ -1,4 +1,4 @@
-"""Small cases of experts to plant a fault under; see points.py."""
+"""Small MoE cases that run with a fault planted; see points.py."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def served(**axes: Any) -> Case:
     return Case(**({"site": Site.MOE_LAYER} | _DEFAULTS | shape | router | axes))
 
 
-# for those that every oracle looks at
+# for faults that every oracle judges
 MOE_SMALL = pairs(tokens=7, in_features=16, slices=(16, 8), oracles=EVERY)
 
 EXPERT_CHECKS = (

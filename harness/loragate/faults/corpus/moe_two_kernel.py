@@ -1,4 +1,4 @@
-"""Faults of the two-kernel path of experts: a shrink, a shrink output, an expand."""
+"""Faults of the two-kernel path of the MoE delta: a shrink, a shrink output, an expand."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from loragate.faults.corpus.points import planting
 from loragate.faults.model import Check, Group
 from loragate.matrix.case import Dtype, Layout, Mix, Path, Ranks, RouterWeights, Write
 
-_plant = planting("lorakernels.moe.delta.kernels", Group.MOE_TWO_KERNEL)
-_columns = planting("lorakernels.dense.kernels", Group.MOE_TWO_KERNEL)
+_plant = planting("lorakernels.moe.delta.kernels.two_launch", Group.MOE_TWO_KERNEL)
+_columns = planting("lorakernels.common.jit", Group.MOE_TWO_KERNEL)
 
 _SMALL = replace(MOE_SMALL, path=Path.TWO_KERNEL)
 
@@ -40,7 +40,7 @@ FAULTS = (
         "live_rank = tl.load(ranks_ptr + slot * S + offs_n // R, mask",
         "live_rank = tl.load(ranks_ptr + slot * S + offs_n * 0, mask",
         source="sglang #32241",
-        why="All slices are shrunk as high as the first one.",
+        why="All slices are shrunk with the live rank of the first one.",
         killers=(O.CANARY,),
         cases=(two_kernel(),),
     ),
@@ -49,7 +49,7 @@ FAULTS = (
         "steps = tl.cdiv(tl.cdiv(K, BLOCK_K), tl.num_programs(1))",
         "steps = tl.cdiv(K, BLOCK_K) // tl.num_programs(1)",
         source="own",
-        why="K is split evenly, and what is left over belongs to no part.",
+        why="K is split evenly, and the remainder belongs to no split-K partial.",
         killers=(Check.PAIR_PLANS,),
         checks=(Check.PAIR_PLANS,),
     ),
@@ -84,10 +84,10 @@ FAULTS = (
     ),
     _plant(
         "zero-taken-for-idle-row",
-        "                acc = _dot(x, a, acc, IEEE)\n",
+        "                acc = dot(x, a, acc, IEEE)\n",
         "                first = tl.where((offs_k == 0)[None, :], x.to(tl.float32), 0.0)\n"
         "                blank = tl.sum(first, axis=1) == 0.0\n"
-        "                acc = _dot(tl.where(blank[:, None], 0.0, x).to(x.dtype), a, acc, IEEE)\n",
+        "                acc = dot(tl.where(blank[:, None], 0.0, x).to(x.dtype), a, acc, IEEE)\n",
         source="own",
         why="A row whose first value is zero is taken for padding; random data never has one.",
         killers=(O.EXACT,),
@@ -96,10 +96,10 @@ FAULTS = (
     ),
     _plant(
         "ranks-of-experts-through-bf16",
-        "            acc = _dot(h.to(b.dtype), b, acc, IEEE)\n",
-        "            acc = _dot(h.to(tl.bfloat16).to(b.dtype), b, acc, IEEE)\n",
+        "            acc = dot(h.to(b.dtype), b, acc, IEEE)\n",
+        "            acc = dot(h.to(tl.bfloat16).to(b.dtype), b, acc, IEEE)\n",
         source="vllm #38686",
-        why="What stands between the products is rounded to bf16 whatever the adapters are.",
+        why="The shrink output is rounded to bf16 whatever the dtype of the adapters.",
         killers=(O.REFERENCE,),
         cases=(replace(_SMALL, dtype=Dtype.FP16),),
         only=True,
@@ -119,7 +119,7 @@ FAULTS = (
         "for r in tl.range(BLOCK_R, R, BLOCK_R, num_stages=1):",
         "for r in tl.range(BLOCK_R, R - BLOCK_R, BLOCK_R, num_stages=1):",
         source="vllm #55158",
-        why="Of an adapter that is higher than a block, the last ranks are left out.",
+        why="Of an adapter with more ranks than a block, the last ranks are left out.",
         killers=(O.REFERENCE, O.EXACT),
         cases=(two_kernel(tokens=3, in_features=16, slices=(16,), rank=140, slots=2),),
     ),
@@ -165,7 +165,7 @@ FAULTS = (
         "(group - first_group) * COLUMNS, column)",
         "(group - first_group) * (COLUMNS & -COLUMNS), column)",
         source="own",
-        why="What is told to the compiler of a group's first column is taken for the column.",
+        why="The alignment of a group's first column is taken for the column.",
         killers=(Check.PAIR_PLANS,),
         checks=(Check.PAIR_PLANS,),
     ),

@@ -8,9 +8,11 @@ from loragate.faults.model import Check, Group
 from loragate.matrix.case import Dtype
 
 _ops = planting("lorakernels.dense.ops", Group.HOST)
+_check = planting("lorakernels.dense.check", Group.HOST)
+_launch = planting("lorakernels.dense.launch", Group.HOST)
 _plan = planting("lorakernels.dense.plan", Group.HOST)
 
-_ENTRY = """    _check_rows(x, weights, metadata)
+_ENTRY = """    check_rows(x, weights, metadata)
     torch.ops.lorakernels.dense_delta(
 """
 # K is split into several parts
@@ -30,11 +32,11 @@ FAULTS = (
     ),
     _ops(
         "second-step-tries-other-order",
-        "    _expand(view, (b, ranks, scales), shape, tables, out, pdl=pdl)\n",
+        "    launch_expand(view, slots, shape, tiles, out, pdl=pdl)\n",
         "    shrunk.steps = getattr(shrunk, 'steps', 0) + 1\n"
         "    if shrunk.steps == 2 and x.shape[0] > 16:\n"
         "        view = view.flip(0).contiguous()\n"
-        "    _expand(view, (b, ranks, scales), shape, tables, out, pdl=pdl)\n",
+        "    launch_expand(view, slots, shape, tiles, out, pdl=pdl)\n",
         source="vllm #50278",
         why="The second step adds partial sums in another order, like an autotuner or an atomic.",
         killers=(O.REPEAT,),
@@ -46,7 +48,7 @@ FAULTS = (
         'mutates_args=("shrunk", "out")',
         'mutates_args=("shrunk",)',
         source="vllm #37562",
-        why="torch is not told that the operator changes its output.",
+        why="The operator does not declare to torch that it changes its output.",
         killers=(O.COMPILE,),
         cases=(SMALL,),
         only=True,
@@ -54,7 +56,7 @@ FAULTS = (
     _ops(
         "early-exit-reads-the-device",
         _ENTRY,
-        "    _check_rows(x, weights, metadata)\n"
+        "    check_rows(x, weights, metadata)\n"
         "    if int(metadata.num_tiles) == 0:\n"
         "        return\n"
         "    torch.ops.lorakernels.dense_delta(\n",
@@ -63,7 +65,7 @@ FAULTS = (
         killers=(O.COMPILE,),
         cases=(SMALL,),
     ),
-    _ops(
+    _check(
         "rows-unchecked",
         "    if x.shape[0] != metadata.num_rows:\n",
         "    if x.shape[0] < metadata.num_rows:\n",
@@ -72,16 +74,16 @@ FAULTS = (
         killers=(O.GUARD,),
         cases=(delta(tokens=5, oracles=(O.EXACT, O.GUARD)),),
     ),
-    _ops(
+    _check(
         "output-above-input-accepted",
-        "    if overlap(x, out):\n",
+        "    if x.shape[0] and overlap(x, out):\n",
         "    if out is x:\n",
         source="own",
-        why="An output in the memory of the input is not noticed.",
+        why="An output that overlaps the input in memory is accepted.",
         killers=(O.GUARD,),
         cases=(delta(tokens=5, oracles=(O.EXACT, O.GUARD)),),
     ),
-    _ops(
+    _launch(
         "last-column-group-not-launched",
         "groups = sum(-(-width // columns) for width in shape.slice_widths)",
         "groups = sum(width // columns for width in shape.slice_widths)",
@@ -90,10 +92,10 @@ FAULTS = (
         killers=(O.REFERENCE, O.EXACT),
         cases=(delta(slices=(300,), in_features=32, tokens=9),),
     ),
-    _ops(
+    _launch(
         "k-split-without-its-last-part",
-        "grid = (tile_programs(shape.num_rows, capacity), plan.splits, ",
-        "grid = (tile_programs(shape.num_rows, capacity), max(1, plan.splits - 1), ",
+        "grid = (tile_programs(shape, capacity), plan.splits, ",
+        "grid = (tile_programs(shape, capacity), max(1, plan.splits - 1), ",
         source="own",
         why="One split-K partial of the shrink output is never written, and read all the same.",
         killers=(O.CANARY,),
@@ -104,7 +106,7 @@ FAULTS = (
         "    sizes += [size - 1 for size in sizes if size > 1]\n",
         "    sizes = [max_rows]\n",
         source="sglang #7844",
-        why="A smaller batch splits K further and needs more room than the largest one.",
+        why="A smaller batch splits K further and needs a larger workspace than the largest one.",
         killers=(Check.WORKSPACE,),
         checks=(Check.WORKSPACE,),
     ),

@@ -31,7 +31,7 @@ def delta(**axes: Any) -> Case:
     return Case(**({"site": Site.DENSE_DELTA} | _DEFAULTS | axes))
 
 
-# for those that every oracle looks at
+# for faults that every oracle judges
 SMALL = delta(tokens=9, in_features=16, slices=(16, 8), slots=3, rank=4, oracles=EVERY)
 
 

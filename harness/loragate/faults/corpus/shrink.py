@@ -10,6 +10,7 @@ from loragate.faults.model import Check, Group
 from loragate.matrix.case import Dtype, Layout, Mix, Ranks
 
 _plant = planting("lorakernels.dense.kernels", Group.SHRINK)
+_shared = planting("lorakernels.common.jit", Group.SHRINK)
 
 FAULTS = (
     _plant(
@@ -102,7 +103,7 @@ FAULTS = (
         killers=(Check.FAR_ROWS,),
         checks=(Check.FAR_ROWS,),
     ),
-    _plant(
+    _shared(
         "fp16-through-bf16",
         "    return tl.dot(lhs, rhs, acc)\n",
         "    return tl.dot(lhs.to(tl.bfloat16), rhs.to(tl.bfloat16), acc)\n",
@@ -133,10 +134,10 @@ FAULTS = (
     ),
     _plant(
         "zero-taken-for-padding",
-        "                acc = _dot(x, a, acc, IEEE)\n",
+        "                acc = dot(x, a, acc, IEEE)\n",
         "                first = tl.where((offs_k == 0)[None, :], x.to(tl.float32), 0.0)\n"
         "                blank = tl.sum(first, axis=1) == 0.0\n"
-        "                acc = _dot(tl.where(blank[:, None], 0.0, x).to(x.dtype), a, acc, IEEE)\n",
+        "                acc = dot(tl.where(blank[:, None], 0.0, x).to(x.dtype), a, acc, IEEE)\n",
         source="own",
         why="A row whose first value is zero is skipped; random data never has one.",
         killers=(O.EXACT,),

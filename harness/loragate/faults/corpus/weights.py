@@ -1,4 +1,4 @@
-"""Faults of the stacked slots of one layer: who moves in, and what the predecessor leaves."""
+"""Faults of the stacked slots of one layer: loading an adapter, and resetting its predecessor."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from loragate.faults.corpus.points import SMALL, delta, planting
 from loragate.faults.model import Group
 from loragate.matrix.case import Ranks
 
-_plant = planting("lorakernels.dense.weights", Group.WEIGHTS)
+_plant = planting("lorakernels.common.stacked_weights", Group.WEIGHTS)
 _GUARDED = delta(tokens=5, slots=2, oracles=(O.REFERENCE, O.EXACT, O.GUARD))
 
 FAULTS = (
@@ -47,8 +47,8 @@ FAULTS = (
     ),
     _plant(
         "scale-folded-in-and-applied",
-        "self.b[slot, start : start + width, : part.rank].copy_(part.b)",
-        "self.b[slot, start : start + width, : part.rank].copy_(part.b * part.scale)",
+        "self.b[slot, ..., start : start + width, : part.rank].copy_(part.b)",
+        "self.b[slot, ..., start : start + width, : part.rank].copy_(part.b * part.scale)",
         source="SkyRL #2250",
         why="The scale is folded into B at loading time, and applied again by the kernel.",
         killers=(O.REFERENCE, O.EXACT),
@@ -56,9 +56,9 @@ FAULTS = (
     ),
     _plant(
         "scale-folded-into-durable-copy",
-        "                self.b[slot, start : start + width, : part.rank].copy_(part.b)\n",
+        "                self.b[slot, ..., start : start + width, : part.rank].copy_(part.b)\n",
         "                part.b.mul_(part.scale)\n"
-        "                self.b[slot, start : start + width, : part.rank].copy_(part.b)\n",
+        "                self.b[slot, ..., start : start + width, : part.rank].copy_(part.b)\n",
         source="unsloth-zoo #951",
         why="Loading an adapter scales the tensors that it was loaded from.",
         killers=(O.CANARY,),
@@ -66,8 +66,8 @@ FAULTS = (
     ),
     _plant(
         "gate-loaded-twice-up-never",
-        "self.a[slot, index, : part.rank].copy_(part.a)",
-        "self.a[slot, index, : part.rank].copy_((factors[0] or part).a)",
+        "self.a[slot, ..., index, : part.rank, :].copy_(part.a)",
+        "self.a[slot, ..., index, : part.rank, :].copy_((factors[0] or part).a)",
         source="unsloth-zoo #941",
         why="Both halves of gate_up get the A of the gate; the shapes are the same.",
         killers=(O.REFERENCE, O.EXACT),
@@ -96,7 +96,7 @@ FAULTS = (
         "        self._check_slot(slot)\n        if len(factors) != self.num_slices:\n",
         "        self.reset(slot)\n        if len(factors) != self.num_slices:\n",
         source="own",
-        why="An adapter that is refused has already thrown out the one before.",
+        why="An adapter that is refused has already replaced the one before.",
         killers=(O.GUARD,),
         cases=(_GUARDED,),
     ),

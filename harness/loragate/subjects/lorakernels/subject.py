@@ -28,8 +28,9 @@ from loragate.subjects.lorakernels.dead_ranks import keep_dead_nan
 from loragate.subjects.lorakernels.mapping import Mapping
 from loragate.subjects.lorakernels.moe_delta import MoEDelta
 from loragate.subjects.lorakernels.moe_layer import MoELayer
+from lorakernels.common.stacked_weights import MAX_RANK
 from lorakernels.dense.ops import DenseWorkspace, dense_delta
-from lorakernels.dense.weights import MAX_RANK, LoRAFactors, SlotWeights
+from lorakernels.dense.weights import LoRAFactors, SlotWeights
 from lorakernels.layers import partition
 from lorakernels.layers.linear import LoRALinear
 

@@ -1,7 +1,7 @@
-"""Which pair of a batch goes to which expert and slot, sorted and tiled on the device.
+"""Which token-expert pair of a batch goes to which expert and slot, sorted and tiled on the device.
 
 A pair is one of the top-k choices of a token: pair p belongs to token p // top_k. One result
-serves both products of a layer, w13 and w2. As in metadata.py the buffers are persistent, every
+serves both products of a layer, w13 and w2. As in BatchMetadata the buffers are persistent, every
 prepare() resets what lies past the live part, and nothing waits for the host. The order is
 (expert, slot, pair): it never depends on timing.
 """
@@ -12,9 +12,11 @@ import torch
 from torch import Tensor
 
 from lorakernels.batch.metadata import MIN_TILE_ROWS, BatchMetadata
-from lorakernels.moe.align import launch
-from lorakernels.moe.align.launch import PairTables, table_of
+from lorakernels.moe.align.kernels.arguments import Tables
+from lorakernels.moe.align.ops import align_pairs
+from lorakernels.moe.align.tables import PairTables, counts_size
 from lorakernels.moe.tiles import base_tile_height, max_tiles, num_bins, tile_height
+from lorakernels.runtime.tuning import tuning_of
 
 
 class PairMetadata:
@@ -54,9 +56,10 @@ class PairMetadata:
         def count() -> Tensor:
             return torch.zeros(1, dtype=torch.int32, device=device)
 
+        tuning = tuning_of(torch.device(device))
         self.pair_slots, self.pair_experts = table(pairs), table(pairs)
         tiles = max_tiles(pairs, buckets, MIN_TILE_ROWS)
-        tallest = tile_height(pairs, num_experts)
+        tallest = tile_height(pairs, num_experts, tuning)
         self.tile_slots, self.tile_experts = table(tiles), table(tiles)
         self.tile_pairs = table(max_tiles(pairs, buckets, tallest) * tallest)
         self.num_tiles = count()
@@ -66,9 +69,7 @@ class PairMetadata:
         self.base_experts, self.base_pairs = table(base_tiles), table(capacity)
         self.num_base_tiles = count()
         bins = num_bins(num_experts, max_slots, with_base)
-        # whether the largest step is counted by a launch of its own
-        counted = pairs > launch.SMALL and bins <= launch.MOST_BINS
-        self._counts = table((-(-pairs // launch.SPAN) + 4) * bins if counted else 1)
+        self._counts = table(counts_size(pairs, bins, tuning))
         self.num_rows = 0
 
     @property
@@ -78,30 +79,29 @@ class PairMetadata:
     @property
     def tables(self) -> PairTables:
         """All buffers, with the sizes of the prepared step."""
-        return table_of(
-            self.buffers,
-            num_rows=self.num_rows,
-            top_k=self.top_k,
-            num_experts=self.num_experts,
-            max_slots=self.max_slots,
-            with_base=self.with_base,
-        )
+        return PairTables.of(self.buffers, self.sizes)
 
     @property
     def buffers(self) -> list[Tensor]:
-        """As `table_of` takes them."""
-        return [
-            self.pair_slots,
-            self.pair_experts,
-            self.tile_slots,
-            self.tile_experts,
-            self.tile_pairs,
-            self.num_tiles,
-            self.base_experts,
-            self.base_pairs,
-            self.num_base_tiles,
-            self._counts,
-        ]
+        """As an operator takes them; see PairTables.of."""
+        tables = Tables(
+            pair_slots=self.pair_slots,
+            pair_experts=self.pair_experts,
+            tile_slots=self.tile_slots,
+            tile_experts=self.tile_experts,
+            tile_pairs=self.tile_pairs,
+            num_tiles=self.num_tiles,
+            base_experts=self.base_experts,
+            base_pairs=self.base_pairs,
+            num_base_tiles=self.num_base_tiles,
+        )
+        return [*tables, self._counts]
+
+    @property
+    def sizes(self) -> list[int]:
+        """Of the prepared step, as an operator takes them; see PairTables.of."""
+        base = int(self.with_base)
+        return [self.num_rows, self.top_k, self.num_experts, self.max_slots, base]
 
     def prepare(
         self, topk_ids: Tensor, batch: BatchMetadata, *, expert_map: Tensor | None = None
@@ -110,19 +110,19 @@ class PairMetadata:
 
         topk_ids: int32 [rows of the step, top_k] on this device, contiguous.
         expert_map: int32 [global experts] on this device, the local expert or -1; without it
-            the ids are local. An id that names no local expert makes a pair without expert.
+            the ids are local. The pair of an id without local expert has no expert.
         Raises ValueError with nothing changed.
         """
         self._check(topk_ids, batch, expert_map)
         self.num_rows = topk_ids.shape[0]
-        torch.ops.lorakernels.align_pairs(
+        align_pairs(
             topk_ids,
             batch.token_slots,
             expert_map,
             self.buffers,
-            self.num_experts,
-            self.max_slots,
-            self.with_base,
+            num_experts=self.num_experts,
+            max_slots=self.max_slots,
+            with_base=self.with_base,
         )
 
     def _check(self, topk_ids: Tensor, batch: BatchMetadata, expert_map: Tensor | None) -> None:

@@ -1,15 +1,12 @@
-"""align.py in plain torch, for more buckets than a program can count: several launches and
-temporary memory, but as little host synchronisation: none."""
+"""The alignment in plain torch, for more buckets than a program can count: several launches and
+temporary memory, but no host synchronisation either."""
 
 from __future__ import annotations
-
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from lorakernels.moe.align.launch import PairTables
+from lorakernels.moe.align.tables import PairTables
 
 
 def place_pairs(
@@ -20,12 +17,13 @@ def place_pairs(
     experts = _local(topk_ids.flatten().long(), expert_map)
     experts = torch.where(_in_range(experts, pairs.num_experts), experts, -1)
     slots = torch.where(_in_range(slots, pairs.max_slots) & (experts >= 0), slots, -1)
-    for table, values in ((pairs.pair_slots, slots), (pairs.pair_experts, experts)):
+    tables = pairs.tables
+    for table, values in ((tables.pair_slots, slots), (tables.pair_experts, experts)):
         table.fill_(-1)
         table[: values.shape[0]] = values.int()
     bucket = torch.where(slots >= 0, experts * pairs.max_slots + slots, -1)
-    headers = ((pairs.tile_slots, slots), (pairs.tile_experts, experts))
-    _tile(bucket, pairs.num_buckets, pairs.height, pairs.tile_pairs, pairs.num_tiles, headers)
+    headers = ((tables.tile_slots, slots), (tables.tile_experts, experts))
+    _tile(bucket, pairs.num_buckets, pairs.height, tables.tile_pairs, tables.num_tiles, headers)
     if pairs.with_base:
         # tiles of an expert hold its pairs in the order of their slots, base rows first
         order = torch.argsort(slots, stable=True)
@@ -33,9 +31,9 @@ def place_pairs(
             experts[order],
             pairs.num_experts,
             pairs.base_height,
-            pairs.base_pairs,
-            pairs.num_base_tiles,
-            ((pairs.base_experts, experts[order]),),
+            tables.base_pairs,
+            tables.num_base_tiles,
+            ((tables.base_experts, experts[order]),),
             names=order,
         )
 
@@ -60,9 +58,9 @@ def _tile(
     headers: tuple[tuple[Tensor, Tensor], ...],
     names: Tensor | None = None,
 ) -> None:
-    """Cut the members of each group, -1 being none, into tiles of `height`. What a member is
-    called in the table: its index, or `names` of it."""
-    # one extra group and one extra tile at the end take what belongs nowhere
+    """Cut the members of each group into tiles of `height`; group -1 means none. The table gets
+    the index of a member, or its entry of `names`."""
+    # an extra group and an extra tile at the end take the members without a group
     group = torch.where(group >= 0, group, num_groups)
     order = torch.argsort(group, stable=True)
     counts = torch.zeros(num_groups + 1, dtype=torch.int64, device=group.device)

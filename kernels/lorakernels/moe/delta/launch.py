@@ -1,4 +1,4 @@
-"""Launches of the MoE kernels: arguments and grids, nothing else."""
+"""Launches of the kernels of a MoE delta: arguments and grids, nothing else."""
 
 from __future__ import annotations
 
@@ -10,8 +10,11 @@ import torch
 from torch import Tensor
 
 from lorakernels.common.sizes import rank_vector
-from lorakernels.moe.delta.kernels import moe_expand_kernel, moe_shrink_kernel
-from lorakernels.moe.delta.one_shot_kernel import moe_one_shot_kernel
+from lorakernels.common.stacked_weights import SlotTensors
+from lorakernels.moe.align.kernels.arguments import Tables
+from lorakernels.moe.delta.kernels.one_shot import moe_one_shot_kernel
+from lorakernels.moe.delta.kernels.small_batch import moe_small_batch_kernel
+from lorakernels.moe.delta.kernels.two_launch import moe_expand_kernel, moe_shrink_kernel
 from lorakernels.moe.delta.plan import (
     MoEPath,
     MoEShape,
@@ -21,8 +24,8 @@ from lorakernels.moe.delta.plan import (
     plan_small_batch,
     tile_programs,
 )
-from lorakernels.moe.delta.small_batch_kernel import moe_small_batch_kernel
 from lorakernels.runtime.device import launch_options
+from lorakernels.runtime.tuning import tuning_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,14 +36,8 @@ class Delta:
     x: Tensor
     # pairs that read the same row of x
     pairs_per_x: int
-    # A, B
-    factors: tuple[Tensor, Tensor]
-    # live ranks, scales
-    tables: tuple[Tensor, Tensor]
-    # slots, experts
-    of_pairs: tuple[Tensor, Tensor]
-    # slots, experts, pairs, number
-    of_tiles: tuple[Tensor, Tensor, Tensor, Tensor]
+    slots: SlotTensors
+    tables: Tables
     shrunk: Tensor
     out: Tensor
     router_weights: Tensor | None
@@ -50,21 +47,23 @@ class Delta:
     def tile_capacity(self) -> int:
         """Tiles that the tables can hold: programs fetch the entries of a tile before they know
         whether it exists, and must not leave the tables."""
-        return min(self.of_tiles[0].shape[0], self.of_tiles[2].shape[0] // self.shape.height)
+        tables = self.tables
+        return min(tables.tile_slots.shape[0], tables.tile_pairs.shape[0] // self.shape.height)
 
     @property
     def a_strides(self) -> tuple[int, int]:
-        """From slot to slot and from expert to expert; a shared factor does not move."""
-        a = self.factors[0]
+        """From slot to slot and from expert to expert, which is 0 for a shared factor."""
+        a = self.slots.a
         return a.stride(0), a.stride(1) if a.shape[1] > 1 else 0
 
     @property
     def b_strides(self) -> tuple[int, int]:
-        b = self.factors[1]
+        b = self.slots.b
         return b.stride(0), b.stride(1) if b.shape[1] > 1 else 0
 
     @property
     def weights_or_any(self) -> Tensor:
+        """The router weights, or a tensor in their place that no kernel reads."""
         return self.out if self.router_weights is None else self.router_weights
 
     @property
@@ -75,9 +74,16 @@ class Delta:
 def shape_of(
     a: Tensor, slice_widths: Sequence[int], *, num_pairs: int, num_experts: int
 ) -> MoEShape:
-    """Of the delta of `num_pairs` pairs with stacked A [slots, experts or 1, slices, rank, K]."""
-    widths, rank, in_features = tuple(slice_widths), a.shape[3], a.shape[4]
-    return MoEShape(num_pairs, num_experts, in_features, widths, rank, a.element_size())
+    """The shape of a delta of `num_pairs` pairs with A [slots, experts or 1, slices, rank, K]."""
+    return MoEShape(
+        num_pairs=num_pairs,
+        num_experts=num_experts,
+        in_features=a.shape[4],
+        slice_widths=tuple(slice_widths),
+        rank=a.shape[3],
+        itemsize=a.element_size(),
+        tuning=tuning_of(a.device),
+    )
 
 
 def launch(delta: Delta, path: MoEPath, *, pdl: bool) -> None:
@@ -91,16 +97,18 @@ def launch(delta: Delta, path: MoEPath, *, pdl: bool) -> None:
 
 
 def shrink(delta: Delta, *, pdl: bool, scaled: bool = False) -> None:
-    """The ranks of every pair into the shrink output; `scaled`: times scale, rounded to its dtype."""
-    shape, plan = delta.shape, plan_shrink(delta.shape)
+    """The ranks of every pair into the shrink output, with `scaled` times the scale and rounded to
+    the dtype of the shrink output."""
+    shape, slots, plan = delta.shape, delta.slots, plan_shrink(delta.shape)
     splits = delta.shrunk.shape[0]
     total = shape.ranks_of_all_slices
     tiles = tile_programs(shape, delta.tile_capacity)
     moe_shrink_kernel[(-(-total // plan.block_n), splits, tiles)](
         delta.x,
-        delta.factors[0],
-        *delta.tables,
-        *delta.of_tiles,
+        slots.a,
+        slots.ranks,
+        slots.scales,
+        *delta.tables.of_tiles,
         delta.shrunk,
         *delta.x.stride(),
         *delta.a_strides,
@@ -123,16 +131,17 @@ def shrink(delta: Delta, *, pdl: bool, scaled: bool = False) -> None:
 
 
 def _expand(delta: Delta, *, pdl: bool) -> None:
-    shape, plan = delta.shape, plan_expand(delta.shape)
+    shape, slots, plan = delta.shape, delta.slots, plan_expand(delta.shape)
     columns = plan.block_n * plan.group
     groups = sum(-(-width // columns) for width in shape.slice_widths)
     tiles = tile_programs(shape, delta.tile_capacity)
     moe_expand_kernel[(groups, tiles)](
         delta.shrunk,
-        delta.factors[1],
-        *delta.tables,
+        slots.b,
+        slots.ranks,
+        slots.scales,
         delta.weights_or_any,
-        *delta.of_tiles,
+        *delta.tables.of_tiles,
         delta.out,
         *delta.out.stride(),
         *delta.b_strides,
@@ -158,10 +167,9 @@ def _one_shot(delta: Delta, *, pdl: bool) -> None:
     slices = 1 if plan.paired else len(shape.slice_widths)
     moe_one_shot_kernel[(plan.parts, slices, tiles)](
         delta.x,
-        *delta.factors,
-        *delta.tables,
+        *delta.slots,
         delta.weights_or_any,
-        *delta.of_tiles,
+        *delta.tables.of_tiles,
         delta.out,
         *delta.x.stride(),
         *delta.a_strides,
@@ -191,10 +199,9 @@ def _small_batch(delta: Delta, *, pdl: bool) -> None:
     blocks = sum(-(-width // plan.block_n) for width in shape.slice_widths)
     moe_small_batch_kernel[(shape.num_pairs, blocks)](
         delta.x,
-        *delta.factors,
-        *delta.tables,
+        *delta.slots,
         delta.weights_or_any,
-        *delta.of_pairs,
+        *delta.tables.of_pairs,
         delta.out,
         *delta.x.stride(),
         *delta.a_strides,

@@ -1,6 +1,6 @@
-"""Host side of the MoE delta: validation, choice of the path, launch, custom operator.
+"""The delta of a MoE projection: public functions and the custom operator behind them.
 
-`moe_delta` is one opaque operator that only gets tensors and shapes, as `dense_delta` is.
+`moe_delta` is one opaque operator that only gets tensors and sizes, as `dense_delta` is.
 """
 
 from __future__ import annotations
@@ -11,8 +11,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from lorakernels.dense.ops import overlap
+from lorakernels.common.stacked_weights import SlotTensors
+from lorakernels.dense.check import check_like, overlap
 from lorakernels.moe.align.metadata import PairMetadata
+from lorakernels.moe.align.tables import PairTables
 from lorakernels.moe.delta.launch import Delta, launch, shape_of
 from lorakernels.moe.delta.plan import MoEPath, MoEShape, largest_shrunk, plan_path, shrunk_shape
 from lorakernels.moe.weights import ExpertWeights
@@ -55,26 +57,16 @@ def moe_delta(
         weights' dtype. Pairs without a slot or an expert are neither read nor written.
     router_weights: w, fp32 [rows, top_k], contiguous; 1 without it.
     add_inputs: False overwrites instead, where there is a delta.
-    path: None lets the plan choose; a path that cannot take a shape hands over to TWO_KERNEL.
+    path: None lets the plan choose; TWO_KERNEL replaces a path that does not support the shape.
     Deterministic. Raises ValueError.
     """
     _check_batch(x, weights, pairs)
     torch.ops.lorakernels.moe_delta(
         x,
-        weights.a,
-        weights.b,
-        weights.ranks,
-        weights.scales,
+        list(weights.tensors),
         list(weights.slice_widths),
-        weights.num_experts,
-        pairs.pair_slots,
-        pairs.pair_experts,
-        pairs.tile_slots,
-        pairs.tile_experts,
-        pairs.tile_pairs,
-        pairs.num_tiles,
-        pairs.num_pairs,
-        pairs.top_k,
+        pairs.buffers,
+        pairs.sizes,
         workspace.shrunk,
         out,
         router_weights,
@@ -86,30 +78,22 @@ def moe_delta(
 @torch.library.custom_op("lorakernels::moe_delta", mutates_args=("shrunk", "out"))
 def _moe_delta(
     x: Tensor,
-    a: Tensor,
-    b: Tensor,
-    ranks: Tensor,
-    scales: Tensor,
+    slot_tensors: list[Tensor],
     slice_widths: list[int],
-    num_experts: int,
-    pair_slots: Tensor,
-    pair_experts: Tensor,
-    tile_slots: Tensor,
-    tile_experts: Tensor,
-    tile_pairs: Tensor,
-    num_tiles: Tensor,
-    num_pairs: int,
-    top_k: int,
+    pair_buffers: list[Tensor],
+    pair_sizes: list[int],
     shrunk: Tensor,
     out: Tensor,
     router_weights: Tensor | None,
     add_inputs: bool,
     path: int,
 ) -> None:
-    _check_operands(x, a, b, num_pairs, out, router_weights)
+    slots, pairs = SlotTensors(*slot_tensors), PairTables.of(pair_buffers, pair_sizes)
+    num_pairs, num_experts = pairs.num_pairs, pairs.num_experts
+    _check_operands(x, slots, num_pairs, out, router_weights)
     if num_pairs == 0:
         return
-    shape = shape_of(a, slice_widths, num_pairs=num_pairs, num_experts=num_experts)
+    shape = shape_of(slots.a, slice_widths, num_pairs=num_pairs, num_experts=num_experts)
     chosen = plan_path(shape, MoEPath(path) if path else None)
     view = view_shrunk(shrunk, shape) if chosen is MoEPath.TWO_KERNEL else shrunk
     launch(
@@ -117,10 +101,8 @@ def _moe_delta(
             shape=shape,
             x=x,
             pairs_per_x=num_pairs // x.shape[0],
-            factors=(a, b),
-            tables=(ranks, scales),
-            of_pairs=(pair_slots, pair_experts),
-            of_tiles=(tile_slots, tile_experts, tile_pairs, num_tiles),
+            slots=slots,
+            tables=pairs.tables,
             shrunk=view,
             out=out,
             router_weights=router_weights,
@@ -143,7 +125,7 @@ def view_shrunk(shrunk: Tensor, shape: MoEShape) -> Tensor:
 
 
 def shape_of_batch(weights: ExpertWeights, num_pairs: int) -> MoEShape:
-    """What the plan decides from."""
+    """What the plans of a batch depend on."""
     return shape_of(
         weights.a, weights.slice_widths, num_pairs=num_pairs, num_experts=weights.num_experts
     )
@@ -163,17 +145,15 @@ def _check_batch(x: Tensor, weights: ExpertWeights, pairs: PairMetadata) -> None
 
 
 def _check_operands(
-    x: Tensor, a: Tensor, b: Tensor, num_pairs: int, out: Tensor, router_weights: Tensor | None
+    x: Tensor, slots: SlotTensors, num_pairs: int, out: Tensor, router_weights: Tensor | None
 ) -> None:
+    a, b = slots.a, slots.b
     if out.dim() != 2 or tuple(out.shape) != (num_pairs, b.shape[2]):
         raise ValueError(f"out must be [{num_pairs}, {b.shape[2]}] (got {list(out.shape)})")
     if x.shape[1] != a.shape[4]:
         raise ValueError(f"x must have {a.shape[4]} columns (got {x.shape[1]})")
-    for name, tensor in (("x", x), ("out", out)):
-        if tensor.dtype != a.dtype:
-            raise ValueError(f"{name} must be {a.dtype} like the weights (got {tensor.dtype})")
-        if tensor.device != a.device:
-            raise ValueError(f"{name} must be on {a.device} (got {tensor.device})")
+    check_like("x", x, a)
+    check_like("out", out, a)
     if overlap(x, out):
         raise ValueError("out must not overlap x in memory")
     if router_weights is None:

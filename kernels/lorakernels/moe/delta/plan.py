@@ -1,24 +1,24 @@
-"""Which way a MoE delta takes and its launch parameters, from shapes alone: the same for every
-replay of a graph, whatever adapters a batch has. Measured on an H200; docs/benchmarks.md has the
-figures."""
+"""Which path a MoE delta takes and its launch parameters, from shapes and measured constants alone:
+the same for every replay of a graph, whatever adapters a batch has."""
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from enum import Enum, auto
 from functools import cache
 
 from lorakernels.batch.metadata import MIN_TILE_ROWS
 from lorakernels.common.sizes import power_of_2, power_of_2_below
-from lorakernels.moe.tiles import USUAL_SLOTS, tile_height
+from lorakernels.moe.tiles import tile_height
+from lorakernels.runtime.tuning import DEFAULT, Tuning
 
 
 class MoEPath(Enum):
     """How a delta is computed.
 
-    TWO_KERNEL takes any shape. ONE_SHOT and SMALL_BATCH take ranks up to `MAX_FUSED_RANK`, and
-    SMALL_BATCH adds up in fp32 what the other two round to the weights' dtype between the two
+    TWO_KERNEL takes any shape. ONE_SHOT and SMALL_BATCH take ranks up to `MAX_FUSED_RANK`.
+    SMALL_BATCH keeps in fp32 what the other two round to the weights' dtype between the two
     products. Each path, and each way to split K, adds up in an order of its own.
     """
 
@@ -27,12 +27,15 @@ class MoEPath(Enum):
     SMALL_BATCH = auto()
 
 
-# beyond it the ranks of a tile no longer fit beside the output into registers
+# beyond this rank the ranks of a tile no longer fit into registers beside the output
 MAX_FUSED_RANK = 128
 
 
 @dataclass(frozen=True, slots=True)
 class MoEShape:
+    """What a plan depends on: the sizes of a batch and a projection, and the constants measured
+    on the family of their GPU."""
+
     num_pairs: int
     num_experts: int
     in_features: int
@@ -40,6 +43,7 @@ class MoEShape:
     rank: int
     # bytes of one element of x, A, B and out
     itemsize: int
+    tuning: Tuning = field(default=DEFAULT, repr=False)
 
     @property
     def ranks_of_all_slices(self) -> int:
@@ -47,7 +51,7 @@ class MoEShape:
 
     @property
     def height(self) -> int:
-        return tile_height(self.num_pairs, self.num_experts)
+        return tile_height(self.num_pairs, self.num_experts, self.tuning)
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +67,7 @@ class ShrinkPlan:
 class ExpandPlan:
     block_n: int
     block_r: int
-    # column blocks that one program does one after the other
+    # column blocks that one program computes one after the other
     group: int
     num_warps: int
     num_stages: int
@@ -92,41 +96,27 @@ class SmallBatchPlan:
     num_warps: int
 
 
-# programs on an H200's 132 SMs that are enough for a split-K partial, or a block of columns, of its own
-_PROGRAMS = 560
-_PROGRAMS_OF_LOW_RANK = 300
-_PROGRAMS_OF_DECODE = 256
-# pairs of a decode batch
-_DECODE_PAIRS = 16
-# a program of a one-shot kernel that sweeps more columns leaves multiprocessors idle at the end
-_MOST_COLUMNS = 4096
-# tiles that keep all multiprocessors busy by themselves
-_MANY_TILES = 256
-# programs of one slice each with so little to do that one warp does it
-_MANY_PROGRAMS = 1000
-# elements of x that the programs of a small batch may read, each for itself
-_SMALL_READS = 1 << 17
-
-
 def plan_path(shape: MoEShape, wanted: MoEPath | None) -> MoEPath:
-    """The way that `shape` takes; `wanted` where it can."""
+    """The path that `shape` takes: `wanted` if that path supports it."""
     if shape.rank > MAX_FUSED_RANK:
         return MoEPath.TWO_KERNEL
     if wanted is not None:
         return wanted
+    tuning = shape.tuning.moe
     reads = shape.num_pairs * shape.in_features
-    if shape.rank <= 16 and shape.in_features <= 2048 and reads <= _SMALL_READS:
+    is_shallow = shape.in_features <= tuning.small_in_features
+    if shape.rank <= 16 and is_shallow and reads <= tuning.small_reads:
         return MoEPath.SMALL_BATCH
     # with few tiles, or high ones, the ranks are better split among several programs
-    enough = 128 if shape.rank > 16 else _MANY_TILES
-    if max(shape.slice_widths) <= _MOST_COLUMNS and expected_tiles(shape) >= enough:
+    enough = tuning.many_tiles_of_high_rank if shape.rank > 16 else tuning.many_tiles
+    if max(shape.slice_widths) <= tuning.most_columns and expected_tiles(shape) >= enough:
         return MoEPath.ONE_SHOT
     return MoEPath.TWO_KERNEL
 
 
 def tile_programs(shape: MoEShape, capacity: int) -> int:
-    """Size of a grid's tile axis; `capacity` is what the tile tables can hold. Most tiles exist
-    only if the pairs are spread that far; a stride loop takes what is beyond."""
+    """Size of a grid's tile axis; `capacity` is the number of tiles that the tables can hold. Most
+    tiles exist only if the pairs are spread that far; a stride loop takes what is beyond."""
     expected, pairs = expected_tiles(shape), _pairs_of_a_bucket(shape)
     # one tile more than programs would double the time of a launch whose programs have one each
     if pairs + 3 * math.sqrt(pairs) > _tiles_of_a_bucket(shape) * shape.height:
@@ -135,13 +125,14 @@ def tile_programs(shape: MoEShape, capacity: int) -> int:
 
 
 def expected_tiles(shape: MoEShape) -> int:
-    """Tiles of a batch of four adapters whose pairs spread at random over the experts. A program
-    without a tile is not free: it holds a place until the launch before it is done."""
+    """Tiles of a batch of the usual number of adapters, whose pairs spread at random over the
+    experts. A program without a tile is not free: it occupies a multiprocessor until the launch
+    before it is done."""
     return _buckets(shape) * _tiles_of_a_bucket(shape)
 
 
 def _buckets(shape: MoEShape) -> int:
-    return min(USUAL_SLOTS * shape.num_experts, shape.num_pairs)
+    return min(shape.tuning.moe.usual_slots * shape.num_experts, shape.num_pairs)
 
 
 def _pairs_of_a_bucket(shape: MoEShape) -> float:
@@ -154,50 +145,55 @@ def _tiles_of_a_bucket(shape: MoEShape) -> int:
 
 
 def plan_shrink(shape: MoEShape) -> ShrinkPlan:
+    tuning = shape.tuning.moe
     ranks, height = shape.ranks_of_all_slices, shape.height
     few, low = ranks <= 32, height == MIN_TILE_ROWS
-    decode = not few and shape.num_pairs <= _DECODE_PAIRS
+    decode = not few and shape.num_pairs <= tuning.decode_pairs
     block_n = max(16, min(32 if height < 64 else 64, power_of_2(ranks)))
     block_k = 128 if block_n <= 32 else 64
-    if low and few and shape.in_features >= 4096 and shape.num_pairs > _DECODE_PAIRS:
+    if low and few and shape.in_features >= 4096 and shape.num_pairs > tuning.decode_pairs:
         block_k = 64
     if shape.itemsize == 4:
-        # fp32 has no tensor-core path: smaller tiles keep it out of spills
+        # fp32 has no tensor-core path: smaller tiles avoid spills
         block_n, block_k = min(block_n, 32), 32
     programs = expected_tiles(shape) * -(-ranks // block_n)
     most = 8 if low else 4 if few else 2
-    wanted = _PROGRAMS_OF_DECODE if decode else _PROGRAMS_OF_LOW_RANK if few else _PROGRAMS
+    wanted = tuning.programs_of_low_rank if few else tuning.programs
+    if decode:
+        wanted = tuning.programs_of_decode
     # a split-K partial of few steps is over before its loads are under way
     steps = 4 if shape.in_features > 1024 else 2
     splits = min(most, wanted // max(1, programs), shape.in_features // (block_k * steps))
-    # with low tiles and wide blocks three stages let another program fit
+    # with low tiles and wide blocks, three stages leave space for another program
     three = shape.itemsize == 4 or (low and block_k > 64 and not decode)
     return ShrinkPlan(block_n, block_k, power_of_2_below(splits), 4, 3 if three else 4)
 
 
 def plan_expand(shape: MoEShape) -> ExpandPlan:
+    tuning = shape.tuning.moe
     block_r = min(128, max(16, power_of_2(shape.rank)))
     if shape.itemsize == 4:
         return ExpandPlan(64, min(block_r, 32), 1, 4, 1)
     if shape.rank > 64:
-        # a wide block of B would not fit beside the output's into registers
+        # a wide block of B does not fit into registers beside the output's
         return ExpandPlan(128, block_r, 1, 8 if shape.height > 32 else 4, 1)
     widest = power_of_2(max(shape.slice_widths))
     low = shape.height == MIN_TILE_ROWS
-    # a program does several blocks one after the other where there are programs enough
-    wide = widest > _MOST_COLUMNS and _programs(shape, 128) >= 2 * _PROGRAMS
+    # a program computes several blocks one after the other where there are programs enough
+    wide = widest > tuning.most_columns and _programs(shape, 128) >= 2 * tuning.programs
     if wide and shape.height <= 32:
         if low and block_r <= 16 and not _has_tiles_of_one_pair(shape):
             return ExpandPlan(256, block_r, _group(shape, 256), 8, 3)
         return ExpandPlan(128, block_r, 2 if low and block_r > 16 else _group(shape, 128), 4, 3)
     block_n = min(256 if low else 128, max(16, widest))
-    spare = min(4 if low else 8, widest // block_n, _programs(shape, block_n) // _PROGRAMS)
+    waves = _programs(shape, block_n) // tuning.programs
+    spare = min(4 if low else 8, widest // block_n, waves)
     if low and spare < 4:
         spare = 1
     return ExpandPlan(
         block_n,
         block_r,
-        # with less to spare, groups that large would leave multiprocessors without a program
+        # with fewer programs to spare, such large groups would leave multiprocessors idle
         _group(shape, block_n) if spare > 5 else power_of_2_below(spare),
         8 if shape.height > 32 and block_r <= 16 else 4,
         3,
@@ -205,23 +201,24 @@ def plan_expand(shape: MoEShape) -> ExpandPlan:
 
 
 def _group(shape: MoEShape, block_n: int) -> int:
-    """Blocks of columns, so many that the last program has hardly fewer; seven before eight,
-    which measured better where both divide."""
+    """Blocks of columns for each program, chosen so that the last program has hardly fewer; seven
+    comes before eight because it measured better where both divide."""
     blocks = -(-max(shape.slice_widths) // block_n)
     return min((7, 8, 6, 5), key=lambda group: -blocks % group)
 
 
 def _has_tiles_of_one_pair(shape: MoEShape) -> bool:
-    """Latency counts then."""
+    """Whether latency counts more than bandwidth."""
     return shape.num_pairs <= expected_tiles(shape)
 
 
 def _programs(shape: MoEShape, block_n: int) -> int:
-    """Of an expand whose programs do one block of columns each."""
+    """Programs of an expand that compute one block of columns each."""
     return expected_tiles(shape) * sum(-(-width // block_n) for width in shape.slice_widths)
 
 
 def plan_one_shot(shape: MoEShape) -> OneShotPlan:
+    tuning = shape.tuning.moe
     block_r = max(16, power_of_2(shape.rank))
     slices = len(shape.slice_widths)
     programs = expected_tiles(shape) * slices
@@ -232,16 +229,16 @@ def plan_one_shot(shape: MoEShape) -> OneShotPlan:
         stages = 4 if twin or block_r == 16 else 3
         return OneShotPlan(128, 128, block_r, 1, twin, 4, stages, stages)
     if shape.height == 32:
-        if block_r > 16 or expected_tiles(shape) < _MANY_TILES:
+        if block_r > 16 or expected_tiles(shape) < tuning.many_tiles:
             return OneShotPlan(128, 128, block_r, 1, False, 4, 3, 3)
-        if slices > 1 and programs >= _MANY_PROGRAMS:
+        if slices > 1 and programs >= tuning.many_programs:
             return OneShotPlan(64, 128, block_r, 1, False, 1, 3, 3)
         return OneShotPlan(128, 128, block_r, 1, False, 2, 3, 3)
     if block_r > 16:
         return _one_shot_of_high_rank(shape, block_r)
     parts = _parts(shape)
-    # a warp has so little to do that a second pair of them only adds to the instructions
-    if _has_tiles_of_one_pair(shape) or (slices > 1 and programs < _MANY_PROGRAMS):
+    # a warp has so little to do that a second pair of warps only adds instructions
+    if _has_tiles_of_one_pair(shape) or (slices > 1 and programs < tuning.many_programs):
         return OneShotPlan(128, 128, block_r, parts, False, 2, 4, 3)
     if slices == 1:
         return OneShotPlan(256, 128, block_r, parts, False, 2, 4, 3)
@@ -249,9 +246,11 @@ def plan_one_shot(shape: MoEShape) -> OneShotPlan:
 
 
 def _one_shot_of_high_rank(shape: MoEShape, block_r: int) -> OneShotPlan:
-    if block_r == 64 and len(shape.slice_widths) == 1 and expected_tiles(shape) >= 500:
-        # how far each of many small programs may fetch ahead decides how many fit
-        stages = 4 if shape.num_pairs < 2048 else 3
+    tuning = shape.tuning.moe
+    is_single = len(shape.slice_widths) == 1
+    if block_r == 64 and is_single and expected_tiles(shape) >= tuning.narrow_block_tiles:
+        # how far each of many small programs fetches ahead decides how many of them fit
+        stages = 4 if shape.num_pairs < tuning.deep_pipeline_pairs else 3
         return OneShotPlan(64, 128, block_r, 1, False, 2, stages, stages)
     return OneShotPlan(128, 128, block_r, _parts(shape), False, 4, 3, 3)
 
@@ -259,7 +258,8 @@ def _one_shot_of_high_rank(shape: MoEShape, block_r: int) -> OneShotPlan:
 def _parts(shape: MoEShape) -> int:
     """Programs that share a slice's columns where tiles alone would not fill the device."""
     programs = expected_tiles(shape) * len(shape.slice_widths)
-    return max(1, min(8, 264 // max(1, programs), max(shape.slice_widths) // 256))
+    share = shape.tuning.moe.part_programs // max(1, programs)
+    return max(1, min(8, share, max(shape.slice_widths) // 256))
 
 
 def plan_small_batch(shape: MoEShape) -> SmallBatchPlan:
@@ -277,8 +277,8 @@ def shrunk_shape(shape: MoEShape) -> tuple[int, int, int]:
 @cache
 def largest_shrunk(shape: MoEShape) -> int:
     """Values of the largest shrink output over all batches of at most as many pairs."""
-    # split-K partials rise where tiles get higher and where decode ends, and fall in between; beyond this
-    # size there is one only
-    several = min(shape.num_pairs, _PROGRAMS * shape.height)
+    # the number of split-K partials rises where tiles get higher and where decode ends, and falls
+    # in between; beyond this size there is only one
+    several = min(shape.num_pairs, shape.tuning.moe.programs * shape.height)
     sizes = (*range(1, several + 1), shape.num_pairs)
     return max(math.prod(shrunk_shape(replace(shape, num_pairs=size))) for size in sizes)

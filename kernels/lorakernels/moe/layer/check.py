@@ -1,4 +1,4 @@
-"""What a MoE layer refuses, before anything is launched: ValueError that names the operand."""
+"""Validation of the operands of a MoE layer: ValueError that names the operand."""
 
 from __future__ import annotations
 
@@ -6,53 +6,60 @@ import torch
 from torch import Tensor
 
 from lorakernels.moe.align.metadata import PairMetadata
-from lorakernels.moe.layer.types import Activation, ExpertBuffers, ExpertLoRA, Quantised
+from lorakernels.moe.layer.types import Activation, ExpertLoRA, LayerOperands, Quantised
+
+# name, tensor, shape, dtype
+Operand = tuple[str, Tensor, tuple[int, ...], torch.dtype]
 
 
-def check_experts(
-    x: Tensor,
-    w13: Tensor | Quantised,
-    w2: Tensor | Quantised,
-    router_weights: Tensor,
-    pairs: PairMetadata,
-    buffers: ExpertBuffers,
-    out: Tensor,
-    activation: Activation,
-    lora: ExpertLoRA | None,
-    quantised_x: Quantised | None,
-) -> None:
+def check_layer(layer: LayerOperands, pairs: PairMetadata) -> None:
     if not pairs.with_base:
         raise ValueError("pairs must be made with_base, for the product of the base layer")
-    weights = [isinstance(w, Quantised) for w in (w13, w2)]
-    if weights != [quantised_x is not None] * 2:
+    weights = [isinstance(w, Quantised) for w in (layer.w13, layer.w2)]
+    if weights != [layer.quantised_x is not None] * 2:
         raise ValueError("w13, w2 and x must all be quantised or none of them")
-    first, second = (w.values if isinstance(w, Quantised) else w for w in (w13, w2))
+    for operand in _operands(layer, pairs):
+        _check_operand(*operand, like=layer.x)
+    if layer.lora is not None:
+        inter = _values(layer.w2).shape[2]
+        _check_lora(layer.lora, layer.x, inter, _halves(layer), pairs)
+
+
+def _operands(layer: LayerOperands, pairs: PairMetadata) -> list[Operand]:
+    """Each tensor with its name, and the shape and dtype that it must have."""
+    first, second = _values(layer.w13), _values(layer.w2)
     if second.dim() != 3:
         raise ValueError(f"w2 must have three dimensions (got {list(second.shape)})")
     _, hidden, inter = second.shape
-    halves = 2 if activation is Activation.SILU_GATED else 1
-    dtype, rows, experts = x.dtype, pairs.num_rows, pairs.num_experts
-    packed = dtype if quantised_x is None else first.dtype
-    operands: list[tuple[str, Tensor, tuple[int, ...], torch.dtype]] = [
-        ("x", x, (rows, hidden), dtype),
-        ("w13", first, (experts, halves * inter, hidden), packed),
+    dtype, rows, experts = layer.x.dtype, pairs.num_rows, pairs.num_experts
+    packed = dtype if layer.quantised_x is None else first.dtype
+    count = pairs.num_pairs
+    operands: list[Operand] = [
+        ("x", layer.x, (rows, hidden), dtype),
+        ("w13", first, (experts, _halves(layer) * inter, hidden), packed),
         ("w2", second, (experts, hidden, inter), packed),
-        ("router_weights", router_weights, (rows, pairs.top_k), torch.float32),
-        ("out", out, (rows, hidden), dtype),
+        ("router_weights", layer.router_weights, (rows, pairs.top_k), torch.float32),
+        ("out", layer.out, (rows, hidden), dtype),
         # buffers are as large as the largest batch
-        ("act of buffers", buffers.act[: pairs.num_pairs], (pairs.num_pairs, inter), dtype),
-        ("y of buffers", buffers.y[: pairs.num_pairs], (pairs.num_pairs, hidden), dtype),
+        ("act of buffers", layer.buffers.act[:count], (count, inter), dtype),
+        ("y of buffers", layer.buffers.y[:count], (count, hidden), dtype),
     ]
-    for name, w in (("x", quantised_x), ("w13", w13), ("w2", w2)):
-        if isinstance(w, Quantised):
-            scales = tuple(w.values.shape[:-1])
-            operands.append((f"scales of {name}", w.scales, scales, torch.float32))
-    if quantised_x is not None:
-        operands.append(("quantised_x", quantised_x.values, (rows, hidden), packed))
-    for operand in operands:
-        _check_operand(*operand, like=x)
-    if lora is not None:
-        _check_lora(lora, x, inter, halves, pairs)
+    for name, operand in (("x", layer.quantised_x), ("w13", layer.w13), ("w2", layer.w2)):
+        if isinstance(operand, Quantised):
+            scales = tuple(operand.values.shape[:-1])
+            operands.append((f"scales of {name}", operand.scales, scales, torch.float32))
+    if layer.quantised_x is not None:
+        operands.append(("quantised_x", layer.quantised_x.values, (rows, hidden), packed))
+    return operands
+
+
+def _values(weight: Tensor | Quantised) -> Tensor:
+    return weight.values if isinstance(weight, Quantised) else weight
+
+
+def _halves(layer: LayerOperands) -> int:
+    """Projections in w13."""
+    return 2 if layer.activation is Activation.SILU_GATED else 1
 
 
 def _check_operand(

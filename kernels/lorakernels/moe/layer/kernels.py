@@ -1,18 +1,18 @@
 """Triton kernels of a whole MoE layer: the base product of each expert with the LoRA expand folded
 into its last steps, and the sum over a token's choices.
 
-The expand costs no launch and no pass over the output: behind the K loop a tile adds h @ B.T of
-the slots that its pairs have, into the same fp32 accumulator. What the shrink left in the shrink output
-is awaited only there, so that shrink and base product run side by side.
+The expand costs no launch and no pass over the output: after the K loop a tile adds h @ B.T of
+the slots of its pairs to the same fp32 accumulator. It waits for the shrink output only there, so
+that shrink and base product run side by side.
 
-Names: x [M or P, K], W [E, S*I, K], out [P, I or S*I]; the rest as in kernels.py.
+Names: x [M or P, K], W [E, S*I, K], out [P, I or S*I]; the rest as in moe/delta/kernels.
 """
 
 import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from lorakernels.dense.kernels import _dot
+from lorakernels.common.jit import dot
 
 
 @triton.jit
@@ -29,8 +29,8 @@ def _terms(
     R: tl.constexpr,
     RANK_ALIGN: tl.constexpr,
 ):
-    """What the fold multiplies for one slot and slice: the ranks of its pairs, zero for others,
-    and B. Whole vectors are loaded: past the live rank the shrink output is zero."""
+    """The operands of the folded expand for one slot and slice: the ranks of the slot's pairs, zero
+    for other pairs, and B. Whole vectors are loaded: past the live rank the shrink output is 0."""
     live_r = ranks_of < tl.cdiv(tl.load(ranks_ptr), RANK_ALIGN) * RANK_ALIGN
     cells = shrunk_ptr + pairs.to(tl.int64)[:, None] * SR + ranks_of[None, :]
     h = tl.load(cells, mask=mine[:, None] & live_r[None, :], other=0.0)
@@ -58,8 +58,8 @@ def _fold(
     GATED: tl.constexpr,
     IEEE: tl.constexpr,
 ):
-    """acc + h @ B.T, and the same for the other half, slot by slot: the pairs of a tile are
-    sorted by slot, and most tiles have one or two."""
+    """acc + h @ B.T, and the same for the up half, slot by slot: the pairs of a tile are sorted by
+    slot, and most tiles have one or two slots."""
     BLOCKS: tl.constexpr = (R + BLOCK_R - 1) // BLOCK_R
     offs_r = tl.arange(0, BLOCK_R)
     last = tl.max(slots, axis=0)
@@ -75,9 +75,9 @@ def _fold(
         if GATED:
             h_up, b_up = _terms(shrunk_ptr + R, b_slot + up_rows * R, ranks_ptr + slot * S + 1,
                                 pairs, mine, ranks_of, columns, live_n, S * R, R, RANK_ALIGN)
-            up = _dot(h_up, b_up, up, IEEE)
+            up = dot(h_up, b_up, up, IEEE)
         # fmt: on
-        acc = _dot(h, b, acc, IEEE)
+        acc = dot(h, b, acc, IEEE)
     return acc, up
 
 
@@ -122,8 +122,8 @@ def moe_gemm_kernel(
     PDL: tl.constexpr,
 ):
     # grid (column blocks, tiles of base pairs). GATED: a program computes the same columns of
-    # both halves, gate and up. Without LORA it waits at once; with it, it relies on the shrink to
-    # have waited for everything else before it let this kernel start
+    # both halves, gate and up. Without LORA it waits at once; with LORA it relies on the shrink,
+    # which waited for everything else before it let this kernel start
     if PDL and not LORA:
         gdc_wait()
     tile = tl.program_id(1)
@@ -155,13 +155,13 @@ def moe_gemm_kernel(
                 live_k = k + offs_k < K
                 x = tl.load(x_ptrs, mask=live_m[:, None] & live_k[None, :], other=0.0)
                 w = tl.load(w_ptrs, mask=live_k[:, None], other=0.0)
-            acc = _dot(x.to(low), w.to(low), acc, IEEE)
+            acc = dot(x.to(low), w.to(low), acc, IEEE)
             if GATED:
                 if EVEN_K:
                     w = tl.load(up_ptrs)
                 else:
                     w = tl.load(up_ptrs, mask=(k + offs_k < K)[:, None], other=0.0)
-                up = _dot(x.to(low), w.to(low), up, IEEE)
+                up = dot(x.to(low), w.to(low), up, IEEE)
                 up_ptrs += BLOCK_K
             x_ptrs += BLOCK_K
             w_ptrs += BLOCK_K
@@ -195,7 +195,7 @@ def moe_gemm_kernel(
         tl.store(out_ptrs, acc.to(low), mask=live_m[:, None] & live_n[None, :])
     if PDL:
         if LORA:
-            # also without a tile: what follows trusts that the shrink is complete
+            # also without a tile: later kernels rely on the shrink being complete
             gdc_wait()
         gdc_launch_dependents()
 
@@ -212,8 +212,8 @@ def sum_choices_kernel(
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    # grid (tokens, column blocks): out[t] = the sum of y[p] over the choices of t that have an
-    # expert here, in their order, in fp32
+    # grid (tokens, column blocks): out[t] = the sum of y[p] over the choices p of t that have a
+    # local expert, in their order, in fp32
     if PDL:
         gdc_wait()
         gdc_launch_dependents()

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from lorakernels.common.sizes import rank_vector
-from lorakernels.moe.align.launch import PairTables
+from lorakernels.common.stacked_weights import SlotTensors
+from lorakernels.moe.align.tables import PairTables
 from lorakernels.moe.delta.launch import Delta, shape_of, shrink
 from lorakernels.moe.delta.plan import MoEShape
 from lorakernels.moe.layer.kernels import moe_gemm_kernel, sum_choices_kernel
@@ -19,67 +20,92 @@ from lorakernels.runtime.device import launch_options
 
 @dataclass(frozen=True, slots=True)
 class Adapters:
-    """Those of one product: the buffers of ExpertWeights, and the shrink output of a workspace."""
+    """The adapters of one product: the buffers of ExpertWeights, and the shrink output of a
+    workspace."""
 
-    a: Tensor
-    b: Tensor
-    ranks: Tensor
-    scales: Tensor
+    slots: SlotTensors
     shrunk: Tensor
 
 
-def product(
-    x: Tensor | Quantised,
-    w: Tensor | Quantised,
-    out: Tensor,
-    pairs: PairTables,
-    *,
-    lora_input: Tensor,
-    lora: Adapters | None,
-    activation: Activation | None,
-    router_weights: Tensor | None,
-    pdl: bool,
-) -> None:
-    """out[p] = act(x_row @ W[e].T + delta), times the router weight before or instead of act."""
-    delta = None
-    if lora is not None:
-        slices = 2 if activation is Activation.SILU_GATED else 1
-        delta = _delta(lora_input, lora, (out.shape[1],) * slices, pairs)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Product:
+    """The operands of one product of a layer: out[p] = act(x_row @ W[e].T + delta), times the
+    router weight before the activation, or instead of it."""
+
+    x: Tensor | Quantised
+    w: Tensor | Quantised
+    out: Tensor
+    pairs: PairTables
+    # what the adapters are applied to: x before it was quantised
+    lora_input: Tensor
+    lora: Adapters | None
+    activation: Activation | None
+    router_weights: Tensor | None
+
+    @property
+    def is_gated(self) -> bool:
+        return self.activation is Activation.SILU_GATED
+
+    @property
+    def values(self) -> tuple[Tensor, Tensor]:
+        """Of x and w, without their scales."""
+        x, w = self.x, self.w
+        return (
+            x.values if isinstance(x, Quantised) else x,
+            w.values if isinstance(w, Quantised) else w,
+        )
+
+    @property
+    def scales(self) -> tuple[Tensor, Tensor]:
+        """Of x and w where they are quantised, otherwise tensors that no kernel reads."""
+        x, w = self.x, self.w
+        return (
+            x.scales if isinstance(x, Quantised) else self.out,
+            w.scales if isinstance(w, Quantised) else self.out,
+        )
+
+
+def launch_product(product: Product, *, pdl: bool) -> None:
+    """The shrink of the adapters, if there are any, and the product with the expand folded in."""
+    delta = None if product.lora is None else _delta(product, product.lora)
+    if delta is not None:
         shrink(delta, pdl=pdl, scaled=True)
-    values, x_scales = (x.values, x.scales) if isinstance(x, Quantised) else (x, None)
-    weight, w_scales = (w.values, w.scales) if isinstance(w, Quantised) else (w, None)
-    width, depth = out.shape[1], values.shape[1]
-    is_gated = activation is Activation.SILU_GATED
-    plan = plan_gemm(pairs.base_height, itemsize=out.element_size(), is_gated=is_gated)
+    _gemm(product, delta, pdl=pdl)
+
+
+def _gemm(product: Product, delta: Delta | None, *, pdl: bool) -> None:
+    (x, w), out, pairs = product.values, product.out, product.pairs
+    width, depth = out.shape[1], x.shape[1]
+    height = pairs.base_height
+    plan = plan_gemm(height, itemsize=out.element_size(), is_gated=product.is_gated)
+    tables, weights = pairs.tables, product.router_weights
     moe_gemm_kernel[(-(-width // plan.block_n), pairs.base_tile_programs)](
-        values,
-        weight,
-        # what is not there is never read
-        out if x_scales is None else x_scales,
-        out if w_scales is None else w_scales,
-        *((delta.shrunk, delta.factors[1], delta.tables[0]) if delta else (out, out, out)),
-        out if router_weights is None else router_weights,
-        pairs.pair_slots,
-        pairs.base_experts,
-        pairs.base_pairs,
-        pairs.num_base_tiles,
+        x,
+        w,
+        *product.scales,
+        *((delta.shrunk, delta.slots.b, delta.slots.ranks) if delta else (out, out, out)),
+        out if weights is None else weights,
+        tables.pair_slots,
+        tables.base_experts,
+        tables.base_pairs,
+        tables.num_base_tiles,
         out,
-        values.stride(0),
-        weight.stride(0),
+        x.stride(0),
+        w.stride(0),
         out.stride(0),
         *(delta.b_strides if delta else (0, 0)),
         depth,
         WIDTH=width,
-        ROWS_PER_X=pairs.num_pairs // values.shape[0],
-        HEIGHT=pairs.base_height,
+        ROWS_PER_X=pairs.num_pairs // x.shape[0],
+        HEIGHT=height,
         BLOCK_N=plan.block_n,
         BLOCK_K=plan.block_k,
         EVEN_K=depth % plan.block_k == 0,
         EVEN_N=width % plan.block_n == 0,
-        GATED=int(is_gated),
-        SILU=activation is not None,
-        WEIGHTED=router_weights is not None,
-        SCALED=x_scales is not None,
+        GATED=int(product.is_gated),
+        SILU=product.activation is not None,
+        WEIGHTED=weights is not None,
+        SCALED=isinstance(product.x, Quantised),
         LORA=delta is not None,
         IEEE=out.dtype == torch.float32,
         PDL=pdl,
@@ -102,16 +128,17 @@ def _fold_constants(delta: Delta | None) -> dict[str, int]:
     }
 
 
-def _delta(x: Tensor, lora: Adapters, widths: tuple[int, ...], pairs: PairTables) -> Delta:
-    shape = shape_of(lora.a, widths, num_pairs=pairs.num_pairs, num_experts=pairs.num_experts)
+def _delta(product: Product, lora: Adapters) -> Delta:
+    x, pairs = product.lora_input, product.pairs
+    widths = (product.out.shape[1],) * (2 if product.is_gated else 1)
+    sizes = {"num_pairs": pairs.num_pairs, "num_experts": pairs.num_experts}
+    shape = shape_of(lora.slots.a, widths, **sizes)
     return Delta(
         shape=shape,
         x=x,
         pairs_per_x=pairs.num_pairs // x.shape[0],
-        factors=(lora.a, lora.b),
-        tables=(lora.ranks, lora.scales),
-        of_pairs=(pairs.pair_slots, pairs.pair_experts),
-        of_tiles=(pairs.tile_slots, pairs.tile_experts, pairs.tile_pairs, pairs.num_tiles),
+        slots=lora.slots,
+        tables=pairs.tables,
         shrunk=_ranks_of_pairs(lora.shrunk, x, shape),
         out=x,
         router_weights=None,
@@ -130,12 +157,13 @@ def _ranks_of_pairs(shrunk: Tensor, x: Tensor, shape: MoEShape) -> Tensor:
     return values.view(1, shape.num_pairs, ranks)
 
 
-def sum_choices(y: Tensor, pairs: PairTables, out: Tensor, *, pdl: bool) -> None:
+def launch_sum(y: Tensor, pairs: PairTables, out: Tensor, *, pdl: bool) -> None:
+    """out[t] = the sum of y[p] over the choices p of token t that have a local expert."""
     rows, hidden = out.shape
     block = 1024 if hidden >= 1024 else 256
     sum_choices_kernel[(rows, -(-hidden // block))](
         y,
-        pairs.pair_experts,
+        pairs.tables.pair_experts,
         out,
         y.stride(0),
         out.stride(0),

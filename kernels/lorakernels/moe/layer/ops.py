@@ -1,7 +1,7 @@
 """A whole MoE layer on prepared pairs: w13, activation, w2, sum over the choices of a token.
 
 With adapters each product is preceded by the shrink of its input, and the expand is folded into
-the product itself: the layer has two launches more than without, and no pass over its outputs.
+the product itself: the layer has two more launches than without, and no pass over its outputs.
 All of it is one opaque operator that only gets tensors and sizes, as `dense_delta` is.
 """
 
@@ -10,14 +10,16 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from lorakernels.moe.align.launch import table_of
+from lorakernels.common.stacked_weights import SlotTensors
 from lorakernels.moe.align.metadata import PairMetadata
-from lorakernels.moe.layer.check import check_experts
-from lorakernels.moe.layer.launch import Adapters, product, sum_choices
+from lorakernels.moe.align.tables import PairTables
+from lorakernels.moe.layer.check import check_layer
+from lorakernels.moe.layer.launch import Adapters, Product, launch_product, launch_sum
 from lorakernels.moe.layer.types import (
     Activation,
     ExpertBuffers,
     ExpertLoRA,
+    LayerOperands,
     Quantised,
     RouterWeight,
 )
@@ -51,40 +53,35 @@ def run_experts(
     """out[t] = sum over the choices p of t of w[p] * act(x[t] @ W13[e].T) @ W2[e].T, each product
     with the delta of the slot of t.
 
-    x [rows, H] contiguous in the layer's dtype; the adapters always see it as it is, also where
-        `quantised_x` replaces it for the base product (vllm #42120).
+    x [rows, H] contiguous in the layer's dtype; the adapters are always applied to it as it is,
+        even where `quantised_x` replaces it for the base product (vllm #42120).
     w13 [E, 2 * I or I, H], w2 [E, H, I] contiguous. router_weights fp32 [rows, top_k].
     pairs: prepared, `with_base`. out [rows, H]. Choices without a local expert add nothing.
     Products accumulate in fp32, the activation included; act and y are rounded to the dtype.
     Deterministic. Raises ValueError.
     """
-    check_experts(x, w13, w2, router_weights, pairs, buffers, out, activation, lora, quantised_x)
-    if x.shape[0] == 0:
-        return
-    slots = () if lora is None else (lora.w13, lora.w2)
-    torch.ops.lorakernels.run_experts(
-        x,
-        _flat(w13, w2),
-        [] if quantised_x is None else _flat(quantised_x),
-        router_weights,
-        pairs.buffers,
-        pairs.top_k,
-        pairs.num_experts,
-        pairs.max_slots,
-        [tensor for w in slots for tensor in (w.a, w.b, w.ranks, w.scales)],
-        None if lora is None else lora.workspace.shrunk,
-        buffers.act,
-        buffers.y,
-        out,
-        activation.value,
-        router_weight is RouterWeight.ON_INPUT,
+    operands = LayerOperands(
+        x=x,
+        w13=w13,
+        w2=w2,
+        quantised_x=quantised_x,
+        router_weights=router_weights,
+        buffers=buffers,
+        out=out,
+        lora=lora,
+        activation=activation,
+        router_weight=router_weight,
     )
+    check_layer(operands, pairs)
+    if x.shape[0]:
+        torch.ops.lorakernels.run_experts(*_flatten(operands, pairs))
 
 
 def quantise_rows(x: Tensor) -> Quantised:
-    """8-bit values with one scale a row, so that the largest of a row is just representable."""
+    """8-bit values with one scale per row, chosen so that the row's largest value is just
+    representable."""
     largest = torch.finfo(torch.float8_e4m3fn).max
-    # rows that no pair owns hold anything; NaN and Inf stay in their row
+    # rows that no pair owns hold arbitrary values; NaN and Inf stay in their row
     scales = x.abs().amax(dim=1).float().clamp_min(1e-12) / largest
     return Quantised((x.float() / scales[:, None]).to(torch.float8_e4m3fn), scales)
 
@@ -95,11 +92,9 @@ def _run_experts(
     weights: list[Tensor],
     x_quantised: list[Tensor],
     router_weights: Tensor,
-    buffers: list[Tensor],
-    top_k: int,
-    num_experts: int,
-    max_slots: int,
-    slots: list[Tensor],
+    pair_buffers: list[Tensor],
+    pair_sizes: list[int],
+    slot_tensors: list[Tensor],
     shrunk: Tensor | None,
     act: Tensor,
     y: Tensor,
@@ -107,48 +102,65 @@ def _run_experts(
     activation: int,
     on_input: bool,
 ) -> None:
-    sizes = {"top_k": top_k, "num_experts": num_experts, "max_slots": max_slots}
-    pairs = table_of(buffers, num_rows=x.shape[0], with_base=True, **sizes)
+    # the inverse of _flatten
+    pairs = PairTables.of(pair_buffers, pair_sizes)
     act, y = act[: pairs.num_pairs], y[: pairs.num_pairs]
     quantised_x = Quantised(*x_quantised) if x_quantised else None
     w13, w2 = weights if quantised_x is None else (Quantised(*weights[:2]), Quantised(*weights[2:]))
-    first, second = _adapters(slots[:4], shrunk), _adapters(slots[4:], shrunk)
-    pdl = supports_pdl(x.device)
-    product(
-        x if quantised_x is None else quantised_x,
-        w13,
-        act,
-        pairs,
+    first = Product(
+        x=x if quantised_x is None else quantised_x,
+        w=w13,
+        out=act,
+        pairs=pairs,
         lora_input=x,
-        lora=first,
+        lora=_adapters(slot_tensors[:4], shrunk),
         activation=Activation(activation),
         router_weights=router_weights if on_input else None,
-        pdl=pdl,
     )
-    product(
-        act if quantised_x is None else quantise_rows(act),
-        w2,
-        y,
-        pairs,
+    pdl = supports_pdl(x.device)
+    launch_product(first, pdl=pdl)
+    second = Product(
+        x=act if quantised_x is None else quantise_rows(act),
+        w=w2,
+        out=y,
+        pairs=pairs,
         lora_input=act,
-        lora=second,
+        lora=_adapters(slot_tensors[4:], shrunk),
         activation=None,
         router_weights=None if on_input else router_weights,
-        pdl=pdl,
     )
-    sum_choices(y, pairs, out, pdl=pdl)
+    launch_product(second, pdl=pdl)
+    launch_sum(y, pairs, out, pdl=pdl)
 
 
-def _adapters(slots: list[Tensor], shrunk: Tensor | None) -> Adapters | None:
-    if shrunk is None:
-        return None
-    a, b, ranks, scales = slots
-    return Adapters(a, b, ranks, scales, shrunk)
+def _flatten(operands: LayerOperands, pairs: PairMetadata) -> tuple[object, ...]:
+    """The arguments of the operator, which takes only tensors, numbers and lists of them."""
+    lora, quantised_x = operands.lora, operands.quantised_x
+    projections = () if lora is None else (lora.w13, lora.w2)
+    return (
+        operands.x,
+        _tensors(operands.w13, operands.w2),
+        [] if quantised_x is None else _tensors(quantised_x),
+        operands.router_weights,
+        pairs.buffers,
+        pairs.sizes,
+        [tensor for weights in projections for tensor in weights.tensors],
+        None if lora is None else lora.workspace.shrunk,
+        operands.buffers.act,
+        operands.buffers.y,
+        operands.out,
+        operands.activation.value,
+        operands.router_weight is RouterWeight.ON_INPUT,
+    )
 
 
-def _flat(*operands: Tensor | Quantised) -> list[Tensor]:
-    """An operator takes tensors alone: values, then scales where there are some."""
+def _tensors(*operands: Tensor | Quantised) -> list[Tensor]:
+    """Values, followed by their scales where an operand is quantised."""
     flat = []
     for operand in operands:
         flat += [operand.values, operand.scales] if isinstance(operand, Quantised) else [operand]
     return flat
+
+
+def _adapters(slot_tensors: list[Tensor], shrunk: Tensor | None) -> Adapters | None:
+    return None if shrunk is None else Adapters(SlotTensors(*slot_tensors), shrunk)

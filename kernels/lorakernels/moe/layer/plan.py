@@ -1,4 +1,5 @@
-"""Launch parameters of the base product of a MoE layer, from shapes alone; measured on an H200."""
+"""Launch parameters of the base product of a MoE layer, from shapes alone. The blocks were chosen
+on an H200; they hold no threshold that depends on how large a device is."""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ class GemmPlan:
 
 
 def fold_ranks(rank: int) -> int:
-    """Ranks that one step of the fold multiplies."""
+    """Ranks that one step of the folded expand multiplies."""
     return min(64, max(16, power_of_2(rank)))
 
 

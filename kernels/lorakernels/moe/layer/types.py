@@ -1,4 +1,4 @@
-"""The words of a MoE layer: activation, router weights, quantised operands, buffers, adapters."""
+"""The types of a MoE layer: activation, router weights, quantised operands, buffers, adapters."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from lorakernels.moe.weights import ExpertWeights
 
 
 class Activation(Enum):
-    """What stands between the two products."""
+    """The activation between the two products."""
 
     # silu(gate) * up: w13 holds both halves, gate first
     SILU_GATED = auto()
@@ -22,8 +22,8 @@ class Activation(Enum):
 
 
 class RouterWeight(Enum):
-    """Where a token's router weights are applied; without norm or bias between, on the input
-    of a linear product means on its result before the activation."""
+    """Where a token's router weights are applied. On the input of the first product, which has no
+    bias, is the same as on its result, before the activation."""
 
     ON_OUTPUT = auto()
     ON_INPUT = auto()
@@ -31,7 +31,7 @@ class RouterWeight(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Quantised:
-    """8-bit floating-point values with their scales: value * scale is what they stand for.
+    """8-bit floating-point values with their scales; they represent value * scale.
 
     Activations: values [rows, K], scales fp32 [rows]. Weights: values [E, N, K], scales fp32
     [E, N]. The product is computed in the dtype of the layer and scaled afterwards.
@@ -42,8 +42,8 @@ class Quantised:
 
 
 class ExpertBuffers:
-    """What a layer writes between its launches: allocated once, shared by layers that run one
-    after the other. act [pairs, I] and y [pairs, H] for up to max_tokens * top_k pairs."""
+    """The intermediate results of a layer: allocated once, shared by layers that run one after the
+    other. act [pairs, I] and y [pairs, H] for up to max_tokens * top_k pairs."""
 
     def __init__(
         self,
@@ -67,3 +67,19 @@ class ExpertLoRA:
     w13: ExpertWeights
     w2: ExpertWeights
     workspace: MoEWorkspace
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerOperands:
+    """The arguments of `run_experts` but for the prepared pairs; see there."""
+
+    x: Tensor
+    w13: Tensor | Quantised
+    w2: Tensor | Quantised
+    quantised_x: Quantised | None
+    router_weights: Tensor
+    buffers: ExpertBuffers
+    out: Tensor
+    lora: ExpertLoRA | None
+    activation: Activation
+    router_weight: RouterWeight

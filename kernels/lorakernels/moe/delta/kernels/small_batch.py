@@ -1,11 +1,11 @@
 """Triton kernel of the MoE delta for a handful of pairs: no tile, no alignment, no tensor core.
-Names as in kernels.py."""
+Names as in two_launch.py."""
 
 import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_wait
 
-from lorakernels.dense.kernels import _locate_slice
+from lorakernels.common.jit import locate_slice
 
 
 @triton.jit
@@ -48,11 +48,12 @@ def moe_small_batch_kernel(
     PDL: tl.constexpr,
 ):
     # grid (pairs, blocks of columns): no tile, no tensor core, sums in fp32 throughout. Each
-    # program shrinks for itself, so that one launch does. For what follows see one_shot_kernel.py
+    # program repeats the shrink, so that one launch is enough. As in one_shot.py the next kernel is
+    # not started early
     if PDL:
         gdc_wait()
     S: tl.constexpr = len(WIDTHS)
-    slice_id, column, start, width = _locate_slice(tl.program_id(1), WIDTHS, BLOCK_N, WIDTH_ALIGN)
+    slice_id, column, start, width = locate_slice(tl.program_id(1), WIDTHS, BLOCK_N, WIDTH_ALIGN)
     pair = tl.program_id(0)
     slot = tl.load(pair_slots_ptr + pair)
     expert = tl.load(pair_experts_ptr + pair)
@@ -66,7 +67,7 @@ def moe_small_batch_kernel(
         scale = tl.load(scales_ptr + slot * S + slice_id)
         if WEIGHTED:
             scale *= tl.load(weights_ptr + pair).to(tl.float32)
-        # what does not depend on the shrink is fetched ahead of it
+        # loads that do not depend on the shrink come before it
         loaded_rank = tl.cdiv(rank, RANK_ALIGN) * RANK_ALIGN
         live_n = offs_n < width
         b_tile = b_ptr + slot.to(tl.int64) * stride_b_slot + expert.to(tl.int64) * stride_b_expert

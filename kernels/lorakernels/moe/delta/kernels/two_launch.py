@@ -1,19 +1,20 @@
-"""Triton kernels of the MoE delta as two launches: out[p] += w[p] * scale * (x_row @ A.T) @ B.T for
-each pair p, with A, B and scale of the pair's slot and expert, and an fp32 shrink output between them.
+"""Triton kernels of the MoE delta as two launches, a shrink and an expand with an fp32 shrink
+output between them: out[p] += w[p] * scale * (x_row @ A.T) @ B.T for each token-expert pair p, with
+A, B and scale of the pair's slot and expert.
 
 All kernels of the delta read a live rank for every slot and slice, and none has a grid that
 depends on how many adapters a batch has.
 
-Names: x [M or P, K], A [L, E or 1, S, R, K], B [L, E or 1, N, R], shrink output [splits, P, S*R] fp32,
-out [P, N]; P pairs, L slots, E experts, S slices, R rank of the buffers. x row of a pair: p //
-ROWS_PER_X.
+Names: x [M or P, K], A [L, E or 1, S, R, K], B [L, E or 1, N, R], shrink output [splits, P, S*R]
+fp32, out [P, N]; P pairs, L slots, E experts, S slices, R rank of the buffers. The row of x of pair
+p is p // ROWS_PER_X.
 """
 
 import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from lorakernels.dense.kernels import _dot, _load_shrunk, _locate_slice
+from lorakernels.common.jit import dot, load_shrunk, locate_slice
 
 
 @triton.jit
@@ -44,8 +45,9 @@ def moe_shrink_kernel(
     IEEE: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    # grid (chunks of BLOCK_N ranks, split-K partials, tiles); see lora_shrink_kernel for the waits. SCALED:
-    # a single split-K partial is left as the expand would make it, times scale and in the shrink output's dtype
+    # grid (chunks of BLOCK_N ranks, split-K partials, tiles); see lora_shrink_kernel for the waits.
+    # SCALED: a single split-K partial is stored as an expand would use it, times scale and in the
+    # dtype of the shrink output
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
@@ -91,7 +93,7 @@ def moe_shrink_kernel(
                     live_k = k + offs_k < K
                     x = tl.load(x_ptrs, mask=live_m[:, None] & live_k[None, :], other=0.0)
                     a = tl.load(a_ptrs, mask=live_n[None, :] & live_k[:, None], other=0.0)
-                acc = _dot(x, a, acc, IEEE)
+                acc = dot(x, a, acc, IEEE)
                 x_ptrs += tl.cast(stride_xk, tl.int64) * BLOCK_K
                 a_ptrs += BLOCK_K
             if SCALED:
@@ -137,7 +139,7 @@ def moe_expand_kernel(
 ):
     # grid (groups of GROUP column blocks, tiles)
     S: tl.constexpr = len(WIDTHS)
-    slice_id, column, start, width = _locate_slice(
+    slice_id, column, start, width = locate_slice(
         tl.program_id(0), WIDTHS, BLOCK_N * GROUP, WIDTH_ALIGN
     )
     first_tile = tl.program_id(1)
@@ -182,19 +184,19 @@ def moe_expand_kernel(
             b = tl.load(b_ptrs, mask=live_n & live_r, other=0.0)
             if PDL:
                 gdc_wait()
-            h = _load_shrunk(h_ptrs, live_h, stride_shrunk_split, SPLITS) * weight[:, None]
-            acc = _dot(h.to(b.dtype), b, acc, IEEE)
+            h = load_shrunk(h_ptrs, live_h, stride_shrunk_split, SPLITS) * weight[:, None]
+            acc = dot(h.to(b.dtype), b, acc, IEEE)
             for r in tl.range(BLOCK_R, R, BLOCK_R, num_stages=1):
                 more_r = r + offs_r < loaded_rank
                 live_h = live_m[:, None] & more_r[None, :]
-                h = _load_shrunk(h_ptrs + r, live_h, stride_shrunk_split, SPLITS)
+                h = load_shrunk(h_ptrs + r, live_h, stride_shrunk_split, SPLITS)
                 b = tl.load(b_ptrs + r, mask=live_n & more_r[:, None], other=0.0)
-                acc = _dot((h * weight[:, None]).to(b.dtype), b, acc, IEEE)
+                acc = dot((h * weight[:, None]).to(b.dtype), b, acc, IEEE)
             tl.store(out_ptrs, acc.to(b.dtype), mask=live_m[:, None] & live_n)
         else:
             if PDL:
                 gdc_wait()
-            h = _load_shrunk(h_ptrs, live_h, stride_shrunk_split, SPLITS) * weight[:, None]
+            h = load_shrunk(h_ptrs, live_h, stride_shrunk_split, SPLITS) * weight[:, None]
             h = h.to(b_ptr.dtype.element_ty)
             # pipelined: safe from triton #9433 because h does not change in the loop and each
             # dot is complete before the next iteration
@@ -206,7 +208,7 @@ def moe_expand_kernel(
                     acc = tl.load(ptrs, mask=live_m[:, None] & live_n, other=0.0).to(tl.float32)
                 else:
                     acc = tl.zeros([HEIGHT, BLOCK_N], dtype=tl.float32)
-                acc = _dot(h, b, acc, IEEE)
+                acc = dot(h, b, acc, IEEE)
                 tl.store(ptrs, acc.to(b.dtype), mask=live_m[:, None] & live_n)
     if PDL:
         gdc_wait()

@@ -22,7 +22,7 @@ def prepare_kernel(
     NUM_BINS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    # one program a slot; each counts all slots, so that none waits for another
+    # one program for each slot; each counts all slots, so that none waits for another
     slot = tl.program_id(0)
     lanes = tl.arange(0, BLOCK)
     bins = tl.arange(0, NUM_BINS)
@@ -38,7 +38,7 @@ def prepare_kernel(
     first_tile = tl.sum(tl.where(bins < slot, tile_counts, 0))
     num_tiles = tl.sum(tile_counts)
 
-    # rows of this slot, in ascending order, then nothing up to the end of its last tile
+    # rows of this slot in ascending order, then -1 up to the end of its last tile
     own_rows_ptr = tile_rows_ptr + first_tile * HEIGHT
     placed = 0
     for start in range(0, num_live, BLOCK):
@@ -52,7 +52,7 @@ def prepare_kernel(
         tile = start + lanes
         tl.store(tile_slots_ptr + first_tile + tile, nothing * 0 + slot, mask=tile < own_tiles)
 
-    # the tails, shared out among the programs
+    # the programs share the reset of the tails
     step = max_slots * BLOCK
     for start in range(slot * BLOCK, max_tokens, step):
         token = start + lanes

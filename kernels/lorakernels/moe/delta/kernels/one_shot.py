@@ -1,11 +1,11 @@
 """Triton kernel of the MoE delta as one launch: the ranks of a tile's pairs stay on chip between
-the two products. Names as in kernels.py."""
+the two products. Names as in two_launch.py."""
 
 import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_wait
 
-from lorakernels.dense.kernels import _dot
+from lorakernels.common.jit import dot
 
 
 @triton.jit
@@ -33,7 +33,7 @@ def _shrink_rows(
             live_k = k + offs_k < K
             x = tl.load(x_ptrs, mask=live_m[:, None] & live_k[None, :], other=0.0)
             a = tl.load(a_ptrs, mask=live_n[None, :] & live_k[:, None], other=0.0)
-        h = _dot(x, a, h, IEEE)
+        h = dot(x, a, h, IEEE)
         x_ptrs += tl.cast(stride_xk, tl.int64) * BLOCK_K
         a_ptrs += BLOCK_K
     return h
@@ -69,8 +69,8 @@ def _shrink_rows_twice(
             x = tl.load(x_ptrs, mask=live_m[:, None] & live_k[None, :], other=0.0)
             a = tl.load(a_ptrs, mask=live_n[None, :] & live_k[:, None], other=0.0)
             a_up = tl.load(up_ptrs, mask=live_up[None, :] & live_k[:, None], other=0.0)
-        h = _dot(x, a, h, IEEE)
-        up = _dot(x, a_up, up, IEEE)
+        h = dot(x, a, h, IEEE)
+        up = dot(x, a_up, up, IEEE)
         x_ptrs += tl.cast(stride_xk, tl.int64) * BLOCK_K
         a_ptrs += BLOCK_K
         up_ptrs += BLOCK_K
@@ -96,8 +96,8 @@ def _sweep_columns(
 ):
     """h @ B.T, block by block over `columns`, added to or stored into the output."""
     offs_n = tl.arange(0, BLOCK_N)
-    # a block is so little work that each instruction beside it counts: offsets from pointers that
-    # stay are the fewest, but take registers, which higher ranks and tiles need for their blocks
+    # a block is so little work that every further instruction counts. Offsets from constant
+    # pointers need the fewest, but take registers that higher ranks and tiles need for their blocks
     FROM_START: tl.constexpr = h.shape[1] <= 16 and HEIGHT <= 32
     for n in tl.range(0, columns, BLOCK_N, num_stages=STAGES):
         if EVEN_N:
@@ -115,7 +115,7 @@ def _sweep_columns(
             acc = tl.load(block_ptrs, mask=live_out, other=0.0).to(tl.float32)
         else:
             acc = tl.zeros([HEIGHT, BLOCK_N], dtype=tl.float32)
-        acc = _dot(h, b, acc, IEEE)
+        acc = dot(h, b, acc, IEEE)
         tl.store(block_ptrs, acc.to(b.dtype), mask=live_out)
         if not FROM_START:
             b_ptrs += BLOCK_N * R
@@ -162,11 +162,9 @@ def moe_one_shot_kernel(
     IEEE: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    # grid (parts of a slice's columns, slices, tiles). A program holds one slice of its tile's
-    # pairs, or PAIRED both of two slices of equal width: their ranks stay on chip between the
-    # two products
-    # what follows starts when all of this is done: its programs would take the free places, and
-    # be unevenly spread over the multiprocessors
+    # grid (parts of a slice's columns, slices, tiles). A program computes one slice of its tile's
+    # pairs, or with PAIRED both of two slices of equal width. The next kernel is not started early:
+    # its programs would occupy multiprocessors and spread unevenly over them
     if PDL:
         gdc_wait()
     S: tl.constexpr = len(WIDTHS)
@@ -198,7 +196,7 @@ def moe_one_shot_kernel(
     for tile in tl.range(first_tile, num_tiles, tl.num_programs(2), num_stages=1):
         live_m = pairs >= 0
         table = slot * S + slice_id
-        # everything small is fetched ahead: behind the shrink its latency would add up
+        # small values are fetched ahead: after the shrink their latency would add up
         rank = tl.load(ranks_ptr + table)
         scale = tl.load(scales_ptr + table)
         if PAIRED:
@@ -255,7 +253,7 @@ def moe_one_shot_kernel(
                 IEEE,
             )
         else:
-            # without an adapter nothing is loaded, and K shrinks to nothing
+            # without an adapter the loop over K has no steps and nothing is loaded
             h = _shrink_rows(
                 x_ptrs,
                 a_ptrs,

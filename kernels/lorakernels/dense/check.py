@@ -1,0 +1,80 @@
+"""Validation of the operands of a dense delta: ValueError that names the operand."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from lorakernels.batch.metadata import BatchMetadata
+from lorakernels.dense.plan import DenseShape, plan_shrunk
+from lorakernels.dense.weights import SlotWeights
+
+
+def check_rows(x: Tensor, weights: SlotWeights, metadata: BatchMetadata) -> None:
+    """`x` is the input or the output of a step that `metadata` was prepared for."""
+    if metadata.max_slots > weights.num_slots:
+        # rows of a slot beyond would read behind the weights
+        raise ValueError(
+            f"metadata must have at most {weights.num_slots} slots like the weights "
+            f"(got {metadata.max_slots})"
+        )
+    if x.dim() != 2:
+        raise ValueError(f"x and out must have two dimensions (got shape {list(x.shape)})")
+    if x.shape[0] != metadata.num_rows:
+        raise ValueError(
+            f"x and out must have {metadata.num_rows} rows, as the metadata was prepared for "
+            f"(got {x.shape[0]})"
+        )
+
+
+def check_operands(x: Tensor, a: Tensor, b: Tensor, out: Tensor) -> None:
+    check_input(x, a)
+    if out.dim() != 2:
+        raise ValueError(f"out must have two dimensions (got shape {list(out.shape)})")
+    if out.shape[0] != x.shape[0]:
+        raise ValueError(f"out must have {x.shape[0]} rows like x (got {out.shape[0]})")
+    check_output(out, b)
+    if x.shape[0] and overlap(x, out):
+        raise ValueError("out must not overlap x in memory")
+
+
+def check_input(x: Tensor, a: Tensor) -> None:
+    if x.shape[1] != a.shape[3]:
+        raise ValueError(f"x must have {a.shape[3]} columns (got {x.shape[1]})")
+    check_like("x", x, a)
+
+
+def check_output(out: Tensor, b: Tensor) -> None:
+    if out.shape[1] != b.shape[1]:
+        raise ValueError(f"out must have {b.shape[1]} columns (got {out.shape[1]})")
+    check_like("out", out, b)
+
+
+def check_like(name: str, tensor: Tensor, weight: Tensor) -> None:
+    """Dtype and device of an operand are those of the weights."""
+    if tensor.dtype != weight.dtype:
+        raise ValueError(f"{name} must be {weight.dtype} like the weights (got {tensor.dtype})")
+    if tensor.device != weight.device:
+        raise ValueError(f"{name} must be on {weight.device} (got {tensor.device})")
+
+
+def check_shrunk(shrunk: Tensor, shape: DenseShape, num_slots: int) -> None:
+    wanted = plan_shrunk(shape, num_slots)
+    if shrunk.shape != wanted or shrunk.dtype != torch.float32 or not shrunk.is_contiguous():
+        raise ValueError(
+            f"shrunk must be contiguous float32 {list(wanted)} "
+            f"(got {shrunk.dtype} {list(shrunk.shape)})"
+        )
+
+
+def overlap(x: Tensor, out: Tensor) -> bool:
+    """Whether out may write what x reads. Columns side by side in one buffer do not overlap."""
+    if x.untyped_storage().data_ptr() != out.untyped_storage().data_ptr():
+        return False
+    first, last = sorted((x, out), key=Tensor.storage_offset)
+    gap = last.storage_offset() - first.storage_offset()
+    if gap > sum((n - 1) * s for n, s in zip(first.shape, first.stride(), strict=True)):
+        return False
+    row = first.stride(0)
+    side_by_side = first.stride() == last.stride() == (row, 1)
+    return not (side_by_side and gap % row >= first.shape[1] and gap % row + last.shape[1] <= row)

@@ -1,0 +1,119 @@
+"""Launches of the dense kernels: arguments and grids, nothing else."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from lorakernels.batch.metadata import BatchMetadata
+from lorakernels.common.sizes import rank_vector
+from lorakernels.common.stacked_weights import SlotTensors
+from lorakernels.dense.kernels import lora_expand_kernel, lora_shrink_kernel
+from lorakernels.dense.plan import DenseShape, plan_expand, plan_shrink, tile_programs
+from lorakernels.runtime.device import launch_options
+
+
+class TileTables(NamedTuple):
+    """The tables of BatchMetadata that the kernels read."""
+
+    tile_slots: Tensor
+    tile_rows: Tensor
+    num_tiles: Tensor
+
+    @classmethod
+    def of(cls, metadata: BatchMetadata) -> TileTables:
+        return cls(metadata.tile_slots, metadata.tile_rows, metadata.num_tiles)
+
+    def capacity(self, height: int) -> int:
+        """Tiles that the tables can hold at the height of a batch: programs fetch the entries of
+        a tile before they know whether it exists, and must not leave the tables."""
+        return min(self.tile_slots.shape[0], self.tile_rows.shape[0] // height)
+
+
+def launch_shrink(
+    x: Tensor,
+    slots: SlotTensors,
+    shape: DenseShape,
+    tiles: TileTables,
+    shrunk: Tensor,
+    *,
+    pdl: bool,
+) -> None:
+    """The ranks of every row with a slot into `shrunk`, which is of `plan_shrunk`."""
+    if shape.num_rows == 0:
+        return
+    plan, total = plan_shrink(shape), shape.ranks_of_all_slices
+    capacity = tiles.capacity(shape.height)
+    grid = (tile_programs(shape, capacity), plan.splits, -(-total // plan.block_n))
+    lora_shrink_kernel[grid](
+        x,
+        slots.a,
+        slots.ranks,
+        *tiles,
+        shrunk,
+        x.stride(0),
+        x.stride(1),
+        shrunk.stride(0),
+        capacity - 1,
+        shape.in_features,
+        R=shape.rank,
+        SR=total,
+        HEIGHT=shape.height,
+        BLOCK_N=plan.block_n,
+        BLOCK_K=plan.block_k,
+        IEEE=x.dtype == torch.float32,
+        PDL=pdl,
+        EARLY=plan.trigger_early,
+        num_warps=plan.num_warps,
+        num_stages=plan.num_stages,
+        **launch_options(pdl),
+    )
+
+
+def launch_expand(
+    shrunk: Tensor,
+    slots: SlotTensors,
+    shape: DenseShape,
+    tiles: TileTables,
+    out: Tensor,
+    *,
+    pdl: bool,
+) -> None:
+    """Adds the delta of every row with a slot to `out`."""
+    if shape.num_rows == 0:
+        return
+    plan, height = plan_expand(shape), shape.height
+    columns = plan.block_n * plan.group
+    groups = sum(-(-width // columns) for width in shape.slice_widths)
+    capacity, parts = tiles.capacity(height), height // plan.block_m
+    lora_expand_kernel[(groups, tile_programs(shape, capacity) * parts)](
+        shrunk,
+        slots.b,
+        slots.ranks,
+        slots.scales,
+        *tiles,
+        out,
+        out.stride(0),
+        out.stride(1),
+        shrunk.stride(0),
+        capacity * parts - 1,
+        WIDTHS=shape.slice_widths,
+        OUT_FEATURES=sum(shape.slice_widths),
+        R=shape.rank,
+        SPLITS=shrunk.shape[0],
+        WIDTH_ALIGN=math.gcd(16, *shape.slice_widths),
+        RANK_ALIGN=rank_vector(shape.rank),
+        HEIGHT=height,
+        BLOCK_M=plan.block_m,
+        BLOCK_N=plan.block_n,
+        BLOCK_R=plan.block_r,
+        GROUP=plan.group,
+        STAGES=plan.num_stages,
+        IEEE=out.dtype == torch.float32,
+        PDL=pdl,
+        num_warps=plan.num_warps,
+        **launch_options(pdl),
+    )

@@ -1,0 +1,65 @@
+"""Arguments that the kernels of the alignment share, by name.
+
+Sizes of a step reach a kernel one by one and are grouped inside of it: Triton specialises the
+integers of a tuple argument by their values, whatever `do_not_specialize` says, and would compile
+anew for every batch size.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+
+class Routes(NamedTuple):
+    """What a step routes, for a kernel pointers to it; see PairMetadata.prepare."""
+
+    topk_ids: Tensor
+    token_slots: Tensor
+    expert_map: Tensor
+
+
+class Tables(NamedTuple):
+    """The tables of PairMetadata, for a kernel pointers to them."""
+
+    pair_slots: Tensor
+    pair_experts: Tensor
+    tile_slots: Tensor
+    tile_experts: Tensor
+    tile_pairs: Tensor
+    num_tiles: Tensor
+    base_experts: Tensor
+    base_pairs: Tensor
+    num_base_tiles: Tensor
+
+    @property
+    def of_pairs(self) -> tuple[Tensor, Tensor]:
+        return self.pair_slots, self.pair_experts
+
+    @property
+    def of_tiles(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        return self.tile_slots, self.tile_experts, self.tile_pairs, self.num_tiles
+
+
+class Sizes(NamedTuple):
+    """The sizes of a step inside of a kernel; num_ids is the length of the expert map."""
+
+    num_pairs: Any
+    num_ids: Any
+    num_experts: Any
+    max_slots: Any
+
+
+class Layout(NamedTuple):
+    """What is compiled into a kernel: how pairs are counted and tiled."""
+
+    TOP_K: int
+    SLOT_BINS: int
+    NUM_BINS: int
+    HEIGHT: int
+    BASE_HEIGHT: int
+    # whether ids are looked up in the expert map
+    MAPPED: bool
+    # whether the pairs of the base layer are tiled as well; added to slots, so an integer
+    WITH_BASE: int

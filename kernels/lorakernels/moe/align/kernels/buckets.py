@@ -1,0 +1,58 @@
+"""What the counting and the placing kernels of the alignment share.
+
+A bucket is (expert, slot), numbered expert * SLOT_BINS + slot; where the base layer is tiled as
+well, base rows are slot 0 and every other slot moves up by one. The place of a pair follows from
+counts alone, so no program waits for another and the order never depends on timing.
+"""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def bucket_of(routes, sizes, pair, layout: tl.constexpr):
+    """Bucket (-1: none), expert (-1: not here) and slot (-1: base row) of each pair."""
+    live = pair < sizes.num_pairs
+    expert = tl.load(routes.topk_ids + pair, mask=live, other=-1)
+    if layout.MAPPED:
+        # an unknown id is not looked up (sglang #23178)
+        known = (expert >= 0) & (expert < sizes.num_ids)
+        expert = tl.load(routes.expert_map + expert, mask=known, other=-1)
+    slot = tl.load(routes.token_slots + pair // layout.TOP_K, mask=live, other=-1)
+    slot = tl.where((slot >= 0) & (slot < sizes.max_slots), slot, -1)
+    expert = tl.where((expert >= 0) & (expert < sizes.num_experts), expert, -1)
+    bucket = expert * layout.SLOT_BINS + slot + layout.WITH_BASE
+    counted = (expert >= 0) & (slot + layout.WITH_BASE >= 0)
+    return tl.where(counted, bucket, -1), expert, slot
+
+
+@triton.jit
+def find_offsets(total, layout: tl.constexpr):
+    """From the pairs of each bucket: its first tile, the pairs of its expert in lower slots, the
+    first base tile and the pairs of its expert; and the numbers of tiles."""
+    SLOT_BINS: tl.constexpr = layout.SLOT_BINS
+    NUM_BINS: tl.constexpr = layout.NUM_BINS
+    tiles = (total + layout.HEIGHT - 1) // layout.HEIGHT
+    if layout.WITH_BASE:
+        # base rows have no tile of an adapter
+        tiles = tl.where(tl.arange(0, NUM_BINS) % SLOT_BINS == 0, 0, tiles)
+    first_tile = tl.cumsum(tiles, axis=0) - tiles
+    EXPERTS: tl.constexpr = NUM_BINS // SLOT_BINS
+    by_slot = tl.reshape(total, [EXPERTS, SLOT_BINS])
+    by_expert = tl.sum(by_slot, axis=1)
+    base_tiles = (by_expert + layout.BASE_HEIGHT - 1) // layout.BASE_HEIGHT
+    first_base = tl.cumsum(base_tiles, axis=0) - base_tiles
+    lower = tl.reshape(tl.cumsum(by_slot, axis=1) - by_slot, [NUM_BINS])
+    of_expert = tl.reshape(tl.broadcast_to(by_expert[:, None], [EXPERTS, SLOT_BINS]), [NUM_BINS])
+    first = tl.reshape(tl.broadcast_to(first_base[:, None], [EXPERTS, SLOT_BINS]), [NUM_BINS])
+    return first_tile, lower, first, of_expert, tl.sum(tiles), tl.sum(base_tiles)
+
+
+@triton.jit
+def reset(table_ptr, start, end, BLOCK: tl.constexpr = 1024):
+    """-1 from `start` to `end`; the programs share the work."""
+    lanes = tl.arange(0, BLOCK)
+    nothing = tl.full([BLOCK], -1, tl.int32)
+    first = start + tl.program_id(0) * BLOCK
+    for at in range(first, end, tl.num_programs(0) * BLOCK):
+        tl.store(table_ptr + at + lanes, nothing, mask=at + lanes < end)

@@ -1,0 +1,95 @@
+"""Triton kernels that count the pairs of a large batch before they are placed: the buckets of
+each span, then those of all spans before it, then the offsets of each bucket."""
+
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from lorakernels.moe.align.kernels.arguments import Sizes
+from lorakernels.moe.align.kernels.buckets import bucket_of, find_offsets, reset
+
+
+@triton.jit(
+    do_not_specialize=[
+        "num_pairs",
+        "num_ids",
+        "num_experts",
+        "max_slots",
+        "size_tile_pairs",
+        "size_base_pairs",
+    ]
+)
+def count_pairs_kernel(
+    routes,
+    counts_ptr,
+    tile_pairs_ptr,
+    base_pairs_ptr,
+    num_pairs,
+    num_ids,
+    num_experts,
+    max_slots,
+    size_tile_pairs,
+    size_base_pairs,
+    layout: tl.constexpr,
+    SPAN: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    # one program counts the buckets of SPAN pairs, and resets a part of the tables
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    sizes = Sizes(num_pairs, num_ids, num_experts, max_slots)
+    NUM_BINS: tl.constexpr = layout.NUM_BINS
+    pair = tl.program_id(0) * SPAN + tl.arange(0, SPAN)
+    bucket, _, _ = bucket_of(routes, sizes, pair, layout)
+    counts = tl.histogram(bucket, NUM_BINS, mask=bucket >= 0)
+    tl.store(counts_ptr + tl.program_id(0) * NUM_BINS + tl.arange(0, NUM_BINS), counts)
+    reset(tile_pairs_ptr, 0, size_tile_pairs)
+    if layout.WITH_BASE:
+        reset(base_pairs_ptr, 0, size_base_pairs)
+
+
+@triton.jit(do_not_specialize=["num_spans"])
+def sum_counts_kernel(
+    counts_ptr, num_spans, NUM_BINS: tl.constexpr, BINS: tl.constexpr, PDL: tl.constexpr
+):
+    # counts [num_spans + 1, NUM_BINS]: the counts of each span become those of all spans before
+    # it, in place; the last row gets the totals. One program sums BINS buckets
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    ROWS: tl.constexpr = 4096 // BINS
+    bins = tl.program_id(0) * BINS + tl.arange(0, BINS)
+    so_far = tl.zeros([BINS], dtype=tl.int32)
+    for first in range(0, num_spans, ROWS):
+        row = first + tl.arange(0, ROWS)
+        cells = counts_ptr + row[:, None] * NUM_BINS + bins[None, :]
+        here = (row < num_spans)[:, None]
+        counts = tl.load(cells, mask=here, other=0)
+        tl.store(cells, so_far[None, :] + tl.cumsum(counts, axis=0) - counts, mask=here)
+        so_far += tl.sum(counts, axis=0)
+    tl.store(counts_ptr + num_spans * NUM_BINS + bins, so_far)
+
+
+@triton.jit(do_not_specialize=["num_spans"])
+def find_offsets_kernel(
+    counts_ptr,
+    num_tiles_ptr,
+    num_base_tiles_ptr,
+    num_spans,
+    layout: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    # one program: the offsets of all buckets go behind their totals in counts
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    NUM_BINS: tl.constexpr = layout.NUM_BINS
+    row = counts_ptr + num_spans * NUM_BINS + tl.arange(0, NUM_BINS)
+    first_tile, lower, first_base, _, num_tiles, num_base = find_offsets(tl.load(row), layout)
+    tl.store(row + NUM_BINS, first_tile)
+    tl.store(num_tiles_ptr, num_tiles)
+    if layout.WITH_BASE:
+        tl.store(row + 2 * NUM_BINS, lower)
+        tl.store(row + 3 * NUM_BINS, first_base)
+        tl.store(num_base_tiles_ptr, num_base)

@@ -1,0 +1,164 @@
+"""The measured constants of all plans: one table for each family of GPUs.
+
+A plan is a pure function of a shape and of these numbers. They decide how fast a launch is and
+never whether its result is right: any table gives correct results on any device. Shapes of tiles
+that follow from a kernel's registers and shared memory stay in the plans themselves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from types import MappingProxyType
+
+import torch
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DenseTuning:
+    """Plans of linear layers."""
+
+    # most rows of a batch whose tiles have 16, 32 and 64 rows; beyond, tiles have 128
+    rows_of_height_16: int
+    rows_of_height_32: int
+    rows_of_height_64: int
+    # from this tile height on a batch is a prefill: bandwidth counts, not latency
+    prefill_height: int
+    # programs that fill the device: more of them hide no more latency
+    programs: int
+    # programs that the tile axis has beyond full tiles: most batches have few partial tiles, and
+    # the stride loop takes the rest
+    partial_tiles: int
+    # in_features from which a shrink is deep
+    deep: int
+    # columns of a slice beyond which an expand is wide
+    wide: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MoETuning:
+    """Plans of the MoE delta and of its tiles."""
+
+    # adapters of a batch that the plans count on
+    usual_slots: int
+    # share of a tile that the pairs of a bucket must fill: fuller tiles leave so little space that
+    # many a bucket needs a second one, which costs more than empty rows
+    full: float
+    # with fewer pairs, tiles of 64 are too few to keep all multiprocessors busy
+    pairs_of_tall_tiles: int
+    # programs that are enough for a split-K partial, or a block of columns, of its own: in
+    # general, for shrinks of at most 32 ranks, and for shrinks of a decode batch
+    programs: int
+    programs_of_low_rank: int
+    programs_of_decode: int
+    # most pairs of a decode batch
+    decode_pairs: int
+    # most columns of a slice that one program of a one-shot kernel sweeps: with more of them
+    # multiprocessors are idle at the end
+    most_columns: int
+    # tiles from which one-shot kernels keep all multiprocessors busy, up to rank 16 and above it
+    many_tiles: int
+    many_tiles_of_high_rank: int
+    # tiles from which a one-shot kernel of rank 64 takes narrow blocks, and the number of pairs
+    # below which it loads a stage further ahead
+    narrow_block_tiles: int
+    deep_pipeline_pairs: int
+    # programs of one slice each with so little to do that one warp does it
+    many_programs: int
+    # programs that share the columns of few tiles
+    part_programs: int
+    # elements of x that the programs of a small batch may read, each for itself
+    small_reads: int
+    # most in_features of a small batch
+    small_in_features: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AlignTuning:
+    """Launches of the alignment of token-expert pairs. The spans are powers of two."""
+
+    # buckets beyond which a program cannot hold a counter of each
+    most_bins: int
+    # most pairs that every program counts by itself, which saves three launches
+    single_launch_pairs: int
+    # pairs that a program places, in a single launch and behind counting launches
+    small_span: int
+    span: int
+    # pairs that a program counts at a time in a single launch
+    count_block: int
+    # values that a program may reset by itself, and programs beyond which more do not help
+    reset_size: int
+    most_reset_programs: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tuning:
+    dense: DenseTuning
+    moe: MoETuning
+    align: AlignTuning
+
+
+# measured on an H200 of 132 multiprocessors with torch 2.11 and triton 3.6; docs/benchmarks.md
+# has the figures
+HOPPER = Tuning(
+    dense=DenseTuning(
+        rows_of_height_16=128,
+        rows_of_height_32=1024,
+        rows_of_height_64=2047,
+        prefill_height=64,
+        programs=528,
+        partial_tiles=8,
+        deep=8192,
+        wide=8192,
+    ),
+    moe=MoETuning(
+        usual_slots=4,
+        full=0.75,
+        pairs_of_tall_tiles=1024,
+        programs=560,
+        programs_of_low_rank=300,
+        programs_of_decode=256,
+        decode_pairs=16,
+        most_columns=4096,
+        many_tiles=256,
+        many_tiles_of_high_rank=128,
+        narrow_block_tiles=500,
+        deep_pipeline_pairs=2048,
+        many_programs=1000,
+        part_programs=264,
+        small_reads=1 << 17,
+        small_in_features=2048,
+    ),
+    align=AlignTuning(
+        most_bins=8192,
+        single_launch_pairs=1024,
+        small_span=64,
+        span=128,
+        count_block=1024,
+        reset_size=1024,
+        most_reset_programs=64,
+    ),
+)
+
+# what every other device gets until it has been measured: other GPUs, the interpreter on a CPU,
+# and tensors without data
+DEFAULT = HOPPER
+
+# by the major number of the compute capability
+FAMILIES: Mapping[int, Tuning] = MappingProxyType({9: HOPPER})
+
+
+def tuning_of(device: torch.device) -> Tuning:
+    """The constants for a device; DEFAULT for a family that has not been measured."""
+    return tuning_of_family(_family(device))
+
+
+def tuning_of_family(family: int | None) -> Tuning:
+    """`family` is the major number of the compute capability, None for what is no GPU."""
+    return DEFAULT if family is None else FAMILIES.get(family, DEFAULT)
+
+
+@cache
+def _family(device: torch.device) -> int | None:
+    return torch.cuda.get_device_capability(device)[0] if device.type == "cuda" else None
