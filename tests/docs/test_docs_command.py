@@ -16,6 +16,7 @@ from loragate.core.checkout import project_root
 from loragate.core.verdict import ExitCode
 from loragate.docs.blocks import BlockError, content_of, replaced
 from loragate.docs.pages import BLOCKS, FINDINGS, GPU_RECORD, stale_parts
+from loragate.docs.results import gate_sentences
 
 SOURCES = ("README.md", "docs", "ci/results", "cases/findings")
 LINK = re.compile(r"\]\(([^)#]+)\)")
@@ -73,6 +74,23 @@ def test_a_new_record_makes_its_table_its_bars_and_its_plot_stale(
     assert "lora-tax-moe.svg" not in stale
     assert main(["docs"]) == ExitCode.OK
     assert main(["docs", "--check"]) == ExitCode.OK
+
+
+@pytest.mark.parametrize("key", ["attempts", "draws"])
+def test_the_number_of_seeds_is_read_from_records_of_every_version(key: str) -> None:
+    """Records that were written before name `attempts` what is now `draws`."""
+    count = {"site": "dense_delta", "expected": 3, "executed": 3, "passed": 3}
+    gate = {
+        "tier": "smoke",
+        "subjects": ["torch"],
+        "duration_s": 61.0,
+        "machine": {"name": "a laptop"},
+        "counts": [count],
+    }
+    seeds = {"duration_s": 125.0, key: 2, "seeds": [{"counts": {"torch/dense_delta": count}}] * 2}
+    assert gate_sentences(gate, seeds).endswith(
+        "With 2 seeds (2 min 05 s): 6 trials; no failures."
+    )
 
 
 def test_the_page_of_findings_is_written_whole(copied: Path) -> None:

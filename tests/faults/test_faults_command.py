@@ -233,6 +233,26 @@ def test_a_record_keeps_what_is_not_planted_again(
     assert record["controls"] == section["controls"]
 
 
+def test_a_record_keeps_what_another_run_recorded_meanwhile(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "cpu.json"
+    controls = [(c, Outcome(name=c.name, fate=Fate.SURVIVED)) for c in CONTROLS]
+    section = payload([line(fault) for fault in FAULTS], controls, commit="old")
+    path.write_text(json.dumps({"schema": 1, "sections": {SECTION: section}}))
+
+    def plant(*_: Any) -> Any:
+        document = json.loads(path.read_text())
+        document["sections"][SECTION]["faults"][OTHER.name]["fate"] = "missed"
+        path.write_text(json.dumps(document))
+        yield FAULT, (Outcome(name=FAULT.name, fate=Fate.SURVIVED),)
+
+    monkeypatch.setattr(cli, "_plant", plant)
+    main(["faults", "--only", FAULT.name, "--record", str(path)])
+    faults = json.loads(path.read_text())["sections"][SECTION]["faults"]
+    assert (faults[FAULT.name]["fate"], faults[OTHER.name]["fate"]) == ("survived", "missed")
+
+
 @pytest.mark.parametrize("edited", [False, True])
 def test_a_record_of_code_that_was_edited_meanwhile_is_of_a_dirty_tree(
     edited: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -50,7 +50,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         help="only faults and controls whose name contains this text or matches this pattern",
     )
     which.add_argument(
-        "--slice", action="store_true", help="for each oracle, the fault that only it detects"
+        "--slice", action="store_true", help="for each oracle, the faults that only it detects"
     )
     parser.add_argument(
         "--gpu",

@@ -69,7 +69,7 @@ def gate_sentences(gate: Section, seeds: Section) -> str:
         f"{_duration(gate['duration_s'])} on one {gate['machine']['name']}: "
         f"{_total(cases, 'executed')} cases and {_total(kernels, 'executed')} compiled kernels of "
         f"{_total(counts, 'expected')} expected; {_failures(counts)}. "
-        f"With {seeds['attempts']} seeds ({_duration(seeds['duration_s'])}): "
+        f"With {len(seeds['seeds'])} seeds ({_duration(seeds['duration_s'])}): "
         f"{_total(drawn, 'executed')} trials; {_failures(drawn)}."
     )
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from loragate.faults.model import Control, Fault
@@ -28,7 +28,7 @@ class Plantings:
         return {"faults": self.faults, "controls": self.controls}
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class FaultRecord:
     """`asked`: what this run plants; `corpus`: all that the section is about.
 
@@ -39,19 +39,13 @@ class FaultRecord:
     recorder: Recorder
     asked: Plantings
     corpus: Plantings
-    _previous: Mapping[str, Any] = field(init=False)
-    _kept: dict[str, dict[str, Any]] = field(init=False)
 
     def __post_init__(self) -> None:
-        self._previous = upgraded(self.recorder.previous)
-        self._kept = {
-            kind: self._valid_entries(kind, planted)
-            for kind, planted in self.corpus.by_kind().items()
-        }
+        kept = self._valid_entries(upgraded(self.recorder.previous))
         asked = set(self.asked.names)
         for kind, planted in self.corpus.by_kind().items():
             names = [one.name for one in planted]
-            missing = [n for n in names if n not in asked and n not in self._kept[kind]]
+            missing = [n for n in names if n not in asked and n not in kept[kind]]
             if missing:
                 raise ResultsError(
                     f"{self.recorder.path}: has no valid entry for {len(missing)} {kind} that "
@@ -59,36 +53,41 @@ class FaultRecord:
                 )
 
     def save(self, entries: Mapping[str, Mapping[str, Any]], done: Collection[str]) -> None:
-        """Write the entries of what is `done`, by kind, and those of earlier runs for the rest.
+        """Write the entries of what is `done`, by kind, and those of other runs for the rest.
         What was asked for and is not done is listed as unfinished. Raises CommandError."""
         self.recorder.note_edits()
+        # read again: another run may have recorded other faults since this one began
+        previous = upgraded(self.recorder.current())
         section: dict[str, Any] = {
             kind: {name: entry for name, entry in kept.items() if name not in done}
             | dict(entries[kind])
-            for kind, kept in self._kept.items()
+            for kind, kept in self._valid_entries(previous).items()
         }
-        unfinished = self._unfinished(done)
+        unfinished = self._unfinished(previous, done)
         if unfinished:
             section["unfinished"] = unfinished
         self.recorder.save(section)
 
-    def _valid_entries(self, kind: str, planted: Sequence[Fault | Control]) -> dict[str, Any]:
-        """Entries of earlier runs about exactly what is in the corpus now."""
-        old = self._previous.get(kind, {})
+    def _valid_entries(self, previous: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+        """Entries of earlier runs, by kind, about exactly what is in the corpus now."""
         # records of older versions name the commit once for all entries
-        commit = self._previous.get("commit", "")
+        commit = previous.get("commit", "")
         return {
-            one.name: {"commit": commit} | old[one.name]
-            for one in planted
-            if old.get(one.name, {}).get("digest") == one.digest
+            kind: {
+                one.name: {"commit": commit} | old[one.name]
+                for one in planted
+                if old.get(one.name, {}).get("digest") == one.digest
+            }
+            for kind, planted in self.corpus.by_kind().items()
+            for old in [previous.get(kind, {})]
         }
 
-    def _unfinished(self, done: Collection[str]) -> list[str]:
+    def _unfinished(self, previous: Mapping[str, Any], done: Collection[str]) -> list[str]:
         """What this run, or an earlier one that was interrupted, was to plant and did not."""
         asked, corpus = self.asked.names, set(self.corpus.names)
         earlier = [
             name
-            for name in self._previous.get("unfinished", ())
+            for name in previous.get("unfinished", ())
             if name in corpus and name not in asked
         ]
         return [name for name in (*asked, *earlier) if name not in done]

@@ -16,7 +16,7 @@ from loragate.records.results import ResultsError, provenance, read_section, upd
 @dataclass(slots=True, kw_only=True)
 class Recorder:
     """`checkout` is the commit and state of the code when the run began, because code may be
-    edited during a run; `given_commit` stands for it where the tree has no history. `previous` is
+    edited during a run; `given_commit` replaces it where the tree has no history. `previous` is
     what the section held then."""
 
     path: Path
@@ -42,6 +42,13 @@ class Recorder:
     @property
     def commit(self) -> str:
         return self.checkout[0] or self.given_commit or ""
+
+    def current(self) -> dict[str, Any]:
+        """What the section holds now, empty if it was never recorded. Raises CommandError."""
+        try:
+            return read_section(self.path, self.section) or {}
+        except ResultsError as error:
+            raise CommandError(str(error), ExitCode.INFRASTRUCTURE) from error
 
     def note_edits(self) -> None:
         """Call the tree dirty from here on if the code is no longer what it was."""
