@@ -34,7 +34,7 @@ TILED = (Path.ONE_SHOT, Path.SMALL_BATCH, Path.TWO_KERNEL)
 
 
 class Recorder:
-    """An instance that tells what was asked of it."""
+    """An instance that records its calls."""
 
     def __init__(self, log: list[str], path: Path = Path.PLAN) -> None:
         self.log, self.path = log, path

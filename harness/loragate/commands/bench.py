@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from typing import Any
 
-_OWN, _VLLM, _NOBODY = "lorakernels", "vllm", "none"
+_OWN, _VLLM, _NONE = "lorakernels", "vllm", "none"
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -54,7 +54,7 @@ def _add_kind(parser: argparse.ArgumentParser, kind: Kind) -> None:
     parser.add_argument(
         "--baseline",
         default=_VLLM,
-        choices=None if kind.takes_any_subject else (_VLLM, _NOBODY),
+        choices=None if kind.takes_any_subject else (_VLLM, _NONE),
         help="the implementation to beat, or 'none' (default: vllm)",
     )
     parser.add_argument(
@@ -142,7 +142,7 @@ def _measure(kind: Kind, arguments: argparse.Namespace, rows: Sequence[Row]) -> 
 
     try:
         candidate = find_contender(arguments.subject)
-        baseline = None if arguments.baseline == _NOBODY else find_contender(arguments.baseline)
+        baseline = None if arguments.baseline == _NONE else find_contender(arguments.baseline)
         return kind.run(candidate, baseline, rows, machine, _progress)
     except Unavailable as error:
         raise CommandError(str(error), error.code) from error

@@ -86,8 +86,6 @@ class FaultRecord:
         """What this run, or an earlier one that was interrupted, was to plant and did not."""
         asked, corpus = self.asked.names, set(self.corpus.names)
         earlier = [
-            name
-            for name in previous.get("unfinished", ())
-            if name in corpus and name not in asked
+            name for name in previous.get("unfinished", ()) if name in corpus and name not in asked
         ]
         return [name for name in (*asked, *earlier) if name not in done]

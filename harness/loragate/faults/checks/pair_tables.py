@@ -1,4 +1,4 @@
-"""The alignment of pairs against a plain loop over dictionaries, and how large what it needs is."""
+"""The alignment of pairs against a plain loop over dictionaries, and the size of its workspace."""
 
 from __future__ import annotations
 
