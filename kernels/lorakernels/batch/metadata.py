@@ -2,7 +2,7 @@
 
 One launch without host synchronisation writes everything that the dense kernels read. All
 buffers are persistent and every prepare() resets what lies past the live part, so a padded
-row is always a base row and a replayed graph never meets an entry of an earlier step
+row is always a base row and a replayed graph never reads an entry of an earlier step
 (vllm #42120, sglang #29468).
 """
 

@@ -155,7 +155,7 @@ def tuning_of(device: torch.device) -> Tuning:
 
 
 def tuning_of_family(family: int | None) -> Tuning:
-    """`family` is the major number of the compute capability, None for what is no GPU."""
+    """`family` is the major number of the compute capability, None for a device that is not a GPU."""
     return DEFAULT if family is None else FAMILIES.get(family, DEFAULT)
 
 
