@@ -82,7 +82,7 @@ def find_offsets_kernel(
     BASE_HEIGHT: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    # one program: the offsets of all buckets go behind their totals in counts
+    # one program: the offsets of all buckets are stored after their totals in counts
     if PDL:
         gdc_wait()
         gdc_launch_dependents()

@@ -130,7 +130,7 @@ def place_pairs_kernel(
         base_tile = base_first + base_rank // BASE_HEIGHT
         tl.store(tables.base_experts + base_tile, expert, mask=base_leads)
 
-    # what lies behind the live part is reset in every step
+    # everything past the live part is reset in every step
     reset(tables.pair_slots, num_pairs, size_pair_tables)
     reset(tables.pair_experts, num_pairs, size_pair_tables)
     reset(tables.tile_slots, num_tiles, size_tiles)
