@@ -1,4 +1,4 @@
-"""One layout of experts in all layers of an adapter, and witnesses where there are two."""
+"""One layout of experts in all layers of an adapter, and errors that name a module of either."""
 
 from __future__ import annotations
 

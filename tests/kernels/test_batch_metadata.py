@@ -72,7 +72,7 @@ def test_an_all_base_batch_after_an_adapter_batch_has_no_tile() -> None:
     assert (metadata.token_slots == -1).all()
 
 
-def test_rows_behind_the_live_ones_of_a_padded_batch_are_base_rows() -> None:
+def test_rows_after_the_live_ones_of_a_padded_batch_are_base_rows() -> None:
     metadata = prepared([3] * MAX_TOKENS)
     metadata.prepare(torch.tensor([1, 2], dtype=torch.int32), num_rows=40)
     assert metadata.num_rows == 40

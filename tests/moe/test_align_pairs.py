@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from lorakernels.batch.metadata import BatchMetadata
+from lorakernels.moe.align import launch
 from lorakernels.moe.align.metadata import PairMetadata
 from lorakernels.runtime import tuning
 
@@ -162,6 +163,33 @@ def test_an_expert_map_leaves_foreign_experts_without_pairs() -> None:
     assert pairs.pair_slots[:8].tolist() == [-1, 0, 1, -1, -1, -1, -1, -1]
     assert pairs.num_tiles.item() == 2
     assert (pairs.pair_experts[8:] == -1).all()
+
+
+class Recorder:
+    """In place of a kernel: the layout and the constants of its launches."""
+
+    def __init__(self) -> None:
+        self.compiled: list[tuple[object, ...]] = []
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Recorder:
+        return self
+
+    def __call__(self, *args: object, **constants: object) -> None:
+        self.compiled.append((args[-1], *constants.items()))
+
+
+def test_all_large_batches_are_counted_by_one_compiled_kernel(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    count, place = Recorder(), Recorder()
+    monkeypatch.setattr(launch, "count_pairs_kernel", count)
+    monkeypatch.setattr(launch, "place_pairs_kernel", place)
+    tune(monkeypatch, single_launch_pairs=16)
+    for rows in (64, 512):
+        ids, slots = routed(rows, 4, 4, 2, seed=rows)
+        prepared(ids, slots, experts=4, slots=2, with_base=True)
+    assert len(set(place.compiled)) == 2, "tiles of both batches have the same height"
+    assert len(set(count.compiled)) == 1
 
 
 def test_a_step_without_tokens_has_no_tiles() -> None:

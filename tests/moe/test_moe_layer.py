@@ -197,7 +197,7 @@ def expand(quantised: Quantised) -> Tensor:
 
 
 @pytest.mark.parametrize("tp", [1, 2])
-def test_adapters_see_activations_that_are_not_quantised(tp: int) -> None:
+def test_adapters_are_applied_to_activations_that_are_not_quantised(tp: int) -> None:
     # vllm #42120: 8-bit values without their scale; base weights of zero leave the adapter alone
     batch = Batch.draw()
     batch.x *= 37.0
@@ -218,7 +218,7 @@ def test_adapters_see_activations_that_are_not_quantised(tp: int) -> None:
     torch.testing.assert_close(total, plain, rtol=1e-4, atol=1e-4)
 
 
-def test_base_weights_see_the_quantised_activations() -> None:
+def test_base_weights_are_applied_to_the_quantised_activations() -> None:
     batch = Batch.draw()
     w13, w2 = weights()
     options: dict[str, Any] = {"num_slots": SLOTS, "rank": RANK}

@@ -2,7 +2,7 @@
 
 One launch without host synchronisation writes everything that the dense kernels read. All
 buffers are persistent and every prepare() resets what lies past the live part, so a padded
-row is always a base row and a replayed graph never meets an entry of an earlier step
+row is always a base row and a replayed graph never reads an entry of an earlier step
 (vllm #42120, sglang #29468).
 """
 
@@ -38,9 +38,9 @@ class BatchMetadata:
     """Device buffers, all int32:
 
     token_slots [max_tokens]: slot of each row, -1 for base rows, padding and unknown slots.
-    tile_slots [max_tiles]: slot of each tile, ascending; -1 behind the last.
+    tile_slots [max_tiles]: slot of each tile, ascending; -1 past the last.
     tile_rows [max_tiles * height]: the rows of each tile, ascending within a slot; -1 where a
-        tile is not full and behind the last.
+        tile is not full and past the last.
     num_tiles [1].
 
     The entries of a tile follow from its number alone, so a kernel loads all of them at once.
@@ -69,7 +69,7 @@ class BatchMetadata:
 
         token_slots: int32 [live rows], on this device (no copy) or on the CPU (copied without
             a sync). -1 is a base row; on the device an id >= max_slots counts as one, too.
-        num_rows: rows of the tensors of this step where the batch is padded; the rows behind
+        num_rows: rows of the tensors of this step where the batch is padded; the rows after
             the live ones are base rows.
         Raises ValueError with nothing changed.
         """

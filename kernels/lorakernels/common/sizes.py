@@ -18,6 +18,6 @@ def power_of_2_below(value: int) -> int:
 
 def rank_vector(rank: int) -> int:
     """B is read in vectors of this many ranks; `rank` is that of the buffers. What an adapter's
-    last vector holds behind its live rank is multiplied by zero and must be finite, as a reset
-    leaves it; vectors behind that one are not read."""
+    last vector holds past its live rank is multiplied by zero and must be finite, as a reset
+    leaves it; vectors after that one are not read."""
     return math.gcd(16, rank)

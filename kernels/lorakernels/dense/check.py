@@ -13,7 +13,7 @@ from lorakernels.dense.weights import SlotWeights
 def check_rows(x: Tensor, weights: SlotWeights, metadata: BatchMetadata) -> None:
     """`x` is the input or the output of a step that `metadata` was prepared for."""
     if metadata.max_slots > weights.num_slots:
-        # rows of a slot beyond would read behind the weights
+        # rows of a slot beyond them would read past the weights
         raise ValueError(
             f"metadata must have at most {weights.num_slots} slots like the weights "
             f"(got {metadata.max_slots})"

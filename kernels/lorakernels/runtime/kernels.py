@@ -1,5 +1,5 @@
 """Kernels that probe the Triton of this process: what `interpreter.check` and `device` run or
-look at. They stand in a module of their own because decorating a function needs Triton."""
+inspect. They have a module of their own because decorating a function needs Triton."""
 
 import triton
 import triton.language as tl

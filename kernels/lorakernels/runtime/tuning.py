@@ -82,7 +82,7 @@ class AlignTuning:
     most_bins: int
     # most pairs that every program counts by itself, which saves three launches
     single_launch_pairs: int
-    # pairs that a program places, in a single launch and behind counting launches
+    # pairs that a program places, in a single launch and after counting launches
     small_span: int
     span: int
     # pairs that a program counts at a time in a single launch
@@ -155,7 +155,7 @@ def tuning_of(device: torch.device) -> Tuning:
 
 
 def tuning_of_family(family: int | None) -> Tuning:
-    """`family` is the major number of the compute capability, None for what is no GPU."""
+    """`family` is the major number of the compute capability, None without a GPU."""
     return DEFAULT if family is None else FAMILIES.get(family, DEFAULT)
 
 

@@ -148,7 +148,7 @@ def _run(
     device = detect_machine().device
     x = (_x() if x is None else x).to(device)
     ids, router = (tensor.to(device) for tensor in _routing())
-    w13, w2 = weights or (layer.w13.to(device), layer.w2.to(device))
+    w13, w2 = weights or (layer.w13, layer.w2)
     module = FusedMoELoRA(
         _moved(w13, device),
         _moved(w2, device),

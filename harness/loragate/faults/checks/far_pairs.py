@@ -17,7 +17,7 @@ from lorakernels.moe.align.metadata import PairMetadata
 from lorakernels.moe.delta.ops import MoEPath, MoEWorkspace, moe_delta
 from lorakernels.moe.weights import ExpertFactors, ExpertWeights
 
-# the last of three lies 2^31 elements behind the first, one more than an int32 can count
+# the last of three lies 2^31 elements after the first, one more than an int32 can count
 _FAR = 1 << 30
 _SIZE = 3
 _ATTEMPTS = 20
@@ -56,8 +56,8 @@ def check_far_pairs() -> str | None:
 
 
 def check_pair_order() -> str | None:
-    """A delta behind a kernel that writes its input, or the output that it adds to, only after the
-    delta was allowed to start; and behind nothing that is left in the shrink output."""
+    """A delta after a kernel that writes its input, or the output that it adds to, only after the
+    delta was allowed to start; and with nothing left in the shrink output from an earlier one."""
     machine = detect_machine()
     if machine.compute_capability is None or machine.compute_capability < (9, 0):
         raise Unable("only a GPU from sm_90 on starts a kernel before its predecessor has ended")

@@ -99,7 +99,7 @@ def _save(folder: Path, config: Mapping[str, Any]) -> dict[str, torch.Tensor]:
 
 
 def _pattern(config: Mapping[str, Any], field: str, module: str, default: int) -> int:
-    """The first pattern that is the module's whole name or the end of it behind a dot."""
+    """The first pattern that is the module's whole name or the end of it after a dot."""
     for key, value in config.get(field, {}).items():
         if module == key or module.endswith(f".{key}"):
             return int(value)

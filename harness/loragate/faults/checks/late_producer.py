@@ -22,6 +22,6 @@ def late_copy_kernel(source_ptr, target_ptr, sink_ptr, count, spins, BLOCK: tl.c
         turns = turns * 0.5 + 0.25
     tl.store(sink_ptr + program, turns)
     offs = program * BLOCK + tl.arange(0, BLOCK)
-    # always true, but known only behind the loop
+    # always true, but known only after the loop
     mask = (offs < count) & (turns < 2.0)
     tl.store(target_ptr + offs, tl.load(source_ptr + offs, mask=mask), mask=mask)

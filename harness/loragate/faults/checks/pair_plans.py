@@ -84,7 +84,7 @@ def check_pair_plans() -> str | None:
     for layer in (_UNEVEN, _EVEN):
         step = _Step(layer)
         for turn, (name, plan) in enumerate(_PLANS.items()):
-            # every kernel meets both
+            # every kernel runs with both
             wrong = _wrong_plan(step, plan, add_inputs=turn % 2 > 0)
             if wrong is not None:
                 return f"{name}, widths {layer.widths}, rank {layer.rank}: {wrong}"

@@ -1,4 +1,4 @@
-"""The alignment of pairs against a plain loop over dictionaries, and the size of its workspace."""
+"""The alignment of pairs against a plain loop over dictionaries, and the sizes of its buffers."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def _wrong_tables(scene: _Scene, pairs: PairMetadata, step: int, tokens: int) ->
     device = detect_machine().device
     batch = BatchMetadata(max_tokens=scene.tokens[0], max_slots=scene.slots, device=device)
     batch.prepare(slots)
-    # sizes are asked before anything can be written behind them
+    # sizes are checked before anything can be written past the end
     wanted = _tables(scene, pairs, ids, slots, table)
     short = [name for name, values in wanted.items() if len(values) > len(getattr(pairs, name))]
     if short:
@@ -121,7 +121,7 @@ def _wrong_tables(scene: _Scene, pairs: PairMetadata, step: int, tokens: int) ->
 def _tables(
     scene: _Scene, pairs: PairMetadata, ids: Tensor, slots: Tensor, table: Tensor | None
 ) -> dict[str, list[int]]:
-    """What each table begins with. -1 follows."""
+    """The live part of each table; only -1 follows."""
     experts = [_local(i, scene, table) for i in ids.flatten().tolist()]
     adapters = [
         slots[pair // scene.top_k].item() if expert >= 0 else _NOTHING
@@ -158,7 +158,7 @@ def _tables(
 def _cut(
     groups: dict[tuple[int, ...], list[int]], height: int
 ) -> list[tuple[tuple[int, ...], list[int]]]:
-    """Tiles of `height` pairs with the group that they are of; -1 in free places."""
+    """Tiles of `height` pairs with their group; -1 in free places."""
     tiles = []
     for key, members in groups.items():
         for start in range(0, len(members), height):

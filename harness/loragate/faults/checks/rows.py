@@ -48,8 +48,8 @@ def check_far_rows() -> str | None:
 
 
 def check_launch_order() -> str | None:
-    """A step behind a kernel that writes its input, or the output that it adds to, only after the
-    step was allowed to start; and behind nothing that is left in the shrink output."""
+    """A step after a kernel that writes its input, or the output that it adds to, only after the
+    step was allowed to start; and with nothing left in the shrink output from an earlier one."""
     machine = detect_machine()
     if machine.compute_capability is None or machine.compute_capability < (9, 0):
         raise Unable("only a GPU from sm_90 on starts a kernel before its predecessor has ended")

@@ -81,7 +81,7 @@ FAULTS = (
         "        slots = tl.where(slots < max_slots, slots, -1)\n",
         "        slots = tl.where(slots <= max_slots, slots, -1)\n",
         source="vllm #49058",
-        why="An id behind the last slot is kept where only the device has seen the mapping.",
+        why="An id past the last slot is kept where the mapping exists only on the device.",
         killers=(Check.METADATA,),
         checks=(Check.METADATA,),
         needs=Needs.GPU,

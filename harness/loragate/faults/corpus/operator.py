@@ -88,7 +88,7 @@ FAULTS = (
         "groups = sum(-(-width // columns) for width in shape.slice_widths)",
         "groups = sum(width // columns for width in shape.slice_widths)",
         source="punica #11",
-        why="The grid is rounded down: columns behind the last full group get no delta.",
+        why="The grid is rounded down: columns after the last full group get no delta.",
         killers=(O.REFERENCE, O.EXACT),
         cases=(delta(slices=(300,), in_features=32, tokens=9),),
     ),

@@ -1,7 +1,7 @@
 """Small cases to plant a fault under, and a short way to write a fault down.
 
-The numeric oracles judge every case. Those that take their time, `guard` and `compile`, are
-named where they should notice.
+The numeric oracles judge every case. The slow ones, `guard` and `compile`, are
+named by the faults that they should detect.
 """
 
 from __future__ import annotations

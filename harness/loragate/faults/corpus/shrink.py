@@ -45,7 +45,7 @@ FAULTS = (
         "live_k = k + offs_k < K",
         "live_k = k + offs_k < K + BLOCK_K",
         source="own",
-        why="The last block of K reads on behind the row.",
+        why="The last block of K reads past the end of the row.",
         killers=(O.REFERENCE,),
         cases=(delta(layout=Layout.COLUMN_SLICE),),
     ),

@@ -78,7 +78,7 @@ FAULTS = (
         "                self.scales[slot, index] = part.scale\n            start += width\n",
         "                self.scales[slot, index] = part.scale\n                start += width\n",
         source="vllm #36309",
-        why="Behind a slice that the adapter does not have, B lands in the columns before its own.",
+        why="After a slice that the adapter does not have, B lands in the columns before its own.",
         killers=(O.REFERENCE, O.EXACT),
         cases=(delta(slices=(16, 24, 24, 16), slots=3, rank=4),),
     ),

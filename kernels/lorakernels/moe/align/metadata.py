@@ -22,9 +22,9 @@ from lorakernels.runtime.tuning import tuning_of
 class PairMetadata:
     """Device buffers, all int32; `pairs` = max_tokens * top_k:
 
-    pair_slots, pair_experts [pairs]: slot and local expert of each pair. A pair without local
-        expert has neither: -1, as behind the last.
-    tile_slots, tile_experts [max tiles]: of each tile, ascending by expert, then slot; -1 behind.
+    pair_slots, pair_experts [pairs]: slot and local expert of each pair. Both are -1 for a pair
+        without a local expert and past the last pair.
+    tile_slots, tile_experts [max tiles]: of each tile, by expert, then slot; -1 past the last.
     tile_pairs [max tiles * height]: the pairs of each tile, ascending; -1 in free places.
     num_tiles [1].
     base_experts, base_pairs, num_base_tiles: the same for tiles of an expert's pairs, base rows

@@ -82,7 +82,7 @@ def _tile(
 
 
 def _scatter(table: Tensor, place: Tensor, values: Tensor) -> None:
-    """-1 everywhere but at `place`; what is placed behind the end is dropped."""
+    """-1 everywhere but at `place`; what is placed past the end is dropped."""
     longer = torch.full((table.shape[0] + 1,), -1, dtype=table.dtype, device=table.device)
     longer.scatter_(0, place, values.to(table.dtype))
     table.copy_(longer[:-1])

@@ -1,6 +1,6 @@
 """Arguments that the kernels of the alignment share, by name.
 
-Sizes of a step reach a kernel one by one and are grouped inside of it: Triton specialises the
+Sizes of a step reach a kernel one by one and are grouped inside it: Triton specialises the
 integers of a tuple argument by their values, whatever `do_not_specialize` says, and would compile
 anew for every batch size.
 """
@@ -13,7 +13,7 @@ from torch import Tensor
 
 
 class Routes(NamedTuple):
-    """What a step routes, for a kernel pointers to it; see PairMetadata.prepare."""
+    """The routing of a step; a kernel gets pointers. See PairMetadata.prepare."""
 
     topk_ids: Tensor
     token_slots: Tensor
@@ -21,7 +21,7 @@ class Routes(NamedTuple):
 
 
 class Tables(NamedTuple):
-    """The tables of PairMetadata, for a kernel pointers to them."""
+    """The tables of PairMetadata; a kernel gets pointers."""
 
     pair_slots: Tensor
     pair_experts: Tensor
@@ -43,7 +43,7 @@ class Tables(NamedTuple):
 
 
 class Sizes(NamedTuple):
-    """The sizes of a step inside of a kernel; num_ids is the length of the expert map."""
+    """The sizes of a step inside a kernel; num_ids is the length of the expert map."""
 
     num_pairs: Any
     num_ids: Any
@@ -52,13 +52,12 @@ class Sizes(NamedTuple):
 
 
 class Layout(NamedTuple):
-    """What is compiled into a kernel: how pairs are counted and tiled."""
+    """What is compiled into a kernel: how pairs are counted. The heights of tiles are not part of
+    it, since they change with the batch size and counting would be compiled anew for each."""
 
     TOP_K: int
     SLOT_BINS: int
     NUM_BINS: int
-    HEIGHT: int
-    BASE_HEIGHT: int
     # whether ids are looked up in the expert map
     MAPPED: bool
     # whether the pairs of the base layer are tiled as well; added to slots, so an integer

@@ -11,7 +11,7 @@ import triton.language as tl
 
 @triton.jit
 def bucket_of(routes, sizes, pair, layout: tl.constexpr):
-    """Bucket (-1: none), expert (-1: not here) and slot (-1: base row) of each pair."""
+    """Bucket (-1: none), expert (-1: not local) and slot (-1: base row) of each pair."""
     live = pair < sizes.num_pairs
     expert = tl.load(routes.topk_ids + pair, mask=live, other=-1)
     if layout.MAPPED:
@@ -27,12 +27,12 @@ def bucket_of(routes, sizes, pair, layout: tl.constexpr):
 
 
 @triton.jit
-def find_offsets(total, layout: tl.constexpr):
+def find_offsets(total, layout: tl.constexpr, HEIGHT: tl.constexpr, BASE_HEIGHT: tl.constexpr):
     """From the pairs of each bucket: its first tile, the pairs of its expert in lower slots, the
     first base tile and the pairs of its expert; and the numbers of tiles."""
     SLOT_BINS: tl.constexpr = layout.SLOT_BINS
     NUM_BINS: tl.constexpr = layout.NUM_BINS
-    tiles = (total + layout.HEIGHT - 1) // layout.HEIGHT
+    tiles = (total + HEIGHT - 1) // HEIGHT
     if layout.WITH_BASE:
         # base rows have no tile of an adapter
         tiles = tl.where(tl.arange(0, NUM_BINS) % SLOT_BINS == 0, 0, tiles)
@@ -40,7 +40,7 @@ def find_offsets(total, layout: tl.constexpr):
     EXPERTS: tl.constexpr = NUM_BINS // SLOT_BINS
     by_slot = tl.reshape(total, [EXPERTS, SLOT_BINS])
     by_expert = tl.sum(by_slot, axis=1)
-    base_tiles = (by_expert + layout.BASE_HEIGHT - 1) // layout.BASE_HEIGHT
+    base_tiles = (by_expert + BASE_HEIGHT - 1) // BASE_HEIGHT
     first_base = tl.cumsum(base_tiles, axis=0) - base_tiles
     lower = tl.reshape(tl.cumsum(by_slot, axis=1) - by_slot, [NUM_BINS])
     of_expert = tl.reshape(tl.broadcast_to(by_expert[:, None], [EXPERTS, SLOT_BINS]), [NUM_BINS])

@@ -78,15 +78,19 @@ def find_offsets_kernel(
     num_base_tiles_ptr,
     num_spans,
     layout: tl.constexpr,
+    HEIGHT: tl.constexpr,
+    BASE_HEIGHT: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    # one program: the offsets of all buckets go behind their totals in counts
+    # one program: the offsets of all buckets are stored after their totals in counts
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
     NUM_BINS: tl.constexpr = layout.NUM_BINS
     row = counts_ptr + num_spans * NUM_BINS + tl.arange(0, NUM_BINS)
-    first_tile, lower, first_base, _, num_tiles, num_base = find_offsets(tl.load(row), layout)
+    first_tile, lower, first_base, _, num_tiles, num_base = find_offsets(
+        tl.load(row), layout, HEIGHT, BASE_HEIGHT
+    )
     tl.store(row + NUM_BINS, first_tile)
     tl.store(num_tiles_ptr, num_tiles)
     if layout.WITH_BASE:

@@ -53,6 +53,8 @@ def place_pairs_kernel(
     size_base_tiles,
     size_base_pairs,
     layout: tl.constexpr,
+    HEIGHT: tl.constexpr,
+    BASE_HEIGHT: tl.constexpr,
     COUNTED: tl.constexpr,
     SPAN: tl.constexpr,
     CHUNK: tl.constexpr,
@@ -66,8 +68,6 @@ def place_pairs_kernel(
         gdc_launch_dependents()
     sizes = Sizes(num_pairs, num_ids, num_experts, max_slots)
     NUM_BINS: tl.constexpr = layout.NUM_BINS
-    HEIGHT: tl.constexpr = layout.HEIGHT
-    BASE_HEIGHT: tl.constexpr = layout.BASE_HEIGHT
     span = tl.program_id(0)
     lanes = tl.arange(0, SPAN)
     pair = span * SPAN + lanes
@@ -89,7 +89,7 @@ def place_pairs_kernel(
             ahead = (buckets >= 0) & (other < span * SPAN)
             before += tl.histogram(buckets, NUM_BINS, mask=ahead)
         first_tile, all_lower, first_base, of_expert, num_tiles, num_base = find_offsets(
-            total, layout
+            total, layout, HEIGHT, BASE_HEIGHT
         )
         earlier = tl.gather(before, index, axis=0)
         own_first = tl.gather(first_tile, index, axis=0)
@@ -130,7 +130,7 @@ def place_pairs_kernel(
         base_tile = base_first + base_rank // BASE_HEIGHT
         tl.store(tables.base_experts + base_tile, expert, mask=base_leads)
 
-    # what lies behind the live part is reset in every step
+    # everything past the live part is reset in every step
     reset(tables.pair_slots, num_pairs, size_pair_tables)
     reset(tables.pair_experts, num_pairs, size_pair_tables)
     reset(tables.tile_slots, num_tiles, size_tiles)
