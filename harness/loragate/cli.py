@@ -19,6 +19,8 @@ from loragate.core.verdict import ExitCode
 from loragate.matrix.problems import nearest
 
 _COMMANDS = (gate, plan, replay, faults, bench, findings, docs)
+# former names of options, as older reports print them
+_RENAMED = {"--attempt": "--draw"}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -28,7 +30,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         command.add_parser(commands)
     parsed, unknown = parser.parse_known_args(arguments)
     if unknown:
-        # the command knows its options, and so the nearest one
+        # only the parser of the command has the options to suggest
         commands.choices[parsed.command].refuse(unknown)
     try:
         with ended_by_signals():
@@ -61,7 +63,8 @@ class _Parser(argparse.ArgumentParser):
 
     def refuse(self, arguments: Sequence[str]) -> NoReturn:
         """Exit because of arguments that no option takes."""
-        hints = (_hint(word.partition("=")[0], self._option_string_actions) for word in arguments)
+        names = [word.partition("=")[0] for word in arguments]
+        hints = (_hint(_RENAMED.get(name, name), self._option_string_actions) for name in names)
         self.error(f"unknown arguments: {' '.join(arguments)}{next(filter(None, hints), '')}")
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:

@@ -72,7 +72,7 @@ def test_more_shared_memory_than_the_gpu_has_fails_even_if_recorded() -> None:
     huge = replace(BEFORE, shared_bytes=232449)
     result = _judge(huge, record=Record("3.7.1", {KEY: huge}))
     assert result.verdict is Verdict.FAIL
-    assert "232449 bytes of shared memory, sm_90 gives a block at most 232448" in result.message
+    assert "232449 bytes of shared memory, sm_90 allows a block at most 232448" in result.message
 
 
 def test_a_kernel_without_a_record_leaves_the_gate_incomplete() -> None:

@@ -1,4 +1,4 @@
-"""The GPUs that NVML lists, and what is made of a driver that does not answer."""
+"""The GPUs that NVML lists, and the error for a driver that does not answer."""
 
 from __future__ import annotations
 

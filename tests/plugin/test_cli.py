@@ -26,6 +26,8 @@ GOOD = (
         (["gat"], "did you mean gate?"),
         (["plan", "--teir=smoke"], "unknown arguments: --teir=smoke; did you mean --tier?"),
         (["plan", "--tier=smke"], "did you mean smoke?"),
+        (["gate", "--attempt=3"], "unknown arguments: --attempt=3; did you mean --draw?"),
+        (["replay", "x", "--attempt", "3"], "unknown arguments: --attempt 3; did you mean --draw?"),
         (["gate", "--seeds=0"], "must be a number from 1 up (got '0')"),
         (["gate", "--seeds=2", "--draw=1"], "not allowed with argument"),
         (["gate", "--repeats=0"], "must be a number from 1 up (got '0')"),
@@ -111,3 +113,9 @@ def test_a_replay_of_no_case_names_the_nearest(capsys):
 def test_a_replay_with_an_unknown_subject_names_the_nearest(capsys):
     assert main(["replay", GOOD.replace("torch", "torhc", 1), MATRIX]) == ExitCode.USAGE
     assert "did you mean 'torch'?" in capsys.readouterr().err
+
+
+def test_a_replay_that_cannot_run_here_is_incomplete_and_gives_the_reason(capsys, monkeypatch):
+    monkeypatch.setattr("loragate.run.trial.open_trial", lambda run: "needs a GPU")
+    assert main(["replay", GOOD, MATRIX]) == ExitCode.INCOMPLETE
+    assert capsys.readouterr().err == f"loragate replay: {GOOD} cannot run here: needs a GPU\n"

@@ -7,9 +7,11 @@ from pathlib import Path
 import pytest
 
 from loragate.cli import main
+from loragate.core.checkout import Tree
 from loragate.core.child_process import Cause, Ending
 from loragate.core.verdict import ExitCode
 from loragate.events.log import EventLog
+from loragate.records import recorder
 from loragate.records.results import read_section, update_section
 from loragate.report.record import outcome, section_of
 from loragate.report.summary import summarize
@@ -37,8 +39,9 @@ def test_a_recorded_run_says_what_was_expected_executed_and_judged(tmp_path: Pat
     assert section["matrix"] == ["tests/plugin/misbehaving/long_sleep.yaml"]
 
 
-def test_a_scan_over_seeds_does_not_replace_the_plain_run() -> None:
-    assert {section_of(1), section_of(20)} == {"gate", "gate_seeds"}
+def test_a_run_of_several_draws_or_repeats_does_not_replace_the_plain_run() -> None:
+    assert section_of(draws=1, repeats=1) == "gate"
+    assert section_of(draws=20, repeats=1) == section_of(draws=1, repeats=3) == "gate_seeds"
 
 
 def test_a_file_that_cannot_be_added_to_is_refused_before_anything_runs(
@@ -82,3 +85,16 @@ def test_an_interrupted_run_leaves_the_record_as_it_was(
 
 def test_a_run_without_a_plan_is_never_recorded_as_passed() -> None:
     assert outcome(summarize(EventLog(())))["verdict"] != "pass"
+
+
+def test_a_record_names_the_code_that_the_run_began_with(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    states = iter([("abc", Tree.CLEAN), ("edited", Tree.DIRTY)])
+    monkeypatch.setattr(recorder, "commit_and_tree", lambda root, *, ignoring: next(states))
+    opened = recorder.Recorder.open(tmp_path / "results.json", "gate")
+    opened.save(outcome(summarize(EventLog(()))))
+    section = read_section(tmp_path / "results.json", "gate")
+    assert section is not None
+    assert (section["commit"], section["tree"]) == ("abc", "clean")
+    assert "matrix" not in section

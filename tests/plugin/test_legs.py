@@ -1,4 +1,4 @@
-"""Which legs a run of the gate has, and what they owe."""
+"""Which legs a run of the gate has, and the results that are expected of them."""
 
 from __future__ import annotations
 
@@ -39,12 +39,12 @@ def test_the_cases_run_on_a_gpu_where_there_is_one() -> None:
     assert [leg.name for leg in legs_of(setup_of("torch", has_gpu=True))] == ["gpu"]
 
 
-def test_only_the_compile_leg_owes_results_that_no_case_names() -> None:
-    owed = {leg.name: leg.owes for leg in legs_of(setup_of("lorakernels"))}
+def test_only_the_compile_leg_has_expected_results_besides_cases() -> None:
+    expected_results = {leg.name: leg.expected for leg in legs_of(setup_of("lorakernels"))}
     expected = Expected(
         leg="compile", subject="lorakernels", site=COMPILE_SITE, count=expected_count()
     )
-    assert owed == {"interpreter": (), "compile": (expected,), "host": ()}
+    assert expected_results == {"interpreter": (), "compile": (expected,), "host": ()}
 
 
 def test_without_a_readable_baseline_the_compile_leg_still_runs_and_reports_it(
@@ -54,5 +54,5 @@ def test_without_a_readable_baseline_the_compile_leg_still_runs_and_reports_it(
         raise BaselineError("resources.json: cannot be read")
 
     monkeypatch.setattr(legs, "expected_count", unreadable)
-    owed = {leg.name: leg.owes for leg in legs_of(setup_of("lorakernels"))}
-    assert owed["compile"] == ()
+    expected_results = {leg.name: leg.expected for leg in legs_of(setup_of("lorakernels"))}
+    assert expected_results["compile"] == ()

@@ -1,4 +1,4 @@
-"""Events to report on: makers of single ones, and a whole run as a team would see it."""
+"""Events to report on: functions that build single ones, and a whole run."""
 
 from __future__ import annotations
 

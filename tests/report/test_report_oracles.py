@@ -39,7 +39,7 @@ def test_an_oracle_counts_what_it_judged_apart_from_where_it_did_not_apply(
     assert not [*never_judged(counts.values())]
 
 
-def test_sites_are_counted_apart_and_oracles_stand_in_their_order(
+def test_sites_are_counted_apart_and_oracles_keep_their_order(
     finished: Callable[..., CaseFinished],
 ) -> None:
     counts = count_oracles(

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import argparse
-import sys
 
 from loragate.commands.selection_options import add_selection_options, selection_from
+from loragate.core.errors import usage_errors
 from loragate.core.machine import select_interpreter
 from loragate.core.verdict import ExitCode
 from loragate.matrix.show import plan_json, render_plan
@@ -18,16 +18,13 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser.set_defaults(run=run)
 
 
-def run(arguments: argparse.Namespace) -> int:
+def run(arguments: argparse.Namespace) -> ExitCode:
     from loragate.core.machine import detect_machine
     from loragate.run.planning import plan_selection
 
     select_interpreter()
     selection = selection_from(arguments, has_gpu=not detect_machine().interpreted)
-    try:
+    with usage_errors():
         made, _ = plan_selection(selection)
-    except ValueError as error:
-        print(error, file=sys.stderr)
-        return ExitCode.USAGE.value
     print((plan_json if arguments.json else render_plan)(made), end="")
-    return ExitCode.OK.value
+    return ExitCode.OK

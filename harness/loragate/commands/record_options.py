@@ -1,4 +1,4 @@
-"""The arguments that keep what a command found, the same for each command. No torch."""
+"""The arguments that record what a command found, the same for every command. No torch."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from loragate.records.recorder import Recorder
 
 
 def add_record_options(parser: argparse.ArgumentParser, what: str) -> None:
-    """`what` ends up in the file: "the figures"."""
+    """`what` names in the help what is recorded, for instance "the figures"."""
     parser.add_argument("--record", type=Path, metavar="FILE", help=f"write {what} to FILE")
     parser.add_argument(
         "--commit", help="what to record as the commit where the tree has no history"

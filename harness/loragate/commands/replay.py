@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import argparse
 import os
-import sys
 from collections.abc import Iterable
 from dataclasses import replace
 from difflib import get_close_matches
 
 from loragate.commands.selection_options import add_matrix_option, matrix_files
 from loragate.core.arguments import count_from
+from loragate.core.errors import CommandError, usage_errors
 from loragate.core.machine import select_interpreter
 from loragate.core.verdict import EXIT_CODES, ExitCode, Verdict
 from loragate.matrix.case import Case
@@ -39,14 +39,11 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser.set_defaults(run=run)
 
 
-def run(arguments: argparse.Namespace) -> int:
-    try:
+def run(arguments: argparse.Namespace) -> ExitCode:
+    with usage_errors():
         found = _find(arguments.run_id, load_cases(matrix_files(arguments)))
-        first = replace(found, draw=_given(arguments.draw, found.draw), repeat=0)
-        return _replay(first, repeats=_given(arguments.repeats, found.repeat + 1)).value
-    except ValueError as error:
-        print(error, file=sys.stderr)
-        return ExitCode.USAGE.value
+    first = replace(found, draw=_given(arguments.draw, found.draw), repeat=0)
+    return _replay(first, repeats=_given(arguments.repeats, found.repeat + 1))
 
 
 def _replay(first: CaseRun, *, repeats: int) -> ExitCode:
@@ -58,10 +55,11 @@ def _replay(first: CaseRun, *, repeats: int) -> ExitCode:
     gpu = os.environ.get("CUDA_VISIBLE_DEVICES", "")
     for repeat in range(repeats):
         wanted = replace(first, repeat=repeat)
-        trial = open_trial(wanted)
+        # the subject may be unknown
+        with usage_errors():
+            trial = open_trial(wanted)
         if isinstance(trial, str):
-            print(f"{wanted.run_id} cannot run here: {trial}", file=sys.stderr)
-            return ExitCode.INCOMPLETE
+            raise CommandError(f"{wanted.run_id} cannot run here: {trial}", ExitCode.INCOMPLETE)
         if repeat == 0:
             print(f"seed {wanted.seed} on {trial.machine.device} ({trial.machine.name})")
         finished = run_case(wanted, trial, worker="replay", gpu=gpu)

@@ -33,7 +33,7 @@ def read_resources(cubin: bytes, shared_bytes: int) -> Resources:
 
 
 def _cuobjdump() -> Path:
-    """The tool in Triton's wheel, which knows every target that Triton knows."""
+    """The tool in Triton's wheel, which supports every target that Triton supports."""
     import triton.backends.nvidia
 
     return Path(triton.backends.nvidia.__path__[0]) / "bin" / "cuobjdump"

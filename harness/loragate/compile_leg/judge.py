@@ -76,7 +76,7 @@ def _verdict(
     limit = SHARED_LIMIT[item.arch]
     if item.resources.shared_bytes > limit:
         needs = f"needs {item.resources.shared_bytes} bytes of shared memory"
-        return Verdict.FAIL, f"{needs}, {item.arch} gives a block at most {limit}"
+        return Verdict.FAIL, f"{needs}, {item.arch} allows a block at most {limit}"
     if not known:
         release = minor_release(triton)
         return Verdict.INCONCLUSIVE, f"no baseline for Triton {release}; {_UPDATE}"

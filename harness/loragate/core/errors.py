@@ -1,4 +1,4 @@
-"""The error that ends a command, with the exit code that it stands for."""
+"""The error that ends a command, with its exit code."""
 
 from __future__ import annotations
 

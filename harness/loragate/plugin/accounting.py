@@ -1,8 +1,8 @@
 """Accounts for the cases of a session: which were collected, which ended, and the exit code.
 
 Invariant: a session exits with 0 only if every collected case was judged and passed, and pytest
-itself has no failure to report. This is done by the controller of a distributed session, or by the
-only process of another one, and never by a worker.
+itself has no failure to report. The controller of a distributed session does this, or the only
+process of a session without workers, but never a worker.
 """
 
 from __future__ import annotations

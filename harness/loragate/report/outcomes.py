@@ -101,7 +101,7 @@ def case_outcomes(events: Iterable[Event]) -> tuple[CaseOutcome, ...]:
             starts[event.run_id].append(event)
     owners = _owners(events)
     plans = [event for event in events if isinstance(event, RunStarted)]
-    owed = frozenset(t for plan in plans for t in product(plan.draws, range(plan.repeats)))
+    planned = frozenset(t for plan in plans for t in product(plan.draws, range(plan.repeats)))
     legs = {leg.name: leg.verdict for leg in leg_outcomes(events)}
     listed = listed_findings(events)
     outcomes = []
@@ -109,7 +109,7 @@ def case_outcomes(events: Iterable[Event]) -> tuple[CaseOutcome, ...]:
         owner = owners.get(run_id, _UNPLANNED)
         leg = legs.get(owner.leg, Verdict.INFRA)
         case = _case(starts[run_id], ends[run_id], owner, leg, listed)
-        outcomes.append(_with_missing_trials(case, owed - _trials(starts[run_id], ends[run_id])))
+        outcomes.append(_with_missing_trials(case, planned - _trials(starts[run_id], ends[run_id])))
     return tuple(outcomes)
 
 

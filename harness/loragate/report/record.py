@@ -13,9 +13,9 @@ from loragate.report.draws import DrawOutcome
 from loragate.report.summary import Summary
 
 
-def section_of(draws: int) -> str:
-    """A scan over many seeds does not replace the record of the plain run."""
-    return "gate" if draws == 1 else "gate_seeds"
+def section_of(*, draws: int, repeats: int) -> str:
+    """A run of several draws or repeats does not replace the record of the plain run."""
+    return "gate" if draws * repeats == 1 else "gate_seeds"
 
 
 def outcome(summary: Summary, *, matrix: Sequence[Path] = ()) -> dict[str, Any]:

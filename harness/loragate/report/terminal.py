@@ -1,6 +1,7 @@
 """The outcome of a run as text: what failed, why, how to run it again, and what it means.
 
-Colour adds nothing that the text does not say. Pure, except that it asks the stream what it is.
+Colour adds nothing that the text does not say. Pure, except that `colour_for` asks whether its
+stream is a terminal.
 """
 
 from __future__ import annotations

@@ -34,7 +34,7 @@ _OUTSIDE_IN = ("step", "slot", "expert", "token", "row", "slice", "rank", "tile"
 
 _TRIALS_NAMED = 6
 
-# escape sequences of terminals, as they stand in logs and in messages of compilers
+# escape sequences of terminals, as they occur in logs and in messages of compilers
 _ESCAPE_SEQUENCE = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]")
 # what XML 1.0 cannot hold, and what would garble a terminal
 _CONTROL = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f\ud800-\udfff\ufffe\uffff]")

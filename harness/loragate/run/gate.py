@@ -60,7 +60,7 @@ def plan_gate(
             selection=setup.selection,
             leg=legs[0].name,
             legs=tuple(leg.name for leg in legs),
-            expected=tuple(expected for leg in legs for expected in leg.owes),
+            expected=tuple(expected for leg in legs for expected in leg.expected),
             record=record,
         )
     )

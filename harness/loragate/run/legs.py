@@ -1,4 +1,4 @@
-"""The legs of the gate: which of them a run has, the command of each and what it owes. No torch."""
+"""The legs of the gate: which of them a run has, their commands and expected results. No torch."""
 
 from __future__ import annotations
 
@@ -39,12 +39,12 @@ class GateSetup:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LegKind:
-    """`owes`: results that the leg must deliver besides the cases, which the plan assigns."""
+    """`expected`: results of the leg besides those of the cases, which the plan lists."""
 
     name: str
     applies: Callable[[GateSetup], bool]
     command: Callable[[GateSetup], tuple[str, ...]]
-    owes: Callable[[GateSetup], Iterator[Expected]] = lambda setup: iter(())
+    expected: Callable[[GateSetup], Iterator[Expected]] = lambda setup: iter(())
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,13 +53,13 @@ class Leg:
 
     name: str
     command: tuple[str, ...]
-    owes: tuple[Expected, ...]
+    expected: tuple[Expected, ...]
 
 
 def legs_of(setup: GateSetup) -> tuple[Leg, ...]:
     """The legs in the order in which they run; the first one runs the cases."""
     return tuple(
-        Leg(kind.name, kind.command(setup), tuple(kind.owes(setup)))
+        Leg(kind.name, kind.command(setup), tuple(kind.expected(setup)))
         for kind in LEGS
         if kind.applies(setup)
     )
@@ -95,7 +95,7 @@ def _compile_command(setup: GateSetup) -> tuple[str, ...]:
     return python_module("loragate.compile_leg.process", *arguments)
 
 
-def _owed_compilations(setup: GateSetup) -> Iterator[Expected]:
+def _expected_compilations(setup: GateSetup) -> Iterator[Expected]:
     try:
         count = expected_count()
     except BaselineError:
@@ -141,7 +141,7 @@ LEGS = (
         name="compile",
         applies=lambda setup: bool(_compiled_subjects(setup)),
         command=_compile_command,
-        owes=_owed_compilations,
+        expected=_expected_compilations,
     ),
     LegKind(name="host", applies=lambda setup: bool(_host_tests(setup)), command=_host_command),
     LegKind(

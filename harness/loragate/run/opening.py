@@ -20,7 +20,8 @@ class RunRequest:
     """A run to be opened.
 
     `leg` runs the cases of `selection`, of which `only` keeps some (None: all). `expected` are the
-    results of the other `legs`. The run will be kept in the file `record`.
+    results of the other `legs`. Changes to `record`, the results file of
+    the run, do not make the tree dirty.
     """
 
     run: str

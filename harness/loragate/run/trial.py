@@ -1,4 +1,4 @@
-"""One run of one case: every oracle that the case names gives one judgement.
+"""One run of one case: every oracle that the case names makes one judgement.
 
 Invariant: whatever a subject raises becomes a judgement; only the death of the process can keep one
 from being recorded. Nothing is judged after an error that the device does not recover from, because
