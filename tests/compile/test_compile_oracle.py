@@ -236,7 +236,7 @@ def test_a_kernel_that_is_compiled_after_the_first_batch_fails() -> None:
 
     judgement = _judge(Specialises)
     assert judgement.failure is Failure.RECOMPILED
-    assert "batch of all_base compiled _lora_shrink_kernel anew" in judgement.message
+    assert "batch of all_base compiled _lora_shrink_kernel after warm-up" in judgement.message
     assert knobs.compilation.listener is None
 
 

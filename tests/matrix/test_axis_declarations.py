@@ -158,7 +158,7 @@ def test_an_exclusion_sees_a_new_axis_with_one_value_and_with_several(
         ),
     ],
 )
-def test_the_errors_of_case_files_know_a_new_axis(
+def test_the_errors_of_case_files_cover_a_new_axis(
     with_new_axis: Run,
     sampled: Callable[..., pathlib.Path],
     site: str,
@@ -169,7 +169,7 @@ def test_the_errors_of_case_files_know_a_new_axis(
     assert f"cases.yaml:8: groups.one.rows[0].streams: {message}" in done.stderr
 
 
-def test_a_subject_is_not_run_on_a_new_axis_before_it_says_that_it_supports_it(
+def test_a_subject_is_not_run_on_a_new_axis_before_it_states_support(
     with_new_axis: Run, sampled: Callable[..., pathlib.Path]
 ) -> None:
     done = with_new_axis(SKIP, sampled(row=", streams: two"))

@@ -137,7 +137,7 @@ def test_a_run_id_puts_the_subject_first() -> None:
     assert run_id("vllm", DENSE) == f"vllm.{case_id(DENSE)}"
 
 
-def test_seeds_never_change_and_differ_between_attempts() -> None:
+def test_seeds_never_change_and_differ_between_draws() -> None:
     assert seed_of(DENSE, 0) == 6834784917668034657
     assert seed_of(DENSE, 1) == 1975968193862185032
     assert seed_of(LINEAR, 0) == 7424318564280684574

@@ -119,7 +119,7 @@ def test_repeats_have_the_seed_of_their_draw_and_do_not_add_cases() -> None:
         (["fp32", "lora"], {WIDE, LINEAR}),
     ],
 )
-def test_a_pattern_is_a_piece_of_a_run_id_that_cuts_no_number_or_a_shell_pattern(
+def test_a_pattern_is_a_shell_pattern_or_a_substring_that_cuts_no_number(
     patterns: list[str], selected: set[Case]
 ) -> None:
     made = plan(CASES, [OURS], Tier.SMOKE, CPU, patterns=patterns)
@@ -170,7 +170,7 @@ def test_a_plan_as_text_says_what_runs_where_and_what_does_not_and_why() -> None
     ]
 
 
-def test_a_plan_as_json_holds_the_same(tmp_path: Path) -> None:
+def test_a_plan_as_json_contains_the_same(tmp_path: Path) -> None:
     made = plan([SMOKE, WIDE], [THEIRS], Tier.SMOKE, H200)
     text = plan_json(made)
     document = json.loads(text)

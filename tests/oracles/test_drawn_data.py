@@ -81,7 +81,7 @@ def test_exact_data_leaves_nothing_to_round(
         assert_exact(pool_of(case, seed, kind), make_batch(case, seed, 0, kind, CPU), base)
 
 
-def test_data_off_the_grid_is_not_taken_for_exact() -> None:
+def test_data_off_the_grid_is_not_accepted_as_exact() -> None:
     batch = make_batch(CASE, 0, 0, DataKind.EXACT, CPU)
     with pytest.raises(AssertionError, match="delta off the grid"):
         assert_exact(pool_of(CASE, 0, DataKind.SIGNED), batch, None)
@@ -103,7 +103,7 @@ def test_ragged_has_base_rows_and_all_slots_but_one_that_is_not_the_last(mix: Mi
     assert idle == set(range(CASE.slots - 1))
 
 
-def test_ragged_rows_of_a_slot_stand_together_and_shuffled_ones_do_not() -> None:
+def test_ragged_rows_of_a_slot_are_adjacent_and_shuffled_ones_are_not() -> None:
     for seed in SEEDS:
         runs = {}
         for mix in (Mix.RAGGED, Mix.SHUFFLED):
@@ -150,7 +150,7 @@ def test_a_mapping_is_int32_on_the_host_with_a_row_for_each_token(mix: Mix, toke
 
 
 @pytest.mark.parametrize("mix", Mix)
-def test_padding_is_base_rows_behind_the_live_ones(mix: Mix) -> None:
+def test_padding_is_base_rows_after_the_live_ones(mix: Mix) -> None:
     case = replace(CASE, mix=mix, layout=Layout.PADDED_ROWS)
     for seed in SEEDS:
         slots = make_token_slots(case, seed, 0)
@@ -225,8 +225,8 @@ def test_a_global_seed_changes_nothing() -> None:
 
 
 @pytest.mark.parametrize("kind", DataKind)
-def test_attempts_and_steps_differ_in_every_part(kind: DataKind) -> None:
-    seeds = [seed_of(CASE, attempt) for attempt in range(3)]
+def test_draws_and_steps_differ_in_every_part(kind: DataKind) -> None:
+    seeds = [seed_of(CASE, draw) for draw in range(3)]
     assert len(set(seeds)) == len(seeds)
     draws = [make_batch(CASE, seed, step, kind, CPU) for seed in seeds for step in (0, 1)]
     pools = [pool_of(CASE, seed, kind) for seed in seeds]

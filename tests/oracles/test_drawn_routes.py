@@ -99,7 +99,7 @@ def test_uniform_routing_leaves_one_expert_idle_and_skewed_routing_half_of_them(
     assert sum(count >= 24 for count in hot) > len(hot) // 2
 
 
-def test_each_step_routes_otherwise_and_keeps_the_expert_map() -> None:
+def test_each_step_has_other_routes_and_the_same_expert_map() -> None:
     first, second = (batch_of(PARALLEL, 3, step=step).routes for step in (0, 1))
     assert first is not None
     assert second is not None
@@ -117,7 +117,7 @@ def test_an_expert_map_holds_every_local_expert_once_and_the_last_global_one() -
         assert len(table) == 2 * CASE.experts
         assert sorted(table[table >= 0].tolist()) == list(range(CASE.experts))
         assert table[-1] >= 0
-        # what lies before and behind it would be an expert
+        # the memory before and after it would be valid ids of experts
         assert (whole(table) >= -1).all()
         experts = local_experts(routes)
         assert (routes.topk_ids < 0).any()
@@ -125,7 +125,7 @@ def test_an_expert_map_holds_every_local_expert_once_and_the_last_global_one() -
 
 
 @pytest.mark.parametrize("kind", DataKind)
-def test_router_weights_are_never_one_for_all_and_stand_between_nans(kind: DataKind) -> None:
+def test_router_weights_differ_and_lie_between_nans(kind: DataKind) -> None:
     for seed in SEEDS:
         routes = batch_of(CASE, seed, kind).routes
         assert routes is not None

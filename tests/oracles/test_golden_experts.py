@@ -127,7 +127,7 @@ def test_the_condition_number_of_pairs_is_that_of_their_own_terms() -> None:
 
 
 @pytest.mark.parametrize("count", [1, 2, 5, 40, 300])
-def test_rows_meet_the_weights_of_their_own_experts(
+def test_rows_are_multiplied_by_the_weights_of_their_own_experts(
     count: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     generator = torch.Generator().manual_seed(count)

@@ -183,7 +183,7 @@ def test_chunks_tile_the_tokens_of_a_layer(monkeypatch: pytest.MonkeyPatch) -> N
     torch.testing.assert_close(together, whole, rtol=1e-13, atol=1e-13)
 
 
-def test_rows_of_a_layer_are_tokens_and_its_pairs_know_theirs() -> None:
+def test_rows_of_a_layer_are_tokens_and_its_pairs_refer_to_them() -> None:
     _, batch = data(CASE)
     assert batch.routes is not None
     rows, pairs = out_rows(batch), pair_rows(batch)

@@ -56,9 +56,7 @@ def test_a_guard_around_an_output_shows_that_something_was_added_to_it(
 
 
 @pytest.mark.parametrize("layout", Layout)
-def test_a_copy_takes_its_guards_along_and_shares_nothing(
-    layout: Layout, values: torch.Tensor
-) -> None:
+def test_a_copy_has_its_own_guards_and_shares_nothing(layout: Layout, values: torch.Tensor) -> None:
     view = place(values, layout, margin=3)
     copy = copy_placed(view)
     assert (copy.stride(), copy.storage_offset()) == (view.stride(), view.storage_offset())

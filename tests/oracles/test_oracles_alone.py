@@ -190,7 +190,9 @@ def test_a_result_of_the_wrong_shape_is_a_failure_and_no_crash(
     assert "shape" in judgement.message
 
 
-def test_the_canary_says_where_foreign_memory_was_written(make_trial: Callable[..., Trial]) -> None:
+def test_the_canary_reports_the_place_of_a_foreign_write(
+    make_trial: Callable[..., Trial],
+) -> None:
     class OneRowPast(DenseDelta):
         def apply(self, x: Tensor, out: Tensor) -> Tensor:
             super().apply(x, out)

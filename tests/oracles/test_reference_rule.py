@@ -76,7 +76,7 @@ def test_a_scale_that_is_off_by_a_little_is_seen(
         assert judgement.metrics["bias"] == pytest.approx(too_large - 1, rel=0.25)
 
 
-def test_products_in_tf32_are_not_taken_for_fp32(make_trial: Callable[..., Trial]) -> None:
+def test_products_in_tf32_are_not_accepted_as_fp32(make_trial: Callable[..., Trial]) -> None:
     trial = make_trial(dtype=Dtype.FP32)
     pool, batch = data(trial)
     tf32 = (pool.a.view(torch.int32) & ~0x1FFF).view(torch.float32)

@@ -154,7 +154,7 @@ def test_what_a_capture_freezes_is_wrong_for_the_step(
 
 @dataclass
 class RunsAgain:
-    """In place of a CUDA graph: runs the captured call anew, into the memory of its result."""
+    """In place of a CUDA graph: runs the captured call again, into the memory of its result."""
 
     call: Callable[[], Tensor]
     result: Tensor

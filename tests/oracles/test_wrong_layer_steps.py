@@ -168,7 +168,7 @@ OTHERS = [
     ("oracle", "failure", "instance", "case"),
     [pytest.param(*row, id=f"{row[0]}-{row[2].__name__}-{i}") for i, row in enumerate(OTHERS)],
 )
-def test_the_oracle_that_watches_it_fails_a_layer_for_every_seed(
+def test_an_oracle_fails_a_layer_with_its_defect_for_every_seed(
     judge_layer: Judge,
     oracle: OracleName,
     failure: Failure,

@@ -318,14 +318,14 @@ class AdaptersOfHalfPrecision(MoELayer):
         super().load(slot, replace(pool, a=pool.a.half().to(pool.a.dtype), b=tuple(half)))
 
 
-class ShrunksOfHalfPrecision(MoELayer):
+class HalfPrecisionShrinkOutputs(MoELayer):
     def load(self, slot: int, pool: Pool) -> None:
         super().load(slot, pool)
         up, down = self.slots[slot]
-        self.slots[slot] = ([HalfShrunk(f.a, f.b, f.scale) for f in up], down)
+        self.slots[slot] = ([HalfPrecisionShrink(f.a, f.b, f.scale) for f in up], down)
 
 
-class HalfShrunk(Factors):
+class HalfPrecisionShrink(Factors):
     def delta(self, rows: Tensor, expert: int) -> Tensor:
         a, b = (f[min(expert, len(f) - 1)].float() for f in (self.a, self.b))
         return self.scale * (rows.float() @ a.T).half().float() @ b.T
@@ -375,7 +375,7 @@ ROUNDED = [
     (AdaptersSeeValuesWithoutScale, FP8),
     (NothingQuantised, MANY_FP8),
     (AdaptersOfHalfPrecision, replace(FP8, dtype=Dtype.FP32)),
-    (ShrunksOfHalfPrecision, replace(FP8, dtype=Dtype.FP32)),
+    (HalfPrecisionShrinkOutputs, replace(FP8, dtype=Dtype.FP32)),
 ]
 WRONG = [
     *((oracle, *row) for oracle in (REFERENCE, EXACT) for row in WRONG_ANSWERS),

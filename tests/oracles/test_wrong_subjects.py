@@ -364,7 +364,7 @@ def test_no_oracle_fails_the_correct_subject(name: str, dtype: Dtype) -> None:
             assert judgement.verdict is Verdict.PASS, (seed, judgement)
 
 
-def test_a_subject_that_promises_no_equal_bits_is_not_asked_for_them() -> None:
+def test_equal_bits_are_required_only_of_a_subject_that_promises_them() -> None:
     subject = Subject(CountsItsRuns, deterministic=False)
     trial = Trial(CASE, subject, subject.capabilities(CPU), CPU, 0)
     assert "does not promise" in (ORACLES[OracleName.REPEAT].applies(trial) or "")

@@ -88,7 +88,7 @@ def test_a_subject_is_found_by_its_short_name_and_by_module_and_object(name: str
     assert type(find_subject(name)) is TorchSubject
 
 
-def test_each_search_makes_a_subject_of_its_own() -> None:
+def test_each_lookup_makes_a_new_subject() -> None:
     assert find_subject("torch") is not find_subject("torch")
 
 

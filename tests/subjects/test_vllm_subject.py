@@ -236,14 +236,14 @@ def without_vllm(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Pa
     vllm_package._load.cache_clear()
 
 
-def test_a_missing_package_is_a_sentence_that_says_what_to_install(without_vllm: Path) -> None:
+def test_a_missing_package_is_a_reason_that_names_what_to_install(without_vllm: Path) -> None:
     assert installed_version() is None
     assert VllmSubject().version() == "not installed"
     reason = VllmSubject().capabilities(CPU)
     assert reason == "vLLM is not installed; install the extra loragate[vllm]"
 
 
-def test_a_package_that_cannot_be_imported_is_a_sentence_with_its_error(
+def test_a_package_that_cannot_be_imported_is_a_reason_with_its_error(
     without_vllm: Path,
 ) -> None:
     (without_vllm / "vllm").mkdir()

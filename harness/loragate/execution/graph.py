@@ -1,4 +1,4 @@
-"""Capture of calls into a CUDA graph: the only place of the harness that captures."""
+"""Capture of calls into a CUDA graph. No other module of the harness captures."""
 
 from __future__ import annotations
 
@@ -13,18 +13,19 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Captured(Generic[T]):
-    """`result` is what the last captured call returned; each replay writes its memory anew."""
+    """`result` is what the last captured call returned; each replay overwrites its memory."""
 
     graph: torch.cuda.CUDAGraph
     result: T
 
 
 def capture(call: Callable[[], T], *, warm_ups: int = 3, calls: int = 1) -> Captured[T]:
-    """A graph of `calls` calls, after as many uncaptured ones as compile all that they need.
+    """A graph of `calls` calls, captured after `warm_ups` calls that compile what they need.
 
-    Without `warm_ups` the caller has run what is captured before.
+    With `warm_ups` 0 the caller must have run `call` before. Every graph has a memory pool of its
+    own, and whatever is still queued on the device is finished before the capture begins.
     """
-    # torch asks for another stream than the default one, on which nothing can be captured
+    # torch requires warm-up on a side stream, as the capture itself runs on one
     stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):

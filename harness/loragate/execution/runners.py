@@ -21,7 +21,7 @@ from loragate.protocol import AnyInstance, Batch, apply_step
 
 
 class Runner(Protocol):
-    """Runs step after step of one instance, whose state lives on in between."""
+    """Runs the steps of one instance, whose state lives from step to step."""
 
     def run(self, batch: Batch) -> Tensor:
         """Prepare and run one step; the device may still be busy with it. An in-place site
@@ -40,7 +40,7 @@ class EagerRunner:
 class GraphRunner:
     """Captures the operation once for each shape while ANOTHER mapping is prepared (every row
     uses slot 0, every token the first experts), then replays it with that of the step. Whatever
-    a capture freezes - a grid, a host-side early exit, an address - is then wrong for the step
+    the capture freezes - a grid, a host-side early exit, an address - is then wrong for the step
     (sglang #28371, vllm #15090).
     """
 

@@ -1,4 +1,4 @@
-"""What is declared about one axis of the matrix, and what follows from it. Pure.
+"""The declaration of an axis of the matrix, and what follows from it. Pure.
 
 The declarations are annotations of the fields of `Case`. The YAML schema, ids, the rules about
 sites, samples and what subjects promise are all derived from them: a new axis is one new field.
@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import MISSING, Field, dataclass, field, fields
 from enum import Enum, StrEnum, auto
+from functools import cached_property
 from types import MappingProxyType
 from typing import Any, ClassVar, Protocol, get_args, get_type_hints
 
@@ -61,7 +62,7 @@ class DeclaredAxis(Axis):
     # MISSING where every case must name the axis
     default: Any
 
-    @property
+    @cached_property
     def label(self) -> str:
         """The name of the axis in ids."""
         return self.id_name or self.name
@@ -76,15 +77,16 @@ class DeclaredAxis(Axis):
     def is_sampled_at(self, site: str) -> bool:
         return self.at(site) or site in self.constant_at
 
-    def enters_id(self, site: str, value: object) -> bool:
-        return self.at(site) and (self.original or value != self.default)
+    def enters_id(self, value: object) -> bool:
+        """Whether the ids of the sites that have the axis contain a value."""
+        return self.original or value != self.default
 
-    @property
+    @cached_property
     def is_list(self) -> bool:
         """Whether one value of the axis is a list."""
         return bool(get_args(self.kind))
 
-    @property
+    @cached_property
     def members(self) -> tuple[StrEnum, ...]:
         """All values of a StrEnum, none for another type."""
         is_enum = isinstance(self.kind, type) and issubclass(self.kind, StrEnum)
@@ -107,7 +109,7 @@ class DeclaredAxis(Axis):
         return f"an integer from {self.minimum} to {self.maximum}"
 
     def text(self, value: Any) -> str:
-        """A value as it stands in an id."""
+        """A value as an id contains it."""
         return "x".join(map(str, value)) if self.is_list else str(value)
 
     def sentence(self, value: Any, predicate: str) -> str:

@@ -16,7 +16,7 @@ from loragate.matrix.axis import Axis, DeclaredAxis, Unstated, declared_axes
 
 MAX_RANK = 512
 MAX_SLOTS = 256
-# ranks that a layer is cut over, one way or the other
+# the largest tensor-parallel and expert-parallel sizes
 MAX_PARALLEL = 64
 MAX_EXPERTS = 1024
 MAX_TOP_K = 64
@@ -32,7 +32,7 @@ class Site(StrEnum):
     MOE_LAYER = "moe_layer"
 
 
-# sites whose tokens are routed to experts, and sites that write to the output that they are given
+# sites whose tokens are routed to experts, and sites that write to the output of the batch
 MOE_SITES = frozenset({Site.MOE_DELTA, Site.MOE_LAYER})
 IN_PLACE_SITES = frozenset({Site.DENSE_DELTA, Site.MOE_DELTA})
 _DENSE, _LINEAR = frozenset({Site.DENSE_DELTA}), frozenset({Site.LORA_LINEAR})

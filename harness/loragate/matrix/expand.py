@@ -70,7 +70,7 @@ def _row_points(group: Group, row: Axes) -> Iterator[dict[str, Any]]:
 
 def _drawn_axes(row: Axes) -> list[str]:
     """The axes over which points are drawn, in the order that a sample depends on: an axis that
-    came later stands behind the original ones, and only where it has several values."""
+    came later follows the original ones, and only where it has several values."""
     original = sorted(name for name in row.values if AXES[name].original)
     later = sorted(
         name for name, values in row.values.items() if name not in original and len(values) > 1

@@ -12,11 +12,7 @@ from loragate.matrix.case import AXES, Case, Site
 def case_id(case: Case) -> str:
     """Stable, readable, unique: the site, then sorted `axis-value` parts joined by dots."""
     given = ((axis, getattr(case, axis.name)) for axis in _axes_of(case.site))
-    parts = (
-        f"{axis.label}-{axis.text(value)}"
-        for axis, value in given
-        if axis.enters_id(case.site, value)
-    )
+    parts = (f"{axis.label}-{axis.text(value)}" for axis, value in given if axis.enters_id(value))
     return ".".join([case.site.value, *parts])
 
 

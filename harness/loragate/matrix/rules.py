@@ -84,7 +84,7 @@ def _may_match(entry: Axes, row: Axes, defaults: Axes) -> bool:
 
 
 def _merged(row: Axes, defaults: Axes) -> tuple[dict[str, tuple[Any, ...]], frozenset[str]]:
-    """Values of a row with its defaults, and the axes whose values are not known."""
+    """Values of a row with its defaults, and the axes whose values are invalid."""
     unknown = (row.named - row.values.keys()) | (
         defaults.named - defaults.values.keys() - row.named
     )

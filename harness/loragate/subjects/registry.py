@@ -57,7 +57,7 @@ SUBJECTS: Mapping[str, RegisteredSubject] = MappingProxyType(
 
 
 def find_subject(name: str) -> Subject:
-    """The subject of that name, made anew.
+    """A new subject of that name.
 
     `module:object`: `object` is a class or a function that gives a subject without arguments.
     Raises ValueError for a name that leads nowhere, ImportError where a package is missing.

@@ -171,7 +171,9 @@ class _Compiled:
             wanted = apply_step(layer, copy_batch(batch)) + 0.0
             result = self._run(layer, copy_batch(batch)) + 0.0
         if warm and kernels:
-            return _failure(Failure.RECOMPILED, f"{where} compiled {', '.join(kernels)} anew")
+            return _failure(
+                Failure.RECOMPILED, f"{where} compiled {', '.join(kernels)} after warm-up"
+            )
         if not self._graphs:
             # where torch.compile is disabled it silently runs the layer eagerly
             message = f"{where}: torch.compile traced nothing (is TORCHDYNAMO_DISABLE set?)"

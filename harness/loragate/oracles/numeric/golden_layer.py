@@ -165,16 +165,16 @@ class _Layer:
 
     def moved(self, pool: Pool, first: _First) -> Tensor:
         """Variance of act before it is rounded, to first order."""
-        shrunks = deltas(pool, self.batch.x, self.rows, self.dtype, squares=True)
+        variance = deltas(pool, self.batch.x, self.rows, self.dtype, squares=True)
         if self.batch.x.dtype == torch.float32:
-            shrunks += self._accumulation(shrunks)
+            variance += self._accumulation(variance)
         elif self.is_quantised:
             # nothing else moves a row without an adapter; tensor cores drop a bit more of a sum
             fp32 = torch.finfo(torch.float32).eps / torch.finfo(self.batch.x.dtype).eps
-            shrunks += self._accumulation(shrunks) * (2 * fp32) ** 2
+            variance += self._accumulation(variance) * (2 * fp32) ** 2
         if self.case.router is RouterWeights.INPUT:
-            shrunks *= self.weights.square()
-        return _act_noise(first, shrunks)
+            variance *= self.weights.square()
+        return _act_noise(first, variance)
 
     def noise(self, pool: Pool, first: _First, moved: Tensor) -> Tensor:
         """Variance of the outputs of pairs before they are rounded, to first order."""
@@ -206,11 +206,11 @@ class _Layer:
         """Relative variance of one rounding to the dtype of the case."""
         return (torch.finfo(self.batch.x.dtype).eps / 2) ** 2 / 3
 
-    def _accumulation(self, shrunks: Tensor) -> Tensor:
+    def _accumulation(self, variance: Tensor) -> Tensor:
         """Variance of gate and up from sums in fp32. A small gate may be a sum of large terms, and
         where act has few columns nothing averages its error; in 16 bits none of that shows."""
         x = self._as_base_sees_it(self.batch.x).to(self.dtype).square()
-        terms = self.grouped.times(x[self.rows.x_rows], self.w13, squares=True) + shrunks
+        terms = self.grouped.times(x[self.rows.x_rows], self.w13, squares=True) + variance
         # a partial sum grows evenly up to the whole
         return terms * self.case.in_features / 2
 
@@ -223,14 +223,14 @@ class _Layer:
         return dequantised(*quantised(low)).to(self.dtype)
 
 
-def _act_noise(first: _First, shrunks: Tensor) -> Tensor:
+def _act_noise(first: _First, variance: Tensor) -> Tensor:
     """Variance of act, given that of gate and up."""
     argument = first.up if first.gate is None else first.gate
     sigmoid = argument.sigmoid()
     slope = sigmoid * (1 + argument * (1 - sigmoid))
     if first.gate is None:
-        return shrunks * slope.square()
-    of_gate, of_up = shrunks.chunk(2, dim=1)
+        return variance * slope.square()
+    of_gate, of_up = variance.chunk(2, dim=1)
     return of_gate * (slope * first.up).square() + of_up * (sigmoid * first.gate).square()
 
 

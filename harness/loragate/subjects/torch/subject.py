@@ -26,7 +26,7 @@ from loragate.matrix.case import (
 from loragate.protocol import AnyInstance, BaseExperts, BaseLayer, Capabilities, Pool, Routes
 from loragate.subjects.torch.moe_layer import MoELayer
 
-# of the slot buffers, which are as long as the adapters here
+# far above every rank of the matrix: this implementation has no limit
 MAX_RANK = 1 << 16
 
 

@@ -34,7 +34,7 @@ class VllmMoEOps:
     wrapper: Callable[..., Any]
     # tile sizes for one launch of the layers, from the tables of the package
     tiles: Callable[..., Mapping[str, int | None]]
-    # the operator behind the wrapper
+    # the operator that the wrapper calls
     fused_moe_lora: Callable[..., None]
     align: Callable[..., None]
 
