@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import math
+from functools import cache
+
+import triton
 
 
+# plans call these in every launch, and triton's own function takes over a microsecond
+@cache
 def power_of_2(value: int) -> int:
     """The smallest power of two that is not below `value`, at least 1."""
-    # plans call this in every launch, and triton.next_power_of_2 takes over ten times as long
-    return 1 << (max(1, value) - 1).bit_length()
+    return int(triton.next_power_of_2(max(1, value)))
 
 
+@cache
 def power_of_2_below(value: int) -> int:
     """The largest power of two that is not above `value`, at least 1."""
-    return 1 << (max(1, value).bit_length() - 1)
+    return power_of_2(value + 1) // 2 if value > 1 else 1
 
 
 def rank_vector(rank: int) -> int:
