@@ -31,7 +31,7 @@ FAULTS = (
     _ops(
         "pairs-read-rows-of-their-token",
         "pairs_per_x=num_pairs // x.shape[0]",
-        "pairs_per_x=top_k",
+        "pairs_per_x=pairs.top_k",
         source="sglang #31608",
         why="The second product reads a row of x for each token where each pair has its own.",
         killers=(O.REFERENCE, O.EXACT),
