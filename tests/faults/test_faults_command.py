@@ -233,6 +233,21 @@ def test_a_record_keeps_what_is_not_planted_again(
     assert record["controls"] == section["controls"]
 
 
+def test_a_kept_entry_of_a_tree_with_changes_still_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "cpu.json"
+    controls = [(c, Outcome(name=c.name, fate=Fate.SURVIVED)) for c in CONTROLS]
+    section = payload([line(fault) for fault in FAULTS], controls, commit="old")
+    section |= {"commit": "old", "tree": "dirty"}
+    path.write_text(json.dumps({"schema": 1, "sections": {SECTION: section}}))
+    for _ in range(2):
+        only(path, monkeypatch, Fate.KILLED)
+        kept = json.loads(path.read_text())["sections"][SECTION]["faults"]
+        assert (kept[OTHER.name]["commit"], kept[OTHER.name]["tree"]) == ("old", "dirty")
+        assert "tree" not in kept[FAULT.name]
+
+
 def test_a_record_keeps_what_another_run_recorded_meanwhile(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

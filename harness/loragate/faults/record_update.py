@@ -6,6 +6,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from loragate.core.checkout import Tree
 from loragate.faults.model import Control, Fault
 from loragate.faults.record import upgraded
 from loragate.records.recorder import Recorder
@@ -70,11 +71,9 @@ class FaultRecord:
 
     def _valid_entries(self, previous: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
         """Entries of earlier runs, by kind, about exactly what is in the corpus now."""
-        # records of older versions name the commit once for all entries
-        commit = previous.get("commit", "")
         return {
             kind: {
-                one.name: {"commit": commit} | old[one.name]
+                one.name: _origin(previous, old[one.name]) | old[one.name]
                 for one in planted
                 if old.get(one.name, {}).get("digest") == one.digest
             }
@@ -89,3 +88,13 @@ class FaultRecord:
             name for name in previous.get("unfinished", ()) if name in corpus and name not in asked
         ]
         return [name for name in (*asked, *earlier) if name not in done]
+
+
+def _origin(previous: Mapping[str, Any], entry: Mapping[str, Any]) -> dict[str, Any]:
+    """The code that an entry of an earlier run was seen with, where the entry does not say it."""
+    commit, tree = previous.get("commit", ""), previous.get("tree", Tree.CLEAN)
+    # records of older versions name the commit once for all entries
+    is_of_that_run = entry.get("commit", commit) == commit
+    # a tree with changes is not its commit, and the next run writes its own state over this one
+    has_changes = is_of_that_run and tree != Tree.CLEAN
+    return {"commit": commit} | ({"tree": tree} if has_changes else {})
