@@ -244,8 +244,10 @@ def test_a_missing_package_is_a_reason_that_names_what_to_install(without_vllm: 
 
 
 def test_a_package_that_cannot_be_imported_is_a_reason_with_its_error(
-    without_vllm: Path,
+    without_vllm: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    # with a GPU the package is refused in the interpreter before it is imported
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     (without_vllm / "vllm").mkdir()
     (without_vllm / "vllm" / "__init__.py").write_text("raise ImportError('libcudart is absent')\n")
     reason = load_vllm(CPU)
