@@ -67,18 +67,18 @@ def test_a_session_is_as_good_as_its_worst_case(verdict):
     assert verdict_on([RUN, OTHER], log) is verdict
 
 
-def test_a_case_that_never_ended_leaves_a_session_undecided():
+def test_a_case_that_never_ended_leaves_a_session_inconclusive():
     assert verdict_on([RUN, OTHER], EventLog((plan(), end(RUN)))) is Verdict.INCONCLUSIVE
 
 
 @pytest.mark.parametrize("missing", [AGAIN, REPEATED], ids=["draw", "repeat"])
-def test_a_single_missing_draw_or_repeat_leaves_a_session_undecided(missing):
+def test_a_single_missing_draw_or_repeat_leaves_a_session_inconclusive(missing):
     assert verdict_on([RUN, missing], EventLog((plan(), end(RUN)))) is Verdict.INCONCLUSIVE
     log = EventLog((plan(), end(RUN), end(missing)))
     assert verdict_on([RUN, missing], log) is Verdict.PASS
 
 
-def test_a_case_that_was_skipped_at_run_time_leaves_a_session_undecided():
+def test_a_case_that_was_skipped_at_run_time_leaves_a_session_inconclusive():
     log = EventLog((plan(), end(RUN), end(OTHER, Verdict.SKIP)))
     assert verdict_on([RUN, OTHER], log) is Verdict.INCONCLUSIVE
 
@@ -87,7 +87,7 @@ def test_a_case_that_the_plan_left_out_does_not_count():
     assert verdict_on([RUN, OTHER], EventLog((plan(OTHER), end(RUN)))) is Verdict.PASS
 
 
-def test_a_case_that_was_stopped_with_its_leg_is_undecided_not_crashed(tmp_path):
+def test_a_case_that_was_stopped_with_its_leg_is_inconclusive_not_crashed(tmp_path):
     events = tmp_path / "events.jsonl"
     with EventWriter(events, run="r") as writer:
         writer.write(plan())

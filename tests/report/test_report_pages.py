@@ -347,7 +347,7 @@ def test_the_heat_map_breaks_many_cases_into_strips_that_fit(
         (Verdict.FAIL, {"err": 9.0, "threshold": 1.0}, "alarm1"),
         (Verdict.FAIL, {"err": float("nan"), "threshold": 1.0}, "alarm2"),
         (Verdict.FAIL, {}, "alarm2"),
-        (Verdict.INCONCLUSIVE, {"err": 9.0, "threshold": 1.0}, "undecided"),
+        (Verdict.INCONCLUSIVE, {"err": 9.0, "threshold": 1.0}, "inconclusive"),
     ],
 )
 def test_the_shade_of_a_cell_grows_with_error_over_threshold(

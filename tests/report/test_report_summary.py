@@ -129,7 +129,7 @@ def test_a_case_that_calls_itself_passed_is_no_better_than_its_evidence(
 @pytest.mark.parametrize(
     "judgements", [(), (Judgement(OracleName.EXACT, Verdict.SKIP, message="no exact data"),)]
 )
-def test_a_pass_that_no_oracle_gave_is_undecided(
+def test_a_pass_that_no_oracle_gave_is_inconclusive(
     plan: Plan, finished: Finished, closing: Closing, judgements: tuple[Judgement, ...]
 ) -> None:
     summary = _judge(plan("mine.a"), finished("mine.a", judgements=judgements), *closing)
@@ -137,7 +137,7 @@ def test_a_pass_that_no_oracle_gave_is_undecided(
     assert summary.troubles[0].message == "no oracle gave a verdict"
 
 
-def test_an_undecided_case_makes_the_run_incomplete(
+def test_an_inconclusive_case_makes_the_run_incomplete(
     plan: Plan, finished: Finished, closing: Closing
 ) -> None:
     unsure = Judgement(OracleName.REFERENCE, Verdict.INCONCLUSIVE, message="ill-conditioned")

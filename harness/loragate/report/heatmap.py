@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from loragate.core.verdict import Judgement, OracleName, Verdict
 from loragate.report.outcomes import CaseOutcome
 from loragate.report.summary import Summary
-from loragate.report.wording import VERDICT_NAMES, multiple, ratio
+from loragate.report.wording import multiple, ratio
 
 # all lengths are CSS pixels
 GUTTER = 84
@@ -28,7 +28,7 @@ _ALARM = (3.0, 30.0)
 _TONES: Mapping[Verdict, str] = {
     Verdict.PASS: "calm0",
     Verdict.FAIL: "alarm2",
-    Verdict.INCONCLUSIVE: "undecided",
+    Verdict.INCONCLUSIVE: "inconclusive",
     Verdict.SKIP: "skip",
     Verdict.INFRA: "infra",
 }
@@ -123,7 +123,7 @@ def _column(run_id: str, case: CaseOutcome | None, x: int, oracles: Sequence[Ora
     if case is None:
         cells = _filled(rows, "missing", "planned, but never started")
     elif not case.judgements:
-        title = f"{VERDICT_NAMES[case.verdict]} {case.failure or ''}".strip()
+        title = f"{case.verdict} {case.failure or ''}".strip()
         cells = _filled(rows, _TONES[case.verdict], title)
     else:
         cells = tuple(_cells(case, oracles))
@@ -143,7 +143,7 @@ def _cells(case: CaseOutcome, oracles: Sequence[OracleName]) -> Iterator[Cell]:
             continue
         times = ratio(judgement)
         extent = "" if times is None else f", {multiple(times)} of the threshold"
-        title = f"{oracle}: {VERDICT_NAMES[judgement.verdict]}{extent}"
+        title = f"{oracle}: {judgement.verdict}{extent}"
         listed = [f.id for f in case.known if f.case and f.case.shows(case.run_id, judgement)]
         title += f", known: {', '.join(listed)}" if listed else ""
         yield Cell(row, tone(judgement), title)

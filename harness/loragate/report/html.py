@@ -26,7 +26,6 @@ from loragate.report.resources import ResourceTable, resource_table
 from loragate.report.summary import EXIT_MEANINGS, Summary
 from loragate.report.wording import (
     KNOWN,
-    VERDICT_NAMES,
     alike,
     bad_trials,
     duration,
@@ -167,9 +166,7 @@ def _template() -> Template:
         lstrip_blocks=True,
         loader=FunctionLoader(_packaged),
     )
-    environment.filters.update(
-        duration=duration, printable=printable, headline=headline, name=VERDICT_NAMES.__getitem__
-    )
+    environment.filters.update(duration=duration, printable=printable, headline=headline)
     environment.filters.update(outcome=outcome_name, trial=lambda trial: trial_name(*trial))
     return environment.get_template("index.html.j2")
 
@@ -184,7 +181,7 @@ def _segments(summary: Summary) -> tuple[Segment, ...]:
         ("passed", "calm", total.passed),
         (KNOWN, KNOWN, total.known),
         ("failed", "alarm", total.failed),
-        ("undecided", "undecided", total.inconclusive),
+        ("inconclusive", "inconclusive", total.inconclusive),
         ("infra", "infra", total.infra),
     ]
     seen = sum(number for _, _, number in parts)

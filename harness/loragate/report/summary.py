@@ -1,7 +1,7 @@
 """Events of a run -> one verdict, one exit code, and the reasons. Pure; imports no torch.
 
 Invariant: PASS means that everything that was planned ran, and passed or failed as listed.
-A run in which anything is missing, skipped at run time or undecided does not pass.
+A run in which anything is missing, skipped at run time or inconclusive does not pass.
 """
 
 from __future__ import annotations
@@ -128,7 +128,7 @@ Finding = tuple[Verdict, str]
 _CASE_TEXTS: Mapping[Verdict, str] = {
     Verdict.FAIL: "wrong",
     Verdict.INFRA: "stopped by the machine or the harness",
-    Verdict.INCONCLUSIVE: "undecided",
+    Verdict.INCONCLUSIVE: "inconclusive",
     Verdict.SKIP: "skipped at run time",
 }
 

@@ -21,7 +21,6 @@ from loragate.report.outcomes import CaseOutcome, LegOutcome
 from loragate.report.summary import EXIT_MEANINGS, Summary
 from loragate.report.wording import (
     KNOWN,
-    VERDICT_NAMES,
     alike,
     bad_trials,
     duration,
@@ -64,7 +63,7 @@ def paint(text: str, code: str, colour: Colour) -> str:
 
 def verdict_name(verdict: Verdict, colour: Colour, *, width: int = 0) -> str:
     """The verdict in capitals, padded to `width` columns."""
-    name = VERDICT_NAMES[verdict].upper()
+    name = verdict.upper()
     return paint(name, f"{_BOLD};{_VERDICT_COLOURS[verdict]}", colour) + " " * (width - len(name))
 
 
@@ -110,7 +109,7 @@ def render_leg(leg: LegOutcome, colour: Colour) -> str:
     parts = (headline(leg.message), log)
     tail = "  ".join(part for part in parts if part)
     name = printable(leg.name)
-    return f"{name:<14}{verdict_name(leg.verdict, colour, width=11)}{time:>12}  {tail}".rstrip()
+    return f"{name:<14}{verdict_name(leg.verdict, colour, width=14)}{time:>12}  {tail}".rstrip()
 
 
 def _evidence(judgements: Sequence[Judgement], colour: Colour) -> Iterable[str]:
@@ -184,7 +183,7 @@ def _known_cases(cases: Sequence[CaseOutcome], colour: Colour) -> Iterable[str]:
         yield f"  ... and {len(cases) - _CASES_OF_A_KIND} more cases like this"
 
 
-_COLUMNS = ("expected", "executed", "passed", KNOWN, "failed", "undecided", "infra", "skipped")
+_COLUMNS = ("expected", "executed", "passed", KNOWN, "failed", "inconclusive", "infra", "skipped")
 
 
 def _counts_table(summary: Summary, colour: Colour) -> str:
@@ -193,7 +192,7 @@ def _counts_table(summary: Summary, colour: Colour) -> str:
     rows = [*summary.counts, *([summary.total] if len(summary.counts) > 1 else [])]
     names = [printable("/".join(filter(None, (row.subject, row.site)))) for row in rows]
     width = max(map(len, names))
-    head = " " * width + "".join(f"{column:>11}" for column in _COLUMNS)
+    head = " " * width + "".join(f"{column:>13}" for column in _COLUMNS)
     body = (
         f"{name:<{width}}{_figures(row, colour)}" for name, row in zip(names, rows, strict=True)
     )
@@ -212,7 +211,7 @@ def _figures(row: Count, colour: Colour) -> str:
         (row.skipped, ""),
     )
     cells = (
-        paint(f"{number:>11}", code, colour) if code and number else f"{number:>11}"
+        paint(f"{number:>13}", code, colour) if code and number else f"{number:>13}"
         for number, code in alarms
     )
     return "".join(cells)
@@ -249,7 +248,7 @@ def _draws_table(draws: Sequence[DrawOutcome], colour: Colour) -> str:
 
 def _draw(outcome: DrawOutcome, colour: Colour) -> Iterable[str]:
     total = total_of(outcome.counts)
-    name, word = f"draw {outcome.draw}", verdict_name(outcome.verdict, colour, width=11)
+    name, word = f"draw {outcome.draw}", verdict_name(outcome.verdict, colour, width=14)
     good = total.passed + total.known
     yield f"{name:<14}{word}{total.executed} of {total.expected} executed, {good} passed"
     for case in outcome.troubles[:_CASES_OF_A_KIND]:

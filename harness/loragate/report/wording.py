@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 
 from loragate.core.resources import Resources
-from loragate.core.verdict import Judgement, Verdict
+from loragate.core.verdict import Judgement
 from loragate.matrix.case_run import trial_name
 from loragate.report.outcomes import CaseOutcome
 
@@ -17,14 +17,6 @@ THRESHOLD = "threshold"
 RATIO = "ratio"
 # figures that the reports show apart from the others
 MEASURED = frozenset({ERROR, THRESHOLD, RATIO})
-
-VERDICT_NAMES: Mapping[Verdict, str] = {
-    Verdict.PASS: "pass",
-    Verdict.FAIL: "fail",
-    Verdict.INCONCLUSIVE: "undecided",
-    Verdict.SKIP: "skip",
-    Verdict.INFRA: "infra",
-}
 
 # a case that failed as the ledger of findings lists it
 KNOWN = "known"
@@ -42,7 +34,7 @@ _CONTROL = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f\ud800-\udfff\ufffe\uffff
 
 def outcome_name(case: CaseOutcome) -> str:
     """The outcome of a case in one word."""
-    return KNOWN if case.is_known else VERDICT_NAMES[case.verdict]
+    return KNOWN if case.is_known else case.verdict.value
 
 
 def bad_trials(case: CaseOutcome) -> str:

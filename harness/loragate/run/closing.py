@@ -24,7 +24,7 @@ def close_run(report: Path, *, run: str, duration_s: float) -> Summary:
 
 
 def abandon_open_cases(events: Path, *, run: str, why: str) -> None:
-    """Record an undecided end for the cases that were running when their leg was stopped."""
+    """Record an inconclusive end for the cases that were running when their leg was stopped."""
     log = read_events(events)
     ended = {(e.run_id, e.trial) for e in log.events if isinstance(e, CaseFinished)}
     owners = {
