@@ -1,11 +1,102 @@
-"""What tests of several folders share."""
+"""What tests of several folders share: signals as a user has them, and drills.
+
+A drill is a test that breaks a run on purpose with the real command and compares how it ends.
+docs/reliability.md lists all of them; `./ci/drills` runs them.
+"""
 
 from __future__ import annotations
 
 import signal
 from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
 
 import pytest
+
+from loragate.records.recorder import Recorder
+
+_MARKER = (
+    "drill(tried, exit_code, kept): a test that breaks a run on purpose; it compares the exit "
+    "code by calling the fixture `drill`, and docs/reliability.md shows the three texts"
+)
+
+
+@dataclass(slots=True, kw_only=True)
+class Drill:
+    """`tried` says what is done, `kept` what is left of the run; both are shown to readers."""
+
+    tried: str
+    exit_code: int
+    kept: str
+    compared: bool = field(default=False, init=False)
+
+    def __call__(self, exit_code: int, output: str = "") -> None:
+        """Compare how the command ended."""
+        self.compared = True
+        assert exit_code == self.exit_code, output
+        assert "Traceback (most recent call last)" not in output, output
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--record-drills", type=Path, metavar="FILE", help="record how the drills ended in FILE"
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", _MARKER)
+    if not hasattr(config, "workerinput"):
+        config.pluginmanager.register(_Drills(config.option.record_drills), "drills")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    drill = _drill_of(item)
+    if drill is not None:
+        # travels with the report from a worker to the process that records
+        facts = {"tried": drill.tried, "exit_code": int(drill.exit_code), "kept": drill.kept}
+        item.user_properties.append(("drill", facts))
+
+
+@pytest.fixture
+def drill(request: pytest.FixtureRequest) -> Iterator[Drill]:
+    """The drill that the test's marker declares; call it with the exit code of the command."""
+    found = _drill_of(request.node)
+    assert found is not None, "the test has no marker `drill`"
+    yield found
+    assert found.compared, "the drill compared no exit code"
+
+
+def _drill_of(item: pytest.Item) -> Drill | None:
+    marker = item.get_closest_marker("drill")
+    return None if marker is None else Drill(**marker.kwargs)
+
+
+class _Drills:
+    """Collects how drills ended; records them once all of them ran."""
+
+    def __init__(self, record: Path | None) -> None:
+        self._recorder = Recorder.open(record, "drills") if record else None
+        self._ended: dict[str, dict[str, Any]] = {}
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        facts = dict(report.user_properties).get("drill")
+        if facts is None:
+            return
+        row = self._ended.setdefault(report.nodeid, {**facts, "outcome": "passed", "seconds": 0.0})
+        row["seconds"] = round(row["seconds"] + report.duration, 1)
+        if not report.passed:
+            row["outcome"] = report.outcome
+
+    def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
+        if terminalreporter.config.option.markexpr != "drill":
+            return
+        for name, row in sorted(self._ended.items()):
+            ended = f"{row['outcome']:<8}{row['seconds']:>6.1f} s  exit {row['exit_code']:>3}"
+            terminalreporter.write_line(f"{ended}  {row['tried']}  ({name.rpartition('::')[2]})")
+        if self._recorder is not None:
+            self._recorder.save({"drills": dict(sorted(self._ended.items()))})
 
 
 @pytest.fixture
