@@ -11,6 +11,7 @@ import psutil
 import pytest
 
 from loragate.core.child_process import PoolClosed, ProcessPool, run_module
+from loragate.core.group_guard import groups_left
 
 SLEEP = "import time; time.sleep(600)"
 # starts a grandchild, prints its number, and sleeps or ends
@@ -65,3 +66,40 @@ def ends(pid: int) -> bool:
             return True
         time.sleep(0.02)
     return False
+
+
+OWNER = f"""
+import os, signal, sys, time
+from pathlib import Path
+from loragate.core.child_process import ProcessPool, watch
+sleeping = [sys.executable, "-c", "{SLEEP}"]
+pool = ProcessPool()
+ended = pool.start([sys.executable, "-c", ""])
+pool.end(ended)
+print(pool.start(sleeping).pid, flush=True)
+child = [sys.executable, "-c", {WITH_GRANDCHILD!r} + "import time; time.sleep(600)"]
+watch(child, log=Path(sys.argv[1]), patience_s=60, tick=lambda: False)
+"""
+
+
+def test_sigkill_of_a_process_ends_all_that_it_watches_and_all_that_these_have_started(
+    tmp_path: Path,
+) -> None:
+    log = tmp_path / "leg.log"
+    owner = subprocess.Popen([sys.executable, "-c", OWNER, str(log)], stdout=subprocess.PIPE)
+    assert owner.stdout is not None
+    with owner.stdout:
+        pooled = int(owner.stdout.readline())
+    deadline = time.monotonic() + 30
+    while not (log.exists() and log.read_text().endswith("\n")) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    grandchild = int(log.read_text())
+    assert psutil.pid_exists(grandchild)
+    owner.kill()
+    owner.wait()
+    assert ends(pooled)
+    assert ends(grandchild)
+
+
+def test_a_group_that_has_ended_is_not_killed_with_its_owner() -> None:
+    assert groups_left([b"+1\n", b"+2\n", b"-1\n", b"+3"]) == {2}

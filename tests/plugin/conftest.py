@@ -6,7 +6,8 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -15,7 +16,7 @@ import pytest
 from filelock import FileLock
 
 from loragate.events.log import EventLog, read_events
-from loragate.events.model import CaseFinished
+from loragate.events.model import CaseFinished, CaseStarted
 
 _HERE = Path(__file__).parent / "misbehaving"
 _ROOT = Path(__file__).parents[2]
@@ -124,3 +125,58 @@ def run_once(
         return Session(*json.loads(kept.read_text()), root / name)
 
     return run
+
+
+@pytest.fixture
+def start_gate(
+    tmp_path: Path, subject_environment: dict[str, str]
+) -> Iterator[Callable[..., subprocess.Popen[str]]]:
+    """Starts a gate in an empty folder, its output in a pipe; it is killed with the test."""
+    started: list[subprocess.Popen[str]] = []
+
+    def start(*arguments: str) -> subprocess.Popen[str]:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "loragate", "gate", *arguments],
+            # wherever it is called from
+            cwd=tmp_path,
+            env=subject_environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        started.append(process)
+        return process
+
+    yield start
+    for process in started:
+        process.kill()
+
+
+@pytest.fixture
+def sleeping_gate(
+    start_gate: Callable[..., subprocess.Popen[str]],
+) -> Callable[[], subprocess.Popen[str]]:
+    """Starts a gate whose last case sleeps for longer than any test."""
+    return lambda: start_gate(f"--subject={SUBJECT}", f"--matrix={_HERE / 'long_sleep.yaml'}")
+
+
+@pytest.fixture
+def wait_until_it_sleeps() -> Callable[[Path], None]:
+    """Waits until the gate that writes these events runs its last case and has judged the other."""
+
+    def wait(events: Path) -> None:
+        deadline = time.monotonic() + 120
+        while not _sleeps(events):
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+
+    return wait
+
+
+def _sleeps(events: Path) -> bool:
+    if not events.exists():
+        return False
+    seen = read_events(events).events
+    started = {e.run_id[-9:] for e in seen if isinstance(e, CaseStarted)}
+    ended = {e.run_id[-9:] for e in seen if isinstance(e, CaseFinished)}
+    return "tokens-13" in started and "tokens-21" in ended

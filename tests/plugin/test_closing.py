@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 
 from loragate.core.verdict import Failure, Judgement, OracleName, Verdict
-from loragate.events.log import EventLog, EventWriter, read_events
+from loragate.events.log import EventLog
 from loragate.events.model import CaseFinished, CaseStarted, Expected, RunStarted, Skipped
 from loragate.matrix.case import Case, Dtype, Site, Tier
 from loragate.matrix.case_run import CaseRun
-from loragate.run.closing import abandon_open_cases, verdict_on
+from loragate.run.closing import abandoned_cases, verdict_on
 
 CASE = Case(
     site=Site.DENSE_DELTA,
@@ -87,15 +87,11 @@ def test_a_case_that_the_plan_left_out_does_not_count():
     assert verdict_on([RUN, OTHER], EventLog((plan(OTHER), end(RUN)))) is Verdict.PASS
 
 
-def test_a_case_that_was_stopped_with_its_leg_is_inconclusive_not_crashed(tmp_path):
-    events = tmp_path / "events.jsonl"
-    with EventWriter(events, run="r") as writer:
-        writer.write(plan())
-        writer.write(CaseStarted(run_id=RUN.run_id, worker="gw0", draw=0, seed=1))
-        writer.write(end(RUN))
-        writer.write(CaseStarted(run_id=RUN.run_id, worker="gw1", draw=1, repeat=2, seed=2))
-    abandon_open_cases(events, run="r", why="interrupted")
-    (last,) = [e for e in read_events(events).events if isinstance(e, CaseFinished)][1:]
+def test_a_case_that_was_stopped_with_its_leg_is_inconclusive_not_crashed():
+    first = CaseStarted(run_id=RUN.run_id, worker="gw0", draw=0, seed=1)
+    second = CaseStarted(run_id=RUN.run_id, worker="gw1", draw=1, repeat=2, seed=2)
+    log = EventLog((plan(), first, end(RUN), second))
+    (last,) = abandoned_cases(log, why="interrupted")
     assert (last.run_id, last.trial, last.subject) == (RUN.run_id, (1, 2), "a")
     assert last.replay == f"loragate replay {RUN.run_id} --draw 1 --repeats 3"
     assert (last.verdict, last.message) == (Verdict.INCONCLUSIVE, "interrupted")

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -14,7 +11,7 @@ from loragate.cli import main
 from loragate.core.gpus import ListedGpu
 from loragate.core.verdict import ExitCode, Verdict
 from loragate.events.log import read_events
-from loragate.events.model import CaseFinished, CaseStarted, LegFinished, Note, RunStarted
+from loragate.events.model import CaseFinished, LegFinished, Note, RunStarted
 from loragate.matrix.case import Tier
 from loragate.matrix.selection import Selection
 from loragate.run import gate
@@ -23,22 +20,6 @@ from loragate.run.opening import RunRequest, opening_events
 pytestmark = pytest.mark.usefixtures("heeded_signals")
 
 MATRICES = Path(__file__).parent / "misbehaving"
-
-
-@pytest.fixture
-def start_gate(tmp_path, subject_environment):
-    def start(*arguments: str) -> subprocess.Popen[str]:
-        return subprocess.Popen(
-            [sys.executable, "-m", "loragate", "gate", *arguments],
-            # wherever it is called from
-            cwd=tmp_path,
-            env=subject_environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-
-    return start
 
 
 def test_a_gate_whose_every_case_passes_exits_with_0_and_leaves_a_report(tmp_path, start_gate):
@@ -68,12 +49,14 @@ def test_a_gate_whose_every_case_passes_exits_with_0_and_leaves_a_report(tmp_pat
     exit_code=ExitCode.INCOMPLETE,
     kept="all finished cases, the interrupted one as inconclusive, and every page",
 )
-def test_ctrl_c_leaves_an_incomplete_run_with_its_report(tmp_path, start_gate, drill):
+def test_ctrl_c_leaves_an_incomplete_run_with_its_report(
+    tmp_path, start_gate, wait_until_it_sleeps, drill
+):
     process = start_gate(
         "--subject=misbehaving_subject:Misbehaving", f"--matrix={MATRICES / 'long_sleep.yaml'}"
     )
     events = tmp_path / "report" / "events.jsonl"
-    wait_for(lambda: sleeping_case_started(events))
+    wait_until_it_sleeps(events)
     process.send_signal(signal.SIGINT)
     output, _ = process.communicate(timeout=60)
     drill(process.returncode, output)
@@ -176,19 +159,3 @@ def test_the_cases_of_a_subject_that_can_run_nothing_here_are_still_expected(mon
     assert plan.skipped == ()
     why = f"subject {subject} can run nothing here: package absent is not installed"
     assert notes == [Note(text=why)]
-
-
-def sleeping_case_started(events: Path) -> bool:
-    if not events.exists():
-        return False
-    seen = read_events(events).events
-    started = {e.run_id[-9:] for e in seen if isinstance(e, CaseStarted)}
-    ended = {e.run_id[-9:] for e in seen if isinstance(e, CaseFinished)}
-    return "tokens-13" in started and "tokens-21" in ended
-
-
-def wait_for(condition) -> None:
-    deadline = time.monotonic() + 120
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -37,6 +38,12 @@ def test_a_subject_brings_the_legs_that_the_registry_declares(
 
 def test_the_cases_run_on_a_gpu_where_there_is_one() -> None:
     assert [leg.name for leg in legs_of(setup_of("torch", has_gpu=True))] == ["gpu"]
+
+
+def test_where_patterns_select_cases_no_leg_runs_that_has_none() -> None:
+    setup = setup_of("vllm", "lorakernels")
+    some = replace(setup, selection=replace(setup.selection, patterns=("dense_delta",)))
+    assert [leg.name for leg in legs_of(some)] == ["interpreter"]
 
 
 def test_only_the_compile_leg_has_expected_results_besides_cases() -> None:

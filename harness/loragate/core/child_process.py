@@ -1,6 +1,7 @@
 """Child processes: one watched with its log, many ended together, and a module run to its end.
 
-Invariant: nothing that a watched child or one of a `ProcessPool` has started outlives it.
+Invariant: nothing that a watched child or one of a `ProcessPool` has started outlives it, nor this
+process, even if that is killed by SIGKILL.
 """
 
 from __future__ import annotations
@@ -16,7 +17,9 @@ from contextlib import suppress
 from dataclasses import dataclass
 from enum import Enum, auto
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
+
+from loragate.core import group_guard
 
 _TICK_S = 0.2
 # the record is complete at any time, and a cancelled CI job has only a few seconds
@@ -93,6 +96,7 @@ class ProcessPool:
             _signal_group(child.pid, signal.SIGKILL)
             # its number may be another's from here on
             self._running.discard(child.pid)
+            _GUARD.discard(child.pid)
         child.wait()
 
     def close(self) -> None:
@@ -101,6 +105,44 @@ class ProcessPool:
             self._closed = True
             for pid in self._running:
                 _signal_group(pid, signal.SIGKILL)
+
+
+class _Guard:
+    """The process that kills the groups of this one when it is gone. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._process: subprocess.Popen[bytes] | None = None
+        self._owner = 0
+
+    def add(self, group: int) -> None:
+        self._tell(b"+%d\n" % group)
+
+    def discard(self, group: int) -> None:
+        self._tell(b"-%d\n" % group)
+
+    def _tell(self, line: bytes) -> None:
+        # somebody may have killed the guard, which costs its service and nothing else
+        with self._lock, suppress(OSError):
+            self._input().write(line)
+
+    def _input(self) -> IO[bytes]:
+        # a fork shares the pipe of its parent, but has groups of its own
+        if self._process is None or self._owner != os.getpid():
+            self._process = subprocess.Popen(
+                (sys.executable, "-I", "-S", group_guard.__file__),
+                stdin=subprocess.PIPE,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                bufsize=0,
+                start_new_session=True,
+            )
+            self._owner = os.getpid()
+        assert self._process.stdin is not None
+        return self._process.stdin
+
+
+_GUARD = _Guard()
 
 
 def watch(
@@ -150,12 +192,15 @@ def _stop(child: subprocess.Popen[bytes]) -> None:
             child.wait(_GRACE_S)
     # also the children of a child that has ended
     _signal_group(child.pid, signal.SIGKILL)
+    _GUARD.discard(child.pid)
     child.wait()
 
 
 def _start_group(command: Sequence[str], **options: Any) -> subprocess.Popen[bytes]:
     # a group of its own, so that the child and all that it starts can be stopped together
-    return subprocess.Popen(command, start_new_session=True, **options)
+    child = subprocess.Popen(command, start_new_session=True, **options)
+    _GUARD.add(child.pid)
+    return child
 
 
 def _signal_group(pid: int, number: signal.Signals) -> None:

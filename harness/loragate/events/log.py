@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import cache
 from pathlib import Path
@@ -69,6 +69,10 @@ class EventLog:
     unknown: int = 0
     damaged: int = 0
     foreign: int = 0
+
+    def with_events(self, events: Iterable[Event]) -> EventLog:
+        """The same log with more events at its end."""
+        return replace(self, events=(*self.events, *events))
 
 
 class EventWriter:
@@ -131,12 +135,12 @@ def encode(event: Event, *, run: str) -> str:
     return line.decode()
 
 
-def read_events(path: Path) -> EventLog:
-    """Events of the run of the file's first RunStarted, or of its first record if there is none.
+def read_events(path: Path, *, run: str | None = None) -> EventLog:
+    """Events of `run`; without it, of the run of the file's first RunStarted, or of its first
+    record if there is none.
 
     Raises EventsError if there is no such file or a record was written by a newer version.
     """
-    run: str | None = None
     read: list[tuple[str, Event]] = []
     unknown = damaged = 0
     for number, line in enumerate(_lines(path), start=1):

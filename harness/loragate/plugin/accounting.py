@@ -16,10 +16,10 @@ from typing import Any
 import pytest
 
 from loragate.core.verdict import ExitCode
-from loragate.events.log import EventWriter
 from loragate.matrix.case_run import CaseRun
 from loragate.plugin.collection import case_run_of, case_run_of_id
 from loragate.plugin.crash_report import crash_report
+from loragate.plugin.judging import unrecorded
 from loragate.plugin.options import SETTINGS, Role, Settings
 from loragate.plugin.session_run import SessionRun
 from loragate.plugin.sticky import lost_device
@@ -85,6 +85,11 @@ class Accounting:
             self._recent[_worker_of(report)].append(run.id)
         if lost_device(report):
             self._lost_device.add(report.nodeid)
+        problem = unrecorded(report)
+        if problem is not None:
+            self._run.record.note_problem(problem)
+            # nothing that runs from here on could be judged
+            pytest.exit(problem, returncode=ExitCode.INFRASTRUCTURE.value)
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
         # with --continue-on-collection-errors the cases of other modules still run
@@ -108,8 +113,7 @@ class Accounting:
             stacks=self._settings.stack_file(worker),
             ran_before=tuple(self._recent[worker]),
         )
-        with EventWriter(self._settings.events, run=self._settings.run) as writer:
-            writer.write(finished)
+        self._run.record.write([finished])
         file, _, test = crashitem.partition("::")
         report.when, report.location = "call", (file, None, test)
         report.longrepr = render_evidence(finished)

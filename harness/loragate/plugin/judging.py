@@ -6,19 +6,23 @@ import gc
 import os
 from collections.abc import Iterator
 from contextlib import suppress
+from pathlib import Path
 from typing import Protocol
 
 import pytest
 
 from loragate.core.verdict import Failure, Verdict
 from loragate.events.log import EventWriter, read_events
-from loragate.events.model import CaseFinished, CaseStarted, KnownFinding
+from loragate.events.model import CaseFinished, CaseStarted, Event, KnownFinding
 from loragate.matrix.case_run import CaseRun
 from loragate.plugin.collection import case_run_of
 from loragate.plugin.options import SETTINGS
 from loragate.plugin.sticky import mark_device_lost
 from loragate.report.evidence import render_evidence
 from loragate.report.known import excused, known_in, listed_findings, standing
+from loragate.run.run_record import unwritten
+
+_UNRECORDED = "loragate_unrecorded"
 
 
 class Judge(Protocol):
@@ -42,21 +46,54 @@ def pytest_runtestloop(session: pytest.Session) -> None:
     gc.freeze()
 
 
+class CaseRecord:
+    """Appends to the events of the run. Opened by the first event: a session without cases has
+    no report."""
+
+    def __init__(self, path: Path, run: str) -> None:
+        self._path = path
+        self._run = run
+        self._writer: EventWriter | None = None
+
+    def write(self, event: Event, item: pytest.Item) -> None:
+        """Fails the test, and has the session end, if the event cannot be recorded."""
+        try:
+            if self._writer is None:
+                self._writer = EventWriter(self._path, run=self._run)
+            self._writer.write(event)
+        except OSError as error:
+            problem = unwritten(self._path, error)
+            item.user_properties.append((_UNRECORDED, problem))
+            pytest.fail(problem, pytrace=False)
+
+    def close(self) -> None:
+        if self._writer is not None:
+            self._writer.close()
+
+
+def unrecorded(report: pytest.TestReport) -> str | None:
+    """Why the result of a case could not be recorded; None if it was."""
+    found = dict(report.user_properties).get(_UNRECORDED)
+    return None if found is None else str(found)
+
+
 @pytest.fixture(scope="session")
-def _events(request: pytest.FixtureRequest) -> Iterator[EventWriter]:
+def _events(request: pytest.FixtureRequest) -> Iterator[CaseRecord]:
     settings = request.config.stash[SETTINGS]
-    with EventWriter(settings.events, run=settings.run) as writer:
-        yield writer
+    record = CaseRecord(settings.events, settings.run)
+    yield record
+    record.close()
 
 
 @pytest.fixture(scope="session")
 def _listed(request: pytest.FixtureRequest) -> tuple[KnownFinding, ...]:
-    return listed_findings(read_events(request.config.stash[SETTINGS].events).events)
+    settings = request.config.stash[SETTINGS]
+    return listed_findings(read_events(settings.events, run=settings.run).events)
 
 
 @pytest.fixture
 def judge(
-    request: pytest.FixtureRequest, _events: EventWriter, _listed: tuple[KnownFinding, ...]
+    request: pytest.FixtureRequest, _events: CaseRecord, _listed: tuple[KnownFinding, ...]
 ) -> Judge:
     """Judges one case: passes, skips or fails the test, and appends to the run's events."""
     item: pytest.Item = request.node
@@ -64,7 +101,7 @@ def judge(
 
 
 def _judge(
-    run: CaseRun, item: pytest.Item, events: EventWriter, listed: tuple[KnownFinding, ...]
+    run: CaseRun, item: pytest.Item, events: CaseRecord, listed: tuple[KnownFinding, ...]
 ) -> None:
     # kernels may only be imported once the interpreter is selected
     from loragate.run.trial import open_trial, run_case
@@ -78,9 +115,9 @@ def _judge(
     started = CaseStarted(
         run_id=run.run_id, worker=worker, draw=run.draw, repeat=run.repeat, seed=run.seed
     )
-    events.write(started)
+    events.write(started, item)
     finished = run_case(run, trial, worker=worker, gpu=gpu)
-    events.write(finished)
+    events.write(finished, item)
     _conclude(finished, item, listed)
 
 

@@ -8,19 +8,21 @@ from __future__ import annotations
 
 import time
 from collections.abc import Collection
+from contextlib import ExitStack
 
 import pytest
 
+from loragate.core.errors import CommandError
 from loragate.core.verdict import EXIT_CODES, ExitCode, Verdict, worst
-from loragate.events.log import EventWriter, read_events
-from loragate.events.model import Event, LegFinished, LegStarted
+from loragate.events.model import LegFinished, LegStarted
 from loragate.matrix.case_run import CaseRun
 from loragate.plugin.options import Ownership, Settings
 from loragate.report.summary import Summary
-from loragate.run.closing import close_run, verdict_on
-from loragate.run.folder import clear_folder
+from loragate.run.closing import verdict_on
+from loragate.run.folder import clear_folder, hold_folder
 from loragate.run.opening import RunRequest
-from loragate.run.opening_process import PlanningError, opening_events_of_child
+from loragate.run.opening_process import opening_events_of_child
+from loragate.run.run_record import RunRecord
 
 _LEG = "pytest"
 
@@ -28,6 +30,8 @@ _LEG = "pytest"
 class SessionRun:
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
+        self.record = RunRecord(settings.report, run=settings.run)
+        self._held = ExitStack()
         self._begin = time.monotonic()
         self.begun = False
         # only for a run of its own, once it has ended
@@ -45,25 +49,27 @@ class SessionRun:
         other_failures: how much failed in the session besides cases.
         """
         settings = self._settings
-        verdict, message = verdict_on(runs, read_events(settings.events)), ""
+        verdict, message = verdict_on(runs, self.record.read()), ""
         if other_failures:
             noun = "failure" if other_failures == 1 else "failures"
             verdict = worst([verdict, Verdict.FAIL])
             message = f"{other_failures} {noun} outside of the cases, reported by pytest"
+        if not self.record.is_whole:
+            verdict = worst([verdict, Verdict.INFRA])
         exit_code = EXIT_CODES[verdict]
         if settings.ownership is Ownership.JOINED:
             return exit_code
         duration_s = time.monotonic() - self._begin
-        self._write(
-            LegFinished(
-                name=_LEG,
-                verdict=verdict,
-                exit_code=exit_code.value,
-                duration_s=duration_s,
-                message=message,
-            )
+        leg = LegFinished(
+            name=_LEG,
+            verdict=verdict,
+            exit_code=exit_code.value,
+            duration_s=duration_s,
+            message=message,
         )
-        self.summary = close_run(settings.report, run=settings.run, duration_s=duration_s)
+        self.record.write([leg])
+        self.summary = self.record.close(duration_s=duration_s)
+        self._held.close()
         return self.summary.exit_code
 
     def _open(self, runs: Collection[CaseRun]) -> None:
@@ -77,12 +83,8 @@ class SessionRun:
                     only=frozenset(run.run_id for run in runs),
                 )
             )
-        except PlanningError as error:
+            self._held.enter_context(hold_folder(self._settings.report))
+        except CommandError as error:
             pytest.exit(str(error), returncode=error.exit_code.value)
         clear_folder(self._settings.report)
-        for event in (*opening, LegStarted(name=_LEG)):
-            self._write(event)
-
-    def _write(self, event: Event) -> None:
-        with EventWriter(self._settings.events, run=self._settings.run) as writer:
-            writer.write(event)
+        self.record.write([*opening, LegStarted(name=_LEG)])

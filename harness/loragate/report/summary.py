@@ -83,8 +83,11 @@ class Summary:
         return tuple(case for verdict in order for case in self.cases if case.verdict is verdict)
 
 
-def summarize(log: EventLog) -> Summary:
-    """Judge a run. The order of the events does not matter."""
+def summarize(log: EventLog, *, problems: Sequence[str] = ()) -> Summary:
+    """Judge a run. The order of the events does not matter.
+
+    problems: what kept the record from being complete; with one, the run is no better than INFRA.
+    """
     plan = _last(log.events, RunStarted)
     finished = _last(log.events, RunFinished)
     cases = case_outcomes(log.events)
@@ -103,6 +106,7 @@ def summarize(log: EventLog) -> Summary:
         *_gaps(counts, missing),
         *_draw_gaps(draws),
         *_run_findings(plan, finished),
+        *((Verdict.INFRA, problem) for problem in problems),
     ]
     verdict = worst([verdict for verdict, _ in findings] or [Verdict.PASS])
     return Summary(

@@ -15,8 +15,13 @@ HTML_NAME = "index.html"
 
 
 def write_report(events_path: Path, out_dir: Path) -> Summary:
-    """Write junit.xml and index.html to `out_dir`. Raises EventsError if there are no events."""
+    """Judge the events and write the pages. Raises EventsError if there are no events, OSError."""
     summary = summarize(read_events(events_path))
+    write_pages(summary, out_dir)
+    return summary
+
+
+def write_pages(summary: Summary, out_dir: Path) -> None:
+    """Write junit.xml and index.html to `out_dir`. Raises OSError."""
     write_atomically(out_dir / JUNIT_NAME, render_junit(summary))
     write_atomically(out_dir / HTML_NAME, render_html(summary))
-    return summary

@@ -1,31 +1,18 @@
-"""The end of a run: judge it from its events and write its reports."""
+"""Cases that never ended, and the verdict of a session. Pure."""
 
 from __future__ import annotations
 
-from collections.abc import Collection
-from pathlib import Path
+from collections.abc import Collection, Iterator
 
 from loragate.core.verdict import Verdict, worst
-from loragate.core.versions import utc_now
-from loragate.events.log import EventLog, EventWriter, read_events
-from loragate.events.model import CaseFinished, CaseStarted, RunFinished, RunStarted
+from loragate.events.log import EventLog
+from loragate.events.model import CaseFinished, CaseStarted, RunStarted
 from loragate.matrix.case_run import CaseRun, replay_command
 from loragate.report.outcomes import case_outcomes
-from loragate.report.summary import Summary
-from loragate.report.write import write_report
-from loragate.run.folder import EVENTS
 
 
-def close_run(report: Path, *, run: str, duration_s: float) -> Summary:
-    """Append the end of the run to the events in `report`, and write the reports from them."""
-    with EventWriter(report / EVENTS, run=run) as writer:
-        writer.write(RunFinished(finished_at=utc_now(), duration_s=duration_s))
-    return write_report(report / EVENTS, report)
-
-
-def abandon_open_cases(events: Path, *, run: str, why: str) -> None:
-    """Record an inconclusive end for the cases that were running when their leg was stopped."""
-    log = read_events(events)
+def abandoned_cases(log: EventLog, *, why: str) -> Iterator[CaseFinished]:
+    """An inconclusive end for each case that was running when its leg was stopped."""
     ended = {(e.run_id, e.trial) for e in log.events if isinstance(e, CaseFinished)}
     owners = {
         run_id: expected
@@ -35,27 +22,24 @@ def abandon_open_cases(events: Path, *, run: str, why: str) -> None:
         for run_id in expected.run_ids
     }
     starts = [event for event in log.events if isinstance(event, CaseStarted)]
-    with EventWriter(events, run=run) as writer:
-        for start in starts:
-            if (start.run_id, start.trial) in ended or start.run_id not in owners:
-                continue
-            owner = owners[start.run_id]
-            writer.write(
-                CaseFinished(
-                    run_id=start.run_id,
-                    subject=owner.subject,
-                    site=owner.site,
-                    draw=start.draw,
-                    repeat=start.repeat,
-                    seed=start.seed,
-                    worker=start.worker,
-                    verdict=Verdict.INCONCLUSIVE,
-                    judgements=(),
-                    duration_s=0.0,
-                    replay=replay_command(start.run_id, *start.trial),
-                    message=why,
-                )
-            )
+    for start in starts:
+        if (start.run_id, start.trial) in ended or start.run_id not in owners:
+            continue
+        owner = owners[start.run_id]
+        yield CaseFinished(
+            run_id=start.run_id,
+            subject=owner.subject,
+            site=owner.site,
+            draw=start.draw,
+            repeat=start.repeat,
+            seed=start.seed,
+            worker=start.worker,
+            verdict=Verdict.INCONCLUSIVE,
+            judgements=(),
+            duration_s=0.0,
+            replay=replay_command(start.run_id, *start.trial),
+            message=why,
+        )
 
 
 def verdict_on(runs: Collection[CaseRun], log: EventLog) -> Verdict:

@@ -1,10 +1,18 @@
-"""The folder of a report. Invariant: files of an earlier run are moved aside, never deleted."""
+"""The folder of a report.
+
+Invariants: files of an earlier run are moved aside, never deleted; one run at a time writes there.
+"""
 
 from __future__ import annotations
 
 import json
+from contextlib import AbstractContextManager
 from pathlib import Path
 
+from filelock import FileLock, Timeout
+
+from loragate.core.errors import CommandError
+from loragate.core.verdict import ExitCode
 from loragate.report.write import HTML_NAME, JUNIT_NAME
 
 EVENTS = "events.jsonl"
@@ -12,19 +20,49 @@ EVENTS = "events.jsonl"
 LOGS = "logs"
 WORKERS = "workers"
 _PREVIOUS = "previous"
+_LOCK = ".lock"
 # other files in the folder belong to somebody else and stay
 _OURS = (EVENTS, JUNIT_NAME, HTML_NAME, LOGS, WORKERS)
 
 
+def hold_folder(report: Path) -> AbstractContextManager[object]:
+    """Keep every other run out of `report` until the returned context ends, or this process.
+
+    The folder is made; what it holds stays. Raises CommandError if a run has it already, or nothing
+    can be written there.
+    """
+    try:
+        report.mkdir(parents=True, exist_ok=True)
+        # in the folder itself, which may lie on a disk that several machines share
+        return FileLock(report / _LOCK).acquire(blocking=False)
+    except Timeout as error:
+        name = _run_name(report / EVENTS) or "another run"
+        message = f"report folder {report}: {name} is writing there; wait for it, or name another"
+        raise CommandError(message, ExitCode.USAGE) from error
+    except (FileExistsError, NotADirectoryError) as error:
+        message = f"report folder {report}: there is a file in its place; name a folder"
+        raise CommandError(message, ExitCode.USAGE) from error
+    except (OSError, NotImplementedError) as error:
+        message = f"report folder {report}: cannot be written: {error}"
+        raise CommandError(message, ExitCode.INFRASTRUCTURE) from error
+
+
 def clear_folder(report: Path) -> None:
-    """Move an earlier report in `report` to an archive folder; `report` need not exist."""
+    """Move an earlier report in `report` to an archive folder; `report` need not exist.
+
+    Raises CommandError.
+    """
     left = [report / name for name in _OURS if (report / name).exists()]
-    if left:
-        archive = _archive_folder(report)
-        archive.mkdir(parents=True)
-        for path in left:
-            path.rename(archive / path.name)
-    report.mkdir(parents=True, exist_ok=True)
+    try:
+        if left:
+            archive = _archive_folder(report)
+            archive.mkdir(parents=True)
+            for path in left:
+                path.rename(archive / path.name)
+        report.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        message = f"report folder {report}: an earlier report cannot be moved aside: {error}"
+        raise CommandError(message, ExitCode.INFRASTRUCTURE) from error
 
 
 def _archive_folder(report: Path) -> Path:

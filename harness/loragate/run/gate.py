@@ -17,17 +17,18 @@ from loragate.core.child_process import Cause, Ending, watch
 from loragate.core.errors import CommandError
 from loragate.core.gpus import DriverError, list_gpus, visible_gpus
 from loragate.core.verdict import ExitCode, Verdict
-from loragate.events.log import EventTail, EventWriter
+from loragate.events.log import EventTail
 from loragate.events.model import Event, LegFinished, LegStarted, RunStarted
 from loragate.matrix.case import Tier
 from loragate.report.progress import Liveness, Progress
 from loragate.report.summary import Summary
 from loragate.report.terminal import colour_for, render_summary
-from loragate.run.closing import abandon_open_cases, close_run
-from loragate.run.folder import EVENTS, LOGS, clear_folder
+from loragate.run.closing import abandoned_cases
+from loragate.run.folder import EVENTS, LOGS, clear_folder, hold_folder
 from loragate.run.legs import GateSetup, Leg, verdict_of_exit
 from loragate.run.opening import RunRequest
 from loragate.run.opening_process import opening_events_of_child
+from loragate.run.run_record import RunRecord, unwritten
 
 # longer than any deadline of a case, so that only a leg that lost its own watchdog gets here
 _PATIENCE_S = 900.0
@@ -85,34 +86,46 @@ class Gate:
     def __init__(self, setup: GateSetup) -> None:
         self.interrupted = False
         self._report = setup.report
-        self._name = setup.run
         self._colour = colour_for(sys.stdout, os.environ)
         liveness = Liveness.TERMINAL if sys.stdout.isatty() else Liveness.LOG
         self._progress = Progress(self._colour, liveness)
-        self._tail = EventTail(self._report / EVENTS, run=self._name)
+        self._tail = EventTail(self._report / EVENTS, run=setup.run)
+        self._record = RunRecord(self._report, run=setup.run)
 
     def run(self, opening: Iterable[Event], legs: Iterable[Leg]) -> Summary:
-        """`opening`: the events of `plan_gate`. An earlier report in the folder is moved aside."""
-        clear_folder(self._report)
+        """`opening`: the events of `plan_gate`. An earlier report in the folder is moved aside.
+
+        Raises CommandError if another run writes to the folder.
+        """
+        with hold_folder(self._report):
+            clear_folder(self._report)
+            summary = self._run_legs(opening, legs)
+        print(f"\n{render_summary(summary, self._colour)}")
+        print(f"report: {self._report}")
+        return summary
+
+    def _run_legs(self, opening: Iterable[Event], legs: Iterable[Leg]) -> Summary:
         begin = time.monotonic()
         self._write(opening)
         for leg in legs:
             if self._run_leg(leg) is Cause.INTERRUPTED:
                 self.interrupted = True
                 break
-        summary = close_run(self._report, run=self._name, duration_s=time.monotonic() - begin)
-        print(f"\n{render_summary(summary, self._colour)}")
-        print(f"report: {self._report}")
-        return summary
+        return self._record.close(duration_s=time.monotonic() - begin)
 
     def _run_leg(self, leg: Leg) -> Cause:
         begin = time.monotonic()
         self._write([LegStarted(name=leg.name)])
         log = self._report / LOGS / f"{leg.name}.log"
-        ending = watch(leg.command, log=log, patience_s=_PATIENCE_S, tick=self._show)
+        try:
+            ending = watch(leg.command, log=log, patience_s=_PATIENCE_S, tick=self._show)
+        except OSError as error:
+            # a leg that cannot start costs no other leg its result
+            self._record.note_problem(unwritten(log, error))
+            return Cause.EXITED
         verdict, message = _judge(ending)
         if ending.cause is not Cause.EXITED:
-            abandon_open_cases(self._report / EVENTS, run=self._name, why=message)
+            self._write(tuple(abandoned_cases(self._record.read(), why=message)))
         finished = LegFinished(
             name=leg.name,
             verdict=verdict,
@@ -125,9 +138,7 @@ class Gate:
         return ending.cause
 
     def _write(self, events: Iterable[Event]) -> None:
-        with EventWriter(self._report / EVENTS, run=self._name) as writer:
-            for event in events:
-                writer.write(event)
+        self._record.write(events)
         self._show()
 
     def _show(self) -> bool:

@@ -57,11 +57,12 @@ class Leg:
 
 
 def legs_of(setup: GateSetup) -> tuple[Leg, ...]:
-    """The legs in the order in which they run; the first one runs the cases."""
+    """The legs in the order in which they run; the first one runs the cases. It is the only one
+    where patterns select some of the cases: the others do not depend on a case."""
+    applying = [kind for kind in LEGS if kind.applies(setup)]
+    wanted = applying[:1] if setup.selection.patterns else applying
     return tuple(
-        Leg(kind.name, kind.command(setup), tuple(kind.expected(setup)))
-        for kind in LEGS
-        if kind.applies(setup)
+        Leg(kind.name, kind.command(setup), tuple(kind.expected(setup))) for kind in wanted
     )
 
 
