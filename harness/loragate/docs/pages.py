@@ -13,6 +13,7 @@ from typing import Any
 
 from loragate.bench.kinds import KINDS
 from loragate.bench.plots import Plot, is_current, plots_of
+from loragate.docs import drills
 from loragate.docs.blocks import content_of, replaced
 from loragate.docs.results import bars_table, gate_sentences, provenance_line, summary
 from loragate.faults.record import GPU_SECTION, SECTION, upgraded
@@ -57,6 +58,14 @@ class Block:
     name: str
     render: Callable[[Records], str]
 
+    def content(self, records: Records) -> str:
+        """Raises ResultsError for a record that is missing, or lacks what the block shows."""
+        try:
+            return self.render(records)
+        except (KeyError, IndexError, TypeError) as error:
+            text = f"{self.page}: block {self.name!r}: a record lacks {error}"
+            raise ResultsError(text) from error
+
 
 def _summary(records: Records) -> str:
     names = ("bench_dense", "bench_moe", "gate", "gate_seeds")
@@ -92,6 +101,11 @@ def _gate(records: Records) -> str:
     return gate_sentences(records.gpu("gate"), records.gpu("gate_seeds"))
 
 
+def _drills(records: Records) -> str:
+    section = records.cpu(drills.SECTION)
+    return f"{drills.drills_table(section)}\n\n{provenance_line(section)}"
+
+
 BLOCKS = (
     Block("README.md", "detection", _detection),
     Block("README.md", "results", _summary),
@@ -100,6 +114,7 @@ BLOCKS = (
     Block("docs/benchmarks.md", "bench moe", _table("moe")),
     Block("docs/benchmarks.md", "gate", _gate),
     Block("docs/faults.md", "kill rates", _kill_rates),
+    Block("docs/reliability.md", "drills", _drills),
 )
 
 
@@ -110,7 +125,7 @@ def stale_parts(root: Path) -> Iterator[str]:
     records = Records(root)
     for block in BLOCKS:
         text = (root / block.page).read_text(encoding="utf-8")
-        if content_of(text, block.name, page=block.page) != block.render(records):
+        if content_of(text, block.name, page=block.page) != block.content(records):
             yield f"{block.page}: block {block.name!r}"
     if (root / FINDINGS_PAGE).read_text(encoding="utf-8") != _findings_page(root):
         yield str(FINDINGS_PAGE)
@@ -125,7 +140,7 @@ def write_pages(root: Path) -> None:
     texts: dict[str, str] = {}
     for block in BLOCKS:
         text = texts.get(block.page) or (root / block.page).read_text(encoding="utf-8")
-        content = block.render(records)
+        content = block.content(records)
         texts[block.page] = replaced(text, block.name, content, page=block.page)
     texts[str(FINDINGS_PAGE)] = _findings_page(root)
     for page, text in texts.items():
