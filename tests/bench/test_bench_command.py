@@ -93,7 +93,11 @@ def test_a_record_is_shown_as_a_table_followed_by_its_bars(
     assert "| down 12288 -> 4096 | 1 | 16 | 9.0 | 1.0 | - |" in shown
     assert "* added time over a baseline, worst row: **-** (not measured: bar 1.0)" in shown
     assert bench("show", str(tmp_path / "other.json")) is ExitCode.USAGE
-    assert "no section 'bench_dense'" in capsys.readouterr().err
+    assert "other.json: no such file" in capsys.readouterr().err
+    update_section(record, "else", {})
+    assert bench("show", str(record), "moe") is ExitCode.USAGE
+    problem = "record.json: no section 'bench_moe'; recorded are: bench_dense, else"
+    assert problem in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

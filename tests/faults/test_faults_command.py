@@ -362,4 +362,4 @@ def test_a_file_without_a_record_is_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["faults", "--show", str(tmp_path / "none.json")]) == ExitCode.USAGE
-    assert "no section 'faults'" in capsys.readouterr().err
+    assert "none.json: no such file" in capsys.readouterr().err

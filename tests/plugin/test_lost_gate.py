@@ -143,3 +143,19 @@ def test_a_run_whose_pages_do_not_fit_is_judged_from_its_events(gate_on_small_di
     events = read_events(kept / "events.jsonl").events
     assert isinstance(events[-1], RunFinished)
     assert main(["report", str(kept)]) == ExitCode.OK
+
+
+@pytest.mark.drill(
+    tried="A reader of the output that leaves early, as in `loragate gate | head -1`",
+    exit_code=ExitCode.OK,
+    kept="everything; the exit code is that of the run",
+)
+def test_a_gate_whose_reader_has_left_runs_to_its_end(tmp_path, start_gate, drill):
+    gate = start_gate("--subject=torch", f"--matrix={MATRICES / 'four_good.yaml'}")
+    assert gate.stdout is not None
+    assert "4 cases of torch" in gate.stdout.readline()
+    gate.stdout.close()
+    drill(gate.wait(120))
+    events = read_events(tmp_path / "report" / "events.jsonl").events
+    assert isinstance(events[-1], RunFinished)
+    assert (tmp_path / "report" / "index.html").exists()

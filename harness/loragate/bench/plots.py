@@ -19,7 +19,7 @@ from loragate.bench.moe_rows import PROJECTIONS
 from loragate.bench.moe_rows import RANKS as MOE_RANKS
 from loragate.bench.rows import LINEARS
 from loragate.bench.rows import RANKS as DENSE_RANKS
-from loragate.records.results import ResultsError, read_section
+from loragate.records.results import require_section
 
 _DIGEST = "loragate-figures:"
 _TITLES = {
@@ -136,7 +136,4 @@ def write_plots(plots: Iterable[Plot], folder: Path) -> list[Path]:
 
 
 def _section(record: Path, kind: str) -> dict[str, object]:
-    section = read_section(record, KINDS[kind].section)
-    if section is None:
-        raise ResultsError(f"{record}: no section {KINDS[kind].section!r}")
-    return section
+    return require_section(record, KINDS[kind].section)

@@ -20,7 +20,7 @@ from loragate.bench.text import markdown_bars
 from loragate.commands.record_options import add_record_options, open_record
 from loragate.core.errors import CommandError, usage_errors
 from loragate.core.verdict import ExitCode, Verdict, worst
-from loragate.records.results import ResultsError, read_section
+from loragate.records.results import ResultsError, require_section
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -77,9 +77,7 @@ def run(arguments: argparse.Namespace) -> ExitCode:
 def run_show_command(arguments: argparse.Namespace) -> ExitCode:
     kind = KINDS[arguments.kind]
     with usage_errors():
-        section = read_section(arguments.record, kind.section)
-        if section is None:
-            raise ResultsError(f"{arguments.record}: no section {kind.section!r}")
+        section = require_section(arguments.record, kind.section)
         figures = _figures(arguments.record, kind, section)
         print(kind.markdown(figures), "", *markdown_bars(figures.bars()), sep="\n")
     return ExitCode.OK

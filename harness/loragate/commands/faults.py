@@ -27,7 +27,7 @@ from loragate.faults.record_update import FaultRecord, Plantings
 from loragate.faults.tables import BAD, render_markdown, render_terminal
 from loragate.matrix.plan import is_selected
 from loragate.matrix.problems import nearest
-from loragate.records.results import ResultsError
+from loragate.records.results import require_section
 
 _JOBS = 2
 # many times what a fault takes, for a busy machine; on a GPU every kernel is compiled first
@@ -201,7 +201,8 @@ def _section(arguments: argparse.Namespace) -> str:
 def _show(path: Path) -> ExitCode:
     record = read_faults(path, SECTION) or read_faults(path, GPU_SECTION)
     if record is None:
-        raise ResultsError(f"{path}: no section {SECTION!r}")
+        # raises, and names what there is instead
+        record = require_section(path, SECTION)
     print(render_markdown(record))
     if unfinished := record.get("unfinished"):
         which = f"{len(unfinished)} not planted yet: {', '.join(unfinished[:3])}"

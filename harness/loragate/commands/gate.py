@@ -9,6 +9,7 @@ from pathlib import Path
 from loragate.commands.record_options import add_record_options, open_record
 from loragate.commands.selection_options import add_selection_options, selection_from
 from loragate.core.errors import usage_errors
+from loragate.core.output import say
 from loragate.core.verdict import ExitCode
 from loragate.core.versions import new_run_name
 from loragate.matrix.selection import Selection
@@ -41,14 +42,14 @@ def run(arguments: argparse.Namespace) -> ExitCode:
     )
     legs = legs_of(setup)
     opening = plan_gate(setup, legs, record=arguments.record)
-    print(headline(opening))
+    say(headline(opening))
     gate = Gate(setup)
     summary = gate.run(opening, legs)
     if recorder and gate.interrupted:
         print(f"interrupted: {recorder.path} stays as it was", file=sys.stderr)
     elif recorder and summary.plan is not None:
         recorder.save(outcome(summary, matrix=arguments.matrix or ()))
-        print(f"recorded as {recorder.section} in {recorder.path}")
+        say(f"recorded as {recorder.section} in {recorder.path}")
     return summary.exit_code
 
 

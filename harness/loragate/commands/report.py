@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 
 from loragate.core.errors import CommandError, usage_errors
+from loragate.core.output import say
 from loragate.core.verdict import ExitCode
 from loragate.report.terminal import colour_for, render_summary
 from loragate.report.write import write_report
@@ -33,6 +34,6 @@ def run(arguments: argparse.Namespace) -> ExitCode:
             summary = write_report(folder / EVENTS, folder)
     except OSError as error:
         raise CommandError(unwritten(folder, error), ExitCode.INFRASTRUCTURE) from error
-    print(render_summary(summary, colour_for(sys.stdout, os.environ)))
-    print(f"report: {folder}")
+    say(render_summary(summary, colour_for(sys.stdout, os.environ)))
+    say(f"report: {folder}")
     return summary.exit_code

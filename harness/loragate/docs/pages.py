@@ -20,7 +20,7 @@ from loragate.faults.record import GPU_SECTION, SECTION, upgraded
 from loragate.faults.tables import render_detection, render_markdown
 from loragate.findings.load import load_ledger
 from loragate.findings.page import render_page
-from loragate.records.results import ResultsError, read_section
+from loragate.records.results import ResultsError, require_section
 
 CPU_RECORD = Path("ci/results/cpu.json")
 GPU_RECORD = Path("ci/results/nvidia-h200.json")
@@ -46,10 +46,7 @@ class Records:
         return plots_of(self.root / GPU_RECORD)
 
     def _section(self, record: Path, name: str) -> dict[str, Any]:
-        section = read_section(self.root / record, name)
-        if section is None:
-            raise ResultsError(f"{record}: no section {name!r}")
-        return section
+        return require_section(self.root / record, name)
 
 
 @dataclass(frozen=True, slots=True)

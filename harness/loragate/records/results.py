@@ -31,6 +31,18 @@ def read_section(path: Path, name: str) -> dict[str, Any] | None:
     return section
 
 
+def require_section(path: Path, name: str) -> dict[str, Any]:
+    """A recorded section. Raises ResultsError, which names the sections that there are."""
+    if not path.exists():
+        raise ResultsError(f"{path}: no such file")
+    sections = _read(path)["sections"]
+    if name not in sections:
+        recorded = ", ".join(sorted(sections)) or "none"
+        raise ResultsError(f"{path}: no section {name!r}; recorded are: {recorded}")
+    section: dict[str, Any] = sections[name]
+    return section
+
+
 def update_section(path: Path, name: str, payload: Mapping[str, Any]) -> None:
     """Replace section `name` by `payload`. Other sections stay, including those that another run
     writes at the same time. Raises ResultsError, or OSError if the file cannot be written."""

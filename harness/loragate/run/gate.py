@@ -16,6 +16,7 @@ from pathlib import Path
 from loragate.core.child_process import Cause, Ending, watch
 from loragate.core.errors import CommandError
 from loragate.core.gpus import DriverError, list_gpus, visible_gpus
+from loragate.core.output import say
 from loragate.core.verdict import ExitCode, Verdict
 from loragate.events.log import EventTail
 from loragate.events.model import Event, LegFinished, LegStarted, RunStarted
@@ -100,8 +101,8 @@ class Gate:
         with hold_folder(self._report):
             clear_folder(self._report)
             summary = self._run_legs(opening, legs)
-        print(f"\n{render_summary(summary, self._colour)}")
-        print(f"report: {self._report}")
+        say(f"\n{render_summary(summary, self._colour)}")
+        say(f"report: {self._report}")
         return summary
 
     def _run_legs(self, opening: Iterable[Event], legs: Iterable[Leg]) -> Summary:
@@ -145,8 +146,7 @@ class Gate:
         """Print the progress; whether there was any."""
         events = self._tail.poll()
         for event in events:
-            sys.stdout.write(self._progress.feed(event))
-        sys.stdout.flush()
+            say(self._progress.feed(event), end="")
         return bool(events)
 
 
