@@ -9,8 +9,8 @@ import pytest
 from loragate.commands import findings as cli
 from loragate.core.verdict import EXIT_CODES, ExitCode, Failure, Judgement, OracleName, Verdict
 from loragate.findings.ledger import (
-    CasePattern,
     Finding,
+    Judged,
     Kind,
     Observation,
     Seen,
@@ -21,6 +21,7 @@ from loragate.findings.ledger import (
     verdict_of,
 )
 from loragate.findings.load import LedgerError, ledger_path, load_ledger
+from loragate.findings.pattern import CasePattern
 from loragate.findings.vllm_probes import PROBES
 from loragate.matrix.ids import run_id
 from loragate.matrix.load import load_cases
@@ -129,7 +130,8 @@ def test_a_failing_case_that_is_listed_is_known_and_any_other_failure_is_not() -
 def test_cases_show_an_entry_only_if_they_were_judged(
     judged: list[tuple[str, Judgement]], seen: Seen
 ) -> None:
-    assert observe_cases([case_finding()], judged)["an-item"].seen is seen
+    found = observe_cases([case_finding()], [Judged(name, 0, one) for name, one in judged])
+    assert found["an-item"].seen is seen
 
 
 def test_one_cause_may_show_as_any_of_the_kinds_that_are_listed() -> None:

@@ -13,7 +13,8 @@ import pytest
 from loragate.core.verdict import ExitCode, Failure, Judgement, OracleName, Verdict
 from loragate.events.log import EventLog
 from loragate.events.model import CaseFinished, CaseStarted, Event, KnownFinding, RunStarted
-from loragate.findings.ledger import CasePattern, Finding, Kind, State
+from loragate.findings.ledger import Finding, Kind, State
+from loragate.findings.pattern import CasePattern
 from loragate.report.html import render_html
 from loragate.report.junit import render_junit
 from loragate.report.progress import Liveness, Progress
