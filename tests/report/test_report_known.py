@@ -138,7 +138,7 @@ def test_a_listed_case_that_passes_is_a_failure_of_the_ledger(
     assert (summary.exit_code, summary.total.passed) == (ExitCode.WRONG, 2)
     assert summary.reasons == (
         "finding far-rows stopped reproducing: remove it or narrow its version range, "
-        "mine >=0.26,<0.27 (none of 1 cases shows it)",
+        "mine >=0.26,<0.27 (none of 1 draws shows it)",
     )
 
 

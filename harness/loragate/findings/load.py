@@ -6,6 +6,7 @@ All problems of the file are reported at once, like those of a case file.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from math import inf
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -17,7 +18,6 @@ from pydantic import (
     ConfigDict,
     Field,
     StrictInt,
-    StrictStr,
 )
 
 from loragate.core.checkout import project_root
@@ -63,15 +63,32 @@ class RateModel(_Model):
     of: Annotated[StrictInt, Field(gt=0, description="a number of draws above 0")]
 
 
-Bound = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+def _bounds(size: dict[Any, Any]) -> dict[str, float]:
+    for metric, value in size.items():
+        number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        if not (isinstance(metric, str) and number and 0 <= value < inf):
+            allowed = "a metric with its largest value, such as ratio: 8, and no infinity"
+            raise ValueError(f"given {metric}: {value}; allowed: {allowed}")
+    return size
+
+
+def _places(where: dict[Any, Any]) -> dict[str, int | str]:
+    for axis, value in where.items():
+        if not isinstance(axis, str) or not isinstance(value, (int, str)):
+            raise ValueError(f"given {axis}: {value}; allowed: an axis with its value: slot: -1")
+    return where
 
 
 class CaseModel(_Model):
     run: Text = Field(description="a shell pattern on run ids, such as 'vllm.dense_delta.*'")
     oracle: OracleName
     failure: Annotated[tuple[Failure, ...], Field(min_length=1), BeforeValidator(_as_kinds)]
-    size: dict[Text, Bound] = Field({}, description="metrics and their largest values")
-    where: dict[Text, StrictInt | StrictStr] = Field({}, description="axes, such as {slot: -1}")
+    size: Annotated[dict[Any, Any], AfterValidator(_bounds)] = Field(
+        {}, description="metrics with their largest values, such as {ratio: 8}"
+    )
+    where: Annotated[dict[Any, Any], AfterValidator(_places)] = Field(
+        {}, description="axes with their values, such as {slot: -1}"
+    )
     seen: RateModel | None = None
 
     def pattern(self) -> CasePattern:
