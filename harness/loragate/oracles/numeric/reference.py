@@ -14,6 +14,9 @@ delta + base:
 
 Where eager itself misses the delta by more than 10 % the result is INCONCLUSIVE.
 
+A FAIL also says how far the fault reaches: `wrong_rows` are beyond the threshold of a row, and
+`rest_ratio` is the worst population of all other rows, over its threshold.
+
 Power, as error / allowed on 64 rows x 4096 features x 512 columns, rank 16 (above 1: FAIL). Each
 subject has this one fault alone; the smallest of six seeds, in bf16 / fp16 / fp32:
 
