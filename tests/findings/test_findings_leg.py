@@ -1,7 +1,7 @@
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
@@ -9,7 +9,7 @@ from loragate.cli import main
 from loragate.commands import findings as cli
 from loragate.core.checkout import Tree
 from loragate.core.verdict import ExitCode
-from loragate.findings.ledger import Observation, Seen
+from loragate.findings.ledger import Finding, Observation, Seen
 from loragate.matrix.case import Tier
 from loragate.matrix.selection import Selection
 from loragate.records import recorder
@@ -34,14 +34,13 @@ def test_a_record_names_the_code_as_it_was_before_the_first_probe(
 ) -> None:
     path, checkout = tmp_path / "gpu.json", ["as it began"]
 
-    def observe(*_: object) -> Observation:
+    def try_probes(findings: Sequence[Finding]) -> tuple[str, dict[str, Observation]]:
         checkout[0] = "edited meanwhile"
-        return Observation(Seen.REPRODUCED, "seen")
+        seen = Observation(Seen.REPRODUCED, "seen")
+        return "0.26.0", {finding.probe: seen for finding in findings if finding.probe}
 
     monkeypatch.setattr(recorder, "commit_and_tree", lambda *_, **__: (checkout[0], Tree.CLEAN))
-    monkeypatch.setattr("loragate.findings.vllm_probes.observe", observe)
-    package = "loragate.subjects.vllm.package.load_vllm"
-    monkeypatch.setattr(package, lambda _: SimpleNamespace(version="0.26.0"))
+    monkeypatch.setattr(cli, "_try_probes", try_probes)
     assert main(["findings", "--record", str(path)]) == ExitCode.OK
     section = read_section(path, cli.SECTION)
     assert section is not None

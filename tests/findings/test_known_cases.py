@@ -10,8 +10,9 @@ import pytest
 
 from loragate.core.verdict import Failure, Judgement, OracleName, Verdict
 from loragate.events.model import CaseFinished, KnownFinding
-from loragate.findings.ledger import CasePattern, Finding, Kind
+from loragate.findings.ledger import Finding, Kind
 from loragate.findings.load import ledger_path, load_ledger
+from loragate.findings.pattern import CasePattern
 from loragate.matrix.case import Tier
 from loragate.matrix.selection import Selection
 from loragate.plugin.judging import _conclude

@@ -1,6 +1,10 @@
 from __future__ import annotations
 
+import math
+from dataclasses import replace
 from fnmatch import fnmatchcase
+from fractions import Fraction
+from math import comb
 from pathlib import Path
 from typing import Any
 
@@ -9,18 +13,21 @@ import pytest
 from loragate.commands import findings as cli
 from loragate.core.verdict import EXIT_CODES, ExitCode, Failure, Judgement, OracleName, Verdict
 from loragate.findings.ledger import (
-    CasePattern,
     Finding,
+    Judged,
     Kind,
     Observation,
     Seen,
     State,
     audit,
+    exceeded_finding,
     known_finding,
     observe_cases,
     verdict_of,
 )
 from loragate.findings.load import LedgerError, ledger_path, load_ledger
+from loragate.findings.pattern import CasePattern, Limit, Place
+from loragate.findings.rate import Rate, least_rate
 from loragate.findings.vllm_probes import PROBES
 from loragate.matrix.ids import run_id
 from loragate.matrix.load import load_cases
@@ -129,7 +136,8 @@ def test_a_failing_case_that_is_listed_is_known_and_any_other_failure_is_not() -
 def test_cases_show_an_entry_only_if_they_were_judged(
     judged: list[tuple[str, Judgement]], seen: Seen
 ) -> None:
-    assert observe_cases([case_finding()], judged)["an-item"].seen is seen
+    found = observe_cases([case_finding()], [Judged(name, 0, one) for name, one in judged])
+    assert found["an-item"].seen is seen
 
 
 def test_one_cause_may_show_as_any_of_the_kinds_that_are_listed() -> None:
@@ -138,6 +146,95 @@ def test_one_cause_may_show_as_any_of_the_kinds_that_are_listed() -> None:
     for kind in Failure:
         judgement = Judgement(OracleName.REFERENCE, Verdict.FAIL, kind)
         assert case.shows(RUN, judgement) is (kind in kinds)
+
+
+LIMITED = CasePattern(
+    "vllm.*",
+    OracleName.REFERENCE,
+    (Failure.WRONG_ANSWER, Failure.CUDA_STICKY),
+    (Limit("wrong_rows", 33), Limit("ratio", 8)),
+    (Place("slot", -1),),
+)
+
+
+@pytest.mark.parametrize(
+    ("changes", "excess"),
+    [
+        ({}, ""),
+        ({"metrics": {"wrong_rows": 33.0, "ratio": 8.0}}, ""),
+        (
+            {"metrics": {"wrong_rows": 34.0, "ratio": 9.5}},
+            "wrong_rows at most 33, not 34; ratio at most 8, not 9.5",
+        ),
+        ({"metrics": {"wrong_rows": 1.0, "ratio": math.nan}}, "ratio at most 8, not nan"),
+        ({"metrics": {"ratio": 2.0}}, "wrong_rows at most 33, and it is not reported"),
+        ({"where": {"slot": 2}}, "slot -1, not 2"),
+        ({"where": {}}, "slot -1, not unknown"),
+        # a process that ends measures nothing
+        ({"failure": Failure.CUDA_STICKY, "metrics": {}, "where": {}}, ""),
+    ],
+)
+def test_a_failure_is_listed_up_to_its_size_and_at_its_place(
+    changes: dict[str, Any], excess: str
+) -> None:
+    fields: dict[str, Any] = {
+        "failure": Failure.WRONG_ANSWER,
+        "metrics": {"wrong_rows": 2.0, "ratio": 3.0},
+        "where": {"slot": -1, "token": 7},
+    }
+    judgement = Judgement(OracleName.REFERENCE, Verdict.FAIL, **(fields | changes))
+    listed = [finding(probe=None, case=LIMITED)]
+    assert LIMITED.shows(RUN, judgement) is not excess
+    assert LIMITED.excess(RUN, judgement) == excess
+    beyond = exceeded_finding(listed, "0.26.0", RUN, judgement)
+    assert beyond == ((listed[0], excess) if excess else None)
+
+
+def test_a_failure_of_another_kind_does_not_exceed_a_finding() -> None:
+    listed = [finding(probe=None, case=LIMITED)]
+    other = Judgement(OracleName.REFERENCE, Verdict.FAIL, Failure.EXCEPTION)
+    assert known_finding(listed, "0.26.0", RUN, other) is None
+    assert exceeded_finding(listed, "0.26.0", RUN, other) is None
+    assert exceeded_finding(listed, "0.27.0", RUN, WRONG) is None
+
+
+def rated(seen: Rate | None, probe: str | None = None) -> Finding:
+    return finding(probe=probe, case=replace(CASE, seen=seen))
+
+
+@pytest.mark.parametrize(
+    ("entry", "unseen", "seen", "text"),
+    [
+        (rated(None), 1, Seen.ABSENT, "none of 1 draws shows it"),
+        (rated(Rate(9, 9)), 1, Seen.ABSENT, "none of 1 draws shows it"),
+        (rated(Rate(4, 20)), 154, Seen.UNSEEN, "none of 154 draws shows it, which 4 of 20 draws "),
+        (rated(Rate(4, 20)), 155, Seen.ABSENT, "none of 155 draws shows it, which 4 of 20 draws "),
+        (rated(None, "p"), 500, Seen.UNSEEN, "none of 500 draws shows it; probe p decides"),
+    ],
+)
+def test_a_finding_is_gone_once_the_draws_without_it_exclude_its_rate(
+    entry: Finding, unseen: int, seen: Seen, text: str
+) -> None:
+    judged = [Judged(f"vllm.dense_delta.{draw % 7}", draw, RIGHT) for draw in range(unseen)]
+    # a repeat of a draw is no further draw
+    observed = observe_cases([entry], [*judged, *judged])["an-item"]
+    assert (observed.seen, observed.text.startswith(text)) == (seen, True), observed.text
+    shown = observe_cases([entry], [*judged, Judged(RUN, 5, WRONG)])["an-item"]
+    assert shown == Observation(Seen.REPRODUCED, f"1 of {unseen + 1} draws, first {RUN}")
+
+
+def test_a_finding_that_was_not_seen_and_may_still_be_there_fails_nothing() -> None:
+    assert state_of(Seen.UNSEEN, "0.26.0") == (State.UNSEEN, Verdict.SKIP)
+
+
+@pytest.mark.parametrize("rate", [Rate(1, 20), Rate(4, 20), Rate(19, 20), Rate(300, 1500)])
+def test_the_least_rate_gives_as_many_draws_with_a_chance_of_one_percent(rate: Rate) -> None:
+    least = least_rate(rate)
+    assert 0 < least < rate.draws / rate.of
+    # the other tail, of exact numbers
+    p = Fraction(least)
+    fewer = sum(comb(rate.of, k) * p**k * (1 - p) ** (rate.of - k) for k in range(rate.draws))
+    assert float(1 - fewer) == pytest.approx(0.01, rel=1e-6)
 
 
 def write(path: Path, text: str) -> Path:
@@ -172,17 +269,62 @@ def test_all_problems_of_a_ledger_are_reported_at_once_with_their_lines(tmp_path
     assert f"{file}:11: findings[1].kind: is missing; allowed: defect, hazard" in text
 
 
-def test_an_entry_needs_exactly_one_way_to_reproduce_it(tmp_path: Path) -> None:
+def test_an_entry_needs_a_way_to_reproduce_it(tmp_path: Path) -> None:
     file = write(tmp_path, GOOD.replace("    probe: one\n", ""))
-    with pytest.raises(LedgerError, match=r":3: findings\[0\]: allowed: exactly one of probe and"):
+    with pytest.raises(LedgerError, match=r":3: findings\[0\]: allowed: a probe or a case"):
         load_ledger(file)
 
 
 def test_an_entry_names_only_cases_of_its_own_subject(tmp_path: Path) -> None:
-    case = "    case: {run: '*', oracle: reference, failure: wrong_answer}\n"
+    case = "    case: {run: '*', oracle: reference, failure: hang}\n"
     file = write(tmp_path, GOOD.replace("    probe: one\n", case))
     with pytest.raises(LedgerError, match=r":10: .*given '\*'; allowed: .*'vllm\.\*'"):
         load_ledger(file)
+
+
+CASE_ENTRY = GOOD.replace(
+    "    probe: one\n",
+    "    case: {run: vllm.x, oracle: reference, failure: [cuda_sticky, wrong_answer], MORE}\n",
+)
+
+
+def test_a_listed_size_place_and_rate_are_read(tmp_path: Path) -> None:
+    more = "size: {wrong_rows: 33, err: 8}, where: {slot: -1}, seen: {draws: 4, of: 20}"
+    (entry,) = load_ledger(write(tmp_path, CASE_ENTRY.replace("MORE", more)))
+    assert entry.case is not None
+    assert entry.case.size == (Limit("wrong_rows", 33), Limit("err", 8))
+    assert (entry.case.where, entry.case.seen) == ((Place("slot", -1),), Rate(4, 20))
+    assert entry.case.extent == "wrong_rows at most 33, err at most 8, slot -1"
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        ("where: {slot: 1}", "case: has no size; a failure wrong_answer needs the largest values"),
+        ("size: {}", "case: has no size; a failure wrong_answer needs the largest values"),
+        ("size: {err: .inf}", "case.size: given err: inf; allowed: a metric with its largest"),
+        ("size: {err: .nan}", "case.size: given err: nan; allowed: a metric with its largest"),
+        ("size: {err: -1}", "case.size: given err: -1; allowed: a metric with its largest value"),
+        ("size: {err: much}", "case.size: given err: much; allowed: a metric with its largest"),
+        ("size: 8", "case.size: given 8; allowed: metrics with their largest values"),
+        ("size: {err: 8}, where: {slot: 1.5}", "case.where: given slot: 1.5; allowed: an axis"),
+        ("size: {err: 8}, seen: {draws: 0, of: 20}", "case.seen.draws: given 0; allowed: a number"),
+        ("size: {err: 8}, seen: {draws: 4}", "case.seen.of: is missing; allowed: a number of"),
+        ("size: {err: 8}, seen: {draws: 21, of: 20}", "case.seen.draws: given 21 of 20 draws"),
+    ],
+)
+def test_a_finding_about_a_wrong_answer_needs_a_size_and_a_rate_that_is_one(
+    tmp_path: Path, more: str, message: str
+) -> None:
+    with pytest.raises(LedgerError) as error:
+        load_ledger(write(tmp_path, CASE_ENTRY.replace("MORE", more)))
+    assert f":10: findings[0].{message}" in str(error.value)
+
+
+def test_a_rate_is_refused_beside_a_probe_which_decides(tmp_path: Path) -> None:
+    text = CASE_ENTRY.replace("MORE", "size: {err: 8}, seen: {draws: 4, of: 20}")
+    with pytest.raises(LedgerError, match=r"case\.seen: allowed: only without a probe"):
+        load_ledger(write(tmp_path, text + "    probe: one\n"))
 
 
 def test_the_cases_of_the_shipped_ledger_exist_and_have_the_oracle_that_is_named() -> None:

@@ -183,3 +183,27 @@ def test_rows_without_adapter_may_not_move_at_all(make_trial: Callable[..., Tria
     judgement = judge(trial, result)
     assert judgement.verdict is Verdict.FAIL
     assert judgement.where["slot"] == -1
+
+
+def test_a_failure_says_how_many_rows_are_wrong_and_how_right_the_others_are(
+    make_trial: Callable[..., Trial],
+) -> None:
+    trial = make_trial(tokens=40, in_features=64, slices=(96, 48), rank=8, dtype=Dtype.FP16)
+    result = as_computed(trial)
+    few = result.clone()
+    few[[3, 17], 5] += 1
+    metrics = judge(trial, few).metrics
+    assert metrics["wrong_rows"] == 2
+    assert 0 < metrics["rest_ratio"] <= 1
+    # one that is wrong and one that is no number
+    few[17, 5] = float("nan")
+    metrics = judge(trial, few).metrics
+    assert metrics["wrong_rows"] == 2
+    assert 0 < metrics["rest_ratio"] <= 1
+    # every delta is a little too large, which few rows show by themselves
+    _, batch = data(trial)
+    subtle = batch.out + (result - batch.out).float() * 1.0015
+    metrics = judge(trial, subtle.half()).metrics
+    assert metrics["rest_ratio"] > 1
+    metrics = judge(trial, -result).metrics
+    assert metrics["wrong_rows"] > 30

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import json
 import random
 import re
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from loragate.core.verdict import ExitCode, Failure, Judgement, OracleName, Verdict
-from loragate.events.log import EventLog
+from loragate.events.log import EventLog, encode, read_events
 from loragate.events.model import CaseFinished, CaseStarted, Event, KnownFinding, RunStarted
-from loragate.findings.ledger import CasePattern, Finding, Kind, State
+from loragate.findings.ledger import Finding, Kind, State
+from loragate.findings.pattern import CasePattern, Limit, Place
+from loragate.findings.rate import Rate
 from loragate.report.html import render_html
 from loragate.report.junit import render_junit
 from loragate.report.progress import Liveness, Progress
@@ -137,7 +142,7 @@ def test_a_listed_case_that_passes_is_a_failure_of_the_ledger(
     assert (summary.exit_code, summary.total.passed) == (ExitCode.WRONG, 2)
     assert summary.reasons == (
         "finding far-rows stopped reproducing: remove it or narrow its version range, "
-        "mine >=0.26,<0.27 (none of 1 cases shows it)",
+        "mine >=0.26,<0.27 (none of 1 draws shows it)",
     )
 
 
@@ -197,6 +202,103 @@ def test_every_report_names_the_finding_of_a_known_case(judge: Callable[..., Sum
     assert '<span class="pill v-known">known</span>' in page
     assert "known: far-rows: Far rows are lost" in page
     assert "1 known" in page
+
+
+SIZED = CasePattern(
+    RUN, OracleName.REFERENCE, (Failure.WRONG_ANSWER,), (Limit("wrong_rows", 2),), seen=Rate(4, 20)
+)
+SMALL = replace(LISTED, metrics={"wrong_rows": 2.0})
+LARGE = replace(LISTED, metrics={"wrong_rows": 3.0})
+
+
+def test_a_failure_up_to_the_listed_size_is_known_and_its_size_is_shown(
+    judge: Callable[..., Summary],
+) -> None:
+    summary = judge(SMALL, entry=listed(case=SIZED))
+    assert (summary.exit_code, len(summary.known)) == (ExitCode.OK, 1)
+    text = render_summary(summary, Colour.OFF)
+    assert text.startswith("KNOWN  finding far-rows: Far rows are lost\n  listed: wrong_rows at mo")
+    assert f"1 of 1 draws, first {RUN}; listed: wrong_rows at most 2</td>" in render_html(summary)
+
+
+@pytest.mark.parametrize(
+    ("planted", "says"),
+    [
+        ((LARGE,), "exceeds what finding far-rows lists: wrong_rows at most 2, not 3"),
+        ((replace(LISTED, failure=Failure.EXCEPTION),), "row 3 is zero"),
+        ((SMALL, STALE), "old ranks live on"),
+    ],
+    ids=["larger", "other kind", "other oracle"],
+)
+def test_a_defect_on_top_of_a_listed_one_fails(
+    judge: Callable[..., Summary], planted: tuple[Judgement, ...], says: str
+) -> None:
+    summary = judge(*planted, entry=listed(case=SIZED))
+    assert (summary.exit_code, len(summary.known)) == (ExitCode.WRONG, 0)
+    (case,) = summary.troubles
+    assert case.message.splitlines()[0] == says
+    for render in REPORTS:
+        assert says in render(summary)
+
+
+def test_a_larger_failure_does_not_make_the_finding_count_as_gone(
+    judge: Callable[..., Summary],
+) -> None:
+    summary = judge(LARGE, entry=listed(case=SIZED))
+    assert [line.state for line in summary.ledger] == [State.NOT_TRIED]
+
+
+@pytest.mark.parametrize(
+    ("entry", "text"),
+    [
+        (listed(case=SIZED), "none of 1 draws shows it, which 4 of 20 draws allow"),
+        (
+            listed(probe="far", case=replace(SIZED, seen=None)),
+            "none of 1 draws shows it; probe far",
+        ),
+    ],
+    ids=["rate", "probe"],
+)
+def test_a_finding_that_a_draw_need_not_show_is_shown_as_not_seen(
+    judge: Callable[..., Summary], entry: KnownFinding, text: str
+) -> None:
+    summary = judge(HELD, entry=entry)
+    assert (summary.exit_code, summary.reasons) == (ExitCode.OK, ())
+    assert [line.state for line in summary.ledger] == [State.UNSEEN]
+    assert f"NOT SEEN  finding {entry.finding.id}" in render_summary(summary, Colour.OFF)
+    for render in REPORTS[::2]:
+        assert text in render(summary)
+
+
+def test_a_rate_that_a_run_excludes_fails_it(
+    judge: Callable[..., Summary], finished: Finished
+) -> None:
+    more = tuple(finished(RUN, judgements=(HELD,), draw=draw) for draw in range(1, 155))
+    summary = judge(HELD, entry=listed(case=SIZED), also=more)
+    assert summary.exit_code is ExitCode.WRONG
+    assert "(none of 155 draws shows it, which 4 of 20 draws exclude)" in summary.reasons[0]
+
+
+def test_a_finding_that_an_older_run_recorded_lists_every_size(tmp_path: Path) -> None:
+    path = tmp_path / "events.jsonl"
+    path.write_text(encode(listed(), run="r") + "\n")
+    new = json.loads(path.read_text())
+    for field in ("size", "where", "seen"):
+        del new["event"]["finding"]["case"][field]
+    path.write_text(json.dumps(new) + "\n")
+    log = read_events(path)
+    assert (log.events, log.damaged) == ((listed(),), 0)
+    entry = log.events[0]
+    assert isinstance(entry, KnownFinding)
+    assert entry.finding.case is not None
+    assert entry.finding.case.shows(RUN, LARGE)
+
+
+def test_a_finding_with_a_size_is_read_back_as_it_was_recorded(tmp_path: Path) -> None:
+    entry = listed(case=replace(SIZED, where=(Place("slot", -1), Place("name", "x"))), probe=None)
+    path = tmp_path / "events.jsonl"
+    path.write_text(encode(entry, run="r") + "\n")
+    assert read_events(path).events == (entry,)
 
 
 def test_progress_shows_a_known_case_as_known(plan: Plan, finished: Finished) -> None:

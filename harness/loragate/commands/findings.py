@@ -74,24 +74,20 @@ def run(arguments: argparse.Namespace) -> ExitCode:
 
 def _try_probes(findings: Sequence[Finding]) -> tuple[str, dict[str, Observation]]:
     """The version of the installed package, and what each probe observed. Raises CommandError."""
-    from loragate.core.machine import detect_machine, select_interpreter
+    from loragate.core.machine import select_interpreter
 
     # before anything with a kernel is imported
     select_interpreter()
-    from loragate.findings.probing import Package
-    from loragate.findings.vllm_probes import PROBES, observe
-    from loragate.subjects.vllm.moe_package import load_vllm_moe
-    from loragate.subjects.vllm.package import load_vllm
+    from loragate.findings.probe_runner import run_probes
+    from loragate.findings.vllm_probes import PROBES
 
     complaint = check_probes(findings, PROBES)
     if complaint:
         raise CommandError(complaint, ExitCode.USAGE)
-    machine = detect_machine()
-    ops = load_vllm(machine)
-    if isinstance(ops, str):
-        raise CommandError(ops, ExitCode.INFRASTRUCTURE)
-    package = Package(ops, load_vllm_moe(machine))
-    return ops.version, {name: observe(name, package, machine.device) for name in PROBES}
+    calm = [name for name, probe in PROBES.items() if not probe.wild]
+    wild = [name for name, probe in PROBES.items() if probe.wild]
+    version, observed = run_probes([calm, wild])
+    return version, {name: observed[name] for name in PROBES}
 
 
 def check_probes(findings: Sequence[Finding], probes: Mapping[str, object]) -> str | None:

@@ -7,15 +7,16 @@ its defect and no known defect hides a new one.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from fnmatch import fnmatchcase
 
 from packaging.specifiers import SpecifierSet
 from packaging.version import InvalidVersion, Version
 
-from loragate.core.verdict import Failure, Judgement, OracleName, Verdict, worst
+from loragate.core.verdict import Judgement, Verdict, worst
+from loragate.findings.pattern import CasePattern
+from loragate.findings.rate import gone
 
 
 class Kind(StrEnum):
@@ -32,27 +33,13 @@ class Needs(StrEnum):
     CUDA = "cuda"
 
 
-@dataclass(frozen=True, slots=True)
-class CasePattern:
-    """Failing judgements of ordinary cases: a shell pattern on run ids, one oracle, and the kinds
-    of failure. One cause may have several: the effect of an out-of-bounds read depends on what is
-    in memory."""
-
-    run: str
-    oracle: OracleName
-    failure: tuple[Failure, ...]
-
-    def covers(self, run_id: str, judgement: Judgement) -> bool:
-        return judgement.oracle is self.oracle and fnmatchcase(run_id, self.run)
-
-    def shows(self, run_id: str, judgement: Judgement) -> bool:
-        return self.covers(run_id, judgement) and judgement.failure in self.failure
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
-    """One entry. Exactly one of `probe` and `case` reproduces it; `versions` is a specifier
-    such as ">=0.26,<0.27"; `evidence` is what was observed on `seen_on`."""
+    """One entry; `versions` is a specifier such as ">=0.26,<0.27", and `evidence` is what was
+    observed on `seen_on`.
+
+    `probe` reproduces it, or without one `case`. `case` says which failures of the matrix it
+    excuses."""
 
     id: str
     subject: str
@@ -67,7 +54,7 @@ class Finding:
     case: CasePattern | None = None
 
     def __post_init__(self) -> None:
-        assert (self.probe is None) != (self.case is None), f"{self.id}: one of probe and case"
+        assert self.probe or self.case, f"{self.id}: neither probe nor case"
 
     def covers(self, version: str) -> bool:
         """Whether `version` is in the range; a version that cannot be parsed is not."""
@@ -81,6 +68,8 @@ class Finding:
 class Seen(StrEnum):
     REPRODUCED = "reproduced"
     ABSENT = "absent"
+    # it did not show, which does not mean that it is gone
+    UNSEEN = "not seen"
     # it cannot be tried on this machine
     NOT_TRIED = "not tried"
     # the attempt itself failed
@@ -97,6 +86,7 @@ class Observation:
 class State(StrEnum):
     KNOWN = "known"
     STALE = "stale"
+    UNSEEN = "not seen"
     # the installed version is not in the range of the entry
     OUT_OF_RANGE = "out of range"
     NOT_TRIED = "not run here"
@@ -106,6 +96,8 @@ class State(StrEnum):
 VERDICTS: Mapping[State, Verdict] = {
     State.KNOWN: Verdict.PASS,
     State.STALE: Verdict.FAIL,
+    # nothing is known to be wrong with the entry, and nothing was shown either
+    State.UNSEEN: Verdict.SKIP,
     # the entry is not about this version
     State.OUT_OF_RANGE: Verdict.SKIP,
     State.NOT_TRIED: Verdict.SKIP,
@@ -138,6 +130,7 @@ def _state(finding: Finding, version: str, seen: Seen) -> State:
     return {
         Seen.REPRODUCED: State.KNOWN,
         Seen.ABSENT: State.STALE,
+        Seen.UNSEEN: State.UNSEEN,
         Seen.NOT_TRIED: State.NOT_TRIED,
         Seen.BROKEN: State.BROKEN,
     }[seen]
@@ -154,42 +147,77 @@ def known_finding(
     findings: Iterable[Finding], version: str, run_id: str, judgement: Judgement
 ) -> Finding | None:
     """The entry that a failing judgement belongs to; it is then reported as known."""
+    for finding, case in _about(findings, version, judgement):
+        if case.shows(run_id, judgement):
+            return finding
+    return None
+
+
+def exceeded_finding(
+    findings: Iterable[Finding], version: str, run_id: str, judgement: Judgement
+) -> tuple[Finding, str] | None:
+    """The first entry that lists a failing judgement apart from its size or place, and what the
+    entry lists instead."""
+    for finding, case in _about(findings, version, judgement):
+        excess = case.excess(run_id, judgement)
+        if excess:
+            return finding, excess
+    return None
+
+
+def _about(
+    findings: Iterable[Finding], version: str, judgement: Judgement
+) -> Iterator[tuple[Finding, CasePattern]]:
     if judgement.verdict is not Verdict.FAIL:
-        return None
-    return next(
-        (
-            finding
-            for finding in findings
-            if finding.case is not None
-            and finding.covers(version)
-            and finding.case.shows(run_id, judgement)
-        ),
-        None,
-    )
+        return
+    for finding in findings:
+        if finding.case is not None and finding.covers(version):
+            yield finding, finding.case
 
 
-def observe_cases(
-    findings: Iterable[Finding], judged: Sequence[tuple[str, Judgement]]
-) -> dict[str, Observation]:
-    """What the judgements of a run, by run id, say about the entries that name cases."""
+@dataclass(frozen=True, slots=True)
+class Judged:
+    """A judgement of one draw of a case."""
+
+    run_id: str
+    draw: int
+    judgement: Judgement
+
+
+def observe_cases(findings: Iterable[Finding], judged: Sequence[Judged]) -> dict[str, Observation]:
+    """What the judgements of a run say about the entries that name cases."""
     return {
-        finding.id: _observe_case(finding.case, judged)
+        finding.id: _observe_case(finding, finding.case, judged)
         for finding in findings
         if finding.case is not None
     }
 
 
-def _observe_case(case: CasePattern, judged: Sequence[tuple[str, Judgement]]) -> Observation:
-    tried = [
-        (run_id, judgement)
-        for run_id, judgement in judged
+def _observe_case(finding: Finding, case: CasePattern, judged: Sequence[Judged]) -> Observation:
+    # repeats of a draw have the same data, and are one observation
+    draws: dict[tuple[str, int], bool] = {}
+    for one in judged:
+        shown = case.shows(one.run_id, one.judgement)
+        held = case.covers(one.run_id, one.judgement) and one.judgement.verdict is Verdict.PASS
         # a failure of another kind is reported by its case, and may hide this one
-        if case.shows(run_id, judgement)
-        or (case.covers(run_id, judgement) and judgement.verdict is Verdict.PASS)
-    ]
-    shown = [run_id for run_id, judgement in tried if case.shows(run_id, judgement)]
-    if shown:
-        return Observation(Seen.REPRODUCED, f"{len(shown)} of {len(tried)} cases, first {shown[0]}")
-    if tried:
-        return Observation(Seen.ABSENT, f"none of {len(tried)} cases shows it")
-    return Observation(Seen.NOT_TRIED, f"no case like {case.run} was judged by {case.oracle}")
+        if shown or held:
+            key = (one.run_id, one.draw)
+            draws[key] = draws.get(key, False) or shown
+    showing = sum(draws.values())
+    if showing:
+        first = next(run_id for (run_id, _), shown in draws.items() if shown)
+        return Observation(Seen.REPRODUCED, f"{showing} of {len(draws)} draws, first {first}")
+    if not draws:
+        return Observation(Seen.NOT_TRIED, f"no case like {case.run} was judged by {case.oracle}")
+    return _not_shown(finding, case, len(draws))
+
+
+def _not_shown(finding: Finding, case: CasePattern, draws: int) -> Observation:
+    text = f"none of {draws} draws shows it"
+    if finding.probe is not None:
+        return Observation(Seen.UNSEEN, f"{text}; probe {finding.probe} decides")
+    if case.seen is None:
+        return Observation(Seen.ABSENT, text)
+    if gone(case.seen, draws):
+        return Observation(Seen.ABSENT, f"{text}, which {case.seen} exclude")
+    return Observation(Seen.UNSEEN, f"{text}, which {case.seen} allow")

@@ -5,15 +5,26 @@ All problems of the file are reported at once, like those of a case file.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from math import inf
 from pathlib import Path
 from typing import Annotated, Any
 
 from packaging.specifiers import InvalidSpecifier, SpecifierSet
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    StrictInt,
+)
 
 from loragate.core.checkout import project_root
 from loragate.core.verdict import Failure, OracleName
-from loragate.findings.ledger import CasePattern, Finding, Kind
+from loragate.findings.ledger import Finding, Kind
+from loragate.findings.pattern import MEASURED, CasePattern, Limit, Place
+from loragate.findings.rate import Rate
 from loragate.matrix.document import Document, Loc, parse
 from loragate.matrix.problems import Problem
 from loragate.matrix.validation import check
@@ -47,10 +58,48 @@ def _as_kinds(value: object) -> object:
     return tuple(value) if isinstance(value, list) else (value,)
 
 
+class RateModel(_Model):
+    draws: Annotated[StrictInt, Field(gt=0, description="a number of draws above 0")]
+    of: Annotated[StrictInt, Field(gt=0, description="a number of draws above 0")]
+
+
+def _bounds(size: dict[Any, Any]) -> dict[str, float]:
+    for metric, value in size.items():
+        number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        if not (isinstance(metric, str) and number and 0 <= value < inf):
+            allowed = "a metric with its largest value, such as ratio: 8, and no infinity"
+            raise ValueError(f"given {metric}: {value}; allowed: {allowed}")
+    return size
+
+
+def _places(where: dict[Any, Any]) -> dict[str, int | str]:
+    for axis, value in where.items():
+        if not isinstance(axis, str) or not isinstance(value, (int, str)):
+            raise ValueError(f"given {axis}: {value}; allowed: an axis with its value: slot: -1")
+    return where
+
+
 class CaseModel(_Model):
     run: Text = Field(description="a shell pattern on run ids, such as 'vllm.dense_delta.*'")
     oracle: OracleName
     failure: Annotated[tuple[Failure, ...], Field(min_length=1), BeforeValidator(_as_kinds)]
+    size: Annotated[dict[Any, Any], AfterValidator(_bounds)] = Field(
+        {}, description="metrics with their largest values, such as {ratio: 8}"
+    )
+    where: Annotated[dict[Any, Any], AfterValidator(_places)] = Field(
+        {}, description="axes with their values, such as {slot: -1}"
+    )
+    seen: RateModel | None = None
+
+    def pattern(self) -> CasePattern:
+        return CasePattern(
+            self.run,
+            self.oracle,
+            self.failure,
+            tuple(Limit(metric, value) for metric, value in self.size.items()),
+            tuple(Place(axis, value) for axis, value in self.where.items()),
+            Rate(self.seen.draws, self.seen.of) if self.seen else None,
+        )
 
 
 class FindingModel(_Model):
@@ -101,17 +150,37 @@ def _finding(subject: str, raw: object, loc: Loc, document: Document) -> Finding
     model = check(FindingModel, raw, loc, document)
     if model is None:
         return None
-    if (model.probe is None) == (model.case is None):
-        message = "allowed: exactly one of probe and case, which reproduces the finding"
-        document.problems.append(document.problem(loc, message))
+    problems = list(_problems(subject, model))
+    for field, message in problems:
+        document.problems.append(document.problem((*loc, *field), message))
+    if problems:
         return None
-    if model.case is not None and not model.case.run.startswith(f"{subject}."):
-        message = f"given {model.case.run!r}; allowed: run ids of this subject, '{subject}.*'"
-        document.problems.append(document.problem((*loc, "case", "run"), message))
-        return None
-    fields = model.model_dump(exclude={"case"})
-    case = CasePattern(**model.case.model_dump()) if model.case else None
-    return Finding(subject=subject, case=case, **fields)
+    case = model.case.pattern() if model.case else None
+    return Finding(subject=subject, case=case, **model.model_dump(exclude={"case"}))
+
+
+def _problems(subject: str, model: FindingModel) -> Iterator[tuple[Loc, str]]:
+    """Fields that contradict each other."""
+    case = model.case
+    if case is None:
+        if model.probe is None:
+            yield (), "allowed: a probe or a case that reproduces the finding, or both"
+        return
+    if not case.run.startswith(f"{subject}."):
+        message = f"given {case.run!r}; allowed: run ids of this subject, '{subject}.*'"
+        yield ("case", "run"), message
+    measured = [kind.value for kind in case.failure if kind in MEASURED]
+    if measured and not case.size:
+        message = (
+            f"has no size; a failure {measured[0]} needs the largest values of metrics that the "
+            f"oracle reports, such as 'size: {{ratio: 8}}': a finding excuses nothing larger"
+        )
+        yield ("case",), message
+    if case.seen and model.probe is not None:
+        yield ("case", "seen"), "allowed: only without a probe, which decides"
+    elif case.seen and case.seen.draws > case.seen.of:
+        message = f"given {case.seen.draws} of {case.seen.of} draws; allowed: at most all of them"
+        yield ("case", "seen", "draws"), message
 
 
 def _check_ids(findings: list[Finding], document: Document) -> None:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
-from loragate.findings.ledger import CasePattern, Finding, Kind
+from loragate.findings.ledger import Finding, Kind
+from loragate.findings.pattern import CasePattern
 
 _INTRO = """\
 # Findings in released software
@@ -23,8 +24,12 @@ reproduced by
 
     loragate gate --subject vllm
 
-where such a case counts as known as long as it fails in the listed way and in no other. Any other
-failure fails the gate, and so does an item whose case no longer fails.
+where such a case counts as known as long as it fails in the listed way, up to the listed size, and
+in no other way. Any other failure fails the gate. So does an item without a probe whose case no
+longer fails; where a case shows an item in some draws of its data only, the item says in how many,
+and the gate fails once the draws without it exclude that rate. The *size* is the largest value of
+each named metric that the oracle may report, and the place of the worst element. `wrong_rows` are
+rows that are wrong by themselves, `rest_ratio` is the error of all other rows over what is allowed.
 
 A *defect* is a wrong result for an input that nothing forbids. A *hazard* is correct as long as
 every caller knows of it. The items are about the operators: a server may prevent an item by what it
@@ -44,9 +49,6 @@ def render_page(findings: Sequence[Finding]) -> str:
 
 
 def _section(finding: Finding) -> str:
-    how = finding.probe and f"`loragate findings`, probe `{finding.probe}`"
-    if finding.case is not None:
-        how = _case_command(finding.subject, finding.case)
     lines = [
         f"### {finding.title}",
         "",
@@ -55,11 +57,26 @@ def _section(finding: Finding) -> str:
         f"* versions: {finding.subject} `{finding.versions}`",
         f"* seen on: {finding.seen_on}",
         f"* evidence: {finding.evidence}",
-        f"* reproduced by: {how}",
+        *_ways(finding),
     ]
     if finding.upstream:
         lines.append(f"* upstream: {', '.join(finding.upstream)}")
     return "\n".join(lines)
+
+
+def _ways(finding: Finding) -> Iterator[str]:
+    """How it is reproduced, and what else may show it."""
+    case = finding.case
+    if finding.probe is not None:
+        yield f"* reproduced by: `loragate findings`, probe `{finding.probe}`"
+    if case is None:
+        return
+    verb = "may show in" if finding.probe is not None else "reproduced by"
+    yield f"* {verb}: {_case_command(finding.subject, case)}"
+    if case.extent:
+        yield f"* listed size: {case.extent}"
+    if case.seen is not None:
+        yield f"* shows in: {case.seen}"
 
 
 def _case_command(subject: str, case: CasePattern) -> str:

@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import numpy as np
+import torch
 from torch import Tensor
 
 from loragate.findings.ledger import Needs, Observation, Seen
@@ -25,16 +27,29 @@ class Package:
 
 @dataclass(frozen=True, slots=True)
 class Probe:
+    """`free_gib`: the GPU memory that it takes. `wild`: it provokes accesses to wrong addresses,
+    so no other probe may depend on the memory of its process."""
+
     needs: Needs
     run: Callable[[Package, str], Observation]
+    free_gib: int = 0
+    wild: bool = False
 
 
-def dense_probe(run: Callable[[VllmOps, str], Observation], needs: Needs = Needs.ANY) -> Probe:
+def dense_probe(
+    run: Callable[[VllmOps, str], Observation],
+    needs: Needs = Needs.ANY,
+    *,
+    free_gib: int = 0,
+    wild: bool = False,
+) -> Probe:
     """A probe of the dense operators; the string is the device."""
-    return Probe(needs, lambda package, device: run(package.dense, device))
+    return Probe(needs, lambda package, device: run(package.dense, device), free_gib, wild)
 
 
-def moe_probe(run: Callable[[VllmMoEOps, str], Observation], needs: Needs = Needs.ANY) -> Probe:
+def moe_probe(
+    run: Callable[[VllmMoEOps, str], Observation], needs: Needs = Needs.ANY, *, wild: bool = False
+) -> Probe:
     """A probe of MoE LoRA, not tried where that cannot run."""
 
     def on_moe(package: Package, device: str) -> Observation:
@@ -42,7 +57,7 @@ def moe_probe(run: Callable[[VllmMoEOps, str], Observation], needs: Needs = Need
             return Observation(Seen.NOT_TRIED, package.moe)
         return run(package.moe, device)
 
-    return Probe(needs, on_moe)
+    return Probe(needs, on_moe, wild=wild)
 
 
 def seen(reproduced: bool, text: str) -> Observation:
@@ -52,6 +67,13 @@ def seen(reproduced: bool, text: str) -> Observation:
 def values_of(tensor: Tensor) -> list[float]:
     """The distinct values of a tensor, sorted."""
     return sorted(set(tensor.flatten().tolist()))
+
+
+def untouched(elements: int, device: str) -> Tensor:
+    """fp16 zeros; on a CPU no page of memory is committed before it is written."""
+    if device == "cpu":
+        return torch.from_numpy(np.zeros(elements, dtype=np.float16))
+    return torch.zeros(elements, dtype=torch.float16, device=device)
 
 
 def right_or_wrong(right: bool) -> str:

@@ -193,34 +193,6 @@ def split_k_unstable(ops: VllmOps, device: str) -> Observation:
     return seen(len(results) > 1, text)
 
 
-def row_offset_overflows(ops: VllmOps, device: str) -> Observation:
-    width, live = 4096, 16
-    rows = (1 << 31) // width + live
-    # 8 GiB; a 32-bit offset that wraps lands in front of the rows, inside the same storage
-    storage = torch.zeros((1 << 31) + rows * width, dtype=torch.float16, device=device)
-    far = storage[1 << 31 :].view(rows, width)
-    a = [torch.ones(1, 1, _RANK, width, dtype=torch.float16, device=device)]
-    b = [torch.ones(1, 1, width, _RANK, dtype=torch.float16, device=device)]
-    ops.forget(a, b)
-    meta = ops.kernel_meta.make(1, rows, device)
-    meta.prepare_tensors(_mapping([-1] * (rows - live) + [0] * live, device))
-    step = meta.meta_args(rows, False)
-    shrunk = torch.empty(1, rows, _RANK, device=device)
-    far[-live:] = 1
-    ops.lora_shrink(far, a, shrunk, *step, 1.0)
-    found = values_of(shrunk[0, -live:])
-    storage.zero_()
-    shrunk.fill_(1)
-    ops.lora_expand(shrunk, b, far, *step, offset_start=0, add_inputs=True)
-    expanded = values_of(far[-live:])
-    ops.forget(a, b)
-    text = (
-        f"for rows beyond element 2**31, lora_shrink gives {found} where [{float(width)}] is "
-        f"right and lora_expand gives {expanded} where [{float(_RANK)}] is right"
-    )
-    return seen(found != [float(width)] or expanded != [float(_RANK)], text)
-
-
 def graph_of_base_step_stays_empty(ops: VllmOps, device: str) -> Observation:
     a, b = _factors(ops, device, slices=1)
     x, meta = _ones(_ROWS, _IN, device), _meta(ops, device)
@@ -263,7 +235,6 @@ DENSE_PROBES: dict[str, Probe] = {
     "slices-read-through-output-dtype": dense_probe(slices_read_through_output_dtype),
     "strided-input-refused": dense_probe(strided_input_refused),
     "split-k-unstable": dense_probe(split_k_unstable, Needs.CUDA),
-    "row-offset-overflows": dense_probe(row_offset_overflows, Needs.CUDA),
     "graph-of-base-step-stays-empty": dense_probe(graph_of_base_step_stays_empty, Needs.CUDA),
 }
 

@@ -6,12 +6,11 @@ probe shows a wrong number instead of an illegal access that ends the process.
 
 from __future__ import annotations
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from loragate.findings.ledger import Observation
-from loragate.findings.probing import Probe, moe_probe, seen, values_of
+from loragate.findings.probing import Probe, moe_probe, seen, untouched, values_of
 from loragate.findings.vllm_moe_launch import Launch, Way
 from loragate.subjects.vllm.moe_package import VllmMoEOps
 
@@ -157,7 +156,7 @@ def foreign_expert_read(ops: VllmMoEOps, device: str) -> Observation:
 def pair_offset_overflows(ops: VllmMoEOps, device: str) -> Observation:
     found, astray = {}, {}
     for way in Way:
-        storage = _untouched(4 * _FAR + _WIDTH, device)
+        storage = untouched(4 * _FAR + _WIDTH, device)
         # rows lie 2**30 elements apart; the third begins at element 2**31 of them
         out = storage.as_strided((3, 1, _WIDTH), (_FAR, _FAR, 1), 2 * _FAR)
         launch = _launch(ops, device)
@@ -174,7 +173,7 @@ def pair_offset_overflows(ops: VllmMoEOps, device: str) -> Observation:
 def slot_offset_overflows(ops: VllmMoEOps, device: str) -> Observation:
     found = {}
     for way in Way:
-        storage = _untouched(4 * _FAR + _EXPERTS * _RANK * _IN, device)
+        storage = untouched(4 * _FAR + _EXPERTS * _RANK * _IN, device)
         shape, strides = (3, _EXPERTS, _RANK, _IN), (_FAR, _RANK * _IN, _IN, 1)
         a = storage.as_strided(shape, strides, 2 * _FAR)
         a[2] = 1
@@ -202,8 +201,8 @@ MOE_PROBES: dict[str, Probe] = {
     "moe-narrow-slice-written-too-wide": moe_probe(narrow_slice_written_too_wide),
     "moe-strided-router-weights-misread": moe_probe(strided_router_weights_misread),
     "moe-foreign-expert-read": moe_probe(foreign_expert_read),
-    "moe-pair-offset-overflows": moe_probe(pair_offset_overflows),
-    "moe-slot-offset-overflows": moe_probe(slot_offset_overflows),
+    "moe-pair-offset-overflows": moe_probe(pair_offset_overflows, wild=True),
+    "moe-slot-offset-overflows": moe_probe(slot_offset_overflows, wild=True),
 }
 
 
@@ -240,10 +239,3 @@ def _ids(device: str) -> Tensor:
 
 def _out(device: str, width: int = _WIDTH, dtype: torch.dtype = torch.float16) -> Tensor:
     return torch.zeros(_ROWS, 1, width, dtype=dtype, device=device)
-
-
-def _untouched(elements: int, device: str) -> Tensor:
-    """fp16 zeros; on a CPU no page of memory is committed before it is written."""
-    if device == "cpu":
-        return torch.from_numpy(np.zeros(elements, dtype=np.float16))
-    return torch.zeros(elements, dtype=torch.float16, device=device)

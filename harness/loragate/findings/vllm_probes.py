@@ -7,12 +7,13 @@ from types import MappingProxyType
 import torch
 
 from loragate.findings.ledger import Needs, Observation, Seen
-from loragate.findings.probing import Package
+from loragate.findings.probing import Package, Probe
 from loragate.findings.vllm_dense_probes import DENSE_PROBES
+from loragate.findings.vllm_far_probes import FAR_PROBES
 from loragate.findings.vllm_moe_gpu_probes import MOE_GPU_PROBES
 from loragate.findings.vllm_moe_probes import MOE_PROBES
 
-PROBES = MappingProxyType({**DENSE_PROBES, **MOE_PROBES, **MOE_GPU_PROBES})
+PROBES = MappingProxyType({**DENSE_PROBES, **FAR_PROBES, **MOE_PROBES, **MOE_GPU_PROBES})
 
 
 def observe(name: str, package: Package, device: str) -> Observation:
@@ -21,8 +22,26 @@ def observe(name: str, package: Package, device: str) -> Observation:
     if probe.needs is Needs.CUDA and device != "cuda":
         return Observation(Seen.NOT_TRIED, "needs a GPU")
     try:
-        return probe.run(package, device)
+        return _lacking_memory(probe, device) or _run(probe, package, device)
     except (MemoryError, torch.OutOfMemoryError) as error:
         return Observation(Seen.NOT_TRIED, f"needs more memory: {error}")
     except Exception as error:
         return Observation(Seen.BROKEN, f"{type(error).__name__}: {error}")
+
+
+def _run(probe: Probe, package: Package, device: str) -> Observation:
+    observation = probe.run(package, device)
+    if device == "cuda":
+        # an error in a kernel shows late; it belongs to the probe that launched the kernel
+        torch.cuda.synchronize()
+    return observation
+
+
+def _lacking_memory(probe: Probe, device: str) -> Observation | None:
+    if not probe.free_gib or device != "cuda":
+        return None
+    free = torch.cuda.mem_get_info()[0] / 2**30
+    if free >= probe.free_gib:
+        return None
+    text = f"needs {probe.free_gib} GiB of free GPU memory, {free:.1f} GiB are free"
+    return Observation(Seen.NOT_TRIED, text)

@@ -19,7 +19,7 @@ from loragate.plugin.collection import case_run_of
 from loragate.plugin.options import SETTINGS
 from loragate.plugin.sticky import mark_device_lost
 from loragate.report.evidence import render_evidence
-from loragate.report.known import excused, known_in, listed_findings, standing
+from loragate.report.known import excused, explained, known_in, listed_findings, standing
 from loragate.run.run_record import unwritten
 
 _UNRECORDED = "loragate_unrecorded"
@@ -131,4 +131,4 @@ def _conclude(finished: CaseFinished, item: pytest.Item, listed: tuple[KnownFind
         reasons = dict.fromkeys(j.message for j in finished.judgements)
         pytest.skip("; ".join(reasons))
     if finished.verdict is not Verdict.PASS:
-        pytest.fail(render_evidence(finished), pytrace=False)
+        pytest.fail(render_evidence(explained(finished, listed)), pytrace=False)

@@ -1,6 +1,7 @@
 """The verdict of one trial, and what the listed findings excuse of it. Pure; imports no torch.
 
-Invariant: a listed finding excuses the judgements that it names and nothing else.
+Invariant: a listed finding excuses the judgements that it names, up to the size that it lists, and
+nothing else.
 """
 
 from __future__ import annotations
@@ -10,7 +11,15 @@ from dataclasses import replace
 
 from loragate.core.verdict import Judgement, Verdict, worst
 from loragate.events.model import CaseFinished, Event, KnownFinding
-from loragate.findings.ledger import Finding, Line, audit, known_finding, observe_cases
+from loragate.findings.ledger import (
+    Finding,
+    Judged,
+    Line,
+    audit,
+    exceeded_finding,
+    known_finding,
+    observe_cases,
+)
 
 # judgements with one of these do not count against a case
 HARMLESS = frozenset({Verdict.PASS, Verdict.SKIP})
@@ -26,9 +35,8 @@ def ledger_lines(events: Iterable[Event]) -> tuple[Line, ...]:
     """What this run showed of each listed finding."""
     events = tuple(events)
     ends = [event for event in events if isinstance(event, CaseFinished)]
-    judged = sorted(
-        ((end.run_id, judgement) for end in ends for judgement in end.judgements), key=repr
-    )
+    judged = [Judged(end.run_id, end.draw, j) for end in ends for j in end.judgements]
+    judged.sort(key=repr)
     listed = listed_findings(events)
     observed = observe_cases((entry.finding for entry in listed), judged)
     return tuple(line for e in listed for line in audit([e.finding], e.version, observed))
@@ -44,6 +52,7 @@ def known_in(case: CaseFinished, listed: Iterable[KnownFinding]) -> tuple[Findin
 def excused(case: CaseFinished, listed: Iterable[KnownFinding]) -> CaseFinished:
     """The trial as it would be if the judgements that are listed had passed."""
     listed = tuple(listed)
+    case = explained(case, listed)
     if not known_in(case, listed):
         return case
     judgements = tuple(
@@ -54,6 +63,13 @@ def excused(case: CaseFinished, listed: Iterable[KnownFinding]) -> CaseFinished:
     by_oracles = case.verdict is Verdict.FAIL and case.failure is None
     verdict = Verdict.PASS if by_oracles else case.verdict
     return replace(case, verdict=verdict, judgements=judgements)
+
+
+def explained(case: CaseFinished, listed: Iterable[KnownFinding]) -> CaseFinished:
+    """The trial with messages that say where a judgement exceeds what a finding lists."""
+    listed = tuple(listed)
+    judgements = tuple(_explained(case.run_id, j, listed) for j in case.judgements)
+    return case if judgements == case.judgements else replace(case, judgements=judgements)
 
 
 def standing(case: CaseFinished) -> Verdict:
@@ -72,3 +88,15 @@ def standing(case: CaseFinished) -> Verdict:
 def _known(run_id: str, judgement: Judgement, listed: Iterable[KnownFinding]) -> Finding | None:
     found = (known_finding([e.finding], e.version, run_id, judgement) for e in listed)
     return next((finding for finding in found if finding is not None), None)
+
+
+def _explained(run_id: str, judgement: Judgement, listed: tuple[KnownFinding, ...]) -> Judgement:
+    if _known(run_id, judgement, listed):
+        return judgement
+    beyond = (exceeded_finding([e.finding], e.version, run_id, judgement) for e in listed)
+    found = next((one for one in beyond if one is not None), None)
+    if found is None:
+        return judgement
+    finding, excess = found
+    note = f"exceeds what finding {finding.id} lists: {excess}"
+    return replace(judgement, message=f"{note}\n{judgement.message}" if judgement.message else note)

@@ -169,6 +169,9 @@ def _finding_head(line: Line, colour: Colour) -> str:
     code = {State.KNOWN: _CYAN, State.STALE: _RED}.get(line.state, _DIM)
     word = paint(line.state.value.upper(), f"{_BOLD};{code}", colour)
     head = f"{word}  finding {line.finding.id}: {line.finding.title}"
+    case = line.finding.case
+    if case is not None and case.extent:
+        head += f"\n  listed: {case.extent}"
     # the cases below show it
     return head if line.state is State.KNOWN else f"{head}\n  {printable(line.observation.text)}"
 

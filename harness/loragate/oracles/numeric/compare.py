@@ -163,6 +163,18 @@ def population_finding(population: Population, errors: RowErrors) -> Finding:
 
 def row_findings(case: Case, errors: RowErrors) -> Iterator[Finding]:
     """The worst (row, slice) by rms and by largest element."""
+    for error, threshold, what in _of_rows(case, errors):
+        yield _worst(error, threshold, what)
+
+
+def wrong_rows(case: Case, errors: RowErrors) -> Tensor:
+    """bool [rows]: whether a row is wrong by itself, whatever the other rows of its population."""
+    wrong = [error > threshold for error, threshold, _ in _of_rows(case, errors)]
+    return torch.stack(wrong).any(0).any(1)
+
+
+def _of_rows(case: Case, errors: RowErrors) -> Iterator[tuple[Tensor, Tensor, str]]:
+    """Error and threshold [rows, slices] of each (row, slice), by rms and by largest element."""
     widths = torch.tensor(case.out_slices, device=errors.gain.device)
     subject, eager = (errors.subject_sq / widths).sqrt(), (errors.eager_sq / widths).sqrt()
     bound = (errors.bound_sq / widths).sqrt()
@@ -171,10 +183,10 @@ def row_findings(case: Case, errors: RowErrors) -> Iterator[Finding]:
     shrunk = _unlucky(widths.clamp(max=case.rank)) * shrunk_sq.sqrt()
     # eager may be lucky in a row of few columns: see populations()
     allowed = FACTOR * eager.maximum(bound / 6**0.5).hypot(shrunk) + bound
-    yield _worst(subject, allowed, "the rms of a row's errors")
+    yield subject, allowed, "the rms of a row's errors"
     eager = errors.eager_max.maximum(errors.bound_max / 2)
     allowed = FACTOR * eager.hypot(TAIL / FACTOR * errors.shrunk_max) + errors.bound_max
-    yield _worst(errors.subject_max, allowed, "the largest error of a row")
+    yield errors.subject_max, allowed, "the largest error of a row"
 
 
 def _worst(error: Tensor, threshold: Tensor, what: str) -> Finding:

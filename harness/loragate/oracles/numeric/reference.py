@@ -14,6 +14,9 @@ delta + base:
 
 Where eager itself misses the delta by more than 10 % the result is INCONCLUSIVE.
 
+A FAIL also says how far the fault reaches: `wrong_rows` are beyond the threshold of a row, and
+`rest_ratio` is the worst population of all other rows, over its threshold.
+
 Power, as error / allowed on 64 rows x 4096 features x 512 columns, rank 16 (above 1: FAIL). Each
 subject has this one fault alone; the smallest of six seeds, in bf16 / fp16 / fp32:
 
@@ -30,6 +33,10 @@ B, one rounding in place of two) stay below 0.7.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import replace
+
+import torch
 from torch import Tensor
 
 from loragate.core.verdict import Failure, Judgement, OracleName, Verdict
@@ -45,6 +52,7 @@ from loragate.oracles.numeric.compare import (
     population_finding,
     populations,
     row_findings,
+    wrong_rows,
 )
 from loragate.oracles.numeric.errors import RowErrors, concatenated, row_errors
 from loragate.oracles.numeric.golden import chunks, condition_number, folded
@@ -81,15 +89,22 @@ def judge_result(
         # an empty batch has nothing to compare
         return passed(OracleName.REFERENCE)
     pieces: list[RowErrors] = []
+    misplaced: list[Judgement] = []
+    odd: list[Tensor] = []
     low = folded(pool) if trial.capabilities.folds_scale_into_weights else pool
     for rows, piece in chunks(batch, sum(trial.case.slices)):
         right = golden_of(trial.case, pool, piece, base)
-        wrong = _misplaced(trial, batch, rows.start, right.out, result[rows])
-        if wrong is not None:
-            return wrong
+        masks = _not_finite_alike(right.out, result[rows])
+        misplaced += _misplaced(trial, batch, rows.start, right.out, result[rows], masks)
+        odd.append(torch.stack([*masks.values()]).any(0).any(1))
         plain = eager_of(trial.case, low, piece, base)
         pieces.append(row_errors(trial.case, right, plain, result[rows]))
-    return judge_errors(trial, pool, batch, concatenated(pieces))
+    errors = concatenated(pieces)
+    if misplaced:
+        first = misplaced[0]
+        extent = _extent(trial, pool, batch, errors, torch.cat(odd))
+        return replace(first, metrics={**first.metrics, **extent})
+    return judge_errors(trial, pool, batch, errors)
 
 
 def judge_errors(trial: Trial, pool: Pool, batch: Batch, errors: RowErrors) -> Judgement:
@@ -107,6 +122,7 @@ def judge_errors(trial: Trial, pool: Pool, batch: Batch, errors: RowErrors) -> J
     miss = metrics["eager_miss"]
     if worst.ratio > 1:
         metrics |= _condition(trial, pool, batch, group)
+        metrics |= _extent(trial, pool, batch, errors, torch.zeros_like(errors.gain[:, 0]).bool())
         message = (
             f"{worst.what} is {metrics['err']:.3g} of the delta, "
             f"{worst.ratio:.3g} times what is allowed"
@@ -150,20 +166,49 @@ def _condition(trial: Trial, pool: Pool, batch: Batch, group: Population) -> dic
     return {"condition": condition_number(pool, batch, group.rows, group.part)}
 
 
-def _misplaced(
-    trial: Trial, batch: Batch, first: int, right: Tensor, result: Tensor
-) -> Judgement | None:
-    """A FAIL if the result has NaN or Inf in other places than it should."""
-    signs = {
+def _extent(
+    trial: Trial, pool: Pool, batch: Batch, errors: RowErrors, odd: Tensor
+) -> dict[str, float]:
+    """How many rows are wrong: those beyond the threshold of a row, and the `odd` ones. The other
+    rows may still be wrong together: `rest_ratio` is their worst error over its threshold."""
+    case = trial.case
+    kept = ~(wrong_rows(case, errors) | odd)
+    ratios = [0.0]
+    if kept.any():
+        rest, rows = errors[kept], out_rows(batch)[kept]
+        groups = populations(case, pool, rows, rest)
+        ratios += [population_finding(group, rest).ratio for group in groups]
+        if case.site is Site.MOE_LAYER:
+            pairs = pair_rows(batch)
+            ratios.append(expert_finding(case, pool, pairs[kept[pairs.x_rows]], errors).ratio)
+        elif case.site in MOE_SITES:
+            ratios.append(expert_finding(case, pool, rows, rest).ratio)
+    return {"wrong_rows": float((~kept).sum()), "rest_ratio": max(ratios)}
+
+
+def _not_finite_alike(right: Tensor, result: Tensor) -> dict[str, Tensor]:
+    """bool like both, by name: where the value is on one side only."""
+    return {
         "NaN": right.isnan() != result.isnan(),
         "Inf": right.isposinf() != result.isposinf(),
         "-Inf": right.isneginf() != result.isneginf(),
     }
-    for value, mask in signs.items():
+
+
+def _misplaced(
+    trial: Trial,
+    batch: Batch,
+    first: int,
+    right: Tensor,
+    result: Tensor,
+    masks: dict[str, Tensor],
+) -> Iterator[Judgement]:
+    """A FAIL for each value that the result has in other places than it should."""
+    for value, mask in masks.items():
         if mask.any():
             row, column = (int(i) for i in mask.nonzero()[0])
             have, want = result[row, column].item(), right[row, column].item()
-            return Judgement(
+            yield Judgement(
                 OracleName.REFERENCE,
                 Verdict.FAIL,
                 Failure.WRONG_ANSWER,
@@ -172,4 +217,3 @@ def _misplaced(
                 {"ratio": float("inf")},
                 locate(trial.case, batch, first + row, column),
             )
-    return None

@@ -1,0 +1,115 @@
+"""Runs probes in processes of their own, so that one that hangs or dies costs only its own line.
+
+Probes share a process as long as all goes well, because importing the package takes longer than
+most of them; those that provoke wild accesses never share one with the others. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from loragate.core.child_process import python_module
+from loragate.core.errors import CommandError
+from loragate.core.verdict import ExitCode
+from loragate.findings.ledger import Observation, Seen
+
+# of one probe, with the kernels that it compiles and, for the first, the import of the package
+PATIENCE_S = 300.0
+_TICK_S = 0.1
+_LAST_CHARACTERS = 300
+
+
+@dataclass(slots=True)
+class Record:
+    """What a process has written; `began` is the probe that it was running."""
+
+    version: str = ""
+    refused: str = ""
+    began: str = ""
+    observed: dict[str, Observation] = field(default_factory=dict)
+    lines: int = 0
+
+
+def run_probes(
+    groups: Sequence[Sequence[str]], *, patience_s: float = PATIENCE_S
+) -> tuple[str, dict[str, Observation]]:
+    """The version of the installed package, and what each probe observed; a process for each group,
+    and another one for what is left after one was lost. Raises CommandError."""
+    version, observed = "", dict[str, Observation]()
+    for group in groups:
+        left = list(group)
+        while left:
+            record, ending = _run_process(left, patience_s)
+            if record.refused:
+                raise CommandError(record.refused, ExitCode.INFRASTRUCTURE)
+            if record.began and record.began not in record.observed:
+                record.observed[record.began] = Observation(Seen.BROKEN, ending)
+            if not record.observed:
+                message = f"the process of the probes ran none of them: {ending}"
+                raise CommandError(message, ExitCode.INFRASTRUCTURE)
+            version, observed = record.version, observed | record.observed
+            left = [name for name in left if name not in observed]
+    return version, observed
+
+
+def _run_process(names: Sequence[str], patience_s: float) -> tuple[Record, str]:
+    """What the process recorded, and how it ended."""
+    with tempfile.TemporaryDirectory(prefix="loragate-probes-") as name:
+        path, log = Path(name) / "record.jsonl", Path(name) / "log"
+        path.touch()
+        command = python_module("loragate.findings.probe_child", str(path), *names)
+        with log.open("wb") as output:
+            # in the group of this process, so that it ends with it
+            child = subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT
+            )
+            try:
+                ending = _wait(child, path, patience_s)
+            finally:
+                child.kill()
+                child.wait()
+        last = log.read_text(encoding="utf-8", errors="replace").strip().splitlines()[-1:]
+        said = f": {last[0][-_LAST_CHARACTERS:]}" if last else ""
+        return read(path), f"{ending}{said}"
+
+
+def _wait(child: subprocess.Popen[bytes], record: Path, patience_s: float) -> str:
+    lines, waited = 0, 0.0
+    while waited < patience_s:
+        try:
+            return _describe(child.wait(_TICK_S))
+        except subprocess.TimeoutExpired:
+            waited += _TICK_S
+        now = read(record).lines
+        if now != lines:
+            lines, waited = now, 0.0
+    return f"gave no answer for {patience_s:g} s and was ended"
+
+
+def _describe(exit_code: int) -> str:
+    if exit_code >= 0:
+        return f"its process ended with exit code {exit_code}"
+    try:
+        return f"its process was ended by {signal.Signals(-exit_code).name}"
+    except ValueError:
+        return f"its process was ended by signal {-exit_code}"
+
+
+def read(path: Path) -> Record:
+    """The record so far; a line that is still being written counts as none."""
+    record = Record()
+    for line in path.read_text(encoding="utf-8").split("\n")[:-1]:
+        fact = json.loads(line)
+        record.lines += 1
+        record.version = fact.get("version", record.version)
+        record.refused = fact.get("refused", record.refused)
+        record.began = fact.get("began", record.began)
+        if "probe" in fact:
+            record.observed[fact["probe"]] = Observation(Seen(fact["seen"]), fact["text"])
+    return record

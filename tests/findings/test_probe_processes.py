@@ -1,0 +1,95 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from loragate.core.errors import CommandError
+from loragate.core.verdict import ExitCode
+from loragate.findings import probe_runner
+from loragate.findings.ledger import Observation, Seen
+from loragate.findings.probe_runner import run_probes
+
+# a process that behaves as the names of its probes say
+CHILD = """
+import json, os, signal, sys, time
+record, names = sys.argv[1], sys.argv[2:]
+def write(**fact):
+    with open(record, "a") as file:
+        file.write(json.dumps(fact) + "\\n")
+if "refused" in names:
+    write(refused="vLLM is not installed")
+    sys.exit(0)
+if "dies-first" in names:
+    sys.exit("no module named vllm")
+write(version="0.26.0")
+for name in names:
+    write(began=name)
+    if name == "hangs":
+        time.sleep(600)
+    if name == "killed":
+        print("Segmentation fault")
+        os.kill(os.getpid(), signal.SIGSEGV)
+    write(probe=name, seen="broken" if name == "loses-device" else "reproduced", text=name)
+    if name == "loses-device":
+        sys.exit(1)
+"""
+
+
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[tuple[str, ...]]:
+    """The probes of each process that is started."""
+    script = tmp_path / "child.py"
+    script.write_text(CHILD)
+    calls: list[tuple[str, ...]] = []
+    command: Callable[..., tuple[str, ...]] = probe_runner.python_module
+
+    def start(module: str, record: str, *names: str) -> tuple[str, ...]:
+        calls.append(names)
+        return (command(module)[0], str(script), record, *names)
+
+    monkeypatch.setattr(probe_runner, "python_module", start)
+    return calls
+
+
+def test_probes_of_a_group_share_a_process_and_groups_do_not(
+    started: list[tuple[str, ...]],
+) -> None:
+    version, observed = run_probes([["a", "b"], ["wild"]])
+    assert started == [("a", "b"), ("wild",)]
+    assert version == "0.26.0"
+    assert observed == {name: Observation(Seen.REPRODUCED, name) for name in ("a", "b", "wild")}
+
+
+def test_a_probe_that_hangs_or_dies_or_loses_the_device_costs_only_its_own_line(
+    started: list[tuple[str, ...]],
+) -> None:
+    names = ["a", "hangs", "b", "killed", "c", "loses-device", "d"]
+    _, observed = run_probes([names], patience_s=2)
+    assert list(observed) == names
+    assert started == [tuple(names), tuple(names[2:]), tuple(names[4:]), ("d",)]
+    assert observed["hangs"] == Observation(Seen.BROKEN, "gave no answer for 2 s and was ended")
+    ended = "its process was ended by SIGSEGV: Segmentation fault"
+    assert observed["killed"] == Observation(Seen.BROKEN, ended)
+    good = {name for name, one in observed.items() if one.seen is Seen.REPRODUCED}
+    assert good == {"a", "b", "c", "d"}
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("refused", "vLLM is not installed"),
+        (
+            "dies-first",
+            "its process ended with exit code 1: no module named vllm",
+        ),
+    ],
+)
+def test_where_no_probe_can_run_the_command_ends_and_says_why(
+    started: list[tuple[str, ...]], name: str, message: str
+) -> None:
+    with pytest.raises(CommandError) as error:
+        run_probes([[name]])
+    assert error.value.exit_code is ExitCode.INFRASTRUCTURE
+    assert str(error.value).endswith(message)
