@@ -223,7 +223,8 @@ def test_junit_names_verdict_seed_draw_repeat_and_subject(
     assert failure is not None
     assert failure.attrib["type"] == "wrong_answer"
     assert failure.attrib["message"] == (
-        "wrong_answer; slot 7, token 3; error 0.5, threshold 0.125 (4x), wrong_rows 1; row 3 is zero"
+        "wrong_answer; slot 7, token 3; error 0.5, threshold 0.125 (4x), wrong_rows 1; "
+        "row 3 is zero"
     )
     assert "replay: loragate replay" in (failure.text or "")
 

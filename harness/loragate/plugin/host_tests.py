@@ -15,12 +15,12 @@ from typing import Any
 import pytest
 
 from loragate.core.verdict import EXIT_CODES, Verdict, worst
-from loragate.events.log import EventWriter
-from loragate.events.model import Event, HostTestFinished, HostTestsCollected, Note
+from loragate.events.model import HostTestsCollected, Note
 from loragate.plugin.crash_report import read_stacks
 from loragate.plugin.options import SETTINGS, Role, Settings
 from loragate.plugin.ordinary_tests import Report, event_of, skip_reason
 from loragate.plugin.watchdog import stacks_of
+from loragate.run.run_record import RunRecord
 
 _LEG = "host"
 # far above what the slowest test takes, and below the patience of the gate with a silent leg
@@ -57,6 +57,7 @@ class HostTests:
     def __init__(self, config: pytest.Config, settings: Settings) -> None:
         self._config = config
         self._settings = settings
+        self._record = RunRecord(settings.report, run=settings.run)
         self._collected: set[str] = set()
         self._started: dict[str, float] = {}
         self._phases: dict[str, list[Report]] = defaultdict(list)
@@ -96,33 +97,29 @@ class HostTests:
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
         terminal = self._config.pluginmanager.get_plugin("terminalreporter")
         if terminal is not None:
-            self._write(Note(text=_counts(terminal.stats)))
+            self._record.write([Note(text=_counts(terminal.stats))])
         verdicts = list(self._verdicts.values())
+        if not self._record.is_whole:
+            verdicts.append(Verdict.INFRA)
         if self._collected - self._verdicts.keys():
             verdicts.append(Verdict.INCONCLUSIVE)
         found = worst([v for v in verdicts if v is not Verdict.SKIP] or [Verdict.PASS])
         # a failure counts for more than how the session ended
-        if found is Verdict.FAIL or (
-            session.exitstatus in _OF_TESTS and found is Verdict.INCONCLUSIVE
-        ):
+        if found is Verdict.FAIL or (session.exitstatus in _OF_TESTS and found is not Verdict.PASS):
             session.exitstatus = EXIT_CODES[found].value
 
     def _expect(self, tests: Iterable[str]) -> None:
         fresh = tuple(test for test in tests if test not in self._collected)
         self._collected.update(fresh)
         if fresh:
-            self._write(HostTestsCollected(leg=_LEG, tests=fresh))
+            self._record.write([HostTestsCollected(leg=_LEG, tests=fresh)])
 
     def _end(self, reports: Sequence[Report]) -> None:
-        ended: HostTestFinished = event_of(_LEG, reports, self._config.rootpath)
+        ended = event_of(_LEG, reports, self._config.rootpath)
         self._verdicts[ended.test] = worst(
             [ended.verdict, self._verdicts.get(ended.test, ended.verdict)]
         )
-        self._write(ended)
-
-    def _write(self, event: Event) -> None:
-        with EventWriter(self._settings.events, run=self._settings.run) as writer:
-            writer.write(event)
+        self._record.write([ended])
 
 
 def _counts(stats: dict[str, list[Report]]) -> str:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import pytest
 
 from loragate.core.verdict import Verdict, worst
-from loragate.events.model import HostTestFinished
+from loragate.events.model import Event, HostTestFinished, LegStarted
 from loragate.report.text import clipped
 
 # how the reason of pytest.importorskip begins
@@ -41,6 +41,14 @@ def event_of(leg: str, reports: Sequence[Report], root: Path) -> HostTestFinishe
         detail=clipped(_text(decisive), _LIMIT) if decisive.failed else "",
         output=clipped(output, _LIMIT),
     )
+
+
+def failures_in_run(
+    reports: Iterable[Report], events: Iterable[Event], root: Path
+) -> tuple[HostTestFinished, ...]:
+    """What failed besides the cases, as ordinary tests of the leg that started last."""
+    legs = [event.name for event in events if isinstance(event, LegStarted)]
+    return tuple(event_of(legs[-1] if legs else "", [report], root) for report in reports)
 
 
 def verdict_of(report: Report) -> Verdict:
