@@ -15,7 +15,7 @@ from loragate.report.host_tests import rerun_command
 from loragate.report.known import HARMLESS
 from loragate.report.outcomes import CaseOutcome, LegOutcome
 from loragate.report.summary import Summary
-from loragate.report.text import headline, shortened
+from loragate.report.text import headline, one_line, shortened
 from loragate.report.wording import figures, outcome_name, place
 
 _LEGS = "gate.legs"
@@ -77,7 +77,7 @@ def _case(case: CaseOutcome, leg: str) -> Entry:
             "repeat": str(case.shown.repeat),
             "worker": case.shown.worker,
         }
-    replay = f"replay: {case.replay}"
+    replay = one_line(f"replay: {case.replay}")
     against = [case.message, *map(_evidence, case.evidence), replay]
     return Entry(
         suite=f"{case.subject}.{case.site}",
@@ -122,8 +122,8 @@ def _compile(result: CompileResult, leg: str) -> Entry:
 
 
 def _host_test(test: HostTestFinished) -> Entry:
-    rerun = f"rerun: {rerun_command(test)}"
-    where = f"at {test.place}" if test.place else ""
+    rerun = one_line(f"rerun: {rerun_command(test)}")
+    where = one_line(f"at {test.place}") if test.place else ""
     return Entry(
         suite=test.leg,
         name=test.test,
@@ -183,7 +183,7 @@ def _legs(legs: Iterable[LegOutcome], entries: Iterable[Entry]) -> Iterator[Entr
             continue
         end = leg.finished
         ended = f"{leg.verdict}, exit code {end.exit_code}" if end else leg.verdict.value
-        log = f"log: {end.log_path}" if end and end.log_path else ""
+        log = one_line(f"log: {end.log_path}") if end and end.log_path else ""
         yield Entry(
             suite=_LEGS,
             name=leg.name,
