@@ -212,43 +212,39 @@ def test_a_host_test_that_fails_has_a_name_in_every_report(drill, run_leg: Leg):
     assert sorted(good) == ["test_fails.py::test_good", "test_fails.py::test_known"]
 
 
-@pytest.mark.parametrize(
-    ("body", "conftest", "message"),
-    [
-        pytest.param(
-            DEADLY,
-            "",
-            "worker gw0 died",
-            marks=pytest.mark.drill(
-                tried="A host test that kills its worker",
-                exit_code=ExitCode.WRONG,
-                kept="its name and how it ended; the tests after it run in a new worker",
-            ),
-        ),
-        pytest.param(
-            HANGING,
-            SHORT_DEADLINE,
-            "no end within 0.5 s",
-            marks=pytest.mark.drill(
-                tried="A host test that hangs",
-                exit_code=ExitCode.WRONG,
-                kept="its name and the stacks; the tests after it run in a new worker",
-            ),
-        ),
-    ],
+@pytest.mark.drill(
+    tried="A host test that kills its worker",
+    exit_code=ExitCode.WRONG,
+    kept="its name and how it ended; the tests after it run in a new worker",
 )
-def test_a_host_test_that_ends_its_worker_is_named_and_costs_no_other_test(
-    drill, run_leg: Leg, body, conftest, message
-):
-    leg = run_leg(conftest, test_a=body)
+def test_a_host_test_that_kills_its_worker_is_named_and_costs_no_other_test(drill, run_leg: Leg):
+    leg = run_leg(test_a=DEADLY)
     drill(leg.exit_code, leg.output)
+    _check_ended_worker(leg, "worker gw0 died")
+
+
+@pytest.mark.drill(
+    tried="A host test that hangs",
+    exit_code=ExitCode.WRONG,
+    kept="its name and the stacks; the tests after it run in a new worker",
+)
+def test_a_host_test_that_hangs_is_named_with_its_stack_and_costs_no_other_test(
+    drill, run_leg: Leg
+):
+    leg = run_leg(SHORT_DEADLINE, test_a=HANGING)
+    drill(leg.exit_code, leg.output)
+    _check_ended_worker(leg, "no end within 0.5 s")
+    assert 'test_a.py", line 2 in test_x' in leg.found["test_a.py::test_x"].detail
+
+
+def _check_ended_worker(leg: Ended, message: str) -> None:
     leg.close()
     ended = leg.found["test_a.py::test_x"]
     assert (ended.verdict, ended.message) == (Verdict.FAIL, message)
-    if body is HANGING:
-        assert 'test_a.py", line 2 in test_x' in ended.detail
     assert leg.found["test_a.py::test_y"].verdict is Verdict.PASS
-    assert leg.junit()["test_a.py::test_x"].find("failure").get("message").startswith(message)
+    failure = leg.junit()["test_a.py::test_x"].find("failure")
+    assert failure is not None
+    assert failure.get("message", "").startswith(message)
 
 
 def test_a_host_test_that_was_collected_and_never_ended_is_inconclusive_by_name(run_leg: Leg):

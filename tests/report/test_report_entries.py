@@ -129,6 +129,17 @@ def test_kernels_that_never_compiled_are_an_error_of_the_run(plan: Plan) -> None
     assert _red(root) == [("gate.run", "mine/compile: 0 of 2 expected executed")]
 
 
+def test_a_run_whose_entries_are_all_green_still_says_why_it_did_not_pass(
+    plan: Plan, finished: Finished, closing: Closing
+) -> None:
+    stray = finished("mine.dense_delta.a", subject="other")
+    root = _document(plan("mine.dense_delta.a"), stray, *closing)
+    assert _red(root) == [("gate.run", "verdict")]
+    error = root.find(".//error")
+    assert error is not None
+    assert error.get("message") == "mine/dense_delta: 0 of 1 expected executed"
+
+
 def test_the_output_of_an_entry_holds_every_oracle_and_the_command(
     plan: Plan, finished: Finished, closing: Closing
 ) -> None:
@@ -281,7 +292,7 @@ def _good_summaries(draw: st.DrawFn) -> Summary:
     cases = [
         CaseFinished(
             run_id=name,
-            subject="mine",
+            subject=draw(st.sampled_from(["mine", "mine", "mine", "other"])),
             site="s",
             draw=0,
             seed=1,
