@@ -129,7 +129,7 @@ def test_nan_and_inf_are_reported_before_any_error_is_measured(
     result[7, 2] = value
     judgement = judge(trial, result)
     assert judgement.failure is Failure.WRONG_ANSWER
-    assert judgement.message.startswith(f"1 elements are {name} on one side only")
+    assert judgement.message.startswith(f"1 element is {name} on one side only")
     assert judgement.where["token"] == 7
     assert judgement.where["column"] == 2
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import subprocess
 import sys
+import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 
 import pytest
@@ -94,8 +95,18 @@ def test_a_failure_outside_of_the_cases_fails_the_session_and_its_report(
     summary = summarize(read_events(tmp_path / "report" / "events.jsonl"))
     assert summary.exit_code is ExitCode.WRONG
     assert summary.reasons == (
+        "1 host test failed",
         "leg pytest: fail: 1 failure outside of the cases, reported by pytest",
     )
+    (failed,) = summary.bad_host_tests
+    assert failed.test.startswith("cases/")
+    assert failed.message.endswith("OSError: disk full")
+    assert failed.place.startswith(f"cases/{name}:")
+    # the test is named, so the leg needs no entry of its own
+    junit = ElementTree.parse(tmp_path / "report" / "junit.xml").getroot()
+    assert [
+        case.get("name") for case in junit.iter("testcase") if len(case.findall("failure"))
+    ] == [failed.test]
 
 
 def test_listing_the_cases_leaves_no_report(tmp_path, run_session):

@@ -159,6 +159,33 @@ class CompileResult:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class HostTestsCollected:
+    """Ordinary tests of a leg, as pytest's node ids: each of them has to end."""
+
+    leg: str
+    tests: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostTestFinished:
+    """An ordinary test of a leg, or a module of tests that could not be collected.
+
+    `message` is the first line of the error, or the reason of a skip, and `place` the file and line
+    where it was raised. `detail` is the traceback, `output` what the test has printed; both are
+    empty for a test that passed.
+    """
+
+    leg: str
+    test: str
+    verdict: Verdict
+    duration_s: float
+    message: str = ""
+    place: str = ""
+    detail: str = ""
+    output: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Note:
     """Something that the reader of the report should know."""
 
@@ -190,6 +217,8 @@ Event = (
     | CaseStarted
     | CaseFinished
     | CompileResult
+    | HostTestsCollected
+    | HostTestFinished
     | Note
     | KnownFinding
     | RunFinished

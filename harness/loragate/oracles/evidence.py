@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from loragate.core.plural import counted
 from loragate.core.verdict import Failure, Judgement, OracleName, Verdict
 from loragate.inputs.pairs import local_experts
 from loragate.inputs.placement import bits_of
@@ -71,7 +72,8 @@ def judge_bits(
     row, column = (int(i) for i in mask.nonzero()[0])
     have, want = result[row, column].item(), wanted[row, column].item()
     message = (
-        f"{count} elements in {int(mask.any(1).sum())} rows differ from {claim}; "
+        f"{counted(count, 'element differs', 'elements differ')} from {claim}, "
+        f"in {counted(int(mask.any(1).sum()), 'row')}; "
         f"the first is {have!r}, should be {want!r}"
     )
     metrics = {"differing": float(count), "largest": _largest(result, wanted, mask)}

@@ -21,6 +21,7 @@ from loragate.plugin.collection import case_run_of, case_run_of_id
 from loragate.plugin.crash_report import crash_report
 from loragate.plugin.judging import unrecorded
 from loragate.plugin.options import SETTINGS, Role, Settings
+from loragate.plugin.ordinary_tests import Report, failures_in_run
 from loragate.plugin.session_run import SessionRun
 from loragate.plugin.sticky import lost_device
 from loragate.report.evidence import render_evidence
@@ -46,7 +47,7 @@ class Accounting:
         self._collected: dict[str, CaseRun] = {}
         self._lost_device: set[str] = set()
         # of fixtures, of modules that cannot be collected, and of ordinary tests
-        self._other_failures = 0
+        self._other_failures: list[Report] = []
         self._started: dict[str, float] = {}
         self._recent: dict[str, deque[str]] = defaultdict(lambda: deque(maxlen=_RAN_BEFORE_SHOWN))
         self._ready_nodes: set[str] = set()
@@ -77,8 +78,8 @@ class Accounting:
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         run = self._collected.get(report.nodeid)
         # the call phase of a case is judged from the recorded events alone
-        if run is None or report.when != "call":
-            self._other_failures += report.failed
+        if report.failed and (run is None or report.when != "call"):
+            self._other_failures.append(report)
         if run is None:
             return
         if report.when == "call":
@@ -93,7 +94,8 @@ class Accounting:
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
         # with --continue-on-collection-errors the cases of other modules still run
-        self._other_failures += report.failed
+        if report.failed:
+            self._other_failures.append(report)
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_handlecrashitem(self, crashitem: str, report: pytest.TestReport) -> None:
@@ -122,7 +124,11 @@ class Accounting:
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
         if not self._run.begun or session.exitstatus == pytest.ExitCode.INTERNAL_ERROR:
             return
-        exit_code = self._run.finish(self._collected.values(), other_failures=self._other_failures)
+        others = failures_in_run(
+            self._other_failures, self._run.record.read().events, self._config.rootpath
+        )
+        self._run.record.write(others)
+        exit_code = self._run.finish(self._collected.values(), other_failures=len(others))
         # if all cases passed, failures that pytest has seen elsewhere still count
         if exit_code is not ExitCode.OK:
             session.exitstatus = exit_code.value

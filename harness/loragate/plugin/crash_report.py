@@ -61,6 +61,12 @@ def _read(path: Path) -> str:
         return ""
 
 
+def read_stacks(stacks: Path) -> tuple[bool, list[str]]:
+    """Whether a worker ended at its deadline, and the stacks that it dumped into `stacks`."""
+    dump = _read(stacks)
+    return _TIMEOUT_HEADER in dump, _without_pytest(dump) if dump else []
+
+
 def _without_pytest(dump: str) -> list[str]:
     """The dump without the frames of pytest, which are the same in every dump."""
     lines = [line for line in dump.splitlines() if not any(part in line for part in _PYTEST_FRAMES)]

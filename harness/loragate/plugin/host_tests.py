@@ -1,47 +1,131 @@
-"""Records how many host tests ran and were skipped. Loaded by the host leg of the gate only.
+"""Records every test of the host leg of the gate, which alone loads this module.
 
-Invariant: if tests were skipped because a package is missing, the leg is incomplete.
+Invariant: the leg exits with 0 only if each test that was collected has ended, none of them failed,
+and none was skipped for lack of a package.
 """
 
 from __future__ import annotations
 
-from collections import Counter
+import faulthandler
+import time
+from collections import Counter, defaultdict
+from collections.abc import Generator, Iterable, Sequence
+from typing import Any
 
 import pytest
 
-from loragate.core.verdict import ExitCode
-from loragate.events.log import EventWriter
-from loragate.events.model import Note
-from loragate.plugin.options import SETTINGS, Role
+from loragate.core.verdict import EXIT_CODES, Verdict, worst
+from loragate.events.model import HostTestsCollected, Note
+from loragate.plugin.crash_report import read_stacks
+from loragate.plugin.options import SETTINGS, Role, Settings
+from loragate.plugin.ordinary_tests import Report, event_of, skip_reason
+from loragate.plugin.watchdog import stacks_of
+from loragate.run.run_record import RunRecord
 
-# how the reason of pytest.importorskip begins
-_MISSING = "could not import"
+_LEG = "host"
+# far above what the slowest test takes, and below the patience of the gate with a silent leg
+DEADLINE_S = 600.0
 _ENDED = ("passed", "failed", "error", "xfailed", "xpassed")
+# pytest's own ways to end that the verdicts of the tests explain
+_OF_TESTS = frozenset(
+    {
+        pytest.ExitCode.OK,
+        pytest.ExitCode.TESTS_FAILED,
+        pytest.ExitCode.NO_TESTS_COLLECTED,
+    }
+)
 
 
-@pytest.hookimpl(trylast=True)
-def pytest_sessionfinish(session: pytest.Session) -> None:
-    settings = session.config.stash[SETTINGS]
-    terminal = session.config.pluginmanager.get_plugin("terminalreporter")
-    if settings.role is Role.WORKER or terminal is None:
-        return
-    skips = Counter(_reason(report) for report in terminal.stats.get("skipped", ()))
-    executed = sum(len(terminal.stats.get(end, ())) for end in _ENDED)
-    with EventWriter(settings.events, run=settings.run) as writer:
-        writer.write(Note(text=summary_of(executed, skips)))
-    if session.exitstatus == ExitCode.OK and any(_MISSING in reason for reason in skips):
-        session.exitstatus = ExitCode.INCOMPLETE.value
+def pytest_configure(config: pytest.Config) -> None:
+    settings = config.stash[SETTINGS]
+    if settings.role is not Role.WORKER and not config.option.collectonly:
+        config.pluginmanager.register(HostTests(config, settings), "loragate-host-tests")
 
 
-def summary_of(executed: int, skips: Counter[str]) -> str:
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
+    faulthandler.dump_traceback_later(DEADLINE_S, exit=True, file=stacks_of(item.config))
+    try:
+        return (yield)
+    finally:
+        faulthandler.cancel_dump_traceback_later()
+
+
+class HostTests:
+    """Lives in the process that sees the reports of all workers, or runs the tests alone."""
+
+    def __init__(self, config: pytest.Config, settings: Settings) -> None:
+        self._config = config
+        self._settings = settings
+        self._record = RunRecord(settings.report, run=settings.run)
+        self._collected: set[str] = set()
+        self._started: dict[str, float] = {}
+        self._phases: dict[str, list[Report]] = defaultdict(list)
+        self._verdicts: dict[str, Verdict] = {}
+
+    def pytest_collection_finish(self, session: pytest.Session) -> None:
+        self._expect(item.nodeid for item in session.items)
+
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_xdist_node_collection_finished(self, node: Any, ids: Sequence[str]) -> None:
+        self._expect(ids)
+
+    def pytest_collectreport(self, report: pytest.CollectReport) -> None:
+        # every worker collects, and reports the same
+        if not report.passed and report.nodeid not in self._verdicts:
+            self._end([report])
+
+    def pytest_runtest_logstart(self, nodeid: str) -> None:
+        self._started[nodeid] = time.monotonic()
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        self._phases[report.nodeid].append(report)
+        # a test whose worker died has no teardown
+        if report.when not in ("setup", "call"):
+            self._end(self._phases.pop(report.nodeid))
+
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_handlecrashitem(self, crashitem: str, report: pytest.TestReport) -> None:
+        worker = str(report.node.gateway.id)
+        hung, frames = read_stacks(self._settings.stack_file(worker))
+        what = f"no end within {DEADLINE_S:g} s" if hung else f"worker {worker} died"
+        report.longrepr = "\n".join([what, *frames])
+        now = time.monotonic()
+        report.duration = now - self._started.get(crashitem, now)
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_sessionfinish(self, session: pytest.Session) -> None:
+        terminal = self._config.pluginmanager.get_plugin("terminalreporter")
+        if terminal is not None:
+            self._record.write([Note(text=_counts(terminal.stats))])
+        verdicts = list(self._verdicts.values())
+        if not self._record.is_whole:
+            verdicts.append(Verdict.INFRA)
+        if self._collected - self._verdicts.keys():
+            verdicts.append(Verdict.INCONCLUSIVE)
+        found = worst([v for v in verdicts if v is not Verdict.SKIP] or [Verdict.PASS])
+        # a failure counts for more than how the session ended
+        if found is Verdict.FAIL or (session.exitstatus in _OF_TESTS and found is not Verdict.PASS):
+            session.exitstatus = EXIT_CODES[found].value
+
+    def _expect(self, tests: Iterable[str]) -> None:
+        fresh = tuple(test for test in tests if test not in self._collected)
+        self._collected.update(fresh)
+        if fresh:
+            self._record.write([HostTestsCollected(leg=_LEG, tests=fresh)])
+
+    def _end(self, reports: Sequence[Report]) -> None:
+        ended = event_of(_LEG, reports, self._config.rootpath)
+        self._verdicts[ended.test] = worst(
+            [ended.verdict, self._verdicts.get(ended.test, ended.verdict)]
+        )
+        self._record.write([ended])
+
+
+def _counts(stats: dict[str, list[Report]]) -> str:
     """Counts, and the reasons of the skips; a module that skips itself as a whole counts as one."""
+    skips = Counter(skip_reason(report) for report in stats.get("skipped", ()))
+    executed = sum(len(stats.get(end, ())) for end in _ENDED)
     reasons = "; ".join(f"{reason} ({number})" for reason, number in sorted(skips.items()))
     counts = f"host tests: {executed} executed, {skips.total()} skipped"
     return f"{counts}: {reasons}" if reasons else counts
-
-
-def _reason(report: pytest.CollectReport | pytest.TestReport) -> str:
-    longrepr = report.longrepr
-    # file, line and reason; a list if it came from a worker
-    reason = str(longrepr[2]) if isinstance(longrepr, (tuple, list)) else report.longreprtext
-    return reason.removeprefix("Skipped: ")

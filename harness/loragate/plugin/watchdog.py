@@ -33,7 +33,7 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object
     run = case_run_of(item)
     if run is None:
         return (yield)
-    stacks = _stacks(item.config)
+    stacks = stacks_of(item.config)
     faulthandler.dump_traceback_later(run.case.timeout_s, exit=True, file=stacks)
     try:
         return (yield)
@@ -41,7 +41,8 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object
         faulthandler.cancel_dump_traceback_later()
 
 
-def _stacks(config: pytest.Config) -> IO[bytes]:
+def stacks_of(config: pytest.Config) -> IO[bytes]:
+    """Where this process dumps its stacks."""
     # opened by the first case only: without cases there is no report
     if _STACKS not in config.stash:
         config.stash[_STACKS] = _open_stacks(config.stash[SETTINGS])

@@ -6,19 +6,20 @@ from collections.abc import Iterable
 
 from loragate.core.verdict import Judgement, Verdict
 from loragate.events.model import CaseFinished
-from loragate.report.wording import figures, place, printable
+from loragate.report.text import one_line, printable, without_commands
+from loragate.report.wording import figures, place
 
 
 def render_evidence(finished: CaseFinished) -> str:
     """The verdict, the judgement of every oracle, and one command that runs the case again."""
     kind = f" {finished.failure}" if finished.failure else ""
-    lines = [f"{finished.verdict.upper()}{kind}: {finished.run_id}"]
+    lines = [f"{finished.verdict.upper()}{kind}: {one_line(finished.run_id)}"]
     if finished.message:
         lines += _indented(finished.message, by=2)
     for judgement in finished.judgements:
         lines += _judgement(judgement)
-    lines.append(f"replay: {finished.replay}")
-    return "\n".join(lines)
+    lines.append(f"replay: {one_line(finished.replay)}")
+    return without_commands("\n".join(lines))
 
 
 def _judgement(judgement: Judgement) -> Iterable[str]:
@@ -31,4 +32,4 @@ def _judgement(judgement: Judgement) -> Iterable[str]:
 
 
 def _indented(text: str, *, by: int) -> list[str]:
-    return [" " * by + line for line in printable(text).splitlines()]
+    return [" " * by + line for line in printable(text).split("\n")]

@@ -9,33 +9,26 @@ import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from functools import cache
-from importlib.resources import files
-
-from jinja2 import Environment, FunctionLoader, StrictUndefined, Template
 
 from loragate.core.checkout import Tree
 from loragate.core.verdict import Judgement, Verdict
 from loragate.findings.ledger import Line
-from loragate.matrix.case_run import trial_name
 from loragate.report.by_oracle import OracleTable, oracle_table
 from loragate.report.heatmap import GUTTER, ROW, Band, bands, tone
 from loragate.report.kinds import Kind, kinds_of_trouble
 from loragate.report.outcomes import CaseOutcome
 from loragate.report.resources import ResourceTable, resource_table
 from loragate.report.summary import EXIT_MEANINGS, Summary
+from loragate.report.template import template
+from loragate.report.text import headline, printable
 from loragate.report.wording import (
     KNOWN,
     alike,
     bad_trials,
-    duration,
-    headline,
     limits,
     multiple,
     others,
-    outcome_name,
     place,
-    printable,
     ratio,
 )
 
@@ -136,7 +129,7 @@ class Page:
 
 def render_html(summary: Summary) -> str:
     """The whole page as text."""
-    return _template().render(page=_page(summary), gutter=GUTTER, row=ROW)
+    return template().render(page=_page(summary), gutter=GUTTER, row=ROW)
 
 
 def _page(summary: Summary) -> Page:
@@ -155,24 +148,6 @@ def _page(summary: Summary) -> Page:
         environment=_environment(summary),
         leg_seconds=max(ends, default=0.0),
     )
-
-
-@cache
-def _template() -> Template:
-    environment = Environment(
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-        loader=FunctionLoader(_packaged),
-    )
-    environment.filters.update(duration=duration, printable=printable, headline=headline)
-    environment.filters.update(outcome=outcome_name, trial=lambda trial: trial_name(*trial))
-    return environment.get_template("index.html.j2")
-
-
-def _packaged(name: str) -> str:
-    return files("loragate.report").joinpath("templates", name).read_text(encoding="utf-8")
 
 
 def _segments(summary: Summary) -> tuple[Segment, ...]:

@@ -12,15 +12,18 @@ from loragate.core.verdict import Verdict, worst
 from loragate.events.model import (
     CaseFinished,
     Event,
+    HostTestFinished,
     KnownFinding,
     LegFinished,
     LegStarted,
     RunStarted,
 )
 from loragate.matrix.case_run import trial_name
-from loragate.report.known import excused, known_in, standing
+from loragate.report.colour import Colour, verdict_name
+from loragate.report.known import HARMLESS, excused, known_in, standing
 from loragate.report.outcomes import LegOutcome
-from loragate.report.terminal import Colour, render_leg, verdict_name
+from loragate.report.terminal_tables import render_leg
+from loragate.report.text import one_line, without_commands
 
 _WIPE = "\r\x1b[2K"
 _STEPS = 10
@@ -53,12 +56,15 @@ class Progress:
             self._listed.append(event)
             return ""
         if isinstance(event, LegStarted):
-            return self._line(f"{event.name} ...")
+            return self._line(f"{one_line(event.name)} ...")
         if isinstance(event, LegFinished):
             leg = LegOutcome(
                 name=event.name, verdict=event.verdict, message=event.message, finished=event
             )
             return self._line(render_leg(leg, self._colour))
+        if isinstance(event, HostTestFinished):
+            # they are many and short: only what did not pass is shown
+            return "" if event.verdict in HARMLESS else self._trouble(event.verdict, event.test)
         return self._case(event) if isinstance(event, CaseFinished) else ""
 
     def _case(self, event: CaseFinished) -> str:
@@ -70,12 +76,15 @@ class Progress:
         name = event.run_id if self._trials == 1 else f"{event.run_id}  {trial_name(*event.trial)}"
         text = ""
         if verdict is not Verdict.PASS:
-            text = self._line(f"{verdict_name(verdict, self._colour)}  {name}")
+            text = self._trouble(verdict, name)
         elif known := known_in(event, self._listed):
-            text = self._line(f"KNOWN  {name}  {', '.join(f.id for f in known)}")
+            text = self._line(one_line(f"KNOWN  {name}  {', '.join(f.id for f in known)}"))
         if self._liveness is Liveness.TERMINAL:
             return text + _WIPE + self._tally()
         return text + (self._line(self._tally()) if fresh and self._step() > before else "")
+
+    def _trouble(self, verdict: Verdict, name: str) -> str:
+        return self._line(f"{verdict_name(verdict, self._colour)}  {one_line(name)}")
 
     def _step(self) -> int:
         return len(self._finished) * _STEPS // self._expected if self._expected else 0
@@ -86,4 +95,6 @@ class Progress:
         return f"{len(self._finished)}/{self._expected or '?'} cases{trouble}"
 
     def _line(self, text: str) -> str:
-        return (_WIPE if self._liveness is Liveness.TERMINAL else "") + text + "\n"
+        return (
+            (_WIPE if self._liveness is Liveness.TERMINAL else "") + without_commands(text) + "\n"
+        )

@@ -11,12 +11,15 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
+from loragate.core.plural import counted
 from loragate.core.verdict import EXIT_CODES, ExitCode, Verdict, worst
 from loragate.events.log import EventLog
 from loragate.events.model import (
+    COMPILE_SITE,
     CompileResult,
     Event,
     Expected,
+    HostTestFinished,
     Note,
     RunFinished,
     RunStarted,
@@ -25,6 +28,7 @@ from loragate.findings.ledger import VERDICTS, Line, State
 from loragate.report.by_oracle import OracleCount, count_oracles
 from loragate.report.counts import Count, count_results, total_of
 from loragate.report.draws import DrawOutcome, draw_outcomes, in_draws
+from loragate.report.host_tests import bad_host_tests, host_test_outcomes
 from loragate.report.known import ledger_lines
 from loragate.report.outcomes import (
     CaseOutcome,
@@ -35,6 +39,9 @@ from loragate.report.outcomes import (
 )
 
 _Found = TypeVar("_Found", RunStarted, RunFinished)
+
+# a verdict, and the reason for it
+Finding = tuple[Verdict, str]
 
 # what the exit codes mean, as reports put it
 EXIT_MEANINGS: Mapping[ExitCode, str] = {
@@ -48,13 +55,15 @@ EXIT_MEANINGS: Mapping[ExitCode, str] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Summary:
-    """`reasons` say why the verdict is not PASS, the most severe first. `missing` are run ids that
-    were planned and never started. `draws` is empty for a run that runs each case once. `ledger` is
-    what the run showed of the findings that are listed about cases."""
+    """`reasons` say why the verdict is not PASS, the most severe first; `of_run` are those of them
+    that belong to no case, kernel, test or leg. `missing` are run ids that were planned and never
+    started. `draws` is empty for a run that runs each case once. `ledger` is what the run showed of
+    the findings that are listed about cases."""
 
     verdict: Verdict
     exit_code: ExitCode
     reasons: tuple[str, ...]
+    of_run: tuple[Finding, ...]
     counts: tuple[Count, ...]
     oracles: tuple[OracleCount, ...]
     draws: tuple[DrawOutcome, ...]
@@ -62,6 +71,7 @@ class Summary:
     missing: tuple[str, ...]
     legs: tuple[LegOutcome, ...]
     compiles: tuple[CompileResult, ...]
+    host_tests: tuple[HostTestFinished, ...]
     ledger: tuple[Line, ...]
     notes: tuple[str, ...]
     plan: RunStarted | None
@@ -82,6 +92,11 @@ class Summary:
         order = (Verdict.FAIL, Verdict.INFRA, Verdict.INCONCLUSIVE, Verdict.SKIP)
         return tuple(case for verdict in order for case in self.cases if case.verdict is verdict)
 
+    @property
+    def bad_host_tests(self) -> tuple[HostTestFinished, ...]:
+        """Those that neither passed nor were skipped, failures first."""
+        return bad_host_tests(self.host_tests)
+
 
 def summarize(log: EventLog, *, problems: Sequence[str] = ()) -> Summary:
     """Judge a run. The order of the events does not matter.
@@ -93,26 +108,34 @@ def summarize(log: EventLog, *, problems: Sequence[str] = ()) -> Summary:
     cases = case_outcomes(log.events)
     compiles = compile_outcomes(log.events)
     legs = leg_outcomes(log.events)
+    host_tests = host_test_outcomes(log.events)
     ledger = ledger_lines(log.events)
     counts = count_results(plan, cases, compiles)
     draws = draw_outcomes(log.events)
     planned = {run_id for row in _expected(plan) for run_id in row.run_ids}
     missing = tuple(sorted(planned - {case.run_id for case in cases}))
+    of_run = (
+        *_ledger_findings(ledger),
+        *_gaps(row for row in counts if row.site == COMPILE_SITE),
+        *_run_findings(plan, finished),
+        *((Verdict.INFRA, problem) for problem in problems),
+    )
     findings = [
         *_case_findings(cases, draws),
         *_compile_findings(compiles),
+        *_host_test_findings(host_tests),
         *_leg_findings(legs),
-        *_ledger_findings(ledger),
-        *_gaps(counts, missing),
+        *_never_started(missing),
+        *_gaps(row for row in counts if row.site != COMPILE_SITE),
         *_draw_gaps(draws),
-        *_run_findings(plan, finished),
-        *((Verdict.INFRA, problem) for problem in problems),
+        *of_run,
     ]
     verdict = worst([verdict for verdict, _ in findings] or [Verdict.PASS])
     return Summary(
         verdict=verdict,
         exit_code=EXIT_CODES[verdict],
         reasons=_by_gravity(findings),
+        of_run=of_run,
         counts=counts,
         oracles=count_oracles(cases),
         draws=draws,
@@ -120,14 +143,13 @@ def summarize(log: EventLog, *, problems: Sequence[str] = ()) -> Summary:
         missing=missing,
         legs=legs,
         compiles=compiles,
+        host_tests=host_tests,
         ledger=ledger,
         notes=(*_notes(log.events), *_left_out(log)),
         plan=plan,
         finished=finished,
     )
 
-
-Finding = tuple[Verdict, str]
 
 _CASE_TEXTS: Mapping[Verdict, str] = {
     Verdict.FAIL: "wrong",
@@ -141,10 +163,9 @@ def _case_findings(cases: Sequence[CaseOutcome], draws: Sequence[DrawOutcome]) -
     tally = Counter(case.verdict for case in cases)
     for verdict, text in _CASE_TEXTS.items():
         if tally[verdict]:
-            noun = "case" if tally[verdict] == 1 else "cases"
             grave = Verdict.INCONCLUSIVE if verdict is Verdict.SKIP else verdict
             where = in_draws(outcome.draw for outcome in draws if outcome.has(verdict))
-            yield grave, f"{tally[verdict]} {noun} {text}{where}"
+            yield grave, f"{counted(tally[verdict], 'case')} {text}{where}"
 
 
 def _compile_findings(compiles: Sequence[CompileResult]) -> Iterable[Finding]:
@@ -153,6 +174,13 @@ def _compile_findings(compiles: Sequence[CompileResult]) -> Iterable[Finding]:
             grave = Verdict.INCONCLUSIVE if result.verdict is Verdict.SKIP else result.verdict
             text = f"{result.kernel} for {result.arch} ({result.specialisation})"
             yield grave, f"compile {result.verdict}: {text}: {result.message}"
+
+
+def _host_test_findings(tests: Sequence[HostTestFinished]) -> Iterable[Finding]:
+    tally = Counter(test.verdict for test in bad_host_tests(tests))
+    texts = {**_CASE_TEXTS, Verdict.FAIL: "failed"}
+    for verdict, number in tally.items():
+        yield verdict, f"{counted(number, 'host test')} {texts[verdict]}"
 
 
 def _leg_findings(legs: Sequence[LegOutcome]) -> Iterable[Finding]:
@@ -174,10 +202,13 @@ def _ledger_findings(ledger: Iterable[Line]) -> Iterable[Finding]:
             )
 
 
-def _gaps(counts: Sequence[Count], missing: Sequence[str]) -> Iterable[Finding]:
+def _never_started(missing: Sequence[str]) -> Iterable[Finding]:
     if missing:
-        noun = "planned case was" if len(missing) == 1 else "planned cases were"
-        yield Verdict.INCONCLUSIVE, f"{len(missing)} {noun} never started"
+        what = counted(len(missing), "planned case was", "planned cases were")
+        yield Verdict.INCONCLUSIVE, f"{what} never started"
+
+
+def _gaps(counts: Iterable[Count]) -> Iterable[Finding]:
     for count in counts:
         if count.missing:
             where = f"{count.subject}/{count.site}"

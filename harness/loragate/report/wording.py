@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Iterable
 
 from loragate.core.resources import Resources
 from loragate.core.verdict import Judgement
 from loragate.matrix.case_run import trial_name
 from loragate.report.outcomes import CaseOutcome
+from loragate.report.text import headline, one_line
 
 # names of the figures of an oracle that measures an error
 ERROR = "err"
@@ -25,11 +25,6 @@ KNOWN = "known"
 _OUTSIDE_IN = ("step", "slot", "expert", "token", "row", "slice", "rank", "tile", "column")
 
 _TRIALS_NAMED = 6
-
-# escape sequences of terminals, as they occur in logs and in messages of compilers
-_ESCAPE_SEQUENCE = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]")
-# what XML 1.0 cannot hold, and what would garble a terminal
-_CONTROL = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f\ud800-\udfff\ufffe\uffff]")
 
 
 def outcome_name(case: CaseOutcome) -> str:
@@ -95,7 +90,7 @@ def limits(judgement: Judgement) -> tuple[tuple[str, str], ...]:
 def others(judgement: Judgement) -> tuple[tuple[str, str], ...]:
     """Names and values of the figures that neither `ratio` nor `limits` shows."""
     names = sorted(judgement.metrics.keys() - MEASURED)
-    return tuple((printable(name), figure(judgement.metrics[name])) for name in names)
+    return tuple((one_line(name), figure(judgement.metrics[name])) for name in names)
 
 
 def figures(judgement: Judgement) -> str:
@@ -121,7 +116,7 @@ def place(judgement: Judgement) -> str:
     """Where the worst element lies, from the step down to the column."""
     order = {axis: number for number, axis in enumerate(_OUTSIDE_IN)}
     axes = sorted(judgement.where, key=lambda axis: (order.get(axis, len(order)), axis))
-    return printable(", ".join(f"{axis} {judgement.where[axis]}" for axis in axes))
+    return one_line(", ".join(f"{axis} {judgement.where[axis]}" for axis in axes))
 
 
 def duration(seconds: float) -> str:
@@ -143,13 +138,3 @@ def growth(now: Resources, baseline: Resources | None) -> tuple[int, int, int] |
         now.spills - baseline.spills,
         now.shared_bytes - baseline.shared_bytes,
     )
-
-
-def headline(text: str) -> str:
-    """The first line that is not empty; the rest of a message is usually a stack."""
-    return next((line.strip() for line in printable(text).splitlines() if line.strip()), "")
-
-
-def printable(text: str) -> str:
-    """`text` without what a terminal would execute and XML cannot hold."""
-    return _CONTROL.sub("?", _ESCAPE_SEQUENCE.sub("", text))

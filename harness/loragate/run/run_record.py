@@ -6,6 +6,7 @@ process knows nor the verdict. The run is then no better than INFRA, and says wh
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -13,7 +14,7 @@ from loragate.core.versions import utc_now
 from loragate.events.log import EventLog, EventsError, EventWriter, read_events
 from loragate.events.model import Event, RunFinished
 from loragate.report.summary import Summary, summarize
-from loragate.report.write import write_pages
+from loragate.report.write import append_step_summary, write_pages
 from loragate.run.folder import EVENTS
 
 
@@ -66,6 +67,7 @@ class RunRecord:
         except OSError as error:
             self.note_problem(unwritten(self._report, error))
             summary = summarize(log, problems=tuple(self._problems))
+        append_step_summary(summary, self._report, os.environ)
         return summary
 
 

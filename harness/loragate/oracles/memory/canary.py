@@ -12,6 +12,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from loragate.core.plural import counted
 from loragate.core.verdict import Failure, Judgement, OracleName, Verdict
 from loragate.execution.session import Session, base_of
 from loragate.inputs import DataKind, Dead, copy_batch, make_batch, make_pool
@@ -125,7 +126,7 @@ class _Watched:
         for name, tensor in self.tensors.items():
             count = int((bits_of(tensor) != bits_of(self.before[name])).sum())
             if count:
-                return _failure(f"{count} elements of {name} were changed by the step", {})
+                return _failure(f"the step changed {counted(count, 'element')} of {name}", {})
         if not self.in_place:
             return None
         mask = bits_of(whole(self.batch.out)) != bits_of(self.out_before)
@@ -137,8 +138,8 @@ class _Watched:
         place = int(torch.argmax(mask.int())) - int(out.storage_offset())
         row, column = divmod(place, out.stride(0))
         message = (
-            f"{int(mask.sum())} elements outside of out {list(out.shape)} were written, the first "
-            f"at row {row}, column {column}"
+            f"the step wrote {counted(int(mask.sum()), 'element')} outside of out "
+            f"{list(out.shape)}, the first at row {row}, column {column}"
         )
         return _failure(message, {"row": row, "column": column})
 

@@ -39,6 +39,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from loragate.core.plural import counted
 from loragate.core.verdict import Failure, Judgement, OracleName, Verdict
 from loragate.execution.session import Session, base_of
 from loragate.inputs import DataKind, copy_batch, make_batch, make_pool
@@ -212,8 +213,8 @@ def _misplaced(
                 OracleName.REFERENCE,
                 Verdict.FAIL,
                 Failure.WRONG_ANSWER,
-                f"{int(mask.sum())} elements are {value} on one side only; "
-                f"the first is {have!r}, should be {want:.6g}",
+                f"{counted(int(mask.sum()), 'element is', 'elements are')} {value} on one side "
+                f"only; the first is {have!r}, should be {want:.6g}",
                 {"ratio": float("inf")},
                 locate(trial.case, batch, first + row, column),
             )

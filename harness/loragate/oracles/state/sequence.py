@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
+from loragate.core.plural import counted
 from loragate.core.verdict import Failure, Judgement, OracleName, Verdict
 from loragate.execution.session import Session, base_of
 from loragate.inputs import DataKind, copy_batch, make_batch, make_pool
@@ -91,7 +92,8 @@ class Sequence:
         count = int((mask & ~owned(own.out)).sum())
         if not count:
             return None
-        message = f"{count} elements around out were written, which a fresh instance does not do "
+        written = counted(count, "element around out was", "elements around out were")
+        message = f"{written} written, which a fresh instance does not do "
         message += f"({scene.what})"
         return Judgement(self.name, Verdict.FAIL, Failure.STALE_STATE, message)
 

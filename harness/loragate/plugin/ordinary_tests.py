@@ -1,0 +1,112 @@
+"""Pytest's reports of one ordinary test -> the event that records how it ended."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import pytest
+
+from loragate.core.verdict import Verdict, worst
+from loragate.events.model import Event, HostTestFinished, LegStarted
+from loragate.report.text import clipped
+
+# how the reason of pytest.importorskip begins
+_MISSING = "could not import"
+# how pytest marks the lines of an error, and the line of a file that raised it
+_ERROR_LINE = re.compile(r"^E +(\S.*)$", re.MULTILINE)
+_PLACE = re.compile(r"^(\S.*?:\d+): ", re.MULTILINE)
+# of one record; a log of megabytes in every event would slow down each reader
+_LIMIT = 40_000
+
+Report = pytest.CollectReport | pytest.TestReport
+
+
+def event_of(leg: str, reports: Sequence[Report], root: Path) -> HostTestFinished:
+    """The end of a test with reports of one or more phases, or of a module with a report of its
+    collection. Places are given relative to `root`."""
+    verdict = worst(map(verdict_of, reports))
+    decisive = next(report for report in reports if verdict_of(report) is verdict)
+    good = verdict is Verdict.PASS
+    # the last phase has what all of them have printed
+    output = "" if good else _output(reports[-1])
+    return HostTestFinished(
+        leg=leg,
+        test=decisive.nodeid,
+        verdict=verdict,
+        duration_s=sum(getattr(report, "duration", 0.0) for report in reports),
+        message="" if good else _message(decisive),
+        place="" if good else _place(decisive, root),
+        detail=clipped(_text(decisive), _LIMIT) if decisive.failed else "",
+        output=clipped(output, _LIMIT),
+    )
+
+
+def failures_in_run(
+    reports: Iterable[Report], events: Iterable[Event], root: Path
+) -> tuple[HostTestFinished, ...]:
+    """What failed besides the cases, as ordinary tests of the leg that started last."""
+    legs = [event.name for event in events if isinstance(event, LegStarted)]
+    return tuple(event_of(legs[-1] if legs else "", [report], root) for report in reports)
+
+
+def verdict_of(report: Report) -> Verdict:
+    """A test that is skipped for lack of a package was not judged, unlike other skips."""
+    if report.failed:
+        return Verdict.FAIL
+    # an expected failure is reported as skipped
+    if report.skipped and not hasattr(report, "wasxfail"):
+        return Verdict.INCONCLUSIVE if skip_reason(report).startswith(_MISSING) else Verdict.SKIP
+    return Verdict.PASS
+
+
+def skip_reason(report: Report) -> str:
+    longrepr = report.longrepr
+    # file, line and reason; a list if it came from a worker
+    reason = str(longrepr[2]) if isinstance(longrepr, (tuple, list)) else report.longreprtext
+    return reason.removeprefix("Skipped: ")
+
+
+def _message(report: Report) -> str:
+    """One line: the error, and the phase unless it is the test itself."""
+    if report.skipped:
+        return skip_reason(report)
+    crash = getattr(report.longrepr, "reprcrash", None)
+    text = crash.message if crash is not None else _first_error(_text(report))
+    line = next((line.strip() for line in text.splitlines() if line.strip()), "")
+    phase = {"collect": "collection", "setup": "setup", "teardown": "teardown"}.get(report.when)
+    return f"error in {phase}: {line}" if phase else line
+
+
+def _text(report: Report) -> str:
+    # what pytest prints of a plain text begins with a line about the worker
+    return report.longrepr if isinstance(report.longrepr, str) else report.longreprtext
+
+
+def _first_error(text: str) -> str:
+    found = _ERROR_LINE.search(text)
+    return found[1] if found else text
+
+
+def _place(report: Report, root: Path) -> str:
+    """File and line of the error; those of the test where the error names none."""
+    if isinstance(report.longrepr, (tuple, list)):
+        return _relative(f"{report.longrepr[0]}:{report.longrepr[1]}", root)
+    crash = getattr(report.longrepr, "reprcrash", None)
+    if crash is not None:
+        return _relative(f"{crash.path}:{crash.lineno}", root)
+    frames = _PLACE.findall(_text(report))
+    if frames:
+        return _relative(frames[-1], root)
+    file, line, _ = report.location or (report.nodeid, None, "")
+    return file if line is None else f"{file}:{line + 1}"
+
+
+def _relative(place: str, root: Path) -> str:
+    return place.removeprefix(f"{root}/")
+
+
+def _output(report: Report) -> str:
+    parts = (f"{title}:\n{text.rstrip()}" for title, text in report.sections if text.strip())
+    return "\n".join(parts)

@@ -1,0 +1,47 @@
+"""The template of the HTML page. Invariant: whatever it places is escaped, and stands on one line
+with an escape for each character that cannot be seen; only `lines` keeps the ends of lines."""
+
+from __future__ import annotations
+
+from functools import cache
+from importlib.resources import files
+
+from jinja2 import Environment, FunctionLoader, StrictUndefined, Template
+from markupsafe import Markup, escape
+
+from loragate.matrix.case_run import trial_name
+from loragate.report.host_tests import rerun_command
+from loragate.report.text import clipped, headline, one_line, printable
+from loragate.report.wording import duration, outcome_name
+
+# of one stack or one test's output
+_TEXT_LIMIT = 20_000
+
+
+@cache
+def template() -> Template:
+    environment = Environment(
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        finalize=_on_one_line,
+        loader=FunctionLoader(_packaged),
+    )
+    environment.filters.update(duration=duration, headline=headline, lines=_lines, name=one_line)
+    environment.filters.update(outcome=outcome_name, trial=lambda trial: trial_name(*trial))
+    environment.filters.update(rerun=rerun_command)
+    return environment.get_template("index.html.j2")
+
+
+def _packaged(name: str) -> str:
+    return files("loragate.report").joinpath("templates", name).read_text(encoding="utf-8")
+
+
+def _on_one_line(value: object) -> object:
+    # what is marked comes from a macro or from `lines`
+    return one_line(value) if isinstance(value, str) and not isinstance(value, Markup) else value
+
+
+def _lines(text: str) -> Markup:
+    return escape(clipped(printable(text), _TEXT_LIMIT))
