@@ -27,6 +27,11 @@ from loragate.matrix.validation import check
 Placed = tuple[Case, Document, Loc]
 
 
+def default_files(root: Path) -> tuple[Path, ...]:
+    """The case files of a checkout, which are meant where none are named."""
+    return tuple(sorted((root / "cases").glob("*.yaml")))
+
+
 def load_cases(paths: Iterable[Path]) -> tuple[Case, ...]:
     """The cases of all files, sorted by id.
 

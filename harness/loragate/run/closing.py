@@ -9,7 +9,8 @@ from loragate.core.verdict import Verdict, worst
 from loragate.core.versions import utc_now
 from loragate.events.log import EventLog, EventWriter, read_events
 from loragate.events.model import CaseFinished, CaseStarted, RunFinished, RunStarted
-from loragate.matrix.case_run import CaseRun, replay_command
+from loragate.matrix.case_run import CaseRun
+from loragate.matrix.replay_command import replay_command
 from loragate.report.outcomes import case_outcomes
 from loragate.report.summary import Summary
 from loragate.report.write import write_report
@@ -52,7 +53,7 @@ def abandon_open_cases(events: Path, *, run: str, why: str) -> None:
                     verdict=Verdict.INCONCLUSIVE,
                     judgements=(),
                     duration_s=0.0,
-                    replay=replay_command(start.run_id, *start.trial),
+                    replay=start.replay or replay_command(start.run_id, *start.trial),
                     message=why,
                 )
             )
