@@ -15,6 +15,7 @@ from loragate.matrix.case_run import CaseRun
 from loragate.matrix.load import load_cases
 from loragate.matrix.selection import select_runs
 from loragate.plugin.options import selection_of
+from loragate.subjects.registry import check_subject_name
 
 # a test function that takes this argument is run once for every selected run
 _ARGUMENT = "case_run"
@@ -27,6 +28,8 @@ def pytest_cmdline_main(config: pytest.Config) -> None:
     if hasattr(config, "workerinput") or not _asks_for_cases(config):
         return
     try:
+        for name in selection_of(config).subjects:
+            check_subject_name(name)
         selected_runs(config)
     except ValueError as error:
         raise pytest.UsageError(str(error)) from error

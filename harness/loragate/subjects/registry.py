@@ -8,6 +8,7 @@ imports no torch.
 from __future__ import annotations
 
 import difflib
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib import import_module
@@ -60,27 +61,35 @@ def find_subject(name: str) -> Subject:
     """A new subject of that name.
 
     `module:object`: `object` is a class or a function that gives a subject without arguments.
+    The module is found through PYTHONPATH or in the current folder, whichever command asks for it.
     Raises ValueError for a name that leads nowhere, ImportError where a package is missing.
     """
+    check_subject_name(name)
     registered = SUBJECTS.get(name)
-    module_name, colon, attribute = (registered.target if registered else name).partition(":")
-    if not colon:
-        raise ValueError(_unknown(name))
+    module_name, _, attribute = (registered.target if registered else name).partition(":")
+    if "" not in sys.path:
+        # `python -m` puts the current folder there, console scripts do not
+        sys.path.append("")
     try:
         module = import_module(module_name)
     except ModuleNotFoundError as error:
         if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
             raise
-        raise ValueError(f"subject {name!r}: there is no module {error.name!r}") from error
+        where = "in the current folder or in PYTHONPATH"
+        message = f"subject {name!r}: there is no module {error.name!r} {where}"
+        raise ValueError(message) from error
     factory = getattr(module, attribute, None)
     if not callable(factory):
         raise ValueError(f"subject {name!r}: {module_name} has no callable {attribute!r}")
     return cast("Subject", factory())
 
 
-def _unknown(name: str) -> str:
+def check_subject_name(name: str) -> None:
+    """Raise ValueError for a name that is neither registered nor `module:object`. No imports."""
+    if name in SUBJECTS or ":" in name:
+        return
     known = sorted(SUBJECTS)
     near = difflib.get_close_matches(name, known, n=1)
     hint = f"; did you mean {near[0]!r}?" if near else ""
     allowed = ", ".join(known)
-    return f"there is no subject {name!r}; known are {allowed}, or `module:object`{hint}"
+    raise ValueError(f"there is no subject {name!r}; known are {allowed}, or `module:object`{hint}")
