@@ -51,7 +51,7 @@ def test_a_replay_of_a_hang_ends_at_its_deadline_with_the_stack(drill, replay):
     assert head.startswith(f"FAIL hang: {_MISBEHAVING}.dense_delta.")
     assert message == "  no end within 2 s"
     assert "in sleep_holding_the_gil" in done.stdout
-    assert done.stdout.splitlines()[-1].startswith("replay: loragate replay ")
+    assert done.stdout.splitlines()[-1].startswith("replay: ")
 
 
 @pytest.mark.drill(

@@ -106,7 +106,7 @@ def test_a_pattern_that_selects_several_cases_is_refused_with_the_first_of_them(
 
 @pytest.fixture
 def no_command(monkeypatch):
-    for name in ("LORAGATE_COMMAND", "LORAGATE_PYTHON"):
+    for name in ("LORAGATE_COMMAND", "LORAGATE_PYTHON", "PYTHONPATH"):
         monkeypatch.delenv(name, raising=False)
 
 
@@ -144,6 +144,16 @@ def test_a_replay_command_names_case_files_that_are_not_the_default_ones():
     assert replay_command("x", 0, 0, (default[0], own)) == command
 
 
+@pytest.mark.usefixtures("no_command")
+def test_a_replay_command_finds_the_subject_of_a_user_where_the_run_found_it(monkeypatch):
+    root = project_root()
+    monkeypatch.setenv("PYTHONPATH", f"{root}/harness:{root}/kernels:src::my lib")
+    assert replay_command("torch.x", 0, 0) == "loragate replay torch.x --draw 0"
+    command = "PYTHONPATH='src:my lib' loragate replay mine:Subject.x --draw 0"
+    assert replay_command("mine:Subject.x", 0, 0) == command
+
+
+@pytest.mark.usefixtures("no_command")
 def test_a_replay_command_quotes_what_a_shell_would_read():
     command = replay_command("a$(b):C'.dense", 0, 0)
     assert shlex.split(command)[1:] == ["replay", "a$(b):C'.dense", "--draw", "0"]

@@ -30,14 +30,19 @@ def replay_command(run_id: str, draw: int, repeat: int, matrix: Sequence[Path] =
     # ids are unique among the default files, so that a part of them needs no option
     if not set(matrix) <= set(default_files(project_root())):
         words += [word for path in matrix for word in ("--matrix", str(path))]
-    return f"{_program()} {shlex.join(words)}"
-
-
-def _program() -> str:
     command = os.environ.get(_COMMAND)
-    if not command:
-        # an activated environment has it on PATH
-        return "loragate"
-    python = os.environ.get(_PYTHON)
-    prefix = f"{_PYTHON}={shlex.quote(python)} " if python else ""
-    return f"{prefix}{shlex.quote(command)}"
+    settings = {
+        # only subjects of the user, which are named `module:object`, are found through it
+        "PYTHONPATH": _python_path() if ":" in run_id else "",
+        _PYTHON: os.environ.get(_PYTHON, "") if command else "",
+    }
+    given = [f"{name}={shlex.quote(value)}" for name, value in settings.items() if value]
+    # an activated environment has `loragate` on PATH
+    return " ".join([*given, shlex.join([command or "loragate", *words])])
+
+
+def _python_path() -> str:
+    """PYTHONPATH without what `ci/environment.sh` adds to that of the caller."""
+    ours = {project_root() / name for name in ("harness", "kernels")}
+    folders = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    return os.pathsep.join(f for f in folders if f and Path(f).resolve() not in ours)

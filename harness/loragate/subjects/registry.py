@@ -12,6 +12,7 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib import import_module
+from importlib.util import find_spec
 from types import MappingProxyType
 from typing import TYPE_CHECKING, cast
 
@@ -67,17 +68,12 @@ def find_subject(name: str) -> Subject:
     check_subject_name(name)
     registered = SUBJECTS.get(name)
     module_name, _, attribute = (registered.target if registered else name).partition(":")
-    if "" not in sys.path:
-        # `python -m` puts the current folder there, console scripts do not
-        sys.path.append("")
     try:
         module = import_module(module_name)
     except ModuleNotFoundError as error:
         if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
             raise
-        where = "in the current folder or in PYTHONPATH"
-        message = f"subject {name!r}: there is no module {error.name!r} {where}"
-        raise ValueError(message) from error
+        raise ValueError(_no_module(name, error.name)) from error
     factory = getattr(module, attribute, None)
     if not callable(factory):
         raise ValueError(f"subject {name!r}: {module_name} has no callable {attribute!r}")
@@ -85,11 +81,29 @@ def find_subject(name: str) -> Subject:
 
 
 def check_subject_name(name: str) -> None:
-    """Raise ValueError for a name that is neither registered nor `module:object`. No imports."""
-    if name in SUBJECTS or ":" in name:
+    """Raise ValueError for a name that is neither registered nor that of an object of a package
+    that can be found. Imports nothing, and so finds no other mistake."""
+    if name in SUBJECTS:
         return
+    module, _, attribute = name.partition(":")
+    package = module.partition(".")[0]
+    if not (package and attribute):
+        raise ValueError(_unknown(name))
+    if "" not in sys.path:
+        # `python -m` puts the current folder there, console scripts do not
+        sys.path.append("")
+    if package not in sys.modules and find_spec(package) is None:
+        raise ValueError(_no_module(name, package))
+
+
+def _no_module(name: str, module: str) -> str:
+    where = "in the current folder or in PYTHONPATH"
+    return f"subject {name!r}: there is no module {module!r} {where}"
+
+
+def _unknown(name: str) -> str:
     known = sorted(SUBJECTS)
     near = difflib.get_close_matches(name, known, n=1)
     hint = f"; did you mean {near[0]!r}?" if near else ""
     allowed = ", ".join(known)
-    raise ValueError(f"there is no subject {name!r}; known are {allowed}, or `module:object`{hint}")
+    return f"there is no subject {name!r}; known are {allowed}, or `module:object`{hint}"
