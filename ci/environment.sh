@@ -1,4 +1,5 @@
 # Sourced by the commands of this folder: `use_environment NAME CONSTRAINTS EXTRAS` sets $python.
+# `run_loragate COMMAND...` runs a command of loragate.
 #
 # The environment is made on first use, and again whenever its requirements have changed. With
 # LORAGATE_PYTHON=/path/to/python that interpreter is used as it is, and nothing is installed.
@@ -67,4 +68,18 @@ use_environment() {
   if [ "$(cat "$venv/loragate-stamp" 2>/dev/null)" != "$stamp" ] || ! is_new_enough "$python"; then
     make_environment "$venv" "$constraints" "$extras" "$stamp"
   fi
+}
+
+# Becomes `loragate COMMAND...` in the environment that the command needs. Reports begin the commands
+# that they print with LORAGATE_COMMAND: the path by which the caller's folder reaches ci/loragate.
+run_loragate() {
+  case " ${*/#--subject=/--subject } " in
+  *" --subject vllm "* | " findings "* | " bench "* | " replay"*" vllm."*)
+    use_environment .venv-vllm ci/constraints-vllm.txt test,vllm
+    ;;
+  *) use_environment .venv ci/constraints.txt test ;;
+  esac
+  LORAGATE_COMMAND=$(dirname -- "$0")/loragate
+  export LORAGATE_COMMAND
+  exec "$python" -m loragate "$@"
 }

@@ -40,10 +40,11 @@ def write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Write:
 def _reported(*paths: Path) -> list[str]:
     with pytest.raises(CaseFileError) as caught:
         load_cases(paths)
-    head, *problems = str(caught.value).splitlines()
-    count = f"{len(problems)} problem{'s' if len(problems) > 1 else ''}"
-    assert head == f"{count} in the case files, nothing was run:"
-    return [problem.strip() for problem in problems]
+    lines = str(caught.value).splitlines()
+    if len(lines) == 1:
+        return [lines[0].removeprefix("nothing was run: ")]
+    assert lines[0] == f"{len(lines) - 1} problems in the case files, nothing was run:"
+    return [line.strip() for line in lines[1:]]
 
 
 def test_all_problems_of_a_file_are_reported_at_once(write: Write) -> None:
@@ -243,8 +244,8 @@ def test_problems_of_all_files_are_reported_together_with_files_that_cannot_be_r
     Path("second.yaml").write_bytes(b"site: \xff")
     assert _reported(first, Path("second.yaml"), Path("third.yaml")) == [
         "first.yaml:2: defaults.rank: given 0; allowed: an integer from 1 to 512",
-        "second.yaml:1: not UTF-8 at byte 6",
-        "third.yaml:1: No such file or directory",
+        "second.yaml: is no YAML file: not UTF-8 at byte 6",
+        "third.yaml: there is no such file; did you mean first.yaml?",
     ]
 
 

@@ -12,7 +12,8 @@ from loragate.core.machine import Machine
 from loragate.core.verdict import OracleName
 from loragate.matrix.case import Case, Dtype, Layout, Site, Tier
 from loragate.matrix.ids import run_id, seed_of
-from loragate.matrix.plan import Candidate, Plan, SelectionError, plan
+from loragate.matrix.patterns import SelectionError
+from loragate.matrix.plan import Candidate, Plan, plan
 from loragate.matrix.show import plan_json, render_plan
 
 CPU = Machine("cpu", "x86_64", None, 1, 0)
@@ -114,12 +115,13 @@ def test_repeats_have_the_seed_of_their_draw_and_do_not_add_cases() -> None:
         (["lora_linear"], {LINEAR}),
         (["rank-1"], {SMOKE, LINEAR}),
         (["48.layout"], {SMOKE, LINEAR, WIDE}),
+        (["dense_delta.rank-16.tokens-17"], {WIDE}),
         (["ours.dense_delta.*.rank-16.*"], {WIDE}),
         ([run_id("ours", SMOKE)], {SMOKE}),
         (["fp32", "lora"], {WIDE, LINEAR}),
     ],
 )
-def test_a_pattern_is_a_shell_pattern_or_a_substring_that_cuts_no_number(
+def test_a_pattern_is_a_shell_pattern_or_pieces_that_cut_no_number(
     patterns: list[str], selected: set[Case]
 ) -> None:
     made = plan(CASES, [OURS], Tier.SMOKE, CPU, patterns=patterns)
@@ -139,6 +141,20 @@ def test_a_pattern_that_selects_nothing_is_an_error_with_the_nearest_ids() -> No
     lines = str(caught.value).splitlines()
     assert lines[0] == f"{wrong!r} selects none of 3 cases"
     assert lines[1] == f"  nearest: {run_id('ours', SMOKE)}"
+
+
+def test_a_pattern_for_cases_of_a_higher_tier_says_so() -> None:
+    for pattern in ("tokens-256", run_id("ours", PREMERGE)):
+        with pytest.raises(SelectionError, match=r"none of 3 cases, but some of tier premerge$"):
+            plan(CASES, [OURS], Tier.SMOKE, CPU, patterns=[pattern])
+
+
+def test_the_id_of_a_case_beyond_the_tier_does_not_stand_for_other_cases() -> None:
+    longer = replace(PREMERGE, tier=Tier.SMOKE, layout=Layout.COLUMN_SLICE)
+    pattern = run_id("ours", PREMERGE)
+    subjects = [OURS, Candidate(f"{pattern}.x", lambda case: None)]
+    with pytest.raises(SelectionError, match="tier premerge"):
+        plan([PREMERGE, longer], subjects, Tier.SMOKE, CPU, patterns=[pattern])
 
 
 def test_a_plan_as_text_says_what_runs_where_and_what_does_not_and_why() -> None:

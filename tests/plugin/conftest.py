@@ -61,6 +61,11 @@ def subject_environment() -> dict[str, str]:
 
 
 @pytest.fixture(scope="session")
+def session_of() -> Callable[[subprocess.CompletedProcess[str], Path], Session]:
+    return lambda done, report: Session(done.returncode, done.stdout, report)
+
+
+@pytest.fixture(scope="session")
 def run_session() -> Callable[..., Session]:
     """Runs `pytest cases` on one of the matrices of this folder."""
 

@@ -18,6 +18,7 @@ TOOLS = ("bash", "cat", "cksum", "dirname", "mkdir", "cp")
 # a Python that is new enough, makes environments out of itself, and writes down what it is asked
 FAKE_PYTHON = """#!/bin/bash
 echo "$@" >> "$CALLS"
+if [ "$2" = loragate ]; then echo "$0 $LORAGATE_COMMAND"; fi
 if [ "$1 $2" = "-m venv" ]; then mkdir -p "$4/bin" && cp "$0" "$4/bin/python"; fi
 """
 
@@ -36,11 +37,17 @@ def checkout(tmp_path):
 
 
 def gate(checkout: Path, *arguments: str, **changes: str) -> subprocess.CompletedProcess[str]:
+    return call(str(checkout / "ci" / "gate"), checkout, *arguments, **changes)
+
+
+def call(
+    script: str, checkout: Path, *arguments: str, folder: Path = Path("/"), **changes: str
+) -> subprocess.CompletedProcess[str]:
     calls = checkout.parent / "calls"
     environ = {"PATH": str(checkout.parent / "bin"), "CALLS": str(calls), **changes}
     return subprocess.run(
-        [str(checkout / "ci" / "gate"), *arguments],
-        cwd="/",
+        [script, *arguments],
+        cwd=folder,
         env=environ,
         capture_output=True,
         text=True,
@@ -96,6 +103,38 @@ def test_vllm_is_installed_only_on_request_into_an_environment_of_its_own(checko
     assert "-e .[test,vllm]" in calls(checkout)
 
 
+@pytest.mark.parametrize(
+    ("arguments", "environment"),
+    [
+        (["plan", "--subject", "torch"], ".venv"),
+        (["plan", "--subject=vllm"], ".venv-vllm"),
+        (["replay", "torch.dense_delta.tokens-6"], ".venv"),
+        (["replay", "vllm.dense_delta.tokens-6", "--draw", "3"], ".venv-vllm"),
+        (["replay", "--draw=3", "vllm.dense_delta.tokens-6"], ".venv-vllm"),
+        (["replay", "my.vllm.module:Subject.dense_delta"], ".venv"),
+        (["faults", "--only", "vllm.x"], ".venv"),
+        (["findings"], ".venv-vllm"),
+        (["bench", "moe"], ".venv-vllm"),
+    ],
+)
+def test_a_command_runs_in_the_environment_that_it_needs(checkout, arguments, environment):
+    install_python(checkout, FAKE_PYTHON)
+    done = call(str(checkout / "ci" / "loragate"), checkout, *arguments)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith(f"{checkout}/{environment}/bin/python ")
+    assert calls(checkout).endswith(f"-m loragate {' '.join(arguments)}\n")
+
+
+@pytest.mark.parametrize("script", ["gate", "loragate"])
+def test_reports_learn_how_the_folder_of_the_caller_reaches_the_command(checkout, script):
+    install_python(checkout, FAKE_PYTHON)
+    for folder, path in ((".", "./ci"), ("ci", "."), ("ci/results", ".."), ("..", "checkout/ci")):
+        done = call(f"{path}/{script}", checkout, "plan", folder=checkout / folder)
+        assert done.stdout.split()[1] == f"{path}/loragate"
+    done = call(str(checkout / "ci" / script), checkout, "plan")
+    assert done.stdout.split()[1] == str(checkout / "ci" / "loragate")
+
+
 def test_an_installation_that_failed_is_tried_again(checkout):
     install_python(checkout, FAKE_PYTHON + '[ "$3" != install ]\n')
     assert gate(checkout).returncode == ExitCode.INFRASTRUCTURE
@@ -120,7 +159,7 @@ def test_an_interpreter_that_lacks_packages_is_refused_by_their_names(checkout):
     assert "missing: torch, triton" in done.stderr
 
 
-@pytest.mark.parametrize("script", ["ci/gate", "ci/test", ".ci/run"])
+@pytest.mark.parametrize("script", ["ci/gate", "ci/loragate", "ci/test", ".ci/run"])
 def test_a_command_can_be_run_as_it_is(script):
     assert os.access(ROOT / script, os.X_OK)
     subprocess.run(["bash", "-n", ROOT / script], check=True)

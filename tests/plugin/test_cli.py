@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -71,23 +71,33 @@ def test_a_pattern_that_selects_nothing_is_a_usage_error(capsys):
     assert "'tokens-999' selects none of 2 cases" in capsys.readouterr().err
 
 
-def test_a_replay_prints_the_evidence_of_every_oracle(capsys):
-    assert main(["replay", GOOD, "--draw=2", MATRIX]) == ExitCode.OK
+@pytest.fixture
+def replay(monkeypatch):
+    """Replays in this process."""
+    monkeypatch.delenv("LORAGATE_COMMAND", raising=False)
+    return lambda *arguments: main(["replay", "--in-process", MATRIX, *arguments])
+
+
+def test_a_replay_prints_the_evidence_of_every_oracle(replay, capsys):
+    assert replay("torch.tokens-21", "--draw=2") == ExitCode.OK
     output = capsys.readouterr().out
     assert f"PASS: {GOOD}" in output
     assert "reference  PASS" in output
-    assert f"replay: loragate replay {GOOD} --draw 2" in output
+    assert f"replay: loragate replay {GOOD} --draw 2 --matrix " in output
 
 
-def test_a_replay_runs_the_same_data_as_often_as_asked(capsys):
-    assert main(["replay", f"{GOOD}#2.1", "--repeats=3", MATRIX]) == ExitCode.OK
+def test_a_replay_runs_the_same_data_as_often_as_asked(replay, capsys):
+    assert replay(f"{GOOD}#2.1", "--repeats=3") == ExitCode.OK
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].startswith("seed ")
     assert lines[1:4] == ["repeat 0: PASS", "repeat 1: PASS", f"PASS: {GOOD}"]
-    assert lines[-1] == f"replay: loragate replay {GOOD} --draw 2 --repeats 3"
+    command = f"replay: loragate replay {GOOD} --draw 2 --repeats 3 "
+    assert lines[-1] == f"{command}{MATRIX.replace('=', ' ')}"
 
 
-def test_a_replay_of_a_repeat_runs_those_before_and_stops_at_the_first_failure(capsys, monkeypatch):
+def test_a_replay_of_a_repeat_runs_those_before_and_stops_at_the_first_failure(
+    replay, capsys, monkeypatch
+):
     from loragate.run.trial import run_case
 
     ran = []
@@ -95,10 +105,11 @@ def test_a_replay_of_a_repeat_runs_those_before_and_stops_at_the_first_failure(c
     def fail_second(run, trial, *, worker, gpu):
         ran.append(run.repeat)
         verdict = Verdict.FAIL if run.repeat == 1 else Verdict.PASS
-        return replace(run_case(run, trial, worker=worker, gpu=gpu), verdict=verdict)
+        done = run_case(run, trial, worker=worker, gpu=gpu)
+        return dataclasses.replace(done, verdict=verdict)
 
     monkeypatch.setattr("loragate.run.trial.run_case", fail_second)
-    assert main(["replay", f"{GOOD}#0.4", MATRIX]) == ExitCode.WRONG
+    assert replay(f"{GOOD}#0.4") == ExitCode.WRONG
     assert ran == [0, 1]
     output = capsys.readouterr().out
     assert f"repeat 0: PASS\nFAIL: {GOOD}\n" in output
@@ -107,15 +118,26 @@ def test_a_replay_of_a_repeat_runs_those_before_and_stops_at_the_first_failure(c
 
 def test_a_replay_of_no_case_names_the_nearest(capsys):
     assert main(["replay", GOOD.replace("tokens-21", "tokens-23"), MATRIX]) == ExitCode.USAGE
-    assert f"nearest: SUBJECT.{GOOD.removeprefix('torch.')}" in capsys.readouterr().err
+    error = capsys.readouterr().err
+    assert "selects none of 6 cases" in error
+    assert f"nearest: {GOOD}" in error
 
 
-def test_a_replay_with_an_unknown_subject_names_the_nearest(capsys):
-    assert main(["replay", GOOD.replace("torch", "torhc", 1), MATRIX]) == ExitCode.USAGE
+def test_a_replay_of_several_cases_says_how_many_and_names_them(capsys):
+    assert main(["replay", "tokens-21", MATRIX]) == ExitCode.USAGE
+    error = capsys.readouterr().err
+    assert "'tokens-21' selects 3 cases, not one:\n  lorakernels." in error
+    assert f"\n  {GOOD}\n" in error
+
+
+def test_a_replay_with_an_unknown_subject_names_the_nearest(replay, capsys):
+    assert replay(GOOD.replace("torch", "torhc", 1)) == ExitCode.USAGE
     assert "did you mean 'torch'?" in capsys.readouterr().err
 
 
-def test_a_replay_that_cannot_run_here_is_incomplete_and_gives_the_reason(capsys, monkeypatch):
+def test_a_replay_that_cannot_run_here_is_incomplete_and_gives_the_reason(
+    replay, capsys, monkeypatch
+):
     monkeypatch.setattr("loragate.run.trial.open_trial", lambda run: "needs a GPU")
-    assert main(["replay", GOOD, MATRIX]) == ExitCode.INCOMPLETE
+    assert replay(GOOD) == ExitCode.INCOMPLETE
     assert capsys.readouterr().err == f"loragate replay: {GOOD} cannot run here: needs a GPU\n"

@@ -9,6 +9,7 @@ from loragate.events.log import EventLog
 from loragate.events.model import CaseFinished, CaseStarted, Expected, RunStarted, Skipped
 from loragate.matrix.case import Case, Dtype, Site, Tier
 from loragate.matrix.case_run import CaseRun
+from loragate.report.outcomes import case_outcomes
 from loragate.run.closing import abandoned_cases, verdict_on
 
 CASE = Case(
@@ -95,3 +96,13 @@ def test_a_case_that_was_stopped_with_its_leg_is_inconclusive_not_crashed():
     assert (last.run_id, last.trial, last.subject) == (RUN.run_id, (1, 2), "a")
     assert last.replay == f"loragate replay {RUN.run_id} --draw 1 --repeats 3"
     assert (last.verdict, last.message) == (Verdict.INCONCLUSIVE, "interrupted")
+
+
+def test_a_case_that_was_stopped_keeps_the_replay_command_of_its_worker():
+    replay = f"../ci/loragate replay {RUN.run_id} --draw 0 --matrix /mine.yaml"
+    start = CaseStarted(run_id=RUN.run_id, worker="gw0", draw=0, seed=1, replay=replay)
+    log = EventLog((plan(), start))
+    (open_case,) = case_outcomes(log.events)
+    assert open_case.replay == replay
+    (last,) = abandoned_cases(log, why="interrupted")
+    assert last.replay == replay

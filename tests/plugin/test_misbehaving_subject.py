@@ -105,7 +105,8 @@ def test_a_wrong_answer_prints_its_place_and_the_command_that_replays_it(session
     assert wrong.judgements[0].failure is Failure.WRONG_ANSWER
     text = session.output[session.output.index(f"FAIL: {wrong.run_id}") :]
     assert re.search(r"slot -?\d+, token \d+, slice 0, column \d+", text)
-    assert f"replay: loragate replay {wrong.run_id} --draw 0" in text
+    assert f"replay: {wrong.replay}\n" in text
+    assert f" loragate replay {wrong.run_id} --draw 0 --matrix " in wrong.replay
 
 
 def test_workers_are_pinned_to_the_devices_of_the_caller(session):

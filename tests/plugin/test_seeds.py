@@ -55,7 +55,8 @@ def test_a_wrong_draw_is_named_when_it_fails_and_at_the_end_with_its_replay(scan
     assert f"FAIL  {wrong.run_id}  draw 7\n" in scan.output
     line = re.search(r"^draw 7 +FAIL +4 of 4 executed, 3 passed\n(.*)$", scan.output, re.M)
     assert line is not None, scan.output
-    assert line[1].endswith(f"  loragate replay {wrong.run_id} --draw 7")
+    assert line[1].endswith(f"  {wrong.replay}")
+    assert f" loragate replay {wrong.run_id} --draw 7 --matrix " in wrong.replay
     assert "6 of 8 draws passed" in scan.output
 
 
@@ -85,4 +86,4 @@ def test_a_recorded_failure_comes_with_its_replay(record):
     replays = {seed["draw"]: seed["replays"] for seed in record["seeds"] if seed["replays"]}
     assert replays.keys() == {WRONG_SEED, CRASHING_SEED}
     (replay,) = replays[WRONG_SEED]
-    assert replay.endswith(f"{WRONG_CASE} --draw 7")
+    assert f"{WRONG_CASE} --draw 7 " in replay

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import shlex
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
+from loragate.core.checkout import project_root
 from loragate.matrix.case import Case, Dtype, Site, Tier
 from loragate.matrix.case_run import CaseRun, find_run
 from loragate.matrix.ids import case_id
-from loragate.matrix.selection import Selection, select_runs
+from loragate.matrix.load import default_files
+from loragate.matrix.patterns import SelectionError
+from loragate.matrix.replay_command import replay_command
+from loragate.matrix.selection import Selection, select_one, select_runs
 
 CASE = Case(
     site=Site.DENSE_DELTA,
@@ -76,6 +82,35 @@ def test_repeats_after_the_first_show_in_the_id_and_have_the_same_data():
     assert first.seed == second.seed
 
 
+def one(text: str, matrix: tuple[Path, ...] = ()) -> CaseRun:
+    return select_one(text, CASES, subjects=("torch", "vllm"), matrix=matrix)
+
+
+@pytest.mark.parametrize("subject", ["vllm", "my.package.module:Subject"])
+def test_a_replay_takes_a_pattern_that_selects_one_case(subject):
+    run = CaseRun(subject, CASES[1], matrix=(Path("/my.yaml"),))
+    assert one(f"{subject}.dense_delta.tokens-6", run.matrix) == run
+    assert one(f"{subject}.tokens-6#3.1", run.matrix) == replace(run, draw=3, repeat=1)
+    # an id is that of any subject, also of one that need not exist
+    assert one(replace(run, subject="other").id) == CaseRun("other", CASES[1])
+
+
+def test_a_pattern_that_selects_several_cases_is_refused_with_the_first_of_them():
+    with pytest.raises(SelectionError) as caught:
+        one("dense_delta")
+    head, *lines = str(caught.value).splitlines()
+    assert head == "'dense_delta' selects 6 cases, not one:"
+    assert lines[0] == f"  {CaseRun('torch', CASE).id}"
+    assert (len(lines), lines[-1]) == (6, "  and 1 more")
+
+
+@pytest.fixture
+def no_command(monkeypatch):
+    for name in ("LORAGATE_COMMAND", "LORAGATE_PYTHON", "PYTHONPATH"):
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.mark.usefixtures("no_command")
 @pytest.mark.parametrize(
     ("draw", "repeat", "options"),
     [(0, 0, "--draw 0"), (7, 0, "--draw 7"), (0, 2, "--draw 0 --repeats 3")],
@@ -83,3 +118,42 @@ def test_repeats_after_the_first_show_in_the_id_and_have_the_same_data():
 def test_a_replay_command_names_the_draw_and_includes_the_repeats_before(draw, repeat, options):
     run = CaseRun("a", CASE, draw, repeat)
     assert run.replay == f"loragate replay {run.run_id} {options}"
+
+
+@pytest.mark.usefixtures("no_command")
+def test_a_replay_command_begins_as_its_reader_can_call_it(monkeypatch):
+    # without a script of ci/ the interpreter is that of the activated environment
+    monkeypatch.setenv("LORAGATE_PYTHON", "/a b/python")
+    assert replay_command("x", 0, 0) == "loragate replay x --draw 0"
+    monkeypatch.setenv("LORAGATE_COMMAND", "../ci/loragate")
+    command = "LORAGATE_PYTHON='/a b/python' ../ci/loragate replay x --draw 0"
+    assert replay_command("x", 0, 0) == command
+    monkeypatch.delenv("LORAGATE_PYTHON")
+    monkeypatch.setenv("LORAGATE_COMMAND", "../my ci/loragate")
+    assert replay_command("x", 0, 0) == "'../my ci/loragate' replay x --draw 0"
+
+
+@pytest.mark.usefixtures("no_command")
+def test_a_replay_command_names_case_files_that_are_not_the_default_ones():
+    default = default_files(project_root())
+    assert default
+    for matrix in (default, default[:1], ()):
+        assert replay_command("x", 0, 0, matrix) == "loragate replay x --draw 0"
+    own = Path("/my cases/a.yaml")
+    command = f"loragate replay x --draw 0 --matrix {default[0]} --matrix '{own}'"
+    assert replay_command("x", 0, 0, (default[0], own)) == command
+
+
+@pytest.mark.usefixtures("no_command")
+def test_a_replay_command_finds_the_subject_of_a_user_where_the_run_found_it(monkeypatch):
+    root = project_root()
+    monkeypatch.setenv("PYTHONPATH", f"{root}/harness:{root}/kernels:src::my lib")
+    assert replay_command("torch.x", 0, 0) == "loragate replay torch.x --draw 0"
+    command = "PYTHONPATH='src:my lib' loragate replay mine:Subject.x --draw 0"
+    assert replay_command("mine:Subject.x", 0, 0) == command
+
+
+@pytest.mark.usefixtures("no_command")
+def test_a_replay_command_quotes_what_a_shell_would_read():
+    command = replay_command("a$(b):C'.dense", 0, 0)
+    assert shlex.split(command)[1:] == ["replay", "a$(b):C'.dense", "--draw", "0"]

@@ -25,7 +25,7 @@ from loragate.faults.order import Suite
 from loragate.faults.record import GPU_SECTION, SECTION, Line, payload, read_faults
 from loragate.faults.record_update import FaultRecord, Plantings
 from loragate.faults.tables import BAD, render_markdown, render_terminal
-from loragate.matrix.plan import is_selected
+from loragate.matrix.patterns import is_selected
 from loragate.matrix.problems import nearest
 from loragate.records.results import require_section
 

@@ -1,31 +1,48 @@
-"""`loragate replay`: run one case again, in this process, with the evidence of every oracle.
+"""`loragate replay`: run one case again, with the evidence of every oracle.
 
-There is no worker and no watchdog, so a debugger or a sanitizer can be put around it.
+The case runs in a process of its own and under its own deadline, as in the gate; with --in-process
+it runs in this one and without a deadline, for a debugger or a sanitizer.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Iterable
+import signal
+import tempfile
+import time
+from contextlib import nullcontext
 from dataclasses import replace
-from difflib import get_close_matches
+from pathlib import Path
 
 from loragate.commands.selection_options import add_matrix_option, matrix_files
 from loragate.core.arguments import count_from
+from loragate.core.child_process import ProcessPool, python_module
 from loragate.core.errors import CommandError, usage_errors
-from loragate.core.machine import select_interpreter
 from loragate.core.verdict import EXIT_CODES, ExitCode, Verdict
-from loragate.matrix.case import Case
-from loragate.matrix.case_run import CaseRun, find_run
-from loragate.matrix.ids import case_id
+from loragate.events.model import CaseFinished
 from loragate.matrix.load import load_cases
+from loragate.matrix.selection import select_one
+from loragate.plugin.crash_report import crash_report
 from loragate.report.evidence import render_evidence
+from loragate.run.replay_process import (
+    MODULE,
+    WORKER,
+    Refusal,
+    ReplayFolder,
+    ReplayRequest,
+    replays,
+)
+from loragate.subjects.registry import SUBJECTS
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = subparsers.add_parser("replay", help="run one case again and print its evidence")
-    parser.add_argument("run_id", metavar="ID", help="as the report or `loragate plan` prints it")
+    parser.add_argument(
+        "pattern",
+        metavar="PATTERN",
+        help="an id as the report or `loragate plan` prints it, or a pattern that selects one",
+    )
     parser.add_argument(
         "--draw", type=count_from(0), metavar="N", help="use the random data of draw N"
     )
@@ -35,51 +52,78 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         metavar="N",
         help="run the same data N times, until a run does not pass",
     )
+    parser.add_argument(
+        "--in-process",
+        action="store_true",
+        help="run in this process and without a deadline, for a debugger or a sanitizer",
+    )
     add_matrix_option(parser)
     parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> ExitCode:
-    with usage_errors():
-        found = _find(arguments.run_id, load_cases(matrix_files(arguments)))
-    first = replace(found, draw=_given(arguments.draw, found.draw), repeat=0)
-    return _replay(first, repeats=_given(arguments.repeats, found.repeat + 1))
-
-
-def _replay(first: CaseRun, *, repeats: int) -> ExitCode:
-    """Run the data of `first` up to `repeats` times in a row, as the repeats of a gate do."""
-    select_interpreter()
-    # kernels may only be imported once the interpreter is selected
-    from loragate.run.trial import open_trial, run_case
-
-    gpu = os.environ.get("CUDA_VISIBLE_DEVICES", "")
-    for repeat in range(repeats):
-        wanted = replace(first, repeat=repeat)
-        # the subject may be unknown
-        with usage_errors():
-            trial = open_trial(wanted)
-        if isinstance(trial, str):
-            raise CommandError(f"{wanted.run_id} cannot run here: {trial}", ExitCode.INCOMPLETE)
-        if repeat == 0:
-            print(f"seed {wanted.seed} on {trial.machine.device} ({trial.machine.name})")
-        finished = run_case(wanted, trial, worker="replay", gpu=gpu)
-        if finished.verdict is not Verdict.PASS or repeat + 1 == repeats:
-            break
-        print(f"repeat {repeat}: {finished.verdict.upper()}", flush=True)
+    request = _request(arguments)
+    if arguments.in_process:
+        *_, finished = replays(request, lambda run: nullcontext())
+    else:
+        finished = _replay_in_child(request)
     print(render_evidence(finished))
     return EXIT_CODES[finished.verdict]
 
 
-def _find(text: str, cases: Iterable[Case]) -> CaseRun:
-    cases = tuple(cases)
-    found = find_run(text, cases)
-    if found is None:
-        names = [case_id(case) for case in cases]
-        near = get_close_matches(text.partition(".")[2], names, n=3, cutoff=0.5)
-        hint = "".join(f"\n  nearest: SUBJECT.{name}" for name in near)
-        raise ValueError(f"no case has the id {text!r}, of {len(names)} cases{hint}")
-    return found
+def _request(arguments: argparse.Namespace) -> ReplayRequest:
+    matrix = matrix_files(arguments)
+    with usage_errors():
+        found = select_one(arguments.pattern, load_cases(matrix), subjects=SUBJECTS, matrix=matrix)
+    draw = found.draw if arguments.draw is None else arguments.draw
+    return ReplayRequest(
+        first=replace(found, draw=draw, repeat=0),
+        repeats=arguments.repeats or found.repeat + 1,
+    )
 
 
-def _given(value: int | None, default: int) -> int:
-    return default if value is None else value
+def _replay_in_child(request: ReplayRequest) -> CaseFinished:
+    """The end of the last run; a process that died is its end too. Raises CommandError."""
+    begin = time.monotonic()
+    with tempfile.TemporaryDirectory() as path:
+        folder = ReplayFolder(Path(path))
+        folder.ask(request)
+        exit_code = _run_child(folder)
+        ended = []
+        for answer in folder.answers():
+            if isinstance(answer, Refusal):
+                raise CommandError(answer.message, answer.exit_code)
+            ended.append(answer)
+        if ended and (ended[-1].verdict is not Verdict.PASS or len(ended) == request.repeats):
+            return ended[-1]
+        return crash_report(
+            request.runs[len(ended)],
+            worker=WORKER,
+            gpu=os.environ.get("CUDA_VISIBLE_DEVICES", ""),
+            duration_s=time.monotonic() - begin,
+            stacks=folder.stacks,
+            ran_before=[run.id for run in request.runs[: len(ended)]],
+            died=_death(exit_code),
+        )
+
+
+def _run_child(folder: ReplayFolder) -> int:
+    """The exit code, negative for a signal. Nothing that the child starts outlives this call."""
+    processes = ProcessPool()
+    # stdin, stdout and stderr are those of the caller
+    child = processes.start(python_module(MODULE, str(folder.path)))
+    try:
+        return child.wait()
+    finally:
+        processes.end(child)
+
+
+def _death(exit_code: int) -> str:
+    if exit_code >= 0:
+        return f"the process of the case exited with {exit_code}"
+    try:
+        name = signal.Signals(-exit_code).name
+    except ValueError:
+        # a real-time signal has no name
+        name = f"signal {-exit_code}"
+    return f"the process of the case died of {name}"

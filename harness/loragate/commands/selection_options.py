@@ -8,6 +8,7 @@ from pathlib import Path
 from loragate.core.arguments import count_from
 from loragate.core.checkout import project_root
 from loragate.matrix.case import Tier
+from loragate.matrix.load import default_files
 from loragate.matrix.selection import Selection
 
 DEFAULT_SUBJECT = "lorakernels"
@@ -30,7 +31,8 @@ def add_selection_options(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="PATTERN",
-        help="only run ids with this substring, or that match this shell pattern; repeatable",
+        help="only run cases whose id has these pieces, as in dense_delta.tokens-6, or matches "
+        "this shell pattern; repeatable",
     )
     draws = parser.add_mutually_exclusive_group()
     draws.add_argument(
@@ -76,4 +78,4 @@ def selection_from(arguments: argparse.Namespace, *, has_gpu: bool) -> Selection
 def matrix_files(arguments: argparse.Namespace) -> tuple[Path, ...]:
     if arguments.matrix:
         return tuple(path.absolute() for path in arguments.matrix)
-    return tuple(sorted((project_root() / "cases").glob("*.yaml")))
+    return default_files(project_root())

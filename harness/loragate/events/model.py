@@ -97,13 +97,17 @@ class LegFinished:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CaseStarted:
-    """Written before anything can go wrong: a start without an end is a crash."""
+    """Written before anything can go wrong: a start without an end is a crash.
+
+    `replay` is the command that runs the same data again; earlier events do not have it.
+    """
 
     run_id: str
     worker: str
     draw: int
     seed: int
     repeat: int = 0
+    replay: str = ""
 
     @property
     def trial(self) -> tuple[int, int]:

@@ -13,7 +13,7 @@ from loragate.matrix.case import Case, Site
 from loragate.matrix.document import Document, Loc, parse
 from loragate.matrix.expand import Group, expand, with_defaults
 from loragate.matrix.ids import case_id
-from loragate.matrix.problems import CaseFileError, Problem
+from loragate.matrix.problems import CaseFileError, Problem, nearest
 from loragate.matrix.rules import (
     check_exclusion,
     check_row,
@@ -25,6 +25,11 @@ from loragate.matrix.schema import Axes, FileModel, GroupModel, check_axes
 from loragate.matrix.validation import check
 
 Placed = tuple[Case, Document, Loc]
+
+
+def default_files(root: Path) -> tuple[Path, ...]:
+    """The case files of a checkout, which are meant where none are named."""
+    return tuple(sorted((root / "cases").glob("*.yaml")))
 
 
 def load_cases(paths: Iterable[Path]) -> tuple[Case, ...]:
@@ -44,11 +49,20 @@ def load_cases(paths: Iterable[Path]) -> tuple[Case, ...]:
 def _read(path: Path) -> Document:
     try:
         return parse(path.read_text(encoding="utf-8"), str(path))
-    except OSError as error:
-        return Document(str(path), problems=[Problem(str(path), 1, "", str(error.strerror))])
-    except UnicodeDecodeError as error:
-        message = f"not UTF-8 at byte {error.start}"
-        return Document(str(path), problems=[Problem(str(path), 1, "", message)])
+    except (OSError, UnicodeDecodeError) as error:
+        return Document(str(path), problems=[Problem(str(path), 0, "", _unreadable(path, error))])
+
+
+def _unreadable(path: Path, error: OSError | UnicodeDecodeError) -> str:
+    if isinstance(error, UnicodeDecodeError):
+        return f"is no YAML file: not UTF-8 at byte {error.start}"
+    if isinstance(error, IsADirectoryError):
+        return "is a folder; allowed: YAML files, each named by itself"
+    if isinstance(error, FileNotFoundError):
+        names = [file.name for file in path.parent.glob("*.yaml")]
+        near = nearest(path.name, names)
+        return "there is no such file" + (f"; did you mean {path.with_name(near)}?" if near else "")
+    return f"cannot be read: {error.strerror}"
 
 
 def _cases_of(document: Document) -> list[tuple[Case, Loc]]:

@@ -8,24 +8,18 @@ Every selected case of every subject is either planned or skipped, never silentl
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from difflib import get_close_matches
-from fnmatch import fnmatchcase
 
 from loragate.core.machine import Machine
 from loragate.matrix.case import Case, Site, Tier
 from loragate.matrix.case_run import CaseRun
 from loragate.matrix.footprint import footprint_bytes
 from loragate.matrix.ids import run_id
+from loragate.matrix.patterns import selected_ids
 
 _TIERS = (Tier.SMOKE, Tier.PREMERGE, Tier.NIGHTLY)
 _GIB = 1 << 30
-
-
-class SelectionError(ValueError):
-    """A pattern selects nothing: most likely a typing error, and never an empty success."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,18 +70,15 @@ def plan(
 ) -> Plan:
     """Plan `repeats` runs of each of `draws` of the cases of a tier, for every subject.
 
-    `patterns` are shell patterns or plain substrings of run ids; a case is selected if it matches
-    any of them. Raises SelectionError if one of them selects nothing.
+    `patterns` select run ids, see `loragate.matrix.patterns`; a case is selected by any of them.
+    Raises SelectionError if one of them selects nothing.
     """
-    wanted = [case for case in cases if case.tier in tiers_within(tier)]
-    pairs = [(run_id(s.name, case), s, case) for s in _by_name(subjects) for case in wanted]
-    pairs.sort(key=lambda pair: pair[0])
-    _check_patterns(patterns, [name for name, _, _ in pairs])
+    named = {run_id(s.name, case): (s, case) for s in _by_name(subjects) for case in cases}
+    wanted = select_names({name: case for name, (_, case) in named.items()}, tier, patterns)
     planned: list[CaseRun] = []
     skipped: list[Skipped] = []
-    for name, subject, case in pairs:
-        if not is_selected(name, patterns):
-            continue
+    for name in wanted:
+        subject, case = named[name]
         reason = beyond_machine(case, machine) or subject.refuses(case)
         if reason is not None:
             skipped.append(Skipped(subject.name, case, name, reason))
@@ -100,14 +91,19 @@ def plan(
     return Plan(tier, machine, tuple(planned), tuple(skipped))
 
 
+def select_names(named: Mapping[str, Case], tier: Tier, patterns: Sequence[str]) -> tuple[str, ...]:
+    """The run ids of `named` that a run of `tier` selects, sorted.
+
+    Raises SelectionError if a pattern selects nothing.
+    """
+    within = tiers_within(tier)
+    beyond = {name: case.tier.value for name, case in named.items() if case.tier not in within}
+    return tuple(sorted(selected_ids(patterns, named.keys() - beyond.keys(), beyond=beyond)))
+
+
 def tiers_within(tier: Tier) -> frozenset[Tier]:
     """The tiers whose cases a run of `tier` includes."""
     return frozenset(_TIERS[: _TIERS.index(tier) + 1])
-
-
-def is_selected(name: str, patterns: Sequence[str]) -> bool:
-    """True if a run id matches one of the patterns, or if there are none."""
-    return not patterns or any(_matches(name, pattern) for pattern in patterns)
 
 
 def beyond_machine(case: Case, machine: Machine) -> str | None:
@@ -121,24 +117,6 @@ def beyond_machine(case: Case, machine: Machine) -> str | None:
         have = machine.memory_bytes / _GIB
         return f"needs about {need / _GIB:.0f} GiB of device memory, there are {have:.0f}"
     return None
-
-
-def _matches(name: str, pattern: str) -> bool:
-    if any(sign in pattern for sign in "*?["):
-        return fnmatchcase(name, pattern)
-    # a substring never ends within a number: rank-1 does not select rank-16
-    before = r"(?<!\d)" if pattern[:1].isdigit() else ""
-    after = r"(?!\d)" if pattern[-1:].isdigit() else ""
-    return re.search(f"{before}{re.escape(pattern)}{after}", name) is not None
-
-
-def _check_patterns(patterns: Sequence[str], names: Sequence[str]) -> None:
-    for pattern in patterns:
-        if any(_matches(name, pattern) for name in names):
-            continue
-        near = get_close_matches(pattern, names, n=3, cutoff=0.5)
-        hint = "".join(f"\n  nearest: {name}" for name in near)
-        raise SelectionError(f"{pattern!r} selects none of {len(names)} cases{hint}")
 
 
 def _by_name(subjects: Sequence[Candidate]) -> list[Candidate]:

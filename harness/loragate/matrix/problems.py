@@ -9,7 +9,10 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, order=True)
 class Problem:
-    """One defect of a case file; `field` is the path to it in the file's own terms."""
+    """One defect of a case file; `field` is the path to it in the file's own terms.
+
+    `line` is 0 for a file that cannot be read at all.
+    """
 
     file: str
     line: int
@@ -17,7 +20,7 @@ class Problem:
     message: str
 
     def __str__(self) -> str:
-        where = f"{self.file}:{self.line}"
+        where = f"{self.file}:{self.line}" if self.line else self.file
         return (
             f"{where}: {self.field}: {self.message}" if self.field else f"{where}: {self.message}"
         )
@@ -29,7 +32,10 @@ class CaseFileError(ValueError):
     def __init__(self, problems: Iterable[Problem]) -> None:
         self.problems = tuple(sorted(set(problems)))
         count = len(self.problems)
-        head = f"{count} problem{'s' if count > 1 else ''} in the case files, nothing was run:"
+        if count == 1:
+            super().__init__(f"nothing was run: {self.problems[0]}")
+            return
+        head = f"{count} problems in the case files, nothing was run:"
         super().__init__("\n".join([head, *(f"  {problem}" for problem in self.problems)]))
 
 

@@ -6,20 +6,23 @@ workers that collect different tests cannot share them (pytest-xdist #432). Pure
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from loragate.matrix.case import Case, Tier
-from loragate.matrix.case_run import CaseRun
+from loragate.matrix.case_run import CaseRun, find_run, split_draw
 from loragate.matrix.ids import run_id
-from loragate.matrix.plan import is_selected, tiers_within
+from loragate.matrix.patterns import WILDCARDS, SelectionError, selected_ids
+from loragate.matrix.plan import select_names
+
+_SHOWN = 5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Selection:
     """What was asked for. Each of `draws` is run `repeats` times; `patterns` select run ids as in
-    `loragate.matrix.plan`."""
+    `loragate.matrix.patterns`."""
 
     matrix: tuple[Path, ...]
     subjects: tuple[str, ...]
@@ -31,14 +34,48 @@ class Selection:
 
 def select_runs(selection: Selection, cases: Iterable[Case]) -> tuple[CaseRun, ...]:
     """Sorted by run id, draw and repeat. Runs that this machine cannot do are included: each of
-    them is skipped with a reason."""
-    wanted = [case for case in cases if case.tier in tiers_within(selection.tier)]
-    runs = [
-        CaseRun(subject, case, draw, repeat)
-        for subject in selection.subjects
-        for case in wanted
-        if is_selected(run_id(subject, case), selection.patterns)
-        for draw in selection.draws
+    them is skipped with a reason. Raises SelectionError if a pattern selects nothing."""
+    cases = tuple(cases)
+    named = {
+        run_id(subject, case): (subject, case) for subject in selection.subjects for case in cases
+    }
+    by_name = {name: case for name, (_, case) in named.items()}
+    return tuple(
+        CaseRun(*named[name], draw, repeat, selection.matrix)
+        for name in select_names(by_name, selection.tier, selection.patterns)
+        for draw in sorted(selection.draws)
         for repeat in range(selection.repeats)
-    ]
-    return tuple(sorted(runs, key=lambda run: (run.run_id, run.draw, run.repeat)))
+    )
+
+
+def select_one(
+    text: str, cases: Sequence[Case], *, subjects: Iterable[str], matrix: tuple[Path, ...]
+) -> CaseRun:
+    """The only run that `text` selects: an id with any subject, or a pattern, which may end as the
+    id of a draw does. A pattern that names no `module:object` selects among `subjects`.
+
+    Raises SelectionError for a pattern that selects no case or several.
+    """
+    found = find_run(text, cases)
+    if found is not None:
+        return replace(found, matrix=matrix)
+    pattern, draw, repeat = split_draw(text)
+    own = _own_subject(pattern)
+    named = {
+        run_id(subject, case): CaseRun(subject, case, draw or 0, repeat or 0, matrix)
+        for subject in ([own] if own else subjects)
+        for case in cases
+    }
+    names = sorted(selected_ids([pattern], named.keys()))
+    if len(names) > 1:
+        shown = "".join(f"\n  {name}" for name in names[:_SHOWN])
+        more = f"\n  and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+        raise SelectionError(f"{pattern!r} selects {len(names)} cases, not one:{shown}{more}")
+    return named[names[0]]
+
+
+def _own_subject(pattern: str) -> str | None:
+    """The `module:object` that a pattern begins with; the module may hold dots."""
+    module, colon, rest = pattern.partition(":")
+    name = f"{module}:{rest.partition('.')[0]}"
+    return name if colon and not any(sign in name for sign in WILDCARDS) else None

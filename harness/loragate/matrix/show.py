@@ -46,7 +46,10 @@ def plan_json(plan: Plan) -> str:
 
 
 def _planned(run: CaseRun) -> dict[str, Any]:
-    return asdict(run) | {"run_id": run.run_id, "seed": run.seed}
+    document = asdict(run) | {"run_id": run.run_id, "seed": run.seed}
+    # the plan is of all its files
+    del document["matrix"]
+    return document
 
 
 def _counts(plan: Plan) -> list[str]:

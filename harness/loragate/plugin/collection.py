@@ -1,6 +1,12 @@
-"""Makes one pytest item of each selected run, with the id of the run as its id."""
+"""Makes one pytest item of each selected run, with the id of the run as its id.
+
+Invariant: a session with a mistake in its selection ends before it starts workers, collects tests
+or touches a report. Only the process that the user has started says so.
+"""
 
 from __future__ import annotations
+
+from pathlib import Path
 
 import pytest
 
@@ -9,6 +15,7 @@ from loragate.matrix.case_run import CaseRun
 from loragate.matrix.load import load_cases
 from loragate.matrix.selection import select_runs
 from loragate.plugin.options import selection_of
+from loragate.subjects.registry import check_subject_name
 
 # a test function that takes this argument is run once for every selected run
 _ARGUMENT = "case_run"
@@ -16,21 +23,44 @@ _RUNS = pytest.StashKey[dict[str, CaseRun]]()
 _CASES = pytest.StashKey[tuple[Case, ...]]()
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_cmdline_main(config: pytest.Config) -> None:
+    if hasattr(config, "workerinput") or not _asks_for_cases(config):
+        return
+    try:
+        for name in selection_of(config).subjects:
+            check_subject_name(name)
+        selected_runs(config)
+    except ValueError as error:
+        raise pytest.UsageError(str(error)) from error
+
+
+def _asks_for_cases(config: pytest.Config) -> bool:
+    """Whether an option or a path on the command line means the cases: loading them takes a second
+    that ordinary tests need not wait for."""
+    option = config.option
+    if option.loragate_cases or option.loragate_matrix or option.loragate_subject:
+        return True
+    cases = (config.rootpath / "cases").resolve()
+    folder = config.invocation_params.dir
+    asked = (Path(folder, arg.partition("::")[0]).resolve() for arg in config.args)
+    return any(path == cases or path in cases.parents or cases in path.parents for path in asked)
+
+
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if _ARGUMENT in metafunc.fixturenames:
-        runs = selected_runs(metafunc.config)
+        try:
+            runs = selected_runs(metafunc.config)
+        except ValueError as error:
+            raise pytest.Collector.CollectError(str(error)) from error
         metafunc.parametrize(_ARGUMENT, runs.values(), ids=runs.keys())
 
 
 def selected_runs(config: pytest.Config) -> dict[str, CaseRun]:
-    """Selected runs by id, in running order."""
+    """Selected runs by id, in running order. Raises ValueError for a mistake of the user."""
     if _RUNS not in config.stash:
-        selection = selection_of(config)
-        try:
-            cases = all_cases(config)
-        except ValueError as error:
-            raise pytest.Collector.CollectError(str(error)) from error
-        config.stash[_RUNS] = {run.id: run for run in select_runs(selection, cases)}
+        selected = select_runs(selection_of(config), all_cases(config))
+        config.stash[_RUNS] = {run.id: run for run in selected}
     return config.stash[_RUNS]
 
 

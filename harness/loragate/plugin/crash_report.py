@@ -1,4 +1,4 @@
-"""The end of a case whose worker died, reconstructed from the stacks that the worker left."""
+"""The end of a case whose process died, reconstructed from the stacks that the process left."""
 
 from __future__ import annotations
 
@@ -11,7 +11,11 @@ from loragate.matrix.case_run import CaseRun
 
 _TIMEOUT_HEADER = "Timeout ("
 _MAX_LINES = 60
-_PYTEST_FRAMES = ("/_pytest/", "/pluggy/", "/xdist/", "/execnet/", 'File "<string>"')
+# frames around a case, which are the same in every dump
+_OUTER_FRAMES = (
+    *("/_pytest/", "/pluggy/", "/xdist/", "/execnet/", 'File "<string>"'),
+    *("/loragate/run/replay_process.py", 'File "<frozen runpy>"'),
+)
 
 
 def crash_report(
@@ -22,20 +26,23 @@ def crash_report(
     duration_s: float,
     stacks: Path,
     ran_before: Sequence[str],
+    died: str | None = None,
 ) -> CaseFinished:
-    """The end of a case that killed its worker.
+    """The end of a case that killed its process.
 
-    stacks: the file that the worker dumped its stacks to; it need not exist.
-    ran_before: ids of the last runs of this worker, the oldest first.
+    stacks: the file that the process dumped its stacks to; it need not exist.
+    ran_before: ids of the last runs of this process, the oldest first.
+    died: how the process died, where that is known.
     """
     dump = _read(stacks)
     hung = _TIMEOUT_HEADER in dump
-    what = f"no end within {run.case.timeout_s:g} s" if hung else f"worker {worker} died"
+    crashed = died or f"worker {worker} died"
+    what = f"no end within {run.case.timeout_s:g} s" if hung else crashed
     parts = [what]
     if ran_before:
         parts += ["ran before on this worker:", *(f"  {name}" for name in ran_before)]
     if dump:
-        parts += _without_pytest(dump)
+        parts += _shown(dump)
     return CaseFinished(
         run_id=run.run_id,
         subject=run.subject,
@@ -64,12 +71,11 @@ def _read(path: Path) -> str:
 def read_stacks(stacks: Path) -> tuple[bool, list[str]]:
     """Whether a worker ended at its deadline, and the stacks that it dumped into `stacks`."""
     dump = _read(stacks)
-    return _TIMEOUT_HEADER in dump, _without_pytest(dump) if dump else []
+    return _TIMEOUT_HEADER in dump, _shown(dump) if dump else []
 
 
-def _without_pytest(dump: str) -> list[str]:
-    """The dump without the frames of pytest, which are the same in every dump."""
-    lines = [line for line in dump.splitlines() if not any(part in line for part in _PYTEST_FRAMES)]
+def _shown(dump: str) -> list[str]:
+    lines = [line for line in dump.splitlines() if not any(part in line for part in _OUTER_FRAMES)]
     rest = len(lines) - _MAX_LINES
     # the innermost frames come first
     return [*lines[:_MAX_LINES], *([f"... {rest} more lines"] if rest > 0 else [])]

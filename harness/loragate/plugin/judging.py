@@ -113,7 +113,12 @@ def _judge(
     worker = item.config.stash[SETTINGS].worker
     gpu = os.environ.get("CUDA_VISIBLE_DEVICES", "")
     started = CaseStarted(
-        run_id=run.run_id, worker=worker, draw=run.draw, repeat=run.repeat, seed=run.seed
+        run_id=run.run_id,
+        worker=worker,
+        draw=run.draw,
+        repeat=run.repeat,
+        seed=run.seed,
+        replay=run.replay,
     )
     events.write(started, item)
     finished = run_case(run, trial, worker=worker, gpu=gpu)

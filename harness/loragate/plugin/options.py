@@ -18,6 +18,7 @@ from loragate.core.arguments import count_from
 from loragate.core.machine import select_interpreter
 from loragate.core.versions import new_run_name
 from loragate.matrix.case import Tier
+from loragate.matrix.load import default_files
 from loragate.matrix.selection import Selection
 from loragate.run.folder import EVENTS, WORKERS
 
@@ -99,7 +100,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         action="append",
         metavar="PATTERN",
         default=[],
-        help="Only run ids that match this shell pattern. Repeatable (default: all)",
+        help="Only run cases whose id has these pieces, as in dense_delta.tokens-6, or matches "
+        "this shell pattern. Repeatable (default: all)",
     )
     group.addoption(
         "--loragate-matrix",
@@ -165,7 +167,7 @@ def _matrix(config: pytest.Config) -> tuple[Path, ...]:
     named: Sequence[str] | None = config.option.loragate_matrix
     if named:
         return tuple(Path(config.invocation_params.dir, name) for name in named)
-    return tuple(sorted((config.rootpath / "cases").glob("*.yaml")))
+    return default_files(config.rootpath)
 
 
 def _unique(values: Sequence[Any]) -> tuple[Any, ...]:

@@ -1,8 +1,7 @@
 """A case that hangs is killed at its own deadline, with the stack of every thread.
 
-The stacks are dumped by a thread of the interpreter that does not need the GIL, so that a kernel
-launch or a C extension that never returns is caught too. Workers dump to a file that the controller
-reads; a session without workers dumps to stderr.
+Workers dump the stacks to a file that the controller reads; a session without workers dumps them to
+stderr.
 """
 
 from __future__ import annotations
@@ -14,6 +13,7 @@ from typing import IO
 
 import pytest
 
+from loragate.core.deadline import deadline, open_crash_file
 from loragate.plugin.collection import case_run_of
 from loragate.plugin.options import SETTINGS, Role, Settings
 
@@ -33,12 +33,8 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object
     run = case_run_of(item)
     if run is None:
         return (yield)
-    stacks = stacks_of(item.config)
-    faulthandler.dump_traceback_later(run.case.timeout_s, exit=True, file=stacks)
-    try:
+    with deadline(run.case.timeout_s, stacks_of(item.config)):
         return (yield)
-    finally:
-        faulthandler.cancel_dump_traceback_later()
 
 
 def stacks_of(config: pytest.Config) -> IO[bytes]:
@@ -53,9 +49,4 @@ def _open_stacks(settings: Settings) -> IO[bytes]:
     if settings.role is Role.ALONE:
         # a copy, because pytest captures the original while the test runs
         return os.fdopen(os.dup(2), "wb", buffering=0)
-    path = settings.stack_file(settings.worker)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    stacks = path.open("wb", buffering=0)
-    # a crash in native code leaves its stack in the file that the controller reads
-    faulthandler.enable(file=stacks)
-    return stacks
+    return open_crash_file(settings.stack_file(settings.worker))

@@ -26,7 +26,8 @@ from loragate.events.model import (
     RunStarted,
 )
 from loragate.findings.ledger import Finding
-from loragate.matrix.case_run import replay_command, trial_name
+from loragate.matrix.case_run import trial_name
+from loragate.matrix.replay_command import replay_command
 from loragate.report.known import HARMLESS, excused, known_in, listed_findings, standing
 
 _Item = TypeVar("_Item")
@@ -78,6 +79,8 @@ class CaseOutcome:
     def replay(self) -> str:
         if self.shown:
             return self.shown.replay
+        if self.started and self.started.replay:
+            return self.started.replay
         return replay_command(self.run_id, *(self.started.trial if self.started else (0, 0)))
 
 

@@ -7,7 +7,8 @@ from collections.abc import Collection, Iterator
 from loragate.core.verdict import Verdict, worst
 from loragate.events.log import EventLog
 from loragate.events.model import CaseFinished, CaseStarted, RunStarted
-from loragate.matrix.case_run import CaseRun, replay_command
+from loragate.matrix.case_run import CaseRun
+from loragate.matrix.replay_command import replay_command
 from loragate.report.outcomes import case_outcomes
 
 
@@ -37,7 +38,7 @@ def abandoned_cases(log: EventLog, *, why: str) -> Iterator[CaseFinished]:
             verdict=Verdict.INCONCLUSIVE,
             judgements=(),
             duration_s=0.0,
-            replay=replay_command(start.run_id, *start.trial),
+            replay=start.replay or replay_command(start.run_id, *start.trial),
             message=why,
         )
 

@@ -8,9 +8,11 @@ imports no torch.
 from __future__ import annotations
 
 import difflib
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib import import_module
+from importlib.util import find_spec
 from types import MappingProxyType
 from typing import TYPE_CHECKING, cast
 
@@ -60,22 +62,43 @@ def find_subject(name: str) -> Subject:
     """A new subject of that name.
 
     `module:object`: `object` is a class or a function that gives a subject without arguments.
+    The module is found through PYTHONPATH or in the current folder, whichever command asks for it.
     Raises ValueError for a name that leads nowhere, ImportError where a package is missing.
     """
+    check_subject_name(name)
     registered = SUBJECTS.get(name)
-    module_name, colon, attribute = (registered.target if registered else name).partition(":")
-    if not colon:
-        raise ValueError(_unknown(name))
+    module_name, _, attribute = (registered.target if registered else name).partition(":")
     try:
         module = import_module(module_name)
     except ModuleNotFoundError as error:
         if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
             raise
-        raise ValueError(f"subject {name!r}: there is no module {error.name!r}") from error
+        raise ValueError(_no_module(name, error.name)) from error
     factory = getattr(module, attribute, None)
     if not callable(factory):
         raise ValueError(f"subject {name!r}: {module_name} has no callable {attribute!r}")
     return cast("Subject", factory())
+
+
+def check_subject_name(name: str) -> None:
+    """Raise ValueError for a name that is neither registered nor that of an object of a package
+    that can be found. Imports nothing, and so finds no other mistake."""
+    if name in SUBJECTS:
+        return
+    module, _, attribute = name.partition(":")
+    package = module.partition(".")[0]
+    if not (package and attribute):
+        raise ValueError(_unknown(name))
+    if "" not in sys.path:
+        # `python -m` puts the current folder there, console scripts do not
+        sys.path.append("")
+    if package not in sys.modules and find_spec(package) is None:
+        raise ValueError(_no_module(name, package))
+
+
+def _no_module(name: str, module: str) -> str:
+    where = "in the current folder or in PYTHONPATH"
+    return f"subject {name!r}: there is no module {module!r} {where}"
 
 
 def _unknown(name: str) -> str:

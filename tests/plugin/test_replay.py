@@ -1,0 +1,136 @@
+"""`loragate replay` of cases that do not come to an end of their own."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+
+from loragate.core.verdict import ExitCode
+
+_MATRIX = Path(__file__).parent / "misbehaving" / "replayed.yaml"
+_MISBEHAVING = "misbehaving_subject:Misbehaving"
+
+
+def _command(pattern: str, *options: str) -> list[str]:
+    options = (*options, f"--matrix={_MATRIX}")
+    return [sys.executable, "-m", "loragate", "replay", pattern, *options]
+
+
+@pytest.fixture
+def replay(
+    subject_environment: dict[str, str],
+) -> Callable[..., subprocess.CompletedProcess[str]]:
+    def run(pattern: str, *options: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            _command(pattern, *options),
+            env=subject_environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=120,
+        )
+
+    return run
+
+
+@pytest.mark.drill(
+    tried="A replay of a case that never ends and holds the GIL",
+    exit_code=ExitCode.WRONG,
+    kept="the stack at the case's own deadline",
+)
+def test_a_replay_of_a_hang_ends_at_its_deadline_with_the_stack(drill, replay):
+    done = replay(f"{_MISBEHAVING}.tokens-14")
+    drill(done.returncode, done.stdout)
+    head, message, *_ = done.stdout.splitlines()[1:]
+    assert head.startswith(f"FAIL hang: {_MISBEHAVING}.dense_delta.")
+    assert message == "  no end within 2 s"
+    assert "in sleep_holding_the_gil" in done.stdout
+    assert done.stdout.splitlines()[-1].startswith("replay: ")
+
+
+@pytest.mark.drill(
+    tried="A replay of a case that hangs in several threads",
+    exit_code=ExitCode.WRONG,
+    kept="the stack of every thread",
+)
+def test_a_replay_of_a_hang_shows_every_thread(drill, replay):
+    done = replay("replayed_subject:Threaded.tokens-22")
+    drill(done.returncode, done.stdout)
+    assert "FAIL hang: replayed_subject:Threaded." in done.stdout
+    assert "in linger" in done.stdout
+    assert "in open" in done.stdout
+
+
+@pytest.mark.drill(
+    tried="A replay of a case that dies of a segmentation fault",
+    exit_code=ExitCode.WRONG,
+    kept="the signal and the stack",
+)
+def test_a_replay_of_a_crash_names_the_signal_and_shows_the_stack(drill, replay):
+    done = replay(f"{_MISBEHAVING}.tokens-12", "--repeats=2")
+    drill(done.returncode, done.stdout)
+    assert f"FAIL crash: {_MISBEHAVING}." in done.stdout
+    assert "\n  the process of the case died of SIGSEGV\n" in done.stdout
+    assert "in segfault" in done.stdout
+
+
+@pytest.mark.drill(
+    tried="A replay of a case that exits from its process",
+    exit_code=ExitCode.WRONG,
+    kept="the exit code of the process",
+)
+def test_a_replay_of_a_case_that_exits_is_a_crash(drill, replay):
+    done = replay(f"{_MISBEHAVING}.tokens-11")
+    drill(done.returncode, done.stdout)
+    assert f"FAIL crash: {_MISBEHAVING}." in done.stdout
+    assert "\n  the process of the case exited with 1\n" in done.stdout
+
+
+@pytest.mark.drill(
+    tried="Ctrl-C during a replay",
+    exit_code=ExitCode.INCOMPLETE,
+    kept="no process is left",
+)
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.usefixtures("heeded_signals")
+def test_a_replay_that_is_interrupted_leaves_no_process_behind(drill, number, subject_environment):
+    command = _command(f"{_MISBEHAVING}.tokens-13")
+    pipe = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    with subprocess.Popen(command, env=subject_environment, **pipe) as process:
+        assert process.stdout is not None
+        # printed right before the case begins
+        assert process.stdout.readline().startswith("seed ")
+        children = psutil.Process(process.pid).children(recursive=True)
+        assert children
+        process.send_signal(number)
+        output, _ = process.communicate(timeout=60)
+    drill(process.returncode, output)
+    assert output == "loragate replay: interrupted\n"
+    gone, alive = psutil.wait_procs(children, timeout=10)
+    assert gone
+    assert not alive
+
+
+def test_a_replay_in_this_process_gives_the_same_evidence(replay):
+    apart, here = (
+        replay(f"{_MISBEHAVING}.tokens-18", *options) for options in ((), ("--in-process",))
+    )
+    assert apart.returncode == here.returncode == ExitCode.WRONG
+    assert apart.stdout == here.stdout
+    assert "reference  FAIL wrong_answer" in here.stdout
+
+
+def test_a_subject_that_cannot_be_asked_is_an_error_of_the_infrastructure(replay, tmp_path):
+    done = replay("misbehaving_subject:Nobody.tokens-21")
+    assert done.returncode == ExitCode.USAGE
+    assert "misbehaving_subject has no callable 'Nobody'" in done.stdout
+    # needs an argument
+    done = replay("misbehaving_subject:_MisbehavingInstance.tokens-21")
+    assert done.returncode == ExitCode.INFRASTRUCTURE
+    assert done.stdout.splitlines()[-1].startswith("loragate replay: TypeError: ")
