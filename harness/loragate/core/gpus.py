@@ -13,6 +13,8 @@ from typing import Any
 
 import pynvml
 
+from loragate.core.machine import interpreter_is_on
+
 _GIB = 1 << 30
 # what a worker needs for all but a few cases: tensors, cached blocks, compiled kernels
 GPU_BUDGET_BYTES = 8 * _GIB
@@ -110,7 +112,7 @@ def list_gpus(environ: Mapping[str, str]) -> tuple[ListedGpu, ...]:
     Raises DriverError.
     """
     hidden = "CUDA_VISIBLE_DEVICES" in environ and not visible_gpus(environ, ())
-    if hidden or environ.get("TRITON_INTERPRET") == "1":
+    if hidden or interpreter_is_on():
         return ()
     try:
         with _nvml():

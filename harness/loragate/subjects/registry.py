@@ -34,6 +34,8 @@ class RegisteredSubject:
     host_tests: tuple[str, ...] = ()
     # whether the gate checks that the listed findings still reproduce
     findings: bool = False
+    # whether it has Triton kernels or custom operators, whose compilers write to caches
+    compiles: bool = True
 
 
 _METHODS = ("version", "capabilities", "open")
@@ -52,6 +54,7 @@ SUBJECTS: Mapping[str, RegisteredSubject] = MappingProxyType(
             RegisteredSubject(
                 name="torch",
                 target="loragate.subjects.torch.subject:TorchSubject",
+                compiles=False,
             ),
             RegisteredSubject(
                 name="vllm",
