@@ -14,14 +14,13 @@ from difflib import get_close_matches
 from loragate.commands.selection_options import add_matrix_option, matrix_files
 from loragate.core.arguments import count_from
 from loragate.core.errors import CommandError, usage_errors
-from loragate.core.machine import check_kernels_can_run, detect_machine, select_interpreter
+from loragate.core.machine import select_interpreter
 from loragate.core.verdict import EXIT_CODES, ExitCode, Verdict
 from loragate.matrix.case import Case
 from loragate.matrix.case_run import CaseRun, find_run
 from loragate.matrix.ids import case_id
 from loragate.matrix.load import load_cases
 from loragate.report.evidence import render_evidence
-from loragate.run.preflight import check_caches
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -50,8 +49,6 @@ def run(arguments: argparse.Namespace) -> ExitCode:
 def _replay(first: CaseRun, *, repeats: int) -> ExitCode:
     """Run the data of `first` up to `repeats` times in a row, as the repeats of a gate do."""
     select_interpreter()
-    check_kernels_can_run()
-    check_caches([first.subject], detect_machine())
     # kernels may only be imported once the interpreter is selected
     from loragate.run.trial import open_trial, run_case
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from loragate.core.checkout import commit_and_tree, project_root
 from loragate.core.machine import Machine
 from loragate.core.versions import host, utc_now, versions
-from loragate.events.model import Event, Expected, KnownFinding, Note, RunStarted
+from loragate.events.model import COMPILE_SITE, Event, Expected, KnownFinding, Note, RunStarted
 from loragate.findings.load import ledger_path, load_ledger
 from loragate.matrix.selection import Selection
 from loragate.run.planning import expected_results, plan_selection, skipped_cases
@@ -42,7 +42,9 @@ def opening_events(request: RunRequest) -> Iterator[Event]:
     """
     selection, only = request.selection, request.only
     made, abilities = plan_selection(selection)
-    check_caches(selection.subjects, made.machine, legs=request.legs)
+    compiled = {row.subject for row in request.expected if row.site == COMPILE_SITE}
+    for name in selection.subjects:
+        check_caches(name, made.machine, cross_compiled=name in compiled)
     unusable = {name: have for name, have in abilities.items() if isinstance(have, str)}
     expected = expected_results(made, leg=request.leg, unusable=unusable.keys(), only=only)
     commit, tree = commit_and_tree(project_root(), ignoring=request.record)

@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping
 from functools import partial
 from typing import TYPE_CHECKING
 
-from loragate.core.machine import check_kernels_can_run, detect_machine, select_interpreter
+from loragate.core.machine import detect_machine, select_interpreter
 from loragate.events.model import Expected, Skipped
 from loragate.matrix.case_run import CaseRun
 from loragate.matrix.load import load_cases
@@ -27,7 +27,6 @@ def plan_selection(selection: Selection) -> tuple[Plan, Mapping[str, Capabilitie
     """
     cases = load_cases(selection.matrix)
     select_interpreter()
-    check_kernels_can_run()
     from loragate.run.trial import load_subject
 
     abilities = {name: load_subject(name)[1] for name in selection.subjects}

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Collection
+from functools import cache
 from pathlib import Path
 
 from loragate.core.errors import CommandError
@@ -17,20 +17,18 @@ from loragate.core.machine import Machine
 from loragate.core.verdict import ExitCode
 from loragate.subjects.registry import SUBJECTS
 
-# the leg that compiles kernels for other GPUs, whatever the machine is
-_COMPILE_LEG = "compile"
 
+@cache
+def check_caches(subject: str, machine: Machine, *, cross_compiled: bool = False) -> None:
+    """Raises CommandError for a cache that the subject needs here and that cannot be written.
 
-def check_caches(
-    subjects: Collection[str], machine: Machine, *, legs: Collection[str] = ()
-) -> None:
-    """Raises CommandError for a cache that these subjects need here and that cannot be written.
-
+    cross_compiled: whether the run also compiles its kernels for other GPUs.
     Imports Triton, so its interpreter must have been selected.
     """
-    if all(name in SUBJECTS and not SUBJECTS[name].compiles for name in subjects):
+    known = SUBJECTS.get(subject)
+    if known is not None and not known.compiles:
         return
-    if machine.device == "cuda" or _COMPILE_LEG in legs:
+    if machine.device == "cuda" or cross_compiled:
         from triton import knobs
 
         _try_folder("Triton", Path(knobs.cache.dir), "TRITON_CACHE_DIR")

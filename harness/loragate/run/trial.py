@@ -17,7 +17,7 @@ from functools import cache
 
 import torch
 
-from loragate.core.machine import Machine, detect_machine
+from loragate.core.machine import Machine, check_kernels_can_run, detect_machine
 from loragate.core.traces import error_and_place, innermost
 from loragate.core.verdict import Failure, Judgement, OracleName, Verdict, worst
 from loragate.events.model import CaseFinished
@@ -34,6 +34,7 @@ from loragate.protocol import (
     subject_code,
     unsupported,
 )
+from loragate.run.preflight import check_caches
 from loragate.subjects import find_subject, unusable
 
 _FRAMES_SHOWN = 6
@@ -62,9 +63,11 @@ def run_case(run: CaseRun, trial: Trial, *, worker: str, gpu: str) -> CaseFinish
 
 
 def open_trial(run: CaseRun) -> Trial | str:
-    """The trial on this machine, or the reason why it cannot be run here."""
+    """The trial on this machine, or the reason why it cannot be run here. Raises what
+    `load_subject` and `check_caches` raise."""
     machine = detect_machine()
     subject, have = load_subject(run.subject)
+    check_caches(run.subject, machine)
     reason = beyond_machine(run.case, machine) or refusal(run.case, have)
     if reason is not None:
         return reason
@@ -80,7 +83,8 @@ def refusal(case: Case, have: Capabilities | str) -> str | None:
 @cache
 def load_subject(name: str) -> tuple[CheckedSubject, Capabilities | str]:
     """A subject and what it can do here. Raises what `find_subject` raises, also for a subject
-    that cannot say what it supports."""
+    that cannot say what it supports, and CommandError where kernels can run nowhere."""
+    check_kernels_can_run()
     subject = CheckedSubject(find_subject(name))
     machine = detect_machine()
     with asking(name, "capabilities(machine)"):

@@ -108,11 +108,14 @@ def _module(name: str, module_name: str) -> ModuleType:
         return import_module(module_name)
     except ModuleNotFoundError as error:
         if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
-            raise unusable(name, f"{module_name} needs {error_and_place(error)}") from error
+            raise _unimportable(name, module_name, error) from error
         raise unusable(name, f"there is no module {error.name!r}") from error
     except (Exception, SystemExit) as error:
-        why = f"importing {module_name} raised {error_and_place(error)}"
-        raise unusable(name, why) from error
+        raise _unimportable(name, module_name, error) from error
+
+
+def _unimportable(name: str, module_name: str, error: BaseException) -> Exception:
+    return unusable(name, f"importing {module_name} raised {error_and_place(error)}")
 
 
 def _factory(name: str, module: ModuleType, attribute: str) -> Callable[[], object]:
