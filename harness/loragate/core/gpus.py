@@ -108,7 +108,8 @@ def free_bytes_of(handle: str, listed: Sequence[ListedGpu]) -> int:
 def list_gpus(environ: Mapping[str, str]) -> tuple[ListedGpu, ...]:
     """GPUs that the driver lists; none on a machine without a driver.
 
-    With all GPUs hidden, or in the interpreter, there are none and the driver is not asked.
+    With all GPUs hidden by `environ`, or where this process runs the interpreter, there are none
+    and the driver is not asked.
     Raises DriverError.
     """
     hidden = "CUDA_VISIBLE_DEVICES" in environ and not visible_gpus(environ, ())
