@@ -7,9 +7,11 @@ imports no torch.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib import import_module
+from importlib.util import find_spec
 from inspect import Parameter, signature
 from types import MappingProxyType, ModuleType
 from typing import TYPE_CHECKING, cast
@@ -70,13 +72,13 @@ def find_subject(name: str) -> Subject:
     """A new subject of that name.
 
     `module:object`: `object` is a class or a function that gives a subject without arguments.
+    The module is found through PYTHONPATH or in the current folder, whichever command asks for it.
     Raises ValueError for a name that leads nowhere, or to what is no subject. Where a subject that
     comes with the harness cannot be made, its installation is broken: CommandError.
     """
+    check_subject_name(name)
     registered = SUBJECTS.get(name)
-    module_name, colon, attribute = (registered.target if registered else name).partition(":")
-    if not (colon and module_name and attribute):
-        raise ValueError(_unknown(name))
+    module_name, _, attribute = (registered.target if registered else name).partition(":")
     factory = _factory(name, _module(name, module_name), attribute)
     try:
         subject = factory()
@@ -95,6 +97,22 @@ def _missing(subject: object) -> list[str]:
     return lacks if isinstance(getattr(subject, "name", None), str) else ["name (a str)", *lacks]
 
 
+def check_subject_name(name: str) -> None:
+    """Raise ValueError for a name that is neither registered nor that of an object of a package
+    that can be found. Imports nothing, and so finds no other mistake."""
+    if name in SUBJECTS:
+        return
+    module, _, attribute = name.partition(":")
+    package = module.partition(".")[0]
+    if not (package and attribute):
+        raise ValueError(_unknown(name))
+    if "" not in sys.path:
+        # `python -m` puts the current folder there, console scripts do not
+        sys.path.append("")
+    if package not in sys.modules and find_spec(package) is None:
+        raise unusable(name, _no_module(package))
+
+
 def unusable(name: str, why: str) -> Exception:
     """The error that says in one line that the subject of that name cannot be used."""
     message = f"subject {name!r}: {why}"
@@ -109,9 +127,13 @@ def _module(name: str, module_name: str) -> ModuleType:
     except ModuleNotFoundError as error:
         if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
             raise _unimportable(name, module_name, error) from error
-        raise unusable(name, f"there is no module {error.name!r}") from error
+        raise unusable(name, _no_module(error.name)) from error
     except (Exception, SystemExit) as error:
         raise _unimportable(name, module_name, error) from error
+
+
+def _no_module(module: str) -> str:
+    return f"there is no module {module!r} in the current folder or in PYTHONPATH"
 
 
 def _unimportable(name: str, module_name: str, error: BaseException) -> Exception:
