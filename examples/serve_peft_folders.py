@@ -18,21 +18,21 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-DEVICE = "cuda" if torch.cuda.is_available() and not INTERPRETED else "cpu"
-if DEVICE == "cpu":
+if not torch.cuda.is_available():
     # read when a kernel is defined, so before lorakernels is imported
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
-from lorakernels.adapters.adapter import Adapter  # noqa: E402
-from lorakernels.adapters.errors import AdapterError  # noqa: E402
-from lorakernels.adapters.peft_folder import read_peft_folder  # noqa: E402
-from lorakernels.adapters.slots import AdapterSlots  # noqa: E402
-from lorakernels.batch.metadata import BatchMetadata  # noqa: E402
-from lorakernels.dense.ops import DenseWorkspace  # noqa: E402
-from lorakernels.layers.linear import LoRALinear  # noqa: E402
-from lorakernels.layers.partition import Slice  # noqa: E402
+from lorakernels.adapters.adapter import Adapter
+from lorakernels.adapters.errors import AdapterError
+from lorakernels.adapters.peft_folder import read_peft_folder
+from lorakernels.adapters.slots import AdapterSlots
+from lorakernels.batch.metadata import BatchMetadata
+from lorakernels.dense.ops import DenseWorkspace
+from lorakernels.layers.linear import LoRALinear
+from lorakernels.layers.partition import Slice
+from lorakernels.runtime import interpreter
 
+DEVICE = "cpu" if interpreter.is_on() else "cuda"
 ATTENTION = "model.layers.0.self_attn"
 WIDTHS = {"q_proj": 64, "k_proj": 32, "v_proj": 32}
 

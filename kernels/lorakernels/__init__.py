@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
+from lorakernels.runtime import interpreter
 
-if os.environ.get("TRITON_INTERPRET") == "1":
-    from lorakernels.runtime import interpreter
-
-    interpreter.repair()
+interpreter.repair()

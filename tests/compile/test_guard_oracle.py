@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from loragate.core.machine import Machine
 from loragate.core.verdict import Failure, Judgement, Verdict
 from loragate.inputs import torch_dtype
 from loragate.matrix.case import Case, Dtype, Execution, Site
+from loragate.oracles.contract import guard as guard_module
 from loragate.oracles.contract.guard import GuardedInput, _names
 from loragate.protocol import BaseLayer, Capabilities, Guard, Instance, Pool, Trial
 from loragate.subjects.torch.subject import DenseDelta, TorchSubject
@@ -290,6 +292,40 @@ def test_another_kind_of_error_is_no_refusal() -> None:
     judgement = _judge(WrongError)
     assert judgement.failure is Failure.NOT_REFUSED
     assert "AssertionError instead of ValueError" in judgement.message
+
+
+class AcceptsAndCopies(Careful):
+    """Takes any x, and returns what the protocol does not allow."""
+
+    def check_rows(self, x: Tensor, out: Tensor) -> None:
+        pass
+
+    def apply(self, x: Tensor, out: Tensor) -> Tensor:
+        result = super().apply(x, out)
+        return result if x.dtype == out.dtype else result.double()
+
+
+def test_bad_input_that_gets_a_malformed_answer_was_accepted() -> None:
+    judgement = _judge(AcceptsAndCopies)
+    assert (judgement.failure, judgement.where) == (Failure.NOT_REFUSED, {"guard": "x_dtype"})
+    assert judgement.message.endswith("it was accepted")
+
+
+def test_an_error_of_the_harness_is_no_refusal_and_no_failure(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def broken(instance: object, batch: object) -> Tensor:
+        raise KeyError("planted in the harness")
+
+    trial = _trial(Careful, CASE, Guard.X_DTYPE)
+    sound = guard_module._violations
+    monkeypatch.setattr(
+        guard_module,
+        "_violations",
+        lambda *given: (replace(v, call=partial(broken, None, None)) for v in sound(*given)),
+    )
+    with pytest.raises(KeyError, match="planted in the harness"):
+        GuardedInput().judge(trial)
 
 
 def test_an_error_that_does_not_name_what_was_given_is_no_refusal() -> None:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from loragate.core.machine import select_interpreter
+from loragate.core.machine import interpreter_is_on, select_interpreter
 
 select_interpreter()
 
@@ -18,7 +18,7 @@ import triton.language as tl  # noqa: E402
 from lorakernels.runtime import interpreter  # noqa: E402
 
 pytestmark = pytest.mark.skipif(
-    os.environ.get("TRITON_INTERPRET") != "1", reason="this process runs compiled kernels"
+    not interpreter.is_on(), reason="this process runs compiled kernels"
 )
 
 N = 16
@@ -217,7 +217,24 @@ def test_without_the_switch_nothing_is_imported_and_nothing_repaired() -> None:
         "from lorakernels.runtime import interpreter; assert not interpreter.repair()\n"
         "assert 'triton' not in sys.modules"
     )
-    environment = {**os.environ, "TRITON_INTERPRET": "0"}
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    subprocess.run([sys.executable, "-c", script], env=environment, check=True, timeout=60)
+
+
+@pytest.mark.parametrize("value", ["1", "true", "YES", "on", "y", "0", "false", "off", "maybe", ""])
+def test_the_switch_is_read_as_triton_reads_it(monkeypatch: pytest.MonkeyPatch, value: str) -> None:
+    monkeypatch.setenv("TRITON_INTERPRET", value)
+    # what Triton 3.6 to 3.9 take for on
+    on = value.lower() in ("1", "true", "yes", "on", "y")
+    assert (interpreter.is_on(), interpreter_is_on(), triton.knobs.runtime.interpret) == (on,) * 3
+
+
+def test_any_spelling_of_the_switch_repairs_the_interpreter_at_import() -> None:
+    script = (
+        "import lorakernels; from triton.runtime.interpreter import InterpreterBuilder\n"
+        "assert hasattr(InterpreterBuilder, '_lorakernels_bf16')"
+    )
+    environment = {**os.environ, "TRITON_INTERPRET": "True"}
     subprocess.run([sys.executable, "-c", script], env=environment, check=True, timeout=60)
 
 

@@ -177,19 +177,6 @@ def test_a_subject_whose_rows_do_not_depend_on_their_place_is_compared_by_bits(
     assert noticing(promising) == {OracleName.PERMUTE}
 
 
-@pytest.mark.parametrize("oracle", NUMERIC)
-def test_a_result_of_the_wrong_shape_is_a_failure_and_no_crash(
-    oracle: OracleName, make_trial: Callable[..., Trial]
-) -> None:
-    class OneColumnShort(DenseDelta):
-        def apply(self, x: Tensor, out: Tensor) -> Tensor:
-            return super().apply(x, out)[:, 1:]
-
-    judgement = ORACLES[oracle].judge(make_trial(Planted(OneColumnShort)))
-    assert judgement.verdict is Verdict.FAIL
-    assert "shape" in judgement.message
-
-
 def test_the_canary_reports_the_place_of_a_foreign_write(
     make_trial: Callable[..., Trial],
 ) -> None:

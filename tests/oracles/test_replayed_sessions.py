@@ -16,7 +16,7 @@ from loragate.execution import runners
 from loragate.execution.graph import Captured
 from loragate.matrix.case import Case, Dtype, Execution, Site
 from loragate.oracles import ORACLES
-from loragate.protocol import BaseLayer, Capabilities, Instance, Trial
+from loragate.protocol import BaseLayer, Capabilities, Instance, Trial, raised_by_subject
 from loragate.subjects.torch.subject import DenseDelta, TorchSubject
 
 CUDA = Machine("cuda", "test", None, 1, 0)
@@ -191,6 +191,19 @@ def test_a_graph_is_captured_with_another_mapping_than_that_of_the_step(
     captured_on_cpu: list[Callable[[], Tensor]], oracle: OracleName
 ) -> None:
     assert verdict(CapturedMapping, oracle, CPU, Execution.GRAPH) is Verdict.FAIL
+
+
+def test_an_error_that_shows_when_the_capture_ends_is_the_subjects(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def capture(call: Callable[[], Tensor]) -> Captured[Tensor]:
+        call()
+        raise RuntimeError("operation failed due to a previous error during capture")
+
+    monkeypatch.setattr(runners, "capture", capture)
+    with pytest.raises(RuntimeError, match="previous error during capture") as caught:
+        verdict(Masked, OracleName.REFERENCE, CPU, Execution.GRAPH)
+    assert raised_by_subject(caught.value)
 
 
 def test_every_execution_of_the_matrix_has_a_runner() -> None:

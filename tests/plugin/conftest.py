@@ -69,10 +69,12 @@ def session_of() -> Callable[[subprocess.CompletedProcess[str], Path], Session]:
 def run_session() -> Callable[..., Session]:
     """Runs `pytest cases` on one of the matrices of this folder."""
 
-    def run(report: Path, *arguments: str, matrix: str, **changes: str) -> Session:
+    def run(
+        report: Path, *arguments: str, matrix: str, subject: str = SUBJECT, **changes: str
+    ) -> Session:
         command = [
             *(sys.executable, "-m", "pytest", "cases", "-p", "no:cacheprovider"),
-            *(f"--loragate-report={report}", f"--loragate-subject={SUBJECT}"),
+            *(f"--loragate-report={report}", f"--loragate-subject={subject}"),
             f"--loragate-matrix={_HERE / matrix}",
             *arguments,
         ]

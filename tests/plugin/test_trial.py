@@ -1,7 +1,8 @@
-"""Every oracle gives a judgement, and whatever a subject raises becomes one."""
+"""Every oracle gives a judgement, and an error becomes one against whoever caused it."""
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from types import SimpleNamespace
 
@@ -18,16 +19,31 @@ CPU = Machine("cpu", "test", None, 1, 0)
 NAMES = (OracleName.REFERENCE, OracleName.EXACT)
 
 
+class BySubject:
+    """A subject that raises, asked for an instance."""
+
+    def __init__(self, error: BaseException) -> None:
+        self.error = error
+
+    def open(self, case: Case, machine: Machine, base: object) -> object:
+        raise self.error
+
+
 @dataclass(frozen=True)
 class FakeOracle:
+    """Raises `error` itself; `asks` for an instance of the subject first, which may raise."""
+
     name: OracleName
     error: BaseException | None = None
     reason: str | None = None
+    asks: bool = False
 
     def applies(self, trial: Trial) -> str | None:
         return self.reason
 
     def judge(self, trial: Trial) -> Judgement:
+        if self.asks:
+            trial.subject.open(trial.case, trial.machine, None)
         if self.error is not None:
             raise self.error
         return Judgement(self.name, Verdict.PASS, metrics={"draw": float(torch.rand(1))})
@@ -35,7 +51,7 @@ class FakeOracle:
 
 @pytest.fixture
 def judge(monkeypatch):
-    def run(*oracles: FakeOracle) -> tuple[Judgement, ...]:
+    def run(*oracles: FakeOracle, subject: object = None) -> tuple[Judgement, ...]:
         monkeypatch.setattr(run_trial, "ORACLES", {oracle.name: oracle for oracle in oracles})
         names = tuple(oracle.name for oracle in oracles)
         case = Case(
@@ -48,7 +64,18 @@ def judge(monkeypatch):
             dtype=Dtype.FP32,
             oracles=names,
         )
-        return run_trial.run_trial(Trial(case, SimpleNamespace(), SimpleNamespace(), CPU, seed=7))
+        return run_trial.run_trial(Trial(case, subject, SimpleNamespace(), CPU, seed=7))
+
+    return run
+
+
+@pytest.fixture
+def judge_raising(judge):
+    """The judgement on a subject that raises an error."""
+
+    def run(error: BaseException) -> Judgement:
+        (judgement,) = judge(FakeOracle(NAMES[0], asks=True), subject=BySubject(error))
+        return judgement
 
     return run
 
@@ -59,17 +86,61 @@ def test_an_oracle_that_does_not_apply_is_a_skip_with_its_reason(judge):
     assert other.verdict is Verdict.PASS
 
 
-def test_an_exception_fails_its_oracle_and_no_other(judge):
-    first, second = judge(FakeOracle(NAMES[0], KeyError("slot 3")), FakeOracle(NAMES[1]))
+def test_an_exception_of_the_subject_fails_its_oracle_and_no_other(judge):
+    oracles = (FakeOracle(NAMES[0], asks=True), FakeOracle(NAMES[1]))
+    first, second = judge(*oracles, subject=BySubject(KeyError("slot 3")))
     assert (first.verdict, first.failure) == (Verdict.FAIL, Failure.EXCEPTION)
     assert first.message.startswith("KeyError: 'slot 3'")
     assert 'File "' in first.message
     assert second.verdict is Verdict.PASS
 
 
-def test_a_subject_that_exits_fails_like_one_that_raises(judge):
-    (judgement,) = judge(FakeOracle(NAMES[0], SystemExit(0)))
-    assert judgement.failure is Failure.EXCEPTION
+@dataclass(frozen=True)
+class FrozenError(Exception):
+    """Refuses that anything is assigned to it."""
+
+    code: int
+
+
+@pytest.mark.parametrize("error", [SystemExit(0), AssertionError("sorted"), FrozenError(7)])
+def test_whatever_the_subject_raises_is_its_failure(judge_raising, error):
+    judgement = judge_raising(error)
+    assert (judgement.verdict, judgement.failure) == (Verdict.FAIL, Failure.EXCEPTION)
+
+
+def test_an_error_of_an_oracle_says_nothing_about_the_subject(judge, monkeypatch):
+    monkeypatch.setitem(globals(), "__name__", "loragate.oracles.fake")
+    first, second = judge(FakeOracle(NAMES[0], AssertionError("rounds")), FakeOracle(NAMES[1]))
+    assert (first.verdict, first.failure) == (Verdict.INFRA, Failure.HARNESS)
+    pattern = r"error of the harness in loragate\.oracles\.fake, line \d+: AssertionError: rounds\n"
+    assert re.match(pattern, first.message)
+    assert second.verdict is Verdict.PASS
+
+
+def test_an_oracle_that_fails_while_it_handles_an_error_of_the_subject_is_to_blame(judge):
+    class Handles(FakeOracle):
+        def judge(self, trial: Trial) -> Judgement:
+            try:
+                return super().judge(trial)
+            except KeyError as error:
+                raise IndexError("no message") from error
+
+    subject = BySubject(KeyError("slot 3"))
+    (judgement,) = judge(Handles(NAMES[0], asks=True), subject=subject)
+    assert judgement.failure is Failure.HARNESS
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.AcceleratorError("CUDA error: an illegal memory access was encountered"),
+        RuntimeError("CUDA error: CUBLAS_STATUS_EXECUTION_FAILED when calling cublasSgemm"),
+    ],
+    ids=["torch", "cublas"],
+)
+def test_an_error_of_the_device_that_shows_late_is_the_subjects(judge, error):
+    (judgement,) = judge(FakeOracle(NAMES[0], error))
+    assert (judgement.verdict, judgement.failure) == (Verdict.FAIL, Failure.EXCEPTION)
 
 
 @pytest.mark.parametrize(
@@ -82,9 +153,10 @@ def test_a_subject_that_exits_fails_like_one_that_raises(judge):
     ],
     ids=["torch", "python", "cublas", "cpu"],
 )
-def test_too_little_memory_is_an_infrastructure_failure(judge, error):
-    (judgement,) = judge(FakeOracle(NAMES[0], error))
-    assert (judgement.verdict, judgement.failure) == (Verdict.INFRA, Failure.OUT_OF_MEMORY)
+def test_too_little_memory_is_an_infrastructure_failure(judge, judge_raising, error):
+    (own,) = judge(FakeOracle(NAMES[0], error))
+    for judgement in (own, judge_raising(error)):
+        assert (judgement.verdict, judgement.failure) == (Verdict.INFRA, Failure.OUT_OF_MEMORY)
 
 
 def test_nothing_is_judged_after_the_device_is_lost(judge, monkeypatch):

@@ -129,7 +129,7 @@ def test_dead_ranks_hold_nan_where_the_pool_does_and_zeros_are_left_to_the_reset
 def test_base_rows_at_the_end_are_declared_as_padding() -> None:
     trial = trial_of(CASE)
     instance = trial.subject.open(CASE, trial.machine, None)
-    metadata = instance.metadata  # type: ignore[attr-defined]
+    metadata = instance.own.metadata  # type: ignore[union-attr]
     for slots in ([2, -1, 0, -1, -1], [-1, -1], [1]):
         instance.prepare(torch.tensor(slots, dtype=torch.int32))
         assert metadata.num_rows == len(slots)

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import importlib
 import re
+import uuid
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from loragate.core.errors import CommandError
 from loragate.core.machine import Machine, select_interpreter
-from loragate.core.verdict import OracleName, Verdict
+from loragate.core.verdict import ExitCode, OracleName, Verdict
 from loragate.matrix.axis import Unstated
 from loragate.matrix.case import AXES, Case, Dtype, Layout, Site
 from loragate.protocol import Subject, Trial, unsupported
 from loragate.run.trial import run_trial
-from loragate.subjects import SUBJECTS, find_subject
+from loragate.subjects import SUBJECTS, find_subject, registry
+from loragate.subjects.registry import RegisteredSubject
 from loragate.subjects.torch.subject import TorchSubject
 
 select_interpreter()
@@ -105,7 +109,7 @@ def test_every_registered_subject_can_be_made() -> None:
         ("loragate.no_such:Subject", ["no module 'loragate.no_such'"]),
         (
             "loragate.subjects.torch.subject:Missing",
-            ["loragate.subjects.torch.subject has no callable 'Missing'"],
+            ["loragate.subjects.torch.subject has no 'Missing'"],
         ),
     ],
 )
@@ -122,10 +126,100 @@ def test_a_name_unlike_any_other_gets_no_suggestion() -> None:
     assert "did you mean" not in str(caught.value)
 
 
-def test_a_package_that_a_subject_misses_is_not_blamed_on_its_name(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "subject_with_a_need.py").write_text("import package_that_does_not_exist\n")
+MODULE = """
+import functools
+from loragate.subjects.torch.subject import TorchSubject
+
+class Nothing: ...
+
+class Raises:
+    def __init__(self):
+        raise KeyError("no weights")
+
+class Strange(TorchSubject):
+    @property
+    def name(self):
+        raise OSError("unnamed")
+
+def needs(path, *, rank, dtype=None): ...
+
+def gives_a_number(*anything, **more): return 3
+
+made = TorchSubject()
+partial = functools.partial(TorchSubject)
+"""
+
+
+@pytest.fixture
+def write_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], str]:
+    """Writes a module that can be imported, and gives its name."""
     monkeypatch.syspath_prepend(tmp_path)
-    with pytest.raises(ModuleNotFoundError, match="package_that_does_not_exist"):
-        find_subject("subject_with_a_need:Subject")
+
+    def write(text: str) -> str:
+        name = f"subject_{uuid.uuid4().hex}"
+        (tmp_path / f"{name}.py").write_text(text)
+        return name
+
+    return write
+
+
+@pytest.mark.parametrize(
+    ("attribute", "message"),
+    [
+        ("Nothign", "{module} has no 'Nothign'; did you mean 'Nothing'?"),
+        (
+            "Nothing",
+            "Nothing() gives an object of type Nothing, which is no subject: it lacks "
+            "name (a str), version, capabilities, open",
+        ),
+        ("gives_a_number", "gives_a_number() gives an object of type int, which is no subject: "),
+        ("needs", "needs needs arguments (path, rank) and is called without any"),
+        ("functools", "functools is an object of type module; allowed: a class or a function"),
+        ("made", "made is an object of type TorchSubject; allowed: a class or a function"),
+        ("Raises", "Raises() raised KeyError: 'no weights' ({file}:9)"),
+        ("Strange", "Strange() raised OSError: unnamed ({file}:14)"),
+    ],
+)
+def test_what_is_no_subject_is_refused_in_one_line(
+    write_module: Callable[[str], str], tmp_path: Path, attribute: str, message: str
+) -> None:
+    module = write_module(MODULE)
+    name = f"{module}:{attribute}"
+    with pytest.raises(ValueError, match="subject") as caught:
+        find_subject(name)
+    wanted = message.format(module=module, file=tmp_path / f"{module}.py")
+    assert str(caught.value).startswith(f"subject {name!r}: {wanted}")
+    assert "\n" not in str(caught.value)
+    assert find_subject(f"{module}:partial").name == "torch"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("raise RuntimeError('first\\nsecond')", "RuntimeError: first ({file}:1)"),
+        ("import sys\nsys.exit('no')", "SystemExit: no ({file}:2)"),
+        ("def f(:", "SyntaxError: invalid syntax ({file}:1)"),
+        # in the library that it calls is nothing to repair
+        ("import json\njson.loads('{')", "JSONDecodeError: Expecting property name "),
+        ("import json\n\njson.loads('{')", "({file}:3)"),
+        ("import absent_package", "ModuleNotFoundError: No module named 'absent_package' ("),
+    ],
+)
+def test_a_module_that_cannot_be_imported_says_why_and_where(
+    write_module: Callable[[str], str], tmp_path: Path, text: str, message: str
+) -> None:
+    module = write_module(text)
+    with pytest.raises(ValueError, match=f"importing {module} raised") as caught:
+        find_subject(f"{module}:Subject")
+    assert message.format(file=tmp_path / f"{module}.py") in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_subject_of_the_harness_that_cannot_be_made_is_no_usage_error(
+    write_module: Callable[[str], str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    broken = RegisteredSubject(name="ours", target=f"{write_module('import absent_package')}:It")
+    monkeypatch.setattr(registry, "SUBJECTS", {"ours": broken})
+    with pytest.raises(CommandError, match=r"subject 'ours': importing .*absent_package") as caught:
+        find_subject("ours")
+    assert caught.value.exit_code is ExitCode.INFRASTRUCTURE

@@ -13,6 +13,8 @@ from typing import Any
 
 import pynvml
 
+from loragate.core.machine import interpreter_is_on
+
 _GIB = 1 << 30
 # what a worker needs for all but a few cases: tensors, cached blocks, compiled kernels
 GPU_BUDGET_BYTES = 8 * _GIB
@@ -106,11 +108,12 @@ def free_bytes_of(handle: str, listed: Sequence[ListedGpu]) -> int:
 def list_gpus(environ: Mapping[str, str]) -> tuple[ListedGpu, ...]:
     """GPUs that the driver lists; none on a machine without a driver.
 
-    With all GPUs hidden, or in the interpreter, there are none and the driver is not asked.
+    With all GPUs hidden by `environ`, or where this process runs the interpreter, there are none
+    and the driver is not asked.
     Raises DriverError.
     """
     hidden = "CUDA_VISIBLE_DEVICES" in environ and not visible_gpus(environ, ())
-    if hidden or environ.get("TRITON_INTERPRET") == "1":
+    if hidden or interpreter_is_on():
         return ()
     try:
         with _nvml():

@@ -1,4 +1,5 @@
-"""The device that this process runs on. The only module that asks torch for devices."""
+"""The device that this process runs on. The only module that asks torch for devices, and the only
+one that asks Triton for its interpreter."""
 
 from __future__ import annotations
 
@@ -6,6 +7,12 @@ import os
 import platform
 from dataclasses import dataclass
 from functools import cache
+from importlib.util import find_spec
+
+from loragate.core.errors import CommandError
+from loragate.core.verdict import ExitCode
+
+_SWITCH = "TRITON_INTERPRET"
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,14 +42,44 @@ def select_interpreter() -> None:
     # on by default up to Triton 3.9, off from 3.10: numbers are compared across releases
     os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
     if not torch.cuda.is_available():
-        os.environ.setdefault("TRITON_INTERPRET", "1")
+        os.environ.setdefault(_SWITCH, "1")
+
+
+def interpreter_is_on() -> bool:
+    """Whether Triton runs kernels in its interpreter, as it reads TRITON_INTERPRET itself.
+
+    Imports Triton only where the variable is set: `select_interpreter` does not change it then, so
+    kernels may be defined.
+    """
+    if not os.environ.get(_SWITCH):
+        return False
+    if find_spec("triton") is None:
+        # there are no kernels, and the rest runs on the CPU as it does beside the interpreter
+        return True
+    from triton import knobs
+
+    return bool(knobs.runtime.interpret)
+
+
+def check_kernels_can_run() -> None:
+    """Raises CommandError where there is no GPU and the interpreter is switched off. After
+    `select_interpreter`."""
+    import torch
+
+    if not torch.cuda.is_available() and not interpreter_is_on():
+        given = os.environ.get(_SWITCH, "")
+        raise CommandError(
+            f"kernels can run nowhere: there is no GPU, and {_SWITCH}={given!r} switches Triton's "
+            f"interpreter off; unset {_SWITCH}",
+            ExitCode.INFRASTRUCTURE,
+        )
 
 
 @cache
 def detect_machine() -> Machine:
     import torch
 
-    if os.environ.get("TRITON_INTERPRET") == "1" or not torch.cuda.is_available():
+    if interpreter_is_on() or not torch.cuda.is_available():
         return Machine("cpu", platform.processor() or platform.machine(), None, 1, 0)
     properties = torch.cuda.get_device_properties(0)
     return Machine(

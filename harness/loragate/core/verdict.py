@@ -28,11 +28,15 @@ class Failure(StrEnum):
     NOT_REFUSED = "not_refused"
     RECOMPILED = "recompiled"
     RESOURCES_GREW = "resources_grew"
+    # what the subject answered is not what the protocol allows
+    BROKEN_PROTOCOL = "broken_protocol"
     EXCEPTION = "exception"
     HANG = "hang"
     CRASH = "crash"
     CUDA_STICKY = "cuda_sticky"
     OUT_OF_MEMORY = "out_of_memory"
+    # an exception in the harness's own code
+    HARNESS = "harness_error"
 
 
 class OracleName(StrEnum):

@@ -17,7 +17,7 @@ from loragate.execution.graph import Captured, capture
 from loragate.inputs import copy_batch
 from loragate.inputs.placement import whole
 from loragate.matrix.case import Execution
-from loragate.protocol import AnyInstance, Batch, apply_step
+from loragate.protocol import AnyInstance, Batch, apply_step, subject_code
 
 
 class Runner(Protocol):
@@ -58,7 +58,8 @@ class GraphRunner:
         for inside, own in tensors:
             whole(inside).copy_(whole(own))
         self._instance.prepare(batch.token_slots)
-        captured.graph.replay()
+        with subject_code():
+            captured.graph.replay()
         # guard bands and inputs come back too: what the graph did to them must be seen
         for inside, own in tensors:
             whole(own).copy_(whole(inside))
@@ -71,7 +72,9 @@ class GraphRunner:
         if static.routes is not None:
             ids = static.routes.topk_ids
             ids.copy_(torch.arange(ids.shape[1]).expand_as(ids))
-        return static, capture(partial(apply_step, self._instance, static))
+        # an operation that cannot be captured may show only when the capture ends
+        with subject_code():
+            return static, capture(partial(apply_step, self._instance, static))
 
 
 RUNNERS: Mapping[Execution, Callable[[AnyInstance], Runner]] = MappingProxyType(

@@ -5,12 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from loragate.core.machine import Machine
 from loragate.execution.runners import RUNNERS
 from loragate.inputs import DataKind, make_base
 from loragate.inputs.base_experts import make_base_experts
 from loragate.matrix.case import Case, Site
-from loragate.protocol import AnyInstance, BaseLayer, Batch, Pool, Subject, Trial
+from loragate.protocol import BaseLayer, Batch, CheckedInstance, Pool, Trial, subject_code
 
 
 def base_of(trial: Trial, kind: DataKind) -> BaseLayer | None:
@@ -22,11 +21,9 @@ def base_of(trial: Trial, kind: DataKind) -> BaseLayer | None:
     return make_base(trial.case, trial.seed, kind, trial.machine)
 
 
-def open_loaded(
-    subject: Subject, case: Case, machine: Machine, *, base: BaseLayer | None, pool: Pool
-) -> AnyInstance:
-    """A fresh instance with the adapters of a pool in all slots."""
-    instance = subject.open(case, machine, base)
+def open_loaded(trial: Trial, case: Case, *, base: BaseLayer | None, pool: Pool) -> CheckedInstance:
+    """A fresh instance for `case`, with the adapters of a pool in all slots."""
+    instance = trial.subject.open(case, trial.machine, base)
     for slot in range(pool.num_slots):
         instance.load(slot, pool)
     return instance
@@ -37,17 +34,17 @@ class Session:
 
     def __init__(self, trial: Trial, base: BaseLayer | None, pool: Pool | None = None) -> None:
         """A fresh instance; with `pool`, its adapters in all slots."""
-        subject, case, machine = trial.subject, trial.case, trial.machine
         if pool is None:
-            self.instance = subject.open(case, machine, base)
+            self.instance = trial.subject.open(trial.case, trial.machine, base)
         else:
-            self.instance = open_loaded(subject, case, machine, base=base, pool=pool)
-        self._runner = RUNNERS[case.execution](self.instance)
+            self.instance = open_loaded(trial, trial.case, base=base, pool=pool)
+        self._runner = RUNNERS[trial.case.execution](self.instance)
 
     def step(self, batch: Batch) -> Tensor:
         """Prepare and run one step to its end. An in-place site changes `batch.out` and
         returns it; nothing else of the batch may change."""
         result = self._runner.run(batch)
         if batch.x.device.type == "cuda":
-            torch.cuda.synchronize()
+            with subject_code():
+                torch.cuda.synchronize()
         return result

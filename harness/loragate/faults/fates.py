@@ -9,7 +9,14 @@ from loragate.faults.model import Fate, Fault, Outcome, Sighting
 
 # these say nothing about the judge that happened to run
 _OF_THE_PROCESS = frozenset(
-    {Failure.EXCEPTION, Failure.HANG, Failure.CRASH, Failure.CUDA_STICKY, Failure.OUT_OF_MEMORY}
+    {
+        Failure.BROKEN_PROTOCOL,
+        Failure.EXCEPTION,
+        Failure.HANG,
+        Failure.CRASH,
+        Failure.CUDA_STICKY,
+        Failure.OUT_OF_MEMORY,
+    }
 )
 
 

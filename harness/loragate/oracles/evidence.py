@@ -31,17 +31,6 @@ def locate(case: Case, batch: Batch, row: int, column: int) -> dict[str, int | s
     return {**where, "slice": part, "column": column}
 
 
-def malformed(oracle: OracleName, batch: Batch, result: Tensor) -> Judgement | None:
-    """A FAIL if the result is not even of the right shape, dtype and device."""
-    wanted = (batch.out.shape, batch.out.dtype, batch.out.device)
-    given = (result.shape, result.dtype, result.device)
-    for name, want, have in zip(("shape", "dtype", "device"), wanted, given, strict=True):
-        if want != have:
-            message = f"the result has {name} {have}, not {want}"
-            return Judgement(oracle, Verdict.FAIL, Failure.WRONG_ANSWER, message)
-    return None
-
-
 def differing(result: Tensor, wanted: Tensor) -> Tensor:
     """bool like both: where the bits are not the same."""
     return (bits_of(result) != bits_of(wanted)).view(result.shape)
@@ -62,9 +51,6 @@ def judge_bits(
     `batch` is the one that `result` belongs to; `claim` names for the message what the result
     should equal.
     """
-    wrong = malformed(oracle, batch, result)
-    if wrong is not None:
-        return wrong
     mask = differing(result, wanted)
     count = int(mask.sum())
     if not count:

@@ -15,4 +15,5 @@ class Oracle(Protocol):
         """None if it can judge this trial, else the reason why not."""
 
     def judge(self, trial: Trial) -> Judgement:
-        """Run the subject as often as needed and judge. Raises nothing on a wrong subject."""
+        """Run the subject as often as needed and judge. Of what a wrong subject raises, it lets
+        pass what it does not judge."""

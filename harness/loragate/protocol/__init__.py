@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from loragate.protocol.blame import BrokenProtocol, raised_by_subject, subject_code
+from loragate.protocol.boundary import CheckedInstance, CheckedSubject
 from loragate.protocol.capabilities import Capabilities, Guard, unsupported
 from loragate.protocol.subject import (
     AnyInstance,
@@ -19,7 +21,10 @@ __all__ = [
     "BaseExperts",
     "BaseLayer",
     "Batch",
+    "BrokenProtocol",
     "Capabilities",
+    "CheckedInstance",
+    "CheckedSubject",
     "Guard",
     "Instance",
     "MoEInstance",
@@ -29,5 +34,7 @@ __all__ = [
     "Subject",
     "Trial",
     "apply_step",
+    "raised_by_subject",
+    "subject_code",
     "unsupported",
 ]

@@ -10,6 +10,7 @@ from types import MappingProxyType
 from loragate.matrix.axis import DeclaredAxis, Unstated
 from loragate.matrix.case import AXES, Case, Site
 from loragate.matrix.problems import describe, nearest
+from loragate.protocol.blame import BrokenProtocol, subject_code
 
 
 class Guard(StrEnum):
@@ -103,7 +104,18 @@ def unsupported(case: Case, have: Capabilities) -> str | None:
             reason = _unsupported_value(axis, getattr(case, name), have.supports.get(name))
             if reason is not None:
                 return reason
-    return have.refuses(case) if have.refuses else None
+    return _refused(case, have.refuses) if have.refuses else None
+
+
+def _refused(case: Case, refuses: Callable[[Case], str | None]) -> str | None:
+    with subject_code():
+        reason: object = refuses(case)
+    if reason is not None and not isinstance(reason, str):
+        raise BrokenProtocol(
+            f"Capabilities.refuses(case) returned an object of type {type(reason).__qualname__}; "
+            "expected a str with the reason, or None"
+        )
+    return reason
 
 
 def _unsupported_value(

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 from loragate.core.machine import Machine
 from loragate.matrix.case import Case
+from loragate.protocol.boundary import CheckedSubject
 from loragate.protocol.capabilities import Capabilities
-from loragate.protocol.subject import Subject
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,7 +16,12 @@ class Trial:
     through the helpers in `loragate.inputs`, always from `seed`."""
 
     case: Case
-    subject: Subject
+    # a Subject given as it is gets its boundary here, so that no oracle can go around it
+    subject: CheckedSubject
     capabilities: Capabilities
     machine: Machine
     seed: int
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.subject, CheckedSubject):
+            object.__setattr__(self, "subject", CheckedSubject(self.subject))

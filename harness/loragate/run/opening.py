@@ -9,10 +9,11 @@ from pathlib import Path
 from loragate.core.checkout import commit_and_tree, project_root
 from loragate.core.machine import Machine
 from loragate.core.versions import host, utc_now, versions
-from loragate.events.model import Event, Expected, KnownFinding, Note, RunStarted
+from loragate.events.model import COMPILE_SITE, Event, Expected, KnownFinding, Note, RunStarted
 from loragate.findings.load import ledger_path, load_ledger
 from loragate.matrix.selection import Selection
 from loragate.run.planning import expected_results, plan_selection, skipped_cases
+from loragate.run.preflight import check_caches
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,12 +35,16 @@ class RunRequest:
 
 
 def opening_events(request: RunRequest) -> Iterator[Event]:
-    """RunStarted, then notes and known findings. Raises ValueError for errors of the user.
+    """RunStarted, then notes and known findings. Raises ValueError for errors of the user,
+    and CommandError where this machine cannot run it.
 
     Imports torch and the subjects; `opening_process` does the same in a process of its own.
     """
     selection, only = request.selection, request.only
     made, abilities = plan_selection(selection)
+    compiled = {row.subject for row in request.expected if row.site == COMPILE_SITE}
+    for name in selection.subjects:
+        check_caches(name, made.machine, cross_compiled=name in compiled)
     unusable = {name: have for name, have in abilities.items() if isinstance(have, str)}
     expected = expected_results(made, leg=request.leg, unusable=unusable.keys(), only=only)
     commit, tree = commit_and_tree(project_root(), ignoring=request.record)

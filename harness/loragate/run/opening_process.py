@@ -13,11 +13,12 @@ import tempfile
 from pathlib import Path
 
 from loragate.core.child_process import run_module
-from loragate.core.errors import CommandError
+from loragate.core.errors import CommandError, usage_errors
 from loragate.core.verdict import ExitCode
 from loragate.events.log import EventWriter, read_events
 from loragate.events.model import Event
 from loragate.run.opening import RunRequest, opening_events
+from loragate.run.preflight import check_temporary_folder
 
 # not `__name__`, which is "__main__" in the child
 _MODULE = "loragate.run.opening_process"
@@ -29,12 +30,17 @@ class PlanningError(CommandError):
 
 def opening_events_of_child(request: RunRequest) -> tuple[Event, ...]:
     """`opening_events` in a child process. Raises PlanningError."""
+    try:
+        check_temporary_folder()
+    except CommandError as error:
+        raise PlanningError(str(error), error.exit_code) from error
     with tempfile.TemporaryDirectory() as folder:
         answer = Path(folder) / "opening.jsonl"
         child = run_module(_MODULE, str(answer), input=pickle.dumps(request))
         message = child.stderr.decode(errors="replace").strip()
-        if child.returncode == ExitCode.USAGE.value:
-            raise PlanningError(message, ExitCode.USAGE)
+        if child.returncode in (ExitCode.USAGE.value, ExitCode.INFRASTRUCTURE.value):
+            # the message says all; python itself exits with 1
+            raise PlanningError(message, ExitCode(child.returncode))
         if child.returncode != 0:
             text = f"the run cannot be planned on this machine:\n{message}"
             raise PlanningError(text, ExitCode.INFRASTRUCTURE)
@@ -44,10 +50,11 @@ def opening_events_of_child(request: RunRequest) -> tuple[Event, ...]:
 def _main(answer: Path) -> int:
     request: RunRequest = pickle.load(sys.stdin.buffer)
     try:
-        events = tuple(opening_events(request))
-    except ValueError as error:
+        with usage_errors():
+            events = tuple(opening_events(request))
+    except CommandError as error:
         print(error, file=sys.stderr)
-        return ExitCode.USAGE.value
+        return error.exit_code.value
     with EventWriter(answer, run=request.run) as writer:
         for event in events:
             writer.write(event)

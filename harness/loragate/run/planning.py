@@ -15,20 +15,24 @@ from loragate.matrix.plan import Skipped as SkippedCase
 from loragate.matrix.selection import Selection
 
 if TYPE_CHECKING:
+    from loragate.matrix.case import Case
     from loragate.protocol import Capabilities
 
 
 def plan_selection(selection: Selection) -> tuple[Plan, Mapping[str, Capabilities | str]]:
     """The plan on this machine, and what each subject can do here, or why it can do nothing.
 
-    Raises ValueError for errors of the user. Otherwise imports torch and the subjects.
+    Raises ValueError for errors of the user, and CommandError where nothing can run. Otherwise
+    imports torch and the subjects.
     """
     cases = load_cases(selection.matrix)
     select_interpreter()
-    from loragate.run.trial import load_subject, refusal
+    from loragate.run.trial import load_subject
 
     abilities = {name: load_subject(name)[1] for name in selection.subjects}
-    candidates = [Candidate(name, partial(refusal, have=have)) for name, have in abilities.items()]
+    candidates = [
+        Candidate(name, partial(_refusal, name, have)) for name, have in abilities.items()
+    ]
     made = plan(
         cases,
         candidates,
@@ -39,6 +43,13 @@ def plan_selection(selection: Selection) -> tuple[Plan, Mapping[str, Capabilitie
         patterns=selection.patterns,
     )
     return made, abilities
+
+
+def _refusal(name: str, have: Capabilities | str, case: Case) -> str | None:
+    from loragate.run.trial import asking, refusal
+
+    with asking(name, "Capabilities.refuses(case)"):
+        return refusal(case, have)
 
 
 def expected_results(

@@ -1,7 +1,9 @@
 """One run of one case: every oracle that the case names makes one judgement.
 
-Invariant: whatever a subject raises becomes a judgement; only the death of the process can keep one
-from being recorded. Nothing is judged after an error that the device does not recover from, because
+Invariant: whatever is raised becomes a judgement; only the death of the process can keep one from
+being recorded. An error is charged to whoever caused it: what escapes from the subject, and what
+the device reports, is a FAIL; an error of the harness is INFRA and says nothing about the subject.
+Nothing is judged after an error that the device does not recover from, because
 the result would say nothing about the subject.
 """
 
@@ -9,20 +11,31 @@ from __future__ import annotations
 
 import time
 import traceback
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from functools import cache
 
 import torch
 
-from loragate.core.machine import Machine, detect_machine
+from loragate.core.machine import Machine, check_kernels_can_run, detect_machine
+from loragate.core.traces import error_and_place, innermost
 from loragate.core.verdict import Failure, Judgement, OracleName, Verdict, worst
 from loragate.events.model import CaseFinished
 from loragate.matrix.case import Case
 from loragate.matrix.case_run import CaseRun
 from loragate.matrix.plan import beyond_machine
 from loragate.oracles import ORACLES
-from loragate.protocol import Capabilities, Subject, Trial, unsupported
-from loragate.subjects import find_subject
+from loragate.protocol import (
+    BrokenProtocol,
+    Capabilities,
+    CheckedSubject,
+    Trial,
+    raised_by_subject,
+    subject_code,
+    unsupported,
+)
+from loragate.run.preflight import check_caches
+from loragate.subjects import find_subject, unusable
 
 _FRAMES_SHOWN = 6
 # a CUDA library and the CPU allocator report a lack of memory as a plain RuntimeError
@@ -50,9 +63,11 @@ def run_case(run: CaseRun, trial: Trial, *, worker: str, gpu: str) -> CaseFinish
 
 
 def open_trial(run: CaseRun) -> Trial | str:
-    """The trial on this machine, or the reason why it cannot be run here."""
+    """The trial on this machine, or the reason why it cannot be run here. Raises what
+    `load_subject` and `check_caches` raise."""
     machine = detect_machine()
     subject, have = load_subject(run.subject)
+    check_caches(run.subject, machine)
     reason = beyond_machine(run.case, machine) or refusal(run.case, have)
     if reason is not None:
         return reason
@@ -66,10 +81,27 @@ def refusal(case: Case, have: Capabilities | str) -> str | None:
 
 
 @cache
-def load_subject(name: str) -> tuple[Subject, Capabilities | str]:
-    """A subject and what it can do here. Raises ValueError for an unknown name."""
-    subject = find_subject(name)
-    return subject, subject.capabilities(detect_machine())
+def load_subject(name: str) -> tuple[CheckedSubject, Capabilities | str]:
+    """A subject and what it can do here. Raises what `find_subject` raises, also for a subject
+    that cannot say what it supports, and CommandError where kernels can run nowhere."""
+    check_kernels_can_run()
+    subject = CheckedSubject(find_subject(name))
+    machine = detect_machine()
+    with asking(name, "capabilities(machine)"):
+        return subject, subject.capabilities(machine)
+
+
+@contextmanager
+def asking(name: str, call: str) -> Iterator[None]:
+    """An error of the subject within is one line about it, in `call`, as `find_subject` says it."""
+    try:
+        yield
+    except BrokenProtocol as error:
+        raise unusable(name, str(error)) from error
+    except (Exception, SystemExit) as error:
+        if not raised_by_subject(error):
+            raise
+        raise unusable(name, f"{call} raised {error_and_place(error)}") from error
 
 
 def run_trial(trial: Trial) -> tuple[Judgement, ...]:
@@ -113,26 +145,39 @@ def _judge(name: OracleName, trial: Trial) -> Judgement:
         judgement = oracle.judge(trial)
         if trial.machine.device == "cuda":
             # an error in a kernel shows late; it belongs to the oracle that launched the kernel
-            torch.cuda.synchronize()
+            with subject_code():
+                torch.cuda.synchronize()
         return judgement
     except (Exception, SystemExit) as error:
         return _judge_error(name, trial.machine, error)
 
 
 def _judge_error(name: OracleName, machine: Machine, error: BaseException) -> Judgement:
+    if isinstance(error, BrokenProtocol):
+        return Judgement(name, Verdict.FAIL, Failure.BROKEN_PROTOCOL, str(error))
     message = _describe(error)
     if _lacks_memory(error):
         return Judgement(name, Verdict.INFRA, Failure.OUT_OF_MEMORY, message)
     if not device_answers(machine):
         message = f"the device no longer answers after {message}"
         return Judgement(name, Verdict.FAIL, Failure.CUDA_STICKY, message)
-    return Judgement(name, Verdict.FAIL, Failure.EXCEPTION, message)
+    if raised_by_subject(error) or _reported_by_device(error):
+        return Judgement(name, Verdict.FAIL, Failure.EXCEPTION, message)
+    message = f"error of the harness in {innermost(error.__traceback__, 'loragate')}: {message}"
+    return Judgement(name, Verdict.INFRA, Failure.HARNESS, message)
 
 
 def _lacks_memory(error: BaseException) -> bool:
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
         return True
     return isinstance(error, RuntimeError) and any(sign in str(error) for sign in _OUT_OF_MEMORY)
+
+
+def _reported_by_device(error: BaseException) -> bool:
+    """A kernel's error may show wherever the device is asked next, also in an oracle."""
+    if isinstance(error, torch.AcceleratorError):
+        return True
+    return isinstance(error, RuntimeError) and "CUDA error" in str(error)
 
 
 def _describe(error: BaseException) -> str:

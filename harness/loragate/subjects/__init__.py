@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from loragate.subjects.registry import SUBJECTS, find_subject
+from loragate.subjects.registry import SUBJECTS, find_subject, unusable
 
-__all__ = ["SUBJECTS", "find_subject"]
+__all__ = ["SUBJECTS", "find_subject", "unusable"]

@@ -7,14 +7,19 @@ imports no torch.
 
 from __future__ import annotations
 
-import difflib
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib import import_module
 from importlib.util import find_spec
-from types import MappingProxyType
+from inspect import Parameter, signature
+from types import MappingProxyType, ModuleType
 from typing import TYPE_CHECKING, cast
+
+from loragate.core.errors import CommandError
+from loragate.core.traces import error_and_place
+from loragate.core.verdict import ExitCode
+from loragate.matrix.problems import nearest
 
 if TYPE_CHECKING:
     from loragate.protocol import Subject
@@ -31,7 +36,11 @@ class RegisteredSubject:
     host_tests: tuple[str, ...] = ()
     # whether the gate checks that the listed findings still reproduce
     findings: bool = False
+    # whether it has Triton kernels or custom operators, whose compilers write to caches
+    compiles: bool = True
 
+
+_METHODS = ("version", "capabilities", "open")
 
 SUBJECTS: Mapping[str, RegisteredSubject] = MappingProxyType(
     {
@@ -47,6 +56,7 @@ SUBJECTS: Mapping[str, RegisteredSubject] = MappingProxyType(
             RegisteredSubject(
                 name="torch",
                 target="loragate.subjects.torch.subject:TorchSubject",
+                compiles=False,
             ),
             RegisteredSubject(
                 name="vllm",
@@ -63,21 +73,28 @@ def find_subject(name: str) -> Subject:
 
     `module:object`: `object` is a class or a function that gives a subject without arguments.
     The module is found through PYTHONPATH or in the current folder, whichever command asks for it.
-    Raises ValueError for a name that leads nowhere, ImportError where a package is missing.
+    Raises ValueError for a name that leads nowhere, or to what is no subject. Where a subject that
+    comes with the harness cannot be made, its installation is broken: CommandError.
     """
     check_subject_name(name)
     registered = SUBJECTS.get(name)
     module_name, _, attribute = (registered.target if registered else name).partition(":")
+    factory = _factory(name, _module(name, module_name), attribute)
     try:
-        module = import_module(module_name)
-    except ModuleNotFoundError as error:
-        if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
-            raise
-        raise ValueError(_no_module(name, error.name)) from error
-    factory = getattr(module, attribute, None)
-    if not callable(factory):
-        raise ValueError(f"subject {name!r}: {module_name} has no callable {attribute!r}")
-    return cast("Subject", factory())
+        subject = factory()
+        missing = _missing(subject)
+    except (Exception, SystemExit) as error:
+        raise unusable(name, f"{attribute}() raised {error_and_place(error)}") from error
+    if missing:
+        made = f"{attribute}() gives an object of type {type(subject).__qualname__}"
+        raise unusable(name, f"{made}, which is no subject: it lacks {', '.join(missing)}")
+    return cast("Subject", subject)
+
+
+def _missing(subject: object) -> list[str]:
+    """What an object lacks to be a Subject."""
+    lacks = [method for method in _METHODS if not callable(getattr(subject, method, None))]
+    return lacks if isinstance(getattr(subject, "name", None), str) else ["name (a str)", *lacks]
 
 
 def check_subject_name(name: str) -> None:
@@ -93,17 +110,67 @@ def check_subject_name(name: str) -> None:
         # `python -m` puts the current folder there, console scripts do not
         sys.path.append("")
     if package not in sys.modules and find_spec(package) is None:
-        raise ValueError(_no_module(name, package))
+        raise unusable(name, _no_module(package))
 
 
-def _no_module(name: str, module: str) -> str:
-    where = "in the current folder or in PYTHONPATH"
-    return f"subject {name!r}: there is no module {module!r} {where}"
+def unusable(name: str, why: str) -> Exception:
+    """The error that says in one line that the subject of that name cannot be used."""
+    message = f"subject {name!r}: {why}"
+    if name in SUBJECTS:
+        return CommandError(message, ExitCode.INFRASTRUCTURE)
+    return ValueError(message)
+
+
+def _module(name: str, module_name: str) -> ModuleType:
+    try:
+        return import_module(module_name)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
+            raise _unimportable(name, module_name, error) from error
+        raise unusable(name, _no_module(error.name)) from error
+    except (Exception, SystemExit) as error:
+        raise _unimportable(name, module_name, error) from error
+
+
+def _no_module(module: str) -> str:
+    return f"there is no module {module!r} in the current folder or in PYTHONPATH"
+
+
+def _unimportable(name: str, module_name: str, error: BaseException) -> Exception:
+    return unusable(name, f"importing {module_name} raised {error_and_place(error)}")
+
+
+def _factory(name: str, module: ModuleType, attribute: str) -> Callable[[], object]:
+    """Raises for what does not exist, is no class or function, or needs arguments."""
+    if not hasattr(module, attribute):
+        near = nearest(attribute, [known for known in dir(module) if not known.startswith("_")])
+        hint = f"; did you mean {near!r}?" if near else ""
+        raise unusable(name, f"{module.__name__} has no {attribute!r}{hint}")
+    factory: object = getattr(module, attribute)
+    if not callable(factory):
+        kind = type(factory).__qualname__
+        allowed = "a class or a function that gives a subject"
+        raise unusable(name, f"{attribute} is an object of type {kind}; allowed: {allowed}")
+    needed = _needed_arguments(factory)
+    if needed:
+        why = f"{attribute} needs arguments ({', '.join(needed)}) and is called without any"
+        raise unusable(name, why)
+    return factory
+
+
+def _needed_arguments(factory: Callable[..., object]) -> list[str]:
+    try:
+        parameters = signature(factory).parameters.values()
+    except (TypeError, ValueError):
+        # some classes of extensions have no signature
+        return []
+    optional = (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD)
+    return [p.name for p in parameters if p.default is p.empty and p.kind not in optional]
 
 
 def _unknown(name: str) -> str:
     known = sorted(SUBJECTS)
-    near = difflib.get_close_matches(name, known, n=1)
-    hint = f"; did you mean {near[0]!r}?" if near else ""
+    near = nearest(name, known)
+    hint = f"; did you mean {near!r}?" if near else ""
     allowed = ", ".join(known)
     return f"there is no subject {name!r}; known are {allowed}, or `module:object`{hint}"

@@ -5,7 +5,7 @@ operations ignore that: `tl.dot`, arithmetic and comparisons work on the bit pat
 were integers, casts from integers and fp64 copy the number into the bits, and casts from fp32
 truncate where the hardware rounds to nearest even (a bias of half a unit in the last place).
 `repair` makes all of them go through fp32 with one rounding, as on the hardware. Nothing else in
-Triton is changed, and a process without TRITON_INTERPRET=1 is left alone.
+Triton is changed, and a process that does not interpret kernels is left alone.
 
 Atomics on bf16, which the interpreter refuses, and fp8 stay unsupported.
 
@@ -25,13 +25,23 @@ from numpy.typing import NDArray
 _REPAIRED = "_lorakernels_bf16"
 
 
+def is_on() -> bool:
+    """Whether Triton interprets kernels, as it reads TRITON_INTERPRET itself. Does not import
+    Triton where the variable is not set."""
+    if not os.environ.get("TRITON_INTERPRET"):
+        return False
+    from triton import knobs
+
+    return bool(knobs.runtime.interpret)
+
+
 def repair() -> bool:
     """Patch the interpreter of this process; True if bf16 is now correct under the interpreter.
 
-    Idempotent. Does nothing and returns False unless TRITON_INTERPRET is 1. It also affects kernels
+    Idempotent. Does nothing and returns False unless the interpreter is on. It also affects kernels
     that were imported before: the interpreter looks up its operations at launch.
     """
-    if os.environ.get("TRITON_INTERPRET") != "1":
+    if not is_on():
         return False
     from triton.runtime import interpreter
 

@@ -23,7 +23,7 @@ from loragate.execution.session import base_of, open_loaded
 from loragate.inputs import DataKind, copy_batch, make_batch, make_pool
 from loragate.matrix.case import Execution, Mix
 from loragate.oracles.evidence import judge_bits, passed
-from loragate.protocol import AnyInstance, Batch, Trial, apply_step
+from loragate.protocol import AnyInstance, Batch, CheckedInstance, Trial, apply_step
 
 _KIND = DataKind.EXACT
 _LAYERS = 3
@@ -59,11 +59,11 @@ class Compile:
         return passed(self.name, **{name: float(count) for name, count in figures.items()})
 
 
-def _open(trial: Trial, number: int) -> AnyInstance:
+def _open(trial: Trial, number: int) -> CheckedInstance:
     """A layer with its own adapters."""
     case, machine, base = trial.case, trial.machine, base_of(trial, _KIND)
     pool = make_pool(case, trial.seed + number, _KIND, machine, trial.capabilities)
-    return open_loaded(trial.subject, case, machine, base=base, pool=pool)
+    return open_loaded(trial, case, base=base, pool=pool)
 
 
 def _batch(trial: Trial, step: int, tokens: int | None = None) -> Batch:
@@ -94,7 +94,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return func(*args, **(kwargs or {}))
 
 
-def _custom_calls(instance: AnyInstance, batch: Batch) -> tuple[_Call, ...]:
+def _custom_calls(instance: CheckedInstance, batch: Batch) -> tuple[_Call, ...]:
     instance.prepare(batch.token_slots)
     with _Recorder() as recorder:
         apply_step(instance, batch)
@@ -113,7 +113,7 @@ def _opcheck(calls: tuple[_Call, ...]) -> Judgement | None:
     return None
 
 
-def _trace(trial: Trial, layers: list[AnyInstance], compiled: _Compiled) -> Judgement | None:
+def _trace(trial: Trial, layers: list[CheckedInstance], compiled: _Compiled) -> Judgement | None:
     """A FAIL if a layer, mix or size needs its own graph, or if a graph gives other results;
     INCONCLUSIVE if there is no graph at all."""
     try:
@@ -161,15 +161,17 @@ class _Compiled:
         return len(self._graphs)
 
     def step(
-        self, layer: AnyInstance, batch: Batch, where: str, *, graphs: int, warm: bool
+        self, layer: CheckedInstance, batch: Batch, where: str, *, graphs: int, warm: bool
     ) -> Judgement | None:
         """A FAIL if there are more than `graphs` graphs now, or Triton compiles while `warm`.
         INCONCLUSIVE if there are none."""
         kernels: list[str] = []
+        own = copy_batch(batch)
         with kernels_compiled(kernels):
             layer.prepare(batch.token_slots)
             wanted = apply_step(layer, copy_batch(batch)) + 0.0
-            result = self._run(layer, copy_batch(batch)) + 0.0
+            # what is traced is the subject's alone
+            result = layer.run(lambda instance: self._run(instance, own), own.out) + 0.0
         if warm and kernels:
             return _failure(
                 Failure.RECOMPILED, f"{where} compiled {', '.join(kernels)} after warm-up"

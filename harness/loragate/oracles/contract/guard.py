@@ -30,7 +30,17 @@ from loragate.matrix.case import (
     Ranks,
 )
 from loragate.oracles.evidence import judge_bits, passed
-from loragate.protocol import AnyInstance, Batch, Guard, Pool, Routes, Trial, apply_step
+from loragate.protocol import (
+    AnyInstance,
+    Batch,
+    BrokenProtocol,
+    Guard,
+    Pool,
+    Routes,
+    Trial,
+    apply_step,
+    raised_by_subject,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +75,7 @@ class GuardedInput:
         pool = make_pool(case, trial.seed, kind, trial.machine, trial.capabilities)
         batch = make_batch(case, trial.seed, 0, kind, trial.machine)
         base = base_of(trial, kind)
-        instance = open_loaded(trial.subject, case, trial.machine, base=base, pool=pool)
+        instance = open_loaded(trial, case, base=base, pool=pool)
         instance.prepare(batch.token_slots)
         wanted = _apply(instance, batch)
         count = 0
@@ -93,7 +103,11 @@ def _refusal(violation: Violation) -> Judgement | None:
     except torch.AcceleratorError:
         # the device is lost, which the runner of trials reports
         raise
+    except BrokenProtocol:
+        return _failure(violation, "it was accepted")
     except Exception as error:
+        if not raised_by_subject(error):
+            raise
         return _failure(violation, f"{type(error).__name__} instead of ValueError: {error}")
     else:
         return _failure(violation, "it was accepted")
@@ -119,6 +133,8 @@ def _aftermath(
     except torch.AcceleratorError:
         raise
     except Exception as error:
+        if not raised_by_subject(error):
+            raise
         message = f"a valid step after it raises {type(error).__name__}: {error}"
         return _failure(violation, message, Failure.STALE_STATE)
     return judge_bits(

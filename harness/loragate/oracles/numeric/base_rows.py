@@ -20,7 +20,7 @@ from loragate.inputs import DataKind, copy_batch, make_batch, make_pool
 from loragate.inputs.mapping import BASE_ROW, make_token_slots
 from loragate.inputs.pairs import out_rows
 from loragate.matrix.case import IN_PLACE_SITES, ExpertMap, Site
-from loragate.oracles.evidence import judge_bits, malformed, passed
+from loragate.oracles.evidence import judge_bits, passed
 from loragate.protocol import BaseLayer, Batch, Trial
 
 
@@ -42,9 +42,6 @@ class BaseRows:
         batch.out[rows, 0] = -0.0
         alone = _base_alone(trial, base, batch)
         result = Session(trial, base, pool).step(copy_batch(batch))
-        wrong = malformed(self.name, batch, result)
-        if wrong is not None:
-            return wrong
         wanted = result.clone()
         wanted[rows] = alone[rows]
         wrong = judge_bits(

@@ -21,7 +21,7 @@ from loragate.inputs.batch import rows_of
 from loragate.inputs.draw import number
 from loragate.inputs.pool import reordered, reordered_experts
 from loragate.matrix.case import MOE_SITES, Quantisation, Site
-from loragate.oracles.evidence import judge_bits, malformed, passed
+from loragate.oracles.evidence import judge_bits, passed
 from loragate.protocol import BaseExperts, Batch, Trial
 
 
@@ -41,9 +41,6 @@ class Permute:
         batch = make_batch(trial.case, trial.seed, 0, kind, trial.machine)
         base = base_of(trial, kind)
         result = Session(trial, base, pool).step(copy_batch(batch))
-        wrong = malformed(self.name, batch, result)
-        if wrong is not None:
-            return wrong
         order = _order(trial, "slots", trial.case.slots)
         rows = torch.tensor(_order(trial, "rows", trial.case.tokens), dtype=torch.int64)
         moved = reordered_rows(_renumbered(batch, order), rows)

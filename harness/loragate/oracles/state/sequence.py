@@ -20,7 +20,7 @@ from loragate.inputs import DataKind, copy_batch, make_batch, make_pool
 from loragate.inputs.placement import bits_of, owned, whole
 from loragate.inputs.pool import reordered, trimmed, without_slice
 from loragate.matrix.case import Mix, Ranks
-from loragate.oracles.evidence import judge_bits, malformed, passed
+from loragate.oracles.evidence import judge_bits, passed
 from loragate.protocol import BaseLayer, Batch, Pool, Trial
 
 _SMALLER = 3
@@ -57,14 +57,13 @@ class Sequence:
             batch = _batch(trial, kind, scene, count)
             own, other = copy_batch(batch), copy_batch(batch)
             result = session.step(own)
-            wrong = malformed(self.name, batch, result)
             # nothing precedes the first step
-            if wrong is None and count:
+            if count:
                 wanted = _on_fresh_instance(trial, base, resident, other)
                 wrong = self._compare(trial, scene, batch, result, wanted)
                 wrong = wrong or self._surroundings(scene, own, other)
-            if wrong is not None:
-                return wrong
+                if wrong is not None:
+                    return wrong
         return passed(self.name, steps=float(count + 1))
 
     def _compare(

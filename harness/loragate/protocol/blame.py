@@ -1,0 +1,42 @@
+"""Whose error it is: what escapes from a subject is marked where its code is called.
+
+Invariant: an error is the subject's because it left `subject_code`, never because of what it looks
+like or which files are in its traceback. Everything else that an oracle raises is the harness's.
+"""
+
+from __future__ import annotations
+
+from types import TracebackType
+
+_MARK = "_loragate_raised_by_subject"
+
+
+class BrokenProtocol(Exception):
+    """A subject raised nothing, but did not keep the protocol. The message is one line: what was
+    called, what came back, what is expected."""
+
+
+class _SubjectCode:
+    # a class, because contextlib assigns to exceptions, and a frozen dataclass of a subject's
+    # refuses that
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if error is not None:
+            BaseException.__setattr__(error, _MARK, True)
+
+
+def subject_code() -> _SubjectCode:
+    """Within, only code of the subject runs, or what is left of it on the device. Errors leave it
+    as they are, with a mark."""
+    return _SubjectCode()
+
+
+def raised_by_subject(error: BaseException) -> bool:
+    return bool(getattr(error, _MARK, False))

@@ -1,0 +1,126 @@
+"""The only way from the harness into a subject: errors are marked, answers are checked.
+
+Oracles get a subject as a `CheckedSubject`, and its instances as `CheckedInstance`. An answer that
+the protocol does not allow is a BrokenProtocol here, before an oracle computes with it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import cast
+
+import torch
+from torch import Tensor
+
+from loragate.core.machine import Machine
+from loragate.matrix.case import IN_PLACE_SITES, Case
+from loragate.protocol.blame import BrokenProtocol, subject_code
+from loragate.protocol.capabilities import Capabilities
+from loragate.protocol.subject import AnyInstance, Instance, MoEInstance, Subject
+from loragate.protocol.tensors import BaseLayer, Pool, Routes
+
+_METHODS = ("load", "unload", "prepare", "apply")
+
+
+class CheckedSubject:
+    """`own` is the subject itself."""
+
+    def __init__(self, own: Subject) -> None:
+        self.own = own
+
+    @property
+    def name(self) -> str:
+        return self.own.name
+
+    def version(self) -> str:
+        with subject_code():
+            return self.own.version()
+
+    def capabilities(self, machine: Machine) -> Capabilities | str:
+        with subject_code():
+            have: object = self.own.capabilities(machine)
+        if not isinstance(have, (Capabilities, str)):
+            raise BrokenProtocol(
+                f"capabilities(machine) returned {_shown(have)}; expected a Capabilities, or a "
+                "str with the reason why nothing can run here"
+            )
+        return have
+
+    def open(self, case: Case, machine: Machine, base: BaseLayer | None) -> CheckedInstance:
+        with subject_code():
+            own = self.own.open(case, machine, base)
+            missing = [name for name in _METHODS if not callable(getattr(own, name, None))]
+        if missing:
+            raise BrokenProtocol(
+                f"open(case, machine, base) returned {_shown(own)} without "
+                f"{', '.join(missing)}; expected an instance with {', '.join(_METHODS)}"
+            )
+        return CheckedInstance(own, case)
+
+
+class CheckedInstance:
+    """`own` is the instance that the subject opened."""
+
+    def __init__(self, own: AnyInstance, case: Case) -> None:
+        self.own = own
+        self._case = case
+
+    def load(self, slot: int, pool: Pool) -> None:
+        with subject_code():
+            self.own.load(slot, pool)
+
+    def unload(self, slot: int) -> None:
+        with subject_code():
+            self.own.unload(slot)
+
+    def prepare(self, token_slots: Tensor) -> None:
+        with subject_code():
+            self.own.prepare(token_slots)
+
+    def apply(self, x: Tensor, out: Tensor, routes: Routes | None = None) -> Tensor:
+        def call(own: AnyInstance) -> Tensor:
+            if routes is None:
+                return cast(Instance, own).apply(x, out)
+            return cast(MoEInstance, own).apply(x, out, routes)
+
+        return self.run(call, out)
+
+    def run(self, call: Callable[[AnyInstance], Tensor], out: Tensor) -> Tensor:
+        """The result of `call`, which applies the own instance to `out`, for instance through
+        torch.compile."""
+        # the subject may resize it
+        shape = out.shape
+        with subject_code():
+            # the checks as well: a strange kind of tensor may refuse even those
+            return self._checked(call(self.own), out, shape)
+
+    def _checked(self, result: object, out: Tensor, shape: torch.Size) -> Tensor:
+        if not isinstance(result, Tensor):
+            raise _broken(_shown(result), f"a tensor {_facts(out, shape)}")
+        if _facts(result, result.shape) != _facts(out, shape):
+            given, wanted = _facts(result, result.shape), _facts(out, shape)
+            raise _broken(f"a tensor {given}", f"{wanted}, like out")
+        in_place = self._case.site in IN_PLACE_SITES
+        if in_place and result.numel() and result.data_ptr() != out.data_ptr():
+            raise _broken(
+                "a tensor in other memory", f"out itself, which {self._case.site} changes"
+            )
+        return result
+
+
+def _broken(given: str, wanted: str) -> BrokenProtocol:
+    return BrokenProtocol(f"apply returned {given}; expected {wanted}")
+
+
+def _facts(tensor: Tensor, shape: torch.Size) -> str:
+    layout = "" if tensor.layout is torch.strided else f", {tensor.layout}"
+    return f"of shape {list(shape)}, {tensor.dtype} on {tensor.device}{layout}"
+
+
+def _shown(value: object) -> str:
+    """A value that may be anything, without calling its code."""
+    if value is None:
+        return "None"
+    kind = type(value)
+    where = "" if kind.__module__ == "builtins" else f"{kind.__module__}."
+    return f"an object of type {where}{kind.__qualname__}"

@@ -1,0 +1,121 @@
+"""Every oracle meets the subject behind its boundary: a broken promise stops any of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from loragate.core.machine import Machine
+from loragate.core.verdict import Failure, OracleName, Verdict
+from loragate.matrix.case import Case
+from loragate.oracles import ORACLES
+from loragate.protocol import (
+    BaseLayer,
+    BrokenProtocol,
+    Capabilities,
+    CheckedSubject,
+    Instance,
+    Trial,
+    raised_by_subject,
+    unsupported,
+)
+from loragate.run.trial import run_trial
+from loragate.subjects.torch.subject import DenseDelta, TorchSubject
+
+# those that any subject in plain torch is judged by
+JUDGES = [name for name in OracleName if name not in (OracleName.GUARD, OracleName.COMPILE)]
+
+
+class OneColumnShort(DenseDelta):
+    def apply(self, x: Tensor, out: Tensor) -> Tensor:
+        return super().apply(x, out)[:, 1:]
+
+
+class Refuses(DenseDelta):
+    def apply(self, x: Tensor, out: Tensor) -> Tensor:
+        raise NotImplementedError("no kernel for this shape")
+
+
+class Resizes(DenseDelta):
+    def apply(self, x: Tensor, out: Tensor) -> Tensor:
+        return super().apply(x, out).resize_(1, 1)
+
+
+class Opens(TorchSubject):
+    """The torch subject with instances of another class."""
+
+    def __init__(self, instance: type[DenseDelta]) -> None:
+        self.instance = instance
+
+    def open(self, case: Case, machine: Machine, base: BaseLayer | None) -> Instance:
+        return self.instance(case)
+
+
+@pytest.mark.parametrize("oracle", JUDGES)
+@pytest.mark.parametrize(
+    ("instance", "failure"),
+    [
+        (OneColumnShort, Failure.BROKEN_PROTOCOL),
+        (Resizes, Failure.BROKEN_PROTOCOL),
+        (Refuses, Failure.EXCEPTION),
+    ],
+)
+def test_no_oracle_computes_with_what_is_no_result(
+    make_trial: Callable[..., Trial],
+    oracle: OracleName,
+    instance: type[DenseDelta],
+    failure: Failure,
+) -> None:
+    (judgement,) = run_trial(make_trial(Opens(instance), oracles=(oracle,)))
+    assert (judgement.verdict, judgement.failure) == (Verdict.FAIL, failure)
+
+
+@pytest.mark.parametrize("oracle", ORACLES)
+def test_a_subject_that_keeps_the_protocol_gets_its_own_instances(
+    make_trial: Callable[..., Trial], oracle: OracleName
+) -> None:
+    trial = make_trial()
+    assert isinstance(trial.subject, CheckedSubject)
+    instance = trial.subject.open(trial.case, trial.machine, None)
+    assert type(instance.own) is DenseDelta
+    # a copy of a trial is not wrapped twice
+    assert replace(trial, seed=2).subject is trial.subject
+
+
+def test_a_tensor_that_refuses_to_be_looked_at_is_charged_to_the_subject(
+    make_trial: Callable[..., Trial],
+) -> None:
+    class Unaddressable(Tensor):
+        def data_ptr(self) -> int:
+            raise RuntimeError("there is no address")
+
+    class Wraps(DenseDelta):
+        def apply(self, x: Tensor, out: Tensor) -> Tensor:
+            return super().apply(x, out).as_subclass(Unaddressable)
+
+    trial = make_trial(Opens(Wraps))
+    instance = trial.subject.open(trial.case, trial.machine, None)
+    instance.prepare(torch.zeros(2, dtype=torch.int32))
+    with pytest.raises(RuntimeError, match="no address") as caught:
+        instance.apply(torch.zeros(2, 96), torch.zeros(2, 88))
+    assert raised_by_subject(caught.value)
+
+
+def test_a_reason_that_is_no_text_breaks_the_protocol(make_trial: Callable[..., Trial]) -> None:
+    trial = make_trial()
+    have = replace(trial.capabilities, refuses=lambda case: False)
+    with pytest.raises(BrokenProtocol, match="returned an object of type bool; expected a str"):
+        unsupported(trial.case, have)
+
+
+def test_capabilities_of_another_type_break_the_protocol(cpu: Machine) -> None:
+    class Answers(TorchSubject):
+        def capabilities(self, machine: Machine) -> Capabilities | str:
+            return ["bf16"]  # type: ignore[return-value]
+
+    with pytest.raises(BrokenProtocol, match="an object of type list; expected a Capabilities"):
+        CheckedSubject(Answers()).capabilities(cpu)
