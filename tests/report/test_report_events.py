@@ -156,7 +156,8 @@ def test_a_record_is_one_line_that_names_its_schema_kind_and_run() -> None:
     line = encode(CaseStarted(run_id="a", worker="gw0", draw=0, seed=2**62), run="r")
     assert line == (
         '{"schema":2,"kind":"case_started","run":"r",'
-        '"event":{"run_id":"a","worker":"gw0","draw":0,"seed":4611686018427387904,"repeat":0,"replay":""}}'
+        '"event":{"run_id":"a","worker":"gw0","draw":0,"seed":4611686018427387904,'
+        '"repeat":0,"replay":""}}'
     )
 
 
