@@ -175,8 +175,8 @@ class HostTestFinished:
     """An ordinary test of a leg, or a module of tests that could not be collected.
 
     `message` is the first line of the error, or the reason of a skip, and `place` the file and line
-    where it was raised. `detail` is the traceback, `output` what the test has printed; both are
-    empty for a test that passed.
+    where it was raised. `detail` is the traceback, `output` what the test has printed, `rerun` the
+    command that runs it again in the root of the project; these are empty for a test that passed.
     """
 
     leg: str
@@ -187,6 +187,7 @@ class HostTestFinished:
     place: str = ""
     detail: str = ""
     output: str = ""
+    rerun: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

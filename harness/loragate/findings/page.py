@@ -14,7 +14,7 @@ This page is written by `loragate docs` from `cases/findings/vllm.yaml`; edit th
 
 Items with a probe are reproduced by
 
-    loragate findings
+    ./ci/loragate findings
 
 against the installed vLLM. The command prints what it observed and fails as soon as an item no
 longer reproduces on a version of its range; its range is then closed with the version of the fix.
@@ -68,7 +68,7 @@ def _ways(finding: Finding) -> Iterator[str]:
     """How it is reproduced, and what else may show it."""
     case = finding.case
     if finding.probe is not None:
-        yield f"* reproduced by: `loragate findings`, probe `{finding.probe}`"
+        yield f"* reproduced by: `./ci/loragate findings`, probe `{finding.probe}`"
     if case is None:
         return
     verb = "may show in" if finding.probe is not None else "reproduced by"
@@ -83,4 +83,4 @@ def _case_command(subject: str, case: CasePattern) -> str:
     how = f"reported by the oracle {case.oracle} as {' or '.join(case.failure)}"
     if any(mark in case.run for mark in "*?["):
         return f"`loragate gate --subject {subject} --cases '{case.run}'`, {how}"
-    return f"`loragate replay {case.run}`, {how}"
+    return f"`./ci/loragate replay {case.run}`, {how}"

@@ -106,12 +106,18 @@ def _judge(
     # kernels may only be imported once the interpreter is selected
     from loragate.run.trial import open_trial, run_case
 
-    trial = open_trial(run)
+    worker = item.config.stash[SETTINGS].worker
+    gpu = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+    try:
+        trial = open_trial(run)
+    # planning has opened it in a process like this one, so the case itself is not to blame
+    except Exception as error:
+        finished = _unopened(run, f"{type(error).__name__}: {error}", worker=worker, gpu=gpu)
+        events.write(finished, item)
+        pytest.fail(render_evidence(finished), pytrace=False)
     if isinstance(trial, str):
         # the plan has left it out already: it is not among the expected cases
         pytest.skip(trial)
-    worker = item.config.stash[SETTINGS].worker
-    gpu = os.environ.get("CUDA_VISIBLE_DEVICES", "")
     started = CaseStarted(
         run_id=run.run_id,
         worker=worker,
@@ -124,6 +130,25 @@ def _judge(
     finished = run_case(run, trial, worker=worker, gpu=gpu)
     events.write(finished, item)
     _conclude(finished, item, listed)
+
+
+def _unopened(run: CaseRun, message: str, *, worker: str, gpu: str) -> CaseFinished:
+    return CaseFinished(
+        run_id=run.run_id,
+        subject=run.subject,
+        site=run.case.site.value,
+        draw=run.draw,
+        repeat=run.repeat,
+        seed=run.seed,
+        worker=worker,
+        verdict=Verdict.INFRA,
+        judgements=(),
+        duration_s=0.0,
+        replay=run.replay,
+        gpu=gpu,
+        failure=Failure.HARNESS,
+        message=f"cannot be opened on this worker, although it was planned: {message}",
+    )
 
 
 def _conclude(finished: CaseFinished, item: pytest.Item, listed: tuple[KnownFinding, ...]) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import shlex
+import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
@@ -40,6 +42,7 @@ def event_of(leg: str, reports: Sequence[Report], root: Path) -> HostTestFinishe
         place="" if good else _place(decisive, root),
         detail=clipped(_text(decisive), _LIMIT) if decisive.failed else "",
         output=clipped(output, _LIMIT),
+        rerun="" if good else shlex.join([_interpreter(root), "-m", "pytest", decisive.nodeid]),
     )
 
 
@@ -101,6 +104,11 @@ def _place(report: Report, root: Path) -> str:
         return _relative(frames[-1], root)
     file, line, _ = report.location or (report.nodeid, None, "")
     return file if line is None else f"{file}:{line + 1}"
+
+
+def _interpreter(root: Path) -> str:
+    # not resolved: the interpreter of an environment is a link that leads out of it
+    return _relative(sys.executable, root)
 
 
 def _relative(place: str, root: Path) -> str:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from loragate.protocol.blame import BrokenProtocol, raised_by_subject, subject_code
 from loragate.protocol.boundary import CheckedInstance, CheckedSubject
 from loragate.protocol.capabilities import Capabilities, Guard, unsupported
+from loragate.protocol.error_origin import BrokenProtocol, raised_by_subject, subject_code
 from loragate.protocol.subject import (
     AnyInstance,
     Instance,

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from loragate.core.machine import Machine
 from loragate.matrix.case import IN_PLACE_SITES, Case
-from loragate.protocol.blame import BrokenProtocol, subject_code
 from loragate.protocol.capabilities import Capabilities
+from loragate.protocol.error_origin import BrokenProtocol, subject_code
 from loragate.protocol.subject import AnyInstance, Instance, MoEInstance, Subject
 from loragate.protocol.tensors import BaseLayer, Pool, Routes
 

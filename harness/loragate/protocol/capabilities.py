@@ -10,7 +10,7 @@ from types import MappingProxyType
 from loragate.matrix.axis import DeclaredAxis, Unstated
 from loragate.matrix.case import AXES, Case, Site
 from loragate.matrix.problems import describe, nearest
-from loragate.protocol.blame import BrokenProtocol, subject_code
+from loragate.protocol.error_origin import BrokenProtocol, subject_code
 
 
 class Guard(StrEnum):

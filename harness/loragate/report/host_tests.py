@@ -39,7 +39,7 @@ def bad_host_tests(tests: Iterable[HostTestFinished]) -> tuple[HostTestFinished,
 
 def rerun_command(test: HostTestFinished) -> str:
     """Runs the test again, in the root of the project."""
-    return f"python -m pytest {shlex.quote(test.test)}"
+    return test.rerun or f"python -m pytest {shlex.quote(test.test)}"
 
 
 def _shown(ends: Sequence[HostTestFinished]) -> HostTestFinished:
