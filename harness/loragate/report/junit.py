@@ -108,7 +108,11 @@ def _compile(result: CompileResult) -> _Entry:
         message=headline(result.message),
         kind=result.verdict,
         detail=result.message,
-        properties={"verdict": result.verdict.value, "subject": result.subject},
+        properties={
+            "verdict": result.verdict.value,
+            "subject": result.subject,
+            "compiled": str(result.compiled).lower(),
+        },
     )
 
 
