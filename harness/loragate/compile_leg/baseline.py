@@ -16,7 +16,7 @@ from typing import TypeAlias
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass as checked
 
-from loragate.core.files import write_atomically
+from loragate.core.files import read_regular, write_atomically
 from loragate.core.resources import Resources
 
 SCHEMA = 2
@@ -88,7 +88,7 @@ _SEPARATOR = " "
 def load_baseline(path: Path) -> Baseline:
     """Raises BaselineError if the file is missing or not in the format of this version."""
     try:
-        file = _FILE.validate_json(path.read_bytes())
+        file = _FILE.validate_json(read_regular(path))
     except OSError as error:
         raise BaselineError(f"{path}: cannot be read: {error.strerror}") from error
     except ValidationError as error:

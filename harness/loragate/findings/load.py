@@ -12,6 +12,7 @@ from packaging.specifiers import InvalidSpecifier, SpecifierSet
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 
 from loragate.core.checkout import project_root
+from loragate.core.files import read_regular
 from loragate.core.verdict import Failure, OracleName
 from loragate.findings.ledger import CasePattern, Finding, Kind
 from loragate.matrix.document import Document, Loc, parse
@@ -81,7 +82,7 @@ def ledger_path() -> Path:
 def load_ledger(path: Path) -> tuple[Finding, ...]:
     """The findings of one file, in its order. Raises LedgerError."""
     try:
-        document = parse(path.read_text(encoding="utf-8"), str(path))
+        document = parse(read_regular(path).decode(), str(path))
     except (OSError, UnicodeDecodeError) as error:
         raise LedgerError([Problem(str(path), 1, "", str(error))]) from error
     ledger = check(LedgerModel, document.data, (), document)
