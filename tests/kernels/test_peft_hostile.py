@@ -139,7 +139,7 @@ def test_an_expression_matches_what_re_matches(text: str) -> None:
         # `regex` would take these as fuzzy matching and as a class, `re` does not
         ("(?:q_proj){e<=2}", r"with { written as \{"),
         ("[[:alpha:]]+", r"with [: written as \[:"),
-        (r"\p{L}+", r"bad escape \p"),
+        (r"\pL+", r"bad escape \p"),
         ("q_proj(?i)", "global flags not at the start"),
     ],
 )
