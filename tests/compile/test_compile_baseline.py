@@ -19,7 +19,7 @@ KEY = ("sm_90", "lora_shrink_kernel", "qkv-bf16-r16-t64")
 
 
 def _baseline(triton: str = "3.7.1") -> Baseline:
-    return Baseline().with_record(Record(triton, {KEY: Resources(64, 0, 4096)}))
+    return Baseline().with_record(Record(triton, {KEY: Resources(64, 0, 4096)}, {KEY: "c0ffee"}))
 
 
 def test_a_saved_baseline_reads_back_as_it_was(tmp_path: Path) -> None:
@@ -32,7 +32,9 @@ def test_each_kernel_has_a_line_of_its_own(tmp_path: Path) -> None:
     lines = (tmp_path / "resources.json").read_text().splitlines()
     line = next(line for line in lines if " ".join(KEY) in line)
     entry = json.loads(f"{{{line}}}")
-    assert entry == {" ".join(KEY): {"registers": 64, "spills": 0, "shared_bytes": 4096}}
+    assert entry == {
+        " ".join(KEY): {"registers": 64, "spills": 0, "shared_bytes": 4096, "content": "c0ffee"}
+    }
 
 
 def test_patch_releases_of_triton_share_a_record() -> None:
@@ -50,16 +52,16 @@ def test_recording_a_release_leaves_the_others_alone() -> None:
     ("text", "complaint"),
     [
         ("{", "Invalid JSON"),
-        ('{"schema": 2, "records": {}}', r"schema must be 1 \(got 2\)"),
-        ('{"schema": 1, "records": {}, "more": 1}', "more: Unexpected keyword argument"),
+        ('{"schema": 1, "records": {}}', r"schema must be 2 \(got 1\)"),
+        ('{"schema": 2, "records": {}, "more": 1}', "more: Unexpected keyword argument"),
         (
-            '{"schema": 1, "records": {"3.7": {"triton": "3.7.1", "entries": {"sm_90 k": '
-            '{"registers": 1, "spills": 0, "shared_bytes": 0}}}}}',
+            '{"schema": 2, "records": {"3.7": {"triton": "3.7.1", "entries": {"sm_90 k": '
+            '{"registers": 1, "spills": 0, "shared_bytes": 0, "content": ""}}}}}',
             "'sm_90 k' must be arch, kernel and specialisation",
         ),
         (
-            '{"schema": 1, "records": {"3.7": {"triton": "3.7.1", "entries": {"a b c": '
-            '{"registers": 1, "spills": 0}}}}}',
+            '{"schema": 2, "records": {"3.7": {"triton": "3.7.1", "entries": {"a b c": '
+            '{"registers": 1, "spills": 0, "content": ""}}}}}',
             "records.3.7.entries.a b c.shared_bytes: Field required",
         ),
     ],
@@ -83,6 +85,12 @@ def test_the_expected_count_covers_the_kernels_of_every_release(tmp_path: Path) 
     baseline = _baseline("3.7.1").with_record(Record("3.8.0", {other: Resources(1, 0, 0)}))
     save_baseline(baseline, tmp_path / "resources.json")
     assert expected_count(tmp_path / "resources.json") == 2
+
+
+def test_every_kernel_on_record_has_a_content() -> None:
+    for record in load_baseline(BASELINE).records.values():
+        assert record.contents.keys() == record.entries.keys()
+        assert all(len(content) == 32 for content in record.contents.values())
 
 
 def test_every_release_has_the_same_kernels_on_record() -> None:

@@ -12,6 +12,7 @@ from loragate.compile_leg import leg, record, run
 from loragate.compile_leg.__main__ import main
 from loragate.compile_leg.baseline import Baseline, load_baseline, save_baseline
 from loragate.compile_leg.dry_launch import Compiled, ProviderError, list_labels
+from loragate.compile_leg.pool import Compilation
 from loragate.core.verdict import Verdict
 from loragate.events.model import CompileResult, Event, Note
 
@@ -75,6 +76,11 @@ class _Collector:
         return {(result.kernel, result.specialisation): result for result in found}
 
     @property
+    def compiled(self) -> set[str]:
+        """Specialisations that were compiled in this run."""
+        return {name for (_, name), result in self.results.items() if result.compiled}
+
+    @property
     def notes(self) -> list[str]:
         return [event.text for event in self.events if isinstance(event, Note)]
 
@@ -109,6 +115,7 @@ def test_resources_above_the_recorded_baseline_fail_and_name_the_kernel(
         "twice#2": Verdict.PASS,
     }
     assert "resources grew: registers" in collector.results["scale_kernel", "plain"].message
+    assert collector.compiled == {"plain"}
 
 
 def test_a_compile_error_fails_its_kernel_alone(toy: str, tmp_path: Path) -> None:
@@ -129,7 +136,8 @@ def test_what_does_not_compile_cannot_be_recorded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     broken = Compiled("toy_kernel", "small", "sm_90", None, "boom")
-    monkeypatch.setattr(leg, "compile_all", lambda *_: ("3.7.1", (broken,)))
+    monkeypatch.setattr(leg, "compiler_settings", lambda: ())
+    monkeypatch.setattr(leg, "compile_all", lambda *_: Compilation("3.7.1", (), (broken,)))
     baseline = tmp_path / "resources.json"
     with pytest.raises(ValueError, match=r"^toy_kernel for sm_90 \(small\) does not compile: boom"):
         record(baseline=baseline)
@@ -203,4 +211,4 @@ def test_an_unreadable_baseline_is_an_infrastructure_failure(
     path = tmp_path / "resources.json"
     path.write_text(json.dumps({"schema": 99, "records": {}}))
     assert main(["--baseline", str(path)]) == 3
-    assert "schema must be 1 (got 99)" in capsys.readouterr().out
+    assert "schema must be 2 (got 99)" in capsys.readouterr().out

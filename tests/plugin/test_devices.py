@@ -64,14 +64,14 @@ def test_shares_leave_memory_for_the_largest_case_and_add_up_to_less_than_the_gp
     workers = workers_per_gpu(["0"], listed(budgets), largest)
     share = share_of_gpu(budgets * GPU_BUDGET_BYTES, workers, largest)
     assert share.own_bytes >= GPU_BUDGET_BYTES
-    assert share.own_bytes + share.spare_bytes >= largest
-    assert workers * share.own_bytes + share.spare_bytes <= 0.9 * budgets * GPU_BUDGET_BYTES
+    assert share.own_bytes + share.reserve_bytes >= largest
+    assert workers * share.own_bytes + share.reserve_bytes <= 0.9 * budgets * GPU_BUDGET_BYTES
 
 
 def test_workers_beyond_what_fits_still_get_memory_each():
     share = share_of_gpu(GPU_BUDGET_BYTES, 20, 2 * GPU_BUDGET_BYTES)
     assert share.own_bytes > 0
-    assert 20 * share.own_bytes + share.spare_bytes <= GPU_BUDGET_BYTES
+    assert 20 * share.own_bytes + share.reserve_bytes <= GPU_BUDGET_BYTES
 
 
 def test_a_gpu_of_unknown_memory_gets_one_worker():

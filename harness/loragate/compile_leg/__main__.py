@@ -9,7 +9,7 @@ from pathlib import Path
 
 from loragate.compile_leg.baseline import BaselineError
 from loragate.compile_leg.dry_launch import ProviderError
-from loragate.compile_leg.leg import ARCHS, BASELINE, describe, record, run
+from loragate.compile_leg.leg import ARCHS, BASELINE, SettingsError, describe, record, run
 from loragate.compile_leg.releases import record_under
 from loragate.core.verdict import ExitCode, Verdict
 from loragate.events.model import CompileResult, Event, Note
@@ -49,17 +49,33 @@ def main(arguments: list[str] | None = None) -> int:
         metavar="X.Y.Z",
         help="with --update: record under this release of Triton, installed apart; repeatable",
     )
+    parser.add_argument(
+        "--all",
+        action="store_true",
+        help="compile also what is unchanged since the baseline, as the nightly tier does",
+    )
+    parser.add_argument(
+        "--arch",
+        action="append",
+        default=[],
+        type=int,
+        choices=ARCHS,
+        help="only this compute capability; repeatable",
+    )
     parser.add_argument("--baseline", type=Path, default=BASELINE)
     options = parser.parse_args(arguments)
     if options.release and not options.update:
         parser.error("--release needs --update")
+    if options.update and (options.all or options.arch):
+        parser.error("--update always compiles all kernels for every GPU")
     if options.release:
         return _update_releases(options.release, options.baseline)
     if options.update:
         return _update(options.baseline)
     printer = _Printer()
-    verdict = run(printer, baseline=options.baseline)
-    print(f"{printer.results} kernels for {', '.join(f'sm_{arch}' for arch in ARCHS)}: {verdict}")
+    archs = options.arch or ARCHS
+    verdict = run(printer, archs=archs, baseline=options.baseline, everything=options.all)
+    print(f"{printer.results} kernels for {', '.join(f'sm_{arch}' for arch in archs)}: {verdict}")
     return _EXIT_CODES.get(verdict, ExitCode.INCOMPLETE)
 
 
@@ -69,6 +85,9 @@ def _update(baseline: Path) -> int:
     except (BaselineError, ProviderError) as error:
         print(error, file=sys.stderr)
         return ExitCode.INFRASTRUCTURE
+    except SettingsError as error:
+        print(error, file=sys.stderr)
+        return ExitCode.USAGE
     except ValueError as error:
         print(error, file=sys.stderr)
         return ExitCode.WRONG

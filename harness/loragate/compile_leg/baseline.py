@@ -1,7 +1,8 @@
 """The recorded resources, one line per kernel so that a change is easy to review.
 
 Register allocation may change from release to release, so each minor release of Triton has its
-own record. Patch releases share one.
+own record. Patch releases share one. The content next to the resources says what was compiled: a
+kernel that still has it need not be compiled again (content.py).
 """
 
 from __future__ import annotations
@@ -15,10 +16,10 @@ from typing import TypeAlias
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass as checked
 
-from loragate.core.files import write_atomically
+from loragate.core.files import read_regular, write_atomically
 from loragate.core.resources import Resources
 
-SCHEMA = 1
+SCHEMA = 2
 
 # arch, kernel, specialisation
 Key: TypeAlias = tuple[str, str, str]
@@ -30,10 +31,12 @@ class BaselineError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """Resources under one minor release; `triton` is the exact version that was measured."""
+    """Resources under one minor release; `triton` is the exact version that was measured, and
+    `contents` says what was compiled with it."""
 
     triton: str
     entries: Mapping[Key, Resources]
+    contents: Mapping[Key, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +66,7 @@ class _Entry:
     registers: int
     spills: int
     shared_bytes: int
+    content: str
 
 
 @checked(frozen=True, config=ConfigDict(extra="forbid"))
@@ -84,7 +88,7 @@ _SEPARATOR = " "
 def load_baseline(path: Path) -> Baseline:
     """Raises BaselineError if the file is missing or not in the format of this version."""
     try:
-        file = _FILE.validate_json(path.read_bytes())
+        file = _FILE.validate_json(read_regular(path))
     except OSError as error:
         raise BaselineError(f"{path}: cannot be read: {error.strerror}") from error
     except ValidationError as error:
@@ -102,13 +106,15 @@ def save_baseline(baseline: Baseline, path: Path) -> None:
 
 def _record(path: Path, record: _Record) -> Record:
     entries: dict[Key, Resources] = {}
+    contents: dict[Key, str] = {}
     for name, entry in record.entries.items():
         parts = name.split(_SEPARATOR)
         if len(parts) != 3:
             raise BaselineError(f"{path}: {name!r} must be arch, kernel and specialisation")
         key = (parts[0], parts[1], parts[2])
         entries[key] = Resources(entry.registers, entry.spills, entry.shared_bytes)
-    return Record(record.triton, entries)
+        contents[key] = entry.content
+    return Record(record.triton, entries, contents)
 
 
 def _text(baseline: Baseline) -> str:
@@ -119,9 +125,13 @@ def _text(baseline: Baseline) -> str:
 
 def _record_text(name: str, record: Record) -> str:
     lines = ",\n".join(
-        f"{json.dumps(_SEPARATOR.join(key))}: {json.dumps(asdict(record.entries[key]))}"
+        f"{json.dumps(_SEPARATOR.join(key))}: {json.dumps(_fields(record, key))}"
         for key in sorted(record.entries)
     )
     return (
         f'{json.dumps(name)}: {{"entries": {{\n{lines}\n}}, "triton": {json.dumps(record.triton)}}}'
     )
+
+
+def _fields(record: Record, key: Key) -> dict[str, object]:
+    return {**asdict(record.entries[key]), "content": record.contents.get(key, "")}

@@ -14,10 +14,11 @@ import importlib
 import os
 import re
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
+from loragate.compile_leg.content import content_of, settings_of_the_compiler
 from loragate.compile_leg.cubin import read_resources
 from loragate.core.resources import Resources
 
@@ -27,17 +28,22 @@ _PLACE = re.compile(r"at \d+:\d+:")
 _TENSOR_MEMORY_COLUMNS = 512
 
 Launches: TypeAlias = Iterable[tuple[str, Callable[[], None]]]
+# of a kernel and its specialisation
+Contents: TypeAlias = Mapping[tuple[str, str], str]
 
 
 @dataclass(frozen=True, slots=True)
 class Compiled:
-    """One specialisation of a kernel; `error` says why it did not compile."""
+    """One specialisation of a kernel; `error` says why it did not compile. An `unchanged` one was
+    not compiled, because its `content` is the recorded one."""
 
     kernel: str
     specialisation: str
     arch: str
     resources: Resources | None
     error: str = ""
+    content: str = ""
+    unchanged: bool = False
 
 
 class ProviderError(RuntimeError):
@@ -50,6 +56,8 @@ def settle_process() -> None:
     os.environ.pop("TRITON_INTERPRET", None)
     # the baseline is recorded with fusion; Triton 3.10 turns it off by default
     os.environ["TRITON_DEFAULT_FP_FUSION"] = "1"
+    # Triton's cache knows a kernel by less than its content
+    os.environ["TRITON_ALWAYS_COMPILE"] = "1"
 
 
 def list_labels(provider: str) -> tuple[str, ...]:
@@ -67,16 +75,24 @@ def triton_version() -> str:
     return str(triton.__version__)
 
 
-def compile_launch(provider: str, label: str, arch: int) -> tuple[Compiled, ...]:
+def settings() -> tuple[str, ...]:
+    """Variables of this process that may change what the compiler makes of a kernel."""
+    return settings_of_the_compiler(os.environ)
+
+
+def compile_launch(
+    provider: str, label: str, arch: int, recorded: Contents | None = None
+) -> tuple[Compiled, ...]:
     """The kernels that the launch called `label` compiles for sm_`arch`, in launch order; a kernel
-    that is launched twice appears twice. Raises ProviderError."""
+    that is launched twice appears twice. A kernel whose content is the one in `recorded` is not
+    compiled. Raises ProviderError."""
     launch = dict(_launches(provider, arch)).get(label)
     if launch is None:
         raise ProviderError(f"{provider}: sm_{arch} has no launch {label!r}, unlike sm_90")
     from triton.runtime import driver
 
     driver.set_active(_Driver(arch))
-    recorder = _Recorder(label, f"sm_{arch}")
+    recorder = _Recorder(label, f"sm_{arch}", recorded or {})
     with recorder:
         try:
             launch()
@@ -117,43 +133,68 @@ class _Driver:
         return 0
 
 
-class _Recorder:
-    """Within its `with` block, launches only compile."""
+class _Unchanged(Exception):
+    """Ends a compilation whose result is on record."""
 
-    def __init__(self, label: str, arch: str) -> None:
-        self._label, self._arch = label, arch
+
+class _Recorder:
+    """Within its `with` block, launches only compile, and not even that where the content of the
+    kernel is on record."""
+
+    def __init__(self, label: str, arch: str, recorded: Contents) -> None:
+        self._label, self._arch, self._recorded = label, arch, recorded
         self.found: list[Compiled] = []
 
     def __enter__(self) -> None:
+        from triton.compiler import ASTSource
         from triton.runtime import JITFunction
 
-        self._run = JITFunction.run
+        self._run, self._make_ir = JITFunction.run, ASTSource.make_ir
         recorder = self
 
         def compile_only(kernel: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
             recorder.compile(kernel, args, options)
 
-        JITFunction.run = compile_only
+        def make_ir(source: Any, target: Any, options: Any, *rest: Any) -> Any:
+            module = recorder._make_ir(source, target, options, *rest)
+            recorder.look_at(content_of(module, options, target))
+            return module
+
+        JITFunction.run, ASTSource.make_ir = compile_only, make_ir
 
     def __exit__(self, *_: object) -> None:
+        from triton.compiler import ASTSource
         from triton.runtime import JITFunction
 
-        JITFunction.run = self._run
+        JITFunction.run, ASTSource.make_ir = self._run, self._make_ir
+
+    def look_at(self, content: str) -> None:
+        """Called with each kernel on its way into the compiler."""
+        self._content = content
+        if content and content == self._expected:
+            raise _Unchanged
 
     def compile(self, kernel: Any, args: tuple[Any, ...], options: dict[str, Any]) -> None:
         name = kernel.fn.__name__
         number = 1 + sum(1 for done in self.found if done.kernel == name)
         specialisation = self._label if number == 1 else f"{self._label}#{number}"
-        resources, error = None, ""
+        self._content, self._expected = "", self._recorded.get((name, specialisation))
+        resources, error, unchanged = None, "", False
+        # what another launch has compiled in this process would never pass `look_at`
+        kernel.device_caches.clear()
         try:
             # a warm-up compiles for the driver's target and launches nothing
             binary = self._run(kernel, *args, grid=(1,), warmup=True, **options)
             _check_tensor_memory(binary.metadata)
             resources = read_resources(binary.asm["cubin"], binary.metadata.shared)
+        except _Unchanged:
+            unchanged = True
         # any error of the compiler is the kernel's result
         except Exception as caught:
             error = _first_cause(caught)
-        self.found.append(Compiled(name, specialisation, self._arch, resources, error))
+        self.found.append(
+            Compiled(name, specialisation, self._arch, resources, error, self._content, unchanged)
+        )
 
 
 def _check_tensor_memory(metadata: Any) -> None:

@@ -1,5 +1,7 @@
 """One compiled kernel against its record -> one result. Pure.
 
+A kernel with the content on record has the recorded resources; they are judged like any others.
+
 FAIL: the kernel does not compile, does not fit the GPU, spills more than recorded, or needs more
 registers or shared memory than recorded by more than the margin. A smaller growth is reported.
 INCONCLUSIVE, which leaves a gate incomplete: there is no record to compare with, either for this
@@ -9,6 +11,7 @@ kernel or for this release of Triton, or a kernel on record was not compiled.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 
 from loragate.compile_leg.baseline import Key, Record, minor_release
 from loragate.compile_leg.dry_launch import Compiled
@@ -49,12 +52,15 @@ def judge_all(
             arch=arch,
             verdict=Verdict.INCONCLUSIVE,
             baseline=recorded[key],
+            compiled=False,
             message=f"is on record but was not compiled; if it is gone, {_UPDATE}",
         )
 
 
 def judge(item: Compiled, record: Record | None, *, subject: str, triton: str) -> CompileResult:
     baseline = record.entries.get(_key(item)) if record else None
+    if item.unchanged:
+        item = replace(item, resources=baseline)
     verdict, message = _verdict(item, baseline, known=record is not None, triton=triton)
     return CompileResult(
         subject=subject,
@@ -65,6 +71,7 @@ def judge(item: Compiled, record: Record | None, *, subject: str, triton: str) -
         resources=item.resources,
         baseline=baseline,
         message=message,
+        compiled=not item.unchanged,
     )
 
 

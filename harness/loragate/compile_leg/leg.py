@@ -1,12 +1,9 @@
-"""The compile leg: labels -> a pool of compiling processes -> results -> one verdict."""
+"""The compile leg: launches -> compiled kernels, or those on record -> results -> one verdict."""
 
 from __future__ import annotations
 
-import multiprocessing
 from collections.abc import Iterator, Sequence
-from concurrent.futures import Future, ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
-from itertools import product
+from dataclasses import replace
 from pathlib import Path
 from typing import Protocol
 
@@ -17,22 +14,19 @@ from loragate.compile_leg.baseline import (
     load_baseline,
     save_baseline,
 )
-from loragate.compile_leg.dry_launch import (
-    Compiled,
-    ProviderError,
-    compile_launch,
-    list_labels,
-    settle_process,
-    triton_version,
-)
+from loragate.compile_leg.dry_launch import ProviderError
 from loragate.compile_leg.judge import judge_all
+from loragate.compile_leg.pool import Compilation, compile_all, compiler_settings
 from loragate.core.verdict import Verdict, worst
 from loragate.events.model import CompileResult, Event, Note
 from loragate.subjects.registry import SUBJECTS
 
 ARCHS = (80, 90, 100)
 BASELINE = Path(__file__).resolve().parents[3] / "ci" / "baselines" / "resources.json"
-_WORKERS = 2
+
+
+class SettingsError(ValueError):
+    """The environment changes what the compiler does."""
 
 
 class Writer(Protocol):
@@ -46,22 +40,28 @@ def run(
     provider: str | None = None,
     archs: Sequence[int] = ARCHS,
     baseline: Path = BASELINE,
+    everything: bool = False,
 ) -> Verdict:
-    """Compile every kernel and write one CompileResult for each. Any verdict but PASS is explained
-    by a result or a note. A kernel that crashes the compiler costs no other kernel its result."""
+    """Judge every kernel and write one CompileResult for each. Any verdict but PASS is explained
+    by a result or a note. A kernel that crashes the compiler costs no other kernel its result.
+
+    A kernel whose content is on record is compiled only with `everything`.
+    """
     provider = provider or _provider_of(subject)
     try:
         records = load_baseline(baseline)
-        triton, compiled = compile_all(provider, archs)
+        trusted = Baseline() if everything else records
+        done = compile_all(provider, archs, trusted)
     except (BaselineError, ProviderError) as error:
         writer.write(Note(text=f"compile leg: {error}"))
         return Verdict.INFRA
-    record = _restrict(records.find(triton), archs)
+    record = _restrict(records.find(done.triton), archs)
     if record is None:
         recorded = ", ".join(sorted(records.records)) or "none"
-        text = f"compile leg: Triton {triton} has no baseline (recorded: {recorded})"
+        text = f"compile leg: Triton {done.triton} has no baseline (recorded: {recorded})"
         writer.write(Note(text=text))
-    results = tuple(judge_all(compiled, record, subject=subject, triton=triton))
+    writer.write(Note(text=_tally(done)))
+    results = tuple(judge_all(done.kernels, record, subject=subject, triton=done.triton))
     for result in results:
         writer.write(result)
     return worst(result.verdict for result in results)
@@ -77,18 +77,21 @@ def record(
     """Record what the installed Triton compiles now as the baseline of its minor release.
 
     Returns the results of a comparison with the old baseline. Raises ValueError if a kernel does
-    not compile and BaselineError if the file is damaged; the file is then unchanged.
+    not compile, SettingsError, and BaselineError if the file is damaged; the file is then
+    unchanged.
     """
     old = load_baseline(baseline) if baseline.exists() else Baseline()
-    triton, compiled = compile_all(provider or _provider_of(subject), archs)
-    entries = {}
-    for item in compiled:
+    if settings := compiler_settings():
+        names = ", ".join(settings)
+        raise SettingsError(f"a baseline is of Triton without settings: unset {names}")
+    done = compile_all(provider or _provider_of(subject), archs, Baseline())
+    for item in done.kernels:
         if item.resources is None:
             where = f"{item.kernel} for {item.arch} ({item.specialisation})"
             raise ValueError(f"{where} does not compile: {item.error}")
-        entries[item.arch, item.kernel, item.specialisation] = item.resources
-    save_baseline(old.with_record(Record(triton, entries)), baseline)
-    return tuple(judge_all(compiled, old.find(triton), subject=subject, triton=triton))
+    save_baseline(old.with_record(_record_of(done)), baseline)
+    before = old.find(done.triton)
+    return tuple(judge_all(done.kernels, before, subject=subject, triton=done.triton))
 
 
 def expected_count(baseline: Path = BASELINE) -> int:
@@ -97,16 +100,18 @@ def expected_count(baseline: Path = BASELINE) -> int:
     return len(load_baseline(baseline).keys)
 
 
-def compile_all(provider: str, archs: Sequence[int]) -> tuple[str, tuple[Compiled, ...]]:
-    """Triton's version, and all kernels that `provider` launches. Raises ProviderError."""
-    with _pool(_WORKERS) as pool:
-        triton = pool.submit(triton_version).result()
-        units = tuple(product(pool.submit(list_labels, provider).result(), archs))
-        futures = [_submit(pool, provider, *unit) for unit in units]
-        found = [
-            _result(future, provider, *unit) for future, unit in zip(futures, units, strict=True)
-        ]
-    return triton, tuple(item for items in found for item in items)
+def _record_of(done: Compilation) -> Record:
+    keyed = {(item.arch, item.kernel, item.specialisation): item for item in done.kernels}
+    entries = {key: item.resources for key, item in keyed.items() if item.resources}
+    return Record(done.triton, entries, {key: item.content for key, item in keyed.items()})
+
+
+def _tally(done: Compilation) -> str:
+    unchanged = sum(item.unchanged for item in done.kernels)
+    text = f"compile leg: {len(done.kernels) - unchanged} kernels compiled"
+    if done.settings:
+        return f"{text}; the record is not used because of {', '.join(done.settings)}"
+    return f"{text}, {unchanged} not compiled because they are unchanged since the baseline"
 
 
 def _provider_of(subject: str) -> str:
@@ -115,44 +120,12 @@ def _provider_of(subject: str) -> str:
     return provider
 
 
-def _submit(
-    pool: ProcessPoolExecutor, provider: str, label: str, arch: int
-) -> Future[tuple[Compiled, ...]] | None:
-    try:
-        return pool.submit(compile_launch, provider, label, arch)
-    except BrokenProcessPool:
-        return None
-
-
-def _result(
-    future: Future[tuple[Compiled, ...]] | None, provider: str, label: str, arch: int
-) -> tuple[Compiled, ...]:
-    try:
-        if future is not None:
-            return future.result()
-    except BrokenProcessPool:
-        # any of the launches in flight may have crashed the pool: each is tried alone
-        pass
-    with _pool(1) as pool:
-        try:
-            return pool.submit(compile_launch, provider, label, arch).result()
-        except BrokenProcessPool:
-            error = "the compiler crashed its process"
-            return (Compiled("unknown", label, f"sm_{arch}", None, error),)
-
-
-def _pool(workers: int) -> ProcessPoolExecutor:
-    # a forked process would inherit a Triton that has read its environment variables
-    context = multiprocessing.get_context("spawn")
-    return ProcessPoolExecutor(workers, mp_context=context, initializer=settle_process)
-
-
 def _restrict(record: Record | None, archs: Sequence[int]) -> Record | None:
     if record is None:
         return None
     wanted = {f"sm_{arch}" for arch in archs}
     kept = {key: value for key, value in record.entries.items() if key[0] in wanted}
-    return Record(record.triton, kept)
+    return replace(record, entries=kept)
 
 
 def describe(results: Sequence[CompileResult]) -> Iterator[str]:

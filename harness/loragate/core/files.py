@@ -1,13 +1,33 @@
-"""Whole files or none, and a lock for files that several processes change."""
+"""Whole files or none, files of users that are no pipes, and a lock for files that several
+processes change."""
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import os
+import stat
 import tempfile
 from pathlib import Path
 
 from filelock import FileLock
+
+# what people write by hand, or a command records
+_LARGEST_TEXT = 16 << 20
+
+
+def read_regular(path: Path) -> bytes:
+    """The content of a file that a user names. Raises OSError, also for a pipe or a device, which
+    would be waited for or read for ever, and for a file beyond 16 MiB."""
+    # a pipe without a writer is opened at once
+    with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
+        state = os.fstat(file.fileno())
+        if not stat.S_ISREG(state.st_mode):
+            raise OSError(errno.EINVAL, "must be a regular file, not a pipe, device or folder")
+        if state.st_size > _LARGEST_TEXT:
+            allowed = f"at most {_LARGEST_TEXT >> 20} MiB"
+            raise OSError(errno.EFBIG, f"must have {allowed} (got {state.st_size} bytes)")
+        return file.read(_LARGEST_TEXT)
 
 
 def write_atomically(path: Path, text: str) -> None:

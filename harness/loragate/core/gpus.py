@@ -59,11 +59,11 @@ def visible_gpus(environ: Mapping[str, str], listed: Sequence[ListedGpu]) -> tup
 
 @dataclass(frozen=True, slots=True)
 class GpuShare:
-    """Device memory of one worker: `own_bytes` at any time, and `spare_bytes` that all workers of
-    its GPU lend to those whose case needs more."""
+    """Device memory of one worker: `own_bytes` at any time, and the reserve of its GPU besides
+    while its case needs more, which one worker at a time may use."""
 
     own_bytes: int
-    spare_bytes: int
+    reserve_bytes: int
 
 
 def workers_per_gpu(
@@ -80,8 +80,8 @@ def workers_per_gpu(
 
 
 def share_of_gpu(free_bytes: int, workers: int, largest_case_bytes: int) -> GpuShare:
-    """The memory of each of several workers, out of the `free_bytes` of their GPU, so that one
-    can run the largest case while all others run ordinary ones."""
+    """The memory of each of several workers, out of the `free_bytes` of their GPU: equal shares,
+    as large as they can be beside a reserve for the largest case."""
     assert workers > 1, "a worker that is alone shares nothing"
     usable = int(free_bytes * _USABLE)
     beside_largest = (usable - largest_case_bytes) // (workers - 1)

@@ -67,7 +67,7 @@ def gate_sentences(gate: Section, seeds: Section) -> str:
     return (
         f"The {gate['tier']} gate of {' and '.join(gate['subjects'])} took "
         f"{_duration(gate['duration_s'])} on one {gate['machine']['name']}: "
-        f"{_total(cases, 'executed')} cases and {_total(kernels, 'executed')} compiled kernels of "
+        f"{_total(cases, 'executed')} cases and {_total(kernels, 'executed')} kernels of "
         f"{_total(counts, 'expected')} expected; {_failures(counts)}. "
         f"With {len(seeds['seeds'])} seeds ({_duration(seeds['duration_s'])}): "
         f"{_total(drawn, 'executed')} trials; {_failures(drawn)}."

@@ -149,7 +149,8 @@ class CaseFinished:
 class CompileResult:
     """One specialisation of one kernel for one architecture, for instance "sm_90".
 
-    `resources` is None if it did not compile, `baseline` is None if none is recorded.
+    `resources` is None if it did not compile, `baseline` is None if none is recorded. What is
+    unchanged since the baseline need not be `compiled`; its resources are the recorded ones.
     """
 
     subject: str
@@ -159,6 +160,7 @@ class CompileResult:
     verdict: Verdict
     resources: Resources | None = None
     baseline: Resources | None = None
+    compiled: bool = True
     message: str = ""
 
 

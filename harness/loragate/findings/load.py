@@ -21,6 +21,7 @@ from pydantic import (
 )
 
 from loragate.core.checkout import project_root
+from loragate.core.files import read_regular
 from loragate.core.verdict import Failure, OracleName
 from loragate.findings.ledger import Finding, Kind
 from loragate.findings.pattern import MEASURED, CasePattern, Limit, Place
@@ -130,7 +131,7 @@ def ledger_path() -> Path:
 def load_ledger(path: Path) -> tuple[Finding, ...]:
     """The findings of one file, in its order. Raises LedgerError."""
     try:
-        document = parse(path.read_text(encoding="utf-8"), str(path))
+        document = parse(read_regular(path).decode(), str(path))
     except (OSError, UnicodeDecodeError) as error:
         raise LedgerError([Problem(str(path), 1, "", str(error))]) from error
     ledger = check(LedgerModel, document.data, (), document)

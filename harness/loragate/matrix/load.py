@@ -9,6 +9,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from loragate.core.files import read_regular
 from loragate.matrix.case import Case, Site
 from loragate.matrix.document import Document, Loc, parse
 from loragate.matrix.expand import Group, expand, with_defaults
@@ -48,7 +49,7 @@ def load_cases(paths: Iterable[Path]) -> tuple[Case, ...]:
 
 def _read(path: Path) -> Document:
     try:
-        return parse(path.read_text(encoding="utf-8"), str(path))
+        return parse(read_regular(path).decode(), str(path))
     except (OSError, UnicodeDecodeError) as error:
         return Document(str(path), problems=[Problem(str(path), 0, "", _unreadable(path, error))])
 

@@ -59,9 +59,9 @@ class Settings:
         """Where the watchdog of a worker writes its stacks."""
         return self.report / WORKERS / f"{worker}.stack"
 
-    def capacity_file(self, gpu: str) -> Path:
-        """The file by which the workers of a GPU divide the memory that they have in common."""
-        return self.report / WORKERS / f"{gpu.replace('/', '_')}.capacity"
+    def reserve_lock(self, gpu: str) -> Path:
+        """The file that is locked by the worker that holds the reserve of memory of its GPU."""
+        return self.report / WORKERS / f"{gpu.replace('/', '_')}.reserve"
 
 
 SETTINGS = pytest.StashKey[Settings]()

@@ -117,7 +117,11 @@ def _compile(result: CompileResult, leg: str) -> Entry:
         message=_short_headline(result.message),
         kind=result.verdict,
         detail=result.message,
-        properties={"verdict": result.verdict.value, "subject": result.subject},
+        properties={
+            "verdict": result.verdict.value,
+            "subject": result.subject,
+            "compiled": str(result.compiled).lower(),
+        },
     )
 
 

@@ -92,7 +92,8 @@ def _compiled_subjects(setup: GateSetup) -> list[str]:
 
 
 def _compile_command(setup: GateSetup) -> tuple[str, ...]:
-    arguments = (str(setup.report / EVENTS), setup.run, *_compiled_subjects(setup))
+    run = (str(setup.report / EVENTS), setup.run, setup.selection.tier.value)
+    arguments = (*run, *_compiled_subjects(setup))
     return python_module("loragate.compile_leg.process", *arguments)
 
 

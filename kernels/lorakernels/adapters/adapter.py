@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
+from lorakernels.adapters.errors import printable
 from lorakernels.adapters.expert_layout import ExpertLayout, detect_layout
 from lorakernels.adapters.peft_targets import TargetRule
 from lorakernels.moe.weights import Factors
@@ -34,5 +35,5 @@ class Adapter:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "modules", MappingProxyType(dict(self.modules)))
-        layout = detect_layout(f"adapter {self.name}", self.modules)
+        layout = detect_layout(f"adapter {printable(self.name)}", self.modules)
         object.__setattr__(self, "expert_layout", layout)

@@ -10,8 +10,9 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 
 from lorakernels.adapters.adapter import Adapter
-from lorakernels.adapters.errors import AdapterError, hint, listing
+from lorakernels.adapters.errors import AdapterError, hint, listing, printable
 from lorakernels.adapters.expert_layout import is_stacked_name
+from lorakernels.adapters.expressions import limited_matching
 from lorakernels.adapters.peft_targets import TargetRule
 from lorakernels.moe.weights import Factors
 
@@ -55,12 +56,14 @@ def _homes(layers: Mapping[str, LayerParts]) -> Homes:
 
 def _refuse_unmatched(adapter: Adapter, homes: Homes) -> None:
     if not adapter.modules:
-        raise AdapterError(f"adapter {adapter.name} has no factors: it would be the base model")
+        raise AdapterError(
+            f"adapter {printable(adapter.name)} has no factors: it would be the base model"
+        )
     unmatched = adapter.modules.keys() - homes
     if unmatched:
         raise AdapterError(
-            f"adapter {adapter.name} has factors for modules that the model does not serve, "
-            f"{len(unmatched)} of {len(adapter.modules)}: "
+            f"adapter {printable(adapter.name)} has factors for modules that the model does not "
+            f"serve, {len(unmatched)} of {len(adapter.modules)}: "
             f"{listing(unmatched)}{hint(min(unmatched), homes)}"
         )
 
@@ -75,14 +78,15 @@ def _refuse_missing(
 
     if adapter.targets is None:
         return
-    missing = {
-        module
-        for module, home in homes.items()
-        if _is_wanted(adapter, adapter.targets, module) and not replaced(*home)
-    }
+    with limited_matching():
+        missing = {
+            module
+            for module, home in homes.items()
+            if _is_wanted(adapter, adapter.targets, module) and not replaced(*home)
+        }
     if missing:
         raise AdapterError(
-            f"adapter {adapter.name} has no factors for modules that it targets, "
+            f"adapter {printable(adapter.name)} has no factors for modules that it targets, "
             f"{len(missing)}: {listing(missing)}{hint(min(missing), adapter.modules)}"
         )
 

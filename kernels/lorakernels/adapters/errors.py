@@ -1,4 +1,8 @@
-"""Errors of adapters: one sentence with the place, what was given and what is allowed."""
+"""Errors of adapters: one sentence with the place, what was given and what is allowed.
+
+Names come from files that nobody has reviewed. Invariant: an error is one line of printable
+characters, and a name in it is short.
+"""
 
 from __future__ import annotations
 
@@ -6,20 +10,40 @@ import difflib
 from collections.abc import Collection, Iterable
 
 _SHOWN = 4
+_LONGEST = 160
 
 
 class AdapterError(ValueError):
     """The adapter cannot be served as it is. Raised before anything is changed."""
 
+    def __init__(self, message: str) -> None:
+        super().__init__(_escaped(message))
+
+
+def printable(name: object) -> str:
+    """A name from an adapter for people to read: on one line, without characters that a terminal
+    obeys or that change the direction of writing, and with the middle of a long name left out."""
+    text = _escaped(str(name))
+    if len(text) <= _LONGEST:
+        return text
+    half = _LONGEST // 2
+    return f"{text[:half]}... {len(text) - 2 * half} more characters ...{text[-half:]}"
+
+
+def _escaped(text: str) -> str:
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
+
 
 def hint(given: str, allowed: Iterable[str]) -> str:
     """'; did you mean X?' for the nearest allowed name, or nothing."""
     match = difflib.get_close_matches(given, sorted(allowed), n=1)
-    return f"; did you mean {match[0]!r}?" if match else ""
+    return f"; did you mean {printable(repr(match[0]))}?" if match else ""
 
 
 def listing(names: Collection[str]) -> str:
     """The first names in sorted order, and how many more there are."""
-    shown = ", ".join(sorted(names)[:_SHOWN])
+    shown = ", ".join(map(printable, sorted(names)[:_SHOWN]))
     more = len(names) - _SHOWN
     return f"{shown} and {more} more" if more > 0 else shown

@@ -10,7 +10,7 @@ import re
 from collections.abc import Mapping
 from enum import StrEnum
 
-from lorakernels.adapters.errors import AdapterError
+from lorakernels.adapters.errors import AdapterError, printable
 from lorakernels.moe.weights import ExpertFactors, Factors
 
 _NUMBERED = re.compile(r"(?:.*\.)?experts\.\d+\.[^.]+")
@@ -48,8 +48,8 @@ def detect_layout(what: str, modules: Mapping[str, Factors]) -> ExpertLayout | N
         for other, witness in seen.items():
             if fitting and fitting.isdisjoint(other):
                 raise AdapterError(
-                    f"{what}: experts must have the same layout in all layers (got {witness}: "
-                    f"{min(other)}; {module}: {min(fitting)})"
+                    f"{what}: experts must have the same layout in all layers (got "
+                    f"{printable(witness)}: {min(other)}; {printable(module)}: {min(fitting)})"
                 )
         if fitting:
             seen.setdefault(fitting, module)
@@ -72,5 +72,9 @@ def _fitting(what: str, module: str, factors: Factors) -> frozenset[ExpertLayout
         return frozenset({ExpertLayout.SHARED_OUTER})
     if inner == 1:
         side = "lora_B" if down else "lora_A"
-        raise AdapterError(f"{what}: {module} may share {side} among its experts, no other factor")
-    raise AdapterError(f"{what}: {module} must have one number of experts (got {a} and {b})")
+        raise AdapterError(
+            f"{what}: {printable(module)} may share {side} among its experts, no other factor"
+        )
+    raise AdapterError(
+        f"{what}: {printable(module)} must have one number of experts (got {a} and {b})"
+    )

@@ -9,14 +9,20 @@ from __future__ import annotations
 
 import json
 import math
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from dataclasses import field as dataclass_field
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from lorakernels.adapters.errors import AdapterError, hint
+from lorakernels.adapters.errors import AdapterError, hint, printable
+from lorakernels.adapters.expressions import (
+    ExpressionError,
+    check_expression,
+    number_of_groups,
+)
+from lorakernels.adapters.files import read_small_file
 from lorakernels.adapters.peft_targets import (
     TargetRule,
     layer_expression,
@@ -95,14 +101,19 @@ class PeftConfig:
     rank_pattern: Mapping[str, int]
     alpha_pattern: Mapping[str, float]
     targets: TargetRule
+    file: str = dataclass_field(default="", compare=False)
 
     def rank_of(self, module: str) -> int:
-        key = matching_pattern(self.rank_pattern, module)
+        key = self.rank_key_of(module)
         return self.rank if key is None else self.rank_pattern[key]
+
+    def rank_key_of(self, module: str) -> str | None:
+        """The pattern that gives a module its rank; None where `r` does."""
+        return matching_pattern(self.rank_pattern, module, f"{self.file}: rank_pattern")
 
     def scale_of(self, module: str) -> float:
         """alpha / r, with rsLoRA alpha / sqrt(r); both by the patterns of the module."""
-        key = matching_pattern(self.alpha_pattern, module)
+        key = matching_pattern(self.alpha_pattern, module, f"{self.file}: alpha_pattern")
         alpha = self.alpha if key is None else self.alpha_pattern[key]
         rank = self.rank_of(module)
         return alpha / (math.sqrt(rank) if self.use_rslora else rank)
@@ -119,6 +130,7 @@ def read_peft_config(path: Path) -> PeftConfig:
         rank_pattern=fields.pattern("rank_pattern", fields.positive_int),
         alpha_pattern=fields.pattern("alpha_pattern", fields.number),
         targets=fields.targets(),
+        file=str(path),
     )
 
 
@@ -129,7 +141,8 @@ class _Fields:
         self.path, self.values = path, values
 
     def error(self, field: str, given: object, allowed: str) -> AdapterError:
-        return AdapterError(f"{self.path}: {field} must be {allowed} (got {given!r})")
+        got = printable(repr(given))
+        return AdapterError(f"{self.path}: {printable(field)} must be {allowed} (got {got})")
 
     def refuse_unsupported(self) -> None:
         for field in _REQUIRED:
@@ -138,14 +151,15 @@ class _Fields:
         for field, value in self.values.items():
             if field in _READ or field in _DESCRIPTIVE or not value:
                 continue
+            got = printable(repr(value))
             if field in _REFUSED:
                 raise AdapterError(
-                    f"{self.path}: {field} is not supported: {_REFUSED[field]} (got {value!r})"
+                    f"{self.path}: {field} is not supported: {_REFUSED[field]} (got {got})"
                 )
             known = _READ | _DESCRIPTIVE | _REFUSED.keys()
             raise AdapterError(
-                f"{self.path}: {field} is not a known field, so its value may only be null, "
-                f"false or empty (got {value!r}){hint(field, known)}"
+                f"{self.path}: {printable(field)} is not a known field, so its value may only be "
+                f"null, false or empty (got {got}){hint(field, known)}"
             )
         self._one_of("peft_type", ("LORA",))
         self._one_of("bias", ("none",), default="none")
@@ -202,13 +216,13 @@ class _Fields:
         pattern = self._as_list("layers_pattern", str, "a name or a list of names")
         for key in pattern:
             self._regex("layers_pattern", key, layer_expression(key))
-            if re.compile(key).groups:
+            if number_of_groups(key):
                 raise self.error("layers_pattern", key, "an expression without numbered groups")
         if isinstance(modules, str) and (layers or pattern):
             field = "layers_to_transform" if layers else "layers_pattern"
             raise self.error(field, self.values[field], "null when target_modules is a string")
         exclude = self._names_or_regex("exclude_modules")
-        return TargetRule(modules, exclude, layers, pattern, parameters)
+        return TargetRule(modules, exclude, layers, pattern, parameters, str(self.path))
 
     def _parameters(self) -> tuple[str, ...]:
         value = self.values.get("target_parameters")
@@ -237,14 +251,11 @@ class _Fields:
         # as it will be used: "(?i)q" is an expression, but not inside of another one
         for text in (value, used_as):
             try:
-                re.compile(text)
-            except re.error as bad:
+                check_expression(text)
+            except ExpressionError as bad:
                 # a position in the expression that is built around it would only confuse
-                why = bad if text == value else bad.msg
+                why = bad if text == value else bad.reason
                 raise self.error(field, value, f"a regular expression: {why}") from bad
-            # a repeat count or a nesting depth that the compiler of expressions cannot handle
-            except (OverflowError, RecursionError) as bad:
-                raise self.error(field, value, f"a regular expression: {bad}") from bad
 
 
 def _read_json(path: Path) -> Mapping[str, Any]:
@@ -252,16 +263,13 @@ def _read_json(path: Path) -> Mapping[str, Any]:
         result: dict[str, Any] = {}
         for key, value in pairs:
             if key in result:
-                raise AdapterError(f"{path}: {key} is given twice")
+                raise AdapterError(f"{path}: {printable(key)} is given twice")
             result[key] = value
         return result
 
+    content = read_small_file(path)
     try:
-        values = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=unique)
-    except FileNotFoundError as missing:
-        raise AdapterError(f"{path}: file not found; a PEFT adapter has one") from missing
-    except OSError as bad:
-        raise AdapterError(f"{path}: cannot be read: {bad.strerror}") from bad
+        values = json.loads(content.decode(), object_pairs_hook=unique)
     except AdapterError:
         raise
     # a number of thousands of digits is a plain ValueError, too many brackets are a RecursionError

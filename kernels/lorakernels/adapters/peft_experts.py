@@ -18,7 +18,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from lorakernels.adapters.errors import AdapterError
+from lorakernels.adapters.errors import AdapterError, printable
 from lorakernels.adapters.peft_config import PeftConfig
 from lorakernels.adapters.peft_targets import TargetRule
 
@@ -42,7 +42,8 @@ def name_parameters(
             if pair[0].dim() != 2 or pair[1].dim() != 2:
                 shapes = f"{list(pair[0].shape)} and {list(pair[1].shape)}"
                 raise AdapterError(
-                    f"{path}: lora_A and lora_B of {module} must have two dimensions (got {shapes})"
+                    f"{path}: lora_A and lora_B of {printable(module)} must have two dimensions "
+                    f"(got {shapes})"
                 )
             wrapped.setdefault(holder, {})[module] = pair
         else:
@@ -74,13 +75,14 @@ def _known_parameters(
     names = targets.parameters_of(holder)
     unknown = sorted(set(names) - {_GATE_UP, _DOWN})
     if unknown:
+        parameter = printable(f"{holder}.{unknown[0]}")
         raise AdapterError(
-            f"{path}: {holder}.{unknown[0]} cannot be served: of bare parameters, only "
+            f"{path}: {parameter} cannot be served: of bare parameters, only "
             f"{_GATE_UP} and {_DOWN} of experts may have factors"
         )
     if num_pairs != len(names):
         raise AdapterError(
-            f"{path}: {holder} must have factors for {' and '.join(names)}, as "
+            f"{path}: {printable(holder)} must have factors for {' and '.join(names)}, as "
             f"target_parameters says (got {num_pairs} pairs)"
         )
     return names
@@ -93,10 +95,12 @@ def _assign(
         (name,), ((module, (a, b)),) = names, found.items()
         if a.shape[1:] == b.shape[:1]:
             raise AdapterError(
-                f"{path}: the input and the output of {name} cannot be distinguished, both have "
-                f"{a.shape[1]} features; adapt {_GATE_UP} and {_DOWN} together"
+                f"{path}: the input and the output of {printable(name)} cannot be distinguished, "
+                f"both have {a.shape[1]} features; adapt {_GATE_UP} and {_DOWN} together"
             )
-        return {name: unflatten(f"{path}: factors of {module}", a, b, config.rank_of(name))}
+        return {
+            name: unflatten(f"{path}: factors of {printable(module)}", a, b, config.rank_of(name))
+        }
     gate_up, down = sorted(names, key=lambda name: name.endswith(f".{_DOWN}"))
     for order, turned in product((1, -1), (False, True)):
         first, last = list(found.items())[::order]
@@ -106,9 +110,9 @@ def _assign(
                 for name, (module, pair) in ((gate_up, first), (down, last))
             }
     shapes = ", ".join(str(list(t.shape)) for pair in found.values() for t in pair)
+    modules = " and ".join(map(printable, found))
     raise AdapterError(
-        f"{path}: the shapes of {' and '.join(found)} must be those of {_GATE_UP} and {_DOWN} "
-        f"(got {shapes})"
+        f"{path}: the shapes of {modules} must be those of {_GATE_UP} and {_DOWN} (got {shapes})"
     )
 
 
@@ -127,7 +131,7 @@ def _ends(pair: Pair, *, turned: bool) -> tuple[int, int]:
 
 
 def _oriented(path: Path, module: str, pair: Pair, rank: int, *, turned: bool) -> Pair:
-    a, b = unflatten(f"{path}: factors of {module}", *pair, rank)
+    a, b = unflatten(f"{path}: factors of {printable(module)}", *pair, rank)
     if turned:
         # releases before 0.19.1 read [experts, out, in] as [experts, in, out] (vllm #52194)
         a, b = b.transpose(1, 2).contiguous(), a.transpose(1, 2).contiguous()

@@ -17,11 +17,12 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from lorakernels.adapters.adapter import Adapter
-from lorakernels.adapters.errors import AdapterError, hint, listing
+from lorakernels.adapters.errors import AdapterError, hint, listing, printable
 from lorakernels.adapters.expert_layout import detect_layout, is_stacked_name
+from lorakernels.adapters.expressions import limited_matching
+from lorakernels.adapters.files import require_regular
 from lorakernels.adapters.peft_config import PeftConfig, read_peft_config
 from lorakernels.adapters.peft_experts import name_parameters, unflatten
-from lorakernels.adapters.peft_targets import matching_pattern
 from lorakernels.common.stacked_weights import MAX_RANK
 from lorakernels.dense.weights import LoRAFactors
 from lorakernels.moe.weights import ExpertFactors, Factors
@@ -50,6 +51,11 @@ def read_peft_folder(folder: Path | str, *, name: str | None = None) -> Adapter:
     folder = Path(folder)
     if not folder.is_dir():
         raise AdapterError(f"{folder}: must be a folder with {CONFIG_FILE} and {WEIGHTS_FILE}")
+    with limited_matching():
+        return _read_folder(folder, name or folder.resolve().name)
+
+
+def _read_folder(folder: Path, name: str) -> Adapter:
     config = read_peft_config(folder / CONFIG_FILE)
     weights = folder / WEIGHTS_FILE
     factors, parameters = name_parameters(weights, config, _pair(weights, _read_tensors(weights)))
@@ -60,17 +66,16 @@ def read_peft_folder(folder: Path | str, *, name: str | None = None) -> Adapter:
         else:
             modules[module] = _check_module(weights, config, module, *pair)
     detect_layout(str(weights), modules)
-    return Adapter(name or folder.resolve().name, modules, config.targets)
+    return Adapter(name, modules, config.targets)
 
 
 def _read_tensors(path: Path) -> dict[str, Tensor]:
-    if not path.exists():
-        if (path.parent / _PICKLE_FILE).exists():
-            raise AdapterError(
-                f"{path.parent / _PICKLE_FILE}: a pickle can run code and is never opened; "
-                f"save the adapter as {WEIGHTS_FILE}"
-            )
-        raise AdapterError(f"{path}: file not found; a PEFT adapter has one")
+    if not path.exists() and (path.parent / _PICKLE_FILE).exists():
+        raise AdapterError(
+            f"{path.parent / _PICKLE_FILE}: a pickle can run code and is never opened; "
+            f"save the adapter as {WEIGHTS_FILE}"
+        )
+    require_regular(path)
     try:
         with safe_open(path, framework="pt", device="cpu") as file:
             # a copy: the mapped file may be overwritten by the next training step
@@ -78,7 +83,7 @@ def _read_tensors(path: Path) -> dict[str, Tensor]:
     except OSError as bad:
         raise AdapterError(f"{path}: cannot be read: {bad.strerror or bad}") from bad
     except SafetensorError as bad:
-        raise AdapterError(f"{path}: not a safetensors file: {bad}") from bad
+        raise AdapterError(f"{path}: not a safetensors file: {printable(bad)}") from bad
 
 
 def _pair(path: Path, tensors: Mapping[str, Tensor]) -> dict[str, tuple[Tensor, Tensor]]:
@@ -86,7 +91,7 @@ def _pair(path: Path, tensors: Mapping[str, Tensor]) -> dict[str, tuple[Tensor, 
     for key, tensor in tensors.items():
         parts = _TENSOR_NAME.fullmatch(key)
         if parts is None:
-            raise AdapterError(f"{path}: {key}: {_why_foreign(key)}")
+            raise AdapterError(f"{path}: {printable(key)}: {_why_foreign(key)}")
         found.setdefault(parts["module"], {})[parts["factor"]] = tensor
     if not found:
         raise AdapterError(f"{path}: holds no factors, so the base model would be served")
@@ -95,7 +100,7 @@ def _pair(path: Path, tensors: Mapping[str, Tensor]) -> dict[str, tuple[Tensor, 
         module = min(halves)
         other = "B" if halves[module] == "A" else "A"
         raise AdapterError(
-            f"{path}: {module} has lora_{halves[module]} but no lora_{other}"
+            f"{path}: {printable(module)} has lora_{halves[module]} but no lora_{other}"
             f" ({len(halves)} such modules: {listing(halves)})"
         )
     return {module: (pair["A"], pair["B"]) for module, pair in found.items()}
@@ -113,11 +118,11 @@ def _check_module(path: Path, config: PeftConfig, module: str, a: Tensor, b: Ten
     _check_target(path, config, module)
     for factor, tensor in (("lora_A", a), ("lora_B", b)):
         if tensor.dim() != 2 or 0 in tensor.shape:
-            what = f"{path}: {factor} of {module}"
+            what = f"{path}: {factor} of {printable(module)}"
             raise AdapterError(f"{what} must have two dimensions (got shape {list(tensor.shape)})")
-        _check_tensor(f"{path}: {factor} of {module}", tensor)
-    _check_rank(f"{path}: lora_A of {module}", config, module, a, a.shape[0])
-    _check_rank(f"{path}: lora_B of {module}", config, module, b, b.shape[1])
+        _check_tensor(f"{path}: {factor} of {printable(module)}", tensor)
+    _check_rank(f"{path}: lora_A of {printable(module)}", config, module, a, a.shape[0])
+    _check_rank(f"{path}: lora_B of {printable(module)}", config, module, b, b.shape[1])
     return LoRAFactors(a, b, config.scale_of(module))
 
 
@@ -126,17 +131,17 @@ def _check_experts(
 ) -> ExpertFactors:
     _check_target(path, config, module)
     if (a.dim(), b.dim()) == (2, 2):
-        a, b = unflatten(f"{path}: factors of {module}", a, b, config.rank_of(module))
+        a, b = unflatten(f"{path}: factors of {printable(module)}", a, b, config.rank_of(module))
     for factor, tensor in (("lora_A", a), ("lora_B", b)):
         if tensor.dim() != 3 or 0 in tensor.shape:
-            what = f"{path}: {factor} of {module}"
+            what = f"{path}: {factor} of {printable(module)}"
             raise AdapterError(
                 f"{what} must have the axis of experts in both factors or be flat in both "
                 f"(got shape {list(tensor.shape)})"
             )
-        _check_tensor(f"{path}: {factor} of {module}", tensor)
-    _check_rank(f"{path}: lora_A of {module}", config, module, a, a.shape[1])
-    _check_rank(f"{path}: lora_B of {module}", config, module, b, b.shape[2])
+        _check_tensor(f"{path}: {factor} of {printable(module)}", tensor)
+    _check_rank(f"{path}: lora_A of {printable(module)}", config, module, a, a.shape[1])
+    _check_rank(f"{path}: lora_B of {printable(module)}", config, module, b, b.shape[2])
     return ExpertFactors(a, b, config.scale_of(module))
 
 
@@ -145,16 +150,16 @@ def _check_target(path: Path, config: PeftConfig, module: str) -> None:
         rule = config.targets.modules
         nearest = "" if isinstance(rule, str) else hint(module.rpartition(".")[2], rule)
         raise AdapterError(
-            f"{path}: {module} has factors, but target_modules of {CONFIG_FILE} does not "
-            f"name it{nearest}"
+            f"{path}: {printable(module)} has factors, but target_modules of {CONFIG_FILE} does "
+            f"not name it{nearest}"
         )
 
 
 def _check_rank(what: str, config: PeftConfig, module: str, tensor: Tensor, rank: int) -> None:
     wanted = config.rank_of(module)
     if rank != wanted:
-        key = matching_pattern(config.rank_pattern, module)
-        field = "r" if key is None else f"rank_pattern[{key!r}]"
+        key = config.rank_key_of(module)
+        field = "r" if key is None else f"rank_pattern[{printable(repr(key))}]"
         raise AdapterError(
             f"{what} must have rank {wanted}, as {field} of {CONFIG_FILE} says "
             f"(got {rank} with shape {list(tensor.shape)})"

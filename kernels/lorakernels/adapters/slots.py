@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 from lorakernels.adapters.adapter import Adapter
 from lorakernels.adapters.binding import bind
-from lorakernels.adapters.errors import AdapterError, hint
+from lorakernels.adapters.errors import AdapterError, hint, printable
 from lorakernels.moe.weights import Factors
 
 
@@ -55,9 +55,10 @@ class AdapterSlots:
     def slot_of(self, name: str) -> int:
         """The slot of a resident adapter, for the metadata of a batch. AdapterError."""
         if name not in self._slots:
-            resident = ", ".join(self._slots) or "none"
+            resident = ", ".join(map(printable, self._slots)) or "none"
             raise AdapterError(
-                f"adapter {name} is not resident (resident: {resident}){hint(name, self._slots)}"
+                f"adapter {printable(name)} is not resident (resident: {resident})"
+                f"{hint(name, self._slots)}"
             )
         return self._slots[name]
 
@@ -94,13 +95,14 @@ class AdapterSlots:
         try:
             return self._layers[layer].stage(parts)
         except ValueError as bad:
-            raise AdapterError(f"adapter {adapter.name} does not fit {layer}: {bad}") from bad
+            raise AdapterError(
+                f"adapter {printable(adapter.name)} does not fit {layer}: {bad}"
+            ) from bad
 
     def _free_slot(self) -> int:
         taken = set(self._slots.values())
         free = [slot for slot in range(self.num_slots) if slot not in taken]
         if not free:
-            raise AdapterError(
-                f"all {self.num_slots} slots are taken by {', '.join(self._slots)}; evict one first"
-            )
+            names = ", ".join(map(printable, self._slots))
+            raise AdapterError(f"all {self.num_slots} slots are taken by {names}; evict one first")
         return free[0]

@@ -50,8 +50,8 @@ FAULTS = (
     ),
     _config(
         "alpha-pattern-ignored",
-        "        key = matching_pattern(self.alpha_pattern, module)\n",
-        "        key = None\n",
+        'matching_pattern(self.alpha_pattern, module, f"{self.file}: alpha_pattern")',
+        "None",
         source="peft #2733",
         why="A module with an alpha of its own gets the default one.",
         killers=(Check.PEFT_SCALE,),

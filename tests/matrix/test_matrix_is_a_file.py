@@ -1,0 +1,59 @@
+"""Files that users name: a pipe or a device is no case file."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from loragate.core.files import read_regular
+from loragate.core.verdict import ExitCode
+from loragate.matrix.load import load_cases
+from loragate.matrix.problems import CaseFileError
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.mark.drill(
+    tried="A pipe in place of a case file",
+    exit_code=ExitCode.USAGE,
+    kept="nothing was started; one line names the file and says what is allowed",
+)
+def test_a_pipe_is_no_case_file(drill, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    pipe = tmp_path / "cases.yaml"
+    os.mkfifo(pipe)
+    folders = [str(ROOT / "harness"), str(ROOT / "kernels"), os.environ.get("PYTHONPATH", "")]
+    done = subprocess.run(
+        [sys.executable, "-m", "loragate", "plan", "--matrix", str(pipe)],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(folders)},
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=120,
+    )
+    drill(done.returncode, done.stdout)
+    assert f"{pipe}:1: must be a regular file" in done.stdout
+
+
+@pytest.mark.parametrize("path", ["/dev/zero", "/"])
+def test_a_device_or_a_folder_is_no_case_file(path: str) -> None:
+    with pytest.raises(CaseFileError, match=f"  {path}:1: (must be a regular file|Is a directory)"):
+        load_cases([Path(path)])
+
+
+def test_an_endless_file_is_not_read(tmp_path: Path) -> None:
+    endless = tmp_path / "endless.yaml"
+    with endless.open("wb") as file:
+        file.truncate(1 << 40)
+    with pytest.raises(OSError, match=r"must have at most 16 MiB \(got 1099511627776 bytes\)"):
+        read_regular(endless)
+
+
+def test_a_link_to_a_file_is_read(tmp_path: Path) -> None:
+    (tmp_path / "stored").write_bytes(b"text")
+    (tmp_path / "linked").symlink_to(tmp_path / "stored")
+    assert read_regular(tmp_path / "linked") == b"text"
