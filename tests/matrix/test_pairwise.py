@@ -8,7 +8,7 @@ import sys
 from collections.abc import Iterable, Sequence
 from itertools import combinations
 
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from loragate.matrix.sample import Exclusion, full_product, is_excluded, pairwise
@@ -41,6 +41,7 @@ def _products(draw: st.DrawFn) -> tuple[list[int], list[Exclusion]]:
 
 @settings(max_examples=300, deadline=None, derandomize=True)
 @given(_products())
+@example(([1, 1, 2, 1, 1], [{0: frozenset({0}), 1: frozenset({0}), 2: frozenset({0})}]))
 def test_a_sample_holds_exactly_the_pairs_of_the_allowed_product(
     product: tuple[list[int], list[Exclusion]],
 ) -> None:

@@ -192,7 +192,7 @@ def test_a_host_test_that_fails_has_a_name_in_every_report(drill, run_leg: Leg):
     assert {test.test: test.message for test in summary.bad_host_tests} == bad
     assert (
         "FAIL  test_fails.py::test_table\n  AssertionError: no such sum\n  at test_fails.py:6\n"
-        "  rerun  python -m pytest test_fails.py::test_table\n"
+        f"  rerun  {sys.executable} -m pytest test_fails.py::test_table\n"
     ) in text
     # good ones are counted only
     assert "test_good" not in text

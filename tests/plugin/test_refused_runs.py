@@ -41,11 +41,15 @@ def run(tmp_path, subject_environment):
             ),
         }[name]
 
+    # caches are looked for in the home folder alone
+    caches = ("TRITON_CACHE_DIR", "TRITON_HOME", "TORCHINDUCTOR_CACHE_DIR")
+    home = {name: value for name, value in subject_environment.items() if name not in caches}
+
     def call(name: str, subject: str = "torch", **changes: str) -> tuple[int, str]:
         done = subprocess.run(
             [sys.executable, "-m", *command_of(name, subject)],
             cwd=ROOT,
-            env={**subject_environment, **changes},
+            env={**home, **changes},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,

@@ -122,7 +122,7 @@ def test_a_mistake_in_a_case_file_is_reported_once_under_pytest(drill, run, tmp_
         ),
         ("torhc", ["-n2"], "there is no subject 'torhc'; known are"),
         ("nowhere:X", ["-n2"], "no module 'nowhere' in the current folder or in PYTHONPATH"),
-        ("misbehaving_subject:X", ["-n2"], "misbehaving_subject has no callable 'X'"),
+        ("misbehaving_subject:X", ["-n2"], "misbehaving_subject has no 'X'"),
     ],
 )
 def test_an_unknown_subject_is_named_once_under_pytest(drill, run, workers, subject, answer):

@@ -39,7 +39,8 @@ def pairwise(sizes: Sequence[int], exclusions: Sequence[Exclusion]) -> list[tupl
         sorter=covertable.sorters.hash,
         constraints=[_constraint(exclusion) for exclusion in exclusions],
     )
-    return [tuple(row[axis] for axis in factors) for row in rows]
+    # with constraints on axes of one value covertable repeats rows
+    return list(dict.fromkeys(tuple(row[axis] for axis in factors) for row in rows))
 
 
 def _constraint(exclusion: Exclusion) -> dict[str, object]:

@@ -49,4 +49,8 @@ def _open_stacks(settings: Settings) -> IO[bytes]:
     if settings.role is Role.ALONE:
         # a copy, because pytest captures the original while the test runs
         return os.fdopen(os.dup(2), "wb", buffering=0)
-    return open_crash_file(settings.stack_file(settings.worker))
+    try:
+        return open_crash_file(settings.stack_file(settings.worker))
+    except OSError:
+        # a full disk costs the stacks of a crash, not the case
+        return os.fdopen(os.dup(2), "wb", buffering=0)
