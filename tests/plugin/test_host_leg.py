@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import subprocess
+import sys
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Callable
 from dataclasses import replace

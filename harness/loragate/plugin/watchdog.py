@@ -9,6 +9,7 @@ from __future__ import annotations
 import faulthandler
 import os
 from collections.abc import Generator
+from contextlib import suppress
 from typing import IO
 
 import pytest
@@ -46,11 +47,9 @@ def stacks_of(config: pytest.Config) -> IO[bytes]:
 
 
 def _open_stacks(settings: Settings) -> IO[bytes]:
-    if settings.role is Role.ALONE:
-        # a copy, because pytest captures the original while the test runs
-        return os.fdopen(os.dup(2), "wb", buffering=0)
-    try:
-        return open_crash_file(settings.stack_file(settings.worker))
-    except OSError:
+    if settings.role is not Role.ALONE:
         # a full disk costs the stacks of a crash, not the case
-        return os.fdopen(os.dup(2), "wb", buffering=0)
+        with suppress(OSError):
+            return open_crash_file(settings.stack_file(settings.worker))
+    # a copy, because pytest captures the original while the test runs
+    return os.fdopen(os.dup(2), "wb", buffering=0)
