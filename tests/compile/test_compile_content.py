@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from loragate.compile_leg import BASELINE, record, run
+from loragate.compile_leg import BASELINE, pool, process, record, run
 from loragate.compile_leg.baseline import Baseline, Record, load_baseline, save_baseline
 from loragate.compile_leg.content import settings_of_the_compiler
 from loragate.compile_leg.leg import SettingsError
@@ -233,12 +233,13 @@ def test_a_recorded_kernel_that_no_longer_fits_the_gpu_fails_uncompiled(folder: 
 def test_a_setting_of_the_compiler_has_everything_compiled_and_nothing_recorded(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("PTXAS_OPTIONS", "--verbose")
+    # nothing in the kernel or its options shows this one
+    monkeypatch.setenv("DISABLE_PTXAS_OPT", "1")
     _, collector = _run(folder)
     assert collector.compiled == collector.results.keys()
-    assert collector.notes[0].endswith("the record is not used because of PTXAS_OPTIONS")
+    assert collector.notes[0].endswith("the record is not used because of DISABLE_PTXAS_OPT")
     before = (folder / "resources.json").read_bytes()
-    with pytest.raises(SettingsError, match=r"unset PTXAS_OPTIONS$"):
+    with pytest.raises(SettingsError, match=r"unset DISABLE_PTXAS_OPT$"):
         record(provider="toy_kernels:launches", archs=(90,), baseline=folder / "resources.json")
     assert (folder / "resources.json").read_bytes() == before
 
@@ -260,6 +261,32 @@ def test_variables_that_may_reach_the_compiler_count_as_its_settings(
 ) -> None:
     found = settings_of_the_compiler({variable: "1"})
     assert (variable in found) is counts
+
+
+@pytest.mark.parametrize(("tier", "everything"), [("premerge", False), ("nightly", True)])
+def test_the_nightly_tier_trusts_no_record(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tier: str, everything: bool
+) -> None:
+    asked: list[bool] = []
+
+    def remember(writer: object, *, subject: str, everything: bool) -> Verdict:
+        asked.append(everything)
+        return Verdict.PASS
+
+    monkeypatch.setattr("loragate.compile_leg.run", remember)
+    assert process.main(str(tmp_path / "events.jsonl"), "run", tier, "lorakernels") == 0
+    assert asked == [everything]
+
+
+@pytest.mark.parametrize(
+    ("cores", "free_gib", "workers"), [(16, 100, 16), (16, 3, 4), (1, 100, 1), (16, 0, 1)]
+)
+def test_there_is_a_worker_for_each_core_that_memory_allows(
+    monkeypatch: pytest.MonkeyPatch, cores: int, free_gib: int, workers: int
+) -> None:
+    monkeypatch.setattr(pool, "usable_cores", lambda: cores)
+    monkeypatch.setattr(pool, "free_host_bytes", lambda: free_gib << 30)
+    assert pool._worker_count() == workers
 
 
 @pytest.mark.drill(
