@@ -204,10 +204,9 @@ def test_a_worker_that_dies_in_a_large_case_leaves_its_memory_to_the_others(
         MEMORY_USE=str(tmp_path / "use"),
     )
     drill(session.exit_code, session.output)
-    # every case is a large one to this GPU
-    uses = [path.read_text() for path in tmp_path.glob("use.*")]
-    # the worker that takes the place of the dead one may find nothing left to run
-    assert sum("more" in use for use in uses) >= 2
+    # every case is a large one to this GPU, whichever workers run them
+    uses = "".join(path.read_text() for path in tmp_path.glob("use.*"))
+    assert uses.count("more") == 3
     assert session.of_tokens(12).verdict is Verdict.FAIL
     assert {session.of_tokens(tokens).verdict for tokens in (21, 22)} == {Verdict.PASS}
 
