@@ -22,8 +22,12 @@ def drills_table(section: Mapping[str, Any]) -> str:
     """One row for each drill, by exit code; a drill that ended otherwise says so."""
     rows = sorted(section["drills"].values(), key=lambda row: (row["exit_code"], row["tried"]))
     lines = ["| what is tried | verdict | exit code | what is kept |", "| --- | --- | --: | --- |"]
-    for row in rows:
-        verdict, code = _VERDICTS.get(row["exit_code"], "none"), row["exit_code"]
-        kept = row["kept"] if row["outcome"] == "passed" else f"**the drill {row['outcome']}**"
-        lines.append(f"| {row['tried']} | {verdict} | {code} | {kept} |")
+    # a drill that is tried in several ways is one row
+    lines += dict.fromkeys(map(_line, rows))
     return "\n".join(lines)
+
+
+def _line(row: Mapping[str, Any]) -> str:
+    verdict, code = _VERDICTS.get(row["exit_code"], "none"), row["exit_code"]
+    kept = row["kept"] if row["outcome"] == "passed" else f"**the drill {row['outcome']}**"
+    return f"| {row['tried']} | {verdict} | {code} | {kept} |"
