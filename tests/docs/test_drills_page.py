@@ -55,3 +55,8 @@ def test_every_recorded_drill_ended_as_declared() -> None:
 def test_a_drill_that_ended_otherwise_is_shown_as_such() -> None:
     row = {"tried": "A", "exit_code": 3, "kept": "all", "outcome": "failed", "seconds": 1.0}
     assert "| A | INFRA | 3 | **the drill failed** |" in drills_table({"drills": {"a": row}})
+
+
+def test_a_bar_in_a_drill_ends_no_cell() -> None:
+    row = {"tried": "a | b", "exit_code": 0, "kept": "all", "outcome": "passed", "seconds": 1.0}
+    assert "| a \\| b | PASS | 0 | all |" in drills_table({"drills": {"a": row}})

@@ -131,9 +131,14 @@ def test_a_gpu_that_is_named_but_absent_does_not_count(tmp_path, monkeypatch, ca
     assert "tier premerge needs a GPU and there is none" in capsys.readouterr().err
 
 
+@pytest.mark.drill(
+    tried="A driver that does not fit its library",
+    exit_code=ExitCode.INFRASTRUCTURE,
+    kept="the earlier report, untouched; one line has the message of the driver",
+)
 @pytest.mark.parametrize("command", ["gate", "session"])
 def test_a_run_stops_with_the_message_of_a_driver_that_fails(
-    tmp_path, command, run_gate, run_session
+    tmp_path, command, run_gate, run_session, drill
 ):
     changes = {"FAKE_GPUS": "mismatch", "CUDA_VISIBLE_DEVICES": "0"}
     report = tmp_path / "report"
@@ -141,7 +146,7 @@ def test_a_run_stops_with_the_message_of_a_driver_that_fails(
         done = run_gate(report, "--subject=torch", matrix="four_good.yaml", **changes)
     else:
         done = run_session(report, "-n", "auto", matrix="four_good.yaml", **changes)
-    assert done.exit_code == ExitCode.INFRASTRUCTURE, done.output
+    drill(done.exit_code, done.output)
     assert "NVML reports: RM has detected an NVML/RM version mismatch" in done.output
     assert "Traceback" not in done.output
     assert not report.exists()

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from loragate.core.verdict import Failure, Verdict
+from loragate.core.verdict import ExitCode, Failure, Verdict
 from loragate.events.model import RunStarted
 
 EXIT, SEGFAULT = 11, 12
@@ -37,8 +37,14 @@ def test_every_expected_case_has_exactly_one_end(session):
     assert len(expected) == len(GOOD) + 7
 
 
-def test_the_session_exits_as_wrong_and_counts_what_it_judged(session):
-    assert session.exit_code == 1
+@pytest.mark.drill(
+    tried="Cases that exit, crash, hang, lose the device, run out of memory and are wrong, at once",
+    exit_code=ExitCode.WRONG,
+    kept="the result of every other case; a kind, a place and a stack for each of these",
+)
+def test_the_session_exits_as_wrong_and_counts_what_it_judged(session, drill):
+    # an exception of the subject is shown with its traceback
+    drill(session.exit_code)
     assert "7 failed, 12 passed" in session.output
     assert "18 of 19 expected executed" in session.output
 

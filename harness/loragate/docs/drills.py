@@ -9,6 +9,8 @@ from loragate.core.verdict import ExitCode
 
 SECTION = "drills"
 
+_BAR = "\\|"
+
 _VERDICTS: Mapping[int, str] = {
     ExitCode.OK: "PASS",
     ExitCode.WRONG: "FAIL",
@@ -30,4 +32,6 @@ def drills_table(section: Mapping[str, Any]) -> str:
 def _line(row: Mapping[str, Any]) -> str:
     verdict, code = _VERDICTS.get(row["exit_code"], "none"), row["exit_code"]
     kept = row["kept"] if row["outcome"] == "passed" else f"**the drill {row['outcome']}**"
-    return f"| {row['tried']} | {verdict} | {code} | {kept} |"
+    cells = (row["tried"], verdict, str(code), kept)
+    # a bar would end the cell
+    return f"| {' | '.join(text.replace('|', _BAR) for text in cells)} |"
