@@ -77,11 +77,19 @@ def _drill_of(item: pytest.Item) -> Drill | None:
 
 
 class _Drills:
-    """Collects how drills ended; records them once all of them ran."""
+    """Collects how drills ended; records them if all of them ran."""
 
     def __init__(self, record: Path | None) -> None:
         self._recorder = Recorder.open(record, "drills") if record else None
+        self._collected: set[str] = set()
         self._ended: dict[str, dict[str, Any]] = {}
+
+    def pytest_collection_finish(self, session: pytest.Session) -> None:
+        self._collected.update(item.nodeid for item in session.items)
+
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_xdist_node_collection_finished(self, node: Any, ids: list[str]) -> None:
+        self._collected.update(ids)
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         facts = dict(report.user_properties).get("drill")
@@ -98,7 +106,9 @@ class _Drills:
         for name, row in sorted(self._ended.items()):
             ended = f"{row['outcome']:<8}{row['seconds']:>6.1f} s  exit {row['exit_code']:>3}"
             terminalreporter.write_line(f"{ended}  {row['tried']}  ({name.rpartition('::')[2]})")
-        if self._recorder is not None:
+        if terminalreporter.config.option.keyword or self._collected - self._ended.keys():
+            terminalreporter.write_line("not recorded: not every drill ran")
+        elif self._recorder is not None:
             self._recorder.save({"drills": dict(sorted(self._ended.items()))})
 
 

@@ -359,6 +359,23 @@ def test_an_error_may_name_what_was_given_in_any_notation(message: str, given: s
     assert _names(message, given)
 
 
+def test_too_little_memory_after_a_refusal_is_no_failure_of_the_subject(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    steps = iter(range(100))
+    apply = Careful.apply
+
+    def full(layer: Careful, x: Tensor, out: Tensor) -> Tensor:
+        # the first step is the one that all later ones are compared with
+        if x.dtype is out.dtype and next(steps):
+            raise MemoryError("no memory left")
+        return apply(layer, x, out)
+
+    monkeypatch.setattr(Careful, "apply", full)
+    with pytest.raises(MemoryError):
+        GuardedInput().judge(_trial(HighRank, CASE, Guard.X_DTYPE))
+
+
 def test_a_refusal_that_was_not_promised_is_not_checked() -> None:
     judgement = GuardedInput().judge(_trial(HighRank, CASE, Guard.X_DTYPE))
     assert judgement.verdict is Verdict.PASS

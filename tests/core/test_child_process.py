@@ -10,7 +10,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from loragate.core.child_process import PoolClosed, ProcessPool, run_module
+from loragate.core.child_process import PoolClosed, ProcessPool, run_module, signal_name
 from loragate.core.group_guard import groups_left
 
 SLEEP = "import time; time.sleep(600)"
@@ -103,3 +103,7 @@ def test_sigkill_of_a_process_ends_all_that_it_watches_and_all_that_these_have_s
 
 def test_a_group_that_has_ended_is_not_killed_with_its_owner() -> None:
     assert groups_left([b"+1\n", b"+2\n", b"-1\n", b"+3"]) == {2}
+
+
+def test_a_signal_without_a_name_is_told_by_its_number() -> None:
+    assert (signal_name(-11), signal_name(-36)) == ("SIGSEGV", "signal 36")

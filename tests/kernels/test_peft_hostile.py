@@ -8,6 +8,7 @@ import re
 import socket
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from lorakernels.adapters import expressions
 from lorakernels.adapters.errors import AdapterError, printable
 from lorakernels.adapters.expressions import (
     MAX_LENGTH,
@@ -366,3 +368,18 @@ def test_a_terminal_obeys_no_name_of_an_adapter(drill, tmp_path: Path) -> None: 
     drill(done.returncode, done.stdout)
     assert done.stdout.removesuffix("\n").isprintable()
     assert SHOWN in done.stdout
+
+
+def test_many_matches_that_are_no_slow_ones_have_a_limit_together(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(expressions, "_Budget", partial(expressions._Budget, total=0.0))
+    one = Expression("q_proj", "q_proj", "config.json: target_modules")
+    with limited_matching(), pytest.raises(AdapterError, match="and the others of this adapter"):
+        one.fullmatch("q_proj")
+
+
+def test_a_field_of_more_patterns_than_modules_are_named_is_refused(tmp_path: Path) -> None:
+    folder = write(tmp_path / "many", rank_pattern={f"m{number}": 4 for number in range(4097)})
+    with pytest.raises(AdapterError, match="rank_pattern must be at most 4096 patterns"):
+        read_peft_folder(folder)

@@ -8,6 +8,7 @@ import threading
 from pathlib import Path
 
 import pytest
+from filelock import FileLock
 
 from loragate.core.gpus import GpuShare, share_of_gpu
 from loragate.core.verdict import ExitCode, Verdict
@@ -17,14 +18,14 @@ GIB = 1 << 30
 
 HOLDER = """
 import sys, time
-from pathlib import Path
+from filelock import FileLock
 from loragate.core.gpus import GpuShare
 from loragate.plugin.memory import WorkerMemory
 class Unlimited:
     total = 0
     def limit(self, size): pass
     def trim(self): pass
-with WorkerMemory(GpuShare(8, 4), Path(sys.argv[1]), Unlimited()).reserve(int(sys.argv[2])):
+with WorkerMemory(GpuShare(8, 4), FileLock(sys.argv[1]), Unlimited()).reserve(int(sys.argv[2])):
     print("runs", flush=True)
     time.sleep(600)
 """
@@ -70,7 +71,9 @@ def other_worker(tmp_path, subject_environment):
 def memory_of(
     tmp_path: Path, own: int, reserve: int, allocator: Recorder | None = None
 ) -> WorkerMemory:
-    return WorkerMemory(GpuShare(own, reserve), tmp_path / "gpu.reserve", allocator or Recorder())
+    return WorkerMemory(
+        GpuShare(own, reserve), FileLock(tmp_path / "gpu.reserve"), allocator or Recorder()
+    )
 
 
 def ran(memory: WorkerMemory, case_bytes: int) -> threading.Event:
@@ -137,7 +140,7 @@ def test_a_large_case_that_fails_gives_the_reserve_back(tmp_path: Path) -> None:
 def test_the_largest_case_has_its_memory_however_many_workers_there_are(tmp_path, workers, largest):
     allocator = Recorder()
     share = share_of_gpu(140 * GIB, workers, largest)
-    with WorkerMemory(share, tmp_path / "gpu.reserve", allocator).reserve(largest):
+    with WorkerMemory(share, FileLock(tmp_path / "gpu.reserve"), allocator).reserve(largest):
         allowed = float(allocator.calls[-1].split()[1])
     assert largest / GIB <= allowed + 1e-5
     assert allowed <= 0.9 * 140
@@ -147,7 +150,7 @@ def test_the_largest_case_has_its_memory_however_many_workers_there_are(tmp_path
 def test_workers_together_get_no_more_than_was_free_when_they_started(tmp_path, largest):
     allocator = Recorder()
     share = share_of_gpu(79 * GIB, 8, largest)
-    with WorkerMemory(share, tmp_path / "gpu.reserve", allocator).reserve(300 * GIB):
+    with WorkerMemory(share, FileLock(tmp_path / "gpu.reserve"), allocator).reserve(300 * GIB):
         calls = [float(limit.split()[1]) for limit in allocator.calls]
     own, most = calls[0], max(calls)
     assert 7 * own + most <= 0.9 * 79 + 1e-4

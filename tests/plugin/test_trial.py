@@ -12,7 +12,7 @@ import torch
 from loragate.core.machine import Machine
 from loragate.core.verdict import Failure, Judgement, OracleName, Verdict
 from loragate.matrix.case import Case, Dtype, Site
-from loragate.protocol import Trial
+from loragate.protocol import BrokenProtocol, Trial
 from loragate.run import trial as run_trial
 
 CPU = Machine("cpu", "test", None, 1, 0)
@@ -173,6 +173,14 @@ def test_ctrl_c_is_not_a_failure_of_the_subject(judge):
 def test_every_oracle_starts_from_the_seed_of_the_trial(judge):
     first, second = judge(FakeOracle(NAMES[0]), FakeOracle(NAMES[1]))
     assert first.metrics == second.metrics
+
+
+def test_a_device_that_is_lost_counts_for_more_than_an_answer_that_is_no_tensor(
+    judge_raising, monkeypatch
+):
+    monkeypatch.setattr(run_trial, "device_answers", lambda machine: False)
+    judgement = judge_raising(BrokenProtocol("apply returned None"))
+    assert judgement.failure is Failure.CUDA_STICKY
 
 
 def test_a_healthy_device_answers():

@@ -126,7 +126,7 @@ def test_a_result_that_is_skipped_at_run_time_is_an_error(plan: Plan, finished: 
 def test_kernels_that_never_compiled_are_an_error_of_the_run(plan: Plan) -> None:
     row = Expected(leg="kernels", subject="mine", site="compile", count=2)
     root = _document(plan(expected=(row,)), _ended("kernels", Verdict.PASS), _END)
-    assert _red(root) == [("gate.run", "mine/compile: 0 of 2 expected executed")]
+    assert ("gate.run", "mine/compile: 0 of 2 expected executed") in _red(root)
 
 
 def test_a_run_whose_entries_are_all_green_still_says_why_it_did_not_pass(

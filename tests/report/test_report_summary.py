@@ -233,6 +233,13 @@ def test_a_plan_that_expects_nothing_is_incomplete(plan: Plan, closing: Closing)
     assert summary.exit_code is ExitCode.INCOMPLETE
 
 
+def test_a_plan_of_kernels_without_a_case_is_incomplete(plan: Plan, closing: Closing) -> None:
+    kernels = Expected(leg="kernels", subject="mine", site="compile", count=1)
+    summary = _judge(plan(expected=(kernels,)), _compiled(Verdict.PASS), *closing)
+    assert summary.exit_code is ExitCode.INCOMPLETE
+    assert "the plan expects no case, so nothing was shown about any" in summary.reasons
+
+
 @pytest.mark.parametrize(
     ("verdict", "exit_code", "expected"),
     [
@@ -276,7 +283,7 @@ def test_a_kernel_that_grew_beyond_its_baseline_makes_the_run_wrong(
 ) -> None:
     summary = _judge(_compiling(plan, count=1), _compiled(Verdict.FAIL, "8 spills"), *closing)
     assert summary.exit_code is ExitCode.WRONG
-    assert summary.reasons == ("compile fail: _shrink for sm_90 (rank-16): 8 spills",)
+    assert summary.reasons[0] == "compile fail: _shrink for sm_90 (rank-16): 8 spills"
 
 
 def test_a_kernel_that_was_not_compiled_makes_the_run_incomplete(
@@ -285,7 +292,7 @@ def test_a_kernel_that_was_not_compiled_makes_the_run_incomplete(
     same_twice = (_compiled(Verdict.PASS), _compiled(Verdict.PASS))
     summary = _judge(_compiling(plan, count=2), *same_twice, *closing)
     assert summary.exit_code is ExitCode.INCOMPLETE
-    assert summary.reasons == ("mine/compile: 1 of 2 expected executed",)
+    assert summary.reasons[0] == "mine/compile: 1 of 2 expected executed"
 
 
 def test_the_order_of_the_events_does_not_matter(example_run: EventLog) -> None:

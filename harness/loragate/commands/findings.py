@@ -16,6 +16,7 @@ from typing import Any
 
 from loragate.commands.record_options import add_record_options, open_record
 from loragate.core.errors import CommandError, usage_errors
+from loragate.core.output import say
 from loragate.core.verdict import EXIT_CODES, ExitCode, Verdict
 from loragate.events.log import EventWriter
 from loragate.events.model import Note
@@ -63,12 +64,12 @@ def run(arguments: argparse.Namespace) -> ExitCode:
     observed = {f.id: observations[f.probe] if f.probe else _BY_THE_GATE for f in findings}
     lines = audit(findings, version, observed)
     suspicions = unlisted(findings, observations)
-    print(render(version, lines, suspicions))
     if arguments.events:
         with EventWriter(arguments.events, run=arguments.run_name) as writer:
             writer.write(Note(text=probes_note(version, lines)))
     if recorder:
         recorder.save(payload(lines, suspicions))
+    say(render(version, lines, suspicions))
     return EXIT_CODES[verdict_of(lines)]
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import signal
 import tempfile
 import time
 from contextlib import nullcontext
@@ -17,8 +16,9 @@ from pathlib import Path
 
 from loragate.commands.selection_options import add_matrix_option, matrix_files
 from loragate.core.arguments import count_from
-from loragate.core.child_process import ProcessPool, python_module
+from loragate.core.child_process import ProcessPool, python_module, signal_name
 from loragate.core.errors import CommandError, usage_errors
+from loragate.core.output import say
 from loragate.core.verdict import EXIT_CODES, ExitCode, Verdict
 from loragate.events.model import CaseFinished
 from loragate.matrix.load import load_cases
@@ -67,7 +67,7 @@ def run(arguments: argparse.Namespace) -> ExitCode:
         *_, finished = replays(request, lambda run: nullcontext())
     else:
         finished = _replay_in_child(request)
-    print(render_evidence(finished))
+    say(render_evidence(finished))
     return EXIT_CODES[finished.verdict]
 
 
@@ -121,9 +121,4 @@ def _run_child(folder: ReplayFolder) -> int:
 def _death(exit_code: int) -> str:
     if exit_code >= 0:
         return f"the process of the case exited with {exit_code}"
-    try:
-        name = signal.Signals(-exit_code).name
-    except ValueError:
-        # a real-time signal has no name
-        name = f"signal {-exit_code}"
-    return f"the process of the case died of {name}"
+    return f"the process of the case died of {signal_name(exit_code)}"

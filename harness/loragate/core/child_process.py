@@ -41,6 +41,14 @@ class Ending:
     exit_code: int
 
 
+def signal_name(exit_code: int) -> str:
+    """The signal of an exit code below 0; those in real time have numbers only."""
+    try:
+        return signal.Signals(-exit_code).name
+    except ValueError:
+        return f"signal {-exit_code}"
+
+
 def python_module(module: str, *arguments: str) -> tuple[str, ...]:
     """The command that runs a module under this interpreter."""
     return (sys.executable, "-m", module, *arguments)

@@ -97,7 +97,7 @@ class LegFinished:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CaseStarted:
-    """Written before anything can go wrong: a start without an end is a crash.
+    """Written before the case runs: a start without an end is a crash.
 
     `replay` is the command that runs the same data again; earlier events do not have it.
     """

@@ -7,14 +7,13 @@ most of them; those that provoke wild accesses never share one with the others. 
 from __future__ import annotations
 
 import json
-import signal
 import subprocess
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from loragate.core.child_process import python_module
+from loragate.core.child_process import python_module, signal_name
 from loragate.core.errors import CommandError
 from loragate.core.verdict import ExitCode
 from loragate.findings.ledger import Observation, Seen
@@ -95,10 +94,7 @@ def _wait(child: subprocess.Popen[bytes], record: Path, patience_s: float) -> st
 def _describe(exit_code: int) -> str:
     if exit_code >= 0:
         return f"its process ended with exit code {exit_code}"
-    try:
-        return f"its process was ended by {signal.Signals(-exit_code).name}"
-    except ValueError:
-        return f"its process was ended by signal {-exit_code}"
+    return f"its process was ended by {signal_name(exit_code)}"
 
 
 def read(path: Path) -> Record:

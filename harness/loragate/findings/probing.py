@@ -28,7 +28,7 @@ class Package:
 @dataclass(frozen=True, slots=True)
 class Probe:
     """`free_gib`: the GPU memory that it takes. `wild`: it provokes accesses to wrong addresses,
-    so no other probe may depend on the memory of its process."""
+    so it runs apart from the ordinary ones."""
 
     needs: Needs
     run: Callable[[Package, str], Observation]

@@ -12,6 +12,9 @@ from loragate.inputs.placement import bits_of
 from loragate.matrix.case import Case, Site
 from loragate.protocol import Batch, Trial
 
+# the runner of trials judges these: a lost device, and too little memory
+DEVICE_ERRORS = (torch.AcceleratorError, torch.OutOfMemoryError, MemoryError)
+
 
 def locate(case: Case, batch: Batch, row: int, column: int) -> dict[str, int | str]:
     """Token, slot, slice, and column within the slice of an element of the output; for a

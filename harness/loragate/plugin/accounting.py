@@ -67,10 +67,9 @@ class Accounting:
             return
         self._early_deaths += 1
         if self._early_deaths >= _MAX_EARLY_DEATHS:
-            pytest.exit(
-                f"{self._early_deaths} workers died before they could run anything: {error}",
-                returncode=ExitCode.INFRASTRUCTURE.value,
-            )
+            problem = f"{self._early_deaths} workers died before they could run anything: {error}"
+            self._run.record.note_problem(problem)
+            pytest.exit(problem, returncode=ExitCode.INFRASTRUCTURE.value)
 
     def pytest_runtest_logstart(self, nodeid: str) -> None:
         self._started[nodeid] = time.monotonic()

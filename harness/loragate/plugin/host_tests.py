@@ -6,7 +6,6 @@ and none was skipped for lack of a package.
 
 from __future__ import annotations
 
-import faulthandler
 import time
 from collections import Counter, defaultdict
 from collections.abc import Generator, Iterable, Sequence
@@ -14,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from loragate.core.deadline import deadline
 from loragate.core.verdict import EXIT_CODES, Verdict, worst
 from loragate.events.model import HostTestsCollected, Note
 from loragate.plugin.crash_report import read_stacks
@@ -44,11 +44,8 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
-    faulthandler.dump_traceback_later(DEADLINE_S, exit=True, file=stacks_of(item.config))
-    try:
+    with deadline(DEADLINE_S, stacks_of(item.config)):
         return (yield)
-    finally:
-        faulthandler.cancel_dump_traceback_later()
 
 
 class HostTests:

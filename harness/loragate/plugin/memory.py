@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 from filelock import FileLock
 
+from loragate.core.files import lock_of
 from loragate.core.gpus import GpuShare, share_of_gpu
 from loragate.matrix.footprint import footprint_bytes
 from loragate.plugin.collection import case_run_of
@@ -48,7 +49,7 @@ class TorchAllocator:
 class WorkerMemory:
     """Limits the allocator of a worker to its own share, and to more while a large case runs."""
 
-    def __init__(self, share: GpuShare, lock: Path, allocator: TorchAllocator) -> None:
+    def __init__(self, share: GpuShare, lock: FileLock, allocator: TorchAllocator) -> None:
         self._share, self._lock, self._allocator = share, lock, allocator
         allocator.limit(share.own_bytes)
 
@@ -58,10 +59,8 @@ class WorkerMemory:
         if case_bytes <= self._share.own_bytes:
             yield
             return
-        # made by the first large case only: before, an earlier report may be moved aside
-        self._lock.parent.mkdir(parents=True, exist_ok=True)
         # the system releases the lock of a process that dies
-        with FileLock(self._lock):
+        with self._lock:
             # if the estimate exceeds all the memory, the case gets all of it
             self._allocator.limit(self._share.own_bytes + self._share.reserve_bytes)
             try:
@@ -86,7 +85,9 @@ def pytest_sessionstart(session: pytest.Session) -> None:
         # what is free now would be wrong: it depends on which workers have started
         free = given[WORKER_INPUT_FREE] or allocator.total
         share = share_of_gpu(free, given[WORKER_INPUT_SHARING], given[WORKER_INPUT_LARGEST])
-        lock = settings.reserve_lock(os.environ.get("CUDA_VISIBLE_DEVICES", ""))
+        gpu = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+        # one for each run and GPU
+        lock = lock_of(Path(settings.run, gpu))
         session.config.stash[MEMORY] = WorkerMemory(share, lock, allocator)
 
 

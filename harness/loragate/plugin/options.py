@@ -59,10 +59,6 @@ class Settings:
         """Where the watchdog of a worker writes its stacks."""
         return self.report / WORKERS / f"{worker}.stack"
 
-    def reserve_lock(self, gpu: str) -> Path:
-        """The file that is locked by the worker that holds the reserve of memory of its GPU."""
-        return self.report / WORKERS / f"{gpu.replace('/', '_')}.reserve"
-
 
 SETTINGS = pytest.StashKey[Settings]()
 

@@ -84,7 +84,7 @@ class SessionRun:
                 )
             )
             self._held.enter_context(hold_folder(self._settings.report))
+            clear_folder(self._settings.report)
         except CommandError as error:
             pytest.exit(str(error), returncode=error.exit_code.value)
-        clear_folder(self._settings.report)
         self.record.write([*opening, LegStarted(name=_LEG)])

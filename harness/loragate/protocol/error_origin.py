@@ -33,8 +33,8 @@ class _SubjectCode:
 
 
 def subject_code() -> _SubjectCode:
-    """Within, only code of the subject runs, or what is left of it on the device. Errors leave it
-    as they are, with a mark."""
+    """Within, the subject runs, directly or as part of a capture or a wait for the device. Errors
+    leave it as they are, with a mark."""
     return _SubjectCode()
 
 

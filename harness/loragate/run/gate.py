@@ -7,13 +7,12 @@ judged from nothing but that record.
 from __future__ import annotations
 
 import os
-import signal
 import sys
 import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from loragate.core.child_process import Cause, Ending, watch
+from loragate.core.child_process import Cause, Ending, signal_name, watch
 from loragate.core.errors import CommandError
 from loragate.core.gpus import DriverError, list_gpus, visible_gpus
 from loragate.core.output import say
@@ -156,7 +155,7 @@ def _judge(ending: Ending) -> tuple[Verdict, str]:
     if ending.cause is Cause.STALLED:
         return Verdict.INFRA, f"stopped after {_PATIENCE_S:g} s without a sign of life"
     if ending.exit_code < 0:
-        return Verdict.INFRA, f"killed by {signal.Signals(-ending.exit_code).name}"
+        return Verdict.INFRA, f"killed by {signal_name(ending.exit_code)}"
     return verdict_of_exit(ending.exit_code), ""
 
 

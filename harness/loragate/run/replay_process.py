@@ -12,13 +12,14 @@ import pickle
 import sys
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from loragate.core.deadline import deadline, open_crash_file
 from loragate.core.errors import CommandError, usage_errors
 from loragate.core.machine import select_interpreter
+from loragate.core.output import say
 from loragate.core.verdict import ExitCode, Verdict
 from loragate.events.model import CaseFinished
 from loragate.matrix.case_run import CaseRun
@@ -74,7 +75,8 @@ class ReplayFolder:
         path = self.path / _ANSWERS
         if not path.exists():
             return
-        with path.open("rb") as file:
+        # one that is torn was not given
+        with path.open("rb") as file, suppress(EOFError, pickle.UnpicklingError):
             while file.peek(1):
                 yield pickle.load(file)
 
@@ -97,14 +99,14 @@ def replays(
             raise CommandError(f"{wanted.run_id} cannot run here: {trial}", ExitCode.INCOMPLETE)
         if wanted.repeat == 0:
             machine = trial.machine
-            print(f"seed {wanted.seed} on {machine.device} ({machine.name})", flush=True)
+            say(f"seed {wanted.seed} on {machine.device} ({machine.name})")
         with guard(wanted):
             finished = run_case(wanted, trial, worker=WORKER, gpu=gpu)
         yield finished
         if finished.verdict is not Verdict.PASS:
             return
         if wanted.repeat + 1 < request.repeats:
-            print(f"repeat {wanted.repeat}: {finished.verdict.upper()}", flush=True)
+            say(f"repeat {wanted.repeat}: {finished.verdict.upper()}")
 
 
 def _main(folder: ReplayFolder) -> None:
@@ -115,7 +117,7 @@ def _main(folder: ReplayFolder) -> None:
     except CommandError as error:
         folder.answer(Refusal(str(error), error.exit_code))
     except Exception as error:
-        # of the subject, outside of its case: whoever wrote it needs the stack
+        # outside of the case: whoever wrote this code needs the stack
         traceback.print_exc()
         message = "".join(traceback.format_exception_only(error)).strip()
         folder.answer(Refusal(message, ExitCode.INFRASTRUCTURE))

@@ -153,14 +153,14 @@ def _judge(name: OracleName, trial: Trial) -> Judgement:
 
 
 def _judge_error(name: OracleName, machine: Machine, error: BaseException) -> Judgement:
-    if isinstance(error, BrokenProtocol):
-        return Judgement(name, Verdict.FAIL, Failure.BROKEN_PROTOCOL, str(error))
-    message = _describe(error)
+    message = str(error) if isinstance(error, BrokenProtocol) else _describe(error)
     if _lacks_memory(error):
         return Judgement(name, Verdict.INFRA, Failure.OUT_OF_MEMORY, message)
     if not device_answers(machine):
         message = f"the device no longer answers after {message}"
         return Judgement(name, Verdict.FAIL, Failure.CUDA_STICKY, message)
+    if isinstance(error, BrokenProtocol):
+        return Judgement(name, Verdict.FAIL, Failure.BROKEN_PROTOCOL, message)
     if raised_by_subject(error) or _reported_by_device(error):
         return Judgement(name, Verdict.FAIL, Failure.EXCEPTION, message)
     message = f"error of the harness in {innermost(error.__traceback__, 'loragate')}: {message}"

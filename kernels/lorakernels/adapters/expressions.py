@@ -23,13 +23,32 @@ from lorakernels.adapters.errors import AdapterError, printable
 MAX_LENGTH = 4096
 # names are short: an ordinary match takes microseconds
 _ORDINARY_S = 0.001
-# of all matches that take longer, within one `limited_matching`
+# within one `limited_matching`: of all matches that take longer, and of all matches
 _LIMIT_S = 1.0
+_TOTAL_S = 10.0
 
 _ESCAPED = re.compile(r"\\.", re.DOTALL)
 # `regex` reads these otherwise than `re` does: fuzzy counts, and classes such as [:alpha:]
 _OF_REGEX_ONLY = re.compile(r"\{(?!\d+(?:,\d*)?\}|,\d+\})|\[:")
-_left: ContextVar[list[float] | None] = ContextVar("time left for slow matches", default=None)
+
+
+@dataclass(slots=True)
+class _Budget:
+    """Seconds that are left: for slow matches, and for all of them together."""
+
+    slow: float = _LIMIT_S
+    total: float = _TOTAL_S
+
+    @property
+    def left(self) -> float:
+        return min(self.slow, self.total)
+
+    def spend(self, seconds: float) -> None:
+        self.total -= seconds
+        self.slow -= seconds if seconds > _ORDINARY_S else 0.0
+
+
+_budget: ContextVar[_Budget | None] = ContextVar("time left for matches", default=None)
 
 
 class ExpressionError(ValueError):
@@ -58,29 +77,35 @@ class Expression:
         return self._timed("fullmatch", name)
 
     def _timed(self, how: str, name: str) -> Any:
-        left = _left.get() or [_LIMIT_S]
+        budget = _budget.get() or _Budget()
         begin = time.perf_counter()
         try:
-            return getattr(_compiled(self.used_as), how)(name, timeout=max(left[0], _ORDINARY_S))
+            if budget.total <= 0:
+                raise TimeoutError
+            return getattr(_compiled(self.used_as), how)(
+                name, timeout=max(budget.left, _ORDINARY_S)
+            )
         except TimeoutError as late:
+            which = f"the expression {printable(repr(self.text))}"
+            takes = f"{which} takes more than {_LIMIT_S:g} s"
+            if budget.total <= 0:
+                takes = f"{which} and the others of this adapter take more than {_TOTAL_S:g} s"
             raise AdapterError(
-                f"{self.place}: the expression {printable(repr(self.text))} takes more than "
-                f"{_LIMIT_S:g} s to match {printable(name)}; allowed is one that matches names of "
-                "modules at once, without repetitions inside of repetitions"
+                f"{self.place}: {takes} to match {printable(name)}; allowed is one that matches "
+                "names of modules at once, without repetitions inside of repetitions"
             ) from late
         finally:
-            taken = time.perf_counter() - begin
-            left[0] -= taken if taken > _ORDINARY_S else 0.0
+            budget.spend(time.perf_counter() - begin)
 
 
 @contextmanager
 def limited_matching() -> Iterator[None]:
-    """Within, slow matches have one limit for all of them together, not one for each."""
-    token = _left.set([_LIMIT_S])
+    """Within, matches have one limit for all of them together, not one for each."""
+    token = _budget.set(_Budget())
     try:
         yield
     finally:
-        _left.reset(token)
+        _budget.reset(token)
 
 
 def check_expression(text: str) -> None:

@@ -88,6 +88,8 @@ _REFUSED = MappingProxyType(
 )
 # other ways to initialise leave a base model behind that is not the published one
 _SOUND_INITS = (True, False, "gaussian", "eva", "orthogonal")
+# one for each module of a large model, several times over
+_MOST_PATTERNS = 4096
 _REQUIRED = ("peft_type", "r", "lora_alpha", "target_modules")
 
 
@@ -199,6 +201,8 @@ class _Fields:
         value = self.values.get(field) or {}
         if not isinstance(value, dict):
             raise self.error(field, value, "an object of pattern and value")
+        if len(value) > _MOST_PATTERNS:
+            raise self.error(field, f"{len(value)} patterns", f"at most {_MOST_PATTERNS} patterns")
         for key in value:
             self._regex(field, key, module_expression(key))
         return MappingProxyType({k: check(f"{field}[{k!r}]", v) for k, v in value.items()})

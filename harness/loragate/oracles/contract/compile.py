@@ -22,7 +22,7 @@ from loragate.execution.kernel_compiles import kernels_compiled
 from loragate.execution.session import base_of, open_loaded
 from loragate.inputs import DataKind, copy_batch, make_batch, make_pool
 from loragate.matrix.case import Execution, Mix
-from loragate.oracles.evidence import judge_bits, passed
+from loragate.oracles.evidence import DEVICE_ERRORS, judge_bits, passed
 from loragate.protocol import AnyInstance, Batch, CheckedInstance, Trial, apply_step
 
 _KIND = DataKind.EXACT
@@ -105,7 +105,7 @@ def _opcheck(calls: tuple[_Call, ...]) -> Judgement | None:
     for call in calls:
         try:
             torch.library.opcheck(call.operator, call.args, call.kwargs)
-        except torch.AcceleratorError:
+        except DEVICE_ERRORS:
             raise
         # opcheck has no error type of its own
         except Exception as error:

@@ -29,7 +29,7 @@ from loragate.matrix.case import (
     Mix,
     Ranks,
 )
-from loragate.oracles.evidence import judge_bits, passed
+from loragate.oracles.evidence import DEVICE_ERRORS, judge_bits, passed
 from loragate.protocol import (
     AnyInstance,
     Batch,
@@ -100,8 +100,7 @@ def _refusal(violation: Violation) -> Judgement | None:
     except ValueError as error:
         if not _names(str(error), violation.given):
             return _failure(violation, f"the error does not name {violation.given}: {error}")
-    except torch.AcceleratorError:
-        # the device is lost, which the runner of trials reports
+    except DEVICE_ERRORS:
         raise
     except BrokenProtocol:
         return _failure(violation, "it was accepted")
@@ -130,7 +129,7 @@ def _aftermath(
     """A FAIL if the step that was prepared before now gives another result."""
     try:
         result = _apply(instance, batch)
-    except torch.AcceleratorError:
+    except DEVICE_ERRORS:
         raise
     except Exception as error:
         if not raised_by_subject(error):
