@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from loragate.core.checkout import project_root
@@ -17,15 +17,24 @@ def declared() -> Iterator[tuple[str, dict[str, Any]]]:
     """File and function of each test with the marker, and what the marker says."""
     root = project_root()
     for path in sorted((root / "tests").rglob("test_*.py")):
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        module = ast.parse(path.read_text(encoding="utf-8"))
+        constants = {
+            ast.unparse(target): node.value
+            for node in module.body
+            if isinstance(node, ast.Assign)
+            for target in node.targets
+        }
+        for node in ast.walk(module):
             for mark in getattr(node, "decorator_list", ()):
                 if isinstance(mark, ast.Call) and ast.unparse(mark.func) == "pytest.mark.drill":
-                    facts = {word.arg: _value(word.value) for word in mark.keywords if word.arg}
+                    words = {word.arg: word.value for word in mark.keywords if word.arg}
+                    facts = {name: _value(value, constants) for name, value in words.items()}
                     assert isinstance(node, ast.FunctionDef)
                     yield f"{path.relative_to(root)}::{node.name}", facts
 
 
-def _value(node: ast.expr) -> str | int:
+def _value(node: ast.expr, constants: Mapping[str, ast.expr]) -> str | int:
+    node = constants.get(ast.unparse(node), node)
     if isinstance(node, ast.Attribute):
         return int(ExitCode[node.attr])
     value = ast.literal_eval(node)
