@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from loragate.core.verdict import Failure, Verdict
+from loragate.events.case_end import end_of
 from loragate.events.model import CaseFinished
 from loragate.matrix.case_run import CaseRun
 
@@ -43,19 +44,12 @@ def crash_report(
         parts += ["ran before on this worker:", *(f"  {name}" for name in ran_before)]
     if dump:
         parts += _shown(dump)
-    return CaseFinished(
-        run_id=run.run_id,
-        subject=run.subject,
-        site=run.case.site.value,
-        draw=run.draw,
-        repeat=run.repeat,
-        seed=run.seed,
+    return end_of(
+        run,
+        Verdict.FAIL,
         worker=worker,
-        verdict=Verdict.FAIL,
-        judgements=(),
-        duration_s=duration_s,
-        replay=run.replay,
         gpu=gpu,
+        duration_s=duration_s,
         failure=Failure.HANG if hung else Failure.CRASH,
         message="\n".join(parts),
     )

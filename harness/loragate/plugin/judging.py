@@ -12,6 +12,7 @@ from typing import Protocol
 import pytest
 
 from loragate.core.verdict import Failure, Verdict
+from loragate.events.case_end import end_of
 from loragate.events.log import EventWriter, read_events
 from loragate.events.model import CaseFinished, CaseStarted, Event, KnownFinding
 from loragate.matrix.case_run import CaseRun
@@ -112,7 +113,16 @@ def _judge(
         trial = open_trial(run)
     # planning has opened it in a process like this one, so the case itself is not to blame
     except Exception as error:
-        finished = _unopened(run, f"{type(error).__name__}: {error}", worker=worker, gpu=gpu)
+        what = "cannot be opened on this worker, although it was planned"
+        finished = end_of(
+            run,
+            Verdict.INFRA,
+            worker=worker,
+            gpu=gpu,
+            duration_s=0.0,
+            failure=Failure.HARNESS,
+            message=f"{what}: {type(error).__name__}: {error}",
+        )
         events.write(finished, item)
         pytest.fail(render_evidence(finished), pytrace=False)
     if isinstance(trial, str):
@@ -130,25 +140,6 @@ def _judge(
     finished = run_case(run, trial, worker=worker, gpu=gpu)
     events.write(finished, item)
     _conclude(finished, item, listed)
-
-
-def _unopened(run: CaseRun, message: str, *, worker: str, gpu: str) -> CaseFinished:
-    return CaseFinished(
-        run_id=run.run_id,
-        subject=run.subject,
-        site=run.case.site.value,
-        draw=run.draw,
-        repeat=run.repeat,
-        seed=run.seed,
-        worker=worker,
-        verdict=Verdict.INFRA,
-        judgements=(),
-        duration_s=0.0,
-        replay=run.replay,
-        gpu=gpu,
-        failure=Failure.HARNESS,
-        message=f"cannot be opened on this worker, although it was planned: {message}",
-    )
 
 
 def _conclude(finished: CaseFinished, item: pytest.Item, listed: tuple[KnownFinding, ...]) -> None:

@@ -20,6 +20,7 @@ import torch
 from loragate.core.machine import Machine, check_kernels_can_run, detect_machine
 from loragate.core.traces import error_and_place, innermost
 from loragate.core.verdict import Failure, Judgement, OracleName, Verdict, worst
+from loragate.events.case_end import end_of
 from loragate.events.model import CaseFinished
 from loragate.matrix.case import Case
 from loragate.matrix.case_run import CaseRun
@@ -46,19 +47,13 @@ def run_case(run: CaseRun, trial: Trial, *, worker: str, gpu: str) -> CaseFinish
     """Run a case, with everything that a report needs; `worker` and `gpu` say where it ran."""
     started = time.monotonic()
     judgements = run_trial(trial)
-    return CaseFinished(
-        run_id=run.run_id,
-        subject=run.subject,
-        site=run.case.site.value,
-        draw=run.draw,
-        repeat=run.repeat,
-        seed=run.seed,
+    return end_of(
+        run,
+        verdict_of(judgements),
         worker=worker,
-        verdict=verdict_of(judgements),
-        judgements=judgements,
-        duration_s=time.monotonic() - started,
-        replay=run.replay,
         gpu=gpu,
+        duration_s=time.monotonic() - started,
+        judgements=judgements,
     )
 
 
