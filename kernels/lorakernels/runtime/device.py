@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 
 import torch
+from torch import Tensor
 from triton.runtime.jit import JITFunction
 
 from lorakernels.runtime.kernels import probe_dot
@@ -18,6 +20,12 @@ def supports_pdl(device: torch.device) -> bool:
     is_compiled = isinstance(probe_dot, JITFunction)
     on_gpu = is_compiled and device.type == "cuda"
     return on_gpu and torch.cuda.get_device_capability(device) >= (9, 0)
+
+
+def on_device_of(tensor: Tensor) -> AbstractContextManager[object]:
+    """Makes the device of a tensor the current one while kernels that use it are launched: Triton
+    takes the device and the stream from the current device, not from the tensors."""
+    return torch.cuda.device(tensor.device) if tensor.is_cuda else nullcontext()
 
 
 def launch_options(pdl: bool) -> dict[str, bool]:
