@@ -13,6 +13,7 @@ from torch import Tensor
 
 from lorakernels.batch.kernels import prepare_kernel
 from lorakernels.common.sizes import power_of_2
+from lorakernels.runtime.device import upload
 from lorakernels.runtime.tuning import DEFAULT, Tuning, tuning_of
 
 # smallest height of a tile: the M of a tensor-core instruction
@@ -68,14 +69,15 @@ class BatchMetadata:
         """Install the mapping of the next step.
 
         token_slots: int32 [live rows], on this device (no copy) or on the CPU (copied without
-            a sync). -1 is a base row; on the device an id >= max_slots counts as one, too.
+            a sync, and free to be overwritten at once). -1 is a base row; on the device an id
+            >= max_slots counts as one, too.
         num_rows: rows of the tensors of this step where the batch is padded; the rows after
             the live ones are base rows.
         Raises ValueError with nothing changed.
         """
         num_live = self._check(token_slots, num_rows)
         if token_slots.device != self.token_slots.device:
-            token_slots = _upload(token_slots, self.token_slots.device)
+            token_slots = upload(token_slots, self.token_slots.device)
         self.num_rows = num_live if num_rows is None else num_rows
         block = 1024 if self.max_tokens <= 1024 else 4096
         prepare_kernel[(self.max_slots,)](
@@ -105,6 +107,10 @@ class BatchMetadata:
             raise ValueError(
                 f"token_slots must be contiguous (got a stride of {token_slots.stride(0)})"
             )
+        device = self.token_slots.device
+        if token_slots.device.type != "cpu" and token_slots.device != device:
+            allowed = "cpu" if device.type == "cpu" else f"{device} or cpu"
+            raise ValueError(f"token_slots must be on {allowed} (got {token_slots.device})")
         num_live = token_slots.shape[0]
         wanted = num_live if num_rows is None else num_rows
         if wanted > self.max_tokens:
@@ -119,9 +125,3 @@ class BatchMetadata:
                     f"token_slots must be -1 to {self.max_slots - 1} (got {low} to {high})"
                 )
         return num_live
-
-
-def _upload(token_slots: Tensor, device: torch.device) -> Tensor:
-    # a fresh pinned block each step: the allocator reuses it only after the copy has run, while a
-    # buffer of our own could be overwritten before (vllm #36013)
-    return token_slots.pin_memory().to(device, non_blocking=True)

@@ -28,6 +28,15 @@ def on_device_of(tensor: Tensor) -> AbstractContextManager[object]:
     return torch.cuda.device(tensor.device) if tensor.is_cuda else nullcontext()
 
 
+def upload(host: Tensor, device: torch.device) -> Tensor:
+    """A copy of a CPU tensor on a GPU, queued without waiting; the caller may overwrite `host`,
+    pinned or not, as soon as this returns."""
+    # a fresh pinned block each time: the allocator reuses it only after the copy has run, while a
+    # pinned buffer of the caller would be read when it has changed (vllm #36013)
+    staged = torch.empty(host.shape, dtype=host.dtype, device="cpu", pin_memory=True)
+    return staged.copy_(host).to(device, non_blocking=True)
+
+
 def launch_options(pdl: bool) -> dict[str, bool]:
     """The launch options of a kernel; empty without PDL, which the interpreter does not know."""
     return {"launch_pdl": True} if pdl else {}

@@ -13,6 +13,7 @@ from loragate.matrix.case import Dtype, Execution
 _shrink = planting("lorakernels.dense.kernels", Group.SHRINK)
 _expand = planting("lorakernels.dense.kernels", Group.EXPAND)
 _host = planting("lorakernels.batch.metadata", Group.METADATA)
+_upload = planting("lorakernels.runtime.device", Group.METADATA)
 _weights = planting("lorakernels.common.stacked_weights", Group.WEIGHTS)
 _metadata = planting("lorakernels.batch.kernels", Group.METADATA)
 
@@ -86,13 +87,12 @@ FAULTS = (
         checks=(Check.METADATA,),
         needs=Needs.GPU,
     ),
-    _host(
+    _upload(
         "pinned-buffer-reused",
-        "    return token_slots.pin_memory().to(device, non_blocking=True)\n",
-        "    pinned = _upload.__dict__.setdefault(\n"
+        '    staged = torch.empty(host.shape, dtype=host.dtype, device="cpu", pin_memory=True)\n',
+        "    staged = upload.__dict__.setdefault(\n"
         "        'pinned', torch.empty(1 << 16, dtype=torch.int32).pin_memory()\n"
-        "    )[: token_slots.shape[0]]\n"
-        "    return pinned.copy_(token_slots).to(device, non_blocking=True)\n",
+        "    )[: host.shape[0]]\n",
         source="vllm #36013",
         why="The mapping of the next step is written over one that is still to be copied.",
         killers=(Check.QUEUED_STEPS,),
