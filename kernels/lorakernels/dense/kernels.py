@@ -156,7 +156,9 @@ def lora_expand_kernel(
         cells = (part * BLOCK_M + offs_m).to(tl.int64)[:, None] * (S * R) + slice_id * R
         h_ptrs = shrunk_ptr + cells + offs_r[None, :]
 
-        # base and delta are added in fp32 and rounded once
+        # base and delta are added in fp32 and rounded once. The scale comes last: the shrink output
+        # is rounded to the dtype of B, and in fp16 its product with the scale may not fit
+        nothing = tl.zeros([BLOCK_M, BLOCK_N], dtype=tl.float32)
         if GROUP == 1:
             # what does not depend on the shrink is fetched before the wait
             live_n = (offs_n < width)[None, :]
@@ -164,19 +166,20 @@ def lora_expand_kernel(
             b = tl.load(b_ptrs, mask=live_n & live_r, other=0.0)
             if PDL:
                 gdc_wait()
-            h = load_shrunk(h_ptrs, live_h, stride_shrunk_split, SPLITS) * scale
-            acc = dot(h.to(b.dtype), b, previous.to(tl.float32), IEEE)
+            h = load_shrunk(h_ptrs, live_h, stride_shrunk_split, SPLITS)
+            acc = dot(h.to(b.dtype), b, nothing, IEEE)
             for r in tl.range(BLOCK_R, R, BLOCK_R, num_stages=1):
                 more_r = r + offs_r < loaded_rank
                 live_h = live_m[:, None] & more_r[None, :]
-                h = load_shrunk(h_ptrs + r, live_h, stride_shrunk_split, SPLITS) * scale
+                h = load_shrunk(h_ptrs + r, live_h, stride_shrunk_split, SPLITS)
                 b = tl.load(b_ptrs + r, mask=live_n & more_r[:, None], other=0.0)
                 acc = dot(h.to(b.dtype), b, acc, IEEE)
-            tl.store(out_ptrs, acc.to(b.dtype), mask=live_m[:, None] & live_n)
+            total = previous.to(tl.float32) + acc * scale
+            tl.store(out_ptrs, total.to(b.dtype), mask=live_m[:, None] & live_n)
         else:
             if PDL:
                 gdc_wait()
-            h = load_shrunk(h_ptrs, live_h, stride_shrunk_split, SPLITS) * scale
+            h = load_shrunk(h_ptrs, live_h, stride_shrunk_split, SPLITS)
             h = h.to(b_ptr.dtype.element_ty)
             # pipelined: safe from triton #9433 because h does not change in the loop and each
             # dot is complete before the next iteration
@@ -185,8 +188,8 @@ def lora_expand_kernel(
                 ptrs = out_ptrs + tl.cast(stride_on, tl.int64) * (block * BLOCK_N)
                 previous = tl.load(ptrs, mask=live_m[:, None] & live_n, other=0.0)
                 b = tl.load(b_ptrs + block * BLOCK_N * R, mask=live_n & live_r, other=0.0)
-                acc = dot(h, b, previous.to(tl.float32), IEEE)
-                tl.store(ptrs, acc.to(b.dtype), mask=live_m[:, None] & live_n)
+                total = previous.to(tl.float32) + dot(h, b, nothing, IEEE) * scale
+                tl.store(ptrs, total.to(b.dtype), mask=live_m[:, None] & live_n)
     # also without any tile: later kernels rely on the shrink being complete
     if PDL:
         gdc_wait()
