@@ -13,7 +13,7 @@ from torch import Tensor
 
 from lorakernels.batch.kernels import prepare_kernel
 from lorakernels.common.sizes import power_of_2
-from lorakernels.runtime.device import upload
+from lorakernels.runtime.device import on_device_of, upload
 from lorakernels.runtime.tuning import DEFAULT, Tuning, tuning_of
 
 # smallest height of a tile: the M of a tensor-core instruction
@@ -80,22 +80,23 @@ class BatchMetadata:
             token_slots = upload(token_slots, self.token_slots.device)
         self.num_rows = num_live if num_rows is None else num_rows
         block = 1024 if self.max_tokens <= 1024 else 4096
-        prepare_kernel[(self.max_slots,)](
-            token_slots,
-            self.token_slots,
-            self.tile_slots,
-            self.tile_rows,
-            self.num_tiles,
-            num_live,
-            self.max_tokens,
-            self.tile_slots.shape[0],
-            self.tile_rows.shape[0],
-            self.max_slots,
-            HEIGHT=tile_height(self.num_rows, self.tuning),
-            NUM_BINS=max(16, power_of_2(self.max_slots)),
-            BLOCK=block,
-            num_warps=4 if block == 1024 else 8,
-        )
+        with on_device_of(self.token_slots):
+            prepare_kernel[(self.max_slots,)](
+                token_slots,
+                self.token_slots,
+                self.tile_slots,
+                self.tile_rows,
+                self.num_tiles,
+                num_live,
+                self.max_tokens,
+                self.tile_slots.shape[0],
+                self.tile_rows.shape[0],
+                self.max_slots,
+                HEIGHT=tile_height(self.num_rows, self.tuning),
+                NUM_BINS=max(16, power_of_2(self.max_slots)),
+                BLOCK=block,
+                num_warps=4 if block == 1024 else 8,
+            )
 
     def _check(self, token_slots: Tensor, num_rows: int | None) -> int:
         if token_slots.dtype != torch.int32 or token_slots.dim() != 1:

@@ -13,7 +13,7 @@ from lorakernels.common.sizes import rank_vector
 from lorakernels.common.stacked_weights import SlotTensors
 from lorakernels.dense.kernels import lora_expand_kernel, lora_shrink_kernel
 from lorakernels.dense.plan import DenseShape, plan_expand, plan_shrink, tile_programs
-from lorakernels.runtime.device import launch_options
+from lorakernels.runtime.device import launch_options, on_device_of
 
 
 class TileTables(NamedTuple):
@@ -48,29 +48,30 @@ def launch_shrink(
     plan, total = plan_shrink(shape), shape.ranks_of_all_slices
     capacity = tiles.capacity(shape.height)
     grid = (tile_programs(shape, capacity), plan.splits, -(-total // plan.block_n))
-    lora_shrink_kernel[grid](
-        x,
-        slots.a,
-        slots.ranks,
-        *tiles,
-        shrunk,
-        x.stride(0),
-        x.stride(1),
-        shrunk.stride(0),
-        capacity - 1,
-        shape.in_features,
-        R=shape.rank,
-        SR=total,
-        HEIGHT=shape.height,
-        BLOCK_N=plan.block_n,
-        BLOCK_K=plan.block_k,
-        IEEE=x.dtype == torch.float32,
-        PDL=pdl,
-        EARLY=plan.trigger_early,
-        num_warps=plan.num_warps,
-        num_stages=plan.num_stages,
-        **launch_options(pdl),
-    )
+    with on_device_of(x):
+        lora_shrink_kernel[grid](
+            x,
+            slots.a,
+            slots.ranks,
+            *tiles,
+            shrunk,
+            x.stride(0),
+            x.stride(1),
+            shrunk.stride(0),
+            capacity - 1,
+            shape.in_features,
+            R=shape.rank,
+            SR=total,
+            HEIGHT=shape.height,
+            BLOCK_N=plan.block_n,
+            BLOCK_K=plan.block_k,
+            IEEE=x.dtype == torch.float32,
+            PDL=pdl,
+            EARLY=plan.trigger_early,
+            num_warps=plan.num_warps,
+            num_stages=plan.num_stages,
+            **launch_options(pdl),
+        )
 
 
 def launch_expand(
@@ -89,31 +90,32 @@ def launch_expand(
     columns = plan.block_n * plan.group
     groups = sum(-(-width // columns) for width in shape.slice_widths)
     capacity, parts = tiles.capacity(height), height // plan.block_m
-    lora_expand_kernel[(groups, tile_programs(shape, capacity) * parts)](
-        shrunk,
-        slots.b,
-        slots.ranks,
-        slots.scales,
-        *tiles,
-        out,
-        out.stride(0),
-        out.stride(1),
-        shrunk.stride(0),
-        capacity * parts - 1,
-        WIDTHS=shape.slice_widths,
-        OUT_FEATURES=sum(shape.slice_widths),
-        R=shape.rank,
-        SPLITS=shrunk.shape[0],
-        WIDTH_ALIGN=math.gcd(16, *shape.slice_widths),
-        RANK_ALIGN=rank_vector(shape.rank),
-        HEIGHT=height,
-        BLOCK_M=plan.block_m,
-        BLOCK_N=plan.block_n,
-        BLOCK_R=plan.block_r,
-        GROUP=plan.group,
-        STAGES=plan.num_stages,
-        IEEE=out.dtype == torch.float32,
-        PDL=pdl,
-        num_warps=plan.num_warps,
-        **launch_options(pdl),
-    )
+    with on_device_of(out):
+        lora_expand_kernel[(groups, tile_programs(shape, capacity) * parts)](
+            shrunk,
+            slots.b,
+            slots.ranks,
+            slots.scales,
+            *tiles,
+            out,
+            out.stride(0),
+            out.stride(1),
+            shrunk.stride(0),
+            capacity * parts - 1,
+            WIDTHS=shape.slice_widths,
+            OUT_FEATURES=sum(shape.slice_widths),
+            R=shape.rank,
+            SPLITS=shrunk.shape[0],
+            WIDTH_ALIGN=math.gcd(16, *shape.slice_widths),
+            RANK_ALIGN=rank_vector(shape.rank),
+            HEIGHT=height,
+            BLOCK_M=plan.block_m,
+            BLOCK_N=plan.block_n,
+            BLOCK_R=plan.block_r,
+            GROUP=plan.group,
+            STAGES=plan.num_stages,
+            IEEE=out.dtype == torch.float32,
+            PDL=pdl,
+            num_warps=plan.num_warps,
+            **launch_options(pdl),
+        )
