@@ -92,6 +92,17 @@ def lora_shrink_kernel(
 
 
 @triton.jit
+def _start(previous, LATE: tl.constexpr):
+    """What the product with B is added to."""
+    return tl.zeros(previous.shape, tl.float32) if LATE else previous.to(tl.float32)
+
+
+@triton.jit
+def _total(acc, previous, scale, LATE: tl.constexpr):
+    return previous.to(tl.float32) + acc * scale if LATE else acc
+
+
+@triton.jit
 def lora_expand_kernel(
     shrunk_ptr,
     b_ptr,
@@ -133,6 +144,10 @@ def lora_expand_kernel(
     offs_n = column + tl.arange(0, BLOCK_N)
     offs_r = tl.arange(0, BLOCK_R)
     columns = (start + offs_n).to(tl.int64)
+    # the shrink output is rounded to the dtype of B. In fp16 its product with the scale may not fit
+    # where the result does, so the scale comes last; elsewhere it comes first, which takes fewer
+    # registers
+    LATE: tl.constexpr = b_ptr.dtype.element_ty == tl.float16
 
     slot = tl.load(tile_slots_ptr + first_part // PARTS)
     rows = tl.load(tile_rows_ptr + first_part * BLOCK_M + offs_m)
@@ -141,6 +156,7 @@ def lora_expand_kernel(
     for part in tl.range(first_part, num_parts, tl.num_programs(1), num_stages=1):
         rank = tl.load(ranks_ptr + slot * S + slice_id)
         scale = tl.load(scales_ptr + slot * S + slice_id)
+        early = 1.0 if LATE else scale
         live_m = (rows >= 0) & (rank > 0)
         out_ptrs = out_ptr + rows.to(tl.int64)[:, None] * stride_om + columns[None, :] * stride_on
         b_rows = b_ptr + (slot.to(tl.int64) * OUT_FEATURES + columns) * R
@@ -156,9 +172,7 @@ def lora_expand_kernel(
         cells = (part * BLOCK_M + offs_m).to(tl.int64)[:, None] * (S * R) + slice_id * R
         h_ptrs = shrunk_ptr + cells + offs_r[None, :]
 
-        # base and delta are added in fp32 and rounded once. The scale comes last: the shrink output
-        # is rounded to the dtype of B, and in fp16 its product with the scale may not fit
-        nothing = tl.zeros([BLOCK_M, BLOCK_N], dtype=tl.float32)
+        # base and delta are added in fp32 and rounded once
         if GROUP == 1:
             # what does not depend on the shrink is fetched before the wait
             live_n = (offs_n < width)[None, :]
@@ -166,20 +180,20 @@ def lora_expand_kernel(
             b = tl.load(b_ptrs, mask=live_n & live_r, other=0.0)
             if PDL:
                 gdc_wait()
-            h = load_shrunk(h_ptrs, live_h, stride_shrunk_split, SPLITS)
-            acc = dot(h.to(b.dtype), b, nothing, IEEE)
+            h = load_shrunk(h_ptrs, live_h, stride_shrunk_split, SPLITS) * early
+            acc = dot(h.to(b.dtype), b, _start(previous, LATE), IEEE)
             for r in tl.range(BLOCK_R, R, BLOCK_R, num_stages=1):
                 more_r = r + offs_r < loaded_rank
                 live_h = live_m[:, None] & more_r[None, :]
-                h = load_shrunk(h_ptrs + r, live_h, stride_shrunk_split, SPLITS)
+                h = load_shrunk(h_ptrs + r, live_h, stride_shrunk_split, SPLITS) * early
                 b = tl.load(b_ptrs + r, mask=live_n & more_r[:, None], other=0.0)
                 acc = dot(h.to(b.dtype), b, acc, IEEE)
-            total = previous.to(tl.float32) + acc * scale
+            total = _total(acc, previous, scale, LATE)
             tl.store(out_ptrs, total.to(b.dtype), mask=live_m[:, None] & live_n)
         else:
             if PDL:
                 gdc_wait()
-            h = load_shrunk(h_ptrs, live_h, stride_shrunk_split, SPLITS)
+            h = load_shrunk(h_ptrs, live_h, stride_shrunk_split, SPLITS) * early
             h = h.to(b_ptr.dtype.element_ty)
             # pipelined: safe from triton #9433 because h does not change in the loop and each
             # dot is complete before the next iteration
@@ -188,7 +202,8 @@ def lora_expand_kernel(
                 ptrs = out_ptrs + tl.cast(stride_on, tl.int64) * (block * BLOCK_N)
                 previous = tl.load(ptrs, mask=live_m[:, None] & live_n, other=0.0)
                 b = tl.load(b_ptrs + block * BLOCK_N * R, mask=live_n & live_r, other=0.0)
-                total = previous.to(tl.float32) + dot(h, b, nothing, IEEE) * scale
+                acc = dot(h, b, _start(previous, LATE), IEEE)
+                total = _total(acc, previous, scale, LATE)
                 tl.store(ptrs, total.to(b.dtype), mask=live_m[:, None] & live_n)
     # also without any tile: later kernels rely on the shrink being complete
     if PDL:

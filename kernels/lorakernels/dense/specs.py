@@ -54,6 +54,9 @@ def _problems() -> Iterator[Problem]:
         yield Problem(f"{name}-bf16-r512-t{tokens}", in_features, widths, tokens, 512)
     yield Problem("gate-up-bf16-r64-t256", 4096, (12288, 12288), 256, 64)
     yield Problem("qkv-fp16-r16-t64", in_features, widths, 64, 16, torch.float16)
+    for rank, tokens in ((512, 1), (64, 2048)):
+        label = f"qkv-fp16-r{rank}-t{tokens}"
+        yield Problem(label, in_features, widths, tokens, rank, torch.float16)
     yield Problem("qkv-fp32-r16-t64", in_features, widths, 64, 16, torch.float32)
     yield Problem("qkv-fp32-r512-t2048", in_features, widths, 2048, 512, torch.float32)
     yield Problem("odd-bf16-r24-t33", 1000, (520, 72), 33, 24)

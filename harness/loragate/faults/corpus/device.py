@@ -52,13 +52,14 @@ FAULTS = (
     ),
     _expand(
         "sum-rotates-with-the-tile",
-        "            h = load_shrunk(h_ptrs, live_h, stride_shrunk_split, SPLITS)\n"
+        "            h = load_shrunk(h_ptrs, live_h, stride_shrunk_split, SPLITS) * early\n"
         "            acc = dot(",
         "            h = tl.zeros([BLOCK_M, BLOCK_R], dtype=tl.float32)\n"
         "            for p in range(SPLITS):\n"
         "                turn = (p + part) % SPLITS\n"
         "                split_ptrs = h_ptrs + tl.cast(stride_shrunk_split, tl.int64) * turn\n"
         "                h += tl.load(split_ptrs, mask=live_h, other=0.0)\n"
+        "            h = h * early\n"
         "            acc = dot(",
         source="vllm #50278",
         why="Partial sums are added in an order that depends on where in the batch a row stands.",

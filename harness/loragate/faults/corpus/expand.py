@@ -68,11 +68,8 @@ FAULTS = (
     ),
     _plant(
         "scale-missed-in-later-ranks",
-        "                acc = dot(h.to(b.dtype), b, acc, IEEE)\n"
-        "            total = previous.to(tl.float32) + acc * scale\n",
-        "                more = dot(h.to(b.dtype), b, nothing, IEEE)\n"
-        "                previous = previous.to(tl.float32) + more\n"
-        "            total = previous.to(tl.float32) + acc * scale\n",
+        "h = load_shrunk(h_ptrs + r, live_h, stride_shrunk_split, SPLITS) * early",
+        "h = load_shrunk(h_ptrs + r, live_h, stride_shrunk_split, SPLITS)",
         source="own",
         why="Ranks after the first block of ranks are not scaled.",
         killers=(O.REFERENCE, O.EXACT),
@@ -108,8 +105,8 @@ FAULTS = (
     ),
     _plant(
         "shrink-output-through-bf16",
-        "acc = dot(h.to(b.dtype), b, nothing, IEEE)",
-        "acc = dot(h.to(tl.bfloat16).to(b.dtype), b, nothing, IEEE)",
+        "acc = dot(h.to(b.dtype), b, _start(previous, LATE), IEEE)",
+        "acc = dot(h.to(tl.bfloat16).to(b.dtype), b, _start(previous, LATE), IEEE)",
         source="vllm #27468",
         why="The product of x and A is rounded to bf16 for adapters of any dtype.",
         killers=(O.REFERENCE,),
