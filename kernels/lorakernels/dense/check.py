@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -48,6 +50,11 @@ def check_output(out: Tensor, b: Tensor) -> None:
     if out.shape[1] != b.shape[1]:
         raise ValueError(f"out must have {b.shape[1]} columns (got {out.shape[1]})")
     check_like("out", out, b)
+    if overlaps_itself(out):
+        raise ValueError(
+            "out must not overlap itself in memory, where rows would be written over each other "
+            f"(got strides {list(out.stride())})"
+        )
 
 
 def check_like(name: str, tensor: Tensor, weight: Tensor) -> None:
@@ -68,13 +75,27 @@ def check_shrunk(shrunk: Tensor, shape: DenseShape, num_slots: int) -> None:
 
 
 def overlap(x: Tensor, out: Tensor) -> bool:
-    """Whether out may write what x reads. Columns side by side in one buffer do not overlap."""
+    """Whether out may write what x reads. Columns side by side in one buffer do not overlap, even
+    if all rows of x are one row of it."""
     if x.untyped_storage().data_ptr() != out.untyped_storage().data_ptr():
         return False
     first, last = sorted((x, out), key=Tensor.storage_offset)
     gap = last.storage_offset() - first.storage_offset()
     if gap > sum((n - 1) * s for n, s in zip(first.shape, first.stride(), strict=True)):
         return False
-    row = first.stride(0)
-    side_by_side = first.stride() == last.stride() == (row, 1)
-    return not (side_by_side and gap % row >= first.shape[1] and gap % row + last.shape[1] <= row)
+    # a tensor of one row fits any distance between rows
+    distances = {t.stride(0) for t in (x, out) if t.shape[0] > 1 and t.stride(0) > 0}
+    if len(distances) != 1 or not all(t.stride(1) == 1 or t.shape[1] == 1 for t in (x, out)):
+        return True
+    row = distances.pop()
+    return gap % row < first.shape[1] or gap % row + last.shape[1] > row
+
+
+def overlaps_itself(out: Tensor) -> bool:
+    """Whether two elements of a tensor are in one place."""
+    (rows, columns), (down, right) = out.shape, out.stride()
+    step = math.gcd(down, right)
+    if step == 0:
+        return out.numel() > 1
+    # the next place of both a later row and an earlier column
+    return right // step < rows and down // step < columns
