@@ -150,7 +150,34 @@ def test_shards_of_a_padded_width_take_the_adapter_at_its_unpadded_position() ->
             assert not part[:, live.shape[1] :].any()
 
 
-@pytest.mark.parametrize(("tp", "padded"), [(1, None), (2, None), (4, 32)])
+# the whole slice and nothing but padding; a part of one slice beside all of the other; odd widths
+PADDED = [
+    (4, (Slice("gate", 20, padded_width=80), Slice("up", 20, padded_width=80))),
+    (2, (Slice("gate", 20, padded_width=40), Slice("up", 20, padded_width=20))),
+    (2, (Slice("a", 21, padded_width=22), Slice("b", 13, padded_width=26), Slice("c", 5, 1))),
+    (4, (Slice("a", 21, padded_width=24), Slice("b", 13, padded_width=16), Slice("c", 3, 1))),
+]
+
+
+@pytest.mark.parametrize(("tp", "slices"), PADDED)
+def test_each_rank_serves_its_own_part_of_padded_slices_and_zeros_behind_it(
+    tp: int, slices: tuple[Slice, ...]
+) -> None:
+    pool, x = adapters(slices), randn(9, K, seed=3)
+    whole = expected(x, slices, pool)
+    for rank in range(tp):
+        linear = layer(slices, parallel=Parallel.COLUMN, tp_size=tp, tp_rank=rank)
+        out = serve(load(linear, pool), x)
+        sizes = [s.width if s.heads else (s.padded_width or s.width) // tp for s in slices]
+        for part, name, want, size in zip(
+            out.split(sizes, dim=1), slices, whole, sizes, strict=True
+        ):
+            live = want if name.heads else want[:, size * rank : size * (rank + 1)]
+            assert_close(part[:, : live.shape[1]], live)
+            assert not part[:, live.shape[1] :].any()
+
+
+@pytest.mark.parametrize(("tp", "padded"), [(1, None), (2, None), (2, 2 * K), (3, 27), (4, 32)])
 def test_row_parallel_ranks_sum_up_to_the_whole_layer(tp: int, padded: int | None) -> None:
     # the bias once, the scale once, and K cut at the unpadded width
     slices = (Slice("down", 20),)

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from lorakernels.common.stacked_weights import check_scale
 from lorakernels.dense.weights import LoRAFactors
 from lorakernels.layers.casting import cast_all
-from lorakernels.layers.partition import LayerCut, Shard, Slice
+from lorakernels.layers.partition import LayerCut, Shard, Slice, whole
 from lorakernels.moe.weights import Factors
 
 # keys are names of slices or of fused modules, or indices of slices
@@ -132,7 +132,8 @@ def owned(part: Tensor, whole: Tensor) -> Tensor:
 def take_packed(tensor: Tensor, slices: Sequence[Slice], shards: Sequence[Shard]) -> Tensor:
     """The rows of a packed weight or bias that the shards hold, each slice cut separately; the
     tensor itself if none is cut."""
-    if all(shard.size == part.width for part, shard in zip(slices, shards, strict=True)):
+    # a rank of nothing but padding may be as wide as the whole slice
+    if all(shard == whole(part.width) for part, shard in zip(slices, shards, strict=True)):
         return tensor
     pieces = torch.split(tensor, [part.width for part in slices])
     return torch.cat([take(p, s, dim=0) for p, s in zip(pieces, shards, strict=True)])
