@@ -94,7 +94,8 @@ class StackedWeights(ABC, Generic[FactorsT]):
     def load(self, slot: int, factors: Sequence[FactorsT | None]) -> None:
         """Replace the adapter of a slot, all or nothing. None leaves a slice without adapter.
 
-        Raises ValueError before anything is changed.
+        The factors may be parameters or views of these buffers. Nothing waits for the device that
+        they are on. Raises ValueError before anything is changed.
         """
         self._check_slot(slot)
         if len(factors) != self.num_slices:
@@ -106,15 +107,29 @@ class StackedWeights(ABC, Generic[FactorsT]):
             if part is not None:
                 self._check_shapes(index, part)
                 check_values(index, part, max_rank=self.rank)
+        sources = {
+            index: (self._source(part.a), self._source(part.b))
+            for index, part in enumerate(factors)
+            if part is not None
+        }
         self.reset(slot)
         start = 0
         for index, (part, width) in enumerate(zip(factors, self.slice_widths, strict=True)):
             if part is not None:
-                self.a[slot, ..., index, : part.rank, :].copy_(part.a)
-                self.b[slot, ..., start : start + width, : part.rank].copy_(part.b)
-                self.ranks[slot, index] = part.rank
-                self.scales[slot, index] = part.scale
+                a, b = sources[index]
+                self.a[slot, ..., index, : part.rank, :].copy_(a)
+                self.b[slot, ..., start : start + width, : part.rank].copy_(b)
+                # an assignment would copy from the host and wait for it
+                self.ranks[slot, index].fill_(part.rank)
+                self.scales[slot, index].fill_(part.scale)
             start += width
+
+    def _source(self, factor: Tensor) -> Tensor:
+        """What is copied into a slot: without history, which the buffers would keep alive, and
+        apart from the buffers, because the slot is emptied first."""
+        factor = factor.detach()
+        own = {buffer.untyped_storage().data_ptr() for buffer in (self.a, self.b)}
+        return factor.clone() if factor.untyped_storage().data_ptr() in own else factor
 
     def reset(self, slot: int) -> None:
         """Empty a slot; its rows then get no delta."""
@@ -163,7 +178,8 @@ def check_values(index: int, part: SliceFactors, *, max_rank: int) -> None:
 
 def check_scale(what: str, scale: float) -> None:
     """Scales are stored in fp32, which holds less than a Python float. Raises ValueError."""
-    stored = torch.tensor(scale, dtype=torch.float64).float().item()
+    # on the CPU, whatever device torch creates tensors on by default
+    stored = torch.tensor(scale, dtype=torch.float64, device="cpu").float().item()
     if not math.isfinite(stored):
         raise ValueError(f"scale of {what} must be finite in float32 (got {scale})")
     if scale != 0 and stored == 0:

@@ -13,7 +13,7 @@ def cast_all(tensors: Mapping[str, Tensor], like: Tensor) -> dict[str, Tensor]:
     for what, tensor in tensors.items():
         if not tensor.is_floating_point():
             raise ValueError(f"{what} must be floating point (got {tensor.dtype})")
-    cast = {k: t.to(device=like.device, dtype=like.dtype) for k, t in tensors.items()}
+    cast = {k: t.detach().to(device=like.device, dtype=like.dtype) for k, t in tensors.items()}
     if not cast:
         return cast
     # a large fp32 value becomes Inf in fp16; one bad value would poison whole columns. One

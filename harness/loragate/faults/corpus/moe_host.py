@@ -168,8 +168,8 @@ FAULTS = (
     ),
     _stacked(
         "every-expert-gets-the-first",
-        "self.a[slot, ..., index, : part.rank, :].copy_(part.a)",
-        "self.a[slot, ..., index, : part.rank, :].copy_(part.a[:1])",
+        "self.a[slot, ..., index, : part.rank, :].copy_(a)",
+        "self.a[slot, ..., index, : part.rank, :].copy_(a[:1])",
         source="own",
         why="All experts of an adapter get the A of its first one.",
         killers=(O.REFERENCE, O.EXACT),
@@ -177,7 +177,7 @@ FAULTS = (
     ),
     _stacked(
         "shared-side-decides-for-both",
-        "self.b[slot, ..., start : start + width, : part.rank].copy_(part.b)",
+        "self.b[slot, ..., start : start + width, : part.rank].copy_(b)",
         "both = part.b[:1] if self.a.shape[1] == 1 else part.b\n"
         "                self.b[slot, ..., start : start + width, : part.rank].copy_(both)",
         source="sglang #28564",

@@ -38,8 +38,8 @@ FAULTS = (
     ),
     _plant(
         "adapter-takes-rank-of-buffers",
-        "self.ranks[slot, index] = part.rank",
-        "self.ranks[slot, index] = self.rank",
+        "self.ranks[slot, index].fill_(part.rank)",
+        "self.ranks[slot, index].fill_(self.rank)",
         source="vllm #31994",
         why="An adapter smaller than its slot is contracted over the rank of the buffers.",
         killers=(O.CANARY,),
@@ -47,8 +47,8 @@ FAULTS = (
     ),
     _plant(
         "scale-folded-in-and-applied",
-        "self.b[slot, ..., start : start + width, : part.rank].copy_(part.b)",
-        "self.b[slot, ..., start : start + width, : part.rank].copy_(part.b * part.scale)",
+        "self.b[slot, ..., start : start + width, : part.rank].copy_(b)",
+        "self.b[slot, ..., start : start + width, : part.rank].copy_(b * part.scale)",
         source="SkyRL #2250",
         why="The scale is folded into B at loading time, and applied again by the kernel.",
         killers=(O.REFERENCE, O.EXACT),
@@ -56,9 +56,9 @@ FAULTS = (
     ),
     _plant(
         "scale-folded-into-durable-copy",
-        "                self.b[slot, ..., start : start + width, : part.rank].copy_(part.b)\n",
-        "                part.b.mul_(part.scale)\n"
-        "                self.b[slot, ..., start : start + width, : part.rank].copy_(part.b)\n",
+        "                self.b[slot, ..., start : start + width, : part.rank].copy_(b)\n",
+        "                b.mul_(part.scale)\n"
+        "                self.b[slot, ..., start : start + width, : part.rank].copy_(b)\n",
         source="unsloth-zoo #951",
         why="Loading an adapter scales the tensors that it was loaded from.",
         killers=(O.CANARY,),
@@ -66,7 +66,7 @@ FAULTS = (
     ),
     _plant(
         "gate-loaded-twice-up-never",
-        "self.a[slot, ..., index, : part.rank, :].copy_(part.a)",
+        "self.a[slot, ..., index, : part.rank, :].copy_(a)",
         "self.a[slot, ..., index, : part.rank, :].copy_((factors[0] or part).a)",
         source="unsloth-zoo #941",
         why="Both halves of gate_up get the A of the gate; the shapes are the same.",
@@ -75,8 +75,8 @@ FAULTS = (
     ),
     _plant(
         "absent-slice-shifts-the-rest",
-        "                self.scales[slot, index] = part.scale\n            start += width\n",
-        "                self.scales[slot, index] = part.scale\n                start += width\n",
+        "index].fill_(part.scale)\n            start += width\n",
+        "index].fill_(part.scale)\n                start += width\n",
         source="vllm #36309",
         why="After a slice that the adapter does not have, B lands in the columns before its own.",
         killers=(O.REFERENCE, O.EXACT),
@@ -84,8 +84,8 @@ FAULTS = (
     ),
     _plant(
         "scale-rounded-to-integer",
-        "self.scales[slot, index] = part.scale",
-        "self.scales[slot, index] = round(part.scale)",
+        "self.scales[slot, index].fill_(part.scale)",
+        "self.scales[slot, index].fill_(round(part.scale))",
         source="peft #2733",
         why="A scale that is not an integer is rounded to one.",
         killers=(O.REFERENCE,),
