@@ -1,9 +1,10 @@
 from __future__ import annotations
 
 import re
+import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -25,7 +26,9 @@ class Layer:
     num_slots: int = 2
     rank: int = 8
     content: dict[int, Any] = field(default_factory=dict)
-    breaks: bool = False
+    # whether every commit fails, or how many
+    breaks: int = False
+    sticks: bool = False
 
     def stage(self, parts: Mapping[str, LoRAFactors | None]) -> Any:
         for name, factors in parts.items():
@@ -35,11 +38,25 @@ class Layer:
 
     def commit(self, slot: int, staged: Any) -> None:
         if self.breaks:
+            self.breaks -= self.breaks is not True
             raise RuntimeError("device lost")
         self.content[slot] = staged
 
     def unload(self, slot: int) -> None:
+        if self.sticks:
+            raise RuntimeError("device lost")
         self.content.pop(slot, None)
+
+
+class Staged(dict[str, Any]):
+    """What a layer has staged; `alive` are those that somebody still holds."""
+
+    alive: ClassVar[weakref.WeakSet[Staged]] = weakref.WeakSet()
+    __hash__ = object.__hash__
+
+    def __init__(self, parts: Mapping[str, Any]) -> None:
+        super().__init__(parts)
+        self.alive.add(self)
 
 
 def model(num_layers: int = 2, num_slots: int = 2) -> dict[str, Layer]:
@@ -119,6 +136,64 @@ def test_a_load_that_fails_leaves_no_half_adapter() -> None:
     assert slots.names == ("kept",)
     layers["layers.1.attn.o_proj"].breaks = False
     assert slots.activate(adapter("new", *all_of("q_proj"))) == 1
+
+
+def test_a_replacement_that_fails_to_load_leaves_the_resident_adapter() -> None:
+    layers = model()
+    slots = AdapterSlots(layers)
+    slots.activate(adapter("rl", *all_of("q_proj"), *all_of("o_proj")))
+    before = contents(layers)
+    layers["layers.1.attn.o_proj"].breaks = 1
+    with pytest.raises(RuntimeError, match="device lost"):
+        slots.activate(adapter("rl", *all_of("q_proj"), rank=4))
+    assert contents(layers) == before
+    assert slots.slot_of("rl") == 0
+
+
+def test_an_adapter_that_cannot_be_restored_is_gone_and_its_slot_is_free() -> None:
+    layers = model()
+    slots = AdapterSlots(layers)
+    slots.activate(adapter("rl", *all_of("q_proj")))
+    slots.activate(adapter("kept", *all_of("q_proj")))
+    kept = {name: layer.content[1] for name, layer in layers.items()}
+    layers["layers.1.attn.o_proj"].breaks = True
+    with pytest.raises(RuntimeError, match="device lost"):
+        slots.activate(adapter("rl", *all_of("q_proj"), rank=4))
+    assert slots.names == ("kept",)
+    assert contents(layers) == {name: {1: content} for name, content in kept.items()}
+    layers["layers.1.attn.o_proj"].breaks = False
+    assert slots.activate(adapter("new", *all_of("q_proj"))) == 0
+
+
+def test_an_eviction_that_fails_frees_the_slot() -> None:
+    layers = model(num_slots=1)
+    slots = AdapterSlots(layers)
+    slots.activate(adapter("old", *all_of("q_proj")))
+    layers["layers.1.attn.o_proj"].sticks = True
+    with pytest.raises(RuntimeError, match="device lost"):
+        slots.evict("old")
+    assert slots.names == ()
+    assert slots.activate(adapter("new", *all_of("q_proj"))) == 0
+
+
+def test_at_most_two_layers_are_staged_at_a_time() -> None:
+    layers = model(num_layers=4)
+    alive: list[int] = []
+
+    class Counting(Layer):
+        def stage(self, parts: Mapping[str, LoRAFactors | None]) -> Any:
+            staged = Staged(parts)
+            alive.append(len(Staged.alive))
+            return staged
+
+        def commit(self, slot: int, staged: Any) -> None:
+            # a slot holds a copy of what was staged
+            self.content[slot] = dict(staged)
+
+    counting = {name: Counting(layer.parts) for name, layer in layers.items()}
+    AdapterSlots(counting).activate(adapter("fr", *all_of("q_proj", 4)))
+    assert max(alive) <= 2
+    assert len(alive) > len(counting)
 
 
 def test_a_name_that_is_loaded_again_is_replaced_in_its_slot() -> None:

@@ -97,8 +97,9 @@ FAULTS = (
     ),
     _slots(
         "same-name-keeps-old-adapter",
-        "        if slot is None:\n            slot = self._free_slot()\n",
-        "        if slot is not None:\n            return slot\n        slot = self._free_slot()\n",
+        "        slot = self._free_slot() if before is None else before.slot\n",
+        "        if before is not None:\n            return before.slot\n"
+        "        slot = self._free_slot()\n",
         source="sglang #8263",
         why="A new adapter under a known name is never loaded.",
         killers=(Check.ACTIVATION,),
@@ -106,13 +107,10 @@ FAULTS = (
     ),
     _slots(
         "layers-checked-one-by-one",
-        "        staged = {name: self._stage(adapter, name, parts) "
-        "for name, parts in bound.items()}\n",
-        "        staged = {}\n"
-        "        for name, parts in bound.items():\n"
-        "            staged[name] = self._stage(adapter, name, parts)\n"
-        "            if adapter.name in self._slots:\n"
-        "                self._layers[name].commit(self._slots[adapter.name], staged[name])\n",
+        "            self._stage(adapter.name, name, parts)\n",
+        "            staged = self._stage(adapter.name, name, parts)\n"
+        "            if adapter.name in self._residents:\n"
+        "                self._layers[name].commit(self.slot_of(adapter.name), staged)\n",
         source="own",
         why="A layer loads its part before the next one has checked its own.",
         killers=(Check.ACTIVATION,),
@@ -120,7 +118,7 @@ FAULTS = (
     ),
     _slots(
         "half-an-adapter-stays",
-        "            self.evict(adapter.name)\n            raise\n",
+        "            self._undo(adapter.name, slot, before)\n            raise\n",
         "            raise\n",
         source="sglang #9084",
         why="A failed activation leaves the adapter in the layers before the failure.",
@@ -129,8 +127,8 @@ FAULTS = (
     ),
     _slots(
         "evicted-slot-leaks",
-        "        del self._slots[name]\n",
-        '        self._slots[f"{name} (evicted)"] = self._slots.pop(name)\n',
+        "        del self._residents[name]\n",
+        '        self._residents[f"{name} (evicted)"] = self._residents.pop(name)\n',
         source="sglang #25413",
         why="A slot is never freed, until there are none left.",
         killers=(Check.ACTIVATION,),
