@@ -91,6 +91,7 @@ MODULES = [
         {"target_modules": ["up_proj"], "layers_to_transform": [1], "layers_pattern": "layers"},
         {"target_modules": ["up_proj"], "layers_to_transform": [1], "layers_pattern": ["experts"]},
         {"target_modules": ["model.layers.0.mlp.up_proj"], "layers_to_transform": [1]},
+        {"target_modules": ["q_proj", "up_proj"], "layers_to_transform": []},
     ],
 )
 def test_targets_are_the_modules_that_peft_targets(tmp_path: Path, fields: dict[str, Any]) -> None:
@@ -210,6 +211,20 @@ def test_a_field_that_cannot_be_honoured_is_refused(
     tmp_path: Path, field: str, value: object, message: str
 ) -> None:
     assert refusal(tmp_path, **{field: value}).startswith(message)
+
+
+@pytest.mark.parametrize("field", ["use_rslora", "bias", "init_lora_weights"])
+def test_null_is_the_default_of_a_field(tmp_path: Path, field: str) -> None:
+    assert read(tmp_path, **{field: None}) == read(tmp_path)
+
+
+def test_an_expression_is_not_subject_to_the_choice_of_layers() -> None:
+    # PEFT chooses layers among the matches of a list only
+    rule = TargetRule(r".*\.layers\.\d+\.(q|v)_proj", layers=(1,))
+    assert rule.matches("model.layers.0.q_proj")
+    # which is no part of the text of the expression, as this name is
+    assert TargetRule("layers.0.q_proj", layers=(1,)).matches("layers.0.q_proj")
+    assert not TargetRule(("q_proj",), layers=(1,)).matches("model.layers.0.q_proj")
 
 
 def test_an_unknown_field_that_is_switched_off_is_accepted(tmp_path: Path) -> None:

@@ -191,6 +191,8 @@ def test_a_module_that_the_config_does_not_target_is_refused(tmp_path: Path) -> 
             f"base_model.model.{Q}.base_layer.weight",
             "changed base weights are not supported",
         ),
+        ("base_model.model.lm_head.base_layer.weight", "changed base weights are not supported"),
+        ("base_model.model.lm_head.weight", "weights of the base model are not supported"),
         (
             f"base_model.model.{Q}.lora_A.default.weight",
             "the tensor's name must be base_model.model.<module>.lora_A.weight or .lora_B.weight",
@@ -204,6 +206,40 @@ def test_a_module_that_the_config_does_not_target_is_refused(tmp_path: Path) -> 
 def test_a_tensor_that_would_be_ignored_is_refused(tmp_path: Path, name: str, reason: str) -> None:
     tensors = factors() | {name: torch.zeros(WIDTH)}
     refused(write(tmp_path, tensors), f"{name}: {reason}")
+
+
+HEAD = "base_model.model.lm_head.base_layer"
+
+
+def test_copies_of_base_weights_that_peft_saves_beside_factors_are_not_read(
+    tmp_path: Path,
+) -> None:
+    tensors = factors((Q, "lm_head"))
+    config = {"target_modules": ["q_proj", "lm_head"]}
+    for name in ("with", "without"):
+        (tmp_path / name).mkdir()
+    without = read_peft_folder(write(tmp_path / "without", tensors, **config))
+    # not even a value that no factor may have is looked at
+    copies = {
+        f"{HEAD}.weight": torch.full((WIDTH, WIDTH), torch.nan),
+        f"{HEAD}.bias": torch.zeros(WIDTH),
+    }
+    assert same(read_peft_folder(write(tmp_path / "with", tensors | copies, **config)), without)
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "wanted"),
+    [("weight", [WIDTH + 1, WIDTH], [WIDTH, WIDTH]), ("bias", [WIDTH + 1], [WIDTH])],
+)
+def test_a_copy_of_other_sizes_than_the_factors_is_refused(
+    tmp_path: Path, name: str, shape: list[int], wanted: list[int]
+) -> None:
+    # the vocabulary was resized
+    tensors = factors((Q, "lm_head")) | {f"{HEAD}.{name}": torch.zeros(shape)}
+    refused(
+        write(tmp_path, tensors, target_modules=["q_proj", "lm_head"]),
+        f"{HEAD}.{name} must be {wanted}, as the factors say (got {shape})",
+    )
 
 
 def test_a_rank_that_differs_from_r_is_refused(tmp_path: Path) -> None:

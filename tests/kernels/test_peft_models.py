@@ -137,6 +137,7 @@ class Served:
             for index, block in enumerate(self.model.model.layers)
             for name, layer in pack_block(block, self.step).items()
         }
+        layers["lm_head"] = pack(self.model, ["lm_head"], self.step)
         self.step.workspace = DenseWorkspace([x.slots for x in layers.values()], max_tokens=rows)
         self.slots = AdapterSlots(layers)
 
@@ -193,6 +194,8 @@ SEPARATE: dict[str, dict[str, Any]] = {
         "target_modules": ["k_proj", "gate_proj", "o_proj"],
         "layers_to_transform": [1],
     },
+    # PEFT saves the base weight of the head, too
+    "head": {"r": 3, "lora_alpha": 5, "target_modules": ["v_proj", "lm_head"]},
 }
 FUSED: dict[str, dict[str, Any]] = {
     "plain": {
@@ -244,6 +247,7 @@ def test_one_batch_of_many_adapters_is_what_peft_gives_one_by_one(
     base = build().to(DEVICE).eval()
     ids = torch.randint(1, VOCABULARY, (4, TOKENS), device=DEVICE)
     served = Served(base)
+    family = {name: how for name, how in family.items() if name != "head"}
     folders = {name: train(base, how, tmp_path / name) for name, how in family.items()}
     for name, folder in reversed(folders.items()):
         served.slots.activate(read_peft_folder(folder, name=name))
@@ -266,7 +270,7 @@ def test_an_adapter_in_the_slot_of_an_evicted_one_is_what_peft_gives(tmp_path: P
     base = llama().to(DEVICE).eval()
     ids = torch.randint(1, VOCABULARY, (2, TOKENS), device=DEVICE)
     served = Served(base)
-    for name in ("plain", "narrow"):
+    for name in ("plain", "narrow", "head"):
         folder = train(base, SEPARATE[name], tmp_path / name)
         served.slots.activate(read_peft_folder(folder))
         got = served.logits(ids, [name, None])

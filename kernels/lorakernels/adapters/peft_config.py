@@ -168,13 +168,18 @@ class _Fields:
         self._one_of("init_lora_weights", _SOUND_INITS, default=True)
 
     def _one_of(self, field: str, allowed: tuple[object, ...], default: object = None) -> None:
-        given = self.values.get(field, default)
+        given = self._value(field, default)
         # 1 == True, but a number is not a flag
         if not any(type(given) is type(option) and given == option for option in allowed):
             raise self.error(field, given, " or ".join(json.dumps(option) for option in allowed))
 
+    def _value(self, field: str, default: object) -> object:
+        """A field that is missing or null has its default."""
+        value = self.values.get(field)
+        return default if value is None else value
+
     def flag(self, field: str) -> bool:
-        value = self.values.get(field, False)
+        value = self._value(field, False)
         if not isinstance(value, bool):
             raise self.error(field, value, "true or false")
         return value

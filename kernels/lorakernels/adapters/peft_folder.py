@@ -1,9 +1,9 @@
 """Reads a PEFT folder, adapter_config.json and adapter_model.safetensors, as an Adapter.
 
-Invariant: every tensor of the file is used, every module has both factors with the rank that the
-config gives it, every value is finite. Factors of stacked experts have an axis of experts, which is
-1 where all experts share them. The scale stays beside the factors and is applied by the
-kernel alone, so it cannot be folded in twice.
+Invariant: every tensor of the file is used, but for copies of base weights that PEFT adds; every
+module has both factors with the rank that the config gives it, every value is finite. Factors of
+stacked experts have an axis of experts, which is 1 where all experts share them. The scale stays
+beside the factors and is applied by the kernel alone, so it cannot be folded in twice.
 """
 
 from __future__ import annotations
@@ -32,6 +32,10 @@ WEIGHTS_FILE = "adapter_model.safetensors"
 _PICKLE_FILE = "adapter_model.bin"
 
 _TENSOR_NAME = re.compile(r"base_model\.model\.(?P<module>.+)\.lora_(?P<factor>[AB])\.weight")
+# beside the factors of these modules PEFT saves the base weights, unchanged
+_COPY_NAME = re.compile(
+    r"base_model\.model\.(?:.+\.)?(?:lm_head|embed_tokens)\.base_layer\.(?:weight|bias)"
+)
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 # part of a tensor's name -> the unsupported feature that such an adapter uses
 _FOREIGN_TENSORS = {
@@ -78,12 +82,30 @@ def _read_tensors(path: Path) -> dict[str, Tensor]:
     require_regular(path)
     try:
         with safe_open(path, framework="pt", device="cpu") as file:
+            names = sorted(file.keys())
+            copies = {n: file.get_slice(n).get_shape() for n in names if _COPY_NAME.fullmatch(n)}
             # a copy: the mapped file may be overwritten by the next training step
-            return {key: file.get_tensor(key).clone() for key in sorted(file.keys())}
+            tensors = {n: file.get_tensor(n).clone() for n in names if n not in copies}
     except OSError as bad:
         raise AdapterError(f"{path}: cannot be read: {bad.strerror or bad}") from bad
     except SafetensorError as bad:
         raise AdapterError(f"{path}: not a safetensors file: {printable(bad)}") from bad
+    for key, shape in copies.items():
+        _check_copy(path, key, shape, tensors)
+    return tensors
+
+
+def _check_copy(path: Path, key: str, shape: list[int], tensors: Mapping[str, Tensor]) -> None:
+    """A copy of a base weight is of a module that has factors, and has its sizes."""
+    module = key.rpartition(".base_layer.")[0]
+    a, b = (tensors.get(f"{module}.lora_{factor}.weight") for factor in "AB")
+    if a is None or b is None:
+        raise AdapterError(f"{path}: {printable(key)}: {_why_foreign(key)}")
+    wanted = [*b.shape[:1], *a.shape[1:2]] if key.endswith(".weight") else [*b.shape[:1]]
+    if shape != wanted:
+        raise AdapterError(
+            f"{path}: {printable(key)} must be {wanted}, as the factors say (got {shape})"
+        )
 
 
 def _pair(path: Path, tensors: Mapping[str, Tensor]) -> dict[str, tuple[Tensor, Tensor]]:
@@ -110,6 +132,8 @@ def _why_foreign(key: str) -> str:
     for part, reason in _FOREIGN_TENSORS.items():
         if part in key:
             return reason
+    if ".lora_" not in key:
+        return "weights of the base model are not supported"
     shape = "base_model.model.<module>.lora_A.weight or .lora_B.weight"
     return f"the tensor's name must be {shape}"
 

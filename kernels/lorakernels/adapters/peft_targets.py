@@ -31,8 +31,8 @@ class TargetRule:
             return False
         if not self._names("target_modules", self.modules, module):
             return False
-        # a whole name in the list is not subject to the choice of layers
-        if not self.layers or module in self.modules:
+        # neither an expression nor a whole name in the list is subject to the choice of layers
+        if not self.layers or isinstance(self.modules, str) or module in self.modules:
             return True
         return self._layer_index(module) in self.layers
 
