@@ -7,6 +7,9 @@ from functools import cache
 
 import triton
 
+# most programs that CUDA launches along the second or the third axis of a grid
+MAX_GRID_Y = 65535
+
 
 # plans call these in every launch, and triton's own function takes over a microsecond
 @cache

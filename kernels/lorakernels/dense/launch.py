@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lorakernels.batch.metadata import BatchMetadata
-from lorakernels.common.sizes import rank_vector
+from lorakernels.common.sizes import MAX_GRID_Y, rank_vector
 from lorakernels.common.stacked_weights import SlotTensors
 from lorakernels.dense.kernels import lora_expand_kernel, lora_shrink_kernel
 from lorakernels.dense.plan import DenseShape, plan_expand, plan_shrink, tile_programs
@@ -90,8 +90,10 @@ def launch_expand(
     columns = plan.block_n * plan.group
     groups = sum(-(-width // columns) for width in shape.slice_widths)
     capacity, parts = tiles.capacity(height), height // plan.block_m
+    # more parts than CUDA's limit of this axis are left to the stride loop
+    programs = min(tile_programs(shape, capacity) * parts, MAX_GRID_Y)
     with on_device_of(out):
-        lora_expand_kernel[(groups, tile_programs(shape, capacity) * parts)](
+        lora_expand_kernel[(groups, programs)](
             shrunk,
             slots.b,
             slots.ranks,
