@@ -14,6 +14,9 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from lorakernels.common.jit import dot
 
+# above every slot
+NO_SLOT = tl.constexpr(1 << 30)
+
 
 @triton.jit
 def _terms(
@@ -39,6 +42,36 @@ def _terms(
 
 
 @triton.jit
+def _upper_and_lower(rows):
+    """The two halves of the rows of a matrix, which a thread of a multiplication keeps apart."""
+    ROWS: tl.constexpr = rows.shape[0] // 2
+    halves = tl.reshape(rows, [2, ROWS, rows.shape[1]])
+    return tl.split(tl.permute(halves, (1, 2, 0)))
+
+
+@triton.jit
+def _select_sum(acc, mine, h, b, IEEE: tl.constexpr):
+    delta = dot(h, b, tl.zeros(acc.shape, dtype=tl.float32), IEEE)
+    return tl.where(mine, acc + delta, acc)
+
+
+@triton.jit
+def _add_to(acc, mine, h, b, HALVES: tl.constexpr, IEEE: tl.constexpr):
+    """acc + h @ b in the rows that are `mine`. The others are selected and not multiplied by zero:
+    0 * Inf of one adapter would be NaN in the rows of another. A second accumulator as large as
+    the first would not always fit into registers; HALVES needs half of one."""
+    if HALVES:
+        upper, lower = _upper_and_lower(acc)
+        h_upper, h_lower = _upper_and_lower(h)
+        in_upper, in_lower = _upper_and_lower(mine[:, None])
+        upper = _select_sum(upper, in_upper, h_upper, b, IEEE)
+        lower = _select_sum(lower, in_lower, h_lower, b, IEEE)
+        halves = tl.permute(tl.join(upper, lower), (2, 0, 1))
+        return tl.reshape(halves, acc.shape)
+    return _select_sum(acc, mine[:, None], h, b, IEEE)
+
+
+@triton.jit
 def _fold(
     acc,
     up,
@@ -60,24 +93,27 @@ def _fold(
 ):
     """acc + h @ B.T, and the same for the up half, slot by slot: the pairs of a tile are sorted by
     slot, and most tiles have one or two slots."""
+    # a thread of a gated product has as many values, in two accumulators
+    HALVES: tl.constexpr = acc.shape[0] > 64 and not GATED
     BLOCKS: tl.constexpr = (R + BLOCK_R - 1) // BLOCK_R
     offs_r = tl.arange(0, BLOCK_R)
-    last = tl.max(slots, axis=0)
-    first = tl.maximum(tl.min(tl.where(slots >= 0, slots, last), axis=0), 0)
-    for step in tl.range(first * BLOCKS, (last + 1) * BLOCKS, num_stages=1):
-        slot = step // BLOCKS
-        ranks_of = step % BLOCKS * BLOCK_R + offs_r
+    slot = tl.min(tl.where(slots >= 0, slots, NO_SLOT), axis=0)
+    while slot < NO_SLOT:
+        following = tl.min(tl.where(slots > slot, slots, NO_SLOT), axis=0)
         mine = slots == slot
         b_slot = b_ptr + tl.cast(slot, tl.int64) * stride_b_slot
-        # fmt: off
-        h, b = _terms(shrunk_ptr, b_slot, ranks_ptr + slot * S, pairs, mine, ranks_of, columns,
-                      live_n, S * R, R, RANK_ALIGN)
-        if GATED:
-            h_up, b_up = _terms(shrunk_ptr + R, b_slot + up_rows * R, ranks_ptr + slot * S + 1,
-                                pairs, mine, ranks_of, columns, live_n, S * R, R, RANK_ALIGN)
-            up = dot(h_up, b_up, up, IEEE)
-        # fmt: on
-        acc = dot(h, b, acc, IEEE)
+        for block in tl.range(0, BLOCKS, num_stages=1):
+            ranks_of = block * BLOCK_R + offs_r
+            # fmt: off
+            h, b = _terms(shrunk_ptr, b_slot, ranks_ptr + slot * S, pairs, mine, ranks_of, columns,
+                          live_n, S * R, R, RANK_ALIGN)
+            if GATED:
+                h_up, b_up = _terms(shrunk_ptr + R, b_slot + up_rows * R, ranks_ptr + slot * S + 1,
+                                    pairs, mine, ranks_of, columns, live_n, S * R, R, RANK_ALIGN)
+            # fmt: on
+                up = _add_to(up, mine, h_up, b_up, False, IEEE)
+            acc = _add_to(acc, mine, h, b, HALVES, IEEE)
+        slot = following
     return acc, up
 
 
