@@ -90,7 +90,7 @@ def test_a_bad_adapter_changes_its_own_pairs_of_a_delta(path: MoEPath) -> None:
         weights.load(slot, factors(slot)[:2])
 
 
-# tiles of 16 pairs, and of 128, whose two halves are folded one after the other
+# tiles of 16 pairs, and of 128, whose columns are folded in two halves
 @pytest.mark.parametrize("copies", [1, 5])
 @pytest.mark.parametrize(
     "projections",
