@@ -96,7 +96,8 @@ FAULTS = (
     ),
     _plant(
         "ranks-of-experts-through-bf16",
-        "            acc = dot(h.to(b.dtype), b, acc, IEEE)\n",
+        "stride_shrunk_split, SPLITS)\n            acc = dot(h.to(b.dtype), b, acc, IEEE)\n",
+        "stride_shrunk_split, SPLITS)\n"
         "            acc = dot(h.to(tl.bfloat16).to(b.dtype), b, acc, IEEE)\n",
         source="vllm #38686",
         why="The shrink output is rounded to bf16 whatever the dtype of the adapters.",

@@ -96,9 +96,8 @@ def launch(delta: Delta, path: MoEPath, *, pdl: bool) -> None:
         _expand(delta, pdl=pdl)
 
 
-def shrink(delta: Delta, *, pdl: bool, scaled: bool = False) -> None:
-    """The ranks of every pair into the shrink output, with `scaled` times the scale and rounded to
-    the dtype of the shrink output."""
+def shrink(delta: Delta, *, pdl: bool) -> None:
+    """The ranks of every pair into the shrink output, in its dtype."""
     shape, slots, plan = delta.shape, delta.slots, plan_shrink(delta.shape)
     splits = delta.shrunk.shape[0]
     total = shape.ranks_of_all_slices
@@ -107,7 +106,6 @@ def shrink(delta: Delta, *, pdl: bool, scaled: bool = False) -> None:
         delta.x,
         slots.a,
         slots.ranks,
-        slots.scales,
         *delta.tables.of_tiles,
         delta.shrunk,
         *delta.x.stride(),
@@ -121,7 +119,6 @@ def shrink(delta: Delta, *, pdl: bool, scaled: bool = False) -> None:
         HEIGHT=shape.height,
         BLOCK_N=plan.block_n,
         BLOCK_K=plan.block_k,
-        SCALED=scaled,
         IEEE=delta.is_fp32,
         PDL=pdl,
         num_warps=plan.num_warps,

@@ -1,7 +1,7 @@
 """Triton kernels of a whole MoE layer: the base product of each expert with the LoRA expand folded
 into its last steps, and the sum over a token's choices.
 
-The expand costs no launch and no pass over the output: after the K loop a tile adds h @ B.T of
+The expand costs no launch and no pass over the output: after the K loop a tile adds the delta of
 the slots of its pairs to the same fp32 accumulator. It waits for the shrink output only there, so
 that shrink and base product run side by side.
 
@@ -13,6 +13,23 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from lorakernels.common.jit import dot
+
+# above every slot
+NO_SLOT = tl.constexpr(1 << 30)
+
+
+@triton.jit
+def _left_and_right(matrix):
+    """The two halves of a matrix's columns. A thread of a multiplication has columns of both, so
+    that nothing is exchanged."""
+    halves = tl.reshape(matrix, [matrix.shape[0], 2, matrix.shape[1] // 2])
+    return tl.split(tl.permute(halves, (0, 2, 1)))
+
+
+@triton.jit
+def _load_b(b_ptr, ranks_of, live_r, columns, live_n, R: tl.constexpr):
+    b_ptrs = b_ptr + ranks_of[:, None] + columns.to(tl.int64) * R
+    return tl.load(b_ptrs, mask=live_r[:, None] & live_n, other=0.0)
 
 
 @triton.jit
@@ -28,14 +45,44 @@ def _terms(
     SR: tl.constexpr,
     R: tl.constexpr,
     RANK_ALIGN: tl.constexpr,
+    HALVES: tl.constexpr,
 ):
     """The operands of the folded expand for one slot and slice: the ranks of the slot's pairs, zero
-    for other pairs, and B. Whole vectors are loaded: past the live rank the shrink output is 0."""
+    for other pairs, and B, twice or in two halves. Whole vectors are loaded: past the live rank the
+    shrink output is 0."""
     live_r = ranks_of < tl.cdiv(tl.load(ranks_ptr), RANK_ALIGN) * RANK_ALIGN
     cells = shrunk_ptr + pairs.to(tl.int64)[:, None] * SR + ranks_of[None, :]
     h = tl.load(cells, mask=mine[:, None] & live_r[None, :], other=0.0)
-    b_ptrs = b_ptr + ranks_of[:, None] + columns.to(tl.int64)[None, :] * R
-    return h, tl.load(b_ptrs, mask=live_r[:, None] & live_n[None, :], other=0.0)
+    if HALVES:
+        left, right = _left_and_right(columns[None, :])
+        live_left, live_right = _left_and_right(live_n[None, :])
+        b = _load_b(b_ptr, ranks_of, live_r, left, live_left, R)
+        b_right = _load_b(b_ptr, ranks_of, live_r, right, live_right, R)
+    else:
+        b = _load_b(b_ptr, ranks_of, live_r, columns[None, :], live_n[None, :], R)
+        b_right = b
+    return h, b, b_right
+
+
+@triton.jit
+def _select_sum(acc, mine, h, b, scale, IEEE: tl.constexpr):
+    delta = dot(h, b, tl.zeros(acc.shape, dtype=tl.float32), IEEE)
+    return tl.where(mine[:, None], acc + delta * scale, acc)
+
+
+@triton.jit
+def _add_to(acc, mine, h, b, b_right, scale, HALVES: tl.constexpr, IEEE: tl.constexpr):
+    """acc + h @ b * scale in the rows that are `mine`, b in two halves or whole. Rows are selected
+    and not multiplied by zero: 0 * Inf of one adapter would be NaN in the rows of another. A second
+    accumulator as large as the first would not fit into registers; halves need half of one."""
+    if HALVES:
+        left, right = _left_and_right(acc)
+        left = _select_sum(left, mine, h, b, scale, IEEE)
+        right = _select_sum(right, mine, h, b_right, scale, IEEE)
+        acc = tl.reshape(tl.permute(tl.join(left, right), (0, 2, 1)), acc.shape)
+    else:
+        acc = _select_sum(acc, mine, h, b, scale, IEEE)
+    return acc
 
 
 @triton.jit
@@ -45,6 +92,7 @@ def _fold(
     shrunk_ptr,
     b_ptr,
     ranks_ptr,
+    scales_ptr,
     pairs,
     slots,
     columns,
@@ -58,26 +106,32 @@ def _fold(
     GATED: tl.constexpr,
     IEEE: tl.constexpr,
 ):
-    """acc + h @ B.T, and the same for the up half, slot by slot: the pairs of a tile are sorted by
-    slot, and most tiles have one or two slots."""
+    """acc + h @ B.T * scale, and the same for the up half, slot by slot: the pairs of a tile are
+    sorted by slot, and most tiles have one or two slots."""
+    HALVES: tl.constexpr = acc.shape[0] > 64
     BLOCKS: tl.constexpr = (R + BLOCK_R - 1) // BLOCK_R
     offs_r = tl.arange(0, BLOCK_R)
-    last = tl.max(slots, axis=0)
-    first = tl.maximum(tl.min(tl.where(slots >= 0, slots, last), axis=0), 0)
-    for step in tl.range(first * BLOCKS, (last + 1) * BLOCKS, num_stages=1):
-        slot = step // BLOCKS
-        ranks_of = step % BLOCKS * BLOCK_R + offs_r
+    slot = tl.min(tl.where(slots >= 0, slots, NO_SLOT), axis=0)
+    while slot < NO_SLOT:
+        following = tl.min(tl.where(slots > slot, slots, NO_SLOT), axis=0)
         mine = slots == slot
-        b_slot = b_ptr + tl.cast(slot, tl.int64) * stride_b_slot
-        # fmt: off
-        h, b = _terms(shrunk_ptr, b_slot, ranks_ptr + slot * S, pairs, mine, ranks_of, columns,
-                      live_n, S * R, R, RANK_ALIGN)
+        scale = tl.load(scales_ptr + slot * S)
         if GATED:
-            h_up, b_up = _terms(shrunk_ptr + R, b_slot + up_rows * R, ranks_ptr + slot * S + 1,
-                                pairs, mine, ranks_of, columns, live_n, S * R, R, RANK_ALIGN)
-            up = dot(h_up, b_up, up, IEEE)
-        # fmt: on
-        acc = dot(h, b, acc, IEEE)
+            up_scale = tl.load(scales_ptr + slot * S + 1)
+        b_slot = b_ptr + tl.cast(slot, tl.int64) * stride_b_slot
+        for block in tl.range(0, BLOCKS, num_stages=1):
+            ranks_of = block * BLOCK_R + offs_r
+            # fmt: off
+            h, b, more_b = _terms(shrunk_ptr, b_slot, ranks_ptr + slot * S, pairs, mine, ranks_of,
+                                  columns, live_n, S * R, R, RANK_ALIGN, HALVES)
+            if GATED:
+                h_up, b_up, more_up = _terms(shrunk_ptr + R, b_slot + up_rows * R,
+                                             ranks_ptr + slot * S + 1, pairs, mine, ranks_of,
+                                             columns, live_n, S * R, R, RANK_ALIGN, HALVES)
+            # fmt: on
+                up = _add_to(up, mine, h_up, b_up, more_up, up_scale, HALVES, IEEE)
+            acc = _add_to(acc, mine, h, b, more_b, scale, HALVES, IEEE)
+        slot = following
     return acc, up
 
 
@@ -90,6 +144,7 @@ def moe_gemm_kernel(
     shrunk_ptr,
     b_ptr,
     ranks_ptr,
+    scales_ptr,
     weights_ptr,
     pair_slots_ptr,
     base_experts_ptr,
@@ -177,8 +232,8 @@ def moe_gemm_kernel(
                 gdc_wait()
             b_expert = b_ptr + expert.to(tl.int64) * stride_b_expert
             # fmt: off
-            acc, up = _fold(acc, up if GATED else acc, shrunk_ptr, b_expert, ranks_ptr, pairs,
-                            slots, columns, live_n, WIDTH, stride_b_slot, S, R, BLOCK_R,
+            acc, up = _fold(acc, up if GATED else acc, shrunk_ptr, b_expert, ranks_ptr, scales_ptr,
+                            pairs, slots, columns, live_n, WIDTH, stride_b_slot, S, R, BLOCK_R,
                             RANK_ALIGN, GATED, IEEE)
             # fmt: on
 

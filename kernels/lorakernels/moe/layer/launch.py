@@ -69,7 +69,7 @@ def launch_product(product: Product, *, pdl: bool) -> None:
     """The shrink of the adapters, if there are any, and the product with the expand folded in."""
     delta = None if product.lora is None else _delta(product, product.lora)
     if delta is not None:
-        shrink(delta, pdl=pdl, scaled=True)
+        shrink(delta, pdl=pdl)
     _gemm(product, delta, pdl=pdl)
 
 
@@ -83,7 +83,7 @@ def _gemm(product: Product, delta: Delta | None, *, pdl: bool) -> None:
         x,
         w,
         *product.scales,
-        *((delta.shrunk, delta.slots.b, delta.slots.ranks) if delta else (out, out, out)),
+        *((delta.shrunk, *delta.slots[1:]) if delta else (out, out, out, out)),
         out if weights is None else weights,
         tables.pair_slots,
         tables.base_experts,

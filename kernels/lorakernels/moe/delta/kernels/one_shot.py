@@ -82,6 +82,7 @@ def _sweep_columns(
     h,
     b_ptrs,
     out_ptrs,
+    weight,
     live_m,
     live_r,
     columns,
@@ -94,7 +95,8 @@ def _sweep_columns(
     ADD: tl.constexpr,
     IEEE: tl.constexpr,
 ):
-    """h @ B.T, block by block over `columns`, added to or stored into the output."""
+    """h @ B.T times the weight of each row, block by block over `columns`, added to or stored into
+    the output."""
     offs_n = tl.arange(0, BLOCK_N)
     # a block is so little work that every further instruction counts. Offsets from constant
     # pointers need the fewest, but take registers that higher ranks and tiles need for their blocks
@@ -111,11 +113,10 @@ def _sweep_columns(
         at = n if FROM_START else 0
         b = tl.load(b_ptrs + at * R, mask=live_b, other=0.0)
         block_ptrs = out_ptrs + at * tl.cast(stride_on, tl.int64)
+        acc = tl.zeros([HEIGHT, BLOCK_N], dtype=tl.float32)
+        acc = dot(h, b, acc, IEEE) * weight[:, None]
         if ADD:
-            acc = tl.load(block_ptrs, mask=live_out, other=0.0).to(tl.float32)
-        else:
-            acc = tl.zeros([HEIGHT, BLOCK_N], dtype=tl.float32)
-        acc = dot(h, b, acc, IEEE)
+            acc += tl.load(block_ptrs, mask=live_out, other=0.0).to(tl.float32)
         tl.store(block_ptrs, acc.to(b.dtype), mask=live_out)
         if not FROM_START:
             b_ptrs += BLOCK_N * R
@@ -235,11 +236,11 @@ def moe_one_shot_kernel(
                 EVEN_K,
                 IEEE,
             )
-            up = up * (weight * up_scale)[:, None]
             _sweep_columns(
                 up.to(low),
                 b_ptrs + WIDTHS[0] * R,
                 out_ptrs + tl.cast(stride_on, tl.int64) * WIDTHS[0],
+                weight * up_scale,
                 live_m & (up_rank > 0),
                 offs_r < tl.cdiv(up_rank, RANK_ALIGN) * RANK_ALIGN,
                 columns,
@@ -267,11 +268,11 @@ def moe_one_shot_kernel(
                 EVEN_K,
                 IEEE,
             )
-        h = h * (weight * scale)[:, None]
         _sweep_columns(
             h.to(low),
             b_ptrs,
             out_ptrs,
+            weight * scale,
             live_m & (rank > 0),
             offs_r < tl.cdiv(rank, RANK_ALIGN) * RANK_ALIGN,
             columns,

@@ -89,8 +89,8 @@ def moe_small_batch_kernel(
             x = tl.load(x_row + (k + offs_k).to(tl.int64) * stride_xk, mask=live_k, other=0.0)
             a = tl.load(a_ptrs + k, mask=live_r & live_k[None, :], other=0.0)
             acc += a.to(tl.float32) * x.to(tl.float32)[None, :]
-        h = tl.sum(acc, axis=1) * scale
-        delta = tl.sum(b.to(tl.float32) * h[None, :], axis=1)
+        h = tl.sum(acc, axis=1)
+        delta = tl.sum(b.to(tl.float32) * h[None, :], axis=1) * scale
         if ADD:
             delta += previous.to(tl.float32)
         tl.store(out_ptrs, delta.to(b.dtype), mask=live_n)

@@ -22,7 +22,6 @@ def moe_shrink_kernel(
     x_ptr,
     a_ptr,
     ranks_ptr,
-    scales_ptr,
     tile_slots_ptr,
     tile_experts_ptr,
     tile_pairs_ptr,
@@ -41,13 +40,10 @@ def moe_shrink_kernel(
     HEIGHT: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
-    SCALED: tl.constexpr,
     IEEE: tl.constexpr,
     PDL: tl.constexpr,
 ):
     # grid (chunks of BLOCK_N ranks, split-K partials, tiles); see lora_shrink_kernel for the waits.
-    # SCALED: a single split-K partial is stored as an expand would use it, times scale and in the
-    # dtype of the shrink output
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
@@ -71,8 +67,6 @@ def moe_shrink_kernel(
         live_m = pairs >= 0
         live_rank = tl.load(ranks_ptr + slot * S + offs_n // R, mask=offs_n < SR, other=0)
         live_n = offs_n % R < live_rank
-        if SCALED:
-            scale = tl.load(scales_ptr + slot * S + offs_n // R, mask=offs_n < SR, other=0.0)
         x_rows = (pairs // ROWS_PER_X).to(tl.int64) * stride_xm
         x_ptrs = x_ptr + x_rows[:, None] + offs_x[None, :]
         a_tile = a_ptr + slot.to(tl.int64) * stride_a_slot + expert.to(tl.int64) * stride_a_expert
@@ -96,8 +90,6 @@ def moe_shrink_kernel(
                 acc = dot(x, a, acc, IEEE)
                 x_ptrs += tl.cast(stride_xk, tl.int64) * BLOCK_K
                 a_ptrs += BLOCK_K
-            if SCALED:
-                acc *= scale[None, :]
             live_cells = live_m[:, None] & (offs_n < SR)[None, :]
             tl.store(
                 rows_ptr + offs_n[None, :], acc.to(shrunk_ptr.dtype.element_ty), mask=live_cells
@@ -178,25 +170,27 @@ def moe_expand_kernel(
         if GROUP == 1:
             live_n = (offs_n < width)[None, :]
             if ADD:
-                acc = tl.load(out_ptrs, mask=live_m[:, None] & live_n, other=0.0).to(tl.float32)
-            else:
-                acc = tl.zeros([HEIGHT, BLOCK_N], dtype=tl.float32)
+                previous = tl.load(out_ptrs, mask=live_m[:, None] & live_n, other=0.0)
             b = tl.load(b_ptrs, mask=live_n & live_r, other=0.0)
             if PDL:
                 gdc_wait()
-            h = load_shrunk(h_ptrs, live_h, stride_shrunk_split, SPLITS) * weight[:, None]
+            acc = tl.zeros([HEIGHT, BLOCK_N], dtype=tl.float32)
+            h = load_shrunk(h_ptrs, live_h, stride_shrunk_split, SPLITS)
             acc = dot(h.to(b.dtype), b, acc, IEEE)
             for r in tl.range(BLOCK_R, R, BLOCK_R, num_stages=1):
                 more_r = r + offs_r < loaded_rank
                 live_h = live_m[:, None] & more_r[None, :]
                 h = load_shrunk(h_ptrs + r, live_h, stride_shrunk_split, SPLITS)
                 b = tl.load(b_ptrs + r, mask=live_n & more_r[:, None], other=0.0)
-                acc = dot((h * weight[:, None]).to(b.dtype), b, acc, IEEE)
+                acc = dot(h.to(b.dtype), b, acc, IEEE)
+            acc *= weight[:, None]
+            if ADD:
+                acc += previous.to(tl.float32)
             tl.store(out_ptrs, acc.to(b.dtype), mask=live_m[:, None] & live_n)
         else:
             if PDL:
                 gdc_wait()
-            h = load_shrunk(h_ptrs, live_h, stride_shrunk_split, SPLITS) * weight[:, None]
+            h = load_shrunk(h_ptrs, live_h, stride_shrunk_split, SPLITS)
             h = h.to(b_ptr.dtype.element_ty)
             # pipelined: safe from triton #9433 because h does not change in the loop and each
             # dot is complete before the next iteration
@@ -204,11 +198,11 @@ def moe_expand_kernel(
                 live_n = (offs_n + block * BLOCK_N < width)[None, :]
                 ptrs = out_ptrs + tl.cast(stride_on, tl.int64) * (block * BLOCK_N)
                 b = tl.load(b_ptrs + block * BLOCK_N * R, mask=live_n & live_r, other=0.0)
+                acc = tl.zeros([HEIGHT, BLOCK_N], dtype=tl.float32)
+                acc = dot(h, b, acc, IEEE) * weight[:, None]
                 if ADD:
-                    acc = tl.load(ptrs, mask=live_m[:, None] & live_n, other=0.0).to(tl.float32)
-                else:
-                    acc = tl.zeros([HEIGHT, BLOCK_N], dtype=tl.float32)
-                acc = dot(h, b, acc, IEEE)
+                    previous = tl.load(ptrs, mask=live_m[:, None] & live_n, other=0.0)
+                    acc += previous.to(tl.float32)
                 tl.store(ptrs, acc.to(b.dtype), mask=live_m[:, None] & live_n)
     if PDL:
         gdc_wait()

@@ -1,0 +1,85 @@
+"""Ranks times the scale may exceed fp16 where the delta does not: the scale is applied last, in
+fp32, as PEFT applies it to the output of B."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from lorakernels.batch.metadata import BatchMetadata
+from lorakernels.layers.moe import FusedMoELoRA, MoEScratch
+from lorakernels.moe.align.metadata import PairMetadata
+from lorakernels.moe.delta.ops import MoEPath, MoEWorkspace, moe_delta
+from lorakernels.moe.weights import ExpertFactors, ExpertWeights
+
+EXPERTS, WIDTH, RANK, TOKENS = 2, 16, 4, 6
+SCALE = 64.0
+
+
+def of_constants(a: float, b: float) -> ExpertFactors:
+    return ExpertFactors(
+        torch.full((EXPERTS, RANK, WIDTH), a), torch.full((EXPERTS, WIDTH, RANK), b), SCALE
+    )
+
+
+def prepared(*, with_base: bool) -> tuple[BatchMetadata, PairMetadata, Tensor]:
+    batch = BatchMetadata(max_tokens=TOKENS, max_slots=2, device="cpu")
+    batch.prepare(torch.tensor([0, 1] * (TOKENS // 2), dtype=torch.int32))
+    pairs = PairMetadata(
+        max_tokens=TOKENS,
+        top_k=1,
+        num_experts=EXPERTS,
+        max_slots=2,
+        device="cpu",
+        with_base=with_base,
+    )
+    ids = torch.tensor([[0], [0], [1], [1], [0], [1]], dtype=torch.int32)
+    return batch, pairs, ids
+
+
+# 16 * 8 * 16 = 2048 for each rank, times the scale 131072: beyond 65504
+@pytest.mark.parametrize("slices", [1, 2])
+@pytest.mark.parametrize("path", MoEPath)
+def test_a_delta_of_fp16_is_finite_where_ranks_times_scale_are_not(
+    path: MoEPath, slices: int
+) -> None:
+    weights = ExpertWeights(
+        num_slots=2,
+        num_experts=EXPERTS,
+        slice_widths=(WIDTH,) * slices,
+        in_features=WIDTH,
+        rank=RANK,
+        dtype=torch.float16,
+        device="cpu",
+    )
+    for slot in range(2):
+        weights.load(slot, [of_constants(16.0, 2.0**-8)] * slices)
+    batch, pairs, ids = prepared(with_base=False)
+    pairs.prepare(ids, batch)
+    workspace = MoEWorkspace([weights], max_tokens=TOKENS, top_k=1)
+    x = torch.full((TOKENS, WIDTH), 8.0, dtype=torch.float16)
+    out = torch.ones(TOKENS, slices * WIDTH, dtype=torch.float16)
+    router = torch.full((TOKENS, 1), 0.5)
+    moe_delta(x, weights, pairs, workspace, out, path=path, router_weights=router)
+    assert torch.equal(out, torch.full_like(out, 1.0 + 0.5 * RANK * 2048 * 2.0**-8 * SCALE))
+
+
+def test_a_layer_of_fp16_is_finite_where_ranks_times_scale_are_not() -> None:
+    layer = FusedMoELoRA(
+        torch.zeros(EXPERTS, 2 * WIDTH, WIDTH, dtype=torch.float16),
+        torch.zeros(EXPERTS, WIDTH, WIDTH, dtype=torch.float16),
+        num_slots=2,
+        rank=RANK,
+    )
+    # gate and up become 32 and their product 1024; the ranks of down times
+    # the scale are 2^18
+    for slot in range(2):
+        parts = {"gate_proj": (16.0, 2.0**-14), "up_proj": (16.0, 2.0**-14)}
+        parts["down_proj"] = (0.25, 2.0**-13)
+        layer.load_adapter(slot, {f"experts.{n}": of_constants(*p) for n, p in parts.items()})
+    batch, pairs, ids = prepared(with_base=True)
+    scratch = MoEScratch([layer], max_tokens=TOKENS, top_k=1)
+    x = torch.full((TOKENS, WIDTH), 8.0, dtype=torch.float16)
+    out = layer(x, ids, torch.ones(TOKENS, 1), batch, pairs, scratch)
+    assert torch.equal(out, torch.full_like(out, RANK * 4096 * 2.0**-13 * SCALE))
