@@ -8,8 +8,11 @@ row is always a base row and a replayed graph never reads an entry of an earlier
 
 from __future__ import annotations
 
+from collections.abc import MutableMapping
+
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from lorakernels.batch.kernels import prepare_kernel
 from lorakernels.common.sizes import power_of_2
@@ -18,6 +21,17 @@ from lorakernels.runtime.tuning import DEFAULT, Tuning, tuning_of
 
 # smallest height of a tile: the M of a tensor-core instruction
 MIN_TILE_ROWS = 16
+
+
+# the rows that each mapping was prepared for, by its table `tile_rows`. An operator gets the tables
+# alone: a number beside them would become a constant of a traced graph
+_PREPARED: MutableMapping[Tensor, int] = WeakTensorKeyDictionary()
+
+
+def prepared_rows(tile_rows: Tensor) -> int | None:
+    """The rows of the step that a table was prepared for; None for a table of which that is not
+    known, such as the copy that a CUDA graph of torch.compile reads."""
+    return _PREPARED.get(tile_rows)
 
 
 def tile_height(num_rows: int, tuning: Tuning = DEFAULT) -> int:
@@ -63,7 +77,7 @@ class BatchMetadata:
         tallest = tile_height(max_tokens, self.tuning)
         self.tile_rows = table(max_tiles(max_tokens, max_slots, tallest) * tallest)
         self.num_tiles = torch.zeros(1, dtype=torch.int32, device=device)
-        self.num_rows = 0
+        self._set_rows(0)
 
     def prepare(self, token_slots: Tensor, *, num_rows: int | None = None) -> None:
         """Install the mapping of the next step.
@@ -78,7 +92,7 @@ class BatchMetadata:
         num_live = self._check(token_slots, num_rows)
         if token_slots.device != self.token_slots.device:
             token_slots = upload(token_slots, self.token_slots.device)
-        self.num_rows = num_live if num_rows is None else num_rows
+        self._set_rows(num_live if num_rows is None else num_rows)
         block = 1024 if self.max_tokens <= 1024 else 4096
         with on_device_of(self.token_slots):
             prepare_kernel[(self.max_slots,)](
@@ -97,6 +111,9 @@ class BatchMetadata:
                 BLOCK=block,
                 num_warps=4 if block == 1024 else 8,
             )
+
+    def _set_rows(self, num_rows: int) -> None:
+        self.num_rows = _PREPARED[self.tile_rows] = num_rows
 
     def _check(self, token_slots: Tensor, num_rows: int | None) -> int:
         if token_slots.dtype != torch.int32 or token_slots.dim() != 1:

@@ -7,13 +7,14 @@ import math
 import torch
 from torch import Tensor
 
-from lorakernels.batch.metadata import BatchMetadata
+from lorakernels.batch.metadata import BatchMetadata, prepared_rows
 from lorakernels.dense.plan import DenseShape, plan_shrunk
 from lorakernels.dense.weights import SlotWeights
 
 
-def check_rows(x: Tensor, weights: SlotWeights, metadata: BatchMetadata) -> None:
-    """`x` is the input or the output of a step that `metadata` was prepared for."""
+def check_step(x: Tensor, weights: SlotWeights, metadata: BatchMetadata) -> None:
+    """What `x`, the input or the output of a step, and the mapping must be for any number of rows.
+    Part of a traced graph, so it compares no size that changes from step to step."""
     if metadata.max_slots > weights.num_slots:
         # rows of a slot beyond them would read past the weights
         raise ValueError(
@@ -22,9 +23,14 @@ def check_rows(x: Tensor, weights: SlotWeights, metadata: BatchMetadata) -> None
         )
     if x.dim() != 2:
         raise ValueError(f"x and out must have two dimensions (got shape {list(x.shape)})")
-    if x.shape[0] != metadata.num_rows:
+
+
+def check_rows(x: Tensor, tile_rows: Tensor) -> None:
+    """`x` is the input or the output of the step that the mapping with this table is for."""
+    num_rows = prepared_rows(tile_rows)
+    if num_rows is not None and x.shape[0] != num_rows:
         raise ValueError(
-            f"x and out must have {metadata.num_rows} rows, as the metadata was prepared for "
+            f"x and out must have {num_rows} rows, as the metadata was prepared for "
             f"(got {x.shape[0]})"
         )
 

@@ -21,6 +21,7 @@ from lorakernels.dense.check import (
     check_output,
     check_rows,
     check_shrunk,
+    check_step,
 )
 from lorakernels.dense.launch import TileTables, launch_expand, launch_shrink
 from lorakernels.dense.plan import DenseShape, largest_shrunk, plan_shrunk
@@ -55,7 +56,7 @@ def dense_delta(
     x [rows, in_features] and out [rows, out_features] of the weights' dtype, any strides.
     Rows of slot -1 are neither read nor written. Deterministic. Raises ValueError.
     """
-    check_rows(x, weights, metadata)
+    check_step(x, weights, metadata)
     torch.ops.lorakernels.dense_delta(
         x,
         weights.a,
@@ -77,7 +78,8 @@ def lora_shrink(x: Tensor, weights: SlotWeights, metadata: BatchMetadata, shrunk
     shrunk: contiguous fp32 of `shrunk_shape`. Only rows of the batch with a slot are written.
     Raises ValueError.
     """
-    check_rows(x, weights, metadata)
+    check_step(x, weights, metadata)
+    check_rows(x, metadata.tile_rows)
     check_input(x, weights.a)
     shape = shape_of_batch(x.shape[0], weights)
     check_shrunk(shrunk, shape, weights.num_slots)
@@ -89,7 +91,8 @@ def lora_expand(shrunk: Tensor, weights: SlotWeights, metadata: BatchMetadata, o
 
     shrunk: as `lora_shrink` left it for a batch of as many rows. Raises ValueError.
     """
-    check_rows(out, weights, metadata)
+    check_step(out, weights, metadata)
+    check_rows(out, metadata.tile_rows)
     check_output(out, weights.b)
     shape = shape_of_batch(out.shape[0], weights)
     check_shrunk(shrunk, shape, weights.num_slots)
@@ -120,6 +123,7 @@ def _dense_delta(
     shrunk: Tensor,
     out: Tensor,
 ) -> None:
+    check_rows(x, tile_rows)
     check_operands(x, a, b, out)
     if x.shape[0] == 0:
         return

@@ -101,8 +101,8 @@ FAULTS = (
     ),
     _host(
         "prepare-reads-the-device",
-        "        self.num_rows = num_live if num_rows is None else num_rows\n",
-        "        self.num_rows = num_live if num_rows is None else num_rows\n"
+        "        self._set_rows(num_live if num_rows is None else num_rows)\n",
+        "        self._set_rows(num_live if num_rows is None else num_rows)\n"
         "        int(self.num_tiles)\n",
         source="own",
         why="Each step waits for the device to finish the one before.",

@@ -12,7 +12,7 @@ _check = planting("lorakernels.dense.check", Group.HOST)
 _launch = planting("lorakernels.dense.launch", Group.HOST)
 _plan = planting("lorakernels.dense.plan", Group.HOST)
 
-_ENTRY = """    check_rows(x, weights, metadata)
+_ENTRY = """    check_step(x, weights, metadata)
     torch.ops.lorakernels.dense_delta(
 """
 # K is split into several parts
@@ -56,7 +56,7 @@ FAULTS = (
     _ops(
         "early-exit-reads-the-device",
         _ENTRY,
-        "    check_rows(x, weights, metadata)\n"
+        "    check_step(x, weights, metadata)\n"
         "    if int(metadata.num_tiles) == 0:\n"
         "        return\n"
         "    torch.ops.lorakernels.dense_delta(\n",
@@ -67,8 +67,8 @@ FAULTS = (
     ),
     _check(
         "rows-unchecked",
-        "    if x.shape[0] != metadata.num_rows:\n",
-        "    if x.shape[0] < metadata.num_rows:\n",
+        "    if num_rows is not None and x.shape[0] != num_rows:\n",
+        "    if num_rows is not None and x.shape[0] < num_rows:\n",
         source="own",
         why="A batch with more rows than were prepared is accepted; the rest gets no delta.",
         killers=(O.GUARD,),
