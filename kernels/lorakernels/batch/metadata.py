@@ -16,7 +16,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from lorakernels.batch.kernels import prepare_kernel
 from lorakernels.common.sizes import power_of_2
-from lorakernels.runtime.device import on_device_of, upload
+from lorakernels.runtime.device import keep_address, on_device_of, upload
 from lorakernels.runtime.tuning import DEFAULT, Tuning, tuning_of
 
 # smallest height of a tile: the M of a tensor-core instruction
@@ -70,13 +70,13 @@ class BatchMetadata:
         self.tuning = tuning_of(torch.device(device))
 
         def table(size: int) -> Tensor:
-            return torch.full((size,), -1, dtype=torch.int32, device=device)
+            return keep_address(torch.full((size,), -1, dtype=torch.int32, device=device))
 
         self.token_slots = table(max_tokens)
         self.tile_slots = table(max_tiles(max_tokens, max_slots, MIN_TILE_ROWS))
         tallest = tile_height(max_tokens, self.tuning)
         self.tile_rows = table(max_tiles(max_tokens, max_slots, tallest) * tallest)
-        self.num_tiles = torch.zeros(1, dtype=torch.int32, device=device)
+        self.num_tiles = keep_address(torch.zeros(1, dtype=torch.int32, device=device))
         self._set_rows(0)
 
     def prepare(self, token_slots: Tensor, *, num_rows: int | None = None) -> None:

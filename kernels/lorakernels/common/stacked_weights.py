@@ -15,6 +15,8 @@ from typing import Generic, NamedTuple, Protocol, TypeVar
 import torch
 from torch import Tensor
 
+from lorakernels.runtime.device import keep_address
+
 MAX_RANK = 512
 
 
@@ -62,10 +64,13 @@ class StackedWeights(ABC, Generic[FactorsT]):
     ) -> None:
         self.slice_widths = tuple(slice_widths)
         slots_and_slices = (a_shape[0], len(self.slice_widths))
-        self.a = torch.zeros(*a_shape, dtype=dtype, device=device)
-        self.b = torch.zeros(*b_shape, dtype=dtype, device=device)
-        self.ranks = torch.zeros(slots_and_slices, dtype=torch.int32, device=device)
-        self.scales = torch.zeros(slots_and_slices, dtype=torch.float32, device=device)
+
+        def buffer(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+            return keep_address(torch.zeros(*shape, dtype=dtype, device=device))
+
+        self.a, self.b = buffer(a_shape, dtype), buffer(b_shape, dtype)
+        self.ranks = buffer(slots_and_slices, torch.int32)
+        self.scales = buffer(slots_and_slices, torch.float32)
 
     @property
     def tensors(self) -> SlotTensors:

@@ -26,7 +26,7 @@ from lorakernels.dense.check import (
 from lorakernels.dense.launch import TileTables, launch_expand, launch_shrink
 from lorakernels.dense.plan import DenseShape, largest_shrunk, plan_shrunk
 from lorakernels.dense.weights import SlotWeights
-from lorakernels.runtime.device import supports_pdl
+from lorakernels.runtime.device import keep_address, supports_pdl
 from lorakernels.runtime.tuning import tuning_of
 
 
@@ -41,7 +41,8 @@ class DenseWorkspace:
             raise ValueError(f"max_tokens must be at least 1 (got {max_tokens})")
         geometries = {(shape_of_batch(0, layer), layer.num_slots) for layer in layers}
         size = max(largest_shrunk(shape, slots, max_tokens) for shape, slots in geometries)
-        self.shrunk = torch.empty(size, dtype=torch.float32, device=layers[0].a.device)
+        shrunk = torch.empty(size, dtype=torch.float32, device=layers[0].a.device)
+        self.shrunk = keep_address(shrunk)
 
 
 def dense_delta(

@@ -28,6 +28,22 @@ def on_device_of(tensor: Tensor) -> AbstractContextManager[object]:
     return torch.cuda.device(tensor.device) if tensor.is_cuda else nullcontext()
 
 
+def keep_address(buffer: Tensor) -> Tensor:
+    """The buffer itself, after telling torch.compile that it stays where it is. A CUDA graph then
+    reads and writes it in place; any other input is copied before each replay, and torch records
+    no graph at all around an operator that writes one."""
+    if _may_be_in_a_graph(buffer):
+        # takes a second to import
+        from torch._dynamo import mark_static_address
+
+        mark_static_address(buffer, guard=False)
+    return buffer
+
+
+def _may_be_in_a_graph(buffer: Tensor) -> bool:
+    return buffer.is_cuda
+
+
 def upload(host: Tensor, device: torch.device) -> Tensor:
     """A copy of a CPU tensor on a GPU, queued without waiting; the caller may overwrite `host`,
     pinned or not, as soon as this returns."""

@@ -135,8 +135,8 @@ FAULTS = (
     ),
     _plant(
         "tables-uninitialised",
-        "            return torch.full((size,), -1, dtype=torch.int32, device=device)\n",
-        "            return torch.empty(size, dtype=torch.int32, device=device)\n",
+        "keep_address(torch.full((size,), -1, dtype=torch.int32, device=device))",
+        "keep_address(torch.empty(size, dtype=torch.int32, device=device))",
         source="vllm #43139",
         why="A dummy run reads the tables before any mapping was installed.",
         killers=(Check.DUMMY_RUN,),
