@@ -21,8 +21,8 @@ _GUARDED = pairs(tokens=5, in_features=16, slices=(16, 8), oracles=(O.REFERENCE,
 FAULTS = (
     _ops(
         "add-inputs-ignored",
-        "            add_inputs=add_inputs,\n",
-        "            add_inputs=True,\n",
+        "        add_inputs=add_inputs,\n",
+        "        add_inputs=True,\n",
         source="vllm #45368",
         why="The delta is added to the old output although the caller wants it stored.",
         killers=(O.REFERENCE, O.EXACT, O.CANARY),
@@ -39,8 +39,8 @@ FAULTS = (
     ),
     _ops(
         "whole-pair-buffer-added",
-        "        pdl=supports_pdl(x.device),\n    )\n",
-        "        pdl=supports_pdl(x.device),\n    )\n"
+        "        launch(delta, chosen, pdl=supports_pdl(x.device))\n",
+        "        launch(delta, chosen, pdl=supports_pdl(x.device))\n"
         "    if add_inputs:\n"
         "        out.add_(torch.zeros_like(out))\n",
         source="vllm #35721",

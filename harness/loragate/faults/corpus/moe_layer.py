@@ -30,10 +30,10 @@ FAULTS = (
     ),
     _ops(
         "adapters-see-quantised-activation",
-        "        lora_input=act,\n",
-        "        lora_input=act\n"
-        "        if quantised_x is None\n"
-        "        else quantise_rows(act).values.to(act.dtype),\n",
+        "            lora_input=act,\n",
+        "            lora_input=act\n"
+        "            if quantised_x is None\n"
+        "            else quantise_rows(act).values.to(act.dtype),\n",
         source="vllm #42120",
         why="The second product's adapters get 8 bits without their scale.",
         killers=(

@@ -9,7 +9,7 @@ from lorakernels.moe.align.kernels.arguments import Routes
 from lorakernels.moe.align.launch import launch_alignment
 from lorakernels.moe.align.tables import PairTables
 from lorakernels.moe.align.torch_sort import place_pairs
-from lorakernels.runtime.device import supports_pdl
+from lorakernels.runtime.device import on_device_of, supports_pdl
 
 
 def align_pairs(
@@ -59,4 +59,5 @@ def _align_pairs(
 ) -> None:
     rows, top_k = topk_ids.shape
     pairs = PairTables.of(tables, [rows, top_k, num_experts, max_slots, int(with_base)])
-    fill_tables(pairs, topk_ids, token_slots, expert_map, pdl=supports_pdl(topk_ids.device))
+    with on_device_of(topk_ids):
+        fill_tables(pairs, topk_ids, token_slots, expert_map, pdl=supports_pdl(topk_ids.device))

@@ -18,7 +18,7 @@ from lorakernels.moe.align.tables import PairTables
 from lorakernels.moe.delta.launch import Delta, launch, shape_of
 from lorakernels.moe.delta.plan import MoEPath, MoEShape, largest_shrunk, plan_path, shrunk_shape
 from lorakernels.moe.weights import ExpertWeights
-from lorakernels.runtime.device import supports_pdl
+from lorakernels.runtime.device import on_device_of, supports_pdl
 
 __all__ = ["MoEPath", "MoEWorkspace", "moe_delta"]
 
@@ -96,21 +96,19 @@ def _moe_delta(
     shape = shape_of(slots.a, slice_widths, num_pairs=num_pairs, num_experts=num_experts)
     chosen = plan_path(shape, MoEPath(path) if path else None)
     view = view_shrunk(shrunk, shape) if chosen is MoEPath.TWO_KERNEL else shrunk
-    launch(
-        Delta(
-            shape=shape,
-            x=x,
-            pairs_per_x=num_pairs // x.shape[0],
-            slots=slots,
-            tables=pairs.tables,
-            shrunk=view,
-            out=out,
-            router_weights=router_weights,
-            add_inputs=add_inputs,
-        ),
-        chosen,
-        pdl=supports_pdl(x.device),
+    delta = Delta(
+        shape=shape,
+        x=x,
+        pairs_per_x=num_pairs // x.shape[0],
+        slots=slots,
+        tables=pairs.tables,
+        shrunk=view,
+        out=out,
+        router_weights=router_weights,
+        add_inputs=add_inputs,
     )
+    with on_device_of(out):
+        launch(delta, chosen, pdl=supports_pdl(x.device))
 
 
 def view_shrunk(shrunk: Tensor, shape: MoEShape) -> Tensor:

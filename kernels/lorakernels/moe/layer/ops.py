@@ -23,7 +23,7 @@ from lorakernels.moe.layer.types import (
     Quantised,
     RouterWeight,
 )
-from lorakernels.runtime.device import supports_pdl
+from lorakernels.runtime.device import on_device_of, supports_pdl
 
 __all__ = [
     "Activation",
@@ -118,19 +118,20 @@ def _run_experts(
         router_weights=router_weights if on_input else None,
     )
     pdl = supports_pdl(x.device)
-    launch_product(first, pdl=pdl)
-    second = Product(
-        x=act if quantised_x is None else quantise_rows(act),
-        w=w2,
-        out=y,
-        pairs=pairs,
-        lora_input=act,
-        lora=_adapters(slot_tensors[4:], shrunk),
-        activation=None,
-        router_weights=None if on_input else router_weights,
-    )
-    launch_product(second, pdl=pdl)
-    launch_sum(y, pairs, out, pdl=pdl)
+    with on_device_of(out):
+        launch_product(first, pdl=pdl)
+        second = Product(
+            x=act if quantised_x is None else quantise_rows(act),
+            w=w2,
+            out=y,
+            pairs=pairs,
+            lora_input=act,
+            lora=_adapters(slot_tensors[4:], shrunk),
+            activation=None,
+            router_weights=None if on_input else router_weights,
+        )
+        launch_product(second, pdl=pdl)
+        launch_sum(y, pairs, out, pdl=pdl)
 
 
 def _flatten(operands: LayerOperands, pairs: PairMetadata) -> tuple[object, ...]:

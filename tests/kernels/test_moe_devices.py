@@ -1,0 +1,91 @@
+"""Triton launches on the current device, which need not be that of the tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from lorakernels.batch.metadata import BatchMetadata
+from lorakernels.layers.moe import FusedMoELoRA, MoEScratch
+from lorakernels.moe.align import launch as align_launch
+from lorakernels.moe.align import ops as align_ops
+from lorakernels.moe.align.metadata import PairMetadata
+from lorakernels.moe.delta import launch as delta_launch
+from lorakernels.moe.delta import ops as delta_ops
+from lorakernels.moe.layer import launch as layer_launch
+from lorakernels.moe.layer import ops as layer_ops
+from lorakernels.runtime import tuning
+
+TOKENS, WIDTH = 3, 16
+
+
+class Devices:
+    """The current device as `on_device_of` sets it, and the kernels launched meanwhile."""
+
+    def __init__(self) -> None:
+        self.current: torch.device | None = None
+        self.launched: dict[str, torch.device | None] = {}
+
+    @contextmanager
+    def on_device_of(self, tensor: Tensor) -> Iterator[None]:
+        assert self.current is None
+        self.current = tensor.device
+        yield
+        self.current = None
+
+
+@dataclass
+class Watched:
+    """In place of a kernel: it also notes the current device of a launch."""
+
+    name: str
+    kernel: Any
+    devices: Devices
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Any:
+        self.devices.launched[self.name] = self.devices.current
+        return self.kernel[grid]
+
+
+def kernels_of(module: ModuleType) -> dict[str, Any]:
+    return {name: kernel for name, kernel in vars(module).items() if name.endswith("_kernel")}
+
+
+@pytest.fixture
+def devices(monkeypatch: pytest.MonkeyPatch) -> Devices:
+    devices = Devices()
+    for ops in (align_ops, delta_ops, layer_ops):
+        monkeypatch.setattr(ops, "on_device_of", devices.on_device_of)
+    for module in (align_launch, delta_launch, layer_launch):
+        for name, kernel in kernels_of(module).items():
+            monkeypatch.setattr(module, name, Watched(name, kernel, devices))
+    return devices
+
+
+def test_every_launch_of_a_moe_layer_is_on_the_device_of_its_tensors(
+    devices: Devices, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    align = replace(tuning.DEFAULT.align, single_launch_pairs=0)
+    monkeypatch.setattr(tuning, "DEFAULT", replace(tuning.DEFAULT, align=align))
+    weights = (torch.zeros(2, 2 * WIDTH, WIDTH), torch.zeros(2, WIDTH, WIDTH))
+    layer = FusedMoELoRA(*weights, num_slots=1, rank=1)
+    batch = BatchMetadata(max_tokens=TOKENS, max_slots=1, device="cpu")
+    batch.prepare(torch.zeros(TOKENS, dtype=torch.int32))
+    sizes = {"max_tokens": TOKENS, "top_k": 1}
+    pairs = PairMetadata(**sizes, num_experts=2, max_slots=1, device="cpu", with_base=True)
+    scratch = MoEScratch([layer], **sizes)
+    x, ids = torch.ones(TOKENS, WIDTH), torch.zeros(TOKENS, 1, dtype=torch.int32)
+    layer(x, ids, torch.ones(TOKENS, 1), batch, pairs, scratch)
+    for path in delta_ops.MoEPath:
+        out = torch.zeros(TOKENS, 2 * WIDTH)
+        delta_ops.moe_delta(x, layer.w13_slots, pairs, scratch.workspace, out, path=path)
+    modules = (align_launch, delta_launch, layer_launch)
+    wanted = {name for module in modules for name in kernels_of(module)}
+    assert devices.launched == dict.fromkeys(wanted, torch.device("cpu"))
