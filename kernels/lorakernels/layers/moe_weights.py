@@ -12,7 +12,7 @@ from torch import Tensor
 from lorakernels.layers.expert_packing import ExpertPacking
 from lorakernels.layers.moe_partition import MoECut
 from lorakernels.layers.packing import owned, take
-from lorakernels.layers.partition import Shard
+from lorakernels.layers.partition import Shard, whole
 from lorakernels.moe.layer.ops import Quantised
 
 Weight = Tensor | Quantised
@@ -62,7 +62,7 @@ def take_w13(packing: ExpertPacking, cut: MoECut, weight: Weight) -> tuple[Tenso
 def take_w2(packing: ExpertPacking, cut: MoECut, weight: Weight) -> tuple[Tensor, Tensor | None]:
     """The inputs of down that a rank holds, and the scales of its rows."""
     values = _held(values_of(weight), cut.experts)
-    if cut.intermediate.size != packing.intermediate:
+    if cut.intermediate != whole(packing.intermediate):
         values = _take(values, cut.intermediate, dim=2)
     if isinstance(weight, Quantised):
         scales = weight.scales.detach()
@@ -76,7 +76,7 @@ def values_of(weight: Weight) -> Tensor:
 
 def _take_rows(packing: ExpertPacking, cut: MoECut, tensor: Tensor) -> Tensor:
     held = _held(tensor.detach(), cut.experts)
-    if cut.intermediate.size == packing.intermediate:
+    if cut.intermediate == whole(packing.intermediate):
         return owned(held, tensor)
     # a cut of both halves at once would leave a rank without a gate
     halves = torch.split(held, packing.intermediate, dim=1)
