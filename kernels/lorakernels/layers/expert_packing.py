@@ -49,9 +49,12 @@ class ExpertPacking:
                 homes[f"experts.{expert}.{projection}"] = (expert, (index,))
         return homes
 
-    def by_slice(self, parts: ExpertParts, held: Shard) -> dict[int, ExpertFactors]:
+    def by_slice(
+        self, parts: ExpertParts, held: Shard, *, shared_outer: bool
+    ) -> dict[int, ExpertFactors]:
         """Checked factors of the `held` experts for each slice that the adapter has, as wide as the
-        whole layer. An expert axis of 1 stays 1. Raises ValueError."""
+        whole layer. An expert axis of 1 stays 1. With `shared_outer` all experts must share the
+        outer factor. Raises ValueError."""
         found: dict[int, ExpertFactors] = {}
         single: dict[int, dict[int, LoRAFactors]] = {}
         homes = self.homes()
@@ -74,15 +77,27 @@ class ExpertPacking:
             for index, piece in zip(members, self._split(stacked, members, held), strict=True):
                 self._refuse_twice(index, found)
                 found[index] = piece
+                if shared_outer:
+                    self._check_outer(index, stacked.a.shape[0], stacked.b.shape[0])
         for index, by_expert in single.items():
             self._refuse_twice(index, found)
             found[index] = self._stack(index, by_expert, held)
+            if shared_outer:
+                self._check_outer(index, len(by_expert), len(by_expert))
         return found
 
     def ends(self, index: int) -> tuple[int, int]:
         """Input and output features of a slice."""
         down = index == len(self.projections) - 1
         return (self.intermediate, self.hidden) if down else (self.hidden, self.intermediate)
+
+    def _check_outer(self, index: int, experts_of_a: int, experts_of_b: int) -> None:
+        # of the whole factors: a rank that holds one expert must refuse what other ranks refuse
+        down = index == len(self.projections) - 1
+        side, experts = ("b", experts_of_b) if down else ("a", experts_of_a)
+        if self.num_experts > 1 and experts != 1:
+            name = self.projections[index]
+            raise ValueError(f"{side} of {name} must be shared by all experts, as in this layer")
 
     def _refuse_twice(self, index: int, found: Mapping[int, ExpertFactors]) -> None:
         if index in found:
@@ -154,13 +169,10 @@ def stage_experts(
 ) -> tuple[ExpertFactors | None, ...]:
     """A rank's factors for each slice, in the dtype and on the device of `like`. With
     `shared_outer` the outer factor of each slice has an axis of 1. ValueError."""
-    found = packing.by_slice(parts, cut.experts)
+    found = packing.by_slice(parts, cut.experts, shared_outer=shared_outer)
     pieces: dict[str, Tensor] = {}
     for index, factors in found.items():
         name, down = packing.projections[index], index == len(packing.projections) - 1
-        outer, side = (factors.b, "b") if down else (factors.a, "a")
-        if shared_outer and packing.num_experts > 1 and outer.shape[0] != 1:
-            raise ValueError(f"{side} of {name} must be shared by all experts, as in this layer")
         if not 1 <= factors.rank <= max_rank:
             raise ValueError(f"rank of {name} must be 1 to {max_rank} (got {factors.rank})")
         check_scale(name, factors.scale)
