@@ -85,7 +85,7 @@ FAULTS = (
     ),
     _plan(
         "shrink-output-sized-for-the-largest-batch",
-        "    sizes = (*range(1, several + 1), shape.num_pairs)\n",
+        "    sizes = (*_last_sizes(shape, several), shape.num_pairs)\n",
         "    sizes = (shape.num_pairs,)\n",
         source="sglang #31525",
         why="Smaller batches split K into more partials than fit into the workspace.",

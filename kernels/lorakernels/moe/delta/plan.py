@@ -4,6 +4,8 @@ the same for every replay of a graph, whatever adapters a batch has."""
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from enum import Enum, auto
 from functools import cache
@@ -277,8 +279,31 @@ def shrunk_shape(shape: MoEShape) -> tuple[int, int, int]:
 @cache
 def largest_shrunk(shape: MoEShape) -> int:
     """Values of the largest shrink output over all batches of at most as many pairs."""
-    # the number of split-K partials rises where tiles get higher and where decode ends, and falls
-    # in between; beyond this size there is only one
+    # beyond this size there is only one split-K partial
     several = min(shape.num_pairs, shape.tuning.moe.programs * shape.height)
-    sizes = (*range(1, several + 1), shape.num_pairs)
-    return max(math.prod(shrunk_shape(replace(shape, num_pairs=size))) for size in sizes)
+    sizes = (*_last_sizes(shape, several), shape.num_pairs)
+    return max(math.prod(shrunk_shape(_at(shape, size))) for size in sizes)
+
+
+def _last_sizes(shape: MoEShape, several: int) -> Iterator[int]:
+    """Of the batches of 1 to `several` pairs, the largest with each number of split-K partials. It
+    rises where tiles get higher and where decode ends; in between it falls, so that its steps are
+    found by bisection."""
+    sizes = range(1, several + 1)
+
+    def regime(size: int) -> tuple[int, bool]:
+        return _at(shape, size).height, size > shape.tuning.moe.decode_pairs
+
+    def partials(size: int) -> int:
+        return -plan_shrink(_at(shape, size)).splits
+
+    start = 0
+    while start < several:
+        end = bisect_right(sizes, regime(sizes[start]), lo=start, key=regime)
+        while start < end:
+            start = bisect_right(sizes, partials(sizes[start]), lo=start, hi=end, key=partials)
+            yield sizes[start - 1]
+
+
+def _at(shape: MoEShape, num_pairs: int) -> MoEShape:
+    return replace(shape, num_pairs=num_pairs)
