@@ -37,6 +37,7 @@ class Problem:
 
 
 # in features, slice widths, experts, top-k
+Sizes = tuple[int, tuple[int, ...], int, int]
 _W13 = (2048, (768, 768), 128, 8)
 _W2 = (768, (2048,), 128, 8)
 _WIDE = (4096, (7168, 7168), 8, 2)
@@ -74,18 +75,20 @@ def launches(compute_capability: int) -> Iterator[tuple[str, Callable[[], None]]
     pdl = compute_capability >= 90
     for tokens, with_base in ((8, False), (64, True), (8192, False), (8192, True)):
         label = f"align-t{tokens}{'-base' if with_base else ''}"
-        yield label, partial(_align, tokens, with_base, pdl=pdl)
+        yield label, partial(launch_align, tokens, with_base, pdl=pdl)
     for problem in _problems():
         yield f"moe-{problem.label}", partial(launch_delta, problem, pdl=pdl)
     for tokens in (8, 1024, 8192):
         for rank in (0, 16, 128):
-            yield f"layer-r{rank}-t{tokens}", partial(_layer, tokens, rank, pdl=pdl)
-    yield "layer-fp32-r16-t8", partial(_layer, 8, 16, pdl=pdl, dtype=torch.float32)
+            yield f"layer-r{rank}-t{tokens}", partial(launch_layer, tokens, rank, pdl=pdl)
+    yield "layer-fp32-r16-t8", partial(launch_layer, 8, 16, pdl=pdl, dtype=torch.float32)
 
 
-def _align(tokens: int, with_base: bool, *, pdl: bool) -> None:
-    pairs = _pairs(tokens, 8, 128, with_base=with_base)
-    ids = torch.empty(tokens, 8, dtype=torch.int32, device="meta")
+def launch_align(tokens: int, with_base: bool, *, pdl: bool, sizes: Sizes = _W13) -> None:
+    """Launch the alignment of a batch on tensors without data."""
+    _, _, experts, top_k = sizes
+    pairs = _pairs(tokens, top_k, experts, with_base=with_base)
+    ids = torch.empty(tokens, top_k, dtype=torch.int32, device="meta")
     slots = torch.empty(tokens, dtype=torch.int32, device="meta")
     fill_tables(pairs.tables, ids, slots, None, pdl=pdl)
 
@@ -114,8 +117,16 @@ def launch_delta(problem: Problem, *, pdl: bool) -> None:
     launch(delta, path, pdl=pdl)
 
 
-def _layer(tokens: int, rank: int, *, pdl: bool, dtype: torch.dtype = torch.bfloat16) -> None:
-    hidden, (width, _), experts, top_k = _W13
+def launch_layer(
+    tokens: int,
+    rank: int,
+    *,
+    pdl: bool,
+    dtype: torch.dtype = torch.bfloat16,
+    sizes: Sizes = _W13,
+) -> None:
+    """Launch a layer with gate and up of one width on tensors without data."""
+    hidden, (width, _), experts, top_k = sizes
     pairs, rows = _pairs(tokens, top_k, experts, with_base=True), tokens * top_k
 
     def empty(*shape: int) -> torch.Tensor:

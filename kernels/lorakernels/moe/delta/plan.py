@@ -29,6 +29,9 @@ class MoEPath(Enum):
     SMALL_BATCH = auto()
 
 
+# CUDA's limit of the second and the third axis of a grid
+MAX_GRID_YZ = 65535
+
 # beyond this rank the ranks of a tile no longer fit into registers beside the output
 MAX_FUSED_RANK = 128
 
@@ -123,7 +126,7 @@ def tile_programs(shape: MoEShape, capacity: int) -> int:
     # one tile more than programs would double the time of a launch whose programs have one each
     if pairs + 3 * math.sqrt(pairs) > _tiles_of_a_bucket(shape) * shape.height:
         expected += -(-expected // 16)
-    return max(1, min(capacity, expected))
+    return max(1, min(capacity, expected, MAX_GRID_YZ))
 
 
 def expected_tiles(shape: MoEShape) -> int:

@@ -176,15 +176,17 @@ def moe_gemm_kernel(
     IEEE: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    # grid (column blocks, tiles of base pairs). GATED: a program computes the same columns of
-    # both halves, gate and up. Without LORA it waits at once; with LORA it relies on the shrink,
-    # which waited for everything else before it let this kernel start
+    # grid (tiles of base pairs * column blocks), one axis because the others end at 65535. GATED:
+    # a program computes the same columns of both halves, gate and up. Without LORA it waits at
+    # once; with LORA it relies on the shrink, which waited for everything else before it let this
+    # kernel start
     if PDL and not LORA:
         gdc_wait()
-    tile = tl.program_id(1)
+    COLUMN_BLOCKS: tl.constexpr = (WIDTH + BLOCK_N - 1) // BLOCK_N
+    tile = tl.program_id(0) // COLUMN_BLOCKS
     if tile < tl.load(num_base_tiles_ptr):
         low: tl.constexpr = out_ptr.dtype.element_ty
-        offs_n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+        offs_n = tl.program_id(0) % COLUMN_BLOCKS * BLOCK_N + tl.arange(0, BLOCK_N)
         offs_k = tl.arange(0, BLOCK_K)
         expert = tl.load(base_experts_ptr + tile)
         pairs = tl.load(base_pairs_ptr + tile * HEIGHT + tl.arange(0, HEIGHT))

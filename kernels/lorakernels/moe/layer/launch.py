@@ -79,7 +79,7 @@ def _gemm(product: Product, delta: Delta | None, *, pdl: bool) -> None:
     height = pairs.base_height
     plan = plan_gemm(height, itemsize=out.element_size(), is_gated=product.is_gated)
     tables, weights = pairs.tables, product.router_weights
-    moe_gemm_kernel[(-(-width // plan.block_n), pairs.base_tile_programs)](
+    moe_gemm_kernel[(-(-width // plan.block_n) * pairs.base_tile_programs,)](
         x,
         w,
         *product.scales,
