@@ -149,5 +149,7 @@ class PairMetadata:
                 f"topk_ids must have {batch.num_rows} rows, as the batch was prepared for "
                 f"(got {rows})"
             )
+        if batch.token_slots.device != device:
+            raise ValueError(f"batch must be on {device} (got {batch.token_slots.device})")
         if batch.max_slots != self.max_slots:
             raise ValueError(f"batch must have {self.max_slots} slots (got {batch.max_slots})")
