@@ -10,6 +10,7 @@ import torch
 
 from lorakernels.moe import specs
 from lorakernels.moe.align import launch as align_launch
+from lorakernels.moe.align import sort as align_sort
 from lorakernels.moe.delta import launch as delta_launch
 from lorakernels.moe.delta.plan import MoEPath
 from lorakernels.moe.layer import launch as layer_launch
@@ -35,7 +36,7 @@ class Grids:
 @pytest.fixture
 def grids(monkeypatch: pytest.MonkeyPatch) -> Grids:
     grids = Grids()
-    for module in (align_launch, delta_launch, layer_launch):
+    for module in (align_launch, align_sort, delta_launch, layer_launch):
         for name in vars(module):
             if name.endswith("_kernel"):
                 monkeypatch.setattr(module, name, grids)
@@ -47,7 +48,9 @@ def grids(monkeypatch: pytest.MonkeyPatch) -> Grids:
 def test_the_grids_of_all_moe_launches_are_within_the_limits_of_cuda(
     sizes: Sizes, tokens: int, grids: Grids
 ) -> None:
-    launches = [partial(specs.launch_align, tokens, base, sizes=sizes) for base in (False, True)]
+    launches = [
+        partial(specs.launch_align, tokens, True, sizes=sizes, slots=slots) for slots in (4, 64)
+    ]
     for rank in (1, 64, 512):
         launches.append(partial(specs.launch_layer, tokens, rank, sizes=sizes))
         for path in MoEPath:

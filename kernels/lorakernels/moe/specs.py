@@ -41,6 +41,7 @@ Sizes = tuple[int, tuple[int, ...], int, int]
 _W13 = (2048, (768, 768), 128, 8)
 _W2 = (768, (2048,), 128, 8)
 _WIDE = (4096, (7168, 7168), 8, 2)
+_MANY = (2048, (512, 512), 1024, 8)
 _ODD = (1000, (520, 72), 5, 3)
 
 
@@ -76,6 +77,7 @@ def launches(compute_capability: int) -> Iterator[tuple[str, Callable[[], None]]
     for tokens, with_base in ((8, False), (64, True), (8192, False), (8192, True)):
         label = f"align-t{tokens}{'-base' if with_base else ''}"
         yield label, partial(launch_align, tokens, with_base, pdl=pdl)
+    yield "align-sorted", partial(launch_align, 1024, True, pdl=pdl, sizes=_MANY, slots=64)
     for problem in _problems():
         yield f"moe-{problem.label}", partial(launch_delta, problem, pdl=pdl)
     for tokens in (8, 1024, 8192):
@@ -84,13 +86,15 @@ def launches(compute_capability: int) -> Iterator[tuple[str, Callable[[], None]]
     yield "layer-fp32-r16-t8", partial(launch_layer, 8, 16, pdl=pdl, dtype=torch.float32)
 
 
-def launch_align(tokens: int, with_base: bool, *, pdl: bool, sizes: Sizes = _W13) -> None:
+def launch_align(
+    tokens: int, with_base: bool, *, pdl: bool, sizes: Sizes = _W13, slots: int = _SLOTS
+) -> None:
     """Launch the alignment of a batch on tensors without data."""
     _, _, experts, top_k = sizes
-    pairs = _pairs(tokens, top_k, experts, with_base=with_base)
+    pairs = _pairs(tokens, top_k, experts, with_base=with_base, slots=slots)
     ids = torch.empty(tokens, top_k, dtype=torch.int32, device="meta")
-    slots = torch.empty(tokens, dtype=torch.int32, device="meta")
-    fill_tables(pairs.tables, ids, slots, None, pdl=pdl)
+    token_slots = torch.empty(tokens, dtype=torch.int32, device="meta")
+    fill_tables(pairs.tables, ids, token_slots, None, pdl=pdl)
 
 
 def launch_delta(problem: Problem, *, pdl: bool) -> None:
@@ -169,12 +173,14 @@ def _weights(widths: tuple[int, ...], in_features: int, problem: Problem) -> Exp
     )
 
 
-def _pairs(tokens: int, top_k: int, experts: int, *, with_base: bool) -> PairMetadata:
+def _pairs(
+    tokens: int, top_k: int, experts: int, *, with_base: bool, slots: int = _SLOTS
+) -> PairMetadata:
     pairs = PairMetadata(
         max_tokens=tokens,
         top_k=top_k,
         num_experts=experts,
-        max_slots=_SLOTS,
+        max_slots=slots,
         device="meta",
         with_base=with_base,
     )

@@ -36,6 +36,28 @@ def num_bins(num_experts: int, max_slots: int, with_base: bool) -> int:
     return max(16, power_of_2(num_experts)) * slot_bins(max_slots, with_base)
 
 
+def is_sorted(num_experts: int, max_slots: int, with_base: bool, tuning: Tuning = DEFAULT) -> bool:
+    """Whether pairs are sorted, because a program cannot hold a counter of each bucket."""
+    return num_bins(num_experts, max_slots, with_base) > tuning.align.most_bins
+
+
+def digit_bins(num_experts: int, bins_of_slots: int) -> tuple[int, int]:
+    """Counters of a pass over the slots of the keys that are sorted, and of one over their experts;
+    one more of these for pairs without expert."""
+    return max(16, bins_of_slots), max(16, power_of_2(num_experts + 1))
+
+
+def sort_spans(num_pairs: int, span: int) -> int:
+    """Programs of a pass, each of which takes `span` pairs."""
+    return max(1, -(-num_pairs // span))
+
+
+def sort_stride(num_pairs: int) -> int:
+    """Elements of a buffer of sorted pairs, so that the next one is aligned for every batch size:
+    kernels are compiled anew for pointers of another alignment."""
+    return -(-num_pairs // 64) * 64
+
+
 def slot_bins(max_slots: int, with_base: bool) -> int:
     """Counters of an expert; base rows have one of their own where they are tiled."""
     return power_of_2(max_slots + with_base)

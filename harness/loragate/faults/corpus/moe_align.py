@@ -17,7 +17,7 @@ _place = planting("lorakernels.moe.align.kernels.place", Group.ALIGN)
 _tables = planting("lorakernels.moe.align.tables", Group.ALIGN)
 _launch = planting("lorakernels.moe.align.launch", Group.ALIGN)
 _ops = planting("lorakernels.moe.align.ops", Group.ALIGN)
-_torch = planting("lorakernels.moe.align.torch_sort", Group.ALIGN)
+_sort = planting("lorakernels.moe.align.kernels.sort", Group.ALIGN)
 _tiles = planting("lorakernels.moe.tiles", Group.ALIGN)
 
 # more pairs than one program places, and no multiple of what it does
@@ -56,12 +56,12 @@ FAULTS = (
         killers=(O.REFERENCE, O.EXACT, O.BASE_ROWS),
         cases=(_PARALLEL,),
     ),
-    _torch(
+    _sort(
         "negative-expert-is-the-last",
-        "    known = _in_range(ids, expert_map.shape[0])\n",
-        "    known = ids < expert_map.shape[0]\n",
+        "key = tl.where(bucket >= 0, bucket, num_experts * layout.SLOT_BINS)",
+        "key = tl.where(bucket >= 0, bucket, (num_experts - 1) * layout.SLOT_BINS)",
         source="vllm tests/lora/test_punica_ops.py",
-        why="Index -1 of the expert map is its last entry to torch.",
+        why="Where pairs are sorted, one without an expert is taken for one of the last expert.",
         killers=(O.REFERENCE, O.EXACT, O.BASE_ROWS),
         cases=(_MANY_BUCKETS,),
     ),
@@ -157,10 +157,10 @@ FAULTS = (
     ),
     _ops(
         "base-batch-keeps-old-pairs",
-        "    if pairs.num_bins > pairs.tuning.align.most_bins:\n",
+        "    launch = launch_sorting if pairs.is_sorted else launch_alignment\n",
         "    if not bool((token_slots[: pairs.num_rows] >= 0).any()):\n"
         "        return\n"
-        "    if pairs.num_bins > pairs.tuning.align.most_bins:\n",
+        "    launch = launch_sorting if pairs.is_sorted else launch_alignment\n",
         source="vllm #42120",
         why="A batch of base rows returns early, and the tables of the batch before stay.",
         killers=(O.SEQUENCE,),
@@ -191,10 +191,10 @@ FAULTS = (
         cases=(replace(MOE_SMALL, tokens=12),),
         only=True,
     ),
-    _torch(
+    _sort(
         "unrouted-pairs-counted-as-tiles",
-        "    tiles[num_groups] = 0\n",
-        "",
+        "is_keyed = live & (key < num_experts * layout.SLOT_BINS)",
+        "is_keyed = live",
         source="own",
         why="Pairs without an expert make tiles that no expert has.",
         killers=(Check.PAIRS,),

@@ -53,14 +53,14 @@ CONTROLS = (
         edit=Edit(_PLAN, "MAX_FUSED_RANK = 128", "MAX_FUSED_RANK = 8"),
     ),
     Control(
-        name="pairs-aligned-in-torch",
+        name="pairs-always-sorted",
         why="The path for many buckets, taken for few.",
         cases=(pairs(), two_kernel()),
         checks=(Check.PAIRS,),
         edit=Edit(
-            "lorakernels.moe.align.ops",
-            "if pairs.num_bins > pairs.tuning.align.most_bins:",
-            "if pairs.num_experts:",
+            "lorakernels.moe.tiles",
+            "return num_bins(num_experts, max_slots, with_base) > tuning.align.most_bins",
+            "return num_bins(num_experts, max_slots, with_base) > 0",
         ),
     ),
     Control(

@@ -22,11 +22,11 @@ def launch_alignment(
     span = tuning.span if counted else tuning.small_span
     spans = -(-pairs.num_pairs // span)
     count_block = tuning.count_block if pairs.num_pairs > tuning.small_span else tuning.small_span
-    layout = _layout(pairs, is_mapped=is_mapped)
+    layout = pairs.layout(is_mapped=is_mapped)
     if counted:
         _count(pairs, routes, spans, num_ids=num_ids, layout=layout, pdl=pdl)
     tables = pairs.tables
-    place_pairs_kernel[(max(spans, _reset_programs(pairs)),)](
+    place_pairs_kernel[(max(spans, pairs.reset_programs),)](
         routes,
         tables,
         pairs.counts,
@@ -51,23 +51,6 @@ def launch_alignment(
         num_warps=4 if counted else 8,
         **launch_options(pdl),
     )
-
-
-def _layout(pairs: PairTables, *, is_mapped: bool) -> Layout:
-    return Layout(
-        TOP_K=pairs.top_k,
-        SLOT_BINS=pairs.slot_bins,
-        NUM_BINS=pairs.num_bins,
-        MAPPED=is_mapped,
-        WITH_BASE=pairs.with_base,
-    )
-
-
-def _reset_programs(pairs: PairTables) -> int:
-    """Programs that are enough to reset tables which are far larger than a small step."""
-    tuning, tables = pairs.tuning.align, pairs.tables
-    size = tables.tile_pairs.shape[0] + tables.base_pairs.shape[0] + tables.pair_slots.shape[0]
-    return max(1, min(tuning.most_reset_programs, size // tuning.reset_size))
 
 
 def _count(

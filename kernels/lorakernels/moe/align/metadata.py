@@ -15,7 +15,7 @@ from lorakernels.batch.metadata import MIN_TILE_ROWS, BatchMetadata
 from lorakernels.moe.align.kernels.arguments import Tables
 from lorakernels.moe.align.ops import align_pairs
 from lorakernels.moe.align.tables import PairTables, counts_size
-from lorakernels.moe.tiles import base_tile_height, max_tiles, num_bins, tile_height
+from lorakernels.moe.tiles import base_tile_height, max_tiles, tile_height
 from lorakernels.runtime.tuning import tuning_of
 
 
@@ -68,8 +68,7 @@ class PairMetadata:
         capacity = max_tiles(pairs, num_experts, tallest) * tallest if with_base else 1
         self.base_experts, self.base_pairs = table(base_tiles), table(capacity)
         self.num_base_tiles = count()
-        bins = num_bins(num_experts, max_slots, with_base)
-        self._counts = table(counts_size(pairs, bins, tuning))
+        self._counts = table(counts_size(pairs, num_experts, max_slots, with_base, tuning))
         self.num_rows = 0
 
     @property

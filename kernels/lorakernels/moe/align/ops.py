@@ -7,8 +7,8 @@ from torch import Tensor
 
 from lorakernels.moe.align.kernels.arguments import Routes
 from lorakernels.moe.align.launch import launch_alignment
+from lorakernels.moe.align.sort import launch_sorting
 from lorakernels.moe.align.tables import PairTables
-from lorakernels.moe.align.torch_sort import place_pairs
 from lorakernels.runtime.device import on_device_of, supports_pdl
 
 
@@ -36,15 +36,12 @@ def fill_tables(
     *,
     pdl: bool,
 ) -> None:
-    """Fill every table of `pairs`, with Triton or, for more buckets than a program can count, in
-    plain torch."""
-    if pairs.num_bins > pairs.tuning.align.most_bins:
-        place_pairs(pairs, topk_ids, token_slots, expert_map)
-        return
+    """Fill every table of `pairs`."""
     # without a map its pointer is never read
     routes = Routes(topk_ids, token_slots, topk_ids if expert_map is None else expert_map)
     num_ids = 0 if expert_map is None else expert_map.shape[0]
-    launch_alignment(pairs, routes, num_ids=num_ids, is_mapped=expert_map is not None, pdl=pdl)
+    launch = launch_sorting if pairs.is_sorted else launch_alignment
+    launch(pairs, routes, num_ids=num_ids, is_mapped=expert_map is not None, pdl=pdl)
 
 
 @torch.library.custom_op("lorakernels::align_pairs", mutates_args=("tables",))

@@ -7,8 +7,18 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from lorakernels.moe.align.kernels.arguments import Tables
-from lorakernels.moe.tiles import base_tile_height, max_tiles, num_bins, slot_bins, tile_height
+from lorakernels.moe.align.kernels.arguments import Layout, Tables
+from lorakernels.moe.tiles import (
+    base_tile_height,
+    digit_bins,
+    is_sorted,
+    max_tiles,
+    num_bins,
+    slot_bins,
+    sort_spans,
+    sort_stride,
+    tile_height,
+)
 from lorakernels.runtime.tuning import Tuning, tuning_of
 
 
@@ -43,16 +53,33 @@ class PairTables:
         return self.num_rows * self.top_k
 
     @property
-    def num_buckets(self) -> int:
-        return self.num_experts * self.max_slots
-
-    @property
     def slot_bins(self) -> int:
         return slot_bins(self.max_slots, bool(self.with_base))
 
     @property
     def num_bins(self) -> int:
         return num_bins(self.num_experts, self.max_slots, bool(self.with_base))
+
+    @property
+    def is_sorted(self) -> bool:
+        return is_sorted(self.num_experts, self.max_slots, bool(self.with_base), self.tuning)
+
+    def layout(self, *, is_mapped: bool) -> Layout:
+        """What the kernels of the alignment are compiled for."""
+        return Layout(
+            TOP_K=self.top_k,
+            SLOT_BINS=self.slot_bins,
+            NUM_BINS=self.num_bins,
+            MAPPED=is_mapped,
+            WITH_BASE=self.with_base,
+        )
+
+    @property
+    def reset_programs(self) -> int:
+        """Programs that are enough to reset tables which are far larger than a small step."""
+        tuning, tables = self.tuning.align, self.tables
+        size = tables.tile_pairs.shape[0] + tables.base_pairs.shape[0] + tables.pair_slots.shape[0]
+        return max(1, min(tuning.most_reset_programs, size // tuning.reset_size))
 
     @property
     def height(self) -> int:
@@ -68,9 +95,18 @@ class PairTables:
         return max(1, max_tiles(self.num_pairs, self.num_experts, self.base_height))
 
 
-def counts_size(max_pairs: int, bins: int, tuning: Tuning) -> int:
-    """Elements of the buffer in which the kernels count batches of up to `max_pairs` pairs: one
-    row for each span, one of totals and three of offsets."""
+def counts_size(
+    max_pairs: int, num_experts: int, max_slots: int, with_base: bool, tuning: Tuning
+) -> int:
+    """Elements of the scratch memory of the alignment of batches of up to `max_pairs` pairs.
+
+    One row of counters for each span, one of totals and three of offsets; where pairs are sorted,
+    two buffers of keys and of pairs, and the counters of a digit for each span and their totals.
+    """
     align = tuning.align
-    is_counted = max_pairs > align.single_launch_pairs and bins <= align.most_bins
+    if is_sorted(num_experts, max_slots, with_base, tuning):
+        most = max(digit_bins(num_experts, slot_bins(max_slots, with_base)))
+        return 4 * sort_stride(max_pairs) + (sort_spans(max_pairs, align.span) + 1) * most
+    bins = num_bins(num_experts, max_slots, with_base)
+    is_counted = max_pairs > align.single_launch_pairs
     return (-(-max_pairs // align.span) + 4) * bins if is_counted else 1
