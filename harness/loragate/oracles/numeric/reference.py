@@ -58,6 +58,7 @@ from loragate.oracles.numeric.compare import (
 from loragate.oracles.numeric.errors import RowErrors, concatenated, row_errors
 from loragate.oracles.numeric.golden import chunks, condition_number, folded
 from loragate.oracles.numeric.golden_layer import eager_of, golden_of
+from loragate.oracles.numeric.zscore import Deviation, deviations
 from loragate.protocol import BaseLayer, Batch, Pool, Trial
 
 _ILL_CONDITIONED = 0.1
@@ -113,11 +114,13 @@ def judge_errors(trial: Trial, pool: Pool, batch: Batch, errors: RowErrors) -> J
     if trial.case.site in MOE_SITES:
         findings.append(expert_finding(trial.case, pool, pair_rows(batch), errors))
     worst = max([*findings, *row_findings(trial.case, errors)])
-    where = _where(trial, batch, errors, worst)
+    where = _where(trial, batch, errors, worst.row, worst.part)
     slot = int(rows.slots[worst.row])
     group = next(g for g in groups if (g.slot, g.part) == (slot, worst.part))
     metrics = _metrics(groups, group, worst)
     miss = metrics["eager_miss"]
+    deviation = _deviation(trial, pool, batch, errors)
+    metrics["sigmas"] = deviation.z
     if worst.ratio > 1:
         metrics |= _condition(trial, pool, batch, group)
         metrics |= _extent(trial, pool, batch, errors, torch.zeros_like(errors.gain[:, 0]).bool())
@@ -126,6 +129,10 @@ def judge_errors(trial: Trial, pool: Pool, batch: Batch, errors: RowErrors) -> J
             f"{worst.ratio:.3g} times what is allowed"
         )
         failure = Failure.WRONG_ANSWER
+        return Judgement(OracleName.REFERENCE, Verdict.FAIL, failure, message, metrics, where)
+    if deviation.ratio > 1:
+        where = _where(trial, batch, errors, deviation.row, deviation.part)
+        failure, message = Failure.WRONG_ANSWER, deviation.sentence
         return Judgement(OracleName.REFERENCE, Verdict.FAIL, failure, message, metrics, where)
     if miss > _ILL_CONDITIONED:
         vague = max(groups, key=lambda g: g.eager_miss)
@@ -138,9 +145,19 @@ def judge_errors(trial: Trial, pool: Pool, batch: Batch, errors: RowErrors) -> J
     return Judgement(OracleName.REFERENCE, Verdict.PASS, None, "", metrics, where)
 
 
-def _where(trial: Trial, batch: Batch, errors: RowErrors, worst: Finding) -> dict[str, int | str]:
-    column = int(errors.worst_column[worst.row, worst.part])
-    return locate(trial.case, batch, worst.row, sum(trial.case.out_slices[: worst.part]) + column)
+def _deviation(trial: Trial, pool: Pool, batch: Batch, errors: RowErrors) -> Deviation:
+    """The worst factor or excess of errors that many elements have in common."""
+    case, roundings = trial.case, trial.capabilities.roundings
+    promised = None if roundings is None else roundings(case)
+    pairs = pair_rows(batch) if case.site in MOE_SITES else None
+    return max(deviations(case, pool, out_rows(batch), pairs, errors, promised))
+
+
+def _where(
+    trial: Trial, batch: Batch, errors: RowErrors, row: int, part: int
+) -> dict[str, int | str]:
+    column = int(errors.worst_column[row, part])
+    return locate(trial.case, batch, row, sum(trial.case.out_slices[:part]) + column)
 
 
 def _metrics(groups: list[Population], group: Population, worst: Finding) -> dict[str, float]:
