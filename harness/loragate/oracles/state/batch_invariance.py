@@ -1,6 +1,6 @@
 """The bits of a row do not depend on the rest of its batch, as far as the subject promises it.
 
-A quarter of the tokens stay as they are, in their places; the others get new values, and then new
+Half of the tokens stay as they are, in their places; the others get new values, and then new
 adapters and experts as well, each only where it is promised. The tokens that stayed must keep their
 bits on data that rounds. The size of the batch stays the same: plans depend on it.
 """
@@ -22,7 +22,7 @@ from loragate.inputs.draw import number
 from loragate.oracles.evidence import judge_bits, passed
 from loragate.protocol import Batch, Others, Trial
 
-_KEPT = 4
+_KEPT = 2
 _CLAIMS = {
     Others.VALUES: "the same rows beside rows with other values",
     Others.SLOTS: "the same rows beside rows with other adapters",
