@@ -97,10 +97,11 @@ def _shifts(case: Case) -> Iterator[Shift]:
     yield Shift("a large scale", shrunk - 10, act - 10, 10)
     most = _exponent(limit / (_TOP_OUT_OF_LAYER if layer else _TOP_OUT))
     yield Shift("results near the largest number", out=most)
-    # half a unit of the smallest numbers of fp16; the weights of a layer are smaller than its
-    # results; in other dtypes the smallest normal numbers
+    # half a unit is the smallest number of fp16, or a small normal one of the others. The weights of
+    # a layer are smaller than its results, and B of its gate cannot be larger
     small = (-17 if layer else -23) if half else -115
-    yield Shift("results near the smallest number", small // 2, small // 2, 0, small)
+    sums = 0 if layer else small // 2
+    yield Shift("results near the smallest number", sums, small // 2, 0, small)
 
 
 def _exponent(number: float) -> int:

@@ -1,7 +1,7 @@
 """The bits of a row do not depend on the rest of its batch, as far as the subject promises it.
 
-Half of the tokens stay as they are, in their places; the others get new values, and then new
-adapters and experts as well, each only where it is promised. The tokens that stayed must keep their
+Half of the tokens stay as they are, in their places; the others get new and larger values, and
+then other adapters and experts, each only where it is promised. The tokens that stayed must keep their
 bits on data that rounds. The size of the batch stays the same: plans depend on it.
 """
 
@@ -23,6 +23,7 @@ from loragate.oracles.evidence import judge_bits, passed
 from loragate.protocol import Batch, Others, Trial
 
 _KEPT = 2
+_LARGER = 8.0
 _CLAIMS = {
     Others.VALUES: "the same rows beside rows with other values",
     Others.SLOTS: "the same rows beside rows with other adapters",
@@ -78,7 +79,10 @@ def _kept(trial: Trial, batch: Batch) -> Tensor:
 def _changed(trial: Trial, batch: Batch, kept: Tensor) -> Iterator[tuple[Others, Batch]]:
     other = make_batch(trial.case, trial.seed, 1, DataKind.SIGNED, trial.machine)
     if Others.VALUES in trial.capabilities.batch_invariant:
-        same = replace(other, token_slots=batch.token_slots.clone())
+        same = replace(copy_batch(other), token_slots=batch.token_slots.clone())
+        # the largest number of the batch, of a tile and of a column must not be one that stays
+        same.x.mul_(_LARGER)
+        same.out.mul_(_LARGER)
         if other.routes is not None and batch.routes is not None:
             same = replace(same, routes=replace(other.routes, topk_ids=batch.routes.topk_ids))
         yield Others.VALUES, _with_kept(same, batch, kept)
