@@ -1,4 +1,4 @@
-"""The work oracle fails kernels whose work depends on slots that no row uses, or on slot numbers."""
+"""The work oracle fails kernels whose work depends on idle slots or on the numbers of slots."""
 
 from __future__ import annotations
 

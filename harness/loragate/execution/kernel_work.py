@@ -34,9 +34,7 @@ def counted_work() -> Iterator[Work]:
         "create_dot": lambda a, b, *rest: _add(
             work, dot_operations=2 * a.data.size * b.data.shape[-1]
         ),
-        "create_masked_load": lambda ptrs, mask, *rest: _add(
-            work, bytes_loaded=_bytes(ptrs, mask)
-        ),
+        "create_masked_load": lambda ptrs, mask, *rest: _add(work, bytes_loaded=_bytes(ptrs, mask)),
         "create_masked_store": lambda ptrs, value, mask, *rest: _add(
             work, bytes_stored=_bytes(ptrs, mask)
         ),

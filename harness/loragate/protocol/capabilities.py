@@ -93,7 +93,8 @@ class Capabilities:
     # B holds scale * B, rounded once to the weights' dtype when an adapter is loaded; a
     # comparison in that dtype must fold as well, or it would blame the kernel for the rounding
     folds_scale_into_weights: bool = False
-    # all roundings of a case that come before that of the output; None: not promised
+    # all roundings of a case that come before that of the output; None: not promised. Not judged
+    # where scale * B is rounded
     roundings: Callable[[Case], Collection[Rounding]] | None = None
     # a row's bits do not depend on this about the other rows of its batch
     batch_invariant: frozenset[Others] = frozenset()

@@ -1,4 +1,5 @@
-"""Faults that only isolation, range, work, batch_invariance or queue detect."""
+"""Faults that only isolation, range, work, batch_invariance or queue detect, and errors that drown
+in the rounding of each element."""
 
 from __future__ import annotations
 
@@ -8,7 +9,7 @@ from loragate.core.verdict import OracleName as O
 from loragate.faults.corpus.moe_points import MOE_SMALL
 from loragate.faults.corpus.points import SMALL, delta, planting
 from loragate.faults.model import Group, Needs
-from loragate.matrix.case import Dtype, Path, Ranks
+from loragate.matrix.case import Dtype, Mix, Path, Ranks
 
 _dense = planting("lorakernels.dense.kernels", Group.SHRINK)
 _expand = planting("lorakernels.dense.kernels", Group.EXPAND)
@@ -19,6 +20,8 @@ _small_batch = planting("lorakernels.moe.delta.kernels.small_batch", Group.MOE_F
 # no dead ranks, which would hold NaN in the canary's run
 _FULL = replace(SMALL, ranks=Ranks.FULL)
 _MOE_FULL = replace(MOE_SMALL, ranks=Ranks.FULL)
+# enough elements for errors that they have in common
+_MANY = delta(tokens=130, in_features=72, slices=(144,), rank=16, slots=1, ranks=Ranks.FULL)
 
 FAULTS = (
     _expand(
@@ -71,7 +74,8 @@ FAULTS = (
     ),
     _dense(
         "slots-before-walked-over",
-        "        live_rank = tl.load(ranks_ptr + slot * S + offs_n // R, mask=offs_n < SR, other=0)\n",
+        "        live_rank = tl.load(ranks_ptr + slot * S + offs_n // R, mask=offs_n < SR, "
+        "other=0)\n",
         "        live_rank = tl.zeros([BLOCK_N], dtype=tl.int32)\n"
         "        for before in range(0, slot + 1):\n"
         "            ranks_of_slot = ranks_ptr + before * S + offs_n // R\n"
@@ -121,6 +125,25 @@ FAULTS = (
             ),
         ),
         only=True,
+    ),
+    _dense(
+        "sums-rounded-before-the-scale",
+        "tl.store(row_ptrs + offs_n[None, :], acc, mask=live_cells)",
+        "tl.store(row_ptrs + offs_n[None, :], acc.to(x_ptr.dtype.element_ty), mask=live_cells)",
+        source="own",
+        why="Sums over in_features are rounded when they are stored, and again with their scale.",
+        killers=(O.REFERENCE,),
+        cases=(replace(_MANY, mix=Mix.SINGLE),),
+    ),
+    _expand(
+        "scale-through-bf16",
+        "        scale = tl.load(scales_ptr + slot * S + slice_id)\n",
+        "        scale = tl.load(scales_ptr + slot * S + slice_id)\n"
+        "        scale = scale.to(tl.bfloat16).to(tl.float32)\n",
+        source="own",
+        why="The scale has eight bits, and is off by up to 0.4 %.",
+        killers=(O.REFERENCE,),
+        cases=(replace(_MANY, mix=Mix.SINGLE),),
     ),
     _metadata(
         "mapping-read-where-it-lies",

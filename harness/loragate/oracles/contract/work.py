@@ -4,10 +4,10 @@ Counted while they are interpreted: programs, operations of dots, and bytes that
 stored, in `prepare` and `apply` together. All adapters have the same rank.
 
 * Slots without rows cost nothing: loaded or empty, the counts are the same.
-* It does not matter which slots are in use: the same rows with their adapters in other slots, in the
-  same order, cost the same.
-* Twice as many tiles cost at most twice as much more than none. Only where the batch has room for
-  two tiles of any height; at an MoE site each token chooses the same experts.
+* It does not matter which slots are in use: the same rows with their adapters in other slots, in
+  the same order, cost the same.
+* The second tile costs at most as much as the first one. This is judged where the batch has room
+  for two tiles of any height; at an MoE site each token then chooses the same experts.
 """
 
 from __future__ import annotations

@@ -1,21 +1,20 @@
 """Finite, and right, wherever a plain layer in the dtype is.
 
-Data that leaves nothing to round (inputs/exactness.py, inputs/exact_layer.py) is multiplied by powers
-of two, some of which cancel: sums over in_features near the largest number of the dtype, scales of
-hundreds with a small B, results near either end of the range. Whatever a plain layer rounds to the
-dtype - x, A, B, x @ A.T, its product with B, that times the scale, the output - is then still a
-number of the dtype, and all products fit into fp32. So the bits must be those of the exact result;
-what overflows or vanishes is a number that a plain layer never rounds, such as a scaled sum over
-in_features. All zeros of x and of the base are negative.
+Data that leaves nothing to round (inputs/exactness.py, inputs/exact_layer.py) is multiplied by
+powers of two, some of which cancel: sums over in_features near the largest number of the dtype,
+scales of thousands with a small B, results near either end of the range. Whatever a plain layer
+rounds to the dtype - x, A, B, x @ A.T, its product with B, that times the scale, the output - is
+then still a number of the dtype, and all products fit into fp32. So the bits must be those of the
+exact result; what overflows or vanishes is a number that a plain layer never rounds, such as a
+scaled sum over in_features. All zeros of x and of the base are negative.
 
-Subnormal numbers occur in fp16 only: in the other dtypes they are subnormal in fp32 as well, where a
-compiler may flush them.
+Subnormal numbers occur in fp16 only: in the other dtypes they are subnormal in fp32 as well, where
+a compiler may flush them.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import torch
@@ -68,8 +67,8 @@ class Range:
             golden_of(trial.case, pool, piece, base).out.to(batch.out.dtype)
             for _, piece in chunks(batch, sum(trial.case.slices))
         ]
-        wanted, count = torch.cat(exact), 0
-        for count, shift in enumerate(_shifts(trial.case), 1):
+        wanted, shifts = torch.cat(exact), _shifts(trial.case)
+        for shift in shifts:
             session = Session(trial, _shifted_base(base, shift), _shifted_pool(pool, shift))
             wrong = judge_bits(
                 trial,
@@ -83,25 +82,27 @@ class Range:
             )
             if wrong is not None:
                 return wrong
-        return passed(self.name, scenes=float(count))
+        return passed(self.name, scenes=float(len(shifts)))
 
 
-def _shifts(case: Case) -> Iterator[Shift]:
+def _shifts(case: Case) -> tuple[Shift, ...]:
     layer, half = case.site is Site.MOE_LAYER, case.dtype is Dtype.FP16
     limit = torch.finfo(torch.float16).max if half else _LIMIT
     shrunk = _exponent(limit / (_TOP_SHRUNK_OF_LAYER if layer else _TOP_SHRUNK))
     act = _exponent(limit / _TOP_SHRUNK_OF_ACT)
-    # with every scale of the data the scaled sums are beyond the largest number of fp16, and B is
-    # still normal
-    yield Shift("sums over in_features near the largest number", shrunk, act, 5, 3)
-    yield Shift("a large scale", shrunk - 10, act - 10, 10)
     most = _exponent(limit / (_TOP_OUT_OF_LAYER if layer else _TOP_OUT))
-    yield Shift("results near the largest number", out=most)
-    # half a unit is the smallest number of fp16, or a small normal one of the others. The weights of
-    # a layer are smaller than its results, and B of its gate cannot be larger
+    # half a unit is the smallest number of fp16, or a small normal one of the others. The weights
+    # of a layer are smaller than its results, and B of its gate cannot be larger
     small = (-17 if layer else -23) if half else -115
     sums = 0 if layer else small // 2
-    yield Shift("results near the smallest number", sums, small // 2, 0, small)
+    return (
+        # with any scale of the data the scaled sums are beyond the largest number of fp16, and B is
+        # still normal
+        Shift("sums over in_features near the largest number", shrunk, act, 5, 3),
+        Shift("a large scale", shrunk - 10, act - 10, 10),
+        Shift("results near the largest number", out=most),
+        Shift("results near the smallest number", sums, small // 2, 0, small),
+    )
 
 
 def _exponent(number: float) -> int:

@@ -12,6 +12,8 @@ delta + base:
   `rounding` being what one cast of the golden output really costs. This threshold is tight; a
   population of n numbers gets a margin of 1 + 2 / sqrt(n), because its rms is itself uncertain.
 
+Where these hold, what many elements have in common is judged: see zscore.py.
+
 Where eager itself misses the delta by more than 10 % the result is INCONCLUSIVE.
 
 A FAIL also says how far the fault reaches: `wrong_rows` are beyond the threshold of a row, and
@@ -25,7 +27,7 @@ subject has this one fault alone; the smallest of six seeds, in bf16 / fp16 / fp
     one inner column of A lost      1.7 /   13 / 3000
     last rank lost                   21 /  170 / 4e4
     scale 1 % too large             1.1 /    6 / 1400
-    scale 0.5 % too large           0.7 /    3 /  700
+    scale 0.5 % too large           0.7 /    3 /  700 (and see zscore.py)
 
 Correct subjects that round in other places (the shrink output to the dtype, the scale folded into
 B, one rounding in place of two) stay below 0.7.
@@ -58,8 +60,8 @@ from loragate.oracles.numeric.compare import (
 from loragate.oracles.numeric.errors import RowErrors, concatenated, row_errors
 from loragate.oracles.numeric.golden import chunks, condition_number, folded
 from loragate.oracles.numeric.golden_layer import eager_of, golden_of
-from loragate.oracles.numeric.zscore import Deviation, deviations
-from loragate.protocol import BaseLayer, Batch, Pool, Trial
+from loragate.oracles.numeric.zscore import Deviation, worst_deviation
+from loragate.protocol import BaseLayer, Batch, Pool, Trial, subject_code
 
 _ILL_CONDITIONED = 0.1
 
@@ -147,10 +149,14 @@ def judge_errors(trial: Trial, pool: Pool, batch: Batch, errors: RowErrors) -> J
 
 def _deviation(trial: Trial, pool: Pool, batch: Batch, errors: RowErrors) -> Deviation:
     """The worst factor or excess of errors that many elements have in common."""
-    case, roundings = trial.case, trial.capabilities.roundings
-    promised = None if roundings is None else roundings(case)
+    case, have = trial.case, trial.capabilities
+    # the golden delta does not round scale * B, so that its cost is in every error
+    promised = None
+    if have.roundings is not None and not have.folds_scale_into_weights:
+        with subject_code():
+            promised = have.roundings(case)
     pairs = pair_rows(batch) if case.site in MOE_SITES else None
-    return max(deviations(case, pool, out_rows(batch), pairs, errors, promised))
+    return worst_deviation(case, pool, out_rows(batch), pairs, errors, promised)
 
 
 def _where(

@@ -10,7 +10,7 @@ that refuses it with a ValueError has kept it out.
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
 import torch
@@ -44,7 +44,10 @@ class Isolation:
     def applies(self, trial: Trial) -> str | None:
         if not trial.case.tokens:
             return "the batch has no rows"
-        if trial.case.quantisation is not Quantisation.NONE and not trial.capabilities.deterministic:
+        if (
+            trial.case.quantisation is not Quantisation.NONE
+            and not trial.capabilities.deterministic
+        ):
             return "a quantised product rounds, and the subject does not promise equal bits"
         return None
 
@@ -56,8 +59,9 @@ class Isolation:
         base = base_of(trial, kind)
         wanted = Session(trial, base, pool).step(copy_batch(batch))
         slots = out_rows(batch).slots
-        count = 0
-        for count, scene in enumerate(_scenes(trial, base, pool, batch), 1):
+        scenes = 0
+        for scene in _scenes(trial, base, pool, batch):
+            scenes += 1
             result = scene.session.step(copy_batch(batch)).clone()
             if scene.spoiled is not None:
                 own = (slots == scene.spoiled).nonzero().flatten().to(result.device)
@@ -73,12 +77,10 @@ class Isolation:
             )
             if wrong is not None:
                 return wrong
-        return passed(self.name, scenes=float(count))
+        return passed(self.name, scenes=float(scenes))
 
 
-def _scenes(
-    trial: Trial, base: BaseLayer | None, pool: Pool, batch: Batch
-) -> Iterator[Scene]:
+def _scenes(trial: Trial, base: BaseLayer | None, pool: Pool, batch: Batch) -> Iterator[Scene]:
     """Lazily: the slots are as a scene describes them while it is the last one."""
     rng = random.Random(number(trial.seed, "isolation"))
     values = [float("inf"), float("nan")]
@@ -93,15 +95,23 @@ def _scenes(
         session.instance.load(slot, pool)
     value = values[len(chosen) % 2]
     if idle:
-        if any([_spoil(trial, session, pool, slot, value) for slot in idle]):
+        if _spoil_all(trial, session, pool, idle, value):
             yield Scene(f"adapters without rows are all {value}", session)
-        yield Scene(f"slots never loaded hold {value}", _empty_slots(trial, base, pool, idle, value))
-    if any([_spoil(trial, session, pool, slot, value) for slot in range(trial.case.slots)]):
+        empty = _empty_slots(trial, base, pool, idle, value)
+        yield Scene(f"slots never loaded hold {value}", empty)
+    if _spoil_all(trial, session, pool, range(trial.case.slots), value):
         for slot in range(trial.case.slots):
             session.instance.unload(slot)
         for slot in active:
             session.instance.load(slot, pool)
         yield Scene(f"adapters that were all {value} have left their slots", session)
+
+
+def _spoil_all(
+    trial: Trial, session: Session, pool: Pool, slots: Iterable[int], value: float
+) -> bool:
+    spoiled = [_spoil(trial, session, pool, slot, value) for slot in slots]
+    return any(spoiled)
 
 
 def _spoil(trial: Trial, session: Session, pool: Pool, slot: int, value: float) -> bool:

@@ -1,13 +1,13 @@
 """A step reads nothing late: the host may be many steps ahead of the device.
 
-Several steps with different mappings are queued behind a busy device. All of them are prepared from
-one buffer on the host, pageable in one round and pinned in the other, that is overwritten as soon as
-`prepare` returns. Each step must equal the step of a fresh instance that waits for the device: a
-copy that reads the buffer when the device gets to it, or a table of the next step written over one
-that is still in use, gives the mapping of another step (vllm #36013).
+Several steps with different mappings are queued behind a busy device. All of them are prepared
+from one buffer on the host, pageable in one round and pinned in the other, that is overwritten as
+soon as `prepare` returns. Each step must equal the step of a fresh instance that waits for the
+device: a copy that reads the buffer when the device gets to it, or a table of the next step written
+over one that is still in use, gives the mapping of another step (vllm #36013).
 
-There is no model of this for a CPU: there the subject's tensors are where the mapping is, so that the
-code that copies between the two does not run at all.
+There is no model of this for a CPU: there the subject's tensors are where the mapping is, so that
+the code that copies between the two does not run at all.
 """
 
 from __future__ import annotations
@@ -66,6 +66,11 @@ class Queue:
         return passed(self.name, steps=2.0 * _STEPS, rounds_ahead=float(ahead))
 
 
+def host_buffer(like: Tensor, *, is_pinned: bool) -> Tensor:
+    """What a server keeps for the mapping of the next step."""
+    return torch.empty_like(like, pin_memory=is_pinned)
+
+
 def _queued(
     trial: Trial, base: BaseLayer | None, pool: Pool, batches: list[Batch], *, is_pinned: bool
 ) -> tuple[list[Tensor], bool]:
@@ -75,7 +80,7 @@ def _queued(
     own = [copy_batch(batch) for batch in batches]
     # what is compiled, captured or allocated on first use would wait for the device
     session.step(copy_batch(batches[0]))
-    buffer = torch.empty_like(batches[0].token_slots, pin_memory=is_pinned)
+    buffer = host_buffer(batches[0].token_slots, is_pinned=is_pinned)
     torch.cuda.synchronize()
     done = keep_busy()
     results = []
@@ -84,6 +89,6 @@ def _queued(
         results.append(session.queue(replace(batch, token_slots=buffer)))
         # a base row for every adapter, and the last adapter for every base row
         buffer.copy_(torch.where(buffer == BASE_ROW, trial.case.slots - 1, BASE_ROW))
-    was_behind = not done.query()
+    was_behind = not done.query()  # type: ignore[no-untyped-call]
     torch.cuda.synchronize()
     return results, was_behind
