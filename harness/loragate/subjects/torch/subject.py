@@ -30,7 +30,6 @@ from loragate.protocol import (
     Capabilities,
     Others,
     Pool,
-    Rounding,
     Routes,
 )
 from loragate.subjects.torch.moe_layer import MoELayer
@@ -58,7 +57,6 @@ class TorchSubject:
             },
             skips_dead_ranks=True,
             rank_per_slice=True,
-            roundings=lambda case: {Rounding.DELTA},
             # other adapters change the shapes of the products
             batch_invariant=frozenset({Others.VALUES}),
         )
