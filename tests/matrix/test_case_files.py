@@ -84,7 +84,10 @@ def test_all_problems_of_a_file_are_reported_at_once(write: Write) -> None:
         "experts, top_k, source, routing, expert_map, sharing, router, write, path, "
         "ep, quantisation"
     )
-    oracles = "reference, exact, base_rows, canary, repeat, permute, sequence, guard, compile"
+    oracles = (
+        "reference, exact, base_rows, canary, repeat, permute, sequence, guard, compile, "
+        "isolation, range, work, batch_invariance, queue"
+    )
     keys = "tier, oracles, rows, timeout_s, exclude, include, sample"
     slices = "a list of integers >= 1, such as [48, 16, 16]"
     one = "groups.one"

@@ -27,7 +27,12 @@ from loragate.run.trial import run_trial
 from loragate.subjects.torch.subject import DenseDelta, TorchSubject
 
 # those that any subject in plain torch is judged by
-JUDGES = [name for name in OracleName if name not in (OracleName.GUARD, OracleName.COMPILE)]
+# the others need a promise or a GPU
+JUDGES = [
+    name
+    for name in OracleName
+    if name not in (OracleName.GUARD, OracleName.COMPILE, OracleName.WORK, OracleName.QUEUE)
+]
 
 
 class OneColumnShort(DenseDelta):

@@ -24,7 +24,12 @@ from loragate.subjects.torch.subject import TorchSubject
 select_interpreter()
 CPU = Machine("cpu", "test", None, 1, 0)
 PAGE = Path(__file__).parents[2] / "docs" / "subjects.md"
-SKIPPED = {OracleName.COMPILE: "does not promise that torch.compile can trace it"}
+SKIPPED = {
+    OracleName.COMPILE: "does not promise that torch.compile can trace it",
+    OracleName.WORK: "does not promise that its work follows from the tiles",
+    OracleName.BATCH_INVARIANCE: "does not promise that a row does not depend on its batch",
+    OracleName.QUEUE: "without a GPU",
+}
 
 
 @pytest.fixture

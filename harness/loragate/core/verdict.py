@@ -25,6 +25,10 @@ class Failure(StrEnum):
     NONDETERMINISTIC = "nondeterministic"
     NOT_EQUIVARIANT = "not_equivariant"
     STALE_STATE = "stale_state"
+    NOT_ISOLATED = "not_isolated"
+    BATCH_DEPENDENT = "batch_dependent"
+    LATE_READ = "late_read"
+    EXTRA_WORK = "extra_work"
     NOT_REFUSED = "not_refused"
     RECOMPILED = "recompiled"
     RESOURCES_GREW = "resources_grew"
@@ -49,6 +53,11 @@ class OracleName(StrEnum):
     SEQUENCE = "sequence"
     GUARD = "guard"
     COMPILE = "compile"
+    ISOLATION = "isolation"
+    RANGE = "range"
+    WORK = "work"
+    BATCH_INVARIANCE = "batch_invariance"
+    QUEUE = "queue"
 
 
 @dataclass(frozen=True, slots=True)

@@ -40,10 +40,14 @@ class Session:
             self.instance = open_loaded(trial, trial.case, base=base, pool=pool)
         self._runner = RUNNERS[trial.case.execution](self.instance)
 
+    def queue(self, batch: Batch) -> Tensor:
+        """As `step`, but the device may still be busy with it."""
+        return self._runner.run(batch)
+
     def step(self, batch: Batch) -> Tensor:
         """Prepare and run one step to its end. An in-place site changes `batch.out` and
         returns it; nothing else of the batch may change."""
-        result = self._runner.run(batch)
+        result = self.queue(batch)
         if batch.x.device.type == "cuda":
             with subject_code():
                 torch.cuda.synchronize()

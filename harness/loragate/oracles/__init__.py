@@ -8,12 +8,17 @@ from types import MappingProxyType
 from loragate.core.verdict import OracleName
 from loragate.oracles.contract.compile import Compile
 from loragate.oracles.contract.guard import GuardedInput
+from loragate.oracles.contract.work import Work
 from loragate.oracles.memory.canary import Canary
 from loragate.oracles.numeric.base_rows import BaseRows
 from loragate.oracles.numeric.exact import Exact
+from loragate.oracles.numeric.range import Range
 from loragate.oracles.numeric.reference import Reference
 from loragate.oracles.oracle import Oracle
+from loragate.oracles.state.batch_invariance import BatchInvariance
+from loragate.oracles.state.isolation import Isolation
 from loragate.oracles.state.permute import Permute
+from loragate.oracles.state.queue import Queue
 from loragate.oracles.state.repeat import Repeat
 from loragate.oracles.state.sequence import Sequence
 
@@ -27,5 +32,10 @@ _ALL: tuple[Oracle, ...] = (
     Sequence(),
     GuardedInput(),
     Compile(),
+    Isolation(),
+    Range(),
+    Work(),
+    BatchInvariance(),
+    Queue(),
 )
 ORACLES: Mapping[OracleName, Oracle] = MappingProxyType({oracle.name: oracle for oracle in _ALL})

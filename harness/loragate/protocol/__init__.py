@@ -3,7 +3,13 @@
 from __future__ import annotations
 
 from loragate.protocol.boundary import CheckedInstance, CheckedSubject
-from loragate.protocol.capabilities import Capabilities, Guard, unsupported
+from loragate.protocol.capabilities import (
+    Capabilities,
+    Guard,
+    Others,
+    Rounding,
+    unsupported,
+)
 from loragate.protocol.error_origin import BrokenProtocol, raised_by_subject, subject_code
 from loragate.protocol.subject import (
     AnyInstance,
@@ -28,8 +34,10 @@ __all__ = [
     "Guard",
     "Instance",
     "MoEInstance",
+    "Others",
     "Pool",
     "Resident",
+    "Rounding",
     "Routes",
     "Subject",
     "Trial",

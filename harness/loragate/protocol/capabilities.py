@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from types import MappingProxyType
+from typing import Any
+
+from torch import Tensor
 
 from loragate.matrix.axis import DeclaredAxis, Unstated
 from loragate.matrix.case import AXES, Case, Site
@@ -45,6 +48,24 @@ class Guard(StrEnum):
     ADAPTER_EXPERTS = "adapter_experts"
 
 
+class Rounding(StrEnum):
+    """A rounding to the dtype between the inputs and the one rounding of the output."""
+
+    # the sums over in_features, with or without the scale; once
+    SHRUNK = "shrunk"
+    # the delta, before it is added to the base
+    DELTA = "delta"
+
+
+class Others(StrEnum):
+    """What may change about the other rows of a batch while a row keeps its bits."""
+
+    # their inputs, base outputs and router weights
+    VALUES = "values"
+    # their adapters and experts as well; the row keeps its place
+    SLOTS = "slots"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Capabilities:
     """What a subject supports on a machine; whatever is missing is a counted skip.
@@ -72,6 +93,16 @@ class Capabilities:
     # B holds scale * B, rounded once to the weights' dtype when an adapter is loaded; a
     # comparison in that dtype must fold as well, or it would blame the kernel for the rounding
     folds_scale_into_weights: bool = False
+    # all roundings of a case that come before that of the output; None: not promised. Not judged
+    # where scale * B is rounded
+    roundings: Callable[[Case], Collection[Rounding]] | None = None
+    # a row's bits do not depend on this about the other rows of its batch
+    batch_invariant: frozenset[Others] = frozenset()
+    # kernels do as much work as the live tiles of a batch need, whichever slots they use
+    work_follows_tiles: bool = False
+    # the floating-point memory of a slot of an instance that it opened, as views that an oracle
+    # may write to; None: a slot is changed by loading only
+    slot_memory: Callable[[Any, int], Sequence[Tensor]] | None = None
     guards: frozenset[Guard] = frozenset()
     # torch.compile traces apply() into one graph
     traceable: bool = False

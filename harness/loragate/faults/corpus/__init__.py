@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from loragate.core.verdict import OracleName as O
 from loragate.faults.corpus import (
     adapters,
     controls,
@@ -21,10 +20,12 @@ from loragate.faults.corpus import (
     moe_layer,
     moe_parts,
     moe_two_kernel,
+    new_oracles,
     operator,
     shrink,
     weights,
 )
+from loragate.faults.corpus.points import NUMERIC
 from loragate.faults.model import Control, Fault, Needs
 
 FAULTS: tuple[Fault, ...] = (
@@ -44,6 +45,7 @@ FAULTS: tuple[Fault, ...] = (
     *moe_parts.FAULTS,
     *moe_adapters.FAULTS,
     *moe_device.FAULTS,
+    *new_oracles.FAULTS,
 )
 
 CONTROLS: tuple[Control, ...] = (*controls.CONTROLS, *moe_controls.CONTROLS)
@@ -53,11 +55,10 @@ ALONE = tuple(fault for fault in FAULTS if fault.only and fault.needs is Needs.C
 
 
 def _quick(fault: Fault) -> Fault:
-    """The fault without the slowest oracles, unless they must detect it."""
-    slow = {O.GUARD, O.COMPILE} - set(fault.killers)
+    """The fault with the oracles that judge all others, and those that must detect it."""
+    kept = {*NUMERIC, *fault.killers}
     cases = tuple(
-        replace(case, oracles=tuple(o for o in case.oracles if o not in slow))
-        for case in fault.cases
+        replace(case, oracles=tuple(o for o in case.oracles if o in kept)) for case in fault.cases
     )
     return replace(fault, cases=cases)
 

@@ -54,7 +54,7 @@ class Population:
 def populations(case: Case, pool: Pool, rows: OutRows, errors: RowErrors) -> list[Population]:
     """One population for each slot with rows (-1 for rows without a delta) and each slice."""
     slots = rows.slots.long()
-    ranks = torch.tensor([*_ranks(pool), (1,) * len(case.out_slices)])
+    ranks = torch.tensor([*ranks_of_errors(pool), (1,) * len(case.out_slices)])
     # rows without a slot are group -1, which is the last one
     group = slots.remainder(len(ranks))
     sums = _Sums(case, errors, group.to(errors.gain.device), ranks)
@@ -75,7 +75,7 @@ def expert_finding(case: Case, pool: Pool, rows: OutRows, errors: RowErrors) -> 
     the population of an MoE layer is the tokens that chose the expert."""
     device, of_tokens = errors.gain.device, case.site is Site.MOE_LAYER
     errors = errors[rows.x_rows] if of_tokens else errors
-    ranks = torch.tensor(_ranks(pool)).repeat_interleave(case.experts, 0)
+    ranks = torch.tensor(ranks_of_errors(pool)).repeat_interleave(case.experts, 0)
     # rows without a delta are the last group: no shrink output, and all of their base
     ranks = torch.cat([ranks, torch.ones_like(ranks[:1])])
     slots = rows.slots.long().to(device)
@@ -97,7 +97,7 @@ def expert_finding(case: Case, pool: Pool, rows: OutRows, errors: RowErrors) -> 
     )
 
 
-def _ranks(pool: Pool) -> tuple[tuple[int, ...], ...]:
+def ranks_of_errors(pool: Pool) -> tuple[tuple[int, ...], ...]:
     """[slots][slices of the output]: over how many ranks errors of the shrink output are spread."""
     if pool.down is None:
         return pool.ranks

@@ -6,6 +6,7 @@ per population: all rows of one slot, for one slice.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, fields
 
 import torch
@@ -16,6 +17,9 @@ from loragate.oracles.numeric.golden import Golden
 
 _MANTISSA = {torch.float16: 10, torch.bfloat16: 7, torch.float32: 23}
 _UNIT_ROUNDOFF_FP32 = 2.0**-24
+# mean square of a rounding error, over its bound: half a step is up to twice as large relative to
+# one number as to another, and the digits of numbers of any size are spread evenly on a log scale
+MANTISSA = 3 / (8 * math.log(2))
 # the largest of thousands of elements lies at four to five sigma
 TAIL = 4.0
 # how many jumps of the largest size may meet in a row: with two, one of twelve layers failed that
@@ -31,7 +35,9 @@ class RowErrors:
     `floor_sq`: what rounding the golden output once costs. `shrunk_*`: what rounding the shrink
     output, or in an MoE layer everything between its products, costs on average; eager does not
     round it. `jump_sq`: what single elements of a row may suffer beyond that average.
-    `gain`: sum of error * delta.
+    `gain` and `eager_gain`: sum of error * delta. `noise_sq`: what the rounding of the output costs
+    on average, in lora_linear that of the base as well; `delta_noise_sq`: that of the delta; `*_4`:
+    sums of the squares of an element's share. `gain_noise`: variance of `gain` from all of these.
     """
 
     delta_sq: Tensor
@@ -47,6 +53,12 @@ class RowErrors:
     jump_sq: Tensor
     worst_column: Tensor
     gain: Tensor
+    eager_gain: Tensor
+    noise_sq: Tensor
+    noise_4: Tensor
+    delta_noise_sq: Tensor
+    delta_noise_4: Tensor
+    gain_noise: Tensor
 
     def __getitem__(self, rows: Tensor) -> RowErrors:
         return RowErrors(*(getattr(self, f.name)[rows] for f in fields(RowErrors)))
@@ -74,6 +86,9 @@ def row_errors(case: Case, right: Golden, eager: Tensor, subject: Tensor) -> Row
     drift = _accumulation(case) * sums(_accumulated(case, right, finite).square())
     shrunk = torch.where(finite, right.terms_sq, 0.0) * _shrunk_variance(case, eager.dtype)
     jump = torch.zeros_like(shrunk) if right.jump_sq is None else right.jump_sq
+    noise, of_delta = (
+        torch.where(finite, part, 0.0) for part in _rounding_noise(case, right, eager.dtype)
+    )
     worst = [part.abs().argmax(1) for part in torch.split(wrong, widths, 1)]
     return RowErrors(
         delta_sq=sums(delta.square()),
@@ -89,6 +104,12 @@ def row_errors(case: Case, right: Golden, eager: Tensor, subject: Tensor) -> Row
         jump_sq=sums(jump),
         worst_column=torch.stack(worst, 1),
         gain=sums(wrong * delta),
+        eager_gain=sums(plain * delta),
+        noise_sq=sums(noise) + drift,
+        noise_4=sums(noise.square()),
+        delta_noise_sq=sums(of_delta),
+        delta_noise_4=sums(of_delta.square()),
+        gain_noise=sums((noise + of_delta) * delta.square()),
     )
 
 
@@ -122,6 +143,19 @@ def _rounding_bound(case: Case, right: Golden, dtype: torch.dtype) -> Tensor:
     if case.site is Site.LORA_LINEAR:
         bound += half_ulp(right.base, dtype)
     return shards * bound
+
+
+def _rounding_noise(case: Case, right: Golden, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Variance of each element from rounding the output, once for each shard, with the base of
+    lora_linear; and from rounding the delta. What an MoE layer rounds before its output is in
+    `terms_sq`."""
+    noise = half_ulp(right.out, dtype).square() / 3
+    if case.site is Site.MOE_LAYER:
+        return noise, torch.zeros_like(noise)
+    if case.site is Site.LORA_LINEAR:
+        noise += half_ulp(right.base, dtype).square() / 3
+    shards = case.tp if case.parallel is Parallel.ROW else 1
+    return shards * noise, shards * half_ulp(right.delta, dtype).square() / 3
 
 
 def _accumulated(case: Case, right: Golden, finite: Tensor) -> Tensor:

@@ -12,6 +12,8 @@ delta + base:
   `rounding` being what one cast of the golden output really costs. This threshold is tight; a
   population of n numbers gets a margin of 1 + 2 / sqrt(n), because its rms is itself uncertain.
 
+Where these hold, what many elements have in common is judged: see zscore.py.
+
 Where eager itself misses the delta by more than 10 % the result is INCONCLUSIVE.
 
 A FAIL also says how far the fault reaches: `wrong_rows` are beyond the threshold of a row, and
@@ -25,7 +27,7 @@ subject has this one fault alone; the smallest of six seeds, in bf16 / fp16 / fp
     one inner column of A lost      1.7 /   13 / 3000
     last rank lost                   21 /  170 / 4e4
     scale 1 % too large             1.1 /    6 / 1400
-    scale 0.5 % too large           0.7 /    3 /  700
+    scale 0.5 % too large           0.7 /    3 /  700 (and see zscore.py)
 
 Correct subjects that round in other places (the shrink output to the dtype, the scale folded into
 B, one rounding in place of two) stay below 0.7.
@@ -58,7 +60,8 @@ from loragate.oracles.numeric.compare import (
 from loragate.oracles.numeric.errors import RowErrors, concatenated, row_errors
 from loragate.oracles.numeric.golden import chunks, condition_number, folded
 from loragate.oracles.numeric.golden_layer import eager_of, golden_of
-from loragate.protocol import BaseLayer, Batch, Pool, Trial
+from loragate.oracles.numeric.zscore import Deviation, worst_deviation
+from loragate.protocol import BaseLayer, Batch, Pool, Trial, subject_code
 
 _ILL_CONDITIONED = 0.1
 
@@ -113,11 +116,13 @@ def judge_errors(trial: Trial, pool: Pool, batch: Batch, errors: RowErrors) -> J
     if trial.case.site in MOE_SITES:
         findings.append(expert_finding(trial.case, pool, pair_rows(batch), errors))
     worst = max([*findings, *row_findings(trial.case, errors)])
-    where = _where(trial, batch, errors, worst)
+    where = _where(trial, batch, errors, worst.row, worst.part)
     slot = int(rows.slots[worst.row])
     group = next(g for g in groups if (g.slot, g.part) == (slot, worst.part))
     metrics = _metrics(groups, group, worst)
     miss = metrics["eager_miss"]
+    deviation = _deviation(trial, pool, batch, errors)
+    metrics["sigmas"] = deviation.z
     if worst.ratio > 1:
         metrics |= _condition(trial, pool, batch, group)
         metrics |= _extent(trial, pool, batch, errors, torch.zeros_like(errors.gain[:, 0]).bool())
@@ -126,6 +131,10 @@ def judge_errors(trial: Trial, pool: Pool, batch: Batch, errors: RowErrors) -> J
             f"{worst.ratio:.3g} times what is allowed"
         )
         failure = Failure.WRONG_ANSWER
+        return Judgement(OracleName.REFERENCE, Verdict.FAIL, failure, message, metrics, where)
+    if deviation.ratio > 1:
+        where = _where(trial, batch, errors, deviation.row, deviation.part)
+        failure, message = Failure.WRONG_ANSWER, deviation.sentence
         return Judgement(OracleName.REFERENCE, Verdict.FAIL, failure, message, metrics, where)
     if miss > _ILL_CONDITIONED:
         vague = max(groups, key=lambda g: g.eager_miss)
@@ -138,9 +147,23 @@ def judge_errors(trial: Trial, pool: Pool, batch: Batch, errors: RowErrors) -> J
     return Judgement(OracleName.REFERENCE, Verdict.PASS, None, "", metrics, where)
 
 
-def _where(trial: Trial, batch: Batch, errors: RowErrors, worst: Finding) -> dict[str, int | str]:
-    column = int(errors.worst_column[worst.row, worst.part])
-    return locate(trial.case, batch, worst.row, sum(trial.case.out_slices[: worst.part]) + column)
+def _deviation(trial: Trial, pool: Pool, batch: Batch, errors: RowErrors) -> Deviation:
+    """The worst factor or excess of errors that many elements have in common."""
+    case, have = trial.case, trial.capabilities
+    # the golden delta does not round scale * B, so that its cost is in every error
+    promised = None
+    if have.roundings is not None and not have.folds_scale_into_weights:
+        with subject_code():
+            promised = have.roundings(case)
+    pairs = pair_rows(batch) if case.site in MOE_SITES else None
+    return worst_deviation(case, pool, out_rows(batch), pairs, errors, promised)
+
+
+def _where(
+    trial: Trial, batch: Batch, errors: RowErrors, row: int, part: int
+) -> dict[str, int | str]:
+    column = int(errors.worst_column[row, part])
+    return locate(trial.case, batch, row, sum(trial.case.out_slices[:part]) + column)
 
 
 def _metrics(groups: list[Population], group: Population, worst: Finding) -> dict[str, float]:

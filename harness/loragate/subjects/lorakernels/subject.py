@@ -23,7 +23,16 @@ from loragate.matrix.case import (
     Quantisation,
     Site,
 )
-from loragate.protocol import AnyInstance, BaseExperts, BaseLayer, Capabilities, Guard, Pool
+from loragate.protocol import (
+    AnyInstance,
+    BaseExperts,
+    BaseLayer,
+    Capabilities,
+    Guard,
+    Others,
+    Pool,
+    Rounding,
+)
 from loragate.subjects.lorakernels.dead_ranks import keep_dead_nan
 from loragate.subjects.lorakernels.mapping import Mapping
 from loragate.subjects.lorakernels.moe_delta import MoEDelta
@@ -33,6 +42,8 @@ from lorakernels.dense.ops import DenseWorkspace, dense_delta
 from lorakernels.dense.weights import LoRAFactors, SlotWeights
 from lorakernels.layers import partition
 from lorakernels.layers.linear import LoRALinear
+from lorakernels.moe.delta.plan import MAX_FUSED_RANK
+from lorakernels.moe.weights import ExpertWeights
 
 
 class LoraKernelsSubject:
@@ -61,6 +72,14 @@ class LoraKernelsSubject:
             place_invariant=not machine.interpreted,
             skips_dead_ranks=True,
             rank_per_slice=True,
+            roundings=_roundings,
+            # a row with another slot sits elsewhere in its tile, see place_invariant; sizes of
+            # tiles and splits of K follow from the batch size, so another size is not promised
+            batch_invariant=frozenset({Others.VALUES})
+            if machine.interpreted
+            else frozenset(Others),
+            work_follows_tiles=True,
+            slot_memory=slot_memory,
             guards=frozenset(Guard),
             traceable=True,
         )
@@ -73,6 +92,28 @@ class LoraKernelsSubject:
         if base is None:
             return _DenseDelta(case, machine)
         return _LoRALinear(case, machine, base)
+
+
+def _roundings(case: Case) -> frozenset[Rounding]:
+    # base and delta are added in fp32 on every path
+    if case.path is Path.SMALL_BATCH and case.rank <= MAX_FUSED_RANK:
+        return frozenset()
+    return frozenset({Rounding.SHRUNK})
+
+
+def slot_memory(instance: AnyInstance, slot: int) -> list[Tensor]:
+    """A, B and scales of a slot, of every simulated rank."""
+    if isinstance(instance, MoELayer):
+        stacks = [stack for rank in instance.ranks for stack in (rank.w13_slots, rank.w2_slots)]
+        return [part for stack in stacks for part in _memory(stack, slot)]
+    if isinstance(instance, _LoRALinear):
+        return [part for rank in instance.ranks for part in _memory(rank.slots, slot)]
+    assert isinstance(instance, (_DenseDelta, MoEDelta))
+    return _memory(instance.weights, slot)
+
+
+def _memory(weights: SlotWeights | ExpertWeights, slot: int) -> list[Tensor]:
+    return [weights.a[slot], weights.b[slot], weights.scales[slot]]
 
 
 class _DenseDelta(Mapping):

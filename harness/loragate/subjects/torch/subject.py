@@ -23,7 +23,15 @@ from loragate.matrix.case import (
     Site,
     Write,
 )
-from loragate.protocol import AnyInstance, BaseExperts, BaseLayer, Capabilities, Pool, Routes
+from loragate.protocol import (
+    AnyInstance,
+    BaseExperts,
+    BaseLayer,
+    Capabilities,
+    Others,
+    Pool,
+    Routes,
+)
 from loragate.subjects.torch.moe_layer import MoELayer
 
 # far above every rank of the matrix: this implementation has no limit
@@ -49,6 +57,8 @@ class TorchSubject:
             },
             skips_dead_ranks=True,
             rank_per_slice=True,
+            # other adapters change the shapes of the products
+            batch_invariant=frozenset({Others.VALUES}),
         )
 
     def open(self, case: Case, machine: Machine, base: BaseLayer | None) -> AnyInstance:

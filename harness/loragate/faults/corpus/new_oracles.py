@@ -1,0 +1,158 @@
+"""Faults that only isolation, range, work, batch_invariance or queue detect, and errors that drown
+in the rounding of each element."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from loragate.core.verdict import OracleName as O
+from loragate.faults.corpus.moe_points import MOE_SMALL
+from loragate.faults.corpus.points import SMALL, delta, planting
+from loragate.faults.model import Group, Needs
+from loragate.matrix.case import Dtype, Mix, Path, Ranks
+
+_dense = planting("lorakernels.dense.kernels", Group.SHRINK)
+_expand = planting("lorakernels.dense.kernels", Group.EXPAND)
+_metadata = planting("lorakernels.batch.metadata", Group.METADATA)
+_two_launch = planting("lorakernels.moe.delta.kernels.two_launch", Group.MOE_TWO_KERNEL)
+_small_batch = planting("lorakernels.moe.delta.kernels.small_batch", Group.MOE_FUSED)
+
+# no dead ranks, which would hold NaN in the canary's run
+_FULL = replace(SMALL, ranks=Ranks.FULL)
+_MOE_FULL = replace(MOE_SMALL, ranks=Ranks.FULL)
+# enough elements for errors that they have in common
+_MANY = delta(tokens=130, in_features=72, slices=(144,), rank=16, slots=1, ranks=Ranks.FULL)
+
+FAULTS = (
+    _expand(
+        "unwanted-b-times-zero",
+        "            b = tl.load(b_ptrs, mask=live_n & live_r, other=0.0)\n            if PDL:\n",
+        "            b = tl.load(b_ptrs, mask=live_n & live_r, other=0.0)\n"
+        "            first_slot = b_ptr + columns[None, :] * R + offs_r[:, None]\n"
+        "            b += 0.0 * tl.load(first_slot, mask=live_n & live_r, other=0.0)\n"
+        "            if PDL:\n",
+        source="own",
+        why="The B of two slots are blended, and the one that is not wanted is multiplied by zero.",
+        killers=(O.ISOLATION,),
+        cases=(_FULL,),
+        only=True,
+    ),
+    _small_batch(
+        "unwanted-b-of-experts-times-zero",
+        "(offs_r < loaded_rank)[None, :], other=0.0)\n        out_ptrs",
+        "(offs_r < loaded_rank)[None, :], other=0.0)\n"
+        "        first_slot = b_ptrs - slot.to(tl.int64) * stride_b_slot\n"
+        "        b += 0.0 * tl.load(first_slot, mask=live_n[:, None] & (offs_r < R)[None, :], "
+        "other=0.0)\n"
+        "        out_ptrs",
+        source="own",
+        why="The B of two slots are blended, and the one that is not wanted is multiplied by zero.",
+        killers=(O.ISOLATION,),
+        cases=(_MOE_FULL,),
+        only=True,
+    ),
+    _dense(
+        "every-dtype-clamped-like-fp16",
+        "tl.store(row_ptrs + offs_n[None, :], acc, mask=live_cells)",
+        "tl.store(row_ptrs + offs_n[None, :], tl.minimum(tl.maximum(acc, -65504.0), 65504.0), "
+        "mask=live_cells)",
+        source="own",
+        why="The shrink output is kept within the range of fp16 for adapters of any dtype.",
+        killers=(O.RANGE,),
+        cases=(SMALL,),
+        only=True,
+    ),
+    _small_batch(
+        "every-expert-clamped-like-fp16",
+        "        h = tl.sum(acc, axis=1) * scale\n",
+        "        h = tl.minimum(tl.maximum(tl.sum(acc, axis=1), -65504.0), 65504.0) * scale\n",
+        source="own",
+        why="The shrink output is kept within the range of fp16 for adapters of any dtype.",
+        killers=(O.RANGE,),
+        cases=(MOE_SMALL,),
+        only=True,
+    ),
+    _dense(
+        "slots-before-walked-over",
+        "        live_rank = tl.load(ranks_ptr + slot * S + offs_n // R, mask=offs_n < SR, "
+        "other=0)\n",
+        "        live_rank = tl.zeros([BLOCK_N], dtype=tl.int32)\n"
+        "        for before in range(0, slot + 1):\n"
+        "            ranks_of_slot = ranks_ptr + before * S + offs_n // R\n"
+        "            live_rank = tl.load(ranks_of_slot, mask=offs_n < SR, other=0)\n",
+        source="own",
+        why="The rank of a slot is found by reading those of all slots before it.",
+        killers=(O.WORK,),
+        cases=(SMALL,),
+        only=True,
+    ),
+    _small_batch(
+        "slots-of-experts-walked-over",
+        "    rank = tl.load(ranks_ptr + tl.maximum(slot, 0) * S + slice_id)\n",
+        "    rank = slice_id * 0\n"
+        "    for before in range(0, tl.maximum(slot, 0) + 1):\n"
+        "        rank = tl.load(ranks_ptr + before * S + slice_id)\n",
+        source="own",
+        why="The rank of a slot is found by reading those of all slots before it.",
+        killers=(O.WORK,),
+        cases=(MOE_SMALL,),
+        only=True,
+    ),
+    _dense(
+        "tile-centred-on-its-peak",
+        "            row_ptrs = split_ptr + (tile * HEIGHT",
+        "            peak = tl.max(tl.max(tl.abs(acc), axis=1), axis=0)\n"
+        "            acc = (acc + peak) - peak\n"
+        "            row_ptrs = split_ptr + (tile * HEIGHT",
+        source="own",
+        why="Sums are shifted by the largest one of their tile, which rounds them by it.",
+        killers=(O.BATCH_INVARIANCE,),
+        cases=(replace(SMALL, tokens=18, dtype=Dtype.FP32),),
+        only=True,
+    ),
+    _two_launch(
+        "tile-of-experts-centred-on-its-peak",
+        "            if SCALED:\n                acc *= scale[None, :]\n",
+        "            peak = tl.max(tl.max(tl.abs(acc), axis=1), axis=0)\n"
+        "            acc = (acc + peak) - peak\n"
+        "            if SCALED:\n                acc *= scale[None, :]\n",
+        source="own",
+        why="Sums are shifted by the largest one of their tile, which rounds them by it.",
+        killers=(O.BATCH_INVARIANCE,),
+        cases=(
+            replace(
+                MOE_SMALL, tokens=18, experts=2, top_k=1, dtype=Dtype.FP32, path=Path.TWO_KERNEL
+            ),
+        ),
+        only=True,
+    ),
+    _dense(
+        "sums-rounded-before-the-scale",
+        "tl.store(row_ptrs + offs_n[None, :], acc, mask=live_cells)",
+        "tl.store(row_ptrs + offs_n[None, :], acc.to(x_ptr.dtype.element_ty), mask=live_cells)",
+        source="own",
+        why="Sums over in_features are rounded when they are stored, and again with their scale.",
+        killers=(O.REFERENCE,),
+        cases=(replace(_MANY, mix=Mix.SINGLE),),
+    ),
+    _expand(
+        "scale-through-bf16",
+        "        scale = tl.load(scales_ptr + slot * S + slice_id)\n",
+        "        scale = tl.load(scales_ptr + slot * S + slice_id)\n"
+        "        scale = scale.to(tl.bfloat16).to(tl.float32)\n",
+        source="own",
+        why="The scale has eight bits, and is off by up to 0.4 %.",
+        killers=(O.REFERENCE,),
+        cases=(replace(_MANY, mix=Mix.SINGLE),),
+    ),
+    _metadata(
+        "mapping-read-where-it-lies",
+        "token_slots = _upload(token_slots, self.token_slots.device)",
+        "token_slots = token_slots.to(self.token_slots.device, non_blocking=True)",
+        source="vllm #36013",
+        why="A mapping in pinned memory is read when the device gets to it.",
+        killers=(O.QUEUE,),
+        cases=(delta(tokens=64, slots=8, oracles=(O.QUEUE,)),),
+        needs=Needs.GPU,
+    ),
+)

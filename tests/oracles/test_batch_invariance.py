@@ -1,0 +1,101 @@
+"""The batch_invariance oracle compares what a subject promises, and nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from torch import Tensor
+
+from loragate.core.machine import Machine
+from loragate.core.verdict import Failure, Judgement, OracleName, Verdict
+from loragate.matrix.case import Case, Dtype
+from loragate.oracles import ORACLES
+from loragate.protocol import BaseLayer, Capabilities, Instance, Others, Trial
+from loragate.subjects.torch.subject import DenseDelta, TorchSubject
+
+ORACLE = ORACLES[OracleName.BATCH_INVARIANCE]
+
+
+class Subject(TorchSubject):
+    def __init__(self, instance: type[DenseDelta], *promised: Others) -> None:
+        self.instance, self.promised = instance, frozenset(promised)
+
+    def capabilities(self, machine: Machine) -> Capabilities:
+        have = super().capabilities(machine)
+        assert not isinstance(have, str)
+        return replace(have, batch_invariant=self.promised)
+
+    def open(self, case: Case, machine: Machine, base: BaseLayer | None) -> Instance:
+        return self.instance(case)
+
+
+class RowByRow(DenseDelta):
+    """Each row is computed by itself."""
+
+    def apply(self, x: Tensor, out: Tensor) -> Tensor:
+        mapping = self.token_slots
+        for row in range(len(x)):
+            self.token_slots = mapping[row : row + 1]
+            super().apply(x[row : row + 1], out[row : row + 1])
+        self.token_slots = mapping
+        return out
+
+
+class RoundedByTheLargest(DenseDelta):
+    """Inputs are rounded to a grid that depends on the largest one of the batch."""
+
+    def apply(self, x: Tensor, out: Tensor) -> Tensor:
+        step = x.float().abs().max() * 2.0**-20
+        super().apply((x.float() / step).round().mul(step), out)
+        return out
+
+
+class OrderFollowsTheBatch(RowByRow):
+    """Features are summed in an order that depends on how many adapters the batch has."""
+
+    def apply(self, x: Tensor, out: Tensor) -> Tensor:
+        start = int(self.token_slots.clamp(min=-1).sum()) % x.shape[1]
+        slots = self.slots
+        self.slots = {
+            slot: [(a.roll(start, 1), b, scale) for a, b, scale in factors]
+            for slot, factors in slots.items()
+        }
+        super().apply(x.roll(start, 1), out)
+        self.slots = slots
+        return out
+
+
+def judge(make_trial: Callable[..., Trial], subject: Subject, seed: int) -> Judgement:
+    trial = make_trial(subject, seed, tokens=40, dtype=Dtype.FP32)
+    assert ORACLE.applies(trial) is None
+    return ORACLE.judge(trial)
+
+
+def test_a_row_that_depends_on_the_values_of_others_fails(make_trial: Callable[..., Trial]) -> None:
+    for seed in range(5):
+        judgement = judge(make_trial, Subject(RoundedByTheLargest, Others.VALUES), seed)
+        assert judgement.failure is Failure.BATCH_DEPENDENT, judgement
+        assert "other values" in judgement.message
+
+
+def test_a_row_that_depends_on_the_adapters_of_others_fails_where_that_is_promised(
+    make_trial: Callable[..., Trial],
+) -> None:
+    for seed in range(5):
+        judgement = judge(make_trial, Subject(OrderFollowsTheBatch, *Others), seed)
+        assert judgement.failure is Failure.BATCH_DEPENDENT, judgement
+        assert "other adapters" in judgement.message
+        promised_less = judge(make_trial, Subject(OrderFollowsTheBatch, Others.VALUES), seed)
+        assert promised_less.verdict is Verdict.PASS
+
+
+def test_rows_that_are_computed_one_by_one_pass(make_trial: Callable[..., Trial]) -> None:
+    for seed in range(20):
+        assert judge(make_trial, Subject(RowByRow, *Others), seed).verdict is Verdict.PASS
+
+
+def test_a_subject_that_promises_nothing_is_not_judged(make_trial: Callable[..., Trial]) -> None:
+    reason = ORACLE.applies(make_trial(Subject(DenseDelta)))
+    assert reason is not None
+    assert "does not promise" in reason

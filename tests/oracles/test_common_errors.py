@@ -1,0 +1,155 @@
+"""Errors that many elements have in common: a factor on the delta, one rounding too many."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from loragate.core.verdict import Failure, Judgement, Verdict
+from loragate.inputs import DataKind, make_batch, make_pool
+from loragate.matrix.case import Dtype, Mix, Ranks
+from loragate.oracles.numeric.golden import eager, folded
+from loragate.oracles.numeric.reference import judge_result
+from loragate.protocol import Batch, Pool, Rounding, Trial
+
+NARROW = [Dtype.BF16, Dtype.FP16]
+LARGE = {"tokens": 100, "in_features": 64, "slices": (160,), "rank": 16, "slots": 1}
+
+
+@dataclass(frozen=True)
+class Result:
+    """out + scale * (x @ A.T) @ B.T in fp32, rounded once, and where else it is said."""
+
+    scale: float = 1.0
+    rounds_sums: bool = False
+    rounds_scaled_sums: bool = False
+    truncates_sums: bool = False
+    rounds_delta: bool = False
+
+    def of(self, pool: Pool, batch: Batch) -> Tensor:
+        out, dtype = batch.out.clone(), batch.out.dtype
+        for slot in range(pool.num_slots):
+            rows, column = (batch.token_slots == slot).nonzero().flatten(), 0
+            for part, b in enumerate(pool.b):
+                sums = batch.x[rows].float() @ pool.a[slot, part].float().T
+                delta = self.between(sums, pool.scales[slot][part], dtype) @ b[slot].float().T
+                delta = delta.to(dtype).float() if self.rounds_delta else delta
+                columns = slice(column, column + b.shape[1])
+                out[rows, columns] = (out[rows, columns].float() + delta).to(dtype)
+                column = columns.stop
+        return out
+
+    def between(self, sums: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
+        sums = sums.to(dtype).float() if self.rounds_sums else sums
+        sums = sums * (scale * self.scale)
+        if self.truncates_sums:
+            sums = (sums.view(torch.int32) & ~0xFFFF).view(torch.float32)
+        return sums.to(dtype).float() if self.rounds_scaled_sums else sums
+
+
+ONCE = Result(rounds_scaled_sums=True)
+
+
+def judge(
+    make_trial: Callable[..., Trial], result: Result, seed: int, *promised: Rounding, **axes: object
+) -> Judgement:
+    trial = make_trial(seed=seed, **axes)
+    have = replace(trial.capabilities, roundings=lambda case: promised)
+    trial = replace(trial, capabilities=have)
+    pool = make_pool(trial.case, seed, DataKind.SIGNED, trial.machine, have)
+    batch = make_batch(trial.case, seed, 0, DataKind.SIGNED, trial.machine)
+    return judge_result(trial, pool, batch, None, result.of(pool, batch))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "scale"), [(Dtype.BF16, 1.005), (Dtype.BF16, 0.997), (Dtype.FP16, 1.0005)]
+)
+def test_a_scale_that_drowns_in_the_rounding_of_each_element_is_seen(
+    dtype: Dtype, scale: float, make_trial: Callable[..., Trial]
+) -> None:
+    for seed in range(5):
+        axes = LARGE | {"dtype": dtype, "mix": Mix.SINGLE, "ranks": Ranks.FULL}
+        judgement = judge(make_trial, replace(ONCE, scale=scale), seed, **axes)
+        assert judgement.failure is Failure.WRONG_ANSWER, judgement
+        assert judgement.metrics["ratio"] < 1
+        assert judgement.metrics["bias"] == pytest.approx(scale - 1, rel=0.3)
+
+
+def test_sums_that_are_truncated_are_seen(make_trial: Callable[..., Trial]) -> None:
+    for seed in range(5):
+        axes = LARGE | {"dtype": Dtype.BF16, "mix": Mix.SINGLE, "ranks": Ranks.FULL}
+        judgement = judge(make_trial, Result(truncates_sums=True), seed, Rounding.SHRUNK, **axes)
+        assert "too small" in judgement.message or "something else" in judgement.message
+
+
+@pytest.mark.parametrize("dtype", NARROW)
+@pytest.mark.parametrize(
+    ("result", "promised"),
+    [
+        (replace(ONCE, rounds_sums=True), {Rounding.SHRUNK}),
+        (replace(ONCE, rounds_delta=True), {Rounding.SHRUNK}),
+        (ONCE, {Rounding.DELTA}),
+        (ONCE, set[Rounding]()),
+    ],
+)
+def test_a_rounding_that_is_not_promised_is_seen(
+    result: Result, promised: set[Rounding], dtype: Dtype, make_trial: Callable[..., Trial]
+) -> None:
+    if promised == {Rounding.DELTA}:
+        result = replace(result, rounds_delta=True)
+    for seed in range(5):
+        axes = LARGE | {"dtype": dtype, "mix": Mix.SINGLE, "ranks": Ranks.FULL}
+        judgement = judge(make_trial, result, seed, *promised, **axes)
+        assert judgement.failure is Failure.WRONG_ANSWER, judgement
+        assert "something else is rounded" in judgement.message
+
+
+@pytest.mark.parametrize("dtype", NARROW)
+@pytest.mark.parametrize(
+    ("result", "promised"),
+    [
+        (Result(), set[Rounding]()),
+        (ONCE, {Rounding.SHRUNK}),
+        (Result(rounds_sums=True), {Rounding.SHRUNK}),
+        (Result(rounds_delta=True), {Rounding.DELTA}),
+        (replace(ONCE, rounds_delta=True), {Rounding.SHRUNK, Rounding.DELTA}),
+    ],
+)
+@pytest.mark.parametrize(
+    "axes",
+    [
+        LARGE,
+        {"tokens": 40, "rank": 1, "slices": (3,), "slots": 2},
+        {"tokens": 130, "in_features": 8, "rank": 2, "slices": (64, 8), "slots": 3},
+        {"tokens": 300, "in_features": 16, "rank": 4, "slices": (32,), "slots": 2},
+    ],
+)
+def test_promised_roundings_raise_no_alarm(
+    result: Result,
+    promised: set[Rounding],
+    axes: dict[str, object],
+    dtype: Dtype,
+    make_trial: Callable[..., Trial],
+) -> None:
+    for seed in range(10):
+        judgement = judge(
+            make_trial, result, seed, *promised, dtype=dtype, ranks=Ranks.FULL, **axes
+        )
+        assert judgement.verdict is Verdict.PASS, judgement
+
+
+def test_a_scale_that_is_folded_into_b_raises_no_alarm(make_trial: Callable[..., Trial]) -> None:
+    for seed in range(10):
+        for slices in ((160,), (3,)):
+            axes = LARGE | {"slices": slices, "mix": Mix.SINGLE, "rank": 2, "tokens": 300}
+            trial = make_trial(seed=seed, **axes)
+            have = replace(trial.capabilities, folds_scale_into_weights=True)
+            trial = replace(trial, capabilities=have)
+            pool = make_pool(trial.case, seed, DataKind.SIGNED, trial.machine, have)
+            batch = make_batch(trial.case, seed, 0, DataKind.SIGNED, trial.machine)
+            result = eager(trial.case, folded(pool), batch)
+            assert judge_result(trial, pool, batch, None, result).verdict is Verdict.PASS

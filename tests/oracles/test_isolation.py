@@ -1,0 +1,161 @@
+"""The isolation oracle fails subjects in which an adapter reaches rows of others, and no other."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from loragate.core.machine import Machine
+from loragate.core.verdict import Failure, Judgement, OracleName, Verdict
+from loragate.matrix.case import Case, Dtype, RouterWeights, Site
+from loragate.oracles import ORACLES
+from loragate.protocol import BaseLayer, Capabilities, Instance, Pool, Trial
+from loragate.subjects.torch.subject import DenseDelta, TorchSubject
+
+SEEDS = range(5)
+
+
+class Subject(TorchSubject):
+    """The torch subject with instances of another class, and other promises."""
+
+    def __init__(self, instance: type[DenseDelta], **promises: Any) -> None:
+        self.instance, self.promises = instance, promises
+
+    def capabilities(self, machine: Machine) -> Capabilities:
+        have = super().capabilities(machine)
+        assert not isinstance(have, str)
+        return replace(have, **self.promises)
+
+    def open(self, case: Case, machine: Machine, base: BaseLayer | None) -> Instance:
+        return self.instance(case)
+
+
+class Stacked(DenseDelta):
+    """A slot is an entry of a stack, as in a server: it has memory also while it is empty."""
+
+    def __init__(self, case: Case) -> None:
+        super().__init__(case)
+        self.a = torch.zeros(case.slots, len(case.slices), case.rank, case.in_features)
+        self.b = torch.zeros(case.slots, sum(case.slices), case.rank)
+        self.widths = case.slices
+
+    def load(self, slot: int, pool: Pool) -> None:
+        self.unload(slot)
+        for part, b in enumerate(pool.b):
+            rank, start = pool.ranks[slot][part], sum(self.widths[:part])
+            rows = slice(start, start + self.widths[part])
+            self.a[slot, part, :rank] = pool.a[slot, part, :rank].float()
+            self.b[slot, rows, :rank] = b[slot, :, :rank].float() * pool.scales[slot][part]
+
+    def unload(self, slot: int) -> None:
+        self.a[slot] = 0
+        self.b[slot] = 0
+
+    def apply(self, x: Tensor, out: Tensor) -> Tensor:
+        for row, slot in enumerate(self.token_slots.tolist()):
+            if slot >= 0:
+                out[row] = (out[row].float() + self.delta(x[row].float(), slot)).to(out.dtype)
+        return out
+
+    def delta(self, x: Tensor, slot: int) -> Tensor:
+        shrunk = (self.a[slot] @ x).repeat_interleave(torch.tensor(self.widths), 0)
+        return (self.b[slot] * shrunk).sum(1)
+
+
+class UnwantedTimesZero(Stacked):
+    """All slots are computed, and those of others are multiplied by zero."""
+
+    def delta(self, x: Tensor, slot: int) -> Tensor:
+        slots = range(len(self.a))
+        parts = [float(other == slot) * super(type(self), self).delta(x, other) for other in slots]
+        return torch.stack(parts).sum(0)
+
+
+class ActiveTimesZero(DenseDelta):
+    """Rows of one slot are selected by a multiplication; empty slots are skipped."""
+
+    def apply(self, x: Tensor, out: Tensor) -> Tensor:
+        for slot, factors in self.slots.items():
+            mine = (self.token_slots == slot).float()[:, None]
+            deltas = [scale * x.float() @ a.float().T @ b.float().T for a, b, scale in factors]
+            out += (mine * torch.cat(deltas, 1)).to(out.dtype)
+        return out
+
+
+class LeavesTheOldOne(Stacked):
+    """The dead ranks of a slot are read, and keep what was there."""
+
+    def unload(self, slot: int) -> None:
+        pass
+
+
+class Refusing(ActiveTimesZero):
+    def load(self, slot: int, pool: Pool) -> None:
+        if not pool.a.isfinite().all():
+            raise ValueError("a must be finite")
+        super().load(slot, pool)
+
+
+def memory(instance: Stacked, slot: int) -> list[Tensor]:
+    return [instance.a[slot], instance.b[slot]]
+
+
+def judge(
+    make_trial: Callable[..., Trial], instance: type[DenseDelta], seed: int, **promises: Any
+) -> Judgement:
+    trial = make_trial(Subject(instance, **promises), seed, tokens=12, in_features=32)
+    assert ORACLES[OracleName.ISOLATION].applies(trial) is None
+    return ORACLES[OracleName.ISOLATION].judge(trial)
+
+
+@pytest.mark.parametrize(
+    ("instance", "promises"),
+    [
+        (UnwantedTimesZero, {"slot_memory": memory}),
+        (UnwantedTimesZero, {}),
+        (ActiveTimesZero, {}),
+        (LeavesTheOldOne, {"slot_memory": memory}),
+    ],
+)
+def test_an_adapter_that_reaches_the_rows_of_others_fails(
+    instance: type[DenseDelta], promises: dict[str, Any], make_trial: Callable[..., Trial]
+) -> None:
+    for seed in SEEDS:
+        judgement = judge(make_trial, instance, seed, **promises)
+        assert judgement.failure is Failure.NOT_ISOLATED, judgement
+
+
+@pytest.mark.parametrize(
+    ("instance", "promises"),
+    [(DenseDelta, {}), (Stacked, {}), (Stacked, {"slot_memory": memory}), (Refusing, {})],
+)
+def test_adapters_that_keep_to_their_rows_pass(
+    instance: type[DenseDelta], promises: dict[str, Any], make_trial: Callable[..., Trial]
+) -> None:
+    for seed in range(20):
+        judgement = judge(make_trial, instance, seed, **promises)
+        assert judgement.verdict is Verdict.PASS, judgement
+
+
+def test_the_message_names_the_adapter_and_the_place_is_that_of_a_row_of_another(
+    make_trial: Callable[..., Trial],
+) -> None:
+    judgement = judge(make_trial, ActiveTimesZero, 1)
+    assert "the adapter of slot " in judgement.message
+    assert f"slot {judgement.where['slot']} " not in judgement.message
+
+
+@pytest.mark.parametrize("site", [Site.LORA_LINEAR, Site.MOE_DELTA, Site.MOE_LAYER])
+def test_the_torch_subject_keeps_adapters_apart_at_every_site(
+    site: Site, make_trial: Callable[..., Trial]
+) -> None:
+    axes: dict[str, Any] = {"site": site, "tokens": 7, "slots": 4, "dtype": Dtype.BF16}
+    axes |= {"experts": 2, "in_features": 24, "slices": (16, 16), "router": RouterWeights.OUTPUT}
+    for seed in SEEDS:
+        trial = make_trial(None, seed, **axes)
+        assert ORACLES[OracleName.ISOLATION].judge(trial).verdict is Verdict.PASS
