@@ -21,11 +21,12 @@ import psutil
 
 from loragate.core.deadline import deadline, open_crash_file
 from loragate.core.verdict import Judgement, Verdict
+from loragate.faults.planting import PACKAGE
 from loragate.matrix.case import Case
 from loragate.matrix.case_run import CaseRun
 from loragate.mutants import tracing
 from loragate.mutants.host_tests import COLLECTION, SelectedTests, TracedTests, run_tests
-from loragate.mutants.planting import PACKAGE, SUBJECT
+from loragate.mutants.planting import SUBJECT
 from loragate.mutants.units import IMPORT, Ended, Kind, Order, Transcript, Unit
 
 Cases = Mapping[str, Case]
@@ -34,7 +35,7 @@ Cases = Mapping[str, Case]
 def run_order(order: Order, cases: Cases) -> None:
     """Run the units of `order`; `cases` are all there are, by run id."""
     root = Path(order.root)
-    _settle(root, Path(order.log))
+    _settle(order, root)
     transcript = Transcript(Path(order.transcript))
     transcript.begin(IMPORT)
     if order.traces:
@@ -46,8 +47,8 @@ def run_order(order: Order, cases: Cases) -> None:
     transcript.finish()
 
 
-def _settle(root: Path, log: Path) -> None:
-    handle = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+def _settle(order: Order, root: Path) -> None:
+    handle = os.open(order.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.dup2(handle, 1)
     os.dup2(handle, 2)
@@ -55,7 +56,7 @@ def _settle(root: Path, log: Path) -> None:
     kernels = str(root / "kernels")
     sys.path.insert(0, kernels)
     os.environ["PYTHONPATH"] = os.pathsep.join([kernels, os.environ.get("PYTHONPATH", "")])
-    os.environ["TRITON_CACHE_DIR"] = os.environ.get("TRITON_CACHE_DIR", str(root / "cache"))
+    os.environ["TRITON_CACHE_DIR"] = order.cache or str(root / "cache")
 
 
 def limit_memory() -> None:

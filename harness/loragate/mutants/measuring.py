@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 import tempfile
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -37,8 +36,9 @@ def planned_cases(tier: str = "smoke", *, gpu: bool = False) -> tuple[str, ...]:
     return tuple(done.stdout.decode().split())
 
 
-def measure_reach(digest: str, processes: ProcessPool, jobs: int) -> Reach:
+def measure_reach(digest: str, jobs: int) -> Reach:
     """Raises CommandError if a case or a test of sound code does not pass."""
+    processes = ProcessPool()
     cases = [Unit(Kind.CASE, name) for name in planned_cases()]
     with tempfile.TemporaryDirectory(prefix="loragate-reach-") as name:
         folder = Path(name)
@@ -49,8 +49,12 @@ def measure_reach(digest: str, processes: ProcessPool, jobs: int) -> Reach:
             (tuple(cases[first::jobs]), HOST_TESTS[first::jobs]) for first in range(jobs)
         ]
         with ThreadPoolExecutor(jobs) as pool:
-            numbered = list(enumerate(parts))
-            found = list(pool.map(lambda part: _run_part(part, folder, processes), numbered))
+            try:
+                numbered = list(enumerate(parts))
+                found = list(pool.map(lambda part: _run_part(part, folder, processes), numbered))
+            finally:
+                # an interrupt must not wait for what is running
+                processes.close()
         ended = [entry for part in found for entry in part]
         return _reach_of(digest, ended, cases, folder, compiled_modules())
 
@@ -130,7 +134,3 @@ def compiled_modules() -> set[str]:
         last = done.stderr.decode(errors="replace").strip()[-1000:]
         raise CommandError(f"the compile leg was not traced: {last}", ExitCode.INFRASTRUCTURE)
     return set(done.stdout.decode().split())
-
-
-def note(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)

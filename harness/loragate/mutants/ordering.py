@@ -37,8 +37,10 @@ def ordered(
             weights[kill.unit] += 100 if kill.function == function else 1
     known = [unit for unit in units if weights[unit.name]]
     likely = sorted(known, key=lambda u: (-weights[u.name] / (0.2 + u.seconds), u.name))[:_LIKELY]
-    # one session of pytest for all host tests among them
-    likely.sort(key=lambda unit: (unit.kind is not likely[0].kind, unit.kind is Kind.CASE))
+    if likely:
+        first = likely[0].kind
+        # one session of pytest for all host tests among them
+        likely.sort(key=lambda unit: unit.kind is not first)
     rest = sorted(set(units) - set(likely), key=lambda unit: (_rank(unit), unit.seconds, unit.name))
     return (*likely, *rest)
 

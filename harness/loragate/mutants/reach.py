@@ -57,9 +57,22 @@ class Reach:
             bits |= by_line.get(line, 0)
         return tuple(unit for number, unit in enumerate(self.units) if bits >> number & 1)
 
+    def sites_of(self, module: str) -> frozenset[str]:
+        """The sites whose cases run any line of a module."""
+        bits = 0
+        for found in self.lines.get(module, {}).values():
+            bits |= found
+        units = [unit for number, unit in enumerate(self.units) if bits >> number & 1]
+        return frozenset(site_of(unit) for unit in units if unit.kind is Kind.CASE)
+
     @property
     def host_tests(self) -> tuple[str, ...]:
         return tuple(unit.name for unit in self.units if unit.kind is Kind.TEST)
+
+
+def site_of(unit: Unit) -> str:
+    """The site of a case, which follows the subject in its run id."""
+    return unit.name.split(".")[1]
 
 
 def reach_of(

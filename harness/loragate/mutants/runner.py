@@ -1,7 +1,7 @@
 """Plants one mutant at a time and job, each in a process and a checkout of its own.
 
-Invariant: whatever a planted process does - hang, die, or write nonsense - no other mutant loses its
-result, and no process or file is left behind, not even when the command is interrupted.
+Invariant: whatever a planted process does - hang, die, or write nonsense - no other mutant loses
+its result, and no process or file is left behind, not even when the command is interrupted.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from loragate.core.verdict import Failure, Verdict
 from loragate.mutants.model import Fate, Mutant, Result
 from loragate.mutants.ordering import Kill, ordered
 from loragate.mutants.planting import plant
-from loragate.mutants.reach import Reach
-from loragate.mutants.sources import place_of
+from loragate.mutants.reach import Reach, site_of
+from loragate.mutants.sources import Place, place_of
 from loragate.mutants.units import IMPORT, Ended, Order, Unit, read_transcript
 from loragate.mutants.warm import ServerDied, WarmServer, environment
 
@@ -38,14 +38,36 @@ _TIMEOUT = "Timeout ("
 @dataclass(slots=True, kw_only=True)
 class Setup:
     """What all mutants of a run share. `known`: the file with the names of all host tests; `logs`:
-    a folder; `kills` grows while mutants run."""
+    a folder; `gpu_cases`: what runs on a GPU in place of the units of `reach`; `kills` grows while
+    mutants run."""
 
     reach: Reach
     known: Path
     logs: Path
     jobs: int = 2
-    gpu: bool = False
+    gpu_cases: tuple[Unit, ...] = ()
     kills: list[Kill] = field(default_factory=list)
+
+    @property
+    def gpu(self) -> bool:
+        return bool(self.gpu_cases)
+
+    def units_of(self, mutant: Mutant, place: Place) -> tuple[Unit, ...]:
+        """What may kill a mutant, in a good order."""
+        if not self.gpu:
+            units = self.reach.units_of(mutant.module, place)
+        else:
+            # of the cases that need a GPU it is known which sites reach the module
+            sites = self.reach.sites_of(mutant.module)
+            near = [unit for unit in self.gpu_cases if site_of(unit) in sites]
+            units = tuple(near) or self.gpu_cases
+        return ordered(units, mutant.module, mutant.function, list(self.kills))
+
+    def cache_of(self, mutant: Mutant, place: Place, folder: Path) -> Path:
+        """Of compiled kernels. A kernel is known by its code and that of its callees, but not by
+        the constants of modules and the defaults of arguments."""
+        in_code = place.lines is not None and mutant.line in place.lines
+        return (self.logs if self.gpu and in_code else folder) / "triton-cache"
 
 
 def run_all(
@@ -82,13 +104,13 @@ def run_one(
     """Never raises because of what was planted."""
     begin = time.monotonic()
     place = place_of(text, mutant.line, mutant.end_line)
-    units = setup.reach.units_of(mutant.module, place)
-    units = ordered(units, mutant.module, mutant.function, list(setup.kills))
+    units = setup.units_of(mutant, place)
     with tempfile.TemporaryDirectory(prefix="loragate-mutant-") as name:
         folder = Path(name)
         plant(mutant, folder / "planted")
         try:
-            ended = _run_units(units, folder, setup, server) if units else None
+            cache = setup.cache_of(mutant, place, folder)
+            ended = _run_units(units, folder, cache, setup, server) if units else None
         except ServerDied as error:
             return Result(id=mutant.id, fate=Fate.BROKEN, message=str(error))
         if ended is None and not setup.gpu and mutant.module in setup.reach.compiled:
@@ -110,8 +132,26 @@ def run_one(
     )
 
 
+def failure_of_sound_code(setup: Setup) -> str:
+    """What fails without a mutant, or ""."""
+    processes = ProcessPool()
+    server = WarmServer(processes, setup.logs / "server-sound.txt", gpu=setup.gpu)
+    with tempfile.TemporaryDirectory(prefix="loragate-mutant-") as name:
+        folder = Path(name)
+        plant(None, folder / "planted")
+        try:
+            cache = setup.logs / "triton-cache"
+            ended = _run_units(setup.gpu_cases, folder, cache, setup, server)
+        except ServerDied as error:
+            return str(error)
+        finally:
+            processes.close()
+            server.close()
+    return f"{ended.unit} fails without a mutant: {ended.message}" if ended else ""
+
+
 def _run_units(
-    units: Sequence[Unit], folder: Path, setup: Setup, server: WarmServer
+    units: Sequence[Unit], folder: Path, cache: Path, setup: Setup, server: WarmServer
 ) -> Ended | None:
     """What fails the gate, or None. Raises ServerDied."""
     order = Order(
@@ -120,6 +160,7 @@ def _run_units(
         log=str(folder / "log.txt"),
         units=tuple(units),
         known=str(setup.known),
+        cache=str(cache),
     )
     patience = max(unit.deadline_s for unit in units) + _GRACE_S
     failure = server.run(order, patience)
@@ -179,6 +220,9 @@ def _text(path: Path) -> str:
 
 
 def _last(log: Path) -> str:
+    fatal = [line for line in _text(log).splitlines() if line.startswith("Fatal Python error")]
+    if fatal:
+        return fatal[-1]
     # the last line of a traceback says most
     return " | ".join(reversed(_text(log).strip().splitlines()[-_LAST_LINES:]))
 

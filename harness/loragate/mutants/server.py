@@ -19,10 +19,11 @@ import psutil
 
 from loragate.core.checkout import project_root
 from loragate.core.machine import select_interpreter
+from loragate.faults.planting import PACKAGE
 from loragate.matrix.ids import run_id
 from loragate.matrix.load import default_files, load_cases
 from loragate.mutants.child import Cases, limit_memory, run_order
-from loragate.mutants.planting import PACKAGE, SUBJECT
+from loragate.mutants.planting import SUBJECT
 from loragate.mutants.units import from_json
 
 _WARM = ("triton", "triton.language", "loragate.run.trial", "loragate.plugin", "hypothesis")

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import ast
+import difflib
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
 from loragate.faults.planting import package_folder
-from loragate.mutants.model import Sources
+from loragate.mutants.model import Mutant, Sources
 
 _Function = ast.FunctionDef | ast.AsyncFunctionDef
 
@@ -20,6 +21,19 @@ def read_sources(package: Path | None = None) -> Sources:
         str(path.relative_to(folder)): path.read_text(encoding="utf-8")
         for path in sorted(folder.rglob("*.py"))
     }
+
+
+def diff_of(mutant: Mutant, sources: Sources) -> str:
+    """The mutant as a unified diff."""
+    old = sources[mutant.module]
+    lines = difflib.unified_diff(
+        old.splitlines(keepends=True),
+        mutant.apply(old).splitlines(keepends=True),
+        f"a/{mutant.module}",
+        f"b/{mutant.module}",
+        n=2,
+    )
+    return "".join(lines).rstrip("\n")
 
 
 def line_of(text: str, offset: int) -> int:

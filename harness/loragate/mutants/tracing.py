@@ -1,9 +1,9 @@
 """Which statements of lorakernels this process runs: a copy of it notes each of them.
 
-Python's own tracing makes Triton's interpreter more than twice as slow; a call before each statement
-costs a few percent. Triton's interpreter runs a kernel as Python, so that kernels are no exception.
-What is noted is appended to a file at once: a process that ends without notice loses nothing, and
-one that a test starts writes to the same file.
+Python's own tracing makes Triton's interpreter more than twice as slow; a call before each
+statement costs a few percent. Triton's interpreter runs a kernel as Python, so that kernels are no
+exception. What is noted is appended to a file at once: a process that ends without notice loses
+nothing, and one that a test starts writes to the same file.
 """
 
 from __future__ import annotations
@@ -26,9 +26,7 @@ def instrument(package: Path) -> None:
     """Let every module of a copy of the package note the statements of its functions."""
     for path in package.rglob("*.py"):
         text = path.read_text(encoding="utf-8")
-        path.write_text(
-            instrumented(text, str(path.relative_to(package))), encoding="utf-8"
-        )
+        path.write_text(instrumented(text, str(path.relative_to(package))), encoding="utf-8")
 
 
 def instrumented(text: str, module: str) -> str:
@@ -70,7 +68,7 @@ def _is_text(statement: ast.stmt) -> bool:
 
 
 def _first_line(statement: ast.stmt) -> int:
-    decorators = getattr(statement, "decorator_list", [])
+    decorators: list[ast.expr] = getattr(statement, "decorator_list", [])
     return min([statement.lineno, *(decorator.lineno for decorator in decorators)])
 
 

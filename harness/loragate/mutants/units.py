@@ -44,6 +44,7 @@ class Unit:
 class Order:
     """`root`: the planted checkout. `units` run in this order until one fails. `known`: a file with
     the names of all host tests of sound code; a test of another name is new, and runs as well.
+    `cache`: the folder of compiled kernels.
     `traces`: a folder for the lines that each unit reaches; all units then run, each in a process
     of its own, and without `units` all host tests below `tests` run."""
 
@@ -52,6 +53,7 @@ class Order:
     log: str
     units: tuple[Unit, ...] = ()
     known: str = ""
+    cache: str = ""
     traces: str = ""
     tests: tuple[str, ...] = ()
 

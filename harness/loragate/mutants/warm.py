@@ -100,6 +100,8 @@ def environment(*, gpu: bool = False) -> dict[str, str]:
         "MKL_NUM_THREADS": "1",
     }
     found.pop("TRITON_INTERPRET", None)
+    # asking CUDA itself for its devices would spoil it for forks
+    found["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
     if not gpu:
         found["TRITON_INTERPRET"] = "1"
     return found

@@ -1,8 +1,8 @@
 """Which mutants of a module there are, and which of them a seed chooses. Pure.
 
 A sample has as many subtle as coarse mutants. Each module has a share by its size, at least one
-mutant if there are enough, and within a module the operators take turns: there are ten times as many
-swaps of a binary operator as of everything else together.
+mutant if there are enough, and within a module the operators take turns: most changes that
+cosmic-ray makes are swaps of a binary operator.
 """
 
 from __future__ import annotations

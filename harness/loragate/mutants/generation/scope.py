@@ -10,14 +10,20 @@ which a plan chooses its blocks. Any of them gives the same results by design.
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
-from loragate.mutants.generation.text import Module, Span, within
+from loragate.mutants.generation.text import Module, Span
 
-_TUNING = "runtime/tuning.py"
-_PLANS = ("dense/plan.py", "moe/delta/plan.py", "moe/layer/plan.py")
-# functions of a plan whose numbers are part of a result, or sizes of memory
-_EXACT = frozenset({"shrunk_shape", "plan_shrunk", "largest_shrunk", "ranks_of_all_slices"})
+_TUNING, _DEVICE = "runtime/tuning.py", "runtime/device.py"
+# modules that choose blocks, and what of them is part of a result or the size of some memory
+_PLANS: Mapping[str, frozenset[str]] = {
+    "dense/plan.py": frozenset({"plan_shrunk", "largest_shrunk", "ranks_of_all_slices"}),
+    "moe/delta/plan.py": frozenset(
+        {"plan_path", "shrunk_shape", "largest_shrunk", "ranks_of_all_slices"}
+    ),
+    "moe/layer/plan.py": frozenset({"fold_ranks"}),
+    "moe/tiles.py": frozenset({"max_tiles", "num_bins", "slot_bins"}),
+}
 _LAUNCH_OPTIONS = frozenset(
     {
         "num_warps",
@@ -30,11 +36,10 @@ _LAUNCH_OPTIONS = frozenset(
         "trigger_early",
     }
 )
-_CHOICES = (ast.Constant, ast.Compare, ast.BoolOp, ast.IfExp, ast.If)
+_CHOICES = (ast.Constant, ast.Compare, ast.BinOp, ast.BoolOp, ast.IfExp, ast.If)
 # synchronisation that the interpreter does not have
 _GPU_CALLS = ("gdc_wait", "gdc_launch_dependents", "debug_barrier", "launch_options")
 _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
-_SCOPES = (*_FUNCTIONS, ast.ClassDef, ast.Module)
 
 
 def left_out(module: Module) -> list[Span]:
@@ -43,22 +48,36 @@ def left_out(module: Module) -> list[Span]:
 
 
 def _left_out_of(module: Module, node: ast.AST) -> Iterator[Span]:
-    if isinstance(node, (ast.Import, ast.ImportFrom, ast.JoinedStr, ast.Raise)):
-        yield module.span(node)
-    elif isinstance(node, ast.Constant) and isinstance(node.value, (str, bytes)):
+    if isinstance(node, (ast.expr, ast.stmt)) and _is_left_out(module, node):
         yield module.span(node)
     elif isinstance(node, (ast.arg, ast.AnnAssign)) and node.annotation is not None:
         yield module.span(node.annotation)
-    elif isinstance(node, ast.Assign) and _names(node) & {"__all__"}:
-        yield module.span(node)
-    elif isinstance(node, ast.If) and ast.unparse(node.test).endswith("TYPE_CHECKING"):
-        yield module.span(node)
     if isinstance(node, _FUNCTIONS) and node.returns is not None:
         yield module.span(node.returns)
     if isinstance(node, (*_FUNCTIONS, ast.ClassDef)):
-        yield from (module.span(decorator) for decorator in node.decorator_list)
+        for decorator in node.decorator_list:
+            start, end = module.span(decorator)
+            # with the sign before it and the end of its line
+            yield start - 1, end + 1
     if isinstance(node, ast.ClassDef):
         yield from (module.span(base) for base in node.bases)
+
+
+def _is_left_out(module: Module, node: ast.expr | ast.stmt) -> bool:
+    if isinstance(node, ast.Constant):
+        return isinstance(node.value, (str, bytes))
+    if isinstance(node, ast.Assign):
+        return _is_type(module, node) or "__all__" in _names(node)
+    if isinstance(node, ast.If):
+        return ast.unparse(node.test).endswith("TYPE_CHECKING")
+    return isinstance(node, (ast.Import, ast.ImportFrom, ast.JoinedStr, ast.Raise))
+
+
+def _is_type(module: Module, node: ast.Assign) -> bool:
+    """Whether a name is given to a union of types."""
+    of_module = isinstance(module.parents[node], ast.Module)
+    union = isinstance(node.value, ast.BinOp) and isinstance(node.value.op, ast.BitOr)
+    return of_module and (union or isinstance(node.value, ast.Subscript))
 
 
 def _names(node: ast.Assign) -> set[str]:
@@ -75,8 +94,9 @@ def speed_only(module: Module) -> list[Span]:
         if isinstance(node, ast.keyword) and node.arg in _LAUNCH_OPTIONS
     ]
     if module.path in _PLANS:
+        exact = _PLANS[module.path]
         for function in ast.walk(module.tree):
-            if isinstance(function, _FUNCTIONS) and function.name not in _EXACT:
+            if isinstance(function, _FUNCTIONS) and function.name not in exact:
                 spans += [_choice(module, n) for n in ast.walk(function) if isinstance(n, _CHOICES)]
     return spans
 
@@ -89,6 +109,8 @@ def _choice(module: Module, node: ast.AST) -> Span:
 
 def gpu_only(module: Module) -> list[Span]:
     """Spans whose code does nothing in Triton's interpreter."""
+    if module.path == _DEVICE:
+        return [(0, len(module.text))]
     spans: list[Span] = []
     for node in ast.walk(module.tree):
         if isinstance(node, ast.If) and "PDL" in ast.unparse(node.test):
@@ -100,14 +122,3 @@ def gpu_only(module: Module) -> list[Span]:
 
 def _called(node: ast.Call) -> str:
     return ast.unparse(node.func).rpartition(".")[2]
-
-
-def is_in(span: Span, spans: list[Span]) -> bool:
-    return within(span, spans)
-
-
-def scope_of(module: Module, node: ast.AST) -> ast.AST:
-    """The innermost function, class or module around a node."""
-    while not isinstance(node, _SCOPES):
-        node = module.parents[node]
-    return node

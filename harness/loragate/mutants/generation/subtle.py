@@ -9,6 +9,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import TypeGuard
 
 from loragate.mutants.generation.text import Module, Span
 
@@ -42,6 +43,8 @@ _INDICES = frozenset(
     {"slot", "expert", "slice_id", "tile", "part", "pair", "row", "rows", "bucket", "split"}
 )
 _SUMS = ("dot", "load_shrunk", "sum")
+# casts to them keep the values of integers
+_EXACT = ("int64", "int32")
 _ARITHMETIC = (ast.Add, ast.Mult)
 
 
@@ -117,17 +120,14 @@ def _other_stride(module: Module, node: ast.AST) -> Found:
 
 def _wide_cast(module: Module, node: ast.AST) -> Found:
     """A cast to 64 bits."""
-    if isinstance(node, ast.Call) and "int64" in ast.unparse(node):
-        if _is_cast(node) and ast.unparse(node.args[-1]).endswith("int64"):
-            yield module.span(node), _cast_value(module, node)
+    if isinstance(node, ast.Call) and _is_cast(node) and _target(node).endswith("int64"):
+        yield module.span(node), _cast_value(module, node)
 
 
 def _narrow_cast(module: Module, node: ast.AST) -> Found:
     """A cast that rounds."""
-    if isinstance(node, ast.Call) and _is_cast(node):
-        target = ast.unparse(node.args[-1])
-        if not target.endswith(("int64", "int32")):
-            yield module.span(node), _cast_value(module, node)
+    if isinstance(node, ast.Call) and _is_cast(node) and not _target(node).endswith(_EXACT):
+        yield module.span(node), _cast_value(module, node)
 
 
 def _extra_rounding(module: Module, node: ast.AST) -> Found:
@@ -155,9 +155,8 @@ def _dropped_reset(module: Module, node: ast.AST) -> Found:
             yield module.span(node), "pass"
     elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
         owner, name = node.func.value, node.func.attr
-        if name in _COPIES and not node.args:
-            yield module.span(node), module.source(owner)
-        elif name in ("zero_", "fill_") and not isinstance(module.parents[node], ast.Expr):
+        is_copy = name in _COPIES and not node.args
+        if is_copy or (name in ("zero_", "fill_") and not _is_statement(node, module)):
             yield module.span(node), module.source(owner)
         elif name in _ALLOCATIONS and not module.source(owner).endswith("tl"):
             call = module.source(node)
@@ -194,17 +193,17 @@ def _extreme(module: Module, node: ast.AST) -> Found:
 def _rounded_division(module: Module, node: ast.AST) -> Found:
     """Division rounded to the other side."""
     if isinstance(node, ast.Call) and _name(node.func) == "cdiv" and len(node.args) == 2:
-        left, right = (_inner(module, argument) for argument in node.args)
-        yield module.span(node), f"({left} // {right})"
+        dividend, divisor = (_inner(module, argument) for argument in node.args)
+        yield module.span(node), f"({dividend} // {divisor})"
     elif isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub) and _negated(node.operand):
         division = node.operand
         assert isinstance(division, ast.BinOp)
         assert isinstance(division.left, ast.UnaryOp)
-        left, right = division.left.operand, division.right
-        yield module.span(node), f"({_inner(module, left)} // {_inner(module, right)})"
+        dividend = _inner(module, division.left.operand)
+        yield module.span(node), f"({dividend} // {_inner(module, division.right)})"
     elif isinstance(node, ast.BinOp) and isinstance(node.op, ast.FloorDiv) and not _negated(node):
-        left, right = _inner(module, node.left), _inner(module, node.right)
-        yield module.span(node), f"(({left} + {right} - 1) // {right})"
+        dividend, divisor = _inner(module, node.left), _inner(module, node.right)
+        yield module.span(node), f"(({dividend} + {divisor} - 1) // {divisor})"
 
 
 def _one_branch(module: Module, node: ast.AST) -> Found:
@@ -229,9 +228,8 @@ def _dropped_statement(module: Module, node: ast.AST) -> Found:
     elif isinstance(node, ast.Return) and isinstance(module.parents[node], ast.If):
         if node.value is None or module.source(node.value) == "None":
             yield module.span(node), "pass"
-    elif isinstance(node, ast.Expr) and isinstance(node.value, ast.Call):
-        if _name(node.value.func) not in _RESETS:
-            yield module.span(node), "pass"
+    elif _is_statement(node, module) and _name(node.func) not in _RESETS:
+        yield module.span(node), "pass"
 
 
 def _dropped_guard(module: Module, node: ast.AST) -> Found:
@@ -283,10 +281,19 @@ def _name(function: ast.expr) -> str:
     return function.id if isinstance(function, ast.Name) else ""
 
 
+def _is_statement(node: ast.AST, module: Module) -> TypeGuard[ast.Call]:
+    """Whether this is a call that stands alone, for its effect."""
+    return isinstance(node, ast.Call) and isinstance(module.parents[node], ast.Expr)
+
+
 def _is_cast(node: ast.Call) -> bool:
     name = _name(node.func)
     method = name == "to" and isinstance(node.func, ast.Attribute) and len(node.args) == 1
     return (method or (name == "cast" and len(node.args) == 2)) and not node.keywords
+
+
+def _target(cast: ast.Call) -> str:
+    return ast.unparse(cast.args[-1])
 
 
 def _cast_value(module: Module, node: ast.Call) -> str:
