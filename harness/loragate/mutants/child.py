@@ -80,14 +80,17 @@ def _run_units(order: Order, cases: Cases, transcript: Transcript, stacks: IO[by
     for kind, group in groupby(order.units, key=lambda unit: unit.kind):
         units = list(group)
         if kind is Kind.TEST:
-            plugin = SelectedTests(units, known, transcript, stacks, root)
+            deadlines = {unit.name: unit.deadline_s(order.least_deadline_s) for unit in units}
+            plugin = SelectedTests(
+                deadlines, order.least_deadline_s, known, transcript, stacks, root
+            )
             plugin.conclude(run_tests(_files(units, root), root, plugin))
             if plugin.failed:
                 return
             continue
         for unit in units:
             transcript.begin(unit.name)
-            with deadline(unit.deadline_s, stacks):
+            with deadline(unit.deadline_s(order.least_deadline_s), stacks):
                 ended = _run_case(unit.name, cases[unit.name])
             transcript.end(ended)
             if ended.fails_gate:

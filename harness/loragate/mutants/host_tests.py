@@ -13,10 +13,9 @@ from _pytest.runner import runtestprotocol
 
 from loragate.core.deadline import deadline
 from loragate.core.verdict import Failure, Verdict
-from loragate.mutants.units import Ended, Transcript, Unit
+from loragate.mutants.units import Ended, Transcript
 from loragate.plugin.ordinary_tests import Report, event_of
 
-_LONGEST_S = 600.0
 COLLECTION = "collection of "
 
 
@@ -29,20 +28,20 @@ def run_tests(
 
 
 class SelectedTests:
-    """Runs the tests of `wanted` in their order, and those that are not in `known`, which sound
+    """Runs the tests of `deadlines` in their order, and those that are not in `known`, which sound
     code does not have. Ends the session with the first failure, and then has `failed`."""
 
     def __init__(
         self,
-        wanted: Sequence[Unit],
+        deadlines: Mapping[str, float],
+        least_deadline_s: float,
         known: frozenset[str],
         transcript: Transcript,
         stacks: IO[bytes],
         root: Path,
     ) -> None:
-        self._deadlines: Mapping[str, float] = {unit.name: unit.deadline_s for unit in wanted}
-        self._known, self._transcript, self._stacks = known, transcript, stacks
-        self._root = root
+        self._deadlines, self._least, self._known = deadlines, least_deadline_s, known
+        self._transcript, self._stacks, self._root = transcript, stacks, root
         self._reports: list[Report] = []
         self.failed = False
 
@@ -60,7 +59,7 @@ class SelectedTests:
     def pytest_runtest_protocol(self, item: pytest.Item) -> Generator[None, object, object]:
         self._transcript.begin(item.nodeid)
         self._reports = []
-        with deadline(self._deadlines.get(item.nodeid, _LONGEST_S), self._stacks):
+        with deadline(self._deadlines.get(item.nodeid, self._least), self._stacks):
             result = yield
         self._end(item.nodeid, self._reports)
         if self.failed:

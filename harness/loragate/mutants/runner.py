@@ -23,7 +23,14 @@ from loragate.mutants.ordering import Kill, ordered
 from loragate.mutants.planting import plant
 from loragate.mutants.reach import Reach, site_of
 from loragate.mutants.sources import Place, place_of
-from loragate.mutants.units import IMPORT, Ended, Order, Unit, read_transcript
+from loragate.mutants.units import (
+    IMPORT,
+    LEAST_DEADLINE_S,
+    Ended,
+    Order,
+    Unit,
+    read_transcript,
+)
 from loragate.mutants.warm import ServerDied, WarmServer, environment
 
 # beyond the longest deadline within the process, which writes its stacks then
@@ -45,6 +52,7 @@ class Setup:
     known: Path
     logs: Path
     jobs: int = 2
+    least_deadline_s: float = LEAST_DEADLINE_S
     gpu_cases: tuple[Unit, ...] = ()
     kills: list[Kill] = field(default_factory=list)
 
@@ -161,8 +169,9 @@ def _run_units(
         units=tuple(units),
         known=str(setup.known),
         cache=str(cache),
+        least_deadline_s=setup.least_deadline_s,
     )
-    patience = max(unit.deadline_s for unit in units) + _GRACE_S
+    patience = max(unit.deadline_s(setup.least_deadline_s) for unit in units) + _GRACE_S
     failure = server.run(order, patience)
     story = read_transcript(Path(order.transcript))
     failed = next((ended for ended in story.ended if ended.fails_gate), None)

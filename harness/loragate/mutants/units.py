@@ -18,6 +18,8 @@ from pydantic import TypeAdapter
 from loragate.core.verdict import Verdict
 
 IMPORT = "import"
+# no unit counts as hanging earlier
+LEAST_DEADLINE_S = 60.0
 
 
 class Kind(StrEnum):
@@ -34,10 +36,9 @@ class Unit:
     name: str
     seconds: float = 0.0
 
-    @property
-    def deadline_s(self) -> float:
+    def deadline_s(self, least: float) -> float:
         """After this time the unit counts as hanging."""
-        return 60.0 + 10.0 * self.seconds
+        return least + 10.0 * self.seconds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,6 +55,7 @@ class Order:
     units: tuple[Unit, ...] = ()
     known: str = ""
     cache: str = ""
+    least_deadline_s: float = LEAST_DEADLINE_S
     traces: str = ""
     tests: tuple[str, ...] = ()
 
