@@ -20,7 +20,8 @@ from loragate.faults.record import GPU_SECTION, SECTION, upgraded
 from loragate.faults.tables import render_detection, render_markdown
 from loragate.findings.load import load_ledger
 from loragate.findings.page import render_page
-from loragate.records.results import ResultsError, require_section
+from loragate.mutants import record as mutants
+from loragate.records.results import ResultsError, read_section, require_section
 
 CPU_RECORD = Path("ci/results/cpu.json")
 GPU_RECORD = Path("ci/results/nvidia-h200.json")
@@ -41,6 +42,9 @@ class Records:
     def gpu(self, name: str) -> dict[str, Any]:
         """Raises ResultsError if it was never recorded."""
         return self._section(GPU_RECORD, name)
+
+    def cpu_if_any(self, name: str) -> dict[str, Any] | None:
+        return read_section(self.root / CPU_RECORD, name)
 
     def plots(self) -> tuple[Plot, ...]:
         return plots_of(self.root / GPU_RECORD)
@@ -103,6 +107,12 @@ def _drills(records: Records) -> str:
     return f"{drills.drills_table(section)}\n\n{provenance_line(section)}"
 
 
+def _mutants(records: Records) -> str:
+    # samples are recorded when the kernels are done, edits by hand when somebody has written some
+    first = records.cpu_if_any(mutants.FIRST_SECTION)
+    return mutants.render_record(records.cpu_if_any(mutants.SECTION), first)
+
+
 BLOCKS = (
     Block("README.md", "detection", _detection),
     Block("README.md", "results", _summary),
@@ -111,6 +121,7 @@ BLOCKS = (
     Block("docs/benchmarks.md", "bench moe", _table("moe")),
     Block("docs/benchmarks.md", "gate", _gate),
     Block("docs/faults.md", "kill rates", _kill_rates),
+    Block("docs/mutants.md", "mutants", _mutants),
     Block("docs/reliability.md", "drills", _drills),
 )
 

@@ -1,0 +1,164 @@
+"""`loragate mutants`: change lorakernels in small ways and count what the gate detects.
+
+Exit codes: 0 every mutant was killed, is equivalent or shows on a GPU only; 1 one survived; 2 there
+was none to plant; 3 something could not be run; 4 usage.
+"""
+
+from __future__ import annotations
+
+import argparse
+import fnmatch
+from collections.abc import Sequence
+from pathlib import Path
+
+from loragate.commands.record_options import add_record_options, open_record
+from loragate.core.arguments import count_from
+from loragate.core.checkout import project_root
+from loragate.core.errors import CommandError, usage_errors
+from loragate.core.verdict import ExitCode
+from loragate.mutants.counts import Outcome
+from loragate.mutants.edits import read_edits, read_equivalents
+from loragate.mutants.model import Fate, Group, Mutant, Sources
+from loragate.mutants.page import render_terminal
+from loragate.mutants.record import FIRST_SECTION, GPU_SECTION, SECTION, save_first, save_run
+from loragate.mutants.sources import diff_of, read_sources
+from loragate.records.recorder import Recorder
+
+EQUIVALENTS = Path(__file__).resolve().parents[1] / "mutants" / "equivalents.yaml"
+_FOLDER = Path(".loragate/mutants")
+_JOBS = 2
+
+
+def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = subparsers.add_parser(
+        "mutants", help="change the kernels in small ways and count what the gate detects"
+    )
+    which = parser.add_mutually_exclusive_group(required=True)
+    which.add_argument(
+        "--sample", type=count_from(1), metavar="N", help="N mutants, half of them subtle ones"
+    )
+    which.add_argument("--edits", type=Path, metavar="FILE", help="the edits in a YAML file")
+    parser.add_argument(
+        "--seed", type=count_from(0), default=0, metavar="S", help="of the sample (default: 0)"
+    )
+    parser.add_argument(
+        "--module", metavar="PATTERN", help="only modules whose path matches, as dense/* or *plan*"
+    )
+    parser.add_argument(
+        "--gpu",
+        action="store_true",
+        help="run premerge cases on what a run without --gpu in the same folder has left",
+    )
+    parser.add_argument("--jobs", type=count_from(1), default=_JOBS, metavar="N", help="default: 2")
+    parser.add_argument(
+        "--folder", type=Path, metavar="DIR", help=f"of the results (default: {_FOLDER})"
+    )
+    parser.add_argument("--list", action="store_true", help="show the mutants and plant nothing")
+    add_record_options(parser, "the results")
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> ExitCode:
+    sources = read_sources()
+    with usage_errors():
+        if arguments.record and arguments.module:
+            raise ValueError("--record takes whole samples; leave out --module")
+        equivalents = read_equivalents(EQUIVALENTS, sources)
+        mutants = chosen(arguments, sources)
+        recorder = open_record(arguments, GPU_SECTION if arguments.gpu else SECTION)
+        first = _first_record(arguments)
+    if not mutants:
+        raise CommandError("there is no mutant to plant", ExitCode.INCOMPLETE)
+    if arguments.list:
+        print("\n\n".join(f"{m.id}\n{diff_of(m, sources)}" for m in mutants))
+        return ExitCode.OK
+    if arguments.gpu and not _has_gpu():
+        raise CommandError("--gpu needs a GPU", ExitCode.INFRASTRUCTURE)
+    # these import pytest
+    from loragate.mutants.reach import state_digest
+    from loragate.mutants.session import Session
+
+    session = Session(
+        folder=arguments.folder or project_root() / _FOLDER,
+        name=name_of(arguments),
+        state=state_digest(),
+        sources=sources,
+        jobs=arguments.jobs,
+        gpu=arguments.gpu,
+    )
+    with usage_errors():
+        outcomes = session.run(mutants, equivalents)
+    print(render_terminal(outcomes, sources))
+    code = exit_code(outcomes)
+    if code is ExitCode.INFRASTRUCTURE:
+        raise CommandError("not every mutant could be run; the same command goes on", code)
+    _save(recorder, first, session.name, session.state, outcomes)
+    return code
+
+
+def chosen(arguments: argparse.Namespace, sources: Sources) -> list[Mutant]:
+    """The mutants that were asked for. Raises ValueError."""
+    pattern = arguments.module or "*"
+    wanted = {path: text for path, text in sources.items() if fnmatch.fnmatch(path, pattern)}
+    if not wanted:
+        raise ValueError(f"there is no module like {pattern!r}, for instance dense/kernels.py")
+    if arguments.edits:
+        return [m for m in read_edits(arguments.edits, sources) if m.module in wanted]
+    return _sample(wanted, arguments)
+
+
+def _sample(sources: Sources, arguments: argparse.Namespace) -> list[Mutant]:
+    from loragate.mutants.generation.sampling import sample
+
+    try:
+        return sample(sources, arguments.sample, arguments.seed)
+    except ModuleNotFoundError as error:
+        text = f"a sample needs the package {error.name}: pip install loragate[test]"
+        raise CommandError(text, ExitCode.INFRASTRUCTURE) from error
+
+
+def name_of(arguments: argparse.Namespace) -> str:
+    """Of the run, in its folder and in a record."""
+    if arguments.edits:
+        name = f"edits-{arguments.edits.stem}"
+    else:
+        name = f"sample-{arguments.sample}-seed-{arguments.seed}"
+    if not arguments.module:
+        return name
+    letters = "".join(c if c.isalnum() else "_" for c in arguments.module)
+    return f"{name}-module-{letters}"
+
+
+def exit_code(outcomes: Sequence[Outcome]) -> ExitCode:
+    fates = {result.fate for _, result in outcomes}
+    if Fate.BROKEN in fates:
+        return ExitCode.INFRASTRUCTURE
+    return ExitCode.WRONG if Fate.SURVIVED in fates else ExitCode.OK
+
+
+def _first_record(arguments: argparse.Namespace) -> Recorder | None:
+    """For edits alone: a sample can be drawn again with another seed."""
+    if arguments.gpu or not arguments.edits:
+        return None
+    return open_record(arguments, FIRST_SECTION)
+
+
+def _save(
+    recorder: Recorder | None,
+    first: Recorder | None,
+    name: str,
+    state: str,
+    outcomes: Sequence[Outcome],
+) -> None:
+    if recorder is None:
+        return
+    save_run(recorder, name, state, outcomes)
+    print(f"recorded in {recorder.path}")
+    if first is not None and save_first(first, state, outcomes):
+        print(f"these are the first results of {Group.BLIND.value} edits, and stay on record")
+
+
+def _has_gpu() -> bool:
+    import torch
+
+    return torch.cuda.is_available()

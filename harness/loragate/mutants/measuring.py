@@ -1,0 +1,136 @@
+"""Measures the reach of every unit, on sound code: in it everything must pass."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from loragate.core.child_process import ProcessPool, run_module
+from loragate.core.errors import CommandError
+from loragate.core.verdict import ExitCode, Verdict
+from loragate.faults.planting import package_folder
+from loragate.mutants.host_tests import COLLECTION
+from loragate.mutants.planting import HOST_TESTS, plant, planted_package
+from loragate.mutants.reach import Reach, reach_of
+from loragate.mutants.tracing import instrument, read_trace
+from loragate.mutants.units import IMPORT, Ended, Kind, Order, Unit, read_transcript
+from loragate.mutants.warm import WarmServer, environment
+
+_PLANNING_S = 120.0
+# without any sign of life
+_PATIENCE_S = 900.0
+_GOOD = (Verdict.PASS, Verdict.SKIP)
+
+
+def planned_cases(tier: str = "smoke", *, gpu: bool = False) -> tuple[str, ...]:
+    """The run ids that a gate of a tier runs here. Raises CommandError."""
+    done = run_module(
+        "loragate.mutants.planned", tier, env=environment(gpu=gpu), timeout=_PLANNING_S
+    )
+    if done.returncode:
+        last = done.stderr.decode(errors="replace").strip().splitlines()[-1:]
+        raise CommandError(f"planning failed: {' '.join(last)}", ExitCode.INFRASTRUCTURE)
+    return tuple(done.stdout.decode().split())
+
+
+def measure_reach(digest: str, jobs: int) -> Reach:
+    """Raises CommandError if a case or a test of sound code does not pass."""
+    processes = ProcessPool()
+    cases = [Unit(Kind.CASE, name) for name in planned_cases()]
+    with tempfile.TemporaryDirectory(prefix="loragate-reach-") as name:
+        folder = Path(name)
+        plant(None, folder / "planted")
+        instrument(planted_package(folder / "planted"))
+        # host tests of a folder share a session; cases are dealt out in turn
+        parts: list[tuple[tuple[Unit, ...], tuple[str, ...]]] = [
+            (tuple(cases[first::jobs]), HOST_TESTS[first::jobs]) for first in range(jobs)
+        ]
+        with ThreadPoolExecutor(jobs) as pool:
+            try:
+                numbered = list(enumerate(parts))
+                found = list(pool.map(lambda part: _run_part(part, folder, processes), numbered))
+            finally:
+                # an interrupt must not wait for what is running
+                processes.close()
+        ended = [entry for part in found for entry in part]
+        return _reach_of(digest, ended, cases, folder, compiled_modules())
+
+
+def _run_part(
+    numbered: tuple[int, tuple[tuple[Unit, ...], tuple[str, ...]]],
+    folder: Path,
+    processes: ProcessPool,
+) -> tuple[Ended, ...]:
+    number, (units, tests) = numbered
+    transcript = folder / f"transcript-{number}.jsonl"
+    order = Order(
+        root=str(folder / "planted"),
+        transcript=str(transcript),
+        log=str(folder / f"log-{number}.txt"),
+        units=units,
+        traces=str(folder / f"traces-{number}"),
+        tests=tests,
+    )
+    server = WarmServer(processes, folder / f"server-{number}.txt")
+    try:
+        failure = server.run(order, _PATIENCE_S)
+    finally:
+        server.close()
+    story = read_transcript(transcript)
+    if failure is not None or not story.finished:
+        log = Path(order.log).read_text(encoding="utf-8", errors="replace").strip()
+        raise CommandError(f"the reach was not measured: {log[-1000:]}", ExitCode.INFRASTRUCTURE)
+    return story.ended
+
+
+def _reach_of(
+    digest: str, ended: Sequence[Ended], cases: Sequence[Unit], folder: Path, compiled: set[str]
+) -> Reach:
+    bad = [entry for entry in ended if entry.verdict not in _GOOD]
+    names = {entry.unit for entry in ended}
+    lost = [case.name for case in cases if case.name not in names]
+    if bad or lost:
+        first = f"{bad[0].unit}: {bad[0].message}" if bad else f"{lost[0]} did not end"
+        text = f"{len(bad) + len(lost)} cases or tests do not pass without a mutant: {first}"
+        raise CommandError(text, ExitCode.INFRASTRUCTURE)
+    traces = {entry.unit: read_trace(Path(entry.trace)) for entry in ended if entry.trace}
+    wanted = [entry for entry in ended if _is_unit(entry)]
+    case_names = {case.name for case in cases}
+    units = [
+        Unit(Kind.CASE if e.unit in case_names else Kind.TEST, e.unit, e.seconds) for e in wanted
+    ]
+    lines = [_with_collection(traces, entry.unit) for entry in wanted]
+    return reach_of(digest, units, lines, traces[IMPORT], compiled)
+
+
+def _is_unit(entry: Ended) -> bool:
+    auxiliary = entry.unit == IMPORT or entry.unit.startswith(COLLECTION)
+    # what is skipped on sound code says nothing
+    return not auxiliary and entry.verdict is Verdict.PASS
+
+
+def _with_collection(traces: dict[str, dict[str, set[int]]], unit: str) -> dict[str, set[int]]:
+    """The lines of a unit, with those that run when the module of a test is collected."""
+    found = {module: set(lines) for module, lines in traces[unit].items()}
+    for module, lines in traces.get(COLLECTION + unit.partition("::")[0], {}).items():
+        found.setdefault(module, set()).update(lines)
+    return found
+
+
+def compiled_modules() -> set[str]:
+    """The modules that the compile leg runs or compiles."""
+    package = package_folder()
+    path = os.pathsep.join([str(package.parent), environment()["PYTHONPATH"]])
+    done = run_module(
+        "loragate.mutants.compile_reach",
+        str(package),
+        env=environment() | {"PYTHONPATH": path},
+        timeout=_PATIENCE_S,
+    )
+    if done.returncode:
+        last = done.stderr.decode(errors="replace").strip()[-1000:]
+        raise CommandError(f"the compile leg was not traced: {last}", ExitCode.INFRASTRUCTURE)
+    return set(done.stdout.decode().split())

@@ -1,0 +1,76 @@
+"""What a record keeps of mutants: every run by its name, and the first verdicts on edits by hand.
+
+Pure but for reading and writing the file; imports no torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from loragate.mutants.counts import Outcome, counted, markdown, merged
+from loragate.mutants.model import Fate
+from loragate.records.recorder import Recorder
+
+# sections of a results file: every run by its name, those on a GPU, and the first run of edits
+# that were written without a look at the checks: later runs cannot be as blind
+SECTION, GPU_SECTION, FIRST_SECTION = "mutants", "mutants_gpu", "mutants_blind_first"
+
+
+def save_run(recorder: Recorder, name: str, state: str, outcomes: Sequence[Outcome]) -> None:
+    """Write the run called `name` in place of an earlier one, beside the others. Raises
+    CommandError."""
+    recorder.note_edits()
+    runs = dict(recorder.current().get("runs", {}))
+    runs[name] = payload(state, recorder.commit, outcomes)
+    recorder.save({"runs": runs})
+
+
+def save_first(recorder: Recorder, state: str, outcomes: Sequence[Outcome]) -> bool:
+    """Write the first verdicts on a set of edits; False if there are some already. Raises
+    CommandError."""
+    if recorder.current():
+        return False
+    recorder.save({"run": payload(state, recorder.commit, outcomes)})
+    return True
+
+
+def payload(state: str, commit: str, outcomes: Sequence[Outcome]) -> dict[str, Any]:
+    """The JSON of a run. `state`: the digest of all code that decides the fates."""
+    return {
+        "commit": commit,
+        "state": state,
+        "tables": counted(outcomes),
+        "killers": {
+            mutant.id: f"{result.judge}: {result.killer}"
+            for mutant, result in outcomes
+            if result.fate is Fate.KILLED
+        },
+        "not_killed": {
+            mutant.id: result.fate.value
+            for mutant, result in outcomes
+            if result.fate is not Fate.KILLED
+        },
+    }
+
+
+def render_record(section: Mapping[str, Any] | None, first: Mapping[str, Any] | None) -> str:
+    """The tables of all recorded runs, as Markdown; `first`: the section of the first verdicts."""
+    runs = dict(section["runs"]) if section else {}
+    if first:
+        runs["edits by hand, first run"] = first["run"]
+    if not runs:
+        return "Not recorded yet."
+    groups = {
+        f"{name}, {group}": counts
+        for name, run in sorted(runs.items())
+        for group, counts in run["tables"]["group"].items()
+    }
+    parts = [markdown("run and kind of mutants", groups)]
+    for title in ("subtle: module", "subtle: operator", "coarse: module", "coarse: operator"):
+        tables = [run["tables"][title] for run in runs.values() if title in run["tables"]]
+        if tables:
+            parts.append(markdown(title, merged(tables)))
+    commits = {name: run["commit"][:12] or "no commit" for name, run in sorted(runs.items())}
+    parts.append("; ".join(f"{name}: {commit}" for name, commit in commits.items()))
+    return "\n\n".join(parts)

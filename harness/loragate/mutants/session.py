@@ -1,0 +1,124 @@
+"""One run of the command in its folder: what is there already, what is left, what was found."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import closing
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from loragate.core.errors import CommandError
+from loragate.core.files import write_atomically
+from loragate.core.verdict import ExitCode
+from loragate.mutants.counts import Outcome
+from loragate.mutants.edits import Equivalents
+from loragate.mutants.journal import Journal, kills_in
+from loragate.mutants.measuring import measure_reach, planned_cases
+from loragate.mutants.model import Fate, Mutant, Result, Sources
+from loragate.mutants.page import render_page
+from loragate.mutants.reach import Reach, load_reach, save_reach
+from loragate.mutants.runner import Setup, failure_of_sound_code, run_all
+from loragate.mutants.units import Kind, Unit
+
+_REACH, _KNOWN = "reach.json", "host-tests.txt"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Session:
+    """`name`: of the sample or of the edits; `state`: the digest of the code."""
+
+    folder: Path
+    name: str
+    state: str
+    sources: Sources
+    jobs: int
+    gpu: bool = False
+
+    def journal(self, *, gpu: bool) -> Journal:
+        suffix = "-gpu" if gpu else ""
+        return Journal(self.folder / f"{self.name}{suffix}.jsonl", self.state)
+
+    def run(self, mutants: Sequence[Mutant], equivalents: Equivalents) -> list[Outcome]:
+        """Plant what has no result yet; the results of all. Raises OtherState, CommandError."""
+        journal = self.journal(gpu=self.gpu)
+        results = journal.open()
+        chosen = self._survivors(mutants, equivalents) if self.gpu else list(mutants)
+        waiting = [mutant for mutant in chosen if mutant.id not in results]
+        if waiting:
+            self._plant(waiting, journal, results)
+        outcomes = list(judged([(m, results[m.id]) for m in chosen], equivalents, self.sources))
+        title = f"Mutants: {self.name}"
+        write_atomically(
+            journal.path.with_suffix(".md"), render_page(title, outcomes, self.sources)
+        )
+        return outcomes
+
+    def _survivors(self, mutants: Sequence[Mutant], equivalents: Equivalents) -> list[Mutant]:
+        """What the run without a GPU has left; CommandError if it is not complete."""
+        results = self.journal(gpu=False).open()
+        missing = sum(mutant.id not in results for mutant in mutants)
+        if missing:
+            text = f"{missing} mutants were not planted without --gpu in {self.folder}"
+            raise CommandError(text, ExitCode.USAGE)
+        known = judged([(m, results[m.id]) for m in mutants], equivalents, self.sources)
+        return [m for m, result in known if result.fate in (Fate.SURVIVED, Fate.NEEDS_GPU)]
+
+    def _plant(
+        self, waiting: Sequence[Mutant], journal: Journal, results: dict[str, Result]
+    ) -> None:
+        setup = self._setup()
+        begin = time.monotonic()
+        with closing(run_all(waiting, self.sources, setup)) as found:
+            for number, (mutant, result) in enumerate(found, 1):
+                journal.add(mutant, result)
+                results[mutant.id] = result
+                left = (time.monotonic() - begin) / number * (len(waiting) - number)
+                _note(
+                    f"{number} of {len(waiting)}: {result.fate.value} {mutant.id} "
+                    f"{result.judge} ({result.seconds:.0f} s; about {left / 60:.0f} min left)"
+                )
+
+    def _setup(self) -> Setup:
+        reach = self._reach()
+        known = self.folder / _KNOWN
+        write_atomically(known, "\n".join(reach.host_tests))
+        if not self.gpu:
+            kills = list(kills_in(self.folder))
+            return Setup(reach=reach, known=known, logs=self.folder, jobs=self.jobs, kills=kills)
+        setup = Setup(
+            reach=reach,
+            known=known,
+            logs=self.folder,
+            jobs=self.jobs,
+            gpu_cases=tuple(Unit(Kind.CASE, n) for n in planned_cases("premerge", gpu=True)),
+        )
+        _note("running the cases of the premerge tier without a mutant")
+        if message := failure_of_sound_code(setup):
+            raise CommandError(message, ExitCode.INFRASTRUCTURE)
+        return setup
+
+    def _reach(self) -> Reach:
+        reach = load_reach(self.folder / _REACH, self.state)
+        if reach is None:
+            _note("measuring which cases and host tests reach which line, which takes minutes")
+            reach = measure_reach(self.state, self.jobs)
+            save_reach(reach, self.folder / _REACH)
+        return reach
+
+
+def judged(
+    outcomes: Iterable[Outcome], equivalents: Equivalents, sources: Sources
+) -> Iterator[Outcome]:
+    """Outcomes in which survivors that are listed as equivalent say so."""
+    for mutant, result in outcomes:
+        reason = equivalents.reason(mutant, sources)
+        if reason and result.fate in (Fate.SURVIVED, Fate.NEEDS_GPU):
+            yield mutant, replace(result, fate=Fate.EQUIVALENT, message=reason)
+        else:
+            yield mutant, result
+
+
+def _note(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)

@@ -1,0 +1,150 @@
+"""Edits and equivalents in YAML, and the journal of a run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from loragate.commands.mutants import EQUIVALENTS
+from loragate.mutants.edits import EditError, read_edits, read_equivalents
+from loragate.mutants.journal import Journal, OtherState, kills_in
+from loragate.mutants.model import Fate, Result
+from loragate.mutants.ordering import Kill, ordered
+from loragate.mutants.reach import load_reach, reach_of, save_reach
+from loragate.mutants.session import judged
+from loragate.mutants.sources import Place, place_of, read_sources
+from loragate.mutants.tracing import instrumented
+from loragate.mutants.units import Kind, Unit
+
+TEXT = """LIMIT = 1
+
+
+def f(x):
+    if x:
+        return 1
+    y = [
+        x,
+    ]
+    return y
+"""
+SOURCES = {"m.py": TEXT}
+EDIT = """
+- id: wrong
+  module: m.py
+  old: '        return 1'
+  new: '        return 2'
+  kind: constant
+"""
+
+
+def write(path: Path, text: str) -> Path:
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+def test_an_edit_is_read_with_its_place(tmp_path: Path) -> None:
+    (mutant,) = read_edits(write(tmp_path / "e.yaml", EDIT), SOURCES)
+    assert (mutant.line, mutant.end_line, mutant.function) == (6, 6, "f")
+    assert "return 2" in mutant.apply(TEXT)
+
+
+@pytest.mark.parametrize(
+    ("edit", "why"),
+    [
+        (EDIT.replace("return 1", "return 3"), "is not there"),
+        (EDIT.replace("'        return 1'", "'x'"), "is there"),
+        (EDIT.replace("m.py", "n.py"), "no such module"),
+        (EDIT.replace("return 2'", "return ('"), "is not Python"),
+        (EDIT + EDIT, "unique"),
+        (EDIT + "  colour: red", "colour"),
+        ("a: [", "is not YAML"),
+    ],
+)
+def test_an_edit_that_does_not_fit_is_refused(tmp_path: Path, edit: str, why: str) -> None:
+    with pytest.raises(EditError, match=why):
+        read_edits(write(tmp_path / "e.yaml", edit), SOURCES)
+
+
+def test_every_equivalent_still_fits_the_package() -> None:
+    read_equivalents(EQUIVALENTS, read_sources())
+
+
+def test_a_survivor_that_is_listed_is_equivalent_and_a_stale_entry_is_refused(
+    tmp_path: Path,
+) -> None:
+    entry = "- {module: m.py, old: return 1, new: return 2, reason: nobody looks}\n"
+    (mutant,) = read_edits(write(tmp_path / "e.yaml", EDIT), SOURCES)
+    equivalents = read_equivalents(write(tmp_path / "q.yaml", entry), SOURCES)
+    for fate, then in ((Fate.SURVIVED, Fate.EQUIVALENT), (Fate.KILLED, Fate.KILLED)):
+        found = judged([(mutant, Result(id="wrong", fate=fate))], equivalents, SOURCES)
+        assert [result.fate for _, result in found] == [then]
+    with pytest.raises(EditError, match="is not there"):
+        read_equivalents(tmp_path / "q.yaml", {"m.py": TEXT.replace("return 1", "return 4")})
+
+
+def test_a_run_goes_on_where_it_was_and_not_with_other_code(tmp_path: Path) -> None:
+    (mutant,) = read_edits(write(tmp_path / "e.yaml", EDIT), SOURCES)
+    journal = Journal(tmp_path / "run.jsonl", "state-1")
+    assert journal.open() == {}
+    journal.add(mutant, Result(id="wrong", fate=Fate.KILLED, killer="case-a"))
+    journal.add(mutant, Result(id="other", fate=Fate.BROKEN))
+    with journal.path.open("a") as file:
+        file.write('{"result": {"id": "half')
+    assert set(journal.open()) == {"wrong"}
+    journal.add(mutant, Result(id="next", fate=Fate.SURVIVED))
+    assert set(journal.open()) == {"wrong", "next"}
+    assert list(kills_in(tmp_path)) == [Kill("m.py", "f", "case-a")]
+    with pytest.raises(OtherState, match="another state"):
+        Journal(journal.path, "state-2").open()
+
+
+@pytest.mark.parametrize(
+    ("line", "place"),
+    [
+        (1, Place("", None)),
+        (5, Place("f", frozenset({5}))),
+        (6, Place("f", frozenset({6}))),
+        (8, Place("f", frozenset({7, 8, 9}))),
+        # a default of an argument concerns whoever calls the function
+        (4, Place("f", frozenset(range(5, 11)))),
+    ],
+)
+def test_a_line_stands_for_its_statement(line: int, place: Place) -> None:
+    assert place_of(TEXT, line, line) == place
+
+
+def test_units_reach_the_statements_that_they_run(tmp_path: Path) -> None:
+    units = [Unit(Kind.CASE, "a.site.x", 1.0), Unit(Kind.TEST, "t.py::t", 0.1)]
+    traces = [{"m.py": {5, 7}}, {"m.py": {5, 6}}]
+    reach = reach_of("now", units, traces, {"m.py": {10}}, ["m.py"])
+    save_reach(reach, tmp_path / "reach.json")
+    again = load_reach(tmp_path / "reach.json", "now")
+    assert again == reach
+    assert load_reach(tmp_path / "reach.json", "later") is None
+    names = {
+        line: [u.name for u in reach.units_of("m.py", place_of(TEXT, line, line))]
+        for line in (1, 5, 6, 8, 10)
+    }
+    everything = ["a.site.x", "t.py::t"]
+    assert names == {1: everything, 5: everything, 6: ["t.py::t"], 8: ["a.site.x"], 10: everything}
+    assert reach.sites_of("m.py") == {"site"}
+
+
+def test_an_instrumented_module_notes_each_statement_it_runs() -> None:
+    text = (
+        "def f(x):\n    '''Text.'''\n    if x == 1:\n        return 1\n    elif x == 2:\n"
+        "        return 2\n    else:\n        y = 3\n    return y\n"
+    )
+    noted: list[str] = []
+    names = {"__loragate_note__": noted.append, "__loragate_skip__": lambda: False}
+    exec(instrumented(text, "m.py"), names)
+    assert names["f"](3) == 3  # type: ignore[operator]
+    assert noted == ["m.py:3", "m.py:5", "m.py:8", "m.py:9"]
+
+
+def test_what_killed_neighbours_runs_first_then_quick_tests_then_cases() -> None:
+    near, far = Unit(Kind.CASE, "near", 9.0), Unit(Kind.CASE, "far", 1.0)
+    quick, slow = Unit(Kind.TEST, "quick", 0.1), Unit(Kind.TEST, "slow", 5.0)
+    kills = [Kill("m.py", "f", "near"), Kill("n.py", "g", "far")]
+    assert ordered([far, slow, quick, near], "m.py", "f", kills) == (near, quick, far, slow)

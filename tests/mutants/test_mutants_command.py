@@ -1,0 +1,116 @@
+"""The command, without planting anything: what it refuses, shows and records."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from loragate.cli import main
+from loragate.commands import mutants as command
+from loragate.core.verdict import ExitCode
+from loragate.mutants.model import Fate, Group, Mutant, Result
+from loragate.mutants.page import render_page
+from loragate.mutants.record import FIRST_SECTION, SECTION, render_record, save_first, save_run
+from loragate.records.recorder import Recorder
+from loragate.records.results import require_section
+
+SOURCES = {"a.py": "x = 1\n", "b.py": "y = 2\n"}
+EDIT = "- {id: one, module: dense/plan.py, old: import math, new: import cmath, kind: other}\n"
+
+
+def outcome(name: str, module: str, group: Group, fate: Fate) -> tuple[Mutant, Result]:
+    mutant = Mutant(
+        id=name,
+        module=module,
+        start=4,
+        end=5,
+        new="3",
+        operator="number",
+        group=group,
+        line=1,
+        end_line=1,
+    )
+    return mutant, Result(id=name, fate=fate, judge="reference", killer="case")
+
+
+OUTCOMES = [
+    outcome("k1", "a.py", Group.SUBTLE, Fate.KILLED),
+    outcome("k2", "a.py", Group.SUBTLE, Fate.KILLED),
+    outcome("s1", "b.py", Group.SUBTLE, Fate.SURVIVED),
+    outcome("e1", "b.py", Group.COARSE, Fate.EQUIVALENT),
+]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (["--sample", "0"], "must be a number from 1 up"),
+        (["--sample", "2", "--edits", "x"], "not allowed with"),
+        ([], "is required"),
+        (["--sample", "2", "--module", "nowhere/*"], "no module like"),
+        (["--sample", "2", "--module", "dense/*", "--record", "x.json"], "leave out --module"),
+        (["--edits", "nowhere.yaml"], "cannot be read"),
+    ],
+)
+def test_wrong_arguments_are_refused(
+    arguments: list[str], text: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    try:
+        code = main(["mutants", *arguments])
+    except SystemExit as error:
+        code = int(str(error.code))
+    assert code == ExitCode.USAGE
+    assert text in capsys.readouterr().err
+
+
+def test_the_list_shows_each_mutant_as_a_diff(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "edits.yaml"
+    path.write_text(EDIT, encoding="utf-8")
+    assert main(["mutants", "--edits", str(path), "--list"]) == ExitCode.OK
+    out = capsys.readouterr().out
+    assert "one\n--- a/dense/plan.py" in out
+    assert "-import math\n+import cmath" in out
+
+
+def test_a_survivor_makes_the_run_wrong_and_an_equivalent_does_not() -> None:
+    assert command.exit_code(OUTCOMES) is ExitCode.WRONG
+    assert command.exit_code([OUTCOMES[0], OUTCOMES[3]]) is ExitCode.OK
+    broken = outcome("b1", "a.py", Group.SUBTLE, Fate.BROKEN)
+    assert command.exit_code([*OUTCOMES, broken]) is ExitCode.INFRASTRUCTURE
+
+
+def test_the_page_has_the_rates_and_the_diffs_of_survivors() -> None:
+    page = render_page("Mutants", OUTCOMES, SOURCES)
+    assert "| subtle | 3 | 2 | 1 | 0 | 0 | 0 | 66.7 % |" in page
+    assert "| b.py | 1 | 0 | 1 | 0 | 0 | 0 | 0.0 % |" in page
+    assert "-y = 2\n+y = 3" in page
+    assert "- `k1`: reference" in page
+
+
+def test_runs_are_recorded_side_by_side_and_the_first_verdicts_stay(tmp_path: Path) -> None:
+    path = tmp_path / "results.json"
+
+    def recorder(section: str) -> Recorder:
+        return Recorder.open(path, section, commit="c")
+
+    save_run(recorder(SECTION), "sample-4-seed-0", "state", OUTCOMES)
+    save_run(recorder(SECTION), "sample-4-seed-1", "state", OUTCOMES[:2])
+    assert save_first(recorder(FIRST_SECTION), "state", OUTCOMES)
+    assert not save_first(recorder(FIRST_SECTION), "state", OUTCOMES[:2])
+    runs = require_section(path, SECTION)["runs"]
+    assert sorted(runs) == ["sample-4-seed-0", "sample-4-seed-1"]
+    assert runs["sample-4-seed-0"]["not_killed"] == {"s1": "survived", "e1": "equivalent"}
+    first = require_section(path, FIRST_SECTION)
+    assert first["run"]["not_killed"] == {"s1": "survived", "e1": "equivalent"}
+    text = render_record(require_section(path, SECTION), first)
+    assert "| sample-4-seed-0, subtle | 3 | 2 | 1 |" in text
+    assert "| edits by hand, first run, subtle | 3 |" in text
+    assert json.loads(path.read_text())["schema"] == 1
+
+
+def test_a_page_without_records_says_so() -> None:
+    assert render_record(None, None) == "Not recorded yet."
