@@ -55,20 +55,22 @@ def _of(cases: tuple[Case, ...], tier: Tier, site: Site) -> list[Case]:
 
 def test_each_tier_is_as_small_as_its_time_allows(cases: tuple[Case, ...]) -> None:
     count = {tier: sum(case.tier is tier for case in cases) for tier in Tier}
-    assert 80 <= count[Tier.SMOKE] <= 150
+    assert 80 <= count[Tier.SMOKE] <= 260
     assert count[Tier.PREMERGE] <= 300
     assert count[Tier.NIGHTLY] >= 200
 
 
 def test_smoke_cases_are_small_enough_for_the_interpreter(cases: tuple[Case, ...]) -> None:
     smoke = [case for case in cases if case.tier is Tier.SMOKE]
-    # a few prefills are tall but narrow, and skip the oracles that take many steps
-    tall = [case for case in smoke if case.tokens > 40]
-    assert len(tall) <= 6
-    assert max(case.out_rows * case.out_features for case in tall) <= 100_000
-    assert not [case for case in tall if OracleName.SEQUENCE in case.oracles]
-    assert max(case.in_features for case in smoke) <= 257
-    assert max(case.out_features for case in smoke) <= 160
+    # a few are tall, deep or wide, and skip the oracles that take many steps
+    large = [
+        case
+        for case in smoke
+        if case.tokens > 40 or case.in_features > 300 or case.out_features > 160
+    ]
+    assert len(large) <= 45
+    assert max(case.out_rows * case.out_features for case in large) <= 300_000
+    assert not [case for case in large if OracleName.SEQUENCE in case.oracles]
     assert {case.execution for case in smoke} == {Execution.EAGER}
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -79,22 +78,23 @@ def live_ranks(case: Case, seed: int, *, per_slice: bool) -> tuple[tuple[int, ..
     slices = len(case.slices)
     if case.ranks is Ranks.FULL:
         return ((case.rank,) * slices,) * case.slots
-    choices = _rank_choices(case.rank)
     rng = random.Random(number(seed, "ranks"))
-    start, last = rng.randrange(len(choices)), case.slots - 1
-    table = [
-        [choices[(start + slot + part * per_slice) % len(choices)] for part in range(slices)]
+    lower = _lower_ranks(case.rank)
+    rng.shuffle(lower)
+    choices = [case.rank, *lower]
+    last = case.slots - 1
+    absent = _absent(rng, case.slots, slices) if per_slice and slices > 1 else {}
+    full = rng.choice([part for part in range(slices) if part != absent.get(last)])
+    # neighbours differ, both slots and slices
+    return tuple(
+        tuple(
+            0
+            if absent.get(slot) == part
+            else choices[(slot - last + (part - full) * per_slice) % len(choices)]
+            for part in range(slices)
+        )
         for slot in range(case.slots)
-    ]
-    if not per_slice:
-        table[last] = [case.rank] * slices
-        return tuple(tuple(row) for row in table)
-    absent = _absent(rng, case.slots, slices) if slices > 1 else {}
-    for slot, part in absent.items():
-        table[slot][part] = 0
-    full = [part for part in range(slices) if table[last][part]]
-    table[last][rng.choice(full)] = case.rank
-    return tuple(tuple(row) for row in table)
+    )
 
 
 def _absent(rng: random.Random, slots: int, slices: int) -> dict[int, int]:
@@ -105,7 +105,7 @@ def _absent(rng: random.Random, slots: int, slices: int) -> dict[int, int]:
     return dict(zip(users, rng.sample(range(slices), len(users)), strict=True))
 
 
-def _rank_choices(rank: int) -> Sequence[int]:
-    """Powers of two and their neighbours up to `rank`, each once."""
-    wanted = (rank, 1, rank - 1, rank // 2, 3 * rank // 4, rank // 2 + 1)
-    return list(dict.fromkeys(r for r in wanted if 1 <= r <= rank))
+def _lower_ranks(rank: int) -> list[int]:
+    """Powers of two and their neighbours below `rank`, each once."""
+    wanted = (1, rank - 1, rank // 2, 3 * rank // 4, rank // 2 + 1)
+    return list(dict.fromkeys(r for r in wanted if 1 <= r < rank))
