@@ -3,6 +3,7 @@ kernel from one with a small mistake. No edit of the cases or of the data may lo
 
 from __future__ import annotations
 
+import itertools
 import pathlib
 from collections import Counter
 from dataclasses import replace
@@ -13,6 +14,7 @@ import pytest
 pytest.importorskip("triton", reason="the plans of lorakernels need triton")
 
 from loragate.core.machine import Machine
+from loragate.core.verdict import OracleName
 from loragate.inputs import DataKind, make_batch, make_pool
 from loragate.inputs.mapping import BASE_ROW, live_ranks, make_token_slots, num_padded
 from loragate.inputs.pairs import local_experts
@@ -21,14 +23,18 @@ from loragate.matrix.case import (
     Bias,
     Case,
     Cut,
+    ExpertMap,
     Ids,
     Layout,
     Mix,
     Parallel,
+    Path,
     Quantisation,
     Ranks,
+    RouterWeights,
     Site,
     Tier,
+    Write,
 )
 from loragate.matrix.ids import seed_of
 from loragate.matrix.load import load_cases
@@ -193,3 +199,40 @@ def test_smoke_covers_odd_ids_larger_buffers_and_quantised_layers_that_are_cut()
 def test_padding_changes_the_tiles_of_some_smoke_case() -> None:
     padded = [case for case in smoke() if case.layout is Layout.PADDED_ROWS and num_padded(case)]
     assert any("dense tile: live rows alone would have lower tiles" in branches(c) for c in padded)
+
+
+@pytest.mark.parametrize("sites", OPERATORS, ids=lambda sites: sites[0].value)
+def test_some_sequence_has_steps_with_tiles_of_different_heights(sites: tuple[Site, ...]) -> None:
+    """The second step of a sequence has a third of the rows."""
+
+    def heights(case: Case) -> set[str]:
+        return {branch for branch in branches(case) if "tile" in branch and branch[-1] == "s"}
+
+    judged = [case for case in smoke(*sites) if OracleName.SEQUENCE in case.oracles]
+    fewer = [replace(case, tokens=case.tokens // 3) for case in judged if case.tokens >= 3]
+    assert any(
+        heights(case) != heights(few)
+        for case, few in zip([c for c in judged if c.tokens >= 3], fewer, strict=True)
+    )
+
+
+def test_smoke_crosses_paths_with_outputs_slices_and_ways_to_align() -> None:
+    delta = [
+        case for case in smoke(Site.MOE_DELTA) if case.tokens > 4 and case.ranks is Ranks.MIXED
+    ]
+    paths = {Path.TWO_KERNEL, Path.ONE_SHOT, Path.SMALL_BATCH}
+    wanted = set(itertools.product(paths, Write, (RouterWeights.NONE, RouterWeights.OUTPUT)))
+    several = [case for case in delta if len(case.slices) == 3 and case.top_k > 1]
+    assert {(case.path, case.write, case.router) for case in several} >= wanted
+    ways = {
+        branch
+        for case in smoke(Site.MOE_DELTA)
+        if case.expert_map is ExpertMap.PARALLEL
+        for branch in branches(case)
+        if branch.startswith("alignment: ")
+    }
+    assert {
+        "alignment: one launch",
+        "alignment: several launches",
+        "alignment: more buckets than a program counts",
+    } <= ways

@@ -55,22 +55,23 @@ def _of(cases: tuple[Case, ...], tier: Tier, site: Site) -> list[Case]:
 
 def test_each_tier_is_as_small_as_its_time_allows(cases: tuple[Case, ...]) -> None:
     count = {tier: sum(case.tier is tier for case in cases) for tier in Tier}
-    assert 80 <= count[Tier.SMOKE] <= 260
+    assert 80 <= count[Tier.SMOKE] <= 290
     assert count[Tier.PREMERGE] <= 360
     assert count[Tier.NIGHTLY] >= 200
 
 
 def test_smoke_cases_are_small_enough_for_the_interpreter(cases: tuple[Case, ...]) -> None:
     smoke = [case for case in cases if case.tier is Tier.SMOKE]
-    # a few are tall, deep or wide, and skip the oracles that take many steps
+    # a few are tall, deep or wide; oracles that take many steps judge small ones of them
     large = [
         case
         for case in smoke
         if case.tokens > 40 or case.in_features > 300 or case.out_features > 160
     ]
-    assert len(large) <= 45
+    assert len(large) <= 60
     assert max(case.out_rows * case.out_features for case in large) <= 300_000
-    assert not [case for case in large if OracleName.SEQUENCE in case.oracles]
+    many_steps = [case for case in large if OracleName.SEQUENCE in case.oracles]
+    assert max(case.out_rows * case.out_features for case in many_steps) <= 30_000
     assert {case.execution for case in smoke} == {Execution.EAGER}
 
 

@@ -40,7 +40,7 @@ def branches(case: Case) -> frozenset[str]:
         of_delta = MoEShape(pairs, case.experts, case.in_features, case.slices, case.rank, size)
         wanted = None if case.path is Path.PLAN else MoEPath[case.path.name]
         aligned = _alignment(of_delta, case.slots, with_base=False)
-        return frozenset([*_delta(of_delta, wanted), *aligned])
+        return frozenset([*_delta(of_delta, wanted, slots=case.slots), *aligned])
     by_columns = case.tp if case.parallel is Parallel.COLUMN else 1
     by_rows = case.tp if case.parallel is Parallel.ROW else 1
     widths = tuple(-(-width // by_columns) for width in case.slices)
@@ -67,6 +67,9 @@ def _several(what: str, count: int) -> str:
 
 def _dense(shape: DenseShape, *, live: int, slots: int) -> Iterator[str]:
     yield f"dense tile: {shape.height} rows"
+    # what the preparation reads at a time, of a batch of that many rows
+    block = 1024 if shape.num_rows <= 1024 else 4096
+    yield _several("dense tile: blocks of rows to sort", -(-shape.num_rows // block))
     if tile_height(live) != shape.height:
         yield "dense tile: live rows alone would have lower tiles"
     if min(slots - 1, live) > dense.tile_programs(shape, capacity=shape.num_rows + slots):
@@ -103,7 +106,7 @@ def _alignment(shape: MoEShape, slots: int, *, with_base: bool) -> Iterator[str]
         yield _several("alignment: programs of one launch", -(-shape.num_pairs // align.small_span))
 
 
-def _delta(shape: MoEShape, wanted: MoEPath | None) -> Iterator[str]:
+def _delta(shape: MoEShape, wanted: MoEPath | None, *, slots: int) -> Iterator[str]:
     path = moe.plan_path(shape, wanted)
     name = path.name.lower().replace("_", " ")
     if wanted is None:
@@ -114,6 +117,9 @@ def _delta(shape: MoEShape, wanted: MoEPath | None) -> Iterator[str]:
         yield from _small_batch(shape)
         return
     yield f"delta, {name}: tiles of {shape.height} pairs"
+    # at least one tile for each adapter of the batch
+    if min(slots - 1, shape.num_pairs) > moe.tile_programs(shape, capacity=shape.num_pairs + slots):
+        yield f"delta, {name}: more tiles than programs"
     if path is MoEPath.ONE_SHOT:
         yield from _one_shot(shape)
     else:
@@ -205,7 +211,7 @@ _WIDTHS = ((8,), (24,), (64,), (128, 128), (300, 200), (4608, 4608), (9000,))
 
 
 def _grid_of_dense() -> Iterator[str]:
-    rows = (1, 100, 150, 1024, 1100, 2050)
+    rows = (1, 100, 150, 1024, 1100, 2050, 8192)
     for count, depth, widths, rank, size in product(rows, _DEPTHS, _WIDTHS, _RANKS, (2, 4)):
         for slots, live in ((2, count), (64, count - (count + 2) // 4)):
             yield from _dense(DenseShape(count, depth, widths, rank, size), live=live, slots=slots)
@@ -219,9 +225,10 @@ def _moe_shapes(pairs: tuple[int, ...]) -> Iterator[MoEShape]:
 
 def _grid_of_deltas() -> Iterator[str]:
     for shape in _moe_shapes((2, 100, 1100, 2**16)):
-        yield from _alignment(shape, 4 if shape.num_experts < 256 else 64, with_base=False)
+        slots = 4 if shape.num_experts == 16 else 64
+        yield from _alignment(shape, slots, with_base=False)
         for wanted in (None, *MoEPath):
-            yield from _delta(shape, wanted)
+            yield from _delta(shape, wanted, slots=slots)
 
 
 def _grid_of_layers() -> Iterator[str]:
