@@ -18,7 +18,7 @@ from loragate.docs.blocks import BlockError, content_of, replaced
 from loragate.docs.pages import BLOCKS, FINDINGS, GPU_RECORD, stale_parts
 from loragate.docs.results import gate_sentences
 
-SOURCES = ("README.md", "docs", "ci/results", "cases/findings")
+SOURCES = ("README.md", "docs", "ci/results", "cases")
 LINK = re.compile(r"\]\(([^)#]+)\)")
 
 

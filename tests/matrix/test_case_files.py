@@ -82,7 +82,7 @@ def test_all_problems_of_a_file_are_reported_at_once(write: Write) -> None:
         "tokens, in_features, slices, rank, slots, dtype, "
         "mix, ranks, layout, execution, parallel, tp, "
         "experts, top_k, source, routing, expert_map, sharing, router, write, path, "
-        "ep, quantisation"
+        "ep, quantisation, ids, bias, cut, heads, input_dims, spare_rows"
     )
     oracles = (
         "reference, exact, base_rows, canary, repeat, permute, sequence, guard, compile, "
@@ -295,6 +295,45 @@ def test_an_invalid_axis_is_not_also_reported_as_one_that_does_not_fit(write: Wr
     ]
 
 
+CUT = """\
+site: lora_linear
+defaults: {dtype: bf16, rank: 8, slots: 2, tokens: 4, in_features: 48}
+groups:
+  one:
+    tier: smoke
+    oracles: [reference]
+    rows:
+      - {slices: [32, 24, 24], parallel: column, tp: 4, heads: 2}
+      - {slices: [33], parallel: column, tp: 4, cut: padded}
+      - {slices: [33], in_features: 49, parallel: row, tp: 4, cut: padded}
+"""
+
+
+@pytest.mark.parametrize(
+    ("axes", "reported"),
+    [
+        (
+            "heads: 0, slices: [32, 22]",
+            "slices: given [32, 22] with tp 4; allowed: widths that tp divides",
+        ),
+        ("heads: 5", "heads: given 5 with [32, 24, 24]; allowed: a divisor of widths 2 to last"),
+        ("heads: 3", "heads: given 3 with tp 4; allowed: a multiple or a divisor of tp"),
+        (
+            "heads: 2, parallel: row",
+            "heads: given 2 with row and even; allowed: with column and even",
+        ),
+    ],
+)
+def test_impossible_cuts_are_reported(write: Write, axes: str, reported: str) -> None:
+    load_cases([write(CUT, "good.yaml")])
+    given = {name.split(":")[0] for name in axes.split(", ") if ":" in name}
+    kept = {"slices": "slices: [32, 24, 24]", "parallel": "parallel: column"}
+    rest = [text for name, text in kept.items() if name not in given]
+    row = ", ".join([axes, *rest, "tp: 4"])
+    path = write(CUT.replace("slices: [32, 24, 24], parallel: column, tp: 4, heads: 2", row))
+    assert f"bad.yaml:8: groups.one.rows[0].{reported}" in _reported(path)
+
+
 def test_a_large_product_without_a_sample_is_refused_before_it_is_enumerated(
     write: Write,
 ) -> None:
@@ -362,8 +401,9 @@ groups:
             "tp: given 25 with [24, 24]; allowed: at most the intermediate size",
         ),
         (
-            "router: input, tp: 2, quantisation: fp8",
-            "tp: given 2 with quantisation fp8; allowed: 1",
+            "router: input, tp: 5, quantisation: fp8",
+            "tp: given 5 with quantisation fp8 and [24, 24]; "
+            "allowed: a divisor of the intermediate size",
         ),
         ("tp: 1", "router: is missing here and in defaults; allowed: output, input"),
     ],

@@ -55,23 +55,23 @@ def _of(cases: tuple[Case, ...], tier: Tier, site: Site) -> list[Case]:
 
 def test_each_tier_is_as_small_as_its_time_allows(cases: tuple[Case, ...]) -> None:
     count = {tier: sum(case.tier is tier for case in cases) for tier in Tier}
-    # those that a single oracle judges take half a second
-    assert 80 <= count[Tier.SMOKE] <= 190
-    assert count[Tier.PREMERGE] <= 310
+    assert 80 <= count[Tier.SMOKE] <= 340
+    assert count[Tier.PREMERGE] <= 420
     assert count[Tier.NIGHTLY] >= 200
 
 
 def test_smoke_cases_are_small_enough_for_the_interpreter(cases: tuple[Case, ...]) -> None:
     smoke = [case for case in cases if case.tier is Tier.SMOKE]
-    # a few prefills are tall but narrow, and skip the oracles that take many steps; what is judged
-    # by its significance, or by its growth, needs many rows and a single oracle
-    tall = [case for case in smoke if case.tokens > 40]
-    assert len([case for case in tall if len(case.oracles) > 1]) <= 6
-    assert len(tall) <= 18
-    assert max(case.out_rows * case.out_features for case in tall) <= 100_000
-    assert not [case for case in tall if OracleName.SEQUENCE in case.oracles]
-    assert max(case.in_features for case in smoke) <= 257
-    assert max(case.out_features for case in smoke) <= 160
+    # a few are tall, deep or wide; oracles that take many steps judge small ones of them
+    large = [
+        case
+        for case in smoke
+        if case.tokens > 40 or case.in_features > 300 or case.out_features > 160
+    ]
+    assert len(large) <= 80
+    assert max(case.out_rows * case.out_features for case in large) <= 300_000
+    many_steps = [case for case in large if OracleName.SEQUENCE in case.oracles]
+    assert max(case.out_rows * case.out_features for case in many_steps) <= 30_000
     assert {case.execution for case in smoke} == {Execution.EAGER}
 
 

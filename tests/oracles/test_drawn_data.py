@@ -158,16 +158,44 @@ def test_padding_is_base_rows_after_the_live_ones(mix: Mix) -> None:
         assert (slots[-10:] == BASE_ROW).all()
 
 
-def test_mixed_ranks_differ_and_the_last_slot_is_full_and_lacks_one_slice() -> None:
+def test_mixed_ranks_differ_from_slot_to_slot_and_slice_to_slice() -> None:
     for seed in SEEDS:
         ranks = pool_of(CASE, seed, DataKind.SIGNED).ranks
-        assert ranks[-1][0] == CASE.rank
-        assert ranks[-1].count(0) == 1
-        assert all(0 < rank <= CASE.rank for row in ranks[:-1] for rank in row)
-        assert len({row[0] for row in ranks[:-1]}) == CASE.slots - 1
-        assert all(len(set(row)) == len(row) for row in ranks[:-1])
+        assert all(0 <= rank <= CASE.rank for row in ranks for rank in row)
+        # the last slot always has tokens
+        assert CASE.rank in ranks[-1]
+        # the last slot has one rank that is not its own
+        for row in ranks[:-1]:
+            live = [rank for rank in row if rank]
+            assert len(set(live)) == len(live)
+        for part in range(len(CASE.slices)):
+            live = [row[part] for row in ranks[:-1] if row[part]]
+            assert len(set(live)) == len(live)
     full = pool_of(replace(CASE, ranks=Ranks.FULL), 0, DataKind.SIGNED).ranks
     assert full == ((CASE.rank,) * len(CASE.slices),) * CASE.slots
+
+
+@pytest.mark.parametrize("slots", [2, 3, 8])
+def test_every_slice_is_absent_from_some_slot_and_never_from_all(slots: int) -> None:
+    case = replace(CASE, slots=slots)
+    absent = set()
+    for seed in range(100):
+        ranks = pool_of(case, seed, DataKind.SIGNED).ranks
+        places = [
+            (slot, part) for slot, row in enumerate(ranks) for part in range(3) if not row[part]
+        ]
+        assert len(places) == (1 if slots == 2 else 2)
+        # of different slots and of different slices: each of them has another live adapter
+        assert all(len(set(axis)) == len(places) for axis in zip(*places, strict=True))
+        absent |= set(places)
+    assert absent == set(itertools.product(range(slots), range(3)))
+
+
+def test_of_two_slots_one_is_idle_in_every_other_step_only() -> None:
+    case = replace(CASE, slots=2)
+    for seed in SEEDS:
+        assert set(make_token_slots(case, seed, 0).tolist()) == {BASE_ROW, 0, 1}
+        assert set(make_token_slots(case, seed, 1).tolist()) == {BASE_ROW, 1}
 
 
 @pytest.mark.parametrize("kind", DataKind)

@@ -177,12 +177,13 @@ def test_only_what_no_pair_uses_becomes_huge() -> None:
         used[1, 2] = used[1, 5] = True
         poisoned = with_huge_unused(pool, used)
         huge = torch.finfo(pool.a.dtype).max
-        for factor in (poisoned.a, *poisoned.b):
-            is_huge = (factor == huge).flatten(2).any(2)
-            wanted = ~used if factor.shape[1] > 1 else ~used.any(1, keepdim=True)
-            # slices that a slot lacks stay zero
-            assert not (is_huge & ~wanted).any()
-            assert torch.equal(is_huge[:2], wanted[:2])
+        for part, b in enumerate(poisoned.b):
+            for factor in (poisoned.a[:, :, part], b):
+                is_huge = (factor == huge).flatten(2).any(2)
+                wanted = ~used if factor.shape[1] > 1 else ~used.any(1, keepdim=True)
+                # a slice that a slot lacks stays zero
+                live = torch.tensor([row[part] > 0 for row in pool.ranks])[:, None]
+                assert torch.equal(is_huge, wanted & live)
 
 
 @pytest.mark.parametrize("source", Source)

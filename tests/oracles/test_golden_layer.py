@@ -227,9 +227,9 @@ def test_the_three_projections_have_numbers_ranks_and_scales_of_their_own(kind: 
     pool, _ = data(case, kind)
     assert pool.down is not None
     ranks = [(*up, *down) for up, down in zip(pool.ranks, pool.down.ranks, strict=True)]
-    # the last adapter fills the buffers, and lacks one of the three
-    assert ranks[-1][0] == case.rank
-    assert ranks[-1].count(0) == 1
+    # the last adapter fills the buffers, and two adapters lack one of the three
+    assert case.rank in ranks[-1]
+    assert sorted(row.count(0) for row in ranks) == [0, 0, 1, 1]
     assert any(len(set(row)) == 3 for row in ranks)
     scales = [(*up, *down) for up, down in zip(pool.scales, pool.down.scales, strict=True)]
     assert all(row[0] != row[1] != row[2] != row[0] for row in scales)

@@ -438,7 +438,8 @@ def test_a_case_beyond_the_stated_experts_or_writes_is_skipped() -> None:
 
 
 def test_each_promised_refusal_of_an_moe_delta_is_required() -> None:
-    promised = {Guard.TOPK_DTYPE, Guard.TOPK_SHAPE, Guard.ROUTER_SHAPE, Guard.ADAPTER_EXPERTS}
+    promised = {Guard.TOPK_DTYPE, Guard.TOPK_SHAPE, Guard.TOPK_STRIDES, Guard.ADAPTER_EXPERTS}
+    promised |= {Guard.ROUTER_SHAPE, Guard.ROUTER_STRIDES, Guard.ROUTER_DTYPE}
     for guard in promised:
         subject = Subject(MoEDelta, guards=frozenset({guard}))
         trial = Trial(CASE, subject, subject.capabilities(CPU), CPU, 0)

@@ -12,10 +12,13 @@ from loragate.core.machine import detect_machine, select_interpreter
 from loragate.core.verdict import OracleName, Verdict
 from loragate.inputs import DataKind, Dead, make_pool
 from loragate.matrix.case import (
+    Bias,
     Case,
+    Cut,
     Dtype,
     Execution,
     ExpertMap,
+    Ids,
     Layout,
     Parallel,
     Path,
@@ -84,11 +87,15 @@ def test_it_supports_everything_but_graphs_in_the_interpreter() -> None:
         "parallel": frozenset(Parallel),
         "path": frozenset(Path),
         "quantisation": frozenset(Quantisation),
+        "ids": frozenset(Ids),
+        "bias": frozenset(Bias),
+        "cut": frozenset(Cut),
+        "input_dims": range(2, 4),
     }
     assert {axis: have.supports[axis] for axis in everything} == everything
     assert have.supports["rank"] == range(1, 513)
     # of the other axes all values are taken to be supported
-    assert have.supports.keys() == {*everything, "rank", "execution"}
+    assert have.supports.keys() == {*everything, "rank", "execution", "heads", "spare_rows"}
     assert have.deterministic
     assert have.skips_dead_ranks
     assert have.rank_per_slice
@@ -118,12 +125,14 @@ def test_dead_ranks_hold_nan_where_the_pool_does_and_zeros_are_left_to_the_reset
     keep_dead_nan(weights, 0, clean)
     assert (weights.a == 7).all()
     keep_dead_nan(weights, 0, pool)
-    # the first slice is full, the second absent
-    assert pool.ranks == ((6, 0),)
-    assert (weights.a[0, 0] == 7).all()
-    assert weights.a[0, 1].isnan().all()
-    assert not weights.b[0, :24].isnan().any()
-    assert weights.b[0, 24:].isnan().all()
+    # one slice is full, the other absent
+    assert sorted(pool.ranks[0]) == [0, 6]
+    full, absent = pool.ranks[0].index(6), pool.ranks[0].index(0)
+    assert (weights.a[0, full] == 7).all()
+    assert weights.a[0, absent].isnan().all()
+    columns = (weights.b[0, :24], weights.b[0, 24:])
+    assert not columns[full].isnan().any()
+    assert columns[absent].isnan().all()
 
 
 def test_base_rows_at_the_end_are_declared_as_padding() -> None:

@@ -1,7 +1,8 @@
 """Which parts of which pages are generated, and whether they are current.
 
-Invariant: everything is rendered from the records in ci/results and the list of findings; nothing
-is measured. Plots are compared by the digest of their figures, so a check needs no matplotlib.
+Invariant: everything is rendered from the records in ci/results, the list of findings and the case
+files; nothing is measured. Plots are compared by the digest of their figures, so a check needs no
+matplotlib.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from loragate.bench.kinds import KINDS
 from loragate.bench.plots import Plot, is_current, plots_of
 from loragate.docs import drills
 from loragate.docs.blocks import content_of, replaced
+from loragate.docs.coverage import coverage_tables
 from loragate.docs.results import bars_table, gate_sentences, provenance_line, summary
 from loragate.faults.record import GPU_SECTION, SECTION, upgraded
 from loragate.faults.tables import render_detection, render_markdown
@@ -123,6 +125,7 @@ BLOCKS = (
     Block("docs/faults.md", "kill rates", _kill_rates),
     Block("docs/mutants.md", "mutants", _mutants),
     Block("docs/reliability.md", "drills", _drills),
+    Block("docs/coverage.md", "branches", lambda records: coverage_tables(records.root)),
 )
 
 

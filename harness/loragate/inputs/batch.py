@@ -8,6 +8,7 @@ shows. EXACT: see exactness.py.
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -19,8 +20,8 @@ from loragate.inputs.exactness import exact_base_rows, exact_bias, exact_weight,
 from loragate.inputs.mapping import make_token_slots
 from loragate.inputs.placement import Band, copy_placed, place
 from loragate.inputs.routing import make_routes
-from loragate.matrix.case import Case, Layout, Site
-from loragate.protocol import BaseLayer, Batch, Routes
+from loragate.matrix.case import Bias, Case, Layout, Site
+from loragate.protocol import BaseLayer, Batch
 
 BASE_SIZE = 0.25
 _ALIGNED_MARGIN, _ODD_MARGIN = 16, 3
@@ -60,7 +61,8 @@ def copy_batch(batch: Batch) -> Batch:
     if routes is not None:
         weights = None if routes.weights is None else copy_placed(routes.weights)
         table = None if routes.expert_map is None else copy_placed(routes.expert_map)
-        routes = Routes(copy_placed(routes.topk_ids), table, weights)
+        ids = copy_placed(routes.topk_ids)
+        routes = replace(routes, topk_ids=ids, expert_map=table, weights=weights)
     return Batch(copy_placed(batch.x), batch.token_slots.clone(), copy_placed(batch.out), routes)
 
 
@@ -99,4 +101,4 @@ def make_base(case: Case, seed: int, kind: DataKind, machine: Machine) -> BaseLa
         size = BASE_SIZE / math.sqrt(case.in_features)
         weight = draw.normal(case.out_features, case.in_features) * size
         bias = draw.normal(case.out_features) * BASE_SIZE
-    return BaseLayer(weight.to(dtype), bias.to(dtype))
+    return BaseLayer(weight.to(dtype), None if case.bias is Bias.ABSENT else bias.to(dtype))

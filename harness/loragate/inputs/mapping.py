@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -22,7 +21,9 @@ def make_token_slots(case: Case, seed: int, step: int) -> Tensor:
     """
     rng = random.Random(number(seed, "mapping", step))
     live = case.tokens - num_padded(case)
-    rows = _live_rows(case, rng, live)
+    # of two slots one is idle in every other step only: the first batch mixes adapters
+    has_idle = case.slots > 2 or (case.slots == 2 and step % 2 == 1)
+    rows = _live_rows(case, rng, live, has_idle=has_idle)
     rows += [BASE_ROW] * (case.tokens - live)
     return torch.tensor(rows, dtype=torch.int32)
 
@@ -32,7 +33,7 @@ def num_padded(case: Case) -> int:
     return (case.tokens + 2) // 4 if case.layout is Layout.PADDED_ROWS else 0
 
 
-def _live_rows(case: Case, rng: random.Random, live: int) -> list[int]:
+def _live_rows(case: Case, rng: random.Random, live: int, *, has_idle: bool) -> list[int]:
     last = case.slots - 1
     if case.mix is Mix.ALL_BASE:
         return [BASE_ROW] * live
@@ -41,7 +42,7 @@ def _live_rows(case: Case, rng: random.Random, live: int) -> list[int]:
     users = [last, BASE_ROW]
     if case.mix is not Mix.LAST_SLOT:
         # one slot stays enabled without tokens; never the last one, which always must have some
-        idle = rng.randrange(last) if last else None
+        idle = rng.randrange(last) if has_idle else None
         others = [slot for slot in range(last) if slot != idle]
         rng.shuffle(others)
         users += others
@@ -67,30 +68,44 @@ def _ragged(parts: int, total: int, rng: random.Random) -> list[int]:
 
 
 def live_ranks(case: Case, seed: int, *, per_slice: bool) -> tuple[tuple[int, ...], ...]:
-    """[slots][slices]. The first slice of the last slot always has the rank of the buffers.
+    """[slots][slices]. One slice of the last slot always has the rank of the buffers; without
+    `per_slice` all of them have it.
 
-    MIXED with `per_slice` also leaves one slice of the last slot without adapter (rank 0),
-    where there is more than one.
+    MIXED with `per_slice` also leaves slices without adapter (rank 0), where there is more than
+    one slice: one of one slot, the last slot in half of all draws, and from three slots on another
+    one of another slot. Of two slots or more, each slice thus has a live adapter.
     """
     slices = len(case.slices)
     if case.ranks is Ranks.FULL:
         return ((case.rank,) * slices,) * case.slots
-    choices = _rank_choices(case.rank)
     rng = random.Random(number(seed, "ranks"))
-    start, last = rng.randrange(len(choices)), case.slots - 1
-    table = [
-        [choices[(start + slot + part * per_slice) % len(choices)] for part in range(slices)]
+    lower = _lower_ranks(case.rank)
+    rng.shuffle(lower)
+    choices = [case.rank, *lower]
+    last = case.slots - 1
+    absent = _absent(rng, case.slots, slices) if per_slice and slices > 1 else {}
+    full = rng.choice([part for part in range(slices) if part != absent.get(last)])
+    # neighbours differ, both slots and slices
+    return tuple(
+        tuple(
+            0
+            if absent.get(slot) == part
+            else choices[(slot - last + (part - full) * per_slice) % len(choices)]
+            for part in range(slices)
+        )
         for slot in range(case.slots)
-    ]
-    table[last][0] = case.rank
-    if not per_slice:
-        table[last] = [case.rank] * slices
-    elif slices > 1:
-        table[last][rng.randrange(1, slices)] = 0
-    return tuple(tuple(row) for row in table)
+    )
 
 
-def _rank_choices(rank: int) -> Sequence[int]:
-    """Powers of two and their neighbours up to `rank`, each once."""
-    wanted = (rank, 1, rank - 1, rank // 2, 3 * rank // 4, rank // 2 + 1)
-    return list(dict.fromkeys(r for r in wanted if 1 <= r <= rank))
+def _absent(rng: random.Random, slots: int, slices: int) -> dict[int, int]:
+    """Slot -> the slice that its adapter lacks; different slices of different slots."""
+    last = slots - 1
+    first = last if rng.random() < 0.5 else rng.randrange(slots)
+    users = [first, *rng.sample([slot for slot in range(slots) if slot != first], int(slots > 2))]
+    return dict(zip(users, rng.sample(range(slices), len(users)), strict=True))
+
+
+def _lower_ranks(rank: int) -> list[int]:
+    """Powers of two and their neighbours below `rank`, each once."""
+    wanted = (1, rank - 1, rank // 2, 3 * rank // 4, rank // 2 + 1)
+    return list(dict.fromkeys(r for r in wanted if 1 <= r < rank))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -56,9 +56,11 @@ def pair_rows(batch: Batch) -> OutRows:
 def local_experts(routes: Routes) -> Tensor:
     """int64 like `topk_ids`: the local id of each choice, -1 for an expert that is not here."""
     ids = routes.topk_ids.long()
+    if routes.num_ids is not None:
+        ids = torch.where(ids < routes.num_ids, ids, -1)
     if routes.expert_map is not None:
         ids = torch.where(ids < 0, -1, routes.expert_map.long()[ids.clamp(min=0)])
-    return ids
+    return ids.clamp(min=-1)
 
 
 def part_of(batch: Batch, tokens: slice) -> Batch:
@@ -73,7 +75,7 @@ def part_of(batch: Batch, tokens: slice) -> Batch:
         batch.x[tokens if per_token else pairs],
         batch.token_slots[tokens],
         batch.out[out_rows_of(batch, tokens)],
-        Routes(routes.topk_ids[tokens], routes.expert_map, weights),
+        replace(routes, topk_ids=routes.topk_ids[tokens], weights=weights),
     )
 
 

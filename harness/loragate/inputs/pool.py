@@ -32,6 +32,7 @@ T = TypeVar("T")
 Table: TypeAlias = tuple[tuple[T, ...], ...]
 
 _LOW_RANK = 3
+_MOST_COPIED = 1 << 28
 _GOLDEN_RATIO = (math.sqrt(5) - 1) / 2
 
 
@@ -63,7 +64,21 @@ def make_pool(
         ranks = live_ranks(case, seed, per_slice=per_slice)
         scales = _scales(case, seed, kind, per_slice=per_slice)
         pool = _draw_pool(case, draw, kind, ranks, scales)
-    return _fill_dead(pool, float("nan") if dead is Dead.NAN else 0.0)
+    return _fill_dead(_laid_out(pool, seed), float("nan") if dead is Dead.NAN else 0.0)
+
+
+def _laid_out(pool: Pool, seed: int) -> Pool:
+    """The same adapters; whether A, and whether B, are views of transposed tensors depends on the
+    seed. A loader must not rely on contiguous factors."""
+    layout = number(seed, "factors")
+    a = _transposed(pool.a) if layout & 1 else pool.a
+    b = tuple(_transposed(part) for part in pool.b) if layout & 2 else pool.b
+    return replace(pool, a=a, b=b, down=None if pool.down is None else _laid_out(pool.down, seed))
+
+
+def _transposed(factor: Tensor) -> Tensor:
+    # a copy of the largest ones would not fit beside them
+    return factor.mT.contiguous().mT if factor.numel() < _MOST_COPIED else factor
 
 
 def trimmed(pool: Pool, max_rank: int) -> Pool:

@@ -18,6 +18,7 @@ from loragate.matrix.case import (
     MOE_SITES,
     Case,
     ExpertMap,
+    Ids,
     Layout,
     RouterWeights,
     Routing,
@@ -27,6 +28,9 @@ from loragate.protocol import Routes
 
 # share of the tokens that choose the hot expert, and of the pairs that have no expert at all
 _HOT, _NOWHERE = 0.9, 0.1
+# share of the choices that are repeated or unknown, where a case asks for them
+_ODD = 0.4
+_INT32 = torch.iinfo(torch.int32)
 
 
 def make_routes(
@@ -52,8 +56,31 @@ def make_routes(
         exact = kind is DataKind.EXACT
         drawn = _exact_weights(case, draw) if exact else draw.uniform(0.3, 0.9, *shape)
         weights = place(drawn, Layout.CONTIGUOUS)
-    # an id that is read past the end is the last expert: the damage is written and seen
-    return Routes(place_integers(ids.int(), int(local[-1])), _expert_map(case, local), weights)
+    ids = _odd_ids(case, seed, step, machine, ids, kept=_last_slot_row(case, token_slots))
+    return Routes(
+        # an id that is read past the end is the last expert: the damage is written and seen
+        place_integers(ids.int(), int(local[-1])),
+        _expert_map(case, local),
+        weights,
+        case.global_experts if case.ids is Ids.UNKNOWN else None,
+    )
+
+
+def _odd_ids(
+    case: Case, seed: int, step: int, machine: Machine, ids: Tensor, *, kept: list[int]
+) -> Tensor:
+    """`ids` with those that `case.ids` asks for, but not in the rows `kept`."""
+    draw = Draw(machine, seed, "odd-ids", step)
+    chosen = draw.uniform(0, 1, *ids.shape) < _ODD
+    chosen[kept] = False
+    if case.ids is Ids.REPEATED:
+        return torch.where(chosen, ids.roll(1, dims=1), ids)
+    if case.ids is Ids.UNKNOWN:
+        count = case.global_experts
+        unknown = torch.tensor([count, count + 1, _INT32.max, -2, _INT32.min], device=ids.device)
+        drawn = unknown[draw.integers(0, len(unknown), *ids.shape)]
+        return torch.where(chosen, drawn, ids)
+    return ids
 
 
 def _exact_weights(case: Case, draw: Draw) -> Tensor:

@@ -91,6 +91,22 @@ class Parallel(StrEnum):
     ROW = "row"
 
 
+class Cut(StrEnum):
+    """How a width is cut over tensor-parallel ranks."""
+
+    # tp divides it
+    EVEN = "even"
+    # the base layer is padded to a multiple of tp, adapters are not: the last ranks hold less
+    PADDED = "padded"
+
+
+class Bias(StrEnum):
+    """Of the base layer of lora_linear."""
+
+    PRESENT = "present"
+    ABSENT = "absent"
+
+
 class Ranks(StrEnum):
     """Live ranks of the adapters in the slots, given the rank of the buffers."""
 
@@ -127,6 +143,17 @@ class ExpertMap(StrEnum):
     # expert parallelism: as many experts are elsewhere, and a map from global to local ids has -1
     # for those; some pairs have no expert at all (-1)
     PARALLEL = "parallel"
+
+
+class Ids(StrEnum):
+    """The ids by which tokens choose experts."""
+
+    # those of one token are all different, and each of them is that of an expert, or -1
+    DISTINCT = "distinct"
+    # a token may choose one expert more than once
+    REPEATED = "repeated"
+    # some are beyond the last expert or below -1: such a pair has no expert
+    UNKNOWN = "unknown"
 
 
 class Sharing(StrEnum):
@@ -263,6 +290,18 @@ class Case:
     # ranks that share the experts; each share is cut over `tp` ranks
     ep: Annotated[int, _first(sites=_LAYER, maximum=MAX_PARALLEL, unstated=_ALL)] = 1
     quantisation: Annotated[Quantisation, _first(id_name="quant", sites=_LAYER)] = Quantisation.NONE
+    ids: Annotated[Ids, Axis(sites=MOE_SITES)] = Ids.DISTINCT
+    bias: Annotated[Bias, Axis(sites=_LINEAR)] = Bias.PRESENT
+    cut: Annotated[Cut, Axis(sites=_LINEAR)] = Cut.EVEN
+    # of each slice but the first, whose heads are as many as ranks; 0: any columns may be cut.
+    # Where there are fewer heads than ranks, several ranks hold the same one
+    heads: Annotated[int, Axis(sites=_LINEAR, minimum=0)] = 0
+    # dimensions of x: [rows, in_features], or [2 or 1, rows, in_features]
+    input_dims: Annotated[
+        int, Axis(id_name="dims", sites=_LINEAR | _LAYER, minimum=2, maximum=3)
+    ] = 2
+    # rows that an instance can take beyond those of the batch: its buffers are larger than needed
+    spare_rows: Annotated[int, Axis(id_name="spare", minimum=0)] = 0
     # how the case is run, not what it is: these do not enter the id
     tier: Tier = Tier.SMOKE
     oracles: tuple[OracleName, ...] = (OracleName.REFERENCE,)
@@ -272,6 +311,11 @@ class Case:
     def out_slices(self) -> tuple[int, ...]:
         """Widths of the parts of an output row that have a delta of their own."""
         return (self.in_features,) if self.site is Site.MOE_LAYER else self.slices
+
+    @property
+    def max_tokens(self) -> int:
+        """Rows that an instance is sized for."""
+        return max(1, self.tokens + self.spare_rows)
 
     @property
     def out_features(self) -> int:

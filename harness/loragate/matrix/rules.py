@@ -8,7 +8,7 @@ from dataclasses import MISSING, dataclass
 from itertools import product
 from typing import Any
 
-from loragate.matrix.case import AXES, MOE_SITES, Parallel, Quantisation, Site
+from loragate.matrix.case import AXES, MOE_SITES, Cut, Parallel, Quantisation, Site
 from loragate.matrix.document import Document
 from loragate.matrix.schema import Axes
 
@@ -120,14 +120,31 @@ def _check_points(
 
 
 def _cut_problems(
-    in_features: int, slices: tuple[int, ...], parallel: Parallel, tp: int
+    in_features: int, slices: tuple[int, ...], parallel: Parallel, tp: int, cut: Cut, heads: int
 ) -> Iterator[tuple[str, str]]:
     if parallel is Parallel.REPLICATED and tp > 1:
         yield "tp", f"given {tp} with parallel {parallel}; allowed: 1, or parallel column or row"
+    if heads:
+        yield from _head_problems(slices, parallel, tp, cut, heads)
+        # the columns of other slices are cut by heads
+        slices = slices[:1]
+    if cut is Cut.PADDED:
+        return
     if parallel is Parallel.COLUMN and any(width % tp for width in slices):
         yield "slices", f"given {list(slices)} with tp {tp}; allowed: widths that tp divides"
     if parallel is Parallel.ROW and in_features % tp:
         yield "in_features", f"given {in_features} with tp {tp}; allowed: a width that tp divides"
+
+
+def _head_problems(
+    slices: tuple[int, ...], parallel: Parallel, tp: int, cut: Cut, heads: int
+) -> Iterator[tuple[str, str]]:
+    if parallel is not Parallel.COLUMN or cut is not Cut.EVEN:
+        yield "heads", f"given {heads} with {parallel} and {cut}; allowed: with column and even"
+    if any(width % heads for width in slices[1:]):
+        yield "heads", f"given {heads} with {list(slices)}; allowed: a divisor of widths 2 to last"
+    if heads % tp and tp % heads:
+        yield "heads", f"given {heads} with tp {tp}; allowed: a multiple or a divisor of tp"
 
 
 def _layer_problems(
@@ -139,8 +156,10 @@ def _layer_problems(
         yield "tp", f"given {tp} with {list(slices)}; allowed: at most the intermediate size"
     if ep > experts:
         yield "ep", f"given {ep} with {experts} experts; allowed: at most as many as experts"
-    if quantisation is not Quantisation.NONE and tp > 1:
-        yield "tp", f"given {tp} with quantisation {quantisation}; allowed: 1"
+    if quantisation is not Quantisation.NONE and slices[0] % tp:
+        # each rank quantises its own columns, so that its part has to be known
+        message = f"given {tp} with quantisation {quantisation} and {list(slices)}"
+        yield "tp", f"{message}; allowed: a divisor of the intermediate size"
 
 
 def _routing_problems(experts: int, top_k: int) -> Iterator[tuple[str, str]]:
@@ -161,7 +180,7 @@ class _Relation:
 _RELATIONS = (
     _Relation(
         frozenset({Site.LORA_LINEAR}),
-        ("in_features", "slices", "parallel", "tp"),
+        ("in_features", "slices", "parallel", "tp", "cut", "heads"),
         _cut_problems,
     ),
     _Relation(MOE_SITES, ("experts", "top_k"), _routing_problems),

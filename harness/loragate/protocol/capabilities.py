@@ -34,6 +34,10 @@ class Guard(StrEnum):
     MAPPING_DTYPE = "mapping_dtype"
     # more rows than the instance was sized for
     MAPPING_LENGTH = "mapping_length"
+    # a mapping, ids or router weights whose elements are not adjacent
+    MAPPING_STRIDES = "mapping_strides"
+    TOPK_STRIDES = "topk_strides"
+    ROUTER_STRIDES = "router_strides"
     # a slot that does not exist, in a mapping on the host
     SLOT_RANGE = "slot_range"
     ADAPTER_RANK = "adapter_rank"
@@ -44,6 +48,8 @@ class Guard(StrEnum):
     TOPK_DTYPE = "topk_dtype"
     TOPK_SHAPE = "topk_shape"
     ROUTER_SHAPE = "router_shape"
+    ROUTER_DTYPE = "router_dtype"
+    MAP_DTYPE = "map_dtype"
     # an adapter for another number of experts
     ADAPTER_EXPERTS = "adapter_experts"
 

@@ -38,9 +38,11 @@ class Pool:
 class Routes:
     """What the router chose for a step, on the machine's device.
 
-    `topk_ids` int32 [tokens, top_k]: the experts of each token, all different; negative where a
-    choice, or token-expert pair, has no expert. `expert_map` int32 [global experts]: the local id
-    of each expert, -1 for one that is not here; without it ids are local. `weights` fp32 [tokens,
+    `topk_ids` int32 [tokens, top_k]: the experts of each token, all different unless case.ids is
+    repeated; negative where a choice, or token-expert pair, has no expert. `expert_map` int32
+    [global experts]: the local id of each expert, -1 for one that is not here; without it ids are
+    local. If case.ids is unknown, ids may also lie beyond the last of `num_ids` experts: such a
+    pair has no expert either. `weights` fp32 [tokens,
     top_k]: what the delta of each pair is multiplied by, or None. In moe_layer the weights
     multiply the output of each pair, or its gate and up (case.router), and ids are those of the
     whole layer.
@@ -49,6 +51,7 @@ class Routes:
     topk_ids: Tensor
     expert_map: Tensor | None = None
     weights: Tensor | None = None
+    num_ids: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -196,6 +196,9 @@ def _bad_rows(case: Case, instance: AnyInstance, batch: Batch) -> Iterator[Viola
     more = len(x) + 1
     taller = (torch.cat([x, x[:1]]), torch.cat([out, out[:1]]))
     yield violation(Guard.ROWS, f"{more} rows, {len(x)} prepared", more, *taller)
+    if len(x) > 1:
+        fewer = len(x) - 1
+        yield violation(Guard.ROWS, f"{fewer} rows, {len(x)} prepared", fewer, x[:-1], out[:-1])
 
 
 def _bad_outputs(case: Case, instance: AnyInstance, batch: Batch) -> Iterator[Violation]:
@@ -236,6 +239,24 @@ def _bad_routes(case: Case, instance: AnyInstance, batch: Batch) -> Iterator[Vio
     weights = torch.ones(rows, case.top_k, device=ids.device)
     longer = replace(routes, weights=weights)
     yield violation(Guard.ROUTER_SHAPE, f"{rows} rows of router weights", rows, longer)
+    weights = torch.ones(case.tokens, case.top_k, device=ids.device)
+    half = replace(routes, weights=weights.half())
+    yield violation(Guard.ROUTER_DTYPE, "router weights of float16", torch.float16, half)
+    if routes.expert_map is not None:
+        mapped = replace(routes, expert_map=routes.expert_map.long())
+        yield violation(Guard.MAP_DTYPE, "an expert map of int64", "int64", mapped)
+    # a tensor of one element, or with one column, is contiguous whatever its strides
+    if ids.numel() > 1:
+        spread = replace(routes, topk_ids=_spread(ids))
+        yield violation(Guard.TOPK_STRIDES, "topk_ids that are not contiguous", "topk_ids", spread)
+        spread = replace(routes, weights=_spread(weights))
+        what = "router weights that are not contiguous"
+        yield violation(Guard.ROUTER_STRIDES, what, "contiguous", spread)
+
+
+def _spread(values: Tensor) -> Tensor:
+    """The same values in every other element of a tensor."""
+    return torch.stack([values, values], -1)[..., 0]
 
 
 def _bad_mappings(case: Case, instance: AnyInstance, good: Tensor) -> Iterator[Violation]:
@@ -243,9 +264,14 @@ def _bad_mappings(case: Case, instance: AnyInstance, good: Tensor) -> Iterator[V
         return Violation(guard, what, given, partial(instance.prepare, mapping), (mapping,))
 
     yield violation(Guard.MAPPING_DTYPE, "token_slots of int64", "int64", good.long())
-    given = str(case.tokens + 1)
-    longer = torch.cat([good, good[:1]])
+    given = str(case.max_tokens + 1)
+    longer = good.new_zeros(case.max_tokens + 1)
     yield violation(Guard.MAPPING_LENGTH, f"{given} token_slots", given, longer)
+    if len(good) > 1:
+        what = "token_slots that are not contiguous"
+        # no row is padding, which a subject may cut off
+        rows = torch.full_like(good, case.slots - 1)
+        yield violation(Guard.MAPPING_STRIDES, what, "token_slots", _spread(rows))
     for slot in (case.slots, -2):
         foreign = good.clone()
         foreign[0] = slot

@@ -74,7 +74,7 @@ def eager(case: Case, pool: Pool, batch: Batch, base: BaseLayer | None = None) -
         return batch.out + delta
     # a row-parallel layer adds up partial outputs that have been rounded
     shards = case.tp if case.parallel is Parallel.ROW else 1
-    width = case.in_features // shards
+    width = -(-case.in_features // shards)
     total: Tensor | None = None
     for shard in range(shards):
         columns = slice(shard * width, (shard + 1) * width)

@@ -102,7 +102,8 @@ def _scenes(trial: Trial, kind: DataKind) -> Iterator[Scene]:
     # every slice and rank of a slot is in use before a smaller adapter replaces it
     full = replace(case, ranks=Ranks.FULL)
     pool = make_pool(full, trial.seed, kind, trial.machine, trial.capabilities)
-    other = make_pool(case, trial.seed + 1, kind, trial.machine, trial.capabilities)
+    # a mixed one may lack the very slice that stays
+    other = make_pool(full, trial.seed + 1, kind, trial.machine, trial.capabilities)
     small = trimmed(other, max(1, case.rank // 4))
     if trial.capabilities.rank_per_slice and len(case.slices) > 1:
         small = without_slice(small, len(case.slices) - 1)

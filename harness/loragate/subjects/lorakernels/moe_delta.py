@@ -33,7 +33,7 @@ class MoEDelta(Mapping):
     def __init__(self, case: Case, machine: Machine) -> None:
         super().__init__(case, machine)
         self.add_inputs, self.path = case.write is Write.ADD, _PATHS[case.path]
-        max_tokens = max(1, case.tokens)
+        max_tokens = case.max_tokens
         self.weights = expert_weights(case, machine)
         self.pairs = PairMetadata(
             max_tokens=max_tokens,

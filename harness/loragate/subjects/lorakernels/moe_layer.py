@@ -12,7 +12,7 @@ from loragate.inputs.draw import torch_dtype
 from loragate.matrix.case import Case, RouterWeights, Sharing
 from loragate.protocol import BaseExperts, Pool, Routes
 from loragate.subjects.lorakernels.dead_ranks import keep_dead_nan
-from loragate.subjects.lorakernels.mapping import Mapping
+from loragate.subjects.lorakernels.mapping import Mapping, in_dims
 from loragate.subjects.lorakernels.moe_delta import expert_factors
 from lorakernels.layers.moe import GATED, FusedMoELoRA, MoEScratch
 from lorakernels.layers.moe_partition import MoERank
@@ -31,7 +31,8 @@ class MoELayer(Mapping):
         super().__init__(case, machine)
         self.projections = GATED if len(case.slices) == 2 else _PLAIN
         self.is_quantised = base.scales is not None
-        max_tokens = max(1, case.tokens)
+        self.input_dims = case.input_dims
+        max_tokens = case.max_tokens
         self.ranks = [
             self._rank(case, base, MoERank(case.ep, ep, case.tp, tp))
             for ep, tp in product(range(case.ep), range(case.tp))
@@ -86,6 +87,7 @@ class MoELayer(Mapping):
     def apply(self, x: Tensor, out: Tensor, routes: Routes) -> Tensor:
         assert routes.weights is not None
         quantised_x = moe.quantise_rows(x) if self.is_quantised else None
+        x = in_dims(x, self.input_dims)
         total: Tensor | None = None
         for layer in self.ranks:
             part = layer(
@@ -99,4 +101,4 @@ class MoELayer(Mapping):
             )
             total = part if total is None else total + part
         assert total is not None
-        return total
+        return total.view(out.shape)

@@ -7,17 +7,22 @@ of the output are concatenated slice by slice, partial outputs of a row-parallel
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterator
 from importlib import metadata
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from loragate.core.machine import Machine
 from loragate.inputs.draw import torch_dtype
 from loragate.matrix.case import (
+    Bias,
     Case,
+    Cut,
     Dtype,
     Execution,
+    Ids,
     Parallel,
     Path,
     Quantisation,
@@ -34,7 +39,7 @@ from loragate.protocol import (
     Rounding,
 )
 from loragate.subjects.lorakernels.dead_ranks import keep_dead_nan
-from loragate.subjects.lorakernels.mapping import Mapping
+from loragate.subjects.lorakernels.mapping import Mapping, in_dims
 from loragate.subjects.lorakernels.moe_delta import MoEDelta
 from loragate.subjects.lorakernels.moe_layer import MoELayer
 from lorakernels.common.stacked_weights import MAX_RANK
@@ -67,6 +72,12 @@ class LoraKernelsSubject:
                 "parallel": frozenset(Parallel),
                 "path": frozenset(Path),
                 "quantisation": frozenset(Quantisation),
+                "ids": frozenset(Ids),
+                "bias": frozenset(Bias),
+                "cut": frozenset(Cut),
+                "heads": range(1 << 16),
+                "input_dims": range(2, 4),
+                "spare_rows": range(1 << 31),
             },
             # in the interpreter the order in which numpy sums a row depends on the row's place
             place_invariant=not machine.interpreted,
@@ -127,7 +138,7 @@ class _DenseDelta(Mapping):
             dtype=torch_dtype(case.dtype),
             device=machine.device,
         )
-        self.workspace = DenseWorkspace([self.weights], max_tokens=max(1, case.tokens))
+        self.workspace = DenseWorkspace([self.weights], max_tokens=case.max_tokens)
 
     def load(self, slot: int, pool: Pool) -> None:
         parts = factors(pool, slot)
@@ -146,24 +157,22 @@ class _LoRALinear(Mapping):
     def __init__(self, case: Case, machine: Machine, base: BaseLayer) -> None:
         super().__init__(case, machine)
         self.case = case
+        is_cut_by_rows = case.parallel is Parallel.ROW and case.cut is Cut.PADDED
         self.ranks = [
             LoRALinear(
                 base.weight,
                 base.bias,
-                slices=[
-                    partition.Slice(f"slice{part}", width) for part, width in enumerate(case.slices)
-                ],
+                slices=[_slice(case, part) for part in range(len(case.slices))],
                 num_slots=case.slots,
                 rank=case.rank,
                 parallel=partition.Parallel(case.parallel),
                 tp_size=case.tp,
                 tp_rank=tp_rank,
+                padded_in_features=_padded(case, case.in_features) if is_cut_by_rows else None,
             )
             for tp_rank in range(case.tp)
         ]
-        self.workspace = DenseWorkspace(
-            [r.slots for r in self.ranks], max_tokens=max(1, case.tokens)
-        )
+        self.workspace = DenseWorkspace([r.slots for r in self.ranks], max_tokens=case.max_tokens)
 
     def load(self, slot: int, pool: Pool) -> None:
         for layer in self.ranks:
@@ -180,13 +189,46 @@ class _LoRALinear(Mapping):
         for layer in self.ranks:
             inputs = layer.cut.inputs
             local = x[:, inputs.start : inputs.stop]
-            outputs.append(layer(local, self.metadata, self.workspace))
+            if inputs.live < inputs.size:
+                local = functional.pad(local, (0, inputs.size - inputs.live))
+            local = in_dims(local, self.case.input_dims)
+            y = layer(local, self.metadata, self.workspace)
+            outputs.append(y.view(len(x), y.shape[-1]))
         if self.case.parallel is Parallel.ROW:
             total: Tensor = functools.reduce(torch.add, outputs)
             return total
-        widths = [list(layer.slots.slice_widths) for layer in self.ranks]
-        parts = [torch.split(y, w, dim=1) for y, w in zip(outputs, widths, strict=True)]
-        return torch.cat([part for group in zip(*parts, strict=True) for part in group], dim=1)
+        return torch.cat([*self._gathered(outputs)], dim=1)
+
+    def _gathered(self, outputs: list[Tensor]) -> Iterator[Tensor]:
+        """The columns of the whole layer, each from one of the ranks that hold it."""
+        shards = zip(*(layer.cut.columns for layer in self.ranks), strict=True)
+        start = 0
+        for part, of_ranks in enumerate(shards):
+            stop = 0
+            for rank, shard in enumerate(of_ranks):
+                holders = [other for other, same in enumerate(of_ranks) if same == shard]
+                # of the ranks that hold the same head, another one in each slice
+                if shard.live and rank == holders[part % len(holders)]:
+                    assert shard.start == stop
+                    yield outputs[rank][:, start : start + shard.live]
+                    stop = shard.stop
+            start += of_ranks[0].size
+
+
+def _slice(case: Case, part: int) -> partition.Slice:
+    width = case.slices[part]
+    is_padded = case.parallel is Parallel.COLUMN and case.cut is Cut.PADDED
+    return partition.Slice(
+        f"slice{part}",
+        width,
+        heads=case.heads if case.heads and part else None,
+        padded_width=_padded(case, width) if is_padded else None,
+    )
+
+
+def _padded(case: Case, width: int) -> int:
+    """The next multiple of the number of ranks."""
+    return -(-width // case.tp) * case.tp
 
 
 def factors(pool: Pool, slot: int) -> dict[int, LoRAFactors]:

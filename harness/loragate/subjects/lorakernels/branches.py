@@ -1,0 +1,241 @@
+"""Which branches of their plans a case takes in lorakernels: what the matrix covers of them.
+
+A branch is a line of text, such as "dense shrink: K is split". All of it follows from the plan
+functions, for the first batch of a case. What exists is found by asking them for a grid of sizes
+on both sides of every threshold: a new branch of a plan is a new row of the table, without a case.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import cache
+from itertools import product
+
+from loragate.inputs.mapping import num_padded
+from loragate.matrix.case import Case, Dtype, Parallel, Path, Site
+from lorakernels.batch.metadata import tile_height
+from lorakernels.dense import plan as dense
+from lorakernels.dense.plan import DenseShape
+from lorakernels.moe.delta import plan as moe
+from lorakernels.moe.delta.plan import MoEPath, MoEShape
+from lorakernels.moe.layer.plan import fold_ranks, plan_gemm
+from lorakernels.moe.tiles import base_tile_height, num_bins
+from lorakernels.runtime.tuning import DEFAULT
+
+# pairs whose spans a program of the counting launches adds up in one step
+_ONE_SUM = 256 * DEFAULT.align.span
+# columns of a block of the sum over choices, up to which hidden size and beyond
+_SUM_BLOCKS = (256, 1024)
+
+
+def branches(case: Case) -> frozenset[str]:
+    """The branches that the first batch of a case takes; none for a batch without rows."""
+    if not case.tokens:
+        return frozenset()
+    size = 4 if case.dtype is Dtype.FP32 else 2
+    if case.site is Site.MOE_LAYER:
+        return frozenset(_layer(case, size))
+    if case.site is Site.MOE_DELTA:
+        pairs = case.tokens * case.top_k
+        of_delta = MoEShape(pairs, case.experts, case.in_features, case.slices, case.rank, size)
+        wanted = None if case.path is Path.PLAN else MoEPath[case.path.name]
+        aligned = _alignment(of_delta, case.slots, with_base=False)
+        return frozenset([*_delta(of_delta, wanted, slots=case.slots), *aligned])
+    by_columns = case.tp if case.parallel is Parallel.COLUMN else 1
+    by_rows = case.tp if case.parallel is Parallel.ROW else 1
+    widths = tuple(-(-width // by_columns) for width in case.slices)
+    depth = -(-case.in_features // by_rows)
+    shape = DenseShape(case.tokens, depth, widths, case.rank, size)
+    return frozenset(_dense(shape, live=case.tokens - num_padded(case), slots=case.slots))
+
+
+@cache
+def all_branches(site: Site) -> tuple[str, ...]:
+    """Every branch that some case of a site can take, in alphabetical order."""
+    if site is Site.MOE_LAYER:
+        found = _grid_of_layers()
+    elif site is Site.MOE_DELTA:
+        found = _grid_of_deltas()
+    else:
+        found = _grid_of_dense()
+    return tuple(sorted(set(found)))
+
+
+def _several(what: str, count: int) -> str:
+    return f"{what}: {'one' if count == 1 else 'several'}"
+
+
+def _dense(shape: DenseShape, *, live: int, slots: int) -> Iterator[str]:
+    yield f"dense tile: {shape.height} rows"
+    # what the preparation reads at a time, of a batch of that many rows
+    block = 1024 if shape.num_rows <= 1024 else 4096
+    yield _several("dense tile: blocks of rows to sort", -(-shape.num_rows // block))
+    if tile_height(live) != shape.height:
+        yield "dense tile: live rows alone would have lower tiles"
+    if min(slots - 1, live) > dense.tile_programs(shape, capacity=shape.num_rows + slots):
+        yield "dense tile: more tiles than programs"
+    shrink, expand = dense.plan_shrink(shape), dense.plan_expand(shape)
+    steps = -(-shape.in_features // shrink.block_k)
+    total = shape.ranks_of_all_slices
+    kind = "fp32" if shape.itemsize == 4 else "16 bits"
+    yield f"dense shrink, {kind}: {shrink.block_n} ranks x {shrink.block_k} features"
+    yield f"dense shrink: K is {'split' if shrink.splits > 1 else 'whole'}"
+    yield _several("dense shrink: steps of a program", -(-steps // shrink.splits))
+    yield _several("dense shrink: blocks of ranks", -(-total // shrink.block_n))
+    if shrink.block_n > shape.rank and total > shape.rank:
+        yield "dense shrink: a block of ranks of several slices"
+    yield f"dense shrink: the expand starts {'early' if shrink.trigger_early else 'late'}"
+    yield f"dense expand, {kind}: {expand.block_m} rows x {expand.block_n} columns"
+    yield f"dense expand: blocks of {expand.block_r} ranks"
+    yield _several("dense expand: blocks of ranks", -(-shape.rank // expand.block_r))
+    blocks = -(-max(shape.slice_widths) // expand.block_n)
+    yield _several("dense expand: blocks of columns", blocks)
+    yield _several("dense expand: blocks of columns of a program", expand.group)
+    yield _several("dense expand: parts of a tile", shape.height // expand.block_m)
+
+
+def _alignment(shape: MoEShape, slots: int, *, with_base: bool) -> Iterator[str]:
+    align = DEFAULT.align
+    if num_bins(shape.num_experts, slots, with_base) > align.most_bins:
+        yield "alignment: more buckets than a program counts"
+    elif shape.num_pairs > align.single_launch_pairs:
+        yield "alignment: several launches"
+        yield _several("alignment: sums of spans", 1 + (shape.num_pairs > _ONE_SUM))
+    else:
+        yield "alignment: one launch"
+        yield _several("alignment: programs of one launch", -(-shape.num_pairs // align.small_span))
+
+
+def _delta(shape: MoEShape, wanted: MoEPath | None, *, slots: int) -> Iterator[str]:
+    path = moe.plan_path(shape, wanted)
+    name = path.name.lower().replace("_", " ")
+    if wanted is None:
+        yield f"delta: {name} chosen"
+    elif wanted is not path:
+        yield "delta: a rank that the path cannot take"
+    if path is MoEPath.SMALL_BATCH:
+        yield from _small_batch(shape)
+        return
+    yield f"delta, {name}: tiles of {shape.height} pairs"
+    # at least one tile for each adapter of the batch
+    if min(slots - 1, shape.num_pairs) > moe.tile_programs(shape, capacity=shape.num_pairs + slots):
+        yield f"delta, {name}: more tiles than programs"
+    if path is MoEPath.ONE_SHOT:
+        yield from _one_shot(shape)
+    else:
+        yield from _shrink(shape, "delta shrink")
+        yield f"delta shrink: K is {'split' if moe.plan_shrink(shape).splits > 1 else 'whole'}"
+        yield from _expand(shape)
+
+
+def _shrink(shape: MoEShape, name: str, splits: int | None = None) -> Iterator[str]:
+    plan, total = moe.plan_shrink(shape), shape.ranks_of_all_slices
+    kind = "fp32" if shape.itemsize == 4 else "16 bits"
+    steps = -(-shape.in_features // plan.block_k)
+    yield f"{name}, {kind}: {plan.block_n} ranks x {plan.block_k} features"
+    yield _several(f"{name}: steps of a program", -(-steps // (splits or plan.splits)))
+    yield _several(f"{name}: blocks of ranks", -(-total // plan.block_n))
+    if plan.block_n > shape.rank and total > shape.rank:
+        yield f"{name}: a block of ranks of several slices"
+
+
+def _expand(shape: MoEShape) -> Iterator[str]:
+    plan = moe.plan_expand(shape)
+    kind = "fp32" if shape.itemsize == 4 else "16 bits"
+    yield f"delta expand, {kind}: blocks of {plan.block_n} columns"
+    yield f"delta expand: blocks of {plan.block_r} ranks"
+    yield _several("delta expand: blocks of ranks", -(-shape.rank // plan.block_r))
+    blocks = -(-max(shape.slice_widths) // plan.block_n)
+    yield _several("delta expand: blocks of columns", blocks)
+    yield _several("delta expand: blocks of columns of a program", plan.group)
+
+
+def _one_shot(shape: MoEShape) -> Iterator[str]:
+    plan = moe.plan_one_shot(shape)
+    kind = "fp32" if shape.itemsize == 4 else "16 bits"
+    yield f"one shot, {kind}: blocks of {plan.block_n} columns"
+    yield f"one shot: blocks of {plan.block_r} ranks"
+    yield f"one shot: {'both slices' if plan.paired else 'a slice'} in one program"
+    yield _several("one shot: steps", -(-shape.in_features // plan.block_k))
+    yield _several("one shot: programs of a slice", plan.parts)
+    even = all(width % plan.block_n == 0 for width in shape.slice_widths)
+    yield f"one shot: the last block of columns is {'full' if even else 'masked'}"
+    blocks = -(-max(shape.slice_widths) // plan.block_n)
+    yield _several("one shot: blocks of columns of a program", -(-blocks // plan.parts))
+
+
+def _small_batch(shape: MoEShape) -> Iterator[str]:
+    plan = moe.plan_small_batch(shape)
+    yield f"small batch: blocks of {plan.block_n} columns"
+    yield _several("small batch: steps", -(-shape.in_features // plan.block_k))
+    blocks = -(-max(shape.slice_widths) // plan.block_n)
+    yield _several("small batch: blocks of columns", blocks)
+
+
+def _layer(case: Case, size: int) -> Iterator[str]:
+    pairs, width = case.tokens * case.top_k, -(-case.slices[0] // case.tp)
+    experts = case.experts // case.ep
+    for depth, widths, is_gated in (
+        (case.in_features, (width,) * len(case.slices), len(case.slices) == 2),
+        (width, (case.in_features,), False),
+    ):
+        shape = MoEShape(pairs, experts, depth, widths, case.rank, size)
+        yield from _alignment(shape, case.slots, with_base=True)
+        yield from _product(shape, is_gated=is_gated)
+    blocks = -(-case.in_features // _SUM_BLOCKS[case.in_features >= _SUM_BLOCKS[1]])
+    yield f"layer sum: blocks of {_SUM_BLOCKS[case.in_features >= _SUM_BLOCKS[1]]} columns"
+    yield _several("layer sum: blocks of columns", blocks)
+
+
+def _product(shape: MoEShape, *, is_gated: bool) -> Iterator[str]:
+    yield f"layer shrink: tiles of {shape.height} pairs"
+    yield from _shrink(shape, "layer shrink", splits=1)
+    height = base_tile_height(shape.num_pairs, shape.num_experts)
+    plan = plan_gemm(height, itemsize=shape.itemsize, is_gated=is_gated)
+    name = f"layer product, {'fp32' if shape.itemsize == 4 else '16 bits'}"
+    gate = "gate and up" if is_gated else "one matrix"
+    yield f"{name}, {gate}: {height} pairs x {plan.block_n} columns x {plan.block_k} features"
+    steps, blocks = -(-shape.in_features // plan.block_k), -(-shape.slice_widths[0] // plan.block_n)
+    yield _several(f"{name}: steps", steps)
+    yield f"{name}: the last step is {'masked' if shape.in_features % plan.block_k else 'full'}"
+    yield _several(f"{name}: blocks of columns", blocks)
+    yield (
+        f"{name}: the last block is {'masked' if shape.slice_widths[0] % plan.block_n else 'full'}"
+    )
+    yield _several("layer product: steps over ranks", -(-shape.rank // fold_ranks(shape.rank)))
+
+
+_RANKS = (8, 17, 33, 65, 129, 512)
+_DEPTHS = (16, 200, 4096, 8192)
+_WIDTHS = ((8,), (24,), (64,), (128, 128), (300, 200), (4608, 4608), (9000,))
+
+
+def _grid_of_dense() -> Iterator[str]:
+    rows = (1, 100, 150, 1024, 1100, 2050, 8192)
+    for count, depth, widths, rank, size in product(rows, _DEPTHS, _WIDTHS, _RANKS, (2, 4)):
+        for slots, live in ((2, count), (64, count - (count + 2) // 4)):
+            yield from _dense(DenseShape(count, depth, widths, rank, size), live=live, slots=slots)
+
+
+def _moe_shapes(pairs: tuple[int, ...]) -> Iterator[MoEShape]:
+    sizes = product(pairs, (1, 16, 256), _DEPTHS[:3], _WIDTHS, _RANKS, (2, 4))
+    for count, experts, depth, widths, rank, size in sizes:
+        yield MoEShape(count, experts, depth, widths, rank, size)
+
+
+def _grid_of_deltas() -> Iterator[str]:
+    for shape in _moe_shapes((2, 100, 1100, 2**16)):
+        slots = 4 if shape.num_experts == 16 else 64
+        yield from _alignment(shape, slots, with_base=False)
+        for wanted in (None, *MoEPath):
+            yield from _delta(shape, wanted, slots=slots)
+
+
+def _grid_of_layers() -> Iterator[str]:
+    for shape in _moe_shapes((2, 12, 30, 200, 1100, 2**16)):
+        if len(set(shape.slice_widths)) == 1:
+            yield from _alignment(shape, 4 if shape.num_experts < 256 else 64, with_base=True)
+            yield from _product(shape, is_gated=len(shape.slice_widths) == 2)
+    for block in _SUM_BLOCKS:
+        yield f"layer sum: blocks of {block} columns"
+        yield from (_several("layer sum: blocks of columns", count) for count in (1, 2))
