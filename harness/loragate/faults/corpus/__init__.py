@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
-from loragate.core.verdict import OracleName as O
 from loragate.faults.corpus import (
     adapters,
     controls,
@@ -48,22 +45,9 @@ FAULTS: tuple[Fault, ...] = (
 
 CONTROLS: tuple[Control, ...] = (*controls.CONTROLS, *moe_controls.CONTROLS)
 
-# for each oracle a fault of a linear layer and one of a MoE layer that only this oracle detects
+# what every test run plants: for each oracle a fault of a linear layer and one of a MoE layer
+# that only this oracle detects
 ALONE = tuple(fault for fault in FAULTS if fault.only and fault.needs is Needs.CPU)
-
-
-def _quick(fault: Fault) -> Fault:
-    """The fault without the slowest oracles, unless they must detect it."""
-    slow = {O.GUARD, O.COMPILE} - set(fault.killers)
-    cases = tuple(
-        replace(case, oracles=tuple(o for o in case.oracles if o not in slow))
-        for case in fault.cases
-    )
-    return replace(fault, cases=cases)
-
-
-# what every test run plants
-SLICE = tuple(_quick(fault) for fault in ALONE)
 SLICE_CONTROLS = CONTROLS[:1]
 
-__all__ = ["ALONE", "CONTROLS", "FAULTS", "SLICE", "SLICE_CONTROLS"]
+__all__ = ["ALONE", "CONTROLS", "FAULTS", "SLICE_CONTROLS"]
