@@ -117,4 +117,27 @@ FAULTS = (
         source="sglang #29874",
         why="The name is gone, but the weights still serve rows of the slot.",
     ),
+    _slots(
+        "slot-remembered-by-name",
+        "        return self._slots[name]\n",
+        "        memo = self.__dict__.setdefault('_memo', {})\n"
+        "        return memo.setdefault(name, self._slots[name])\n",
+        source="own",
+        why="An adapter that comes back into another slot is looked up in its first one.",
+    ),
+    _slots(
+        "slot-0-taken-for-none",
+        "            layer.unload(slot)\n",
+        "            if slot:\n                layer.unload(slot)\n",
+        source="own",
+        why="Slot 0 counts as no slot, so its adapter is never emptied.",
+    ),
+    _targets(
+        "last-of-two-patterns-wins",
+        "(p for p in patterns if Expression(p, module_expression(p), place).match(module))",
+        "(p for p in reversed([*patterns])\n"
+        "         if Expression(p, module_expression(p), place).match(module))",
+        source="own",
+        why="Of two patterns that match a module, the last one in the file sets its rank.",
+    ),
 )

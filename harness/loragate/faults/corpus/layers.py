@@ -107,4 +107,11 @@ FAULTS = (
         source="tgi #2180",
         why="The delta goes to a buffer that is never read; the base model is served.",
     ),
+    _linear(
+        "batch-taken-sequence-first",
+        "        rows = x.reshape(-1, x.shape[-1])\n",
+        "        rows = x.transpose(0, -2).reshape(-1, x.shape[-1])\n",
+        source="own",
+        why="Of an input of three dimensions the first two are exchanged.",
+    ),
 )

@@ -105,4 +105,18 @@ FAULTS = (
         source="skyrl #2250",
         why="The scale is folded into the adapter's own tensor, once more with each load.",
     ),
+    _packing(
+        "scale-of-the-first-expert-for-all",
+        "            if (factors.rank, factors.scale) != (first.rank, first.scale):\n",
+        "            if factors.rank != first.rank:\n",
+        source="own",
+        why="Experts that differ in scale alone are all served with the first one's.",
+    ),
+    _layer(
+        "expert-batch-taken-sequence-first",
+        "        rows = x.reshape(-1, hidden).contiguous()\n",
+        "        rows = x.transpose(0, -2).reshape(-1, hidden).contiguous()\n",
+        source="own",
+        why="Of an input of three dimensions the first two are exchanged.",
+    ),
 )
