@@ -59,7 +59,7 @@ from loragate.faults.order import Suite
 from loragate.faults.runner import Setup, run_all
 from loragate.core.signals import ended_by_signals
 
-test = "tests/kernels/test_tp_partition.py::test_each_packed_slice_is_cut_separately"
+test = "tests/kernels/test_tp_partition.py::test_cuts_of_a_padded_width_tile_the_unpadded_one"
 start = "    size = padded // tp_size\\n"
 fault = Fault(
     name="a-fault",

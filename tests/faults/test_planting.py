@@ -34,7 +34,8 @@ from loragate.faults.runner import Setup, run_all, run_one
 PARTITION = "lorakernels.layers.partition"
 START = "    size = padded // tp_size\n"
 TEST = GateItem(
-    Part.HOST_TEST, "tests/kernels/test_tp_partition.py::test_each_packed_slice_is_cut_separately"
+    Part.HOST_TEST,
+    "tests/kernels/test_tp_partition.py::test_cuts_of_a_padded_width_tile_the_unpadded_one",
 )
 
 

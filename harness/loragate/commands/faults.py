@@ -32,7 +32,7 @@ from loragate.records.results import require_section
 
 _JOBS = 2
 # many times what a fault takes, for a busy machine; on a GPU every kernel is compiled first
-_DEADLINE_S, _GPU_DEADLINE_S = 90.0, 240.0
+_DEADLINE_S, _GPU_DEADLINE_S = 240.0, 600.0
 
 Planted = TypeVar("Planted", Fault, Control)
 

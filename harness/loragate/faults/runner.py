@@ -37,7 +37,7 @@ class Setup:
 
     gpu: bool = False
     jobs: int = 2
-    deadline_s: float = 90.0
+    deadline_s: float = 240.0
     quick: bool = False
 
     @property
