@@ -58,6 +58,17 @@ def test_a_batch_of_several_blocks_of_rows_has_the_tables_of_a_plain_loop() -> N
     assert_tables(metadata, slots)
 
 
+def test_a_batch_has_tiles_of_its_own_height_whatever_the_step_before_had() -> None:
+    metadata = BatchMetadata(max_tokens=200, max_slots=3, device=DEVICE)
+    heights = set()
+    for rows in (20, 200, 20):
+        slots = [row % 4 - 1 for row in range(rows)]
+        metadata.prepare(mapping(slots))
+        assert_tables(metadata, slots)
+        heights.add(tile_height(rows, metadata.tuning))
+    assert len(heights) == 2
+
+
 @pytest.mark.parametrize(("slots", "height"), list(product(range(1, 7), (2, 4))))
 def test_tables_have_capacity_for_the_most_ragged_batch(slots: int, height: int) -> None:
     for rows in range(1, 40):

@@ -55,8 +55,8 @@ def _of(cases: tuple[Case, ...], tier: Tier, site: Site) -> list[Case]:
 
 def test_each_tier_is_as_small_as_its_time_allows(cases: tuple[Case, ...]) -> None:
     count = {tier: sum(case.tier is tier for case in cases) for tier in Tier}
-    assert 80 <= count[Tier.SMOKE] <= 150
-    assert count[Tier.PREMERGE] <= 300
+    assert 80 <= count[Tier.SMOKE] <= 160
+    assert count[Tier.PREMERGE] <= 310
     assert count[Tier.NIGHTLY] >= 200
 
 
@@ -127,7 +127,7 @@ def test_smoke_covers_all_values_of_moe_deltas(cases: tuple[Case, ...]) -> None:
     assert {1, 2, 8, 1024} <= {c.experts for c in moe}
     # a token that chooses every expert
     assert any(c.top_k == c.experts > 1 for c in moe)
-    assert {len(c.slices) for c in moe} == {1, 2}
+    assert {len(c.slices) for c in moe} == {1, 2, 3}
 
 
 def test_premerge_covers_the_moe_deltas_of_real_models_on_every_path(

@@ -27,7 +27,7 @@ from lorakernels.moe.delta.launch import Delta, launch  # noqa: E402
 from lorakernels.moe.delta.plan import MoEPath, MoEShape  # noqa: E402
 from lorakernels.moe.weights import ExpertFactors, ExpertWeights  # noqa: E402
 
-_TOKENS, _TOP_K, _EXPERTS, _SLOTS, _IN = 10, 2, 2, 3, 40
+_TOP_K, _EXPERTS, _SLOTS, _IN = 2, 2, 3, 40
 _GUARD_COLUMNS = 16
 
 
@@ -38,12 +38,15 @@ class _Layer:
     widths: tuple[int, int]
     rank: int
     adapters: tuple[tuple[tuple[int, float] | None, ...], ...]
+    tokens: int = 10
 
 
 # one slice is absent; blocks of 16 columns and of 16 ranks divide nothing
 _UNEVEN = _Layer((72, 72), 20, (((20, 1.0), (3, 2.0)), ((5, 0.5), (20, 1.0)), ((18, 2.0), None)))
 # blocks of 16 divide the widths, and one holds the ranks
 _EVEN = _Layer((80, 80), 12, (((12, 1.0), (3, 2.0)), ((5, 0.5), (12, 1.0)), ((10, 2.0), None)))
+# so many pairs that their tiles are tall
+_TALL = _Layer((24, 24), 4, (((4, 1.0), (3, 2.0)), ((2, 0.5), None), ((4, 2.0), (1, 1.0))), 512)
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +105,18 @@ def test_every_plan_gives_the_same_integers_and_writes_nothing_else(
     assert not changed.any()
 
 
+def test_tall_tiles_of_few_ranks_reach_all_of_their_columns(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    step = _Step(_TALL)
+    assert step.pairs.tables.height > 32
+    fields = {"block_n": 16, "parts": 1, "paired": False}
+    monkeypatch.setattr(launches, "plan_one_shot", _forcing(launches.plan_one_shot, fields))
+    out = step.base.clone()
+    launch(step.delta(out, 1, add_inputs=True), MoEPath.ONE_SHOT, pdl=False)
+    assert torch.equal(bits_of(out + 0.0), bits_of(step.wanted(add_inputs=True) + 0.0))
+
+
 def _forcing(planner: Callable[[MoEShape], Any], fields: Mapping[str, Any]) -> Callable[..., Any]:
     # all other fields are as planned
     return lambda shape: replace(planner(shape), **fields)
@@ -114,12 +129,12 @@ class _Step:
         self.layer = layer
         self.device = torch.device(detect_machine().device)
         self.generator = torch.Generator().manual_seed(7)
-        self.slots = torch.arange(_TOKENS, dtype=torch.int32) % (_SLOTS + 1) - 1
+        self.slots = torch.arange(self.layer.tokens, dtype=torch.int32) % (_SLOTS + 1) - 1
         # of two choices one is always expert 0, in either place
-        self.ids = torch.tensor([[0, 1], [1, 0]] * (_TOKENS // 2), dtype=torch.int32)
-        self.router = self._integers(1, 3, _TOKENS, _TOP_K).float()
-        self.x = self._sparse(_TOKENS, _IN, 6)
-        self.base = self._integers(-3, 4, _TOKENS * _TOP_K, sum(layer.widths)).bfloat16()
+        self.ids = torch.tensor([[0, 1], [1, 0]] * (self.layer.tokens // 2), dtype=torch.int32)
+        self.router = self._integers(1, 3, self.layer.tokens, _TOP_K).float()
+        self.x = self._sparse(self.layer.tokens, _IN, 6)
+        self.base = self._integers(-3, 4, self.layer.tokens * _TOP_K, sum(layer.widths)).bfloat16()
         self.weights = ExpertWeights(
             num_slots=_SLOTS,
             num_experts=_EXPERTS,
@@ -133,10 +148,10 @@ class _Step:
         for slot, parts in enumerate(self.factors):
             self.weights.load(slot, parts)
         self._poison()
-        batch = BatchMetadata(max_tokens=_TOKENS, max_slots=_SLOTS, device=self.device)
+        batch = BatchMetadata(max_tokens=self.layer.tokens, max_slots=_SLOTS, device=self.device)
         batch.prepare(self.slots)
         self.pairs = PairMetadata(
-            max_tokens=_TOKENS,
+            max_tokens=self.layer.tokens,
             top_k=_TOP_K,
             num_experts=_EXPERTS,
             max_slots=_SLOTS,
@@ -146,7 +161,7 @@ class _Step:
 
     def delta(self, out: Tensor, splits: int, *, add_inputs: bool) -> Delta:
         weights, pairs, layer = self.weights, self.pairs, self.layer
-        num_pairs = _TOKENS * _TOP_K
+        num_pairs = self.layer.tokens * _TOP_K
         shrunk = torch.full((splits, num_pairs, len(layer.widths) * layer.rank), float("nan"))
         return Delta(
             shape=MoEShape(num_pairs, _EXPERTS, _IN, layer.widths, layer.rank, 2),
