@@ -6,11 +6,12 @@ import pytest
 
 from loragate.core.checkout import project_root
 from loragate.core.verdict import OracleName
-from loragate.faults.corpus import ALONE, CONTROLS, FAULTS, SLICE, SLICE_CONTROLS
-from loragate.faults.corpus.points import NUMERIC
-from loragate.faults.model import Control, Fault, Needs
+from loragate.faults.corpus import ALONE, CONTROLS, FAULTS, SLICE_CONTROLS
+from loragate.faults.corpus.killers import ITEMS, KILLERS
+from loragate.faults.gate_contents import GateContents, UnknownItem, gate_contents
+from loragate.faults.model import Control, Fault, GateItem, Needs, Part
 from loragate.faults.planting import check_anchor, package_folder
-from loragate.matrix.ids import case_id
+from loragate.matrix.case import Tier
 from loragate.records.results import read_section
 
 RECORD = "ci/results/cpu.json"
@@ -36,52 +37,96 @@ def test_every_fault_names_its_source() -> None:
     assert [fault.name for fault in FAULTS if not SOURCE.fullmatch(fault.source)] == []
 
 
+@pytest.fixture(scope="module")
+def gate() -> GateContents:
+    return gate_contents(Tier.SMOKE)
+
+
+@pytest.fixture(scope="module")
+def gate_on_gpu() -> GateContents:
+    return gate_contents(Tier.PREMERGE)
+
+
+def test_the_gate_executes_everything_that_a_fault_or_a_control_names(
+    gate: GateContents, gate_on_gpu: GateContents
+) -> None:
+    for planted in (*FAULTS, *CONTROLS):
+        on_gpu = isinstance(planted, Fault) and planted.needs is Needs.GPU
+        assert planted.items, f"{planted.name}: loragate faults --find-killers {planted.name}"
+        (gate_on_gpu if on_gpu else gate).check(planted.items)
+
+
+def test_killers_of_a_case_judge_it(gate_on_gpu: GateContents) -> None:
+    wrong = [
+        (fault.name, killer.by)
+        for fault in FAULTS
+        for killer in fault.killers
+        if isinstance(killer.by, OracleName)
+        and killer.by not in gate_on_gpu.cases[killer.item.id].oracles
+    ]
+    assert wrong == []
+
+
+def test_every_name_in_the_file_of_killers_is_that_of_a_fault_or_a_control() -> None:
+    assert KILLERS.keys() == {fault.name for fault in FAULTS}
+    assert ITEMS.keys() == {control.name for control in CONTROLS}
+
+
+@pytest.mark.parametrize(
+    ("part", "of", "given", "message"),
+    [
+        (Part.CASE, "cases", "tokens-9", "the gate runs no case of tier smoke '{}'; did you"),
+        (Part.HOST_TEST, "host_tests", "test_a", "the gate runs no host test '{}'; did you mean"),
+        (Part.LAUNCH, "launches", "r1", "the gate runs no compiled kernel '{}'; did you mean"),
+    ],
+)
+def test_what_the_gate_does_not_execute_is_refused_with_the_nearest(
+    part: Part, of: str, given: str, message: str, gate: GateContents
+) -> None:
+    near = max(getattr(gate, of), key=len) + given
+    with pytest.raises(UnknownItem, match=f"^{re.escape(message.format(near))}"):
+        gate.check([GateItem(part, near)])
+
+
+def test_a_case_of_a_higher_tier_is_refused(gate: GateContents, gate_on_gpu: GateContents) -> None:
+    beyond = sorted(gate_on_gpu.cases.keys() - gate.cases.keys())[0]
+    with pytest.raises(UnknownItem, match="the gate runs no case of tier smoke"):
+        gate.check([GateItem(Part.CASE, beyond)])
+    gate_on_gpu.check([GateItem(Part.CASE, beyond)])
+
+
+def test_a_host_test_may_be_named_with_its_parameters(gate: GateContents) -> None:
+    name = sorted(gate.host_tests)[0]
+    gate.check([GateItem(Part.HOST_TEST, f"{name}[first-2]")])
+
+
+def _oracles(planted: Fault | Control, gate: GateContents) -> set[OracleName]:
+    cases = [gate.cases[item.id] for item in planted.items if item.part is Part.CASE]
+    return {oracle for case in cases for oracle in case.oracles}
+
+
 def test_every_oracle_has_a_fault_that_only_it_detects_without_a_gpu() -> None:
     for is_moe in (False, True):
         alone = [fault for fault in ALONE if ("moe" in fault.edit.module) is is_moe]
         # queued steps can only be late on a GPU
-        assert {fault.killers[0] for fault in alone} == set(OracleName) - {OracleName.QUEUE}
+        assert {fault.killers[0].by for fault in alone} == set(OracleName) - {OracleName.QUEUE}
         assert {fault.needs for fault in alone} == {Needs.CPU}
 
 
-def test_a_fault_that_only_one_oracle_detects_is_shown_to_all_of_them() -> None:
+def test_a_fault_that_only_one_oracle_detects_is_shown_to_all_of_them(gate: GateContents) -> None:
     for fault in ALONE:
-        shown = {oracle for case in fault.cases for oracle in case.oracles}
-        assert shown == set(OracleName), fault.name
-
-
-def test_a_test_run_asks_other_than_the_numeric_oracles_only_where_they_must_detect() -> None:
-    assert [fault.name for fault in SLICE] == [fault.name for fault in ALONE]
-    for fault in SLICE:
-        shown = {oracle for case in fault.cases for oracle in case.oracles}
-        assert shown == {*NUMERIC, fault.killers[0]}, fault.name
+        assert _oracles(fault, gate) == set(OracleName), fault.name
 
 
 def test_the_page_names_what_only_one_oracle_detects_and_what_needs_a_gpu() -> None:
     page = (project_root() / "docs/faults.md").read_text(encoding="utf-8")
-    missing = [f.name for f in ALONE if f"| {f.killers[0]} | `{f.name}` |" not in page]
+    missing = [f.name for f in ALONE if f"| {f.killers[0].by} | `{f.name}` |" not in page]
     missing += [f.name for f in FAULTS if f.needs is Needs.GPU and f"| `{f.name}` |" not in page]
     assert missing == []
 
 
-def test_the_slice_has_a_control_that_every_oracle_judges() -> None:
-    shown = {oracle for c in SLICE_CONTROLS for case in c.cases for oracle in case.oracles}
-    assert shown == set(OracleName)
-
-
-def test_cases_are_small_enough_for_an_interpreter() -> None:
-    tall = [
-        fault.name
-        for fault in FAULTS
-        if fault.needs is Needs.CPU
-        and any(case.tokens * case.in_features * case.rank > 200_000 for case in fault.cases)
-    ]
-    assert tall == []
-
-
-def test_a_case_of_a_fault_has_an_id_like_any_other() -> None:
-    for fault in FAULTS:
-        assert all(case_id(case).isascii() for case in fault.cases)
+def test_the_slice_has_a_control_that_every_oracle_judges(gate: GateContents) -> None:
+    assert set.union(*(_oracles(control, gate) for control in SLICE_CONTROLS)) == set(OracleName)
 
 
 def test_the_record_is_of_this_corpus() -> None:
@@ -102,5 +147,5 @@ def test_the_record_shows_everything_noticed_and_by_one_oracle_alone_where_promi
     wanted = {f.name: "not run" if f.needs is Needs.GPU else "killed" for f in FAULTS}
     assert fates == wanted
     alone = {fault.name: record["faults"][fault.name]["killers"] for fault in ALONE}
-    assert alone == {fault.name: [fault.killers[0].value] for fault in ALONE}
+    assert alone == {fault.name: [fault.killers[0].name] for fault in ALONE}
     assert {control["fate"] for control in record["controls"].values()} == {"survived"}

@@ -7,21 +7,34 @@ from typing import Any
 import pytest
 
 from loragate.core.verdict import Failure, OracleName, Verdict
-from loragate.faults.corpus.points import delta
+from loragate.faults.corpus.killers import as_entries, as_text
 from loragate.faults.fates import fate_by_anyone, fate_of_fault, killers_of
 from loragate.faults.model import (
-    Check,
     Control,
     Edit,
     Fate,
     Fault,
+    GateItem,
     Group,
+    Killer,
+    Part,
     Sighting,
 )
-from loragate.faults.order import Order, Recorder, Suite, read_order, read_transcript, write_order
+from loragate.faults.order import (
+    Begun,
+    Order,
+    Recorder,
+    Suite,
+    read_order,
+    read_transcript,
+    write_order,
+)
+from loragate.matrix.case import Case, Dtype, Site
 
 EDIT = Edit("lorakernels.batch.metadata", "old", "new")
-CASE = delta(oracles=(OracleName.REFERENCE, OracleName.EXACT))
+CASE = GateItem(Part.CASE, "a.case")
+TEST = GateItem(Part.HOST_TEST, "tests/test_a.py::test_a")
+REFERENCE = Killer(CASE, OracleName.REFERENCE)
 
 
 def fault(**fields: Any) -> Fault:
@@ -31,14 +44,15 @@ def fault(**fields: Any) -> Fault:
         "group": Group.METADATA,
         "source": "own",
         "why": "It is wrong.",
-        "killers": (OracleName.REFERENCE,),
-        "cases": (CASE,),
+        "killers": (REFERENCE,),
     }
     return Fault(**(given | fields))
 
 
 def seen(judge: str, verdict: Verdict, failure: Failure | None = None, said: str = "") -> Sighting:
-    return Sighting(judge=judge, case="c", verdict=verdict, failure=failure, message=said)
+    return Sighting(
+        judge=judge, case=CASE.id, verdict=verdict, failure=failure, message=said, part=Part.CASE
+    )
 
 
 WRONG = seen("reference", Verdict.FAIL, Failure.WRONG_ANSWER, "far off")
@@ -49,13 +63,8 @@ FINE = seen("exact", Verdict.PASS)
     ("fields", "message"),
     [
         ({"name": "A Fault"}, "a name must be lower-case words joined by '-' (got 'A Fault')"),
-        ({"killers": ()}, "a-fault: killers must name at least one oracle or check"),
-        ({"cases": ()}, "a-fault: cases and checks must be 1 to 3 (got 0)"),
-        ({"cases": (CASE,) * 4}, "a-fault: cases and checks must be 1 to 3 (got 4)"),
-        ({"killers": (Check.PACKING,)}, "a-fault: killer packing is not among its checks"),
-        ({"killers": (OracleName.GUARD,)}, "a-fault: killer guard judges none of its cases"),
         (
-            {"killers": (OracleName.REFERENCE, OracleName.EXACT), "only": True},
+            {"killers": (REFERENCE, Killer(TEST)), "only": True},
             "a-fault: only goes with one killer (got 2)",
         ),
     ],
@@ -63,6 +72,13 @@ FINE = seen("exact", Verdict.PASS)
 def test_a_fault_that_could_prove_nothing_is_refused(fields: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
         fault(**fields)
+
+
+def test_a_case_detects_a_fault_with_an_oracle_and_a_host_test_without_one() -> None:
+    with pytest.raises(ValueError, match="a killer that is a case must name an oracle"):
+        Killer(CASE)
+    with pytest.raises(ValueError, match="a killer that is a host test cannot name an oracle"):
+        Killer(TEST, OracleName.EXACT)
 
 
 def test_an_edit_must_change_something() -> None:
@@ -76,8 +92,9 @@ def test_a_digest_changes_with_what_must_detect_the_fault_and_not_with_the_edit(
     moved = Edit("lorakernels.batch.other", "other text", "new")
     assert fault().digest == fault(why="Said otherwise.", edit=moved).digest
     changed = [
-        fault(killers=(OracleName.EXACT,)),
-        fault(cases=(replace(CASE, tokens=5),)),
+        fault(killers=(Killer(CASE, OracleName.EXACT),)),
+        fault(killers=(Killer(replace(CASE, id="another.case"), OracleName.REFERENCE),)),
+        fault(shown=(TEST,)),
         fault(only=True),
     ]
     assert fault().digest not in {other.digest for other in changed}
@@ -106,6 +123,26 @@ def test_a_fault_that_only_others_detect_is_missed() -> None:
     assert outcome.message == "detected by canary, not by reference"
 
 
+def test_another_case_than_the_one_that_is_named_does_not_count() -> None:
+    elsewhere = replace(WRONG, case="another.case")
+    outcome = fate_of_fault(fault(), [elsewhere], 1.0)
+    assert (outcome.fate, outcome.killers) == (Fate.MISSED, ("reference",))
+
+
+def test_a_fault_is_killed_by_the_host_test_that_is_named() -> None:
+    failed = Sighting(
+        judge=TEST.id,
+        case="",
+        verdict=Verdict.FAIL,
+        failure=Failure.WRONG_ANSWER,
+        part=Part.HOST_TEST,
+    )
+    named = fault(killers=(Killer(TEST),))
+    assert fate_of_fault(named, [failed], 1.0).fate is Fate.KILLED
+    passed = replace(failed, verdict=Verdict.PASS, failure=None)
+    assert fate_of_fault(named, [passed], 1.0).fate is Fate.SURVIVED
+
+
 def test_a_fault_for_one_oracle_alone_is_missed_when_another_detects_it_too() -> None:
     other = seen("exact", Verdict.FAIL, Failure.WRONG_ANSWER)
     outcome = fate_of_fault(fault(only=True), [WRONG, other], 1.0)
@@ -117,7 +154,7 @@ def test_an_exception_does_not_count_as_detection_by_the_oracle_that_ran() -> No
     thrown = seen("reference", Verdict.FAIL, Failure.EXCEPTION, "TypeError")
     assert killers_of([thrown]) == ("exception",)
     assert fate_of_fault(fault(), [thrown], 1.0).fate is Fate.MISSED
-    expected = fault(killers=(Failure.EXCEPTION,))
+    expected = fault(killers=(Killer(CASE, Failure.EXCEPTION),))
     assert fate_of_fault(expected, [thrown], 1.0).fate is Fate.KILLED
 
 
@@ -127,7 +164,7 @@ def test_a_lack_of_memory_proves_nothing() -> None:
 
 
 def test_a_control_passes_only_if_something_ran_and_nothing_failed() -> None:
-    control = Control(name="a-control", why="Nothing changes.", cases=(CASE,))
+    control = Control(name="a-control", why="Nothing changes.", items=(CASE,))
     assert fate_by_anyone(control.name, [FINE], 1.0).fate is Fate.SURVIVED
     assert fate_by_anyone(control.name, [WRONG, FINE], 1.0).fate is Fate.KILLED
     skipped = [seen("exact", Verdict.SKIP, said="no rows")]
@@ -149,12 +186,18 @@ def test_a_baseline_suite_that_could_not_run_is_broken_and_has_missed_nothing() 
 
 
 def test_an_order_comes_back_as_it_was_written(tmp_path: Any) -> None:
+    case = Case(
+        site=Site.DENSE_DELTA,
+        tokens=2,
+        in_features=4,
+        slices=(4,),
+        rank=1,
+        slots=1,
+        dtype=Dtype.BF16,
+        oracles=(OracleName.REFERENCE,),
+    )
     order = Order(
-        planted="/p",
-        module="lorakernels.m",
-        suite=Suite.ORACLES,
-        cases=(CASE,),
-        checks=(Check.PACKING,),
+        module="lorakernels.m", suite=Suite.GATE, cases=(case,), tests=(TEST.id,), launches=("l",)
     )
     write_order(order, tmp_path / "order.json")
     assert read_order(tmp_path / "order.json") == order
@@ -163,16 +206,27 @@ def test_an_order_comes_back_as_it_was_written(tmp_path: Any) -> None:
 def test_a_transcript_names_the_judge_that_ran_when_the_process_died(tmp_path: Any) -> None:
     path = tmp_path / "transcript.jsonl"
     recorder = Recorder(path)
-    recorder.begin("reference")
+    recorder.begin(Begun("reference", CASE.id, Part.CASE))
     recorder.record(WRONG)
-    recorder.begin("exact")
+    exact = Begun("exact", CASE.id, Part.CASE)
+    recorder.begin(exact)
     with path.open("a", encoding="utf-8") as file:
         file.write('{"sighting": {"judge": "exa')
     transcript = read_transcript(path)
     assert transcript.sightings == (WRONG,)
-    assert (transcript.current, transcript.finished) == ("exact", False)
+    assert (transcript.current, transcript.finished) == (exact, False)
 
 
 def test_a_process_that_wrote_nothing_leaves_an_empty_transcript(tmp_path: Any) -> None:
     transcript = read_transcript(tmp_path / "none.jsonl")
     assert (transcript.sightings, transcript.finished) == ((), False)
+
+
+def test_killers_are_written_as_the_file_has_them() -> None:
+    killers = (REFERENCE, Killer(CASE, OracleName.EXACT), Killer(TEST))
+    assert as_text({"a-fault": as_entries(killers)}).splitlines() == [
+        "a-fault:",
+        "- case: a.case",
+        "  by: [reference, exact]",
+        "- {test: 'tests/test_a.py::test_a'}",
+    ]

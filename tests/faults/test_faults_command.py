@@ -11,12 +11,24 @@ import pytest
 from loragate.cli import main
 from loragate.commands import faults as cli
 from loragate.core.checkout import Tree
-from loragate.core.verdict import ExitCode, Failure, Verdict
+from loragate.core.verdict import ExitCode, Failure, OracleName, Verdict
+from loragate.faults import search
 from loragate.faults.corpus import CONTROLS, FAULTS
-from loragate.faults.model import Control, Fate, Fault, Needs, Outcome, Sighting
+from loragate.faults.model import (
+    Control,
+    Fate,
+    Fault,
+    GateItem,
+    Killer,
+    Needs,
+    Outcome,
+    Part,
+    Sighting,
+)
 from loragate.faults.record import SECTION, Line, payload, upgraded
 from loragate.faults.tables import render_detection, render_markdown, render_terminal
 from loragate.records import recorder
+from loragate.records.results import ResultsError
 
 FAULT = next(fault for fault in FAULTS if fault.name == "scale-of-slot-0")
 OTHER = next(fault for fault in FAULTS if fault.name == "rslora-ignored")
@@ -32,14 +44,14 @@ def line(fault: Fault = FAULT, fate: Fate = Fate.KILLED, **fields: Any) -> Line:
 def detected(
     fault: Fault,
     *judges: str,
-    failure: Failure = Failure.WRONG_ANSWER,
-    killers: tuple[str, ...] | None = None,
+    part: Part | None = Part.CASE,
 ) -> Line:
-    """A killed fault that `judges` detected."""
-    sightings = tuple(
-        Sighting(judge=judge, case="", verdict=Verdict.FAIL, failure=failure) for judge in judges
+    """A killed fault that `judges` of a part of the gate detected."""
+    failed = Sighting(
+        judge="", case="", verdict=Verdict.FAIL, failure=Failure.WRONG_ANSWER, part=part
     )
-    return line(fault, killers=killers or judges, sightings=sightings)
+    sightings = tuple(replace(failed, judge=judge) for judge in judges)
+    return line(fault, killers=judges, sightings=sightings)
 
 
 def control(fate: Fate) -> tuple[Control, Outcome]:
@@ -81,7 +93,7 @@ def test_a_baseline_suite_that_could_not_run_is_an_infrastructure_failure() -> N
     assert cli.exit_code(lines, [PASSING]) is ExitCode.INFRASTRUCTURE
     text = render_terminal(lines, [PASSING])
     assert text.startswith(f"BROKEN BASELINE SUITE {FAULT.name}")
-    assert "| **all** | 1 | 1 / 1 | 0 / 1 |  |" in render_markdown(payload(lines, [PASSING]))
+    assert "| **all** | 1 | 0 / 1 | 0 | 1 |  |" in render_markdown(payload(lines, [PASSING]))
 
 
 @pytest.mark.parametrize(
@@ -123,50 +135,63 @@ def test_the_matrix_shows_required_and_actual_detection() -> None:
 def test_kill_rates_count_only_what_could_run_and_show_both_sides() -> None:
     lines = [
         replace(detected(FAULT, "exact"), baseline=Outcome(name="", fate=Fate.SURVIVED)),
-        replace(detected(OTHER, "peft_scale"), baseline=Outcome(name="", fate=Fate.KILLED)),
+        replace(detected(OTHER, "a", part=None), baseline=Outcome(name="", fate=Fate.KILLED)),
         line(FAULTS[-1], Fate.NOT_RUN),
     ]
     record = json.loads(json.dumps(payload(lines, [PASSING])))
     rows = render_markdown(record).splitlines()
-    assert rows[0].startswith("| where the fault is | faults | detected | by an oracle of the gate")
-    assert "| expand | 1 | 1 / 1 | 1 / 1 | 0 / 1 |" in rows
-    assert "| adapter files and activation | 1 | 1 / 1 | 0 / 1 | 1 / 1 |" in rows
-    assert rows[-1] == "| **all** | 2 | 2 / 2 | 1 / 2 | 1 / 2 |"
+    head = "| where the fault is | faults | detected by the gate | of these by a case |"
+    assert rows[0].startswith(head)
+    assert "| expand | 1 | 1 / 1 | 1 | 0 | 0 / 1 |" in rows
+    assert "| adapter files and activation | 1 | 0 / 1 | 0 | 1 | 1 / 1 |" in rows
+    assert rows[-1] == "| **all** | 2 | 1 / 2 | 1 | 1 | 1 / 2 |"
 
 
-def test_the_gate_is_not_credited_with_what_only_a_check_of_the_corpus_detects() -> None:
-    lines = [detected(FAULT, "reference", "partition"), detected(OTHER, "peft_scale")]
+def test_the_gate_is_not_credited_with_what_no_part_of_it_detects() -> None:
+    launch = replace(OTHER, name="a-launch")
+    lines = [
+        detected(FAULT, "reference"),
+        detected(launch, "qkv-bf16-r1-t512", part=Part.LAUNCH),
+        detected(OTHER, "a", part=None),
+    ]
     rows = render_detection(payload(lines, [PASSING])).splitlines()
-    assert rows[-2] == "| **all faults** | 2 | 1 | 1 | not measured yet |"
+    assert rows[-2] == "| **all faults** | 3 | 2 | 1 | 1 | not measured yet |"
     assert rows[-1].startswith("| random mutants | not measured yet |")
 
 
-def test_an_exception_counts_for_the_gate_if_a_case_raised_it() -> None:
-    in_case = detected(FAULT, "reference", failure=Failure.EXCEPTION, killers=("exception",))
-    in_check = detected(OTHER, "peft_scale", failure=Failure.EXCEPTION, killers=("exception",))
-    recorded = payload([in_case, in_check], [])["faults"]
+def test_a_record_says_which_parts_of_the_gate_have_detected_a_fault() -> None:
+    lines = [detected(FAULT, "reference"), detected(OTHER, "tests/a.py::b", part=Part.HOST_TEST)]
+    recorded = payload(lines, [])["faults"]
+    assert recorded[FAULT.name]["detected_by"] == ["case"]
+    assert recorded[OTHER.name]["detected_by"] == ["host test"]
     assert recorded[FAULT.name]["detected_by_gate"]
-    assert not recorded[OTHER.name]["detected_by_gate"]
+    assert recorded[OTHER.name]["detected_by_gate"]
 
 
 def test_a_record_of_an_earlier_version_is_read_with_the_keys_of_today() -> None:
     earlier = {
         "group": "experts: adapter files",
         "killers": ["expert_files", "exact"],
+        "detected_by_gate": True,
         "stand_in": "survived",
         "stand_in_killers": [],
     }
-    only_check = {"group": "expand", "killers": ["partition"]}
-    now = upgraded({"commit": "c", "faults": {"a": earlier, "b": only_check}})
+    now = upgraded({"commit": "c", "faults": {"a": earlier}})
     assert now["faults"]["a"] == {
         "group": "MoE: adapter files",
         "killers": ["expert_files", "exact"],
         "baseline_suite": "survived",
         "baseline_suite_killers": [],
         "detected_by_gate": True,
+        "detected_by": ["case"],
     }
-    assert not now["faults"]["b"]["detected_by_gate"]
     assert upgraded(now) == now
+
+
+def test_a_record_that_does_not_know_what_the_gate_detected_is_refused() -> None:
+    older = {"group": "expand", "killers": ["partition"]}
+    with pytest.raises(ResultsError, match="whether the gate has detected a: an earlier version"):
+        upgraded({"commit": "c", "faults": {"a": older}})
 
 
 def test_a_name_that_nothing_has_is_refused_with_the_nearest(
@@ -176,6 +201,28 @@ def test_a_name_that_nothing_has_is_refused_with_the_nearest(
     error = capsys.readouterr().err
     assert "there is no fault or control like 'scale-of-slot-zero'" in error
     assert "did you mean scale-of-slot-0?" in error
+
+
+def test_a_search_for_killers_takes_whole_names(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["faults", "--find-killers", "scale-of-slot"]) == ExitCode.USAGE
+    assert "did you mean scale-of-slot-0?" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("found", [True, False])
+def test_what_a_search_finds_is_printed_as_the_file_has_it(
+    found: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    killers = (Killer(GateItem(Part.CASE, "a.case"), OracleName.EXACT),) if found else ()
+    monkeypatch.setattr(search, "find_killers", lambda *_: killers)
+    code = main(["faults", "--find-killers", FAULT.name])
+    said = capsys.readouterr().out.splitlines()
+    if found:
+        assert (code, said) == (
+            ExitCode.OK,
+            [f"{FAULT.name}:", "- case: a.case", "  by: [exact]"],
+        )
+    else:
+        assert (code, said) == (ExitCode.WRONG, [f"{FAULT.name}: []"])
 
 
 def test_a_gpu_is_left_to_the_faults_that_need_one_unless_others_are_named() -> None:
@@ -355,7 +402,7 @@ def test_a_record_is_shown_as_markdown(tmp_path: Path, capsys: pytest.CaptureFix
     document = {"schema": 1, "sections": {SECTION: payload([line()], [PASSING])}}
     path.write_text(json.dumps(document), encoding="utf-8")
     assert main(["faults", "--show", str(path)]) == ExitCode.OK
-    assert "| **all** | 1 | 1 / 1 |" in capsys.readouterr().out
+    assert "| **all** | 1 | 0 / 1 | 0 | 1 |" in capsys.readouterr().out
 
 
 def test_a_file_without_a_record_is_refused(

@@ -54,11 +54,12 @@ def _until(happened: Callable[[], bool]) -> bool:
 
 # it hangs, with a deadline far beyond the time of a test
 HANGING = """
-from loragate.faults.model import Check, Edit, Fault, Group
+from loragate.faults.model import Edit, Fault, GateItem, Group, Killer, Part
 from loragate.faults.order import Suite
 from loragate.faults.runner import Setup, run_all
 from loragate.core.signals import ended_by_signals
 
+test = "tests/kernels/test_tp_partition.py::test_cuts_of_a_padded_width_tile_the_unpadded_one"
 start = "    size = padded // tp_size\\n"
 fault = Fault(
     name="a-fault",
@@ -66,12 +67,11 @@ fault = Fault(
     group=Group.LAYER,
     source="own",
     why="It hangs.",
-    killers=(Check.PARTITION,),
-    checks=(Check.PARTITION,),
+    killers=(Killer(GateItem(Part.HOST_TEST, test)),),
 )
 try:
     with ended_by_signals():
-        print(list(run_all([fault, fault, fault], [Suite.ORACLES], Setup(jobs=2, deadline_s=600))))
+        print(list(run_all([fault, fault, fault], [Suite.GATE], Setup(jobs=2, deadline_s=600))))
 except KeyboardInterrupt:
     print("interrupted")
 """

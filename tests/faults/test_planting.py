@@ -7,10 +7,19 @@ from typing import Any
 
 import pytest
 
-from loragate.core.verdict import Failure, OracleName
 from loragate.faults.corpus import FAULTS
-from loragate.faults.corpus.points import delta
-from loragate.faults.model import Check, Control, Edit, Fate, Fault, Group, Needs, Outcome
+from loragate.faults.model import (
+    Control,
+    Edit,
+    Fate,
+    Fault,
+    GateItem,
+    Group,
+    Killer,
+    Needs,
+    Outcome,
+    Part,
+)
 from loragate.faults.order import Suite
 from loragate.faults.planting import (
     StaleAnchor,
@@ -24,6 +33,10 @@ from loragate.faults.runner import Setup, run_all, run_one
 
 PARTITION = "lorakernels.layers.partition"
 START = "    size = padded // tp_size\n"
+TEST = GateItem(
+    Part.HOST_TEST,
+    "tests/kernels/test_tp_partition.py::test_cuts_of_a_padded_width_tile_the_unpadded_one",
+)
 
 
 def fault(old: str, new: str, **fields: Any) -> Fault:
@@ -33,14 +46,13 @@ def fault(old: str, new: str, **fields: Any) -> Fault:
         "group": Group.LAYER,
         "source": "own",
         "why": "It is wrong.",
-        "killers": (Check.PARTITION,),
-        "checks": (Check.PARTITION,),
+        "killers": (Killer(TEST),),
     }
     return Fault(**(given | fields))
 
 
 def outcome_of(planted: Fault | Control, **setup: Any) -> Outcome:
-    return run_one(planted, Suite.ORACLES, Setup(**setup))
+    return run_one(planted, Suite.GATE, Setup(**setup))
 
 
 def test_an_edit_that_breaks_nothing_survives() -> None:
@@ -48,43 +60,47 @@ def test_an_edit_that_breaks_nothing_survives() -> None:
     assert (outcome.fate, outcome.message) == (Fate.SURVIVED, "not detected")
 
 
-def test_a_fault_of_a_kernel_is_killed_by_the_oracle_that_is_named() -> None:
+def test_a_fault_of_a_kernel_is_killed_by_the_oracles_that_are_named() -> None:
     planted = next(f for f in FAULTS if f.name == "base-overwritten")
-    small = delta(tokens=5, in_features=16, slices=(16,), slots=2, oracles=planted.killers)
-    outcome = outcome_of(
-        Fault(
-            name=planted.name,
-            edit=planted.edit,
-            group=planted.group,
-            source=planted.source,
-            why=planted.why,
-            killers=(OracleName.REFERENCE, OracleName.EXACT),
-            cases=(small,),
-        )
-    )
-    assert outcome.fate is Fate.KILLED, outcome.message
-    assert outcome.killers == ("reference", "exact")
-
-
-def test_a_fault_of_host_logic_is_killed_by_its_check() -> None:
-    planted = next(f for f in FAULTS if f.name == "kv-heads-not-replicated")
     outcome = outcome_of(planted)
-    assert (outcome.fate, outcome.killers) == (Fate.KILLED, ("partition",))
+    assert outcome.fate is Fate.KILLED, outcome.message
+    assert {killer.name for killer in planted.killers} <= set(outcome.killers)
+
+
+def test_a_fault_of_host_logic_is_killed_by_its_host_test() -> None:
+    outcome = outcome_of(fault(START, f"{START.rstrip()} + 1\n"))
+    assert (outcome.fate, outcome.killers) == (Fate.KILLED, (TEST.id,)), outcome.message
+
+
+def test_a_fault_of_what_a_compiler_takes_is_killed_by_a_launch() -> None:
+    planted = next(f for f in FAULTS if f.name == "expand-block-below-the-dots-minimum")
+    outcome = outcome_of(planted)
+    assert outcome.fate is Fate.KILLED, outcome.message
+    assert {s.part for s in outcome.sightings} == {Part.LAUNCH}
+
+
+def test_a_fault_that_names_what_the_gate_does_not_run_is_broken() -> None:
+    elsewhere = GateItem(Part.HOST_TEST, "tests/faults/test_planting.py::test_names")
+    outcome = outcome_of(fault(START, f"{START}    # nothing\n", killers=(Killer(elsewhere),)))
+    assert outcome.fate is Fate.BROKEN
+    assert "the gate runs no host test" in outcome.message
+    nothing = outcome_of(fault(START, f"{START}    # nothing\n", killers=()))
+    assert "loragate faults --find-killers a-fault" in nothing.message
 
 
 def test_a_process_that_hangs_is_ended_and_reported_as_a_hang() -> None:
-    hanging = fault(START, f"    while True:\n        pass\n{START}", killers=(Failure.HANG,))
-    assert outcome_of(hanging, deadline_s=3.0).killers == ("hang",)
+    hanging = fault(START, f"    while True:\n        pass\n{START}")
+    assert outcome_of(hanging, deadline_s=15.0).killers == ("hang",)
 
 
 def test_a_process_that_dies_is_reported_as_a_crash_with_the_judge_that_ran() -> None:
-    dying = fault(START, f"    __import__('os').abort()\n{START}", killers=(Failure.CRASH,))
+    dying = fault(START, f"    __import__('os').abort()\n{START}")
     outcome = outcome_of(dying)
-    assert (outcome.fate, outcome.killers) == (Fate.KILLED, ("crash",))
-    assert outcome.sightings[-1].judge == "partition"
+    assert outcome.killers == ("crash",)
+    assert (outcome.sightings[-1].judge, outcome.sightings[-1].part) == (TEST.id, TEST.part)
 
 
-def test_a_crash_is_no_kill_where_a_check_should_have_detected_the_fault() -> None:
+def test_a_crash_is_no_kill_where_a_test_should_have_detected_the_fault() -> None:
     outcome = outcome_of(fault(START, f"    __import__('os').abort()\n{START}"))
     assert outcome.fate is Fate.MISSED
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Generator, Sequence
+from collections.abc import Collection, Generator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,7 +19,8 @@ from typing import TypeVar
 from loragate.commands.record_options import add_record_options, open_record
 from loragate.core.errors import CommandError, usage_errors
 from loragate.core.verdict import ExitCode
-from loragate.faults.corpus import CONTROLS, FAULTS, SLICE, SLICE_CONTROLS
+from loragate.faults.corpus import ALONE, CONTROLS, FAULTS, SLICE_CONTROLS
+from loragate.faults.corpus.killers import as_entries, as_text
 from loragate.faults.model import Control, Fate, Fault, Needs, Outcome
 from loragate.faults.order import Suite
 from loragate.faults.record import GPU_SECTION, SECTION, Line, payload, read_faults
@@ -31,7 +32,7 @@ from loragate.records.results import require_section
 
 _JOBS = 2
 # many times what a fault takes, for a busy machine; on a GPU every kernel is compiled first
-_DEADLINE_S, _GPU_DEADLINE_S = 90.0, 240.0
+_DEADLINE_S, _GPU_DEADLINE_S = 240.0, 600.0
 
 Planted = TypeVar("Planted", Fault, Control)
 
@@ -51,6 +52,12 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     )
     which.add_argument(
         "--slice", action="store_true", help="for each oracle, the faults that only it detects"
+    )
+    which.add_argument(
+        "--find-killers",
+        nargs="+",
+        metavar="NAME",
+        help="run cases and host tests of the gate until one detects the fault, for killers.yaml",
     )
     parser.add_argument(
         "--gpu",
@@ -72,6 +79,8 @@ def run(arguments: argparse.Namespace) -> ExitCode:
     with usage_errors():
         if arguments.show:
             return _show(arguments.show)
+        if arguments.find_killers:
+            return _find_killers(arguments)
         faults, controls = select(arguments)
         record = _open_record(arguments, faults, controls)
     if arguments.gpu and not _has_gpu():
@@ -91,6 +100,23 @@ def run(arguments: argparse.Namespace) -> ExitCode:
     if code is ExitCode.INCOMPLETE:
         raise CommandError("nothing could be planted", code)
     return code
+
+
+def _find_killers(arguments: argparse.Namespace) -> ExitCode:
+    """Print an entry of killers.yaml for each of the faults; 1 if the gate misses one of them."""
+    from loragate.core.child_process import ProcessPool
+    from loragate.faults.runner import Setup
+    from loragate.faults.search import find_killers
+
+    known = {fault.name: fault for fault in FAULTS}
+    _check_names(arguments.find_killers, known)
+    setup, processes, missed = Setup(gpu=arguments.gpu), ProcessPool(), False
+    with closing(processes):
+        for name in arguments.find_killers:
+            found = find_killers(known[name], setup, processes)
+            missed = missed or not found
+            print(as_text({name: as_entries(found)}), end="", flush=True)
+    return ExitCode.WRONG if missed else ExitCode.OK
 
 
 def _open_record(
@@ -140,17 +166,25 @@ def select(arguments: argparse.Namespace) -> tuple[list[Fault], list[Control]]:
 
 def _asked_for(arguments: argparse.Namespace) -> tuple[list[Fault], list[Control]]:
     if arguments.slice:
-        return list(SLICE), list(SLICE_CONTROLS)
+        return list(ALONE), list(SLICE_CONTROLS)
     if arguments.gpu and not arguments.only:
         return [fault for fault in FAULTS if fault.needs is Needs.GPU], list(CONTROLS)
     names = [*(fault.name for fault in FAULTS), *(control.name for control in CONTROLS)]
-    for pattern in arguments.only:
-        if not any(is_selected(name, (pattern,)) for name in names):
-            near = nearest(pattern, names)
-            hint = f"; did you mean {near}?" if near else ""
-            raise ValueError(f"there is no fault or control like {pattern!r}{hint}")
+    _check_names(arguments.only, names, as_patterns=True)
     patterns = tuple(arguments.only)
     return _selected(FAULTS, patterns), _selected(CONTROLS, patterns)
+
+
+def _check_names(
+    given: Sequence[str], known: Collection[str], *, as_patterns: bool = False
+) -> None:
+    """Raises ValueError for the first that selects nothing."""
+    for name in given:
+        found = any(is_selected(one, (name,)) for one in known) if as_patterns else name in known
+        if not found:
+            near = nearest(name, known)
+            hint = f"; did you mean {near}?" if near else ""
+            raise ValueError(f"there is no fault or control like {name!r}{hint}")
 
 
 def _selected(planted: Sequence[Planted], patterns: tuple[str, ...]) -> list[Planted]:
@@ -185,8 +219,10 @@ def _plant(
     from loragate.faults.runner import Setup, run_all
 
     deadline = _GPU_DEADLINE_S if arguments.gpu else _DEADLINE_S
-    setup = Setup(gpu=arguments.gpu, jobs=arguments.jobs, deadline_s=deadline)
-    suites = (Suite.ORACLES, Suite.BASELINE) if arguments.baseline_suite else (Suite.ORACLES,)
+    setup = Setup(
+        gpu=arguments.gpu, jobs=arguments.jobs, deadline_s=deadline, quick=arguments.slice
+    )
+    suites = (Suite.GATE, Suite.BASELINE) if arguments.baseline_suite else (Suite.GATE,)
     with closing(run_all((*faults, *controls), suites, setup)) as found:
         for one, outcomes in found:
             for suite, outcome in zip(suites, outcomes, strict=True):

@@ -1,59 +1,80 @@
 """The planted process: `python -m loragate.faults.child ORDER TRANSCRIPT`.
 
-It imports the planted copy of the package and runs the order, with the same code that runs a case
-of the gate.
+It imports the planted copy of the package and runs the order, with the code of the gate: cases
+here, host tests and launches each in a process of their own, because Triton's interpreter is on in
+one of them and off in the other.
 """
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
+from loragate.core.child_process import run_module
 from loragate.core.machine import select_interpreter
 from loragate.core.verdict import Judgement, Verdict
-from loragate.faults.model import Sighting
-from loragate.faults.order import Order, Recorder, Suite, read_order
+from loragate.faults.gate_contents import SUBJECT
+from loragate.faults.model import Part, Sighting
+from loragate.faults.order import IMPORT, Begun, Order, Recorder, Suite, check_planted, read_order
 from loragate.matrix.case import Case
 from loragate.matrix.ids import case_id
-
-SUBJECT = "lorakernels"
 
 
 def main(order_path: str, transcript_path: str) -> int:
     order, recorder = read_order(Path(order_path)), Recorder(Path(transcript_path))
-    recorder.begin("import")
+    recorder.begin(Begun(IMPORT))
+    check_planted(Path(order_path))
+    if order.suite is Suite.BASELINE:
+        _run_baseline(order, recorder)
+    else:
+        for part, listed in (("host_tests", order.tests), ("launches", order.launches)):
+            if listed:
+                _run_apart(part, order_path, transcript_path)
+        _run_cases(order, recorder)
+    recorder.finish()
+    return 0
+
+
+def _run_apart(part: str, order_path: str, transcript_path: str) -> None:
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    module = f"loragate.faults.{part}"
+    done = run_module(module, order_path, transcript_path, env=environment, capture=False)
+    if done.returncode:
+        sys.exit(f"{module} ended with {done.returncode}")
+
+
+def _import_package() -> None:
     select_interpreter()
     import torch
 
     # several planted processes share the cores
     torch.set_num_threads(1)
-    import lorakernels
-
-    home = Path(str(lorakernels.__file__)).resolve()
-    assert home.is_relative_to(Path(order.planted).resolve()), f"the planted copy is not {home}"
-    for sighting in _sightings(order, recorder):
-        recorder.record(sighting)
-    recorder.finish()
-    return 0
+    import lorakernels  # noqa: F401
 
 
-def _sightings(order: Order, recorder: Recorder) -> Iterator[Sighting]:
-    if order.suite is Suite.BASELINE:
-        from loragate.faults.baseline_suite.suite import run_test, tests_of
+def _run_baseline(order: Order, recorder: Recorder) -> None:
+    _import_package()
+    from loragate.faults.baseline_suite.suite import run_test, tests_of
 
-        for test in tests_of(order.module, order.checks):
-            recorder.begin(test)
-            yield run_test(test)
-        return
-    for check in order.checks:
-        from loragate.faults.checks import run_check
+    for test in tests_of(order.module, order.launches):
+        recorder.begin(Begun(test))
+        recorder.record(run_test(test))
 
-        recorder.begin(check)
-        yield run_check(check)
+
+def _run_cases(order: Order, recorder: Recorder) -> None:
+    if order.cases:
+        recorder.begin(Begun(IMPORT))
+        _import_package()
     for case in order.cases:
-        yield from _judge(case, recorder)
+        verdicts = []
+        for sighting in _judge(case, recorder):
+            recorder.record(sighting)
+            verdicts.append(sighting.verdict)
+        if order.first_only and Verdict.FAIL in verdicts:
+            break
 
 
 def _judge(case: Case, recorder: Recorder) -> Iterator[Sighting]:
@@ -66,9 +87,9 @@ def _judge(case: Case, recorder: Recorder) -> Iterator[Sighting]:
     for oracle in case.oracles:
         if oracle not in ORACLES:
             continue
-        recorder.begin(oracle)
+        recorder.begin(Begun(oracle, name, Part.CASE))
         if isinstance(trial, str):
-            yield Sighting(judge=oracle, case=name, verdict=Verdict.SKIP, message=trial)
+            yield _sighting(name, Judgement(oracle, Verdict.SKIP, message=trial))
         else:
             # one at a time, so that it is known which oracle was running if the process dies
             (judgement,) = run_trial(replace(trial, case=replace(case, oracles=(oracle,))))
@@ -83,6 +104,7 @@ def _sighting(case: str, judgement: Judgement) -> Sighting:
         verdict=judgement.verdict,
         failure=judgement.failure,
         message=judgement.message + (f" ({where})" if where else ""),
+        part=Part.CASE,
     )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from loragate.core.verdict import Failure, Verdict
-from loragate.faults.model import Fate, Fault, Outcome, Sighting
+from loragate.faults.model import Fate, Fault, Killer, Outcome, Part, Sighting
 
 # these say nothing about the judge that happened to run
 _OF_THE_PROCESS = frozenset(
@@ -22,18 +22,23 @@ _OF_THE_PROCESS = frozenset(
 
 def killers_of(sightings: Iterable[Sighting]) -> tuple[str, ...]:
     """What detected the fault, each once: a judge by its name, or the failure of the process."""
-    names: dict[str, None] = {}
-    for sighting in sightings:
-        if sighting.verdict is Verdict.FAIL and sighting.failure is not None:
-            of_process = sighting.failure in _OF_THE_PROCESS
-            names[sighting.failure.value if of_process else sighting.judge] = None
-    return tuple(names)
+    return tuple(dict.fromkeys(_name(s) for s in sightings if s.verdict is Verdict.FAIL))
+
+
+def _name(failed: Sighting) -> str:
+    of_process = failed.failure in _OF_THE_PROCESS
+    return failed.failure.value if failed.failure and of_process else failed.judge
+
+
+def _detected_by(killer: Killer, sightings: Iterable[Sighting]) -> bool:
+    failed = [s for s in sightings if s.verdict is Verdict.FAIL and _name(s) == killer.name]
+    return any(killer.item.part is not Part.CASE or s.case == killer.item.id for s in failed)
 
 
 def fate_of_fault(fault: Fault, sightings: Sequence[Sighting], seconds: float) -> Outcome:
     killers = killers_of(sightings)
     broken = _breakdown(sightings)
-    missing = [killer.value for killer in fault.killers if killer.value not in killers]
+    missing = [k.name for k in fault.killers if not _detected_by(k, sightings)]
     if broken:
         fate, message = Fate.BROKEN, broken
     elif not killers:
@@ -43,9 +48,10 @@ def fate_of_fault(fault: Fault, sightings: Sequence[Sighting], seconds: float) -
         fate = Fate.MISSED
         message = f"detected by {found}, not by {', '.join(missing)}{_excuses(sightings, missing)}"
     elif fault.only and len(killers) > 1:
-        others = ", ".join(name for name in killers if name != fault.killers[0])
+        wanted = fault.killers[0].name
+        others = ", ".join(name for name in killers if name != wanted)
         fate = Fate.MISSED
-        message = f"detected by {others} as well, so it does not show what {fault.killers[0]} adds"
+        message = f"detected by {others} as well, so it does not show what {wanted} adds"
     else:
         fate, message = Fate.KILLED, _evidence(fault, sightings)
     return Outcome(
@@ -96,6 +102,6 @@ def _excuses(sightings: Sequence[Sighting], missing: Sequence[str]) -> str:
 
 
 def _evidence(fault: Fault, sightings: Sequence[Sighting]) -> str:
-    wanted = {killer.value for killer in fault.killers}
+    wanted = {killer.name for killer in fault.killers}
     found = [s for s in sightings if wanted & set(killers_of([s]))]
     return f"{found[0].judge}: {found[0].message}" if found else ""

@@ -12,8 +12,6 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from loragate.core.verdict import Failure, OracleName, Verdict
-from loragate.matrix.case import Case
-from loragate.matrix.ids import case_id
 
 
 class Needs(StrEnum):
@@ -41,39 +39,46 @@ class Group(StrEnum):
     MOE_ADAPTERS = "MoE: adapter files"
 
 
-class Check(StrEnum):
-    """A check of host logic that no case of the matrix reaches; see checks/.
+class Part(StrEnum):
+    """A part of the gate; each executes items of one kind."""
 
-    Only the corpus runs these: what nothing but a check detects is not detected by the gate.
+    CASE = "case"
+    HOST_TEST = "host test"
+    LAUNCH = "compiled kernel"
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class GateItem:
+    """Something that a plain run of the gate executes.
+
+    id: of a shipped case its id, of a host test what pytest calls it, with or without the
+    parameters in brackets, of a launch of the compile leg its label.
     """
 
-    METADATA = "metadata_tables"
-    DUMMY_RUN = "dummy_run"
-    WORKSPACE = "workspace_size"
-    FAR_ROWS = "far_rows"
-    QUEUED_STEPS = "queued_steps"
-    LAUNCH_ORDER = "launch_order"
-    PARTITION = "partition"
-    PACKING = "packing"
-    ACTIVATION = "activation"
-    PEFT_SCALE = "peft_scale"
-    BINDING = "binding"
-    COMPILES = "kernels_compile"
-    PAIRS = "pair_tables"
-    PAIR_PLANS = "pair_plans"
-    FAR_PAIRS = "far_pairs"
-    PAIR_WORKSPACE = "pair_workspace"
-    PAIR_ORDER = "pair_launch_order"
-    EXPERT_COMPILES = "expert_kernels_compile"
-    EXPERT_LAYER = "expert_layer"
-    EXPERT_QUANTISED = "expert_layer_quantised"
-    EXPERT_RANKS = "expert_layer_over_ranks"
-    EXPERT_SLOTS = "expert_slots"
-    EXPERT_FILES = "expert_files"
+    part: Part
+    id: str
 
 
-# a planted process may also be expected to raise, to hang or to crash
-Killer = OracleName | Check | Failure
+@dataclass(frozen=True, slots=True)
+class Killer:
+    """An item of the gate that must detect a fault.
+
+    by: of a case, the oracle that must detect it, or how the process that runs it must end; None
+    for all other items.
+    """
+
+    item: GateItem
+    by: OracleName | Failure | None = None
+
+    def __post_init__(self) -> None:
+        if (self.item.part is Part.CASE) is (self.by is None):
+            needs = "must" if self.by is None else "cannot"
+            raise ValueError(f"a killer that is a {self.item.part} {needs} name an oracle")
+
+    @property
+    def name(self) -> str:
+        """As the results name what has detected a fault."""
+        return self.item.id if self.by is None else self.by.value
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,8 +102,11 @@ class Fault:
 
     source: where it was really seen, as "vllm #42120", or "own".
     why: what goes wrong, in one sentence.
-    killers: each of them must detect the fault; others may.
+    killers: each of them must detect the fault; other oracles of their cases may. Without any, the
+    fault can be searched for killers and cannot be planted otherwise.
     only: its one killer must be the only one, so that without it the fault would survive.
+    shown: cases that also run and need not detect it, so that `only` says something about their
+    oracles.
     """
 
     name: str
@@ -106,62 +114,53 @@ class Fault:
     group: Group
     source: str
     why: str
-    killers: tuple[Killer, ...]
-    cases: tuple[Case, ...] = ()
-    checks: tuple[Check, ...] = ()
+    killers: tuple[Killer, ...] = ()
+    shown: tuple[GateItem, ...] = ()
     needs: Needs = Needs.CPU
     only: bool = False
 
     def __post_init__(self) -> None:
         _require_name(self.name)
-        if not self.killers:
-            raise ValueError(f"{self.name}: killers must name at least one oracle or check")
-        if self.only and len(self.killers) != 1:
+        if self.only and len(self.killers) > 1:
             raise ValueError(f"{self.name}: only goes with one killer (got {len(self.killers)})")
-        if not 1 <= len(self.cases) + len(self.checks) <= 3:
-            count = len(self.cases) + len(self.checks)
-            raise ValueError(f"{self.name}: cases and checks must be 1 to 3 (got {count})")
-        _require_oracle(self.cases, self.name)
-        for killer in self.killers:
-            if isinstance(killer, Check) and killer not in self.checks:
-                raise ValueError(f"{self.name}: killer {killer} is not among its checks")
-            judged = {oracle for case in self.cases for oracle in case.oracles}
-            if isinstance(killer, OracleName) and killer not in judged:
-                raise ValueError(f"{self.name}: killer {killer} judges none of its cases")
+
+    @property
+    def items(self) -> tuple[GateItem, ...]:
+        """What is executed with the fault planted, each once."""
+        return tuple(dict.fromkeys((*(killer.item for killer in self.killers), *self.shown)))
 
     @property
     def digest(self) -> str:
-        """Changes with the cases and with what must detect the fault, but not with the edit: a
-        fault that follows a kernel to its new shape or module is the same fault."""
-        killers, checks = _values(self.killers), _values(self.checks)
-        return _digest(killers, _described(self.cases), checks, self.needs.value, self.only)
+        """Changes with what must detect the fault, but not with the edit: a fault that follows a
+        kernel to its new shape or module is the same fault."""
+        killers = tuple((*_described([k.item]), k.by and k.by.value) for k in self.killers)
+        return _digest(killers, _described(self.shown), self.needs.value, self.only)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Control:
-    """An edit that changes no behaviour, or no edit at all: everything must pass."""
+    """An edit that changes no behaviour, or no edit at all: all of `items` must pass."""
 
     name: str
     why: str
-    cases: tuple[Case, ...]
-    checks: tuple[Check, ...] = ()
+    items: tuple[GateItem, ...] = ()
     edit: Edit | None = None
 
     def __post_init__(self) -> None:
         _require_name(self.name)
-        _require_oracle(self.cases, self.name)
 
     @property
     def digest(self) -> str:
-        return _digest(_described(self.cases), _values(self.checks))
+        return _digest(_described(self.items))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sighting:
     """What one judge reported in a planted process.
 
-    judge: an oracle, a check, or a test of the baseline suite.
+    judge: an oracle, the id of a host test or of a launch, or a test of the baseline suite.
     case: the id of the case that an oracle judged, else "".
+    part: the part of the gate that it belongs to; None where no gate runs it.
     """
 
     judge: str
@@ -169,6 +168,7 @@ class Sighting:
     verdict: Verdict
     failure: Failure | None = None
     message: str = ""
+    part: Part | None = None
 
 
 class Fate(StrEnum):
@@ -197,13 +197,8 @@ class Outcome:
     seconds: float = 0.0
 
 
-def _described(cases: tuple[Case, ...]) -> tuple[object, ...]:
-    """Cases by their ids, which a new axis with its default value does not change."""
-    return tuple((case_id(case), _values(case.oracles)) for case in cases)
-
-
-def _values(members: Iterable[StrEnum]) -> tuple[str, ...]:
-    return tuple(member.value for member in members)
+def _described(items: Iterable[GateItem]) -> tuple[tuple[str, str], ...]:
+    return tuple((item.part.value, item.id) for item in items)
 
 
 def _digest(*parts: object) -> str:
@@ -214,9 +209,3 @@ def _require_name(name: str) -> None:
     plain = name.replace("-", "")
     if not (plain.isascii() and plain.isalnum() and name == name.lower()):
         raise ValueError(f"a name must be lower-case words joined by '-' (got {name!r})")
-
-
-def _require_oracle(cases: tuple[Case, ...], name: str) -> None:
-    for case in cases:
-        if not case.oracles:
-            raise ValueError(f"{name}: a case must name at least one oracle")

@@ -10,15 +10,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from loragate.core.verdict import OracleName, Verdict
-from loragate.faults.model import Check, Control, Fault, Outcome
-from loragate.records.results import read_section
+from loragate.core.verdict import Verdict
+from loragate.faults.model import Control, Fault, Outcome, Part
+from loragate.records.results import ResultsError, read_section
 
 # sections of a results file: recorded without a GPU, and on one
 SECTION, GPU_SECTION = "faults", "faults_gpu"
 
-_CHECKS = frozenset(check.value for check in Check)
-_ORACLES = frozenset(oracle.value for oracle in OracleName)
 # key by its name in records that were written before
 _RENAMED = {"baseline_suite": "stand_in", "baseline_suite_killers": "stand_in_killers"}
 
@@ -39,8 +37,15 @@ def read_faults(path: Path, section: str) -> dict[str, Any] | None:
 
 
 def upgraded(record: Mapping[str, Any]) -> dict[str, Any]:
-    """A record of any version with the keys and group labels of today."""
+    """A record with the keys and group labels of today. Raises ResultsError for one that does not
+    say what the gate has detected: it is older than that question."""
     faults = record.get("faults", {})
+    old = next((name for name, entry in faults.items() if "detected_by_gate" not in entry), None)
+    if old is not None:
+        raise ResultsError(
+            f"the record of the faults does not say whether the gate has detected {old}: an "
+            "earlier version wrote it; record the whole corpus again"
+        )
     return {**record, "faults": {name: _upgraded_entry(entry) for name, entry in faults.items()}}
 
 
@@ -51,9 +56,8 @@ def _upgraded_entry(entry: Mapping[str, Any]) -> dict[str, Any]:
             result[name] = result.pop(earlier)
     if "group" in result:
         result["group"] = result["group"].replace("experts: ", "MoE: ")
-    # earlier records do not say which of several judges met an exception
-    by_gate = any(killer not in _CHECKS for killer in entry.get("killers", ()))
-    result.setdefault("detected_by_gate", by_gate)
+    # until then only the oracles of cases counted for the gate
+    result.setdefault("detected_by", [Part.CASE.value] if result["detected_by_gate"] else [])
     return result
 
 
@@ -75,6 +79,7 @@ def payload(
 
 
 def _fault_payload(line: Line, commit: str) -> dict[str, Any]:
+    parts = _parts_that_detected(line.outcome)
     return {
         "group": line.fault.group.value,
         "source": line.fault.source,
@@ -83,13 +88,14 @@ def _fault_payload(line: Line, commit: str) -> dict[str, Any]:
         "commit": commit,
         "fate": line.outcome.fate.value,
         "killers": list(line.outcome.killers),
-        "detected_by_gate": detected_by_gate(line.outcome),
+        "detected_by": parts,
+        "detected_by_gate": bool(parts),
         "baseline_suite": line.baseline.fate.value if line.baseline else None,
         "baseline_suite_killers": list(line.baseline.killers) if line.baseline else [],
     }
 
 
-def detected_by_gate(outcome: Outcome) -> bool:
-    """Whether an oracle, or the process that ran a case for one, failed. The checks of the corpus
-    do not count: no gate runs them."""
-    return any(s.verdict is Verdict.FAIL and s.judge in _ORACLES for s in outcome.sightings)
+def _parts_that_detected(outcome: Outcome) -> list[str]:
+    """The parts of the gate that failed, in the order of `Part`."""
+    failed = {s.part for s in outcome.sightings if s.verdict is Verdict.FAIL}
+    return [part.value for part in Part if part in failed]

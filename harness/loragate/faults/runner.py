@@ -10,30 +10,40 @@ import os
 import subprocess
 import tempfile
 import time
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Sequence, Set
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from loragate.core.child_process import ProcessPool, python_module
-from loragate.core.verdict import Failure, Verdict
+from loragate.core.verdict import Failure, OracleName, Verdict
 from loragate.faults.fates import fate_by_anyone, fate_of_fault
-from loragate.faults.model import Control, Fate, Fault, Needs, Outcome, Sighting
-from loragate.faults.order import Order, Suite, read_transcript, write_order
+from loragate.faults.gate_contents import GateContents, UnknownItem, gate_contents
+from loragate.faults.model import Control, Edit, Fate, Fault, Needs, Outcome, Part, Sighting
+from loragate.faults.order import IMPORT, Begun, Order, Suite, read_transcript, write_order
 from loragate.faults.planting import StaleAnchor, package_folder, plant
+from loragate.matrix.case import Case, Tier
 
 _HARNESS = Path(__file__).resolve().parents[2]
 _LAST_LINES = 8
+_SLOW_ORACLES = frozenset({OracleName.GUARD, OracleName.COMPILE})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setup:
     """How planted processes run: compiled on a GPU or in the interpreter, how many at a time,
-    and after how many seconds one counts as hanging."""
+    and after how many seconds one counts as hanging. `quick` leaves the slowest oracles out
+    where they need not detect the fault."""
 
     gpu: bool = False
     jobs: int = 2
-    deadline_s: float = 90.0
+    deadline_s: float = 240.0
+    quick: bool = False
+
+    @property
+    def gate(self) -> GateContents:
+        """What a plain run of the gate executes on such a machine."""
+        return gate_contents(Tier.PREMERGE if self.gpu else Tier.SMOKE)
 
 
 def run_all(
@@ -62,8 +72,9 @@ def run_one(
         return Outcome(name=planted.name, fate=Fate.NOT_RUN, message="needs a GPU")
     started = time.monotonic()
     try:
-        sightings = _run_planted(planted, suite, setup, processes or ProcessPool())
-    except StaleAnchor as error:
+        order = _order(planted, suite, setup)
+        sightings = run_order(order, planted.edit, setup, processes or ProcessPool())
+    except (StaleAnchor, UnknownItem) as error:
         return Outcome(name=planted.name, fate=Fate.BROKEN, message=str(error))
     seconds = time.monotonic() - started
     if suite is Suite.BASELINE or isinstance(planted, Control):
@@ -71,19 +82,41 @@ def run_one(
     return fate_of_fault(planted, sightings, seconds)
 
 
-def _run_planted(
-    planted: Fault | Control, suite: Suite, setup: Setup, processes: ProcessPool
+def _order(planted: Fault | Control, suite: Suite, setup: Setup) -> Order:
+    """Raises UnknownItem where the gate would not execute what must detect the fault."""
+    gate = setup.gate
+    if isinstance(planted, Fault) and not planted.items:
+        again = f"loragate faults --find-killers {planted.name}"
+        raise UnknownItem(f"nothing is named that must detect it; search with `{again}`")
+    gate.check(planted.items)
+
+    def ids(part: Part) -> tuple[str, ...]:
+        return tuple(item.id for item in planted.items if item.part is part)
+
+    left_out = _SLOW_ORACLES if setup.quick else frozenset()
+    if isinstance(planted, Fault):
+        left_out -= {killer.by for killer in planted.killers}
+    cases = [gate.cases[name] for name in ids(Part.CASE)]
+    return Order(
+        module=planted.edit.module if planted.edit else None,
+        suite=suite,
+        cases=tuple(replace(c, oracles=_without(c, left_out)) for c in cases),
+        tests=ids(Part.HOST_TEST),
+        launches=ids(Part.LAUNCH),
+    )
+
+
+def _without(case: Case, left_out: Set[OracleName]) -> tuple[OracleName, ...]:
+    return tuple(oracle for oracle in case.oracles if oracle not in left_out)
+
+
+def run_order(
+    order: Order, edit: Edit | None, setup: Setup, processes: ProcessPool
 ) -> tuple[Sighting, ...]:
+    """What a process reports that has a copy of the package with `edit`. Raises StaleAnchor."""
     with tempfile.TemporaryDirectory(prefix="loragate-fault-") as name:
         folder = Path(name)
-        plant(planted.edit, package_folder(), folder / "planted")
-        order = Order(
-            planted=str(folder / "planted"),
-            module=planted.edit.module if planted.edit else None,
-            suite=suite,
-            cases=planted.cases,
-            checks=planted.checks,
-        )
+        plant(edit, package_folder(), folder / "planted")
         write_order(order, folder / "order.json")
         failure = _run_child(folder, setup, processes)
         transcript = read_transcript(folder / "transcript.jsonl")
@@ -131,19 +164,26 @@ def _environment(folder: Path, setup: Setup) -> dict[str, str]:
     return environment
 
 
-def _death(current: str, failure: Failure | None, log: str) -> Sighting:
+def _death(current: Begun | None, failure: Failure | None, log: str) -> Sighting:
     # the last line of a traceback says most
     last_lines = " | ".join(reversed(log.strip().splitlines()[-_LAST_LINES:]))
-    if current in ("", "import") and failure is not Failure.HANG:
+    if (current is None or current.judge == IMPORT) and failure is not Failure.HANG:
         # it failed before any judge could run
         message = f"the process failed to start: {last_lines}"
         return Sighting(
-            judge=current or "start",
+            judge=current.judge if current else "start",
             case="",
             verdict=Verdict.INFRA,
             failure=Failure.CRASH,
             message=message,
         )
-    kind = failure or Failure.CRASH
+    kind, at = failure or Failure.CRASH, current or Begun("start")
     message = f"{kind} of the process: {last_lines}".rstrip(": ")
-    return Sighting(judge=current, case="", verdict=Verdict.FAIL, failure=kind, message=message)
+    return Sighting(
+        judge=at.judge,
+        case=at.case,
+        verdict=Verdict.FAIL,
+        failure=kind,
+        message=message,
+        part=at.part,
+    )

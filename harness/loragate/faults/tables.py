@@ -7,15 +7,21 @@ from dataclasses import dataclass
 from typing import Any, Self
 
 from loragate.core.verdict import OracleName, Verdict
-from loragate.faults.model import Control, Fate, Group, Outcome
+from loragate.faults.model import Control, Fate, Group, Outcome, Part
 from loragate.faults.record import Line, payload
 
 _COLUMNS = {oracle.value: oracle.value[:3] for oracle in OracleName}
 _OTHERS = "oth"
-_HEADER = ("faults", "detected", "by an oracle of the gate", "baseline suite")
+_HEADER = (
+    "faults",
+    "detected by the gate",
+    "of these by a case",
+    "only by own unit tests",
+    "baseline suite",
+)
 _DETECTION_HEAD = (
-    "| planted | count | oracles of the gate | only own unit tests and checks | usual style |\n"
-    "|---|--:|--:|--:|--:|"
+    "| planted | count | detected by the gate | of these by a case | only by own unit tests "
+    "| usual style |\n|---|--:|--:|--:|--:|--:|"
 )
 # fates that fail a run
 BAD = (Fate.BROKEN, Fate.SURVIVED, Fate.MISSED)
@@ -82,7 +88,7 @@ def _matrix(lines: Sequence[Line]) -> list[str]:
 
 
 def _marks(line: Line) -> list[str]:
-    wanted = {killer.value for killer in line.fault.killers}
+    wanted = {killer.name for killer in line.fault.killers}
     asked = {s.judge for s in line.outcome.sightings if s.verdict is not Verdict.SKIP}
     marks = []
     for name in _COLUMNS:
@@ -129,7 +135,7 @@ def render_detection(record: Mapping[str, Any], on_gpu: Mapping[str, Any] | None
         _detection_row("faults in MoE layers", [f for f in on_cpu if _is_moe(f)]),
         _detection_row("faults that show on a GPU only", gpu_only),
         _detection_row("**all faults**", [*on_cpu, *gpu_only]),
-        "| random mutants | not measured yet | | | |",
+        "| random mutants | not measured yet | | | | |",
     ]
     return "\n".join([_DETECTION_HEAD, *filter(None, rows)])
 
@@ -150,6 +156,7 @@ class _Counts:
     tried: int
     killed: int
     by_gate: int
+    by_case: int
     judged: int
     by_baseline: int
 
@@ -163,6 +170,7 @@ class _Counts:
             tried=len(tried),
             killed=len(killed),
             by_gate=sum(fault["detected_by_gate"] for fault in killed),
+            by_case=sum(Part.CASE.value in fault["detected_by"] for fault in killed),
             judged=len(judged),
             by_baseline=sum(fault["baseline_suite"] == Fate.KILLED.value for fault in judged),
         )
@@ -176,7 +184,8 @@ def _row(title: str, faults: Sequence[Mapping[str, Any]]) -> str:
     n = _Counts.of(faults)
     if not n.tried:
         return ""
-    rates = f"{n.killed} / {n.tried} | {n.by_gate} / {n.tried} | {n.baseline_rate}"
+    apart = n.killed - n.by_gate
+    rates = f"{n.by_gate} / {n.tried} | {n.by_case} | {apart} | {n.baseline_rate}"
     return f"| {title} | {n.tried} | {rates} |"
 
 
@@ -185,7 +194,8 @@ def _detection_row(title: str, faults: Sequence[Mapping[str, Any]]) -> str:
     if not n.tried:
         return ""
     baseline = n.baseline_rate or "not measured yet"
-    return f"| {title} | {n.tried} | {n.by_gate} | {n.killed - n.by_gate} | {baseline} |"
+    apart = n.killed - n.by_gate
+    return f"| {title} | {n.tried} | {n.by_gate} | {n.by_case} | {apart} | {baseline} |"
 
 
 def _rates(record: Mapping[str, Any]) -> list[str]:

@@ -66,6 +66,9 @@ def _problems() -> Iterator[Problem]:
     yield Problem("w2-r128-t4096-one_shot", *_W2, 4096, 128, MoEPath.ONE_SHOT)
     for tokens in (33, 150):
         yield Problem(f"odd-r7-t{tokens}", *_ODD, tokens, 7, MoEPath.ONE_SHOT)
+    # less to contract over than a tensor core takes
+    for path in MoEPath:
+        yield Problem(f"low-r1-t33-{path.name.lower()}", *_ODD, 33, 1, path)
     for path in MoEPath:
         label = f"odd-fp32-r24-t33-{path.name.lower()}"
         yield Problem(label, *_ODD, 33, 24, path, torch.float32)
@@ -83,6 +86,7 @@ def launches(compute_capability: int) -> Iterator[tuple[str, Callable[[], None]]
     for tokens in (8, 1024, 8192):
         for rank in (0, 16, 128):
             yield f"layer-r{rank}-t{tokens}", partial(launch_layer, tokens, rank, pdl=pdl)
+    yield "layer-r4-t8", partial(launch_layer, 8, 4, pdl=pdl)
     yield "layer-fp32-r16-t8", partial(launch_layer, 8, 16, pdl=pdl, dtype=torch.float32)
 
 

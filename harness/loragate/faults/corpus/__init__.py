@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from loragate.faults.corpus import (
     adapters,
     controls,
@@ -25,7 +23,6 @@ from loragate.faults.corpus import (
     shrink,
     weights,
 )
-from loragate.faults.corpus.points import NUMERIC
 from loragate.faults.model import Control, Fault, Needs
 
 FAULTS: tuple[Fault, ...] = (
@@ -50,21 +47,9 @@ FAULTS: tuple[Fault, ...] = (
 
 CONTROLS: tuple[Control, ...] = (*controls.CONTROLS, *moe_controls.CONTROLS)
 
-# for each oracle a fault of a linear layer and one of a MoE layer that only this oracle detects
+# what every test run plants: for each oracle a fault of a linear layer and one of a MoE layer
+# that only this oracle detects
 ALONE = tuple(fault for fault in FAULTS if fault.only and fault.needs is Needs.CPU)
-
-
-def _quick(fault: Fault) -> Fault:
-    """The fault with the oracles that judge all others, and those that must detect it."""
-    kept = {*NUMERIC, *fault.killers}
-    cases = tuple(
-        replace(case, oracles=tuple(o for o in case.oracles if o in kept)) for case in fault.cases
-    )
-    return replace(fault, cases=cases)
-
-
-# what every test run plants
-SLICE = tuple(_quick(fault) for fault in ALONE)
 SLICE_CONTROLS = CONTROLS[:1]
 
-__all__ = ["ALONE", "CONTROLS", "FAULTS", "SLICE", "SLICE_CONTROLS"]
+__all__ = ["ALONE", "CONTROLS", "FAULTS", "SLICE_CONTROLS"]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from loragate.faults.corpus.points import planting
-from loragate.faults.model import Check, Group
+from loragate.faults.model import Group
 
 _config = planting("lorakernels.adapters.peft_config", Group.ADAPTERS)
 _targets = planting("lorakernels.adapters.peft_targets", Group.ADAPTERS)
@@ -18,8 +18,6 @@ FAULTS = (
         "return 1.0",
         source="peft #2489",
         why="The scale is lost, which does not show where alpha equals r.",
-        killers=(Check.PEFT_SCALE,),
-        checks=(Check.PEFT_SCALE,),
     ),
     _config(
         "rslora-ignored",
@@ -27,8 +25,6 @@ FAULTS = (
         "return alpha / rank",
         source="peft #2733",
         why="An rsLoRA adapter is scaled by alpha / r.",
-        killers=(Check.PEFT_SCALE,),
-        checks=(Check.PEFT_SCALE,),
     ),
     _config(
         "rslora-applied-twice",
@@ -36,8 +32,6 @@ FAULTS = (
         "return alpha / (rank**0.25 if self.use_rslora else rank)",
         source="peft #3449",
         why="The square root of rsLoRA is taken twice.",
-        killers=(Check.PEFT_SCALE,),
-        checks=(Check.PEFT_SCALE,),
     ),
     _config(
         "scale-of-default-rank",
@@ -45,8 +39,6 @@ FAULTS = (
         "        rank = self.rank\n        return alpha",
         source="peft #2733",
         why="A module with a rank of its own is scaled by the default rank.",
-        killers=(Check.PEFT_SCALE,),
-        checks=(Check.PEFT_SCALE,),
     ),
     _config(
         "alpha-pattern-ignored",
@@ -54,8 +46,6 @@ FAULTS = (
         "None",
         source="peft #2733",
         why="A module with an alpha of its own gets the default one.",
-        killers=(Check.PEFT_SCALE,),
-        checks=(Check.PEFT_SCALE,),
     ),
     _targets(
         "pattern-matches-inside-a-name",
@@ -63,8 +53,6 @@ FAULTS = (
         "rf\"(.*)?({pattern.rpartition('.')[2]})$\"",
         source="own",
         why="A pattern for layer 1 also changes layer 11.",
-        killers=(Check.PEFT_SCALE,),
-        checks=(Check.PEFT_SCALE,),
     ),
     _folder(
         "scale-folded-while-reading",
@@ -72,8 +60,6 @@ FAULTS = (
         "    scale = config.scale_of(module)\n    return LoRAFactors(a, b * scale, scale)\n",
         source="peft #3111",
         why="The file reader folds a scale in that the kernel applies as well.",
-        killers=(Check.PEFT_SCALE,),
-        checks=(Check.PEFT_SCALE,),
     ),
     _binding(
         "missing-modules-accepted",
@@ -81,8 +67,6 @@ FAULTS = (
         "    return bound\n",
         source="vllm #50252",
         why="An adapter that lacks a module it targets is served as the base model there.",
-        killers=(Check.BINDING,),
-        checks=(Check.BINDING,),
     ),
     _binding(
         "unmatched-modules-dropped",
@@ -92,8 +76,6 @@ FAULTS = (
         "    if len(unmatched) == len(adapter.modules):\n",
         source="vllm #50252",
         why="Factors whose names match nothing are dropped silently.",
-        killers=(Check.BINDING,),
-        checks=(Check.BINDING,),
     ),
     _slots(
         "same-name-keeps-old-adapter",
@@ -102,8 +84,6 @@ FAULTS = (
         "        slot = self._free_slot()\n",
         source="sglang #8263",
         why="A new adapter under a known name is never loaded.",
-        killers=(Check.ACTIVATION,),
-        checks=(Check.ACTIVATION,),
     ),
     _slots(
         "layers-checked-one-by-one",
@@ -113,8 +93,6 @@ FAULTS = (
         "                self._layers[name].commit(self.slot_of(adapter.name), staged)\n",
         source="own",
         why="A layer loads its part before the next one has checked its own.",
-        killers=(Check.ACTIVATION,),
-        checks=(Check.ACTIVATION,),
     ),
     _slots(
         "half-an-adapter-stays",
@@ -122,8 +100,6 @@ FAULTS = (
         "            raise\n",
         source="sglang #9084",
         why="A failed activation leaves the adapter in the layers before the failure.",
-        killers=(Check.ACTIVATION,),
-        checks=(Check.ACTIVATION,),
     ),
     _slots(
         "evicted-slot-leaks",
@@ -131,8 +107,6 @@ FAULTS = (
         '        self._residents[f"{name} (evicted)"] = self._residents.pop(name)\n',
         source="sglang #25413",
         why="A slot is never freed, until there are none left.",
-        killers=(Check.ACTIVATION,),
-        checks=(Check.ACTIVATION,),
     ),
     _slots(
         "evicted-adapter-stays-in-slot",
@@ -140,7 +114,28 @@ FAULTS = (
         "            break\n",
         source="sglang #29874",
         why="The name is gone, but the weights still serve rows of the slot.",
-        killers=(Check.ACTIVATION,),
-        checks=(Check.ACTIVATION,),
+    ),
+    _slots(
+        "slot-remembered-by-name",
+        "        return self._slots[name]\n",
+        "        memo = self.__dict__.setdefault('_memo', {})\n"
+        "        return memo.setdefault(name, self._slots[name])\n",
+        source="own",
+        why="An adapter that comes back into another slot is looked up in its first one.",
+    ),
+    _slots(
+        "slot-0-taken-for-none",
+        "            layer.unload(slot)\n",
+        "            if slot:\n                layer.unload(slot)\n",
+        source="own",
+        why="Slot 0 counts as no slot, so its adapter is never emptied.",
+    ),
+    _targets(
+        "last-of-two-patterns-wins",
+        "(p for p in patterns if Expression(p, module_expression(p), place).match(module))",
+        "(p for p in reversed([*patterns])\n"
+        "         if Expression(p, module_expression(p), place).match(module))",
+        source="own",
+        why="Of two patterns that match a module, the last one in the file sets its rank.",
     ),
 )

@@ -5,10 +5,8 @@ The interpreter runs one program after the other, so it never shows a wrong orde
 
 from __future__ import annotations
 
-from loragate.core.verdict import OracleName as O
-from loragate.faults.corpus.points import delta, planting
-from loragate.faults.model import Check, Group, Needs
-from loragate.matrix.case import Dtype, Execution
+from loragate.faults.corpus.points import planting
+from loragate.faults.model import Group, Needs
 
 _shrink = planting("lorakernels.dense.kernels", Group.SHRINK)
 _expand = planting("lorakernels.dense.kernels", Group.EXPAND)
@@ -26,8 +24,6 @@ FAULTS = (
         "            b = tl.load(b_ptrs, mask=live_n & live_r, other=0.0)\n",
         source="vllm #31777",
         why="The expand reads the shrink output while the shrink still writes it.",
-        killers=(Check.LAUNCH_ORDER,),
-        checks=(Check.LAUNCH_ORDER,),
         needs=Needs.GPU,
     ),
     _shrink(
@@ -36,8 +32,6 @@ FAULTS = (
         "    if PDL:\n        if EARLY:\n",
         source="vllm #31777",
         why="The shrink reads an input that the kernel before it has not written yet.",
-        killers=(Check.LAUNCH_ORDER,),
-        checks=(Check.LAUNCH_ORDER,),
         needs=Needs.GPU,
     ),
     _shrink(
@@ -46,8 +40,6 @@ FAULTS = (
         "        if EARLY:\n            gdc_launch_dependents()\n        gdc_wait()\n",
         source="vllm #31777",
         why="The expand may start, and fetch its output, before that has been written.",
-        killers=(Check.LAUNCH_ORDER,),
-        checks=(Check.LAUNCH_ORDER,),
         needs=Needs.GPU,
     ),
     _expand(
@@ -63,8 +55,6 @@ FAULTS = (
         "            acc = dot(",
         source="vllm #50278",
         why="Partial sums are added in an order that depends on where in the batch a row stands.",
-        killers=(O.PERMUTE,),
-        cases=(delta(tokens=64, in_features=2048, slices=(256,), rank=16, dtype=Dtype.FP32),),
         needs=Needs.GPU,
     ),
     _metadata(
@@ -73,8 +63,6 @@ FAULTS = (
         'do_not_specialize=["max_tokens",',
         source="triton #8273",
         why="The metadata kernel is recompiled for a batch size that is 1 or a multiple of 16.",
-        killers=(Check.METADATA,),
-        checks=(Check.METADATA,),
         needs=Needs.GPU,
     ),
     _metadata(
@@ -83,8 +71,6 @@ FAULTS = (
         "        slots = tl.where(slots <= max_slots, slots, -1)\n",
         source="vllm #49058",
         why="An id past the last slot is kept where the mapping exists only on the device.",
-        killers=(Check.METADATA,),
-        checks=(Check.METADATA,),
         needs=Needs.GPU,
     ),
     _upload(
@@ -95,8 +81,6 @@ FAULTS = (
         "    )[: host.shape[0]]\n",
         source="vllm #36013",
         why="The mapping of the next step is written over one that is still to be copied.",
-        killers=(Check.QUEUED_STEPS,),
-        checks=(Check.QUEUED_STEPS,),
         needs=Needs.GPU,
     ),
     _host(
@@ -106,8 +90,6 @@ FAULTS = (
         "        int(self.num_tiles)\n",
         source="own",
         why="Each step waits for the device to finish the one before.",
-        killers=(Check.QUEUED_STEPS,),
-        checks=(Check.QUEUED_STEPS,),
         needs=Needs.GPU,
     ),
     _weights(
@@ -116,8 +98,6 @@ FAULTS = (
         "        self.b = self.b.clone()\n        self.b[slot].zero_()\n",
         source="sglang #7844",
         why="A load moves B to another address, and a captured graph goes on reading the old one.",
-        killers=(O.SEQUENCE,),
-        cases=(delta(tokens=64, in_features=256, execution=Execution.GRAPH),),
         needs=Needs.GPU,
     ),
 )

@@ -2,21 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
-from loragate.core.verdict import OracleName as O
-from loragate.faults.corpus.points import SMALL, delta, planting
-from loragate.faults.model import Check, Group
-from loragate.matrix.case import Dtype, Layout, Mix, Ranks
+from loragate.faults.corpus.points import planting
+from loragate.faults.model import Group
 
 _plant = planting("lorakernels.dense.kernels", Group.EXPAND)
 _shared = planting("lorakernels.common.jit", Group.EXPAND)
 
-_MANY_RANKS = delta(tokens=9, rank=160, slots=2, slices=(24,), ranks=Ranks.FULL)
-# tall enough for the kernel's way through a prefill
-_PREFILL = delta(
-    tokens=1040, in_features=16, slices=(144,), rank=4, slots=2, oracles=(O.REFERENCE, O.EXACT)
-)
 
 FAULTS = (
     _plant(
@@ -26,8 +17,6 @@ FAULTS = (
         "other=0.0)\n",
         source="vllm #45368",
         why="The delta replaces the base output instead of being added to it.",
-        killers=(O.REFERENCE, O.EXACT),
-        cases=(delta(),),
     ),
     _plant(
         "adapter-uses-neighbours-b",
@@ -35,8 +24,6 @@ FAULTS = (
         "b_ptr + (tl.maximum(slot - 1, 0).to(tl.int64) * OUT_FEATURES",
         source="own",
         why="Each adapter is expanded with the B of the slot before its own.",
-        killers=(O.REFERENCE, O.EXACT, O.PERMUTE),
-        cases=(delta(ranks=Ranks.FULL),),
     ),
     _plant(
         "scale-of-slot-0",
@@ -44,8 +31,6 @@ FAULTS = (
         "tl.load(scales_ptr + slice_id)",
         source="own",
         why="Every adapter is scaled like the one in slot 0.",
-        killers=(O.REFERENCE, O.EXACT, O.PERMUTE),
-        cases=(delta(),),
     ),
     _plant(
         "scale-of-first-slice",
@@ -53,8 +38,6 @@ FAULTS = (
         "tl.load(scales_ptr + slot * S)",
         source="own",
         why="All slices of a packed layer are scaled like the first one.",
-        killers=(O.REFERENCE, O.EXACT),
-        cases=(delta(),),
     ),
     _plant(
         "scale-applied-twice",
@@ -63,8 +46,6 @@ FAULTS = (
         "        scale = scale * scale\n",
         source="peft #3111",
         why="The scale is applied twice, which does not show where it is 1.",
-        killers=(O.REFERENCE, O.EXACT),
-        cases=(delta(),),
     ),
     _plant(
         "scale-missed-in-later-ranks",
@@ -72,8 +53,6 @@ FAULTS = (
         "h = load_shrunk(h_ptrs + r, live_h, stride_shrunk_split, SPLITS)",
         source="own",
         why="Ranks after the first block of ranks are not scaled.",
-        killers=(O.REFERENCE, O.EXACT),
-        cases=(_MANY_RANKS,),
     ),
     _plant(
         "rank-tail-dropped",
@@ -81,8 +60,6 @@ FAULTS = (
         "range(BLOCK_R, R - BLOCK_R + 1, BLOCK_R",
         source="vllm #55158",
         why="The last block of ranks that is not full is left out.",
-        killers=(O.REFERENCE, O.EXACT),
-        cases=(_MANY_RANKS,),
     ),
     _plant(
         "dead-vectors-expanded",
@@ -90,8 +67,6 @@ FAULTS = (
         "live_r = (offs_r < R)[:, None]",
         source="own",
         why="B is read up to the rank of the buffers instead of the adapter's.",
-        killers=(O.CANARY,),
-        cases=(replace(SMALL, rank=24),),
         only=True,
     ),
     _shared(
@@ -100,8 +75,6 @@ FAULTS = (
         "tl.static_range(1, SPLITS - 1)",
         source="own",
         why="The last of the partial sums over K is not added.",
-        killers=(O.REFERENCE, O.EXACT),
-        cases=(delta(in_features=300),),
     ),
     _plant(
         "shrink-output-through-bf16",
@@ -109,8 +82,6 @@ FAULTS = (
         "acc = dot(h.to(tl.bfloat16).to(b.dtype), b, _start(previous, LATE), IEEE)",
         source="vllm #27468",
         why="The product of x and A is rounded to bf16 for adapters of any dtype.",
-        killers=(O.REFERENCE,),
-        cases=(delta(dtype=Dtype.FP16),),
     ),
     _shared(
         "equal-slices-assumed",
@@ -118,8 +89,6 @@ FAULTS = (
         "first_column += WIDTHS[0]",
         source="punica #57",
         why="The third slice starts where it would if all were as wide as the first.",
-        killers=(O.REFERENCE, O.EXACT),
-        cases=(delta(slices=(24, 40, 16)),),
     ),
     _shared(
         "first-group-of-slice-misplaced",
@@ -127,8 +96,6 @@ FAULTS = (
         "here = group > first_group",
         source="own",
         why="The first group of columns of each slice is assigned to the slice before.",
-        killers=(O.REFERENCE, O.EXACT),
-        cases=(delta(),),
     ),
     _plant(
         "one-column-too-many",
@@ -136,8 +103,6 @@ FAULTS = (
         "            live_n = (offs_n <= width)[None, :]\n",
         source="own",
         why="The column after a slice is written, too.",
-        killers=(O.CANARY,),
-        cases=(delta(tokens=30, slots=4, slices=(40,), layout=Layout.COLUMN_SLICE),),
     ),
     _plant(
         "padding-lane-writes-row-before",
@@ -145,8 +110,6 @@ FAULTS = (
         "live_m = (rows >= -1) & (rank > 0)",
         source="vllm #49058",
         why="Lanes of a tile that have no row read and write the row before the first.",
-        killers=(O.CANARY,),
-        cases=(delta(),),
     ),
     _plant(
         "parts-beyond-grid-not-taken",
@@ -154,8 +117,6 @@ FAULTS = (
         "range(first_part, tl.minimum(num_parts, first_part + 1), 1",
         source="sglang #28371",
         why="A batch with more tiles than programs gets no delta in the rest of them.",
-        killers=(O.REFERENCE, O.EXACT),
-        cases=(delta(tokens=40, slots=24, rank=4, in_features=32, slices=(24,), mix=Mix.SHUFFLED),),
     ),
     _plant(
         "output-offset-in-32-bits",
@@ -163,8 +124,6 @@ FAULTS = (
         "out_ptr + rows[:, None] * stride_om",
         source="vllm #53034",
         why="Row times stride of the output overflows from 2^31 elements on.",
-        killers=(Check.FAR_ROWS,),
-        checks=(Check.FAR_ROWS,),
     ),
     _plant(
         "later-columns-use-first-b",
@@ -172,7 +131,5 @@ FAULTS = (
         "b_ptrs + block * R * 0",
         source="punica #11",
         why="After the first block of columns a prefill repeats the first block's B.",
-        killers=(O.REFERENCE, O.EXACT),
-        cases=(_PREFILL,),
     ),
 )

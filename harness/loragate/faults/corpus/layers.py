@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from loragate.core.verdict import OracleName as O
-from loragate.faults.corpus.points import linear, planting
-from loragate.faults.model import Check, Group
-from loragate.matrix.case import Dtype, Parallel
+from loragate.faults.corpus.points import planting
+from loragate.faults.model import Group
 
 _linear = planting("lorakernels.layers.linear", Group.LAYER)
 _packing = planting("lorakernels.layers.packing", Group.LAYER)
 _partition = planting("lorakernels.layers.partition", Group.LAYER)
 
-_COLUMN = linear(tokens=9, parallel=Parallel.COLUMN, tp=2, dtype=Dtype.FP16)
-_ROW = linear(tokens=9, slices=(24, 24), parallel=Parallel.ROW, tp=2, dtype=Dtype.FP16)
 
 FAULTS = (
     _packing(
@@ -24,8 +20,6 @@ FAULTS = (
         "    return tensor[first : first + size]",
         source="tensorrt-llm #8063",
         why="A packed weight is cut in the middle instead of slice by slice.",
-        killers=(O.REFERENCE, O.EXACT),
-        cases=(_COLUMN,),
     ),
     _packing(
         "every-rank-takes-first-part-of-a",
@@ -33,8 +27,6 @@ FAULTS = (
         "factors.a[:, : cut.inputs.size]",
         source="sglang #24171",
         why="All ranks of a row-parallel layer shrink with the first rank's columns of A.",
-        killers=(O.REFERENCE, O.EXACT),
-        cases=(_ROW,),
     ),
     _packing(
         "every-rank-takes-first-part-of-b",
@@ -42,8 +34,6 @@ FAULTS = (
         "factors.b[: cut.columns[index].size]",
         source="sglang #24171",
         why="All ranks of a column-parallel layer expand with the first rank's rows of B.",
-        killers=(O.REFERENCE, O.EXACT),
-        cases=(_COLUMN,),
     ),
     _packing(
         "scale-folded-into-cached-adapter",
@@ -51,8 +41,6 @@ FAULTS = (
         'cast[f"b of {name}"].mul_(factors.scale), 1.0)',
         source="vllm #20873",
         why="An adapter that is activated a second time was changed by the first time.",
-        killers=(Check.ACTIVATION,),
-        checks=(Check.ACTIVATION,),
     ),
     _packing(
         "fused-slices-swapped",
@@ -60,8 +48,6 @@ FAULTS = (
         "zip(reversed(members), torch.split(factors.b, widths[::-1]), strict=True)",
         source="unsloth-zoo #941",
         why="The rows of a fused B go to its slices in reverse order.",
-        killers=(Check.PACKING,),
-        checks=(Check.PACKING,),
     ),
     _packing(
         "fused-module-gets-one-slice",
@@ -69,8 +55,6 @@ FAULTS = (
         "            return tuple(names.index(member) for member in self.fused[module][:2])\n",
         source="sglang #30189",
         why="Of a fused projection only the first slices are served.",
-        killers=(Check.PACKING,),
-        checks=(Check.PACKING,),
     ),
     _packing(
         "bare-list-indexed-as-slices",
@@ -80,8 +64,6 @@ FAULTS = (
         "        if not isinstance(parts, Mapping):\n",
         source="vllm #51409",
         why="A list without names is matched to slices by position.",
-        killers=(Check.PACKING,),
-        checks=(Check.PACKING,),
     ),
     _partition(
         "wrong-rank-passed",
@@ -89,9 +71,6 @@ FAULTS = (
         "    start = min(tp_rank // 2 * size, width)\n",
         source="vllm #38021",
         why="Two ranks hold one part and another is held by none.",
-        killers=(O.REFERENCE, Check.PARTITION),
-        cases=(_ROW,),
-        checks=(Check.PARTITION,),
     ),
     _partition(
         "stride-of-unpadded-size",
@@ -99,8 +78,6 @@ FAULTS = (
         "    size = padded // tp_size\n    start = min(tp_rank * (width // tp_size), width)\n",
         source="vllm #42595",
         why="Where the base layer is padded, every rank but the first gets a neighbour's columns.",
-        killers=(Check.PARTITION,),
-        checks=(Check.PARTITION,),
     ),
     _partition(
         "replicated-layer-sized-by-rank",
@@ -108,8 +85,6 @@ FAULTS = (
         "    if parallel is not Parallel.ROW:\n",
         source="sglang #29448",
         why="A layer that every rank holds as a whole is cut all the same.",
-        killers=(Check.PARTITION,),
-        checks=(Check.PARTITION,),
     ),
     _partition(
         "kv-heads-not-replicated",
@@ -117,8 +92,6 @@ FAULTS = (
         "    start = tp_rank % (part.width // size) * size\n",
         source="sglang #24420",
         why="With more ranks than heads, neighbouring ranks get different heads.",
-        killers=(Check.PARTITION,),
-        checks=(Check.PARTITION,),
     ),
     _partition(
         "bias-added-by-every-rank",
@@ -126,8 +99,6 @@ FAULTS = (
         "parallel is not Parallel.ROW or tp_rank >= 0)",
         source="own",
         why="Each rank of a row-parallel layer adds the bias to its partial output.",
-        killers=(O.REFERENCE, O.EXACT),
-        cases=(_ROW,),
     ),
     _linear(
         "delta-on-a-copy",
@@ -135,7 +106,12 @@ FAULTS = (
         "        dense_delta(rows, self.slots, metadata, workspace, out.clone())\n",
         source="tgi #2180",
         why="The delta goes to a buffer that is never read; the base model is served.",
-        killers=(O.REFERENCE, O.EXACT),
-        cases=(_COLUMN,),
+    ),
+    _linear(
+        "batch-taken-sequence-first",
+        "        rows = x.reshape(-1, x.shape[-1])\n",
+        "        rows = x.transpose(0, -2).reshape(-1, x.shape[-1])\n",
+        source="own",
+        why="Of an input of three dimensions the first two are exchanged.",
     ),
 )

@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
-from loragate.core.verdict import OracleName as O
-from loragate.faults.corpus.points import SMALL, delta, planting
-from loragate.faults.model import Check, Group
-from loragate.matrix.case import Layout, Mix
+from loragate.faults.corpus.points import planting
+from loragate.faults.model import Group
 
 _plant = planting("lorakernels.batch.metadata", Group.METADATA)
 _kernel = planting("lorakernels.batch.kernels", Group.METADATA)
@@ -21,9 +17,7 @@ FAULTS = (
         "        block = 1024 if self.max_tokens <= 1024 else 4096\n",
         source="vllm #42120",
         why="A step of base rows only returns early and leaves the tables of the step before.",
-        killers=(O.SEQUENCE,),
         # all other mappings are installed as they should be
-        cases=(delta(mix=Mix.RAGGED),),
     ),
     _plant(
         "padded-tail-maps-to-slot-0",
@@ -34,8 +28,6 @@ FAULTS = (
         "        if token_slots.device != self.token_slots.device:\n",
         source="sglang #29468",
         why="Rows of padding get the adapter in slot 0 instead of none.",
-        killers=(O.REFERENCE, O.EXACT, O.BASE_ROWS),
-        cases=(delta(layout=Layout.PADDED_ROWS),),
     ),
     _kernel(
         "token-map-tail-stays-stale",
@@ -43,8 +35,6 @@ FAULTS = (
         "tl.store(token_slots_ptr + token, tl.maximum(slots, -1), mask=token < num_live)",
         source="sglang #29468",
         why="The mapping after the live rows keeps the slots of an earlier, larger step.",
-        killers=(Check.METADATA,),
-        checks=(Check.METADATA,),
     ),
     _kernel(
         "tile-tail-reset-skipped",
@@ -53,8 +43,6 @@ FAULTS = (
         "",
         source="sglang #28371",
         why="A tile that is not full keeps rows of an earlier step after its own.",
-        killers=(O.SEQUENCE,),
-        cases=(delta(tokens=30, slots=4, slices=(24,), in_features=24, rank=4),),
     ),
     _kernel(
         "tile-tables-tail-stays-stale",
@@ -62,8 +50,6 @@ FAULTS = (
         "    for start in range(num_tiles * HEIGHT + slot * BLOCK, num_tiles, step):\n",
         source="sglang #28371",
         why="Rows of tiles that are not needed any more stay in the table.",
-        killers=(Check.METADATA,),
-        checks=(Check.METADATA,),
     ),
     _kernel(
         "last-slot-not-counted",
@@ -71,8 +57,6 @@ FAULTS = (
         "mask=(slots >= 0) & (slots < max_slots - 1))",
         source="vllm #32277",
         why="The loop over adapters ends one step early: the last one gets no delta.",
-        killers=(O.REFERENCE, O.EXACT),
-        cases=(delta(mix=Mix.LAST_SLOT),),
     ),
     _kernel(
         "last-partial-tile-dropped",
@@ -80,8 +64,6 @@ FAULTS = (
         "tile_counts = counts // HEIGHT",
         source="vllm #27311",
         why="The number of tiles is rounded down: rows of a tile that is not full get no delta.",
-        killers=(O.REFERENCE, O.EXACT),
-        cases=(delta(),),
     ),
     _kernel(
         "base-rows-alias-last-slot",
@@ -90,8 +72,6 @@ FAULTS = (
         "(start + lanes < num_live))\n",
         source="vllm tests/lora/test_punica_ops.py",
         why="-1 is taken as an index from the end, so base rows get the last adapter.",
-        killers=(O.REFERENCE, O.BASE_ROWS),
-        cases=(delta(tokens=13, mix=Mix.LAST_SLOT, slots=1),),
     ),
     _kernel(
         "slot-taken-for-one-run-of-rows",
@@ -100,8 +80,6 @@ FAULTS = (
         "        tl.store(own_rows_ptr + position, first + position - placed, mask=mine)\n",
         source="own",
         why="Rows of one adapter are assumed to be consecutive, as in a batch sorted by request.",
-        killers=(O.PERMUTE,),
-        cases=(replace(SMALL, tokens=12),),
         only=True,
     ),
     _kernel(
@@ -110,8 +88,6 @@ FAULTS = (
         "        placed = tl.sum(mine.to(tl.int32))\n",
         source="own",
         why="The position in a long batch is counted from the last block of rows only.",
-        killers=(Check.METADATA,),
-        checks=(Check.METADATA,),
     ),
     _plant(
         "tables-sized-for-full-tiles",
@@ -119,8 +95,6 @@ FAULTS = (
         "return num_rows // height + 1",
         source="vllm #27311",
         why="Host and device round differently: the tables are too small for a ragged batch.",
-        killers=(Check.METADATA,),
-        checks=(Check.METADATA,),
     ),
     _plant(
         "tile-height-frozen-at-first-step",
@@ -130,8 +104,6 @@ FAULTS = (
         "            ),\n",
         source="vllm #34119",
         why="A scalar of the first batch becomes a constant for all that follow.",
-        killers=(O.SEQUENCE,),
-        cases=(delta(tokens=132, in_features=32, slices=(24,)),),
     ),
     _plant(
         "tables-uninitialised",
@@ -139,8 +111,6 @@ FAULTS = (
         "keep_address(torch.empty(size, dtype=torch.int32, device=device))",
         source="vllm #43139",
         why="A dummy run reads the tables before any mapping was installed.",
-        killers=(Check.DUMMY_RUN,),
-        checks=(Check.DUMMY_RUN,),
     ),
     _plant(
         "batch-larger-than-metadata",
@@ -148,8 +118,6 @@ FAULTS = (
         "        if wanted > self.max_tokens + self.max_slots:\n",
         source="vllm #15308",
         why="A captured size above the number of rows that the tables hold is accepted.",
-        killers=(O.GUARD,),
-        cases=(delta(tokens=5, oracles=(O.GUARD,)),),
     ),
     _plant(
         "slot-id-unchecked",
@@ -157,7 +125,5 @@ FAULTS = (
         "            if low < -1 or high > self.max_slots:\n",
         source="own",
         why="A row may name the slot after the last one.",
-        killers=(O.GUARD,),
-        cases=(delta(tokens=5, oracles=(O.GUARD,)),),
     ),
 )

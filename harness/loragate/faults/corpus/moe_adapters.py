@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from loragate.faults.corpus.points import planting
-from loragate.faults.model import Check, Group
+from loragate.faults.model import Group
 
 _peft = planting("lorakernels.adapters.peft_experts", Group.MOE_ADAPTERS)
 _layout = planting("lorakernels.adapters.expert_layout", Group.MOE_ADAPTERS)
@@ -16,8 +16,6 @@ FAULTS = (
         "b.reshape(b.shape[0], -1, rank).permute(1, 0, 2)",
         source="vllm #31534",
         why="The columns of B are assigned to the experts in the order of A.",
-        killers=(Check.EXPERT_FILES,),
-        checks=(Check.EXPERT_FILES,),
     ),
     _peft(
         "experts-fastest-in-a",
@@ -25,8 +23,6 @@ FAULTS = (
         "a.reshape(rank, -1, a.shape[1]).transpose(0, 1)",
         source="peft #3112",
         why="The rows of A are assigned to the experts in the order of B.",
-        killers=(Check.EXPERT_FILES,),
-        checks=(Check.EXPERT_FILES,),
     ),
     _peft(
         "orientation-taken-for-granted",
@@ -34,8 +30,6 @@ FAULTS = (
         "    if False:\n        # releases",
         source="vllm #52194",
         why="Files of a PEFT release that swapped input and output are not turned.",
-        killers=(Check.EXPERT_FILES,),
-        checks=(Check.EXPERT_FILES,),
     ),
     _peft(
         "wrapping-order-taken-for-granted",
@@ -43,8 +37,6 @@ FAULTS = (
         "    for order, turned in product((-1,), (False, True)):\n",
         source="vllm #52194",
         why="The factors of gate and up are identified by their order in the file.",
-        killers=(Check.EXPERT_FILES,),
-        checks=(Check.EXPERT_FILES,),
     ),
     _layout(
         "layout-of-the-first-module",
@@ -52,8 +44,6 @@ FAULTS = (
         "    for module in sorted(modules)[:1]:\n        fitting",
         source="sglang #28564",
         why="The layout of the first layer is assumed for all layers.",
-        killers=(Check.EXPERT_FILES,),
-        checks=(Check.EXPERT_FILES,),
     ),
     _binding(
         "experts-never-missed",
@@ -61,7 +51,5 @@ FAULTS = (
         "    if adapter.expert_layout is None or adapter.expert_layout.stacked is not None:\n",
         source="vllm #47088",
         why="An adapter whose experts are missing is served as the base model.",
-        killers=(Check.EXPERT_FILES,),
-        checks=(Check.EXPERT_FILES,),
     ),
 )

@@ -2,13 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
-from loragate.core.verdict import OracleName as O
-from loragate.faults.corpus.moe_points import MOE_SMALL, pairs, served, two_kernel
 from loragate.faults.corpus.points import planting
-from loragate.faults.model import Check, Group
-from loragate.matrix.case import Dtype, ExpertMap
+from loragate.faults.model import Group
 
 _align = planting("lorakernels.moe.align.metadata", Group.ALIGN)
 _buckets = planting("lorakernels.moe.align.kernels.buckets", Group.ALIGN)
@@ -20,22 +15,6 @@ _ops = planting("lorakernels.moe.align.ops", Group.ALIGN)
 _sort = planting("lorakernels.moe.align.kernels.sort", Group.ALIGN)
 _tiles = planting("lorakernels.moe.tiles", Group.ALIGN)
 
-# more pairs than one program places, and no multiple of what it does
-_TWO_SPANS = pairs(tokens=41, in_features=16, slices=(16,), rank=4)
-_PARALLEL = pairs(tokens=12, in_features=16, slices=(16, 8), expert_map=ExpertMap.PARALLEL)
-# more buckets than one program counts
-_MANY_BUCKETS = two_kernel(
-    tokens=4,
-    in_features=16,
-    slices=(16,),
-    rank=2,
-    slots=9,
-    experts=1024,
-    top_k=3,
-    dtype=Dtype.FP32,
-    expert_map=ExpertMap.PARALLEL,
-    oracles=(O.REFERENCE, O.EXACT, O.BASE_ROWS),
-)
 
 FAULTS = (
     _align(
@@ -44,8 +23,6 @@ FAULTS = (
         "            batch.token_slots,\n            None,\n",
         source="sglang #23178",
         why="Ids of the whole model are taken for ids of this rank.",
-        killers=(O.REFERENCE, O.EXACT, O.BASE_ROWS),
-        cases=(_PARALLEL,),
     ),
     _buckets(
         "negative-expert-looked-up",
@@ -53,8 +30,6 @@ FAULTS = (
         "known = expert < sizes.num_ids",
         source="sglang #23178",
         why="The id of a pair without expert is looked up before the start of the expert map.",
-        killers=(O.REFERENCE, O.EXACT, O.BASE_ROWS),
-        cases=(_PARALLEL,),
     ),
     _sort(
         "negative-expert-is-the-last",
@@ -62,8 +37,6 @@ FAULTS = (
         "key = tl.where(bucket >= 0, bucket, (num_experts - 1) * layout.SLOT_BINS)",
         source="vllm tests/lora/test_punica_ops.py",
         why="Where pairs are sorted, one without an expert is taken for one of the last expert.",
-        killers=(O.REFERENCE, O.EXACT, O.BASE_ROWS),
-        cases=(_MANY_BUCKETS,),
     ),
     _buckets(
         "foreign-expert-accepted",
@@ -71,8 +44,6 @@ FAULTS = (
         "(expert >= 0) & (expert <= sizes.num_experts), expert, -1)",
         source="sglang #23178",
         why="An id just past the local experts gets a tile of its own.",
-        killers=(Check.PAIRS,),
-        checks=(Check.PAIRS,),
     ),
     _buckets(
         "last-adapter-gets-no-tile",
@@ -80,8 +51,6 @@ FAULTS = (
         "slot = tl.where((slot >= 0) & (slot < sizes.max_slots - 1), slot, -1)",
         source="vllm #32277",
         why="With all slots in use, the last adapter gets no delta.",
-        killers=(O.REFERENCE, O.EXACT),
-        cases=(pairs(),),
     ),
     _tiles(
         "no-bin-for-base-rows",
@@ -89,8 +58,6 @@ FAULTS = (
         "return power_of_2(max_slots)",
         source="vllm #40131",
         why="With all slots in use, base rows are counted with the next expert.",
-        killers=(Check.PAIRS,),
-        checks=(Check.PAIRS,),
     ),
     _tiles(
         "tables-sized-without-part-tiles",
@@ -98,8 +65,6 @@ FAULTS = (
         "return num_pairs // height + 1",
         source="vllm #27311",
         why="The host counts one tile that is not full, the device makes one per bucket.",
-        killers=(Check.PAIRS,),
-        checks=(Check.PAIRS,),
     ),
     _launch(
         "last-span-not-launched",
@@ -107,8 +72,6 @@ FAULTS = (
         "spans = pairs.num_pairs // span",
         source="vllm #40131",
         why="The grid is rounded down: the last pairs of a batch are never placed.",
-        killers=(O.REFERENCE, O.EXACT),
-        cases=(_TWO_SPANS,),
     ),
     _place(
         "span-counts-its-first-pair",
@@ -116,8 +79,6 @@ FAULTS = (
         "ahead = (buckets >= 0) & (other <= span * SPAN)",
         source="own",
         why="After the first span, a pair counts itself among those before it.",
-        killers=(Check.PAIRS,),
-        checks=(Check.PAIRS,),
     ),
     _count(
         "span-counts-itself-as-earlier",
@@ -125,8 +86,6 @@ FAULTS = (
         "so_far[None, :] + tl.cumsum(counts, axis=0), mask=here)",
         source="own",
         why="Long batches: the sum over earlier spans includes the span itself.",
-        killers=(Check.PAIRS,),
-        checks=(Check.PAIRS,),
     ),
     _count(
         "counted-table-not-reset",
@@ -134,8 +93,6 @@ FAULTS = (
         "reset(tile_pairs_ptr, size_tile_pairs, size_tile_pairs",
         source="sglang #29468",
         why="Free places of a long batch's tiles keep the pairs of the batch before.",
-        killers=(Check.PAIRS,),
-        checks=(Check.PAIRS,),
     ),
     _place(
         "free-places-keep-old-pairs",
@@ -143,8 +100,6 @@ FAULTS = (
         "ends = (here & (rank == count))[:, None]",
         source="sglang #29468",
         why="Free places of a short batch's tiles keep the pairs of the batch before.",
-        killers=(O.SEQUENCE,),
-        cases=(two_kernel(tokens=12),),
     ),
     _place(
         "stale-pairs-behind-the-batch",
@@ -152,8 +107,6 @@ FAULTS = (
         "reset(tables.pair_slots, size_pair_tables, size_pair_tables",
         source="vllm #49058",
         why="The slots of an earlier, larger batch stay past the end of a smaller one.",
-        killers=(Check.PAIRS,),
-        checks=(Check.PAIRS,),
     ),
     _ops(
         "base-batch-keeps-old-pairs",
@@ -163,8 +116,6 @@ FAULTS = (
         "    launch = launch_sorting if pairs.is_sorted else launch_alignment\n",
         source="vllm #42120",
         why="A batch of base rows returns early, and the tables of the batch before stay.",
-        killers=(O.SEQUENCE,),
-        cases=(MOE_SMALL,),
         only=True,
     ),
     _buckets(
@@ -173,8 +124,6 @@ FAULTS = (
         "routes.token_slots + pair % (sizes.num_pairs // layout.TOP_K), mask=live",
         source="sglang #31608",
         why="Pairs are taken in the order of the choices instead of the tokens.",
-        killers=(O.REFERENCE, O.EXACT, O.BASE_ROWS),
-        cases=(pairs(),),
     ),
     _buckets(
         "lone-token-joins-its-neighbours",
@@ -187,8 +136,6 @@ FAULTS = (
         "    slot = tl.where(inner & (before == behind), before, slot)\n",
         source="own",
         why="Tokens of one adapter are assumed to be consecutive, as in a batch sorted by request.",
-        killers=(O.PERMUTE,),
-        cases=(replace(MOE_SMALL, tokens=12),),
         only=True,
     ),
     _sort(
@@ -197,8 +144,6 @@ FAULTS = (
         "is_keyed = live",
         source="own",
         why="Pairs without an expert make tiles that no expert has.",
-        killers=(Check.PAIRS,),
-        checks=(Check.PAIRS,),
     ),
     _place(
         "base-pairs-forget-lower-slots",
@@ -206,9 +151,6 @@ FAULTS = (
         "base_rank = tl.where(counted, rank, -1)",
         source="own",
         why="In the base product, pairs of different slots take each other's places.",
-        killers=(O.REFERENCE, O.EXACT, Check.PAIRS, Check.EXPERT_LAYER),
-        cases=(served(),),
-        checks=(Check.PAIRS, Check.EXPERT_LAYER),
     ),
     _buckets(
         "base-rows-get-no-expert",
@@ -216,13 +158,6 @@ FAULTS = (
         "counted = (expert >= 0) & (slot >= 0)",
         source="vllm #40131",
         why="Tokens without adapter get nothing from their experts.",
-        killers=(
-            O.REFERENCE,
-            O.EXACT,
-            Check.EXPERT_LAYER,
-        ),
-        cases=(served(),),
-        checks=(Check.EXPERT_LAYER,),
     ),
     _tables(
         "grid-without-part-tiles",
@@ -230,12 +165,5 @@ FAULTS = (
         "        return max(1, -(-self.num_pairs // self.base_height))\n",
         source="vllm #32277",
         why="The grid of the base product counts full tiles only: the last experts get none.",
-        killers=(
-            O.REFERENCE,
-            O.EXACT,
-            Check.EXPERT_LAYER,
-        ),
-        cases=(served(),),
-        checks=(Check.EXPERT_LAYER,),
     ),
 )

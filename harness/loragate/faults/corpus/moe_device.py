@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-from loragate.core.verdict import OracleName as O
-from loragate.faults.corpus.moe_points import two_kernel
 from loragate.faults.corpus.points import planting
-from loragate.faults.model import Check, Group, Needs
-from loragate.matrix.case import Dtype
+from loragate.faults.model import Group, Needs
 
 _kernels = planting("lorakernels.moe.delta.kernels.two_launch", Group.MOE_TWO_KERNEL)
 _launch = planting("lorakernels.moe.delta.launch", Group.MOE_TWO_KERNEL)
@@ -20,8 +17,6 @@ FAULTS = (
         "mask=live_n & live_r, other=0.0)\n",
         source="vllm #31777",
         why="The expand reads the shrink output while the shrink still writes it.",
-        killers=(Check.PAIR_ORDER,),
-        checks=(Check.PAIR_ORDER,),
         needs=Needs.GPU,
     ),
     _kernels(
@@ -30,8 +25,6 @@ FAULTS = (
         "    if PDL:\n        gdc_launch_dependents()\n    S: tl.constexpr",
         source="vllm #31777",
         why="The shrink reads an input that the kernel before it has not written yet.",
-        killers=(Check.PAIR_ORDER,),
-        checks=(Check.PAIR_ORDER,),
         needs=Needs.GPU,
     ),
     _one_shot(
@@ -40,8 +33,6 @@ FAULTS = (
         "    S: tl.constexpr",
         source="vllm #31777",
         why="The single launch reads an input that the kernel before it has not written yet.",
-        killers=(Check.PAIR_ORDER,),
-        checks=(Check.PAIR_ORDER,),
         needs=Needs.GPU,
     ),
     _launch(
@@ -57,18 +48,6 @@ FAULTS = (
         "        _expand(",
         source="vllm #50278",
         why="The split-K partials are added up in the order in which they happen to arrive.",
-        killers=(O.REPEAT,),
-        cases=(
-            two_kernel(
-                tokens=8,
-                in_features=4096,
-                slices=(256, 256),
-                rank=48,
-                experts=4,
-                dtype=Dtype.FP32,
-                oracles=(O.REPEAT,),
-            ),
-        ),
         needs=Needs.GPU,
     ),
     _align(
@@ -81,8 +60,6 @@ FAULTS = (
         '        "num_ids",\n        "num_experts",\n        "max_slots",\n        "num_spans",\n',
         source="triton #8273",
         why="The alignment is recompiled for a number of pairs that is 1 or a multiple of 16.",
-        killers=(Check.PAIRS,),
-        checks=(Check.PAIRS,),
         needs=Needs.GPU,
     ),
 )

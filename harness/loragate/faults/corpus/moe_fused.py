@@ -2,20 +2,13 @@
 
 from __future__ import annotations
 
-from loragate.core.verdict import OracleName as O
-from loragate.faults.corpus.moe_points import one_shot, pairs, small_batch
 from loragate.faults.corpus.points import planting
-from loragate.faults.model import Check, Group
-from loragate.matrix.case import Dtype, ExpertMap, Layout, Ranks, RouterWeights, Sharing
+from loragate.faults.model import Group
 
 _one_shot = planting("lorakernels.moe.delta.kernels.one_shot", Group.MOE_FUSED)
 _small = planting("lorakernels.moe.delta.kernels.small_batch", Group.MOE_FUSED)
 _launch = planting("lorakernels.moe.delta.launch", Group.MOE_FUSED)
 
-# more columns than a block has; one oracle, because the interpreter is slow
-_HIGH_TILES = one_shot(
-    tokens=1024, top_k=1, in_features=16, slices=(264,), rank=4, oracles=(O.REFERENCE,)
-)
 
 FAULTS = (
     _one_shot(
@@ -24,8 +17,6 @@ FAULTS = (
         "a_rows = offs_r.to(tl.int64) * K",
         source="sglang #27274",
         why="Every slice is shrunk with the A of the first one.",
-        killers=(O.REFERENCE, O.EXACT),
-        cases=(one_shot(ranks=Ranks.FULL),),
     ),
     _one_shot(
         "pair-of-slices-shares-a",
@@ -33,8 +24,6 @@ FAULTS = (
         "                a_ptrs,\n",
         source="sglang #32241",
         why="A program that holds gate and up shrinks both with the A of the gate.",
-        killers=(Check.PAIR_PLANS,),
-        checks=(Check.PAIR_PLANS,),
     ),
     _one_shot(
         "pair-of-slices-shares-live-rank",
@@ -42,8 +31,6 @@ FAULTS = (
         "                offs_r < rank,\n",
         source="sglang #32241",
         why="The up half is shrunk with the live rank of the gate.",
-        killers=(Check.PAIR_PLANS,),
-        checks=(Check.PAIR_PLANS,),
     ),
     _one_shot(
         "pair-of-slices-shares-scale",
@@ -51,8 +38,6 @@ FAULTS = (
         "tl.load(scales_ptr + table)",
         source="unsloth-zoo #941",
         why="The scale of the gate is applied to both halves.",
-        killers=(Check.PAIR_PLANS,),
-        checks=(Check.PAIR_PLANS,),
     ),
     _one_shot(
         "one-shot-writes-behind-the-slice",
@@ -60,8 +45,6 @@ FAULTS = (
         "columns = blocks * BLOCK_N",
         source="own",
         why="The last block of columns writes past the end of its slice.",
-        killers=(O.CANARY,),
-        cases=(one_shot(slices=(40,), layout=Layout.COLUMN_SLICE),),
     ),
     _one_shot(
         "one-shot-repeats-its-first-columns",
@@ -69,8 +52,6 @@ FAULTS = (
         "at = 0",
         source="own",
         why="With few ranks every block of columns is that of the first.",
-        killers=(Check.PAIR_PLANS,),
-        checks=(Check.PAIR_PLANS,),
     ),
     _one_shot(
         "one-shot-high-tiles-never-step",
@@ -78,8 +59,6 @@ FAULTS = (
         "if h.shape[1] > 16:",
         source="own",
         why="The two ways to reach the next columns leave out high tiles of few ranks.",
-        killers=(O.REFERENCE,),
-        cases=(_HIGH_TILES,),
     ),
     _one_shot(
         "last-columns-of-a-part-lost",
@@ -87,8 +66,6 @@ FAULTS = (
         "blocks = tl.cdiv(width, BLOCK_N) // tl.num_programs(0)",
         source="own",
         why="Blocks of columns are divided evenly, and no program gets the remainder.",
-        killers=(Check.PAIR_PLANS,),
-        checks=(Check.PAIR_PLANS,),
     ),
     _one_shot(
         "router-weight-of-another-pair",
@@ -96,8 +73,6 @@ FAULTS = (
         "weight = tl.load(weights_ptr + pairs // ROWS_PER_X, mask=live_m",
         source="own",
         why="Router weights are read by token, as if each had one expert.",
-        killers=(O.REFERENCE, O.EXACT),
-        cases=(one_shot(router=RouterWeights.OUTPUT),),
     ),
     _one_shot(
         "one-shot-slot-offset-in-32-bits",
@@ -105,8 +80,6 @@ FAULTS = (
         "a_tile = a_ptr + slot * stride_a_slot",
         source="liger-kernel #1296",
         why="Slot times the stride of A overflows where all experts of an adapter are large.",
-        killers=(Check.FAR_PAIRS,),
-        checks=(Check.FAR_PAIRS,),
     ),
     _one_shot(
         "one-shot-k-taken-for-even",
@@ -114,8 +87,6 @@ FAULTS = (
         "EVEN_K: tl.constexpr = True",
         source="own",
         why="The last block of K reads past the end of the row.",
-        killers=(O.REFERENCE,),
-        cases=(one_shot(layout=Layout.COLUMN_SLICE),),
     ),
     _launch(
         "one-shot-columns-taken-for-even",
@@ -123,8 +94,6 @@ FAULTS = (
         "EVEN_N=True",
         source="own",
         why="The last block of columns is not cut where its slice ends.",
-        killers=(O.CANARY,),
-        cases=(one_shot(slices=(40,), layout=Layout.COLUMN_SLICE),),
     ),
     _launch(
         "one-shot-evenness-of-the-first-slice",
@@ -132,8 +101,6 @@ FAULTS = (
         "EVEN_N=shape.slice_widths[0] % plan.block_n == 0",
         source="own",
         why="The second slice is assumed to be even because the first one is.",
-        killers=(O.CANARY,),
-        cases=(one_shot(slices=(256, 40), layout=Layout.COLUMN_SLICE),),
     ),
     _launch(
         "stride-of-a-shared-factor",
@@ -141,8 +108,6 @@ FAULTS = (
         "a.stride(1)",
         source="sglang #28564",
         why="A factor that all experts share is indexed as if each had its own.",
-        killers=(O.REFERENCE, O.EXACT),
-        cases=(pairs(sharing=Sharing.SHARED_A),),
     ),
     _small(
         "base-row-takes-adapter-0",
@@ -150,8 +115,6 @@ FAULTS = (
         "    slot = tl.maximum(tl.load(pair_slots_ptr + pair), 0)\n",
         source="vllm #49058",
         why="A row without adapter gets that of slot 0, as where a table starts with zeros.",
-        killers=(O.REFERENCE, O.EXACT, O.BASE_ROWS),
-        cases=(small_batch(),),
     ),
     _small(
         "small-batch-masks-rank-by-power-of-two",
@@ -159,8 +122,6 @@ FAULTS = (
         "live_r = (offs_r < BLOCK_R)[:, None]",
         source="own",
         why="Ranks up to the next power of two are read: those of another slice or expert.",
-        killers=(O.CANARY,),
-        cases=(small_batch(),),
     ),
     _small(
         "small-batch-scale-of-the-first-slot",
@@ -168,8 +129,6 @@ FAULTS = (
         "scale = tl.load(scales_ptr + slice_id)",
         source="own",
         why="All adapters get the scale of the first one.",
-        killers=(O.REFERENCE, O.EXACT, O.PERMUTE),
-        cases=(small_batch(),),
     ),
     _small(
         "small-batch-drops-k-tail",
@@ -177,8 +136,6 @@ FAULTS = (
         "for k in tl.range(0, K - BLOCK_K + 1, BLOCK_K, ",
         source="own",
         why="The last block of K that is not full is left out of the sum.",
-        killers=(O.REFERENCE, O.EXACT),
-        cases=(small_batch(in_features=300, dtype=Dtype.FP16),),
     ),
     _small(
         "small-batch-forgets-router-weight",
@@ -186,7 +143,5 @@ FAULTS = (
         "            scale *= 1.0\n",
         source="sglang #32241",
         why="The router weight is lost where a batch is small.",
-        killers=(O.REFERENCE, O.EXACT),
-        cases=(small_batch(router=RouterWeights.OUTPUT, expert_map=ExpertMap.PARALLEL),),
     ),
 )

@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-from loragate.core.verdict import Failure
-from loragate.core.verdict import OracleName as O
-from loragate.faults.corpus.moe_points import MOE_SMALL, one_shot, pairs, two_kernel
 from loragate.faults.corpus.points import planting
-from loragate.faults.model import Check, Group
-from loragate.matrix.case import Ranks, RouterWeights, Sharing, Source, Write
+from loragate.faults.model import Group
 
 _ops = planting("lorakernels.moe.delta.ops", Group.MOE_HOST)
 _launch = planting("lorakernels.moe.delta.launch", Group.MOE_HOST)
@@ -16,7 +12,6 @@ _align = planting("lorakernels.moe.align.metadata", Group.MOE_HOST)
 _weights = planting("lorakernels.moe.weights", Group.MOE_HOST)
 _stacked = planting("lorakernels.common.stacked_weights", Group.MOE_HOST)
 
-_GUARDED = pairs(tokens=5, in_features=16, slices=(16, 8), oracles=(O.REFERENCE, O.GUARD))
 
 FAULTS = (
     _ops(
@@ -25,8 +20,6 @@ FAULTS = (
         "        add_inputs=True,\n",
         source="vllm #45368",
         why="The delta is added to the old output although the caller wants it stored.",
-        killers=(O.REFERENCE, O.EXACT, O.CANARY),
-        cases=(pairs(write=Write.STORE),),
     ),
     _ops(
         "pairs-read-rows-of-their-token",
@@ -34,8 +27,6 @@ FAULTS = (
         "pairs_per_x=pairs.top_k",
         source="sglang #31608",
         why="The second product reads a row of x for each token where each pair has its own.",
-        killers=(O.REFERENCE, O.EXACT),
-        cases=(pairs(source=Source.PAIR),),
     ),
     _ops(
         "whole-pair-buffer-added",
@@ -45,8 +36,6 @@ FAULTS = (
         "        out.add_(torch.zeros_like(out))\n",
         source="vllm #35721",
         why="Pairs without a delta get one of zero, which turns -0 into 0.",
-        killers=(O.BASE_ROWS,),
-        cases=(MOE_SMALL,),
         only=True,
     ),
     _ops(
@@ -58,8 +47,6 @@ FAULTS = (
         "    view = view_shrunk(shrunk, shape) if chosen",
         source="vllm #50278",
         why="The second step takes another path to see which is faster: other roundings.",
-        killers=(O.REPEAT,),
-        cases=(two_kernel(tokens=20, slices=(64, 40), oracles=MOE_SMALL.oracles),),
         only=True,
     ),
     _ops(
@@ -68,8 +55,6 @@ FAULTS = (
         '@torch.library.custom_op("lorakernels::moe_delta", mutates_args=("shrunk",))',
         source="vllm #37562",
         why="The operator does not declare to torch that it changes its output.",
-        killers=(O.COMPILE,),
-        cases=(MOE_SMALL,),
         only=True,
     ),
     _ops(
@@ -80,8 +65,6 @@ FAULTS = (
         "        return\n",
         source="vllm #34119",
         why="An early exit asks the device, which no traced graph can.",
-        killers=(O.COMPILE,),
-        cases=(MOE_SMALL,),
     ),
     _plan(
         "shrink-output-sized-for-the-largest-batch",
@@ -89,8 +72,6 @@ FAULTS = (
         "    sizes = (shape.num_pairs,)\n",
         source="sglang #31525",
         why="Smaller batches split K into more partials than fit into the workspace.",
-        killers=(Check.PAIR_WORKSPACE,),
-        checks=(Check.PAIR_WORKSPACE,),
     ),
     _align(
         "routes-of-any-dtype",
@@ -98,8 +79,6 @@ FAULTS = (
         "            if tensor.dim() != dims:\n",
         source="own",
         why="Ids of 64 bits are read as twice as many of 32.",
-        killers=(O.GUARD,),
-        cases=(MOE_SMALL,),
         only=True,
     ),
     _ops(
@@ -108,8 +87,6 @@ FAULTS = (
         "router_weights.dtype != torch.float32:",
         source="own",
         why="Router weights of another batch are accepted.",
-        killers=(O.GUARD,),
-        cases=(_GUARDED,),
     ),
     _launch(
         "router-weights-lost",
@@ -117,8 +94,6 @@ FAULTS = (
         '"WEIGHTED": False,',
         source="sglang #32241",
         why="The delta is added as if each expert had the weight 1.",
-        killers=(O.REFERENCE, O.EXACT),
-        cases=(one_shot(router=RouterWeights.OUTPUT),),
     ),
     _plan(
         "high-rank-refused",
@@ -127,8 +102,6 @@ FAULTS = (
         '        raise ValueError(f"rank must be at most {MAX_FUSED_RANK}")\n',
         source="vllm #55158",
         why="Where one path cannot take the rank of the buffers, no other one is tried.",
-        killers=(Failure.EXCEPTION,),
-        cases=(pairs(tokens=3, in_features=16, slices=(16,), rank=130, slots=2),),
     ),
     _plan(
         "expand-block-below-the-dots-minimum",
@@ -136,8 +109,6 @@ FAULTS = (
         "    block_r = min(128, power_of_2(shape.rank))\n",
         source="vllm #49327",
         why="For a low rank the expand has less to contract over than a tensor core takes.",
-        killers=(Check.EXPERT_COMPILES,),
-        checks=(Check.EXPERT_COMPILES,),
     ),
     _plan(
         "one-shot-tile-below-the-dots-minimum",
@@ -145,8 +116,6 @@ FAULTS = (
         "    block_r = power_of_2(shape.rank)\n",
         source="vllm #32019",
         why="For a low rank the second product has less to contract over than a tensor core takes.",
-        killers=(Check.EXPERT_COMPILES,),
-        checks=(Check.EXPERT_COMPILES,),
     ),
     _stacked(
         "expert-slot-not-reset",
@@ -154,8 +123,6 @@ FAULTS = (
         "        start = 0\n",
         source="sglang #8103",
         why="A slice that the new adapter lacks keeps the old one.",
-        killers=(O.SEQUENCE,),
-        cases=(pairs(),),
     ),
     _stacked(
         "emptied-slot-still-stores",
@@ -163,8 +130,6 @@ FAULTS = (
         "        self.scales[slot].zero_()\n",
         source="own",
         why="Pairs of a slot that was emptied are overwritten with zero where the kernel stores.",
-        killers=(O.SEQUENCE,),
-        cases=(pairs(write=Write.STORE),),
     ),
     _stacked(
         "every-expert-gets-the-first",
@@ -172,8 +137,6 @@ FAULTS = (
         "self.a[slot, ..., index, : part.rank, :].copy_(a[:1])",
         source="own",
         why="All experts of an adapter get the A of its first one.",
-        killers=(O.REFERENCE, O.EXACT),
-        cases=(pairs(ranks=Ranks.FULL),),
     ),
     _stacked(
         "shared-side-decides-for-both",
@@ -182,8 +145,6 @@ FAULTS = (
         "                self.b[slot, ..., start : start + width, : part.rank].copy_(both)",
         source="sglang #28564",
         why="Where experts share A, the B of all of them is overwritten with that of the first.",
-        killers=(O.REFERENCE, O.EXACT),
-        cases=(pairs(sharing=Sharing.SHARED_A),),
     ),
     _stacked(
         "absent-slice-moves-the-rest",
@@ -191,8 +152,6 @@ FAULTS = (
         "                start += width\n",
         source="unsloth-zoo #941",
         why="After a slice without adapter, B goes to the columns of that slice.",
-        killers=(O.REFERENCE, O.EXACT),
-        cases=(pairs(tokens=12, slices=(8, 24, 8), oracles=(O.REFERENCE, O.EXACT)),),
     ),
     _weights(
         "experts-not-counted-at-load",
@@ -200,7 +159,5 @@ FAULTS = (
         "factor.shape[1:] == (rows, columns)",
         source="vllm #41754",
         why="An adapter for another number of experts is refused only when half of it is loaded.",
-        killers=(O.GUARD,),
-        cases=(_GUARDED,),
     ),
 )

@@ -3,16 +3,12 @@ the sum over choices."""
 
 from __future__ import annotations
 
-from loragate.core.verdict import OracleName as O
-from loragate.faults.corpus.moe_points import served
 from loragate.faults.corpus.points import planting
-from loragate.faults.model import Check, Group
-from loragate.matrix.case import Quantisation
+from loragate.faults.model import Group
 
 _ops = planting("lorakernels.moe.layer.ops", Group.MOE_LAYER)
 _kernel = planting("lorakernels.moe.layer.kernels", Group.MOE_LAYER)
 
-_QUANTISED = served(quantisation=Quantisation.FP8, oracles=(O.REFERENCE,))
 
 FAULTS = (
     _ops(
@@ -21,12 +17,6 @@ FAULTS = (
         "        lora_input=x if quantised_x is None else quantised_x.values.to(x.dtype),\n",
         source="vllm #42120",
         why="Adapters get activations of 8 bits without their scale.",
-        killers=(
-            O.REFERENCE,
-            Check.EXPERT_QUANTISED,
-        ),
-        cases=(_QUANTISED,),
-        checks=(Check.EXPERT_QUANTISED,),
     ),
     _ops(
         "adapters-see-quantised-activation",
@@ -36,12 +26,6 @@ FAULTS = (
         "            else quantise_rows(act).values.to(act.dtype),\n",
         source="vllm #42120",
         why="The second product's adapters get 8 bits without their scale.",
-        killers=(
-            O.REFERENCE,
-            Check.EXPERT_QUANTISED,
-        ),
-        cases=(_QUANTISED,),
-        checks=(Check.EXPERT_QUANTISED,),
     ),
     _kernel(
         "weight-scales-of-another-expert",
@@ -49,12 +33,6 @@ FAULTS = (
         "w_scale_ptrs = w_scales_ptr + expert * WIDTH + columns",
         source="own",
         why="Scales of gated weights are indexed as if there was one half.",
-        killers=(
-            O.REFERENCE,
-            Check.EXPERT_QUANTISED,
-        ),
-        cases=(_QUANTISED,),
-        checks=(Check.EXPERT_QUANTISED,),
     ),
     _ops(
         "router-weights-on-both-products",
@@ -62,13 +40,6 @@ FAULTS = (
         "        router_weights=router_weights,\n",
         source="peft #3111",
         why="Router weights that belong on the output are applied to the input as well.",
-        killers=(
-            O.REFERENCE,
-            O.EXACT,
-            Check.EXPERT_LAYER,
-        ),
-        cases=(served(),),
-        checks=(Check.EXPERT_LAYER,),
     ),
     _kernel(
         "fold-uses-gates-b-twice",
@@ -76,13 +47,6 @@ FAULTS = (
         "b_slot",
         source="unsloth-zoo #941",
         why="Gate and up are both expanded with the B of the gate.",
-        killers=(
-            O.REFERENCE,
-            O.EXACT,
-            Check.EXPERT_LAYER,
-        ),
-        cases=(served(),),
-        checks=(Check.EXPERT_LAYER,),
     ),
     _kernel(
         "fold-uses-gates-ranks-twice",
@@ -90,13 +54,6 @@ FAULTS = (
         "_terms(shrunk_ptr, ",
         source="sglang #27274",
         why="The up half is expanded from the ranks of the gate.",
-        killers=(
-            O.REFERENCE,
-            O.EXACT,
-            Check.EXPERT_LAYER,
-        ),
-        cases=(served(),),
-        checks=(Check.EXPERT_LAYER,),
     ),
     _kernel(
         "tile-folded-as-one-slot",
@@ -104,13 +61,6 @@ FAULTS = (
         "        mine = slots >= 0\n",
         source="own",
         why="Every pair of a tile gets the deltas of all adapters in it.",
-        killers=(
-            O.REFERENCE,
-            O.EXACT,
-            Check.EXPERT_LAYER,
-        ),
-        cases=(served(),),
-        checks=(Check.EXPERT_LAYER,),
     ),
     _kernel(
         "fold-forgets-the-expert",
@@ -118,13 +68,6 @@ FAULTS = (
         "b_expert = b_ptr",
         source="own",
         why="The fold expands with the B of expert 0.",
-        killers=(
-            O.REFERENCE,
-            O.EXACT,
-            Check.EXPERT_LAYER,
-        ),
-        cases=(served(),),
-        checks=(Check.EXPERT_LAYER,),
     ),
     _kernel(
         "activation-of-the-up-half",
@@ -134,13 +77,6 @@ FAULTS = (
         "            acc *= up\n",
         source="own",
         why="The gate is opened by the up half.",
-        killers=(
-            O.REFERENCE,
-            O.EXACT,
-            Check.EXPERT_LAYER,
-        ),
-        cases=(served(),),
-        checks=(Check.EXPERT_LAYER,),
     ),
     _kernel(
         "rows-without-expert-summed",
@@ -148,12 +84,5 @@ FAULTS = (
         "        here = pair >= 0\n",
         source="sglang #23178",
         why="The sum over choices reads rows that only another rank would have written.",
-        killers=(
-            O.REFERENCE,
-            O.EXACT,
-            Check.EXPERT_RANKS,
-        ),
-        cases=(served(ep=2),),
-        checks=(Check.EXPERT_RANKS,),
     ),
 )

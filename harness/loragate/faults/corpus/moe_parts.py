@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from loragate.core.verdict import OracleName as O
-from loragate.faults.corpus.moe_points import served
 from loragate.faults.corpus.points import planting
-from loragate.faults.model import Check, Group
+from loragate.faults.model import Group
 
 _layer = planting("lorakernels.layers.moe", Group.MOE_LAYER)
 _weights = planting("lorakernels.layers.moe_weights", Group.MOE_LAYER)
@@ -19,9 +17,6 @@ FAULTS = (
         "        self.w2_slots.reset(slot)\n",
         source="vllm #50252",
         why="Factors of the down projection are accepted and never loaded.",
-        killers=(O.REFERENCE, O.EXACT, Check.EXPERT_LAYER, Check.EXPERT_SLOTS),
-        cases=(served(),),
-        checks=(Check.EXPERT_LAYER, Check.EXPERT_SLOTS),
     ),
     _layer(
         "half-an-adapter-unloaded",
@@ -29,8 +24,6 @@ FAULTS = (
         "        self.w13_slots.reset(slot)\n",
         source="sglang #8103",
         why="The down projection of an unloaded adapter stays in the slot.",
-        killers=(Check.EXPERT_SLOTS,),
-        checks=(Check.EXPERT_SLOTS,),
     ),
     _layer(
         "ids-mapped-for-the-other-axis",
@@ -38,13 +31,6 @@ FAULTS = (
         "local_ids = None if self.place.tp_size == 1 else self.expert_map",
         source="vllm #38021",
         why="Whether ids are mapped depends on the size of the wrong group.",
-        killers=(
-            O.REFERENCE,
-            O.EXACT,
-            Check.EXPERT_RANKS,
-        ),
-        cases=(served(ep=2),),
-        checks=(Check.EXPERT_RANKS,),
     ),
     _partition(
         "rank-of-the-group-for-both-axes",
@@ -52,8 +38,6 @@ FAULTS = (
         "return cls(ep_size, rank % ep_size, tp_size, rank % tp_size)",
         source="sglang #24171",
         why="Some parts are held twice and others by no rank.",
-        killers=(Check.EXPERT_RANKS,),
-        checks=(Check.EXPERT_RANKS,),
     ),
     _partition(
         "uneven-experts-overlap",
@@ -61,13 +45,6 @@ FAULTS = (
         "start = rank.ep_rank * share",
         source="vllm #40867",
         why="Where experts cannot be divided evenly, one is held twice and the last by no rank.",
-        killers=(
-            O.REFERENCE,
-            O.EXACT,
-            Check.EXPERT_RANKS,
-        ),
-        cases=(served(ep=2),),
-        checks=(Check.EXPERT_RANKS,),
     ),
     _weights(
         "gate-and-up-cut-as-one",
@@ -79,13 +56,6 @@ FAULTS = (
         "    halves = torch.split(held, packing.intermediate, dim=1)\n",
         source="tensorrt-llm #8063",
         why="The first rank gets the gate and the second one the up half.",
-        killers=(
-            O.REFERENCE,
-            O.EXACT,
-            Check.EXPERT_RANKS,
-        ),
-        cases=(served(tp=2),),
-        checks=(Check.EXPERT_RANKS,),
     ),
     _packing(
         "adapter-cut-without-the-padding",
@@ -97,8 +67,6 @@ FAULTS = (
         '        pieces[f"b of {name}"] = b if down else take(b, real, dim=1)\n',
         source="vllm #42595",
         why="Base weights are cut from the padded size and the adapter from the real one.",
-        killers=(Check.EXPERT_RANKS,),
-        checks=(Check.EXPERT_RANKS,),
     ),
     _packing(
         "every-rank-takes-first-inputs-of-down",
@@ -106,13 +74,6 @@ FAULTS = (
         "take(a, Shard(0, cut.intermediate.live, cut.intermediate.size), dim=2) if down",
         source="sglang #24171",
         why="All ranks shrink the down projection with the first rank's columns of A.",
-        killers=(
-            O.REFERENCE,
-            O.EXACT,
-            Check.EXPERT_RANKS,
-        ),
-        cases=(served(tp=2),),
-        checks=(Check.EXPERT_RANKS,),
     ),
     _packing(
         "every-rank-takes-first-experts",
@@ -120,13 +81,6 @@ FAULTS = (
         "    return factor.narrow(0, 0, held.live) if factor",
         source="vllm #38021",
         why="All ranks load the adapter's factors of the first rank's experts.",
-        killers=(
-            O.REFERENCE,
-            O.EXACT,
-            Check.EXPERT_RANKS,
-        ),
-        cases=(served(ep=2),),
-        checks=(Check.EXPERT_RANKS,),
     ),
     _packing(
         "gate-and-up-of-a-fused-b-swapped",
@@ -134,8 +88,6 @@ FAULTS = (
         "for piece in reversed(torch.split(b, widths, dim=1))]",
         source="unsloth-zoo #941",
         why="Of a fused gate and up, each gets the rows of the other.",
-        killers=(Check.EXPERT_SLOTS,),
-        checks=(Check.EXPERT_SLOTS,),
     ),
     _packing(
         "missing-experts-filled-up",
@@ -145,8 +97,6 @@ FAULTS = (
         "        missing = [e for e in range(self.num_experts) if e not in by_expert]\n",
         source="vllm #41754",
         why="Experts that the adapter does not name get the factors of another one.",
-        killers=(Check.EXPERT_SLOTS,),
-        checks=(Check.EXPERT_SLOTS,),
     ),
     _packing(
         "scale-folded-into-cached-experts",
@@ -154,7 +104,19 @@ FAULTS = (
         'cast[f"b of {name}"].mul_(factors.scale), 1.0)',
         source="skyrl #2250",
         why="The scale is folded into the adapter's own tensor, once more with each load.",
-        killers=(Check.EXPERT_SLOTS,),
-        checks=(Check.EXPERT_SLOTS,),
+    ),
+    _packing(
+        "scale-of-the-first-expert-for-all",
+        "            if (factors.rank, factors.scale) != (first.rank, first.scale):\n",
+        "            if factors.rank != first.rank:\n",
+        source="own",
+        why="Experts that differ in scale alone are all served with the first one's.",
+    ),
+    _layer(
+        "expert-batch-taken-sequence-first",
+        "        rows = x.reshape(-1, hidden).contiguous()\n",
+        "        rows = x.transpose(0, -2).reshape(-1, hidden).contiguous()\n",
+        source="own",
+        why="Of an input of three dimensions the first two are exchanged.",
     ),
 )

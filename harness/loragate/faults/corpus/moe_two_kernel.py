@@ -2,18 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
-from loragate.core.verdict import OracleName as O
-from loragate.faults.corpus.moe_points import MOE_SMALL, two_kernel
 from loragate.faults.corpus.points import planting
-from loragate.faults.model import Check, Group
-from loragate.matrix.case import Dtype, Layout, Mix, Path, Ranks, RouterWeights, Write
+from loragate.faults.model import Group
 
 _plant = planting("lorakernels.moe.delta.kernels.two_launch", Group.MOE_TWO_KERNEL)
 _columns = planting("lorakernels.common.jit", Group.MOE_TWO_KERNEL)
 
-_SMALL = replace(MOE_SMALL, path=Path.TWO_KERNEL)
 
 FAULTS = (
     _plant(
@@ -22,8 +16,6 @@ FAULTS = (
         "a_ptrs = a_tile + k_begin + (offs_n % R).to(tl.int64)[None, :] * K",
         source="sglang #27274",
         why="The up half is shrunk with the A of the gate.",
-        killers=(O.REFERENCE, O.EXACT),
-        cases=(two_kernel(ranks=Ranks.FULL),),
     ),
     _plant(
         "expert-uses-neighbours-a",
@@ -32,8 +24,6 @@ FAULTS = (
         "        a_ptrs = a_tile + k_begin",
         source="own",
         why="Each expert is shrunk with the A of the expert before it.",
-        killers=(O.REFERENCE, O.EXACT, O.PERMUTE),
-        cases=(two_kernel(),),
     ),
     _plant(
         "live-rank-of-the-first-slice",
@@ -41,8 +31,6 @@ FAULTS = (
         "live_rank = tl.load(ranks_ptr + slot * S + offs_n * 0, mask",
         source="sglang #32241",
         why="All slices are shrunk with the live rank of the first one.",
-        killers=(O.CANARY,),
-        cases=(two_kernel(),),
     ),
     _plant(
         "rest-of-split-k-lost",
@@ -50,8 +38,6 @@ FAULTS = (
         "steps = tl.cdiv(K, BLOCK_K) // tl.num_programs(1)",
         source="own",
         why="K is split evenly, and the remainder belongs to no split-K partial.",
-        killers=(Check.PAIR_PLANS,),
-        checks=(Check.PAIR_PLANS,),
     ),
     _plant(
         "expert-k-mask-missing",
@@ -59,8 +45,6 @@ FAULTS = (
         "live_k = k + offs_k < K + BLOCK_K",
         source="own",
         why="The last block of K reads past the end of the row.",
-        killers=(O.REFERENCE,),
-        cases=(two_kernel(layout=Layout.COLUMN_SLICE),),
     ),
     _plant(
         "expert-tiles-beyond-grid-lost",
@@ -68,19 +52,6 @@ FAULTS = (
         "tl.range(first_tile, tl.minimum(num_tiles, first_tile + 1), tl.num_programs(2)",
         source="sglang #28371",
         why="A batch with more tiles than programs gets no delta in the rest of them.",
-        killers=(O.REFERENCE, O.EXACT),
-        cases=(
-            two_kernel(
-                tokens=40,
-                in_features=16,
-                slices=(16,),
-                rank=4,
-                slots=16,
-                experts=1,
-                top_k=1,
-                mix=Mix.SHUFFLED,
-            ),
-        ),
     ),
     _plant(
         "zero-taken-for-idle-row",
@@ -90,8 +61,6 @@ FAULTS = (
         "                acc = dot(tl.where(blank[:, None], 0.0, x).to(x.dtype), a, acc, IEEE)\n",
         source="own",
         why="A row whose first value is zero is taken for padding; random data never has one.",
-        killers=(O.EXACT,),
-        cases=(_SMALL,),
         only=True,
     ),
     _plant(
@@ -101,8 +70,6 @@ FAULTS = (
         "            acc = dot(h.to(tl.bfloat16).to(b.dtype), b, acc, IEEE)\n",
         source="vllm #38686",
         why="The shrink output is rounded to bf16 whatever the dtype of the adapters.",
-        killers=(O.REFERENCE,),
-        cases=(replace(_SMALL, dtype=Dtype.FP16),),
         only=True,
     ),
     _plant(
@@ -111,8 +78,6 @@ FAULTS = (
         "loaded_rank = R",
         source="own",
         why="Ranks that the adapter does not have are read; harmless while they are zero.",
-        killers=(O.CANARY,),
-        cases=(_SMALL,),
         only=True,
     ),
     _plant(
@@ -121,8 +86,6 @@ FAULTS = (
         "for r in tl.range(BLOCK_R, R - BLOCK_R, BLOCK_R, num_stages=1):",
         source="vllm #55158",
         why="Of an adapter with more ranks than a block, the last ranks are left out.",
-        killers=(O.REFERENCE, O.EXACT),
-        cases=(two_kernel(tokens=3, in_features=16, slices=(16,), rank=140, slots=2),),
     ),
     _plant(
         "router-weight-twice",
@@ -131,8 +94,6 @@ FAULTS = (
         "            weight *= tl.load(weights_ptr + pairs, mask=live_m, other=0.0)\n",
         source="peft #3111",
         why="The router weight is applied by the kernel and once more.",
-        killers=(O.REFERENCE, O.EXACT),
-        cases=(two_kernel(router=RouterWeights.OUTPUT),),
     ),
     _plant(
         "absent-slice-stored-as-zero",
@@ -140,8 +101,6 @@ FAULTS = (
         "live_m = pairs >= 0",
         source="own",
         why="Where the kernel stores, slices without adapter lose what stood there.",
-        killers=(O.REFERENCE, O.EXACT),
-        cases=(two_kernel(write=Write.STORE),),
     ),
     _plant(
         "slices-written-over-each-other",
@@ -149,8 +108,6 @@ FAULTS = (
         "columns = offs_n.to(tl.int64)",
         source="own",
         why="All slices are added to the columns of the first one.",
-        killers=(O.REFERENCE, O.EXACT),
-        cases=(two_kernel(),),
     ),
     _plant(
         "tail-of-a-group-written",
@@ -158,8 +115,6 @@ FAULTS = (
         "live_n = (offs_n + block * BLOCK_N < width + BLOCK_N)[None, :]",
         source="own",
         why="The last block of a group of column blocks writes past the end of the slice.",
-        killers=(Check.PAIR_PLANS,),
-        checks=(Check.PAIR_PLANS,),
     ),
     _columns(
         "groups-start-at-powers-of-two",
@@ -167,8 +122,6 @@ FAULTS = (
         "(group - first_group) * (COLUMNS & -COLUMNS), column)",
         source="own",
         why="The alignment of a group's first column is taken for the column.",
-        killers=(Check.PAIR_PLANS,),
-        checks=(Check.PAIR_PLANS,),
     ),
     _plant(
         "last-block-of-a-group-lost",
@@ -176,8 +129,6 @@ FAULTS = (
         "for block in tl.range(0, GROUP - 1, num_stages=STAGES):",
         source="own",
         why="Of a group of column blocks the last one is left out.",
-        killers=(Check.PAIR_PLANS,),
-        checks=(Check.PAIR_PLANS,),
     ),
     _plant(
         "pair-offset-in-32-bits",
@@ -185,8 +136,6 @@ FAULTS = (
         "        rows = pairs\n",
         source="vllm #53034",
         why="Pair times stride overflows from 2^31 elements on.",
-        killers=(Check.FAR_PAIRS,),
-        checks=(Check.FAR_PAIRS,),
     ),
     _plant(
         "expert-offset-in-32-bits",
@@ -194,7 +143,5 @@ FAULTS = (
         "expert * stride_b_expert\n",
         source="liger-kernel #1296",
         why="Expert times the stride of B overflows.",
-        killers=(Check.FAR_PAIRS,),
-        checks=(Check.FAR_PAIRS,),
     ),
 )

@@ -3,25 +3,14 @@ in the rounding of each element."""
 
 from __future__ import annotations
 
-from dataclasses import replace
-
-from loragate.core.verdict import OracleName as O
-from loragate.faults.corpus.moe_points import MOE_SMALL
-from loragate.faults.corpus.points import SMALL, delta, planting
+from loragate.faults.corpus.points import planting
 from loragate.faults.model import Group, Needs
-from loragate.matrix.case import Dtype, Mix, Path, Ranks
 
 _dense = planting("lorakernels.dense.kernels", Group.SHRINK)
 _expand = planting("lorakernels.dense.kernels", Group.EXPAND)
 _metadata = planting("lorakernels.batch.metadata", Group.METADATA)
 _two_launch = planting("lorakernels.moe.delta.kernels.two_launch", Group.MOE_TWO_KERNEL)
 _small_batch = planting("lorakernels.moe.delta.kernels.small_batch", Group.MOE_FUSED)
-
-# no dead ranks, which would hold NaN in the canary's run
-_FULL = replace(SMALL, ranks=Ranks.FULL)
-_MOE_FULL = replace(MOE_SMALL, ranks=Ranks.FULL)
-# enough elements for errors that they have in common
-_MANY = delta(tokens=130, in_features=72, slices=(144,), rank=16, slots=1, ranks=Ranks.FULL)
 
 FAULTS = (
     _expand(
@@ -33,8 +22,6 @@ FAULTS = (
         "            if PDL:\n",
         source="own",
         why="The B of two slots are blended, and the one that is not wanted is multiplied by zero.",
-        killers=(O.ISOLATION,),
-        cases=(_FULL,),
         only=True,
     ),
     _small_batch(
@@ -47,8 +34,6 @@ FAULTS = (
         "        out_ptrs",
         source="own",
         why="The B of two slots are blended, and the one that is not wanted is multiplied by zero.",
-        killers=(O.ISOLATION,),
-        cases=(_MOE_FULL,),
         only=True,
     ),
     _dense(
@@ -58,8 +43,6 @@ FAULTS = (
         "mask=live_cells)",
         source="own",
         why="The shrink output is kept within the range of fp16 for adapters of any dtype.",
-        killers=(O.RANGE,),
-        cases=(SMALL,),
         only=True,
     ),
     _small_batch(
@@ -68,8 +51,6 @@ FAULTS = (
         "        h = tl.minimum(tl.maximum(tl.sum(acc, axis=1), -65504.0), 65504.0) * scale\n",
         source="own",
         why="The shrink output is kept within the range of fp16 for adapters of any dtype.",
-        killers=(O.RANGE,),
-        cases=(MOE_SMALL,),
         only=True,
     ),
     _dense(
@@ -82,8 +63,6 @@ FAULTS = (
         "            live_rank = tl.load(ranks_of_slot, mask=offs_n < SR, other=0)\n",
         source="own",
         why="The rank of a slot is found by reading those of all slots before it.",
-        killers=(O.WORK,),
-        cases=(SMALL,),
         only=True,
     ),
     _small_batch(
@@ -94,8 +73,6 @@ FAULTS = (
         "        rank = tl.load(ranks_ptr + before * S + slice_id)\n",
         source="own",
         why="The rank of a slot is found by reading those of all slots before it.",
-        killers=(O.WORK,),
-        cases=(MOE_SMALL,),
         only=True,
     ),
     _dense(
@@ -106,8 +83,6 @@ FAULTS = (
         "            row_ptrs = split_ptr + (tile * HEIGHT",
         source="own",
         why="Sums are shifted by the largest one of their tile, which rounds them by it.",
-        killers=(O.BATCH_INVARIANCE,),
-        cases=(replace(SMALL, tokens=18, dtype=Dtype.FP32),),
         only=True,
     ),
     _two_launch(
@@ -118,12 +93,6 @@ FAULTS = (
         "            if SCALED:\n                acc *= scale[None, :]\n",
         source="own",
         why="Sums are shifted by the largest one of their tile, which rounds them by it.",
-        killers=(O.BATCH_INVARIANCE,),
-        cases=(
-            replace(
-                MOE_SMALL, tokens=18, experts=2, top_k=1, dtype=Dtype.FP32, path=Path.TWO_KERNEL
-            ),
-        ),
         only=True,
     ),
     _dense(
@@ -132,8 +101,6 @@ FAULTS = (
         "tl.store(row_ptrs + offs_n[None, :], acc.to(x_ptr.dtype.element_ty), mask=live_cells)",
         source="own",
         why="Sums over in_features are rounded when they are stored, and again with their scale.",
-        killers=(O.REFERENCE,),
-        cases=(replace(_MANY, mix=Mix.SINGLE),),
     ),
     _expand(
         "scale-through-bf16",
@@ -142,8 +109,6 @@ FAULTS = (
         "        scale = scale.to(tl.bfloat16).to(tl.float32)\n",
         source="own",
         why="The scale has eight bits, and is off by up to 0.4 %.",
-        killers=(O.REFERENCE,),
-        cases=(replace(_MANY, mix=Mix.SINGLE),),
     ),
     _metadata(
         "mapping-read-where-it-lies",
@@ -151,8 +116,6 @@ FAULTS = (
         "token_slots = token_slots.to(self.token_slots.device, non_blocking=True)",
         source="vllm #36013",
         why="A mapping in pinned memory is read when the device gets to it.",
-        killers=(O.QUEUE,),
-        cases=(delta(tokens=64, slots=8, oracles=(O.QUEUE,)),),
         needs=Needs.GPU,
     ),
 )

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from loragate.core.verdict import OracleName as O
-from loragate.faults.corpus.points import EVERY, SMALL, delta, planting
-from loragate.faults.model import Check, Group
-from loragate.matrix.case import Dtype
+from loragate.faults.corpus.points import planting
+from loragate.faults.model import Group
 
 _ops = planting("lorakernels.dense.ops", Group.HOST)
 _check = planting("lorakernels.dense.check", Group.HOST)
@@ -15,8 +13,6 @@ _plan = planting("lorakernels.dense.plan", Group.HOST)
 _ENTRY = """    check_step(x, weights, metadata)
     torch.ops.lorakernels.dense_delta(
 """
-# K is split into several parts
-_SPLIT = delta(tokens=18, in_features=160, slices=(16,), slots=2, dtype=Dtype.FP32, oracles=EVERY)
 
 
 FAULTS = (
@@ -26,8 +22,6 @@ FAULTS = (
         "        workspace.shrunk,\n        out,\n    )\n    out.add_(torch.zeros_like(out))\n",
         source="vllm #35721",
         why="A delta of zero is added to base rows, too, which turns -0 into 0.",
-        killers=(O.BASE_ROWS,),
-        cases=(SMALL,),
         only=True,
     ),
     _ops(
@@ -39,8 +33,6 @@ FAULTS = (
         "    launch_expand(view, slots, shape, tiles, out, pdl=pdl)\n",
         source="vllm #50278",
         why="The second step adds partial sums in another order, like an autotuner or an atomic.",
-        killers=(O.REPEAT,),
-        cases=(_SPLIT,),
         only=True,
     ),
     _ops(
@@ -49,8 +41,6 @@ FAULTS = (
         'mutates_args=("shrunk",)',
         source="vllm #37562",
         why="The operator does not declare to torch that it changes its output.",
-        killers=(O.COMPILE,),
-        cases=(SMALL,),
         only=True,
     ),
     _ops(
@@ -62,8 +52,6 @@ FAULTS = (
         "    torch.ops.lorakernels.dense_delta(\n",
         source="vllm #34119",
         why="The number of active adapters decides on the host what a traced graph does.",
-        killers=(O.COMPILE,),
-        cases=(SMALL,),
     ),
     _check(
         "rows-unchecked",
@@ -71,8 +59,6 @@ FAULTS = (
         "    if num_rows is not None and x.shape[0] < num_rows:\n",
         source="own",
         why="A batch with more rows than were prepared is accepted; the rest gets no delta.",
-        killers=(O.GUARD,),
-        cases=(delta(tokens=5, oracles=(O.EXACT, O.GUARD)),),
     ),
     _check(
         "output-above-input-accepted",
@@ -80,8 +66,6 @@ FAULTS = (
         "    if out is x:\n",
         source="own",
         why="An output that overlaps the input in memory is accepted.",
-        killers=(O.GUARD,),
-        cases=(delta(tokens=5, oracles=(O.EXACT, O.GUARD)),),
     ),
     _launch(
         "last-column-group-not-launched",
@@ -89,8 +73,6 @@ FAULTS = (
         "groups = sum(width // columns for width in shape.slice_widths)",
         source="punica #11",
         why="The grid is rounded down: columns after the last full group get no delta.",
-        killers=(O.REFERENCE, O.EXACT),
-        cases=(delta(slices=(300,), in_features=32, tokens=9),),
     ),
     _launch(
         "k-split-without-its-last-part",
@@ -98,8 +80,6 @@ FAULTS = (
         "grid = (tile_programs(shape, capacity), max(1, plan.splits - 1), ",
         source="own",
         why="One split-K partial of the shrink output is never written, and read all the same.",
-        killers=(O.CANARY,),
-        cases=(delta(in_features=300),),
     ),
     _plan(
         "workspace-sized-for-largest-batch",
@@ -107,8 +87,6 @@ FAULTS = (
         "    sizes = [max_rows]\n",
         source="sglang #7844",
         why="A smaller batch splits K further and needs a larger workspace than the largest one.",
-        killers=(Check.WORKSPACE,),
-        checks=(Check.WORKSPACE,),
     ),
     _plan(
         "tile-below-dot-minimum",
@@ -116,7 +94,5 @@ FAULTS = (
         "block_r = min(128, power_of_2(shape.rank))",
         source="vllm #32019",
         why="A rank below 16 gives a tile that tl.dot does not take; an interpreter does.",
-        killers=(Check.COMPILES,),
-        checks=(Check.COMPILES,),
     ),
 )

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from loragate.core.verdict import OracleName as O
-from loragate.faults.corpus.points import SMALL, delta, planting
+from loragate.faults.corpus.points import planting
 from loragate.faults.model import Group
-from loragate.matrix.case import Ranks
 
 _plant = planting("lorakernels.common.stacked_weights", Group.WEIGHTS)
-_GUARDED = delta(tokens=5, slots=2, oracles=(O.REFERENCE, O.EXACT, O.GUARD))
 
 FAULTS = (
     _plant(
@@ -17,8 +14,6 @@ FAULTS = (
         "        start = 0\n",
         source="sglang #8103",
         why="A slice that the new adapter does not have keeps the weights of the one before.",
-        killers=(O.SEQUENCE,),
-        cases=(SMALL,),
         only=True,
     ),
     _plant(
@@ -33,8 +28,6 @@ FAULTS = (
         "        self.b[slot, : self.slice_widths[0]].zero_()\n",
         source="sglang #8103",
         why="An evicted adapter lives on in all slices of its slot but the first.",
-        killers=(O.SEQUENCE,),
-        cases=(delta(),),
     ),
     _plant(
         "adapter-takes-rank-of-buffers",
@@ -42,8 +35,6 @@ FAULTS = (
         "self.ranks[slot, index].fill_(self.rank)",
         source="vllm #31994",
         why="An adapter smaller than its slot is contracted over the rank of the buffers.",
-        killers=(O.CANARY,),
-        cases=(delta(rank=24),),
     ),
     _plant(
         "scale-folded-in-and-applied",
@@ -51,8 +42,6 @@ FAULTS = (
         "self.b[slot, ..., start : start + width, : part.rank].copy_(b * part.scale)",
         source="SkyRL #2250",
         why="The scale is folded into B at loading time, and applied again by the kernel.",
-        killers=(O.REFERENCE, O.EXACT),
-        cases=(delta(),),
     ),
     _plant(
         "scale-folded-into-durable-copy",
@@ -61,8 +50,6 @@ FAULTS = (
         "                self.b[slot, ..., start : start + width, : part.rank].copy_(b)\n",
         source="unsloth-zoo #951",
         why="Loading an adapter scales the tensors that it was loaded from.",
-        killers=(O.CANARY,),
-        cases=(delta(),),
     ),
     _plant(
         "gate-loaded-twice-up-never",
@@ -70,8 +57,6 @@ FAULTS = (
         "self.a[slot, ..., index, : part.rank, :].copy_((factors[0] or part).a)",
         source="unsloth-zoo #941",
         why="Both halves of gate_up get the A of the gate; the shapes are the same.",
-        killers=(O.REFERENCE, O.EXACT),
-        cases=(delta(slices=(40, 40), ranks=Ranks.FULL),),
     ),
     _plant(
         "absent-slice-shifts-the-rest",
@@ -79,8 +64,6 @@ FAULTS = (
         "index].fill_(part.scale)\n                start += width\n",
         source="vllm #36309",
         why="After a slice that the adapter does not have, B lands in the columns before its own.",
-        killers=(O.REFERENCE, O.EXACT),
-        cases=(delta(slices=(16, 24, 24, 16), slots=3, rank=4),),
     ),
     _plant(
         "scale-rounded-to-integer",
@@ -88,8 +71,6 @@ FAULTS = (
         "self.scales[slot, index].fill_(round(part.scale))",
         source="peft #2733",
         why="A scale that is not an integer is rounded to one.",
-        killers=(O.REFERENCE,),
-        cases=(delta(),),
     ),
     _plant(
         "slot-emptied-before-adapter-is-checked",
@@ -97,8 +78,6 @@ FAULTS = (
         "        self.reset(slot)\n        if len(factors) != self.num_slices:\n",
         source="own",
         why="An adapter that is refused has already replaced the one before.",
-        killers=(O.GUARD,),
-        cases=(_GUARDED,),
     ),
     _plant(
         "negative-slot-accepted",
@@ -106,8 +85,6 @@ FAULTS = (
         "        if not slot < self.num_slots:\n",
         source="vllm tests/lora/test_punica_ops.py",
         why="Slot -1 means the last slot to Python.",
-        killers=(O.GUARD,),
-        cases=(SMALL,),
         only=True,
     ),
 )

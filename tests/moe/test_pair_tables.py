@@ -1,23 +1,28 @@
-"""The alignment of pairs against a plain loop over dictionaries, and the sizes of its buffers."""
+"""Every table of the alignment, to its very end, against a plain loop over dictionaries, step after
+step on the same buffers; and the sizes of the buffers."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass
 
+import pytest
 import torch
 from torch import Tensor
 
-from loragate.core.machine import detect_machine
-from loragate.execution.kernel_compiles import kernels_compiled
-from lorakernels.batch.metadata import BatchMetadata
-from lorakernels.moe.align.metadata import PairMetadata
-from lorakernels.moe.delta.ops import MoEWorkspace
-from lorakernels.moe.delta.plan import MoEShape, shrunk_shape
-from lorakernels.moe.tiles import base_tile_height, tile_height
-from lorakernels.moe.weights import ExpertWeights
+from loragate.core.machine import detect_machine, select_interpreter
 
+select_interpreter()
+
+from loragate.execution.kernel_compiles import kernels_compiled  # noqa: E402
+from lorakernels.batch.metadata import BatchMetadata  # noqa: E402
+from lorakernels.moe.align.metadata import PairMetadata  # noqa: E402
+from lorakernels.moe.delta.ops import MoEWorkspace  # noqa: E402
+from lorakernels.moe.delta.plan import MoEShape, shrunk_shape  # noqa: E402
+from lorakernels.moe.tiles import base_tile_height, tile_height  # noqa: E402
+from lorakernels.moe.weights import ExpertWeights  # noqa: E402
+
+DEVICE = detect_machine().device
 _NOTHING = -1
 
 
@@ -46,43 +51,56 @@ _SCENES = (
 )
 
 
-def check_pairs() -> str | None:
-    """Every table of every step, to its very end."""
-    for scene in _SCENES:
-        pairs = PairMetadata(
-            max_tokens=scene.tokens[0] + scene.spare,
-            top_k=scene.top_k,
-            num_experts=scene.experts,
-            max_slots=scene.slots,
-            device=detect_machine().device,
-            with_base=scene.with_base,
-        )
-        for step, tokens in enumerate(scene.tokens):
-            for wrong in _wrong_tables(scene, pairs, step, tokens):
-                return f"{scene.what}, step {step} of {tokens} tokens: {wrong}"
-    return _compiled_anew()
+@pytest.mark.parametrize("scene", _SCENES, ids=lambda scene: scene.what)
+def test_every_table_of_every_step_is_that_of_a_plain_loop(scene: _Scene) -> None:
+    pairs = PairMetadata(
+        max_tokens=scene.tokens[0] + scene.spare,
+        top_k=scene.top_k,
+        num_experts=scene.experts,
+        max_slots=scene.slots,
+        device=DEVICE,
+        with_base=scene.with_base,
+    )
+    for step, tokens in enumerate(scene.tokens):
+        _compare_tables(scene, pairs, step, tokens)
 
 
-def _compiled_anew() -> str | None:
-    """A number of pairs that Triton could specialise on must not cause a recompilation."""
-    device = detect_machine().device
-    if device == "cpu":
-        return None
+@pytest.mark.skipif(DEVICE == "cpu", reason="needs compiled kernels on a GPU")
+def test_a_number_of_pairs_that_could_be_specialised_on_compiles_no_kernel_anew() -> None:
     # so many experts that tiles have the same height for all of these
-    pairs = PairMetadata(max_tokens=32, top_k=1, num_experts=128, max_slots=2, device=device)
-    batch = BatchMetadata(max_tokens=32, max_slots=2, device=device)
+    pairs = PairMetadata(max_tokens=32, top_k=1, num_experts=128, max_slots=2, device=DEVICE)
+    batch = BatchMetadata(max_tokens=32, max_slots=2, device=DEVICE)
     compiled: list[str] = []
     for tokens in (20, 16, 1, 17):
         batch.prepare(torch.zeros(tokens, dtype=torch.int32))
-        ids = torch.zeros(tokens, 1, dtype=torch.int32, device=device)
+        ids = torch.zeros(tokens, 1, dtype=torch.int32, device=DEVICE)
         with kernels_compiled(compiled):
             pairs.prepare(ids, batch)
-    if len(compiled) <= 1:
-        return None
-    return f"20, 16, 1 and 17 pairs compiled {', '.join(compiled)}"
+    assert len(compiled) <= 1, compiled
 
 
-def _wrong_tables(scene: _Scene, pairs: PairMetadata, step: int, tokens: int) -> Iterator[str]:
+@pytest.mark.parametrize(("top_k", "rank"), [(1, 8), (4, 64)])
+def test_a_workspace_holds_the_shrink_output_of_every_batch_up_to_the_largest(
+    top_k: int, rank: int
+) -> None:
+    weights = ExpertWeights(
+        num_slots=1,
+        num_experts=8,
+        slice_widths=(16, 16),
+        in_features=4096,
+        rank=rank,
+        dtype=torch.bfloat16,
+        device="meta",
+    )
+    needed = 0
+    for tokens in range(1, 300):
+        shape = MoEShape(tokens * top_k, 8, 4096, (16, 16), rank, 2)
+        needed = max(needed, math.prod(shrunk_shape(shape)))
+        size = MoEWorkspace([weights], max_tokens=tokens, top_k=top_k).shrunk.numel()
+        assert needed <= size, tokens
+
+
+def _compare_tables(scene: _Scene, pairs: PairMetadata, step: int, tokens: int) -> None:
     generator = torch.Generator().manual_seed(100 * step + tokens)
     known = 2 * scene.experts if scene.mapped else scene.experts
 
@@ -97,25 +115,16 @@ def _wrong_tables(scene: _Scene, pairs: PairMetadata, step: int, tokens: int) ->
         # the last expert of the model is one of those that are here
         table = torch.full((known,), _NOTHING, dtype=torch.int32)
         table[1::2] = torch.arange(scene.experts).int()
-    device = detect_machine().device
-    batch = BatchMetadata(max_tokens=scene.tokens[0], max_slots=scene.slots, device=device)
+    batch = BatchMetadata(max_tokens=scene.tokens[0], max_slots=scene.slots, device=DEVICE)
     batch.prepare(slots)
-    # sizes are checked before anything can be written past the end
     wanted = _tables(scene, pairs, ids, slots, table)
-    short = [name for name, values in wanted.items() if len(values) > len(getattr(pairs, name))]
-    if short:
-        yield f"{short[0]} has no capacity for {len(wanted[short[0]])} entries"
-        return
-    local = None if table is None else table.to(device)
-    pairs.prepare(ids.to(device), batch, expert_map=local)
+    # sizes are compared before anything can be written past the end
+    assert all(len(values) <= len(getattr(pairs, name)) for name, values in wanted.items())
+    pairs.prepare(ids.to(DEVICE), batch, expert_map=None if table is None else table.to(DEVICE))
     for name, values in wanted.items():
         found = getattr(pairs, name).tolist()
         behind = 0 if name.startswith("num") else _NOTHING
-        right = values + [behind] * (len(found) - len(values))
-        if found != right:
-            place = next(i for i, value in enumerate(found) if value != right[i])
-            yield f"{name}[{place}] is {found[place]}, should be {right[place]}"
-            return
+        assert found == values + [behind] * (len(found) - len(values)), (step, name)
 
 
 def _tables(
@@ -171,26 +180,3 @@ def _local(expert: int, scene: _Scene, table: Tensor | None) -> int:
     if table is not None:
         expert = int(table[expert]) if 0 <= expert < len(table) else _NOTHING
     return expert if 0 <= expert < scene.experts else _NOTHING
-
-
-def check_pair_workspace() -> str | None:
-    """The workspace holds the shrink output of every batch up to the largest one."""
-    for top_k, rank in ((1, 8), (4, 64)):
-        weights = ExpertWeights(
-            num_slots=1,
-            num_experts=8,
-            slice_widths=(16, 16),
-            in_features=4096,
-            rank=rank,
-            dtype=torch.bfloat16,
-            device="meta",
-        )
-        needed = 0
-        for tokens in range(1, 300):
-            shape = MoEShape(tokens * top_k, 8, 4096, (16, 16), rank, 2)
-            needed = max(needed, math.prod(shrunk_shape(shape)))
-            size = MoEWorkspace([weights], max_tokens=tokens, top_k=top_k).shrunk.numel()
-            if needed > size:
-                what = f"{needed} values of shrink output are needed, there are {size}"
-                return f"batches of up to {tokens} tokens: {what}"
-    return None

@@ -1,31 +1,33 @@
 """A MoE kernel gives the same result for every plan: tiles, groups, parts, split-K partials.
 
-Plans are tuned on a GPU. Here they are forced, so that the check covers the same code when the
-plans change."""
+Plans are tuned on a GPU. Here they are forced, so that the tests cover the same code when the
+plans change.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
-from types import MappingProxyType
 from typing import Any
-from unittest.mock import patch
 
+import pytest
 import torch
 from torch import Tensor
 
-from loragate.core.machine import detect_machine
-from loragate.inputs.placement import Band, bits_of, owned, place, whole
-from loragate.matrix.case import Layout
-from lorakernels.batch.metadata import BatchMetadata
-from lorakernels.moe.align.metadata import PairMetadata
-from lorakernels.moe.delta import launch as launches
-from lorakernels.moe.delta.launch import Delta, launch
-from lorakernels.moe.delta.plan import MoEPath, MoEShape
-from lorakernels.moe.weights import ExpertFactors, ExpertWeights
+from loragate.core.machine import detect_machine, select_interpreter
 
-_TOKENS, _TOP_K, _EXPERTS, _SLOTS, _IN = 10, 2, 2, 3, 40
+select_interpreter()
+
+from loragate.inputs.placement import Band, bits_of, owned, place, whole  # noqa: E402
+from loragate.matrix.case import Layout  # noqa: E402
+from lorakernels.batch.metadata import BatchMetadata  # noqa: E402
+from lorakernels.moe.align.metadata import PairMetadata  # noqa: E402
+from lorakernels.moe.delta import launch as launches  # noqa: E402
+from lorakernels.moe.delta.launch import Delta, launch  # noqa: E402
+from lorakernels.moe.delta.plan import MoEPath, MoEShape  # noqa: E402
+from lorakernels.moe.weights import ExpertFactors, ExpertWeights  # noqa: E402
+
+_TOP_K, _EXPERTS, _SLOTS, _IN = 2, 2, 3, 40
 _GUARD_COLUMNS = 16
 
 
@@ -36,12 +38,15 @@ class _Layer:
     widths: tuple[int, int]
     rank: int
     adapters: tuple[tuple[tuple[int, float] | None, ...], ...]
+    tokens: int = 10
 
 
 # one slice is absent; blocks of 16 columns and of 16 ranks divide nothing
 _UNEVEN = _Layer((72, 72), 20, (((20, 1.0), (3, 2.0)), ((5, 0.5), (20, 1.0)), ((18, 2.0), None)))
 # blocks of 16 divide the widths, and one holds the ranks
 _EVEN = _Layer((80, 80), 12, (((12, 1.0), (3, 2.0)), ((5, 0.5), (12, 1.0)), ((10, 2.0), None)))
+# so many pairs that their tiles are tall
+_TALL = _Layer((24, 24), 4, (((4, 1.0), (3, 2.0)), ((2, 0.5), None), ((4, 2.0), (1, 1.0))), 512)
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,58 +58,63 @@ class _Plan:
 
 
 _TWO = MoEPath.TWO_KERNEL
-_PLANS: Mapping[str, _Plan] = MappingProxyType(
-    {
-        "K in three parts": _Plan(_TWO, {"plan_shrink": {"block_k": 16, "splits": 3}}),
-        "K in two parts of three steps": _Plan(_TWO, {"plan_shrink": {"block_k": 16, "splits": 2}}),
-        "one block of columns a program": _Plan(_TWO, {"plan_expand": {"block_n": 16, "group": 1}}),
-        "groups of two blocks": _Plan(_TWO, {"plan_expand": {"block_n": 16, "group": 2}}),
-        "groups of three blocks": _Plan(_TWO, {"plan_expand": {"block_n": 16, "group": 3}}),
-        "two blocks of ranks": _Plan(_TWO, {"plan_expand": {"block_r": 16, "group": 1}}),
-        "one shot": _Plan(
-            MoEPath.ONE_SHOT, {"plan_one_shot": {"block_n": 16, "parts": 1, "paired": False}}
-        ),
-        "one shot in two parts of three blocks": _Plan(
-            MoEPath.ONE_SHOT, {"plan_one_shot": {"block_n": 16, "parts": 2, "paired": False}}
-        ),
-        "one shot in four parts, one of them empty": _Plan(
-            MoEPath.ONE_SHOT, {"plan_one_shot": {"block_n": 16, "parts": 4, "paired": False}}
-        ),
-        "both slices in one program": _Plan(
-            MoEPath.ONE_SHOT,
-            {"plan_one_shot": {"block_n": 16, "block_k": 16, "parts": 1, "paired": True}},
-        ),
-        "small batch": _Plan(MoEPath.SMALL_BATCH, {"plan_small_batch": {"block_n": 16}}),
-    }
-)
+_PLANS: Mapping[str, _Plan] = {
+    "K in three parts": _Plan(_TWO, {"plan_shrink": {"block_k": 16, "splits": 3}}),
+    "K in two parts of three steps": _Plan(_TWO, {"plan_shrink": {"block_k": 16, "splits": 2}}),
+    "one block of columns a program": _Plan(_TWO, {"plan_expand": {"block_n": 16, "group": 1}}),
+    "groups of two blocks": _Plan(_TWO, {"plan_expand": {"block_n": 16, "group": 2}}),
+    "groups of three blocks": _Plan(_TWO, {"plan_expand": {"block_n": 16, "group": 3}}),
+    "two blocks of ranks": _Plan(_TWO, {"plan_expand": {"block_r": 16, "group": 1}}),
+    "one shot": _Plan(
+        MoEPath.ONE_SHOT, {"plan_one_shot": {"block_n": 16, "parts": 1, "paired": False}}
+    ),
+    "one shot in two parts of three blocks": _Plan(
+        MoEPath.ONE_SHOT, {"plan_one_shot": {"block_n": 16, "parts": 2, "paired": False}}
+    ),
+    "one shot in four parts, one of them empty": _Plan(
+        MoEPath.ONE_SHOT, {"plan_one_shot": {"block_n": 16, "parts": 4, "paired": False}}
+    ),
+    "both slices in one program": _Plan(
+        MoEPath.ONE_SHOT,
+        {"plan_one_shot": {"block_n": 16, "block_k": 16, "parts": 1, "paired": True}},
+    ),
+    "small batch": _Plan(MoEPath.SMALL_BATCH, {"plan_small_batch": {"block_n": 16}}),
+}
 
 
-def check_pair_plans() -> str | None:
-    """Integers that are exact in any order, inside guards that must keep their bits."""
-    for layer in (_UNEVEN, _EVEN):
-        step = _Step(layer)
-        for turn, (name, plan) in enumerate(_PLANS.items()):
-            # every kernel runs with both
-            wrong = _wrong_plan(step, plan, add_inputs=turn % 2 > 0)
-            if wrong is not None:
-                return f"{name}, widths {layer.widths}, rank {layer.rank}: {wrong}"
-    return None
+@pytest.fixture(scope="module", params=[_UNEVEN, _EVEN], ids=["uneven", "even"])
+def step(request: pytest.FixtureRequest) -> _Step:
+    return _Step(request.param)
 
 
-def _wrong_plan(step: _Step, plan: _Plan, *, add_inputs: bool) -> str | None:
-    base = step.base.clone()
-    out = place(base, Layout.COLUMN_SLICE, margin=_GUARD_COLUMNS, band=Band.NUMBER)
+@pytest.mark.parametrize("name", list(_PLANS))
+def test_every_plan_gives_the_same_integers_and_writes_nothing_else(
+    name: str, step: _Step, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan = _PLANS[name]
+    # every kernel both stores and adds to its inputs
+    add_inputs = list(_PLANS).index(name) % 2 > 0
+    out = place(step.base.clone(), Layout.COLUMN_SLICE, margin=_GUARD_COLUMNS, band=Band.NUMBER)
     before, wanted = whole(out).clone(), step.wanted(add_inputs=add_inputs)
-    with ExitStack() as stack:
-        for planner, fields in plan.fields.items():
-            forced = _forcing(getattr(launches, planner), fields)
-            stack.enter_context(patch.object(launches, planner, forced))
-        splits = plan.fields.get("plan_shrink", {}).get("splits", 1)
-        launch(step.delta(out, splits, add_inputs=add_inputs), plan.path, pdl=False)
-    if not torch.equal(bits_of(out + 0.0), bits_of(wanted + 0.0)):
-        return f"{int((out != wanted).sum())} elements are wrong"
+    for planner, fields in plan.fields.items():
+        monkeypatch.setattr(launches, planner, _forcing(getattr(launches, planner), fields))
+    splits = plan.fields.get("plan_shrink", {}).get("splits", 1)
+    launch(step.delta(out, splits, add_inputs=add_inputs), plan.path, pdl=False)
+    assert torch.equal(bits_of(out + 0.0), bits_of(wanted + 0.0))
     changed = (bits_of(whole(out)) != bits_of(before)) & ~owned(out)
-    return f"{int(changed.sum())} elements outside of out were written" if changed.any() else None
+    assert not changed.any()
+
+
+def test_tall_tiles_of_few_ranks_reach_all_of_their_columns(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    step = _Step(_TALL)
+    assert step.pairs.tables.height > 32
+    fields = {"block_n": 16, "parts": 1, "paired": False}
+    monkeypatch.setattr(launches, "plan_one_shot", _forcing(launches.plan_one_shot, fields))
+    out = step.base.clone()
+    launch(step.delta(out, 1, add_inputs=True), MoEPath.ONE_SHOT, pdl=False)
+    assert torch.equal(bits_of(out + 0.0), bits_of(step.wanted(add_inputs=True) + 0.0))
 
 
 def _forcing(planner: Callable[[MoEShape], Any], fields: Mapping[str, Any]) -> Callable[..., Any]:
@@ -119,12 +129,12 @@ class _Step:
         self.layer = layer
         self.device = torch.device(detect_machine().device)
         self.generator = torch.Generator().manual_seed(7)
-        self.slots = torch.arange(_TOKENS, dtype=torch.int32) % (_SLOTS + 1) - 1
+        self.slots = torch.arange(self.layer.tokens, dtype=torch.int32) % (_SLOTS + 1) - 1
         # of two choices one is always expert 0, in either place
-        self.ids = torch.tensor([[0, 1], [1, 0]] * (_TOKENS // 2), dtype=torch.int32)
-        self.router = self._integers(1, 3, _TOKENS, _TOP_K).float()
-        self.x = self._sparse(_TOKENS, _IN, 6)
-        self.base = self._integers(-3, 4, _TOKENS * _TOP_K, sum(layer.widths)).bfloat16()
+        self.ids = torch.tensor([[0, 1], [1, 0]] * (self.layer.tokens // 2), dtype=torch.int32)
+        self.router = self._integers(1, 3, self.layer.tokens, _TOP_K).float()
+        self.x = self._sparse(self.layer.tokens, _IN, 6)
+        self.base = self._integers(-3, 4, self.layer.tokens * _TOP_K, sum(layer.widths)).bfloat16()
         self.weights = ExpertWeights(
             num_slots=_SLOTS,
             num_experts=_EXPERTS,
@@ -138,10 +148,10 @@ class _Step:
         for slot, parts in enumerate(self.factors):
             self.weights.load(slot, parts)
         self._poison()
-        batch = BatchMetadata(max_tokens=_TOKENS, max_slots=_SLOTS, device=self.device)
+        batch = BatchMetadata(max_tokens=self.layer.tokens, max_slots=_SLOTS, device=self.device)
         batch.prepare(self.slots)
         self.pairs = PairMetadata(
-            max_tokens=_TOKENS,
+            max_tokens=self.layer.tokens,
             top_k=_TOP_K,
             num_experts=_EXPERTS,
             max_slots=_SLOTS,
@@ -151,7 +161,7 @@ class _Step:
 
     def delta(self, out: Tensor, splits: int, *, add_inputs: bool) -> Delta:
         weights, pairs, layer = self.weights, self.pairs, self.layer
-        num_pairs = _TOKENS * _TOP_K
+        num_pairs = self.layer.tokens * _TOP_K
         shrunk = torch.full((splits, num_pairs, len(layer.widths) * layer.rank), float("nan"))
         return Delta(
             shape=MoEShape(num_pairs, _EXPERTS, _IN, layer.widths, layer.rank, 2),

@@ -1,0 +1,71 @@
+"""Finds what the gate detects a fault with, so that killers.yaml can name it.
+
+Cases come first, because they are what people wait for: those of the sites that the fault can
+change, the smaller ones before the larger ones, up to the first that detects it. Where no case
+does, all host tests run, up to the first that fails.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+
+from loragate.core.child_process import ProcessPool
+from loragate.core.verdict import Failure, OracleName, Verdict
+from loragate.faults.fates import killers_of
+from loragate.faults.gate_contents import GateContents
+from loragate.faults.model import Edit, Fault, GateItem, Killer, Part, Sighting
+from loragate.faults.order import Order, Suite
+from loragate.faults.runner import Setup, run_order
+from loragate.matrix.case import Case, Site
+
+_LINEAR = (Site.DENSE_DELTA, Site.LORA_LINEAR)
+_OF_EXPERTS = (Site.MOE_DELTA, Site.MOE_LAYER)
+# many cases run in one process
+_DEADLINE_S = 3600.0
+
+
+def find_killers(fault: Fault, setup: Setup, processes: ProcessPool) -> tuple[Killer, ...]:
+    """The first item of the gate that detects the fault, with each oracle that does; empty if
+    nothing does. Raises StaleAnchor."""
+    setup = replace(setup, deadline_s=_DEADLINE_S)
+    for order in _orders(fault.edit, setup.gate):
+        found = _killers(run_order(order, fault.edit, setup, processes))
+        if found:
+            return found
+    return ()
+
+
+def _orders(edit: Edit, gate: GateContents) -> Iterable[Order]:
+    order = Order(module=edit.module, suite=Suite.GATE, first_only=True)
+    yield replace(order, cases=tuple(sorted(_cases(edit, gate), key=_size)))
+    yield replace(order, tests=tuple(sorted(gate.host_tests)))
+
+
+def _cases(edit: Edit, gate: GateContents) -> list[Case]:
+    is_shared = edit.module.startswith(("lorakernels.common.", "lorakernels.runtime."))
+    of_experts = "moe" in edit.module or "expert" in edit.module
+    sites = (*_LINEAR, *_OF_EXPERTS) if is_shared else _OF_EXPERTS if of_experts else _LINEAR
+    return [case for case in gate.cases.values() if case.site in sites]
+
+
+def _size(case: Case) -> int:
+    """The slowest oracles cost more than any size of a smoke case."""
+    slow = len({OracleName.GUARD, OracleName.COMPILE} & set(case.oracles))
+    return (1 + slow) * case.tokens * max(1, case.top_k) * (case.in_features + case.rank)
+
+
+def _killers(sightings: Iterable[Sighting]) -> tuple[Killer, ...]:
+    found: dict[Killer, None] = {}
+    for sighting in sightings:
+        if sighting.verdict is Verdict.FAIL and sighting.part is not None:
+            found[_killer(sighting, sighting.part)] = None
+    return tuple(found)
+
+
+def _killer(failed: Sighting, part: Part) -> Killer:
+    if part is not Part.CASE:
+        return Killer(GateItem(part, failed.judge))
+    (name,) = killers_of([failed])
+    by = OracleName(name) if name in set(OracleName) else Failure(name)
+    return Killer(GateItem(part, failed.case), by)

@@ -1,0 +1,264 @@
+"""Rows, experts and slots that lie 2^31 elements apart in memory; steps that start before their
+input is written, or while the device is still busy with others."""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents
+
+from loragate.core.machine import detect_machine, select_interpreter
+
+select_interpreter()
+
+from loragate.inputs.placement import bits_of  # noqa: E402
+from lorakernels.batch.metadata import BatchMetadata  # noqa: E402
+from lorakernels.dense.ops import DenseWorkspace, dense_delta  # noqa: E402
+from lorakernels.dense.weights import LoRAFactors, SlotWeights  # noqa: E402
+from lorakernels.moe.align.metadata import PairMetadata  # noqa: E402
+from lorakernels.moe.delta.ops import MoEPath, MoEWorkspace, moe_delta  # noqa: E402
+from lorakernels.moe.weights import ExpertFactors, ExpertWeights  # noqa: E402
+
+MACHINE = detect_machine()
+# the last of three lies 2^31 elements after the first, one more than an int32 can count
+FAR, SIZE = 1 << 30, 3
+BLOCK = 1024
+# about a millisecond
+SPINS = 200_000
+
+compiled_only = pytest.mark.skipif(MACHINE.interpreted, reason="needs compiled kernels on a GPU")
+early_launches = pytest.mark.skipif(
+    (MACHINE.compute_capability or (0, 0)) < (9, 0),
+    reason="needs a GPU from sm_90 on: no other starts a kernel before its predecessor has ended",
+)
+
+
+@triton.jit
+def late_copy_kernel(source_ptr, target_ptr, sink_ptr, count, spins, BLOCK: tl.constexpr):
+    """Lets its successor start long before it has written anything, as other kernels of a model may
+    do (programmatic dependent launch)."""
+    gdc_launch_dependents()
+    program = tl.program_id(0)
+    turns = tl.load(sink_ptr + program)
+    for _ in range(spins):
+        turns = turns * 0.5 + 0.25
+    tl.store(sink_ptr + program, turns)
+    offs = program * BLOCK + tl.arange(0, BLOCK)
+    # always true, but known only after the loop
+    mask = (offs < count) & (turns < 2.0)
+    tl.store(target_ptr + offs, tl.load(source_ptr + offs, mask=mask), mask=mask)
+
+
+def copy_late(source: Tensor, target: Tensor) -> None:
+    programs = -(-source.numel() // BLOCK)
+    sink = torch.zeros(programs, device=source.device)
+    late_copy_kernel[(programs,)](source, target, sink, source.numel(), SPINS, BLOCK=BLOCK)
+
+
+def quarters(*shape: int, dtype: torch.dtype, seed: int) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(1, 4, shape, generator=generator).to(dtype) / 4
+
+
+@dataclass
+class Dense:
+    """A linear layer with two adapters that rows use in turn."""
+
+    dtype: torch.dtype
+    in_features: int
+    width: int
+    rank: int
+    rows: int
+
+    def __post_init__(self) -> None:
+        self.weights = SlotWeights(
+            num_slots=2,
+            slice_widths=(self.width,),
+            in_features=self.in_features,
+            rank=self.rank,
+            dtype=self.dtype,
+            device=MACHINE.device,
+        )
+        for slot in range(2):
+            a = quarters(self.rank, self.in_features, dtype=self.dtype, seed=slot)
+            b = quarters(self.width, self.rank, dtype=self.dtype, seed=2 + slot)
+            self.weights.load(slot, [LoRAFactors(a, b, 1.0)])
+        self.batch = BatchMetadata(max_tokens=self.rows, max_slots=2, device=MACHINE.device)
+        self.batch.prepare(torch.arange(self.rows, dtype=torch.int32) % 2)
+        self.workspace = DenseWorkspace([self.weights], max_tokens=self.rows)
+
+    def run(self, x: Tensor, out: Tensor) -> Tensor:
+        dense_delta(x, self.weights, self.batch, self.workspace, out)
+        return out.contiguous()
+
+
+@dataclass
+class Experts:
+    """Three slots and three experts; row i goes to slot i and expert i, modulo three."""
+
+    dtype: torch.dtype
+    in_features: int
+    width: int
+    rank: int
+    rows: int
+    path: MoEPath
+
+    def __post_init__(self) -> None:
+        device = MACHINE.device
+        self.weights = ExpertWeights(
+            num_slots=SIZE,
+            num_experts=SIZE,
+            slice_widths=(self.width,),
+            in_features=self.in_features,
+            rank=self.rank,
+            dtype=self.dtype,
+            device=device,
+        )
+        for slot in range(SIZE):
+            a = quarters(SIZE, self.rank, self.in_features, dtype=self.dtype, seed=slot)
+            b = quarters(SIZE, self.width, self.rank, dtype=self.dtype, seed=SIZE + slot)
+            self.weights.load(slot, [ExpertFactors(a, b, 1.0)])
+        index = torch.arange(self.rows, dtype=torch.int32) % SIZE
+        batch = BatchMetadata(max_tokens=self.rows, max_slots=SIZE, device=device)
+        batch.prepare(index)
+        self.pairs = PairMetadata(
+            max_tokens=self.rows, top_k=1, num_experts=SIZE, max_slots=SIZE, device=device
+        )
+        self.pairs.prepare(index[:, None].contiguous().to(device), batch)
+        self.workspace = MoEWorkspace([self.weights], max_tokens=self.rows, top_k=1)
+
+    def run(self, x: Tensor, out: Tensor) -> Tensor:
+        moe_delta(x, self.weights, self.pairs, self.workspace, out, path=self.path)
+        return out.contiguous()
+
+
+Run = Callable[[Tensor, Tensor], Tensor]
+
+
+@pytest.fixture(scope="module")
+def memory() -> Tensor:
+    """fp16, of which only what is written takes memory. An offset that wraps around stays inside:
+    it reads zeros instead of ending the process."""
+    elements = 2 * (1 << 31) + 64
+    if MACHINE.device == "cuda":
+        return torch.zeros(elements, dtype=torch.float16, device="cuda")
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0)
+    try:
+        return torch.frombuffer(mmap.mmap(-1, 2 * elements, flags=flags), dtype=torch.float16)
+    except (OSError, ValueError) as error:
+        pytest.skip(f"no address range of {2 * elements} bytes: {error}")
+
+
+def far(memory: Tensor, values: Tensor, strides: tuple[int, ...]) -> Tensor:
+    """`values` at these strides in the middle of the memory."""
+    return memory.as_strided(values.shape, strides, storage_offset=1 << 31).copy_(values)
+
+
+def assert_far_operands_change_nothing(run: Run, memory: Tensor) -> None:
+    generator = torch.Generator().manual_seed(0)
+    signs = torch.randint(0, 2, (SIZE, SIZE), generator=generator) * 2 - 1
+    x = signs.to(torch.float16).to(MACHINE.device)
+    near = torch.zeros_like(x)
+    wanted = bits_of(run(x, near.clone()))
+    assert wanted.count_nonzero()
+    assert torch.equal(bits_of(run(far(memory, x, (FAR, 1)), near.clone())), wanted), "rows of x"
+    columns = far(memory, x, (1, FAR))
+    assert torch.equal(bits_of(run(columns, near.clone())), wanted), "columns of x"
+    assert torch.equal(bits_of(run(x, far(memory, near, (FAR, 1)))), wanted), "rows of out"
+
+
+def test_rows_and_columns_of_a_linear_layer_may_be_2_to_the_31_elements_apart(
+    memory: Tensor,
+) -> None:
+    assert_far_operands_change_nothing(Dense(torch.float16, SIZE, SIZE, 2, SIZE).run, memory)
+
+
+@pytest.mark.parametrize("path", list(MoEPath))
+def test_rows_and_columns_of_pairs_may_be_2_to_the_31_elements_apart(
+    path: MoEPath, memory: Tensor
+) -> None:
+    layer = Experts(torch.float16, SIZE, SIZE, 2, SIZE, path)
+    assert_far_operands_change_nothing(layer.run, memory)
+
+
+@pytest.mark.parametrize("side", ["a", "b"])
+@pytest.mark.parametrize("axis", [0, 1], ids=["slots", "experts"])
+@pytest.mark.parametrize("path", list(MoEPath))
+def test_slots_and_experts_may_be_2_to_the_31_elements_apart(
+    path: MoEPath, axis: int, side: str, memory: Tensor
+) -> None:
+    layer = Experts(torch.float16, SIZE, SIZE, 2, SIZE, path)
+    x = torch.ones(SIZE, SIZE, dtype=torch.float16, device=MACHINE.device)
+    wanted = layer.run(x, torch.zeros_like(x))
+    own = getattr(layer.weights, side)
+    strides = list(own.stride())
+    # neighbours on the other axis stay neighbours
+    strides[axis], strides[1 - axis] = FAR, own[0, 0].numel()
+    setattr(layer.weights, side, far(memory, own, tuple(strides)))
+    assert torch.equal(layer.run(x, torch.zeros_like(x)), wanted)
+
+
+def assert_it_waits(layer: Dense | Experts) -> None:
+    """A step after kernels that write its input, or the output that it adds to, only after the step
+    was allowed to start; and with nothing left in the shrink output from an earlier one."""
+    x = torch.randn(16, 8192, device="cuda", dtype=torch.bfloat16)
+    base = torch.randn(16, 2048, device="cuda", dtype=torch.bfloat16)
+    wanted = bits_of(layer.run(x, base.clone()))
+    for attempt in range(20):
+        late_x, late_out = torch.zeros_like(x), torch.zeros_like(base)
+        layer.workspace.shrunk.fill_(float("nan"))
+        torch.cuda.synchronize()
+        copies = [(x, late_x, "x"), (base, late_out, "out")]
+        # the last one is still at work when the step starts
+        copies = copies if attempt % 2 else copies[::-1]
+        for source, target, _ in copies:
+            copy_late(source, target)
+        layer.run(late_x, late_out)
+        torch.cuda.synchronize()
+        assert torch.equal(bits_of(late_out), wanted), f"{copies[-1][2]} or the shrink output"
+
+
+@early_launches
+def test_a_linear_layer_waits_for_its_input_its_output_and_its_own_shrink() -> None:
+    assert_it_waits(Dense(torch.bfloat16, 8192, 2048, 64, 16))
+
+
+@early_launches
+@pytest.mark.parametrize("path", list(MoEPath))
+def test_a_delta_of_pairs_waits_for_its_input_its_output_and_its_own_shrink(path: MoEPath) -> None:
+    assert_it_waits(Experts(torch.bfloat16, 8192, 2048, 64, 16, path))
+
+
+@compiled_only
+def test_queued_steps_have_their_own_mappings_and_never_wait_for_the_device() -> None:
+    layer = Dense(torch.bfloat16, 256, 256, 16, 64)
+    x = torch.randn(64, 256, device="cuda", dtype=torch.bfloat16)
+    mappings = [(torch.arange(64, dtype=torch.int32) // step) % 3 - 1 for step in range(1, 9)]
+
+    def run(pause: Callable[[], object]) -> list[Tensor]:
+        outs = [torch.zeros_like(x) for _ in mappings]
+        copy_late(x, torch.empty_like(x))
+        for mapping, out in zip(mappings, outs, strict=True):
+            pause()
+            layer.batch.prepare(mapping)
+            layer.run(x, out)
+        return outs
+
+    wanted = run(torch.cuda.synchronize)
+    torch.cuda.synchronize()
+    # an operation that waits for the device raises
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        found = run(lambda: None)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    torch.cuda.synchronize()
+    for out, right in zip(found, wanted, strict=True):
+        assert torch.equal(bits_of(out), bits_of(right))
