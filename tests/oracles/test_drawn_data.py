@@ -265,3 +265,11 @@ def test_draws_and_steps_differ_in_every_part(kind: DataKind) -> None:
     for one, two in itertools.combinations(pools, 2):
         assert not torch.equal(one.a, two.a)
         assert not torch.equal(one.b[0], two.b[0])
+
+
+@pytest.mark.parametrize("mix", [Mix.RAGGED, Mix.SHUFFLED])
+def test_the_last_slot_has_three_rows_or_more_in_all_but_tiny_batches(mix: Mix) -> None:
+    for seed in range(100):
+        rows = make_token_slots(replace(CASE, mix=mix, tokens=12), seed, 0).tolist()
+        assert rows.count(CASE.slots - 1) >= 3
+        assert len(set(rows)) == CASE.slots

@@ -11,6 +11,8 @@ from loragate.inputs.draw import number
 from loragate.matrix.case import Case, Layout, Mix, Ranks
 
 BASE_ROW = -1
+# rows of the last slot, at least, where a batch is large enough
+_LAST_SLOT_ROWS = 3
 
 
 def make_token_slots(case: Case, seed: int, step: int) -> Tensor:
@@ -48,6 +50,7 @@ def _live_rows(case: Case, rng: random.Random, live: int, *, has_idle: bool) -> 
         users += others
     users = users[:live]
     counts = _ragged(len(users), live, rng)
+    _give_first(counts, min(_LAST_SLOT_ROWS, live // max(1, len(users))))
     order = list(zip(users, counts, strict=True))
     rng.shuffle(order)
     rows = [user for user, count in order for _ in range(count)]
@@ -65,6 +68,14 @@ def _ragged(parts: int, total: int, rng: random.Random) -> list[int]:
     counts = [1 + int(spare * weight / scale) for weight in weights]
     counts[rng.randrange(parts)] += total - sum(counts)
     return counts
+
+
+def _give_first(counts: list[int], least: int) -> None:
+    """Move rows from the longest run to the first one, which is that of the last slot: on exact
+    data the terms of a single row may cancel."""
+    if counts and counts[0] < least:
+        counts[counts.index(max(counts))] -= least - counts[0]
+        counts[0] = least
 
 
 def live_ranks(case: Case, seed: int, *, per_slice: bool) -> tuple[tuple[int, ...], ...]:
