@@ -42,3 +42,17 @@ def locate_slice(group, WIDTHS: tl.constexpr, COLUMNS: tl.constexpr, ALIGN: tl.c
     # the compiler cannot see through the selection, and would access two bytes at a time
     column = tl.multiple_of(column, COLUMNS & -COLUMNS)
     return slice_id, column, tl.multiple_of(start, ALIGN), tl.multiple_of(width, ALIGN)
+
+
+@triton.jit
+def start_of_sum(previous, LATE: tl.constexpr):
+    """What the product with B is added to. What B is multiplied by is rounded to its dtype: in fp16
+    that number times the scale may not fit where the result does, so the scale comes LATE, after
+    the product; other dtypes have the range, and an early scale takes fewer registers."""
+    return tl.zeros(previous.shape, tl.float32) if LATE else previous.to(tl.float32)
+
+
+@triton.jit
+def end_of_sum(acc, previous, scale, LATE: tl.constexpr):
+    """The output in fp32, from a sum that began with `start_of_sum`."""
+    return previous.to(tl.float32) + acc * scale if LATE else acc

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from lorakernels.common.jit import dot, load_shrunk, locate_slice
+from lorakernels.common.jit import dot, end_of_sum, load_shrunk, locate_slice, start_of_sum
 
 
 @triton.jit
@@ -92,17 +92,6 @@ def lora_shrink_kernel(
 
 
 @triton.jit
-def _start(previous, LATE: tl.constexpr):
-    """What the product with B is added to."""
-    return tl.zeros(previous.shape, tl.float32) if LATE else previous.to(tl.float32)
-
-
-@triton.jit
-def _total(acc, previous, scale, LATE: tl.constexpr):
-    return previous.to(tl.float32) + acc * scale if LATE else acc
-
-
-@triton.jit
 def lora_expand_kernel(
     shrunk_ptr,
     b_ptr,
@@ -144,9 +133,6 @@ def lora_expand_kernel(
     offs_n = column + tl.arange(0, BLOCK_N)
     offs_r = tl.arange(0, BLOCK_R)
     columns = (start + offs_n).to(tl.int64)
-    # the shrink output is rounded to the dtype of B. In fp16 its product with the scale may not fit
-    # where the result does, so the scale comes last; elsewhere it comes first, which takes fewer
-    # registers
     LATE: tl.constexpr = b_ptr.dtype.element_ty == tl.float16
 
     slot = tl.load(tile_slots_ptr + first_part // PARTS)
@@ -181,14 +167,14 @@ def lora_expand_kernel(
             if PDL:
                 gdc_wait()
             h = load_shrunk(h_ptrs, live_h, stride_shrunk_split, SPLITS) * early
-            acc = dot(h.to(b.dtype), b, _start(previous, LATE), IEEE)
+            acc = dot(h.to(b.dtype), b, start_of_sum(previous, LATE), IEEE)
             for r in tl.range(BLOCK_R, R, BLOCK_R, num_stages=1):
                 more_r = r + offs_r < loaded_rank
                 live_h = live_m[:, None] & more_r[None, :]
                 h = load_shrunk(h_ptrs + r, live_h, stride_shrunk_split, SPLITS) * early
                 b = tl.load(b_ptrs + r, mask=live_n & more_r[:, None], other=0.0)
                 acc = dot(h.to(b.dtype), b, acc, IEEE)
-            total = _total(acc, previous, scale, LATE)
+            total = end_of_sum(acc, previous, scale, LATE)
             tl.store(out_ptrs, total.to(b.dtype), mask=live_m[:, None] & live_n)
         else:
             if PDL:
@@ -202,8 +188,8 @@ def lora_expand_kernel(
                 ptrs = out_ptrs + tl.cast(stride_on, tl.int64) * (block * BLOCK_N)
                 previous = tl.load(ptrs, mask=live_m[:, None] & live_n, other=0.0)
                 b = tl.load(b_ptrs + block * BLOCK_N * R, mask=live_n & live_r, other=0.0)
-                acc = dot(h, b, _start(previous, LATE), IEEE)
-                total = _total(acc, previous, scale, LATE)
+                acc = dot(h, b, start_of_sum(previous, LATE), IEEE)
+                total = end_of_sum(acc, previous, scale, LATE)
                 tl.store(ptrs, total.to(b.dtype), mask=live_m[:, None] & live_n)
     # also without any tile: later kernels rely on the shrink being complete
     if PDL:

@@ -78,8 +78,8 @@ FAULTS = (
     ),
     _plant(
         "shrink-output-through-bf16",
-        "acc = dot(h.to(b.dtype), b, _start(previous, LATE), IEEE)",
-        "acc = dot(h.to(tl.bfloat16).to(b.dtype), b, _start(previous, LATE), IEEE)",
+        "acc = dot(h.to(b.dtype), b, start_of_sum(previous, LATE), IEEE)",
+        "acc = dot(h.to(tl.bfloat16).to(b.dtype), b, start_of_sum(previous, LATE), IEEE)",
         source="vllm #27468",
         why="The product of x and A is rounded to bf16 for adapters of any dtype.",
     ),

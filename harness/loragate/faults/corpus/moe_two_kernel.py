@@ -65,9 +65,8 @@ FAULTS = (
     ),
     _plant(
         "ranks-of-experts-through-bf16",
-        "stride_shrunk_split, SPLITS)\n            acc = dot(h.to(b.dtype), b, acc, IEEE)\n",
-        "stride_shrunk_split, SPLITS)\n"
-        "            acc = dot(h.to(tl.bfloat16).to(b.dtype), b, acc, IEEE)\n",
+        "acc = dot(h.to(b.dtype), b, start_of_sum(previous, LATE), IEEE)",
+        "acc = dot(h.to(tl.bfloat16).to(b.dtype), b, start_of_sum(previous, LATE), IEEE)",
         source="vllm #38686",
         why="The shrink output is rounded to bf16 whatever the dtype of the adapters.",
         only=True,

@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_wait
 
-from lorakernels.common.jit import dot
+from lorakernels.common.jit import dot, end_of_sum, start_of_sum
 
 
 @triton.jit
@@ -97,6 +97,9 @@ def _sweep_columns(
 ):
     """h @ B.T times the weight of each row, block by block over `columns`, added to or stored into
     the output."""
+    low: tl.constexpr = b_ptrs.dtype.element_ty
+    LATE: tl.constexpr = low == tl.float16
+    h = (h if LATE else h * weight[:, None]).to(low)
     offs_n = tl.arange(0, BLOCK_N)
     # a block is so little work that every further instruction counts. Offsets from constant
     # pointers need the fewest, but take registers that higher ranks and tiles need for their blocks
@@ -113,11 +116,13 @@ def _sweep_columns(
         at = n if FROM_START else 0
         b = tl.load(b_ptrs + at * R, mask=live_b, other=0.0)
         block_ptrs = out_ptrs + at * tl.cast(stride_on, tl.int64)
-        acc = tl.zeros([HEIGHT, BLOCK_N], dtype=tl.float32)
-        acc = dot(h, b, acc, IEEE) * weight[:, None]
         if ADD:
-            acc += tl.load(block_ptrs, mask=live_out, other=0.0).to(tl.float32)
-        tl.store(block_ptrs, acc.to(b.dtype), mask=live_out)
+            previous = tl.load(block_ptrs, mask=live_out, other=0.0)
+        else:
+            previous = tl.zeros([HEIGHT, BLOCK_N], dtype=b.dtype)
+        acc = dot(h, b, start_of_sum(previous, LATE), IEEE)
+        total = end_of_sum(acc, previous, weight[:, None], LATE)
+        tl.store(block_ptrs, total.to(b.dtype), mask=live_out)
         if not FROM_START:
             b_ptrs += BLOCK_N * R
             out_ptrs += tl.cast(stride_on, tl.int64) * BLOCK_N
@@ -219,7 +224,6 @@ def moe_one_shot_kernel(
         expert = tl.load(tile_experts_ptr + next_tile)
         pairs = tl.load(tile_pairs_ptr + next_tile * HEIGHT + offs_m)
 
-        low: tl.constexpr = b_ptr.dtype.element_ty
         if PAIRED:
             h, up = _shrink_rows_twice(
                 x_ptrs,
@@ -237,7 +241,7 @@ def moe_one_shot_kernel(
                 IEEE,
             )
             _sweep_columns(
-                up.to(low),
+                up,
                 b_ptrs + WIDTHS[0] * R,
                 out_ptrs + tl.cast(stride_on, tl.int64) * WIDTHS[0],
                 weight * up_scale,
@@ -269,7 +273,7 @@ def moe_one_shot_kernel(
                 IEEE,
             )
         _sweep_columns(
-            h.to(low),
+            h,
             b_ptrs,
             out_ptrs,
             weight * scale,

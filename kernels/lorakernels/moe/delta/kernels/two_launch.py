@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from lorakernels.common.jit import dot, load_shrunk, locate_slice
+from lorakernels.common.jit import dot, end_of_sum, load_shrunk, locate_slice, start_of_sum
 
 
 @triton.jit
@@ -139,6 +139,7 @@ def moe_expand_kernel(
     offs_n = column + tl.arange(0, BLOCK_N)
     offs_r = tl.arange(0, BLOCK_R)
     columns = (start + offs_n).to(tl.int64)
+    LATE: tl.constexpr = b_ptr.dtype.element_ty == tl.float16
 
     slot = tl.load(tile_slots_ptr + first_tile)
     expert = tl.load(tile_experts_ptr + first_tile)
@@ -154,6 +155,7 @@ def moe_expand_kernel(
             weight = tl.load(weights_ptr + pairs, mask=live_m, other=0.0).to(tl.float32) * scale
         else:
             weight = tl.zeros([HEIGHT], dtype=tl.float32) + scale
+        early = tl.full([HEIGHT], 1.0, dtype=tl.float32) if LATE else weight
         out_ptrs = out_ptr + rows[:, None] * stride_om + columns[None, :] * stride_on
         b_tile = b_ptr + slot.to(tl.int64) * stride_b_slot + expert.to(tl.int64) * stride_b_expert
         b_ptrs = b_tile + columns[None, :] * R + offs_r[:, None]
@@ -174,35 +176,35 @@ def moe_expand_kernel(
             b = tl.load(b_ptrs, mask=live_n & live_r, other=0.0)
             if PDL:
                 gdc_wait()
-            acc = tl.zeros([HEIGHT, BLOCK_N], dtype=tl.float32)
-            h = load_shrunk(h_ptrs, live_h, stride_shrunk_split, SPLITS)
-            acc = dot(h.to(b.dtype), b, acc, IEEE)
+            if not ADD:
+                previous = tl.zeros([HEIGHT, BLOCK_N], dtype=b.dtype)
+            h = load_shrunk(h_ptrs, live_h, stride_shrunk_split, SPLITS) * early[:, None]
+            acc = dot(h.to(b.dtype), b, start_of_sum(previous, LATE), IEEE)
             for r in tl.range(BLOCK_R, R, BLOCK_R, num_stages=1):
                 more_r = r + offs_r < loaded_rank
                 live_h = live_m[:, None] & more_r[None, :]
-                h = load_shrunk(h_ptrs + r, live_h, stride_shrunk_split, SPLITS)
+                h = load_shrunk(h_ptrs + r, live_h, stride_shrunk_split, SPLITS) * early[:, None]
                 b = tl.load(b_ptrs + r, mask=live_n & more_r[:, None], other=0.0)
                 acc = dot(h.to(b.dtype), b, acc, IEEE)
-            acc *= weight[:, None]
-            if ADD:
-                acc += previous.to(tl.float32)
-            tl.store(out_ptrs, acc.to(b.dtype), mask=live_m[:, None] & live_n)
+            total = end_of_sum(acc, previous, weight[:, None], LATE)
+            tl.store(out_ptrs, total.to(b.dtype), mask=live_m[:, None] & live_n)
         else:
             if PDL:
                 gdc_wait()
-            h = load_shrunk(h_ptrs, live_h, stride_shrunk_split, SPLITS)
+            h = load_shrunk(h_ptrs, live_h, stride_shrunk_split, SPLITS) * early[:, None]
             h = h.to(b_ptr.dtype.element_ty)
             # pipelined: safe from triton #9433 because h does not change in the loop and each
             # dot is complete before the next iteration
             for block in tl.range(0, GROUP, num_stages=STAGES):
                 live_n = (offs_n + block * BLOCK_N < width)[None, :]
                 ptrs = out_ptrs + tl.cast(stride_on, tl.int64) * (block * BLOCK_N)
-                b = tl.load(b_ptrs + block * BLOCK_N * R, mask=live_n & live_r, other=0.0)
-                acc = tl.zeros([HEIGHT, BLOCK_N], dtype=tl.float32)
-                acc = dot(h, b, acc, IEEE) * weight[:, None]
                 if ADD:
                     previous = tl.load(ptrs, mask=live_m[:, None] & live_n, other=0.0)
-                    acc += previous.to(tl.float32)
-                tl.store(ptrs, acc.to(b.dtype), mask=live_m[:, None] & live_n)
+                else:
+                    previous = tl.zeros([HEIGHT, BLOCK_N], dtype=b_ptr.dtype.element_ty)
+                b = tl.load(b_ptrs + block * BLOCK_N * R, mask=live_n & live_r, other=0.0)
+                acc = dot(h, b, start_of_sum(previous, LATE), IEEE)
+                total = end_of_sum(acc, previous, weight[:, None], LATE)
+                tl.store(ptrs, total.to(b.dtype), mask=live_m[:, None] & live_n)
     if PDL:
         gdc_wait()
