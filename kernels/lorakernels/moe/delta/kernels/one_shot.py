@@ -119,7 +119,7 @@ def _sweep_columns(
         if ADD:
             previous = tl.load(block_ptrs, mask=live_out, other=0.0)
         else:
-            previous = tl.zeros([HEIGHT, BLOCK_N], dtype=b.dtype)
+            previous = tl.zeros([HEIGHT, BLOCK_N], dtype=tl.float32)
         acc = dot(h, b, start_of_sum(previous, LATE), IEEE)
         total = end_of_sum(acc, previous, weight[:, None], LATE)
         tl.store(block_ptrs, total.to(b.dtype), mask=live_out)

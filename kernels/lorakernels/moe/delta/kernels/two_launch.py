@@ -173,11 +173,12 @@ def moe_expand_kernel(
             live_n = (offs_n < width)[None, :]
             if ADD:
                 previous = tl.load(out_ptrs, mask=live_m[:, None] & live_n, other=0.0)
+                previous = previous.to(tl.float32)
+            else:
+                previous = tl.zeros([HEIGHT, BLOCK_N], dtype=tl.float32)
             b = tl.load(b_ptrs, mask=live_n & live_r, other=0.0)
             if PDL:
                 gdc_wait()
-            if not ADD:
-                previous = tl.zeros([HEIGHT, BLOCK_N], dtype=b.dtype)
             h = load_shrunk(h_ptrs, live_h, stride_shrunk_split, SPLITS) * early[:, None]
             acc = dot(h.to(b.dtype), b, start_of_sum(previous, LATE), IEEE)
             for r in tl.range(BLOCK_R, R, BLOCK_R, num_stages=1):
@@ -198,11 +199,11 @@ def moe_expand_kernel(
             for block in tl.range(0, GROUP, num_stages=STAGES):
                 live_n = (offs_n + block * BLOCK_N < width)[None, :]
                 ptrs = out_ptrs + tl.cast(stride_on, tl.int64) * (block * BLOCK_N)
+                b = tl.load(b_ptrs + block * BLOCK_N * R, mask=live_n & live_r, other=0.0)
                 if ADD:
                     previous = tl.load(ptrs, mask=live_m[:, None] & live_n, other=0.0)
                 else:
-                    previous = tl.zeros([HEIGHT, BLOCK_N], dtype=b_ptr.dtype.element_ty)
-                b = tl.load(b_ptrs + block * BLOCK_N * R, mask=live_n & live_r, other=0.0)
+                    previous = tl.zeros([HEIGHT, BLOCK_N], dtype=tl.float32)
                 acc = dot(h, b, start_of_sum(previous, LATE), IEEE)
                 total = end_of_sum(acc, previous, weight[:, None], LATE)
                 tl.store(ptrs, total.to(b.dtype), mask=live_m[:, None] & live_n)
