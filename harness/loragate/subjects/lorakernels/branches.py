@@ -202,7 +202,8 @@ def _product(shape: MoEShape, *, is_gated: bool) -> Iterator[str]:
     yield (
         f"{name}: the last block is {'masked' if shape.slice_widths[0] % plan.block_n else 'full'}"
     )
-    yield _several("layer product: steps over ranks", -(-shape.rank // fold_ranks(shape.rank)))
+    ranks = fold_ranks(shape.rank, height)
+    yield _several("layer product: steps over ranks", -(-shape.rank // ranks))
 
 
 _RANKS = (8, 17, 33, 65, 129, 512)

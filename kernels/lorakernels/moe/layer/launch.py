@@ -111,19 +111,19 @@ def _gemm(product: Product, delta: Delta | None, *, pdl: bool) -> None:
         PDL=pdl,
         num_warps=plan.num_warps,
         num_stages=plan.num_stages,
-        **_fold_constants(delta),
+        **_fold_constants(delta, height),
         **launch_options(pdl),
     )
 
 
-def _fold_constants(delta: Delta | None) -> dict[str, int]:
+def _fold_constants(delta: Delta | None, height: int) -> dict[str, int]:
     if delta is None:
         return {"S": 1, "R": 1, "BLOCK_R": 16, "RANK_ALIGN": 1}
     rank = delta.shape.rank
     return {
         "S": len(delta.shape.slice_widths),
         "R": rank,
-        "BLOCK_R": fold_ranks(rank),
+        "BLOCK_R": fold_ranks(rank, height),
         "RANK_ALIGN": rank_vector(rank),
     }
 

@@ -16,9 +16,10 @@ class GemmPlan:
     num_stages: int
 
 
-def fold_ranks(rank: int) -> int:
-    """Ranks that one step of the folded expand multiplies."""
-    return min(64, max(16, power_of_2(rank)))
+def fold_ranks(rank: int, height: int) -> int:
+    """Ranks that one step of the folded expand multiplies, in a tile of `height` pairs."""
+    # a tall tile needs its registers for two accumulators
+    return min(32 if height > 64 else 64, max(16, power_of_2(rank)))
 
 
 def plan_gemm(height: int, *, itemsize: int, is_gated: bool) -> GemmPlan:
