@@ -14,6 +14,7 @@ from lorakernels.batch.metadata import BatchMetadata
 from lorakernels.moe.align import ops
 from lorakernels.moe.align import sort as align_sort
 from lorakernels.moe.align.metadata import PairMetadata
+from lorakernels.moe.align.tables import PairTables
 from lorakernels.runtime import tuning
 
 
@@ -107,9 +108,9 @@ def test_many_buckets_are_aligned_without_an_operation_that_a_graph_cannot_hold(
     pairs = PairMetadata(
         max_tokens=100, top_k=8, num_experts=1024, max_slots=64, device="cpu", with_base=True
     )
-    pairs.num_rows = 100
+    tables = PairTables.of(pairs.buffers, 100, pairs.sizes)
     step = Step(100, 8, 1024, 64)
     with Operations() as operations:
-        ops.fill_tables(pairs.tables, step.ids, step.slots, None, pdl=False)
+        ops.fill_tables(tables, step.ids, step.slots, None, pdl=False)
     # a view needs neither memory nor a launch
     assert operations.seen <= {"aten.slice.Tensor"}

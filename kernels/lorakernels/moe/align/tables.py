@@ -27,7 +27,8 @@ class PairTables:
     """The buffers of PairMetadata, and the sizes of one step.
 
     An operator takes only lists of tensors and of integers. `of` makes the tables from two such
-    lists, which PairMetadata gives as `buffers` and `sizes`.
+    lists, which PairMetadata gives as `buffers` and `sizes`, and from the rows of the step. These
+    are no argument of an operator: a traced graph would hold for batches of one size alone.
     """
 
     tables: Tables
@@ -40,9 +41,9 @@ class PairTables:
     with_base: int
 
     @classmethod
-    def of(cls, buffers: Sequence[Tensor], sizes: Sequence[int]) -> PairTables:
+    def of(cls, buffers: Sequence[Tensor], num_rows: int, sizes: Sequence[int]) -> PairTables:
         *tables, counts = buffers
-        return cls(Tables(*tables), counts, *sizes)
+        return cls(Tables(*tables), counts, num_rows, *sizes)
 
     @property
     def tuning(self) -> Tuning:
