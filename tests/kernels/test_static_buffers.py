@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch._dynamo
-from torch import Tensor, nn
+from torch import Tensor
 from torch._inductor.compile_fx import compile_fx
 
 from loragate.core.machine import select_interpreter
@@ -28,9 +28,10 @@ from lorakernels.runtime import device as runtime  # noqa: E402
 K, WIDTH, ROWS = 16, 24, 5
 
 
-class Linear(nn.Module):
+class Linear:
+    """A layer and the state of a step. No module: of that, torch takes every tensor as static."""
+
     def __init__(self) -> None:
-        super().__init__()
         self.linear = LoRALinear(
             torch.zeros(WIDTH, K), slices=(Slice("q", WIDTH),), num_slots=2, rank=4
         )
@@ -38,15 +39,14 @@ class Linear(nn.Module):
         self.metadata.prepare(torch.zeros(ROWS, dtype=torch.int32))
         self.workspace = DenseWorkspace([self.linear.slots], max_tokens=ROWS)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def run(self, x: Tensor) -> Tensor:
         return self.linear(x, self.metadata, self.workspace)
 
 
-class Experts(nn.Module):
+class Experts:
     """A rank with weights of 8 bits: the layer also has a map of experts and scales."""
 
     def __init__(self) -> None:
-        super().__init__()
         values = (torch.zeros(2, 2 * WIDTH, K), torch.zeros(2, K, WIDTH))
         weights = [Quantised(v.to(torch.float8_e4m3fn), torch.ones(v.shape[:2])) for v in values]
         self.layer = FusedMoELoRA(
@@ -58,7 +58,7 @@ class Experts(nn.Module):
         self.pairs = PairMetadata(**sizes, num_experts=1, max_slots=2, device="cpu", with_base=True)
         self.scratch = MoEScratch([self.layer], **sizes)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def run(self, x: Tensor) -> Tensor:
         ids = torch.zeros(ROWS, 1, dtype=torch.int32)
         state = (self.metadata, self.pairs, self.scratch)
         return self.layer(x, ids, torch.ones(ROWS, 1), *state, quantised_x=quantise_rows(x))
@@ -95,13 +95,13 @@ def _boxed(graph: torch.fx.GraphModule) -> Callable[[list[Any]], Any]:
 # the buffers that a step writes: the workspace, and in a MoE layer act, y and the tables of pairs
 @pytest.mark.parametrize(("model", "buffers"), [(Linear, 1), (Experts, 3 + 10)])
 def test_only_the_input_of_the_step_may_move(
-    model: Callable[[], nn.Module], buffers: int, monkeypatch: pytest.MonkeyPatch
+    model: Callable[[], Linear | Experts], buffers: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # buffers of a CPU are in no CUDA graph, and are not marked
     monkeypatch.setattr(runtime, "_may_be_in_a_graph", lambda buffer: True)
     torch._dynamo.reset()
     graphs, x = Graphs(), torch.zeros(ROWS, K)
-    torch.compile(model(), backend=graphs.backend, fullgraph=True)(x)
+    torch.compile(model().run, backend=graphs.backend, fullgraph=True)(x)
     assert len(graphs.written) == buffers
     assert len(graphs.moving) == 1, "of the inputs only x is another tensor in each step"
     assert graphs.moving[0] not in graphs.written
