@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -64,6 +65,32 @@ def test_sorting_gives_the_tables_that_counting_gives(
     tune(monkeypatch, most_bins=0, span=32)
     for want, have in zip(counted, prepared(steps, expert_map, **sizes), strict=True):
         assert all(map(torch.equal, want, have))
+
+
+@pytest.mark.parametrize("with_base", [False, True])
+def test_large_batches_whose_counters_take_too_much_memory_are_sorted(
+    with_base: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    steps = [Step(rows, 3, 5, 3) for rows in (100, 7, 100, 0)]
+    sizes = {"top_k": 3, "num_experts": 5, "max_slots": 3, "with_base": with_base}
+    tune(monkeypatch, single_launch_pairs=16, span=32)
+    counted = prepared(steps, None, **sizes)
+    tune(monkeypatch, single_launch_pairs=16, span=32, most_counters=400)
+    launched = []
+    for name in ("launch_sorting", "launch_alignment"):
+        monkeypatch.setattr(ops, name, noted(getattr(ops, name), launched))
+    for want, have in zip(counted, prepared(steps, None, **sizes), strict=True):
+        assert all(map(torch.equal, want, have))
+    large, small = "launch_sorting", "launch_alignment"
+    assert launched == [large, small, large, small]
+
+
+def noted(launch: Callable[..., None], launched: list[str]) -> Callable[..., None]:
+    def run(*args: Any, **options: Any) -> None:
+        launched.append(launch.__name__)
+        launch(*args, **options)
+
+    return run
 
 
 def test_a_thousand_experts_and_sixty_four_slots_take_little_memory() -> None:

@@ -14,8 +14,8 @@ from torch import Tensor
 from lorakernels.batch.metadata import MIN_TILE_ROWS, BatchMetadata, note_rows, prepared_rows
 from lorakernels.moe.align.kernels.arguments import Tables
 from lorakernels.moe.align.ops import align_pairs
-from lorakernels.moe.align.tables import PairTables, counts_size
-from lorakernels.moe.tiles import base_tile_height, max_tiles, tile_height
+from lorakernels.moe.align.tables import PairTables
+from lorakernels.moe.tiles import base_tile_height, max_tiles, scratch_size, tile_height
 from lorakernels.runtime.device import keep_address
 from lorakernels.runtime.tuning import tuning_of
 
@@ -71,7 +71,7 @@ class PairMetadata:
         capacity = max_tiles(pairs, num_experts, tallest) * tallest if with_base else 1
         self.base_experts, self.base_pairs = table(base_tiles), table(capacity)
         self.num_base_tiles = count()
-        self._counts = table(counts_size(pairs, num_experts, max_slots, with_base, tuning))
+        self._counts = table(scratch_size(pairs, num_experts, max_slots, with_base, tuning))
         self.step = count()
         note_rows(self.step, 0)
 
