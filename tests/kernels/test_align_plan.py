@@ -32,7 +32,7 @@ def test_only_a_huge_batch_of_few_buckets_is_sorted() -> None:
         replace(DEFAULT, align=replace(DEFAULT.align, **changed))
         for changed in (
             {"single_launch_pairs": 40, "span": 32, "most_counters": 1000},
-            {"single_launch_pairs": 0, "span": 16, "most_counters": 100},
+            {"single_launch_pairs": 0, "span": 8, "most_counters": 6000},
             {"single_launch_pairs": 40, "span": 32, "most_bins": 32},
             {"single_launch_pairs": 600, "span": 16},
         )
