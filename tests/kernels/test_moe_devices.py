@@ -94,7 +94,6 @@ def test_every_launch_of_a_moe_layer_is_on_the_device_of_its_tensors(
 
 def test_a_batch_on_another_device_is_refused() -> None:
     batch = BatchMetadata(max_tokens=TOKENS, max_slots=1, device="meta")
-    batch.num_rows = TOKENS
     pairs = PairMetadata(max_tokens=TOKENS, top_k=1, num_experts=2, max_slots=1, device="cpu")
     ids = torch.zeros(TOKENS, 1, dtype=torch.int32)
     with pytest.raises(ValueError, match=r"^batch must be on cpu \(got meta\)$"):

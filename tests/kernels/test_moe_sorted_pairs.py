@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -14,6 +15,7 @@ from lorakernels.batch.metadata import BatchMetadata
 from lorakernels.moe.align import ops
 from lorakernels.moe.align import sort as align_sort
 from lorakernels.moe.align.metadata import PairMetadata
+from lorakernels.moe.align.tables import PairTables
 from lorakernels.runtime import tuning
 
 
@@ -65,6 +67,32 @@ def test_sorting_gives_the_tables_that_counting_gives(
         assert all(map(torch.equal, want, have))
 
 
+@pytest.mark.parametrize("with_base", [False, True])
+def test_large_batches_whose_counters_take_too_much_memory_are_sorted(
+    with_base: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    steps = [Step(rows, 3, 5, 3) for rows in (100, 7, 100, 0)]
+    sizes = {"top_k": 3, "num_experts": 5, "max_slots": 3, "with_base": with_base}
+    tune(monkeypatch, single_launch_pairs=16, span=32)
+    counted = prepared(steps, None, **sizes)
+    tune(monkeypatch, single_launch_pairs=16, span=32, most_counters=400)
+    launched = []
+    for name in ("launch_sorting", "launch_alignment"):
+        monkeypatch.setattr(ops, name, noted(getattr(ops, name), launched))
+    for want, have in zip(counted, prepared(steps, None, **sizes), strict=True):
+        assert all(map(torch.equal, want, have))
+    large, small = "launch_sorting", "launch_alignment"
+    assert launched == [large, small, large, small]
+
+
+def noted(launch: Callable[..., None], launched: list[str]) -> Callable[..., None]:
+    def run(*args: Any, **options: Any) -> None:
+        launched.append(launch.__name__)
+        launch(*args, **options)
+
+    return run
+
+
 def test_a_thousand_experts_and_sixty_four_slots_take_little_memory() -> None:
     step = Step(100, 8, 1024, 64)
     pairs = PairMetadata(
@@ -107,9 +135,9 @@ def test_many_buckets_are_aligned_without_an_operation_that_a_graph_cannot_hold(
     pairs = PairMetadata(
         max_tokens=100, top_k=8, num_experts=1024, max_slots=64, device="cpu", with_base=True
     )
-    pairs.num_rows = 100
+    tables = PairTables.of(pairs.buffers, 100, pairs.sizes)
     step = Step(100, 8, 1024, 64)
     with Operations() as operations:
-        ops.fill_tables(pairs.tables, step.ids, step.slots, None, pdl=False)
+        ops.fill_tables(tables, step.ids, step.slots, None, pdl=False)
     # a view needs neither memory nor a launch
     assert operations.seen <= {"aten.slice.Tensor"}

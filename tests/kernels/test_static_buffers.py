@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch._dynamo
-from torch import Tensor, nn
+from torch import Tensor
 from torch._inductor.compile_fx import compile_fx
 
 from loragate.core.machine import select_interpreter
@@ -18,15 +18,20 @@ select_interpreter()
 from lorakernels.batch.metadata import BatchMetadata  # noqa: E402
 from lorakernels.dense.ops import DenseWorkspace  # noqa: E402
 from lorakernels.layers.linear import LoRALinear  # noqa: E402
+from lorakernels.layers.moe import FusedMoELoRA, MoEScratch  # noqa: E402
+from lorakernels.layers.moe_partition import MoERank  # noqa: E402
 from lorakernels.layers.partition import Slice  # noqa: E402
+from lorakernels.moe.align.metadata import PairMetadata  # noqa: E402
+from lorakernels.moe.layer.ops import Quantised, quantise_rows  # noqa: E402
 from lorakernels.runtime import device as runtime  # noqa: E402
 
 K, WIDTH, ROWS = 16, 24, 5
 
 
-class Model(nn.Module):
+class Linear:
+    """A layer and the state of a step. No module: of that, torch takes every tensor as static."""
+
     def __init__(self) -> None:
-        super().__init__()
         self.linear = LoRALinear(
             torch.zeros(WIDTH, K), slices=(Slice("q", WIDTH),), num_slots=2, rank=4
         )
@@ -34,8 +39,29 @@ class Model(nn.Module):
         self.metadata.prepare(torch.zeros(ROWS, dtype=torch.int32))
         self.workspace = DenseWorkspace([self.linear.slots], max_tokens=ROWS)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def run(self, x: Tensor) -> Tensor:
         return self.linear(x, self.metadata, self.workspace)
+
+
+class Experts:
+    """A rank with weights of 8 bits: the layer also has a map of experts and scales."""
+
+    def __init__(self) -> None:
+        values = (torch.zeros(2, 2 * WIDTH, K), torch.zeros(2, K, WIDTH))
+        weights = [Quantised(v.to(torch.float8_e4m3fn), torch.ones(v.shape[:2])) for v in values]
+        self.layer = FusedMoELoRA(
+            *weights, num_slots=2, rank=4, dtype=torch.float32, place=MoERank(ep_size=2)
+        )
+        self.metadata = BatchMetadata(max_tokens=ROWS, max_slots=2, device="cpu")
+        self.metadata.prepare(torch.zeros(ROWS, dtype=torch.int32))
+        sizes = {"max_tokens": ROWS, "top_k": 1}
+        self.pairs = PairMetadata(**sizes, num_experts=1, max_slots=2, device="cpu", with_base=True)
+        self.scratch = MoEScratch([self.layer], **sizes)
+
+    def run(self, x: Tensor) -> Tensor:
+        ids = torch.zeros(ROWS, 1, dtype=torch.int32)
+        state = (self.metadata, self.pairs, self.scratch)
+        return self.layer(x, ids, torch.ones(ROWS, 1), *state, quantised_x=quantise_rows(x))
 
 
 class Graphs:
@@ -66,15 +92,19 @@ def _boxed(graph: torch.fx.GraphModule) -> Callable[[list[Any]], Any]:
     return run
 
 
-def test_only_the_input_of_the_step_may_move(monkeypatch: pytest.MonkeyPatch) -> None:
+# the buffers that a step writes: the workspace, and in a MoE layer act, y and the tables of pairs
+@pytest.mark.parametrize(("model", "buffers"), [(Linear, 1), (Experts, 3 + 10)])
+def test_only_the_input_of_the_step_may_move(
+    model: Callable[[], Linear | Experts], buffers: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     # buffers of a CPU are in no CUDA graph, and are not marked
     monkeypatch.setattr(runtime, "_may_be_in_a_graph", lambda buffer: True)
     torch._dynamo.reset()
-    graphs, model, x = Graphs(), Model(), torch.zeros(ROWS, K)
-    torch.compile(model, backend=graphs.backend, fullgraph=True)(x)
-    assert len(graphs.written) == 1, "the workspace is written"
+    graphs, x = Graphs(), torch.zeros(ROWS, K)
+    torch.compile(model().run, backend=graphs.backend, fullgraph=True)(x)
+    assert len(graphs.written) == buffers
     assert len(graphs.moving) == 1, "of the inputs only x is another tensor in each step"
-    assert graphs.written[0] not in graphs.moving
+    assert graphs.moving[0] not in graphs.written
 
 
 REDUCE_OVERHEAD = """

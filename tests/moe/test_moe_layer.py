@@ -331,9 +331,10 @@ def test_quantised_inputs_of_any_strides_are_those_of_the_rows() -> None:
     strided = Quantised(given.values.t().contiguous().t(), given.scales)
     assert torch.equal(run(layer, batch, TOKEN_SLOTS, quantised_x=strided), wanted)
     short = Quantised(given.values[:-1], given.scales[:-1])
-    message = re.escape(f"quantised_x must be [{TOKENS}, {HIDDEN}] like x (got [6, {HIDDEN}])")
+    message = re.escape(f"quantised_x must be [{TOKENS}, {HIDDEN}] (got [6, {HIDDEN}])")
     with pytest.raises(ValueError, match=f"^{message}$"):
         run(layer, batch, TOKEN_SLOTS, quantised_x=short)
     few = Quantised(given.values, given.scales[:-1])
-    with pytest.raises(ValueError, match=rf"^quantised_x must have {TOKENS} scales \(got 6\)$"):
+    message = re.escape(f"scales of quantised_x must be [{TOKENS}] (got [6])")
+    with pytest.raises(ValueError, match=f"^{message}$"):
         run(layer, batch, TOKEN_SLOTS, quantised_x=few)

@@ -23,15 +23,21 @@ from lorakernels.runtime.tuning import DEFAULT, Tuning, tuning_of
 MIN_TILE_ROWS = 16
 
 
-# the rows that each mapping was prepared for, by its table `tile_rows`. An operator gets the tables
-# alone: a number beside them would become a constant of a traced graph
+# the rows that each mapping was prepared for, by one of its tensors: `tile_rows` of BatchMetadata,
+# `step` of PairMetadata. An operator gets tensors alone: a number beside them would become a
+# constant of a traced graph
 _PREPARED: MutableMapping[Tensor, int] = WeakTensorKeyDictionary()
 
 
-def prepared_rows(tile_rows: Tensor) -> int | None:
-    """The rows of the step that a table was prepared for; None for a table of which that is not
-    known, such as the copy that a CUDA graph of torch.compile reads."""
-    return _PREPARED.get(tile_rows)
+def prepared_rows(tensor: Tensor) -> int | None:
+    """The rows of the step that the mapping with this tensor was prepared for; None where that is
+    not known, such as for the copy that a CUDA graph of torch.compile reads."""
+    return _PREPARED.get(tensor)
+
+
+def note_rows(tensor: Tensor, num_rows: int) -> None:
+    """The mapping with this tensor is prepared for so many rows."""
+    _PREPARED[tensor] = num_rows
 
 
 def tile_height(num_rows: int, tuning: Tuning = DEFAULT) -> int:
@@ -113,7 +119,8 @@ class BatchMetadata:
             )
 
     def _set_rows(self, num_rows: int) -> None:
-        self.num_rows = _PREPARED[self.tile_rows] = num_rows
+        self.num_rows = num_rows
+        note_rows(self.tile_rows, num_rows)
 
     def _check(self, token_slots: Tensor, num_rows: int | None) -> int:
         if token_slots.dtype != torch.int32 or token_slots.dim() != 1:

@@ -20,6 +20,7 @@ from lorakernels.layers.moe_partition import MoERank, cut_moe
 from lorakernels.layers.moe_weights import Weight, expert_packing, take_w2, take_w13, values_of
 from lorakernels.moe.align.metadata import PairMetadata
 from lorakernels.moe.delta.ops import MoEWorkspace
+from lorakernels.moe.layer.check import check_pairs
 from lorakernels.moe.layer.ops import (
     Activation,
     ExpertBuffers,
@@ -29,6 +30,7 @@ from lorakernels.moe.layer.ops import (
     run_experts,
 )
 from lorakernels.moe.weights import ExpertFactors, ExpertWeights
+from lorakernels.runtime.device import keep_address
 
 GATED = ("gate_proj", "up_proj", "down_proj")
 Staged = tuple[ExpertFactors | None, ...]
@@ -91,12 +93,16 @@ class FusedMoELoRA(nn.Module):
         self.cut = cut_moe(
             num_experts, intermediate, self.place, padded_intermediate=padded_intermediate
         )
-        values13, self.w13_scales = take_w13(self.packing, self.cut, w13)
-        values2, self.w2_scales = take_w2(self.packing, self.cut, w2)
+        values13, scales13 = take_w13(self.packing, self.cut, w13)
+        values2, scales2 = take_w2(self.packing, self.cut, w2)
+        self.w13_scales = None if scales13 is None else keep_address(scales13)
+        self.w2_scales = None if scales2 is None else keep_address(scales2)
         self.w13 = nn.Parameter(values13, requires_grad=False)
         self.w2 = nn.Parameter(values2, requires_grad=False)
-        local_ids = torch.tensor(self.cut.expert_map(num_experts), dtype=torch.int32)
-        self.expert_map = local_ids.to(self.w13.device)
+        local_ids = self.cut.expert_map(num_experts)
+        self.expert_map = keep_address(
+            torch.tensor(local_ids, dtype=torch.int32, device=self.w13.device)
+        )
         local, hidden = self.cut.intermediate.size, self.packing.hidden
         self.w13_slots = self._slots(
             num_slots, rank, [local] * self._num_up, hidden, a=shared_outer
@@ -157,6 +163,9 @@ class FusedMoELoRA(nn.Module):
             quantised_x = _like_rows(quantised_x, rows)
         # without expert parallelism the ids are local already
         local_ids = None if self.place.ep_size == 1 else self.expert_map
+        lora = ExpertLoRA(self.w13_slots, self.w2_slots, scratch.workspace)
+        # before the pairs are changed
+        check_pairs(pairs, lora)
         pairs.prepare(topk_ids, batch, expert_map=local_ids)
         out = torch.empty_like(rows)
         run_experts(
@@ -167,7 +176,7 @@ class FusedMoELoRA(nn.Module):
             pairs,
             scratch.buffers,
             out,
-            lora=ExpertLoRA(self.w13_slots, self.w2_slots, scratch.workspace),
+            lora=lora,
             activation=Activation.SILU_GATED if self._num_up == 2 else Activation.SILU,
             router_weight=self.router_weight,
             quantised_x=quantised_x,
@@ -241,13 +250,11 @@ def _layer_dtype(w13: Weight, dtype: torch.dtype | None) -> torch.dtype:
 def _like_rows(quantised: Quantised, rows: Tensor) -> Quantised:
     """[rows, hidden] and its scales, laid out as the kernels read them. ValueError."""
     values, scales = quantised.values, quantised.scales
-    if values.numel() != rows.numel() or values.shape[-1] != rows.shape[1]:
-        raise ValueError(
-            f"quantised_x must be {list(rows.shape)} like x (got {list(values.shape)})"
-        )
-    if scales.numel() != rows.shape[0]:
-        raise ValueError(f"quantised_x must have {rows.shape[0]} scales (got {scales.numel()})")
-    return Quantised(values.reshape(rows.shape).contiguous(), scales.reshape(-1).contiguous())
+    hidden = rows.shape[1]
+    if values.shape[-1] != hidden:
+        raise ValueError(f"quantised_x must have {hidden} columns (got {values.shape[-1]})")
+    # how many rows it has is checked where that of x is, since a traced graph must not ask
+    return Quantised(values.reshape(-1, hidden).contiguous(), scales.reshape(-1).contiguous())
 
 
 def _weight(values: Tensor, scales: Tensor | None) -> Weight:

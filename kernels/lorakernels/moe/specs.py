@@ -11,6 +11,7 @@ import torch
 
 from lorakernels.moe.align.metadata import PairMetadata
 from lorakernels.moe.align.ops import fill_tables
+from lorakernels.moe.align.tables import PairTables
 from lorakernels.moe.delta.launch import Delta, launch
 from lorakernels.moe.delta.ops import MoEWorkspace, shape_of_batch, view_shrunk
 from lorakernels.moe.delta.plan import MoEPath, plan_path
@@ -98,7 +99,7 @@ def launch_align(
     pairs = _pairs(tokens, top_k, experts, with_base=with_base, slots=slots)
     ids = torch.empty(tokens, top_k, dtype=torch.int32, device="meta")
     token_slots = torch.empty(tokens, dtype=torch.int32, device="meta")
-    fill_tables(pairs.tables, ids, token_slots, None, pdl=pdl)
+    fill_tables(pairs, ids, token_slots, None, pdl=pdl)
 
 
 def launch_delta(problem: Problem, *, pdl: bool) -> None:
@@ -116,7 +117,7 @@ def launch_delta(problem: Problem, *, pdl: bool) -> None:
         x=torch.empty(x_rows, problem.in_features, dtype=problem.dtype, device="meta"),
         pairs_per_x=rows // x_rows,
         slots=weights.tensors,
-        tables=pairs.tables.tables,
+        tables=pairs.tables,
         shrunk=view_shrunk(shrunk, shape) if path is MoEPath.TWO_KERNEL else shrunk,
         out=torch.empty(rows, sum(problem.slice_widths), dtype=problem.dtype, device="meta"),
         router_weights=torch.empty(rows, device="meta") if problem.is_second else None,
@@ -155,14 +156,14 @@ def launch_layer(
             x=empty(x_rows, x),
             w=empty(experts, sum(widths), x),
             out=out,
-            pairs=pairs.tables,
+            pairs=pairs,
             lora_input=empty(x_rows, x),
             lora=lora,
             activation=activation,
             router_weights=None if activation else torch.empty(tokens, top_k, device="meta"),
         )
         launch_product(product, pdl=pdl)
-    launch_sum(y, pairs.tables, empty(tokens, hidden), pdl=pdl)
+    launch_sum(y, pairs, empty(tokens, hidden), pdl=pdl)
 
 
 def _weights(widths: tuple[int, ...], in_features: int, problem: Problem) -> ExpertWeights:
@@ -179,7 +180,7 @@ def _weights(widths: tuple[int, ...], in_features: int, problem: Problem) -> Exp
 
 def _pairs(
     tokens: int, top_k: int, experts: int, *, with_base: bool, slots: int = _SLOTS
-) -> PairMetadata:
+) -> PairTables:
     pairs = PairMetadata(
         max_tokens=tokens,
         top_k=top_k,
@@ -188,5 +189,4 @@ def _pairs(
         device="meta",
         with_base=with_base,
     )
-    pairs.num_rows = tokens
-    return pairs
+    return PairTables.of(pairs.buffers, tokens, pairs.sizes)

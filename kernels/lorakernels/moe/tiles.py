@@ -36,9 +36,34 @@ def num_bins(num_experts: int, max_slots: int, with_base: bool) -> int:
     return max(16, power_of_2(num_experts)) * slot_bins(max_slots, with_base)
 
 
-def is_sorted(num_experts: int, max_slots: int, with_base: bool, tuning: Tuning = DEFAULT) -> bool:
-    """Whether pairs are sorted, because a program cannot hold a counter of each bucket."""
-    return num_bins(num_experts, max_slots, with_base) > tuning.align.most_bins
+def is_sorted(
+    num_pairs: int, num_experts: int, max_slots: int, with_base: bool, tuning: Tuning = DEFAULT
+) -> bool:
+    """Whether pairs are sorted, because a program cannot hold a counter of each bucket, or because
+    memory should not hold those of every span. Either way gives the same tables."""
+    bins, align = num_bins(num_experts, max_slots, with_base), tuning.align
+    return bins > align.most_bins or _num_counters(num_pairs, bins, tuning) > align.most_counters
+
+
+def scratch_size(
+    max_pairs: int, num_experts: int, max_slots: int, with_base: bool, tuning: Tuning = DEFAULT
+) -> int:
+    """Elements of the scratch memory of the alignment of batches of up to `max_pairs` pairs."""
+    bins, align = num_bins(num_experts, max_slots, with_base), tuning.align
+    counters = _num_counters(max_pairs, bins, tuning)
+    if not is_sorted(max_pairs, num_experts, max_slots, with_base, tuning):
+        return counters
+    most = max(digit_bins(num_experts, slot_bins(max_slots, with_base)))
+    # two buffers of keys and of pairs, and the counters of a digit for each span and their totals
+    size = 4 * sort_stride(max_pairs) + (sort_spans(max_pairs, align.span) + 1) * most
+    # smaller batches may have few enough counters
+    return size if bins > align.most_bins else max(size, align.most_counters)
+
+
+def _num_counters(num_pairs: int, bins: int, tuning: Tuning) -> int:
+    """One row of counters for each span, one of totals and three of offsets."""
+    is_counted = num_pairs > tuning.align.single_launch_pairs
+    return (-(-num_pairs // tuning.align.span) + 4) * bins if is_counted else 1
 
 
 def digit_bins(num_experts: int, bins_of_slots: int) -> tuple[int, int]:

@@ -80,6 +80,8 @@ class AlignTuning:
 
     # buckets beyond which a program cannot hold a counter of each
     most_bins: int
+    # counters of all spans beyond which they take too much memory: 4 bytes each
+    most_counters: int
     # most pairs that every program counts by itself, which saves three launches
     single_launch_pairs: int
     # pairs that a program places, in a single launch and after counting launches
@@ -132,6 +134,7 @@ HOPPER = Tuning(
     ),
     align=AlignTuning(
         most_bins=8192,
+        most_counters=1 << 27,
         single_launch_pairs=1024,
         small_span=64,
         span=128,

@@ -37,11 +37,7 @@ CONTROLS = (
     control(
         name="pairs-always-sorted",
         why="The path for many buckets, taken for few.",
-        edit=Edit(
-            "lorakernels.moe.tiles",
-            "return num_bins(num_experts, max_slots, with_base) > tuning.align.most_bins",
-            "return num_bins(num_experts, max_slots, with_base) > 0",
-        ),
+        edit=Edit("lorakernels.runtime.tuning", "most_bins=8192", "most_bins=0"),
     ),
     control(
         name="taller-tiles-of-pairs",

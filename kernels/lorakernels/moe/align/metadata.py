@@ -11,11 +11,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from lorakernels.batch.metadata import MIN_TILE_ROWS, BatchMetadata
+from lorakernels.batch.metadata import MIN_TILE_ROWS, BatchMetadata, note_rows, prepared_rows
 from lorakernels.moe.align.kernels.arguments import Tables
 from lorakernels.moe.align.ops import align_pairs
-from lorakernels.moe.align.tables import PairTables, counts_size
-from lorakernels.moe.tiles import base_tile_height, max_tiles, tile_height
+from lorakernels.moe.align.tables import PairTables
+from lorakernels.moe.tiles import base_tile_height, max_tiles, scratch_size, tile_height
+from lorakernels.runtime.device import keep_address
 from lorakernels.runtime.tuning import tuning_of
 
 
@@ -29,6 +30,8 @@ class PairMetadata:
     num_tiles [1].
     base_experts, base_pairs, num_base_tiles: the same for tiles of an expert's pairs, base rows
         included, ordered by slot; only `with_base`.
+    step [1]: stands for the prepared step. An operator looks up the rows of the step by it; it is
+        never written, so that torch.compile puts no copy into its place.
     """
 
     def __init__(
@@ -51,10 +54,10 @@ class PairMetadata:
         pairs, buckets = max_tokens * top_k, num_experts * max_slots
 
         def table(size: int) -> Tensor:
-            return torch.full((size,), -1, dtype=torch.int32, device=device)
+            return keep_address(torch.full((size,), -1, dtype=torch.int32, device=device))
 
         def count() -> Tensor:
-            return torch.zeros(1, dtype=torch.int32, device=device)
+            return keep_address(torch.zeros(1, dtype=torch.int32, device=device))
 
         tuning = tuning_of(torch.device(device))
         self.pair_slots, self.pair_experts = table(pairs), table(pairs)
@@ -68,8 +71,14 @@ class PairMetadata:
         capacity = max_tiles(pairs, num_experts, tallest) * tallest if with_base else 1
         self.base_experts, self.base_pairs = table(base_tiles), table(capacity)
         self.num_base_tiles = count()
-        self._counts = table(counts_size(pairs, num_experts, max_slots, with_base, tuning))
-        self.num_rows = 0
+        self._counts = table(scratch_size(pairs, num_experts, max_slots, with_base, tuning))
+        self.step = count()
+        note_rows(self.step, 0)
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of the prepared step."""
+        return prepared_rows(self.step) or 0
 
     @property
     def num_pairs(self) -> int:
@@ -78,7 +87,7 @@ class PairMetadata:
     @property
     def tables(self) -> PairTables:
         """All buffers, with the sizes of the prepared step."""
-        return PairTables.of(self.buffers, self.sizes)
+        return PairTables.of(self.buffers, self.num_rows, self.sizes)
 
     @property
     def buffers(self) -> list[Tensor]:
@@ -98,9 +107,8 @@ class PairMetadata:
 
     @property
     def sizes(self) -> list[int]:
-        """Of the prepared step, as an operator takes them; see PairTables.of."""
-        base = int(self.with_base)
-        return [self.num_rows, self.top_k, self.num_experts, self.max_slots, base]
+        """Of every step, as an operator takes them; see PairTables.of."""
+        return [self.top_k, self.num_experts, self.max_slots, int(self.with_base)]
 
     def prepare(
         self, topk_ids: Tensor, batch: BatchMetadata, *, expert_map: Tensor | None = None
@@ -113,18 +121,18 @@ class PairMetadata:
         Raises ValueError with nothing changed.
         """
         self._check(topk_ids, batch, expert_map)
-        self.num_rows = topk_ids.shape[0]
         align_pairs(
             topk_ids,
             batch.token_slots,
             expert_map,
             self.buffers,
-            num_experts=self.num_experts,
-            max_slots=self.max_slots,
-            with_base=self.with_base,
+            self.sizes,
+            batch_rows=batch.tile_rows,
+            step=self.step,
         )
 
     def _check(self, topk_ids: Tensor, batch: BatchMetadata, expert_map: Tensor | None) -> None:
+        """What holds for any number of rows: part of a traced graph, see `align_pairs`."""
         device = self.pair_slots.device
         for name, tensor, dims in (("topk_ids", topk_ids, 2), ("expert_map", expert_map, 1)):
             if tensor is None:
@@ -134,20 +142,10 @@ class PairMetadata:
                     f"{name} must be int32 with {dims} dimension{'s' * (dims > 1)} "
                     f"(got {tensor.dtype} with shape {list(tensor.shape)})"
                 )
-            if not tensor.is_contiguous():
-                raise ValueError(f"{name} must be contiguous (got strides {tensor.stride()})")
             if tensor.device != device:
                 raise ValueError(f"{name} must be on {device} (got {tensor.device})")
-        rows, top_k = topk_ids.shape
-        if top_k != self.top_k:
-            raise ValueError(f"topk_ids must have {self.top_k} columns (got {top_k})")
-        if rows > self.max_tokens:
-            raise ValueError(f"topk_ids may have {self.max_tokens} rows (got {rows})")
-        if rows != batch.num_rows:
-            raise ValueError(
-                f"topk_ids must have {batch.num_rows} rows, as the batch was prepared for "
-                f"(got {rows})"
-            )
+        if topk_ids.shape[1] != self.top_k:
+            raise ValueError(f"topk_ids must have {self.top_k} columns (got {topk_ids.shape[1]})")
         if batch.token_slots.device != device:
             raise ValueError(f"batch must be on {device} (got {batch.token_slots.device})")
         if batch.max_slots != self.max_slots:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from lorakernels.batch.metadata import note_rows, prepared_rows
 from lorakernels.moe.align.kernels.arguments import Routes
 from lorakernels.moe.align.launch import launch_alignment
 from lorakernels.moe.align.sort import launch_sorting
@@ -17,14 +18,18 @@ def align_pairs(
     token_slots: Tensor,
     expert_map: Tensor | None,
     buffers: list[Tensor],
+    sizes: list[int],
     *,
-    num_experts: int,
-    max_slots: int,
-    with_base: bool,
+    batch_rows: Tensor,
+    step: Tensor,
 ) -> None:
-    """Fill the buffers of PairMetadata for the step that `topk_ids` routes."""
+    """Fill the buffers of PairMetadata, with its sizes, for the step that `topk_ids` routes.
+
+    batch_rows: the table by which the rows of the batch are looked up; `step`: the tensor by which
+    those of the pairs are noted. Raises ValueError with nothing changed.
+    """
     torch.ops.lorakernels.align_pairs(
-        topk_ids, token_slots, expert_map, buffers, num_experts, max_slots, with_base
+        topk_ids, token_slots, expert_map, buffers, sizes, batch_rows, step
     )
 
 
@@ -50,11 +55,31 @@ def _align_pairs(
     token_slots: Tensor,
     expert_map: Tensor | None,
     tables: list[Tensor],
-    num_experts: int,
-    max_slots: int,
-    with_base: bool,
+    sizes: list[int],
+    batch_rows: Tensor,
+    step: Tensor,
 ) -> None:
-    rows, top_k = topk_ids.shape
-    pairs = PairTables.of(tables, [rows, top_k, num_experts, max_slots, int(with_base)])
+    pairs = PairTables.of(tables, topk_ids.shape[0], sizes)
+    _check_routes(topk_ids, expert_map)
+    _check_rows(pairs, prepared_rows(batch_rows))
+    note_rows(step, pairs.num_rows)
     with on_device_of(topk_ids):
         fill_tables(pairs, topk_ids, token_slots, expert_map, pdl=supports_pdl(topk_ids.device))
+
+
+def _check_routes(topk_ids: Tensor, expert_map: Tensor | None) -> None:
+    for name, tensor in (("topk_ids", topk_ids), ("expert_map", expert_map)):
+        if tensor is not None and not tensor.is_contiguous():
+            raise ValueError(f"{name} must be contiguous (got strides {tensor.stride()})")
+
+
+def _check_rows(pairs: PairTables, batch_rows: int | None) -> None:
+    """The step has as many rows as the batch was prepared for, where that is known."""
+    most = pairs.tables.pair_slots.shape[0] // pairs.top_k
+    if pairs.num_rows > most:
+        raise ValueError(f"topk_ids may have {most} rows (got {pairs.num_rows})")
+    if batch_rows is not None and pairs.num_rows != batch_rows:
+        raise ValueError(
+            f"topk_ids must have {batch_rows} rows, as the batch was prepared for "
+            f"(got {pairs.num_rows})"
+        )

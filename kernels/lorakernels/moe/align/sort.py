@@ -1,5 +1,6 @@
-"""Launches of the alignment of a batch whose buckets are more than a program can count. Nothing is
-allocated and nothing waits for the host, so that it can be captured into a CUDA graph."""
+"""Launches of the alignment of a batch whose buckets are more than a program can count, or take
+too much memory to count. Nothing is allocated and nothing waits for the host, so that it can be
+captured into a CUDA graph."""
 
 from __future__ import annotations
 

@@ -10,13 +10,10 @@ from torch import Tensor
 from lorakernels.moe.align.kernels.arguments import Layout, Tables
 from lorakernels.moe.tiles import (
     base_tile_height,
-    digit_bins,
     is_sorted,
     max_tiles,
     num_bins,
     slot_bins,
-    sort_spans,
-    sort_stride,
     tile_height,
 )
 from lorakernels.runtime.tuning import Tuning, tuning_of
@@ -27,7 +24,8 @@ class PairTables:
     """The buffers of PairMetadata, and the sizes of one step.
 
     An operator takes only lists of tensors and of integers. `of` makes the tables from two such
-    lists, which PairMetadata gives as `buffers` and `sizes`.
+    lists, which PairMetadata gives as `buffers` and `sizes`, and from the rows of the step. These
+    are no argument of an operator: a traced graph would hold for batches of one size alone.
     """
 
     tables: Tables
@@ -40,9 +38,9 @@ class PairTables:
     with_base: int
 
     @classmethod
-    def of(cls, buffers: Sequence[Tensor], sizes: Sequence[int]) -> PairTables:
+    def of(cls, buffers: Sequence[Tensor], num_rows: int, sizes: Sequence[int]) -> PairTables:
         *tables, counts = buffers
-        return cls(Tables(*tables), counts, *sizes)
+        return cls(Tables(*tables), counts, num_rows, *sizes)
 
     @property
     def tuning(self) -> Tuning:
@@ -62,7 +60,8 @@ class PairTables:
 
     @property
     def is_sorted(self) -> bool:
-        return is_sorted(self.num_experts, self.max_slots, bool(self.with_base), self.tuning)
+        sizes = (self.num_experts, self.max_slots, bool(self.with_base))
+        return is_sorted(self.num_pairs, *sizes, self.tuning)
 
     def layout(self, *, is_mapped: bool) -> Layout:
         """What the kernels of the alignment are compiled for."""
@@ -93,20 +92,3 @@ class PairTables:
     def base_tile_programs(self) -> int:
         """Most base tiles that the step can have."""
         return max(1, max_tiles(self.num_pairs, self.num_experts, self.base_height))
-
-
-def counts_size(
-    max_pairs: int, num_experts: int, max_slots: int, with_base: bool, tuning: Tuning
-) -> int:
-    """Elements of the scratch memory of the alignment of batches of up to `max_pairs` pairs.
-
-    One row of counters for each span, one of totals and three of offsets; where pairs are sorted,
-    two buffers of keys and of pairs, and the counters of a digit for each span and their totals.
-    """
-    align = tuning.align
-    if is_sorted(num_experts, max_slots, with_base, tuning):
-        most = max(digit_bins(num_experts, slot_bins(max_slots, with_base)))
-        return 4 * sort_stride(max_pairs) + (sort_spans(max_pairs, align.span) + 1) * most
-    bins = num_bins(num_experts, max_slots, with_base)
-    is_counted = max_pairs > align.single_launch_pairs
-    return (-(-max_pairs // align.span) + 4) * bins if is_counted else 1

@@ -1,6 +1,7 @@
 """The delta of a MoE projection: public functions and the custom operator behind them.
 
-`moe_delta` is one opaque operator that only gets tensors and sizes, as `dense_delta` is.
+`moe_delta` is one opaque operator that only gets tensors and sizes, as `dense_delta` is. The number
+of rows is none of these sizes: the operator looks it up by the pairs.
 """
 
 from __future__ import annotations
@@ -11,14 +12,15 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from lorakernels.batch.metadata import prepared_rows
 from lorakernels.common.stacked_weights import SlotTensors
-from lorakernels.dense.check import check_like, overlap
+from lorakernels.dense.check import check_like, overlap, overlaps_itself
 from lorakernels.moe.align.metadata import PairMetadata
 from lorakernels.moe.align.tables import PairTables
 from lorakernels.moe.delta.launch import Delta, launch, shape_of
 from lorakernels.moe.delta.plan import MoEPath, MoEShape, largest_shrunk, plan_path, shrunk_shape
 from lorakernels.moe.weights import ExpertWeights
-from lorakernels.runtime.device import on_device_of, supports_pdl
+from lorakernels.runtime.device import keep_address, on_device_of, supports_pdl
 
 __all__ = ["MoEPath", "MoEWorkspace", "moe_delta"]
 
@@ -35,7 +37,8 @@ class MoEWorkspace:
                 raise ValueError(f"{name} must be at least 1 (got {size})")
         pairs = max_tokens * top_k
         size = max(largest_shrunk(shape_of_batch(layer, pairs)) for layer in layers)
-        self.shrunk = torch.empty(size, dtype=torch.float32, device=layers[0].a.device)
+        shrunk = torch.empty(size, dtype=torch.float32, device=layers[0].a.device)
+        self.shrunk = keep_address(shrunk)
 
 
 def moe_delta(
@@ -61,12 +64,14 @@ def moe_delta(
     Deterministic. Raises ValueError.
     """
     _check_batch(x, weights, pairs)
+    check_devices(pairs, workspace, weights.a.device)
     torch.ops.lorakernels.moe_delta(
         x,
         list(weights.tensors),
         list(weights.slice_widths),
         pairs.buffers,
         pairs.sizes,
+        pairs.step,
         workspace.shrunk,
         out,
         router_weights,
@@ -82,14 +87,21 @@ def _moe_delta(
     slice_widths: list[int],
     pair_buffers: list[Tensor],
     pair_sizes: list[int],
+    step: Tensor,
     shrunk: Tensor,
     out: Tensor,
     router_weights: Tensor | None,
     add_inputs: bool,
     path: int,
 ) -> None:
-    slots, pairs = SlotTensors(*slot_tensors), PairTables.of(pair_buffers, pair_sizes)
+    slots = SlotTensors(*slot_tensors)
+    num_rows = prepared_rows(step)
+    if num_rows is None:
+        # a pair is a row of out
+        num_rows = out.numel() // (slots.b.shape[2] * pair_sizes[0])
+    pairs = PairTables.of(pair_buffers, num_rows, pair_sizes)
     num_pairs, num_experts = pairs.num_pairs, pairs.num_experts
+    _check_rows(x, pairs)
     _check_operands(x, slots, num_pairs, out, router_weights)
     if num_pairs == 0:
         return
@@ -129,17 +141,31 @@ def shape_of_batch(weights: ExpertWeights, num_pairs: int) -> MoEShape:
     )
 
 
+def check_devices(pairs: PairMetadata, workspace: MoEWorkspace, device: torch.device) -> None:
+    """The tables and the workspace are on the device of the operands. Raises ValueError."""
+    for name, tensor in (("pairs", pairs.step), ("workspace", workspace.shrunk)):
+        if tensor.device != device:
+            raise ValueError(f"{name} must be on {device} (got {tensor.device})")
+
+
 def _check_batch(x: Tensor, weights: ExpertWeights, pairs: PairMetadata) -> None:
-    if x.dim() != 2 or x.shape[0] not in (pairs.num_rows, pairs.num_pairs):
-        raise ValueError(
-            f"x must have {pairs.num_rows} rows or one for each of {pairs.num_pairs} pairs, as "
-            f"the pairs were prepared for (got shape {list(x.shape)})"
-        )
+    """What `x` and the pairs must be for any number of rows: part of a traced graph, so it compares
+    no size that changes from step to step."""
+    if x.dim() != 2:
+        raise ValueError(f"x must have two dimensions (got shape {list(x.shape)})")
     for name in ("num_experts", "num_slots"):
         have = getattr(weights, name)
         wanted = pairs.num_experts if name == "num_experts" else pairs.max_slots
         if have != wanted:
             raise ValueError(f"weights must have {wanted} {name[4:]} (got {have})")
+
+
+def _check_rows(x: Tensor, pairs: PairTables) -> None:
+    if x.shape[0] not in (pairs.num_rows, pairs.num_pairs):
+        raise ValueError(
+            f"x must have {pairs.num_rows} rows or one for each of {pairs.num_pairs} pairs, as "
+            f"the pairs were prepared for (got shape {list(x.shape)})"
+        )
 
 
 def _check_operands(
@@ -152,6 +178,11 @@ def _check_operands(
         raise ValueError(f"x must have {a.shape[4]} columns (got {x.shape[1]})")
     check_like("x", x, a)
     check_like("out", out, a)
+    if overlaps_itself(out):
+        raise ValueError(
+            "out must not overlap itself in memory, where pairs would be written over each other "
+            f"(got strides {list(out.stride())})"
+        )
     if overlap(x, out):
         raise ValueError("out must not overlap x in memory")
     if router_weights is None:

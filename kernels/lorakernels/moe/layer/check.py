@@ -6,30 +6,55 @@ import torch
 from torch import Tensor
 
 from lorakernels.moe.align.metadata import PairMetadata
+from lorakernels.moe.align.tables import PairTables
+from lorakernels.moe.delta.ops import check_devices
 from lorakernels.moe.layer.types import Activation, ExpertLoRA, LayerOperands, Quantised
 
 # name, tensor, shape, dtype
 Operand = tuple[str, Tensor, tuple[int, ...], torch.dtype]
 
 
-def check_layer(layer: LayerOperands, pairs: PairMetadata) -> None:
+def check_pairs(pairs: PairMetadata, lora: ExpertLoRA | None) -> None:
+    """The pairs are made for a layer with these adapters. Raises ValueError."""
     if not pairs.with_base:
         raise ValueError("pairs must be made with_base, for the product of the base layer")
+    if lora is None:
+        return
+    check_devices(pairs, lora.workspace, lora.w13.a.device)
+    for name, weights in (("w13", lora.w13), ("w2", lora.w2)):
+        if weights.num_slots != pairs.max_slots or weights.num_experts != pairs.num_experts:
+            raise ValueError(
+                f"adapters of {name} must have {pairs.max_slots} slots and {pairs.num_experts} "
+                f"experts (got {weights.num_slots} and {weights.num_experts})"
+            )
+
+
+def check_layer(layer: LayerOperands, lora: ExpertLoRA | None) -> None:
+    """What holds for any number of rows: part of a traced graph, so it compares no size that
+    changes from step to step. Raises ValueError."""
     weights = [isinstance(w, Quantised) for w in (layer.w13, layer.w2)]
     if weights != [layer.quantised_x is not None] * 2:
         raise ValueError("w13, w2 and x must all be quantised or none of them")
-    for operand in _operands(layer, pairs):
-        _check_operand(*operand, like=layer.x)
-    if layer.lora is not None:
-        inter = _values(layer.w2).shape[2]
-        _check_lora(layer.lora, layer.x, inter, _halves(layer), pairs)
-
-
-def _operands(layer: LayerOperands, pairs: PairMetadata) -> list[Operand]:
-    """Each tensor with its name, and the shape and dtype that it must have."""
-    first, second = _values(layer.w13), _values(layer.w2)
+    second = _values(layer.w2)
     if second.dim() != 3:
         raise ValueError(f"w2 must have three dimensions (got {list(second.shape)})")
+    if lora is not None:
+        _, hidden, inter = second.shape
+        _check_lora(lora, layer.x, hidden, (inter,) * _halves(layer))
+
+
+def check_operands(layer: LayerOperands, pairs: PairTables) -> None:
+    """Every tensor is what a step of so many rows needs. Raises ValueError."""
+    device = pairs.counts.device
+    if layer.x.device != device:
+        raise ValueError(f"x must be on {device} like the pairs (got {layer.x.device})")
+    for operand in _operands(layer, pairs):
+        _check_operand(*operand, like=layer.x)
+
+
+def _operands(layer: LayerOperands, pairs: PairTables) -> list[Operand]:
+    """Each tensor with its name, and the shape and dtype that it must have."""
+    first, second = _values(layer.w13), _values(layer.w2)
     _, hidden, inter = second.shape
     dtype, rows, experts = layer.x.dtype, pairs.num_rows, pairs.num_experts
     packed = dtype if layer.quantised_x is None else first.dtype
@@ -41,10 +66,11 @@ def _operands(layer: LayerOperands, pairs: PairMetadata) -> list[Operand]:
         ("router_weights", layer.router_weights, (rows, pairs.top_k), torch.float32),
         ("out", layer.out, (rows, hidden), dtype),
         # buffers are as large as the largest batch
-        ("act of buffers", layer.buffers.act[:count], (count, inter), dtype),
-        ("y of buffers", layer.buffers.y[:count], (count, hidden), dtype),
+        ("act of buffers", layer.act[:count], (count, inter), dtype),
+        ("y of buffers", layer.y[:count], (count, hidden), dtype),
     ]
-    for name, operand in (("x", layer.quantised_x), ("w13", layer.w13), ("w2", layer.w2)):
+    quantised = {"quantised_x": layer.quantised_x, "w13": layer.w13, "w2": layer.w2}
+    for name, operand in quantised.items():
         if isinstance(operand, Quantised):
             scales = tuple(operand.values.shape[:-1])
             operands.append((f"scales of {name}", operand.scales, scales, torch.float32))
@@ -75,11 +101,10 @@ def _check_operand(
         raise ValueError(f"{name} must be on {like.device} like x (got {tensor.device})")
 
 
-def _check_lora(lora: ExpertLoRA, x: Tensor, inter: int, halves: int, pairs: PairMetadata) -> None:
-    hidden = x.shape[1]
+def _check_lora(lora: ExpertLoRA, x: Tensor, hidden: int, w13_widths: tuple[int, ...]) -> None:
     for name, weights, depth, widths in (
-        ("w13", lora.w13, hidden, (inter,) * halves),
-        ("w2", lora.w2, inter, (hidden,)),
+        ("w13", lora.w13, hidden, w13_widths),
+        ("w2", lora.w2, w13_widths[0], (hidden,)),
     ):
         if weights.a.dtype != x.dtype or weights.a.device != x.device:
             raise ValueError(
@@ -91,9 +116,4 @@ def _check_lora(lora: ExpertLoRA, x: Tensor, inter: int, halves: int, pairs: Pai
             raise ValueError(
                 f"adapters of {name} must map {depth} to {list(widths)} "
                 f"(got {have[0]} to {list(have[1])})"
-            )
-        if weights.num_slots != pairs.max_slots or weights.num_experts != pairs.num_experts:
-            raise ValueError(
-                f"adapters of {name} must have {pairs.max_slots} slots and {pairs.num_experts} "
-                f"experts (got {weights.num_slots} and {weights.num_experts})"
             )

@@ -2,7 +2,8 @@
 
 With adapters each product is preceded by the shrink of its input, and the expand is folded into
 the product itself: the layer has two more launches than without, and no pass over its outputs.
-All of it is one opaque operator that only gets tensors and sizes, as `dense_delta` is.
+All of it is one opaque operator that only gets tensors and sizes, as `dense_delta` is; the number
+of rows is none of them.
 """
 
 from __future__ import annotations
@@ -10,10 +11,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from lorakernels.batch.metadata import prepared_rows
 from lorakernels.common.stacked_weights import SlotTensors
 from lorakernels.moe.align.metadata import PairMetadata
 from lorakernels.moe.align.tables import PairTables
-from lorakernels.moe.layer.check import check_layer
+from lorakernels.moe.layer.check import check_layer, check_operands, check_pairs
 from lorakernels.moe.layer.launch import Adapters, Product, launch_product, launch_sum
 from lorakernels.moe.layer.types import (
     Activation,
@@ -66,15 +68,15 @@ def run_experts(
         w2=w2,
         quantised_x=quantised_x,
         router_weights=router_weights,
-        buffers=buffers,
+        act=buffers.act,
+        y=buffers.y,
         out=out,
-        lora=lora,
         activation=activation,
         router_weight=router_weight,
     )
-    check_layer(operands, pairs)
-    if x.shape[0]:
-        torch.ops.lorakernels.run_experts(*_flatten(operands, pairs))
+    check_pairs(pairs, lora)
+    check_layer(operands, lora)
+    torch.ops.lorakernels.run_experts(*_flatten(operands, pairs, lora))
 
 
 def quantise_rows(x: Tensor) -> Quantised:
@@ -94,6 +96,7 @@ def _run_experts(
     router_weights: Tensor,
     pair_buffers: list[Tensor],
     pair_sizes: list[int],
+    step: Tensor,
     slot_tensors: list[Tensor],
     shrunk: Tensor | None,
     act: Tensor,
@@ -103,18 +106,43 @@ def _run_experts(
     on_input: bool,
 ) -> None:
     # the inverse of _flatten
-    pairs = PairTables.of(pair_buffers, pair_sizes)
-    act, y = act[: pairs.num_pairs], y[: pairs.num_pairs]
     quantised_x = Quantised(*x_quantised) if x_quantised else None
     w13, w2 = weights if quantised_x is None else (Quantised(*weights[:2]), Quantised(*weights[2:]))
+    layer = LayerOperands(
+        x=x,
+        w13=w13,
+        w2=w2,
+        quantised_x=quantised_x,
+        router_weights=router_weights,
+        act=act,
+        y=y,
+        out=out,
+        activation=Activation(activation),
+        router_weight=RouterWeight.ON_INPUT if on_input else RouterWeight.ON_OUTPUT,
+    )
+    num_rows = prepared_rows(step)
+    pairs = PairTables.of(pair_buffers, x.shape[0] if num_rows is None else num_rows, pair_sizes)
+    check_operands(layer, pairs)
+    if pairs.num_rows:
+        adapters = (_adapters(slot_tensors[:4], shrunk), _adapters(slot_tensors[4:], shrunk))
+        _launch(layer, pairs, *adapters)
+
+
+def _launch(
+    layer: LayerOperands, pairs: PairTables, up: Adapters | None, down: Adapters | None
+) -> None:
+    """Both products, with their adapters, and the sum."""
+    x, quantised_x, out = layer.x, layer.quantised_x, layer.out
+    act, y = layer.act[: pairs.num_pairs], layer.y[: pairs.num_pairs]
+    router_weights, on_input = layer.router_weights, layer.router_weight is RouterWeight.ON_INPUT
     first = Product(
         x=x if quantised_x is None else quantised_x,
-        w=w13,
+        w=layer.w13,
         out=act,
         pairs=pairs,
         lora_input=x,
-        lora=_adapters(slot_tensors[:4], shrunk),
-        activation=Activation(activation),
+        lora=up,
+        activation=layer.activation,
         router_weights=router_weights if on_input else None,
     )
     pdl = supports_pdl(x.device)
@@ -122,11 +150,11 @@ def _run_experts(
         launch_product(first, pdl=pdl)
         second = Product(
             x=act if quantised_x is None else quantise_rows(act),
-            w=w2,
+            w=layer.w2,
             out=y,
             pairs=pairs,
             lora_input=act,
-            lora=_adapters(slot_tensors[4:], shrunk),
+            lora=down,
             activation=None,
             router_weights=None if on_input else router_weights,
         )
@@ -134,9 +162,11 @@ def _run_experts(
         launch_sum(y, pairs, out, pdl=pdl)
 
 
-def _flatten(operands: LayerOperands, pairs: PairMetadata) -> tuple[object, ...]:
+def _flatten(
+    operands: LayerOperands, pairs: PairMetadata, lora: ExpertLoRA | None
+) -> tuple[object, ...]:
     """The arguments of the operator, which takes only tensors, numbers and lists of them."""
-    lora, quantised_x = operands.lora, operands.quantised_x
+    quantised_x = operands.quantised_x
     projections = () if lora is None else (lora.w13, lora.w2)
     return (
         operands.x,
@@ -145,10 +175,11 @@ def _flatten(operands: LayerOperands, pairs: PairMetadata) -> tuple[object, ...]
         operands.router_weights,
         pairs.buffers,
         pairs.sizes,
+        pairs.step,
         [tensor for weights in projections for tensor in weights.tensors],
         None if lora is None else lora.workspace.shrunk,
-        operands.buffers.act,
-        operands.buffers.y,
+        operands.act,
+        operands.y,
         operands.out,
         operands.activation.value,
         operands.router_weight is RouterWeight.ON_INPUT,

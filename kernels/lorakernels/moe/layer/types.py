@@ -10,6 +10,7 @@ from torch import Tensor
 
 from lorakernels.moe.delta.ops import MoEWorkspace
 from lorakernels.moe.weights import ExpertWeights
+from lorakernels.runtime.device import keep_address
 
 
 class Activation(Enum):
@@ -56,8 +57,8 @@ class ExpertBuffers:
         device: torch.device | str,
     ) -> None:
         pairs = max_tokens * top_k
-        self.act = torch.empty(pairs, intermediate, dtype=dtype, device=device)
-        self.y = torch.empty(pairs, hidden, dtype=dtype, device=device)
+        self.act = keep_address(torch.empty(pairs, intermediate, dtype=dtype, device=device))
+        self.y = keep_address(torch.empty(pairs, hidden, dtype=dtype, device=device))
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,15 +72,16 @@ class ExpertLoRA:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerOperands:
-    """The arguments of `run_experts` but for the prepared pairs; see there."""
+    """The arguments of `run_experts` but for the prepared pairs and the adapters; see there.
+    act and y are those of the buffers."""
 
     x: Tensor
     w13: Tensor | Quantised
     w2: Tensor | Quantised
     quantised_x: Quantised | None
     router_weights: Tensor
-    buffers: ExpertBuffers
+    act: Tensor
+    y: Tensor
     out: Tensor
-    lora: ExpertLoRA | None
     activation: Activation
     router_weight: RouterWeight
