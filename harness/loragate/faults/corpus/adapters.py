@@ -117,9 +117,9 @@ FAULTS = (
     ),
     _slots(
         "slot-remembered-by-name",
-        "        return self._slots[name]\n",
+        "        return self._residents[name].slot\n",
         "        memo = self.__dict__.setdefault('_memo', {})\n"
-        "        return memo.setdefault(name, self._slots[name])\n",
+        "        return memo.setdefault(name, self._residents[name].slot)\n",
         source="own",
         why="An adapter that comes back into another slot is looked up in its first one.",
     ),

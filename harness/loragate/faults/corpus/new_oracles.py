@@ -45,10 +45,10 @@ FAULTS = (
         why="The shrink output is kept within the range of fp16 for adapters of any dtype.",
         only=True,
     ),
-    _small_batch(
+    _two_launch(
         "every-expert-clamped-like-fp16",
-        "        h = tl.sum(acc, axis=1) * scale\n",
-        "        h = tl.minimum(tl.maximum(tl.sum(acc, axis=1), -65504.0), 65504.0) * scale\n",
+        "acc.to(shrunk_ptr.dtype.element_ty), mask=live_cells",
+        "tl.minimum(tl.maximum(acc, -65504.0), 65504.0), mask=live_cells",
         source="own",
         why="The shrink output is kept within the range of fp16 for adapters of any dtype.",
         only=True,
@@ -87,12 +87,12 @@ FAULTS = (
     ),
     _two_launch(
         "tile-of-experts-centred-on-its-peak",
-        "            if SCALED:\n                acc *= scale[None, :]\n",
-        "            peak = tl.max(tl.max(tl.abs(acc), axis=1), axis=0)\n"
-        "            acc = (acc + peak) - peak\n"
-        "            if SCALED:\n                acc *= scale[None, :]\n",
+        "            live_cells = live_m",
+        "            shift = 1024 * tl.max(tl.max(tl.abs(acc), axis=1), axis=0)\n"
+        "            acc = (acc + shift) - shift\n"
+        "            live_cells = live_m",
         source="own",
-        why="Sums are shifted by the largest one of their tile, which rounds them by it.",
+        why="Sums are shifted by a multiple of the largest one of their tile, which rounds them.",
         only=True,
     ),
     _dense(
@@ -112,7 +112,7 @@ FAULTS = (
     ),
     _metadata(
         "mapping-read-where-it-lies",
-        "token_slots = _upload(token_slots, self.token_slots.device)",
+        "token_slots = upload(token_slots, self.token_slots.device)",
         "token_slots = token_slots.to(self.token_slots.device, non_blocking=True)",
         source="vllm #36013",
         why="A mapping in pinned memory is read when the device gets to it.",

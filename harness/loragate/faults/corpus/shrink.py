@@ -105,11 +105,11 @@ FAULTS = (
     _plant(
         "zero-taken-for-padding",
         "                acc = dot(x, a, acc, IEEE)\n",
-        "                first = tl.where((offs_k == 0)[None, :], x.to(tl.float32), 0.0)\n"
-        "                blank = tl.sum(first, axis=1) == 0.0\n"
+        "                bits = x.to(tl.float32).to(tl.int32, bitcast=True)\n"
+        "                blank = tl.sum(tl.where((offs_k == 0)[None, :], bits, 0), axis=1) == 0\n"
         "                acc = dot(tl.where(blank[:, None], 0.0, x).to(x.dtype), a, acc, IEEE)\n",
         source="own",
-        why="A row whose first value is zero is skipped; random data never has one.",
+        why="A row whose first value has no bit set is skipped; random data never has one.",
         only=True,
     ),
 )
