@@ -71,11 +71,16 @@ class Careful(DenseDelta):
 
     def check_mapping(self, token_slots: Tensor) -> None:
         _require("dtype of token_slots", token_slots.dtype, torch.int32)
+        self.check_strides(token_slots)
         if len(token_slots) > self.case.tokens:
             raise ValueError(f"at most {self.case.tokens} token_slots (got {len(token_slots)})")
         low, high = token_slots.aminmax()
         if low < -1 or high >= self.case.slots:
             raise ValueError(f"token_slots must name a slot or -1 (got {low} to {high})")
+
+    def check_strides(self, token_slots: Tensor) -> None:
+        if not token_slots.is_contiguous():
+            raise ValueError("token_slots must be contiguous")
 
     def check_rows(self, x: Tensor, out: Tensor) -> None:
         for name, tensor, width in (
@@ -133,6 +138,11 @@ class OverlappingMemory(Careful):
 class WideMapping(Careful):
     def check_mapping(self, token_slots: Tensor) -> None:
         super().check_mapping(token_slots.int())
+
+
+class StridedMapping(Careful):
+    def check_strides(self, token_slots: Tensor) -> None:
+        """Reads the mapping as if its elements were neighbours."""
 
 
 class LongMapping(Careful):
@@ -254,6 +264,7 @@ def test_a_subject_that_refuses_everything_passes(case: Case) -> None:
         (SameMemory, Guard.ALIASED_OUT),
         (OverlappingMemory, Guard.OVERLAPPING_OUT),
         (WideMapping, Guard.MAPPING_DTYPE),
+        (StridedMapping, Guard.MAPPING_STRIDES),
         (LongMapping, Guard.MAPPING_LENGTH),
         (ForeignSlot, Guard.SLOT_RANGE),
         (NegativeSlot, Guard.SLOT_RANGE),
