@@ -69,6 +69,17 @@ def test_a_batch_has_tiles_of_its_own_height_whatever_the_step_before_had() -> N
     assert len(heights) == 2
 
 
+@pytest.mark.parametrize("live", [0, 3, 100, 129])
+def test_tiles_of_a_padded_batch_have_the_height_of_all_of_its_rows(live: int) -> None:
+    # a kernel reads the tiles at the height that belongs to the rows of its tensors
+    metadata = BatchMetadata(max_tokens=200, max_slots=3, device=DEVICE)
+    slots = [row % 4 - 1 for row in range(live)]
+    metadata.prepare(mapping(slots), num_rows=150)
+    height = tile_height(150, metadata.tuning)
+    assert height > tile_height(3, metadata.tuning)
+    assert_tables(metadata, slots + [-1] * (150 - live))
+
+
 @pytest.mark.parametrize(("slots", "height"), list(product(range(1, 7), (2, 4))))
 def test_tables_have_capacity_for_the_most_ragged_batch(slots: int, height: int) -> None:
     for rows in range(1, 40):

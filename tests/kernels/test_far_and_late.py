@@ -20,7 +20,10 @@ select_interpreter()
 
 from loragate.inputs.placement import bits_of  # noqa: E402
 from lorakernels.batch.metadata import BatchMetadata  # noqa: E402
+from lorakernels.common.stacked_weights import SlotTensors  # noqa: E402
+from lorakernels.dense.launch import TileTables, launch_expand, launch_shrink  # noqa: E402
 from lorakernels.dense.ops import DenseWorkspace, dense_delta  # noqa: E402
+from lorakernels.dense.plan import DenseShape, plan_shrunk  # noqa: E402
 from lorakernels.dense.weights import LoRAFactors, SlotWeights  # noqa: E402
 from lorakernels.moe.align.metadata import PairMetadata  # noqa: E402
 from lorakernels.moe.delta.ops import MoEPath, MoEWorkspace, moe_delta  # noqa: E402
@@ -146,7 +149,7 @@ Run = Callable[[Tensor, Tensor], Tensor]
 def memory() -> Tensor:
     """fp16, of which only what is written takes memory. An offset that wraps around stays inside:
     it reads zeros instead of ending the process."""
-    elements = 2 * (1 << 31) + 64
+    elements = 2 * (1 << 31) + 4096
     if MACHINE.device == "cuda":
         return torch.zeros(elements, dtype=torch.float16, device="cuda")
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0)
@@ -203,6 +206,40 @@ def test_slots_and_experts_may_be_2_to_the_31_elements_apart(
     strides[axis], strides[1 - axis] = FAR, own[0, 0].numel()
     setattr(layer.weights, side, far(memory, own, tuple(strides)))
     assert torch.equal(layer.run(x, torch.zeros_like(x)), wanted)
+
+
+def test_slots_of_a_linear_layer_may_be_2_to_the_31_elements_apart(memory: Tensor) -> None:
+    # so many slots that a mapping of them would take long: one tile of the last slot is enough
+    size, rank, last = 64, 16, 1 << 21
+    generator = torch.Generator().manual_seed(0)
+    x, a, b = (
+        torch.randint(-1, 2, shape, generator=generator).half().to(MACHINE.device)
+        for shape in ((SIZE, size), (rank, size), (size, rank))
+    )
+    shape = DenseShape(SIZE, size, (size,), rank, 2)
+    rows = torch.full((shape.height,), -1, dtype=torch.int32)
+    rows[:SIZE] = torch.arange(SIZE)
+    one = torch.ones(1, dtype=torch.int32, device=MACHINE.device)
+    tiles = TileTables(one * last, rows.to(MACHINE.device), one)
+    ranks = torch.zeros(last + 1, 1, dtype=torch.int32, device=MACHINE.device)
+    ranks[last] = rank
+    # an offset that wraps around stays in the memory
+    factors = memory[1 << 31 :][: (last + 1) * rank * size]
+    slots = SlotTensors(
+        factors.view(last + 1, 1, rank, size),
+        factors.view(last + 1, size, rank),
+        ranks,
+        ranks + 0.0,
+    )
+    slots.a[last] = a
+    shrunk = torch.zeros(plan_shrunk(shape, 1), device=MACHINE.device)
+    launch_shrink(x, slots, shape, tiles, shrunk, pdl=False)
+    h = shrunk.sum(0)[:SIZE]
+    assert torch.equal(h, x.float() @ a.float().T)
+    slots.b[last] = b
+    out = torch.zeros(SIZE, size, dtype=torch.float16, device=MACHINE.device)
+    launch_expand(shrunk, slots, shape, tiles, out, pdl=False)
+    assert torch.equal(out.float(), rank * (h @ b.float().T))
 
 
 def assert_it_waits(layer: Dense | Experts) -> None:

@@ -180,6 +180,18 @@ def test_every_bf16_value_survives_decoding_and_encoding() -> None:
     assert np.isnan(interpreter.decode_bf16(back[~finite])).all()
 
 
+def test_a_nan_stays_a_nan_whatever_its_payload() -> None:
+    payloads = [1, 0x7FFF, 0x8000, 0xFFFF, 0x10000, 0x3FFFFF, 0x400000, 0x7FFF8000 & 0x7FFFFF]
+    payloads += [0x7F8000, 0x7FFFFF]
+    bits = np.array([sign | 0x7F800000 | p for p in payloads for sign in (0, 1 << 31)])
+    values = bits.astype(np.uint32).view(np.float32)
+    for to_nearest in (True, False):
+        encoded = interpreter.encode_bf16(values, to_nearest=to_nearest)
+        assert np.isnan(interpreter.decode_bf16(encoded)).all()
+        # the sign is kept
+        assert np.array_equal(encoded >> 15, bits >> 31)
+
+
 def test_a_second_repair_changes_nothing() -> None:
     from triton.runtime.interpreter import InterpreterBuilder
 

@@ -213,6 +213,36 @@ def test_a_field_that_cannot_be_honoured_is_refused(
     assert refusal(tmp_path, **{field: value}).startswith(message)
 
 
+@pytest.mark.parametrize(
+    "field",
+    [
+        "alora_invocation_tokens",
+        "arrow_config",
+        "corda_config",
+        "ensure_weight_tying",
+        "fan_in_fan_out",
+        "kasa_config",
+        "layer_replication",
+        "loftq_config",
+        "lora_bias",
+        "lora_ga_config",
+        "megatron_config",
+        "modules_to_save",
+        "monteclora_config",
+        "trainable_token_indices",
+        "use_bdlora",
+        "use_dora",
+        "use_qalora",
+    ],
+)
+def test_a_variant_that_computes_something_else_is_refused(tmp_path: Path, field: str) -> None:
+    for value in (True, [1], {"a": 1}):
+        with pytest.raises(AdapterError, match=f"{field} is not supported: "):
+            read(tmp_path, **{field: value})
+    for off in (None, False, [], {}):
+        read(tmp_path, **{field: off})
+
+
 @pytest.mark.parametrize("field", ["use_rslora", "bias", "init_lora_weights"])
 def test_null_is_the_default_of_a_field(tmp_path: Path, field: str) -> None:
     assert read(tmp_path, **{field: None}) == read(tmp_path)

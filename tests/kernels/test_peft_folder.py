@@ -13,6 +13,8 @@ from torch import Tensor
 from lorakernels.adapters.adapter import Adapter
 from lorakernels.adapters.errors import AdapterError
 from lorakernels.adapters.peft_folder import read_peft_folder
+from lorakernels.dense.weights import LoRAFactors
+from lorakernels.moe.weights import Factors
 
 Q, V = "model.layers.0.self_attn.q_proj", "model.layers.0.self_attn.v_proj"
 RANK, WIDTH = 4, 8
@@ -68,6 +70,15 @@ def test_factors_are_read_as_they_are_stored_and_the_scale_stays_separate(
 
 def test_an_adapter_is_named_after_its_folder(tmp_path: Path) -> None:
     assert read_peft_folder(write(tmp_path)).name == tmp_path.name
+
+
+def test_an_adapter_keeps_its_modules_when_the_mapping_it_was_made_of_changes() -> None:
+    part = LoRAFactors(torch.ones(1, 2), torch.ones(3, 1), 1.0)
+    modules: dict[str, Factors] = {"q_proj": part}
+    adapter = Adapter("one", modules)
+    modules["experts.up_proj"] = part
+    del modules["q_proj"]
+    assert list(adapter.modules) == ["q_proj"]
 
 
 def test_modules_of_an_adapter_cannot_be_replaced(tmp_path: Path) -> None:

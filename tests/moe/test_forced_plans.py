@@ -87,14 +87,15 @@ def step(request: pytest.FixtureRequest) -> _Step:
     return _Step(request.param)
 
 
+@pytest.mark.parametrize("layout", [Layout.COLUMN_SLICE, Layout.TRANSPOSED])
 @pytest.mark.parametrize("name", list(_PLANS))
 def test_every_plan_gives_the_same_integers_and_writes_nothing_else(
-    name: str, step: _Step, monkeypatch: pytest.MonkeyPatch
+    name: str, layout: Layout, step: _Step, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plan = _PLANS[name]
     # every kernel both stores and adds to its inputs
     add_inputs = list(_PLANS).index(name) % 2 > 0
-    out = place(step.base.clone(), Layout.COLUMN_SLICE, margin=_GUARD_COLUMNS, band=Band.NUMBER)
+    out = place(step.base.clone(), layout, margin=_GUARD_COLUMNS, band=Band.NUMBER)
     before, wanted = whole(out).clone(), step.wanted(add_inputs=add_inputs)
     for planner, fields in plan.fields.items():
         monkeypatch.setattr(launches, planner, _forcing(getattr(launches, planner), fields))

@@ -47,6 +47,17 @@ def test_a_rank_that_a_path_cannot_take_goes_to_two_kernels(rank: int, path: MoE
     assert chosen is (path if rank <= MAX_FUSED_RANK else MoEPath.TWO_KERNEL)
 
 
+@pytest.mark.parametrize(
+    "widths", [(24,), (24, 24), (24, 16), (16, 24), (24, 24, 24), (512, 384), (128, 128)]
+)
+@pytest.mark.parametrize("rank", [1, 16, 17, 32, 33, 128])
+def test_only_two_slices_of_one_width_share_a_program(widths: tuple[int, ...], rank: int) -> None:
+    # it sweeps the columns of both at once
+    pairs = (1, 64, 1024, 4096, 100_000)
+    plans = [plan_one_shot(MoEShape(n, 1, 64, widths, rank, 2)) for n in pairs]
+    assert not any(plan.paired for plan in plans) or (len(widths) == 2 and len(set(widths)) == 1)
+
+
 @pytest.mark.parametrize("num_pairs", [1, 7, 128, 2048, 100_000])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_blocks_are_powers_of_two_that_a_tensor_core_takes(shape: MoEShape, num_pairs: int) -> None:

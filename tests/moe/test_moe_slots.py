@@ -182,6 +182,16 @@ def test_modules_of_single_experts_and_a_stack_are_the_same_adapter(tp: int) -> 
         assert same(state(one), state(other))
 
 
+@pytest.mark.parametrize("ep", [1, 3])
+def test_the_order_in_which_parts_are_given_does_not_matter(ep: int) -> None:
+    # a file has its names sorted, in which experts.10 comes before experts.2
+    parts = numbered(stacked())
+    for one, other in zip(group(ep, 1), group(ep, 1), strict=True):
+        one.load_adapter(0, parts)
+        other.load_adapter(0, dict(reversed(parts.items())))
+        assert same(state(one), state(other))
+
+
 @pytest.mark.parametrize("shared", [False, True])
 def test_gate_and_up_share_a_of_a_fused_module_and_take_their_own_rows_of_b(shared: bool) -> None:
     # unsloth-zoo #941: gate twice, up never; sglang #28564: the shared side overwritten

@@ -17,6 +17,7 @@ from loragate.mutants.sources import Place, place_of, read_sources
 from loragate.mutants.tracing import instrumented
 from loragate.mutants.units import Kind, Unit
 
+BLIND = sorted((EQUIVALENTS.parent / "blind").glob("*.yaml"))
 TEXT = """LIMIT = 1
 
 
@@ -44,7 +45,7 @@ def write(path: Path, text: str) -> Path:
 
 
 def test_an_edit_is_read_with_its_place(tmp_path: Path) -> None:
-    (mutant,) = read_edits(write(tmp_path / "e.yaml", EDIT), SOURCES)
+    (mutant,) = read_edits(write(tmp_path / "e.yaml", EDIT), SOURCES).mutants
     assert (mutant.line, mutant.end_line, mutant.function) == (6, 6, "f")
     assert "return 2" in mutant.apply(TEXT)
 
@@ -66,6 +67,22 @@ def test_an_edit_that_does_not_fit_is_refused(tmp_path: Path, edit: str, why: st
         read_edits(write(tmp_path / "e.yaml", edit), SOURCES)
 
 
+def test_a_retired_edit_is_counted_apart_and_need_not_fit(tmp_path: Path) -> None:
+    gone = EDIT.replace("wrong", "gone").replace("m.py", "n.py") + "  retired: no such module\n"
+    edits = read_edits(write(tmp_path / "e.yaml", EDIT + gone), SOURCES)
+    assert [mutant.id for mutant in edits.mutants] == ["wrong"]
+    assert edits.retired == {"gone": "no such module"}
+    same_id = gone.replace("gone", "wrong")
+    with pytest.raises(EditError, match="unique"):
+        read_edits(write(tmp_path / "e.yaml", EDIT + same_id), SOURCES)
+
+
+@pytest.mark.parametrize("path", BLIND, ids=lambda path: path.stem)
+def test_every_blind_edit_fits_the_package_once_or_is_retired(path: Path) -> None:
+    # reading compiles each planted module
+    assert read_edits(path, read_sources()).mutants
+
+
 def test_every_equivalent_still_fits_the_package() -> None:
     read_equivalents(EQUIVALENTS, read_sources())
 
@@ -74,7 +91,7 @@ def test_a_survivor_that_is_listed_is_equivalent_and_a_stale_entry_is_refused(
     tmp_path: Path,
 ) -> None:
     entry = "- {module: m.py, old: return 1, new: return 2, reason: nobody looks}\n"
-    (mutant,) = read_edits(write(tmp_path / "e.yaml", EDIT), SOURCES)
+    (mutant,) = read_edits(write(tmp_path / "e.yaml", EDIT), SOURCES).mutants
     equivalents = read_equivalents(write(tmp_path / "q.yaml", entry), SOURCES)
     for fate, then in ((Fate.SURVIVED, Fate.EQUIVALENT), (Fate.KILLED, Fate.KILLED)):
         found = judged([(mutant, Result(id="wrong", fate=fate))], equivalents, SOURCES)
@@ -84,7 +101,7 @@ def test_a_survivor_that_is_listed_is_equivalent_and_a_stale_entry_is_refused(
 
 
 def test_a_run_goes_on_where_it_was_and_not_with_other_code(tmp_path: Path) -> None:
-    (mutant,) = read_edits(write(tmp_path / "e.yaml", EDIT), SOURCES)
+    (mutant,) = read_edits(write(tmp_path / "e.yaml", EDIT), SOURCES).mutants
     journal = Journal(tmp_path / "run.jsonl", "state-1")
     assert journal.open() == {}
     journal.add(mutant, Result(id="wrong", fate=Fate.KILLED, killer="case-a"))

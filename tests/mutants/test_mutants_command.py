@@ -12,7 +12,14 @@ from loragate.commands import mutants as command
 from loragate.core.verdict import ExitCode
 from loragate.mutants.model import Fate, Group, Mutant, Result
 from loragate.mutants.page import render_page
-from loragate.mutants.record import FIRST_SECTION, SECTION, render_record, save_first, save_run
+from loragate.mutants.record import (
+    FIRST_SECTION,
+    SECTION,
+    Run,
+    render_record,
+    save_first,
+    save_run,
+)
 from loragate.records.recorder import Recorder
 from loragate.records.results import require_section
 
@@ -76,6 +83,29 @@ def test_the_list_shows_each_mutant_as_a_diff(
     assert "-import math\n+import cmath" in out
 
 
+def test_a_retired_edit_is_named_and_not_planted(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "edits.yaml"
+    gone = EDIT.replace("one", "two").replace("plan.py", "gone.py").replace("}", ", retired: gone}")
+    path.write_text(EDIT + gone, encoding="utf-8")
+    assert main(["mutants", "--edits", str(path), "--list"]) == ExitCode.OK
+    out = capsys.readouterr().out
+    assert "RETIRED two, not planted: gone" in out
+    assert "two\n---" not in out
+
+
+def test_retired_edits_are_recorded_apart_from_the_counts(tmp_path: Path) -> None:
+    path = tmp_path / "results.json"
+    run = Run("state", OUTCOMES, {"old": "gone"})
+    save_run(Recorder.open(path, SECTION, commit="c"), "edits-x", run)
+    section = require_section(path, SECTION)
+    assert section["runs"]["edits-x"]["retired"] == {"old": "gone"}
+    text = render_record(section, None)
+    assert "| edits-x, subtle | 3 | 2 | 1 |" in text
+    assert "not counted above: edits-x: 1" in text
+
+
 def test_a_survivor_makes_the_run_wrong_and_an_equivalent_does_not() -> None:
     assert command.exit_code(OUTCOMES) is ExitCode.WRONG
     assert command.exit_code([OUTCOMES[0], OUTCOMES[3]]) is ExitCode.OK
@@ -97,10 +127,10 @@ def test_runs_are_recorded_side_by_side_and_the_first_verdicts_stay(tmp_path: Pa
     def recorder(section: str) -> Recorder:
         return Recorder.open(path, section, commit="c")
 
-    save_run(recorder(SECTION), "sample-4-seed-0", "state", OUTCOMES)
-    save_run(recorder(SECTION), "sample-4-seed-1", "state", OUTCOMES[:2])
-    assert save_first(recorder(FIRST_SECTION), "state", OUTCOMES)
-    assert not save_first(recorder(FIRST_SECTION), "state", OUTCOMES[:2])
+    save_run(recorder(SECTION), "sample-4-seed-0", Run("state", OUTCOMES))
+    save_run(recorder(SECTION), "sample-4-seed-1", Run("state", OUTCOMES[:2]))
+    assert save_first(recorder(FIRST_SECTION), Run("state", OUTCOMES))
+    assert not save_first(recorder(FIRST_SECTION), Run("state", OUTCOMES[:2]))
     runs = require_section(path, SECTION)["runs"]
     assert sorted(runs) == ["sample-4-seed-0", "sample-4-seed-1"]
     assert runs["sample-4-seed-0"]["not_killed"] == {"s1": "survived", "e1": "equivalent"}

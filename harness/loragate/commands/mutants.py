@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import argparse
 import fnmatch
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from loragate.commands.record_options import add_record_options, open_record
@@ -20,7 +20,7 @@ from loragate.mutants.counts import Outcome
 from loragate.mutants.edits import read_edits, read_equivalents
 from loragate.mutants.model import Fate, Group, Mutant, Sources
 from loragate.mutants.page import render_terminal
-from loragate.mutants.record import FIRST_SECTION, GPU_SECTION, SECTION, save_first, save_run
+from loragate.mutants.record import FIRST_SECTION, GPU_SECTION, SECTION, Run, save_first, save_run
 from loragate.mutants.sources import diff_of, read_sources
 from loragate.records.recorder import Recorder
 
@@ -64,13 +64,14 @@ def run(arguments: argparse.Namespace) -> ExitCode:
         if arguments.record and arguments.module:
             raise ValueError("--record takes whole samples; leave out --module")
         equivalents = read_equivalents(EQUIVALENTS, sources)
-        mutants = chosen(arguments, sources)
+        mutants, retired = chosen(arguments, sources)
         recorder = open_record(arguments, GPU_SECTION if arguments.gpu else SECTION)
         first = _first_record(arguments)
     if not mutants:
         raise CommandError("there is no mutant to plant", ExitCode.INCOMPLETE)
     if arguments.list:
         print("\n\n".join(f"{m.id}\n{diff_of(m, sources)}" for m in mutants))
+        _print_retired(retired)
         return ExitCode.OK
     if arguments.gpu and not _has_gpu():
         raise CommandError("--gpu needs a GPU", ExitCode.INFRASTRUCTURE)
@@ -89,22 +90,27 @@ def run(arguments: argparse.Namespace) -> ExitCode:
     with usage_errors():
         outcomes = session.run(mutants, equivalents)
     print(render_terminal(outcomes, sources))
+    _print_retired(retired)
     code = exit_code(outcomes)
     if code is ExitCode.INFRASTRUCTURE:
         raise CommandError("not every mutant could be run; the same command goes on", code)
-    _save(recorder, first, session.name, session.state, outcomes)
+    _save(recorder, first, session.name, Run(session.state, outcomes, retired))
     return code
 
 
-def chosen(arguments: argparse.Namespace, sources: Sources) -> list[Mutant]:
-    """The mutants that were asked for. Raises ValueError."""
+def chosen(
+    arguments: argparse.Namespace, sources: Sources
+) -> tuple[list[Mutant], Mapping[str, str]]:
+    """The mutants that were asked for, and the edits of the file that are retired, with reasons.
+    Raises ValueError."""
     pattern = arguments.module or "*"
     wanted = {path: text for path, text in sources.items() if fnmatch.fnmatch(path, pattern)}
     if not wanted:
         raise ValueError(f"there is no module like {pattern!r}, for instance dense/kernels.py")
     if arguments.edits:
-        return [m for m in read_edits(arguments.edits, sources) if m.module in wanted]
-    return _sample(wanted, arguments)
+        edits = read_edits(arguments.edits, sources)
+        return [m for m in edits.mutants if m.module in wanted], edits.retired
+    return _sample(wanted, arguments), {}
 
 
 def _sample(sources: Sources, arguments: argparse.Namespace) -> list[Mutant]:
@@ -136,6 +142,11 @@ def exit_code(outcomes: Sequence[Outcome]) -> ExitCode:
     return ExitCode.WRONG if Fate.SURVIVED in fates else ExitCode.OK
 
 
+def _print_retired(retired: Mapping[str, str]) -> None:
+    for name, reason in retired.items():
+        print(f"\nRETIRED {name}, not planted: {reason}")
+
+
 def _first_record(arguments: argparse.Namespace) -> Recorder | None:
     """For edits alone: a sample can be drawn again with another seed."""
     if arguments.gpu or not arguments.edits:
@@ -147,14 +158,13 @@ def _save(
     recorder: Recorder | None,
     first: Recorder | None,
     name: str,
-    state: str,
-    outcomes: Sequence[Outcome],
+    run: Run,
 ) -> None:
     if recorder is None:
         return
-    save_run(recorder, name, state, outcomes)
+    save_run(recorder, name, run)
     print(f"recorded in {recorder.path}")
-    if first is not None and save_first(first, state, outcomes):
+    if first is not None and save_first(first, run):
         print(f"these are the first results of {Group.BLIND.value} edits, and stay on record")
 
 

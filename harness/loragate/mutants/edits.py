@@ -22,7 +22,8 @@ class EditError(ValueError):
 @checked(frozen=True, slots=True, kw_only=True, config=ConfigDict(extra="forbid"))
 class WrittenEdit:
     """`old` occurs once in `module`, a path below the package. `kind`: the mistake in a few words.
-    `shows`: when somebody would notice."""
+    `shows`: when somebody would notice. `retired`: why the mistake can no longer be made; the edit
+    is then not planted and need not fit, and is kept for readers of earlier results."""
 
     id: str
     module: str
@@ -31,6 +32,7 @@ class WrittenEdit:
     kind: str
     shows: str = ""
     needs_gpu: bool = False
+    retired: str = ""
 
 
 @checked(frozen=True, slots=True, kw_only=True, config=ConfigDict(extra="forbid"))
@@ -48,14 +50,25 @@ _EDITS = TypeAdapter(list[WrittenEdit])
 _EQUIVALENTS = TypeAdapter(list[WrittenEquivalent])
 
 
-def read_edits(path: Path, sources: Sources) -> list[Mutant]:
+@dataclass(frozen=True, slots=True)
+class Edits:
+    """The edits of a file: those to plant, and the reasons of those that are retired by id."""
+
+    mutants: list[Mutant]
+    retired: dict[str, str]
+
+
+def read_edits(path: Path, sources: Sources) -> Edits:
     """Raises EditError."""
-    mutants = [_mutant(edit, sources) for edit in _read(path, _EDITS)]
-    names = [mutant.id for mutant in mutants]
+    edits = _read(path, _EDITS)
+    names = [edit.id for edit in edits]
     twice = sorted({name for name in names if names.count(name) > 1})
     if twice:
         raise EditError(f"{path}: ids must be unique (given twice: {', '.join(twice)})")
-    return mutants
+    return Edits(
+        mutants=[_mutant(edit, sources) for edit in edits if not edit.retired],
+        retired={edit.id: edit.retired for edit in edits if edit.retired},
+    )
 
 
 def _mutant(edit: WrittenEdit, sources: Sources) -> Mutant:

@@ -6,6 +6,7 @@ Pure but for reading and writing the file; imports no torch.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from loragate.mutants.counts import Outcome, counted, markdown, merged
@@ -17,40 +18,51 @@ from loragate.records.recorder import Recorder
 SECTION, GPU_SECTION, FIRST_SECTION = "mutants", "mutants_gpu", "mutants_blind_first"
 
 
-def save_run(recorder: Recorder, name: str, state: str, outcomes: Sequence[Outcome]) -> None:
+@dataclass(frozen=True, slots=True)
+class Run:
+    """`state`: the digest of all code that decides the fates. `retired`: the edits of the file that
+    were not planted, with the reasons."""
+
+    state: str
+    outcomes: Sequence[Outcome]
+    retired: Mapping[str, str] = field(default_factory=dict)
+
+
+def save_run(recorder: Recorder, name: str, run: Run) -> None:
     """Write the run called `name` in place of an earlier one, beside the others. Raises
     CommandError."""
     recorder.note_edits()
     runs = dict(recorder.current().get("runs", {}))
-    runs[name] = payload(state, recorder.commit, outcomes)
+    runs[name] = payload(recorder.commit, run)
     recorder.save({"runs": runs})
 
 
-def save_first(recorder: Recorder, state: str, outcomes: Sequence[Outcome]) -> bool:
+def save_first(recorder: Recorder, run: Run) -> bool:
     """Write the first verdicts on a set of edits; False if there are some already. Raises
     CommandError."""
     if recorder.current():
         return False
-    recorder.save({"run": payload(state, recorder.commit, outcomes)})
+    recorder.save({"run": payload(recorder.commit, run)})
     return True
 
 
-def payload(state: str, commit: str, outcomes: Sequence[Outcome]) -> dict[str, Any]:
-    """The JSON of a run. `state`: the digest of all code that decides the fates."""
+def payload(commit: str, run: Run) -> dict[str, Any]:
+    """The JSON of a run."""
     return {
         "commit": commit,
-        "state": state,
-        "tables": counted(outcomes),
+        "state": run.state,
+        "tables": counted(run.outcomes),
         "killers": {
             mutant.id: f"{result.judge}: {result.killer}"
-            for mutant, result in outcomes
+            for mutant, result in run.outcomes
             if result.fate is Fate.KILLED
         },
         "not_killed": {
             mutant.id: result.fate.value
-            for mutant, result in outcomes
+            for mutant, result in run.outcomes
             if result.fate is not Fate.KILLED
         },
+        "retired": dict(run.retired),
     }
 
 
@@ -71,6 +83,11 @@ def render_record(section: Mapping[str, Any] | None, first: Mapping[str, Any] | 
         tables = [run["tables"][title] for run in runs.values() if title in run["tables"]]
         if tables:
             parts.append(markdown(title, merged(tables)))
+    # records of runs before edits could be retired have no such entry
+    retired = {name: len(run.get("retired", {})) for name, run in sorted(runs.items())}
+    if any(retired.values()):
+        counts = (f"{name}: {count}" for name, count in retired.items() if count)
+        parts.append(f"Retired edits, not planted and not counted above: {', '.join(counts)}")
     commits = {name: run["commit"][:12] or "no commit" for name, run in sorted(runs.items())}
     parts.append("; ".join(f"{name}: {commit}" for name, commit in commits.items()))
     return "\n\n".join(parts)
