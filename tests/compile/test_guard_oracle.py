@@ -152,11 +152,15 @@ class LongMapping(Careful):
 
 class ForeignSlot(Careful):
     def check_mapping(self, token_slots: Tensor) -> None:
+        # the copy that follows is contiguous
+        self.check_strides(token_slots)
         super().check_mapping(token_slots.clamp(max=self.case.slots - 1))
 
 
 class NegativeSlot(Careful):
     def check_mapping(self, token_slots: Tensor) -> None:
+        # the copy that follows is contiguous
+        self.check_strides(token_slots)
         super().check_mapping(token_slots.clamp(min=-1))
 
 
@@ -250,7 +254,7 @@ def _judge(instance: type[Careful], case: Case = CASE) -> Judgement:
 def test_a_subject_that_refuses_everything_passes(case: Case) -> None:
     judgement = _judge(Careful, case)
     assert judgement.verdict is Verdict.PASS, judgement.message
-    assert judgement.metrics == {"refusals": 18.0}
+    assert judgement.metrics == {"refusals": 20.0}
 
 
 @pytest.mark.parametrize(

@@ -88,11 +88,11 @@ FAULTS = (
     _two_launch(
         "tile-of-experts-centred-on-its-peak",
         "            live_cells = live_m",
-        "            shift = 1024 * tl.max(tl.max(tl.abs(acc), axis=1), axis=0)\n"
-        "            acc = (acc + shift) - shift\n"
+        "            peak = tl.max(tl.max(tl.abs(acc), axis=1), axis=0)\n"
+        "            acc = (acc + peak) - peak\n"
         "            live_cells = live_m",
         source="own",
-        why="Sums are shifted by a multiple of the largest one of their tile, which rounds them.",
+        why="Sums are shifted by the largest one of their tile, which rounds them by it.",
         only=True,
     ),
     _dense(
