@@ -243,18 +243,19 @@ def _judge(instance: type[Careful], case: Case = CASE) -> Judgement:
 
 
 @pytest.mark.parametrize(
-    "case",
+    ("case", "refusals"),
     [
-        CASE,
-        replace(CASE, dtype=Dtype.FP32),
-        replace(CASE, tokens=1, slots=1, slices=(7,), in_features=2, rank=1),
+        (CASE, 20.0),
+        (replace(CASE, dtype=Dtype.FP32), 20.0),
+        # one row cannot be one row too few, and has no strides
+        (replace(CASE, tokens=1, slots=1, slices=(7,), in_features=2, rank=1), 18.0),
     ],
     ids=["bf16", "fp32", "smallest"],
 )
-def test_a_subject_that_refuses_everything_passes(case: Case) -> None:
+def test_a_subject_that_refuses_everything_passes(case: Case, refusals: float) -> None:
     judgement = _judge(Careful, case)
     assert judgement.verdict is Verdict.PASS, judgement.message
-    assert judgement.metrics == {"refusals": 20.0}
+    assert judgement.metrics == {"refusals": refusals}
 
 
 @pytest.mark.parametrize(
