@@ -79,7 +79,7 @@ def test_the_docs_name_the_axes_of_which_the_default_alone_is_assumed() -> None:
     row = next(line for line in PAGE.read_text("ascii").splitlines() if "the default only:" in line)
     axes = {name: axis for name, axis in AXES.items() if axis.unstated is Unstated.DEFAULT}
     assert set(re.findall(r"`(\w+)`", row)) == axes.keys()
-    defaults = ", ".join(axis.default for axis in axes.values())
+    defaults = ", ".join(str(axis.default) for axis in axes.values())
     assert row.endswith(f"the default only: {defaults} |")
 
 
