@@ -48,7 +48,7 @@ def make_pairs() -> PairMetadata:
     [
         ({"x": torch.ones(ROWS - 1, IN)}, "x must have 3 rows or one for each of 6 pairs"),
         ({"x": torch.ones(ROWS + 1, IN)}, "x must have 3 rows or one for each of 6 pairs"),
-        ({"x": torch.ones(ROWS)}, "x must have 3 rows or one for each of 6 pairs"),
+        ({"x": torch.ones(ROWS)}, "x must have two dimensions (got shape [3])"),
         ({"x": torch.ones(ROWS, IN + 1)}, "x must have 8 columns (got 9)"),
         ({"x": torch.ones(ROWS, IN).half()}, "x must be torch.float32 like the weights"),
         ({"x": WIDE[:, :IN], "out": WIDE[:, IN - 1 :][:, :WIDTH]}, "out must not overlap x"),

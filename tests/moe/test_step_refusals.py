@@ -16,6 +16,7 @@ select_interpreter()
 from lorakernels.batch.metadata import BatchMetadata  # noqa: E402
 from lorakernels.layers.moe import FusedMoELoRA, MoEScratch  # noqa: E402
 from lorakernels.moe.align.metadata import PairMetadata  # noqa: E402
+from lorakernels.moe.align.tables import PairTables  # noqa: E402
 from lorakernels.moe.delta.launch import Delta  # noqa: E402
 from lorakernels.moe.delta.plan import MoEShape  # noqa: E402
 
@@ -69,7 +70,10 @@ def test_a_routing_that_is_not_of_the_batch_is_refused_and_changes_nothing(
         ({"router": torch.ones(TOP_K, TOKENS).t()}, "router_weights must be contiguous"),
         ({"router": torch.ones(TOKENS, TOP_K + 1)}, "router_weights must be [4, 2] (got [4, 3])"),
         ({"pairs": make_pairs(with_base=False)}, "pairs must be made with_base"),
-        ({"pairs": make_pairs(num_experts=EXPERTS + 1)}, "w13 must be [4, 10, 6] (got [3, 10, 6])"),
+        (
+            {"pairs": make_pairs(num_experts=EXPERTS + 1)},
+            "adapters of w13 must have 2 slots and 4 experts (got 2 and 3)",
+        ),
         ({"layer": make_layer(slots=SLOTS - 1)}, "adapters of w13 must have 2 slots and 3 experts"),
         ({"layer": make_layer(slots=SLOTS + 1)}, "adapters of w13 must have 2 slots and 3 experts"),
     ],
@@ -96,8 +100,7 @@ def test_no_program_looks_for_a_tile_of_pairs_outside_the_tables(tokens: int) ->
     sizes: dict[str, Any] = {"top_k": 2, "num_experts": 2, "max_slots": 3}
     pairs = PairMetadata(max_tokens=tokens, device="meta", **sizes)
     for rows in {1, max(1, tokens // 2), tokens}:
-        pairs.num_rows = rows
-        tables = pairs.tables
+        tables = PairTables.of(pairs.buffers, rows, pairs.sizes)
         delta = SimpleNamespace(
             shape=MoEShape(tables.num_pairs, 2, 8, (8,), 1, 2), tables=tables.tables
         )

@@ -104,6 +104,8 @@ def environment(*, gpu: bool = False) -> dict[str, str]:
     found["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
     if not gpu:
         found["TRITON_INTERPRET"] = "1"
+        # a forked process cannot use the CUDA context of its server
+        found["CUDA_VISIBLE_DEVICES"] = ""
     return found
 
 
