@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import queue
 import tempfile
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -22,7 +23,11 @@ from loragate.mutants.warm import WarmServer, environment
 _PLANNING_S = 120.0
 # without any sign of life
 _PATIENCE_S = 900.0
+_PARTS_PER_JOB = 4
 _GOOD = (Verdict.PASS, Verdict.SKIP)
+
+# cases, and files of host tests
+Part = tuple[tuple[Unit, ...], tuple[str, ...]]
 
 
 def planned_cases(tier: str = "smoke", *, gpu: bool = False) -> tuple[str, ...]:
@@ -44,14 +49,14 @@ def measure_reach(digest: str, jobs: int) -> Reach:
         folder = Path(name)
         plant(None, folder / "planted")
         instrument(planted_package(folder / "planted"))
-        # host tests of a folder share a session; cases are dealt out in turn
-        parts: list[tuple[tuple[Unit, ...], tuple[str, ...]]] = [
-            (tuple(cases[first::jobs]), HOST_TESTS[first::jobs]) for first in range(jobs)
-        ]
+        parts = _parts(cases, folder / "planted", jobs)
+        servers: queue.SimpleQueue[WarmServer] = queue.SimpleQueue()
+        for number in range(jobs):
+            servers.put(WarmServer(processes, folder / f"server-{number}.txt"))
         with ThreadPoolExecutor(jobs) as pool:
             try:
-                numbered = list(enumerate(parts))
-                found = list(pool.map(lambda part: _run_part(part, folder, processes), numbered))
+                orders = [_order_of(folder, number, *part) for number, part in enumerate(parts)]
+                found = list(pool.map(lambda order: _run_part(order, servers), orders))
             finally:
                 # an interrupt must not wait for what is running
                 processes.close()
@@ -59,27 +64,32 @@ def measure_reach(digest: str, jobs: int) -> Reach:
         return _reach_of(digest, ended, cases, folder, compiled_modules())
 
 
-def _run_part(
-    numbered: tuple[int, tuple[tuple[Unit, ...], tuple[str, ...]]],
-    folder: Path,
-    processes: ProcessPool,
-) -> tuple[Ended, ...]:
-    number, (units, tests) = numbered
-    transcript = folder / f"transcript-{number}.jsonl"
-    order = Order(
+def _parts(cases: Sequence[Unit], root: Path, jobs: int) -> list[Part]:
+    """Small enough that all jobs end at about the same time."""
+    count = min(len(cases), _PARTS_PER_JOB * jobs)
+    dealt: list[Part] = [(tuple(cases[first::count]), ()) for first in range(count)]
+    files = sorted(path for name in HOST_TESTS for path in (root / name).rglob("test_*.py"))
+    return dealt + [((), (str(path.relative_to(root)),)) for path in files]
+
+
+def _order_of(folder: Path, number: int, units: tuple[Unit, ...], tests: tuple[str, ...]) -> Order:
+    return Order(
         root=str(folder / "planted"),
-        transcript=str(transcript),
+        transcript=str(folder / f"transcript-{number}.jsonl"),
         log=str(folder / f"log-{number}.txt"),
         units=units,
         traces=str(folder / f"traces-{number}"),
         tests=tests,
     )
-    server = WarmServer(processes, folder / f"server-{number}.txt")
+
+
+def _run_part(order: Order, servers: queue.SimpleQueue[WarmServer]) -> tuple[Ended, ...]:
+    server = servers.get()
     try:
         failure = server.run(order, _PATIENCE_S)
     finally:
-        server.close()
-    story = read_transcript(transcript)
+        servers.put(server)
+    story = read_transcript(Path(order.transcript))
     if failure is not None or not story.finished:
         log = Path(order.log).read_text(encoding="utf-8", errors="replace").strip()
         raise CommandError(f"the reach was not measured: {log[-1000:]}", ExitCode.INFRASTRUCTURE)
