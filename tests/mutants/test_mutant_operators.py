@@ -116,3 +116,14 @@ def test_waits_that_the_interpreter_does_not_have_need_a_gpu() -> None:
     needed = {change.span: within(change.span, gpu_only(module)) for change in changes(module)}
     by_text = {module.text[slice(*span)]: gpu for span, gpu in needed.items()}
     assert by_text == {"gdc_wait()": True, "a.wait()": False}
+
+
+def test_what_a_library_operator_finds_but_cannot_change_is_left_out() -> None:
+    module = module_of("try:\n    pass\nexcept (re.error, ValueError):\n    pass")
+    texts = [
+        candidate.make()
+        for candidate in candidates(module)
+        if "ExceptionReplacer" in candidate.operator
+    ]
+    assert texts
+    assert None in texts
