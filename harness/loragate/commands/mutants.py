@@ -53,7 +53,9 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         action="store_true",
         help="run premerge cases on what a run without --gpu in the same folder has left",
     )
-    parser.add_argument("--jobs", type=count_from(1), default=_JOBS, metavar="N", help="default: 2")
+    parser.add_argument(
+        "--jobs", type=count_from(1), default=_JOBS, metavar="N", help=f"default: {_JOBS}"
+    )
     parser.add_argument(
         "--folder", type=Path, metavar="DIR", help=f"of the results (default: {_FOLDER})"
     )
