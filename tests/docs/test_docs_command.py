@@ -39,11 +39,15 @@ def test_the_docs_of_this_checkout_show_what_is_recorded() -> None:
     assert list(stale_parts(project_root())) == [], "run `loragate docs`"
 
 
-@pytest.mark.parametrize("page", ["README.md", "CONTRIBUTING.md"])
-def test_every_link_leads_to_a_file(page: str) -> None:
-    text = (project_root() / page).read_text(encoding="utf-8")
-    links = [link for link in LINK.findall(text) if not link.startswith("http")]
-    assert [link for link in links if not (project_root() / link).exists()] == []
+PAGES = [project_root() / "README.md", project_root() / "CONTRIBUTING.md"]
+PAGES += sorted((project_root() / "docs").glob("*.md"))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_link_leads_to_a_file(page: Path) -> None:
+    links = LINK.findall(page.read_text(encoding="utf-8"))
+    files = [page.parent / link for link in links if not link.startswith("http")]
+    assert [file for file in files if not file.exists()] == []
 
 
 def test_a_changed_block_is_named_and_written_again(

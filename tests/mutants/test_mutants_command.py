@@ -16,6 +16,7 @@ from loragate.mutants.record import (
     FIRST_SECTION,
     SECTION,
     Run,
+    payload,
     render_record,
     save_first,
     save_run,
@@ -104,6 +105,13 @@ def test_retired_edits_are_recorded_apart_from_the_counts(tmp_path: Path) -> Non
     text = render_record(section, None)
     assert "| edits-x, subtle | 3 | 2 | 1 |" in text
     assert "not counted above: edits-x: 1" in text
+
+
+def test_edits_that_an_earlier_record_only_lists_as_not_planted_are_counted_apart() -> None:
+    run = payload("c", Run("state", OUTCOMES))
+    del run["retired"]
+    text = render_record(None, {"run": run | {"not_planted": ["one", "two"]}})
+    assert "not counted above: edits by hand, first run: 2" in text
 
 
 def test_a_survivor_makes_the_run_wrong_and_an_equivalent_does_not() -> None:

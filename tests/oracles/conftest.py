@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -13,7 +13,7 @@ from loragate.core.machine import Machine
 from loragate.core.verdict import Judgement, OracleName
 from loragate.matrix.case import Case, Dtype, Site
 from loragate.oracles import ORACLES
-from loragate.protocol import BaseExperts, BaseLayer, Capabilities, MoEInstance, Subject, Trial
+from loragate.protocol import BaseExperts, BaseLayer, Capabilities, Instance, MoEInstance, Trial
 from loragate.subjects.torch.moe_layer import MoELayer
 from loragate.subjects.torch.subject import TorchSubject
 
@@ -43,12 +43,32 @@ def make_case() -> Callable[..., Case]:
     return lambda **fields: replace(_CASE, **fields)
 
 
+class PlantedSubject(TorchSubject):
+    """The torch subject with instances of another class, and other promises."""
+
+    def __init__(self, instance: Callable[..., Any], **promises: Any) -> None:
+        self.instance, self.promises = instance, promises
+
+    def capabilities(self, machine: Machine) -> Capabilities:
+        have = super().capabilities(machine)
+        assert not isinstance(have, str)
+        return replace(have, **self.promises)
+
+    def open(self, case: Case, machine: Machine, base: BaseLayer | None) -> Instance:
+        return self.instance(case)
+
+
 @pytest.fixture
 def make_trial(cpu: Machine) -> Callable[..., Trial]:
-    """A trial of a subject, plain torch if none is named, on a small case."""
+    """A trial on a small case: of a class of instances with its own promises, else plain torch."""
 
-    def make(subject: Subject | None = None, seed: int = 1, **fields: Any) -> Trial:
-        subject = subject or TorchSubject()
+    def make(
+        instance: type[Instance] | None = None,
+        seed: int = 1,
+        promises: Mapping[str, Any] | None = None,
+        **fields: Any,
+    ) -> Trial:
+        subject = PlantedSubject(instance, **(promises or {})) if instance else TorchSubject()
         have = subject.capabilities(cpu)
         assert not isinstance(have, str)
         return Trial(replace(_CASE, **fields), subject, have, cpu, seed)
@@ -56,16 +76,8 @@ def make_trial(cpu: Machine) -> Callable[..., Trial]:
     return make
 
 
-class LayerSubject(TorchSubject):
+class LayerSubject(PlantedSubject):
     """The torch subject with MoE layers of another class."""
-
-    def __init__(self, instance: type[MoELayer], **promises: Any) -> None:
-        self.instance, self.promises = instance, promises
-
-    def capabilities(self, machine: Machine) -> Capabilities:
-        have = super().capabilities(machine)
-        assert not isinstance(have, str)
-        return replace(have, **self.promises)
 
     def open(self, case: Case, machine: Machine, base: BaseLayer | None) -> MoEInstance:
         assert isinstance(base, BaseExperts)

@@ -3,31 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 
 from torch import Tensor
 
-from loragate.core.machine import Machine
 from loragate.core.verdict import Failure, Judgement, OracleName, Verdict
-from loragate.matrix.case import Case, Dtype
+from loragate.matrix.case import Dtype
 from loragate.oracles import ORACLES
-from loragate.protocol import BaseLayer, Capabilities, Instance, Others, Trial
-from loragate.subjects.torch.subject import DenseDelta, TorchSubject
+from loragate.protocol import Others, Trial
+from loragate.subjects.torch.subject import DenseDelta
 
 ORACLE = ORACLES[OracleName.BATCH_INVARIANCE]
-
-
-class Subject(TorchSubject):
-    def __init__(self, instance: type[DenseDelta], *promised: Others) -> None:
-        self.instance, self.promised = instance, frozenset(promised)
-
-    def capabilities(self, machine: Machine) -> Capabilities:
-        have = super().capabilities(machine)
-        assert not isinstance(have, str)
-        return replace(have, batch_invariant=self.promised)
-
-    def open(self, case: Case, machine: Machine, base: BaseLayer | None) -> Instance:
-        return self.instance(case)
 
 
 class RowByRow(DenseDelta):
@@ -66,15 +51,18 @@ class OrderFollowsTheBatch(RowByRow):
         return out
 
 
-def judge(make_trial: Callable[..., Trial], subject: Subject, seed: int) -> Judgement:
-    trial = make_trial(subject, seed, tokens=40, dtype=Dtype.FP32)
+def judge(
+    make_trial: Callable[..., Trial], instance: type[DenseDelta], seed: int, *promised: Others
+) -> Judgement:
+    promises = {"batch_invariant": frozenset(promised)}
+    trial = make_trial(instance, seed, promises, tokens=40, dtype=Dtype.FP32)
     assert ORACLE.applies(trial) is None
     return ORACLE.judge(trial)
 
 
 def test_a_row_that_depends_on_the_values_of_others_fails(make_trial: Callable[..., Trial]) -> None:
     for seed in range(5):
-        judgement = judge(make_trial, Subject(RoundedByTheLargest, Others.VALUES), seed)
+        judgement = judge(make_trial, RoundedByTheLargest, seed, Others.VALUES)
         assert judgement.failure is Failure.BATCH_DEPENDENT, judgement
         assert "other values" in judgement.message
 
@@ -83,19 +71,19 @@ def test_a_row_that_depends_on_the_adapters_of_others_fails_where_that_is_promis
     make_trial: Callable[..., Trial],
 ) -> None:
     for seed in range(5):
-        judgement = judge(make_trial, Subject(OrderFollowsTheBatch, *Others), seed)
+        judgement = judge(make_trial, OrderFollowsTheBatch, seed, *Others)
         assert judgement.failure is Failure.BATCH_DEPENDENT, judgement
         assert "other adapters" in judgement.message
-        promised_less = judge(make_trial, Subject(OrderFollowsTheBatch, Others.VALUES), seed)
+        promised_less = judge(make_trial, OrderFollowsTheBatch, seed, Others.VALUES)
         assert promised_less.verdict is Verdict.PASS
 
 
 def test_rows_that_are_computed_one_by_one_pass(make_trial: Callable[..., Trial]) -> None:
     for seed in range(20):
-        assert judge(make_trial, Subject(RowByRow, *Others), seed).verdict is Verdict.PASS
+        assert judge(make_trial, RowByRow, seed, *Others).verdict is Verdict.PASS
 
 
 def test_a_subject_that_promises_nothing_is_not_judged(make_trial: Callable[..., Trial]) -> None:
-    reason = ORACLE.applies(make_trial(Subject(DenseDelta)))
+    reason = ORACLE.applies(make_trial(DenseDelta, promises={"batch_invariant": frozenset()}))
     assert reason is not None
     assert "does not promise" in reason

@@ -3,36 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from loragate.core.machine import Machine
 from loragate.core.verdict import Failure, Judgement, OracleName, Verdict
 from loragate.matrix.case import Case, Dtype, RouterWeights, Site
 from loragate.oracles import ORACLES
-from loragate.protocol import BaseLayer, Capabilities, Instance, Pool, Trial
-from loragate.subjects.torch.subject import DenseDelta, TorchSubject
+from loragate.protocol import Pool, Trial
+from loragate.subjects.torch.subject import DenseDelta
 
 SEEDS = range(5)
-
-
-class Subject(TorchSubject):
-    """The torch subject with instances of another class, and other promises."""
-
-    def __init__(self, instance: type[DenseDelta], **promises: Any) -> None:
-        self.instance, self.promises = instance, promises
-
-    def capabilities(self, machine: Machine) -> Capabilities:
-        have = super().capabilities(machine)
-        assert not isinstance(have, str)
-        return replace(have, **self.promises)
-
-    def open(self, case: Case, machine: Machine, base: BaseLayer | None) -> Instance:
-        return self.instance(case)
 
 
 class Stacked(DenseDelta):
@@ -108,7 +91,7 @@ def memory(instance: Stacked, slot: int) -> list[Tensor]:
 def judge(
     make_trial: Callable[..., Trial], instance: type[DenseDelta], seed: int, **promises: Any
 ) -> Judgement:
-    trial = make_trial(Subject(instance, **promises), seed, tokens=12, in_features=32)
+    trial = make_trial(instance, seed, promises, tokens=12, in_features=32)
     assert ORACLES[OracleName.ISOLATION].applies(trial) is None
     return ORACLES[OracleName.ISOLATION].judge(trial)
 

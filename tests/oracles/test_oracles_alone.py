@@ -6,19 +6,15 @@ A subject is plain torch with one change, and all oracles judge it.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from loragate.core.machine import Machine
 from loragate.core.verdict import OracleName, Verdict
-from loragate.matrix.case import Case
 from loragate.oracles import ORACLES
-from loragate.protocol import BaseLayer, Capabilities, Instance, Trial
-from loragate.subjects.torch.subject import DenseDelta, TorchSubject
+from loragate.protocol import Trial
+from loragate.subjects.torch.subject import DenseDelta
 
 NUMERIC = (
     OracleName.REFERENCE,
@@ -29,21 +25,6 @@ NUMERIC = (
     OracleName.PERMUTE,
     OracleName.SEQUENCE,
 )
-
-
-class Planted(TorchSubject):
-    """The torch subject with instances of another class, and other promises."""
-
-    def __init__(self, instance: type[DenseDelta], **promises: Any) -> None:
-        self.instance, self.promises = instance, promises
-
-    def capabilities(self, machine: Machine) -> Capabilities:
-        have = super().capabilities(machine)
-        assert not isinstance(have, str)
-        return replace(have, **self.promises)
-
-    def open(self, case: Case, machine: Machine, base: BaseLayer | None) -> Instance:
-        return self.instance(case)
 
 
 class Rounding(DenseDelta):
@@ -156,7 +137,7 @@ def test_each_numeric_oracle_detects_a_defect_that_no_other_one_detects(
     oracle: OracleName, make_trial: Callable[..., Trial]
 ) -> None:
     for seed in range(3):
-        assert noticing(make_trial(Planted(ALONE[oracle]), seed)) == {oracle}
+        assert noticing(make_trial(ALONE[oracle], seed)) == {oracle}
 
 
 def test_a_subject_whose_rows_do_not_depend_on_their_place_is_compared_by_bits(
@@ -172,8 +153,8 @@ def test_a_subject_whose_rows_do_not_depend_on_their_place_is_compared_by_bits(
             self.slots = whole
             return out
 
-    assert noticing(make_trial(Planted(SlotZeroInTwoSums))) == set()
-    promising = make_trial(Planted(SlotZeroInTwoSums, place_invariant=True))
+    assert noticing(make_trial(SlotZeroInTwoSums)) == set()
+    promising = make_trial(SlotZeroInTwoSums, promises={"place_invariant": True})
     assert noticing(promising) == {OracleName.PERMUTE}
 
 
@@ -187,11 +168,11 @@ def test_the_canary_reports_the_place_of_a_foreign_write(
             out.as_strided((rows + 1, columns), out.stride())[rows, 5] += 1
             return out
 
-    judgement = ORACLES[OracleName.CANARY].judge(make_trial(Planted(OneRowPast)))
+    judgement = ORACLES[OracleName.CANARY].judge(make_trial(OneRowPast))
     assert judgement.where == {"row": 24, "column": 5}
 
 
 def test_the_sequence_names_the_scene_that_failed(make_trial: Callable[..., Trial]) -> None:
-    judgement = ORACLES[OracleName.SEQUENCE].judge(make_trial(Planted(UnloadDoesNothing)))
+    judgement = ORACLES[OracleName.SEQUENCE].judge(make_trial(UnloadDoesNothing))
     assert "an adapter that moved, and the slot that it left" in judgement.message
     assert judgement.where["slot"] == 3

@@ -12,13 +12,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from loragate.core.machine import Machine
 from loragate.core.verdict import Failure, OracleName, Verdict
-from loragate.matrix.case import Case, Mix
+from loragate.matrix.case import Mix
 from loragate.oracles import ORACLES
 from loragate.oracles.state import queue
-from loragate.protocol import BaseLayer, Instance, Trial
-from loragate.subjects.torch.subject import DenseDelta, TorchSubject
+from loragate.protocol import Trial
+from loragate.subjects.torch.subject import DenseDelta
 
 ORACLE = ORACLES[OracleName.QUEUE]
 # the steps that the device still has to do; None while it keeps up with the host
@@ -77,27 +76,19 @@ class OneTableForAllSteps(CopiesAtOnce):
         self.token_slots.copy_(token_slots)
 
 
-class Subject(TorchSubject):
-    def __init__(self, instance: type[DenseDelta]) -> None:
-        self.instance = instance
-
-    def open(self, case: Case, machine: Machine, base: BaseLayer | None) -> Instance:
-        return self.instance(case)
-
-
 @pytest.mark.parametrize("instance", [ReadsTheBufferLate, OneTableForAllSteps])
 def test_a_mapping_that_is_read_when_the_device_gets_to_it_fails(
     instance: type[DenseDelta], make_trial: Callable[..., Trial]
 ) -> None:
     for seed in range(5):
-        judgement = ORACLE.judge(make_trial(Subject(instance), seed, mix=Mix.SHUFFLED))
+        judgement = ORACLE.judge(make_trial(instance, seed, mix=Mix.SHUFFLED))
         assert judgement.failure is Failure.LATE_READ, judgement
         assert "pageable buffer" in judgement.message
 
 
 def test_a_mapping_that_is_copied_at_once_passes(make_trial: Callable[..., Trial]) -> None:
     for seed in range(10):
-        judgement = ORACLE.judge(make_trial(Subject(CopiesAtOnce), seed, mix=Mix.SHUFFLED))
+        judgement = ORACLE.judge(make_trial(CopiesAtOnce, seed, mix=Mix.SHUFFLED))
         assert judgement.verdict is Verdict.PASS, judgement
         assert judgement.metrics["rounds_ahead"] == 2
 

@@ -9,12 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from loragate.core.machine import Machine
 from loragate.core.verdict import Failure, OracleName, Verdict
-from loragate.matrix.case import Case, Dtype, RouterWeights, Site
+from loragate.matrix.case import Dtype, RouterWeights, Site
 from loragate.oracles import ORACLES
-from loragate.protocol import BaseLayer, Instance, Trial
-from loragate.subjects.torch.subject import DenseDelta, TorchSubject
+from loragate.protocol import Trial
+from loragate.subjects.torch.subject import DenseDelta
 
 RANGE = ORACLES[OracleName.RANGE]
 
@@ -58,14 +57,6 @@ class ClampedLikeFp16(Plain):
         return values.clamp(-65504, 65504) * scale
 
 
-class Subject(TorchSubject):
-    def __init__(self, instance: type[DenseDelta]) -> None:
-        self.instance = instance
-
-    def open(self, case: Case, machine: Machine, base: BaseLayer | None) -> Instance:
-        return self.instance(case)
-
-
 @pytest.mark.parametrize(
     ("instance", "dtype"),
     [
@@ -80,7 +71,7 @@ def test_what_overflows_or_vanishes_between_the_products_fails(
     instance: type[DenseDelta], dtype: Dtype, make_trial: Callable[..., Trial]
 ) -> None:
     for seed in range(5):
-        judgement = RANGE.judge(make_trial(Subject(instance), seed, dtype=dtype))
+        judgement = RANGE.judge(make_trial(instance, seed, dtype=dtype))
         assert judgement.failure is Failure.WRONG_ANSWER, judgement
 
 
@@ -90,7 +81,7 @@ def test_what_has_the_range_of_the_dtype_passes(
     instance: type[DenseDelta], dtype: Dtype, make_trial: Callable[..., Trial]
 ) -> None:
     for seed in range(7):
-        judgement = RANGE.judge(make_trial(Subject(instance), seed, dtype=dtype))
+        judgement = RANGE.judge(make_trial(instance, seed, dtype=dtype))
         assert judgement.verdict is Verdict.PASS, judgement
 
 

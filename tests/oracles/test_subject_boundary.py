@@ -11,14 +11,11 @@ from torch import Tensor
 
 from loragate.core.machine import Machine
 from loragate.core.verdict import Failure, OracleName, Verdict
-from loragate.matrix.case import Case
 from loragate.oracles import ORACLES
 from loragate.protocol import (
-    BaseLayer,
     BrokenProtocol,
     Capabilities,
     CheckedSubject,
-    Instance,
     Trial,
     raised_by_subject,
     unsupported,
@@ -26,8 +23,7 @@ from loragate.protocol import (
 from loragate.run.trial import run_trial
 from loragate.subjects.torch.subject import DenseDelta, TorchSubject
 
-# those that any subject in plain torch is judged by
-# the others need a promise or a GPU
+# those that judge any subject in plain torch; the others need a promise or a GPU
 JUDGES = [
     name
     for name in OracleName
@@ -50,16 +46,6 @@ class Resizes(DenseDelta):
         return super().apply(x, out).resize_(1, 1)
 
 
-class Opens(TorchSubject):
-    """The torch subject with instances of another class."""
-
-    def __init__(self, instance: type[DenseDelta]) -> None:
-        self.instance = instance
-
-    def open(self, case: Case, machine: Machine, base: BaseLayer | None) -> Instance:
-        return self.instance(case)
-
-
 @pytest.mark.parametrize("oracle", JUDGES)
 @pytest.mark.parametrize(
     ("instance", "failure"),
@@ -75,7 +61,7 @@ def test_no_oracle_computes_with_what_is_no_result(
     instance: type[DenseDelta],
     failure: Failure,
 ) -> None:
-    (judgement,) = run_trial(make_trial(Opens(instance), oracles=(oracle,)))
+    (judgement,) = run_trial(make_trial(instance, oracles=(oracle,)))
     assert (judgement.verdict, judgement.failure) == (Verdict.FAIL, failure)
 
 
@@ -102,7 +88,7 @@ def test_a_tensor_that_refuses_to_be_looked_at_is_charged_to_the_subject(
         def apply(self, x: Tensor, out: Tensor) -> Tensor:
             return super().apply(x, out).as_subclass(Unaddressable)
 
-    trial = make_trial(Opens(Wraps))
+    trial = make_trial(Wraps)
     instance = trial.subject.open(trial.case, trial.machine, None)
     instance.prepare(torch.zeros(2, dtype=torch.int32))
     with pytest.raises(RuntimeError, match="no address") as caught:

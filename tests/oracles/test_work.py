@@ -19,10 +19,10 @@ import triton.language as tl  # noqa: E402
 
 from loragate.core.verdict import Failure, OracleName, Verdict  # noqa: E402
 from loragate.execution.kernel_work import counted_work  # noqa: E402
-from loragate.matrix.case import Case, Dtype, Mix  # noqa: E402
+from loragate.matrix.case import Dtype, Mix  # noqa: E402
 from loragate.oracles import ORACLES  # noqa: E402
-from loragate.protocol import BaseLayer, Capabilities, Instance, Trial  # noqa: E402
-from loragate.subjects.torch.subject import DenseDelta, TorchSubject  # noqa: E402
+from loragate.protocol import Trial  # noqa: E402
+from loragate.subjects.torch.subject import DenseDelta  # noqa: E402
 
 WORK = ORACLES[OracleName.WORK]
 CPU = Machine("cpu", "test", None, 1, 0)
@@ -73,22 +73,10 @@ class BySquare(ByLiveRows):
         return super().amount() ** 2 // 64
 
 
-class Subject(TorchSubject):
-    def __init__(self, instance: type[DenseDelta]) -> None:
-        self.instance = instance
-
-    def capabilities(self, machine: Machine) -> Capabilities:
-        have = super().capabilities(machine)
-        assert not isinstance(have, str)
-        return replace(have, work_follows_tiles=True)
-
-    def open(self, case: Case, machine: Machine, base: BaseLayer | None) -> Instance:
-        return self.instance(case)
-
-
 def trial_of(make_trial: Callable[..., Trial], instance: type[DenseDelta], **axes: Any) -> Trial:
     shape = {"tokens": 9, "in_features": 8, "slices": (8,), "rank": 2, "slots": 6}
-    trial = make_trial(Subject(instance), **(shape | {"dtype": Dtype.FP32} | axes))
+    promises = {"work_follows_tiles": True}
+    trial = make_trial(instance, promises=promises, **(shape | {"dtype": Dtype.FP32} | axes))
     assert WORK.applies(trial) is None
     return trial
 
@@ -139,5 +127,5 @@ def test_work_that_follows_from_the_live_rows_passes(
 
 
 def test_compiled_kernels_are_not_judged(make_trial: Callable[..., Trial]) -> None:
-    trial = make_trial(Subject(ByLiveRows))
+    trial = make_trial(ByLiveRows, promises={"work_follows_tiles": True})
     assert WORK.applies(replace(trial, machine=replace(CPU, device="cuda"))) is not None

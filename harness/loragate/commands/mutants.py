@@ -10,6 +10,7 @@ import argparse
 import fnmatch
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from loragate.commands.record_options import add_record_options, open_record
 from loragate.core.arguments import count_from
@@ -23,6 +24,9 @@ from loragate.mutants.page import render_terminal
 from loragate.mutants.record import FIRST_SECTION, GPU_SECTION, SECTION, Run, save_first, save_run
 from loragate.mutants.sources import diff_of, read_sources
 from loragate.records.recorder import Recorder
+
+if TYPE_CHECKING:
+    from loragate.mutants.session import Session
 
 EQUIVALENTS = Path(__file__).resolve().parents[1] / "mutants" / "equivalents.yaml"
 _FOLDER = Path(".loragate/mutants")
@@ -49,7 +53,9 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         action="store_true",
         help="run premerge cases on what a run without --gpu in the same folder has left",
     )
-    parser.add_argument("--jobs", type=count_from(1), default=_JOBS, metavar="N", help="default: 2")
+    parser.add_argument(
+        "--jobs", type=count_from(1), default=_JOBS, metavar="N", help=f"default: {_JOBS}"
+    )
     parser.add_argument(
         "--folder", type=Path, metavar="DIR", help=f"of the results (default: {_FOLDER})"
     )
@@ -75,18 +81,7 @@ def run(arguments: argparse.Namespace) -> ExitCode:
         return ExitCode.OK
     if arguments.gpu and not _has_gpu():
         raise CommandError("--gpu needs a GPU", ExitCode.INFRASTRUCTURE)
-    # these import pytest
-    from loragate.mutants.reach import state_digest
-    from loragate.mutants.session import Session
-
-    session = Session(
-        folder=arguments.folder or project_root() / _FOLDER,
-        name=name_of(arguments),
-        state=state_digest(),
-        sources=sources,
-        jobs=arguments.jobs,
-        gpu=arguments.gpu,
-    )
+    session = _session(arguments, sources)
     with usage_errors():
         outcomes = session.run(mutants, equivalents)
     print(render_terminal(outcomes, sources))
@@ -96,6 +91,21 @@ def run(arguments: argparse.Namespace) -> ExitCode:
         raise CommandError("not every mutant could be run; the same command goes on", code)
     _save(recorder, first, session.name, Run(session.state, outcomes, retired))
     return code
+
+
+def _session(arguments: argparse.Namespace, sources: Sources) -> Session:
+    # these import pytest
+    from loragate.mutants.reach import state_digest
+    from loragate.mutants.session import Session
+
+    return Session(
+        folder=arguments.folder or project_root() / _FOLDER,
+        name=name_of(arguments),
+        state=state_digest(),
+        sources=sources,
+        jobs=arguments.jobs,
+        gpu=arguments.gpu,
+    )
 
 
 def chosen(

@@ -22,6 +22,7 @@ from loragate.faults.tables import render_detection, render_markdown
 from loragate.findings.load import load_ledger
 from loragate.findings.page import render_page
 from loragate.mutants import record as mutants
+from loragate.mutants.rates import render_rates
 from loragate.records.results import ResultsError, read_section, require_section
 
 CPU_RECORD = Path("ci/results/cpu.json")
@@ -114,6 +115,11 @@ def _mutants(records: Records) -> str:
     return mutants.render_record(records.cpu_if_any(mutants.SECTION), first)
 
 
+def _mutant_rates(records: Records) -> str:
+    names = (mutants.SECTION, mutants.GPU_SECTION, mutants.FIRST_SECTION)
+    return render_rates(*map(records.cpu_if_any, names))
+
+
 def _coverage(root: Path) -> str:
     # the plans import torch, which no other page needs
     from loragate.docs.coverage import coverage_tables
@@ -123,12 +129,14 @@ def _coverage(root: Path) -> str:
 
 BLOCKS = (
     Block("README.md", "detection", _detection),
+    Block("README.md", "mutant rates", _mutant_rates),
     Block("README.md", "results", _summary),
     Block("docs/benchmarks.md", "bars", _bars),
     Block("docs/benchmarks.md", "bench dense", _table("dense")),
     Block("docs/benchmarks.md", "bench moe", _table("moe")),
     Block("docs/benchmarks.md", "gate", _gate),
     Block("docs/faults.md", "kill rates", _kill_rates),
+    Block("docs/mutants.md", "rates", _mutant_rates),
     Block("docs/mutants.md", "mutants", _mutants),
     Block("docs/reliability.md", "drills", _drills),
     Block("docs/coverage.md", "branches", lambda records: _coverage(records.root)),

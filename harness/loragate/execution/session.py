@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from loragate.execution.runners import RUNNERS
-from loragate.inputs import DataKind, make_base
+from loragate.inputs import DataKind, make_base, make_batch, make_pool
 from loragate.inputs.base_experts import make_base_experts
 from loragate.matrix.case import Case, Site
 from loragate.protocol import BaseLayer, Batch, CheckedInstance, Pool, Trial, subject_code
@@ -19,6 +19,13 @@ def base_of(trial: Trial, kind: DataKind) -> BaseLayer | None:
     if trial.case.site is not Site.LORA_LINEAR:
         return None
     return make_base(trial.case, trial.seed, kind, trial.machine)
+
+
+def inputs_of(trial: Trial, kind: DataKind) -> tuple[Pool, Batch, BaseLayer | None]:
+    """The adapters, the first batch and the base layer of a trial."""
+    pool = make_pool(trial.case, trial.seed, kind, trial.machine, trial.capabilities)
+    batch = make_batch(trial.case, trial.seed, 0, kind, trial.machine)
+    return pool, batch, base_of(trial, kind)
 
 
 def open_loaded(trial: Trial, case: Case, *, base: BaseLayer | None, pool: Pool) -> CheckedInstance:

@@ -119,7 +119,7 @@ def render_markdown(record: Mapping[str, Any]) -> str:
 
 
 def render_detection(record: Mapping[str, Any], on_gpu: Mapping[str, Any] | None = None) -> str:
-    """A small table: linear layers, MoE layers, GPU only, all. No record holds mutants yet.
+    """A small table: linear layers, MoE layers, GPU only, all.
 
     on_gpu: the record of a GPU, for the faults that did not run without one."""
     gpu_only = [
@@ -135,7 +135,6 @@ def render_detection(record: Mapping[str, Any], on_gpu: Mapping[str, Any] | None
         _detection_row("faults in MoE layers", [f for f in on_cpu if _is_moe(f)]),
         _detection_row("faults that show on a GPU only", gpu_only),
         _detection_row("**all faults**", [*on_cpu, *gpu_only]),
-        "| random mutants | not measured yet | | | | |",
     ]
     return "\n".join([_DETECTION_HEAD, *filter(None, rows)])
 

@@ -106,10 +106,15 @@ class TracedTests:
         process = os.fork()
         if process == 0:
             self._run(item)
-        os.waitpid(process, 0)
+        _, status = os.waitpid(process, 0)
+        if status:
+            # or the test would be missing from the reach, and nobody would know
+            message = f"its process ended with {os.waitstatus_to_exitcode(status)}"
+            self._transcript.end(Ended(unit=item.nodeid, verdict=Verdict.INFRA, message=message))
         return True
 
     def _run(self, item: pytest.Item) -> None:
+        code = 1
         try:
             begin = time.monotonic()
             trace = self._trace(item.nodeid)
@@ -124,9 +129,10 @@ class TracedTests:
                     trace=trace,
                 )
             )
+            code = 0
         finally:
             # a fork must not go on with the session
-            os._exit(0)
+            os._exit(code)
 
 
 def _ended(name: str, reports: Sequence[Report], root: Path) -> Ended:

@@ -5,7 +5,7 @@ Pure but for reading and writing the file; imports no torch.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -83,11 +83,17 @@ def render_record(section: Mapping[str, Any] | None, first: Mapping[str, Any] | 
         tables = [run["tables"][title] for run in runs.values() if title in run["tables"]]
         if tables:
             parts.append(markdown(title, merged(tables)))
-    # records of runs before edits could be retired have no such entry
-    retired = {name: len(run.get("retired", {})) for name, run in sorted(runs.items())}
+    retired = {name: len(_retired(run)) for name, run in sorted(runs.items())}
     if any(retired.values()):
         counts = (f"{name}: {count}" for name, count in retired.items() if count)
-        parts.append(f"Retired edits, not planted and not counted above: {', '.join(counts)}")
+        parts.append(f"Edits that were not planted, not counted above: {', '.join(counts)}")
     commits = {name: run["commit"][:12] or "no commit" for name, run in sorted(runs.items())}
     parts.append("; ".join(f"{name}: {commit}" for name, commit in commits.items()))
     return "\n\n".join(parts)
+
+
+def _retired(run: Mapping[str, Any]) -> Collection[str]:
+    """The ids of the edits that were not planted."""
+    # the record of the first verdicts is older than the reasons, and has a plain list
+    retired: Collection[str] = run.get("retired") or run.get("not_planted", ())
+    return retired

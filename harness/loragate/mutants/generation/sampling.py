@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import math
 import random
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -61,14 +61,6 @@ def _of_speed(found: Candidate) -> Candidate:
 
 def _replaced(text: str, span: Span, new: str) -> str:
     return text[: span[0]] + new + text[span[1] :]
-
-
-def counts_of(sources: Sources) -> Mapping[str, Counter[Group]]:
-    """How many candidates each module has, by group."""
-    return {
-        path: Counter(found.group for found in candidates(Module(path, text)))
-        for path, text in sources.items()
-    }
 
 
 def sample(sources: Sources, number: int, seed: int) -> list[Mutant]:

@@ -9,8 +9,19 @@ from __future__ import annotations
 import ast
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import TypeGuard
 
+from loragate.mutants.generation.syntax import (
+    called,
+    cast_target,
+    cast_value,
+    enclosing_function,
+    inner,
+    is_cast,
+    is_index,
+    is_negated,
+    is_statement,
+    with_comma,
+)
 from loragate.mutants.generation.text import Module, Span
 
 
@@ -68,7 +79,7 @@ def _condition_term(module: Module, node: ast.AST) -> Found:
     if isinstance(node, ast.BoolOp):
         word = " and " if isinstance(node.op, ast.And) else " or "
         for left in node.values:
-            rest = [_inner(module, value) for value in node.values if value is not left]
+            rest = [inner(module, value) for value in node.values if value is not left]
             yield module.span(node), f"({word.join(rest)})"
 
 
@@ -82,12 +93,12 @@ def _edge(module: Module, node: ast.AST) -> Found:
 
 def _bound(module: Module, node: ast.AST) -> Found:
     """A bound that is one too low."""
-    if isinstance(node, ast.Call) and _name(node.func) in ("range", "static_range"):
+    if isinstance(node, ast.Call) and called(node.func) in ("range", "static_range"):
         stop = node.args[0 if len(node.args) == 1 else 1] if node.args else None
         if isinstance(stop, ast.expr) and not isinstance(stop, ast.Starred):
-            yield module.span(stop), f"{_inner(module, stop)} - 1"
+            yield module.span(stop), f"{inner(module, stop)} - 1"
     elif isinstance(node, ast.Slice) and node.upper is not None:
-        yield module.span(node.upper), f"{_inner(module, node.upper)} - 1"
+        yield module.span(node.upper), f"{inner(module, node.upper)} - 1"
 
 
 def _swapped_arguments(module: Module, node: ast.AST) -> Found:
@@ -107,12 +118,12 @@ def _swapped_arguments(module: Module, node: ast.AST) -> Found:
 def _other_stride(module: Module, node: ast.AST) -> Found:
     """Another stride of the same kernel or tensor."""
     if isinstance(node, ast.Name) and node.id.startswith("stride_"):
-        function = _function(module, node)
+        function = enclosing_function(module, node)
         names = [a.arg for a in function.args.args] if function else []
         strides = [name for name in names if name.startswith("stride_")]
         if node.id in strides and len(strides) > 1 and isinstance(node.ctx, ast.Load):
             yield module.span(node), strides[(strides.index(node.id) + 1) % len(strides)]
-    elif isinstance(node, ast.Call) and _name(node.func) == "stride" and len(node.args) == 1:
+    elif isinstance(node, ast.Call) and called(node.func) == "stride" and len(node.args) == 1:
         axis = node.args[0]
         if isinstance(axis, ast.Constant) and isinstance(axis.value, int):
             yield module.span(axis), "1" if axis.value == 0 else "0"
@@ -120,21 +131,21 @@ def _other_stride(module: Module, node: ast.AST) -> Found:
 
 def _wide_cast(module: Module, node: ast.AST) -> Found:
     """A cast to 64 bits."""
-    if isinstance(node, ast.Call) and _is_cast(node) and _target(node).endswith("int64"):
-        yield module.span(node), _cast_value(module, node)
+    if isinstance(node, ast.Call) and is_cast(node) and cast_target(node).endswith("int64"):
+        yield module.span(node), cast_value(module, node)
 
 
 def _narrow_cast(module: Module, node: ast.AST) -> Found:
     """A cast that rounds."""
-    if isinstance(node, ast.Call) and _is_cast(node) and not _target(node).endswith(_EXACT):
-        yield module.span(node), _cast_value(module, node)
+    if isinstance(node, ast.Call) and is_cast(node) and not cast_target(node).endswith(_EXACT):
+        yield module.span(node), cast_value(module, node)
 
 
 def _extra_rounding(module: Module, node: ast.AST) -> Found:
     """A sum that is rounded on its way."""
     if module.holds_kernels and isinstance(node, ast.Assign) and isinstance(node.value, ast.expr):
         calls = [n for n in ast.walk(node.value) if isinstance(n, ast.Call)]
-        if any(_name(call.func) in _SUMS for call in calls):
+        if any(called(call.func) in _SUMS for call in calls):
             value = module.source(node.value)
             yield module.span(node.value), f"({value}).to(tl.bfloat16).to(tl.float32)"
 
@@ -151,12 +162,12 @@ def _other_tail(module: Module, node: ast.AST) -> Found:
 def _dropped_reset(module: Module, node: ast.AST) -> Found:
     """A reset, a wait or a copy."""
     if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call):
-        if _name(node.value.func) in _RESETS:
+        if called(node.value.func) in _RESETS:
             yield module.span(node), "pass"
     elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
         owner, name = node.func.value, node.func.attr
         is_copy = name in _COPIES and not node.args
-        if is_copy or (name in ("zero_", "fill_") and not _is_statement(node, module)):
+        if is_copy or (name in ("zero_", "fill_") and not is_statement(node, module)):
             yield module.span(node), module.source(owner)
         elif name in _ALLOCATIONS and not module.source(owner).endswith("tl"):
             call = module.source(node)
@@ -165,7 +176,7 @@ def _dropped_reset(module: Module, node: ast.AST) -> Found:
 
 def _first_index(module: Module, node: ast.AST) -> Found:
     """The first element in place of the one that is meant."""
-    if isinstance(node, ast.Subscript) and _is_index(node.slice):
+    if isinstance(node, ast.Subscript) and is_index(node.slice):
         yield module.span(node.slice), "0"
     elif isinstance(node, ast.Name) and node.id in _INDICES and module.holds_kernels:
         parent = module.parents[node]
@@ -178,38 +189,40 @@ def _dropped_keyword(module: Module, node: ast.AST) -> Found:
     if isinstance(node, ast.Call):
         for keyword in node.keywords:
             if keyword.arg in ("mask", "dtype", "device", "dim", "keepdim", "strict", "minlength"):
-                start, end = _with_comma(module, module.span(keyword))
+                start, end = with_comma(module, module.span(keyword))
                 yield (start, end), ""
 
 
 def _extreme(module: Module, node: ast.AST) -> Found:
     """`min` for `max`."""
-    if isinstance(node, ast.Call) and _name(node.func) in _EXTREMES:
+    if isinstance(node, ast.Call) and called(node.func) in _EXTREMES:
         function = module.source(node.func)
-        name = _name(node.func)
+        name = called(node.func)
         yield module.span(node.func), function.removesuffix(name) + _EXTREMES[name]
 
 
 def _rounded_division(module: Module, node: ast.AST) -> Found:
     """Division rounded to the other side."""
-    if isinstance(node, ast.Call) and _name(node.func) == "cdiv" and len(node.args) == 2:
-        dividend, divisor = (_inner(module, argument) for argument in node.args)
+    if isinstance(node, ast.Call) and called(node.func) == "cdiv" and len(node.args) == 2:
+        dividend, divisor = (inner(module, argument) for argument in node.args)
         yield module.span(node), f"({dividend} // {divisor})"
-    elif isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub) and _negated(node.operand):
+    elif (
+        isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub) and is_negated(node.operand)
+    ):
         division = node.operand
         assert isinstance(division, ast.BinOp)
         assert isinstance(division.left, ast.UnaryOp)
-        dividend = _inner(module, division.left.operand)
-        yield module.span(node), f"({dividend} // {_inner(module, division.right)})"
-    elif isinstance(node, ast.BinOp) and isinstance(node.op, ast.FloorDiv) and not _negated(node):
-        dividend, divisor = _inner(module, node.left), _inner(module, node.right)
+        dividend = inner(module, division.left.operand)
+        yield module.span(node), f"({dividend} // {inner(module, division.right)})"
+    elif isinstance(node, ast.BinOp) and isinstance(node.op, ast.FloorDiv) and not is_negated(node):
+        dividend, divisor = inner(module, node.left), inner(module, node.right)
         yield module.span(node), f"(({dividend} + {divisor} - 1) // {divisor})"
 
 
 def _one_branch(module: Module, node: ast.AST) -> Found:
     """One branch of a conditional expression, or both exchanged."""
     if isinstance(node, ast.IfExp):
-        body, other = _inner(module, node.body), _inner(module, node.orelse)
+        body, other = inner(module, node.body), inner(module, node.orelse)
         yield module.span(node), body
         yield module.span(node), other
         yield module.span(node), f"{other} if {module.source(node.test)} else {body}"
@@ -228,7 +241,7 @@ def _dropped_statement(module: Module, node: ast.AST) -> Found:
     elif isinstance(node, ast.Return) and isinstance(module.parents[node], ast.If):
         if node.value is None or module.source(node.value) == "None":
             yield module.span(node), "pass"
-    elif _is_statement(node, module) and _name(node.func) not in _RESETS:
+    elif is_statement(node, module) and called(node.func) not in _RESETS:
         yield module.span(node), "pass"
 
 
@@ -241,7 +254,7 @@ def _dropped_guard(module: Module, node: ast.AST) -> Found:
 def _dropped_factor(module: Module, node: ast.AST) -> Found:
     """One term of a sum or factor of a product."""
     if isinstance(node, ast.BinOp) and isinstance(node.op, _ARITHMETIC):
-        yield module.span(node), _inner(module, node.left)
+        yield module.span(node), inner(module, node.left)
 
 
 OPERATORS: Mapping[str, _Operator] = {
@@ -266,72 +279,3 @@ OPERATORS: Mapping[str, _Operator] = {
     "dropped-guard": _dropped_guard,
     "dropped-factor": _dropped_factor,
 }
-
-
-def _inner(module: Module, node: ast.expr) -> str:
-    """The text of a node that may stand within an expression of any kind."""
-    simple = isinstance(node, (ast.Name, ast.Attribute, ast.Call, ast.Constant, ast.Subscript))
-    return module.source(node) if simple else f"({module.source(node)})"
-
-
-def _name(function: ast.expr) -> str:
-    """The last part of what is called."""
-    if isinstance(function, ast.Attribute):
-        return function.attr
-    return function.id if isinstance(function, ast.Name) else ""
-
-
-def _is_statement(node: ast.AST, module: Module) -> TypeGuard[ast.Call]:
-    """Whether this is a call that stands alone, for its effect."""
-    return isinstance(node, ast.Call) and isinstance(module.parents[node], ast.Expr)
-
-
-def _is_cast(node: ast.Call) -> bool:
-    name = _name(node.func)
-    method = name == "to" and isinstance(node.func, ast.Attribute) and len(node.args) == 1
-    return (method or (name == "cast" and len(node.args) == 2)) and not node.keywords
-
-
-def _target(cast: ast.Call) -> str:
-    return ast.unparse(cast.args[-1])
-
-
-def _cast_value(module: Module, node: ast.Call) -> str:
-    if _name(node.func) == "cast":
-        return _inner(module, node.args[0])
-    assert isinstance(node.func, ast.Attribute)
-    return module.source(node.func.value)
-
-
-def _is_index(node: ast.expr) -> bool:
-    """Whether this picks one element: a name or a calculation, no slice and no constant."""
-    return isinstance(node, (ast.Name, ast.Attribute, ast.BinOp))
-
-
-def _negated(node: ast.expr) -> bool:
-    """Whether this is the inner part of `-(-a // b)`."""
-    return (
-        isinstance(node, ast.BinOp)
-        and isinstance(node.op, ast.FloorDiv)
-        and isinstance(node.left, ast.UnaryOp)
-        and isinstance(node.left.op, ast.USub)
-    )
-
-
-def _with_comma(module: Module, span: Span) -> Span:
-    """A span of an argument with the comma and the space before it, or after it."""
-    start, end = span
-    before = module.text[:start].rstrip()
-    if before.endswith(","):
-        return len(before) - 1, end
-    after = module.text[end:]
-    rest = after.lstrip().removeprefix(",").lstrip()
-    return start, end + len(after) - len(rest)
-
-
-def _function(module: Module, node: ast.AST) -> ast.FunctionDef | None:
-    while node in module.parents:
-        node = module.parents[node]
-        if isinstance(node, ast.FunctionDef):
-            return node
-    return None

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from loragate.core.plural import counted
 from loragate.core.verdict import Failure, Judgement, OracleName, Verdict
-from loragate.execution.session import Session, base_of
-from loragate.inputs import DataKind, Dead, copy_batch, make_batch, make_pool
+from loragate.execution.session import Session, inputs_of
+from loragate.inputs import DataKind, Dead, copy_batch, make_pool
 from loragate.inputs.mapping import BASE_ROW
 from loragate.inputs.pairs import OutRows, out_rows, pair_rows
 from loragate.inputs.placement import bits_of, owned, whole
@@ -34,10 +34,7 @@ class Canary:
         return None
 
     def judge(self, trial: Trial) -> Judgement:
-        kind = DataKind.EXACT
-        pool = make_pool(trial.case, trial.seed, kind, trial.machine, trial.capabilities)
-        batch = make_batch(trial.case, trial.seed, 0, kind, trial.machine)
-        base = base_of(trial, kind)
+        pool, batch, base = inputs_of(trial, DataKind.EXACT)
         clean = _Watched(trial, base, pool, copy_batch(batch))
         poisoned = _Watched(trial, base, *_poisoned(trial, batch))
         wanted = clean.step()

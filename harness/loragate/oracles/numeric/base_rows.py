@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from loragate.core.verdict import Failure, Judgement, OracleName
-from loragate.execution.session import Session, base_of
-from loragate.inputs import DataKind, copy_batch, make_batch, make_pool
+from loragate.execution.session import Session, inputs_of
+from loragate.inputs import DataKind, copy_batch
 from loragate.inputs.mapping import BASE_ROW, make_token_slots
 from loragate.inputs.pairs import out_rows
 from loragate.matrix.case import IN_PLACE_SITES, ExpertMap, Site
@@ -34,10 +34,7 @@ class BaseRows:
         return None if (token_slots == BASE_ROW).any() else "the batch has no base rows"
 
     def judge(self, trial: Trial) -> Judgement:
-        kind = DataKind.SIGNED
-        pool = make_pool(trial.case, trial.seed, kind, trial.machine, trial.capabilities)
-        batch = make_batch(trial.case, trial.seed, 0, kind, trial.machine)
-        base = base_of(trial, kind)
+        pool, batch, base = inputs_of(trial, DataKind.SIGNED)
         rows = (out_rows(batch).slots == BASE_ROW).nonzero().flatten().to(batch.x.device)
         batch.out[rows, 0] = -0.0
         alone = _base_alone(trial, base, batch)

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from loragate.core.verdict import Failure, Judgement, OracleName
-from loragate.execution.session import Session, base_of
-from loragate.inputs import DataKind, copy_batch, make_batch, make_pool
+from loragate.execution.session import Session, inputs_of
+from loragate.inputs import DataKind, copy_batch
 from loragate.inputs.exactness import EXACT_UNITS, UNIT
 from loragate.inputs.pairs import out_rows
 from loragate.matrix.case import Quantisation, Site
@@ -28,10 +28,7 @@ class Exact:
         return None
 
     def judge(self, trial: Trial) -> Judgement:
-        kind = DataKind.EXACT
-        pool = make_pool(trial.case, trial.seed, kind, trial.machine, trial.capabilities)
-        batch = make_batch(trial.case, trial.seed, 0, kind, trial.machine)
-        base = base_of(trial, kind)
+        pool, batch, base = inputs_of(trial, DataKind.EXACT)
         wanted: list[Tensor] = []
         for _, piece in chunks(batch, sum(trial.case.slices)):
             right = golden_of(trial.case, pool, piece, base).out.to(batch.out.dtype)

@@ -21,8 +21,8 @@ import torch
 from torch import Tensor
 
 from loragate.core.verdict import Failure, Judgement, OracleName
-from loragate.execution.session import Session, base_of
-from loragate.inputs import DataKind, copy_batch, make_batch, make_pool
+from loragate.execution.session import Session, inputs_of
+from loragate.inputs import DataKind, copy_batch
 from loragate.inputs.exactness import X_NONZEROS
 from loragate.matrix.case import Case, Dtype, Quantisation, Site
 from loragate.oracles.evidence import judge_bits, passed
@@ -59,10 +59,7 @@ class Range:
         return None if trial.case.tokens else "the batch has no rows"
 
     def judge(self, trial: Trial) -> Judgement:
-        kind = DataKind.EXACT
-        pool = make_pool(trial.case, trial.seed, kind, trial.machine, trial.capabilities)
-        batch = make_batch(trial.case, trial.seed, 0, kind, trial.machine)
-        base = base_of(trial, kind)
+        pool, batch, base = inputs_of(trial, DataKind.EXACT)
         exact = [
             golden_of(trial.case, pool, piece, base).out.to(batch.out.dtype)
             for _, piece in chunks(batch, sum(trial.case.slices))

@@ -43,8 +43,8 @@ from torch import Tensor
 
 from loragate.core.plural import counted
 from loragate.core.verdict import Failure, Judgement, OracleName, Verdict
-from loragate.execution.session import Session, base_of
-from loragate.inputs import DataKind, copy_batch, make_batch, make_pool
+from loragate.execution.session import Session, inputs_of
+from loragate.inputs import DataKind, copy_batch
 from loragate.inputs.pairs import out_rows, pair_rows
 from loragate.matrix.case import MOE_SITES, Site
 from loragate.oracles.evidence import locate, passed
@@ -73,10 +73,7 @@ class Reference:
         return None
 
     def judge(self, trial: Trial) -> Judgement:
-        kind = DataKind.SIGNED
-        pool = make_pool(trial.case, trial.seed, kind, trial.machine, trial.capabilities)
-        batch = make_batch(trial.case, trial.seed, 0, kind, trial.machine)
-        base = base_of(trial, kind)
+        pool, batch, base = inputs_of(trial, DataKind.SIGNED)
         # golden needs the base that an in-place subject overwrites
         result = Session(trial, base, pool).step(copy_batch(batch))
         return judge_result(trial, pool, batch, base, result)

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from loragate.core.verdict import Failure, Judgement, OracleName
-from loragate.execution.session import Session, base_of
-from loragate.inputs import DataKind, copy_batch, make_batch, make_pool
+from loragate.execution.session import Session, inputs_of
+from loragate.inputs import DataKind, copy_batch, make_batch
 from loragate.inputs.batch import rows_of
 from loragate.inputs.draw import number
 from loragate.oracles.evidence import judge_bits, passed
@@ -39,10 +39,7 @@ class BatchInvariance:
         return None if trial.case.tokens > 1 else "the batch has no other rows"
 
     def judge(self, trial: Trial) -> Judgement:
-        kind = DataKind.SIGNED
-        pool = make_pool(trial.case, trial.seed, kind, trial.machine, trial.capabilities)
-        batch = make_batch(trial.case, trial.seed, 0, kind, trial.machine)
-        base = base_of(trial, kind)
+        pool, batch, base = inputs_of(trial, DataKind.SIGNED)
         session = Session(trial, base, pool)
         first = session.step(copy_batch(batch)).clone()
         kept = _kept(trial, batch)

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from loragate.core.verdict import Failure, Judgement, OracleName
-from loragate.execution.session import Session, base_of
-from loragate.inputs import DataKind, copy_batch, make_batch, make_pool
+from loragate.execution.session import Session, inputs_of
+from loragate.inputs import DataKind, copy_batch
 from loragate.inputs.draw import number
 from loragate.inputs.pairs import out_rows
 from loragate.matrix.case import Quantisation
@@ -53,10 +53,7 @@ class Isolation:
 
     def judge(self, trial: Trial) -> Judgement:
         # nothing to round: the order of a sum may depend on the adapters of other rows
-        kind = DataKind.EXACT
-        pool = make_pool(trial.case, trial.seed, kind, trial.machine, trial.capabilities)
-        batch = make_batch(trial.case, trial.seed, 0, kind, trial.machine)
-        base = base_of(trial, kind)
+        pool, batch, base = inputs_of(trial, DataKind.EXACT)
         wanted = Session(trial, base, pool).step(copy_batch(batch))
         slots = out_rows(batch).slots
         scenes = 0

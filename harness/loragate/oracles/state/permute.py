@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from loragate.core.verdict import Failure, Judgement, OracleName
-from loragate.execution.session import Session, base_of
-from loragate.inputs import DataKind, copy_batch, make_batch, make_pool, reordered_rows
+from loragate.execution.session import Session, inputs_of
+from loragate.inputs import DataKind, copy_batch, reordered_rows
 from loragate.inputs.base_experts import reordered_base
 from loragate.inputs.batch import rows_of
 from loragate.inputs.draw import number
@@ -37,9 +37,7 @@ class Permute:
 
     def judge(self, trial: Trial) -> Judgement:
         kind = _kind(trial)
-        pool = make_pool(trial.case, trial.seed, kind, trial.machine, trial.capabilities)
-        batch = make_batch(trial.case, trial.seed, 0, kind, trial.machine)
-        base = base_of(trial, kind)
+        pool, batch, base = inputs_of(trial, kind)
         result = Session(trial, base, pool).step(copy_batch(batch))
         order = _order(trial, "slots", trial.case.slots)
         rows = torch.tensor(_order(trial, "rows", trial.case.tokens), dtype=torch.int64)

@@ -4,8 +4,8 @@ promises it. A difference points to a race, an atomic addition or leftover state
 from __future__ import annotations
 
 from loragate.core.verdict import Failure, Judgement, OracleName
-from loragate.execution.session import Session, base_of
-from loragate.inputs import DataKind, copy_batch, make_batch, make_pool
+from loragate.execution.session import Session, inputs_of
+from loragate.inputs import DataKind, copy_batch
 from loragate.oracles.evidence import judge_bits, passed
 from loragate.protocol import Trial
 
@@ -22,10 +22,7 @@ class Repeat:
         return "the subject does not promise equal bits from run to run"
 
     def judge(self, trial: Trial) -> Judgement:
-        kind = DataKind.SIGNED
-        pool = make_pool(trial.case, trial.seed, kind, trial.machine, trial.capabilities)
-        batch = make_batch(trial.case, trial.seed, 0, kind, trial.machine)
-        base = base_of(trial, kind)
+        pool, batch, base = inputs_of(trial, DataKind.SIGNED)
         session = Session(trial, base, pool)
         first = session.step(copy_batch(batch))
         repeats = _REPEATS_INTERPRETED if trial.machine.interpreted else _REPEATS

@@ -11,7 +11,7 @@ from enum import Enum, auto
 from functools import cache
 
 from lorakernels.batch.metadata import MIN_TILE_ROWS
-from lorakernels.common.sizes import power_of_2, power_of_2_below
+from lorakernels.common.sizes import MAX_GRID_Y, power_of_2, power_of_2_below
 from lorakernels.moe.tiles import tile_height
 from lorakernels.runtime.tuning import DEFAULT, Tuning
 
@@ -28,9 +28,6 @@ class MoEPath(Enum):
     ONE_SHOT = auto()
     SMALL_BATCH = auto()
 
-
-# CUDA's limit of the second and the third axis of a grid
-MAX_GRID_YZ = 65535
 
 # beyond this rank the ranks of a tile no longer fit into registers beside the output
 MAX_FUSED_RANK = 128
@@ -126,7 +123,7 @@ def tile_programs(shape: MoEShape, capacity: int) -> int:
     # one tile more than programs would double the time of a launch whose programs have one each
     if pairs + 3 * math.sqrt(pairs) > _tiles_of_a_bucket(shape) * shape.height:
         expected += -(-expected // 16)
-    return max(1, min(capacity, expected, MAX_GRID_YZ))
+    return max(1, min(capacity, expected, MAX_GRID_Y))
 
 
 def expected_tiles(shape: MoEShape) -> int:

@@ -1,0 +1,48 @@
+"""Host tests of sound code, each in a fork that notes what it reaches."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+from loragate.core.verdict import Verdict
+from loragate.mutants.units import read_transcript
+
+TESTS = """
+import os
+
+def test_passes():
+    pass
+
+def test_crashes():
+    os.abort()
+
+def test_fails():
+    assert False
+"""
+# in a process of its own, because a session of pytest changes the process that it runs in
+SCRIPT = """
+import sys
+from pathlib import Path
+from loragate.mutants.host_tests import TracedTests, run_tests
+from loragate.mutants.units import Transcript
+
+root = Path(sys.argv[1])
+plugin = TracedTests(Transcript(root / "transcript.jsonl"), root, lambda name: "trace")
+run_tests([root / "test_three.py"], root, plugin)
+"""
+
+
+def test_a_test_whose_process_dies_is_not_lost(tmp_path: Path) -> None:
+    (tmp_path / "test_three.py").write_text(TESTS, encoding="utf-8")
+    (tmp_path / "pyproject.toml").write_text("", encoding="utf-8")
+    subprocess.run(
+        [sys.executable, "-c", SCRIPT, str(tmp_path)], capture_output=True, timeout=120, check=True
+    )
+    ended = read_transcript(tmp_path / "transcript.jsonl").ended
+    assert {entry.unit.rpartition("::")[2]: entry.verdict for entry in ended} == {
+        "test_passes": Verdict.PASS,
+        "test_crashes": Verdict.INFRA,
+        "test_fails": Verdict.FAIL,
+    }
