@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
@@ -19,7 +20,7 @@ from loragate.matrix.load import default_files, load_cases
 from loragate.mutants.model import Fate, Group, Mutant, Result
 from loragate.mutants.planting import SUBJECT
 from loragate.mutants.reach import Reach, reach_of
-from loragate.mutants.runner import Setup, run_one
+from loragate.mutants.runner import Setup, failure_of_sound_code, run_one
 from loragate.mutants.sources import line_of, place_of, read_sources
 from loragate.mutants.units import Kind, Unit
 from loragate.mutants.warm import WarmServer
@@ -124,6 +125,24 @@ def test_a_mutant_that_crashes_or_hangs_is_killed_and_costs_no_other_its_result(
     assert (found.fate, found.judge, found.kind) == (Fate.KILLED, "process", kind)
     again = planter.plant(PARTITION, "if tp_size < 1:", "if tp_size < 1 + 0:")
     assert again.fate is Fate.SURVIVED
+
+
+def test_a_process_that_cannot_begin_kills_no_mutant(planter: Planter, tmp_path: Path) -> None:
+    setup = replace(planter.setup, known=tmp_path / "missing.txt")
+    mutant = edit(KERNEL, "first_part = tl.program_id(1)", "first_part = tl.program_id(1) + 0")
+    result = run_one(mutant, SOURCES[KERNEL], setup, planter.server, planter.processes)
+    assert result.fate is Fate.BROKEN
+    assert "missing.txt" in result.message
+
+
+def test_sound_code_must_pass_before_any_mutant_is_planted(
+    planter: Planter, tmp_path: Path
+) -> None:
+    units = [unit for unit in planter.setup.reach.units if unit.kind is Kind.CASE]
+    setup = replace(planter.setup, reach=reach_of("state", units, [{}], {}, ()))
+    assert failure_of_sound_code(setup) == ""
+    missing = replace(setup, known=tmp_path / "missing.txt")
+    assert "missing.txt" in failure_of_sound_code(missing)
 
 
 def test_nothing_is_left_when_the_server_is_closed(planter: Planter) -> None:

@@ -99,7 +99,7 @@ def _session(arguments: argparse.Namespace, sources: Sources) -> Session:
     from loragate.mutants.session import Session
 
     return Session(
-        folder=arguments.folder or project_root() / _FOLDER,
+        folder=(arguments.folder or project_root() / _FOLDER).resolve(),
         name=name_of(arguments),
         state=state_digest(),
         sources=sources,

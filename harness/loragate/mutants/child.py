@@ -37,13 +37,16 @@ def run_order(order: Order, cases: Cases) -> None:
     root = Path(order.root)
     _settle(order, root)
     transcript = Transcript(Path(order.transcript))
-    transcript.begin(IMPORT)
     if order.traces:
+        transcript.begin(IMPORT)
         _trace_all(order, cases, transcript, root)
     else:
+        # before anything is announced, since a failure of it is none of the mutant
+        known = frozenset(Path(order.known).read_text(encoding="utf-8").splitlines())
         with open_crash_file(root / "stacks.txt") as stacks:
+            transcript.begin(IMPORT)
             _import(root)
-            _run_units(order, cases, transcript, stacks)
+            _run_units(order, cases, known, transcript, stacks)
     transcript.finish()
 
 
@@ -73,10 +76,11 @@ def _import(root: Path) -> None:
     importlib.import_module("loragate.subjects.lorakernels.subject")
 
 
-def _run_units(order: Order, cases: Cases, transcript: Transcript, stacks: IO[bytes]) -> None:
+def _run_units(
+    order: Order, cases: Cases, known: frozenset[str], transcript: Transcript, stacks: IO[bytes]
+) -> None:
     """Ends with the first unit that would fail the gate."""
     root = Path(order.root)
-    known = frozenset(Path(order.known).read_text(encoding="utf-8").splitlines())
     for kind, group in groupby(order.units, key=lambda unit: unit.kind):
         units = list(group)
         if kind is Kind.TEST:

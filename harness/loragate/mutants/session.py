@@ -84,17 +84,16 @@ class Session:
         reach = self._reach()
         known = self.folder / _KNOWN
         write_atomically(known, "\n".join(reach.host_tests))
-        if not self.gpu:
-            kills = list(kills_in(self.folder))
-            return Setup(reach=reach, known=known, logs=self.folder, jobs=self.jobs, kills=kills)
+        gpu_names = planned_cases("premerge", gpu=True) if self.gpu else ()
         setup = Setup(
             reach=reach,
             known=known,
             logs=self.folder,
             jobs=self.jobs,
-            gpu_cases=tuple(Unit(Kind.CASE, n) for n in planned_cases("premerge", gpu=True)),
+            gpu_cases=tuple(Unit(Kind.CASE, name) for name in gpu_names),
+            kills=[] if self.gpu else list(kills_in(self.folder)),
         )
-        _note("running the cases of the premerge tier without a mutant")
+        _note("running cases and tests without a mutant")
         if message := failure_of_sound_code(setup):
             raise CommandError(message, ExitCode.INFRASTRUCTURE)
         return setup
