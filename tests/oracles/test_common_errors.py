@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import pytest
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from loragate.core.verdict import Failure, Judgement, Verdict
+from loragate.execution.session import inputs_of
 from loragate.inputs import DataKind, make_batch, make_pool
-from loragate.matrix.case import Dtype, Mix, Ranks
+from loragate.matrix.case import Dtype, Mix, Ranks, Site
+from loragate.oracles.numeric.compare import tail
 from loragate.oracles.numeric.golden import eager, folded
 from loragate.oracles.numeric.reference import judge_result
-from loragate.protocol import Batch, Pool, Rounding, Trial
+from loragate.protocol import BaseLayer, Batch, Pool, Rounding, Trial
 
 NARROW = [Dtype.BF16, Dtype.FP16]
 LARGE = {"tokens": 100, "in_features": 64, "slices": (160,), "rank": 16, "slots": 1}
@@ -140,6 +144,51 @@ def test_promised_roundings_raise_no_alarm(
             make_trial, result, seed, *promised, dtype=dtype, ranks=Ranks.FULL, **axes
         )
         assert judgement.verdict is Verdict.PASS, judgement
+
+
+def test_products_of_few_digits_whose_roundings_are_alike_raise_no_alarm(
+    make_trial: Callable[..., Trial],
+) -> None:
+    # one rank and no base: 128 numbers of B times one number of each row
+    axes = {"tokens": 60, "rank": 1, "slices": (512,), "slots": 30, "in_features": 64}
+    for seed in range(5):
+        trial = make_trial(seed=seed, dtype=Dtype.BF16, ranks=Ranks.FULL, **axes)
+        trial = replace(trial, capabilities=replace(trial.capabilities, roundings=lambda case: ()))
+        pool = make_pool(trial.case, seed, DataKind.SIGNED, trial.machine, trial.capabilities)
+        batch = make_batch(trial.case, seed, 0, DataKind.SIGNED, trial.machine)
+        batch.out.zero_()
+        judgement = judge_result(trial, pool, batch, None, Result().of(pool, batch))
+        assert judgement.verdict is Verdict.PASS, judgement
+
+
+def test_a_base_product_that_rounds_its_parts_is_not_charged_to_the_adapters(
+    make_trial: Callable[..., Trial], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def split_in_two(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        half = x.shape[1] // 2
+        return x[:, :half] @ weight[:, :half].T + x[:, half:] @ weight[:, half:].T
+
+    monkeypatch.setattr(functional, "linear", split_in_two)
+    axes = LARGE | {"dtype": Dtype.BF16, "mix": Mix.SINGLE, "site": Site.LORA_LINEAR}
+    for seed, adds_in_fp32 in itertools.product(range(3), (True, False)):
+        trial = make_trial(seed=seed, **axes)
+        trial = replace(trial, capabilities=replace(trial.capabilities, roundings=lambda case: ()))
+        pool, batch, base = inputs_of(trial, DataKind.SIGNED)
+        assert isinstance(base, BaseLayer)
+        plain = batch.x @ base.weight.T if adds_in_fp32 else split_in_two(batch.x, base.weight)
+        result = Result().of(pool, replace(batch, out=plain))
+        judgement = judge_result(trial, pool, batch, base, result)
+        # the base is so large that nothing is proven of the delta
+        assert judgement.failure is None, judgement
+
+
+def test_the_largest_of_a_million_errors_may_be_larger_than_that_of_a_thousand() -> None:
+    # what an element of a correct result may miss, in sigma
+    limits = [tail(elements) for elements in (1, 1000, 1_000_000)]
+    generator = torch.Generator().manual_seed(1)
+    largest = torch.randn(1_000_000, generator=generator).abs().max().item()
+    assert limits == sorted(limits)
+    assert limits[1] < largest + 0.5 < limits[2]
 
 
 def test_a_scale_that_is_folded_into_b_raises_no_alarm(make_trial: Callable[..., Trial]) -> None:

@@ -163,6 +163,20 @@ def test_the_noise_of_a_layer_is_that_of_its_roundings() -> None:
     assert 0.1 < ratio < 1
 
 
+def test_an_expert_that_a_token_chose_twice_makes_the_same_errors_twice() -> None:
+    case = replace(CASE, ep=1)
+    pool, batch = data(case)
+    base = base_of(case)
+    assert batch.routes is not None
+    ids = batch.routes.topk_ids[:, :1].repeat(1, 2)
+    halves = torch.full(ids.shape, 0.5)
+    twice = replace(batch, routes=replace(batch.routes, topk_ids=ids, weights=halves))
+    ones = torch.ones(len(ids), 1)
+    once = replace(batch, routes=replace(batch.routes, topk_ids=ids[:, :1], weights=ones))
+    noise = [golden_of(case, pool, each, base).terms_sq for each in (twice, once)]
+    torch.testing.assert_close(noise[0], noise[1])
+
+
 def test_a_folded_scale_is_folded_into_down_as_well() -> None:
     pool, _ = data(CASE)
     low = folded(pool)

@@ -5,6 +5,7 @@ Pure functions on tensors; the rule itself is in reference.py.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -185,8 +186,15 @@ def _of_rows(case: Case, errors: RowErrors) -> Iterator[tuple[Tensor, Tensor, st
     allowed = FACTOR * eager.maximum(bound / 6**0.5).hypot(shrunk) + bound
     yield subject, allowed, "the rms of a row's errors"
     eager = errors.eager_max.maximum(errors.bound_max / 2)
-    allowed = FACTOR * eager.hypot(TAIL / FACTOR * errors.shrunk_max) + errors.bound_max
+    sigmas = tail(len(errors.gain) * int(widths.sum()))
+    allowed = FACTOR * eager.hypot(sigmas / FACTOR * errors.shrunk_max) + errors.bound_max
     yield errors.subject_max, allowed, "the largest error of a row"
+
+
+def tail(elements: int) -> float:
+    """How many sigma the largest of so many elements may lie at: that of normal numbers, and 1.5
+    more, which one set of a million reaches in thousands."""
+    return max(TAIL, math.sqrt(2 * math.log(max(elements, 1))) + 1.5)
 
 
 def _worst(error: Tensor, threshold: Tensor, what: str) -> Finding:

@@ -36,8 +36,9 @@ class RowErrors:
     output, or in an MoE layer everything between its products, costs on average; eager does not
     round it. `jump_sq`: what single elements of a row may suffer beyond that average.
     `gain` and `eager_gain`: sum of error * delta. `noise_sq`: what the rounding of the output costs
-    on average, in lora_linear that of the base as well; `delta_noise_sq`: that of the delta; `*_4`:
-    sums of the squares of an element's share. `gain_noise`: variance of `gain` from all of these.
+    on average, and not less than what it costs in the golden output; in lora_linear also what the
+    base costs. `delta_noise_sq`: that of the delta; `*_4`: sums of the squares of an element's
+    share. `gain_noise`: variance of `gain` from all of these.
     """
 
     delta_sq: Tensor
@@ -64,9 +65,12 @@ class RowErrors:
         return RowErrors(*(getattr(self, f.name)[rows] for f in fields(RowErrors)))
 
 
-def row_errors(case: Case, right: Golden, eager: Tensor, subject: Tensor) -> RowErrors:
+def row_errors(
+    case: Case, right: Golden, eager: Tensor, subject: Tensor, base: Tensor | None = None
+) -> RowErrors:
     """Errors of `eager` and `subject` [rows, out_features] against `right`. Elements that are
-    not finite in the golden output count as no error: their positions are checked before."""
+    not finite in the golden output count as no error: their positions are checked before. `base`:
+    the output of the base layer alone in the dtype, where the case has one that is not cut."""
     out = right.out
     finite = out.isfinite()
     widths = list(case.out_slices)
@@ -86,16 +90,24 @@ def row_errors(case: Case, right: Golden, eager: Tensor, subject: Tensor) -> Row
     drift = _accumulation(case) * sums(_accumulated(case, right, finite).square())
     shrunk = torch.where(finite, right.terms_sq, 0.0) * _shrunk_variance(case, eager.dtype)
     jump = torch.zeros_like(shrunk) if right.jump_sq is None else right.jump_sq
-    noise, of_delta = (
+    noise, of_base, of_delta = (
         torch.where(finite, part, 0.0) for part in _rounding_noise(case, right, eager.dtype)
     )
+    # few ranks times few digits of B make sums whose roundings are alike, and far from average
+    floor = sums(error(out.to(eager.dtype)).square())
+    noise_sq, base_sq = sums(noise).maximum(floor), sums(of_base)
+    if base is not None:
+        # cuBLAS splits K and may add up the parts in 16 bits
+        missed = torch.where(finite, base.double() - right.base, 0.0)
+        base_sq = base_sq.maximum(sums(missed.square()))
+    noise = noise + of_base
     worst = [part.abs().argmax(1) for part in torch.split(wrong, widths, 1)]
     return RowErrors(
         delta_sq=sums(delta.square()),
         subject_sq=sums(wrong.square()),
         eager_sq=sums(plain.square()),
         bound_sq=sums(bound.square()) + drift,
-        floor_sq=sums(error(out.to(eager.dtype)).square()) + drift,
+        floor_sq=floor + drift,
         subject_max=tops(wrong.abs()),
         eager_max=tops(plain.abs()),
         bound_max=tops(bound) + TAIL * (drift / torch.tensor(widths, device=out.device)).sqrt(),
@@ -105,7 +117,7 @@ def row_errors(case: Case, right: Golden, eager: Tensor, subject: Tensor) -> Row
         worst_column=torch.stack(worst, 1),
         gain=sums(wrong * delta),
         eager_gain=sums(plain * delta),
-        noise_sq=sums(noise) + drift,
+        noise_sq=noise_sq + base_sq + drift,
         noise_4=sums(noise.square()),
         delta_noise_sq=sums(of_delta),
         delta_noise_4=sums(of_delta.square()),
@@ -145,17 +157,18 @@ def _rounding_bound(case: Case, right: Golden, dtype: torch.dtype) -> Tensor:
     return shards * bound
 
 
-def _rounding_noise(case: Case, right: Golden, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Variance of each element from rounding the output, once for each shard, with the base of
-    lora_linear; and from rounding the delta. What an MoE layer rounds before its output is in
-    `terms_sq`."""
+def _rounding_noise(case: Case, right: Golden, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    """Variance of each element from rounding the output, the base of lora_linear and the delta,
+    once for each shard. What an MoE layer rounds before its output is in `terms_sq`."""
     noise = half_ulp(right.out, dtype).square() / 3
+    nothing = torch.zeros_like(noise)
     if case.site is Site.MOE_LAYER:
-        return noise, torch.zeros_like(noise)
-    if case.site is Site.LORA_LINEAR:
-        noise += half_ulp(right.base, dtype).square() / 3
+        return noise, nothing, nothing
     shards = case.tp if case.parallel is Parallel.ROW else 1
-    return shards * noise, shards * half_ulp(right.delta, dtype).square() / 3
+    of_delta = shards * half_ulp(right.delta, dtype).square() / 3
+    if case.site is not Site.LORA_LINEAR:
+        return shards * noise, nothing, of_delta
+    return shards * noise, shards * half_ulp(right.base, dtype).square() / 3, of_delta
 
 
 def _accumulated(case: Case, right: Golden, finite: Tensor) -> Tensor:

@@ -87,6 +87,14 @@ def eager(case: Case, pool: Pool, batch: Batch, base: BaseLayer | None = None) -
     return total
 
 
+def plain_base(case: Case, batch: Batch, base: BaseLayer | None) -> Tensor | None:
+    """The output of the base layer alone in the case's dtype; None without one, and for a layer
+    that is cut by rows, of which there is only the sum of rounded parts."""
+    if base is None or (case.parallel is Parallel.ROW and case.tp > 1):
+        return None
+    return functional.linear(batch.x, base.weight, base.bias)
+
+
 def deltas(
     pool: Pool, x: Tensor, rows: OutRows, dtype: torch.dtype, *, squares: bool = False
 ) -> Tensor:

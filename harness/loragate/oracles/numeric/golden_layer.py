@@ -22,7 +22,7 @@ from torch.nn import functional
 from loragate.inputs.base_experts import dequantised, quantised, quantised_by
 from loragate.inputs.pairs import pair_rows
 from loragate.matrix.case import Case, RouterWeights
-from loragate.oracles.numeric.golden import Golden, deltas, eager, golden
+from loragate.oracles.numeric.golden import Golden, deltas, eager, golden, plain_base
 from loragate.oracles.numeric.grouped import GroupedRows
 from loragate.protocol import BaseExperts, BaseLayer, Batch, Pool
 
@@ -44,6 +44,12 @@ def eager_of(case: Case, pool: Pool, batch: Batch, base: BaseLayer | None) -> Te
     if isinstance(base, BaseExperts):
         return _eager_layer(case, pool, batch, base)
     return eager(case, pool, batch, base)
+
+
+def plain_base_of(case: Case, batch: Batch, base: BaseLayer | None) -> Tensor | None:
+    """The output of the base layer alone in the case's dtype, where a site has one that is not
+    cut."""
+    return None if isinstance(base, BaseExperts) else plain_base(case, batch, base)
 
 
 def _golden_layer(case: Case, pool: Pool, batch: Batch, base: BaseExperts) -> Golden:
@@ -113,6 +119,10 @@ class _Layer:
         rows = rows[(rows.experts >= 0).nonzero().flatten()]
         assert rows.weights is not None
         self.weights = rows.weights.to(dtype)[:, None]
+        # of all pairs of the token with the same expert
+        alike = rows.x_rows * case.experts + rows.experts
+        total = self.weights.new_zeros(batch.x.shape[0] * case.experts, 1)
+        self.weights_alike = total.index_add_(0, alike, self.weights)[alike]
         # deltas are not multiplied by the weights one by one
         self.rows = replace(rows, weights=None)
         index = torch.arange(len(rows.x_rows), device=rows.x_rows.device)
@@ -161,7 +171,10 @@ class _Layer:
 
     def weighted_sum(self, y: Tensor, *, squares: bool = False) -> Tensor:
         """The weighted sum over choices of outputs, or with `squares` of variances."""
-        return self.added(self.weighted(self.weighted(y) if squares else y))
+        if squares and self.case.router is RouterWeights.OUTPUT:
+            # an expert that a token chose twice makes the same error twice
+            y = y * self.weights_alike
+        return self.added(self.weighted(y))
 
     def moved(self, pool: Pool, first: _First) -> Tensor:
         """Variance of act before it is rounded, to first order."""
