@@ -33,8 +33,9 @@ _PRIORITY = -1
 
 
 def stream_module(device: torch.device) -> Any | None:
-    """The module whose streams a device has, None for a device without: its names `Stream`,
-    `Event`, `stream` and `current_stream` mean what those of torch.cuda do."""
+    """The module whose streams a device has, None for a device without. Its names `Stream`,
+    `Event`, `stream`, `current_stream` and `is_current_stream_capturing` mean what those of
+    torch.cuda do, and no others are used."""
     return torch.cuda if device.type == "cuda" else None
 
 
@@ -61,6 +62,16 @@ def branch() -> int:
     """The number of the branch that the caller is a part of; 0 outside of any side."""
     here = _HERE.get()
     return 0 if here is None else here.number
+
+
+def is_capturing(device: torch.device) -> bool:
+    """Whether the work of the current stream of a device becomes a part of a CUDA graph."""
+    module = stream_module(device)
+    if module is None:
+        return False
+    # the question is about the current device
+    with module.stream(module.current_stream(device)):
+        return bool(module.is_current_stream_capturing())
 
 
 @dataclass(slots=True)
