@@ -96,8 +96,7 @@ def add_delta(
     """The output of the base product with the delta added in place. `beside` are other sides of
     the fork, which may write parts of the output; they run first where nothing is forked."""
     device = delta.x.device
-    # the expand reads the base output before it waits for the shrink, and relies on the shrink
-    # having waited for the base product: only where it follows the shrink on one stream
+    # only here the expand follows the shrink directly; see supports_pdl
     pdl = form is LinearForm.SINGLE and supports_pdl(device)
     if form is LinearForm.SINGLE:
         out = fork_join(device, base, *beside, parallel=False)
