@@ -34,6 +34,10 @@ class DenseTuning:
     deep: int
     # columns of a slice beyond which an expand is wide
     wide: int
+    # most rows of a batch whose shrink runs on a second stream, and the rank from which that of a
+    # deep layer does: with few ranks its many programs delay those of the base product
+    dual_rows: int
+    dual_rank_of_deep: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,8 +99,18 @@ class AlignTuning:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class GDNTuning:
+    """Plans of the input projection of a gated delta net."""
+
+    # most rows of a batch whose two base products run beside each other rather than as one: with
+    # more of them one product alone fills the device
+    dual_rows: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Tuning:
     dense: DenseTuning
+    gdn: GDNTuning
     moe: MoETuning
     align: AlignTuning
 
@@ -113,7 +127,10 @@ HOPPER = Tuning(
         partial_tiles=8,
         deep=8192,
         wide=8192,
+        dual_rows=1,
+        dual_rank_of_deep=64,
     ),
+    gdn=GDNTuning(dual_rows=128),
     moe=MoETuning(
         usual_slots=4,
         full=0.75,

@@ -1,0 +1,140 @@
+"""A linear layer with its adapters: base product and delta as one opaque operator, so that a traced
+graph contains no operation on streams. Which form it takes is decided when it runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from lorakernels.batch.metadata import BatchMetadata, has_adapters
+from lorakernels.common.stacked_weights import SlotTensors
+from lorakernels.dense.check import check_input, check_rows, check_step
+from lorakernels.dense.forms import LinearForm, plan_form
+from lorakernels.dense.launch import TileTables, launch_expand, launch_shrink
+from lorakernels.dense.ops import DenseWorkspace, shape_of, view_shrunk
+from lorakernels.dense.plan import DenseShape
+from lorakernels.dense.weights import SlotWeights
+from lorakernels.runtime.device import supports_pdl
+from lorakernels.runtime.options import dual_stream
+from lorakernels.runtime.streams import fork_join, is_capturing
+
+
+def lora_linear(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    slots: SlotWeights,
+    metadata: BatchMetadata,
+    workspace: DenseWorkspace,
+    *,
+    form: LinearForm | None = None,
+) -> Tensor:
+    """x [rows, in_features] @ weight.T + bias + the delta of each row's slot: [rows, out_features].
+
+    form: None lets the plan choose. Raises ValueError.
+    """
+    check_step(x, slots, metadata)
+    out: Tensor = torch.ops.lorakernels.lora_linear(
+        x,
+        weight,
+        bias,
+        slots.a,
+        slots.b,
+        slots.ranks,
+        slots.scales,
+        list(slots.slice_widths),
+        metadata.tile_slots,
+        metadata.tile_rows,
+        metadata.num_tiles,
+        workspace.buffers,
+        0 if form is None else form.value,
+    )
+    return out
+
+
+@dataclass(frozen=True, slots=True)
+class Delta:
+    """The delta of a batch: its input, its adapters, and the buffer of this branch between its
+    two launches."""
+
+    x: Tensor
+    slots: SlotTensors
+    shape: DenseShape
+    tiles: TileTables
+    shrunk: Tensor
+
+    @classmethod
+    def of(
+        cls,
+        x: Tensor,
+        slots: SlotTensors,
+        slice_widths: Sequence[int],
+        tiles: TileTables,
+        buffers: Sequence[Tensor],
+    ) -> Delta:
+        """Raises ValueError where the operands do not fit."""
+        check_rows(x, tiles.tile_rows)
+        check_input(x, slots.a)
+        shape = shape_of(x.shape[0], slots.a, slice_widths)
+        return cls(x, slots, shape, tiles, view_shrunk(buffers, shape, slots.a.shape[0]))
+
+    def shrink(self, *, pdl: bool) -> None:
+        launch_shrink(self.x, self.slots, self.shape, self.tiles, self.shrunk, pdl=pdl)
+
+    def expand(self, out: Tensor, *, pdl: bool) -> None:
+        launch_expand(self.shrunk, self.slots, self.shape, self.tiles, out, pdl=pdl)
+
+
+def add_delta(
+    base: Callable[[], Tensor], delta: Delta, form: LinearForm, *beside: Callable[[], None]
+) -> Tensor:
+    """The output of the base product with the delta added in place. `beside` are other sides of
+    the fork, which may write parts of the output; they run first where nothing is forked."""
+    device = delta.x.device
+    # only here the expand follows the shrink directly; see supports_pdl
+    pdl = form is LinearForm.SINGLE and supports_pdl(device)
+    if form is LinearForm.SINGLE:
+        out = fork_join(device, base, *beside, parallel=False)
+        delta.shrink(pdl=pdl)
+    else:
+        # a graph is replayed with other batches, and needs its fork even if this one has no adapter
+        is_used = has_adapters(delta.tiles.tile_rows) or is_capturing(device)
+        parallel = form is LinearForm.DUAL and (is_used or bool(beside))
+        out = fork_join(device, base, *beside, partial(delta.shrink, pdl=pdl), parallel=parallel)
+    delta.expand(out, pdl=pdl)
+    return out
+
+
+@torch.library.custom_op("lorakernels::lora_linear", mutates_args=("shrunk",))
+def _lora_linear(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    a: Tensor,
+    b: Tensor,
+    ranks: Tensor,
+    scales: Tensor,
+    slice_widths: list[int],
+    tile_slots: Tensor,
+    tile_rows: Tensor,
+    num_tiles: Tensor,
+    shrunk: list[Tensor],
+    form: int,
+) -> Tensor:
+    def base() -> Tensor:
+        return F.linear(x, weight, bias)
+
+    slots = SlotTensors(a, b, ranks, scales)
+    delta = Delta.of(x, slots, slice_widths, TileTables(tile_slots, tile_rows, num_tiles), shrunk)
+    plan = LinearForm(form) if form else plan_form(delta.shape, dual_stream=dual_stream(x.device))
+    return add_delta(base, delta, plan)
+
+
+@_lora_linear.register_fake
+def _(x: Tensor, weight: Tensor, *others: object) -> Tensor:
+    return x.new_empty(x.shape[0], weight.shape[0])
