@@ -286,6 +286,19 @@ def test_a_choice_of_layers_is_refused_with_an_expression(
 
 
 @pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("layers_to_transform", True),
+        ("layers_to_transform", [0, False]),
+        ("layers_to_transform", "0"),
+    ],
+)
+def test_what_is_no_number_chooses_no_layer(tmp_path: Path, field: str, value: object) -> None:
+    with pytest.raises(AdapterError, match=f"{field} must be an integer or a list of integers"):
+        read(tmp_path, **{field: value})
+
+
+@pytest.mark.parametrize(
     ("field", "nearest"),
     [("use_doraa", "use_dora"), ("task_typ", "task_type"), ("exclude_modulez", "exclude_modules")],
 )

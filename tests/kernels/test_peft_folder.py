@@ -173,10 +173,13 @@ def test_a_file_without_factors_is_refused(tmp_path: Path) -> None:
     refused(write(tmp_path, {}), "holds no factors, so the base model would be served")
 
 
-def test_a_module_without_b_is_refused_by_name(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("kept", "gone"), [("A", "B"), ("B", "A")])
+def test_a_module_with_half_of_its_factors_is_refused_by_name(
+    tmp_path: Path, kept: str, gone: str
+) -> None:
     tensors = factors()
-    del tensors[key(V, "B")]
-    message = f"{V} has lora_A but no lora_B (1 such modules: {V})"
+    del tensors[key(V, gone)]
+    message = f"{V} has lora_{kept} but no lora_{gone} (1 such modules: {V})"
     refused(write(tmp_path, tensors), message)
 
 

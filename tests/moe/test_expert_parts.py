@@ -88,6 +88,17 @@ def test_each_mistake_in_the_parts_of_an_adapter_is_refused_before_it_is_loaded(
         make().stage(parts)
 
 
+def test_a_name_covers_its_own_experts_and_slices_and_no_others() -> None:
+    parts = {name: set(covered) for name, covered in make().parts.items()}
+    for projection in ENDS:
+        own = [parts[f"experts.{expert}.{projection}"] for expert in range(EXPERTS)]
+        assert [len(one) for one in own] == [1] * EXPERTS
+        assert parts[f"experts.{projection}"] == set().union(*own)
+    every = [parts[f"experts.{projection}"] for projection in ENDS]
+    assert sum(map(len, every)) == len(set().union(*every)) == EXPERTS * len(ENDS)
+    assert parts[GATE_UP] == every[0] | every[1]
+
+
 def test_parts_that_are_none_are_left_out() -> None:
     up = stack((EXPERTS, RANK, HIDDEN), (EXPERTS, INTER, RANK))
     parts: ExpertParts = {"experts.gate_proj": None, UP: up, "experts.1.down_proj": None}
