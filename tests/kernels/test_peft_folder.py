@@ -134,6 +134,11 @@ def test_a_pickle_is_refused_and_never_opened(
     )
 
 
+def test_a_pickle_beside_the_weights_is_left_alone(tmp_path: Path) -> None:
+    (write(tmp_path) / "adapter_model.bin").write_bytes(b"")
+    assert read_peft_folder(tmp_path).modules.keys() == {Q, V}
+
+
 def test_a_folder_without_weights_is_refused(tmp_path: Path) -> None:
     write(tmp_path)
     (tmp_path / "adapter_model.safetensors").unlink()
