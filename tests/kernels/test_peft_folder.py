@@ -261,6 +261,16 @@ def test_a_copy_of_other_sizes_than_the_factors_is_refused(
     )
 
 
+@pytest.mark.parametrize("half", ["A", "B"])
+def test_a_copy_beside_half_of_the_factors_is_refused(tmp_path: Path, half: str) -> None:
+    tensors = factors((Q, "lm_head")) | {f"{HEAD}.weight": torch.zeros(WIDTH, WIDTH)}
+    del tensors[key("lm_head", half)]
+    refused(
+        write(tmp_path, tensors, target_modules=["q_proj", "lm_head"]),
+        f"{HEAD}.weight: changed base weights are not supported",
+    )
+
+
 def test_a_rank_that_differs_from_r_is_refused(tmp_path: Path) -> None:
     tensors = factors((Q,), rank=3) | factors((V,))
     refused(
