@@ -149,11 +149,22 @@ def test_a_stack_with_an_axis_of_experts_on_one_side_only_is_refused(tmp_path: P
     )
 
 
-def test_factors_of_parameters_with_other_than_two_dimensions_are_refused(tmp_path: Path) -> None:
-    tensors = gate_up() | pair(HOLDER, (EXPERTS, RANK, INTERMEDIATE), (HIDDEN, RANK, EXPERTS))
+@pytest.mark.parametrize(
+    ("a", "b"),
+    [
+        ((3, 2, 5), (8, 2, 3)),
+        ((3, 2, 5), (8, 6)),
+        ((6, 5), (8, 2, 3)),
+        ((6,), (8, 6)),
+        ((6, 5), (6,)),
+    ],
+)
+def test_factors_of_parameters_with_other_than_two_dimensions_are_refused(
+    tmp_path: Path, a: tuple[int, ...], b: tuple[int, ...]
+) -> None:
     refused(
-        write(tmp_path, tensors),
-        f"lora_A and lora_B of {HOLDER} must have two dimensions (got [3, 2, 5] and [8, 2, 3])",
+        write(tmp_path, gate_up() | pair(HOLDER, a, b)),
+        f"lora_A and lora_B of {HOLDER} must have two dimensions (got {list(a)} and {list(b)})",
     )
 
 
@@ -163,6 +174,16 @@ def test_a_stack_that_is_not_finite_is_refused(tmp_path: Path) -> None:
     refused(
         write(tmp_path, tensors),
         f"lora_B of {DOWN} must be finite (got 1 values of NaN or Inf among 48)",
+    )
+
+
+def test_experts_that_the_config_does_not_target_are_refused(tmp_path: Path) -> None:
+    tensors = pair(DOWN, (EXPERTS, RANK, INTERMEDIATE), (EXPERTS, HIDDEN, RANK))
+    names = {"target_modules": ["down_prj"], "target_parameters": None}
+    refused(
+        write(tmp_path, tensors, **names),
+        f"{DOWN} has factors, but target_modules of adapter_config.json does not name it; "
+        "did you mean 'down_prj'?",
     )
 
 

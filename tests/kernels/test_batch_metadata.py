@@ -92,6 +92,22 @@ def test_a_fresh_instance_maps_every_row_to_the_base() -> None:
     assert int(metadata.num_tiles) == 0
 
 
+@pytest.mark.parametrize(
+    ("num_rows", "height"),
+    [(0, 16), (1, 16), (128, 16), (129, 32), (1024, 32), (1025, 64), (2047, 64), (2048, 128)],
+)
+def test_tiles_get_higher_beyond_the_largest_batch_of_each_height(
+    num_rows: int, height: int
+) -> None:
+    assert tile_height(num_rows) == height
+
+
+def test_every_table_is_int32() -> None:
+    metadata = prepared([0, 1])
+    tables = (metadata.token_slots, metadata.tile_slots, metadata.tile_rows, metadata.num_tiles)
+    assert {table.dtype for table in tables} == {torch.int32}
+
+
 @pytest.mark.parametrize("num_rows", [1, 15, 128, 129, 1024, 1025, 2047, 2048, 9000])
 def test_the_tables_hold_the_worst_batch_of_every_size(num_rows: int) -> None:
     slots = 7

@@ -168,6 +168,20 @@ def test_shrink_and_expand_make_up_the_delta() -> None:
     assert torch.equal(out, setup.run())
 
 
+def test_ranks_that_an_adapter_does_not_have_are_0_in_the_shrink_output() -> None:
+    setup = Setup(30)
+    shrunk = torch.full(shrunk_shape(30, setup.weights), float("nan"))
+    lora_shrink(setup.x, setup.weights, setup.metadata, shrunk)
+    height = metadata.tile_height(30)
+    for place, row in enumerate(setup.metadata.tile_rows.tolist()):
+        if row >= 0:
+            slot = setup.metadata.tile_slots[place // height]
+            found = shrunk[:, place].view(-1, len(WIDTHS), RANK)
+            for index, rank in enumerate(setup.weights.ranks[slot].tolist()):
+                assert not found[:, index, rank:].any()
+                assert found[:, index, :rank].isfinite().all()
+
+
 def test_rows_of_slots_that_the_weights_do_not_have_are_refused() -> None:
     setup = Setup(20)
     slots = setup.weights.num_slots

@@ -218,6 +218,16 @@ def test_a_fused_module_serves_its_slices_and_leaves_the_others() -> None:
             assert packed.slots.ranks[1].tolist() == [4, 4, 4, 3 * len(parts)]
 
 
+@pytest.mark.parametrize("members", [("q",), ("v",), ("q", "k"), ("k", "v"), ("q", "k", "v")])
+def test_any_run_of_slices_may_be_one_module(members: tuple[str, ...]) -> None:
+    linear = layer(QKV, fused={"one": members})
+    covered = tuple("qkv".index(member) for member in members)
+    assert linear.parts["one"] == covered
+    width = sum(QKV[index].width for index in covered)
+    linear.load_adapter(0, {"one": factors(2, width, 7)})
+    assert [bool(rank) for rank in linear.slots.ranks[0]] == [i in covered for i in range(3)]
+
+
 def test_every_packed_slice_gets_its_own_factors() -> None:
     # unsloth-zoo #941: gate twice, up never; the shapes are equal, so nothing asserts
     linear = layer(GATE_UP)
@@ -390,6 +400,19 @@ def test_a_value_that_overflows_in_the_layers_dtype_is_refused() -> None:
             {"fused": {"qv": ("q", "v")}},
             "fused module qv must be consecutive slices of q, k, v (got q, v)",
         ),
+        (
+            {"fused": {"kq": ("k", "q")}},
+            "fused module kq must be consecutive slices of q, k, v (got k, q)",
+        ),
+        (
+            {"fused": {"z": ("v", "z")}},
+            "fused module z must be consecutive slices of q, k, v (got v, z)",
+        ),
+        (
+            {"fused": {"zv": ("z", "v")}},
+            "fused module zv must be consecutive slices of q, k, v (got z, v)",
+        ),
+        ({"fused": {"no": ()}}, "fused module no must be consecutive slices of q, k, v (got )"),
         ({"rank": 513}, "rank must be 1 to 512 (got 513)"),
         ({"num_slots": 0}, "num_slots must be at least 1 (got 0)"),
     ],

@@ -134,6 +134,11 @@ def test_a_pickle_is_refused_and_never_opened(
     )
 
 
+def test_a_pickle_beside_the_weights_is_left_alone(tmp_path: Path) -> None:
+    (write(tmp_path) / "adapter_model.bin").write_bytes(b"")
+    assert read_peft_folder(tmp_path).modules.keys() == {Q, V}
+
+
 def test_a_folder_without_weights_is_refused(tmp_path: Path) -> None:
     write(tmp_path)
     (tmp_path / "adapter_model.safetensors").unlink()
@@ -173,10 +178,13 @@ def test_a_file_without_factors_is_refused(tmp_path: Path) -> None:
     refused(write(tmp_path, {}), "holds no factors, so the base model would be served")
 
 
-def test_a_module_without_b_is_refused_by_name(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("kept", "gone"), [("A", "B"), ("B", "A")])
+def test_a_module_with_half_of_its_factors_is_refused_by_name(
+    tmp_path: Path, kept: str, gone: str
+) -> None:
     tensors = factors()
-    del tensors[key(V, "B")]
-    message = f"{V} has lora_A but no lora_B (1 such modules: {V})"
+    del tensors[key(V, gone)]
+    message = f"{V} has lora_{kept} but no lora_{gone} (1 such modules: {V})"
     refused(write(tmp_path, tensors), message)
 
 
@@ -250,6 +258,16 @@ def test_a_copy_of_other_sizes_than_the_factors_is_refused(
     refused(
         write(tmp_path, tensors, target_modules=["q_proj", "lm_head"]),
         f"{HEAD}.{name} must be {wanted}, as the factors say (got {shape})",
+    )
+
+
+@pytest.mark.parametrize("half", ["A", "B"])
+def test_a_copy_beside_half_of_the_factors_is_refused(tmp_path: Path, half: str) -> None:
+    tensors = factors((Q, "lm_head")) | {f"{HEAD}.weight": torch.zeros(WIDTH, WIDTH)}
+    del tensors[key("lm_head", half)]
+    refused(
+        write(tmp_path, tensors, target_modules=["q_proj", "lm_head"]),
+        f"{HEAD}.weight: changed base weights are not supported",
     )
 
 

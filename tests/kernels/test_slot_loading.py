@@ -109,25 +109,53 @@ def test_the_default_device_of_torch_does_not_matter() -> None:
     assert weights.scales.tolist() == [[2.0], [0.0]]
 
 
-class Scalars(TorchDispatchMode):
-    """The operations that read a number which the host has just put into a tensor."""
+@pytest.fixture
+def default_dtype_of_16_bits() -> Iterator[None]:
+    torch.set_default_dtype(torch.float16)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+@pytest.mark.usefixtures("default_dtype_of_16_bits")
+def test_the_default_dtype_of_torch_does_not_matter() -> None:
+    weights = fresh()
+    given = draw()
+    for scale in (1e5, 1e-10):
+        weights.load(0, [LoRAFactors(given.a, given.b, scale)])
+        assert weights.scales[0].item() == pytest.approx(scale)
+
+
+class Copies(TorchDispatchMode):
+    """The operations that read a number which the host has just put into a tensor, and those that
+    clone one."""
 
     def __init__(self) -> None:
         super().__init__()
         self.copied: list[str] = []
+        self.cloned = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten.copy_.default and args[1].dim() == 0:
             self.copied.append(str(func))
+        self.cloned += func is torch.ops.aten.clone.default
         return func(*args, **(kwargs or {}))
 
 
 def test_a_load_copies_no_single_number_from_the_host() -> None:
     weights = fresh()
-    with Scalars() as seen:
+    with Copies() as seen:
         weights.load(0, [draw()])
     assert seen.copied == []
     assert weights.ranks[0].tolist() == [RANK]
+
+
+def test_only_factors_in_the_buffers_are_copied_before_they_are_loaded() -> None:
+    weights, given = fresh(), draw()
+    with Copies() as seen:
+        weights.load(0, [given])
+        assert seen.cloned == 0
+        weights.load(0, [LoRAFactors(weights.a[0, 0], given.b, 1.0)])
+        assert seen.cloned == 1
 
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="a CPU does not wait")

@@ -78,6 +78,17 @@ def test_the_buffers_keep_their_addresses_when_adapters_come_and_go() -> None:
             [LoRAFactors(torch.zeros(2, 5, dtype=torch.int8), torch.zeros(6, 2), 1.0), None],
             "must be floating point",
         ),
+        (
+            0,
+            [LoRAFactors(torch.zeros(2, 5), torch.zeros(6, 2, dtype=torch.int8), 1.0), None],
+            "must be floating point",
+        ),
+        (0, [LoRAFactors(torch.zeros(5), torch.zeros(6, 5), 1.0), None], r"a of slice 0 must be"),
+        (0, [LoRAFactors(torch.zeros(2, 5, 1), torch.zeros(6, 2), 1.0), None], "a of slice 0 must"),
+        (0, [LoRAFactors(torch.zeros(2, 5), torch.zeros(6, 2, 1), 1.0), None], "b of slice 0 must"),
+        (0, [LoRAFactors(torch.zeros(2, 5), torch.zeros(6), 1.0), None], "b of slice 0 must be"),
+        (0, [LoRAFactors(torch.zeros(0, 5), torch.zeros(6, 0), 1.0), None], "rank of slice 0 must"),
+        (0, [None, None, None], r"one entry for each of the 2 slices \(got 3\)"),
     ],
 )
 def test_a_wrong_adapter_is_refused_and_the_old_one_stays(
@@ -89,6 +100,38 @@ def test_a_wrong_adapter_is_refused_and_the_old_one_stays(
     with pytest.raises(ValueError, match=message):
         weights.load(slot, parts)
     assert all(torch.equal(*pair) for pair in zip(state(weights), before, strict=True))
+
+
+@pytest.mark.parametrize("slot", [-1, 2])
+def test_a_slot_that_does_not_exist_cannot_be_emptied(slot: int) -> None:
+    weights = fresh()
+    for own in (0, 1):
+        weights.load(own, [factors(3, 6), factors(1, 4)])
+    before = state(weights)
+    with pytest.raises(ValueError, match=rf"slot must be 0 to 1 \(got {slot}\)"):
+        weights.reset(slot)
+    assert all(torch.equal(*pair) for pair in zip(state(weights), before, strict=True))
+
+
+@pytest.mark.parametrize("scale", [0.0, -0.0, -2.0, 2.0**-149, torch.finfo(torch.float32).max])
+def test_every_scale_that_float32_holds_is_kept(scale: float) -> None:
+    weights = fresh()
+    weights.load(0, [factors(1, 6, scale=scale), None])
+    assert weights.scales[0].tolist() == [scale, 0.0]
+
+
+def test_the_smallest_and_the_largest_geometry_can_be_built() -> None:
+    for size in (1, 512):
+        weights = SlotWeights(
+            num_slots=1,
+            slice_widths=(1,),
+            in_features=1,
+            rank=size,
+            dtype=torch.float16,
+            device="cpu",
+        )
+        weights.load(0, [LoRAFactors(torch.ones(size, 1), torch.ones(1, size), 1.0)])
+        assert weights.ranks.tolist() == [[size]]
 
 
 @pytest.mark.parametrize(

@@ -135,6 +135,32 @@ def test_the_buffers_keep_their_addresses_when_adapters_come_and_go() -> None:
             [ExpertFactors(torch.zeros(3, 2, 5).char(), torch.zeros(3, 6, 2), 1.0), None],
             "must be floating point",
         ),
+        (
+            0,
+            [ExpertFactors(torch.zeros(3, 2, 5), torch.zeros(3, 6, 2).char(), 1.0), None],
+            "must be floating point",
+        ),
+        (
+            0,
+            [ExpertFactors(torch.zeros(3, 2, 5, 1), torch.zeros(3, 6, 2), 1.0), None],
+            "a of slice 0 must be",
+        ),
+        (
+            0,
+            [ExpertFactors(torch.zeros(3, 2, 4), torch.zeros(3, 6, 2), 1.0), None],
+            "a of slice 0 must be",
+        ),
+        (0, [factors(2, 6, a=2), None], "a of slice 0 must be"),
+        (
+            0,
+            [ExpertFactors(torch.zeros(3, 2, 5), torch.zeros(6, 2), 1.0), None],
+            "b of slice 0 must be",
+        ),
+        (
+            0,
+            [ExpertFactors(torch.zeros(3, 0, 5), torch.zeros(3, 6, 0), 1.0), None],
+            "rank of slice",
+        ),
     ],
 )
 def test_a_wrong_adapter_is_refused_and_the_old_one_stays(

@@ -334,6 +334,10 @@ def test_quantised_inputs_of_any_strides_are_those_of_the_rows() -> None:
     message = re.escape(f"quantised_x must be [{TOKENS}, {HIDDEN}] (got [6, {HIDDEN}])")
     with pytest.raises(ValueError, match=f"^{message}$"):
         run(layer, batch, TOKEN_SLOTS, quantised_x=short)
+    narrow = Quantised(given.values.view(-1, HIDDEN // 2), given.scales)
+    message = re.escape(f"quantised_x must have {HIDDEN} columns (got {HIDDEN // 2})")
+    with pytest.raises(ValueError, match=f"^{message}$"):
+        run(layer, batch, TOKEN_SLOTS, quantised_x=narrow)
     few = Quantised(given.values, given.scales[:-1])
     message = re.escape(f"scales of quantised_x must be [{TOKENS}] (got [6])")
     with pytest.raises(ValueError, match=f"^{message}$"):

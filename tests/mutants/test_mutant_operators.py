@@ -67,6 +67,12 @@ def test_an_operator_makes_its_mistake(operator: str, before: str, after: str) -
     assert module_of(after).text in made
 
 
+@pytest.mark.parametrize("call", ["min(a, b)", "tl.maximum(a, b)", "math.gcd(a, b)"])
+def test_arguments_whose_order_does_not_matter_are_not_exchanged(call: str) -> None:
+    operators = {change.operator for change in changes(module_of(f"x = {call}"))}
+    assert "swapped-arguments" not in operators
+
+
 def test_every_operator_has_an_example() -> None:
     assert {operator for operator, _, _ in EXAMPLES} == set(OPERATORS)
 

@@ -10,7 +10,8 @@ import difflib
 from collections.abc import Collection, Iterable
 
 _SHOWN = 4
-_LONGEST = 160
+# characters of a long name on either side of what is left out
+_HALF = 80
 
 
 class AdapterError(ValueError):
@@ -24,10 +25,10 @@ def printable(name: object) -> str:
     """A name from an adapter for people to read: on one line, without characters that a terminal
     obeys or that change the direction of writing, and with the middle of a long name left out."""
     text = _escaped(str(name))
-    if len(text) <= _LONGEST:
+    hidden = len(text) - 2 * _HALF
+    if hidden <= 0:
         return text
-    half = _LONGEST // 2
-    return f"{text[:half]}... {len(text) - 2 * half} more characters ...{text[-half:]}"
+    return f"{text[:_HALF]}... {hidden} more characters ...{text[-_HALF:]}"
 
 
 def _escaped(text: str) -> str:

@@ -32,8 +32,8 @@ def read_small_file(path: Path) -> bytes:
     """The content of a regular file of at most MAX_TEXT_BYTES. AdapterError."""
     require_regular(path)
     try:
-        # without waiting, should the file have become a pipe since
-        with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
+        # for reading, without waiting should the file have become a pipe since
+        with open(os.open(path, os.O_NONBLOCK), "rb") as file:
             _check_kind(path, os.fstat(file.fileno()).st_mode)
             content = file.read(MAX_TEXT_BYTES + 1)
     except OSError as bad:

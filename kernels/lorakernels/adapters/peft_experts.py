@@ -56,16 +56,17 @@ def name_parameters(
 
 
 def unflatten(what: str, a: Tensor, b: Tensor, rank: int) -> Pair:
-    """a [experts * r, in], b [out, r * experts] -> [experts, r, in], [experts, out, r]."""
+    """a [experts * r, in], b [out, r * experts] -> [experts, r, in], [experts, out, r]; views of
+    them. AdapterError."""
     rows = a.shape[0]
-    if a.dim() != 2 or b.dim() != 2 or b.shape[1] != rows or rows % rank:
+    if b.shape[1] != rows or rows % rank:
         raise AdapterError(
             f"{what} must be [experts * {rank}, in] and [out, {rank} * experts] "
             f"(got {list(a.shape)} and {list(b.shape)})"
         )
     return (
         a.reshape(-1, rank, a.shape[1]),
-        b.reshape(b.shape[0], rank, -1).permute(2, 0, 1).contiguous(),
+        b.reshape(b.shape[0], rank, -1).permute(2, 0, 1),
     )
 
 
@@ -134,5 +135,5 @@ def _oriented(path: Path, module: str, pair: Pair, rank: int, *, turned: bool) -
     a, b = unflatten(f"{path}: factors of {printable(module)}", *pair, rank)
     if turned:
         # releases before 0.19.1 read [experts, out, in] as [experts, in, out] (vllm #52194)
-        a, b = b.transpose(1, 2).contiguous(), a.transpose(1, 2).contiguous()
+        a, b = b.transpose(1, 2), a.transpose(1, 2)
     return a, b

@@ -21,7 +21,7 @@ def power_of_2(value: int) -> int:
 @cache
 def power_of_2_below(value: int) -> int:
     """The largest power of two that is not above `value`, at least 1."""
-    return power_of_2(value + 1) // 2 if value > 1 else 1
+    return 1 << max(1, value).bit_length() - 1
 
 
 def rank_vector(rank: int) -> int:

@@ -95,7 +95,7 @@ class ExpertPacking:
         # of the whole factors: a rank that holds one expert must refuse what other ranks refuse
         down = index == len(self.projections) - 1
         side, experts = ("b", experts_of_b) if down else ("a", experts_of_a)
-        if self.num_experts > 1 and experts != 1:
+        if experts != 1:
             name = self.projections[index]
             raise ValueError(f"{side} of {name} must be shared by all experts, as in this layer")
 
@@ -112,8 +112,7 @@ class ExpertPacking:
             ("a", factors.a, (rank, inputs), f"rank, {inputs}"),
             ("b", factors.b, (width, rank), f"{width}, {rank}"),
         ):
-            experts = tensor.shape[0] if tensor.dim() == 3 else 0
-            if tensor.shape[1:] != shape or experts not in (1, self.num_experts):
+            if tensor.shape[1:] != shape or tensor.shape[0] not in (1, self.num_experts):
                 raise ValueError(
                     f"{side} of {name} must be [{self.num_experts} or 1, {named}] "
                     f"(got {list(tensor.shape)})"

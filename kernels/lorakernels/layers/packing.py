@@ -41,8 +41,8 @@ class Packing:
         for name, members in self.fused.items():
             if name in names:
                 raise ValueError(f"fused module {name} has the name of a slice")
-            first = names.index(members[0]) if members and members[0] in names else 0
-            if not members or names[first : first + len(members)] != tuple(members):
+            runs = [names[first : first + len(members)] for first in range(len(names))]
+            if not members or tuple(members) not in runs:
                 raise ValueError(
                     f"fused module {name} must be consecutive slices of {', '.join(names)} "
                     f"(got {', '.join(members)})"

@@ -44,6 +44,8 @@ _EDGES: Mapping[type[ast.cmpop], str] = {
     ast.GtE: ">",
 }
 _EXTREMES = {"min": "max", "max": "min", "minimum": "maximum", "maximum": "minimum"}
+# the order of their arguments does not matter
+_SYMMETRIC = frozenset({*_EXTREMES, "gcd"})
 _RESETS = frozenset(
     {"zero_", "fill_", "wait", "gdc_wait", "debug_barrier", "synchronize", "clear", "cache_clear"}
 )
@@ -103,7 +105,7 @@ def _bound(module: Module, node: ast.AST) -> Found:
 
 def _swapped_arguments(module: Module, node: ast.AST) -> Found:
     """Two neighbouring arguments of the same form."""
-    if not isinstance(node, ast.Call):
+    if not isinstance(node, ast.Call) or _name(node.func) in _SYMMETRIC:
         return
     for first, second in zip(node.args, node.args[1:], strict=False):
         alike = type(first) is type(second) and isinstance(
