@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import StrEnum
 from itertools import combinations
@@ -13,6 +12,7 @@ from loragate.execution.trace.operations import HOST, Access, Free, Launch, Stac
 from loragate.execution.trace.spans import first_common
 
 _FRAMES_SHOWN = 6
+_BY_HARNESS = "    by the harness, between two steps"
 
 
 class Hazard(StrEnum):
@@ -67,7 +67,8 @@ def explained(trace: Trace, conflict: Conflict) -> str:
     ]
     for index in (conflict.first, conflict.second):
         lines.append(f"  {_described(trace, index)}")
-        lines += [f"    {file}:{line} in {name}" for file, line, name in _stack(trace, index)]
+        stack = _stack(trace, index)
+        lines += [f"    {file}:{line} in {name}" for file, line, name in stack] or [_BY_HARNESS]
     return "\n".join(lines)
 
 
@@ -109,7 +110,7 @@ def _described(trace: Trace, index: int) -> str:
     return f"#{index} {operation.name} on {trace.stream_name(operation.stream)}"
 
 
-def _stack(trace: Trace, index: int) -> Iterator[tuple[str, int, str]]:
+def _stack(trace: Trace, index: int) -> Stack:
     operation = trace.operations[index]
     stack: Stack = operation.stack if isinstance(operation, (Launch, Free)) else ()
-    yield from stack[:_FRAMES_SHOWN]
+    return stack[:_FRAMES_SHOWN]

@@ -1,0 +1,42 @@
+"""The streams of a step really run side by side.
+
+On modelled streams: in each step some work of one stream has no order with some work of another.
+A launch that reads nothing, such as filling a tensor, is no work.
+"""
+
+from __future__ import annotations
+
+from loragate.core.verdict import Failure, Judgement, OracleName, Verdict
+from loragate.execution.streams.interpreted import NeverSatisfied
+from loragate.execution.streams.traced import traced_steps
+from loragate.execution.trace.overlap import overlapping
+from loragate.matrix.case import Mix
+from loragate.oracles.concurrency.race import needs_streams, never_satisfied
+from loragate.oracles.evidence import passed
+from loragate.protocol import Trial
+
+
+class Overlap:
+    name = OracleName.OVERLAP
+
+    def applies(self, trial: Trial) -> str | None:
+        if trial.case.mix is Mix.ALL_BASE:
+            return "without adapters there is nothing to run beside the base layer"
+        return needs_streams(trial)
+
+    def judge(self, trial: Trial) -> Judgement:
+        try:
+            steps = traced_steps(trial)
+        except NeverSatisfied as error:
+            return never_satisfied(self.name, str(error))
+        trace = steps.recorder.trace()
+        found = [overlapping(trace, start, stop) for start, stop in steps.bounds]
+        for step, pairs in enumerate(found):
+            if not pairs:
+                streams = ", ".join(trace.stream_names.values())
+                message = (
+                    f"step {step}: no work of one stream can run beside work of another one; "
+                    f"streams used: {streams}"
+                )
+                return Judgement(self.name, Verdict.FAIL, Failure.SERIALISED, message)
+        return passed(self.name, pairs=float(min(map(len, found))))
