@@ -1,12 +1,16 @@
 """These tests are about host logic and small numbers: they run in Triton's interpreter even on a
 machine with a GPU. The switch must be set before lorakernels is imported."""
 
+from __future__ import annotations
+
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import pytest
+import torch
 
 os.environ["TRITON_INTERPRET"] = "1"
 
@@ -22,3 +26,72 @@ def run_compiled() -> Callable[[str], None]:
         assert done.returncode == 0, done.stderr
 
     return run
+
+
+class RecordedStream:
+    """A stream that runs everything at once and notes who waits for what."""
+
+    def __init__(self, owner: RecordedStreams, name: str) -> None:
+        self.owner, self.name = owner, name
+
+    def wait_event(self, event: RecordedEvent) -> None:
+        self.owner.log.append(f"{self.name} waits {event.name}")
+
+
+class RecordedEvent:
+    def __init__(self, owner: RecordedStreams) -> None:
+        self.owner, self.name = owner, f"event{owner.num_events}"
+        owner.num_events += 1
+
+    def record(self, stream: RecordedStream) -> None:
+        self.owner.log.append(f"{stream.name} records {self.name}")
+
+
+class RecordedStreams:
+    """What lorakernels uses of torch.cuda, for devices without streams. `drawn` are streams that
+    are handed out before new ones."""
+
+    def __init__(self) -> None:
+        self.log: list[str] = []
+        self.num_events = self.num_streams = 0
+        self.capturing = False
+        self.main = RecordedStream(self, "main")
+        self.current = self.main
+        self.drawn: list[RecordedStream] = []
+
+    def Stream(self, device: torch.device, priority: int) -> RecordedStream:
+        if self.drawn:
+            return self.drawn.pop(0)
+        self.num_streams += 1
+        return RecordedStream(self, f"side{self.num_streams}")
+
+    def Event(self) -> RecordedEvent:
+        return RecordedEvent(self)
+
+    def current_stream(self, device: torch.device) -> RecordedStream:
+        return self.current
+
+    @contextmanager
+    def stream(self, stream: RecordedStream) -> Iterator[None]:
+        before, self.current = self.current, stream
+        try:
+            yield
+        finally:
+            self.current = before
+
+    def is_current_stream_capturing(self) -> bool:
+        return self.capturing
+
+    def note(self, work: str) -> None:
+        """Work on the current stream."""
+        self.log.append(f"{self.current.name} runs {work}")
+
+
+@pytest.fixture
+def recorded_streams(monkeypatch: pytest.MonkeyPatch) -> RecordedStreams:
+    """Gives every device streams that are recorded."""
+    from lorakernels.runtime import streams
+
+    recorded = RecordedStreams()
+    monkeypatch.setattr(streams, "stream_module", lambda device: recorded)
+    return recorded

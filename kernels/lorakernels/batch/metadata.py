@@ -40,6 +40,16 @@ def note_rows(tensor: Tensor, num_rows: int) -> None:
     _PREPARED[tensor] = num_rows
 
 
+# whether that step may have rows with an adapter, by the same tensors
+_ADAPTERS: MutableMapping[Tensor, bool] = WeakTensorKeyDictionary()
+
+
+def has_adapters(tensor: Tensor) -> bool:
+    """Whether the step that the mapping with this tensor was prepared for may have rows with an
+    adapter: True unless the host knows that all are base rows."""
+    return _ADAPTERS.get(tensor, True)
+
+
 def tile_height(num_rows: int, tuning: Tuning = DEFAULT) -> int:
     """Rows of one adapter that one tile covers. Depends on the batch size alone, so that it
     is a constant of a captured graph."""
@@ -96,6 +106,8 @@ class BatchMetadata:
         Raises ValueError with nothing changed.
         """
         num_live = self._check(token_slots, num_rows)
+        on_host = token_slots.device.type == "cpu"
+        _ADAPTERS[self.tile_rows] = not on_host or bool((token_slots >= 0).any())
         if token_slots.device != self.token_slots.device:
             token_slots = upload(token_slots, self.token_slots.device)
         self._set_rows(num_live if num_rows is None else num_rows)

@@ -27,22 +27,40 @@ from lorakernels.dense.launch import TileTables, launch_expand, launch_shrink
 from lorakernels.dense.plan import DenseShape, largest_shrunk, plan_shrunk
 from lorakernels.dense.weights import SlotWeights
 from lorakernels.runtime.device import keep_address, supports_pdl
+from lorakernels.runtime.streams import branch
 from lorakernels.runtime.tuning import tuning_of
 
 
 class DenseWorkspace:
     """The shrink output between shrink and expand: fp32, allocated once, shared by layers that run
-    one after the other. Large enough for every batch of up to `max_tokens` rows."""
+    one after the other. Large enough for every batch of up to `max_tokens` rows.
 
-    def __init__(self, layers: Sequence[SlotWeights], *, max_tokens: int) -> None:
+    `branches`: how many branches of a fork may use it at the same time, each of which gets a
+    buffer of its own; see runtime/streams.py. Layers that run on streams of the caller need a
+    workspace for each of these streams.
+    """
+
+    def __init__(
+        self, layers: Sequence[SlotWeights], *, max_tokens: int, branches: int = 1
+    ) -> None:
         if not layers:
             raise ValueError("layers must name at least one layer (got none)")
         if max_tokens < 1:
             raise ValueError(f"max_tokens must be at least 1 (got {max_tokens})")
+        if branches < 1:
+            raise ValueError(f"branches must be at least 1 (got {branches})")
         geometries = {(shape_of_batch(0, layer), layer.num_slots) for layer in layers}
         size = max(largest_shrunk(shape, slots, max_tokens) for shape, slots in geometries)
-        shrunk = torch.empty(size, dtype=torch.float32, device=layers[0].a.device)
-        self.shrunk = keep_address(shrunk)
+        device = layers[0].a.device
+        self.shrunk, *self._beside = (
+            keep_address(torch.empty(size, dtype=torch.float32, device=device))
+            for _ in range(branches)
+        )
+
+    @property
+    def buffers(self) -> list[Tensor]:
+        """One for each branch, as an operator takes them."""
+        return [self.shrunk, *self._beside]
 
 
 def dense_delta(
@@ -68,7 +86,7 @@ def dense_delta(
         metadata.tile_slots,
         metadata.tile_rows,
         metadata.num_tiles,
-        workspace.shrunk,
+        workspace.buffers,
         out,
     )
 
@@ -107,7 +125,7 @@ def shrunk_shape(num_rows: int, weights: SlotWeights) -> tuple[int, int, int]:
 
 def shape_of_batch(num_rows: int, weights: SlotWeights) -> DenseShape:
     """What the plans of a batch depend on."""
-    return _shape(num_rows, weights.a, weights.slice_widths)
+    return shape_of(num_rows, weights.a, weights.slice_widths)
 
 
 @torch.library.custom_op("lorakernels::dense_delta", mutates_args=("shrunk", "out"))
@@ -121,29 +139,42 @@ def _dense_delta(
     tile_slots: Tensor,
     tile_rows: Tensor,
     num_tiles: Tensor,
-    shrunk: Tensor,
+    shrunk: list[Tensor],
     out: Tensor,
 ) -> None:
     check_rows(x, tile_rows)
     check_operands(x, a, b, out)
     if x.shape[0] == 0:
         return
-    shape = _shape(x.shape[0], a, slice_widths)
-    wanted = plan_shrunk(shape, a.shape[0])
-    size = math.prod(wanted)
-    if shrunk.numel() < size:
-        raise ValueError(
-            f"workspace must hold {size} values of shrink output (got {shrunk.numel()})"
-        )
-    view = shrunk[:size].view(wanted)
+    shape = shape_of(x.shape[0], a, slice_widths)
+    view = view_shrunk(shrunk, shape, a.shape[0])
     slots = SlotTensors(a, b, ranks, scales)
     tiles = TileTables(tile_slots, tile_rows, num_tiles)
+    # nothing comes between the two launches
     pdl = supports_pdl(x.device)
     launch_shrink(x, slots, shape, tiles, view, pdl=pdl)
     launch_expand(view, slots, shape, tiles, out, pdl=pdl)
 
 
-def _shape(num_rows: int, a: Tensor, slice_widths: Sequence[int]) -> DenseShape:
+def view_shrunk(buffers: Sequence[Tensor], shape: DenseShape, num_slots: int) -> Tensor:
+    """The shrink output of a batch in the buffer of this branch. ValueError."""
+    number = branch()
+    if number >= len(buffers):
+        raise ValueError(
+            f"workspace must have {number + 1} branches to be used in this side of a fork "
+            f"(got {len(buffers)})"
+        )
+    wanted, shrunk = plan_shrunk(shape, num_slots), buffers[number]
+    size = math.prod(wanted)
+    if shrunk.numel() < size:
+        raise ValueError(
+            f"workspace must hold {size} values of shrink output (got {shrunk.numel()})"
+        )
+    return shrunk[:size].view(wanted)
+
+
+def shape_of(num_rows: int, a: Tensor, slice_widths: Sequence[int]) -> DenseShape:
+    """What the plans of a batch depend on, from stacked A and the widths."""
     rank, in_features = a.shape[2], a.shape[3]
     widths, tuning = tuple(slice_widths), tuning_of(a.device)
     return DenseShape(num_rows, in_features, widths, rank, a.element_size(), tuning)

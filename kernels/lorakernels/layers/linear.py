@@ -11,10 +11,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from lorakernels.batch.metadata import BatchMetadata
-from lorakernels.dense.ops import DenseWorkspace, dense_delta
+from lorakernels.dense.forms import LinearForm
+from lorakernels.dense.linear import lora_linear
+from lorakernels.dense.ops import DenseWorkspace
 from lorakernels.dense.weights import LoRAFactors, SlotWeights
 from lorakernels.layers.packing import Packing, Parts, owned, stage, take, take_packed
 from lorakernels.layers.partition import Parallel, Slice, cut_layer
@@ -79,17 +80,25 @@ class LoRALinear(nn.Module):
         names = (*self.packing.slice_names, *self.packing.fused)
         return {name: self.packing.slices_of(name) for name in names}
 
-    def forward(self, x: Tensor, metadata: BatchMetadata, workspace: DenseWorkspace) -> Tensor:
+    def forward(
+        self,
+        x: Tensor,
+        metadata: BatchMetadata,
+        workspace: DenseWorkspace,
+        *,
+        form: LinearForm | None = None,
+    ) -> Tensor:
         """x [.., local in_features] -> [.., local out_features], with as many rows as
         `metadata` was prepared for. `workspace` is made for `slots`, and may be shared by
-        layers that run one after the other. The delta has no gradient. Raises ValueError."""
+        layers that run one after the other. `form`: how base and delta are put together; None
+        lets the plan choose, and changes no bit. The result has no gradient. Raises ValueError.
+        """
         if x.shape[-1] != self.cut.inputs.size:
             raise ValueError(f"x must have {self.cut.inputs.size} columns (got {x.shape[-1]})")
         if x.dtype != self.weight.dtype:
             raise ValueError(f"x must be {self.weight.dtype} like the weight (got {x.dtype})")
         rows = x.reshape(-1, x.shape[-1])
-        out = F.linear(rows, self.weight, self.bias)
-        dense_delta(rows, self.slots, metadata, workspace, out)
+        out = lora_linear(rows, self.weight, self.bias, self.slots, metadata, workspace, form=form)
         return out.view(*x.shape[:-1], out.shape[1])
 
     def load_adapter(self, slot: int, parts: Parts) -> None:

@@ -34,6 +34,10 @@ class DenseTuning:
     deep: int
     # columns of a slice beyond which an expand is wide
     wide: int
+    # most rows of a batch whose shrink runs on a second stream, and the rank from which that of a
+    # deep layer does: with few ranks its many programs delay those of the base product
+    dual_rows: int
+    dual_rank_of_deep: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,6 +117,8 @@ HOPPER = Tuning(
         partial_tiles=8,
         deep=8192,
         wide=8192,
+        dual_rows=1,
+        dual_rank_of_deep=64,
     ),
     moe=MoETuning(
         usual_slots=4,

@@ -6,6 +6,7 @@ from loragate.faults.corpus.points import planting
 from loragate.faults.model import Group
 
 _linear = planting("lorakernels.layers.linear", Group.LAYER)
+_dense = planting("lorakernels.dense.linear", Group.LAYER)
 _packing = planting("lorakernels.layers.packing", Group.LAYER)
 _partition = planting("lorakernels.layers.partition", Group.LAYER)
 
@@ -100,10 +101,10 @@ FAULTS = (
         source="own",
         why="Each rank of a row-parallel layer adds the bias to its partial output.",
     ),
-    _linear(
+    _dense(
         "delta-on-a-copy",
-        "        dense_delta(rows, self.slots, metadata, workspace, out)\n",
-        "        dense_delta(rows, self.slots, metadata, workspace, out.clone())\n",
+        "    launch_expand(shrunk, slots, shape, tiles, out, pdl=pdl)\n",
+        "    launch_expand(shrunk, slots, shape, tiles, out.clone(), pdl=pdl)\n",
         source="tgi #2180",
         why="The delta goes to a buffer that is never read; the base model is served.",
     ),

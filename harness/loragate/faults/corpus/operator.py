@@ -18,8 +18,8 @@ _ENTRY = """    check_step(x, weights, metadata)
 FAULTS = (
     _ops(
         "whole-buffer-added",
-        "        workspace.shrunk,\n        out,\n    )\n",
-        "        workspace.shrunk,\n        out,\n    )\n    out.add_(torch.zeros_like(out))\n",
+        "        workspace.buffers,\n        out,\n    )\n",
+        "        workspace.buffers,\n        out,\n    )\n    out.add_(torch.zeros_like(out))\n",
         source="vllm #35721",
         why="A delta of zero is added to base rows, too, which turns -0 into 0.",
         only=True,
@@ -27,8 +27,8 @@ FAULTS = (
     _ops(
         "second-step-tries-other-order",
         "    launch_expand(view, slots, shape, tiles, out, pdl=pdl)\n",
-        "    shrunk.steps = getattr(shrunk, 'steps', 0) + 1\n"
-        "    if shrunk.steps == 2 and x.shape[0] > 16:\n"
+        "    shrunk[0].steps = getattr(shrunk[0], 'steps', 0) + 1\n"
+        "    if shrunk[0].steps == 2 and x.shape[0] > 16:\n"
         "        view = view.flip(0).contiguous()\n"
         "    launch_expand(view, slots, shape, tiles, out, pdl=pdl)\n",
         source="vllm #50278",

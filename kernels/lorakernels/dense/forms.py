@@ -1,0 +1,27 @@
+"""How the base product of a linear layer and the delta of its adapters are put together. Every form
+runs the same kernels on the same operands and gives the same bits."""
+
+from __future__ import annotations
+
+from enum import Enum, auto
+
+from lorakernels.dense.plan import DenseShape
+
+
+class LinearForm(Enum):
+    """The order of base product, shrink and expand."""
+
+    # one stream: base, shrink, expand. The expand starts while the shrink still runs
+    SINGLE = auto()
+    # one stream: shrink, base, expand
+    AHEAD = auto()
+    # two streams: the shrink beside the base, the expand behind both
+    DUAL = auto()
+
+
+def plan_form(shape: DenseShape, *, dual_stream: bool) -> LinearForm:
+    """The fastest form for a batch; one of a single stream without `dual_stream`."""
+    tuning = shape.tuning.dense
+    is_small = 0 < shape.num_rows <= tuning.dual_rows
+    is_slow = shape.in_features >= tuning.deep and shape.rank < tuning.dual_rank_of_deep
+    return LinearForm.DUAL if dual_stream and is_small and not is_slow else LinearForm.SINGLE

@@ -1,0 +1,26 @@
+"""Options of the process, from its environment.
+
+They are read at every use: a value that changes takes effect with the next step, also in a traced
+graph, whose operators read them as well. Only a CUDA graph keeps what held at its capture.
+"""
+
+from __future__ import annotations
+
+import os
+
+import torch
+
+from lorakernels.runtime import streams
+
+DUAL_STREAM = "LORAKERNELS_DUAL_STREAM"
+
+
+def dual_stream(device: torch.device) -> bool:
+    """Whether plans may use a second stream: 1 or 0, the default. ValueError for other values,
+    and for 1 where the device has no streams."""
+    value = os.environ.get(DUAL_STREAM, "0")
+    if value not in ("0", "1"):
+        raise ValueError(f"{DUAL_STREAM} must be 0 or 1 (got {value!r})")
+    if value == "1" and streams.stream_module(device) is None:
+        raise ValueError(f"{DUAL_STREAM} must be 0 on {device}, which has no streams (got 1)")
+    return value == "1"
