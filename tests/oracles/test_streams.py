@@ -142,10 +142,8 @@ class TwoForks(Layer):
         for (stream, end), rows in zip(sides, (slice(half), slice(half, None)), strict=True):
             with torch.cuda.stream(stream):
                 stream.wait_event(self.start)
-                delta = self.b[self.rows[rows]] @ (
-                    self.a[self.rows[rows]] @ x[rows].float()[:, :, None]
-                )
-                self.delta[rows] = delta[:, :, 0]
+                a, b = self.a[self.rows[rows]], self.b[self.rows[rows]]
+                self.delta[rows] = (b @ (a @ x[rows].float()[:, :, None]))[:, :, 0]
                 end.record()
         y = functional.linear(x, self.base.weight, self.base.bias)
         for _, end in sides:

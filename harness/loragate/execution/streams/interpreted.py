@@ -106,10 +106,13 @@ class _Watch:
         key = (block.number, size, is_write)
         if key not in self._marks:
             self._marks[key] = np.zeros(-(-block.size // size), dtype=bool)
-        offsets = pointers - np.uint64(block.start)
-        self._marks[key][offsets // size] = True
-        # an element across two of the marked ones
-        self._marks[key][np.minimum((offsets + size - 1) // size, len(self._marks[key]) - 1)] = True
+        offsets = (pointers - np.uint64(block.start)).view(np.int64)
+        # sizes are powers of two, and integer division takes half of the time of a trace
+        shift = size.bit_length() - 1
+        self._marks[key][offsets >> shift] = True
+        if (offsets & (size - 1)).any():
+            # elements that lie across two of the marked ones
+            self._marks[key][(offsets + size - 1) >> shift] = True
 
     def _count(self, live: Any) -> None:
         if len(live) > _MOST_POLLED:

@@ -1,4 +1,4 @@
-"""The blocks of memory that a trace touches: one for each storage, from its first use to its end."""
+"""The blocks of memory that a trace touches: one for each storage, from first use to end."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class Blocks:
         storage = tensor.untyped_storage()
         if not storage.nbytes():
             return None
-        weak = StorageWeakRef(storage)
+        weak = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
         known = self._live.get(weak.cdata)
         if known is None:
             known = self._add(storage, weak, stream, name, is_fresh)
@@ -69,7 +69,7 @@ class Blocks:
 
     def freed(self) -> list[Block]:
         """The blocks that nothing holds any more since the last call."""
-        gone = [block for block in self._live.values() if block.weak.expired()]
+        gone = [block for block in self._live.values() if block.weak.expired()]  # type: ignore[no-untyped-call]
         for block in gone:
             del self._live[block.weak.cdata]
         return gone
@@ -141,7 +141,7 @@ class Addresses:
 
 def spans_of(tensor: Tensor) -> Spans:
     """The bytes of its storage that a tensor consists of."""
-    item, offset = tensor.element_size(), tensor.storage_offset()
+    item, offset = tensor.element_size(), int(tensor.storage_offset())
     if not tensor.numel():
         return ()
     extent = 1 + sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))

@@ -45,13 +45,11 @@ _FOREIGN = (
 # from here on outwards nothing belongs to the subject
 _HARNESS = tuple(f"{Path(__file__).parents[2] / folder}/" for folder in ("protocol", "oracles"))
 # operators whose result the host has to wait for
-_READ_BY_HOST = frozenset(
-    {"_local_scalar_dense", "nonzero", "masked_select", "equal", "is_nonzero"}
-)
+_READ_BY_HOST = frozenset({"_local_scalar_dense", "nonzero", "masked_select", "equal"})
 _INDEXED = frozenset({"index", "index_put", "index_put_", "_unsafe_index"})
 
 
-class Recorder(TorchDispatchMode):  # type: ignore[misc]
+class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """`current` gives the number of the current stream. With `replays`, memory is kept alive and
     every launch can be done again: `replays[i]` is launch i of the trace.
 
@@ -59,7 +57,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[misc]
     """
 
     def __init__(self, device: str, current: Callable[[], int], *, replays: bool = False) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.blocks = Blocks(device, keep=replays)
         self.replays: dict[int, Callable[[], object]] = {}
         self.current = current
@@ -195,9 +193,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[misc]
         # a copy from or to the host
         if len({tensor.device.type for tensor in tensors}) < 2:
             return False
-        return name in ("copy_", "_to_copy") and not (
-            kwargs.get("non_blocking") or args[2:] == (True,)
-        )
+        is_queued = kwargs.get("non_blocking", False) or args[2:3] == (True,)
+        return name in ("copy_", "_to_copy") and not is_queued
 
     def _launch(
         self,
@@ -253,7 +250,7 @@ class _Again:
 
 def stack_here() -> Stack:
     """The callers, innermost first, without the frames of torch, Triton and the harness."""
-    frames = []
+    frames: list[tuple[str, int, str]] = []
     frame = sys._getframe(1)
     while frame is not None and len(frames) < _FRAMES:
         code = frame.f_code

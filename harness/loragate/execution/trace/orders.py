@@ -13,7 +13,7 @@ from itertools import islice, product
 from typing import TypeAlias
 
 from loragate.execution.trace.clocks import Clocks
-from loragate.execution.trace.operations import Launch, Trace
+from loragate.execution.trace.operations import HOST, Launch, Trace
 
 Order: TypeAlias = tuple[int, ...]
 
@@ -28,7 +28,7 @@ def legal_orders(trace: Trace, *, limit: int, seed: int) -> list[Order]:
     some = list(islice(graph.every(), limit + 1))
     if len(some) <= limit:
         return some
-    streams = sorted(set(graph.streams.values()))
+    streams = sorted(set(graph.streams.values()) - {HOST})
     orders = [graph.order(lambda ready: ready[0])]
     for stream, wanted in product(streams, (True, False)):
         orders.append(graph.order(partial(_first, graph, stream, wanted)))
