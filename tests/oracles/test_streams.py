@@ -11,10 +11,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from loragate.core.machine import Machine
+from loragate.core.machine import Machine, detect_machine
 from loragate.core.verdict import Failure, Judgement, OracleName, Verdict
+from loragate.execution.streams.handshake import Meeting
 from loragate.execution.streams.model import modelled_streams
-from loragate.matrix.case import Case, Mix, Site, Streams
+from loragate.matrix.case import Case, Execution, Mix, Site, Streams
 from loragate.oracles import ORACLES
 from loragate.protocol import BaseLayer, Capabilities, Instance, Pool, Trial
 from loragate.subjects.torch.subject import TorchSubject
@@ -31,12 +32,12 @@ class Layer:
         self.start, self.end = (
             (torch.cuda.Event(), torch.cuda.Event()) if self.side else (None,) * 2
         )
-        rank = case.rank * len(case.slices)
-        self.a = torch.zeros(case.slots + 1, rank, case.in_features)
-        self.b = torch.zeros(case.slots + 1, case.out_features, rank)
-        self.shrunk = torch.zeros(case.tokens, rank)
-        self.delta = torch.zeros(case.tokens, case.out_features)
-        self.rows = torch.empty(0, dtype=torch.long)
+        rank, device = case.rank * len(case.slices), base.weight.device
+        self.a = torch.zeros(case.slots + 1, rank, case.in_features, device=device)
+        self.b = torch.zeros(case.slots + 1, case.out_features, rank, device=device)
+        self.shrunk = torch.zeros(case.tokens, rank, device=device)
+        self.delta = torch.zeros(case.tokens, case.out_features, device=device)
+        self.rows = torch.zeros(case.tokens, dtype=torch.long, device=device)
 
     def load(self, slot: int, pool: Pool) -> None:
         column = 0
@@ -53,7 +54,7 @@ class Layer:
 
     def prepare(self, token_slots: Tensor) -> None:
         # base rows have a slot of zeros
-        self.rows = torch.where(token_slots < 0, self.case.slots, token_slots).long()
+        self.rows.copy_(torch.where(token_slots < 0, self.case.slots, token_slots))
 
     def apply(self, x: Tensor, out: Tensor) -> Tensor:
         if self.side is not None:
@@ -254,18 +255,32 @@ class Subject(TorchSubject):
     def capabilities(self, machine: Machine) -> Capabilities:
         have = super().capabilities(machine)
         assert not isinstance(have, str)
-        return replace(have, supports={**have.supports, "streams": frozenset(Streams)})
+        supports = {"streams": frozenset(Streams), "execution": frozenset(Execution)}
+        return replace(have, supports={**have.supports, **supports})
 
     def open(self, case: Case, machine: Machine, base: BaseLayer | None) -> Instance:
         assert base is not None
         return self.layer(case, base)
 
 
+needs_gpu = pytest.mark.skipif(
+    detect_machine().interpreted, reason="needs compiled kernels on a GPU"
+)
+MACHINES = [None, pytest.param(detect_machine(), marks=needs_gpu, id="gpu")]
+
+
 @pytest.fixture
 def judge(make_trial: Callable[..., Trial]) -> Callable[..., Judgement]:
-    def judge(layer: type[Layer], oracle: OracleName, seed: int = 1, **fields: Any) -> Judgement:
+    def judge(
+        layer: type[Layer],
+        oracle: OracleName,
+        seed: int = 1,
+        machine: Machine | None = None,
+        **fields: Any,
+    ) -> Judgement:
         fields = {"site": Site.LORA_LINEAR, "streams": Streams.DUAL, "mix": Mix.SHUFFLED, **fields}
         trial = make_trial(Subject(layer), seed, **fields)
+        trial = replace(trial, machine=machine or trial.machine)
         assert ORACLES[oracle].applies(trial) is None
         return ORACLES[oracle].judge(trial)
 
@@ -274,11 +289,15 @@ def judge(make_trial: Callable[..., Trial]) -> Callable[..., Judgement]:
 
 @pytest.mark.parametrize("oracle", [RACE, SCHEDULE, OVERLAP])
 @pytest.mark.parametrize("layer", [Layer, TwoForks, KeptByRecordStream])
+@pytest.mark.parametrize("machine", MACHINES)
 def test_a_right_layer_passes(
-    layer: type[Layer], oracle: OracleName, judge: Callable[..., Judgement]
+    layer: type[Layer],
+    oracle: OracleName,
+    machine: Machine | None,
+    judge: Callable[..., Judgement],
 ) -> None:
     for seed in range(3):
-        judgement = judge(layer, oracle, seed)
+        judgement = judge(layer, oracle, seed, machine)
         assert judgement.verdict is Verdict.PASS, judgement.message
 
 
@@ -295,10 +314,14 @@ RACES = [
 
 
 @pytest.mark.parametrize(("layer", "hazard"), RACES)
+@pytest.mark.parametrize("machine", MACHINES)
 def test_a_race_is_found_in_one_run_with_both_places(
-    layer: type[Layer], hazard: str, judge: Callable[..., Judgement]
+    layer: type[Layer],
+    hazard: str,
+    machine: Machine | None,
+    judge: Callable[..., Judgement],
 ) -> None:
-    judgement = judge(layer, RACE)
+    judgement = judge(layer, RACE, machine=machine)
     assert judgement.failure is Failure.RACE
     assert hazard in judgement.message
     assert "on main" in judgement.message or "memory of main" in judgement.message
@@ -316,13 +339,56 @@ def test_a_race_gives_other_bits_in_another_legal_order(
 
 
 @pytest.mark.parametrize("layer", [Serialised, JoinsAtOnce])
+@pytest.mark.parametrize("machine", MACHINES)
 def test_streams_that_wait_for_each_other_do_not_overlap(
-    layer: type[Layer], judge: Callable[..., Judgement]
+    layer: type[Layer], machine: Machine | None, judge: Callable[..., Judgement]
 ) -> None:
-    assert judge(layer, RACE).verdict is Verdict.PASS
-    judgement = judge(layer, OVERLAP)
+    assert judge(layer, RACE, machine=machine).verdict is Verdict.PASS
+    judgement = judge(layer, OVERLAP, machine=machine)
     assert judgement.failure is Failure.SERIALISED
     assert "side stream 1" in judgement.message
+
+
+@needs_gpu
+@pytest.mark.parametrize("oracle", [RACE, SCHEDULE, OVERLAP])
+def test_a_right_layer_passes_in_a_graph(
+    oracle: OracleName, judge: Callable[..., Judgement]
+) -> None:
+    judgement = judge(Layer, oracle, machine=detect_machine(), execution=Execution.GRAPH)
+    assert judgement.verdict is Verdict.PASS, judgement.message
+
+
+@needs_gpu
+@pytest.mark.parametrize(
+    ("layer", "execution"),
+    [
+        (WithoutJoin, Execution.EAGER),
+        (WithoutFork, Execution.EAGER),
+        (NextStepTooEarly, Execution.EAGER),
+        # a capture refuses work that nothing joins
+        (OverwritesTheInput, Execution.GRAPH),
+    ],
+)
+def test_a_delay_shows_a_race_on_real_streams(
+    layer: type[Layer], execution: Execution, judge: Callable[..., Judgement]
+) -> None:
+    judgement = judge(layer, SCHEDULE, machine=detect_machine(), execution=execution)
+    assert judgement.failure is Failure.SCHEDULE_DEPENDENT
+
+
+@needs_gpu
+def test_streams_that_one_queue_holds_back_miss_each_other() -> None:
+    meeting = Meeting("cuda")
+    for party in range(2):
+        meeting.arrive(party)
+    assert meeting.counts() == (1, 1)
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    meeting.arrive(0)
+    with torch.cuda.stream(side):
+        meeting.arrive(1)
+    torch.cuda.synchronize()
+    assert meeting.counts() == (3, 1)
 
 
 def test_an_uninitialised_delta_differs_from_the_sequential_form_or_from_itself(

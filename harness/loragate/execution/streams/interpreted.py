@@ -38,6 +38,7 @@ def recorded_launches(recorder: Recorder) -> Iterator[None]:
     run = GridExecutor.__call__
 
     def launched(executor: Any, *args: Any, **kwargs: Any) -> None:
+        recorder.next_call()
         stream = recorder.current()
         names = _blocks_by_argument(recorder, executor, args, kwargs)
         name = executor.fn.__name__

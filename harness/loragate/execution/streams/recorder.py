@@ -61,6 +61,13 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.blocks = Blocks(device, keep=replays)
         self.replays: dict[int, Callable[[], object]] = {}
         self.current = current
+        # kernels that follow addresses which they load themselves: what they touch is not known
+        self.followed: set[str] = set()
+        # called with the number of each operator and each launch, before it is queued
+        self.before_call: Callable[[int], None] = lambda number: None
+        # launch of the trace -> number of its call
+        self.calls: dict[int, int] = {}
+        self._calls = 0
         self._operations: list[Operation] = []
         self._kept: defaultdict[int, set[int]] = defaultdict(set)
         self._muted = False
@@ -93,6 +100,10 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         finally:
             self._muted = before
 
+    @property
+    def is_muted(self) -> bool:
+        return self._muted
+
     def on_host(self, tensor: Tensor, *, is_write: bool, name: str = "") -> None:
         """The host itself reads or writes a tensor."""
         self._launch(HOST, "host", self.accesses([(tensor, is_write, name)], HOST))
@@ -106,6 +117,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         stream: int | None = None,
     ) -> None:
         """Work that was queued on a stream, the current one if none is given."""
+        self._free_unheld()
         self._launch(self.current() if stream is None else stream, name, tuple(accesses), replay)
 
     def accesses(self, used: Iterable[tuple[Tensor, bool, str]], stream: int) -> tuple[Access, ...]:
@@ -116,6 +128,12 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if block is not None:
                 found.append(Access(block.number, spans_of(tensor), is_write, name))
         return tuple(found)
+
+    def next_call(self) -> None:
+        """An operator or a launch is about to be queued."""
+        self._calls += 1
+        with self.muted():
+            self.before_call(self._calls)
 
     # what streams and events are asked to do
 
@@ -162,6 +180,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], call: Callable[[], Any]
     ) -> Any:
         self._free_unheld()
+        self.next_call()
         used = list(_used(func, args, kwargs))
         # memory has to be known before it is written
         accesses = self.accesses(used, self.current())
@@ -203,6 +222,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         accesses: tuple[Access, ...],
         replay: Callable[[], object] | None = None,
     ) -> None:
+        self.calls[len(self._operations)] = self._calls
         if replay is not None:
             self.replays[len(self._operations)] = replay
         self._operations.append(Launch(stream, name, accesses, stack_here()))

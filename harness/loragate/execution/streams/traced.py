@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import sys
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from loragate.execution.session import Session, base_of
@@ -15,7 +17,7 @@ from loragate.execution.streams.recorder import Recorder
 from loragate.inputs import DataKind, copy_batch, make_batch, make_pool
 from loragate.inputs.placement import whole
 from loragate.matrix.case import Streams
-from loragate.protocol import Batch, Trial
+from loragate.protocol import Batch, Trial, subject_code
 
 # data that need no rounding: equal bits whatever is summed in which order
 KIND = DataKind.EXACT
@@ -45,18 +47,28 @@ def streams_of(trial: Trial, recorder: Recorder | None = None) -> Iterator[None]
         yield
 
 
-def traced_steps(trial: Trial, *, replays: bool = False) -> TracedSteps:
+def steps_of(trial: Trial) -> list[Batch]:
+    """The batches of all steps."""
+    return [make_batch(trial.case, trial.seed, s, KIND, trial.machine) for s in range(STEPS)]
+
+
+def traced_steps(
+    trial: Trial, *, replays: bool = False, before_call: Callable[[int], None] | None = None
+) -> TracedSteps:
     """Several steps of one fresh instance in the same memory, recorded as a server would queue
-    them: the next step may start before the host has seen the result of the one before."""
+    them: the next step may start before the host has seen the result of the one before.
+    `before_call` is called with the number of each operator and each launch before it is queued."""
     pool = make_pool(trial.case, trial.seed, KIND, trial.machine, trial.capabilities)
     base = base_of(trial, KIND)
-    batches = [make_batch(trial.case, trial.seed, s, KIND, trial.machine) for s in range(STEPS)]
-    recorder = Recorder("cpu", current_number, replays=replays)
+    batches = steps_of(trial)
+    recorder = _recorder(trial, replays=replays)
+    if before_call is not None:
+        recorder.before_call = before_call
     with streams_of(trial, recorder):
         session = Session(trial, base, pool)
         own = copy_batch(batches[0])
         recorder.name(_named(own))
-        with _recorded(recorder):
+        with _recorded(trial, recorder):
             results, bounds = [], []
             for batch in batches:
                 recorder.name({"token_slots": batch.token_slots}, on_host=True)
@@ -74,20 +86,49 @@ def sequential_results(trial: Trial) -> list[Tensor] | None:
     trial = replace(trial, case=replace(trial.case, streams=Streams.SEQUENTIAL))
     pool = make_pool(trial.case, trial.seed, KIND, trial.machine, trial.capabilities)
     session = Session(trial, base_of(trial, KIND), pool)
-    batches = [make_batch(trial.case, trial.seed, s, KIND, trial.machine) for s in range(STEPS)]
+    batches = steps_of(trial)
     return [session.step(batch).clone() for batch in batches]
 
 
+def queued_steps(trial: Trial) -> list[Tensor]:
+    """The results of the same steps on a device, queued without waiting and not recorded."""
+    pool = make_pool(trial.case, trial.seed, KIND, trial.machine, trial.capabilities)
+    session = Session(trial, base_of(trial, KIND), pool)
+    batches = steps_of(trial)
+    own = copy_batch(batches[0])
+    torch.cuda.synchronize()
+    results = [_step(session, own, batch) for batch in batches]
+    with subject_code():
+        torch.cuda.synchronize()
+    return results
+
+
+def _recorder(trial: Trial, *, replays: bool) -> Recorder:
+    if trial.machine.device == "cpu":
+        return Recorder("cpu", current_number, replays=replays)
+    from loragate.execution.streams.device import current_handle
+
+    return Recorder("cuda", current_handle)
+
+
 @contextmanager
-def _recorded(recorder: Recorder) -> Iterator[None]:
-    with _interpreted(recorder), recorder:
+def _recorded(trial: Trial, recorder: Recorder) -> Iterator[None]:
+    if trial.machine.device == "cpu":
+        with _interpreted(recorder), recorder:
+            yield
+        return
+    from loragate.execution.streams.device import recorded_device
+
+    # what was queued before is of no interest
+    torch.cuda.synchronize()
+    with recorded_device(recorder), recorder:
         yield
+    with subject_code():
+        torch.cuda.synchronize()
 
 
 def _interpreted(recorder: Recorder) -> AbstractContextManager[Any]:
     """Records the launches of Triton, if Triton has been imported at all."""
-    import sys
-
     if "triton" not in sys.modules:
         return nullcontext()
     from loragate.execution.streams.interpreted import recorded_launches
