@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from lorakernels.runtime.streams import branch, fork_join, is_capturing
+from lorakernels.runtime.streams import branch, claim, fork_join, is_capturing
 
 CPU = torch.device("cpu")
 
@@ -184,3 +184,41 @@ def test_a_device_without_streams_captures_nothing(recorded_streams: Any) -> Non
     recorded_streams.capturing = True
     assert is_capturing(CPU)
     assert not recorded_streams.log
+
+
+def claiming(buffer: torch.Tensor) -> Callable[[], None]:
+    return lambda: claim(buffer, "buffer")
+
+
+SHARED = r"buffer must not be shared by parts of a fork"
+
+
+def test_a_buffer_is_refused_to_a_second_part_of_a_fork(recorded_streams: Any) -> None:
+    buffer = torch.zeros(1)
+    with pytest.raises(ValueError, match=SHARED):
+        fork_join(CPU, claiming(buffer), claiming(buffer))
+    with pytest.raises(ValueError, match=SHARED):
+        fork_join(CPU, nothing, claiming(buffer), claiming(buffer))
+
+    def nested() -> None:
+        fork_join(CPU, nothing, claiming(buffer))
+
+    with pytest.raises(ValueError, match=SHARED):
+        fork_join(CPU, nested, claiming(buffer))
+    with pytest.raises(ValueError, match=SHARED):
+        fork_join(CPU, nothing, nested, nested)
+
+
+def test_a_buffer_is_free_for_whatever_runs_before_or_behind(recorded_streams: Any) -> None:
+    buffer, other = torch.zeros(1), torch.zeros(1)
+
+    def again() -> None:
+        claim(buffer, "buffer")
+        fork_join(CPU, claiming(other), claiming(buffer))
+        fork_join(CPU, claiming(buffer), claiming(other))
+        claim(buffer, "buffer")
+
+    for parts in ((again, nothing), (nothing, again)):
+        claim(buffer, "buffer")
+        fork_join(CPU, *parts)
+    claim(buffer, "buffer")

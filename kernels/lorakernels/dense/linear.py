@@ -3,6 +3,10 @@ graph contains no operation on streams. Which form it takes is decided when it r
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -53,6 +57,59 @@ def lora_linear(
     return out
 
 
+@dataclass(frozen=True, slots=True)
+class Delta:
+    """The delta of a batch: its input, its adapters, and the buffer of this branch between its
+    two launches."""
+
+    x: Tensor
+    slots: SlotTensors
+    shape: DenseShape
+    tiles: TileTables
+    shrunk: Tensor
+
+    @classmethod
+    def of(
+        cls,
+        x: Tensor,
+        slots: SlotTensors,
+        slice_widths: Sequence[int],
+        tiles: TileTables,
+        buffers: Sequence[Tensor],
+    ) -> Delta:
+        """Raises ValueError where the operands do not fit."""
+        check_rows(x, tiles.tile_rows)
+        check_input(x, slots.a)
+        shape = shape_of(x.shape[0], slots.a, slice_widths)
+        return cls(x, slots, shape, tiles, view_shrunk(buffers, shape, slots.a.shape[0]))
+
+    def shrink(self, *, pdl: bool) -> None:
+        launch_shrink(self.x, self.slots, self.shape, self.tiles, self.shrunk, pdl=pdl)
+
+    def expand(self, out: Tensor, *, pdl: bool) -> None:
+        launch_expand(self.shrunk, self.slots, self.shape, self.tiles, out, pdl=pdl)
+
+
+def add_delta(
+    base: Callable[[], Tensor], delta: Delta, form: LinearForm, *beside: Callable[[], None]
+) -> Tensor:
+    """The output of the base product with the delta added in place. `beside` are other sides of
+    the fork, which may write parts of the output; they run first where nothing is forked."""
+    device = delta.x.device
+    # only here the expand follows the shrink directly; see supports_pdl
+    pdl = form is LinearForm.SINGLE and supports_pdl(device)
+    if form is LinearForm.SINGLE:
+        out = fork_join(device, base, *beside, parallel=False)
+        delta.shrink(pdl=pdl)
+    else:
+        # a graph is replayed with other batches, and needs its fork even if this one has no adapter
+        is_used = has_adapters(delta.tiles.tile_rows) or is_capturing(device)
+        parallel = form is LinearForm.DUAL and (is_used or bool(beside))
+        out = fork_join(device, base, *beside, partial(delta.shrink, pdl=pdl), parallel=parallel)
+    delta.expand(out, pdl=pdl)
+    return out
+
+
 @torch.library.custom_op("lorakernels::lora_linear", mutates_args=("shrunk",))
 def _lora_linear(
     x: Tensor,
@@ -69,47 +126,13 @@ def _lora_linear(
     shrunk: list[Tensor],
     form: int,
 ) -> Tensor:
-    check_rows(x, tile_rows)
-    check_input(x, a)
-    shape = shape_of(x.shape[0], a, slice_widths)
-    plan = LinearForm(form) if form else plan_form(shape, dual_stream=dual_stream(x.device))
-    if x.shape[0] == 0:
-        return F.linear(x, weight, bias)
-    view = view_shrunk(shrunk, shape, a.shape[0])
-    slots = SlotTensors(a, b, ranks, scales)
-    tiles = TileTables(tile_slots, tile_rows, num_tiles)
-    return _run(plan, x, weight, bias, slots, shape, tiles, view)
-
-
-def _run(
-    form: LinearForm,
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    slots: SlotTensors,
-    shape: DenseShape,
-    tiles: TileTables,
-    shrunk: Tensor,
-) -> Tensor:
-    # the expand reads the base output before it waits for the shrink, and relies on the shrink
-    # having waited for the base product: only where it follows the shrink on one stream
-    pdl = form is LinearForm.SINGLE and supports_pdl(x.device)
-
     def base() -> Tensor:
         return F.linear(x, weight, bias)
 
-    def shrink() -> None:
-        launch_shrink(x, slots, shape, tiles, shrunk, pdl=pdl)
-
-    if form is LinearForm.SINGLE:
-        out = base()
-        shrink()
-    else:
-        # a graph is replayed with other batches, and needs its fork even if this one has no adapter
-        is_used = has_adapters(tiles.tile_rows) or is_capturing(x.device)
-        out = fork_join(x.device, base, shrink, parallel=form is LinearForm.DUAL and is_used)
-    launch_expand(shrunk, slots, shape, tiles, out, pdl=pdl)
-    return out
+    slots = SlotTensors(a, b, ranks, scales)
+    delta = Delta.of(x, slots, slice_widths, TileTables(tile_slots, tile_rows, num_tiles), shrunk)
+    plan = LinearForm(form) if form else plan_form(delta.shape, dual_stream=dual_stream(x.device))
+    return add_delta(base, delta, plan)
 
 
 @_lora_linear.register_fake

@@ -15,7 +15,14 @@ from lorakernels.runtime.kernels import probe_dot
 @cache
 def supports_pdl(device: torch.device) -> bool:
     """Whether kernels may use programmatic dependent launch, where a kernel starts while the one
-    before it still runs. Safe where nothing can come between the two launches (vllm #31777)."""
+    before it still runs.
+
+    A kernel that waits before its first read or write may always be launched so. The expands and
+    the product that folds one in read before they wait, and trust the shrink before them to have
+    waited for what they read. They may be launched so only directly behind that shrink: not behind
+    another kernel (vllm #31777), and not behind a wait for another stream, where the last kernel
+    of their own stream has not waited for what the other one did.
+    """
     # the interpreter does not implement it, and accepts tensors of a GPU, too
     is_compiled = isinstance(probe_dot, JITFunction)
     on_gpu = is_compiled and device.type == "cuda"

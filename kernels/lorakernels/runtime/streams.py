@@ -14,7 +14,8 @@ leave it.
 Branches. Within an outermost fork each side is a branch with a number of its own, however deep it
 is nested; branch 0 is the rest. The number decides which stream a side runs on and which part of a
 workspace it may use, so that no two branches in flight share either of them. Outermost forks of
-one stream reuse the numbers: they run one after the other.
+one stream reuse the numbers: they run one after the other. Buffers of which there is only one are
+claimed by the part of a fork that writes them, and refused to its other parts.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
+from torch import Tensor
 
 T = TypeVar("T")
 
@@ -74,6 +76,21 @@ def is_capturing(device: torch.device) -> bool:
         return bool(module.is_current_stream_capturing())
 
 
+def claim(buffer: Tensor, name: str) -> None:
+    """The caller writes a buffer that no other part of the forks around it may write. ValueError
+    where another part has done so."""
+    here = _HERE.get()
+    for claims, part in () if here is None else here.parts:
+        # the buffer is kept with its claim, so that its id stays its own
+        _, owner = claims.setdefault(id(buffer), (buffer, part))
+        if owner != part:
+            raise ValueError(f"{name} must not be shared by parts of a fork: give each its own")
+
+
+# for one fork: by the id of a buffer, the buffer and the part that has claimed it
+_Claims = dict[int, tuple[Tensor, int]]
+
+
 @dataclass(slots=True)
 class _Tree:
     """An outermost fork with all that is nested in it."""
@@ -85,6 +102,11 @@ class _Tree:
 class _Branch:
     tree: _Tree
     number: int
+    # the forks around it, outermost first, and which part of each it belongs to
+    parts: tuple[tuple[_Claims, int], ...] = ()
+
+    def part(self, claims: _Claims, part: int, number: int) -> _Branch:
+        return _Branch(self.tree, number, (*self.parts, (claims, part)))
 
 
 _HERE: ContextVar[_Branch | None] = ContextVar("lorakernels_branch", default=None)
@@ -101,18 +123,19 @@ def _fork_join(
     start = module.Event()
     start.record(current)
     ends: list[Any] = []
+    claims: _Claims = {}
     try:
-        for side in sides:
+        for part, side in enumerate(sides, 1):
             number, stream = _open_branch(module, device, here.tree)
             with module.stream(stream):
                 stream.wait_event(start)
                 end = module.Event()
                 try:
-                    _call_in(_Branch(here.tree, number), side)
+                    _call_in(here.part(claims, part, number), side)
                 finally:
                     end.record(stream)
                     ends.append(end)
-        return _call_in(here, main)
+        return _call_in(here.part(claims, 0, here.number), main)
     finally:
         for end in ends:
             current.wait_event(end)

@@ -99,8 +99,18 @@ class AlignTuning:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class GDNTuning:
+    """Plans of the input projection of a gated delta net."""
+
+    # most rows of a batch whose two base products run beside each other rather than as one: with
+    # more of them one product alone fills the device
+    dual_rows: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Tuning:
     dense: DenseTuning
+    gdn: GDNTuning
     moe: MoETuning
     align: AlignTuning
 
@@ -120,6 +130,7 @@ HOPPER = Tuning(
         dual_rows=1,
         dual_rank_of_deep=64,
     ),
+    gdn=GDNTuning(dual_rows=128),
     moe=MoETuning(
         usual_slots=4,
         full=0.75,

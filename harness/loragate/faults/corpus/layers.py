@@ -103,8 +103,8 @@ FAULTS = (
     ),
     _dense(
         "delta-on-a-copy",
-        "    launch_expand(shrunk, slots, shape, tiles, out, pdl=pdl)\n",
-        "    launch_expand(shrunk, slots, shape, tiles, out.clone(), pdl=pdl)\n",
+        "    delta.expand(out, pdl=pdl)\n",
+        "    delta.expand(out.clone(), pdl=pdl)\n",
         source="tgi #2180",
         why="The delta goes to a buffer that is never read; the base model is served.",
     ),

@@ -11,6 +11,7 @@ from lorakernels.moe.align.launch import launch_alignment
 from lorakernels.moe.align.sort import launch_sorting
 from lorakernels.moe.align.tables import PairTables
 from lorakernels.runtime.device import on_device_of, supports_pdl
+from lorakernels.runtime.streams import claim
 
 
 def align_pairs(
@@ -62,6 +63,7 @@ def _align_pairs(
     pairs = PairTables.of(tables, topk_ids.shape[0], sizes)
     _check_routes(topk_ids, expert_map)
     _check_rows(pairs, prepared_rows(batch_rows))
+    claim(step, "pairs")
     note_rows(step, pairs.num_rows)
     with on_device_of(topk_ids):
         fill_tables(pairs, topk_ids, token_slots, expert_map, pdl=supports_pdl(topk_ids.device))

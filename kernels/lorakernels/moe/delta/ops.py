@@ -21,6 +21,7 @@ from lorakernels.moe.delta.launch import Delta, launch, shape_of
 from lorakernels.moe.delta.plan import MoEPath, MoEShape, largest_shrunk, plan_path, shrunk_shape
 from lorakernels.moe.weights import ExpertWeights
 from lorakernels.runtime.device import keep_address, on_device_of, supports_pdl
+from lorakernels.runtime.streams import claim
 
 __all__ = ["MoEPath", "MoEWorkspace", "moe_delta"]
 
@@ -105,6 +106,7 @@ def _moe_delta(
     _check_operands(x, slots, num_pairs, out, router_weights)
     if num_pairs == 0:
         return
+    claim(shrunk, "workspace")
     shape = shape_of(slots.a, slice_widths, num_pairs=num_pairs, num_experts=num_experts)
     chosen = plan_path(shape, MoEPath(path) if path else None)
     view = view_shrunk(shrunk, shape) if chosen is MoEPath.TWO_KERNEL else shrunk

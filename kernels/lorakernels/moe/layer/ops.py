@@ -26,6 +26,7 @@ from lorakernels.moe.layer.types import (
     RouterWeight,
 )
 from lorakernels.runtime.device import on_device_of, supports_pdl
+from lorakernels.runtime.streams import claim
 
 __all__ = [
     "Activation",
@@ -123,6 +124,9 @@ def _run_experts(
     num_rows = prepared_rows(step)
     pairs = PairTables.of(pair_buffers, x.shape[0] if num_rows is None else num_rows, pair_sizes)
     check_operands(layer, pairs)
+    claim(act, "scratch")
+    if shrunk is not None:
+        claim(shrunk, "workspace")
     if pairs.num_rows:
         adapters = (_adapters(slot_tensors[:4], shrunk), _adapters(slot_tensors[4:], shrunk))
         _launch(layer, pairs, *adapters)

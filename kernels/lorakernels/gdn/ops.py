@@ -1,0 +1,108 @@
+"""The input projection of a gated delta net as one opaque operator: two base products of one input,
+qkvz and ba, and the delta of the adapters of both, which is one shrink and one expand.
+
+All forms write the columns of one output, [qkvz | ba]. Its layout is therefore the same for every
+form, and a traced graph does not depend on which form a batch takes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from lorakernels.batch.metadata import BatchMetadata
+from lorakernels.common.stacked_weights import SlotTensors
+from lorakernels.dense.check import check_step
+from lorakernels.dense.forms import LinearForm
+from lorakernels.dense.launch import TileTables
+from lorakernels.dense.linear import Delta, add_delta
+from lorakernels.dense.ops import DenseWorkspace
+from lorakernels.dense.weights import SlotWeights
+from lorakernels.gdn.forms import GDNForm, plan_gdn
+from lorakernels.runtime.options import dual_stream
+
+
+def gdn_in_proj(
+    x: Tensor,
+    weight: Tensor,
+    qkvz_features: int,
+    slots: SlotWeights,
+    metadata: BatchMetadata,
+    workspace: DenseWorkspace,
+    *,
+    form: GDNForm | None = None,
+) -> Tensor:
+    """x [rows, in_features] @ weight.T + the delta of each row's slot: [rows, columns of both].
+
+    weight: contiguous, `qkvz_features` rows of qkvz above those of ba. form: None lets the plan
+    choose. Raises ValueError.
+    """
+    check_step(x, slots, metadata)
+    out: Tensor = torch.ops.lorakernels.gdn_in_proj(
+        x,
+        weight,
+        qkvz_features,
+        slots.a,
+        slots.b,
+        slots.ranks,
+        slots.scales,
+        list(slots.slice_widths),
+        metadata.tile_slots,
+        metadata.tile_rows,
+        metadata.num_tiles,
+        workspace.buffers,
+        0 if form is None else form.value,
+    )
+    return out
+
+
+@torch.library.custom_op("lorakernels::gdn_in_proj", mutates_args=("shrunk",))
+def _gdn_in_proj(
+    x: Tensor,
+    weight: Tensor,
+    qkvz_features: int,
+    a: Tensor,
+    b: Tensor,
+    ranks: Tensor,
+    scales: Tensor,
+    slice_widths: list[int],
+    tile_slots: Tensor,
+    tile_rows: Tensor,
+    num_tiles: Tensor,
+    shrunk: list[Tensor],
+    form: int,
+) -> Tensor:
+    slots = SlotTensors(a, b, ranks, scales)
+    delta = Delta.of(x, slots, slice_widths, TileTables(tile_slots, tile_rows, num_tiles), shrunk)
+    plan = GDNForm(form) if form else plan_gdn(delta.shape, dual_stream=dual_stream(x.device))
+    if plan is GDNForm.MERGED or plan is GDNForm.BESIDE:
+        linear = LinearForm.SINGLE if plan is GDNForm.MERGED else LinearForm.DUAL
+        return add_delta(lambda: F.linear(x, weight), delta, linear)
+    qkvz, ba = _products(x, weight, qkvz_features)
+    linear = LinearForm.SINGLE if plan is GDNForm.SERIAL else LinearForm.DUAL
+    return add_delta(qkvz, delta, linear, ba)
+
+
+@_gdn_in_proj.register_fake
+def _(x: Tensor, weight: Tensor, *others: object) -> Tensor:
+    return x.new_empty(x.shape[0], weight.shape[0])
+
+
+def _products(
+    x: Tensor, weight: Tensor, qkvz_features: int
+) -> tuple[Callable[[], Tensor], Callable[[], None]]:
+    """Two products that write one output, which is allocated here, before any fork. The first one
+    returns it, and none of it is complete before both are."""
+    out = x.new_empty(x.shape[0], weight.shape[0])
+
+    def qkvz() -> Tensor:
+        torch.mm(x, weight[:qkvz_features].T, out=out[:, :qkvz_features])
+        return out
+
+    def ba() -> None:
+        torch.mm(x, weight[qkvz_features:].T, out=out[:, qkvz_features:])
+
+    return qkvz, ba

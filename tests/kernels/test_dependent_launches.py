@@ -1,0 +1,125 @@
+"""Programmatic dependent launch is used only where its preconditions hold."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import inspect
+import pkgutil
+import textwrap
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from triton.runtime.jit import KernelInterface
+
+import lorakernels
+from loragate.core.machine import select_interpreter
+
+select_interpreter()
+
+from lorakernels.specs import launches  # noqa: E402
+
+# the kernels that read before they wait, and the one whose wait each of them trusts
+TRUSTS = {
+    "lora_expand_kernel": "lora_shrink_kernel",
+    "moe_expand_kernel": "moe_shrink_kernel",
+    "moe_gemm_kernel": "moe_shrink_kernel",
+}
+ACCESSES = ("load", "store", "atomic_add", "bucket_of", "reset")
+
+
+def modules() -> Iterator[Any]:
+    for info in pkgutil.walk_packages(lorakernels.__path__, "lorakernels."):
+        yield importlib.import_module(info.name)
+
+
+def kernels() -> dict[str, Any]:
+    """Every kernel that can be launched dependently."""
+    found = {}
+    for module in modules():
+        for name, value in vars(module).items():
+            if isinstance(value, KernelInterface):
+                function: Any = value.fn  # type: ignore[attr-defined]
+                if "PDL" in inspect.signature(function).parameters:
+                    found[name] = function
+    return found
+
+
+def calls(function: Callable[..., Any]) -> list[str]:
+    """The calls of a kernel in the order of its text; a wait under a condition on more than PDL
+    is not certain, and is left out."""
+    tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
+    uncertain = {
+        id(node)
+        for branch in ast.walk(tree)
+        if isinstance(branch, ast.If) and not (isinstance(branch.test, ast.Name))
+        for node in ast.walk(branch)
+    }
+    found = [
+        (node.lineno, node.col_offset, getattr(node.func, "attr", getattr(node.func, "id", "")))
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Call)
+        and not (id(node) in uncertain and getattr(node.func, "id", "") == "gdc_wait")
+    ]
+    return [name for *_, name in sorted(found)]
+
+
+def test_all_kernels_wait_before_they_access_memory_but_those_that_trust_another_one() -> None:
+    trusting = set()
+    for name, function in kernels().items():
+        order = [call for call in calls(function) if call in (*ACCESSES, "gdc_wait")]
+        if order[0] != "gdc_wait":
+            trusting.add(name)
+    assert trusting == TRUSTS.keys()
+    assert len(kernels()) > 12
+
+
+class Launch:
+    """Takes the place of a kernel and notes its launches."""
+
+    def __init__(self, name: str, log: list[tuple[str, bool]]) -> None:
+        self.name, self.log = name, log
+
+    def __getitem__(self, grid: object) -> Callable[..., None]:
+        def launch(*args: object, **options: Any) -> None:
+            dependent = options.get("PDL", False)
+            assert options.get("launch_pdl", False) == dependent
+            # without adapters a product waits at its start
+            trusts = self.name != "moe_gemm_kernel" or options["LORA"]
+            self.log.append((self.name if trusts else f"{self.name} without adapters", dependent))
+
+        return launch
+
+
+@pytest.fixture
+def launched(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, bool]]:
+    log: list[tuple[str, bool]] = []
+    for module in modules():
+        for name, value in list(vars(module).items()):
+            if isinstance(value, KernelInterface):
+                monkeypatch.setattr(module, name, Launch(name, log))
+    return log
+
+
+def test_a_kernel_that_trusts_another_one_follows_it_directly(
+    launched: list[tuple[str, bool]],
+) -> None:
+    seen = set()
+    for label, launch in launches(90):
+        launched.clear()
+        launch()
+        for before, (name, dependent) in zip([("", False), *launched], launched, strict=False):
+            if name in TRUSTS and dependent:
+                seen.add(name)
+                assert before == (TRUSTS[name], True), label
+    assert seen == TRUSTS.keys()
+
+
+def test_nothing_is_launched_dependently_on_a_gpu_without_it(
+    launched: list[tuple[str, bool]],
+) -> None:
+    for _, launch in launches(80):
+        launch()
+    assert launched
+    assert not any(dependent for _, dependent in launched)
