@@ -15,6 +15,8 @@ from loragate.core.machine import select_interpreter
 
 select_interpreter()
 
+from lorakernels.adapters.adapter import Adapter  # noqa: E402
+from lorakernels.adapters.slots import AdapterSlots  # noqa: E402
 from lorakernels.batch.metadata import BatchMetadata  # noqa: E402
 from lorakernels.dense import linear as dense  # noqa: E402
 from lorakernels.dense.ops import DenseWorkspace  # noqa: E402
@@ -36,7 +38,7 @@ MODULES = {"grouped": HEADS.grouped(), "separate": HEADS.separate()}
 QKVZ, BA = 2 * 8 + 2 * 32, 2 * 4
 ROWS = torch.tensor([2, -1, 0, 0, 1, -1, 2, 0, 2], dtype=torch.int32)
 
-Adapter = dict[str, LoRAFactors]
+Parts = dict[str, LoRAFactors]
 
 
 def randn(*shape: int, seed: int) -> Tensor:
@@ -46,9 +48,9 @@ def randn(*shape: int, seed: int) -> Tensor:
 WEIGHTS = (randn(QKVZ, K, seed=1), randn(BA, K, seed=2))
 
 
-def adapters(modules: InputModules) -> list[Adapter]:
+def adapters(modules: InputModules) -> list[Parts]:
     """One adapter a slot: for qkvz alone, for ba alone and for both; ranks differ."""
-    pool: list[Adapter] = []
+    pool: list[Parts] = []
     for slot, group in enumerate((modules.qkvz, modules.ba, modules.all)):
         pool.append({})
         for index, module in enumerate(group):
@@ -325,6 +327,20 @@ def test_an_adapter_is_refused_as_a_whole() -> None:
     for out, kept in zip(serve(made, x), before, strict=True):
         assert torch.equal(out, kept)
     made.unload(0)
+    qkvz, _ = serve(made, x)
+    torch.testing.assert_close(qkvz[ROWS == 0], (x @ WEIGHTS[0].T)[ROWS == 0])
+
+
+def test_a_served_adapter_finds_the_modules_of_the_layer() -> None:
+    modules, x, prefix = MODULES["separate"], randn(9, K, seed=3), "model.layers.0.linear_attn."
+    made = GatedDeltaNetInputProjection(*WEIGHTS, modules=modules, num_slots=SLOTS, rank=RANK)
+    served = AdapterSlots({f"{prefix}in_proj": made})
+    for slot, parts in enumerate(adapters(modules)):
+        full_names = {f"{prefix}{name}": factors for name, factors in parts.items()}
+        assert served.activate(Adapter(f"adapter {slot}", full_names)) == slot
+    for out, wanted in zip(serve(made, x), serve(layer(modules), x), strict=True):
+        assert torch.equal(out, wanted)
+    served.evict("adapter 0")
     qkvz, _ = serve(made, x)
     torch.testing.assert_close(qkvz[ROWS == 0], (x @ WEIGHTS[0].T)[ROWS == 0])
 
