@@ -13,7 +13,6 @@ from torch.nn import functional
 
 from loragate.core.machine import Machine, detect_machine
 from loragate.core.verdict import Failure, Judgement, OracleName, Verdict
-from loragate.execution.streams.handshake import Meeting
 from loragate.execution.streams.model import modelled_streams
 from loragate.matrix.case import Case, Execution, Mix, Site, Streams
 from loragate.oracles import ORACLES
@@ -378,6 +377,8 @@ def test_a_delay_shows_a_race_on_real_streams(
 
 @needs_gpu
 def test_streams_that_one_queue_holds_back_miss_each_other() -> None:
+    from loragate.execution.streams.handshake import Meeting
+
     meeting = Meeting("cuda")
     for party in range(2):
         meeting.arrive(party)
