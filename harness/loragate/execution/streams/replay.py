@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from loragate.execution.streams.traced import TracedSteps
-from loragate.execution.trace.operations import Launch, Trace
+from loragate.execution.trace.operations import HOST, Launch, Trace
 from loragate.execution.trace.orders import Order
 from loragate.protocol import subject_code
 
@@ -24,8 +24,12 @@ def replayed(steps: TracedSteps, order: Order) -> list[Tensor]:
 
 
 def difference(trace: Trace, order: Order, usual: Order) -> str:
-    """Where an order leaves the usual one, in one line."""
-    for here, there in zip(order, usual, strict=True):
+    """Where the work of an order leaves the usual one, in one line."""
+
+    def work(launches: Order) -> list[int]:
+        return [i for i in launches if trace.operations[i].stream != HOST]
+
+    for here, there in zip(work(order), work(usual), strict=True):
         if here != there:
             return f"{_launch(trace, here)} before {_launch(trace, there)}"
     return "the same order"

@@ -8,6 +8,7 @@ from loragate.faults.model import Group
 _streams = planting("lorakernels.runtime.streams", Group.STREAMS)
 _linear = planting("lorakernels.dense.linear", Group.STREAMS)
 _ops = planting("lorakernels.dense.ops", Group.STREAMS)
+_options = planting("lorakernels.runtime.options", Group.STREAMS)
 _metadata = planting("lorakernels.batch.metadata", Group.STREAMS)
 
 _JOIN = "        for end in ends:\n            current.wait_event(end)\n"
@@ -225,6 +226,62 @@ FAULTS = (
         "        self.had = not on_host or bool((token_slots >= 0).any())\n",
         source="vllm #42008",
         why="A step forks as the step before should have.",
+    ),
+    _streams(
+        "nested-sides-share-a-stream",
+        "    while stream is None or stream in tree.streams:\n",
+        "    while stream is None:\n",
+        source="own",
+        why="torch hands out the same stream twice, and two sides of a fork run one after the other.",
+    ),
+    _streams(
+        "branches-share-a-number",
+        "    number = len(tree.streams)\n",
+        "    number = min(len(tree.streams), 1)\n",
+        source="sglang #28091",
+        why="All sides of a fork use the stream and the buffer of the first one.",
+    ),
+    _streams(
+        "shared-buffers-are-not-refused",
+        "        if owner != part:\n",
+        "        if owner > part:\n",
+        source="sglang #21647",
+        why="Two parts of a fork write one scratch buffer, and nothing says so.",
+    ),
+    _streams(
+        "capture-is-not-noticed",
+        "        return bool(module.is_current_stream_capturing())\n",
+        "        return False\n",
+        source="vllm #15090",
+        why="A graph that is captured with base rows alone has no fork for other batches.",
+    ),
+    _ops(
+        "branches-share-a-buffer",
+        "    wanted, shrunk = plan_shrunk(shape, num_slots), buffers[number]\n",
+        "    wanted, shrunk = plan_shrunk(shape, num_slots), buffers[0]\n",
+        source="sglang #28091",
+        why="Two branches of a fork write their shrink outputs over each other.",
+    ),
+    _linear(
+        "expand-trusts-a-shrink-of-another-stream",
+        "    pdl = form is LinearForm.SINGLE and supports_pdl(device)\n",
+        "    pdl = supports_pdl(device)\n",
+        source="vllm #31777",
+        why="The expand may start before the kernel ahead of it is done, which is not its shrink.",
+    ),
+    _options(
+        "switch-read-once",
+        '    value = os.environ.get(DUAL_STREAM, "0")\n',
+        '    value = globals().setdefault("_SWITCH", os.environ.get(DUAL_STREAM, "0"))\n',
+        source="vllm #39804",
+        why="A switch that changes while the process runs has no effect.",
+    ),
+    _options(
+        "switch-not-refused-without-streams",
+        '    if value == "1" and streams.stream_module(device) is None:\n',
+        '    if value == "1" and device.type == "meta":\n',
+        source="vllm #37427",
+        why="A platform without streams takes the switch and silently runs without.",
     ),
     _linear(
         "mapping-tables-cleared-by-main",
