@@ -232,7 +232,7 @@ FAULTS = (
         "    while stream is None or stream in tree.streams:\n",
         "    while stream is None:\n",
         source="own",
-        why="torch hands out the same stream twice, and two sides of a fork run one after the other.",
+        why="A stream that torch hands out twice makes two sides run one after the other.",
     ),
     _streams(
         "branches-share-a-number",

@@ -29,7 +29,7 @@ from loragate.oracles.evidence import judge_bits, passed
 from loragate.protocol import Batch, Trial
 
 # each order is two steps in the interpreter
-_ORDERS = 8
+_ORDERS = 6
 # each of them is two steps, and a capture where the case is one of graphs
 _DELAYS = 16
 
