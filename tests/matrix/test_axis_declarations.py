@@ -22,10 +22,10 @@ from loragate.matrix.load import load_cases
 FILES = sorted((pathlib.Path(__file__).parents[2] / "cases").glob("*.yaml"))
 # a new axis in the only place that has to change
 FIELD = """\
-    streams: Annotated[Streams, Axis(sites=_DENSE | _DELTA)] = Streams.ONE
+    lanes: Annotated[Lanes, Axis(sites=_DENSE | _DELTA)] = Lanes.ONE
     # how the case is run"""
 VALUES = """\
-class Streams(StrEnum):
+class Lanes(StrEnum):
     ONE = "one"
     TWO = "two"
 
@@ -41,7 +41,7 @@ from loragate.matrix.load import load_cases
 from loragate.protocol import unsupported
 from loragate.subjects import find_subject
 have = find_subject("torch").capabilities(Machine("cpu", "test", None, 1, 0))
-both = replace(have, supports={**have.supports, "streams": {"one", "two"}})
+both = replace(have, supports={**have.supports, "lanes": {"one", "two"}})
 for case in load_cases(map(Path, sys.argv[1:])):
     print(unsupported(case, have), unsupported(case, both), sep="; ")
 """
@@ -127,33 +127,33 @@ def test_a_new_axis_enters_the_ids_of_cases_without_its_default(
     with_new_axis: Run, sampled: Callable[..., pathlib.Path]
 ) -> None:
     before = ids(with_new_axis(IDS, sampled()))
-    assert ids(with_new_axis(IDS, sampled(row=", streams: one"))) == before
-    two = ids(with_new_axis(IDS, sampled(row=", streams: two")))
+    assert ids(with_new_axis(IDS, sampled(row=", lanes: one"))) == before
+    two = ids(with_new_axis(IDS, sampled(row=", lanes: two")))
     # the sample is the same one, too
-    assert [name.replace(".streams-two", "") for name in two] == before
-    both = ids(with_new_axis(IDS, sampled(row=", streams: [one, two]")))
-    assert 0 < sum(".streams-two" in name for name in both) < len(both)
+    assert [name.replace(".lanes-two", "") for name in two] == before
+    both = ids(with_new_axis(IDS, sampled(row=", lanes: [one, two]")))
+    assert 0 < sum(".lanes-two" in name for name in both) < len(both)
 
 
 def test_an_exclusion_sees_a_new_axis_with_one_value_and_with_several(
     with_new_axis: Run, sampled: Callable[..., pathlib.Path]
 ) -> None:
-    exclude = "{streams: two, rank: 2}"
-    for row in (", streams: two", ", streams: [one, two]"):
+    exclude = "{lanes: two, rank: 2}"
+    for row in (", lanes: two", ", lanes: [one, two]"):
         names = ids(with_new_axis(IDS, sampled(row=row, exclude=exclude)))
-        assert any(".streams-two" in name for name in names)
-        assert not any(".rank-2." in name and ".streams-two" in name for name in names)
-    done = with_new_axis(IDS, sampled(row=", streams: two", exclude="{streams: two}"))
+        assert any(".lanes-two" in name for name in names)
+        assert not any(".rank-2." in name and ".lanes-two" in name for name in names)
+    done = with_new_axis(IDS, sampled(row=", lanes: two", exclude="{lanes: two}"))
     assert "groups.one.rows[0]: every point of it is excluded" in done.stderr
 
 
 @pytest.mark.parametrize(
     ("site", "row", "message"),
     [
-        ("dense_delta", "streams: tow", "given 'tow'; allowed: one, two; nearest: two"),
+        ("dense_delta", "lanes: tow", "given 'tow'; allowed: one, two; nearest: two"),
         (
             "lora_linear",
-            "streams: two",
+            "lanes: two",
             "given for site lora_linear; allowed: for site dense_delta, moe_delta only",
         ),
     ],
@@ -166,15 +166,15 @@ def test_the_errors_of_case_files_cover_a_new_axis(
     message: str,
 ) -> None:
     done = with_new_axis(IDS, sampled(site=site, row=f", {row}"))
-    assert f"cases.yaml:8: groups.one.rows[0].streams: {message}" in done.stderr
+    assert f"cases.yaml:8: groups.one.rows[0].lanes: {message}" in done.stderr
 
 
 def test_a_subject_is_not_run_on_a_new_axis_before_it_states_support(
     with_new_axis: Run, sampled: Callable[..., pathlib.Path]
 ) -> None:
-    done = with_new_axis(SKIP, sampled(row=", streams: two"))
+    done = with_new_axis(SKIP, sampled(row=", lanes: two"))
     assert done.returncode == 0, done.stderr
-    assert set(done.stdout.splitlines()) == {"streams two is not supported; None"}
+    assert set(done.stdout.splitlines()) == {"lanes two is not supported; None"}
     done = with_new_axis(SKIP, sampled())
     assert set(done.stdout.splitlines()) == {"None; None"}
 

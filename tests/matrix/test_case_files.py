@@ -82,11 +82,11 @@ def test_all_problems_of_a_file_are_reported_at_once(write: Write) -> None:
         "tokens, in_features, slices, rank, slots, dtype, "
         "mix, ranks, layout, execution, parallel, tp, "
         "experts, top_k, source, routing, expert_map, sharing, router, write, path, "
-        "ep, quantisation, ids, bias, cut, heads, input_dims, spare_rows"
+        "ep, quantisation, ids, bias, cut, heads, input_dims, spare_rows, streams"
     )
     oracles = (
         "reference, exact, base_rows, canary, repeat, permute, sequence, guard, compile, "
-        "isolation, range, work, batch_invariance, queue"
+        "isolation, range, work, batch_invariance, queue, race, schedule, overlap"
     )
     keys = "tier, oracles, rows, timeout_s, exclude, include, sample"
     slices = "a list of integers >= 1, such as [48, 16, 16]"

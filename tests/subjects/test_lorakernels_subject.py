@@ -28,6 +28,7 @@ from loragate.matrix.case import (
     Sharing,
     Site,
     Source,
+    Streams,
     Write,
 )
 from loragate.protocol import Guard, Trial, unsupported
@@ -91,6 +92,7 @@ def test_it_supports_everything_but_graphs_in_the_interpreter() -> None:
         "bias": frozenset(Bias),
         "cut": frozenset(Cut),
         "input_dims": range(2, 4),
+        "streams": frozenset(Streams),
     }
     assert {axis: have.supports[axis] for axis in everything} == everything
     assert have.supports["rank"] == range(1, 513)

@@ -29,6 +29,12 @@ class Failure(StrEnum):
     BATCH_DEPENDENT = "batch_dependent"
     LATE_READ = "late_read"
     EXTRA_WORK = "extra_work"
+    # two streams touch the same memory without an order
+    RACE = "race"
+    SCHEDULE_DEPENDENT = "schedule_dependent"
+    # work that should run side by side cannot
+    SERIALISED = "serialised"
+    DEADLOCK = "deadlock"
     NOT_REFUSED = "not_refused"
     RECOMPILED = "recompiled"
     RESOURCES_GREW = "resources_grew"
@@ -58,6 +64,9 @@ class OracleName(StrEnum):
     WORK = "work"
     BATCH_INVARIANCE = "batch_invariance"
     QUEUE = "queue"
+    RACE = "race"
+    SCHEDULE = "schedule"
+    OVERLAP = "overlap"
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,6 +30,7 @@ class Group(StrEnum):
     HOST = "launch and operator"
     WEIGHTS = "slots of a layer"
     LAYER = "packed and parallel layer"
+    STREAMS = "streams and their events"
     ADAPTERS = "adapter files and activation"
     ALIGN = "MoE: alignment of pairs"
     MOE_TWO_KERNEL = "MoE: shrink and expand"

@@ -83,6 +83,14 @@ class Execution(StrEnum):
     GRAPH = "graph"
 
 
+class Streams(StrEnum):
+    """What a layer runs on. Without a GPU dual streams are modelled."""
+
+    SEQUENTIAL = "sequential"
+    # the work of the adapters on a stream beside that of the base layer
+    DUAL = "dual"
+
+
 class Parallel(StrEnum):
     """How a LoRA linear layer is cut over tensor-parallel ranks."""
 
@@ -302,6 +310,7 @@ class Case:
     ] = 2
     # rows that an instance can take beyond those of the batch: its buffers are larger than needed
     spare_rows: Annotated[int, Axis(id_name="spare", minimum=0)] = 0
+    streams: Annotated[Streams, Axis(sites=_LINEAR)] = Streams.SEQUENTIAL
     # how the case is run, not what it is: these do not enter the id
     tier: Tier = Tier.SMOKE
     oracles: tuple[OracleName, ...] = (OracleName.REFERENCE,)

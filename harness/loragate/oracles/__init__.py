@@ -6,6 +6,9 @@ from collections.abc import Mapping
 from types import MappingProxyType
 
 from loragate.core.verdict import OracleName
+from loragate.oracles.concurrency.overlap import Overlap
+from loragate.oracles.concurrency.race import Race
+from loragate.oracles.concurrency.schedule import Schedule
 from loragate.oracles.contract.compile import Compile
 from loragate.oracles.contract.guard import GuardedInput
 from loragate.oracles.contract.work import Work
@@ -37,5 +40,8 @@ _ALL: tuple[Oracle, ...] = (
     Work(),
     BatchInvariance(),
     Queue(),
+    Race(),
+    Schedule(),
+    Overlap(),
 )
 ORACLES: Mapping[OracleName, Oracle] = MappingProxyType({oracle.name: oracle for oracle in _ALL})

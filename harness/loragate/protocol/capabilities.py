@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from enum import StrEnum
 from types import MappingProxyType
@@ -112,6 +113,9 @@ class Capabilities:
     guards: frozenset[Guard] = frozenset()
     # torch.compile traces apply() into one graph
     traceable: bool = False
+    # a context within which the subject takes its streams from the given module, which has the
+    # names of torch.cuda; None: it uses the names of torch.cuda itself. Asked without a GPU only
+    streams_from: Callable[[Any], AbstractContextManager[object]] | None = None
     # the reason why a case cannot run although each of its values is supported, or None
     refuses: Callable[[Case], str | None] | None = None
 

@@ -22,6 +22,7 @@ from loragate.core.traces import error_and_place, innermost
 from loragate.core.verdict import Failure, Judgement, OracleName, Verdict, worst
 from loragate.events.case_end import end_of
 from loragate.events.model import CaseFinished
+from loragate.execution.streams.traced import streams_of
 from loragate.matrix.case import Case
 from loragate.matrix.case_run import CaseRun
 from loragate.matrix.plan import beyond_machine
@@ -137,7 +138,8 @@ def _judge(name: OracleName, trial: Trial) -> Judgement:
         reason = oracle.applies(trial)
         if reason is not None:
             return Judgement(name, Verdict.SKIP, message=reason)
-        judgement = oracle.judge(trial)
+        with streams_of(trial):
+            judgement = oracle.judge(trial)
         if trial.machine.device == "cuda":
             # an error in a kernel shows late; it belongs to the oracle that launched the kernel
             with subject_code():

@@ -21,6 +21,7 @@ from loragate.faults.corpus import (
     new_oracles,
     operator,
     shrink,
+    streams,
     weights,
 )
 from loragate.faults.model import Control, Fault, Needs
@@ -43,6 +44,7 @@ FAULTS: tuple[Fault, ...] = (
     *moe_adapters.FAULTS,
     *moe_device.FAULTS,
     *new_oracles.FAULTS,
+    *streams.FAULTS,
 )
 
 CONTROLS: tuple[Control, ...] = (*controls.CONTROLS, *moe_controls.CONTROLS)

@@ -8,7 +8,10 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from importlib import metadata
+from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
@@ -27,6 +30,7 @@ from loragate.matrix.case import (
     Path,
     Quantisation,
     Site,
+    Streams,
 )
 from loragate.protocol import (
     AnyInstance,
@@ -43,12 +47,14 @@ from loragate.subjects.lorakernels.mapping import Mapping, in_dims
 from loragate.subjects.lorakernels.moe_delta import MoEDelta
 from loragate.subjects.lorakernels.moe_layer import MoELayer
 from lorakernels.common.stacked_weights import MAX_RANK
+from lorakernels.dense.forms import LinearForm
 from lorakernels.dense.ops import DenseWorkspace, dense_delta
 from lorakernels.dense.weights import LoRAFactors, SlotWeights
 from lorakernels.layers import partition
 from lorakernels.layers.linear import LoRALinear
 from lorakernels.moe.delta.plan import MAX_FUSED_RANK
 from lorakernels.moe.weights import ExpertWeights
+from lorakernels.runtime import streams
 
 
 class LoraKernelsSubject:
@@ -78,6 +84,7 @@ class LoraKernelsSubject:
                 "heads": range(1 << 16),
                 "input_dims": range(2, 4),
                 "spare_rows": range(1 << 31),
+                "streams": frozenset(Streams),
             },
             # in the interpreter the order in which numpy sums a row depends on the row's place
             place_invariant=not machine.interpreted,
@@ -93,6 +100,7 @@ class LoraKernelsSubject:
             slot_memory=slot_memory,
             guards=frozenset(Guard),
             traceable=True,
+            streams_from=_streams_from,
         )
 
     def open(self, case: Case, machine: Machine, base: BaseLayer | None) -> AnyInstance:
@@ -103,6 +111,10 @@ class LoraKernelsSubject:
         if base is None:
             return _DenseDelta(case, machine)
         return _LoRALinear(case, machine, base)
+
+
+def _streams_from(module: Any) -> AbstractContextManager[object]:
+    return patch.object(streams, "stream_module", lambda device: module)
 
 
 def _roundings(case: Case) -> frozenset[Rounding]:
@@ -157,6 +169,7 @@ class _LoRALinear(Mapping):
     def __init__(self, case: Case, machine: Machine, base: BaseLayer) -> None:
         super().__init__(case, machine)
         self.case = case
+        self.form = LinearForm.DUAL if case.streams is Streams.DUAL else None
         is_cut_by_rows = case.parallel is Parallel.ROW and case.cut is Cut.PADDED
         self.ranks = [
             LoRALinear(
@@ -192,7 +205,7 @@ class _LoRALinear(Mapping):
             if inputs.live < inputs.size:
                 local = functional.pad(local, (0, inputs.size - inputs.live))
             local = in_dims(local, self.case.input_dims)
-            y = layer(local, self.metadata, self.workspace)
+            y = layer(local, self.metadata, self.workspace, form=self.form)
             outputs.append(y.view(len(x), y.shape[-1]))
         if self.case.parallel is Parallel.ROW:
             total: Tensor = functools.reduce(torch.add, outputs)

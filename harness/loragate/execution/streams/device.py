@@ -1,0 +1,154 @@
+"""Real streams: what torch reports of events and syncs, and the launches of compiled kernels.
+
+torch reports through callbacks that cannot be taken back: they are registered once, and pass on
+what they get to the recorder of the moment.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from functools import cache
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import Tensor
+from torch.cuda import _gpu_trace
+from torch.utils._pytree import tree_leaves
+
+from loragate.execution.streams.recorder import Recorder
+from loragate.execution.trace.ttir import pointer_use
+
+
+def current_handle() -> int:
+    """The current stream, as the callbacks of torch name it."""
+    return int(torch.cuda.current_stream().cuda_stream)
+
+
+@contextmanager
+def recorded_device(recorder: Recorder) -> Iterator[None]:
+    """Within, streams, events, syncs and compiled kernels are operations of the recorder.
+
+    A capture counts as if the graph ran where it is captured, and as finished at its end.
+    """
+    from triton.runtime.jit import JITFunction
+
+    _listen()
+    run, end = JITFunction.run, torch.cuda.CUDAGraph.capture_end
+    keep = Tensor.record_stream
+
+    def launched(kernel: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
+        is_seen = not (warmup or recorder.is_muted)
+        if is_seen:
+            recorder.next_call()
+        compiled = run(kernel, *args, grid=grid, warmup=warmup, **options)
+        if is_seen and compiled is not None:
+            _record_kernel(recorder, kernel, compiled, args, options)
+        return compiled
+
+    def captured(graph: Any) -> None:
+        end(graph)
+        recorder.sync()
+
+    def kept(tensor: Tensor, stream: Any) -> None:
+        with recorder.muted():
+            keep(tensor, stream)
+        recorder.keep(tensor, int(stream.cuda_stream))
+
+    with ExitStack() as stack:
+        stack.enter_context(patch.object(JITFunction, "run", launched))
+        stack.enter_context(patch.object(torch.cuda.CUDAGraph, "capture_end", captured))
+        stack.enter_context(patch.object(Tensor, "record_stream", kept))
+        stack.enter_context(patch.object(_LISTENER, "recorder", recorder))
+        yield
+
+
+class _Listener:
+    """Passes reports on. A handle may belong to one event after another: each has its number."""
+
+    def __init__(self) -> None:
+        self.recorder: Recorder | None = None
+        self._numbers: dict[int, int] = {}
+        self._created = 0
+
+    def create(self, event: int, *_: Any) -> None:
+        self._created += 1
+        self._numbers[event] = self._created
+
+    def record(self, event: int, stream: int, *_: Any) -> None:
+        if self.recorder is not None:
+            self.recorder.record(self._number(event), stream)
+
+    def wait(self, event: int, stream: int, *_: Any) -> None:
+        if self.recorder is not None:
+            self.recorder.wait(self._number(event), stream)
+
+    def sync_device(self, *_: Any) -> None:
+        if self.recorder is not None:
+            self.recorder.sync()
+
+    def sync_stream(self, stream: int, *_: Any) -> None:
+        if self.recorder is not None:
+            self.recorder.sync(stream=stream)
+
+    def sync_event(self, event: int, *_: Any) -> None:
+        if self.recorder is not None:
+            self.recorder.sync(event=self._number(event))
+
+    def _number(self, event: int) -> int:
+        if event not in self._numbers:
+            self.create(event)
+        return self._numbers[event]
+
+
+_LISTENER = _Listener()
+
+
+@cache
+def _listen() -> None:
+    torch._C._activate_gpu_trace()
+    registered: tuple[tuple[Callable[[Any], None], Callable[..., None]], ...] = (
+        (_gpu_trace.register_callback_for_event_creation, _LISTENER.create),
+        (_gpu_trace.register_callback_for_event_record, _LISTENER.record),
+        (_gpu_trace.register_callback_for_event_wait, _LISTENER.wait),
+        (_gpu_trace.register_callback_for_device_synchronization, _LISTENER.sync_device),
+        (_gpu_trace.register_callback_for_stream_synchronization, _LISTENER.sync_stream),
+        (_gpu_trace.register_callback_for_event_synchronization, _LISTENER.sync_event),
+    )
+    for register, callback in registered:
+        register(callback)
+
+
+def _record_kernel(
+    recorder: Recorder,
+    kernel: Any,
+    compiled: Any,
+    args: tuple[Any, ...],
+    options: dict[str, Any],
+) -> None:
+    use = pointer_use(compiled.asm["ttir"])
+    pointers = _pointers(kernel.arg_names, args, options)
+    if use.through_reads or use.through_writes:
+        recorder.followed.add(kernel.fn.__name__)
+    used = [
+        (tensor, is_write, name)
+        for number, (name, tensor) in enumerate(pointers)
+        for is_write, numbers in ((False, use.reads), (True, use.writes))
+        if number in numbers
+    ]
+    recorder.launch(kernel.fn.__name__, recorder.accesses(used, recorder.current()))
+
+
+def _pointers(
+    names: list[str], args: tuple[Any, ...], options: dict[str, Any]
+) -> list[tuple[str, Tensor]]:
+    """The tensors among the arguments, those in tuples as well, in the order of the kernel."""
+    given = {**dict(zip(names, args, strict=False)), **options}
+    found = []
+    for name in names:
+        for leaf in tree_leaves(given.get(name)):
+            tensor = getattr(leaf, "base", leaf)
+            if isinstance(tensor, Tensor):
+                found.append((name, tensor))
+    return found

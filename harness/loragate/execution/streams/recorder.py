@@ -1,0 +1,319 @@
+"""Records what a step asks streams to do: ATen operators here, Triton launches by their hooks.
+
+ATen operators are seen below autograd, with the bytes that their schema says they read and write:
+all elements of their tensors, also where they use an index. A custom operator that is written in
+Python is looked into; any other one is taken by its schema.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from loragate.execution.streams.memory import Block, Blocks, spans_of
+from loragate.execution.trace.operations import (
+    HOST,
+    Access,
+    Free,
+    Launch,
+    Operation,
+    Record,
+    Stack,
+    Sync,
+    Trace,
+    Wait,
+)
+
+_FRAMES = 10
+_TORCH = Path(torch.__file__).parent
+_FOREIGN = (
+    f"{_TORCH}/",
+    f"{_TORCH.with_name('triton')}/",
+    f"{Path(__file__).parents[1]}/",
+    contextlib.__file__,
+)
+# from here on outwards nothing belongs to the subject
+_HARNESS = tuple(f"{Path(__file__).parents[2] / folder}/" for folder in ("protocol", "oracles"))
+# operators whose result the host has to wait for
+_READ_BY_HOST = frozenset({"_local_scalar_dense", "nonzero", "masked_select", "equal"})
+_INDEXED = frozenset({"index", "index_put", "index_put_", "_unsafe_index"})
+
+
+class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """`current` gives the number of the current stream. With `replays`, memory is kept alive and
+    every launch can be done again: `replays[i]` is launch i of the trace.
+
+    It is also the observer of modelled streams.
+    """
+
+    def __init__(self, device: str, current: Callable[[], int], *, replays: bool = False) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.blocks = Blocks(device, keep=replays)
+        self.replays: dict[int, Callable[[], object]] = {}
+        self.current = current
+        # kernels that follow addresses which they load themselves: what they touch is not known
+        self.followed: set[str] = set()
+        # called with the number of each operator and each launch, before it is queued
+        self.before_call: Callable[[int], None] = lambda number: None
+        # launch of the trace -> number of its call
+        self.calls: dict[int, int] = {}
+        self._calls = 0
+        self._operations: list[Operation] = []
+        self._kept: defaultdict[int, set[int]] = defaultdict(set)
+        self._muted = False
+
+    @property
+    def length(self) -> int:
+        """How many operations have been recorded."""
+        return len(self._operations)
+
+    def trace(self) -> Trace:
+        names = {block.number: block.name for block in self.blocks.all.values()}
+        streams = [s for s in self._streams() if s != HOST]
+        sides = {s: f"side stream {k}" for k, s in enumerate(streams) if k}
+        return Trace(
+            tuple(self._operations), names, {streams[0]: "main", **sides} if streams else {}
+        )
+
+    def name(self, tensors: Mapping[str, Tensor | None], *, on_host: bool = False) -> None:
+        """What reports call the memory of these tensors, which belongs to the current stream."""
+        for name, tensor in tensors.items():
+            if tensor is not None:
+                self._block(tensor, self.current(), name=name, on_host=on_host)
+
+    @contextmanager
+    def muted(self) -> Iterator[None]:
+        """Within, nothing is recorded."""
+        before, self._muted = self._muted, True
+        try:
+            yield
+        finally:
+            self._muted = before
+
+    @property
+    def is_muted(self) -> bool:
+        return self._muted
+
+    def on_host(self, tensor: Tensor, *, is_write: bool, name: str = "") -> None:
+        """The host itself reads or writes a tensor."""
+        self._launch(HOST, "host", self.accesses([(tensor, is_write, name)], HOST))
+
+    def launch(
+        self,
+        name: str,
+        accesses: Iterable[Access],
+        replay: Callable[[], object] | None = None,
+        *,
+        stream: int | None = None,
+    ) -> None:
+        """Work that was queued on a stream, the current one if none is given."""
+        self._free_unheld()
+        self._launch(self.current() if stream is None else stream, name, tuple(accesses), replay)
+
+    def accesses(self, used: Iterable[tuple[Tensor, bool, str]], stream: int) -> tuple[Access, ...]:
+        """All elements of tensors that are read, or written, under a name."""
+        found = []
+        for tensor, is_write, name in used:
+            block = self._block(tensor, stream, name=name or _described(tensor))
+            if block is not None:
+                found.append(Access(block.number, spans_of(tensor), is_write, name))
+        return tuple(found)
+
+    def next_call(self) -> None:
+        """An operator or a launch is about to be queued."""
+        self._calls += 1
+        with self.muted():
+            self.before_call(self._calls)
+
+    # what streams and events are asked to do
+
+    def record(self, event: int, stream: int) -> None:
+        self._free_unheld()
+        self._operations.append(Record(event, stream))
+
+    def wait(self, event: int, stream: int) -> None:
+        self._free_unheld()
+        self._operations.append(Wait(event, stream, stack_here()))
+
+    def sync(self, *, stream: int | None = None, event: int | None = None) -> None:
+        self._free_unheld()
+        self._operations.append(Sync(stream, event))
+
+    def keep(self, tensor: Tensor, stream: int) -> None:
+        block = self._block(tensor, self.current(), name=_described(tensor))
+        if block is not None:
+            self._kept[block.number].add(stream)
+
+    # what operators do
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        if self._muted:
+            return func(*args, **kwargs)
+        if func.namespace not in ("aten", "prim", "prims"):
+            before = len(self._operations)
+            with self:
+                result = func.redispatch(_backend(args, kwargs), *args, **kwargs)
+            if len(self._operations) > before:
+                return result
+            # nothing of it was seen: its schema says what it does
+            return self._operator(func, args, kwargs, lambda: result)
+        return self._operator(func, args, kwargs, lambda: func(*args, **kwargs))
+
+    def _operator(
+        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], call: Callable[[], Any]
+    ) -> Any:
+        self._free_unheld()
+        self.next_call()
+        used = list(_used(func, args, kwargs))
+        # memory has to be known before it is written
+        accesses = self.accesses(used, self.current())
+        on_host = bool(accesses) and all(self.blocks.all[a.block].on_host for a in accesses)
+        stream = HOST if on_host else self.current()
+        result = call()
+        known = {tensor.untyped_storage()._cdata for tensor, _, _ in used}
+        outputs = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
+        fresh = [t for t in outputs if t.untyped_storage()._cdata not in known]
+        name = str(func.overloadpacket.__name__)
+        for tensor in fresh:
+            described = f"result of {name}, {_facts(tensor)}"
+            self._block(tensor, stream, name=described, is_fresh=True, on_host=on_host)
+        is_allocation = name.startswith(("empty", "new_empty"))
+        does_something = any(access.is_write for access in accesses) or not outputs or fresh
+        if does_something and not is_allocation:
+            written = self.accesses([(tensor, True, "") for tensor in fresh], stream)
+            replay = _Again(func, args, kwargs, outputs, fresh) if self.blocks.keep else None
+            self._launch(stream, name, (*accesses, *written), replay)
+        if self._host_waits(name, args, kwargs, [*(t for t, _, _ in used), *fresh]):
+            self._operations.append(Sync(stream=stream))
+        return result
+
+    def _host_waits(
+        self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[Tensor]
+    ) -> bool:
+        if name in _READ_BY_HOST or (name in _INDEXED and _has_mask(args)):
+            return True
+        # a copy from or to the host
+        if len({tensor.device.type for tensor in tensors}) < 2:
+            return False
+        is_queued = kwargs.get("non_blocking", False) or args[2:3] == (True,)
+        return name in ("copy_", "_to_copy") and not is_queued
+
+    def _launch(
+        self,
+        stream: int,
+        name: str,
+        accesses: tuple[Access, ...],
+        replay: Callable[[], object] | None = None,
+    ) -> None:
+        self.calls[len(self._operations)] = self._calls
+        if replay is not None:
+            self.replays[len(self._operations)] = replay
+        self._operations.append(Launch(stream, name, accesses, stack_here()))
+
+    def _free_unheld(self) -> None:
+        for block in self.blocks.freed():
+            # the allocator of pinned memory waits by itself
+            if not block.on_host:
+                used_by = frozenset(self._kept.pop(block.number, ()))
+                stack = stack_here()
+                free = Free(block.number, block.stream, block.size, used_by, stack)
+                self._operations.append(free)
+
+    def _block(self, tensor: Tensor, stream: int, **facts: Any) -> Block | None:
+        # keeping the content of a block is no work of the subject
+        with self.muted():
+            return self.blocks.of(tensor, stream, **facts)
+
+    def _streams(self) -> list[int]:
+        found = [op.stream for op in self._operations if isinstance(op, (Launch, Record, Wait))]
+        return list(dict.fromkeys(found))
+
+
+class _Again:
+    """An operator that is called once more and leaves its results in the same memory."""
+
+    def __init__(
+        self,
+        func: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        outputs: list[Tensor],
+        fresh: list[Tensor],
+    ) -> None:
+        self._func, self._args, self._kwargs = func, args, kwargs
+        self._outputs, self._fresh = outputs, {id(tensor) for tensor in fresh}
+
+    def __call__(self) -> None:
+        again = tree_leaves(self._func(*self._args, **self._kwargs))
+        tensors = [leaf for leaf in again if isinstance(leaf, Tensor)]
+        for new, old in zip(tensors, self._outputs, strict=True):
+            if id(old) in self._fresh:
+                old.copy_(new)
+
+
+def stack_here() -> Stack:
+    """The callers, innermost first, without the frames of torch, Triton and the harness."""
+    frames: list[tuple[str, int, str]] = []
+    frame = sys._getframe(1)
+    while frame is not None and len(frames) < _FRAMES:
+        code = frame.f_code
+        if code.co_filename.startswith(_HARNESS):
+            break
+        if not code.co_filename.startswith(_FOREIGN):
+            frames.append((code.co_filename, frame.f_lineno, code.co_name))
+        frame = frame.f_back  # type: ignore[assignment]
+    return tuple(frames)
+
+
+def _used(
+    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Iterator[tuple[Tensor, bool, str]]:
+    """Tensors among the arguments, whether the schema says that they are written, their names."""
+    for position, argument in enumerate(func._schema.arguments):
+        if position < len(args):
+            value = args[position]
+        elif argument.name in kwargs:
+            value = kwargs[argument.name]
+        else:
+            continue
+        is_write = argument.alias_info is not None and argument.alias_info.is_write
+        for leaf in tree_leaves(value):
+            if isinstance(leaf, Tensor):
+                yield leaf, is_write, ""
+
+
+def _has_mask(args: tuple[Any, ...]) -> bool:
+    indices = args[1] if len(args) > 1 else ()
+    return any(isinstance(i, Tensor) and i.dtype in (torch.bool, torch.uint8) for i in indices)
+
+
+def _backend(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+    on_gpu = any(tensor.is_cuda for tensor in tensors)
+    key = torch._C.DispatchKey.CUDA if on_gpu else torch._C.DispatchKey.CPU
+    return torch._C.DispatchKeySet(key)
+
+
+def _described(tensor: Tensor) -> str:
+    return f"a tensor, {_facts(tensor)}"
+
+
+def _facts(tensor: Tensor) -> str:
+    return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"

@@ -1,0 +1,1 @@
+"""What ran on which stream, and what follows from it: pure, without torch."""

@@ -1,0 +1,163 @@
+"""Which pointer arguments of a Triton kernel are read and written, from the text of its TTIR. Pure.
+
+The walk follows pointers from loads and stores back to arguments, through loops and branches, and
+marks what is reached through addresses that the kernel loads itself. Triton's own analysis in torch
+gives up on every kernel with inline assembly, such as one with programmatic dependent launch.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import lru_cache
+
+_VALUE = re.compile(r"%[\w$.-]+(?:#\d+)?")
+_RESULT = re.compile(r"^(?P<names>%[\w$.:, %-]+?) = (?P<rest>.*)$")
+_ARGUMENT = re.compile(r"(%[\w$.-]+): (?:!tt\.ptr<|!tt\.tensordesc<)")
+_PAIR = re.compile(r"(%[\w$.-]+) = (%[\w$.-]+(?:#\d+)?)")
+_READS = ("tt.load", "tt.descriptor_load", "tt.descriptor_gather")
+_WRITES = ("tt.store", "tt.descriptor_store", "tt.descriptor_scatter")
+_BOTH = ("tt.atomic_rmw", "tt.atomic_cas", "tt.descriptor_reduce")
+
+
+@dataclass(frozen=True, slots=True)
+class PointerUse:
+    """Numbers of pointer arguments, counted without the other arguments; `through_*` are those in
+    which a kernel finds the addresses that it reads and writes."""
+
+    reads: frozenset[int]
+    writes: frozenset[int]
+    through_reads: frozenset[int] = frozenset()
+    through_writes: frozenset[int] = frozenset()
+
+
+@lru_cache(maxsize=256)
+def pointer_use(ttir: str) -> PointerUse:
+    """Of the public function of a module whose calls are inlined."""
+    walk = _Walk()
+    for line in ttir.splitlines():
+        walk.take(line.split(" loc(")[0].strip() if "tt.func" not in line else line.strip())
+    found: dict[tuple[bool, bool], set[int]] = defaultdict(set)
+    for value, is_write in walk.accesses:
+        for number, is_loaded in walk.sources(value):
+            found[is_loaded, is_write].add(number)
+    return PointerUse(
+        *(frozenset(found[key]) for key in ((False, False), (False, True))),
+        *(frozenset(found[key]) for key in ((True, False), (True, True))),
+    )
+
+
+@dataclass(slots=True)
+class _Region:
+    """An operation with regions: the values that it defines, and those that its bodies start with;
+    both get what the ends of its bodies hand over."""
+
+    results: list[str] = field(default_factory=list)
+    carried: list[str] = field(default_factory=list)
+    # from the condition of a while loop to its body
+    passed: list[str] = field(default_factory=list)
+
+
+class _Walk:
+    def __init__(self) -> None:
+        self.arguments: dict[str, int] = {}
+        # values and whether they are written through
+        self.accesses: list[tuple[str, bool]] = []
+        # value -> (where it comes from, whether it was loaded from there)
+        self._from: defaultdict[str, list[tuple[str, bool]]] = defaultdict(list)
+        self._regions: list[_Region] = []
+        # regions side by side use the same names for other values
+        self._defined: dict[str, str] = {}
+        self._count = 0
+
+    def sources(self, value: str) -> Iterator[tuple[int, bool]]:
+        """Numbers of arguments that a value points to; True: whose content it points to."""
+        seen, todo = set[tuple[str, bool]](), [(value, False)]
+        while todo:
+            here = todo.pop()
+            if here in seen:
+                continue
+            seen.add(here)
+            name, is_loaded = here
+            if name in self.arguments:
+                yield self.arguments[name], is_loaded
+            todo += [(origin, is_loaded or loaded) for origin, loaded in self._from[name]]
+
+    def take(self, line: str) -> None:
+        if line.startswith("tt.func"):
+            if "public" in line:
+                pointers = self._define(_ARGUMENT.findall(line))
+                self.arguments = {name: number for number, name in enumerate(pointers)}
+            self._regions.append(_Region())
+        elif line.startswith("}"):
+            if not line.endswith("{") and self._regions:
+                self._regions.pop()
+        elif line.startswith("^"):
+            self._hand_over(self._regions[-1].passed, self._define(_VALUE.findall(line)))
+        else:
+            self._take_operation(line)
+
+    def _take_operation(self, line: str) -> None:
+        names, rest = _split(line)
+        operation = rest.split(" ", 1)[0].strip('"')
+        operands = [self._defined.get(v, v) for v in _VALUE.findall(rest.split(" : ")[0])]
+        if operation == "scf.yield":
+            self._hand_over(operands, self._regions[-1].results, self._regions[-1].carried)
+        elif operation == "scf.condition":
+            self._regions[-1].passed = operands[1:]
+            self._hand_over(operands[1:], self._regions[-1].results)
+        elif operation in ("scf.for", "scf.while", "scf.if"):
+            self._open(names, rest)
+        else:
+            self._follow(operation, self._define(names), operands, rest)
+            if line.endswith("{"):
+                self._regions.append(_Region())
+
+    def _define(self, names: list[str]) -> list[str]:
+        self._count += 1
+        self._defined |= {name: f"{name} {self._count}" for name in names}
+        return [self._defined[name] for name in names]
+
+    def _open(self, names: list[str], rest: str) -> None:
+        # what stands before is the counter of the loop
+        pairs = _PAIR.findall(rest.split("iter_args(")[-1] if "scf.for" in rest else rest)
+        starts = [self._defined.get(start, start) for _, start in pairs]
+        results, carried = self._define(names), self._define([inside for inside, _ in pairs])
+        self._hand_over(starts, carried)
+        self._hand_over(carried, results)
+        self._regions.append(_Region(results, carried))
+
+    def _hand_over(self, operands: list[str], *targets: list[str]) -> None:
+        for names in targets:
+            for name, value in zip(names, operands, strict=False):
+                self._from[name].append((value, False))
+
+    def _follow(self, operation: str, names: list[str], operands: list[str], rest: str) -> None:
+        is_read = operation in (*_READS, *_BOTH)
+        is_write = operation in (*_WRITES, *_BOTH)
+        if operands and (is_read or is_write):
+            self.accesses += [(operands[0], False)] * is_read + [(operands[0], True)] * is_write
+            for name in names:
+                self._from[name].append((operands[0], True))
+            return
+        if operation == "tt.elementwise_inline_asm" and "!tt.ptr<" in rest:
+            # assembly that gets a pointer may do anything with it
+            self.accesses += [(value, w) for value in operands for w in (False, True)]
+        # an offset is no pointer
+        origins = operands[:1] if operation in ("tt.addptr", "tt.advance") else operands
+        for name in names:
+            self._from[name] += [(origin, False) for origin in origins]
+
+
+def _split(line: str) -> tuple[list[str], str]:
+    """The values that a line defines, and the rest of it."""
+    match = _RESULT.match(line)
+    if match is None:
+        return [], line
+    names: list[str] = []
+    for part in match["names"].split(","):
+        name, _, count = part.strip().partition(":")
+        names += [f"{name}#{k}" for k in range(int(count))] if count else [name]
+    return names, match["rest"]

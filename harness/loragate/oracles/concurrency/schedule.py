@@ -1,0 +1,116 @@
+"""The result does not depend on which stream is ahead.
+
+On modelled streams the launches of two steps are done again in other orders that the events allow,
+from the same memory: all of them where they are few, otherwise each stream as early and as late as
+possible, and orders drawn from the seed of the trial. The data need no rounding, so that each order
+must give the bits of the host's order, which are also those of the sequential form.
+
+On real streams a kernel that spins delays one stream at one record, wait or change of streams at a
+time, inside a capture as well: at every such place where they are few, else at some drawn ones.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from loragate.core.verdict import Failure, Judgement, OracleName
+from loragate.execution.streams.interpreted import NeverSatisfied
+from loragate.execution.streams.replay import difference, replayed
+from loragate.execution.streams.traced import (
+    TracedSteps,
+    queued_steps,
+    sequential_results,
+    steps_of,
+    traced_steps,
+)
+from loragate.execution.trace.orders import Order, legal_orders
+from loragate.oracles.concurrency.race import needs_streams, never_satisfied
+from loragate.oracles.evidence import judge_bits, passed
+from loragate.protocol import Batch, Trial
+
+# each order is two steps in the interpreter
+_ORDERS = 6
+# each of them is two steps, and a capture where the case is one of graphs
+_DELAYS = 16
+
+
+class Schedule:
+    name = OracleName.SCHEDULE
+
+    def applies(self, trial: Trial) -> str | None:
+        return needs_streams(trial)
+
+    def judge(self, trial: Trial) -> Judgement:
+        if trial.machine.device == "cuda":
+            return self._judge_delays(trial)
+        try:
+            steps = traced_steps(trial, replays=True)
+            return self._judge(trial, steps)
+        except NeverSatisfied as error:
+            return never_satisfied(self.name, str(error))
+
+    def _judge(self, trial: Trial, steps: TracedSteps) -> Judgement:
+        recorded = [result.clone() for result in steps.results]
+        wanted = sequential_results(trial)
+        if wanted is not None:
+            wrong = self._compare(trial, steps.batches, recorded, wanted, "the sequential form")
+            if wrong is not None:
+                return wrong
+        trace = steps.recorder.trace()
+        usual, *others = legal_orders(trace, limit=_ORDERS, seed=trial.seed)
+        order: Order
+        for order in (usual, *others):
+            try:
+                results = replayed(steps, order)
+            except NeverSatisfied as error:
+                place = difference(trace, order, usual)
+                return never_satisfied(self.name, f"{error}, with {place}")
+            claim = f"the order of the host, with {difference(trace, order, usual)}"
+            wrong = self._compare(trial, steps.batches, results, recorded, claim)
+            if wrong is not None:
+                return wrong
+        return passed(self.name, orders=float(1 + len(others)))
+
+    def _judge_delays(self, trial: Trial) -> Judgement:
+        from loragate.execution.streams.delays import chosen_places, delayed
+
+        batches = steps_of(trial)
+        with delayed() as places:
+            first = queued_steps(trial)
+        wanted = sequential_results(trial)
+        if wanted is not None:
+            wrong = self._compare(trial, batches, first, wanted, "the sequential form")
+            if wrong is not None:
+                return wrong
+        chosen = chosen_places(places.passed, limit=_DELAYS, seed=trial.seed)
+        for place in chosen:
+            with delayed(place):
+                results = queued_steps(trial)
+            claim = f"a run without delays, with a delay at place {place} of {places.passed}"
+            wrong = self._compare(trial, batches, results, first, claim)
+            if wrong is not None:
+                return wrong
+        return passed(self.name, places=float(places.passed), delays=float(len(chosen)))
+
+    def _compare(
+        self,
+        trial: Trial,
+        batches: list[Batch],
+        results: list[Tensor],
+        wanted: list[Tensor],
+        claim: str,
+    ) -> Judgement | None:
+        for step, batch in enumerate(batches):
+            wrong = judge_bits(
+                trial,
+                batch,
+                # either zero is right where forms add in another order
+                results[step] + 0.0,
+                wanted[step] + 0.0,
+                oracle=self.name,
+                failure=Failure.SCHEDULE_DEPENDENT,
+                claim=f"{claim} (step {step})",
+            )
+            if wrong is not None:
+                return wrong
+        return None

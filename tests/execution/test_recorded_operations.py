@@ -1,0 +1,178 @@
+"""What is recorded of ATen operators and of Triton launches in the interpreter."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from loragate.core.machine import interpreter_is_on
+from loragate.execution.streams.interpreted import NeverSatisfied, recorded_launches
+from loragate.execution.streams.model import current_number, modelled_streams
+from loragate.execution.streams.recorder import Recorder
+from loragate.execution.trace.conflicts import conflicts
+from loragate.execution.trace.operations import HOST, Free, Launch, Sync
+from loragate.execution.trace.orders import legal_orders
+
+interpreted = pytest.mark.skipif(not interpreter_is_on(), reason="needs Triton's interpreter")
+
+
+@contextmanager
+def recording(*, replays: bool = False) -> Iterator[Recorder]:
+    recorder = Recorder("cpu", current_number, replays=replays)
+    with modelled_streams(recorder), recorded_launches(recorder), recorder:
+        yield recorder
+
+
+def launches(recorder: Recorder) -> list[Launch]:
+    return [op for op in recorder.trace().operations if isinstance(op, Launch)]
+
+
+def touched(recorder: Recorder, launch: Launch, tensor: Tensor) -> dict[bool, list[int]]:
+    """Elements of a tensor's storage that a launch reads (False) and writes (True)."""
+    block = recorder.blocks.of(tensor, 0, name="")
+    assert block is not None
+    size = tensor.element_size()
+    found: dict[bool, list[int]] = {}
+    for access in launch.accesses:
+        if access.block == block.number:
+            elements = [e for a, b in access.spans for e in range(a // size, b // size)]
+            found[access.is_write] = sorted({*found.get(access.is_write, []), *elements})
+    return found
+
+
+def test_an_operator_reads_and_writes_what_its_schema_says() -> None:
+    x, y = torch.ones(4, 6), torch.zeros(4, 6)
+    with recording() as recorder:
+        y[:, 2:4].add_(x[1, :2])[0].mul_(2)
+        torch.mul(x[0], 3, out=y[3])
+        y.view(2, 12).t()
+        torch.empty(7)
+    add, mul, out = launches(recorder)
+    assert touched(recorder, add, y) == {True: [2, 3, 8, 9, 14, 15, 20, 21]}
+    assert touched(recorder, mul, y) == {True: [2, 3]}
+    assert touched(recorder, out, y) == {True: list(range(18, 24))}
+    assert touched(recorder, out, x) == {False: list(range(6))}
+
+
+def test_an_operator_written_in_python_is_looked_into() -> None:
+    @torch.library.custom_op("loragate_test::half_of", mutates_args=("out",))
+    def half_of(x: Tensor, out: Tensor) -> None:
+        out[:2] = x[:2] * 2
+
+    x, out = torch.ones(4), torch.zeros(4)
+    with recording() as recorder:
+        half_of(x, out)
+    mul, copy = launches(recorder)
+    assert touched(recorder, mul, x) == {False: [0, 1]}
+    assert touched(recorder, copy, out) == {True: [0, 1]}
+
+
+def test_the_host_does_what_uses_host_memory_only_and_waits_for_values() -> None:
+    mapping, table = torch.tensor([1, 0]), torch.ones(2)
+    with recording() as recorder:
+        recorder.name({"mapping": mapping}, on_host=True)
+        rows = mapping + mapping
+        table[0].item()
+        table.add_(rows)
+    operations = recorder.trace().operations
+    assert [op.stream for op in operations if isinstance(op, Launch)] == [HOST, 0, 0]
+    assert Sync(stream=0) in operations
+
+
+def test_memory_is_free_when_nothing_holds_it_and_after_the_streams_that_record_it() -> None:
+    with recording() as recorder:
+        side = torch.cuda.Stream()
+        for is_kept in (False, True):
+            x = torch.ones(8)
+            if is_kept:
+                x.record_stream(side)
+            del x
+        torch.cuda.Event().record()
+    frees = [op for op in recorder.trace().operations if isinstance(op, Free)]
+    assert [free.used_by for free in frees] == [frozenset(), frozenset({side.number})]
+    assert all(free.stream == 0 and free.size == 32 for free in frees)
+
+
+@triton.jit
+def move_columns(x_ptr, out_ptr, stride, WIDTH: tl.constexpr, LIVE: tl.constexpr):  # type: ignore[no-untyped-def]
+    columns = tl.arange(0, WIDTH)
+    row = tl.program_id(0)
+    values = tl.load(x_ptr + row * stride + columns, mask=columns < LIVE)
+    tl.store(out_ptr + row * stride + 1 + columns, values, mask=columns < LIVE)
+
+
+@triton.jit
+def wait_for(flag_ptr):  # type: ignore[no-untyped-def]
+    while tl.load(flag_ptr) == 0:
+        pass
+
+
+@triton.jit
+def set_flag(flag_ptr):  # type: ignore[no-untyped-def]
+    tl.atomic_add(flag_ptr, 1)
+
+
+@interpreted
+def test_a_launch_accesses_exactly_the_bytes_of_its_programs() -> None:
+    x, out = torch.ones(3, 6, dtype=torch.float16), torch.zeros(3, 6, dtype=torch.float16)
+    with recording() as recorder:
+        move_columns[(2,)](x, out, 6, WIDTH=4, LIVE=3)
+    (launch,) = launches(recorder)
+    assert launch.name == "move_columns"
+    assert touched(recorder, launch, x) == {False: [0, 1, 2, 6, 7, 8]}
+    assert touched(recorder, launch, out) == {True: [1, 2, 3, 7, 8, 9]}
+    assert {access.name for access in launch.accesses} == {"x_ptr", "out_ptr"}
+
+
+@interpreted
+def test_columns_side_by_side_are_no_conflict_and_the_same_columns_are() -> None:
+    for shift, expected in ((3, 0), (2, 1)):
+        x, out = torch.ones(4, 8), torch.zeros(4, 9)
+        with recording() as recorder:
+            move_columns[(4,)](x, out, 8, WIDTH=4, LIVE=3)
+            with torch.cuda.stream(torch.cuda.Stream()):
+                move_columns[(4,)](x, out.view(-1)[shift:], 8, WIDTH=4, LIVE=3)
+        assert len(conflicts(recorder.trace())) == expected
+
+
+@interpreted
+def test_a_launch_is_done_again_in_another_order() -> None:
+    x, out = torch.ones(4, 8), torch.zeros(4, 9)
+    with recording(replays=True) as recorder:
+        move_columns[(4,)](x, out, 8, WIDTH=4, LIVE=3)
+        with torch.cuda.stream(torch.cuda.Stream()):
+            x.fill_(2)
+    results = []
+    for order in legal_orders(recorder.trace(), limit=9, seed=0):
+        recorder.blocks.restore()
+        for index in order:
+            recorder.replays[index]()
+        results.append(float(out[0, 1]))
+    assert results == [1, 2]
+
+
+@interpreted
+def test_a_kernel_that_waits_for_what_comes_later_is_reported() -> None:
+    flag = torch.zeros(1, dtype=torch.int32)
+    with pytest.raises(NeverSatisfied, match="kernel wait_for reads the same place"), recording():
+        wait_for[(1,)](flag)
+
+
+@interpreted
+def test_a_wait_that_only_one_order_satisfies_is_reported_in_the_other_one() -> None:
+    flag = torch.zeros(1, dtype=torch.int32)
+    with recording(replays=True) as recorder:
+        set_flag[(1,)](flag)
+        with torch.cuda.stream(torch.cuda.Stream()):
+            wait_for[(1,)](flag)
+    orders = legal_orders(recorder.trace(), limit=9, seed=0)
+    assert len(orders) == 2
+    recorder.blocks.restore()
+    with pytest.raises(NeverSatisfied):
+        recorder.replays[orders[1][0]]()
