@@ -105,7 +105,7 @@ def _bound(module: Module, node: ast.AST) -> Found:
 
 def _swapped_arguments(module: Module, node: ast.AST) -> Found:
     """Two neighbouring arguments of the same form."""
-    if not isinstance(node, ast.Call) or _name(node.func) in _SYMMETRIC:
+    if not isinstance(node, ast.Call) or called(node.func) in _SYMMETRIC:
         return
     for first, second in zip(node.args, node.args[1:], strict=False):
         alike = type(first) is type(second) and isinstance(
