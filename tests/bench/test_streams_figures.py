@@ -176,6 +176,12 @@ def test_a_second_stream_must_gain_15_percent_on_one_row_of_the_table() -> None:
     assert won.bars()[4].note == lost[0].row.id
 
 
+def test_a_second_stream_is_compared_with_shrinking_ahead_as_well() -> None:
+    assert linear(DOWN, single=3.0, ahead=2.0, dual=1.8, planned=1.8).dual_ratio == pytest.approx(
+        0.9
+    )
+
+
 def test_an_input_projection_that_is_planned_badly_misses_a_bar_for_itself() -> None:
     name = "input projection of a gated delta net, planned form over the fastest, worst row"
     run = figures(gdn(GDN, chosen="merged", planned=16.0))

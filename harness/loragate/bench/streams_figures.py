@@ -108,6 +108,8 @@ class LinearFigures:
 
 @dataclass(frozen=True, slots=True)
 class GDNFigures:
+    """An input projection; `errors` as for linear layers."""
+
     row: GDNRow
     forms: FormTimes
     errors: Mapping[str, float]
