@@ -21,19 +21,40 @@ def bench(*arguments: str) -> ExitCode:
     return ExitCode(main(["bench", *arguments]))
 
 
-def test_without_a_gpu_nothing_is_timed_and_the_exit_code_is_3(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         "loragate.core.machine.detect_machine", lambda: Machine("cpu", "", None, 1, 0)
     )
-    assert bench("dense") is ExitCode.INFRASTRUCTURE
+
+
+@pytest.mark.usefixtures("no_gpu")
+@pytest.mark.parametrize("kind", KINDS)
+def test_without_a_gpu_nothing_is_timed_and_the_exit_code_is_3(
+    capsys: pytest.CaptureFixture[str], kind: str
+) -> None:
+    assert bench(kind) is ExitCode.INFRASTRUCTURE
     assert "bench times compiled kernels and needs a GPU" in capsys.readouterr().err
 
 
 def test_an_unknown_row_is_a_usage_error(capsys: pytest.CaptureFixture[str]) -> None:
     assert bench("dense", "--rows", "kqv.*") is ExitCode.USAGE
     assert "--rows 'kqv.*' matches none" in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("no_gpu")
+def test_a_seed_decides_which_rows_of_streams_there_are(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    drawn, of_seed_1 = ("streams", "--rows", "drawn.qwen2_5_7b.down.m15.r8"), ("--seed", "1")
+    assert bench(*drawn) is bench(*drawn, *of_seed_1) is ExitCode.INFRASTRUCTURE
+    assert bench(*drawn, "--seed", "2") is ExitCode.USAGE
+    assert "matches none of the 108 rows" in capsys.readouterr().err
+    # any seed gives a whole table
+    record = str(tmp_path / "record.json")
+    assert bench("streams", "--seed", "2", "--record", record) is ExitCode.INFRASTRUCTURE
+    with pytest.raises(SystemExit):
+        bench("dense", "--seed", "2")
 
 
 def test_a_part_of_the_table_cannot_be_recorded(

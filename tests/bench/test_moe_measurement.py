@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 
 from loragate.bench import moe_delta, moe_layer, moe_rows
+from loragate.bench.compiling import compile_in_parallel
 from loragate.bench.contender import Contender, Unavailable, WrongResult, find_contender
 from loragate.bench.lorakernels_layer import ExpertsLayer
-from loragate.bench.moe import compile_in_parallel, measure, run_moe
+from loragate.bench.moe import measure, run_moe
 from loragate.bench.moe_delta import count_buckets, make_step
 from loragate.bench.moe_figures import AlignFigures, DeltaFigures, LayerFigures, MoEMeasured
 from loragate.bench.moe_rows import AlignRow, DeltaRow, LayerRow, MoERow, Projection
@@ -164,5 +165,5 @@ def test_a_baseline_without_moe_is_refused_before_anything_runs(
 
 
 def test_a_row_that_cannot_be_compiled_ahead_is_reported_and_the_others_continue() -> None:
-    (error,) = compile_in_parallel(["lorakernel"], [ROW])
+    (error,) = compile_in_parallel(measure, ["lorakernel"], [ROW])
     assert error.startswith("qwen3_30b_w2.m5.r16: Unavailable: ")

@@ -10,6 +10,14 @@ import pytest
 
 from loragate.bench.drawing import MissingMatplotlib, draw
 from loragate.bench.plots import Panel, Plot, Series, is_current, plots_of, write_plots
+from loragate.bench.streams_figures import (
+    BaselineTimes,
+    FormTimes,
+    GDNFigures,
+    LinearFigures,
+    StreamFigures,
+)
+from loragate.bench.streams_rows import LinearRow, stream_rows
 from loragate.cli import main
 from loragate.commands import docs
 from loragate.core.checkout import project_root
@@ -17,7 +25,9 @@ from loragate.core.verdict import ExitCode
 from loragate.docs.blocks import BlockError, content_of, replaced
 from loragate.docs.pages import BLOCKS, FINDINGS, GPU_RECORD, stale_parts
 from loragate.docs.results import gate_sentences
+from loragate.records.results import update_section
 
+ORIGIN = ("commit", "machine", "recorded_at", "versions")
 SOURCES = ("README.md", "docs", "ci/results", "cases")
 LINK = re.compile(r"\]\(([^)#]+)\)")
 
@@ -78,6 +88,45 @@ def test_a_new_record_makes_its_table_its_bars_and_its_plot_stale(
     assert "lora-tax-moe.svg" not in stale
     assert main(["docs"]) == ExitCode.OK
     assert main(["docs", "--check"]) == ExitCode.OK
+
+
+def stream_figures() -> StreamFigures:
+    """A run of `bench streams` in which two streams always gain."""
+    linear = FormTimes({"single": 13.0, "ahead": 14.0, "dual": 12.0}, "dual", 12.0)
+    gdn = FormTimes({"serial": 4.0, "dual": 2.0, "merged": 3.0, "beside": 3.0}, "dual", 2.0)
+    measured = [
+        LinearFigures(row, 10.0, linear, BaselineTimes(25.0, 20.0), {})
+        if isinstance(row, LinearRow)
+        else GDNFigures(row, gdn, {})
+        for row in stream_rows()
+    ]
+    return StreamFigures("lorakernels", "vllm", tuple(measured))
+
+
+def test_streams_appear_in_the_pages_as_soon_as_they_are_recorded(copied: Path) -> None:
+    record, plot = copied / GPU_RECORD, copied / "docs/img/lora-tax-streams.svg"
+    document = json.loads(record.read_text())
+    document["sections"].pop("bench_streams", None)
+    record.write_text(json.dumps(document))
+    assert main(["docs"]) == ExitCode.OK
+    pages = [copied / "README.md", copied / "docs/benchmarks.md"]
+    assert all("ecorded yet" in page.read_text() for page in pages)
+    assert "`bench streams`: " not in pages[1].read_text()
+    plot.unlink(missing_ok=True)
+
+    origin = {key: document["sections"]["bench_dense"][key] for key in ORIGIN}
+    update_section(record, "bench_streams", stream_figures().payload() | origin)
+    assert main(["docs", "--check"]) == ExitCode.WRONG
+    assert main(["docs"]) == ExitCode.OK
+    assert main(["docs", "--check"]) == ExitCode.OK
+    readme, benchmarks = (page.read_text() for page in pages)
+    assert "(docs/img/lora-tax-streams.svg)" in readme
+    assert "vllm dual, rank 64" in plot.read_text()
+    assert "lorakernels adds **0.20** of the time that vllm adds with its own" in readme
+    assert "two streams add 0.67 of what one stream adds (qkv.m1.r16)" in readme
+    assert "14 of 14 performance targets are met" in readme
+    assert "| qkv 4096 -> 4096+1024+1024 | 1 | 16 | 10.0 | 3.0 | 4.0 | 2.0* |" in benchmarks
+    assert "| `bench streams`: input projection of a gated delta net" in benchmarks
 
 
 @pytest.mark.parametrize("key", ["attempts", "draws"])
@@ -147,8 +196,9 @@ def test_a_plot_that_was_written_is_current_and_drawn_the_same_again(tmp_path: P
 
 
 def test_a_plot_of_the_record_has_a_line_for_each_subject_and_rank() -> None:
-    dense, moe = plots_of(project_root() / GPU_RECORD)
-    for plot, panels in ((dense, 3), (moe, 4)):
+    plots = {plot.name: plot for plot in plots_of(project_root() / GPU_RECORD)}
+    for name, panels in (("lora-tax-dense", 3), ("lora-tax-moe", 4)):
+        plot = plots[name]
         assert len(plot.panels) == panels
         for panel in plot.panels:
             assert {(s.subject, s.rank) for s in panel.series} == {

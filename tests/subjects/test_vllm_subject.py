@@ -88,14 +88,15 @@ def torch_expand(
     offset_start: int,
     add_inputs: bool,
 ) -> None:
-    assert add_inputs
     for row, slot in enumerate(mapping.tolist()):
         start = offset_start
         for index, weight in enumerate(b):
             width = weight.shape[2]
             if slot >= 0:
                 delta = weight[slot, 0].float() @ shrunk[index, row]
-                out[row, start : start + width] += delta.to(out.dtype)
+                columns = slice(start, start + width)
+                before = out[row, columns] if add_inputs else 0
+                out[row, columns] = before + delta.to(out.dtype)
             start += width
 
 
@@ -145,6 +146,20 @@ def test_a_loaded_pool_and_a_prepared_step_give_the_delta_of_the_pool() -> None:
     want = golden(case, pool, batch.x, batch.token_slots, batch.out)
     instance.prepare(batch.token_slots)
     torch.testing.assert_close(instance.apply(batch.x, batch.out).double(), want, atol=0.02, rtol=0)
+
+
+def test_a_delta_that_is_stored_replaces_what_was_there_and_leaves_base_rows_alone() -> None:
+    case = small_case()
+    pool, batch = pool_of(case), make_batch(case, 3, 0, DataKind.SIGNED, CPU)
+    instance = open_instance(case, substitute_ops())
+    for slot in range(case.slots):
+        instance.load(slot, pool)
+    token_slots = torch.tensor([0, -1, 1, 1, -1, 0], dtype=torch.int32)
+    instance.prepare(token_slots)
+    zeros = torch.zeros_like(batch.out)
+    want = golden(case, pool, batch.x, token_slots, zeros)
+    stored = instance.store(batch.x, zeros.masked_fill((token_slots >= 0)[:, None], 7.0))
+    torch.testing.assert_close(stored.double(), want, atol=0.02, rtol=0)
 
 
 def test_a_smaller_adapter_leaves_nothing_of_its_predecessor_in_the_slot() -> None:

@@ -12,7 +12,15 @@ from loragate.core.machine import Machine, detect_machine
 from loragate.core.verdict import ExitCode
 from loragate.matrix.case import Case, Dtype
 from loragate.oracles.numeric.golden import chunks, eager, golden
-from loragate.protocol import AnyInstance, Batch, Capabilities, Pool, Subject, unsupported
+from loragate.protocol import (
+    AnyInstance,
+    BaseLayer,
+    Batch,
+    Capabilities,
+    Pool,
+    Subject,
+    unsupported,
+)
 from loragate.subjects import find_subject
 
 # a subject may round more often than the plain computation; a wrong one is off by far more
@@ -74,11 +82,11 @@ class Yardstick:
     dtype: Dtype
 
     @classmethod
-    def of_step(cls, case: Case, pool: Pool, batch: Batch) -> Self:
-        """`batch.out` is what the delta is added to."""
+    def of_step(cls, case: Case, pool: Pool, batch: Batch, base: BaseLayer | None = None) -> Self:
+        """`batch.out` is what the delta is added to, if there is no `base` whose output it is."""
         pieces = list(chunks(batch))
-        right = tuple((rows, golden(pool, piece).out) for rows, piece in pieces)
-        plain = [(right_rows, eager(case, pool, piece)) for right_rows, piece in pieces]
+        right = tuple((rows, golden(pool, piece, base).out) for rows, piece in pieces)
+        plain = [(right_rows, eager(case, pool, piece, base)) for right_rows, piece in pieces]
         return cls(right, _squares(right, plain), case.dtype)
 
     @classmethod

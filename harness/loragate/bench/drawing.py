@@ -10,6 +10,8 @@ from loragate.bench.plots import Panel, Plot
 _COLOURS = ("#1b7f6b", "#c46a1b", "#5b5b8c")
 _STYLES = ("-", "--", ":")
 _PANEL_WIDTH, _HEIGHT = 2.5, 2.7
+# labels of a legend that fit beside each other; more of them take several lines of three
+_LABELS_OF_A_LINE, _LABELS_OF_LINES = 4, 3
 _RC: Any = {
     "svg.hashsalt": "loragate",
     # text stays text: small files that a browser renders in its own font
@@ -44,7 +46,9 @@ def draw(plot: Plot) -> str:
         axes[0].set_ylabel(plot.y_label)
         figure.suptitle(plot.title, fontsize=10)
         handles, labels = axes[0].get_legend_handles_labels()
-        figure.legend(handles, labels, loc="outside lower center", ncols=len(labels), frameon=False)
+        count = len(labels)
+        ncols = count if count <= _LABELS_OF_A_LINE else _LABELS_OF_LINES
+        figure.legend(handles, labels, loc="outside lower center", ncols=ncols, frameon=False)
         buffer = io.StringIO()
         metadata = {"Date": None, "Creator": None, "Identifier": plot.digest}
         figure.savefig(buffer, format="svg", metadata=metadata)

@@ -18,6 +18,10 @@ from loragate.bench.moe_tables import render_markdown as moe_markdown
 from loragate.bench.moe_tables import render_terminal as moe_terminal
 from loragate.bench.rows import dense_rows
 from loragate.bench.select import Row
+from loragate.bench.streams_figures import StreamFigures
+from loragate.bench.streams_rows import SEED, stream_rows
+from loragate.bench.streams_tables import render_markdown as streams_markdown
+from loragate.bench.streams_tables import render_terminal as streams_terminal
 from loragate.bench.tables import render_markdown as dense_markdown
 from loragate.bench.tables import render_terminal as dense_terminal
 
@@ -56,13 +60,16 @@ class Kind:
     takes_any_subject: bool
     # its section in a results file
     section: str
-    rows: Callable[[], Sequence[Row]]
+    # called with a seed where there is a default seed, otherwise without arguments
+    rows: Callable[..., Sequence[Row]]
     # an example of a pattern for --rows
     pattern: str
     run: Run
     read: Callable[[Mapping[str, Any]], Any]
     terminal: Callable[[Any], str]
     markdown: Callable[[Any], str]
+    # some of its rows are drawn from a seed
+    default_seed: int | None = None
 
 
 def _run_dense(
@@ -89,6 +96,18 @@ def _run_moe(
     return run_moe(candidate, baseline, rows, machine, progress)
 
 
+def _run_streams(
+    candidate: Contender,
+    baseline: Contender | None,
+    rows: Sequence[Any],
+    machine: Machine,
+    progress: Progress,
+) -> Figures:
+    from loragate.bench.streams import run_streams
+
+    return run_streams(candidate, baseline, rows, machine, progress)
+
+
 KINDS = MappingProxyType(
     {
         "dense": Kind(
@@ -112,6 +131,18 @@ KINDS = MappingProxyType(
             read=MoEFigures.from_payload,
             terminal=moe_terminal,
             markdown=moe_markdown,
+        ),
+        "streams": Kind(
+            help="layers on one stream and on several: linear layers, gated delta nets",
+            takes_any_subject=False,
+            section="bench_streams",
+            rows=stream_rows,
+            pattern="drawn.*",
+            run=_run_streams,
+            read=StreamFigures.from_payload,
+            terminal=streams_terminal,
+            markdown=streams_markdown,
+            default_seed=SEED,
         ),
     }
 )

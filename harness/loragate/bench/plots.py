@@ -1,4 +1,4 @@
-"""Two small plots from a record: what LoRA costs over the number of tokens.
+"""Small plots from a record: what LoRA costs over the number of tokens.
 
 Invariant: what a plot shows is decided here from the record, without matplotlib; the SVG carries a
 digest of it, so that a stale plot is found without drawing it again.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -19,7 +19,8 @@ from loragate.bench.moe_rows import PROJECTIONS
 from loragate.bench.moe_rows import RANKS as MOE_RANKS
 from loragate.bench.rows import LINEARS
 from loragate.bench.rows import RANKS as DENSE_RANKS
-from loragate.records.results import require_section
+from loragate.bench.streams_figures import LinearFigures, StreamFigures
+from loragate.records.results import read_section, require_section
 
 _DIGEST = "loragate-figures:"
 _TITLES = {
@@ -101,15 +102,43 @@ def moe_plot(run: MoEFigures) -> Plot:
     )
 
 
+def streams_plot(run: StreamFigures) -> Plot:
+    """Added time of the rows of the table: on one stream, as planned with the switch on, and with
+    the second stream of the baseline."""
+    times: dict[str, Callable[[LinearFigures], float | None]] = {
+        "one stream": lambda figures: figures.added_us("single"),
+        "planned": lambda figures: figures.planned_added_us,
+    }
+    if run.baseline:
+        times[f"{run.baseline} dual"] = lambda figures: figures.baseline_added_us
+
+    def series(layer: str, name: str, rank: int) -> Series:
+        rows = [f for f in run.listed if (f.row.layer, f.row.rank) == (layer, rank)]
+        return Series(name, rank, _points((f.row.tokens, times[name](f)) for f in rows))
+
+    return Plot(
+        name="lora-tax-streams",
+        title="Time that LoRA adds to a bf16 layer of Qwen3-8B, on one stream and on two",
+        y_label="microseconds",
+        panels=tuple(
+            Panel(layer, tuple(series(layer, name, r) for name in times for r in DENSE_RANKS))
+            for layer in LINEARS
+        ),
+    )
+
+
 def _points(values: Iterable[tuple[int, float | None]]) -> tuple[tuple[int, float], ...]:
     # four digits are more than a plot shows
     return tuple((m, float(f"{value:.4g}")) for m, value in values if value and value > 0)
 
 
 def plots_of(record: Path) -> tuple[Plot, ...]:
-    """The plots of a results file. Raises ResultsError for a missing section."""
+    """The plots of a results file, that of streams once it is recorded. Raises ResultsError for
+    another section that is missing."""
     dense, moe = (_section(record, kind) for kind in ("dense", "moe"))
-    return dense_plot(KINDS["dense"].read(dense)), moe_plot(KINDS["moe"].read(moe))
+    plots = dense_plot(KINDS["dense"].read(dense)), moe_plot(KINDS["moe"].read(moe))
+    streams = read_section(record, KINDS["streams"].section)
+    return plots if streams is None else (*plots, streams_plot(KINDS["streams"].read(streams)))
 
 
 def is_current(plot: Plot, folder: Path) -> bool:

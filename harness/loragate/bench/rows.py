@@ -32,6 +32,21 @@ LINEARS = MappingProxyType(
 )
 
 
+def case_of(shape: Linear, tokens: int, rank: int) -> Case:
+    """A step of a layer in bf16 with SLOTS adapters that fill their rank."""
+    return Case(
+        site=Site.DENSE_DELTA,
+        tokens=tokens,
+        in_features=shape.in_features,
+        slices=shape.slices,
+        rank=rank,
+        slots=SLOTS,
+        dtype=Dtype.BF16,
+        mix=Mix.RAGGED,
+        ranks=Ranks.FULL,
+    )
+
+
 @dataclass(frozen=True, slots=True)
 class DenseRow:
     """One row of the table: bf16, all SLOTS adapters fill the rank of their buffers."""
@@ -46,18 +61,7 @@ class DenseRow:
 
     @property
     def case(self) -> Case:
-        shape = LINEARS[self.linear]
-        return Case(
-            site=Site.DENSE_DELTA,
-            tokens=self.tokens,
-            in_features=shape.in_features,
-            slices=shape.slices,
-            rank=self.rank,
-            slots=SLOTS,
-            dtype=Dtype.BF16,
-            mix=Mix.RAGGED,
-            ranks=Ranks.FULL,
-        )
+        return case_of(LINEARS[self.linear], self.tokens, self.rank)
 
     @property
     def token_slots(self) -> tuple[int, ...]:

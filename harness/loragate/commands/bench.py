@@ -64,6 +64,13 @@ def _add_kind(parser: argparse.ArgumentParser, kind: Kind) -> None:
         metavar="PATTERN",
         help=f"only rows like {kind.pattern!r}; may be repeated",
     )
+    if kind.default_seed is not None:
+        parser.add_argument(
+            "--seed",
+            type=int,
+            default=kind.default_seed,
+            help=f"what some of the rows are drawn from (default: {kind.default_seed})",
+        )
     add_record_options(parser, "the figures")
     parser.set_defaults(run=partial(run_kind_command, kind), subject=_OWN)
 
@@ -107,8 +114,9 @@ def _figures(record: Path, kind: Kind, section: Mapping[str, Any]) -> Figures:
 
 def run_kind_command(kind: Kind, arguments: argparse.Namespace) -> ExitCode:
     with usage_errors():
-        rows = select_rows(kind.rows(), arguments.rows)
-        if arguments.record and rows != tuple(kind.rows()):
+        table = kind.rows() if kind.default_seed is None else kind.rows(arguments.seed)
+        rows = select_rows(table, arguments.rows)
+        if arguments.record and rows != tuple(table):
             raise ValueError("--record takes the whole table; leave out --rows")
         recorder = open_record(arguments, kind.section)
     figures = _measure(kind, arguments, rows)

@@ -28,6 +28,7 @@ from loragate.records.results import ResultsError, read_section, require_section
 CPU_RECORD = Path("ci/results/cpu.json")
 GPU_RECORD = Path("ci/results/nvidia-h200.json")
 PLOTS = Path("docs/img")
+_STREAMS = KINDS["streams"]
 FINDINGS, FINDINGS_PAGE = Path("cases/findings/vllm.yaml"), Path("docs/findings.md")
 
 
@@ -47,6 +48,9 @@ class Records:
 
     def cpu_if_any(self, name: str) -> dict[str, Any] | None:
         return read_section(self.root / CPU_RECORD, name)
+
+    def gpu_if_any(self, name: str) -> dict[str, Any] | None:
+        return read_section(self.root / GPU_RECORD, name)
 
     def plots(self) -> tuple[Plot, ...]:
         return plots_of(self.root / GPU_RECORD)
@@ -71,8 +75,8 @@ class Block:
 
 
 def _summary(records: Records) -> str:
-    names = ("bench_dense", "bench_moe", "gate", "gate_seeds")
-    return summary(*map(records.gpu, names))
+    dense, moe, gate, seeds = map(records.gpu, ("bench_dense", "bench_moe", "gate", "gate_seeds"))
+    return summary(dense, moe, records.gpu_if_any(_STREAMS.section), gate, seeds)
 
 
 def _detection(records: Records) -> str:
@@ -96,8 +100,26 @@ def _table(kind_name: str) -> Callable[[Records], str]:
     return render
 
 
+def _streams_table(records: Records) -> str:
+    # recorded for the first time when a GPU has run it
+    section = records.gpu_if_any(_STREAMS.section)
+    if section is None:
+        return "Not recorded yet."
+    return f"{provenance_line(section)}\n\n{_STREAMS.markdown(_STREAMS.read(section))}"
+
+
+def _streams_plot(records: Records) -> str:
+    if records.gpu_if_any(_STREAMS.section) is None:
+        return "`bench streams`, which compares one stream with two, was not recorded yet."
+    return (
+        "![Added time over the number of tokens, on one stream and on two]"
+        f"({PLOTS}/lora-tax-streams.svg)"
+    )
+
+
 def _bars(records: Records) -> str:
-    return bars_table(records.gpu("bench_dense"), records.gpu("bench_moe"))
+    dense, moe = records.gpu("bench_dense"), records.gpu("bench_moe")
+    return bars_table(dense, moe, records.gpu_if_any(_STREAMS.section))
 
 
 def _gate(records: Records) -> str:
@@ -130,10 +152,12 @@ def _coverage(root: Path) -> str:
 BLOCKS = (
     Block("README.md", "detection", _detection),
     Block("README.md", "mutant rates", _mutant_rates),
+    Block("README.md", "streams plot", _streams_plot),
     Block("README.md", "results", _summary),
     Block("docs/benchmarks.md", "bars", _bars),
     Block("docs/benchmarks.md", "bench dense", _table("dense")),
     Block("docs/benchmarks.md", "bench moe", _table("moe")),
+    Block("docs/benchmarks.md", "bench streams", _streams_table),
     Block("docs/benchmarks.md", "gate", _gate),
     Block("docs/faults.md", "kill rates", _kill_rates),
     Block("docs/mutants.md", "rates", _mutant_rates),

@@ -9,6 +9,7 @@ from loragate.bench.bars import Bar, geometric_mean, worst_of
 from loragate.bench.figures import PREFILL_TOKENS, DenseFigures
 from loragate.bench.moe_figures import ADDED_TOKENS, MoEFigures
 from loragate.bench.moe_rows import LAYER_RANK
+from loragate.bench.streams_figures import StreamFigures
 from loragate.bench.text import markdown, number
 from loragate.core.verdict import Verdict
 
@@ -18,12 +19,20 @@ _PACKAGES = ("torch", "triton", "vllm")
 _COMPILE = "compile"
 
 
-def summary(dense: Section, moe: Section, gate: Section, seeds: Section) -> str:
-    """Five results as a list, and how many bars are met."""
+def summary(
+    dense: Section, moe: Section, streams: Section | None, gate: Section, seeds: Section
+) -> str:
+    """The results as a list, and how many bars are met. `streams` is None where it was never
+    recorded."""
     dense_run, moe_run = DenseFigures.from_payload(dense), MoEFigures.from_payload(moe)
-    lines = [*_dense_lines(dense_run, dense), *_moe_lines(moe_run), gate_sentences(gate, seeds)]
-    items = "\n".join(f"* {line}" for line in lines)
-    return f"{items}\n\n{_bars_sentence([*dense_run.bars(), *moe_run.bars()])}"
+    lines, bars = [*_dense_lines(dense_run, dense), *_moe_lines(moe_run)], list(dense_run.bars())
+    bars += moe_run.bars()
+    if streams is not None:
+        streams_run = StreamFigures.from_payload(streams)
+        lines.append(_streams_line(streams_run))
+        bars += streams_run.bars()
+    items = "\n".join(f"* {line}" for line in [*lines, gate_sentences(gate, seeds)])
+    return f"{items}\n\n{_bars_sentence(bars)}"
 
 
 def _dense_lines(run: DenseFigures, section: Section) -> tuple[str, str]:
@@ -58,6 +67,21 @@ def _moe_lines(run: MoEFigures) -> tuple[str, str]:
     )
 
 
+def _streams_line(run: StreamFigures) -> str:
+    line = (
+        f"With a second stream where the plan takes one, {run.candidate} adds "
+        f"**{number(run.mean_ratio, 2)}** of the time that {run.baseline} adds with its own "
+        f"(geometric mean of {len(run.linears)} rows)"
+    )
+    best = run.best_dual()
+    if best is None:
+        return f"{line}."
+    return (
+        f"{line}; at best, two streams add {number(best.dual_ratio, 2)} of what one stream adds "
+        f"({best.row.id})."
+    )
+
+
 def gate_sentences(gate: Section, seeds: Section) -> str:
     """How long the recorded gates took, and what failed in them."""
     counts = gate["counts"]
@@ -81,12 +105,14 @@ def _failures(counts: Sequence[Mapping[str, Any]]) -> str:
     return f"{listed}{other or 'no'}{' other' if known else ''} failures"
 
 
-def bars_table(dense: Section, moe: Section) -> str:
-    """Every bar with its target and what was measured."""
+def bars_table(dense: Section, moe: Section, streams: Section | None) -> str:
+    """Every bar with its target and what was measured. `streams` as in `summary`."""
     bars = {
         "dense": DenseFigures.from_payload(dense).bars(),
         "moe": MoEFigures.from_payload(moe).bars(),
     }
+    if streams is not None:
+        bars["streams"] = StreamFigures.from_payload(streams).bars()
     rows = [_bar_cells(name, bar) for name in bars for bar in bars[name]]
     return "\n".join(markdown(["bar", "at most", "measured", ""], rows))
 

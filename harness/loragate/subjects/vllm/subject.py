@@ -74,11 +74,19 @@ class VllmInstance:
         self._meta.prepare_tensors(token_slots.to(self._device, torch.int64))
 
     def apply(self, x: Tensor, out: Tensor) -> Tensor:
+        return self._run(x, out, add_inputs=True)
+
+    def store(self, x: Tensor, out: Tensor) -> Tensor:
+        """The delta alone, into zeros, as a layer with a second stream computes it. Rows without
+        an adapter are not written."""
+        return self._run(x, out, add_inputs=False)
+
+    def _run(self, x: Tensor, out: Tensor, *, add_inputs: bool) -> Tensor:
         tokens, rank = x.shape[0], self.a[0].shape[2]
         shrunk = torch.empty(len(self.a), tokens, rank, dtype=torch.float32, device=x.device)
         meta = self._meta.meta_args(tokens, False)
         self._ops.lora_shrink(x, self.a, shrunk, *meta, 1.0)
-        self._ops.lora_expand(shrunk, self.b, out, *meta, offset_start=0, add_inputs=True)
+        self._ops.lora_expand(shrunk, self.b, out, *meta, offset_start=0, add_inputs=add_inputs)
         return out
 
 
