@@ -85,6 +85,17 @@ def test_the_host_does_what_uses_host_memory_only_and_waits_for_values() -> None
     assert Sync(stream=0) in operations
 
 
+def test_beside_a_device_the_host_does_all_that_has_no_tensor_of_the_device() -> None:
+    # as in a step whose batch has no live row
+    rows = torch.tensor([3, 4], dtype=torch.int32)
+    recorder = Recorder("cuda", lambda: 7)
+    with recorder:
+        assert not bool((rows[:0] >= 0).any())
+        assert torch.zeros(2).sum().item() == 0
+    assert {launch.stream for launch in launches(recorder)} == {HOST}
+    assert conflicts(recorder.trace()) == []
+
+
 def test_memory_is_free_when_nothing_holds_it_and_after_the_streams_that_record_it() -> None:
     with recording() as recorder:
         side = torch.cuda.Stream()

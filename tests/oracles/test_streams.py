@@ -278,8 +278,10 @@ def judge(make_trial: Callable[..., Trial]) -> Callable[..., Judgement]:
         **fields: Any,
     ) -> Judgement:
         fields = {"site": Site.LORA_LINEAR, "streams": Streams.DUAL, "mix": Mix.SHUFFLED, **fields}
-        trial = make_trial(Subject(layer), seed, **fields)
-        trial = replace(trial, machine=machine or trial.machine)
+        trial = make_trial(seed=seed, **fields)
+        machine, subject = machine or trial.machine, Subject(layer)
+        have = subject.capabilities(machine)
+        trial = replace(trial, machine=machine, subject=subject, capabilities=have)
         assert ORACLES[oracle].applies(trial) is None
         return ORACLES[oracle].judge(trial)
 

@@ -184,11 +184,11 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         used = list(_used(func, args, kwargs))
         # memory has to be known before it is written
         accesses = self.accesses(used, self.current())
-        on_host = bool(accesses) and all(self.blocks.all[a.block].on_host for a in accesses)
-        stream = HOST if on_host else self.current()
         result = call()
         known = {tensor.untyped_storage()._cdata for tensor, _, _ in used}
         outputs = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
+        on_host = self._is_of_host([*(tensor for tensor, _, _ in used), *outputs], accesses)
+        stream = HOST if on_host else self.current()
         fresh = [t for t in outputs if t.untyped_storage()._cdata not in known]
         name = str(func.overloadpacket.__name__)
         for tensor in fresh:
@@ -203,6 +203,12 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if self._host_waits(name, args, kwargs, [*(t for t, _, _ in used), *fresh]):
             self._operations.append(Sync(stream=stream))
         return result
+
+    def _is_of_host(self, tensors: list[Tensor], accesses: tuple[Access, ...]) -> bool:
+        """Whether the host does an operator by itself. A tensor without elements has no block."""
+        if tensors and all(t.device.type != self.blocks.device for t in tensors):
+            return True
+        return bool(accesses) and all(self.blocks.all[a.block].on_host for a in accesses)
 
     def _host_waits(
         self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[Tensor]
