@@ -201,19 +201,21 @@ SMALL = DenseShape(1, 4096, (4096, 1024, 1024), 16, 2)
 
 
 @pytest.mark.parametrize(
-    ("rows", "in_features", "rank", "form"),
+    ("rows", "in_features", "width", "form"),
     [
-        (1, 4096, 16, LinearForm.DUAL),
-        (1, 12288, 64, LinearForm.DUAL),
-        (1, 12288, 16, LinearForm.SINGLE),
-        (2, 4096, 16, LinearForm.SINGLE),
-        (0, 4096, 16, LinearForm.SINGLE),
+        (1, 4096, 28672, LinearForm.DUAL),
+        (32, 4096, 16384, LinearForm.DUAL),
+        (33, 4096, 28672, LinearForm.SINGLE),
+        (1, 4096, 16383, LinearForm.SINGLE),
+        (1, 8191, 16384, LinearForm.DUAL),
+        (1, 8192, 16384, LinearForm.SINGLE),
+        (0, 4096, 28672, LinearForm.SINGLE),
     ],
 )
 def test_the_plan_takes_two_streams_only_where_they_were_measured_to_win(
-    rows: int, in_features: int, rank: int, form: LinearForm
+    rows: int, in_features: int, width: int, form: LinearForm
 ) -> None:
-    shape = DenseShape(rows, in_features, (4096,), rank, 2)
+    shape = DenseShape(rows, in_features, (width - 7, 7), 16, 2)
     assert plan_form(shape, dual_stream=True) is form
     assert plan_form(shape, dual_stream=False) is LinearForm.SINGLE
 

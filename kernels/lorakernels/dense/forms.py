@@ -23,5 +23,7 @@ def plan_form(shape: DenseShape, *, dual_stream: bool) -> LinearForm:
     """The fastest form for a batch; one of a single stream without `dual_stream`."""
     tuning = shape.tuning.dense
     is_small = 0 < shape.num_rows <= tuning.dual_rows
-    is_slow = shape.in_features >= tuning.deep and shape.rank < tuning.dual_rank_of_deep
-    return LinearForm.DUAL if dual_stream and is_small and not is_slow else LinearForm.SINGLE
+    is_large = shape.in_features * sum(shape.slice_widths) >= tuning.dual_weights
+    is_deep = shape.in_features >= tuning.deep
+    wins = is_small and is_large and not is_deep
+    return LinearForm.DUAL if dual_stream and wins else LinearForm.SINGLE

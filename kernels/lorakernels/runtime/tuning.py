@@ -34,10 +34,11 @@ class DenseTuning:
     deep: int
     # columns of a slice beyond which an expand is wide
     wide: int
-    # most rows of a batch whose shrink runs on a second stream, and the rank from which that of a
-    # deep layer does: with few ranks its many programs delay those of the base product
+    # most rows of a batch whose shrink runs on a second stream, and fewest weights of a layer whose
+    # base product is long enough to hide it. Beside that of a deep layer, the many programs of the
+    # shrink delay it
     dual_rows: int
-    dual_rank_of_deep: int
+    dual_weights: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -127,8 +128,8 @@ HOPPER = Tuning(
         partial_tiles=8,
         deep=8192,
         wide=8192,
-        dual_rows=1,
-        dual_rank_of_deep=64,
+        dual_rows=32,
+        dual_weights=1 << 26,
     ),
     gdn=GDNTuning(dual_rows=128),
     moe=MoETuning(
