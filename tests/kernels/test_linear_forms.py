@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -25,6 +26,7 @@ from lorakernels.layers.linear import LoRALinear  # noqa: E402
 from lorakernels.layers.partition import Slice  # noqa: E402
 from lorakernels.runtime.options import DUAL_STREAM  # noqa: E402
 from lorakernels.runtime.streams import fork_join  # noqa: E402
+from lorakernels.runtime.tuning import DEFAULT  # noqa: E402
 
 K, WIDTH, SLOTS, MOST = 48, 24, 2, 48
 CPU = torch.device("cpu")
@@ -197,9 +199,6 @@ def test_only_a_shrink_and_an_expand_in_a_row_are_launched_dependently(
     assert follows is (form is LinearForm.SINGLE)
 
 
-SMALL = DenseShape(1, 4096, (4096, 1024, 1024), 16, 2)
-
-
 @pytest.mark.parametrize(
     ("rows", "in_features", "width", "form"),
     [
@@ -231,6 +230,8 @@ def test_the_switch_is_honoured_whenever_it_changes(
     monkeypatch: pytest.MonkeyPatch,
     fresh_dynamo: None,
 ) -> None:
+    small = replace(DEFAULT, dense=replace(DEFAULT.dense, dual_weights=1))
+    monkeypatch.setattr("lorakernels.dense.ops.tuning_of", lambda device: small)
     step = Step()
 
     def run(x: Tensor) -> Tensor:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from loragate.core.machine import Machine
 from loragate.core.verdict import Failure, OracleName, Verdict
+from loragate.matrix.case import Streams
 from loragate.oracles import ORACLES
 from loragate.protocol import (
     BrokenProtocol,
@@ -29,6 +30,8 @@ JUDGES = [
     for name in OracleName
     if name not in (OracleName.GUARD, OracleName.COMPILE, OracleName.WORK, OracleName.QUEUE)
 ]
+
+ORACLES_OF_STREAMS = (OracleName.RACE, OracleName.SCHEDULE, OracleName.OVERLAP)
 
 
 class OneColumnShort(DenseDelta):
@@ -61,7 +64,8 @@ def test_no_oracle_computes_with_what_is_no_result(
     instance: type[DenseDelta],
     failure: Failure,
 ) -> None:
-    (judgement,) = run_trial(make_trial(instance, oracles=(oracle,)))
+    streams = Streams.DUAL if oracle in ORACLES_OF_STREAMS else Streams.SEQUENTIAL
+    (judgement,) = run_trial(make_trial(instance, oracles=(oracle,), streams=streams))
     assert (judgement.verdict, judgement.failure) == (Verdict.FAIL, failure)
 
 

@@ -168,8 +168,6 @@ class GatedDeltaNetInputProjection(nn.Module):
         results have no gradient. Raises ValueError."""
         if x.shape[-1] != self.in_features:
             raise ValueError(f"x must have {self.in_features} columns (got {x.shape[-1]})")
-        if x.dtype != self.weight.dtype:
-            raise ValueError(f"x must be {self.weight.dtype} like the weight (got {x.dtype})")
         rows = x.reshape(-1, self.in_features)
         out = gdn_in_proj(
             rows, self.weight, self.qkvz_features, self.slots, metadata, workspace, form=form

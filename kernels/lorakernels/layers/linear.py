@@ -95,8 +95,6 @@ class LoRALinear(nn.Module):
         """
         if x.shape[-1] != self.cut.inputs.size:
             raise ValueError(f"x must have {self.cut.inputs.size} columns (got {x.shape[-1]})")
-        if x.dtype != self.weight.dtype:
-            raise ValueError(f"x must be {self.weight.dtype} like the weight (got {x.dtype})")
         rows = x.reshape(-1, x.shape[-1])
         out = lora_linear(rows, self.weight, self.bias, self.slots, metadata, workspace, form=form)
         return out.view(*x.shape[:-1], out.shape[1])

@@ -7,7 +7,7 @@ order. There is one model in a process, as there is one device: streams outlive 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from itertools import count
 from typing import Any, Protocol
 from unittest.mock import patch
@@ -145,16 +145,16 @@ _PATCHED = (
 )
 
 
-@contextmanager
-def modelled_streams(observer: Observer | None = None) -> Iterator[None]:
-    """Within, the names of torch.cuda mean the model, and the observer learns of its streams."""
+def modelled_streams(observer: Observer | None = None) -> AbstractContextManager[object]:
+    """Until it is left, the names of torch.cuda mean the model, and the observer learns of its
+    streams."""
     with ExitStack() as stack:
         for name in _PATCHED:
             stack.enter_context(patch.object(torch.cuda, name, getattr(_model, name)))
         stack.enter_context(patch.object(Tensor, "record_stream", _record_stream))
         stack.enter_context(patch.object(_model, "observer", observer or _model.observer))
         stack.enter_context(patch.object(_model, "current", _model.main))
-        yield
+        return stack.pop_all()
 
 
 def current_number() -> int:

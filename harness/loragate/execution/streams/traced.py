@@ -36,15 +36,15 @@ class TracedSteps:
     bounds: list[tuple[int, int]]
 
 
-@contextmanager
-def streams_of(trial: Trial, recorder: Recorder | None = None) -> Iterator[None]:
-    """Within, a case of dual streams has streams, also on a machine without a GPU."""
+def streams_of(trial: Trial, recorder: Recorder | None = None) -> AbstractContextManager[object]:
+    """Until it is left, a case of dual streams has streams, also on a machine without a GPU."""
+    # a generator would not do: it assigns to what is raised within, and an error may refuse that
     with ExitStack() as stack:
         if trial.machine.device == "cpu" and trial.case.streams is Streams.DUAL:
             stack.enter_context(modelled_streams(recorder))
             if trial.capabilities.streams_from is not None:
                 stack.enter_context(trial.capabilities.streams_from(MODULE))
-        yield
+        return stack.pop_all()
 
 
 def steps_of(trial: Trial) -> list[Batch]:
