@@ -30,6 +30,7 @@ select_interpreter()
 
 from lorakernels.runtime import streams  # noqa: E402
 from lorakernels.runtime.options import DUAL_STREAM  # noqa: E402
+from lorakernels.runtime.tuning import DEFAULT  # noqa: E402
 
 MACHINE = detect_machine()
 ROW = LinearRow("tiny", Linear(32, (24, 16)), 1, 8)
@@ -99,6 +100,9 @@ def modelled_streams(monkeypatch: pytest.MonkeyPatch) -> Mock:
         monkeypatch.setattr(module_of_rows, "GDN_SHAPES", SMALL)
     monkeypatch.setattr(streams_gdn, "GDN_TOKENS", (6,))
     monkeypatch.delenv(DUAL_STREAM, raising=False)
+    # the plan takes two streams for one row of the small layers of these tests
+    small = replace(DEFAULT, dense=replace(DEFAULT.dense, dual_rows=1, dual_weights=1))
+    monkeypatch.setattr("lorakernels.dense.ops.tuning_of", lambda device: small)
     return module
 
 
