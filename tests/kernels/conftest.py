@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import pytest
 import torch
@@ -86,6 +87,15 @@ class RecordedStreams:
         """Work on the current stream."""
         self.log.append(f"{self.current.name} runs {work}")
 
+    def noting(self, name: str, work: Callable[..., Any]) -> Callable[..., Any]:
+        """The same work, which is noted under a name before it is done."""
+
+        def run(*args: Any, **options: Any) -> Any:
+            self.note(name)
+            return work(*args, **options)
+
+        return run
+
 
 @pytest.fixture
 def recorded_streams(monkeypatch: pytest.MonkeyPatch) -> RecordedStreams:
@@ -95,3 +105,10 @@ def recorded_streams(monkeypatch: pytest.MonkeyPatch) -> RecordedStreams:
     recorded = RecordedStreams()
     monkeypatch.setattr(streams, "stream_module", lambda device: recorded)
     return recorded
+
+
+@pytest.fixture
+def fresh_dynamo() -> Iterator[None]:
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import pytest
@@ -105,13 +105,7 @@ def assert_close(found: Tensor, wanted: Tensor) -> None:
 def noted(recorded_streams: Any, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """What runs on which stream, the launches of a layer among it."""
 
-    def noting(name: str, work: Callable[..., Any]) -> Callable[..., Any]:
-        def run(*args: Any, **options: Any) -> Any:
-            recorded_streams.note(name)
-            return work(*args, **options)
-
-        return run
-
+    noting = recorded_streams.noting
     multiply = torch.mm
 
     def product(x: Tensor, w: Tensor, *, out: Tensor) -> Tensor:
@@ -126,13 +120,6 @@ def noted(recorded_streams: Any, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     monkeypatch.setattr(dense, "launch_shrink", noting("shrink", dense.launch_shrink))
     monkeypatch.setattr(dense, "launch_expand", noting("expand", dense.launch_expand))
     return recorded_streams.log
-
-
-@pytest.fixture
-def fresh_dynamo() -> Iterator[None]:
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
 
 
 @pytest.mark.parametrize("kind", MODULES)

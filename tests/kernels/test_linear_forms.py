@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -74,12 +74,7 @@ class Step:
 def noted(recorded_streams: Any, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """What runs on which stream, the launches of a layer among it."""
 
-    def noting(name: str, work: Callable[..., Any]) -> Callable[..., Any]:
-        def run(*args: Any, **options: Any) -> Any:
-            recorded_streams.note(name)
-            return work(*args, **options)
-
-        return run
+    noting = recorded_streams.noting
 
     class Functions:
         linear = staticmethod(noting("base", F.linear))
@@ -88,13 +83,6 @@ def noted(recorded_streams: Any, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     monkeypatch.setattr(operator, "launch_shrink", noting("shrink", operator.launch_shrink))
     monkeypatch.setattr(operator, "launch_expand", noting("expand", operator.launch_expand))
     return recorded_streams.log
-
-
-@pytest.fixture
-def fresh_dynamo() -> Iterator[None]:
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
 
 
 @pytest.mark.parametrize("rows", [1, 2, 9, 40])

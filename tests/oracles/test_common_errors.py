@@ -16,8 +16,10 @@ from loragate.execution.session import inputs_of
 from loragate.inputs import DataKind, make_batch, make_pool
 from loragate.matrix.case import Dtype, Mix, Ranks, Site
 from loragate.oracles.numeric.compare import tail
+from loragate.oracles.numeric.errors import MANTISSA
 from loragate.oracles.numeric.golden import eager, folded
 from loragate.oracles.numeric.reference import judge_result
+from loragate.oracles.numeric.zscore import FOURTH_MOMENT, act_in_common
 from loragate.protocol import BaseLayer, Batch, Pool, Rounding, Trial
 
 NARROW = [Dtype.BF16, Dtype.FP16]
@@ -189,6 +191,20 @@ def test_the_largest_of_a_million_errors_may_be_larger_than_that_of_a_thousand()
     largest = torch.randn(1_000_000, generator=generator).abs().max().item()
     assert limits == sorted(limits)
     assert limits[1] < largest + 0.5 < limits[2]
+
+
+@pytest.mark.parametrize("width", [32, 256])
+def test_the_roundings_of_act_vary_more_than_those_of_ranks_and_no_more_than_is_assumed(
+    width: int, make_trial: Callable[..., Trial]
+) -> None:
+    generator = torch.Generator().manual_seed(1)
+    gate, up = torch.randn(2, 10_000, width, generator=generator, dtype=torch.float64)
+    act = functional.silu(gate) * up
+    cost = (act.to(torch.bfloat16).double() - act).square().sum(1)
+    wanted = MANTISSA * (2.0**-8) ** 2 / 3 * act.square().sum(1)
+    variance = ((cost - wanted).square().mean() / wanted.square().mean()).item()
+    layer = make_trial(site=Site.MOE_LAYER, slices=(width, width)).case
+    assert 2 * FOURTH_MOMENT / width < variance < 2 * act_in_common(layer)
 
 
 def test_a_scale_that_is_folded_into_b_raises_no_alarm(make_trial: Callable[..., Trial]) -> None:

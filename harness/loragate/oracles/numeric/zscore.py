@@ -50,8 +50,9 @@ _SPREAD = 1.25
 # so many independent errors make their sum of squares nearly normal
 _ENOUGH = 100
 # the fourth moment of a normal number, with a margin for sums over few features
-_TAIL = 4.0
-# the same of the rounding errors of act, which is a product of three: few of them are large
+FOURTH_MOMENT = 4.0
+# the same of the rounding errors of act, which is a product: few of them are large. 11 for normal
+# gate and up, and more for gates of other sizes
 _ACT_TAIL = 40.0
 
 
@@ -165,7 +166,7 @@ def _worst_spread(
     ranks = torch.tensor(ranks_of_errors(pool), device=device)
     ranks = ranks.repeat_interleave(groups.experts, 0).clamp(min=1)
     # errors of the shrink output are common to all columns
-    in_common = (_TAIL / ranks + _of_act(case)).clamp(max=1) + 1 / widths
+    in_common = (FOURTH_MOMENT / ranks + act_in_common(case)).clamp(max=1) + 1 / widths
     variance = 2 * groups.total(fourth + 2 * noise * shrunk / widths)
     variance += 2 * _pairs_alike(case) * groups.total(shrunk.square()) * in_common
     expected = groups.total(noise + shrunk)
@@ -175,7 +176,7 @@ def _worst_spread(
     return groups.worst(z, spread, is_gain=False)
 
 
-def _of_act(case: Case) -> float:
+def act_in_common(case: Case) -> float:
     """The share of the squared errors of an MoE layer's act that a row has in common."""
     return _ACT_TAIL / case.slices[0] if case.site is Site.MOE_LAYER else 0.0
 
