@@ -7,7 +7,8 @@ import importlib
 import inspect
 import pkgutil
 import textwrap
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -65,6 +66,48 @@ def calls(function: Callable[..., Any]) -> list[str]:
     return [name for *_, name in sorted(found)]
 
 
+def reads_before_the_wait(function: Callable[..., Any], **constants: Any) -> set[str]:
+    """The pointers that a specialisation of a kernel loads from before its first certain wait."""
+    found: set[str] = set()
+
+    def visit(nodes: Sequence[ast.AST]) -> bool:
+        """Whether the wait was reached."""
+        for node in nodes:
+            if isinstance(node, ast.If):
+                names = {name.id for name in ast.walk(node.test) if isinstance(name, ast.Name)}
+                if names <= constants.keys():
+                    test = eval(compile(ast.Expression(node.test), "kernel", "eval"), {}, constants)
+                    if visit(node.body if test else node.orelse):
+                        return True
+                    continue
+            for call in ast.walk(node.iter if isinstance(node, ast.For) else node):
+                if isinstance(call, ast.Call) and "gdc_wait" in ast.unparse(call.func):
+                    return True
+                if isinstance(call, ast.Call) and getattr(call.func, "attr", "") == "load":
+                    found.add(ast.unparse(call.args[0]).partition(" ")[0])
+            if isinstance(node, ast.For) and visit(node.body):
+                return True
+        return False
+
+    body = ast.parse(textwrap.dedent(inspect.getsource(function))).body[0]
+    assert isinstance(body, ast.FunctionDef)
+    assert visit(body.body)
+    return found
+
+
+@pytest.mark.parametrize("group", [1, 2])
+def test_behind_the_base_product_an_expand_reads_nothing_that_is_younger_before_it_waits(
+    group: int,
+) -> None:
+    tables = {"tile_slots_ptr", "tile_rows_ptr", "num_tiles_ptr"}
+    function = kernels()["lora_expand_kernel"]
+    reads = reads_before_the_wait(function, PDL=True, BEHIND_BASE=True, GROUP=group)
+    assert reads <= tables | {"ranks_ptr", "scales_ptr", "b_ptrs"}
+    alone = reads_before_the_wait(function, PDL=True, BEHIND_BASE=False, GROUP=group)
+    assert ("out_ptrs" in alone) == (group == 1)
+    assert "h_ptrs" not in alone
+
+
 def test_all_kernels_wait_before_they_access_memory_but_those_that_trust_another_one() -> None:
     trusting = set()
     for name, function in kernels().items():
@@ -87,7 +130,9 @@ class Launch:
             assert options.get("launch_pdl", False) == dependent
             # without adapters a product waits at its start
             trusts = self.name != "moe_gemm_kernel" or options["LORA"]
-            self.log.append((self.name if trusts else f"{self.name} without adapters", dependent))
+            name = self.name if trusts else f"{self.name} without adapters"
+            behind_base = options.get("BEHIND_BASE", False)
+            self.log.append((f"{name} behind the base product" if behind_base else name, dependent))
 
         return launch
 
@@ -114,6 +159,21 @@ def test_a_kernel_that_trusts_another_one_follows_it_directly(
                 seen.add(name)
                 assert before == (TRUSTS[name], True), label
     assert seen == TRUSTS.keys()
+
+
+def test_a_shrink_beside_the_base_product_is_not_launched_dependently(
+    launched: list[tuple[str, bool]],
+) -> None:
+    expand = "lora_expand_kernel behind the base product"
+    seen = 0
+    for label, launch in launches(90):
+        launched.clear()
+        launch()
+        for before, after in pairwise(launched):
+            if after[0] == expand:
+                seen += 1
+                assert (before, after) == (("lora_shrink_kernel", False), (expand, True)), label
+    assert seen
 
 
 def test_nothing_is_launched_dependently_on_a_gpu_without_it(

@@ -53,7 +53,10 @@ class Layer:
 
     def prepare(self, token_slots: Tensor) -> None:
         # base rows have a slot of zeros
-        self.rows.copy_(torch.where(token_slots < 0, self.case.slots, token_slots))
+        slots = torch.where(token_slots < 0, self.case.slots, token_slots)
+        # a copy of memory that is not pinned waits for the stream, which would hide a missing fork
+        pinned = slots.pin_memory() if self.rows.is_cuda else slots
+        self.rows.copy_(pinned, non_blocking=True)
 
     def apply(self, x: Tensor, out: Tensor) -> Tensor:
         if self.side is not None:

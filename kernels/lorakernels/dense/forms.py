@@ -1,5 +1,6 @@
-"""How the base product of a linear layer and the delta of its adapters are put together. Every form
-runs the same kernels on the same operands and gives the same bits."""
+"""How the base product of a linear layer and the delta of its adapters are put together. SINGLE and
+AHEAD give the same bits. DUAL may add up the ranks of a row in fewer parts, whether its streams
+are two or, where a device has none, one."""
 
 from __future__ import annotations
 
@@ -23,7 +24,7 @@ def plan_form(shape: DenseShape, *, dual_stream: bool) -> LinearForm:
     """The fastest form for a batch; one of a single stream without `dual_stream`."""
     tuning = shape.tuning.dense
     is_small = 0 < shape.num_rows <= tuning.dual_rows
+    is_light = shape.ranks_of_all_slices <= tuning.dual_ranks
     is_large = shape.in_features * sum(shape.slice_widths) >= tuning.dual_weights
-    is_deep = shape.in_features >= tuning.deep
-    wins = is_small and is_large and not is_deep
+    wins = is_small and (is_light or is_large)
     return LinearForm.DUAL if dual_stream and wins else LinearForm.SINGLE

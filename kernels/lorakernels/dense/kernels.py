@@ -119,10 +119,11 @@ def lora_expand_kernel(
     STAGES: tl.constexpr,
     IEEE: tl.constexpr,
     PDL: tl.constexpr,
+    BEHIND_BASE: tl.constexpr,
 ):
     # grid (groups of GROUP column blocks, parts of tiles): neighbouring programs write
     # neighbouring columns of the same rows. *_ALIGN: powers of two that divide every slice width
-    # and R
+    # and R. BEHIND_BASE: before the wait, not only the shrink but also the base product may run
     S: tl.constexpr = len(WIDTHS)
     PARTS: tl.constexpr = HEIGHT // BLOCK_M
     slice_id, column, start, width = locate_slice(
@@ -160,11 +161,13 @@ def lora_expand_kernel(
 
         # base and delta are added in fp32 and rounded once
         if GROUP == 1:
-            # what does not depend on the shrink is fetched before the wait
+            # what does not depend on the kernel before is fetched before the wait
             live_n = (offs_n < width)[None, :]
-            previous = tl.load(out_ptrs, mask=live_m[:, None] & live_n, other=0.0)
             b = tl.load(b_ptrs, mask=live_n & live_r, other=0.0)
-            if PDL:
+            if PDL and BEHIND_BASE:
+                gdc_wait()
+            previous = tl.load(out_ptrs, mask=live_m[:, None] & live_n, other=0.0)
+            if PDL and not BEHIND_BASE:
                 gdc_wait()
             h = load_shrunk(h_ptrs, live_h, stride_shrunk_split, SPLITS) * early
             acc = dot(h.to(b.dtype), b, start_of_sum(previous, LATE), IEEE)

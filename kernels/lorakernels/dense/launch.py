@@ -82,8 +82,10 @@ def launch_expand(
     out: Tensor,
     *,
     pdl: bool,
+    behind_base: bool = False,
 ) -> None:
-    """Adds the delta of every row with a slot to `out`."""
+    """Adds the delta of every row with a slot to `out`. behind_base: the launch before this one on
+    its stream is the base product, not the shrink."""
     if shape.num_rows == 0:
         return
     plan, height = plan_expand(shape), shape.height
@@ -118,6 +120,7 @@ def launch_expand(
             STAGES=plan.num_stages,
             IEEE=out.dtype == torch.float32,
             PDL=pdl,
+            BEHIND_BASE=behind_base,
             num_warps=plan.num_warps,
             **launch_options(pdl),
         )

@@ -4,7 +4,7 @@ graph contains no operation on streams. Which form it takes is decided when it r
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -17,7 +17,7 @@ from lorakernels.dense.check import check_input, check_rows, check_step
 from lorakernels.dense.forms import LinearForm, plan_form
 from lorakernels.dense.launch import TileTables, launch_expand, launch_shrink
 from lorakernels.dense.ops import DenseWorkspace, shape_of, view_shrunk
-from lorakernels.dense.plan import DenseShape
+from lorakernels.dense.plan import DenseShape, plan_shrink
 from lorakernels.dense.weights import SlotWeights
 from lorakernels.runtime.device import supports_pdl
 from lorakernels.runtime.options import dual_stream
@@ -83,11 +83,20 @@ class Delta:
         shape = shape_of(x.shape[0], slots.a, slice_widths)
         return cls(x, slots, shape, tiles, view_shrunk(buffers, shape, slots.a.shape[0]))
 
+    def beside(self) -> Delta:
+        """The same delta, whose shrink runs beside the base product."""
+        shape = replace(self.shape, beside=True)
+        return replace(self, shape=shape, shrunk=self.shrunk[: plan_shrink(shape).splits])
+
     def shrink(self, *, pdl: bool) -> None:
         launch_shrink(self.x, self.slots, self.shape, self.tiles, self.shrunk, pdl=pdl)
 
-    def expand(self, out: Tensor, *, pdl: bool) -> None:
-        launch_expand(self.shrunk, self.slots, self.shape, self.tiles, out, pdl=pdl)
+    def expand(self, out: Tensor, *, pdl: bool, behind_base: bool) -> None:
+        launch_expand(
+            *(self.shrunk, self.slots, self.shape, self.tiles, out),
+            pdl=pdl,
+            behind_base=behind_base,
+        )
 
 
 def add_delta(
@@ -96,17 +105,18 @@ def add_delta(
     """The output of the base product with the delta added in place. `beside` are other sides of
     the fork, which may write parts of the output; they run first where nothing is forked."""
     device = delta.x.device
-    # only here the expand follows the shrink directly; see supports_pdl
-    pdl = form is LinearForm.SINGLE and supports_pdl(device)
+    pdl = supports_pdl(device)
     if form is LinearForm.SINGLE:
         out = fork_join(device, base, *beside, parallel=False)
         delta.shrink(pdl=pdl)
     else:
+        delta = delta.beside() if form is LinearForm.DUAL else delta
         # a graph is replayed with other batches, and needs its fork even if this one has no adapter
         is_used = has_adapters(delta.tiles.tile_rows) or is_capturing(device)
         parallel = form is LinearForm.DUAL and (is_used or bool(beside))
-        out = fork_join(device, base, *beside, partial(delta.shrink, pdl=pdl), parallel=parallel)
-    delta.expand(out, pdl=pdl)
+        # nothing says what runs before the shrink on its stream
+        out = fork_join(device, base, *beside, partial(delta.shrink, pdl=False), parallel=parallel)
+    delta.expand(out, pdl=pdl, behind_base=form is not LinearForm.SINGLE)
     return out
 
 

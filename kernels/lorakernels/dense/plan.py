@@ -23,6 +23,8 @@ class DenseShape:
     # bytes of one element of x, A, B and out
     itemsize: int
     tuning: Tuning = field(default=DEFAULT, repr=False)
+    # whether the shrink runs beside the base product, which hides it
+    beside: bool = False
 
     @property
     def ranks_of_all_slices(self) -> int:
@@ -76,12 +78,14 @@ def plan_shrink(shape: DenseShape) -> ShrinkPlan:
     if shape.itemsize == 4:
         # fp32 has no tensor-core path: smaller tiles avoid spills
         block_n, block_k = min(block_n, 32), 32
-    programs = -(-shape.num_rows // height) * -(-ranks // block_n)
+    chunks, full_tiles = -(-ranks // block_n), -(-shape.num_rows // height)
     splits = min(
         _most_splits(shape, tuning),
-        tuning.programs // max(1, programs),
+        tuning.programs // max(1, full_tiles * chunks),
         -(-shape.in_features // block_k),
     )
+    if shape.beside:
+        splits = max(1, min(splits, _most_splits_beside(shape, tuning, full_tiles, chunks)))
     return ShrinkPlan(
         block_n=block_n,
         block_k=block_k,
@@ -101,6 +105,15 @@ def _most_splits(shape: DenseShape, tuning: DenseTuning) -> int:
     if shape.height > MIN_TILE_ROWS:
         return shape.in_features // (1024 if _is_wide(shape) else 512)
     return 32 if _is_deep(shape) and shape.rank <= 16 else 16
+
+
+def _most_splits_beside(
+    shape: DenseShape, tuning: DenseTuning, full_tiles: int, chunks: int
+) -> int:
+    """The number of split-K partials of a shrink that is hidden: as many programs as finish in
+    time, because more of them delay the base product and leave the expand more to read."""
+    tiles = max(1, full_tiles, min(shape.num_rows, tuning.usual_slots))
+    return min(tuning.splits_beside * tiles, tuning.programs_beside // (tiles * chunks))
 
 
 def plan_expand(shape: DenseShape) -> ExpandPlan:

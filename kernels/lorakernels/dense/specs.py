@@ -7,14 +7,15 @@ strides, but no data. Every outcome of a plan should occur here once.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
 
 from lorakernels.batch.metadata import BatchMetadata
 from lorakernels.dense.launch import TileTables, launch_expand, launch_shrink
-from lorakernels.dense.ops import shape_of_batch, shrunk_shape
+from lorakernels.dense.ops import shape_of_batch
+from lorakernels.dense.plan import plan_shrunk
 from lorakernels.dense.weights import SlotWeights
 
 _SLOTS = 4
@@ -31,6 +32,8 @@ class Problem:
     # columns of a wider tensor, or rows of a transposed one
     row_stride: int | None = None
     transposed: bool = False
+    # the shrink beside a base product, the expand behind both
+    beside: bool = False
 
 
 _QKV = ("qkv", 4096, (4096, 1024, 1024))
@@ -61,6 +64,13 @@ def _problems() -> Iterator[Problem]:
     yield Problem("qkv-fp32-r512-t2048", in_features, widths, 2048, 512, torch.float32)
     yield Problem("odd-bf16-r24-t33", 1000, (520, 72), 33, 24)
     yield Problem("prime-bf16-r7-t33", 997, (509, 61), 33, 7)
+    for rank in (16, 64):
+        for tokens in (1, 64):
+            label = f"beside-qkv-bf16-r{rank}-t{tokens}"
+            yield Problem(label, in_features, widths, tokens, rank, beside=True)
+    yield Problem("beside-down-bf16-r16-t1", *_DOWN[1:], 1, 16, beside=True)
+    yield Problem("beside-down-fp16-r128-t64", *_DOWN[1:], 64, 128, torch.float16, beside=True)
+    yield Problem("beside-gate-up-bf16-r16-t256", *_GATE_UP[1:], 256, 16, beside=True)
     yield Problem("columns-bf16-r16-t64", 4096, (4096,), 64, 16, row_stride=8191)
     yield Problem("transposed-bf16-r16-t64", 4096, (4096,), 64, 16, transposed=True)
 
@@ -90,10 +100,11 @@ def _delta(problem: Problem, *, pdl: bool) -> None:
     metadata = BatchMetadata(max_tokens=problem.tokens, max_slots=_SLOTS, device="meta")
     x = _rows(problem, problem.in_features)
     out = _rows(problem, weights.out_features)
-    shrunk = torch.empty(shrunk_shape(problem.tokens, weights), device="meta")
     shape, tiles = shape_of_batch(problem.tokens, weights), TileTables.of(metadata)
-    launch_shrink(x, weights.tensors, shape, tiles, shrunk, pdl=pdl)
-    launch_expand(shrunk, weights.tensors, shape, tiles, out, pdl=pdl)
+    shape = replace(shape, beside=problem.beside)
+    shrunk = torch.empty(plan_shrunk(shape, _SLOTS), device="meta")
+    launch_shrink(x, weights.tensors, shape, tiles, shrunk, pdl=pdl and not problem.beside)
+    launch_expand(shrunk, weights.tensors, shape, tiles, out, pdl=pdl, behind_base=problem.beside)
 
 
 def _rows(problem: Problem, width: int) -> torch.Tensor:

@@ -18,10 +18,12 @@ def supports_pdl(device: torch.device) -> bool:
     before it still runs.
 
     A kernel that waits before its first read or write may always be launched so. The expands and
-    the product that folds one in read before they wait, and trust the shrink before them to have
-    waited for what they read. They may be launched so only directly behind that shrink: not behind
-    another kernel (vllm #31777), and not behind a wait for another stream, where the last kernel
-    of their own stream has not waited for what the other one did.
+    the product that folds one in read before they wait, and trust the kernel before them on their
+    stream: what they read must have been complete when that kernel started. There are two such
+    places. Directly behind their shrink, which has waited itself; not behind another kernel (vllm
+    #31777). And directly behind a base product that is not launched so, with BEHIND_BASE: before
+    the wait, only what is older than the product is read. What other streams did is complete at
+    the wait in either case, because the launch waits for their events.
     """
     # the interpreter does not implement it, and accepts tensors of a GPU, too
     is_compiled = isinstance(probe_dot, JITFunction)

@@ -34,11 +34,17 @@ class DenseTuning:
     deep: int
     # columns of a slice beyond which an expand is wide
     wide: int
-    # most rows of a batch whose shrink runs on a second stream, and fewest weights of a layer whose
-    # base product is long enough to hide it. Beside that of a deep layer, the many programs of the
-    # shrink delay it
+    # most rows of a batch whose shrink runs on a second stream. Above `dual_ranks` ranks of all
+    # slices, the layer must have `dual_weights` weights: the base product of fewer is too short to
+    # hide such a shrink
     dual_rows: int
+    dual_ranks: int
     dual_weights: int
+    # of a shrink on a second stream: split-K partials for each tile of the batch, all programs, and
+    # the adapters of a batch that its plan counts on
+    splits_beside: int
+    programs_beside: int
+    usual_slots: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -128,8 +134,12 @@ HOPPER = Tuning(
         partial_tiles=8,
         deep=8192,
         wide=8192,
-        dual_rows=32,
-        dual_weights=1 << 26,
+        dual_rows=64,
+        dual_ranks=64,
+        dual_weights=20_000_000,
+        splits_beside=8,
+        programs_beside=96,
+        usual_slots=4,
     ),
     gdn=GDNTuning(dual_rows=128),
     moe=MoETuning(

@@ -103,8 +103,8 @@ FAULTS = (
     ),
     _dense(
         "delta-on-a-copy",
-        "    delta.expand(out, pdl=pdl)\n",
-        "    delta.expand(out.clone(), pdl=pdl)\n",
+        "    delta.expand(out, pdl=pdl,",
+        "    delta.expand(out.clone(), pdl=pdl,",
         source="tgi #2180",
         why="The delta goes to a buffer that is never read; the base model is served.",
     ),

@@ -18,10 +18,11 @@ _END = """                finally:
 """
 _MAIN = "        return _call_in(here.part(claims, 0, here.number), main)\n"
 _FORKED = (
-    "        out = fork_join(device, base, *beside, partial(delta.shrink, pdl=pdl), "
+    "        out = fork_join(device, base, *beside, partial(delta.shrink, pdl=False), "
     "parallel=parallel)\n"
 )
-_FORK = f"{_FORKED}    delta.expand(out, pdl=pdl)\n"
+_EXPAND = "    delta.expand(out, pdl=pdl, behind_base=form is not LinearForm.SINGLE)\n"
+_FORK = f"{_FORKED}{_EXPAND}"
 _SHRINK = """    def shrink(self, *, pdl: bool) -> None:
         launch_shrink(self.x, self.slots, self.shape, self.tiles, self.shrunk, pdl=pdl)
 """
@@ -137,9 +138,10 @@ FAULTS = (
         _FORK,
         "        out = torch.empty_like(base())\n"
         "        fork_join(device, lambda: out.copy_(base()), *beside, "
-        "lambda: (delta.shrink(pdl=pdl), delta.expand(out, pdl=pdl)), parallel=parallel)\n"
+        "lambda: (delta.shrink(pdl=False), delta.expand(out, pdl=False, behind_base=True)), "
+        "parallel=parallel)\n"
         "        return out\n"
-        "    delta.expand(out, pdl=pdl)\n",
+        f"{_EXPAND}",
         source="vllm #35721",
         why="Both streams write the output: the base product erases the delta, or does not.",
     ),
@@ -148,9 +150,9 @@ FAULTS = (
         _FORK,
         f"{_FORKED}"
         "        extra = torch.empty_like(out)\n"
-        "        delta.expand(extra, pdl=pdl)\n"
+        "        delta.expand(extra, pdl=pdl, behind_base=True)\n"
         "        return out.add_(extra)\n"
-        "    delta.expand(out, pdl=pdl)\n",
+        f"{_EXPAND}",
         source="vllm #29316",
         why="Rows without an adapter get what the memory of the delta held before.",
     ),
@@ -181,10 +183,10 @@ FAULTS = (
         "output-of-the-base-allocated-on-the-side",
         _FORK,
         "        made = []\n"
-        "        fork_join(device, partial(delta.shrink, pdl=pdl), *beside, "
+        "        fork_join(device, partial(delta.shrink, pdl=False), *beside, "
         "lambda: made.append(base()), parallel=parallel)\n"
         "        out = made[0]\n"
-        "    delta.expand(out, pdl=pdl)\n",
+        f"{_EXPAND}",
         source="local-inference-lab #93",
         why="The output belongs to the side stream, which reuses its memory beside its readers.",
         only=True,
@@ -264,10 +266,10 @@ FAULTS = (
     ),
     _linear(
         "expand-trusts-a-shrink-of-another-stream",
-        "    pdl = form is LinearForm.SINGLE and supports_pdl(device)\n",
-        "    pdl = supports_pdl(device)\n",
+        _EXPAND,
+        "    delta.expand(out, pdl=pdl, behind_base=False)\n",
         source="vllm #31777",
-        why="The expand may start before the kernel ahead of it is done, which is not its shrink.",
+        why="Behind the base product, the expand reads the output before that product is done.",
     ),
     _options(
         "switch-read-once",
