@@ -15,6 +15,7 @@ from unittest.mock import patch
 import numpy as np
 from torch import Tensor
 
+from loragate.execution.streams.arguments import holders, tensors_of
 from loragate.execution.streams.memory import Addresses, Block
 from loragate.execution.streams.recorder import Recorder
 from loragate.execution.trace.operations import Access
@@ -40,11 +41,14 @@ def recorded_launches(recorder: Recorder) -> Iterator[None]:
     def launched(executor: Any, *args: Any, **kwargs: Any) -> None:
         recorder.next_call()
         stream = recorder.current()
-        names = _blocks_by_argument(recorder, executor, args, kwargs)
         name = executor.fn.__name__
+        tensors = tensors_of(executor.arg_names, args, kwargs)
+        names = _blocks_by_argument(recorder, name, tensors)
         with recorder.muted(), _watched(name) as watch:
             watch.addresses = recorder.blocks.addresses()
             run(executor, *args, **kwargs)
+            unknown = holders(executor.arg_names, args, kwargs, watch.unnamed())
+        recorder.note_unknown(name, unknown)
 
         def again() -> None:
             with recorder.muted(), _watched(name):
@@ -93,6 +97,10 @@ class _Watch:
         return found + [
             Access(-1, merged(spans), is_write) for is_write, spans in self._unnamed.items()
         ]
+
+    def unnamed(self) -> list[int]:
+        """Where memory of no known tensor was accessed."""
+        return [start for spans in self._unnamed.values() for start, _ in merged(spans)]
 
     def _mark(self, live: Any, size: int, *, is_write: bool) -> None:
         if self.addresses is None:
@@ -170,16 +178,18 @@ def _cause(error: BaseException | None) -> NeverSatisfied | None:
 
 
 def _blocks_by_argument(
-    recorder: Recorder, executor: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    recorder: Recorder, kernel: str, tensors: list[tuple[str, Tensor]]
 ) -> dict[int, str]:
-    """What the kernel calls the blocks of its arguments, which are known from here on."""
-    given = [*zip(executor.arg_names, args, strict=False), *kwargs.items()]
+    """What the kernel calls the blocks of its arguments, and of what stands behind them: they are
+    known from here on."""
+    named = [(tensor, False, name) for name, tensor in tensors]
+    for name, table in tensors:
+        for tensor in recorder.tensors_behind(kernel, name, table) or ():
+            named.append((tensor, False, f"behind {name}"))
     names: defaultdict[int, list[str]] = defaultdict(list)
-    for name, value in given:
-        if isinstance(value, Tensor):
-            for access in recorder.accesses([(value, False, name)], recorder.current()):
-                names[access.block].append(name)
-    return {block: "/".join(found) for block, found in names.items()}
+    for access in recorder.accesses(named, recorder.current()):
+        names[access.block].append(access.name)
+    return {block: "/".join(dict.fromkeys(found)) for block, found in names.items()}
 
 
 def _live(pointers: Any, mask: Any) -> Any:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -61,8 +61,13 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.blocks = Blocks(device, keep=replays)
         self.replays: dict[int, Callable[[], object]] = {}
         self.current = current
-        # kernels that follow addresses which they load themselves: what they touch is not known
-        self.followed: set[str] = set()
+        # by the names of a kernel and of an argument that holds addresses, and that argument: the
+        # tensors behind them, None if that was not declared
+        self.tensors_behind: Callable[[str, str, Tensor], Sequence[Tensor] | None] = (
+            lambda kernel, argument, table: None
+        )
+        # by kernel: arguments that hold addresses of memory which is not known
+        self.unknown: defaultdict[str, set[str]] = defaultdict(set)
         # called with the number of each operator and each launch, before it is queued
         self.before_call: Callable[[int], None] = lambda number: None
         # launch of the trace -> number of its call
@@ -128,6 +133,11 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if block is not None:
                 found.append(Access(block.number, spans_of(tensor), is_write, name))
         return tuple(found)
+
+    def note_unknown(self, kernel: str, arguments: Iterable[str]) -> None:
+        """What a kernel accesses through these arguments cannot be judged."""
+        for argument in arguments:
+            self.unknown[kernel].add(argument)
 
     def next_call(self) -> None:
         """An operator or a launch is about to be queued."""

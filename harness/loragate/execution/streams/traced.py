@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -66,6 +67,7 @@ def traced_steps(
         recorder.before_call = before_call
     with streams_of(trial, recorder):
         session = Session(trial, base, pool)
+        recorder.tensors_behind = partial(_declared, trial, session)
         own = copy_batch(batches[0])
         recorder.name(_named(own))
         with _recorded(trial, recorder):
@@ -134,6 +136,17 @@ def _interpreted(recorder: Recorder) -> AbstractContextManager[Any]:
     from loragate.execution.streams.interpreted import recorded_launches
 
     return recorded_launches(recorder)
+
+
+def _declared(
+    trial: Trial, session: Session, kernel: str, argument: str, table: Tensor
+) -> Sequence[Tensor] | None:
+    """The tensors whose addresses an argument holds, if the subject says so."""
+    behind = trial.capabilities.pointer_tables.get((kernel, argument))
+    if behind is None:
+        return None
+    with subject_code():
+        return behind(session.instance.own, table)
 
 
 def _step(session: Session, own: Batch, batch: Batch) -> Tensor:

@@ -9,6 +9,7 @@ that is freed counts as written by the stream that it was allocated on.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 
 from loragate.core.plural import counted
 from loragate.core.verdict import Failure, Judgement, OracleName, Verdict
@@ -39,10 +40,8 @@ class Race:
         found = conflicts(trace)
         if found:
             return _failure(trace, found)
-        if recorder.followed:
-            names = ", ".join(sorted(recorder.followed))
-            message = f"kernels that load the addresses which they use are not judged: {names}"
-            return Judgement(self.name, Verdict.INCONCLUSIVE, message=message)
+        if recorder.unknown:
+            return _unknown(recorder.unknown)
         launches = sum(isinstance(op, Launch) for op in trace.operations)
         return passed(self.name, launches=float(launches), streams=float(len(trace.stream_names)))
 
@@ -56,6 +55,17 @@ def needs_streams(trial: Trial) -> str | None:
 
 def never_satisfied(oracle: OracleName, message: str) -> Judgement:
     return Judgement(oracle, Verdict.FAIL, Failure.DEADLOCK, message)
+
+
+def _unknown(arguments: Mapping[str, set[str]]) -> Judgement:
+    listed = "; ".join(
+        f"{kernel}: {', '.join(sorted(names))}" for kernel, names in sorted(arguments.items())
+    )
+    message = (
+        "cannot be judged: kernels access memory by addresses that these arguments hold, and "
+        f"Capabilities.pointer_tables does not declare all tensors behind them ({listed})"
+    )
+    return Judgement(OracleName.RACE, Verdict.INCONCLUSIVE, message=message)
 
 
 def _failure(trace: Trace, found: list[Conflict]) -> Judgement:
