@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import pytest
 import torch
@@ -12,10 +13,11 @@ import triton.language as tl
 from torch import Tensor
 
 from loragate.core.machine import interpreter_is_on
+from loragate.execution.graph import capture
 from loragate.execution.streams.interpreted import NeverSatisfied, recorded_launches
 from loragate.execution.streams.model import current_number, modelled_streams
 from loragate.execution.streams.recorder import Recorder
-from loragate.execution.trace.conflicts import conflicts
+from loragate.execution.trace.conflicts import Hazard, conflicts
 from loragate.execution.trace.operations import HOST, Free, Launch, Sync
 from loragate.execution.trace.orders import legal_orders
 
@@ -108,6 +110,64 @@ def test_memory_is_free_when_nothing_holds_it_and_after_the_streams_that_record_
     frees = [op for op in recorder.trace().operations if isinstance(op, Free)]
     assert [free.used_by for free in frees] == [frozenset(), frozenset({side.number})]
     assert all(free.stream == 0 and free.size == 32 for free in frees)
+
+
+def captured(x: Tensor, out: Tensor) -> Any:
+    """A graph that reads x and writes out, with memory of its own between them."""
+
+    def call() -> None:
+        torch.add(x * 2, 1, out=out)
+
+    return capture(call, warm_ups=0).graph
+
+
+def test_a_graph_is_ordered_as_a_whole_on_the_stream_that_launches_it() -> None:
+    for joins, expected in ((True, []), (False, ["x", "out"])):
+        x, out = torch.ones(4), torch.zeros(4)
+        with recording() as recorder:
+            recorder.name({"x": x, "out": out})
+            graph, side = captured(x, out), torch.cuda.Stream()
+            for _ in range(2):
+                x.add_(1)
+                if joins:
+                    side.wait_stream(torch.cuda.current_stream())
+                with torch.cuda.stream(side):
+                    graph.replay()
+                if joins:
+                    torch.cuda.current_stream().wait_stream(side)
+            out.zero_()
+        trace = recorder.trace()
+        found = {trace.block_name(conflict.block) for conflict in conflicts(trace)}
+        assert found == set(expected)
+
+
+def test_a_launch_of_a_graph_does_its_work_again_but_not_what_the_host_did() -> None:
+    x, out, table = torch.ones(4), torch.zeros(4), torch.zeros(1)
+    with recording(replays=True) as recorder:
+        recorder.name({"table": table}, on_host=True)
+
+        def call() -> None:
+            table.add_(1)
+            torch.add(x, table.item(), out=out)
+
+        graph = capture(call, warm_ups=0).graph
+        x.fill_(5)
+        graph.replay()
+        assert out.tolist() == [6] * 4
+        assert table.tolist() == [1]
+    assert recorder.graphs.host_waited(graph.number)
+
+
+def test_a_graph_keeps_its_memory_and_not_that_of_others() -> None:
+    out = torch.zeros(4)
+    with recording() as recorder:
+        x = torch.ones(4)
+        graph = captured(x, out)
+        graph.replay()
+        assert conflicts(recorder.trace()) == []
+        del x
+        graph.replay()
+    assert {conflict.hazard for conflict in conflicts(recorder.trace())} == {Hazard.USE_AFTER_FREE}
 
 
 @triton.jit

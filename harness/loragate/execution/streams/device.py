@@ -30,13 +30,15 @@ def current_handle() -> int:
 def recorded_device(recorder: Recorder) -> Iterator[None]:
     """Within, streams, events, syncs and compiled kernels are operations of the recorder.
 
-    A capture counts as if the graph ran where it is captured, and as finished at its end.
+    A capture counts as if the graph ran where it is captured, and as finished at its end; each of
+    its launches repeats what was captured.
     """
     from triton.runtime.jit import JITFunction
 
     _listen()
-    run, end = JITFunction.run, torch.cuda.CUDAGraph.capture_end
-    keep = Tensor.record_stream
+    run, keep = JITFunction.run, Tensor.record_stream
+    graphs = torch.cuda.CUDAGraph
+    begin, end, replay = graphs.capture_begin, graphs.capture_end, graphs.replay
 
     def launched(kernel: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
         is_seen = not (warmup or recorder.is_muted)
@@ -47,9 +49,17 @@ def recorded_device(recorder: Recorder) -> Iterator[None]:
             _record_kernel(recorder, kernel, compiled, args, options)
         return compiled
 
+    def began(graph: Any, *args: Any, **options: Any) -> None:
+        begin(graph, *args, **options)
+        recorder.graphs.begin_capture(id(graph))
+
     def captured(graph: Any) -> None:
         end(graph)
-        recorder.sync()
+        recorder.graphs.end_capture(id(graph))
+
+    def replayed(graph: Any) -> None:
+        replay(graph)
+        recorder.graphs.launch(id(graph))
 
     def kept(tensor: Tensor, stream: Any) -> None:
         with recorder.muted():
@@ -58,7 +68,9 @@ def recorded_device(recorder: Recorder) -> Iterator[None]:
 
     with ExitStack() as stack:
         stack.enter_context(patch.object(JITFunction, "run", launched))
-        stack.enter_context(patch.object(torch.cuda.CUDAGraph, "capture_end", captured))
+        stack.enter_context(patch.object(graphs, "capture_begin", began))
+        stack.enter_context(patch.object(graphs, "capture_end", captured))
+        stack.enter_context(patch.object(graphs, "replay", replayed))
         stack.enter_context(patch.object(Tensor, "record_stream", kept))
         stack.enter_context(patch.object(_LISTENER, "recorder", recorder))
         yield

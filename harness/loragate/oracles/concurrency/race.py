@@ -1,9 +1,11 @@
 """No two streams touch the same memory without an order between them.
 
 Two steps in the same memory are recorded: what each operator and each kernel reads and writes, in
-bytes, and what events, waits, syncs and the allocator impose. Every pair of operations that share
-a byte, one of them writing it, needs an order, also where the result happens to be right. Memory
-that is freed counts as written by the stream that it was allocated on.
+bytes, and what events, waits, syncs and the allocator impose. Replays of a CUDA graph are recorded
+as well, each of them ordered as a whole on its stream: those of a case of graphs, and on modelled
+streams three replays behind the two steps, with the next mapping prepared ahead of each. Every pair
+of operations that share a byte, one of them writing it, needs an order, also where the result
+happens to be right. Memory that is freed counts as written by the stream that it was allocated on.
 """
 
 from __future__ import annotations
@@ -33,7 +35,7 @@ class Race:
 
     def judge(self, trial: Trial) -> Judgement:
         try:
-            recorder = traced_steps(trial).recorder
+            recorder = traced_steps(trial, as_graph=True).recorder
             trace = recorder.trace()
         except NeverSatisfied as error:
             return never_satisfied(self.name, str(error))
