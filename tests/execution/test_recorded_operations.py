@@ -201,6 +201,24 @@ def test_a_launch_accesses_exactly_the_bytes_of_its_programs() -> None:
     assert {access.name for access in launch.accesses} == {"x_ptr", "out_ptr"}
 
 
+@triton.jit
+def fill_rows(out_ptr, count_ptr, WIDTH: tl.constexpr):  # type: ignore[no-untyped-def]
+    rows = tl.arange(0, WIDTH)
+    count = tl.load(count_ptr)
+    # the interpreter makes integers of a mask that a loaded number has a part in
+    live = (rows < 3)[:, None] & (rows < count)[None, :] & (count > 1)
+    tl.store(out_ptr + rows[:, None] * WIDTH + rows[None, :], 1.0, mask=live)
+
+
+@interpreted
+def test_a_mask_of_integers_is_a_mask() -> None:
+    out, number = torch.zeros(4, 4), torch.tensor([2], dtype=torch.int32)
+    with recording() as recorder:
+        fill_rows[(1,)](out, number, WIDTH=4)
+    (launch,) = launches(recorder)
+    assert touched(recorder, launch, out) == {True: [0, 1, 4, 5, 8, 9]}
+
+
 @interpreted
 def test_columns_side_by_side_are_no_conflict_and_the_same_columns_are() -> None:
     for shift, expected in ((3, 0), (2, 1)):

@@ -39,6 +39,8 @@ def recorded_launches(recorder: Recorder) -> Iterator[None]:
     run = GridExecutor.__call__
 
     def launched(executor: Any, *args: Any, **kwargs: Any) -> None:
+        # addresses must not belong to memory that has been freed as well
+        recorder.note_freed()
         recorder.next_call()
         stream = recorder.current()
         name = executor.fn.__name__
@@ -196,7 +198,8 @@ def _live(pointers: Any, mask: Any) -> Any:
     addresses = np.asarray(pointers.data, dtype=np.uint64)
     if mask is None:
         return addresses.reshape(-1)
-    live = np.broadcast_to(mask.data, addresses.shape)
+    # a mask may consist of integers, which numpy would take for indices
+    live = np.broadcast_to(mask.data, addresses.shape) != 0
     return addresses.reshape(-1) if live.all() else addresses[live]
 
 
