@@ -14,7 +14,11 @@ from torch import Tensor
 
 from loragate.core.machine import interpreter_is_on
 from loragate.execution.graph import capture
-from loragate.execution.streams.interpreted import NeverSatisfied, recorded_launches
+from loragate.execution.streams.interpreted import (
+    NeverSatisfied,
+    recorded_launches,
+    reversed_programs,
+)
 from loragate.execution.streams.model import current_number, modelled_streams
 from loragate.execution.streams.recorder import Recorder
 from loragate.execution.trace.conflicts import Hazard, conflicts
@@ -260,8 +264,25 @@ def test_a_wait_that_only_one_order_satisfies_is_reported_in_the_other_one() -> 
         set_flag[(1,)](flag)
         with torch.cuda.stream(torch.cuda.Stream()):
             wait_for[(1,)](flag)
-    orders = legal_orders(recorder.trace(), limit=9, seed=0)
+    orders = list(legal_orders(recorder.trace(), limit=9, seed=0))
     assert len(orders) == 2
     recorder.blocks.restore()
     with pytest.raises(NeverSatisfied):
         recorder.replays[orders[1][0]]()
+
+
+@triton.jit
+def clear_then_set(out_ptr, WIDTH: tl.constexpr):  # type: ignore[no-untyped-def]
+    if (tl.program_id(0) == 0) & (tl.program_id(1) == 0):
+        tl.store(out_ptr + tl.arange(0, WIDTH), 0.0)
+    tl.store(out_ptr + tl.program_id(0) * 2 + tl.program_id(1), 1.0)
+
+
+@interpreted
+def test_programs_run_from_the_last_to_the_first_if_reversed() -> None:
+    out = torch.full((4,), 5.0)
+    clear_then_set[(2, 2)](out, WIDTH=4)
+    assert out.tolist() == [1, 1, 1, 1]
+    with reversed_programs():
+        clear_then_set[(2, 2)](out, WIDTH=4)
+    assert out.tolist() == [1, 0, 0, 0]

@@ -63,6 +63,20 @@ def recorded_launches(recorder: Recorder) -> Iterator[None]:
         yield
 
 
+@contextmanager
+def reversed_programs() -> Iterator[None]:
+    """Within, the programs of every launch run from the last one to the first."""
+    from triton.runtime.interpreter import InterpreterBuilder
+
+    enter = InterpreterBuilder.set_grid_idx
+
+    def entering(builder: Any, *place: int) -> None:
+        enter(builder, *(size - 1 - k for k, size in zip(place, builder.grid_dim, strict=True)))
+
+    with patch.object(InterpreterBuilder, "set_grid_idx", entering):
+        yield
+
+
 class _Watch:
     """What the programs of one launch access. Without `addresses` it only looks for waits."""
 
