@@ -20,7 +20,7 @@ from loragate.execution.trace.operations import (
     Trace,
     Wait,
 )
-from loragate.execution.trace.orders import legal_orders
+from loragate.execution.trace.orders import How, Kind, legal_orders
 from loragate.execution.trace.spans import first_common, merged, strided
 
 STREAMS, EVENTS, BLOCKS = (0, 1, 2), (0, 1), (0, 1)
@@ -133,21 +133,61 @@ def test_all_legal_orders_of_a_short_trace_are_found(trace: Trace) -> None:
         for order in permutations(launched)
         if not any((b, a) in reached for k, a in enumerate(order) for b in order[k + 1 :])
     }
-    orders = legal_orders(trace, limit=720, seed=0)
+    orders = list(legal_orders(trace, limit=720, seed=0))
     assert set(orders) == wanted
     assert len(orders) == len(wanted)
     assert orders[0] == tuple(launched)
 
 
-def test_a_long_trace_is_sampled_with_every_stream_as_early_and_as_late_as_possible() -> None:
-    trace = Trace(tuple(Launch(index % 2, "kernel") for index in range(24)))
-    main, side = tuple(range(0, 24, 2)), tuple(range(1, 24, 2))
-    orders = legal_orders(trace, limit=12, seed=3)
-    assert orders[0] == tuple(range(24))
-    assert {main + side, side + main} <= set(orders)
-    assert 8 < len(orders) <= 12
-    assert orders == legal_orders(trace, limit=12, seed=3)
-    assert orders != legal_orders(trace, limit=12, seed=4)
+def alternating(count: int) -> Trace:
+    return Trace(tuple(Launch(index % 2, "kernel") for index in range(count)))
+
+
+def test_a_stream_is_held_back_at_every_place_where_the_order_of_streams_is_decided() -> None:
+    trace = Trace(
+        (
+            Launch(0, "0"),
+            Launch(0, "1"),
+            Record(0, 0),
+            Launch(1, "3"),
+            Launch(1, "4"),
+            Wait(0, 1),
+            Launch(1, "6"),
+            Launch(0, "7"),
+            Launch(0, "8"),
+        )
+    )
+    orders = legal_orders(trace, limit=9, seed=0)
+    cuts = {how.number: order for order, how in orders.items() if how.kind is Kind.CUT}
+    assert cuts == {
+        0: (3, 4, 0, 1, 6, 7, 8),
+        3: (0, 1, 7, 8, 3, 4, 6),
+        6: (0, 1, 3, 4, 7, 8, 6),
+    }
+    # holding back 7 on stream 0 gives the order of the host
+    assert next(iter(orders.items())) == ((0, 1, 3, 4, 6, 7, 8), How(Kind.HOST, 0))
+
+
+def test_draws_follow_from_the_seed_and_their_numbers() -> None:
+    trace = alternating(24)
+    few, more, other = (
+        legal_orders(trace, limit=limit, seed=seed) for limit, seed in ((30, 3), (40, 3), (40, 4))
+    )
+    assert [how.kind for how in few.values()].count(Kind.CUT) == 23
+    assert len(few) == 30
+    # a draw is the same whatever was drawn before it
+    assert list(more.items())[:30] == list(few.items())
+    assert {order for order, how in more.items() if how.kind is Kind.DRAW}.isdisjoint(
+        order for order, how in other.items() if how.kind is Kind.DRAW
+    )
+
+
+def test_of_too_many_cuts_some_are_drawn_from_the_seed() -> None:
+    drawn = [legal_orders(alternating(24), limit=12, seed=seed) for seed in (3, 3, 4)]
+    kinds = [how.kind for how in drawn[0].values()]
+    assert kinds == [Kind.HOST, *[Kind.CUT] * 11]
+    assert drawn[0] == drawn[1]
+    assert drawn[0] != drawn[2]
 
 
 def hazards(*ops: Operation) -> list[Hazard]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import pytest
 import torch
@@ -12,10 +13,15 @@ import triton.language as tl
 from torch import Tensor
 
 from loragate.core.machine import interpreter_is_on
-from loragate.execution.streams.interpreted import NeverSatisfied, recorded_launches
+from loragate.execution.graph import capture
+from loragate.execution.streams.interpreted import (
+    NeverSatisfied,
+    recorded_launches,
+    reversed_programs,
+)
 from loragate.execution.streams.model import current_number, modelled_streams
 from loragate.execution.streams.recorder import Recorder
-from loragate.execution.trace.conflicts import conflicts
+from loragate.execution.trace.conflicts import Hazard, conflicts
 from loragate.execution.trace.operations import HOST, Free, Launch, Sync
 from loragate.execution.trace.orders import legal_orders
 
@@ -110,6 +116,64 @@ def test_memory_is_free_when_nothing_holds_it_and_after_the_streams_that_record_
     assert all(free.stream == 0 and free.size == 32 for free in frees)
 
 
+def captured(x: Tensor, out: Tensor) -> Any:
+    """A graph that reads x and writes out, with memory of its own between them."""
+
+    def call() -> None:
+        torch.add(x * 2, 1, out=out)
+
+    return capture(call, warm_ups=0).graph
+
+
+def test_a_graph_is_ordered_as_a_whole_on_the_stream_that_launches_it() -> None:
+    for joins, expected in ((True, []), (False, ["x", "out"])):
+        x, out = torch.ones(4), torch.zeros(4)
+        with recording() as recorder:
+            recorder.name({"x": x, "out": out})
+            graph, side = captured(x, out), torch.cuda.Stream()
+            for _ in range(2):
+                x.add_(1)
+                if joins:
+                    side.wait_stream(torch.cuda.current_stream())
+                with torch.cuda.stream(side):
+                    graph.replay()
+                if joins:
+                    torch.cuda.current_stream().wait_stream(side)
+            out.zero_()
+        trace = recorder.trace()
+        found = {trace.block_name(conflict.block) for conflict in conflicts(trace)}
+        assert found == set(expected)
+
+
+def test_a_launch_of_a_graph_does_its_work_again_but_not_what_the_host_did() -> None:
+    x, out, table = torch.ones(4), torch.zeros(4), torch.zeros(1)
+    with recording(replays=True) as recorder:
+        recorder.name({"table": table}, on_host=True)
+
+        def call() -> None:
+            table.add_(1)
+            torch.add(x, table.item(), out=out)
+
+        graph = capture(call, warm_ups=0).graph
+        x.fill_(5)
+        graph.replay()
+        assert out.tolist() == [6] * 4
+        assert table.tolist() == [1]
+    assert recorder.graphs.host_waited(graph.number)
+
+
+def test_a_graph_keeps_its_memory_and_not_that_of_others() -> None:
+    out = torch.zeros(4)
+    with recording() as recorder:
+        x = torch.ones(4)
+        graph = captured(x, out)
+        graph.replay()
+        assert conflicts(recorder.trace()) == []
+        del x
+        graph.replay()
+    assert {conflict.hazard for conflict in conflicts(recorder.trace())} == {Hazard.USE_AFTER_FREE}
+
+
 @triton.jit
 def move_columns(x_ptr, out_ptr, stride, WIDTH: tl.constexpr, LIVE: tl.constexpr):  # type: ignore[no-untyped-def]
     columns = tl.arange(0, WIDTH)
@@ -139,6 +203,24 @@ def test_a_launch_accesses_exactly_the_bytes_of_its_programs() -> None:
     assert touched(recorder, launch, x) == {False: [0, 1, 2, 6, 7, 8]}
     assert touched(recorder, launch, out) == {True: [1, 2, 3, 7, 8, 9]}
     assert {access.name for access in launch.accesses} == {"x_ptr", "out_ptr"}
+
+
+@triton.jit
+def fill_rows(out_ptr, count_ptr, WIDTH: tl.constexpr):  # type: ignore[no-untyped-def]
+    rows = tl.arange(0, WIDTH)
+    count = tl.load(count_ptr)
+    # the interpreter makes integers of a mask that a loaded number has a part in
+    live = (rows < 3)[:, None] & (rows < count)[None, :] & (count > 1)
+    tl.store(out_ptr + rows[:, None] * WIDTH + rows[None, :], 1.0, mask=live)
+
+
+@interpreted
+def test_a_mask_of_integers_is_a_mask() -> None:
+    out, number = torch.zeros(4, 4), torch.tensor([2], dtype=torch.int32)
+    with recording() as recorder:
+        fill_rows[(1,)](out, number, WIDTH=4)
+    (launch,) = launches(recorder)
+    assert touched(recorder, launch, out) == {True: [0, 1, 4, 5, 8, 9]}
 
 
 @interpreted
@@ -182,8 +264,25 @@ def test_a_wait_that_only_one_order_satisfies_is_reported_in_the_other_one() -> 
         set_flag[(1,)](flag)
         with torch.cuda.stream(torch.cuda.Stream()):
             wait_for[(1,)](flag)
-    orders = legal_orders(recorder.trace(), limit=9, seed=0)
+    orders = list(legal_orders(recorder.trace(), limit=9, seed=0))
     assert len(orders) == 2
     recorder.blocks.restore()
     with pytest.raises(NeverSatisfied):
         recorder.replays[orders[1][0]]()
+
+
+@triton.jit
+def clear_then_set(out_ptr, WIDTH: tl.constexpr):  # type: ignore[no-untyped-def]
+    if (tl.program_id(0) == 0) & (tl.program_id(1) == 0):
+        tl.store(out_ptr + tl.arange(0, WIDTH), 0.0)
+    tl.store(out_ptr + tl.program_id(0) * 2 + tl.program_id(1), 1.0)
+
+
+@interpreted
+def test_programs_run_from_the_last_to_the_first_if_reversed() -> None:
+    out = torch.full((4,), 5.0)
+    clear_then_set[(2, 2)](out, WIDTH=4)
+    assert out.tolist() == [1, 1, 1, 1]
+    with reversed_programs():
+        clear_then_set[(2, 2)](out, WIDTH=4)
+    assert out.tolist() == [1, 0, 0, 0]

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 
 from loragate.execution.trace.ttir import PointerUse, pointer_use
 
@@ -87,6 +88,18 @@ def test_what_is_reached_through_loaded_addresses_is_told_apart() -> None:
     ) == sets({2}, set(), {2}, {2})
 
 
+def test_an_address_that_is_no_pointer_is_named_and_an_offset_or_a_choice_is_not() -> None:
+    found = use(
+        "%0 = tt.int_to_ptr %n : i32 -> !tt.ptr<f16>",
+        "%1 = tt.load %0 : !tt.ptr<f16>",
+        "%2 = arith.cmpi sgt, %m, %n : i32",
+        "%3 = arith.select %2, %x, %y : !tt.ptr<f16>",
+        "%4 = tt.addptr %3, %m : !tt.ptr<f16>, i32",
+        "tt.store %4, %1 : !tt.ptr<f16>",
+    )
+    assert found == replace(sets(set(), {0, 1}), by_value=frozenset({"n"}))
+
+
 def test_waiting_for_the_kernel_before_is_no_access_and_a_pointer_in_assembly_is() -> None:
     wait = '%0 = tt.elementwise_inline_asm "griddepcontrol.wait; // dummy $0" {pure = false} -> i32'
     assert use(wait) == sets(set(), set())
@@ -99,7 +112,7 @@ import json
 from loragate.compile_leg import dry_launch
 dry_launch.settle_process()
 from triton.runtime import JITFunction, driver
-from loragate.execution.streams.device import _pointers
+from loragate.execution.streams.arguments import tensors_of
 from loragate.execution.trace.ttir import pointer_use
 driver.set_active(dry_launch._Driver(90))
 run, found = JITFunction.run, {}
@@ -108,9 +121,10 @@ def compile_only(kernel, *args, grid, warmup, **options):
     if name not in found:
         compiled = run(kernel, *args, grid=(1,), warmup=True, **options)
         use = pointer_use(compiled.asm["ttir"])
-        names = [name for name, _ in _pointers(kernel.arg_names, args, options)]
+        names = [name for name, _ in tensors_of(kernel.arg_names, args, options)]
         sets = (use.reads, use.writes, use.through_reads, use.through_writes)
         found[name] = [sorted({names[i] for i in numbers}) for numbers in sets]
+        found[name] += [sorted(use.by_value)]
 JITFunction.run = compile_only
 for _, launch in dry_launch._launches("lorakernels.specs:launches", 90):
     if not {"lora_shrink_kernel", "lora_expand_kernel", "place_pairs_kernel"} <= found.keys():
@@ -127,8 +141,8 @@ def test_the_kernels_of_a_linear_layer_with_dependent_launches_are_understood() 
     found = json.loads(done.stdout)
     tiles = ["num_tiles_ptr", "tile_rows_ptr", "tile_slots_ptr"]
     shrink_reads = sorted([*tiles, "a_ptr", "ranks_ptr", "x_ptr"])
-    assert found["lora_shrink_kernel"] == [shrink_reads, ["shrunk_ptr"], [], []]
+    assert found["lora_shrink_kernel"] == [shrink_reads, ["shrunk_ptr"], [], [], []]
     expand_reads = sorted([*tiles, "b_ptr", "out_ptr", "ranks_ptr", "scales_ptr", "shrunk_ptr"])
-    assert found["lora_expand_kernel"] == [expand_reads, ["out_ptr"], [], []]
+    assert found["lora_expand_kernel"] == [expand_reads, ["out_ptr"], [], [], []]
     # its arguments are named tuples of tensors, of which one is absent
-    assert found["place_pairs_kernel"] == [["routes"], ["tables"], [], []]
+    assert found["place_pairs_kernel"] == [["routes"], ["tables"], [], [], []]

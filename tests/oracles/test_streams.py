@@ -217,6 +217,39 @@ class NextStepTooEarly(Layer):
         return self.joined(y)
 
 
+class PreparesBeside(Layer):
+    """The mapping is written on a stream of its own, behind the last step that ran eagerly."""
+
+    def __init__(self, case: Case, base: BaseLayer) -> None:
+        super().__init__(case, base)
+        self.copies = torch.cuda.Stream() if self.side else None
+        self.done = torch.cuda.Event() if self.side else None
+
+    def prepare(self, token_slots: Tensor) -> None:
+        if self.copies is None:
+            super().prepare(token_slots)
+            return
+        self.wait()
+        with torch.cuda.stream(self.copies):
+            super().prepare(token_slots)
+        torch.cuda.current_stream().wait_stream(self.copies)
+
+    def wait(self) -> None:
+        self.copies.wait_event(self.done)
+
+    def dual(self, x: Tensor) -> Tensor:
+        y = super().dual(x)
+        # an event that is recorded within a capture says nothing about its replays
+        if not torch.cuda.is_current_stream_capturing():
+            self.done.record()
+        return y
+
+
+class PreparesBehind(PreparesBeside):
+    def wait(self) -> None:
+        self.copies.wait_stream(torch.cuda.current_stream())
+
+
 class Serialised(Layer):
     """The side waits for the base product."""
 
@@ -340,6 +373,20 @@ def test_a_race_gives_other_bits_in_another_legal_order(
     judgement = judge(layer, SCHEDULE)
     assert judgement.failure is Failure.SCHEDULE_DEPENDENT
     assert "the order of the host, with #" in judgement.message
+
+
+@pytest.mark.parametrize("machine", MACHINES)
+def test_a_race_between_replays_is_found_where_eager_steps_have_none(
+    machine: Machine | None, judge: Callable[..., Judgement]
+) -> None:
+    execution = Execution.GRAPH if machine else Execution.EAGER
+    assert judge(PreparesBehind, RACE, machine=machine, execution=execution).failure is None
+    judgement = judge(PreparesBeside, RACE, machine=machine, execution=execution)
+    assert judgement.failure is Failure.RACE
+    assert "of replay 1" in judgement.message
+    if machine:
+        judgement = judge(PreparesBeside, RACE, machine=machine)
+        assert judgement.verdict is Verdict.PASS, judgement.message
 
 
 @pytest.mark.parametrize("layer", [Serialised, JoinsAtOnce])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from types import MappingProxyType
 from typing import Any
@@ -116,6 +116,12 @@ class Capabilities:
     # a context within which the subject takes its streams from the given module, which has the
     # names of torch.cuda; None: it uses the names of torch.cuda itself. Asked without a GPU only
     streams_from: Callable[[Any], AbstractContextManager[object]] | None = None
+    # kernels that load the addresses which they use: by the names of the kernel and of the argument
+    # that holds the addresses, a function of the instance and of that argument which returns all
+    # tensors behind it. What a kernel does without this declaration is not judged for races
+    pointer_tables: Mapping[tuple[str, str], Callable[[Any, Tensor], Sequence[Tensor]]] = field(
+        default_factory=dict
+    )
     # the reason why a case cannot run although each of its values is supported, or None
     refuses: Callable[[Case], str | None] | None = None
 

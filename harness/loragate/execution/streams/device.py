@@ -15,8 +15,8 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 from torch.cuda import _gpu_trace
-from torch.utils._pytree import tree_leaves
 
+from loragate.execution.streams.arguments import tensors_of
 from loragate.execution.streams.recorder import Recorder
 from loragate.execution.trace.ttir import pointer_use
 
@@ -30,13 +30,15 @@ def current_handle() -> int:
 def recorded_device(recorder: Recorder) -> Iterator[None]:
     """Within, streams, events, syncs and compiled kernels are operations of the recorder.
 
-    A capture counts as if the graph ran where it is captured, and as finished at its end.
+    A capture counts as if the graph ran where it is captured, and as finished at its end; each of
+    its launches repeats what was captured.
     """
     from triton.runtime.jit import JITFunction
 
     _listen()
-    run, end = JITFunction.run, torch.cuda.CUDAGraph.capture_end
-    keep = Tensor.record_stream
+    run, keep = JITFunction.run, Tensor.record_stream
+    graphs = torch.cuda.CUDAGraph
+    begin, end, replay = graphs.capture_begin, graphs.capture_end, graphs.replay
 
     def launched(kernel: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
         is_seen = not (warmup or recorder.is_muted)
@@ -47,9 +49,17 @@ def recorded_device(recorder: Recorder) -> Iterator[None]:
             _record_kernel(recorder, kernel, compiled, args, options)
         return compiled
 
+    def began(graph: Any, *args: Any, **options: Any) -> None:
+        begin(graph, *args, **options)
+        recorder.graphs.begin_capture(id(graph))
+
     def captured(graph: Any) -> None:
         end(graph)
-        recorder.sync()
+        recorder.graphs.end_capture(id(graph))
+
+    def replayed(graph: Any) -> None:
+        replay(graph)
+        recorder.graphs.launch(id(graph))
 
     def kept(tensor: Tensor, stream: Any) -> None:
         with recorder.muted():
@@ -58,7 +68,9 @@ def recorded_device(recorder: Recorder) -> Iterator[None]:
 
     with ExitStack() as stack:
         stack.enter_context(patch.object(JITFunction, "run", launched))
-        stack.enter_context(patch.object(torch.cuda.CUDAGraph, "capture_end", captured))
+        stack.enter_context(patch.object(graphs, "capture_begin", began))
+        stack.enter_context(patch.object(graphs, "capture_end", captured))
+        stack.enter_context(patch.object(graphs, "replay", replayed))
         stack.enter_context(patch.object(Tensor, "record_stream", kept))
         stack.enter_context(patch.object(_LISTENER, "recorder", recorder))
         yield
@@ -127,28 +139,16 @@ def _record_kernel(
     args: tuple[Any, ...],
     options: dict[str, Any],
 ) -> None:
-    use = pointer_use(compiled.asm["ttir"])
-    pointers = _pointers(kernel.arg_names, args, options)
-    if use.through_reads or use.through_writes:
-        recorder.followed.add(kernel.fn.__name__)
-    used = [
-        (tensor, is_write, name)
-        for number, (name, tensor) in enumerate(pointers)
-        for is_write, numbers in ((False, use.reads), (True, use.writes))
-        if number in numbers
-    ]
-    recorder.launch(kernel.fn.__name__, recorder.accesses(used, recorder.current()))
-
-
-def _pointers(
-    names: list[str], args: tuple[Any, ...], options: dict[str, Any]
-) -> list[tuple[str, Tensor]]:
-    """The tensors among the arguments, those in tuples as well, in the order of the kernel."""
-    given = {**dict(zip(names, args, strict=False)), **options}
-    found = []
-    for name in names:
-        for leaf in tree_leaves(given.get(name)):
-            tensor = getattr(leaf, "base", leaf)
-            if isinstance(tensor, Tensor):
-                found.append((name, tensor))
-    return found
+    called, use = kernel.fn.__name__, pointer_use(compiled.asm["ttir"])
+    recorder.note_unknown(called, use.by_value)
+    direct = ((False, use.reads), (True, use.writes))
+    through = ((False, use.through_reads), (True, use.through_writes))
+    used: list[tuple[Tensor, bool, str]] = []
+    for number, (name, tensor) in enumerate(tensors_of(kernel.arg_names, args, options)):
+        used += [(tensor, is_write, name) for is_write, numbers in direct if number in numbers]
+        for is_write, numbers in through:
+            if number in numbers:
+                behind = recorder.tensors_behind(called, name, tensor)
+                used += [(found, is_write, f"behind {name}") for found in behind or ()]
+                recorder.note_unknown(called, [name] if behind is None else [])
+    recorder.launch(called, recorder.accesses(used, recorder.current()))

@@ -15,6 +15,7 @@ from unittest.mock import patch
 import numpy as np
 from torch import Tensor
 
+from loragate.execution.streams.arguments import holders, tensors_of
 from loragate.execution.streams.memory import Addresses, Block
 from loragate.execution.streams.recorder import Recorder
 from loragate.execution.trace.operations import Access
@@ -38,13 +39,18 @@ def recorded_launches(recorder: Recorder) -> Iterator[None]:
     run = GridExecutor.__call__
 
     def launched(executor: Any, *args: Any, **kwargs: Any) -> None:
+        # addresses must not belong to memory that has been freed as well
+        recorder.note_freed()
         recorder.next_call()
         stream = recorder.current()
-        names = _blocks_by_argument(recorder, executor, args, kwargs)
         name = executor.fn.__name__
+        tensors = tensors_of(executor.arg_names, args, kwargs)
+        names = _blocks_by_argument(recorder, name, tensors)
         with recorder.muted(), _watched(name) as watch:
             watch.addresses = recorder.blocks.addresses()
             run(executor, *args, **kwargs)
+            unknown = holders(executor.arg_names, args, kwargs, watch.unnamed())
+        recorder.note_unknown(name, unknown)
 
         def again() -> None:
             with recorder.muted(), _watched(name):
@@ -54,6 +60,20 @@ def recorded_launches(recorder: Recorder) -> Iterator[None]:
         recorder.launch(name, watch.accesses(names), replay, stream=stream)
 
     with patch.object(GridExecutor, "__call__", launched):
+        yield
+
+
+@contextmanager
+def reversed_programs() -> Iterator[None]:
+    """Within, the programs of every launch run from the last one to the first."""
+    from triton.runtime.interpreter import InterpreterBuilder
+
+    enter = InterpreterBuilder.set_grid_idx
+
+    def entering(builder: Any, *place: int) -> None:
+        enter(builder, *(size - 1 - k for k, size in zip(place, builder.grid_dim, strict=True)))
+
+    with patch.object(InterpreterBuilder, "set_grid_idx", entering):
         yield
 
 
@@ -93,6 +113,10 @@ class _Watch:
         return found + [
             Access(-1, merged(spans), is_write) for is_write, spans in self._unnamed.items()
         ]
+
+    def unnamed(self) -> list[int]:
+        """Where memory of no known tensor was accessed."""
+        return [start for spans in self._unnamed.values() for start, _ in merged(spans)]
 
     def _mark(self, live: Any, size: int, *, is_write: bool) -> None:
         if self.addresses is None:
@@ -170,23 +194,26 @@ def _cause(error: BaseException | None) -> NeverSatisfied | None:
 
 
 def _blocks_by_argument(
-    recorder: Recorder, executor: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    recorder: Recorder, kernel: str, tensors: list[tuple[str, Tensor]]
 ) -> dict[int, str]:
-    """What the kernel calls the blocks of its arguments, which are known from here on."""
-    given = [*zip(executor.arg_names, args, strict=False), *kwargs.items()]
+    """What the kernel calls the blocks of its arguments, and of what stands behind them: they are
+    known from here on."""
+    named = [(tensor, False, name) for name, tensor in tensors]
+    for name, table in tensors:
+        for tensor in recorder.tensors_behind(kernel, name, table) or ():
+            named.append((tensor, False, f"behind {name}"))
     names: defaultdict[int, list[str]] = defaultdict(list)
-    for name, value in given:
-        if isinstance(value, Tensor):
-            for access in recorder.accesses([(value, False, name)], recorder.current()):
-                names[access.block].append(name)
-    return {block: "/".join(found) for block, found in names.items()}
+    for access in recorder.accesses(named, recorder.current()):
+        names[access.block].append(access.name)
+    return {block: "/".join(dict.fromkeys(found)) for block, found in names.items()}
 
 
 def _live(pointers: Any, mask: Any) -> Any:
     addresses = np.asarray(pointers.data, dtype=np.uint64)
     if mask is None:
         return addresses.reshape(-1)
-    live = np.broadcast_to(mask.data, addresses.shape)
+    # a mask may consist of integers, which numpy would take for indices
+    live = np.broadcast_to(mask.data, addresses.shape) != 0
     return addresses.reshape(-1) if live.all() else addresses[live]
 
 

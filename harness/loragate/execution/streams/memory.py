@@ -30,6 +30,8 @@ class Block:
     # of the host: what uses nothing else is done by the host itself
     on_host: bool
     weak: StorageWeakRef
+    # the graph within whose capture it was allocated, which keeps its memory
+    graph: int | None = None
     # bytes before the trace, if they are kept; None: allocated within the trace, or not kept
     before: Tensor | None = None
     # keeps the memory alive
@@ -45,6 +47,8 @@ class Blocks:
         self.device, self.keep = device, keep
         self.all: dict[int, Block] = {}
         self._live: dict[int, Block] = {}
+        # that is being captured
+        self.graph: int | None = None
 
     def of(
         self,
@@ -103,6 +107,7 @@ class Blocks:
             storage.nbytes(),
             storage.device.type != self.device,
             weak,
+            self.graph if is_fresh else None,
         )
         if self.keep:
             block.storage = storage

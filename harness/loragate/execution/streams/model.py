@@ -33,6 +33,20 @@ class Observer(Protocol):
     def keep(self, tensor: Tensor, stream: int) -> None:
         """Tensor.record_stream."""
 
+    @property
+    def graphs(self) -> GraphObserver: ...
+
+
+class GraphObserver(Protocol):
+    """Learns, in the order of the host, what graphs are asked to do."""
+
+    def begin_capture(self, graph: int) -> None: ...
+
+    def end_capture(self, graph: int) -> None: ...
+
+    def launch(self, graph: int) -> None:
+        """On the current stream."""
+
 
 class ModelEvent:
     """A torch.cuda.Event. Work is done when it is queued, so that it has always happened."""
@@ -98,15 +112,38 @@ class ModelStream:
         _model.current = self._before.pop()
 
 
+class ModelGraph:
+    """A torch.cuda.CUDAGraph. What is captured also runs, as a warm-up does; what a replay does is
+    up to the observer."""
+
+    def __init__(self, keep_graph: bool = False) -> None:
+        self.number = next(_numbers)
+
+    def capture_begin(self, *_: Any, **__: Any) -> None:
+        _model.is_capturing = True
+        if _model.observer is not None:
+            _model.observer.graphs.begin_capture(self.number)
+
+    def capture_end(self) -> None:
+        _model.is_capturing = False
+        if _model.observer is not None:
+            _model.observer.graphs.end_capture(self.number)
+
+    def replay(self) -> None:
+        if _model.observer is not None:
+            _model.observer.graphs.launch(self.number)
+
+
 class _Model:
     """The state of the model, and its functions by the names of torch.cuda."""
 
-    Stream, Event = ModelStream, ModelEvent
+    Stream, Event, CUDAGraph = ModelStream, ModelEvent, ModelGraph
 
     def __init__(self) -> None:
         self.main = ModelStream(number=MAIN)
         self.current = self.main
         self.observer: Observer | None = None
+        self.is_capturing = False
 
     def current_stream(self, device: object = None) -> ModelStream:
         return self.current
@@ -127,7 +164,17 @@ class _Model:
             self.observer.sync()
 
     def is_current_stream_capturing(self) -> bool:
-        return False
+        return self.is_capturing
+
+    @contextmanager
+    def graph(self, cuda_graph: ModelGraph) -> Iterator[None]:
+        self.synchronize()
+        with ModelStream():
+            cuda_graph.capture_begin()
+            try:
+                yield
+            finally:
+                cuda_graph.capture_end()
 
 
 _model = _Model()
@@ -142,6 +189,8 @@ _PATCHED = (
     "set_stream",
     "synchronize",
     "is_current_stream_capturing",
+    "CUDAGraph",
+    "graph",
 )
 
 

@@ -7,12 +7,9 @@ Python is looked into; any other one is taken by its schema.
 
 from __future__ import annotations
 
-import contextlib
-import sys
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,7 +17,9 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from loragate.execution.streams.captures import Graphs
 from loragate.execution.streams.memory import Block, Blocks, spans_of
+from loragate.execution.streams.stacks import stack_here
 from loragate.execution.trace.operations import (
     HOST,
     Access,
@@ -28,22 +27,11 @@ from loragate.execution.trace.operations import (
     Launch,
     Operation,
     Record,
-    Stack,
     Sync,
     Trace,
     Wait,
 )
 
-_FRAMES = 10
-_TORCH = Path(torch.__file__).parent
-_FOREIGN = (
-    f"{_TORCH}/",
-    f"{_TORCH.with_name('triton')}/",
-    f"{Path(__file__).parents[1]}/",
-    contextlib.__file__,
-)
-# from here on outwards nothing belongs to the subject
-_HARNESS = tuple(f"{Path(__file__).parents[2] / folder}/" for folder in ("protocol", "oracles"))
 # operators whose result the host has to wait for
 _READ_BY_HOST = frozenset({"_local_scalar_dense", "nonzero", "masked_select", "equal"})
 _INDEXED = frozenset({"index", "index_put", "index_put_", "_unsafe_index"})
@@ -61,8 +49,13 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.blocks = Blocks(device, keep=replays)
         self.replays: dict[int, Callable[[], object]] = {}
         self.current = current
-        # kernels that follow addresses which they load themselves: what they touch is not known
-        self.followed: set[str] = set()
+        # by the names of a kernel and of an argument that holds addresses, and that argument: the
+        # tensors behind them, None if that was not declared
+        self.tensors_behind: Callable[[str, str, Tensor], Sequence[Tensor] | None] = (
+            lambda kernel, argument, table: None
+        )
+        # by kernel: arguments that hold addresses of memory which is not known
+        self.unknown: defaultdict[str, set[str]] = defaultdict(set)
         # called with the number of each operator and each launch, before it is queued
         self.before_call: Callable[[int], None] = lambda number: None
         # launch of the trace -> number of its call
@@ -70,6 +63,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._calls = 0
         self._operations: list[Operation] = []
         self._kept: defaultdict[int, set[int]] = defaultdict(set)
+        self.graphs = Graphs(self)
         self._muted = False
 
     @property
@@ -80,10 +74,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def trace(self) -> Trace:
         names = {block.number: block.name for block in self.blocks.all.values()}
         streams = [s for s in self._streams() if s != HOST]
-        sides = {s: f"side stream {k}" for k, s in enumerate(streams) if k}
-        return Trace(
-            tuple(self._operations), names, {streams[0]: "main", **sides} if streams else {}
-        )
+        called = {s: f"side stream {k}" if k else "main" for k, s in enumerate(streams)}
+        return Trace(tuple(self._operations), names, {**called, **self.graphs.stream_names})
 
     def name(self, tensors: Mapping[str, Tensor | None], *, on_host: bool = False) -> None:
         """What reports call the memory of these tensors, which belongs to the current stream."""
@@ -117,7 +109,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         stream: int | None = None,
     ) -> None:
         """Work that was queued on a stream, the current one if none is given."""
-        self._free_unheld()
+        self.note_freed()
         self._launch(self.current() if stream is None else stream, name, tuple(accesses), replay)
 
     def accesses(self, used: Iterable[tuple[Tensor, bool, str]], stream: int) -> tuple[Access, ...]:
@@ -129,6 +121,11 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 found.append(Access(block.number, spans_of(tensor), is_write, name))
         return tuple(found)
 
+    def note_unknown(self, kernel: str, arguments: Iterable[str]) -> None:
+        """What a kernel accesses through these arguments cannot be judged."""
+        for argument in arguments:
+            self.unknown[kernel].add(argument)
+
     def next_call(self) -> None:
         """An operator or a launch is about to be queued."""
         self._calls += 1
@@ -138,21 +135,45 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     # what streams and events are asked to do
 
     def record(self, event: int, stream: int) -> None:
-        self._free_unheld()
+        self.note_freed()
         self._operations.append(Record(event, stream))
 
     def wait(self, event: int, stream: int) -> None:
-        self._free_unheld()
+        self.note_freed()
         self._operations.append(Wait(event, stream, stack_here()))
 
     def sync(self, *, stream: int | None = None, event: int | None = None) -> None:
-        self._free_unheld()
+        self.note_freed()
         self._operations.append(Sync(stream, event))
 
     def keep(self, tensor: Tensor, stream: int) -> None:
         block = self._block(tensor, self.current(), name=_described(tensor))
         if block is not None:
             self._kept[block.number].add(stream)
+
+    def note_freed(self) -> None:
+        """Memory that nothing holds any more is free from here on."""
+        for block in self.blocks.freed():
+            # the allocator of pinned memory waits by itself, and a graph keeps what is its own
+            if not block.on_host and block.graph in (None, self.blocks.graph):
+                used_by = frozenset(self._kept.pop(block.number, ()))
+                stack = stack_here()
+                free = Free(block.number, block.stream, block.size, used_by, stack)
+                self._operations.append(free)
+
+    def repeat(self, operation: Operation, launch: int | None) -> None:
+        """An operation of a replay. `launch`: that of the trace which is done again by it."""
+        if launch is not None:
+            self.calls[self.length] = self.calls[launch]
+            again = self.replays.get(launch)
+            if again is not None:
+                self.replays[self.length] = again
+                with self.muted():
+                    again()
+        self._operations.append(operation)
+
+    def operations(self, numbers: range) -> list[Operation]:
+        return self._operations[numbers.start : numbers.stop]
 
     # what operators do
 
@@ -179,7 +200,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _operator(
         self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], call: Callable[[], Any]
     ) -> Any:
-        self._free_unheld()
+        self.note_freed()
         self.next_call()
         used = list(_used(func, args, kwargs))
         # memory has to be known before it is written
@@ -233,15 +254,6 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.replays[len(self._operations)] = replay
         self._operations.append(Launch(stream, name, accesses, stack_here()))
 
-    def _free_unheld(self) -> None:
-        for block in self.blocks.freed():
-            # the allocator of pinned memory waits by itself
-            if not block.on_host:
-                used_by = frozenset(self._kept.pop(block.number, ()))
-                stack = stack_here()
-                free = Free(block.number, block.stream, block.size, used_by, stack)
-                self._operations.append(free)
-
     def _block(self, tensor: Tensor, stream: int, **facts: Any) -> Block | None:
         # keeping the content of a block is no work of the subject
         with self.muted():
@@ -249,7 +261,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _streams(self) -> list[int]:
         found = [op.stream for op in self._operations if isinstance(op, (Launch, Record, Wait))]
-        return list(dict.fromkeys(found))
+        return [stream for stream in dict.fromkeys(found) if stream not in self.graphs.stream_names]
 
 
 class _Again:
@@ -272,20 +284,6 @@ class _Again:
         for new, old in zip(tensors, self._outputs, strict=True):
             if id(old) in self._fresh:
                 old.copy_(new)
-
-
-def stack_here() -> Stack:
-    """The callers, innermost first, without the frames of torch, Triton and the harness."""
-    frames: list[tuple[str, int, str]] = []
-    frame = sys._getframe(1)
-    while frame is not None and len(frames) < _FRAMES:
-        code = frame.f_code
-        if code.co_filename.startswith(_HARNESS):
-            break
-        if not code.co_filename.startswith(_FOREIGN):
-            frames.append((code.co_filename, frame.f_lineno, code.co_name))
-        frame = frame.f_back  # type: ignore[assignment]
-    return tuple(frames)
 
 
 def _used(

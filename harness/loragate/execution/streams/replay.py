@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import sys
+from contextlib import AbstractContextManager, nullcontext
+
 import torch
 from torch import Tensor
 
@@ -21,6 +24,15 @@ def replayed(steps: TracedSteps, order: Order) -> list[Tensor]:
             if again is not None:
                 again()
     return [result.clone() for result in steps.results]
+
+
+def programs_reversed() -> AbstractContextManager[None]:
+    """Within, the programs of every interpreted launch run from the last one to the first."""
+    if "triton" not in sys.modules:
+        return nullcontext()
+    from loragate.execution.streams.interpreted import reversed_programs
+
+    return reversed_programs()
 
 
 def difference(trace: Trace, order: Order, usual: Order) -> str:

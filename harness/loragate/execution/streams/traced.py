@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from loragate.execution.graph import capture
 from loragate.execution.session import Session, base_of
 from loragate.execution.streams.model import MODULE, current_number, modelled_streams
 from loragate.execution.streams.recorder import Recorder
 from loragate.inputs import DataKind, copy_batch, make_batch, make_pool
 from loragate.inputs.placement import whole
 from loragate.matrix.case import Streams
-from loragate.protocol import Batch, Trial, subject_code
+from loragate.protocol import Batch, Trial, apply_step, subject_code
 
 # data that need no rounding: equal bits whatever is summed in which order
 KIND = DataKind.EXACT
@@ -53,11 +55,17 @@ def steps_of(trial: Trial) -> list[Batch]:
 
 
 def traced_steps(
-    trial: Trial, *, replays: bool = False, before_call: Callable[[int], None] | None = None
+    trial: Trial,
+    *,
+    replays: bool = False,
+    as_graph: bool = False,
+    before_call: Callable[[int], None] | None = None,
 ) -> TracedSteps:
     """Several steps of one fresh instance in the same memory, recorded as a server would queue
     them: the next step may start before the host has seen the result of the one before.
-    `before_call` is called with the number of each operator and each launch before it is queued."""
+    `before_call` is called with the number of each operator and each launch before it is queued.
+    With `as_graph` they are followed by steps that replay a graph, on modelled streams, which no
+    case of graphs runs on."""
     pool = make_pool(trial.case, trial.seed, KIND, trial.machine, trial.capabilities)
     base = base_of(trial, KIND)
     batches = steps_of(trial)
@@ -66,6 +74,7 @@ def traced_steps(
         recorder.before_call = before_call
     with streams_of(trial, recorder):
         session = Session(trial, base, pool)
+        recorder.tensors_behind = partial(_declared, trial, session)
         own = copy_batch(batches[0])
         recorder.name(_named(own))
         with _recorded(trial, recorder):
@@ -75,6 +84,8 @@ def traced_steps(
                 start = recorder.length
                 results.append(_step(session, own, batch))
                 bounds.append((start, recorder.length))
+            if as_graph and trial.machine.device == "cpu":
+                _replay_steps(session, own, batches, recorder)
     return TracedSteps(recorder, batches, results, bounds)
 
 
@@ -136,12 +147,42 @@ def _interpreted(recorder: Recorder) -> AbstractContextManager[Any]:
     return recorded_launches(recorder)
 
 
-def _step(session: Session, own: Batch, batch: Batch) -> Tensor:
-    """One step in the memory of `own`, and a copy of its result."""
+def _declared(
+    trial: Trial, session: Session, kernel: str, argument: str, table: Tensor
+) -> Sequence[Tensor] | None:
+    """The tensors whose addresses an argument holds, if the subject says so."""
+    behind = trial.capabilities.pointer_tables.get((kernel, argument))
+    if behind is None:
+        return None
+    with subject_code():
+        return behind(session.instance.own, table)
+
+
+def _replay_steps(session: Session, own: Batch, batches: list[Batch], recorder: Recorder) -> None:
+    """A graph of a step in the memory of `own`, replayed once more than there are batches: what
+    alternates between two buffers comes back to the first one."""
+    captured = capture(partial(apply_step, session.instance, own), warm_ups=0)
+    graph: Any = captured.graph
+    if recorder.graphs.host_waited(graph.number):
+        return
+    for batch in (*batches, batches[0]):
+        _fill(own, batch)
+        session.instance.prepare(batch.token_slots)
+        with subject_code():
+            captured.graph.replay()
+        captured.result.clone()
+
+
+def _fill(own: Batch, batch: Batch) -> None:
     for name, tensor in _named(own).items():
         values = _named(batch)[name]
         if tensor is not None and values is not None:
             whole(tensor).copy_(whole(values))
+
+
+def _step(session: Session, own: Batch, batch: Batch) -> Tensor:
+    """One step in the memory of `own`, and a copy of its result."""
+    _fill(own, batch)
     # the mapping of each step has its own memory: a device tensor must not change under a step
     return session.queue(replace(own, token_slots=batch.token_slots)).clone()
 

@@ -8,33 +8,59 @@ from __future__ import annotations
 import random
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
+from enum import StrEnum
 from functools import partial
-from itertools import islice, product
-from typing import TypeAlias
+from itertools import islice
+from typing import NamedTuple, TypeAlias
 
 from loragate.execution.trace.clocks import Clocks
-from loragate.execution.trace.operations import HOST, Launch, Trace
+from loragate.execution.trace.operations import HOST, Launch, Operation, Record, Trace, Wait
 
 Order: TypeAlias = tuple[int, ...]
 
 
-def legal_orders(trace: Trace, *, limit: int, seed: int) -> list[Order]:
-    """Orders of the launches of a trace: that of the host first; all if they are at most `limit`.
+class Kind(StrEnum):
+    HOST = "host"
+    # where all legal orders are meant, that of the host is the first of them
+    EVERY = "every"
+    # a stream is held back, from a launch on, until nothing else can be done
+    CUT = "cut"
+    DRAW = "draw"
 
-    Otherwise those in which one stream is as early or as late as it may be, for every stream, and
-    orders drawn from `seed`, together `limit` or twice the number of streams plus one.
+
+class How(NamedTuple):
+    """How an order was found; `number` is that of the order among all, of the launch from which a
+    stream is held back, or of the draw."""
+
+    kind: Kind
+    number: int
+
+
+def legal_orders(trace: Trace, *, limit: int, seed: int) -> dict[Order, How]:
+    """Different orders of the launches of a trace: that of the host first; all if they are at most
+    `limit`.
+
+    Otherwise that of the host, every cut, and draws up to the limit, each of them from the seed and
+    its own number; or some of the cuts, drawn from the seed, where they alone are too many. A cut
+    may be wherever the order of streams is decided: at the first launch of a stream behind a
+    record, a wait or a launch of another stream.
     """
     graph = _Graph(trace)
     some = list(islice(graph.every(), limit + 1))
     if len(some) <= limit:
-        return some
-    streams = sorted(set(graph.streams.values()) - {HOST})
-    orders = [graph.order(lambda ready: ready[0])]
-    for stream, wanted in product(streams, (True, False)):
-        orders.append(graph.order(partial(_first, graph, stream, wanted)))
-    generator = random.Random(seed)
-    orders += [graph.order(generator.choice) for _ in range(limit - len(orders))]
-    return list(dict.fromkeys(orders))
+        return {order: How(Kind.EVERY, number) for number, order in enumerate(some)}
+    orders = {graph.order(lambda ready: ready[0]): How(Kind.HOST, 0)}
+    cuts = dict[Order, How]()
+    for place in _places(trace):
+        cuts.setdefault(graph.order(partial(_held_back, graph, place)), How(Kind.CUT, place))
+    new = [order for order in cuts if order not in orders]
+    if len(new) >= limit:
+        new = random.Random(seed).sample(new, limit - 1)
+    orders |= {order: cuts[order] for order in new}
+    for number in range(limit - len(orders)):
+        drawn = graph.order(random.Random(f"{seed}/{number}").choice)
+        orders.setdefault(drawn, How(Kind.DRAW, number))
+    return orders
 
 
 class _Graph:
@@ -80,6 +106,19 @@ class _Graph:
         return all(counts[s] >= tick for s, tick in clock.items() if s != own)
 
 
-def _first(graph: _Graph, stream: int, wanted: bool, ready: list[int]) -> int:
-    """The first launch that is on the stream, or that is not; if there is none, the first one."""
-    return next((i for i in ready if (graph.streams[i] == stream) == wanted), ready[0])
+def _places(trace: Trace) -> Iterator[int]:
+    """The launches at which a cut may be."""
+    last: Operation | None = None
+    for index, operation in enumerate(trace.operations):
+        if isinstance(operation, Launch) and operation.stream != HOST:
+            if not isinstance(last, Launch) or last.stream != operation.stream:
+                yield index
+        if isinstance(operation, (Launch, Record, Wait)):
+            last = operation
+
+
+def _held_back(graph: _Graph, place: int, ready: list[int]) -> int:
+    """The first launch that is not on the stream of `place`, from there on; if there is none, the
+    first one."""
+    stream = graph.streams[place]
+    return next((i for i in ready if graph.streams[i] != stream or i < place), ready[0])

@@ -15,7 +15,7 @@ from functools import lru_cache
 
 _VALUE = re.compile(r"%[\w$.-]+(?:#\d+)?")
 _RESULT = re.compile(r"^(?P<names>%[\w$.:, %-]+?) = (?P<rest>.*)$")
-_ARGUMENT = re.compile(r"(%[\w$.-]+): (?:!tt\.ptr<|!tt\.tensordesc<)")
+_ARGUMENT = re.compile(r"(%[\w$.-]+): (!tt\.ptr<|!tt\.tensordesc<)?")
 _PAIR = re.compile(r"(%[\w$.-]+) = (%[\w$.-]+(?:#\d+)?)")
 _READS = ("tt.load", "tt.descriptor_load", "tt.descriptor_gather")
 _WRITES = ("tt.store", "tt.descriptor_store", "tt.descriptor_scatter")
@@ -25,12 +25,14 @@ _BOTH = ("tt.atomic_rmw", "tt.atomic_cas", "tt.descriptor_reduce")
 @dataclass(frozen=True, slots=True)
 class PointerUse:
     """Numbers of pointer arguments, counted without the other arguments; `through_*` are those in
-    which a kernel finds the addresses that it reads and writes."""
+    which a kernel finds the addresses that it reads and writes. `by_value` are the names of other
+    arguments that are addresses themselves."""
 
     reads: frozenset[int]
     writes: frozenset[int]
     through_reads: frozenset[int] = frozenset()
     through_writes: frozenset[int] = frozenset()
+    by_value: frozenset[str] = frozenset()
 
 
 @lru_cache(maxsize=256)
@@ -40,12 +42,22 @@ def pointer_use(ttir: str) -> PointerUse:
     for line in ttir.splitlines():
         walk.take(line.split(" loc(")[0].strip() if "tt.func" not in line else line.strip())
     found: dict[tuple[bool, bool], set[int]] = defaultdict(set)
+    by_value = set[str]()
     for value, is_write in walk.accesses:
-        for number, is_loaded in walk.sources(value):
+        origins = set(walk.origins(value))
+        pointers = [(walk.pointers[n], loaded) for n, loaded in origins if n in walk.pointers]
+        for number, is_loaded in pointers:
             found[is_loaded, is_write].add(number)
+        # beside a pointer such an argument is an offset
+        if not pointers:
+            by_value |= {walk.others[name] for name, _ in origins if name in walk.others}
+    sets = {key: frozenset(numbers) for key, numbers in found.items()}
     return PointerUse(
-        *(frozenset(found[key]) for key in ((False, False), (False, True))),
-        *(frozenset(found[key]) for key in ((True, False), (True, True))),
+        reads=sets.get((False, False), frozenset()),
+        writes=sets.get((False, True), frozenset()),
+        through_reads=sets.get((True, False), frozenset()),
+        through_writes=sets.get((True, True), frozenset()),
+        by_value=frozenset(by_value),
     )
 
 
@@ -62,7 +74,9 @@ class _Region:
 
 class _Walk:
     def __init__(self) -> None:
-        self.arguments: dict[str, int] = {}
+        # arguments of the function by their values: numbers of pointers, names of the others
+        self.pointers: dict[str, int] = {}
+        self.others: dict[str, str] = {}
         # values and whether they are written through
         self.accesses: list[tuple[str, bool]] = []
         # value -> (where it comes from, whether it was loaded from there)
@@ -72,24 +86,22 @@ class _Walk:
         self._defined: dict[str, str] = {}
         self._count = 0
 
-    def sources(self, value: str) -> Iterator[tuple[int, bool]]:
-        """Numbers of arguments that a value points to; True: whose content it points to."""
+    def origins(self, value: str) -> Iterator[tuple[str, bool]]:
+        """What a value is computed from, arguments included; True: from what is loaded there."""
         seen, todo = set[tuple[str, bool]](), [(value, False)]
         while todo:
             here = todo.pop()
             if here in seen:
                 continue
             seen.add(here)
+            yield here
             name, is_loaded = here
-            if name in self.arguments:
-                yield self.arguments[name], is_loaded
             todo += [(origin, is_loaded or loaded) for origin, loaded in self._from[name]]
 
     def take(self, line: str) -> None:
         if line.startswith("tt.func"):
             if "public" in line:
-                pointers = self._define(_ARGUMENT.findall(line))
-                self.arguments = {name: number for number, name in enumerate(pointers)}
+                self._take_arguments(_ARGUMENT.findall(line))
             self._regions.append(_Region())
         elif line.startswith("}"):
             if not line.endswith("{") and self._regions:
@@ -98,6 +110,15 @@ class _Walk:
             self._hand_over(self._regions[-1].passed, self._define(_VALUE.findall(line)))
         else:
             self._take_operation(line)
+
+    def _take_arguments(self, found: list[tuple[str, str]]) -> None:
+        pointers = self._define([name for name, pointer in found if pointer])
+        others = [name for name, pointer in found if not pointer]
+        self.pointers = {name: number for number, name in enumerate(pointers)}
+        self.others = {
+            value: name.removeprefix("%")
+            for value, name in zip(self._define(others), others, strict=True)
+        }
 
     def _take_operation(self, line: str) -> None:
         names, rest = _split(line)
@@ -145,8 +166,11 @@ class _Walk:
         if operation == "tt.elementwise_inline_asm" and "!tt.ptr<" in rest:
             # assembly that gets a pointer may do anything with it
             self.accesses += [(value, w) for value in operands for w in (False, True)]
-        # an offset is no pointer
-        origins = operands[:1] if operation in ("tt.addptr", "tt.advance") else operands
+        # an offset is no pointer, and neither is what chooses one of two
+        if operation in ("tt.addptr", "tt.advance"):
+            origins = operands[:1]
+        else:
+            origins = operands[1:] if operation == "arith.select" else operands
         for name in names:
             self._from[name] += [(origin, False) for origin in origins]
 

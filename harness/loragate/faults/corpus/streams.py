@@ -10,6 +10,7 @@ _linear = planting("lorakernels.dense.linear", Group.STREAMS)
 _ops = planting("lorakernels.dense.ops", Group.STREAMS)
 _options = planting("lorakernels.runtime.options", Group.STREAMS)
 _metadata = planting("lorakernels.batch.metadata", Group.STREAMS)
+_prepare = planting("lorakernels.batch.kernels", Group.STREAMS)
 
 _JOIN = "        for end in ends:\n            current.wait_event(end)\n"
 _END = """                finally:
@@ -228,6 +229,41 @@ FAULTS = (
         "        self.had = not on_host or bool((token_slots >= 0).any())\n",
         source="vllm #42008",
         why="A step forks as the step before should have.",
+    ),
+    _metadata(
+        "mapping-staged-in-one-host-buffer",
+        """        if token_slots.device != self.token_slots.device:
+            token_slots = upload(token_slots, self.token_slots.device)
+""",
+        """        if on_host:
+            device, pinned = self.token_slots.device, self.token_slots.is_cuda
+            if not hasattr(self, "staged"):
+                self.staged = torch.empty(self.max_tokens, dtype=torch.int32, pin_memory=pinned)
+            self.staged.numpy()[:num_live] = token_slots.numpy()
+            token_slots = self.staged[:num_live].to(device, non_blocking=True)
+""",
+        source="vllm #42120",
+        why="The host fills its buffer for the next step while the copy of this one is queued.",
+        only=True,
+    ),
+    _prepare(
+        "first-program-clears-the-rows-of-all",
+        "    own_rows_ptr = tile_rows_ptr + first_tile * HEIGHT\n",
+        """    own_rows_ptr = tile_rows_ptr + first_tile * HEIGHT
+    if slot == 0:
+        for start in range(0, size_tile_rows, BLOCK):
+            tl.store(tile_rows_ptr + start + lanes, nothing, mask=start + lanes < size_tile_rows)
+""",
+        source="own",
+        why="Programs that run earlier than the first one lose their rows.",
+        only=True,
+    ),
+    _prepare(
+        "a-slot-clears-one-tile-too-many",
+        "mask=count + lanes < own_tiles * HEIGHT)",
+        "mask=count + lanes < tl.minimum(own_tiles + 1, num_tiles - first_tile) * HEIGHT)",
+        source="own",
+        why="A program erases the first tile of the next slot, if that one was there before it.",
     ),
     _streams(
         "nested-sides-share-a-stream",

@@ -13,7 +13,7 @@ from loragate.core.verdict import Failure, Judgement, OracleName, Verdict
 from loragate.execution.streams.interpreted import NeverSatisfied
 from loragate.execution.streams.traced import TracedSteps, traced_steps
 from loragate.execution.trace.overlap import overlapping
-from loragate.matrix.case import Execution, Mix
+from loragate.matrix.case import Mix
 from loragate.oracles.concurrency.race import needs_streams, never_satisfied
 from loragate.oracles.evidence import passed
 from loragate.protocol import Trial
@@ -33,11 +33,7 @@ class Overlap:
         except NeverSatisfied as error:
             return never_satisfied(self.name, str(error))
         trace = steps.recorder.trace()
-        bounds = steps.bounds
-        if trial.case.execution is Execution.GRAPH:
-            # the first step captures, and the others replay what it has captured
-            bounds = bounds[:1]
-        found = [overlapping(trace, start, stop) for start, stop in bounds]
+        found = [overlapping(trace, start, stop) for start, stop in steps.bounds]
         for step, pairs in enumerate(found):
             if not pairs:
                 streams = ", ".join(trace.stream_names.values())

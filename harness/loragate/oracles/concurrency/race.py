@@ -1,14 +1,17 @@
 """No two streams touch the same memory without an order between them.
 
 Two steps in the same memory are recorded: what each operator and each kernel reads and writes, in
-bytes, and what events, waits, syncs and the allocator impose. Every pair of operations that share
-a byte, one of them writing it, needs an order, also where the result happens to be right. Memory
-that is freed counts as written by the stream that it was allocated on.
+bytes, and what events, waits, syncs and the allocator impose. Replays of a CUDA graph are recorded
+as well, each of them ordered as a whole on its stream: those of a case of graphs, and on modelled
+streams three replays behind the two steps, with the next mapping prepared ahead of each. Every pair
+of operations that share a byte, one of them writing it, needs an order, also where the result
+happens to be right. Memory that is freed counts as written by the stream that it was allocated on.
 """
 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 
 from loragate.core.plural import counted
 from loragate.core.verdict import Failure, Judgement, OracleName, Verdict
@@ -32,17 +35,15 @@ class Race:
 
     def judge(self, trial: Trial) -> Judgement:
         try:
-            recorder = traced_steps(trial).recorder
+            recorder = traced_steps(trial, as_graph=True).recorder
             trace = recorder.trace()
         except NeverSatisfied as error:
             return never_satisfied(self.name, str(error))
         found = conflicts(trace)
         if found:
             return _failure(trace, found)
-        if recorder.followed:
-            names = ", ".join(sorted(recorder.followed))
-            message = f"kernels that load the addresses which they use are not judged: {names}"
-            return Judgement(self.name, Verdict.INCONCLUSIVE, message=message)
+        if recorder.unknown:
+            return _unknown(recorder.unknown)
         launches = sum(isinstance(op, Launch) for op in trace.operations)
         return passed(self.name, launches=float(launches), streams=float(len(trace.stream_names)))
 
@@ -56,6 +57,17 @@ def needs_streams(trial: Trial) -> str | None:
 
 def never_satisfied(oracle: OracleName, message: str) -> Judgement:
     return Judgement(oracle, Verdict.FAIL, Failure.DEADLOCK, message)
+
+
+def _unknown(arguments: Mapping[str, set[str]]) -> Judgement:
+    listed = "; ".join(
+        f"{kernel}: {', '.join(sorted(names))}" for kernel, names in sorted(arguments.items())
+    )
+    message = (
+        "cannot be judged: kernels access memory by addresses that these arguments hold, and "
+        f"Capabilities.pointer_tables does not declare all tensors behind them ({listed})"
+    )
+    return Judgement(OracleName.RACE, Verdict.INCONCLUSIVE, message=message)
 
 
 def _failure(trace: Trace, found: list[Conflict]) -> Judgement:

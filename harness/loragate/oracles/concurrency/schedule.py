@@ -1,9 +1,13 @@
 """The result does not depend on which stream is ahead.
 
 On modelled streams the launches of two steps are done again in other orders that the events allow,
-from the same memory: all of them where they are few, otherwise each stream as early and as late as
-possible, and orders drawn from the seed of the trial. The data need no rounding, so that each order
-must give the bits of the host's order, which are also those of the sequential form.
+from the same memory: all of them where they are few, otherwise one for every place where a stream
+may be held back, and orders drawn from the seed of the trial and the number of the draw. Then the
+programs of every launch run from the last one to the first, as no device promises an order of them.
+The data need no rounding, so that each order must give the bits of the host's order, which are also
+those of the sequential form.
+
+The measurements say how many orders were done; if not all of them, how many are cuts and draws.
 
 On real streams a kernel that spins delays one stream at one record, wait or change of streams at a
 time, inside a capture as well: at every such place where they are few, else at some drawn ones.
@@ -11,11 +15,13 @@ time, inside a capture as well: at every such place where they are few, else at 
 
 from __future__ import annotations
 
+from collections import Counter
+
 from torch import Tensor
 
 from loragate.core.verdict import Failure, Judgement, OracleName
 from loragate.execution.streams.interpreted import NeverSatisfied
-from loragate.execution.streams.replay import difference, replayed
+from loragate.execution.streams.replay import difference, programs_reversed, replayed
 from loragate.execution.streams.traced import (
     TracedSteps,
     queued_steps,
@@ -23,13 +29,13 @@ from loragate.execution.streams.traced import (
     steps_of,
     traced_steps,
 )
-from loragate.execution.trace.orders import Order, legal_orders
+from loragate.execution.trace.orders import Kind, Order, legal_orders
 from loragate.oracles.concurrency.race import needs_streams, never_satisfied
 from loragate.oracles.evidence import judge_bits, passed
 from loragate.protocol import Batch, Trial
 
 # each order is two steps in the interpreter
-_ORDERS = 6
+_ORDERS = 12
 # each of them is two steps, and a capture where the case is one of graphs
 _DELAYS = 16
 
@@ -57,19 +63,36 @@ class Schedule:
             if wrong is not None:
                 return wrong
         trace = steps.recorder.trace()
-        usual, *others = legal_orders(trace, limit=_ORDERS, seed=trial.seed)
-        order: Order
-        for order in (usual, *others):
+        orders = legal_orders(trace, limit=_ORDERS, seed=trial.seed)
+        usual = next(iter(orders))
+        for order, how in orders.items():
+            place = f"{difference(trace, order, usual)} ({how.kind} {how.number})"
             try:
                 results = replayed(steps, order)
             except NeverSatisfied as error:
-                place = difference(trace, order, usual)
                 return never_satisfied(self.name, f"{error}, with {place}")
-            claim = f"the order of the host, with {difference(trace, order, usual)}"
+            claim = f"the order of the host, with {place}"
             wrong = self._compare(trial, steps.batches, results, recorded, claim)
             if wrong is not None:
                 return wrong
-        return passed(self.name, orders=float(1 + len(others)))
+        wrong = self._reverse(trial, steps, usual, recorded)
+        if wrong is not None:
+            return wrong
+        kinds = Counter(how.kind for how in orders.values())
+        cuts, draws = float(kinds[Kind.CUT]), float(kinds[Kind.DRAW])
+        return passed(self.name, orders=float(len(orders)), cuts=cuts, draws=draws)
+
+    def _reverse(
+        self, trial: Trial, steps: TracedSteps, usual: Order, recorded: list[Tensor]
+    ) -> Judgement | None:
+        try:
+            with programs_reversed():
+                results = replayed(steps, usual)
+        except NeverSatisfied:
+            # on a device the program that is waited for would run at the same time
+            return None
+        claim = "the order of the host, with the programs of every launch from last to first"
+        return self._compare(trial, steps.batches, results, recorded, claim)
 
     def _judge_delays(self, trial: Trial) -> Judgement:
         from loragate.execution.streams.delays import chosen_places, delayed
