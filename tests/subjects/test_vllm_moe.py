@@ -396,7 +396,7 @@ def test_only_the_two_kernel_path_takes_any_rank_and_only_alignment_has_few_expe
 
 
 def test_a_package_without_moe_lora_still_runs_dense_cases() -> None:
-    have = VllmSubject.describe(True, False, without_moe="vLLM 0: no aiohttp")
+    have = VllmSubject.describe(True, False, missing={Site.MOE_DELTA: "vLLM 0: no aiohttp"})
     assert unsupported(small_case(), have) == "vLLM 0: no aiohttp"
     dense = Case(site=Site.DENSE_DELTA, tokens=1, in_features=8, slices=(8, 4), rank=8, slots=1,
                  dtype=Dtype.FP16)  # fmt: skip

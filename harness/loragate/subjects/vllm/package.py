@@ -24,9 +24,11 @@ from lorakernels.runtime import interpreter
 
 _PACKAGE = "vllm"
 _OPS = "vllm.lora.ops.triton_ops"
+# the option by which its layers put the work of adapters on a second stream
+DUAL_STREAM = "VLLM_LORA_ENABLE_DUAL_STREAM"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class VllmOps:
     """Entry points of vLLM's dense LoRA.
 
@@ -128,19 +130,21 @@ def fewer_splits(configs: Callable[..., Mapping[str, Any]]) -> Callable[..., dic
 @contextmanager
 def importing(interpreted: bool) -> Iterator[None]:
     """The environment that the package is imported in; afterwards the previous one."""
-    with _environment(_import_environment(interpreted)):
+    with environment(_import_environment(interpreted)):
         yield
 
 
 def _import_environment(interpreted: bool) -> Mapping[str, str]:
-    # a warning about missing tuned tiles helps nobody, and the terminal belongs to the gate
-    quiet = {"VLLM_LOGGING_LEVEL": "ERROR"}
+    # a warning about missing tuned tiles helps nobody, and the terminal belongs to the gate; its
+    # linear layers have a form of two streams only if the option is on while they are imported
+    quiet = {"VLLM_LOGGING_LEVEL": "ERROR", DUAL_STREAM: "1"}
     # without a driver vLLM replaces Triton with a placeholder unless all devices are hidden
     return quiet | {"CUDA_VISIBLE_DEVICES": ""} if interpreted else quiet
 
 
 @contextmanager
-def _environment(changes: Mapping[str, str]) -> Iterator[None]:
+def environment(changes: Mapping[str, str]) -> Iterator[None]:
+    """Environment variables with other values; afterwards they are as before."""
     before = {name: os.environ.get(name) for name in changes}
     os.environ.update(changes)
     try:

@@ -1,29 +1,47 @@
-"""Subject `vllm`: the LoRA kernels of the installed vLLM, called as its layers call them.
+"""Subject `vllm`: the LoRA kernels of the installed vLLM, called as its layers call them, and the
+layers themselves.
 
-This module does dense_delta, moe.py does moe_delta. A and B are lists with one stacked tensor for
-each slice, the shrink output is a fresh fp32 tensor in each call, the scale is folded into B when
-an adapter is loaded, and the grid covers every slot and the base rows. This module only translates
-from the harness's interface.
+This module does dense_delta, moe.py does moe_delta, lora_linear.py does lora_linear. At dense_delta
+A and B are lists with one stacked tensor for each slice, the shrink output is a fresh fp32 tensor
+in each call, the scale is folded into B when an adapter is loaded, and the grid covers every slot
+and the base rows. This module only translates from the harness's interface.
 """
 
 from __future__ import annotations
 
 import weakref
+from collections.abc import Mapping
 from functools import partial
+from types import MappingProxyType
 
 import torch
 from torch import Tensor
 
 from loragate.core.machine import Machine
-from loragate.matrix.case import MOE_SITES, Case, Dtype, Execution, Layout, Path, Site
+from loragate.matrix.case import (
+    MOE_SITES,
+    Bias,
+    Case,
+    Dtype,
+    Execution,
+    Layout,
+    Parallel,
+    Path,
+    Site,
+    Streams,
+)
 from loragate.protocol import AnyInstance, BaseLayer, Capabilities, Pool
-from loragate.subjects.vllm.moe import VllmMoEInstance, refusal
+from loragate.subjects.vllm import lora_linear, moe
+from loragate.subjects.vllm.layer_package import load_vllm_layers
+from loragate.subjects.vllm.lora_linear import VllmLoRALinear
+from loragate.subjects.vllm.moe import VllmMoEInstance
 from loragate.subjects.vllm.moe_package import load_vllm_moe
 from loragate.subjects.vllm.package import VllmOps, fold_scale, installed_version, load_vllm
 
 # the largest value that vLLM's option for the rank of the buffers accepts
 MAX_RANK = 512
 _TORCH_DTYPES = {Dtype.FP16: torch.float16, Dtype.BF16: torch.bfloat16}
+_ALL_THERE: Mapping[Site, str] = MappingProxyType({})
 
 
 class VllmInstance:
@@ -100,17 +118,23 @@ class VllmSubject:
         ops = load_vllm(machine)
         if isinstance(ops, str):
             return ops
-        moe = load_vllm_moe(machine)
-        without_moe = moe if isinstance(moe, str) else None
-        return self.describe(machine.interpreted, ops.batch_invariant, without_moe=without_moe)
+        missing = {
+            site: reason
+            for site, reason in (
+                (Site.MOE_DELTA, load_vllm_moe(machine)),
+                (Site.LORA_LINEAR, load_vllm_layers(machine)),
+            )
+            if isinstance(reason, str)
+        }
+        return self.describe(machine.interpreted, ops.batch_invariant, missing=missing)
 
     @staticmethod
     def describe(
-        interpreted: bool, batch_invariant: bool, *, without_moe: str | None = None
+        interpreted: bool, batch_invariant: bool, *, missing: Mapping[Site, str] = _ALL_THERE
     ) -> Capabilities:
-        """`without_moe`: the reason why MoE LoRA cannot run, or None."""
+        """`missing`: the reasons why sites cannot run."""
         return Capabilities(
-            sites=frozenset({Site.DENSE_DELTA, Site.MOE_DELTA}),
+            sites=frozenset({Site.DENSE_DELTA, Site.LORA_LINEAR, Site.MOE_DELTA}),
             supports={
                 "dtype": frozenset(_TORCH_DTYPES),
                 "execution": frozenset({Execution.EAGER} if interpreted else Execution),
@@ -118,21 +142,30 @@ class VllmSubject:
                 # vLLM's operators assert that input and output are contiguous
                 "layout": frozenset({Layout.CONTIGUOUS, Layout.PADDED_ROWS}),
                 "path": frozenset(Path),
+                "parallel": frozenset(Parallel),
+                # its layers are cut by the size of their process group
+                "tp": range(1, 2),
+                "bias": frozenset(Bias),
+                "input_dims": range(2, 4),
+                "streams": frozenset(Streams),
             },
             # compiled, the split-K partials of a shrink are added with atomics in any order; the
             # interpreter runs one program after the other
             deterministic=interpreted or batch_invariant,
             rank_per_slice=True,
             folds_scale_into_weights=True,
-            refuses=partial(_refuses, without_moe),
+            refuses=partial(_refuses, missing),
         )
 
     def open(self, case: Case, machine: Machine, base: BaseLayer | None) -> AnyInstance:
-        assert base is None, "no site here has a base layer"
+        if base is not None:
+            layers = load_vllm_layers(machine)
+            assert not isinstance(layers, str), layers
+            return VllmLoRALinear(layers, case, machine.device, base)
         if case.site in MOE_SITES:
-            moe = load_vllm_moe(machine)
-            assert not isinstance(moe, str), moe
-            return VllmMoEInstance.of_case(moe, case, machine.device)
+            moe_ops = load_vllm_moe(machine)
+            assert not isinstance(moe_ops, str), moe_ops
+            return VllmMoEInstance.of_case(moe_ops, case, machine.device)
         ops = load_vllm(machine)
         assert not isinstance(ops, str), ops
         return VllmInstance(
@@ -148,7 +181,9 @@ class VllmSubject:
         )
 
 
-def _refuses(without_moe: str | None, case: Case) -> str | None:
-    if case.site not in MOE_SITES:
-        return None
-    return without_moe or refusal(case)
+def _refuses(missing: Mapping[Site, str], case: Case) -> str | None:
+    if case.site is Site.LORA_LINEAR:
+        return missing.get(case.site) or lora_linear.refusal(case)
+    if case.site is Site.MOE_DELTA:
+        return missing.get(case.site) or moe.refusal(case)
+    return None
