@@ -59,7 +59,7 @@ def test_a_search_leaves_out_sites_that_the_fault_cannot_change(orders: list[Ord
     search.find_killers(MOE, Setup(), ProcessPool())
     sites = [{case.site for case in order.cases} for order in orders if order.cases]
     assert sites == [
-        {Site.DENSE_DELTA, Site.LORA_LINEAR},
+        {Site.DENSE_DELTA, Site.LORA_LINEAR, Site.GDN_IN_PROJ},
         {Site.MOE_DELTA, Site.MOE_LAYER},
     ]
 

@@ -22,7 +22,7 @@ from lorakernels.dense import linear as dense  # noqa: E402
 from lorakernels.dense.ops import DenseWorkspace  # noqa: E402
 from lorakernels.dense.plan import DenseShape  # noqa: E402
 from lorakernels.dense.weights import LoRAFactors  # noqa: E402
-from lorakernels.gdn import ops  # noqa: E402
+from lorakernels.gdn import products  # noqa: E402
 from lorakernels.gdn.forms import GDNForm, plan_gdn  # noqa: E402
 from lorakernels.layers.gdn import (  # noqa: E402
     DeltaNetHeads,
@@ -115,7 +115,7 @@ def noted(recorded_streams: Any, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     class Functions:
         linear = staticmethod(noting("all", F.linear))
 
-    monkeypatch.setattr(ops, "F", Functions)
+    monkeypatch.setattr(products, "F", Functions)
     monkeypatch.setattr(torch, "mm", product)
     monkeypatch.setattr(dense, "launch_shrink", noting("shrink", dense.launch_shrink))
     monkeypatch.setattr(dense, "launch_expand", noting("expand", dense.launch_expand))
@@ -264,7 +264,8 @@ def test_the_operator_does_what_it_tells_torch(form: int, recorded_streams: Any)
     tables.prepare(ROWS)
     workspace = DenseWorkspace([made.slots], max_tokens=MOST)
     arguments = (
-        *(x, made.weight, made.qkvz_features, *made.slots.tensors, list(made.slots.slice_widths)),
+        *(x, [*made.weights], made.scales, made.qkvz_features),
+        *(*made.slots.tensors, list(made.slots.slice_widths)),
         *(tables.tile_slots, tables.tile_rows, tables.num_tiles, workspace.buffers, form),
     )
     torch.library.opcheck(torch.ops.lorakernels.gdn_in_proj.default, arguments)

@@ -82,7 +82,8 @@ def test_all_problems_of_a_file_are_reported_at_once(write: Write) -> None:
         "tokens, in_features, slices, rank, slots, dtype, "
         "mix, ranks, layout, execution, parallel, tp, "
         "experts, top_k, source, routing, expert_map, sharing, router, write, path, "
-        "ep, quantisation, ids, bias, cut, heads, input_dims, spare_rows, streams"
+        "ep, quantisation, ids, bias, cut, heads, input_dims, spare_rows, streams, "
+        "key_heads, products"
     )
     oracles = (
         "reference, exact, base_rows, canary, repeat, permute, sequence, guard, compile, "
@@ -93,7 +94,7 @@ def test_all_problems_of_a_file_are_reported_at_once(write: Write) -> None:
     one = "groups.one"
     assert _reported(path) == [
         "bad.yaml:1: site: given 'dense_delt'; allowed: dense_delta, lora_linear, "
-        "moe_delta, moe_layer; nearest: dense_delta",
+        "moe_delta, moe_layer, gdn_in_proj; nearest: dense_delta",
         "bad.yaml:3: defaults.dtype: given 'bf61'; allowed: fp16, bf16, fp32; nearest: bf16",
         "bad.yaml:4: defaults.mix: given 2 values; allowed: one value, a list belongs in a row",
         f"bad.yaml:5: defaults.layuot: given unknown key 'layuot'; allowed: {axes}; "
@@ -165,7 +166,40 @@ def test_a_dense_delta_is_not_cut(write: Write) -> None:
         "bad.yaml:8: groups.one.rows[0].parallel: given for site dense_delta; "
         "allowed: for site lora_linear only",
         "bad.yaml:8: groups.one.rows[0].tp: given for site dense_delta; "
-        "allowed: for site lora_linear, moe_layer only",
+        "allowed: for site gdn_in_proj, lora_linear, moe_layer only",
+    ]
+
+
+NET = GOOD.replace("dense_delta", "gdn_in_proj")
+
+
+@pytest.mark.parametrize(
+    ("axes", "message"),
+    [
+        ("slices: [64]", "slices: given [64]; allowed: two slices, qkvz and ba, or four, qkv"),
+        ("slices: [64, 7]", "slices: given [64, 7]; allowed: ba of twice a multiple of the 2 key"),
+        ("slices: [64, 6]", "slices: given [64, 6]; allowed: ba of twice a multiple of the 2 key"),
+        ("slices: [62, 8]", "slices: given [62, 8]; allowed: qkvz of twice the 2 key heads times"),
+        ("slices: [8, 8]", "slices: given [8, 8]; allowed: qkvz of twice the 2 key heads times"),
+        ("slices: [40, 24, 4, 6]", "slices: given [40, 24, 4, 6]; allowed: b and a of one"),
+        ("slices: [40, 24, 3, 3]", "slices: given [40, 24, 3, 3]; allowed: b and a of one"),
+        ("slices: [40, 22, 4, 4]", "slices: given [40, 22, 4, 4]; allowed: z that the 4 value"),
+        ("slices: [24, 24, 4, 4]", "slices: given [24, 24, 4, 4]; allowed: qkv above z by a"),
+        ("slices: [38, 24, 4, 4]", "slices: given [38, 24, 4, 4]; allowed: qkv above z by a"),
+        ("slices: [64, 8], tp: 3", "tp: given 3 with 2 heads; allowed: a divisor or a multiple"),
+        ("slices: [60, 36, 6, 6], tp: 4", "tp: given 4 with 6 heads; allowed: a divisor or"),
+        ("slices: [64, 8], streams: two", "streams: given 'two'; allowed: sequential, dual"),
+    ],
+)
+def test_a_delta_net_that_does_not_exist_is_reported(axes: str, message: str, write: Write) -> None:
+    path = write(NET.replace("slices: [48, 16, 16]", f"key_heads: 2, {axes}"))
+    assert _reported(path)[0].startswith(f"bad.yaml:8: groups.one.rows[0].{message}")
+
+
+def test_a_delta_net_needs_its_number_of_key_heads(write: Write) -> None:
+    assert _reported(write(NET.replace("[48, 16, 16]", "[64, 8]"))) == [
+        "bad.yaml:8: groups.one.rows[0].key_heads: is missing here and in defaults; "
+        "allowed: an integer >= 1"
     ]
 
 

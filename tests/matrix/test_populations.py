@@ -29,10 +29,12 @@ from loragate.matrix.case import (
     Mix,
     Parallel,
     Path,
+    Products,
     Quantisation,
     Ranks,
     RouterWeights,
     Site,
+    Streams,
     Tier,
     Write,
 )
@@ -47,6 +49,8 @@ CPU = Machine("cpu", "test", None, 1, 0)
 MIXED = (Mix.RAGGED, Mix.SHUFFLED)
 # a linear layer calls the operator of the dense delta
 OPERATORS = ((Site.DENSE_DELTA, Site.LORA_LINEAR), (Site.MOE_DELTA,), (Site.MOE_LAYER,))
+# it calls the kernels of the dense delta, in forms of its own
+FORMS = (Site.GDN_IN_PROJ,)
 # branch -> why no smoke case takes it
 EXCUSED: dict[str, str] = {}
 
@@ -133,7 +137,7 @@ def test_ranks_differ_from_slot_to_slot_and_from_slice_to_slice(site: Site) -> N
             assert any(len(set(row)) > 1 for row in ranks)
 
 
-@pytest.mark.parametrize("sites", OPERATORS, ids=lambda sites: sites[0].value)
+@pytest.mark.parametrize("sites", [*OPERATORS, FORMS], ids=lambda sites: sites[0].value)
 def test_every_branch_of_every_plan_has_a_smoke_case_or_an_excuse(sites: tuple[Site, ...]) -> None:
     taken = set().union(*(branches(case) for case in smoke(*sites)))
     known = set(all_branches(sites[0]))
@@ -184,6 +188,25 @@ def test_smoke_covers_the_ways_to_cut_a_linear_layer() -> None:
     assert heads == {(False, True), (True, True), (True, False)}
     assert {case.bias for case in linear} == set(Bias)
     assert {case.input_dims for case in linear} == {2, 3}
+
+
+def test_smoke_covers_both_layouts_of_a_delta_net_in_all_forms_and_cuts() -> None:
+    nets = smoke(Site.GDN_IN_PROJ)
+    assert {len(case.slices) for case in nets} == {2, 4}
+    forms = {(case.products, case.streams) for case in nets}
+    assert forms == set(itertools.product(Products, Streams)) - {(Products.PLAN, Streams.DUAL)}
+    # each rank holds several key heads, one, or one that others hold as well
+    cuts = {(case.key_heads > case.tp) - (case.key_heads < case.tp) for case in nets if case.tp > 1}
+    assert cuts >= {0, -1}
+    # adapters of qkvz alone, of ba alone, and of both have rows
+    grouped = [case for case in nets if len(case.slices) == 2 and case.mix in MIXED]
+    used = {
+        tuple(rank > 0 for rank in ranks_of(case)[slot])
+        for case in grouped
+        for slot in users_of(case) - {BASE_ROW}
+    }
+    assert used == {(True, True), (True, False), (False, True)}
+    assert {case.input_dims for case in nets} == {2, 3}
 
 
 def test_smoke_covers_odd_ids_larger_buffers_and_quantised_layers_that_are_cut() -> None:

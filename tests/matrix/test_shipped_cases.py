@@ -10,6 +10,7 @@ import pytest
 
 from loragate.core.verdict import OracleName
 from loragate.matrix.case import (
+    AXES,
     Case,
     Dtype,
     Execution,
@@ -25,6 +26,7 @@ from loragate.matrix.case import (
     Sharing,
     Site,
     Source,
+    Streams,
     Tier,
     Write,
 )
@@ -55,7 +57,7 @@ def _of(cases: tuple[Case, ...], tier: Tier, site: Site) -> list[Case]:
 
 def test_each_tier_is_as_small_as_its_time_allows(cases: tuple[Case, ...]) -> None:
     count = {tier: sum(case.tier is tier for case in cases) for tier in Tier}
-    assert 80 <= count[Tier.SMOKE] <= 340
+    assert 80 <= count[Tier.SMOKE] <= 350
     assert count[Tier.PREMERGE] <= 420
     assert count[Tier.NIGHTLY] >= 200
 
@@ -245,3 +247,14 @@ def test_oracles_with_cases_of_their_own_judge_each_site_without_a_gpu(
 @pytest.mark.parametrize("site", Site)
 def test_steps_are_queued_on_a_gpu_at_each_site(cases: tuple[Case, ...], site: Site) -> None:
     assert any(OracleName.QUEUE in case.oracles for case in _of(cases, Tier.PREMERGE, site))
+
+
+@pytest.mark.parametrize("site", sorted(AXES["streams"].sites or ()))
+def test_steps_on_two_streams_are_judged_on_a_gpu_by_all_that_concerns_streams(
+    cases: tuple[Case, ...], site: Site
+) -> None:
+    dual = [c for c in _of(cases, Tier.PREMERGE, site) if c.streams is Streams.DUAL]
+    wanted = {OracleName.QUEUE, OracleName.RACE, OracleName.SCHEDULE, OracleName.OVERLAP}
+    assert all(wanted <= set(case.oracles) for case in dual)
+    assert {case.execution for case in dual} == set(Execution)
+    assert any(case.tp > 1 for case in dual)

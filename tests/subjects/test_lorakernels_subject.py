@@ -20,8 +20,10 @@ from loragate.matrix.case import (
     ExpertMap,
     Ids,
     Layout,
+    Mix,
     Parallel,
     Path,
+    Products,
     Quantisation,
     Ranks,
     RouterWeights,
@@ -52,6 +54,9 @@ SMALL = {
     "delta_column_slice": replace(CASE, layout=Layout.COLUMN_SLICE),
     "delta_padded_rows": replace(CASE, layout=Layout.PADDED_ROWS, dtype=Dtype.FP16),
     "column_parallel": replace(LINEAR, parallel=Parallel.COLUMN, tp=2),
+    "delta_net": replace(
+        CASE, site=Site.GDN_IN_PROJ, slices=(40, 24, 4, 4), key_heads=2, tp=4, mix=Mix.SHUFFLED
+    ),
     "row_parallel": replace(LINEAR, parallel=Parallel.ROW, tp=2, dtype=Dtype.FP32),
     "experts_elsewhere": replace(MOE, expert_map=ExpertMap.PARALLEL, path=Path.TWO_KERNEL),
     "experts_stored": replace(MOE, write=Write.STORE, sharing=Sharing.SHARED_A, path=Path.ONE_SHOT),
@@ -93,6 +98,7 @@ def test_it_supports_everything_but_graphs_in_the_interpreter() -> None:
         "cut": frozenset(Cut),
         "input_dims": range(2, 4),
         "streams": frozenset(Streams),
+        "products": frozenset(Products),
     }
     assert {axis: have.supports[axis] for axis in everything} == everything
     assert have.supports["rank"] == range(1, 513)

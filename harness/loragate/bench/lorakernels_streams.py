@@ -13,7 +13,7 @@ from torch import Tensor
 from loragate.bench.streams_rows import GDNShape
 from loragate.matrix.case import Case
 from loragate.protocol import BaseLayer, Pool
-from loragate.subjects.lorakernels.subject import factors
+from loragate.subjects.lorakernels.factors import factors
 from lorakernels.batch.metadata import BatchMetadata
 from lorakernels.dense.forms import LinearForm, plan_form
 from lorakernels.dense.ops import DenseWorkspace, shape_of_batch

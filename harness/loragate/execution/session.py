@@ -8,7 +8,7 @@ from torch import Tensor
 from loragate.execution.runners import RUNNERS
 from loragate.inputs import DataKind, make_base, make_batch, make_pool
 from loragate.inputs.base_experts import make_base_experts
-from loragate.matrix.case import Case, Site
+from loragate.matrix.case import LINEAR_SITES, Case, Site
 from loragate.protocol import BaseLayer, Batch, CheckedInstance, Pool, Trial, subject_code
 
 
@@ -16,7 +16,7 @@ def base_of(trial: Trial, kind: DataKind) -> BaseLayer | None:
     """The base layer where the site has one."""
     if trial.case.site is Site.MOE_LAYER:
         return make_base_experts(trial.case, trial.seed, kind, trial.machine)
-    if trial.case.site is not Site.LORA_LINEAR:
+    if trial.case.site not in LINEAR_SITES:
         return None
     return make_base(trial.case, trial.seed, kind, trial.machine)
 

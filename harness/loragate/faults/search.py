@@ -19,7 +19,7 @@ from loragate.faults.order import Order, Suite
 from loragate.faults.runner import Setup, run_order
 from loragate.matrix.case import Case, Site
 
-_LINEAR = (Site.DENSE_DELTA, Site.LORA_LINEAR)
+_LINEAR = (Site.DENSE_DELTA, Site.LORA_LINEAR, Site.GDN_IN_PROJ)
 _OF_EXPERTS = (Site.MOE_DELTA, Site.MOE_LAYER)
 # many cases run in one process
 _DEADLINE_S = 3600.0

@@ -91,7 +91,7 @@ def rows_of(tokens: Tensor, per_token: int) -> Tensor:
 
 
 def make_base(case: Case, seed: int, kind: DataKind, machine: Machine) -> BaseLayer:
-    """The full layer of lora_linear, before any tensor-parallel cut."""
+    """The full layer of lora_linear or gdn_in_proj, before any tensor-parallel cut."""
     draw = Draw(machine, seed, f"base-{kind}")
     dtype = torch_dtype(case.dtype)
     if kind is DataKind.EXACT:
@@ -101,4 +101,5 @@ def make_base(case: Case, seed: int, kind: DataKind, machine: Machine) -> BaseLa
         size = BASE_SIZE / math.sqrt(case.in_features)
         weight = draw.normal(case.out_features, case.in_features) * size
         bias = draw.normal(case.out_features) * BASE_SIZE
-    return BaseLayer(weight.to(dtype), None if case.bias is Bias.ABSENT else bias.to(dtype))
+    has_bias = case.site is Site.LORA_LINEAR and case.bias is Bias.PRESENT
+    return BaseLayer(weight.to(dtype), bias.to(dtype) if has_bias else None)

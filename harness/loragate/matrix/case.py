@@ -30,13 +30,18 @@ class Site(StrEnum):
     MOE_DELTA = "moe_delta"
     # a whole MoE layer with adapters on both of its products
     MOE_LAYER = "moe_layer"
+    # the input projections of a gated delta net, qkvz and ba, with adapters on either or both
+    GDN_IN_PROJ = "gdn_in_proj"
 
 
 # sites whose tokens are routed to experts, and sites that write to the output of the batch
 MOE_SITES = frozenset({Site.MOE_DELTA, Site.MOE_LAYER})
 IN_PLACE_SITES = frozenset({Site.DENSE_DELTA, Site.MOE_DELTA})
+# sites that add the delta of a row to base products of their own
+LINEAR_SITES = frozenset({Site.LORA_LINEAR, Site.GDN_IN_PROJ})
 _DENSE, _LINEAR = frozenset({Site.DENSE_DELTA}), frozenset({Site.LORA_LINEAR})
 _DELTA, _LAYER = frozenset({Site.MOE_DELTA}), frozenset({Site.MOE_LAYER})
+_GDN = frozenset({Site.GDN_IN_PROJ})
 
 
 class Tier(StrEnum):
@@ -89,6 +94,17 @@ class Streams(StrEnum):
     SEQUENTIAL = "sequential"
     # the work of the adapters on a stream beside that of the base layer
     DUAL = "dual"
+
+
+class Products(StrEnum):
+    """How gdn_in_proj computes its base products."""
+
+    # the subject chooses
+    PLAN = "plan"
+    # qkvz and ba each on their own
+    TWO = "two"
+    # one product of all columns
+    ONE = "one"
 
 
 class Parallel(StrEnum):
@@ -223,6 +239,9 @@ class Case:
     A [slots, experts, ...], B [slots, experts, ...], out [tokens * top_k, sum(slices)].
     moe_layer: `in_features` is the hidden size, `slices` are gate and up, or up alone, each as
     wide as the intermediate size; out [tokens, in_features].
+    gdn_in_proj: `slices` are in_proj_qkvz and in_proj_ba, where the columns of a key head stand
+    together, or in_proj_qkv, in_proj_z, in_proj_b and in_proj_a, one kind of columns after the
+    other; see matrix/delta_net.py. All are cut by heads over tp.
     `rank` is the rank of the slot buffers; an adapter's live rank may be smaller.
     """
 
@@ -240,11 +259,15 @@ class Case:
     parallel: Annotated[Parallel, _first(sites=_LINEAR, constant_at=_DENSE | MOE_SITES)] = (
         Parallel.REPLICATED
     )
-    # ranks that the intermediate size of moe_layer is cut into, or lora_linear as `parallel` says
+    # ranks that the intermediate size of moe_layer is cut into, or lora_linear as `parallel` says,
+    # or the heads of gdn_in_proj
     tp: Annotated[
         int,
         _first(
-            sites=_LINEAR | _LAYER, constant_at=_DENSE | _DELTA, maximum=MAX_PARALLEL, unstated=_ALL
+            sites=_LINEAR | _LAYER | _GDN,
+            constant_at=_DENSE | _DELTA,
+            maximum=MAX_PARALLEL,
+            unstated=_ALL,
         ),
     ] = 1
     # on this rank: with a parallel `expert_map` there are as many elsewhere
@@ -306,11 +329,13 @@ class Case:
     heads: Annotated[int, Axis(sites=_LINEAR, minimum=0)] = 0
     # dimensions of x: [rows, in_features], or [2 or 1, rows, in_features]
     input_dims: Annotated[
-        int, Axis(id_name="dims", sites=_LINEAR | _LAYER, minimum=2, maximum=3)
+        int, Axis(id_name="dims", sites=_LINEAR | _LAYER | _GDN, minimum=2, maximum=3)
     ] = 2
     # rows that an instance can take beyond those of the batch: its buffers are larger than needed
     spare_rows: Annotated[int, Axis(id_name="spare", minimum=0)] = 0
-    streams: Annotated[Streams, Axis(sites=_LINEAR)] = Streams.SEQUENTIAL
+    streams: Annotated[Streams, Axis(sites=_LINEAR | _GDN)] = Streams.SEQUENTIAL
+    key_heads: Annotated[int, Axis(sites=_GDN, required_at=_GDN, unstated=_ALL)] = 1
+    products: Annotated[Products, Axis(sites=_GDN)] = Products.PLAN
     # how the case is run, not what it is: these do not enter the id
     tier: Tier = Tier.SMOKE
     oracles: tuple[OracleName, ...] = (OracleName.REFERENCE,)

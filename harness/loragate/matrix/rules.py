@@ -9,6 +9,7 @@ from itertools import product
 from typing import Any
 
 from loragate.matrix.case import AXES, MOE_SITES, Cut, Parallel, Quantisation, Site
+from loragate.matrix.delta_net import columns_of
 from loragate.matrix.document import Document
 from loragate.matrix.schema import Axes
 
@@ -167,6 +168,19 @@ def _routing_problems(experts: int, top_k: int) -> Iterator[tuple[str, str]]:
         yield "top_k", f"given {top_k} with {experts} experts; allowed: at most as many as experts"
 
 
+def _delta_net_problems(
+    slices: tuple[int, ...], key_heads: int, tp: int
+) -> Iterator[tuple[str, str]]:
+    try:
+        kinds = columns_of(slices, key_heads)
+    except ValueError as error:
+        yield "slices", f"given {list(slices)}; {error}"
+        return
+    for heads in dict.fromkeys(kind.heads for part in kinds for kind in part):
+        if heads % tp and tp % heads:
+            yield "tp", f"given {tp} with {heads} heads; allowed: a divisor or a multiple of them"
+
+
 @dataclass(frozen=True, slots=True)
 class _Relation:
     """Axes that must fit together. `problems` takes a value of each of them by its name and
@@ -184,6 +198,7 @@ _RELATIONS = (
         _cut_problems,
     ),
     _Relation(MOE_SITES, ("experts", "top_k"), _routing_problems),
+    _Relation(frozenset({Site.GDN_IN_PROJ}), ("slices", "key_heads", "tp"), _delta_net_problems),
     _Relation(
         frozenset({Site.MOE_LAYER}),
         ("slices", "experts", "ep", "tp", "quantisation"),

@@ -72,7 +72,8 @@ class Batch:
 
 @dataclass(frozen=True, slots=True)
 class BaseLayer:
-    """The layer without adapters, for lora_linear: weight [out_features, in_features]."""
+    """The layer without adapters, for lora_linear: weight [out_features, in_features]. For
+    gdn_in_proj the weights of all slices above each other, without a bias."""
 
     weight: Tensor
     bias: Tensor | None

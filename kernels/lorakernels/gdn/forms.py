@@ -22,7 +22,23 @@ class GDNForm(Enum):
     BESIDE = auto()
 
 
-def plan_gdn(shape: DenseShape, *, dual_stream: bool) -> GDNForm:
-    """The fastest form for a batch; one of a single stream without `dual_stream`."""
+# one product of all columns
+_OF_ONE_PRODUCT = (GDNForm.MERGED, GDNForm.BESIDE)
+
+
+def plan_gdn(shape: DenseShape, *, dual_stream: bool, is_one_format: bool = True) -> GDNForm:
+    """The fastest form for a batch; one of a single stream without `dual_stream`, and one of two
+    products where the weights of qkvz and ba do not have one format."""
     is_small = 0 < shape.num_rows <= shape.tuning.gdn.dual_rows
-    return GDNForm.DUAL if dual_stream and is_small else GDNForm.MERGED
+    if dual_stream and is_small:
+        return GDNForm.DUAL
+    return GDNForm.MERGED if is_one_format else GDNForm.SERIAL
+
+
+def check_form(form: GDNForm | None, *, is_one_format: bool) -> None:
+    """ValueError for a form that the weights cannot have."""
+    if form in _OF_ONE_PRODUCT and not is_one_format:
+        raise ValueError(
+            "form must be SERIAL or DUAL where the weights of qkvz and ba have different formats "
+            f"(got {form.name})"
+        )

@@ -7,11 +7,10 @@ form, and a traced graph does not depend on which form a batch takes.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from lorakernels.batch.metadata import BatchMetadata
 from lorakernels.common.stacked_weights import SlotTensors
@@ -21,13 +20,15 @@ from lorakernels.dense.launch import TileTables
 from lorakernels.dense.linear import Delta, add_delta
 from lorakernels.dense.ops import DenseWorkspace
 from lorakernels.dense.weights import SlotWeights
-from lorakernels.gdn.forms import GDNForm, plan_gdn
+from lorakernels.gdn.forms import GDNForm, check_form, plan_gdn
+from lorakernels.gdn.products import BaseProduct
 from lorakernels.runtime.options import dual_stream
 
 
 def gdn_in_proj(
     x: Tensor,
-    weight: Tensor,
+    weights: Sequence[Tensor],
+    scales: Sequence[Tensor | None],
     qkvz_features: int,
     slots: SlotWeights,
     metadata: BatchMetadata,
@@ -37,13 +38,16 @@ def gdn_in_proj(
 ) -> Tensor:
     """x [rows, in_features] @ weight.T + the delta of each row's slot: [rows, columns of both].
 
-    weight: contiguous, `qkvz_features` rows of qkvz above those of ba. form: None lets the plan
-    choose. Raises ValueError.
+    weights: one contiguous tensor, `qkvz_features` rows of qkvz above those of ba; or two, where
+    only one of them is quantised. scales: for each of them fp32 [its rows] if its values are 8-bit
+    floats, else None. form: None lets the plan choose. Raises ValueError.
     """
     check_step(x, slots, metadata)
+    check_form(form, is_one_format=len(weights) == 1)
     out: Tensor = torch.ops.lorakernels.gdn_in_proj(
         x,
-        weight,
+        list(weights),
+        list(scales),
         qkvz_features,
         slots.a,
         slots.b,
@@ -62,7 +66,8 @@ def gdn_in_proj(
 @torch.library.custom_op("lorakernels::gdn_in_proj", mutates_args=("shrunk",))
 def _gdn_in_proj(
     x: Tensor,
-    weight: Tensor,
+    weights: list[Tensor],
+    base_scales: Sequence[Tensor | None],
     qkvz_features: int,
     a: Tensor,
     b: Tensor,
@@ -77,32 +82,41 @@ def _gdn_in_proj(
 ) -> Tensor:
     slots = SlotTensors(a, b, ranks, scales)
     delta = Delta.of(x, slots, slice_widths, TileTables(tile_slots, tile_rows, num_tiles), shrunk)
-    plan = GDNForm(form) if form else plan_gdn(delta.shape, dual_stream=dual_stream(x.device))
+    products = [BaseProduct(*operands) for operands in zip(weights, base_scales, strict=True)]
+    plan = GDNForm(form) if form else _plan(delta, is_one_format=len(products) == 1)
     if plan is GDNForm.MERGED or plan is GDNForm.BESIDE:
+        (product,) = products
         linear = LinearForm.SINGLE if plan is GDNForm.MERGED else LinearForm.DUAL
-        return add_delta(lambda: F.linear(x, weight), delta, linear)
-    qkvz, ba = _products(x, weight, qkvz_features)
+        return add_delta(lambda: product(x), delta, linear)
+    two = products if len(products) > 1 else products[0].split(qkvz_features)
+    qkvz, ba = _writers(x, two, qkvz_features)
     linear = LinearForm.SINGLE if plan is GDNForm.SERIAL else LinearForm.DUAL
     return add_delta(qkvz, delta, linear, ba)
 
 
 @_gdn_in_proj.register_fake
-def _(x: Tensor, weight: Tensor, *others: object) -> Tensor:
-    return x.new_empty(x.shape[0], weight.shape[0])
+def _(x: Tensor, weights: list[Tensor], *others: object) -> Tensor:
+    return x.new_empty(x.shape[0], sum(weight.shape[0] for weight in weights))
 
 
-def _products(
-    x: Tensor, weight: Tensor, qkvz_features: int
+def _plan(delta: Delta, *, is_one_format: bool) -> GDNForm:
+    is_on = dual_stream(delta.x.device)
+    return plan_gdn(delta.shape, dual_stream=is_on, is_one_format=is_one_format)
+
+
+def _writers(
+    x: Tensor, products: Sequence[BaseProduct], qkvz_features: int
 ) -> tuple[Callable[[], Tensor], Callable[[], None]]:
     """Two products that write one output, which is allocated here, before any fork. The first one
     returns it, and none of it is complete before both are."""
-    out = x.new_empty(x.shape[0], weight.shape[0])
+    of_qkvz, of_ba = products
+    out = x.new_empty(x.shape[0], qkvz_features + of_ba.weight.shape[0])
 
     def qkvz() -> Tensor:
-        torch.mm(x, weight[:qkvz_features].T, out=out[:, :qkvz_features])
+        of_qkvz.write(x, out[:, :qkvz_features])
         return out
 
     def ba() -> None:
-        torch.mm(x, weight[qkvz_features:].T, out=out[:, qkvz_features:])
+        of_ba.write(x, out[:, qkvz_features:])
 
     return qkvz, ba

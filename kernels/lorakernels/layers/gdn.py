@@ -21,9 +21,13 @@ from lorakernels.dense.weights import LoRAFactors, SlotWeights
 from lorakernels.gdn.forms import GDNForm
 from lorakernels.gdn.ops import gdn_in_proj
 from lorakernels.layers.casting import cast_all
+from lorakernels.layers.gdn_weights import check_weights, input_dtype, joined, take_rows
+from lorakernels.layers.moe_weights import Weight, values_of
 from lorakernels.layers.packing import check_shapes, take_packed
 from lorakernels.layers.partition import Parallel, Shard, Slice, cut_layer
+from lorakernels.moe.layer.ops import Quantised
 from lorakernels.moe.weights import Factors
+from lorakernels.runtime.device import keep_address
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,33 +110,42 @@ class GatedDeltaNetInputProjection(nn.Module):
     of each row's slot; an adapter may have factors for either or for both.
 
     qkvz [columns of its modules, in_features] and ba likewise are the weights of the whole layer,
-    of which a rank keeps its heads. There is no bias. Raises ValueError.
+    of which a rank keeps its heads. There is no bias. Either may be quantised: values
+    float8_e4m3fn, and one scale fp32, or one for each row; its product then quantises the input as
+    well. Adapters always take the input as it is. `dtype` is that of the input and the adapters,
+    and must be given where both weights are quantised. Raises ValueError.
     """
 
     def __init__(
         self,
-        qkvz: Tensor,
-        ba: Tensor,
+        qkvz: Weight,
+        ba: Weight,
         *,
         modules: InputModules,
         num_slots: int,
         rank: int,
+        dtype: torch.dtype | None = None,
         tp_size: int = 1,
         tp_rank: int = 0,
     ) -> None:
         super().__init__()
         self.modules_of_input = modules
-        _check_base(modules, qkvz, ba)
-        self.in_features = qkvz.shape[1]
+        _check_modules(modules)
+        check_weights({"qkvz": (qkvz, _width(modules.qkvz)), "ba": (ba, _width(modules.ba))})
+        self.dtype = input_dtype([qkvz, ba], dtype)
+        self.in_features = values_of(qkvz).shape[1]
         self._shards = {
             module.name: _cut(module, self.in_features, tp_size, tp_rank) for module in modules.all
         }
-        first, second = (
-            self._local(weight, group) for weight, group in ((qkvz, modules.qkvz), (ba, modules.ba))
+        first, second = self._local(qkvz, modules.qkvz), self._local(ba, modules.ba)
+        self.qkvz_features, self.ba_features = len(values_of(first)), len(values_of(second))
+        # one tensor for all forms where that is possible: each of the products reads its rows, or
+        # one product reads all
+        base = joined(first, second)
+        self.weights = nn.ParameterList(
+            nn.Parameter(values_of(weight), requires_grad=False) for weight in base
         )
-        # one tensor for all forms: each of the products reads its rows, or one product reads all
-        self.weight = nn.Parameter(torch.cat([first, second]), requires_grad=False)
-        self.qkvz_features, self.ba_features = first.shape[0], second.shape[0]
+        self.scales = [_scales(weight) for weight in base]
         self.slots = SlotWeights(
             num_slots=num_slots,
             slice_widths=[
@@ -140,8 +153,8 @@ class GatedDeltaNetInputProjection(nn.Module):
             ],
             in_features=self.in_features,
             rank=rank,
-            dtype=qkvz.dtype,
-            device=qkvz.device,
+            dtype=self.dtype,
+            device=self.weights[0].device,
         )
 
     @property
@@ -164,13 +177,21 @@ class GatedDeltaNetInputProjection(nn.Module):
         """x [.., in_features] -> qkvz [.., its local columns] and ba [.., its local columns], with
         as many rows as `metadata` was prepared for. Both are columns of one tensor and as such not
         contiguous. `workspace` is made for `slots`, and may be shared by layers that run one
-        after the other. `form`: how the products are computed; None lets the plan choose. The
-        results have no gradient. Raises ValueError."""
+        after the other. `form`: how the products are computed; None lets the plan choose. One
+        product of all columns is impossible where one weight is quantised and the other is not.
+        The results have no gradient. Raises ValueError."""
         if x.shape[-1] != self.in_features:
             raise ValueError(f"x must have {self.in_features} columns (got {x.shape[-1]})")
         rows = x.reshape(-1, self.in_features)
         out = gdn_in_proj(
-            rows, self.weight, self.qkvz_features, self.slots, metadata, workspace, form=form
+            rows,
+            [*self.weights],
+            self.scales,
+            self.qkvz_features,
+            self.slots,
+            metadata,
+            workspace,
+            form=form,
         )
         out = out.view(*x.shape[:-1], out.shape[1])
         return out[..., : self.qkvz_features], out[..., self.qkvz_features :]
@@ -226,10 +247,10 @@ class GatedDeltaNetInputProjection(nn.Module):
             found[name] = factors
         return found
 
-    def _local(self, weight: Tensor, group: Sequence[InputModule]) -> Tensor:
+    def _local(self, weight: Weight, group: Sequence[InputModule]) -> Weight:
         slices = [part for module in group for part in module.columns]
         shards = [shard for module in group for shard in self._shards[module.name]]
-        return take_packed(weight.detach(), slices, shards)
+        return take_rows(weight, slices, shards)
 
 
 def _module(name: str, *columns: tuple[int, int]) -> InputModule:
@@ -245,21 +266,17 @@ def _cut(module: InputModule, in_features: int, tp_size: int, tp_rank: int) -> t
     return cut.columns
 
 
-def _check_base(modules: InputModules, qkvz: Tensor, ba: Tensor) -> None:
+def _check_modules(modules: InputModules) -> None:
     names = [module.name for module in modules.all]
     if not modules.qkvz or not modules.ba:
         raise ValueError("modules must name at least one of qkvz and one of ba")
     if len(set(names)) != len(names):
         raise ValueError(f"modules must have different names (got {', '.join(names)})")
-    for name, weight, group in (("qkvz", qkvz, modules.qkvz), ("ba", ba, modules.ba)):
-        rows = sum(module.width for module in group)
-        if weight.dim() != 2 or weight.shape != (rows, qkvz.shape[-1]):
-            raise ValueError(
-                f"{name} must be [{rows}, {qkvz.shape[-1]}], as its modules add up and qkvz says "
-                f"(got {list(weight.shape)})"
-            )
-    if ba.dtype != qkvz.dtype or ba.device != qkvz.device:
-        raise ValueError(
-            f"qkvz and ba must have one dtype and one device (got {qkvz.dtype} on {qkvz.device} "
-            f"and {ba.dtype} on {ba.device})"
-        )
+
+
+def _width(group: Sequence[InputModule]) -> int:
+    return sum(module.width for module in group)
+
+
+def _scales(weight: Weight) -> Tensor | None:
+    return keep_address(weight.scales) if isinstance(weight, Quantised) else None

@@ -1,8 +1,8 @@
 """A row without an adapter gets the base model, bit for bit.
 
 At a site that works in place base rows of the output keep their bits, including a negative zero,
-which even an added zero would change; so do pairs whose expert is not here. In lora_linear and
-moe_layer they equal the base layer alone: the same subject with empty slots and a batch of the
+which even an added zero would change; so do pairs whose expert is not here. At the
+other sites they equal the base layer alone: the same subject with empty slots and a batch of the
 same shape, so that the base GEMM is the same too. For a subject whose bits depend on the place of
 a row that batch keeps its slots, which are empty, instead of having base rows only.
 """
@@ -19,7 +19,7 @@ from loragate.execution.session import Session, inputs_of
 from loragate.inputs import DataKind, copy_batch
 from loragate.inputs.mapping import BASE_ROW, make_token_slots
 from loragate.inputs.pairs import out_rows
-from loragate.matrix.case import IN_PLACE_SITES, ExpertMap, Site
+from loragate.matrix.case import IN_PLACE_SITES, LINEAR_SITES, ExpertMap
 from loragate.oracles.evidence import judge_bits, passed
 from loragate.protocol import BaseLayer, Batch, Trial
 
@@ -57,7 +57,7 @@ def _base_alone(trial: Trial, base: BaseLayer | None, batch: Batch) -> Tensor:
     if trial.case.site in IN_PLACE_SITES:
         return batch.out
     batch = copy_batch(batch)
-    if trial.case.site is Site.LORA_LINEAR or trial.capabilities.place_invariant:
+    if trial.case.site in LINEAR_SITES or trial.capabilities.place_invariant:
         base_only = torch.full_like(batch.token_slots, BASE_ROW)
         batch = replace(batch, token_slots=base_only)
     return Session(trial, base).step(batch)

@@ -12,7 +12,7 @@ from dataclasses import dataclass, fields
 import torch
 from torch import Tensor
 
-from loragate.matrix.case import IN_PLACE_SITES, Case, Parallel, Site
+from loragate.matrix.case import IN_PLACE_SITES, LINEAR_SITES, Case, Parallel, Site
 from loragate.oracles.numeric.golden import Golden
 
 _MANTISSA = {torch.float16: 10, torch.bfloat16: 7, torch.float32: 23}
@@ -36,9 +36,9 @@ class RowErrors:
     output, or in an MoE layer everything between its products, costs on average; eager does not
     round it. `jump_sq`: what single elements of a row may suffer beyond that average.
     `gain` and `eager_gain`: sum of error * delta. `noise_sq`: what the rounding of the output costs
-    on average, and not less than what it costs in the golden output; in lora_linear also what the
-    base costs. `delta_noise_sq`: that of the delta; `*_4`: sums of the squares of an element's
-    share. `gain_noise`: variance of `gain` from all of these.
+    on average, and not less than what it costs in the golden output; at a linear site
+    also what the base costs. `delta_noise_sq`: that of the delta; `*_4`: sums of the squares of an
+    element's share. `gain_noise`: variance of `gain` from all of these.
     """
 
     delta_sq: Tensor
@@ -152,21 +152,21 @@ def _rounding_bound(case: Case, right: Golden, dtype: torch.dtype) -> Tensor:
         return half_ulp(right.out, dtype)
     shards = case.tp if case.parallel is Parallel.ROW else 1
     bound = half_ulp(right.delta, dtype) + half_ulp(right.out, dtype)
-    if case.site is Site.LORA_LINEAR:
+    if case.site in LINEAR_SITES:
         bound += half_ulp(right.base, dtype)
     return shards * bound
 
 
 def _rounding_noise(case: Case, right: Golden, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-    """Variance of each element from rounding the output, the base of lora_linear and the delta,
-    once for each shard. What an MoE layer rounds before its output is in `terms_sq`."""
+    """Variance of each element from rounding the output, the base of a linear site and the
+    delta, once for each shard. What an MoE layer rounds before its output is in `terms_sq`."""
     noise = half_ulp(right.out, dtype).square() / 3
     nothing = torch.zeros_like(noise)
     if case.site is Site.MOE_LAYER:
         return noise, nothing, nothing
     shards = case.tp if case.parallel is Parallel.ROW else 1
     of_delta = shards * half_ulp(right.delta, dtype).square() / 3
-    if case.site is not Site.LORA_LINEAR:
+    if case.site not in LINEAR_SITES:
         return shards * noise, nothing, of_delta
     return shards * noise, shards * half_ulp(right.base, dtype).square() / 3, of_delta
 

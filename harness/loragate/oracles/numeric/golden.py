@@ -49,7 +49,8 @@ class Golden:
 def golden(
     pool: Pool, batch: Batch, base: BaseLayer | None = None, write: Write = Write.ADD
 ) -> Golden:
-    """The right result of a batch; `base` for lora_linear, else the base is in `batch.out`."""
+    """The right result of a batch; `base` for lora_linear and
+    gdn_in_proj, else the base is in `batch.out`."""
     rows = out_rows(batch)
     if base is None:
         start = batch.out.double()

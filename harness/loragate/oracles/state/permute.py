@@ -20,7 +20,7 @@ from loragate.inputs.base_experts import reordered_base
 from loragate.inputs.batch import rows_of
 from loragate.inputs.draw import number
 from loragate.inputs.pool import reordered, reordered_experts
-from loragate.matrix.case import MOE_SITES, Quantisation, Site
+from loragate.matrix.case import LINEAR_SITES, MOE_SITES, Quantisation
 from loragate.oracles.evidence import judge_bits, passed
 from loragate.protocol import BaseExperts, Batch, Trial
 
@@ -69,7 +69,7 @@ class Permute:
 
 
 def _kind(trial: Trial) -> DataKind:
-    own_sums = trial.case.site is not Site.LORA_LINEAR
+    own_sums = trial.case.site not in LINEAR_SITES
     promised = trial.capabilities.place_invariant and own_sums
     return DataKind.SIGNED if promised else DataKind.EXACT
 

@@ -7,7 +7,9 @@ device: a copy that reads the buffer when the device gets to it, or a table of t
 over one that is still in use, gives the mapping of another step (vllm #36013).
 
 There is no model of this for a CPU: there the subject's tensors are where the mapping is, so that
-the code that copies between the two does not run at all.
+the code that copies between the two does not run at all. What streams have a part in, the tables of
+a step that the next one writes over while a side still reads them, is judged on modelled streams by
+race and schedule, which queue a second step in the memory of the first.
 """
 
 from __future__ import annotations

@@ -13,9 +13,11 @@ from itertools import product
 
 from loragate.inputs.mapping import num_padded
 from loragate.matrix.case import Case, Dtype, Parallel, Path, Site
+from loragate.subjects.lorakernels.gdn import FORMS
 from lorakernels.batch.metadata import tile_height
 from lorakernels.dense import plan as dense
 from lorakernels.dense.plan import DenseShape
+from lorakernels.gdn.forms import GDNForm, plan_gdn
 from lorakernels.moe.delta import plan as moe
 from lorakernels.moe.delta.plan import MoEPath, MoEShape
 from lorakernels.moe.layer.plan import fold_ranks, plan_gemm
@@ -41,6 +43,8 @@ def branches(case: Case) -> frozenset[str]:
         wanted = None if case.path is Path.PLAN else MoEPath[case.path.name]
         aligned = _alignment(of_delta, case.slots, with_base=False)
         return frozenset([*_delta(of_delta, wanted, slots=case.slots), *aligned])
+    if case.site is Site.GDN_IN_PROJ:
+        return frozenset(_delta_net(case, size))
     by_columns = case.tp if case.parallel is Parallel.COLUMN else 1
     by_rows = case.tp if case.parallel is Parallel.ROW else 1
     widths = tuple(-(-width // by_columns) for width in case.slices)
@@ -56,6 +60,8 @@ def all_branches(site: Site) -> tuple[str, ...]:
         found = _grid_of_layers()
     elif site is Site.MOE_DELTA:
         found = _grid_of_deltas()
+    elif site is Site.GDN_IN_PROJ:
+        found = iter([_form(GDNForm.MERGED, is_chosen=True), *map(_form, GDNForm)])
     else:
         found = _grid_of_dense()
     return tuple(sorted(set(found)))
@@ -92,6 +98,20 @@ def _dense(shape: DenseShape, *, live: int, slots: int) -> Iterator[str]:
     yield _several("dense expand: blocks of columns", blocks)
     yield _several("dense expand: blocks of columns of a program", expand.group)
     yield _several("dense expand: parts of a tile", shape.height // expand.block_m)
+
+
+def _delta_net(case: Case, size: int) -> Iterator[str]:
+    """What is not that of any linear layer."""
+    form = FORMS[case.products, case.streams]
+    if form is not None:
+        yield _form(form)
+        return
+    shape = DenseShape(case.tokens, case.in_features, case.slices, case.rank, size)
+    yield _form(plan_gdn(shape, dual_stream=False), is_chosen=True)
+
+
+def _form(form: GDNForm, *, is_chosen: bool = False) -> str:
+    return f"input of a delta net: {form.name.lower()}{' chosen' if is_chosen else ''}"
 
 
 def _alignment(shape: MoEShape, slots: int, *, with_base: bool) -> Iterator[str]:

@@ -1,7 +1,8 @@
 """The project's own kernels and layers.
 
-lora_linear runs all tensor-parallel ranks of a layer in this process, one after the other: parts
-of the output are concatenated slice by slice, partial outputs of a row-parallel layer added up.
+lora_linear and gdn_in_proj run all tensor-parallel ranks of a layer in this process, one after the
+other: parts of the output are concatenated slice by slice, partial outputs of a row-parallel layer
+added up.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from loragate.matrix.case import (
     Ids,
     Parallel,
     Path,
+    Products,
     Quantisation,
     Site,
     Streams,
@@ -43,13 +45,15 @@ from loragate.protocol import (
     Rounding,
 )
 from loragate.subjects.lorakernels.dead_ranks import keep_dead_nan
+from loragate.subjects.lorakernels.factors import factors
+from loragate.subjects.lorakernels.gdn import DeltaNetInput
 from loragate.subjects.lorakernels.mapping import Mapping, in_dims
 from loragate.subjects.lorakernels.moe_delta import MoEDelta
 from loragate.subjects.lorakernels.moe_layer import MoELayer
 from lorakernels.common.stacked_weights import MAX_RANK
 from lorakernels.dense.forms import LinearForm
 from lorakernels.dense.ops import DenseWorkspace, dense_delta
-from lorakernels.dense.weights import LoRAFactors, SlotWeights
+from lorakernels.dense.weights import SlotWeights
 from lorakernels.layers import partition
 from lorakernels.layers.linear import LoRALinear
 from lorakernels.moe.delta.plan import MAX_FUSED_RANK
@@ -85,6 +89,7 @@ class LoraKernelsSubject:
                 "input_dims": range(2, 4),
                 "spare_rows": range(1 << 31),
                 "streams": frozenset(Streams),
+                "products": frozenset(Products),
             },
             # in the interpreter the order in which numpy sums a row depends on the row's place
             place_invariant=not machine.interpreted,
@@ -110,6 +115,8 @@ class LoraKernelsSubject:
             return MoEDelta(case, machine)
         if base is None:
             return _DenseDelta(case, machine)
+        if case.site is Site.GDN_IN_PROJ:
+            return DeltaNetInput(case, machine, base)
         return _LoRALinear(case, machine, base)
 
 
@@ -129,7 +136,7 @@ def slot_memory(instance: AnyInstance, slot: int) -> list[Tensor]:
     if isinstance(instance, MoELayer):
         stacks = [stack for rank in instance.ranks for stack in (rank.w13_slots, rank.w2_slots)]
         return [part for stack in stacks for part in _memory(stack, slot)]
-    if isinstance(instance, _LoRALinear):
+    if isinstance(instance, (_LoRALinear, DeltaNetInput)):
         return [part for rank in instance.ranks for part in _memory(rank.slots, slot)]
     assert isinstance(instance, (_DenseDelta, MoEDelta))
     return _memory(instance.weights, slot)
@@ -242,14 +249,3 @@ def _slice(case: Case, part: int) -> partition.Slice:
 def _padded(case: Case, width: int) -> int:
     """The next multiple of the number of ranks."""
     return -(-width // case.tp) * case.tp
-
-
-def factors(pool: Pool, slot: int) -> dict[int, LoRAFactors]:
-    """Slice -> live part of an adapter; a slice that the adapter lacks is missing."""
-    return {
-        part: LoRAFactors(pool.a[slot, part, :rank], b[slot, :, :rank], scale)
-        for part, (b, rank, scale) in enumerate(
-            zip(pool.b, pool.ranks[slot], pool.scales[slot], strict=True)
-        )
-        if rank
-    }

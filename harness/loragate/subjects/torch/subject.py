@@ -32,6 +32,7 @@ from loragate.protocol import (
     Pool,
     Routes,
 )
+from loragate.subjects.torch.gdn import DeltaNetInput
 from loragate.subjects.torch.moe_layer import MoELayer
 
 # far above every rank of the matrix: this implementation has no limit
@@ -68,6 +69,8 @@ class TorchSubject:
             return MoEDelta(case)
         if base is None:
             return DenseDelta(case)
+        if case.site is Site.GDN_IN_PROJ:
+            return DeltaNetInput(case, base, [DenseDelta(case) for _ in range(case.tp)])
         return LoRALinear(case, base)
 
 

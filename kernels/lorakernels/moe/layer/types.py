@@ -35,7 +35,8 @@ class Quantised:
     """8-bit floating-point values with their scales; they represent value * scale.
 
     Activations: values [rows, K], scales fp32 [rows]. Weights: values [E, N, K], scales fp32
-    [E, N]. The product is computed in the dtype of the layer and scaled afterwards.
+    [E, N], or of a linear module values [N, K], scales fp32 [N]. The product is computed in the
+    dtype of the layer and scaled afterwards.
     """
 
     values: Tensor

@@ -1,0 +1,76 @@
+"""The base products of a gated delta net's input, with weights of the input's dtype or of 8 bits.
+
+A product of 8 bits quantises its input as well, each row by its largest value.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+# keeps the scale of a row of zeros from being zero
+_SMALLEST = 1e-12
+# of both sizes of an 8-bit weight, for the tensor cores
+_MULTIPLE = 16
+
+
+@dataclass(frozen=True, slots=True)
+class BaseProduct:
+    """x @ weight.T, with weight [columns, in_features] of the dtype of x; or, with scales fp32
+    [columns], of 8-bit floats that represent value * scale."""
+
+    weight: Tensor
+    scales: Tensor | None
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """[rows, columns] for x [rows, in_features]."""
+        if self.scales is None:
+            return F.linear(x, self.weight)
+        return _quantised(x, self.weight, self.scales)
+
+    def write(self, x: Tensor, out: Tensor) -> None:
+        """The same into `out`, which may be columns of a wider tensor."""
+        if self.scales is None:
+            torch.mm(x, self.weight.T, out=out)
+        else:
+            out.copy_(_quantised(x, self.weight, self.scales))
+
+    def split(self, columns: int) -> tuple[BaseProduct, BaseProduct]:
+        """A product of the first columns, and one of the others."""
+        if self.scales is None:
+            none = None
+            return BaseProduct(self.weight[:columns], none), BaseProduct(
+                self.weight[columns:], none
+            )
+        return (
+            BaseProduct(self.weight[:columns], self.scales[:columns]),
+            BaseProduct(self.weight[columns:], self.scales[columns:]),
+        )
+
+
+def _quantised(x: Tensor, weight: Tensor, scales: Tensor) -> Tensor:
+    values, of_rows = _quantised_rows(x, weight.dtype)
+    if _has_kernel(x, weight):
+        return torch._scaled_mm(
+            values, weight.T, scale_a=of_rows, scale_b=scales[None], out_dtype=x.dtype
+        )
+    return ((values.float() @ weight.float().T) * of_rows * scales).to(x.dtype)
+
+
+def _quantised_rows(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """8-bit values of x, and the scale fp32 [rows, 1] of each row."""
+    largest = torch.finfo(dtype).max
+    scales = x.abs().amax(dim=1, keepdim=True).float().clamp(min=_SMALLEST) / largest
+    # a quotient that is rounded up past the largest value would become NaN
+    return (x.float() / scales).clamp(-largest, largest).to(dtype), scales
+
+
+def _has_kernel(x: Tensor, weight: Tensor) -> bool:
+    """Whether torch has a kernel that scales each row and column: for bf16, from sm_90 on."""
+    if not x.is_cuda or x.dtype is not torch.bfloat16 or not x.shape[0]:
+        return False
+    fits = not any(size % _MULTIPLE for size in weight.shape)
+    return fits and torch.cuda.get_device_capability(x.device) >= (9, 0)
