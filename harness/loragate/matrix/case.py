@@ -310,7 +310,7 @@ class Case:
     ] = 2
     # rows that an instance can take beyond those of the batch: its buffers are larger than needed
     spare_rows: Annotated[int, Axis(id_name="spare", minimum=0)] = 0
-    streams: Annotated[Streams, Axis(sites=_LINEAR)] = Streams.SEQUENTIAL
+    streams: Annotated[Streams, Axis(sites=_LINEAR | _LAYER)] = Streams.SEQUENTIAL
     # how the case is run, not what it is: these do not enter the id
     tier: Tier = Tier.SMOKE
     oracles: tuple[OracleName, ...] = (OracleName.REFERENCE,)
