@@ -156,8 +156,9 @@ class FusedMoELoRA(nn.Module):
         form: on how many streams; None lets the plan choose.
         The result has no gradient. Raises ValueError.
         """
+        hidden = self.packing.hidden
         self._check(x, topk_weights, quantised_x)
-        rows = x.reshape(-1, self.packing.hidden).contiguous()
+        rows = x.reshape(-1, hidden).contiguous()
         if quantised_x is not None:
             quantised_x = _like_rows(quantised_x, rows)
         lora = ExpertLoRA(self.w13_slots, self.w2_slots, scratch.workspace)
