@@ -21,8 +21,7 @@ FAULTS = (
     _ops(
         "adapters-see-quantised-activation",
         "replace(second, x=quantise_rows(act))",
-        "replace(second, x=quantise_rows(act), "
-        "lora_input=quantise_rows(act).values.to(act.dtype))",
+        "replace(second, x=quantise_rows(act), lora_input=quantise_rows(act).values.to(act.dtype))",
         source="vllm #42120",
         why="The second product's adapters get 8 bits without their scale.",
     ),
