@@ -18,7 +18,7 @@ RECORD = "ci/results/cpu.json"
 EDITED = [planted for planted in (*FAULTS, *CONTROLS) if planted.edit is not None]
 # queued steps can only be late on a GPU
 WITHOUT_GPU = set(OracleName) - {OracleName.QUEUE}
-# of the cases with two streams, which no MoE layer has
+# of the cases with two streams; each is shown alone by faults of linear layers
 OF_STREAMS = {OracleName.RACE, OracleName.SCHEDULE, OracleName.OVERLAP}
 # on modelled streams whatever another order changes is a race as well
 ALONE_WITHOUT_GPU = WITHOUT_GPU - {OracleName.SCHEDULE}

@@ -333,7 +333,7 @@ class Case:
     ] = 2
     # rows that an instance can take beyond those of the batch: its buffers are larger than needed
     spare_rows: Annotated[int, Axis(id_name="spare", minimum=0)] = 0
-    streams: Annotated[Streams, Axis(sites=_LINEAR | _GDN)] = Streams.SEQUENTIAL
+    streams: Annotated[Streams, Axis(sites=_LINEAR | _GDN | _LAYER)] = Streams.SEQUENTIAL
     key_heads: Annotated[int, Axis(sites=_GDN, required_at=_GDN, unstated=_ALL)] = 1
     products: Annotated[Products, Axis(sites=_GDN)] = Products.PLAN
     # how the case is run, not what it is: these do not enter the id

@@ -50,6 +50,11 @@ def has_adapters(tensor: Tensor) -> bool:
     return _ADAPTERS.get(tensor, True)
 
 
+def note_adapters(tensor: Tensor, known: bool) -> None:
+    """Whether the step that the mapping with this tensor is prepared for may have such rows."""
+    _ADAPTERS[tensor] = known
+
+
 def tile_height(num_rows: int, tuning: Tuning = DEFAULT) -> int:
     """Rows of one adapter that one tile covers. Depends on the batch size alone, so that it
     is a constant of a captured graph."""

@@ -9,7 +9,7 @@ activations (vllm #42120).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -17,10 +17,12 @@ from torch import Tensor, nn
 from lorakernels.batch.metadata import BatchMetadata
 from lorakernels.layers.expert_packing import ExpertParts, stage_experts
 from lorakernels.layers.moe_partition import MoERank, cut_moe
+from lorakernels.layers.moe_shared import add_shared
 from lorakernels.layers.moe_weights import Weight, expert_packing, take_w2, take_w13, values_of
 from lorakernels.moe.align.metadata import PairMetadata
 from lorakernels.moe.delta.ops import MoEWorkspace
 from lorakernels.moe.layer.check import check_pairs
+from lorakernels.moe.layer.forms import MoEForm
 from lorakernels.moe.layer.ops import (
     Activation,
     ExpertBuffers,
@@ -138,6 +140,8 @@ class FusedMoELoRA(nn.Module):
         scratch: MoEScratch,
         *,
         quantised_x: Quantised | None = None,
+        shared: Callable[[Tensor], Tensor] | None = None,
+        form: MoEForm | None = None,
     ) -> Tensor:
         """x [.., hidden] -> [.., hidden], this rank's part of the sum over all ranks.
 
@@ -145,8 +149,48 @@ class FusedMoELoRA(nn.Module):
         `batch` is prepared for the step, `pairs` is prepared here and may be shared by layers
         that run one after the other; made `with_base`, for as many experts as the rank holds.
         quantised_x: x for the base weights, where these are quantised; the adapters are always
-        applied to x itself. The result has no gradient. Raises ValueError.
+        applied to x itself.
+        shared: the shared experts, x -> [.., hidden] in its dtype, which are added to the result.
+            They may run beside the routed experts: they must not write x, and need buffers of their
+            own: a DenseWorkspace with a branch more. A traced graph has them in front.
+        form: on how many streams; None lets the plan choose.
+        The result has no gradient. Raises ValueError.
         """
+        hidden = self.packing.hidden
+        self._check(x, topk_weights, quantised_x)
+        rows = x.reshape(-1, hidden).contiguous()
+        if quantised_x is not None:
+            quantised_x = _like_rows(quantised_x, rows)
+        lora = ExpertLoRA(self.w13_slots, self.w2_slots, scratch.workspace)
+        # before the pairs are changed
+        check_pairs(pairs, lora)
+        out = torch.empty_like(rows)
+
+        def routed() -> Tensor:
+            # without expert parallelism the ids are local already
+            local_ids = None if self.place.ep_size == 1 else self.expert_map
+            pairs.prepare(topk_ids, batch, expert_map=local_ids)
+            run_experts(
+                rows,
+                _weight(self.w13, self.w13_scales),
+                _weight(self.w2, self.w2_scales),
+                topk_weights,
+                pairs,
+                scratch.buffers,
+                out,
+                lora=lora,
+                activation=Activation.SILU_GATED if self._num_up == 2 else Activation.SILU,
+                router_weight=self.router_weight,
+                quantised_x=quantised_x,
+                form=form,
+            )
+            return out
+
+        if shared is None:
+            return routed().view(x.shape)
+        return add_shared(routed, shared, x, form, num_pairs=topk_weights.numel())
+
+    def _check(self, x: Tensor, topk_weights: Tensor, quantised_x: Quantised | None) -> None:
         hidden = self.packing.hidden
         if x.shape[-1] != hidden:
             raise ValueError(f"x must have {hidden} columns (got {x.shape[-1]})")
@@ -158,30 +202,6 @@ class FusedMoELoRA(nn.Module):
             raise ValueError("quantised_x must be given with weights that are quantised")
         if quantised_x is not None and self.w13_scales is None:
             raise ValueError("quantised_x must be None with weights that are not quantised")
-        rows = x.reshape(-1, hidden).contiguous()
-        if quantised_x is not None:
-            quantised_x = _like_rows(quantised_x, rows)
-        # without expert parallelism the ids are local already
-        local_ids = None if self.place.ep_size == 1 else self.expert_map
-        lora = ExpertLoRA(self.w13_slots, self.w2_slots, scratch.workspace)
-        # before the pairs are changed
-        check_pairs(pairs, lora)
-        pairs.prepare(topk_ids, batch, expert_map=local_ids)
-        out = torch.empty_like(rows)
-        run_experts(
-            rows,
-            _weight(self.w13, self.w13_scales),
-            _weight(self.w2, self.w2_scales),
-            topk_weights,
-            pairs,
-            scratch.buffers,
-            out,
-            lora=lora,
-            activation=Activation.SILU_GATED if self._num_up == 2 else Activation.SILU,
-            router_weight=self.router_weight,
-            quantised_x=quantised_x,
-        )
-        return out.view(x.shape)
 
     def load_adapter(self, slot: int, parts: ExpertParts) -> None:
         """Put an adapter into a slot, all or nothing. `parts` maps names of `parts` to whole

@@ -15,7 +15,13 @@ from lorakernels.moe.align.tables import PairTables
 from lorakernels.moe.delta.launch import Delta, launch
 from lorakernels.moe.delta.ops import MoEWorkspace, shape_of_batch, view_shrunk
 from lorakernels.moe.delta.plan import MoEPath, plan_path
-from lorakernels.moe.layer.launch import Adapters, Product, launch_product, launch_sum
+from lorakernels.moe.layer.launch import (
+    Adapters,
+    Product,
+    launch_beside,
+    launch_product,
+    launch_sum,
+)
 from lorakernels.moe.layer.ops import Activation
 from lorakernels.moe.weights import ExpertWeights
 
@@ -89,6 +95,8 @@ def launches(compute_capability: int) -> Iterator[tuple[str, Callable[[], None]]
             yield f"layer-r{rank}-t{tokens}", partial(launch_layer, tokens, rank, pdl=pdl)
     yield "layer-r4-t8", partial(launch_layer, 8, 4, pdl=pdl)
     yield "layer-fp32-r16-t8", partial(launch_layer, 8, 16, pdl=pdl, dtype=torch.float32)
+    for tokens in (8, 1024):
+        yield f"layer-beside-r16-t{tokens}", partial(launch_layer, tokens, 16, pdl=pdl, cut=True)
 
 
 def launch_align(
@@ -133,8 +141,10 @@ def launch_layer(
     pdl: bool,
     dtype: torch.dtype = torch.bfloat16,
     sizes: Sizes = _W13,
+    cut: bool = False,
 ) -> None:
-    """Launch a layer with gate and up of one width on tensors without data."""
+    """Launch a layer with gate and up of one width on tensors without data; `cut`: with products
+    that are cut before the expand."""
     hidden, (width, _), experts, top_k = sizes
     pairs, rows = _pairs(tokens, top_k, experts, with_base=True), tokens * top_k
 
@@ -162,8 +172,15 @@ def launch_layer(
             activation=activation,
             router_weights=None if activation else torch.empty(tokens, top_k, device="meta"),
         )
-        launch_product(product, pdl=pdl)
+        _launch(product, pdl=pdl, cut=cut)
     launch_sum(y, pairs, empty(tokens, hidden), pdl=pdl)
+
+
+def _launch(product: Product, *, pdl: bool, cut: bool) -> None:
+    if cut:
+        launch_beside(product, lambda: product, parallel=False)
+    else:
+        launch_product(product, pdl=pdl)
 
 
 def _weights(widths: tuple[int, ...], in_features: int, problem: Problem) -> ExpertWeights:

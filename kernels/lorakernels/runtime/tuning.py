@@ -83,6 +83,9 @@ class MoETuning:
     small_reads: int
     # most in_features of a small batch
     small_in_features: int
+    # most pairs of a batch whose shrinks run on a second stream. 0: the expand that starts while
+    # the shrink still runs hides it as well, without a launch of its own
+    dual_pairs: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -159,6 +162,7 @@ HOPPER = Tuning(
         part_programs=264,
         small_reads=1 << 17,
         small_in_features=2048,
+        dual_pairs=0,
     ),
     align=AlignTuning(
         most_bins=8192,

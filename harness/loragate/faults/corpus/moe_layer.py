@@ -20,10 +20,8 @@ FAULTS = (
     ),
     _ops(
         "adapters-see-quantised-activation",
-        "            lora_input=act,\n",
-        "            lora_input=act\n"
-        "            if quantised_x is None\n"
-        "            else quantise_rows(act).values.to(act.dtype),\n",
+        "replace(second, x=quantise_rows(act))",
+        "replace(second, x=quantise_rows(act), lora_input=quantise_rows(act).values.to(act.dtype))",
         source="vllm #42120",
         why="The second product's adapters get 8 bits without their scale.",
     ),
@@ -71,10 +69,8 @@ FAULTS = (
     ),
     _kernel(
         "activation-of-the-up-half",
-        "            acc = acc * tl.sigmoid(acc)\n        if GATED:\n            acc *= up\n",
-        "            acc = acc * tl.sigmoid(up if GATED else acc)\n"
-        "        if GATED:\n"
-        "            acc *= up\n",
+        "            acc = acc * tl.sigmoid(acc)\n",
+        "            acc = acc * tl.sigmoid(up if GATED else acc)\n",
         source="own",
         why="The gate is opened by the up half.",
     ),

@@ -1,15 +1,19 @@
 """The project's own MoE layer. All ranks of a group run in this process, one after the other, and
-their outputs are added up, as a collective does."""
+their outputs are added up, as a collective does. With dual streams each rank has the one after it
+as its shared experts, which run beside it and are added as well."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import cache, partial, reduce
 from itertools import product
 
+import torch
 from torch import Tensor
 
 from loragate.core.machine import Machine
 from loragate.inputs.draw import torch_dtype
-from loragate.matrix.case import Case, RouterWeights, Sharing
+from loragate.matrix.case import Case, RouterWeights, Sharing, Streams
 from loragate.protocol import BaseExperts, Pool, Routes
 from loragate.subjects.lorakernels.dead_ranks import keep_dead_nan
 from loragate.subjects.lorakernels.mapping import Mapping, in_dims
@@ -18,6 +22,7 @@ from lorakernels.layers.moe import GATED, FusedMoELoRA, MoEScratch
 from lorakernels.layers.moe_partition import MoERank
 from lorakernels.moe.align.metadata import PairMetadata
 from lorakernels.moe.layer import ops as moe
+from lorakernels.moe.layer.forms import MoEForm
 
 _PLAIN = GATED[1:]
 _ROUTER = {
@@ -32,24 +37,32 @@ class MoELayer(Mapping):
         self.projections = GATED if len(case.slices) == 2 else _PLAIN
         self.is_quantised = base.scales is not None
         self.input_dims = case.input_dims
-        max_tokens = case.max_tokens
+        self.is_dual = case.streams is Streams.DUAL
         self.ranks = [
             self._rank(case, base, MoERank(case.ep, ep, case.tp, tp))
             for ep, tp in product(range(case.ep), range(case.tp))
         ]
-        # ranks with equally many experts share the tables of pairs
-        self.pairs = {
-            count: PairMetadata(
-                max_tokens=max_tokens,
-                top_k=case.top_k,
-                num_experts=count,
-                max_slots=case.slots,
-                device=machine.device,
-                with_base=True,
-            )
-            for count in {layer.cut.experts.size for layer in self.ranks}
-        }
-        self.scratch = MoEScratch(self.ranks, max_tokens=max_tokens, top_k=case.top_k)
+        # ranks that run one after the other share buffers, and tables of equally many experts
+        pairs, scratch = cache(partial(self._pairs, case, machine)), self._scratch(case)
+        self.buffers = [
+            (self._pairs(case, machine, layer.cut.experts.size), self._scratch(case))
+            if self.is_dual
+            else (pairs(layer.cut.experts.size), scratch)
+            for layer in self.ranks
+        ]
+
+    def _pairs(self, case: Case, machine: Machine, experts: int) -> PairMetadata:
+        return PairMetadata(
+            max_tokens=case.max_tokens,
+            top_k=case.top_k,
+            num_experts=experts,
+            max_slots=case.slots,
+            device=machine.device,
+            with_base=True,
+        )
+
+    def _scratch(self, case: Case) -> MoEScratch:
+        return MoEScratch(self.ranks, max_tokens=case.max_tokens, top_k=case.top_k)
 
     def _rank(self, case: Case, base: BaseExperts, place: MoERank) -> FusedMoELoRA:
         w13: Tensor | moe.Quantised = base.weight
@@ -85,20 +98,41 @@ class MoELayer(Mapping):
             layer.unload(slot)
 
     def apply(self, x: Tensor, out: Tensor, routes: Routes) -> Tensor:
-        assert routes.weights is not None
         quantised_x = moe.quantise_rows(x) if self.is_quantised else None
         x = in_dims(x, self.input_dims)
-        total: Tensor | None = None
-        for layer in self.ranks:
-            part = layer(
-                x,
-                routes.topk_ids,
-                routes.weights,
-                self.metadata,
-                self.pairs[layer.cut.experts.size],
-                self.scratch,
-                quantised_x=quantised_x,
-            )
-            total = part if total is None else total + part
-        assert total is not None
-        return total.view(out.shape)
+        if self.is_dual:
+            return self._from(0, routes, quantised_x, x).view(out.shape)
+        parts = [self._part(i, x, routes, quantised_x) for i in range(len(self.ranks))]
+        return reduce(torch.add, parts).view(out.shape)
+
+    def _from(
+        self, first: int, routes: Routes, quantised_x: moe.Quantised | None, x: Tensor
+    ) -> Tensor:
+        """The sum over the ranks from one on, each of them beside the one before it."""
+        more = first + 1 < len(self.ranks)
+        others = partial(self._from, first + 1, routes, quantised_x) if more else None
+        return self._part(first, x, routes, quantised_x, others, MoEForm.DUAL)
+
+    def _part(
+        self,
+        index: int,
+        x: Tensor,
+        routes: Routes,
+        quantised_x: moe.Quantised | None,
+        shared: Callable[[Tensor], Tensor] | None = None,
+        form: MoEForm | None = None,
+    ) -> Tensor:
+        assert routes.weights is not None
+        pairs, scratch = self.buffers[index]
+        result: Tensor = self.ranks[index](
+            x,
+            routes.topk_ids,
+            routes.weights,
+            self.metadata,
+            pairs,
+            scratch,
+            quantised_x=quantised_x,
+            shared=shared,
+            form=form,
+        )
+        return result

@@ -3,7 +3,8 @@ into its last steps, and the sum over a token's choices.
 
 The expand costs no launch and no pass over the output: after the K loop a tile adds the delta of
 the slots of its pairs to the same fp32 accumulator. It waits for the shrink output only there, so
-that shrink and base product run side by side.
+that shrink and base product run side by side. Where the shrink runs on another stream, the product
+is cut there into two launches of the same kernel, with its sums between them in fp32.
 
 Names: x [M or P, K], W [E, S*I, K], out [P, I or S*I]; the rest as in moe/delta/kernels.
 """
@@ -173,19 +174,23 @@ def moe_gemm_kernel(
     WEIGHTED: tl.constexpr,
     SCALED: tl.constexpr,
     LORA: tl.constexpr,
+    STORES_SUMS: tl.constexpr,
+    LOADS_SUMS: tl.constexpr,
     IEEE: tl.constexpr,
     PDL: tl.constexpr,
 ):
     # grid (tiles of base pairs * column blocks), one axis because the others end at 65535. GATED:
     # a program computes the same columns of both halves, gate and up. Without LORA it waits at
     # once; with LORA it relies on the shrink, which waited for everything else before it let this
-    # kernel start
+    # kernel start. STORES_SUMS: it ends behind the K loop, out is fp32 and holds both halves.
+    # LOADS_SUMS: it goes on from there, and x are these sums. The pointer of B has the dtype of the
+    # layer in either case
     if PDL and not LORA:
         gdc_wait()
     COLUMN_BLOCKS: tl.constexpr = (WIDTH + BLOCK_N - 1) // BLOCK_N
     tile = tl.program_id(0) // COLUMN_BLOCKS
     if tile < tl.load(num_base_tiles_ptr):
-        low: tl.constexpr = out_ptr.dtype.element_ty
+        low: tl.constexpr = b_ptr.dtype.element_ty
         offs_n = tl.program_id(0) % COLUMN_BLOCKS * BLOCK_N + tl.arange(0, BLOCK_N)
         offs_k = tl.arange(0, BLOCK_K)
         expert = tl.load(base_experts_ptr + tile)
@@ -201,10 +206,16 @@ def moe_gemm_kernel(
         columns = offs_n if EVEN_N else tl.where(live_n, offs_n, 0)
         w_ptrs = w_expert + columns.to(tl.int64)[None, :] * K + offs_k[:, None]
         up_ptrs = w_ptrs + WIDTH * K
-        acc = tl.zeros([HEIGHT, BLOCK_N], dtype=tl.float32)
-        if GATED:
-            up = tl.zeros([HEIGHT, BLOCK_N], dtype=tl.float32)
-        for k in range(0, K, BLOCK_K):
+        if LOADS_SUMS:
+            sums = x_ptr + pairs.to(tl.int64)[:, None] * stride_xm + columns[None, :]
+            acc = tl.load(sums, mask=live_m[:, None], other=0.0)
+            if GATED:
+                up = tl.load(sums + WIDTH, mask=live_m[:, None], other=0.0)
+        else:
+            acc = tl.zeros([HEIGHT, BLOCK_N], dtype=tl.float32)
+            if GATED:
+                up = tl.zeros([HEIGHT, BLOCK_N], dtype=tl.float32)
+        for k in range(0, 0 if LOADS_SUMS else K, BLOCK_K):
             if EVEN_K:
                 x = tl.load(x_ptrs, mask=live_m[:, None], other=0.0)
                 w = tl.load(w_ptrs)
@@ -246,10 +257,13 @@ def moe_gemm_kernel(
                 up *= weight
         if SILU:
             acc = acc * tl.sigmoid(acc)
-        if GATED:
+        if GATED and not STORES_SUMS:
             acc *= up
         out_ptrs = out_ptr + pairs.to(tl.int64)[:, None] * stride_om + offs_n[None, :]
-        tl.store(out_ptrs, acc.to(low), mask=live_m[:, None] & live_n[None, :])
+        stored: tl.constexpr = out_ptr.dtype.element_ty
+        tl.store(out_ptrs, acc.to(stored), mask=live_m[:, None] & live_n[None, :])
+        if GATED and STORES_SUMS:
+            tl.store(out_ptrs + WIDTH, up, mask=live_m[:, None] & live_n[None, :])
     if PDL:
         if LORA:
             # also without a tile: later kernels rely on the shrink being complete

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from enum import Enum, auto
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -16,6 +19,7 @@ from lorakernels.moe.layer.kernels import moe_gemm_kernel, sum_choices_kernel
 from lorakernels.moe.layer.plan import fold_ranks, plan_gemm
 from lorakernels.moe.layer.types import Activation, Quantised
 from lorakernels.runtime.device import launch_options
+from lorakernels.runtime.streams import fork_join
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,17 +77,46 @@ def launch_product(product: Product, *, pdl: bool) -> None:
     _gemm(product, delta, pdl=pdl)
 
 
-def _gemm(product: Product, delta: Delta | None, *, pdl: bool) -> None:
-    (x, w), out, pairs = product.values, product.out, product.pairs
-    width, depth = out.shape[1], x.shape[1]
+def launch_beside(product: Product, base: Callable[[], Product], *, parallel: bool) -> None:
+    """The same, with the shrink on another stream, beside the product: behind both, a second launch
+    goes on from the sums of the first one, and expands. `base` gives the product once more, as the
+    base layer computes it, and is called beside the shrink as well. Nothing is launched
+    dependently; see supports_pdl."""
+    if product.lora is None:
+        raise ValueError("a product without adapters has nothing to run beside it")
+    delta, pairs = _delta(product, product.lora), product.pairs
+    columns = product.out.shape[1] * (2 if product.is_gated else 1)
+    # written and read on the stream of the fork
+    sums = product.out.new_empty(pairs.num_pairs, columns, dtype=torch.float32)
+
+    def multiply() -> None:
+        _gemm(replace(base(), out=sums, router_weights=None), None, pdl=False, part=_Part.SUMS)
+
+    fork_join(sums.device, multiply, partial(shrink, delta, pdl=False), parallel=parallel)
+    _gemm(replace(product, x=sums), delta, pdl=False, part=_Part.REST)
+
+
+class _Part(Enum):
+    """What a launch computes of a product: its sums, as fp32 in `out`; all that follows from sums
+    in `x`; or both."""
+
+    WHOLE = auto()
+    SUMS = auto()
+    REST = auto()
+
+
+def _gemm(product: Product, delta: Delta | None, *, pdl: bool, part: _Part = _Part.WHOLE) -> None:
+    (x, w), out, pairs, given = product.values, product.out, product.pairs, product.lora_input
+    width, depth = w.shape[1] // (2 if product.is_gated else 1), x.shape[1]
     height = pairs.base_height
-    plan = plan_gemm(height, itemsize=out.element_size(), is_gated=product.is_gated)
+    plan = plan_gemm(height, itemsize=given.element_size(), is_gated=product.is_gated)
     tables, weights = pairs.tables, product.router_weights
     moe_gemm_kernel[(-(-width // plan.block_n) * pairs.base_tile_programs,)](
         x,
         w,
         *product.scales,
-        *((delta.shrunk, *delta.slots[1:]) if delta else (out, out, out, out)),
+        # without adapters only the dtype of B is used
+        *((delta.shrunk, *delta.slots[1:]) if delta else (out, given, out, out)),
         out if weights is None else weights,
         tables.pair_slots,
         tables.base_experts,
@@ -103,11 +136,13 @@ def _gemm(product: Product, delta: Delta | None, *, pdl: bool) -> None:
         EVEN_K=depth % plan.block_k == 0,
         EVEN_N=width % plan.block_n == 0,
         GATED=int(product.is_gated),
-        SILU=product.activation is not None,
+        SILU=product.activation is not None and part is not _Part.SUMS,
         WEIGHTED=weights is not None,
         SCALED=isinstance(product.x, Quantised),
         LORA=delta is not None,
-        IEEE=out.dtype == torch.float32,
+        STORES_SUMS=part is _Part.SUMS,
+        LOADS_SUMS=part is _Part.REST,
+        IEEE=given.dtype == torch.float32,
         PDL=pdl,
         num_warps=plan.num_warps,
         num_stages=plan.num_stages,

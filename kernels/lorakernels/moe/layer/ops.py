@@ -1,22 +1,33 @@
 """A whole MoE layer on prepared pairs: w13, activation, w2, sum over the choices of a token.
 
 With adapters each product is preceded by the shrink of its input, and the expand is folded into
-the product itself: the layer has two more launches than without, and no pass over its outputs.
+the product itself: the layer has two more launches than without, and no pass over its outputs. In
+a form of several streams the shrink runs beside the product, which is cut before the expand.
 All of it is one opaque operator that only gets tensors and sizes, as `dense_delta` is; the number
 of rows is none of them.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
-from lorakernels.batch.metadata import prepared_rows
+from lorakernels.batch.metadata import has_adapters, prepared_rows
 from lorakernels.common.stacked_weights import SlotTensors
 from lorakernels.moe.align.metadata import PairMetadata
 from lorakernels.moe.align.tables import PairTables
 from lorakernels.moe.layer.check import check_layer, check_operands, check_pairs
-from lorakernels.moe.layer.launch import Adapters, Product, launch_product, launch_sum
+from lorakernels.moe.layer.forms import MoEForm, plan_form
+from lorakernels.moe.layer.launch import (
+    Adapters,
+    Product,
+    launch_beside,
+    launch_product,
+    launch_sum,
+)
 from lorakernels.moe.layer.types import (
     Activation,
     ExpertBuffers,
@@ -26,7 +37,8 @@ from lorakernels.moe.layer.types import (
     RouterWeight,
 )
 from lorakernels.runtime.device import on_device_of, supports_pdl
-from lorakernels.runtime.streams import claim
+from lorakernels.runtime.options import dual_stream
+from lorakernels.runtime.streams import claim, is_capturing
 
 __all__ = [
     "Activation",
@@ -52,6 +64,7 @@ def run_experts(
     activation: Activation = Activation.SILU_GATED,
     router_weight: RouterWeight = RouterWeight.ON_OUTPUT,
     quantised_x: Quantised | None = None,
+    form: MoEForm | None = None,
 ) -> None:
     """out[t] = sum over the choices p of t of w[p] * act(x[t] @ W13[e].T) @ W2[e].T, each product
     with the delta of the slot of t.
@@ -60,6 +73,7 @@ def run_experts(
         even where `quantised_x` replaces it for the base product (vllm #42120).
     w13 [E, 2 * I or I, H], w2 [E, H, I] contiguous. router_weights fp32 [rows, top_k].
     pairs: prepared, `with_base`. out [rows, H]. Choices without a local expert add nothing.
+    form: None lets the plan choose.
     Products accumulate in fp32, the activation included; act and y are rounded to the dtype.
     Deterministic. Raises ValueError.
     """
@@ -77,7 +91,8 @@ def run_experts(
     )
     check_pairs(pairs, lora)
     check_layer(operands, lora)
-    torch.ops.lorakernels.run_experts(*_flatten(operands, pairs, lora))
+    arguments = _flatten(operands, pairs, lora)
+    torch.ops.lorakernels.run_experts(*arguments, 0 if form is None else form.value)
 
 
 def quantise_rows(x: Tensor) -> Quantised:
@@ -105,6 +120,7 @@ def _run_experts(
     out: Tensor,
     activation: int,
     on_input: bool,
+    form: int,
 ) -> None:
     # the inverse of _flatten
     quantised_x = Quantised(*x_quantised) if x_quantised else None
@@ -129,11 +145,26 @@ def _run_experts(
         claim(shrunk, "workspace")
     if pairs.num_rows:
         adapters = (_adapters(slot_tensors[:4], shrunk), _adapters(slot_tensors[4:], shrunk))
-        _launch(layer, pairs, *adapters)
+        plan = _form(form, pairs, x.device)
+        # a graph is replayed with other batches, and needs its fork even if this one has no adapter
+        parallel = has_adapters(step) or is_capturing(x.device)
+        _launch(layer, pairs, *adapters, form=plan, parallel=parallel)
+
+
+def _form(form: int, pairs: PairTables, device: torch.device) -> MoEForm:
+    if form:
+        return MoEForm(form)
+    return plan_form(pairs.num_pairs, pairs.tuning, dual_stream=dual_stream(device))
 
 
 def _launch(
-    layer: LayerOperands, pairs: PairTables, up: Adapters | None, down: Adapters | None
+    layer: LayerOperands,
+    pairs: PairTables,
+    up: Adapters | None,
+    down: Adapters | None,
+    *,
+    form: MoEForm,
+    parallel: bool,
 ) -> None:
     """Both products, with their adapters, and the sum."""
     x, quantised_x, out = layer.x, layer.quantised_x, layer.out
@@ -149,20 +180,31 @@ def _launch(
         activation=layer.activation,
         router_weights=router_weights if on_input else None,
     )
+    second = Product(
+        x=act,
+        w=layer.w2,
+        out=y,
+        pairs=pairs,
+        lora_input=act,
+        lora=down,
+        activation=None,
+        router_weights=None if on_input else router_weights,
+    )
+
+    def base_of_second() -> Product:
+        return second if quantised_x is None else replace(second, x=quantise_rows(act))
+
     pdl = supports_pdl(x.device)
+
+    def run(product: Product, base: Callable[[], Product]) -> None:
+        if form is MoEForm.DUAL and product.lora is not None:
+            launch_beside(product, base, parallel=parallel)
+        else:
+            launch_product(base(), pdl=pdl)
+
     with on_device_of(out):
-        launch_product(first, pdl=pdl)
-        second = Product(
-            x=act if quantised_x is None else quantise_rows(act),
-            w=layer.w2,
-            out=y,
-            pairs=pairs,
-            lora_input=act,
-            lora=down,
-            activation=None,
-            router_weights=None if on_input else router_weights,
-        )
-        launch_product(second, pdl=pdl)
+        run(first, lambda: first)
+        run(second, base_of_second)
         launch_sum(y, pairs, out, pdl=pdl)
 
 
