@@ -19,7 +19,8 @@ from loragate.faults.order import Order, Suite
 from loragate.faults.runner import Setup, run_order
 from loragate.matrix.case import Case, Site
 
-_LINEAR = (Site.DENSE_DELTA, Site.LORA_LINEAR, Site.GDN_IN_PROJ)
+_DELTA_NET = (Site.GDN_IN_PROJ,)
+_LINEAR = (Site.DENSE_DELTA, Site.LORA_LINEAR, *_DELTA_NET)
 _OF_EXPERTS = (Site.MOE_DELTA, Site.MOE_LAYER)
 # many cases run in one process
 _DEADLINE_S = 3600.0
@@ -43,10 +44,17 @@ def _orders(edit: Edit, gate: GateContents) -> Iterable[Order]:
 
 
 def _cases(edit: Edit, gate: GateContents) -> list[Case]:
-    is_shared = edit.module.startswith(("lorakernels.common.", "lorakernels.runtime."))
-    of_experts = "moe" in edit.module or "expert" in edit.module
-    sites = (*_LINEAR, *_OF_EXPERTS) if is_shared else _OF_EXPERTS if of_experts else _LINEAR
+    sites = _sites(edit.module)
     return [case for case in gate.cases.values() if case.site in sites]
+
+
+def _sites(module: str) -> tuple[Site, ...]:
+    """The sites that a module of the kernels can change."""
+    if module.startswith(("lorakernels.common.", "lorakernels.runtime.")):
+        return (*_LINEAR, *_OF_EXPERTS)
+    if "gdn" in module:
+        return _DELTA_NET
+    return _OF_EXPERTS if "moe" in module or "expert" in module else _LINEAR
 
 
 def _size(case: Case) -> int:

@@ -7,6 +7,7 @@ from loragate.faults.corpus import (
     controls,
     device,
     expand,
+    gdn,
     layers,
     metadata,
     moe_adapters,
@@ -45,6 +46,7 @@ FAULTS: tuple[Fault, ...] = (
     *moe_device.FAULTS,
     *new_oracles.FAULTS,
     *streams.FAULTS,
+    *gdn.FAULTS,
 )
 
 CONTROLS: tuple[Control, ...] = (*controls.CONTROLS, *moe_controls.CONTROLS)
