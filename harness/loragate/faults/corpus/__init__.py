@@ -17,6 +17,7 @@ from loragate.faults.corpus import (
     moe_host,
     moe_layer,
     moe_parts,
+    moe_streams,
     moe_two_kernel,
     new_oracles,
     operator,
@@ -45,6 +46,7 @@ FAULTS: tuple[Fault, ...] = (
     *moe_device.FAULTS,
     *new_oracles.FAULTS,
     *streams.FAULTS,
+    *moe_streams.FAULTS,
 )
 
 CONTROLS: tuple[Control, ...] = (*controls.CONTROLS, *moe_controls.CONTROLS)
