@@ -51,8 +51,8 @@ def measure_moes(
     if not rows:
         return
     weights = _draw(candidate, machine)
-    cases = tuple(delta.case for delta in LayerRow(max(MOE_TOKENS)).deltas)
-    layer = MoELayer(weights.w13, weights.w2, cases[0], weights.pools, machine)
+    largest = MoERow(False, max(MOE_TOKENS)).case
+    layer = MoELayer(weights.w13, weights.w2, largest, weights.pools, machine)
     for row in rows:
         yield _measure_row(row, layer, weights, machine, clock)
 
@@ -92,4 +92,4 @@ def _yardstick(row: MoERow, weights: _Weights, step: LayerStep) -> Yardstick:
     if row.shared:
         right = right + weights.shared(step.x.double())
         plain = (plain.float() + weights.shared(step.x).float()).to(low)
-    return Yardstick.of_results(right, plain, row.layer.deltas[0].case.dtype)
+    return Yardstick.of_results(right, plain, row.case.dtype)

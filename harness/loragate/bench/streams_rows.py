@@ -135,6 +135,11 @@ class MoERow:
     def layer(self) -> LayerRow:
         return LayerRow(self.tokens)
 
+    @property
+    def case(self) -> Case:
+        """The delta of w13."""
+        return self.layer.deltas[0].case
+
 
 StreamRow = LinearRow | GDNRow | MoERow
 
