@@ -15,6 +15,7 @@ from loragate.bench.streams_figures import (
     FormTimes,
     GDNFigures,
     LinearFigures,
+    MoEFigures,
     StreamFigures,
     StreamMeasured,
 )
@@ -22,6 +23,8 @@ from loragate.bench.streams_rows import (
     Adapted,
     GDNRow,
     LinearRow,
+    MoERow,
+    StreamRow,
     drawn_rows,
     listed_rows,
     stream_rows,
@@ -57,11 +60,20 @@ def gdn(row: GDNRow, chosen: str = "dual", planned: float = 15.0) -> GDNFigures:
     return GDNFigures(row, FormTimes(us, chosen, planned), {"dual": 1.0})
 
 
+def moe(row: MoERow, chosen: str = "beside", planned: float = 90.0) -> MoEFigures:
+    us = {"single": 100.0, "beside": 90.0, "dual": 110.0}
+    return MoEFigures(row, FormTimes(us, chosen, planned), {"dual": 1.0})
+
+
+def of_row(row: StreamRow) -> StreamMeasured:
+    if isinstance(row, LinearRow):
+        return linear(row)
+    return gdn(row) if isinstance(row, GDNRow) else moe(row)
+
+
 def figures(*changed: StreamMeasured) -> StreamFigures:
     """A run that meets every bar, but for what is `changed`."""
-    run: list[StreamMeasured] = [
-        linear(row) if isinstance(row, LinearRow) else gdn(row) for row in stream_rows()
-    ]
+    run = [of_row(row) for row in stream_rows()]
     for other in changed:
         run = [other if one.row == other.row else one for one in run]
     return StreamFigures("lorakernels", "vllm", tuple(run))
@@ -75,11 +87,12 @@ def missed(run: StreamFigures) -> list[str]:
     return [bar.name for bar in run.bars() if bar.verdict is not Verdict.PASS]
 
 
-def test_the_rows_are_those_of_the_dense_table_as_many_drawn_ones_and_input_projections() -> None:
+def test_the_rows_are_those_of_the_dense_table_as_many_drawn_ones_and_other_layers() -> None:
     rows = stream_rows()
-    assert len({row.id for row in rows}) == len(rows) == 30 + 30 + 2 * 3 * 8
+    assert len({row.id for row in rows}) == len(rows) == 30 + 30 + 2 * 3 * 8 + 2 * 7
     assert rows[0].id == "qkv.m1.r16"
-    assert rows[-1].id == "gdn.qwen3_5.both.m8192"
+    assert rows[-15].id == "gdn.qwen3_5.both.m8192"
+    assert rows[-1].id == "moe.shared.m8192"
     assert len(select_rows(rows, ["drawn.*"])) == 30
 
 
@@ -114,7 +127,7 @@ def test_every_bar_met_on_all_rows_is_exit_code_0() -> None:
     run = figures()
     assert missed(run) == []
     assert judge(run) is ExitCode.OK
-    assert list(measured(run).values()) == pytest.approx([0.2, 2.0, 2.0, 22 / 23, 2 / 3, 1.0])
+    assert list(measured(run).values()) == pytest.approx([0.2, 2.0, 2.0, 22 / 23, 2 / 3, 1.0, 0.9])
 
 
 def test_the_mean_counts_drawn_rows_like_those_of_the_table() -> None:
@@ -189,6 +202,16 @@ def test_an_input_projection_that_is_planned_badly_misses_a_bar_for_itself() -> 
     assert measured(run)[name] == pytest.approx(16 / 15)
 
 
+def test_a_moe_layer_that_is_planned_badly_misses_a_bar_for_itself() -> None:
+    name = "MoE layer, planned form over that of one stream, worst row"
+    for shared in (False, True):
+        run = figures(moe(MoERow(shared, 8), chosen="dual", planned=110.0))
+        assert missed(run) == [name]
+        assert measured(run)[name] == pytest.approx(1.1)
+    # 2 % are allowed
+    assert missed(figures(moe(MoERow(True, 8), chosen="beside", planned=112.0))) == []
+
+
 @pytest.mark.parametrize(
     "run",
     [
@@ -211,7 +234,7 @@ def test_a_run_without_a_baseline_is_incomplete_and_has_no_columns_for_it() -> N
 
 
 def test_rows_of_another_seed_are_complete_as_well() -> None:
-    rows = [linear(row) if isinstance(row, LinearRow) else gdn(row) for row in stream_rows(9)]
+    rows = [of_row(row) for row in stream_rows(9)]
     run = replace(figures(), measured=tuple(rows))
     assert run.complete
     assert run.payload()["seed"] == 9
@@ -223,7 +246,7 @@ def test_a_record_round_trips_and_shows_the_seed_and_the_drawn_shapes() -> None:
     run = figures()
     payload: dict[str, Any] = json.loads(json.dumps(run.payload()))
     assert StreamFigures.from_payload(payload) == run
-    assert (payload["expected"], payload["executed"], payload["seed"]) == (108, 108, 1)
+    assert (payload["expected"], payload["executed"], payload["seed"]) == (122, 122, 1)
     assert payload["linears"][30]["row"] == {
         "layer": "qwen2_5_7b.down",
         "shape": {"in_features": 18944, "slices": [3584]},
@@ -233,6 +256,7 @@ def test_a_record_round_trips_and_shows_the_seed_and_the_drawn_shapes() -> None:
     }
     assert payload["linears"][0]["ratio"] == pytest.approx(0.2)
     assert payload["gdns"][0]["plan_ratio"] == pytest.approx(1.0)
+    assert payload["moes"][0]["plan_ratio"] == pytest.approx(0.9)
     assert payload["bars"][4]["note"] == "qkv.m1.r16"
 
 
@@ -255,6 +279,7 @@ def test_the_markdown_tables_show_every_form_and_mark_the_one_of_the_plan() -> N
     assert "| both | 8 | 20.0 | 15.0* | 16.0 | 18.0 | 15.2 | 1.000 |" in "\n".join(lines)
     assert "| qwen3_next 2048 -> 12288, 64 | none | 1 |" in "\n".join(lines)
     assert "| qwen2_5_7b.down 18944 -> 3584 | 15 | 8 |" in "\n".join(lines)
+    assert "| with a shared expert | 1 | 100.0 | 90.0* | 110.0 | 90.0 | 0.900 |" in lines
 
 
 def test_both_renderings_say_what_was_drawn_and_where_a_second_stream_gains_most() -> None:

@@ -12,22 +12,32 @@ import pytest
 import torch
 from torch import Tensor
 
-from loragate.bench import streams_gdn, streams_linear, streams_rows, vllm_streams
+from loragate.bench import (
+    moe_rows,
+    streams_gdn,
+    streams_linear,
+    streams_moe,
+    streams_rows,
+    vllm_streams,
+)
 from loragate.bench.contender import Contender, Unavailable, WrongResult, find_contender
+from loragate.bench.lorakernels_moe_streams import MoELayer
 from loragate.bench.lorakernels_streams import InputProjection, LinearLayer
+from loragate.bench.moe_rows import Projection
 from loragate.bench.rows import Linear
 from loragate.bench.streams import measure, run_streams
-from loragate.bench.streams_figures import GDNFigures, LinearFigures
-from loragate.bench.streams_rows import Adapted, GDNRow, GDNShape, LinearRow, StreamRow
+from loragate.bench.streams_figures import GDNFigures, LinearFigures, MoEFigures
+from loragate.bench.streams_rows import Adapted, GDNRow, GDNShape, LinearRow, MoERow, StreamRow
 from loragate.bench.vllm_streams import DualStream, load_fork
 from loragate.core.machine import Machine, detect_machine, select_interpreter
 from loragate.inputs.pairs import out_rows
-from loragate.matrix.case import Case, Site
+from loragate.matrix.case import Case, Site, Source
 from loragate.oracles.numeric.golden import deltas
-from loragate.protocol import Batch, Pool
+from loragate.protocol import Batch, Pool, Routes
 
 select_interpreter()
 
+from lorakernels.moe.layer.forms import MoEForm  # noqa: E402
 from lorakernels.runtime import streams  # noqa: E402
 from lorakernels.runtime.options import DUAL_STREAM  # noqa: E402
 from lorakernels.runtime.tuning import DEFAULT  # noqa: E402
@@ -39,6 +49,12 @@ SMALL = MappingProxyType(
     {
         "together": GDNShape(32, 2, 4, 8, grouped=True),
         "apart": GDNShape(32, 2, 4, 8, grouped=False),
+    }
+)
+SMALL_EXPERTS = MappingProxyType(
+    {
+        "qwen3_30b_w13": Projection(32, (24, 24), 3, 2),
+        "qwen3_30b_w2": Projection(24, (32,), 3, 2, Source.PAIR),
     }
 )
 _Key = TypeVar("_Key", bound=Hashable)
@@ -99,6 +115,8 @@ def modelled_streams(monkeypatch: pytest.MonkeyPatch) -> Mock:
     for module_of_rows in (streams_rows, streams_gdn):
         monkeypatch.setattr(module_of_rows, "GDN_SHAPES", SMALL)
     monkeypatch.setattr(streams_gdn, "GDN_TOKENS", (6,))
+    monkeypatch.setattr(streams_moe, "MOE_TOKENS", (6,))
+    monkeypatch.setattr(moe_rows, "PROJECTIONS", SMALL_EXPERTS)
     monkeypatch.delenv(DUAL_STREAM, raising=False)
     # the plan takes two streams for one row of the small layers of these tests
     small = replace(DEFAULT, dense=replace(DEFAULT.dense, dual_rows=1, dual_weights=1))
@@ -282,19 +300,47 @@ def test_a_form_of_an_input_projection_with_a_wrong_result_is_never_timed(
         run(ours, GDNRow("apart", Adapted.BOTH, 5))
 
 
+@pytest.mark.parametrize("shared", [False, True])
+def test_a_moe_layer_is_timed_in_every_form_and_as_planned(ours: Contender, shared: bool) -> None:
+    found = run(ours, MoERow(shared, 5))
+    assert isinstance(found, MoEFigures)
+    assert found.forms.us == {"single": 10.0, "beside": 20.0, "dual": 30.0}
+    assert (found.forms.chosen, found.forms.planned_us) == ("beside", 40.0)
+    assert found.errors.keys() == {"single", "beside", "dual", "planned"}
+    assert all(0.3 < error < 1.5 for error in found.errors.values())
+
+
+@pytest.mark.parametrize("form", ["single", "beside", "dual", None])
+def test_a_form_of_a_moe_layer_with_a_wrong_result_is_never_timed(
+    ours: Contender, form: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    right = MoELayer._forward
+
+    def wrong(
+        self: MoELayer, x: Tensor, routes: Routes, shared: Any, wanted: MoEForm | None
+    ) -> Tensor:
+        out = right(self, x, routes, shared, wanted)
+        return out * 0.9 if wanted is (form and MoEForm[form.upper()]) else out
+
+    monkeypatch.setattr(MoELayer, "_forward", wrong)
+    with pytest.raises(WrongResult, match=rf"{form or 'planned'} at moe\.shared\.m5: "):
+        run(ours, MoERow(True, 5))
+
+
 def test_a_run_has_every_row_in_the_order_of_the_tables(
     ours: Contender, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("loragate.bench.streams.in_turns", counted)
     lines: list[str] = []
-    rows = (ROW, GDNRow("together", Adapted.BOTH, 5))
+    rows = (ROW, GDNRow("together", Adapted.BOTH, 5), MoERow(True, 5))
     found = run_streams(ours, vllm(ours), rows, MACHINE, lines.append)
     assert tuple(figures.row for figures in found.measured) == rows
     assert lines == [
-        "[1/2] tiny.m1.r8: base 10.0, one stream +10.0, two +30.0, planned +40.0, "
+        "[1/3] tiny.m1.r8: base 10.0, one stream +10.0, two +30.0, planned +40.0, "
         "baseline with two +60.0",
-        "[2/2] gdn.together.both.m5: serial 10.0, dual 20.0, merged 30.0, beside 40.0, "
+        "[2/3] gdn.together.both.m5: serial 10.0, dual 20.0, merged 30.0, beside 40.0, "
         "planned (dual) 50.0",
+        "[3/3] moe.shared.m5: single 10.0, beside 20.0, dual 30.0, planned (beside) 40.0",
     ]
 
 

@@ -170,6 +170,27 @@ def test_all_forms_give_the_same_bits(
     assert forks(recorded_streams.log) == 1 + 3
 
 
+@pytest.fixture
+def filled_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory that is allocated without a value holds NaN."""
+    for owner, name in ((torch, "empty_like"), (Tensor, "new_empty")):
+        allocate = getattr(owner, name)
+
+        def filled(*args: Any, allocate: Any = allocate, **options: Any) -> Tensor:
+            made: Tensor = allocate(*args, **options)
+            return made.fill_(float("nan")) if made.is_floating_point() else made
+
+        monkeypatch.setattr(owner, name, filled)
+
+
+@pytest.mark.parametrize("form", MoEForm)
+def test_what_memory_held_before_is_no_part_of_the_result(
+    form: MoEForm, filled_memory: None, recorded_streams: Any
+) -> None:
+    step = Step()
+    assert not step.run(step.prepare(5), form, doubled).isnan().any()
+
+
 @pytest.mark.parametrize("form", [None, *MoEForm])
 @pytest.mark.parametrize("shape", [(0,), (6,), (2, 3), (2, 0)])
 def test_the_shared_experts_are_added_to_the_routed_ones(

@@ -44,7 +44,7 @@ class _Layer:
 
 
 @dataclass(frozen=True, slots=True)
-class _Step:
+class LayerStep:
     x: Tensor
     token_slots: Tensor
     routes: Routes
@@ -79,23 +79,27 @@ def _open(
     theirs: FusedExperts | None,
     machine: Machine,
 ) -> _Layer:
-    draw, dtype = Draw(machine, SEED, "layer"), torch_dtype(cases[0].dtype)
-
-    def weight(case: Case) -> Tensor:
-        # products of about 1
-        size = case.in_features**-0.5
-        values = draw.normal(case.experts, case.out_features, case.in_features).to(dtype)
-        return values.mul_(size)
-
-    w13, w2 = map(weight, cases)
+    w13, w2 = draw_weights(cases, machine)
     first, second = (make_pool(c, SEED, DataKind.SIGNED, machine, candidate.have) for c in cases)
     ours = ExpertsLayer(w13, w2, cases, machine)
     ours.load((first, second))
     return _Layer(w13, w2, (first, second), ours, theirs)
 
 
+def draw_weights(cases: tuple[Case, Case], machine: Machine) -> tuple[Tensor, Tensor]:
+    """w13 and w2, whose products are about 1."""
+    draw, dtype = Draw(machine, SEED, "layer"), torch_dtype(cases[0].dtype)
+
+    def weight(case: Case) -> Tensor:
+        size = case.in_features**-0.5
+        values = draw.normal(case.experts, case.out_features, case.in_features).to(dtype)
+        return values.mul_(size)
+
+    return weight(cases[0]), weight(cases[1])
+
+
 def _measure_row(row: LayerRow, layer: _Layer, machine: Machine, clock: Clock) -> LayerFigures:
-    step = _make_step(row, machine)
+    step = make_layer_step(row, machine)
     layer.ours.prepare(step.token_slots)
     calls, errors = _calls(layer, step), {}
     for with_adapters in (False, True):
@@ -107,7 +111,7 @@ def _measure_row(row: LayerRow, layer: _Layer, machine: Machine, clock: Clock) -
     return LayerFigures(row, times[_BASE], times[_LORA], times.get(_BASELINE), errors)
 
 
-def _calls(layer: _Layer, step: _Step) -> Mapping[str, Callable[[], Tensor]]:
+def _calls(layer: _Layer, step: LayerStep) -> Mapping[str, Callable[[], Tensor]]:
     out = torch.empty_like(step.x)
     calls: dict[str, Callable[[], Tensor]] = {
         _BASE: partial(layer.ours.without, step.x, step.routes, out),
@@ -120,15 +124,15 @@ def _calls(layer: _Layer, step: _Step) -> Mapping[str, Callable[[], Tensor]]:
     return calls
 
 
-def _make_step(row: LayerRow, machine: Machine) -> _Step:
+def make_layer_step(row: LayerRow, machine: Machine) -> LayerStep:
     batch = make_step(row.deltas[0], machine)
     assert batch.routes is not None
     draw = Draw(machine, SEED, "router", row.tokens)
     weights = draw.uniform(0.05, 0.2, *batch.routes.topk_ids.shape)
-    return _Step(batch.x, batch.token_slots, replace(batch.routes, weights=weights))
+    return LayerStep(batch.x, batch.token_slots, replace(batch.routes, weights=weights))
 
 
-def _yardstick(row: LayerRow, layer: _Layer, step: _Step, *, with_adapters: bool) -> Yardstick:
+def _yardstick(row: LayerRow, layer: _Layer, step: LayerStep, *, with_adapters: bool) -> Yardstick:
     pools = layer.pools if with_adapters else None
     right = layer_output(layer.w13, layer.w2, pools, step, torch.float64)
     # a plain layer rounds what it writes: the activation, the output of each pair, their sum
@@ -140,7 +144,7 @@ def layer_output(
     w13: Tensor,
     w2: Tensor,
     pools: tuple[Pool, Pool] | None,
-    step: _Step,
+    step: LayerStep,
     dtype: torch.dtype,
     *,
     rounded: torch.dtype | None = None,

@@ -1,4 +1,4 @@
-"""`bench streams`: runs its two tables, after compiling their kernels in parallel."""
+"""`bench streams`: runs its tables, after compiling their kernels in parallel."""
 
 from __future__ import annotations
 
@@ -10,7 +10,15 @@ from loragate.bench.contender import Contender
 from loragate.bench.streams_figures import LinearFigures, StreamFigures, StreamMeasured
 from loragate.bench.streams_gdn import measure_gdns
 from loragate.bench.streams_linear import measure_linears
-from loragate.bench.streams_rows import DUAL, SINGLE_STREAM_FORMS, GDNRow, LinearRow, StreamRow
+from loragate.bench.streams_moe import measure_moes
+from loragate.bench.streams_rows import (
+    DUAL,
+    SINGLE_STREAM_FORMS,
+    GDNRow,
+    LinearRow,
+    MoERow,
+    StreamRow,
+)
 from loragate.bench.timer import Clock, in_turns
 from loragate.core.machine import Machine
 
@@ -48,9 +56,11 @@ def measure(
     """Raises WrongResult."""
     linears = [row for row in rows if isinstance(row, LinearRow)]
     gdns = [row for row in rows if isinstance(row, GDNRow)]
+    moes = [row for row in rows if isinstance(row, MoERow)]
     return chain(
         measure_linears(linears, candidate, baseline, machine, clock, progress),
         measure_gdns(gdns, candidate, machine, clock),
+        measure_moes(moes, candidate, machine, clock),
     )
 
 

@@ -14,10 +14,12 @@ from loragate.bench.rows import Linear
 from loragate.bench.streams_rows import (
     DUAL,
     GDN_FORMS,
+    MOE_SINGLE,
     SINGLE_STREAM_FORMS,
     Adapted,
     GDNRow,
     LinearRow,
+    MoERow,
     stream_rows,
 )
 
@@ -120,7 +122,21 @@ class GDNFigures:
         return self.forms.over_fastest(GDN_FORMS)
 
 
-StreamMeasured = LinearFigures | GDNFigures
+@dataclass(frozen=True, slots=True)
+class MoEFigures:
+    """A MoE layer, alignment included; `errors` as for linear layers."""
+
+    row: MoERow
+    forms: FormTimes
+    errors: Mapping[str, float]
+
+    @property
+    def plan_ratio(self) -> float:
+        """The planned form over that of one stream."""
+        return self.forms.over_fastest((MOE_SINGLE,))
+
+
+StreamMeasured = LinearFigures | GDNFigures | MoEFigures
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,6 +161,10 @@ class StreamFigures:
         return tuple(m for m in self.measured if isinstance(m, GDNFigures))
 
     @property
+    def moes(self) -> tuple[MoEFigures, ...]:
+        return tuple(m for m in self.measured if isinstance(m, MoEFigures))
+
+    @property
     def seed(self) -> int | None:
         """What rows were drawn from; None where no such row was measured."""
         return next((f.row.seed for f in self.linears if f.row.seed is not None), None)
@@ -160,7 +180,7 @@ class StreamFigures:
         return min(found, key=lambda f: f.dual_ratio or 0.0, default=None)
 
     def bars(self) -> tuple[Bar, ...]:
-        return (*self._linear_bars(), self._gdn_bar())
+        return (*self._linear_bars(), self._gdn_bar(), self._moe_bar())
 
     def _linear_bars(self) -> tuple[Bar, ...]:
         added = f"added time over that of {self.baseline or 'a baseline'} with two streams"
@@ -190,6 +210,13 @@ class StreamFigures:
             worst_of(figures.plan_ratio for figures in self.gdns),
         )
 
+    def _moe_bar(self) -> Bar:
+        return Bar(
+            "MoE layer, planned form over that of one stream, worst row",
+            MAX_PLAN_RATIO,
+            worst_of(figures.plan_ratio for figures in self.moes),
+        )
+
     @property
     def mean_ratio(self) -> float | None:
         return geometric_mean(figures.ratio for figures in self.linears)
@@ -213,7 +240,8 @@ class StreamFigures:
             "expected": len(stream_rows()),
             "executed": len(self.measured),
             "linears": [_linear_payload(figures) for figures in self.linears],
-            "gdns": [asdict(f) | {"id": f.row.id, "plan_ratio": f.plan_ratio} for f in self.gdns],
+            "gdns": [_payload(figures) for figures in self.gdns],
+            "moes": [_payload(figures) for figures in self.moes],
             "bars": [asdict(bar) | {"verdict": bar.verdict.value} for bar in self.bars()],
         }
 
@@ -224,6 +252,7 @@ class StreamFigures:
         refuse_newer(payload["schema"], SCHEMA)
         measured: list[StreamMeasured] = [_read_linear(linear) for linear in payload["linears"]]
         measured += [_read_gdn(gdn) for gdn in payload["gdns"]]
+        measured += [_read_moe(moe) for moe in payload["moes"]]
         return cls(payload["candidate"], payload["baseline"], tuple(measured))
 
 
@@ -236,6 +265,10 @@ def _linear_payload(figures: LinearFigures) -> dict[str, Any]:
         "dual_ratio": figures.dual_ratio,
         "plan_ratio": figures.plan_ratio,
     }
+
+
+def _payload(figures: GDNFigures | MoEFigures) -> dict[str, Any]:
+    return asdict(figures) | {"id": figures.row.id, "plan_ratio": figures.plan_ratio}
 
 
 def _read_linear(record: Mapping[str, Any]) -> LinearFigures:
@@ -257,3 +290,8 @@ def _read_gdn(record: Mapping[str, Any]) -> GDNFigures:
         FormTimes(**record["forms"]),
         record["errors"],
     )
+
+
+def _read_moe(record: Mapping[str, Any]) -> MoEFigures:
+    forms = FormTimes(**record["forms"])
+    return MoEFigures(MoERow(**record["row"]), forms, record["errors"])

@@ -1,5 +1,5 @@
-"""The rows of `bench streams`: linear layers, and input projections of a gated delta net. Pure; no
-torch."""
+"""The rows of `bench streams`: linear layers, input projections of a gated delta net, and MoE
+layers. Pure; no torch."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from enum import StrEnum
 from types import MappingProxyType
 
 from loragate.bench import streams_draw
+from loragate.bench.moe_rows import LayerRow
 from loragate.bench.rows import LINEARS, SLOTS, Linear, case_of, dense_rows
 from loragate.bench.select import equal_runs
 from loragate.matrix.case import Case
@@ -16,12 +17,15 @@ SEED = 1
 NUM_DRAWN = 30
 GDN_TOKENS = (1, 8, 16, 64, 256, 1024, 2048, 8192)
 GDN_RANK = 16
+MOE_TOKENS = (1, 8, 32, 128, 512, 2048, 8192)
 
 # forms as lorakernels names them; the first ones run on one stream
 SINGLE_STREAM_FORMS = ("single", "ahead")
 DUAL = "dual"
 LINEAR_FORMS = (*SINGLE_STREAM_FORMS, DUAL)
 GDN_FORMS = ("serial", "dual", "merged", "beside")
+MOE_SINGLE = "single"
+MOE_FORMS = (MOE_SINGLE, "beside", "dual")
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +119,29 @@ class GDNRow:
         return equal_runs(self.tokens, SLOTS)
 
 
-StreamRow = LinearRow | GDNRow
+@dataclass(frozen=True, slots=True)
+class MoERow:
+    """The layer of `bench moe`. `shared`: with a shared expert, as wide as a routed one and without
+    adapters."""
+
+    shared: bool
+    tokens: int
+
+    @property
+    def id(self) -> str:
+        return f"moe.{'shared' if self.shared else 'routed'}.m{self.tokens}"
+
+    @property
+    def layer(self) -> LayerRow:
+        return LayerRow(self.tokens)
+
+    @property
+    def case(self) -> Case:
+        """The delta of w13."""
+        return self.layer.deltas[0].case
+
+
+StreamRow = LinearRow | GDNRow | MoERow
 
 
 def stream_rows(seed: int = SEED) -> tuple[StreamRow, ...]:
@@ -126,7 +152,8 @@ def stream_rows(seed: int = SEED) -> tuple[StreamRow, ...]:
         for adapted in Adapted
         for tokens in GDN_TOKENS
     ]
-    return (*listed_rows(), *drawn_rows(seed), *gdn)
+    moe = [MoERow(shared, tokens) for shared in (False, True) for tokens in MOE_TOKENS]
+    return (*listed_rows(), *drawn_rows(seed), *gdn, *moe)
 
 
 def listed_rows() -> tuple[LinearRow, ...]:

@@ -3,9 +3,16 @@ tables. Pure."""
 
 from __future__ import annotations
 
+from loragate.bench.moe_rows import LAYER_RANK
 from loragate.bench.rows import LINEARS
 from loragate.bench.streams_figures import FormTimes, GDNFigures, LinearFigures, StreamFigures
-from loragate.bench.streams_rows import GDN_FORMS, GDN_RANK, GDN_SHAPES, LINEAR_FORMS
+from loragate.bench.streams_rows import (
+    GDN_FORMS,
+    GDN_RANK,
+    GDN_SHAPES,
+    LINEAR_FORMS,
+    MOE_FORMS,
+)
 from loragate.bench.text import bar_line, columns, markdown, number
 
 Table = tuple[list[str], list[list[str]]]
@@ -25,13 +32,16 @@ def render_terminal(figures: StreamFigures) -> str:
             f"input projections of a gated delta net, us a call; LoRA of rank {GDN_RANK}",
             *columns(*_gdns(figures)),
             "",
+            f"MoE layers of Qwen3-30B-A3B, us a call; LoRA of rank {LAYER_RANK}",
+            *columns(*_moes(figures)),
+            "",
             *map(bar_line, figures.bars()),
         ]
     )
 
 
 def render_markdown(figures: StreamFigures) -> str:
-    """One table each for linear layers and for input projections."""
+    """One table each for linear layers, for input projections and for MoE layers."""
     return "\n".join(
         [
             *markdown(*_linears(figures)),
@@ -41,6 +51,8 @@ def render_markdown(figures: StreamFigures) -> str:
             *(f"* {line}" for line in _best_lines(figures)),
             "",
             *markdown(*_gdns(figures)),
+            "",
+            *markdown(*_moes(figures)),
         ]
     )
 
@@ -109,6 +121,17 @@ def _gdns(figures: StreamFigures) -> Table:
         row = gdn.row
         cells = [row.adapted.value, str(row.tokens), *_form_cells(gdn.forms, GDN_FORMS)]
         lines.append(["" if name == last else name, *cells, number(gdn.plan_ratio, 3)])
+        last = name
+    return header, lines
+
+
+def _moes(figures: StreamFigures) -> Table:
+    header = ["MoE layer", "M", *MOE_FORMS, "planned", "planned / one stream"]
+    lines, last = [], ""
+    for moe in figures.moes:
+        name = "with a shared expert" if moe.row.shared else "routed experts alone"
+        cells = [str(moe.row.tokens), *_form_cells(moe.forms, MOE_FORMS)]
+        lines.append(["" if name == last else name, *cells, number(moe.plan_ratio, 3)])
         last = name
     return header, lines
 

@@ -18,6 +18,7 @@ from loragate.faults.corpus import (
     moe_host,
     moe_layer,
     moe_parts,
+    moe_streams,
     moe_two_kernel,
     new_oracles,
     operator,
@@ -47,6 +48,7 @@ FAULTS: tuple[Fault, ...] = (
     *new_oracles.FAULTS,
     *streams.FAULTS,
     *gdn.FAULTS,
+    *moe_streams.FAULTS,
 )
 
 CONTROLS: tuple[Control, ...] = (*controls.CONTROLS, *moe_controls.CONTROLS)
