@@ -232,8 +232,9 @@ def test_a_batch_without_adapters_forks_its_base_products_alone(noted: list[str]
     ("rows", "dual_stream", "form"),
     [
         (0, True, GDNForm.MERGED),
-        (1, True, GDNForm.DUAL),
-        (64, True, GDNForm.DUAL),
+        (1, True, GDNForm.BESIDE),
+        (64, True, GDNForm.BESIDE),
+        (65, True, GDNForm.MERGED),
         (256, True, GDNForm.MERGED),
         (1, False, GDNForm.MERGED),
         (64, False, GDNForm.MERGED),
@@ -254,7 +255,7 @@ def test_the_switch_decides_what_runs_without_a_form(
     assert not any("records" in line for line in noted)
     monkeypatch.setenv(DUAL_STREAM, "1")
     serve(made, x)
-    assert "side1 runs ba" in noted
+    assert "side1 runs shrink" in noted
 
 
 @pytest.mark.parametrize("form", [0, *(form.value for form in GDNForm)])
@@ -427,22 +428,21 @@ for modules in (heads.grouped(), heads.separate()):
         for step in range(4):
             batch.prepare((torch.arange(rows, dtype=torch.int32) * 7 + step) % 4 - 1)
             x.normal_()
-            for forms in ((GDNForm.SERIAL, GDNForm.DUAL), (GDNForm.MERGED, GDNForm.BESIDE)):
-                wanted = layer(x, batch, workspace, form=forms[0])
-                for form in forms * 5:
+            serial = layer(x, batch, workspace, form=GDNForm.SERIAL)
+            for form in GDNForm:
+                wanted = layer(x, batch, workspace, form=form)
+                for one, other in zip(wanted, serial):
+                    torch.testing.assert_close(one, other, rtol=2e-2, atol=1e-1)
+                for _ in range(5):
                     graphs[form].replay()
                     for found in (layer(x, batch, workspace, form=form), outs[form]):
                         for one, other in zip(found, wanted):
                             assert torch.equal(one, other), form
-            merged = layer(x, batch, workspace, form=GDNForm.MERGED)
-            serial = layer(x, batch, workspace, form=GDNForm.SERIAL)
-            for one, other in zip(merged, serial):
-                torch.testing.assert_close(one, other, rtol=2e-2, atol=5e-2)
 """
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="streams need a GPU")
-def test_forms_of_the_same_kernels_give_the_same_bits_on_a_gpu_and_in_its_graphs(
+def test_each_form_gives_the_same_bits_again_on_a_gpu_and_in_its_graphs(
     run_compiled: Callable[[str], None],
 ) -> None:
     run_compiled(ON_A_GPU)

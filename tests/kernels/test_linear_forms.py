@@ -438,7 +438,7 @@ for in_features, rank in itertools.product((512, 8192), (16, 64)):
                     assert torch.equal(outs[form], wanted[form]), form
             assert torch.equal(wanted[LinearForm.SINGLE], wanted[LinearForm.AHEAD])
             torch.testing.assert_close(
-                wanted[LinearForm.DUAL], wanted[LinearForm.SINGLE], rtol=0.02, atol=0.02
+                wanted[LinearForm.DUAL], wanted[LinearForm.SINGLE], rtol=0.02, atol=0.1
             )
 """
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import gc
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
@@ -33,8 +35,20 @@ def capture(call: Callable[[], T], *, warm_ups: int = 3, calls: int = 1) -> Capt
             call()
     torch.cuda.current_stream().wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with _uncollected(), torch.cuda.graph(graph):
         for _ in range(calls - 1):
             call()
         result = call()
     return Captured(graph, result)
+
+
+@contextmanager
+def _uncollected() -> Iterator[None]:
+    """The collector may find an earlier graph, and a capture fails where a graph is destroyed."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()

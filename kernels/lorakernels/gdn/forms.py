@@ -9,8 +9,8 @@ from lorakernels.dense.plan import DenseShape
 
 class GDNForm(Enum):
     """The base products of one input with qkvz and with ba, and the shrink of the adapters. The
-    expand is behind all of them. SERIAL and DUAL run the same kernels and give the same bits, and
-    so do MERGED and BESIDE; one product of all columns may add up in another order than two."""
+    expand is behind all of them. One product of all columns may add up in another order than two,
+    and a shrink beside others in fewer parts than one behind them."""
 
     # one stream: ba, qkvz, shrink
     SERIAL = auto()
@@ -29,10 +29,10 @@ _OF_ONE_PRODUCT = (GDNForm.MERGED, GDNForm.BESIDE)
 def plan_gdn(shape: DenseShape, *, dual_stream: bool, is_one_format: bool = True) -> GDNForm:
     """The fastest form for a batch; one of a single stream without `dual_stream`, and one of two
     products where the weights of qkvz and ba do not have one format."""
+    if not is_one_format:
+        return GDNForm.DUAL if dual_stream and shape.num_rows else GDNForm.SERIAL
     is_small = 0 < shape.num_rows <= shape.tuning.gdn.dual_rows
-    if dual_stream and is_small:
-        return GDNForm.DUAL
-    return GDNForm.MERGED if is_one_format else GDNForm.SERIAL
+    return GDNForm.BESIDE if dual_stream and is_small else GDNForm.MERGED
 
 
 def check_form(form: GDNForm | None, *, is_one_format: bool) -> None:

@@ -112,8 +112,8 @@ class AlignTuning:
 class GDNTuning:
     """Plans of the input projection of a gated delta net."""
 
-    # most rows of a batch whose two base products run beside each other rather than as one: with
-    # more of them one product alone fills the device
+    # most rows of a batch whose shrink runs beside the product of all columns: with more of them
+    # that product alone fills the device
     dual_rows: int
 
 
@@ -144,7 +144,7 @@ HOPPER = Tuning(
         programs_beside=96,
         usual_slots=4,
     ),
-    gdn=GDNTuning(dual_rows=128),
+    gdn=GDNTuning(dual_rows=64),
     moe=MoETuning(
         usual_slots=4,
         full=0.75,

@@ -110,9 +110,9 @@ def _places(trace: Trace) -> Iterator[int]:
     """The launches at which a cut may be."""
     last: Operation | None = None
     for index, operation in enumerate(trace.operations):
-        if isinstance(operation, Launch) and operation.stream != HOST:
-            if not isinstance(last, Launch) or last.stream != operation.stream:
-                yield index
+        is_work = isinstance(operation, Launch) and operation.stream != HOST
+        if is_work and not (isinstance(last, Launch) and last.stream == operation.stream):
+            yield index
         if isinstance(operation, (Launch, Record, Wait)):
             last = operation
 

@@ -122,8 +122,8 @@ FAULTS = (
     ),
     _forms(
         "one-product-planned-for-two-formats",
-        "    return GDNForm.MERGED if is_one_format else GDNForm.SERIAL\n",
-        "    return GDNForm.MERGED\n",
+        "        return GDNForm.DUAL if dual_stream and shape.num_rows else GDNForm.SERIAL\n",
+        "        return GDNForm.DUAL if dual_stream and shape.num_rows else GDNForm.MERGED\n",
         source="own",
         why="The plan takes a form that weights of different formats cannot have.",
     ),

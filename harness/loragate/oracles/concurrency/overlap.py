@@ -4,7 +4,9 @@ On modelled streams: in each step some work of one stream has no order with some
 A launch that reads nothing, such as filling a tensor, is no work.
 
 On real streams such a pair is chosen from the trace, and the step runs once more with a handshake
-before either of them: each stream waits, for a bounded time, until the other one has arrived.
+before either of them: each stream waits, for a bounded time, until the other one has arrived. One
+meeting is the proof. A driver has few queues, and two streams that share one, by chance, run one
+after the other whatever their events say; streams that wait for each other never meet.
 """
 
 from __future__ import annotations
@@ -65,7 +67,7 @@ class Overlap:
         traced_steps(trial, before_call=before_call)
         met, missed = meeting.counts()
         metrics = {"met": float(met), "missed": float(missed)}
-        if missed or not met:
-            message = f"of {met + missed} arrivals at a handshake {missed} waited in vain"
+        if not met:
+            message = f"all of {missed} arrivals at a handshake waited in vain"
             return Judgement(self.name, Verdict.FAIL, Failure.SERIALISED, message, metrics)
         return passed(self.name, **metrics)
