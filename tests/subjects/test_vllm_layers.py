@@ -132,6 +132,8 @@ def substitute_layers() -> VllmLayers:
         config=config,
         linear=SimpleNamespace(**{name: layer_class(name) for name in names}),
         forward_context=FORWARD_CONTEXT,
+        moe_layer=nothing,
+        given_routing=nothing,
         from_layer=lambda layer, slots, config, names, model: AdaptedLayer(
             layer, slots, config, names
         ),
