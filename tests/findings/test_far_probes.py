@@ -70,7 +70,7 @@ def test_a_probe_that_needs_more_memory_than_is_free_is_not_tried(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(vllm_probes.torch.cuda, "mem_get_info", lambda: (5 << 30, 140 << 30))
-    package = Package(operators("wrap"), "no MoE")
+    package = Package(operators("wrap"), "no MoE", "no layers")
     for name, probe in PROBES.items():
         if probe.free_gib:
             seen = observe(name, package, "cuda")

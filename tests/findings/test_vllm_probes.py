@@ -1,5 +1,9 @@
 from __future__ import annotations
 
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 
 from loragate.core.machine import detect_machine, select_interpreter
@@ -7,6 +11,7 @@ from loragate.findings.ledger import Needs, Seen
 from loragate.findings.load import ledger_path, load_ledger
 from loragate.findings.probing import Package, Probe
 from loragate.findings.vllm_probes import PROBES, observe
+from loragate.subjects.vllm.layer_package import load_vllm_layers
 from loragate.subjects.vllm.moe_package import VllmMoEOps, load_vllm_moe
 from loragate.subjects.vllm.package import VllmOps, load_vllm
 
@@ -31,7 +36,8 @@ def broken_package() -> Package:
         batch_invariant=False,
     )
     moe = VllmMoEOps(version="0", wrapper=refuse, tiles=dict, fused_moe_lora=refuse, align=refuse)
-    return Package(dense, moe)
+    layers: Any = SimpleNamespace(rank_of_buffers=refuse)
+    return Package(dense, moe, layers)
 
 
 @pytest.mark.parametrize("name", ANYWHERE)
@@ -47,7 +53,7 @@ def test_a_probe_that_needs_a_gpu_is_not_tried_without_one(name: str) -> None:
 
 
 def test_moe_probes_are_not_tried_where_moe_lora_cannot_run() -> None:
-    package = Package(broken_package().dense, "vLLM 0: no aiohttp")
+    package = replace(broken_package(), moe="vLLM 0: no aiohttp")
     tried = [observe(name, package, "cpu") for name in ANYWHERE if name.startswith("moe-")]
     assert len(tried) > 5
     assert {(seen.seen, seen.text) for seen in tried} == {(Seen.NOT_TRIED, "vLLM 0: no aiohttp")}
@@ -60,7 +66,7 @@ def test_too_little_memory_counts_as_not_tried() -> None:
     moe = VllmMoEOps(
         version="0", wrapper=exhausted, tiles=dict, fused_moe_lora=refuse, align=refuse
     )
-    seen = observe("moe-pair-offset-overflows", Package(broken_package().dense, moe), "cpu")
+    seen = observe("moe-pair-offset-overflows", replace(broken_package(), moe=moe), "cpu")
     assert (seen.seen, seen.text) == (Seen.NOT_TRIED, "needs more memory: 8 GiB")
 
 
@@ -69,7 +75,7 @@ def test_the_listed_findings_reproduce_on_the_installed_vllm() -> None:
     ops = load_vllm(machine)
     if isinstance(ops, str):
         pytest.skip(ops)
-    package = Package(ops, load_vllm_moe(machine))
+    package = Package(ops, load_vllm_moe(machine), load_vllm_layers(machine))
     for finding in load_ledger(ledger_path()):
         if finding.probe is None or not finding.covers(ops.version):
             continue

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -15,13 +16,15 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from loragate.core.machine import Machine, detect_machine, select_interpreter
+from loragate.core.verdict import Failure, OracleName, Verdict
 from loragate.execution.streams.model import modelled_streams
 from loragate.inputs import make_base
 from loragate.inputs.batch import make_batch
 from loragate.inputs.draw import DataKind
 from loragate.inputs.pool import make_pool
-from loragate.matrix.case import Bias, Case, Dtype, Parallel, Ranks, Site, Streams
-from loragate.protocol import BaseLayer, Pool, unsupported
+from loragate.matrix.case import Bias, Case, Dtype, Mix, Parallel, Ranks, Site, Streams
+from loragate.oracles import ORACLES
+from loragate.protocol import BaseLayer, Pool, Trial, unsupported
 from loragate.subjects.vllm.layer_package import VllmLayers
 from loragate.subjects.vllm.lora_linear import VllmLoRALinear, refusal
 from loragate.subjects.vllm.package import DUAL_STREAM, VllmOps
@@ -132,6 +135,8 @@ def substitute_layers() -> VllmLayers:
         config=config,
         linear=SimpleNamespace(**{name: layer_class(name) for name in names}),
         forward_context=FORWARD_CONTEXT,
+        moe_layer=nothing,
+        given_routing=nothing,
         from_layer=lambda layer, slots, config, names, model: AdaptedLayer(
             layer, slots, config, names
         ),
@@ -297,3 +302,54 @@ def test_the_installed_layer_gives_base_and_delta(streams: Streams) -> None:
             shrunk = pool.a[slot, 0].double() @ batch.x[row].double()
             want[row] += pool.scales[slot][0] * (pool.b[0][slot].double() @ shrunk)
     torch.testing.assert_close(result.double(), want, atol=0.05, rtol=0)
+
+
+def without_join(base: Any, lora: Any, start: Any, done: Any, side: Any) -> tuple[Any, Any]:
+    start.record()
+    result = base()
+    with torch.cuda.stream(side):
+        start.wait()
+        delta = lora()
+        done.record()
+    return result, delta
+
+
+def serialised(base: Any, lora: Any, start: Any, done: Any, side: Any) -> tuple[Any, Any]:
+    result = base()
+    start.record()
+    with torch.cuda.stream(side):
+        start.wait()
+        delta = lora()
+        done.record()
+    done.wait()
+    return result, delta
+
+
+@pytest.mark.parametrize(
+    ("fork", "oracle", "failure"),
+    [
+        (None, OracleName.RACE, None),
+        (None, OracleName.OVERLAP, None),
+        (without_join, OracleName.RACE, Failure.RACE),
+        (serialised, OracleName.OVERLAP, Failure.SERIALISED),
+    ],
+)
+def test_the_oracles_of_streams_judge_the_fork_and_join_of_the_installed_layer(
+    fork: Any, oracle: OracleName, failure: Failure | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    machine, subject = detect_machine(), VllmSubject()
+    # several slices: kernels find their weights through tables of addresses
+    case = small_case(streams=Streams.DUAL, mix=Mix.SHUFFLED)
+    have = subject.capabilities(machine)
+    if isinstance(have, str):
+        pytest.skip(have)
+    if (reason := unsupported(case, have)) is not None:
+        pytest.skip(reason)
+    if fork is not None:
+        layers = importlib.import_module("vllm.lora.layers.base_linear")
+        monkeypatch.setattr(layers, "maybe_execute_in_parallel", fork)
+    judgement = ORACLES[oracle].judge(
+        Trial(case=case, subject=subject, capabilities=have, machine=machine, seed=5)  # type: ignore[arg-type]
+    )
+    assert judgement.failure is failure, judgement.message
+    assert (judgement.verdict is Verdict.PASS) == (failure is None)

@@ -21,6 +21,7 @@ def main(record: Path, names: list[str]) -> int:
     select_interpreter()
     from loragate.findings.probing import Package
     from loragate.findings.vllm_probes import observe
+    from loragate.subjects.vllm.layer_package import load_vllm_layers
     from loragate.subjects.vllm.moe_package import load_vllm_moe
     from loragate.subjects.vllm.package import load_vllm
 
@@ -30,7 +31,7 @@ def main(record: Path, names: list[str]) -> int:
         _append(record, refused=ops)
         return 0
     _append(record, version=ops.version)
-    package = Package(ops, load_vllm_moe(machine))
+    package = Package(ops, load_vllm_moe(machine), load_vllm_layers(machine))
     for name in names:
         _append(record, began=name)
         observation = observe(name, package, machine.device)

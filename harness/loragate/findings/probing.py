@@ -13,16 +13,19 @@ import torch
 from torch import Tensor
 
 from loragate.findings.ledger import Needs, Observation, Seen
+from loragate.subjects.vllm.layer_package import VllmLayers
 from loragate.subjects.vllm.moe_package import VllmMoEOps
 from loragate.subjects.vllm.package import VllmOps
 
 
 @dataclass(frozen=True, slots=True)
 class Package:
-    """The installed package; `moe` is the reason, as a sentence, where MoE LoRA cannot run."""
+    """The installed package; `moe` and `layers` are the reason, as a sentence, where they cannot
+    run."""
 
     dense: VllmOps
     moe: VllmMoEOps | str
+    layers: VllmLayers | str
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +61,17 @@ def moe_probe(
         return run(package.moe, device)
 
     return Probe(needs, on_moe, wild=wild)
+
+
+def layer_probe(run: Callable[[VllmLayers, str], Observation]) -> Probe:
+    """A probe of the layers, not tried where they cannot run."""
+
+    def on_layers(package: Package, device: str) -> Observation:
+        if isinstance(package.layers, str):
+            return Observation(Seen.NOT_TRIED, package.layers)
+        return run(package.layers, device)
+
+    return Probe(Needs.ANY, on_layers)
 
 
 def seen(reproduced: bool, text: str) -> Observation:

@@ -10,10 +10,13 @@ from loragate.findings.ledger import Needs, Observation, Seen
 from loragate.findings.probing import Package, Probe
 from loragate.findings.vllm_dense_probes import DENSE_PROBES
 from loragate.findings.vllm_far_probes import FAR_PROBES
+from loragate.findings.vllm_layer_probes import LAYER_PROBES
 from loragate.findings.vllm_moe_gpu_probes import MOE_GPU_PROBES
 from loragate.findings.vllm_moe_probes import MOE_PROBES
 
-PROBES = MappingProxyType({**DENSE_PROBES, **FAR_PROBES, **MOE_PROBES, **MOE_GPU_PROBES})
+PROBES = MappingProxyType(
+    {**DENSE_PROBES, **LAYER_PROBES, **FAR_PROBES, **MOE_PROBES, **MOE_GPU_PROBES}
+)
 
 
 def observe(name: str, package: Package, device: str) -> Observation:

@@ -31,13 +31,13 @@ class LayerHost:
         self._option = {DUAL_STREAM: str(int(case.streams is Streams.DUAL))}
         self._package, self._slots = package, case.slots
         with environment(self._option):
-            self._config = self._make_config(device)
             self._lora_config = package.config.LoRAConfig(
                 max_lora_rank=package.rank_of_buffers(case.rank),
                 max_loras=case.slots,
                 lora_dtype=torch_dtype(case.dtype),
                 enable_moe_shared_loras=case.sharing is Sharing.SHARED_OUTER,
             )
+            self._config = self._make_config(device)
             rows = case.max_tokens
             self._wrapper = package.wrapper(rows, rows, device, lora_config=self._lora_config)
         self._context: Any = None
@@ -47,22 +47,26 @@ class LayerHost:
         # what torch.compile would make of a model around the layer is another question
         eager = config.CompilationConfig(mode=config.CompilationMode.NONE)
         return config.VllmConfig(
-            device_config=config.DeviceConfig(device=device), compilation_config=eager
+            device_config=config.DeviceConfig(device=device),
+            compilation_config=eager,
+            lora_config=self._lora_config,
         )
+
+    @contextmanager
+    def configured(self) -> Iterator[None]:
+        """Within, vLLM finds the configuration of this server, and the option as it is here."""
+        with environment(self._option), self._package.config.set_current_vllm_config(self._config):
+            yield
 
     @contextmanager
     def building(self) -> Iterator[None]:
         """Within, layers are built. Their parameters have no memory: they get that of the base."""
-        with (
-            environment(self._option),
-            self._package.config.set_current_vllm_config(self._config),
-            torch.device("meta"),
-        ):
+        with self.configured(), torch.device("meta"):
             yield
 
     def with_adapters(self, layer: Any, names: list[str]) -> Any:
         """The layer by which a server replaces a layer whose slices have these names."""
-        with environment(self._option), self._package.config.set_current_vllm_config(self._config):
+        with self.configured():
             replaced = self._package.from_layer(layer, self._slots, self._lora_config, names, None)
             assert replaced is not layer, f"vLLM has no adapters for {type(layer).__name__}"
             replaced.set_mapping(self._wrapper)

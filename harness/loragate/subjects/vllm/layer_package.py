@@ -29,6 +29,10 @@ class VllmLayers:
     config: Any
     linear: Any
     forward_context: Any
+    # a function that builds an MoE layer without adapters
+    moe_layer: Callable[..., Any]
+    # what it calls a choice of experts that is none of its own
+    given_routing: Any
     # what a server replaces a layer with: (layer, slots, LoRA config, names of slices) -> layer
     from_layer: Callable[..., Any]
     # LoRAMapping, and PunicaWrapperGPU, which holds the metadata of a step
@@ -68,6 +72,9 @@ def _load(ops: VllmOps, device: str) -> VllmLayers | str:
         wrappers: Any = importlib.import_module("vllm.lora.punica_wrapper.punica_gpu")
         linear: Any = importlib.import_module("vllm.model_executor.layers.linear")
         forward_context: Any = importlib.import_module("vllm.forward_context")
+        moe_layer: Any = importlib.import_module("vllm.model_executor.layers.fused_moe.layer")
+        moe_config: Any = importlib.import_module("vllm.model_executor.layers.fused_moe.config")
+        workspace: Any = importlib.import_module("vllm.v1.worker.workspace")
     if not hasattr(torch.ops.vllm, "lora_linear_async"):
         return "its linear layers were imported while its option for two streams was off"
     if device == "cpu":
@@ -75,11 +82,16 @@ def _load(ops: VllmOps, device: str) -> VllmLayers | str:
         for module in (lora_config, base_linear, layer_utils):
             module.current_platform = _ModelledPlatform
     _join_groups_of_one(config, device)
+    if not workspace.is_workspace_manager_initialized():
+        # its MoE layers share memory for what they compute on the way
+        workspace.init_workspace_manager(torch.device(device))
     return VllmLayers(
         ops=ops,
         config=config,
         linear=linear,
         forward_context=forward_context,
+        moe_layer=moe_layer.FusedMoE,
+        given_routing=moe_config.RoutingMethodType.Custom,
         from_layer=layers.from_layer,
         mapping=layer_utils.LoRAMapping,
         wrapper=wrappers.PunicaWrapperGPU,

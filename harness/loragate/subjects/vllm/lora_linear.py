@@ -75,9 +75,13 @@ class VllmLoRALinear:
         self._host.prepare(token_slots)
 
     def apply(self, x: Tensor, out: Tensor) -> Tensor:
+        return self.call(self._as_input(x)).view(out.shape)
+
+    def call(self, x: Tensor) -> Tensor:
+        """The layer on x of any shape."""
         with self._host.running():
-            result: Tensor = self.layer(self._as_input(x))
-        return result.view(out.shape)
+            result: Tensor = self.layer(x)
+        return result
 
     def _as_input(self, x: Tensor) -> Tensor:
         if self._case.input_dims == 2:

@@ -1,16 +1,17 @@
 """Subject `vllm`: the LoRA kernels of the installed vLLM, called as its layers call them, and the
 layers themselves.
 
-This module does dense_delta, moe.py does moe_delta, lora_linear.py does lora_linear. At dense_delta
-A and B are lists with one stacked tensor for each slice, the shrink output is a fresh fp32 tensor
-in each call, the scale is folded into B when an adapter is loaded, and the grid covers every slot
-and the base rows. This module only translates from the harness's interface.
+This module does dense_delta, moe.py does moe_delta, lora_linear.py and moe_layer.py do the sites of
+the same names. At dense_delta A and B are lists with one stacked tensor for each slice, the shrink
+output is a fresh fp32 tensor in each call, the scale is folded into B when an adapter is loaded,
+and the grid covers every slot and the base rows. This module only translates from the harness's
+interface.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from types import MappingProxyType
 
@@ -30,17 +31,27 @@ from loragate.matrix.case import (
     Site,
     Streams,
 )
-from loragate.protocol import AnyInstance, BaseLayer, Capabilities, Pool
-from loragate.subjects.vllm import lora_linear, moe
+from loragate.protocol import AnyInstance, BaseExperts, BaseLayer, Capabilities, Pool
+from loragate.subjects.vllm import lora_linear, moe, moe_layer
 from loragate.subjects.vllm.layer_package import load_vllm_layers
+from loragate.subjects.vllm.layer_tables import POINTER_TABLES
 from loragate.subjects.vllm.lora_linear import VllmLoRALinear
 from loragate.subjects.vllm.moe import VllmMoEInstance
+from loragate.subjects.vllm.moe_layer import VllmMoELayer
 from loragate.subjects.vllm.moe_package import load_vllm_moe
 from loragate.subjects.vllm.package import VllmOps, fold_scale, installed_version, load_vllm
 
 # the largest value that vLLM's option for the rank of the buffers accepts
 MAX_RANK = 512
 _TORCH_DTYPES = {Dtype.FP16: torch.float16, Dtype.BF16: torch.bfloat16}
+_REFUSALS: Mapping[Site, Callable[[Case], str | None]] = MappingProxyType(
+    {
+        Site.DENSE_DELTA: lambda case: None,
+        Site.LORA_LINEAR: lora_linear.refusal,
+        Site.MOE_DELTA: moe.refusal,
+        Site.MOE_LAYER: moe_layer.refusal,
+    }
+)
 _ALL_THERE: Mapping[Site, str] = MappingProxyType({})
 
 
@@ -118,14 +129,14 @@ class VllmSubject:
         ops = load_vllm(machine)
         if isinstance(ops, str):
             return ops
-        missing = {
-            site: reason
-            for site, reason in (
-                (Site.MOE_DELTA, load_vllm_moe(machine)),
-                (Site.LORA_LINEAR, load_vllm_layers(machine)),
-            )
-            if isinstance(reason, str)
+        layers = load_vllm_layers(machine)
+        on_gpu = "its MoE layer calls operators that exist for CUDA only"
+        loaded = {
+            Site.MOE_DELTA: load_vllm_moe(machine),
+            Site.LORA_LINEAR: layers,
+            Site.MOE_LAYER: on_gpu if machine.interpreted else layers,
         }
+        missing = {site: found for site, found in loaded.items() if isinstance(found, str)}
         return self.describe(machine.interpreted, ops.batch_invariant, missing=missing)
 
     @staticmethod
@@ -134,7 +145,7 @@ class VllmSubject:
     ) -> Capabilities:
         """`missing`: the reasons why sites cannot run."""
         return Capabilities(
-            sites=frozenset({Site.DENSE_DELTA, Site.LORA_LINEAR, Site.MOE_DELTA}),
+            sites=frozenset(Site),
             supports={
                 "dtype": frozenset(_TORCH_DTYPES),
                 "execution": frozenset({Execution.EAGER} if interpreted else Execution),
@@ -145,6 +156,7 @@ class VllmSubject:
                 "parallel": frozenset(Parallel),
                 # its layers are cut by the size of their process group
                 "tp": range(1, 2),
+                "ep": range(1, 2),
                 "bias": frozenset(Bias),
                 "input_dims": range(2, 4),
                 "streams": frozenset(Streams),
@@ -154,6 +166,7 @@ class VllmSubject:
             deterministic=interpreted or batch_invariant,
             rank_per_slice=True,
             folds_scale_into_weights=True,
+            pointer_tables=POINTER_TABLES,
             refuses=partial(_refuses, missing),
         )
 
@@ -161,6 +174,8 @@ class VllmSubject:
         if base is not None:
             layers = load_vllm_layers(machine)
             assert not isinstance(layers, str), layers
+            if isinstance(base, BaseExperts):
+                return VllmMoELayer(layers, case, machine.device, base)
             return VllmLoRALinear(layers, case, machine.device, base)
         if case.site in MOE_SITES:
             moe_ops = load_vllm_moe(machine)
@@ -182,8 +197,4 @@ class VllmSubject:
 
 
 def _refuses(missing: Mapping[Site, str], case: Case) -> str | None:
-    if case.site is Site.LORA_LINEAR:
-        return missing.get(case.site) or lora_linear.refusal(case)
-    if case.site is Site.MOE_DELTA:
-        return missing.get(case.site) or moe.refusal(case)
-    return None
+    return missing.get(case.site) or _REFUSALS[case.site](case)
