@@ -53,10 +53,7 @@ class Layer:
 
     def prepare(self, token_slots: Tensor) -> None:
         # base rows have a slot of zeros
-        slots = torch.where(token_slots < 0, self.case.slots, token_slots)
-        # a copy of memory that is not pinned waits for the stream, which would hide a missing fork
-        pinned = slots.pin_memory() if self.rows.is_cuda else slots
-        self.rows.copy_(pinned, non_blocking=True)
+        self.rows.copy_(torch.where(token_slots < 0, self.case.slots, token_slots))
 
     def apply(self, x: Tensor, out: Tensor) -> Tensor:
         if self.side is not None:
@@ -92,6 +89,14 @@ class WithoutFork(Layer):
         y = functional.linear(x, self.base.weight, self.base.bias)
         torch.cuda.current_stream().wait_event(self.end)
         return self.joined(y)
+
+
+class WaitsInItsPreparation(WithoutFork):
+    """What was queued before a step is prepared is done when the host goes on."""
+
+    def prepare(self, token_slots: Tensor) -> None:
+        super().prepare(token_slots)
+        torch.cuda.synchronize()
 
 
 class WithoutJoin(Layer):
@@ -340,6 +345,7 @@ def test_a_right_layer_passes(
 
 RACES = [
     (WithoutFork, "read after write"),
+    (WaitsInItsPreparation, "read after write"),
     (WithoutJoin, "read after write"),
     (RecordedOutside, "read after write"),
     (WaitsBeforeRecord, "read after write"),

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from functools import partial
 from types import MappingProxyType
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
 import torch
 from torch import Tensor
@@ -19,21 +19,26 @@ from loragate.inputs.placement import whole
 from loragate.matrix.case import Execution
 from loragate.protocol import AnyInstance, Batch, apply_step, subject_code
 
+WriteInput: TypeAlias = Callable[[], None]
+
 
 class Runner(Protocol):
     """Runs the steps of one instance, whose state lives from step to step."""
 
-    def run(self, batch: Batch) -> Tensor:
+    def run(self, batch: Batch, write_input: WriteInput | None = None) -> Tensor:
         """Prepare and run one step; the device may still be busy with it. An in-place site
-        changes `batch.out` and returns it; nothing else of the batch may change."""
+        changes `batch.out` and returns it; nothing else of the batch may change. `write_input`
+        queues what the step reads, behind its preparation: there a server has the layers before."""
 
 
 class EagerRunner:
     def __init__(self, instance: AnyInstance) -> None:
         self._instance = instance
 
-    def run(self, batch: Batch) -> Tensor:
+    def run(self, batch: Batch, write_input: WriteInput | None = None) -> Tensor:
         self._instance.prepare(batch.token_slots)
+        if write_input is not None:
+            write_input()
         return apply_step(self._instance, batch)
 
 
@@ -49,15 +54,17 @@ class GraphRunner:
         # the batch whose memory the captured step reads and writes, and the capture
         self._captures: dict[tuple[object, ...], tuple[Batch, Captured[Tensor]]] = {}
 
-    def run(self, batch: Batch) -> Tensor:
+    def run(self, batch: Batch, write_input: WriteInput | None = None) -> Tensor:
         key = (batch.x.shape, batch.x.stride(), batch.out.stride())
         if key not in self._captures:
             self._captures[key] = self._capture(batch)
         static, captured = self._captures[key]
         tensors = list(zip(_tensors(static), _tensors(batch), strict=True))
+        self._instance.prepare(batch.token_slots)
+        if write_input is not None:
+            write_input()
         for inside, own in tensors:
             whole(inside).copy_(whole(own))
-        self._instance.prepare(batch.token_slots)
         with subject_code():
             captured.graph.replay()
         # guard bands and inputs come back too: what the graph did to them must be seen

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from loragate.execution.runners import RUNNERS
+from loragate.execution.runners import RUNNERS, WriteInput
 from loragate.inputs import DataKind, make_base, make_batch, make_pool
 from loragate.inputs.base_experts import make_base_experts
 from loragate.matrix.case import LINEAR_SITES, Case, Site
@@ -47,9 +47,9 @@ class Session:
             self.instance = open_loaded(trial, trial.case, base=base, pool=pool)
         self._runner = RUNNERS[trial.case.execution](self.instance)
 
-    def queue(self, batch: Batch) -> Tensor:
-        """As `step`, but the device may still be busy with it."""
-        return self._runner.run(batch)
+    def queue(self, batch: Batch, write_input: WriteInput | None = None) -> Tensor:
+        """As `step`, but the device may still be busy with it. `write_input`: as of a Runner."""
+        return self._runner.run(batch, write_input)
 
     def step(self, batch: Batch) -> Tensor:
         """Prepare and run one step to its end. An in-place site changes `batch.out` and

@@ -166,8 +166,8 @@ def _replay_steps(session: Session, own: Batch, batches: list[Batch], recorder: 
     if recorder.graphs.host_waited(graph.number):
         return
     for batch in (*batches, batches[0]):
-        _fill(own, batch)
         session.instance.prepare(batch.token_slots)
+        _fill(own, batch)
         with subject_code():
             captured.graph.replay()
         captured.result.clone()
@@ -182,9 +182,13 @@ def _fill(own: Batch, batch: Batch) -> None:
 
 def _step(session: Session, own: Batch, batch: Batch) -> Tensor:
     """One step in the memory of `own`, and a copy of its result."""
-    _fill(own, batch)
+
+    def write_input() -> None:
+        # a subject whose preparation waits for the device would have all that is older in order
+        _fill(own, batch)
+
     # the mapping of each step has its own memory: a device tensor must not change under a step
-    return session.queue(replace(own, token_slots=batch.token_slots)).clone()
+    return session.queue(replace(own, token_slots=batch.token_slots), write_input).clone()
 
 
 def _named(batch: Batch) -> dict[str, Tensor | None]:
