@@ -8,13 +8,30 @@ from typing import Any
 import pytest
 import torch
 
-from lorakernels.runtime.streams import branch, claim, fork_join, is_capturing
+from lorakernels.runtime.streams import (
+    branch,
+    claim,
+    fork_join,
+    is_capturing,
+    stream_module,
+)
 
 CPU = torch.device("cpu")
 
 
 def nothing() -> None:
     pass
+
+
+def test_only_a_gpu_has_streams() -> None:
+    assert stream_module(torch.device("cuda")) is torch.cuda
+    for without in ("cpu", "meta", "xpu"):
+        assert stream_module(torch.device(without)) is None
+
+
+def test_sides_have_the_priority_that_torch_calls_high(recorded_streams: Any) -> None:
+    fork_join(CPU, nothing, nothing, nothing)
+    assert recorded_streams.priorities == [-1, -1]
 
 
 def test_a_side_starts_behind_the_fork_and_is_waited_for_behind_main(recorded_streams: Any) -> None:

@@ -110,11 +110,12 @@ def _places(trace: Trace) -> Iterator[int]:
     """The launches at which a cut may be."""
     last: Operation | None = None
     for index, operation in enumerate(trace.operations):
-        if isinstance(operation, Launch) and operation.stream != HOST:
-            if not isinstance(last, Launch) or last.stream != operation.stream:
-                yield index
-        if isinstance(operation, (Launch, Record, Wait)):
-            last = operation
+        if not isinstance(operation, (Launch, Record, Wait)):
+            continue
+        follows = isinstance(last, Launch) and last.stream == operation.stream
+        if isinstance(operation, Launch) and operation.stream != HOST and not follows:
+            yield index
+        last = operation
 
 
 def _held_back(graph: _Graph, place: int, ready: list[int]) -> int:
