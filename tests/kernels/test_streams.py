@@ -196,7 +196,11 @@ def test_nothing_is_forked_without_a_side(recorded_streams: Any) -> None:
     assert recorded_streams.log == []
 
 
-def test_a_device_without_streams_captures_nothing(recorded_streams: Any) -> None:
+def test_a_device_without_streams_captures_nothing() -> None:
+    assert not is_capturing(CPU)
+
+
+def test_the_current_stream_says_whether_it_captures(recorded_streams: Any) -> None:
     assert not is_capturing(CPU)
     recorded_streams.capturing = True
     assert is_capturing(CPU)
