@@ -20,8 +20,6 @@ EDITED = [planted for planted in (*FAULTS, *CONTROLS) if planted.edit is not Non
 WITHOUT_GPU = set(OracleName) - {OracleName.QUEUE}
 # of the cases with two streams; each is shown alone by faults of linear layers
 OF_STREAMS = {OracleName.RACE, OracleName.SCHEDULE, OracleName.OVERLAP}
-# on modelled streams whatever another order changes is a race as well
-ALONE_WITHOUT_GPU = WITHOUT_GPU - {OracleName.SCHEDULE}
 # "vllm #42120", "own", or a test file of another project
 SOURCE = re.compile(r"own|[\w-]+ (#\d+|tests/\S+)")
 
@@ -114,7 +112,7 @@ def _oracles(planted: Fault | Control, gate: GateContents) -> set[OracleName]:
 def test_every_oracle_has_a_fault_that_only_it_detects_without_a_gpu() -> None:
     for is_moe in (False, True):
         alone = [fault for fault in ALONE if ("moe" in fault.edit.module) is is_moe]
-        wanted = ALONE_WITHOUT_GPU - OF_STREAMS if is_moe else ALONE_WITHOUT_GPU
+        wanted = WITHOUT_GPU - OF_STREAMS if is_moe else WITHOUT_GPU
         assert {fault.killers[0].by for fault in alone} == wanted
         assert {fault.needs for fault in alone} == {Needs.CPU}
 

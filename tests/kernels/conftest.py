@@ -59,8 +59,10 @@ class RecordedStreams:
         self.main = RecordedStream(self, "main")
         self.current = self.main
         self.drawn: list[RecordedStream] = []
+        self.priorities: list[int] = []
 
     def Stream(self, device: torch.device, priority: int) -> RecordedStream:
+        self.priorities.append(priority)
         if self.drawn:
             return self.drawn.pop(0)
         self.num_streams += 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -390,6 +391,43 @@ def test_heads_that_do_not_fit_are_refused(sizes: tuple[int, ...], message: str)
 def test_an_input_that_does_not_fit_is_refused(x: Tensor, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         serve(layer(MODULES["grouped"]), x)
+
+
+def test_a_mapping_of_more_slots_than_the_layer_has_is_refused() -> None:
+    made = layer(MODULES["grouped"])
+    metadata = BatchMetadata(max_tokens=MOST, max_slots=SLOTS + 1, device="cpu")
+    metadata.prepare(ROWS)
+    workspace = DenseWorkspace([made.slots], max_tokens=MOST)
+    with pytest.raises(ValueError, match=f"metadata must have at most {SLOTS} slots"):
+        made(randn(9, K, seed=3), metadata, workspace)
+
+
+def test_a_layer_may_have_one_head_of_each_kind_and_size_one() -> None:
+    modules = DeltaNetHeads(key_heads=1, value_heads=1, key_size=1, value_size=1).grouped()
+    assert [module.width for module in modules.all] == [4, 2]
+
+
+@pytest.mark.parametrize("missing", ["qkvz", "ba"])
+def test_a_product_without_modules_is_refused(missing: str) -> None:
+    modules = replace(MODULES["grouped"], **{missing: ()})
+    with pytest.raises(ValueError, match="modules must"):
+        GatedDeltaNetInputProjection(*WEIGHTS, modules=modules, num_slots=1, rank=4)
+
+
+def test_a_layer_says_how_many_columns_its_outputs_have() -> None:
+    made = layer(MODULES["grouped"], tp_size=2, tp_rank=1)
+    assert (made.qkvz_features, made.ba_features) == (QKVZ // 2, BA // 2)
+
+
+def test_a_module_without_factors_does_not_hide_the_modules_behind_it() -> None:
+    made = layer(MODULES["separate"])
+    whole = adapters(MODULES["separate"])[2]
+    x = randn(9, K, seed=3)
+    found = []
+    for parts in ({"in_proj_z": None, "in_proj_b": whole["in_proj_b"]}, {}):
+        made.load_adapter(0, parts)
+        found.append(serve(made, x)[1][ROWS == 0])
+    assert not torch.equal(*found)
 
 
 ON_A_GPU = """

@@ -28,6 +28,7 @@ from lorakernels.dense.plan import (  # noqa: E402
     plan_shrunk,
 )
 from lorakernels.dense.weights import LoRAFactors  # noqa: E402
+from lorakernels.gdn.ops import gdn_in_proj  # noqa: E402
 from lorakernels.layers.linear import LoRALinear  # noqa: E402
 from lorakernels.layers.partition import Slice  # noqa: E402
 from lorakernels.runtime.options import DUAL_STREAM  # noqa: E402
@@ -393,6 +394,7 @@ from lorakernels.batch.metadata import BatchMetadata
 from lorakernels.dense.forms import LinearForm
 from lorakernels.dense.ops import DenseWorkspace
 from lorakernels.dense.weights import LoRAFactors
+from lorakernels.gdn.ops import gdn_in_proj  # noqa: E402
 from lorakernels.layers.linear import LoRALinear
 from lorakernels.layers.partition import Slice
 
@@ -448,3 +450,9 @@ def test_each_form_gives_the_same_bits_again_on_a_gpu_and_in_its_graphs(
     run_compiled: Callable[[str], None],
 ) -> None:
     run_compiled(ON_A_GPU)
+
+
+@pytest.mark.parametrize("layer", [operator.lora_linear, gdn_in_proj])
+def test_a_form_is_given_by_its_name(layer: Callable[..., Tensor]) -> None:
+    with pytest.raises(TypeError, match="positional argument"):
+        layer(*[None] * 7)

@@ -8,13 +8,30 @@ from typing import Any
 import pytest
 import torch
 
-from lorakernels.runtime.streams import branch, claim, fork_join, is_capturing
+from lorakernels.runtime.streams import (
+    branch,
+    claim,
+    fork_join,
+    is_capturing,
+    stream_module,
+)
 
 CPU = torch.device("cpu")
 
 
 def nothing() -> None:
     pass
+
+
+def test_only_a_gpu_has_streams() -> None:
+    assert stream_module(torch.device("cuda")) is torch.cuda
+    for without in ("cpu", "meta", "xpu"):
+        assert stream_module(torch.device(without)) is None
+
+
+def test_sides_have_the_priority_that_torch_calls_high(recorded_streams: Any) -> None:
+    fork_join(CPU, nothing, nothing, nothing)
+    assert recorded_streams.priorities == [-1, -1]
 
 
 def test_a_side_starts_behind_the_fork_and_is_waited_for_behind_main(recorded_streams: Any) -> None:
@@ -179,7 +196,11 @@ def test_nothing_is_forked_without_a_side(recorded_streams: Any) -> None:
     assert recorded_streams.log == []
 
 
-def test_a_device_without_streams_captures_nothing(recorded_streams: Any) -> None:
+def test_a_device_without_streams_captures_nothing() -> None:
+    assert not is_capturing(CPU)
+
+
+def test_the_current_stream_says_whether_it_captures(recorded_streams: Any) -> None:
     assert not is_capturing(CPU)
     recorded_streams.capturing = True
     assert is_capturing(CPU)

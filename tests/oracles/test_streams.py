@@ -96,7 +96,8 @@ class WaitsInItsPreparation(WithoutFork):
 
     def prepare(self, token_slots: Tensor) -> None:
         super().prepare(token_slots)
-        torch.cuda.synchronize()
+        if self.side is not None:
+            torch.cuda.synchronize()
 
 
 class WithoutJoin(Layer):

@@ -14,7 +14,15 @@ from itertools import islice
 from typing import NamedTuple, TypeAlias
 
 from loragate.execution.trace.clocks import Clocks
-from loragate.execution.trace.operations import HOST, Launch, Operation, Record, Trace, Wait
+from loragate.execution.trace.operations import (
+    HOST,
+    Launch,
+    Operation,
+    Record,
+    Sync,
+    Trace,
+    Wait,
+)
 
 Order: TypeAlias = tuple[int, ...]
 
@@ -110,11 +118,13 @@ def _places(trace: Trace) -> Iterator[int]:
     """The launches at which a cut may be."""
     last: Operation | None = None
     for index, operation in enumerate(trace.operations):
-        is_work = isinstance(operation, Launch) and operation.stream != HOST
-        if is_work and not (isinstance(last, Launch) and last.stream == operation.stream):
+        # behind a sync a run begins anew: what is older can no longer be held back
+        if not isinstance(operation, (Launch, Record, Wait, Sync)):
+            continue
+        follows = isinstance(last, Launch) and last.stream == operation.stream
+        if isinstance(operation, Launch) and operation.stream != HOST and not follows:
             yield index
-        if isinstance(operation, (Launch, Record, Wait)):
-            last = operation
+        last = operation
 
 
 def _held_back(graph: _Graph, place: int, ready: list[int]) -> int:
