@@ -1,7 +1,7 @@
 """Delays on real streams: a kernel that spins for about a millisecond, at one place of a step.
 
 Places are wherever the order of streams is decided: each record and each wait of an event, and each
-time that another stream becomes the current one.
+time that another stream becomes the current one. The caller adds those where an input is written.
 """
 
 from __future__ import annotations
@@ -26,12 +26,13 @@ class Places:
         self._chosen = chosen
         self._is_spinning = False
 
-    def passes(self, stream: Any) -> None:
+    def passes(self, stream: Any = None) -> None:
+        """A place of the stream, or of the current one."""
         if self._is_spinning:
             return
         if self.passed == self._chosen:
             self._is_spinning = True
-            with torch.cuda.stream(stream):
+            with torch.cuda.stream(stream or torch.cuda.current_stream()):
                 torch.cuda._sleep(_CYCLES)  # type: ignore[no-untyped-call]
             self._is_spinning = False
         self.passed += 1
@@ -46,12 +47,12 @@ def delayed(chosen: int | None = None) -> Iterator[Places]:
 
     def recording(self: Any, stream: Any = None) -> None:
         # what is recorded comes later
-        places.passes(stream or torch.cuda.current_stream())
+        places.passes(stream)
         record(self, stream)
 
     def waiting(self: Any, stream: Any = None) -> None:
         wait(self, stream)
-        places.passes(stream or torch.cuda.current_stream())
+        places.passes(stream)
 
     def switching(stream: Any) -> None:
         set_stream(stream)

@@ -101,14 +101,15 @@ def sequential_results(trial: Trial) -> list[Tensor] | None:
     return [session.step(batch).clone() for batch in batches]
 
 
-def queued_steps(trial: Trial) -> list[Tensor]:
-    """The results of the same steps on a device, queued without waiting and not recorded."""
+def queued_steps(trial: Trial, before_input: Callable[[], None]) -> list[Tensor]:
+    """The results of the same steps on a device, queued without waiting and not recorded.
+    `before_input` is called before the input of each step is queued."""
     pool = make_pool(trial.case, trial.seed, KIND, trial.machine, trial.capabilities)
     session = Session(trial, base_of(trial, KIND), pool)
     batches = steps_of(trial)
     own = copy_batch(batches[0])
     torch.cuda.synchronize()
-    results = [_step(session, own, batch) for batch in batches]
+    results = [_step(session, own, batch, before_input) for batch in batches]
     with subject_code():
         torch.cuda.synchronize()
     return results
@@ -180,10 +181,13 @@ def _fill(own: Batch, batch: Batch) -> None:
             whole(tensor).copy_(whole(values))
 
 
-def _step(session: Session, own: Batch, batch: Batch) -> Tensor:
+def _step(
+    session: Session, own: Batch, batch: Batch, before_input: Callable[[], None] = lambda: None
+) -> Tensor:
     """One step in the memory of `own`, and a copy of its result."""
 
     def write_input() -> None:
+        before_input()
         # a subject whose preparation waits for the device would have all that is older in order
         _fill(own, batch)
 

@@ -99,7 +99,7 @@ class Schedule:
 
         batches = steps_of(trial)
         with delayed() as places:
-            first = queued_steps(trial)
+            first = queued_steps(trial, places.passes)
         wanted = sequential_results(trial)
         if wanted is not None:
             wrong = self._compare(trial, batches, first, wanted, "the sequential form")
@@ -107,8 +107,8 @@ class Schedule:
                 return wrong
         chosen = chosen_places(places.passed, limit=_DELAYS, seed=trial.seed)
         for place in chosen:
-            with delayed(place):
-                results = queued_steps(trial)
+            with delayed(place) as places_again:
+                results = queued_steps(trial, places_again.passes)
             claim = f"a run without delays, with a delay at place {place} of {places.passed}"
             wrong = self._compare(trial, batches, results, first, claim)
             if wrong is not None:
