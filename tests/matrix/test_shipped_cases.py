@@ -57,7 +57,8 @@ def _of(cases: tuple[Case, ...], tier: Tier, site: Site) -> list[Case]:
 
 def test_each_tier_is_as_small_as_its_time_allows(cases: tuple[Case, ...]) -> None:
     count = {tier: sum(case.tier is tier for case in cases) for tier in Tier}
-    assert 80 <= count[Tier.SMOKE] <= 350
+    # in the interpreter these take 5 to 8 minutes of the 10 that the gate has on two cores
+    assert 80 <= count[Tier.SMOKE] <= 360
     assert count[Tier.PREMERGE] <= 420
     assert count[Tier.NIGHTLY] >= 200
 

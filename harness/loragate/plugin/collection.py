@@ -60,7 +60,9 @@ def selected_runs(config: pytest.Config) -> dict[str, CaseRun]:
     """Selected runs by id, in running order. Raises ValueError for a mistake of the user."""
     if _RUNS not in config.stash:
         selected = select_runs(selection_of(config), all_cases(config))
-        config.stash[_RUNS] = {run.id: run for run in selected}
+        # a worker that began a long one at the end would run it alone
+        longest_first = sorted(selected, key=lambda run: -run.case.tokens * run.case.top_k)
+        config.stash[_RUNS] = {run.id: run for run in longest_first}
     return config.stash[_RUNS]
 
 
