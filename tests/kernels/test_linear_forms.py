@@ -231,7 +231,10 @@ def test_the_plan_takes_two_streams_only_where_they_were_measured_to_win(
         # 8 for each tile of a batch with as many adapters as usual
         (1, 1, 16, 8),
         (2, 1, 16, 16),
-        # 96 programs for 4 tiles and as many chunks of ranks as a program takes
+        # 32 programs for each tile
+        (1, 3, 64, 4),
+        (2, 3, 64, 4),
+        # at most 96 programs, for 4 tiles and as many chunks of ranks as a program takes
         (8, 1, 64, 8),
         (8, 3, 16, 8),
         (8, 3, 64, 4),

@@ -113,7 +113,8 @@ def _most_splits_beside(
     """The number of split-K partials of a shrink that is hidden: as many programs as finish in
     time, because more of them delay the base product and leave the expand more to read."""
     tiles = max(1, full_tiles, min(shape.num_rows, tuning.usual_slots))
-    return min(tuning.splits_beside * tiles, tuning.programs_beside // (tiles * chunks))
+    programs = min(tuning.most_programs_beside, tuning.programs_beside * tiles)
+    return min(tuning.splits_beside * tiles, programs // (tiles * chunks))
 
 
 def plan_expand(shape: DenseShape) -> ExpandPlan:

@@ -40,10 +40,11 @@ class DenseTuning:
     dual_rows: int
     dual_ranks: int
     dual_weights: int
-    # of a shrink on a second stream: split-K partials for each tile of the batch, all programs, and
-    # the adapters of a batch that its plan counts on
+    # of a shrink on a second stream: split-K partials and programs for each tile of the batch, the
+    # most programs of all tiles, and the adapters of a batch that its plan counts on
     splits_beside: int
     programs_beside: int
+    most_programs_beside: int
     usual_slots: int
 
 
@@ -141,7 +142,8 @@ HOPPER = Tuning(
         dual_ranks=64,
         dual_weights=20_000_000,
         splits_beside=8,
-        programs_beside=96,
+        programs_beside=32,
+        most_programs_beside=96,
         usual_slots=4,
     ),
     gdn=GDNTuning(dual_rows=64),
