@@ -84,7 +84,10 @@ def reads_before_the_wait(function: Callable[..., Any], **constants: Any) -> set
             for call in ast.walk(node.iter if isinstance(node, ast.For) else node):
                 if isinstance(call, ast.Call) and "gdc_wait" in ast.unparse(call.func):
                     return True
-                if isinstance(call, ast.Call) and ast.unparse(call.func) in ("tl.load", "load_shrunk"):
+                if isinstance(call, ast.Call) and ast.unparse(call.func) in (
+                    "tl.load",
+                    "load_shrunk",
+                ):
                     found.add(ast.unparse(call.args[0]).partition(" ")[0])
             if isinstance(node, ast.For) and visit(node.body):
                 return True

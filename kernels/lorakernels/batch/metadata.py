@@ -51,8 +51,7 @@ def has_adapters(tensor: Tensor) -> bool:
 
 
 def note_adapters(tensor: Tensor, may_have: bool) -> None:
-    """The step that the mapping with this tensor is prepared for may have such rows, or has none.
-    """
+    """Keep for `has_adapters` what holds for the step that is prepared now."""
     _ADAPTERS[tensor] = may_have
 
 
