@@ -27,6 +27,7 @@ TRUSTS = {
     "moe_expand_kernel": "moe_shrink_kernel",
     "moe_gemm_kernel": "moe_shrink_kernel",
 }
+LOADS = ("tl.load", "load_shrunk")
 ACCESSES = ("load", "store", "atomic_add", "bucket_of", "reset")
 
 
@@ -67,7 +68,8 @@ def calls(function: Callable[..., Any]) -> list[str]:
 
 
 def reads_before_the_wait(function: Callable[..., Any], **constants: Any) -> set[str]:
-    """The pointers that a specialisation of a kernel loads from before its first certain wait."""
+    """The pointers that a specialisation of a kernel loads from before its first certain wait,
+    itself or with a function that loads."""
     found: set[str] = set()
 
     def visit(nodes: Sequence[ast.AST]) -> bool:
@@ -83,7 +85,7 @@ def reads_before_the_wait(function: Callable[..., Any], **constants: Any) -> set
             for call in ast.walk(node.iter if isinstance(node, ast.For) else node):
                 if isinstance(call, ast.Call) and "gdc_wait" in ast.unparse(call.func):
                     return True
-                if isinstance(call, ast.Call) and getattr(call.func, "attr", "") == "load":
+                if isinstance(call, ast.Call) and ast.unparse(call.func) in LOADS:
                     found.add(ast.unparse(call.args[0]).partition(" ")[0])
             if isinstance(node, ast.For) and visit(node.body):
                 return True

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -26,7 +27,8 @@ from lorakernels.runtime.options import DUAL_STREAM  # noqa: E402
 
 FP8 = torch.float8_e4m3fn
 K, SLOTS, RANK, MOST = 32, 3, 8, 300
-MODULES = DeltaNetHeads(key_heads=2, value_heads=4, key_size=4, value_size=8).separate()
+HEADS = DeltaNetHeads(key_heads=2, value_heads=4, key_size=4, value_size=8)
+MODULES = HEADS.separate()
 QKVZ, BA = 2 * 8 + 2 * 32, 2 * 4
 ROWS = torch.tensor([2, -1, 0, 0, 1, -1, 2, 0, 2], dtype=torch.int32)
 OF_TWO, OF_ONE = (GDNForm.SERIAL, GDNForm.DUAL), (GDNForm.MERGED, GDNForm.BESIDE)
@@ -157,8 +159,27 @@ def test_one_product_of_two_formats_is_refused_by_the_name_of_its_form(
 @pytest.mark.parametrize("dual_stream", [True, False])
 def test_no_plan_takes_one_product_of_two_formats(rows: int, dual_stream: bool) -> None:
     shape = DenseShape(rows, 2048, (12288, 64), 16, 2)
-    chosen = plan_gdn(shape, dual_stream=dual_stream, is_one_format=False)
+    chosen = plan_gdn(shape, dual_stream=dual_stream, may_join=False)
     assert chosen is (GDNForm.DUAL if dual_stream and rows else GDNForm.SERIAL)
+
+
+@pytest.mark.parametrize(("value_heads", "sides"), [(4, 2), (8, 1)])
+def test_8_bit_weights_whose_columns_16_does_not_divide_are_no_single_product(
+    value_heads: int, sides: int, recorded_streams: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # all columns would be dequantised for each product, those of qkvz alone have a kernel
+    modules = replace(HEADS, value_heads=value_heads).separate()
+    weights = [
+        quantised(randn(sum(module.width for module in group), K, seed=3))
+        for group in (modules.qkvz, modules.ba)
+    ]
+    made = GatedDeltaNetInputProjection(
+        *weights, modules=modules, num_slots=SLOTS, rank=RANK, dtype=torch.float32
+    )
+    monkeypatch.setenv(DUAL_STREAM, "1")
+    serve(made, randn(9, K, seed=4))
+    # ba and the shrink, or the shrink alone
+    assert sum("main waits" in line for line in recorded_streams.log) == sides
 
 
 @pytest.mark.parametrize("rows", [0, 1, 9, 300])

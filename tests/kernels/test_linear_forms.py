@@ -397,7 +397,6 @@ from lorakernels.batch.metadata import BatchMetadata
 from lorakernels.dense.forms import LinearForm
 from lorakernels.dense.ops import DenseWorkspace
 from lorakernels.dense.weights import LoRAFactors
-from lorakernels.gdn.ops import gdn_in_proj  # noqa: E402
 from lorakernels.layers.linear import LoRALinear
 from lorakernels.layers.partition import Slice
 

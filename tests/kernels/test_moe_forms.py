@@ -203,6 +203,24 @@ def test_the_shared_experts_are_added_to_the_routed_ones(
     assert torch.equal(found, (routed + doubled(x)).view(*shape, HIDDEN))
 
 
+@pytest.mark.parametrize("form", MoEForm)
+def test_the_result_has_no_gradient_even_if_the_shared_experts_could_give_one(
+    form: MoEForm, recorded_streams: Any
+) -> None:
+    step, weight = Step(), torch.ones(HIDDEN, requires_grad=True)
+    x = step.prepare(5)
+    assert not step.run(x, form, lambda x: x * weight).requires_grad
+
+
+def test_on_one_stream_the_outputs_of_the_shared_experts_are_not_copied(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    step = Step()
+    x = step.prepare(5)
+    monkeypatch.setattr(Tensor, "copy_", None)
+    step.run(x, MoEForm.SINGLE, doubled)
+
+
 def test_a_transposed_input_reaches_the_shared_experts_as_it_is(recorded_streams: Any) -> None:
     step = Step()
     x = step.prepare(5)

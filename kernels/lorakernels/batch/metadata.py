@@ -50,9 +50,9 @@ def has_adapters(tensor: Tensor) -> bool:
     return _ADAPTERS.get(tensor, True)
 
 
-def note_adapters(tensor: Tensor, known: bool) -> None:
-    """Whether the step that the mapping with this tensor is prepared for may have such rows."""
-    _ADAPTERS[tensor] = known
+def note_adapters(tensor: Tensor, may_have: bool) -> None:
+    """Keep for `has_adapters` what holds for the step that is prepared now."""
+    _ADAPTERS[tensor] = may_have
 
 
 def tile_height(num_rows: int, tuning: Tuning = DEFAULT) -> int:

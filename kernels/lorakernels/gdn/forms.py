@@ -26,10 +26,10 @@ class GDNForm(Enum):
 _OF_ONE_PRODUCT = (GDNForm.MERGED, GDNForm.BESIDE)
 
 
-def plan_gdn(shape: DenseShape, *, dual_stream: bool, is_one_format: bool = True) -> GDNForm:
+def plan_gdn(shape: DenseShape, *, dual_stream: bool, may_join: bool = True) -> GDNForm:
     """The fastest form for a batch; one of a single stream without `dual_stream`, and one of two
-    products where the weights of qkvz and ba do not have one format."""
-    if not is_one_format:
+    products where the weights of qkvz and ba do not fit into one product."""
+    if not may_join:
         return GDNForm.DUAL if dual_stream and shape.num_rows else GDNForm.SERIAL
     is_small = 0 < shape.num_rows <= shape.tuning.gdn.dual_rows
     return GDNForm.BESIDE if dual_stream and is_small else GDNForm.MERGED

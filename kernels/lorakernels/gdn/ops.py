@@ -83,7 +83,7 @@ def _gdn_in_proj(
     slots = SlotTensors(a, b, ranks, scales)
     delta = Delta.of(x, slots, slice_widths, TileTables(tile_slots, tile_rows, num_tiles), shrunk)
     products = [BaseProduct(*operands) for operands in zip(weights, base_scales, strict=True)]
-    plan = GDNForm(form) if form else _plan(delta, is_one_format=len(products) == 1)
+    plan = GDNForm(form) if form else _plan(delta, products)
     if plan is GDNForm.MERGED or plan is GDNForm.BESIDE:
         (product,) = products
         linear = LinearForm.SINGLE if plan is GDNForm.MERGED else LinearForm.DUAL
@@ -99,9 +99,10 @@ def _(x: Tensor, weights: list[Tensor], *others: object) -> Tensor:
     return x.new_empty(x.shape[0], sum(weight.shape[0] for weight in weights))
 
 
-def _plan(delta: Delta, *, is_one_format: bool) -> GDNForm:
-    is_on = dual_stream(delta.x.device)
-    return plan_gdn(delta.shape, dual_stream=is_on, is_one_format=is_one_format)
+def _plan(delta: Delta, products: Sequence[BaseProduct]) -> GDNForm:
+    # where a rank's columns do not fit together, those of qkvz alone mostly do
+    may_join = len(products) == 1 and products[0].fits_tensor_cores
+    return plan_gdn(delta.shape, dual_stream=dual_stream(delta.x.device), may_join=may_join)
 
 
 def _writers(

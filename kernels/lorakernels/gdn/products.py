@@ -38,13 +38,16 @@ class BaseProduct:
         else:
             out.copy_(_quantised(x, self.weight, self.scales))
 
+    @property
+    def fits_tensor_cores(self) -> bool:
+        """Whether its sizes are those that a kernel for 8 bits takes; others take all sizes."""
+        return self.scales is None or _fits_tensor_cores(self.weight)
+
     def split(self, columns: int) -> tuple[BaseProduct, BaseProduct]:
         """A product of the first columns, and one of the others."""
         if self.scales is None:
-            none = None
-            return BaseProduct(self.weight[:columns], none), BaseProduct(
-                self.weight[columns:], none
-            )
+            first, others = self.weight[:columns], self.weight[columns:]
+            return BaseProduct(first, None), BaseProduct(others, None)
         return (
             BaseProduct(self.weight[:columns], self.scales[:columns]),
             BaseProduct(self.weight[columns:], self.scales[columns:]),
@@ -71,5 +74,9 @@ def _has_kernel(x: Tensor, weight: Tensor) -> bool:
     """Whether torch has a kernel that scales each row and column: for bf16, from sm_90 on."""
     if not x.is_cuda or x.dtype is not torch.bfloat16 or not x.shape[0]:
         return False
-    fits = not any(size % _MULTIPLE for size in weight.shape)
-    return fits and torch.cuda.get_device_capability(x.device) >= (9, 0)
+    is_new = torch.cuda.get_device_capability(x.device) >= (9, 0)
+    return is_new and _fits_tensor_cores(weight)
+
+
+def _fits_tensor_cores(weight: Tensor) -> bool:
+    return not any(size % _MULTIPLE for size in weight.shape)

@@ -13,6 +13,7 @@ from lorakernels.runtime.streams import fork_join
 from lorakernels.runtime.tuning import tuning_of
 
 
+@torch.no_grad()
 def add_shared(
     routed: Callable[[], Tensor],
     shared: Callable[[Tensor], Tensor],
@@ -22,21 +23,29 @@ def add_shared(
     num_pairs: int,
 ) -> Tensor:
     """The outputs of the routed experts, as `routed` makes them, and of the shared ones, added up;
-    as x is. Raises ValueError."""
+    as x is, and without a gradient. Raises ValueError."""
+    if not _is_beside(x.device, form, num_pairs):
+        found = shared(x)
+        _check_outputs(found, x)
+        return routed().view(x.shape).add_(found)
+    # what the side allocates must not leave it
     added = torch.empty_like(x, memory_format=torch.contiguous_format)
 
     def beside() -> None:
         found = shared(x)
-        if found.shape != x.shape or found.dtype != x.dtype:
-            raise ValueError(
-                f"shared must return {list(x.shape)} in {x.dtype} "
-                f"(got {list(found.shape)} in {found.dtype})"
-            )
+        _check_outputs(found, x)
         added.copy_(found)
 
-    parallel = _is_beside(x.device, form, num_pairs)
-    out = fork_join(x.device, routed, beside, parallel=parallel)
+    out = fork_join(x.device, routed, beside)
     return out.view(x.shape).add_(added)
+
+
+def _check_outputs(found: Tensor, x: Tensor) -> None:
+    if found.shape != x.shape or found.dtype != x.dtype:
+        raise ValueError(
+            f"shared must return {list(x.shape)} in {x.dtype} "
+            f"(got {list(found.shape)} in {found.dtype})"
+        )
 
 
 def _is_beside(device: torch.device, form: MoEForm | None, num_pairs: int) -> bool:

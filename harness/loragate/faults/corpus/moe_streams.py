@@ -18,8 +18,7 @@ _CUT = (
 _SUMS = "    sums = product.out.new_empty(pairs.num_pairs, columns, dtype=torch.float32)\n"
 _MULTIPLY = "    def multiply() -> None:\n"
 _SHARED_FORK = (
-    "    out = fork_join(x.device, routed, beside, parallel=parallel)\n"
-    "    return out.view(x.shape).add_(added)\n"
+    "    out = fork_join(x.device, routed, beside)\n    return out.view(x.shape).add_(added)\n"
 )
 _BESIDE = "    def beside() -> None:\n        found = shared(x)\n"
 
@@ -144,7 +143,7 @@ FAULTS = (
         "moe-shared-experts-added-before-the-join",
         _SHARED_FORK,
         "    return fork_join(\n"
-        "        x.device, lambda: routed().view(x.shape).add_(added), beside, parallel=parallel\n"
+        "        x.device, lambda: routed().view(x.shape).add_(added), beside\n"
         "    )\n",
         source="vllm #34933",
         why="The outputs of the shared experts are added while the side still writes them.",
@@ -173,7 +172,7 @@ FAULTS = (
     _shared(
         "moe-shared-experts-before-the-routed-ones",
         _SHARED_FORK,
-        "    fork_join(x.device, lambda: None, beside, parallel=parallel)\n"
+        "    fork_join(x.device, lambda: None, beside)\n"
         "    return routed().view(x.shape).add_(added)\n",
         source="vllm #34933",
         why="The routed experts wait for the shared ones, which run beside nothing.",
