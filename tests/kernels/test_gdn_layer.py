@@ -266,7 +266,7 @@ def test_the_operator_does_what_it_tells_torch(form: int, recorded_streams: Any)
     tables.prepare(ROWS)
     workspace = DenseWorkspace([made.slots], max_tokens=MOST)
     arguments = (
-        *(x, [*made.weights], made.scales, made.qkvz_features),
+        *(x, made.weights, made.scales, made.qkvz_features),
         *(*made.slots.tensors, list(made.slots.slice_widths)),
         *(tables.tile_slots, tables.tile_rows, tables.num_tiles, workspace.buffers, form),
     )

@@ -163,12 +163,16 @@ def lora_expand_kernel(
         if GROUP == 1:
             # what does not depend on the kernel before is fetched before the wait
             live_n = (offs_n < width)[None, :]
-            b = tl.load(b_ptrs, mask=live_n & live_r, other=0.0)
-            if PDL and BEHIND_BASE:
-                gdc_wait()
-            previous = tl.load(out_ptrs, mask=live_m[:, None] & live_n, other=0.0)
-            if PDL and not BEHIND_BASE:
-                gdc_wait()
+            if BEHIND_BASE:
+                b = tl.load(b_ptrs, mask=live_n & live_r, other=0.0)
+                if PDL:
+                    gdc_wait()
+                previous = tl.load(out_ptrs, mask=live_m[:, None] & live_n, other=0.0)
+            else:
+                previous = tl.load(out_ptrs, mask=live_m[:, None] & live_n, other=0.0)
+                b = tl.load(b_ptrs, mask=live_n & live_r, other=0.0)
+                if PDL:
+                    gdc_wait()
             h = load_shrunk(h_ptrs, live_h, stride_shrunk_split, SPLITS) * early
             acc = dot(h.to(b.dtype), b, start_of_sum(previous, LATE), IEEE)
             for r in tl.range(BLOCK_R, R, BLOCK_R, num_stages=1):

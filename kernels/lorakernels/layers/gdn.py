@@ -141,11 +141,11 @@ class GatedDeltaNetInputProjection(nn.Module):
         self.qkvz_features, self.ba_features = len(values_of(first)), len(values_of(second))
         # one tensor for all forms where that is possible: each of the products reads its rows, or
         # one product reads all
-        base = joined(first, second)
-        self.weights = nn.ParameterList(
-            nn.Parameter(values_of(weight), requires_grad=False) for weight in base
-        )
-        self.scales = [_scales(weight) for weight in base]
+        base, *apart = joined(first, second)
+        # no ParameterList: torch.compile of torch 2.11 cannot iterate over one
+        self.weight = nn.Parameter(values_of(base), requires_grad=False)
+        self.ba_weight = nn.Parameter(values_of(apart[0]), requires_grad=False) if apart else None
+        self.scales = [_scales(weight) for weight in (base, *apart)]
         self.slots = SlotWeights(
             num_slots=num_slots,
             slice_widths=[
@@ -154,8 +154,13 @@ class GatedDeltaNetInputProjection(nn.Module):
             in_features=self.in_features,
             rank=rank,
             dtype=self.dtype,
-            device=self.weights[0].device,
+            device=self.weight.device,
         )
+
+    @property
+    def weights(self) -> list[Tensor]:
+        """One weight with the columns of both, or those of qkvz and those of ba."""
+        return [self.weight] if self.ba_weight is None else [self.weight, self.ba_weight]
 
     @property
     def num_slots(self) -> int:
@@ -185,7 +190,7 @@ class GatedDeltaNetInputProjection(nn.Module):
         rows = x.reshape(-1, self.in_features)
         out = gdn_in_proj(
             rows,
-            [*self.weights],
+            self.weights,
             self.scales,
             self.qkvz_features,
             self.slots,

@@ -18,8 +18,11 @@ _metadata = planting("lorakernels.batch.kernels", Group.METADATA)
 FAULTS = (
     _expand(
         "expand-does-not-wait",
-        "            if PDL and not BEHIND_BASE:\n                gdc_wait()\n",
-        "",
+        "                b = tl.load(b_ptrs, mask=live_n & live_r, other=0.0)\n"
+        "                if PDL:\n"
+        "                    gdc_wait()\n"
+        "            h = ",
+        "                b = tl.load(b_ptrs, mask=live_n & live_r, other=0.0)\n            h = ",
         source="vllm #31777",
         why="The expand reads the shrink output while the shrink still writes it.",
         needs=Needs.GPU,

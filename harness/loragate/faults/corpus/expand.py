@@ -12,8 +12,10 @@ _shared = planting("lorakernels.common.jit", Group.EXPAND)
 FAULTS = (
     _plant(
         "base-overwritten",
-        "            previous = tl.load(out_ptrs, mask=live_m[:, None] & live_n, other=0.0)\n",
-        "            previous = tl.load(out_ptrs, mask=live_m[:, None] & live_n & (part < 0), "
+        "            else:\n"
+        "                previous = tl.load(out_ptrs, mask=live_m[:, None] & live_n, other=0.0)\n",
+        "            else:\n"
+        "                previous = tl.load(out_ptrs, mask=live_m[:, None] & live_n & (part < 0), "
         "other=0.0)\n",
         source="vllm #45368",
         why="The delta replaces the base output instead of being added to it.",

@@ -15,12 +15,16 @@ _small_batch = planting("lorakernels.moe.delta.kernels.small_batch", Group.MOE_F
 FAULTS = (
     _expand(
         "unwanted-b-times-zero",
-        "            b = tl.load(b_ptrs, mask=live_n & live_r, other=0.0)\n"
-        "            if PDL and BEHIND_BASE:\n",
-        "            b = tl.load(b_ptrs, mask=live_n & live_r, other=0.0)\n"
+        "                b = tl.load(b_ptrs, mask=live_n & live_r, other=0.0)\n"
+        "                if PDL:\n"
+        "                    gdc_wait()\n"
+        "            h = ",
+        "                b = tl.load(b_ptrs, mask=live_n & live_r, other=0.0)\n"
+        "                if PDL:\n"
+        "                    gdc_wait()\n"
         "            first_slot = b_ptr + columns[None, :] * R + offs_r[:, None]\n"
         "            b += 0.0 * tl.load(first_slot, mask=live_n & live_r, other=0.0)\n"
-        "            if PDL and BEHIND_BASE:\n",
+        "            h = ",
         source="own",
         why="The B of two slots are blended, and the one that is not wanted is multiplied by zero.",
         only=True,
