@@ -100,6 +100,14 @@ class WaitsInItsPreparation(WithoutFork):
             torch.cuda.synchronize()
 
 
+class WaitsForTheSide(Layer):
+    """No capture takes this."""
+
+    def joined(self, y: Tensor) -> Tensor:
+        torch.cuda.synchronize()
+        return super().joined(y)
+
+
 class WithoutJoin(Layer):
     def dual(self, x: Tensor) -> Tensor:
         self.start.record()
@@ -394,6 +402,15 @@ def test_a_race_between_replays_is_found_where_eager_steps_have_none(
     if machine:
         judgement = judge(PreparesBeside, RACE, machine=machine)
         assert judgement.verdict is Verdict.PASS, judgement.message
+
+
+def test_the_measurements_say_whether_steps_were_replayed(
+    judge: Callable[..., Judgement],
+) -> None:
+    for layer, replays in ((Layer, 3), (WaitsForTheSide, 0)):
+        judgement = judge(layer, RACE)
+        assert judgement.verdict is Verdict.PASS, judgement.message
+        assert judgement.metrics["replays"] == replays
 
 
 @pytest.mark.parametrize("layer", [Serialised, JoinsAtOnce])

@@ -100,7 +100,6 @@ class VllmMoELayer:
             result: Tensor = self.layer(x, self._logits)
         return result
 
-
     def _profile(self, case: Case, device: str) -> None:
         """The largest step, as a server runs one before it serves: it makes what the layer keeps
         for all later steps, which are its tables of addresses and the memory that layers share.
