@@ -67,6 +67,11 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """How many operations have been recorded."""
         return len(self._operations)
 
+    @property
+    def number_of_calls(self) -> int:
+        """How many operators and launches were about to be queued."""
+        return self._calls
+
     def trace(self) -> Trace:
         names = {block.number: block.name for block in self.blocks.all.values()}
         streams = [s for s in self._streams() if s != HOST]
