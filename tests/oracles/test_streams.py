@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from loragate.core.verdict import Failure, Judgement, OracleName, Verdict
 from loragate.execution.streams.model import modelled_streams
 from loragate.matrix.case import Case, Execution, Mix, Site, Streams
 from loragate.oracles import ORACLES
+from loragate.oracles.concurrency import overlap
 from loragate.protocol import BaseLayer, Capabilities, Instance, Pool, Trial
 from loragate.subjects.torch.subject import TorchSubject
 
@@ -98,6 +100,14 @@ class WaitsInItsPreparation(WithoutFork):
         super().prepare(token_slots)
         if self.side is not None:
             torch.cuda.synchronize()
+
+
+class WaitsForTheSide(Layer):
+    """No capture takes this."""
+
+    def joined(self, y: Tensor) -> Tensor:
+        torch.cuda.synchronize()
+        return super().joined(y)
 
 
 class WithoutJoin(Layer):
@@ -396,6 +406,15 @@ def test_a_race_between_replays_is_found_where_eager_steps_have_none(
         assert judgement.verdict is Verdict.PASS, judgement.message
 
 
+def test_the_measurements_say_whether_steps_were_replayed(
+    judge: Callable[..., Judgement],
+) -> None:
+    for layer, replays in ((Layer, 3), (WaitsForTheSide, 0)):
+        judgement = judge(layer, RACE)
+        assert judgement.verdict is Verdict.PASS, judgement.message
+        assert judgement.metrics["replays"] == replays
+
+
 @pytest.mark.parametrize("layer", [Serialised, JoinsAtOnce])
 @pytest.mark.parametrize("machine", MACHINES)
 def test_streams_that_wait_for_each_other_do_not_overlap(
@@ -432,6 +451,27 @@ def test_a_delay_shows_a_race_on_real_streams(
 ) -> None:
     judgement = judge(layer, SCHEDULE, machine=detect_machine(), execution=execution)
     assert judgement.failure is Failure.SCHEDULE_DEPENDENT
+
+
+@pytest.mark.parametrize(("calls", "verdict"), [(7, Verdict.FAIL), (6, Verdict.INCONCLUSIVE)])
+def test_a_handshake_that_other_calls_have_misplaced_shows_nothing(
+    calls: int,
+    verdict: Verdict,
+    make_trial: Callable[..., Trial],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from loragate.execution.streams import handshake
+
+    def steps(number_of_calls: int) -> Any:
+        return SimpleNamespace(
+            recorder=SimpleNamespace(number_of_calls=number_of_calls, calls={3: 1, 5: 2})
+        )
+
+    meeting = SimpleNamespace(counts=lambda: (0, 2))
+    monkeypatch.setattr(handshake, "Meeting", lambda device: meeting)
+    monkeypatch.setattr(overlap, "traced_steps", lambda trial, before_call: steps(calls))
+    judgement = overlap.Overlap()._shake_hands(make_trial(), steps(7), [[(3, 5)]])
+    assert judgement.verdict is verdict
 
 
 @needs_gpu

@@ -90,6 +90,11 @@ class WithAdapters(Layer):
         self.base, self.config, self.names = layer, config, names
 
 
+class Wrapper:
+    def update_metadata(self, mapping: Any, resident: Any, slots: int, vocabulary: int) -> None:
+        self.mapping = mapping
+
+
 @contextmanager
 def anything(value: object) -> Any:
     yield
@@ -116,7 +121,7 @@ def substitute_layers() -> VllmLayers:
         given_routing="custom",
         from_layer=lambda layer, slots, config, names, model: WithAdapters(layer, config, names),
         mapping=lambda index, prompt, is_prefill: list(index),
-        wrapper=lambda rows, batches, device, lora_config: SimpleNamespace(rows=rows),
+        wrapper=lambda rows, batches, device, lora_config: Wrapper(),
         ranks=(1, 8, 16),
     )
 
@@ -154,6 +159,17 @@ def test_a_step_has_the_experts_and_weights_of_the_case_and_its_own_option(
     assert weights is batch.routes.weights
     assert ids is batch.routes.topk_ids
     assert option == ("1" if streams is Streams.DUAL else "0")
+
+
+def test_the_largest_step_with_adapters_precedes_all_others() -> None:
+    case = small_case(spare_rows=2)
+    layer = open_layer(case).layer
+    ((weights, ids, _),) = layer.calls
+    assert (tuple(weights.shape), tuple(ids.shape)) == ((7, 2), (7, 2))
+    assert ids.tolist() == [[0, 1]] * 7
+    assert (weights.dtype, ids.dtype) == (torch.float32, torch.int32)
+    # adapter 1 is in slot 0
+    assert layer.wrapper.mapping == [1] * 7
 
 
 def test_factors_are_loaded_as_gate_down_and_up_with_folded_scales() -> None:

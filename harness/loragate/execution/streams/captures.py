@@ -14,14 +14,15 @@ if TYPE_CHECKING:
 
 class Graphs:
     """What is captured counts as if it ran, and finished, within the capture; graphs are numbers.
-    `stream_names` are those of streams that launches of graphs have for themselves."""
+    `stream_names` are those of streams that launches of graphs have for themselves, and `launches`
+    counts these."""
 
     def __init__(self, recorder: Recorder) -> None:
         self.stream_names: dict[int, str] = {}
         self._recorder = recorder
         # by graph: the operations of its capture
         self._captures: dict[int, range] = {}
-        self._launches = 0
+        self.launches = 0
         # no stream or event of the subject has such a number
         self._numbers = count(HOST - 1, -1)
 
@@ -47,9 +48,9 @@ class Graphs:
         recorder.note_freed()
         operations, stream = recorder.operations(captured), recorder.current()
         repeated, streams = launched(operations, stream, self._numbers)
-        self._launches += 1
+        self.launches += 1
         names = recorder.trace().stream_names
         for own, captured_on in streams.items():
-            self.stream_names[own] = f"{names[captured_on]} of replay {self._launches}"
+            self.stream_names[own] = f"{names[captured_on]} of replay {self.launches}"
         for operation, index in repeated:
             recorder.repeat(operation, None if index is None else captured[index])

@@ -12,13 +12,13 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from loragate.execution.streams.captures import Graphs
 from loragate.execution.streams.memory import Block, Blocks, spans_of
+from loragate.execution.streams.operators import Again, backend_of, host_waits, used_by
 from loragate.execution.streams.stacks import stack_here
 from loragate.execution.trace.operations import (
     HOST,
@@ -31,10 +31,6 @@ from loragate.execution.trace.operations import (
     Trace,
     Wait,
 )
-
-# operators whose result the host has to wait for
-_READ_BY_HOST = frozenset({"_local_scalar_dense", "nonzero", "masked_select", "equal"})
-_INDEXED = frozenset({"index", "index_put", "index_put_", "_unsafe_index"})
 
 
 class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -70,6 +66,11 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def length(self) -> int:
         """How many operations have been recorded."""
         return len(self._operations)
+
+    @property
+    def number_of_calls(self) -> int:
+        """How many operators and launches were about to be queued."""
+        return self._calls
 
     def trace(self) -> Trace:
         names = {block.number: block.name for block in self.blocks.all.values()}
@@ -190,7 +191,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if func.namespace not in ("aten", "prim", "prims"):
             before = len(self._operations)
             with self:
-                result = func.redispatch(_backend(args, kwargs), *args, **kwargs)
+                result = func.redispatch(backend_of(args, kwargs), *args, **kwargs)
             if len(self._operations) > before:
                 return result
             # nothing of it was seen: its schema says what it does
@@ -202,7 +203,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> Any:
         self.note_freed()
         self.next_call()
-        used = list(_used(func, args, kwargs))
+        used = list(used_by(func, args, kwargs))
         # memory has to be known before it is written
         accesses = self.accesses(used, self.current())
         result = call()
@@ -219,9 +220,9 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         does_something = any(access.is_write for access in accesses) or not outputs or fresh
         if does_something and not is_allocation:
             written = self.accesses([(tensor, True, "") for tensor in fresh], stream)
-            replay = _Again(func, args, kwargs, outputs, fresh) if self.blocks.keep else None
+            replay = Again(func, args, kwargs, outputs, fresh) if self.blocks.keep else None
             self._launch(stream, name, (*accesses, *written), replay)
-        if self._host_waits(name, args, kwargs, [*(t for t, _, _ in used), *fresh]):
+        if host_waits(name, args, kwargs, [*(t for t, _, _ in used), *fresh]):
             self._operations.append(Sync(stream=stream))
         return result
 
@@ -230,17 +231,6 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if tensors and all(t.device.type != self.blocks.device for t in tensors):
             return True
         return bool(accesses) and all(self.blocks.all[a.block].on_host for a in accesses)
-
-    def _host_waits(
-        self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[Tensor]
-    ) -> bool:
-        if name in _READ_BY_HOST or (name in _INDEXED and _has_mask(args)):
-            return True
-        # a copy from or to the host
-        if len({tensor.device.type for tensor in tensors}) < 2:
-            return False
-        is_queued = kwargs.get("non_blocking", False) or args[2:3] == (True,)
-        return name in ("copy_", "_to_copy") and not is_queued
 
     def _launch(
         self,
@@ -262,57 +252,6 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _streams(self) -> list[int]:
         found = [op.stream for op in self._operations if isinstance(op, (Launch, Record, Wait))]
         return [stream for stream in dict.fromkeys(found) if stream not in self.graphs.stream_names]
-
-
-class _Again:
-    """An operator that is called once more and leaves its results in the same memory."""
-
-    def __init__(
-        self,
-        func: Any,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        outputs: list[Tensor],
-        fresh: list[Tensor],
-    ) -> None:
-        self._func, self._args, self._kwargs = func, args, kwargs
-        self._outputs, self._fresh = outputs, {id(tensor) for tensor in fresh}
-
-    def __call__(self) -> None:
-        again = tree_leaves(self._func(*self._args, **self._kwargs))
-        tensors = [leaf for leaf in again if isinstance(leaf, Tensor)]
-        for new, old in zip(tensors, self._outputs, strict=True):
-            if id(old) in self._fresh:
-                old.copy_(new)
-
-
-def _used(
-    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Iterator[tuple[Tensor, bool, str]]:
-    """Tensors among the arguments, whether the schema says that they are written, their names."""
-    for position, argument in enumerate(func._schema.arguments):
-        if position < len(args):
-            value = args[position]
-        elif argument.name in kwargs:
-            value = kwargs[argument.name]
-        else:
-            continue
-        is_write = argument.alias_info is not None and argument.alias_info.is_write
-        for leaf in tree_leaves(value):
-            if isinstance(leaf, Tensor):
-                yield leaf, is_write, ""
-
-
-def _has_mask(args: tuple[Any, ...]) -> bool:
-    indices = args[1] if len(args) > 1 else ()
-    return any(isinstance(i, Tensor) and i.dtype in (torch.bool, torch.uint8) for i in indices)
-
-
-def _backend(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-    on_gpu = any(tensor.is_cuda for tensor in tensors)
-    key = torch._C.DispatchKey.CUDA if on_gpu else torch._C.DispatchKey.CPU
-    return torch._C.DispatchKeySet(key)
 
 
 def _described(tensor: Tensor) -> str:

@@ -64,9 +64,12 @@ class Overlap:
             if number in parties:
                 meeting.arrive(parties[number])
 
-        traced_steps(trial, before_call=before_call)
+        again = traced_steps(trial, before_call=before_call)
         met, missed = meeting.counts()
         metrics = {"met": float(met), "missed": float(missed)}
+        if not met and again.recorder.number_of_calls != steps.recorder.number_of_calls:
+            message = "fresh instances make different calls, so that the handshake was misplaced"
+            return Judgement(self.name, Verdict.INCONCLUSIVE, message=message, metrics=metrics)
         if not met:
             message = f"all of {missed} arrivals at a handshake waited in vain"
             return Judgement(self.name, Verdict.FAIL, Failure.SERIALISED, message, metrics)

@@ -3,9 +3,11 @@
 Two steps in the same memory are recorded: what each operator and each kernel reads and writes, in
 bytes, and what events, waits, syncs and the allocator impose. Replays of a CUDA graph are recorded
 as well, each of them ordered as a whole on its stream: those of a case of graphs, and on modelled
-streams three replays behind the two steps, with the next mapping prepared ahead of each. Every pair
-of operations that share a byte, one of them writing it, needs an order, also where the result
-happens to be right. Memory that is freed counts as written by the stream that it was allocated on.
+streams three replays behind the two steps, with the next mapping prepared ahead of each. Of a step
+that no device could capture, because the host waits within, `replays` among the measurements is 0.
+Every pair of operations that share a byte, one of them writing it, needs an order, also where the
+result happens to be right. Memory that is freed counts as written by the stream that it was
+allocated on.
 """
 
 from __future__ import annotations
@@ -45,7 +47,12 @@ class Race:
         if recorder.unknown:
             return _unknown(recorder.unknown)
         launches = sum(isinstance(op, Launch) for op in trace.operations)
-        return passed(self.name, launches=float(launches), streams=float(len(trace.stream_names)))
+        return passed(
+            self.name,
+            launches=float(launches),
+            streams=float(len(trace.stream_names)),
+            replays=float(recorder.graphs.launches),
+        )
 
 
 def needs_streams(trial: Trial) -> str | None:

@@ -40,7 +40,6 @@ class LayerHost:
             self._config = self._make_config(device)
             rows = case.max_tokens
             self._wrapper = package.wrapper(rows, rows, device, lora_config=self._lora_config)
-        self._context: Any = None
 
     def _make_config(self, device: str) -> Any:
         config = self._package.config
@@ -83,11 +82,11 @@ class LayerHost:
     def running(self) -> Iterator[None]:
         """Within, layers run, as in the forward pass of a model."""
         contexts = self._package.forward_context
-        if self._context is None:
-            self._context = contexts.create_forward_context(None, self._config)
+        # each pass has its own: MoE layers may count in it how many of them have run
+        context = contexts.create_forward_context(None, self._config)
         with (
             environment(self._option),
-            contexts.override_forward_context(self._context),
+            contexts.override_forward_context(context),
             torch.no_grad(),
         ):
             yield

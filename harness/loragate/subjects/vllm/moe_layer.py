@@ -77,6 +77,7 @@ class VllmMoELayer:
         self.layer = self._host.with_adapters(layer, ["gate_up", "down"])
         # the layer gets the experts of a step from its router alone
         self._logits = torch.empty(0, device=device)
+        self._profile(case, device)
 
     def load(self, slot: int, pool: Pool) -> None:
         assert pool.down is not None
@@ -98,6 +99,19 @@ class VllmMoELayer:
         with self._host.running():
             result: Tensor = self.layer(x, self._logits)
         return result
+
+    def _profile(self, case: Case, device: str) -> None:
+        """The largest step, as a server runs one before it serves: it makes what the layer keeps
+        for all later steps, which are its tables of addresses and the memory that layers share.
+        Otherwise a first step would do more than a second one, and a larger step would free memory
+        which the graph of a smaller one uses."""
+        rows = case.max_tokens
+        x = torch.zeros(rows, case.in_features, dtype=torch_dtype(case.dtype), device=device)
+        ids = torch.arange(case.top_k, dtype=torch.int32, device=device).repeat(rows, 1)
+        weights = torch.zeros(rows, case.top_k, device=device)
+        # without a row that has an adapter the tables would not be made
+        self.prepare(torch.zeros(rows, dtype=torch.int32))
+        self.apply(x, torch.empty_like(x), Routes(ids, None, weights))
 
 
 def _factors(pool: Pool, slot: int, part: int) -> tuple[Tensor, Tensor]:
