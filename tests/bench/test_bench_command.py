@@ -49,7 +49,7 @@ def test_a_seed_decides_which_rows_of_streams_there_are(
     drawn, of_seed_1 = ("streams", "--rows", "drawn.qwen2_5_7b.down.m15.r8"), ("--seed", "1")
     assert bench(*drawn) is bench(*drawn, *of_seed_1) is ExitCode.INFRASTRUCTURE
     assert bench(*drawn, "--seed", "2") is ExitCode.USAGE
-    assert "matches none of the 108 rows" in capsys.readouterr().err
+    assert "matches none of the 122 rows" in capsys.readouterr().err
     # any seed gives a whole table
     record = str(tmp_path / "record.json")
     assert bench("streams", "--seed", "2", "--record", record) is ExitCode.INFRASTRUCTURE

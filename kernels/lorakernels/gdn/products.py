@@ -56,7 +56,7 @@ class BaseProduct:
 
 def _quantised(x: Tensor, weight: Tensor, scales: Tensor) -> Tensor:
     values, of_rows = _quantised_rows(x, weight.dtype)
-    if _has_kernel(x, weight):
+    if _runs_in_8_bits(x, weight):
         return torch._scaled_mm(
             values, weight.T, scale_a=of_rows, scale_b=scales[None], out_dtype=x.dtype
         )
@@ -70,7 +70,7 @@ def _quantised_rows(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     return (x.float() / scales).to(dtype), scales
 
 
-def _has_kernel(x: Tensor, weight: Tensor) -> bool:
+def _runs_in_8_bits(x: Tensor, weight: Tensor) -> bool:
     """Whether torch has a kernel that scales each row and column: for bf16, from sm_90 on."""
     if not x.is_cuda or x.dtype is not torch.bfloat16 or not x.shape[0]:
         return False
