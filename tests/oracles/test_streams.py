@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -17,7 +18,7 @@ from loragate.core.verdict import Failure, Judgement, OracleName, Verdict
 from loragate.execution.streams.model import modelled_streams
 from loragate.matrix.case import Case, Execution, Mix, Site, Streams
 from loragate.oracles import ORACLES
-from loragate.oracles.concurrency import overlap
+from loragate.oracles.concurrency import overlap, schedule
 from loragate.protocol import BaseLayer, Capabilities, Instance, Pool, Trial
 from loragate.subjects.torch.subject import TorchSubject
 
@@ -451,6 +452,34 @@ def test_a_delay_shows_a_race_on_real_streams(
 ) -> None:
     judgement = judge(layer, SCHEDULE, machine=detect_machine(), execution=execution)
     assert judgement.failure is Failure.SCHEDULE_DEPENDENT
+
+
+@pytest.mark.parametrize(
+    ("later", "verdict", "delays"),
+    [(3, Verdict.PASS, 3.0), (2, Verdict.PASS, 2.0), (0, None, None)],
+)
+def test_only_delays_that_happened_count(
+    later: int,
+    verdict: Verdict | None,
+    delays: float | None,
+    make_trial: Callable[..., Trial],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from loragate.execution.streams import delays as module
+
+    @contextmanager
+    def delayed(chosen: int | None = None) -> Iterator[module.Places]:
+        places = module.Places(None)
+        places.passed = 3 if chosen is None else later
+        yield places
+
+    monkeypatch.setattr(module, "delayed", delayed)
+    monkeypatch.setattr(schedule, "queued_steps", lambda trial, before_input: [])
+    monkeypatch.setattr(schedule, "sequential_results", lambda trial: None)
+    monkeypatch.setattr(schedule.Schedule, "_compare", lambda *results: None)
+    judgement = schedule.Schedule()._judge_delays(make_trial())
+    assert judgement.verdict is (verdict or Verdict.INCONCLUSIVE)
+    assert judgement.metrics.get("delays") == delays
 
 
 @pytest.mark.parametrize(("calls", "verdict"), [(7, Verdict.FAIL), (6, Verdict.INCONCLUSIVE)])

@@ -1,4 +1,4 @@
-"""What surrounds vLLM's layers, with stand-ins for its classes; and the installed layers."""
+"""What surrounds vLLM's layers, with fakes of its classes; and the installed layers."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def small_case(**changes: Any) -> Case:
 
 
 class PlainLayer(nn.Module):
-    """A stand-in for vLLM's layers; notes how it was built."""
+    """A fake of vLLM's layers; notes how it was built."""
 
     def __init__(self, kind: str, sizes: tuple[Any, ...], options: dict[str, Any]) -> None:
         super().__init__()
@@ -61,7 +61,7 @@ class PlainLayer(nn.Module):
 
 
 class AdaptedLayer(nn.Module):
-    """A stand-in for the layer with adapters: computes the base layer and notes its calls."""
+    """A fake of the layer with adapters: computes the base layer and notes its calls."""
 
     def __init__(self, layer: PlainLayer, slots: int, config: Any, names: list[str]) -> None:
         super().__init__()

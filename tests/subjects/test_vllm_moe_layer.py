@@ -1,4 +1,4 @@
-"""What surrounds vLLM's MoE layer, with stand-ins for its classes."""
+"""What surrounds vLLM's MoE layer, with fakes of its classes."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class Experts(nn.Module):
 
 
 class Layer(nn.Module):
-    """A stand-in for the layer, with and without adapters; asks its router as vLLM's does."""
+    """A fake of the layer, with and without adapters; asks its router as vLLM's does."""
 
     def __init__(self, router: Any, **options: Any) -> None:
         super().__init__()

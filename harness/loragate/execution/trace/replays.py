@@ -1,7 +1,7 @@
 """What the launch of a CUDA graph adds to a trace. Pure.
 
-A graph is ordered as a whole: behind all that its stream was asked to do before, and ahead of all
-that it is asked to do afterwards. Within, the nodes keep the order that streams and events had
+The launch of a graph is one operation of its stream: behind all that was queued there before, and
+ahead of all that is queued afterwards. Within, the nodes keep the order that streams and events had
 while they were captured, but belong to no stream: every launch gets streams and events of its own.
 """
 

@@ -2,7 +2,7 @@
 
 Two steps in the same memory are recorded: what each operator and each kernel reads and writes, in
 bytes, and what events, waits, syncs and the allocator impose. Replays of a CUDA graph are recorded
-as well, each of them ordered as a whole on its stream: those of a case of graphs, and on modelled
+as well, each launch as one operation of its stream: those of a case of graphs, and on modelled
 streams three replays behind the two steps, with the next mapping prepared ahead of each. Of a step
 that no device could capture, because the host waits within, `replays` among the measurements is 0.
 Every pair of operations that share a byte, one of them writing it, needs an order, also where the

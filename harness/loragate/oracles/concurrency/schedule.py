@@ -19,7 +19,7 @@ from collections import Counter
 
 from torch import Tensor
 
-from loragate.core.verdict import Failure, Judgement, OracleName
+from loragate.core.verdict import Failure, Judgement, OracleName, Verdict
 from loragate.execution.streams.interpreted import NeverSatisfied
 from loragate.execution.streams.replay import difference, programs_reversed, replayed
 from loragate.execution.streams.traced import (
@@ -106,14 +106,20 @@ class Schedule:
             if wrong is not None:
                 return wrong
         chosen = chosen_places(places.passed, limit=_DELAYS, seed=trial.seed)
+        delays = 0
         for place in chosen:
             with delayed(place) as places_again:
                 results = queued_steps(trial, places_again.passes)
+            # a later run may pass fewer places than the first one
+            delays += places_again.passed > place
             claim = f"a run without delays, with a delay at place {place} of {places.passed}"
             wrong = self._compare(trial, batches, results, first, claim)
             if wrong is not None:
                 return wrong
-        return passed(self.name, places=float(places.passed), delays=float(len(chosen)))
+        if chosen and not delays:
+            message = f"none of the {len(chosen)} delays happened: later runs pass fewer places"
+            return Judgement(self.name, Verdict.INCONCLUSIVE, message=message)
+        return passed(self.name, places=float(places.passed), delays=float(delays))
 
     def _compare(
         self,
