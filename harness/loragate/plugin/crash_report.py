@@ -31,6 +31,7 @@ def crash_report(
 ) -> CaseFinished:
     """The end of a case that killed its process.
 
+    duration_s: measured by another process, which hears late of the start of the case.
     stacks: the file that the process dumped its stacks to; it need not exist.
     ran_before: ids of the last runs of this process, the oldest first.
     died: how the process died, where that is known.
@@ -49,7 +50,8 @@ def crash_report(
         Verdict.FAIL,
         worker=worker,
         gpu=gpu,
-        duration_s=duration_s,
+        # a case that hung ran until its deadline, whenever its start was heard of
+        duration_s=max(duration_s, run.case.timeout_s) if hung else duration_s,
         failure=Failure.HANG if hung else Failure.CRASH,
         message="\n".join(parts),
     )

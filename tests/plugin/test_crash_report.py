@@ -1,0 +1,45 @@
+"""The end of a case that killed its worker, as another process writes it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from loragate.core.verdict import Failure
+from loragate.matrix.case import Case, Dtype, Site
+from loragate.matrix.case_run import CaseRun
+from loragate.plugin.crash_report import crash_report
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from loragate.events.model import CaseFinished
+
+CASE = Case(
+    site=Site.DENSE_DELTA,
+    tokens=5,
+    in_features=16,
+    slices=(16,),
+    rank=8,
+    slots=2,
+    dtype=Dtype.FP32,
+    timeout_s=2.0,
+)
+
+
+def end_with(stacks: Path, duration_s: float) -> CaseFinished:
+    run = CaseRun("a", CASE)
+    return crash_report(
+        run, worker="gw0", gpu="", duration_s=duration_s, stacks=stacks, ran_before=()
+    )
+
+
+def test_a_hung_case_lasted_until_its_deadline_though_its_start_was_heard_of_late(tmp_path):
+    stacks = tmp_path / "stacks"
+    stacks.write_text("Timeout (0:00:02)!\nThread 0x1 (most recent call first):\n")
+    assert end_with(stacks, duration_s=1.975).duration_s == 2.0
+    assert end_with(stacks, duration_s=2.5).duration_s == 2.5
+
+
+def test_a_crashed_case_lasted_until_its_worker_died(tmp_path):
+    crash = end_with(tmp_path / "never written", duration_s=0.5)
+    assert (crash.failure, crash.duration_s) == (Failure.CRASH, 0.5)
