@@ -18,13 +18,13 @@ select_interpreter()
 from triton.runtime.interpreter import InterpreterBuilder  # noqa: E402
 
 from lorakernels.batch.metadata import BatchMetadata  # noqa: E402
+from lorakernels.common.quantised import Quantised, quantise_rows  # noqa: E402
 from lorakernels.dense.ops import DenseWorkspace, dense_delta  # noqa: E402
 from lorakernels.dense.weights import LoRAFactors, SlotWeights  # noqa: E402
 from lorakernels.layers.moe import FusedMoELoRA, MoEScratch  # noqa: E402
 from lorakernels.moe.align.metadata import PairMetadata  # noqa: E402
 from lorakernels.moe.delta.ops import MoEPath, MoEWorkspace, moe_delta  # noqa: E402
 from lorakernels.moe.layer import ops as layer_ops  # noqa: E402
-from lorakernels.moe.layer.ops import Quantised, quantise_rows  # noqa: E402
 from lorakernels.moe.weights import ExpertFactors, ExpertWeights  # noqa: E402
 
 # elements between two tensors; more than any block has

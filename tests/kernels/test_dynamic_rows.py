@@ -14,6 +14,7 @@ from loragate.core.machine import select_interpreter
 select_interpreter()
 
 from lorakernels.batch.metadata import BatchMetadata  # noqa: E402
+from lorakernels.common.quantised import Quantised, quantise_rows  # noqa: E402
 from lorakernels.dense.ops import DenseWorkspace  # noqa: E402
 from lorakernels.dense.weights import LoRAFactors  # noqa: E402
 from lorakernels.layers.linear import LoRALinear  # noqa: E402
@@ -22,7 +23,6 @@ from lorakernels.layers.moe_partition import MoERank  # noqa: E402
 from lorakernels.layers.partition import Slice  # noqa: E402
 from lorakernels.moe.align.metadata import PairMetadata  # noqa: E402
 from lorakernels.moe.delta.ops import moe_delta  # noqa: E402
-from lorakernels.moe.layer.ops import Quantised, quantise_rows  # noqa: E402
 from lorakernels.moe.weights import ExpertFactors  # noqa: E402
 
 EXPERTS, TOP_K, HIDDEN, INTER, WIDTH, SLOTS, MOST = 4, 2, 16, 8, 24, 2, 48

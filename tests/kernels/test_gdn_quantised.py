@@ -16,13 +16,13 @@ from loragate.core.machine import select_interpreter
 select_interpreter()
 
 from lorakernels.batch.metadata import BatchMetadata  # noqa: E402
+from lorakernels.common.quantised import Quantised  # noqa: E402
 from lorakernels.dense.ops import DenseWorkspace  # noqa: E402
 from lorakernels.dense.plan import DenseShape  # noqa: E402
 from lorakernels.dense.weights import LoRAFactors  # noqa: E402
 from lorakernels.gdn.forms import GDNForm, plan_gdn  # noqa: E402
 from lorakernels.layers.gdn import DeltaNetHeads, GatedDeltaNetInputProjection  # noqa: E402
 from lorakernels.layers.moe_weights import Weight  # noqa: E402
-from lorakernels.moe.layer.ops import Quantised  # noqa: E402
 from lorakernels.runtime.options import DUAL_STREAM  # noqa: E402
 
 FP8 = torch.float8_e4m3fn
@@ -313,7 +313,7 @@ from lorakernels.dense.weights import LoRAFactors
 from lorakernels.gdn import products
 from lorakernels.gdn.forms import GDNForm
 from lorakernels.layers.gdn import DeltaNetHeads, GatedDeltaNetInputProjection
-from lorakernels.moe.layer.ops import Quantised
+from lorakernels.common.quantised import Quantised
 
 def randn(*shape):
     return torch.randn(*shape, device="cuda")

@@ -15,6 +15,7 @@ from loragate.core.machine import select_interpreter
 select_interpreter()
 
 from lorakernels.batch.metadata import BatchMetadata  # noqa: E402
+from lorakernels.common.quantised import Quantised, quantise_rows  # noqa: E402
 from lorakernels.dense.ops import DenseWorkspace  # noqa: E402
 from lorakernels.dense.weights import LoRAFactors  # noqa: E402
 from lorakernels.layers.linear import LoRALinear  # noqa: E402
@@ -24,12 +25,10 @@ from lorakernels.moe.align import ops as align  # noqa: E402
 from lorakernels.moe.align.metadata import PairMetadata  # noqa: E402
 from lorakernels.moe.layer import launch, ops  # noqa: E402
 from lorakernels.moe.layer.forms import MoEForm, plan_form  # noqa: E402
-from lorakernels.moe.layer.ops import quantise_rows  # noqa: E402
 from lorakernels.moe.layer.types import (  # noqa: E402
     Activation,
     ExpertLoRA,
     LayerOperands,
-    Quantised,
     RouterWeight,
 )
 from lorakernels.moe.weights import ExpertFactors  # noqa: E402
@@ -496,7 +495,7 @@ from lorakernels.batch.metadata import BatchMetadata
 from lorakernels.layers.moe import FusedMoELoRA, MoEScratch
 from lorakernels.moe.align.metadata import PairMetadata
 from lorakernels.moe.layer.forms import MoEForm
-from lorakernels.moe.layer.ops import Quantised, quantise_rows
+from lorakernels.common.quantised import Quantised, quantise_rows
 from lorakernels.moe.weights import ExpertFactors
 from lorakernels.runtime import streams
 

@@ -7,9 +7,9 @@ import re
 import pytest
 import torch
 
+from lorakernels.common.quantised import Quantised
 from lorakernels.layers.moe import FusedMoELoRA
 from lorakernels.layers.moe_partition import MoERank
-from lorakernels.moe.layer.ops import Quantised
 from lorakernels.moe.weights import ExpertFactors
 
 EXPERTS, HIDDEN, INTERMEDIATE = 3, 6, 4

@@ -16,13 +16,13 @@ from loragate.core.machine import select_interpreter
 select_interpreter()
 
 from lorakernels.batch.metadata import BatchMetadata  # noqa: E402
+from lorakernels.common.quantised import Quantised, quantise_rows  # noqa: E402
 from lorakernels.dense.ops import DenseWorkspace  # noqa: E402
 from lorakernels.layers.linear import LoRALinear  # noqa: E402
 from lorakernels.layers.moe import FusedMoELoRA, MoEScratch  # noqa: E402
 from lorakernels.layers.moe_partition import MoERank  # noqa: E402
 from lorakernels.layers.partition import Slice  # noqa: E402
 from lorakernels.moe.align.metadata import PairMetadata  # noqa: E402
-from lorakernels.moe.layer.ops import Quantised, quantise_rows  # noqa: E402
 from lorakernels.runtime import device as runtime  # noqa: E402
 
 K, WIDTH, ROWS = 16, 24, 5

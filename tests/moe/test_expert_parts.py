@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from lorakernels.common.quantised import Quantised
 from lorakernels.dense.weights import LoRAFactors
 from lorakernels.layers import moe_weights
 from lorakernels.layers.casting import cast_all
@@ -16,7 +17,6 @@ from lorakernels.layers.expert_packing import ExpertParts
 from lorakernels.layers.moe import FusedMoELoRA
 from lorakernels.layers.moe_partition import MoERank
 from lorakernels.layers.partition import Shard
-from lorakernels.moe.layer.ops import Quantised
 from lorakernels.moe.weights import ExpertFactors
 
 EXPERTS, HIDDEN, INTER, RANK = 3, 4, 6, 2

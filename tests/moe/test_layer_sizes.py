@@ -11,9 +11,9 @@ from loragate.core.machine import select_interpreter
 select_interpreter()
 
 from lorakernels.batch.metadata import BatchMetadata  # noqa: E402
+from lorakernels.common.quantised import quantise_rows  # noqa: E402
 from lorakernels.layers.moe import FusedMoELoRA, MoEScratch  # noqa: E402
 from lorakernels.moe.align.metadata import PairMetadata  # noqa: E402
-from lorakernels.moe.layer.ops import quantise_rows  # noqa: E402
 from lorakernels.moe.weights import ExpertFactors  # noqa: E402
 
 EXPERTS, TOKENS, TOP_K, RANK = 2, 3, 2, 3

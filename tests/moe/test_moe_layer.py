@@ -13,10 +13,11 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from lorakernels.batch.metadata import BatchMetadata
+from lorakernels.common.quantised import Quantised, quantise_rows
 from lorakernels.layers.moe import FusedMoELoRA, MoEScratch
 from lorakernels.layers.moe_partition import MoERank
 from lorakernels.moe.align.metadata import PairMetadata
-from lorakernels.moe.layer.ops import Quantised, RouterWeight, quantise_rows
+from lorakernels.moe.layer.ops import RouterWeight
 from lorakernels.moe.weights import ExpertFactors
 
 EXPERTS, HIDDEN, INTERMEDIATE, RANK, SLOTS = 4, 24, 20, 5, 3

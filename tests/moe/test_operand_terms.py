@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from lorakernels.batch.metadata import BatchMetadata
+from lorakernels.common.quantised import Quantised, quantise_rows
 from lorakernels.layers.moe import FusedMoELoRA, MoEScratch
 from lorakernels.moe.align.metadata import PairMetadata
 from lorakernels.moe.delta.ops import MoEPath, MoEWorkspace, moe_delta
@@ -21,8 +22,6 @@ from lorakernels.moe.layer.ops import (
     Activation,
     ExpertBuffers,
     ExpertLoRA,
-    Quantised,
-    quantise_rows,
     run_experts,
 )
 from lorakernels.moe.layer.types import LayerOperands, RouterWeight

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-# keeps the scale of a row of zeros from being zero
-_SMALLEST = 1e-12
+from lorakernels.common.quantised import quantise_rows
+
 # of both sizes of an 8-bit weight, for the tensor cores
 _MULTIPLE = 16
 
@@ -55,19 +55,13 @@ class BaseProduct:
 
 
 def _quantised(x: Tensor, weight: Tensor, scales: Tensor) -> Tensor:
-    values, of_rows = _quantised_rows(x, weight.dtype)
+    rows = quantise_rows(x)
+    of_rows = rows.scales[:, None]
     if _runs_in_8_bits(x, weight):
         return torch._scaled_mm(
-            values, weight.T, scale_a=of_rows, scale_b=scales[None], out_dtype=x.dtype
+            rows.values, weight.T, scale_a=of_rows, scale_b=scales[None], out_dtype=x.dtype
         )
-    return ((values.float() @ weight.float().T) * of_rows * scales).to(x.dtype)
-
-
-def _quantised_rows(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """8-bit values of x, and the scale fp32 [rows, 1] of each row."""
-    largest = torch.finfo(dtype).max
-    scales = x.abs().amax(dim=1, keepdim=True).float().clamp(min=_SMALLEST) / largest
-    return (x.float() / scales).to(dtype), scales
+    return ((rows.values.float() @ weight.float().T) * of_rows * scales).to(x.dtype)
 
 
 def _runs_in_8_bits(x: Tensor, weight: Tensor) -> bool:

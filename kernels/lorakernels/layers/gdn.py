@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from lorakernels.batch.metadata import BatchMetadata
+from lorakernels.common.quantised import Quantised
 from lorakernels.common.stacked_weights import check_scale
 from lorakernels.dense.ops import DenseWorkspace
 from lorakernels.dense.weights import LoRAFactors, SlotWeights
@@ -25,7 +26,6 @@ from lorakernels.layers.gdn_weights import check_weights, input_dtype, joined, t
 from lorakernels.layers.moe_weights import Weight, values_of
 from lorakernels.layers.packing import check_shapes, take_packed
 from lorakernels.layers.partition import Parallel, Shard, Slice, cut_layer
-from lorakernels.moe.layer.ops import Quantised
 from lorakernels.moe.weights import Factors
 from lorakernels.runtime.device import keep_address
 

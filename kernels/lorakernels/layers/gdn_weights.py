@@ -10,10 +10,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from lorakernels.common.quantised import Quantised
 from lorakernels.layers.moe_weights import Weight, values_of
 from lorakernels.layers.packing import take_packed
 from lorakernels.layers.partition import Shard, Slice
-from lorakernels.moe.layer.ops import Quantised
 
 _FP8 = torch.float8_e4m3fn
 

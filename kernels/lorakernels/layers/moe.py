@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from lorakernels.batch.metadata import BatchMetadata
+from lorakernels.common.quantised import Quantised
 from lorakernels.layers.expert_packing import ExpertParts, stage_experts
 from lorakernels.layers.moe_partition import MoERank, cut_moe
 from lorakernels.layers.moe_shared import add_shared
@@ -27,7 +28,6 @@ from lorakernels.moe.layer.ops import (
     Activation,
     ExpertBuffers,
     ExpertLoRA,
-    Quantised,
     RouterWeight,
     run_experts,
 )

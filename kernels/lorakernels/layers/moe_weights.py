@@ -9,11 +9,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from lorakernels.common.quantised import Quantised
 from lorakernels.layers.expert_packing import ExpertPacking
 from lorakernels.layers.moe_partition import MoECut
 from lorakernels.layers.packing import owned, take
 from lorakernels.layers.partition import Shard, whole
-from lorakernels.moe.layer.ops import Quantised
 
 Weight = Tensor | Quantised
 

@@ -18,6 +18,7 @@ from loragate.protocol import BaseExperts, Pool, Routes
 from loragate.subjects.lorakernels.dead_ranks import keep_dead_nan
 from loragate.subjects.lorakernels.mapping import Mapping, in_dims
 from loragate.subjects.lorakernels.moe_delta import expert_factors
+from lorakernels.common.quantised import Quantised, quantise_rows
 from lorakernels.layers.moe import GATED, FusedMoELoRA, MoEScratch
 from lorakernels.layers.moe_partition import MoERank
 from lorakernels.moe.align.metadata import PairMetadata
@@ -65,11 +66,11 @@ class MoELayer(Mapping):
         return MoEScratch(self.ranks, max_tokens=case.max_tokens, top_k=case.top_k)
 
     def _rank(self, case: Case, base: BaseExperts, place: MoERank) -> FusedMoELoRA:
-        w13: Tensor | moe.Quantised = base.weight
-        w2: Tensor | moe.Quantised = base.down
+        w13: Tensor | Quantised = base.weight
+        w2: Tensor | Quantised = base.down
         if base.scales is not None:
-            w13 = moe.Quantised(base.weight, base.scales[0])
-            w2 = moe.Quantised(base.down, base.scales[1])
+            w13 = Quantised(base.weight, base.scales[0])
+            w2 = Quantised(base.down, base.scales[1])
         return FusedMoELoRA(
             w13,
             w2,
@@ -98,16 +99,14 @@ class MoELayer(Mapping):
             layer.unload(slot)
 
     def apply(self, x: Tensor, out: Tensor, routes: Routes) -> Tensor:
-        quantised_x = moe.quantise_rows(x) if self.is_quantised else None
+        quantised_x = quantise_rows(x) if self.is_quantised else None
         x = in_dims(x, self.input_dims)
         if self.is_dual:
             return self._from(0, routes, quantised_x, x).view(out.shape)
         parts = [self._part(i, x, routes, quantised_x) for i in range(len(self.ranks))]
         return reduce(torch.add, parts).view(out.shape)
 
-    def _from(
-        self, first: int, routes: Routes, quantised_x: moe.Quantised | None, x: Tensor
-    ) -> Tensor:
+    def _from(self, first: int, routes: Routes, quantised_x: Quantised | None, x: Tensor) -> Tensor:
         """The sum over the ranks from one on, each of them beside the one before it."""
         more = first + 1 < len(self.ranks)
         others = partial(self._from, first + 1, routes, quantised_x) if more else None
@@ -118,7 +117,7 @@ class MoELayer(Mapping):
         index: int,
         x: Tensor,
         routes: Routes,
-        quantised_x: moe.Quantised | None,
+        quantised_x: Quantised | None,
         shared: Callable[[Tensor], Tensor] | None = None,
         form: MoEForm | None = None,
     ) -> Tensor:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from lorakernels.common.quantised import Quantised
 from lorakernels.moe.align.metadata import PairMetadata
 from lorakernels.moe.align.tables import PairTables
 from lorakernels.moe.delta.ops import check_devices
-from lorakernels.moe.layer.types import Activation, ExpertLoRA, LayerOperands, Quantised
+from lorakernels.moe.layer.types import Activation, ExpertLoRA, LayerOperands
 
 # name, tensor, shape, dtype
 Operand = tuple[str, Tensor, tuple[int, ...], torch.dtype]

@@ -10,6 +10,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from lorakernels.common.quantised import Quantised
 from lorakernels.common.sizes import rank_vector
 from lorakernels.common.stacked_weights import SlotTensors
 from lorakernels.moe.align.tables import PairTables
@@ -17,7 +18,7 @@ from lorakernels.moe.delta.launch import Delta, shape_of, shrink
 from lorakernels.moe.delta.plan import MoEShape
 from lorakernels.moe.layer.kernels import moe_gemm_kernel, sum_choices_kernel
 from lorakernels.moe.layer.plan import fold_ranks, plan_gemm
-from lorakernels.moe.layer.types import Activation, Quantised
+from lorakernels.moe.layer.types import Activation
 from lorakernels.runtime.device import launch_options
 from lorakernels.runtime.streams import fork_join
 

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from lorakernels.batch.metadata import has_adapters, prepared_rows
+from lorakernels.common.quantised import Quantised, quantise_rows
 from lorakernels.common.stacked_weights import SlotTensors
 from lorakernels.moe.align.metadata import PairMetadata
 from lorakernels.moe.align.tables import PairTables
@@ -33,7 +34,6 @@ from lorakernels.moe.layer.types import (
     ExpertBuffers,
     ExpertLoRA,
     LayerOperands,
-    Quantised,
     RouterWeight,
 )
 from lorakernels.runtime.device import on_device_of, supports_pdl
@@ -44,9 +44,7 @@ __all__ = [
     "Activation",
     "ExpertBuffers",
     "ExpertLoRA",
-    "Quantised",
     "RouterWeight",
-    "quantise_rows",
     "run_experts",
 ]
 
@@ -93,15 +91,6 @@ def run_experts(
     check_layer(operands, lora)
     arguments = _flatten(operands, pairs, lora)
     torch.ops.lorakernels.run_experts(*arguments, 0 if form is None else form.value)
-
-
-def quantise_rows(x: Tensor) -> Quantised:
-    """8-bit values with one scale per row, chosen so that the row's largest value is just
-    representable."""
-    largest = torch.finfo(torch.float8_e4m3fn).max
-    # rows that no pair owns hold arbitrary values; NaN and Inf stay in their row
-    scales = x.abs().amax(dim=1).float().clamp_min(1e-12) / largest
-    return Quantised((x.float() / scales[:, None]).to(torch.float8_e4m3fn), scales)
 
 
 @torch.library.custom_op("lorakernels::run_experts", mutates_args=("shrunk", "act", "y", "out"))

@@ -8,6 +8,7 @@ from enum import Enum, auto
 import torch
 from torch import Tensor
 
+from lorakernels.common.quantised import Quantised
 from lorakernels.moe.delta.ops import MoEWorkspace
 from lorakernels.moe.weights import ExpertWeights
 from lorakernels.runtime.device import keep_address
@@ -28,19 +29,6 @@ class RouterWeight(Enum):
 
     ON_OUTPUT = auto()
     ON_INPUT = auto()
-
-
-@dataclass(frozen=True, slots=True)
-class Quantised:
-    """8-bit floating-point values with their scales; they represent value * scale.
-
-    Activations: values [rows, K], scales fp32 [rows]. Weights: values [E, N, K], scales fp32
-    [E, N], or of a linear module values [N, K], scales fp32 [N]. The product is computed in the
-    dtype of the layer and scaled afterwards.
-    """
-
-    values: Tensor
-    scales: Tensor
 
 
 class ExpertBuffers:

@@ -1,0 +1,33 @@
+"""Quantised operands: 8-bit floating-point values with scales."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+# keeps the scale of a row of zeros from being zero
+_SMALLEST = 1e-12
+
+
+@dataclass(frozen=True, slots=True)
+class Quantised:
+    """8-bit floating-point values with their scales; they represent value * scale.
+
+    Activations: values [rows, K], scales fp32 [rows]. Weights: values [E, N, K], scales fp32
+    [E, N], or of a linear module values [N, K], scales fp32 [N]. The product is computed in the
+    dtype of the layer and scaled afterwards.
+    """
+
+    values: Tensor
+    scales: Tensor
+
+
+def quantise_rows(x: Tensor) -> Quantised:
+    """x [rows, K] in float8_e4m3fn with one scale for each row, chosen so that the row's largest
+    value is just representable."""
+    largest = torch.finfo(torch.float8_e4m3fn).max
+    # rows that nobody reads may hold arbitrary values; NaN and Inf stay in their row
+    scales = x.abs().amax(dim=1).float().clamp_min(_SMALLEST) / largest
+    return Quantised((x.float() / scales[:, None]).to(torch.float8_e4m3fn), scales)
