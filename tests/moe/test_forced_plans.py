@@ -27,7 +27,7 @@ from lorakernels.moe.delta.launch import Delta, launch  # noqa: E402
 from lorakernels.moe.delta.plan import MoEPath, MoEShape  # noqa: E402
 from lorakernels.moe.weights import ExpertFactors, ExpertWeights  # noqa: E402
 
-_TOP_K, _EXPERTS, _SLOTS, _IN = 2, 2, 3, 40
+_TOP_K, _EXPERTS, _SLOTS = 2, 2, 3
 _GUARD_COLUMNS = 16
 
 
@@ -39,6 +39,7 @@ class _Layer:
     rank: int
     adapters: tuple[tuple[tuple[int, float] | None, ...], ...]
     tokens: int = 10
+    in_features: int = 40
 
 
 # one slice is absent; blocks of 16 columns and of 16 ranks divide nothing
@@ -118,6 +119,30 @@ def test_tall_tiles_of_few_ranks_reach_all_of_their_columns(
     assert torch.equal(bits_of(out + 0.0), bits_of(step.wanted(add_inputs=True) + 0.0))
 
 
+# plans whose kernels read the input in blocks, and the planner of these blocks
+_READERS = {
+    "K in three parts": "plan_shrink",
+    "K in two parts of three steps": "plan_shrink",
+    "one shot": "plan_one_shot",
+    "both slices in one program": "plan_one_shot",
+    "small batch": "plan_small_batch",
+}
+
+
+@pytest.mark.parametrize("in_features", [32, 33])
+@pytest.mark.parametrize("name", list(_READERS))
+def test_a_kernel_reads_all_features_of_an_input_around_those_of_its_blocks(
+    name: str, in_features: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan, planner = _PLANS[name], _READERS[name]
+    step = _Step(replace(_EVEN, in_features=in_features))
+    fields = {**plan.fields[planner], "block_k": 16}
+    monkeypatch.setattr(launches, planner, _forcing(getattr(launches, planner), fields))
+    out = step.base.clone()
+    launch(step.delta(out, fields.get("splits", 1), add_inputs=True), plan.path, pdl=False)
+    assert torch.equal(bits_of(out + 0.0), bits_of(step.wanted(add_inputs=True) + 0.0))
+
+
 def _forcing(planner: Callable[[MoEShape], Any], fields: Mapping[str, Any]) -> Callable[..., Any]:
     # all other fields are as planned
     return lambda shape: replace(planner(shape), **fields)
@@ -134,13 +159,13 @@ class _Step:
         # of two choices one is always expert 0, in either place
         self.ids = torch.tensor([[0, 1], [1, 0]] * (self.layer.tokens // 2), dtype=torch.int32)
         self.router = self._integers(1, 3, self.layer.tokens, _TOP_K).float()
-        self.x = self._sparse(self.layer.tokens, _IN, 6)
+        self.x = self._sparse(layer.tokens, layer.in_features, 6)
         self.base = self._integers(-3, 4, self.layer.tokens * _TOP_K, sum(layer.widths)).bfloat16()
         self.weights = ExpertWeights(
             num_slots=_SLOTS,
             num_experts=_EXPERTS,
             slice_widths=layer.widths,
-            in_features=_IN,
+            in_features=layer.in_features,
             rank=layer.rank,
             dtype=torch.bfloat16,
             device=self.device,
@@ -165,7 +190,7 @@ class _Step:
         num_pairs = self.layer.tokens * _TOP_K
         shrunk = torch.full((splits, num_pairs, len(layer.widths) * layer.rank), float("nan"))
         return Delta(
-            shape=MoEShape(num_pairs, _EXPERTS, _IN, layer.widths, layer.rank, 2),
+            shape=MoEShape(num_pairs, _EXPERTS, layer.in_features, layer.widths, layer.rank, 2),
             x=self.x,
             pairs_per_x=_TOP_K,
             slots=weights.tensors,
@@ -197,7 +222,7 @@ class _Step:
         if adapter is None:
             return None
         rank, scale = adapter
-        a = self._integers(0, 2, _EXPERTS, rank, _IN) * 2 - 1
+        a = self._integers(0, 2, _EXPERTS, rank, self.layer.in_features) * 2 - 1
         width = self.layer.widths[0]
         b = self._sparse(_EXPERTS * width, rank, 2).view(_EXPERTS, width, rank)
         return ExpertFactors(a.bfloat16(), b, scale)
