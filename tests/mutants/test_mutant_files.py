@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from loragate.commands.mutants import EQUIVALENTS
 from loragate.mutants.edits import EditError, read_edits, read_equivalents
 from loragate.mutants.journal import Journal, OtherState, kills_in
-from loragate.mutants.model import Fate, Result
+from loragate.mutants.model import Fate, Mutant, Result
 from loragate.mutants.ordering import Kill, ordered
 from loragate.mutants.reach import load_reach, reach_of, save_reach
-from loragate.mutants.session import judged
+from loragate.mutants.session import Session, judged
 from loragate.mutants.sources import Place, place_of, read_sources
 from loragate.mutants.tracing import instrumented
 from loragate.mutants.units import Kind, Unit
@@ -98,6 +100,30 @@ def test_a_survivor_that_is_listed_is_equivalent_and_a_stale_entry_is_refused(
         assert [result.fate for _, result in found] == [then]
     with pytest.raises(EditError, match="is not there"):
         read_equivalents(tmp_path / "q.yaml", {"m.py": TEXT.replace("return 1", "return 4")})
+
+
+def test_a_mutant_that_is_listed_is_not_planted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    planted: list[str] = []
+
+    def plant(session: Session, waiting: list[Mutant], journal: Journal, results: Any) -> None:
+        planted.extend(mutant.id for mutant in waiting)
+        results.update({m.id: Result(id=m.id, fate=Fate.SURVIVED) for m in waiting})
+
+    monkeypatch.setattr(Session, "_plant", plant)
+    entry = "- {module: m.py, old: return 1, new: return 2, reason: nobody looks}\n"
+    listed = read_equivalents(write(tmp_path / "q.yaml", entry), SOURCES)
+    none = read_equivalents(write(tmp_path / "n.yaml", "[]"), SOURCES)
+    mutants = read_edits(write(tmp_path / "e.yaml", EDIT), SOURCES).mutants
+    for equivalents, wanted in ((listed, []), (none, ["wrong"])):
+        session = Session(folder=tmp_path, name="run", state="s", sources=SOURCES, jobs=1)
+        ((_, result),) = session.run(mutants, equivalents)
+        assert planted == wanted
+        assert result.fate is (Fate.SURVIVED if wanted else Fate.EQUIVALENT)
+    # and none of them is left for a GPU
+    on_gpu = replace(session, folder=tmp_path / "gpu", gpu=True)
+    assert on_gpu.run(mutants, listed) == []
 
 
 def test_a_run_goes_on_where_it_was_and_not_with_other_code(tmp_path: Path) -> None:

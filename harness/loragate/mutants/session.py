@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -45,10 +45,10 @@ class Session:
         journal = self.journal(gpu=self.gpu)
         results = journal.open()
         chosen = self._survivors(mutants, equivalents) if self.gpu else list(mutants)
-        waiting = [mutant for mutant in chosen if mutant.id not in results]
+        waiting = self._not_planted(chosen, results, equivalents)
         if waiting:
             self._plant(waiting, journal, results)
-        outcomes = list(judged([(m, results[m.id]) for m in chosen], equivalents, self.sources))
+        outcomes = self._judged(chosen, results, equivalents)
         title = f"Mutants: {self.name}"
         write_atomically(
             journal.path.with_suffix(".md"), render_page(title, outcomes, self.sources)
@@ -58,12 +58,30 @@ class Session:
     def _survivors(self, mutants: Sequence[Mutant], equivalents: Equivalents) -> list[Mutant]:
         """What the run without a GPU has left; CommandError if it is not complete."""
         results = self.journal(gpu=False).open()
-        missing = sum(mutant.id not in results for mutant in mutants)
+        missing = len(self._not_planted(mutants, results, equivalents))
         if missing:
             text = f"{missing} mutants were not planted without --gpu in {self.folder}"
             raise CommandError(text, ExitCode.USAGE)
-        known = judged([(m, results[m.id]) for m in mutants], equivalents, self.sources)
+        known = self._judged(mutants, results, equivalents)
         return [m for m, result in known if result.fate in (Fate.SURVIVED, Fate.NEEDS_GPU)]
+
+    def _not_planted(
+        self, mutants: Sequence[Mutant], results: Mapping[str, Result], equivalents: Equivalents
+    ) -> list[Mutant]:
+        """What has no result and needs one. Nothing kills a mutant that changes nothing, after it
+        has gone through everything that reaches it, which takes minutes: it is not planted."""
+        return [
+            mutant
+            for mutant in mutants
+            if mutant.id not in results and not equivalents.reason(mutant, self.sources)
+        ]
+
+    def _judged(
+        self, mutants: Sequence[Mutant], results: Mapping[str, Result], equivalents: Equivalents
+    ) -> list[Outcome]:
+        # what was not planted is listed
+        found = [(m, results.get(m.id) or Result(id=m.id, fate=Fate.SURVIVED)) for m in mutants]
+        return list(judged(found, equivalents, self.sources))
 
     def _plant(
         self, waiting: Sequence[Mutant], journal: Journal, results: dict[str, Result]
