@@ -245,6 +245,12 @@ def test_an_adapter_that_is_not_resident_is_refused_with_the_nearest_one() -> No
             ask("frensh")
 
 
+def test_an_adapter_is_refused_where_none_is_resident() -> None:
+    message = "adapter french is not resident (resident: none)"
+    with pytest.raises(AdapterError, match=f"^{re.escape(message)}$"):
+        AdapterSlots(model()).slot_of("french")
+
+
 def test_an_adapter_whose_names_do_not_match_is_refused() -> None:
     # vllm #50252: it loads, binds nothing, and the base model is served
     layers = model()

@@ -329,7 +329,9 @@ def test_quantised_inputs_of_any_strides_are_those_of_the_rows() -> None:
     layer = FusedMoELoRA(*quantised, num_slots=SLOTS, rank=RANK, dtype=torch.float32)
     given = quantise_rows(batch.x)
     wanted = run(layer, batch, TOKEN_SLOTS, quantised_x=given)
-    strided = Quantised(given.values.t().contiguous().t(), given.scales)
+    # a column of a wider tensor
+    scales = torch.stack([given.scales, given.scales * 3], dim=1)[:, 0]
+    strided = Quantised(given.values.t().contiguous().t(), scales)
     assert torch.equal(run(layer, batch, TOKEN_SLOTS, quantised_x=strided), wanted)
     short = Quantised(given.values[:-1], given.scales[:-1])
     message = re.escape(f"quantised_x must be [{TOKENS}, {HIDDEN}] (got [6, {HIDDEN}])")

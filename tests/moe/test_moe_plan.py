@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -45,6 +46,28 @@ def test_a_rank_that_a_path_cannot_take_goes_to_two_kernels(rank: int, path: MoE
     shape = MoEShape(64, 8, 256, (256,), rank, 2)
     chosen = plan_path(shape, path)
     assert chosen is (path if rank <= MAX_FUSED_RANK else MoEPath.TWO_KERNEL)
+
+
+@pytest.mark.parametrize(
+    ("change", "path"),
+    [
+        ({}, MoEPath.SMALL_BATCH),
+        ({"rank": 17}, MoEPath.TWO_KERNEL),
+        # as many values of x, in fewer rows of more
+        ({"num_pairs": 63, "in_features": 2049}, MoEPath.TWO_KERNEL),
+        ({"num_pairs": 65}, MoEPath.TWO_KERNEL),
+        # 256 tiles, 128 of higher ranks; each expert has one for each slot
+        ({"num_experts": 256, "num_pairs": 256}, MoEPath.ONE_SHOT),
+        ({"num_experts": 256, "num_pairs": 255}, MoEPath.TWO_KERNEL),
+        ({"num_experts": 256, "num_pairs": 128, "rank": 17}, MoEPath.ONE_SHOT),
+        ({"num_experts": 256, "num_pairs": 127, "rank": 17}, MoEPath.TWO_KERNEL),
+        ({"num_experts": 256, "num_pairs": 256, "slice_widths": (4096,)}, MoEPath.ONE_SHOT),
+        ({"num_experts": 256, "num_pairs": 256, "slice_widths": (4097,)}, MoEPath.TWO_KERNEL),
+    ],
+)
+def test_a_path_ends_where_it_is_documented_to_end(change: dict[str, Any], path: MoEPath) -> None:
+    largest = MoEShape(64, 8, 2048, (2048,), 16, 2)
+    assert plan_path(replace(largest, **change), None) is path
 
 
 @pytest.mark.parametrize(
