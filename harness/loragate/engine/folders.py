@@ -1,0 +1,127 @@
+"""Models and adapters of the language as folders that transformers, PEFT and engines load."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from loragate.engine.language import BOS, Language, Speaker
+from loragate.engine.weights import (
+    HEAD_SIZE,
+    HEADS,
+    INTERMEDIATE,
+    KV_HEADS,
+    Layout,
+    adapter_deltas,
+    base_weights,
+)
+
+# engines cut a vocabulary over ranks
+_MULTIPLE = 64
+MAX_TOKENS = 2048
+
+
+def write_model(folder: Path, language: Language, *, dtype: torch.dtype) -> None:
+    """A checkpoint in safetensors: Qwen3, or Qwen3-MoE where the language has several experts."""
+    folder.mkdir(parents=True, exist_ok=True)
+    weights = base_weights(language)
+    for name in ("model.embed_tokens.weight", "lm_head.weight"):
+        weights[name] = _padded(weights[name])
+    stored = {name: value.to(dtype).contiguous() for name, value in weights.items()}
+    save_file(stored, folder / "model.safetensors", metadata={"format": "pt"})
+    _write_json(folder / "config.json", model_config(language, dtype))
+    tokens = {"bos_token_id": BOS, "eos_token_id": None, "pad_token_id": BOS}
+    _write_json(folder / "generation_config.json", {**tokens, "do_sample": False})
+
+
+def model_config(language: Language, dtype: torch.dtype) -> dict[str, Any]:
+    """What config.json says."""
+    has_experts = language.experts > 1
+    config = {
+        "architectures": ["Qwen3MoeForCausalLM" if has_experts else "Qwen3ForCausalLM"],
+        "model_type": "qwen3_moe" if has_experts else "qwen3",
+        "vocab_size": _rounded(language.num_tokens),
+        "hidden_size": Layout(language).size,
+        "intermediate_size": INTERMEDIATE,
+        "num_hidden_layers": language.layers,
+        "num_attention_heads": HEADS,
+        "num_key_value_heads": KV_HEADS,
+        "head_dim": HEAD_SIZE,
+        "hidden_act": "silu",
+        "max_position_embeddings": MAX_TOKENS,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 1e6,
+        "attention_bias": False,
+        "tie_word_embeddings": False,
+        "bos_token_id": BOS,
+        "eos_token_id": None,
+        "torch_dtype": str(dtype).removeprefix("torch."),
+    }
+    if has_experts:
+        config |= {
+            "num_experts": 2 * language.experts,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": INTERMEDIATE,
+            "norm_topk_prob": True,
+            "decoder_sparse_step": 1,
+            "mlp_only_layers": [],
+        }
+    return config
+
+
+def write_adapter(
+    folder: Path, language: Language, speaker: Speaker, *, rank: int, alpha: float, seed: int = 0
+) -> None:
+    """An adapter as PEFT saves it, in which all of `rank`, at least 2, ranks are used; the scale is
+    alpha / rank."""
+    folder.mkdir(parents=True, exist_ok=True)
+    generator = torch.Generator().manual_seed(seed)
+    tensors: dict[str, Tensor] = {}
+    deltas = adapter_deltas(language, speaker)
+    for module, (b, a) in deltas.items():
+        if module == "lm_head":
+            b = _padded(b)
+        b, a = _spread(b * (rank / alpha), a, rank, generator)
+        prefix = f"base_model.model.{module}"
+        tensors[f"{prefix}.lora_A.weight"] = a.float().contiguous()
+        tensors[f"{prefix}.lora_B.weight"] = b.float().contiguous()
+    save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
+    config = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": None,
+        "r": rank,
+        "lora_alpha": alpha,
+        "lora_dropout": 0.0,
+        "bias": "none",
+        "inference_mode": True,
+        "target_modules": sorted({module.rpartition(".")[2] for module in deltas}),
+    }
+    _write_json(folder / "adapter_config.json", config)
+
+
+def _spread(b: Tensor, a: Tensor, rank: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    """Factors of `rank` with the same product."""
+    if rank < a.shape[0]:
+        raise ValueError(f"rank must be at least {a.shape[0]} (got {rank})")
+    noise = torch.randn(rank, a.shape[0], dtype=a.dtype, generator=generator)
+    columns, _ = torch.linalg.qr(noise)
+    return b @ columns.T, columns @ a
+
+
+def _rounded(size: int) -> int:
+    return -(-size // _MULTIPLE) * _MULTIPLE
+
+
+def _padded(table: Tensor) -> Tensor:
+    rows = table.new_zeros(_rounded(len(table)) - len(table), table.shape[1])
+    return torch.cat([table, rows])
+
+
+def _write_json(path: Path, content: dict[str, Any]) -> None:
+    path.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n", encoding="utf-8")

@@ -1,0 +1,105 @@
+"""The reference of an engine: the checkpoint with one adapter merged into its weights, run by
+transformers in fp64. It shares no code with any subject."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+_PREFIX = "base_model.model."
+
+
+@dataclass(frozen=True, slots=True)
+class Judged:
+    """A token of a request, as the reference sees it.
+
+    best: its own token at this place. gap: the logit of `best` minus that of the token.
+    margin: the logit of `best` minus the next one.
+    """
+
+    token: int
+    best: int
+    gap: float
+    margin: float
+
+
+class Reference:
+    """One model with one adapter, or with none. `dtype`: of weights and arithmetic."""
+
+    def __init__(
+        self, model: Path, adapter: Path | None = None, *, dtype: torch.dtype = torch.float64
+    ) -> None:
+        from transformers import AutoModelForCausalLM
+
+        with tempfile.TemporaryDirectory() as path:
+            merged = Path(path)
+            merge_adapter(model, adapter, merged)
+            # the products of all experts at once are not made for fp64
+            self._model: Any = AutoModelForCausalLM.from_pretrained(
+                merged, dtype=dtype, experts_implementation="eager"
+            ).eval()
+
+    def judge(self, prompt: Sequence[int], answer: Sequence[int]) -> list[Judged]:
+        """Each token of an answer, after the tokens that the answer itself has before it."""
+        logits = self.logits([*prompt, *answer])[len(prompt) - 1 : -1]
+        top = logits.topk(2, dim=-1)
+        chosen = logits.gather(-1, torch.tensor(answer)[:, None])[:, 0]
+        return [
+            Judged(token, best, gap, margin)
+            for token, best, gap, margin in zip(
+                answer,
+                top.indices[:, 0].tolist(),
+                (top.values[:, 0] - chosen).tolist(),
+                (top.values[:, 0] - top.values[:, 1]).tolist(),
+                strict=True,
+            )
+        ]
+
+    def logits(self, tokens: Sequence[int]) -> Tensor:
+        """[tokens, vocabulary], of what follows each token."""
+        with torch.no_grad():
+            result: Tensor = self._model(torch.tensor([list(tokens)])).logits[0]
+        return result.double()
+
+
+def merge_adapter(model: Path, adapter: Path | None, out: Path) -> None:
+    """Write the checkpoint of `model` to `out` in fp64, with W + scale * B @ A in place of each W
+    that the adapter has factors for. ValueError for factors that do not fit the model."""
+    stored = load_file(model / "model.safetensors")
+    weights = {name: value.double() for name, value in stored.items()}
+    deltas = {} if adapter is None else _deltas(adapter)
+    for module, delta in deltas.items():
+        name = f"{module}.weight"
+        if name not in weights:
+            raise ValueError(f"{adapter} has factors for {module}, which {model} does not have")
+        if weights[name].shape != delta.shape:
+            raise ValueError(
+                f"{adapter} changes {module} by {list(delta.shape)} "
+                f"(the model has {list(weights[name].shape)})"
+            )
+        weights[name] = weights[name] + delta
+    out.mkdir(parents=True, exist_ok=True)
+    for path in model.glob("*.json"):
+        shutil.copy(path, out)
+    save_file(weights, out / "model.safetensors", metadata={"format": "pt"})
+
+
+def _deltas(adapter: Path) -> dict[str, Tensor]:
+    config = json.loads((adapter / "adapter_config.json").read_text(encoding="utf-8"))
+    factors = load_file(adapter / "adapter_model.safetensors")
+    scale = config["lora_alpha"] / config["r"]
+    return {
+        name.removeprefix(_PREFIX).removesuffix(".lora_A.weight"): scale
+        * (factors[name.replace(".lora_A.", ".lora_B.")].double() @ a.double())
+        for name, a in factors.items()
+        if name.endswith(".lora_A.weight")
+    }

@@ -1,0 +1,91 @@
+"""What the tokens of an engine say about it. Pure.
+
+Each token is judged alone, after the engine's own tokens before it: equal to the reference's, a
+near tie, or a defect. Free-running texts are compared as well, because that is what engines' own
+tests do; but a text ends at its first difference, so that a rate of equal texts mixes defects with
+near ties and cannot tell one from the other (vllm #35204).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+from scipy.stats import binomtest
+
+
+class TokenVerdict(Enum):
+    RIGHT = "right"
+    # the reference prefers another token by less than arithmetic may change
+    NEAR_TIE = "near tie"
+    DEFECT = "defect"
+
+
+def token_verdict(gap: float, noise: float) -> TokenVerdict:
+    """gap: how far the reference has its own token above the engine's; 0 where they are one.
+    noise: how far a right engine's arithmetic may move one logit against another."""
+    if gap == 0:
+        return TokenVerdict.RIGHT
+    return TokenVerdict.NEAR_TIE if gap <= noise else TokenVerdict.DEFECT
+
+
+# a case in which more tokens are near ties says nothing
+MOST_NEAR_TIES = 0.01
+
+
+@dataclass(frozen=True, slots=True)
+class MatchRatio:
+    """`matches` of `requests` free-running texts are equal, with the exact interval of 95 %."""
+
+    matches: int
+    requests: int
+    low: float
+    high: float
+
+    @classmethod
+    def of(cls, texts: Sequence[Sequence[int]], wanted: Sequence[Sequence[int]]) -> MatchRatio:
+        """ValueError where there are none, or not as many of both."""
+        if not texts or len(texts) != len(wanted):
+            raise ValueError(
+                f"texts must be as many as the wanted ones, {len(wanted)}, and at least 1 "
+                f"(got {len(texts)})"
+            )
+        matches = sum(list(a) == list(b) for a, b in zip(texts, wanted, strict=True))
+        interval = binomtest(matches, len(texts)).proportion_ci(method="exact")
+        return cls(matches, len(texts), float(interval.low), float(interval.high))
+
+
+class Decision(Enum):
+    PASS = "pass"
+    FAIL = "fail"
+    UNDECIDED = "undecided"
+
+
+@dataclass(frozen=True, slots=True)
+class SequentialTest:
+    """Wald's test of a rate of failures: `healthy` against `defective`, wrong in at most `error` of
+    all decisions, however often one looks. Requests must be independent. ValueError."""
+
+    healthy: float
+    defective: float
+    error: float = 0.01
+
+    def __post_init__(self) -> None:
+        if not 0 < self.healthy < self.defective < 1:
+            raise ValueError(
+                "healthy and defective must be rates with 0 < healthy < defective < 1 "
+                f"(got {self.healthy:g} and {self.defective:g})"
+            )
+        if not 0 < self.error < 0.5:
+            raise ValueError(f"error must be between 0 and 0.5 (got {self.error:g})")
+
+    def decide(self, failures: int, requests: int) -> Decision:
+        """After so many failures of so many requests."""
+        evidence = failures * math.log(self.defective / self.healthy)
+        evidence += (requests - failures) * math.log((1 - self.defective) / (1 - self.healthy))
+        bound = math.log((1 - self.error) / self.error)
+        if evidence >= bound:
+            return Decision.FAIL
+        return Decision.PASS if evidence <= -bound else Decision.UNDECIDED
