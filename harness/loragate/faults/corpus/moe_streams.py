@@ -7,6 +7,7 @@ from loragate.faults.model import Group
 
 _launch = planting("lorakernels.moe.layer.launch", Group.STREAMS)
 _ops = planting("lorakernels.moe.layer.ops", Group.STREAMS)
+_steps = planting("lorakernels.batch.steps", Group.STREAMS)
 _layer = planting("lorakernels.layers.moe", Group.STREAMS)
 _shared = planting("lorakernels.layers.moe_shared", Group.STREAMS)
 _align = planting("lorakernels.moe.align.ops", Group.STREAMS)
@@ -115,19 +116,19 @@ FAULTS = (
         source="sglang #21647",
         why="Layers that run beside each other write one activation, and nothing says so.",
     ),
-    _ops(
+    _steps(
         "moe-capture-is-not-noticed",
-        "        parallel = has_adapters(step) or is_capturing(x.device)\n",
-        "        parallel = has_adapters(step)\n",
-        source="vllm #15090",
-        why="A graph that is captured with base rows alone has no fork for other batches.",
+        "    return not known.is_declared and is_capturing(device)\n",
+        "    return False\n",
+        source="vllm #43139",
+        why="A graph that is captured with base rows alone has no adapters for other batches.",
     ),
     _align(
         "moe-adapters-known-from-the-first-step",
-        "    note_adapters(step, has_adapters(batch_rows))\n",
-        "    if not has_adapters(step):\n"
+        "    note_base_rows(step, base_rows(batch_rows))\n",
+        "    if base_rows(step) is not None:\n"
         "        return note_rows(step, pairs.num_rows)\n"
-        "    note_adapters(step, has_adapters(batch_rows))\n",
+        "    note_base_rows(step, base_rows(batch_rows))\n",
         source="vllm #42008",
         why="Pairs that once had no adapter are never sorted again.",
     ),
