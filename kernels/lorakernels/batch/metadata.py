@@ -93,7 +93,7 @@ class BatchMetadata:
         self._note_adapters(not on_host or bool((token_slots >= 0).any()))
         if uploaded is not None:
             token_slots = uploaded
-        elif token_slots.device != self.token_slots.device:
+        if token_slots.device != self.token_slots.device:
             token_slots = upload(token_slots, self.token_slots.device)
         self._set_rows(num_live if num_rows is None else num_rows)
         block = 1024 if self.max_tokens <= 1024 else 4096

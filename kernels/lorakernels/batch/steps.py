@@ -1,8 +1,8 @@
-"""What is known of a prepared step, by one of the tensors of its mapping: `tile_rows` of BatchMetadata,
-`step` of PairMetadata.
+"""What is known of a prepared step, by one of the tensors of its mapping: `tile_rows` of
+BatchMetadata, `step` of PairMetadata.
 
-An operator gets tensors alone, since a number beside them would become a constant of a traced graph.
-It looks up here what it must know, when it runs.
+An operator gets tensors alone, since a number beside them would become a constant of a traced
+graph. It looks up here what it must know, when it runs.
 """
 
 from __future__ import annotations

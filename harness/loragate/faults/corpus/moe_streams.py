@@ -13,7 +13,7 @@ _shared = planting("lorakernels.layers.moe_shared", Group.STREAMS)
 _align = planting("lorakernels.moe.align.ops", Group.STREAMS)
 
 _CUT = (
-    "    fork_join(sums.device, multiply, partial(shrink, delta, pdl=False), parallel=parallel)\n"
+    "    fork_join(sums.device, multiply, *sides)\n"
     "    _gemm(replace(product, x=sums), delta, pdl=False, part=_Part.REST)\n"
 )
 _SUMS = "    sums = product.out.new_empty(pairs.num_pairs, columns, dtype=torch.float32)\n"
@@ -30,7 +30,7 @@ FAULTS = (
         "    def both() -> None:\n"
         "        multiply()\n"
         "        _gemm(replace(product, x=sums), delta, pdl=False, part=_Part.REST)\n\n"
-        "    fork_join(sums.device, both, partial(shrink, delta, pdl=False), parallel=parallel)\n",
+        "    fork_join(sums.device, both, *sides)\n",
         source="vllm #42290",
         why="The expand reads shrink outputs while the side still writes them.",
     ),
@@ -38,22 +38,17 @@ FAULTS = (
         "moe-rest-of-a-product-on-the-side",
         _CUT,
         "    def both() -> None:\n"
-        "        shrink(delta, pdl=False)\n"
+        "        for side in sides:\n"
+        "            side()\n"
         "        _gemm(replace(product, x=sums), delta, pdl=False, part=_Part.REST)\n\n"
-        "    if parallel:\n"
-        "        fork_join(sums.device, multiply, both)\n"
-        "    else:\n"
-        "        multiply()\n"
-        "        both()\n",
+        "    fork_join(sums.device, multiply, both)\n",
         source="vllm #42290",
         why="The expand starts behind its shrink, and reads sums that are not complete.",
     ),
     _launch(
         "moe-product-behind-the-join",
         _CUT.splitlines(keepends=True)[0],
-        "    fork_join(sums.device, lambda: None, partial(shrink, delta, pdl=False), "
-        "parallel=parallel)\n"
-        "    multiply()\n",
+        "    fork_join(sums.device, lambda: None, *sides)\n    multiply()\n",
         source="vllm #34933",
         why="A fork that serialises: the product starts when its shrink is done.",
     ),
@@ -76,8 +71,7 @@ FAULTS = (
     _launch(
         "moe-sums-freed-before-their-use",
         _CUT,
-        "    fork_join(sums.device, multiply, partial(shrink, delta, pdl=False), "
-        "parallel=parallel)\n"
+        "    fork_join(sums.device, multiply, *sides)\n"
         "    with torch.cuda.stream(torch.cuda.Stream()):\n"
         "        _gemm(replace(product, x=sums), delta, pdl=False, part=_Part.REST)\n",
         source="local-inference-lab #93",
