@@ -1,5 +1,5 @@
-"""Steps that are replayed from graphs, with graphs that a CPU records: what is in a graph, which one
-a batch gets, and what a replay gives."""
+"""Steps that are replayed from graphs, with graphs that a CPU records: what is in a graph, which
+one a batch gets, and what a replay gives."""
 
 from __future__ import annotations
 
