@@ -6,7 +6,7 @@ import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 
@@ -21,11 +21,15 @@ class Captured(Generic[T]):
     result: T
 
 
-def capture(call: Callable[[], T], *, warm_ups: int = 3, calls: int = 1) -> Captured[T]:
+def capture(
+    call: Callable[[], T], *, warm_ups: int = 3, calls: int = 1, pool: Any = None
+) -> Captured[T]:
     """A graph of `calls` calls, captured after `warm_ups` calls that compile what they need.
 
-    With `warm_ups` 0 the caller must have run `call` before. Every graph has a memory pool of its
-    own, and whatever is still queued on the device is finished before the capture begins.
+    With `warm_ups` 0 the caller must have run `call` before. Whatever is still queued on the device
+    is finished before the capture begins. Graphs of one `pool`, a handle of torch, share their
+    memory, so that the results of one end with the next replay of another; without it every graph
+    has its own.
     """
     # torch requires warm-up on a side stream, as the capture itself runs on one
     stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
@@ -35,7 +39,7 @@ def capture(call: Callable[[], T], *, warm_ups: int = 3, calls: int = 1) -> Capt
             call()
     torch.cuda.current_stream().wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
-    with _uncollected(), torch.cuda.graph(graph):
+    with _uncollected(), torch.cuda.graph(graph, pool=pool):
         for _ in range(calls - 1):
             call()
         result = call()

@@ -1,14 +1,16 @@
 """How the steps of an instance are run: one class for each execution of the matrix.
 
-A new execution is a class with `run` and an entry in RUNNERS.
+A new execution is a class with `run` and an entry in RUNNERS. Where there is no GPU, graphs are
+modelled: see streams/modelled_graphs.py.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from functools import partial
 from types import MappingProxyType
-from typing import Protocol, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 import torch
 from torch import Tensor
@@ -20,6 +22,8 @@ from loragate.matrix.case import Execution
 from loragate.protocol import AnyInstance, Batch, apply_step, subject_code
 
 WriteInput: TypeAlias = Callable[[], None]
+# in its context the names of torch.cuda capture and replay graphs
+Graphs: TypeAlias = Callable[[], AbstractContextManager[object]]
 
 
 class Runner(Protocol):
@@ -32,7 +36,7 @@ class Runner(Protocol):
 
 
 class EagerRunner:
-    def __init__(self, instance: AnyInstance) -> None:
+    def __init__(self, instance: AnyInstance, graphs: Graphs) -> None:
         self._instance = instance
 
     def run(self, batch: Batch, write_input: WriteInput | None = None) -> Tensor:
@@ -49,28 +53,33 @@ class GraphRunner:
     (sglang #28371, vllm #15090).
     """
 
-    def __init__(self, instance: AnyInstance) -> None:
-        self._instance = instance
+    def __init__(self, instance: AnyInstance, graphs: Graphs) -> None:
+        self._instance, self._graphs = instance, graphs
         # the batch whose memory the captured step reads and writes, and the capture
         self._captures: dict[tuple[object, ...], tuple[Batch, Captured[Tensor]]] = {}
+        # all graphs share their memory, as those of a server do
+        self._pool: Any = None
 
     def run(self, batch: Batch, write_input: WriteInput | None = None) -> Tensor:
         key = (batch.x.shape, batch.x.stride(), batch.out.stride())
         if key not in self._captures:
             self._captures[key] = self._capture(batch)
         static, captured = self._captures[key]
+        in_place = captured.result.data_ptr() == static.out.data_ptr()
+        if not in_place:
+            # of what the graph does not write nothing may be right by chance
+            captured.result.fill_(float("nan"))
         tensors = list(zip(_tensors(static), _tensors(batch), strict=True))
         self._instance.prepare(batch.token_slots)
         if write_input is not None:
             write_input()
         for inside, own in tensors:
             whole(inside).copy_(whole(own))
-        with subject_code():
+        with self._graphs(), subject_code():
             captured.graph.replay()
         # guard bands and inputs come back too: what the graph did to them must be seen
         for inside, own in tensors:
             whole(own).copy_(whole(inside))
-        in_place = captured.result.data_ptr() == static.out.data_ptr()
         return batch.out if in_place else captured.result.clone()
 
     def _capture(self, batch: Batch) -> tuple[Batch, Captured[Tensor]]:
@@ -80,11 +89,14 @@ class GraphRunner:
             ids = static.routes.topk_ids
             ids.copy_(torch.arange(ids.shape[1]).expand_as(ids))
         # an operation that cannot be captured may show only when the capture ends
-        with subject_code():
-            return static, capture(partial(apply_step, self._instance, static))
+        step = partial(apply_step, self._instance, static)
+        with self._graphs(), subject_code():
+            if self._pool is None:
+                self._pool = torch.cuda.graph_pool_handle()
+            return static, capture(step, pool=self._pool)
 
 
-RUNNERS: Mapping[Execution, Callable[[AnyInstance], Runner]] = MappingProxyType(
+RUNNERS: Mapping[Execution, Callable[[AnyInstance, Graphs], Runner]] = MappingProxyType(
     {Execution.EAGER: EagerRunner, Execution.GRAPH: GraphRunner}
 )
 

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+
 import torch
 from torch import Tensor
 
-from loragate.execution.runners import RUNNERS, WriteInput
+from loragate.execution.runners import RUNNERS, Graphs, WriteInput
+from loragate.execution.streams.model import MODULE, modelled_streams
+from loragate.execution.streams.modelled_graphs import ModelledGraphs
 from loragate.inputs import DataKind, make_base, make_batch, make_pool
 from loragate.inputs.base_experts import make_base_experts
 from loragate.matrix.case import LINEAR_SITES, Case, Site
@@ -36,6 +40,22 @@ def open_loaded(trial: Trial, case: Case, *, base: BaseLayer | None, pool: Pool)
     return instance
 
 
+def graphs_of(trial: Trial) -> Graphs:
+    """The graphs of the device of a trial; modelled ones on a machine without a GPU."""
+    if trial.machine.device != "cpu":
+        return nullcontext
+    model, streams_from = ModelledGraphs(), trial.capabilities.streams_from
+
+    def modelled() -> AbstractContextManager[object]:
+        with ExitStack() as stack:
+            stack.enter_context(modelled_streams(model))
+            if streams_from is not None:
+                stack.enter_context(streams_from(MODULE))
+            return stack.pop_all()
+
+    return modelled
+
+
 class Session:
     """State lives from step to step, as in a server."""
 
@@ -45,7 +65,7 @@ class Session:
             self.instance = trial.subject.open(trial.case, trial.machine, base)
         else:
             self.instance = open_loaded(trial, trial.case, base=base, pool=pool)
-        self._runner = RUNNERS[trial.case.execution](self.instance)
+        self._runner = RUNNERS[trial.case.execution](self.instance, graphs_of(trial))
 
     def queue(self, batch: Batch, write_input: WriteInput | None = None) -> Tensor:
         """As `step`, but the device may still be busy with it. `write_input`: as of a Runner."""

@@ -19,6 +19,7 @@ from loragate.oracles.numeric.range import Range
 from loragate.oracles.numeric.reference import Reference
 from loragate.oracles.oracle import Oracle
 from loragate.oracles.state.batch_invariance import BatchInvariance
+from loragate.oracles.state.graph import Graph
 from loragate.oracles.state.isolation import Isolation
 from loragate.oracles.state.permute import Permute
 from loragate.oracles.state.queue import Queue
@@ -40,6 +41,7 @@ _ALL: tuple[Oracle, ...] = (
     Work(),
     BatchInvariance(),
     Queue(),
+    Graph(),
     Race(),
     Schedule(),
     Overlap(),

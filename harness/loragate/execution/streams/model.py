@@ -40,7 +40,8 @@ class Observer(Protocol):
 class GraphObserver(Protocol):
     """Learns, in the order of the host, what graphs are asked to do."""
 
-    def begin_capture(self, graph: int) -> None: ...
+    def begin_capture(self, graph: int, pool: object) -> None:
+        """Graphs of equal pools share their memory."""
 
     def end_capture(self, graph: int) -> None: ...
 
@@ -119,10 +120,11 @@ class ModelGraph:
     def __init__(self, keep_graph: bool = False) -> None:
         self.number = next(_numbers)
 
-    def capture_begin(self, *_: Any, **__: Any) -> None:
+    def capture_begin(self, pool: object = None, **_: Any) -> None:
         _model.is_capturing = True
         if _model.observer is not None:
-            _model.observer.graphs.begin_capture(self.number)
+            # without a pool a graph has one for itself
+            _model.observer.graphs.begin_capture(self.number, pool or (self.number,))
 
     def capture_end(self) -> None:
         _model.is_capturing = False
@@ -166,11 +168,16 @@ class _Model:
     def is_current_stream_capturing(self) -> bool:
         return self.is_capturing
 
+    def graph_pool_handle(self) -> tuple[int, int]:
+        return (0, next(_numbers))
+
     @contextmanager
-    def graph(self, cuda_graph: ModelGraph) -> Iterator[None]:
+    def graph(
+        self, cuda_graph: ModelGraph, pool: object = None, stream: ModelStream | None = None
+    ) -> Iterator[None]:
         self.synchronize()
-        with ModelStream():
-            cuda_graph.capture_begin()
+        with stream or ModelStream():
+            cuda_graph.capture_begin(pool)
             try:
                 yield
             finally:
@@ -191,6 +198,7 @@ _PATCHED = (
     "is_current_stream_capturing",
     "CUDAGraph",
     "graph",
+    "graph_pool_handle",
 )
 
 

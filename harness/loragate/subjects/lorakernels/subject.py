@@ -72,12 +72,11 @@ class LoraKernelsSubject:
             return "source tree"
 
     def capabilities(self, machine: Machine) -> Capabilities | str:
-        graph = frozenset() if machine.interpreted else frozenset({Execution.GRAPH})
         return Capabilities(
             sites=frozenset(Site),
             supports={
                 "dtype": frozenset(Dtype),
-                "execution": frozenset({Execution.EAGER}) | graph,
+                "execution": frozenset(Execution),
                 "rank": range(1, MAX_RANK + 1),
                 "parallel": frozenset(Parallel),
                 "path": frozenset(Path),
