@@ -42,17 +42,23 @@ class _Recording:
     storages: dict[int, Tensor] = field(default_factory=dict)
     pool: set[int] = field(default_factory=set)
 
-    def hold(self, tensor: Tensor, *, in_pool: bool = False) -> Tensor:
-        """The same memory behind a tensor that nobody else has."""
-        own = tensor.detach()
-        key = _key(own)
+    def own(self, tensor: Tensor) -> Tensor:
+        """The same memory behind a tensor that nobody else has. An action must keep it."""
+        key = _key(tensor)
+        self._remember(key, tensor)
+        self.held[key] += 1
+        return tensor.detach()
+
+    def allocate(self, tensor: Tensor) -> None:
+        """The memory of a tensor was allocated within the capture."""
+        key = _key(tensor)
+        self._remember(key, tensor)
+        self.pool.add(key)
+
+    def _remember(self, key: int, tensor: Tensor) -> None:
         if key not in self.storages:
             self.storages[key] = tensor.detach()
             self.held[key] += 1
-        self.held[key] += 1
-        if in_pool:
-            self.pool.add(key)
-        return own
 
     def dangling(self) -> list[Tensor]:
         """Memory from outside that nothing but the graph holds."""
@@ -152,16 +158,30 @@ class ModelledGraphs(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if host_waits(name, args, kwargs, [*(tensor for tensor, _, _ in used), *outputs]):
             raise _not_permitted(f"the host waits for the device in {name}")
         known = {_key(tensor) for tensor, _, _ in used}
-        held = [recording.hold(t, in_pool=_key(t) not in known) for t in outputs]
-        fresh = [own for own in held if _key(own) not in known]
+        fresh = [tensor for tensor in outputs if _key(tensor) not in known]
+        for tensor in fresh:
+            recording.allocate(tensor)
         writes = fresh or not outputs or any(is_write for _, is_write, _ in used)
         if writes and not name.startswith(("empty", "new_empty")):
-            args, kwargs = self._held(recording, (args, kwargs))
-            recording.actions.append(Again(func, args, kwargs, held, fresh))
+            recording.actions.append(self._again(recording, func, args, kwargs, outputs))
 
-    def _held(self, recording: _Recording, arguments: Any) -> Any:
+    def _again(
+        self,
+        recording: _Recording,
+        func: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        outputs: list[Tensor],
+    ) -> Again:
+        args, kwargs = self._owned(recording, (args, kwargs))
+        known = {_key(tensor) for tensor, _, _ in used_by(func, args, kwargs)}
+        results = [recording.own(tensor) for tensor in outputs]
+        fresh = [tensor for tensor in results if _key(tensor) not in known]
+        return Again(func, args, kwargs, results, fresh)
+
+    def _owned(self, recording: _Recording, arguments: Any) -> Any:
         return tree_map(
-            lambda leaf: recording.hold(leaf) if isinstance(leaf, Tensor) else leaf, arguments
+            lambda leaf: recording.own(leaf) if isinstance(leaf, Tensor) else leaf, arguments
         )
 
     @contextmanager
@@ -177,7 +197,7 @@ class ModelledGraphs(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 run(executor, *args, **kwargs)
                 return
             with self._muting():
-                args, kwargs = self._held(recording, (args, kwargs))
+                args, kwargs = self._owned(recording, (args, kwargs))
                 _freeze_grid(executor)
                 run(executor, *args, **kwargs)
             recording.actions.append(lambda: run(executor, *args, **kwargs))

@@ -1,0 +1,143 @@
+"""Graphs of a machine without a GPU do what a CUDA graph does."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from loragate.core.machine import select_interpreter
+
+select_interpreter()
+
+from loragate.execution.graph import capture  # noqa: E402
+from loragate.execution.streams.model import modelled_streams  # noqa: E402
+from loragate.execution.streams.modelled_graphs import ModelledGraphs  # noqa: E402
+
+
+@pytest.fixture(autouse=True)
+def graphs() -> Iterator[None]:
+    with modelled_streams(ModelledGraphs()):
+        yield
+
+
+def test_a_replay_runs_operators_and_no_code_of_the_host() -> None:
+    x, out, calls = torch.ones(3), torch.zeros(3), []
+
+    def step() -> Tensor:
+        calls.append(len(calls))
+        return out.copy_(x * (len(calls) + 1))
+
+    captured = capture(step, warm_ups=0)
+    x.fill_(5)
+    captured.graph.replay()
+    # the factor is that of the capture, the values are those of today
+    assert out.tolist() == [10, 10, 10]
+    assert calls == [0]
+
+
+@triton.jit
+def add_kernel(x_ptr, out_ptr, number, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    offsets = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(out_ptr + offsets, tl.load(x_ptr + offsets) + number)
+
+
+def test_a_launch_keeps_its_grid_and_its_numbers() -> None:
+    x, out, sizes = torch.zeros(4), torch.zeros(4), [2]
+
+    def step() -> Tensor:
+        add_kernel[lambda meta: (sizes[0] // meta["BLOCK"],)](x, out, sizes[0], BLOCK=1)
+        return out
+
+    captured = capture(step, warm_ups=0)
+    sizes[0] = 4
+    x.fill_(10)
+    out.zero_()
+    captured.graph.replay()
+    assert out.tolist() == [12, 12, 0, 0]
+
+
+def test_memory_that_a_capture_allocates_holds_nothing_before_a_replay() -> None:
+    x, first = torch.ones(3), [True]
+
+    def step() -> Tensor:
+        scratch = torch.empty(3)
+        if first.pop():
+            # done by the host itself, as what another graph would leave there
+            with torch.utils._python_dispatch._disable_current_modes():
+                scratch.copy_(x)
+        return scratch + 1
+
+    captured = capture(step, warm_ups=0)
+    captured.graph.replay()
+    assert captured.result.isnan().all()
+
+
+def test_graphs_of_one_pool_use_the_same_memory_and_others_do_not() -> None:
+    x = torch.ones(3)
+    pool = torch.cuda.graph_pool_handle()
+    one, two = (capture(lambda: x * 2, warm_ups=0, pool=pool) for _ in range(2))
+    apart = capture(lambda: x * 2, warm_ups=0)
+    for captured in (one, apart, two):
+        captured.graph.replay()
+    assert one.result.isnan().all()
+    assert two.result.tolist() == apart.result.tolist() == [2, 2, 2]
+
+
+def test_memory_that_only_a_graph_holds_has_been_given_to_somebody_else() -> None:
+    held = {"weight": torch.ones(3)}
+    captured = capture(lambda: held["weight"] * 2, warm_ups=0)
+    captured.graph.replay()
+    assert captured.result.tolist() == [2, 2, 2]
+    view = held["weight"][:2]
+    del held["weight"]
+    captured.graph.replay()
+    assert captured.result.tolist() == [2, 2, 2]
+    del view
+    captured.graph.replay()
+    assert captured.result.isnan().all()
+
+
+def test_a_custom_operator_is_replayed_by_what_it_does() -> None:
+    sizes = [1]
+
+    @torch.library.custom_op("loragate_tests::times", mutates_args=("out",))
+    def times(x: Tensor, out: Tensor) -> None:
+        out.copy_(x * sizes[0])
+
+    x, out = torch.ones(2), torch.zeros(2)
+    captured = capture(lambda: times(x, out), warm_ups=0)
+    sizes[0], _ = 7, x.fill_(3)
+    captured.graph.replay()
+    assert out.tolist() == [3, 3]
+
+
+@pytest.mark.parametrize(
+    "wait",
+    [
+        lambda x: x.sum().item(),
+        lambda x: x.nonzero(),
+        lambda x: x[x > 0],
+        lambda x: torch.cuda.synchronize(),
+        lambda x: torch.cuda.current_stream().synchronize(),
+        lambda x: torch.cuda.Event().synchronize(),
+    ],
+    ids=["item", "nonzero", "mask", "synchronize", "stream", "event"],
+)
+def test_a_capture_in_which_the_host_waits_fails_and_the_next_one_does_not(wait: object) -> None:
+    x = torch.ones(3)
+
+    def step() -> Tensor:
+        wait(x)  # type: ignore[operator]
+        return x * 2
+
+    with pytest.raises(RuntimeError, match="not permitted when stream is capturing"):
+        capture(step, warm_ups=0)
+    assert not torch.cuda.is_current_stream_capturing()
+    captured = capture(lambda: x * 3, warm_ups=0)
+    captured.graph.replay()
+    assert captured.result.tolist() == [3, 3, 3]
