@@ -12,12 +12,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 pytest.importorskip("transformers")
 
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel  # noqa: E402
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
-from lorakernels.serving.cache import RequestCache  # noqa: E402
-from lorakernels.serving.decoder import Decoder  # noqa: E402
-from lorakernels.serving.replace import replace_layers  # noqa: E402
-from lorakernels.serving.tiny import KINDS, tiny_model  # noqa: E402
+from lorakernels.serving.cache import RequestCache
+from lorakernels.serving.decoder import Decoder
+from lorakernels.serving.replace import replace_layers
+from lorakernels.serving.tiny import KINDS, tiny_model
 
 SIZES = {"num_slots": 2, "rank": 2, "max_requests": 3, "max_length": 8, "max_prompt_tokens": 12}
 ATTENTION = "model.layers.1.self_attn"

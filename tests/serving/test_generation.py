@@ -13,11 +13,11 @@ from torch import Tensor
 
 pytest.importorskip("transformers")
 
-from transformers import GenerationConfig  # noqa: E402
+from transformers import GenerationConfig
 
-from lorakernels.adapters.adapter import Adapter  # noqa: E402
-from lorakernels.adapters.errors import AdapterError  # noqa: E402
-from lorakernels.serving.generation import Generation, Request, generate  # noqa: E402
+from lorakernels.adapters.adapter import Adapter
+from lorakernels.adapters.errors import AdapterError
+from lorakernels.serving.generation import Generation, Request, generate
 
 VOCABULARY = 11
 SLOTS = {"first": 0, "second": 1, "third": 2}
