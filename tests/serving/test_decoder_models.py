@@ -213,8 +213,8 @@ def test_base_requests_get_the_tokens_that_transformers_gives_them_alone(kind: s
         max_length=16,
         max_prompt_tokens=9,
     )
-    config = transformers.GenerationConfig(max_new_tokens=4, eos_token_id=list(range(24)))
-    prompts = [*PROMPTS, [1]]
+    config = transformers.GenerationConfig(max_new_tokens=3, eos_token_id=list(range(24)))
+    prompts = PROMPTS
     answers = generate(decoder, [Request(tuple(prompt)) for prompt in prompts], config)
     for prompt, answer in zip(prompts, answers, strict=True):
         ids = torch.tensor([prompt])

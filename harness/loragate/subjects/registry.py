@@ -50,8 +50,8 @@ SUBJECTS: Mapping[str, RegisteredSubject] = MappingProxyType(
                 name="lorakernels",
                 target="loragate.subjects.lorakernels.subject:LoraKernelsSubject",
                 launches="lorakernels.specs:launches",
-                # adapters, slots, partition and plans
-                host_tests=("tests/kernels", "tests/adapters", "tests/moe"),
+                # adapters, slots, partition, plans and the decoder
+                host_tests=("tests/kernels", "tests/adapters", "tests/moe", "tests/serving"),
             ),
             RegisteredSubject(
                 name="torch",

@@ -22,6 +22,7 @@ from loragate.faults.corpus import (
     moe_two_kernel,
     new_oracles,
     operator,
+    serving_decoder,
     shrink,
     streams,
     weights,
@@ -49,6 +50,7 @@ FAULTS: tuple[Fault, ...] = (
     *streams.FAULTS,
     *gdn.FAULTS,
     *moe_streams.FAULTS,
+    *serving_decoder.FAULTS,
 )
 
 CONTROLS: tuple[Control, ...] = (*controls.CONTROLS, *moe_controls.CONTROLS)
