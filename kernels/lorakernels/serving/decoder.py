@@ -17,8 +17,10 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from lorakernels.adapters.slots import AdapterSlots
 from lorakernels.runtime.device import keep_address, upload
+from lorakernels.serving.buffers import ServingBuffers
 from lorakernels.serving.cache import RequestCache, layer_types
-from lorakernels.serving.eager import EagerBuffers, EagerRunner
+from lorakernels.serving.graph_runner import GraphRunner
+from lorakernels.serving.inputs import InputSpec, StepInputs
 from lorakernels.serving.replace import replace_layers
 
 
@@ -29,6 +31,8 @@ class Decoder:
     max_requests: how many requests are decoded at a time. max_length: tokens of a request, prompt
         and answer. max_prompt_tokens: tokens of one prompt pass, padding included.
     lm_head: whether adapters may change the head.
+    graph_sizes: numbers of requests for which `capture` makes graphs of the decode step. A step
+        takes the smallest one that fits, and runs eagerly where none does.
     Raises ValueError.
     """
 
@@ -42,6 +46,7 @@ class Decoder:
         max_length: int,
         max_prompt_tokens: int,
         lm_head: bool = False,
+        graph_sizes: Sequence[int] = (),
     ) -> None:
         self.config = model.config
         _check_rope(self.config)
@@ -54,7 +59,7 @@ class Decoder:
         self.max_prompt_tokens = max_prompt_tokens
         self.layers, self.slots = replaced.layers, AdapterSlots(replaced.layers)
         # before the cache, which may take what is left of the memory
-        self.buffers = EagerBuffers(
+        self.buffers = ServingBuffers.reserve(
             replaced.layers,
             max_tokens=max(max_requests, max_prompt_tokens),
             top_k=getattr(self.config, "num_experts_per_tok", None),
@@ -68,9 +73,16 @@ class Decoder:
             device=self.device,
         )
         self._entries = keep_address(torch.arange(max_length, device=self.device))
-        ids = torch.zeros(max_requests, dtype=torch.int64, device=self.device)
-        self.inputs = {"input_ids": ids, "positions": torch.zeros_like(ids)}
-        self.runner = EagerRunner(self.step, self.inputs, self.buffers)
+        # padding is token 0 at position 0
+        specs = {name: InputSpec(dtype=torch.int64) for name in ("input_ids", "positions")}
+        self.inputs = StepInputs(specs, max_tokens=max_requests, device=self.device)
+        self.runner = GraphRunner(self.step, self.inputs, self.buffers, sizes=graph_sizes)
+
+    def capture(self) -> None:
+        """Capture the decode steps of `graph_sizes`; nothing where the device has no graphs. The
+        cache must hold no request, because the dummy runs write into its lines. Adapters may be
+        loaded and evicted before and afterwards."""
+        self.runner.capture()
 
     @torch.no_grad()
     def prefill(
@@ -82,17 +94,17 @@ class Decoder:
         lengths = [len(prompt) for prompt in prompts]
         self._check_prompts(lengths, first_line)
         longest = max(lengths)
-        ids = torch.zeros(len(prompts), longest, dtype=torch.int64)
-        rows = torch.full(ids.shape, -1, dtype=torch.int32)
+        ids = torch.zeros(len(prompts), longest, dtype=torch.int64, device="cpu")
+        rows = torch.full(ids.shape, -1, dtype=torch.int32, device="cpu")
         for row, (prompt, slot) in enumerate(zip(prompts, slots, strict=True)):
-            ids[row, longest - len(prompt) :] = torch.tensor(prompt)
+            ids[row, longest - len(prompt) :] = torch.tensor(prompt, device="cpu")
             rows[row, longest - len(prompt) :] = slot
         self.cache.begin_prompts(first_line, lengths)
         self.buffers.batch.prepare(rows.flatten())
-        padding = torch.tensor([longest - length for length in lengths])
+        padding = _on_host([longest - length for length in lengths], torch.int64)
         hidden = self._prompt_pass(self._on_device(ids), self._on_device(padding))
         # the head has a row for each prompt
-        self.buffers.batch.prepare(torch.tensor(slots, dtype=torch.int32))
+        self.buffers.batch.prepare(_on_host(slots, torch.int32))
         logits: Tensor = self.model.lm_head(hidden)
         return logits
 
@@ -104,9 +116,9 @@ class Decoder:
         Raises ValueError."""
         self._check_step(positions)
         return self.runner.run(
-            torch.tensor(slots, dtype=torch.int32),
-            input_ids=torch.tensor(tokens),
-            positions=torch.tensor(positions),
+            _on_host(slots, torch.int32),
+            input_ids=_on_host(tokens, torch.int64),
+            positions=_on_host(positions, torch.int64),
         )
 
     @torch.no_grad()
@@ -178,6 +190,10 @@ class Decoder:
                 f"positions must be 0 to {self.max_length - 1} "
                 f"(got {min(positions)} to {max(positions)})"
             )
+
+
+def _on_host(values: Sequence[int], dtype: torch.dtype) -> Tensor:
+    return torch.tensor(values, dtype=dtype, device="cpu")
 
 
 def _check_rope(config: PreTrainedConfig) -> None:

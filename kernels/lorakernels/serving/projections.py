@@ -9,31 +9,14 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
-from lorakernels.batch.metadata import BatchMetadata
-from lorakernels.dense.ops import DenseWorkspace
 from lorakernels.layers.gdn import GatedDeltaNetInputProjection
 from lorakernels.layers.linear import LoRALinear
-from lorakernels.layers.moe import FusedMoELoRA, MoEScratch
-from lorakernels.moe.align.metadata import PairMetadata
-
-
-class Buffers(Protocol):
-    """What all layers of a model share: the mapping of the step and the workspaces."""
-
-    @property
-    def batch(self) -> BatchMetadata: ...
-
-    @property
-    def dense(self) -> DenseWorkspace | None: ...
-
-    def experts(self, layer: FusedMoELoRA) -> MoEScratch: ...
-
-    def pairs(self, layer: FusedMoELoRA) -> PairMetadata: ...
+from lorakernels.layers.moe import FusedMoELoRA
+from lorakernels.serving.buffers import ServingBuffers
 
 
 @dataclass(slots=True)
@@ -41,9 +24,9 @@ class BufferPlace:
     """Where the modules of a model find the buffers, which are reserved after the modules have been
     put in place, because the sizes are those of the layers."""
 
-    buffers: Buffers | None = None
+    buffers: ServingBuffers | None = None
 
-    def get(self) -> Buffers:
+    def get(self) -> ServingBuffers:
         """RuntimeError before the buffers have been reserved."""
         if self.buffers is None:
             raise RuntimeError("the model has no buffers yet; a Decoder reserves them")

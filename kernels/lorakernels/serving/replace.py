@@ -28,14 +28,13 @@ from lorakernels.layers.gdn import DeltaNetHeads, GatedDeltaNetInputProjection
 from lorakernels.layers.linear import LoRALinear
 from lorakernels.layers.moe import FusedMoELoRA
 from lorakernels.layers.partition import Slice
+from lorakernels.serving.buffers import LoRALayer
 from lorakernels.serving.projections import (
     BufferPlace,
     Columns,
     PackedProjection,
     ServedExperts,
 )
-
-ServedLayer = LoRALinear | GatedDeltaNetInputProjection | FusedMoELoRA
 
 MODELS = (Qwen3ForCausalLM, Qwen3MoeForCausalLM, Qwen3NextForCausalLM)
 _EXPERTS = (qwen3_moe.Qwen3MoeExperts, qwen3_next.Qwen3NextExperts)
@@ -74,7 +73,7 @@ _KEPT = (
 class Replaced:
     """The layers of a model by name, as AdapterSlots takes them, and where they find buffers."""
 
-    layers: Mapping[str, ServedLayer]
+    layers: Mapping[str, LoRALayer]
     place: BufferPlace
 
 
@@ -189,7 +188,7 @@ def _refuse_unknown(model: PreTrainedModel, sites: list[_Site]) -> None:
 
 def _replace(
     model: PreTrainedModel, site: _Site, place: BufferPlace, num_slots: int, rank: int
-) -> ServedLayer:
+) -> LoRALayer:
     parent = model.get_submodule(site.parent)
     first = getattr(parent, site.members[0])
     if isinstance(first, _EXPERTS):

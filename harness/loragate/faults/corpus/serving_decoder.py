@@ -67,7 +67,7 @@ FAULTS = (
     ),
     _decoder(
         "head-of-prompts-keeps-their-mapping",
-        "        self.buffers.batch.prepare(torch.tensor(slots, dtype=torch.int32))\n",
+        "        self.buffers.batch.prepare(_on_host(slots, torch.int32))\n",
         "        self.buffers.batch.prepare(rows.flatten()[: len(slots)])\n",
         source="own",
         why="The head has a row for each prompt, and takes the slots of the first tokens.",
