@@ -49,10 +49,12 @@ def tiny_model(kind: str, *, seed: int = 0, **changes: Any) -> PreTrainedModel:
     """A model of a kind of `KINDS` on the CPU in fp32, the same for each seed; `changes` are fields
     of its config. KeyError for an unknown kind."""
     make_config, make_model, sizes = _KINDS[kind]
-    # grouped products of experts want larger sizes
-    model: PreTrainedModel = make_model._from_config(
-        make_config(**(sizes | changes)), experts_implementation="eager"
-    )
+    config = make_config(**(sizes | changes))
+    # some initial weights are drawn
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        # grouped products of experts want larger sizes
+        model: PreTrainedModel = make_model._from_config(config, experts_implementation="eager")
     generator = torch.Generator().manual_seed(seed)
     for weight in model.parameters():
         # the initial weights are so small that the answer would hardly depend on the prompt; norms
