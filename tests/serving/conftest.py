@@ -168,9 +168,9 @@ def adapter(seed: int) -> list[Factors]:
 
 
 class Stack:
-    """A linear layer and a MoE layer behind it, with everything that serves them."""
+    """A linear layer and, with `moe`, a MoE layer behind it, with everything that serves them."""
 
-    def __init__(self, *, max_tokens: int = MOST, device: str = "cpu") -> None:
+    def __init__(self, *, max_tokens: int = MOST, slots: int = SLOTS, moe: bool = False) -> None:
         from lorakernels.layers.linear import LoRALinear
         from lorakernels.layers.moe import FusedMoELoRA
         from lorakernels.layers.partition import Slice
@@ -180,25 +180,28 @@ class Stack:
         self.weight = randn(HIDDEN, HIDDEN, seed=1)
         self.w13 = randn(EXPERTS, 2 * INTER, HIDDEN, seed=2)
         self.w2 = randn(EXPERTS, HIDDEN, INTER, seed=3)
-        sizes = {"num_slots": SLOTS, "rank": RANK}
+        sizes = {"num_slots": slots, "rank": RANK}
         self.linear = LoRALinear(self.weight, slices=[Slice("o", HIDDEN)], **sizes)
         self.experts = FusedMoELoRA(self.w13, self.w2, **sizes)
-        self.layers = {"linear": self.linear, "experts": self.experts}
+        self.layers = {"linear": self.linear, **({"experts": self.experts} if moe else {})}
         self.buffers = ServingBuffers.reserve(self.layers, max_tokens=max_tokens, top_k=TOP_K)
         specs = {
             "x": InputSpec(dtype=torch.float32, shape=(HIDDEN,)),
             "ids": InputSpec(dtype=torch.int32, shape=(TOP_K,)),
             "router": InputSpec(dtype=torch.float32, shape=(TOP_K,)),
         }
-        self.inputs = StepInputs(specs, max_tokens=max_tokens, device=device)
+        self.inputs = StepInputs(specs, max_tokens=max_tokens, device="cpu")
         self.resident: dict[int, list[Factors]] = {}
         # the rows of each call of `step`
         self.called: list[int] = []
+        self.moe = moe
 
     def step(self, rows: int) -> Tensor:
         self.called.append(rows)
         batch, inputs = self.buffers.batch, self.inputs
         hidden = self.linear(inputs["x"][:rows], batch, self.buffers.dense)
+        if not self.moe:
+            return hidden
         return self.experts(
             hidden,
             inputs["ids"][:rows],
@@ -246,6 +249,8 @@ class Stack:
         hidden = self.weight @ x
         if given:
             hidden = hidden + given[0].scale * (given[0].b @ (given[0].a @ x))
+        if not self.moe:
+            return hidden
         out = torch.zeros(HIDDEN)
         for expert, weight in zip(ids.tolist(), router, strict=True):
             gate, up = (self.w13[expert] @ hidden).split(INTER)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -75,7 +76,7 @@ def test_every_tensor_keeps_its_address_and_lies_in_one_block() -> None:
         assert start <= tensor.data_ptr() <= end - tensor.nbytes
         spans.append((tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes))
     spans.sort()
-    for (_, stop), (begin, _) in zip(spans, spans[1:], strict=False):
+    for (_, stop), (begin, _) in pairwise(spans):
         assert stop <= begin, "no two of them share memory"
 
 

@@ -1,5 +1,5 @@
-"""Kernels of the adapters are left out of a step of base rows, and out of a graph only where that was
-declared: a graph that was captured with base rows must serve adapters."""
+"""Kernels of the adapters are left out of a step of base rows, and out of a graph only where that
+was declared: a graph that was captured with base rows must serve adapters."""
 
 from __future__ import annotations
 
@@ -130,7 +130,7 @@ def capturing(graphs: Any) -> Any:
 
 
 def filled(make_stack: Any) -> Any:
-    stack = make_stack()
+    stack = make_stack(moe=True)
     for slot in range(3):
         stack.load(slot, seed=slot)
     stack.inputs.write(MIXED, stack.values(ROWS, seed=5))

@@ -94,7 +94,8 @@ class GraphRunner:
                     graphs[key] = pool.capture(call, warm_ups=_WARM_UPS)
         self._graphs, self._unchecked = graphs, set(graphs)
         self._sizes = sorted({key.num_tokens for key in graphs})
-        self._captured = self._read_tensors()
+        # views: the memory of a parameter may be replaced within the same tensor
+        self._captured = {name: t.detach() for name, t in self._read_tensors().items()}
         return self.keys
 
     @torch.no_grad()

@@ -23,6 +23,7 @@ from loragate.faults.corpus import (
     new_oracles,
     operator,
     serving_decoder,
+    serving_graphs,
     shrink,
     streams,
     weights,
@@ -51,6 +52,7 @@ FAULTS: tuple[Fault, ...] = (
     *gdn.FAULTS,
     *moe_streams.FAULTS,
     *serving_decoder.FAULTS,
+    *serving_graphs.FAULTS,
 )
 
 CONTROLS: tuple[Control, ...] = (*controls.CONTROLS, *moe_controls.CONTROLS)
