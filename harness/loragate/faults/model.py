@@ -33,7 +33,7 @@ class Group(StrEnum):
     STREAMS = "streams and their events"
     DELTA_NET = "input of a gated delta net"
     ADAPTERS = "adapter files and activation"
-    DECODER = "decoder of requests"
+    DECODER = "serving: decoder"
     ALIGN = "MoE: alignment of pairs"
     MOE_TWO_KERNEL = "MoE: shrink and expand"
     MOE_FUSED = "MoE: one launch for both"
