@@ -78,7 +78,10 @@ def serve(
         max_length=len(prompt) + max_new_tokens,
         max_prompt_tokens=len(prompt) * len(requests),
         lm_head=any("lm_head" in adapter.modules for adapter in adapters),
+        graph_sizes=range(1, len(requests) + 1),
     )
+    # on a GPU; adapters are loaded afterwards, as they may be at any time
+    decoder.capture()
     for adapter in adapters:
         print(f"{adapter.name}: slot {decoder.slots.activate(adapter)}")
     answers = generate(decoder, requests, GenerationConfig(max_new_tokens=max_new_tokens))

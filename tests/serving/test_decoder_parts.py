@@ -222,8 +222,9 @@ def test_rows_have_the_slot_of_their_request_and_padding_is_of_the_base_model(
     noted = noted_mappings(decoder, monkeypatch)
     decoder.prefill([[4], [6, 2, 3], [7, 5]], [1, -1, 0], first_line=0)
     decoder.decode([9, 8, 1], [1, 3, 2], [1, -1, 0])
+    decoder.decode([4, 5], [2, 4], [0, 1])
     tokens = [-1, -1, 1, -1, -1, -1, -1, 0, 0]
-    assert noted == [tokens, [1, -1, 0], [1, -1, 0]]
+    assert noted == [tokens, [1, -1, 0], [1, -1, 0], [0, 1]]
 
 
 class NoReadBack(TorchDispatchMode):

@@ -73,6 +73,14 @@ FAULTS = (
         why="The head has a row for each prompt, and takes the slots of the first tokens.",
     ),
     _decoder(
+        "mapping-of-the-first-step-kept",
+        "            _on_host(slots, torch.int32),\n            input_ids",
+        '            self.__dict__.setdefault("_first", _on_host(slots, torch.int32))[: len(slots)],\n'
+        "            input_ids",
+        source="vllm #42120",
+        why="Rows keep the slots that they had in the first decode step.",
+    ),
+    _decoder(
         "delta-nets-read-padding",
         '"linear_attention": is_live}',
         '"linear_attention": None}',
