@@ -75,7 +75,8 @@ FAULTS = (
     _decoder(
         "mapping-of-the-first-step-kept",
         "            _on_host(slots, torch.int32),\n            input_ids",
-        '            self.__dict__.setdefault("_first", _on_host(slots, torch.int32))[: len(slots)],\n'
+        "            self.__dict__.setdefault('_first', _on_host(slots, torch.int32))"
+        "[: len(slots)],\n"
         "            input_ids",
         source="vllm #42120",
         why="Rows keep the slots that they had in the first decode step.",
