@@ -50,22 +50,8 @@ SUBJECTS: Mapping[str, RegisteredSubject] = MappingProxyType(
                 name="lorakernels",
                 target="loragate.subjects.lorakernels.subject:LoraKernelsSubject",
                 launches="lorakernels.specs:launches",
-                # adapters, slots, partition, plans, steps that are replayed from graphs, decoder
-                host_tests=(
-                    "tests/kernels",
-                    "tests/adapters",
-                    "tests/moe",
-                    "tests/serving/test_decoder_graphs.py",
-                    "tests/serving/test_decoder_models.py",
-                    "tests/serving/test_decoder_parts.py",
-                    "tests/serving/test_generation.py",
-                    "tests/serving/test_graph_keys.py",
-                    "tests/serving/test_graph_runner.py",
-                    "tests/serving/test_graph_state.py",
-                    "tests/serving/test_serving_buffers.py",
-                    "tests/serving/test_step_inputs.py",
-                    "tests/serving/test_without_adapters.py",
-                ),
+                # adapters, slots, partition, plans, and steps that are replayed from graphs
+                host_tests=("tests/kernels", "tests/adapters", "tests/moe", "tests/serving"),
             ),
             RegisteredSubject(
                 name="torch",
