@@ -146,6 +146,24 @@ def test_a_model_whose_rows_would_depend_on_their_batch_is_refused(
     assert type(model.model.layers[0].self_attn.q_proj) is nn.Linear
 
 
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [
+        ({"max_requests": 0}, "max_requests must be at least 1 .got 0"),
+        ({"max_length": 0}, "max_length must be at least 1 .got 0"),
+        ({"max_prompt_tokens": 0}, "max_prompt_tokens must be at least 1 .got 0"),
+        ({"graph_sizes": [1, 4]}, "sizes must be 1 to 3, which is max_tokens .got 4"),
+    ],
+)
+def test_sizes_that_make_no_sense_are_refused_before_the_model_is_changed(
+    sizes: dict[str, Any], message: str
+) -> None:
+    model = tiny_model("qwen3")
+    with pytest.raises(ValueError, match=message):
+        Decoder(model, **(SIZES | sizes))
+    assert type(model.model.layers[0].self_attn.q_proj) is nn.Linear
+
+
 def cache_tensors(cache: RequestCache) -> list[Tensor]:
     held = []
     for layer in cache.layers:

@@ -21,6 +21,7 @@ from lorakernels.serving.buffers import ServingBuffers
 from lorakernels.serving.cache import RequestCache, layer_types
 from lorakernels.serving.graph_runner import GraphRunner
 from lorakernels.serving.inputs import InputSpec, StepInputs
+from lorakernels.serving.keys import plan_keys
 from lorakernels.serving.replace import replace_layers
 
 
@@ -33,7 +34,7 @@ class Decoder:
     lm_head: whether adapters may change the head.
     graph_sizes: numbers of requests for which `capture` makes graphs of the decode step. A step
         takes the smallest one that fits, and runs eagerly where none does.
-    Raises ValueError.
+    Raises ValueError with the model unchanged.
     """
 
     def __init__(
@@ -50,6 +51,10 @@ class Decoder:
     ) -> None:
         self.config = model.config
         _check_rope(self.config)
+        _check_sizes(
+            max_requests=max_requests, max_length=max_length, max_prompt_tokens=max_prompt_tokens
+        )
+        plan_keys(graph_sizes, max_tokens=max_requests)
         self._mixes_layers = "linear_attention" in layer_types(self.config)
         replaced = replace_layers(model, num_slots=num_slots, rank=rank, lm_head=lm_head)
         model.eval()
@@ -194,6 +199,12 @@ class Decoder:
 
 def _on_host(values: Sequence[int], dtype: torch.dtype) -> Tensor:
     return torch.tensor(values, dtype=dtype, device="cpu")
+
+
+def _check_sizes(**sizes: int) -> None:
+    for name, size in sizes.items():
+        if size < 1:
+            raise ValueError(f"{name} must be at least 1 (got {size})")
 
 
 def _check_rope(config: PreTrainedConfig) -> None:
