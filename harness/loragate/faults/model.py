@@ -34,6 +34,7 @@ class Group(StrEnum):
     SERVING = "serving: graphs and what they read"
     DELTA_NET = "input of a gated delta net"
     ADAPTERS = "adapter files and activation"
+    DECODER = "serving: decoder"
     ALIGN = "MoE: alignment of pairs"
     MOE_TWO_KERNEL = "MoE: shrink and expand"
     MOE_FUSED = "MoE: one launch for both"

@@ -22,6 +22,7 @@ from loragate.faults.corpus import (
     moe_two_kernel,
     new_oracles,
     operator,
+    serving_decoder,
     serving_graphs,
     shrink,
     streams,
@@ -50,6 +51,7 @@ FAULTS: tuple[Fault, ...] = (
     *streams.FAULTS,
     *gdn.FAULTS,
     *moe_streams.FAULTS,
+    *serving_decoder.FAULTS,
     *serving_graphs.FAULTS,
 )
 

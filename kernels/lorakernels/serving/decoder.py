@@ -1,0 +1,214 @@
+"""A transformers model that serves many adapters at once: tokens in, logits of the next token out.
+
+A prompt pass takes several prompts, padded on the left; a decode step takes one token of each
+request. A step has static shapes, reads nothing back from the device and decides nothing from
+data, so that it can be captured. Greedy decoding of whole requests is in generation.py.
+
+Invariant: each row of a pass has the slot of its request, and a row that is padding is a base row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from lorakernels.adapters.slots import AdapterSlots
+from lorakernels.runtime.device import keep_address, upload
+from lorakernels.serving.buffers import ServingBuffers
+from lorakernels.serving.cache import RequestCache, layer_types
+from lorakernels.serving.graph_runner import GraphRunner
+from lorakernels.serving.inputs import InputSpec, StepInputs
+from lorakernels.serving.keys import plan_keys
+from lorakernels.serving.replace import replace_layers
+
+
+class Decoder:
+    """Takes over `model`, whose linears and experts are replaced in place, on its device.
+
+    num_slots, rank: how many adapters are resident at a time, and the largest rank of one.
+    max_requests: how many requests are decoded at a time. max_length: tokens of a request, prompt
+        and answer. max_prompt_tokens: tokens of one prompt pass, padding included.
+    lm_head: whether adapters may change the head.
+    graph_sizes: numbers of requests for which `capture` makes graphs of the decode step. A step
+        takes the smallest one that fits, and runs eagerly where none does.
+    Raises ValueError with the model unchanged.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        *,
+        num_slots: int,
+        rank: int,
+        max_requests: int,
+        max_length: int,
+        max_prompt_tokens: int,
+        lm_head: bool = False,
+        graph_sizes: Sequence[int] = (),
+    ) -> None:
+        self.config = model.config
+        _check_rope(self.config)
+        _check_sizes(
+            max_requests=max_requests, max_length=max_length, max_prompt_tokens=max_prompt_tokens
+        )
+        plan_keys(graph_sizes, max_tokens=max_requests)
+        self._mixes_layers = "linear_attention" in layer_types(self.config)
+        replaced = replace_layers(model, num_slots=num_slots, rank=rank, lm_head=lm_head)
+        model.eval()
+        model.set_attn_implementation("sdpa")
+        self.model, self.device = model, model.device
+        self.max_requests, self.max_length = max_requests, max_length
+        self.max_prompt_tokens = max_prompt_tokens
+        self.layers, self.slots = replaced.layers, AdapterSlots(replaced.layers)
+        # before the cache, which may take what is left of the memory
+        self.buffers = ServingBuffers.reserve(
+            replaced.layers,
+            max_tokens=max(max_requests, max_prompt_tokens),
+            top_k=getattr(self.config, "num_experts_per_tok", None),
+        )
+        replaced.place.buffers = self.buffers
+        self.cache = RequestCache(
+            self.config,
+            num_lines=max_requests,
+            length=max_length,
+            dtype=model.dtype,
+            device=self.device,
+        )
+        self._entries = keep_address(torch.arange(max_length, device=self.device))
+        # padding is token 0 at position 0
+        specs = {name: InputSpec(dtype=torch.int64) for name in ("input_ids", "positions")}
+        self.inputs = StepInputs(specs, max_tokens=max_requests, device=self.device)
+        self.runner = GraphRunner(self.step, self.inputs, self.buffers, sizes=graph_sizes)
+
+    def capture(self) -> None:
+        """Capture the decode steps of `graph_sizes`; nothing where the device has no graphs. The
+        cache must hold no request, because the dummy runs write into its lines. Adapters may be
+        loaded and evicted before and afterwards."""
+        self.runner.capture()
+
+    @torch.no_grad()
+    def prefill(
+        self, prompts: Sequence[Sequence[int]], slots: Sequence[int], *, first_line: int
+    ) -> Tensor:
+        """Logits [prompts, vocabulary] of the token behind each prompt. The prompts go into the
+        lines of the cache from `first_line` on. slots: that of each prompt, -1 for the base model.
+        Raises ValueError."""
+        lengths = [len(prompt) for prompt in prompts]
+        self._check_prompts(lengths, first_line)
+        longest = max(lengths)
+        ids = torch.zeros(len(prompts), longest, dtype=torch.int64, device="cpu")
+        rows = torch.full(ids.shape, -1, dtype=torch.int32, device="cpu")
+        for row, (prompt, slot) in enumerate(zip(prompts, slots, strict=True)):
+            ids[row, longest - len(prompt) :] = torch.tensor(prompt, device="cpu")
+            rows[row, longest - len(prompt) :] = slot
+        self.cache.begin_prompts(first_line, lengths)
+        self.buffers.batch.prepare(rows.flatten())
+        padding = _on_host([longest - length for length in lengths], torch.int64)
+        hidden = self._prompt_pass(self._on_device(ids), self._on_device(padding))
+        # the head has a row for each prompt
+        self.buffers.batch.prepare(_on_host(slots, torch.int32))
+        logits: Tensor = self.model.lm_head(hidden)
+        return logits
+
+    def decode(
+        self, tokens: Sequence[int], positions: Sequence[int], slots: Sequence[int]
+    ) -> Tensor:
+        """Logits [requests, vocabulary] of the token behind `tokens`, of which request i, in line
+        i of the cache, has one at position i of `positions`. They are valid until the next step.
+        Raises ValueError."""
+        self._check_step(positions)
+        return self.runner.run(
+            _on_host(slots, torch.int32),
+            input_ids=_on_host(tokens, torch.int64),
+            positions=_on_host(positions, torch.int64),
+        )
+
+    @torch.no_grad()
+    def step(self, rows: int) -> Tensor:
+        """Logits [rows, vocabulary] for the first rows of `inputs`, with the mapping in `buffers`.
+        A row that is padding has token 0 at position 0, which goes into a line without a request.
+        """
+        ids, positions = (self.inputs[name][:rows] for name in ("input_ids", "positions"))
+        self.cache.begin_step(positions)
+        visible = self._entries <= positions[:, None]
+        hidden = self._body(ids[:, None], positions[:, None], visible[:, None, None], None)
+        logits: Tensor = self.model.lm_head(hidden)
+        return logits
+
+    def _prompt_pass(self, ids: Tensor, padding: Tensor) -> Tensor:
+        """The last hidden state of each prompt. ids [prompts, tokens], padding [prompts]: how many
+        of the first tokens of a prompt are padding."""
+        tokens = torch.arange(ids.shape[1], device=self.device)
+        is_live = tokens >= padding[:, None]
+        visible = (tokens <= tokens[:, None]) & is_live[:, None]
+        # a token of the padding sees itself, because a softmax over nothing is NaN
+        visible |= torch.eye(len(tokens), dtype=torch.bool, device=self.device)
+        positions = (tokens - padding[:, None]).clamp(min=0)
+        return self._body(ids, positions, visible[:, None], is_live)
+
+    def _body(
+        self, ids: Tensor, positions: Tensor, visible: Tensor, is_live: Tensor | None
+    ) -> Tensor:
+        """The hidden state [requests, hidden] of the last token. visible [requests, 1, tokens,
+        entries]; is_live [requests, tokens], None where no token is padding."""
+        # models with one kind of layer take the mask itself; delta nets have no other mask than
+        # that they must not read padding
+        mask = {"full_attention": visible, "linear_attention": is_live}
+        out = self.model.model(
+            input_ids=ids,
+            position_ids=positions,
+            attention_mask=mask if self._mixes_layers else visible,
+            past_key_values=self.cache,
+            use_cache=True,
+        )
+        hidden: Tensor = out.last_hidden_state
+        return hidden[:, -1]
+
+    def _on_device(self, host: Tensor) -> Tensor:
+        return upload(host, self.device) if self.device.type == "cuda" else host
+
+    def _check_prompts(self, lengths: Sequence[int], first_line: int) -> None:
+        if not lengths or min(lengths) < 1:
+            raise ValueError(f"prompts must have a token each (got lengths {list(lengths)})")
+        padded = len(lengths) * max(lengths)
+        if padded > self.max_prompt_tokens:
+            raise ValueError(
+                f"a prompt pass may have {self.max_prompt_tokens} tokens, with padding "
+                f"(got {padded}: {len(lengths)} prompts of up to {max(lengths)})"
+            )
+        if max(lengths) > self.max_length:
+            raise ValueError(f"prompts may have {self.max_length} tokens (got {max(lengths)})")
+        if first_line < 0 or first_line + len(lengths) > self.max_requests:
+            raise ValueError(
+                f"prompts must fit into {self.max_requests} lines "
+                f"(got {len(lengths)} from line {first_line} on)"
+            )
+
+    def _check_step(self, positions: Sequence[int]) -> None:
+        if not 1 <= len(positions) <= self.max_requests:
+            raise ValueError(f"a step may have {self.max_requests} rows (got {len(positions)})")
+        if not 0 <= min(positions) <= max(positions) < self.max_length:
+            raise ValueError(
+                f"positions must be 0 to {self.max_length - 1} "
+                f"(got {min(positions)} to {max(positions)})"
+            )
+
+
+def _on_host(values: Sequence[int], dtype: torch.dtype) -> Tensor:
+    return torch.tensor(values, dtype=dtype, device="cpu")
+
+
+def _check_sizes(**sizes: int) -> None:
+    for name, size in sizes.items():
+        if size < 1:
+            raise ValueError(f"{name} must be at least 1 (got {size})")
+
+
+def _check_rope(config: PreTrainedConfig) -> None:
+    kind = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
+    # with these the longest request of a batch changes the results of the others
+    if kind in ("dynamic", "longrope"):
+        raise ValueError(f"rope_type must not depend on the lengths in a batch (got {kind})")

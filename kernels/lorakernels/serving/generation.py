@@ -1,0 +1,205 @@
+"""Greedy decoding of many requests, each with its own adapter or none.
+
+Requests join as lines of the cache become free and leave when they end. The live requests are
+always in the first lines: the last one moves into the line of one that has ended.
+
+Invariant: an adapter stays as it is and where it is from the prompt of a request to its last token
+(vllm #47724).
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+from transformers import GenerationConfig
+from transformers.generation import GenerationMode
+
+from lorakernels.adapters.adapter import Adapter
+from lorakernels.adapters.errors import AdapterError, printable
+from lorakernels.serving.decoder import Decoder
+
+# options that would change what greedy decoding gives -> the value that changes nothing
+_NEUTRAL: dict[str, Any] = {
+    "bad_words_ids": None,
+    "begin_suppress_tokens": None,
+    "exponential_decay_length_penalty": None,
+    "forced_bos_token_id": None,
+    "forced_eos_token_id": None,
+    "guidance_scale": 1.0,
+    "min_length": 0,
+    "min_new_tokens": 0,
+    "no_repeat_ngram_size": 0,
+    "num_return_sequences": 1,
+    "repetition_penalty": 1.0,
+    "sequence_bias": None,
+    "stop_strings": None,
+    "suppress_tokens": None,
+    "token_healing": False,
+    "watermarking_config": None,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """A prompt, and the name of a resident adapter or None for the base model."""
+
+    prompt: tuple[int, ...]
+    adapter: str | None = None
+
+
+@dataclass(slots=True)
+class _Live:
+    """A request in a line of the cache. The last of `tokens` is not in the cache yet."""
+
+    number: int
+    request: Request
+    slot: int
+    tokens: list[int] = field(default_factory=list)
+
+    @property
+    def position(self) -> int:
+        return len(self.request.prompt) + len(self.tokens) - 1
+
+
+class Generation:
+    """Requests that are being decoded. `add` as many as wanted, at any time; `step` until it says
+    that nothing is left; `answers` maps the number of a request to its new tokens, the one that
+    ended it included.
+
+    config: max_new_tokens must be set. eos_token_id is taken from the model's own generation
+        config where it is None. Options that sample or change greedy decoding are refused.
+    Raises ValueError.
+    """
+
+    def __init__(self, decoder: Decoder, config: GenerationConfig) -> None:
+        _check_config(config)
+        self.decoder, self._max_new_tokens = decoder, config.max_new_tokens
+        self._ends = _end_tokens(config, decoder.model.generation_config)
+        self._waiting: deque[_Live] = deque()
+        self._live: list[_Live] = []
+        self._added = 0
+        self.answers: dict[int, list[int]] = {}
+
+    def add(self, request: Request) -> int:
+        """The number of the request. ValueError, AdapterError if its adapter is not resident."""
+        decoder = self.decoder
+        tokens, vocabulary = request.prompt, decoder.config.vocab_size
+        if not tokens or min(tokens) < 0 or max(tokens) >= vocabulary:
+            raise ValueError(f"prompt must be tokens from 0 to {vocabulary - 1} (got {tokens})")
+        if len(tokens) > decoder.max_prompt_tokens:
+            raise ValueError(
+                f"prompt may have {decoder.max_prompt_tokens} tokens (got {len(tokens)})"
+            )
+        # the last token of an answer is not in the cache
+        needed = len(tokens) + self._max_new_tokens - 1
+        if needed > decoder.max_length:
+            raise ValueError(
+                f"prompt and answer may have {decoder.max_length} tokens in the cache "
+                f"(got {needed})"
+            )
+        slot = -1 if request.adapter is None else decoder.slots.slot_of(request.adapter)
+        number, self._added = self._added, self._added + 1
+        self._waiting.append(_Live(number, request, slot))
+        return number
+
+    def step(self) -> bool:
+        """Let requests join and give each live request one more token. Whether any is left."""
+        self._join()
+        if self._live:
+            live = self._live
+            logits = self.decoder.decode(
+                [request.tokens[-1] for request in live],
+                [request.position for request in live],
+                [request.slot for request in live],
+            )
+            self._append(0, logits)
+        return bool(self._live or self._waiting)
+
+    def activate(self, adapter: Adapter) -> int:
+        """Load an adapter, as `AdapterSlots.activate`. AdapterError, also if an adapter of that
+        name is in use."""
+        self._refuse_in_use(adapter.name)
+        return self.decoder.slots.activate(adapter)
+
+    def evict(self, name: str) -> None:
+        """Empty an adapter's slot. AdapterError, also if it is in use."""
+        self._refuse_in_use(name)
+        self.decoder.slots.evict(name)
+
+    def _refuse_in_use(self, name: str) -> None:
+        users = [x.number for x in (*self._live, *self._waiting) if x.request.adapter == name]
+        if users:
+            numbers = ", ".join(map(str, users))
+            raise AdapterError(f"adapter {printable(name)} is in use by request {numbers}")
+
+    def _join(self) -> None:
+        """Prompt passes, until all requests live or no line is free."""
+        while self._waiting and len(self._live) < self.decoder.max_requests:
+            first = len(self._live)
+            joining: list[_Live] = []
+            longest = 0
+            while self._waiting and first + len(joining) < self.decoder.max_requests:
+                longest = max(longest, len(self._waiting[0].request.prompt))
+                if (len(joining) + 1) * longest > self.decoder.max_prompt_tokens:
+                    break
+                joining.append(self._waiting.popleft())
+            logits = self.decoder.prefill(
+                [request.request.prompt for request in joining],
+                [request.slot for request in joining],
+                first_line=first,
+            )
+            self._live += joining
+            self._append(first, logits)
+
+    def _append(self, first: int, logits: Tensor) -> None:
+        """Give the requests from line `first` on their next tokens."""
+        # the only place where the host waits for the device
+        tokens = logits.argmax(dim=-1).tolist()
+        for request, token in zip(self._live[first:], tokens, strict=True):
+            request.tokens.append(token)
+        # from the end: the request that moves into a line has not ended
+        for line in reversed(range(first, len(self._live))):
+            tokens = self._live[line].tokens
+            if tokens[-1] in self._ends or len(tokens) == self._max_new_tokens:
+                self._leave(line)
+
+    def _leave(self, line: int) -> None:
+        ended, last = self._live[line], self._live.pop()
+        if last is not ended:
+            self._live[line] = last
+            self.decoder.cache.move(len(self._live), line)
+        self.answers[ended.number] = ended.tokens
+
+
+def generate(
+    decoder: Decoder, requests: Sequence[Request], config: GenerationConfig
+) -> list[list[int]]:
+    """The new tokens of each request; see `Generation`."""
+    generation = Generation(decoder, config)
+    numbers = [generation.add(request) for request in requests]
+    while generation.step():
+        pass
+    return [generation.answers[number] for number in numbers]
+
+
+def _check_config(config: GenerationConfig) -> None:
+    if config.max_new_tokens is None or config.max_new_tokens < 1:
+        raise ValueError(f"max_new_tokens must be at least 1 (got {config.max_new_tokens})")
+    mode = config.get_generation_mode()
+    if mode is not GenerationMode.GREEDY_SEARCH:
+        raise ValueError(f"generation config must ask for greedy search (got {mode.value})")
+    for name, neutral in _NEUTRAL.items():
+        value = getattr(config, name, None)
+        if value is not None and value != neutral:
+            raise ValueError(f"{name} of the generation config is not supported (got {value})")
+
+
+def _end_tokens(config: GenerationConfig, default: GenerationConfig) -> frozenset[int]:
+    ends = default.eos_token_id if config.eos_token_id is None else config.eos_token_id
+    if ends is None:
+        return frozenset()
+    return frozenset([ends] if isinstance(ends, int) else ends)
