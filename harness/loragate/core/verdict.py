@@ -35,6 +35,10 @@ class Failure(StrEnum):
     # work that should run side by side cannot
     SERIALISED = "serialised"
     DEADLOCK = "deadlock"
+    # of a step that a server repeats: what the host should not do in it
+    HOST_WAIT = "host_wait"
+    ALLOCATION = "allocation"
+    MOVED_BUFFER = "moved_buffer"
     NOT_REFUSED = "not_refused"
     RECOMPILED = "recompiled"
     RESOURCES_GREW = "resources_grew"
@@ -67,6 +71,7 @@ class OracleName(StrEnum):
     RACE = "race"
     SCHEDULE = "schedule"
     OVERLAP = "overlap"
+    HOT_PATH = "hot_path"
 
 
 @dataclass(frozen=True, slots=True)

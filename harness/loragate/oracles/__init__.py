@@ -11,6 +11,7 @@ from loragate.oracles.concurrency.race import Race
 from loragate.oracles.concurrency.schedule import Schedule
 from loragate.oracles.contract.compile import Compile
 from loragate.oracles.contract.guard import GuardedInput
+from loragate.oracles.contract.hot_path import HotPath
 from loragate.oracles.contract.work import Work
 from loragate.oracles.memory.canary import Canary
 from loragate.oracles.numeric.base_rows import BaseRows
@@ -43,5 +44,6 @@ _ALL: tuple[Oracle, ...] = (
     Race(),
     Schedule(),
     Overlap(),
+    HotPath(),
 )
 ORACLES: Mapping[OracleName, Oracle] = MappingProxyType({oracle.name: oracle for oracle in _ALL})
