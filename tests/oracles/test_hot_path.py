@@ -61,6 +61,16 @@ class AsksWhetherThereAreAdapters(Steady):
         return out if self.table.max().item() == 0 else super().apply(x, out)
 
 
+@torch.library.custom_op("loragate_test::largest_is_zero", mutates_args=())
+def largest_is_zero(table: Tensor) -> bool:
+    return not table.max().item()
+
+
+class AsksInAnOperator(Steady):
+    def apply(self, x: Tensor, out: Tensor) -> Tensor:
+        return out if largest_is_zero(self.table) else super().apply(x, out)
+
+
 class SelectsRowsByMask(Steady):
     def apply(self, x: Tensor, out: Tensor) -> Tensor:
         out[self.table > 0] += 0
@@ -118,6 +128,7 @@ class WeightsMovedByAnEviction(Steady):
     ("instance", "failure", "message"),
     [
         (AsksWhetherThereAreAdapters, Failure.HOST_WAIT, "apply waits for the device 1 time"),
+        (AsksInAnOperator, Failure.HOST_WAIT, "apply waits for the device 1 time: item"),
         (SelectsRowsByMask, Failure.HOST_WAIT, "apply waits for the device"),
         (CountsInPrepare, Failure.HOST_WAIT, "prepare waits for the device 1 time: _local_scalar"),
         (UploadsPageableMemory, Failure.HOST_WAIT, "prepare waits for the device 1 time: copy_"),
