@@ -39,6 +39,8 @@ class Failure(StrEnum):
     HOST_WAIT = "host_wait"
     ALLOCATION = "allocation"
     MOVED_BUFFER = "moved_buffer"
+    # a captured graph that does not hold what its replays need
+    WRONG_GRAPH = "wrong_graph"
     NOT_REFUSED = "not_refused"
     RECOMPILED = "recompiled"
     RESOURCES_GREW = "resources_grew"
@@ -72,6 +74,7 @@ class OracleName(StrEnum):
     SCHEDULE = "schedule"
     OVERLAP = "overlap"
     HOT_PATH = "hot_path"
+    INVENTORY = "inventory"
 
 
 @dataclass(frozen=True, slots=True)

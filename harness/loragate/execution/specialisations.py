@@ -24,10 +24,12 @@ _ALIGNED = 16
 
 @dataclass(frozen=True, slots=True)
 class HostLaunch:
-    """`tensors` by the names of the arguments that hold them. `compiled_for` has a value for each
+    """`tensors` by the names of the arguments that hold them. `grid` is empty where it is a function
+    of the arguments. `compiled_for` has a value for each
     argument and each option: equal values need no other kernel."""
 
     kernel: str
+    grid: tuple[int, ...]
     tensors: list[tuple[str, Tensor]]
     compiled_for: Mapping[str, Hashable]
 
@@ -45,7 +47,9 @@ def noted_launches(
     def interpreted(kernel: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
         if not warmup:
             tensors = tensors_of(kernel.arg_names, args, options)
-            note(HostLaunch(kernel.fn.__name__, tensors, _compiled_for(kernel, args, options)))
+            size = () if callable(grid) else tuple(grid)
+            compiled_for = _compiled_for(kernel, args, options)
+            note(HostLaunch(kernel.fn.__name__, size, tensors, compiled_for))
         return run(partial(interpret, kernel, *args, grid=grid, warmup=warmup, **options))
 
     with patch.object(InterpretedFunction, "run", interpreted):

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 
 from loragate.core.verdict import OracleName
+from loragate.oracles.concurrency.inventory import Inventory
 from loragate.oracles.concurrency.overlap import Overlap
 from loragate.oracles.concurrency.race import Race
 from loragate.oracles.concurrency.schedule import Schedule
@@ -45,5 +46,6 @@ _ALL: tuple[Oracle, ...] = (
     Schedule(),
     Overlap(),
     HotPath(),
+    Inventory(),
 )
 ORACLES: Mapping[OracleName, Oracle] = MappingProxyType({oracle.name: oracle for oracle in _ALL})
