@@ -153,11 +153,14 @@ def test_a_form_of_one_stream_forks_nothing(
     assert noted == [f"main runs {work}" for work in order]
 
 
-def test_a_batch_without_adapters_forks_nothing(noted: list[str]) -> None:
+@pytest.mark.parametrize("form", LinearForm)
+def test_a_batch_without_adapters_is_the_base_product_alone(
+    noted: list[str], form: LinearForm
+) -> None:
     step = Step()
     x = step.prepare(3, base_only=True)
-    out = step.run(x, LinearForm.DUAL)
-    assert noted == [f"main runs {work}" for work in ("shrink", "base", "expand")]
+    out = step.run(x, form)
+    assert noted == ["main runs base"]
     assert torch.equal(out, F.linear(x, step.linear.weight, step.linear.bias))
     step.run(step.prepare(3), LinearForm.DUAL)
     assert "side1 runs shrink" in noted

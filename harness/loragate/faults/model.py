@@ -31,6 +31,7 @@ class Group(StrEnum):
     WEIGHTS = "slots of a layer"
     LAYER = "packed and parallel layer"
     STREAMS = "streams and their events"
+    SERVING = "serving: graphs and what they read"
     DELTA_NET = "input of a gated delta net"
     ADAPTERS = "adapter files and activation"
     ALIGN = "MoE: alignment of pairs"

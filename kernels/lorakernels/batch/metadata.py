@@ -8,51 +8,20 @@ row is always a base row and a replayed graph never reads an entry of an earlier
 
 from __future__ import annotations
 
-from collections.abc import MutableMapping
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from lorakernels.batch.kernels import prepare_kernel
+from lorakernels.batch.steps import BaseRows, note_base_rows, note_rows
 from lorakernels.common.sizes import power_of_2
 from lorakernels.runtime.device import keep_address, on_device_of, upload
 from lorakernels.runtime.tuning import DEFAULT, Tuning, tuning_of
 
 # smallest height of a tile: the M of a tensor-core instruction
 MIN_TILE_ROWS = 16
-
-
-# the rows that each mapping was prepared for, by one of its tensors: `tile_rows` of BatchMetadata,
-# `step` of PairMetadata. An operator gets tensors alone: a number beside them would become a
-# constant of a traced graph
-_PREPARED: MutableMapping[Tensor, int] = WeakTensorKeyDictionary()
-
-
-def prepared_rows(tensor: Tensor) -> int | None:
-    """The rows of the step that the mapping with this tensor was prepared for; None where that is
-    not known, such as for the copy that a CUDA graph of torch.compile reads."""
-    return _PREPARED.get(tensor)
-
-
-def note_rows(tensor: Tensor, num_rows: int) -> None:
-    """The mapping with this tensor is prepared for so many rows."""
-    _PREPARED[tensor] = num_rows
-
-
-# whether that step may have rows with an adapter, by the same tensors
-_ADAPTERS: MutableMapping[Tensor, bool] = WeakTensorKeyDictionary()
-
-
-def has_adapters(tensor: Tensor) -> bool:
-    """Whether the step that the mapping with this tensor was prepared for may have rows with an
-    adapter: True unless the host knows that all are base rows."""
-    return _ADAPTERS.get(tensor, True)
-
-
-def note_adapters(tensor: Tensor, may_have: bool) -> None:
-    """Keep for `has_adapters` what holds for the step that is prepared now."""
-    _ADAPTERS[tensor] = may_have
 
 
 def tile_height(num_rows: int, tuning: Tuning = DEFAULT) -> int:
@@ -98,9 +67,16 @@ class BatchMetadata:
         tallest = tile_height(max_tokens, self.tuning)
         self.tile_rows = table(max_tiles(max_tokens, max_slots, tallest) * tallest)
         self.num_tiles = keep_address(torch.zeros(1, dtype=torch.int32, device=device))
+        self._declared: BaseRows | None = None
         self._set_rows(0)
 
-    def prepare(self, token_slots: Tensor, *, num_rows: int | None = None) -> None:
+    @property
+    def buffers(self) -> list[Tensor]:
+        return [self.token_slots, self.tile_slots, self.tile_rows, self.num_tiles]
+
+    def prepare(
+        self, token_slots: Tensor, *, num_rows: int | None = None, uploaded: Tensor | None = None
+    ) -> None:
         """Install the mapping of the next step.
 
         token_slots: int32 [live rows], on this device (no copy) or on the CPU (copied without
@@ -108,11 +84,15 @@ class BatchMetadata:
             >= max_slots counts as one, too.
         num_rows: rows of the tensors of this step where the batch is padded; the rows after
             the live ones are base rows.
+        uploaded: a tensor of this device, at least as long, which begins with the values of
+            token_slots when the work queued so far is done. Nothing is copied then.
         Raises ValueError with nothing changed.
         """
         num_live = self._check(token_slots, num_rows)
         on_host = token_slots.device.type == "cpu"
-        _ADAPTERS[self.tile_rows] = not on_host or bool((token_slots >= 0).any())
+        self._note_adapters(not on_host or bool((token_slots >= 0).any()))
+        if uploaded is not None:
+            token_slots = uploaded
         if token_slots.device != self.token_slots.device:
             token_slots = upload(token_slots, self.token_slots.device)
         self._set_rows(num_live if num_rows is None else num_rows)
@@ -134,6 +114,35 @@ class BatchMetadata:
                 BLOCK=block,
                 num_warps=4 if block == 1024 else 8,
             )
+
+    @contextmanager
+    def without_adapters(self, num_rows: int) -> Iterator[None]:
+        """Prepare a step of `num_rows` base rows, and declare until this is left that all steps are
+        of base rows alone: operators launch no kernel of the adapters, and none is in a graph that
+        is captured meanwhile. Such a graph must never be replayed for other batches.
+
+        Until then `prepare` raises ValueError for rows with an adapter, and for a mapping on a GPU,
+        of which the host does not know the rows. Raises ValueError with nothing changed.
+        """
+        if self._declared is not None:
+            raise ValueError("the batch is declared to be without adapters already")
+        self.prepare(torch.empty(0, dtype=torch.int32, device="cpu"), num_rows=num_rows)
+        declared = self._declared = BaseRows(is_declared=True)
+        note_base_rows(self.tile_rows, declared)
+        try:
+            yield
+        finally:
+            # for pairs that were prepared meanwhile, too
+            declared.is_declared = False
+            self._declared = None
+
+    def _note_adapters(self, may_have: bool) -> None:
+        if may_have and self._declared is not None:
+            raise ValueError(
+                "token_slots must be on the CPU and all -1 while the batch is declared to be "
+                "without adapters"
+            )
+        note_base_rows(self.tile_rows, None if may_have else self._declared or BaseRows())
 
     def _set_rows(self, num_rows: int) -> None:
         self.num_rows = num_rows

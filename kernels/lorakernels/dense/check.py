@@ -7,7 +7,8 @@ import math
 import torch
 from torch import Tensor
 
-from lorakernels.batch.metadata import BatchMetadata, prepared_rows
+from lorakernels.batch.metadata import BatchMetadata
+from lorakernels.batch.steps import prepared_rows
 from lorakernels.dense.plan import DenseShape, plan_shrunk
 from lorakernels.dense.weights import SlotWeights
 

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from lorakernels.batch.metadata import BatchMetadata, has_adapters
+from lorakernels.batch.metadata import BatchMetadata
+from lorakernels.batch.steps import runs_adapters
 from lorakernels.common.stacked_weights import SlotTensors
 from lorakernels.dense.check import check_input, check_rows, check_step
 from lorakernels.dense.forms import LinearForm, plan_form
@@ -21,7 +22,7 @@ from lorakernels.dense.plan import DenseShape, plan_shrink
 from lorakernels.dense.weights import SlotWeights
 from lorakernels.runtime.device import supports_pdl
 from lorakernels.runtime.options import dual_stream
-from lorakernels.runtime.streams import fork_join, is_capturing
+from lorakernels.runtime.streams import fork_join
 
 
 def lora_linear(
@@ -105,15 +106,15 @@ def add_delta(
     """The output of the base product with the delta added in place. `beside` are other sides of
     the fork, which may write parts of the output; they run first where nothing is forked."""
     device = delta.x.device
+    if not runs_adapters(delta.tiles.tile_rows, device):
+        return fork_join(device, base, *beside, parallel=form is LinearForm.DUAL)
     pdl = supports_pdl(device)
     if form is LinearForm.SINGLE:
         out = fork_join(device, base, *beside, parallel=False)
         delta.shrink(pdl=pdl)
     else:
         delta = delta.beside() if form is LinearForm.DUAL else delta
-        # a graph is replayed with other batches, and needs its fork even if this one has no adapter
-        is_used = has_adapters(delta.tiles.tile_rows) or is_capturing(device)
-        parallel = form is LinearForm.DUAL and (is_used or bool(beside))
+        parallel = form is LinearForm.DUAL
         # nothing says what runs before the shrink on its stream
         out = fork_join(device, base, *beside, partial(delta.shrink, pdl=False), parallel=parallel)
     delta.expand(out, pdl=pdl, behind_base=form is not LinearForm.SINGLE)

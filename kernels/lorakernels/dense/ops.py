@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from lorakernels.batch.metadata import BatchMetadata
+from lorakernels.batch.steps import runs_adapters
 from lorakernels.common.stacked_weights import SlotTensors
 from lorakernels.dense.check import (
     check_input,
@@ -144,7 +145,7 @@ def _dense_delta(
 ) -> None:
     check_rows(x, tile_rows)
     check_operands(x, a, b, out)
-    if x.shape[0] == 0:
+    if x.shape[0] == 0 or not runs_adapters(tile_rows, x.device):
         return
     shape = shape_of(x.shape[0], a, slice_widths)
     view = view_shrunk(shrunk, shape, a.shape[0])

@@ -59,6 +59,11 @@ class MoEScratch:
             device=weights[0].a.device,
         )
 
+    @property
+    def tensors(self) -> list[Tensor]:
+        """Everything that it has allocated."""
+        return [self.workspace.shrunk, self.buffers.act, self.buffers.y]
+
 
 class FusedMoELoRA(nn.Module):
     """sum over the chosen experts e of w_e * down_e(act(gate_e(x), up_e(x))), where each of the

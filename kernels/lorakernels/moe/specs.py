@@ -178,7 +178,7 @@ def launch_layer(
 
 def _launch(product: Product, *, pdl: bool, cut: bool) -> None:
     if cut:
-        launch_beside(product, lambda: product, parallel=False)
+        launch_beside(product, lambda: product)
     else:
         launch_product(product, pdl=pdl)
 

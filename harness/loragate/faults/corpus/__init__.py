@@ -23,6 +23,7 @@ from loragate.faults.corpus import (
     moe_two_kernel,
     new_oracles,
     operator,
+    serving_graphs,
     shrink,
     streams,
     weights,
@@ -51,6 +52,7 @@ FAULTS: tuple[Fault, ...] = (
     *streams.FAULTS,
     *gdn.FAULTS,
     *moe_streams.FAULTS,
+    *serving_graphs.FAULTS,
 )
 
 CONTROLS: tuple[Control, ...] = (*controls.CONTROLS, *moe_controls.CONTROLS)

@@ -7,12 +7,13 @@ from loragate.faults.model import Group
 
 _launch = planting("lorakernels.moe.layer.launch", Group.STREAMS)
 _ops = planting("lorakernels.moe.layer.ops", Group.STREAMS)
+_steps = planting("lorakernels.batch.steps", Group.STREAMS)
 _layer = planting("lorakernels.layers.moe", Group.STREAMS)
 _shared = planting("lorakernels.layers.moe_shared", Group.STREAMS)
 _align = planting("lorakernels.moe.align.ops", Group.STREAMS)
 
 _CUT = (
-    "    fork_join(sums.device, multiply, partial(shrink, delta, pdl=False), parallel=parallel)\n"
+    "    fork_join(sums.device, multiply, *sides)\n"
     "    _gemm(replace(product, x=sums), delta, pdl=False, part=_Part.REST)\n"
 )
 _SUMS = "    sums = product.out.new_empty(pairs.num_pairs, columns, dtype=torch.float32)\n"
@@ -29,7 +30,7 @@ FAULTS = (
         "    def both() -> None:\n"
         "        multiply()\n"
         "        _gemm(replace(product, x=sums), delta, pdl=False, part=_Part.REST)\n\n"
-        "    fork_join(sums.device, both, partial(shrink, delta, pdl=False), parallel=parallel)\n",
+        "    fork_join(sums.device, both, *sides)\n",
         source="vllm #42290",
         why="The expand reads shrink outputs while the side still writes them.",
     ),
@@ -37,22 +38,17 @@ FAULTS = (
         "moe-rest-of-a-product-on-the-side",
         _CUT,
         "    def both() -> None:\n"
-        "        shrink(delta, pdl=False)\n"
+        "        for side in sides:\n"
+        "            side()\n"
         "        _gemm(replace(product, x=sums), delta, pdl=False, part=_Part.REST)\n\n"
-        "    if parallel:\n"
-        "        fork_join(sums.device, multiply, both)\n"
-        "    else:\n"
-        "        multiply()\n"
-        "        both()\n",
+        "    fork_join(sums.device, multiply, both)\n",
         source="vllm #42290",
         why="The expand starts behind its shrink, and reads sums that are not complete.",
     ),
     _launch(
         "moe-product-behind-the-join",
         _CUT.splitlines(keepends=True)[0],
-        "    fork_join(sums.device, lambda: None, partial(shrink, delta, pdl=False), "
-        "parallel=parallel)\n"
-        "    multiply()\n",
+        "    fork_join(sums.device, lambda: None, *sides)\n    multiply()\n",
         source="vllm #34933",
         why="A fork that serialises: the product starts when its shrink is done.",
     ),
@@ -75,8 +71,7 @@ FAULTS = (
     _launch(
         "moe-sums-freed-before-their-use",
         _CUT,
-        "    fork_join(sums.device, multiply, partial(shrink, delta, pdl=False), "
-        "parallel=parallel)\n"
+        "    fork_join(sums.device, multiply, *sides)\n"
         "    with torch.cuda.stream(torch.cuda.Stream()):\n"
         "        _gemm(replace(product, x=sums), delta, pdl=False, part=_Part.REST)\n",
         source="local-inference-lab #93",
@@ -115,19 +110,19 @@ FAULTS = (
         source="sglang #21647",
         why="Layers that run beside each other write one activation, and nothing says so.",
     ),
-    _ops(
+    _steps(
         "moe-capture-is-not-noticed",
-        "        parallel = has_adapters(step) or is_capturing(x.device)\n",
-        "        parallel = has_adapters(step)\n",
-        source="vllm #15090",
-        why="A graph that is captured with base rows alone has no fork for other batches.",
+        "    return not known.is_declared and is_capturing(device)\n",
+        "    return False\n",
+        source="vllm #43139",
+        why="A graph that is captured with base rows alone has no adapters for other batches.",
     ),
     _align(
         "moe-adapters-known-from-the-first-step",
-        "    note_adapters(step, has_adapters(batch_rows))\n",
-        "    if not has_adapters(step):\n"
+        "    note_base_rows(step, base_rows(batch_rows))\n",
+        "    if base_rows(step) is not None:\n"
         "        return note_rows(step, pairs.num_rows)\n"
-        "    note_adapters(step, has_adapters(batch_rows))\n",
+        "    note_base_rows(step, base_rows(batch_rows))\n",
         source="vllm #42008",
         why="Pairs that once had no adapter are never sorted again.",
     ),

@@ -203,29 +203,31 @@ FAULTS = (
     ),
     _linear(
         "all-base-decides-the-fork-the-wrong-way",
-        "        is_used = has_adapters(delta.tiles.tile_rows) or is_capturing(device)\n",
-        "        is_used = not has_adapters(delta.tiles.tile_rows)\n",
+        "        parallel = form is LinearForm.DUAL\n",
+        "        parallel = form is LinearForm.DUAL and not runs_adapters(\n"
+        "            delta.tiles.tile_rows, device\n"
+        "        )\n",
         source="vllm #15090",
-        why="Batches with adapters run on one stream, and batches without fork.",
+        why="Batches with adapters run on one stream, as only those without should.",
     ),
     _linear(
         "form-ignored",
-        "        parallel = form is LinearForm.DUAL and (is_used or bool(beside))\n",
-        "        parallel = form is LinearForm.AHEAD and (is_used or bool(beside))\n",
+        "        parallel = form is LinearForm.DUAL\n",
+        "        parallel = form is LinearForm.AHEAD\n",
         source="vllm #34933",
         why="The dual form runs on one stream.",
     ),
     _metadata(
         "capability-probed-once",
-        "        _ADAPTERS[self.tile_rows] = not on_host or bool((token_slots >= 0).any())\n",
-        "        _ADAPTERS.setdefault(self.tile_rows, False)\n",
+        "        self._note_adapters(not on_host or bool((token_slots >= 0).any()))\n",
+        "        note_base_rows(self.tile_rows, BaseRows())\n",
         source="vllm #42008",
         why="Whether a batch has adapters is remembered from the time when none was known.",
     ),
     _metadata(
         "capability-of-the-step-before",
-        "        _ADAPTERS[self.tile_rows] = not on_host or bool((token_slots >= 0).any())\n",
-        "        _ADAPTERS[self.tile_rows] = getattr(self, 'had', False)\n"
+        "        self._note_adapters(not on_host or bool((token_slots >= 0).any()))\n",
+        "        self._note_adapters(getattr(self, 'had', False))\n"
         "        self.had = not on_host or bool((token_slots >= 0).any())\n",
         source="vllm #42008",
         why="A step forks as the step before should have.",

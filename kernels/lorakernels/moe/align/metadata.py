@@ -11,7 +11,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from lorakernels.batch.metadata import MIN_TILE_ROWS, BatchMetadata, note_rows, prepared_rows
+from lorakernels.batch.metadata import MIN_TILE_ROWS, BatchMetadata
+from lorakernels.batch.steps import note_rows, prepared_rows
 from lorakernels.moe.align.kernels.arguments import Tables
 from lorakernels.moe.align.ops import align_pairs
 from lorakernels.moe.align.tables import PairTables

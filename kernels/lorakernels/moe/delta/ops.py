@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from lorakernels.batch.metadata import prepared_rows
+from lorakernels.batch.steps import prepared_rows, runs_adapters
 from lorakernels.common.stacked_weights import SlotTensors
 from lorakernels.dense.check import check_like, overlap, overlaps_itself
 from lorakernels.moe.align.metadata import PairMetadata
@@ -104,7 +104,7 @@ def _moe_delta(
     num_pairs, num_experts = pairs.num_pairs, pairs.num_experts
     _check_rows(x, pairs)
     _check_operands(x, slots, num_pairs, out, router_weights)
-    if num_pairs == 0:
+    if num_pairs == 0 or not runs_adapters(step, x.device):
         return
     claim(shrunk, "workspace")
     shape = shape_of(slots.a, slice_widths, num_pairs=num_pairs, num_experts=num_experts)

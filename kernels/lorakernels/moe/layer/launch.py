@@ -69,22 +69,24 @@ class Product:
         )
 
 
-def launch_product(product: Product, *, pdl: bool) -> None:
-    """The shrink of the adapters, if there are any, and the product with the expand folded in."""
-    delta = None if product.lora is None else _delta(product, product.lora)
+def launch_product(product: Product, *, pdl: bool, adds: bool = True) -> None:
+    """The shrink of the adapters, if there are any, and the product with the expand folded in; the
+    product alone without `adds`."""
+    delta = _delta(product, product.lora) if product.lora is not None and adds else None
     if delta is not None:
         shrink(delta, pdl=pdl)
     _gemm(product, delta, pdl=pdl)
 
 
-def launch_beside(product: Product, base: Callable[[], Product], *, parallel: bool) -> None:
+def launch_beside(product: Product, base: Callable[[], Product], *, adds: bool = True) -> None:
     """The same, with the shrink on another stream, beside the product: behind both, a second launch
     goes on from the sums of the first one, and expands. `base` gives the product once more, as the
-    base layer computes it, and is called beside the shrink as well. Nothing is launched
-    dependently; see supports_pdl."""
+    base layer computes it, and is called beside the shrink as well. Without `adds` there is no
+    shrink and no expand, and the product is cut all the same, which keeps its roundings. Nothing is
+    launched dependently; see supports_pdl."""
     if product.lora is None:
         raise ValueError("a product without adapters has nothing to run beside it")
-    delta, pairs = _delta(product, product.lora), product.pairs
+    delta, pairs = _delta(product, product.lora) if adds else None, product.pairs
     columns = product.out.shape[1] * (2 if product.is_gated else 1)
     # written and read on the stream of the fork
     sums = product.out.new_empty(pairs.num_pairs, columns, dtype=torch.float32)
@@ -92,7 +94,8 @@ def launch_beside(product: Product, base: Callable[[], Product], *, parallel: bo
     def multiply() -> None:
         _gemm(replace(base(), out=sums, router_weights=None), None, pdl=False, part=_Part.SUMS)
 
-    fork_join(sums.device, multiply, partial(shrink, delta, pdl=False), parallel=parallel)
+    sides = () if delta is None else (partial(shrink, delta, pdl=False),)
+    fork_join(sums.device, multiply, *sides)
     _gemm(replace(product, x=sums), delta, pdl=False, part=_Part.REST)
 
 

@@ -15,7 +15,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from lorakernels.batch.metadata import has_adapters, prepared_rows
+from lorakernels.batch.steps import prepared_rows, runs_adapters
 from lorakernels.common.stacked_weights import SlotTensors
 from lorakernels.moe.align.metadata import PairMetadata
 from lorakernels.moe.align.tables import PairTables
@@ -38,7 +38,7 @@ from lorakernels.moe.layer.types import (
 )
 from lorakernels.runtime.device import on_device_of, supports_pdl
 from lorakernels.runtime.options import dual_stream
-from lorakernels.runtime.streams import claim, is_capturing
+from lorakernels.runtime.streams import claim
 
 __all__ = [
     "Activation",
@@ -146,9 +146,7 @@ def _run_experts(
     if pairs.num_rows:
         adapters = (_adapters(slot_tensors[:4], shrunk), _adapters(slot_tensors[4:], shrunk))
         plan = _form(form, pairs, x.device)
-        # a graph is replayed with other batches, and needs its fork even if this one has no adapter
-        parallel = has_adapters(step) or is_capturing(x.device)
-        _launch(layer, pairs, *adapters, form=plan, parallel=parallel)
+        _launch(layer, pairs, *adapters, form=plan, adds=runs_adapters(step, x.device))
 
 
 def _form(form: int, pairs: PairTables, device: torch.device) -> MoEForm:
@@ -164,9 +162,10 @@ def _launch(
     down: Adapters | None,
     *,
     form: MoEForm,
-    parallel: bool,
+    adds: bool,
 ) -> None:
-    """Both products, with their adapters, and the sum."""
+    """Both products, with their adapters, and the sum. Without `adds` the kernels of the adapters
+    are left out."""
     x, quantised_x, out = layer.x, layer.quantised_x, layer.out
     act, y = layer.act[: pairs.num_pairs], layer.y[: pairs.num_pairs]
     router_weights, on_input = layer.router_weights, layer.router_weight is RouterWeight.ON_INPUT
@@ -198,9 +197,9 @@ def _launch(
 
     def run(product: Product, base: Callable[[], Product]) -> None:
         if form is MoEForm.DUAL and product.lora is not None:
-            launch_beside(product, base, parallel=parallel)
+            launch_beside(product, base, adds=adds)
         else:
-            launch_product(base(), pdl=pdl)
+            launch_product(base(), pdl=pdl, adds=adds)
 
     with on_device_of(out):
         run(first, lambda: first)

@@ -1,0 +1,64 @@
+"""What is known of a prepared step, by one of the tensors of its mapping: `tile_rows` of
+BatchMetadata, `step` of PairMetadata.
+
+An operator gets tensors alone, since a number beside them would become a constant of a traced
+graph. It looks up here what it must know, when it runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import MutableMapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from lorakernels.runtime.streams import is_capturing
+
+_ROWS: MutableMapping[Tensor, int] = WeakTensorKeyDictionary()
+
+
+def prepared_rows(tensor: Tensor) -> int | None:
+    """The rows of the step that the mapping with this tensor was prepared for; None where that is
+    not known, such as for the copy that a CUDA graph of torch.compile reads."""
+    return _ROWS.get(tensor)
+
+
+def note_rows(tensor: Tensor, num_rows: int) -> None:
+    """The mapping with this tensor is prepared for so many rows."""
+    _ROWS[tensor] = num_rows
+
+
+@dataclass(slots=True, eq=False)
+class BaseRows:
+    """A step of which the host knows that all its rows are base rows. `is_declared` is true while
+    the caller has declared that, so that it also holds for what is captured meanwhile."""
+
+    is_declared: bool = False
+
+
+_BASE_ROWS: MutableMapping[Tensor, BaseRows | None] = WeakTensorKeyDictionary()
+
+
+def base_rows(tensor: Tensor) -> BaseRows | None:
+    """The step of the mapping with this tensor, if the host knows that it has base rows alone."""
+    return _BASE_ROWS.get(tensor)
+
+
+def note_base_rows(tensor: Tensor, known: BaseRows | None) -> None:
+    """Keep for `base_rows` what holds for the step that is prepared now."""
+    _BASE_ROWS[tensor] = known
+
+
+def runs_adapters(tensor: Tensor, device: torch.device) -> bool:
+    """Whether an operator launches the kernels of the adapters for the step that the mapping with
+    this tensor was prepared for.
+
+    A CUDA graph serves other batches than the one of its capture: what is captured lacks these
+    kernels only where that was declared, and never because of the rows that the mapping had.
+    """
+    known = base_rows(tensor)
+    if known is None:
+        return True
+    return not known.is_declared and is_capturing(device)

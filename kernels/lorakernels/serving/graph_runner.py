@@ -1,0 +1,161 @@
+"""Steps of a model, replayed from CUDA graphs that serve any adapters.
+
+What makes a graph go on being right:
+
+* Its kernels and their grids depend on the number of its rows alone. A step of fewer rows is padded
+  with base rows.
+* A graph for batches with adapters is captured from a dummy run with adapters in all slots, and the
+  kernels of the adapters are in it in any case. They are left out of a graph only where
+  `BatchMetadata.without_adapters` declares it, and then only batches of which the host knows that
+  they have no adapter are given to it (vllm #43139).
+* All that it reads lies at fixed addresses: inputs, mapping, workspaces, weights, adapters. An
+  adapter is loaded in place, so that adapters may come and go between replays.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from lorakernels.runtime.device import on_device_of
+from lorakernels.runtime.graphs import Captured, GraphPool, graph_module
+from lorakernels.serving.buffers import ServingBuffers
+from lorakernels.serving.dummy import dummy_adapters
+from lorakernels.serving.inputs import StepInputs
+from lorakernels.serving.keys import GraphKey, choose_key, dummy_slots, plan_keys
+
+# the first call compiles kernels, the second one finds them compiled
+_WARM_UPS = 2
+
+
+class GraphRunner:
+    """Runs `step` for batches of any size up to `inputs.max_tokens`.
+
+    step: runs the model on the first `rows` rows of `inputs`, with the mapping of `buffers.batch`,
+        and returns [rows, ..]. It never reads the host.
+    sizes: the numbers of rows that graphs are captured for, each with and without adapters.
+    All calls must be made on one stream, or wait for each other. Raises ValueError.
+    """
+
+    def __init__(
+        self,
+        step: Callable[[int], Tensor],
+        inputs: StepInputs,
+        buffers: ServingBuffers,
+        *,
+        sizes: Iterable[int],
+    ) -> None:
+        if inputs.max_tokens > buffers.max_tokens:
+            raise ValueError(
+                f"inputs may have {buffers.max_tokens} rows, as was reserved "
+                f"(got {inputs.max_tokens})"
+            )
+        self._step, self._inputs, self._buffers = step, inputs, buffers
+        self._planned = plan_keys(sizes, max_tokens=inputs.max_tokens)
+        self._device = inputs.block.device
+        self._graphs: dict[GraphKey, Captured[Tensor]] = {}
+        self._sizes: list[int] = []
+        # the tensors that the graphs read, by name: kept, so that their memory stays theirs
+        self._captured: dict[str, Tensor] = {}
+        self._unchecked: set[GraphKey] = set()
+
+    @property
+    def can_capture(self) -> bool:
+        """Whether the device has graphs. Without, `capture` captures none, and each step runs
+        eagerly."""
+        return graph_module(self._device) is not None
+
+    @property
+    def keys(self) -> tuple[GraphKey, ...]:
+        """The graphs that are captured, in the order of their capture."""
+        return tuple(self._graphs)
+
+    @torch.no_grad()
+    def capture(self) -> tuple[GraphKey, ...]:
+        """Capture all graphs from dummy runs, in place of those captured before; the keys.
+
+        Every free slot holds a dummy adapter meanwhile; without a free one the residents serve. No
+        step may run meanwhile, and no adapter may be loaded.
+        """
+        module = graph_module(self._device)
+        self._graphs, self._sizes = {}, []
+        if module is None:
+            return ()
+        graphs = {}
+        with on_device_of(self._inputs.block), dummy_adapters(self._buffers.slot_weights):
+            pool = GraphPool(module, self._device)
+            for key in self._planned:
+                with self._dummy_step(key):
+                    call = partial(self._step, key.num_tokens)
+                    graphs[key] = pool.capture(call, warm_ups=_WARM_UPS)
+        self._graphs, self._unchecked = graphs, set(graphs)
+        self._sizes = sorted({key.num_tokens for key in graphs})
+        # views: the memory of a parameter may be replaced within the same tensor
+        self._captured = {name: t.detach() for name, t in self._read_tensors().items()}
+        return self.keys
+
+    @torch.no_grad()
+    def run(self, token_slots: Tensor, **values: Tensor) -> Tensor:
+        """The output of the step [live rows, ..].
+
+        token_slots: int32 [live rows] on the CPU; `values`: the other inputs on the CPU, as
+            StepInputs.write takes them. All may be overwritten as soon as this returns.
+        A batch that is larger than all graphs runs eagerly. The output of a graph lies in memory of
+        the graphs: it is valid until the next call of `run` or `capture`. Raises ValueError.
+        """
+        num_live = token_slots.shape[0]
+        # asked on the host, before anything is queued
+        has_adapters = bool((token_slots >= 0).any())
+        key = choose_key(self._sizes, num_rows=num_live, has_adapters=has_adapters)
+        rows = num_live if key is None else key.num_tokens
+        self._inputs.write(token_slots, values)
+        uploaded = self._inputs.token_slots
+        self._buffers.batch.prepare(token_slots, num_rows=rows, uploaded=uploaded)
+        if key is None:
+            return self._step(rows)
+        if key in self._unchecked:
+            self.check_addresses()
+            self._unchecked.remove(key)
+        return self._graphs[key].replay()[:num_live]
+
+    def check_addresses(self) -> None:
+        """RuntimeError if something that the graphs read was replaced after their capture.
+
+        `run` calls it before the first replay of each graph alone, since it takes the longer the
+        more layers there are. The graphs keep what they read alive in any case, so that a
+        tensor which is replaced later leaves them with its old values, never with other memory.
+        """
+        for name, tensor in self._read_tensors().items():
+            if tensor.data_ptr() != self._captured[name].data_ptr():
+                raise RuntimeError(
+                    f"{name} was replaced by another tensor after the graphs had been captured, "
+                    "which go on reading the old one: capture them again, or write in place"
+                )
+
+    @contextmanager
+    def _dummy_step(self, key: GraphKey) -> Iterator[None]:
+        batch, rows = self._buffers.batch, key.num_tokens
+        self._inputs.reset()
+        if not key.has_adapters:
+            with batch.without_adapters(rows):
+                yield
+            return
+        slots = dummy_slots(rows, batch.max_slots)
+        batch.prepare(torch.tensor(slots, dtype=torch.int32, device="cpu"))
+        yield
+
+    def _read_tensors(self) -> dict[str, Tensor]:
+        """What the graphs read and write of what this package knows, by name."""
+        found: dict[str, Tensor] = {"the block of inputs": self._inputs.block}
+        for index, tensor in enumerate(self._buffers.tensors):
+            found[f"reserved buffer {index}"] = tensor
+        for name, layer in self._buffers.layers.items():
+            found |= {f"{part} of {name}": value for part, value in layer.named_parameters()}
+        for index, weights in enumerate(self._buffers.slot_weights):
+            for part, value in weights.tensors._asdict().items():
+                found[f"{part} of adapters {index}"] = value
+        return found

@@ -1,0 +1,377 @@
+"""Steps that are replayed from graphs, with graphs that a CPU records: what is in a graph, which
+one a batch gets, and what a replay gives."""
+
+from __future__ import annotations
+
+import gc
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from loragate.core.machine import select_interpreter
+
+select_interpreter()
+
+from lorakernels.batch.metadata import tile_height  # noqa: E402
+from lorakernels.serving.graph_runner import GraphRunner  # noqa: E402
+from lorakernels.serving.keys import GraphKey  # noqa: E402
+
+SIZES = (2, 8)
+OF_ADAPTERS = {"lora_shrink_kernel", "lora_expand_kernel", "moe_shrink_kernel"}
+
+
+def runner_of(stack: Any, *, sizes: tuple[int, ...] = SIZES) -> GraphRunner:
+    return GraphRunner(stack.step, stack.inputs, stack.buffers, sizes=sizes)
+
+
+def run(runner: GraphRunner, stack: Any, slots: list[int], seed: int = 3) -> Tensor:
+    values = stack.values(len(slots), seed)
+    return runner.run(torch.tensor(slots, dtype=torch.int32), **values)
+
+
+def assert_served(runner: GraphRunner, stack: Any, slots: list[int], seed: int = 3) -> None:
+    found = run(runner, stack, slots, seed)
+    wanted = stack.wanted(slots, stack.values(len(slots), seed))
+    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
+
+
+@pytest.fixture
+def stack(make_stack: Any) -> Any:
+    made = make_stack()
+    made.load(0, seed=1)
+    made.load(2, seed=2)
+    return made
+
+
+def replayed(runner: GraphRunner, graphs: Any) -> list[GraphKey]:
+    """The keys whose graphs were replayed, as often as they were."""
+    return [
+        key
+        for key, graph in zip(runner.keys, graphs.made, strict=True)
+        for _ in range(graph.replays)
+    ]
+
+
+def test_graphs_are_captured_largest_first_into_one_pool(stack: Any, graphs: Any) -> None:
+    runner = runner_of(stack)
+    assert runner.keys == ()
+    keys = runner.capture()
+    assert keys == runner.keys
+    assert keys == tuple(GraphKey(size, has) for size in (8, 2) for has in (True, False))
+    assert len({id(graph.pool) for graph in graphs.made}) == 1
+    # warm-ups before each capture
+    assert stack.called == [8] * 6 + [2] * 6
+
+
+@pytest.mark.parametrize("resident", [False, True])
+def test_a_graph_holds_the_kernels_of_adapters_exactly_if_it_is_for_adapters(
+    make_stack: Any, graphs: Any, resident: bool
+) -> None:
+    stack = make_stack(moe=True)
+    if resident:
+        stack.load(1, seed=1)
+    runner = runner_of(stack, sizes=(4,))
+    runner.capture()
+    for key, graph in zip(runner.keys, graphs.made, strict=True):
+        found = OF_ADAPTERS.intersection(graph.launches)
+        assert found == (OF_ADAPTERS if key.has_adapters else set()), key
+        assert "moe_gemm_kernel" in graph.launches
+
+
+def test_a_dummy_run_whose_mapping_has_base_rows_alone_still_captures_adapters(
+    stack: Any, graphs: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from lorakernels.serving import graph_runner
+
+    monkeypatch.setattr(graph_runner, "dummy_slots", lambda rows, slots: [-1] * rows)
+    runner = runner_of(stack)
+    runner.capture()
+    for key, graph in zip(runner.keys, graphs.made, strict=True):
+        assert bool(OF_ADAPTERS.intersection(graph.launches)) == key.has_adapters
+    assert_served(runner, stack, [0, 2])
+
+
+def test_a_capture_runs_with_adapters_in_all_slots_and_base_rows(stack: Any, graphs: Any) -> None:
+    seen = []
+
+    def step(rows: int) -> Tensor:
+        ranks = [weights.ranks.min(1).values for weights in stack.buffers.slot_weights]
+        seen.append((stack.buffers.batch.token_slots[:rows].tolist(), torch.stack(ranks).tolist()))
+        return stack.step(rows)
+
+    GraphRunner(step, stack.inputs, stack.buffers, sizes=[8]).capture()
+    for slots, ranks in seen[:3]:
+        assert set(slots) == {-1, 0, 1, 2}
+        assert all(rank > 0 for of_layer in ranks for rank in of_layer)
+    for slots, _ in seen[3:]:
+        assert slots == [-1] * 8
+
+
+def contents(stack: Any) -> list[Tensor]:
+    return [part.clone() for weights in stack.buffers.slot_weights for part in weights.tensors]
+
+
+def test_an_adapter_of_one_layer_takes_its_slot_in_all(make_stack: Any, graphs: Any) -> None:
+    stack = make_stack(moe=True)
+    down = stack.experts.w2_slots
+    down.a[1].fill_(0.5)
+    down.ranks[1].fill_(2)
+    before = contents(stack)
+    runner_of(stack, sizes=(2,)).capture()
+    for old, new in zip(before, contents(stack), strict=True):
+        assert torch.equal(old, new)
+
+
+@pytest.mark.parametrize("loaded", [[], [1], [0, 1, 2]])
+def test_a_capture_leaves_the_slots_as_they_were(
+    make_stack: Any, graphs: Any, loaded: list[int]
+) -> None:
+    stack = make_stack()
+    for slot in loaded:
+        stack.load(slot, seed=slot)
+    before = contents(stack)
+    runner_of(stack).capture()
+    for old, new in zip(before, contents(stack), strict=True):
+        assert torch.equal(old, new)
+
+
+def test_a_capture_that_fails_leaves_no_graph_and_no_dummy_adapter(stack: Any, graphs: Any) -> None:
+    before = contents(stack)
+
+    def step(rows: int) -> Tensor:
+        if rows == 2 and graphs.open is not None:
+            raise RuntimeError("out of memory")
+        return stack.step(rows)
+
+    runner = GraphRunner(step, stack.inputs, stack.buffers, sizes=SIZES)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        runner.capture()
+    assert runner.keys == ()
+    for old, new in zip(before, contents(stack), strict=True):
+        assert torch.equal(old, new)
+    # and none of its rows is left in force
+    assert_served(runner, stack, [0, 2, -1])
+
+
+def test_the_collector_destroys_no_graph_while_another_one_is_captured(
+    stack: Any, graphs: Any
+) -> None:
+    states = []
+
+    def step(rows: int) -> Tensor:
+        states.append((graphs.open is not None, gc.isenabled()))
+        return stack.step(rows)
+
+    GraphRunner(step, stack.inputs, stack.buffers, sizes=SIZES).capture()
+    assert set(states) == {(True, False), (False, True)}
+    assert gc.isenabled()
+
+
+@pytest.mark.parametrize(
+    ("slots", "key"),
+    [
+        ([0], GraphKey(2, True)),
+        ([-1], GraphKey(2, False)),
+        ([-1, 2], GraphKey(2, True)),
+        ([-1, -1, 2], GraphKey(8, True)),
+        ([-1] * 3, GraphKey(8, False)),
+        ([0] * 8, GraphKey(8, True)),
+        ([2] * 9, None),
+        ([-1] * 12, None),
+    ],
+)
+def test_a_batch_is_replayed_from_its_graph_or_runs_eagerly(
+    stack: Any, graphs: Any, slots: list[int], key: GraphKey | None
+) -> None:
+    runner = runner_of(stack)
+    runner.capture()
+    stack.called.clear()
+    assert_served(runner, stack, slots)
+    assert replayed(runner, graphs) == ([] if key is None else [key])
+    assert stack.called == ([len(slots)] if key is None else [])
+
+
+@pytest.mark.parametrize("moe", [False, True])
+def test_one_graph_serves_every_mix_of_adapters_one_after_the_other(
+    make_stack: Any, graphs: Any, moe: bool
+) -> None:
+    stack = make_stack(moe=moe)
+    runner = runner_of(stack, sizes=(8,))
+    runner.capture()
+    for slot in range(3):
+        stack.load(slot, seed=slot)
+    mixes = [[0, 1, 2, -1], [-1] * 8, [2] * 8, [-1], [1, 1, -1, 0, 2, 0], [0], [-1, -1, -1, 1]]
+    for seed, slots in enumerate(mixes):
+        assert_served(runner, stack, slots, seed)
+    assert len(replayed(runner, graphs)) == len(mixes)
+
+
+def test_adapters_are_evicted_replaced_and_loaded_between_replays(stack: Any, graphs: Any) -> None:
+    runner = runner_of(stack)
+    runner.capture()
+    slots = [0, 1, 2, -1, 0]
+    assert_served(runner, stack, slots)
+    stack.evict(0)
+    assert_served(runner, stack, slots)
+    stack.load(0, seed=7)
+    stack.load(1, seed=8)
+    assert_served(runner, stack, slots)
+    stack.load(2, seed=9)
+    assert_served(runner, stack, slots)
+
+
+def test_padded_rows_are_base_rows_in_tiles_of_the_height_of_all_rows(
+    make_stack: Any, graphs: Any
+) -> None:
+    live, padded = 120, 136
+    stack = make_stack(max_tokens=padded)
+    assert tile_height(live) != tile_height(padded)
+    stack.load(1, seed=1)
+    runner = runner_of(stack, sizes=(padded,))
+    runner.capture()
+    run(runner, stack, [1] * padded)
+    slots = ([1, -1, 0] * live)[:live]
+    assert_served(runner, stack, slots)
+    batch = stack.buffers.batch
+    assert batch.num_rows == padded
+    assert batch.token_slots.tolist() == slots + [-1] * (padded - live)
+
+
+def test_a_batch_that_is_too_large_is_refused_by_both_numbers(stack: Any) -> None:
+    runner = runner_of(stack)
+    with pytest.raises(ValueError, match=r"a step may have 12 rows, max_tokens \(got 13\)"):
+        run(runner, stack, [0] * 13)
+
+
+def test_a_slot_that_does_not_exist_is_refused(stack: Any, graphs: Any) -> None:
+    runner = runner_of(stack)
+    runner.capture()
+    with pytest.raises(ValueError, match=r"token_slots must be -1 to 2 \(got 0 to 3\)"):
+        run(runner, stack, [0, 3])
+    assert_served(runner, stack, [0, 2])
+
+
+def test_a_device_without_graphs_says_so_and_runs_every_step_eagerly(stack: Any) -> None:
+    runner = runner_of(stack)
+    assert not runner.can_capture
+    assert runner.capture() == ()
+    assert runner.keys == ()
+    assert_served(runner, stack, [0, -1, 2])
+    assert_served(runner, stack, [-1, -1])
+    assert stack.called == [3, 2]
+
+
+def test_a_device_with_graphs_says_so(stack: Any, graphs: Any) -> None:
+    assert runner_of(stack).can_capture
+
+
+def test_a_second_capture_replaces_the_first_one(stack: Any, graphs: Any) -> None:
+    runner = runner_of(stack)
+    runner.capture()
+    first = list(graphs.made)
+    graphs.made.clear()
+    runner.capture()
+    assert_served(runner, stack, [0, 2])
+    assert not any(graph.replays for graph in first)
+    assert replayed(runner, graphs) == [GraphKey(2, True)]
+
+
+def replace_adapters(stack: Any) -> None:
+    stack.linear.slots.a = stack.linear.slots.a.clone()
+
+
+def replace_weight(stack: Any) -> None:
+    stack.linear.weight.data = stack.linear.weight.data.clone()
+
+
+def replace_mapping(stack: Any) -> None:
+    stack.buffers.batch.tile_rows = stack.buffers.batch.tile_rows.clone()
+
+
+def replace_inputs(stack: Any) -> None:
+    stack.inputs.block = stack.inputs.block.clone()
+
+
+@pytest.mark.parametrize(
+    ("replace", "name"),
+    [
+        (replace_adapters, "a of adapters 0"),
+        (replace_weight, "weight of linear"),
+        (replace_mapping, "reserved buffer 2"),
+        (replace_inputs, "the block of inputs"),
+    ],
+)
+def test_what_moved_after_the_capture_is_named_before_the_first_replay(
+    stack: Any, graphs: Any, replace: Any, name: str
+) -> None:
+    runner = runner_of(stack)
+    runner.capture()
+    replace(stack)
+    message = f"{name} was replaced by another tensor after the graphs had been captured"
+    with pytest.raises(RuntimeError, match=message):
+        run(runner, stack, [0, 2])
+    assert replayed(runner, graphs) == []
+    with pytest.raises(RuntimeError, match=message):
+        runner.check_addresses()
+
+
+def test_the_host_asks_for_addresses_before_the_first_replay_of_a_graph_alone(
+    stack: Any, graphs: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runner, asked = runner_of(stack), []
+    runner.capture()
+    monkeypatch.setattr(runner, "check_addresses", lambda: asked.append(True))
+    for _ in range(3):
+        run(runner, stack, [0, 2])
+    assert len(asked) == 1
+    run(runner, stack, [-1])
+    assert len(asked) == 2
+
+
+def test_inputs_that_are_larger_than_what_was_reserved_are_refused(make_stack: Any) -> None:
+    small, large = make_stack(max_tokens=4), make_stack(max_tokens=5)
+    with pytest.raises(ValueError, match=r"inputs may have 4 rows, as was reserved \(got 5\)"):
+        GraphRunner(small.step, large.inputs, small.buffers, sizes=[2])
+
+
+def test_the_host_work_of_a_step_does_not_grow_with_the_slots(
+    make_stack: Any, graphs: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # operators that the host calls for one replay
+    from torch.overrides import TorchFunctionMode
+
+    class Counting(TorchFunctionMode):
+        def __init__(self) -> None:
+            super().__init__()
+            self.count = 0
+
+        def __torch_function__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            self.count += 1
+            return func(*args, **(kwargs or {}))
+
+    monkeypatch.setattr("lorakernels.batch.metadata.prepare_kernel", Ignored())
+    counts = set()
+    for slots in (3, 60):
+        stack = make_stack(slots=slots)
+        runner = runner_of(stack)
+        runner.capture()
+        run(runner, stack, [0, 2])
+        values, mapping = stack.values(2, 3), torch.tensor([0, 2], dtype=torch.int32)
+        for graph in graphs.made:
+            graph.calls.clear()
+        graphs.made.clear()
+        with Counting() as counting:
+            runner.run(mapping, **values)
+        counts.add(counting.count)
+    assert len(counts) == 1
+
+
+class Ignored:
+    """A kernel whose launches do nothing."""
+
+    def __getitem__(self, grid: Any) -> Any:
+        return lambda *args, **options: None

@@ -1,0 +1,178 @@
+"""Inputs of a step: one block, one copy, and nothing of the step before."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from lorakernels.runtime import device as runtime
+from lorakernels.serving.inputs import InputSpec, StepInputs
+
+MOST = 7
+SPECS = {
+    "input_ids": InputSpec(dtype=torch.int64, padding=3),
+    "positions": InputSpec(dtype=torch.int64, shape=(2,), padding=-5),
+    "length": InputSpec(dtype=torch.int32, per_token=False),
+    "scale": InputSpec(dtype=torch.bfloat16, shape=(3,)),
+}
+
+
+def made() -> StepInputs:
+    return StepInputs(SPECS, max_tokens=MOST, device="cpu")
+
+
+def step(rows: int, seed: int) -> tuple[Tensor, dict[str, Tensor]]:
+    values = {
+        "input_ids": torch.arange(rows) + 100 * seed,
+        "positions": torch.arange(2 * rows).view(rows, 2) + 1000 * seed,
+        "length": torch.tensor([rows + seed], dtype=torch.int32),
+        "scale": torch.full((rows, 3), float(seed), dtype=torch.bfloat16),
+    }
+    return torch.full((rows,), seed % 3, dtype=torch.int32), values
+
+
+@given(st.lists(st.tuples(st.integers(0, MOST), st.integers(0, 9)), min_size=1, max_size=5))
+def test_rows_behind_the_live_ones_are_padding_whatever_came_before(
+    steps: list[tuple[int, int]],
+) -> None:
+    inputs = made()
+    for rows, seed in steps:
+        slots, values = step(rows, seed)
+        inputs.write(slots, values)
+        for name, spec in SPECS.items():
+            live = rows if spec.per_token else 1
+            assert inputs[name].dtype == spec.dtype
+            assert torch.equal(inputs[name][:live], values[name]), name
+            assert (inputs[name][live:] == spec.padding).all(), name
+        assert inputs.token_slots.tolist() == slots.tolist() + [-1] * (MOST - rows)
+
+
+def test_all_rows_are_padding_before_the_first_step_and_after_a_reset() -> None:
+    inputs = made()
+    for _ in range(2):
+        assert inputs.token_slots.tolist() == [-1] * MOST
+        assert inputs["input_ids"].tolist() == [3] * MOST
+        assert inputs["length"].tolist() == [0]
+        inputs.write(*step(4, 5))
+        inputs.reset()
+
+
+def test_every_tensor_keeps_its_address_and_lies_in_one_block() -> None:
+    inputs = made()
+    before = {name: tensor.data_ptr() for name, tensor in inputs.tensors.items()}
+    inputs.write(*step(MOST, 1))
+    start, end = inputs.block.data_ptr(), inputs.block.data_ptr() + inputs.num_bytes
+    spans = []
+    for name, tensor in inputs.tensors.items():
+        assert tensor.data_ptr() == before[name]
+        assert start <= tensor.data_ptr() <= end - tensor.nbytes
+        spans.append((tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes))
+    spans.sort()
+    for (_, stop), (begin, _) in pairwise(spans):
+        assert stop <= begin, "no two of them share memory"
+
+
+class BusyDevice(TorchFunctionMode):
+    """Models pinned memory, and a device that runs no copy before `finish` is called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.queued: list[Tensor] = []
+        self.pinned: set[int] = set()
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        options = dict(kwargs or {})
+        if func is Tensor.copy_ and options.pop("non_blocking", False):
+            assert args[1].data_ptr() in self.pinned, "a pageable copy waits for the device"
+            self.queued.append(args[1])
+            return args[0]
+        if options.pop("pin_memory", False):
+            block = func(*args, **options)
+            self.pinned.add(block.data_ptr())
+            return block
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_step_is_one_copy_from_memory_that_no_later_step_writes() -> None:
+    inputs, busy = made(), BusyDevice()
+    inputs.block = torch.empty_like(inputs.block, device="meta")
+    wanted = []
+    with busy:
+        for rows, seed in ((7, 1), (2, 2), (5, 4)):
+            inputs.write(*step(rows, seed))
+            wanted.append(inputs._host.clone())
+    assert len(busy.queued) == 3
+    for source, host in zip(busy.queued, wanted, strict=True):
+        assert torch.equal(source, host)
+
+
+def test_a_copy_within_the_host_needs_no_pinned_memory() -> None:
+    target = torch.zeros(3)
+    runtime.upload_into(target, torch.ones(3))
+    assert target.tolist() == [1, 1, 1]
+
+
+def change(name: str, value: Tensor) -> Callable[[dict[str, Tensor]], None]:
+    return lambda values: values.__setitem__(name, value)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        (
+            change("input_ids", torch.zeros(3, dtype=torch.int32)),
+            r"input_ids must be torch.int64 \[3\] on cpu \(got torch.int32 \[3\] on cpu\)",
+        ),
+        (change("input_ids", torch.zeros(2, dtype=torch.int64)), r"input_ids must be .*\[3\]"),
+        (
+            change("length", torch.zeros(3, dtype=torch.int32)),
+            r"length must be torch.int32 \[1\] on cpu \(got torch.int32 \[3\]",
+        ),
+        (
+            change("input_ids", torch.zeros(3, dtype=torch.int64, device="meta")),
+            r"on cpu \(got torch.int64 \[3\] on meta\)",
+        ),
+        (lambda values: values.pop("scale"), r"inputs must be .*scale.* \(got input_ids"),
+        (change("more", torch.zeros(3)), r"inputs must be .*\(got .*more"),
+    ],
+)
+def test_inputs_that_do_not_fit_are_refused_with_nothing_changed(
+    spoil: Callable[[dict[str, Tensor]], None], message: str
+) -> None:
+    inputs = made()
+    inputs.write(*step(5, 1))
+    before = inputs.block.clone()
+    slots, values = step(3, 2)
+    spoil(values)
+    with pytest.raises(ValueError, match=message):
+        inputs.write(slots, values)
+    assert torch.equal(inputs.block, before)
+
+
+def test_more_rows_than_the_largest_batch_are_refused_by_both_numbers() -> None:
+    with pytest.raises(ValueError, match=r"a step may have 7 rows, max_tokens \(got 8\)"):
+        made().write(*step(MOST + 1, 1))
+
+
+@pytest.mark.parametrize(
+    ("specs", "most", "message"),
+    [
+        ({}, 0, r"max_tokens must be at least 1 \(got 0\)"),
+        ({"token_slots": InputSpec(dtype=torch.int32)}, 3, "specs must not name token_slots"),
+    ],
+)
+def test_inputs_that_cannot_be_made_are_refused(
+    specs: dict[str, InputSpec], most: int, message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        StepInputs(specs, max_tokens=most, device="cpu")
