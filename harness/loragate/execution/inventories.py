@@ -98,8 +98,9 @@ class _Capture:
 
         with subject_code():
             self._captured = capture(call, warm_ups=0)
-        self._graph: Any = self._captured.graph
-        self.waited = recorder.graphs.host_waited(self._graph.number)
+        graph: Any = self._captured.graph
+        self._graph = int(graph.number)
+        self.waited = recorder.graphs.host_waited(self._graph)
 
     def inventory(self, grids: dict[int, tuple[int, ...]]) -> Inventory:
         """As far as memory is held by somebody now."""
@@ -109,7 +110,7 @@ class _Capture:
             captured,
             self._stream,
             grids={index - self._start: grid for index, grid in grids.items()},
-            own=(b.number for b in blocks.values() if b.graph == self._graph.number),
+            own=(b.number for b in blocks.values() if b.graph == self._graph),
             alive=(b.number for b in blocks.values() if not b.weak.expired()),  # type: ignore[no-untyped-call]
             block_names={number: block.name for number, block in blocks.items()},
         )

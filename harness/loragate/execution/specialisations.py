@@ -24,9 +24,9 @@ _ALIGNED = 16
 
 @dataclass(frozen=True, slots=True)
 class HostLaunch:
-    """`tensors` by the names of the arguments that hold them. `grid` is empty where it is a function
-    of the arguments. `compiled_for` has a value for each
-    argument and each option: equal values need no other kernel."""
+    """`tensors` by the names of the arguments that hold them; `grid` is empty where it is a
+    function of the arguments. `compiled_for` has a value for each argument and each option: equal
+    values need no other kernel."""
 
     kernel: str
     grid: tuple[int, ...]

@@ -109,7 +109,7 @@ def dangling(inventory: Inventory) -> Iterator[Finding]:
                 argument = f" as {called[0]}" if called else ""
                 yield Finding(
                     Flaw.DANGLING,
-                    f"{_node(inventory, number)} uses {name}{argument}, which nobody holds any more",
+                    f"{_node(inventory, number)} uses {name}{argument}, which nobody holds now",
                 )
 
 

@@ -1,4 +1,4 @@
-"""Faults of what the host does in a step that a server repeats: waits, buffers, compilation."""
+"""Faults of what the host does in a step that a server repeats, and of what it captures."""
 
 from __future__ import annotations
 
@@ -59,6 +59,15 @@ FAULTS = (
         "    num_live: tl.constexpr,\n    max_tokens,\n",
         source="triton #8273",
         why="The metadata kernel is compiled for each number of live rows.",
+    ),
+    _linear(
+        "adapters-left-out-of-a-capture-of-base-rows",
+        "from lorakernels.batch.steps import runs_adapters\n",
+        "from lorakernels.batch.steps import base_rows\n"
+        "runs_adapters = lambda tensor, device: base_rows(tensor) is None\n",
+        source="vllm #43139",
+        why="A graph that is captured while no row has an adapter serves the base model for ever.",
+        only=True,
     ),
     _weights(
         "ranks-replaced-by-an-eviction",
