@@ -21,11 +21,14 @@ class Captured(Generic[T]):
     result: T
 
 
-def capture(call: Callable[[], T], *, warm_ups: int = 3, calls: int = 1) -> Captured[T]:
+def capture(
+    call: Callable[[], T], *, warm_ups: int = 3, calls: int = 1, is_kept: bool = False
+) -> Captured[T]:
     """A graph of `calls` calls, captured after `warm_ups` calls that compile what they need.
 
     With `warm_ups` 0 the caller must have run `call` before. Every graph has a memory pool of its
-    own, and whatever is still queued on the device is finished before the capture begins.
+    own, and whatever is still queued on the device is finished before the capture begins. With
+    `is_kept` torch keeps its nodes, and instantiates it when it is first replayed.
     """
     # torch requires warm-up on a side stream, as the capture itself runs on one
     stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
@@ -34,7 +37,7 @@ def capture(call: Callable[[], T], *, warm_ups: int = 3, calls: int = 1) -> Capt
         for _ in range(warm_ups):
             call()
     torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
+    graph = torch.cuda.CUDAGraph(keep_graph=is_kept)
     with _uncollected(), torch.cuda.graph(graph):
         for _ in range(calls - 1):
             call()

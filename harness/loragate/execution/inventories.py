@@ -29,7 +29,7 @@ from loragate.execution.trace.inventory import Inventory
 from loragate.execution.trace.operations import HOST, Launch
 from loragate.inputs import DataKind, copy_batch, make_batch, make_pool
 from loragate.inputs.mapping import BASE_ROW
-from loragate.protocol import Batch, CheckedInstance, Trial, apply_step, subject_code
+from loragate.protocol import Trial, apply_step, subject_code
 
 _KIND = DataKind.EXACT
 # what is prepared when a graph is captured
@@ -47,35 +47,58 @@ class Captures:
     ordered: Inventory | None = None
 
 
+class Step:
+    """One fresh instance and the memory of one step; the mappings to prepare are those of
+    `MAPPINGS`."""
+
+    def __init__(self, trial: Trial) -> None:
+        batches = [make_batch(trial.case, trial.seed, s, _KIND, trial.machine) for s in range(2)]
+        self._pool = make_pool(trial.case, trial.seed, _KIND, trial.machine, trial.capabilities)
+        base = base_of(trial, _KIND)
+        self.instance = open_loaded(trial, trial.case, base=base, pool=self._pool)
+        self.own = copy_batch(batches[0])
+        slots = [batch.token_slots for batch in batches]
+        mappings = (slots[0], torch.full_like(slots[0], BASE_ROW), slots[1])
+        self._mappings = dict(zip(MAPPINGS, mappings, strict=True))
+
+    def prepare(self, recorder: Recorder, how: str = MAPPINGS[0]) -> None:
+        with recorder.muted():
+            self.own.token_slots.copy_(self._mappings[how])
+        recorder.name({"token_slots": self.own.token_slots}, on_host=True)
+        self.instance.prepare(self.own.token_slots)
+
+    def apply(self) -> Tensor:
+        return apply_step(self.instance, self.own)
+
+    def change(self, recorder: Recorder) -> None:
+        """Evict an adapter, load it again, and prepare another step."""
+        self.instance.unload(0)
+        self.instance.load(0, self._pool)
+        self.prepare(recorder)
+
+
 def modelled_captures(trial: Trial) -> Captures:
     """On modelled streams, for a case that has them."""
-    pool = make_pool(trial.case, trial.seed, _KIND, trial.machine, trial.capabilities)
-    first, other = (make_batch(trial.case, trial.seed, s, _KIND, trial.machine) for s in range(2))
-    recorder = Recorder("cpu", current_number)
-    own, found = copy_batch(first), Captures()
+    recorder, found = Recorder("cpu", current_number), Captures()
     with streams_of(trial, recorder):
-        instance = open_loaded(trial, trial.case, base=base_of(trial, _KIND), pool=pool)
+        step = Step(trial)
         with _interpreted(recorder), recorder:
-            _prepare(recorder, instance, own, first.token_slots)
+            step.prepare(recorder)
             # whatever is made on first use is not to be captured
-            apply_step(instance, own)
-            ordered = _Capture(recorder, instance, own)
+            step.apply()
+            ordered = _Capture(recorder, step)
         if ordered.waited:
             return replace(found, graphs=None)
         captures, grids = dict[str, _Capture](), dict[int, tuple[int, ...]]()
-        base_rows = torch.full_like(own.token_slots, BASE_ROW)
-        mappings = (first.token_slots, base_rows, other.token_slots)
         with _noted(recorder, grids), recorder:
-            _prepare(recorder, instance, own, first.token_slots)
+            step.prepare(recorder)
             start = recorder.length
-            apply_step(instance, own)
+            step.apply()
             found.kernels = _kernels(recorder, [index for index in grids if index >= start])
-            for how, mapping in zip(MAPPINGS, mappings, strict=True):
-                _prepare(recorder, instance, own, mapping)
-                captures[how] = _Capture(recorder, instance, own)
-            instance.unload(0)
-            instance.load(0, pool)
-            _prepare(recorder, instance, own, first.token_slots)
+            for how in MAPPINGS:
+                step.prepare(recorder, how)
+                captures[how] = _Capture(recorder, step)
+            step.change(recorder)
         gc.collect()
         found.graphs = {how: each.inventory(grids) for how, each in captures.items()}
         found.ordered = ordered.inventory({})
@@ -85,14 +108,14 @@ def modelled_captures(trial: Trial) -> Captures:
 class _Capture:
     """One capture on modelled streams, which holds its result as a server does."""
 
-    def __init__(self, recorder: Recorder, instance: CheckedInstance, own: Batch) -> None:
+    def __init__(self, recorder: Recorder, step: Step) -> None:
         self._recorder = recorder
         self._stream, self._start, self._stop = HOST, 0, 0
 
         def call() -> Tensor:
             self._stream = current_number()
             self._start = recorder.length
-            result = apply_step(instance, own)
+            result = step.apply()
             self._stop = recorder.length
             return result
 
@@ -114,13 +137,6 @@ class _Capture:
             alive=(b.number for b in blocks.values() if not b.weak.expired()),  # type: ignore[no-untyped-call]
             block_names={number: block.name for number, block in blocks.items()},
         )
-
-
-def _prepare(recorder: Recorder, instance: CheckedInstance, own: Batch, mapping: Tensor) -> None:
-    with recorder.muted():
-        own.token_slots.copy_(mapping)
-    recorder.name({"token_slots": own.token_slots}, on_host=True)
-    instance.prepare(own.token_slots)
 
 
 def _kernels(recorder: Recorder, launches: Iterable[int]) -> frozenset[str]:

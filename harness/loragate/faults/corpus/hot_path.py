@@ -95,9 +95,8 @@ FAULTS = (
     ),
     _moe_ops(
         "tiles-of-experts-asked-for-on-the-host",
-        "    if num_pairs == 0:\n        return\n    claim(shrunk",
-        "    if num_pairs == 0 or not pairs.tables.num_tiles.item():\n        return\n"
-        "    claim(shrunk",
+        "    if num_pairs == 0 or not runs_adapters(step, x.device):\n",
+        "    if num_pairs == 0 or not pairs.tables.num_tiles.item():\n",
         source="own",
         why="A batch without adapters is recognised by reading the device.",
     ),

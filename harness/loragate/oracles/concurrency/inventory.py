@@ -72,7 +72,7 @@ class Inventory:
 def _captures(trial: Trial) -> Captures:
     if trial.machine.device == "cpu":
         return modelled_captures(trial)
-    from loragate.execution.graph_nodes import device_captures
+    from loragate.execution.device_inventories import device_captures
 
     return device_captures(trial)
 
