@@ -51,17 +51,7 @@ SUBJECTS: Mapping[str, RegisteredSubject] = MappingProxyType(
                 target="loragate.subjects.lorakernels.subject:LoraKernelsSubject",
                 launches="lorakernels.specs:launches",
                 # adapters, slots, partition, plans, and steps that are replayed from graphs
-                host_tests=(
-                    "tests/kernels",
-                    "tests/adapters",
-                    "tests/moe",
-                    "tests/serving/test_graph_keys.py",
-                    "tests/serving/test_graph_runner.py",
-                    "tests/serving/test_graph_state.py",
-                    "tests/serving/test_serving_buffers.py",
-                    "tests/serving/test_step_inputs.py",
-                    "tests/serving/test_without_adapters.py",
-                ),
+                host_tests=("tests/kernels", "tests/adapters", "tests/moe", "tests/serving"),
             ),
             RegisteredSubject(
                 name="torch",

@@ -66,6 +66,7 @@ class ServingBuffers:
         experts = [layer for layer in layers.values() if isinstance(layer, FusedMoELoRA)]
         self._scratch: dict[ExpertSizes, MoEScratch] = {}
         self._pairs: dict[int, PairMetadata] = {}
+        self._of_layer: dict[FusedMoELoRA, tuple[MoEScratch, PairMetadata]] = {}
         if experts:
             self._reserve_experts(experts, _checked_top_k(top_k))
 
@@ -91,13 +92,11 @@ class ServingBuffers:
 
     def experts(self, layer: FusedMoELoRA) -> MoEScratch:
         """The scratch of a layer, which all layers of its sizes share. ValueError."""
-        self._check_reserved(layer)
-        return self._scratch[ExpertSizes.of(layer)]
+        return self._reserved_for(layer)[0]
 
     def pairs(self, layer: FusedMoELoRA) -> PairMetadata:
         """The pairs of a layer, which all layers of as many experts share. ValueError."""
-        self._check_reserved(layer)
-        return self._pairs[layer.cut.experts.size]
+        return self._reserved_for(layer)[1]
 
     @property
     def sizes(self) -> Mapping[str, int]:
@@ -125,17 +124,21 @@ class ServingBuffers:
             groups.setdefault(ExpertSizes.of(layer), []).append(layer)
         sizes = {"max_tokens": self.max_tokens, "top_k": top_k}
         for key, group in groups.items():
-            self._scratch[key] = MoEScratch(group, **sizes)
-        for count in sorted(
-            {layer.cut.experts.size for group in groups.values() for layer in group}
-        ):
-            self._pairs[count] = PairMetadata(
-                **sizes,
-                num_experts=count,
-                max_slots=self.batch.max_slots,
-                device=self.batch.token_slots.device,
-                with_base=True,
-            )
+            scratch = self._scratch[key] = MoEScratch(group, **sizes)
+            for layer in group:
+                count = layer.cut.experts.size
+                if count not in self._pairs:
+                    self._pairs[count] = self._make_pairs(count, sizes)
+                self._of_layer[layer] = (scratch, self._pairs[count])
+
+    def _make_pairs(self, num_experts: int, sizes: Mapping[str, int]) -> PairMetadata:
+        return PairMetadata(
+            **sizes,
+            num_experts=num_experts,
+            max_slots=self.batch.max_slots,
+            device=self.batch.token_slots.device,
+            with_base=True,
+        )
 
     def _by_purpose(self) -> dict[str, list[Tensor]]:
         found = {"mapping of the batch": self.batch.buffers}
@@ -148,14 +151,16 @@ class ServingBuffers:
             found[f"pairs of {count} experts"] = [*pairs.buffers, pairs.step]
         return found
 
-    def _check_reserved(self, layer: FusedMoELoRA) -> None:
-        if not any(layer is known for known in self.layers.values()):
+    def _reserved_for(self, layer: FusedMoELoRA) -> tuple[MoEScratch, PairMetadata]:
+        found = self._of_layer.get(layer)
+        if found is None:
             sizes = ExpertSizes.of(layer)
             raise ValueError(
                 "nothing was reserved for this layer, and nothing grows after it: experts of "
                 f"{sizes.hidden} and {sizes.intermediate} in {sizes.dtype}, "
                 f"{layer.cut.experts.size} of them (reserved: {', '.join(self._by_purpose())})"
             )
+        return found
 
 
 def _num_bytes(tensor: Tensor) -> int:

@@ -21,6 +21,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from lorakernels.batch.metadata import names_adapters
 from lorakernels.runtime.device import on_device_of
 from lorakernels.runtime.graphs import Captured, GraphPool, graph_module
 from lorakernels.serving.buffers import ServingBuffers
@@ -82,7 +83,7 @@ class GraphRunner:
         step may run meanwhile, and no adapter may be loaded.
         """
         module = graph_module(self._device)
-        self._graphs, self._sizes = {}, []
+        self._graphs, self._sizes, self._captured = {}, [], {}
         if module is None:
             return ()
         graphs = {}
@@ -109,7 +110,7 @@ class GraphRunner:
         """
         num_live = token_slots.shape[0]
         # asked on the host, before anything is queued
-        has_adapters = bool((token_slots >= 0).any())
+        has_adapters = names_adapters(token_slots)
         key = choose_key(self._sizes, num_rows=num_live, has_adapters=has_adapters)
         rows = num_live if key is None else key.num_tokens
         self._inputs.write(token_slots, values)
@@ -120,7 +121,8 @@ class GraphRunner:
         if key in self._unchecked:
             self.check_addresses()
             self._unchecked.remove(key)
-        return self._graphs[key].replay()[:num_live]
+        with on_device_of(self._inputs.block):
+            return self._graphs[key].replay()[:num_live]
 
     def check_addresses(self) -> None:
         """RuntimeError if something that the graphs read was replaced after their capture.
@@ -129,8 +131,9 @@ class GraphRunner:
         more layers there are. The graphs keep what they read alive in any case, so that a
         tensor which is replaced later leaves them with its old values, never with other memory.
         """
-        for name, tensor in self._read_tensors().items():
-            if tensor.data_ptr() != self._captured[name].data_ptr():
+        found = self._read_tensors()
+        for name, captured in self._captured.items():
+            if found[name].data_ptr() != captured.data_ptr():
                 raise RuntimeError(
                     f"{name} was replaced by another tensor after the graphs had been captured, "
                     "which go on reading the old one: capture them again, or write in place"

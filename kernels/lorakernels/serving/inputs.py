@@ -86,8 +86,9 @@ class StepInputs:
                 part.copy_(given[name])
                 continue
             part[:live].copy_(given[name])
-            # rows of the step before; all behind them hold their padding already
-            part[live : max(live, self._live)].fill_(spec.padding)
+            if live < self._live:
+                # rows of the step before; all behind them hold their padding already
+                part[live : self._live].fill_(spec.padding)
         self._live = live
         upload_into(self.block, self._host)
 

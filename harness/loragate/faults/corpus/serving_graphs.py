@@ -17,7 +17,7 @@ _layer = planting("lorakernels.moe.layer.ops", Group.SERVING)
 _delta = planting("lorakernels.dense.linear", Group.SERVING)
 
 _FOUND = "    found = bisect_left(sizes, num_rows)\n"
-_FLAG = "        has_adapters = bool((token_slots >= 0).any())\n"
+_FLAG = "        has_adapters = names_adapters(token_slots)\n"
 
 FAULTS = (
     _keys(
@@ -44,14 +44,14 @@ FAULTS = (
     _runner(
         "adapter-flag-of-the-step-before",
         _FLAG,
-        "        has_adapters = bool((self._inputs.token_slots >= 0).any())\n",
+        "        has_adapters = names_adapters(self._inputs.token_slots)\n",
         source="vllm #42008",
         why="Whether a batch has adapters is read from the static tensor before it is written.",
     ),
     _runner(
         "adapter-flag-of-the-first-row",
         _FLAG,
-        "        has_adapters = bool((token_slots[:1] >= 0).any())\n",
+        "        has_adapters = names_adapters(token_slots[:1])\n",
         source="own",
         why="A batch with adapters behind a base row gets the graph without adapters.",
     ),
@@ -128,8 +128,8 @@ FAULTS = (
     ),
     _runner(
         "padded-rows-returned",
-        "        return self._graphs[key].replay()[:num_live]\n",
-        "        return self._graphs[key].replay()\n",
+        "            return self._graphs[key].replay()[:num_live]\n",
+        "            return self._graphs[key].replay()\n",
         source="own",
         why="The outputs of padded rows are handed out as if they were of requests.",
     ),
@@ -142,8 +142,8 @@ FAULTS = (
     ),
     _inputs(
         "tail-of-the-inputs-not-reset",
-        "            part[live : max(live, self._live)].fill_(spec.padding)\n",
-        "",
+        "            if live < self._live:\n",
+        "            if live < self._live and not live:\n",
         source="sglang #29468",
         why="Padded rows keep tokens, positions and slots of a larger step before.",
     ),

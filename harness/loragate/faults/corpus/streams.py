@@ -219,16 +219,16 @@ FAULTS = (
     ),
     _metadata(
         "capability-probed-once",
-        "        self._note_adapters(not on_host or bool((token_slots >= 0).any()))\n",
+        "        self._note_adapters(not on_host or names_adapters(token_slots))\n",
         "        note_base_rows(self.tile_rows, BaseRows())\n",
         source="vllm #42008",
         why="Whether a batch has adapters is remembered from the time when none was known.",
     ),
     _metadata(
         "capability-of-the-step-before",
-        "        self._note_adapters(not on_host or bool((token_slots >= 0).any()))\n",
+        "        self._note_adapters(not on_host or names_adapters(token_slots))\n",
         "        self._note_adapters(getattr(self, 'had', False))\n"
-        "        self.had = not on_host or bool((token_slots >= 0).any())\n",
+        "        self.had = not on_host or names_adapters(token_slots)\n",
         source="vllm #42008",
         why="A step forks as the step before should have.",
     ),
