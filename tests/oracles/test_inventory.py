@@ -3,7 +3,7 @@ streams."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 import pytest
@@ -14,10 +14,11 @@ from loragate.core.verdict import Failure, Judgement, OracleName, Verdict
 from loragate.inputs.draw import torch_dtype
 from loragate.matrix.case import Case, Execution, Mix, Streams
 from loragate.oracles import ORACLES
-from loragate.protocol import Pool, Trial
+from loragate.protocol import HotPath, Pool, Trial
 from loragate.run.trial import run_trial
 
 ORACLE = ORACLES[OracleName.INVENTORY]
+PROMISES = {"hot_path": frozenset({HotPath.CAPTURES_ANY_MAPPING})}
 
 
 class Forked:
@@ -109,8 +110,13 @@ class AsksTheDevice(Forked):
         return super().apply(x, out) if self.table.max().item() >= 0 else out
 
 
-def judge(instance: type[Forked], seed: int, make_trial: Callable[..., Trial]) -> Judgement:
-    trial = make_trial(instance, seed, mix=Mix.SHUFFLED, streams=Streams.DUAL)
+def judge(
+    instance: type[Forked],
+    seed: int,
+    make_trial: Callable[..., Trial],
+    promises: Mapping[str, object] = PROMISES,
+) -> Judgement:
+    trial = make_trial(instance, seed, promises, mix=Mix.SHUFFLED, streams=Streams.DUAL)
     trial = replace(trial, case=replace(trial.case, oracles=(OracleName.INVENTORY,)))
     (judgement,) = run_trial(trial)
     return judgement
@@ -147,6 +153,14 @@ def test_a_graph_that_serves_every_batch_passes(make_trial: Callable[..., Trial]
         judgement = judge(Forked, seed, make_trial)
         assert judgement.verdict is Verdict.PASS, judgement
         assert judgement.metrics["graphs"] == 3
+
+
+def test_a_graph_is_captured_with_base_rows_alone_only_where_that_is_promised(
+    make_trial: Callable[..., Trial],
+) -> None:
+    judgement = judge(LeavesOutBaseRows, 1, make_trial, promises={})
+    assert judgement.verdict is Verdict.PASS, judgement
+    assert judgement.metrics["graphs"] == 2
 
 
 def test_captures_are_judged_where_streams_are_modelled_or_a_case_captures(

@@ -57,7 +57,7 @@ def device_captures(trial: Trial) -> Captures:
         start = recorder.length
         step.apply()
         kernels = frozenset(use.name for use in _uses(recorder, start))
-        for how in MAPPINGS:
+        for how in step.mappings:
             step.prepare(recorder, how)
             start = recorder.length
             with subject_code():

@@ -29,7 +29,7 @@ from loragate.execution.trace.inventory import Inventory
 from loragate.execution.trace.operations import HOST, Launch
 from loragate.inputs import DataKind, copy_batch, make_batch, make_pool
 from loragate.inputs.mapping import BASE_ROW
-from loragate.protocol import Trial, apply_step, subject_code
+from loragate.protocol import HotPath, Trial, apply_step, subject_code
 
 _KIND = DataKind.EXACT
 # what is prepared when a graph is captured
@@ -48,8 +48,8 @@ class Captures:
 
 
 class Step:
-    """One fresh instance and the memory of one step; the mappings to prepare are those of
-    `MAPPINGS`."""
+    """One fresh instance and the memory of one step. `mappings`: those of `MAPPINGS` to prepare for
+    a capture; one without adapters only where the subject promises that it does not matter."""
 
     def __init__(self, trial: Trial) -> None:
         batches = [make_batch(trial.case, trial.seed, s, _KIND, trial.machine) for s in range(2)]
@@ -60,6 +60,12 @@ class Step:
         slots = [batch.token_slots for batch in batches]
         mappings = (slots[0], torch.full_like(slots[0], BASE_ROW), slots[1])
         self._mappings = dict(zip(MAPPINGS, mappings, strict=True))
+        any_mapping = HotPath.CAPTURES_ANY_MAPPING in trial.capabilities.hot_path
+        self.mappings = [
+            how
+            for how, mapping in self._mappings.items()
+            if any_mapping or how == MAPPINGS[0] or bool((mapping != BASE_ROW).any())
+        ]
 
     def prepare(self, recorder: Recorder, how: str = MAPPINGS[0]) -> None:
         with recorder.muted():
@@ -95,7 +101,7 @@ def modelled_captures(trial: Trial) -> Captures:
             start = recorder.length
             step.apply()
             found.kernels = _kernels(recorder, [index for index in grids if index >= start])
-            for how in MAPPINGS:
+            for how in step.mappings:
                 step.prepare(recorder, how)
                 captures[how] = _Capture(recorder, step)
             step.change(recorder)

@@ -82,6 +82,8 @@ class HotPath(StrEnum):
     SAME_BUFFERS = "same_buffers"
     # another mapping, or other adapters, need no kernel that is not compiled yet
     SAME_KERNELS = "same_kernels"
+    # a graph that is captured while all rows are base rows serves batches with adapters as well
+    CAPTURES_ANY_MAPPING = "captures_any_mapping"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

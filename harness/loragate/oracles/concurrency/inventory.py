@@ -1,7 +1,8 @@
 """A captured graph holds what every batch of its key needs, and nothing that only one batch has.
 
-The same step is captured while different mappings are prepared: with adapters, with base rows only,
-and with other adapters. Nothing is replayed; the nodes are looked at.
+The same step is captured while different mappings are prepared: with adapters, with other adapters,
+and with base rows only where the subject promises that such a graph serves every batch. Nothing is
+replayed; the nodes are looked at.
 
 * Each graph has all kernels that a step with adapters launches: a graph that was captured without
   them would serve the base model (vllm #43139).
