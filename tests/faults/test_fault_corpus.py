@@ -19,7 +19,12 @@ EDITED = [planted for planted in (*FAULTS, *CONTROLS) if planted.edit is not Non
 # queued steps can only be late on a GPU
 WITHOUT_GPU = set(OracleName) - {OracleName.QUEUE}
 # of the cases with two streams; each is shown alone by faults of linear layers
-OF_STREAMS = {OracleName.RACE, OracleName.SCHEDULE, OracleName.OVERLAP}
+OF_STREAMS = {
+    OracleName.RACE,
+    OracleName.SCHEDULE,
+    OracleName.OVERLAP,
+    OracleName.INVENTORY,
+}
 # "vllm #42120", "own", or a test file of another project
 SOURCE = re.compile(r"own|[\w-]+ (#\d+|tests/\S+)")
 

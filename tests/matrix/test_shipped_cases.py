@@ -251,6 +251,25 @@ def test_steps_are_queued_on_a_gpu_at_each_site(cases: tuple[Case, ...], site: S
     assert any(OracleName.QUEUE in case.oracles for case in _of(cases, Tier.PREMERGE, site))
 
 
+@pytest.mark.parametrize("site", Site)
+def test_what_the_host_does_in_a_step_is_judged_at_each_site_in_each_tier(
+    cases: tuple[Case, ...], site: Site
+) -> None:
+    for tier in (Tier.SMOKE, Tier.PREMERGE):
+        assert any(OracleName.HOT_PATH in case.oracles for case in _of(cases, tier, site))
+
+
+@pytest.mark.parametrize("site", sorted(AXES["streams"].sites or ()))
+def test_captured_graphs_are_looked_at_without_a_gpu_and_on_one(
+    cases: tuple[Case, ...], site: Site
+) -> None:
+    for tier in (Tier.SMOKE, Tier.PREMERGE):
+        judged = [c for c in _of(cases, tier, site) if OracleName.INVENTORY in c.oracles]
+        assert judged
+        if tier is Tier.PREMERGE:
+            assert any(case.execution is Execution.GRAPH for case in judged)
+
+
 @pytest.mark.parametrize("site", sorted(AXES["streams"].sites or ()))
 def test_steps_on_two_streams_are_judged_on_a_gpu_by_all_that_concerns_streams(
     cases: tuple[Case, ...], site: Site

@@ -17,6 +17,7 @@ from loragate.protocol import (
     BrokenProtocol,
     Capabilities,
     CheckedSubject,
+    HotPath,
     Trial,
     raised_by_subject,
     unsupported,
@@ -31,7 +32,12 @@ JUDGES = [
     if name not in (OracleName.GUARD, OracleName.COMPILE, OracleName.WORK, OracleName.QUEUE)
 ]
 
-ORACLES_OF_STREAMS = (OracleName.RACE, OracleName.SCHEDULE, OracleName.OVERLAP)
+ORACLES_OF_STREAMS = (
+    OracleName.RACE,
+    OracleName.SCHEDULE,
+    OracleName.OVERLAP,
+    OracleName.INVENTORY,
+)
 
 
 class OneColumnShort(DenseDelta):
@@ -65,7 +71,10 @@ def test_no_oracle_computes_with_what_is_no_result(
     failure: Failure,
 ) -> None:
     streams = Streams.DUAL if oracle in ORACLES_OF_STREAMS else Streams.SEQUENTIAL
-    (judgement,) = run_trial(make_trial(instance, oracles=(oracle,), streams=streams))
+    # without a promise hot_path judges nothing
+    promises = {"hot_path": frozenset(HotPath)}
+    trial = make_trial(instance, promises=promises, oracles=(oracle,), streams=streams)
+    (judgement,) = run_trial(trial)
     assert (judgement.verdict, judgement.failure) == (Verdict.FAIL, failure)
 
 

@@ -12,6 +12,10 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from loragate.bench.bars import Bar
 from loragate.bench.figures import DenseFigures
+from loragate.bench.graphs_figures import GraphFigures
+from loragate.bench.graphs_rows import graph_rows
+from loragate.bench.graphs_tables import render_markdown as graphs_markdown
+from loragate.bench.graphs_tables import render_terminal as graphs_terminal
 from loragate.bench.moe_figures import MoEFigures
 from loragate.bench.moe_rows import moe_rows
 from loragate.bench.moe_tables import render_markdown as moe_markdown
@@ -108,6 +112,18 @@ def _run_streams(
     return run_streams(candidate, baseline, rows, machine, progress)
 
 
+def _run_graphs(
+    candidate: Contender,
+    baseline: Contender | None,
+    rows: Sequence[Any],
+    machine: Machine,
+    progress: Progress,
+) -> Figures:
+    from loragate.bench.graphs import run_graphs
+
+    return run_graphs(candidate, baseline, rows, machine, progress)
+
+
 KINDS = MappingProxyType(
     {
         "dense": Kind(
@@ -143,6 +159,17 @@ KINDS = MappingProxyType(
             terminal=streams_terminal,
             markdown=streams_markdown,
             default_seed=SEED,
+        ),
+        "graphs": Kind(
+            help="decode steps replayed from CUDA graphs: device, host and memory",
+            takes_any_subject=False,
+            section="bench_graphs",
+            rows=graph_rows,
+            pattern="replay.qwen3_8b.*",
+            run=_run_graphs,
+            read=GraphFigures.from_payload,
+            terminal=graphs_terminal,
+            markdown=graphs_markdown,
         ),
     }
 )

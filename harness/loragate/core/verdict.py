@@ -36,6 +36,12 @@ class Failure(StrEnum):
     # work that should run side by side cannot
     SERIALISED = "serialised"
     DEADLOCK = "deadlock"
+    # of a step that a server repeats: what the host should not do in it
+    HOST_WAIT = "host_wait"
+    ALLOCATION = "allocation"
+    MOVED_BUFFER = "moved_buffer"
+    # a captured graph that does not hold what its replays need
+    WRONG_GRAPH = "wrong_graph"
     NOT_REFUSED = "not_refused"
     RECOMPILED = "recompiled"
     RESOURCES_GREW = "resources_grew"
@@ -69,6 +75,8 @@ class OracleName(StrEnum):
     RACE = "race"
     SCHEDULE = "schedule"
     OVERLAP = "overlap"
+    HOT_PATH = "hot_path"
+    INVENTORY = "inventory"
 
 
 @dataclass(frozen=True, slots=True)

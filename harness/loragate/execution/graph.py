@@ -22,14 +22,19 @@ class Captured(Generic[T]):
 
 
 def capture(
-    call: Callable[[], T], *, warm_ups: int = 3, calls: int = 1, pool: Any = None
+    call: Callable[[], T],
+    *,
+    warm_ups: int = 3,
+    calls: int = 1,
+    pool: Any = None,
+    is_kept: bool = False,
 ) -> Captured[T]:
     """A graph of `calls` calls, captured after `warm_ups` calls that compile what they need.
 
     With `warm_ups` 0 the caller must have run `call` before. Whatever is still queued on the device
     is finished before the capture begins. Graphs of one `pool`, a handle of torch, share their
     memory, so that the results of one end with the next replay of another; without it every graph
-    has its own.
+    has its own. With `is_kept` torch keeps its nodes, and instantiates it when it is first replayed.
     """
     # torch requires warm-up on a side stream, as the capture itself runs on one
     stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
@@ -38,7 +43,7 @@ def capture(
         for _ in range(warm_ups):
             call()
     torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
+    graph = torch.cuda.CUDAGraph(keep_graph=is_kept)
     with _uncollected(), torch.cuda.graph(graph, pool=pool):
         for _ in range(calls - 1):
             call()

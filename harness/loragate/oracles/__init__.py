@@ -6,11 +6,13 @@ from collections.abc import Mapping
 from types import MappingProxyType
 
 from loragate.core.verdict import OracleName
+from loragate.oracles.concurrency.inventory import Inventory
 from loragate.oracles.concurrency.overlap import Overlap
 from loragate.oracles.concurrency.race import Race
 from loragate.oracles.concurrency.schedule import Schedule
 from loragate.oracles.contract.compile import Compile
 from loragate.oracles.contract.guard import GuardedInput
+from loragate.oracles.contract.hot_path import HotPath
 from loragate.oracles.contract.work import Work
 from loragate.oracles.memory.canary import Canary
 from loragate.oracles.numeric.base_rows import BaseRows
@@ -45,5 +47,7 @@ _ALL: tuple[Oracle, ...] = (
     Race(),
     Schedule(),
     Overlap(),
+    HotPath(),
+    Inventory(),
 )
 ORACLES: Mapping[OracleName, Oracle] = MappingProxyType({oracle.name: oracle for oracle in _ALL})

@@ -6,6 +6,7 @@ from loragate.protocol.boundary import CheckedInstance, CheckedSubject
 from loragate.protocol.capabilities import (
     Capabilities,
     Guard,
+    HotPath,
     Others,
     Rounding,
     unsupported,
@@ -32,6 +33,7 @@ __all__ = [
     "CheckedInstance",
     "CheckedSubject",
     "Guard",
+    "HotPath",
     "Instance",
     "MoEInstance",
     "Others",

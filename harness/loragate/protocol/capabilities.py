@@ -73,6 +73,19 @@ class Others(StrEnum):
     SLOTS = "slots"
 
 
+class HotPath(StrEnum):
+    """What a subject promises of a step that has been warmed up."""
+
+    # prepare never waits for the device; apply does so nowhere
+    PREPARE_QUEUES = "prepare_queues"
+    # apply uses the same buffers at every step, also after adapters were loaded or evicted
+    SAME_BUFFERS = "same_buffers"
+    # another mapping, or other adapters, need no kernel that is not compiled yet
+    SAME_KERNELS = "same_kernels"
+    # a graph that is captured while all rows are base rows serves batches with adapters as well
+    CAPTURES_ANY_MAPPING = "captures_any_mapping"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Capabilities:
     """What a subject supports on a machine; whatever is missing is a counted skip.
@@ -111,6 +124,10 @@ class Capabilities:
     # may write to; None: a slot is changed by loading only
     slot_memory: Callable[[Any, int], Sequence[Tensor]] | None = None
     guards: frozenset[Guard] = frozenset()
+    # of a step that a server repeats; what is not promised is not judged
+    hot_path: frozenset[HotPath] = frozenset()
+    # the most bytes that apply allocates for a case beside its result; None: not promised
+    allocates: Callable[[Case], int | None] | None = None
     # torch.compile traces apply() into one graph
     traceable: bool = False
     # a context within which the subject takes its streams from the given module, which has the

@@ -32,6 +32,8 @@ class Block:
     weak: StorageWeakRef
     # the graph within whose capture it was allocated, which keeps its memory
     graph: int | None = None
+    # allocated by an operator that was recorded
+    is_fresh: bool = False
     # bytes before the trace, if they are kept; None: allocated within the trace, or not kept
     before: Tensor | None = None
     # keeps the memory alive
@@ -108,6 +110,7 @@ class Blocks:
             storage.device.type != self.device,
             weak,
             self.graph if is_fresh else None,
+            is_fresh,
         )
         if self.keep:
             block.storage = storage

@@ -9,8 +9,10 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-# operators whose result the host has to wait for
-_READ_BY_HOST = frozenset({"_local_scalar_dense", "nonzero", "masked_select", "equal"})
+# operators whose result the host has to wait for; within a custom operator some have other names
+_READ_BY_HOST = frozenset(
+    {"_local_scalar_dense", "item", "is_nonzero", "nonzero", "masked_select", "equal"}
+)
 _INDEXED = frozenset({"index", "index_put", "index_put_", "_unsafe_index"})
 
 

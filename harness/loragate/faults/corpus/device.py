@@ -91,7 +91,6 @@ FAULTS = (
         "        int(self.num_tiles)\n",
         source="own",
         why="Each step waits for the device to finish the one before.",
-        needs=Needs.GPU,
     ),
     _weights(
         "buffers-replaced-by-a-load",
@@ -99,6 +98,5 @@ FAULTS = (
         "        self.b = self.b.clone()\n        self.b[slot].zero_()\n",
         source="sglang #7844",
         why="A load moves B to another address, and a captured graph goes on reading the old one.",
-        needs=Needs.GPU,
     ),
 )

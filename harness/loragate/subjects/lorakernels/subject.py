@@ -40,6 +40,7 @@ from loragate.protocol import (
     BaseLayer,
     Capabilities,
     Guard,
+    HotPath,
     Others,
     Pool,
     Rounding,
@@ -103,6 +104,8 @@ class LoraKernelsSubject:
             work_follows_tiles=True,
             slot_memory=slot_memory,
             guards=frozenset(Guard),
+            hot_path=frozenset(HotPath),
+            allocates=_allocates,
             traceable=True,
             streams_from=_streams_from,
         )
@@ -128,6 +131,20 @@ def _roundings(case: Case) -> frozenset[Rounding]:
     if case.path is Path.SMALL_BATCH and case.rank <= MAX_FUSED_RANK:
         return frozenset()
     return frozenset({Rounding.SHRUNK})
+
+
+def _allocates(case: Case) -> int | None:
+    """A layer of one rank allocates its output, which is put together here slice by slice; that of
+    a delta net has two parts as well. What beside streams, several ranks and the rounding of a
+    quantised layer's input need is not promised."""
+    if case.tp > 1 or case.ep > 1 or case.quantisation is not Quantisation.NONE:
+        return None
+    output = case.out_rows * case.out_features * torch_dtype(case.dtype).itemsize
+    if case.site is Site.GDN_IN_PROJ:
+        return 2 * output
+    if case.site is Site.LORA_LINEAR:
+        return 0 if case.parallel is Parallel.ROW else output
+    return None if case.site is Site.MOE_LAYER and case.streams is Streams.DUAL else 0
 
 
 def slot_memory(instance: AnyInstance, slot: int) -> list[Tensor]:

@@ -1,0 +1,165 @@
+"""`bench graphs`: what a captured decode step costs, on the device, on the host and in memory.
+
+The sum of the times of its kernels is that of the profiler, over the same replays of the same
+graph. The host's work is a whole step of the graph runner, from the mapping on the CPU to the
+queued replay.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from statistics import median
+
+import torch
+from torch import Tensor
+
+from loragate.bench.contender import Contender, Unavailable
+from loragate.bench.graphs_figures import (
+    GraphFigures,
+    GraphMeasured,
+    HostFigures,
+    MemoryFigures,
+    ReplayFigures,
+)
+from loragate.bench.graphs_rows import (
+    LAYERS,
+    MAX_TOKENS,
+    MODELS,
+    RANK,
+    SLOTS,
+    GraphRow,
+    HostRow,
+    MemoryRow,
+    ReplayRow,
+)
+from loragate.bench.lorakernels_decode import DecodeSteps
+from loragate.core.machine import Machine
+from loragate.core.verdict import ExitCode
+from loragate.execution.graph import capture
+from lorakernels.serving.graph_runner import GraphRunner
+
+_REPLAYS = 50
+_WARM_UP = 5
+
+
+def run_graphs(
+    candidate: Contender,
+    baseline: Contender | None,
+    rows: Sequence[GraphRow],
+    machine: Machine,
+    progress: Callable[[str], None],
+) -> GraphFigures:
+    """Measure `rows`. Raises Unavailable for another subject."""
+    if candidate.subject.name != "lorakernels":
+        raise Unavailable(f"{candidate.subject.name} has no graph runner", ExitCode.USAGE)
+    measured: list[GraphMeasured] = []
+    for row in rows:
+        # one model at a time: two of them do not fit beside each other on every device
+        measured.append(_measure(row, machine))
+        torch.cuda.empty_cache()
+        progress(f"[{len(measured)}/{len(rows)}] {row.id}")
+    return GraphFigures(candidate.subject.name, tuple(measured))
+
+
+@torch.no_grad()
+def _measure(row: GraphRow, machine: Machine) -> GraphMeasured:
+    if isinstance(row, ReplayRow):
+        return _replay(row, _model(row.model, SLOTS, machine))
+    if isinstance(row, HostRow):
+        return _host(row, _model(row.model, row.slots, machine))
+    return _memory(row, machine)
+
+
+def _model(model: str, slots: int, machine: Machine) -> DecodeSteps:
+    return DecodeSteps(
+        MODELS[model],
+        layers=LAYERS,
+        slots=slots,
+        rank=RANK,
+        max_tokens=MAX_TOKENS,
+        dtype=torch.bfloat16,
+        device=machine.device,
+    )
+
+
+def _replay(row: ReplayRow, model: DecodeSteps) -> ReplayFigures:
+    slots = torch.tensor(row.token_slots, dtype=torch.int32)
+    with model.adapters():
+        model.inputs.write(slots, {"ids": torch.arange(row.tokens)})
+        model.buffers.batch.prepare(slots)
+        graph = capture(partial(model.step, row.tokens)).graph
+        for _ in range(_WARM_UP):
+            graph.replay()
+        replay_us = _device_us(graph.replay)
+        kernels_us = _kernels_us(graph.replay)
+    return ReplayFigures(row, replay_us, kernels_us)
+
+
+def _device_us(launch: Callable[[], None]) -> float:
+    """Microseconds of one of many launches that are queued behind each other."""
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+    times: list[float] = []
+    for _ in range(_WARM_UP):
+        start.record()
+        for _ in range(_REPLAYS):
+            launch()
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end) * 1e3 / _REPLAYS)
+    return median(times)
+
+
+def _kernels_us(launch: Callable[[], None]) -> float:
+    """The times of all kernels, copies and fills of one launch, added up."""
+    activities = [torch.profiler.ProfilerActivity.CUDA]
+    torch.cuda.synchronize()
+    with torch.profiler.profile(activities=activities) as profile:
+        for _ in range(_REPLAYS):
+            launch()
+        torch.cuda.synchronize()
+    events = [event for event in profile.events() if event.device_type.name == "CUDA"]
+    return sum(float(event.time_range.elapsed_us()) for event in events) / _REPLAYS
+
+
+def _host(row: HostRow, model: DecodeSteps) -> HostFigures:
+    runner = GraphRunner(model.step, model.inputs, model.buffers, sizes=[MAX_TOKENS])
+    with model.adapters():
+        runner.capture()
+        slots = torch.arange(MAX_TOKENS, dtype=torch.int32) % row.slots
+        ids = torch.arange(MAX_TOKENS)
+        return HostFigures(row, _host_us(lambda: runner.run(slots, ids=ids)))
+
+
+def _host_us(run: Callable[[], Tensor]) -> float:
+    """The median time until a step has been queued, with nothing queued before it."""
+    times = []
+    for _ in range(_REPLAYS + _WARM_UP):
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        run()
+        times.append(time.perf_counter() - start)
+    return median(times[_WARM_UP:]) * 1e6
+
+
+def _memory(row: MemoryRow, machine: Machine) -> MemoryFigures:
+    """What a step of the largest batch needs with adapters, beyond one of base rows: their buffers,
+    and what else is in use at the peak."""
+    model = _model(row.model, SLOTS, machine)
+    slots = torch.arange(MAX_TOKENS, dtype=torch.int32) % SLOTS
+    peaks = []
+    with model.adapters():
+        for mapping in (slots, torch.full_like(slots, -1)):
+            model.inputs.write(mapping, {"ids": torch.arange(MAX_TOKENS)})
+            model.buffers.batch.prepare(mapping)
+            # whatever is made on first use
+            model.step(MAX_TOKENS)
+            torch.cuda.synchronize()
+            torch.cuda.reset_peak_memory_stats()
+            before = torch.cuda.memory_allocated()
+            model.step(MAX_TOKENS)
+            torch.cuda.synchronize()
+            peaks.append(torch.cuda.max_memory_allocated() - before)
+    used = model.allocated + peaks[0] - peaks[1]
+    return MemoryFigures(row, model.buffers.num_bytes, used)

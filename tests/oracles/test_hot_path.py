@@ -1,0 +1,243 @@
+"""The hot_path oracle, with subjects that do one thing too much in a step.
+
+`Steady` is right: its buffers are allocated once, and a mapping reaches its table without a wait.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from loragate.core.machine import interpreter_is_on
+from loragate.core.verdict import Failure, OracleName, Verdict
+from loragate.inputs.draw import torch_dtype
+from loragate.matrix.case import Case, Mix
+from loragate.oracles import ORACLES
+from loragate.protocol import HotPath, Pool, Trial
+
+ORACLE = ORACLES[OracleName.HOT_PATH]
+PROMISES = {"hot_path": frozenset(HotPath), "allocates": lambda case: 0}
+interpreted = pytest.mark.skipif(not interpreter_is_on(), reason="needs Triton's interpreter")
+
+
+class Steady:
+    """dense_delta with one matrix a slot, and a first one of zeros for base rows."""
+
+    def __init__(self, case: Case) -> None:
+        dtype = torch_dtype(case.dtype)
+        width, depth = case.out_features, case.in_features
+        self.table = torch.zeros(case.tokens, dtype=torch.int64)
+        self.weights = torch.zeros(case.slots + 1, width, depth, dtype=dtype)
+        self.chosen = torch.zeros(case.tokens, width, depth, dtype=dtype)
+        self.delta = torch.zeros(case.tokens, width, 1, dtype=dtype)
+
+    def load(self, slot: int, pool: Pool) -> None:
+        factors = zip(pool.b, pool.ranks[slot], pool.scales[slot], strict=True)
+        parts = [
+            scale * b[slot][:, :rank].float() @ pool.a[slot, part, :rank].float()
+            for part, (b, rank, scale) in enumerate(factors)
+        ]
+        self.weights[slot + 1].copy_(torch.cat(parts))
+
+    def unload(self, slot: int) -> None:
+        self.weights[slot + 1].zero_()
+
+    def prepare(self, token_slots: Tensor) -> None:
+        self.table.copy_(token_slots + 1, non_blocking=True)
+
+    def apply(self, x: Tensor, out: Tensor) -> Tensor:
+        torch.index_select(self.weights, 0, self.table, out=self.chosen)
+        torch.bmm(self.chosen, x.unsqueeze(-1), out=self.delta)
+        return out.add_(self.delta.squeeze(-1))
+
+
+class AsksWhetherThereAreAdapters(Steady):
+    def apply(self, x: Tensor, out: Tensor) -> Tensor:
+        return out if self.table.max().item() == 0 else super().apply(x, out)
+
+
+@torch.library.custom_op("loragate_test::largest_is_zero", mutates_args=())
+def largest_is_zero(table: Tensor) -> bool:
+    return not table.max().item()
+
+
+class AsksInAnOperator(Steady):
+    def apply(self, x: Tensor, out: Tensor) -> Tensor:
+        return out if largest_is_zero(self.table) else super().apply(x, out)
+
+
+class SelectsRowsByMask(Steady):
+    def apply(self, x: Tensor, out: Tensor) -> Tensor:
+        out[self.table > 0] += 0
+        return super().apply(x, out)
+
+
+class CountsInPrepare(Steady):
+    def prepare(self, token_slots: Tensor) -> None:
+        super().prepare(token_slots)
+        self.active = int(self.table.count_nonzero())
+
+
+class UploadsPageableMemory(Steady):
+    def prepare(self, token_slots: Tensor) -> None:
+        self.table.copy_(token_slots + 1)
+
+
+class BufferForEachCall(Steady):
+    def apply(self, x: Tensor, out: Tensor) -> Tensor:
+        delta = torch.empty(len(x), out.shape[1], 1, dtype=x.dtype)
+        torch.index_select(self.weights, 0, self.table, out=self.chosen)
+        torch.bmm(self.chosen, x.unsqueeze(-1), out=delta)
+        return out.add_(delta.squeeze(-1))
+
+
+class TableForEachStep(Steady):
+    def prepare(self, token_slots: Tensor) -> None:
+        self.table = torch.empty_like(self.table)
+        super().prepare(token_slots)
+
+
+class TwoTablesInTurn(Steady):
+    def __init__(self, case: Case) -> None:
+        super().__init__(case)
+        self.next = torch.zeros_like(self.table)
+
+    def prepare(self, token_slots: Tensor) -> None:
+        self.table, self.next = self.next, self.table
+        super().prepare(token_slots)
+
+
+class WeightsMovedByALoad(Steady):
+    def load(self, slot: int, pool: Pool) -> None:
+        self.weights = self.weights.clone()
+        super().load(slot, pool)
+
+
+class WeightsMovedByAnEviction(Steady):
+    def unload(self, slot: int) -> None:
+        self.weights = self.weights.clone()
+        super().unload(slot)
+
+
+@pytest.mark.parametrize(
+    ("instance", "failure", "message"),
+    [
+        (AsksWhetherThereAreAdapters, Failure.HOST_WAIT, "apply waits for the device 1 time"),
+        (AsksInAnOperator, Failure.HOST_WAIT, "apply waits for the device 1 time: item"),
+        (SelectsRowsByMask, Failure.HOST_WAIT, "apply waits for the device"),
+        (CountsInPrepare, Failure.HOST_WAIT, "prepare waits for the device 1 time: _local_scalar"),
+        (UploadsPageableMemory, Failure.HOST_WAIT, "prepare waits for the device 1 time: copy_"),
+        (BufferForEachCall, Failure.ALLOCATION, "4224 bytes beside its result, 0 are allowed"),
+        (TableForEachStep, Failure.MOVED_BUFFER, "index_select gets"),
+        (TwoTablesInTurn, Failure.MOVED_BUFFER, "index_select gets"),
+        (WeightsMovedByALoad, Failure.MOVED_BUFFER, "in a step behind the reload of an adapter"),
+        (WeightsMovedByAnEviction, Failure.MOVED_BUFFER, "behind the reload of an adapter"),
+    ],
+)
+def test_what_a_step_asks_of_the_host_once_too_often_fails(
+    instance: type[Steady],
+    failure: Failure,
+    message: str,
+    make_trial: Callable[..., Trial],
+) -> None:
+    for seed in range(5):
+        judgement = ORACLE.judge(make_trial(instance, seed, PROMISES, mix=Mix.SHUFFLED))
+        assert judgement.failure is failure, judgement
+        assert message in judgement.message
+
+
+def test_a_step_that_keeps_its_buffers_and_never_waits_passes(
+    make_trial: Callable[..., Trial],
+) -> None:
+    for seed in range(20):
+        judgement = ORACLE.judge(make_trial(Steady, seed, PROMISES, mix=Mix.SHUFFLED))
+        assert judgement.verdict is Verdict.PASS, judgement
+
+
+def test_only_what_is_promised_is_judged_besides_waits_in_apply(
+    make_trial: Callable[..., Trial],
+) -> None:
+    nothing = {"hot_path": frozenset()}
+    assert ORACLE.applies(make_trial(Steady, promises=nothing)) is not None
+    one = {"hot_path": frozenset({HotPath.SAME_KERNELS})}
+    for instance in (CountsInPrepare, BufferForEachCall, TableForEachStep):
+        assert ORACLE.judge(make_trial(instance, promises=one)).verdict is Verdict.PASS
+    asks = make_trial(AsksWhetherThereAreAdapters, promises=one)
+    assert ORACLE.judge(asks).failure is Failure.HOST_WAIT
+
+
+def test_a_batch_without_rows_is_not_judged(make_trial: Callable[..., Trial]) -> None:
+    assert ORACLE.applies(make_trial(Steady, promises=PROMISES, tokens=0)) == (
+        "the batch has no rows"
+    )
+
+
+@triton.jit
+def count_kernel(total_ptr, first, WARPS: tl.constexpr):  # type: ignore[no-untyped-def]
+    tl.store(total_ptr, first + WARPS)
+
+
+@triton.jit(do_not_specialize=["first"])
+def plain_count_kernel(total_ptr, first, WARPS: tl.constexpr):  # type: ignore[no-untyped-def]
+    tl.store(total_ptr, first + WARPS)
+
+
+class HandsOverASlot(Steady):
+    """A kernel gets the slot of the first row, which may be 1."""
+
+    kernel = count_kernel
+
+    def __init__(self, case: Case) -> None:
+        super().__init__(case)
+        self.total = torch.zeros(1, dtype=torch.int32)
+        self.first = 0
+
+    def prepare(self, token_slots: Tensor) -> None:
+        super().prepare(token_slots)
+        self.first = int(token_slots[0])
+
+    def warps(self) -> int:
+        return 4
+
+    def apply(self, x: Tensor, out: Tensor) -> Tensor:
+        self.kernel[(1,)](self.total, self.first, WARPS=self.warps())
+        return super().apply(x, out)
+
+
+class HandsItOverPlainly(HandsOverASlot):
+    kernel = plain_count_kernel
+
+
+class ConstantForEachBatch(HandsItOverPlainly):
+    def warps(self) -> int:
+        return self.first
+
+
+@interpreted
+@pytest.mark.parametrize(
+    ("instance", "argument"), [(ConstantForEachBatch, "WARPS"), (HandsOverASlot, "first")]
+)
+def test_a_kernel_that_each_batch_would_compile_anew_fails(
+    instance: type[Steady], argument: str, make_trial: Callable[..., Trial]
+) -> None:
+    found = [
+        ORACLE.judge(make_trial(instance, seed, PROMISES, mix=Mix.SHUFFLED)) for seed in range(20)
+    ]
+    wrong = [judgement for judgement in found if judgement.verdict is Verdict.FAIL]
+    assert wrong
+    for judgement in wrong:
+        assert judgement.failure is Failure.RECOMPILED
+        assert f"compiled anew for its {argument}" in judgement.message
+
+
+@interpreted
+def test_a_kernel_that_distinguishes_no_batches_passes(make_trial: Callable[..., Trial]) -> None:
+    for seed in range(5):
+        trial = make_trial(HandsItOverPlainly, seed, PROMISES, mix=Mix.SHUFFLED)
+        judgement = ORACLE.judge(trial)
+        assert judgement.verdict is Verdict.PASS, judgement
