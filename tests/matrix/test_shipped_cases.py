@@ -57,8 +57,9 @@ def _of(cases: tuple[Case, ...], tier: Tier, site: Site) -> list[Case]:
 
 def test_each_tier_is_as_small_as_its_time_allows(cases: tuple[Case, ...]) -> None:
     count = {tier: sum(case.tier is tier for case in cases) for tier in Tier}
-    # in the interpreter these take 5 to 8 minutes of the 10 that the gate has on two cores
-    assert 80 <= count[Tier.SMOKE] <= 360
+    # in the interpreter these take 6 to 9 minutes of the 12 that the gate has on two cores, of
+    # which the replays of graphs take one
+    assert 80 <= count[Tier.SMOKE] <= 380
     # with those of smoke these took 4 minutes on an H200 that had other work, too
     assert count[Tier.PREMERGE] <= 440
     assert count[Tier.NIGHTLY] >= 200
@@ -76,7 +77,7 @@ def test_smoke_cases_are_small_enough_for_the_interpreter(cases: tuple[Case, ...
     assert max(case.out_rows * case.out_features for case in large) <= 300_000
     many_steps = [case for case in large if OracleName.SEQUENCE in case.oracles]
     assert max(case.out_rows * case.out_features for case in many_steps) <= 30_000
-    assert {case.execution for case in smoke} == {Execution.EAGER}
+    assert {case.execution for case in smoke} == set(Execution)
 
 
 @pytest.mark.parametrize("site", Site)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from loragate.core.machine import Machine
 from loragate.core.verdict import Failure, OracleName, Verdict
-from loragate.matrix.case import Streams
+from loragate.matrix.case import Execution, Streams
 from loragate.oracles import ORACLES
 from loragate.protocol import (
     BrokenProtocol,
@@ -73,7 +73,9 @@ def test_no_oracle_computes_with_what_is_no_result(
     streams = Streams.DUAL if oracle in ORACLES_OF_STREAMS else Streams.SEQUENTIAL
     # without a promise hot_path judges nothing
     promises = {"hot_path": frozenset(HotPath)}
-    trial = make_trial(instance, promises=promises, oracles=(oracle,), streams=streams)
+    execution = Execution.GRAPH if oracle is OracleName.GRAPH else Execution.EAGER
+    fields = {"oracles": (oracle,), "streams": streams, "execution": execution}
+    trial = make_trial(instance, promises=promises, **fields)
     (judgement,) = run_trial(trial)
     assert (judgement.verdict, judgement.failure) == (Verdict.FAIL, failure)
 

@@ -85,11 +85,12 @@ def test_a_small_case_passes_its_oracles(name: str) -> None:
         assert judgement.verdict is Verdict.PASS, judgement
 
 
-def test_it_supports_everything_but_graphs_in_the_interpreter() -> None:
+def test_it_supports_everything_in_the_interpreter() -> None:
     have = trial_of(CASE).capabilities
     assert have.sites == frozenset(Site)
     everything = {
         "dtype": frozenset(Dtype),
+        "execution": frozenset(Execution),
         "parallel": frozenset(Parallel),
         "path": frozenset(Path),
         "quantisation": frozenset(Quantisation),
@@ -103,13 +104,12 @@ def test_it_supports_everything_but_graphs_in_the_interpreter() -> None:
     assert {axis: have.supports[axis] for axis in everything} == everything
     assert have.supports["rank"] == range(1, 513)
     # of the other axes all values are taken to be supported
-    assert have.supports.keys() == {*everything, "rank", "execution", "heads", "spare_rows"}
+    assert have.supports.keys() == {*everything, "rank", "heads", "spare_rows"}
     assert have.deterministic
     assert have.skips_dead_ranks
     assert have.rank_per_slice
     assert have.guards == frozenset(Guard)
     assert have.traceable
-    assert (Execution.GRAPH in have.supports["execution"]) is not detect_machine().interpreted
 
 
 def test_dead_ranks_hold_nan_where_the_pool_does_and_zeros_are_left_to_the_reset() -> None:

@@ -29,6 +29,7 @@ SKIPPED = {
     OracleName.WORK: "does not promise that its work follows from the tiles",
     OracleName.BATCH_INVARIANCE: "does not promise that a row does not depend on its batch",
     OracleName.QUEUE: "without a GPU",
+    OracleName.GRAPH: "only a case of graphs captures",
     OracleName.RACE: "the case runs on one stream",
     OracleName.SCHEDULE: "the case runs on one stream",
     OracleName.OVERLAP: "the case runs on one stream",

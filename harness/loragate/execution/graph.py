@@ -34,7 +34,7 @@ def capture(
     With `warm_ups` 0 the caller must have run `call` before. Whatever is still queued on the device
     is finished before the capture begins. Graphs of one `pool`, a handle of torch, share their
     memory, so that the results of one end with the next replay of another; without it every graph
-    has its own. With `is_kept` torch keeps its nodes, and instantiates it when it is first replayed.
+    has its own. With `is_kept` torch keeps its nodes, and instantiates it at its first replay.
     """
     # torch requires warm-up on a side stream, as the capture itself runs on one
     stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from functools import partial
 from types import MappingProxyType
 from typing import Any, Protocol, TypeAlias
@@ -17,13 +18,21 @@ from torch import Tensor
 
 from loragate.execution.graph import Captured, capture
 from loragate.inputs import copy_batch
+from loragate.inputs.mapping import BASE_ROW
 from loragate.inputs.placement import whole
 from loragate.matrix.case import Execution
 from loragate.protocol import AnyInstance, Batch, apply_step, subject_code
 
 WriteInput: TypeAlias = Callable[[], None]
-# in its context the names of torch.cuda capture and replay graphs
-Graphs: TypeAlias = Callable[[], AbstractContextManager[object]]
+
+
+@dataclass(frozen=True, slots=True)
+class Graphs:
+    """How a subject is captured. Within `context()` the names of torch.cuda capture and replay.
+    `of_base_rows`: whether a capture may also be made while no row has an adapter."""
+
+    context: Callable[[], AbstractContextManager[object]]
+    of_base_rows: bool
 
 
 class Runner(Protocol):
@@ -47,10 +56,10 @@ class EagerRunner:
 
 
 class GraphRunner:
-    """Captures the operation once for each shape while ANOTHER mapping is prepared (every row
-    uses slot 0, every token the first experts), then replays it with that of the step. Whatever
-    the capture freezes - a grid, a host-side early exit, an address - is then wrong for the step
-    (sglang #28371, vllm #15090).
+    """Captures the operation once for each shape while ANOTHER mapping is prepared (every token the
+    first experts, and every row slot 0, or at each second capture no slot where the subject allows
+    that), then replays it with that of the step. Whatever the capture freezes - a grid, a host-side
+    early exit, an address - is then wrong for the step (sglang #28371, vllm #15090, #43314).
     """
 
     def __init__(self, instance: AnyInstance, graphs: Graphs) -> None:
@@ -75,7 +84,7 @@ class GraphRunner:
             write_input()
         for inside, own in tensors:
             whole(inside).copy_(whole(own))
-        with self._graphs(), subject_code():
+        with self._graphs.context(), subject_code():
             captured.graph.replay()
         # guard bands and inputs come back too: what the graph did to them must be seen
         for inside, own in tensors:
@@ -84,13 +93,15 @@ class GraphRunner:
 
     def _capture(self, batch: Batch) -> tuple[Batch, Captured[Tensor]]:
         static = copy_batch(batch)
-        self._instance.prepare(torch.zeros_like(batch.token_slots))
+        without_adapters = self._graphs.of_base_rows and len(self._captures) % 2 == 1
+        slot = BASE_ROW if without_adapters else 0
+        self._instance.prepare(torch.full_like(batch.token_slots, slot))
         if static.routes is not None:
             ids = static.routes.topk_ids
             ids.copy_(torch.arange(ids.shape[1]).expand_as(ids))
         # an operation that cannot be captured may show only when the capture ends
         step = partial(apply_step, self._instance, static)
-        with self._graphs(), subject_code():
+        with self._graphs.context(), subject_code():
             if self._pool is None:
                 self._pool = torch.cuda.graph_pool_handle()
             return static, capture(step, pool=self._pool)

@@ -13,7 +13,15 @@ from loragate.execution.streams.modelled_graphs import ModelledGraphs
 from loragate.inputs import DataKind, make_base, make_batch, make_pool
 from loragate.inputs.base_experts import make_base_experts
 from loragate.matrix.case import LINEAR_SITES, Case, Site
-from loragate.protocol import BaseLayer, Batch, CheckedInstance, Pool, Trial, subject_code
+from loragate.protocol import (
+    BaseLayer,
+    Batch,
+    CheckedInstance,
+    HotPath,
+    Pool,
+    Trial,
+    subject_code,
+)
 
 
 def base_of(trial: Trial, kind: DataKind) -> BaseLayer | None:
@@ -42,8 +50,9 @@ def open_loaded(trial: Trial, case: Case, *, base: BaseLayer | None, pool: Pool)
 
 def graphs_of(trial: Trial) -> Graphs:
     """The graphs of the device of a trial; modelled ones on a machine without a GPU."""
+    of_base_rows = HotPath.CAPTURES_ANY_MAPPING in trial.capabilities.hot_path
     if trial.machine.device != "cpu":
-        return nullcontext
+        return Graphs(nullcontext, of_base_rows)
     model, streams_from = ModelledGraphs(), trial.capabilities.streams_from
 
     def modelled() -> AbstractContextManager[object]:
@@ -53,7 +62,7 @@ def graphs_of(trial: Trial) -> Graphs:
                 stack.enter_context(streams_from(MODULE))
             return stack.pop_all()
 
-    return modelled
+    return Graphs(modelled, of_base_rows)
 
 
 class Session:
