@@ -116,6 +116,22 @@ def test_a_custom_operator_is_replayed_by_what_it_does() -> None:
     assert out.tolist() == [3, 3]
 
 
+def test_a_custom_operator_that_did_nothing_does_nothing() -> None:
+    is_idle = [True]
+
+    @torch.library.custom_op("loragate_tests::unless_idle", mutates_args=("out",))
+    def unless_idle(x: Tensor, out: Tensor) -> None:
+        if not is_idle[0]:
+            out.copy_(x)
+
+    x, out = torch.ones(2), torch.zeros(2)
+    captured = capture(lambda: unless_idle(x, out), warm_ups=0)
+    is_idle[0] = False
+    captured.graph.replay()
+    # the host left it out of the capture
+    assert out.tolist() == [0, 0]
+
+
 @pytest.mark.parametrize(
     "wait",
     [

@@ -25,7 +25,13 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from loragate.execution.streams.operators import Again, backend_of, host_waits, used_by
+from loragate.execution.streams.operators import (
+    Again,
+    backend_of,
+    host_waits,
+    is_written_in_python,
+    used_by,
+)
 
 # NaN for floats, and -1, which reaches no memory far away where it is used as an index
 _POISON = 0xFF
@@ -137,7 +143,7 @@ class ModelledGraphs(TorchDispatchMode):  # type: ignore[no-untyped-call]
             before = len(recording.actions)
             with self:
                 result = func.redispatch(backend_of(args, kwargs), *args, **kwargs)
-            if len(recording.actions) > before:
+            if len(recording.actions) > before or is_written_in_python(func):
                 return result
         else:
             result = func(*args, **kwargs)

@@ -13,6 +13,8 @@ from torch.utils._pytree import tree_leaves
 _READ_BY_HOST = frozenset(
     {"_local_scalar_dense", "item", "is_nonzero", "nonzero", "masked_select", "equal"}
 )
+# under which a kernel for tensors of a device is registered
+_KEYS_OF_KERNELS = ("CPU", "CUDA", "CompositeExplicitAutograd", "CompositeImplicitAutograd")
 _INDEXED = frozenset({"index", "index_put", "index_put_", "_unsafe_index"})
 
 
@@ -66,6 +68,13 @@ def host_waits(
         return False
     is_queued = kwargs.get("non_blocking", False) or args[2:3] == (True,)
     return name in ("copy_", "_to_copy") and not is_queued
+
+
+def is_written_in_python(func: Any) -> bool:
+    """Whether what an operator of a library does is seen, because Python calls it."""
+    name = f"{func.namespace}/{func.overloadpacket.__name__}"
+    # of torch.library.custom_op and of Library.impl alike
+    return any(f"{name}/{key}" in torch.library._impls for key in _KEYS_OF_KERNELS)
 
 
 def backend_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

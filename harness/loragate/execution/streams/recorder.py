@@ -18,7 +18,13 @@ from torch.utils._pytree import tree_leaves
 
 from loragate.execution.streams.captures import Graphs
 from loragate.execution.streams.memory import Block, Blocks, spans_of
-from loragate.execution.streams.operators import Again, backend_of, host_waits, used_by
+from loragate.execution.streams.operators import (
+    Again,
+    backend_of,
+    host_waits,
+    is_written_in_python,
+    used_by,
+)
 from loragate.execution.streams.stacks import stack_here
 from loragate.execution.trace.operations import (
     HOST,
@@ -192,7 +198,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             before = len(self._operations)
             with self:
                 result = func.redispatch(backend_of(args, kwargs), *args, **kwargs)
-            if len(self._operations) > before:
+            if len(self._operations) > before or is_written_in_python(func):
                 return result
             # nothing of it was seen: its schema says what it does
             return self._operator(func, args, kwargs, lambda: result)

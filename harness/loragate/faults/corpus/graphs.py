@@ -15,7 +15,7 @@ FAULTS = (
         "from lorakernels.batch.steps import base_rows\n"
         "runs_adapters = lambda tensor, device: base_rows(tensor) is None\n",
         source="vllm #43139",
-        why="A graph that is captured while no row has an adapter adds no delta to any later batch.",
+        why="A graph that is captured while no row has an adapter never adds a delta.",
         only=True,
     ),
     _moe(

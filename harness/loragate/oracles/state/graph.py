@@ -1,6 +1,6 @@
 """A captured step gives what the step gives without a graph, whatever changed since the capture.
 
-A runner captures once, while every row uses slot 0 or none does, and replays with other mappings: base rows
+A runner captures once, while all rows use slot 0 or none does, and replays with others: base rows
 only, one slot, fewer and more, rows that are padding, adapters that were replaced, made smaller or
 unloaded. Between the replays of one batch size come those of another, whose graph shares the pool
 of memory. Each result is compared with an instance that runs the same steps without graphs. What
