@@ -60,8 +60,9 @@ def test_each_tier_is_as_small_as_its_time_allows(cases: tuple[Case, ...]) -> No
     # in the interpreter these take 6 to 9 minutes of the 12 that the gate has on two cores, of
     # which the replays of graphs take one
     assert 80 <= count[Tier.SMOKE] <= 380
-    # with those of smoke these took 4 minutes on an H200 that had other work, too
-    assert count[Tier.PREMERGE] <= 440
+    # with those of smoke these took 4 minutes on an H200 that had other work, too; ten compare
+    # replays of graphs with eager steps
+    assert count[Tier.PREMERGE] <= 450
     assert count[Tier.NIGHTLY] >= 200
 
 
