@@ -77,20 +77,29 @@ def test_memory_that_a_capture_allocates_holds_nothing_before_a_replay() -> None
     assert captured.result.isnan().all()
 
 
-def test_graphs_of_one_pool_use_the_same_memory_and_others_do_not() -> None:
-    x = torch.ones(3)
-    pool = torch.cuda.graph_pool_handle()
-    one, two = (capture(lambda: x * 2, warm_ups=0, pool=pool) for _ in range(2))
-    apart = capture(lambda: x * 2, warm_ups=0)
-    for captured in (one, apart, two):
-        captured.graph.replay()
-    assert one.result.isnan().all()
-    assert two.result.tolist() == apart.result.tolist() == [2, 2, 2]
+def test_what_a_capture_allocated_stays_as_long_as_somebody_holds_it() -> None:
+    x, kept = torch.ones(3), {}
+
+    def step() -> Tensor:
+        kept.setdefault("factor", torch.empty(3))
+        return x * kept["factor"]
+
+    captured = capture(step, warm_ups=0)
+    kept["factor"].fill_(2)
+    captured.graph.replay()
+    assert captured.result.tolist() == [2, 2, 2]
+    other = capture(lambda: x * 3, warm_ups=0)
+    other.graph.replay()
+    assert captured.result.tolist() == [2, 2, 2]
+    del kept["factor"]
+    captured.graph.replay()
+    assert captured.result.isnan().all()
 
 
-def test_memory_that_only_a_graph_holds_has_been_given_to_somebody_else() -> None:
+def test_memory_that_only_graphs_hold_has_been_given_to_somebody_else() -> None:
     held = {"weight": torch.ones(3)}
-    captured = capture(lambda: held["weight"] * 2, warm_ups=0)
+    # one of another size holds it as well
+    captured, _ = (capture(lambda: held["weight"] * 2, warm_ups=0) for _ in range(2))
     captured.graph.replay()
     assert captured.result.tolist() == [2, 2, 2]
     view = held["weight"][:2]

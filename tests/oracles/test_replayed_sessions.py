@@ -16,7 +16,14 @@ from loragate.execution import runners
 from loragate.execution.graph import Captured
 from loragate.matrix.case import Case, Dtype, Execution, Site
 from loragate.oracles import ORACLES
-from loragate.protocol import BaseLayer, Capabilities, Instance, Trial, raised_by_subject
+from loragate.protocol import (
+    BaseLayer,
+    Capabilities,
+    HotPath,
+    Instance,
+    Trial,
+    raised_by_subject,
+)
 from loragate.subjects.torch.subject import DenseDelta, TorchSubject
 
 CUDA = Machine("cuda", "test", None, 1, 0)
@@ -128,6 +135,10 @@ class NewMappingEachStep(Masked):
 class ScalesOnTheHost(Masked):
     """Scales become numbers of the captured operators."""
 
+    def __init__(self, case: Case, device: str) -> None:
+        super().__init__(case, device)
+        self.host_scales = self.scales.tolist()
+
     def load(self, slot: int, pool: object) -> None:
         super().load(slot, pool)
         self.host_scales = self.scales.tolist()
@@ -146,6 +157,33 @@ class _Scales(list[list[float]]):
         return super().__getitem__(slot)[part]
 
 
+class SumsOverPadding(Masked):
+    """Rows are given the sum of all rows, times zero."""
+
+    def apply(self, x: Tensor, out: Tensor) -> Tensor:
+        return super().apply(x + x.sum() * 0, out)
+
+
+class RemembersAnEmptyCapture(Masked):
+    """Where no adapter is loaded when it is captured, nothing is captured."""
+
+    def apply(self, x: Tensor, out: Tensor) -> Tensor:
+        return super().apply(x, out) if self.slots else out
+
+
+class LeavesBaseRowsOut(Masked):
+    """A capture in which no row has an adapter is one without adapters."""
+
+    used = True
+
+    def prepare(self, token_slots: Tensor) -> None:
+        super().prepare(token_slots)
+        self.used = bool((token_slots >= 0).any())
+
+    def apply(self, x: Tensor, out: Tensor) -> Tensor:
+        return super().apply(x, out) if self.used else out
+
+
 class ReadsTheDevice(Masked):
     """A captured step must not wait."""
 
@@ -160,6 +198,7 @@ FREEZES = [
     LoadsIntoNewMemory,
     NewMappingEachStep,
     ScalesOnTheHost,
+    RemembersAnEmptyCapture,
 ]
 
 
@@ -177,11 +216,16 @@ class GraphSubject(TorchSubject):
 
 
 def verdict(
-    instance: type[Masked], oracle: OracleName, machine: Machine, execution: Execution
+    instance: type[Masked],
+    oracle: OracleName,
+    machine: Machine,
+    execution: Execution = Execution.GRAPH,
+    promises: frozenset[HotPath] = frozenset(),
 ) -> Verdict:
     subject = GraphSubject(instance)
     case = replace(CASE, execution=execution)
-    trial = Trial(case, subject, subject.capabilities(machine), machine, seed=3)
+    have = replace(subject.capabilities(machine), hot_path=promises)
+    trial = Trial(case, subject, have, machine, seed=3)
     return ORACLES[oracle].judge(trial).verdict
 
 
@@ -207,11 +251,20 @@ def test_what_a_capture_freezes_is_wrong_for_the_step(
 
 
 @pytest.mark.parametrize("machine", MACHINES)
-@pytest.mark.parametrize("instance", [CapturedMapping, *FREEZES])
+@pytest.mark.parametrize("instance", [CapturedMapping, SumsOverPadding, *FREEZES])
 def test_what_changes_between_replays_and_not_in_the_graph_is_seen(
     instance: type[Masked], machine: Machine
 ) -> None:
     assert verdict(instance, OracleName.GRAPH, machine, Execution.GRAPH) is Verdict.FAIL
+
+
+@pytest.mark.parametrize("machine", MACHINES)
+@pytest.mark.parametrize("promises", [frozenset(), frozenset({HotPath.CAPTURES_ANY_MAPPING})])
+def test_base_rows_are_captured_where_the_subject_allows_that(
+    promises: frozenset[HotPath], machine: Machine
+) -> None:
+    wanted = Verdict.FAIL if promises else Verdict.PASS
+    assert verdict(LeavesBaseRowsOut, OracleName.GRAPH, machine, promises=promises) is wanted
 
 
 @pytest.mark.parametrize("machine", MACHINES)
@@ -226,8 +279,8 @@ def test_replays_are_compared_in_every_mixture_of_slots_and_padding() -> None:
     case = replace(CASE, execution=Execution.GRAPH)
     trial = Trial(case, subject, subject.capabilities(CPU), CPU, seed=3)
     judgement = ORACLES[OracleName.GRAPH].judge(trial)
-    # eleven scenes, four of them with two sizes of batches
-    assert judgement.metrics == {"steps": 15.0}
+    # twelve scenes, four of them with two sizes of batches
+    assert judgement.metrics == {"steps": 16.0}
     assert ORACLES[OracleName.GRAPH].applies(trial) is None
     eager = replace(trial, case=replace(case, execution=Execution.EAGER))
     assert ORACLES[OracleName.GRAPH].applies(eager) == "only a case of graphs captures"

@@ -4,6 +4,7 @@ was declared: a graph that was captured with base rows must serve adapters."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -186,6 +187,21 @@ def test_a_declaration_ends_with_its_block_also_for_pairs_that_were_prepared_in_
         assert runs_adapters(batch.tile_rows, CPU)
         assert runs_adapters(pairs.step, CPU)
     assert not runs_adapters(batch.tile_rows, CPU), "base rows, and nothing is captured"
+
+
+@pytest.mark.parametrize("is_declared", [False, True])
+def test_pairs_that_a_graph_prepares_are_not_taken_for_those_of_its_capture(
+    make_stack: Any, graphs: Any, launched: list[Any], is_declared: bool
+) -> None:
+    stack = filled(make_stack)
+    batch, pairs = stack.buffers.batch, stack.buffers.pairs(stack.experts)
+    declared = batch.without_adapters(ROWS) if is_declared else nullcontext()
+    batch.prepare(BASE)
+    with declared, capturing(graphs):
+        pairs.prepare(stack.inputs["ids"][:ROWS], batch)
+    # a replay writes other tables, and tells the host nothing
+    batch.prepare(MIXED)
+    assert runs_adapters(pairs.step, CPU)
 
 
 def test_rows_with_adapters_are_refused_while_the_batch_is_declared_to_have_none() -> None:

@@ -36,19 +36,23 @@ def capture(
     memory, so that the results of one end with the next replay of another; without it every graph
     has its own. With `is_kept` torch keeps its nodes, and instantiates it at its first replay.
     """
-    # torch requires warm-up on a side stream, as the capture itself runs on one
-    stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for _ in range(warm_ups):
-            call()
-    torch.cuda.current_stream().wait_stream(stream)
+    warm_up(call, warm_ups)
     graph = torch.cuda.CUDAGraph(keep_graph=is_kept)
     with _uncollected(), torch.cuda.graph(graph, pool=pool):
         for _ in range(calls - 1):
             call()
         result = call()
     return Captured(graph, result)
+
+
+def warm_up(call: Callable[[], object], times: int = 3) -> None:
+    """Call it on a side stream, as torch requires it before a capture, which runs on one."""
+    stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(times):
+            call()
+    torch.cuda.current_stream().wait_stream(stream)
 
 
 @contextmanager

@@ -16,7 +16,7 @@ from typing import Any, Protocol, TypeAlias
 import torch
 from torch import Tensor
 
-from loragate.execution.graph import Captured, capture
+from loragate.execution.graph import Captured, capture, warm_up
 from loragate.inputs import copy_batch
 from loragate.inputs.mapping import BASE_ROW
 from loragate.inputs.placement import whole
@@ -93,9 +93,7 @@ class GraphRunner:
 
     def _capture(self, batch: Batch) -> tuple[Batch, Captured[Tensor]]:
         static = copy_batch(batch)
-        without_adapters = self._graphs.of_base_rows and len(self._captures) % 2 == 1
-        slot = BASE_ROW if without_adapters else 0
-        self._instance.prepare(torch.full_like(batch.token_slots, slot))
+        self._instance.prepare(torch.zeros_like(batch.token_slots))
         if static.routes is not None:
             ids = static.routes.topk_ids
             ids.copy_(torch.arange(ids.shape[1]).expand_as(ids))
@@ -104,7 +102,12 @@ class GraphRunner:
         with self._graphs.context(), subject_code():
             if self._pool is None:
                 self._pool = torch.cuda.graph_pool_handle()
-            return static, capture(step, pool=self._pool)
+            if not (self._graphs.of_base_rows and len(self._captures) % 2):
+                return static, capture(step, pool=self._pool)
+            # a step of base rows may lack the kernels of adapters, which must be compiled by then
+            warm_up(step)
+            self._instance.prepare(torch.full_like(batch.token_slots, BASE_ROW))
+            return static, capture(step, warm_ups=0, pool=self._pool)
 
 
 RUNNERS: Mapping[Execution, Callable[[AnyInstance, Graphs], Runner]] = MappingProxyType(

@@ -138,9 +138,10 @@ class BatchMetadata:
         try:
             yield
         finally:
-            # for pairs that were prepared meanwhile, too
-            declared.is_declared = False
+            # for pairs that were prepared meanwhile, too, which a replay may change
+            declared.is_declared, declared.is_over = False, True
             self._declared = None
+            note_base_rows(self.tile_rows, BaseRows())
 
     def _note_adapters(self, may_have: bool) -> None:
         if may_have and self._declared is not None:

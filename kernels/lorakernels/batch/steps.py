@@ -33,9 +33,11 @@ def note_rows(tensor: Tensor, num_rows: int) -> None:
 @dataclass(slots=True, eq=False)
 class BaseRows:
     """A step of which the host knows that all its rows are base rows. `is_declared` is true while
-    the caller has declared that, so that it also holds for what is captured meanwhile."""
+    the caller has declared that, so that it also holds for what is captured meanwhile; when that
+    is over, nothing is known any more."""
 
     is_declared: bool = False
+    is_over: bool = False
 
 
 _BASE_ROWS: MutableMapping[Tensor, BaseRows | None] = WeakTensorKeyDictionary()
@@ -51,6 +53,17 @@ def note_base_rows(tensor: Tensor, known: BaseRows | None) -> None:
     _BASE_ROWS[tensor] = known
 
 
+def hand_on_base_rows(batch: Tensor, pairs: Tensor, device: torch.device) -> None:
+    """The pairs with the tensor `pairs` belong to the step of the mapping with the tensor `batch`.
+
+    A replay hands nothing on: of what is captured, only a declaration is known of the pairs.
+    """
+    known = base_rows(batch)
+    if known is not None and not known.is_declared and is_capturing(device):
+        known = None
+    note_base_rows(pairs, known)
+
+
 def runs_adapters(tensor: Tensor, device: torch.device) -> bool:
     """Whether an operator launches the kernels of the adapters for the step that the mapping with
     this tensor was prepared for.
@@ -59,6 +72,6 @@ def runs_adapters(tensor: Tensor, device: torch.device) -> bool:
     kernels only where that was declared, and never because of the rows that the mapping had.
     """
     known = base_rows(tensor)
-    if known is None:
+    if known is None or known.is_over:
         return True
     return not known.is_declared and is_capturing(device)

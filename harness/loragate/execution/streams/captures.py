@@ -26,7 +26,7 @@ class Graphs:
         # no stream or event of the subject has such a number
         self._numbers = count(HOST - 1, -1)
 
-    def begin_capture(self, graph: int, pool: object) -> None:
+    def begin_capture(self, graph: int) -> None:
         self._recorder.sync()
         self._recorder.blocks.graph = graph
         self._captures[graph] = range(self._recorder.length, self._recorder.length)

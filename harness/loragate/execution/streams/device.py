@@ -51,7 +51,7 @@ def recorded_device(recorder: Recorder) -> Iterator[None]:
 
     def began(graph: Any, *args: Any, **options: Any) -> None:
         begin(graph, *args, **options)
-        recorder.graphs.begin_capture(id(graph), None)
+        recorder.graphs.begin_capture(id(graph))
 
     def captured(graph: Any) -> None:
         end(graph)

@@ -40,8 +40,7 @@ class Observer(Protocol):
 class GraphObserver(Protocol):
     """Learns, in the order of the host, what graphs are asked to do."""
 
-    def begin_capture(self, graph: int, pool: object) -> None:
-        """Graphs of equal pools share their memory."""
+    def begin_capture(self, graph: int) -> None: ...
 
     def end_capture(self, graph: int) -> None: ...
 
@@ -120,11 +119,10 @@ class ModelGraph:
     def __init__(self, keep_graph: bool = False) -> None:
         self.number = next(_numbers)
 
-    def capture_begin(self, pool: object = None, **_: Any) -> None:
+    def capture_begin(self, *_: Any, **__: Any) -> None:
         _model.is_capturing = True
         if _model.observer is not None:
-            # without a pool a graph has one for itself
-            _model.observer.graphs.begin_capture(self.number, pool or (self.number,))
+            _model.observer.graphs.begin_capture(self.number)
 
     def capture_end(self) -> None:
         _model.is_capturing = False
@@ -177,7 +175,7 @@ class _Model:
     ) -> Iterator[None]:
         self.synchronize()
         with stream or ModelStream():
-            cuda_graph.capture_begin(pool)
+            cuda_graph.capture_begin()
             try:
                 yield
             finally:

@@ -5,16 +5,16 @@ kept as a graph keeps them: with their grid, their numbers and the addresses of 
 replay does nothing else; no code of the host runs. So a launch that the capture left out stays out,
 and whatever the host would compute anew for each step is that of the capture.
 
-Memory that a capture allocates belongs to a pool, which graphs may share. Before a replay all of
-that pool holds poison, as if another graph had used it. So does memory from outside that nothing
-but the graph holds any more: an allocator would have given it to somebody else.
+Before a replay, memory that nothing but graphs hold contains poison: what is allocated within a
+capture and let go belongs to a pool that other graphs use as well, and what was allocated outside
+and let go since has been given to somebody else.
 """
 
 from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -39,39 +39,31 @@ _POISON = 0xFF
 
 @dataclass(slots=True)
 class _Recording:
-    """What a graph does. `held` counts the tensors by which it holds each storage, by its address;
-    `pool` are the storages that were allocated within the capture."""
+    """What a graph does. `held`: by how many tensors it holds each storage, by its address."""
 
-    pool_id: object
     actions: list[Callable[[], object]] = field(default_factory=list)
     held: Counter[int] = field(default_factory=Counter)
     storages: dict[int, Tensor] = field(default_factory=dict)
-    pool: set[int] = field(default_factory=set)
 
     def own(self, tensor: Tensor) -> Tensor:
         """The same memory behind a tensor that nobody else has. An action must keep it."""
-        key = _key(tensor)
-        self._remember(key, tensor)
-        self.held[key] += 1
+        self.remember(tensor)
+        self.held[_key(tensor)] += 1
         return tensor.detach()
 
-    def allocate(self, tensor: Tensor) -> None:
-        """The memory of a tensor was allocated within the capture."""
+    def remember(self, tensor: Tensor) -> None:
+        """The graph uses the memory of a tensor, and holds it."""
         key = _key(tensor)
-        self._remember(key, tensor)
-        self.pool.add(key)
-
-    def _remember(self, key: int, tensor: Tensor) -> None:
         if key not in self.storages:
             self.storages[key] = tensor.detach()
             self.held[key] += 1
 
-    def dangling(self) -> list[Tensor]:
-        """Memory from outside that nothing but the graph holds."""
+    def let_go(self, graphs: Collection[_Recording]) -> list[Tensor]:
+        """Memory that nothing but graphs hold."""
         return [
             tensor
             for key, tensor in self.storages.items()
-            if key not in self.pool and _holders(tensor) == self.held[key]
+            if _holders(tensor) == sum(graph.held[key] for graph in graphs)
         ]
 
 
@@ -106,8 +98,8 @@ class ModelledGraphs(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     # what graphs are asked to do
 
-    def begin_capture(self, graph: int, pool: object) -> None:
-        self._recording = self._graphs[graph] = _Recording(pool)
+    def begin_capture(self, graph: int) -> None:
+        self._recording = self._graphs[graph] = _Recording()
         self._captures.enter_context(self)
         if "triton" in sys.modules:
             self._captures.enter_context(self._frozen_launches())
@@ -118,11 +110,7 @@ class ModelledGraphs(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def launch(self, graph: int) -> None:
         recording = self._graphs[graph]
-        for other in self._graphs.values():
-            if other.pool_id == recording.pool_id:
-                for key in other.pool:
-                    _fill(other.storages[key])
-        for tensor in recording.dangling():
+        for tensor in recording.let_go(self._graphs.values()):
             _fill(tensor)
         for action in recording.actions:
             action()
@@ -166,7 +154,7 @@ class ModelledGraphs(TorchDispatchMode):  # type: ignore[no-untyped-call]
         known = {_key(tensor) for tensor, _, _ in used}
         fresh = [tensor for tensor in outputs if _key(tensor) not in known]
         for tensor in fresh:
-            recording.allocate(tensor)
+            recording.remember(tensor)
         writes = fresh or not outputs or any(is_write for _, is_write, _ in used)
         if writes and not name.startswith(("empty", "new_empty")):
             recording.actions.append(self._again(recording, func, args, kwargs, outputs))

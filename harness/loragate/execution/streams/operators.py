@@ -11,7 +11,10 @@ from torch.utils._pytree import tree_leaves
 
 # operators whose result the host has to wait for; within a custom operator some have other names
 _READ_BY_HOST = frozenset(
-    {"_local_scalar_dense", "item", "is_nonzero", "nonzero", "masked_select", "equal"}
+    {
+        *("_local_scalar_dense", "item", "is_nonzero", "nonzero", "masked_select", "equal"),
+        *("_unique2", "unique_dim", "unique_consecutive", "bincount"),
+    }
 )
 # under which a kernel for tensors of a device is registered
 _KEYS_OF_KERNELS = ("CPU", "CUDA", "CompositeExplicitAutograd", "CompositeImplicitAutograd")

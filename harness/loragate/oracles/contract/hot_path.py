@@ -178,8 +178,11 @@ def _recompiled(before: list[HostWork], work: HostWork) -> Iterator[tuple[Failur
         yield Failure.RECOMPILED, f"kernel {kernel} is compiled"
     for kernel, variants in work.variants.items():
         known = [variant for step in before for variant in step.variants.get(kernel, ())]
+        if not known:
+            yield Failure.RECOMPILED, f"kernel {kernel} is first needed after the warm-up"
+            continue
         for variant in variants:
-            if known and variant not in known:
+            if variant not in known:
                 names = ", ".join(_differing(known[0], variant))
                 yield Failure.RECOMPILED, f"kernel {kernel} is compiled anew for its {names}"
 

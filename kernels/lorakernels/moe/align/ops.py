@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from lorakernels.batch.steps import base_rows, note_base_rows, note_rows, prepared_rows
+from lorakernels.batch.steps import hand_on_base_rows, note_rows, prepared_rows
 from lorakernels.moe.align.kernels.arguments import Routes
 from lorakernels.moe.align.launch import launch_alignment
 from lorakernels.moe.align.sort import launch_sorting
@@ -65,7 +65,7 @@ def _align_pairs(
     _check_rows(pairs, prepared_rows(batch_rows))
     claim(step, "pairs")
     note_rows(step, pairs.num_rows)
-    note_base_rows(step, base_rows(batch_rows))
+    hand_on_base_rows(batch_rows, step, topk_ids.device)
     with on_device_of(topk_ids):
         fill_tables(pairs, topk_ids, token_slots, expert_map, pdl=supports_pdl(topk_ids.device))
 
