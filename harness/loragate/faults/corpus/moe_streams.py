@@ -119,10 +119,11 @@ FAULTS = (
     ),
     _align(
         "moe-adapters-known-from-the-first-step",
-        "    note_base_rows(step, base_rows(batch_rows))\n",
+        "    hand_on_base_rows(batch_rows, step, topk_ids.device)\n",
+        "    from lorakernels.batch.steps import base_rows\n"
         "    if base_rows(step) is not None:\n"
         "        return note_rows(step, pairs.num_rows)\n"
-        "    note_base_rows(step, base_rows(batch_rows))\n",
+        "    hand_on_base_rows(batch_rows, step, topk_ids.device)\n",
         source="vllm #42008",
         why="Pairs that once had no adapter are never sorted again.",
     ),

@@ -13,6 +13,7 @@ _buffers = planting("lorakernels.serving.buffers", Group.SERVING)
 _graphs = planting("lorakernels.runtime.graphs", Group.SERVING)
 _device = planting("lorakernels.runtime.device", Group.SERVING)
 _metadata = planting("lorakernels.batch.metadata", Group.SERVING)
+_steps = planting("lorakernels.batch.steps", Group.SERVING)
 _layer = planting("lorakernels.moe.layer.ops", Group.SERVING)
 _delta = planting("lorakernels.dense.linear", Group.SERVING)
 
@@ -71,10 +72,17 @@ FAULTS = (
     ),
     _metadata(
         "declaration-outlives-its-block",
-        "            declared.is_declared = False\n",
+        "            declared.is_declared, declared.is_over = False, True\n",
         "",
         source="vllm #43314",
         why="Pairs that were prepared without adapters leave them out of the next capture, too.",
+    ),
+    _steps(
+        "pairs-known-from-their-capture",
+        "    if known is not None and not known.is_declared and is_capturing(device):\n",
+        "    if known is None and is_capturing(device):\n",
+        source="vllm #43314",
+        why="Pairs that a graph prepares are taken to be the base rows of its capture.",
     ),
     _metadata(
         "adapters-accepted-in-spite-of-the-declaration",
