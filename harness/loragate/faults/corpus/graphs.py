@@ -48,7 +48,8 @@ FAULTS = (
     _dense(
         "delta-left-out-while-no-slot-is-loaded",
         "    if x.shape[0] == 0 or not runs_adapters(tile_rows, x.device):\n",
-        "    if x.shape[0] == 0 or not runs_adapters(tile_rows, x.device) or not ranks.any():\n",
+        "    is_empty = not any(map(any, ranks.tolist()))\n"
+        "    if x.shape[0] == 0 or not runs_adapters(tile_rows, x.device) or is_empty:\n",
         source="vllm #35536",
         why="A graph that is captured before an adapter is loaded never adds a delta.",
     ),
