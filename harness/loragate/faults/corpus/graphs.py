@@ -37,12 +37,12 @@ FAULTS = (
         only=True,
     ),
     _moe(
-        "delta-of-experts-left-out-of-a-capture-of-base-rows",
-        "from lorakernels.batch.steps import prepared_rows, runs_adapters\n",
-        "from lorakernels.batch.steps import base_rows, prepared_rows\n"
-        "runs_adapters = lambda tensor, device: base_rows(tensor) is None\n",
-        source="vllm #43139",
-        why="A graph that is captured while no row has an adapter adds no delta of experts.",
+        "delta-of-experts-left-out-while-no-slot-is-loaded",
+        "    if num_pairs == 0 or not runs_adapters(step, x.device):\n",
+        "    is_empty = not any(map(any, slots.ranks.tolist()))\n"
+        "    if num_pairs == 0 or not runs_adapters(step, x.device) or is_empty:\n",
+        source="vllm #35536",
+        why="A graph that is captured before an adapter is loaded never adds a delta of experts.",
         only=True,
     ),
     _dense(
@@ -132,17 +132,10 @@ FAULTS = (
         source="vllm #43139",
         why="A capture while no row has an adapter contains the base products alone.",
     ),
-    _layer_ops(
-        "adapters-of-a-layer-left-out-of-a-capture-of-base-rows",
-        "from lorakernels.batch.steps import prepared_rows, runs_adapters\n",
-        "from lorakernels.batch.steps import base_rows, prepared_rows\n"
-        "runs_adapters = lambda tensor, device: base_rows(tensor) is None\n",
-        source="vllm #43139",
-        why="A layer of experts captured while no row has an adapter serves the base model.",
-    ),
     _align(
         "alignment-left-out-of-a-capture-of-base-rows",
         "    with on_device_of(topk_ids):\n",
+        "    from lorakernels.batch.steps import base_rows\n"
         "    if base_rows(batch_rows) is not None and not pairs.with_base:\n"
         "        return\n"
         "    with on_device_of(topk_ids):\n",
