@@ -17,7 +17,6 @@ _experts = planting("lorakernels.layers.moe", Group.MOE_LAYER)
 _moe_launch = planting("lorakernels.moe.delta.launch", Group.MOE_HOST)
 _align = planting("lorakernels.moe.align.ops", Group.ALIGN)
 _pairs = planting("lorakernels.moe.align.metadata", Group.ALIGN)
-_layer_ops = planting("lorakernels.moe.layer.ops", Group.MOE_LAYER)
 _layer_launch = planting("lorakernels.moe.layer.launch", Group.MOE_LAYER)
 
 _ROWS = "        self._set_rows(num_live if num_rows is None else num_rows)\n"
