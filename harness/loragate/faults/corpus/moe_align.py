@@ -100,6 +100,7 @@ FAULTS = (
         "ends = (here & (rank == count))[:, None]",
         source="sglang #29468",
         why="Free places of a short batch's tiles keep the pairs of the batch before.",
+        only=True,
     ),
     _place(
         "stale-pairs-behind-the-batch",
@@ -116,7 +117,6 @@ FAULTS = (
         "    launch = launch_sorting if pairs.is_sorted else launch_alignment\n",
         source="vllm #42120",
         why="A batch of base rows returns early, and the tables of the batch before stay.",
-        only=True,
     ),
     _buckets(
         "pairs-taken-choice-by-choice",

@@ -33,7 +33,7 @@ FAULTS = (
         "        launch(delta, chosen, pdl=supports_pdl(x.device))\n",
         "        launch(delta, chosen, pdl=supports_pdl(x.device))\n"
         "    if add_inputs:\n"
-        "        out.add_(torch.zeros_like(out))\n",
+        "        out.add_(0.0)\n",
         source="vllm #35721",
         why="Pairs without a delta get one of zero, which turns -0 into 0.",
         only=True,

@@ -19,7 +19,7 @@ FAULTS = (
     _ops(
         "whole-buffer-added",
         "        workspace.buffers,\n        out,\n    )\n",
-        "        workspace.buffers,\n        out,\n    )\n    out.add_(torch.zeros_like(out))\n",
+        "        workspace.buffers,\n        out,\n    )\n    out.add_(0.0)\n",
         source="vllm #35721",
         why="A delta of zero is added to base rows, too, which turns -0 into 0.",
         only=True,
