@@ -36,7 +36,10 @@ def _prepare(folder: Path) -> None:
 
 @pytest.fixture(scope="module")
 def gate(run_once, session_of, subject_environment):
-    """./ci/gate, called as a user calls it from a folder beside the checkout."""
+    """./ci/gate, called as a user calls it from a folder beside the checkout.
+
+    It has one worker: a subject that remembers what it saw needs all repeats in one process.
+    """
 
     def make(report):
         _prepare(report.parent / f"{report.name}_folder")
@@ -46,7 +49,7 @@ def gate(run_once, session_of, subject_environment):
         done = subprocess.run(
             [script, "--subject", _SUBJECT, *options],
             cwd=folder,
-            env=_environment(subject_environment),
+            env=_environment(subject_environment) | {"PYTEST_XDIST_AUTO_NUM_WORKERS": "1"},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
