@@ -57,6 +57,12 @@ def test_an_adapter_has_all_the_factors_that_it_targets(adapter: Adapter) -> Non
     assert found == adapter.modules.keys()
 
 
+def test_a_name_of_parameters_alone_does_not_match_a_linear_module_of_this_name() -> None:
+    layers = LAYERS | {"l.mlp.down_proj": {"mlp.down_proj": (0,)}}
+    adapter = given({"experts.down_proj": STACK}, "none", parameters=("down_proj",))
+    assert bind(adapter, layers)["l.experts"].keys() == {"experts.down_proj"}
+
+
 @pytest.mark.parametrize(
     ("adapter", "missing"),
     [

@@ -199,6 +199,15 @@ def test_one_parameter_of_the_experts_gives_what_peft_gives(parameter: str, tmp_
     assert_served(model, qwen3(), tmp_path, ExpertLayout.STACKED)
 
 
+def test_modules_beside_parameters_without_a_module_name_keep_their_factors(tmp_path: Path) -> None:
+    # peft 0.21 writes these names of experts as those of parameters
+    names = ["gate_proj", "up_proj", "down_proj"]
+    trained(qwen3(), tmp_path, target_modules=["q_proj", *names])
+    adapter = read_peft_folder(tmp_path, name="fr")
+    experts = [f"{name}.{parameter}" for name in NAMES for parameter in ("gate_up", "down")]
+    modules = [f"model.layers.{index}.self_attn.q_proj" for index in range(LAYERS)]
+    assert sorted(adapter.modules) == sorted([f"{name}_proj" for name in experts] + modules)
+
 def test_factors_of_releases_that_took_the_output_for_the_input_are_turned(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

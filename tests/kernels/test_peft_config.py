@@ -100,7 +100,7 @@ def test_targets_are_the_modules_that_peft_targets(tmp_path: Path, fields: dict[
     theirs = peft.LoraConfig(**fields)
     ours = read(tmp_path, **fields).targets
     expected = [m for m in MODULES if utils.check_target_module_exists(theirs, m)]
-    assert [m for m in MODULES if ours.matches(m)] == expected
+    assert [m for m in MODULES if ours.names_module(m)] == expected
 
 
 def test_a_config_as_peft_writes_it_is_read(tmp_path: Path) -> None:
@@ -251,10 +251,10 @@ def test_null_is_the_default_of_a_field(tmp_path: Path, field: str) -> None:
 def test_an_expression_is_not_subject_to_the_choice_of_layers() -> None:
     # PEFT chooses layers among the matches of a list only
     rule = TargetRule(r".*\.layers\.\d+\.(q|v)_proj", layers=(1,))
-    assert rule.matches("model.layers.0.q_proj")
+    assert rule.names_module("model.layers.0.q_proj")
     # which is no part of the text of the expression, as this name is
-    assert TargetRule("layers.0.q_proj", layers=(1,)).matches("layers.0.q_proj")
-    assert not TargetRule(("q_proj",), layers=(1,)).matches("model.layers.0.q_proj")
+    assert TargetRule("layers.0.q_proj", layers=(1,)).names_module("layers.0.q_proj")
+    assert not TargetRule(("q_proj",), layers=(1,)).names_module("model.layers.0.q_proj")
 
 
 def test_an_unknown_field_that_is_switched_off_is_accepted(tmp_path: Path) -> None:

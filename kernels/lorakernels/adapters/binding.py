@@ -95,11 +95,11 @@ def _is_wanted(adapter: Adapter, targets: TargetRule, module: str) -> bool:
     """Whether the adapter should have factors for a module."""
     stacked = is_stacked_name(module)
     if stacked is None:
-        return targets.matches(module)
+        return targets.names_module(module)
     # a model offers its experts one by one and stacked, and an adapter has one of the two; it has
     # neither where experts are parameters, which names of modules cannot match (vllm #47088)
     if adapter.expert_layout is None or adapter.expert_layout.stacked is not stacked:
         return False
     if stacked and targets.parameters:
         return targets.names_parameter(module)
-    return targets.matches(module)
+    return targets.names_module(module)

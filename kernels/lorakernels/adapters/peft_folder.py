@@ -170,8 +170,9 @@ def _check_experts(
 
 
 def _check_target(path: Path, config: PeftConfig, module: str) -> None:
-    if not config.targets.matches(module):
-        rule = config.targets.modules
+    targets = config.targets
+    if not (targets.names_module(module) or targets.names_parameter(module)):
+        rule = targets.modules
         nearest = "" if isinstance(rule, str) else hint(module.rpartition(".")[2], rule)
         raise AdapterError(
             f"{path}: {printable(module)} has factors, but target_modules of {CONFIG_FILE} does "

@@ -22,11 +22,8 @@ class TargetRule:
     parameters: tuple[str, ...] = ()
     file: str = field(default="", compare=False)
 
-    def matches(self, module: str) -> bool:
+    def names_module(self, module: str) -> bool:
         """Raises AdapterError for an expression that takes too long."""
-        # neither an exclusion nor a choice of layers applies to parameters
-        if self.names_parameter(module):
-            return True
         if self.exclude and self._names("exclude_modules", self.exclude, module):
             return False
         if not self._names("target_modules", self.modules, module):
@@ -37,10 +34,16 @@ class TargetRule:
         return self._layer_index(module) in self.layers
 
     def names_parameter(self, parameter: str) -> bool:
+        # neither an exclusion nor a choice of layers applies to parameters
         return self._names("target_parameters", self.parameters, parameter)
 
     def parameters_of(self, module: str) -> tuple[str, ...]:
-        """The parameters of a module that carry factors."""
+        """The parameters that the factors of a module, which has some, belong to; none if they
+        belong to the module itself."""
+        # peft 0.21 replaces projections of experts in `target_modules` by names without a module,
+        # which fit the parameters of any module
+        if self.names_module(module):
+            return ()
         names = sorted({name.rpartition(".")[2] for name in self.parameters})
         return tuple(n for n in names if self.names_parameter(f"{module}.{n}"))
 
