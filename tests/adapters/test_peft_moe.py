@@ -208,6 +208,7 @@ def test_modules_beside_parameters_without_a_module_name_keep_their_factors(tmp_
     modules = [f"model.layers.{index}.self_attn.q_proj" for index in range(LAYERS)]
     assert sorted(adapter.modules) == sorted([f"{name}_proj" for name in experts] + modules)
 
+
 def test_factors_of_releases_that_took_the_output_for_the_input_are_turned(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
