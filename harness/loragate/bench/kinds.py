@@ -62,6 +62,7 @@ class Run(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Kind:
+    name: str
     help: str
     # False: it times parts that the interface of subjects does not expose, of lorakernels and vllm
     takes_any_subject: bool
@@ -97,55 +98,58 @@ def _imported(target: str) -> object:
     return function
 
 
-KINDS = MappingProxyType(
-    {
-        "dense": Kind(
-            help="what LoRA adds to the base GEMM of dense layers",
-            takes_any_subject=True,
-            section="bench_dense",
-            rows=dense_rows,
-            pattern="qkv.m*.r16",
-            target="loragate.bench.dense:run_dense",
-            measure_target="loragate.bench.dense:measure",
-            read=DenseFigures.from_payload,
-            terminal=dense_terminal,
-            markdown=dense_markdown,
-        ),
-        "moe": Kind(
-            help="MoE LoRA: the delta path by path, alignment, a whole layer",
-            takes_any_subject=False,
-            section="bench_moe",
-            rows=moe_rows,
-            pattern="mixtral.m*.r16",
-            target="loragate.bench.moe:run_moe",
-            measure_target="loragate.bench.moe:measure",
-            read=MoEFigures.from_payload,
-            terminal=moe_terminal,
-            markdown=moe_markdown,
-        ),
-        "streams": Kind(
-            help="layers on one stream and on several: linear layers, gated delta nets",
-            takes_any_subject=False,
-            section="bench_streams",
-            rows=stream_rows,
-            pattern="drawn.*",
-            target="loragate.bench.streams:run_streams",
-            measure_target="loragate.bench.streams:measure",
-            read=StreamFigures.from_payload,
-            terminal=streams_terminal,
-            markdown=streams_markdown,
-            default_seed=SEED,
-        ),
-        "graphs": Kind(
-            help="decode steps replayed from CUDA graphs: device, host and memory",
-            takes_any_subject=False,
-            section="bench_graphs",
-            rows=graph_rows,
-            pattern="replay.qwen3_8b.*",
-            target="loragate.bench.graphs:run_graphs",
-            read=GraphFigures.from_payload,
-            terminal=graphs_terminal,
-            markdown=graphs_markdown,
-        ),
-    }
+_ALL = (
+    Kind(
+        name="dense",
+        help="what LoRA adds to the base GEMM of dense layers",
+        takes_any_subject=True,
+        section="bench_dense",
+        rows=dense_rows,
+        pattern="qkv.m*.r16",
+        target="loragate.bench.dense:run_dense",
+        measure_target="loragate.bench.dense:measure",
+        read=DenseFigures.from_payload,
+        terminal=dense_terminal,
+        markdown=dense_markdown,
+    ),
+    Kind(
+        name="moe",
+        help="MoE LoRA: the delta path by path, alignment, a whole layer",
+        takes_any_subject=False,
+        section="bench_moe",
+        rows=moe_rows,
+        pattern="mixtral.m*.r16",
+        target="loragate.bench.moe:run_moe",
+        measure_target="loragate.bench.moe:measure",
+        read=MoEFigures.from_payload,
+        terminal=moe_terminal,
+        markdown=moe_markdown,
+    ),
+    Kind(
+        name="streams",
+        help="layers on one stream and on several: linear layers, gated delta nets",
+        takes_any_subject=False,
+        section="bench_streams",
+        rows=stream_rows,
+        pattern="drawn.*",
+        target="loragate.bench.streams:run_streams",
+        measure_target="loragate.bench.streams:measure",
+        read=StreamFigures.from_payload,
+        terminal=streams_terminal,
+        markdown=streams_markdown,
+        default_seed=SEED,
+    ),
+    Kind(
+        name="graphs",
+        help="decode steps replayed from CUDA graphs: device, host and memory",
+        takes_any_subject=False,
+        section="bench_graphs",
+        rows=graph_rows,
+        pattern="replay.qwen3_8b.*",
+        target="loragate.bench.graphs:run_graphs",
+        read=GraphFigures.from_payload,
+        terminal=graphs_terminal,
+        markdown=graphs_markdown,
+    ),
 )
+KINDS = MappingProxyType({kind.name: kind for kind in _ALL})

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from loragate.commands.record_options import add_record_options, open_record
 from loragate.commands.selection_options import add_selection_options, selection_from
-from loragate.core.errors import usage_errors
+from loragate.core.errors import CommandError, usage_errors
 from loragate.core.output import say
 from loragate.core.verdict import ExitCode
 from loragate.core.versions import new_run_name
@@ -25,6 +25,11 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser.add_argument(
         "--report", type=Path, default=Path("report"), metavar="DIR", help="default: report"
     )
+    parser.add_argument(
+        "--speed",
+        metavar="REV",
+        help="also time lorakernels against another build, as `bench KIND --against REV` does",
+    )
     add_record_options(parser, "counts, verdict and times")
     parser.set_defaults(run=run)
 
@@ -34,11 +39,14 @@ def run(arguments: argparse.Namespace) -> ExitCode:
     selection = selection_from(arguments, has_gpu=has_gpu)
     with usage_errors():
         recorder = _open_record(arguments, selection)
+    if arguments.speed is not None and not has_gpu:
+        raise CommandError("--speed times compiled kernels and needs a GPU", ExitCode.USAGE)
     setup = GateSetup(
         run=new_run_name(),
         report=arguments.report.absolute(),
         selection=selection,
         has_gpu=has_gpu,
+        speed_against=arguments.speed,
     )
     legs = legs_of(setup)
     opening = plan_gate(setup, legs, record=arguments.record)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from loragate.compile_leg import BaselineError, expected_count
@@ -30,6 +31,8 @@ class GateSetup:
     report: Path
     selection: Selection
     has_gpu: bool
+    # the build that the benchmarks compare this one with; None if nothing is timed
+    speed_against: str | None = None
 
     @property
     def registered(self) -> tuple[RegisteredSubject, ...]:
@@ -60,7 +63,9 @@ def legs_of(setup: GateSetup) -> tuple[Leg, ...]:
     """The legs in the order in which they run; the first one runs the cases. It is the only one
     where patterns select some of the cases: the others do not depend on a case."""
     applying = [kind for kind in LEGS if kind.applies(setup)]
-    wanted = applying[:1] if setup.selection.patterns else applying
+    # a leg that was asked for by its own option runs all the same
+    asked = [kind for kind in applying[1:] if kind in SPEED_LEGS]
+    wanted = [*applying[:1], *asked] if setup.selection.patterns else applying
     return tuple(
         Leg(kind.name, kind.command(setup), tuple(kind.expected(setup))) for kind in wanted
     )
@@ -122,6 +127,16 @@ def _findings_command(setup: GateSetup) -> tuple[str, ...]:
     return python_module("loragate", "findings", *record)
 
 
+def _speed_command(kind: str, setup: GateSetup) -> tuple[str, ...]:
+    options = {
+        "--against": setup.speed_against,
+        "--events": setup.report / EVENTS,
+        "--run": setup.run,
+    }
+    given = (f"{name}={value}" for name, value in options.items())
+    return python_module("loragate", "bench", kind, *given)
+
+
 def _pytest(*paths: str) -> tuple[str, ...]:
     root = project_root()
     return python_module(
@@ -134,6 +149,15 @@ def _pytest(*paths: str) -> tuple[str, ...]:
         "no:cacheprovider",
     )
 
+
+SPEED_LEGS = tuple(
+    LegKind(
+        name=f"speed-{kind}",
+        applies=lambda setup: setup.speed_against is not None,
+        command=partial(_speed_command, kind),
+    )
+    for kind in ("dense", "moe")
+)
 
 # cases first: they are what people wait for
 LEGS = (
@@ -152,4 +176,6 @@ LEGS = (
         applies=lambda setup: any(subject.findings for subject in setup.registered),
         command=_findings_command,
     ),
+    # last: nothing else uses the GPU by then
+    *SPEED_LEGS,
 )
