@@ -15,6 +15,7 @@ from loragate.core.versions import new_run_name
 from loragate.matrix.selection import Selection
 from loragate.records.recorder import Recorder
 from loragate.report.record import outcome, section_of
+from loragate.run.folder import check_durations
 from loragate.run.gate import Gate, gpu_is_visible, headline, plan_gate
 from loragate.run.legs import GateSetup, legs_of
 
@@ -47,7 +48,10 @@ def run(arguments: argparse.Namespace) -> ExitCode:
         selection=selection,
         has_gpu=has_gpu,
         speed_against=arguments.speed,
+        durations=arguments.durations and arguments.durations.absolute(),
     )
+    with usage_errors():
+        check_durations(setup.durations, setup.report)
     legs = legs_of(setup)
     opening = plan_gate(setup, legs, record=arguments.record)
     say(headline(opening))
@@ -65,6 +69,8 @@ def _open_record(arguments: argparse.Namespace, selection: Selection) -> Recorde
     """ValueError for a part of a run, which is no record of all of it."""
     if arguments.record and arguments.cases:
         raise ValueError("--record takes every case; leave out --cases")
+    if arguments.record and arguments.shard:
+        raise ValueError("--record takes every case; leave out --shard")
     if arguments.record and arguments.draw is not None:
         raise ValueError("--record takes draws from 0 on; leave out --draw")
     section = section_of(draws=len(selection.draws), repeats=selection.repeats)

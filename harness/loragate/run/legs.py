@@ -11,7 +11,7 @@ from loragate.compile_leg import BaselineError, expected_count
 from loragate.core.checkout import project_root
 from loragate.core.child_process import python_module
 from loragate.core.verdict import EXIT_CODES, Verdict
-from loragate.events.model import COMPILE_SITE, Expected
+from loragate.events.model import COMPILE_SITE, Expected, ShardPart
 from loragate.matrix.selection import Selection
 from loragate.run.folder import EVENTS
 from loragate.subjects.registry import SUBJECTS, RegisteredSubject
@@ -33,6 +33,8 @@ class GateSetup:
     has_gpu: bool
     # the build that the benchmarks compare this one with; None if nothing is timed
     speed_against: str | None = None
+    # the report that balances the shards
+    durations: Path | None = None
 
     @property
     def registered(self) -> tuple[RegisteredSubject, ...]:
@@ -61,7 +63,38 @@ class Leg:
 
 def legs_of(setup: GateSetup) -> tuple[Leg, ...]:
     """The legs in the order in which they run; the first one runs the cases. It is the only one
-    where patterns select some of the cases: the others do not depend on a case."""
+    where patterns select some of the cases: the others do not depend on a case. In a run of shards
+    each of these is a leg of one shard."""
+    shard = setup.selection.shard
+    return _legs_of_shards(setup)[shard.index - 1 if shard else 0]
+
+
+def other_shards(setup: GateSetup) -> tuple[ShardPart, ...]:
+    """The other shards of the run, with what their legs deliver besides results of cases."""
+    shard = setup.selection.shard
+    if shard is None:
+        return ()
+    return tuple(
+        ShardPart(
+            index=index,
+            legs=tuple(leg.name for leg in legs),
+            expected=tuple(row for leg in legs for row in leg.expected),
+        )
+        for index, legs in enumerate(_legs_of_shards(setup), start=1)
+        if index != shard.index
+    )
+
+
+def _legs_of_shards(setup: GateSetup) -> tuple[tuple[Leg, ...], ...]:
+    cases, *others = _all_legs(setup)
+    shard = setup.selection.shard
+    if shard is None:
+        return ((cases, *others),)
+    named = {leg.name: leg for leg in others}
+    return tuple((cases, *(named[name] for name in part)) for part in shard.leg_parts(tuple(named)))
+
+
+def _all_legs(setup: GateSetup) -> tuple[Leg, ...]:
     applying = [kind for kind in LEGS if kind.applies(setup)]
     # a leg that was asked for by its own option runs all the same
     asked = [kind for kind in applying[1:] if kind in SPEED_LEGS]
@@ -87,6 +120,8 @@ def _cases_command(setup: GateSetup) -> tuple[str, ...]:
         ("repeats", [selection.repeats]),
         ("cases", selection.patterns),
         ("matrix", selection.matrix),
+        ("shard", [selection.shard] if selection.shard else []),
+        ("durations", [setup.durations] if setup.durations else []),
     ]
     arguments = [f"--loragate-{name}={value}" for name, values in options for value in values]
     return (*_pytest("cases/test_cases.py"), *arguments)
