@@ -154,7 +154,11 @@ def test_a_gate_that_cannot_run_raises_with_what_it_said(tmp_path: Path) -> None
 
 
 def example(folder: Path) -> subprocess.CompletedProcess[str]:
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    environment = os.environ | {
+        "PYTHONPATH": os.pathsep.join(sys.path),
+        "PYTEST_XDIST_AUTO_NUM_WORKERS": "1",
+        "CUDA_VISIBLE_DEVICES": "",
+    }
     command = [sys.executable, str(EXAMPLE), "--subject=torch", f"--matrix={MATRIX}"]
     return subprocess.run(
         [*command, f"--folder={folder}"], env=environment, capture_output=True, text=True

@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 
 from loragate.core.arguments import count_from
-from loragate.core.checkout import project_root
+from loragate.core.checkout import data_root
 from loragate.core.errors import usage_errors
 from loragate.events.durations import durations_of
 from loragate.matrix.case import Tier
@@ -109,4 +109,4 @@ def shard_from(arguments: argparse.Namespace) -> Shard | None:
 def matrix_files(arguments: argparse.Namespace) -> tuple[Path, ...]:
     if arguments.matrix:
         return tuple(path.absolute() for path in arguments.matrix)
-    return default_files(project_root())
+    return default_files(data_root())

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from loragate.core.arguments import count_from
+from loragate.core.checkout import data_root
 from loragate.core.machine import select_interpreter
 from loragate.core.versions import new_run_name
 from loragate.events.durations import durations_of
@@ -192,7 +193,7 @@ def _matrix(config: pytest.Config) -> tuple[Path, ...]:
     named: Sequence[str] | None = config.option.loragate_matrix
     if named:
         return tuple(Path(config.invocation_params.dir, name) for name in named)
-    return default_files(config.rootpath)
+    return default_files(config.rootpath) or default_files(data_root())
 
 
 def _unique(values: Sequence[Any]) -> tuple[Any, ...]:

@@ -25,7 +25,7 @@ from loragate.report.summary import Summary
 from loragate.report.terminal import colour_for, render_summary
 from loragate.run.closing import abandoned_cases
 from loragate.run.folder import EVENTS, LOGS, clear_folder, hold_folder
-from loragate.run.legs import GateSetup, Leg, other_shards, verdict_of_exit
+from loragate.run.legs import GateSetup, Leg, left_out, other_shards, verdict_of_exit
 from loragate.run.opening import RunRequest
 from loragate.run.opening_process import opening_events_of_child
 from loragate.run.run_record import RunRecord, unwritten
@@ -67,7 +67,7 @@ def plan_gate(
         )
     )
     _check_gpu(_start_of(opening), has_gpu=setup.has_gpu)
-    return opening
+    return (*opening, *left_out(setup))
 
 
 def headline(opening: Iterable[Event]) -> str:

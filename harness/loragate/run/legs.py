@@ -8,10 +8,10 @@ from functools import partial
 from pathlib import Path
 
 from loragate.compile_leg import BaselineError, expected_count
-from loragate.core.checkout import project_root
+from loragate.core.checkout import data_root
 from loragate.core.child_process import python_module
 from loragate.core.verdict import EXIT_CODES, Verdict
-from loragate.events.model import COMPILE_SITE, Expected, ShardPart
+from loragate.events.model import COMPILE_SITE, Expected, Note, ShardPart
 from loragate.matrix.selection import Selection
 from loragate.run.folder import EVENTS
 from loragate.subjects.registry import SUBJECTS, RegisteredSubject
@@ -148,7 +148,18 @@ def _expected_compilations(setup: GateSetup) -> Iterator[Expected]:
 
 
 def _host_tests(setup: GateSetup) -> list[str]:
-    return [path for subject in setup.registered for path in subject.host_tests]
+    """Those that are there: a wheel brings none."""
+    listed = [path for subject in setup.registered for path in subject.host_tests]
+    return [path for path in listed if (data_root() / path).exists()]
+
+
+def left_out(setup: GateSetup) -> Iterator[Note]:
+    """What the gate of a checkout would check of the same subjects, and this one cannot."""
+    found = _host_tests(setup)
+    for subject in setup.registered:
+        if not set(subject.host_tests) <= set(found):
+            text = f"host tests of {subject.name} are part of a checkout and were not run"
+            yield Note(text=text)
 
 
 def _host_command(setup: GateSetup) -> tuple[str, ...]:
@@ -173,7 +184,7 @@ def _speed_command(kind: str, setup: GateSetup) -> tuple[str, ...]:
 
 
 def _pytest(*paths: str) -> tuple[str, ...]:
-    root = project_root()
+    root = data_root()
     return python_module(
         "pytest",
         *(str(root / path) for path in paths),

@@ -103,7 +103,7 @@ def _share(
 
 def _known_findings(subjects: Collection[str]) -> Iterator[KnownFinding]:
     path, found = ledger_path(), versions()
-    # outside of the checkout there is no ledger, and whatever fails is a failure
+    # a copy of the harness alone has no ledger, and whatever fails there is a failure
     for finding in load_ledger(path) if path.exists() else ():
         if finding.case is not None and finding.subject in subjects:
             yield KnownFinding(finding=finding, version=found.get(finding.subject, ""))
