@@ -104,22 +104,28 @@ class _Opener:
         """Compile the kernels of each build once, before its processes need them."""
         for build in self._builds:
             progress(f"compiling {build.name}")
-            pool = ProcessPool()
-            try:
-                self._start(build, pool, self._request.rows, compiles=True).calls()
-            finally:
-                pool.close()
+            with self._started([build], self._request.rows, compiles=True) as lanes:
+                lanes[0].calls()
 
     @contextmanager
     def open(self, rows: Sequence[str]) -> Iterator[Lanes]:
-        pool = ProcessPool()
+        builds = [build for build in self._builds for _ in range(PROCESSES)]
+        with self._started(builds, rows, compiles=False) as lanes:
+            yield [lanes[:PROCESSES], lanes[PROCESSES:]]
+
+    @contextmanager
+    def _started(
+        self, builds: Sequence[Build], rows: Sequence[str], *, compiles: bool
+    ) -> Iterator[list[ProcessLane]]:
+        """A process of each of `builds`; none of them outlives the context."""
+        pool, lanes = ProcessPool(), list[ProcessLane]()
         try:
-            yield [
-                [self._start(build, pool, rows, compiles=False) for _ in range(PROCESSES)]
-                for build in self._builds
-            ]
+            for build in builds:
+                lanes.append(self._start(build, pool, rows, compiles=compiles))
+            yield lanes
         finally:
-            pool.close()
+            for lane in lanes:
+                lane.end()
 
     def _start(
         self, build: Build, pool: ProcessPool, rows: Sequence[str], *, compiles: bool

@@ -48,7 +48,7 @@ class ProcessLane:
         pool: ProcessPool,
         environ: Mapping[str, str],
     ) -> None:
-        self._build = build
+        self._build, self._pool = build, pool
         # stderr is that of the caller
         self._process = pool.start(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=dict(environ)
@@ -64,6 +64,10 @@ class ProcessLane:
 
     def leave(self) -> None:
         self._send(order_line(Order.NEXT))
+
+    def end(self) -> None:
+        """Kill the process and all that it has started."""
+        self._pool.end(self._process)
 
     def _send(self, line: bytes) -> None:
         assert self._process.stdin is not None
