@@ -74,6 +74,8 @@ use_environment() {
 # that they print with LORAGATE_COMMAND: the path by which the caller's folder reaches ci/loragate.
 run_loragate() {
   case " ${*/#--subject=/--subject } " in
+  # builds of lorakernels are compared with each other, without vllm
+  *" bench "*" --against"*) use_environment .venv ci/constraints.txt test ;;
   *" --subject vllm "* | " findings "* | " bench "* | " replay"*" vllm."*)
     use_environment .venv-vllm ci/constraints-vllm.txt test,vllm
     ;;

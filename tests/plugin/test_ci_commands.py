@@ -114,6 +114,9 @@ def test_vllm_is_installed_only_on_request_into_an_environment_of_its_own(checko
         (["replay", "my.vllm.module:Subject.dense_delta"], ".venv"),
         (["faults", "--only", "vllm.x"], ".venv"),
         (["findings"], ".venv-vllm"),
+        (["bench", "dense"], ".venv-vllm"),
+        (["bench", "dense", "--against", "main"], ".venv"),
+        (["bench", "dense", "--against=main"], ".venv"),
         (["bench", "moe"], ".venv-vllm"),
     ],
 )

@@ -104,7 +104,7 @@ def run_leg(tmp_path, subject_environment, monkeypatch) -> Leg:
         paths = tuple(f"{name}.py" for name in files)
         subject = replace(SUBJECTS["lorakernels"], host_tests=paths)
         monkeypatch.setattr(legs, "SUBJECTS", {"lorakernels": subject})
-        monkeypatch.setattr(legs, "project_root", lambda: tmp_path)
+        monkeypatch.setattr(legs, "data_root", lambda: tmp_path)
         selection = Selection(matrix=(), subjects=("lorakernels",), tier=Tier.SMOKE)
         report = tmp_path / "report"
         setup = legs.GateSetup(run=RUN, report=report, selection=selection, has_gpu=False)

@@ -46,6 +46,19 @@ def test_where_patterns_select_cases_no_leg_runs_that_has_none() -> None:
     assert [leg.name for leg in legs_of(some)] == ["interpreter"]
 
 
+def test_speed_is_compared_last_and_only_where_it_was_asked_for() -> None:
+    setup = replace(setup_of("lorakernels", has_gpu=True), speed_against="v1")
+    names = ["gpu", "compile", "host", "speed-dense", "speed-moe"]
+    assert [leg.name for leg in legs_of(setup)] == names
+    some = replace(setup, selection=replace(setup.selection, patterns=("dense_delta",)))
+    gpu, dense, moe = legs_of(some)
+    assert dense.command[1:] == (
+        *("-m", "loragate", "bench", "dense", "--against=v1"),
+        *("--events=report/events.jsonl", "--run=r"),
+    )
+    assert (gpu.name, moe.name) == ("gpu", "speed-moe")
+
+
 def test_only_the_compile_leg_has_expected_results_besides_cases() -> None:
     expected_results = {leg.name: leg.expected for leg in legs_of(setup_of("lorakernels"))}
     expected = Expected(

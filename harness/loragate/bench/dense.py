@@ -5,8 +5,8 @@ Invariant: a subject is timed only after its result was compared with fp64.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import cast
 
@@ -16,7 +16,7 @@ from torch import Tensor
 from loragate.bench.contender import Contender, Yardstick
 from loragate.bench.figures import DenseFigures, RowFigures, StepFigures
 from loragate.bench.rows import TOKENS, DenseRow
-from loragate.bench.timer import copy_bytes_per_s, graph_of, replay_in_turns, wall
+from loragate.bench.timer import Clock, copy_bytes_per_s, graph_of, replay_in_turns, wall
 from loragate.core.machine import Machine
 from loragate.inputs import DataKind, make_pool, torch_dtype
 from loragate.protocol import Batch, Instance, Resident
@@ -56,7 +56,58 @@ def run_dense(
     )
 
 
+@dataclass(frozen=True, slots=True)
+class CallFigures:
+    """Microseconds of each call of a subject that `measure` times."""
+
+    row: DenseRow
+    us: Mapping[str, float]
+
+
+@dataclass(frozen=True, slots=True)
+class _Step:
+    row: DenseRow
+    x: Tensor
+    out: Tensor
+    token_slots: Tensor
+    base: Callable[[], Tensor]
+
+
 def measure_row(row: DenseRow, contenders: Sequence[Contender], machine: Machine) -> RowFigures:
+    step = _draw_step(row, machine)
+    errors, graphs = {}, {_BASE: graph_of(step.base)}
+    instances = []
+    for contender in contenders:
+        name = contender.subject.name
+        instance, errors[name] = _open(contender, step, machine)
+        graphs[name] = graph_of(_sequential(step, instance))
+        instances.append(instance)
+    times = replay_in_turns(graphs)
+    return RowFigures(row, times.pop(_BASE), times, errors)
+
+
+def measure(
+    candidate: Contender,
+    baseline: Contender | None,
+    rows: Sequence[DenseRow],
+    machine: Machine,
+    clock: Clock,
+    progress: Callable[[str], None],
+) -> Iterator[CallFigures]:
+    """Time the delta alone, where a change of it shows best, and behind its base, with which it may
+    overlap. Raises WrongResult."""
+    assert baseline is None, "run_dense times a baseline"
+    for row in rows:
+        step = _draw_step(row, machine)
+        instance, _ = _open(candidate, step, machine)
+        calls: dict[str, Callable[[], object]] = {
+            "delta": partial(instance.apply, step.x, step.out),
+            "base and delta": _sequential(step, instance),
+        }
+        yield CallFigures(row, clock(calls))
+
+
+def _draw_step(row: DenseRow, machine: Machine) -> _Step:
     case, device = row.case, machine.device
     dtype = torch_dtype(case.dtype)
     torch.manual_seed(_SEED)
@@ -69,29 +120,25 @@ def measure_row(row: DenseRow, contenders: Sequence[Contender], machine: Machine
     def base() -> Tensor:
         return torch.mm(x, weight.T, out=out)
 
-    errors, graphs = {}, {_BASE: graph_of(base)}
-    instances = []
-    for contender in contenders:
-        name = contender.subject.name
-        # the same adapters for every subject: they depend on the seed and the case only
-        pool = make_pool(case, _SEED, DataKind.SIGNED, machine, contender.have)
-        instance = cast(Instance, contender.open(case, machine, pool))
-        instance.prepare(token_slots)
-        base()
-        yardstick = Yardstick.of_step(case, pool, Batch(x, token_slots, out.clone()))
-        errors[name] = yardstick.check(name, row.id, instance.apply(x, out))
-        graphs[name] = graph_of(_sequential(base, instance, x, out))
-        instances.append(instance)
-    times = replay_in_turns(graphs)
-    return RowFigures(row, times.pop(_BASE), times, errors)
+    return _Step(row, x, out, token_slots, base)
 
 
-def _sequential(
-    base: Callable[[], Tensor], instance: Instance, x: Tensor, out: Tensor
-) -> Callable[[], object]:
+def _open(contender: Contender, step: _Step, machine: Machine) -> tuple[Instance, float]:
+    """An instance that is prepared for the step, and the error of its result."""
+    case, name = step.row.case, contender.subject.name
+    # the same adapters for every subject: they depend on the seed and the case only
+    pool = make_pool(case, _SEED, DataKind.SIGNED, machine, contender.have)
+    instance = cast(Instance, contender.open(case, machine, pool))
+    instance.prepare(step.token_slots)
+    step.base()
+    yardstick = Yardstick.of_step(case, pool, Batch(step.x, step.token_slots, step.out.clone()))
+    return instance, yardstick.check(name, step.row.id, instance.apply(step.x, step.out))
+
+
+def _sequential(step: _Step, instance: Instance) -> Callable[[], object]:
     def call() -> None:
-        base()
-        instance.apply(x, out)
+        step.base()
+        instance.apply(step.x, step.out)
 
     return call
 

@@ -1,14 +1,16 @@
 """The kinds of benchmark: their rows, how they run, and how their records are shown.
 
-Invariant: a kind is looked up without torch; what needs a device is imported when it runs.
+Invariant: a kind is looked up without torch. What needs a device is named `module:function`, and
+imported when it runs.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from importlib import import_module
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from loragate.bench.bars import Bar
 from loragate.bench.figures import DenseFigures
@@ -30,6 +32,7 @@ from loragate.bench.tables import render_markdown as dense_markdown
 from loragate.bench.tables import render_terminal as dense_terminal
 
 if TYPE_CHECKING:
+    from loragate.bench.compiling import Measure
     from loragate.bench.contender import Contender
     from loragate.core.machine import Machine
 
@@ -59,6 +62,7 @@ class Run(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Kind:
+    name: str
     help: str
     # False: it times parts that the interface of subjects does not expose, of lorakernels and vllm
     takes_any_subject: bool
@@ -68,108 +72,84 @@ class Kind:
     rows: Callable[..., Sequence[Row]]
     # an example of a pattern for --rows
     pattern: str
-    run: Run
+    # "module:function" of a `Run`
+    target: str
     read: Callable[[Mapping[str, Any]], Any]
     terminal: Callable[[Any], str]
     markdown: Callable[[Any], str]
     # some of its rows are drawn from a seed
     default_seed: int | None = None
+    # "module:function" of a `Measure`, by which two builds are compared; None if they cannot be
+    measure_target: str | None = None
+
+    @property
+    def run(self) -> Run:
+        return cast(Run, _imported(self.target))
+
+    @property
+    def measure(self) -> Measure:
+        assert self.measure_target is not None, "two builds cannot be compared by this kind"
+        return cast("Measure", _imported(self.measure_target))
 
 
-def _run_dense(
-    candidate: Contender,
-    baseline: Contender | None,
-    rows: Sequence[Any],
-    machine: Machine,
-    progress: Progress,
-) -> Figures:
-    from loragate.bench.dense import run_dense
-
-    return run_dense(candidate, baseline, rows, machine, progress)
+def _imported(target: str) -> object:
+    module, _, name = target.partition(":")
+    function: object = getattr(import_module(module), name)
+    return function
 
 
-def _run_moe(
-    candidate: Contender,
-    baseline: Contender | None,
-    rows: Sequence[Any],
-    machine: Machine,
-    progress: Progress,
-) -> Figures:
-    from loragate.bench.moe import run_moe
-
-    return run_moe(candidate, baseline, rows, machine, progress)
-
-
-def _run_streams(
-    candidate: Contender,
-    baseline: Contender | None,
-    rows: Sequence[Any],
-    machine: Machine,
-    progress: Progress,
-) -> Figures:
-    from loragate.bench.streams import run_streams
-
-    return run_streams(candidate, baseline, rows, machine, progress)
-
-
-def _run_graphs(
-    candidate: Contender,
-    baseline: Contender | None,
-    rows: Sequence[Any],
-    machine: Machine,
-    progress: Progress,
-) -> Figures:
-    from loragate.bench.graphs import run_graphs
-
-    return run_graphs(candidate, baseline, rows, machine, progress)
-
-
-KINDS = MappingProxyType(
-    {
-        "dense": Kind(
-            help="what LoRA adds to the base GEMM of dense layers",
-            takes_any_subject=True,
-            section="bench_dense",
-            rows=dense_rows,
-            pattern="qkv.m*.r16",
-            run=_run_dense,
-            read=DenseFigures.from_payload,
-            terminal=dense_terminal,
-            markdown=dense_markdown,
-        ),
-        "moe": Kind(
-            help="MoE LoRA: the delta path by path, alignment, a whole layer",
-            takes_any_subject=False,
-            section="bench_moe",
-            rows=moe_rows,
-            pattern="mixtral.m*.r16",
-            run=_run_moe,
-            read=MoEFigures.from_payload,
-            terminal=moe_terminal,
-            markdown=moe_markdown,
-        ),
-        "streams": Kind(
-            help="layers on one stream and on several: linear layers, gated delta nets",
-            takes_any_subject=False,
-            section="bench_streams",
-            rows=stream_rows,
-            pattern="drawn.*",
-            run=_run_streams,
-            read=StreamFigures.from_payload,
-            terminal=streams_terminal,
-            markdown=streams_markdown,
-            default_seed=SEED,
-        ),
-        "graphs": Kind(
-            help="decode steps replayed from CUDA graphs: device, host and memory",
-            takes_any_subject=False,
-            section="bench_graphs",
-            rows=graph_rows,
-            pattern="replay.qwen3_8b.*",
-            run=_run_graphs,
-            read=GraphFigures.from_payload,
-            terminal=graphs_terminal,
-            markdown=graphs_markdown,
-        ),
-    }
+_ALL = (
+    Kind(
+        name="dense",
+        help="what LoRA adds to the base GEMM of dense layers",
+        takes_any_subject=True,
+        section="bench_dense",
+        rows=dense_rows,
+        pattern="qkv.m*.r16",
+        target="loragate.bench.dense:run_dense",
+        measure_target="loragate.bench.dense:measure",
+        read=DenseFigures.from_payload,
+        terminal=dense_terminal,
+        markdown=dense_markdown,
+    ),
+    Kind(
+        name="moe",
+        help="MoE LoRA: the delta path by path, alignment, a whole layer",
+        takes_any_subject=False,
+        section="bench_moe",
+        rows=moe_rows,
+        pattern="mixtral.m*.r16",
+        target="loragate.bench.moe:run_moe",
+        measure_target="loragate.bench.moe:measure",
+        read=MoEFigures.from_payload,
+        terminal=moe_terminal,
+        markdown=moe_markdown,
+    ),
+    Kind(
+        name="streams",
+        help="layers on one stream and on several: linear layers, gated delta nets",
+        takes_any_subject=False,
+        section="bench_streams",
+        rows=stream_rows,
+        pattern="drawn.*",
+        target="loragate.bench.streams:run_streams",
+        measure_target="loragate.bench.streams:measure",
+        read=StreamFigures.from_payload,
+        terminal=streams_terminal,
+        markdown=streams_markdown,
+        default_seed=SEED,
+    ),
+    Kind(
+        name="graphs",
+        help="decode steps replayed from CUDA graphs: device, host and memory",
+        takes_any_subject=False,
+        section="bench_graphs",
+        rows=graph_rows,
+        pattern="replay.qwen3_8b.*",
+        target="loragate.bench.graphs:run_graphs",
+        read=GraphFigures.from_payload,
+        terminal=graphs_terminal,
+        markdown=graphs_markdown,
+    ),
 )
+KINDS = MappingProxyType({kind.name: kind for kind in _ALL})

@@ -55,6 +55,10 @@ class _Timed:
     path: Path
     aligned: bool
 
+    def __str__(self) -> str:
+        with_alignment = " with alignment" if self.aligned else ""
+        return f"{self.subject} {self.path}{with_alignment}"
+
 
 def open_resident(case: Case, contenders: Sequence[Contender], machine: Machine) -> Resident:
     # the capabilities of the candidate decide for all how a slot is filled
@@ -91,9 +95,7 @@ def _measure_row(row: DeltaRow, resident: Resident, machine: Machine, clock: Clo
     errors = {}
     for timed, call in calls.items():
         batch.out.copy_(start)
-        with_alignment = " with alignment" if timed.aligned else ""
-        who = f"{timed.subject} {timed.path}{with_alignment}"
-        errors[timed] = yardstick.check(who, row.id, call())
+        errors[timed] = yardstick.check(str(timed), row.id, call())
     # the reference takes more memory than what is timed
     del yardstick, start
     times = clock(calls)

@@ -38,16 +38,21 @@ def graph_of(call: Callable[[], object]) -> torch.cuda.CUDAGraph:
     return capture(call, warm_ups=_WARM_UP, calls=CALLS_PER_GRAPH).graph
 
 
-def replay_in_turns(graphs: Mapping[_Key, torch.cuda.CUDAGraph]) -> dict[_Key, float]:
-    """Microseconds a call: for each graph the median of REPLAYS replays."""
-    for _ in range(_WARM_UP):
+def replay_in_turns(
+    graphs: Mapping[_Key, torch.cuda.CUDAGraph],
+    *,
+    replays: int = REPLAYS,
+    warm_ups: int = _WARM_UP,
+) -> dict[_Key, float]:
+    """Microseconds a call: for each graph the median of `replays` replays."""
+    for _ in range(warm_ups):
         for graph in graphs.values():
             graph.replay()
     torch.cuda.synchronize()
     timings: dict[_Key, list[_Span]] = {name: [] for name in graphs}
     # no wait between replays: the device never idles, and each launch overlaps with the
     # previous replay
-    for _ in range(REPLAYS):
+    for _ in range(replays):
         for name, graph in graphs.items():
             timings[name].append(_Span(graph.replay))
     torch.cuda.synchronize()

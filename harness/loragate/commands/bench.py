@@ -2,6 +2,7 @@
 
 Exit codes: 0 every bar is met, 1 a bar is missed or a subject computes a wrong result,
 2 there was no baseline or not every row ran, 3 no GPU or a subject does not run, 4 usage.
+With --against: 0 no call became slower, 1 one did, 2 noise may hide a slow-down.
 """
 
 from __future__ import annotations
@@ -16,15 +17,23 @@ from loragate.bench.drawing import MissingMatplotlib
 from loragate.bench.kinds import KINDS, Figures, Kind
 from loragate.bench.plots import plots_of, write_plots
 from loragate.bench.select import Row, select_rows
+from loragate.bench.speed.figures import SpeedFigures
+from loragate.bench.speed.tables import render_terminal as render_comparison
+from loragate.bench.speed.tables import summary_lines
 from loragate.bench.text import markdown_bars
-from loragate.commands.record_options import add_record_options, open_record
+from loragate.commands.record_options import add_events_options, add_record_options, open_record
 from loragate.core.errors import CommandError, usage_errors
+from loragate.core.output import say
 from loragate.core.verdict import ExitCode, Verdict, worst
+from loragate.events.log import EventWriter
+from loragate.events.model import Note
 from loragate.records.results import ResultsError, require_section
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from typing import Any
+
+    from loragate.core.machine import Machine
 
 _OWN, _VLLM, _NONE = "lorakernels", "vllm", "none"
 
@@ -53,7 +62,6 @@ def _add_kind(parser: argparse.ArgumentParser, kind: Kind) -> None:
         )
     parser.add_argument(
         "--baseline",
-        default=_VLLM,
         choices=None if kind.takes_any_subject else (_VLLM, _NONE),
         help="the implementation to beat, or 'none' (default: vllm)",
     )
@@ -64,6 +72,14 @@ def _add_kind(parser: argparse.ArgumentParser, kind: Kind) -> None:
         metavar="PATTERN",
         help=f"only rows like {kind.pattern!r}; may be repeated",
     )
+    if kind.measure_target is not None:
+        parser.add_argument(
+            "--against",
+            metavar="REV",
+            help="compare lorakernels with another build of it: a revision of this checkout, or a "
+            "folder that holds one, such as an environment",
+        )
+        add_events_options(parser)
     if kind.default_seed is not None:
         parser.add_argument(
             "--seed",
@@ -72,7 +88,7 @@ def _add_kind(parser: argparse.ArgumentParser, kind: Kind) -> None:
             help=f"what some of the rows are drawn from (default: {kind.default_seed})",
         )
     add_record_options(parser, "the figures")
-    parser.set_defaults(run=partial(run_kind_command, kind), subject=_OWN)
+    parser.set_defaults(run=partial(run_kind_command, kind), subject=_OWN, against=None)
 
 
 def run(arguments: argparse.Namespace) -> ExitCode:
@@ -118,14 +134,41 @@ def run_kind_command(kind: Kind, arguments: argparse.Namespace) -> ExitCode:
         rows = select_rows(table, arguments.rows)
         if arguments.record and rows != tuple(table):
             raise ValueError("--record takes the whole table; leave out --rows")
-        recorder = open_record(arguments, kind.section)
-    figures = _measure(kind, arguments, rows)
-    print(kind.terminal(figures))
-    code = judge(figures)
+        if arguments.against is not None and (arguments.baseline or arguments.subject != _OWN):
+            raise ValueError("--against compares builds of lorakernels; leave out other subjects")
+        section = kind.section if arguments.against is None else f"{kind.section}_against"
+        recorder = open_record(arguments, section)
+    if arguments.against is None:
+        figures = _measure(kind, arguments, rows)
+        print(kind.terminal(figures))
+        code, payload = judge(figures), figures.payload()
+    else:
+        compared = _compare(kind, arguments, rows)
+        code, payload = compared.exit_code, compared.payload()
     if recorder:
-        recorder.save(figures.payload() | {"verdict": code.name.lower()})
+        recorder.save(payload | {"verdict": code.name.lower()})
         print(f"recorded in {recorder.path}")
     return code
+
+
+def _compare(kind: Kind, arguments: argparse.Namespace, rows: Sequence[Row]) -> SpeedFigures:
+    machine = _gpu()
+    from loragate.bench.speed.comparing import Request, compare_builds
+
+    request = Request(
+        kind=kind.name,
+        rows=tuple(row.id for row in rows),
+        seed=None if kind.default_seed is None else arguments.seed,
+        against=arguments.against,
+    )
+    with usage_errors():
+        compared = compare_builds(request, machine, _progress)
+    say(render_comparison(compared))
+    if arguments.events:
+        with EventWriter(arguments.events, run=arguments.run_name) as writer:
+            for line in summary_lines(compared):
+                writer.write(Note(text=line))
+    return compared
 
 
 def judge(figures: Figures) -> ExitCode:
@@ -138,22 +181,29 @@ def judge(figures: Figures) -> ExitCode:
 
 
 def _measure(kind: Kind, arguments: argparse.Namespace, rows: Sequence[Row]) -> Figures:
+    machine = _gpu()
+    from loragate.bench.contender import Unavailable, WrongResult, find_contender
+
+    try:
+        candidate = find_contender(arguments.subject)
+        name = arguments.baseline or _VLLM
+        baseline = None if name == _NONE else find_contender(name)
+        return kind.run(candidate, baseline, rows, machine, _progress)
+    except Unavailable as error:
+        raise CommandError(str(error), error.code) from error
+    except WrongResult as error:
+        raise CommandError(str(error), ExitCode.WRONG) from error
+
+
+def _gpu() -> Machine:
+    """Raises CommandError where there is none."""
     from loragate.core.machine import detect_machine
 
     machine = detect_machine()
     if machine.device != "cuda":
         message = "bench times compiled kernels and needs a GPU"
         raise CommandError(message, ExitCode.INFRASTRUCTURE)
-    from loragate.bench.contender import Unavailable, WrongResult, find_contender
-
-    try:
-        candidate = find_contender(arguments.subject)
-        baseline = None if arguments.baseline == _NONE else find_contender(arguments.baseline)
-        return kind.run(candidate, baseline, rows, machine, _progress)
-    except Unavailable as error:
-        raise CommandError(str(error), error.code) from error
-    except WrongResult as error:
-        raise CommandError(str(error), ExitCode.WRONG) from error
+    return machine
 
 
 def _progress(line: str) -> None:

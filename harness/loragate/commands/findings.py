@@ -11,10 +11,9 @@ import argparse
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
-from pathlib import Path
 from typing import Any
 
-from loragate.commands.record_options import add_record_options, open_record
+from loragate.commands.record_options import add_events_options, add_record_options, open_record
 from loragate.core.errors import CommandError, usage_errors
 from loragate.core.output import say
 from loragate.core.verdict import EXIT_CODES, ExitCode, Verdict
@@ -44,12 +43,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser.add_argument(
         "--page", action="store_true", help="print docs/findings.md and try nothing"
     )
-    parser.add_argument(
-        "--events", type=Path, metavar="FILE", help="append a note to the events of a gate run"
-    )
-    parser.add_argument(
-        "--run", dest="run_name", default="", metavar="NAME", help="the name of that run"
-    )
+    add_events_options(parser)
     parser.set_defaults(run=run)
 
 

@@ -26,5 +26,7 @@ def run(arguments: argparse.Namespace) -> ExitCode:
     selection = selection_from(arguments, has_gpu=not detect_machine().interpreted)
     with usage_errors():
         made, _ = plan_selection(selection)
+        if selection.shard is not None:
+            made = made.of(selection.shard.part(made.run_ids))
     print((plan_json if arguments.json else render_plan)(made), end="")
     return ExitCode.OK

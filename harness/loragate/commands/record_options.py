@@ -16,6 +16,16 @@ def add_record_options(parser: argparse.ArgumentParser, what: str) -> None:
     )
 
 
+def add_events_options(parser: argparse.ArgumentParser) -> None:
+    """For a command that is a leg of the gate: where it appends notes."""
+    parser.add_argument(
+        "--events", type=Path, metavar="FILE", help="append a note to the events of a gate run"
+    )
+    parser.add_argument(
+        "--run", dest="run_name", default="", metavar="NAME", help="the name of that run"
+    )
+
+
 def open_record(arguments: argparse.Namespace, section: str) -> Recorder | None:
     """The section of the file that --record names; None without --record. Raises ResultsError."""
     if arguments.record is None:

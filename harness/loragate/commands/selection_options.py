@@ -6,10 +6,13 @@ import argparse
 from pathlib import Path
 
 from loragate.core.arguments import count_from
-from loragate.core.checkout import project_root
+from loragate.core.checkout import data_root
+from loragate.core.errors import usage_errors
+from loragate.events.durations import durations_of
 from loragate.matrix.case import Tier
 from loragate.matrix.load import default_files
 from loragate.matrix.selection import Selection
+from loragate.matrix.shards import Shard, shard_numbers
 
 DEFAULT_SUBJECT = "lorakernels"
 
@@ -48,7 +51,23 @@ def add_selection_options(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="run each draw N times (default: 1)",
     )
+    add_shard_options(parser)
     add_matrix_option(parser)
+
+
+def add_shard_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--shard",
+        type=shard_numbers,
+        metavar="I/N",
+        help="only part I of N, the same on every machine; `loragate merge` joins their reports",
+    )
+    parser.add_argument(
+        "--durations",
+        type=Path,
+        metavar="REPORT",
+        help="balance shards and workers by what an earlier report took; the same for all shards",
+    )
 
 
 def add_matrix_option(parser: argparse.ArgumentParser) -> None:
@@ -72,10 +91,22 @@ def selection_from(arguments: argparse.Namespace, *, has_gpu: bool) -> Selection
         draws=tuple(range(arguments.seeds)) if arguments.seeds else (arguments.draw or 0,),
         repeats=arguments.repeats,
         patterns=tuple(arguments.cases),
+        shard=shard_from(arguments),
     )
+
+
+def shard_from(arguments: argparse.Namespace) -> Shard | None:
+    """Raises CommandError."""
+    if arguments.shard is None:
+        return None
+    with usage_errors():
+        index, count = arguments.shard
+        return Shard(
+            index=index, count=count, durations=durations_of(arguments.durations), of_gate=True
+        )
 
 
 def matrix_files(arguments: argparse.Namespace) -> tuple[Path, ...]:
     if arguments.matrix:
         return tuple(path.absolute() for path in arguments.matrix)
-    return default_files(project_root())
+    return default_files(data_root())

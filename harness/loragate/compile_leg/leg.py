@@ -17,12 +17,13 @@ from loragate.compile_leg.baseline import (
 from loragate.compile_leg.dry_launch import ProviderError
 from loragate.compile_leg.judge import judge_all
 from loragate.compile_leg.pool import Compilation, compile_all, compiler_settings
+from loragate.core.checkout import data_root
 from loragate.core.verdict import Verdict, worst
 from loragate.events.model import CompileResult, Event, Note
 from loragate.subjects.registry import SUBJECTS
 
 ARCHS = (80, 90, 100)
-BASELINE = Path(__file__).resolve().parents[3] / "ci" / "baselines" / "resources.json"
+BASELINE = data_root() / "ci" / "baselines" / "resources.json"
 
 
 class SettingsError(ValueError):

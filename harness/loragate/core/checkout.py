@@ -18,8 +18,18 @@ class Tree(StrEnum):
 
 def project_root() -> Path:
     """The checkout that holds this package, else the current folder."""
-    checkout = Path(__file__).resolve().parents[3]
-    return checkout if (checkout / "cases").is_dir() else Path.cwd()
+    return _checkout() or Path.cwd()
+
+
+def data_root() -> Path:
+    """Where the cases and the recorded baselines are: the checkout, else the copy that a wheel
+    brings. The tests of the project are in a checkout alone."""
+    return _checkout() or Path(__file__).resolve().parents[1] / "data"
+
+
+def _checkout() -> Path | None:
+    folder = Path(__file__).resolve().parents[3]
+    return folder if (folder / "cases").is_dir() else None
 
 
 def commit_and_tree(root: Path, *, ignoring: Path | None = None) -> tuple[str, Tree]:

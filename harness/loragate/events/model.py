@@ -56,11 +56,29 @@ class Skipped:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ShardPart:
+    """What one shard has to deliver, see RunStarted."""
+
+    index: int
+    legs: tuple[str, ...]
+    expected: tuple[Expected, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sharding:
+    """The run is part `index` of `count`, counted from 1; `others` are the other parts."""
+
+    index: int
+    count: int
+    others: tuple[ShardPart, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RunStarted:
     """The plan. `started_at` is ISO 8601 in UTC; `legs` are all the legs that must finish.
 
     Every expected run id has to run `repeats` times with each of `draws`; `draws` is empty if the
-    plan does not say which.
+    plan does not say which. `shard` is None for a run that is no part of another one.
     """
 
     run: str
@@ -76,6 +94,7 @@ class RunStarted:
     tree: Tree = Tree.UNKNOWN
     versions: Mapping[str, str] = field(default_factory=dict)
     machine: Mapping[str, str] = field(default_factory=dict)
+    shard: Sharding | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -20,7 +20,7 @@ from pydantic import (
     StrictInt,
 )
 
-from loragate.core.checkout import project_root
+from loragate.core.checkout import data_root
 from loragate.core.files import read_regular
 from loragate.core.verdict import Failure, OracleName
 from loragate.findings.ledger import Finding, Kind
@@ -124,8 +124,8 @@ class LedgerModel(_Model):
 
 
 def ledger_path() -> Path:
-    """The path of the ledger of this repository."""
-    return project_root() / "cases" / "findings" / "vllm.yaml"
+    """The path of the ledger that belongs to this version."""
+    return data_root() / "cases" / "findings" / "vllm.yaml"
 
 
 def load_ledger(path: Path) -> tuple[Finding, ...]:

@@ -8,8 +8,8 @@ Every selected case of every subject is either planned or skipped, never silentl
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from loragate.core.machine import Machine
 from loragate.matrix.case import Case, Site, Tier
@@ -48,6 +48,19 @@ class Plan:
     machine: Machine
     planned: tuple[CaseRun, ...]
     skipped: tuple[Skipped, ...]
+
+    @property
+    def run_ids(self) -> frozenset[str]:
+        """Of all cases, planned or skipped."""
+        return frozenset(item.run_id for items in (self.planned, self.skipped) for item in items)
+
+    def of(self, run_ids: Collection[str]) -> Plan:
+        """The part of the plan that is about these cases."""
+        return replace(
+            self,
+            planned=tuple(run for run in self.planned if run.run_id in run_ids),
+            skipped=tuple(skip for skip in self.skipped if skip.run_id in run_ids),
+        )
 
     @property
     def expected(self) -> dict[tuple[str, Site], tuple[str, ...]]:

@@ -11,7 +11,7 @@ import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
-from loragate.core.checkout import project_root
+from loragate.core.checkout import data_root, project_root
 from loragate.matrix.load import default_files
 
 _COMMAND = "LORAGATE_COMMAND"
@@ -28,7 +28,7 @@ def replay_command(run_id: str, draw: int, repeat: int, matrix: Sequence[Path] =
     if repeat:
         words += ["--repeats", str(repeat + 1)]
     # ids are unique among the default files, so that a part of them needs no option
-    if not set(matrix) <= set(default_files(project_root())):
+    if not set(matrix) <= set(default_files(data_root())):
         words += [word for path in matrix for word in ("--matrix", str(path))]
     command = os.environ.get(_COMMAND)
     settings = {

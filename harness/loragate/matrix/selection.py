@@ -15,6 +15,7 @@ from loragate.matrix.case_run import CaseRun, find_run, split_draw
 from loragate.matrix.ids import run_id
 from loragate.matrix.patterns import WILDCARDS, SelectionError, selected_ids
 from loragate.matrix.plan import select_names
+from loragate.matrix.shards import Shard
 
 _SHOWN = 5
 
@@ -22,7 +23,7 @@ _SHOWN = 5
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Selection:
     """What was asked for. Each of `draws` is run `repeats` times; `patterns` select run ids as in
-    `loragate.matrix.patterns`."""
+    `loragate.matrix.patterns`, and `shard`, if any, is the part of these that is run here."""
 
     matrix: tuple[Path, ...]
     subjects: tuple[str, ...]
@@ -30,19 +31,24 @@ class Selection:
     draws: tuple[int, ...] = (0,)
     repeats: int = 1
     patterns: tuple[str, ...] = ()
+    shard: Shard | None = None
 
 
 def select_runs(selection: Selection, cases: Iterable[Case]) -> tuple[CaseRun, ...]:
     """Sorted by run id, draw and repeat. Runs that this machine cannot do are included: each of
-    them is skipped with a reason. Raises SelectionError if a pattern selects nothing."""
+    them is skipped with a reason. Raises SelectionError if a pattern or the shard selects nothing.
+    """
     cases = tuple(cases)
     named = {
         run_id(subject, case): (subject, case) for subject in selection.subjects for case in cases
     }
     by_name = {name: case for name, (_, case) in named.items()}
+    selected = select_names(by_name, selection.tier, selection.patterns)
+    wanted = selection.shard.part(selected) if selection.shard else frozenset(selected)
     return tuple(
         CaseRun(*named[name], draw, repeat, selection.matrix)
-        for name in select_names(by_name, selection.tier, selection.patterns)
+        for name in selected
+        if name in wanted
         for draw in sorted(selection.draws)
         for repeat in range(selection.repeats)
     )

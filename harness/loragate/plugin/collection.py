@@ -14,7 +14,9 @@ from loragate.matrix.case import Case
 from loragate.matrix.case_run import CaseRun
 from loragate.matrix.load import load_cases
 from loragate.matrix.selection import select_runs
-from loragate.plugin.options import selection_of
+from loragate.plugin.options import recorded_durations, selection_of
+from loragate.plugin.running_order import running_order, workers_of
+from loragate.run.folder import check_durations
 from loragate.subjects.registry import check_subject_name
 
 # a test function that takes this argument is run once for every selected run
@@ -30,6 +32,10 @@ def pytest_cmdline_main(config: pytest.Config) -> None:
     try:
         for name in selection_of(config).subjects:
             check_subject_name(name)
+        named = config.option.loragate_durations
+        if named:
+            report = Path(config.rootpath, config.option.loragate_report)
+            check_durations(Path(config.invocation_params.dir, named), report)
         selected_runs(config)
     except ValueError as error:
         raise pytest.UsageError(str(error)) from error
@@ -60,9 +66,12 @@ def selected_runs(config: pytest.Config) -> dict[str, CaseRun]:
     """Selected runs by id, in running order. Raises ValueError for a mistake of the user."""
     if _RUNS not in config.stash:
         selected = select_runs(selection_of(config), all_cases(config))
-        # a worker that began a long one at the end would run it alone
-        longest_first = sorted(selected, key=lambda run: -run.case.tokens * run.case.top_k)
-        config.stash[_RUNS] = {run.id: run for run in longest_first}
+        ordered = running_order(
+            selected,
+            durations=recorded_durations(config).cases,
+            workers=workers_of(config),
+        )
+        config.stash[_RUNS] = {run.id: run for run in ordered}
     return config.stash[_RUNS]
 
 

@@ -15,11 +15,14 @@ from typing import Any
 import pytest
 
 from loragate.core.arguments import count_from
+from loragate.core.checkout import data_root
 from loragate.core.machine import select_interpreter
 from loragate.core.versions import new_run_name
+from loragate.events.durations import durations_of
 from loragate.matrix.case import Tier
 from loragate.matrix.load import default_files
 from loragate.matrix.selection import Selection
+from loragate.matrix.shards import Durations, Shard, shard_numbers
 from loragate.run.folder import EVENTS, WORKERS
 
 WORKER_INPUT_RUN = "loragate_run"
@@ -106,6 +109,17 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         help="YAML file of cases. Repeatable (default: cases/*.yaml)",
     )
     group.addoption(
+        "--loragate-shard",
+        type=shard_numbers,
+        metavar="I/N",
+        help="Only run part I of N, the same on every machine; `loragate merge` joins the reports",
+    )
+    group.addoption(
+        "--loragate-durations",
+        metavar="REPORT",
+        help="Balance the shards, and the workers, by what an earlier report took",
+    )
+    group.addoption(
         "--loragate-report",
         metavar="DIR",
         default="report",
@@ -136,7 +150,23 @@ def selection_of(config: pytest.Config) -> Selection:
         draws=_unique(option.loragate_draw or [0]),
         repeats=option.loragate_repeats,
         patterns=_unique(option.loragate_cases),
+        shard=_shard(config),
     )
+
+
+def recorded_durations(config: pytest.Config) -> Durations:
+    """Raises EventsError, a ValueError."""
+    named = config.option.loragate_durations
+    return durations_of(Path(config.invocation_params.dir, named) if named else None)
+
+
+def _shard(config: pytest.Config) -> Shard | None:
+    option = config.option
+    if option.loragate_shard is None:
+        return None
+    index, count = option.loragate_shard
+    durations = recorded_durations(config)
+    return Shard(index=index, count=count, durations=durations, of_gate=bool(option.loragate_run))
 
 
 def _settings(config: pytest.Config) -> Settings:
@@ -163,7 +193,7 @@ def _matrix(config: pytest.Config) -> tuple[Path, ...]:
     named: Sequence[str] | None = config.option.loragate_matrix
     if named:
         return tuple(Path(config.invocation_params.dir, name) for name in named)
-    return default_files(config.rootpath)
+    return default_files(config.rootpath) or default_files(data_root())
 
 
 def _unique(values: Sequence[Any]) -> tuple[Any, ...]:

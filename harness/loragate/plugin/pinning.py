@@ -30,6 +30,7 @@ from loragate.matrix.selection import select_runs
 from loragate.plugin.collection import all_cases
 from loragate.plugin.memory import WORKER_INPUT_FREE, WORKER_INPUT_LARGEST, WORKER_INPUT_SHARING
 from loragate.plugin.options import SETTINGS, WORKER_INPUT_RUN, selection_of
+from loragate.plugin.running_order import WORKER_INPUT_GPUS
 
 _LARGEST = pytest.StashKey[int]()
 _LISTED = pytest.StashKey[tuple[ListedGpu, ...]]()
@@ -78,6 +79,8 @@ def pytest_xdist_setupnodes(config: pytest.Config, specs: Sequence[Any]) -> None
 @pytest.hookimpl(optionalhook=True)
 def pytest_configure_node(node: Any) -> None:
     node.workerinput[WORKER_INPUT_RUN] = node.config.stash[SETTINGS].run
+    handles = visible_gpus(os.environ, _listed_gpus(node.config))
+    node.workerinput[WORKER_INPUT_GPUS] = max(1, len(handles))
     specs = node.nodemanager.specs
     gpu = node.gateway.spec.env.get("CUDA_VISIBLE_DEVICES")
     sharing = sum(spec.env.get("CUDA_VISIBLE_DEVICES") == gpu for spec in specs)

@@ -14,7 +14,7 @@ import pytest
 
 from loragate.core.errors import CommandError
 from loragate.core.verdict import EXIT_CODES, ExitCode, Verdict, worst
-from loragate.events.model import LegFinished, LegStarted
+from loragate.events.model import LegFinished, LegStarted, ShardPart
 from loragate.matrix.case_run import CaseRun
 from loragate.plugin.options import Ownership, Settings
 from loragate.report.summary import Summary
@@ -81,6 +81,7 @@ class SessionRun:
                     leg=_LEG,
                     legs=(_LEG,),
                     only=frozenset(run.run_id for run in runs),
+                    other_shards=self._other_shards(),
                 )
             )
             self._held.enter_context(hold_folder(self._settings.report))
@@ -88,3 +89,10 @@ class SessionRun:
         except CommandError as error:
             pytest.exit(str(error), returncode=error.exit_code.value)
         self.record.write([*opening, LegStarted(name=_LEG)])
+
+    def _other_shards(self) -> tuple[ShardPart, ...]:
+        shard = self._settings.selection.shard
+        if shard is None:
+            return ()
+        indices = (index for index in range(1, shard.count + 1) if index != shard.index)
+        return tuple(ShardPart(index=index, legs=(_LEG,), expected=()) for index in indices)

@@ -145,7 +145,7 @@ def summarize(log: EventLog, *, problems: Sequence[str] = ()) -> Summary:
         compiles=compiles,
         host_tests=host_tests,
         ledger=ledger,
-        notes=(*_notes(log.events), *_left_out(log)),
+        notes=(*_part_of(plan), *_notes(log.events), *_left_out(log)),
         plan=plan,
         finished=finished,
     )
@@ -252,6 +252,12 @@ def _expected(plan: RunStarted | None) -> tuple[Expected, ...]:
 def _last(events: Sequence[Event], kind: type[_Found]) -> _Found | None:
     found = [event for event in events if isinstance(event, kind)]
     return max(found, key=repr) if found else None
+
+
+def _part_of(plan: RunStarted | None) -> Iterable[str]:
+    if plan is not None and plan.shard is not None:
+        shard = f"{plan.shard.index}/{plan.shard.count}"
+        yield f"this is shard {shard}; `loragate merge` judges the whole run"
 
 
 def _notes(events: Iterable[Event]) -> Iterable[str]:

@@ -47,6 +47,19 @@ def hold_folder(report: Path) -> AbstractContextManager[object]:
         raise CommandError(message, ExitCode.INFRASTRUCTURE) from error
 
 
+def check_durations(durations: Path | None, report: Path) -> None:
+    """Raises ValueError for recorded durations that `clear_folder(report)` would move away before
+    every process of the run has read them."""
+    if durations is None:
+        return
+    resolved = durations.resolve()
+    if report.resolve() in (resolved, resolved.parent):
+        raise ValueError(
+            f"durations {durations}: lie in the report folder of this run, which is cleared; "
+            "name another folder for the report"
+        )
+
+
 def clear_folder(report: Path) -> None:
     """Move an earlier report in `report` to an archive folder; `report` need not exist.
 

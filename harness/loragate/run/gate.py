@@ -25,7 +25,7 @@ from loragate.report.summary import Summary
 from loragate.report.terminal import colour_for, render_summary
 from loragate.run.closing import abandoned_cases
 from loragate.run.folder import EVENTS, LOGS, clear_folder, hold_folder
-from loragate.run.legs import GateSetup, Leg, verdict_of_exit
+from loragate.run.legs import GateSetup, Leg, left_out, other_shards, verdict_of_exit
 from loragate.run.opening import RunRequest
 from loragate.run.opening_process import opening_events_of_child
 from loragate.run.run_record import RunRecord, unwritten
@@ -63,10 +63,11 @@ def plan_gate(
             legs=tuple(leg.name for leg in legs),
             expected=tuple(expected for leg in legs for expected in leg.expected),
             record=record,
+            other_shards=other_shards(setup),
         )
     )
     _check_gpu(_start_of(opening), has_gpu=setup.has_gpu)
-    return opening
+    return (*opening, *left_out(setup))
 
 
 def headline(opening: Iterable[Event]) -> str:
@@ -77,7 +78,8 @@ def headline(opening: Iterable[Event]) -> str:
     draws = f", {len(start.draws)} draws each" if len(start.draws) > 1 else ""
     repeats = f", each run {start.repeats} times" if start.repeats > 1 else ""
     subjects = ", ".join(start.subjects)
-    return f"tier {start.tier} {where}: {cases} cases of {subjects}{draws}{repeats}"
+    shard = f", shard {start.shard.index}/{start.shard.count}" if start.shard else ""
+    return f"tier {start.tier} {where}: {cases} cases of {subjects}{draws}{repeats}{shard}"
 
 
 class Gate:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from loragate.compile_leg import BaselineError, expected_count
-from loragate.core.checkout import project_root
+from loragate.core.checkout import data_root
 from loragate.core.child_process import python_module
 from loragate.core.verdict import EXIT_CODES, Verdict
-from loragate.events.model import COMPILE_SITE, Expected
+from loragate.events.model import COMPILE_SITE, Expected, Note, ShardPart
 from loragate.matrix.selection import Selection
 from loragate.run.folder import EVENTS
 from loragate.subjects.registry import SUBJECTS, RegisteredSubject
@@ -30,6 +31,10 @@ class GateSetup:
     report: Path
     selection: Selection
     has_gpu: bool
+    # the build that the benchmarks compare this one with; None if nothing is timed
+    speed_against: str | None = None
+    # the report that balances the shards
+    durations: Path | None = None
 
     @property
     def registered(self) -> tuple[RegisteredSubject, ...]:
@@ -58,9 +63,42 @@ class Leg:
 
 def legs_of(setup: GateSetup) -> tuple[Leg, ...]:
     """The legs in the order in which they run; the first one runs the cases. It is the only one
-    where patterns select some of the cases: the others do not depend on a case."""
+    where patterns select some of the cases: the others do not depend on a case. In a run of shards
+    each of these is a leg of one shard."""
+    shard = setup.selection.shard
+    return _legs_of_shards(setup)[shard.index - 1 if shard else 0]
+
+
+def other_shards(setup: GateSetup) -> tuple[ShardPart, ...]:
+    """The other shards of the run, with what their legs deliver besides results of cases."""
+    shard = setup.selection.shard
+    if shard is None:
+        return ()
+    return tuple(
+        ShardPart(
+            index=index,
+            legs=tuple(leg.name for leg in legs),
+            expected=tuple(row for leg in legs for row in leg.expected),
+        )
+        for index, legs in enumerate(_legs_of_shards(setup), start=1)
+        if index != shard.index
+    )
+
+
+def _legs_of_shards(setup: GateSetup) -> tuple[tuple[Leg, ...], ...]:
+    cases, *others = _all_legs(setup)
+    shard = setup.selection.shard
+    if shard is None:
+        return ((cases, *others),)
+    named = {leg.name: leg for leg in others}
+    return tuple((cases, *(named[name] for name in part)) for part in shard.leg_parts(tuple(named)))
+
+
+def _all_legs(setup: GateSetup) -> tuple[Leg, ...]:
     applying = [kind for kind in LEGS if kind.applies(setup)]
-    wanted = applying[:1] if setup.selection.patterns else applying
+    # a leg that was asked for by its own option runs all the same
+    asked = [kind for kind in applying[1:] if kind in SPEED_LEGS]
+    wanted = [*applying[:1], *asked] if setup.selection.patterns else applying
     return tuple(
         Leg(kind.name, kind.command(setup), tuple(kind.expected(setup))) for kind in wanted
     )
@@ -82,6 +120,8 @@ def _cases_command(setup: GateSetup) -> tuple[str, ...]:
         ("repeats", [selection.repeats]),
         ("cases", selection.patterns),
         ("matrix", selection.matrix),
+        ("shard", [selection.shard] if selection.shard else []),
+        ("durations", [setup.durations] if setup.durations else []),
     ]
     arguments = [f"--loragate-{name}={value}" for name, values in options for value in values]
     return (*_pytest("cases/test_cases.py"), *arguments)
@@ -108,7 +148,18 @@ def _expected_compilations(setup: GateSetup) -> Iterator[Expected]:
 
 
 def _host_tests(setup: GateSetup) -> list[str]:
-    return [path for subject in setup.registered for path in subject.host_tests]
+    """Those that are there: a wheel brings none."""
+    listed = [path for subject in setup.registered for path in subject.host_tests]
+    return [path for path in listed if (data_root() / path).exists()]
+
+
+def left_out(setup: GateSetup) -> Iterator[Note]:
+    """What the gate of a checkout would check of the same subjects, and this one cannot."""
+    found = _host_tests(setup)
+    for subject in setup.registered:
+        if not set(subject.host_tests) <= set(found):
+            text = f"host tests of {subject.name} are part of a checkout and were not run"
+            yield Note(text=text)
 
 
 def _host_command(setup: GateSetup) -> tuple[str, ...]:
@@ -122,8 +173,18 @@ def _findings_command(setup: GateSetup) -> tuple[str, ...]:
     return python_module("loragate", "findings", *record)
 
 
+def _speed_command(kind: str, setup: GateSetup) -> tuple[str, ...]:
+    options = {
+        "--against": setup.speed_against,
+        "--events": setup.report / EVENTS,
+        "--run": setup.run,
+    }
+    given = (f"{name}={value}" for name, value in options.items())
+    return python_module("loragate", "bench", kind, *given)
+
+
 def _pytest(*paths: str) -> tuple[str, ...]:
-    root = project_root()
+    root = data_root()
     return python_module(
         "pytest",
         *(str(root / path) for path in paths),
@@ -134,6 +195,15 @@ def _pytest(*paths: str) -> tuple[str, ...]:
         "no:cacheprovider",
     )
 
+
+SPEED_LEGS = tuple(
+    LegKind(
+        name=f"speed-{kind}",
+        applies=lambda setup: setup.speed_against is not None,
+        command=partial(_speed_command, kind),
+    )
+    for kind in ("dense", "moe")
+)
 
 # cases first: they are what people wait for
 LEGS = (
@@ -152,4 +222,6 @@ LEGS = (
         applies=lambda setup: any(subject.findings for subject in setup.registered),
         command=_findings_command,
     ),
+    # last: nothing else uses the GPU by then
+    *SPEED_LEGS,
 )

@@ -3,14 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from loragate.core.checkout import commit_and_tree, project_root
 from loragate.core.machine import Machine
 from loragate.core.versions import host, utc_now, versions
-from loragate.events.model import COMPILE_SITE, Event, Expected, KnownFinding, Note, RunStarted
+from loragate.events.model import (
+    COMPILE_SITE,
+    Event,
+    Expected,
+    KnownFinding,
+    Note,
+    RunStarted,
+    Sharding,
+    ShardPart,
+)
 from loragate.findings.load import ledger_path, load_ledger
+from loragate.matrix.plan import Plan
 from loragate.matrix.selection import Selection
 from loragate.run.planning import expected_results, plan_selection, skipped_cases
 from loragate.run.preflight import check_caches
@@ -22,7 +32,8 @@ class RunRequest:
 
     `leg` runs the cases of `selection`, of which `only` keeps some (None: all). `expected` are the
     results of the other `legs`. Changes to `record`, the results file of
-    the run, do not make the tree dirty.
+    the run, do not make the tree dirty. `other_shards` are the legs of the other shards with the
+    results that are expected besides those of cases.
     """
 
     run: str
@@ -32,6 +43,7 @@ class RunRequest:
     only: frozenset[str] | None = None
     expected: tuple[Expected, ...] = ()
     record: Path | None = None
+    other_shards: tuple[ShardPart, ...] = ()
 
 
 def opening_events(request: RunRequest) -> Iterator[Event]:
@@ -40,12 +52,13 @@ def opening_events(request: RunRequest) -> Iterator[Event]:
 
     Imports torch and the subjects; `opening_process` does the same in a process of its own.
     """
-    selection, only = request.selection, request.only
+    selection = request.selection
     made, abilities = plan_selection(selection)
     compiled = {row.subject for row in request.expected if row.site == COMPILE_SITE}
     for name in selection.subjects:
         check_caches(name, made.machine, cross_compiled=name in compiled)
     unusable = {name: have for name, have in abilities.items() if isinstance(have, str)}
+    only, sharding = _share(request, made, unusable.keys())
     expected = expected_results(made, leg=request.leg, unusable=unusable.keys(), only=only)
     commit, tree = commit_and_tree(project_root(), ignoring=request.record)
     yield RunStarted(
@@ -62,15 +75,35 @@ def opening_events(request: RunRequest) -> Iterator[Event]:
         tree=tree,
         versions=versions(),
         machine={**host(), **_device(made.machine)},
+        shard=sharding,
     )
     for name, reason in unusable.items():
         yield Note(text=f"subject {name} can run nothing here: {reason}")
     yield from _known_findings(selection.subjects)
 
 
+def _share(
+    request: RunRequest, made: Plan, unusable: Collection[str]
+) -> tuple[frozenset[str] | None, Sharding | None]:
+    """The run ids that count here (None: all), and what the other shards have to deliver."""
+    shard = request.selection.shard
+    if shard is None:
+        return request.only, None
+    parts = shard.parts(made.run_ids)
+    others = []
+    for other in request.other_shards:
+        cases = expected_results(
+            made, leg=request.leg, unusable=unusable, only=parts[other.index - 1]
+        )
+        others.append(replace(other, expected=(*cases, *other.expected)))
+    mine = parts[shard.index - 1]
+    only = mine if request.only is None else mine & request.only
+    return only, Sharding(index=shard.index, count=shard.count, others=tuple(others))
+
+
 def _known_findings(subjects: Collection[str]) -> Iterator[KnownFinding]:
     path, found = ledger_path(), versions()
-    # outside of the checkout there is no ledger, and whatever fails is a failure
+    # a copy of the harness alone has no ledger, and whatever fails there is a failure
     for finding in load_ledger(path) if path.exists() else ():
         if finding.case is not None and finding.subject in subjects:
             yield KnownFinding(finding=finding, version=found.get(finding.subject, ""))

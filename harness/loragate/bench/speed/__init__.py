@@ -1,0 +1,1 @@
+"""Two builds of lorakernels timed side by side, and judged by the noise of the same run."""

@@ -1,0 +1,142 @@
+"""`bench KIND --against REV`: opens the processes of both builds, and judges the rows.
+
+Invariant: a change that was found is looked for once more by new processes before it counts: where
+the memory of a process lies lasts as long as the process.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from loragate.bench.speed.builds import Build, build_against, installed_build
+from loragate.bench.speed.figures import SpeedFigures
+from loragate.bench.speed.lanes import ProcessLane
+from loragate.bench.speed.orders import Begin
+from loragate.bench.speed.resources import compare_resources
+from loragate.bench.speed.rounds import PROCESSES, Lanes, sample_row
+from loragate.bench.speed.statistics import Change, Comparison, Samples, compare, confirmed
+from loragate.core.checkout import project_root
+from loragate.core.child_process import ProcessPool, python_module
+from loragate.core.machine import Machine
+
+_WORKER = "loragate.bench.speed.worker"
+
+Progress = Callable[[str], None]
+# new processes of both builds for the rows with these ids
+OpenLanes = Callable[[Sequence[str]], AbstractContextManager[Lanes]]
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """The rows of a kind, by id in the order of its table, and the seed of the table if it has
+    one."""
+
+    kind: str
+    rows: tuple[str, ...]
+    seed: int | None
+    against: str
+
+
+def compare_builds(request: Request, machine: Machine, progress: Progress) -> SpeedFigures:
+    """Measure the rows with the present build and with the one that `against` names.
+
+    Raises ValueError for a build that cannot be found, CommandError for one that cannot be
+    measured.
+    """
+    with tempfile.TemporaryDirectory(prefix="loragate-builds-") as folder:
+        before = build_against(request.against, project_root(), Path(folder) / "before")
+        builds = (before, installed_build(Path(folder) / "now"))
+        cache = _cache_folder()
+        opener = _Opener(request, builds, cache)
+        opener.compile(progress)
+        found = judge_rows(request.rows, opener.open, progress)
+        progress("resources")
+        resources = compare_resources(builds, machine, cache)
+    return SpeedFigures(request.kind, request.against, found, resources)
+
+
+def judge_rows(
+    rows: Sequence[str], open_lanes: OpenLanes, progress: Progress
+) -> tuple[Comparison, ...]:
+    """One result for each call of each row, in their order."""
+    samples = _sample(rows, open_lanes, progress)
+    first = compare(samples)
+    changed = {item.row for item in first if item.change in (Change.SLOWER, Change.FASTER)}
+    if not changed:
+        return first
+    progress(f"{len(changed)} rows changed and are measured once more")
+    again = compare(
+        _sample([row for row in rows if row in changed], open_lanes, progress), others=samples
+    )
+    second = {(item.row, item.call): item for item in again}
+    return tuple(
+        confirmed(item, second[item.row, item.call])
+        if item.change in (Change.SLOWER, Change.FASTER)
+        else item
+        for item in first
+    )
+
+
+def _sample(rows: Sequence[str], open_lanes: OpenLanes, progress: Progress) -> tuple[Samples, ...]:
+    generator = np.random.default_rng(len(rows))
+    found: list[Samples] = []
+    with open_lanes(rows) as lanes:
+        for number, row in enumerate(rows, start=1):
+            found += sample_row(row, lanes, generator)
+            progress(f"[{number}/{len(rows)}] {row}")
+    return tuple(found)
+
+
+class _Opener:
+    """Starts the processes of both builds."""
+
+    def __init__(self, request: Request, builds: Sequence[Build], cache: Path) -> None:
+        self._request, self._builds, self._cache = request, builds, cache
+
+    def compile(self, progress: Progress) -> None:
+        """Compile the kernels of each build once, before its processes need them."""
+        for build in self._builds:
+            progress(f"compiling {build.name}")
+            with self._started([build], self._request.rows, compiles=True) as lanes:
+                lanes[0].calls()
+
+    @contextmanager
+    def open(self, rows: Sequence[str]) -> Iterator[Lanes]:
+        builds = [build for build in self._builds for _ in range(PROCESSES)]
+        with self._started(builds, rows, compiles=False) as lanes:
+            yield [lanes[:PROCESSES], lanes[PROCESSES:]]
+
+    @contextmanager
+    def _started(
+        self, builds: Sequence[Build], rows: Sequence[str], *, compiles: bool
+    ) -> Iterator[list[ProcessLane]]:
+        """A process of each of `builds`; none of them outlives the context."""
+        pool, lanes = ProcessPool(), list[ProcessLane]()
+        try:
+            for build in builds:
+                lanes.append(self._start(build, pool, rows, compiles=compiles))
+            yield lanes
+        finally:
+            for lane in lanes:
+                lane.end()
+
+    def _start(
+        self, build: Build, pool: ProcessPool, rows: Sequence[str], *, compiles: bool
+    ) -> ProcessLane:
+        command = python_module(_WORKER, self._request.kind, str(build.folder))
+        begin = Begin(tuple(rows), self._request.seed, compiles)
+        environ = build.environment(os.environ, self._cache)
+        return ProcessLane(build.name, command, begin, pool, environ)
+
+
+def _cache_folder() -> Path:
+    from triton import knobs
+
+    return Path(knobs.cache.dir)

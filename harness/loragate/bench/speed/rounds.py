@@ -1,0 +1,45 @@
+"""Rounds of both builds in turns: what is compared is measured within milliseconds.
+
+Invariant: no build is favoured by its place in a round, because the order is drawn for each round.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from loragate.bench.speed.lanes import Lane
+from loragate.bench.speed.statistics import Samples
+from loragate.core.errors import CommandError
+from loragate.core.verdict import ExitCode
+
+ROUNDS = 40
+# of each build
+PROCESSES = 2
+
+# [builds, processes]: the build that is compared against, then the present one
+Lanes = Sequence[Sequence[Lane]]
+
+
+def sample_row(row: str, lanes: Lanes, generator: np.random.Generator) -> tuple[Samples, ...]:
+    """Time the next row of all lanes, which must be `row`: one Samples for each of its calls.
+
+    Raises CommandError.
+    """
+    flat = [lane for of_build in lanes for lane in of_build]
+    calls = [lane.calls() for lane in flat]
+    if len(set(calls)) != 1:
+        given = "; ".join(", ".join(names) for names in dict.fromkeys(calls))
+        message = f"{row}: the builds have different calls, which cannot be compared ({given})"
+        raise CommandError(message, ExitCode.INCOMPLETE)
+    us = np.empty((len(calls[0]), len(flat), ROUNDS))
+    for round_number in range(ROUNDS):
+        for position in generator.permutation(len(flat)):
+            us[:, position, round_number] = flat[position].time()
+    for lane in flat:
+        lane.leave()
+    shape = (len(lanes), len(lanes[0]), ROUNDS)
+    return tuple(
+        Samples(row, call, times.reshape(shape)) for call, times in zip(calls[0], us, strict=True)
+    )

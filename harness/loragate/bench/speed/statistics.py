@@ -1,0 +1,142 @@
+"""Whether a call of one build is slower than that of another, by the noise of the same run. Pure.
+
+Two processes of equal code differ by more than the rounds of one process show: by where their
+memory lies, for instance. Each build is therefore measured by several processes. How far the
+processes of one build (A/A) are apart says how far two builds may be apart by chance, and so sets
+the limit that a change has to exceed; its whole bootstrap interval over the rounds has to.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from enum import StrEnum
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy.stats import t as student_t
+
+# a change below this is of no interest, however little noise there is
+SMALLEST_CHANGE = 0.01
+# a slow-down by this much must not stay unseen: where noise could hide it, a row is undecided
+LARGEST_UNSEEN = 0.05
+# chance that any row of a run of equal code exceeds its limit
+FALSE_ALARMS = 0.01
+_CONFIDENCE = 0.99
+_RESAMPLES = 2000
+
+
+class Change(StrEnum):
+    SLOWER = "slower"
+    FASTER = "faster"
+    UNCHANGED = "unchanged"
+    UNDECIDED = "undecided"
+
+
+@dataclass(frozen=True, slots=True)
+class Samples:
+    """Microseconds of one call of one row: [2, processes, rounds], of the build that is compared
+    against and of the present one. Entries of one round were taken side by side."""
+
+    row: str
+    call: str
+    us: NDArray[np.float64]
+
+    @property
+    def effects(self) -> NDArray[np.float64]:
+        """Logarithm of the ratio of both builds, round by round."""
+        of_builds = np.log(self.us).mean(axis=1)
+        difference: NDArray[np.float64] = of_builds[1] - of_builds[0]
+        return difference
+
+    @property
+    def chance(self) -> NDArray[np.float64]:
+        """Variances that chance gives the effect, one estimate of each build: from how far its
+        processes are apart."""
+        logarithms = np.log(self.us)
+        # against the others of its round: the clock of the device may change in between
+        medians = np.median(logarithms - logarithms.mean(axis=(0, 1)), axis=2)
+        # both builds are means over their processes
+        estimates: NDArray[np.float64] = 2 * medians.var(axis=1, ddof=1) / medians.shape[1]
+        return estimates
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """One call of one row. `ratio`, `low` and `high`: the time of the present build over that of
+    the other one, with its bootstrap interval. `limit`: the ratio that chance may reach."""
+
+    row: str
+    call: str
+    before_us: float
+    now_us: float
+    ratio: float
+    low: float
+    high: float
+    limit: float
+    change: Change
+
+
+def compare(
+    samples: Sequence[Samples], *, others: Sequence[Samples] = (), seed: int = 0
+) -> tuple[Comparison, ...]:
+    """Judge each of `samples`. The noise of `others`, of the same run, counts as well."""
+    if not samples:
+        return ()
+    everything = np.concatenate([item.chance for item in (*samples, *others)])
+    pooled = float(everything.mean())
+    # the chance of a false alarm is that of all rows together, in both directions
+    tail = FALSE_ALARMS / (2 * len(samples))
+    processes = samples[0].us.shape[1]
+    quantile = float(student_t.ppf(1 - tail, df=len(everything) * (processes - 1)))
+    generator = np.random.default_rng(seed)
+    # rows of short calls have more noise than others: none is judged by less than its own
+    return tuple(
+        _judge(item, quantile * math.sqrt(max(pooled, float(item.chance.mean()))), generator)
+        for item in samples
+    )
+
+
+def confirmed(first: Comparison, again: Comparison) -> Comparison:
+    """The result of a row that was measured `again` by other processes: a change that does not show
+    twice is undecided."""
+    if again.change is first.change:
+        return again
+    return replace(again, change=Change.UNDECIDED)
+
+
+def _judge(samples: Samples, chance: float, generator: np.random.Generator) -> Comparison:
+    effects = samples.effects
+    low, high = _interval(effects, generator)
+    limit = max(math.log1p(SMALLEST_CHANGE), chance)
+    before_us, now_us = np.median(samples.us, axis=(1, 2))
+    return Comparison(
+        row=samples.row,
+        call=samples.call,
+        before_us=float(before_us),
+        now_us=float(now_us),
+        ratio=math.exp(float(np.median(effects))),
+        low=math.exp(low),
+        high=math.exp(high),
+        limit=math.exp(limit),
+        change=_change(low, high, limit),
+    )
+
+
+def _change(low: float, high: float, limit: float) -> Change:
+    if low > limit:
+        return Change.SLOWER
+    if high < -limit:
+        return Change.FASTER
+    unseen = high + limit > math.log1p(LARGEST_UNSEEN)
+    return Change.UNDECIDED if unseen else Change.UNCHANGED
+
+
+def _interval(effects: NDArray[np.float64], generator: np.random.Generator) -> tuple[float, float]:
+    """Bootstrap interval of the median over the rounds."""
+    drawn = generator.integers(len(effects), size=(_RESAMPLES, len(effects)))
+    medians = np.median(effects[drawn], axis=1)
+    tail = (1 - _CONFIDENCE) / 2
+    low, high = np.quantile(medians, (tail, 1 - tail))
+    return float(low), float(high)

@@ -1,0 +1,74 @@
+"""The order in which the cases of a session run: the longest first, the same mixture on each GPU.
+
+pytest-xdist hands each worker a piece of the list, in the order of the workers, and moves what is
+left from one worker to another only when that has nothing to do. Workers are pinned to GPUs in
+turns (`pinning.py`). If the longest cases were simply first, all would begin on one GPU, and
+wait there for the memory that large cases share, while that of the other GPUs is free.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from typing import TypeVar
+
+import pytest
+
+from loragate.matrix.case_run import CaseRun
+
+WORKER_INPUT_GPUS = "loragate_gpus"
+
+_Item = TypeVar("_Item")
+
+
+@dataclass(frozen=True, slots=True)
+class Workers:
+    """Of a session, and the GPUs that they are pinned to in turns."""
+
+    count: int
+    gpus: int
+
+
+def workers_of(config: pytest.Config) -> Workers:
+    """As a worker knows them. In any other process there are none, or the order means nothing."""
+    worker_input = getattr(config, "workerinput", {})
+    count = worker_input.get("workercount", 1)
+    return Workers(count, min(count, worker_input.get(WORKER_INPUT_GPUS, 1)))
+
+
+def running_order(
+    runs: Sequence[CaseRun], *, durations: Mapping[str, float], workers: Workers
+) -> list[CaseRun]:
+    """Longest first by the recorded seconds of the cases, by their size where none are recorded.
+    The draws and repeats of a case stay together."""
+
+    def size(run: CaseRun) -> int:
+        return run.case.tokens * run.case.top_k
+
+    known = [run for run in runs if run.run_id in durations]
+    unknown = [run for run in runs if run.run_id not in durations]
+    # stable: runs of one case are neighbours and stay so
+    longest = [
+        # nothing is known of a new case, which might take long
+        *sorted(unknown, key=lambda run: -size(run)),
+        *sorted(known, key=lambda run: (-durations[run.run_id], run.run_id)),
+    ]
+    cases = [list(group) for _, group in groupby(longest, key=lambda run: run.run_id)]
+    return [run for case in spread_over_gpus(cases, workers) for run in case]
+
+
+def spread_over_gpus(longest_first: Sequence[_Item], workers: Workers) -> list[_Item]:
+    """A list whose pieces, one a worker, give each GPU every n-th item."""
+    of_gpu = [deque(longest_first[gpu :: workers.gpus]) for gpu in range(workers.gpus)]
+    ordered: list[_Item] = []
+    for worker in range(workers.count):
+        # as many as xdist is going to send to this worker
+        size = (len(longest_first) - len(ordered)) // (workers.count - worker)
+        own = of_gpu[worker % workers.gpus]
+        for _ in range(size):
+            # pieces are of equal size, up to one item; so are the lists
+            source = own or max(of_gpu, key=len)
+            ordered.append(source.popleft())
+    return ordered

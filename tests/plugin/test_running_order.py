@@ -1,0 +1,73 @@
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+
+from loragate.matrix.case import Case, Dtype, Site
+from loragate.matrix.case_run import CaseRun
+from loragate.plugin.running_order import Workers, running_order, spread_over_gpus
+
+ALONE = Workers(1, 1)
+
+
+def run_of(tokens: int, draw: int = 0) -> CaseRun:
+    case = Case(
+        site=Site.DENSE_DELTA,
+        tokens=tokens,
+        in_features=32,
+        slices=(16,),
+        rank=8,
+        slots=4,
+        dtype=Dtype.FP32,
+    )
+    return CaseRun("mine", case, draw)
+
+
+def pieces(items: list[int], workers: int) -> list[list[int]]:
+    """What xdist sends to each worker."""
+    left, found = list(items), []
+    for worker in range(workers):
+        size = len(left) // (workers - worker)
+        found.append(left[:size])
+        left = left[size:]
+    return found
+
+
+@pytest.mark.parametrize("gpus", [1, 2, 3, 4])
+@pytest.mark.parametrize("number", [7, 32, 101, 661])
+def test_each_gpu_gets_the_same_mixture_of_long_and_short_items(gpus: int, number: int) -> None:
+    workers = gpus * 3
+    ordered = spread_over_gpus(range(number), Workers(workers, gpus))
+    assert sorted(ordered) == list(range(number))
+    sent = pieces(ordered, workers)
+    of_gpus = [sorted(i for piece in sent[gpu::gpus] for i in piece) for gpu in range(gpus)]
+    if number > workers:
+        # the longest of all begin on different GPUs
+        assert [items[0] for items in of_gpus] == list(range(gpus))
+    # between two neighbours of a GPU there is about one item of each other
+    gaps = [later - earlier for items in of_gpus for earlier, later in pairwise(items)]
+    assert max(gaps) <= 2 * gpus
+    # longest first within a worker
+    assert all(piece == sorted(piece) for piece in sent[: workers // 2])
+
+
+def test_on_one_gpu_the_list_is_longest_first() -> None:
+    assert spread_over_gpus(range(9), Workers(4, 1)) == list(range(9))
+
+
+def test_the_order_is_by_size_or_by_recorded_seconds_with_new_cases_first() -> None:
+    runs = [run_of(1), run_of(2), run_of(3)]
+    by_size = running_order(runs, durations={}, workers=ALONE)
+    assert [run.case.tokens for run in by_size] == [3, 2, 1]
+    seconds = {run_of(1).run_id: 5.0, run_of(3).run_id: 1.0}
+    by_time = running_order(runs, durations=seconds, workers=ALONE)
+    assert [run.case.tokens for run in by_time] == [2, 1, 3]
+
+
+def test_draws_of_a_case_stay_neighbours() -> None:
+    runs = [run_of(tokens, draw) for tokens in (1, 2, 3, 4) for draw in range(3)]
+    ordered = running_order(runs, durations={}, workers=Workers(4, 2))
+    tokens = [run.case.tokens for run in ordered]
+    assert sum(first != second for first, second in pairwise(tokens)) == 3
+    assert [run.draw for run in ordered] == [0, 1, 2] * 4

@@ -1,0 +1,231 @@
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from loragate.cli import main
+from loragate.core.verdict import ExitCode, Verdict
+from loragate.events.durations import durations_of
+from loragate.events.log import EventLog, EventWriter, read_events
+from loragate.events.model import (
+    CaseFinished,
+    Event,
+    Expected,
+    HostTestFinished,
+    LegFinished,
+    Note,
+    RunFinished,
+    RunStarted,
+    Sharding,
+    ShardPart,
+    Skipped,
+)
+from loragate.report.merge import MergeError, ShardReport, merged_events
+from loragate.report.summary import Summary, summarize
+
+PARTS = {1: ("mine.a", "mine.c"), 2: ("mine.b",), 3: ("mine.d", "mine.e")}
+LEGS = {1: ("gpu", "compile"), 2: ("gpu",), 3: ("gpu", "host")}
+Shards = dict[int, list[Event]]
+
+
+def part_of(index: int) -> ShardPart:
+    names = PARTS[index]
+    row = Expected(leg="gpu", subject="mine", site="dense_delta", count=len(names), run_ids=names)
+    return ShardPart(index=index, legs=LEGS[index], expected=(row,))
+
+
+@pytest.fixture
+def shards(plan: Callable[..., RunStarted], finished: Callable[..., CaseFinished]) -> Shards:
+    """The events of three shards in which everything passed."""
+
+    def events(index: int) -> list[Event]:
+        own, others = part_of(index), tuple(part_of(i) for i in PARTS if i != index)
+        started = plan(
+            run=f"run {index}",
+            legs=own.legs,
+            expected=own.expected,
+            shard=Sharding(index=index, count=3, others=others),
+            commit="abc",
+            versions={"torch": "2.13"},
+        )
+        ends = [
+            LegFinished(
+                name=leg,
+                verdict=Verdict.PASS,
+                exit_code=0,
+                duration_s=2.0,
+                log_path=f"logs/{leg}.log",
+            )
+            for leg in own.legs
+        ]
+        end = RunFinished(finished_at=f"2026-11-21T04:15:4{index}+00:00", duration_s=index * 10.0)
+        return [started, *map(finished, PARTS[index]), *ends, end]
+
+    return {index: events(index) for index in PARTS}
+
+
+def report(index: int, events: Sequence[Event]) -> ShardReport:
+    return ShardReport(f"r{index}", EventLog(tuple(events)), f"logs/{index}")
+
+
+def merged(shards: Shards) -> Summary:
+    reports = [report(index, events) for index, events in shards.items()]
+    return summarize(EventLog(merged_events(reports, run="merged")))
+
+
+def changed(events: list[Event], **changes: Any) -> list[Event]:
+    start, *rest = events
+    assert isinstance(start, RunStarted)
+    return [replace(start, **changes), *rest]
+
+
+def test_shards_that_passed_are_one_run_that_passed(shards: Shards) -> None:
+    summary = merged(shards)
+    assert (summary.verdict, summary.reasons) == (Verdict.PASS, ())
+    assert (summary.total.expected, summary.total.passed) == (5, 5)
+    assert summary.plan is not None
+    assert (summary.plan.run, summary.plan.shard) == ("merged", None)
+    assert summary.finished is not None
+    assert summary.finished.duration_s == 30.0
+    assert [leg.name for leg in summary.legs] == ["gpu 1", "compile", "gpu 2", "gpu 3", "host"]
+    assert summary.legs[2].finished is not None
+    assert summary.legs[2].finished.log_path == "logs/2/logs/gpu.log"
+    assert summary.notes == ()
+
+
+def test_a_missing_shard_leaves_the_run_incomplete_and_names_its_cases_and_legs(
+    shards: Shards,
+) -> None:
+    del shards[3]
+    summary = merged(shards)
+    assert summary.exit_code is ExitCode.INCOMPLETE
+    assert summary.missing == ("mine.d", "mine.e")
+    assert "shard 3/3 is missing: no report of it was given" in summary.notes
+    assert "leg host: inconclusive: did not run" in summary.reasons
+    assert "2 planned cases were never started" in summary.reasons
+
+
+def test_a_shard_that_was_killed_leaves_the_run_incomplete(shards: Shards) -> None:
+    shards[2] = shards[2][:2]
+    summary = merged(shards)
+    assert summary.exit_code is ExitCode.INCOMPLETE
+    assert "shard 2/3 did not come to its end (r2)" in summary.notes
+    assert "the run did not come to its end" in summary.reasons
+
+
+def test_one_wrong_case_fails_the_merged_run(
+    shards: Shards, finished: Callable[..., CaseFinished]
+) -> None:
+    shards[1].append(finished("mine.a", Verdict.INCONCLUSIVE, judgements=()))
+    assert merged(shards).exit_code is ExitCode.INCOMPLETE
+    shards[3].append(LegFinished(name="host", verdict=Verdict.FAIL, exit_code=1, duration_s=1.0))
+    assert merged(shards).exit_code is ExitCode.WRONG
+
+
+@pytest.mark.parametrize(
+    ("changes", "problem"),
+    [
+        ({"commit": "def"}, "commit differs: abc in r1, def in r2"),
+        ({"draws": (0, 1)}, "draws differs: none in r1, 0, 1 in r2"),
+        ({"subjects": ("mine", "torch")}, "subjects differs: mine in r1, mine, torch in r2"),
+        ({"shard": None}, "r2: is no shard: it was run without --shard"),
+        ({"shard": Sharding(index=2, count=4, others=())}, "r1 is one of 3 shards, r2 one of 4"),
+    ],
+)
+def test_shards_of_different_runs_are_refused_with_the_difference(
+    shards: Shards, changes: dict[str, Any], problem: str
+) -> None:
+    shards[2] = changed(shards[2], **changes)
+    with pytest.raises(MergeError, match=problem):
+        merged(shards)
+
+
+def test_a_shard_that_is_given_twice_is_refused(shards: Shards) -> None:
+    reports = [report(1, shards[1]), report(2, shards[1])]
+    with pytest.raises(MergeError, match="r1 and r2 are both shard 1/3"):
+        merged_events(reports, run="merged")
+
+
+def test_shards_that_were_cut_differently_are_refused_with_a_case_that_shows_it(
+    shards: Shards,
+) -> None:
+    start = shards[2][0]
+    assert isinstance(start, RunStarted)
+    row = replace(start.expected[0], count=2, run_ids=("mine.b", "mine.a"))
+    shards[2] = changed(shards[2], expected=(row,))
+    with pytest.raises(MergeError, match=r"mine\.a is in shard 1 by r1, in shard 1, 2 by r2"):
+        merged(shards)
+
+
+def test_a_report_without_a_plan_is_refused(shards: Shards) -> None:
+    shards[2] = shards[2][1:]
+    with pytest.raises(MergeError, match="r2: no plan is recorded"):
+        merged(shards)
+
+
+def test_differences_of_the_environments_and_notes_of_shards_are_shown(shards: Shards) -> None:
+    shards[2] = changed(shards[2], versions={"torch": "2.12"})
+    shards[2].append(Note(text="a note"))
+    notes = merged(shards).notes
+    assert "torch differs: 2.13 in shard 1, 2.12 in shard 2, 2.13 in shard 3" in notes
+    assert "shard 2: a note" in notes
+
+
+def test_host_tests_keep_their_leg_and_workers_name_their_shard(
+    shards: Shards, finished: Callable[..., CaseFinished]
+) -> None:
+    test = HostTestFinished(leg="host", test="t", verdict=Verdict.PASS, duration_s=1.0)
+    shards[3].append(test)
+    events = merged_events([report(i, events) for i, events in shards.items()], run="m")
+    assert test in events
+    workers = {e.worker for e in events if isinstance(e, CaseFinished)}
+    assert workers == {"1/gw0", "2/gw0", "3/gw0"}
+
+
+def write(folder: Path, events: Sequence[Event], run: str) -> str:
+    with EventWriter(folder / "events.jsonl", run=run) as writer:
+        for event in events:
+            writer.write(event)
+    return str(folder)
+
+
+def test_the_command_writes_all_pages_and_takes_the_logs_along(
+    shards: Shards, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folders = [write(tmp_path / f"shard {i}", e, f"run {i}") for i, e in shards.items()]
+    log = tmp_path / "shard 3" / "logs" / "host.log"
+    log.parent.mkdir()
+    log.write_text("text")
+    out = tmp_path / "out"
+    assert main(["merge", *folders, "--report", str(out)]) == ExitCode.OK
+    assert {"index.html", "junit.xml", "events.jsonl"} <= {path.name for path in out.iterdir()}
+    assert (out / "logs" / "3" / "logs" / "host.log").read_text() == "text"
+    assert summarize(read_events(out / "events.jsonl")).verdict is Verdict.PASS
+    assert main(["merge", *folders[:2], "--report", str(out)]) == ExitCode.INCOMPLETE
+    assert "shard 3/3 is missing" in capsys.readouterr().out
+    assert main(["merge", *folders, "--report", folders[0]]) == ExitCode.USAGE
+    assert "is the report of a shard" in capsys.readouterr().err
+    assert main(["merge", str(tmp_path / "none")]) == ExitCode.USAGE
+
+
+def test_the_report_of_a_single_shard_says_that_it_is_one(shards: Shards) -> None:
+    summary = summarize(EventLog(tuple(shards[2])))
+    assert summary.verdict is Verdict.PASS
+    assert summary.notes == ("this is shard 2/3; `loragate merge` judges the whole run",)
+
+
+def test_durations_are_those_of_all_runs_of_a_case_and_of_the_other_legs(
+    shards: Shards, tmp_path: Path, finished: Callable[..., CaseFinished]
+) -> None:
+    left_out = Skipped(run_id="mine.z", subject="mine", site="dense_delta", reason="no")
+    events = [*changed(shards[1], skipped=(left_out,)), finished("mine.a", draw=1, duration_s=1.75)]
+    folder = Path(write(tmp_path / "report", events, "r"))
+    found = durations_of(folder)
+    assert found.cases == {"mine.a": 2.0, "mine.c": 0.25, "mine.z": 0.0}
+    # the leg of the cases took 2 s for 2.25 s of cases
+    assert found.legs == {"compile": pytest.approx(2.0 * 2.25 / 2.0)}
+    assert durations_of(folder / "events.jsonl") == found
