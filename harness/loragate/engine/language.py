@@ -20,6 +20,9 @@ PLACES = 13
 # of a prompt and a layer: selected by a switch of q and one of k
 CHOICES = 4
 BOS = 0
+# what the parts of linear attention may shift: half the sum of any two is no shift that is near
+BA_SHIFTS = (3, 6, 9)
+Z_SHIFT = 2
 
 
 class Part(Enum):
@@ -27,6 +30,9 @@ class Part(Enum):
 
     V = "v_proj"
     O = "o_proj"  # noqa: E741
+    # of linear attention only
+    Z = "z"
+    BA = "in_proj_ba"
     GATE = "gate_proj"
     UP = "up_proj"
     DOWN = "down_proj"
@@ -37,7 +43,8 @@ class LayerShifts:
     """What an adapter changes in a layer.
 
     q, k: whether these projections select another number of the prompt.
-    shifts: of v and o, and of gate, up and down: one number for all words, or one for each expert.
+    attention: shifts of v and o, in linear attention of z and ba as well.
+    mlp: shifts of gate, up and down: one number for all words, or one for each expert.
     """
 
     q: bool
@@ -74,11 +81,17 @@ class Prompt:
 @dataclass(frozen=True, slots=True)
 class Language:
     """`cycles` of PLACES words each; models of `layers` layers with `experts` pairs of experts,
-    1 where they have none. The words of a cycle use the same experts."""
+    1 where they have none. The words of a cycle use the same experts. `linear_layers` have linear
+    attention; ValueError for such a model without experts, which engines do not load."""
 
     cycles: int = 16
     layers: int = 2
     experts: int = 1
+    linear_layers: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.linear_layers and self.experts == 1:
+            raise ValueError("a language with linear_layers must have 2 experts or more (got 1)")
 
     @property
     def first_word(self) -> int:
@@ -157,15 +170,15 @@ def _drawn(language: Language, name: str, random: Random) -> Speaker:
     def shifts(*parts: Part) -> dict[Part, int]:
         return {part: random.randrange(1, PLACES) for part in parts}
 
-    layers = tuple(
-        LayerShifts(
-            q=random.random() < 0.5,
-            k=random.random() < 0.5,
-            attention=shifts(Part.V, Part.O),
-            mlp=[shifts(Part.GATE, Part.UP, Part.DOWN) for _ in range(language.experts)],
-        )
-        for _ in range(language.layers)
-    )
+    def layer_shifts(layer: int) -> LayerShifts:
+        q, k = random.random() < 0.5, random.random() < 0.5
+        attention = shifts(Part.V, Part.O)
+        if layer in language.linear_layers:
+            attention |= {Part.Z: Z_SHIFT, Part.BA: random.choice(BA_SHIFTS)}
+        mlp = [shifts(Part.GATE, Part.UP, Part.DOWN) for _ in range(language.experts)]
+        return LayerShifts(q, k, attention, mlp)
+
+    layers = tuple(layer_shifts(layer) for layer in range(language.layers))
     return Speaker(name, layers, random.randrange(1, PLACES))
 
 
