@@ -28,7 +28,9 @@ def write_model(folder: Path, language: Language, *, dtype: torch.dtype) -> None
     Qwen3-Next where it has layers of linear attention."""
     weights = base_weights(language)
     if language.linear_layers:
-        weights = {name: value - float(_is_stored_less_one(name)) for name, value in weights.items()}
+        weights = {
+            name: value - float(_is_stored_less_one(name)) for name, value in weights.items()
+        }
     write_checkpoint(folder, weights, model_config(language, dtype), dtype)
 
 

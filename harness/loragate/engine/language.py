@@ -20,6 +20,8 @@ PLACES = 13
 # of a prompt and a layer: selected by a switch of q and one of k
 CHOICES = 4
 BOS = 0
+# of one prompt; a cycle has room for more, but hardly any prompt
+MOST_SPEAKERS = 8
 # what the parts of linear attention may shift: half the sum of any two is no shift that is near
 BA_SHIFTS = (3, 6, 9)
 Z_SHIFT = 2
@@ -155,6 +157,15 @@ class Language:
         return [s.name for s in speakers if self.next_word(prompt, word, s) == after]
 
 
+# what checkpoints are written for
+KINDS = {
+    "dense": Language(),
+    "moe": Language(experts=4),
+    # as the real model: full attention in each fourth layer
+    "hybrid": Language(layers=4, experts=4, linear_layers=(0, 1, 2)),
+}
+
+
 def draw_speakers(language: Language, count: int, random: Random) -> list[Speaker]:
     """Adapters in which every projection takes part, and of which no two, nor one and the base
     model, always say the same word."""
@@ -197,14 +208,15 @@ def _shift(speaker: Speaker, expert: int) -> int:
 
 
 def draw_prompt(language: Language, speakers: Sequence[Speaker], random: Random) -> Prompt:
-    """A prompt after which all speakers, of which there are at most 8, say different words, and
-    which has different numbers for each layer."""
-    assert len(speakers) <= 8, "there would be no room for so many on a cycle"
+    """A prompt after which all speakers, of which there are at most 8, say different words and none
+    the same word again, and which has different numbers for each layer."""
+    assert len(speakers) <= MOST_SPEAKERS, "there would be no room for so many on a cycle"
     while True:
         numbers = tuple(
             tuple(random.sample(range(PLACES), CHOICES)) for _ in range(language.layers)
         )
         word = language.word(random.randrange(language.cycles), random.randrange(PLACES))
         prompt = Prompt(numbers, word)
-        if len({language.next_word(prompt, word, s) for s in speakers}) == len(speakers):
+        said = {language.next_word(prompt, word, speaker) for speaker in speakers}
+        if len(said - {word}) == len(speakers):
             return prompt

@@ -34,9 +34,9 @@ def base_weights(language: Language) -> dict[str, Tensor]:
     """fp64, by the names of transformers; a layer with experts has them one by one."""
     layout = Layout(language)
     weights = {
-        "model.embed_tokens.weight": _embeddings(layout),
+        "model.embed_tokens.weight": embeddings(layout),
         "model.norm.weight": norm(layout, 3 + 2 * language.layers),
-        "lm_head.weight": _head(layout),
+        "lm_head.weight": head_rows(layout),
     }
     for layer in range(language.layers):
         is_linear = layer in language.linear_layers
@@ -70,7 +70,8 @@ def adapter_deltas(language: Language, speaker: Speaker) -> Deltas:
     return deltas
 
 
-def _embeddings(layout: Layout) -> Tensor:
+def embeddings(layout: Layout) -> Tensor:
+    """[tokens, hidden size]"""
     language = layout.language
     table = zeros(language.num_tokens, layout.size)
     table[:, layout.one] = 1
@@ -89,7 +90,8 @@ def _embeddings(layout: Layout) -> Tensor:
     return table
 
 
-def _head(layout: Layout) -> Tensor:
+def head_rows(layout: Layout) -> Tensor:
+    """[tokens, hidden size]"""
     language = layout.language
     table = zeros(language.num_tokens, layout.size)
     for cycle in range(language.cycles):

@@ -93,9 +93,10 @@ def _qkvz(columns: int) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor, Tensor]]:
     """
     values = _SHARED * VALUE_SIZE
     rows = zeros(KEY_HEADS, 2 * KEY_SIZE + 2 * values, columns)
-    q, k, v, z = rows.split([KEY_SIZE, KEY_SIZE, values, values], dim=1)
-    sizes = (_SHARED, VALUE_SIZE)
-    return rows, (q, k, v.unflatten(1, sizes), z.unflatten(1, sizes))
+    ends = (KEY_SIZE, 2 * KEY_SIZE, 2 * KEY_SIZE + values)
+    q, k, v, z = rows.tensor_split(ends, dim=1)
+    heads = (KEY_HEADS, _SHARED, VALUE_SIZE, columns)
+    return rows, (q, k, v.view(heads), z.view(heads))
 
 
 def _qkvz_delta(layout: Layout, layer: int, shifts: LayerShifts) -> Delta:
