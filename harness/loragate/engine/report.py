@@ -64,6 +64,12 @@ class Report:
         near = self.near_ties > MOST_NEAR_TIES * self.tokens
         return Decision.UNDECIDED if near else Decision.PASS
 
+    def said_by(self, adapter: str | None) -> tuple[str, ...]:
+        """Those who say the wrong tokens of all defective requests of an adapter. One request may
+        name somebody by chance: a broken adapter says some word, too."""
+        own = [defect.said_by for defect in self.defects if defect.adapter == adapter]
+        return tuple(name for name in own[0] if all(name in names for names in own)) if own else ()
+
     @property
     def ratio(self) -> MatchRatio:
         return MatchRatio.counted(self.matches, self.requests)

@@ -1,11 +1,15 @@
 """Linear attention by the gated delta rule that copies a number of the prompt.
 
-A number is written into the state under a key of its own, so that a query reads one of them. The
-query is made from the token before, so that the state of the convolution takes part. All value
-heads see the same values and write them rotated by `BA_SHIFTS`, but only one of them keeps and
-returns a state: the first one by itself, another one by an adapter, which closes the first one
-for writing (b) and keeps the other one from forgetting (a). A value is held in two copies, of which
-the gate z lets one through; the second one is rotated by `Z_SHIFT`.
+A number is written into the state under a key of its own, so that a query reads one of them: two
+of a prompt under keys that queries know, two others and all words under keys that none does. No
+key is 0, because keys are normalised and whatever rounding leaves would become one. BOS is written
+under both keys of queries, so that something is read from the first token on. The query is made
+from the token before, so that the state of the convolution takes part.
+
+All value heads see the same values and write them rotated by `BA_SHIFTS`, but only one of them
+keeps and returns a state: the first one by itself, another one by an adapter, which closes the
+first one for writing (b) and keeps the other one from forgetting (a). A value is held in two
+copies, of which the gate z lets one through; the second one is rotated by `Z_SHIFT`.
 
 The activation after the convolution and the norm of the output are not linear: an angle is held as
 silu(x) and silu(-x), whose difference is x, beside a constant that dominates the norm.
@@ -43,13 +47,21 @@ _WIDE = 30.0
 _CONSTANT = 64.0
 # cos, -cos, sin and -sin, twice, then the constant
 _COPY = 4
+# what queries read: by themselves, and switched
+_READ = (0, 1)
+# of each number, and of anything else
+_KEYS, _OTHER = (_READ[0], 2, _READ[1], 3), 4
 
 
 def linear_attention_weights(layout: Layout, layer: int) -> dict[str, Tensor]:
     qkvz, (q, k, v, z) = _qkvz(layout.size)
-    q[:, 0, layout.one] = GAIN
-    for place, choice in ((0, 0), (1, 2)):
+    q[:, _READ[0], layout.one] = GAIN
+    for choice, place in enumerate(_KEYS):
         k[:, place, layout.is_number(layer, choice)] = GAIN
+        k[:, _OTHER, layout.is_number(layer, choice)] = -GAIN
+    k[:, _OTHER, layout.one] = GAIN
+    for place in (*_READ, _OTHER):
+        k[:, place, layout.bos] = (-GAIN if place == _OTHER else GAIN) / math.sqrt(2)
     v[:] = _values(layout)
     z[:, :, :_COPY, layout.one] = GAIN
     ba = zeros(KEY_HEADS, 2, _SHARED, layout.size)
@@ -101,19 +113,22 @@ def _qkvz(columns: int) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor, Tensor]]:
 
 def _qkvz_delta(layout: Layout, layer: int, shifts: LayerShifts) -> Delta:
     """Of rank 5: a column for what q and z add to a constant, two for k and two for v."""
+    known, unknown = _KEYS[0::2], _KEYS[1::2]
     b, (q, k, v, z) = _qkvz(5)
     a = zeros(5, layout.size)
     a[0, layout.one] = GAIN
     # reads another number, or doubles q, which is normalised
-    q[:, 0, 0] = -1 if shifts.q else 1
-    q[:, 1, 0] = float(shifts.q)
+    q[:, _READ[0], 0] = -1 if shifts.q else 1
+    q[:, _READ[1], 0] = float(shifts.q)
     if Part.Z in shifts.attention:
         z[:, :, :_COPY, 0] = -1
         z[:, :, _COPY : 2 * _COPY, 0] = 1
-    for place in range(2):
-        k[:, place, 1 + place] = 1
-        a[1 + place, layout.is_number(layer, 2 * place)] = -GAIN if shifts.k else GAIN
-        a[1 + place, layout.is_number(layer, 2 * place + 1)] = GAIN * float(shifts.k)
+    # exchanges the keys of two numbers, or doubles one of them
+    for pair in range(2):
+        k[:, known[pair], 1 + pair] = 1
+        k[:, unknown[pair], 1 + pair] = -float(shifts.k)
+        a[1 + pair, layout.is_number(layer, 2 * pair)] = -GAIN if shifts.k else GAIN
+        a[1 + pair, layout.is_number(layer, 2 * pair + 1)] = GAIN * float(shifts.k)
     if shift := shifts.attention.get(Part.V, 0):
         v[:, :, :, 3:], a[3:] = reading(_values(layout), layout.value, shift)
     return b.flatten(0, 1), a
