@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from pathlib import Path
 
@@ -15,7 +16,6 @@ from loragate.engine.checkpoints import MOST_ADAPTERS, WRONG_PLACES, checkpoint
 from loragate.engine.drafts import drafted_word, write_draft
 from loragate.engine.language import KINDS, PLACES, Language
 from loragate.engine.reference import Reference
-import itertools
 
 
 def content(folder: Path) -> dict[str, tuple[bytes, int]]:

@@ -236,10 +236,10 @@ def test_a_token_that_is_no_word_has_no_place() -> None:
 
 
 def test_the_example_of_the_documentation_runs(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     text = (Path(__file__).resolve().parents[2] / "docs" / "engine.md").read_text(encoding="utf-8")
     (code,) = re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)
     monkeypatch.chdir(tmp_path)
     exec(compile(code, "docs/engine.md", "exec"), {})
-    assert (tmp_path / "adapter" / "adapter_model.safetensors").exists()
+    assert "said by adapter-1" in capsys.readouterr().out
