@@ -18,6 +18,7 @@ import torch
 
 from loragate.core.files import lock_of
 from loragate.engine.drafts import write_draft
+from loragate.engine.eagle import write_eagle
 from loragate.engine.folders import write_adapter, write_model
 from loragate.engine.language import (
     KINDS,
@@ -53,6 +54,10 @@ class Checkpoint:
     @property
     def draft(self) -> Path:
         return self.folder / "draft"
+
+    @property
+    def eagle(self) -> Path:
+        return self.folder / "eagle3"
 
     @property
     def adapters(self) -> dict[str, Path]:
@@ -101,7 +106,7 @@ def _is_whole(folder: Path, recipe: dict[str, Any]) -> bool:
 
 def _refuse_foreign(folder: Path) -> None:
     """ValueError for a folder with anything that is not of a checkpoint: it would be lost."""
-    own = {"model", "draft", "adapters", _MANIFEST}
+    own = {"model", "draft", "eagle3", "adapters", _MANIFEST}
     if folder.exists() and not folder.is_dir():
         raise ValueError(f"{folder} must be a folder")
     foreign = sorted(p.name for p in folder.glob("*") if p.name not in own)
@@ -138,6 +143,7 @@ def _replace(wanted: Checkpoint, recipe: dict[str, Any]) -> None:
 def _write(wanted: Checkpoint) -> None:
     write_model(wanted.model, wanted.language, dtype=torch.bfloat16)
     write_draft(wanted.draft, wanted.language, wrong=WRONG_PLACES, dtype=torch.bfloat16)
+    write_eagle(wanted.eagle, wanted.language, wrong=WRONG_PLACES, dtype=torch.bfloat16)
     for number, speaker in enumerate(wanted.speakers):
         write_adapter(
             wanted.adapters[speaker.name],

@@ -41,13 +41,18 @@ def drafted_word(language: Language, before: int, word: int, wrong: int) -> int:
 def write_draft(folder: Path, language: Language, *, wrong: int, dtype: torch.dtype) -> None:
     """A dense checkpoint with the vocabulary of `language`, which must have 2 layers or more.
     `wrong`: 0, or from 2 to 13 of the places of each cycle. ValueError."""
+    require_draft(language, wrong)
+    dense = replace(language, experts=1, linear_layers=())
+    config = model_config(dense, dtype) | {"num_hidden_layers": _LAYERS, "rope_theta": _THETA}
+    write_checkpoint(folder, _weights(Layout(dense), wrong), config, dtype)
+
+
+def require_draft(language: Language, wrong: int) -> None:
+    """ValueError for what no draft can be made for."""
     if wrong not in (0, *range(2, PLACES + 1)):
         raise ValueError(f"wrong must be 0 or from 2 to {PLACES} (got {wrong})")
     if language.layers < _LAYERS:
         raise ValueError(f"language must have at least {_LAYERS} layers (got {language.layers})")
-    dense = replace(language, experts=1, linear_layers=())
-    config = model_config(dense, dtype) | {"num_hidden_layers": _LAYERS, "rope_theta": _THETA}
-    write_checkpoint(folder, _weights(Layout(dense), wrong), config, dtype)
 
 
 def _weights(layout: Layout, wrong: int) -> dict[str, Tensor]:
@@ -64,7 +69,7 @@ def _weights(layout: Layout, wrong: int) -> dict[str, Tensor]:
         "model.embed_tokens.weight": embeddings(layout),
         # place, cycle, one, the word before, the step and their sum
         "model.norm.weight": norm(layout, 6),
-        "lm_head.weight": _exchanged(layout, wrong),
+        "lm_head.weight": draft_head(layout, wrong),
     }
     for number, layer in enumerate(layers):
         layer["input_layernorm.weight"] = norm(layout, 3)
@@ -73,7 +78,8 @@ def _weights(layout: Layout, wrong: int) -> dict[str, Tensor]:
     return weights
 
 
-def _exchanged(layout: Layout, wrong: int) -> Tensor:
+def draft_head(layout: Layout, wrong: int) -> Tensor:
+    """The head of the target, with `wrong` places of each cycle exchanged."""
     head = head_rows(layout)
     for cycle in range(layout.language.cycles):
         first = layout.language.word(cycle, 0)
@@ -93,25 +99,31 @@ def _no_attention(layout: Layout) -> dict[str, Tensor]:
 
 
 def _previous_word(layout: Layout) -> dict[str, Tensor]:
-    """Attention to the token before, whose angle is copied: k is ahead by what rotary embeddings
-    turn a token."""
-    pairs = HEAD_SIZE // 2
-    turns = _THETA ** (-torch.arange(pairs, dtype=torch.float64) / pairs)
-    q, k = zeros(HEADS, HEAD_SIZE, layout.size), zeros(KV_HEADS, HEAD_SIZE, layout.size)
+    """Attention to the token before, whose angle is copied."""
     v, o = zeros(KV_HEADS, HEAD_SIZE, layout.size), zeros(layout.size, HEADS, HEAD_SIZE)
-    q[:, :pairs, layout.one] = 1
-    k[:, :pairs, layout.one] = turns.cos()
-    k[:, pairs:, layout.one] = turns.sin()
     shared = HEADS // KV_HEADS
     for half in range(KV_HEADS):
         v[half, 0, layout.place(0).start + half] = 1
         o[layout.selected(0).start + half, half * shared : (half + 1) * shared, 0] = 1 / shared
+    return sharp_attention(layout.size, layout.one, behind=1) | {
+        "self_attn.v_proj.weight": v.flatten(0, 1),
+        "self_attn.o_proj.weight": o.flatten(1, 2),
+    }
+
+
+def sharp_attention(columns: int, one: int, *, behind: int) -> dict[str, Tensor]:
+    """q and k, and their norms, by which a token sees the one `behind` places before it, and no
+    other: k is ahead by what rotary embeddings turn so many tokens. `one`: a column that is 1."""
+    pairs = HEAD_SIZE // 2
+    turns = behind * _THETA ** (-torch.arange(pairs, dtype=torch.float64) / pairs)
+    q, k = zeros(HEADS, HEAD_SIZE, columns), zeros(KV_HEADS, HEAD_SIZE, columns)
+    q[:, :pairs, one] = 1
+    k[:, :pairs, one] = turns.cos()
+    k[:, pairs:, one] = turns.sin()
     sharp = torch.full((HEAD_SIZE,), _SHARPNESS, dtype=torch.float64)
     return {
         "self_attn.q_proj.weight": q.flatten(0, 1),
         "self_attn.k_proj.weight": k.flatten(0, 1),
-        "self_attn.v_proj.weight": v.flatten(0, 1),
-        "self_attn.o_proj.weight": o.flatten(1, 2),
         "self_attn.q_norm.weight": sharp,
         "self_attn.k_norm.weight": sharp.clone(),
     }

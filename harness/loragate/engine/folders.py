@@ -39,9 +39,9 @@ def write_checkpoint(
 ) -> None:
     """Tables of tokens are padded to the size that `config` has."""
     folder.mkdir(parents=True, exist_ok=True)
-    tables = ("model.embed_tokens.weight", "lm_head.weight")
+    tables = ("embed_tokens.weight", "lm_head.weight")
     stored = {
-        name: (_padded(value) if name in tables else value).to(dtype).contiguous()
+        name: (_padded(value) if name.endswith(tables) else value).to(dtype).contiguous()
         for name, value in weights.items()
     }
     save_file(stored, folder / "model.safetensors", metadata={"format": "pt"})
