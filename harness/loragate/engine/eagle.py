@@ -2,8 +2,8 @@
 token and, of the token before, a hidden state of the target, in later steps its own.
 
 It drafts what the draft model of `loragate.engine.drafts` drafts: as many places ahead as lie
-between the last two words. The hidden state has the place of the word before, the embedding that of the
-last word and the angle of twice that place. Attention sees its own token only; it copies the
+between the last two words. The hidden state has the place of the word before, the embedding that
+of the last word and the angle of twice that place. Attention sees its own token only; it copies the
 embedding into the residual stream and takes away what the step before has left there.
 """
 
