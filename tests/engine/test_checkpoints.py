@@ -142,6 +142,7 @@ def test_all_adapters_of_a_written_checkpoint_say_their_words(tmp_path: Path, ki
         config = json.loads((folder / "adapter_config.json").read_text())
         assert config["r"] in (8, 16, 32)
         assert config["r"] != config["lora_alpha"]
+        assert ("lm_head" in config["target_modules"]) == (kind != "hybrid")
 
 
 @pytest.mark.parametrize("kind", ["dense", "hybrid"])
