@@ -131,6 +131,40 @@ def test_an_unverified_draft_is_named(dense: Bench) -> None:
     assert found.said_by == ("draft",)
 
 
+def test_who_says_all_wrong_tokens_is_named_before_who_says_the_first(dense: Bench) -> None:
+    """The adapter changes within a request, at a word that an unverified draft would be, too."""
+    language, (_, own, other) = dense.language, dense.everyone
+    prompt, place = next(
+        (prompt, place)
+        for seed in range(1000)
+        for prompt in [draw_prompt(language, dense.everyone, Random(seed))]
+        for words in [language.words_after(prompt, own, 8)]
+        for place in range(2, 8)
+        if drafted_word(language, *words[place - 2 : place], WRONG)
+        == language.next_word(prompt, words[place - 1], other)
+    )
+    words = language.words_after(prompt, own, place)
+    rest = language.words_after(replace(prompt, word=words[-1]), other, COUNT - place)
+    request = replace(dense.requests[1], prompt=tuple(language.tokens(prompt)))
+    (found,) = dense.judge.judge([request], [Completion((*words, *rest))]).defects
+    assert (found.position, found.said_by) == (place, ("adapter-2",))
+    # then the base model takes over: nobody says all of it
+    third = language.words_after(replace(prompt, word=rest[0]), language.base(), COUNT - place - 1)
+    served = Completion((*words, rest[0], *third))
+    (found,) = dense.judge.judge([request], [served]).defects
+    assert (found.position, found.said_by) == (place, ("adapter-2", "draft"))
+
+
+def test_a_first_token_is_no_draft(dense: Bench) -> None:
+    draft = Reference(dense.root / "draft")
+    for number, (request, right) in enumerate(zip(dense.requests, dense.right(), strict=True)):
+        guess = draft.next_tokens(request.prompt, [0])[0]
+        if guess != right.tokens[0]:
+            (found,) = dense.judged({number: Completion((guess, *right.tokens[1:]))}).defects
+            assert found.position == 0
+            assert "draft" not in found.said_by
+
+
 def without(folder: Path, out: Path, module: str) -> Path:
     """An adapter without its factors of a module."""
     out.mkdir(exist_ok=True)

@@ -184,6 +184,29 @@ def test_linear_attention_without_a_part_of_its_adapter_says_wrong_words(tmp_pat
         assert not any(a == b for a, b in zip(said, words, strict=True)), block
 
 
+@pytest.mark.parametrize("state", ["get_conv_state", "get_recurrent_state"])
+def test_linear_attention_that_has_lost_a_state_says_wrong_words(
+    tmp_path: Path, state: str
+) -> None:
+    transformers = pytest.importorskip("transformers")
+    write_model(tmp_path, HYBRID, dtype=torch.float32)
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path, experts_implementation="eager"
+    )
+    prompt = draw_prompt(HYBRID, [HYBRID.base()], Random(5))
+    first, second = HYBRID.words_after(prompt, HYBRID.base(), 2)
+    said = []
+    for layer in (None, 0, 1, 2):
+        with torch.no_grad():
+            cache = model(torch.tensor([HYBRID.tokens(prompt)])).past_key_values
+            if layer is not None:
+                getattr(cache, state)(layer, state_idx=0).zero_()
+            logits = model(torch.tensor([[first]]), past_key_values=cache).logits
+        said.append(int(logits[0, -1].argmax()))
+    assert said[0] == second
+    assert second not in said[1:]
+
+
 def test_a_hybrid_without_experts_is_refused() -> None:
     with pytest.raises(ValueError, match=r"must have 2 experts or more \(got 1\)"):
         Language(linear_layers=(0,))
