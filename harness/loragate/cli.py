@@ -1,4 +1,4 @@
-"""`loragate gate|plan|replay|report|merge|faults|mutants|bench|findings|docs`.
+"""`loragate gate|plan|replay|report|merge|faults|mutants|bench|findings|checkpoints|docs`.
 
 Invariant: parsing imports no torch; each command imports what it needs when it runs. Exit codes
 are those of `loragate.core.verdict.ExitCode`; an interrupted command is incomplete.
@@ -14,6 +14,7 @@ from typing import Any, NoReturn
 
 from loragate.commands import (
     bench,
+    checkpoints,
     docs,
     faults,
     findings,
@@ -29,7 +30,10 @@ from loragate.core.signals import ended_by_signals
 from loragate.core.verdict import ExitCode
 from loragate.matrix.problems import nearest
 
-_COMMANDS = (gate, plan, replay, report, merge, faults, mutants, bench, findings, docs)
+_COMMANDS = (
+    *(gate, plan, replay, report, merge),
+    *(faults, mutants, bench, findings, checkpoints, docs),
+)
 # former names of options, as older reports print them
 _RENAMED = {"--attempt": "--draw"}
 

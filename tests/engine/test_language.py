@@ -10,7 +10,7 @@ from random import Random
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from loragate.engine.folders import write_adapter, write_model
 from loragate.engine.language import (
@@ -26,7 +26,11 @@ from loragate.engine.language import (
 from loragate.engine.reference import Reference
 
 DENSE, EXPERTS = Language(cycles=4), Language(cycles=8, experts=4)
-RANKS = (2, 8, 16)
+HYBRID = Language(cycles=8, layers=4, experts=4, linear_layers=(0, 1, 2))
+LANGUAGES = pytest.mark.parametrize(
+    "language", [DENSE, EXPERTS, HYBRID], ids=["dense", "experts", "hybrid"]
+)
+RANKS = (5, 8, 16)
 
 
 class Folders:
@@ -46,7 +50,7 @@ class Folders:
         self.prompts = [draw_prompt(language, self.everyone, random) for _ in range(8)]
 
 
-@pytest.fixture(scope="module", params=[DENSE, EXPERTS], ids=["dense", "experts"])
+@pytest.fixture(scope="module", params=[DENSE, EXPERTS, HYBRID], ids=["dense", "experts", "hybrid"])
 def folders(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Folders:
     return Folders(tmp_path_factory.mktemp("language"), request.param)
 
@@ -77,14 +81,13 @@ def test_the_words_of_another_adapter_are_wrong_from_the_first_one(folders: Fold
             assert said == [name]
 
 
-def test_peft_says_the_same_words_as_the_reference(tmp_path: Path) -> None:
+def test_peft_says_the_same_words_as_the_reference(folders: Folders) -> None:
     peft = pytest.importorskip("peft")
     transformers = pytest.importorskip("transformers")
-    folders = Folders(tmp_path, DENSE)
     prompt = folders.prompts[0]
     for speaker in folders.speakers:
         model = transformers.AutoModelForCausalLM.from_pretrained(
-            folders.model, dtype=torch.float64
+            folders.model, dtype=torch.float64, experts_implementation="eager"
         )
         adapted = peft.PeftModel.from_pretrained(model, folders.adapters[speaker.name]).double()
         words = folders.language.words_after(prompt, speaker, 20)
@@ -94,6 +97,11 @@ def test_peft_says_the_same_words_as_the_reference(tmp_path: Path) -> None:
         reference = Reference(folders.model, folders.adapters[speaker.name])
         torch.testing.assert_close(logits, reference.logits(tokens), rtol=0, atol=1e-6)
         assert logits.argmax(-1)[-len(words) - 1 : -1].tolist() == words
+        # with the caches of a decoder: keys and values, states of convolutions and of delta rules
+        said = adapted.generate(
+            torch.tensor([folders.language.tokens(prompt)]), max_new_tokens=20, do_sample=False
+        )
+        assert said[0].tolist() == tokens
 
 
 def only(speaker: Speaker, layer: int, changed: LayerShifts) -> Speaker:
@@ -106,7 +114,7 @@ def without_parts(language: Language, speaker: Speaker) -> dict[str, Speaker]:
     """The speaker with each of its parts left out, by the name of the part."""
     found = {"lm_head": replace(speaker, head=0)}
     for number, layer in enumerate(speaker.layers):
-        for part in (Part.V, Part.O):
+        for part in layer.attention:
             others = {p: s for p, s in layer.attention.items() if p is not part}
             found[f"{number} {part.value}"] = only(
                 speaker, number, replace(layer, attention=others)
@@ -123,7 +131,7 @@ def without_parts(language: Language, speaker: Speaker) -> dict[str, Speaker]:
     return found
 
 
-@pytest.mark.parametrize("language", [DENSE, EXPERTS], ids=["dense", "experts"])
+@LANGUAGES
 def test_each_part_of_an_adapter_changes_the_words(language: Language) -> None:
     random = Random(11)
     (speaker,) = draw_speakers(language, 1, random)
@@ -142,6 +150,66 @@ def test_each_part_of_an_adapter_changes_the_words(language: Language) -> None:
         else:
             wanted = [True] * len(prompts)
         assert differ == wanted, name
+
+
+# what of a projection of linear attention an adapter changes: [key heads, rows of each, rank]
+BLOCKS = {
+    "q": ("in_proj_qkvz", slice(0, 128)),
+    "k": ("in_proj_qkvz", slice(128, 256)),
+    "v": ("in_proj_qkvz", slice(256, 512)),
+    "z": ("in_proj_qkvz", slice(512, 768)),
+    "b": ("in_proj_ba", slice(0, 2)),
+    "a": ("in_proj_ba", slice(2, 4)),
+    "out": ("out_proj", slice(None)),
+}
+
+
+def test_linear_attention_without_a_part_of_its_adapter_says_wrong_words(tmp_path: Path) -> None:
+    random = Random(5)
+    write_model(tmp_path / "model", HYBRID, dtype=torch.bfloat16)
+    # one that selects by q and by k
+    speaker = draw_speakers(HYBRID, 1, random)[0]
+    speaker = only(speaker, 1, replace(speaker.layers[1], q=True, k=True))
+    write_adapter(tmp_path, HYBRID, speaker, rank=8, alpha=12)
+    prompt = draw_prompt(HYBRID, [HYBRID.base(), speaker], random)
+    words = HYBRID.words_after(prompt, speaker, 13)
+    whole = load_file(tmp_path / "adapter_model.safetensors")
+    for block, (module, rows) in BLOCKS.items():
+        name = f"base_model.model.model.layers.1.linear_attn.{module}.lora_B.weight"
+        heads = 1 if block == "out" else 2
+        factor = whole[name].clone()
+        factor.view(heads, -1, 8)[:, rows] = 0
+        save_file(whole | {name: factor}, tmp_path / "adapter_model.safetensors")
+        said = Reference(tmp_path / "model", tmp_path).next_tokens(HYBRID.tokens(prompt), words)
+        assert not any(a == b for a, b in zip(said, words, strict=True)), block
+
+
+@pytest.mark.parametrize("state", ["get_conv_state", "get_recurrent_state"])
+def test_linear_attention_that_has_lost_a_state_says_wrong_words(
+    tmp_path: Path, state: str
+) -> None:
+    transformers = pytest.importorskip("transformers")
+    write_model(tmp_path, HYBRID, dtype=torch.float32)
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path, experts_implementation="eager"
+    )
+    prompt = draw_prompt(HYBRID, [HYBRID.base()], Random(5))
+    first, second = HYBRID.words_after(prompt, HYBRID.base(), 2)
+    said = []
+    for layer in (None, 0, 1, 2):
+        with torch.no_grad():
+            cache = model(torch.tensor([HYBRID.tokens(prompt)])).past_key_values
+            if layer is not None:
+                getattr(cache, state)(layer, state_idx=0).zero_()
+            logits = model(torch.tensor([[first]]), past_key_values=cache).logits
+        said.append(int(logits[0, -1].argmax()))
+    assert said[0] == second
+    assert second not in said[1:]
+
+
+def test_a_hybrid_without_experts_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"must have 2 experts or more \(got 1\)"):
+        Language(linear_layers=(0,))
 
 
 def test_the_folders_of_one_seed_are_equal(tmp_path: Path) -> None:
@@ -191,10 +259,10 @@ def test_a_token_that_is_no_word_has_no_place() -> None:
 
 
 def test_the_example_of_the_documentation_runs(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     text = (Path(__file__).resolve().parents[2] / "docs" / "engine.md").read_text(encoding="utf-8")
     (code,) = re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)
     monkeypatch.chdir(tmp_path)
     exec(compile(code, "docs/engine.md", "exec"), {})
-    assert (tmp_path / "adapter" / "adapter_model.safetensors").exists()
+    assert "said by adapter-1" in capsys.readouterr().out

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
 from random import Random
 
 import pytest
@@ -11,6 +13,7 @@ from loragate.engine.verdicts import (
     MatchRatio,
     SequentialTest,
     TokenVerdict,
+    chance_to_pass,
     token_verdict,
 )
 
@@ -47,6 +50,20 @@ def test_the_intervals_of_a_defect_and_of_healthy_noise_overlap() -> None:
     defect = MatchRatio.of([[1]] * 76 + [[2]] * 24, same)
     healthy = MatchRatio.of([[1]] * 84 + [[2]] * 16, same)
     assert healthy.low < defect.high
+
+
+def test_the_table_of_the_documentation_is_what_the_functions_compute() -> None:
+    path = Path(__file__).resolve().parents[2] / "docs" / "engine.md"
+    rows = re.findall(
+        r"^\| (\d+) \| (\d+%) to (\d+%) \| ([\d.]+%) \|$",
+        path.read_text(encoding="utf-8"),
+        flags=re.MULTILINE,
+    )
+    assert [int(row[0]) for row in rows] == [76, 86, 88, 92, 99]
+    for equal, low, high, chance in rows:
+        ratio = MatchRatio.counted(int(equal), 100)
+        assert (low, high) == (f"{ratio.low:.0%}", f"{ratio.high:.0%}")
+        assert chance == f"{chance_to_pass(int(equal) / 100, needed=91, requests=100):.1%}"
 
 
 def test_a_sequential_test_needs_as_many_requests_as_its_error_allows() -> None:

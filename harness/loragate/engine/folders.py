@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,15 +12,11 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from loragate.engine.language import BOS, Language, Speaker
-from loragate.engine.weights import (
-    HEAD_SIZE,
-    HEADS,
-    INTERMEDIATE,
-    KV_HEADS,
-    Layout,
-    adapter_deltas,
-    base_weights,
-)
+from loragate.engine.layers import delta_rule
+from loragate.engine.layers.attention import HEAD_SIZE, HEADS, KV_HEADS
+from loragate.engine.layers.layout import Layout
+from loragate.engine.layers.mlp import INTERMEDIATE
+from loragate.engine.weights import adapter_deltas, base_weights
 
 # engines cut a vocabulary over ranks
 _MULTIPLE = 64
@@ -27,14 +24,28 @@ MAX_TOKENS = 2048
 
 
 def write_model(folder: Path, language: Language, *, dtype: torch.dtype) -> None:
-    """A checkpoint in safetensors: Qwen3, or Qwen3-MoE where the language has several experts."""
-    folder.mkdir(parents=True, exist_ok=True)
+    """A checkpoint in safetensors: Qwen3, Qwen3-MoE where the language has several experts, and
+    Qwen3-Next where it has layers of linear attention."""
     weights = base_weights(language)
-    for name in ("model.embed_tokens.weight", "lm_head.weight"):
-        weights[name] = _padded(weights[name])
-    stored = {name: value.to(dtype).contiguous() for name, value in weights.items()}
+    if language.linear_layers:
+        weights = {
+            name: value - float(_is_stored_less_one(name)) for name, value in weights.items()
+        }
+    write_checkpoint(folder, weights, model_config(language, dtype), dtype)
+
+
+def write_checkpoint(
+    folder: Path, weights: Mapping[str, Tensor], config: Mapping[str, Any], dtype: torch.dtype
+) -> None:
+    """Tables of tokens are padded to the size that `config` has."""
+    folder.mkdir(parents=True, exist_ok=True)
+    tables = ("embed_tokens.weight", "lm_head.weight")
+    stored = {
+        name: (_padded(value) if name.endswith(tables) else value).to(dtype).contiguous()
+        for name, value in weights.items()
+    }
     save_file(stored, folder / "model.safetensors", metadata={"format": "pt"})
-    _write_json(folder / "config.json", model_config(language, dtype))
+    _write_json(folder / "config.json", config)
     tokens = {"bos_token_id": BOS, "eos_token_id": None, "pad_token_id": BOS}
     _write_json(folder / "generation_config.json", {**tokens, "do_sample": False})
 
@@ -71,7 +82,27 @@ def model_config(language: Language, dtype: torch.dtype) -> dict[str, Any]:
             "decoder_sparse_step": 1,
             "mlp_only_layers": [],
         }
+    if language.linear_layers:
+        config |= _hybrid_config(language)
     return config
+
+
+def _hybrid_config(language: Language) -> dict[str, Any]:
+    return {
+        "architectures": ["Qwen3NextForCausalLM"],
+        "model_type": "qwen3_next",
+        "layer_types": [
+            "linear_attention" if layer in language.linear_layers else "full_attention"
+            for layer in range(language.layers)
+        ],
+        "linear_num_key_heads": delta_rule.KEY_HEADS,
+        "linear_num_value_heads": delta_rule.VALUE_HEADS,
+        "linear_key_head_dim": delta_rule.KEY_SIZE,
+        "linear_value_head_dim": delta_rule.VALUE_SIZE,
+        "linear_conv_kernel_dim": delta_rule.TAPS,
+        "partial_rotary_factor": 0.25,
+        "shared_expert_intermediate_size": INTERMEDIATE,
+    }
 
 
 def write_adapter(
@@ -123,5 +154,10 @@ def _padded(table: Tensor) -> Tensor:
     return torch.cat([table, rows])
 
 
-def _write_json(path: Path, content: dict[str, Any]) -> None:
+def _is_stored_less_one(name: str) -> bool:
+    """Whether the model adds 1 to this weight: to those of all norms but linear attention's."""
+    return name.endswith("norm.weight") and ".linear_attn." not in name
+
+
+def _write_json(path: Path, content: Mapping[str, Any]) -> None:
     path.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n", encoding="utf-8")

@@ -20,6 +20,11 @@ PLACES = 13
 # of a prompt and a layer: selected by a switch of q and one of k
 CHOICES = 4
 BOS = 0
+# of one prompt; a cycle has room for more, but hardly any prompt
+MOST_SPEAKERS = 8
+# what the parts of linear attention may shift: half the sum of any two is no shift that is near
+BA_SHIFTS = (3, 6, 9)
+Z_SHIFT = 2
 
 
 class Part(Enum):
@@ -27,6 +32,9 @@ class Part(Enum):
 
     V = "v_proj"
     O = "o_proj"  # noqa: E741
+    # of linear attention only
+    Z = "z"
+    BA = "in_proj_ba"
     GATE = "gate_proj"
     UP = "up_proj"
     DOWN = "down_proj"
@@ -37,7 +45,8 @@ class LayerShifts:
     """What an adapter changes in a layer.
 
     q, k: whether these projections select another number of the prompt.
-    shifts: of v and o, and of gate, up and down: one number for all words, or one for each expert.
+    attention: shifts of v and o, in linear attention of z and ba as well.
+    mlp: shifts of gate, up and down: one number for all words, or one for each expert.
     """
 
     q: bool
@@ -74,11 +83,19 @@ class Prompt:
 @dataclass(frozen=True, slots=True)
 class Language:
     """`cycles` of PLACES words each; models of `layers` layers with `experts` pairs of experts,
-    1 where they have none. The words of a cycle use the same experts."""
+    1 where they have none. The words of a cycle use the same experts. `linear_layers` have linear
+    attention; ValueError for such a model without experts, which engines do not load. Adapters
+    shift the last word unless `adapts_head` is false."""
 
     cycles: int = 16
     layers: int = 2
     experts: int = 1
+    linear_layers: tuple[int, ...] = ()
+    adapts_head: bool = True
+
+    def __post_init__(self) -> None:
+        if self.linear_layers and self.experts == 1:
+            raise ValueError("a language with linear_layers must have 2 experts or more (got 1)")
 
     @property
     def first_word(self) -> int:
@@ -142,6 +159,15 @@ class Language:
         return [s.name for s in speakers if self.next_word(prompt, word, s) == after]
 
 
+# what checkpoints are written for
+KINDS = {
+    "dense": Language(),
+    "moe": Language(experts=4),
+    # as the real model: full attention in each fourth layer. vLLM 0.26 refuses adapters of its head
+    "hybrid": Language(layers=4, experts=4, linear_layers=(0, 1, 2), adapts_head=False),
+}
+
+
 def draw_speakers(language: Language, count: int, random: Random) -> list[Speaker]:
     """Adapters in which every projection takes part, and of which no two, nor one and the base
     model, always say the same word."""
@@ -157,16 +183,17 @@ def _drawn(language: Language, name: str, random: Random) -> Speaker:
     def shifts(*parts: Part) -> dict[Part, int]:
         return {part: random.randrange(1, PLACES) for part in parts}
 
-    layers = tuple(
-        LayerShifts(
-            q=random.random() < 0.5,
-            k=random.random() < 0.5,
-            attention=shifts(Part.V, Part.O),
-            mlp=[shifts(Part.GATE, Part.UP, Part.DOWN) for _ in range(language.experts)],
-        )
-        for _ in range(language.layers)
-    )
-    return Speaker(name, layers, random.randrange(1, PLACES))
+    def layer_shifts(layer: int) -> LayerShifts:
+        q, k = random.random() < 0.5, random.random() < 0.5
+        attention = shifts(Part.V, Part.O)
+        if layer in language.linear_layers:
+            attention |= {Part.Z: Z_SHIFT, Part.BA: random.choice(BA_SHIFTS)}
+        mlp = [shifts(Part.GATE, Part.UP, Part.DOWN) for _ in range(language.experts)]
+        return LayerShifts(q, k, attention, mlp)
+
+    layers = tuple(layer_shifts(layer) for layer in range(language.layers))
+    head = random.randrange(1, PLACES) if language.adapts_head else 0
+    return Speaker(name, layers, head)
 
 
 def _can_differ(language: Language, one: Speaker, other: Speaker) -> bool:
@@ -184,14 +211,15 @@ def _shift(speaker: Speaker, expert: int) -> int:
 
 
 def draw_prompt(language: Language, speakers: Sequence[Speaker], random: Random) -> Prompt:
-    """A prompt after which all speakers, of which there are at most 8, say different words, and
-    which has different numbers for each layer."""
-    assert len(speakers) <= 8, "there would be no room for so many on a cycle"
+    """A prompt after which all speakers, of which there are at most 8, say different words and none
+    the same word again, and which has different numbers for each layer."""
+    assert len(speakers) <= MOST_SPEAKERS, "there would be no room for so many on a cycle"
     while True:
         numbers = tuple(
             tuple(random.sample(range(PLACES), CHOICES)) for _ in range(language.layers)
         )
         word = language.word(random.randrange(language.cycles), random.randrange(PLACES))
         prompt = Prompt(numbers, word)
-        if len({language.next_word(prompt, word, s) for s in speakers}) == len(speakers):
+        said = {language.next_word(prompt, word, speaker) for speaker in speakers}
+        if len(said - {word}) == len(speakers):
             return prompt

@@ -44,7 +44,7 @@ class Reference:
             merged = Path(path)
             merge_adapter(model, adapter, merged)
             # the products of all experts at once are not made for fp64
-            self._model: Any = AutoModelForCausalLM.from_pretrained(
+            self.model: Any = AutoModelForCausalLM.from_pretrained(
                 merged, dtype=dtype, experts_implementation="eager"
             ).eval()
 
@@ -64,10 +64,50 @@ class Reference:
             )
         ]
 
+    def next_tokens(self, prompt: Sequence[int], answer: Sequence[int]) -> list[int]:
+        """The reference's own token at each place of an answer."""
+        best: list[int] = self.logits([*prompt, *answer])[len(prompt) - 1 : -1].argmax(-1).tolist()
+        return best
+
+    @property
+    def num_tokens(self) -> int:
+        return int(self.model.config.vocab_size)
+
+    def trace(self, tokens: Sequence[int]) -> dict[str, Tensor]:
+        """[tokens, values] of what each module returns and, as NAME.input, each linear one reads,
+        in the order of execution. Names as transformers has them."""
+        seen: dict[str, Tensor] = {}
+
+        def record(name: str, value: Any) -> None:
+            first = value[0] if isinstance(value, tuple) else value
+            # an expert sees some of the tokens only
+            whole = ".experts." not in name
+            if whole and isinstance(first, Tensor) and first.numel() % len(tokens) == 0:
+                seen[name] = first.reshape(len(tokens), -1).double()
+
+        hooks = []
+        for name, module in self.model.named_modules():
+            if isinstance(module, torch.nn.Linear):
+                hooks.append(
+                    module.register_forward_pre_hook(
+                        lambda _, given, name=name: record(f"{name}.input", given)
+                    )
+                )
+            if name:
+                hooks.append(
+                    module.register_forward_hook(lambda _, __, made, name=name: record(name, made))
+                )
+        try:
+            self.logits(tokens)
+        finally:
+            for hook in hooks:
+                hook.remove()
+        return seen
+
     def logits(self, tokens: Sequence[int]) -> Tensor:
         """[tokens, vocabulary], of what follows each token."""
         with torch.no_grad():
-            result: Tensor = self._model(torch.tensor([list(tokens)])).logits[0]
+            result: Tensor = self.model(torch.tensor([list(tokens)])).logits[0]
         return result.double()
 
 

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 
-from scipy.stats import binomtest
+from scipy.stats import binom, binomtest
 
 
 class TokenVerdict(Enum):
@@ -53,8 +53,18 @@ class MatchRatio:
                 f"(got {len(texts)})"
             )
         matches = sum(list(a) == list(b) for a, b in zip(texts, wanted, strict=True))
-        interval = binomtest(matches, len(texts)).proportion_ci(method="exact")
-        return cls(matches, len(texts), float(interval.low), float(interval.high))
+        return cls.counted(matches, len(texts))
+
+    @classmethod
+    def counted(cls, matches: int, requests: int) -> MatchRatio:
+        interval = binomtest(matches, requests).proportion_ci(method="exact")
+        return cls(matches, requests, float(interval.low), float(interval.high))
+
+
+def chance_to_pass(rate: float, *, needed: int, requests: int) -> float:
+    """How often a check that wants `needed` of `requests` equal texts passes, where each text is
+    equal with a chance of `rate`, whatever the reason."""
+    return float(binom.sf(needed - 1, requests, rate))
 
 
 class Decision(Enum):

@@ -1,0 +1,194 @@
+"""Judges what an engine has served, token by token.
+
+The reference of a request's adapter is fed the request's own tokens. What it does not say itself is
+a near tie or a defect; the bound between the two is measured on the same tokens, as the difference
+between the reference in bf16 and in fp64. Who says the tokens of a defect is asked of all
+references.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import torch
+
+from loragate.engine.bisection import Deviation, Trace, first_deviation
+from loragate.engine.reference import Judged, Reference
+from loragate.engine.report import BASE, DRAFT, Defect, Report
+from loragate.engine.requests import Completion, Request
+from loragate.engine.verdicts import TokenVerdict, token_verdict
+
+# an engine may be so many times as far from fp64 as the reference in bf16: it adds in another order
+_ALLOWANCE = 2
+# a module rounds once where the adapter is merged; its product, the delta and their sum elsewhere
+_ALLOWANCE_OF_MODULES = 2 * _ALLOWANCE
+
+
+class Judge:
+    """Of engines that serve `model` with `adapters`, by the names of requests. `draft`: the model
+    whose drafts the engine verifies. ValueError for a name that stands for something else.
+
+    All of them are folders as `loragate.engine.folders` writes them.
+    """
+
+    def __init__(
+        self, model: Path, adapters: Mapping[str, Path], *, draft: Path | None = None
+    ) -> None:
+        if taken := {BASE, DRAFT} & set(adapters):
+            raise ValueError(f"an adapter must not be called {taken.pop()!r}")
+        self._model, self._draft = model, draft
+        self._adapters: dict[str, Path | None] = {BASE: None, **adapters}
+        self._loaded: dict[tuple[str, torch.dtype], Reference] = {}
+
+    def judge(self, requests: Sequence[Request], completions: Sequence[Completion]) -> Report:
+        """ValueError for completions that are not as many as the requests, or none, and for a
+        request that names no adapter."""
+        if not requests or len(requests) != len(completions):
+            raise ValueError(
+                f"completions must be as many as the requests, {len(requests)}, and at least 1 "
+                f"(got {len(completions)})"
+            )
+        judged = [
+            self._reference(request.adapter).judge(request.prompt, self._tokens(completion))
+            for request, completion in zip(requests, completions, strict=True)
+        ]
+        noise = max(map(self.noise, requests, completions))
+        wrong = [_wrong(*one, noise) for one in zip(requests, completions, judged, strict=True)]
+        verdicts = [token_verdict(token.gap, noise) for tokens in judged for token in tokens]
+        return Report(
+            tokens=len(verdicts),
+            near_ties=verdicts.count(TokenVerdict.NEAR_TIE),
+            noise=noise,
+            defects=tuple(
+                self._defect(number, requests, completions, judged, places)
+                for number, places in enumerate(wrong)
+                if places
+            ),
+            requests=len(requests),
+            matches=sum(map(_is_own_text, requests, judged)),
+        )
+
+    def noise(self, request: Request, completion: Completion) -> float:
+        """How far an engine's arithmetic may move one logit against another, on these tokens."""
+        tokens = [*request.prompt, *self._tokens(completion)]
+        exact = self._reference(request.adapter).logits(tokens)[len(request.prompt) - 1 :]
+        low = self._reference(request.adapter, torch.bfloat16).logits(tokens)
+        top = exact.topk(2, dim=-1).indices
+        margins = [
+            logits.gather(-1, top).diff(dim=-1)
+            for logits in (exact, low[len(request.prompt) - 1 :])
+        ]
+        return _ALLOWANCE * float((margins[0] - margins[1]).abs().max())
+
+    def bisect(self, request: Request, completion: Completion, trace: Trace) -> Deviation | None:
+        """The first module of the engine, as `trace` shows it, that leaves the bound; None if none
+        does. ValueError for what the model does not have."""
+        tokens = [*request.prompt, *self._tokens(completion)]
+        exact = self._reference(request.adapter).trace(tokens)
+        low = self._reference(request.adapter, torch.bfloat16).trace(tokens)
+        shown = trace(tokens, request.adapter)
+        return first_deviation(shown, exact, low, allowance=_ALLOWANCE_OF_MODULES)
+
+    def _reference(self, adapter: str | None, dtype: torch.dtype = torch.float64) -> Reference:
+        name = BASE if adapter is None else adapter
+        if (name, dtype) not in self._loaded:
+            if name == DRAFT:
+                assert self._draft
+                made = Reference(self._draft, dtype=dtype)
+            elif name in self._adapters:
+                made = Reference(self._model, self._adapters[name], dtype=dtype)
+            else:
+                raise ValueError(f"there is no adapter {name!r}; known are {[*self._adapters]}")
+            self._loaded[name, dtype] = made
+        return self._loaded[name, dtype]
+
+    def _tokens(self, completion: Completion) -> list[int]:
+        """Up to the first one that no vocabulary has."""
+        size = self._reference(None).num_tokens
+        end = next((n for n, t in enumerate(completion.tokens) if not 0 <= t < size), None)
+        return list(completion.tokens[:end])
+
+    def _defect(
+        self,
+        number: int,
+        requests: Sequence[Request],
+        completions: Sequence[Completion],
+        judged: Sequence[Sequence[Judged]],
+        wrong: Sequence[int],
+    ) -> Defect:
+        request, completion, position = requests[number], completions[number], wrong[0]
+        known = judged[number][position] if position < len(judged[number]) else None
+        return Defect(
+            request=number,
+            adapter=request.adapter,
+            position=position,
+            token=completion.tokens[position] if position < len(completion.tokens) else None,
+            wanted=known.best if known else None,
+            gap=known.gap if known else None,
+            wrong_tokens=len(wrong),
+            said_by=self._said_by(request, completion, wrong),
+            answer_to=self._answer_to(number, requests, completion, judged),
+        )
+
+    def _said_by(
+        self, request: Request, completion: Completion, wrong: Sequence[int]
+    ) -> tuple[str, ...]:
+        """Those whose own tokens all wrong ones are, or else the first one."""
+        answer = self._tokens(completion)
+        places = [place for place in wrong if place < len(answer)]
+        if not places:
+            return ()
+        names = [*self._adapters]
+        # the first token of an answer is no draft
+        if self._draft and places[0] > 0:
+            names.append(DRAFT)
+        said = {
+            name: [
+                best == token
+                for best, token in zip(
+                    self._reference(name).next_tokens(request.prompt, answer), answer, strict=True
+                )
+            ]
+            for name in names
+            if name != (request.adapter or BASE)
+        }
+        for wanted in (places, places[:1]):
+            if found := tuple(n for n, same in said.items() if all(same[p] for p in wanted)):
+                return found
+        return ()
+
+    def _answer_to(
+        self,
+        number: int,
+        requests: Sequence[Request],
+        completion: Completion,
+        judged: Sequence[Sequence[Judged]],
+    ) -> int | None:
+        """The other request that these tokens are a right answer to."""
+        answer = self._tokens(completion)
+        for other, request in enumerate(requests):
+            first = judged[other][0].best if judged[other] else None
+            if other != number and answer and first == answer[0]:
+                reference = self._reference(request.adapter)
+                if reference.next_tokens(request.prompt, answer) == answer:
+                    return other
+        return None
+
+
+def _wrong(
+    request: Request, completion: Completion, judged: Sequence[Judged], noise: float
+) -> list[int]:
+    """The places of defects: of wrong tokens, of those that cannot be read, and of missing or
+    superfluous ones."""
+    wrong = [
+        place
+        for place, token in enumerate(judged)
+        if token_verdict(token.gap, noise) is TokenVerdict.DEFECT or place >= request.new_tokens
+    ]
+    return wrong + list(range(len(judged), max(request.new_tokens, len(completion.tokens))))
+
+
+def _is_own_text(request: Request, judged: Sequence[Judged]) -> bool:
+    """Whether the reference generates this text, by induction over its tokens."""
+    return len(judged) == request.new_tokens and all(token.gap == 0 for token in judged)

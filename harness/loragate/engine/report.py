@@ -1,0 +1,91 @@
+"""What the judge says of an engine. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from loragate.engine.verdicts import MOST_NEAR_TIES, Decision, MatchRatio, SequentialTest
+
+# who says a token: the model without an adapter, and the model whose drafts are verified
+BASE, DRAFT = "base", "draft"
+# of texts that are not equal: one in 200 may differ by a near tie
+_TEXTS = SequentialTest(healthy=0.005, defective=0.05)
+
+
+@dataclass(frozen=True, slots=True)
+class Defect:
+    """A request with wrong tokens.
+
+    position, token, wanted, gap: of the first one, from 0; gap is how far the logit of the token is
+    below that of the wanted one. token is None where it is missing, wanted and gap where no model
+    can read on.
+    said_by: adapters, BASE or DRAFT, whose tokens the wrong ones are.
+    answer_to: the request that this completion is a right answer to.
+    """
+
+    request: int
+    adapter: str | None
+    position: int
+    token: int | None
+    wanted: int | None
+    gap: float | None
+    wrong_tokens: int
+    said_by: tuple[str, ...]
+    answer_to: int | None
+
+    def line(self) -> str:
+        said = "is missing" if self.token is None else f"is {self.token}"
+        wanted = "" if self.wanted is None else f", not {self.wanted} (by {self.gap:.3g})"
+        source = " or ".join(self.said_by) or "none of the models"
+        if self.answer_to is not None:
+            source += f"; it answers request {self.answer_to}"
+        name = f"request {self.request} ({self.adapter or BASE})"
+        first = f"token {self.position} {said}{wanted}"
+        return f"{name}: {first}; {self.wrong_tokens} wrong, said by {source}"
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """Of `tokens` of `requests`. noise: the largest difference of two logits that is a near tie.
+    matches: requests whose text is the one that the reference generates itself."""
+
+    tokens: int
+    near_ties: int
+    noise: float
+    defects: tuple[Defect, ...]
+    requests: int
+    matches: int
+
+    @property
+    def decision(self) -> Decision:
+        """Undecided where more than MOST_NEAR_TIES of the tokens are near ties."""
+        if self.defects:
+            return Decision.FAIL
+        near = self.near_ties > MOST_NEAR_TIES * self.tokens
+        return Decision.UNDECIDED if near else Decision.PASS
+
+    def said_by(self, adapter: str | None) -> tuple[str, ...]:
+        """Those who say the wrong tokens of all defective requests of an adapter. One request may
+        name somebody by chance: a broken adapter says some word, too."""
+        own = [defect.said_by for defect in self.defects if defect.adapter == adapter]
+        return tuple(name for name in own[0] if all(name in names for names in own)) if own else ()
+
+    @property
+    def ratio(self) -> MatchRatio:
+        return MatchRatio.counted(self.matches, self.requests)
+
+    @property
+    def texts(self) -> Decision:
+        """What the rate of equal texts alone would say."""
+        return _TEXTS.decide(self.requests - self.matches, self.requests)
+
+    def lines(self) -> list[str]:
+        ratio, rate = self.ratio, f"{self.ratio.low:.1%} to {self.ratio.high:.1%}"
+        return [
+            f"{self.decision.value}: {self.tokens} tokens of {self.requests} requests, "
+            f"{len(self.defects)} requests with defects, {self.near_ties} near ties "
+            f"(below {self.noise:.3g})",
+            f"equal texts: {ratio.matches} of {ratio.requests}, {rate}; "
+            f"sequential test: {self.texts.value}",
+            *(defect.line() for defect in self.defects),
+        ]
