@@ -63,6 +63,10 @@ SUBJECTS: Mapping[str, RegisteredSubject] = MappingProxyType(
                 target="loragate.subjects.vllm.subject:VllmSubject",
                 findings=True,
             ),
+            RegisteredSubject(
+                name="vllm_lorakernels",
+                target="loragate.subjects.vllm_lorakernels.subject:VllmLoraKernelsSubject",
+            ),
         )
     }
 )
