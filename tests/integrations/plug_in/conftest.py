@@ -29,7 +29,7 @@ class Mapping:
 
 
 class StandInWrapper:
-    """What vLLM's wrapper keeps of a step, and a log of the calls that its own kernels would get."""
+    """What vLLM's wrapper keeps of a step, and a log of the calls that its own kernels get."""
 
     def __init__(
         self, max_num_batched_tokens: int, max_batches: int, device: str, **kwargs: Any
@@ -70,11 +70,6 @@ class StandInWrapper:
         self.own_calls.append("logits")
 
 
-@pytest.fixture
-def stand_in() -> type:
-    return StandInWrapper
-
-
 @pytest.fixture(params=["stand-in", "vllm"])
 def base(request: pytest.FixtureRequest) -> type:
     """The class behind the plug-in's methods."""
@@ -83,8 +78,13 @@ def base(request: pytest.FixtureRequest) -> type:
     return vllm_layers().wrapper  # type: ignore[no-any-return]
 
 
-def vllm_layers() -> Any:
+@pytest.fixture
+def installed_layers() -> Any:
     """vLLM's own layers; the test is skipped where they cannot be imported."""
+    return vllm_layers()
+
+
+def vllm_layers() -> Any:
     from loragate.core.machine import Machine, select_interpreter
     from loragate.subjects.vllm.layer_package import load_vllm_layers
 
@@ -115,6 +115,12 @@ class Server:
         )
         mapping = Mapping(rows, prompts)  # type: ignore[arg-type]
         self.wrapper.update_metadata(mapping, self.ids, len(self.ids) + 1, 64)
+
+
+@pytest.fixture
+def plain() -> Server:
+    """A server with the stand-in."""
+    return Server(StandInWrapper)
 
 
 @pytest.fixture
@@ -201,9 +207,7 @@ class Linear:
     def check(self, slots: Sequence[int], *, rows: int | None = None, seed: int = 5) -> None:
         """The layer gives each row its own adapter, and rows of padding none."""
         x = randn(len(slots) if rows is None else rows, self.layer.k, seed=seed)
-        torch.testing.assert_close(
-            self.layer(x), self.wanted(x, slots), rtol=1e-4, atol=1e-4
-        )
+        torch.testing.assert_close(self.layer(x), self.wanted(x, slots), rtol=1e-4, atol=1e-4)
 
     def wanted(self, x: Tensor, slots: Sequence[int]) -> Tensor:
         out = x @ self.layer.weight.T
@@ -355,3 +359,87 @@ def mixin(request: pytest.FixtureRequest) -> Any:
     # of 0.33: the activation decides how gate and up lie
     own.moe_config = SimpleNamespace(activation=None)
     return own
+
+
+class Experts:
+    """An adopted layer with random adapters, and what plain torch makes of it."""
+
+    def __init__(self, server: Server, mixin: Any, slices: int = 2, *, shared: bool = False):
+        kind = named("FusedMoEWithLoRA" if slices == 2 else "FusedMoE3DWithLoRA", StandInExperts)
+        self.layer: Any = kind(slices, shared=shared)
+        from lorakernels.integrations.vllm.adoption import adopt
+
+        self.layer.set_mapping(adopt(self.layer, server.wrapper))
+        self.mixin, self.server = mixin, server
+        for number, stack in enumerate(self.layer.stacks):
+            # in place, as vLLM loads
+            for slot in range(len(stack)):
+                stack[slot].copy_(randn(*stack[slot].shape, seed=10 * number + slot))
+
+    def routes(self, rows: int) -> tuple[Tensor, Tensor]:
+        ids = randn(rows, EXPERTS, seed=3).argsort(1)[:, :TOP_K].int().contiguous()
+        return ids, randn(rows, TOP_K, seed=4).abs()
+
+    def apply(
+        self,
+        slots: tuple[int, ...],
+        *,
+        rows: int | None = None,
+        swaps: bool = False,
+        adds: bool = True,
+    ) -> None:
+        """Both products, compared with a plain loop over pairs."""
+        count = len(slots) if rows is None else rows
+        ids, weights = self.routes(count)
+        x, y = randn(count, HIDDEN, seed=5), torch.full((count, TOP_K, 2 * INTER), float(adds))
+        act, z = (
+            randn(count * TOP_K, INTER, seed=6),
+            torch.full((count, TOP_K, HIDDEN), float(adds)),
+        )
+        wanted_y, wanted_z = y.clone(), z.clone()
+        context, shared = self.layer.context, {"w1": None, "w2": None, "num_tokens": count}
+        shared |= {"topk_weights": weights, "top_k_num": TOP_K, "add_inputs": adds}
+        state = self.mixin.apply_w13_lora(
+            context, y=y, x=x, topk_ids=ids, expert_map=None, swap_w13_slices=swaps, **shared
+        )
+        names = ("sorted_token_ids", "expert_ids", "num_tokens_post_padded")
+        handed_on = {f"{name}_lora": part for name, part in zip(names, state, strict=False)}
+        self.mixin.apply_w2_lora(
+            context, y=z, x=act, token_lora_mapping=state[3], **handed_on, **shared
+        )
+        for row, slot in enumerate(slots):
+            for choice, expert in enumerate(ids[row].tolist() if slot >= 0 else ()):
+                w13, w2 = self._delta(slot, expert, x[row], act[row * TOP_K + choice], swaps)
+                wanted_y[row, choice] += w13
+                wanted_z[row, choice] += weights[row, choice] * w2
+        torch.testing.assert_close(y, wanted_y, rtol=1e-4, atol=1e-3)
+        torch.testing.assert_close(z, wanted_z, rtol=1e-4, atol=1e-3)
+
+    def _delta(
+        self, slot: int, expert: int, x: Tensor, act: Tensor, swaps: bool
+    ) -> tuple[Tensor, Tensor]:
+        layer, outer = self.layer, 0 if self.layer.shared else expert
+        parts = [
+            b[slot, expert] @ (a[slot, outer] @ x)
+            for a, b in zip(layer.w13_lora_a_stacked, layer.w13_lora_b_stacked, strict=True)
+        ]
+        (a,), (b,) = layer.w2_lora_a_stacked, layer.w2_lora_b_stacked
+        return torch.cat(parts[::-1] if swaps else parts), b[slot, outer] @ (a[slot, expert] @ act)
+
+
+@pytest.fixture
+def make_experts() -> type[Experts]:
+    return Experts
+
+
+@pytest.fixture
+def kit() -> Any:
+    """Stand-ins of layers, to be adopted by a test itself."""
+
+    def linear(name: str, widths: Sequence[int] = (8, 4)) -> Any:
+        return named(name, StandInLinear)(widths)
+
+    def experts(name: str = "FusedMoEWithLoRA", slices: int = 2, **options: Any) -> Any:
+        return named(name, StandInExperts)(slices, **options)
+
+    return SimpleNamespace(linear=linear, experts=experts, wrapper=StandInWrapper, server=Server)

@@ -16,27 +16,14 @@ select_interpreter()
 
 from lorakernels.integrations.vllm.adoption import LOGGER, adopt, refusal  # noqa: E402
 from lorakernels.integrations.vllm.packing import pack, whole  # noqa: E402
-from tests.integrations.plug_in.conftest import (  # noqa: E402
-    Server,
-    StandInExperts,
-    StandInLinear,
-    StandInWrapper,
-    named,
-    randn,
-)
 
 
-@pytest.fixture
-def plain() -> Server:
-    return Server(StandInWrapper)
+def randn(*shape: int, seed: int) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
-def linear_of(name: str, widths: tuple[int, ...] = (8, 4)) -> Any:
-    return named(name, StandInLinear)(widths)
-
-
-def test_the_stacks_of_several_slices_become_views_of_one_buffer(plain: Server) -> None:
-    layer = linear_of("MergedColumnParallelLinearWithLoRA")
+def test_the_stacks_of_several_slices_become_views_of_one_buffer(plain: Any, kit: Any) -> None:
+    layer = kit.linear("MergedColumnParallelLinearWithLoRA")
     for stack in (*layer.lora_a_stacked, *layer.lora_b_stacked):
         stack.fill_(2)
     shapes = [stack.shape for stack in (*layer.lora_a_stacked, *layer.lora_b_stacked)]
@@ -47,8 +34,8 @@ def test_the_stacks_of_several_slices_become_views_of_one_buffer(plain: Server) 
     assert [stack.shape for stack in (*layer.lora_a_stacked, *layer.lora_b_stacked)] == shapes
 
 
-def test_the_stacks_of_one_slice_stay_where_they_are(plain: Server) -> None:
-    layer = linear_of("RowParallelLinearWithLoRA", (8,))
+def test_the_stacks_of_one_slice_stay_where_they_are(plain: Any, kit: Any) -> None:
+    layer = kit.linear("RowParallelLinearWithLoRA", (8,))
     before = (*layer.lora_a_stacked, *layer.lora_b_stacked)
     adopt(layer, plain.wrapper)
     after = (*layer.lora_a_stacked, *layer.lora_b_stacked)
@@ -56,8 +43,8 @@ def test_the_stacks_of_one_slice_stay_where_they_are(plain: Server) -> None:
 
 
 @pytest.mark.parametrize("shared", [False, True])
-def test_nothing_keeps_the_old_stacks_of_experts(plain: Server, shared: bool) -> None:
-    layer: Any = named("FusedMoEWithLoRA", StandInExperts)(shared=shared)
+def test_nothing_keeps_the_old_stacks_of_experts(plain: Any, kit: Any, shared: bool) -> None:
+    layer = kit.experts(shared=shared)
     old = [weakref.ref(stack) for stack in (*layer.w13_lora_a_stacked, *layer.w13_lora_b_stacked)]
     adopt(layer, plain.wrapper)
     gc.collect()
@@ -65,8 +52,10 @@ def test_nothing_keeps_the_old_stacks_of_experts(plain: Server, shared: bool) ->
 
 
 @pytest.mark.parametrize("shared", [False, True])
-def test_the_lists_of_parts_follow_the_stacks_of_experts(plain: Server, shared: bool) -> None:
-    layer: Any = named("FusedMoEWithLoRA", StandInExperts)(shared=shared)
+def test_the_lists_of_parts_follow_the_stacks_of_experts(
+    plain: Any, kit: Any, shared: bool
+) -> None:
+    layer = kit.experts(shared=shared)
     for number, stack in enumerate(layer.stacks):
         stack.copy_(randn(*stack.shape, seed=number))
     before = [part.clone() for part in (*layer.lora_a_stacked, *layer.lora_b_stacked)]
@@ -96,20 +85,20 @@ def test_factors_that_are_not_packed_are_refused() -> None:
         whole(torch.zeros(3, 1, 4, 6), torch.zeros(3, 1, 5, 4), [5, 7])
 
 
-def sharded_experts() -> Any:
-    layer: Any = named("FusedMoEWithLoRA", StandInExperts)()
+def sharded_experts(kit: Any) -> Any:
+    layer = kit.experts()
     layer.fully_sharded = True
     return layer
 
 
-def experts_elsewhere() -> Any:
-    layer: Any = named("FusedMoE3DWithLoRA", StandInExperts)(1)
+def experts_elsewhere(kit: Any) -> Any:
+    layer = kit.experts("FusedMoE3DWithLoRA", 1)
     layer.use_ep = True
     return layer
 
 
-def adapters_of_bytes() -> Any:
-    layer = linear_of("RowParallelLinearWithLoRA", (8,))
+def adapters_of_bytes(kit: Any) -> Any:
+    layer = kit.linear("RowParallelLinearWithLoRA", (8,))
     layer.lora_a_stacked = tuple(stack.char() for stack in layer.lora_a_stacked)
     return layer
 
@@ -120,18 +109,18 @@ def adapters_of_bytes() -> Any:
         (sharded_experts, "fully sharded"),
         (experts_elsewhere, "expert parallel"),
         (adapters_of_bytes, "adapters of torch.int8"),
-        (lambda: linear_of("ColumnParallelLinearWithShardedLoRA"), "of no known class"),
-        (lambda: linear_of("VocabParallelEmbeddingWithLoRA"), "of no known class"),
+        (lambda kit: kit.linear("ColumnParallelLinearWithShardedLoRA"), "of no known class"),
+        (lambda kit: kit.linear("VocabParallelEmbeddingWithLoRA"), "of no known class"),
     ],
 )
 def test_a_layer_that_is_not_served_keeps_its_stacks_and_gets_vllms_methods(
-    plain: Server, make: Any, reason: str
+    plain: Any, kit: Any, make: Any, reason: str
 ) -> None:
-    layer = make()
+    layer = make(kit)
     stacks = [layer.lora_a_stacked, layer.lora_b_stacked]
     assert refusal(layer) == reason
     wrapper = adopt(layer, plain.wrapper)
-    assert type(wrapper) is StandInWrapper
+    assert type(wrapper) is kit.wrapper
     assert [layer.lora_a_stacked, layer.lora_b_stacked] == stacks
     # it sees each step as the wrapper does
     plain.step((0, -1))
@@ -141,11 +130,11 @@ def test_a_layer_that_is_not_served_keeps_its_stacks_and_gets_vllms_methods(
 
 
 def test_one_line_names_the_layers_that_keep_vllms_kernels(
-    plain: Server, caplog: pytest.LogCaptureFixture
+    plain: Any, kit: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     for name in ("QKVParallelLinearWithLoRA", "QKVParallelLinearWithLoRA", "UnknownWithLoRA"):
-        adopt(linear_of(name), plain.wrapper)
-    adopt(sharded_experts(), plain.wrapper)
+        adopt(kit.linear(name), plain.wrapper)
+    adopt(sharded_experts(kit), plain.wrapper)
     with caplog.at_level(logging.INFO, logger=LOGGER.name):
         plain.step((0,))
         plain.step((-1,))
@@ -155,8 +144,8 @@ def test_one_line_names_the_layers_that_keep_vllms_kernels(
     ]
 
 
-def test_two_wrappers_share_nothing(plain: Server, make_linear: Any) -> None:
-    tower = Server(StandInWrapper)
+def test_two_wrappers_share_nothing(plain: Any, kit: Any, make_linear: Any) -> None:
+    tower = kit.server(kit.wrapper)
     text_layer, tower_layer = make_linear(plain), make_linear(tower)
     text_layer.load(0, seed=1)
     tower_layer.load(1, seed=2)

@@ -1,7 +1,7 @@
-"""The table of what the plug-in relies on, compared with the source of each version that is there.
+"""The table of what the plug-in relies on, compared with the source of each version on disk.
 
-LORAKERNELS_VLLM_SOURCES names a folder with one folder for each version, in which the package `vllm`
-lies as in its wheel. Nothing is imported.
+LORAKERNELS_VLLM_SOURCES names a folder with one folder for each version, in which the package
+`vllm` lies as in its wheel. Nothing is imported.
 """
 
 from __future__ import annotations

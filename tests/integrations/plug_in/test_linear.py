@@ -55,7 +55,7 @@ def test_a_slot_is_reloaded_and_emptied_in_place(server: Any, linear: Any) -> No
 
 
 def test_a_step_follows_another_one_of_any_mapping(server: Any, linear: Any) -> None:
-    for slots in (MIXED, (-1,) * 5, (2,), (-1, 0), MIXED[::-1], (-1,), MIXED):
+    for slots in (MIXED, (-1,) * 5, (2,), (-1, 0), (0, -1), MIXED[::-1], (-1,), MIXED):
         server.step(slots)
         linear.check(slots)
 
@@ -104,53 +104,51 @@ def test_a_step_without_adapters_launches_nothing(server: Any, linear: Any) -> N
     assert (counts.launched, counts.captured, counts.left_out) == (1, 0, 1)
 
 
-class TestLogits:
+@pytest.fixture
+def stacks() -> tuple[torch.Tensor, torch.Tensor]:
     """A head of 10 words, whose logits are padded to 16."""
-
-    @pytest.fixture
-    def stacks(self) -> tuple[torch.Tensor, torch.Tensor]:
-        generator = torch.Generator().manual_seed(4)
-        return (
-            torch.randn(3, 1, 4, 24, generator=generator),
-            torch.randn(3, 1, 10, 4, generator=generator),
-        )
-
-    def check(self, server: Any, stacks: Any, slots: tuple[int, ...]) -> None:
-        a, b = stacks
-        x = torch.randn(len(slots), 24, generator=torch.Generator().manual_seed(6))
-        y, wanted = torch.ones(len(slots), 16), torch.ones(len(slots), 16)
-        for row, slot in enumerate(slots):
-            if slot >= 0:
-                wanted[row, :10] += b[slot, 0] @ (a[slot, 0] @ x[row])
-        server.wrapper.add_lora_logits(y, x, a, b, 1.0)
-        torch.testing.assert_close(y, wanted, rtol=1e-4, atol=1e-4)
-
-    def test_logits_have_the_adapters_of_the_samples(self, server: Any, stacks: Any) -> None:
-        server.step((0, 0, 0, 1, 1, -1), samples=(2, -1, 1))
-        self.check(server, stacks, (2, -1, 1))
-        assert launch_counts()["logits"].launched == 1
-
-    def test_logits_of_a_prompt_have_the_adapters_of_the_first_samples(
-        self, server: Any, stacks: Any
-    ) -> None:
-        server.step((0, 1, 2, 1), samples=(1, 0, 2, 2))
-        self.check(server, stacks, (1, 0))
-        self.check(server, stacks, (1, 0, 2, 2))
-
-    def test_samples_may_lack_adapters_that_rows_have(self, server: Any, stacks: Any) -> None:
-        server.step((0, 1), samples=(-1,))
-        self.check(server, stacks, (-1,))
-        assert launch_counts()["logits"].left_out == 1
-
-
-def test_logits_of_a_higher_precision_are_left_to_vllm(stand_in: type, make_linear: Any) -> None:
-    from tests.integrations.plug_in.conftest import Server
-
-    server = Server(stand_in)
-    server.step((0,))
-    server.wrapper.add_lora_logits(
-        torch.zeros(1, 8), torch.zeros(1, 4).half(), torch.zeros(3, 1, 4, 4).half(),
-        torch.zeros(3, 1, 8, 4).half(), 1.0,
+    generator = torch.Generator().manual_seed(4)
+    return (
+        torch.randn(3, 1, 4, 24, generator=generator),
+        torch.randn(3, 1, 10, 4, generator=generator),
     )
-    assert server.wrapper.own_calls == ["logits"]
+
+
+def check_logits(server: Any, stacks: Any, slots: tuple[int, ...]) -> None:
+    a, b = stacks
+    x = torch.randn(len(slots), 24, generator=torch.Generator().manual_seed(6))
+    y, wanted = torch.ones(len(slots), 16), torch.ones(len(slots), 16)
+    for row, slot in enumerate(slots):
+        if slot >= 0:
+            wanted[row, :10] += b[slot, 0] @ (a[slot, 0] @ x[row])
+    server.wrapper.add_lora_logits(y, x, a, b, 1.0)
+    torch.testing.assert_close(y, wanted, rtol=1e-4, atol=1e-4)
+
+
+def test_logits_have_the_adapters_of_the_samples(server: Any, stacks: Any) -> None:
+    server.step((0, 0, 0, 1, 1, -1), samples=(2, -1, 1))
+    check_logits(server, stacks, (2, -1, 1))
+    assert launch_counts()["logits"].launched == 1
+
+
+def test_logits_of_a_prompt_have_the_adapters_of_the_first_samples(
+    server: Any, stacks: Any
+) -> None:
+    server.step((0, 1, 2, 1), samples=(1, 0, 2, 2))
+    check_logits(server, stacks, (1, 0))
+    check_logits(server, stacks, (1, 0, 2, 2))
+
+
+def test_samples_may_lack_adapters_that_rows_have(server: Any, stacks: Any) -> None:
+    server.step((0, 1), samples=(-1,))
+    check_logits(server, stacks, (-1,))
+    assert launch_counts()["logits"].left_out == 1
+
+
+def test_logits_of_a_higher_precision_are_left_to_vllm(plain: Any) -> None:
+    plain.step((0,))
+    y, x = torch.zeros(1, 8), torch.zeros(1, 4).half()
+    a, b = torch.zeros(3, 1, 4, 4).half(), torch.zeros(3, 1, 8, 4).half()
+    plain.wrapper.add_lora_logits(y, x, a, b, 1.0)
+    assert plain.wrapper.own_calls == ["logits"]
     assert launch_counts()["logits"].launched == 0

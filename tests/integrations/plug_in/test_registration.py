@@ -16,11 +16,14 @@ from loragate.core.machine import select_interpreter
 
 select_interpreter()
 
-from lorakernels.integrations.vllm import UnsupportedVllmError, register  # noqa: E402
-from lorakernels.integrations.vllm import registration  # noqa: E402
+
+from lorakernels.integrations.vllm import (  # noqa: E402
+    UnsupportedVllmError,
+    register,
+    registration,
+)
 from lorakernels.integrations.vllm.contract import SEAMS, WRAPPER, check_version  # noqa: E402
 from lorakernels.integrations.vllm.declaration import DECLARATION  # noqa: E402
-from tests.integrations.plug_in.conftest import Server, StandInWrapper, vllm_layers  # noqa: E402
 
 OURS = "lorakernels.integrations.vllm.wrapper.LoraKernelsWrapper"
 
@@ -50,7 +53,6 @@ class Package:
 
     def _fill(self, version: str) -> None:
         self.modules["vllm"] = SimpleNamespace(__version__=version)
-        base = StandInWrapper
         layer = self.modules["vllm.lora.layers.base"].BaseLayerWithLoRA
         config = self.modules["vllm.config.vllm"].VllmConfig
         runner = self.modules["vllm.v1.worker.lora_model_runner_mixin"].LoRAModelRunnerMixin
@@ -76,7 +78,7 @@ class Package:
 
         layer.set_mapping, config.compute_hash = set_mapping, compute_hash
         runner.maybe_select_dummy_loras = maybe_select_dummy_loras
-        self.layer, self.config, self.runner, self.base = layer, config, runner, base
+        self.layer, self.config, self.runner = layer, config, runner
 
         class Platform:
             cuda = True
@@ -196,7 +198,7 @@ def test_a_changed_signature_is_named_with_what_was_found_and_expected(
 
 def test_a_missing_name_is_refused(package: Package) -> None:
     del package.modules["vllm.lora.punica_wrapper.punica_gpu"].PunicaWrapperGPU.add_lora_w2
-    with pytest.raises(UnsupportedVllmError, match="add_lora_w2.*found nothing of that name"):
+    with pytest.raises(UnsupportedVllmError, match=r"add_lora_w2.*found nothing of that name"):
         register()
 
 
@@ -237,23 +239,19 @@ def test_the_factor_of_compiled_graphs_follows_the_source(
     assert factors[0] != factors[1]
 
 
-def test_a_layer_is_adopted_when_it_gets_our_wrapper_and_not_otherwise(package: Package) -> None:
-    from tests.integrations.plug_in.conftest import StandInLinear
-
+def test_a_layer_is_adopted_when_it_gets_our_wrapper_and_not_otherwise(
+    package: Package, plain: Any, kit: Any
+) -> None:
     register()
-    kind = type(
-        "QKVParallelLinearWithLoRA",
-        (StandInLinear,),
-        {"set_mapping": package.layer.set_mapping},
-    )
-    stock, ours = kind((8, 4)), kind((8, 4))
+    stock, ours = (kit.linear("QKVParallelLinearWithLoRA") for _ in range(2))
+    for layer in (stock, ours):
+        layer.set_mapping = package.layer.set_mapping.__get__(layer)
     stacks = stock.lora_a_stacked
     stock.set_mapping(wrapper := object())
     assert stock.punica_wrapper is wrapper
     assert stock.lora_a_stacked is stacks
-    server = Server(StandInWrapper)
-    ours.set_mapping(server.wrapper)
-    assert ours.punica_wrapper is server.wrapper
+    ours.set_mapping(plain.wrapper)
+    assert ours.punica_wrapper is plain.wrapper
     assert ours.lora_a_stacked[0].stride(0) == 2 * stacks[0].stride(0)
 
 
@@ -282,9 +280,8 @@ def test_the_entry_point_is_declared() -> None:
     }
 
 
-def test_the_installed_vllm_fits_the_table() -> None:
+def test_the_installed_vllm_fits_the_table(installed_layers: Any) -> None:
     from lorakernels.integrations.vllm.contract import check_seams
 
-    layers = vllm_layers()
-    check_version(layers.ops.version)
+    check_version(installed_layers.ops.version)
     check_seams()

@@ -88,9 +88,7 @@ class MoEDelta(_Delta):
             self._add_w13(out, x, a, b, routes, adds)
         return out
 
-    def _add_w13(
-        self, out: Tensor, x: Tensor, a: Any, b: Any, routes: Routes, adds: bool
-    ) -> None:
+    def _add_w13(self, out: Tensor, x: Tensor, a: Any, b: Any, routes: Routes, adds: bool) -> None:
         tokens, k = routes.topk_ids.shape
         case, wrapper = self._case, self.wrapper
         wrapper.add_lora_w13(

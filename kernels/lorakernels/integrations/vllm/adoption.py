@@ -128,6 +128,6 @@ def _moved(part: Tensor, old: Slices, new: Slices) -> Tensor:
     storage = part.untyped_storage().data_ptr()
     for before, after in zip(old, new, strict=True):
         if before.untyped_storage().data_ptr() == storage:
-            slot, rest = divmod(part.storage_offset(), before.stride(0))
+            slot, rest = divmod(int(part.storage_offset()), before.stride(0))
             return after[slot, rest // before.stride(1)]
     return part

@@ -90,14 +90,10 @@ SEAMS = (
         "(self, include_version=True)",
     ),
     # called or read
-    _seam(
-        "vllm.lora.punica_wrapper.punica_selector", "get_punica_wrapper", "(*args, **kwargs)"
-    ),
+    _seam("vllm.lora.punica_wrapper.punica_selector", "get_punica_wrapper", "(*args, **kwargs)"),
     _seam(_BASE, "PunicaWrapperBase.token_lora_indices", "(self)"),
     _seam(_BASE, "PunicaWrapperBase.sampler_indices", "(self)"),
-    _seam(
-        "vllm.lora.ops.triton_ops.lora_kernel_metadata", "LoRAKernelMeta", "no_lora_flag_cpu"
-    ),
+    _seam("vllm.lora.ops.triton_ops.lora_kernel_metadata", "LoRAKernelMeta", "no_lora_flag_cpu"),
     # how layers of experts call the wrapper
     _seam(
         "vllm.model_executor.layers.fused_moe.experts.lora_experts_mixin",
@@ -134,9 +130,7 @@ def check_seams() -> None:
         if not found.intersection(seam.accepted):
             expected = " or ".join(seam.accepted)
             described = ", ".join(sorted(found))
-            raise _unsupported(
-                f"{seam.module}.{seam.name} must be {expected} (found {described})"
-            )
+            raise _unsupported(f"{seam.module}.{seam.name} must be {expected} (found {described})")
 
 
 def parameters_of(function: Callable[..., Any]) -> str:

@@ -54,9 +54,6 @@ def runs_adapters(operator: Operator, device: torch.device, no_lora: Tensor) -> 
     """Whether an operator launches its kernels now. `no_lora` is vLLM's flag, a bool on the CPU:
     the installed mapping has no adapter."""
     captures = is_capturing(device)
-    if captures:
-        runs = not DECLARATION.without_adapters
-    else:
-        runs = not host_value(no_lora)
-    count(operator, runs=runs, captures=captures)
-    return runs
+    leaves_out = DECLARATION.without_adapters if captures else host_value(no_lora) != 0
+    count(operator, runs=not leaves_out, captures=captures)
+    return not leaves_out

@@ -81,9 +81,7 @@ def _launch(
 ) -> None:
     slots, slices = factors.a.shape[0], factors.a.shape[2]
     ranks, scales = (part[: slots * slices].view(slots, slices) for part in constants)
-    shape = shape_of(
-        factors.a, factors.widths, num_pairs=len(out), num_experts=pairs.num_experts
-    )
+    shape = shape_of(factors.a, factors.widths, num_pairs=len(out), num_experts=pairs.num_experts)
     needs_shrunk = plan_path(shape, None) is MoEPath.TWO_KERNEL
     # allocated here, because a buffer of the server is not on the stream that this may run on
     size = math.prod(shrunk_shape(shape)) if needs_shrunk else 0

@@ -57,7 +57,7 @@ class LoraKernelsMethods:
         """vLLM's own wrapper with the state of this one."""
         classes = type(self).__mro__
         base = classes[classes.index(LoraKernelsMethods) + 1]
-        wrapper = object.__new__(base)
+        wrapper: Any = object.__new__(base)
         wrapper.__dict__ = self.__dict__
         return wrapper
 

@@ -68,9 +68,7 @@ def moe_delta(
     check_devices(pairs, workspace, weights.a.device)
     add_delta(
         *(x, weights.tensors, weights.slice_widths, pairs, workspace.shrunk, out),
-        router_weights=router_weights,
-        add_inputs=add_inputs,
-        path=path,
+        *(router_weights, add_inputs, path),
     )
 
 
@@ -81,7 +79,6 @@ def add_delta(
     pairs: PairMetadata,
     shrunk: Tensor,
     out: Tensor,
-    *,
     router_weights: Tensor | None,
     add_inputs: bool,
     path: MoEPath | None,
