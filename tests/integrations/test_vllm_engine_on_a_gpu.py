@@ -31,6 +31,9 @@ needs_gpu = pytest.mark.skipif(
 )
 
 RANKS, NEW_TOKENS = (2, 8, 16), 6
+LINEAR = {"lora_shrink_kernel", "lora_expand_kernel"}
+EXPERTS = {"moe_shrink_kernel", "moe_one_shot_kernel", "moe_small_batch_kernel"}
+OURS = LINEAR | EXPERTS
 LANGUAGES = {"dense": Language(cycles=4), "moe": Language(cycles=8, experts=4)}
 
 SCRIPT = """
@@ -48,6 +51,15 @@ class Kept(logging.Handler):
 LOGGER.addHandler(Kept())
 LOGGER.setLevel(logging.INFO)
 register()
+
+import torch, triton
+
+# the names that Triton itself reports, whoever launches
+kernels = {"captured": set(), "launched": set()}
+def launching(metadata):
+    kind = "captured" if torch.cuda.is_current_stream_capturing() else "launched"
+    kernels[kind].add(metadata.get()["name"])
+triton.knobs.runtime.launch_enter_hook.add(launching)
 
 from vllm import LLM, SamplingParams
 from vllm.lora.request import LoRARequest
@@ -97,20 +109,31 @@ counts = {
     name: [each.launched, each.captured, each.left_out] for name, each in launch_counts().items()
 }
 with open(given["result"], "w") as file:
-    json.dump({"answers": answers, "counts": counts, "lines": lines}, file)
+    found = {kind: sorted(names) for kind, names in kernels.items()}
+    json.dump({"answers": answers, "counts": counts, "lines": lines, "kernels": found}, file)
 """
 
 
 @dataclass(frozen=True)
 class Result:
-    """Answers of each repeat; launched, captured and left-out calls by operator; log lines."""
+    """Answers of each repeat; launched, captured and left-out calls by operator; log lines; names
+    of the kernels that were launched and captured."""
 
     answers: list[list[list[int]]]
     counts: dict[str, list[int]]
     lines: list[str]
+    kernels: dict[str, list[str]]
 
     def of(self, kind: int) -> dict[str, int]:
         return {name: counts[kind] for name, counts in self.counts.items()}
+
+    def ours(self, kind: str) -> set[str]:
+        return OURS.intersection(self.kernels[kind])
+
+    def vllms(self) -> set[str]:
+        """Kernels of vLLM's own LoRA, but for the expand, which embeddings keep."""
+        names = {*self.kernels["captured"], *self.kernels["launched"]}
+        return {name for name in names if name.startswith(("_lora_shrink", "_fused_moe_lora"))}
 
 
 class Checkpoint:
@@ -190,6 +213,7 @@ def engine_of(
     planted: bool = False,
     max_loras: int = 3,
     runner: str | None = None,
+    specialises: bool = True,
 ) -> dict[str, Any]:
     """What the process of an engine is given."""
     environment = {
@@ -204,6 +228,7 @@ def engine_of(
         options["compilation_config"] = {
             "cudagraph_mode": graphs,
             "cudagraph_capture_sizes": [1, 2, 4, 8, 16],
+            "cudagraph_specialize_lora": specialises,
         }
     language = checkpoint.language
     return {
@@ -242,6 +267,10 @@ def test_the_engine_serves_each_request_its_adapter_with_our_kernels(
     captured = {kind for kind, count in result.of(1).items() if count}
     assert captured == (set() if graphs == "NONE" else kinds), result.counts
     assert any("lorakernels serves" in line for line in result.lines), result.lines
+    for kind in ("launched",) if graphs == "NONE" else ("launched", "captured"):
+        assert result.ours(kind) >= LINEAR, result.kernels
+        assert bool(result.ours(kind) & EXPERTS) == (model == "moe"), result.kernels
+    assert result.vllms() == set()
 
 
 @needs_gpu
@@ -254,10 +283,11 @@ def test_adapters_that_take_turns_in_few_slots_are_served_from_graphs(
 
 
 @needs_gpu
-def test_the_first_model_runner_is_served_as_well(
-    run: Run, checkpoints: dict[str, Checkpoint]
+@pytest.mark.parametrize("specialises", [True, False])
+def test_the_first_model_runner_is_served_whether_or_not_it_has_graphs_without_adapters(
+    run: Run, checkpoints: dict[str, Checkpoint], specialises: bool
 ) -> None:
-    result = run("dense", "FULL", runner="0")
+    result = run("dense", "FULL", runner="0", specialises=specialises)
     assert_served(checkpoints["dense"], result)
     assert result.of(1)["linear"] > 0
 
@@ -274,6 +304,8 @@ def test_the_switch_turns_everything_off_and_the_compile_cache_keeps_both_apart(
         assert bool(result.lines) == (switch == "1")
         # of a graph from the cache as well
         assert (result.of(1)["linear"] > 0) == (switch == "1"), result.counts
+        assert (result.ours("captured") >= LINEAR) == (switch == "1"), result.kernels
+        assert bool(result.vllms()) == (switch == "0"), result.kernels
 
 
 @needs_gpu

@@ -152,3 +152,12 @@ def test_logits_of_a_higher_precision_are_left_to_vllm(plain: Any) -> None:
     plain.wrapper.add_lora_logits(y, x, a, b, 1.0)
     assert plain.wrapper.own_calls == ["logits"]
     assert launch_counts()["logits"].launched == 0
+
+
+def test_outputs_of_a_higher_precision_are_left_to_vllm_by_layers_of_one_slice(plain: Any) -> None:
+    plain.step((0,))
+    y, x = torch.zeros(1, 8), torch.zeros(1, 4).half()
+    a, b = (torch.zeros(3, 1, 4, 4).half(),), (torch.zeros(3, 1, 8, 4).half(),)
+    plain.wrapper.add_lora_linear(y, x, a, b, 1.0, (8,))
+    assert plain.wrapper.own_calls == ["linear"]
+    assert launch_counts()["linear"].launched == 0

@@ -96,8 +96,17 @@ class LoraKernelsMethods:
         buffer: Tensor | None = None,
         **kwargs: Any,
     ) -> None:
-        # `add_inputs` is not looked at: layers that do not add hand in zeros
         _check_scale(scale)
+        if len(lora_b_stacked) == 1 and y.dtype != lora_b_stacked[0].dtype:
+            # such as the scores of a router, in a higher precision than the adapters'
+            base: Any = super()
+            base.add_lora_linear(
+                *(y, x, lora_a_stacked, lora_b_stacked, scale, output_slices),
+                buffer=buffer,
+                **kwargs,
+            )
+            return
+        # `add_inputs` is not looked at: layers that do not add hand in zeros
         self._add_delta(
             Operator.LINEAR,
             self.token_step,
