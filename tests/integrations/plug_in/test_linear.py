@@ -73,6 +73,16 @@ def test_a_padded_step_has_the_tiles_of_its_padded_rows(
         linear.check(slots, rows=rows)
 
 
+def test_a_server_that_slept_and_lost_its_memory_is_served(server: Any, linear: Any) -> None:
+    server.step(MIXED)
+    linear.check(MIXED)
+    for lost in (*server.wrapper._constants, *server.wrapper.token_step.tensors):
+        lost.fill_(1000)
+    server.step(MIXED)
+    linear.load(0, seed=5)
+    linear.check(MIXED)
+
+
 def test_fewer_rows_than_are_mapped_are_refused(server: Any, linear: Any) -> None:
     server.step(MIXED)
     with pytest.raises(ValueError, match="x must have the 7 rows that are mapped"):

@@ -46,11 +46,20 @@ class LoraKernelsMethods:
         self.adoption = Adoption()
         self._sizes, self._place = sizes, device
         self._pairs: dict[tuple[int, int], PairMetadata] = {}
-        # every slot has all ranks of the buffers, and its scale is in B
         values = config.max_loras * _MOST_SLICES
-        ranks = torch.full((values,), config.max_lora_rank, dtype=torch.int32, device=device)
-        scales = torch.ones(values, dtype=torch.float32, device=device)
-        self._constants = (keep_address(ranks), keep_address(scales))
+        ranks = torch.empty(values, dtype=torch.int32, device=device)
+        scales = torch.empty(values, dtype=torch.float32, device=device)
+        self._rank, self._constants = (
+            config.max_lora_rank,
+            (keep_address(ranks), keep_address(scales)),
+        )
+        self._fill_constants()
+
+    def _fill_constants(self) -> None:
+        """Every slot has all ranks of the buffers, and its scale is in B."""
+        ranks, scales = self._constants
+        ranks.fill_(self._rank)
+        scales.fill_(1)
 
     @property
     def stock(self) -> Any:
@@ -78,6 +87,8 @@ class LoraKernelsMethods:
         base: Any = super()
         base.update_metadata(mapping, lora_index_to_id, max_loras, vocab_size, **kwargs)
         DECLARATION.mapping_installed()
+        # a server that wakes up may have lost what its memory held
+        self._fill_constants()
         state: Any = self
         # also for a mapping without adapters: a graph with adapters may be replayed for it
         self.token_step.prepare(state.token_lora_indices)
