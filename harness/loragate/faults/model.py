@@ -41,6 +41,7 @@ class Group(StrEnum):
     MOE_HOST = "MoE: plan, launch, slots"
     MOE_LAYER = "MoE: whole layer and its parts"
     MOE_ADAPTERS = "MoE: adapter files"
+    PLUG_IN = "plug-in of vLLM"
 
 
 class Part(StrEnum):

@@ -50,8 +50,15 @@ SUBJECTS: Mapping[str, RegisteredSubject] = MappingProxyType(
                 name="lorakernels",
                 target="loragate.subjects.lorakernels.subject:LoraKernelsSubject",
                 launches="lorakernels.specs:launches",
-                # adapters, slots, partition, plans, and steps that are replayed from graphs
-                host_tests=("tests/kernels", "tests/adapters", "tests/moe", "tests/serving"),
+                # adapters, slots, partition, plans, steps that are replayed from graphs, and the
+                # plug-in of vLLM
+                host_tests=(
+                    "tests/kernels",
+                    "tests/adapters",
+                    "tests/moe",
+                    "tests/serving",
+                    "tests/integrations/plug_in",
+                ),
             ),
             RegisteredSubject(
                 name="torch",
@@ -62,6 +69,10 @@ SUBJECTS: Mapping[str, RegisteredSubject] = MappingProxyType(
                 name="vllm",
                 target="loragate.subjects.vllm.subject:VllmSubject",
                 findings=True,
+            ),
+            RegisteredSubject(
+                name="vllm_lorakernels",
+                target="loragate.subjects.vllm_lorakernels.subject:VllmLoraKernelsSubject",
             ),
         )
     }

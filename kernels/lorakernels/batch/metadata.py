@@ -55,26 +55,40 @@ class BatchMetadata:
     num_tiles [1].
 
     The entries of a tile follow from its number alone, so a kernel loads all of them at once.
+
+    height: of the tiles of every step, for a server that knows the live rows of a step but not how
+        far its graph pads them; without it the rows of a step decide.
     """
 
-    def __init__(self, *, max_tokens: int, max_slots: int, device: torch.device | str) -> None:
+    def __init__(
+        self,
+        *,
+        max_tokens: int,
+        max_slots: int,
+        device: torch.device | str,
+        height: int | None = None,
+    ) -> None:
         if max_tokens < 1:
             raise ValueError(f"max_tokens must be at least 1 (got {max_tokens})")
         if max_slots < 1:
             raise ValueError(f"max_slots must be at least 1 (got {max_slots})")
         self.max_tokens, self.max_slots = max_tokens, max_slots
-        self.tuning = tuning_of(torch.device(device))
+        self.tuning, self._height = tuning_of(torch.device(device)), height
 
         def table(size: int) -> Tensor:
             return keep_address(torch.full((size,), -1, dtype=torch.int32, device=device))
 
         self.token_slots = table(max_tokens)
         self.tile_slots = table(max_tiles(max_tokens, max_slots, MIN_TILE_ROWS))
-        tallest = tile_height(max_tokens, self.tuning)
+        tallest = self.height_of(max_tokens)
         self.tile_rows = table(max_tiles(max_tokens, max_slots, tallest) * tallest)
         self.num_tiles = keep_address(torch.zeros(1, dtype=torch.int32, device=device))
         self._declared: BaseRows | None = None
         self._set_rows(0)
+
+    def height_of(self, num_rows: int) -> int:
+        """Height of the tiles of a step of so many rows."""
+        return self._height or tile_height(num_rows, self.tuning)
 
     @property
     def buffers(self) -> list[Tensor]:
@@ -115,7 +129,7 @@ class BatchMetadata:
                 self.tile_slots.shape[0],
                 self.tile_rows.shape[0],
                 self.max_slots,
-                HEIGHT=tile_height(self.num_rows, self.tuning),
+                HEIGHT=self.height_of(self.num_rows),
                 NUM_BINS=max(16, power_of_2(self.max_slots)),
                 BLOCK=block,
                 num_warps=4 if block == 1024 else 8,

@@ -24,6 +24,7 @@ from loragate.faults.corpus import (
     moe_two_kernel,
     new_oracles,
     operator,
+    plug_in,
     serving_decoder,
     serving_graphs,
     shrink,
@@ -57,6 +58,7 @@ FAULTS: tuple[Fault, ...] = (
     *moe_streams.FAULTS,
     *serving_decoder.FAULTS,
     *serving_graphs.FAULTS,
+    *plug_in.FAULTS,
 )
 
 CONTROLS: tuple[Control, ...] = (*controls.CONTROLS, *moe_controls.CONTROLS)

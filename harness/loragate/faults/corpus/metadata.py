@@ -98,9 +98,9 @@ FAULTS = (
     ),
     _plant(
         "tile-height-frozen-at-first-step",
-        "            HEIGHT=tile_height(self.num_rows, self.tuning),\n",
+        "            HEIGHT=self.height_of(self.num_rows),\n",
         "            HEIGHT=self.__dict__.setdefault(\n"
-        '                "height", tile_height(self.num_rows, self.tuning)\n'
+        '                "height", self.height_of(self.num_rows)\n'
         "            ),\n",
         source="vllm #34119",
         why="A scalar of the first batch becomes a constant for all that follow.",

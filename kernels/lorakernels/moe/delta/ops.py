@@ -66,14 +66,33 @@ def moe_delta(
     """
     _check_batch(x, weights, pairs)
     check_devices(pairs, workspace, weights.a.device)
+    add_delta(
+        *(x, weights.tensors, weights.slice_widths, pairs, workspace.shrunk, out),
+        *(router_weights, add_inputs, path),
+    )
+
+
+def add_delta(
+    x: Tensor,
+    slots: SlotTensors,
+    slice_widths: Sequence[int],
+    pairs: PairMetadata,
+    shrunk: Tensor,
+    out: Tensor,
+    router_weights: Tensor | None,
+    add_inputs: bool,
+    path: MoEPath | None,
+) -> None:
+    """`moe_delta` for weights that are no ExpertWeights. shrunk: fp32, of `shrunk_shape` at least
+    where the path is TWO_KERNEL. Raises ValueError."""
     torch.ops.lorakernels.moe_delta(
         x,
-        list(weights.tensors),
-        list(weights.slice_widths),
+        list(slots),
+        list(slice_widths),
         pairs.buffers,
         pairs.sizes,
         pairs.step,
-        workspace.shrunk,
+        shrunk,
         out,
         router_weights,
         add_inputs,

@@ -1,0 +1,98 @@
+"""The deltas of a MoE layer of vLLM: w13 prepares the pairs of a step, w2 uses them again.
+
+vLLM calls these outside of traced graphs, in its opaque operator of a MoE layer.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from lorakernels.common.stacked_weights import SlotTensors
+from lorakernels.integrations.vllm.packing import PackedFactors, whole
+from lorakernels.moe.align.metadata import PairMetadata
+from lorakernels.moe.align.ops import align_pairs
+from lorakernels.moe.delta.launch import shape_of
+from lorakernels.moe.delta.ops import add_delta
+from lorakernels.moe.delta.plan import MoEPath, plan_path, shrunk_shape
+
+
+def prepare_pairs(pairs: PairMetadata, topk_ids: Tensor, row_slots: Tensor) -> None:
+    """Install the routing of a step, [rows, top_k]. row_slots: that of StepTables."""
+    ids = topk_ids.to(torch.int32).contiguous()
+    # nothing is noted of this tensor: the mapping is that of the live rows, and this step is padded
+    unknown = pairs.num_tiles
+    align_pairs(
+        ids, row_slots, None, pairs.buffers, pairs.sizes, batch_rows=unknown, step=pairs.step
+    )
+
+
+def add_expert_delta(
+    y: Tensor,
+    x: Tensor,
+    a: Sequence[Tensor],
+    b: Sequence[Tensor],
+    constants: tuple[Tensor, Tensor],
+    pairs: PairMetadata,
+    *,
+    router_weights: Tensor | None,
+    add_inputs: bool,
+) -> None:
+    """y[pair] += w[pair] * (x_row @ A[slot, expert].T) @ B[slot, expert].T in place, for each pair
+    of the prepared step that has a slot.
+
+    y [.., out_features], contiguous, has a row for each pair; x one for each row or each pair.
+    a, b: the slices of a packed layer in the order in which y has them, which may be the reverse of
+    memory's. constants: ranks and scales, at least slots * slices values, the same for all.
+    add_inputs: False writes the delta alone. Raises ValueError.
+    """
+    out = y.view(-1, y.shape[-1])
+    factors, is_swapped = factors_of(a, b)
+    if not is_swapped:
+        _launch(out, x, factors, constants, pairs, router_weights, add_inputs)
+        return
+    delta = torch.zeros_like(out)
+    _launch(delta, x, factors, constants, pairs, router_weights, add_inputs=True)
+    delta = delta.roll(-factors.widths[0], dims=1)
+    out.add_(delta) if add_inputs else out.copy_(delta)
+
+
+def factors_of(a: Sequence[Tensor], b: Sequence[Tensor]) -> tuple[PackedFactors, bool]:
+    """The buffers behind the slices of a layer, and whether two slices come in the reverse of
+    memory's order. Raises ValueError."""
+    offsets = [part.storage_offset() for part in a]
+    is_swapped = offsets[0] > offsets[-1]
+    order = slice(None, None, -1) if is_swapped else slice(None)
+    a, b = a[order], b[order]
+    return whole(a[0], b[0], [part.shape[2] for part in b]), is_swapped
+
+
+def _launch(
+    out: Tensor,
+    x: Tensor,
+    factors: PackedFactors,
+    constants: tuple[Tensor, Tensor],
+    pairs: PairMetadata,
+    router_weights: Tensor | None,
+    add_inputs: bool,
+) -> None:
+    slots, slices = factors.a.shape[0], factors.a.shape[2]
+    ranks, scales = (part[: slots * slices].view(slots, slices) for part in constants)
+    shape = shape_of(factors.a, factors.widths, num_pairs=len(out), num_experts=pairs.num_experts)
+    needs_shrunk = plan_path(shape, None) is MoEPath.TWO_KERNEL
+    # allocated here, because a buffer of the server is not on the stream that this may run on
+    size = math.prod(shrunk_shape(shape)) if needs_shrunk else 0
+    add_delta(
+        x,
+        SlotTensors(factors.a, factors.b, ranks, scales),
+        factors.widths,
+        pairs,
+        torch.empty(size, dtype=torch.float32, device=x.device),
+        out,
+        router_weights=router_weights,
+        add_inputs=add_inputs,
+        path=None,
+    )

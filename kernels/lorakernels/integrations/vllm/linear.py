@@ -1,0 +1,83 @@
+"""The delta of a linear layer of vLLM, and of its logits, as one operator.
+
+vLLM traces what its linear layers call. So the operator gets tensors and widths alone, and finds
+out when it runs how many rows a step has, which tables belong to them, and whether it is captured.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from lorakernels.common.stacked_weights import SlotTensors
+from lorakernels.dense.check import check_operands
+from lorakernels.dense.launch import launch_expand, launch_shrink
+from lorakernels.dense.ops import shape_of
+from lorakernels.dense.plan import plan_shrunk
+from lorakernels.integrations.vllm.declaration import runs_adapters
+from lorakernels.integrations.vllm.launches import Operator
+from lorakernels.integrations.vllm.packing import whole
+from lorakernels.integrations.vllm.tables import host_value, tables_of_height
+from lorakernels.runtime.device import supports_pdl
+
+
+def add_linear_delta(
+    x: Tensor,
+    a: Tensor,
+    b: Tensor,
+    slice_widths: list[int],
+    ranks: Tensor,
+    scales: Tensor,
+    tables: list[Tensor],
+    live: Tensor,
+    no_lora: Tensor,
+    out: Tensor,
+    operator: Operator,
+) -> None:
+    """out[row] += (x[row] @ A[slot].T) @ B[slot].T for each row with a slot, in place.
+
+    x [rows, in_features], out [rows, sum(slice_widths)]. a, b: the first slices of a packed layer.
+    ranks, scales: at least slots * slices values, the same for all. tables, live: those of
+    StepTables; rows behind the live ones are base rows. no_lora: see `runs_adapters`. Raises
+    ValueError.
+    """
+    torch.ops.lorakernels.vllm_linear_delta(
+        x, a, b, slice_widths, ranks, scales, tables, live, no_lora, out, operator.value
+    )
+
+
+@torch.library.custom_op("lorakernels::vllm_linear_delta", mutates_args=("out",))
+def _linear_delta(
+    x: Tensor,
+    a: Tensor,
+    b: Tensor,
+    slice_widths: list[int],
+    ranks: Tensor,
+    scales: Tensor,
+    tables: list[Tensor],
+    live: Tensor,
+    no_lora: Tensor,
+    out: Tensor,
+    operator: str,
+) -> None:
+    runs = runs_adapters(Operator(operator), x.device, no_lora)
+    if not runs or x.shape[0] == 0:
+        return
+    mapped = host_value(live)
+    if x.shape[0] < mapped:
+        raise ValueError(f"x must have the {mapped} rows that are mapped (got {x.shape[0]})")
+    factors = whole(a, b, slice_widths)
+    packed_a, packed_b = factors.a[:, 0], factors.b[:, 0]
+    check_operands(x, packed_a, packed_b, out)
+    slots, slices = packed_a.shape[:2]
+    count = slots * slices
+    weights = SlotTensors(
+        packed_a, packed_b, ranks[:count].view(slots, slices), scales[:count].view(slots, slices)
+    )
+    shape = shape_of(x.shape[0], packed_a, slice_widths)
+    step = tables_of_height(tables, shape.height)
+    # allocated here, because a buffer of the server is not on the stream that this may run on
+    shrunk = torch.empty(plan_shrunk(shape, slots), dtype=torch.float32, device=x.device)
+    pdl = supports_pdl(x.device)
+    launch_shrink(x, weights, shape, step, shrunk, pdl=pdl)
+    launch_expand(shrunk, weights, shape, step, out, pdl=pdl)

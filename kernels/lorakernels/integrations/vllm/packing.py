@@ -1,0 +1,78 @@
+"""Stacked adapters of vLLM as the kernels read them.
+
+vLLM keeps A and B of each slice in a tensor of its own, [slots, experts, rank, in_features] and
+[slots, experts, width, rank], where a linear layer has one expert. The kernels read all slices of a
+layer from one buffer. So the tensors of a layer become views of such buffers, into which vLLM goes
+on loading adapters in place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from torch import Tensor
+
+Slices = tuple[Tensor, ...]
+
+
+class PackedFactors(NamedTuple):
+    """A [slots, experts, slices, rank, in_features], B [slots, experts, sum(widths), rank]; one
+    expert where all share the factor. `widths` are those of the slices, in memory's order."""
+
+    a: Tensor
+    b: Tensor
+    widths: list[int]
+
+
+def pack(a: Sequence[Tensor], b: Sequence[Tensor]) -> tuple[Slices, Slices]:
+    """A and B of the slices of a layer as views of one buffer each, with the same values."""
+    slots, experts, rank, in_features = a[0].shape
+    widths = [part.shape[2] for part in b]
+    packed_a = a[0].new_empty(slots, experts, len(a), rank, in_features)
+    packed_b = b[0].new_empty(slots, b[0].shape[1], sum(widths), rank)
+    starts = [sum(widths[:part]) for part in range(len(widths))]
+    views_a = tuple(packed_a[:, :, part] for part in range(len(a)))
+    views_b = tuple(
+        packed_b[:, :, start : start + width] for start, width in zip(starts, widths, strict=True)
+    )
+    for view, old in zip((*views_a, *views_b), (*a, *b), strict=True):
+        view.copy_(old)
+    return views_a, views_b
+
+
+def whole(a: Tensor, b: Tensor, widths: Sequence[int]) -> PackedFactors:
+    """The buffers of a layer from the views of its first slice in memory.
+
+    Factors that are expanded over the experts without a copy count as shared. Raises ValueError
+    where the views are none of `pack`.
+    """
+    slots, _, rank, in_features = a.shape
+    experts_a, experts_b = (1 if part.stride(1) == 0 else part.shape[1] for part in (a, b))
+    shape_a = (slots, experts_a, len(widths), rank, in_features)
+    shape_b = (slots, experts_b, sum(widths), rank)
+    strides_a, strides_b = _contiguous(shape_a), _contiguous(shape_b)
+    _check("a", a, (*shape_a[:2], *shape_a[3:]), (*strides_a[:2], *strides_a[3:]))
+    _check("b", b, (*shape_b[:2], widths[0], rank), strides_b)
+    whole_a, whole_b = a.as_strided(shape_a, strides_a), b.as_strided(shape_b, strides_b)
+    return PackedFactors(whole_a, whole_b, list(widths))
+
+
+def _check(name: str, view: Tensor, shape: Sequence[int], strides: Sequence[int]) -> None:
+    # an axis of length one may have any stride; one that is expanded has length one in memory
+    fits = all(
+        have == wanted or size == 1
+        for have, wanted, size in zip(view.stride(), strides, shape, strict=True)
+    )
+    if view.shape[2:] != tuple(shape[2:]) or not fits:
+        raise ValueError(
+            f"{name} must be the first slice of a packed layer, {list(shape)} with strides "
+            f"{list(strides)} (got {list(view.shape)} with strides {list(view.stride())})"
+        )
+
+
+def _contiguous(shape: Sequence[int]) -> tuple[int, ...]:
+    strides = [1]
+    for size in reversed(shape[1:]):
+        strides.insert(0, strides[0] * size)
+    return tuple(strides)

@@ -1,0 +1,69 @@
+"""The mapping of a step for every number of rows that its tensors may have.
+
+vLLM maps the live rows. How far a graph pads them is known when an operator runs, and the height of
+its tiles follows from that; a captured graph reads the tables of its own height.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from lorakernels.batch.metadata import BatchMetadata, tile_height
+from lorakernels.dense.launch import TileTables
+from lorakernels.runtime.tuning import tuning_of
+
+# all that `tile_height` gives, ascending
+HEIGHTS = (16, 32, 64, 128)
+_OF_EACH = len(TileTables._fields)
+
+
+class StepTables:
+    """`tensors`: tile_slots, tile_rows and num_tiles of each height, flat, as an operator takes
+    them. `live` [1], int32 on the CPU: the rows that are mapped; all others are base rows.
+    `row_slots` [max_tokens], int32: the slot of each row."""
+
+    def __init__(self, *, max_tokens: int, max_slots: int, device: torch.device | str) -> None:
+        device = torch.device(device)
+        tallest = tile_height(max_tokens, tuning_of(device))
+        self._steps = [
+            BatchMetadata(max_tokens=max_tokens, max_slots=max_slots, device=device, height=height)
+            for height in HEIGHTS
+            if height <= tallest
+        ]
+        self.tensors = [
+            tensor
+            for step in self._steps
+            for tensor in (step.tile_slots, step.tile_rows, step.num_tiles)
+        ]
+        self.live = torch.zeros(1, dtype=torch.int32, device="cpu")
+
+    @property
+    def row_slots(self) -> Tensor:
+        return self._steps[0].token_slots
+
+    def prepare(self, slots: Tensor) -> None:
+        """Install the slots of the live rows, any integers on this device; -1 is a base row. Raises
+        ValueError with nothing changed."""
+        slots = slots.to(torch.int32)
+        for step in self._steps:
+            step.prepare(slots)
+        self.live.fill_(len(slots))
+
+
+def host_value(flag: Tensor) -> int:
+    """The value of a CPU tensor of one element. One on a device raises, where `item` would wait."""
+    return int(flag.numpy()[0])
+
+
+def tables_of_height(tensors: Sequence[Tensor], height: int) -> TileTables:
+    """The tables of one height among `StepTables.tensors`. ValueError."""
+    start = _OF_EACH * HEIGHTS.index(height)
+    if start >= len(tensors):
+        raise ValueError(
+            f"x must have few enough rows for tiles of {HEIGHTS[len(tensors) // _OF_EACH - 1]} "
+            f"rows, as the server was set up for (got rows for tiles of {height})"
+        )
+    return TileTables(*tensors[start : start + _OF_EACH])

@@ -1,0 +1,156 @@
+"""Which layers are adopted, and what becomes of their stacks."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import weakref
+from typing import Any
+
+import pytest
+import torch
+
+from loragate.core.machine import select_interpreter
+
+select_interpreter()
+
+from lorakernels.integrations.vllm.adoption import LOGGER, adopt, refusal  # noqa: E402
+from lorakernels.integrations.vllm.packing import pack, whole  # noqa: E402
+
+
+def randn(*shape: int, seed: int) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def test_the_stacks_of_several_slices_become_views_of_one_buffer(plain: Any, kit: Any) -> None:
+    layer = kit.linear("MergedColumnParallelLinearWithLoRA")
+    for stack in (*layer.lora_a_stacked, *layer.lora_b_stacked):
+        stack.fill_(2)
+    shapes = [stack.shape for stack in (*layer.lora_a_stacked, *layer.lora_b_stacked)]
+    assert adopt(layer, plain.wrapper) is plain.wrapper
+    for stacks in (layer.lora_a_stacked, layer.lora_b_stacked):
+        assert len({stack.untyped_storage().data_ptr() for stack in stacks}) == 1
+        assert all((stack == 2).all() for stack in stacks)
+    assert [stack.shape for stack in (*layer.lora_a_stacked, *layer.lora_b_stacked)] == shapes
+
+
+def test_the_stacks_of_one_slice_stay_where_they_are(plain: Any, kit: Any) -> None:
+    layer = kit.linear("RowParallelLinearWithLoRA", (8,))
+    before = (*layer.lora_a_stacked, *layer.lora_b_stacked)
+    adopt(layer, plain.wrapper)
+    after = (*layer.lora_a_stacked, *layer.lora_b_stacked)
+    assert all(old is new for old, new in zip(before, after, strict=True))
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_nothing_keeps_the_old_stacks_of_experts(plain: Any, kit: Any, shared: bool) -> None:
+    layer = kit.experts(shared=shared)
+    old = [weakref.ref(stack) for stack in (*layer.w13_lora_a_stacked, *layer.w13_lora_b_stacked)]
+    adopt(layer, plain.wrapper)
+    gc.collect()
+    assert all(stack() is None for stack in old)
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_the_lists_of_parts_follow_the_stacks_of_experts(
+    plain: Any, kit: Any, shared: bool
+) -> None:
+    layer = kit.experts(shared=shared)
+    for number, stack in enumerate(layer.stacks):
+        stack.copy_(randn(*stack.shape, seed=number))
+    before = [part.clone() for part in (*layer.lora_a_stacked, *layer.lora_b_stacked)]
+    adopt(layer, plain.wrapper)
+    after = [*layer.lora_a_stacked, *layer.lora_b_stacked]
+    assert all(torch.equal(old, new) for old, new in zip(before, after, strict=True))
+    # they are the places that vLLM loads
+    for stack in layer.stacks:
+        stack.zero_()
+    assert not any(part.any() for part in after)
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_packed_factors_are_found_again_from_their_first_slice(shared: bool) -> None:
+    a = [randn(3, 1 if shared else 2, 4, 6, seed=seed) for seed in (1, 2)]
+    b = [randn(3, 2, width, 4, seed=width) for width in (5, 7)]
+    views_a, views_b = pack(a, b)
+    expanded = [view.expand(-1, 2, -1, -1) for view in views_a]
+    found = whole(expanded[0], views_b[0], [5, 7])
+    assert found.a.shape == (3, 1 if shared else 2, 2, 4, 6)
+    assert torch.equal(found.a, torch.stack(a, dim=2))
+    assert torch.equal(found.b, torch.cat(b, dim=2))
+
+
+def test_factors_that_are_not_packed_are_refused() -> None:
+    with pytest.raises(ValueError, match="a must be the first slice of a packed layer"):
+        whole(torch.zeros(3, 1, 4, 6), torch.zeros(3, 1, 5, 4), [5, 7])
+
+
+def sharded_experts(kit: Any) -> Any:
+    layer = kit.experts()
+    layer.fully_sharded = True
+    return layer
+
+
+def experts_elsewhere(kit: Any) -> Any:
+    layer = kit.experts("FusedMoE3DWithLoRA", 1)
+    layer.use_ep = True
+    return layer
+
+
+def adapters_of_bytes(kit: Any) -> Any:
+    layer = kit.linear("RowParallelLinearWithLoRA", (8,))
+    layer.lora_a_stacked = tuple(stack.char() for stack in layer.lora_a_stacked)
+    return layer
+
+
+@pytest.mark.parametrize(
+    ("make", "reason"),
+    [
+        (sharded_experts, "fully sharded"),
+        (experts_elsewhere, "expert parallel"),
+        (adapters_of_bytes, "adapters of torch.int8"),
+        (lambda kit: kit.linear("ColumnParallelLinearWithShardedLoRA"), "of no known class"),
+        (lambda kit: kit.linear("VocabParallelEmbeddingWithLoRA"), "of no known class"),
+    ],
+)
+def test_a_layer_that_is_not_served_keeps_its_stacks_and_gets_vllms_methods(
+    plain: Any, kit: Any, make: Any, reason: str
+) -> None:
+    layer = make(kit)
+    stacks = [layer.lora_a_stacked, layer.lora_b_stacked]
+    assert refusal(layer) == reason
+    wrapper = adopt(layer, plain.wrapper)
+    assert type(wrapper) is kit.wrapper
+    assert [layer.lora_a_stacked, layer.lora_b_stacked] == stacks
+    # it sees each step as the wrapper does
+    plain.step((0, -1))
+    assert wrapper.token_lora_indices.tolist() == [0, -1]
+    wrapper.add_lora_linear()
+    assert plain.wrapper.own_calls == ["linear"]
+
+
+def test_one_line_names_the_layers_that_keep_vllms_kernels(
+    plain: Any, kit: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    for name in ("QKVParallelLinearWithLoRA", "QKVParallelLinearWithLoRA", "UnknownWithLoRA"):
+        adopt(kit.linear(name), plain.wrapper)
+    adopt(sharded_experts(kit), plain.wrapper)
+    with caplog.at_level(logging.INFO, logger=LOGGER.name):
+        plain.step((0,))
+        plain.step((-1,))
+    assert [record.getMessage() for record in caplog.records] == [
+        "lorakernels serves 2 QKVParallelLinearWithLoRA. vLLM's kernels serve "
+        "1 FusedMoEWithLoRA (fully sharded); 1 UnknownWithLoRA (of no known class)."
+    ]
+
+
+def test_two_wrappers_share_nothing(plain: Any, kit: Any, make_linear: Any) -> None:
+    tower = kit.server(kit.wrapper)
+    text_layer, tower_layer = make_linear(plain), make_linear(tower)
+    text_layer.load(0, seed=1)
+    tower_layer.load(1, seed=2)
+    plain.step((0, -1, 0))
+    tower.step((-1, 1))
+    text_layer.check((0, -1, 0))
+    tower_layer.check((-1, 1))
+    assert sum(plain.wrapper.adoption.served.values()) == 1

@@ -1,0 +1,173 @@
+"""Linear layers and logits of vLLM with the plug-in's methods: rows get their own adapter, whatever
+the step before was, however far a graph pads a step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from loragate.core.machine import select_interpreter
+
+select_interpreter()
+
+from lorakernels.integrations.vllm.launches import launch_counts  # noqa: E402
+
+MIXED = (0, -1, 2, 2, -1, 1, 0)
+
+
+@pytest.fixture
+def linear(server: Any, make_linear: Any) -> Any:
+    made = make_linear(server)
+    made.load(0, seed=10)
+    made.load(2, seed=20, rank=3)
+    return made
+
+
+def test_each_row_gets_its_own_adapter_and_a_base_row_none(server: Any, linear: Any) -> None:
+    linear.load(1, seed=30, rank=1)
+    server.step(MIXED)
+    linear.check(MIXED)
+
+
+@pytest.mark.parametrize("widths", [(20,), (20, 12), (16, 8, 8)])
+def test_a_layer_may_have_any_number_of_slices(
+    server: Any, make_linear: Any, widths: tuple[int, ...]
+) -> None:
+    made = make_linear(server, widths)
+    for slot in range(3):
+        made.load(slot, seed=11 * slot)
+    server.step(MIXED)
+    made.check(MIXED)
+
+
+def test_a_slot_is_reloaded_and_emptied_in_place(server: Any, linear: Any) -> None:
+    server.step(MIXED)
+    linear.check(MIXED)
+    linear.load(0, seed=99, rank=2)
+    linear.check(MIXED)
+    linear.evict(2)
+    linear.check(MIXED)
+    linear.load(2, seed=98)
+    linear.check(MIXED)
+
+
+def test_a_step_follows_another_one_of_any_mapping(server: Any, linear: Any) -> None:
+    for slots in (MIXED, (-1,) * 5, (2,), (-1, 0), (0, -1), MIXED[::-1], (-1,), MIXED):
+        server.step(slots)
+        linear.check(slots)
+
+
+@pytest.mark.parametrize(("live", "rows"), [(9, 9), (120, 136), (30, 1030), (2040, 2056)])
+def test_a_padded_step_has_the_tiles_of_its_padded_rows(
+    make_server: Callable[..., Any], make_linear: Any, live: int, rows: int
+) -> None:
+    server = make_server(rows=2100)
+    linear = make_linear(server, (5,))
+    linear.load(1, seed=3)
+    # the tables of every height are those of this step, not of the one before
+    for slots in ([1] * (live - 3), [-1, 1, 1] + [-1] * (live - 5) + [1, -1]):
+        server.step(slots)
+        linear.check(slots, rows=rows)
+
+
+def test_a_server_that_slept_and_lost_its_memory_is_served(server: Any, linear: Any) -> None:
+    server.step(MIXED)
+    linear.check(MIXED)
+    for lost in (*server.wrapper._constants, *server.wrapper.token_step.tensors):
+        lost.fill_(1000)
+    server.step(MIXED)
+    linear.load(0, seed=5)
+    linear.check(MIXED)
+
+
+def test_fewer_rows_than_are_mapped_are_refused(server: Any, linear: Any) -> None:
+    server.step(MIXED)
+    with pytest.raises(ValueError, match="x must have the 7 rows that are mapped"):
+        linear.layer(torch.zeros(6, 24))
+
+
+def test_more_rows_than_the_server_was_set_up_for_are_refused(server: Any, linear: Any) -> None:
+    server.step(MIXED)
+    with pytest.raises(ValueError, match="as the server was set up for"):
+        linear.layer(torch.zeros(3000, 24))
+
+
+def test_a_scale_that_is_not_in_b_is_refused(server: Any, linear: Any) -> None:
+    server.step(MIXED)
+    layer = linear.layer
+    stacks = (layer.lora_a_stacked, layer.lora_b_stacked)
+    with pytest.raises(ValueError, match="scale must be 1"):
+        server.wrapper.add_lora_linear(
+            torch.zeros(7, 32), torch.zeros(7, 24), *stacks, 0.5, (20, 12)
+        )
+
+
+def test_a_step_without_adapters_launches_nothing(server: Any, linear: Any) -> None:
+    server.step(MIXED)
+    linear.check(MIXED)
+    server.step((-1, -1))
+    linear.check((-1, -1))
+    counts = launch_counts()["linear"]
+    assert (counts.launched, counts.captured, counts.left_out) == (1, 0, 1)
+
+
+@pytest.fixture
+def stacks() -> tuple[torch.Tensor, torch.Tensor]:
+    """A head of 10 words, whose logits are padded to 16."""
+    generator = torch.Generator().manual_seed(4)
+    return (
+        torch.randn(3, 1, 4, 24, generator=generator),
+        torch.randn(3, 1, 10, 4, generator=generator),
+    )
+
+
+def check_logits(server: Any, stacks: Any, slots: tuple[int, ...]) -> None:
+    a, b = stacks
+    x = torch.randn(len(slots), 24, generator=torch.Generator().manual_seed(6))
+    y, wanted = torch.ones(len(slots), 16), torch.ones(len(slots), 16)
+    for row, slot in enumerate(slots):
+        if slot >= 0:
+            wanted[row, :10] += b[slot, 0] @ (a[slot, 0] @ x[row])
+    server.wrapper.add_lora_logits(y, x, a, b, 1.0)
+    torch.testing.assert_close(y, wanted, rtol=1e-4, atol=1e-4)
+
+
+def test_logits_have_the_adapters_of_the_samples(server: Any, stacks: Any) -> None:
+    server.step((0, 0, 0, 1, 1, -1), samples=(2, -1, 1))
+    check_logits(server, stacks, (2, -1, 1))
+    assert launch_counts()["logits"].launched == 1
+
+
+def test_logits_of_a_prompt_have_the_adapters_of_the_first_samples(
+    server: Any, stacks: Any
+) -> None:
+    server.step((0, 1, 2, 1), samples=(1, 0, 2, 2))
+    check_logits(server, stacks, (1, 0))
+    check_logits(server, stacks, (1, 0, 2, 2))
+
+
+def test_samples_may_lack_adapters_that_rows_have(server: Any, stacks: Any) -> None:
+    server.step((0, 1), samples=(-1,))
+    check_logits(server, stacks, (-1,))
+    assert launch_counts()["logits"].left_out == 1
+
+
+def test_logits_of_a_higher_precision_are_left_to_vllm(plain: Any) -> None:
+    plain.step((0,))
+    y, x = torch.zeros(1, 8), torch.zeros(1, 4).half()
+    a, b = torch.zeros(3, 1, 4, 4).half(), torch.zeros(3, 1, 8, 4).half()
+    plain.wrapper.add_lora_logits(y, x, a, b, 1.0)
+    assert plain.wrapper.own_calls == ["logits"]
+    assert launch_counts()["logits"].launched == 0
+
+
+def test_outputs_of_a_higher_precision_are_left_to_vllm_by_layers_of_one_slice(plain: Any) -> None:
+    plain.step((0,))
+    y, x = torch.zeros(1, 8), torch.zeros(1, 4).half()
+    a, b = (torch.zeros(3, 1, 4, 4).half(),), (torch.zeros(3, 1, 8, 4).half(),)
+    plain.wrapper.add_lora_linear(y, x, a, b, 1.0, (8,))
+    assert plain.wrapper.own_calls == ["linear"]
+    assert launch_counts()["linear"].launched == 0
