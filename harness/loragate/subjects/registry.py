@@ -59,6 +59,11 @@ SUBJECTS: Mapping[str, RegisteredSubject] = MappingProxyType(
                 compiles=False,
             ),
             RegisteredSubject(
+                name="transformers",
+                target="loragate.subjects.transformers.subject:TransformersSubject",
+                compiles=False,
+            ),
+            RegisteredSubject(
                 name="vllm",
                 target="loragate.subjects.vllm.subject:VllmSubject",
                 findings=True,

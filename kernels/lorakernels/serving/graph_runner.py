@@ -68,6 +68,8 @@ class GraphRunner:
         # the tensors that the graphs read, by name: kept, so that their memory stays theirs
         self._captured: dict[str, Tensor] = {}
         self._unchecked: set[GraphKey] = set()
+        # of all graphs since they were made
+        self.replays = 0
 
     @property
     def can_capture(self) -> bool:
@@ -129,6 +131,7 @@ class GraphRunner:
         if key in self._unchecked:
             self.check_addresses()
             self._unchecked.remove(key)
+        self.replays += 1
         with on_device_of(self._inputs.block):
             return self._graphs[key].replay()[:num_live]
 

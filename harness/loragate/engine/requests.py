@@ -1,0 +1,55 @@
+"""What the checks of an engine need of it, and nothing of how it works. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """A prompt for one adapter, by the name it was loaded under; None is the base model.
+
+    Exactly `new_tokens` tokens are wanted, whatever they are: each is the most likely one.
+    """
+
+    prompt: tuple[int, ...]
+    adapter: str | None
+    new_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """The new tokens of a request, without its prompt."""
+
+    tokens: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class EngineCounts:
+    """What an engine did since it was started; None is what it cannot say."""
+
+    drafts_accepted: int | None
+    drafts_rejected: int | None
+    graphs_replayed: int | None
+    kernels_launched: int | None
+
+
+class Engine(Protocol):
+    """A model that is served with adapters.
+
+    All requests of a call to `generate` are served together, and the completions are in their
+    order. Loading under a name that is taken replaces the adapter.
+    """
+
+    def load(self, name: str, folder: Path) -> None: ...
+
+    def unload(self, name: str) -> None: ...
+
+    def generate(self, requests: Sequence[Request]) -> list[Completion]: ...
+
+    def counts(self) -> EngineCounts: ...
+
+    def close(self) -> None: ...
