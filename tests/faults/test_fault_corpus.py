@@ -12,12 +12,13 @@ from loragate.faults.gate_contents import GateContents, UnknownItem, gate_conten
 from loragate.faults.model import Control, Fault, GateItem, Needs, Part
 from loragate.faults.planting import check_anchor, package_folder
 from loragate.matrix.case import Tier
+from loragate.matrix.engine_case import ENGINE_ORACLES
 from loragate.records.results import read_section
 
 RECORD = "ci/results/cpu.json"
 EDITED = [planted for planted in (*FAULTS, *CONTROLS) if planted.edit is not None]
 # queued steps can only be late on a GPU
-WITHOUT_GPU = set(OracleName) - {OracleName.QUEUE}
+WITHOUT_GPU = set(OracleName) - {OracleName.QUEUE} - ENGINE_ORACLES
 # of the cases with two streams; each is shown alone by faults of linear layers
 OF_STREAMS = {
     OracleName.RACE,

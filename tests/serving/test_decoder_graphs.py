@@ -183,7 +183,9 @@ for kind in KINDS:
         for name, rank, seed in (("one", 4, 1), ("four", 7, 4)):
             drafting.slots.activate(adapter(drafting, name, rank, seed))
         # drafts of a text that the request has as an answer: some are right
-        texts = [Request((*r.prompt, *a, *r.prompt), r.adapter) for r, a in zip(requests, answers[1])]
+        texts = [
+            Request((*r.prompt, *a, *r.prompt), r.adapter) for r, a in zip(requests, answers[1])
+        ]
         found = generate(drafting, texts, config, drafter=NgramDrafts())
         wanted = generate(eager, texts, config)
         equal = [one == other for one, other in zip(found, wanted)]

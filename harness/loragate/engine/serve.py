@@ -1,7 +1,7 @@
 """`python -m loragate.engine.serve TARGET CHANNEL`: the process of an engine.
 
 It reads an order and then calls from a socket, and answers each of them before it reads the next.
-It ends when the engine is closed, and when nobody is left at the other end.
+It inherits the environment, and with it the choice of Triton's interpreter. It ends when the engine is closed, and when nobody is left at the other end.
 """
 
 from __future__ import annotations
@@ -13,13 +13,10 @@ from importlib import import_module
 from multiprocessing.connection import Connection
 from typing import Any
 
-from loragate.core.machine import select_interpreter
 from loragate.engine.order import Answer, Call, EngineOrder
 
 
 def main(target: str, channel: int) -> None:
-    # kernels may only be imported once the interpreter is selected
-    select_interpreter()
     connection = Connection(channel)
     order = connection.recv()
     assert isinstance(order, EngineOrder)

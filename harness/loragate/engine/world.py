@@ -31,6 +31,13 @@ _DTYPES = {Dtype.FP16: torch.float16, Dtype.BF16: torch.bfloat16, Dtype.FP32: to
 _LANGUAGES = {Model.DENSE: Language(cycles=4), Model.MOE: Language(cycles=8, experts=2)}
 # an answer is longer than its sample, so that an n-gram leads beyond the sample
 _NEW_TOKENS, _SAMPLE = 4, 2
+_MLP = frozenset({"gate_proj", "up_proj", "down_proj"})
+_PROJECTIONS = {
+    Targets.ATTENTION: frozenset({"q_proj", "k_proj", "v_proj", "o_proj"}),
+    Targets.MLP: _MLP,
+    Targets.EXPERTS: _MLP,
+    Targets.LM_HEAD: frozenset({"lm_head"}),
+}
 # a prompt whose prefix is kept fills a block of any engine
 _FILLER = 40
 # beyond the slots, where adapters must replace each other
@@ -102,7 +109,13 @@ def build_world(case: Case, seed: int, root: Path) -> World:
         rank = max(2, case.rank - number)
         folders[speaker.name] = root / speaker.name
         write_adapter(
-            folders[speaker.name], language, speaker, rank=rank, alpha=1.5 * rank, seed=number
+            folders[speaker.name],
+            language,
+            speaker,
+            rank=rank,
+            alpha=1.5 * rank,
+            seed=number,
+            targets=_PROJECTIONS.get(case.targets),
         )
     names = [speaker.name for speaker in speakers]
     active = _active(case.active, names[:count])

@@ -64,6 +64,10 @@ SUBJECTS: Mapping[str, RegisteredSubject] = MappingProxyType(
                 compiles=False,
             ),
             RegisteredSubject(
+                name="vllm_lorakernels",
+                target="loragate.subjects.vllm.with_plugin:VllmWithPlugin",
+            ),
+            RegisteredSubject(
                 name="vllm",
                 target="loragate.subjects.vllm.subject:VllmSubject",
                 findings=True,
