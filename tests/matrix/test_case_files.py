@@ -89,8 +89,8 @@ def test_all_problems_of_a_file_are_reported_at_once(write: Write) -> None:
     oracles = (
         "reference, exact, base_rows, canary, repeat, permute, sequence, guard, compile, "
         "isolation, range, work, batch_invariance, queue, graph, race, "
-        "schedule, overlap, hot_path, "
-        "inventory"
+        "schedule, overlap, hot_path, inventory, "
+        "tokens, engine_properties, liveness"
     )
     keys = "tier, oracles, rows, timeout_s, exclude, include, sample"
     slices = "a list of integers >= 1, such as [48, 16, 16]"

@@ -25,6 +25,7 @@ from loragate.faults.corpus import (
     new_oracles,
     operator,
     serving_decoder,
+    serving_drafts,
     serving_graphs,
     shrink,
     streams,
@@ -57,6 +58,7 @@ FAULTS: tuple[Fault, ...] = (
     *moe_streams.FAULTS,
     *serving_decoder.FAULTS,
     *serving_graphs.FAULTS,
+    *serving_drafts.FAULTS,
 )
 
 CONTROLS: tuple[Control, ...] = (*controls.CONTROLS, *moe_controls.CONTROLS)
