@@ -6,7 +6,7 @@ import pytest
 
 from loragate.core.checkout import project_root
 from loragate.core.verdict import OracleName
-from loragate.faults.corpus import ALONE, CONTROLS, FAULTS, SLICE_CONTROLS
+from loragate.faults.corpus import ALONE, ALONE_IN_ENGINES, CONTROLS, FAULTS, SLICE_CONTROLS
 from loragate.faults.corpus.killers import ITEMS, KILLERS
 from loragate.faults.gate_contents import GateContents, UnknownItem, gate_contents
 from loragate.faults.model import Control, Fault, GateItem, Needs, Part
@@ -121,6 +121,11 @@ def test_every_oracle_has_a_fault_that_only_it_detects_without_a_gpu() -> None:
         wanted = WITHOUT_GPU - OF_STREAMS if is_moe else WITHOUT_GPU
         assert {fault.killers[0].by for fault in alone} == wanted
         assert {fault.needs for fault in alone} == {Needs.CPU}
+
+
+def test_every_oracle_of_engines_has_a_fault_that_only_it_detects(gate: GateContents) -> None:
+    assert {fault.killers[0].by for fault in ALONE_IN_ENGINES} == ENGINE_ORACLES
+    assert all(_oracles(fault, gate) == ENGINE_ORACLES for fault in ALONE_IN_ENGINES)
 
 
 def test_a_fault_that_only_one_oracle_detects_is_shown_to_all_of_them(gate: GateContents) -> None:

@@ -92,8 +92,11 @@ def test_each_token_of_a_request_has_its_slot_and_places_without_a_draft_have_no
 
     monkeypatch.setattr(verifying.runner, "run", noting)
     verifying.verify([[8, 1], [6], [5, 3, 2]], [3, 1, 0], [1, 0, -1])
-    slots = [1, 1, -1, 0, -1, -1, -1, -1, -1]
-    assert noted == [(slots, [3, 4, 5, 1, 2, 3, 0, 1, 2], 3)]
+    verifying.verify([[8], [6, 1], [5]], [3, 1, 0], [0, -1, 1])
+    first = [1, 1, -1, 0, -1, -1, -1, -1, -1]
+    second = [0, -1, -1, -1, -1, -1, 1, -1, -1]
+    positions = [3, 4, 5, 1, 2, 3, 0, 1, 2]
+    assert noted == [(first, positions, 3), (second, positions, 3)]
 
 
 def test_answers_with_both_kinds_of_drafts_are_those_without_drafts() -> None:

@@ -1,7 +1,8 @@
 """`python -m loragate.engine.serve TARGET CHANNEL`: the process of an engine.
 
 It reads an order and then calls from a socket, and answers each of them before it reads the next.
-It inherits the environment, and with it the choice of Triton's interpreter. It ends when the engine is closed, and when nobody is left at the other end.
+It inherits the environment, and with it the choice of Triton's interpreter. It ends when the engine
+is closed, and when nobody is left at the other end.
 """
 
 from __future__ import annotations

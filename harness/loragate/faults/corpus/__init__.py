@@ -32,6 +32,7 @@ from loragate.faults.corpus import (
     weights,
 )
 from loragate.faults.model import Control, Fault, Needs
+from loragate.matrix.engine_case import ENGINE_ORACLES
 
 FAULTS: tuple[Fault, ...] = (
     *metadata.FAULTS,
@@ -65,7 +66,10 @@ CONTROLS: tuple[Control, ...] = (*controls.CONTROLS, *moe_controls.CONTROLS)
 
 # what every test run plants: for each oracle a fault of a linear layer and one of a MoE layer
 # that only this oracle detects
-ALONE = tuple(fault for fault in FAULTS if fault.only and fault.needs is Needs.CPU)
+_ONLY = [fault for fault in FAULTS if fault.only and fault.needs is Needs.CPU]
+ALONE = tuple(fault for fault in _ONLY if fault.killers[0].by not in ENGINE_ORACLES)
+# the same for whole models; an engine takes too long to be planted in every test run
+ALONE_IN_ENGINES = tuple(fault for fault in _ONLY if fault not in ALONE)
 SLICE_CONTROLS = CONTROLS[:1]
 
-__all__ = ["ALONE", "CONTROLS", "FAULTS", "SLICE_CONTROLS"]
+__all__ = ["ALONE", "ALONE_IN_ENGINES", "CONTROLS", "FAULTS", "SLICE_CONTROLS"]

@@ -10,6 +10,7 @@ _speculation = planting("lorakernels.serving.speculation", Group.DRAFTS)
 _decoder = planting("lorakernels.serving.decoder", Group.DRAFTS)
 _cache = planting("lorakernels.serving.cache", Group.DRAFTS)
 _runner = planting("lorakernels.serving.graph_runner", Group.DRAFTS)
+_slots = planting("lorakernels.adapters.slots", Group.DRAFTS)
 
 _ROWS = "            rows[row, : len(own)] = slot\n"
 _ACCEPTED = "            count = accepted_drafts(own, chosen)\n"
@@ -29,6 +30,7 @@ FAULTS = (
         "            rows[row, 0] = slot\n",
         source="vllm #42120",
         why="The mapping has one entry for each request where each of its rows needs one.",
+        only=True,
     ),
     _decoder(
         "place-without-a-draft-has-the-slot-of-its-request",
@@ -126,9 +128,9 @@ FAULTS = (
     _speculation(
         "drafts-without-the-adapter-of-the-request",
         "            return self._decoder.slots.slot_of(adapter)\n",
-        "            return self._decoder.slots.slot_of(adapter) and -1\n",
+        "            self._decoder.slots.slot_of(adapter)\n            return -1\n",
         source="own",
-        why="The model that drafts ignores most adapters, and most drafts are rejected.",
+        why="The model that drafts ignores the adapter, and most drafts are rejected.",
     ),
     _speculation(
         "ngram-followed-by-itself",
@@ -136,6 +138,17 @@ FAULTS = (
         "                    return list(tokens[start:][:count])\n",
         source="own",
         why="A request drafts the tokens that it has just said, and all drafts are rejected.",
+        only=True,
+    ),
+    _slots(
+        "adapter-loaded-again-keeps-its-weights",
+        "        bound = bind(adapter, {",
+        "        if adapter.name in self._residents:\n"
+        "            return self._residents[adapter.name].slot\n"
+        "        bound = bind(adapter, {",
+        source="vllm #38606",
+        why="An adapter that is loaded under a name that is taken changes nothing.",
+        only=True,
     ),
     _runner(
         "wide-graph-of-decode-steps",
