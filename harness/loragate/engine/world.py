@@ -155,9 +155,18 @@ def _batch(
     """One prompt for the base model and all active adapters, and one more for the last of these."""
     base, by_name = language.base(), {speaker.name: speaker for speaker in speakers}
     users: list[Speaker] = [base, *(by_name[name] for name in active)]
-    shared, own = (draw_prompt(language, [base, *speakers], random) for _ in range(2))
+    shared, own = (_draw_prompt(language, [base, *speakers], random) for _ in range(2))
     asked = [_ask(case, language, shared, user, random) for user in users]
     return [*asked, _ask(case, language, own, users[-1], random)]
+
+
+def _draw_prompt(language: Language, everyone: Sequence[Speaker], random: Random) -> Prompt:
+    """A prompt after which nobody repeats its word: a draft of that word would be right."""
+    while True:
+        prompt = draw_prompt(language, everyone, random)
+        words = {language.next_word(prompt, prompt.word, speaker) for speaker in everyone}
+        if prompt.word not in words:
+            return prompt
 
 
 def _ask(case: Case, language: Language, prompt: Prompt, speaker: Speaker, random: Random) -> Asked:
