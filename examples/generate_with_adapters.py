@@ -4,6 +4,8 @@
         a tiny model and two adapters made on the spot: prints tokens
     python examples/generate_with_adapters.py CHECKPOINT DIR DIR --prompt "Once upon a time"
         folders of a Qwen3, Qwen3-MoE or Qwen3-Next checkpoint and of adapters: prints text
+    python examples/generate_with_adapters.py --drafts 3
+        with drafts: up to three tokens that followed the same words before are verified in a step
 
 Without a GPU the kernels run in Triton's interpreter, which is for tiny models only.
 """
@@ -33,6 +35,7 @@ from lorakernels.adapters.peft_folder import read_peft_folder
 from lorakernels.runtime import interpreter
 from lorakernels.serving.decoder import Decoder
 from lorakernels.serving.generation import Request, generate
+from lorakernels.serving.speculation import NgramDrafts
 from lorakernels.serving.tiny import tiny_model
 
 DEVICE = "cpu" if interpreter.is_on() else "cuda"
@@ -64,7 +67,11 @@ def write_example(folder: Path, model: PreTrainedModel, rank: int, seed: int) ->
 
 
 def serve(
-    model: PreTrainedModel, adapters: list[Adapter], prompt: list[int], max_new_tokens: int
+    model: PreTrainedModel,
+    adapters: list[Adapter],
+    prompt: list[int],
+    max_new_tokens: int,
+    num_drafts: int,
 ) -> dict[str, list[int]]:
     """The answer of the base model and of each adapter, all decoded together."""
     names = [adapter.name for adapter in adapters]
@@ -79,16 +86,19 @@ def serve(
         max_prompt_tokens=len(prompt) * len(requests),
         lm_head=any("lm_head" in adapter.modules for adapter in adapters),
         graph_sizes=range(1, len(requests) + 1),
+        num_drafts=num_drafts,
     )
     # on a GPU; adapters are loaded afterwards, as they may be at any time
     decoder.capture()
     for adapter in adapters:
         print(f"{adapter.name}: slot {decoder.slots.activate(adapter)}")
-    answers = generate(decoder, requests, GenerationConfig(max_new_tokens=max_new_tokens))
+    config = GenerationConfig(max_new_tokens=max_new_tokens)
+    drafter = NgramDrafts() if num_drafts else None
+    answers = generate(decoder, requests, config, drafter=drafter)
     return dict(zip(("base", *names), answers, strict=True))
 
 
-def run_tiny(max_new_tokens: int) -> None:
+def run_tiny(max_new_tokens: int, num_drafts: int) -> None:
     model = tiny_model("qwen3")
     with tempfile.TemporaryDirectory() as scratch:
         folders = [
@@ -97,11 +107,14 @@ def run_tiny(max_new_tokens: int) -> None:
         ]
         adapters = [read_peft_folder(folder) for folder in folders]
     print(f"prompt: {TINY_PROMPT}")
-    for name, tokens in serve(model, adapters, TINY_PROMPT, max_new_tokens).items():
+    answers = serve(model, adapters, TINY_PROMPT, max_new_tokens, num_drafts)
+    for name, tokens in answers.items():
         print(f"answer of {name}: {tokens}")
 
 
-def run_checkpoint(checkpoint: Path, folders: list[Path], prompt: str, max_new_tokens: int) -> None:
+def run_checkpoint(
+    checkpoint: Path, folders: list[Path], prompt: str, max_new_tokens: int, num_drafts: int
+) -> None:
     adapters = [read_peft_folder(folder) for folder in folders]
     options = {"local_files_only": True, "trust_remote_code": False}
     tokenizer = AutoTokenizer.from_pretrained(checkpoint, **options)
@@ -110,7 +123,7 @@ def run_checkpoint(checkpoint: Path, folders: list[Path], prompt: str, max_new_t
     )
     ids = tokenizer(prompt)["input_ids"]
     print(f"prompt: {prompt}")
-    for name, tokens in serve(model, adapters, ids, max_new_tokens).items():
+    for name, tokens in serve(model, adapters, ids, max_new_tokens, num_drafts).items():
         print(f"answer of {name}: {tokenizer.decode(tokens, skip_special_tokens=True)!r}")
         print(f"  tokens: {tokens}")
 
@@ -121,11 +134,14 @@ def main() -> None:
     parser.add_argument("adapters", nargs="*", type=Path)
     parser.add_argument("--prompt", default="Once upon a time")
     parser.add_argument("--max-new-tokens", type=int, default=8)
+    parser.add_argument("--drafts", type=int, default=0, help="most drafts of a step, 0 for none")
     given = parser.parse_args()
     if given.checkpoint is None:
-        run_tiny(given.max_new_tokens)
+        run_tiny(given.max_new_tokens, given.drafts)
     elif given.adapters:
-        run_checkpoint(given.checkpoint, given.adapters, given.prompt, given.max_new_tokens)
+        run_checkpoint(
+            given.checkpoint, given.adapters, given.prompt, given.max_new_tokens, given.drafts
+        )
     else:
         parser.error("give the folder of an adapter beside that of the checkpoint")
 

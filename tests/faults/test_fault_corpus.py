@@ -6,18 +6,19 @@ import pytest
 
 from loragate.core.checkout import project_root
 from loragate.core.verdict import OracleName
-from loragate.faults.corpus import ALONE, CONTROLS, FAULTS, SLICE_CONTROLS
+from loragate.faults.corpus import ALONE, ALONE_IN_ENGINES, CONTROLS, FAULTS, SLICE_CONTROLS
 from loragate.faults.corpus.killers import ITEMS, KILLERS
 from loragate.faults.gate_contents import GateContents, UnknownItem, gate_contents
 from loragate.faults.model import Control, Fault, GateItem, Needs, Part
 from loragate.faults.planting import check_anchor, package_folder
 from loragate.matrix.case import Tier
+from loragate.matrix.engine_case import ENGINE_ORACLES
 from loragate.records.results import read_section
 
 RECORD = "ci/results/cpu.json"
 EDITED = [planted for planted in (*FAULTS, *CONTROLS) if planted.edit is not None]
 # queued steps can only be late on a GPU
-WITHOUT_GPU = set(OracleName) - {OracleName.QUEUE}
+WITHOUT_GPU = set(OracleName) - {OracleName.QUEUE} - ENGINE_ORACLES
 # of the cases with two streams; each is shown alone by faults of linear layers
 OF_STREAMS = {
     OracleName.RACE,
@@ -120,6 +121,11 @@ def test_every_oracle_has_a_fault_that_only_it_detects_without_a_gpu() -> None:
         wanted = WITHOUT_GPU - OF_STREAMS if is_moe else WITHOUT_GPU
         assert {fault.killers[0].by for fault in alone} == wanted
         assert {fault.needs for fault in alone} == {Needs.CPU}
+
+
+def test_every_oracle_of_engines_has_a_fault_that_only_it_detects(gate: GateContents) -> None:
+    assert {fault.killers[0].by for fault in ALONE_IN_ENGINES} == ENGINE_ORACLES
+    assert all(_oracles(fault, gate) == ENGINE_ORACLES for fault in ALONE_IN_ENGINES)
 
 
 def test_a_fault_that_only_one_oracle_detects_is_shown_to_all_of_them(gate: GateContents) -> None:

@@ -25,13 +25,16 @@ FIELD = """\
     lanes: Annotated[Lanes, Axis(sites=_DENSE | _DELTA)] = Lanes.ONE
     # how the case is run"""
 VALUES = """\
+from enum import StrEnum
+
+
 class Lanes(StrEnum):
     ONE = "one"
     TWO = "two"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Case:"""
+class Case(EngineAxes):"""
 SKIP = """
 import sys
 from dataclasses import replace
@@ -67,7 +70,7 @@ def with_new_axis(tmp_path_factory: pytest.TempPathFactory) -> Run:
     text = module.read_text()
     for old, new in (
         ("    # how the case is run", FIELD),
-        ("@dataclass(frozen=True, slots=True, kw_only=True)\nclass Case:", VALUES),
+        ("@dataclass(frozen=True, slots=True, kw_only=True)\nclass Case(EngineAxes):", VALUES),
     ):
         assert text.count(old) == 1
         text = text.replace(old, new)

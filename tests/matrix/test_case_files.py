@@ -79,7 +79,8 @@ def test_all_problems_of_a_file_are_reported_at_once(write: Write) -> None:
         extra: 1
         """)
     axes = (
-        "tokens, in_features, slices, rank, slots, dtype, "
+        "model, speculation, graphs, specialize, active, prefix_caching, prefill, targets, "
+        "logprobs, tokens, in_features, slices, rank, slots, dtype, "
         "mix, ranks, layout, execution, parallel, tp, "
         "experts, top_k, source, routing, expert_map, sharing, router, write, path, "
         "ep, quantisation, ids, bias, cut, heads, input_dims, spare_rows, streams, "
@@ -88,15 +89,15 @@ def test_all_problems_of_a_file_are_reported_at_once(write: Write) -> None:
     oracles = (
         "reference, exact, base_rows, canary, repeat, permute, sequence, guard, compile, "
         "isolation, range, work, batch_invariance, queue, graph, race, "
-        "schedule, overlap, hot_path, "
-        "inventory"
+        "schedule, overlap, hot_path, inventory, "
+        "tokens, engine_properties, liveness"
     )
     keys = "tier, oracles, rows, timeout_s, exclude, include, sample"
     slices = "a list of integers >= 1, such as [48, 16, 16]"
     one = "groups.one"
     assert _reported(path) == [
         "bad.yaml:1: site: given 'dense_delt'; allowed: dense_delta, lora_linear, "
-        "moe_delta, moe_layer, gdn_in_proj; nearest: dense_delta",
+        "moe_delta, moe_layer, gdn_in_proj, engine; nearest: dense_delta",
         "bad.yaml:3: defaults.dtype: given 'bf61'; allowed: fp16, bf16, fp32; nearest: bf16",
         "bad.yaml:4: defaults.mix: given 2 values; allowed: one value, a list belongs in a row",
         f"bad.yaml:5: defaults.layuot: given unknown key 'layuot'; allowed: {axes}; "

@@ -12,6 +12,7 @@ from torch import Tensor
 from loragate.core.machine import Machine
 from loragate.core.verdict import Failure, OracleName, Verdict
 from loragate.matrix.case import Execution, Streams
+from loragate.matrix.engine_case import ENGINE_ORACLES
 from loragate.oracles import ORACLES
 from loragate.protocol import (
     BrokenProtocol,
@@ -30,6 +31,7 @@ JUDGES = [
     name
     for name in OracleName
     if name not in (OracleName.GUARD, OracleName.COMPILE, OracleName.WORK, OracleName.QUEUE)
+    and name not in ENGINE_ORACLES
 ]
 
 ORACLES_OF_STREAMS = (

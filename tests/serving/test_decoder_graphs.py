@@ -18,6 +18,7 @@ from lorakernels.runtime.graphs import Captured
 from lorakernels.serving import graph_runner
 from lorakernels.serving.decoder import Decoder
 from lorakernels.serving.generation import Request, generate
+from lorakernels.serving.speculation import NgramDrafts
 from lorakernels.serving.tiny import tiny_model
 
 SIZES = {"num_slots": 2, "rank": 2, "max_requests": 4, "max_length": 12, "max_prompt_tokens": 12}
@@ -62,6 +63,26 @@ def test_replayed_steps_with_padded_rows_give_the_tokens_of_eager_steps(
     assert len({len(answer) for answer in expected}) > 1
 
 
+def test_replayed_verifications_with_padded_requests_give_the_tokens_of_decode_steps(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def model() -> Any:
+        return tiny_model("qwen3", num_hidden_layers=1)
+
+    # texts that repeat, and one of which nothing can be drafted
+    requests = [Request(prompt) for prompt in ((3, 5, 3, 5, 3), (7, 7, 7), (11, 12))]
+    config = GenerationConfig(max_new_tokens=5, eos_token_id=[])
+    expected = generate(Decoder(model(), **SIZES), requests, config)
+    monkeypatch.setattr(graph_runner, "graph_module", lambda device: object())
+    monkeypatch.setattr(graph_runner, "GraphPool", RepeatingPool)
+    decoder = Decoder(model(), graph_sizes=[4], num_drafts=2, **(SIZES | {"max_prompt_tokens": 15}))
+    decoder.capture()
+    assert {(key.num_tokens, key.width) for key in decoder.runner.keys} == {(12, 3), (4, 1)}
+    before = RepeatingPool.replays
+    assert generate(decoder, requests, config, drafter=NgramDrafts()) == expected
+    assert RepeatingPool.replays > before
+
+
 SCRIPT = """
 import copy
 import torch
@@ -72,9 +93,10 @@ from lorakernels.layers.moe import FusedMoELoRA
 from lorakernels.moe.weights import ExpertFactors
 from lorakernels.serving.decoder import Decoder
 from lorakernels.serving.generation import Request, generate
+from lorakernels.serving.speculation import NgramDrafts
 from lorakernels.serving.tiny import tiny_model
 
-SIZES = dict(num_slots=3, rank=16, max_requests=6, max_length=32, max_prompt_tokens=48)
+SIZES = dict(num_slots=3, rank=16, max_requests=6, max_length=32, max_prompt_tokens=96)
 
 
 def adapter(decoder, name, rank, seed):
@@ -151,6 +173,23 @@ for kind in KINDS:
     requests = [Request(tuple(p), n) for p, n in zip(prompts, ("four", None, "one") * 2)]
     config = GenerationConfig(max_new_tokens=6)
     answers = [generate(decoder, requests, config) for decoder in decoders]
+    if decoders[0].takes_back:
+        drafting = Decoder(
+            copy.deepcopy(base).to("cuda"),
+            graph_sizes=(1, 2, 4, 6), lm_head=True, num_drafts=3, **SIZES
+        )
+        drafting.capture()
+        assert len(drafting.runner.keys) == 16, f"{kind}: captured {drafting.runner.keys}"
+        for name, rank, seed in (("one", 4, 1), ("four", 7, 4)):
+            drafting.slots.activate(adapter(drafting, name, rank, seed))
+        # drafts of a text that the request has as an answer: some are right
+        texts = [
+            Request((*r.prompt, *a, *r.prompt), r.adapter) for r, a in zip(requests, answers[1])
+        ]
+        found = generate(drafting, texts, config, drafter=NgramDrafts())
+        wanted = generate(eager, texts, config)
+        equal = [one == other for one, other in zip(found, wanted)]
+        assert sum(equal) >= 5, f"{kind}: with drafts {found}, without {wanted}"
     same = [one == other for one, other in zip(*answers)]
     # a token whose logit is nearly that of another may differ
     assert sum(same) >= 5, f"{kind}: answers {answers}"

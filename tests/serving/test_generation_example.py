@@ -19,7 +19,7 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_the_example_prints_a_different_answer_for_each_adapter() -> None:
-    done = run("--max-new-tokens", "3")
+    done = run("--max-new-tokens", "3", "--drafts", "2")
     assert done.returncode == 0, done.stderr
     answers = dict(
         line.removeprefix("answer of ").split(": ")

@@ -31,6 +31,26 @@ def test_all_sizes_are_captured_with_and_without_adapters_and_the_largest_first(
     assert rows == sorted(rows, reverse=True)
 
 
+@given(sizes=SIZES, width=st.integers(2, 6))
+def test_requests_of_several_rows_have_graphs_of_their_own(sizes: set[int], width: int) -> None:
+    keys = plan_keys(sizes, max_tokens=40 * width, widths=(1, width))
+    shapes = {(size * rows, rows) for size in sizes for rows in (1, width)}
+    assert {(key.num_tokens, key.width) for key in keys} == shapes
+    assert len(keys) == 4 * len(sizes)
+    rows = [key.num_tokens for key in keys]
+    assert rows == sorted(rows, reverse=True)
+    own = sorted(size * width for size in sizes)
+    for size in sizes:
+        key = choose_key(own, num_rows=size * width, has_adapters=True, width=width)
+        assert key == GraphKey(size * width, True, width)
+
+
+def test_sizes_are_numbers_of_requests_where_these_have_several_rows() -> None:
+    assert plan_keys([4], max_tokens=8, widths=(1, 2))
+    with pytest.raises(ValueError, match=r"sizes must be 1 to 4, which is max_tokens / 2 .got 5"):
+        plan_keys([5], max_tokens=8, widths=(1, 2))
+
+
 @pytest.mark.parametrize(
     ("sizes", "message"),
     [

@@ -33,6 +33,7 @@ from loragate.matrix.case import (
     Streams,
     Write,
 )
+from loragate.matrix.engine_case import Graphs
 from loragate.protocol import Guard, Trial, unsupported
 from loragate.run.trial import run_trial
 from loragate.subjects import find_subject
@@ -104,7 +105,10 @@ def test_it_supports_everything_in_the_interpreter() -> None:
     assert {axis: have.supports[axis] for axis in everything} == everything
     assert have.supports["rank"] == range(1, 513)
     # of the other axes all values are taken to be supported
-    assert have.supports.keys() == {*everything, "rank", "heads", "spare_rows"}
+    of_engines = {"model", "speculation", "graphs", "active", "targets"}
+    assert have.supports.keys() == {*everything, *of_engines, "rank", "heads", "spare_rows"}
+    # without a GPU
+    assert have.supports["graphs"] == {Graphs.NONE}
     assert have.deterministic
     assert have.skips_dead_ranks
     assert have.rank_per_slice

@@ -15,6 +15,7 @@ from loragate.core.machine import Machine, select_interpreter
 from loragate.core.verdict import ExitCode, OracleName, Verdict
 from loragate.matrix.axis import Unstated
 from loragate.matrix.case import AXES, Case, Dtype, Layout, Site
+from loragate.matrix.engine_case import ENGINE_ORACLES
 from loragate.protocol import Subject, Trial, unsupported
 from loragate.run.trial import run_trial
 from loragate.subjects import SUBJECTS, find_subject, registry
@@ -35,6 +36,7 @@ SKIPPED = {
     OracleName.OVERLAP: "the case runs on one stream",
     OracleName.HOT_PATH: "the subject promises nothing about what the host does",
     OracleName.INVENTORY: "without a GPU captures are modelled",
+    **dict.fromkeys(ENGINE_ORACLES, "judges engines"),
 }
 
 
@@ -114,7 +116,14 @@ def test_every_registered_subject_can_be_made() -> None:
 @pytest.mark.parametrize(
     ("name", "parts"),
     [
-        ("lorakernel", ["'lorakernel'", "lorakernels, torch, vllm", "did you mean 'lorakernels'?"]),
+        (
+            "lorakernel",
+            [
+                "'lorakernel'",
+                "lorakernels, torch, transformers, vllm, vllm_lorakernels",
+                "did you mean 'lorakernels'?",
+            ],
+        ),
         ("vlm", ["did you mean 'vllm'?"]),
         ("no_such_module:Subject", ["'no_such_module:Subject'", "no module 'no_such_module'"]),
         ("loragate.no_such:Subject", ["no module 'loragate.no_such'"]),

@@ -45,6 +45,10 @@ class Failure(StrEnum):
     NOT_REFUSED = "not_refused"
     RECOMPILED = "recompiled"
     RESOURCES_GREW = "resources_grew"
+    # of an engine: less of something happened than the case asks for, such as drafts
+    IDLE = "idle"
+    # an engine that did not start, which says nothing about what it serves
+    NOT_STARTED = "not_started"
     # what the subject answered is not what the protocol allows
     BROKEN_PROTOCOL = "broken_protocol"
     EXCEPTION = "exception"
@@ -77,6 +81,9 @@ class OracleName(StrEnum):
     OVERLAP = "overlap"
     HOT_PATH = "hot_path"
     INVENTORY = "inventory"
+    TOKENS = "tokens"
+    ENGINE_PROPERTIES = "engine_properties"
+    LIVENESS = "liveness"
 
 
 @dataclass(frozen=True, slots=True)

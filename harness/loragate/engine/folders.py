@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -106,14 +106,25 @@ def _hybrid_config(language: Language) -> dict[str, Any]:
 
 
 def write_adapter(
-    folder: Path, language: Language, speaker: Speaker, *, rank: int, alpha: float, seed: int = 0
+    folder: Path,
+    language: Language,
+    speaker: Speaker,
+    *,
+    rank: int,
+    alpha: float,
+    seed: int = 0,
+    targets: Collection[str] | None = None,
 ) -> None:
     """An adapter as PEFT saves it, in which all of `rank`, at least 2, ranks are used; the scale is
-    alpha / rank."""
+    alpha / rank. targets: names of projections, all where it is None; the others are left out."""
     folder.mkdir(parents=True, exist_ok=True)
     generator = torch.Generator().manual_seed(seed)
     tensors: dict[str, Tensor] = {}
-    deltas = adapter_deltas(language, speaker)
+    deltas = {
+        module: delta
+        for module, delta in adapter_deltas(language, speaker).items()
+        if targets is None or module.rpartition(".")[2] in targets
+    }
     for module, (b, a) in deltas.items():
         if module == "lm_head":
             b = _padded(b)

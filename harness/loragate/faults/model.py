@@ -35,6 +35,7 @@ class Group(StrEnum):
     DELTA_NET = "input of a gated delta net"
     ADAPTERS = "adapter files and activation"
     DECODER = "serving: decoder"
+    DRAFTS = "serving: drafts"
     ALIGN = "MoE: alignment of pairs"
     MOE_TWO_KERNEL = "MoE: shrink and expand"
     MOE_FUSED = "MoE: one launch for both"

@@ -72,7 +72,7 @@ class DeclaredAxis(Axis):
         return self.sites is None or site in self.sites
 
     def is_required_at(self, site: str) -> bool:
-        return self.default is MISSING or site in self.required_at
+        return self.at(site) and (self.default is MISSING or site in self.required_at)
 
     def is_sampled_at(self, site: str) -> bool:
         return self.at(site) or site in self.constant_at

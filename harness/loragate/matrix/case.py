@@ -7,231 +7,94 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from enum import StrEnum
 from functools import partial
 from typing import Annotated
 
 from loragate.core.verdict import OracleName
 from loragate.matrix.axis import Axis, DeclaredAxis, Unstated, declared_axes
+from loragate.matrix.axis_values import (
+    IN_PLACE_SITES,
+    LINEAR_SITES,
+    MAX_EXPERTS,
+    MAX_PARALLEL,
+    MAX_RANK,
+    MAX_SLOTS,
+    MAX_TOP_K,
+    MOE_SITES,
+    OPERATIONS,
+    Bias,
+    Cut,
+    Dtype,
+    Execution,
+    ExpertMap,
+    Ids,
+    Layout,
+    Mix,
+    Parallel,
+    Path,
+    Products,
+    Quantisation,
+    Ranks,
+    RouterWeights,
+    Routing,
+    Sharing,
+    Site,
+    Source,
+    Streams,
+    Tier,
+    Write,
+)
+from loragate.matrix.engine_case import EngineAxes
 
-MAX_RANK = 512
-MAX_SLOTS = 256
-# the largest tensor-parallel and expert-parallel sizes
-MAX_PARALLEL = 64
-MAX_EXPERTS = 1024
-MAX_TOP_K = 64
+# what callers of this module use beside it
+__all__ = [
+    "AXES",
+    "IN_PLACE_SITES",
+    "LINEAR_SITES",
+    "MAX_EXPERTS",
+    "MAX_PARALLEL",
+    "MAX_RANK",
+    "MAX_SLOTS",
+    "MAX_TOP_K",
+    "MOE_SITES",
+    "OPERATIONS",
+    "Bias",
+    "Case",
+    "Cut",
+    "Dtype",
+    "Execution",
+    "ExpertMap",
+    "Ids",
+    "Layout",
+    "Mix",
+    "Parallel",
+    "Path",
+    "Products",
+    "Quantisation",
+    "Ranks",
+    "RouterWeights",
+    "Routing",
+    "Sharing",
+    "Site",
+    "Source",
+    "Streams",
+    "Tier",
+    "Write",
+]
 
-
-class Site(StrEnum):
-    """An operation that can be checked."""
-
-    DENSE_DELTA = "dense_delta"
-    LORA_LINEAR = "lora_linear"
-    MOE_DELTA = "moe_delta"
-    # a whole MoE layer with adapters on both of its products
-    MOE_LAYER = "moe_layer"
-    # the input projections of a gated delta net, qkvz and ba, with adapters on either or both
-    GDN_IN_PROJ = "gdn_in_proj"
-
-
-# sites whose tokens are routed to experts, and sites that write to the output of the batch
-MOE_SITES = frozenset({Site.MOE_DELTA, Site.MOE_LAYER})
-IN_PLACE_SITES = frozenset({Site.DENSE_DELTA, Site.MOE_DELTA})
-# sites that add the delta of a row to base products of their own
-LINEAR_SITES = frozenset({Site.LORA_LINEAR, Site.GDN_IN_PROJ})
 _DENSE, _LINEAR = frozenset({Site.DENSE_DELTA}), frozenset({Site.LORA_LINEAR})
 _DELTA, _LAYER = frozenset({Site.MOE_DELTA}), frozenset({Site.MOE_LAYER})
-_GDN = frozenset({Site.GDN_IN_PROJ})
-
-
-class Tier(StrEnum):
-    SMOKE = "smoke"
-    PREMERGE = "premerge"
-    NIGHTLY = "nightly"
-
-
-class Dtype(StrEnum):
-    FP16 = "fp16"
-    BF16 = "bf16"
-    FP32 = "fp32"
-
-
-class Mix(StrEnum):
-    """Which row of the batch uses which slot."""
-
-    # ragged runs: base rows and every slot, including the last, except one that has no tokens
-    RAGGED = "ragged"
-    # the same population as RAGGED in a random order of rows
-    SHUFFLED = "shuffled"
-    # every row uses the same slot
-    SINGLE = "single"
-    # base rows and the last slot only
-    LAST_SLOT = "last_slot"
-    ALL_BASE = "all_base"
-
-
-class Layout(StrEnum):
-    """How the input and the output lie in memory."""
-
-    CONTIGUOUS = "contiguous"
-    # input and output are columns of wider tensors: row stride > width, offset != 0
-    COLUMN_SLICE = "column_slice"
-    # padding follows the live rows, as in a batch padded to a captured size
-    PADDED_ROWS = "padded_rows"
-    # the input's columns are strided: x is a transposed view
-    TRANSPOSED = "transposed"
-
-
-class Execution(StrEnum):
-    EAGER = "eager"
-    # captured once into a CUDA graph, then replayed
-    GRAPH = "graph"
-
-
-class Streams(StrEnum):
-    """What a layer runs on. Without a GPU dual streams are modelled."""
-
-    SEQUENTIAL = "sequential"
-    # the work of the adapters on a stream beside that of the base layer
-    DUAL = "dual"
-
-
-class Products(StrEnum):
-    """How gdn_in_proj computes its base products."""
-
-    # the subject chooses
-    PLAN = "plan"
-    # qkvz and ba each on their own
-    TWO = "two"
-    # one product of all columns
-    ONE = "one"
-
-
-class Parallel(StrEnum):
-    """How a LoRA linear layer is cut over tensor-parallel ranks."""
-
-    REPLICATED = "replicated"
-    COLUMN = "column"
-    ROW = "row"
-
-
-class Cut(StrEnum):
-    """How a width is cut over tensor-parallel ranks."""
-
-    # tp divides it
-    EVEN = "even"
-    # the base layer is padded to a multiple of tp, adapters are not: the last ranks hold less
-    PADDED = "padded"
-
-
-class Bias(StrEnum):
-    """Of the base layer of lora_linear."""
-
-    PRESENT = "present"
-    ABSENT = "absent"
-
-
-class Ranks(StrEnum):
-    """Live ranks of the adapters in the slots, given the rank of the buffers."""
-
-    # every adapter fills its slot
-    FULL = "full"
-    # ranks differ from slot to slot and from slice to slice; one slice of one slot is absent
-    MIXED = "mixed"
-
-
-class Source(StrEnum):
-    """What a row of x is at an MoE site. Token-expert pair p is choice p % top_k of token
-    p // top_k."""
-
-    # x [tokens, in_features]: all pairs of a token read one row, as in w13
-    TOKEN = "token"
-    # x [tokens * top_k, in_features]: each pair has its own row, as in w2
-    PAIR = "pair"
-
-
-class Routing(StrEnum):
-    """Which experts the tokens choose; the experts of one token are always distinct."""
-
-    # the last local expert always has pairs, another one has none where that is possible
-    UNIFORM = "uniform"
-    # one hot expert is chosen by nearly every token, half of the experts by none
-    SKEWED = "skewed"
-
-
-class ExpertMap(StrEnum):
-    """Where the chosen experts are."""
-
-    # all of them on this rank
-    LOCAL = "local"
-    # expert parallelism: as many experts are elsewhere, and a map from global to local ids has -1
-    # for those; some pairs have no expert at all (-1)
-    PARALLEL = "parallel"
-
-
-class Ids(StrEnum):
-    """The ids by which tokens choose experts."""
-
-    # those of one token are all different, and each of them is that of an expert, or -1
-    DISTINCT = "distinct"
-    # a token may choose one expert more than once
-    REPEATED = "repeated"
-    # some are beyond the last expert or below -1: such a pair has no expert
-    UNKNOWN = "unknown"
-
-
-class Sharing(StrEnum):
-    """The factors that all experts of an adapter share."""
-
-    PER_EXPERT = "per_expert"
-    # moe_delta: the outer factor of gate and up, or that of down
-    SHARED_A = "shared_a"
-    SHARED_B = "shared_b"
-    # moe_layer: A of gate and up, and B of down
-    SHARED_OUTER = "shared_outer"
-
-
-class RouterWeights(StrEnum):
-    # moe_delta
-    NONE = "none"
-    # the delta, or the output, of each pair is multiplied by its router weight
-    OUTPUT = "output"
-    # moe_layer: gate and up are multiplied by it, before the activation
-    INPUT = "input"
-
-
-class Quantisation(StrEnum):
-    """Of the base weights of moe_layer and of their inputs, but not of the inputs of adapters."""
-
-    NONE = "none"
-    # float8_e4m3fn with a scale for each row
-    FP8 = "fp8"
-
-
-class Write(StrEnum):
-    """What happens to the output of a pair that has a delta; other pairs keep their bits."""
-
-    ADD = "add"
-    STORE = "store"
-
-
-class Path(StrEnum):
-    """Which kernels of a subject run."""
-
-    # the subject chooses
-    PLAN = "plan"
-    TWO_KERNEL = "two_kernel"
-    ONE_SHOT = "one_shot"
-    SMALL_BATCH = "small_batch"
-
+_GDN, _ENGINE = frozenset({Site.GDN_IN_PROJ}), frozenset({Site.ENGINE})
 
 # the axes that ids and samples have contained from the start; a new axis is declared by `Axis`
 _first = partial(Axis, original=True)
 _ALL, _ERROR = Unstated.ALL, Unstated.ERROR
+# of operations alone
+_shape = partial(_first, sites=OPERATIONS, required_at=OPERATIONS)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Case:
+class Case(EngineAxes):
     """One check of one operation, for any subject.
 
     Shapes: x [tokens, in_features], A [slots, slices, rank, in_features],
@@ -242,20 +105,24 @@ class Case:
     gdn_in_proj: `slices` are in_proj_qkvz and in_proj_ba, where the columns of a key head stand
     together, or in_proj_qkv, in_proj_z, in_proj_b and in_proj_a, one kind of columns after the
     other; see matrix/delta_net.py. All are cut by heads over tp.
+    engine: no shapes; the model and how it is served are axes of matrix/engine_case.py. `slots` are
+    the adapters that may be resident at a time.
     `rank` is the rank of the slot buffers; an adapter's live rank may be smaller.
     """
 
     site: Site
-    tokens: Annotated[int, _first(minimum=0, unstated=_ALL)]
-    in_features: Annotated[int, _first(id_name="in", unstated=_ALL)]
-    slices: Annotated[tuple[int, ...], _first(unstated=_ALL)]
+    tokens: Annotated[int, _shape(minimum=0, unstated=_ALL)] = 0
+    in_features: Annotated[int, _shape(id_name="in", unstated=_ALL)] = 1
+    slices: Annotated[tuple[int, ...], _shape(unstated=_ALL)] = (1,)
     rank: Annotated[int, _first(maximum=MAX_RANK, unstated=_ERROR)]
     slots: Annotated[int, _first(maximum=MAX_SLOTS, unstated=_ALL)]
     dtype: Annotated[Dtype, _first(unstated=_ERROR)]
-    mix: Annotated[Mix, _first(unstated=_ALL)] = Mix.RAGGED
-    ranks: Annotated[Ranks, _first(unstated=_ALL)] = Ranks.MIXED
-    layout: Annotated[Layout, _first(unstated=_ALL)] = Layout.CONTIGUOUS
-    execution: Annotated[Execution, _first(id_name="exec", unstated=_ERROR)] = Execution.EAGER
+    mix: Annotated[Mix, _first(sites=OPERATIONS, unstated=_ALL)] = Mix.RAGGED
+    ranks: Annotated[Ranks, _first(sites=OPERATIONS, unstated=_ALL)] = Ranks.MIXED
+    layout: Annotated[Layout, _first(sites=OPERATIONS, unstated=_ALL)] = Layout.CONTIGUOUS
+    execution: Annotated[Execution, _first(id_name="exec", sites=OPERATIONS, unstated=_ERROR)] = (
+        Execution.EAGER
+    )
     parallel: Annotated[Parallel, _first(sites=_LINEAR, constant_at=_DENSE | MOE_SITES)] = (
         Parallel.REPLICATED
     )
@@ -332,8 +199,8 @@ class Case:
         int, Axis(id_name="dims", sites=_LINEAR | _LAYER | _GDN, minimum=2, maximum=3)
     ] = 2
     # rows that an instance can take beyond those of the batch: its buffers are larger than needed
-    spare_rows: Annotated[int, Axis(id_name="spare", minimum=0)] = 0
-    streams: Annotated[Streams, Axis(sites=_LINEAR | _GDN | _LAYER)] = Streams.SEQUENTIAL
+    spare_rows: Annotated[int, Axis(id_name="spare", sites=OPERATIONS, minimum=0)] = 0
+    streams: Annotated[Streams, Axis(sites=_LINEAR | _GDN | _LAYER | _ENGINE)] = Streams.SEQUENTIAL
     key_heads: Annotated[int, Axis(sites=_GDN, required_at=_GDN, unstated=_ALL)] = 1
     products: Annotated[Products, Axis(sites=_GDN)] = Products.PLAN
     # how the case is run, not what it is: these do not enter the id

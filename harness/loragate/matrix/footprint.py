@@ -11,12 +11,16 @@ _DRAWN, _COPIES = 8, 4
 _ADAPTER_DRAWN, _ADAPTER_COPIES = 20, 3
 # fp64 chunks of the reference, compiled kernels, a CUDA context
 _FIXED = 1 << 30
+# a tiny model, and the cache of an engine
+_ENGINE = 8 << 30
 # elements of a chunk of an MoE layer, and bytes for each: gate, up, act, outputs, variances
 _CHUNK, _BETWEEN = 1 << 24, 16 * 8
 
 
 def footprint_bytes(case: Case) -> int:
     """Peak bytes of one run of a case with all its oracles, one after the other."""
+    if case.site is Site.ENGINE:
+        return _ENGINE
     if case.site is Site.MOE_LAYER:
         return _layer_bytes(case)
     item = _ITEM[case.dtype]

@@ -17,6 +17,7 @@ from loragate.matrix.ids import case_id
 from loragate.matrix.problems import CaseFileError, Problem, nearest
 from loragate.matrix.rules import (
     check_exclusion,
+    check_oracles,
     check_row,
     check_single,
     check_site_axes,
@@ -105,6 +106,7 @@ def _group(
         check_row(entry, defaults, (), site, document)
     if model is None:
         return None
+    check_oracles(model.oracles, loc, known, document)
     single = tuple(entry for entry in include if entry.is_single)
     rows, single = _complete(rows, defaults, site), _complete(single, defaults, site)
     return Group(loc, site, model, rows, exclude, single)

@@ -8,9 +8,11 @@ from dataclasses import MISSING, dataclass
 from itertools import product
 from typing import Any
 
+from loragate.core.verdict import OracleName
 from loragate.matrix.case import AXES, MOE_SITES, Cut, Parallel, Quantisation, Site
 from loragate.matrix.delta_net import columns_of
-from loragate.matrix.document import Document
+from loragate.matrix.document import Document, Loc
+from loragate.matrix.engine_case import ENGINE_ORACLES, Active, Model, Targets
 from loragate.matrix.schema import Axes
 
 
@@ -52,6 +54,19 @@ def check_site_axes(entry: Axes, site: Site | None, document: Document) -> None:
             ]
         for message in messages:
             document.problems.append(document.problem((*entry.loc, name), message))
+
+
+def check_oracles(
+    oracles: Sequence[OracleName], loc: Loc, site: Site | None, document: Document
+) -> None:
+    """An oracle judges the answers of engines or tensors, not both."""
+    if site is None:
+        return
+    for oracle in oracles:
+        if (oracle in ENGINE_ORACLES) is not (site is Site.ENGINE):
+            fitting = [o for o in OracleName if (o in ENGINE_ORACLES) is (site is Site.ENGINE)]
+            message = f"given {oracle} for site {site}; allowed: {', '.join(fitting)}"
+            document.problems.append(document.problem((*loc, "oracles"), message))
 
 
 def check_single(entry: Axes, why: str, document: Document) -> None:
@@ -181,6 +196,16 @@ def _delta_net_problems(
             yield "tp", f"given {tp} with {heads} heads; allowed: a divisor or a multiple of them"
 
 
+def _engine_problems(
+    model: Model, slots: int, active: Active, targets: Targets
+) -> Iterator[tuple[str, str]]:
+    wrong = {Model.DENSE: Targets.EXPERTS}.get(model, Targets.MLP)
+    if targets is wrong:
+        yield "targets", f"given {targets} with model {model}; allowed: what the model has"
+    if active is Active.SOME and slots < 2:
+        yield "active", f"given {active} with {slots} slot; allowed: with two slots or more"
+
+
 @dataclass(frozen=True, slots=True)
 class _Relation:
     """Axes that must fit together. `problems` takes a value of each of them by its name and
@@ -198,6 +223,7 @@ _RELATIONS = (
         _cut_problems,
     ),
     _Relation(MOE_SITES, ("experts", "top_k"), _routing_problems),
+    _Relation(frozenset({Site.ENGINE}), ("model", "slots", "active", "targets"), _engine_problems),
     _Relation(frozenset({Site.GDN_IN_PROJ}), ("slices", "key_heads", "tp"), _delta_net_problems),
     _Relation(
         frozenset({Site.MOE_LAYER}),

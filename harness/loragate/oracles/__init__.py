@@ -14,6 +14,9 @@ from loragate.oracles.contract.compile import Compile
 from loragate.oracles.contract.guard import GuardedInput
 from loragate.oracles.contract.hot_path import HotPath
 from loragate.oracles.contract.work import Work
+from loragate.oracles.engine.liveness import Liveness
+from loragate.oracles.engine.properties import EngineProperties
+from loragate.oracles.engine.tokens import Tokens
 from loragate.oracles.memory.canary import Canary
 from loragate.oracles.numeric.base_rows import BaseRows
 from loragate.oracles.numeric.exact import Exact
@@ -49,5 +52,8 @@ _ALL: tuple[Oracle, ...] = (
     Overlap(),
     HotPath(),
     Inventory(),
+    Tokens(),
+    EngineProperties(),
+    Liveness(),
 )
 ORACLES: Mapping[OracleName, Oracle] = MappingProxyType({oracle.name: oracle for oracle in _ALL})

@@ -16,6 +16,7 @@ from typing import TypeVar
 
 import pytest
 
+from loragate.matrix.case import Site
 from loragate.matrix.case_run import CaseRun
 
 WORKER_INPUT_GPUS = "loragate_gpus"
@@ -44,15 +45,16 @@ def running_order(
     """Longest first by the recorded seconds of the cases, by their size where none are recorded.
     The draws and repeats of a case stay together."""
 
-    def size(run: CaseRun) -> int:
-        return run.case.tokens * run.case.top_k
+    def size(run: CaseRun) -> tuple[bool, int]:
+        # the start of an engine alone takes longer than other cases
+        return run.case.site is Site.ENGINE, run.case.tokens * run.case.top_k
 
     known = [run for run in runs if run.run_id in durations]
     unknown = [run for run in runs if run.run_id not in durations]
     # stable: runs of one case are neighbours and stay so
     longest = [
         # nothing is known of a new case, which might take long
-        *sorted(unknown, key=lambda run: -size(run)),
+        *sorted(unknown, key=size, reverse=True),
         *sorted(known, key=lambda run: (-durations[run.run_id], run.run_id)),
     ]
     cases = [list(group) for _, group in groupby(longest, key=lambda run: run.run_id)]

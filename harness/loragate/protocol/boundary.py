@@ -46,6 +46,21 @@ class CheckedSubject:
             )
         return have
 
+    def engine_target(self, case: Case) -> str:
+        """What starts the engine of a case; see EngineSubject."""
+        make = getattr(self.own, "engine_target", None)
+        if not callable(make):
+            raise BrokenProtocol(
+                f"subject {self.name} supports site engine without engine_target(case)"
+            )
+        with subject_code():
+            target: object = make(case)
+        if not isinstance(target, str) or ":" not in target:
+            raise BrokenProtocol(
+                f'engine_target(case) returned {_shown(target)}; expected "module:function"'
+            )
+        return target
+
     def open(self, case: Case, machine: Machine, base: BaseLayer | None) -> CheckedInstance:
         with subject_code():
             own = self.own.open(case, machine, base)

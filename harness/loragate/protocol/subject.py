@@ -52,6 +52,14 @@ def apply_step(instance: AnyInstance, batch: Batch) -> Tensor:
     return cast(MoEInstance, instance).apply(batch.x, batch.out, batch.routes)
 
 
+class EngineSubject(Protocol):
+    """What a subject of site engine has beside the methods of Subject."""
+
+    def engine_target(self, case: Case) -> str:
+        """ "module:function" that an engine's process imports and calls with an
+        loragate.engine.order.EngineOrder; it returns a loragate.engine.requests.Engine."""
+
+
 class Subject(Protocol):
     name: str
 

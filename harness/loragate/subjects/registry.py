@@ -66,6 +66,15 @@ SUBJECTS: Mapping[str, RegisteredSubject] = MappingProxyType(
                 compiles=False,
             ),
             RegisteredSubject(
+                name="transformers",
+                target="loragate.subjects.transformers.subject:TransformersSubject",
+                compiles=False,
+            ),
+            RegisteredSubject(
+                name="vllm_lorakernels",
+                target="loragate.subjects.vllm.with_plugin:VllmWithPlugin",
+            ),
+            RegisteredSubject(
                 name="vllm",
                 target="loragate.subjects.vllm.subject:VllmSubject",
                 findings=True,

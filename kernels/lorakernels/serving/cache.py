@@ -25,12 +25,12 @@ from transformers.cache_utils import LinearAttentionLayer, StaticLayer
 @dataclass(slots=True)
 class _Pass:
     """What the next forward pass of the model is, for all layers: prompts that go into the lines
-    from `first` on, or one token of each of the first lines. Exactly one has a value."""
+    from `first` on, or tokens of each of the first lines. Exactly one has a value."""
 
     first: int = 0
     # of the prompts, which are padded on the left
     lengths: tuple[int, ...] | None = None
-    # int64 [rows]
+    # int64 [requests, tokens]
     positions: Tensor | None = None
 
     @property
@@ -41,9 +41,9 @@ class _Pass:
 
     @property
     def entries(self) -> Tensor:
-        """The entry of each line that a decode step writes, [rows, 1, 1, 1]."""
+        """The entries of each line that a decode step writes, [requests, 1, tokens, 1]."""
         assert self.positions is not None, "a pass is declared before the model is called"
-        return self.positions.view(-1, 1, 1, 1)
+        return self.positions[:, None, :, None]
 
 
 class KeyValueLines(StaticLayer):  # type: ignore[misc]
@@ -137,8 +137,12 @@ class RequestCache(Cache):  # type: ignore[misc]
         self._current.positions = None
 
     def begin_step(self, positions: Tensor) -> None:
-        """The next pass is of one token for each of the first lines. positions: int64 [rows], on
-        the device; how many tokens each line holds before this one."""
+        """The next pass is of as many tokens for each of the first lines. positions: int64
+        [requests, tokens], on the device; how many tokens the line holds before each of them.
+
+        What a line holds behind such a token is not read by it, and is overwritten by the tokens
+        that come there: a draft that was rejected needs no other undoing. A delta net takes one
+        token at a time, because its state cannot be taken back."""
         self._current.positions, self._current.lengths = positions, None
 
     def move(self, source: int, target: int) -> None:

@@ -10,6 +10,7 @@ Invariant: each row of a pass has the slot of its request, and a row that is pad
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -34,6 +35,8 @@ class Decoder:
     lm_head: whether adapters may change the head.
     graph_sizes: numbers of requests for which `capture` makes graphs of the decode step. A step
         takes the smallest one that fits, and runs eagerly where none does.
+    num_drafts: most drafts of a request that a step may verify; 0 for none, and for a model with
+        gated delta nets, whose state cannot be taken back.
     Raises ValueError with the model unchanged.
     """
 
@@ -48,14 +51,19 @@ class Decoder:
         max_prompt_tokens: int,
         lm_head: bool = False,
         graph_sizes: Sequence[int] = (),
+        num_drafts: int = 0,
     ) -> None:
         self.config = model.config
         _check_rope(self.config)
         _check_sizes(
             max_requests=max_requests, max_length=max_length, max_prompt_tokens=max_prompt_tokens
         )
-        plan_keys(graph_sizes, max_tokens=max_requests)
         self._mixes_layers = "linear_attention" in layer_types(self.config)
+        self._check_drafts(num_drafts)
+        # a step has one row for each request, or `width`: a token and its drafts
+        self.num_drafts, self.width = num_drafts, 1 + num_drafts
+        max_rows = max_requests * self.width
+        plan_keys(graph_sizes, max_tokens=max_rows, widths={1, self.width})
         replaced = replace_layers(model, num_slots=num_slots, rank=rank, lm_head=lm_head)
         model.eval()
         model.set_attn_implementation("sdpa")
@@ -66,22 +74,31 @@ class Decoder:
         # before the cache, which may take what is left of the memory
         self.buffers = ServingBuffers.reserve(
             replaced.layers,
-            max_tokens=max(max_requests, max_prompt_tokens),
+            max_tokens=max(max_rows, max_prompt_tokens),
             top_k=getattr(self.config, "num_experts_per_tok", None),
         )
         replaced.place.buffers = self.buffers
         self.cache = RequestCache(
             self.config,
             num_lines=max_requests,
-            length=max_length,
+            # rows without a draft go behind the last token
+            length=max_length + num_drafts,
             dtype=model.dtype,
             device=self.device,
         )
-        self._entries = keep_address(torch.arange(max_length, device=self.device))
+        self._entries = keep_address(torch.arange(self.cache.length, device=self.device))
         # padding is token 0 at position 0
         specs = {name: InputSpec(dtype=torch.int64) for name in ("input_ids", "positions")}
-        self.inputs = StepInputs(specs, max_tokens=max_requests, device=self.device)
-        self.runner = GraphRunner(self.step, self.inputs, self.buffers, sizes=graph_sizes)
+        self.inputs = StepInputs(specs, max_tokens=max_rows, device=self.device)
+        wide = {self.width: partial(self.step, width=self.width)} if num_drafts else {}
+        self.runner = GraphRunner(
+            self.step, self.inputs, self.buffers, sizes=graph_sizes, wide_steps=wide
+        )
+
+    @property
+    def takes_back(self) -> bool:
+        """Whether a line can go back to an earlier token of its request."""
+        return not self._mixes_layers
 
     def capture(self) -> None:
         """Capture the decode steps of `graph_sizes`; nothing where the device has no graphs. The
@@ -126,16 +143,44 @@ class Decoder:
             positions=_on_host(positions, torch.int64),
         )
 
-    @torch.no_grad()
-    def step(self, rows: int) -> Tensor:
-        """Logits [rows, vocabulary] for the first rows of `inputs`, with the mapping in `buffers`.
-        A row that is padding has token 0 at position 0, which goes into a line without a request.
+    def verify(
+        self, tokens: Sequence[Sequence[int]], positions: Sequence[int], slots: Sequence[int]
+    ) -> Tensor:
+        """Logits [requests, width, vocabulary] of the token behind each of `tokens`. Request i, in
+        line i of the cache, has 1 to `width` of them, the first one at position i of `positions`;
+        the logits behind them are those of padding. They are valid until the next step.
+
+        The cache holds all these tokens then. The next step of a request begins at the position
+        behind the last one that is kept. Raises ValueError.
         """
-        ids, positions = (self.inputs[name][:rows] for name in ("input_ids", "positions"))
+        self._check_verified(tokens, positions)
+        ids = torch.zeros(len(tokens), self.width, dtype=torch.int64, device="cpu")
+        rows = torch.full(ids.shape, -1, dtype=torch.int32, device="cpu")
+        for row, (own, slot) in enumerate(zip(tokens, slots, strict=True)):
+            ids[row, : len(own)] = torch.tensor(own, device="cpu")
+            rows[row, : len(own)] = slot
+        places = _on_host(positions, torch.int64)[:, None] + torch.arange(self.width, device="cpu")
+        logits = self.runner.run(
+            rows.flatten(),
+            width=self.width,
+            input_ids=ids.flatten(),
+            positions=places.flatten(),
+        )
+        return logits.view(len(tokens), self.width, -1)
+
+    @torch.no_grad()
+    def step(self, rows: int, *, width: int = 1) -> Tensor:
+        """Logits [rows, vocabulary] for the first rows of `inputs`, of which each request has
+        `width`, with the mapping in `buffers`. The rows of a request that is padding have token 0
+        at position 0, which goes into a line without a request.
+        """
+        ids, positions = (
+            self.inputs[name][:rows].view(-1, width) for name in ("input_ids", "positions")
+        )
         self.cache.begin_step(positions)
-        visible = self._entries <= positions[:, None]
-        hidden = self._body(ids[:, None], positions[:, None], visible[:, None, None], None)
-        logits: Tensor = self.model.lm_head(hidden)
+        visible = self._entries <= positions[:, :, None]
+        hidden = self._body(ids, positions, visible[:, None], None)
+        logits: Tensor = self.model.lm_head(hidden.flatten(0, 1))
         return logits
 
     def _prompt_pass(self, ids: Tensor, padding: Tensor) -> Tensor:
@@ -147,13 +192,13 @@ class Decoder:
         # a token of the padding sees itself, because a softmax over nothing is NaN
         visible |= torch.eye(len(tokens), dtype=torch.bool, device=self.device)
         positions = (tokens - padding[:, None]).clamp(min=0)
-        return self._body(ids, positions, visible[:, None], is_live)
+        return self._body(ids, positions, visible[:, None], is_live)[:, -1]
 
     def _body(
         self, ids: Tensor, positions: Tensor, visible: Tensor, is_live: Tensor | None
     ) -> Tensor:
-        """The hidden state [requests, hidden] of the last token. visible [requests, 1, tokens,
-        entries]; is_live [requests, tokens], None where no token is padding."""
+        """The hidden states [requests, tokens, hidden]. visible [requests, 1, tokens, entries];
+        is_live [requests, tokens], None where no token is padding."""
         # models with one kind of layer take the mask itself; delta nets have no other mask than
         # that they must not read padding
         mask = {"full_attention": visible, "linear_attention": is_live}
@@ -165,7 +210,7 @@ class Decoder:
             use_cache=True,
         )
         hidden: Tensor = out.last_hidden_state
-        return hidden[:, -1]
+        return hidden
 
     def _on_device(self, host: Tensor) -> Tensor:
         return upload(host, self.device) if self.device.type == "cuda" else host
@@ -186,6 +231,22 @@ class Decoder:
                 f"prompts must fit into {self.max_requests} lines "
                 f"(got {len(lengths)} from line {first_line} on)"
             )
+
+    def _check_drafts(self, num_drafts: int) -> None:
+        if num_drafts < 0:
+            raise ValueError(f"num_drafts must be at least 0 (got {num_drafts})")
+        if num_drafts and not self.takes_back:
+            raise ValueError(
+                "num_drafts must be 0 for a model with gated delta nets, whose state cannot be "
+                f"taken back from a rejected draft (got {num_drafts})"
+            )
+
+    def _check_verified(self, tokens: Sequence[Sequence[int]], positions: Sequence[int]) -> None:
+        counts = [len(own) for own in tokens]
+        if counts and not 1 <= min(counts) <= max(counts) <= self.width:
+            raise ValueError(f"a request may have 1 to {self.width} tokens (got {counts})")
+        self._check_step(positions)
+        self._check_step([place + n - 1 for place, n in zip(positions, counts, strict=True)])
 
     def _check_step(self, positions: Sequence[int]) -> None:
         if not 1 <= len(positions) <= self.max_requests:

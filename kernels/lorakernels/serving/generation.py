@@ -3,6 +3,9 @@
 Requests join as lines of the cache become free and leave when they end. The live requests are
 always in the first lines: the last one moves into the line of one that has ended.
 
+With a drafter a step takes the drafts of each request, too, and may give it several tokens: those
+that it would have got one by one.
+
 Invariant: an adapter stays as it is and where it is from the prompt of a request to its last token
 (vllm #47724).
 """
@@ -21,6 +24,7 @@ from transformers.generation import GenerationMode
 from lorakernels.adapters.adapter import Adapter
 from lorakernels.adapters.errors import AdapterError, printable
 from lorakernels.serving.decoder import Decoder
+from lorakernels.serving.speculation import DraftCounts, Drafter, Text, accepted_drafts
 
 # options that would change what greedy decoding gives -> the value that changes nothing
 _NEUTRAL: dict[str, Any] = {
@@ -64,6 +68,10 @@ class _Live:
     def position(self) -> int:
         return len(self.request.prompt) + len(self.tokens) - 1
 
+    @property
+    def text(self) -> Text:
+        return Text((*self.request.prompt, *self.tokens), self.request.adapter)
+
 
 class Generation:
     """Requests that are being decoded. `add` as many as wanted, at any time; `step` until it says
@@ -72,11 +80,19 @@ class Generation:
 
     config: max_new_tokens must be set. eos_token_id is taken from the model's own generation
         config where it is None. Options that sample or change greedy decoding are refused.
+    drafter: guesses tokens that the decoder then verifies; `drafts` counts them. None: no drafts.
     Raises ValueError.
     """
 
-    def __init__(self, decoder: Decoder, config: GenerationConfig) -> None:
+    def __init__(
+        self, decoder: Decoder, config: GenerationConfig, *, drafter: Drafter | None = None
+    ) -> None:
         _check_config(config)
+        if drafter is not None:
+            if not decoder.num_drafts:
+                raise ValueError("num_drafts of the decoder must be at least 1 with a drafter")
+            drafter.check(decoder)
+        self._drafter, self.drafts = drafter, DraftCounts()
         self.decoder, self._max_new_tokens = decoder, config.max_new_tokens
         self._ends = _end_tokens(config, decoder.model.generation_config)
         self._waiting: deque[_Live] = deque()
@@ -107,16 +123,15 @@ class Generation:
         return number
 
     def step(self) -> bool:
-        """Let requests join and give each live request one more token. Whether any is left."""
+        """Let requests join and give each live request one more token, and those of its drafts
+        that were accepted. Whether any request is left."""
         self._join()
         if self._live:
-            live = self._live
-            logits = self.decoder.decode(
-                [request.tokens[-1] for request in live],
-                [request.position for request in live],
-                [request.slot for request in live],
-            )
-            self._append(0, logits)
+            drafts = self._propose()
+            if any(drafts):
+                self._verify(drafts)
+            else:
+                self._decode()
         return bool(self._live or self._waiting)
 
     def activate(self, adapter: Adapter) -> int:
@@ -152,15 +167,52 @@ class Generation:
                 [request.slot for request in joining],
                 first_line=first,
             )
+            if self._drafter is not None:
+                self._drafter.join(first, [request.text for request in joining])
             self._live += joining
-            self._append(first, logits)
+            self._append(first, [[token] for token in _chosen(logits)])
 
-    def _append(self, first: int, logits: Tensor) -> None:
+    def _propose(self) -> list[list[int]]:
+        live = self._live
+        if self._drafter is None:
+            return [[] for _ in live]
+        # with a token that is not a draft behind them
+        left = [self._max_new_tokens - len(request.tokens) - 1 for request in live]
+        counts = [min(self.decoder.num_drafts, most) for most in left]
+        return self._drafter.propose([request.text for request in live], counts)
+
+    def _decode(self) -> None:
+        live = self._live
+        logits = self.decoder.decode(
+            [request.tokens[-1] for request in live],
+            [request.position for request in live],
+            [request.slot for request in live],
+        )
+        self._append(0, [[token] for token in _chosen(logits)])
+
+    def _verify(self, drafts: Sequence[Sequence[int]]) -> None:
+        live = self._live
+        logits = self.decoder.verify(
+            [[request.tokens[-1], *own] for request, own in zip(live, drafts, strict=True)],
+            [request.position for request in live],
+            [request.slot for request in live],
+        )
+        answers = []
+        for own, chosen in zip(drafts, _chosen(logits), strict=True):
+            count = accepted_drafts(own, chosen)
+            answer = self._up_to_end(chosen[: count + 1])
+            self.drafts = self.drafts.plus(min(count, len(answer)), verified=len(own))
+            answers.append(answer)
+        self._append(0, answers)
+
+    def _up_to_end(self, tokens: list[int]) -> list[int]:
+        ends = (index + 1 for index, token in enumerate(tokens) if token in self._ends)
+        return tokens[: next(ends, len(tokens))]
+
+    def _append(self, first: int, answers: Sequence[Sequence[int]]) -> None:
         """Give the requests from line `first` on their next tokens."""
-        # the only place where the host waits for the device
-        tokens = logits.argmax(dim=-1).tolist()
-        for request, token in zip(self._live[first:], tokens, strict=True):
-            request.tokens.append(token)
+        for request, tokens in zip(self._live[first:], answers, strict=True):
+            request.tokens += tokens
         # from the end: the request that moves into a line has not ended
         for line in reversed(range(first, len(self._live))):
             tokens = self._live[line].tokens
@@ -172,18 +224,30 @@ class Generation:
         if last is not ended:
             self._live[line] = last
             self.decoder.cache.move(len(self._live), line)
+            if self._drafter is not None:
+                self._drafter.move(len(self._live), line)
         self.answers[ended.number] = ended.tokens
 
 
 def generate(
-    decoder: Decoder, requests: Sequence[Request], config: GenerationConfig
+    decoder: Decoder,
+    requests: Sequence[Request],
+    config: GenerationConfig,
+    *,
+    drafter: Drafter | None = None,
 ) -> list[list[int]]:
     """The new tokens of each request; see `Generation`."""
-    generation = Generation(decoder, config)
+    generation = Generation(decoder, config, drafter=drafter)
     numbers = [generation.add(request) for request in requests]
     while generation.step():
         pass
     return [generation.answers[number] for number in numbers]
+
+
+def _chosen(logits: Tensor) -> list[Any]:
+    # the only place where the host waits for the device
+    chosen: list[Any] = logits.argmax(dim=-1).tolist()
+    return chosen
 
 
 def _check_config(config: GenerationConfig) -> None:

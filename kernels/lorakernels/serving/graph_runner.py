@@ -14,7 +14,7 @@ What makes a graph go on being right:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 
@@ -38,7 +38,9 @@ class GraphRunner:
 
     step: runs the model on the first `rows` rows of `inputs`, with the mapping of `buffers.batch`,
         and returns [rows, ..]. It never reads the host.
-    sizes: the numbers of rows that graphs are captured for, each with and without adapters.
+    sizes: the numbers of requests that graphs are captured for, each with and without adapters.
+    wide_steps: by their width, steps in which each request has that many rows, one behind the
+        other. A request has one row in `step`.
     All calls must be made on one stream, or wait for each other. Raises ValueError.
     """
 
@@ -49,20 +51,25 @@ class GraphRunner:
         buffers: ServingBuffers,
         *,
         sizes: Iterable[int],
+        wide_steps: Mapping[int, Callable[[int], Tensor]] | None = None,
     ) -> None:
         if inputs.max_tokens > buffers.max_tokens:
             raise ValueError(
                 f"inputs may have {buffers.max_tokens} rows, as was reserved "
                 f"(got {inputs.max_tokens})"
             )
-        self._step, self._inputs, self._buffers = step, inputs, buffers
-        self._planned = plan_keys(sizes, max_tokens=inputs.max_tokens)
+        self._steps = {1: step, **(wide_steps or {})}
+        self._inputs, self._buffers = inputs, buffers
+        self._planned = plan_keys(sizes, max_tokens=inputs.max_tokens, widths=self._steps)
         self._device = inputs.block.device
         self._graphs: dict[GraphKey, Captured[Tensor]] = {}
-        self._sizes: list[int] = []
+        # by width
+        self._sizes: dict[int, list[int]] = {}
         # the tensors that the graphs read, by name: kept, so that their memory stays theirs
         self._captured: dict[str, Tensor] = {}
         self._unchecked: set[GraphKey] = set()
+        # of all graphs since they were made
+        self.replays = 0
 
     @property
     def can_capture(self) -> bool:
@@ -83,7 +90,7 @@ class GraphRunner:
         step may run meanwhile, and no adapter may be loaded.
         """
         module = graph_module(self._device)
-        self._graphs, self._sizes, self._captured = {}, [], {}
+        self._graphs, self._sizes, self._captured = {}, {}, {}
         if module is None:
             return ()
         graphs = {}
@@ -91,36 +98,40 @@ class GraphRunner:
             pool = GraphPool(module, self._device)
             for key in self._planned:
                 with self._dummy_step(key):
-                    call = partial(self._step, key.num_tokens)
+                    call = partial(self._steps[key.width], key.num_tokens)
                     graphs[key] = pool.capture(call, warm_ups=_WARM_UPS)
         self._graphs, self._unchecked = graphs, set(graphs)
-        self._sizes = sorted({key.num_tokens for key in graphs})
+        for width in self._steps:
+            self._sizes[width] = sorted({key.num_tokens for key in graphs if key.width == width})
         # views: the memory of a parameter may be replaced within the same tensor
         self._captured = {name: t.detach() for name, t in self._read_tensors().items()}
         return self.keys
 
     @torch.no_grad()
-    def run(self, token_slots: Tensor, **values: Tensor) -> Tensor:
+    def run(self, token_slots: Tensor, *, width: int = 1, **values: Tensor) -> Tensor:
         """The output of the step [live rows, ..].
 
         token_slots: int32 [live rows] on the CPU; `values`: the other inputs on the CPU, as
             StepInputs.write takes them. All may be overwritten as soon as this returns.
+        width: rows of each request.
         A batch that is larger than all graphs runs eagerly. The output of a graph lies in memory of
         the graphs: it is valid until the next call of `run` or `capture`. Raises ValueError.
         """
         num_live = token_slots.shape[0]
         # asked on the host, before anything is queued
         has_adapters = names_adapters(token_slots)
-        key = choose_key(self._sizes, num_rows=num_live, has_adapters=has_adapters)
+        sizes = self._sizes.get(width, ())
+        key = choose_key(sizes, num_rows=num_live, has_adapters=has_adapters, width=width)
         rows = num_live if key is None else key.num_tokens
         self._inputs.write(token_slots, values)
         uploaded = self._inputs.token_slots
         self._buffers.batch.prepare(token_slots, num_rows=rows, uploaded=uploaded)
         if key is None:
-            return self._step(rows)
+            return self._steps[width](rows)
         if key in self._unchecked:
             self.check_addresses()
             self._unchecked.remove(key)
+        self.replays += 1
         with on_device_of(self._inputs.block):
             return self._graphs[key].replay()[:num_live]
 

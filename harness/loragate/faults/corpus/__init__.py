@@ -26,12 +26,14 @@ from loragate.faults.corpus import (
     operator,
     plug_in,
     serving_decoder,
+    serving_drafts,
     serving_graphs,
     shrink,
     streams,
     weights,
 )
 from loragate.faults.model import Control, Fault, Needs
+from loragate.matrix.engine_case import ENGINE_ORACLES
 
 FAULTS: tuple[Fault, ...] = (
     *metadata.FAULTS,
@@ -59,13 +61,17 @@ FAULTS: tuple[Fault, ...] = (
     *serving_decoder.FAULTS,
     *serving_graphs.FAULTS,
     *plug_in.FAULTS,
+    *serving_drafts.FAULTS,
 )
 
 CONTROLS: tuple[Control, ...] = (*controls.CONTROLS, *moe_controls.CONTROLS)
 
 # what every test run plants: for each oracle a fault of a linear layer and one of a MoE layer
 # that only this oracle detects
-ALONE = tuple(fault for fault in FAULTS if fault.only and fault.needs is Needs.CPU)
+_ONLY = [fault for fault in FAULTS if fault.only and fault.needs is Needs.CPU]
+ALONE = tuple(fault for fault in _ONLY if fault.killers[0].by not in ENGINE_ORACLES)
+# the same for whole models; an engine takes too long to be planted in every test run
+ALONE_IN_ENGINES = tuple(fault for fault in _ONLY if fault not in ALONE)
 SLICE_CONTROLS = CONTROLS[:1]
 
-__all__ = ["ALONE", "CONTROLS", "FAULTS", "SLICE_CONTROLS"]
+__all__ = ["ALONE", "ALONE_IN_ENGINES", "CONTROLS", "FAULTS", "SLICE_CONTROLS"]

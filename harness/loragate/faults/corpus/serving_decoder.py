@@ -97,8 +97,8 @@ FAULTS = (
     ),
     _decoder(
         "token-does-not-see-itself",
-        "        visible = self._entries <= positions[:, None]\n",
-        "        visible = self._entries < positions[:, None]\n",
+        "        visible = self._entries <= positions[:, :, None]\n",
+        "        visible = self._entries < positions[:, :, None]\n",
         source="own",
         why="A decode step masks the entry that it has just written.",
     ),

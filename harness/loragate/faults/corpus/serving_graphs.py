@@ -30,15 +30,16 @@ FAULTS = (
     ),
     _keys(
         "largest-graph-for-larger-batches",
-        "    return GraphKey(sizes[found], has_adapters) if found < len(sizes) else None\n",
-        "    return GraphKey(sizes[min(found, len(sizes) - 1)], has_adapters) if sizes else None\n",
+        "    return GraphKey(sizes[found], has_adapters, width) if found < len(sizes) else None\n",
+        "    found = min(found, len(sizes) - 1)\n"
+        "    return GraphKey(sizes[found], has_adapters, width) if sizes else None\n",
         source="own",
         why="A batch above the captured sizes is replayed, not run eagerly.",
     ),
     _keys(
         "smallest-graph-captured-first",
-        "    found = sorted(sizes, reverse=True)\n",
-        "    found = sorted(sizes)\n",
+        "    shapes.sort(reverse=True)\n",
+        "    shapes.sort()\n",
         source="own",
         why="The pool grows with each graph, as no later one fits into the memory of those before.",
     ),

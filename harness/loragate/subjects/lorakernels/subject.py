@@ -11,6 +11,7 @@ import functools
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from importlib import metadata
+from importlib.util import find_spec
 from typing import Any
 from unittest.mock import patch
 
@@ -34,6 +35,7 @@ from loragate.matrix.case import (
     Site,
     Streams,
 )
+from loragate.matrix.engine_case import Active, Graphs, Model, Speculation, Targets
 from loragate.protocol import (
     AnyInstance,
     BaseExperts,
@@ -90,6 +92,16 @@ class LoraKernelsSubject:
                 "spare_rows": range(1 << 31),
                 "streams": frozenset(Streams),
                 "products": frozenset(Products),
+                "model": frozenset({Model.DENSE, Model.MOE}),
+                "speculation": frozenset(
+                    {Speculation.NONE, Speculation.NGRAM, Speculation.DRAFT_MODEL}
+                ),
+                # there are none without a GPU
+                "graphs": frozenset({Graphs.NONE})
+                if machine.interpreted
+                else frozenset({Graphs.NONE, Graphs.FULL_DECODE}),
+                "active": frozenset(Active),
+                "targets": frozenset(Targets),
             },
             # in the interpreter the order in which numpy sums a row depends on the row's place
             place_invariant=not machine.interpreted,
@@ -108,7 +120,11 @@ class LoraKernelsSubject:
             allocates=_allocates,
             traceable=True,
             streams_from=_streams_from,
+            refuses=_refuses,
         )
+
+    def engine_target(self, case: Case) -> str:
+        return "loragate.subjects.lorakernels.engine:ServingEngine"
 
     def open(self, case: Case, machine: Machine, base: BaseLayer | None) -> AnyInstance:
         if isinstance(base, BaseExperts):
@@ -120,6 +136,16 @@ class LoraKernelsSubject:
         if case.site is Site.GDN_IN_PROJ:
             return DeltaNetInput(case, machine, base)
         return _LoRALinear(case, machine, base)
+
+
+def _refuses(case: Case) -> str | None:
+    if case.site is not Site.ENGINE:
+        return None
+    if find_spec("transformers") is None:
+        return "transformers is not installed, on whose models the decoder is built"
+    if case.streams is Streams.DUAL:
+        return "the decoder runs its layers on one stream"
+    return None
 
 
 def _streams_from(module: Any) -> AbstractContextManager[object]:

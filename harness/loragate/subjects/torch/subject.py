@@ -15,6 +15,7 @@ from torch.nn import functional
 
 from loragate.core.machine import Machine
 from loragate.matrix.case import (
+    OPERATIONS,
     Case,
     Dtype,
     Execution,
@@ -47,7 +48,7 @@ class TorchSubject:
 
     def capabilities(self, machine: Machine) -> Capabilities | str:
         return Capabilities(
-            sites=frozenset(Site),
+            sites=OPERATIONS,
             supports={
                 "dtype": frozenset(Dtype),
                 # indexing by a mapping on the host cannot be replayed with another mapping

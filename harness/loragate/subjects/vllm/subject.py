@@ -33,6 +33,7 @@ from loragate.matrix.case import (
 )
 from loragate.protocol import AnyInstance, BaseExperts, BaseLayer, Capabilities, Pool
 from loragate.subjects.vllm import lora_linear, moe, moe_layer
+from loragate.subjects.vllm.engine_arguments import ENGINE_SUPPORTS, NEEDS_GPU
 from loragate.subjects.vllm.layer_package import load_vllm_layers
 from loragate.subjects.vllm.layer_tables import POINTER_TABLES
 from loragate.subjects.vllm.lora_linear import VllmLoRALinear
@@ -50,6 +51,7 @@ _REFUSALS: Mapping[Site, Callable[[Case], str | None]] = MappingProxyType(
         Site.LORA_LINEAR: lora_linear.refusal,
         Site.MOE_DELTA: moe.refusal,
         Site.MOE_LAYER: moe_layer.refusal,
+        Site.ENGINE: lambda case: None,
     }
 )
 _ALL_THERE: Mapping[Site, str] = MappingProxyType({})
@@ -135,6 +137,7 @@ class VllmSubject:
             Site.MOE_DELTA: load_vllm_moe(machine),
             Site.LORA_LINEAR: layers,
             Site.MOE_LAYER: on_gpu if machine.interpreted else layers,
+            Site.ENGINE: NEEDS_GPU if machine.interpreted else None,
         }
         missing = {site: found for site, found in loaded.items() if isinstance(found, str)}
         return self.describe(machine.interpreted, ops.batch_invariant, missing=missing)
@@ -147,6 +150,7 @@ class VllmSubject:
         return Capabilities(
             sites=frozenset(Site),
             supports={
+                **ENGINE_SUPPORTS,
                 "dtype": frozenset(_TORCH_DTYPES),
                 "execution": frozenset({Execution.EAGER} if interpreted else Execution),
                 "rank": range(1, MAX_RANK + 1),
@@ -169,6 +173,9 @@ class VllmSubject:
             pointer_tables=POINTER_TABLES,
             refuses=partial(_refuses, missing),
         )
+
+    def engine_target(self, case: Case) -> str:
+        return "loragate.subjects.vllm.engine:stock"
 
     def open(self, case: Case, machine: Machine, base: BaseLayer | None) -> AnyInstance:
         if base is not None:

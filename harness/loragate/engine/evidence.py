@@ -1,0 +1,108 @@
+"""What an engine did in a case: the answers to the same requests in several ways, and its counts.
+
+They are collected once, in one process of the engine, and judged by several oracles.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from loragate.core.machine import Machine
+from loragate.engine.order import EngineOrder
+from loragate.engine.process import EngineProcess
+from loragate.engine.reference import Judged, Reference
+from loragate.engine.requests import Completion, Engine, EngineCounts, Request
+from loragate.engine.world import World, build_world
+from loragate.matrix.case import Case
+
+# of the deadline of a case: what is left is for writing the checkpoint and for the reference
+_SHARE = 0.8
+
+
+@dataclass(frozen=True, slots=True)
+class Exchange:
+    """Answers to the last request of the world, whose adapter was loaded again with the weights of
+    another one: of both adapters, afterwards."""
+
+    again: Completion
+    other: Completion
+
+
+@dataclass(frozen=True, slots=True)
+class Evidence:
+    """mixed: the answers to the batch of the world; `judged` is the reference's view of each of
+    their tokens. permuted: to the same requests in another order, put back in theirs. alone: to the
+    last request, in a batch of its own."""
+
+    world: World
+    mixed: tuple[Completion, ...]
+    judged: tuple[tuple[Judged, ...], ...]
+    permuted: tuple[Completion, ...]
+    alone: Completion
+    exchange: Exchange | None
+    counts: EngineCounts
+
+
+def collect(target: str, case: Case, machine: Machine, seed: int) -> Evidence:
+    """Run an engine through a case. Raises EngineError."""
+    with tempfile.TemporaryDirectory(prefix="loragate-engine-") as path:
+        world = build_world(case, seed, Path(path))
+        order = EngineOrder(
+            case=case,
+            model=world.model,
+            drafts=world.drafts,
+            device=machine.device,
+            max_length=world.max_length,
+            max_requests=len(world.batch),
+            num_adapters=len(world.adapters),
+        )
+        log = Path(path, "engine.log")
+        with EngineProcess(target, order, deadline_s=_SHARE * case.timeout_s, log=log) as engine:
+            return _collected(engine, world)
+
+
+def _collected(engine: Engine, world: World) -> Evidence:
+    for name, folder in world.adapters.items():
+        engine.load(name, folder)
+    requests = [asked.request for asked in world.batch]
+    mixed = engine.generate(requests)
+    # a place of another request for each
+    order = [*range(1, len(requests)), 0]
+    permuted = engine.generate([requests[index] for index in order])
+    (alone,) = engine.generate([requests[world.last]])
+    exchange = _exchanged(engine, world)
+    return Evidence(
+        world=world,
+        mixed=tuple(mixed),
+        judged=tuple(_judged(world, mixed)),
+        permuted=tuple(permuted[order.index(index)] for index in range(len(requests))),
+        alone=alone,
+        exchange=exchange,
+        counts=engine.counts(),
+    )
+
+
+def _exchanged(engine: Engine, world: World) -> Exchange | None:
+    if world.exchange is None:
+        return None
+    request = world.batch[world.last].request
+    assert request.adapter is not None, "the last request has an adapter where there is an exchange"
+    engine.load(request.adapter, world.exchange.folder)
+    of_other = Request(request.prompt, world.exchange.other, request.new_tokens)
+    again, other = engine.generate([request, of_other])
+    return Exchange(again, other)
+
+
+def _judged(world: World, answers: Sequence[Completion]) -> list[tuple[Judged, ...]]:
+    references: dict[str | None, Reference] = {}
+    found = []
+    for asked, answer in zip(world.batch, answers, strict=True):
+        request = asked.request
+        if request.adapter not in references:
+            folder = None if request.adapter is None else world.adapters[request.adapter]
+            references[request.adapter] = Reference(world.model, folder)
+        found.append(tuple(references[request.adapter].judge(request.prompt, answer.tokens)))
+    return found

@@ -1,0 +1,40 @@
+"""What an engine's process is asked to start, and what it answers. Pickled between processes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from loragate.matrix.case import Case
+
+
+@dataclass(frozen=True, slots=True)
+class EngineOrder:
+    """`case` says how the model is served. `model` and `drafts` are folders, the latter of the
+    model that drafts, where the case has one. A request has at most `max_length` tokens with its
+    answer, and a batch at most `max_requests`; a prompt pass may take them all at once.
+    `device`: "cuda" or "cpu"."""
+
+    case: Case
+    model: Path
+    drafts: Path | None
+    device: str
+    max_length: int
+    max_requests: int
+    num_adapters: int
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """A method of an engine and its arguments."""
+
+    method: str
+    arguments: tuple[object, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What the engine returned, or what it raised, as text."""
+
+    value: object
+    error: str | None = None

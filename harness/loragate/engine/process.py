@@ -1,0 +1,142 @@
+"""An engine in a process of its own: it may hang, crash or take its device with it.
+
+Invariant: no process of an engine outlives `close`, the deadline or this process. What the engine
+wrote is kept, and its last lines are part of each error.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from multiprocessing.connection import Connection
+from pathlib import Path
+from types import TracebackType
+from typing import cast
+
+from loragate.core.child_process import ProcessPool, python_module
+from loragate.engine.order import Answer, Call, EngineOrder
+from loragate.engine.requests import Completion, EngineCounts, Request
+
+_CHILD = "loragate.engine.serve"
+_LOG_LINES = 30
+# of bytes of the log that are read
+_LOG_BYTES = 1 << 16
+
+
+class EngineError(Exception):
+    """The engine failed in a call. The message ends with the last lines of its log."""
+
+
+class EngineNotStarted(EngineError):
+    """There is no engine: it says nothing about what it would have served."""
+
+
+class EngineProcess:
+    """Starts `target`, "module:function", in a process, calls it with `order` there, and is the
+    engine that it returned. All calls together must end within `deadline_s`.
+
+    log: the file that the engine's output is written to.
+    Raises EngineNotStarted; a call raises EngineError.
+    """
+
+    def __init__(self, target: str, order: EngineOrder, *, deadline_s: float, log: Path) -> None:
+        self._end, self._log = time.monotonic() + deadline_s, log
+        self._pool = ProcessPool()
+        ours, theirs = socket.socketpair()
+        with theirs, log.open("wb") as output:
+            self._child = self._start(target, theirs.fileno(), output.fileno())
+        self._connection = Connection(ours.detach())
+        try:
+            self._exchange(order)
+        except BaseException as error:
+            self._stop()
+            if isinstance(error, EngineError):
+                raise EngineNotStarted(f"the engine did not start: {error}") from error
+            raise
+
+    def __enter__(self) -> EngineProcess:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if error is not None:
+            # it may not answer any more
+            self._stop()
+        else:
+            self.close()
+
+    def load(self, name: str, folder: Path) -> None:
+        self._call("load", name, folder)
+
+    def unload(self, name: str) -> None:
+        self._call("unload", name)
+
+    def generate(self, requests: Sequence[Request]) -> list[Completion]:
+        found = self._call("generate", list(requests))
+        if not isinstance(found, list) or len(found) != len(requests):
+            raise EngineError(f"generate returned {found!r:.200}; expected {len(requests)} answers")
+        return cast(list[Completion], found)
+
+    def counts(self) -> EngineCounts:
+        return cast(EngineCounts, self._call("counts"))
+
+    def close(self) -> None:
+        """End the engine, with all processes that it has started."""
+        try:
+            self._call("close")
+        finally:
+            self._stop()
+
+    def log_tail(self) -> str:
+        """The last lines that the engine wrote."""
+        with self._log.open("rb") as file:
+            file.seek(max(0, self._log.stat().st_size - _LOG_BYTES))
+            lines = file.read().decode(errors="replace").splitlines()
+        return "\n".join(lines[-_LOG_LINES:])
+
+    def _start(self, target: str, channel: int, output: int) -> subprocess.Popen[bytes]:
+        # whatever this process imports the engine finds, too: a planted copy of a package as well
+        environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+        return self._pool.start(
+            python_module(_CHILD, target, str(channel)),
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            pass_fds=(channel,),
+            env=environment,
+        )
+
+    def _call(self, method: str, *arguments: object) -> object:
+        return self._exchange(Call(method, arguments))
+
+    def _exchange(self, message: EngineOrder | Call) -> object:
+        what = message.method if isinstance(message, Call) else "the start"
+        try:
+            self._connection.send(message)
+            left = max(0.0, self._end - time.monotonic())
+            if not self._connection.poll(left):
+                raise EngineError(self._told(f"{what} did not end before the deadline"))
+            answer = self._connection.recv()
+        except (EOFError, OSError) as error:
+            code = self._child.wait()
+            raise EngineError(self._told(f"its process ended with {code} in {what}")) from error
+        assert isinstance(answer, Answer)
+        if answer.error is not None:
+            raise EngineError(self._told(f"{what} raised {answer.error}"))
+        return answer.value
+
+    def _told(self, what: str) -> str:
+        tail = self.log_tail()
+        return f"{what}\nits log ends with:\n{tail}" if tail else what
+
+    def _stop(self) -> None:
+        self._pool.end(self._child)
+        self._connection.close()

@@ -1,0 +1,219 @@
+"""What an engine is given in a case: a model, adapters, and requests whose answers are known.
+
+Each request of a batch is for the base model or for one of the active adapters. After each prompt
+all of them say different words.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from random import Random
+
+import torch
+
+from loragate.engine.folders import write_adapter, write_model
+from loragate.engine.language import (
+    PLACES,
+    Language,
+    LayerShifts,
+    Prompt,
+    Speaker,
+    draw_prompt,
+    draw_speakers,
+)
+from loragate.engine.requests import Request
+from loragate.matrix.case import Case, Dtype
+from loragate.matrix.engine_case import Active, Model, PrefixCaching, Speculation, Targets
+
+_DTYPES = {Dtype.FP16: torch.float16, Dtype.BF16: torch.bfloat16, Dtype.FP32: torch.float32}
+_LANGUAGES = {Model.DENSE: Language(cycles=4), Model.MOE: Language(cycles=8, experts=2)}
+# an answer is longer than its sample, so that an n-gram leads beyond the sample
+_NEW_TOKENS, _SAMPLE = 4, 2
+_MLP = frozenset({"gate_proj", "up_proj", "down_proj"})
+_PROJECTIONS = {
+    Targets.ATTENTION: frozenset({"q_proj", "k_proj", "v_proj", "o_proj"}),
+    Targets.MLP: _MLP,
+    Targets.EXPERTS: _MLP,
+    Targets.LM_HEAD: frozenset({"lm_head"}),
+}
+# a prompt whose prefix is kept fills a block of any engine
+_FILLER = 40
+# beyond the slots, where adapters must replace each other
+_BEYOND = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """A request, and what it was made of."""
+
+    request: Request
+    prompt: Prompt
+    speaker: Speaker
+
+
+@dataclass(frozen=True, slots=True)
+class Exchanged:
+    """`folder` replaces the adapter of the request `last`; it is that of the adapter `other`."""
+
+    other: str
+    folder: Path
+
+
+@dataclass(frozen=True, slots=True)
+class World:
+    """Folders, and the requests of a mixed batch, in an order without meaning.
+
+    drafts: the folder of the model that drafts, None where the case has none. adapters: the folder
+    of each adapter that is loaded, in the order of loading. speakers: the base model and these.
+    last: the index of a request of its own prompt, for the last active adapter. exchange: None
+    without an active adapter.
+    """
+
+    language: Language
+    model: Path
+    drafts: Path | None
+    adapters: Mapping[str, Path]
+    speakers: tuple[Speaker, ...]
+    batch: tuple[Asked, ...]
+    last: int
+    exchange: Exchanged | None
+
+    @property
+    def max_length(self) -> int:
+        """Tokens of the longest request, with its answer."""
+        return max(len(a.request.prompt) + a.request.new_tokens for a in self.batch)
+
+
+def unwritten(case: Case) -> str | None:
+    """The reason why there is no world for a case, or None."""
+    if case.model not in _LANGUAGES:
+        return f"there is no checkpoint for model {case.model}"
+    if case.speculation in (Speculation.EAGLE, Speculation.MTP):
+        return f"there is no checkpoint for speculation {case.speculation}"
+    return None
+
+
+def build_world(case: Case, seed: int, root: Path) -> World:
+    """Write the world of a case to `root`. The same seed gives the same world."""
+    random, language = Random(seed), _LANGUAGES[case.model]
+    count = case.slots + (_BEYOND if case.active is Active.BEYOND_SLOTS else 0)
+    # the adapter that replaces another one must be there in any case
+    speakers = _draw_speakers(language, max(2, count), case.targets, random)
+    dtype = _DTYPES[case.dtype]
+    write_model(root / "model", language, dtype=dtype)
+    folders = {}
+    for number, speaker in enumerate(speakers):
+        # no two ranks are the same where there is room, and the scale is never 1
+        rank = max(2, case.rank - number)
+        folders[speaker.name] = root / speaker.name
+        write_adapter(
+            folders[speaker.name],
+            language,
+            speaker,
+            rank=rank,
+            alpha=1.5 * rank,
+            seed=number,
+            targets=_PROJECTIONS.get(case.targets),
+        )
+    names = [speaker.name for speaker in speakers]
+    active = _active(case.active, names[:count])
+    batch = _batch(case, language, speakers, active, random)
+    last, order = len(batch) - 1, random.sample(range(len(batch)), len(batch))
+    other = next((name for name in names if active and name != active[-1]), None)
+    return World(
+        language=language,
+        model=root / "model",
+        drafts=root / "model" if case.speculation is Speculation.DRAFT_MODEL else None,
+        adapters={name: folders[name] for name in names},
+        speakers=(language.base(), *speakers),
+        batch=tuple(batch[index] for index in order),
+        last=order.index(last),
+        exchange=Exchanged(other, folders[other]) if other else None,
+    )
+
+
+def _active(active: Active, names: Sequence[str]) -> list[str]:
+    match active:
+        case Active.NONE:
+            return []
+        case Active.ONE:
+            return [names[-1]]
+        case Active.SOME:
+            return list(names[1:])
+    return list(names)
+
+
+def _batch(
+    case: Case,
+    language: Language,
+    speakers: Sequence[Speaker],
+    active: Sequence[str],
+    random: Random,
+) -> list[Asked]:
+    """One prompt for the base model and all active adapters, and one more for the last of these."""
+    base, by_name = language.base(), {speaker.name: speaker for speaker in speakers}
+    users: list[Speaker] = [base, *(by_name[name] for name in active)]
+    shared, own = (_draw_prompt(language, [base, *speakers], random) for _ in range(2))
+    asked = [_ask(case, language, shared, user, random) for user in users]
+    return [*asked, _ask(case, language, own, users[-1], random)]
+
+
+def _draw_prompt(language: Language, everyone: Sequence[Speaker], random: Random) -> Prompt:
+    """A prompt after which nobody repeats its word: a draft of that word would be right."""
+    while True:
+        prompt = draw_prompt(language, everyone, random)
+        words = {language.next_word(prompt, prompt.word, speaker) for speaker in everyone}
+        if prompt.word not in words:
+            return prompt
+
+
+def _ask(case: Case, language: Language, prompt: Prompt, speaker: Speaker, random: Random) -> Asked:
+    *head, word = language.tokens(prompt)
+    if case.prefix_caching is PrefixCaching.ON:
+        head += [language.word(random.randrange(language.cycles), i) for i in range(_FILLER)]
+    if case.speculation is not Speculation.NONE:
+        # the answer stands in the prompt, and then goes on otherwise: an n-gram gives drafts that
+        # are right, and then some that are wrong
+        sample = language.words_after(prompt, speaker, _SAMPLE + 1)
+        cycle, place = language.place_of(sample.pop())
+        head += [word, *sample, language.word(cycle, place + 1)]
+    adapter = None if speaker.name == language.base().name else speaker.name
+    return Asked(Request((*head, word), adapter, _NEW_TOKENS), prompt, speaker)
+
+
+def _draw_speakers(
+    language: Language, count: int, targets: Targets, random: Random
+) -> list[Speaker]:
+    """Adapters that change these projections alone, no two of which always say the same."""
+    while True:
+        drawn = draw_speakers(language, count, random)
+        speakers = [_restricted(speaker, targets) for speaker in drawn]
+        everyone = [language.base(), *speakers]
+        if _can_all_differ(language, everyone, random):
+            return speakers
+
+
+def _can_all_differ(language: Language, everyone: Sequence[Speaker], random: Random) -> bool:
+    for _ in range(100):
+        numbers = tuple(tuple(random.sample(range(PLACES), 4)) for _ in range(language.layers))
+        word = language.word(random.randrange(language.cycles), 0)
+        prompt = Prompt(numbers, word)
+        if len({language.next_word(prompt, word, s) for s in everyone}) == len(everyone):
+            return True
+    return False
+
+
+def _restricted(speaker: Speaker, targets: Targets) -> Speaker:
+    if targets is Targets.ALL:
+        return speaker
+    layers = tuple(_layer(shifts, targets) for shifts in speaker.layers)
+    return replace(speaker, layers=layers, head=speaker.head if targets is Targets.LM_HEAD else 0)
+
+
+def _layer(shifts: LayerShifts, targets: Targets) -> LayerShifts:
+    if targets is Targets.ATTENTION:
+        return replace(shifts, mlp=[{} for _ in shifts.mlp])
+    mlp = shifts.mlp if targets in (Targets.MLP, Targets.EXPERTS) else [{} for _ in shifts.mlp]
+    return LayerShifts(False, False, {}, mlp)

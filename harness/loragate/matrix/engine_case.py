@@ -1,0 +1,114 @@
+"""The axes of the site `engine`: a model, and how it is served. Whatever the engine. No torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Annotated
+
+from loragate.core.verdict import OracleName
+from loragate.matrix.axis import Axis
+from loragate.matrix.axis_values import Site
+
+# judge the answers of an engine; all other oracles judge tensors
+ENGINE_ORACLES = frozenset({OracleName.TOKENS, OracleName.ENGINE_PROPERTIES, OracleName.LIVENESS})
+_SITES = frozenset({Site.ENGINE})
+
+
+class Model(StrEnum):
+    DENSE = "dense"
+    MOE = "moe"
+    # with gated delta nets
+    HYBRID = "hybrid"
+
+
+class Speculation(StrEnum):
+    """Where drafts come from."""
+
+    NONE = "none"
+    # the request's own text
+    NGRAM = "ngram"
+    # a model of its own
+    DRAFT_MODEL = "draft_model"
+    # a head on the hidden states of the model
+    EAGLE = "eagle"
+    # layers of the checkpoint that predict further tokens
+    MTP = "mtp"
+
+
+class Graphs(StrEnum):
+    """Which steps are replayed from CUDA graphs."""
+
+    NONE = "none"
+    # all, cut at attention
+    PIECEWISE = "piecewise"
+    # all, whole
+    FULL = "full"
+    # steps without a prompt, whole
+    FULL_DECODE = "full_decode"
+
+
+class Specialize(StrEnum):
+    """Whether there are graphs for several numbers of active adapters."""
+
+    OFF = "off"
+    ON = "on"
+
+
+class Active(StrEnum):
+    """Which adapters the requests of a batch use, beside the base model."""
+
+    NONE = "none"
+    ONE = "one"
+    # all but one of those that are resident
+    SOME = "some"
+    ALL = "all"
+    # two more than there are slots
+    BEYOND_SLOTS = "beyond_slots"
+
+
+class PrefixCaching(StrEnum):
+    OFF = "off"
+    ON = "on"
+
+
+class Prefill(StrEnum):
+    """How a prompt is computed."""
+
+    WHOLE = "whole"
+    CHUNKED = "chunked"
+
+
+class Targets(StrEnum):
+    """Which projections an adapter changes."""
+
+    ALL = "all"
+    ATTENTION = "attention"
+    # of a dense model
+    MLP = "mlp"
+    EXPERTS = "experts"
+    LM_HEAD = "lm_head"
+
+
+class Logprobs(StrEnum):
+    """Whether requests ask for the probabilities of their tokens, too."""
+
+    OFF = "off"
+    ON = "on"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineAxes:
+    """The part of `Case` that engines have alone."""
+
+    model: Annotated[Model, Axis(sites=_SITES, required_at=_SITES)] = Model.DENSE
+    speculation: Annotated[Speculation, Axis(id_name="spec", sites=_SITES)] = Speculation.NONE
+    graphs: Annotated[Graphs, Axis(sites=_SITES)] = Graphs.NONE
+    specialize: Annotated[Specialize, Axis(sites=_SITES)] = Specialize.OFF
+    active: Annotated[Active, Axis(sites=_SITES)] = Active.ALL
+    prefix_caching: Annotated[PrefixCaching, Axis(id_name="prefix", sites=_SITES)] = (
+        PrefixCaching.OFF
+    )
+    prefill: Annotated[Prefill, Axis(sites=_SITES)] = Prefill.WHOLE
+    targets: Annotated[Targets, Axis(sites=_SITES)] = Targets.ALL
+    logprobs: Annotated[Logprobs, Axis(sites=_SITES)] = Logprobs.OFF

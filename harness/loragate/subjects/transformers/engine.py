@@ -1,0 +1,95 @@
+"""transformers and PEFT as an engine: one request after the other, each with its adapter."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft import PeftModel
+from transformers import AutoModelForCausalLM
+
+from loragate.engine.order import EngineOrder
+from loragate.engine.requests import Completion, EngineCounts, Request
+from loragate.matrix.engine_case import Logprobs, Speculation
+
+_NUM_DRAFTS = 3
+
+
+class TransformersEngine:
+    """See loragate.engine.requests.Engine."""
+
+    def __init__(self, order: EngineOrder) -> None:
+        self._device, self._case = order.device, order.case
+        self._model = _model(order.model, order.device)
+        self._peft: Any = None
+        self._assistant = None if order.drafts is None else _model(order.drafts, order.device)
+        self._passes = self._tokens = 0
+        self._model.register_forward_hook(self._note)
+
+    def load(self, name: str, folder: Path) -> None:
+        if self._peft is None:
+            self._peft = PeftModel.from_pretrained(self._model, folder, adapter_name=name)
+            return
+        if name in self._peft.peft_config:
+            self._peft.delete_adapter(name)
+        self._peft.load_adapter(folder, adapter_name=name)
+
+    def unload(self, name: str) -> None:
+        self._peft.delete_adapter(name)
+
+    def generate(self, requests: Sequence[Request]) -> list[Completion]:
+        return [self._answered(request) for request in requests]
+
+    def counts(self) -> EngineCounts:
+        drafts = self._case.speculation is not Speculation.NONE
+        return EngineCounts(
+            # a pass gives a token of its own beside the drafts that were right
+            drafts_accepted=self._tokens - self._passes if drafts else None,
+            drafts_rejected=None,
+            graphs_replayed=None,
+            kernels_launched=None,
+        )
+
+    def close(self) -> None:
+        pass
+
+    @torch.no_grad()
+    def _answered(self, request: Request) -> Completion:
+        base = nullcontext()
+        if request.adapter is not None:
+            self._peft.set_adapter(request.adapter)
+        elif self._peft is not None:
+            base = self._peft.disable_adapter()
+        ids = torch.tensor([request.prompt], device=self._device)
+        with base:
+            out = self._model.generate(
+                ids,
+                attention_mask=torch.ones_like(ids),
+                do_sample=False,
+                max_new_tokens=request.new_tokens,
+                min_new_tokens=request.new_tokens,
+                output_logits=self._case.logprobs is Logprobs.ON,
+                return_dict_in_generate=True,
+                **self._drafts(),
+            )
+        tokens = tuple(out.sequences[0, len(request.prompt) :].tolist())
+        self._tokens += len(tokens)
+        return Completion(tokens)
+
+    def _drafts(self) -> dict[str, Any]:
+        if self._case.speculation is Speculation.NGRAM:
+            return {"prompt_lookup_num_tokens": _NUM_DRAFTS}
+        if self._assistant is None:
+            return {}
+        return {"assistant_model": self._assistant}
+
+    def _note(self, *ignored: object) -> None:
+        self._passes += 1
+
+
+def _model(folder: Path, device: str) -> Any:
+    options = {"local_files_only": True, "trust_remote_code": False, "use_safetensors": True}
+    return AutoModelForCausalLM.from_pretrained(folder, dtype="auto", **options).to(device).eval()

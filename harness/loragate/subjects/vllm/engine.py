@@ -1,0 +1,107 @@
+"""vLLM as an engine, with its own kernels or with the plug-in of lorakernels."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from loragate.engine.order import EngineOrder
+from loragate.engine.requests import Completion, EngineCounts, Request
+from loragate.matrix.engine_case import Logprobs, Speculation
+from loragate.subjects.vllm.engine_arguments import engine_arguments, environment
+
+_ACCEPTED = "vllm:spec_decode_num_accepted_tokens"
+_DRAFTED = "vllm:spec_decode_num_draft_tokens"
+
+
+def stock(order: EngineOrder) -> VllmEngine:
+    """vLLM with its own kernels."""
+    return VllmEngine(order, plugin=False)
+
+
+def with_plugin(order: EngineOrder) -> VllmEngine:
+    """vLLM with the plug-in."""
+    return VllmEngine(order, plugin=True)
+
+
+class VllmEngine:
+    """See loragate.engine.requests.Engine. The names of adapters are vLLM's own; an adapter that is
+    loaded again keeps its number and replaces the one that vLLM has."""
+
+    def __init__(self, order: EngineOrder, *, plugin: bool) -> None:
+        os.environ.update(environment(order, plugin=plugin))
+        # read when it is imported
+        from vllm import LLM
+
+        self._case = order.case
+        self._llm: Any = LLM(**engine_arguments(order))
+        self._numbers: dict[str, int] = {}
+        self._folders: dict[str, Path] = {}
+        self._plugin = plugin
+
+    def load(self, name: str, folder: Path) -> None:
+        again = name in self._numbers
+        self._numbers.setdefault(name, len(self._numbers) + 1)
+        self._folders[name] = folder
+        self._llm.llm_engine.add_lora(self._asked(name, load_inplace=again))
+
+    def unload(self, name: str) -> None:
+        self._llm.llm_engine.remove_lora(self._numbers[name])
+
+    def generate(self, requests: Sequence[Request]) -> list[Completion]:
+        from vllm import SamplingParams
+
+        logprobs = 1 if self._case.logprobs is Logprobs.ON else None
+        parameters = [
+            SamplingParams(
+                temperature=0.0,
+                max_tokens=request.new_tokens,
+                ignore_eos=True,
+                logprobs=logprobs,
+                detokenize=False,
+            )
+            for request in requests
+        ]
+        outputs = self._llm.generate(
+            [{"prompt_token_ids": list(request.prompt)} for request in requests],
+            parameters,
+            lora_request=[self._asked(r.adapter) if r.adapter else None for r in requests],
+            use_tqdm=False,
+        )
+        return [Completion(tuple(output.outputs[0].token_ids)) for output in outputs]
+
+    def counts(self) -> EngineCounts:
+        counters = {m.name: m.value for m in self._llm.get_metrics() if hasattr(m, "value")}
+        accepted, rejected = None, None
+        if self._case.speculation is not Speculation.NONE:
+            accepted = int(counters[_ACCEPTED])
+            rejected = int(counters[_DRAFTED]) - accepted
+        return EngineCounts(
+            drafts_accepted=accepted,
+            drafts_rejected=rejected,
+            graphs_replayed=None,
+            kernels_launched=sum(self._llm.collective_rpc(_launches)) if self._plugin else None,
+        )
+
+    def close(self) -> None:
+        self._llm.llm_engine.engine_core.shutdown()
+
+    def _asked(self, name: str, *, load_inplace: bool = False) -> Any:
+        from vllm.lora.request import LoRARequest
+
+        return LoRARequest(
+            lora_name=name,
+            lora_int_id=self._numbers[name],
+            lora_path=str(self._folders[name]),
+            load_inplace=load_inplace,
+        )
+
+
+def _launches(worker: object) -> int:
+    """Of the plug-in, in a worker of vLLM: called, or kept in a graph."""
+    from importlib import import_module
+
+    counts = import_module("lorakernels.integrations.vllm.launches").launch_counts()
+    return sum(count.launched + count.captured for count in counts.values())

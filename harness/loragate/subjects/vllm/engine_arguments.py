@@ -1,0 +1,113 @@
+"""The arguments of vLLM's `LLM` for a case. Pure; names and values are those of 0.26."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from types import MappingProxyType
+from typing import Any
+
+from loragate.engine.order import EngineOrder
+from loragate.matrix.case import Dtype, Streams
+from loragate.matrix.engine_case import (
+    Active,
+    Graphs,
+    Logprobs,
+    Model,
+    Prefill,
+    PrefixCaching,
+    Specialize,
+    Speculation,
+    Targets,
+)
+
+NEEDS_GPU = "vLLM's engine needs a GPU"
+ENGINE_SUPPORTS: Mapping[str, Collection[object]] = MappingProxyType(
+    {
+        "model": frozenset({Model.DENSE, Model.MOE}),
+        "speculation": frozenset({Speculation.NONE, Speculation.NGRAM, Speculation.DRAFT_MODEL}),
+        "graphs": frozenset(Graphs),
+        "specialize": frozenset(Specialize),
+        "active": frozenset(Active),
+        "prefix_caching": frozenset(PrefixCaching),
+        "prefill": frozenset(Prefill),
+        "targets": frozenset(Targets),
+        "logprobs": frozenset(Logprobs),
+    }
+)
+NUM_DRAFTS = 3
+# the ranks that max_lora_rank may have
+_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+_DTYPES = {Dtype.FP16: "float16", Dtype.BF16: "bfloat16", Dtype.FP32: "float32"}
+_GRAPH_MODES = {
+    Graphs.NONE: "NONE",
+    Graphs.PIECEWISE: "PIECEWISE",
+    Graphs.FULL: "FULL",
+    Graphs.FULL_DECODE: "FULL_DECODE_ONLY",
+}
+# of a tiny model: enough for all requests of a case
+_CACHE_BYTES = 1 << 28
+_BLOCK = 16
+
+
+def engine_arguments(order: EngineOrder) -> dict[str, Any]:
+    """Keyword arguments of `vllm.LLM`."""
+    case = order.case
+    whole = order.max_length * order.max_requests
+    chunked = case.prefill is Prefill.CHUNKED
+    arguments: dict[str, Any] = {
+        "model": str(order.model),
+        "skip_tokenizer_init": True,
+        "seed": 0,
+        "dtype": _DTYPES[case.dtype],
+        "max_model_len": order.max_length + NUM_DRAFTS,
+        "max_num_seqs": order.max_requests,
+        # a step has a token and its drafts for each request; a prompt has more than a block
+        "max_num_batched_tokens": max(_BLOCK, (1 + NUM_DRAFTS) * order.max_requests)
+        if chunked
+        else max(whole, order.max_length + NUM_DRAFTS),
+        "enable_chunked_prefill": chunked,
+        "enable_prefix_caching": case.prefix_caching is PrefixCaching.ON,
+        "block_size": _BLOCK,
+        "kv_cache_memory_bytes": _CACHE_BYTES,
+        "enable_lora": True,
+        "max_loras": case.slots,
+        "max_lora_rank": next(rank for rank in _RANKS if rank >= case.rank),
+        "max_cpu_loras": max(case.slots, order.num_adapters),
+        "specialize_active_lora": case.specialize is Specialize.ON,
+        "enforce_eager": case.graphs is Graphs.NONE,
+        # its counters are read afterwards
+        "disable_log_stats": False,
+    }
+    if case.graphs is not Graphs.NONE:
+        arguments["compilation_config"] = {"cudagraph_mode": _GRAPH_MODES[case.graphs]}
+    speculative = _speculative(order)
+    return arguments | ({"speculative_config": speculative} if speculative else {})
+
+
+def environment(order: EngineOrder, *, plugin: bool) -> dict[str, str]:
+    """Variables that must be set before vLLM is imported."""
+    dual = order.case.streams is Streams.DUAL
+    return {
+        "VLLM_LORA_ENABLE_DUAL_STREAM": str(int(dual)),
+        "LORAKERNELS_VLLM": str(int(plugin)),
+        "VLLM_NO_USAGE_STATS": "1",
+        "HF_HUB_OFFLINE": "1",
+    }
+
+
+def _speculative(order: EngineOrder) -> dict[str, Any] | None:
+    match order.case.speculation:
+        case Speculation.NGRAM:
+            return {
+                "method": "ngram",
+                "num_speculative_tokens": NUM_DRAFTS,
+                "prompt_lookup_max": 3,
+                "prompt_lookup_min": 1,
+            }
+        case Speculation.DRAFT_MODEL:
+            return {
+                "method": "draft_model",
+                "model": str(order.drafts),
+                "num_speculative_tokens": NUM_DRAFTS,
+            }
+    return None

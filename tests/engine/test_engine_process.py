@@ -1,0 +1,144 @@
+"""An engine in a process of its own: what it returns, and what becomes of one that fails."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+
+from loragate.engine.order import EngineOrder
+from loragate.engine.process import EngineError, EngineNotStarted, EngineProcess
+from loragate.engine.requests import Completion, EngineCounts, Request
+from loragate.matrix.case import Case, Dtype, Site
+
+ENGINES = '''
+import os
+import subprocess
+import sys
+import time
+from loragate.engine.requests import Completion, EngineCounts
+
+
+class Echo:
+    """Says the prompt again, and has started another process."""
+
+    def __init__(self, order):
+        print("max_length", order.max_length)
+        self.names = []
+        self.other = subprocess.Popen([sys.executable, "-S", "-c", "import time; time.sleep(600)"])
+
+    def load(self, name, folder):
+        self.names.append(name)
+
+    def unload(self, name):
+        self.names.remove(name)
+
+    def generate(self, requests):
+        if requests and requests[0].adapter == "missing":
+            raise KeyError("missing")
+        if requests and requests[0].adapter == "crash":
+            os._exit(7)
+        while requests and requests[0].adapter == "hang":
+            time.sleep(0.1)
+        return [Completion(request.prompt) for request in requests]
+
+    def counts(self):
+        return EngineCounts(len(self.names), self.other.pid, None, None)
+
+    def close(self):
+        pass
+
+
+def broken(order):
+    raise RuntimeError("no memory for a cache")
+'''
+ORDER = EngineOrder(
+    case=Case(site=Site.ENGINE, rank=8, slots=1, dtype=Dtype.FP32),
+    model=Path("model"),
+    drafts=None,
+    device="cpu",
+    max_length=12,
+    max_requests=2,
+    num_adapters=1,
+)
+Start = Callable[..., EngineProcess]
+
+
+@pytest.fixture
+def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Start:
+    (tmp_path / "engines_of_a_test.py").write_text(ENGINES)
+    monkeypatch.syspath_prepend(str(tmp_path))
+
+    def started(name: str, *, deadline_s: float = 60.0) -> EngineProcess:
+        target, log = f"engines_of_a_test:{name}", tmp_path / "engine.log"
+        return EngineProcess(target, ORDER, deadline_s=deadline_s, log=log)
+
+    return started
+
+
+def other_of(engine: EngineProcess) -> psutil.Process:
+    pid = engine.counts().drafts_rejected
+    assert pid is not None
+    return psutil.Process(pid)
+
+
+def is_gone(process: psutil.Process) -> bool:
+    return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
+
+
+def wait_for_end(process: psutil.Process) -> None:
+    # killed, but perhaps not yet collected by its new parent
+    end = time.monotonic() + 30
+    while not is_gone(process):
+        assert time.monotonic() < end, "the engine left a process behind"
+        time.sleep(0.01)
+
+
+def test_a_process_answers_as_its_engine_and_leaves_nothing_behind(start: Start) -> None:
+    with start("Echo") as engine:
+        engine.load("one", Path("folder"))
+        engine.load("two", Path("folder"))
+        engine.unload("one")
+        requests = [Request((1, 2), None, 1), Request((3,), "two", 1)]
+        assert engine.generate(requests) == [Completion((1, 2)), Completion((3,))]
+        assert engine.counts() == EngineCounts(1, other_of(engine).pid, None, None)
+        assert "max_length 12" in engine.log_tail()
+        other = other_of(engine)
+    wait_for_end(other)
+
+
+def test_a_start_that_fails_says_what_the_engine_said(start: Start) -> None:
+    with pytest.raises(EngineNotStarted, match=r"(?s)did not start.*no memory for a cache"):
+        start("broken")
+    with pytest.raises(EngineNotStarted, match="the start did not end before the deadline"):
+        start("Echo", deadline_s=0.0)
+
+
+@pytest.mark.parametrize(
+    ("adapter", "message"),
+    [("missing", "generate raised KeyError: 'missing'"), ("crash", "ended with 7 in generate")],
+)
+def test_a_call_that_fails_ends_the_engine_with_its_processes(
+    start: Start, adapter: str, message: str
+) -> None:
+    engine = start("Echo")
+    other = other_of(engine)
+    with pytest.raises(EngineError, match=message) as caught, engine:
+        engine.generate([Request((1,), adapter, 1)])
+    assert "max_length 12" in str(caught.value)
+    assert not isinstance(caught.value, EngineNotStarted)
+    wait_for_end(other)
+
+
+def test_a_call_beyond_the_deadline_ends_the_engine_with_its_processes(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = start("Echo")
+    other = other_of(engine)
+    monkeypatch.setattr(engine, "_end", time.monotonic() + 0.2)
+    with pytest.raises(EngineError, match="generate did not end before the deadline"), engine:
+        engine.generate([Request((1,), "hang", 1)])
+    wait_for_end(other)

@@ -1,0 +1,88 @@
+"""What vLLM is asked for in a case. It is not installed everywhere, and runs on a GPU only."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from loragate.engine.order import EngineOrder
+from loragate.matrix.case import Case, Dtype, Site, Streams
+from loragate.matrix.engine_case import (
+    Graphs,
+    Prefill,
+    PrefixCaching,
+    Specialize,
+    Speculation,
+)
+from loragate.subjects.vllm.engine_arguments import engine_arguments, environment
+
+
+def order_of(**axes: Any) -> EngineOrder:
+    fixed = {"site": Site.ENGINE, "rank": 12, "slots": 3, "dtype": Dtype.BF16}
+    return EngineOrder(
+        case=Case(**{**fixed, **axes}),
+        model=Path("model"),
+        drafts=Path("drafts"),
+        device="cuda",
+        max_length=70,
+        max_requests=5,
+        num_adapters=4,
+    )
+
+
+def test_a_plain_case_turns_everything_off_that_it_does_not_ask_for() -> None:
+    found = engine_arguments(order_of())
+    assert found["enforce_eager"] is True
+    assert (found["max_loras"], found["max_cpu_loras"], found["max_lora_rank"]) == (3, 4, 16)
+    assert not found["enable_prefix_caching"]
+    assert not found["enable_chunked_prefill"]
+    assert not found["specialize_active_lora"]
+    assert found["max_num_batched_tokens"] == 350
+    assert not {"speculative_config", "compilation_config"} & found.keys()
+
+
+@pytest.mark.parametrize(
+    ("axes", "wanted"),
+    [
+        ({"graphs": Graphs.FULL_DECODE}, {"cudagraph_mode": "FULL_DECODE_ONLY"}),
+        ({"graphs": Graphs.PIECEWISE}, {"cudagraph_mode": "PIECEWISE"}),
+    ],
+)
+def test_graphs_are_asked_for_by_their_mode(axes: dict[str, Any], wanted: dict[str, str]) -> None:
+    found = engine_arguments(order_of(**axes))
+    assert found["compilation_config"] == wanted
+    assert found["enforce_eager"] is False
+
+
+def test_each_axis_changes_its_own_argument() -> None:
+    plain = engine_arguments(order_of())
+    for axes, changed in (
+        ({"prefix_caching": PrefixCaching.ON}, {"enable_prefix_caching"}),
+        ({"specialize": Specialize.ON}, {"specialize_active_lora"}),
+        ({"prefill": Prefill.CHUNKED}, {"enable_chunked_prefill", "max_num_batched_tokens"}),
+        ({"speculation": Speculation.NGRAM}, {"speculative_config"}),
+        ({"dtype": Dtype.FP16}, {"dtype"}),
+        ({"slots": 2}, {"max_loras"}),
+        ({"streams": Streams.DUAL}, set()),
+    ):
+        found = engine_arguments(order_of(**axes))
+        differing = {name for name in found if found[name] != plain.get(name)}
+        assert differing == changed, axes
+
+
+def test_a_model_that_drafts_is_named_by_its_folder() -> None:
+    found = engine_arguments(order_of(speculation=Speculation.DRAFT_MODEL))
+    assert found["speculative_config"] == {
+        "method": "draft_model",
+        "model": "drafts",
+        "num_speculative_tokens": 3,
+    }
+
+
+def test_switches_are_set_before_vllm_is_imported() -> None:
+    dual = environment(order_of(streams=Streams.DUAL), plugin=True)
+    assert dual["VLLM_LORA_ENABLE_DUAL_STREAM"] == dual["LORAKERNELS_VLLM"] == "1"
+    plain = environment(order_of(), plugin=False)
+    assert plain["VLLM_LORA_ENABLE_DUAL_STREAM"] == plain["LORAKERNELS_VLLM"] == "0"

@@ -1,0 +1,102 @@
+"""The requests of a case of engines, and what is known about their answers."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from loragate.engine.reference import Reference
+from loragate.engine.world import World, build_world, unwritten
+from loragate.matrix.case import Case, Dtype, Site
+from loragate.matrix.engine_case import (
+    Active,
+    Model,
+    PrefixCaching,
+    Speculation,
+    Targets,
+)
+
+
+def case_of(**axes: object) -> Case:
+    fixed = {"site": Site.ENGINE, "rank": 8, "slots": 2, "dtype": Dtype.FP32}
+    return Case(**{**fixed, **axes})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "axes",
+    [
+        {"speculation": Speculation.NGRAM, "prefix_caching": PrefixCaching.ON},
+        {"model": Model.MOE, "targets": Targets.EXPERTS},
+        {"targets": Targets.LM_HEAD, "active": Active.BEYOND_SLOTS},
+        {"targets": Targets.ATTENTION, "dtype": Dtype.BF16},
+    ],
+    ids=["samples", "experts", "lm_head", "attention"],
+)
+def test_the_reference_says_the_words_of_each_request_behind_whatever_stands_in_its_prompt(
+    axes: dict[str, object], tmp_path: Path
+) -> None:
+    world = build_world(case_of(**axes), 5, tmp_path)
+    for asked in world.batch:
+        request = asked.request
+        words = world.language.words_after(asked.prompt, asked.speaker, request.new_tokens)
+        folder = None if request.adapter is None else world.adapters[request.adapter]
+        judged = Reference(world.model, folder).judge(request.prompt, words)
+        assert [token.best for token in judged] == words
+        assert min(token.margin for token in judged) > 6
+    first = {
+        asked.speaker.name: world.language.next_word(
+            asked.prompt, asked.request.prompt[-1], asked.speaker
+        )
+        for asked in world.batch
+        if asked.prompt == world.batch[0].prompt
+    }
+    assert len(set(first.values())) == len(first)
+
+
+@pytest.mark.parametrize(
+    ("active", "used", "loaded"),
+    [
+        (Active.NONE, 0, 2),
+        (Active.ONE, 1, 2),
+        (Active.SOME, 1, 2),
+        (Active.ALL, 2, 2),
+        (Active.BEYOND_SLOTS, 3, 3),
+    ],
+)
+def test_a_batch_has_base_rows_and_as_many_adapters_as_its_case_says(
+    active: Active, used: int, loaded: int, tmp_path: Path
+) -> None:
+    world = build_world(case_of(active=active), 7, tmp_path)
+    names = {asked.request.adapter for asked in world.batch}
+    assert None in names
+    assert (len(names - {None}), len(world.adapters)) == (used, loaded)
+    last = world.batch[world.last].request
+    if world.exchange is None:
+        assert active is Active.NONE
+        return
+    assert last.adapter not in (None, world.exchange.other)
+    assert world.exchange.folder == world.adapters[world.exchange.other]
+
+
+def targets_of(world: World) -> list[set[str]]:
+    return [
+        set(json.loads((folder / "adapter_config.json").read_text())["target_modules"])
+        for folder in world.adapters.values()
+    ]
+
+
+def test_an_adapter_has_factors_for_its_targets_alone(tmp_path: Path) -> None:
+    for targets, wanted in (
+        (Targets.MLP, {"gate_proj", "up_proj", "down_proj"}),
+        (Targets.LM_HEAD, {"lm_head"}),
+    ):
+        world = build_world(case_of(targets=targets), 3, tmp_path / targets)
+        assert targets_of(world) == [wanted, wanted]
+
+
+def test_what_has_no_checkpoint_says_so() -> None:
+    assert unwritten(case_of(model=Model.HYBRID)) == "there is no checkpoint for model hybrid"
+    assert "speculation eagle" in str(unwritten(case_of(speculation=Speculation.EAGLE)))
+    assert unwritten(case_of()) is None
