@@ -2,17 +2,9 @@
 
 from __future__ import annotations
 
-from random import Random
-
 import pytest
 
-from loragate.engine.verdicts import (
-    Decision,
-    MatchRatio,
-    SequentialTest,
-    TokenVerdict,
-    token_verdict,
-)
+from loragate.engine.verdicts import MatchRatio, TokenVerdict, token_verdict
 
 
 def test_a_token_is_right_a_near_tie_or_a_defect() -> None:
@@ -47,44 +39,3 @@ def test_the_intervals_of_a_defect_and_of_healthy_noise_overlap() -> None:
     defect = MatchRatio.of([[1]] * 76 + [[2]] * 24, same)
     healthy = MatchRatio.of([[1]] * 84 + [[2]] * 16, same)
     assert healthy.low < defect.high
-
-
-def test_a_sequential_test_needs_as_many_requests_as_its_error_allows() -> None:
-    test = SequentialTest(healthy=0.005, defective=0.05)
-    clean = next(n for n in range(1, 1000) if test.decide(0, n) is Decision.PASS)
-    assert clean == 100
-    assert test.decide(0, clean - 1) is Decision.UNDECIDED
-    assert test.decide(1, 1) is Decision.UNDECIDED
-    assert test.decide(2, 2) is Decision.FAIL
-
-
-@pytest.mark.parametrize(
-    ("rate", "wrong"), [(0.005, Decision.FAIL), (0.05, Decision.PASS)], ids=["healthy", "defective"]
-)
-def test_a_sequential_test_is_rarely_wrong_however_often_one_looks(
-    rate: float, wrong: Decision
-) -> None:
-    test, random, count = SequentialTest(healthy=0.005, defective=0.05), Random(13), 0
-    for _ in range(1000):
-        failures = requests = 0
-        decision = Decision.UNDECIDED
-        while decision is Decision.UNDECIDED:
-            requests += 1
-            failures += random.random() < rate
-            decision = test.decide(failures, requests)
-        count += decision is wrong
-    # 10 are expected at most; 25 are 5 standard deviations more
-    assert count < 25
-
-
-@pytest.mark.parametrize(
-    ("fields", "text"),
-    [
-        ({"healthy": 0.1, "defective": 0.1}, "0 < healthy < defective < 1"),
-        ({"healthy": 0.0, "defective": 0.1}, "0 < healthy < defective < 1"),
-        ({"healthy": 0.1, "defective": 0.2, "error": 0.5}, "error must be between 0 and 0.5"),
-    ],
-)
-def test_rates_that_make_no_test_are_refused(fields: dict[str, float], text: str) -> None:
-    with pytest.raises(ValueError, match=text):
-        SequentialTest(**fields)

@@ -8,12 +8,11 @@ near ties and cannot tell one from the other (vllm #35204).
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 
-from scipy.stats import binomtest
+from loragate.core.sequential import exact_interval
 
 
 class TokenVerdict(Enum):
@@ -53,39 +52,5 @@ class MatchRatio:
                 f"(got {len(texts)})"
             )
         matches = sum(list(a) == list(b) for a, b in zip(texts, wanted, strict=True))
-        interval = binomtest(matches, len(texts)).proportion_ci(method="exact")
-        return cls(matches, len(texts), float(interval.low), float(interval.high))
-
-
-class Decision(Enum):
-    PASS = "pass"
-    FAIL = "fail"
-    UNDECIDED = "undecided"
-
-
-@dataclass(frozen=True, slots=True)
-class SequentialTest:
-    """Wald's test of a rate of failures: `healthy` against `defective`, wrong in at most `error` of
-    all decisions, however often one looks. Requests must be independent. ValueError."""
-
-    healthy: float
-    defective: float
-    error: float = 0.01
-
-    def __post_init__(self) -> None:
-        if not 0 < self.healthy < self.defective < 1:
-            raise ValueError(
-                "healthy and defective must be rates with 0 < healthy < defective < 1 "
-                f"(got {self.healthy:g} and {self.defective:g})"
-            )
-        if not 0 < self.error < 0.5:
-            raise ValueError(f"error must be between 0 and 0.5 (got {self.error:g})")
-
-    def decide(self, failures: int, requests: int) -> Decision:
-        """After so many failures of so many requests."""
-        evidence = failures * math.log(self.defective / self.healthy)
-        evidence += (requests - failures) * math.log((1 - self.defective) / (1 - self.healthy))
-        bound = math.log((1 - self.error) / self.error)
-        if evidence >= bound:
-            return Decision.FAIL
-        return Decision.PASS if evidence <= -bound else Decision.UNDECIDED
+        interval = exact_interval(matches, len(texts))
+        return cls(matches, len(texts), interval.low, interval.high)
