@@ -1,4 +1,4 @@
-"""`loragate gate|plan|replay|report|faults|mutants|bench|findings|docs`.
+"""`loragate gate|plan|replay|report|scan|morning|history|faults|mutants|bench|findings|docs`.
 
 Invariant: parsing imports no torch; each command imports what it needs when it runs. Exit codes
 are those of `loragate.core.verdict.ExitCode`; an interrupted command is incomplete.
@@ -12,13 +12,29 @@ import traceback
 from collections.abc import Iterable, Sequence
 from typing import Any, NoReturn
 
-from loragate.commands import bench, docs, faults, findings, gate, mutants, plan, replay, report
+from loragate.commands import (
+    bench,
+    docs,
+    faults,
+    findings,
+    gate,
+    history,
+    morning,
+    mutants,
+    plan,
+    replay,
+    report,
+    scan,
+)
 from loragate.core.errors import CommandError
 from loragate.core.signals import ended_by_signals
 from loragate.core.verdict import ExitCode
 from loragate.matrix.problems import nearest
 
-_COMMANDS = (gate, plan, replay, report, faults, mutants, bench, findings, docs)
+_COMMANDS = (
+    *(gate, plan, replay, report, scan, morning, history),
+    *(faults, mutants, bench, findings, docs),
+)
 # former names of options, as older reports print them
 _RENAMED = {"--attempt": "--draw"}
 

@@ -15,6 +15,7 @@ from sqlalchemy import text
 from loragate.history import (
     HistoryError,
     Outcome,
+    PathFiles,
     ScanRun,
     TrialRecord,
     open_history,
@@ -62,11 +63,13 @@ def test_merging_counts_each_trial_once(tmp_path: Path, scan_run: NewRun, trial:
         history.add(trial(0, uid))
     there.add_run(scan_run("b", finished_at=9.0))
     there.add(trial(1, "b"))
+    there.add_path(PathFiles(path_key="key1", files=("a.py",)))
     assert here.merge(there) == 2
     assert here.merge(there) == 0
     # and back again
     assert there.merge(here) == 1
     assert list(here.trials()) == list(there.trials())
+    assert here.paths() == there.paths() != ()
     assert [run.finished_at for run in here.runs()] == [None, 9.0]
 
 
@@ -75,6 +78,7 @@ def test_a_history_travels_as_lines(tmp_path: Path, scan_run: NewRun, trial: New
         history.add_run(scan_run())
         for number in range(3):
             history.add(trial(number, outcome=Outcome.WRONG, conditions={"order": "7"}))
+        history.add_path(PathFiles(path_key="key1", files=("a.py", "b.py")))
         lines, expected = list(export_lines(history)), list(history.trials())
     path = tmp_path / "h.jsonl"
     # the last line was being written when its writer died
@@ -84,13 +88,14 @@ def test_a_history_travels_as_lines(tmp_path: Path, scan_run: NewRun, trial: New
         path.write_text("\n".join(lines) + "\n", encoding="utf-8")
         assert import_lines(history, path) == 1
         assert list(history.trials()) == expected
+        assert history.paths() == (PathFiles(path_key="key1", files=("a.py", "b.py")),)
 
 
 @pytest.mark.parametrize(
     ("line", "message"),
     [
         ("no json", "no record"),
-        ('{"kind": "night", "of": {}}', "kind must be run or trial"),
+        ('{"kind": "night", "of": {}}', "kind must be run, path or trial"),
         ('{"kind": "run", "of": {"uid": "a", "weather": 1}}', "no field weather"),
         ('{"kind": "run", "of": {"uid": "a"}}', "machine"),
     ],

@@ -4,13 +4,14 @@ Invariant: a record is only ever added. A trial is known by the run that it belo
 number there, so that adding it twice changes nothing.
 """
 
-from loragate.history.model import Outcome, Purpose, ScanRun, TrialRecord
+from loragate.history.model import Outcome, PathFiles, Purpose, ScanRun, TrialRecord
 from loragate.history.store import History, HistoryError, open_history
 
 __all__ = [
     "History",
     "HistoryError",
     "Outcome",
+    "PathFiles",
     "Purpose",
     "ScanRun",
     "TrialRecord",

@@ -5,23 +5,28 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, fields
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 from loragate.history import tables
-from loragate.history.model import ScanRun, TrialRecord
+from loragate.history.model import PathFiles, ScanRun, TrialRecord
 from loragate.history.store import History, HistoryError
 
 _SCHEMA = "schema"
 _KIND = "kind"
-_RUN, _TRIAL = "run", "trial"
+_RUN, _PATH, _TRIAL = "run", "path", "trial"
+
+Record = ScanRun | PathFiles | TrialRecord
 
 
 def export_lines(history: History) -> Iterator[str]:
-    """The schema, then all runs, then all trials, the oldest first; one JSON object a line."""
+    """The schema, then all runs, paths and trials, the oldest first; one JSON object a line."""
     yield json.dumps({_SCHEMA: tables.SCHEMA})
     for run in history.runs():
         yield json.dumps({_KIND: _RUN, "of": asdict(run)})
+    for path in history.paths():
+        yield json.dumps({_KIND: _PATH, "of": asdict(path)})
     for trial in history.trials():
         yield json.dumps({_KIND: _TRIAL, "of": asdict(trial)})
 
@@ -33,26 +38,29 @@ def import_lines(history: History, path: Path) -> int:
     without an end was being written when its writer died, and is left out.
     """
     with path.open(encoding="utf-8", errors="replace", newline="\n") as file:
-        records = _records(path, file)
         runs: list[ScanRun] = []
-        trials = _after_runs(records, runs)
+        paths: list[PathFiles] = []
+        trials = _trials(_records(path, file), runs, paths)
+        # runs and paths stand before the first trial
         first = next(trials, None)
-        rest = () if first is None else (first, *trials)
-        return history.take(runs, rest)
+        rest = () if first is None else chain((first,), trials)
+        return history.take(runs, paths, rest)
 
 
-def _after_runs(
-    records: Iterable[ScanRun | TrialRecord], runs: list[ScanRun]
+def _trials(
+    records: Iterable[Record], runs: list[ScanRun], paths: list[PathFiles]
 ) -> Iterator[TrialRecord]:
-    """The trials; the runs go to `runs`."""
+    """The trials; what else there is goes to `runs` and `paths`."""
     for record in records:
         if isinstance(record, ScanRun):
             runs.append(record)
+        elif isinstance(record, PathFiles):
+            paths.append(record)
         else:
             yield record
 
 
-def _records(path: Path, lines: Iterable[str]) -> Iterator[ScanRun | TrialRecord]:
+def _records(path: Path, lines: Iterable[str]) -> Iterator[Record]:
     for number, line in enumerate(lines, 1):
         if not line.endswith("\n"):
             return
@@ -71,16 +79,18 @@ def _check_schema(found: Any) -> None:
         raise ValueError(f"schema {found[_SCHEMA]}, and this version reads up to {tables.SCHEMA}")
 
 
-def _record(found: Any) -> ScanRun | TrialRecord:
+def _record(found: Any) -> Record:
     kind = found[_KIND]
     if kind == _RUN:
         return tables.run_of(_known(found["of"], ScanRun))
+    if kind == _PATH:
+        return tables.path_of(_known(found["of"], PathFiles))
     if kind == _TRIAL:
         return tables.trial_of(_known(found["of"], TrialRecord))
-    raise ValueError(f"kind must be {_RUN} or {_TRIAL} (got {kind!r})")
+    raise ValueError(f"kind must be {_RUN}, {_PATH} or {_TRIAL} (got {kind!r})")
 
 
-def _known(row: dict[str, Any], kind: type[ScanRun] | type[TrialRecord]) -> dict[str, Any]:
+def _known(row: dict[str, Any], kind: type[Record]) -> dict[str, Any]:
     """Raises ValueError for a field that does not exist."""
     extra = row.keys() - {field.name for field in fields(kind)}
     if extra:

@@ -90,3 +90,12 @@ class TrialRecord:
     cause: str = ""
     conditions: Mapping[str, str] = field(default_factory=dict)
     health: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PathFiles:
+    """The source files that a path runs, by the hash of what they hold; relative to the root of the
+    project where they lie in it."""
+
+    path_key: str
+    files: tuple[str, ...]

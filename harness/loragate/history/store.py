@@ -35,8 +35,8 @@ from sqlalchemy.dialects.sqlite import insert as insert_sqlite
 from sqlalchemy.exc import ArgumentError, IntegrityError, SQLAlchemyError
 
 from loragate.history import tables
-from loragate.history.model import Outcome, ScanRun, TrialRecord
-from loragate.history.tables import METADATA, RUNS, SCHEMA_TABLE, TRIALS
+from loragate.history.model import Outcome, PathFiles, ScanRun, TrialRecord
+from loragate.history.tables import METADATA, PATHS, RUNS, SCHEMA_TABLE, TRIALS
 
 # how long a writer waits for another one
 _PATIENCE_S = 60
@@ -137,6 +137,17 @@ class History:
         except IntegrityError as error:
             raise HistoryError(f"{self.name} has no run {trial.run}") from error
 
+    def add_path(self, path: PathFiles) -> None:
+        """Add the files of a path; what is known stays."""
+        with self._writing() as connection:
+            connection.execute(self._adding(PATHS), tables.path_row_of(path))
+
+    def paths(self) -> tuple[PathFiles, ...]:
+        """The files of all paths, in the order of their keys."""
+        with self._engine.connect() as connection:
+            rows = _rows(connection.execute(select(PATHS).order_by(PATHS.c.path_key)))
+            return tuple(map(tables.path_of, rows))
+
     def runs(self) -> tuple[ScanRun, ...]:
         """All runs, the oldest first."""
         query = select(RUNS).order_by(RUNS.c.started_at, RUNS.c.uid)
@@ -161,24 +172,35 @@ class History:
         if self._file and other._file:
             return self._merge_file(other._file)
         with other._engine.connect() as source:
-            runs = [tables.run_of(row) for row in _rows(source.execute(select(RUNS)))]
             rows = source.execution_options(yield_per=_BATCH).execute(select(TRIALS))
-            return self._merge(runs, _rows(rows))
+            return self._merge(other.runs(), other.paths(), _rows(rows))
 
-    def take(self, runs: Iterable[ScanRun], trials: Iterable[TrialRecord]) -> int:
+    def take(
+        self,
+        runs: Iterable[ScanRun],
+        paths: Iterable[PathFiles],
+        trials: Iterable[TrialRecord],
+    ) -> int:
         """Add records, as `merge` does. Raises HistoryError for a trial of an unknown run."""
         try:
-            return self._merge(runs, map(tables.row_of, trials))
+            return self._merge(runs, paths, map(tables.row_of, trials))
         except IntegrityError as error:
             raise HistoryError(f"{self.name}: a trial belongs to a run that is unknown") from error
 
-    def _merge(self, runs: Iterable[ScanRun], rows: Iterable[dict[str, Any]]) -> int:
+    def _merge(
+        self,
+        runs: Iterable[ScanRun],
+        paths: Iterable[PathFiles],
+        rows: Iterable[dict[str, Any]],
+    ) -> int:
         before = self.count()
         statement, rows = self._adding(TRIALS), iter(rows)
         # all of it or nothing
         with self._writing() as connection:
             for run in runs:
                 self._add_run(connection, run)
+            for path in paths:
+                connection.execute(self._adding(PATHS), tables.path_row_of(path))
             while batch := list(islice(rows, _BATCH)):
                 connection.execute(statement, batch)
         return self.count() - before
@@ -192,7 +214,7 @@ class History:
             connection.commit()
             try:
                 with self._writing_by(connection):
-                    for table in (RUNS, TRIALS):
+                    for table in (RUNS, PATHS, TRIALS):
                         names = ", ".join(f'"{column.name}"' for column in table.columns)
                         connection.exec_driver_sql(
                             f"INSERT OR IGNORE INTO main.{table.name} ({names}) "

@@ -20,7 +20,7 @@ from sqlalchemy import (
     Text,
 )
 
-from loragate.history.model import Outcome, Purpose, ScanRun, TrialRecord
+from loragate.history.model import Outcome, PathFiles, Purpose, ScanRun, TrialRecord
 
 SCHEMA = 1
 # version -> the statements that make a history of that version one of the next
@@ -73,6 +73,13 @@ TRIALS = Table(
     Column("health", Text, nullable=False),
 )
 
+PATHS = Table(
+    "path_files",
+    METADATA,
+    Column("path_key", String(64), primary_key=True),
+    Column("files", Text, nullable=False),
+)
+
 _MAPPINGS = ("environment", "conditions", "health")
 
 
@@ -84,6 +91,16 @@ def row_of(record: ScanRun | TrialRecord) -> dict[str, Any]:
             # most trials have plain conditions
             row[name] = json.dumps(dict(row[name]), sort_keys=True) if row[name] else "{}"
     return row
+
+
+def path_row_of(path: PathFiles) -> dict[str, Any]:
+    return {"path_key": path.path_key, "files": json.dumps(path.files)}
+
+
+def path_of(row: Mapping[str, Any]) -> PathFiles:
+    files = row["files"]
+    found = json.loads(files) if isinstance(files, str) else files
+    return PathFiles(path_key=row["path_key"], files=tuple(found))
 
 
 def run_of(row: Mapping[str, Any]) -> ScanRun:
