@@ -23,8 +23,9 @@ from loragate.nightly.conditions import (
 
 # fresh processes that show whether a result is constant with nothing varied
 _ALONE = 6
-# of each factor that may change a constant result
+# of each factor that may change a constant result; so many times of one that was seen to do so
 _EACH = 4
+_TIMES = 4
 _MOST = 40
 # a result that changed at the observed rate would look constant this rarely
 _ERROR = 0.01
@@ -79,13 +80,25 @@ class Diagnosis:
     tried: int = 0
 
 
+class TimeSpentError(Exception):
+    """There is no time for as many trials as a cell needs."""
+
+
 Try = Callable[[Cell, int], Sequence[str]]
-"""The signatures of so many fresh processes of a cell; several of a process are all given. Fewer
-where the time is spent; none where the cell cannot be tried here."""
+"""The signatures of so many fresh processes of a cell; several of a process are all given, and none
+of a process in which the machine failed. Raises TimeSpentError."""
 
 
 def diagnose(suspect: Suspect, try_cell: Try) -> Diagnosis:
     """What the suspect's result depends on."""
+    try:
+        return _diagnose(suspect, try_cell)
+    except TimeSpentError:
+        text = "the time for diagnoses was spent before it was known"
+        return Diagnosis(cause=Cause.UNKNOWN, explanation=text)
+
+
+def _diagnose(suspect: Suspect, try_cell: Try) -> Diagnosis:
     alone = try_cell(Cell(conditions=suspect.home), _ALONE)
     if len(set(alone)) > 1:
         return _of_changing(suspect, alone, try_cell)
@@ -172,9 +185,15 @@ def _of_constant(case: _Constant, try_cell: Try, tried: int) -> Diagnosis:
 
 def _of_factors(case: _Constant, try_cell: Try) -> Diagnosis:
     tried = 0
+    seen = case.odd.conditions.varied().items() - case.suspect.home.varied().items()
     for cause, conditions, what in _factors(case):
         cell = Cell(conditions=conditions)
-        found = try_cell(cell, _EACH)
+        found: list[str] = []
+        # it may show rarely where it was seen
+        for _ in range(_TIMES if conditions.varied().items() & seen else 1):
+            found += try_cell(cell, _EACH)
+            if case.changed(found):
+                break
         tried += len(found)
         changed = case.changed(found)
         if changed:

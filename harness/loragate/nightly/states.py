@@ -1,9 +1,9 @@
 """Stable, flaky, wrong or undecided: what the trials of each (path, group, device) say together.
 
-Trials of a case count since the last change of the source that it runs. Same inputs must give the same
-bits wherever the code and the environment are the same: the digest that most trials of a case and
-draw have is the reference, and every other one differs. A wrong answer is never called flaky: seen
-again with the same inputs it is wrong, otherwise it stays undecided. Pure.
+Trials of a case count since the last change of the source that it runs. Same inputs must give the
+same bits wherever the code and the environment are the same: the digest that most trials of a case
+and draw have is the reference, and every other one differs. A wrong answer is never called flaky:
+seen again with the same inputs it is wrong, otherwise it stays undecided. Pure.
 """
 
 from __future__ import annotations

@@ -8,7 +8,14 @@ from dataclasses import replace
 
 from loragate.history import Outcome, Purpose, TrialRecord
 from loragate.nightly.conditions import conditions_of
-from loragate.nightly.diagnosis import Cell, Diagnosis, Sighting, Suspect, diagnose
+from loragate.nightly.diagnosis import (
+    Cell,
+    Diagnosis,
+    Sighting,
+    Suspect,
+    TimeSpentError,
+    diagnose,
+)
 from loragate.nightly.plan import Measure, Place, Wanted
 from loragate.scan.messages import Measured
 from loragate.scan.waves import Waves, alone
@@ -45,14 +52,15 @@ class Investigation:
         steps = [*(self._by_id[name] for name in cell.before), self._wanted]
         end = min(self._until, time.monotonic() + _CELL_S)
         for _ in range(count):
-            if time.monotonic() >= end:
-                break
             shown = self._waves.run(
                 alone(steps, cell.conditions),
                 Purpose.DIAGNOSE,
                 until=end,
-                keeps=lambda index, process: index == len(steps) - 1 and process == 0,
+                # of neighbours as well: they have the same conditions
+                keeps=lambda index, process: index == len(steps) - 1,
             )
+            if time.monotonic() >= end:
+                raise TimeSpentError
             signatures += [s for each in shown for s in signatures_of(each.measured)]
         return signatures
 

@@ -53,24 +53,28 @@ class Scan:
         self._beside: dict[int, Sequence[Wanted]] = {}
         self._diagnosed: set[tuple[str, str, Measure]] = set()
         self._diagnosing_s = 0.0
+        self._number = 0
+        self._last: Wave | None = None
 
     def run(self) -> None:
         """Until the budget is spent. Raises CommandError where no trial can be started."""
-        number = 0
-        wave: Wave | None = None
         while self._left() > 0:
-            wave = next_wave(
-                self._known(),
-                self._setup.place,
-                number=number,
-                seed=self._setup.seed,
-                seconds_left=self._left(),
-                previous=wave,
-            )
-            shown = self._wave(wave)
-            self._tell(number, wave, shown)
-            self._investigate(shown)
-            number += 1
+            self.step()
+
+    def step(self) -> None:
+        """One more wave, and the diagnosis of what differs in it."""
+        wave = self._last = next_wave(
+            self._known(),
+            self._setup.place,
+            number=self._number,
+            seed=self._setup.seed,
+            seconds_left=self._left(),
+            previous=self._last,
+        )
+        shown = self._wave(wave)
+        self._tell(wave, shown)
+        self._investigate(shown)
+        self._number += 1
 
     def _left(self) -> float:
         return self._begin + self._setup.budget_s - time.monotonic()
@@ -101,13 +105,13 @@ class Scan:
             self._beside[each.record.process] = wanted
         return shown
 
-    def _tell(self, number: int, wave: Wave, shown: Sequence[Shown]) -> None:
+    def _tell(self, wave: Wave, shown: Sequence[Shown]) -> None:
         conditions = wave.processes[0][0]
         varied = ", ".join(f"{name} {value}" for name, value in conditions.varied().items())
         odd = sum(each.record.outcome in (Outcome.DIFFERENT, Outcome.WRONG) for each in shown)
         what = counted(len(shown), "trial")
         self._say(
-            f"{self._setup.budget_s - self._left():6.0f} s  wave {number}: {what} "
+            f"{self._setup.budget_s - self._left():6.0f} s  wave {self._number}: {what} "
             f"({wave.processes[0][1][0].measure}; {varied or 'nothing varied'})"
             + (f", {odd} not as they should be" if odd else "")
         )

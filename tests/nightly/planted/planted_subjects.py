@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import signal
 import tempfile
 import time
 from pathlib import Path
@@ -122,3 +123,15 @@ class Timed(_Subject):
             begin = time.perf_counter()
             torch.ones(64).sum()
             return time.perf_counter() > begin
+
+
+class Crashing(_Subject):
+    """One case ends its process."""
+
+    name = "crashing"
+
+    class instance(_Planted):
+        def is_odd(self) -> bool:
+            if self.case.tokens == 4:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return False

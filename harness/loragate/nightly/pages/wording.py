@@ -26,7 +26,8 @@ def meaning(page: Morning) -> str:
     new = sum(finding.is_new for finding in page.findings)
     if page.exit_code is ExitCode.WRONG:
         bad = [f for f in page.findings if f.state.status in (Status.WRONG, Status.FLAKY)]
-        return f"{counted(len(bad), 'path')} not as it should be, {new} of all findings new"
+        are = "is not as it" if len(bad) == 1 else "are not as they"
+        return f"{counted(len(bad), 'path')} {are} should be; {counted(new, 'new finding')}"
     if page.never:
         return f"{counted(len(page.never), 'case')} never judged"
     if not page.trials:
