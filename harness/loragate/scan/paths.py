@@ -8,14 +8,15 @@ from __future__ import annotations
 import hashlib
 import sys
 import sysconfig
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
-from types import CodeType, FrameType
+from types import CodeType, FrameType, FunctionType
 from typing import Any
+from unittest.mock import patch
 
 import loragate
 from loragate.core.checkout import project_root
@@ -63,44 +64,72 @@ def traced_path() -> Iterator[TracedPath]:
     """Within, what this thread enters and launches is noted."""
     path = TracedPath()
     seen: set[CodeType] = set()
-    launchers = _launchers()
 
     def entered(frame: FrameType, event: str, argument: object) -> None:
         code = frame.f_code
-        if event != "call":
-            return
-        if code in launchers:
-            _note_kernel(path, frame.f_locals.get("self"))
-        elif code not in seen:
+        if code not in seen:
             seen.add(code)
             if _is_own(code.co_filename):
                 path.files[code.co_filename] = None
 
-    before = sys.getprofile()
-    sys.setprofile(entered)
-    try:
-        yield path
-    finally:
-        sys.setprofile(before)
+    before = sys.gettrace()
+    with ExitStack() as stack:
+        for owner, name in _launchers():
+            launch = getattr(owner, name)
+            stack.enter_context(patch.object(owner, name, _noting(path, launch)))
+        sys.settrace(entered)
+        try:
+            yield path
+        finally:
+            sys.settrace(before)
 
 
-def _launchers() -> frozenset[CodeType]:
-    """The functions of Triton by which a kernel is launched: compiled, and interpreted."""
+def _launchers() -> tuple[tuple[type, str], ...]:
+    """By what Triton launches a kernel: compiled, and interpreted."""
     if "triton" not in sys.modules:
-        return frozenset()
+        return ()
     from triton.runtime.interpreter import GridExecutor
     from triton.runtime.jit import JITFunction
 
-    return frozenset({JITFunction.run.__code__, GridExecutor.__call__.__code__})
+    return (JITFunction, "run"), (GridExecutor, "__call__")
+
+
+def _noting(path: TracedPath, launch: Callable[..., Any]) -> Callable[..., Any]:
+    def launching(launcher: Any, *args: Any, **kwargs: Any) -> Any:
+        _note_kernel(path, launcher)
+        tracing = sys.gettrace()
+        # the interpreter enters a function for each operation of each program
+        sys.settrace(None)
+        try:
+            return launch(launcher, *args, **kwargs)
+        finally:
+            sys.settrace(tracing)
+
+    return launching
 
 
 def _note_kernel(path: TracedPath, launcher: Any) -> None:
-    name = launcher.fn.__name__
-    if name not in path.kernels:
-        path.kernels[name] = str(getattr(launcher, "cache_key", ""))
-        file = launcher.fn.__code__.co_filename
-        if _is_own(file):
-            path.files[file] = None
+    function = launcher.fn
+    if function.__name__ in path.kernels:
+        return
+    path.kernels[function.__name__] = str(getattr(launcher, "cache_key", ""))
+    for file in _files_of_kernel(function):
+        path.files[file] = None
+
+
+def _files_of_kernel(kernel: FunctionType) -> set[str]:
+    """The files of a kernel and of the functions of Triton that it calls by their names."""
+    found: dict[FunctionType, None] = {kernel: None}
+    waiting = [kernel]
+    while waiting:
+        function = waiting.pop()
+        for name in function.__code__.co_names:
+            called = getattr(function.__globals__.get(name), "fn", None)
+            if isinstance(called, FunctionType) and called not in found:
+                found[called] = None
+                waiting.append(called)
+    files = {function.__code__.co_filename for function in found}
+    return {file for file in files if _is_own(file)}
 
 
 @cache

@@ -25,7 +25,13 @@ from pathlib import Path
 from loragate.core.machine import select_interpreter
 from loragate.scan.messages import Order
 
-_WARM = ("triton", "loragate.run.trial", "loragate.scan.child", "loragate.scan.bits")
+_WARM = (
+    *("triton", "loragate.run.trial", "loragate.scan.child", "loragate.scan.bits"),
+    "loragate.scan.paths",
+)
+# a custom operator imports torch's compiler when it is first called; not before a fork that is to
+# use CUDA, because parts of it may ask for the device
+_WARM_ON_CPU = ("torch._dynamo", "triton.compiler.code_generator")
 
 
 def main(subjects: list[str]) -> int:
@@ -33,9 +39,11 @@ def main(subjects: list[str]) -> int:
     import torch
 
     torch.set_num_threads(1)
-    for name in (*_WARM, "loragate.scan.paths"):
+    for name in _WARM:
         importlib.import_module(name)
     if not torch.cuda.is_available():
+        for name in _WARM_ON_CPU:
+            importlib.import_module(name)
         _load(subjects)
     # what is loaded by now stays loaded, so the garbage collector need not visit it in each fork
     gc.collect()
