@@ -9,7 +9,13 @@ from pathlib import Path
 import pytest
 
 from loragate.history import Outcome, Purpose, TrialRecord
-from loragate.nightly.quarantine import Quarantined, QuarantineError, held, read_quarantine
+from loragate.nightly.quarantine import (
+    Quarantined,
+    QuarantineError,
+    check_cases,
+    held,
+    read_quarantine,
+)
 
 NewTrial = Callable[..., TrialRecord]
 
@@ -26,7 +32,9 @@ _HELD = Quarantined(case="a", reason="atomics", owner="ada", since=date(2026, 11
 def _read(tmp_path: Path, text: str) -> tuple[Quarantined, ...]:
     path = tmp_path / "quarantine.yaml"
     path.write_text(text, encoding="utf-8")
-    return read_quarantine(path, _KNOWN)
+    entries = read_quarantine(path)
+    check_cases(path, entries, _KNOWN)
+    return entries
 
 
 def test_an_entry_has_a_case_a_reason_an_owner_and_a_date(tmp_path: Path) -> None:
@@ -35,7 +43,7 @@ def test_an_entry_has_a_case_a_reason_an_owner_and_a_date(tmp_path: Path) -> Non
         case=_KNOWN[0], reason="atomics of the old expand", owner="ada", since=date(2026, 11, 1)
     )
     assert _read(tmp_path, "# nothing\n") == ()
-    assert read_quarantine(tmp_path / "none.yaml", _KNOWN) == ()
+    assert read_quarantine(tmp_path / "none.yaml") == ()
 
 
 @pytest.mark.parametrize(

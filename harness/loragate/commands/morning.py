@@ -22,7 +22,7 @@ from loragate.nightly.morning import Morning, morning
 from loragate.nightly.pages.html import render_html
 from loragate.nightly.pages.summary import render_markdown
 from loragate.nightly.pages.terminal import render_terminal
-from loragate.nightly.quarantine import Quarantined, read_quarantine
+from loragate.nightly.quarantine import Quarantined, check_cases, read_quarantine
 from loragate.report.colour import colour_for
 from loragate.report.write import append_to_step
 from loragate.subjects.registry import SUBJECTS
@@ -88,9 +88,11 @@ def _page(arguments: argparse.Namespace, history: History, cases: Sequence[str])
 def quarantined(arguments: argparse.Namespace, cases: Sequence[str]) -> tuple[Quarantined, ...]:
     """The entries of the file. Raises CommandError, also for a case that does not exist: it is one
     of `cases`, or of the default ones of a subject that comes with the harness."""
-    if not arguments.quarantine.exists():
-        return ()
+    path, known = arguments.quarantine, set(cases)
     with usage_errors():
-        shipped = load_cases(default_files(project_root()))
-        known = {run_id(subject, case) for subject in SUBJECTS for case in shipped}
-        return read_quarantine(arguments.quarantine, known | set(cases))
+        entries = read_quarantine(path)
+        if any(entry.case not in known for entry in entries):
+            shipped = load_cases(default_files(project_root()))
+            known |= {run_id(subject, case) for subject in SUBJECTS for case in shipped}
+        check_cases(path, entries, known)
+    return entries

@@ -54,11 +54,8 @@ class Held:
         return self.clean >= self.entry.clean_runs
 
 
-def read_quarantine(path: Path, known: Collection[str]) -> tuple[Quarantined, ...]:
-    """The entries of a file, a YAML list; none where there is no file.
-
-    known: the run ids that exist. Raises QuarantineError.
-    """
+def read_quarantine(path: Path) -> tuple[Quarantined, ...]:
+    """The entries of a file, a YAML list; none where there is no file. Raises QuarantineError."""
     if not path.exists():
         return ()
     try:
@@ -69,9 +66,7 @@ def read_quarantine(path: Path, known: Collection[str]) -> tuple[Quarantined, ..
         return ()
     if not isinstance(content, list):
         raise QuarantineError(f"{path}: must be a list of entries with {', '.join(_NEEDED)}")
-    entries = tuple(_entry(f"{path}: entry {k}", item) for k, item in enumerate(content, 1))
-    _check_cases(path, entries, known)
-    return entries
+    return tuple(_entry(f"{path}: entry {k}", item) for k, item in enumerate(content, 1))
 
 
 def _entry(where: str, item: Any) -> Quarantined:
@@ -99,7 +94,9 @@ def _entry(where: str, item: Any) -> Quarantined:
     return Quarantined(**item)
 
 
-def _check_cases(path: Path, entries: Iterable[Quarantined], known: Collection[str]) -> None:
+def check_cases(path: Path, entries: Iterable[Quarantined], known: Collection[str]) -> None:
+    """known: the run ids that exist. Raises QuarantineError for an entry of another case, or a
+    second one of the same."""
     seen: set[str] = set()
     for entry in entries:
         if entry.case not in known:
