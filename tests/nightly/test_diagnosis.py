@@ -56,7 +56,6 @@ def _suspect(seen: Conditions = PLAIN, *, before: tuple[str, ...] = (), **more: 
         ({"neighbours": 1}, Cause.NEIGHBOUR),
         ({"clock": Clock.FAST}, Cause.CLOCK),
         ({"clock": Clock.FROZEN}, Cause.CLOCK),
-        ({"cache": Cache.COLD}, Cause.CACHE),
     ],
 )
 def test_the_one_factor_that_changes_a_constant_result_is_named(
@@ -72,11 +71,12 @@ def test_the_one_factor_that_changes_a_constant_result_is_named(
     assert all(len(cell.conditions.varied()) <= 1 for cell in lab.cells)
 
 
-def test_streams_and_other_gpus_are_tried_where_there_are_any() -> None:
+def test_streams_caches_and_other_gpus_are_tried_where_there_are_any() -> None:
     home = replace(PLAIN, gpu="0")
     late = replace(home, schedule=Schedule.DELAYED)
+    cold = replace(home, cache=Cache.COLD)
     other = replace(PLAIN, gpu="1")
-    for culprit, cause in ((late, Cause.SCHEDULE), (other, Cause.MACHINE)):
+    for culprit, cause in ((late, Cause.SCHEDULE), (cold, Cause.CACHE), (other, Cause.MACHINE)):
         sightings = (Sighting(signature="good", conditions=home), Sighting(signature="odd"))
         suspect = Suspect(sightings=sightings, gpus=("0", "1"))
         lab = _Lab(lambda cell, culprit=culprit: "odd" if cell.conditions == culprit else "good")
@@ -124,8 +124,22 @@ def test_the_one_trial_that_pollutes_is_found_by_halves(polluter: int) -> None:
     found = diagnose(_suspect(before=before), lab)
     assert (found.cause, found.polluter) == (Cause.ORDER, before[polluter])
     assert found.cell == Cell(conditions=PLAIN, before=(before[polluter],))
-    # alone, all of them, and at most two for each time the number is halved
-    assert len(lab.cells) <= 2 + 2 * 3
+    # alone, poisoned, all of them, at most two for each time the number is halved, and to be sure
+    assert len(lab.cells) <= 1 + 4 + 1 + 2 * 3 + 1
+
+
+def test_a_trial_is_not_blamed_for_what_changes_by_chance_after_it() -> None:
+    turns = cycle(["odd", "good", "good"])
+    lab = _Lab(lambda cell: next(turns) if cell.before else "good")
+    assert diagnose(_suspect(before=("a",)), lab).cause is Cause.UNKNOWN
+
+
+def test_memory_that_others_left_behind_is_no_order() -> None:
+    def shows(cell: Cell) -> str:
+        # the allocator gives what earlier trials have written
+        return "odd" if cell.before or cell.conditions.memory is Memory.POISON else "good"
+
+    assert diagnose(_suspect(before=("a", "b")), _Lab(shows)).cause is Cause.MEMORY
 
 
 def test_two_trials_that_only_pollute_together_are_both_kept() -> None:
@@ -153,8 +167,8 @@ def test_the_odd_trial_is_the_one_that_differs_from_a_fresh_process() -> None:
 def test_what_does_not_show_again_is_unknown() -> None:
     found = diagnose(_suspect(before=("a",)), _Lab(lambda cell: "good"))
     assert found.cause is Cause.UNKNOWN
-    # alone, five factors, and after the trial before it
-    assert found.tried == 6 + 5 * 4 + 1
+    # alone, poisoned, after the trial before it, and each of four factors
+    assert found.tried == 6 + 4 * 4 + 1 + 4 * 4
 
 
 @pytest.mark.parametrize("after", range(4))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
@@ -9,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from loragate.core.checkout import changed_files
 from loragate.history import PathFiles, ScanRun, TrialRecord, open_history
 from loragate.nightly.conditions import PLAIN, Cache, Clock, Memory, Schedule
 from loragate.nightly.plan import Known, Measure, Place, Wave, known_cases, next_wave
@@ -41,10 +43,10 @@ def test_bits_come_first_and_again_under_everything_that_must_not_matter() -> No
     assert len({each for _, each in (*first.processes, *second.processes)}) == 3
     (stress, other) = (conditions for conditions, _ in second.processes)
     assert stress == other
-    assert (stress.memory, stress.cache, stress.neighbours) == (Memory.POISON, Cache.COLD, 1)
+    assert (stress.memory, stress.neighbours) == (Memory.POISON, 1)
     assert stress.clock is not Clock.PLAIN
-    # there are no streams on a CPU
-    assert stress.schedule is Schedule.PLAIN
+    # there are no streams on a CPU, and nothing is compiled
+    assert (stress.schedule, stress.cache) == (Schedule.PLAIN, Cache.WARM)
 
 
 def test_every_gpu_runs_the_same_trials() -> None:
@@ -64,10 +66,11 @@ def test_oracles_judge_alone_and_beside_neighbours_cases_whose_path_is_known() -
 
 
 def test_all_factors_are_varied_in_the_course_of_a_scan() -> None:
-    stressed = [_wave(3 * k + 1, previous=_wave(3 * k)) for k in range(1, 20)]
+    gpu = {"place": Place(gpus=("GPU-a",), workers=2)}
+    stressed = [_wave(3 * k + 1, previous=_wave(3 * k), **gpu) for k in range(1, 40)]
     seen = Counter(item for wave in stressed for item in wave.processes[0][0].varied().items())
     for item in (("memory", "zeros"), ("memory", "poison"), ("cache", "cold"), ("clock", "fast")):
-        assert 0 < seen[item] < 19
+        assert 0 < seen[item] < 39
 
 
 def test_cases_with_the_fewest_trials_on_what_changed_come_first() -> None:
@@ -140,3 +143,19 @@ def test_a_budget_that_is_no_time_is_refused(text: str, capsys: pytest.CaptureFi
         main(["scan", "--budget", text])
     assert ended.value.code == 4
     assert "must be a time as 90s, 20m or 2h" in capsys.readouterr().err
+
+
+def test_files_changed_since_a_revision_are_those_of_git(tmp_path: Path) -> None:
+    def git(*arguments: str) -> None:
+        who = ["-c", "user.name=t", "-c", "user.email=t@example.org"]
+        subprocess.run(["git", "-C", str(tmp_path), *who, *arguments], check=True)
+
+    git("init", "-q")
+    for name in ("a.py", "b.py"):
+        (tmp_path / name).write_text("1\n", encoding="utf-8")
+    git("add", ".")
+    git("commit", "-qm", "first")
+    (tmp_path / "b.py").write_text("2\n", encoding="utf-8")
+    assert changed_files(tmp_path, "HEAD") == {"b.py"}
+    with pytest.raises(subprocess.SubprocessError):
+        changed_files(tmp_path, "--output=x")

@@ -26,6 +26,8 @@ _ALONE = 6
 # of each factor that may change a constant result; so many times of one that was seen to do so
 _EACH = 4
 _TIMES = 4
+# times that a result has to change after the trial that is to be blamed for it
+_SURE = 3
 _MOST = 40
 # a result that changed at the observed rate would look constant this rarely
 _ERROR = 0.01
@@ -171,10 +173,10 @@ class _Constant:
 
 def _of_constant(case: _Constant, try_cell: Try, tried: int) -> Diagnosis:
     """Which factor changes the result, or what has to run before it?"""
-    ways = [_of_factors, _of_order]
+    ways: tuple[Callable[[_Constant, Try], Diagnosis], ...] = (_of_factors, _of_order)
     if case.odd.conditions == case.suspect.home:
-        # no factor was varied when it showed
-        ways.reverse()
+        # no factor was varied when it showed; what ran before also leaves memory that is not zero
+        ways = (_of_memory, _of_order, _of_factors)
     for way in ways:
         found = way(case, try_cell)
         if found.cause is not Cause.UNKNOWN:
@@ -183,10 +185,16 @@ def _of_constant(case: _Constant, try_cell: Try, tried: int) -> Diagnosis:
     return _unknown(tried)
 
 
-def _of_factors(case: _Constant, try_cell: Try) -> Diagnosis:
+def _of_memory(case: _Constant, try_cell: Try) -> Diagnosis:
+    poisoned = replace(case.suspect.home, memory=Memory.POISON)
+    return _of_factors(replace(case, odd=replace(case.odd, conditions=poisoned)), try_cell, most=1)
+
+
+def _of_factors(case: _Constant, try_cell: Try, most: int | None = None) -> Diagnosis:
+    """most: how many factors are tried; None for all."""
     tried = 0
     seen = case.odd.conditions.varied().items() - case.suspect.home.varied().items()
-    for cause, conditions, what in _factors(case):
+    for cause, conditions, what in _factors(case)[:most]:
         cell = Cell(conditions=conditions)
         found: list[str] = []
         # it may show rarely where it was seen
@@ -214,11 +222,13 @@ def _factors(case: _Constant) -> Sequence[tuple[Cause, Conditions, str]]:
         (Cause.NEIGHBOUR, replace(home, neighbours=neighbours), f"{others} cases"),
         (Cause.CLOCK, replace(home, clock=Clock.FAST), "the clocks run fast"),
         (Cause.CLOCK, replace(home, clock=Clock.FROZEN), "the clocks stand still"),
-        (Cause.CACHE, replace(home, cache=Cache.COLD), "the compile cache is empty"),
     ]
     if home.gpu:
-        late = replace(home, schedule=Schedule.DELAYED)
-        every.append((Cause.SCHEDULE, late, "a stream is late"))
+        # the interpreter compiles nothing and has no streams
+        every += [
+            (Cause.CACHE, replace(home, cache=Cache.COLD), "the compile cache is empty"),
+            (Cause.SCHEDULE, replace(home, schedule=Schedule.DELAYED), "a stream is late"),
+        ]
     every += [
         (Cause.MACHINE, replace(home, gpu=gpu), f"it runs on GPU {gpu}")
         for gpu in case.suspect.gpus
@@ -234,6 +244,11 @@ def _of_order(case: _Constant, try_cell: Try) -> Diagnosis:
     if not before or not _follows(case, before, try_cell):
         return _unknown(int(bool(before)))
     needed = _fewest(case, before, try_cell)
+    cell = Cell(conditions=case.suspect.home, before=needed)
+    found = try_cell(cell, _SURE)
+    if case.changed(found) < _SURE:
+        # by chance: what depends on the order does so every time
+        return _unknown(len(found))
     if len(needed) == 1:
         text = f"it changes after {needed[0]}, and not alone"
     else:
@@ -241,10 +256,10 @@ def _of_order(case: _Constant, try_cell: Try) -> Diagnosis:
     return Diagnosis(
         cause=Cause.ORDER,
         explanation=text,
-        cell=Cell(conditions=case.suspect.home, before=needed),
+        cell=cell,
         polluter=needed[-1],
-        changed=1,
-        tried=1,
+        changed=case.changed(found),
+        tried=len(found),
     )
 
 

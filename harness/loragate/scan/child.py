@@ -52,14 +52,19 @@ def run_order(order: Order) -> None:
         _wait(lambda: all(order.ready(k).exists() for k in range(order.peers)))
         for index, step in enumerate(order.steps):
             answers.write(packed(Began(index=index)))
-            _tell(answers, order, index, step, stacks)
+            if not _tell(answers, order, index, step, stacks):
+                # nothing that this process does from here on would say anything
+                return
         order.through(order.number).touch()
         _keep_company(order, stacks)
 
 
-def _tell(answers: IO[bytes], order: Order, index: int, step: Step, stacks: IO[bytes]) -> None:
+def _tell(answers: IO[bytes], order: Order, index: int, step: Step, stacks: IO[bytes]) -> bool:
+    """Run a trial and tell of it; False if the device is lost to this process."""
     with deadline(step.run.case.timeout_s, stacks):
-        answers.write(packed(measure(step, order.conditions, index)))
+        measured = measure(step, order.conditions, index)
+        answers.write(packed(measured))
+    return measured.failure != Failure.CUDA_STICKY
 
 
 def _keep_company(order: Order, stacks: IO[bytes]) -> None:
@@ -80,6 +85,8 @@ def _wait(until: Callable[[], bool]) -> None:
 
 def measure(step: Step, conditions: Conditions, index: int) -> Measured:
     """Run one trial. After `select_interpreter`."""
+    import torch
+
     from loragate.run.trial import open_trial
 
     begin = _now()
@@ -94,6 +101,9 @@ def measure(step: Step, conditions: Conditions, index: int) -> Measured:
     with _clocks(conditions.clock):
         shown = (_bits if step.measure is Measure.BITS else _judged)(step, trial, conditions)
     machine = trial.machine
+    if machine.device == "cuda" and shown["failure"] != Failure.CUDA_STICKY:
+        # neighbours need the memory that torch keeps
+        torch.cuda.empty_cache()
     return Measured(
         index=index,
         duration_s=_now() - begin,

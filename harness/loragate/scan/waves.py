@@ -54,6 +54,8 @@ class Waves:
         self._processes = _Counter()
         # of cases that have run in this scan: the name of the path and its key
         self.paths: dict[str, tuple[str, str]] = {}
+        # what a process that died was running on: as the one before it
+        self._device = ""
 
     def next_number(self) -> int:
         """The number of another record of this run."""
@@ -137,6 +139,7 @@ class Waves:
         unknown = f"{run.subject} {case.site} {case.execution}", ""
         path, key = self.paths.get(run.run_id, unknown)
         conditions = each.order.conditions
+        self._device = measured.device or self._device
         record = TrialRecord(
             run=self._around.run,
             number=self._numbers(),
@@ -147,7 +150,7 @@ class Waves:
             path=path,
             path_key=key,
             grouped=case.dtype.value,
-            device=measured.device,
+            device=self._device,
             draw=run.draw,
             measure=step.measure.value,
             purpose=purpose,
