@@ -88,7 +88,7 @@ def test_a_bound_for_all_times_is_rarely_left_while_one_for_a_fixed_time_often_i
     rate: float,
 ) -> None:
     random, left, left_fixed = Random(16), 0, 0
-    looks = [n for n in range(1, 400) if n < 40 or n % 10 == 0]
+    looks = [n for n in range(1, 400) if n < 20 or n % 20 == 0]
     for _ in range(100):
         outcomes = [random.random() < rate for _ in range(400)]
         counts = {n: sum(outcomes[:n]) for n in looks}
