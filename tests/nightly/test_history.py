@@ -70,6 +70,10 @@ def test_merging_counts_each_trial_once(tmp_path: Path, scan_run: NewRun, trial:
     assert there.merge(here) == 1
     assert list(here.trials()) == list(there.trials())
     assert here.paths() == there.paths() != ()
+    # a copy from before the end of the run changes nothing
+    old = open_history(tmp_path / "old.db")
+    old.add_run(scan_run("b"))
+    assert here.merge(old) == 0
     assert [run.finished_at for run in here.runs()] == [None, 9.0]
 
 
