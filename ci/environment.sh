@@ -35,7 +35,7 @@ use_existing_python() {
   "$python" - <<'PYTHON' || fail "LORAGATE_PYTHON=$python lacks packages that the gate needs."
 import importlib.util as u, sys
 names = """torch triton numpy packaging safetensors pydantic yaml jinja2 pytest xdist covertable
-filelock psutil pynvml regex""".split()
+filelock psutil pynvml regex sqlalchemy""".split()
 missing = [name for name in names if u.find_spec(name) is None]
 if missing:
     sys.exit("missing: " + ", ".join(missing))

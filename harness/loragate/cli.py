@@ -1,4 +1,4 @@
-"""`loragate gate|plan|replay|report|merge|faults|mutants|bench|findings|checkpoints|docs`.
+"""The command `loragate`.
 
 Invariant: parsing imports no torch; each command imports what it needs when it runs. Exit codes
 are those of `loragate.core.verdict.ExitCode`; an interrupted command is incomplete.
@@ -19,11 +19,14 @@ from loragate.commands import (
     faults,
     findings,
     gate,
+    history,
     merge,
+    morning,
     mutants,
     plan,
     replay,
     report,
+    scan,
 )
 from loragate.core.errors import CommandError
 from loragate.core.signals import ended_by_signals
@@ -31,7 +34,7 @@ from loragate.core.verdict import ExitCode
 from loragate.matrix.problems import nearest
 
 _COMMANDS = (
-    *(gate, plan, replay, report, merge),
+    *(gate, plan, replay, report, merge, scan, morning, history),
     *(faults, mutants, bench, findings, checkpoints, docs),
 )
 # former names of options, as older reports print them

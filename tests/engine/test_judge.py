@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from loragate.core.sequential import Decision
 from loragate.engine.drafts import drafted_word, write_draft
 from loragate.engine.folders import write_adapter, write_model
 from loragate.engine.judge import Judge
@@ -20,7 +21,6 @@ from loragate.engine.language import PLACES, Language, Prompt, Speaker, draw_pro
 from loragate.engine.reference import Reference
 from loragate.engine.report import Report
 from loragate.engine.requests import Completion, Request
-from loragate.engine.verdicts import Decision
 
 DENSE = Language(cycles=4)
 HYBRID = Language(cycles=8, experts=4, linear_layers=(0,))

@@ -9,6 +9,7 @@ from random import Random
 
 import pytest
 
+from loragate.core.sequential import Decision
 from loragate.engine.language import Language, draw_prompt, draw_speakers
 from loragate.engine.properties import (
     Property,
@@ -19,7 +20,6 @@ from loragate.engine.properties import (
     reload_serves_the_new_weights,
 )
 from loragate.engine.requests import Completion, EngineCounts, Request
-from loragate.engine.verdicts import Decision
 
 LANGUAGE = Language(cycles=4)
 SPEAKERS = draw_speakers(LANGUAGE, 3, Random(5))

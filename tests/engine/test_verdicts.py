@@ -4,18 +4,10 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from random import Random
 
 import pytest
 
-from loragate.engine.verdicts import (
-    Decision,
-    MatchRatio,
-    SequentialTest,
-    TokenVerdict,
-    chance_to_pass,
-    token_verdict,
-)
+from loragate.engine.verdicts import MatchRatio, TokenVerdict, chance_to_pass, token_verdict
 
 
 def test_a_token_is_right_a_near_tie_or_a_defect() -> None:
@@ -64,44 +56,3 @@ def test_the_table_of_the_documentation_is_what_the_functions_compute() -> None:
         ratio = MatchRatio.counted(int(equal), 100)
         assert (low, high) == (f"{ratio.low:.0%}", f"{ratio.high:.0%}")
         assert chance == f"{chance_to_pass(int(equal) / 100, needed=91, requests=100):.1%}"
-
-
-def test_a_sequential_test_needs_as_many_requests_as_its_error_allows() -> None:
-    test = SequentialTest(healthy=0.005, defective=0.05)
-    clean = next(n for n in range(1, 1000) if test.decide(0, n) is Decision.PASS)
-    assert clean == 100
-    assert test.decide(0, clean - 1) is Decision.UNDECIDED
-    assert test.decide(1, 1) is Decision.UNDECIDED
-    assert test.decide(2, 2) is Decision.FAIL
-
-
-@pytest.mark.parametrize(
-    ("rate", "wrong"), [(0.005, Decision.FAIL), (0.05, Decision.PASS)], ids=["healthy", "defective"]
-)
-def test_a_sequential_test_is_rarely_wrong_however_often_one_looks(
-    rate: float, wrong: Decision
-) -> None:
-    test, random, count = SequentialTest(healthy=0.005, defective=0.05), Random(13), 0
-    for _ in range(1000):
-        failures = requests = 0
-        decision = Decision.UNDECIDED
-        while decision is Decision.UNDECIDED:
-            requests += 1
-            failures += random.random() < rate
-            decision = test.decide(failures, requests)
-        count += decision is wrong
-    # 10 are expected at most; 25 are 5 standard deviations more
-    assert count < 25
-
-
-@pytest.mark.parametrize(
-    ("fields", "text"),
-    [
-        ({"healthy": 0.1, "defective": 0.1}, "0 < healthy < defective < 1"),
-        ({"healthy": 0.0, "defective": 0.1}, "0 < healthy < defective < 1"),
-        ({"healthy": 0.1, "defective": 0.2, "error": 0.5}, "error must be between 0 and 0.5"),
-    ],
-)
-def test_rates_that_make_no_test_are_refused(fields: dict[str, float], text: str) -> None:
-    with pytest.raises(ValueError, match=text):
-        SequentialTest(**fields)

@@ -18,6 +18,26 @@ DEFAULT_SUBJECT = "lorakernels"
 
 
 def add_selection_options(parser: argparse.ArgumentParser) -> None:
+    add_case_options(parser)
+    draws = parser.add_mutually_exclusive_group()
+    draws.add_argument(
+        "--draw", type=count_from(0), metavar="N", help="use the random data of draw N (default: 0)"
+    )
+    draws.add_argument(
+        "--seeds", type=count_from(1), metavar="N", help="run draws 0 to N-1, each with other data"
+    )
+    parser.add_argument(
+        "--repeats",
+        type=count_from(1),
+        default=1,
+        metavar="N",
+        help="run each draw N times (default: 1)",
+    )
+    add_shard_options(parser)
+    add_matrix_option(parser)
+
+
+def add_case_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--subject",
         action="append",
@@ -37,22 +57,6 @@ def add_selection_options(parser: argparse.ArgumentParser) -> None:
         help="only run cases whose id has these pieces, as in dense_delta.tokens-6, or matches "
         "this shell pattern; repeatable",
     )
-    draws = parser.add_mutually_exclusive_group()
-    draws.add_argument(
-        "--draw", type=count_from(0), metavar="N", help="use the random data of draw N (default: 0)"
-    )
-    draws.add_argument(
-        "--seeds", type=count_from(1), metavar="N", help="run draws 0 to N-1, each with other data"
-    )
-    parser.add_argument(
-        "--repeats",
-        type=count_from(1),
-        default=1,
-        metavar="N",
-        help="run each draw N times (default: 1)",
-    )
-    add_shard_options(parser)
-    add_matrix_option(parser)
 
 
 def add_shard_options(parser: argparse.ArgumentParser) -> None:

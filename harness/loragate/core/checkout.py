@@ -48,6 +48,17 @@ def commit_and_tree(root: Path, *, ignoring: Path | None = None) -> tuple[str, T
     return commit, Tree.DIRTY if changes else Tree.CLEAN
 
 
+def changed_files(root: Path, revision: str) -> frozenset[str]:
+    """Files that are not the same in the working tree as in a revision, relative to the root.
+
+    Raises subprocess.SubprocessError for a revision that git does not know, and OSError.
+    """
+    # what begins with a dash would be an option
+    command = ["git", "-C", str(root), "diff", "--name-only", "--end-of-options", revision, "--"]
+    answer = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    return frozenset(answer.stdout.splitlines())
+
+
 def _git(root: Path, *arguments: str) -> str | None:
     try:
         answer = subprocess.run(

@@ -10,8 +10,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
+from loragate.core.sequential import Decision
 from loragate.engine.requests import Completion, Engine, EngineCounts, Request
-from loragate.engine.verdicts import Decision
 
 _RELOAD = "a reload serves the new weights"
 

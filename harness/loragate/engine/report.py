@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from loragate.engine.verdicts import MOST_NEAR_TIES, Decision, MatchRatio, SequentialTest
+from loragate.core.sequential import Decision, SequentialTest
+from loragate.engine.verdicts import MOST_NEAR_TIES, MatchRatio
 
 # who says a token: the model without an adapter, and the model whose drafts are verified
 BASE, DRAFT = "base", "draft"

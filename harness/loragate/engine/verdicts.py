@@ -8,12 +8,13 @@ near ties and cannot tell one from the other (vllm #35204).
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 
-from scipy.stats import binom, binomtest
+from scipy.stats import binom
+
+from loragate.core.sequential import exact_interval
 
 
 class TokenVerdict(Enum):
@@ -57,45 +58,11 @@ class MatchRatio:
 
     @classmethod
     def counted(cls, matches: int, requests: int) -> MatchRatio:
-        interval = binomtest(matches, requests).proportion_ci(method="exact")
-        return cls(matches, requests, float(interval.low), float(interval.high))
+        interval = exact_interval(matches, requests)
+        return cls(matches, requests, interval.low, interval.high)
 
 
 def chance_to_pass(rate: float, *, needed: int, requests: int) -> float:
     """How often a check that wants `needed` of `requests` equal texts passes, where each text is
     equal with a chance of `rate`, whatever the reason."""
     return float(binom.sf(needed - 1, requests, rate))
-
-
-class Decision(Enum):
-    PASS = "pass"
-    FAIL = "fail"
-    UNDECIDED = "undecided"
-
-
-@dataclass(frozen=True, slots=True)
-class SequentialTest:
-    """Wald's test of a rate of failures: `healthy` against `defective`, wrong in at most `error` of
-    all decisions, however often one looks. Requests must be independent. ValueError."""
-
-    healthy: float
-    defective: float
-    error: float = 0.01
-
-    def __post_init__(self) -> None:
-        if not 0 < self.healthy < self.defective < 1:
-            raise ValueError(
-                "healthy and defective must be rates with 0 < healthy < defective < 1 "
-                f"(got {self.healthy:g} and {self.defective:g})"
-            )
-        if not 0 < self.error < 0.5:
-            raise ValueError(f"error must be between 0 and 0.5 (got {self.error:g})")
-
-    def decide(self, failures: int, requests: int) -> Decision:
-        """After so many failures of so many requests."""
-        evidence = failures * math.log(self.defective / self.healthy)
-        evidence += (requests - failures) * math.log((1 - self.defective) / (1 - self.healthy))
-        bound = math.log((1 - self.error) / self.error)
-        if evidence >= bound:
-            return Decision.FAIL
-        return Decision.PASS if evidence <= -bound else Decision.UNDECIDED

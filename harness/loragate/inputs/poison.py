@@ -2,7 +2,7 @@
 
 `torch.empty` mostly returns zeros in a test but old numbers in a server. Inside the context every
 uninitialised tensor that Python code allocates holds 0x7f bytes: a huge index, and NaN (0x7fff,
-0x7fffffff) for floats.
+0x7fffffff) for floats. Or it holds zeros, as most memory of a fresh process does.
 """
 
 from __future__ import annotations
@@ -26,18 +26,32 @@ _ALLOCATORS = (
 
 @contextmanager
 def poisoned_allocations() -> Iterator[None]:
-    with ExitStack() as stack:
-        for owner, name in _ALLOCATORS:
-            allocate = getattr(owner, name)
-            stack.enter_context(patch.object(owner, name, _poisoning(allocate)))
+    with _filled(_poison):
         yield
 
 
-def _poisoning(allocate: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    def poisoned(*args: Any, **kwargs: Any) -> Tensor:
-        return _poison(allocate(*args, **kwargs))
+@contextmanager
+def zeroed_allocations() -> Iterator[None]:
+    with _filled(Tensor.zero_):
+        yield
 
-    return poisoned
+
+@contextmanager
+def _filled(fill: Callable[[Tensor], Tensor]) -> Iterator[None]:
+    with ExitStack() as stack:
+        for owner, name in _ALLOCATORS:
+            allocate = getattr(owner, name)
+            stack.enter_context(patch.object(owner, name, _filling(allocate, fill)))
+        yield
+
+
+def _filling(
+    allocate: Callable[..., Tensor], fill: Callable[[Tensor], Tensor]
+) -> Callable[..., Tensor]:
+    def filled(*args: Any, **kwargs: Any) -> Tensor:
+        return fill(allocate(*args, **kwargs))
+
+    return filled
 
 
 def _poison(tensor: Tensor) -> Tensor:

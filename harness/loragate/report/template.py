@@ -3,6 +3,7 @@ with an escape for each character that cannot be seen; only `lines` keeps the en
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
 from importlib.resources import files
 
@@ -18,23 +19,29 @@ from loragate.report.wording import duration, outcome_name
 _TEXT_LIMIT = 20_000
 
 
-@cache
-def template() -> Template:
-    environment = Environment(
+def safe_environment(load: Callable[[str], str]) -> Environment:
+    """An environment whose templates keep to the invariant above; `load` gives one by its name."""
+    return Environment(
         autoescape=True,
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
         finalize=_on_one_line,
-        loader=FunctionLoader(_packaged),
+        loader=FunctionLoader(load),
     )
+
+
+@cache
+def template() -> Template:
+    environment = safe_environment(packaged)
     environment.filters.update(duration=duration, headline=headline, lines=_lines, name=one_line)
     environment.filters.update(outcome=outcome_name, trial=lambda trial: trial_name(*trial))
     environment.filters.update(rerun=rerun_command)
     return environment.get_template("index.html.j2")
 
 
-def _packaged(name: str) -> str:
+def packaged(name: str) -> str:
+    """A template, style or script of the reports."""
     return files("loragate.report").joinpath("templates", name).read_text(encoding="utf-8")
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from loragate.core.files import write_atomically
@@ -37,7 +37,13 @@ def write_pages(summary: Summary, out_dir: Path) -> None:
 
 
 def append_step_summary(summary: Summary, report: Path, environ: Mapping[str, str]) -> None:
-    """Add a page to the summary of the step of GitHub Actions that this process is part of, if any.
+    """Add the page of a run to the summary of the step of GitHub Actions, if there is one."""
+    append_to_step(lambda: render_step_summary(summary, report), environ)
+
+
+def append_to_step(render: Callable[[], str], environ: Mapping[str, str]) -> None:
+    """Add what `render` gives to the summary of the step of GitHub Actions, if this process is part
+    of one.
 
     Others write to the same file. A page that cannot be written costs a line on stderr only.
     """
@@ -45,7 +51,7 @@ def append_step_summary(summary: Summary, report: Path, environ: Mapping[str, st
     if not name:
         return
     try:
-        problem = _append(Path(name), render_step_summary(summary, report))
+        problem = _append(Path(name), render())
     except OSError as error:
         problem = error.strerror or str(error)
     if problem:

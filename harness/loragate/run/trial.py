@@ -27,6 +27,7 @@ from loragate.matrix.case import Case
 from loragate.matrix.case_run import CaseRun
 from loragate.matrix.plan import beyond_machine
 from loragate.oracles import ORACLES
+from loragate.oracles.oracle import Oracle
 from loragate.protocol import (
     BrokenProtocol,
     Capabilities,
@@ -104,7 +105,7 @@ def run_trial(trial: Trial) -> tuple[Judgement, ...]:
     """Judgements in the order of `trial.case.oracles`; ends early if the device is lost."""
     judgements: list[Judgement] = []
     for name in trial.case.oracles:
-        judgement = _judge(name, trial)
+        judgement = judge_with(ORACLES[name], trial)
         judgements.append(judgement)
         if judgement.failure is Failure.CUDA_STICKY:
             break
@@ -130,8 +131,9 @@ def device_answers(machine: Machine) -> bool:
         return _lacks_memory(error)
 
 
-def _judge(name: OracleName, trial: Trial) -> Judgement:
-    oracle = ORACLES[name]
+def judge_with(oracle: Oracle, trial: Trial) -> Judgement:
+    """One judgement, whatever is raised meanwhile; the error is charged to whoever caused it."""
+    name = oracle.name
     try:
         # a subject that draws random numbers must draw the same ones in a replay
         torch.manual_seed(trial.seed)

@@ -1,0 +1,85 @@
+"""`loragate history`: move what scans have seen between files, machines and databases."""
+
+from __future__ import annotations
+
+import argparse
+import time
+from pathlib import Path
+
+from loragate.core.arguments import count_from
+from loragate.core.errors import CommandError, usage_errors
+from loragate.core.files import write_atomically
+from loragate.core.output import say
+from loragate.core.plural import counted
+from loragate.core.verdict import ExitCode
+from loragate.history import History, open_history
+from loragate.history.lines import export_lines, import_lines
+
+_DEFAULT = "history.db"
+_DAY_S = 86400
+
+
+def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = subparsers.add_parser("history", help="merge, export and prune what scans have seen")
+    add_history_option(parser)
+    actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
+    merge = actions.add_parser("merge", help="add other histories; what is known stays")
+    merge.add_argument("others", nargs="+", metavar="HISTORY", help="a file or a URL")
+    merge.set_defaults(act=_merge)
+    given = actions.add_parser("import", help="add files of lines of JSON")
+    given.add_argument("files", nargs="+", type=Path, metavar="FILE")
+    given.set_defaults(act=_import)
+    export = actions.add_parser("export", help="write all records as lines of JSON")
+    export.add_argument("file", type=Path, metavar="FILE")
+    export.set_defaults(act=_export)
+    prune = actions.add_parser("prune", help="remove old trials that were right")
+    prune.add_argument("--days", type=count_from(1), required=True, metavar="N")
+    prune.set_defaults(act=_prune)
+    parser.set_defaults(run=run)
+
+
+def add_history_option(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--history",
+        default=_DEFAULT,
+        metavar="FILE|URL",
+        help="a SQLite file, or a URL as postgresql+psycopg://host/name (default: history.db)",
+    )
+
+
+def open_named(where: str) -> History:
+    """Raises CommandError."""
+    with usage_errors():
+        return open_history(where)
+
+
+def run(arguments: argparse.Namespace) -> ExitCode:
+    with open_named(arguments.history) as history:
+        try:
+            with usage_errors():
+                arguments.act(arguments, history)
+        except OSError as error:
+            raise CommandError(str(error), ExitCode.USAGE) from error
+    return ExitCode.OK
+
+
+def _merge(arguments: argparse.Namespace, history: History) -> None:
+    for name in arguments.others:
+        if "://" not in name and not Path(name).is_file():
+            raise ValueError(f"there is no history {name}")
+        with open_history(name) as other:
+            say(f"{name}: {counted(history.merge(other), 'new trial')}")
+
+
+def _import(arguments: argparse.Namespace, history: History) -> None:
+    for path in arguments.files:
+        say(f"{path}: {counted(import_lines(history, path), 'new trial')}")
+
+
+def _export(arguments: argparse.Namespace, history: History) -> None:
+    write_atomically(arguments.file, "".join(f"{line}\n" for line in export_lines(history)))
+
+
+def _prune(arguments: argparse.Namespace, history: History) -> None:
+    removed = history.prune(before=time.time() - arguments.days * _DAY_S)
+    say(f"{counted(removed, 'trial')} removed")

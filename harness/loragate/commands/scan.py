@@ -1,0 +1,201 @@
+"""`loragate scan`: spend a budget of time on what may be flaky, and say what was found."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import platform
+import re
+import subprocess
+import tempfile
+import time
+import uuid
+from dataclasses import replace
+from pathlib import Path
+
+from loragate.commands.history import add_history_option, open_named
+from loragate.commands.morning import add_page_options, quarantined, write_morning
+from loragate.commands.selection_options import (
+    add_case_options,
+    add_matrix_option,
+    selection_from,
+)
+from loragate.core.arguments import count_from
+from loragate.core.checkout import changed_files, project_root
+from loragate.core.errors import CommandError, usage_errors
+from loragate.core.gpu_health import open_health
+from loragate.core.gpus import driver_version, list_gpus, visible_gpus
+from loragate.core.host import usable_cores
+from loragate.core.output import say
+from loragate.core.verdict import ExitCode
+from loragate.core.versions import new_run_name
+from loragate.events.model import Note, RunStarted
+from loragate.history import History, ScanRun
+from loragate.matrix.case_run import CaseRun
+from loragate.matrix.load import load_cases
+from loragate.matrix.selection import Selection, select_runs
+from loragate.nightly.plan import Place
+from loragate.run.gate import gpu_is_visible
+from loragate.run.opening import RunRequest
+from loragate.run.opening_process import opening_events_of_child
+from loragate.scan.processes import Processes
+from loragate.scan.scan import Scan, Setup
+from loragate.scan.since import cases_changed
+from loragate.scan.waves import Surroundings, Waves
+
+_UNITS = {"s": 1, "m": 60, "h": 3600}
+_BUDGET = re.compile(r"([0-9]+)([smh])")
+# beside the processes of the trials each GPU has work of its own to do
+_PER_GPU = 2
+
+
+def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = subparsers.add_parser(
+        "scan", help="look for flaky results for a given time, and diagnose them"
+    )
+    parser.add_argument(
+        "--budget", type=_seconds, required=True, metavar="TIME", help="90s, 20m or 2h"
+    )
+    parser.add_argument(
+        "--since",
+        metavar="REV",
+        help="begin with cases whose source changed since this revision of git",
+    )
+    parser.add_argument(
+        "--workers",
+        type=count_from(1),
+        metavar="N",
+        help="processes that run beside each other (default: one per core, 2 per GPU)",
+    )
+    add_case_options(parser)
+    add_matrix_option(parser)
+    add_history_option(parser)
+    add_page_options(parser)
+    parser.set_defaults(run=run, draw=None, seeds=None, repeats=1, shard=None)
+
+
+def run(arguments: argparse.Namespace) -> ExitCode:
+    has_gpu = gpu_is_visible()
+    selection = selection_from(arguments, has_gpu=has_gpu)
+    begin = time.monotonic()
+    with usage_errors():
+        runs, plan = _planned(selection)
+    quarantined(arguments, sorted(runs))
+    with open_named(arguments.history) as history:
+        setup = _setup(arguments, history, runs, plan, has_gpu=has_gpu)
+        # planning is a part of the time that was given
+        setup = replace(setup, budget_s=setup.budget_s - (time.monotonic() - begin))
+        say(f"scan of {len(runs)} cases for {arguments.budget:g} s, history {history.name}")
+        history.add_run(setup.run)
+        try:
+            _scan(setup, selection, runs, history, has_gpu=has_gpu)
+        finally:
+            # also after Ctrl-C: what is known by then is kept and shown
+            history.add_run(replace(setup.run, finished_at=time.time()))
+            code = write_morning(arguments, history, cases=setup.cases)
+    return code
+
+
+def _scan(
+    setup: Setup,
+    selection: Selection,
+    runs: dict[str, CaseRun],
+    history: History,
+    *,
+    has_gpu: bool,
+) -> None:
+    health = open_health(has_gpu=has_gpu)
+    try:
+        with tempfile.TemporaryDirectory(prefix="loragate-scan-") as path:
+            folder = Path(path)
+            with Processes(selection.subjects, folder / "log") as processes:
+                around = Surroundings(
+                    run=setup.run.uid,
+                    runs=runs,
+                    history=history,
+                    processes=processes,
+                    health=health,
+                    folder=folder,
+                )
+                Scan(setup, Waves(around), history, say).run()
+    finally:
+        health.close()
+
+
+def _planned(selection: Selection) -> tuple[dict[str, CaseRun], RunStarted]:
+    """The runs that this machine can do, by run id, and the plan."""
+    opening = opening_events_of_child(
+        RunRequest(run=new_run_name(), selection=selection, leg="scan", legs=("scan",))
+    )
+    (plan,) = (event for event in opening if isinstance(event, RunStarted))
+    for note in opening:
+        if isinstance(note, Note):
+            say(note.text)
+    expected = {name for row in plan.expected for name in row.run_ids}
+    runs = select_runs(selection, load_cases(selection.matrix))
+    found = {run.run_id: run for run in runs if run.run_id in expected}
+    if not found:
+        raise CommandError("there is nothing to scan on this machine", ExitCode.INCOMPLETE)
+    return found, plan
+
+
+def _setup(
+    arguments: argparse.Namespace,
+    history: History,
+    runs: dict[str, CaseRun],
+    plan: RunStarted,
+    *,
+    has_gpu: bool,
+) -> Setup:
+    gpus = visible_gpus(os.environ, list_gpus(os.environ)) if has_gpu else ()
+    started = time.time()
+    changed = None
+    if arguments.since:
+        with usage_errors():
+            changed = cases_changed(runs, history, _changed_since(arguments.since))
+    workers = arguments.workers or (_PER_GPU if has_gpu else usable_cores())
+    return Setup(
+        run=ScanRun(
+            uid=uuid.uuid4().hex,
+            machine=platform.node(),
+            started_at=started,
+            commit=plan.commit,
+            tree=plan.tree.value,
+            budget_s=arguments.budget,
+            environment=_environment(plan, gpus),
+        ),
+        cases=tuple(sorted(runs)),
+        place=Place(gpus=gpus, workers=workers),
+        budget_s=arguments.budget,
+        # another order and other combinations every time
+        seed=int(started),
+        changed=changed,
+    )
+
+
+def _environment(plan: RunStarted, gpus: tuple[str, ...]) -> dict[str, str]:
+    found = {
+        **plan.versions,
+        "processor": plan.machine.get("processor", ""),
+        "cores": plan.machine.get("cores", ""),
+        "system": plan.machine.get("system", ""),
+        "device": plan.machine.get("device", ""),
+        "gpu": plan.machine.get("device_name", ""),
+        "gpu_uuids": ", ".join(sorted(gpus)),
+        "driver": driver_version() or "",
+    }
+    return {name: value for name, value in found.items() if value}
+
+
+def _changed_since(revision: str) -> frozenset[str]:
+    try:
+        return changed_files(project_root(), revision)
+    except (OSError, subprocess.SubprocessError) as error:
+        raise ValueError(f"--since {revision}: git does not know this revision") from error
+
+
+def _seconds(text: str) -> float:
+    found = _BUDGET.fullmatch(text)
+    if found is None or int(found[1]) == 0:
+        raise argparse.ArgumentTypeError(f"must be a time as 90s, 20m or 2h (got {text!r})")
+    return float(int(found[1]) * _UNITS[found[2]])

@@ -1,0 +1,302 @@
+"""A history in a database: SQLite in a file, or whatever SQLAlchemy opens by a URL.
+
+Each trial is a transaction of its own, so that a killed writer loses at most the one that it was
+writing. SQLite writes ahead (WAL), and several processes may append at the same time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from sqlalchemy import (
+    URL,
+    Connection,
+    CursorResult,
+    Engine,
+    Insert,
+    Table,
+    create_engine,
+    delete,
+    event,
+    func,
+    insert,
+    inspect,
+    make_url,
+    select,
+    text,
+    update,
+)
+from sqlalchemy.dialects.postgresql import insert as insert_postgresql
+from sqlalchemy.dialects.sqlite import insert as insert_sqlite
+from sqlalchemy.exc import ArgumentError, IntegrityError, SQLAlchemyError
+
+from loragate.history import tables
+from loragate.history.model import Outcome, PathFiles, ScanRun, TrialRecord
+from loragate.history.tables import METADATA, PATHS, RUNS, SCHEMA_TABLE, TRIALS
+
+# how long a writer waits for another one
+_PATIENCE_S = 60
+_BATCH = 10_000
+_DIALECTS = ("postgresql", "sqlite")
+
+
+class HistoryError(ValueError):
+    """The history cannot be used as it is; the message says which one and why."""
+
+
+def open_history(where: str | Path) -> History:
+    """The history in a SQLite file, which is made where there is none, or at a URL as
+    `postgresql+psycopg://user@host/name`.
+
+    Raises HistoryError for a URL that leads nowhere, a database of something else, or a history
+    that a newer version has written. An older one is brought up to date.
+    """
+    try:
+        url = _url(where)
+        engine = create_engine(url)
+    except (ArgumentError, ModuleNotFoundError) as error:
+        raise HistoryError(f"history {where}: {error}") from error
+    if engine.dialect.name not in _DIALECTS:
+        known = ", ".join(_DIALECTS)
+        raise HistoryError(f"history {where}: {engine.dialect.name} is not one of {known}")
+    if engine.dialect.name == "sqlite":
+        event.listen(engine, "connect", _prepare_sqlite)
+    history = History(engine, url.render_as_string(hide_password=True))
+    try:
+        history.prepare()
+    except SQLAlchemyError as error:
+        raise HistoryError(f"history {history.name}: {_reason(error)}") from error
+    return history
+
+
+class History:
+    """An open history. For one thread; close it, or use it as a context."""
+
+    def __init__(self, engine: Engine, name: str) -> None:
+        self._engine, self.name = engine, name
+        self._writer: Connection | None = None
+
+    @property
+    def _file(self) -> str | None:
+        """The file of a history in SQLite."""
+        return self._engine.url.database if self._engine.dialect.name == "sqlite" else None
+
+    def __enter__(self) -> History:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        if self._writer is not None:
+            self._writer.close()
+        self._engine.dispose()
+
+    def prepare(self) -> None:
+        """Make the tables where there are none, or bring them up to date. Raises HistoryError."""
+        with self._engine.begin() as connection:
+            if self._engine.dialect.name == "sqlite":
+                # two processes may make the same file
+                connection.execute(text("BEGIN IMMEDIATE"))
+            found = set(inspect(connection).get_table_names())
+            if found and SCHEMA_TABLE.name not in found:
+                raise HistoryError(f"{self.name} is a database, but no history")
+            if not found:
+                METADATA.create_all(connection)
+                connection.execute(insert(SCHEMA_TABLE).values(version=tables.SCHEMA))
+                return
+            self._upgrade(connection)
+
+    def _upgrade(self, connection: Connection) -> None:
+        version = connection.scalar(select(func.max(SCHEMA_TABLE.c.version)))
+        if version is None or version > tables.SCHEMA:
+            raise HistoryError(
+                f"{self.name} has schema {version}; this version of loragate reads up to "
+                f"{tables.SCHEMA}: update loragate, or name another history"
+            )
+        for step in range(version, tables.SCHEMA):
+            for statement in tables.UPGRADES[step]:
+                connection.execute(text(statement))
+        connection.execute(update(SCHEMA_TABLE).values(version=tables.SCHEMA))
+
+    def add_run(self, run: ScanRun) -> None:
+        """Add a run; the end of one that is known is filled in."""
+        with self._writing() as connection:
+            self._add_run(connection, run)
+
+    def add(self, trial: TrialRecord) -> None:
+        """Add a trial at once: it is kept, whatever happens to this process. A trial that is
+        known stays as it is. Raises HistoryError for a trial of an unknown run."""
+        try:
+            with self._writing() as connection:
+                connection.execute(self._adding(TRIALS), tables.row_of(trial))
+        except IntegrityError as error:
+            raise HistoryError(f"{self.name} has no run {trial.run}") from error
+
+    def add_path(self, path: PathFiles) -> None:
+        """Add the files of a path; what is known stays."""
+        with self._writing() as connection:
+            connection.execute(self._adding(PATHS), tables.path_row_of(path))
+
+    def paths(self) -> tuple[PathFiles, ...]:
+        """The files of all paths, in the order of their keys."""
+        with self._engine.connect() as connection:
+            rows = _rows(connection.execute(select(PATHS).order_by(PATHS.c.path_key)))
+            return tuple(map(tables.path_of, rows))
+
+    def runs(self) -> tuple[ScanRun, ...]:
+        """All runs, the oldest first."""
+        query = select(RUNS).order_by(RUNS.c.started_at, RUNS.c.uid)
+        with self._engine.connect() as connection:
+            return tuple(map(tables.run_of, _rows(connection.execute(query))))
+
+    def trials(self, *, since: float = 0.0) -> Iterator[TrialRecord]:
+        """The trials from a time on, the oldest first."""
+        query = select(TRIALS).where(TRIALS.c.at >= since)
+        query = query.order_by(TRIALS.c.at, TRIALS.c.run, TRIALS.c.number)
+        with self._engine.connect() as connection:
+            rows = connection.execution_options(yield_per=_BATCH).execute(query)
+            yield from map(tables.trial_of, _rows(rows))
+
+    def count(self) -> int:
+        """How many trials there are."""
+        with self._engine.connect() as connection:
+            return connection.scalar(select(func.count()).select_from(TRIALS)) or 0
+
+    def merge(self, other: History) -> int:
+        """Add what `other` has and this one has not; returns how many trials that was."""
+        if self._file and other._file:
+            return self._merge_file(other._file)
+        with other._engine.connect() as source:
+            rows = source.execution_options(yield_per=_BATCH).execute(select(TRIALS))
+            return self._merge(other.runs(), other.paths(), _rows(rows))
+
+    def take(
+        self,
+        runs: Iterable[ScanRun],
+        paths: Iterable[PathFiles],
+        trials: Iterable[TrialRecord],
+    ) -> int:
+        """Add records, as `merge` does. Raises HistoryError for a trial of an unknown run."""
+        try:
+            return self._merge(runs, paths, map(tables.row_of, trials))
+        except IntegrityError as error:
+            raise HistoryError(f"{self.name}: a trial belongs to a run that is unknown") from error
+
+    def _merge(
+        self,
+        runs: Iterable[ScanRun],
+        paths: Iterable[PathFiles],
+        rows: Iterable[dict[str, Any]],
+    ) -> int:
+        before = self.count()
+        statement, rows = self._adding(TRIALS), iter(rows)
+        # all of it or nothing
+        with self._writing() as connection:
+            for run in runs:
+                self._add_run(connection, run)
+            for path in paths:
+                connection.execute(self._adding(PATHS), tables.path_row_of(path))
+            while batch := list(islice(rows, _BATCH)):
+                connection.execute(statement, batch)
+        return self.count() - before
+
+    def _merge_file(self, other: str) -> int:
+        """As `merge`, within SQLite: five times as fast as through this process."""
+        before = self.count()
+        with self._engine.connect() as connection:
+            connection.exec_driver_sql("ATTACH DATABASE ? AS other", (other,))
+            # SQLite has no transaction yet, SQLAlchemy thinks that it has
+            connection.commit()
+            try:
+                with self._writing_by(connection):
+                    for table in (RUNS, PATHS, TRIALS):
+                        names = ", ".join(f'"{column.name}"' for column in table.columns)
+                        connection.exec_driver_sql(
+                            f"INSERT OR IGNORE INTO main.{table.name} ({names}) "
+                            f"SELECT {names} FROM other.{table.name}"
+                        )
+                    connection.exec_driver_sql(
+                        "UPDATE main.scan_runs SET finished_at = (SELECT o.finished_at "
+                        "FROM other.scan_runs o WHERE o.uid = scan_runs.uid) "
+                        "WHERE finished_at IS NULL"
+                    )
+            finally:
+                connection.exec_driver_sql("DETACH DATABASE other")
+        return self.count() - before
+
+    def prune(self, *, before: float) -> int:
+        """Remove older trials that were right, and the runs that are left without trials. Returns
+        how many trials were removed. What was not right stays: it says since when something is
+        wrong."""
+        old = (TRIALS.c.at < before) & (TRIALS.c.outcome == Outcome.RIGHT.value)
+        empty = RUNS.c.uid.not_in(select(TRIALS.c.run)) & (RUNS.c.started_at < before)
+        with self._writing() as connection:
+            removed = connection.execute(delete(TRIALS).where(old)).rowcount
+            connection.execute(delete(RUNS).where(empty))
+        return removed
+
+    def _add_run(self, connection: Connection, run: ScanRun) -> None:
+        connection.execute(self._adding(RUNS), tables.row_of(run))
+        if run.finished_at is not None:
+            ended = update(RUNS).where(RUNS.c.uid == run.uid, RUNS.c.finished_at.is_(None))
+            connection.execute(ended.values(finished_at=run.finished_at))
+
+    def _adding(self, table: Table) -> Insert:
+        if self._engine.dialect.name == "sqlite":
+            return insert_sqlite(table).on_conflict_do_nothing()
+        return insert_postgresql(table).on_conflict_do_nothing()
+
+    @contextmanager
+    def _writing(self) -> Iterator[Connection]:
+        # opening a connection costs more than writing a trial
+        if self._writer is None:
+            self._writer = self._engine.connect()
+        with self._writing_by(self._writer):
+            yield self._writer
+
+    @contextmanager
+    def _writing_by(self, connection: Connection) -> Iterator[None]:
+        with connection.begin():
+            if self._engine.dialect.name == "sqlite":
+                # from the start: a reader that begins to write may have to give up
+                connection.execute(text("BEGIN IMMEDIATE"))
+            yield
+
+
+def _rows(found: CursorResult[Any]) -> Iterator[dict[str, Any]]:
+    names = tuple(found.keys())
+    return (dict(zip(names, row, strict=True)) for row in found)
+
+
+def _url(where: str | Path) -> URL:
+    if isinstance(where, str) and "://" in where:
+        return make_url(where)
+    path = Path(where)
+    if path.exists() and not path.is_file():
+        raise HistoryError(f"history {where}: must be a file or a URL")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise HistoryError(f"history {where}: {error.strerror}") from error
+    return URL.create("sqlite", database=str(path))
+
+
+def _prepare_sqlite(connection: Any, record: object) -> None:
+    # transactions begin where this module says so, see `_writing`
+    connection.isolation_level = None
+    cursor = connection.cursor()
+    cursor.execute(f"PRAGMA busy_timeout = {_PATIENCE_S * 1000}")
+    cursor.execute("PRAGMA journal_mode = WAL")
+    # a killed process loses nothing; only a machine without power may lose its last moments
+    cursor.execute("PRAGMA synchronous = NORMAL")
+    cursor.execute("PRAGMA foreign_keys = ON")
+    cursor.close()
+
+
+def _reason(error: SQLAlchemyError) -> str:
+    return str(error).partition("\n")[0]

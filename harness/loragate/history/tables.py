@@ -1,0 +1,123 @@
+"""The tables of a history and the version of their layout."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from types import MappingProxyType
+from typing import Any
+
+from sqlalchemy import (
+    Boolean,
+    Column,
+    Float,
+    ForeignKey,
+    Integer,
+    MetaData,
+    String,
+    Table,
+    Text,
+)
+
+from loragate.history.model import Outcome, PathFiles, Purpose, ScanRun, TrialRecord
+
+SCHEMA = 1
+# version -> the statements that make a history of that version one of the next
+UPGRADES: Mapping[int, Sequence[str]] = MappingProxyType({})
+
+METADATA = MetaData()
+
+SCHEMA_TABLE = Table("history_schema", METADATA, Column("version", Integer, primary_key=True))
+
+RUNS = Table(
+    "scan_runs",
+    METADATA,
+    Column("uid", String(64), primary_key=True),
+    Column("machine", Text, nullable=False),
+    Column("started_at", Float, nullable=False),
+    Column("commit", Text, nullable=False),
+    Column("tree", Text, nullable=False),
+    Column("budget_s", Float, nullable=False),
+    Column("environment", Text, nullable=False),
+    Column("finished_at", Float),
+)
+
+TRIALS = Table(
+    "trials",
+    METADATA,
+    Column("run", String(64), ForeignKey("scan_runs.uid"), primary_key=True),
+    Column("number", Integer, primary_key=True, autoincrement=False),
+    Column("at", Float, nullable=False),
+    Column("case", Text, nullable=False),
+    Column("subject", Text, nullable=False),
+    Column("site", Text, nullable=False),
+    Column("path", Text, nullable=False),
+    Column("path_key", Text, nullable=False),
+    Column("grouped", Text, nullable=False),
+    Column("device", Text, nullable=False),
+    Column("draw", Integer, nullable=False),
+    Column("measure", Text, nullable=False),
+    Column("purpose", Text, nullable=False),
+    Column("outcome", Text, nullable=False),
+    Column("promised", Boolean, nullable=False),
+    Column("failure", Text, nullable=False),
+    Column("message", Text, nullable=False),
+    Column("digest", Text, nullable=False),
+    Column("process", Integer, nullable=False),
+    Column("place", Integer, nullable=False),
+    Column("duration_s", Float, nullable=False),
+    Column("replay", Text, nullable=False),
+    Column("cause", Text, nullable=False),
+    Column("conditions", Text, nullable=False),
+    Column("health", Text, nullable=False),
+)
+
+PATHS = Table(
+    "path_files",
+    METADATA,
+    Column("path_key", String(64), primary_key=True),
+    Column("files", Text, nullable=False),
+)
+
+_MAPPINGS = ("environment", "conditions", "health")
+
+
+def row_of(record: ScanRun | TrialRecord) -> dict[str, Any]:
+    """The row of a record; what is no number and no text becomes JSON."""
+    row = asdict(record)
+    for name in _MAPPINGS:
+        if name in row:
+            # most trials have plain conditions
+            row[name] = json.dumps(dict(row[name]), sort_keys=True) if row[name] else "{}"
+    return row
+
+
+def path_row_of(path: PathFiles) -> dict[str, Any]:
+    return {"path_key": path.path_key, "files": json.dumps(path.files)}
+
+
+def path_of(row: Mapping[str, Any]) -> PathFiles:
+    files = row["files"]
+    found = json.loads(files) if isinstance(files, str) else files
+    return PathFiles(path_key=row["path_key"], files=tuple(found))
+
+
+def run_of(row: Mapping[str, Any]) -> ScanRun:
+    return ScanRun(**_filled(row))
+
+
+def trial_of(row: Mapping[str, Any]) -> TrialRecord:
+    filled = _filled(row)
+    filled["purpose"] = Purpose(filled["purpose"])
+    filled["outcome"] = Outcome(filled["outcome"])
+    filled["promised"] = bool(filled["promised"])
+    return TrialRecord(**filled)
+
+
+def _filled(row: Mapping[str, Any]) -> dict[str, Any]:
+    filled = dict(row)
+    for name in _MAPPINGS:
+        if isinstance(filled.get(name), str):
+            filled[name] = {} if filled[name] == "{}" else json.loads(filled[name])
+    return filled

@@ -1,0 +1,137 @@
+"""Cases that are known to be flaky, in a file that people write: with reason, owner and date.
+
+A case in quarantine is run as every other one and stays in the report. It does not wake anybody,
+until it is stable again: then it is released. Pure, but for reading the file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from loragate.core.files import read_regular
+from loragate.history.model import Outcome, Purpose, TrialRecord
+from loragate.matrix.problems import nearest
+
+_FIELDS = ("case", "reason", "owner", "since", "clean_runs")
+_NEEDED = ("case", "reason", "owner", "since")
+# runs of a scan in a row in which the case was always right
+_CLEAN_RUNS = 10
+
+
+class QuarantineError(ValueError):
+    """The file cannot be used; the message names file, entry, field and what is allowed."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Quarantined:
+    """case: a run id. It is released after `clean_runs` runs of a scan without a failure."""
+
+    case: str
+    reason: str
+    owner: str
+    since: date
+    clean_runs: int = _CLEAN_RUNS
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Held:
+    """An entry, its age, and what the history says about it."""
+
+    entry: Quarantined
+    age_days: int
+    clean: int
+    failures: int
+    trials: int
+
+    @property
+    def released(self) -> bool:
+        return self.clean >= self.entry.clean_runs
+
+
+def read_quarantine(path: Path) -> tuple[Quarantined, ...]:
+    """The entries of a file, a YAML list; none where there is no file. Raises QuarantineError."""
+    if not path.exists():
+        return ()
+    try:
+        content = yaml.safe_load(read_regular(path))
+    except (OSError, yaml.YAMLError) as error:
+        raise QuarantineError(f"{path}: {error}") from error
+    if content is None:
+        return ()
+    if not isinstance(content, list):
+        raise QuarantineError(f"{path}: must be a list of entries with {', '.join(_NEEDED)}")
+    return tuple(_entry(f"{path}: entry {k}", item) for k, item in enumerate(content, 1))
+
+
+def _entry(where: str, item: Any) -> Quarantined:
+    if not isinstance(item, Mapping):
+        raise QuarantineError(f"{where}: must have the fields {', '.join(_NEEDED)} (got {item!r})")
+    for name in item:
+        if name not in _FIELDS:
+            near = nearest(name, _FIELDS)
+            hint = f"; did you mean {near}?" if near else ""
+            allowed = ", ".join(_FIELDS)
+            raise QuarantineError(f"{where}: there is no field {name!r}; known are {allowed}{hint}")
+    missing = [name for name in _NEEDED if name not in item]
+    if missing:
+        raise QuarantineError(f"{where}: lacks {', '.join(missing)}")
+    for name in ("case", "reason", "owner"):
+        if not isinstance(item[name], str) or not item[name].strip():
+            raise QuarantineError(f"{where}: {name} must be a text (got {item[name]!r})")
+    if type(item["since"]) is not date:
+        raise QuarantineError(
+            f"{where}: since must be a date as 2026-01-31 (got {item['since']!r})"
+        )
+    clean = item.get("clean_runs", _CLEAN_RUNS)
+    if type(clean) is not int or clean < 1:
+        raise QuarantineError(f"{where}: clean_runs must be a number from 1 up (got {clean!r})")
+    return Quarantined(**item)
+
+
+def check_cases(path: Path, entries: Iterable[Quarantined], known: Collection[str]) -> None:
+    """known: the run ids that exist. Raises QuarantineError for an entry of another case, or a
+    second one of the same."""
+    seen: set[str] = set()
+    for entry in entries:
+        if entry.case not in known:
+            near = nearest(entry.case, known)
+            hint = f"; did you mean {near}?" if near else ""
+            raise QuarantineError(f"{path}: there is no case {entry.case!r}{hint}")
+        if entry.case in seen:
+            raise QuarantineError(f"{path}: {entry.case!r} has two entries")
+        seen.add(entry.case)
+
+
+def held(
+    entries: Iterable[Quarantined], trials: Iterable[TrialRecord], today: date
+) -> tuple[Held, ...]:
+    """What the history says about each entry; `trials` the oldest first."""
+    found: dict[str, dict[str, list[TrialRecord]]] = {entry.case: {} for entry in entries}
+    for trial in trials:
+        if trial.case in found and trial.purpose is Purpose.PLANNED:
+            found[trial.case].setdefault(trial.run, []).append(trial)
+    return tuple(_held(entry, list(found[entry.case].values()), today) for entry in entries)
+
+
+def _held(entry: Quarantined, runs: list[list[TrialRecord]], today: date) -> Held:
+    clean = 0
+    for run in reversed(runs):
+        outcomes = [trial.outcome for trial in run]
+        if Outcome.DIFFERENT in outcomes or Outcome.WRONG in outcomes:
+            break
+        # a run that judged nothing of it is neither clean nor not
+        clean += Outcome.RIGHT in outcomes
+    every = [trial for run in runs for trial in run]
+    return Held(
+        entry=entry,
+        age_days=(today - entry.since).days,
+        clean=clean,
+        failures=sum(t.outcome in (Outcome.DIFFERENT, Outcome.WRONG) for t in every),
+        trials=len(every),
+    )

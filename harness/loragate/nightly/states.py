@@ -1,0 +1,204 @@
+"""Stable, flaky, wrong or undecided: what the trials of each (path, group, device) say together.
+
+Trials of a case count since the last change of the source that it runs. Same inputs must give the
+same bits wherever the code and the environment are the same: the digest that most trials of a case
+and draw have is the reference, and every other one differs. A wrong answer is never called flaky:
+seen again with the same inputs it is wrong, otherwise it stays undecided. Pure.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+
+from loragate.core.sequential import Decision, Interval, SequentialTest, anytime_interval
+from loragate.history.model import Outcome, Purpose, ScanRun, TrialRecord
+from loragate.nightly.conditions import Cause
+from loragate.nightly.environment import environment_key
+
+# a path that differs in 5 % of all trials is flaky, one in 0.5 % may be called stable
+TEST = SequentialTest(healthy=0.005, defective=0.05, error=0.01)
+
+
+class Status(StrEnum):
+    WRONG = "wrong"
+    FLAKY = "flaky"
+    UNDECIDED = "undecided"
+    STABLE = "stable"
+    # the subject does not promise equal bits
+    NOT_PROMISED = "not promised"
+
+
+class Scope(StrEnum):
+    """Where equal inputs gave other bits."""
+
+    PROCESS = "within a process"
+    PROCESSES = "across processes"
+    GPUS = "across GPUs"
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class GroupKey:
+    path: str
+    grouped: str
+    device: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupState:
+    """`failures` of `trials` planned ones differed, at a rate within `bound`.
+
+    bits: how many trials compared bits; scopes: where they differed. suspects: all trials since the
+    change that differed or were wrong, the oldest first. diagnosis: the record of the last one.
+    infra: trials in which the machine failed.
+    """
+
+    key: GroupKey
+    path_key: str
+    status: Status
+    trials: int
+    failures: int
+    bound: Interval
+    bits: int
+    scopes: frozenset[Scope]
+    suspects: tuple[TrialRecord, ...]
+    diagnosis: TrialRecord | None
+    infra: int
+    seconds: float
+    last: float
+
+    @property
+    def missing(self) -> int:
+        """Clean trials that would make an undecided path stable; 0 for others."""
+        if self.status is not Status.UNDECIDED:
+            return 0
+        return max(0, TEST.clean_trials() - self.trials)
+
+
+def group_key(trial: TrialRecord) -> GroupKey:
+    return GroupKey(trial.path, trial.grouped, trial.device)
+
+
+def states(trials: Iterable[TrialRecord], runs: Iterable[ScanRun]) -> dict[GroupKey, GroupState]:
+    """The state of each group, by its key; `trials` the oldest first."""
+    environments = {run.uid: environment_key(run.environment) for run in runs}
+    groups: dict[GroupKey, list[TrialRecord]] = defaultdict(list)
+    for trial in trials:
+        groups[group_key(trial)].append(trial)
+    return {
+        key: _state(key, _since_change(found), environments)
+        for key, found in sorted(groups.items())
+    }
+
+
+def _since_change(trials: Sequence[TrialRecord]) -> Sequence[TrialRecord]:
+    """The trials of each case since the last change of the source that it runs."""
+    current: dict[str, str] = {}
+    changed: set[str] = set()
+    kept = []
+    for trial in reversed(trials):
+        if trial.path_key != current.setdefault(trial.case, trial.path_key):
+            changed.add(trial.case)
+        if trial.case not in changed:
+            kept.append(trial)
+    return kept[::-1]
+
+
+def _state(
+    key: GroupKey, trials: Sequence[TrialRecord], environments: Mapping[str, str]
+) -> GroupState:
+    differing = differing_trials(trials, environments)
+    planned = [trial for trial in trials if trial.purpose is Purpose.PLANNED]
+    counted = [t for t in planned if t.outcome in (Outcome.RIGHT, Outcome.DIFFERENT)]
+    failures = sum(_name(trial) in differing for trial in counted)
+    wrong = [t for t in trials if t.outcome is Outcome.WRONG and not t.cause]
+    suspects = [t for t in trials if t.outcome is Outcome.WRONG or _name(t) in differing]
+    diagnoses = [trial for trial in trials if trial.cause]
+    return GroupState(
+        key=key,
+        path_key=trials[-1].path_key,
+        status=_status(trials, counted, failures, wrong),
+        trials=len(counted),
+        failures=failures,
+        bound=anytime_interval(failures, len(counted)),
+        bits=sum(trial.measure == "bits" for trial in counted),
+        scopes=frozenset(differing.values()),
+        suspects=tuple(suspects),
+        diagnosis=diagnoses[-1] if diagnoses else None,
+        infra=sum(trial.outcome is Outcome.INFRA for trial in trials),
+        seconds=sum(trial.duration_s for trial in trials),
+        last=trials[-1].at,
+    )
+
+
+def _status(
+    trials: Sequence[TrialRecord],
+    counted: Sequence[TrialRecord],
+    failures: int,
+    wrong: Sequence[TrialRecord],
+) -> Status:
+    if is_confirmed(wrong):
+        return Status.WRONG
+    if wrong:
+        return Status.UNDECIDED
+    if not trials[-1].promised:
+        return Status.NOT_PROMISED
+    explained = any(trial.cause not in ("", Cause.UNKNOWN) for trial in trials)
+    decision = TEST.decide(failures, len(counted))
+    if decision is Decision.FAIL or explained:
+        return Status.FLAKY
+    # a difference that was seen once is no noise of a measurement
+    return Status.STABLE if decision is Decision.PASS and not failures else Status.UNDECIDED
+
+
+def is_confirmed(wrong: Sequence[TrialRecord]) -> bool:
+    """Whether the same inputs were wrong in two processes."""
+    places: dict[tuple[str, int], set[tuple[str, int]]] = defaultdict(set)
+    for trial in wrong:
+        places[trial.case, trial.draw].add((trial.run, trial.process))
+    return any(len(found) > 1 for found in places.values())
+
+
+def differing_trials(
+    trials: Sequence[TrialRecord], environments: Mapping[str, str]
+) -> dict[tuple[str, int], Scope]:
+    """The trials whose bits are not those of most others with equal inputs, by run and number.
+
+    environments: of each run, as a key; bits of different ones are not compared.
+    """
+    alike: dict[tuple[str, int, str], list[TrialRecord]] = defaultdict(list)
+    found: dict[tuple[str, int], Scope] = {}
+    for trial in trials:
+        if trial.cause:
+            # the result of a diagnosis, which is no trial
+            continue
+        if trial.outcome is Outcome.DIFFERENT:
+            found[_name(trial)] = Scope.PROCESS
+        elif trial.digest and trial.outcome is Outcome.RIGHT:
+            alike[trial.case, trial.draw, environments.get(trial.run, "")].append(trial)
+    for group in alike.values():
+        usual = usual_digest(group)
+        for trial in group:
+            if trial.digest != usual:
+                found[_name(trial)] = _scope(trial, group)
+    return found
+
+
+def usual_digest(trials: Iterable[TrialRecord]) -> str:
+    """The digest that most trials with equal inputs have; of two that as many have, the older."""
+    counts = Counter(trial.digest for trial in trials if trial.digest)
+    return max(counts, key=counts.__getitem__, default="")
+
+
+def _scope(trial: TrialRecord, group: Sequence[TrialRecord]) -> Scope:
+    """Other bits only on another GPU, if all trials of this GPU agree with each other."""
+    gpu = trial.conditions.get("gpu", "")
+    here = {t.digest for t in group if t.conditions.get("gpu", "") == gpu}
+    elsewhere = any(t.conditions.get("gpu", "") != gpu for t in group)
+    return Scope.GPUS if len(here) == 1 and elsewhere else Scope.PROCESSES
+
+
+def _name(trial: TrialRecord) -> tuple[str, int]:
+    return trial.run, trial.number

@@ -1,0 +1,211 @@
+"""A process of a scan: runs the trials of an order under its conditions, through the same runner as
+the gate and `loragate replay`.
+
+Invariant: the start of each trial is told before it runs, and its end before the next one begins,
+so that the trial that ends the process is known.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from typing import IO, Any
+from unittest.mock import patch
+
+from loragate.core.deadline import deadline, open_crash_file
+from loragate.core.verdict import Failure, Judgement, Verdict
+from loragate.history.model import Outcome
+from loragate.nightly.conditions import Cache, Clock, Conditions, Memory, Schedule
+from loragate.nightly.plan import Measure
+from loragate.scan.messages import Began, Measured, Order, Step, packed
+
+_TICK_S = 0.005
+# for others of a wave to be as far
+_PATIENCE_S = 120.0
+_FAST = 1000.0
+# the clocks of Python, each in seconds or nanoseconds; those under test run at another speed
+_CLOCKS = ("time", "monotonic", "perf_counter")
+_now = time.monotonic
+# kinds of failure that say that bits changed, and not that they are wrong
+_DIFFERENT = (Failure.NONDETERMINISTIC, Failure.SCHEDULE_DEPENDENT)
+
+
+def prepare_environment(conditions: Conditions, order: Order) -> None:
+    """Set what is read when the device is first used."""
+    if conditions.gpu:
+        os.environ["CUDA_VISIBLE_DEVICES"] = conditions.gpu
+    if conditions.cache is Cache.COLD:
+        for name in ("TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR"):
+            os.environ[name] = str(order.folder / name.lower())
+    if conditions.schedule is Schedule.BLOCKING:
+        os.environ["CUDA_LAUNCH_BLOCKING"] = "1"
+
+
+def run_order(order: Order) -> None:
+    """Run all trials of an order, and tell of each of them in its pipe."""
+    prepare_environment(order.conditions, order)
+    stacks = open_crash_file(order.stacks)
+    with order.answers.open("wb", buffering=0) as answers:
+        order.ready(order.number).touch()
+        _wait(lambda: all(order.ready(k).exists() for k in range(order.peers)))
+        for index, step in enumerate(order.steps):
+            answers.write(packed(Began(index=index)))
+            if not _tell(answers, order, index, step, stacks):
+                # nothing that this process does from here on would say anything
+                return
+        order.through(order.number).touch()
+        _keep_company(order, stacks)
+
+
+def _tell(answers: IO[bytes], order: Order, index: int, step: Step, stacks: IO[bytes]) -> bool:
+    """Run a trial and tell of it; False if the device is lost to this process."""
+    with deadline(step.run.case.timeout_s, stacks):
+        measured = measure(step, order.conditions, index)
+        answers.write(packed(measured))
+    return measured.failure != Failure.CUDA_STICKY
+
+
+def _keep_company(order: Order, stacks: IO[bytes]) -> None:
+    """Go on as a neighbour of those that are not through; nobody is told of these trials."""
+    while True:
+        for step in order.steps:
+            if all(order.through(k).exists() for k in range(order.peers)):
+                return
+            with deadline(step.run.case.timeout_s, stacks):
+                measure(step, order.conditions, 0)
+
+
+def _wait(until: Callable[[], bool]) -> None:
+    end = _now() + _PATIENCE_S
+    while not until() and _now() < end:
+        time.sleep(_TICK_S)
+
+
+def measure(step: Step, conditions: Conditions, index: int) -> Measured:
+    """Run one trial. After `select_interpreter`."""
+    import torch
+
+    from loragate.run.trial import open_trial
+
+    begin = _now()
+    try:
+        trial = open_trial(step.run)
+    # planning has opened it on this machine, so the case itself is not to blame
+    except Exception as error:
+        message = f"it cannot be opened: {type(error).__name__}: {error}"
+        return _not_run(index, Outcome.INFRA, Failure.HARNESS.value, message, begin)
+    if isinstance(trial, str):
+        return _not_run(index, Outcome.UNKNOWN, "", trial, begin)
+    with _clocks(conditions.clock):
+        shown = (_bits if step.measure is Measure.BITS else _judged)(step, trial, conditions)
+    machine = trial.machine
+    if machine.device == "cuda" and shown["failure"] != Failure.CUDA_STICKY:
+        # neighbours need the memory that torch keeps
+        torch.cuda.empty_cache()
+    return Measured(
+        index=index,
+        duration_s=_now() - begin,
+        device=f"{machine.device} {machine.name}",
+        promised=trial.capabilities.deterministic,
+        **shown,
+    )
+
+
+def _not_run(index: int, outcome: Outcome, failure: str, message: str, begin: float) -> Measured:
+    return Measured(
+        index=index,
+        outcome=outcome,
+        failure=failure,
+        message=message,
+        digests=(),
+        duration_s=_now() - begin,
+        device="",
+        promised=True,
+    )
+
+
+def _bits(step: Step, trial: Any, conditions: Conditions) -> dict[str, Any]:
+    from loragate.run.trial import judge_with
+    from loragate.scan.bits import Bits
+    from loragate.scan.paths import TracedPath, traced_path
+
+    path = TracedPath()
+
+    @contextmanager
+    def tracing() -> Iterator[None]:
+        nonlocal path
+        with traced_path() as path:
+            yield
+
+    bits = Bits(
+        tracing=tracing if step.traced else nullcontext,
+        filling=_filling(conditions.memory),
+        is_delayed=conditions.schedule is Schedule.DELAYED,
+    )
+    shown = _shown((judge_with(bits, trial),))
+    shown["digests"] = bits.digests
+    if step.traced:
+        shown["path"] = path.name(step.run.case)
+        shown["path_key"], shown["files"] = path.key(), path.relative_files()
+    return shown
+
+
+def _judged(step: Step, trial: Any, conditions: Conditions) -> dict[str, Any]:
+    from loragate.run.trial import run_case
+
+    with _filling(conditions.memory)():
+        finished = run_case(step.run, trial, worker="scan", gpu=conditions.gpu)
+    return _shown(finished.judgements)
+
+
+def _shown(judgements: tuple[Judgement, ...]) -> dict[str, Any]:
+    """What the judgements say; the first of the worst ones explains it."""
+    from loragate.run.trial import verdict_of
+
+    verdict = verdict_of(judgements)
+    first = next((j for j in judgements if j.verdict is verdict), None)
+    failure = first.failure if first else None
+    return {
+        "outcome": outcome_of(verdict, [j.failure for j in judgements if j.failure]),
+        "failure": failure.value if failure else "",
+        "message": first.message if first and verdict is not Verdict.PASS else "",
+        "digests": (),
+    }
+
+
+def outcome_of(verdict: Verdict, failures: list[Failure]) -> Outcome:
+    """A failed trial differs if that is all that its oracles say; otherwise it is wrong."""
+    if verdict is Verdict.FAIL:
+        return Outcome.DIFFERENT if set(failures) <= set(_DIFFERENT) else Outcome.WRONG
+    if verdict is Verdict.PASS:
+        return Outcome.RIGHT
+    return Outcome.INFRA if verdict is Verdict.INFRA else Outcome.UNKNOWN
+
+
+def _filling(memory: Memory) -> Callable[[], AbstractContextManager[None]]:
+    from loragate.inputs.poison import poisoned_allocations, zeroed_allocations
+
+    if memory is Memory.PLAIN:
+        return nullcontext
+    return poisoned_allocations if memory is Memory.POISON else zeroed_allocations
+
+
+@contextmanager
+def _clocks(clock: Clock) -> Iterator[None]:
+    """Within, the clocks of Python run at another speed. Code that has taken a clock out of its
+    module before keeps the true one."""
+    speed = {Clock.PLAIN: 1.0, Clock.FROZEN: 0.0, Clock.FAST: _FAST}[clock]
+    with ExitStack() as stack:
+        if clock is not Clock.PLAIN:
+            for name in (*_CLOCKS, *(f"{name}_ns" for name in _CLOCKS)):
+                true = getattr(time, name)
+                stack.enter_context(patch.object(time, name, _at_speed(true, speed)))
+        yield
+
+
+def _at_speed(true: Callable[[], Any], speed: float) -> Callable[[], Any]:
+    begin = true()
+    kind = type(begin)
+    return lambda: begin + kind((true() - begin) * speed)

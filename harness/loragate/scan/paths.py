@@ -1,0 +1,157 @@
+"""Which source a step runs: the files of the subject that it enters, and the Triton kernels that it
+launches. Their hash is the key of a path: where it is the same, the same inputs must give the same
+bits, and earlier trials count.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import sys
+import sysconfig
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
+from types import CodeType, FrameType, FunctionType
+from typing import Any
+from unittest.mock import patch
+
+import loragate
+from loragate.core.checkout import project_root
+from loragate.matrix.case import Case
+
+_HARNESS = str(Path(loragate.__file__).parent)
+# of other packages the versions are recorded with each run
+_FOREIGN = ("torch", "triton", "numpy")
+
+
+@dataclass(slots=True)
+class TracedPath:
+    """files: in the order in which they were entered. kernels: name -> hash of its source and of
+    all that it calls; "" in the interpreter, where kernels are entered as other functions are."""
+
+    files: dict[str, None] = field(default_factory=dict)
+    kernels: dict[str, str] = field(default_factory=dict)
+
+    def name(self, case: Case) -> str:
+        """Site, execution and kernels."""
+        parts = [case.site.value, case.execution.value]
+        return " ".join([*parts, "+".join(self.kernels)] if self.kernels else parts)
+
+    def key(self) -> str:
+        """16 hexadecimal digits; "" where no source was seen."""
+        if not self.files and not self.kernels:
+            return ""
+        digest = hashlib.blake2b(digest_size=8)
+        for file in sorted(self.files):
+            digest.update(_content(file))
+        for name, source in sorted(self.kernels.items()):
+            digest.update(f"{name}\0{source}\0".encode())
+        return digest.hexdigest()
+
+    def relative_files(self) -> tuple[str, ...]:
+        root = project_root().resolve()
+        paths = (Path(file).resolve() for file in self.files)
+        return tuple(
+            sorted(str(p.relative_to(root) if p.is_relative_to(root) else p) for p in paths)
+        )
+
+
+@contextmanager
+def traced_path() -> Iterator[TracedPath]:
+    """Within, what this thread enters and launches is noted."""
+    path = TracedPath()
+    seen: set[CodeType] = set()
+
+    def entered(frame: FrameType, event: str, argument: object) -> None:
+        code = frame.f_code
+        if code not in seen:
+            seen.add(code)
+            if _is_own(code.co_filename):
+                path.files[code.co_filename] = None
+
+    before = sys.gettrace()
+    with ExitStack() as stack:
+        for owner, name in _launchers():
+            launch = getattr(owner, name)
+            stack.enter_context(patch.object(owner, name, _noting(path, launch)))
+        sys.settrace(entered)
+        try:
+            yield path
+        finally:
+            sys.settrace(before)
+
+
+def _launchers() -> tuple[tuple[type, str], ...]:
+    """By what Triton launches a kernel: compiled, and interpreted."""
+    if "triton" not in sys.modules:
+        return ()
+    from triton.runtime.interpreter import GridExecutor
+    from triton.runtime.jit import JITFunction
+
+    return (JITFunction, "run"), (GridExecutor, "__call__")
+
+
+def _noting(path: TracedPath, launch: Callable[..., Any]) -> Callable[..., Any]:
+    def launching(launcher: Any, *args: Any, **kwargs: Any) -> Any:
+        _note_kernel(path, launcher)
+        tracing = sys.gettrace()
+        # the interpreter enters a function for each operation of each program
+        sys.settrace(None)
+        try:
+            return launch(launcher, *args, **kwargs)
+        finally:
+            sys.settrace(tracing)
+
+    return launching
+
+
+def _note_kernel(path: TracedPath, launcher: Any) -> None:
+    function = launcher.fn
+    if function.__name__ in path.kernels:
+        return
+    path.kernels[function.__name__] = str(getattr(launcher, "cache_key", ""))
+    for file in _files_of_kernel(function):
+        path.files[file] = None
+
+
+def _files_of_kernel(kernel: FunctionType) -> set[str]:
+    """The files of a kernel and of the functions of Triton that it calls by their names."""
+    found: dict[FunctionType, None] = {kernel: None}
+    waiting = [kernel]
+    while waiting:
+        function = waiting.pop()
+        for name in function.__code__.co_names:
+            called = getattr(function.__globals__.get(name), "fn", None)
+            if isinstance(called, FunctionType) and called not in found:
+                found[called] = None
+                waiting.append(called)
+    files = {function.__code__.co_filename for function in found}
+    return {file for file in files if _is_own(file)}
+
+
+@cache
+def _is_own(file: str) -> bool:
+    """Whether a file may belong to the implementation under test."""
+    if not file.endswith(".py") or not Path(file).is_file():
+        return False
+    path = str(Path(file).resolve())
+    if path.startswith(_HARNESS):
+        return path.startswith(f"{_HARNESS}/subjects/")
+    if any(path.startswith(folder) for folder in _foreign_folders()):
+        return False
+    installed = "site-packages" in path or "dist-packages" in path
+    return installed or not path.startswith(sysconfig.get_paths()["stdlib"])
+
+
+@cache
+def _foreign_folders() -> tuple[str, ...]:
+    specs = map(find_spec, _FOREIGN)
+    return tuple(str(Path(spec.origin).parent) for spec in specs if spec and spec.origin)
+
+
+@cache
+def _content(file: str) -> bytes:
+    return Path(file).read_bytes()

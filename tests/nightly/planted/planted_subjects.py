@@ -1,0 +1,137 @@
+"""Subjects that are right nearly always: each depends on one thing that must not matter."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import signal
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from loragate.core.machine import Machine
+from loragate.matrix.case import Case
+from loragate.protocol import BaseLayer
+from loragate.subjects.torch.subject import DenseDelta, TorchSubject
+
+# the case after which another one is wrong
+_POLLUTER = 5
+_VICTIM = 3
+
+
+def _chance() -> float:
+    """Random for each run, whatever the seed."""
+    return int.from_bytes(os.urandom(4), "big") / 2**32
+
+
+class _Planted(DenseDelta):
+    def __init__(self, case: Case) -> None:
+        super().__init__(case)
+        self.case = case
+
+    def apply(self, x: Tensor, out: Tensor) -> Tensor:
+        result = super().apply(x, out)
+        if self.is_odd():
+            # the last bit alone: no tolerance is exceeded
+            result[0, 0] = torch.nextafter(result[0, 0], torch.tensor(torch.inf))
+        return result
+
+    def is_odd(self) -> bool:
+        return False
+
+
+class _Subject(TorchSubject):
+    instance: type[_Planted] = _Planted
+
+    def open(self, case: Case, machine: Machine, base: BaseLayer | None) -> _Planted:
+        return self.instance(case)
+
+
+class Stable(_Subject):
+    name = "stable"
+
+
+class Atomics(_Subject):
+    """Terms are added in the order in which they come."""
+
+    name = "atomics"
+
+    class instance(_Planted):
+        def is_odd(self) -> bool:
+            return _chance() < 0.5
+
+
+class Uninitialised(_Subject):
+    """One step of four reads what nobody has written."""
+
+    name = "uninitialised"
+
+    class instance(_Planted):
+        def is_odd(self) -> bool:
+            scratch = torch.empty(4096)
+            return _chance() < 0.25 and bool(scratch[7] != 0)
+
+
+class Order(_Subject):
+    """State that one case leaves behind makes another one wrong."""
+
+    name = "order"
+    polluted = False
+
+    class instance(_Planted):
+        def apply(self, x: Tensor, out: Tensor) -> Tensor:
+            Order.polluted |= self.case.tokens == _POLLUTER
+            result = super().apply(x, out)
+            if Order.polluted and self.case.tokens == _VICTIM:
+                result[0, 0] += 4
+            return result
+
+
+class Neighbour(_Subject):
+    """Another process of the same subject takes what this one needs."""
+
+    name = "neighbour"
+
+    class instance(_Planted):
+        _lock = None
+
+        def is_odd(self) -> bool:
+            if Neighbour.instance._lock is None:
+                Neighbour.instance._lock = self._take()
+            return Neighbour.instance._lock is False
+
+        def _take(self) -> bool:
+            # held until the process ends
+            file = os.open(Path(tempfile.gettempdir(), "planted.lock"), os.O_RDWR | os.O_CREAT)
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError:
+                return False
+            return True
+
+
+class Timed(_Subject):
+    """The path is chosen by what a measurement of time says."""
+
+    name = "timed"
+
+    class instance(_Planted):
+        def is_odd(self) -> bool:
+            begin = time.perf_counter()
+            torch.ones(64).sum()
+            return time.perf_counter() > begin
+
+
+class Crashing(_Subject):
+    """One case ends its process."""
+
+    name = "crashing"
+
+    class instance(_Planted):
+        def is_odd(self) -> bool:
+            if self.case.tokens == 4:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return False

@@ -1,0 +1,194 @@
+"""What a result depends on, from trials that are made up: the logic without processes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from itertools import cycle
+
+import pytest
+
+from loragate.nightly.conditions import (
+    PLAIN,
+    Cache,
+    Cause,
+    Clock,
+    Conditions,
+    Memory,
+    Schedule,
+    conditions_of,
+)
+from loragate.nightly.diagnosis import (
+    Cell,
+    Sighting,
+    Suspect,
+    TimeSpentError,
+    diagnose,
+)
+
+Shows = Callable[[Cell], str]
+
+
+class _Lab:
+    """Trials whose signature is a function of their cell."""
+
+    def __init__(self, shows: Shows) -> None:
+        self._shows = shows
+        self.cells: list[Cell] = []
+
+    def __call__(self, cell: Cell, count: int) -> Sequence[str]:
+        self.cells.append(cell)
+        return [self._shows(cell) for _ in range(count)]
+
+
+def _suspect(seen: Conditions = PLAIN, *, before: tuple[str, ...] = (), **more: object) -> Suspect:
+    sightings = (
+        Sighting(signature="good"),
+        Sighting(signature="odd", conditions=seen, before=before),
+    )
+    return Suspect(sightings=sightings, **more)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("varied", "cause"),
+    [
+        ({"memory": Memory.POISON}, Cause.MEMORY),
+        ({"neighbours": 1}, Cause.NEIGHBOUR),
+        ({"clock": Clock.FAST}, Cause.CLOCK),
+        ({"clock": Clock.FROZEN}, Cause.CLOCK),
+    ],
+)
+def test_the_one_factor_that_changes_a_constant_result_is_named(
+    varied: dict[str, object], cause: Cause
+) -> None:
+    culprit = replace(PLAIN, **varied)  # type: ignore[arg-type]
+    stressed = Conditions(memory=Memory.POISON, cache=Cache.COLD, clock=Clock.FAST, neighbours=1)
+    lab = _Lab(lambda cell: "odd" if cell.conditions == culprit else "good")
+    found = diagnose(_suspect(stressed), lab)
+    assert found.cause is cause
+    assert found.cell == Cell(conditions=culprit)
+    # one factor at a time
+    assert all(len(cell.conditions.varied()) <= 1 for cell in lab.cells)
+
+
+def test_streams_caches_and_other_gpus_are_tried_where_there_are_any() -> None:
+    home = replace(PLAIN, gpu="0")
+    late = replace(home, schedule=Schedule.DELAYED)
+    cold = replace(home, cache=Cache.COLD)
+    other = replace(PLAIN, gpu="1")
+    for culprit, cause in ((late, Cause.SCHEDULE), (cold, Cause.CACHE), (other, Cause.MACHINE)):
+        sightings = (Sighting(signature="good", conditions=home), Sighting(signature="odd"))
+        suspect = Suspect(sightings=sightings, gpus=("0", "1"))
+        lab = _Lab(lambda cell, culprit=culprit: "odd" if cell.conditions == culprit else "good")
+        assert diagnose(suspect, lab).cause is cause
+
+
+@pytest.mark.parametrize(
+    ("held", "cause"),
+    [({"memory": Memory.ZEROS}, Cause.MEMORY), ({"clock": Clock.FROZEN}, Cause.CLOCK)],
+)
+def test_the_one_factor_that_makes_a_changing_result_constant_is_named(
+    held: dict[str, object], cause: Cause
+) -> None:
+    still, turns = replace(PLAIN, **held), cycle(["good", "odd"])  # type: ignore[arg-type]
+    lab = _Lab(lambda cell: "good" if cell.conditions == still else next(turns))
+    found = diagnose(_suspect(), lab)
+    assert (found.cause, found.changed, found.tried) == (cause, 3, 6)
+
+
+def test_a_result_that_changes_whatever_is_held_changes_from_run_to_run() -> None:
+    turns = cycle(["good", "good", "good", "good", "odd"])
+    found = diagnose(_suspect(), _Lab(lambda cell: next(turns)))
+    assert found.cause is Cause.RUN_TO_RUN
+
+
+def test_a_rare_change_is_not_taken_for_constant_after_a_few_trials() -> None:
+    # one of six is seen; after six trials more the chance to see none is a third
+    turns = cycle(["odd", *["good"] * 12])
+    found = diagnose(_suspect(), _Lab(lambda cell: next(turns)))
+    assert found.cause is Cause.RUN_TO_RUN
+
+
+def test_a_rare_change_is_waited_for_where_it_was_seen() -> None:
+    poisoned = replace(PLAIN, memory=Memory.POISON)
+    turns = iter([*["good"] * 13, "odd", "odd", "odd"])
+    lab = _Lab(lambda cell: next(turns) if cell.conditions == poisoned else "good")
+    found = diagnose(_suspect(replace(poisoned, cache=Cache.COLD)), lab)
+    assert (found.cause, found.tried) == (Cause.MEMORY, 16)
+
+
+@pytest.mark.parametrize("polluter", range(7))
+def test_the_one_trial_that_pollutes_is_found_by_halves(polluter: int) -> None:
+    before = tuple("abcdefg")
+    lab = _Lab(lambda cell: "odd" if before[polluter] in cell.before else "good")
+    found = diagnose(_suspect(before=before), lab)
+    assert (found.cause, found.polluter) == (Cause.ORDER, before[polluter])
+    assert found.cell == Cell(conditions=PLAIN, before=(before[polluter],))
+    # alone, poisoned, all of them, at most two for each time the number is halved, and to be sure
+    assert len(lab.cells) <= 1 + 4 + 1 + 2 * 3 + 1
+
+
+def test_a_trial_is_not_blamed_for_what_changes_by_chance_after_it() -> None:
+    turns = cycle(["odd", "good", "good"])
+    lab = _Lab(lambda cell: next(turns) if cell.before else "good")
+    assert diagnose(_suspect(before=("a",)), lab).cause is Cause.UNKNOWN
+
+
+def test_memory_that_others_left_behind_is_no_order() -> None:
+    def shows(cell: Cell) -> str:
+        # the allocator gives what earlier trials have written
+        return "odd" if cell.before or cell.conditions.memory is Memory.POISON else "good"
+
+    assert diagnose(_suspect(before=("a", "b")), _Lab(shows)).cause is Cause.MEMORY
+
+
+def test_two_trials_that_only_pollute_together_are_both_kept() -> None:
+    lab = _Lab(lambda cell: "odd" if {"a", "d"} <= set(cell.before) else "good")
+    found = diagnose(_suspect(before=("a", "b", "c", "d")), lab)
+    assert found.cause is Cause.ORDER
+    assert found.cell is not None
+    assert found.cell.before == ("a", "b", "c", "d")
+
+
+def test_a_result_that_is_always_wrong_depends_on_nothing() -> None:
+    suspect = _suspect(wrong=frozenset({"odd"}))
+    found = diagnose(suspect, _Lab(lambda cell: "odd"))
+    assert (found.cause, found.tried) == (Cause.ALWAYS, 6)
+
+
+def test_the_odd_trial_is_the_one_that_differs_from_a_fresh_process() -> None:
+    # most trials of the scan were polluted, so that the right one is the rare one
+    sightings = tuple(Sighting(signature="odd", before=("polluter", "x")) for _ in range(3))
+    suspect = Suspect(sightings=(Sighting(signature="good"), *sightings))
+    lab = _Lab(lambda cell: "odd" if "polluter" in cell.before else "good")
+    assert diagnose(suspect, lab).polluter == "polluter"
+
+
+def test_what_does_not_show_again_is_unknown() -> None:
+    found = diagnose(_suspect(before=("a",)), _Lab(lambda cell: "good"))
+    assert found.cause is Cause.UNKNOWN
+    # alone, poisoned, after the trial before it, and each of four factors
+    assert found.tried == 6 + 4 * 4 + 1 + 4 * 4
+
+
+@pytest.mark.parametrize("after", range(4))
+def test_a_diagnosis_that_is_cut_short_names_nothing(after: int) -> None:
+    turns: Iterator[str] = cycle(["good", "odd"])
+    calls = 0
+
+    def try_cell(cell: Cell, count: int) -> Sequence[str]:
+        nonlocal calls
+        calls += 1
+        if calls > after:
+            raise TimeSpentError
+        return [next(turns) for _ in range(count)]
+
+    found = diagnose(_suspect(), try_cell)
+    assert found.cause is (Cause.RUN_TO_RUN if after == 3 else Cause.UNKNOWN)
+
+
+def test_conditions_are_read_again_as_they_were_recorded() -> None:
+    conditions = Conditions(memory=Memory.ZEROS, neighbours=3, gpu="GPU-1")
+    assert conditions.varied() == {"memory": "zeros", "neighbours": "3", "gpu": "GPU-1"}
+    assert conditions_of(conditions.varied()) == conditions
+    assert PLAIN.varied() == {}

@@ -1,0 +1,264 @@
+"""A history keeps what it was told: under several writers, killed ones, and in other databases."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sqlite3
+from collections.abc import Callable
+from pathlib import Path
+from random import Random
+
+import pytest
+from sqlalchemy import text
+
+from loragate.history import (
+    HistoryError,
+    Outcome,
+    PathFiles,
+    ScanRun,
+    TrialRecord,
+    open_history,
+    tables,
+)
+from loragate.history.lines import export_lines, import_lines
+
+NewRun = Callable[..., ScanRun]
+NewTrial = Callable[..., TrialRecord]
+Records = tuple[NewRun, NewTrial]
+
+
+def test_what_was_added_is_read_again_in_the_order_of_time(
+    tmp_path: Path, scan_run: NewRun, trial: NewTrial
+) -> None:
+    first, second = trial(0, conditions={"memory": "zeros"}), trial(1, health={"clock": 1.5})
+    with open_history(tmp_path / "h.db") as history:
+        history.add_run(scan_run(environment={"torch": "2.13"}))
+        history.add(second)
+        history.add(first)
+    with open_history(tmp_path / "h.db") as history:
+        assert list(history.trials()) == [first, second]
+        assert history.runs() == (scan_run(environment={"torch": "2.13"}),)
+        assert list(history.trials(since=second.at)) == [second]
+
+
+def test_a_run_that_ends_later_keeps_its_end(tmp_path: Path, scan_run: NewRun) -> None:
+    with open_history(tmp_path / "h.db") as history:
+        history.add_run(scan_run())
+        history.add_run(scan_run(finished_at=2000.0))
+        # a copy of the run from before its end changes nothing
+        history.add_run(scan_run())
+        assert [run.finished_at for run in history.runs()] == [2000.0]
+
+
+def test_a_trial_of_an_unknown_run_is_refused(tmp_path: Path, trial: NewTrial) -> None:
+    with open_history(tmp_path / "h.db") as history, pytest.raises(HistoryError, match="no run x"):
+        history.add(trial(run="x"))
+
+
+def test_merging_counts_each_trial_once(tmp_path: Path, scan_run: NewRun, trial: NewTrial) -> None:
+    here, there = open_history(tmp_path / "here.db"), open_history(tmp_path / "there.db")
+    for history, uid in ((here, "a"), (there, "b")):
+        history.add_run(scan_run(uid))
+        history.add(trial(0, uid))
+    there.add_run(scan_run("b", finished_at=9.0))
+    there.add(trial(1, "b"))
+    there.add_path(PathFiles(path_key="key1", files=("a.py",)))
+    assert here.merge(there) == 2
+    assert here.merge(there) == 0
+    # and back again
+    assert there.merge(here) == 1
+    assert list(here.trials()) == list(there.trials())
+    assert here.paths() == there.paths() != ()
+    # a copy from before the end of the run changes nothing
+    old = open_history(tmp_path / "old.db")
+    old.add_run(scan_run("b"))
+    assert here.merge(old) == 0
+    assert [run.finished_at for run in here.runs()] == [None, 9.0]
+
+
+def test_a_history_travels_as_lines(tmp_path: Path, scan_run: NewRun, trial: NewTrial) -> None:
+    with open_history(tmp_path / "h.db") as history:
+        history.add_run(scan_run())
+        for number in range(3):
+            history.add(trial(number, outcome=Outcome.WRONG, conditions={"order": "7"}))
+        history.add_path(PathFiles(path_key="key1", files=("a.py", "b.py")))
+        lines, expected = list(export_lines(history)), list(history.trials())
+    path = tmp_path / "h.jsonl"
+    # the last line was being written when its writer died
+    path.write_text("\n".join(lines)[:-5], encoding="utf-8")
+    with open_history(tmp_path / "other.db") as history:
+        assert import_lines(history, path) == 2
+        path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+        assert import_lines(history, path) == 1
+        assert list(history.trials()) == expected
+        assert history.paths() == (PathFiles(path_key="key1", files=("a.py", "b.py")),)
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("no json", "no record"),
+        ('{"kind": "night", "of": {}}', "kind must be run, path or trial"),
+        ('{"kind": "run", "of": {"uid": "a", "weather": 1}}', "no field weather"),
+        ('{"kind": "run", "of": {"uid": "a"}}', "machine"),
+    ],
+)
+def test_a_line_that_is_no_record_is_named(tmp_path: Path, line: str, message: str) -> None:
+    path = tmp_path / "h.jsonl"
+    path.write_text(f'{{"schema": 1}}\n{line}\n', encoding="utf-8")
+    with open_history(tmp_path / "h.db") as history:
+        with pytest.raises(HistoryError, match=rf"h\.jsonl:2: .*{message}"):
+            import_lines(history, path)
+        assert history.count() == 0
+
+
+def test_lines_and_databases_of_a_newer_version_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "h.jsonl"
+    path.write_text('{"schema": 99}\n', encoding="utf-8")
+    with (
+        open_history(tmp_path / "h.db") as history,
+        pytest.raises(HistoryError, match="schema 99"),
+    ):
+        import_lines(history, path)
+    with sqlite3.connect(tmp_path / "h.db") as connection:
+        connection.execute("UPDATE history_schema SET version = 99")
+    with pytest.raises(HistoryError, match=r"has schema 99.*update loragate"):
+        open_history(tmp_path / "h.db")
+
+
+def test_an_older_history_is_brought_up_to_date(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, scan_run: NewRun
+) -> None:
+    with open_history(tmp_path / "h.db") as history:
+        history.add_run(scan_run())
+    monkeypatch.setattr(tables, "SCHEMA", 2)
+    monkeypatch.setattr(tables, "UPGRADES", {1: ["UPDATE scan_runs SET machine = 'upgraded'"]})
+    for _ in range(2):
+        with open_history(tmp_path / "h.db") as history:
+            assert [run.machine for run in history.runs()] == ["upgraded"]
+        # each step is done once
+        monkeypatch.setattr(tables, "UPGRADES", {})
+
+
+@pytest.mark.parametrize(
+    ("where", "message"),
+    [
+        ("nosuchdb://host/x", "nosuchdb"),
+        ("mysql://host/x", "mysql|MySQL"),
+        ("{tmp}", "must be a file or a URL"),
+        ("{tmp}/text.db", "not a database"),
+        ("{tmp}/other.db", "no history"),
+    ],
+)
+def test_what_is_no_history_is_refused(tmp_path: Path, where: str, message: str) -> None:
+    (tmp_path / "text.db").write_text("this is no database" * 100, encoding="utf-8")
+    with sqlite3.connect(tmp_path / "other.db") as connection:
+        connection.execute("CREATE TABLE songs (title TEXT)")
+    with pytest.raises(HistoryError, match=message):
+        open_history(where.format(tmp=tmp_path))
+
+
+def test_pruning_leaves_what_was_not_right(
+    tmp_path: Path, scan_run: NewRun, trial: NewTrial
+) -> None:
+    with open_history(tmp_path / "h.db") as history:
+        history.add_run(scan_run("old", started_at=1.0))
+        history.add_run(scan_run("empty", started_at=1.0))
+        history.add_run(scan_run("new", started_at=500.0))
+        history.add(trial(0, "old", at=1.0))
+        history.add(trial(1, "old", at=2.0, outcome=Outcome.DIFFERENT))
+        history.add(trial(0, "new", at=500.0))
+        assert history.prune(before=400.0) == 1
+        assert [(t.run, t.number) for t in history.trials()] == [("old", 1), ("new", 0)]
+        assert [run.uid for run in history.runs()] == ["old", "new"]
+
+
+def _append(add: Records, path: Path, uid: str, count: int, ready: int) -> None:
+    """In a process of its own: tells after each trial that it has been added."""
+    with open_history(path) as history:
+        history.add_run(add[0](uid))
+        for number in range(count):
+            history.add(add[1](number, uid))
+            os.write(ready, b".")
+
+
+def _fork_writer(add: Records, path: Path, uid: str, count: int) -> tuple[int, int]:
+    heard, ready = os.pipe()
+    process = os.fork()
+    if process == 0:
+        os.close(heard)
+        try:
+            _append(add, path, uid, count, ready)
+        finally:
+            os._exit(0)
+    os.close(ready)
+    return process, heard
+
+
+def test_several_processes_append_to_one_file(
+    tmp_path: Path, scan_run: NewRun, trial: NewTrial
+) -> None:
+    writers = [_fork_writer((scan_run, trial), tmp_path / "h.db", f"run-{k}", 20) for k in range(3)]
+    for process, heard in writers:
+        _, status = os.waitpid(process, 0)
+        os.close(heard)
+        assert status == 0
+    with open_history(tmp_path / "h.db") as history:
+        assert history.count() == 60
+
+
+def test_a_writer_killed_at_any_moment_loses_only_the_trial_that_it_was_writing(
+    tmp_path: Path, scan_run: NewRun, trial: NewTrial
+) -> None:
+    random, told = Random(16), {}
+    for moment in range(100):
+        uid = f"run-{moment}"
+        process, heard = _fork_writer((scan_run, trial), tmp_path / f"{moment // 10}.db", uid, 1000)
+        told[uid] = len(os.read(heard, 1)) + len(os.read(heard, random.randrange(1, 8)))
+        os.kill(process, signal.SIGKILL)
+        os.waitpid(process, 0)
+        while rest := os.read(heard, 1000):
+            told[uid] += len(rest)
+        os.close(heard)
+    for number in range(10):
+        with open_history(tmp_path / f"{number}.db") as history:
+            trials = list(history.trials())
+        # each writer found what the killed one before it had left
+        for uid in (f"run-{10 * number + k}" for k in range(10)):
+            kept = [t.number for t in trials if t.run == uid]
+            assert kept == list(range(len(kept)))
+            assert told[uid] <= len(kept) <= told[uid] + 1
+
+
+def test_a_team_keeps_its_history_in_postgresql(
+    postgresql_url: str, tmp_path: Path, scan_run: NewRun, trial: NewTrial
+) -> None:
+    with open_history(tmp_path / "h.db") as local, open_history(postgresql_url) as shared:
+        local.add_run(scan_run("b", environment={"torch": "2.13"}))
+        for number in range(3):
+            local.add(trial(number, "b", conditions={"memory": "zeros"}))
+        shared.add_run(scan_run("a"))
+        shared.add(trial(0, "a", outcome=Outcome.DIFFERENT))
+        shared.add(trial(0, "a", outcome=Outcome.DIFFERENT))
+        with pytest.raises(HistoryError, match="no run x"):
+            shared.add(trial(run="x"))
+        assert shared.merge(local) == 3
+        assert shared.merge(local) == 0
+        assert local.merge(shared) == 1
+        assert list(shared.trials()) == list(local.trials())
+        assert shared.prune(before=1e9) == 3
+    # the tables are there now
+    with open_history(postgresql_url) as shared:
+        assert shared.count() == 1
+
+
+def test_a_postgresql_history_of_a_newer_version_is_refused(postgresql_url: str) -> None:
+    with open_history(postgresql_url) as history, history._engine.begin() as connection:
+        connection.execute(text("UPDATE history_schema SET version = 99"))
+    try:
+        with pytest.raises(HistoryError, match="has schema 99"):
+            open_history(postgresql_url)
+    finally:
+        with history._engine.begin() as connection:
+            connection.execute(text("UPDATE history_schema SET version = 1"))

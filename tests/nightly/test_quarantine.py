@@ -1,0 +1,100 @@
+"""Known flakes in a file: refused where they are wrong, held until they are clean."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from datetime import date
+from pathlib import Path
+
+import pytest
+
+from loragate.history import Outcome, Purpose, TrialRecord
+from loragate.nightly.quarantine import (
+    Quarantined,
+    QuarantineError,
+    check_cases,
+    held,
+    read_quarantine,
+)
+
+NewTrial = Callable[..., TrialRecord]
+
+_KNOWN = ("some.dense_delta.tokens-2", "some.dense_delta.tokens-3")
+_ENTRY = """
+- case: some.dense_delta.tokens-2
+  reason: atomics of the old expand
+  owner: ada
+  since: 2026-11-01
+"""
+_HELD = Quarantined(case="a", reason="atomics", owner="ada", since=date(2026, 11, 1), clean_runs=3)
+
+
+def _read(tmp_path: Path, text: str) -> tuple[Quarantined, ...]:
+    path = tmp_path / "quarantine.yaml"
+    path.write_text(text, encoding="utf-8")
+    entries = read_quarantine(path)
+    check_cases(path, entries, _KNOWN)
+    return entries
+
+
+def test_an_entry_has_a_case_a_reason_an_owner_and_a_date(tmp_path: Path) -> None:
+    (entry,) = _read(tmp_path, _ENTRY)
+    assert entry == Quarantined(
+        case=_KNOWN[0], reason="atomics of the old expand", owner="ada", since=date(2026, 11, 1)
+    )
+    assert _read(tmp_path, "# nothing\n") == ()
+    assert read_quarantine(tmp_path / "none.yaml") == ()
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (_ENTRY.replace("tokens-2", "tokens-22"), "no case .*did you mean .*tokens-2?"),
+        (_ENTRY.replace("owner: ada", "ower: ada"), "no field 'ower'.*did you mean owner?"),
+        (_ENTRY.replace("  owner: ada\n", ""), "entry 1: lacks owner"),
+        (_ENTRY.replace("ada", "''"), "owner must be a text"),
+        (_ENTRY.replace("2026-11-01", "last week"), "since must be a date"),
+        (_ENTRY + "  clean_runs: 0\n", "clean_runs must be a number from 1 up"),
+        (_ENTRY * 2, "two entries"),
+        ("case: x", "must be a list"),
+        ("- x", "must have the fields"),
+        ("- {case: !!python/object/apply:os.system [ls]}", "could not determine a constructor"),
+        ("- [", "quarantine.yaml"),
+    ],
+)
+def test_a_mistake_in_the_file_is_named(tmp_path: Path, text: str, message: str) -> None:
+    with pytest.raises(QuarantineError, match=message):
+        _read(tmp_path, text)
+
+
+def test_a_case_is_released_after_so_many_clean_runs_in_a_row(trial: NewTrial) -> None:
+    def night(run: int, *outcomes: Outcome) -> list[TrialRecord]:
+        return [
+            trial(k, f"night-{run}", case="a", outcome=outcome)
+            for k, outcome in enumerate(outcomes)
+        ]
+
+    right, bad = Outcome.RIGHT, Outcome.DIFFERENT
+    trials = [
+        *night(1, right),
+        *night(2, right, bad, right),
+        *night(3, right, right),
+        # says nothing
+        *night(4, Outcome.INFRA),
+        *night(5, right),
+    ]
+    today = date(2026, 11, 23)
+    (found,) = held([_HELD], trials, today)
+    assert (found.age_days, found.clean, found.failures, found.trials) == (22, 2, 1, 8)
+    assert not found.released
+    (found,) = held([_HELD], [*trials, *night(6, right)], today)
+    assert found.released
+    (found,) = held([_HELD], [*trials, *night(6, right, Outcome.WRONG)], today)
+    assert (found.clean, found.released) == (0, False)
+
+
+def test_trials_of_others_and_of_diagnoses_release_nothing(trial: NewTrial) -> None:
+    others = [trial(k, f"night-{k}", case="b") for k in range(9)]
+    diagnoses = [trial(k, f"n-{k}", case="a", purpose=Purpose.DIAGNOSE) for k in range(9)]
+    (found,) = held([_HELD], [*others, *diagnoses], date(2026, 11, 1))
+    assert (found.clean, found.trials) == (0, 0)

@@ -1,0 +1,224 @@
+"""Scans in real processes: what is planted is found and named, what is stable stays stable."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from datetime import date
+from pathlib import Path
+
+import pytest
+
+from loragate.core.gpu_health import NoHealth
+from loragate.core.verdict import ExitCode
+from loragate.history import History, Outcome, Purpose, ScanRun, TrialRecord, open_history
+from loragate.matrix.case_run import CaseRun
+from loragate.matrix.load import load_cases
+from loragate.nightly.conditions import Cause
+from loragate.nightly.morning import morning
+from loragate.nightly.plan import Place
+from loragate.nightly.states import Status, states
+from loragate.scan.processes import Processes
+from loragate.scan.scan import Scan, Setup
+from loragate.scan.waves import Surroundings, Waves
+
+_PLANTED = Path(__file__).parent / "planted"
+_ROOT = Path(__file__).parents[2]
+_MODULE = "planted_subjects"
+_CAUSES = {
+    "Atomics": Cause.RUN_TO_RUN,
+    "Uninitialised": Cause.MEMORY,
+    "Order": Cause.ORDER,
+    "Neighbour": Cause.NEIGHBOUR,
+    "Timed": Cause.CLOCK,
+}
+# all of them are found within 10; a wave takes less than a second
+_MOST_WAVES = 60
+
+
+@dataclass
+class Scanned:
+    history: History
+    trials: list[TrialRecord]
+    runs: tuple[ScanRun, ...]
+
+
+@pytest.fixture
+def environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folders = [_PLANTED, _ROOT / "harness", _ROOT / "kernels", os.environ.get("PYTHONPATH", "")]
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(map(str, folders)))
+    # what cannot be seen cannot be used: these tests run on the CPU everywhere
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+
+
+def _runs(subjects: list[str]) -> dict[str, CaseRun]:
+    matrix = (_PLANTED / "planted.yaml",)
+    every = (
+        CaseRun(f"{_MODULE}:{subject}", case, matrix=matrix)
+        for subject in subjects
+        for case in load_cases(matrix)
+    )
+    return {run.run_id: run for run in every}
+
+
+def _scan(
+    folder: Path, subjects: list[str], new_run: Callable[..., ScanRun], until: Callable[..., bool]
+) -> Scanned:
+    """Waves until `until` says that the trials so far are enough."""
+    runs = _runs(subjects)
+    history = open_history(folder / "history.db")
+    run = new_run(started_at=time.time())
+    history.add_run(run)
+    names = sorted({run.subject for run in runs.values()})
+    with Processes(names, folder / "log") as processes:
+        around = Surroundings(
+            run=run.uid,
+            runs=runs,
+            history=history,
+            processes=processes,
+            health=NoHealth(),
+            folder=folder,
+        )
+        setup = Setup(
+            run=run,
+            cases=tuple(runs),
+            place=Place(workers=2),
+            # no clock ends this scan
+            budget_s=1e6,
+            seed=16,
+        )
+        scan = Scan(setup, Waves(around), history, lambda text: None)
+        for _ in range(_MOST_WAVES):
+            scan.step()
+            if until(list(history.trials())):
+                break
+    return Scanned(history, list(history.trials()), history.runs())
+
+
+def _causes(trials: list[TrialRecord]) -> dict[str, str]:
+    """The first cause that was found of each subject."""
+    found: dict[str, str] = {}
+    for trial in trials:
+        if trial.cause:
+            found.setdefault(trial.subject.removeprefix(f"{_MODULE}:"), trial.cause)
+    return found
+
+
+@pytest.mark.usefixtures("environment")
+def test_five_kinds_of_nondeterminism_are_found_and_named_and_what_is_stable_stays_so(
+    tmp_path: Path, scan_run: Callable[..., ScanRun]
+) -> None:
+    def enough(trials: list[TrialRecord]) -> bool:
+        clean = sum(t.subject.endswith("Stable") and t.purpose == Purpose.PLANNED for t in trials)
+        # by its bits first, and by its oracles
+        judged = any(t.cause and t.measure == "judged" for t in trials)
+        return len(_causes(trials)) == len(_CAUSES) and clean >= 100 and judged
+
+    scanned = _scan(tmp_path, [*_CAUSES, "Stable"], scan_run, enough)
+    assert _causes(scanned.trials) == _CAUSES
+    status = {
+        state.key.path.split()[0].removeprefix(f"{_MODULE}:"): state.status
+        for state in states(scanned.trials, scanned.runs).values()
+    }
+    assert status == {
+        **dict.fromkeys(_CAUSES, Status.FLAKY),
+        # a wrong answer is never called flaky
+        "Order": Status.WRONG,
+        "Stable": Status.STABLE,
+    }
+    (order,) = [t for t in scanned.trials if t.subject.endswith("Order") and t.cause][:1]
+    assert "tokens-5" in order.conditions["after"]
+    page = morning(scanned.runs, scanned.trials, today=date.today())
+    assert page.exit_code is ExitCode.WRONG
+    assert {finding.cause for finding in page.findings} == {str(c) for c in _CAUSES.values()}
+
+
+@pytest.mark.usefixtures("environment")
+def test_a_trial_that_ends_its_process_is_wrong_and_the_scan_goes_on(
+    tmp_path: Path, scan_run: Callable[..., ScanRun]
+) -> None:
+    def enough(trials: list[TrialRecord]) -> bool:
+        return sum(trial.outcome is Outcome.RIGHT for trial in trials) >= 3
+
+    scanned = _scan(tmp_path, ["Crashing"], scan_run, enough)
+    outcomes = {t.case.rpartition("-")[2]: t.outcome for t in scanned.trials if not t.cause}
+    assert outcomes.pop("4") is Outcome.WRONG
+    assert set(outcomes.values()) == {Outcome.RIGHT}
+    (crash, *_) = [t for t in scanned.trials if t.outcome is Outcome.WRONG]
+    assert crash.failure == "crash"
+    assert "SIGKILL" in crash.message
+    assert _causes(scanned.trials) == {"Crashing": Cause.ALWAYS}
+
+
+@pytest.fixture
+def started_scan(tmp_path: Path, environment: None) -> Iterator[subprocess.Popen[str]]:
+    """The command, which has time for hours, once it has recorded some trials."""
+    command = [
+        *(sys.executable, "-m", "loragate", "scan", "--budget=2h", "--workers=2"),
+        *(f"--subject={_MODULE}:Stable", f"--matrix={_PLANTED / 'planted.yaml'}"),
+        *(f"--history={tmp_path / 'h.db'}", f"--report={tmp_path / 'report'}"),
+    ]
+    scan = subprocess.Popen(
+        command, cwd=_ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+    assert scan.stdout is not None
+    heard = []
+    for line in scan.stdout:
+        heard.append(line)
+        if "wave 3" in line:
+            break
+    else:
+        pytest.fail("".join(heard))
+    yield scan
+    scan.kill()
+    scan.wait()
+
+
+def _processes_of(folder: Path) -> list[str]:
+    """Command lines of processes that know the folder for temporary files of the test."""
+    found = []
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            environ = (process / "environ").read_bytes()
+            if f"TMPDIR={folder}".encode() in environ and process.name != str(os.getpid()):
+                found.append((process / "cmdline").read_bytes().decode())
+        except OSError:
+            continue
+    return found
+
+
+@pytest.mark.usefixtures("heeded_signals")
+def test_an_interrupted_scan_shows_what_it_found_and_leaves_no_process(
+    started_scan: subprocess.Popen[str], tmp_path: Path
+) -> None:
+    started_scan.send_signal(signal.SIGINT)
+    output, _ = started_scan.communicate(timeout=240)
+    assert started_scan.returncode == ExitCode.INCOMPLETE.value, output
+    assert (tmp_path / "report" / "morning.html").is_file()
+    with open_history(tmp_path / "h.db") as history:
+        assert history.count() >= 9
+        (run,) = history.runs()
+        assert run.finished_at is not None
+
+
+def test_a_killed_scan_keeps_its_trials_and_leaves_no_process(
+    started_scan: subprocess.Popen[str], tmp_path: Path
+) -> None:
+    started_scan.kill()
+    started_scan.wait()
+    with open_history(tmp_path / "h.db") as history:
+        # all that the lines have told of
+        assert history.count() >= 9
+        (run,) = history.runs()
+        assert run.finished_at is None
+    end = time.monotonic() + 240
+    while (left := _processes_of(tmp_path)) and time.monotonic() < end:
+        time.sleep(0.05)
+    assert not left

@@ -1,0 +1,254 @@
+"""Parts of a scan without a scan: digests, paths, messages, outcomes, clocks, health of a GPU."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pynvml
+import pytest
+import torch
+from torch import Tensor
+
+from loragate.core.gpu_health import NoHealth, NvmlHealth, open_health
+from loragate.core.verdict import Failure, Verdict
+from loragate.history import Outcome
+from loragate.inputs.poison import poisoned_allocations, zeroed_allocations
+from loragate.matrix.load import load_cases
+from loragate.nightly.conditions import Clock
+from loragate.scan.bits import digest_of
+from loragate.scan.child import _clocks, outcome_of
+from loragate.scan.messages import Began, Unpacker, packed
+from loragate.scan.paths import TracedPath, traced_path
+from loragate.subjects.torch.subject import DenseDelta
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_a_digest_is_of_the_bits_and_not_of_strides_or_values(dtype: torch.dtype) -> None:
+    tensor = torch.arange(12, dtype=dtype).reshape(3, 4)
+    assert digest_of(tensor) == digest_of(tensor.clone())
+    assert digest_of(tensor.t()) == digest_of(tensor.t().contiguous())
+    zeros = torch.zeros(4, dtype=dtype)
+    assert digest_of(zeros) != digest_of(-zeros)
+    assert digest_of(torch.full((4,), torch.nan, dtype=dtype)) != digest_of(zeros)
+    assert digest_of(torch.tensor(1.0)) != digest_of(torch.tensor(2.0))
+
+
+def test_messages_arrive_whole_however_a_pipe_cuts_them() -> None:
+    data = packed(Began(index=1)) + packed(Began(index=2))
+    unpacker = Unpacker()
+    heard = [m for k in range(len(data)) for m in unpacker.feed(data[k : k + 1])]
+    assert heard == [Began(index=1), Began(index=2)]
+    # what is torn is never given
+    assert list(Unpacker().feed(data[:-1])) == [Began(index=1)]
+
+
+@pytest.mark.parametrize(
+    ("verdict", "failures", "outcome"),
+    [
+        (Verdict.PASS, [], Outcome.RIGHT),
+        (Verdict.FAIL, [Failure.NONDETERMINISTIC], Outcome.DIFFERENT),
+        (Verdict.FAIL, [Failure.NONDETERMINISTIC, Failure.WRONG_ANSWER], Outcome.WRONG),
+        (Verdict.FAIL, [Failure.HANG], Outcome.WRONG),
+        (Verdict.INFRA, [Failure.OUT_OF_MEMORY], Outcome.INFRA),
+        (Verdict.INCONCLUSIVE, [], Outcome.UNKNOWN),
+    ],
+)
+def test_an_outcome_differs_only_if_nothing_is_wrong(
+    verdict: Verdict, failures: list[Failure], outcome: Outcome
+) -> None:
+    assert outcome_of(verdict, failures) is outcome
+
+
+def test_clocks_stand_still_or_run_fast_and_are_put_back() -> None:
+    true = time.perf_counter
+    with _clocks(Clock.FROZEN):
+        assert time.perf_counter() == time.perf_counter()
+        assert time.monotonic_ns() == time.monotonic_ns()
+        assert isinstance(time.time_ns(), int)
+    with _clocks(Clock.FAST):
+        begin, real = time.perf_counter(), true()
+        while true() - real < 0.002:
+            pass
+        assert time.perf_counter() - begin >= 1.9
+    assert time.perf_counter is true
+
+
+def test_fresh_memory_holds_what_was_asked_for() -> None:
+    with zeroed_allocations():
+        assert not torch.empty(1000).any()
+        assert not torch.ones(3).new_empty(1000, dtype=torch.int32).any()
+    with poisoned_allocations():
+        assert torch.empty(1000).isnan().all()
+
+
+def _traced(source: Path) -> TracedPath:
+    code = compile(source.read_text(encoding="utf-8"), str(source), "exec")
+    names: dict[str, Any] = {}
+    exec(code, names)
+    with traced_path() as path:
+        names["run"]()
+    return path
+
+
+def test_the_key_of_a_path_is_the_source_that_was_entered(tmp_path: Path) -> None:
+    keys = []
+    for k, body in enumerate(("return 1", "return 1", "return 2")):
+        folder = tmp_path / str(k)
+        folder.mkdir()
+        (folder / "mine.py").write_text(f"def run():\n    {body}\n", encoding="utf-8")
+        path = _traced(folder / "mine.py")
+        assert path.relative_files() == (str(folder / "mine.py"),)
+        keys.append(path.key())
+    assert keys[0] == keys[1] != keys[2]
+
+
+def test_the_harness_torch_and_the_standard_library_belong_to_no_path() -> None:
+    with traced_path() as path:
+        json.loads("[1]")
+        digest_of(torch.ones(3))
+        torch.nn.functional.dropout(torch.ones(3))
+    assert (path.files, path.key()) == ({}, "")
+
+
+def test_a_path_names_the_kernels_that_it_launches_and_their_files() -> None:
+    # through the subject, as scans do it
+    from loragate.core.checkout import project_root
+    from loragate.core.machine import select_interpreter
+
+    select_interpreter()
+    from loragate.matrix.case_run import CaseRun
+    from loragate.run.trial import open_trial
+    from loragate.scan.bits import Bits
+
+    cases = load_cases((project_root() / "cases" / "dense_delta.yaml",))
+    case = next(c for c in cases if c.tier == "smoke" and c.tokens == 2 and c.mix == "ragged")
+    trial = open_trial(CaseRun("lorakernels", case))
+    assert not isinstance(trial, str)
+    path = TracedPath()
+
+    def tracing() -> Any:
+        nonlocal path
+        context = traced_path()
+        path = context.__enter__()
+        return _Leaving(context)
+
+    bits = Bits(tracing=tracing)
+    assert bits.judge(trial).verdict is Verdict.PASS
+    assert len(set(bits.digests)) == 1
+    name = path.name(case)
+    assert name.startswith("dense_delta eager prepare_kernel+lora_shrink_kernel")
+    files = path.relative_files()
+    assert "kernels/lorakernels/dense/kernels.py" in files
+    # a function of Triton that a kernel calls
+    assert any(file.startswith("kernels/lorakernels/common/") for file in files)
+    assert not any(file.startswith("harness/loragate/oracles") for file in files)
+
+
+class _Leaving:
+    def __init__(self, context: Any) -> None:
+        self._context = context
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, *error: Any) -> None:
+        self._context.__exit__(*error)
+
+
+def test_a_subject_of_the_harness_belongs_to_its_path() -> None:
+    with traced_path() as path:
+        DenseDelta.unload(SimpleNamespace(slots={}), 3)  # type: ignore[arg-type]
+    assert path.relative_files() == ("harness/loragate/subjects/torch/subject.py",)
+
+
+class _FakeNvml:
+    """A GPU that counts its errors; what it does not report raises, as NVML does."""
+
+    def __init__(self) -> None:
+        self.corrected = 5
+        self.xids: list[int] = []
+
+    def install(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        answers: dict[str, Any] = {
+            "nvmlInit": lambda: None,
+            "nvmlShutdown": lambda: None,
+            "nvmlDeviceGetHandleByUUID": lambda uuid: uuid,
+            "nvmlDeviceGetHandleByIndex": lambda index: f"index {index}",
+            "nvmlDeviceGetClockInfo": lambda gpu, kind: 1980 if kind == 1 else 3200,
+            "nvmlDeviceGetTemperature": lambda gpu, kind: 41,
+            "nvmlDeviceGetCurrentClocksThrottleReasons": lambda gpu: 4,
+            "nvmlDeviceGetMemoryInfo": self._unsupported,
+            "nvmlDeviceGetTotalEccErrors": self._errors,
+            "nvmlEventSetCreate": lambda: "events",
+            "nvmlEventSetFree": lambda events: None,
+            "nvmlDeviceRegisterEvents": lambda gpu, kinds, events: None,
+            "nvmlEventSetWait_v2": self._wait,
+        }
+        for name, answer in answers.items():
+            monkeypatch.setattr(pynvml, name, answer)
+
+    def _unsupported(self, gpu: str) -> None:
+        raise pynvml.NVMLError(pynvml.NVML_ERROR_NOT_SUPPORTED)
+
+    def _errors(self, gpu: str, kind: int, counter: int) -> int:
+        if kind == pynvml.NVML_MEMORY_ERROR_TYPE_CORRECTED:
+            return self.corrected
+        raise pynvml.NVMLError(pynvml.NVML_ERROR_NOT_SUPPORTED)
+
+    def _wait(self, events: str, timeout: int) -> SimpleNamespace:
+        if not self.xids:
+            raise pynvml.NVMLError(pynvml.NVML_ERROR_TIMEOUT)
+        return SimpleNamespace(eventData=self.xids.pop(0))
+
+
+@pytest.fixture
+def nvml(monkeypatch: pytest.MonkeyPatch) -> _FakeNvml:
+    fake = _FakeNvml()
+    fake.install(monkeypatch)
+    return fake
+
+
+def test_the_state_of_a_gpu_and_its_new_errors_are_read(nvml: _FakeNvml) -> None:
+    health = NvmlHealth()
+    first = health.read("GPU-a")
+    assert first == {
+        "sm_clock_mhz": 1980.0,
+        "memory_clock_mhz": 3200.0,
+        "temperature_c": 41.0,
+        "throttle_reasons": 4.0,
+        # those before the scan are not its own
+        "ecc_corrected": 0.0,
+        "xid_errors": 0.0,
+    }
+    nvml.corrected, nvml.xids = 7, [13, 31]
+    second = health.read("GPU-a")
+    assert (second["ecc_corrected"], second["xid_errors"], second["last_xid"]) == (2, 2, 31)
+    # an error stays known
+    assert health.read("GPU-a")["xid_errors"] == 2
+    assert health.read("0")["ecc_corrected"] == 0
+    health.close()
+
+
+def test_a_gpu_that_reports_nothing_costs_nothing(
+    nvml: _FakeNvml, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*arguments: Any) -> None:
+        raise pynvml.NVMLError(pynvml.NVML_ERROR_GPU_IS_LOST)
+
+    monkeypatch.setattr(pynvml, "nvmlDeviceGetHandleByUUID", refuse)
+    assert NvmlHealth().read("GPU-a") == {}
+    monkeypatch.setattr(pynvml, "nvmlInit", refuse)
+    assert isinstance(open_health(has_gpu=True), NoHealth)
+    assert isinstance(open_health(has_gpu=False), NoHealth)
+
+
+def test_poison_is_put_back() -> None:
+    original = torch.empty
+    with zeroed_allocations():
+        assert torch.empty is not original
+    assert torch.empty is original
+    assert isinstance(torch.empty(1), Tensor)

@@ -1,0 +1,161 @@
+"""Which trials a scan makes next, and on what they say that it may look first."""
+
+from __future__ import annotations
+
+import subprocess
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from loragate.core.checkout import changed_files
+from loragate.history import PathFiles, ScanRun, TrialRecord, open_history
+from loragate.nightly.conditions import PLAIN, Cache, Clock, Memory, Schedule
+from loragate.nightly.plan import Known, Measure, Place, Wave, known_cases, next_wave
+from loragate.scan.since import cases_changed
+
+NewTrial = Callable[..., TrialRecord]
+
+_CASES = {f"case-{k}": Known(bits_s=0.1, judged_s=0.1) for k in range(8)}
+
+
+def _wave(number: int, known: dict[str, Known] = _CASES, **changes: object) -> Wave:
+    given: dict[str, object] = {"place": Place(workers=2), "seed": 1, "seconds_left": 600.0}
+    return next_wave(known, number=number, **given | changes)  # type: ignore[arg-type]
+
+
+def _cases(wave: Wave) -> list[set[str]]:
+    return [{wanted.case for wanted in steps} for _, steps in wave.processes]
+
+
+def test_bits_come_first_and_again_under_everything_that_must_not_matter() -> None:
+    first = _wave(0)
+    second = _wave(1, previous=first)
+    ((conditions, steps),) = first.processes
+    assert conditions == PLAIN
+    assert {wanted.measure for wanted in steps} == {Measure.BITS}
+    # the same inputs, in other orders, beside each other
+    assert [sorted(w.id for w in each) for _, each in second.processes] == [
+        sorted(w.id for w in steps)
+    ] * 2
+    assert len({each for _, each in (*first.processes, *second.processes)}) == 3
+    (stress, other) = (conditions for conditions, _ in second.processes)
+    assert stress == other
+    assert (stress.memory, stress.neighbours) == (Memory.POISON, 1)
+    assert stress.clock is not Clock.PLAIN
+    # there are no streams on a CPU, and nothing is compiled
+    assert (stress.schedule, stress.cache) == (Schedule.PLAIN, Cache.WARM)
+
+
+def test_every_gpu_runs_the_same_trials() -> None:
+    wave = _wave(1, previous=_wave(0), place=Place(gpus=("GPU-a", "GPU-b"), workers=2))
+    assert [conditions.gpu for conditions, _ in wave.processes] == ["GPU-a"] * 2 + ["GPU-b"] * 2
+    assert all(cases == set(_CASES) for cases in _cases(wave))
+    assert {conditions.schedule for conditions, _ in wave.processes} == {Schedule.DELAYED}
+
+
+def test_oracles_judge_alone_and_beside_neighbours_cases_whose_path_is_known() -> None:
+    known = {**_CASES, "new": Known(traced=False)}
+    alone, beside = _wave(2, known), _wave(5, known)
+    assert [conditions for conditions, _ in alone.processes] == [PLAIN]
+    assert [c for c, _ in beside.processes] == [replace(PLAIN, neighbours=1)] * 2
+    assert {w.measure for _, steps in alone.processes for w in steps} == {Measure.JUDGED}
+    assert _cases(alone) == [set(_CASES)]
+
+
+def test_all_factors_are_varied_in_the_course_of_a_scan() -> None:
+    gpu = {"place": Place(gpus=("GPU-a",), workers=2)}
+    stressed = [_wave(3 * k + 1, previous=_wave(3 * k), **gpu) for k in range(1, 40)]
+    seen = Counter(item for wave in stressed for item in wave.processes[0][0].varied().items())
+    for item in (("memory", "zeros"), ("memory", "poison"), ("cache", "cold"), ("clock", "fast")):
+        assert 0 < seen[item] < 39
+
+
+def test_cases_with_the_fewest_trials_on_what_changed_come_first() -> None:
+    known = {
+        "decided": Known(changed=True, decided=True),
+        "rare": Known(changed=True, bits=2),
+        "often": Known(changed=True, bits=9),
+        "old": Known(changed=False),
+    }
+    # each takes as long as a wave
+    known = {name: replace(case, bits_s=100.0) for name, case in known.items()}
+    order = []
+    while known:
+        ((_, (wanted,)),) = _wave(0, known).processes
+        order.append(wanted.case)
+        del known[wanted.case]
+    assert order == ["rare", "often", "decided", "old"]
+
+
+def test_the_same_seed_gives_the_same_wave_and_another_one_another_order() -> None:
+    assert _wave(0) == _wave(0)
+    assert _wave(0) != _wave(0, seed=2)
+
+
+def test_a_wave_fits_into_what_is_left() -> None:
+    known = {f"case-{k}": Known(bits_s=1.0) for k in range(1000)}
+    sizes = [len(_cases(_wave(0, known, seconds_left=left))[0]) for left in (20.0, 600.0, 36000.0)]
+    assert sizes == [10, 30, 120]
+
+
+def test_what_is_known_of_a_case_comes_from_its_trials(trial: NewTrial) -> None:
+    trials = [
+        trial(0, case="a", duration_s=2.0),
+        trial(1, case="a", measure="judged", duration_s=3.0),
+        trial(2, case="gone"),
+    ]
+    found = known_cases(["a", "b"], trials, changed=["b"], undecided=[], traced=["a"])
+    assert found == {
+        "a": Known(
+            bits=1, judged=1, bits_s=2.0, judged_s=3.0, changed=False, decided=True, traced=True
+        ),
+        "b": Known(changed=True, traced=False),
+    }
+    assert known_cases(["a"], (), changed=None, undecided=[], traced=[])["a"].changed
+
+
+def test_cases_changed_are_those_whose_source_was_touched_or_is_unknown(
+    tmp_path: Path, trial: NewTrial, scan_run: Callable[..., ScanRun]
+) -> None:
+    with open_history(tmp_path / "h.db") as history:
+        history.add_run(scan_run())
+        for key in ("k1", "k2", "k3"):
+            history.add_path(PathFiles(path_key=key, files=("common.py", f"{key}.py")))
+        keys = {"a": "k1", "b": "k2", "c": "unlisted"}
+        for number, (case, key) in enumerate(keys.items()):
+            history.add(trial(number, case=case, path_key=key))
+        # traced again since
+        history.add(trial(9, case="b", path_key="k3"))
+        cases = ("a", "b", "c", "never")
+        assert cases_changed(cases, history, {"k1.py"}) == {"a", "c", "never"}
+        assert cases_changed(cases, history, {"k2.py"}) == {"c", "never"}
+        assert cases_changed(cases, history, {"common.py"}) == set(cases)
+
+
+@pytest.mark.parametrize("text", ["20", "0m", "2d", "m"])
+def test_a_budget_that_is_no_time_is_refused(text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    from loragate.cli import main
+
+    with pytest.raises(SystemExit) as ended:
+        main(["scan", "--budget", text])
+    assert ended.value.code == 4
+    assert "must be a time as 90s, 20m or 2h" in capsys.readouterr().err
+
+
+def test_files_changed_since_a_revision_are_those_of_git(tmp_path: Path) -> None:
+    def git(*arguments: str) -> None:
+        who = ["-c", "user.name=t", "-c", "user.email=t@example.org"]
+        subprocess.run(["git", "-C", str(tmp_path), *who, *arguments], check=True)
+
+    git("init", "-q")
+    for name in ("a.py", "b.py"):
+        (tmp_path / name).write_text("1\n", encoding="utf-8")
+    git("add", ".")
+    git("commit", "-qm", "first")
+    (tmp_path / "b.py").write_text("2\n", encoding="utf-8")
+    assert changed_files(tmp_path, "HEAD") == {"b.py"}
+    with pytest.raises(subprocess.SubprocessError):
+        changed_files(tmp_path, "--output=x")
