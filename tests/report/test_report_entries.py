@@ -321,6 +321,22 @@ def test_the_document_is_red_exactly_if_the_run_did_not_pass(summary: Summary) -
     assert len(_red(root)) == red
 
 
+@pytest.mark.parametrize("seconds", [(1e308, 1e308), (float("inf"), float("-inf"))])
+def test_durations_that_have_no_sum_leave_the_document_readable(
+    plan: Plan, seconds: tuple[float, float]
+) -> None:
+    tests = [
+        _test(Verdict.PASS, test=f"test_a.py::test_{index}", duration_s=duration)
+        for index, duration in enumerate(seconds)
+    ]
+    (suite,) = [
+        suite
+        for suite in _document(plan(legs=("host",)), *tests, _ended("host", Verdict.PASS), _END)
+        if suite.get("name") == "host"
+    ]
+    assert suite.get("time") == "0.000"
+
+
 @settings(max_examples=200, deadline=None)
 @given(summary=_summaries())
 def test_the_document_is_what_readers_of_the_format_expect(summary: Summary) -> None:
