@@ -96,8 +96,8 @@ def _body(text: str) -> str:
 
 
 def _seconds(seconds: float) -> str:
-    # an event may hold any float
-    return f"{seconds:.3f}" if 0 <= seconds < math.inf else "0.000"
+    # an event may hold any float, -0.0 too
+    return f"{seconds:.3f}" if 0 < seconds < math.inf else "0.000"
 
 
 def _texts(numbers: Mapping[str, int]) -> dict[str, str]:
