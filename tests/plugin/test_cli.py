@@ -11,6 +11,7 @@ import pytest
 
 from loragate.cli import main
 from loragate.core.verdict import ExitCode, Verdict
+from loragate.subjects.registry import SUBJECTS
 
 MATRIX = f"--matrix={Path(__file__).parent / 'misbehaving' / 'long_sleep.yaml'}"
 GOOD = (
@@ -119,14 +120,14 @@ def test_a_replay_of_a_repeat_runs_those_before_and_stops_at_the_first_failure(
 def test_a_replay_of_no_case_names_the_nearest(capsys):
     assert main(["replay", GOOD.replace("tokens-21", "tokens-23"), MATRIX]) == ExitCode.USAGE
     error = capsys.readouterr().err
-    assert "selects none of 6 cases" in error
+    assert f"selects none of {2 * len(SUBJECTS)} cases" in error
     assert f"nearest: {GOOD}" in error
 
 
 def test_a_replay_of_several_cases_says_how_many_and_names_them(capsys):
     assert main(["replay", "tokens-21", MATRIX]) == ExitCode.USAGE
     error = capsys.readouterr().err
-    assert "'tokens-21' selects 3 cases, not one:\n  lorakernels." in error
+    assert f"'tokens-21' selects {len(SUBJECTS)} cases, not one:\n  lorakernels." in error
     assert f"\n  {GOOD}\n" in error
 
 

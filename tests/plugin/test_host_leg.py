@@ -140,7 +140,9 @@ def _open_run(report: Path) -> None:
 
 def test_every_folder_of_tests_that_run_in_the_interpreter_is_run() -> None:
     switch = 'os.environ["TRITON_INTERPRET"] = "1"'
-    found = [path.parent for path in ROOT.glob("tests/*/conftest.py") if switch in path.read_text()]
+    found = [
+        path.parent for path in ROOT.glob("tests/**/conftest.py") if switch in path.read_text()
+    ]
     assert {str(folder.relative_to(ROOT)) for folder in found} == set(
         SUBJECTS["lorakernels"].host_tests
     )
