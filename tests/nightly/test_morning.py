@@ -87,6 +87,18 @@ def test_a_case_that_was_never_judged_is_no_quiet_night(nights: _Nights) -> None
     assert morning([], [], today=_TODAY).exit_code is ExitCode.INCOMPLETE
 
 
+def test_a_night_that_judged_nothing_is_no_quiet_night_whatever_earlier_ones_found(
+    nights: _Nights,
+) -> None:
+    nights.add(120)
+    nights.begin()
+    nights.add(3, outcome=Outcome.INFRA, digest="")
+    page = nights.page()
+    assert page.exit_code is ExitCode.INCOMPLETE
+    assert page.idle == (nights.runs[-1].machine,)
+    assert "judged nothing" in render_terminal(page, Colour.OFF)
+
+
 def test_a_flake_has_its_rate_its_bound_and_a_command(nights: _Nights) -> None:
     nights.add(40)
     nights.add(4, **_DIFFERENT)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import tempfile
+from collections.abc import Collection
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from random import Random
@@ -106,14 +107,24 @@ def _is_whole(folder: Path, recipe: dict[str, Any]) -> bool:
 
 def _refuse_foreign(folder: Path) -> None:
     """ValueError for a folder with anything that is not of a checkpoint: it would be lost."""
-    own = {"model", "draft", "eagle3", "adapters", _MANIFEST}
     if folder.exists() and not folder.is_dir():
         raise ValueError(f"{folder} must be a folder")
-    foreign = sorted(p.name for p in folder.glob("*") if p.name not in own)
+    own = {*_listed_files(folder), _MANIFEST}
+    paths = (str(p.relative_to(folder)) for p in folder.rglob("*") if not p.is_dir())
+    foreign = sorted(set(paths) - own)
     if foreign:
         raise ValueError(
             f"{folder} holds {foreign[0]!r}, which is not of a checkpoint; it is left as it is"
         )
+
+
+def _listed_files(folder: Path) -> Collection[str]:
+    """The files that an earlier call has written, none where no manifest can be read."""
+    try:
+        files = json.loads((folder / _MANIFEST).read_text(encoding="utf-8"))["files"]
+    except (OSError, ValueError, TypeError, KeyError):
+        return ()
+    return files if isinstance(files, dict) else ()
 
 
 def _digests(folder: Path) -> dict[str, str]:
@@ -137,7 +148,11 @@ def _replace(wanted: Checkpoint, recipe: dict[str, Any]) -> None:
         (new / _MANIFEST).write_text(manifest + "\n", encoding="utf-8")
         if folder.exists():
             folder.rename(old)
-        new.rename(folder)
+        try:
+            new.rename(folder)
+        except OSError:
+            old.rename(folder)
+            raise
 
 
 def _write(wanted: Checkpoint) -> None:

@@ -61,6 +61,8 @@ class Morning:
     quarantine: tuple[Held, ...]
     nights: tuple[Night, ...]
     never: tuple[str, ...]
+    # machines whose last run judged nothing
+    idle: tuple[str, ...]
     counts: Mapping[Status, int]
     trials: int
     infra: int
@@ -72,7 +74,9 @@ class Morning:
             status = finding.state.status
             if status is Status.WRONG or (status is Status.FLAKY and not finding.is_held):
                 return ExitCode.WRONG
-        return ExitCode.INCOMPLETE if self.never or not self.trials else ExitCode.OK
+        if self.never or self.idle or not self.trials:
+            return ExitCode.INCOMPLETE
+        return ExitCode.OK
 
 
 def morning(
@@ -97,7 +101,8 @@ def morning(
         if state.suspects and state.status is not Status.NOT_PROMISED
     )
     undecided = [s for s in found.values() if s.status is Status.UNDECIDED and not s.suspects]
-    judged = {trial.case for trial in trials if trial.outcome in _JUDGED}
+    judged = [trial for trial in trials if trial.outcome in _JUDGED]
+    busy = {trial.run for trial in judged}
     return Morning(
         findings=tuple(sorted(findings, key=_urgency)),
         states=tuple(found.values()),
@@ -105,7 +110,8 @@ def morning(
         changes=changes(runs),
         quarantine=entries,
         nights=_nights(runs, trials, found.values()),
-        never=tuple(sorted(set(cases) - judged)),
+        never=tuple(sorted(set(cases) - {trial.case for trial in judged})),
+        idle=tuple(sorted(machine for machine, uid in latest.items() if uid not in busy)),
         counts=Counter(state.status for state in found.values()),
         trials=sum(trial.purpose is Purpose.PLANNED for trial in trials),
         infra=sum(trial.outcome is Outcome.INFRA for trial in trials),

@@ -28,6 +28,8 @@ def meaning(page: Morning) -> str:
         bad = [f for f in page.findings if f.state.status in (Status.WRONG, Status.FLAKY)]
         are = "is not as it" if len(bad) == 1 else "are not as they"
         return f"{counted(len(bad), 'path')} {are} should be; {counted(new, 'new finding')}"
+    if page.idle:
+        return f"the last run judged nothing on {', '.join(page.idle)}"
     if page.never:
         return f"{counted(len(page.never), 'case')} never judged"
     if not page.trials:
