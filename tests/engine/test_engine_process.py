@@ -9,6 +9,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from loragate.engine import process
 from loragate.engine.order import EngineOrder
 from loragate.engine.process import EngineError, EngineNotStarted, EngineProcess
 from loragate.engine.requests import Completion, EngineCounts, Request
@@ -41,7 +42,9 @@ class Echo:
             raise KeyError("missing")
         if requests and requests[0].adapter == "crash":
             os._exit(7)
-        while requests and requests[0].adapter == "hang":
+        if requests and requests[0].adapter == "leave":
+            os.closerange(3, 256)
+        while requests and requests[0].adapter in ("hang", "leave"):
             time.sleep(0.1)
         return [Completion(request.prompt) for request in requests]
 
@@ -72,7 +75,7 @@ def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Start:
     (tmp_path / "engines_of_a_test.py").write_text(ENGINES)
     monkeypatch.syspath_prepend(str(tmp_path))
 
-    def started(name: str, *, deadline_s: float = 60.0) -> EngineProcess:
+    def started(name: str, *, deadline_s: float = 240.0) -> EngineProcess:
         target, log = f"engines_of_a_test:{name}", tmp_path / "engine.log"
         return EngineProcess(target, ORDER, deadline_s=deadline_s, log=log)
 
@@ -91,7 +94,7 @@ def is_gone(process: psutil.Process) -> bool:
 
 def wait_for_end(process: psutil.Process) -> None:
     # killed, but perhaps not yet collected by its new parent
-    end = time.monotonic() + 30
+    end = time.monotonic() + 240
     while not is_gone(process):
         assert time.monotonic() < end, "the engine left a process behind"
         time.sleep(0.01)
@@ -141,4 +144,15 @@ def test_a_call_beyond_the_deadline_ends_the_engine_with_its_processes(
     monkeypatch.setattr(engine, "_end", time.monotonic() + 0.2)
     with pytest.raises(EngineError, match="generate did not end before the deadline"), engine:
         engine.generate([Request((1,), "hang", 1)])
+    wait_for_end(other)
+
+
+def test_an_engine_that_closes_its_channel_and_stays_is_ended(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = start("Echo")
+    other = other_of(engine)
+    monkeypatch.setattr(process, "_TO_END_S", 0.1)
+    with pytest.raises(EngineError, match="closed its channel and did not end"), engine:
+        engine.generate([Request((1,), "leave", 1)])
     wait_for_end(other)

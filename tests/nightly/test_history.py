@@ -12,6 +12,8 @@ from random import Random
 import pytest
 from sqlalchemy import text
 
+from loragate.cli import main
+from loragate.core.verdict import ExitCode
 from loragate.history import (
     HistoryError,
     Outcome,
@@ -172,6 +174,20 @@ def test_pruning_leaves_what_was_not_right(
         assert history.prune(before=400.0) == 1
         assert [(t.run, t.number) for t in history.trials()] == [("old", 1), ("new", 0)]
         assert [run.uid for run in history.runs()] == ["old", "new"]
+
+
+@pytest.mark.parametrize("command", ["morning", "history prune --days 3", "history export lines"])
+def test_a_history_that_is_only_read_is_not_made(
+    command: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    first, *rest = command.split()
+    assert main([first, "--history", "typo.db", *rest]) == ExitCode.USAGE
+    assert "there is no history typo.db" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
 
 
 def _append(add: Records, path: Path, uid: str, count: int, ready: int) -> None:

@@ -47,14 +47,23 @@ def add_history_option(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def open_named(where: str) -> History:
-    """Raises CommandError."""
+def open_named(where: str, *, is_made: bool) -> History:
+    """is_made: whether a file that does not exist is made. Raises CommandError."""
     with usage_errors():
+        if not is_made:
+            _refuse_missing(where)
         return open_history(where)
 
 
+def _refuse_missing(where: str) -> None:
+    # an empty history in place of a name with a mistake would look like nights that found nothing
+    if "://" not in where and not Path(where).is_file():
+        raise ValueError(f"there is no history {where}")
+
+
 def run(arguments: argparse.Namespace) -> ExitCode:
-    with open_named(arguments.history) as history:
+    is_made = arguments.act in (_merge, _import)
+    with open_named(arguments.history, is_made=is_made) as history:
         try:
             with usage_errors():
                 arguments.act(arguments, history)
@@ -65,8 +74,7 @@ def run(arguments: argparse.Namespace) -> ExitCode:
 
 def _merge(arguments: argparse.Namespace, history: History) -> None:
     for name in arguments.others:
-        if "://" not in name and not Path(name).is_file():
-            raise ValueError(f"there is no history {name}")
+        _refuse_missing(name)
         with open_history(name) as other:
             say(f"{name}: {counted(history.merge(other), 'new trial')}")
 

@@ -57,7 +57,7 @@ def add_page_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> ExitCode:
-    with open_named(arguments.history) as history:
+    with open_named(arguments.history, is_made=False) as history:
         return write_morning(arguments, history)
 
 

@@ -81,7 +81,7 @@ def run(arguments: argparse.Namespace) -> ExitCode:
     with usage_errors():
         runs, plan = _planned(selection)
     quarantined(arguments, sorted(runs))
-    with open_named(arguments.history) as history:
+    with open_named(arguments.history, is_made=True) as history:
         setup = _setup(arguments, history, runs, plan, has_gpu=has_gpu)
         # planning is a part of the time that was given
         setup = replace(setup, budget_s=setup.budget_s - (time.monotonic() - begin))

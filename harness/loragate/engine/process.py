@@ -22,6 +22,8 @@ from loragate.engine.order import Answer, Call, EngineOrder
 from loragate.engine.requests import Completion, EngineCounts, Request
 
 _CHILD = "loragate.engine.serve"
+# for a process that has closed its channel, and ends unless something keeps it
+_TO_END_S = 20.0
 _LOG_LINES = 30
 # of bytes of the log that are read
 _LOG_BYTES = 1 << 16
@@ -126,12 +128,18 @@ class EngineProcess:
                 raise EngineError(self._told(f"{what} did not end before the deadline"))
             answer = self._connection.recv()
         except (EOFError, OSError) as error:
-            code = self._child.wait()
-            raise EngineError(self._told(f"its process ended with {code} in {what}")) from error
+            raise EngineError(self._told(f"{self._end_of_child()} in {what}")) from error
         assert isinstance(answer, Answer)
         if answer.error is not None:
             raise EngineError(self._told(f"{what} raised {answer.error}"))
         return answer.value
+
+    def _end_of_child(self) -> str:
+        try:
+            code = self._child.wait(timeout=_TO_END_S)
+        except subprocess.TimeoutExpired:
+            return "its process closed its channel and did not end"
+        return f"its process ended with {code}"
 
     def _told(self, what: str) -> str:
         tail = self.log_tail()
