@@ -190,6 +190,17 @@ def test_a_history_that_is_only_read_is_not_made(
     assert list(tmp_path.iterdir()) == []
 
 
+def test_pruning_leaves_results_that_differ_from_each_other(
+    tmp_path: Path, scan_run: NewRun, trial: NewTrial
+) -> None:
+    with open_history(tmp_path / "h.db") as history:
+        history.add_run(scan_run("old", started_at=1.0))
+        for number, (draw, digest) in enumerate([(0, "a"), (0, "b"), (1, "c"), (1, "c"), (1, "")]):
+            history.add(trial(number, "old", at=1.0, draw=draw, digest=digest))
+        assert history.prune(before=400.0) == 3
+        assert [t.digest for t in history.trials()] == ["a", "b"]
+
+
 def _append(add: Records, path: Path, uid: str, count: int, ready: int) -> None:
     """In a process of its own: tells after each trial that it has been added."""
     with open_history(path) as history:

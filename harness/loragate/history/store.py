@@ -28,6 +28,7 @@ from sqlalchemy import (
     make_url,
     select,
     text,
+    tuple_,
     update,
 )
 from sqlalchemy.dialects.postgresql import insert as insert_postgresql
@@ -232,8 +233,13 @@ class History:
     def prune(self, *, before: float) -> int:
         """Remove older trials that were right, and the runs that are left without trials. Returns
         how many trials were removed. What was not right stays: it says since when something is
-        wrong."""
-        old = (TRIALS.c.at < before) & (TRIALS.c.outcome == Outcome.RIGHT.value)
+        wrong. So do all trials with inputs that gave several results, each of them right."""
+        is_right = TRIALS.c.outcome == Outcome.RIGHT.value
+        inputs = (TRIALS.c.case, TRIALS.c.draw)
+        results = func.count(TRIALS.c.digest.distinct())
+        several = select(*inputs).where(is_right, TRIALS.c.digest != "").group_by(*inputs)
+        several = several.having(results > 1)
+        old = (TRIALS.c.at < before) & is_right & tuple_(*inputs).not_in(several)
         empty = RUNS.c.uid.not_in(select(TRIALS.c.run)) & (RUNS.c.started_at < before)
         with self._writing() as connection:
             removed = connection.execute(delete(TRIALS).where(old)).rowcount
