@@ -41,6 +41,9 @@ import json, logging, os, sys
 given = json.loads(sys.argv[1])
 os.environ.update(given["environment"])
 
+# it configures the loggers below its own, which would drop a handler that is there already
+import vllm.logger
+
 from lorakernels.integrations.vllm import launch_counts, register
 from lorakernels.integrations.vllm.adoption import LOGGER
 

@@ -199,6 +199,21 @@ def test_drafts_that_are_right_take_a_step_for_all_of_them() -> None:
         assert (decoder.steps, generation.drafts) == (steps, counts), pattern
 
 
+def test_drafts_beyond_those_that_were_asked_for_are_not_taken() -> None:
+    class Talkative(PatternDrafts):
+        def drafts(self, text: Text, count: int) -> list[int]:
+            return super().drafts(text, count + 2)
+
+    decoder: Any = TextDecoder(max_requests=1, num_drafts=3)
+    config = GenerationConfig(max_new_tokens=6, eos_token_id=[])
+    generation = Generation(decoder, config, drafter=Talkative([True]))
+    request = Request((1, 2), "second")
+    number = generation.add(request)
+    for _ in range(6):
+        generation.step()
+    assert generation.answers[number] == alone(request, 6, set())
+
+
 def test_a_draft_behind_the_end_of_an_answer_was_not_accepted() -> None:
     request = Request((1, 2), "second")
     whole = alone(request, 4, set())

@@ -179,7 +179,9 @@ class Generation:
         # with a token that is not a draft behind them
         left = [self._max_new_tokens - len(request.tokens) - 1 for request in live]
         counts = [min(self.decoder.num_drafts, most) for most in left]
-        return self._drafter.propose([request.text for request in live], counts)
+        proposed = self._drafter.propose([request.text for request in live], counts)
+        # a request that is given more would go on beyond its last token
+        return [list(own[:count]) for own, count in zip(proposed, counts, strict=True)]
 
     def _decode(self) -> None:
         live = self._live

@@ -90,6 +90,8 @@ def environment(order: EngineOrder, *, plugin: bool) -> dict[str, str]:
     return {
         "VLLM_LORA_ENABLE_DUAL_STREAM": str(int(dual)),
         "LORAKERNELS_VLLM": str(int(plugin)),
+        # the engine has a process of its own already, and is asked there which kernels ran
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "VLLM_NO_USAGE_STATS": "1",
         "HF_HUB_OFFLINE": "1",
     }
