@@ -22,9 +22,17 @@ _POLLUTER = 5
 _VICTIM = 3
 
 
-def _chance() -> float:
-    """Random for each run, whatever the seed."""
-    return int.from_bytes(os.urandom(4), "big") / 2**32
+def _chance(name: str) -> float:
+    """Another one for each run, whatever the seed and the process.
+
+    The numbers are spread evenly and never repeat a pattern: so a test does not fail because a
+    coin showed the same side too often.
+    """
+    with Path(tempfile.gettempdir(), f"planted.{name}").open("a+b") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        file.seek(0, os.SEEK_END)
+        file.write(b".")
+        return file.tell() * (5**0.5 - 1) / 2 % 1
 
 
 class _Planted(DenseDelta):
@@ -61,7 +69,7 @@ class Atomics(_Subject):
 
     class instance(_Planted):
         def is_odd(self) -> bool:
-            return _chance() < 0.5
+            return _chance("atomics") < 0.5
 
 
 class Uninitialised(_Subject):
@@ -72,7 +80,7 @@ class Uninitialised(_Subject):
     class instance(_Planted):
         def is_odd(self) -> bool:
             scratch = torch.empty(4096)
-            return _chance() < 0.25 and bool(scratch[7] != 0)
+            return bool(scratch[7] != 0) and _chance("uninitialised") < 0.25
 
 
 class Order(_Subject):
