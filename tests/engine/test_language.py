@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -102,6 +103,21 @@ def test_peft_says_the_same_words_as_the_reference(folders: Folders) -> None:
             torch.tensor([folders.language.tokens(prompt)]), max_new_tokens=20, do_sample=False
         )
         assert said[0].tolist() == tokens
+
+
+@pytest.mark.parametrize("strange", [-1, 10**6])
+def test_a_token_of_no_vocabulary_and_all_behind_it_are_defects(
+    folders: Folders, strange: int
+) -> None:
+    prompt = draw_prompt(folders.language, folders.speakers, Random(6))
+    words = folders.language.words_after(prompt, folders.language.base(), 4)
+    reference = Reference(folders.model)
+    tokens = folders.language.tokens(prompt)
+    found = reference.judge(tokens, [*words[:2], strange, words[3]])
+    assert [token.gap for token in found] == [0, 0, math.inf, math.inf]
+    assert [token.best for token in found[:3]] == words[:3]
+    assert reference.judge(tokens, [strange])[0].best == words[0]
+    assert reference.judge(tokens, []) == []
 
 
 def only(speaker: Speaker, layer: int, changed: LayerShifts) -> Speaker:

@@ -4,10 +4,12 @@ transformers in fp64. It shares no code with any subject."""
 from __future__ import annotations
 
 import json
+import math
 import shutil
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -49,19 +51,21 @@ class Reference:
             ).eval()
 
     def judge(self, prompt: Sequence[int], answer: Sequence[int]) -> list[Judged]:
-        """Each token of an answer, after the tokens that the answer itself has before it."""
-        logits = self.logits([*prompt, *answer])[len(prompt) - 1 : -1]
+        """Each token of an answer, after the tokens that the answer itself has before it.
+
+        A token that the vocabulary does not have, and all behind it, are infinitely far off.
+        """
+        size = self.num_tokens
+        known = list(takewhile(lambda token: 0 <= token < size, answer))
+        logits = self.logits([*prompt, *known])[len(prompt) - 1 :]
         top = logits.topk(2, dim=-1)
-        chosen = logits.gather(-1, torch.tensor(answer)[:, None])[:, 0]
-        return [
-            Judged(token, best, gap, margin)
-            for token, best, gap, margin in zip(
-                answer,
-                top.indices[:, 0].tolist(),
-                (top.values[:, 0] - chosen).tolist(),
-                (top.values[:, 0] - top.values[:, 1]).tolist(),
-                strict=True,
-            )
+        chosen = logits[:-1].gather(-1, torch.tensor(known, dtype=torch.int64)[:, None])[:, 0]
+        best = top.indices[:, 0].tolist()
+        margins = (top.values[:, 0] - top.values[:, 1]).tolist()
+        gaps = (top.values[:-1, 0] - chosen).tolist()
+        found = list(map(Judged, known, best[:-1], gaps, margins[:-1]))
+        return found + [
+            Judged(token, best[-1], math.inf, margins[-1]) for token in answer[len(known) :]
         ]
 
     def next_tokens(self, prompt: Sequence[int], answer: Sequence[int]) -> list[int]:
