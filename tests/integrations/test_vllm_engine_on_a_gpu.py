@@ -87,7 +87,9 @@ llm = LLM(
     max_model_len=256,
     max_num_seqs=8,
     max_num_batched_tokens=512,
-    gpu_memory_utilization=0.3,
+    # sized, not measured: what other processes free meanwhile fails the measurement
+    kv_cache_memory_bytes=1 << 28,
+    gpu_memory_utilization=0.1,
     seed=0,
     **given["options"],
 )
