@@ -6,6 +6,7 @@ import ctypes
 import struct
 from dataclasses import dataclass, field
 from enum import IntEnum
+from importlib import import_module
 from types import SimpleNamespace
 from typing import Any
 
@@ -70,11 +71,15 @@ class Fake:
         return Status.SUCCESS, Type[f"cudaGraphNodeType{self.types[int(node) - 100]}"]
 
     def cudaGraphMemsetNodeGetParams(self, node: Handle) -> tuple[Any, ...]:
-        return Status.SUCCESS, SimpleNamespace(dst=0x5000)
+        return Status.SUCCESS, SimpleNamespace(
+            dst=0x5000, elementSize=4, width=8, height=3, pitch=64
+        )
 
     def cudaGraphMemcpyNodeGetParams(self, node: Handle) -> tuple[Any, ...]:
-        source, target = SimpleNamespace(ptr=0x1000), SimpleNamespace(ptr=0x2000)
-        return Status.SUCCESS, SimpleNamespace(srcPtr=source, dstPtr=target)
+        source = SimpleNamespace(ptr=0x1000, pitch=48, ysize=2)
+        target = SimpleNamespace(ptr=0x2000, pitch=256, ysize=4)
+        extent = SimpleNamespace(width=48, height=2, depth=2)
+        return Status.SUCCESS, SimpleNamespace(srcPtr=source, dstPtr=target, extent=extent)
 
     def cuGraphKernelNodeGetParams(self, node: Handle) -> tuple[Any, ...]:
         number = int(node) - 100
@@ -107,21 +112,23 @@ class Fake:
     cuKernelGetParamInfo = cuFuncGetParamInfo
 
 
-def test_kernels_have_names_grids_and_the_words_of_their_arguments() -> None:
-    struct_of_two = struct.pack("<QQ", 0x3000, 9)
+def test_kernels_have_names_grids_and_the_arguments_that_may_be_addresses() -> None:
+    # what is behind the last tensor of a structure may be anything
+    struct_of_two = struct.pack("<QQ", 0x3000, 0x9000)
     arguments = [struct.pack("<Q", 0x1000), struct.pack("<i", 5), struct_of_two]
     fake = Fake(["Kernel", "Kernel"], arguments={0: arguments, 1: arguments[:1]})
     first, second = read_graph(7, fake, fake).nodes
     assert (first.kind, first.name, first.grid) == (NodeKind.KERNEL, "function_0", (1, 2, 1))
-    assert first.words == (Word(0, 0x1000), Word(2, 0x3000), Word(2, 9))
+    assert first.words == (Word(0, 0x1000),)
     assert (second.name, second.words) == ("kernel_1", (Word(0, 0x1000),))
 
 
-def test_copies_and_fills_say_what_they_write() -> None:
+def test_copies_and_fills_say_what_they_write_from_the_first_to_the_last_byte() -> None:
     fake = Fake(["Memcpy", "Memset", "EventRecord", "Graph"])
     copy, fill, event, other = read_graph(7, fake, fake).nodes
-    assert copy.words == (Word(0, 0x2000, is_write=True), Word(1, 0x1000, is_write=False))
-    assert fill.words == (Word(0, 0x5000, is_write=True),)
+    target, source = (4 + 1) * 256 + 48, (2 + 1) * 48 + 48
+    assert copy.words == (Word(0, 0x2000, True, target), Word(1, 0x1000, False, source))
+    assert fill.words == (Word(0, 0x5000, True, 2 * 64 + 8 * 4),)
     assert (event.kind, other.kind) == (NodeKind.EVENT, NodeKind.OTHER)
 
 
@@ -152,12 +159,17 @@ def test_a_call_that_fails_is_an_error() -> None:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="reads a graph of a GPU")
 def test_the_nodes_of_a_real_capture_are_those_that_were_captured() -> None:
     x, y = torch.ones(64, device="cuda"), torch.zeros(64, device="cuda")
+    runtime = import_module("cuda.bindings.runtime")
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph(keep_graph=True)
     with torch.cuda.graph(graph):
         y.copy_(x)
-        y.add_(1)
-        y.zero_()
+        # its tensors are in a structure, which is left out
+        joined = torch.cat([x, y])
+        stream = torch.cuda.current_stream().cuda_stream
+        # torch fills by a kernel
+        (status,) = runtime.cudaMemsetAsync(y.data_ptr(), 0, 4 * len(y), stream)
+    assert int(status) == 0
     read = read_graph(graph.raw_cuda_graph())
     assert [node.kind for node in read.nodes] == [
         NodeKind.MEMCPY,
@@ -165,6 +177,7 @@ def test_the_nodes_of_a_real_capture_are_those_that_were_captured() -> None:
         NodeKind.MEMSET,
     ]
     assert read.edges == (Edge(0, 1), Edge(1, 2))
-    assert [word.value for word in read.nodes[0].words] == [y.data_ptr(), x.data_ptr()]
-    assert y.data_ptr() in [word.value for word in read.nodes[1].words]
-    assert read.nodes[2].words == (Word(0, y.data_ptr(), is_write=True),)
+    copied = (Word(0, y.data_ptr(), True, 256), Word(1, x.data_ptr(), False, 256))
+    assert read.nodes[0].words == copied
+    assert {word.value for word in read.nodes[1].words} == {joined.data_ptr()}
+    assert read.nodes[2].words == (Word(0, y.data_ptr(), True, 256),)

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from loragate.core.machine import detect_machine
 from loragate.core.verdict import Failure, Judgement, OracleName, Verdict
+from loragate.execution.host_work import HostRecorder
 from loragate.matrix.case import Case, Dtype, Execution, Mix, Site, Streams
 from loragate.oracles import ORACLES
 from loragate.protocol import Trial
@@ -102,3 +103,12 @@ def test_a_graph_captured_without_adapters_lacks_their_kernels(
     judgement = judge(OracleName.INVENTORY)
     assert judgement.failure is Failure.WRONG_GRAPH, judgement
     assert "no node is lora_expand_kernel" in judgement.message
+
+
+def test_a_copy_of_no_elements_waits_for_nothing() -> None:
+    pageable, table = torch.zeros(4), torch.empty(0)
+    recorder = HostRecorder("cuda", lambda: 0)
+    with recorder:
+        # an empty table has no memory, the memory behind its source is the host's
+        table.copy_(pageable[:0])
+    assert recorder.waits == []

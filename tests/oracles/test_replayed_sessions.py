@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from loragate.core.machine import Machine
-from loragate.core.verdict import OracleName, Verdict
+from loragate.core.verdict import Failure, Judgement, OracleName, Verdict
 from loragate.execution import runners
 from loragate.execution.graph import Captured
 from loragate.matrix.case import Case, Dtype, Execution, Site
@@ -23,7 +23,9 @@ from loragate.protocol import (
     Instance,
     Trial,
     raised_by_subject,
+    subject_code,
 )
+from loragate.run.trial import judge_with
 from loragate.subjects.torch.subject import DenseDelta, TorchSubject
 
 CUDA = Machine("cuda", "test", None, 1, 0)
@@ -222,11 +224,19 @@ def verdict(
     execution: Execution = Execution.GRAPH,
     promises: frozenset[HotPath] = frozenset(),
 ) -> Verdict:
+    return ORACLES[oracle].judge(trial_of(instance, machine, execution, promises)).verdict
+
+
+def trial_of(
+    instance: type[Masked],
+    machine: Machine,
+    execution: Execution = Execution.GRAPH,
+    promises: frozenset[HotPath] = frozenset(),
+) -> Trial:
     subject = GraphSubject(instance)
     case = replace(CASE, execution=execution)
     have = replace(subject.capabilities(machine), hot_path=promises)
-    trial = Trial(case, subject, have, machine, seed=3)
-    return ORACLES[oracle].judge(trial).verdict
+    return Trial(case, subject, have, machine, seed=3)
 
 
 @pytest.mark.parametrize("oracle", [o for o in JUDGES if o is not OracleName.GRAPH])
@@ -269,9 +279,32 @@ def test_base_rows_are_captured_where_the_subject_allows_that(
 
 @pytest.mark.parametrize("machine", MACHINES)
 def test_a_step_that_waits_for_the_device_cannot_be_captured(machine: Machine) -> None:
-    with pytest.raises(RuntimeError, match="not permitted") as caught:
-        verdict(ReadsTheDevice, OracleName.GRAPH, machine, Execution.GRAPH)
-    assert raised_by_subject(caught.value)
+    judgement = judge_with(ORACLES[OracleName.GRAPH], trial_of(ReadsTheDevice, machine))
+    assert judgement.failure is Failure.EXCEPTION
+    assert "not permitted" in judgement.message
+
+
+def test_an_error_that_becomes_a_system_error_on_its_way_stays_the_subjects(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    dropped = SystemError("error return without exception set")
+
+    def judge(trial: Trial) -> Judgement:
+        with pytest.raises(RuntimeError, match="not permitted"), subject_code():
+            raise RuntimeError("not permitted")
+        raise dropped
+
+    def judge_without_subject(trial: Trial) -> Judgement:
+        raise dropped
+
+    oracle = ORACLES[OracleName.GRAPH]
+    monkeypatch.setattr(oracle, "judge", judge)
+    judgement = judge_with(oracle, trial_of(Masked, CPU))
+    assert judgement.failure is Failure.EXCEPTION
+    assert "not permitted" in judgement.message
+    # an error of another judgement is no explanation
+    monkeypatch.setattr(oracle, "judge", judge_without_subject)
+    assert judge_with(oracle, trial_of(Masked, CPU)).failure is Failure.HARNESS
 
 
 def test_replays_are_compared_in_every_mixture_of_slots_and_padding() -> None:

@@ -2,9 +2,11 @@
 
 Nodes and edges are those of CUDA. Which bytes a Triton kernel reads and writes is known from its
 TTIR, as it was recorded when the launch was captured: launches of one name belong to the nodes of
-that name in their order. Of any other kernel the words of its arguments that are addresses count as
-read, because nothing says what it writes; operators of torch are judged by `race`. A kernel that is
-launched dependently is taken to wait before it uses anything.
+that name in their order. Of the arguments of any other kernel it is only known that they are
+addresses. A kernel that is launched dependently is taken to wait before it uses anything.
+
+What operators of torch use is known from their tensors, but not which nodes they became. They make
+a second inventory, of the operations that were recorded during the capture.
 """
 
 from __future__ import annotations
@@ -12,20 +14,20 @@ from __future__ import annotations
 import gc
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from loragate.execution.graph import Captured, capture
 from loragate.execution.graph_nodes import DeviceGraph, DeviceNode, read_graph
-from loragate.execution.inventories import MAPPINGS, Captures, Step
+from loragate.execution.inventories import MAPPINGS, Captures, RecordedCapture, Step
 from loragate.execution.streams.device import current_handle, recorded_device
 from loragate.execution.streams.recorder import Recorder
 from loragate.execution.trace.inventory import Inventory, Node
-from loragate.execution.trace.operations import HOST, Access, Launch
-from loragate.protocol import Trial, subject_code
+from loragate.execution.trace.operations import HOST, Access, Launch, Operation
+from loragate.protocol import Trial
+
+_COPIES = ("copy_", "_to_copy")
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,29 +51,53 @@ class KernelUse:
 def device_captures(trial: Trial) -> Captures:
     """On a GPU."""
     recorder, step = Recorder("cuda", current_handle), Step(trial)
-    captured: dict[str, Captured[Tensor]] = {}
-    uses: dict[str, list[KernelUse]] = {}
+    captured: dict[str, RecordedCapture] = {}
     step.prepare(recorder)
     step.apply()
     with recorded_device(recorder), recorder:
         start = recorder.length
         step.apply()
-        kernels = frozenset(use.name for use in _uses(recorder, start))
+        launched = recorder.operations(range(start, recorder.length))
+        kernels = frozenset(use.name for use in _uses_of(recorder, launched))
         for how in step.mappings:
             step.prepare(recorder, how)
-            start = recorder.length
-            with subject_code():
-                captured[how] = capture(step.apply, warm_ups=0, is_kept=True)
-            uses[how] = list(_uses(recorder, start))
+            captured[how] = RecordedCapture(recorder, step, current_handle, id, is_kept=True)
         step.change(recorder)
     gc.collect()
     torch.cuda.synchronize()
     blocks = blocks_of(torch.cuda.memory_snapshot())  # type: ignore[no-untyped-call]
     found: dict[str, Inventory] = {}
+    recorded: dict[str, Inventory] = {}
     for how, one in captured.items():
-        graph = read_graph(int(one.graph.raw_cuda_graph()))
-        found[how] = inventory_of_device(graph, uses[how], blocks, tuple(one.graph.pool()))
-    return Captures(kernels, found, found[MAPPINGS[0]])
+        graph, pool = read_graph(int(one.graph.raw_cuda_graph())), tuple(one.graph.pool())
+        uses = _uses_of(recorder, one.operations())
+        found[how] = inventory_of_device(graph, uses, blocks, pool)
+        recorded[how] = recorded_on_device(one, recorder, blocks, pool)
+    return Captures(kernels, found, found[MAPPINGS[0]], recorded)
+
+
+def recorded_on_device(
+    captured: RecordedCapture,
+    recorder: Recorder,
+    blocks: Sequence[DeviceBlock],
+    pool: tuple[int, ...],
+) -> Inventory:
+    """The operations of a capture. Memory of `pool` is its own, also where no operator allocated
+    it; values that an operator takes from the host are in the graph, but for those of a copy."""
+    known = recorder.blocks.all.values()
+    own = [
+        block.number
+        for block in known
+        if (place := _place(block.start, blocks)) is not None and blocks[place].pool == pool
+    ]
+    on_host = frozenset(block.number for block in known if block.on_host)
+    operations = [
+        replace(op, accesses=tuple(a for a in op.accesses if a.block not in on_host))
+        if isinstance(op, Launch) and op.name not in _COPIES
+        else op
+        for op in captured.operations()
+    ]
+    return captured.inventory(operations, {}, own)
 
 
 def blocks_of(snapshot: Iterable[Mapping[str, Any]]) -> list[DeviceBlock]:
@@ -123,14 +149,14 @@ def _known(use: KernelUse | None, blocks: Sequence[DeviceBlock]) -> Iterator[Acc
 
 
 def _words(node: DeviceNode, is_known: bool, blocks: Sequence[DeviceBlock]) -> Iterator[Access]:
-    """The addresses among the arguments of a node; where it is known what the node does with them,
-    they only have to be those of memory that somebody holds."""
+    """The addresses among the arguments of a node. They have to be those of memory that somebody
+    holds; how much of it the node uses is known of copies and fills."""
     for word in node.words:
         number = _place(word.value, blocks)
         if number is not None:
             block = blocks[number]
-            span = (word.value - block.start, block.size)
-            spans = () if is_known else (span,)
+            start = word.value - block.start
+            spans = ((start, start + word.size),) if word.size and not is_known else ()
             yield Access(number, spans, bool(word.is_write), f"argument {word.argument}")
 
 
@@ -141,9 +167,9 @@ def _place(address: int, blocks: Sequence[DeviceBlock]) -> int | None:
     return None
 
 
-def _uses(recorder: Recorder, start: int) -> Iterator[KernelUse]:
-    """The launches of Triton since an operation; operators of torch have no names of arguments."""
-    for operation in recorder.operations(range(start, recorder.length)):
+def _uses_of(recorder: Recorder, operations: Iterable[Operation]) -> Iterator[KernelUse]:
+    """The launches of Triton; operators of torch have no names of arguments."""
+    for operation in operations:
         if not isinstance(operation, Launch) or operation.stream == HOST:
             continue
         if any(access.name for access in operation.accesses):

@@ -34,17 +34,23 @@ class BindingsError(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class Word:
-    """Eight bytes of an argument, which may be an address."""
+    """Eight bytes of an argument, which may be an address; `size`: how many bytes are used from
+    there on, where that is known."""
 
     argument: int
     value: int
     is_write: bool | None = None
+    size: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class DeviceNode:
-    """`words`: all aligned words of the arguments of a kernel; the addresses of a copy or a fill,
-    for which it is known whether they are written."""
+    """`words`: the arguments of a kernel that have the size of an address; the addresses of a copy
+    or a fill, for which it is known what is written.
+
+    Structures that a kernel takes by value are left out. The one of `torch.cat` has room for more
+    tensors than there are, and holds whatever was in memory behind the last one.
+    """
 
     kind: NodeKind
     name: str
@@ -111,14 +117,20 @@ def _node(runtime: Any, driver: Any, node: Any) -> DeviceNode:
         return _kernel(driver, node)
     if found is NodeKind.MEMSET:
         (fill,) = _checked(runtime.cudaGraphMemsetNodeGetParams(node))
-        return DeviceNode(found, "memset", words=(Word(0, int(fill.dst), is_write=True),))
+        size = (int(fill.height) - 1) * int(fill.pitch) + int(fill.width) * int(fill.elementSize)
+        return DeviceNode(found, "memset", words=(Word(0, int(fill.dst), True, size),))
     if found is NodeKind.MEMCPY:
         (copy,) = _checked(runtime.cudaGraphMemcpyNodeGetParams(node))
-        target = Word(0, int(copy.dstPtr.ptr), is_write=True)
-        return DeviceNode(
-            found, "memcpy", words=(target, Word(1, int(copy.srcPtr.ptr), is_write=False))
-        )
+        target = Word(0, int(copy.dstPtr.ptr), True, _copied(copy.extent, copy.dstPtr))
+        source = Word(1, int(copy.srcPtr.ptr), False, _copied(copy.extent, copy.srcPtr))
+        return DeviceNode(found, "memcpy", words=(target, source))
     return DeviceNode(found, name)
+
+
+def _copied(extent: Any, side: Any) -> int:
+    """Bytes from the first to the last one of one side of a copy; its width is in bytes."""
+    rows = (int(extent.depth) - 1) * int(side.ysize) + int(extent.height) - 1
+    return rows * int(side.pitch) + int(extent.width)
 
 
 def _kernel(driver: Any, node: Any) -> DeviceNode:
@@ -148,9 +160,8 @@ def _words(arguments: int, get_size: Any, handle: Any) -> Iterator[Word]:
         if int(status):
             return
         where = ctypes.c_void_p.from_address(arguments + number * _WORD).value
-        data = ctypes.string_at(where, size) if where else b""
-        for start in range(0, len(data) - _WORD + 1, _WORD):
-            yield Word(number, int.from_bytes(data[start : start + _WORD], "little"))
+        if where and size == _WORD:
+            yield Word(number, int.from_bytes(ctypes.string_at(where, size), "little"))
         number += 1
 
 

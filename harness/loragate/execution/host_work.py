@@ -77,7 +77,9 @@ class HostRecorder(Recorder):  # type: ignore[no-untyped-call]
         which waits also where it is asked not to; without a GPU no memory is pinned."""
         if func.overloadpacket.__name__ not in ("copy_", "_to_copy"):
             return False
-        tensors = [tensor for tensor, _, _ in used_by(func, args, kwargs)] + [result]
+        used = [tensor for tensor, _, _ in used_by(func, args, kwargs)] + [result]
+        # nothing is copied of a tensor without elements
+        tensors = [tensor for tensor in used if tensor.numel()]
         sides = {self._is_on_host(tensor): tensor for tensor in tensors}
         if len(sides) < 2:
             return False

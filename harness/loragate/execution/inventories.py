@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import gc
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -26,7 +26,7 @@ from loragate.execution.streams.recorder import Recorder
 from loragate.execution.streams.traced import streams_of
 from loragate.execution.trace.captured import inventory_of
 from loragate.execution.trace.inventory import Inventory
-from loragate.execution.trace.operations import HOST, Launch
+from loragate.execution.trace.operations import HOST, Launch, Operation
 from loragate.inputs import DataKind, copy_batch, make_batch, make_pool
 from loragate.inputs.mapping import BASE_ROW
 from loragate.protocol import HotPath, Trial, apply_step, subject_code
@@ -39,12 +39,14 @@ MAPPINGS = ("with adapters", "with base rows only", "with another mapping")
 @dataclass(slots=True)
 class Captures:
     """`kernels` are those that a step with adapters launches outside of a graph. `graphs` are those
-    of one key, each captured with another mapping, by what was prepared; `ordered` is one whose
-    accesses are exact. None: the host waited within, which no device captures."""
+    of one key, each captured with another mapping, by what was prepared; None: the host waited
+    within, which no device captures. `ordered` is one whose accesses are exact. `recorded` are the
+    same captures as operations, where `graphs` are real ones."""
 
     kernels: frozenset[str] = frozenset()
     graphs: dict[str, Inventory] | None = field(default_factory=dict)
     ordered: Inventory | None = None
+    recorded: dict[str, Inventory] = field(default_factory=dict)
 
 
 class Step:
@@ -92,10 +94,10 @@ def modelled_captures(trial: Trial) -> Captures:
             step.prepare(recorder)
             # whatever is made on first use is not to be captured
             step.apply()
-            ordered = _Capture(recorder, step)
-        if ordered.waited:
+            ordered = _modelled(recorder, step)
+        if recorder.graphs.host_waited(ordered.number):
             return replace(found, graphs=None)
-        captures, grids = dict[str, _Capture](), dict[int, tuple[int, ...]]()
+        captures, grids = dict[str, RecordedCapture](), dict[int, tuple[int, ...]]()
         with _noted(recorder, grids), recorder:
             step.prepare(recorder)
             start = recorder.length
@@ -103,46 +105,69 @@ def modelled_captures(trial: Trial) -> Captures:
             found.kernels = _kernels(recorder, [index for index in grids if index >= start])
             for how in step.mappings:
                 step.prepare(recorder, how)
-                captures[how] = _Capture(recorder, step)
+                captures[how] = _modelled(recorder, step)
             step.change(recorder)
         gc.collect()
-        found.graphs = {how: each.inventory(grids) for how, each in captures.items()}
-        found.ordered = ordered.inventory({})
+        found.graphs = {how: _inventory(each, grids) for how, each in captures.items()}
+        found.ordered = _inventory(ordered, {})
     return found
 
 
-class _Capture:
-    """One capture on modelled streams, which holds its result as a server does."""
+class RecordedCapture:
+    """One capture of a step, whose result is held as a server holds it. `current` gives the current
+    stream, and `number` what the recorder calls a graph."""
 
-    def __init__(self, recorder: Recorder, step: Step) -> None:
+    def __init__(
+        self,
+        recorder: Recorder,
+        step: Step,
+        current: Callable[[], int],
+        number: Callable[[Any], int],
+        *,
+        is_kept: bool = False,
+    ) -> None:
         self._recorder = recorder
-        self._stream, self._start, self._stop = HOST, 0, 0
+        self._stream, self.start, self._stop = HOST, 0, 0
 
         def call() -> Tensor:
-            self._stream = current_number()
-            self._start = recorder.length
+            self._stream = current()
+            self.start = recorder.length
             result = step.apply()
             self._stop = recorder.length
             return result
 
         with subject_code():
-            self._captured = capture(call, warm_ups=0)
-        graph: Any = self._captured.graph
-        self._graph = int(graph.number)
-        self.waited = recorder.graphs.host_waited(self._graph)
+            self._captured = capture(call, warm_ups=0, is_kept=is_kept)
+        self.graph: Any = self._captured.graph
+        self.number = number(self.graph)
 
-    def inventory(self, grids: dict[int, tuple[int, ...]]) -> Inventory:
-        """As far as memory is held by somebody now."""
-        recorder, blocks = self._recorder, self._recorder.blocks.all
-        captured = recorder.operations(range(self._start, self._stop))
+    def operations(self) -> list[Operation]:
+        return self._recorder.operations(range(self.start, self._stop))
+
+    def inventory(
+        self, operations: Sequence[Operation], grids: Mapping[int, tuple[int, ...]], own: list[int]
+    ) -> Inventory:
+        """As far as memory is held by somebody now. `operations` are those of the capture, `grids`
+        those of launches by their place among them; `own`: more blocks that are the graph's."""
+        blocks = self._recorder.blocks.all
         return inventory_of(
-            captured,
+            operations,
             self._stream,
-            grids={index - self._start: grid for index, grid in grids.items()},
-            own=(b.number for b in blocks.values() if b.graph == self._graph),
+            grids=grids,
+            own=[*own, *(b.number for b in blocks.values() if b.graph == self.number)],
             alive=(b.number for b in blocks.values() if not b.weak.expired()),  # type: ignore[no-untyped-call]
             block_names={number: block.name for number, block in blocks.items()},
         )
+
+
+def _modelled(recorder: Recorder, step: Step) -> RecordedCapture:
+    return RecordedCapture(recorder, step, current_number, lambda graph: int(graph.number))
+
+
+def _inventory(captured: RecordedCapture, grids: Mapping[int, tuple[int, ...]]) -> Inventory:
+    """`grids` are those of launches by their number in the trace."""
+    shifted = {index - captured.start: grid for index, grid in grids.items()}
+    return captured.inventory(captured.operations(), shifted, [])
 
 
 def _kernels(recorder: Recorder, launches: Iterable[int]) -> frozenset[str]:

@@ -11,7 +11,13 @@ from loragate.protocol.capabilities import (
     Rounding,
     unsupported,
 )
-from loragate.protocol.error_origin import BrokenProtocol, raised_by_subject, subject_code
+from loragate.protocol.error_origin import (
+    BrokenProtocol,
+    forget_errors,
+    original_of,
+    raised_by_subject,
+    subject_code,
+)
 from loragate.protocol.subject import (
     AnyInstance,
     Instance,
@@ -44,6 +50,8 @@ __all__ = [
     "Subject",
     "Trial",
     "apply_step",
+    "forget_errors",
+    "original_of",
     "raised_by_subject",
     "subject_code",
     "unsupported",

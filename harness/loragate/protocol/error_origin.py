@@ -9,6 +9,8 @@ from __future__ import annotations
 from types import TracebackType
 
 _MARK = "_loragate_raised_by_subject"
+# the last error that left a subject
+_LAST: list[BaseException] = []
 
 
 class BrokenProtocol(Exception):
@@ -30,6 +32,7 @@ class _SubjectCode:
     ) -> None:
         if error is not None:
             BaseException.__setattr__(error, _MARK, True)
+            _LAST[:] = [error]
 
 
 def subject_code() -> _SubjectCode:
@@ -40,3 +43,19 @@ def subject_code() -> _SubjectCode:
 
 def raised_by_subject(error: BaseException) -> bool:
     return bool(getattr(error, _MARK, False))
+
+
+def forget_errors() -> None:
+    """No error has left a subject yet."""
+    _LAST.clear()
+
+
+def original_of(error: BaseException) -> BaseException:
+    """The error of the subject that became a SystemError on its way.
+
+    Where memory of a GPU is freed while an exception is raised, the callbacks with which torch
+    reports that (torch/csrc/PyInterpreter.cpp, torch 2.11) drop the exception, and CPython raises
+    a SystemError instead.
+    """
+    is_dropped = isinstance(error, SystemError) and "exception" in str(error)
+    return _LAST[0] if is_dropped and _LAST else error

@@ -33,6 +33,8 @@ from loragate.protocol import (
     Capabilities,
     CheckedSubject,
     Trial,
+    forget_errors,
+    original_of,
     raised_by_subject,
     subject_code,
     unsupported,
@@ -148,7 +150,10 @@ def judge_with(oracle: Oracle, trial: Trial) -> Judgement:
                 torch.cuda.synchronize()
         return judgement
     except (Exception, SystemExit) as error:
-        return _judge_error(name, trial.machine, error)
+        return _judge_error(name, trial.machine, original_of(error))
+    finally:
+        # an error holds the memory of its frames
+        forget_errors()
 
 
 def _judge_error(name: OracleName, machine: Machine, error: BaseException) -> Judgement:

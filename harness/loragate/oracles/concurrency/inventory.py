@@ -90,6 +90,11 @@ def _findings(captures: Captures) -> Iterator[tuple[str, Finding]]:
             yield how, finding
         for finding in different(first, graph, f"if captured {how}"):
             yield how, finding
+    for how, recorded in captures.recorded.items():
+        for finding in dangling(recorded):
+            yield how, finding
+        for finding in different(captures.recorded[MAPPINGS[0]], recorded, f"if captured {how}"):
+            yield how, finding
     for finding in unordered(captures.ordered) if captures.ordered else ():
         yield MAPPINGS[0], finding
 
