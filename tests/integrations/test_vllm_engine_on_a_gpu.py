@@ -320,7 +320,9 @@ def test_a_dummy_run_without_adapters_is_detected_in_vllm_and_harmless_with_the_
     planted = {"planted": True, "runner": "1"}
     stock = run("dense", "FULL", switch="0", **planted)
     wrong = checkpoints["dense"].wrong(stock.answers[0])
-    assert any(line.endswith("is base's") for line in wrong), wrong
+    # prompts are computed outside of graphs, and no adapter is left out there
+    assert wrong, stock.kernels
+    assert not [line for line in wrong if "of base" in line or "token 0" in line], wrong
     assert_served(checkpoints["dense"], run("dense", "FULL", **planted))
 
 

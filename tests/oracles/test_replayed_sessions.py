@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -281,7 +282,8 @@ def test_base_rows_are_captured_where_the_subject_allows_that(
 def test_a_step_that_waits_for_the_device_cannot_be_captured(machine: Machine) -> None:
     judgement = judge_with(ORACLES[OracleName.GRAPH], trial_of(ReadsTheDevice, machine))
     assert judgement.failure is Failure.EXCEPTION
-    assert "not permitted" in judgement.message
+    # on a GPU what the capture's end says hides the cause
+    assert re.search("not permitted|previous error during capture", judgement.message)
 
 
 def test_an_error_that_becomes_a_system_error_on_its_way_stays_the_subjects(

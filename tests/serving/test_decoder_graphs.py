@@ -94,7 +94,7 @@ from lorakernels.moe.weights import ExpertFactors
 from lorakernels.serving.decoder import Decoder
 from lorakernels.serving.generation import Request, generate
 from lorakernels.serving.speculation import NgramDrafts
-from lorakernels.serving.tiny import tiny_model
+from lorakernels.serving.tiny import KINDS, tiny_model
 
 SIZES = dict(num_slots=3, rank=16, max_requests=6, max_length=32, max_prompt_tokens=96)
 
