@@ -355,6 +355,16 @@ def test_a_right_layer_passes(
         assert judgement.verdict is Verdict.PASS, judgement.message
 
 
+def test_a_layer_of_a_case_of_graphs_is_judged_on_modelled_streams_as_well(
+    judge: Callable[..., Judgement],
+) -> None:
+    graph = {"execution": Execution.GRAPH}
+    assert judge(Layer, RACE, **graph).verdict is Verdict.PASS
+    judgement = judge(WithoutJoin, RACE, **graph)
+    assert judgement.failure is Failure.RACE
+    assert {name for name in ("host_access", "use_after_free") if judgement.metrics[name]} == set()
+
+
 RACES = [
     (WithoutFork, "read after write"),
     (WaitsInItsPreparation, "read after write"),
@@ -382,6 +392,8 @@ def test_a_race_is_found_in_one_run_with_both_places(
     assert "on main" in judgement.message or "memory of main" in judgement.message
     assert "on side stream 1" in judgement.message
     assert judgement.message.count("test_streams.py") >= 2
+    # a listed finding limits each kind
+    assert judgement.metrics[hazard.replace(" ", "_")] > 0
 
 
 @pytest.mark.parametrize("layer", [layer for layer, _ in RACES if layer is not FreedOnMain])

@@ -13,7 +13,7 @@ from fnmatch import fnmatchcase
 from loragate.core.verdict import Failure, Judgement, OracleName
 from loragate.findings.rate import Rate
 
-# failures for which an oracle compares values, and so reports how much is wrong
+# failures for which an oracle compares values or counts, and so reports how much is wrong
 MEASURED = frozenset(
     {
         Failure.WRONG_ANSWER,
@@ -21,6 +21,8 @@ MEASURED = frozenset(
         Failure.NONDETERMINISTIC,
         Failure.NOT_EQUIVARIANT,
         Failure.STALE_STATE,
+        Failure.REPLAY_DIFFERS,
+        Failure.RACE,
     }
 )
 

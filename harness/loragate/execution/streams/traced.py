@@ -18,7 +18,7 @@ from loragate.execution.streams.model import MODULE, current_number, modelled_st
 from loragate.execution.streams.recorder import Recorder
 from loragate.inputs import DataKind, copy_batch, make_batch, make_pool
 from loragate.inputs.placement import whole
-from loragate.matrix.case import Streams
+from loragate.matrix.case import Execution, Streams
 from loragate.protocol import Batch, Trial, apply_step, subject_code
 
 # data that need no rounding: equal bits whatever is summed in which order
@@ -64,8 +64,10 @@ def traced_steps(
     """Several steps of one fresh instance in the same memory, recorded as a server would queue
     them: the next step may start before the host has seen the result of the one before.
     `before_call` is called with the number of each operator and each launch before it is queued.
-    With `as_graph` they are followed by steps that replay a graph, on modelled streams, which no
-    case of graphs runs on."""
+    With `as_graph` they are followed by steps that replay a graph, on modelled streams. There, a
+    case of graphs runs its other steps without one: a recorder sees the captures that it makes."""
+    if trial.machine.device == "cpu":
+        trial = replace(trial, case=replace(trial.case, execution=Execution.EAGER))
     pool = make_pool(trial.case, trial.seed, KIND, trial.machine, trial.capabilities)
     base = base_of(trial, KIND)
     batches = steps_of(trial)

@@ -20,7 +20,7 @@ from loragate.core.verdict import Failure, Judgement, OracleName, Verdict
 from loragate.execution.streams.interpreted import NeverSatisfied
 from loragate.execution.streams.traced import traced_steps
 from loragate.execution.trace.clocks import Clocks
-from loragate.execution.trace.conflicts import Conflict, conflicts, explained
+from loragate.execution.trace.conflicts import Conflict, Hazard, conflicts, explained
 from loragate.execution.trace.operations import Launch, Trace
 from loragate.matrix.case import Streams
 from loragate.oracles.evidence import passed
@@ -93,5 +93,6 @@ def _failure(trace: Trace, found: list[Conflict]) -> Judgement:
         "tensor": trace.block_name(first.block),
         "byte": first.span[0],
     }
-    metrics = {"pairs": float(len(found)), "idle_waits": float(idle)}
+    metrics = {hazard.name.lower(): float(kinds[hazard]) for hazard in Hazard}
+    metrics |= {"pairs": float(len(found)), "idle_waits": float(idle)}
     return Judgement(OracleName.RACE, Verdict.FAIL, Failure.RACE, "\n".join(lines), metrics, where)
