@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,7 +18,10 @@ from loragate.matrix.engine_case import (
     Specialize,
     Speculation,
 )
+from loragate.protocol import unsupported
+from loragate.subjects.vllm import engine
 from loragate.subjects.vllm.engine_arguments import engine_arguments, environment
+from loragate.subjects.vllm_lorakernels.subject import VllmLoraKernelsSubject
 
 
 def order_of(**axes: Any) -> EngineOrder:
@@ -86,3 +91,27 @@ def test_switches_are_set_before_vllm_is_imported() -> None:
     assert dual["VLLM_LORA_ENABLE_DUAL_STREAM"] == dual["LORAKERNELS_VLLM"] == "1"
     plain = environment(order_of(), plugin=False)
     assert plain["VLLM_LORA_ENABLE_DUAL_STREAM"] == plain["LORAKERNELS_VLLM"] == "0"
+
+
+def test_the_plug_in_is_registered_before_its_engine_is_made_and_for_no_other(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    calls: list[str] = []
+    order = order_of()
+    for name in environment(order, plugin=True):
+        monkeypatch.setenv(name, "")
+    made = SimpleNamespace(LLM=lambda **_: calls.append("engine"))
+    monkeypatch.setitem(sys.modules, "vllm", made)
+    monkeypatch.setattr(engine, "register", lambda: calls.append("register"))
+    engine.stock(order)
+    assert calls == ["engine"]
+    engine.with_plugin(order)
+    assert calls == ["engine", "register", "engine"]
+
+
+def test_the_subject_of_the_plug_in_serves_engines_on_a_gpu() -> None:
+    case, subject = order_of().case, VllmLoraKernelsSubject()
+    assert unsupported(case, subject.describe(interpreted=False)) is None
+    assert unsupported(case, subject.describe(interpreted=True)) == "vLLM's engine needs a GPU"
+    module, _, name = subject.engine_target(case).partition(":")
+    assert getattr(sys.modules[module], name) is engine.with_plugin

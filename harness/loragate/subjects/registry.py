@@ -42,49 +42,47 @@ class RegisteredSubject:
 
 _METHODS = ("version", "capabilities", "open")
 
-SUBJECTS: Mapping[str, RegisteredSubject] = MappingProxyType(
-    {
-        subject.name: subject
-        for subject in (
-            RegisteredSubject(
-                name="lorakernels",
-                target="loragate.subjects.lorakernels.subject:LoraKernelsSubject",
-                launches="lorakernels.specs:launches",
-                # adapters, slots, partition, plans, steps that are replayed from graphs, and the
-                # plug-in of vLLM
-                host_tests=(
-                    "tests/kernels",
-                    "tests/adapters",
-                    "tests/moe",
-                    "tests/serving",
-                    "tests/integrations/plug_in",
-                ),
-            ),
-            RegisteredSubject(
-                name="torch",
-                target="loragate.subjects.torch.subject:TorchSubject",
-                compiles=False,
-            ),
-            RegisteredSubject(
-                name="transformers",
-                target="loragate.subjects.transformers.subject:TransformersSubject",
-                compiles=False,
-            ),
-            RegisteredSubject(
-                name="vllm_lorakernels",
-                target="loragate.subjects.vllm.with_plugin:VllmWithPlugin",
-            ),
-            RegisteredSubject(
-                name="vllm",
-                target="loragate.subjects.vllm.subject:VllmSubject",
-                findings=True,
-            ),
-            RegisteredSubject(
-                name="vllm_lorakernels",
-                target="loragate.subjects.vllm_lorakernels.subject:VllmLoraKernelsSubject",
-            ),
-        )
-    }
+
+def _by_name(*subjects: RegisteredSubject) -> Mapping[str, RegisteredSubject]:
+    found = {subject.name: subject for subject in subjects}
+    assert len(found) == len(subjects), "two subjects have one name"
+    return MappingProxyType(found)
+
+
+SUBJECTS = _by_name(
+    RegisteredSubject(
+        name="lorakernels",
+        target="loragate.subjects.lorakernels.subject:LoraKernelsSubject",
+        launches="lorakernels.specs:launches",
+        # adapters, slots, partition, plans, steps that are replayed from graphs, and the
+        # plug-in of vLLM
+        host_tests=(
+            "tests/kernels",
+            "tests/adapters",
+            "tests/moe",
+            "tests/serving",
+            "tests/integrations/plug_in",
+        ),
+    ),
+    RegisteredSubject(
+        name="torch",
+        target="loragate.subjects.torch.subject:TorchSubject",
+        compiles=False,
+    ),
+    RegisteredSubject(
+        name="transformers",
+        target="loragate.subjects.transformers.subject:TransformersSubject",
+        compiles=False,
+    ),
+    RegisteredSubject(
+        name="vllm",
+        target="loragate.subjects.vllm.subject:VllmSubject",
+        findings=True,
+    ),
+    RegisteredSubject(
+        name="vllm_lorakernels",
+        target="loragate.subjects.vllm_lorakernels.subject:VllmLoraKernelsSubject",
+    ),
 )
 
 

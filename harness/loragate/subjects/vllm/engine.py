@@ -11,6 +11,7 @@ from loragate.engine.order import EngineOrder
 from loragate.engine.requests import Completion, EngineCounts, Request
 from loragate.matrix.engine_case import Logprobs, Speculation
 from loragate.subjects.vllm.engine_arguments import engine_arguments, environment
+from lorakernels.integrations.vllm import register
 
 _ACCEPTED = "vllm:spec_decode_num_accepted_tokens"
 _DRAFTED = "vllm:spec_decode_num_draft_tokens"
@@ -34,6 +35,10 @@ class VllmEngine:
         os.environ.update(environment(order, plugin=plugin))
         # read when it is imported
         from vllm import LLM
+
+        if plugin:
+            # vLLM finds the plug-in of an installed distribution by itself; a source tree has none
+            register()
 
         self._case = order.case
         self._llm: Any = LLM(**engine_arguments(order))

@@ -1,5 +1,5 @@
-"""Subject `vllm_lorakernels`: the layers of the installed vLLM with the plug-in's wrapper, so that
-every case of a layer judges adoption, metadata and operators of the plug-in as vLLM drives them.
+"""Subject `vllm_lorakernels`: the engine and the layers of the installed vLLM with the plug-in, so
+that every case judges adoption, metadata and operators of the plug-in as vLLM drives them.
 
 The deltas are those of the wrapper's methods that linear and MoE layers call. vLLM itself stays as
 it is for the subject `vllm`.
@@ -30,6 +30,7 @@ from loragate.matrix.case import (
 )
 from loragate.protocol import AnyInstance, BaseExperts, BaseLayer, Capabilities
 from loragate.subjects.vllm import lora_linear, moe_layer
+from loragate.subjects.vllm.engine_arguments import ENGINE_SUPPORTS, NEEDS_GPU
 from loragate.subjects.vllm.layer_package import VllmLayers, load_vllm_layers
 from loragate.subjects.vllm.lora_linear import VllmLoRALinear
 from loragate.subjects.vllm.moe_layer import VllmMoELayer
@@ -57,6 +58,7 @@ _REFUSALS: Mapping[Site, Callable[[Case], str | None]] = MappingProxyType(
         Site.LORA_LINEAR: lora_linear.refusal,
         Site.MOE_DELTA: _moe_delta_refusal,
         Site.MOE_LAYER: moe_layer.refusal,
+        Site.ENGINE: lambda case: None,
     }
 )
 
@@ -78,9 +80,11 @@ class VllmLoraKernelsSubject:
         missing = {}
         if interpreted:
             missing[Site.MOE_LAYER] = "its MoE layer calls operators that exist for CUDA only"
+            missing[Site.ENGINE] = NEEDS_GPU
         return Capabilities(
             sites=frozenset(_REFUSALS),
             supports={
+                **ENGINE_SUPPORTS,
                 "dtype": frozenset({Dtype.FP16, Dtype.BF16}),
                 "execution": frozenset({Execution.EAGER} if interpreted else Execution),
                 "rank": range(1, MAX_RANK + 1),
@@ -98,6 +102,9 @@ class VllmLoraKernelsSubject:
             folds_scale_into_weights=True,
             refuses=partial(_refuses, missing),
         )
+
+    def engine_target(self, case: Case) -> str:
+        return "loragate.subjects.vllm.engine:with_plugin"
 
     def open(self, case: Case, machine: Machine, base: BaseLayer | None) -> AnyInstance:
         layers = load_vllm_layers(machine)
