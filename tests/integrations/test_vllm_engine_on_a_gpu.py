@@ -258,7 +258,7 @@ def assert_served(checkpoint: Checkpoint, result: Result) -> None:
         assert checkpoint.wrong(answers) == [], "\n".join(result.lines)
 
 
-# vLLM 0.26 serves MoE models by its first model runner, whose full graphs of mixed batches are wrong
+# vLLM 0.26 serves MoE models by its first model runner. Its full graphs of mixed batches are wrong
 # without the plug-in, too (torchtitan #3668)
 GRAPHS = {"dense": ("NONE", "PIECEWISE", "FULL"), "moe": ("NONE", "PIECEWISE", "FULL_DECODE_ONLY")}
 
