@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 from loragate.core.verdict import Verdict
+from loragate.mutants import child
 from loragate.mutants.units import read_transcript
 
 TESTS = """
@@ -46,3 +47,14 @@ def test_a_test_whose_process_dies_is_not_lost(tmp_path: Path) -> None:
         "test_crashes": Verdict.INFRA,
         "test_fails": Verdict.FAIL,
     }
+
+
+def test_a_module_that_needs_a_library_which_is_not_there_is_not_traced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "needs_an_extra.py").write_text("import no_such_library\n")
+    (tmp_path / "needs_a_part.py").write_text("import lorakernels.no_such_part\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    child._import_module("needs_an_extra")
+    with pytest.raises(ModuleNotFoundError, match="no_such_part"):
+        child._import_module("needs_a_part")
