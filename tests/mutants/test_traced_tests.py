@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from loragate.core.verdict import Verdict
 from loragate.mutants import child
 from loragate.mutants.units import read_transcript
