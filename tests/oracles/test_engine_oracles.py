@@ -141,6 +141,12 @@ def test_each_property_that_is_broken_fails(world: World, monkeypatch: pytest.Mo
         found = verdicts(monkeypatch, replace(evidence, **changed))  # type: ignore[arg-type]
         assert failing(found) == {OracleName.ENGINE_PROPERTIES: failure}
         assert message in found[OracleName.ENGINE_PROPERTIES].message
+    both = {"alone": odd, "exchange": Exchange(evidence.alone, odd)}
+    found = verdicts(monkeypatch, replace(evidence, **both))  # type: ignore[arg-type]
+    # a listed finding of one property does not excuse another one
+    judgement = found[OracleName.ENGINE_PROPERTIES]
+    assert judgement.metrics == {"problems": 2.0}
+    assert judgement.where == {"property": "alone"}
 
 
 @pytest.mark.parametrize(

@@ -25,18 +25,19 @@ class EngineProperties:
 
 
 def _judged(evidence: Evidence) -> Judgement:
-    broken = next(
-        (
-            problem
-            for problems in (_without_adapter, _permuted, _alone, _exchanged)
-            for problem in problems(evidence)
-        ),
-        None,
-    )
-    if broken is not None:
-        failure, message = broken
-        return Judgement(OracleName.ENGINE_PROPERTIES, Verdict.FAIL, failure, message)
-    return Judgement(OracleName.ENGINE_PROPERTIES, Verdict.PASS)
+    name = OracleName.ENGINE_PROPERTIES
+    broken = {
+        problems.__name__.removeprefix("_"): found
+        for problems in (_without_adapter, _permuted, _alone, _exchanged)
+        if (found := list(problems(evidence)))
+    }
+    if not broken:
+        return Judgement(name, Verdict.PASS)
+    failure, message = next(iter(broken.values()))[0]
+    # what else is broken is no part of a listed finding
+    metrics = {"problems": float(sum(map(len, broken.values())))}
+    where: dict[str, int | str] = {"property": next(iter(broken))}
+    return Judgement(name, Verdict.FAIL, failure, message, metrics, where)
 
 
 def _without_adapter(evidence: Evidence) -> Iterator[tuple[Failure, str]]:
