@@ -13,16 +13,21 @@ import pytest
 import torch
 from torch import Tensor
 
+from loragate.core.checkout import project_root
 from loragate.core.gpu_health import NoHealth, NvmlHealth, open_health
 from loragate.core.verdict import Failure, Verdict
 from loragate.history import Outcome
 from loragate.inputs.poison import poisoned_allocations, zeroed_allocations
+from loragate.matrix.case_run import CaseRun
 from loragate.matrix.load import load_cases
-from loragate.nightly.conditions import Clock
+from loragate.nightly.conditions import Clock, Conditions
+from loragate.nightly.plan import Measure
 from loragate.scan.bits import digest_of
 from loragate.scan.child import _clocks, outcome_of
-from loragate.scan.messages import Began, Unpacker, packed
+from loragate.scan.messages import Began, Measured, Order, Step, Unpacker, packed
 from loragate.scan.paths import TracedPath, traced_path
+from loragate.scan.processes import Process
+from loragate.scan.waves import _Running
 from loragate.subjects.torch.subject import DenseDelta
 
 
@@ -44,6 +49,49 @@ def test_messages_arrive_whole_however_a_pipe_cuts_them() -> None:
     assert heard == [Began(index=1), Began(index=2)]
     # what is torn is never given
     assert list(Unpacker().feed(data[:-1])) == [Began(index=1)]
+
+
+@pytest.mark.parametrize(
+    ("status", "message"),
+    [
+        (-11, "the process of the trial died of SIGSEGV behind it"),
+        (3, "the process of the trial exited with 3 behind it"),
+        (0, None),
+    ],
+)
+def test_a_process_that_dies_between_trials_is_charged_to_the_one_before(
+    status: int, message: str | None, tmp_path: Path
+) -> None:
+    case = next(iter(load_cases((project_root() / "cases" / "dense_delta.yaml",))))
+    steps = tuple(
+        Step(run=CaseRun(subject="torch", case=case, draw=draw), measure=Measure.BITS)
+        for draw in range(3)
+    )
+    order = Order(
+        steps=steps, conditions=Conditions(), folder=tmp_path, wave=tmp_path, number=0, peers=1
+    )
+    process = Process(0, order, pipe=-1)
+    running = _Running(process, order, 0)
+    right = Measured(
+        index=1,
+        outcome=Outcome.RIGHT,
+        failure="",
+        message="",
+        digests=(),
+        duration_s=0.1,
+        device="cpu",
+        promised=True,
+    )
+    assert running.hear(Began(index=1)) is None
+    assert running.hear(right) == right
+    process.status = status
+    ended = running.hear(None)
+    if message is None:
+        assert ended is None
+    else:
+        assert ended is not None
+        assert (ended.index, ended.outcome) == (1, Outcome.WRONG)
+        assert message in ended.message
 
 
 @pytest.mark.parametrize(
@@ -116,7 +164,6 @@ def test_the_harness_torch_and_the_standard_library_belong_to_no_path() -> None:
 
 def test_a_path_names_the_kernels_that_it_launches_and_their_files() -> None:
     # through the subject, as scans do it
-    from loragate.core.checkout import project_root
     from loragate.core.machine import select_interpreter
 
     select_interpreter()

@@ -186,7 +186,8 @@ class _Running:
     def __init__(self, process: Process, order: Order, number: int) -> None:
         self.process, self.order, self.number = process, order, number
         self._began: int | None = None
-        self._begin = 0.0
+        self._ended = 0
+        self._begin = time.monotonic()
 
     def hear(self, message: Message | None) -> Measured | None:
         """The end of a trial: told by its process, or with the process itself."""
@@ -194,11 +195,14 @@ class _Running:
             self._began, self._begin = message.index, time.monotonic()
             return None
         if message is not None:
-            self._began = None
+            self._began, self._ended = None, message.index
             return message
-        return None if self._began is None else self._crash(self._began)
+        if self._began is not None:
+            return self._crash(self._began, "")
+        # whatever ran last may have left behind what ended the process
+        return self._crash(self._ended, " behind it") if self.process.status else None
 
-    def _crash(self, index: int) -> Measured:
+    def _crash(self, index: int, when: str) -> Measured:
         status = self.process.status or 0
         died = f"died of {signal_name(status)}" if status < 0 else f"exited with {status}"
         before = [step.run.id for step in self.order.steps[:index]]
@@ -209,7 +213,7 @@ class _Running:
             duration_s=time.monotonic() - self._begin,
             stacks=self.order.stacks,
             ran_before=before[-_BEFORE_SHOWN:],
-            died=f"the process of the trial {died}",
+            died=f"the process of the trial {died}{when}",
         )
         return Measured(
             index=index,
