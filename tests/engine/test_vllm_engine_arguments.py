@@ -21,6 +21,7 @@ from loragate.matrix.engine_case import (
 from loragate.protocol import unsupported
 from loragate.subjects.vllm import engine
 from loragate.subjects.vllm.engine_arguments import engine_arguments, environment
+from loragate.subjects.vllm.engine_counts import EngineEvents
 from loragate.subjects.vllm_lorakernels.subject import VllmLoraKernelsSubject
 
 
@@ -103,6 +104,7 @@ def test_the_plug_in_is_registered_before_its_engine_is_made_and_for_no_other(
     made = SimpleNamespace(LLM=lambda **_: calls.append("engine"))
     monkeypatch.setitem(sys.modules, "vllm", made)
     monkeypatch.setattr(engine, "register", lambda: calls.append("register"))
+    monkeypatch.setattr(engine.EngineEvents, "listen", lambda events: None)
     engine.stock(order)
     assert calls == ["engine"]
     engine.with_plugin(order)
@@ -115,3 +117,22 @@ def test_the_subject_of_the_plug_in_serves_engines_on_a_gpu() -> None:
     assert unsupported(case, subject.describe(interpreted=True)) == "vLLM's engine needs a GPU"
     module, _, name = subject.engine_target(case).partition(":")
     assert getattr(sys.modules[module], name) is engine.with_plugin
+
+
+def test_replays_and_launches_of_kernels_of_adapters_are_counted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    hooks = pytest.importorskip("triton").knobs.HookChain()
+    monkeypatch.setattr("triton.knobs.runtime.launch_enter_hook", hooks)
+    replayed: list[object] = []
+    graphs = type("CUDAGraph", (), {"replay": replayed.append})
+    monkeypatch.setattr("torch.cuda.CUDAGraph", graphs)
+    events = EngineEvents()
+    events.listen()
+    graph = graphs()
+    graph.replay()
+    graph.replay()
+    assert replayed == [graph, graph]
+    for name in ("_lora_shrink_kernel", "_fused_moe_lora_kernel", "fused_moe_kernel", "_topk"):
+        hooks(SimpleNamespace(get=lambda name=name: {"name": name}))
+    assert (events.replays, events.launches) == (2, 2)

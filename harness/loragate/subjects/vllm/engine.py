@@ -11,6 +11,7 @@ from loragate.engine.order import EngineOrder
 from loragate.engine.requests import Completion, EngineCounts, Request
 from loragate.matrix.engine_case import Logprobs, Speculation
 from loragate.subjects.vllm.engine_arguments import engine_arguments, environment
+from loragate.subjects.vllm.engine_counts import EngineEvents
 from lorakernels.integrations.vllm import register
 
 _ACCEPTED = "vllm:spec_decode_num_accepted_tokens"
@@ -40,7 +41,9 @@ class VllmEngine:
             # vLLM finds the plug-in of an installed distribution by itself; a source tree has none
             register()
 
-        self._case = order.case
+        self._case, self._events = order.case, EngineEvents()
+        # before its graphs are captured
+        self._events.listen()
         self._llm: Any = LLM(**engine_arguments(order))
         self._numbers: dict[str, int] = {}
         self._folders: dict[str, Path] = {}
@@ -86,8 +89,10 @@ class VllmEngine:
         return EngineCounts(
             drafts_accepted=accepted,
             drafts_rejected=rejected,
-            graphs_replayed=None,
-            kernels_launched=sum(self._llm.collective_rpc(_launches)) if self._plugin else None,
+            graphs_replayed=self._events.replays,
+            kernels_launched=sum(self._llm.collective_rpc(_launches))
+            if self._plugin
+            else self._events.launches,
         )
 
     def close(self) -> None:

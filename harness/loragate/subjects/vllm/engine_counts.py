@@ -1,0 +1,37 @@
+"""What an engine of vLLM does in its own process: replays of graphs, and launches of vLLM's kernels
+of adapters. An engine that quietly does without either gives right answers, too."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+# of `lora_shrink`, `lora_expand` and the two kernels of experts, in 0.26 to 0.33
+_KERNELS = ("_lora_shrink", "_lora_expand", "_fused_moe_lora")
+
+
+@dataclass(slots=True)
+class EngineEvents:
+    """`launches`: of kernels that vLLM has for adapters, those of a capture included."""
+
+    replays: int = 0
+    launches: int = 0
+
+    def listen(self) -> None:
+        """Count from now on, until the process ends."""
+        # imported where it is used: a machine may have no Triton
+        from triton import knobs
+
+        replay = torch.cuda.CUDAGraph.replay
+
+        def counted(graph: Any) -> None:
+            self.replays += 1
+            replay(graph)
+
+        torch.cuda.CUDAGraph.replay = counted  # type: ignore[assignment, method-assign]
+        knobs.runtime.launch_enter_hook.add(self._launched)
+
+    def _launched(self, metadata: Any) -> None:
+        self.launches += str(metadata.get()["name"]).startswith(_KERNELS)
