@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from loragate.cli import main
+from loragate.core.checkout import Tree
 from loragate.core.verdict import ExitCode, Verdict
 from loragate.events.durations import durations_of
 from loragate.events.log import EventLog, EventWriter, read_events
@@ -173,6 +174,16 @@ def test_differences_of_the_environments_and_notes_of_shards_are_shown(shards: S
     notes = merged(shards).notes
     assert "torch differs: 2.13 in shard 1, 2.12 in shard 2, 2.13 in shard 3" in notes
     assert "shard 2: a note" in notes
+
+
+def test_a_shard_with_local_changes_is_named_because_nothing_compares_them(
+    shards: Shards,
+) -> None:
+    assert not merged(shards).notes
+    shards[1] = changed(shards[1], tree=Tree.DIRTY)
+    (note,) = merged(shards).notes
+    assert note.startswith("shard 1/")
+    assert note.endswith("had local changes, which others may not have had")
 
 
 def test_host_tests_keep_their_leg_and_workers_name_their_shard(

@@ -196,6 +196,8 @@ def _notes(reports: Sequence[ShardReport], missing: Sequence[int], count: int) -
         ):
             if number:
                 yield Note(text=f"{shard}: {number} records {what} were left out")
+        if report.plan.tree is Tree.DIRTY and len(reports) > 1:
+            yield Note(text=f"{shard} had local changes, which others may not have had")
     for field in ("versions", "machine"):
         yield from _differences(reports, field)
 
