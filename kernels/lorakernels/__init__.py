@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     from lorakernels.dense.ops import expand_from_tiles as expand_from_tiles
     from lorakernels.dense.ops import shrink_in_tiles as shrink_in_tiles
     from lorakernels.dense.ops import shrunk_shape as shrunk_shape
+    from lorakernels.dense.stacks import AdoptedStacks as AdoptedStacks
+    from lorakernels.dense.stacks import adopt_stacks as adopt_stacks
     from lorakernels.dense.weights import LoRAFactors as LoRAFactors
     from lorakernels.dense.weights import SlotWeights as SlotWeights
     from lorakernels.gdn.forms import GDNForm as GDNForm
@@ -40,6 +42,7 @@ if TYPE_CHECKING:
     from lorakernels.layers.moe_partition import MoERank as MoERank
     from lorakernels.layers.partition import Parallel as Parallel
     from lorakernels.layers.partition import Slice as Slice
+    from lorakernels.layers.wrapped import WrappedLoRALinear as WrappedLoRALinear
     from lorakernels.moe.align.metadata import PairMetadata as PairMetadata
     from lorakernels.moe.delta.ops import MoEWorkspace as MoEWorkspace
     from lorakernels.moe.delta.ops import moe_delta as moe_delta
@@ -77,6 +80,7 @@ _PUBLIC = {
         "shrink_in_tiles",
         "shrunk_shape",
     ),
+    "dense.stacks": ("AdoptedStacks", "adopt_stacks"),
     "dense.weights": ("LoRAFactors", "SlotWeights"),
     "gdn.forms": ("GDNForm",),
     "layers.gdn": (
@@ -89,6 +93,7 @@ _PUBLIC = {
     "layers.moe": ("FusedMoELoRA", "MoEScratch"),
     "layers.moe_partition": ("MoERank",),
     "layers.partition": ("Parallel", "Slice"),
+    "layers.wrapped": ("WrappedLoRALinear",),
     "moe.align.metadata": ("PairMetadata",),
     "moe.delta.ops": ("MoEWorkspace", "moe_delta"),
     "moe.delta.plan": ("MoEPath",),
