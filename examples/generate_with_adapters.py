@@ -29,13 +29,16 @@ if not torch.cuda.is_available():
 
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedModel
 
-from lorakernels.adapters.adapter import Adapter
-from lorakernels.adapters.errors import AdapterError
-from lorakernels.adapters.peft_folder import read_peft_folder
+from lorakernels import (
+    Adapter,
+    AdapterError,
+    Decoder,
+    NgramDrafts,
+    Request,
+    generate,
+    read_peft_folder,
+)
 from lorakernels.runtime import interpreter
-from lorakernels.serving.decoder import Decoder
-from lorakernels.serving.generation import Request, generate
-from lorakernels.serving.speculation import NgramDrafts
 from lorakernels.serving.tiny import tiny_model
 
 DEVICE = "cpu" if interpreter.is_on() else "cuda"

@@ -22,14 +22,16 @@ if not torch.cuda.is_available():
     # read when a kernel is defined, so before lorakernels is imported
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
-from lorakernels.adapters.adapter import Adapter
-from lorakernels.adapters.errors import AdapterError
-from lorakernels.adapters.peft_folder import read_peft_folder
-from lorakernels.adapters.slots import AdapterSlots
-from lorakernels.batch.metadata import BatchMetadata
-from lorakernels.dense.ops import DenseWorkspace
-from lorakernels.layers.linear import LoRALinear
-from lorakernels.layers.partition import Slice
+from lorakernels import (
+    Adapter,
+    AdapterError,
+    AdapterSlots,
+    BatchMetadata,
+    DenseWorkspace,
+    LoRALinear,
+    Slice,
+    read_peft_folder,
+)
 from lorakernels.runtime import interpreter
 
 DEVICE = "cpu" if interpreter.is_on() else "cuda"

@@ -16,8 +16,8 @@ from lorakernels.dense import launch, plan  # noqa: E402
 from lorakernels.dense.ops import (  # noqa: E402
     DenseWorkspace,
     dense_delta,
-    lora_expand,
-    lora_shrink,
+    expand_from_tiles,
+    shrink_in_tiles,
     shrunk_shape,
 )
 from lorakernels.dense.plan import (  # noqa: E402
@@ -162,16 +162,16 @@ def test_the_same_step_gives_the_same_bits_again() -> None:
 def test_shrink_and_expand_make_up_the_delta() -> None:
     setup = Setup(30)
     shrunk = torch.full(shrunk_shape(30, setup.weights), float("nan"))
-    lora_shrink(setup.x, setup.weights, setup.metadata, shrunk)
+    shrink_in_tiles(setup.x, setup.weights, setup.metadata, shrunk)
     out = setup.base.clone()
-    lora_expand(shrunk, setup.weights, setup.metadata, out)
+    expand_from_tiles(shrunk, setup.weights, setup.metadata, out)
     assert torch.equal(out, setup.run())
 
 
 def test_ranks_that_an_adapter_does_not_have_are_0_in_the_shrink_output() -> None:
     setup = Setup(30)
     shrunk = torch.full(shrunk_shape(30, setup.weights), float("nan"))
-    lora_shrink(setup.x, setup.weights, setup.metadata, shrunk)
+    shrink_in_tiles(setup.x, setup.weights, setup.metadata, shrunk)
     height = metadata.tile_height(30)
     for place, row in enumerate(setup.metadata.tile_rows.tolist()):
         if row >= 0:
@@ -193,7 +193,9 @@ def test_rows_of_slots_that_the_weights_do_not_have_are_refused() -> None:
 
 def test_an_empty_batch_shrinks_to_nothing() -> None:
     setup = Setup(0)
-    lora_shrink(setup.x, setup.weights, setup.metadata, torch.empty(shrunk_shape(0, setup.weights)))
+    shrink_in_tiles(
+        setup.x, setup.weights, setup.metadata, torch.empty(shrunk_shape(0, setup.weights))
+    )
 
 
 @pytest.mark.parametrize("rows", [0, 1])

@@ -17,8 +17,8 @@ from lorakernels.dense.check import overlap, overlaps_itself  # noqa: E402
 from lorakernels.dense.ops import (  # noqa: E402
     DenseWorkspace,
     dense_delta,
-    lora_expand,
-    lora_shrink,
+    expand_from_tiles,
+    shrink_in_tiles,
     shrunk_shape,
 )
 from lorakernels.dense.weights import LoRAFactors, SlotWeights  # noqa: E402
@@ -79,11 +79,11 @@ def test_an_output_whose_elements_share_a_place_is_refused(
     step, buffer = Step(), torch.zeros(ROWS * WIDTH)
     out = buffer.as_strided(shape, strides)
     shrunk = torch.zeros(shrunk_shape(ROWS, step.weights))
-    lora_shrink(torch.ones(ROWS, K), step.weights, step.metadata, shrunk)
+    shrink_in_tiles(torch.ones(ROWS, K), step.weights, step.metadata, shrunk)
     with pytest.raises(ValueError, match="out must not overlap itself in memory"):
         step.run(torch.ones(ROWS, K), out)
     with pytest.raises(ValueError, match="out must not overlap itself in memory"):
-        lora_expand(shrunk, step.weights, step.metadata, out)
+        expand_from_tiles(shrunk, step.weights, step.metadata, out)
     assert not buffer.any()
 
 

@@ -15,8 +15,8 @@ from lorakernels.dense.check import check_operands
 from lorakernels.dense.ops import (
     DenseWorkspace,
     dense_delta,
-    lora_expand,
-    lora_shrink,
+    expand_from_tiles,
+    shrink_in_tiles,
     shrunk_shape,
 )
 from lorakernels.dense.weights import LoRAFactors, SlotWeights
@@ -59,9 +59,9 @@ class Step:
         if op == "delta":
             dense_delta(x, self.weights, batch, self.workspace, out)
         elif op == "shrink":
-            lora_shrink(x, self.weights, batch, shrunk)
+            shrink_in_tiles(x, self.weights, batch, shrunk)
         else:
-            lora_expand(shrunk, self.weights, batch, out)
+            expand_from_tiles(shrunk, self.weights, batch, out)
 
 
 WIDE = torch.ones(ROWS, K + WIDTH)

@@ -13,7 +13,7 @@ from torch import Tensor
 from lorakernels.batch import metadata
 from lorakernels.batch.metadata import BatchMetadata
 from lorakernels.dense import launch
-from lorakernels.dense.ops import DenseWorkspace, dense_delta, lora_expand, lora_shrink
+from lorakernels.dense.ops import DenseWorkspace, dense_delta, expand_from_tiles, shrink_in_tiles
 from lorakernels.dense.ops import shrunk_shape as shape_of_shrunk
 from lorakernels.dense.weights import SlotWeights
 
@@ -70,8 +70,8 @@ def test_every_launch_makes_the_device_of_its_tensors_current(launches: Launches
     batch.prepare(torch.zeros(ROWS, dtype=torch.int32))
     dense_delta(x, weights, batch, DenseWorkspace([weights], max_tokens=ROWS), out)
     shrunk = torch.zeros(shape_of_shrunk(ROWS, weights))
-    lora_shrink(x, weights, batch, shrunk)
-    lora_expand(shrunk, weights, batch, out)
+    shrink_in_tiles(x, weights, batch, shrunk)
+    expand_from_tiles(shrunk, weights, batch, out)
     once = [("prepare_kernel", batch.token_slots)]
     twice = [("lora_shrink_kernel", x), ("lora_expand_kernel", out)] * 2
     assert [name for name, _ in launches.seen] == [name for name, _ in once + twice]

@@ -12,7 +12,9 @@ from loragate.core.machine import detect_machine, select_interpreter
 from loragate.core.verdict import OracleName, Verdict
 from loragate.inputs import DataKind, Dead, make_pool
 from loragate.matrix.case import (
+    Base,
     Bias,
+    Buffers,
     Case,
     Cut,
     Dtype,
@@ -20,6 +22,7 @@ from loragate.matrix.case import (
     ExpertMap,
     Ids,
     Layout,
+    Loading,
     Mix,
     Parallel,
     Path,
@@ -96,9 +99,12 @@ def test_it_supports_everything_in_the_interpreter() -> None:
         "path": frozenset(Path),
         "quantisation": frozenset(Quantisation),
         "ids": frozenset(Ids),
+        "base": frozenset(Base),
         "bias": frozenset(Bias),
+        "buffers": frozenset(Buffers),
         "cut": frozenset(Cut),
         "input_dims": range(2, 4),
+        "loading": frozenset(Loading),
         "streams": frozenset(Streams),
         "products": frozenset(Products),
     }
@@ -117,7 +123,7 @@ def test_it_supports_everything_in_the_interpreter() -> None:
 
 
 def test_dead_ranks_hold_nan_where_the_pool_does_and_zeros_are_left_to_the_reset() -> None:
-    from loragate.subjects.lorakernels.subject import keep_dead_nan
+    from loragate.subjects.lorakernels.dead_ranks import keep_dead_nan
     from lorakernels.dense.weights import SlotWeights
 
     trial = trial_of(replace(CASE, slots=1, ranks=Ranks.MIXED))

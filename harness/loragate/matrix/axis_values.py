@@ -106,6 +106,33 @@ class Parallel(StrEnum):
     ROW = "row"
 
 
+class Base(StrEnum):
+    """What a LoRA linear layer is made of."""
+
+    # weight and bias, which it holds
+    WEIGHT = "weight"
+    # a linear layer that exists and is called, such as one with quantised weights
+    CALLABLE = "callable"
+
+
+class Buffers(StrEnum):
+    """Who has allocated the slots of a layer."""
+
+    OWN = "own"
+    # the server: one tensor for A and one for B, beside other tensors of its arena
+    ARENA = "arena"
+    # the server: a tensor for each slice, which it writes to itself when an adapter is loaded
+    STACKS = "stacks"
+
+
+class Loading(StrEnum):
+    """Where ranks and scales are when an adapter is loaded."""
+
+    HOST = "host"
+    # in tensors on the device, beside factors padded to the rank of the slots
+    DEVICE = "device"
+
+
 class Cut(StrEnum):
     """How a width is cut over tensor-parallel ranks."""
 

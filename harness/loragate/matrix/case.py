@@ -22,13 +22,16 @@ from loragate.matrix.axis_values import (
     MAX_TOP_K,
     MOE_SITES,
     OPERATIONS,
+    Base,
     Bias,
+    Buffers,
     Cut,
     Dtype,
     Execution,
     ExpertMap,
     Ids,
     Layout,
+    Loading,
     Mix,
     Parallel,
     Path,
@@ -58,7 +61,9 @@ __all__ = [
     "MAX_TOP_K",
     "MOE_SITES",
     "OPERATIONS",
+    "Base",
     "Bias",
+    "Buffers",
     "Case",
     "Cut",
     "Dtype",
@@ -66,6 +71,7 @@ __all__ = [
     "ExpertMap",
     "Ids",
     "Layout",
+    "Loading",
     "Mix",
     "Parallel",
     "Path",
@@ -190,6 +196,9 @@ class Case(EngineAxes):
     quantisation: Annotated[Quantisation, _first(id_name="quant", sites=_LAYER)] = Quantisation.NONE
     ids: Annotated[Ids, Axis(sites=MOE_SITES)] = Ids.DISTINCT
     bias: Annotated[Bias, Axis(sites=_LINEAR)] = Bias.PRESENT
+    base: Annotated[Base, Axis(sites=_LINEAR)] = Base.WEIGHT
+    buffers: Annotated[Buffers, Axis(sites=_DENSE)] = Buffers.OWN
+    loading: Annotated[Loading, Axis(sites=_DENSE)] = Loading.HOST
     cut: Annotated[Cut, Axis(sites=_LINEAR)] = Cut.EVEN
     # of each slice but the first, whose heads are as many as ranks; 0: any columns may be cut.
     # Where there are fewer heads than ranks, several ranks hold the same one

@@ -53,24 +53,9 @@ class StackedWeights(ABC, Generic[FactorsT]):
     """A [slots, .., slices, rank, in_features], B [slots, .., sum(slice_widths), rank], and for
     each (slot, slice) the live rank (int32) and the scale (fp32). Rank 0 means no adapter."""
 
-    def __init__(
-        self,
-        *,
-        a_shape: Sequence[int],
-        b_shape: Sequence[int],
-        slice_widths: Sequence[int],
-        dtype: torch.dtype,
-        device: torch.device | str,
-    ) -> None:
+    def __init__(self, tensors: SlotTensors, slice_widths: Sequence[int]) -> None:
         self.slice_widths = tuple(slice_widths)
-        slots_and_slices = (a_shape[0], len(self.slice_widths))
-
-        def buffer(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-            return keep_address(torch.zeros(*shape, dtype=dtype, device=device))
-
-        self.a, self.b = buffer(a_shape, dtype), buffer(b_shape, dtype)
-        self.ranks = buffer(slots_and_slices, torch.int32)
-        self.scales = buffer(slots_and_slices, torch.float32)
+        self.a, self.b, self.ranks, self.scales = map(keep_address, tensors)
 
     @property
     def tensors(self) -> SlotTensors:
@@ -129,6 +114,46 @@ class StackedWeights(ABC, Generic[FactorsT]):
                 self.scales[slot, index].fill_(part.scale)
             start += width
 
+    def load_padded(self, slot: int, a: Tensor, b: Tensor, ranks: Tensor, scales: Tensor) -> None:
+        """Replace the adapter of a slot by one whose ranks and scales only the device knows.
+
+        a [.., slices, r, in_features] and b [.., sum(slice_widths), r] as the buffers have them
+        behind the axis of slots, in any float dtype; r is at most `rank`. ranks int32 [slices] and
+        scales fp32 [slices]. All are on the device of the buffers, and may be views of them.
+
+        Beyond its rank a slice may hold anything. A rank below 1 leaves a slice without adapter,
+        one above r counts as r. Nothing waits for the device, so values are not checked. Raises
+        ValueError before anything is changed.
+        """
+        self._check_slot(slot)
+        self._check_padded(a, b, ranks, scales)
+        most = a.shape[-2]
+        live = ranks.clamp(0, most)
+        is_dead = torch.arange(most, device=live.device) >= live[:, None]
+        # copies, because the slot is emptied first; dead ranks of B are read with live ones
+        scales = scales.masked_fill(live == 0, 0)
+        a = a.detach().masked_fill(is_dead[:, :, None], 0)
+        parts = torch.split(b.detach(), list(self.slice_widths), dim=-2)
+        b = torch.cat([p.masked_fill(dead, 0) for p, dead in zip(parts, is_dead, strict=True)], -2)
+        self.reset(slot)
+        self.a[slot, ..., :most, :].copy_(a)
+        self.b[slot, ..., :most].copy_(b)
+        self.ranks[slot].copy_(live)
+        self.scales[slot].copy_(scales)
+
+    def _check_padded(self, a: Tensor, b: Tensor, ranks: Tensor, scales: Tensor) -> None:
+        most = a.shape[-2] if a.dim() > 1 else 0
+        if not 1 <= most <= self.rank:
+            raise ValueError(f"a must have 1 to {self.rank} ranks (got {most})")
+        wanted = (
+            ("a", a, (*self.a.shape[1:-2], most, self.in_features), None),
+            ("b", b, (*self.b.shape[1:-1], most), None),
+            ("ranks", ranks, (self.num_slices,), torch.int32),
+            ("scales", scales, (self.num_slices,), torch.float32),
+        )
+        for name, tensor, shape, dtype in wanted:
+            check_tensor(name, tensor, shape, dtype, self.a.device)
+
     def _source(self, factor: Tensor) -> Tensor:
         """What is copied into a slot: without history, which the buffers would keep alive, and
         apart from the buffers, because the slot is emptied first."""
@@ -151,6 +176,59 @@ class StackedWeights(ABC, Generic[FactorsT]):
     @abstractmethod
     def _check_shapes(self, index: int, part: FactorsT) -> None:
         """Raises ValueError if the factors of a slice do not fit its buffers."""
+
+
+def empty_slots(
+    a_shape: Sequence[int],
+    b_shape: Sequence[int],
+    num_slices: int,
+    dtype: torch.dtype,
+    device: torch.device | str,
+) -> SlotTensors:
+    """New buffers without any adapter."""
+    slots_and_slices = (a_shape[0], num_slices)
+    return SlotTensors(
+        torch.zeros(*a_shape, dtype=dtype, device=device),
+        torch.zeros(*b_shape, dtype=dtype, device=device),
+        torch.zeros(slots_and_slices, dtype=torch.int32, device=device),
+        torch.zeros(slots_and_slices, dtype=torch.float32, device=device),
+    )
+
+
+def check_tensor(
+    name: str,
+    tensor: Tensor,
+    shape: Sequence[int],
+    dtype: torch.dtype | None,
+    device: torch.device,
+) -> None:
+    """A tensor has this shape, dtype and device; no dtype stands for any of floating point.
+    ValueError."""
+    if tensor.shape != tuple(shape):
+        raise ValueError(f"{name} must be {list(shape)} (got {list(tensor.shape)})")
+    fits = tensor.is_floating_point() if dtype is None else tensor.dtype == dtype
+    if not fits:
+        raise ValueError(f"{name} must be {dtype or 'floating point'} (got {tensor.dtype})")
+    if tensor.device != device:
+        raise ValueError(f"{name} must be on {device} (got {tensor.device})")
+
+
+def check_adopted(
+    tensors: SlotTensors, slice_widths: Sequence[int], copies_b: Sequence[int]
+) -> None:
+    """Whether tensors that somebody else has allocated can be buffers: A [slots, .., slices, rank,
+    in_features], and B, which has `copies_b` between the slots and its columns. ValueError."""
+    a, b, ranks, scales = tensors
+    slots, slices, rank, in_features = a.shape[0], *a.shape[-3:]
+    check_geometry(slots, slice_widths, in_features, rank, a.dtype)
+    if slices != len(slice_widths):
+        raise ValueError(f"a must have {len(slice_widths)} slices (got {slices})")
+    check_tensor("b", b, (slots, *copies_b, sum(slice_widths), rank), a.dtype, a.device)
+    check_tensor("ranks", ranks, (slots, slices), torch.int32, a.device)
+    check_tensor("scales", scales, (slots, slices), torch.float32, a.device)
+    for name, tensor in tensors._asdict().items():
+        if not tensor.is_contiguous():
+            raise ValueError(f"{name} must be contiguous (got strides {list(tensor.stride())})")
 
 
 def check_geometry(

@@ -92,7 +92,9 @@ def dense_delta(
     )
 
 
-def lora_shrink(x: Tensor, weights: SlotWeights, metadata: BatchMetadata, shrunk: Tensor) -> None:
+def shrink_in_tiles(
+    x: Tensor, weights: SlotWeights, metadata: BatchMetadata, shrunk: Tensor
+) -> None:
     """shrunk[:, i] = split-K partials whose sum is x[metadata.tile_rows[i]] @ A[slot].T, unscaled.
 
     shrunk: contiguous fp32 of `shrunk_shape`. Only rows of the batch with a slot are written.
@@ -106,10 +108,12 @@ def lora_shrink(x: Tensor, weights: SlotWeights, metadata: BatchMetadata, shrunk
     launch_shrink(x, weights.tensors, shape, TileTables.of(metadata), shrunk, pdl=False)
 
 
-def lora_expand(shrunk: Tensor, weights: SlotWeights, metadata: BatchMetadata, out: Tensor) -> None:
+def expand_from_tiles(
+    shrunk: Tensor, weights: SlotWeights, metadata: BatchMetadata, out: Tensor
+) -> None:
     """out[metadata.tile_rows[i]] += scale * shrunk[:, i].sum(0) @ B[slot].T, in place.
 
-    shrunk: as `lora_shrink` left it for a batch of as many rows. Raises ValueError.
+    shrunk: as `shrink_in_tiles` left it for a batch of as many rows. Raises ValueError.
     """
     check_step(out, weights, metadata)
     check_rows(out, metadata.tile_rows)

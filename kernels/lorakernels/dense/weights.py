@@ -8,7 +8,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lorakernels.common.stacked_weights import StackedWeights, check_geometry
+from lorakernels.common.stacked_weights import (
+    SlotTensors,
+    StackedWeights,
+    check_adopted,
+    check_geometry,
+    empty_slots,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,13 +49,29 @@ class SlotWeights(StackedWeights[LoRAFactors]):
         device: torch.device | str,
     ) -> None:
         check_geometry(num_slots, slice_widths, in_features, rank, dtype)
-        super().__init__(
-            a_shape=(num_slots, len(slice_widths), rank, in_features),
-            b_shape=(num_slots, sum(slice_widths), rank),
-            slice_widths=slice_widths,
-            dtype=dtype,
-            device=device,
-        )
+        slices = len(slice_widths)
+        shapes = (num_slots, slices, rank, in_features), (num_slots, sum(slice_widths), rank)
+        super().__init__(empty_slots(*shapes, slices, dtype, device), slice_widths)
+
+    @classmethod
+    def over(
+        cls, a: Tensor, b: Tensor, ranks: Tensor, scales: Tensor, *, slice_widths: Sequence[int]
+    ) -> SlotWeights:
+        """Slots in tensors that somebody else has allocated, and goes on writing to where he wants.
+
+        a [slots, slices, rank, in_features], b [slots, sum(slice_widths), rank] of one dtype, ranks
+        int32 and scales fp32 [slots, slices], all contiguous and on one device. They are neither
+        copied nor changed: what they hold are the resident adapters. Behind the live ranks of a
+        slice, B must be finite up to a multiple of gcd(16, rank), A may hold anything. Raises
+        ValueError.
+        """
+        if a.dim() != 4:
+            raise ValueError(f"a must have four dimensions (got shape {list(a.shape)})")
+        tensors = SlotTensors(a, b, ranks, scales)
+        check_adopted(tensors, slice_widths, copies_b=())
+        weights = cls.__new__(cls)
+        StackedWeights.__init__(weights, tensors, slice_widths)
+        return weights
 
     def _check_shapes(self, index: int, part: LoRAFactors) -> None:
         width = self.slice_widths[index]

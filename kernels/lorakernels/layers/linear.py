@@ -18,10 +18,46 @@ from lorakernels.dense.linear import lora_linear
 from lorakernels.dense.ops import DenseWorkspace
 from lorakernels.dense.weights import LoRAFactors, SlotWeights
 from lorakernels.layers.packing import Packing, Parts, owned, stage, take, take_packed
-from lorakernels.layers.partition import Parallel, Slice, cut_layer
+from lorakernels.layers.partition import LayerCut, Parallel, Slice, cut_layer
 
 
-class LoRALinear(nn.Module):
+class LinearAdapters(nn.Module):
+    """The adapters of a linear layer: `packing`, which modules they name; `cut`, the part that this
+    rank holds of them; and `slots`, where they are. Made by a subclass."""
+
+    packing: Packing
+    cut: LayerCut
+    slots: SlotWeights
+
+    @property
+    def num_slots(self) -> int:
+        return self.slots.num_slots
+
+    @property
+    def parts(self) -> dict[str, tuple[int, ...]]:
+        """The modules that an adapter may have factors for, and the slices that each covers."""
+        names = (*self.packing.slice_names, *self.packing.fused)
+        return {name: self.packing.slices_of(name) for name in names}
+
+    def load_adapter(self, slot: int, parts: Parts) -> None:
+        """Put an adapter into a slot, all or nothing. `parts` maps names of slices or fused
+        modules to whole factors; a slice that it does not name gets none. ValueError."""
+        self.commit(slot, self.stage(parts))
+
+    def unload(self, slot: int) -> None:
+        """Empty a slot; its rows then get no delta. ValueError."""
+        self.slots.reset(slot)
+
+    def stage(self, parts: Parts) -> tuple[LoRAFactors | None, ...]:
+        """This rank's part of an adapter, checked, as `commit` takes it. ValueError."""
+        return stage(self.packing, self.cut, parts, max_rank=self.slots.rank, like=self.slots.a)
+
+    def commit(self, slot: int, staged: Sequence[LoRAFactors | None]) -> None:
+        """Empty a slot and load a staged adapter into it. ValueError."""
+        self.slots.load(slot, staged)
+
+
+class LoRALinear(LinearAdapters):
     """y = x @ W.T + bias + scale * (x @ A.T) @ B.T, with A, B and scale of each row's slot.
 
     weight [sum of slice widths, in_features] and bias are those of the whole layer; a column-
@@ -70,16 +106,6 @@ class LoRALinear(nn.Module):
             device=weight.device,
         )
 
-    @property
-    def num_slots(self) -> int:
-        return self.slots.num_slots
-
-    @property
-    def parts(self) -> dict[str, tuple[int, ...]]:
-        """The modules that an adapter may have factors for, and the slices that each covers."""
-        names = (*self.packing.slice_names, *self.packing.fused)
-        return {name: self.packing.slices_of(name) for name in names}
-
     def forward(
         self,
         x: Tensor,
@@ -99,23 +125,6 @@ class LoRALinear(nn.Module):
         rows = x.reshape(-1, x.shape[-1])
         out = lora_linear(rows, self.weight, self.bias, self.slots, metadata, workspace, form=form)
         return out.view(*x.shape[:-1], out.shape[1])
-
-    def load_adapter(self, slot: int, parts: Parts) -> None:
-        """Put an adapter into a slot, all or nothing. `parts` maps names of slices or fused
-        modules to whole factors; a slice that it does not name gets none. ValueError."""
-        self.commit(slot, self.stage(parts))
-
-    def unload(self, slot: int) -> None:
-        """Empty a slot; its rows then get no delta. ValueError."""
-        self.slots.reset(slot)
-
-    def stage(self, parts: Parts) -> tuple[LoRAFactors | None, ...]:
-        """This rank's part of an adapter, checked, as `commit` takes it. ValueError."""
-        return stage(self.packing, self.cut, parts, max_rank=self.slots.rank, like=self.slots.a)
-
-    def commit(self, slot: int, staged: Sequence[LoRAFactors | None]) -> None:
-        """Empty a slot and load a staged adapter into it. ValueError."""
-        self.slots.load(slot, staged)
 
 
 def _check_base(packing: Packing, weight: Tensor, bias: Tensor | None) -> None:

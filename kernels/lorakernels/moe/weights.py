@@ -12,7 +12,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lorakernels.common.stacked_weights import StackedWeights, check_geometry, require_positive
+from lorakernels.common.stacked_weights import (
+    StackedWeights,
+    check_geometry,
+    empty_slots,
+    require_positive,
+)
 from lorakernels.dense.weights import LoRAFactors
 
 
@@ -64,13 +69,10 @@ class ExpertWeights(StackedWeights[ExpertFactors]):
         check_geometry(num_slots, slice_widths, in_features, rank, dtype)
         self.num_experts = num_experts
         copies_a, copies_b = (1 if shared else num_experts for shared in (shared_a, shared_b))
-        super().__init__(
-            a_shape=(num_slots, copies_a, len(slice_widths), rank, in_features),
-            b_shape=(num_slots, copies_b, sum(slice_widths), rank),
-            slice_widths=slice_widths,
-            dtype=dtype,
-            device=device,
-        )
+        slices = len(slice_widths)
+        a_shape = (num_slots, copies_a, slices, rank, in_features)
+        b_shape = (num_slots, copies_b, sum(slice_widths), rank)
+        super().__init__(empty_slots(a_shape, b_shape, slices, dtype, device), slice_widths)
 
     @property
     def shared_a(self) -> bool:

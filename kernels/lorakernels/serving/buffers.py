@@ -18,12 +18,12 @@ from lorakernels.batch.metadata import BatchMetadata
 from lorakernels.dense.ops import DenseWorkspace
 from lorakernels.dense.weights import SlotWeights
 from lorakernels.layers.gdn import GatedDeltaNetInputProjection
-from lorakernels.layers.linear import LoRALinear
+from lorakernels.layers.linear import LinearAdapters
 from lorakernels.layers.moe import FusedMoELoRA, MoEScratch
 from lorakernels.moe.align.metadata import PairMetadata
 from lorakernels.moe.weights import ExpertWeights
 
-LoRALayer = LoRALinear | GatedDeltaNetInputProjection | FusedMoELoRA
+LoRALayer = LinearAdapters | GatedDeltaNetInputProjection | FusedMoELoRA
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -81,8 +81,8 @@ class ServingBuffers:
     ) -> ServingBuffers:
         """Allocate what batches of up to `max_tokens` rows need.
 
-        layers: LoRALinear, GatedDeltaNetInputProjection and FusedMoELoRA by their names, of one
-            device and with one number of slots.
+        layers: LoRALinear, WrappedLoRALinear, GatedDeltaNetInputProjection and FusedMoELoRA by
+            their names, of one device and with one number of slots.
         top_k: experts of a token; needed with a FusedMoELoRA.
         branches: branches of a fork that may use the dense workspace at the same time, such as
             shared experts beside the routed ones; see DenseWorkspace.
@@ -178,8 +178,8 @@ def _checked(layers: Mapping[str, nn.Module]) -> dict[str, LoRALayer]:
     for name, layer in layers.items():
         if not isinstance(layer, LoRALayer):
             raise ValueError(
-                f"{name} must be a LoRALinear, a GatedDeltaNetInputProjection or a FusedMoELoRA "
-                f"(got {type(layer).__name__})"
+                f"{name} must be a LoRALinear, a WrappedLoRALinear, a "
+                f"GatedDeltaNetInputProjection or a FusedMoELoRA (got {type(layer).__name__})"
             )
         checked[name] = layer
     return checked

@@ -14,8 +14,8 @@ from loragate.core.machine import select_interpreter
 
 select_interpreter()
 
+from lorakernels.common.slice_stacks import pack, whole  # noqa: E402
 from lorakernels.integrations.vllm.adoption import LOGGER, adopt, refusal  # noqa: E402
-from lorakernels.integrations.vllm.packing import pack, whole  # noqa: E402
 
 
 def randn(*shape: int, seed: int) -> torch.Tensor:

@@ -30,8 +30,8 @@ from lorakernels.adapters.slots import AdapterSlots
 from lorakernels.batch.metadata import BatchMetadata
 from lorakernels.dense.ops import (
     DenseWorkspace,
-    lora_expand,
-    lora_shrink,
+    expand_from_tiles,
+    shrink_in_tiles,
     shrunk_shape,
 )
 from lorakernels.dense.weights import LoRAFactors, SlotWeights
@@ -71,7 +71,7 @@ def _shrink_kernel() -> None:
         weights, metadata = _prepared(setting, mapping, setting.hidden, 64)
         x = rand(len(mapping), setting.hidden, dtype=setting.dtype)
         shrunk = torch.zeros(shrunk_shape(len(mapping), weights), device=x.device)
-        lora_shrink(x, weights, metadata, shrunk)
+        shrink_in_tiles(x, weights, metadata, shrunk)
         found = _by_row(shrunk.sum(0), metadata, len(mapping))
         wanted = torch.zeros_like(found)
         for slot in range(setting.adapters):
@@ -96,7 +96,7 @@ def _expand_kernel() -> None:
             columns = slice(part * width, (part + 1) * width)
             own = h[mine, part * setting.rank : (part + 1) * setting.rank].to(setting.dtype)
             wanted[mine, columns] += own @ weights.b[slot, columns].T * _KERNEL_SCALE
-        lora_expand(shrunk, weights, metadata, out)
+        expand_from_tiles(shrunk, weights, metadata, out)
         assert_close(out, wanted)
 
 
@@ -239,8 +239,8 @@ def _run_delta(weights: SlotWeights, metadata: BatchMetadata, before: Tensor) ->
     out = before.clone()
     x = rand(len(out), weights.in_features, dtype=out.dtype)
     shrunk = torch.zeros(shrunk_shape(len(out), weights), device=out.device)
-    lora_shrink(x, weights, metadata, shrunk)
-    lora_expand(shrunk, weights, metadata, out)
+    shrink_in_tiles(x, weights, metadata, shrunk)
+    expand_from_tiles(shrunk, weights, metadata, out)
     return out
 
 

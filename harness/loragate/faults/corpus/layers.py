@@ -6,6 +6,7 @@ from loragate.faults.corpus.points import planting
 from loragate.faults.model import Group
 
 _linear = planting("lorakernels.layers.linear", Group.LAYER)
+_wrapped = planting("lorakernels.layers.wrapped", Group.LAYER)
 _dense = planting("lorakernels.dense.linear", Group.LAYER)
 _packing = planting("lorakernels.layers.packing", Group.LAYER)
 _partition = planting("lorakernels.layers.partition", Group.LAYER)
@@ -114,5 +115,41 @@ FAULTS = (
         "        rows = x.transpose(0, -2).reshape(-1, x.shape[-1])\n",
         source="own",
         why="Of an input of three dimensions the first two are exchanged.",
+    ),
+    _wrapped(
+        "wrapped-delta-on-a-copy",
+        "        dense_delta(rows, self.slots, metadata, workspace, out)\n",
+        "        dense_delta(rows, self.slots, metadata, workspace, out.clone())\n",
+        source="tgi #2180",
+        why="What an existing linear returns stays as it is; the base model is served.",
+    ),
+    _wrapped(
+        "wrapped-adapters-cut-for-the-first-rank",
+        "            tp_rank=tp_rank,\n",
+        "            tp_rank=0,\n",
+        source="sglang #24171",
+        why="Around an existing linear all ranks hold the first rank's part of an adapter.",
+    ),
+    _wrapped(
+        "wrapped-base-copied",
+        "        self.base, self.slots = base, slots\n",
+        "        from copy import deepcopy\n\n"
+        "        self.base, self.slots = deepcopy(base), slots\n",
+        source="own",
+        why="A layer around an existing linear keeps weights that are replaced later.",
+    ),
+    _wrapped(
+        "wrapped-base-gets-the-input-as-it-is",
+        "        out = self.base(rows)\n",
+        "        out = self.base(x)\n        out = out.view(-1, out.shape[-1])\n",
+        source="own",
+        why="A kernel of the base that knows rows alone gets three dimensions.",
+    ),
+    _wrapped(
+        "slots-of-other-widths-accepted",
+        "        if (slots.slice_widths, slots.in_features) != (widths, self.cut.inputs.size):\n",
+        "        if slots.in_features != self.cut.inputs.size:\n",
+        source="own",
+        why="Slots whose slices are not those of the layer are loaded across each other.",
     ),
 )

@@ -6,6 +6,8 @@ from loragate.faults.corpus.points import planting
 from loragate.faults.model import Group
 
 _plant = planting("lorakernels.common.stacked_weights", Group.WEIGHTS)
+_slots = planting("lorakernels.dense.weights", Group.WEIGHTS)
+_stacks = planting("lorakernels.dense.stacks", Group.WEIGHTS)
 
 FAULTS = (
     _plant(
@@ -86,5 +88,77 @@ FAULTS = (
         source="vllm tests/lora/test_punica_ops.py",
         why="Slot -1 means the last slot to Python.",
         only=True,
+    ),
+    _stacks(
+        "stacks-of-the-server-left-to-it",
+        "    return AdoptedStacks(weights, views_a, views_b)\n",
+        "    return AdoptedStacks(weights, tuple(a), tuple(b))\n",
+        source="own",
+        why="A server goes on loading adapters into stacks that no kernel reads.",
+    ),
+    _stacks(
+        "adopted-stacks-begin-empty",
+        "    ranks = torch.full((slots, slices), rank, dtype=torch.int32, device=device)\n",
+        "    ranks = torch.zeros(slots, slices, dtype=torch.int32, device=device)\n",
+        source="own",
+        why="Adapters that were loaded before a server's stacks are adopted are not served.",
+    ),
+    _slots(
+        "adopted-tensors-copied",
+        "        tensors = SlotTensors(a, b, ranks, scales)\n",
+        "        tensors = SlotTensors(a.clone(), b.clone(), ranks.clone(), scales.clone())\n",
+        source="own",
+        why="What a server writes to its own tensors is not seen.",
+    ),
+    _slots(
+        "adopted-slots-emptied",
+        "        StackedWeights.__init__(weights, tensors, slice_widths)\n",
+        "        StackedWeights.__init__(weights, tensors, slice_widths)\n"
+        "        for slot in range(weights.num_slots):\n"
+        "            weights.reset(slot)\n",
+        source="own",
+        why="Adapters that a server's tensors hold are lost when they are adopted.",
+    ),
+    _plant(
+        "dead-ranks-of-padded-factors-kept",
+        "[p.masked_fill(dead, 0) for p, dead in zip(parts, is_dead, strict=True)]",
+        "[p for p, dead in zip(parts, is_dead, strict=True)]",
+        source="vllm #31994",
+        why="What lies behind the rank of an adapter is read together with its last ranks.",
+    ),
+    _plant(
+        "first-scale-on-the-device-for-all-slices",
+        "        self.scales[slot].copy_(scales)\n",
+        "        self.scales[slot].copy_(scales[:1])\n",
+        source="own",
+        why="All slices get the scale of the first one.",
+    ),
+    _plant(
+        "rank-on-the-device-believed",
+        "        live = ranks.clamp(0, most)\n",
+        "        live = ranks.clamp(min=0)\n",
+        source="own",
+        why="A rank beyond the buffers makes kernels read the slices behind.",
+    ),
+    _plant(
+        "rank-of-padded-factors-taken-for-live",
+        "        self.ranks[slot].copy_(live)\n",
+        "        self.ranks[slot].fill_(most)\n",
+        source="vllm #31994",
+        why="An adapter with its rank on the device is contracted over all ranks of its factors.",
+    ),
+    _plant(
+        "padded-factors-loaded-over-the-ones-before",
+        "        self.reset(slot)\n        self.a[slot, ..., :most, :].copy_(a)\n",
+        "        self.a[slot, ..., :most, :].copy_(a)\n",
+        source="sglang #8103",
+        why="Behind padded factors that are smaller than the slot its last adapter stays.",
+    ),
+    _plant(
+        "host-waits-for-the-ranks-of-an-adapter",
+        "        live = ranks.clamp(0, most)\n",
+        "        live = ranks.clamp(0, max(0, min(most, int(ranks.max()))))\n",
+        source="own",
+        why="Loading an adapter waits until the device has done all steps before.",
     ),
 )

@@ -13,8 +13,8 @@ from loragate.matrix.case import Case, RouterWeights, Sharing, Write
 from loragate.protocol import Pool, Routes
 from loragate.subjects.vllm.layer_package import VllmLayers
 from loragate.subjects.vllm.package import fold_scale
+from lorakernels.common.slice_stacks import pack
 from lorakernels.integrations.vllm.experts import prepare_pairs
-from lorakernels.integrations.vllm.packing import pack
 
 
 class _Delta:

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lorakernels.common.slice_stacks import Slices, pack
 from lorakernels.common.stacked_weights import MAX_RANK
-from lorakernels.integrations.vllm.packing import Slices, pack
 
 # a child of vLLM's logger, whose handlers it uses
 LOGGER = logging.getLogger("vllm.plugins.lorakernels")

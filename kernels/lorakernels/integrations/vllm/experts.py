@@ -11,8 +11,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from lorakernels.common.slice_stacks import PackedFactors, whole
 from lorakernels.common.stacked_weights import SlotTensors
-from lorakernels.integrations.vllm.packing import PackedFactors, whole
 from lorakernels.moe.align.metadata import PairMetadata
 from lorakernels.moe.align.ops import align_pairs
 from lorakernels.moe.delta.launch import shape_of

@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from lorakernels.common.slice_stacks import whole
 from lorakernels.common.stacked_weights import SlotTensors
 from lorakernels.dense.check import check_operands
 from lorakernels.dense.launch import launch_expand, launch_shrink
@@ -16,7 +17,6 @@ from lorakernels.dense.ops import shape_of
 from lorakernels.dense.plan import plan_shrunk
 from lorakernels.integrations.vllm.declaration import runs_adapters
 from lorakernels.integrations.vllm.launches import Operator
-from lorakernels.integrations.vllm.packing import whole
 from lorakernels.integrations.vllm.tables import host_value, tables_of_height
 from lorakernels.runtime.device import supports_pdl
 

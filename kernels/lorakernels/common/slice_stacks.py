@@ -1,9 +1,9 @@
-"""Stacked adapters of vLLM as the kernels read them.
+"""Stacked adapters of other servers as the kernels read them.
 
 vLLM keeps A and B of each slice in a tensor of its own, [slots, experts, rank, in_features] and
 [slots, experts, width, rank], where a linear layer has one expert. The kernels read all slices of a
-layer from one buffer. So the tensors of a layer become views of such buffers, into which vLLM goes
-on loading adapters in place.
+layer from one buffer. So the tensors of a layer become views of such buffers, into which the server
+goes on loading adapters in place.
 """
 
 from __future__ import annotations

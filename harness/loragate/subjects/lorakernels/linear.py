@@ -1,0 +1,126 @@
+"""The project's own linear layers, which hold their base weight or are put around a linear that
+exists. All tensor-parallel ranks run in this process, one after the other."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from loragate.core.machine import Machine
+from loragate.matrix.case import Base, Case, Cut, Parallel, Streams
+from loragate.protocol import BaseLayer, Pool
+from loragate.subjects.lorakernels.dead_ranks import keep_dead_nan
+from loragate.subjects.lorakernels.factors import factors
+from loragate.subjects.lorakernels.mapping import Mapping, in_dims
+from lorakernels.dense.forms import LinearForm
+from lorakernels.dense.ops import DenseWorkspace
+from lorakernels.dense.weights import SlotWeights
+from lorakernels.layers import partition
+from lorakernels.layers.linear import LoRALinear
+from lorakernels.layers.wrapped import WrappedLoRALinear
+
+
+class LinearLayer(Mapping):
+    def __init__(self, case: Case, machine: Machine, base: BaseLayer) -> None:
+        super().__init__(case, machine)
+        self.case = case
+        is_dual = case.streams is Streams.DUAL
+        # a layer around a linear that exists has one form
+        self.options = {"form": LinearForm.DUAL} if is_dual else {}
+        build = _wrapped if case.base is Base.CALLABLE else _owning
+        self.ranks = [build(case, base, tp_rank) for tp_rank in range(case.tp)]
+        self.workspace = DenseWorkspace([r.slots for r in self.ranks], max_tokens=case.max_tokens)
+
+    def load(self, slot: int, pool: Pool) -> None:
+        for layer in self.ranks:
+            layer.load_adapter(slot, factors(pool, slot))
+            keep_dead_nan(layer.slots, slot, pool)
+
+    def unload(self, slot: int) -> None:
+        for layer in self.ranks:
+            layer.unload(slot)
+
+    def apply(self, x: Tensor, out: Tensor) -> Tensor:
+        # each rank takes its own columns of the input, as the layer before it would provide them
+        outputs = []
+        for layer in self.ranks:
+            inputs = layer.cut.inputs
+            local = x[:, inputs.start : inputs.stop]
+            if inputs.live < inputs.size:
+                local = functional.pad(local, (0, inputs.size - inputs.live))
+            local = in_dims(local, self.case.input_dims)
+            y = layer(local, self.metadata, self.workspace, **self.options)
+            outputs.append(y.view(len(x), y.shape[-1]))
+        if self.case.parallel is Parallel.ROW:
+            total: Tensor = functools.reduce(torch.add, outputs)
+            return total
+        return torch.cat([*self._gathered(outputs)], dim=1)
+
+    def _gathered(self, outputs: list[Tensor]) -> Iterator[Tensor]:
+        """The columns of the whole layer, each from one of the ranks that hold it."""
+        shards = zip(*(layer.cut.columns for layer in self.ranks), strict=True)
+        start = 0
+        for part, of_ranks in enumerate(shards):
+            stop = 0
+            for rank, shard in enumerate(of_ranks):
+                holders = [other for other, same in enumerate(of_ranks) if same == shard]
+                # of the ranks that hold the same head, another one in each slice
+                if shard.live and rank == holders[part % len(holders)]:
+                    assert shard.start == stop
+                    yield outputs[rank][:, start : start + shard.live]
+                    stop = shard.stop
+            start += of_ranks[0].size
+
+
+def _owning(case: Case, base: BaseLayer, tp_rank: int) -> LoRALinear:
+    whole = {"num_slots": case.slots, "rank": case.rank, **_geometry(case, tp_rank)}
+    return LoRALinear(base.weight, base.bias, **whole)
+
+
+def _wrapped(case: Case, base: BaseLayer, tp_rank: int) -> WrappedLoRALinear:
+    """Around a linear with this rank's part of the weight."""
+    plain = LoRALinear(base.weight, base.bias, num_slots=1, rank=1, **_geometry(case, tp_rank))
+    slots = SlotWeights(
+        num_slots=case.slots,
+        slice_widths=plain.slots.slice_widths,
+        in_features=plain.slots.in_features,
+        rank=case.rank,
+        dtype=base.weight.dtype,
+        device=base.weight.device,
+    )
+    linear = partial(functional.linear, weight=plain.weight, bias=plain.bias)
+    whole = {"in_features": case.in_features, **_geometry(case, tp_rank)}
+    return WrappedLoRALinear(linear, slots, **whole)
+
+
+def _geometry(case: Case, tp_rank: int) -> dict[str, Any]:
+    is_cut_by_rows = case.parallel is Parallel.ROW and case.cut is Cut.PADDED
+    return {
+        "slices": [_slice(case, part) for part in range(len(case.slices))],
+        "parallel": partition.Parallel(case.parallel),
+        "tp_size": case.tp,
+        "tp_rank": tp_rank,
+        "padded_in_features": _padded(case, case.in_features) if is_cut_by_rows else None,
+    }
+
+
+def _slice(case: Case, part: int) -> partition.Slice:
+    width = case.slices[part]
+    is_padded = case.parallel is Parallel.COLUMN and case.cut is Cut.PADDED
+    return partition.Slice(
+        f"slice{part}",
+        width,
+        heads=case.heads if case.heads and part else None,
+        padded_width=_padded(case, width) if is_padded else None,
+    )
+
+
+def _padded(case: Case, width: int) -> int:
+    """The next multiple of the number of ranks."""
+    return -(-width // case.tp) * case.tp
