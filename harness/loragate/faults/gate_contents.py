@@ -15,6 +15,7 @@ from pathlib import Path
 from loragate.compile_leg import BASELINE
 from loragate.compile_leg.baseline import load_baseline
 from loragate.core.checkout import project_root
+from loragate.core.syntax import parse
 from loragate.faults.model import GateItem, Part
 from loragate.matrix.case import Case, Tier
 from loragate.matrix.ids import case_id
@@ -83,6 +84,6 @@ def _host_tests() -> Iterator[str]:
 
 
 def _tests_in(file: Path, name: Path) -> Iterator[str]:
-    for node in ast.parse(file.read_text(encoding="utf-8")).body:
+    for node in parse(file.read_text(encoding="utf-8")).body:
         if isinstance(node, ast.FunctionDef) and node.name.startswith("test_"):
             yield f"{name.as_posix()}::{node.name}"

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
+from loragate.core.syntax import parse
 from loragate.faults.planting import package_folder
 from loragate.mutants.model import Mutant, Sources
 
@@ -52,7 +53,7 @@ class Place:
 
 @cache
 def _parsed(text: str) -> ast.Module:
-    return ast.parse(text)
+    return parse(text)
 
 
 def place_of(text: str, first: int, last: int) -> Place:

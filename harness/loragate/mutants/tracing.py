@@ -15,6 +15,8 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+from loragate.core.syntax import parse
+
 _FILE = "LORAGATE_MUTANTS_TRACE"
 _SITE = "from loragate.mutants.tracing import start_from_environment\nstart_from_environment()\n"
 # names that copies find among Python's own, without an import
@@ -33,7 +35,7 @@ def instrumented(text: str, module: str) -> str:
     """The text with a note before every statement of a function, by the statement's own line."""
     lines = text.splitlines(keepends=True)
     notes: dict[int, str] = {}
-    for function in ast.walk(ast.parse(text)):
+    for function in ast.walk(parse(text)):
         if isinstance(function, _Function):
             for statement in _statements(function.body, docstring=True):
                 first = _first_line(statement)

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
 
+from loragate.core.syntax import parse
+
 Span = tuple[int, int]
 
 
@@ -19,7 +21,7 @@ class Module:
 
     @cached_property
     def tree(self) -> ast.Module:
-        return ast.parse(self.text)
+        return parse(self.text)
 
     @cached_property
     def parents(self) -> dict[ast.AST, ast.AST]:
