@@ -239,6 +239,23 @@ def test_padded_rows_are_base_rows_in_tiles_of_the_height_of_all_rows(
     assert batch.token_slots.tolist() == slots + [-1] * (padded - live)
 
 
+class Forbidden:
+    def __getitem__(self, grid: Any) -> Any:
+        raise AssertionError("the host launches a kernel beside the graph")
+
+
+def test_a_replay_installs_the_mapping_of_its_step_without_a_launch_by_the_host(
+    stack: Any, graphs: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runner = runner_of(stack)
+    runner.capture()
+    monkeypatch.setattr("lorakernels.batch.metadata.prepare_kernel", Forbidden())
+    for slots in ([0, 2], [2] * 8, [-1, -1, 2], [-1], [0]):
+        assert_served(runner, stack, slots)
+        mapping = stack.buffers.batch.token_slots.tolist()
+        assert mapping == slots + [-1] * (len(mapping) - len(slots))
+
+
 def test_a_batch_that_is_too_large_is_refused_by_both_numbers(stack: Any) -> None:
     runner = runner_of(stack)
     with pytest.raises(ValueError, match=r"a step may have 12 rows, max_tokens \(got 13\)"):

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from lorakernels.runtime import device as runtime
+from lorakernels.runtime import streams
 from lorakernels.serving.inputs import InputSpec, StepInputs
 
 MOST = 7
@@ -83,10 +83,25 @@ def test_every_tensor_keeps_its_address_and_lies_in_one_block() -> None:
 class BusyDevice(TorchFunctionMode):
     """Models pinned memory, and a device that runs no copy before `finish` is called."""
 
-    def __init__(self) -> None:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         super().__init__()
         self.queued: list[Tensor] = []
         self.pinned: set[int] = set()
+        self.unfinished: set[Event] = set()
+        monkeypatch.setattr(streams, "stream_module", lambda device: self)
+
+    def Event(self) -> Event:
+        return Event(self.unfinished)
+
+    def current_stream(self, device: torch.device) -> None:
+        return None
+
+    def finish(self) -> list[Tensor]:
+        """What the copies read that were queued since the last call."""
+        self.unfinished.clear()
+        read = [source.clone() for source in self.queued]
+        self.queued.clear()
+        return read
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
@@ -103,23 +118,72 @@ class BusyDevice(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def test_a_step_is_one_copy_from_memory_that_no_later_step_writes() -> None:
-    inputs, busy = made(), BusyDevice()
+class Event:
+    def __init__(self, unfinished: set[Event]) -> None:
+        self.unfinished = unfinished
+
+    def record(self, stream: None) -> None:
+        self.unfinished.add(self)
+
+    def query(self) -> bool:
+        return self not in self.unfinished
+
+
+def busy_inputs(monkeypatch: pytest.MonkeyPatch) -> tuple[StepInputs, BusyDevice]:
+    inputs = made()
     inputs.block = torch.empty_like(inputs.block, device="meta")
-    wanted = []
+    return inputs, BusyDevice(monkeypatch)
+
+
+STEPS = [step(rows, seed) for rows, seed in ((7, 1), (2, 2), (5, 4))]
+
+
+def test_a_step_is_one_copy_from_memory_that_no_later_step_writes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    inputs, busy = busy_inputs(monkeypatch)
     with busy:
-        for rows, seed in ((7, 1), (2, 2), (5, 4)):
-            inputs.write(*step(rows, seed))
-            wanted.append(inputs._host.clone())
-    assert len(busy.queued) == 3
-    for source, host in zip(busy.queued, wanted, strict=True):
-        assert torch.equal(source, host)
+        for _ in range(3):
+            wanted = []
+            for slots, values in STEPS:
+                inputs.write(slots, values)
+                wanted.append(torch.from_numpy(inputs._host).clone())
+            found = busy.finish()
+            assert len(found) == 3
+            for source, host in zip(found, wanted, strict=True):
+                assert torch.equal(source, host)
 
 
-def test_a_copy_within_the_host_needs_no_pinned_memory() -> None:
-    target = torch.zeros(3)
-    runtime.upload_into(target, torch.ones(3))
-    assert target.tolist() == [1, 1, 1]
+def test_steps_whose_copies_have_run_leave_their_memory_to_the_next_ones(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    inputs, busy = busy_inputs(monkeypatch)
+    with busy:
+        for _ in range(4):
+            for slots, values in STEPS[:2]:
+                inputs.write(slots, values)
+            busy.finish()
+    assert len(busy.pinned) == 2
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="copies are queued on a GPU")
+def test_steps_queued_behind_a_busy_gpu_get_the_inputs_of_their_own_time() -> None:
+    inputs = StepInputs(SPECS, max_tokens=MOST, device="cuda")
+    for _ in range(2):
+        # twice, since the second time all blocks of the first are free
+        torch.cuda.synchronize()
+        torch.cuda._sleep(1 << 30)
+        behind = torch.cuda.Event()
+        found = []
+        for seed in range(64):
+            inputs.write(*step(seed % MOST, seed))
+            found.append(inputs.block.clone())
+        behind.record()
+        assert not behind.query(), "the device was not busy: nothing was queued"
+        for seed, block in enumerate(found):
+            wanted = made()
+            wanted.write(*step(seed % MOST, seed))
+            assert torch.equal(block.cpu(), wanted.block), f"the inputs of step {seed}"
 
 
 def change(name: str, value: Tensor) -> Callable[[dict[str, Tensor]], None]:

@@ -39,12 +39,6 @@ def max_tiles(num_rows: int, num_slots: int, height: int) -> int:
     return num_rows // height + min(num_slots, num_rows)
 
 
-def names_adapters(token_slots: Tensor) -> bool:
-    """Whether a mapping on the host has a row with an adapter."""
-    # a comparison of all elements takes three times as long
-    return len(token_slots) > 0 and token_slots.max().item() >= 0
-
-
 class BatchMetadata:
     """Device buffers, all int32:
 
@@ -108,14 +102,59 @@ class BatchMetadata:
             token_slots when the work queued so far is done. Nothing is copied then.
         Raises ValueError with nothing changed.
         """
-        num_live = self._check(token_slots, num_rows)
-        on_host = token_slots.device.type == "cpu"
-        self._note_adapters(not on_host or names_adapters(token_slots))
+        may_have = self.check(token_slots)
+        num_live = token_slots.shape[0]
+        self.expect(num_live if num_rows is None else num_rows, num_live, may_have=may_have)
         if uploaded is not None:
             token_slots = uploaded
         if token_slots.device != self.token_slots.device:
             token_slots = upload(token_slots, self.token_slots.device)
-        self._set_rows(num_live if num_rows is None else num_rows)
+        self.install(token_slots, num_live)
+
+    def check(self, token_slots: Tensor) -> bool:
+        """Whether a mapping may have a row with an adapter: on the CPU whether it has one.
+        ValueError where `prepare` would refuse it for any number of rows."""
+        if token_slots.dtype != torch.int32 or token_slots.dim() != 1:
+            raise ValueError(
+                "token_slots must be int32 with one dimension "
+                f"(got {token_slots.dtype} with shape {list(token_slots.shape)})"
+            )
+        if not token_slots.is_contiguous():
+            raise ValueError(
+                f"token_slots must be contiguous (got a stride of {token_slots.stride(0)})"
+            )
+        device, found = self.token_slots.device, token_slots.device
+        if found.type != "cpu":
+            if found != device:
+                allowed = "cpu" if device.type == "cpu" else f"{device} or cpu"
+                raise ValueError(f"token_slots must be on {allowed} (got {found})")
+            # checking device data would need a sync; the kernel treats an unknown id as base
+            return True
+        values = token_slots.numpy()
+        low, high = (values.min(), values.max()) if len(values) else (-1, -1)
+        if low < -1 or high >= self.max_slots:
+            raise ValueError(
+                f"token_slots must be -1 to {self.max_slots - 1} (got {low} to {high})"
+            )
+        return bool(high >= 0)
+
+    def expect(self, num_rows: int, num_live: int, *, may_have: bool) -> None:
+        """What the host knows of the next step, whose tables `install` writes, here or in a graph
+        that is replayed: its rows, how many of them are live, and what `check` said of these.
+        Raises ValueError with nothing changed."""
+        if num_rows > self.max_tokens:
+            raise ValueError(f"token_slots may have {self.max_tokens} rows (got {num_rows})")
+        if num_rows < num_live:
+            raise ValueError(
+                f"num_rows must be at least {num_live}, the live rows (got {num_rows})"
+            )
+        self._note_adapters(may_have)
+        self._set_rows(num_rows)
+
+    def install(self, token_slots: Tensor, num_live: int) -> None:
+        """Queue the kernel that writes all tables, in tiles of the height of the expected rows.
+        token_slots: int32 [at least num_live] on this device. It may be captured: a replay writes
+        the tables of what `token_slots` holds then."""
         block = 1024 if self.max_tokens <= 1024 else 4096
         with on_device_of(self.token_slots):
             prepare_kernel[(self.max_slots,)](
@@ -168,32 +207,3 @@ class BatchMetadata:
     def _set_rows(self, num_rows: int) -> None:
         self.num_rows = num_rows
         note_rows(self.tile_rows, num_rows)
-
-    def _check(self, token_slots: Tensor, num_rows: int | None) -> int:
-        if token_slots.dtype != torch.int32 or token_slots.dim() != 1:
-            raise ValueError(
-                "token_slots must be int32 with one dimension "
-                f"(got {token_slots.dtype} with shape {list(token_slots.shape)})"
-            )
-        if not token_slots.is_contiguous():
-            raise ValueError(
-                f"token_slots must be contiguous (got a stride of {token_slots.stride(0)})"
-            )
-        device = self.token_slots.device
-        if token_slots.device.type != "cpu" and token_slots.device != device:
-            allowed = "cpu" if device.type == "cpu" else f"{device} or cpu"
-            raise ValueError(f"token_slots must be on {allowed} (got {token_slots.device})")
-        num_live = token_slots.shape[0]
-        wanted = num_live if num_rows is None else num_rows
-        if wanted > self.max_tokens:
-            raise ValueError(f"token_slots may have {self.max_tokens} rows (got {wanted})")
-        if wanted < num_live:
-            raise ValueError(f"num_rows must be at least {num_live}, the live rows (got {wanted})")
-        # checking device data would need a sync; there the kernel treats an unknown id as base
-        if token_slots.device.type == "cpu" and num_live:
-            low, high = token_slots.min().item(), token_slots.max().item()
-            if low < -1 or high >= self.max_slots:
-                raise ValueError(
-                    f"token_slots must be -1 to {self.max_slots - 1} (got {low} to {high})"
-                )
-        return num_live

@@ -56,23 +56,10 @@ def _may_be_in_a_graph(buffer: Tensor) -> bool:
 def upload(host: Tensor, device: torch.device) -> Tensor:
     """A copy of a CPU tensor on a GPU, queued without waiting; the caller may overwrite `host`,
     pinned or not, as soon as this returns."""
-    return _staged(host).to(device, non_blocking=True)
-
-
-def upload_into(target: Tensor, host: Tensor) -> None:
-    """Copy a CPU tensor into a tensor of any device, queued without waiting; the caller may
-    overwrite `host` as soon as this returns."""
-    if target.device == host.device:
-        target.copy_(host)
-    else:
-        target.copy_(_staged(host), non_blocking=True)
-
-
-def _staged(host: Tensor) -> Tensor:
     # a fresh pinned block each time: the allocator reuses it only after the copy has run, while a
     # pinned buffer of the caller would be read when it has changed (vllm #36013)
     staged = torch.empty(host.shape, dtype=host.dtype, device="cpu", pin_memory=True)
-    return staged.copy_(host)
+    return staged.copy_(host).to(device, non_blocking=True)
 
 
 def launch_options(pdl: bool) -> dict[str, bool]:

@@ -8,6 +8,9 @@ What makes a graph go on being right:
   kernels of the adapters are in it in any case. They are left out of a graph only where
   `BatchMetadata.without_adapters` declares it, and then only batches of which the host knows that
   they have no adapter are given to it (vllm #43139).
+* It begins with the kernel that writes the tables of the mapping from the static `token_slots`,
+  whose padding is base rows. So a step is one copy and one replay for the host, which launches no
+  kernel by itself.
 * All that it reads lies at fixed addresses: inputs, mapping, workspaces, weights, adapters. An
   adapter is loaded in place, so that adapters may come and go between replays.
 """
@@ -21,7 +24,6 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from lorakernels.batch.metadata import names_adapters
 from lorakernels.runtime.device import on_device_of
 from lorakernels.runtime.graphs import Captured, GraphPool, graph_module
 from lorakernels.serving.buffers import ServingBuffers
@@ -98,7 +100,7 @@ class GraphRunner:
             pool = GraphPool(module, self._device)
             for key in self._planned:
                 with self._dummy_step(key):
-                    call = partial(self._steps[key.width], key.num_tokens)
+                    call = partial(self._prepared_step, key)
                     graphs[key] = pool.capture(call, warm_ups=_WARM_UPS)
         self._graphs, self._unchecked = graphs, set(graphs)
         for width in self._steps:
@@ -107,7 +109,6 @@ class GraphRunner:
         self._captured = {name: t.detach() for name, t in self._read_tensors().items()}
         return self.keys
 
-    @torch.no_grad()
     def run(self, token_slots: Tensor, *, width: int = 1, **values: Tensor) -> Tensor:
         """The output of the step [live rows, ..].
 
@@ -117,22 +118,23 @@ class GraphRunner:
         A batch that is larger than all graphs runs eagerly. The output of a graph lies in memory of
         the graphs: it is valid until the next call of `run` or `capture`. Raises ValueError.
         """
-        num_live = token_slots.shape[0]
+        batch = self._buffers.batch
         # asked on the host, before anything is queued
-        has_adapters = names_adapters(token_slots)
+        has_adapters = batch.check(token_slots)
+        num_live = token_slots.shape[0]
         sizes = self._sizes.get(width, ())
         key = choose_key(sizes, num_rows=num_live, has_adapters=has_adapters, width=width)
-        rows = num_live if key is None else key.num_tokens
-        self._inputs.write(token_slots, values)
-        uploaded = self._inputs.token_slots
-        self._buffers.batch.prepare(token_slots, num_rows=rows, uploaded=uploaded)
-        if key is None:
-            return self._steps[width](rows)
-        if key in self._unchecked:
-            self.check_addresses()
-            self._unchecked.remove(key)
-        self.replays += 1
         with on_device_of(self._inputs.block):
+            self._inputs.write(token_slots, values)
+            if key is None:
+                batch.prepare(token_slots, uploaded=self._inputs.token_slots)
+                with torch.no_grad():
+                    return self._steps[width](num_live)
+            batch.expect(key.num_tokens, num_live, may_have=has_adapters)
+            if key in self._unchecked:
+                self.check_addresses()
+                self._unchecked.remove(key)
+            self.replays += 1
             return self._graphs[key].replay()[:num_live]
 
     def check_addresses(self) -> None:
@@ -159,8 +161,15 @@ class GraphRunner:
                 yield
             return
         slots = dummy_slots(rows, batch.max_slots)
-        batch.prepare(torch.tensor(slots, dtype=torch.int32, device="cpu"))
+        self._inputs.reset(slots)
+        batch.expect(rows, rows, may_have=max(slots) >= 0)
         yield
+
+    def _prepared_step(self, key: GraphKey) -> Tensor:
+        """What a graph does: the tables of the mapping that the inputs hold, and the step."""
+        # a padded row is a live one with -1, so that the graph serves fewer live rows, too
+        self._buffers.batch.install(self._inputs.token_slots, key.num_tokens)
+        return self._steps[key.width](key.num_tokens)
 
     def _read_tensors(self) -> dict[str, Tensor]:
         """What the graphs read and write of what this package knows, by name."""

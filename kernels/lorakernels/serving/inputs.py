@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from lorakernels.runtime.device import keep_address, upload_into
+from lorakernels.runtime.device import keep_address
+from lorakernels.runtime.staging import Staging
 
 TOKEN_SLOTS = "token_slots"
 # every tensor starts at a multiple of this, which torch's own allocations are aligned to on a GPU
 _ALIGNMENT = 512
+# what numpy takes the elements of a tensor for: it does not know all dtypes of torch
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,8 +55,14 @@ class StepInputs:
         self.specs = {**specs, TOKEN_SLOTS: InputSpec(dtype=torch.int32, padding=-1)}
         size = sum(_aligned(spec, max_tokens) for spec in self.specs.values())
         # what a write fills before it is copied; no copy in flight reads it
-        self._host = torch.empty(size, dtype=torch.uint8, device="cpu")
-        self._host_parts = self._cut(self._host)
+        host = torch.zeros(size, dtype=torch.uint8, device="cpu")
+        self._host = host.numpy()
+        self._host_parts = {name: _bits(part) for name, part in self._cut(host).items()}
+        self._padding = {
+            name: _bits(torch.tensor([spec.padding], dtype=spec.dtype, device="cpu"))
+            for name, spec in self.specs.items()
+        }
+        self._staging = Staging()
         self.block = keep_address(torch.empty(size, dtype=torch.uint8, device=device))
         self.tensors = {name: keep_address(part) for name, part in self._cut(self.block).items()}
         self._live = 0
@@ -81,23 +92,23 @@ class StepInputs:
         given = {**values, TOKEN_SLOTS: token_slots}
         self._check(given, live)
         for name, part in self._host_parts.items():
-            spec = self.specs[name]
-            if not spec.per_token:
-                part.copy_(given[name])
+            if not self.specs[name].per_token:
+                part[:] = _bits(given[name])
                 continue
-            part[:live].copy_(given[name])
+            part[:live] = _bits(given[name])
             if live < self._live:
                 # rows of the step before; all behind them hold their padding already
-                part[live : self._live].fill_(spec.padding)
+                part[live : self._live] = self._padding[name]
         self._live = live
-        upload_into(self.block, self._host)
+        self._staging.upload(self._host, self.block)
 
-    def reset(self) -> None:
-        """Queue padding for all rows."""
+    def reset(self, token_slots: Sequence[int] = ()) -> None:
+        """Queue padding for all rows, of which the first ones have these slots."""
         for name, part in self._host_parts.items():
-            part.fill_(self.specs[name].padding)
-        self._live = 0
-        upload_into(self.block, self._host)
+            part[:] = self._padding[name]
+        self._host_parts[TOKEN_SLOTS][: len(token_slots)] = token_slots
+        self._live = len(token_slots)
+        self._staging.upload(self._host, self.block)
 
     def _check(self, given: Mapping[str, Tensor], live: int) -> None:
         if live > self.max_tokens:
@@ -123,6 +134,12 @@ class StepInputs:
             parts[name] = block[start : start + size].view(spec.dtype).view(rows, *spec.shape)
             start += _aligned(spec, self.max_tokens)
         return parts
+
+
+def _bits(tensor: Tensor) -> NDArray[np.generic]:
+    """The memory of a CPU tensor, as integers."""
+    bits = _BITS[tensor.dtype.itemsize]
+    return (tensor if tensor.dtype == bits else tensor.view(bits)).numpy()
 
 
 def _size(spec: InputSpec, max_tokens: int) -> int:

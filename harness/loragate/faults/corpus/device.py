@@ -86,9 +86,8 @@ FAULTS = (
     ),
     _host(
         "prepare-reads-the-device",
-        "        self._set_rows(num_live if num_rows is None else num_rows)\n",
-        "        self._set_rows(num_live if num_rows is None else num_rows)\n"
-        "        int(self.num_tiles)\n",
+        "        self._set_rows(num_rows)\n",
+        "        self._set_rows(num_rows)\n        int(self.num_tiles)\n",
         source="own",
         why="Each step waits for the device to finish the one before.",
     ),

@@ -19,7 +19,7 @@ _align = planting("lorakernels.moe.align.ops", Group.ALIGN)
 _pairs = planting("lorakernels.moe.align.metadata", Group.ALIGN)
 _layer_launch = planting("lorakernels.moe.layer.launch", Group.MOE_LAYER)
 
-_ROWS = "        self._set_rows(num_live if num_rows is None else num_rows)\n"
+_ROWS = "        self._set_rows(num_rows)\n"
 _FORM = "    plan = GDNForm(form) if form else _plan(delta, products)\n"
 _LOAD = "        self.reset(slot)\n        start = 0\n"
 _LOAD_B = "                self.b[slot, ..., start : start + width, : part.rank].copy_(b)\n"

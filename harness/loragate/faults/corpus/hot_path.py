@@ -16,7 +16,7 @@ _layer_ops = planting("lorakernels.moe.layer.ops", Group.MOE_LAYER)
 
 _VIEW = "    return shrunk[:size].view(wanted)\n"
 _FRESH = "    return torch.empty_like(shrunk[:size]).view(wanted)\n"
-_ROWS = "        self._set_rows(num_live if num_rows is None else num_rows)\n"
+_ROWS = "        self._set_rows(num_rows)\n"
 
 FAULTS = (
     _ops(

@@ -152,8 +152,8 @@ FAULTS = (
     ),
     _runner(
         "wide-graph-of-decode-steps",
-        "                    call = partial(self._steps[key.width], key.num_tokens)\n",
-        "                    call = partial(self._steps[1], key.num_tokens)\n",
+        "        return self._steps[key.width](key.num_tokens)\n",
+        "        return self._steps[1](key.num_tokens)\n",
         source="own",
         why="The graph of a verification takes each draft for a request of its own.",
     ),

@@ -11,14 +11,14 @@ _runner = planting("lorakernels.serving.graph_runner", Group.SERVING)
 _dummy = planting("lorakernels.serving.dummy", Group.SERVING)
 _buffers = planting("lorakernels.serving.buffers", Group.SERVING)
 _graphs = planting("lorakernels.runtime.graphs", Group.SERVING)
-_device = planting("lorakernels.runtime.device", Group.SERVING)
+_staging = planting("lorakernels.runtime.staging", Group.SERVING)
 _metadata = planting("lorakernels.batch.metadata", Group.SERVING)
 _steps = planting("lorakernels.batch.steps", Group.SERVING)
 _layer = planting("lorakernels.moe.layer.ops", Group.SERVING)
 _delta = planting("lorakernels.dense.linear", Group.SERVING)
 
 _FOUND = "    found = bisect_left(sizes, num_rows)\n"
-_FLAG = "        has_adapters = names_adapters(token_slots)\n"
+_FLAG = "        has_adapters = batch.check(token_slots)\n"
 
 FAULTS = (
     _keys(
@@ -46,14 +46,14 @@ FAULTS = (
     _runner(
         "adapter-flag-of-the-step-before",
         _FLAG,
-        "        has_adapters = names_adapters(self._inputs.token_slots)\n",
+        "        has_adapters = batch.check(self._inputs.token_slots.cpu())\n",
         source="vllm #42008",
         why="Whether a batch has adapters is read from the static tensor before it is written.",
     ),
     _runner(
         "adapter-flag-of-the-first-row",
         _FLAG,
-        "        has_adapters = names_adapters(token_slots[:1])\n",
+        "        has_adapters = batch.check(token_slots[:1])\n",
         source="own",
         why="A batch with adapters behind a base row gets the graph without adapters.",
     ),
@@ -130,10 +130,18 @@ FAULTS = (
     ),
     _runner(
         "padded-step-in-tiles-of-its-live-rows",
-        "token_slots, num_rows=rows, uploaded=uploaded)\n",
-        "token_slots, num_rows=num_live, uploaded=uploaded)\n",
+        "            batch.expect(key.num_tokens, num_live, may_have=has_adapters)\n",
+        "            batch.expect(num_live, num_live, may_have=has_adapters)\n",
         source="vllm #42120",
-        why="120 live of 136 rows are cut into tiles of another height than the graph reads.",
+        why="The host takes a step of 136 rows, 120 of them live, for one with other tiles.",
+    ),
+    _runner(
+        "tables-of-a-mapping-that-was-copied",
+        "        self._buffers.batch.install(self._inputs.token_slots, key.num_tokens)\n",
+        "        slots = self._inputs.token_slots.clone()\n"
+        "        self._buffers.batch.install(slots, key.num_tokens)\n",
+        source="vllm #42120",
+        why="A graph writes the tables of a copy of the mapping, which no later step fills.",
     ),
     _runner(
         "padded-rows-returned",
@@ -158,17 +166,16 @@ FAULTS = (
     ),
     _inputs(
         "positions-of-the-step-before",
-        "            part[:live].copy_(given[name])\n",
+        "            part[:live] = _bits(given[name])\n",
         '            if live != self._live or name in ("input_ids", TOKEN_SLOTS):\n'
-        "                part[:live].copy_(given[name])\n",
+        "                part[:live] = _bits(given[name])\n",
         source="own",
         why="Positions are written only when a batch gets another size.",
     ),
-    _device(
+    _staging(
         "inputs-copied-from-a-host-buffer-in-use",
-        "        target.copy_(_staged(host), non_blocking=True)\n",
-        '        staged = upload_into.__dict__.setdefault("staged", _staged(host))\n'
-        "        target.copy_(staged.copy_(host), non_blocking=True)\n",
+        "        if not self._blocks or not self._blocks[0][2].query():\n",
+        "        if not self._blocks:\n",
         source="vllm #36013",
         why="The inputs of the next step are written over those that are still to be copied.",
     ),

@@ -219,16 +219,15 @@ FAULTS = (
     ),
     _metadata(
         "capability-probed-once",
-        "        self._note_adapters(not on_host or names_adapters(token_slots))\n",
+        "        self._note_adapters(may_have)\n",
         "        note_base_rows(self.tile_rows, BaseRows())\n",
         source="vllm #42008",
         why="Whether a batch has adapters is remembered from the time when none was known.",
     ),
     _metadata(
         "capability-of-the-step-before",
-        "        self._note_adapters(not on_host or names_adapters(token_slots))\n",
-        "        self._note_adapters(getattr(self, 'had', False))\n"
-        "        self.had = not on_host or names_adapters(token_slots)\n",
+        "        self._note_adapters(may_have)\n",
+        "        self._note_adapters(getattr(self, 'had', False))\n        self.had = may_have\n",
         source="vllm #42008",
         why="A step forks as the step before should have.",
     ),
@@ -237,7 +236,7 @@ FAULTS = (
         """        if token_slots.device != self.token_slots.device:
             token_slots = upload(token_slots, self.token_slots.device)
 """,
-        """        if on_host:
+        """        if token_slots.device.type == "cpu":
             device, pinned = self.token_slots.device, self.token_slots.is_cuda
             if not hasattr(self, "staged"):
                 self.staged = torch.empty(self.max_tokens, dtype=torch.int32, pin_memory=pinned)
