@@ -42,6 +42,9 @@ if TYPE_CHECKING:
     from lorakernels.layers.moe_partition import MoERank as MoERank
     from lorakernels.layers.partition import Parallel as Parallel
     from lorakernels.layers.partition import Slice as Slice
+    from lorakernels.layers.warm_up import KernelVariant as KernelVariant
+    from lorakernels.layers.warm_up import kernel_variants as kernel_variants
+    from lorakernels.layers.warm_up import warm_up as warm_up
     from lorakernels.layers.wrapped import WrappedLoRALinear as WrappedLoRALinear
     from lorakernels.moe.align.metadata import PairMetadata as PairMetadata
     from lorakernels.moe.delta.ops import MoEWorkspace as MoEWorkspace
@@ -93,6 +96,7 @@ _PUBLIC = {
     "layers.moe": ("FusedMoELoRA", "MoEScratch"),
     "layers.moe_partition": ("MoERank",),
     "layers.partition": ("Parallel", "Slice"),
+    "layers.warm_up": ("KernelVariant", "kernel_variants", "warm_up"),
     "layers.wrapped": ("WrappedLoRALinear",),
     "moe.align.metadata": ("PairMetadata",),
     "moe.delta.ops": ("MoEWorkspace", "moe_delta"),

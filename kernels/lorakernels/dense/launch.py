@@ -14,6 +14,7 @@ from lorakernels.common.stacked_weights import SlotTensors
 from lorakernels.dense.kernels import lora_expand_kernel, lora_shrink_kernel
 from lorakernels.dense.plan import DenseShape, plan_expand, plan_shrink, tile_programs
 from lorakernels.runtime.device import launch_options, on_device_of
+from lorakernels.runtime.launching import start
 
 
 class TileTables(NamedTuple):
@@ -49,7 +50,7 @@ def launch_shrink(
     capacity = tiles.capacity(shape.height)
     grid = (tile_programs(shape, capacity), plan.splits, -(-total // plan.block_n))
     with on_device_of(x):
-        lora_shrink_kernel[grid](
+        start(lora_shrink_kernel, grid)(
             x,
             slots.a,
             slots.ranks,
@@ -95,7 +96,7 @@ def launch_expand(
     # more parts than CUDA's limit of this axis are left to the stride loop
     programs = min(tile_programs(shape, capacity) * parts, MAX_GRID_Y)
     with on_device_of(out):
-        lora_expand_kernel[(groups, programs)](
+        start(lora_expand_kernel, (groups, programs))(
             shrunk,
             slots.b,
             slots.ranks,

@@ -7,6 +7,7 @@ from loragate.faults.model import Group
 
 _linear = planting("lorakernels.layers.linear", Group.LAYER)
 _wrapped = planting("lorakernels.layers.wrapped", Group.LAYER)
+_warm_up = planting("lorakernels.layers.warm_up", Group.LAYER)
 _dense = planting("lorakernels.dense.linear", Group.LAYER)
 _packing = planting("lorakernels.layers.packing", Group.LAYER)
 _partition = planting("lorakernels.layers.partition", Group.LAYER)
@@ -151,5 +152,26 @@ FAULTS = (
         "        if slots.in_features != self.cut.inputs.size:\n",
         source="own",
         why="Slots whose slices are not those of the layer are loaded across each other.",
+    ),
+    _warm_up(
+        "warm-up-without-plans-of-the-expand",
+        "plan_shrink(beside), plan_expand(shape), forms)",
+        "plan_shrink(beside), forms)",
+        source="own",
+        why="Batches between two plans of the shrink compile an expand while serving.",
+    ),
+    _warm_up(
+        "warm-up-of-the-first-geometry",
+        "    yield from first.values()\n",
+        "    yield next(iter(first.values()))\n",
+        source="own",
+        why="All layers but the first one compile while serving.",
+    ),
+    _warm_up(
+        "layers-of-one-width-taken-for-one-geometry",
+        "first.setdefault((type(layer), slots.slice_widths, slots.a.shape, slots.a.dtype), layer)",
+        "first.setdefault((type(layer), len(slots.slice_widths)), layer)",
+        source="own",
+        why="Layers with as many slices as another one compile while serving.",
     ),
 )

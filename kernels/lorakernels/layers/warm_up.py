@@ -1,0 +1,145 @@
+"""The kernels that linear layers need for any batch, listed and compiled before a server starts.
+
+A kernel is compiled anew for each height of its tiles, each size of its blocks and each number of
+parts that K is split into. All of these follow from the number of rows. So a server that compiles
+on demand stops for a second or more at sizes that it meets for the first time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from lorakernels.batch.metadata import BatchMetadata
+from lorakernels.dense.forms import plan_form
+from lorakernels.dense.ops import DenseWorkspace, shape_of_batch
+from lorakernels.dense.plan import plan_expand, plan_shrink
+from lorakernels.dense.weights import SlotWeights
+from lorakernels.gdn.forms import plan_gdn
+from lorakernels.layers.gdn import GatedDeltaNetInputProjection
+from lorakernels.layers.linear import LinearAdapters
+from lorakernels.runtime import interpreter
+from lorakernels.runtime.device import on_device_of
+from lorakernels.runtime.launching import Launch, noted_launches
+from lorakernels.runtime.options import dual_stream
+
+LinearLayer = LinearAdapters | GatedDeltaNetInputProjection
+
+
+@dataclass(frozen=True, slots=True)
+class KernelVariant:
+    """A kernel as it is compiled. `rows` is the smallest batch that needs it, `constants` are the
+    values that it is compiled for, with the dtypes of its tensors."""
+
+    kernel: str
+    rows: int
+    constants: tuple[tuple[str, str], ...]
+
+
+def warm_up(
+    layers: Sequence[LinearLayer], metadata: BatchMetadata, workspace: DenseWorkspace
+) -> tuple[KernelVariant, ...]:
+    """Compile all of `kernel_variants`, several at a time, and wait for them. Batches that are
+    described there compile nothing afterwards. In the interpreter nothing is compiled."""
+    found = _found(layers, metadata, workspace)
+    if not interpreter.is_on():
+        from triton import AsyncCompileMode
+
+        with (
+            on_device_of(metadata.token_slots),
+            ThreadPoolExecutor() as pool,
+            AsyncCompileMode(pool),
+        ):
+            for launch in found.values():
+                launch.compile()
+    return tuple(found)
+
+
+def kernel_variants(
+    layers: Sequence[LinearLayer], metadata: BatchMetadata, workspace: DenseWorkspace
+) -> tuple[KernelVariant, ...]:
+    """The kernels that steps of any size up to `metadata.max_tokens` launch for the adapters of
+    these layers, each once, by the smallest batch that needs it.
+
+    Of contiguous inputs whose addresses are multiples of 16, and of the forms that the plans take,
+    with a second stream if the process says so. `metadata` and `workspace` are those that the
+    server uses; no step may be prepared meanwhile, and the next one must be. Layers are run on rows
+    that hold anything. Their base products run, and so does the preparation of each step, which
+    compiles its own kernel.
+    """
+    return tuple(_found(layers, metadata, workspace))
+
+
+def planned_sizes(slots: SlotWeights, max_rows: int) -> tuple[int, ...]:
+    """For each way in which the adapters of a layer are launched, the smallest batch for which they
+    are, ascending, at most `max_rows`."""
+    first: dict[Hashable, int] = {}
+    is_dual = dual_stream(slots.a.device)
+    for rows in range(1, max_rows + 1):
+        shape = shape_of_batch(rows, slots)
+        beside = replace(shape, beside=True)
+        forms = (
+            plan_form(shape, dual_stream=is_dual),
+            *(plan_gdn(shape, dual_stream=is_dual, may_join=joins) for joins in (False, True)),
+        )
+        plans = (shape.height, plan_shrink(shape), plan_shrink(beside), plan_expand(shape), forms)
+        first.setdefault(plans, rows)
+    return tuple(sorted(first.values()))
+
+
+def _found(
+    layers: Sequence[LinearLayer], metadata: BatchMetadata, workspace: DenseWorkspace
+) -> dict[KernelVariant, Launch]:
+    found: dict[tuple[str, Hashable], tuple[KernelVariant, Launch]] = {}
+    for layer in _of_each_geometry(layers):
+        for rows, launch in _launches(layer, metadata, workspace):
+            constants = _constants(launch)
+            variant = KernelVariant(launch.name, rows, constants)
+            key = (launch.name, constants)
+            if key not in found or rows < found[key][0].rows:
+                found[key] = variant, launch
+    return dict(found.values())
+
+
+def _of_each_geometry(layers: Sequence[LinearLayer]) -> Iterator[LinearLayer]:
+    first: dict[Hashable, LinearLayer] = {}
+    for layer in layers:
+        slots = layer.slots
+        first.setdefault((type(layer), slots.slice_widths, slots.a.shape, slots.a.dtype), layer)
+    yield from first.values()
+
+
+def _launches(
+    layer: LinearLayer, metadata: BatchMetadata, workspace: DenseWorkspace
+) -> Iterator[tuple[int, Launch]]:
+    slots = layer.slots
+    # no kernel of adapters reads them
+    x = slots.a.new_empty(metadata.max_tokens, slots.in_features)
+    mapping = torch.zeros(metadata.max_tokens, dtype=torch.int32, device=slots.a.device)
+    for rows in planned_sizes(slots, metadata.max_tokens):
+        metadata.prepare(mapping[:rows])
+        with noted_launches() as launches:
+            layer(x[:rows], metadata, workspace)
+        yield from ((rows, launch) for launch in launches)
+
+
+def _constants(launch: Launch) -> tuple[tuple[str, str], ...]:
+    """What Triton compiles the kernel of a launch for."""
+    args = zip(launch.kernel.arg_names, launch.args, strict=False)
+    given = [(name, _kind(value)) for name, value in args]
+    return (*given, *((name, repr(value)) for name, value in launch.options.items()))
+
+
+def _kind(value: object) -> str:
+    """Of an argument that is no constant: Triton looks at these of its properties."""
+    if isinstance(value, Tensor):
+        return f"{value.dtype}, {'' if value.data_ptr() % 16 == 0 else 'not '}aligned"
+    assert isinstance(value, int), f"a launch has tensors and integers (got {value!r})"
+    if value == 1:
+        return "1"
+    width = "i32" if -(1 << 31) <= value < 1 << 31 else "i64"
+    return f"{width} multiple of 16" if value % 16 == 0 else width

@@ -1,0 +1,279 @@
+"""The kernels that linear layers need for any batch are listed and compiled ahead."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Hashable
+from dataclasses import dataclass
+from functools import cache
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from loragate.core.machine import select_interpreter
+from loragate.execution.specialisations import HostLaunch, noted_launches
+
+select_interpreter()
+
+from lorakernels.batch.metadata import BatchMetadata  # noqa: E402
+from lorakernels.dense.ops import DenseWorkspace  # noqa: E402
+from lorakernels.dense.weights import LoRAFactors, SlotWeights  # noqa: E402
+from lorakernels.layers.gdn import DeltaNetHeads, GatedDeltaNetInputProjection  # noqa: E402
+from lorakernels.layers.partition import Slice  # noqa: E402
+from lorakernels.layers.warm_up import kernel_variants, planned_sizes, warm_up  # noqa: E402
+from lorakernels.layers.wrapped import WrappedLoRALinear  # noqa: E402
+from lorakernels.runtime.options import DUAL_STREAM  # noqa: E402
+
+MOST = 3200
+Compiled = frozenset[tuple[str, Hashable]]
+
+
+@dataclass(frozen=True)
+class Geometry:
+    in_features: int
+    widths: tuple[int, ...]
+    rank: int
+    slots: int
+    dtype: torch.dtype = torch.bfloat16
+
+
+# on both sides of what is deep, what is wide, and of the ranks that stay on chip
+GEOMETRIES = (
+    Geometry(48, (40, 16, 16), 16, 3),
+    Geometry(64, (8200, 8200), 16, 4),
+    Geometry(8200, (24,), 8, 2),
+    Geometry(1000, (520, 72), 24, 6),
+    Geometry(96, (64, 32), 96, 4),
+    Geometry(72, (80,), 320, 5, torch.float16),
+    Geometry(40, (33, 24), 6, 3, torch.float32),
+)
+
+
+@dataclass(frozen=True, eq=False)
+class Server:
+    layer: WrappedLoRALinear
+    metadata: BatchMetadata
+    workspace: DenseWorkspace
+    x: Tensor
+
+    def step(self, rows: int) -> Tensor:
+        self.metadata.prepare(torch.zeros(rows, dtype=torch.int32))
+        out: Tensor = self.layer(self.x[:rows], self.metadata, self.workspace)
+        return out
+
+
+@cache
+def server(geometry: Geometry, most: int = MOST) -> Server:
+    """A layer whose base product is no work."""
+    slots = SlotWeights(
+        num_slots=geometry.slots,
+        slice_widths=geometry.widths,
+        in_features=geometry.in_features,
+        rank=geometry.rank,
+        dtype=geometry.dtype,
+        device="cpu",
+    )
+    width = sum(geometry.widths)
+    layer = WrappedLoRALinear(
+        lambda rows: rows.new_zeros(len(rows), width),
+        slots,
+        slices=[Slice(str(i), n) for i, n in enumerate(geometry.widths)],
+        in_features=geometry.in_features,
+    )
+    return Server(
+        layer,
+        BatchMetadata(max_tokens=most, max_slots=geometry.slots, device="cpu"),
+        DenseWorkspace([slots], max_tokens=most),
+        torch.ones(most, geometry.in_features, dtype=geometry.dtype),
+    )
+
+
+def compiled_for(own: Server, rows: int) -> Compiled:
+    """What the launches of a step would be compiled for, as the harness sees it; none is made."""
+    found: set[tuple[str, Hashable]] = set()
+
+    def note(launch: HostLaunch) -> None:
+        found.add((launch.kernel, frozenset(launch.compiled_for.items())))
+
+    with noted_launches(note, lambda launch: None):
+        own.step(rows)
+    return frozenset(found)
+
+
+@cache
+def planned(geometry: Geometry) -> Compiled:
+    own = server(geometry)
+    sizes = planned_sizes(own.layer.slots, MOST)
+    return frozenset().union(*(compiled_for(own, rows) for rows in sizes))
+
+
+@settings(deadline=None, max_examples=60)
+@given(geometry=st.sampled_from(GEOMETRIES), rows=st.integers(1, MOST))
+def test_no_batch_needs_a_kernel_that_the_planned_sizes_do_not_need(
+    geometry: Geometry, rows: int
+) -> None:
+    assert compiled_for(server(geometry), rows) <= planned(geometry)
+
+
+def test_the_smaller_batches_of_a_wide_layer_need_no_other_kernel() -> None:
+    wide = GEOMETRIES[1]
+    for rows in range(1, 1000):
+        assert compiled_for(server(wide), rows) <= planned(wide), f"a batch of {rows} rows"
+
+
+@pytest.mark.parametrize("geometry", GEOMETRIES)
+def test_the_listed_variants_are_those_that_steps_compile(geometry: Geometry) -> None:
+    own = server(geometry)
+    listed = kernel_variants([own.layer], own.metadata, own.workspace)
+    met = [kernel for kernel, _ in planned(geometry) if kernel != "prepare_kernel"]
+    assert sorted(variant.kernel for variant in listed) == sorted(met)
+    assert len(set(listed)) == len(listed)
+
+
+def test_a_variant_is_listed_with_the_smallest_batch_that_needs_it() -> None:
+    own = server(GEOMETRIES[0])
+    rows = {v.rows for v in kernel_variants([own.layer], own.metadata, own.workspace)}
+    assert min(rows) == 1
+    for first in rows - {1}:
+        assert not compiled_for(own, first) <= compiled_for(own, first - 1)
+
+
+def test_layers_of_one_geometry_are_listed_once() -> None:
+    own = server(GEOMETRIES[0])
+    alone = kernel_variants([own.layer], own.metadata, own.workspace)
+    assert kernel_variants([own.layer, own.layer], own.metadata, own.workspace) == alone
+
+
+def test_layers_of_several_geometries_are_listed_together() -> None:
+    own, other = server(GEOMETRIES[3]), server(GEOMETRIES[4])
+    workspace = DenseWorkspace([own.layer.slots, other.layer.slots], max_tokens=MOST)
+    # one for both, with as many slots as either has at least
+    metadata = BatchMetadata(max_tokens=MOST, max_slots=3, device="cpu")
+    alone = [kernel_variants([s.layer], metadata, workspace) for s in (own, other)]
+    together = kernel_variants([own.layer, other.layer], metadata, workspace)
+    assert set(together) == {*alone[0], *alone[1]}
+    assert set(together) > set(alone[0])
+
+
+def test_no_launch_is_made_while_kernels_are_listed() -> None:
+    own = server(GEOMETRIES[0])
+    made: list[str] = []
+    with noted_launches(lambda launch: made.append(launch.kernel), lambda launch: None):
+        kernel_variants([own.layer], own.metadata, own.workspace)
+    assert set(made) == {"prepare_kernel"}
+
+
+def test_the_input_of_a_delta_net_is_listed_like_a_linear_layer() -> None:
+    modules = DeltaNetHeads(key_heads=2, value_heads=4, key_size=8, value_size=8).grouped()
+    widths = [sum(module.width for module in part) for part in (modules.qkvz, modules.ba)]
+    layer = GatedDeltaNetInputProjection(
+        torch.zeros(widths[0], 32), torch.zeros(widths[1], 32), modules=modules, num_slots=2, rank=4
+    )
+    metadata = BatchMetadata(max_tokens=200, max_slots=2, device="cpu")
+    workspace = DenseWorkspace([layer.slots], max_tokens=200)
+    listed = kernel_variants([layer], metadata, workspace)
+    assert {variant.kernel for variant in listed} == {"lora_shrink_kernel", "lora_expand_kernel"}
+    assert {variant.rows for variant in listed} >= {1, 129}
+
+
+def test_a_step_after_the_warm_up_is_like_one_without() -> None:
+    geometry = Geometry(20, (12, 8), 4, 2, torch.float32)
+    outputs = []
+    for warms_up in (False, True):
+        server.cache_clear()
+        own = server(geometry, 40)
+        if warms_up:
+            assert warm_up([own.layer], own.metadata, own.workspace)
+        parts = [LoRAFactors(torch.ones(3, 20), torch.ones(n, 3), 0.5) for n in geometry.widths]
+        own.layer.slots.load(0, parts)
+        outputs.append(own.step(9))
+    assert outputs[0].any()
+    assert torch.equal(*outputs)
+
+
+COMPILES = """
+from loragate.compile_leg.dry_launch import _Driver, settle_process
+settle_process()
+import torch
+from triton.runtime import driver
+driver.set_active(_Driver(90))
+from loragate.execution.kernel_compiles import kernels_compiled
+from lorakernels.batch import metadata as batch
+from lorakernels.dense.ops import DenseWorkspace
+from lorakernels.dense.weights import SlotWeights
+from lorakernels.layers import warm_up
+from lorakernels.layers.partition import Slice
+from lorakernels.layers.wrapped import WrappedLoRALinear
+
+class NoLaunch:
+    def __getitem__(self, grid):
+        return lambda *args, **options: None
+
+# the only kernel that is launched in a warm-up
+batch.prepare_kernel = NoLaunch()
+slots = SlotWeights(
+    num_slots=2, slice_widths=(64,), in_features=64, rank=16, dtype=torch.bfloat16, device="cpu"
+)
+layer = WrappedLoRALinear(
+    lambda rows: rows.new_empty(len(rows), 64), slots, slices=[Slice("q", 64)], in_features=64
+)
+step = batch.BatchMetadata(max_tokens=130, max_slots=2, device="cpu")
+workspace = DenseWorkspace([slots], max_tokens=130)
+for _ in range(2):
+    names = []
+    with kernels_compiled(names):
+        warm_up.warm_up([layer], step, workspace)
+    print(*sorted(names))
+"""
+
+
+def test_a_warm_up_compiles_each_variant_and_a_second_one_nothing() -> None:
+    command = [sys.executable, "-c", COMPILES]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    first, second = done.stdout.splitlines()
+    assert first.split() == ["lora_expand_kernel"] * 2 + ["lora_shrink_kernel"] * 2
+    assert not second
+
+
+ON_A_GPU = """
+import torch
+from loragate.execution.kernel_compiles import kernels_compiled
+from lorakernels import BatchMetadata, DenseWorkspace, LoRALinear, Slice, warm_up
+
+weight = torch.randn(12288, 4096, device="cuda", dtype=torch.bfloat16)
+layer = LoRALinear(
+    weight, slices=[Slice("gate", 6144), Slice("up", 6144)], num_slots=4, rank=16
+)
+metadata = BatchMetadata(max_tokens=4096, max_slots=4, device="cuda")
+workspace = DenseWorkspace([layer.slots], max_tokens=4096)
+listed = warm_up([layer], metadata, workspace)
+x = torch.randn(4096, 4096, device="cuda", dtype=torch.bfloat16)
+names = []
+with kernels_compiled(names):
+    for rows in (*range(1, 300), *range(300, 4097, 37), 4096):
+        metadata.prepare(torch.zeros(rows, dtype=torch.int32))
+        layer(x[:rows], metadata, workspace)
+    torch.cuda.synchronize()
+print(len(listed), *names)
+"""
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="a step compiles nothing without a GPU")
+@pytest.mark.parametrize("dual", ["0", "1"])
+def test_no_step_compiles_anything_after_a_warm_up(
+    dual: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(DUAL_STREAM, dual)
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    done = subprocess.run(
+        [sys.executable, "-c", ON_A_GPU], capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr
+    listed, *compiled = done.stdout.split()
+    assert int(listed) > 4
+    assert not compiled, f"compiled while serving: {', '.join(compiled)}"
