@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from collections.abc import Hashable
@@ -195,6 +196,12 @@ def test_a_step_after_the_warm_up_is_like_one_without() -> None:
     assert torch.equal(*outputs)
 
 
+def run(code: str) -> subprocess.CompletedProcess[str]:
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    command = [sys.executable, "-c", code]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+
+
 COMPILES = """
 from loragate.compile_leg.dry_launch import _Driver, settle_process
 settle_process()
@@ -232,8 +239,7 @@ for _ in range(2):
 
 
 def test_a_warm_up_compiles_each_variant_and_a_second_one_nothing() -> None:
-    command = [sys.executable, "-c", COMPILES]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    done = run(COMPILES)
     assert done.returncode == 0, done.stderr
     first, second = done.stdout.splitlines()
     assert first.split() == ["lora_expand_kernel"] * 2 + ["lora_shrink_kernel"] * 2
@@ -270,9 +276,7 @@ def test_no_step_compiles_anything_after_a_warm_up(
 ) -> None:
     monkeypatch.setenv(DUAL_STREAM, dual)
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    done = subprocess.run(
-        [sys.executable, "-c", ON_A_GPU], capture_output=True, text=True, timeout=300
-    )
+    done = run(ON_A_GPU)
     assert done.returncode == 0, done.stderr
     listed, *compiled = done.stdout.split()
     assert int(listed) > 4
