@@ -6,9 +6,13 @@ from dataclasses import replace
 
 import pytest
 
+from loragate.core.checkout import project_root
 from loragate.matrix.axis import Unstated
 from loragate.matrix.case import AXES, Case, Dtype, Execution, Path, Site, Source
+from loragate.matrix.load import load_cases
 from loragate.protocol import Capabilities, unsupported
+from loragate.subjects.vllm.subject import VllmSubject
+from loragate.subjects.vllm_lorakernels.subject import VllmLoraKernelsSubject
 
 CASE = Case(
     site=Site.MOE_DELTA,
@@ -74,3 +78,14 @@ def test_each_unsupported_value_is_a_reason_in_its_own_terms() -> None:
     }
     # an axis that the site does not have says nothing
     assert unsupported(replace(CASE, site=Site.DENSE_DELTA), have) is None
+
+
+def test_every_shipped_case_can_be_asked_of_the_subjects_of_vllm() -> None:
+    shipped = load_cases(sorted((project_root() / "cases").glob("*.yaml")))
+    plug_in = VllmLoraKernelsSubject.describe
+    for interpreted in (True, False):
+        for have in (VllmSubject.describe(interpreted, True), plug_in(interpreted)):
+            runs = [case.site for case in shipped if unsupported(case, have) is None]
+            assert Site.DENSE_DELTA in runs
+            # no site without an implementation
+            assert Site.GDN_IN_PROJ not in runs

@@ -148,7 +148,7 @@ class VllmSubject:
     ) -> Capabilities:
         """`missing`: the reasons why sites cannot run."""
         return Capabilities(
-            sites=frozenset(Site),
+            sites=frozenset(_REFUSALS),
             supports={
                 **ENGINE_SUPPORTS,
                 "dtype": frozenset(_TORCH_DTYPES),
