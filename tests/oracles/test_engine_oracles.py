@@ -183,6 +183,17 @@ def test_what_nobody_counts_or_asks_for_is_not_judged(
     assert verdicts(monkeypatch, idle, plain)[OracleName.LIVENESS].verdict is Verdict.SKIP
 
 
+def test_counts_that_pass_name_the_ones_that_nobody_knows(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    some = replace(right(world), counts=EngineCounts(3, 2, None, None))
+    case = replace(CASE, graphs=Graphs.FULL)
+    found = verdicts(monkeypatch, some, case)[OracleName.LIVENESS]
+    assert found.verdict is Verdict.PASS
+    assert found.message == "the engine does not count graphs replayed, kernels launched"
+    assert found.metrics == {"drafts accepted": 3.0, "drafts rejected": 2.0}
+
+
 def test_an_engine_that_does_not_start_is_infra_and_one_that_fails_is_at_fault(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
