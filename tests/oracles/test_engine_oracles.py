@@ -149,6 +149,16 @@ def test_each_property_that_is_broken_fails(world: World, monkeypatch: pytest.Mo
     assert judgement.where == {"property": "alone"}
 
 
+def test_an_exchange_of_weights_that_answer_the_same_decides_nothing(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    evidence = right(world)
+    same = replace(evidence, exchange=Exchange(evidence.alone, evidence.alone))
+    found = verdicts(monkeypatch, same)[OracleName.ENGINE_PROPERTIES]
+    assert found.verdict is Verdict.INCONCLUSIVE
+    assert "answer the same" in found.message
+
+
 @pytest.mark.parametrize(
     ("axes", "counts", "idle"),
     [
