@@ -149,6 +149,16 @@ def test_each_property_that_is_broken_fails(world: World, monkeypatch: pytest.Mo
     assert judgement.where == {"property": "alone"}
 
 
+def test_an_exchange_of_weights_that_answer_the_same_decides_nothing(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    evidence = right(world)
+    same = replace(evidence, exchange=Exchange(evidence.alone, evidence.alone))
+    found = verdicts(monkeypatch, same)[OracleName.ENGINE_PROPERTIES]
+    assert found.verdict is Verdict.INCONCLUSIVE
+    assert "answer the same" in found.message
+
+
 @pytest.mark.parametrize(
     ("axes", "counts", "idle"),
     [
@@ -181,6 +191,17 @@ def test_what_nobody_counts_or_asks_for_is_not_judged(
     idle = replace(right(world), counts=EngineCounts(0, 0, 0, 0))
     plain = replace(CASE, speculation=Speculation.NONE, active=Active.NONE)
     assert verdicts(monkeypatch, idle, plain)[OracleName.LIVENESS].verdict is Verdict.SKIP
+
+
+def test_counts_that_pass_name_the_ones_that_nobody_knows(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    some = replace(right(world), counts=EngineCounts(3, 2, None, None))
+    case = replace(CASE, graphs=Graphs.FULL)
+    found = verdicts(monkeypatch, some, case)[OracleName.LIVENESS]
+    assert found.verdict is Verdict.PASS
+    assert found.message == "the engine does not count graphs replayed, kernels launched"
+    assert found.metrics == {"drafts accepted": 3.0, "drafts rejected": 2.0}
 
 
 def test_an_engine_that_does_not_start_is_infra_and_one_that_fails_is_at_fault(

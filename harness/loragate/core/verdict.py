@@ -92,7 +92,8 @@ class Judgement:
 
     `where` locates the worst element in the user's terms (slot, token, slice, column);
     `metrics` holds numbers (error, threshold, counts); `message` is one sentence that
-    explains a verdict other than PASS, or gives the reason of a SKIP.
+    explains a verdict other than PASS, gives the reason of a SKIP, or says what a PASS did
+    not look at.
     """
 
     oracle: OracleName

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from loragate.core.verdict import Judgement, Verdict
+from loragate.core.verdict import Judgement
 from loragate.events.model import CaseFinished
 from loragate.report.text import one_line, printable, without_commands
 from loragate.report.wording import figures, place
@@ -25,7 +25,7 @@ def render_evidence(finished: CaseFinished) -> str:
 def _judgement(judgement: Judgement) -> Iterable[str]:
     kind = f" {judgement.failure}" if judgement.failure else ""
     yield f"  {judgement.oracle:<10} {judgement.verdict.upper()}{kind}"
-    if judgement.verdict is not Verdict.PASS and judgement.message:
+    if judgement.message:
         yield from _indented(judgement.message, by=4)
     facts = [part for part in (place(judgement), figures(judgement)) if part]
     yield from (f"    {fact}" for fact in facts)

@@ -32,6 +32,8 @@ def _judged(evidence: Evidence) -> Judgement:
         if (found := list(problems(evidence)))
     }
     if not broken:
+        if untold := _untold(evidence):
+            return Judgement(name, Verdict.INCONCLUSIVE, message=untold)
         return Judgement(name, Verdict.PASS)
     failure, message = next(iter(broken.values()))[0]
     # what else is broken is no part of a listed finding
@@ -86,6 +88,16 @@ def _exchanged(evidence: Evidence) -> Iterator[tuple[Failure, str]]:
             f"{other} itself {_text(found.other)}"
         )
         yield Failure.STALE_STATE, message
+
+
+def _untold(evidence: Evidence) -> str:
+    """What the answers cannot show, "" if there is nothing: an exchange of weights that answer the
+    same would be right if the old ones were kept."""
+    world, found = evidence.world, evidence.exchange
+    if world.exchange is None or found is None or found.other != evidence.alone:
+        return ""
+    name, other = world.batch[world.last].request.adapter, world.exchange.other
+    return f"{name} and {other} answer the same, so that an exchange of their weights shows nothing"
 
 
 def _text(answer: Completion) -> str:
