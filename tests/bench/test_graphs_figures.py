@@ -23,7 +23,7 @@ def measured(row: object) -> GraphMeasured:
     if isinstance(row, ReplayRow):
         return ReplayFigures(row, 102.0, 100.0)
     if isinstance(row, HostRow):
-        return HostFigures(row, 40.0)
+        return HostFigures(row, 100.0, 60.0)
     assert isinstance(row, MemoryRow)
     return MemoryFigures(row, 1 << 20, 1 << 20)
 
@@ -58,8 +58,8 @@ def test_figures_within_all_bars_pass() -> None:
     ("changed", "missed"),
     [
         (ReplayFigures(ReplayRow("qwen3_8b", 64, 8), 106.0, 100.0), 0),
-        (HostFigures(HostRow("qwen3_30b_a3b", 2), 61.0), 1),
-        (HostFigures(HostRow("qwen3_8b", 64), 45.0), 2),
+        (HostFigures(HostRow("qwen3_30b_a3b", 2), 121.0, 60.0), 1),
+        (HostFigures(HostRow("qwen3_8b", 64), 105.0, 60.0), 2),
         (MemoryFigures(MemoryRow("qwen3_8b"), 1000, 1011), 3),
         (MemoryFigures(MemoryRow("qwen3_8b"), 1000, 989), 3),
     ],
@@ -91,6 +91,9 @@ def test_tables_name_every_row_and_every_bar() -> None:
     assert "1.020" in text
     for bar in GOOD.bars():
         assert bar.name in text
-    assert "| qwen3_8b | 64 | 40.0 |" in render_markdown(GOOD)
+    assert "| qwen3_8b | 64 | 100.0 | 60.0 | 40.0 |" in render_markdown(GOOD)
+    # of an earlier record, which did not tell the launch apart: all of the step counts
+    whole = HostFigures(HostRow("qwen3_8b", 64), 41.0)
+    assert "| qwen3_8b | 64 | 41.0 | - | 41.0 |" in render_markdown(with_one(whole))
     only_memory = replace(GOOD, measured=(MemoryFigures(MemoryRow("qwen3_8b"), 2048, 1024),))
     assert render_markdown(only_memory).splitlines()[-1] == "| qwen3_8b | 2.0 | 1.0 |"

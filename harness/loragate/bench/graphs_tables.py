@@ -6,7 +6,7 @@ from loragate.bench.graphs_figures import GraphFigures
 from loragate.bench.text import bar_line, columns, markdown
 
 _REPLAY = ("replay, us", "M", "adapters", "replay", "kernels", "ratio")
-_HOST = ("host, us", "slots", "host")
+_HOST = ("host, us", "slots", "step", "launch", "beside it")
 _MEMORY = ("memory, KiB", "reserved", "in use")
 
 
@@ -38,7 +38,16 @@ def _tables(figures: GraphFigures) -> list[tuple[tuple[str, ...], list[list[str]
         ]
         for one in figures.replays
     ]
-    hosts = [[one.row.model, str(one.row.slots), f"{one.host_us:.1f}"] for one in figures.hosts]
+    hosts = [
+        [
+            one.row.model,
+            str(one.row.slots),
+            f"{one.host_us:.1f}",
+            f"{one.launch_us:.1f}" if one.launch_us else "-",
+            f"{one.work_us:.1f}",
+        ]
+        for one in figures.hosts
+    ]
     memories = [
         [one.row.model, f"{one.reserved / 1024:.1f}", f"{one.used / 1024:.1f}"]
         for one in figures.memories
