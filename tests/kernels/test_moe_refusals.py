@@ -141,3 +141,18 @@ def test_a_layer_is_built_on_the_device_of_its_weights_whatever_the_default_is()
     with torch.device("meta"):
         layer = FusedMoELoRA(w13, w2, num_slots=SLOTS, rank=1, place=MoERank(ep_size=2, ep_rank=1))
     assert layer.expert_map.tolist() == [-1, 0]
+
+
+def test_a_workspace_that_is_too_small_for_a_layer_is_refused() -> None:
+    scene = Scene()
+    pairs, workspace = scene.prepared(), scene.scratch.workspace
+    workspace.shrunk = workspace.shrunk[:1]
+    with pytest.raises(ValueError, match=r"^workspace must hold \d+ pairs of \d+ ranks"):
+        scene.run_experts(pairs, workspace)
+
+
+def test_tables_have_room_for_base_rows_only_where_that_is_asked_for() -> None:
+    plain = PairMetadata(**SIZES, num_experts=EXPERTS, max_slots=SLOTS, device="cpu")
+    assert not plain.with_base
+    assert (len(plain.base_experts), len(plain.base_pairs)) == (1, 1)
+    assert len(make_pairs().base_pairs) > 1

@@ -302,7 +302,7 @@ def test_prompts_that_do_not_fit_are_refused(
         decoder.prefill(prompts, [-1] * len(prompts), first_line=first_line)
 
 
-@pytest.mark.parametrize("positions", [[], [0] * 4, [8], [-1]])
+@pytest.mark.parametrize("positions", [[], [0] * 4, [8], [-1], [3, -1], [0, 8], [8, 0]])
 def test_a_step_outside_the_cache_is_refused(positions: list[int]) -> None:
     decoder = small_decoder("qwen3")
     with pytest.raises(ValueError, match=r"a step may have 3 rows|positions must be 0 to 7"):

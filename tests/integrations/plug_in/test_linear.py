@@ -32,6 +32,24 @@ def test_each_row_gets_its_own_adapter_and_a_base_row_none(server: Any, linear: 
     linear.check(MIXED)
 
 
+def test_inputs_and_outputs_may_have_an_axis_of_batches(server: Any, linear: Any) -> None:
+    server.step(MIXED)
+    x = torch.randn(len(MIXED), linear.layer.k)
+    wanted = linear.wanted(x, MIXED)
+    found = linear.layer(x[None])
+    assert found.shape == (1, *wanted.shape)
+    torch.testing.assert_close(found[0], wanted, rtol=1e-4, atol=1e-4)
+
+
+def test_a_server_is_set_up_on_its_device_whatever_the_default_is(
+    make_server: Any,
+) -> None:
+    with torch.device("meta"):
+        wrapper = make_server().wrapper
+    tables = [*wrapper.token_step.tensors, *wrapper.sample_step.tensors, *wrapper._constants]
+    assert {tensor.device.type for tensor in tables} == {"cpu"}
+
+
 @pytest.mark.parametrize("widths", [(20,), (20, 12), (16, 8, 8)])
 def test_a_layer_may_have_any_number_of_slices(
     server: Any, make_linear: Any, widths: tuple[int, ...]
