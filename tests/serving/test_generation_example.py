@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import os
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -31,13 +32,25 @@ def test_the_example_prints_a_different_answer_for_each_adapter() -> None:
     assert all(answer.count(",") == 2 for answer in answers.values())
 
 
-def test_the_example_reports_in_one_line_what_is_wrong_with_an_adapter(tmp_path: Path) -> None:
-    done = run(str(tmp_path), str(tmp_path / "none"))
-    assert done.returncode == 1
-    assert "none: must be a folder with adapter_config.json" in done.stderr.splitlines()[-1]
+def run_here(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> None:
+    """In this process, which has imported transformers already."""
+    monkeypatch.setattr(sys, "argv", [str(EXAMPLE), *arguments])
+    runpy.run_path(str(EXAMPLE), run_name="__main__")
 
 
-def test_the_example_loads_a_checkpoint_and_answers_in_text(tmp_path: Path) -> None:
+def test_the_example_reports_in_one_line_what_is_wrong_with_an_adapter(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        run_here(monkeypatch, str(tmp_path), str(tmp_path / "none"))
+    message = str(ended.value.code)
+    assert "none: must be a folder with adapter_config.json" in message
+    assert len(message.splitlines()) == 1
+
+
+def test_the_example_loads_a_checkpoint_and_answers_in_text(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     peft = pytest.importorskip("peft")
     tokenizers = pytest.importorskip("tokenizers")
     from transformers import PreTrainedTokenizerFast
@@ -54,9 +67,9 @@ def test_the_example_loads_a_checkpoint_and_answers_in_text(tmp_path: Path) -> N
     options = peft.LoraConfig(r=2, target_modules=["v_proj"], init_lora_weights=False)
     peft.get_peft_model(model, options).save_pretrained(tmp_path / "adapter")
     folders = [str(tmp_path / "checkpoint"), str(tmp_path / "adapter")]
-    done = run(*folders, "--prompt", "w3 w1", "--max-new-tokens", "2")
-    assert done.returncode == 0, done.stderr
-    lines = done.stdout.splitlines()
+    capsys.readouterr()
+    run_here(monkeypatch, *folders, "--prompt", "w3 w1", "--max-new-tokens", "2")
+    lines = capsys.readouterr().out.splitlines()
     assert lines[:2] == ["prompt: w3 w1", "adapter: slot 0"]
     for name, answer, tokens in zip(("base", "adapter"), lines[2::2], lines[3::2], strict=True):
         first, second = tokens.removeprefix("  tokens: [").removesuffix("]").split(", ")
