@@ -62,6 +62,16 @@ SMALL = {
         CASE, site=Site.GDN_IN_PROJ, slices=(40, 24, 4, 4), key_heads=2, tp=4, mix=Mix.SHUFFLED
     ),
     "row_parallel": replace(LINEAR, parallel=Parallel.ROW, tp=2, dtype=Dtype.FP32),
+    "layer_of_rows_apart": replace(
+        CASE,
+        site=Site.MOE_LAYER,
+        slices=(24, 24),
+        experts=4,
+        top_k=2,
+        router=RouterWeights.OUTPUT,
+        layout=Layout.COLUMN_SLICE,
+        oracles=(OracleName.REFERENCE, OracleName.HOT_PATH),
+    ),
     "experts_elsewhere": replace(MOE, expert_map=ExpertMap.PARALLEL, path=Path.TWO_KERNEL),
     "experts_stored": replace(MOE, write=Write.STORE, sharing=Sharing.SHARED_A, path=Path.ONE_SHOT),
     "experts_weighted": replace(

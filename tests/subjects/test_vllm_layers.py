@@ -363,4 +363,6 @@ def test_the_oracles_of_streams_judge_the_fork_and_join_of_the_installed_layer(
     assert judgement.failure is failure, judgement.message
     assert (judgement.verdict is Verdict.PASS) == (failure is None)
     counted = {hazard.name.lower() for hazard in Hazard}
-    assert {name for name in counted if judgement.metrics.get(name)} == hazards
+    found = {name for name in counted if judgement.metrics.get(name)}
+    # which memory the next step of a broken layer gets again is up to the allocator
+    assert found >= hazards if fork else found == hazards

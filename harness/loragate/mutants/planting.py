@@ -17,7 +17,7 @@ from loragate.subjects.registry import SUBJECTS
 SUBJECT = "lorakernels"
 HOST_TESTS = SUBJECTS[SUBJECT].host_tests
 # what host tests use besides the package
-_SHARED = ("conftest.py", "pyproject.toml", "tests/conftest.py", "examples", "cases")
+_SHARED = ("conftest.py", "pyproject.toml", "tests/conftest.py", "examples", "cases", "docs")
 _NO_SOURCES = shutil.ignore_patterns("__pycache__")
 
 

@@ -26,6 +26,7 @@ from loragate.matrix.case import (
     Dtype,
     Execution,
     Ids,
+    Layout,
     Loading,
     Parallel,
     Path,
@@ -168,7 +169,11 @@ def _allocates(case: Case) -> int | None:
         return 2 * output
     if case.site is Site.LORA_LINEAR:
         return 0 if case.parallel is Parallel.ROW else output
-    return None if case.site is Site.MOE_LAYER and case.streams is Streams.DUAL else 0
+    if case.site is Site.MOE_LAYER and case.streams is Streams.DUAL:
+        return None
+    # a layer of experts copies rows that lie apart
+    apart = case.site is Site.MOE_LAYER and case.layout is Layout.COLUMN_SLICE
+    return case.tokens * case.in_features * torch_dtype(case.dtype).itemsize if apart else 0
 
 
 def slot_memory(instance: AnyInstance, slot: int) -> list[Tensor]:

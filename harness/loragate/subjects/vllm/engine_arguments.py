@@ -47,6 +47,7 @@ _GRAPH_MODES = {
 # of a tiny model: enough for all requests of a case
 _CACHE_BYTES = 1 << 28
 _BLOCK = 16
+_MEMORY_SHARE = 0.05
 
 
 def engine_arguments(order: EngineOrder) -> dict[str, Any]:
@@ -69,6 +70,8 @@ def engine_arguments(order: EngineOrder) -> dict[str, Any]:
         "enable_prefix_caching": case.prefix_caching is PrefixCaching.ON,
         "block_size": _BLOCK,
         "kv_cache_memory_bytes": _CACHE_BYTES,
+        # asked for at the start although the size of the cache is given; other cases share the GPU
+        "gpu_memory_utilization": _MEMORY_SHARE,
         "enable_lora": True,
         "max_loras": case.slots,
         "max_lora_rank": next(rank for rank in _RANKS if rank >= case.rank),
