@@ -16,11 +16,12 @@ from loragate.core.machine import select_interpreter
 select_interpreter()
 
 from lorakernels.batch.metadata import BatchMetadata  # noqa: E402
-from lorakernels.common.quantised import Quantised  # noqa: E402
+from lorakernels.common.quantised import Quantised, quantise_rows  # noqa: E402
 from lorakernels.dense.ops import DenseWorkspace  # noqa: E402
 from lorakernels.dense.plan import DenseShape  # noqa: E402
 from lorakernels.dense.weights import LoRAFactors  # noqa: E402
 from lorakernels.gdn.forms import GDNForm, plan_gdn  # noqa: E402
+from lorakernels.gdn.products import BaseProduct  # noqa: E402
 from lorakernels.layers.gdn import DeltaNetHeads, GatedDeltaNetInputProjection  # noqa: E402
 from lorakernels.layers.moe_weights import Weight  # noqa: E402
 from lorakernels.runtime.options import DUAL_STREAM  # noqa: E402
@@ -67,6 +68,18 @@ ALLOWED = [
     for form in (None, *GDNForm)
     if is_one or form not in OF_ONE
 ]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_a_product_of_8_bits_is_rounded_once_to_the_dtype_of_its_input(dtype: torch.dtype) -> None:
+    weight = quantised(WIDE[0])
+    x = randn(5, K, seed=3).to(dtype)
+    rows = quantise_rows(x)
+    exact = rows.values.double() @ weight.values.double().T
+    wanted = exact * rows.scales[:, None].double() * weight.scales.double()
+    found = BaseProduct(weight.values, weight.scales)(x)
+    assert found.dtype is dtype
+    torch.testing.assert_close(found.double(), wanted, rtol=torch.finfo(dtype).eps, atol=1e-6)
 
 
 def adapters() -> list[dict[str, LoRAFactors]]:

@@ -120,6 +120,14 @@ def test_no_batch_needs_a_kernel_that_the_planned_sizes_do_not_need(
     assert compiled_for(server(geometry), rows) <= planned(geometry)
 
 
+def test_a_way_to_launch_that_the_largest_batch_alone_needs_is_planned() -> None:
+    slots = server(GEOMETRIES[0]).layer.slots
+    sizes = planned_sizes(slots, MOST)
+    assert len(sizes) > 1
+    for most in sizes:
+        assert planned_sizes(slots, most)[-1] == most
+
+
 def test_the_smaller_batches_of_a_wide_layer_need_no_other_kernel() -> None:
     wide = GEOMETRIES[1]
     for rows in range(1, 1000):

@@ -192,6 +192,18 @@ def test_all_large_batches_are_counted_by_one_compiled_kernel(
     assert len(set(count.compiled)) == 1
 
 
+@pytest.mark.parametrize("is_large", [False, True])
+def test_the_one_entry_that_a_step_does_not_need_is_reset(
+    is_large: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if is_large:
+        tune(monkeypatch, single_launch_pairs=0, span=32)
+    ids = torch.zeros(6, 1, dtype=torch.int32)
+    pairs = prepared(ids, [0] * 6, experts=1, slots=1, with_base=True, spare=1)
+    for table in (pairs.pair_slots, pairs.pair_experts):
+        assert table.tolist() == [0] * 6 + [-1]
+
+
 def test_a_step_without_tokens_has_no_tiles() -> None:
     ids = torch.empty(0, 2, dtype=torch.int32)
     pairs = prepared(ids, [], experts=4, slots=2, with_base=True)

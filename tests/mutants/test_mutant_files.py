@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -9,10 +10,12 @@ from typing import Any
 import pytest
 
 from loragate.commands.mutants import EQUIVALENTS
+from loragate.core.checkout import project_root
 from loragate.mutants.edits import EditError, read_edits, read_equivalents
 from loragate.mutants.journal import Journal, OtherState, kills_in
 from loragate.mutants.model import Fate, Mutant, Result
 from loragate.mutants.ordering import Kill, ordered
+from loragate.mutants.planting import HOST_TESTS, plant
 from loragate.mutants.reach import load_reach, reach_of, save_reach
 from loragate.mutants.session import Session, judged
 from loragate.mutants.sources import Place, place_of, read_sources
@@ -191,3 +194,15 @@ def test_what_killed_neighbours_runs_first_then_quick_tests_then_cases() -> None
     quick, slow = Unit(Kind.TEST, "quick", 0.1), Unit(Kind.TEST, "slow", 5.0)
     kills = [Kill("m.py", "f", "near"), Kill("n.py", "g", "far")]
     assert ordered([far, slow, quick, near], "m.py", "f", kills) == (near, quick, far, slow)
+
+
+def test_a_planted_checkout_has_what_host_tests_look_for_in_theirs(tmp_path: Path) -> None:
+    plant(None, tmp_path / "planted")
+    texts = [
+        path.read_text(encoding="utf-8")
+        for folder in HOST_TESTS
+        for path in (project_root() / folder).rglob("*.py")
+    ]
+    named = {name for text in texts for name in re.findall(r'\bROOT / "([^"]+)"', text)}
+    assert "docs" in named
+    assert named <= {path.name for path in (tmp_path / "planted").iterdir()}

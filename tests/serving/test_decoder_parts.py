@@ -186,6 +186,25 @@ def test_the_cache_says_how_many_bytes_it_takes_and_never_moves() -> None:
     assert storages(cache_tensors(decoder.cache)) == before
 
 
+def test_a_state_that_a_delta_net_does_not_have_is_refused() -> None:
+    decoder = small_decoder("qwen3_next")
+    decoder.decode([1, 2, 3], [0, 0, 0], [-1, -1, -1])
+    layer = next(i for i, held in enumerate(decoder.cache.layers) if hasattr(held, "conv_states"))
+    for state in (decoder.cache.get_conv_state, decoder.cache.get_recurrent_state):
+        assert state(layer, 0) is not None
+        with pytest.raises((IndexError, KeyError)):
+            state(layer, 1)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_tiny_model_is_the_same_whatever_was_drawn_before(kind: str) -> None:
+    weights = []
+    for before in (1, 2):
+        torch.manual_seed(before)
+        weights.append(tiny_model(kind, seed=3).state_dict())
+    assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
+
+
 @pytest.mark.parametrize("kind", ["qwen3", "qwen3_next"])
 def test_a_prompt_finds_nothing_of_an_earlier_request_in_its_line(kind: str) -> None:
     decoder = small_decoder(kind)

@@ -138,12 +138,11 @@ def _repair_casts(builder: Any) -> None:
 
     def create_fp_to_fp(self: Any, src: Any, dst_type: Any, rounding_mode: Any) -> Any:
         fp8 = min(src.dtype.scalar.primitive_bitwidth, dst_type.scalar.primitive_bitwidth) == 8
-        if fp8 or not (_is_bf16(src) or dst_type.scalar == tl.bfloat16):
+        # a rounding is chosen for fewer bits alone, so that bf16 is a source for fp8 only
+        if fp8 or dst_type.scalar != tl.bfloat16:
             return convert(self, src, dst_type, rounding_mode)
-        if dst_type.scalar == tl.bfloat16:
-            to_nearest = rounding_mode != _ir.ROUNDING_MODE.RTZ
-            return _narrowed(_widened(src), to_nearest=to_nearest)
-        return cast(self, _widened(src), dst_type)
+        to_nearest = rounding_mode != _ir.ROUNDING_MODE.RTZ
+        return _narrowed(_widened(src), to_nearest=to_nearest)
 
     def get_bf16(self: Any, value: float) -> Any:
         return TensorHandle(encode_bf16(np.array([value], dtype=np.float32)), tl.bfloat16)

@@ -12,7 +12,17 @@ from pathlib import Path
 
 import pytest
 
-from lorakernels.integrations.vllm.contract import SEAMS, Seam, check_version
+from loragate.core.machine import select_interpreter
+
+select_interpreter()
+
+from lorakernels.integrations.vllm.contract import (  # noqa: E402
+    SEAMS,
+    Seam,
+    check_version,
+    parameters_of,
+)
+from lorakernels.integrations.vllm.methods import LoraKernelsMethods  # noqa: E402
 
 VARIABLE = "LORAKERNELS_VLLM_SOURCES"
 
@@ -48,6 +58,16 @@ def found_in(source: Path, seam: Seam) -> set[str]:
 def test_a_version_has_what_the_table_says(source: Path, seam: Seam) -> None:
     check_version(source.name)
     assert found_in(source, seam).intersection(seam.accepted)
+
+
+@pytest.mark.parametrize(
+    "seam",
+    [seam for seam in SEAMS if seam.name.startswith("PunicaWrapperGPU.")],
+    ids=lambda seam: seam.name,
+)
+def test_a_method_in_the_place_of_one_of_vllm_has_its_parameters_and_defaults(seam: Seam) -> None:
+    method = getattr(LoraKernelsMethods, seam.name.partition(".")[2])
+    assert parameters_of(method) in seam.accepted
 
 
 def test_the_parameters_of_a_source_are_written_as_the_table_writes_them(tmp_path: Path) -> None:

@@ -3,7 +3,7 @@ the step before was, however far a graph pads a step."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -13,7 +13,9 @@ from loragate.core.machine import select_interpreter
 
 select_interpreter()
 
+from lorakernels.dense.launch import TileTables  # noqa: E402
 from lorakernels.integrations.vllm.launches import launch_counts  # noqa: E402
+from lorakernels.integrations.vllm.tables import HEIGHTS, tables_of_height  # noqa: E402
 
 MIXED = (0, -1, 2, 2, -1, 1, 0)
 
@@ -48,6 +50,38 @@ def test_a_server_is_set_up_on_its_device_whatever_the_default_is(
         wrapper = make_server().wrapper
     tables = [*wrapper.token_step.tensors, *wrapper.sample_step.tensors, *wrapper._constants]
     assert {tensor.device.type for tensor in tables} == {"cpu"}
+
+
+@pytest.fixture
+def default_dtype() -> Iterator[Callable[[torch.dtype], None]]:
+    """Sets torch's default dtype, as vLLM does while it builds a model."""
+    before = torch.get_default_dtype()
+    yield torch.set_default_dtype
+    torch.set_default_dtype(before)
+
+
+def test_neither_a_server_nor_a_step_depends_on_the_default_dtype(
+    make_server: Any, make_linear: Any, default_dtype: Callable[[torch.dtype], None]
+) -> None:
+    default_dtype(torch.bfloat16)
+    server = make_server()
+    default_dtype(torch.float32)
+    linear = make_linear(server)
+    linear.load(0, seed=10)
+    x = torch.randn(len(MIXED), linear.layer.k)
+    wanted = linear.wanted(x, MIXED)
+    default_dtype(torch.bfloat16)
+    server.step(MIXED)
+    torch.testing.assert_close(linear.layer(x), wanted, rtol=1e-4, atol=1e-4)
+
+
+def test_a_height_that_no_step_was_set_up_for_is_refused(server: Any) -> None:
+    tensors = server.wrapper.token_step.tensors
+    heights = len(tensors) // len(TileTables._fields)
+    assert 0 < heights < len(HEIGHTS)
+    tables_of_height(tensors, HEIGHTS[heights - 1])
+    with pytest.raises(ValueError, match=f"got rows for tiles of {HEIGHTS[heights]}"):
+        tables_of_height(tensors, HEIGHTS[heights])
 
 
 @pytest.mark.parametrize("widths", [(20,), (20, 12), (16, 8, 8)])

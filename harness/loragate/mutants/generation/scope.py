@@ -61,6 +61,15 @@ def _left_out_of(module: Module, node: ast.AST) -> Iterator[Span]:
             yield start - 1, end + 1
     if isinstance(node, ast.ClassDef):
         yield from (module.span(base) for base in node.bases)
+    if isinstance(node, _FUNCTIONS) and node.args.kwonlyargs and node.args.vararg is None:
+        yield _star(module, node.args)
+
+
+def _star(module: Module, arguments: ast.arguments) -> Span:
+    """The sign behind which arguments have names, for which an operator would take it."""
+    first = module.span(arguments.kwonlyargs[0])[0]
+    at = module.text.rindex("*", 0, first)
+    return at, at + 1
 
 
 def _is_left_out(module: Module, node: ast.expr | ast.stmt) -> bool:

@@ -85,8 +85,7 @@ def launch_beside(product: Product, base: Callable[[], Product], *, adds: bool =
     base layer computes it, and is called beside the shrink as well. Without `adds` there is no
     shrink and no expand, and the product is cut all the same, which keeps its roundings. Nothing is
     launched dependently; see supports_pdl."""
-    if product.lora is None:
-        raise ValueError("a product without adapters has nothing to run beside it")
+    assert product.lora is not None, "there is nothing to run beside the product"
     delta, pairs = _delta(product, product.lora) if adds else None, product.pairs
     columns = product.out.shape[1] * (2 if product.is_gated else 1)
     # written and read on the stream of the fork
