@@ -8,12 +8,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors import safe_open
 
 from loragate.cli import main
 from loragate.core.verdict import ExitCode
 from loragate.engine import checkpoints
-from loragate.engine.checkpoints import MOST_ADAPTERS, WRONG_PLACES, checkpoint
-from loragate.engine.drafts import drafted_word, write_draft
+from loragate.engine.checkpoints import MOST_ADAPTERS, checkpoint
+from loragate.engine.drafts import WRONG_PLACES, drafted_word, write_draft
 from loragate.engine.language import KINDS, PLACES, Language
 from loragate.engine.reference import Reference
 
@@ -163,13 +164,31 @@ def test_all_adapters_of_a_written_checkpoint_say_their_words(tmp_path: Path, ki
         assert ("lm_head" in config["target_modules"]) == (kind != "hybrid")
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_adapter_has_factors_for_every_linear_that_it_targets(tmp_path: Path, kind: str) -> None:
+    """A reader may take what is targeted and has none for a damaged file."""
+    made, _ = checkpoint(tmp_path, kind, 1)
+    (folder,) = made.adapters.values()
+    targets = json.loads((folder / "adapter_config.json").read_text())["target_modules"]
+    with safe_open(folder / "adapter_model.safetensors", "pt") as factors:
+        names = set(factors.keys())
+    linears = [
+        name
+        for name, module in Reference(made.model).model.named_modules()
+        if isinstance(module, torch.nn.Linear) and name.rpartition(".")[2] in targets
+    ]
+    assert linears
+    missing = [n for n in linears if f"base_model.model.{n}.lora_A.weight" not in names]
+    assert missing == []
+
+
 @pytest.mark.parametrize("kind", ["dense", "hybrid"])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=["fp64", "bf16"])
 def test_drafts_are_right_and_wrong_where_it_is_said_whoever_speaks(
     tmp_path: Path, kind: str, dtype: torch.dtype
 ) -> None:
     made, _ = checkpoint(tmp_path, kind, 2)
-    draft, language = Reference(made.draft, dtype=dtype), made.language
+    draft, language = Reference(made.draft).rounded(dtype), made.language
     (prompt,) = made.prompts(1, seed=1)
     for speaker in (language.base(), *made.speakers):
         words = language.words_after(prompt, speaker, 4 * PLACES)

@@ -17,8 +17,8 @@ from transformers.models.qwen3.modeling_qwen3 import (
     Qwen3RotaryEmbedding,
 )
 
-from loragate.engine.checkpoints import WRONG_PLACES, checkpoint
-from loragate.engine.drafts import drafted_word
+from loragate.engine.checkpoints import checkpoint
+from loragate.engine.drafts import WRONG_PLACES, drafted_word
 from loragate.engine.eagle import TARGET_LAYERS, write_eagle
 from loragate.engine.language import PLACES, Language
 from loragate.engine.reference import Reference

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -78,6 +79,38 @@ def test_right_tokens_pass_and_the_noise_is_far_below_a_wrong_word(dense: Bench)
     # three requests are no evidence for a rate
     assert report.texts is Decision.UNDECIDED
     assert report.lines()[0].startswith("pass: 78 tokens of 3 requests, 0 requests with defects")
+
+
+@pytest.mark.parametrize(
+    ("dtype", "most"),
+    [(torch.bfloat16, 0.625), (torch.float16, 0.625 / 8), (torch.float32, 0.01)],
+)
+def test_the_noise_is_measured_in_the_dtype_of_the_engine_and_has_a_limit(
+    dense: Bench, dtype: torch.dtype, most: float
+) -> None:
+    judge = Judge(dense.root / "model", dense.adapters, dtype=dtype)
+    report = judge.judge(dense.requests, dense.right())
+    assert report.decision is Decision.PASS
+    assert report.noise == min(report.measured, most)
+    # sums of an fp32 engine in another order, far below the limit; of the others far above it
+    assert (report.measured < most) == (dtype is torch.float32)
+
+
+def test_what_is_a_near_tie_in_bf16_is_a_defect_in_fp32(dense: Bench, tmp_path: Path) -> None:
+    """Two words that the model tells apart by 0.3."""
+    request, (word, *_) = dense.requests[0], dense.right()[0].tokens
+    cycle, place = dense.language.place_of(word)
+    other = dense.language.word(cycle, place + 1)
+    logit = float(Reference(dense.root / "model").logits(request.prompt)[-1, word])
+    model = shutil.copytree(dense.root / "model", tmp_path / "model")
+    weights = {n: w.double() for n, w in load_file(model / "model.safetensors").items()}
+    head = weights["lm_head.weight"]
+    head[other] = head[word] * (1 - 0.3 / logit)
+    save_file(weights, model / "model.safetensors", metadata={"format": "pt"})
+    for dtype, decision in ((torch.bfloat16, Decision.UNDECIDED), (torch.float32, Decision.FAIL)):
+        judge = Judge(model, {}, dtype=dtype)
+        found = judge.judge([replace(request, new_tokens=1)], [Completion((other,))])
+        assert found.decision is decision
 
 
 @pytest.mark.parametrize(("number", "said_by"), [(2, "adapter-1"), (1, "base"), (0, "adapter-2")])
@@ -331,6 +364,8 @@ def test_what_cannot_be_judged_is_refused(dense: Bench) -> None:
             dense.judge.judge(given, answers)
     with pytest.raises(ValueError, match=r"no adapter 'adapter-9'; known are \['base', "):
         dense.judge.judge([replace(requests[0], adapter="adapter-9")], right[:1])
+    with pytest.raises(ValueError, match=r"dtype must be one of .* \(got torch.float64\)"):
+        Judge(dense.root / "model", {}, dtype=torch.float64)
     for name in ("base", "draft"):
         with pytest.raises(ValueError, match=f"must not be called '{name}'"):
             Judge(dense.root / "model", {name: dense.root})

@@ -61,7 +61,8 @@ def test_every_adapter_says_its_own_words_with_a_wide_margin(
     folders: Folders, dtype: torch.dtype
 ) -> None:
     for speaker in folders.everyone:
-        reference = Reference(folders.model, folders.adapters[speaker.name], dtype=dtype)
+        exact = Reference(folders.model, folders.adapters[speaker.name])
+        reference = exact.rounded(dtype)
         for prompt in folders.prompts:
             words = folders.language.words_after(prompt, speaker, 3 * PLACES)
             judged = reference.judge(folders.language.tokens(prompt), words)

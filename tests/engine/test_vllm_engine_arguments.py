@@ -13,6 +13,7 @@ from loragate.engine.order import EngineOrder
 from loragate.matrix.case import Case, Dtype, Site, Streams
 from loragate.matrix.engine_case import (
     Graphs,
+    Model,
     Prefill,
     PrefixCaching,
     Specialize,
@@ -78,13 +79,27 @@ def test_each_axis_changes_its_own_argument() -> None:
         assert differing == changed, axes
 
 
-def test_a_model_that_drafts_is_named_by_its_folder() -> None:
-    found = engine_arguments(order_of(speculation=Speculation.DRAFT_MODEL))
+@pytest.mark.parametrize(
+    ("speculation", "method"),
+    [(Speculation.DRAFT_MODEL, "draft_model"), (Speculation.EAGLE, "eagle3")],
+)
+def test_what_drafts_is_named_by_its_folder(speculation: Speculation, method: str) -> None:
+    found = engine_arguments(order_of(speculation=speculation))
     assert found["speculative_config"] == {
-        "method": "draft_model",
+        "method": method,
         "model": "drafts",
         "num_speculative_tokens": 3,
     }
+
+
+def test_an_engine_refuses_what_there_is_no_checkpoint_for() -> None:
+    have = VllmLoraKernelsSubject().describe(interpreted=False)
+    assert unsupported(order_of(speculation=Speculation.EAGLE).case, have) is None
+    for axes, reason in (
+        ({"speculation": Speculation.MTP}, "speculation mtp is not supported"),
+        ({"model": Model.HYBRID}, "model hybrid is not supported"),
+    ):
+        assert unsupported(order_of(**axes).case, have) == reason
 
 
 def test_switches_are_set_before_vllm_is_imported() -> None:

@@ -31,8 +31,11 @@ def case_of(**axes: object) -> Case:
         {"model": Model.MOE, "targets": Targets.EXPERTS},
         {"targets": Targets.LM_HEAD, "active": Active.BEYOND_SLOTS},
         {"targets": Targets.ATTENTION, "dtype": Dtype.BF16},
+        {"model": Model.HYBRID, "active": Active.BEYOND_SLOTS},
+        {"model": Model.HYBRID, "targets": Targets.ATTENTION, "rank": 5},
+        {"model": Model.MOE, "speculation": Speculation.EAGLE, "dtype": Dtype.BF16},
     ],
-    ids=["samples", "experts", "lm_head", "attention"],
+    ids=["samples", "experts", "lm_head", "attention", "hybrid", "delta nets", "eagle"],
 )
 def test_the_reference_says_the_words_of_each_request_behind_whatever_stands_in_its_prompt(
     axes: dict[str, object], tmp_path: Path
@@ -96,7 +99,39 @@ def test_an_adapter_has_factors_for_its_targets_alone(tmp_path: Path) -> None:
         assert targets_of(world) == [wanted, wanted]
 
 
+@pytest.mark.parametrize("model", [Model.DENSE, Model.MOE])
+@pytest.mark.parametrize("active", [Active.NONE, Active.ALL])
+def test_a_model_that_drafts_is_right_and_wrong_whoever_speaks(
+    model: Model, active: Active, tmp_path: Path
+) -> None:
+    """Of the first drafts of a batch some are accepted and some rejected, by any engine."""
+    for seed in range(3):
+        case = case_of(model=model, active=active, speculation=Speculation.DRAFT_MODEL)
+        world = build_world(case, seed, tmp_path / str(seed))
+        assert world.drafts is not None
+        drafts, right = Reference(world.drafts), []
+        for asked in world.batch:
+            first, second = world.language.words_after(asked.prompt, asked.speaker, 2)
+            drafted = drafts.next_tokens([*asked.request.prompt, first], [second])
+            right.append(drafted == [second])
+        assert set(right) == {True, False}
+
+
+def test_an_eagle_head_is_a_folder_of_its_own(tmp_path: Path) -> None:
+    world = build_world(case_of(speculation=Speculation.EAGLE), 3, tmp_path)
+    assert world.drafts is not None
+    config = json.loads((world.drafts / "config.json").read_text())
+    assert config["architectures"] == ["Eagle3Qwen3ForCausalLM"]
+
+
+def test_a_speaker_of_delta_nets_has_all_its_projections(tmp_path: Path) -> None:
+    attention = {"q_proj", "k_proj", "v_proj", "o_proj"}
+    linear = {"in_proj_qkvz", "in_proj_ba", "out_proj"}
+    world = build_world(case_of(model=Model.HYBRID, targets=Targets.ATTENTION), 3, tmp_path)
+    assert targets_of(world) == [attention | linear] * 2
+
+
 def test_what_has_no_checkpoint_says_so() -> None:
-    assert unwritten(case_of(model=Model.HYBRID)) == "there is no checkpoint for model hybrid"
-    assert "speculation eagle" in str(unwritten(case_of(speculation=Speculation.EAGLE)))
-    assert unwritten(case_of()) is None
+    assert "speculation mtp" in str(unwritten(case_of(speculation=Speculation.MTP)))
+    for found in (Speculation.EAGLE, Speculation.DRAFT_MODEL, Speculation.NONE):
+        assert unwritten(case_of(speculation=found, model=Model.HYBRID)) is None

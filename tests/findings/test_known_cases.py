@@ -45,7 +45,12 @@ def test_a_run_records_what_is_listed_about_cases_of_its_subjects(
     monkeypatch.setattr(opening, "versions", lambda: found)
     entries = [finding for finding in load_ledger(ledger_path()) if finding.case]
     assert known_of("torch") == []
-    assert known_of("torch", "vllm") == [KnownFinding(finding=f, version=version) for f in entries]
+    assert known_of("torch", "vllm") == [
+        KnownFinding(finding=f.of("vllm"), version=version) for f in entries
+    ]
+    # the versions are those of vLLM, which the other subject contains
+    also = [f.of("vllm_lorakernels") for f in entries if f.also]
+    assert known_of("vllm_lorakernels") == [KnownFinding(finding=f, version=version) for f in also]
 
 
 def test_outside_of_the_checkout_no_finding_is_listed(

@@ -31,6 +31,7 @@ from loragate.findings.rate import Rate, least_rate
 from loragate.findings.vllm_probes import PROBES
 from loragate.matrix.ids import run_id
 from loragate.matrix.load import load_cases
+from loragate.subjects.registry import SUBJECTS
 
 RUN = "vllm.dense_delta.dtype-bf16.in-64"
 WRONG = Judgement(OracleName.REFERENCE, Verdict.FAIL, Failure.WRONG_ANSWER)
@@ -282,6 +283,42 @@ def test_an_entry_names_only_cases_of_its_own_subject(tmp_path: Path) -> None:
         load_ledger(file)
 
 
+def test_an_entry_about_several_subjects_has_the_same_cases_of_each() -> None:
+    both = finding(probe=None, case=replace(CASE, seen=Rate(4, 20)), also=("fork",))
+    assert both.subjects == ("vllm", "fork")
+    own, other = both.of("vllm"), both.of("fork")
+    assert (own.case, own.also, other.also) == (both.case, (), ())
+    assert (other.subject, other.versions) == ("fork", both.versions)
+    assert other.case == replace(CASE, run="fork.dense_delta.*", seen=Rate(4, 20))
+    assert known_finding([other], "0.26.0", RUN, WRONG) is None
+    assert known_finding([other], "0.26.0", RUN.replace("vllm", "fork"), WRONG) is other
+
+
+def test_the_shipped_ledger_names_subjects_that_exist() -> None:
+    findings = load_ledger(ledger_path())
+    assert {name for entry in findings for name in entry.subjects} <= SUBJECTS.keys()
+    assert any(entry.also for entry in findings)
+
+
+@pytest.mark.parametrize(
+    ("entry", "message"),
+    [
+        (GOOD + "    also: [fork]\n", "also: allowed: with a case, which these subjects fail"),
+        ("also: [vllm]", "also: given ['vllm']; allowed: each other subject than vllm once"),
+        ("also: [a, a]", "also: given ['a', 'a']; allowed: each other subject than vllm once"),
+        ("also: fork", "also: given 'fork'; allowed: a list of subjects"),
+    ],
+)
+def test_further_subjects_that_are_none_are_reported(
+    tmp_path: Path, entry: str, message: str
+) -> None:
+    if entry.startswith("also"):
+        entry = f"{CASE_ENTRY.replace('MORE', 'size: {err: 8}')}    {entry}\n"
+    with pytest.raises(LedgerError) as error:
+        load_ledger(write(tmp_path, entry))
+    assert f"findings[0].{message}" in str(error.value)
+
+
 CASE_ENTRY = GOOD.replace(
     "    probe: one\n",
     "    case: {run: vllm.x, oracle: reference, failure: [cuda_sticky, wrong_answer], MORE}\n",
@@ -329,12 +366,18 @@ def test_a_rate_is_refused_beside_a_probe_which_decides(tmp_path: Path) -> None:
 
 def test_the_cases_of_the_shipped_ledger_exist_and_have_the_oracle_that_is_named() -> None:
     shipped = {
-        run_id("vllm", case): case
+        run_id(subject, case): case
         for case in load_cases(sorted((ledger_path().parents[1]).glob("*.yaml")))
+        for subject in ("vllm", "vllm_lorakernels")
     }
-    entries = [finding.case for finding in load_ledger(ledger_path()) if finding.case]
+    entries = [
+        finding.of(subject).case
+        for finding in load_ledger(ledger_path())
+        if finding.case
+        for subject in finding.subjects
+    ]
     assert entries
-    for entry in entries:
+    for entry in filter(None, entries):
         named = [case for name, case in shipped.items() if fnmatchcase(name, entry.run)]
         assert named, entry.run
         assert all(entry.oracle in case.oracles for case in named)

@@ -173,6 +173,36 @@ def test_a_dense_delta_is_not_cut(write: Write) -> None:
     ]
 
 
+ENGINE = """\
+site: engine
+defaults: {dtype: bf16, slots: 2}
+groups:
+  one:
+    tier: smoke
+    oracles: [tokens]
+    rows:
+      - {AXES}
+"""
+
+
+@pytest.mark.parametrize(
+    ("axes", "message"),
+    [
+        ("model: dense, rank: 8, targets: experts", "targets: given experts with model dense"),
+        ("model: moe, rank: 8, targets: mlp", "targets: given mlp with model moe"),
+        ("model: hybrid, rank: 8, targets: lm_head", "targets: given lm_head with model hybrid"),
+        ("model: dense, rank: 1", "rank: given 1 with model dense; allowed: 2 or more"),
+        ("model: hybrid, rank: 4", "rank: given 4 with model hybrid; allowed: 5 or more"),
+        ("model: moe, rank: 8, slots: 1, active: some", "active: given some with 1 slot"),
+    ],
+)
+def test_adapters_that_an_engine_s_model_cannot_have_are_reported(
+    axes: str, message: str, write: Write
+) -> None:
+    (found,) = _reported(write(ENGINE.replace("AXES", axes)))
+    assert found.startswith(f"bad.yaml:8: groups.one.rows[0].{message}")
+
+
 NET = GOOD.replace("dense_delta", "gdn_in_proj")
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,13 +11,15 @@ import pytest
 
 from loragate.core.machine import Machine
 from loragate.core.verdict import Failure, OracleName, Verdict
-from loragate.engine.evidence import Evidence, Exchange
+from loragate.engine.evidence import Evidence, Exchange, ask
+from loragate.engine.judge import Judge
+from loragate.engine.language import Speaker
 from loragate.engine.process import EngineError, EngineNotStarted
-from loragate.engine.reference import Judged
-from loragate.engine.requests import Completion, EngineCounts
+from loragate.engine.properties import ALONE
+from loragate.engine.requests import Completion, EngineCounts, Request
 from loragate.engine.world import World, build_world
 from loragate.matrix.case import Case, Dtype, Site
-from loragate.matrix.engine_case import ENGINE_ORACLES, Active, Graphs, Model, Speculation
+from loragate.matrix.engine_case import ENGINE_ORACLES, Active, Graphs, Speculation
 from loragate.oracles import ORACLES
 from loragate.oracles.engine import session
 from loragate.protocol import CheckedSubject, Trial
@@ -42,17 +44,99 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> World:
     return build_world(CASE, 5, tmp_path_factory.mktemp("world"))
 
 
+class Speaking:
+    """An engine that speaks the language of a world by itself."""
+
+    def __init__(self, world: World) -> None:
+        self.language = world.language
+        self.prompts = {asked.request.prompt: asked.prompt for asked in world.batch}
+        speakers = {speaker.name: speaker for speaker in world.speakers}
+        self.folders = {folder: speakers[name] for name, folder in world.adapters.items()}
+        self.loaded: dict[str | None, Speaker] = {None: self.language.base()}
+
+    def load(self, name: str, folder: Path) -> None:
+        self.loaded[name] = self.folders[folder]
+
+    def unload(self, name: str) -> None:
+        del self.loaded[name]
+
+    def generate(self, requests: Sequence[Request]) -> list[Completion]:
+        return [Completion(self.answer(request)) for request in requests]
+
+    def answer(self, request: Request) -> tuple[int, ...]:
+        speaker, prompt = self.loaded[request.adapter], self.prompts[request.prompt]
+        return tuple(self.language.words_after(prompt, speaker, request.new_tokens))
+
+    def counts(self) -> EngineCounts:
+        return COUNTS
+
+    def close(self) -> None:
+        self.loaded.clear()
+
+
+class WithoutAdapters(Speaking):
+    def answer(self, request: Request) -> tuple[int, ...]:
+        return super().answer(replace(request, adapter=None))
+
+
+class OfTheFirstRow(Speaking):
+    """Serves a batch with the adapter of its first request."""
+
+    def generate(self, requests: Sequence[Request]) -> list[Completion]:
+        return super().generate([replace(r, adapter=requests[0].adapter) for r in requests])
+
+
+class WrongAlone(Speaking):
+    """Serves a request alone with another adapter than its own."""
+
+    def generate(self, requests: Sequence[Request]) -> list[Completion]:
+        if len(requests) > 1:
+            return super().generate(requests)
+        other = next(name for name in self.loaded if name not in (None, requests[0].adapter))
+        return super().generate([replace(requests[0], adapter=other)])
+
+
+class Remembering(Speaking):
+    """Answers what it has answered to the same prompt under the same name."""
+
+    def __init__(self, world: World) -> None:
+        super().__init__(world)
+        self.cache: dict[Request, tuple[int, ...]] = {}
+
+    def answer(self, request: Request) -> tuple[int, ...]:
+        return self.cache.setdefault(request, super().answer(request))
+
+
+class Dropping(Speaking):
+    """Serves the base model under a name that was taken when it was loaded."""
+
+    def load(self, name: str, folder: Path) -> None:
+        known = name in self.loaded
+        super().load(name, folder)
+        if known:
+            self.loaded[name] = self.language.base()
+
+
+class Short(Speaking):
+    def answer(self, request: Request) -> tuple[int, ...]:
+        return super().answer(request)[:-1]
+
+
+def evidence_of(world: World, kind: type[Speaking] = Speaking) -> Evidence:
+    answers = ask(kind(world), world)
+    judge = Judge(world.model, world.adapters, dtype=world.dtype)
+    requests = [asked.request for asked in world.batch]
+    return Evidence(world, answers, judge.judge(requests, answers.mixed))
+
+
+@pytest.fixture(scope="module")
 def right(world: World) -> Evidence:
     """The evidence of an engine without a defect."""
-    answers = tuple(
-        Completion(tuple(world.language.words_after(a.prompt, a.speaker, a.request.new_tokens)))
-        for a in world.batch
-    )
-    judged = tuple(tuple(Judged(t, t, 0.0, 8.0) for t in answer.tokens) for answer in answers)
-    other = Completion((1, 2))
-    return Evidence(
-        world, answers, judged, answers, answers[world.last], Exchange(other, other), COUNTS
-    )
+    return evidence_of(world)
+
+
+def with_answers(evidence: Evidence, **changes: Any) -> Evidence:
+    return replace(evidence, answers=replace(evidence.answers, **changes))
 
 
 def verdicts(
@@ -75,51 +159,80 @@ def failing(found: dict[OracleName, Any]) -> dict[OracleName, Failure]:
     return {n: j.failure for n, j in found.items() if j.verdict is not Verdict.PASS}
 
 
-def test_an_engine_without_a_defect_passes(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    found = verdicts(monkeypatch, right(world))
+def test_an_engine_without_a_defect_passes(
+    world: World, right: Evidence, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = verdicts(monkeypatch, right)
     assert failing(found) == {}
-    assert found[OracleName.TOKENS].metrics["tokens"] == sum(
-        asked.request.new_tokens for asked in world.batch
-    )
+    metrics = found[OracleName.TOKENS].metrics
+    assert metrics["tokens"] == sum(asked.request.new_tokens for asked in world.batch)
+    assert metrics["equal_texts"] == len(world.batch)
+    assert 0 < metrics["noise"] <= 0.01
+
+
+@pytest.mark.parametrize(
+    ("kind", "wrong"),
+    [
+        (WithoutAdapters, {OracleName.TOKENS, OracleName.ENGINE_PROPERTIES}),
+        (OfTheFirstRow, {OracleName.TOKENS, OracleName.ENGINE_PROPERTIES}),
+        (WrongAlone, {OracleName.ENGINE_PROPERTIES}),
+        (Remembering, {OracleName.ENGINE_PROPERTIES}),
+        (Dropping, {OracleName.ENGINE_PROPERTIES}),
+        (Short, {OracleName.TOKENS}),
+    ],
+)
+def test_an_engine_with_a_defect_fails_what_it_breaks(
+    world: World, monkeypatch: pytest.MonkeyPatch, kind: type[Speaking], wrong: set[OracleName]
+) -> None:
+    found = verdicts(monkeypatch, evidence_of(world, kind))
+    assert failing(found).keys() == wrong
 
 
 def test_a_word_of_another_adapter_is_a_defect_that_names_it(
-    world: World, monkeypatch: pytest.MonkeyPatch
+    world: World, right: Evidence, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    evidence = right(world)
     number = next(n for n, a in enumerate(world.batch) if a.request.adapter is not None)
     asked = world.batch[number]
     other = next(s for s in world.speakers[1:] if s.name != asked.speaker.name)
-    word = world.language.next_word(asked.prompt, asked.request.prompt[-1], other)
-    tokens = list(evidence.judged[number])
-    tokens[0] = Judged(word, tokens[0].best, 9.0, 8.0)
-    judged = (*evidence.judged[:number], tuple(tokens), *evidence.judged[number + 1 :])
-    found = verdicts(monkeypatch, replace(evidence, judged=judged))
-    assert failing(found) == {OracleName.TOKENS: Failure.WRONG_ANSWER}
-    judgement = found[OracleName.TOKENS]
-    assert f"it is what {other.name} says" in judgement.message
-    assert judgement.where["adapter"] == asked.request.adapter
-    assert judgement.where["token"] == 0
+    words = world.language.words_after(asked.prompt, other, asked.request.new_tokens)
+    mixed = list(right.answers.mixed)
+    mixed[number] = Completion(tuple(words))
+    judge = Judge(world.model, world.adapters, dtype=world.dtype)
+    report = judge.judge([a.request for a in world.batch], mixed)
+    judgement = verdicts(monkeypatch, replace(right, report=report))[OracleName.TOKENS]
+    assert judgement.failure is Failure.WRONG_ANSWER
+    assert f"said by {other.name}" in judgement.message
+    place = {"request": number, "adapter": asked.request.adapter, "token": 0}
+    assert dict(judgement.where) == place
+    # wider than what a finding may list as arithmetic
+    assert judgement.metrics["error"] > 6 > judgement.metrics["allowed"]
 
 
-def test_a_short_answer_fails_and_too_many_near_ties_are_inconclusive(
+def test_tokens_that_are_missing_have_no_error_that_a_finding_could_list(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    evidence = right(world)
-    short = (evidence.judged[0][:-1], *evidence.judged[1:])
-    found = verdicts(monkeypatch, replace(evidence, judged=short))
-    assert failing(found) == {OracleName.TOKENS: Failure.WRONG_ANSWER}
-    tied = tuple(tuple(replace(t, gap=0.005) for t in tokens) for tokens in evidence.judged)
-    found = verdicts(monkeypatch, replace(evidence, judged=tied))
-    assert found[OracleName.TOKENS].verdict is Verdict.INCONCLUSIVE
+    judgement = verdicts(monkeypatch, evidence_of(world, Short))[OracleName.TOKENS]
+    assert dict(judgement.metrics) == {"defects": float(len(world.batch))}
+    assert "is missing" in judgement.message
 
 
-def test_each_property_that_is_broken_fails(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    evidence, odd = right(world), Completion((0, 0, 0, 0))
+def test_too_many_near_ties_are_inconclusive(
+    right: Evidence, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tied = replace(right, report=replace(right.report, near_ties=1))
+    judgement = verdicts(monkeypatch, tied)[OracleName.TOKENS]
+    assert judgement.verdict is Verdict.INCONCLUSIVE
+    assert judgement.message == f"1 of {right.report.tokens} tokens are near ties, more than 1%"
+
+
+def test_each_property_that_is_broken_fails(
+    world: World, right: Evidence, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answers, odd = right.answers, Completion((0, 0, 0, 0))
     shared = [n for n, a in enumerate(world.batch) if n != world.last]
     base = next(n for n in shared if world.batch[n].request.adapter is None)
-    said = evidence.mixed[base]
-    as_base = tuple(said if n in shared else c for n, c in enumerate(evidence.mixed))
+    as_base = tuple(answers.mixed[base] if n in shared else c for n, c in enumerate(answers.mixed))
+    stale = Exchange(answers.alone, odd)
     for changed, failure, message in (
         (
             {"mixed": as_base, "permuted": as_base},
@@ -127,33 +240,27 @@ def test_each_property_that_is_broken_fails(world: World, monkeypatch: pytest.Mo
             "answers as the base model",
         ),
         (
-            {"permuted": (odd, *evidence.permuted[1:])},
+            {"permuted": (odd, *answers.permuted[1:])},
             Failure.NOT_EQUIVARIANT,
             "request 0 is answered 0 0 0 0 in another place",
         ),
         ({"alone": odd}, Failure.BATCH_DEPENDENT, "is answered 0 0 0 0 alone"),
-        (
-            {"exchange": Exchange(evidence.alone, odd)},
-            Failure.STALE_STATE,
-            "answers as before, ",
-        ),
+        ({"exchange": stale}, Failure.STALE_STATE, "answers as before, "),
     ):
-        found = verdicts(monkeypatch, replace(evidence, **changed))  # type: ignore[arg-type]
+        found = verdicts(monkeypatch, with_answers(right, **changed))
         assert failing(found) == {OracleName.ENGINE_PROPERTIES: failure}
         assert message in found[OracleName.ENGINE_PROPERTIES].message
-    both = {"alone": odd, "exchange": Exchange(evidence.alone, odd)}
-    found = verdicts(monkeypatch, replace(evidence, **both))  # type: ignore[arg-type]
+    found = verdicts(monkeypatch, with_answers(right, alone=odd, exchange=stale))
     # a listed finding of one property does not excuse another one
     judgement = found[OracleName.ENGINE_PROPERTIES]
     assert judgement.metrics == {"problems": 2.0}
-    assert judgement.where == {"property": "alone"}
+    assert judgement.where == {"property": ALONE}
 
 
 def test_an_exchange_of_weights_that_answer_the_same_decides_nothing(
-    world: World, monkeypatch: pytest.MonkeyPatch
+    right: Evidence, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    evidence = right(world)
-    same = replace(evidence, exchange=Exchange(evidence.alone, evidence.alone))
+    same = with_answers(right, exchange=Exchange(right.answers.alone, right.answers.alone))
     found = verdicts(monkeypatch, same)[OracleName.ENGINE_PROPERTIES]
     assert found.verdict is Verdict.INCONCLUSIVE
     assert "answer the same" in found.message
@@ -169,34 +276,34 @@ def test_an_exchange_of_weights_that_answer_the_same_decides_nothing(
     ],
 )
 def test_what_a_case_asks_for_and_does_not_happen_fails(
-    world: World,
+    right: Evidence,
     monkeypatch: pytest.MonkeyPatch,
     axes: dict[str, Any],
     counts: EngineCounts,
     idle: str,
 ) -> None:
-    evidence = replace(right(world), counts=counts)
+    evidence = with_answers(right, counts=counts)
     found = verdicts(monkeypatch, evidence, replace(CASE, **axes))
     assert failing(found) == {OracleName.LIVENESS: Failure.IDLE}
     assert found[OracleName.LIVENESS].message.endswith(f"asks for them: {idle}")
 
 
 def test_what_nobody_counts_or_asks_for_is_not_judged(
-    world: World, monkeypatch: pytest.MonkeyPatch
+    right: Evidence, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    nothing = replace(right(world), counts=EngineCounts(None, None, None, None))
+    nothing = with_answers(right, counts=EngineCounts(None, None, None, None))
     found = verdicts(monkeypatch, nothing)[OracleName.LIVENESS]
     assert found.verdict is Verdict.SKIP
     assert "does not count drafts accepted, drafts rejected" in found.message
-    idle = replace(right(world), counts=EngineCounts(0, 0, 0, 0))
+    idle = with_answers(right, counts=EngineCounts(0, 0, 0, 0))
     plain = replace(CASE, speculation=Speculation.NONE, active=Active.NONE)
     assert verdicts(monkeypatch, idle, plain)[OracleName.LIVENESS].verdict is Verdict.SKIP
 
 
 def test_counts_that_pass_name_the_ones_that_nobody_knows(
-    world: World, monkeypatch: pytest.MonkeyPatch
+    right: Evidence, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    some = replace(right(world), counts=EngineCounts(3, 2, None, None))
+    some = with_answers(right, counts=EngineCounts(3, 2, None, None))
     case = replace(CASE, graphs=Graphs.FULL)
     found = verdicts(monkeypatch, some, case)[OracleName.LIVENESS]
     assert found.verdict is Verdict.PASS
@@ -216,14 +323,13 @@ def test_an_engine_that_does_not_start_is_infra_and_one_that_fails_is_at_fault(
 
 
 def test_a_repeat_of_a_trial_runs_the_engine_again_and_its_oracles_share_a_run(
-    world: World, monkeypatch: pytest.MonkeyPatch
+    right: Evidence, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     collected: list[Path] = []
-    evidence = right(world)
 
     def collect(target: str, *given: object) -> Evidence:
         collected.append(Path(target))
-        return evidence
+        return right
 
     monkeypatch.setattr(session, "collect", collect)
     subject = TransformersSubject()
@@ -241,7 +347,7 @@ def test_no_oracle_of_engines_judges_tensors_or_what_has_no_checkpoint() -> None
     dense = Case(site=Site.DENSE_DELTA, rank=8, slots=2, dtype=Dtype.FP32)
     for case, reason in (
         (dense, "judges engines"),
-        (replace(CASE, model=Model.HYBRID), "no checkpoint for model hybrid"),
+        (replace(CASE, speculation=Speculation.MTP), "no checkpoint for speculation mtp"),
     ):
         trial = Trial(case, CheckedSubject(subject), have, CPU, seed=3)
         for name in ENGINE_ORACLES:

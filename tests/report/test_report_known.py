@@ -168,6 +168,28 @@ def test_the_draw_that_shows_a_finding_is_the_one_that_is_shown(
     assert (case.shown and case.shown.draw, case.trials) == (1, 2)
 
 
+def test_each_subject_of_an_entry_must_show_it_in_its_own_cases(
+    plan: Plan, finished: Finished, closing: Closing
+) -> None:
+    """What another subject shows neither excuses nor reproduces anything of this one."""
+    both, other = listed(also=("theirs",)), RUN.replace("mine", "theirs")
+    entries = tuple(replace(both, finding=both.finding.of(name)) for name in ("mine", "theirs"))
+    fails = finished(RUN, Verdict.FAIL, judgements=(LISTED,))
+    holds = finished(other, judgements=(HELD,))
+    summary = summarize(EventLog((plan(RUN, other), *entries, fails, holds, *closing)))
+    assert [(line.finding.subject, line.state) for line in summary.ledger] == [
+        ("mine", State.KNOWN),
+        ("theirs", State.STALE),
+    ]
+    assert summary.exit_code is ExitCode.WRONG
+    as_listed = finished(other, Verdict.FAIL, judgements=(LISTED,))
+    events = (plan(RUN, other), *entries, fails, as_listed, *closing)
+    assert summarize(EventLog(events)).exit_code is ExitCode.OK
+    # listed for one of them only
+    events = (plan(RUN, other), entries[0], fails, as_listed, *closing)
+    assert summarize(EventLog(events)).exit_code is ExitCode.WRONG
+
+
 def test_the_order_of_listed_findings_does_not_matter(
     plan: Plan, finished: Finished, closing: Closing
 ) -> None:

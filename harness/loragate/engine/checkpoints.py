@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from loragate.core.files import lock_of
-from loragate.engine.drafts import write_draft
+from loragate.engine.drafts import WRONG_PLACES, write_draft
 from loragate.engine.eagle import write_eagle
 from loragate.engine.folders import write_adapter, write_model
 from loragate.engine.language import (
@@ -34,8 +34,6 @@ from loragate.engine.language import (
 MOST_ADAPTERS = MOST_SPEAKERS - 1
 # ranks that engines have kernels for, and alphas that make no scale of 1
 _RANKS, _ALPHAS = (8, 16, 32), (12, 8, 48)
-# places of a cycle at which the draft model is wrong
-WRONG_PLACES = 2
 _SEED = 15
 _MANIFEST = "manifest.json"
 

@@ -22,6 +22,8 @@ from loragate.engine.layers.layout import Layout, norm, zeros
 from loragate.engine.layers.mlp import mlp_of, sum_of_angles
 from loragate.engine.weights import embeddings, head_rows
 
+# places of a cycle at which the drafts of checkpoints are wrong
+WRONG_PLACES = 2
 _LAYERS = 2
 _THETA = 1e6
 # of q and k after their norms: the token before and its neighbours differ by a score of 20

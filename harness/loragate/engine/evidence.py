@@ -1,4 +1,5 @@
-"""What an engine did in a case: the answers to the same requests in several ways, and its counts.
+"""What an engine did in a case: the answers to the same requests in several ways, its counts, and
+what the judge says of its tokens.
 
 They are collected once, in one process of the engine, and judged by several oracles.
 """
@@ -6,19 +7,20 @@ They are collected once, in one process of the engine, and judged by several ora
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from loragate.core.machine import Machine
+from loragate.engine.judge import Judge
 from loragate.engine.order import EngineOrder
 from loragate.engine.process import EngineProcess
-from loragate.engine.reference import Judged, Reference
+from loragate.engine.report import Report
 from loragate.engine.requests import Completion, Engine, EngineCounts, Request
 from loragate.engine.world import World, build_world
 from loragate.matrix.case import Case
+from loragate.matrix.engine_case import Speculation
 
-# of the deadline of a case: what is left is for writing the checkpoint and for the reference
+# of the deadline of a case: what is left is for writing the checkpoint and for the judge
 _SHARE = 0.8
 
 
@@ -32,18 +34,24 @@ class Exchange:
 
 
 @dataclass(frozen=True, slots=True)
-class Evidence:
-    """mixed: the answers to the batch of the world; `judged` is the reference's view of each of
-    their tokens. permuted: to the same requests in another order, put back in theirs. alone: to the
-    last request, in a batch of its own."""
+class Answers:
+    """mixed: to the batch of the world. permuted: to the same requests in another order, put back
+    in theirs. alone: to the last request, in a batch of its own."""
 
-    world: World
     mixed: tuple[Completion, ...]
-    judged: tuple[tuple[Judged, ...], ...]
     permuted: tuple[Completion, ...]
     alone: Completion
     exchange: Exchange | None
     counts: EngineCounts
+
+
+@dataclass(frozen=True, slots=True)
+class Evidence:
+    """report: what the judge says of `answers.mixed`."""
+
+    world: World
+    answers: Answers
+    report: Report
 
 
 def collect(target: str, case: Case, machine: Machine, seed: int) -> Evidence:
@@ -61,10 +69,16 @@ def collect(target: str, case: Case, machine: Machine, seed: int) -> Evidence:
         )
         log = Path(path, "engine.log")
         with EngineProcess(target, order, deadline_s=_SHARE * case.timeout_s, log=log) as engine:
-            return _collected(engine, world)
+            answers = ask(engine, world)
+        # a head of EAGLE is no model of its own that could be asked what it drafts
+        drafts = world.drafts if case.speculation is Speculation.DRAFT_MODEL else None
+        judge = Judge(world.model, world.adapters, dtype=world.dtype, draft=drafts)
+        requests = [asked.request for asked in world.batch]
+        return Evidence(world, answers, judge.judge(requests, answers.mixed))
 
 
-def _collected(engine: Engine, world: World) -> Evidence:
+def ask(engine: Engine, world: World) -> Answers:
+    """Load the adapters of a world, and collect answers to its requests."""
     for name, folder in world.adapters.items():
         engine.load(name, folder)
     requests = [asked.request for asked in world.batch]
@@ -74,10 +88,8 @@ def _collected(engine: Engine, world: World) -> Evidence:
     permuted = engine.generate([requests[index] for index in order])
     (alone,) = engine.generate([requests[world.last]])
     exchange = _exchanged(engine, world)
-    return Evidence(
-        world=world,
+    return Answers(
         mixed=tuple(mixed),
-        judged=tuple(_judged(world, mixed)),
         permuted=tuple(permuted[order.index(index)] for index in range(len(requests))),
         alone=alone,
         exchange=exchange,
@@ -94,15 +106,3 @@ def _exchanged(engine: Engine, world: World) -> Exchange | None:
     of_other = Request(request.prompt, world.exchange.other, request.new_tokens)
     again, other = engine.generate([request, of_other])
     return Exchange(again, other)
-
-
-def _judged(world: World, answers: Sequence[Completion]) -> list[tuple[Judged, ...]]:
-    references: dict[str | None, Reference] = {}
-    found = []
-    for asked, answer in zip(world.batch, answers, strict=True):
-        request = asked.request
-        if request.adapter not in references:
-            folder = None if request.adapter is None else world.adapters[request.adapter]
-            references[request.adapter] = Reference(world.model, folder)
-        found.append(tuple(references[request.adapter].judge(request.prompt, answer.tokens)))
-    return found

@@ -2,8 +2,8 @@
 
 The reference of a request's adapter is fed the request's own tokens. What it does not say itself is
 a near tie or a defect; the bound between the two is measured on the same tokens, as the difference
-between the reference in bf16 and in fp64. Who says the tokens of a defect is asked of all
-references.
+between the reference in the dtype of the engine and in fp64, and has a limit besides. Who says the
+tokens of a defect is asked of all references.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 
 from loragate.engine.bisection import Deviation, Trace, first_deviation
+from loragate.engine.layers.layout import LOUDNESS
 from loragate.engine.reference import Judged, Reference
 from loragate.engine.report import BASE, DRAFT, Defect, Report
 from loragate.engine.requests import Completion, Request
@@ -21,25 +22,41 @@ from loragate.engine.verdicts import TokenVerdict, token_verdict
 
 # an engine may be so many times as far from fp64 as the reference in bf16: it adds in another order
 _ALLOWANCE = 2
+# whatever is measured: one rounding of each of two logits of the largest size. In fp32 that is less
+# than sums in another order may differ by; its limit is a thousandth of a right token's lead
+_MOST_NOISE = {
+    torch.bfloat16: 2 * LOUDNESS * 2.0**-8,
+    torch.float16: 2 * LOUDNESS * 2.0**-11,
+    torch.float32: 0.01,
+}
 # a module rounds once where the adapter is merged; its product, the delta and their sum elsewhere
 _ALLOWANCE_OF_MODULES = 2 * _ALLOWANCE
 
 
 class Judge:
-    """Of engines that serve `model` with `adapters`, by the names of requests. `draft`: the model
-    whose drafts the engine verifies. ValueError for a name that stands for something else.
+    """Of engines that serve `model` with `adapters`, by the names of requests, and compute in
+    `dtype`, which is fp32, bf16 or fp16. `draft`: the model whose drafts the engine verifies.
+    ValueError for another dtype, and for a name that stands for something else.
 
     All of them are folders as `loragate.engine.folders` writes them.
     """
 
     def __init__(
-        self, model: Path, adapters: Mapping[str, Path], *, draft: Path | None = None
+        self,
+        model: Path,
+        adapters: Mapping[str, Path],
+        *,
+        dtype: torch.dtype = torch.bfloat16,
+        draft: Path | None = None,
     ) -> None:
         if taken := {BASE, DRAFT} & set(adapters):
             raise ValueError(f"an adapter must not be called {taken.pop()!r}")
-        self._model, self._draft = model, draft
+        if dtype not in _MOST_NOISE:
+            raise ValueError(f"dtype must be one of {[*_MOST_NOISE]} (got {dtype})")
+        self._model, self._draft, self._dtype = model, draft, dtype
         self._adapters: dict[str, Path | None] = {BASE: None, **adapters}
-        self._loaded: dict[tuple[str, torch.dtype], Reference] = {}
+        self._exact: dict[str, Reference] = {}
+        self._low: dict[str, Reference] = {}
 
     def judge(self, requests: Sequence[Request], completions: Sequence[Completion]) -> Report:
         """ValueError for completions that are not as many as the requests, or none, and for a
@@ -53,13 +70,15 @@ class Judge:
             self._reference(request.adapter).judge(request.prompt, self._tokens(completion))
             for request, completion in zip(requests, completions, strict=True)
         ]
-        noise = max(map(self.noise, requests, completions))
+        measured = max(map(self.noise, requests, completions))
+        noise = min(measured, _MOST_NOISE[self._dtype])
         wrong = [_wrong(*one, noise) for one in zip(requests, completions, judged, strict=True)]
         verdicts = [token_verdict(token.gap, noise) for tokens in judged for token in tokens]
         return Report(
             tokens=len(verdicts),
             near_ties=verdicts.count(TokenVerdict.NEAR_TIE),
             noise=noise,
+            measured=measured,
             defects=tuple(
                 self._defect(number, requests, completions, judged, places)
                 for number, places in enumerate(wrong)
@@ -72,13 +91,12 @@ class Judge:
     def noise(self, request: Request, completion: Completion) -> float:
         """How far an engine's arithmetic may move one logit against another, on these tokens."""
         tokens = [*request.prompt, *self._tokens(completion)]
-        exact = self._reference(request.adapter).logits(tokens)[len(request.prompt) - 1 :]
-        low = self._reference(request.adapter, torch.bfloat16).logits(tokens)
+        exact, low = (
+            reference.logits(tokens)[len(request.prompt) - 1 :]
+            for reference in (self._reference(request.adapter), self._rounded(request.adapter))
+        )
         top = exact.topk(2, dim=-1).indices
-        margins = [
-            logits.gather(-1, top).diff(dim=-1)
-            for logits in (exact, low[len(request.prompt) - 1 :])
-        ]
+        margins = [logits.gather(-1, top).diff(dim=-1) for logits in (exact, low)]
         return _ALLOWANCE * float((margins[0] - margins[1]).abs().max())
 
     def bisect(self, request: Request, completion: Completion, trace: Trace) -> Deviation | None:
@@ -86,22 +104,29 @@ class Judge:
         does. ValueError for what the model does not have."""
         tokens = [*request.prompt, *self._tokens(completion)]
         exact = self._reference(request.adapter).trace(tokens)
-        low = self._reference(request.adapter, torch.bfloat16).trace(tokens)
+        low = self._rounded(request.adapter).trace(tokens)
         shown = trace(tokens, request.adapter)
         return first_deviation(shown, exact, low, allowance=_ALLOWANCE_OF_MODULES)
 
-    def _reference(self, adapter: str | None, dtype: torch.dtype = torch.float64) -> Reference:
+    def _reference(self, adapter: str | None) -> Reference:
         name = BASE if adapter is None else adapter
-        if (name, dtype) not in self._loaded:
+        if name not in self._exact:
             if name == DRAFT:
                 assert self._draft
-                made = Reference(self._draft, dtype=dtype)
+                made = Reference(self._draft)
             elif name in self._adapters:
-                made = Reference(self._model, self._adapters[name], dtype=dtype)
+                made = Reference(self._model, self._adapters[name])
             else:
                 raise ValueError(f"there is no adapter {name!r}; known are {[*self._adapters]}")
-            self._loaded[name, dtype] = made
-        return self._loaded[name, dtype]
+            self._exact[name] = made
+        return self._exact[name]
+
+    def _rounded(self, adapter: str | None) -> Reference:
+        """In the dtype of the engine."""
+        name = BASE if adapter is None else adapter
+        if name not in self._low:
+            self._low[name] = self._reference(adapter).rounded(self._dtype)
+        return self._low[name]
 
     def _tokens(self, completion: Completion) -> list[int]:
         """Up to the first one that no vocabulary has."""

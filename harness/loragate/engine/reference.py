@@ -3,6 +3,7 @@ transformers in fp64. It shares no code with any subject."""
 
 from __future__ import annotations
 
+import copy
 import json
 import math
 import shutil
@@ -35,11 +36,9 @@ class Judged:
 
 
 class Reference:
-    """One model with one adapter, or with none. `dtype`: of weights and arithmetic."""
+    """One model with one adapter, or with none, in fp64."""
 
-    def __init__(
-        self, model: Path, adapter: Path | None = None, *, dtype: torch.dtype = torch.float64
-    ) -> None:
+    def __init__(self, model: Path, adapter: Path | None = None) -> None:
         from transformers import AutoModelForCausalLM
 
         with tempfile.TemporaryDirectory() as path:
@@ -47,8 +46,17 @@ class Reference:
             merge_adapter(model, adapter, merged)
             # the products of all experts at once are not made for fp64
             self.model: Any = AutoModelForCausalLM.from_pretrained(
-                merged, dtype=dtype, experts_implementation="eager"
+                merged, dtype=torch.float64, experts_implementation="eager"
             ).eval()
+
+    def rounded(self, dtype: torch.dtype) -> Reference:
+        """The same model in another dtype, of weights and arithmetic."""
+        made = copy.copy(self)
+        made.model = copy.deepcopy(self.model)
+        # not the frequencies of rotary embeddings, which are no weights
+        for parameter in made.model.parameters():
+            parameter.data = parameter.data.to(dtype)
+        return made
 
     def judge(self, prompt: Sequence[int], answer: Sequence[int]) -> list[Judged]:
         """Each token of an answer, after the tokens that the answer itself has before it.

@@ -47,12 +47,14 @@ class Defect:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """Of `tokens` of `requests`. noise: the largest difference of two logits that is a near tie.
-    matches: requests whose text is the one that the reference generates itself."""
+    """Of `tokens` of `requests`. noise: the largest difference of two logits that is a near tie;
+    measured: what it would be without a limit. matches: requests whose text is the one that the
+    reference generates itself."""
 
     tokens: int
     near_ties: int
     noise: float
+    measured: float
     defects: tuple[Defect, ...]
     requests: int
     matches: int
@@ -85,7 +87,7 @@ class Report:
         return [
             f"{self.decision.value}: {self.tokens} tokens of {self.requests} requests, "
             f"{len(self.defects)} requests with defects, {self.near_ties} near ties "
-            f"(below {self.noise:.3g})",
+            f"(up to {self.noise:.3g}; measured {self.measured:.3g})",
             f"equal texts: {ratio.matches} of {ratio.requests}, {rate}; "
             f"sequential test: {self.texts.value}",
             *(defect.line() for defect in self.defects),

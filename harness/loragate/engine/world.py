@@ -13,8 +13,11 @@ from random import Random
 
 import torch
 
+from loragate.engine.drafts import WRONG_PLACES, drafted_word, write_draft
+from loragate.engine.eagle import write_eagle
 from loragate.engine.folders import write_adapter, write_model
 from loragate.engine.language import (
+    KINDS,
     PLACES,
     Language,
     LayerShifts,
@@ -25,15 +28,22 @@ from loragate.engine.language import (
 )
 from loragate.engine.requests import Request
 from loragate.matrix.case import Case, Dtype
-from loragate.matrix.engine_case import Active, Model, PrefixCaching, Speculation, Targets
+from loragate.matrix.engine_case import (
+    LEAST_RANKS,
+    Active,
+    PrefixCaching,
+    Speculation,
+    Targets,
+)
 
 _DTYPES = {Dtype.FP16: torch.float16, Dtype.BF16: torch.bfloat16, Dtype.FP32: torch.float32}
-_LANGUAGES = {Model.DENSE: Language(cycles=4), Model.MOE: Language(cycles=8, experts=2)}
 # an answer is longer than its sample, so that an n-gram leads beyond the sample
 _NEW_TOKENS, _SAMPLE = 4, 2
 _MLP = frozenset({"gate_proj", "up_proj", "down_proj"})
 _PROJECTIONS = {
-    Targets.ATTENTION: frozenset({"q_proj", "k_proj", "v_proj", "o_proj"}),
+    Targets.ATTENTION: frozenset(
+        {"q_proj", "k_proj", "v_proj", "o_proj", "in_proj_qkvz", "in_proj_ba", "out_proj"}
+    ),
     Targets.MLP: _MLP,
     Targets.EXPERTS: _MLP,
     Targets.LM_HEAD: frozenset({"lm_head"}),
@@ -42,6 +52,7 @@ _PROJECTIONS = {
 _FILLER = 40
 # beyond the slots, where adapters must replace each other
 _BEYOND = 1
+_WRITE_DRAFTS = {Speculation.DRAFT_MODEL: write_draft, Speculation.EAGLE: write_eagle}
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,13 +76,14 @@ class Exchanged:
 class World:
     """Folders, and the requests of a mixed batch, in an order without meaning.
 
-    drafts: the folder of the model that drafts, None where the case has none. adapters: the folder
-    of each adapter that is loaded, in the order of loading. speakers: the base model and these.
-    last: the index of a request of its own prompt, for the last active adapter. exchange: None
-    without an active adapter.
+    drafts: the folder of the model or the head that drafts, None where the case has none.
+    adapters: the folder of each adapter that is loaded, in the order of loading. speakers: the base
+    model and these. last: the index of a request of its own prompt, for the last active adapter.
+    exchange: None without an active adapter.
     """
 
     language: Language
+    dtype: torch.dtype
     model: Path
     drafts: Path | None
     adapters: Mapping[str, Path]
@@ -88,26 +100,49 @@ class World:
 
 def unwritten(case: Case) -> str | None:
     """The reason why there is no world for a case, or None."""
-    if case.model not in _LANGUAGES:
-        return f"there is no checkpoint for model {case.model}"
-    if case.speculation in (Speculation.EAGLE, Speculation.MTP):
+    if case.speculation is Speculation.MTP:
         return f"there is no checkpoint for speculation {case.speculation}"
     return None
 
 
 def build_world(case: Case, seed: int, root: Path) -> World:
     """Write the world of a case to `root`. The same seed gives the same world."""
-    random, language = Random(seed), _LANGUAGES[case.model]
+    random, language = Random(seed), KINDS[case.model]
     count = case.slots + (_BEYOND if case.active is Active.BEYOND_SLOTS else 0)
     # the adapter that replaces another one must be there in any case
     speakers = _draw_speakers(language, max(2, count), case.targets, random)
     dtype = _DTYPES[case.dtype]
     write_model(root / "model", language, dtype=dtype)
-    folders = {}
+    write_drafts, drafts = _WRITE_DRAFTS.get(case.speculation), None
+    if write_drafts:
+        drafts = root / "drafts"
+        write_drafts(drafts, language, wrong=WRONG_PLACES, dtype=dtype)
+    folders = _write_adapters(case, language, speakers, root)
+    names = [*folders]
+    active = _active(case.active, names[:count])
+    batch = _batch(case, language, speakers, active, random)
+    last, order = len(batch) - 1, random.sample(range(len(batch)), len(batch))
+    other = next((name for name in names if active and name != active[-1]), None)
+    return World(
+        language=language,
+        dtype=dtype,
+        model=root / "model",
+        drafts=drafts,
+        adapters=folders,
+        speakers=(language.base(), *speakers),
+        batch=tuple(batch[index] for index in order),
+        last=order.index(last),
+        exchange=Exchanged(other, folders[other]) if other else None,
+    )
+
+
+def _write_adapters(
+    case: Case, language: Language, speakers: Sequence[Speaker], root: Path
+) -> dict[str, Path]:
+    folders = {speaker.name: root / speaker.name for speaker in speakers}
     for number, speaker in enumerate(speakers):
         # no two ranks are the same where there is room, and the scale is never 1
-        rank = max(2, case.rank - number)
-        folders[speaker.name] = root / speaker.name
+        rank = max(LEAST_RANKS[case.model], case.rank - number)
         write_adapter(
             folders[speaker.name],
             language,
@@ -117,21 +152,7 @@ def build_world(case: Case, seed: int, root: Path) -> World:
             seed=number,
             targets=_PROJECTIONS.get(case.targets),
         )
-    names = [speaker.name for speaker in speakers]
-    active = _active(case.active, names[:count])
-    batch = _batch(case, language, speakers, active, random)
-    last, order = len(batch) - 1, random.sample(range(len(batch)), len(batch))
-    other = next((name for name in names if active and name != active[-1]), None)
-    return World(
-        language=language,
-        model=root / "model",
-        drafts=root / "model" if case.speculation is Speculation.DRAFT_MODEL else None,
-        adapters={name: folders[name] for name in names},
-        speakers=(language.base(), *speakers),
-        batch=tuple(batch[index] for index in order),
-        last=order.index(last),
-        exchange=Exchanged(other, folders[other]) if other else None,
-    )
+    return folders
 
 
 def _active(active: Active, names: Sequence[str]) -> list[str]:
@@ -155,25 +176,27 @@ def _batch(
     """One prompt for the base model and all active adapters, and one more for the last of these."""
     base, by_name = language.base(), {speaker.name: speaker for speaker in speakers}
     users: list[Speaker] = [base, *(by_name[name] for name in active)]
-    shared, own = (_draw_prompt(language, [base, *speakers], random) for _ in range(2))
-    asked = [_ask(case, language, shared, user, random) for user in users]
-    return [*asked, _ask(case, language, own, users[-1], random)]
-
-
-def _draw_prompt(language: Language, everyone: Sequence[Speaker], random: Random) -> Prompt:
-    """A prompt after which nobody repeats its word: a draft of that word would be right."""
     while True:
-        prompt = draw_prompt(language, everyone, random)
-        words = {language.next_word(prompt, prompt.word, speaker) for speaker in everyone}
-        if prompt.word not in words:
-            return prompt
+        shared, own = (draw_prompt(language, [base, *speakers], random) for _ in range(2))
+        said = [*((shared, user) for user in users), (own, users[-1])]
+        if case.speculation not in _WRITE_DRAFTS or _has_both_drafts(language, said):
+            return [_ask(case, language, prompt, user, random) for prompt, user in said]
+
+
+def _has_both_drafts(language: Language, said: Sequence[tuple[Prompt, Speaker]]) -> bool:
+    """Whether of the drafts behind the first words of all answers some are right and some wrong."""
+    right = set()
+    for prompt, speaker in said:
+        first, second = language.words_after(prompt, speaker, 2)
+        right.add(drafted_word(language, prompt.word, first, WRONG_PLACES) == second)
+    return len(right) == 2
 
 
 def _ask(case: Case, language: Language, prompt: Prompt, speaker: Speaker, random: Random) -> Asked:
     *head, word = language.tokens(prompt)
     if case.prefix_caching is PrefixCaching.ON:
         head += [language.word(random.randrange(language.cycles), i) for i in range(_FILLER)]
-    if case.speculation is not Speculation.NONE:
+    if case.speculation is Speculation.NGRAM:
         # the answer stands in the prompt, and then goes on otherwise: an n-gram gives drafts that
         # are right, and then some that are wrong
         sample = language.words_after(prompt, speaker, _SAMPLE + 1)

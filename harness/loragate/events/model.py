@@ -221,8 +221,8 @@ class Note:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KnownFinding:
     """A finding that the ledger lists about cases of a subject of this run, and the version of the
-    subject, "" if it is not installed. It is recorded so that a later ledger does not change the
-    verdict of this run."""
+    package that it is about, "" if it is not installed. It is recorded so that a later ledger does
+    not change the verdict of this run."""
 
     finding: Finding
     version: str

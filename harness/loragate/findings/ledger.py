@@ -8,7 +8,7 @@ its defect and no known defect hides a new one.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from packaging.specifiers import SpecifierSet
@@ -39,7 +39,7 @@ class Finding:
     observed on `seen_on`.
 
     `probe` reproduces it, or without one `case`. `case` says which failures of the matrix it
-    excuses."""
+    excuses. `also`: subjects that contain what the finding is about, and fail the same cases."""
 
     id: str
     subject: str
@@ -52,9 +52,22 @@ class Finding:
     upstream: tuple[str, ...] = ()
     probe: str | None = None
     case: CasePattern | None = None
+    also: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         assert self.probe or self.case, f"{self.id}: neither probe nor case"
+
+    @property
+    def subjects(self) -> tuple[str, ...]:
+        """All that show it."""
+        return (self.subject, *self.also)
+
+    def of(self, subject: str) -> Finding:
+        """The same entry about one of `subjects`, whose cases alone must reproduce it. The versions
+        are still those of the package that the finding is about."""
+        assert subject in self.subjects, f"{self.id} is not about {subject}"
+        case = self.case and self.case.of(self.subject, subject)
+        return replace(self, subject=subject, also=(), case=case)
 
     def covers(self, version: str) -> bool:
         """Whether `version` is in the range; a version that cannot be parsed is not."""

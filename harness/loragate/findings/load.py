@@ -116,6 +116,7 @@ class FindingModel(_Model):
     upstream: tuple[Text, ...] = Field((), description="a list such as ['vllm #42120']")
     probe: Text | None = Field(None, description="the name of a probe")
     case: CaseModel | None = None
+    also: tuple[Text, ...] = Field((), description="a list of subjects such as [vllm_lorakernels]")
 
 
 class LedgerModel(_Model):
@@ -166,7 +167,14 @@ def _problems(subject: str, model: FindingModel) -> Iterator[tuple[Loc, str]]:
     if case is None:
         if model.probe is None:
             yield (), "allowed: a probe or a case that reproduces the finding, or both"
+        if model.also:
+            yield ("also",), "allowed: with a case, which these subjects fail as well"
         return
+    if subject in model.also or len(set(model.also)) < len(model.also):
+        yield (
+            ("also",),
+            f"given {list(model.also)}; allowed: each other subject than {subject} once",
+        )
     if not case.run.startswith(f"{subject}."):
         message = f"given {case.run!r}; allowed: run ids of this subject, '{subject}.*'"
         yield ("case", "run"), message

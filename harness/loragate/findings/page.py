@@ -73,6 +73,8 @@ def _ways(finding: Finding) -> Iterator[str]:
         return
     verb = "may show in" if finding.probe is not None else "reproduced by"
     yield f"* {verb}: {_case_command(finding.subject, case)}"
+    if finding.also:
+        yield f"* shown by the same cases of: {', '.join(finding.also)}"
     if case.extent:
         yield f"* listed size: {case.extent}"
     if case.seen is not None:

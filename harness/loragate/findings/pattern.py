@@ -7,7 +7,7 @@ not report counts as beyond the limit.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 
 from loragate.core.verdict import Failure, Judgement, OracleName
@@ -70,6 +70,10 @@ class CasePattern:
     def extent(self) -> str:
         """How large and where, as text; "" if nothing is listed."""
         return ", ".join(map(str, (*self.size, *self.where)))
+
+    def of(self, subject: str, other: str) -> CasePattern:
+        """The same cases of another subject."""
+        return replace(self, run=f"{other}{self.run.removeprefix(subject)}")
 
     def covers(self, run_id: str, judgement: Judgement) -> bool:
         return judgement.oracle is self.oracle and fnmatchcase(run_id, self.run)

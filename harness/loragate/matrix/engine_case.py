@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
+from types import MappingProxyType
 from typing import Annotated
 
 from loragate.core.verdict import OracleName
@@ -20,6 +22,10 @@ class Model(StrEnum):
     MOE = "moe"
     # with gated delta nets
     HYBRID = "hybrid"
+
+
+# of an adapter, whatever it changes: two values are rotated, and linear attention has more parts
+LEAST_RANKS: Mapping[Model, int] = MappingProxyType({Model.DENSE: 2, Model.MOE: 2, Model.HYBRID: 5})
 
 
 class Speculation(StrEnum):

@@ -12,8 +12,15 @@ from loragate.core.verdict import OracleName
 from loragate.matrix.case import AXES, MOE_SITES, Cut, Parallel, Quantisation, Site
 from loragate.matrix.delta_net import columns_of
 from loragate.matrix.document import Document, Loc
-from loragate.matrix.engine_case import ENGINE_ORACLES, Active, Model, Targets
+from loragate.matrix.engine_case import ENGINE_ORACLES, LEAST_RANKS, Active, Model, Targets
 from loragate.matrix.schema import Axes
+
+_UNCHANGED = {
+    Model.DENSE: {Targets.EXPERTS},
+    Model.MOE: {Targets.MLP},
+    # vLLM refuses adapters of the head of such a model
+    Model.HYBRID: {Targets.MLP, Targets.LM_HEAD},
+}
 
 
 def check_row(
@@ -197,11 +204,13 @@ def _delta_net_problems(
 
 
 def _engine_problems(
-    model: Model, slots: int, active: Active, targets: Targets
+    model: Model, slots: int, active: Active, targets: Targets, rank: int
 ) -> Iterator[tuple[str, str]]:
-    wrong = {Model.DENSE: Targets.EXPERTS}.get(model, Targets.MLP)
-    if targets is wrong:
-        yield "targets", f"given {targets} with model {model}; allowed: what the model has"
+    if targets in _UNCHANGED[model]:
+        message = f"given {targets} with model {model}; allowed: what adapters of the model change"
+        yield "targets", message
+    if rank < LEAST_RANKS[model]:
+        yield "rank", f"given {rank} with model {model}; allowed: {LEAST_RANKS[model]} or more"
     if active is Active.SOME and slots < 2:
         yield "active", f"given {active} with {slots} slot; allowed: with two slots or more"
 
@@ -223,7 +232,9 @@ _RELATIONS = (
         _cut_problems,
     ),
     _Relation(MOE_SITES, ("experts", "top_k"), _routing_problems),
-    _Relation(frozenset({Site.ENGINE}), ("model", "slots", "active", "targets"), _engine_problems),
+    _Relation(
+        frozenset({Site.ENGINE}), ("model", "slots", "active", "targets", "rank"), _engine_problems
+    ),
     _Relation(frozenset({Site.GDN_IN_PROJ}), ("slices", "key_heads", "tp"), _delta_net_problems),
     _Relation(
         frozenset({Site.MOE_LAYER}),

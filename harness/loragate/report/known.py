@@ -38,8 +38,12 @@ def ledger_lines(events: Iterable[Event]) -> tuple[Line, ...]:
     judged = [Judged(end.run_id, end.draw, j) for end in ends for j in end.judgements]
     judged.sort(key=repr)
     listed = listed_findings(events)
-    observed = observe_cases((entry.finding for entry in listed), judged)
-    return tuple(line for e in listed for line in audit([e.finding], e.version, observed))
+    return tuple(
+        line
+        # entries about several subjects have one id
+        for e in listed
+        for line in audit([e.finding], e.version, observe_cases([e.finding], judged))
+    )
 
 
 def known_in(case: CaseFinished, listed: Iterable[KnownFinding]) -> tuple[Finding, ...]:

@@ -105,8 +105,10 @@ def _known_findings(subjects: Collection[str]) -> Iterator[KnownFinding]:
     path, found = ledger_path(), versions()
     # a copy of the harness alone has no ledger, and whatever fails there is a failure
     for finding in load_ledger(path) if path.exists() else ():
-        if finding.case is not None and finding.subject in subjects:
-            yield KnownFinding(finding=finding, version=found.get(finding.subject, ""))
+        for name in finding.subjects if finding.case is not None else ():
+            if name in subjects:
+                version = found.get(finding.subject, "")
+                yield KnownFinding(finding=finding.of(name), version=version)
 
 
 def _device(machine: Machine) -> Mapping[str, str]:

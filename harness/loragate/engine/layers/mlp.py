@@ -89,6 +89,9 @@ def mlp_deltas(
         modules = ["mlp"]
         if experts > 1:
             modules = [f"mlp.experts.{number}" for number in (expert, experts + expert)]
+        if layout.language.linear_layers and expert == 0:
+            # whoever targets gate, up and down has factors for it, too; it goes on adding nothing
+            modules.append("mlp.shared_expert")
         for module in modules:
             for part, shift in parts.items():
                 weight = weights[f"{module}.{part.value}.weight"]

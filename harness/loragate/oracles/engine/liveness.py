@@ -6,8 +6,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from loragate.core.sequential import Decision
 from loragate.core.verdict import Failure, Judgement, OracleName, Verdict
 from loragate.engine.evidence import Evidence
+from loragate.engine.properties import liveness
 from loragate.engine.requests import EngineCounts
 from loragate.matrix.case import Case
 from loragate.matrix.engine_case import Active, Graphs, Speculation
@@ -26,20 +28,16 @@ class Liveness:
 
 
 def _judged(case: Case, evidence: Evidence) -> Judgement:
-    wanted = list(_wanted(case, evidence.counts))
-    known = {what: count for what, count in wanted if count is not None}
-    idle = [what for what, count in known.items() if count == 0]
-    unknown = ", ".join(what for what, count in wanted if count is None)
-    uncounted = f"the engine does not count {unknown}" if unknown else ""
-    metrics = {what: float(count) for what, count in known.items()}
-    if idle:
-        message = f"none of these in a case that asks for them: {', '.join(idle)}"
-        return Judgement(OracleName.LIVENESS, Verdict.FAIL, Failure.IDLE, message, metrics=metrics)
-    if not known:
-        reason = uncounted or "the case asks for no counts"
-        return Judgement(OracleName.LIVENESS, Verdict.SKIP, message=reason)
-    # what is known decides; the message says what was not looked at
-    return Judgement(OracleName.LIVENESS, Verdict.PASS, message=uncounted, metrics=metrics)
+    name, wanted = OracleName.LIVENESS, dict(_wanted(case, evidence.answers.counts))
+    if not wanted:
+        return Judgement(name, Verdict.SKIP, message="the case asks for no counts")
+    found = liveness(wanted)
+    message = "; ".join(found.details)
+    metrics = {what: float(count) for what, count in wanted.items() if count is not None}
+    if found.decision is Decision.FAIL:
+        return Judgement(name, Verdict.FAIL, Failure.IDLE, message, metrics)
+    verdict = Verdict.PASS if found.decision is Decision.PASS else Verdict.SKIP
+    return Judgement(name, verdict, message=message, metrics=metrics)
 
 
 def _wanted(case: Case, counts: EngineCounts) -> Iterator[tuple[str, int | None]]:

@@ -89,7 +89,7 @@ class LoraKernelsSubject:
                 "spare_rows": range(1 << 31),
                 "streams": frozenset(Streams),
                 "products": frozenset(Products),
-                "model": frozenset({Model.DENSE, Model.MOE}),
+                "model": frozenset(Model),
                 "speculation": frozenset(
                     {Speculation.NONE, Speculation.NGRAM, Speculation.DRAFT_MODEL}
                 ),
@@ -144,6 +144,8 @@ def _refuses(case: Case) -> str | None:
         return "transformers is not installed, on whose models the decoder is built"
     if case.streams is Streams.DUAL:
         return "the decoder runs its layers on one stream"
+    if case.model is Model.HYBRID and case.speculation is not Speculation.NONE:
+        return "the state of its delta nets cannot be taken back from a rejected draft"
     return None
 
 

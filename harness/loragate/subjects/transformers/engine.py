@@ -26,8 +26,8 @@ class TransformersEngine:
         self._model = _model(order.model, order.device)
         self._peft: Any = None
         self._assistant = None if order.drafts is None else _model(order.drafts, order.device)
-        self._passes = self._tokens = 0
-        self._model.register_forward_hook(self._note)
+        self._accepted = self._verified = 0
+        self._model.register_forward_hook(self._note, with_kwargs=True)
 
     def load(self, name: str, folder: Path) -> None:
         if self._peft is None:
@@ -46,9 +46,8 @@ class TransformersEngine:
     def counts(self) -> EngineCounts:
         drafts = self._case.speculation is not Speculation.NONE
         return EngineCounts(
-            # a pass gives a token of its own beside the drafts that were right
-            drafts_accepted=self._tokens - self._passes if drafts else None,
-            drafts_rejected=None,
+            drafts_accepted=self._accepted if drafts else None,
+            drafts_rejected=self._verified - self._accepted if drafts else None,
             graphs_replayed=None,
             kernels_launched=None,
         )
@@ -76,7 +75,9 @@ class TransformersEngine:
                 **self._drafts(),
             )
         tokens = tuple(out.sequences[0, len(request.prompt) :].tolist())
-        self._tokens += len(tokens)
+        # the first pass has the prompt, and each gives a token beside the drafts that were right
+        self._verified -= len(request.prompt) - 1
+        self._accepted += len(tokens)
         return Completion(tokens)
 
     def _drafts(self) -> dict[str, Any]:
@@ -86,8 +87,10 @@ class TransformersEngine:
             return {}
         return {"assistant_model": self._assistant}
 
-    def _note(self, *ignored: object) -> None:
-        self._passes += 1
+    def _note(self, model: Any, args: tuple[Any, ...], options: dict[str, Any], _: Any) -> None:
+        """A pass over a token and the drafts behind it, or over a prompt."""
+        self._verified += options["input_ids"].shape[1] - 1
+        self._accepted -= 1
 
 
 def _model(folder: Path, device: str) -> Any:

@@ -11,6 +11,8 @@ from loragate.matrix.engine_case import Active, Logprobs, Model, Speculation, Ta
 from loragate.protocol import AnyInstance, BaseLayer, Capabilities
 
 _PACKAGES = ("transformers", "peft")
+# of PEFT: what puts the adapters of single experts into a model that stores experts in one tensor
+_EXPERT_ADAPTERS = "peft.utils.transformers_weight_conversion"
 _MAX_RANK = 512
 
 
@@ -30,8 +32,7 @@ class TransformersSubject:
                 "dtype": frozenset(Dtype),
                 "execution": frozenset({Execution.EAGER}),
                 "rank": range(1, _MAX_RANK + 1),
-                # PEFT has no adapters for single experts of a model that stores them in one tensor
-                "model": frozenset({Model.DENSE}),
+                "model": frozenset(Model if find_spec(_EXPERT_ADAPTERS) else {Model.DENSE}),
                 "speculation": frozenset(
                     {Speculation.NONE, Speculation.NGRAM, Speculation.DRAFT_MODEL}
                 ),
@@ -39,6 +40,7 @@ class TransformersSubject:
                 "targets": frozenset(Targets),
                 "logprobs": frozenset(Logprobs),
             },
+            refuses=_refuses,
         )
 
     def engine_target(self, case: Case) -> str:
@@ -46,3 +48,9 @@ class TransformersSubject:
 
     def open(self, case: Case, machine: Machine, base: BaseLayer | None) -> AnyInstance:
         raise AssertionError("transformers serves whole models only")
+
+
+def _refuses(case: Case) -> str | None:
+    if case.model is Model.HYBRID and case.speculation is not Speculation.NONE:
+        return "transformers verifies no drafts for a model with a state that cannot be taken back"
+    return None

@@ -24,7 +24,8 @@ NEEDS_GPU = "vLLM's engine needs a GPU"
 ENGINE_SUPPORTS: Mapping[str, Collection[object]] = MappingProxyType(
     {
         "model": frozenset({Model.DENSE, Model.MOE}),
-        "speculation": frozenset({Speculation.NONE, Speculation.NGRAM, Speculation.DRAFT_MODEL}),
+        # layers of the checkpoint that predict further tokens are of no dense or MoE model
+        "speculation": frozenset(Speculation) - {Speculation.MTP},
         "graphs": frozenset(Graphs),
         "specialize": frozenset(Specialize),
         "active": frozenset(Active),
@@ -44,6 +45,8 @@ _GRAPH_MODES = {
     Graphs.FULL: "FULL",
     Graphs.FULL_DECODE: "FULL_DECODE_ONLY",
 }
+# of drafts that come from a folder
+_METHODS = {Speculation.DRAFT_MODEL: "draft_model", Speculation.EAGLE: "eagle3"}
 # of a tiny model: enough for all requests of a case
 _CACHE_BYTES = 1 << 28
 _BLOCK = 16
@@ -109,9 +112,9 @@ def _speculative(order: EngineOrder) -> dict[str, Any] | None:
                 "prompt_lookup_max": 3,
                 "prompt_lookup_min": 1,
             }
-        case Speculation.DRAFT_MODEL:
+        case Speculation.DRAFT_MODEL | Speculation.EAGLE:
             return {
-                "method": "draft_model",
+                "method": _METHODS[order.case.speculation],
                 "model": str(order.drafts),
                 "num_speculative_tokens": NUM_DRAFTS,
             }
