@@ -14,7 +14,7 @@ from loragate.core.checkout import project_root
 from loragate.mutants.edits import EditError, read_edits, read_equivalents
 from loragate.mutants.journal import Journal, OtherState, kills_in
 from loragate.mutants.model import Fate, Mutant, Result
-from loragate.mutants.ordering import Kill, ordered
+from loragate.mutants.ordering import Kill, ordered, quick
 from loragate.mutants.planting import HOST_TESTS, plant
 from loragate.mutants.reach import load_reach, reach_of, save_reach
 from loragate.mutants.session import Session, judged
@@ -206,3 +206,14 @@ def test_a_planted_checkout_has_what_host_tests_look_for_in_theirs(tmp_path: Pat
     named = {name for text in texts for name in re.findall(r'\bROOT / "([^"]+)"', text)}
     assert "docs" in named
     assert named <= {path.name for path in (tmp_path / "planted").iterdir()}
+
+
+def test_units_are_cut_where_they_have_taken_their_time() -> None:
+    units = [Unit(Kind.TEST, name, seconds) for name, seconds in (("a", 1), ("b", 2), ("c", 3))]
+    names = [[[unit.name for unit in part] for part in quick(units, most)] for most in (0, 3, 5, 6)]
+    assert names == [
+        [[], ["a", "b", "c"]],
+        [["a", "b"], ["c"]],
+        [["a", "b"], ["c"]],
+        [["a", "b", "c"], []],
+    ]

@@ -5,9 +5,11 @@ The order decides how long a mutant takes, never whether it is killed.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 from loragate.mutants.units import Kind, Unit
 
@@ -43,6 +45,13 @@ def ordered(
         likely.sort(key=lambda unit: unit.kind is not first)
     rest = sorted(set(units) - set(likely), key=lambda unit: (_rank(unit), unit.seconds, unit.name))
     return (*likely, *rest)
+
+
+def quick(units: Sequence[Unit], seconds: float) -> tuple[tuple[Unit, ...], tuple[Unit, ...]]:
+    """The first units, which together take at most so long on sound code, and the others."""
+    ends = list(accumulate(unit.seconds for unit in units))
+    number = bisect_right(ends, seconds)
+    return tuple(units[:number]), tuple(units[number:])
 
 
 def _rank(unit: Unit) -> int:

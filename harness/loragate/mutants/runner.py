@@ -19,7 +19,7 @@ from pathlib import Path
 from loragate.core.child_process import ProcessPool, python_module
 from loragate.core.verdict import Failure, Verdict
 from loragate.mutants.model import Fate, Mutant, Result
-from loragate.mutants.ordering import Kill, ordered
+from loragate.mutants.ordering import Kill, ordered, quick
 from loragate.mutants.planting import plant
 from loragate.mutants.reach import Reach, site_of
 from loragate.mutants.sources import Place, place_of
@@ -37,6 +37,8 @@ from loragate.mutants.warm import ServerDied, WarmServer, environment
 # beyond the longest deadline within the process, which writes its stacks then
 _GRACE_S = 60.0
 _COMPILE_LEG_S = 900.0
+# of units, on sound code, before the compile leg
+_FIRST_S = 30.0
 _LAST_LINES = 6
 COMPILE_LEG = "compile leg"
 # how faulthandler begins the stacks of a process that it ends
@@ -126,13 +128,18 @@ def run_one(
     with tempfile.TemporaryDirectory(prefix="loragate-mutant-") as name:
         folder = Path(name)
         plant(mutant, folder / "planted")
+        cache = setup.cache_of(mutant, place, folder)
+        compiles = not setup.gpu and mutant.module in setup.reach.compiled
+        # what survives the first units may take minutes of others, where compiling takes seconds
+        first, others = quick(units, _FIRST_S) if compiles else (units, ())
         try:
-            cache = setup.cache_of(mutant, place, folder)
-            ended = _run_units(units, folder, cache, setup, server) if units else None
+            ended = _run_units(first, folder, cache, setup, server)
+            if ended is None and compiles:
+                ended = _compile_leg(folder, processes)
+            if ended is None:
+                ended = _run_units(others, folder, cache, setup, server)
         except ServerDied as error:
             return Result(id=mutant.id, fate=Fate.BROKEN, message=str(error))
-        if ended is None and not setup.gpu and mutant.module in setup.reach.compiled:
-            ended = _compile_leg(folder, processes)
     seconds, count = round(time.monotonic() - begin, 1), len(units)
     if ended is None:
         fate = Fate.NEEDS_GPU if mutant.needs_gpu and not setup.gpu else Fate.SURVIVED
@@ -172,6 +179,8 @@ def _run_units(
     units: Sequence[Unit], folder: Path, cache: Path, setup: Setup, server: WarmServer
 ) -> Ended | None:
     """What fails the gate, or None. Raises ServerDied."""
+    if not units:
+        return None
     order = Order(
         root=str(folder / "planted"),
         transcript=str(folder / "transcript.jsonl"),
