@@ -54,7 +54,7 @@ def test_a_seed_decides_which_rows_of_streams_there_are(
     record = str(tmp_path / "record.json")
     assert bench("streams", "--seed", "2", "--record", record) is ExitCode.INFRASTRUCTURE
     with pytest.raises(SystemExit):
-        bench("dense", "--seed", "2")
+        bench("graphs", "--seed", "2")
 
 
 def test_a_part_of_the_table_cannot_be_recorded(

@@ -141,12 +141,16 @@ def test_a_wrong_layer_is_never_timed(
         run(ours, LayerRow(5))
 
 
+def test_a_row_that_is_larger_than_those_of_the_table_finds_its_buffers(ours: Contender) -> None:
+    found = run(ours, DeltaRow("32x24+24/6/3", 8, 7))
+    assert found.row.id == "32x24+24/6/3.m7.r8"
+
+
 def test_a_run_has_every_row_in_the_order_of_the_tables(
     ours: Contender, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("loragate.bench.moe.in_turns", counted)
     monkeypatch.setattr("loragate.bench.moe.copy_bytes_per_s", lambda: 4e12)
-    monkeypatch.setattr("loragate.bench.moe.PROJECTIONS", SMALL)
     lines: list[str] = []
     rows = (ROW, AlignRow(5), LayerRow(5))
     found = run_moe(ours, None, rows, MACHINE, lines.append)
@@ -158,7 +162,6 @@ def test_a_run_has_every_row_in_the_order_of_the_tables(
 def test_a_baseline_without_moe_is_refused_before_anything_runs(
     ours: Contender, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("loragate.bench.moe.PROJECTIONS", SMALL)
     theirs = replace(ours, have=replace(ours.have, sites=frozenset({Site.DENSE_DELTA})))
     with pytest.raises(Unavailable, match="lorakernels: site moe_delta is not supported"):
         run_moe(ours, theirs, [ROW], MACHINE, print)

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from importlib import import_module
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
+from loragate.bench.asked import Asked, dense_asked, moe_asked
 from loragate.bench.bars import Bar
 from loragate.bench.figures import DenseFigures
 from loragate.bench.graphs_figures import GraphFigures
@@ -19,10 +21,11 @@ from loragate.bench.graphs_rows import graph_rows
 from loragate.bench.graphs_tables import render_markdown as graphs_markdown
 from loragate.bench.graphs_tables import render_terminal as graphs_terminal
 from loragate.bench.moe_figures import MoEFigures
+from loragate.bench.moe_rows import TOKENS as MOE_TOKENS
 from loragate.bench.moe_rows import moe_rows
 from loragate.bench.moe_tables import render_markdown as moe_markdown
 from loragate.bench.moe_tables import render_terminal as moe_terminal
-from loragate.bench.rows import dense_rows
+from loragate.bench.rows import TOKENS, dense_rows
 from loragate.bench.select import Row
 from loragate.bench.streams_figures import StreamFigures
 from loragate.bench.streams_rows import SEED, stream_rows
@@ -79,6 +82,10 @@ class Kind:
     markdown: Callable[[Any], str]
     # some of its rows are drawn from a seed
     default_seed: int | None = None
+    # the rows that a user asks for in place of the table; None if the table is all there is
+    asked: Callable[[Asked], Sequence[Row]] | None = None
+    # how such a row is written
+    shape: str = ""
     # "module:function" of a `Measure`, by which two builds are compared; None if they cannot be
     measure_target: str | None = None
 
@@ -105,6 +112,8 @@ _ALL = (
         takes_any_subject=True,
         section="bench_dense",
         rows=dense_rows,
+        asked=partial(dense_asked, tokens=TOKENS),
+        shape="8192x1024+128+128",
         pattern="qkv.m*.r16",
         target="loragate.bench.dense:run_dense",
         measure_target="loragate.bench.dense:measure",
@@ -118,6 +127,8 @@ _ALL = (
         takes_any_subject=False,
         section="bench_moe",
         rows=moe_rows,
+        asked=partial(moe_asked, tokens=MOE_TOKENS),
+        shape="2048x768+768/128/8",
         pattern="mixtral.m*.r16",
         target="loragate.bench.moe:run_moe",
         measure_target="loragate.bench.moe:measure",

@@ -16,7 +16,7 @@ from loragate.bench.moe_figures import (
     MoEMeasured,
 )
 from loragate.bench.moe_layer import measure_layers
-from loragate.bench.moe_rows import PROJECTIONS, RANKS, AlignRow, DeltaRow, LayerRow, MoERow
+from loragate.bench.moe_rows import AlignRow, DeltaRow, LayerRow, MoERow, deltas_of
 from loragate.bench.timer import Clock, copy_bytes_per_s, in_turns
 from loragate.core.machine import Machine
 
@@ -31,8 +31,9 @@ def run_moe(
     """Measure `rows`. Raises WrongResult for a subject with a wrong result, and
     Unavailable for one that does not support them."""
     for contender in filter(None, (candidate, baseline)):
-        for projection in PROJECTIONS:
-            contender.require(DeltaRow(projection, max(RANKS), 1).case)
+        for row in rows:
+            for delta in deltas_of(row):
+                contender.require(delta.case)
     names = [candidate.subject.name, *([baseline.subject.name] if baseline else [])]
     compile_ahead(measure, names, rows, progress)
     copied = copy_bytes_per_s()

@@ -81,7 +81,7 @@ def measure_deltas(
 def _measure_group(
     rows: Sequence[DeltaRow], contenders: Sequence[Contender], machine: Machine, clock: Clock
 ) -> Iterator[DeltaFigures]:
-    largest = replace(rows[0], tokens=max(TOKENS))
+    largest = replace(rows[0], tokens=max(*TOKENS, *(row.tokens for row in rows)))
     resident = open_resident(largest.case, contenders, machine)
     for row in rows:
         yield _measure_row(row, resident, machine, clock)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 
 from loragate.bench.bars import REFERENCE_BYTES_PER_S
+from loragate.bench.rows import widths_of
 from loragate.bench.select import equal_runs
 from loragate.matrix.case import Case, Dtype, Path, Ranks, RouterWeights, Site, Source
 
@@ -33,6 +34,11 @@ class Projection:
     top_k: int
     source: Source = Source.TOKEN
 
+    def __str__(self) -> str:
+        widths = "+".join(map(str, self.slices))
+        pairs = "/pair" if self.source is Source.PAIR else ""
+        return f"{self.in_features}x{widths}/{self.experts}/{self.top_k}{pairs}"
+
     @property
     def out_features(self) -> int:
         return sum(self.slices)
@@ -53,10 +59,30 @@ PROJECTIONS = MappingProxyType(
 )
 
 
+def projection_of(name: str) -> Projection:
+    """A product of PROJECTIONS, or one that is written as 2048x768+768/128/8. ValueError."""
+    if name in PROJECTIONS:
+        return PROJECTIONS[name]
+    widths, *numbers = name.removesuffix("/pair").split("/")
+    try:
+        experts, top_k = map(int, numbers)
+        found = Projection(*widths_of(widths), experts, top_k)
+    except ValueError:
+        found = None
+    if found is None or not 1 <= found.top_k <= found.experts:
+        raise ValueError(
+            f"shape must be like 2048x768+768/128/8, in_features x widths of slices / experts / "
+            f"experts of a token, with /pair behind it where x has a row for each pair, or one of "
+            f"{', '.join(PROJECTIONS)} (got {name!r})"
+        )
+    return replace(found, source=Source.PAIR) if name.endswith("/pair") else found
+
+
 @dataclass(frozen=True, slots=True)
 class DeltaRow:
     """One row of the table of deltas: bf16, in place, all SLOTS adapters fill their rank, rows
-    in equal runs over the slots, experts drawn uniformly, those of a token distinct."""
+    in equal runs over the slots, experts drawn uniformly, those of a token distinct. `projection`
+    is a name that `projection_of` takes."""
 
     projection: str
     rank: int
@@ -68,7 +94,7 @@ class DeltaRow:
 
     @property
     def case(self) -> Case:
-        shape = PROJECTIONS[self.projection]
+        shape = projection_of(self.projection)
         of_pairs = shape.source is Source.PAIR
         return Case(
             site=Site.MOE_DELTA,
@@ -100,7 +126,7 @@ class DeltaRow:
         """The larger of the times of bytes and of operations. `buckets`: combinations of slot and
         expert that have rows; their A and B are read once, x once, the output is read and written
         once."""
-        shape, case = PROJECTIONS[self.projection], self.case
+        shape, case = projection_of(self.projection), self.case
         factors = buckets * self.rank * shape.factor_elements
         x, out = case.x_rows * case.in_features, case.out_rows * case.out_features
         moved = _BYTES_PER_ELEMENT * (factors + x + 2 * out)
@@ -143,6 +169,17 @@ class LayerRow:
 
 
 MoERow = DeltaRow | AlignRow | LayerRow
+
+
+def deltas_of(row: MoERow) -> tuple[DeltaRow, ...]:
+    """The deltas that a subject must be able to compute."""
+    match row:
+        case DeltaRow():
+            return (row,)
+        case AlignRow():
+            return (row.delta,)
+        case LayerRow():
+            return row.deltas
 
 
 def moe_rows() -> tuple[MoERow, ...]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from loragate.bench.bars import geometric_mean, worst_of
 from loragate.bench.moe_figures import DeltaFigures, MoEFigures
-from loragate.bench.moe_rows import LAYER_RANK, PROJECTIONS, SLOTS
+from loragate.bench.moe_rows import LAYER_RANK, SLOTS, projection_of
 from loragate.bench.text import bar_line, columns, markdown, number
 from loragate.matrix.case import Path
 
@@ -115,7 +115,7 @@ def _layers(figures: MoEFigures) -> Table:
 
 
 def _projection(name: str) -> str:
-    shape = PROJECTIONS[name]
+    shape = projection_of(name)
     widths = "+".join(map(str, shape.slices))
     return f"{name} {shape.in_features} -> {widths}, {shape.top_k} of {shape.experts} experts"
 

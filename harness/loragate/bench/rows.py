@@ -21,6 +21,9 @@ class Linear:
     in_features: int
     slices: tuple[int, ...]
 
+    def __str__(self) -> str:
+        return f"{self.in_features}x{'+'.join(map(str, self.slices))}"
+
 
 # Qwen3-8B
 LINEARS = MappingProxyType(
@@ -30,6 +33,28 @@ LINEARS = MappingProxyType(
         "down": Linear(12288, (4096,)),
     }
 )
+
+
+def linear_of(name: str) -> Linear:
+    """A layer of LINEARS, or one that is written as 8192x1024+128+128. ValueError."""
+    if name in LINEARS:
+        return LINEARS[name]
+    try:
+        return Linear(*widths_of(name))
+    except ValueError:
+        raise ValueError(
+            f"shape must be like 8192x1024+128+128, in_features x widths of slices, or one of "
+            f"{', '.join(LINEARS)} (got {name!r})"
+        ) from None
+
+
+def widths_of(text: str) -> tuple[int, tuple[int, ...]]:
+    """in_features, and the widths of the slices. ValueError."""
+    before, _, after = text.partition("x")
+    in_features, slices = int(before), tuple(map(int, after.split("+")))
+    if min(in_features, *slices) < 1:
+        raise ValueError("sizes are positive")
+    return in_features, slices
 
 
 def case_of(shape: Linear, tokens: int, rank: int) -> Case:
@@ -49,7 +74,8 @@ def case_of(shape: Linear, tokens: int, rank: int) -> Case:
 
 @dataclass(frozen=True, slots=True)
 class DenseRow:
-    """One row of the table: bf16, all SLOTS adapters fill the rank of their buffers."""
+    """One row of the table: bf16, all SLOTS adapters fill the rank of their buffers. `linear` is a
+    name that `linear_of` takes."""
 
     linear: str
     tokens: int
@@ -61,7 +87,7 @@ class DenseRow:
 
     @property
     def case(self) -> Case:
-        return case_of(LINEARS[self.linear], self.tokens, self.rank)
+        return case_of(linear_of(self.linear), self.tokens, self.rank)
 
     @property
     def token_slots(self) -> tuple[int, ...]:
@@ -70,7 +96,7 @@ class DenseRow:
     @property
     def floor_bytes(self) -> int:
         """A and B of the used slots read once, x read once, the output read and written once."""
-        shape = LINEARS[self.linear]
+        shape = linear_of(self.linear)
         out_features = sum(shape.slices)
         touched = len(set(self.token_slots))
         a = touched * len(shape.slices) * self.rank * shape.in_features

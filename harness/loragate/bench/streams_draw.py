@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import count, islice
 from types import MappingProxyType
@@ -76,11 +76,20 @@ def _different(seed: int) -> Iterator[Drawn]:
 
 def _draw_one(seed: int, index: int) -> Drawn:
     def below(limit: int, what: str) -> int:
-        text = f"{seed}/{index}/{what}".encode()
-        return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big") % limit
+        return drawn_number(f"{seed}/{index}/{what}", limit)
 
     layer = list(LAYERS)[below(len(LAYERS), "layer")]
-    # as many small batches as large ones
-    smallest = 1 << below(SIZE_CLASSES, "class")
-    tokens = smallest + below(smallest, "tokens") | 1
+    tokens = drawn_tokens(below, SIZE_CLASSES)
     return Drawn(layer, tokens, RANKS[below(len(RANKS), "rank")])
+
+
+def drawn_number(text: str, limit: int) -> int:
+    """A number below `limit` that follows from the text alone."""
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") % limit
+
+
+def drawn_tokens(below: Callable[[int, str], int], size_classes: int) -> int:
+    """An odd number of rows below two to the power `size_classes`; as many small batches as large
+    ones. `below` draws a number below its first argument."""
+    smallest = 1 << below(size_classes, "class")
+    return smallest + below(smallest, "tokens") | 1

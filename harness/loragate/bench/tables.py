@@ -4,7 +4,7 @@ table. Pure."""
 from __future__ import annotations
 
 from loragate.bench.figures import DenseFigures, StepFigures
-from loragate.bench.rows import LINEARS
+from loragate.bench.rows import linear_of
 from loragate.bench.text import bar_line, columns, markdown, number
 
 
@@ -38,7 +38,7 @@ def _header(figures: DenseFigures) -> list[str]:
 def _lines(figures: DenseFigures) -> list[list[str]]:
     lines, last = [], ""
     for row, ratio in zip(figures.rows, figures.ratios(), strict=True):
-        shape, linear = LINEARS[row.row.linear], row.row.linear
+        shape, linear = linear_of(row.row.linear), row.row.linear
         widths = "+".join(map(str, shape.slices))
         lines.append(
             [

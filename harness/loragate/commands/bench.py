@@ -13,6 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from loragate.bench.asked import Asked
 from loragate.bench.drawing import MissingMatplotlib
 from loragate.bench.kinds import KINDS, Figures, Kind
 from loragate.bench.plots import plots_of, write_plots
@@ -72,6 +73,8 @@ def _add_kind(parser: argparse.ArgumentParser, kind: Kind) -> None:
         metavar="PATTERN",
         help=f"only rows like {kind.pattern!r}; may be repeated",
     )
+    if kind.asked is not None:
+        _add_asked(parser, kind)
     if kind.measure_target is not None:
         parser.add_argument(
             "--against",
@@ -89,6 +92,58 @@ def _add_kind(parser: argparse.ArgumentParser, kind: Kind) -> None:
         )
     add_record_options(parser, "the figures")
     parser.set_defaults(run=partial(run_kind_command, kind), subject=_OWN, against=None)
+
+
+def _add_asked(parser: argparse.ArgumentParser, kind: Kind) -> None:
+    """Options for other rows than those of the table."""
+    group = parser.add_argument_group("other rows than those of the table")
+    group.add_argument(
+        "--shape",
+        action="append",
+        default=[],
+        metavar="SHAPE",
+        help=f"a layer like {kind.shape!r}; may be repeated",
+    )
+    for option, what in (("--rank", "a rank (default: 16)"), ("--tokens", "a number of rows")):
+        group.add_argument(
+            option,
+            action="append",
+            type=int,
+            default=[],
+            metavar="N",
+            help=f"{what} of the layers; may be repeated",
+        )
+    group.add_argument(
+        "--drawn", type=int, default=0, metavar="N", help="N points, drawn from a seed"
+    )
+    group.add_argument("--seed", type=int, metavar="S", help="of the drawn points (default: 0)")
+
+
+def _asked(kind: Kind, arguments: argparse.Namespace) -> Asked:
+    if kind.asked is None:
+        return Asked()
+    return Asked(
+        shapes=tuple(arguments.shape),
+        ranks=tuple(arguments.rank),
+        tokens=tuple(arguments.tokens),
+        drawn=arguments.drawn,
+        seed=arguments.seed,
+    )
+
+
+def _rows(kind: Kind, asked: Asked, arguments: argparse.Namespace) -> Sequence[Row]:
+    """The rows to measure. Raises ValueError."""
+    if asked:
+        assert kind.asked is not None
+        for option, value in (("--record", arguments.record), ("--against", arguments.against)):
+            if value is not None:
+                raise ValueError(f"{option} takes rows of the table; leave out the others")
+        return select_rows(kind.asked(asked), arguments.rows)
+    table = kind.rows() if kind.default_seed is None else kind.rows(arguments.seed)
+    rows = select_rows(table, arguments.rows)
+    if arguments.record and rows != tuple(table):
+        raise ValueError("--record takes the whole table; leave out --rows")
+    return rows
 
 
 def run(arguments: argparse.Namespace) -> ExitCode:
@@ -130,10 +185,8 @@ def _figures(record: Path, kind: Kind, section: Mapping[str, Any]) -> Figures:
 
 def run_kind_command(kind: Kind, arguments: argparse.Namespace) -> ExitCode:
     with usage_errors():
-        table = kind.rows() if kind.default_seed is None else kind.rows(arguments.seed)
-        rows = select_rows(table, arguments.rows)
-        if arguments.record and rows != tuple(table):
-            raise ValueError("--record takes the whole table; leave out --rows")
+        asked = _asked(kind, arguments)
+        rows = _rows(kind, asked, arguments)
         if arguments.against is not None and (arguments.baseline or arguments.subject != _OWN):
             raise ValueError("--against compares builds of lorakernels; leave out other subjects")
         section = kind.section if arguments.against is None else f"{kind.section}_against"
@@ -141,7 +194,8 @@ def run_kind_command(kind: Kind, arguments: argparse.Namespace) -> ExitCode:
     if arguments.against is None:
         figures = _measure(kind, arguments, rows)
         print(kind.terminal(figures))
-        code, payload = judge(figures), figures.payload()
+        code = judge_asked(figures) if asked else judge(figures)
+        payload = figures.payload()
     else:
         compared = _compare(kind, arguments, rows)
         code, payload = compared.exit_code, compared.payload()
@@ -178,6 +232,14 @@ def judge(figures: Figures) -> ExitCode:
         return ExitCode.WRONG
     complete = verdict is Verdict.PASS and figures.complete
     return ExitCode.OK if complete else ExitCode.INCOMPLETE
+
+
+def judge_asked(figures: Figures) -> ExitCode:
+    """Of other rows than those of the table, by the bars that they have something to say of."""
+    verdicts = [bar.verdict for bar in figures.bars() if bar.measured is not None]
+    if not verdicts:
+        return ExitCode.INCOMPLETE
+    return ExitCode.WRONG if worst(verdicts) is Verdict.FAIL else ExitCode.OK
 
 
 def _measure(kind: Kind, arguments: argparse.Namespace, rows: Sequence[Row]) -> Figures:
