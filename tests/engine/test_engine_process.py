@@ -8,6 +8,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+import torch
 
 from loragate.engine import process
 from loragate.engine.order import EngineOrder
@@ -53,6 +54,13 @@ class Echo:
 
     def close(self):
         pass
+
+
+class Showing(Echo):
+    def trace(self, tokens, adapter):
+        import torch
+
+        return {"lm_head": torch.tensor([list(tokens)], dtype=torch.bfloat16)}
 
 
 def broken(order):
@@ -111,6 +119,16 @@ def test_a_process_answers_as_its_engine_and_leaves_nothing_behind(start: Start)
         assert "max_length 12" in engine.log_tail()
         other = other_of(engine)
     wait_for_end(other)
+
+
+def test_an_engine_shows_its_modules_to_another_process_if_it_can(start: Start) -> None:
+    with start("Showing") as engine:
+        shown = engine.trace([1, 2, 3], None)
+    # kept when the process is gone
+    assert shown["lm_head"].tolist() == [[1.0, 2.0, 3.0]]
+    assert shown["lm_head"].dtype is torch.float64
+    with start("Echo") as engine:
+        assert engine.trace([1], None) == {}
 
 
 def test_a_start_that_fails_says_what_the_engine_said(start: Start) -> None:

@@ -15,7 +15,10 @@ from collections.abc import Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
 from types import TracebackType
-from typing import cast
+from typing import Any, cast
+
+import torch
+from torch import Tensor
 
 from loragate.core.child_process import ProcessPool, python_module
 from loragate.engine.order import Answer, Call, EngineOrder
@@ -89,6 +92,11 @@ class EngineProcess:
 
     def counts(self) -> EngineCounts:
         return cast(EngineCounts, self._call("counts"))
+
+    def trace(self, tokens: Sequence[int], adapter: str | None) -> dict[str, Tensor]:
+        """Empty where the engine shows nothing."""
+        found = cast(dict[str, Any], self._call("trace", tuple(tokens), adapter))
+        return {name: torch.from_numpy(values) for name, values in found.items()}
 
     def close(self) -> None:
         """End the engine, with all processes that it has started."""
