@@ -8,6 +8,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+import torch
 
 from loragate.engine import process
 from loragate.engine.order import EngineOrder
@@ -40,6 +41,10 @@ class Echo:
     def generate(self, requests):
         if requests and requests[0].adapter == "missing":
             raise KeyError("missing")
+        if requests and requests[0].adapter == "text":
+            return [Completion("words")]
+        if requests and requests[0].adapter == "few":
+            return []
         if requests and requests[0].adapter == "crash":
             os._exit(7)
         if requests and requests[0].adapter == "leave":
@@ -53,6 +58,13 @@ class Echo:
 
     def close(self):
         pass
+
+
+class Showing(Echo):
+    def trace(self, tokens, adapter):
+        import torch
+
+        return {"lm_head": torch.tensor([list(tokens)], dtype=torch.bfloat16)}
 
 
 def broken(order):
@@ -113,6 +125,16 @@ def test_a_process_answers_as_its_engine_and_leaves_nothing_behind(start: Start)
     wait_for_end(other)
 
 
+def test_an_engine_shows_its_modules_to_another_process_if_it_can(start: Start) -> None:
+    with start("Showing") as engine:
+        shown = engine.trace([1, 2, 3], None)
+    # kept when the process is gone
+    assert shown["lm_head"].tolist() == [[1.0, 2.0, 3.0]]
+    assert shown["lm_head"].dtype is torch.float64
+    with start("Echo") as engine:
+        assert engine.trace([1], None) == {}
+
+
 def test_a_start_that_fails_says_what_the_engine_said(start: Start) -> None:
     with pytest.raises(EngineNotStarted, match=r"(?s)did not start.*no memory for a cache"):
         start("broken")
@@ -122,7 +144,12 @@ def test_a_start_that_fails_says_what_the_engine_said(start: Start) -> None:
 
 @pytest.mark.parametrize(
     ("adapter", "message"),
-    [("missing", "generate raised KeyError: 'missing'"), ("crash", "ended with 7 in generate")],
+    [
+        ("missing", "generate raised KeyError: 'missing'"),
+        ("crash", "ended with 7 in generate"),
+        ("text", r"returned \[Completion\(tokens='words'\)\]; expected 1 Completions with tuples"),
+        ("few", r"generate returned \[\]; expected 1 Completions with tuples of tokens"),
+    ],
 )
 def test_a_call_that_fails_ends_the_engine_with_its_processes(
     start: Start, adapter: str, message: str

@@ -8,14 +8,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import Tensor
 
 from loragate.core.machine import Machine
 from loragate.core.verdict import Failure, OracleName, Verdict
-from loragate.engine.evidence import Evidence, Exchange, ask
+from loragate.engine.evidence import Evidence, Exchange, examined
 from loragate.engine.judge import Judge
 from loragate.engine.language import Speaker
 from loragate.engine.process import EngineError, EngineNotStarted
 from loragate.engine.properties import ALONE
+from loragate.engine.reference import Reference
 from loragate.engine.requests import Completion, EngineCounts, Request
 from loragate.engine.world import World, build_world
 from loragate.matrix.case import Case, Dtype, Site
@@ -48,7 +51,7 @@ class Speaking:
     """An engine that speaks the language of a world by itself."""
 
     def __init__(self, world: World) -> None:
-        self.language = world.language
+        self.world, self.language = world, world.language
         self.prompts = {asked.request.prompt: asked.prompt for asked in world.batch}
         speakers = {speaker.name: speaker for speaker in world.speakers}
         self.folders = {folder: speakers[name] for name, folder in world.adapters.items()}
@@ -69,6 +72,9 @@ class Speaking:
 
     def counts(self) -> EngineCounts:
         return COUNTS
+
+    def trace(self, tokens: Sequence[int], adapter: str | None) -> dict[str, Tensor]:
+        return {}
 
     def close(self) -> None:
         self.loaded.clear()
@@ -117,16 +123,41 @@ class Dropping(Speaking):
             self.loaded[name] = self.language.base()
 
 
+class Showing(WithoutAdapters):
+    """Shows that its modules have no adapter."""
+
+    def trace(self, tokens: Sequence[int], adapter: str | None) -> dict[str, Tensor]:
+        return Reference(self.world.model).trace(tokens)
+
+
+class ShowingRight(WithoutAdapters):
+    """Its steps are wrong, a prompt is not."""
+
+    def trace(self, tokens: Sequence[int], adapter: str | None) -> dict[str, Tensor]:
+        # as it was before an exchange
+        assert adapter is not None
+        assert self.loaded[adapter].name == adapter
+        return Reference(self.world.model, self.world.adapters[adapter]).trace(tokens)
+
+
+class ShowingOthers(WithoutAdapters):
+    def trace(self, tokens: Sequence[int], adapter: str | None) -> dict[str, Tensor]:
+        return {"transformer.h.0": torch.zeros(1, 1)}
+
+
+class Dying(WithoutAdapters):
+    def trace(self, tokens: Sequence[int], adapter: str | None) -> dict[str, Tensor]:
+        raise EngineError("its process ended with 7 in trace\nits log ends with: ...")
+
+
 class Short(Speaking):
     def answer(self, request: Request) -> tuple[int, ...]:
         return super().answer(request)[:-1]
 
 
 def evidence_of(world: World, kind: type[Speaking] = Speaking) -> Evidence:
-    answers = ask(kind(world), world)
     judge = Judge(world.model, world.adapters, dtype=world.dtype)
-    requests = [asked.request for asked in world.batch]
-    return Evidence(world, answers, judge.judge(requests, answers.mixed))
+    return examined(kind(world), world, judge)
 
 
 @pytest.fixture(scope="module")
@@ -214,6 +245,24 @@ def test_tokens_that_are_missing_have_no_error_that_a_finding_could_list(
     judgement = verdicts(monkeypatch, evidence_of(world, Short))[OracleName.TOKENS]
     assert dict(judgement.metrics) == {"defects": float(len(world.batch))}
     assert "is missing" in judgement.message
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        (Showing, "the first module that leaves the reference is layer 0: self_attn.q_proj, at "),
+        (ShowingRight, "as one prompt the same tokens are right in all "),
+        (ShowingOthers, "there is no bisection: the model has no module 'transformer.h.0'"),
+        (Dying, "there is no bisection: its process ended with 7 in trace"),
+        (WithoutAdapters, "there is no bisection: the engine shows none of its modules"),
+    ],
+)
+def test_a_defect_is_bisected_as_far_as_the_engine_shows_its_modules(
+    world: World, monkeypatch: pytest.MonkeyPatch, kind: type[Speaking], message: str
+) -> None:
+    found = verdicts(monkeypatch, evidence_of(world, kind))[OracleName.TOKENS]
+    assert found.failure is Failure.WRONG_ANSWER
+    assert found.message.splitlines()[-1].startswith(message)
 
 
 def test_too_many_near_ties_are_inconclusive(

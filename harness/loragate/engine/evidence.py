@@ -7,13 +7,16 @@ They are collected once, in one process of the engine, and judged by several ora
 from __future__ import annotations
 
 import tempfile
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+
+from torch import Tensor
 
 from loragate.core.machine import Machine
 from loragate.engine.judge import Judge
 from loragate.engine.order import EngineOrder
-from loragate.engine.process import EngineProcess
+from loragate.engine.process import EngineError, EngineProcess
 from loragate.engine.report import Report
 from loragate.engine.requests import Completion, Engine, EngineCounts, Request
 from loragate.engine.world import World, build_world
@@ -47,11 +50,13 @@ class Answers:
 
 @dataclass(frozen=True, slots=True)
 class Evidence:
-    """report: what the judge says of `answers.mixed`."""
+    """report: what the judge says of `answers.mixed`. bisection: where the first of its defects
+    begins, as far as the engine shows it; "" without a defect."""
 
     world: World
     answers: Answers
     report: Report
+    bisection: str = ""
 
 
 def collect(target: str, case: Case, machine: Machine, seed: int) -> Evidence:
@@ -68,13 +73,23 @@ def collect(target: str, case: Case, machine: Machine, seed: int) -> Evidence:
             num_adapters=len(world.adapters),
         )
         log = Path(path, "engine.log")
-        with EngineProcess(target, order, deadline_s=_SHARE * case.timeout_s, log=log) as engine:
-            answers = ask(engine, world)
         # a head of EAGLE is no model of its own that could be asked what it drafts
         drafts = world.drafts if case.speculation is Speculation.DRAFT_MODEL else None
         judge = Judge(world.model, world.adapters, dtype=world.dtype, draft=drafts)
-        requests = [asked.request for asked in world.batch]
-        return Evidence(world, answers, judge.judge(requests, answers.mixed))
+        with EngineProcess(target, order, deadline_s=_SHARE * case.timeout_s, log=log) as engine:
+            return examined(engine, world, judge)
+
+
+def examined(engine: Engine, world: World, judge: Judge) -> Evidence:
+    """Ask an engine, and judge its answers while it can be asked for what lies behind a defect."""
+    answers = ask(engine, world)
+    requests = [asked.request for asked in world.batch]
+    report = judge.judge(requests, answers.mixed)
+    bisection = ""
+    if report.defects:
+        number = report.defects[0].request
+        bisection = _bisected(engine, world, judge, requests[number], answers.mixed[number])
+    return Evidence(world, answers, report, bisection)
 
 
 def ask(engine: Engine, world: World) -> Answers:
@@ -106,3 +121,28 @@ def _exchanged(engine: Engine, world: World) -> Exchange | None:
     of_other = Request(request.prompt, world.exchange.other, request.new_tokens)
     again, other = engine.generate([request, of_other])
     return Exchange(again, other)
+
+
+def _bisected(
+    engine: Engine, world: World, judge: Judge, request: Request, answer: Completion
+) -> str:
+    """Of the prompt and the answer as one prompt, with the adapter that the request was served by.
+    The defect stands whatever becomes of this."""
+    shown: dict[str, Tensor] = {}
+
+    def trace(tokens: Sequence[int], adapter: str | None) -> dict[str, Tensor]:
+        shown.update(engine.trace(tokens, adapter))
+        return shown
+
+    try:
+        if request.adapter is not None:
+            # it may have been exchanged since
+            engine.load(request.adapter, world.adapters[request.adapter])
+        found = judge.bisect(request, answer, trace)
+    except (EngineError, ValueError) as error:
+        return f"there is no bisection: {str(error).splitlines()[0]}"
+    if not shown:
+        return "there is no bisection: the engine shows none of its modules"
+    if found is None:
+        return f"as one prompt the same tokens are right in all {len(shown)} modules that are shown"
+    return str(found)

@@ -13,9 +13,13 @@ import sys
 import time
 from collections.abc import Sequence
 from multiprocessing.connection import Connection
+from numbers import Integral
 from pathlib import Path
 from types import TracebackType
-from typing import cast
+from typing import Any, cast
+
+import torch
+from torch import Tensor
 
 from loragate.core.child_process import ProcessPool, python_module
 from loragate.engine.order import Answer, Call, EngineOrder
@@ -83,12 +87,18 @@ class EngineProcess:
 
     def generate(self, requests: Sequence[Request]) -> list[Completion]:
         found = self._call("generate", list(requests))
-        if not isinstance(found, list) or len(found) != len(requests):
-            raise EngineError(f"generate returned {found!r:.200}; expected {len(requests)} answers")
+        if not (isinstance(found, list) and len(found) == len(requests) and _are_tokens(found)):
+            wanted = f"{len(requests)} Completions with tuples of tokens"
+            raise EngineError(self._told(f"generate returned {found!r:.200}; expected {wanted}"))
         return cast(list[Completion], found)
 
     def counts(self) -> EngineCounts:
         return cast(EngineCounts, self._call("counts"))
+
+    def trace(self, tokens: Sequence[int], adapter: str | None) -> dict[str, Tensor]:
+        """Empty where the engine shows nothing."""
+        found = cast(dict[str, Any], self._call("trace", tuple(tokens), adapter))
+        return {name: torch.from_numpy(values) for name, values in found.items()}
 
     def close(self) -> None:
         """End the engine, with all processes that it has started."""
@@ -148,3 +158,12 @@ class EngineProcess:
     def _stop(self) -> None:
         self._pool.end(self._child)
         self._connection.close()
+
+
+def _are_tokens(answers: Sequence[object]) -> bool:
+    return all(
+        isinstance(answer, Completion)
+        and isinstance(answer.tokens, tuple)
+        and all(isinstance(token, Integral) for token in answer.tokens)
+        for answer in answers
+    )

@@ -18,6 +18,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from loragate.engine.bisection import traced
+
 _PREFIX = "base_model.model."
 
 
@@ -86,35 +88,15 @@ class Reference:
         return int(self.model.config.vocab_size)
 
     def trace(self, tokens: Sequence[int]) -> dict[str, Tensor]:
-        """[tokens, values] of what each module returns and, as NAME.input, each linear one reads,
-        in the order of execution. Names as transformers has them."""
-        seen: dict[str, Tensor] = {}
-
-        def record(name: str, value: Any) -> None:
-            first = value[0] if isinstance(value, tuple) else value
-            # an expert sees some of the tokens only
-            whole = ".experts." not in name
-            if whole and isinstance(first, Tensor) and first.numel() % len(tokens) == 0:
-                seen[name] = first.reshape(len(tokens), -1).double()
-
-        hooks = []
-        for name, module in self.model.named_modules():
-            if isinstance(module, torch.nn.Linear):
-                hooks.append(
-                    module.register_forward_pre_hook(
-                        lambda _, given, name=name: record(f"{name}.input", given)
-                    )
-                )
-            if name:
-                hooks.append(
-                    module.register_forward_hook(lambda _, __, made, name=name: record(name, made))
-                )
-        try:
-            self.logits(tokens)
-        finally:
-            for hook in hooks:
-                hook.remove()
-        return seen
+        """[tokens, values] of what each module returns and, as NAME.input, what those without
+        modules of their own read, in the order of execution. Names as transformers has them."""
+        # an expert sees some of the tokens only
+        modules = {
+            name: module
+            for name, module in self.model.named_modules()
+            if name and ".experts." not in name
+        }
+        return traced(modules, len(tokens), lambda: self.logits(tokens))
 
     def logits(self, tokens: Sequence[int]) -> Tensor:
         """[tokens, vocabulary], of what follows each token."""

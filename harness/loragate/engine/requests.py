@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,5 +54,9 @@ class Engine(Protocol):
     def generate(self, requests: Sequence[Request]) -> list[Completion]: ...
 
     def counts(self) -> EngineCounts: ...
+
+    def trace(self, tokens: Sequence[int], adapter: str | None) -> Mapping[str, Tensor]:
+        """What a prompt pass over `tokens` computes, as loragate.engine.bisection.Trace has it:
+        asked for behind a defect only, and optional in the process of an engine."""
 
     def close(self) -> None: ...

@@ -52,7 +52,7 @@ def _defective(evidence: Evidence) -> Judgement:
         OracleName.TOKENS,
         Verdict.FAIL,
         Failure.WRONG_ANSWER,
-        "\n".join(found.line() for found in report.defects),
+        "\n".join((*(found.line() for found in report.defects), evidence.bisection)).rstrip(),
         metrics,
         where={
             "request": defect.request,

@@ -6,12 +6,14 @@ those that are not used make room.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
 from transformers import AutoModelForCausalLM, GenerationConfig
 
+from loragate.engine.bisection import traced
 from loragate.engine.order import EngineOrder
 from loragate.engine.requests import Completion, EngineCounts, Request
 from loragate.matrix.engine_case import Graphs, Speculation
@@ -21,6 +23,7 @@ from lorakernels.runtime import interpreter
 from lorakernels.serving.decoder import Decoder
 from lorakernels.serving.generation import Generation
 from lorakernels.serving.generation import Request as Served
+from lorakernels.serving.projections import Columns, ServedExperts
 from lorakernels.serving.speculation import DraftCounts, Drafter, ModelDrafts, NgramDrafts
 
 _NUM_DRAFTS = 3
@@ -76,6 +79,18 @@ class ServingEngine:
             graphs_replayed=self._decoder.runner.replays,
             kernels_launched=self._launches.count,
         )
+
+    def trace(self, tokens: Sequence[int], adapter: str | None) -> Mapping[str, Tensor]:
+        decoder = self._decoder
+        self._make_resident([adapter])
+        slot = -1 if adapter is None else decoder.slots.slot_of(adapter)
+        # what stands in the place of modules of transformers; the head has a row for each prompt
+        modules = {
+            name: module
+            for name, module in decoder.model.named_modules()
+            if isinstance(module, (Columns, ServedExperts)) and name != "lm_head"
+        }
+        return traced(modules, len(tokens), lambda: decoder.prefill([tokens], [slot], first_line=0))
 
     def close(self) -> None:
         pass

@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import nullcontext
+import re
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
 from peft import PeftModel
+from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+from loragate.engine.bisection import traced
 from loragate.engine.order import EngineOrder
 from loragate.engine.requests import Completion, EngineCounts, Request
 from loragate.matrix.engine_case import Logprobs, Speculation
 
 _NUM_DRAFTS = 3
+# modules within experts and within what PEFT wraps
+_PARTS = re.compile(r"\.(experts\.|base_layer|lora_)")
 
 
 class TransformersEngine:
@@ -52,18 +57,24 @@ class TransformersEngine:
             kernels_launched=None,
         )
 
+    @torch.no_grad()
+    def trace(self, tokens: Sequence[int], adapter: str | None) -> Mapping[str, Tensor]:
+        ids = torch.tensor([list(tokens)], device=self._device)
+        modules = {
+            name: module
+            for name, module in self._model.named_modules()
+            if name and not _PARTS.search(name)
+        }
+        with self._speaking(adapter):
+            return traced(modules, len(tokens), lambda: self._model(input_ids=ids))
+
     def close(self) -> None:
         pass
 
     @torch.no_grad()
     def _answered(self, request: Request) -> Completion:
-        base = nullcontext()
-        if request.adapter is not None:
-            self._peft.set_adapter(request.adapter)
-        elif self._peft is not None:
-            base = self._peft.disable_adapter()
         ids = torch.tensor([request.prompt], device=self._device)
-        with base:
+        with self._speaking(request.adapter):
             out = self._model.generate(
                 ids,
                 attention_mask=torch.ones_like(ids),
@@ -79,6 +90,14 @@ class TransformersEngine:
         self._verified -= len(request.prompt) - 1
         self._accepted += len(tokens)
         return Completion(tokens)
+
+    def _speaking(self, adapter: str | None) -> AbstractContextManager[None]:
+        if adapter is not None:
+            self._peft.set_adapter(adapter)
+        elif self._peft is not None:
+            disabled: AbstractContextManager[None] = self._peft.disable_adapter()
+            return disabled
+        return nullcontext()
 
     def _drafts(self) -> dict[str, Any]:
         if self._case.speculation is Speculation.NGRAM:
