@@ -53,16 +53,16 @@ def served(
     model: str = MOE,
     launched: Mapping[str, int] = NOTHING,
     captured: Mapping[str, int] = NOTHING,
-    vllms: int = 0,
+    vllms: tuple[int, int] = (0, 0),
 ) -> ServedFigures:
-    return ServedFigures(model, serving, 40.0, KernelCounts(launched, captured, vllms))
+    return ServedFigures(model, serving, 40.0, KernelCounts(launched, captured, *vllms))
 
 
 ENGINES = (
     served(BASE),
-    served(VLLM, vllms=7),
+    served(VLLM, vllms=(7, 2)),
     # embeddings keep vLLM's kernels
-    served(OURS, launched=ALL, captured=ALL, vllms=3),
+    served(OURS, launched=ALL, captured=ALL, vllms=(3, 1)),
 )
 GOOD = EngineFigures(OURS, VLLM, tuple(measured(row) for row in engine_rows()), ENGINES)
 
@@ -203,10 +203,11 @@ def test_engines_that_were_served_by_the_kernels_of_their_name_have_no_problem()
             served(OURS, launched=ALL, captured={"linear": 5, "experts": 0}),
             "'experts', 5 calls launched kernels and 0 were captured",
         ),
-        (served(VLLM, vllms=7, launched={"linear": 2}), "vllm: the plug-in ran 2 times"),
+        (served(VLLM, vllms=(7, 2), launched={"linear": 2}), "vllm: the plug-in ran 2 times"),
         (served(BASE, captured={"experts": 4}), "base: the plug-in ran 4 times"),
-        (served(VLLM), "vllm: vLLM's kernels of adapters were launched 0 times"),
-        (served(BASE, vllms=1), "base: vLLM's kernels of adapters were launched 1 times"),
+        (served(VLLM, vllms=(0, 2)), "vllm: vLLM's kernels of adapters were launched 0 times"),
+        (served(VLLM, vllms=(7, 0)), "vllm: vLLM's kernels of adapters were captured 0 times"),
+        (served(BASE, vllms=(1, 0)), "base: vLLM's kernels of adapters were launched 1 times"),
     ],
 )
 def test_an_engine_that_other_kernels_served_says_which(
@@ -231,7 +232,7 @@ def test_tables_name_every_row_engine_and_bar() -> None:
     assert line in page
     assert "| qwen3_8b prefill token | 8 | 100.000 | 40.000 | 100.000 | 0.40 | - | - | - |" in page
     assert "| qwen3_30b_a3b | 64 | 10000 | 7143 | 5000 | 1.43 |" in page
-    assert "| qwen3_30b_a3b | lorakernels | 40 | 15 | 15 | 3 |" in page
+    assert "| qwen3_30b_a3b | lorakernels | 40 | 15 | 15 | 3 | 1 |" in page
     only_served = replace(GOOD, rows=GOOD.rows[3:4], engines=())
     assert len(render_markdown(only_served).splitlines()) == 3
 

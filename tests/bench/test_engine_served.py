@@ -116,7 +116,7 @@ def stub(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
     change is as before afterwards."""
     monkeypatch.syspath_prepend(str(STUB))
     monkeypatch.setattr(time, "perf_counter", time.perf_counter)
-    for name in ("CUDAGraph", "Event", "synchronize"):
+    for name in ("CUDAGraph", "Event", "synchronize", "is_current_stream_capturing"):
         monkeypatch.setattr(torch.cuda, name, getattr(torch.cuda, name))
     for name in environment(order_of(Path("qwen3_8b")), plugin=True):
         monkeypatch.setenv(name, os.environ.get(name, ""))
@@ -153,15 +153,17 @@ def test_an_engine_times_its_own_steps_and_counts_whose_kernels_ran(
     decode, _, prefill, whole = select_rows(engine_rows(), ["qwen3_8b.*"])
     counts = served.kernel_counts()
     ours, vllms = serving is Serving.LORAKERNELS, serving is Serving.VLLM
-    assert bool(counts.launched["linear"]) == bool(counts.captured["linear"]) == ours
-    # one of the start, and one of each load
-    assert counts.vllms == 8 * vllms
+    # one of each load; the dummy run of the start is not counted
+    assert (counts.launched["linear"], counts.captured["linear"]) == (7 * ours, ours)
+    assert (counts.vllms_launched, counts.vllms_captured) == (7 * vllms, vllms)
+    replay = torch.cuda.CUDAGraph.replay
     assert served.measure(decode) == pytest.approx(us)
     assert served.measure(prefill) == pytest.approx(us / 4096)
     assert served.measure(whole) == pytest.approx((1e6 + (8 + 63) * us) / 4096)
     assert served.replay_us(decode) == pytest.approx(us)
     # nothing is counted while it is timed
-    assert served.kernel_counts().vllms == counts.vllms
+    assert served.kernel_counts().vllms_launched == counts.vllms_launched
+    assert torch.cuda.CUDAGraph.replay is replay
 
 
 def test_steps_that_are_not_replayed_from_a_graph_are_an_error(stub: Callable[..., None]) -> None:

@@ -25,12 +25,13 @@ _LEAST_DEVICE_SHARE = 0.75
 
 @dataclass(frozen=True, slots=True)
 class KernelCounts:
-    """Calls of the plug-in's operators, by their names, that launched kernels or had them captured
-    into a graph, and launches of vLLM's own kernels of adapters."""
+    """Calls of the plug-in's operators, by their names, that launched kernels for requests, or had
+    them captured into a graph before; launches of vLLM's own kernels of adapters, likewise."""
 
     launched: Mapping[str, int]
     captured: Mapping[str, int]
-    vllms: int
+    vllms_launched: int
+    vllms_captured: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,8 +54,12 @@ class ServedFigures:
             ours = sum(counts.launched.values()) + sum(counts.captured.values())
             if ours:
                 yield f"{where}: the plug-in ran {ours} times, and must not"
-            if (counts.vllms > 0) != (self.serving is Serving.VLLM):
-                yield f"{where}: vLLM's kernels of adapters were launched {counts.vllms} times"
+            for seen, how in (
+                (counts.vllms_launched, "launched"),
+                (counts.vllms_captured, "captured"),
+            ):
+                if (seen > 0) != (self.serving is Serving.VLLM):
+                    yield f"{where}: vLLM's kernels of adapters were {how} {seen} times"
             return
         for operator in ("linear", "experts") if MODELS[self.model].experts else ("linear",):
             # prompts launch kernels, decode steps replay those of a capture

@@ -50,9 +50,10 @@ class TimedEngine:
         if plugin:
             # vLLM finds the plug-in of an installed distribution by itself; a source tree has none
             register()
-        self._watch = LaunchWatch()
-        with self._watch:
+        with LaunchWatch() as self._starting:
             self._llm: Any = LLM(**arguments_of(order, serving))
+        self._serving_requests = LaunchWatch()
+        self._before = launch_counts()
         self._adapters: list[Any] = []
         self._serving = serving
 
@@ -60,18 +61,20 @@ class TimedEngine:
         """Load the adapter into all slots, and compile what the rows need by serving each once."""
         if self._serving is not Serving.BASE:
             self._load(adapter)
-        with self._watch:
+        with self._serving_requests:
             for row in rows:
                 for load in row.loads:
                     self._seconds(load)
 
     def kernel_counts(self) -> KernelCounts:
-        """Whose kernels of adapters were launched, or captured into a graph, up to now."""
-        ours = launch_counts()
+        """Whose kernels of adapters were captured in the start, and launched in `prepare`: with the
+        dummy runs of a start not even an engine that serves no adapter would have no launches."""
+        ours, before = launch_counts(), self._before
         return KernelCounts(
-            launched={name: count.launched for name, count in ours.items()},
-            captured={name: count.captured for name, count in ours.items()},
-            vllms=self._watch.launches,
+            launched={name: ours[name].launched - before[name].launched for name in ours},
+            captured={name: count.captured for name, count in before.items()},
+            vllms_launched=self._serving_requests.launched,
+            vllms_captured=self._starting.captured,
         )
 
     def replay_us(self, row: EngineRow) -> float:

@@ -9,6 +9,7 @@ from loragate.bench.engine_rows import Serving, Work
 from loragate.bench.text import NONE, bar_line, columns, markdown, number
 
 _OURS, _VLLMS = Serving.LORAKERNELS, Serving.VLLM
+_OF_VLLM = ("of vLLM launched", "captured")
 _UNITS = {Work.DECODE: "decode step", Work.PREFILL: "prefill token"}
 _Table = tuple[Sequence[str], list[list[str]]]
 
@@ -40,7 +41,8 @@ def _tables(figures: EngineFigures) -> list[_Table]:
             f"{one.start_s:.0f}",
             str(sum(one.counts.launched.values())),
             str(sum(one.counts.captured.values())),
-            str(one.counts.vllms),
+            str(one.counts.vllms_launched),
+            str(one.counts.vllms_captured),
         ]
         for one in figures.engines
     ]
@@ -48,7 +50,7 @@ def _tables(figures: EngineFigures) -> list[_Table]:
     found: list[_Table] = [
         (("us", "requests", "base", *(f"+{name}" for name in names), "ratio", *graphs), added),
         (("tokens a second", "requests", "base", *names, f"over {figures.baseline}"), served),
-        (("engine", "serves", "start, s", "launched", "captured", "of vLLM"), engines),
+        (("engine", "serves", "start, s", "launched", "captured", *_OF_VLLM), engines),
     ]
     return [(header, cells) for header, cells in found if cells]
 

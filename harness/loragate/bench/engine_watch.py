@@ -13,10 +13,10 @@ from loragate.subjects.vllm.engine_counts import VLLM_KERNELS
 
 
 class LaunchWatch:
-    """While it is entered: `launches` of vLLM's kernels of adapters, those of captures included."""
+    """While it is entered: launches of vLLM's own kernels of adapters, and those of captures."""
 
     def __init__(self) -> None:
-        self.launches = 0
+        self.launched, self.captured = 0, 0
 
     def __enter__(self) -> LaunchWatch:
         _hooks().add(self._launched)
@@ -31,7 +31,12 @@ class LaunchWatch:
         _hooks().remove(self._launched)
 
     def _launched(self, metadata: Any) -> None:
-        self.launches += str(metadata.get()["name"]).startswith(VLLM_KERNELS)
+        if not str(metadata.get()["name"]).startswith(VLLM_KERNELS):
+            return
+        if torch.cuda.is_current_stream_capturing():
+            self.captured += 1
+        else:
+            self.launched += 1
 
 
 class ReplayClock:

@@ -37,6 +37,8 @@ class Event:
 
 torch.cuda.CUDAGraph, torch.cuda.Event = Graph, Event
 torch.cuda.synchronize = lambda: None
+_CAPTURES = [False]
+torch.cuda.is_current_stream_capturing = lambda: _CAPTURES[0]
 
 
 class Launch:
@@ -63,7 +65,9 @@ class LLM:
         # an engine that the plug-in was not registered in
         self.plugin = self.plugin and given.get("registers", True)
         self.llm_engine, self.engine_core, self.loaded = self, self, []
-        self._adapters(captures=True)
+        # a dummy run, and a capture
+        self._run([True], captures=False)
+        self._run([True], captures=True)
 
     def add_lora(self, request):
         assert self.has_adapters
@@ -75,7 +79,7 @@ class LLM:
         # a request is handled before the first step, and prompts are computed eight in a step
         steps = -(-len(prompts) // 8)
         _NOW[0] += 1.0 + steps * STEP_US / 1e6
-        self._adapters(captures=False)
+        self._run(lora_request, captures=False)
         for _ in range(sampling.max_tokens - 1):
             if self.graphs:
                 Graph().replay()
@@ -83,11 +87,13 @@ class LLM:
     def shutdown(self):
         print("the engine has ended", flush=True)
 
-    def _adapters(self, *, captures):
-        if not self.has_adapters:
+    def _run(self, adapters, *, captures):
+        if not self.has_adapters or not any(adapters):
             return
+        _CAPTURES[0] = captures
         if self.plugin:
             for operator in (Operator.LINEAR, Operator.EXPERTS):
                 count(operator, runs=True, captures=captures)
         else:
             knobs.runtime.launch_enter_hook(Launch())
+        _CAPTURES[0] = False
