@@ -64,7 +64,7 @@ class LLM:
         STEP_US, self.graphs = given["us"][name], given.get("graphs", True)
         # an engine that the plug-in was not registered in
         self.plugin = self.plugin and given.get("registers", True)
-        self.llm_engine, self.engine_core, self.loaded = self, self, []
+        self.llm_engine, self.loaded = self, []
         # a dummy run, and a capture
         self._run([True], captures=False)
         self._run([True], captures=True)
@@ -83,9 +83,6 @@ class LLM:
         for _ in range(sampling.max_tokens - 1):
             if self.graphs:
                 Graph().replay()
-
-    def shutdown(self):
-        print("the engine has ended", flush=True)
 
     def _run(self, adapters, *, captures):
         if not self.has_adapters or not any(adapters):
