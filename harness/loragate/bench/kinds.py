@@ -15,6 +15,10 @@ from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from loragate.bench.asked import Asked, dense_asked, moe_asked
 from loragate.bench.bars import Bar
+from loragate.bench.engine_figures import EngineFigures
+from loragate.bench.engine_rows import engine_rows
+from loragate.bench.engine_tables import render_markdown as engine_markdown
+from loragate.bench.engine_tables import render_terminal as engine_terminal
 from loragate.bench.figures import DenseFigures
 from loragate.bench.graphs_figures import GraphFigures
 from loragate.bench.graphs_rows import graph_rows
@@ -161,6 +165,18 @@ _ALL = (
         read=GraphFigures.from_payload,
         terminal=graphs_terminal,
         markdown=graphs_markdown,
+    ),
+    Kind(
+        name="engine",
+        help="whole engines of vLLM: without adapters, with its kernels, with the plug-in",
+        takes_any_subject=False,
+        section="bench_engine",
+        rows=engine_rows,
+        pattern="qwen3_8b.decode.*",
+        target="loragate.bench.engine:run_engine",
+        read=EngineFigures.from_payload,
+        terminal=engine_terminal,
+        markdown=engine_markdown,
     ),
 )
 KINDS = MappingProxyType({kind.name: kind for kind in _ALL})

@@ -28,7 +28,7 @@ from loragate.records.results import ResultsError, read_section, require_section
 CPU_RECORD = Path("ci/results/cpu.json")
 GPU_RECORD = Path("ci/results/nvidia-h200.json")
 PLOTS = Path("docs/img")
-_STREAMS = KINDS["streams"]
+_STREAMS, _ENGINE = KINDS["streams"], KINDS["engine"]
 FINDINGS, FINDINGS_PAGE = Path("cases/findings/vllm.yaml"), Path("docs/findings.md")
 
 
@@ -76,7 +76,8 @@ class Block:
 
 def _summary(records: Records) -> str:
     dense, moe, gate, seeds = map(records.gpu, ("bench_dense", "bench_moe", "gate", "gate_seeds"))
-    return summary(dense, moe, records.gpu_if_any(_STREAMS.section), gate, seeds)
+    streams, engine = map(records.gpu_if_any, (_STREAMS.section, _ENGINE.section))
+    return summary(dense, moe, streams, engine, gate, seeds)
 
 
 def _detection(records: Records) -> str:
@@ -100,12 +101,15 @@ def _table(kind_name: str) -> Callable[[Records], str]:
     return render
 
 
-def _streams_table(records: Records) -> str:
-    # recorded for the first time when a GPU has run it
-    section = records.gpu_if_any(_STREAMS.section)
-    if section is None:
-        return "Not recorded yet."
-    return f"{provenance_line(section)}\n\n{_STREAMS.markdown(_STREAMS.read(section))}"
+def _table_if_any(kind_name: str) -> Callable[[Records], str]:
+    """Of a kind that is recorded for the first time when a GPU has run it."""
+    kind, table = KINDS[kind_name], _table(kind_name)
+
+    def render(records: Records) -> str:
+        is_recorded = records.gpu_if_any(kind.section) is not None
+        return table(records) if is_recorded else "Not recorded yet."
+
+    return render
 
 
 def _streams_plot(records: Records) -> str:
@@ -119,7 +123,8 @@ def _streams_plot(records: Records) -> str:
 
 def _bars(records: Records) -> str:
     dense, moe = records.gpu("bench_dense"), records.gpu("bench_moe")
-    return bars_table(dense, moe, records.gpu_if_any(_STREAMS.section))
+    streams, engine = map(records.gpu_if_any, (_STREAMS.section, _ENGINE.section))
+    return bars_table(dense, moe, streams, engine)
 
 
 def _gate(records: Records) -> str:
@@ -157,7 +162,8 @@ BLOCKS = (
     Block("docs/benchmarks.md", "bars", _bars),
     Block("docs/benchmarks.md", "bench dense", _table("dense")),
     Block("docs/benchmarks.md", "bench moe", _table("moe")),
-    Block("docs/benchmarks.md", "bench streams", _streams_table),
+    Block("docs/benchmarks.md", "bench streams", _table_if_any("streams")),
+    Block("docs/benchmarks.md", "bench engine", _table_if_any("engine")),
     Block("docs/benchmarks.md", "gate", _gate),
     Block("docs/faults.md", "kill rates", _kill_rates),
     Block("docs/mutants.md", "rates", _mutant_rates),

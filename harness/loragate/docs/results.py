@@ -6,6 +6,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from loragate.bench.bars import Bar, geometric_mean, worst_of
+from loragate.bench.engine_figures import EngineFigures
+from loragate.bench.engine_rows import LAYERS, Serving, Work
 from loragate.bench.figures import PREFILL_TOKENS, DenseFigures
 from loragate.bench.moe_figures import ADDED_TOKENS, MoEFigures
 from loragate.bench.moe_rows import LAYER_RANK
@@ -20,10 +22,15 @@ _COMPILE = "compile"
 
 
 def summary(
-    dense: Section, moe: Section, streams: Section | None, gate: Section, seeds: Section
+    dense: Section,
+    moe: Section,
+    streams: Section | None,
+    engine: Section | None,
+    gate: Section,
+    seeds: Section,
 ) -> str:
-    """The results as a list, and how many bars are met. `streams` is None where it was never
-    recorded."""
+    """The results as a list, and how many bars are met. `streams` and `engine` are None where they
+    were never recorded."""
     dense_run, moe_run = DenseFigures.from_payload(dense), MoEFigures.from_payload(moe)
     lines, bars = [*_dense_lines(dense_run, dense), *_moe_lines(moe_run)], list(dense_run.bars())
     bars += moe_run.bars()
@@ -31,6 +38,10 @@ def summary(
         streams_run = StreamFigures.from_payload(streams)
         lines.append(_streams_line(streams_run))
         bars += streams_run.bars()
+    if engine is not None:
+        engine_run = EngineFigures.from_payload(engine)
+        lines.append(_engine_line(engine_run, engine))
+        bars += engine_run.bars()
     items = "\n".join(f"* {line}" for line in [*lines, gate_sentences(gate, seeds)])
     return f"{items}\n\n{_bars_sentence(bars)}"
 
@@ -82,6 +93,24 @@ def _streams_line(run: StreamFigures) -> str:
     )
 
 
+def _engine_line(run: EngineFigures, section: Section) -> str:
+    version = section["versions"].get(run.baseline, "")
+    added = [one.ratio for one in run.rows if one.row.work is not Work.SERVE]
+    faster = [
+        f"{one.us[Serving.VLLM] / one.us[Serving.LORAKERNELS]:.2f} ({one.row.model}, "
+        f"{LAYERS[one.row.model]} layers)"
+        for one in run.rows
+        if one.row.work is Work.SERVE
+    ]
+    return (
+        f"In a whole engine of {run.baseline} {version}, the plug-in adds "
+        f"**{number(geometric_mean(added), 2)}** of the time that its own kernels add to decode "
+        f"steps and tokens of prompts (geometric mean of {len(added)} rows; worst row "
+        f"{number(worst_of(added), 2)}); it serves mixed requests at {' and '.join(faster)} times "
+        f"the speed."
+    )
+
+
 def gate_sentences(gate: Section, seeds: Section) -> str:
     """How long the recorded gates took, and what failed in them."""
     counts = gate["counts"]
@@ -105,14 +134,18 @@ def _failures(counts: Sequence[Mapping[str, Any]]) -> str:
     return f"{listed}{other or 'no'}{' other' if known else ''} failures"
 
 
-def bars_table(dense: Section, moe: Section, streams: Section | None) -> str:
-    """Every bar with its target and what was measured. `streams` as in `summary`."""
+def bars_table(
+    dense: Section, moe: Section, streams: Section | None, engine: Section | None
+) -> str:
+    """Every bar with its target and what was measured. `streams` and `engine` as in `summary`."""
     bars = {
         "dense": DenseFigures.from_payload(dense).bars(),
         "moe": MoEFigures.from_payload(moe).bars(),
     }
     if streams is not None:
         bars["streams"] = StreamFigures.from_payload(streams).bars()
+    if engine is not None:
+        bars["engine"] = EngineFigures.from_payload(engine).bars()
     rows = [_bar_cells(name, bar) for name in bars for bar in bars[name]]
     return "\n".join(markdown(["bar", "at most", "measured", ""], rows))
 

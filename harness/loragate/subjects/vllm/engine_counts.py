@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 # of `lora_shrink`, `lora_expand` and the two kernels of experts, in 0.26 to 0.33
-_KERNELS = ("_lora_shrink", "_lora_expand", "_fused_moe_lora")
+VLLM_KERNELS = ("_lora_shrink", "_lora_expand", "_fused_moe_lora")
 
 
 @dataclass(slots=True)
@@ -34,4 +34,4 @@ class EngineEvents:
         knobs.runtime.launch_enter_hook.add(self._launched)
 
     def _launched(self, metadata: Any) -> None:
-        self.launches += str(metadata.get()["name"]).startswith(_KERNELS)
+        self.launches += str(metadata.get()["name"]).startswith(VLLM_KERNELS)
