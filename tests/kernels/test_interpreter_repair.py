@@ -1,8 +1,10 @@
 from __future__ import annotations
 
+import inspect
 import os
 import subprocess
 import sys
+from typing import Any
 
 import numpy as np
 import pytest
@@ -198,6 +200,26 @@ def test_a_second_repair_changes_nothing() -> None:
     before = dict(vars(InterpreterBuilder))
     assert interpreter.repair()
     assert dict(vars(InterpreterBuilder)) == before
+
+
+@pytest.mark.parametrize("owner", [tl, tl.tensor, tl.math], ids=lambda owner: owner.__name__)
+def test_a_launch_replaces_every_builtin_once_and_puts_it_back(owner: Any) -> None:
+    def builtins() -> dict[str, object]:
+        return {name: it for name, it in inspect.getmembers(owner) if tl.core.is_builtin(it)}
+
+    triton_interpreter = triton.runtime.interpreter
+    scopes = [triton_interpreter._LangPatchScope() for _ in range(2)]
+    before = builtins()
+    for scope in scopes:
+        triton_interpreter._patch_builtin(owner, triton_interpreter.interpreter_builder, scope)
+    launch, device_function = (scope._changes for scope in scopes)
+    assert before
+    assert {name for _, name, _ in launch} == before.keys()
+    assert not builtins()
+    assert device_function == []
+    for scope in reversed(scopes):
+        scope.restore()
+    assert builtins() == before
 
 
 def test_check_accepts_the_repaired_interpreter() -> None:

@@ -1,15 +1,14 @@
 """Rates of failures: exact intervals, a test that may be looked at after each trial, and a bound
-that holds at all times. Pure."""
+that holds at all times. Pure.
+
+scipy takes a second to import, and few of the processes that import this module need it.
+"""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
 from enum import Enum
-
-from scipy.optimize import brentq
-from scipy.special import betaln
-from scipy.stats import binomtest
 
 
 class Decision(Enum):
@@ -60,6 +59,8 @@ class Interval:
 def exact_interval(failures: int, trials: int) -> Interval:
     """The interval of Clopper and Pearson of 95 % for a rate. One look, at a number of trials that
     was fixed before; at least one trial."""
+    from scipy.stats import binomtest
+
     found = binomtest(failures, trials).proportion_ci(method="exact")
     return Interval(float(found.low), float(found.high))
 
@@ -71,6 +72,9 @@ def anytime_interval(failures: int, trials: int, error: float = 0.05) -> Interva
     1, so that it ever reaches 1 / error with a probability of at most `error` (Ville). The mixture
     is Jeffreys' prior, Beta(1/2, 1/2), which is narrow where few trials fail.
     """
+    from scipy.optimize import brentq
+    from scipy.special import betaln
+
     if trials == 0:
         return Interval(0.0, 1.0)
     passed = trials - failures

@@ -12,8 +12,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 
-from scipy.stats import binom
-
 from loragate.core.sequential import exact_interval
 
 
@@ -65,4 +63,7 @@ class MatchRatio:
 def chance_to_pass(rate: float, *, needed: int, requests: int) -> float:
     """How often a check that wants `needed` of `requests` equal texts passes, where each text is
     equal with a chance of `rate`, whatever the reason."""
+    # takes a second to import, and few processes need it
+    from scipy.stats import binom
+
     return float(binom.sf(needed - 1, requests, rate))

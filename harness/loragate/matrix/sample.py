@@ -7,7 +7,8 @@ at the first point that adds no new pair.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from functools import cache
 from itertools import product
 
 import covertable
@@ -33,6 +34,15 @@ def pairwise(sizes: Sequence[int], exclusions: Sequence[Exclusion]) -> list[tupl
 
     `sizes` are the numbers of values of two axes or more.
     """
+    sorted_exclusions = tuple(tuple(sorted(exclusion.items())) for exclusion in exclusions)
+    return list(_sampled(tuple(sizes), sorted_exclusions))
+
+
+# the samples of the shipped cases take seconds, and some processes load these cases several times
+@cache
+def _sampled(
+    sizes: tuple[int, ...], exclusions: tuple[tuple[tuple[int, frozenset[int]], ...], ...]
+) -> tuple[tuple[int, ...], ...]:
     factors = {str(axis): list(range(size)) for axis, size in enumerate(sizes)}
     rows = covertable.make(
         factors,
@@ -40,12 +50,12 @@ def pairwise(sizes: Sequence[int], exclusions: Sequence[Exclusion]) -> list[tupl
         constraints=[_constraint(exclusion) for exclusion in exclusions],
     )
     # with constraints on axes of one value covertable repeats rows
-    return list(dict.fromkeys(tuple(row[axis] for axis in factors) for row in rows))
+    return tuple(dict.fromkeys(tuple(row[axis] for axis in factors) for row in rows))
 
 
-def _constraint(exclusion: Exclusion) -> dict[str, object]:
+def _constraint(exclusion: Iterable[tuple[int, frozenset[int]]]) -> dict[str, object]:
     conditions = [
         {"operator": "in", "left": str(axis), "values": sorted(values)}
-        for axis, values in sorted(exclusion.items())
+        for axis, values in exclusion
     ]
     return {"operator": "not", "condition": {"operator": "and", "conditions": conditions}}
