@@ -56,6 +56,28 @@ def test_on_one_gpu_the_list_is_longest_first() -> None:
     assert spread_over_gpus(range(9), Workers(4, 1)) == list(range(9))
 
 
+@pytest.mark.parametrize("gpus", [1, 2])
+@pytest.mark.parametrize(("dealt", "number"), [(0, 9), (3, 40), (11, 40), (13, 0), (8, 1)])
+def test_what_is_dealt_begins_on_all_workers_alike(dealt: int, number: int, gpus: int) -> None:
+    items = range(dealt, dealt + number)
+    ordered = spread_over_gpus(items, Workers(4, gpus), dealt=range(dealt))
+    assert sorted(ordered) == list(range(dealt + number))
+    shares = [[item < dealt for item in piece] for piece in pieces(ordered, 4)]
+    assert all(share == sorted(share, reverse=True) for share in shares)
+    counts = [sum(share) for share in shares]
+    assert max(counts) - min(counts) <= 1
+
+
+def test_cases_of_engines_are_dealt_to_the_workers() -> None:
+    engines = [
+        CaseRun("mine", Case(site=Site.ENGINE, rank=8, slots=slots, dtype=Dtype.FP32), 0)
+        for slots in (2, 3)
+    ]
+    runs = [*(run_of(tokens) for tokens in range(1, 7)), *engines]
+    ordered = running_order(runs, durations={}, workers=Workers(2, 1))
+    assert [run.case.site is Site.ENGINE for run in ordered] == [True, False, False, False] * 2
+
+
 def test_the_order_is_by_size_or_by_recorded_seconds_with_new_cases_first() -> None:
     runs = [run_of(1), run_of(2), run_of(3)]
     by_size = running_order(runs, durations={}, workers=ALONE)

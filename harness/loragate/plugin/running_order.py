@@ -4,6 +4,9 @@ pytest-xdist hands each worker a piece of the list, in the order of the workers,
 left from one worker to another only when that has nothing to do. Workers are pinned to GPUs in
 turns (`pinning.py`). If the longest cases were simply first, all would begin on one GPU, and
 wait there for the memory that large cases share, while that of the other GPUs is free.
+
+Cases of engines mostly wait for a process of theirs that compiles, and take little memory: each
+worker begins with some of them. One worker with all of them would end minutes after the others.
 """
 
 from __future__ import annotations
@@ -58,18 +61,26 @@ def running_order(
         *sorted(known, key=lambda run: (-durations[run.run_id], run.run_id)),
     ]
     cases = [list(group) for _, group in groupby(longest, key=lambda run: run.run_id)]
-    return [run for case in spread_over_gpus(cases, workers) for run in case]
+    engines = [case for case in cases if case[0].case.site is Site.ENGINE]
+    others = [case for case in cases if case[0].case.site is not Site.ENGINE]
+    return [run for case in spread_over_gpus(others, workers, dealt=engines) for run in case]
 
 
-def spread_over_gpus(longest_first: Sequence[_Item], workers: Workers) -> list[_Item]:
-    """A list whose pieces, one a worker, give each GPU every n-th item."""
+def spread_over_gpus(
+    longest_first: Sequence[_Item], workers: Workers, *, dealt: Sequence[_Item] = ()
+) -> list[_Item]:
+    """A list whose pieces, one a worker, give each GPU every n-th item. Each piece begins with its
+    share of `dealt`."""
     of_gpu = [deque(longest_first[gpu :: workers.gpus]) for gpu in range(workers.gpus)]
-    ordered: list[_Item] = []
+    total, ordered = len(longest_first) + len(dealt), list[_Item]()
     for worker in range(workers.count):
         # as many as xdist is going to send to this worker
-        size = (len(longest_first) - len(ordered)) // (workers.count - worker)
+        size = (total - len(ordered)) // (workers.count - worker)
+        # the last pieces may be longer by one
+        first = dealt[workers.count - 1 - worker :: workers.count]
+        ordered += first
         own = of_gpu[worker % workers.gpus]
-        for _ in range(size):
+        for _ in range(size - len(first)):
             # pieces are of equal size, up to one item; so are the lists
             source = own or max(of_gpu, key=len)
             ordered.append(source.popleft())
