@@ -16,6 +16,7 @@ from lorakernels.adapters.errors import hint, listing
 from lorakernels.common.stacked_weights import check_scale
 from lorakernels.dense.weights import LoRAFactors
 from lorakernels.layers.casting import cast_all
+from lorakernels.layers.gate_up import GateUp, gate_and_up
 from lorakernels.layers.moe_partition import MoECut
 from lorakernels.layers.packing import check_shapes, take
 from lorakernels.layers.partition import Shard
@@ -28,12 +29,14 @@ ExpertParts = Mapping[str, Factors | None]
 @dataclass(frozen=True, slots=True)
 class ExpertPacking:
     """The projections of a layer in the order of its slices. The last one maps the intermediate to
-    the hidden size, the others map the hidden to the intermediate size."""
+    the hidden size, the others map the hidden to the intermediate size. `gate_up` is None without a
+    gate."""
 
     projections: tuple[str, ...]
     num_experts: int
     hidden: int
     intermediate: int
+    gate_up: GateUp | None
 
     def homes(self) -> dict[str, tuple[int | None, tuple[int, ...]]]:
         """For each name that an adapter may use: its expert, None for all of them, and the indices
@@ -48,6 +51,10 @@ class ExpertPacking:
             for index, projection in enumerate(self.projections):
                 homes[f"experts.{expert}.{projection}"] = (expert, (index,))
         return homes
+
+    def halves(self, rows: Tensor) -> tuple[Tensor, ...]:
+        """Rows [experts, 2 * intermediate, ..] of gate and of up, or those of up alone; views."""
+        return (rows,) if self.gate_up is None else gate_and_up(rows, self.gate_up)
 
     def by_slice(
         self, parts: ExpertParts, held: Shard, *, shared_outer: bool
@@ -124,8 +131,8 @@ class ExpertPacking:
     ) -> list[ExpertFactors]:
         a, b = (_held(side, self.num_experts, held) for side in (factors.a, factors.b))
         # gate and up share A; each takes its own rows of B
-        widths = [self.ends(index)[1] for index in members]
-        return [ExpertFactors(a, piece, factors.scale) for piece in torch.split(b, widths, dim=1)]
+        pieces = self.halves(b) if len(members) == 2 else (b,)
+        return [ExpertFactors(a, piece, factors.scale) for piece in pieces]
 
     def _stack(
         self, index: int, by_expert: Mapping[int, LoRAFactors], held: Shard

@@ -50,11 +50,13 @@ class MoERank:
 
 @dataclass(frozen=True, slots=True)
 class MoECut:
-    """A rank's part of a layer: its range of experts, and its range of the intermediate size, which
-    are the columns of gate and of up and the inputs of down."""
+    """A rank's part of a layer: its range of experts, its range of the intermediate size, which are
+    the columns of gate and of up and the inputs of down, and whether it adds the bias of down (the
+    sum over tensor-parallel ranks must hold it once)."""
 
     experts: Shard
     intermediate: Shard
+    owns_bias: bool
 
     def expert_map(self, num_experts: int) -> list[int]:
         """The local id of each expert of the model, -1 for those of other ranks."""
@@ -77,4 +79,5 @@ def cut_moe(
     return MoECut(
         Shard(start, start + size, size),
         cut_dimension("intermediate size", intermediate, rank.tp_size, rank.tp_rank, padded),
+        owns_bias=rank.tp_rank == 0,
     )

@@ -48,12 +48,12 @@ FAULTS = (
     ),
     _weights(
         "gate-and-up-cut-as-one",
-        "    halves = torch.split(held, packing.intermediate, dim=1)\n",
+        "    halves = packing.halves(held)\n",
         "    if cut.intermediate.live == cut.intermediate.size:\n"
         "        both = Shard(2 * cut.intermediate.start, 2 * cut.intermediate.stop,\n"
         "                     2 * cut.intermediate.size)\n"
         "        return _take(held, both, dim=1).contiguous()\n"
-        "    halves = torch.split(held, packing.intermediate, dim=1)\n",
+        "    halves = packing.halves(held)\n",
         source="tensorrt-llm #8063",
         why="The first rank gets the gate and the second one the up half.",
     ),
@@ -84,8 +84,8 @@ FAULTS = (
     ),
     _packing(
         "gate-and-up-of-a-fused-b-swapped",
-        "for piece in torch.split(b, widths, dim=1)]",
-        "for piece in reversed(torch.split(b, widths, dim=1))]",
+        "pieces = self.halves(b) if len(members) == 2 else (b,)",
+        "pieces = self.halves(b)[::-1] if len(members) == 2 else (b,)",
         source="unsloth-zoo #941",
         why="Of a fused gate and up, each gets the rows of the other.",
     ),

@@ -18,6 +18,7 @@ from torch import Tensor
 from loragate.core.machine import Machine
 from loragate.inputs.draw import torch_dtype
 from loragate.matrix.case import (
+    Activation,
     Base,
     Bias,
     Buffers,
@@ -25,6 +26,7 @@ from loragate.matrix.case import (
     Cut,
     Dtype,
     Execution,
+    GateUp,
     Ids,
     Loading,
     Parallel,
@@ -77,6 +79,9 @@ class LoraKernelsSubject:
                 "parallel": frozenset(Parallel),
                 "path": frozenset(Path),
                 "quantisation": frozenset(Quantisation),
+                "activation": frozenset(Activation),
+                "gate_up": frozenset(GateUp),
+                "expert_bias": frozenset(Bias),
                 "ids": frozenset(Ids),
                 "bias": frozenset(Bias),
                 "base": frozenset(Base),

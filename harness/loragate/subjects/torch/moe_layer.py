@@ -9,8 +9,14 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from loragate.inputs.base_experts import dequantised, quantised
-from loragate.matrix.case import Case, RouterWeights
+from loragate.inputs.base_experts import (
+    SWIGLU_ALPHA,
+    SWIGLU_LIMIT,
+    dequantised,
+    in_halves,
+    quantised,
+)
+from loragate.matrix.case import Activation, Case, RouterWeights
 from loragate.protocol import BaseExperts, Pool, Routes
 
 
@@ -37,7 +43,8 @@ class Rank:
 
 
 class MoELayer:
-    """sum over the choices of w * (silu(gate) * up) @ w2.T, with a delta in each product."""
+    """sum over the choices of w * (silu(gate) * up) @ w2.T, with a bias and a delta in each
+    product; or with another activation."""
 
     def __init__(self, case: Case, base: BaseExperts) -> None:
         self.case = case
@@ -46,6 +53,10 @@ class MoELayer:
         if base.scales is not None:
             self.w13 = dequantised(self.w13, base.scales[0])
             self.w2 = dequantised(self.w2, base.scales[1])
+        # gate above up, whatever their order is in the base layer
+        self.w13 = in_halves(case, self.w13)
+        self.b13 = None if base.bias is None else in_halves(case, base.bias)
+        self.b2 = base.down_bias
         # slot -> gate and up, or up alone; and down
         self.slots: dict[int, tuple[list[Factors], Factors]] = {}
         self.token_slots = torch.empty(0, dtype=torch.int32)
@@ -101,10 +112,14 @@ class MoELayer:
     def first(self, rank: Rank, expert: int, x: Tensor, tokens: Tensor) -> Tensor:
         """fp32: gate and up of a rank, side by side."""
         # gate and up are cut separately
-        w13 = self.w13[expert].float().chunk(len(self.case.slices))
+        count = len(self.case.slices)
+        w13 = self.w13[expert].float().chunk(count)
+        b13 = None if self.b13 is None else self.b13[expert].float().chunk(count)
         parts = []
         for part, weight in enumerate(w13):
             y = self.as_base_sees_it(x) @ weight[rank.columns].T
+            if b13 is not None:
+                y += b13[part][rank.columns]
             for slot, (up, _) in self.slots.items():
                 own = self.of_slot(slot, tokens)
                 y[own] += up[part].delta(x[own], expert)[:, rank.columns]
@@ -115,11 +130,19 @@ class MoELayer:
         if len(self.case.slices) == 1:
             return functional.silu(inner)
         gate, up = inner.chunk(2, 1)
+        if self.case.activation is Activation.GELU_TANH:
+            return functional.gelu(gate, approximate="tanh") * up
+        if self.case.activation is Activation.SWIGLU_OAI:
+            gate, up = gate.clamp(max=SWIGLU_LIMIT), up.clamp(-SWIGLU_LIMIT, SWIGLU_LIMIT)
+            return (up + 1) * gate * torch.sigmoid(SWIGLU_ALPHA * gate)
         return functional.silu(gate) * up
 
     def second(self, rank: Rank, expert: int, act: Tensor, tokens: Tensor) -> Tensor:
         """fp32 [pairs, hidden]"""
         y = self.as_base_sees_it(act) @ self.w2[expert][:, rank.columns].float().T
+        # the sum over the ranks that share an expert must hold its bias once
+        if self.b2 is not None and rank.columns.start == 0:
+            y += self.b2[expert].float()
         for slot, (_, down) in self.slots.items():
             own = self.of_slot(slot, tokens)
             part = Factors(down.a[..., rank.columns], down.b, down.scale)

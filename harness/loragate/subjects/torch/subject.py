@@ -16,9 +16,12 @@ from torch.nn import functional
 from loragate.core.machine import Machine
 from loragate.matrix.case import (
     OPERATIONS,
+    Activation,
+    Bias,
     Case,
     Dtype,
     Execution,
+    GateUp,
     Parallel,
     Quantisation,
     Site,
@@ -56,6 +59,9 @@ class TorchSubject:
                 "rank": range(1, MAX_RANK + 1),
                 "parallel": frozenset(Parallel),
                 "quantisation": frozenset(Quantisation),
+                "activation": frozenset(Activation),
+                "gate_up": frozenset(GateUp),
+                "expert_bias": frozenset(Bias),
             },
             skips_dead_ranks=True,
             rank_per_slice=True,
