@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from lorakernels.dense.weights import LoRAFactors as LoRAFactors
     from lorakernels.dense.weights import SlotWeights as SlotWeights
     from lorakernels.gdn.forms import GDNForm as GDNForm
+    from lorakernels.layers.expert_placement import ExpertPlacement as ExpertPlacement
     from lorakernels.layers.gate_up import GateUp as GateUp
     from lorakernels.layers.gdn import DeltaNetHeads as DeltaNetHeads
     from lorakernels.layers.gdn import GatedDeltaNetInputProjection as GatedDeltaNetInputProjection
@@ -95,6 +96,7 @@ _PUBLIC = {
         "InputModule",
         "InputModules",
     ),
+    "layers.expert_placement": ("ExpertPlacement",),
     "layers.gate_up": ("GateUp",),
     "layers.linear": ("LoRALinear",),
     "layers.moe": ("FusedMoELoRA", "MoEScratch"),

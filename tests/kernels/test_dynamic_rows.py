@@ -140,7 +140,7 @@ class Delta(Experts):
 
     def prepared(self, rows: int) -> Step:
         x, ids, router = super().prepared(rows)
-        self.pairs.prepare(ids, self.batch, expert_map=self.layer.expert_map)
+        self.pairs.prepare(ids, self.batch, expert_map=self.layer.routing.expert_map)
         return x, ids, router
 
 

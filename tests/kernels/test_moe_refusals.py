@@ -148,7 +148,7 @@ def test_a_layer_is_built_on_the_device_of_its_weights_whatever_the_default_is()
             rank=1,
             place=MoERank(ep_size=2, ep_rank=1),
         )
-    assert layer.expert_map.tolist() == [-1, 0]
+    assert layer.routing.expert_map.tolist() == [-1, 0]
 
 
 def test_a_workspace_that_is_too_small_for_a_layer_is_refused() -> None:

@@ -131,7 +131,7 @@ def partial(layer: FusedMoELoRA, slot: int) -> Tensor:
         merged(layer.w13, layer.w13_slots, slot),
         merged(layer.w2, layer.w2_slots, slot),
         layer.w13_slots.num_slices,
-        lambda e: int(layer.expert_map[e]),
+        lambda e: int(layer.routing.expert_map[e]),
     )
 
 

@@ -187,6 +187,17 @@ class ExpertMap(StrEnum):
     PARALLEL = "parallel"
 
 
+class Placement(StrEnum):
+    """Which experts of moe_layer the ranks of expert parallelism hold."""
+
+    # consecutive ones, as many on each as possible, the first ranks one more
+    RUNS = "runs"
+    # expert e on rank e % ep
+    ROUND_ROBIN = "round_robin"
+    # in no order, and some on several ranks or twice on one; one replica computes a pair
+    REPLICATED = "replicated"
+
+
 class Ids(StrEnum):
     """The ids by which tokens choose experts."""
 

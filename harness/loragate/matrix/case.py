@@ -37,6 +37,7 @@ from loragate.matrix.axis_values import (
     Mix,
     Parallel,
     Path,
+    Placement,
     Products,
     Quantisation,
     Ranks,
@@ -79,6 +80,7 @@ __all__ = [
     "Mix",
     "Parallel",
     "Path",
+    "Placement",
     "Products",
     "Quantisation",
     "Ranks",
@@ -218,6 +220,7 @@ class Case(EngineAxes):
     products: Annotated[Products, Axis(sites=_GDN)] = Products.PLAN
     activation: Annotated[Activation, Axis(id_name="act", sites=_LAYER)] = Activation.SILU
     gate_up: Annotated[GateUp, Axis(id_name="gateup", sites=_LAYER)] = GateUp.HALVES
+    placement: Annotated[Placement, Axis(id_name="place", sites=_LAYER)] = Placement.RUNS
     # of both products of the experts
     expert_bias: Annotated[Bias, Axis(id_name="ebias", sites=_LAYER)] = Bias.ABSENT
     # how the case is run, not what it is: these do not enter the id

@@ -17,6 +17,7 @@ from loragate.matrix.case import (
     Cut,
     GateUp,
     Parallel,
+    Placement,
     Quantisation,
     RouterWeights,
     Site,
@@ -206,6 +207,11 @@ def _gate_problems(
         yield "expert_bias", f"{message}; allowed: {Bias.ABSENT}, a weighted input has no bias"
 
 
+def _placement_problems(placement: Placement, ep: int) -> Iterator[tuple[str, str]]:
+    if placement is Placement.ROUND_ROBIN and ep == 1:
+        yield "placement", f"given {placement} with ep {ep}; allowed: with two ranks or more"
+
+
 def _routing_problems(experts: int, top_k: int) -> Iterator[tuple[str, str]]:
     if top_k > experts:
         yield "top_k", f"given {top_k} with {experts} experts; allowed: at most as many as experts"
@@ -258,6 +264,7 @@ _RELATIONS = (
         ("slices", "experts", "ep", "tp", "quantisation"),
         _layer_problems,
     ),
+    _Relation(frozenset({Site.MOE_LAYER}), ("placement", "ep"), _placement_problems),
     _Relation(
         frozenset({Site.MOE_LAYER}),
         ("slices", "activation", "gate_up", "expert_bias", "router"),

@@ -17,6 +17,8 @@ from torch import Tensor, nn
 from lorakernels.batch.metadata import BatchMetadata
 from lorakernels.common.quantised import Quantised
 from lorakernels.layers.expert_packing import ExpertParts, stage_experts
+from lorakernels.layers.expert_placement import ExpertPlacement
+from lorakernels.layers.expert_routing import ExpertRouting
 from lorakernels.layers.gate_up import GateUp
 from lorakernels.layers.moe_partition import MoERank, cut_moe
 from lorakernels.layers.moe_shared import add_shared
@@ -26,9 +28,11 @@ from lorakernels.layers.moe_weights import (
     expert_packing,
     layer_activation,
     layer_dtype,
+    like_rows,
     take_biases,
     take_w2,
     take_w13,
+    weight_of,
 )
 from lorakernels.moe.align.metadata import PairMetadata
 from lorakernels.moe.delta.ops import MoEWorkspace
@@ -86,7 +90,9 @@ class FusedMoELoRA(nn.Module):
     with a gate must name it. `dtype` is that of activations, adapters and biases; it is needed only
     where the weights are quantised. `projections` are the names of gate, up and down in an adapter,
     or of up and down. `activation` None is SiLU. With `shared_outer` the A of gate and up and the B
-    of down are kept once, for all experts, and adapters must share them. Raises ValueError.
+    of down are kept once, for all experts, and adapters must share them. `placement` says which
+    experts each rank holds, in runs if it is None; a rank has the adapters' factors of its experts
+    in all their places. Raises ValueError.
     """
 
     def __init__(
@@ -105,6 +111,8 @@ class FusedMoELoRA(nn.Module):
         shared_outer: bool = False,
         router_weight: RouterWeight = RouterWeight.ON_OUTPUT,
         place: MoERank | None = None,
+        placement: ExpertPlacement | None = None,
+        ids_name_places: bool = False,
         padded_intermediate: int | None = None,
     ) -> None:
         super().__init__()
@@ -117,8 +125,13 @@ class FusedMoELoRA(nn.Module):
         check_bias("w13_bias", w13_bias, w13, self.dtype)
         check_bias("w2_bias", w2_bias, w2, self.dtype)
         num_experts, intermediate = self.packing.num_experts, self.packing.intermediate
+        placement = placement or ExpertPlacement.in_runs(num_experts, self.place.ep_size)
         self.cut = cut_moe(
-            num_experts, intermediate, self.place, padded_intermediate=padded_intermediate
+            num_experts,
+            intermediate,
+            self.place,
+            padded_intermediate=padded_intermediate,
+            placement=placement,
         )
         values13, scales13 = take_w13(self.packing, self.cut, w13)
         values2, scales2 = take_w2(self.packing, self.cut, w2)
@@ -127,9 +140,8 @@ class FusedMoELoRA(nn.Module):
         self.w13, self.w2 = _parameter(values13), _parameter(values2)
         biases = take_biases(self.packing, self.cut, w13_bias, w2_bias)
         self.w13_bias, self.w2_bias = (b if b is None else _parameter(b) for b in biases)
-        local_ids = self.cut.expert_map(num_experts)
-        self.expert_map = keep_address(
-            torch.tensor(local_ids, dtype=torch.int32, device=self.w13.device)
+        self.routing = ExpertRouting(
+            placement, self.place.ep_rank, self.w13.device, names_places=ids_name_places
         )
         local, hidden = self.cut.intermediate.size, self.packing.hidden
         self.w13_slots = self._slots(
@@ -171,7 +183,9 @@ class FusedMoELoRA(nn.Module):
     ) -> Tensor:
         """x [.., hidden] -> [.., hidden], this rank's part of the sum over all ranks.
 
-        topk_ids int32, topk_weights fp32, both [rows, top_k]; ids are those of the whole model.
+        topk_ids int32, topk_weights fp32, both [rows, top_k]; ids are those of the whole model. Of
+        replicas the layer takes one by the number of the row, so that all ranks must be given the
+        same rows; with `ids_name_places` the server has chosen, and ids are places.
         `batch` is prepared for the step, `pairs` is prepared here and may be shared by layers
         that run one after the other; made `with_base`, for as many experts as the rank holds.
         quantised_x: x for the base weights, where these are quantised; the adapters are always
@@ -186,20 +200,19 @@ class FusedMoELoRA(nn.Module):
         self._check(x, topk_weights, quantised_x)
         rows = x.reshape(-1, hidden).contiguous()
         if quantised_x is not None:
-            quantised_x = _like_rows(quantised_x, rows)
+            quantised_x = like_rows(quantised_x, rows)
         lora = ExpertLoRA(self.w13_slots, self.w2_slots, scratch.workspace)
         # before the pairs are changed
         check_pairs(pairs, lora)
         out = torch.empty_like(rows)
 
         def routed() -> Tensor:
-            # without expert parallelism the ids are local already
-            local_ids = None if self.place.ep_size == 1 else self.expert_map
-            pairs.prepare(topk_ids, batch, expert_map=local_ids)
+            ids, expert_map = self.routing.ids_and_map(topk_ids)
+            pairs.prepare(ids, batch, expert_map=expert_map)
             run_experts(
                 rows,
-                _weight(self.w13, self.w13_scales),
-                _weight(self.w2, self.w2_scales),
+                weight_of(self.w13, self.w13_scales),
+                weight_of(self.w2, self.w2_scales),
                 topk_weights,
                 pairs,
                 scratch.buffers,
@@ -286,17 +299,3 @@ class FusedMoELoRA(nn.Module):
 
 def _parameter(values: Tensor) -> nn.Parameter:
     return nn.Parameter(values, requires_grad=False)
-
-
-def _like_rows(quantised: Quantised, rows: Tensor) -> Quantised:
-    """[rows, hidden] and its scales, laid out as the kernels read them. ValueError."""
-    values, scales = quantised.values, quantised.scales
-    hidden = rows.shape[1]
-    if values.shape[-1] != hidden:
-        raise ValueError(f"quantised_x must have {hidden} columns (got {values.shape[-1]})")
-    # how many rows it has is checked where that of x is, since a traced graph must not ask
-    return Quantised(values.reshape(-1, hidden).contiguous(), scales.reshape(-1).contiguous())
-
-
-def _weight(values: Tensor, scales: Tensor | None) -> Weight:
-    return values if scales is None else Quantised(values, scales)

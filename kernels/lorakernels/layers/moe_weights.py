@@ -13,7 +13,7 @@ from lorakernels.common.quantised import Quantised
 from lorakernels.layers.expert_packing import ExpertPacking
 from lorakernels.layers.gate_up import GateUp
 from lorakernels.layers.moe_partition import MoECut
-from lorakernels.layers.packing import owned, take
+from lorakernels.layers.packing import owned, take, take_experts
 from lorakernels.layers.partition import Shard, whole
 from lorakernels.moe.layer.types import Activation
 
@@ -102,12 +102,12 @@ def take_w13(packing: ExpertPacking, cut: MoECut, weight: Weight) -> tuple[Tenso
 
 def take_w2(packing: ExpertPacking, cut: MoECut, weight: Weight) -> tuple[Tensor, Tensor | None]:
     """The inputs of down that a rank holds, and the scales of its rows."""
-    values = _held(values_of(weight), cut.experts)
+    values = take_experts(values_of(weight), cut.experts)
     if cut.intermediate != whole(packing.intermediate):
         values = _take(values, cut.intermediate, dim=2)
     if isinstance(weight, Quantised):
         scales = weight.scales.detach()
-        return owned(values, weight.values), owned(_held(scales, cut.experts), scales)
+        return owned(values, weight.values), owned(take_experts(scales, cut.experts), scales)
     return owned(values, weight), None
 
 
@@ -120,15 +120,30 @@ def take_biases(
     if w2_bias is None or not cut.owns_bias:
         return first, None
     whole_bias = w2_bias.detach()
-    return first, owned(_held(whole_bias, cut.experts), whole_bias)
+    return first, owned(take_experts(whole_bias, cut.experts), whole_bias)
 
 
 def values_of(weight: Weight) -> Tensor:
     return (weight.values if isinstance(weight, Quantised) else weight).detach()
 
 
+def like_rows(quantised: Quantised, rows: Tensor) -> Quantised:
+    """[rows, hidden] and its scales, laid out as the kernels read them. ValueError."""
+    values, scales = quantised.values, quantised.scales
+    hidden = rows.shape[1]
+    if values.shape[-1] != hidden:
+        raise ValueError(f"quantised_x must have {hidden} columns (got {values.shape[-1]})")
+    # how many rows it has is checked where that of x is, since a traced graph must not ask
+    return Quantised(values.reshape(-1, hidden).contiguous(), scales.reshape(-1).contiguous())
+
+
+def weight_of(values: Tensor, scales: Tensor | None) -> Weight:
+    """A weight as operators take it."""
+    return values if scales is None else Quantised(values, scales)
+
+
 def _take_rows(packing: ExpertPacking, cut: MoECut, tensor: Tensor) -> Tensor:
-    held = _held(tensor.detach(), cut.experts)
+    held = take_experts(tensor.detach(), cut.experts)
     in_order = packing.gate_up is not GateUp.INTERLEAVED
     if in_order and cut.intermediate == whole(packing.intermediate):
         return owned(held, tensor)
@@ -145,10 +160,6 @@ def _check_order(projections: tuple[str, ...], gate_up: GateUp | None) -> None:
         )
     if len(projections) == 2 and gate_up is not None:
         raise ValueError(f"gate_up must be None without a gate (got {gate_up.name})")
-
-
-def _held(tensor: Tensor, experts: Shard) -> Tensor:
-    return tensor.narrow(0, experts.start, experts.live)
 
 
 def _take(tensor: Tensor, shard: Shard, *, dim: int) -> Tensor:

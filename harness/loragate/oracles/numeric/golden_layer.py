@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from loragate.inputs.base_experts import dequantised, in_halves, quantised, quantised_by
+from loragate.inputs.expert_places import rank_of_pairs
 from loragate.inputs.pairs import pair_rows
 from loragate.matrix.case import Activation, Case, RouterWeights
 from loragate.oracles.numeric.activations import activated, slopes
@@ -181,10 +182,11 @@ class _Layer:
         return out.index_add_(0, self.rows.x_rows, y)
 
     def held_by_ranks(self) -> Iterator[Tensor]:
-        """[pairs, 1] for each rank of expert parallelism: which pairs it has."""
-        for held in _parts(self.case.experts, self.case.ep):
-            experts = self.rows.experts[:, None]
-            yield (experts >= held.start) & (experts < held.stop)
+        """[pairs, 1] for each rank of expert parallelism: which pairs it has. Of replicas a subject
+        may choose others: that changes the order of a sum."""
+        ranks = rank_of_pairs(self.case, self.rows.experts, self.rows.x_rows)[:, None]
+        for rank in range(self.case.ep):
+            yield ranks == rank
 
     def weighted_sum(self, y: Tensor, *, squares: bool = False) -> Tensor:
         """The weighted sum over choices of outputs, or with `squares` of variances."""

@@ -14,7 +14,16 @@ from torch import Tensor
 from loragate.core.machine import Machine
 from loragate.inputs.base_experts import laid_out
 from loragate.inputs.draw import torch_dtype
-from loragate.matrix.case import Activation, Case, GateUp, RouterWeights, Sharing, Streams
+from loragate.inputs.expert_places import experts_of_ranks
+from loragate.matrix.case import (
+    Activation,
+    Case,
+    GateUp,
+    Placement,
+    RouterWeights,
+    Sharing,
+    Streams,
+)
 from loragate.protocol import BaseExperts, Pool, Routes
 from loragate.subjects.lorakernels.dead_ranks import keep_dead_nan
 from loragate.subjects.lorakernels.mapping import Mapping, in_dims
@@ -22,6 +31,7 @@ from loragate.subjects.lorakernels.moe_delta import expert_factors
 from lorakernels.common.quantised import Quantised, quantise_rows
 from lorakernels.layers import gate_up
 from lorakernels.layers.expert_packing import GATE_UP
+from lorakernels.layers.expert_placement import ExpertPlacement
 from lorakernels.layers.moe import GATED, FusedMoELoRA, MoEScratch
 from lorakernels.layers.moe_partition import MoERank
 from lorakernels.moe.align.metadata import PairMetadata
@@ -100,6 +110,7 @@ class MoELayer(Mapping):
             shared_outer=case.sharing is Sharing.SHARED_OUTER,
             router_weight=_ROUTER[case.router],
             place=place,
+            placement=_placement(case),
             padded_intermediate=-(-case.slices[0] // case.tp) * case.tp,
         )
 
@@ -158,6 +169,14 @@ class MoELayer(Mapping):
             form=form,
         )
         return result
+
+
+def _placement(case: Case) -> ExpertPlacement | None:
+    if case.placement is Placement.RUNS:
+        return None
+    if case.placement is Placement.ROUND_ROBIN:
+        return ExpertPlacement.round_robin(case.experts, case.ep)
+    return ExpertPlacement(case.experts, tuple(map(tuple, experts_of_ranks(case))))
 
 
 def _one_module(

@@ -31,6 +31,7 @@ from loragate.matrix.case import (
     Loading,
     Parallel,
     Path,
+    Placement,
     Products,
     Quantisation,
     Site,
@@ -81,6 +82,7 @@ class LoraKernelsSubject:
                 "quantisation": frozenset(Quantisation),
                 "activation": frozenset(Activation),
                 "gate_up": frozenset(GateUp),
+                "placement": frozenset(Placement),
                 "expert_bias": frozenset(Bias),
                 "ids": frozenset(Ids),
                 "bias": frozenset(Bias),
@@ -167,6 +169,9 @@ def _allocates(case: Case) -> int | None:
     a delta net has two parts as well. What beside streams, several ranks and the rounding of a
     quantised layer's input need is not promised."""
     if case.tp > 1 or case.ep > 1 or case.quantisation is not Quantisation.NONE:
+        return None
+    if case.placement is Placement.REPLICATED:
+        # the ids of a step
         return None
     output = case.out_rows * case.out_features * torch_dtype(case.dtype).itemsize
     if case.site is Site.GDN_IN_PROJ:

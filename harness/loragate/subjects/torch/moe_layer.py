@@ -16,6 +16,7 @@ from loragate.inputs.base_experts import (
     in_halves,
     quantised,
 )
+from loragate.inputs.expert_places import experts_of_ranks, rank_of_pairs
 from loragate.matrix.case import Activation, Case, RouterWeights
 from loragate.protocol import BaseExperts, Pool, Routes
 
@@ -36,9 +37,11 @@ class Factors:
 
 @dataclass(frozen=True, slots=True)
 class Rank:
-    """The share of one rank of a group: some experts, and some columns of gate and of up."""
+    """The share of one rank of a group: some experts, and some columns of gate and of up. `number`
+    is its rank of expert parallelism."""
 
-    experts: range
+    number: int
+    experts: frozenset[int]
     columns: slice
 
 
@@ -61,8 +64,8 @@ class MoELayer:
         self.slots: dict[int, tuple[list[Factors], Factors]] = {}
         self.token_slots = torch.empty(0, dtype=torch.int32)
         self.ranks = [
-            Rank(range(experts.start, experts.stop), columns)
-            for experts in cut(case.experts, case.ep)
+            Rank(number, frozenset(experts), columns)
+            for number, experts in enumerate(experts_of_ranks(case))
             for columns in cut(case.slices[0], case.tp)
         ]
 
@@ -88,10 +91,14 @@ class MoELayer:
         assert routes.weights is not None
         out = torch.zeros(x.shape, device=x.device)
         ids, weights = routes.topk_ids.flatten(), routes.weights.flatten()
-        for expert in rank.experts:
-            pairs = (ids == expert).nonzero().flatten()
+        top_k = routes.topk_ids.shape[1]
+        rows = torch.arange(len(ids), device=ids.device) // top_k
+        # of an expert with several places one computes a pair; a choice of none is left out below
+        mine = rank_of_pairs(self.case, ids.long().clamp(min=0), rows) == rank.number
+        for expert in sorted(rank.experts):
+            pairs = ((ids == expert) & mine).nonzero().flatten()
             # the experts of a token are all different
-            tokens = pairs // routes.topk_ids.shape[1]
+            tokens = pairs // top_k
             if len(pairs):
                 out[tokens] += self.pairs(
                     rank, expert, x[tokens], tokens, weights[pairs, None]
