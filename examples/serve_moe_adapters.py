@@ -29,6 +29,7 @@ from lorakernels import (
     AdapterSlots,
     BatchMetadata,
     FusedMoELoRA,
+    GateUp,
     MoEScratch,
     PairMetadata,
     read_peft_folder,
@@ -83,7 +84,7 @@ def base_layer(adapters: list[Adapter]) -> FusedMoELoRA:
     w13 = torch.randn(experts, 2 * intermediate, hidden, device=DEVICE) / hidden**0.5
     w2 = torch.randn(experts, hidden, intermediate, device=DEVICE) / intermediate**0.5
     rank = max(f.rank for f in modules.values())
-    return FusedMoELoRA(w13, w2, num_slots=len(adapters), rank=rank)
+    return FusedMoELoRA(w13, w2, gate_up=GateUp.HALVES, num_slots=len(adapters), rank=rank)
 
 
 def route(x: Tensor, experts: int, top_k: int) -> tuple[Tensor, Tensor]:

@@ -32,6 +32,8 @@ if TYPE_CHECKING:
     from lorakernels.dense.weights import LoRAFactors as LoRAFactors
     from lorakernels.dense.weights import SlotWeights as SlotWeights
     from lorakernels.gdn.forms import GDNForm as GDNForm
+    from lorakernels.layers.expert_placement import ExpertPlacement as ExpertPlacement
+    from lorakernels.layers.gate_up import GateUp as GateUp
     from lorakernels.layers.gdn import DeltaNetHeads as DeltaNetHeads
     from lorakernels.layers.gdn import GatedDeltaNetInputProjection as GatedDeltaNetInputProjection
     from lorakernels.layers.gdn import InputModule as InputModule
@@ -51,6 +53,8 @@ if TYPE_CHECKING:
     from lorakernels.moe.delta.ops import moe_delta as moe_delta
     from lorakernels.moe.delta.plan import MoEPath as MoEPath
     from lorakernels.moe.layer.forms import MoEForm as MoEForm
+    from lorakernels.moe.layer.types import Activation as Activation
+    from lorakernels.moe.layer.types import Formula as Formula
     from lorakernels.moe.layer.types import RouterWeight as RouterWeight
     from lorakernels.moe.weights import ExpertFactors as ExpertFactors
     from lorakernels.moe.weights import ExpertWeights as ExpertWeights
@@ -92,6 +96,8 @@ _PUBLIC = {
         "InputModule",
         "InputModules",
     ),
+    "layers.expert_placement": ("ExpertPlacement",),
+    "layers.gate_up": ("GateUp",),
     "layers.linear": ("LoRALinear",),
     "layers.moe": ("FusedMoELoRA", "MoEScratch"),
     "layers.moe_partition": ("MoERank",),
@@ -102,7 +108,7 @@ _PUBLIC = {
     "moe.delta.ops": ("MoEWorkspace", "moe_delta"),
     "moe.delta.plan": ("MoEPath",),
     "moe.layer.forms": ("MoEForm",),
-    "moe.layer.types": ("RouterWeight",),
+    "moe.layer.types": ("Activation", "Formula", "RouterWeight"),
     "moe.weights": ("ExpertFactors", "ExpertWeights"),
     "serving.buffers": ("ServingBuffers",),
     "serving.decoder": ("Decoder",),

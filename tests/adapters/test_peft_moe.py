@@ -18,6 +18,7 @@ from lorakernels.adapters.expert_layout import ExpertLayout
 from lorakernels.adapters.peft_folder import read_peft_folder
 from lorakernels.adapters.slots import AdapterSlots
 from lorakernels.batch.metadata import BatchMetadata
+from lorakernels.layers.gate_up import GateUp
 from lorakernels.layers.moe import FusedMoELoRA, MoEScratch
 from lorakernels.moe.align.metadata import PairMetadata
 from lorakernels.moe.weights import ExpertWeights
@@ -148,7 +149,12 @@ def layers_for(model: nn.Module, **options: Any) -> dict[str, FusedMoELoRA]:
         else:
             w13, w2 = experts.gate_up_proj, experts.down_proj
         layers[name] = FusedMoELoRA(
-            w13.detach().clone(), w2.detach().clone(), num_slots=2, rank=6, **options
+            w13.detach().clone(),
+            w2.detach().clone(),
+            gate_up=GateUp.HALVES,
+            num_slots=2,
+            rank=6,
+            **options,
         )
     return layers
 

@@ -21,6 +21,7 @@ from lorakernels.batch.metadata import BatchMetadata  # noqa: E402
 from lorakernels.common.quantised import Quantised, quantise_rows  # noqa: E402
 from lorakernels.dense.ops import DenseWorkspace, dense_delta  # noqa: E402
 from lorakernels.dense.weights import LoRAFactors, SlotWeights  # noqa: E402
+from lorakernels.layers.gate_up import GateUp  # noqa: E402
 from lorakernels.layers.moe import FusedMoELoRA, MoEScratch  # noqa: E402
 from lorakernels.moe.align.metadata import PairMetadata  # noqa: E402
 from lorakernels.moe.delta.ops import MoEPath, MoEWorkspace, moe_delta  # noqa: E402
@@ -214,7 +215,7 @@ def test_a_moe_layer_stays_within_its_tensors(
     experts, dtype = 2, torch.float32
     whole = (torch.ones(experts, 2 * inter, hidden), torch.ones(experts, hidden, inter))
     w13, w2 = (of_8_bits(w) if quantised else w for w in whole)
-    layer = FusedMoELoRA(w13, w2, num_slots=SLOTS, rank=rank, dtype=dtype)
+    layer = FusedMoELoRA(w13, w2, gate_up=GateUp.HALVES, num_slots=SLOTS, rank=rank, dtype=dtype)
     for slot, own in ((0, 1), (SLOTS - 1, rank)):
         ends = {"gate_proj": (hidden, inter), "up_proj": (hidden, inter)}
         ends |= {"down_proj": (inter, hidden)}

@@ -17,6 +17,7 @@ select_interpreter()
 from lorakernels.batch.metadata import BatchMetadata  # noqa: E402
 from lorakernels.dense.ops import DenseWorkspace  # noqa: E402
 from lorakernels.dense.weights import SlotWeights  # noqa: E402
+from lorakernels.layers.gate_up import GateUp  # noqa: E402
 from lorakernels.layers.moe import FusedMoELoRA, MoEScratch  # noqa: E402
 from lorakernels.moe.align.metadata import PairMetadata  # noqa: E402
 
@@ -30,7 +31,7 @@ def linear() -> list[Any]:
 
 def moe() -> list[Any]:
     w13, w2 = (torch.zeros(shape, dtype=torch.float16) for shape in ((2, 16, 8), (2, 8, 8)))
-    layer = FusedMoELoRA(w13, w2, num_slots=2, rank=4)
+    layer = FusedMoELoRA(w13, w2, gate_up=GateUp.HALVES, num_slots=2, rank=4)
     scratch = MoEScratch([layer], max_tokens=4, top_k=1)
     return [layer.w13_slots, layer.w2_slots, scratch.workspace, scratch.buffers]
 

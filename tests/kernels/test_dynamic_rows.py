@@ -17,6 +17,7 @@ from lorakernels.batch.metadata import BatchMetadata  # noqa: E402
 from lorakernels.common.quantised import Quantised, quantise_rows  # noqa: E402
 from lorakernels.dense.ops import DenseWorkspace  # noqa: E402
 from lorakernels.dense.weights import LoRAFactors  # noqa: E402
+from lorakernels.layers.gate_up import GateUp  # noqa: E402
 from lorakernels.layers.linear import LoRALinear  # noqa: E402
 from lorakernels.layers.moe import FusedMoELoRA, MoEScratch  # noqa: E402
 from lorakernels.layers.moe_partition import MoERank  # noqa: E402
@@ -91,7 +92,12 @@ class Experts(Model):
         place = MoERank(ep_size=2, ep_rank=1)
         self.is_quantised = is_quantised
         self.layer = FusedMoELoRA(
-            *weights(is_quantised), num_slots=SLOTS, rank=4, dtype=torch.float32, place=place
+            *weights(is_quantised),
+            gate_up=GateUp.HALVES,
+            num_slots=SLOTS,
+            rank=4,
+            dtype=torch.float32,
+            place=place,
         )
         for slot in range(SLOTS):
             a, b = torch.randn(EXPERTS, 4, HIDDEN), torch.randn(EXPERTS, INTER, 4)
@@ -134,7 +140,7 @@ class Delta(Experts):
 
     def prepared(self, rows: int) -> Step:
         x, ids, router = super().prepared(rows)
-        self.pairs.prepare(ids, self.batch, expert_map=self.layer.expert_map)
+        self.pairs.prepare(ids, self.batch, expert_map=self.layer.routing.expert_map)
         return x, ids, router
 
 

@@ -14,6 +14,7 @@ from loragate.core.machine import select_interpreter
 select_interpreter()
 
 from lorakernels.batch.metadata import BatchMetadata  # noqa: E402
+from lorakernels.layers.gate_up import GateUp  # noqa: E402
 from lorakernels.layers.moe import FusedMoELoRA, MoEScratch  # noqa: E402
 from lorakernels.moe.align.metadata import PairMetadata  # noqa: E402
 from lorakernels.moe.delta.ops import MoEPath, MoEWorkspace, moe_delta  # noqa: E402
@@ -34,7 +35,7 @@ class Layer:
     def __init__(self, seed: int) -> None:
         sizes = (EXPERTS, 2 * INTERMEDIATE, HIDDEN), (EXPERTS, HIDDEN, INTERMEDIATE)
         weights = [randn(*size, seed=seed + i) for i, size in enumerate(sizes)]
-        self.layer = FusedMoELoRA(*weights, num_slots=SLOTS, rank=RANK)
+        self.layer = FusedMoELoRA(*weights, gate_up=GateUp.HALVES, num_slots=SLOTS, rank=RANK)
         a = randn(EXPERTS, RANK, HIDDEN, seed=seed + 2)
         b = randn(EXPERTS, INTERMEDIATE, RANK, seed=seed + 3)
         self.layer.load_adapter(0, {"experts.gate_proj": ExpertFactors(a, b, 1.5)})

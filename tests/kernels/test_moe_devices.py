@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from lorakernels.batch.metadata import BatchMetadata
+from lorakernels.layers.gate_up import GateUp
 from lorakernels.layers.moe import FusedMoELoRA, MoEScratch
 from lorakernels.moe.align import launch as align_launch
 from lorakernels.moe.align import ops as align_ops
@@ -76,7 +77,7 @@ def test_every_launch_of_a_moe_layer_is_on_the_device_of_its_tensors(
     align = replace(tuning.DEFAULT.align, single_launch_pairs=0)
     monkeypatch.setattr(tuning, "DEFAULT", replace(tuning.DEFAULT, align=align))
     weights = (torch.zeros(2, 2 * WIDTH, WIDTH), torch.zeros(2, WIDTH, WIDTH))
-    layer = FusedMoELoRA(*weights, num_slots=1, rank=1)
+    layer = FusedMoELoRA(*weights, gate_up=GateUp.HALVES, num_slots=1, rank=1)
     batch = BatchMetadata(max_tokens=TOKENS, max_slots=1, device="cpu")
     batch.prepare(torch.zeros(TOKENS, dtype=torch.int32))
     sizes = {"max_tokens": TOKENS, "top_k": 1}

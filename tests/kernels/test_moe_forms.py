@@ -18,6 +18,7 @@ from lorakernels.batch.metadata import BatchMetadata  # noqa: E402
 from lorakernels.common.quantised import Quantised, quantise_rows  # noqa: E402
 from lorakernels.dense.ops import DenseWorkspace  # noqa: E402
 from lorakernels.dense.weights import LoRAFactors  # noqa: E402
+from lorakernels.layers.gate_up import GateUp  # noqa: E402
 from lorakernels.layers.linear import LoRALinear  # noqa: E402
 from lorakernels.layers.moe import FusedMoELoRA, MoEScratch  # noqa: E402
 from lorakernels.layers.partition import Slice  # noqa: E402
@@ -58,6 +59,7 @@ class Step:
         weights = [of_8_bits(w13), of_8_bits(w2)] if quantised else [w13, w2]
         self.layer = FusedMoELoRA(
             *weights,  # type: ignore[arg-type]
+            gate_up=GateUp.HALVES if len(names) == 3 else None,
             num_slots=SLOTS,
             rank=RANK,
             dtype=dtype,
@@ -492,6 +494,7 @@ ON_A_GPU = """
 import torch
 from unittest.mock import patch
 from lorakernels.batch.metadata import BatchMetadata
+from lorakernels.layers.gate_up import GateUp
 from lorakernels.layers.moe import FusedMoELoRA, MoEScratch
 from lorakernels.moe.align.metadata import PairMetadata
 from lorakernels.moe.layer.forms import MoEForm
@@ -513,7 +516,9 @@ for quantised in (False, True):
     w13 = (randn(EXPERTS, 2 * INTER, HIDDEN) / 20).bfloat16()
     w2 = (randn(EXPERTS, HIDDEN, INTER) / 20).bfloat16()
     weights = [of_8_bits(w) if quantised else w for w in (w13, w2)]
-    layer = FusedMoELoRA(*weights, num_slots=SLOTS, rank=RANK, dtype=torch.bfloat16)
+    layer = FusedMoELoRA(
+        *weights, gate_up=GateUp.HALVES, num_slots=SLOTS, rank=RANK, dtype=torch.bfloat16
+    )
     for slot in range(SLOTS):
         parts = {}
         for name, deep, wide in (

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from lorakernels.batch.metadata import BatchMetadata
+from lorakernels.layers.gate_up import GateUp
 from lorakernels.layers.moe import FusedMoELoRA, MoEScratch
 from lorakernels.moe.align.metadata import PairMetadata
 from lorakernels.moe.delta.ops import MoEPath, MoEWorkspace, moe_delta
@@ -69,6 +70,7 @@ def test_a_layer_of_fp16_is_finite_where_ranks_times_scale_are_not() -> None:
     layer = FusedMoELoRA(
         torch.zeros(EXPERTS, 2 * WIDTH, WIDTH, dtype=torch.float16),
         torch.zeros(EXPERTS, WIDTH, WIDTH, dtype=torch.float16),
+        gate_up=GateUp.HALVES,
         num_slots=2,
         rank=RANK,
     )

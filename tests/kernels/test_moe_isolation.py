@@ -8,6 +8,7 @@ from torch import Tensor
 from triton.runtime import interpreter
 
 from lorakernels.batch.metadata import BatchMetadata
+from lorakernels.layers.gate_up import GateUp
 from lorakernels.layers.moe import FusedMoELoRA, MoEScratch
 from lorakernels.moe.align.metadata import PairMetadata
 from lorakernels.moe.delta.ops import MoEPath, MoEWorkspace, moe_delta
@@ -104,6 +105,7 @@ def test_a_bad_adapter_changes_its_own_rows_of_a_layer(
     layer = FusedMoELoRA(
         randn(EXPERTS, INTERMEDIATE * (len(projections) - 1), HIDDEN, seed=3),
         randn(EXPERTS, HIDDEN, INTERMEDIATE, seed=4),
+        gate_up=GateUp.HALVES if len(projections) == 3 else None,
         num_slots=SLOTS,
         rank=RANK,
         projections=projections,
@@ -145,6 +147,7 @@ def test_the_work_of_a_tile_does_not_depend_on_the_numbers_of_its_slots(
         layer = FusedMoELoRA(
             randn(EXPERTS, 2 * INTERMEDIATE, HIDDEN, seed=3),
             randn(EXPERTS, HIDDEN, INTERMEDIATE, seed=4),
+            gate_up=GateUp.HALVES,
             num_slots=41,
             rank=RANK,
         )

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from lorakernels.common.quantised import Quantised
+from lorakernels.layers.gate_up import GateUp
 from lorakernels.layers.moe import FusedMoELoRA
 from lorakernels.layers.moe_partition import MoERank
 from lorakernels.moe.weights import ExpertFactors
@@ -22,6 +23,7 @@ def test_a_rank_whose_part_is_all_padding_holds_zeros(is_quantised: bool) -> Non
     for tp_rank in range(2):
         layer = FusedMoELoRA(
             *weights,
+            gate_up=GateUp.HALVES,
             num_slots=1,
             rank=1,
             dtype=torch.float32,
@@ -42,6 +44,7 @@ def test_every_rank_refuses_an_outer_factor_that_experts_do_not_share(
     layer = FusedMoELoRA(
         torch.ones(EXPERTS, 2 * INTERMEDIATE, HIDDEN),
         torch.ones(EXPERTS, HIDDEN, INTERMEDIATE),
+        gate_up=GateUp.HALVES,
         num_slots=1,
         rank=1,
         shared_outer=True,

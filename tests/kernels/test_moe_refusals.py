@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from lorakernels.batch.metadata import BatchMetadata
+from lorakernels.layers.gate_up import GateUp
 from lorakernels.layers.moe import FusedMoELoRA, MoEScratch
 from lorakernels.layers.moe_partition import MoERank
 from lorakernels.moe.align.metadata import PairMetadata
@@ -40,7 +41,7 @@ class Scene:
     """A layer and a batch that is prepared but for its pairs."""
 
     def __init__(self) -> None:
-        self.layer = FusedMoELoRA(*weights(), num_slots=SLOTS, rank=1)
+        self.layer = FusedMoELoRA(*weights(), gate_up=GateUp.HALVES, num_slots=SLOTS, rank=1)
         self.batch = BatchMetadata(max_tokens=TOKENS, max_slots=SLOTS, device="cpu")
         self.batch.prepare(torch.zeros(TOKENS, dtype=torch.int32))
         self.scratch = MoEScratch([self.layer], **SIZES)
@@ -139,8 +140,15 @@ def test_tables_and_workspace_of_another_device_are_refused(name: str) -> None:
 def test_a_layer_is_built_on_the_device_of_its_weights_whatever_the_default_is() -> None:
     w13, w2 = weights()
     with torch.device("meta"):
-        layer = FusedMoELoRA(w13, w2, num_slots=SLOTS, rank=1, place=MoERank(ep_size=2, ep_rank=1))
-    assert layer.expert_map.tolist() == [-1, 0]
+        layer = FusedMoELoRA(
+            w13,
+            w2,
+            gate_up=GateUp.HALVES,
+            num_slots=SLOTS,
+            rank=1,
+            place=MoERank(ep_size=2, ep_rank=1),
+        )
+    assert layer.routing.expert_map.tolist() == [-1, 0]
 
 
 def test_a_workspace_that_is_too_small_for_a_layer_is_refused() -> None:

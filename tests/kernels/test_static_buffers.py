@@ -18,6 +18,7 @@ select_interpreter()
 from lorakernels.batch.metadata import BatchMetadata  # noqa: E402
 from lorakernels.common.quantised import Quantised, quantise_rows  # noqa: E402
 from lorakernels.dense.ops import DenseWorkspace  # noqa: E402
+from lorakernels.layers.gate_up import GateUp  # noqa: E402
 from lorakernels.layers.linear import LoRALinear  # noqa: E402
 from lorakernels.layers.moe import FusedMoELoRA, MoEScratch  # noqa: E402
 from lorakernels.layers.moe_partition import MoERank  # noqa: E402
@@ -50,7 +51,12 @@ class Experts:
         values = (torch.zeros(2, 2 * WIDTH, K), torch.zeros(2, K, WIDTH))
         weights = [Quantised(v.to(torch.float8_e4m3fn), torch.ones(v.shape[:2])) for v in values]
         self.layer = FusedMoELoRA(
-            *weights, num_slots=2, rank=4, dtype=torch.float32, place=MoERank(ep_size=2)
+            *weights,
+            gate_up=GateUp.HALVES,
+            num_slots=2,
+            rank=4,
+            dtype=torch.float32,
+            place=MoERank(ep_size=2),
         )
         self.metadata = BatchMetadata(max_tokens=ROWS, max_slots=2, device="cpu")
         self.metadata.prepare(torch.zeros(ROWS, dtype=torch.int32))

@@ -59,11 +59,12 @@ def _of(cases: tuple[Case, ...], tier: Tier, site: Site) -> list[Case]:
 def test_each_tier_is_as_small_as_its_time_allows(cases: tuple[Case, ...]) -> None:
     count = {tier: sum(case.tier is tier for case in cases) for tier in Tier}
     # in the interpreter these take 6 to 9 minutes of the 12 that the gate has on two cores, of
-    # which the replays of graphs take one, and slots and linears of a server ten seconds
-    assert 80 <= count[Tier.SMOKE] <= 390
+    # which the replays of graphs take one, slots and linears of a server ten seconds, and experts
+    # with biases, of other models and in other places forty
+    assert 80 <= count[Tier.SMOKE] <= 395
     # with those of smoke these took 4 minutes on an H200 that had other work, too; ten compare
     # replays of graphs with eager steps
-    assert count[Tier.PREMERGE] <= 460
+    assert count[Tier.PREMERGE] <= 465
     assert count[Tier.NIGHTLY] >= 200
 
 

@@ -14,6 +14,7 @@ from lorakernels.dense.weights import LoRAFactors
 from lorakernels.layers import moe_weights
 from lorakernels.layers.casting import cast_all
 from lorakernels.layers.expert_packing import ExpertParts
+from lorakernels.layers.gate_up import GateUp
 from lorakernels.layers.moe import FusedMoELoRA
 from lorakernels.layers.moe_partition import MoERank
 from lorakernels.layers.partition import Shard
@@ -26,7 +27,7 @@ UP, GATE_UP, DOWN = "experts.up_proj", "experts.gate_up_proj", "experts.down_pro
 
 def make(*, experts: int = EXPERTS, shared: bool = False) -> FusedMoELoRA:
     w13, w2 = torch.ones(experts, 2 * INTER, HIDDEN), torch.ones(experts, HIDDEN, INTER)
-    return FusedMoELoRA(w13, w2, num_slots=1, rank=RANK, shared_outer=shared)
+    return FusedMoELoRA(w13, w2, gate_up=GateUp.HALVES, num_slots=1, rank=RANK, shared_outer=shared)
 
 
 def stack(a: tuple[int, ...], b: tuple[int, ...], scale: float = 1.0) -> ExpertFactors:
@@ -146,7 +147,13 @@ def test_no_weight_of_8_bits_is_padded_as_a_floating_point_tensor(
         weights = [Quantised(torch.ones(s).to(dtype), torch.ones(s[:2])) for s in shapes]
         seen.clear()
         layer = FusedMoELoRA(
-            *weights, num_slots=1, rank=1, dtype=torch.float32, place=place, padded_intermediate=8
+            *weights,
+            gate_up=GateUp.HALVES,
+            num_slots=1,
+            rank=1,
+            dtype=torch.float32,
+            place=place,
+            padded_intermediate=8,
         )
         # both halves of w13 and w2, and scales of w13, which have more than 8 bits
         assert seen.count(wanted) == 3

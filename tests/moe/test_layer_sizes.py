@@ -12,6 +12,7 @@ select_interpreter()
 
 from lorakernels.batch.metadata import BatchMetadata  # noqa: E402
 from lorakernels.common.quantised import quantise_rows  # noqa: E402
+from lorakernels.layers.gate_up import GateUp  # noqa: E402
 from lorakernels.layers.moe import FusedMoELoRA, MoEScratch  # noqa: E402
 from lorakernels.moe.align.metadata import PairMetadata  # noqa: E402
 from lorakernels.moe.weights import ExpertFactors  # noqa: E402
@@ -28,7 +29,7 @@ def randn(*shape: int, seed: int) -> Tensor:
 def served(hidden: int, inter: int, dtype: torch.dtype) -> Tensor:
     """An adapter in slot 1 of a layer of which only the sizes and the dtype are given."""
     w13, w2 = randn(EXPERTS, 2 * inter, hidden, seed=1), randn(EXPERTS, hidden, inter, seed=2)
-    layer = FusedMoELoRA(w13.to(dtype), w2.to(dtype), num_slots=2, rank=RANK)
+    layer = FusedMoELoRA(w13.to(dtype), w2.to(dtype), gate_up=GateUp.HALVES, num_slots=2, rank=RANK)
     sizes = {"gate_proj": (hidden, inter), "up_proj": (hidden, inter), "down_proj": (inter, hidden)}
     parts = {
         f"experts.{name}": ExpertFactors(

@@ -14,6 +14,7 @@ from torch.nn import functional as F
 
 from lorakernels.batch.metadata import BatchMetadata
 from lorakernels.common.quantised import Quantised, quantise_rows
+from lorakernels.layers.gate_up import GateUp
 from lorakernels.layers.moe import FusedMoELoRA, MoEScratch
 from lorakernels.layers.moe_partition import MoERank
 from lorakernels.moe.align.metadata import PairMetadata
@@ -131,6 +132,7 @@ def reference(
 def build(projections: tuple[str, ...] = GATED, **options: Any) -> FusedMoELoRA:
     loaded = options.pop("loaded", adapters(projections, shared=options.get("shared_outer", False)))
     fields = {"num_slots": SLOTS, "rank": RANK, "projections": projections} | options
+    fields["gate_up"] = GateUp.HALVES if len(projections) == 3 else None
     layer = FusedMoELoRA(*weights(projections), **fields)
     for slot, parts in loaded.items():
         layer.load_adapter(slot, parts)
@@ -208,8 +210,10 @@ def test_adapters_are_applied_to_activations_that_are_not_quantised(tp: int) -> 
     for rank in range(tp):
         place = MoERank(tp_size=tp, tp_rank=rank)
         options: dict[str, Any] = {"num_slots": SLOTS, "rank": RANK, "place": place}
-        quantised = FusedMoELoRA(*nothing, dtype=torch.float32, **options)
-        other = FusedMoELoRA(*(torch.zeros_like(w) for w in weights()), **options)
+        quantised = FusedMoELoRA(*nothing, dtype=torch.float32, gate_up=GateUp.HALVES, **options)
+        other = FusedMoELoRA(
+            *(torch.zeros_like(w) for w in weights()), gate_up=GateUp.HALVES, **options
+        )
         for layer in (quantised, other):
             layer.load_adapter(0, adapters()[0])
         slots = (0,) * TOKENS
@@ -225,8 +229,8 @@ def test_base_weights_are_applied_to_the_quantised_activations() -> None:
     options: dict[str, Any] = {"num_slots": SLOTS, "rank": RANK}
     # only the adapter has a down projection, so that nothing is quantised a second time
     first, none = of_8_bits(w13), of_8_bits(torch.zeros_like(w2))
-    layer = FusedMoELoRA(first, none, dtype=torch.float32, **options)
-    same = FusedMoELoRA(expand(first), torch.zeros_like(w2), **options)
+    layer = FusedMoELoRA(first, none, dtype=torch.float32, gate_up=GateUp.HALVES, **options)
+    same = FusedMoELoRA(expand(first), torch.zeros_like(w2), gate_up=GateUp.HALVES, **options)
     back = {"experts.down_proj": adapters()[0]["experts.down_proj"]}
     layer.load_adapter(0, back)
     same.load_adapter(0, back)
@@ -244,8 +248,8 @@ def test_quantised_weights_are_cut_with_their_scales(padded: int | None) -> None
         place = MoERank.of_group(rank, ep_size=2, tp_size=2)
         options: dict[str, Any] = {"num_slots": 1, "rank": 1, "place": place}
         options["padded_intermediate"] = padded
-        layer = FusedMoELoRA(*quantised, dtype=torch.bfloat16, **options)
-        wanted = FusedMoELoRA(*plain, **options)
+        layer = FusedMoELoRA(*quantised, dtype=torch.bfloat16, gate_up=GateUp.HALVES, **options)
+        wanted = FusedMoELoRA(*plain, gate_up=GateUp.HALVES, **options)
         assert layer.w13_slots.a.dtype == torch.bfloat16
         for have, want in (("w13", wanted.w13), ("w2", wanted.w2)):
             values, scales = getattr(layer, have), getattr(layer, f"{have}_scales")
@@ -255,14 +259,16 @@ def test_quantised_weights_are_cut_with_their_scales(padded: int | None) -> None
 def test_a_part_of_a_layer_does_not_keep_the_rest_in_memory() -> None:
     w13, w2 = weights()
     place = MoERank.of_group(1, ep_size=2, tp_size=1)
-    layer = FusedMoELoRA(w13, w2, num_slots=1, rank=1, place=place)
+    layer = FusedMoELoRA(w13, w2, gate_up=GateUp.HALVES, num_slots=1, rank=1, place=place)
     for own, whole in ((layer.w13, w13), (layer.w2, w2)):
         assert own.untyped_storage().nbytes() == own.nbytes < whole.nbytes
 
 
 def test_scratch_of_another_dtype_is_refused() -> None:
     batch, layer = Batch.draw(), build()
-    other = FusedMoELoRA(*(w.half() for w in weights()), num_slots=SLOTS, rank=RANK)
+    other = FusedMoELoRA(
+        *(w.half() for w in weights()), gate_up=GateUp.HALVES, num_slots=SLOTS, rank=RANK
+    )
     scratch = MoEScratch([other], max_tokens=TOKENS, top_k=TOP_K)
     rows = BatchMetadata(max_tokens=TOKENS, max_slots=SLOTS, device="cpu")
     rows.prepare(torch.tensor(TOKEN_SLOTS, dtype=torch.int32))
@@ -310,23 +316,34 @@ def test_quantised_inputs_and_quantised_weights_go_together() -> None:
     with pytest.raises(ValueError, match="must be None with weights that are not quantised"):
         run(build(), batch, TOKEN_SLOTS, quantised_x=quantise_rows(batch.x))
     quantised = [of_8_bits(w) for w in weights()]
-    layer = FusedMoELoRA(*quantised, num_slots=SLOTS, rank=RANK, dtype=torch.float32)
+    layer = FusedMoELoRA(
+        *quantised, gate_up=GateUp.HALVES, num_slots=SLOTS, rank=RANK, dtype=torch.float32
+    )
     with pytest.raises(ValueError, match="must be given with weights that are quantised"):
         run(layer, batch, TOKEN_SLOTS)
     with pytest.raises(ValueError, match="dtype must be given with weights of"):
-        FusedMoELoRA(*quantised, num_slots=SLOTS, rank=RANK)
+        FusedMoELoRA(*quantised, gate_up=GateUp.HALVES, num_slots=SLOTS, rank=RANK)
     with pytest.raises(ValueError, match="w13 and w2 must"):
-        FusedMoELoRA(quantised[0], weights()[1], num_slots=SLOTS, rank=RANK)
+        FusedMoELoRA(quantised[0], weights()[1], gate_up=GateUp.HALVES, num_slots=SLOTS, rank=RANK)
     wrong = Quantised(quantised[0].values, quantised[0].scales[:, :1])
     message = re.escape("scales of w13 must be [4, 40] (got [4, 1])")
     with pytest.raises(ValueError, match=f"^{message}$"):
-        FusedMoELoRA(wrong, quantised[1], num_slots=SLOTS, rank=RANK, dtype=torch.float32)
+        FusedMoELoRA(
+            wrong,
+            quantised[1],
+            gate_up=GateUp.HALVES,
+            num_slots=SLOTS,
+            rank=RANK,
+            dtype=torch.float32,
+        )
 
 
 def test_quantised_inputs_of_any_strides_are_those_of_the_rows() -> None:
     batch = Batch.draw()
     quantised = [of_8_bits(w) for w in weights()]
-    layer = FusedMoELoRA(*quantised, num_slots=SLOTS, rank=RANK, dtype=torch.float32)
+    layer = FusedMoELoRA(
+        *quantised, gate_up=GateUp.HALVES, num_slots=SLOTS, rank=RANK, dtype=torch.float32
+    )
     given = quantise_rows(batch.x)
     wanted = run(layer, batch, TOKEN_SLOTS, quantised_x=given)
     # a column of a wider tensor

@@ -17,6 +17,7 @@ from torch.nn import functional as F
 
 from lorakernels.dense.weights import LoRAFactors
 from lorakernels.layers.expert_packing import ExpertParts
+from lorakernels.layers.gate_up import GateUp
 from lorakernels.layers.moe import FusedMoELoRA
 from lorakernels.layers.moe_partition import MoERank
 from lorakernels.moe.weights import ExpertFactors, ExpertWeights, Factors
@@ -40,6 +41,7 @@ def base(projections: tuple[str, ...] = GATED) -> tuple[Tensor, Tensor]:
 
 def make(projections: tuple[str, ...] = GATED, **options: Any) -> FusedMoELoRA:
     fields = {"num_slots": SLOTS, "rank": RANK, "projections": projections} | options
+    fields["gate_up"] = GateUp.HALVES if len(projections) == 3 else None
     return FusedMoELoRA(*base(projections), **fields)
 
 
@@ -129,7 +131,7 @@ def partial(layer: FusedMoELoRA, slot: int) -> Tensor:
         merged(layer.w13, layer.w13_slots, slot),
         merged(layer.w2, layer.w2_slots, slot),
         layer.w13_slots.num_slices,
-        lambda e: int(layer.expert_map[e]),
+        lambda e: int(layer.routing.expert_map[e]),
     )
 
 
@@ -247,11 +249,17 @@ def test_nothing_of_a_predecessor_stays_in_a_slot() -> None:
 def test_base_weights_are_left_as_they_were_and_kept_without_a_copy_if_they_are_not_cut() -> None:
     w13, w2 = base()
     before = w13.clone(), w2.clone()
-    for layer in (FusedMoELoRA(w13, w2, num_slots=2, rank=4), make(place=MoERank(2, 1, 2, 1))):
+    for layer in (
+        FusedMoELoRA(w13, w2, gate_up=GateUp.HALVES, num_slots=2, rank=4),
+        make(place=MoERank(2, 1, 2, 1)),
+    ):
         layer.load_adapter(0, stacked())
     assert torch.equal(w13, before[0])
     assert torch.equal(w2, before[1])
-    assert FusedMoELoRA(w13, w2, num_slots=1, rank=1).w13.data_ptr() == w13.data_ptr()
+    assert (
+        FusedMoELoRA(w13, w2, gate_up=GateUp.HALVES, num_slots=1, rank=1).w13.data_ptr()
+        == w13.data_ptr()
+    )
 
 
 def one_expert_less() -> ExpertParts:
@@ -368,4 +376,4 @@ def test_a_wrong_layer_is_refused_by_field(change: dict[str, Any], message: str)
     w13, w2 = base()
     fields: dict[str, Any] = {"w13": w13, "w2": w2, "num_slots": 1, "rank": 2} | change
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
-        FusedMoELoRA(fields.pop("w13"), fields.pop("w2"), **fields)
+        FusedMoELoRA(fields.pop("w13"), fields.pop("w2"), gate_up=GateUp.HALVES, **fields)

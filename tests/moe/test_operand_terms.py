@@ -14,6 +14,7 @@ from torch import Tensor
 
 from lorakernels.batch.metadata import BatchMetadata
 from lorakernels.common.quantised import Quantised, quantise_rows
+from lorakernels.layers.gate_up import GateUp
 from lorakernels.layers.moe import FusedMoELoRA, MoEScratch
 from lorakernels.moe.align.metadata import PairMetadata
 from lorakernels.moe.delta.ops import MoEPath, MoEWorkspace, moe_delta
@@ -60,6 +61,8 @@ def make_operands(*, quantised: bool = False) -> dict[str, Any]:
         "x": x,
         "w13": of_8_bits(w13) if quantised else w13,
         "w2": of_8_bits(w2) if quantised else w2,
+        "w13_bias": torch.ones(EXPERTS, 2 * INTER),
+        "w2_bias": torch.ones(EXPERTS, HIDDEN),
         "quantised_x": quantise_rows(x) if quantised else None,
         "router_weights": torch.ones(ROWS, TOP_K),
         "act": torch.zeros(PAIRS, INTER),
@@ -88,7 +91,10 @@ def wrong(*names: str) -> list[tuple[str, str]]:
     return [p for p in product(names, WRONG) if p != ("w2", "an axis more")]
 
 
-@pytest.mark.parametrize(("name", "what"), wrong("w13", "w2", "router_weights", "act", "y", "out"))
+OPERANDS = ("w13", "w2", "w13_bias", "w2_bias", "router_weights", "act", "y", "out")
+
+
+@pytest.mark.parametrize(("name", "what"), wrong(*OPERANDS))
 def test_each_operand_of_a_layer_is_checked_for_each_property(name: str, what: str) -> None:
     operands = make_operands()
     operands[name] = WRONG[what](operands[name])
@@ -103,6 +109,15 @@ def test_each_operand_of_a_layer_is_checked_for_each_property(name: str, what: s
 def test_weights_with_other_than_three_axes_are_refused(w2: Tensor) -> None:
     with pytest.raises(ValueError, match="w2 must have three dimensions"):
         check_layer(LayerOperands(**(make_operands() | {"w2": w2})), None)
+
+
+@pytest.mark.parametrize("name", ["w13_bias", "w2_bias"])
+def test_a_bias_of_an_input_that_is_weighted_is_refused(name: str) -> None:
+    operands = make_operands() | {"router_weight": RouterWeight.ON_INPUT}
+    check_layer(LayerOperands(**(operands | {"w13_bias": None, "w2_bias": None})), None)
+    other = "w2_bias" if name == "w13_bias" else "w13_bias"
+    with pytest.raises(ValueError, match=r"^biases must be None with router weights on the input$"):
+        check_layer(LayerOperands(**(operands | {other: None})), None)
 
 
 @pytest.mark.parametrize("what", ["a row less", "a column more", "transposed", "another device"])
@@ -283,7 +298,7 @@ def test_each_mistake_in_the_weights_of_a_layer_is_refused(
     w13: Tensor | Quantised, w2: Tensor | Quantised, options: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(ValueError, match=f"^{re.escape(message)}"):
-        FusedMoELoRA(w13, w2, num_slots=1, rank=1, **options)
+        FusedMoELoRA(w13, w2, gate_up=GateUp.HALVES, num_slots=1, rank=1, **options)
 
 
 def test_a_scratch_without_layers_is_refused() -> None:

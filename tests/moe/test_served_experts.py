@@ -15,6 +15,7 @@ from lorakernels.adapters.adapter import Adapter
 from lorakernels.adapters.slots import AdapterSlots
 from lorakernels.batch.metadata import BatchMetadata
 from lorakernels.dense.weights import LoRAFactors
+from lorakernels.layers.gate_up import GateUp
 from lorakernels.layers.moe import FusedMoELoRA, MoEScratch
 from lorakernels.moe.align.metadata import PairMetadata
 from lorakernels.moe.weights import ExpertFactors
@@ -79,7 +80,9 @@ class Server:
     """One layer; metadata and scratch live as long as a server does."""
 
     layer: FusedMoELoRA = field(
-        default_factory=lambda: FusedMoELoRA(w13(), w2(), num_slots=SLOTS, rank=RANK)
+        default_factory=lambda: FusedMoELoRA(
+            w13(), w2(), gate_up=GateUp.HALVES, num_slots=SLOTS, rank=RANK
+        )
     )
 
     def __post_init__(self) -> None:

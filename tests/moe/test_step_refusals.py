@@ -14,6 +14,7 @@ from loragate.core.machine import select_interpreter
 select_interpreter()
 
 from lorakernels.batch.metadata import BatchMetadata  # noqa: E402
+from lorakernels.layers.gate_up import GateUp  # noqa: E402
 from lorakernels.layers.moe import FusedMoELoRA, MoEScratch  # noqa: E402
 from lorakernels.moe.align.metadata import PairMetadata  # noqa: E402
 from lorakernels.moe.align.tables import PairTables  # noqa: E402
@@ -38,7 +39,7 @@ def make_pairs(**changes: Any) -> PairMetadata:
 
 def make_layer(hidden: int = HIDDEN, inter: int = INTER, slots: int = SLOTS) -> FusedMoELoRA:
     w13, w2 = torch.ones(EXPERTS, 2 * inter, hidden), torch.ones(EXPERTS, hidden, inter)
-    return FusedMoELoRA(w13, w2, num_slots=slots, rank=1)
+    return FusedMoELoRA(w13, w2, gate_up=GateUp.HALVES, num_slots=slots, rank=1)
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -16,8 +17,11 @@ from loragate.inputs.base_experts import make_base_experts, quantised, reordered
 from loragate.inputs.pairs import out_rows, pair_rows
 from loragate.inputs.pool import reordered, trimmed, with_huge_unused
 from loragate.matrix.case import (
+    Activation,
+    Bias,
     Case,
     Dtype,
+    GateUp,
     Layout,
     Quantisation,
     Ranks,
@@ -25,6 +29,7 @@ from loragate.matrix.case import (
     Sharing,
     Site,
 )
+from loragate.oracles.numeric.activations import activated, slopes
 from loragate.oracles.numeric.golden import chunks, folded
 from loragate.oracles.numeric.golden_layer import eager_of, golden_of
 from loragate.protocol import BaseExperts, Batch, Pool
@@ -58,6 +63,22 @@ def base_of(case: Case, kind: DataKind = DataKind.SIGNED, seed: int = 7) -> Base
 
 def silu(value: float) -> float:
     return value / (1 + math.exp(-value))
+
+
+def gelu_tanh(value: float) -> float:
+    return 0.5 * value * (1 + math.tanh(math.sqrt(2 / math.pi) * (value + 0.044715 * value**3)))
+
+
+def swiglu_oai(gate: float, up: float) -> float:
+    gate, up = min(gate, 7.0), max(min(up, 7.0), -7.0)
+    return (up + 1) * gate / (1 + math.exp(-1.702 * gate))
+
+
+GATED = {
+    "silu": lambda gate, up: silu(gate) * up,
+    "gelu_tanh": lambda gate, up: gelu_tanh(gate) * up,
+    "swiglu_oai": swiglu_oai,
+}
 
 
 def times(rows: Tensor, values: list[float]) -> list[float]:
@@ -103,6 +124,11 @@ def token_by_token(case: Case, pool: Pool, batch: Batch, base: BaseExperts) -> l
     w13, w2 = base.weight.float(), base.down.float()
     if base.scales is not None:
         w13, w2 = w13 * base.scales[0][..., None], w2 * base.scales[1][..., None]
+    zeros = torch.zeros(case.experts, 1)
+    b13 = (zeros.expand(w13.shape[:2]) if base.bias is None else base.bias).double()
+    b2 = (zeros.expand(w2.shape[:2]) if base.down_bias is None else base.down_bias).double()
+    starts = (0, 1) if case.gate_up == "interleaved" else (0, case.slices[0])
+    step = 2 if case.gate_up == "interleaved" else 1
     out = [[0.0] * case.in_features for _ in range(case.tokens)]
     for token, values in enumerate(batch.x.double().tolist()):
         slot, seen = int(batch.token_slots[token]), as_the_base_sees_it(case, values)
@@ -112,14 +138,19 @@ def token_by_token(case: Case, pool: Pool, batch: Batch, base: BaseExperts) -> l
                 continue
             weight = float(batch.routes.weights[token, choice])
             inner = []
-            for part, w in enumerate(w13[expert].chunk(len(case.slices))):
+            for part, start in enumerate(starts[: len(case.slices)]):
+                rows = slice(start, start + step * case.slices[0], step)
+                w, b = w13[expert][rows], b13[expert][rows].tolist()
                 y = product(w, seen, values, adapter_of(pool, slot, expert, part))
+                y = [v + add for v, add in zip(y, b, strict=True)]
                 inner.append([v * weight if case.router == "input" else v for v in y])
-            act = [silu(v) for v in inner[0]]
             if len(inner) == 2:
-                act = [g * u for g, u in zip(act, inner[1], strict=True)]
+                act = [GATED[case.activation](*pair) for pair in zip(*inner, strict=True)]
+            else:
+                act = [silu(v) for v in inner[0]]
             down = adapter_of(pool.down, slot, expert, 0)
             y = product(w2[expert], as_the_base_sees_it(case, act), act, down)
+            y = [v + add for v, add in zip(y, b2[expert].tolist(), strict=True)]
             for column, value in enumerate(y):
                 out[token][column] += value * (weight if case.router == "output" else 1)
     return out
@@ -134,7 +165,32 @@ def test_golden_is_the_definition_token_by_token(
 ) -> None:
     case = replace(CASE, router=router, sharing=sharing, slices=slices, quantisation=quantisation)
     tp = 1 if quantisation is Quantisation.FP8 else 3
-    case = replace(case, tp=tp, layout=Layout.TRANSPOSED)
+    assert_golden(replace(case, tp=tp, layout=Layout.TRANSPOSED))
+
+
+GATES = [
+    {"activation": Activation.SWIGLU_OAI},
+    {"activation": Activation.GELU_TANH, "gate_up": GateUp.INTERLEAVED},
+    {"expert_bias": Bias.PRESENT, "tp": 3},
+    {"expert_bias": Bias.PRESENT, "slices": (7,), "ep": 4},
+    {
+        "activation": Activation.SWIGLU_OAI,
+        "gate_up": GateUp.INTERLEAVED,
+        "expert_bias": Bias.PRESENT,
+        "tp": 2,
+    },
+]
+
+
+@pytest.mark.parametrize("axes", GATES, ids=lambda axes: "-".join(map(str, axes.values())))
+def test_golden_of_other_gates_and_of_biases_is_the_definition(axes: dict[str, Any]) -> None:
+    # an act of up to 56 in place of one of about 4
+    assert_golden(replace(CASE, **axes), most=2.0)
+
+
+def assert_golden(case: Case, *, most: float = 0.2) -> None:
+    """`most`: how far a plain computation may be off."""
+    quantisation = case.quantisation
     pool, batch = data(case)
     base = base_of(case)
     wanted = torch.tensor(token_by_token(case, pool, batch, base), dtype=torch.float64)
@@ -147,7 +203,21 @@ def test_golden_is_the_definition_token_by_token(
     torch.testing.assert_close(right.base, alone, rtol=tolerance, atol=tolerance)
     assert not right.delta[batch.token_slots < 0].count_nonzero()
     error = (eager_of(case, pool, batch, base).double() - wanted).abs()
-    assert 0 < error.max() < 0.2
+    assert 0 < error.max() < most
+
+
+@pytest.mark.parametrize("activation", Activation)
+def test_the_slopes_of_an_activation_are_its_derivatives(activation: Activation) -> None:
+    gate, up = (torch.linspace(*ends, 97).double() for ends in ((-9, 9), (8.5, -8.5)))
+    # a value close to a limit may be on the other side of it before it is rounded
+    clear = torch.stack([gate - 7, up - 7, up + 7]).abs().amin(0) > 0.2
+    step = 1e-6
+    by_gate, by_up = slopes(activation, gate, up)
+    assert by_gate is not None
+    for slope, d_gate, d_up in ((by_gate, step, 0.0), (by_up, 0.0, step)):
+        ends = [activated(activation, gate + s * d_gate, up + s * d_up) for s in (-1, 1)]
+        wanted = (ends[1] - ends[0]) / (2 * step)
+        torch.testing.assert_close(slope[clear], wanted[clear], rtol=1e-6, atol=1e-6)
 
 
 def test_the_noise_of_a_layer_is_that_of_its_roundings() -> None:
@@ -233,6 +303,25 @@ def test_exact_data_of_moe_layers_leaves_nothing_to_round(
                 right.delta.count_nonzero()
                 > 0.5 * right.delta.numel() * (batch.token_slots >= 0).double().mean()
             )
+
+
+@pytest.mark.parametrize("top_k", [1, 2, 3, 5, 9])
+@pytest.mark.parametrize("activation", [Activation.SILU, Activation.GELU_TANH])
+def test_exact_data_with_biases_leaves_nothing_to_round(activation: Activation, top_k: int) -> None:
+    kind = DataKind.EXACT
+    for slices in ((9, 9), (9,)) if activation is Activation.SILU else ((9, 9),):
+        case = replace(CASE, tokens=30, top_k=top_k, experts=12, slices=slices, tp=2, ep=3)
+        case = replace(case, activation=activation, expert_bias=Bias.PRESENT, ranks=Ranks.FULL)
+        for seed in range(3):
+            pool, batch = data(case, kind, seed)
+            base = base_of(case, kind, seed)
+            assert base.bias is not None
+            right = golden_of(case, pool, batch, base)
+            plain = eager_of(case, pool, batch, base)
+            assert torch.equal(plain.double() + 0.0, right.out.round() + 0.0)
+            assert right.out.abs().max() <= 255
+            without = replace(base, bias=None, down_bias=None)
+            assert (golden_of(case, pool, batch, without).out != right.out).double().mean() > 0.5
 
 
 @pytest.mark.parametrize("kind", DataKind)

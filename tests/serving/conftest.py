@@ -171,6 +171,7 @@ class Stack:
     """A linear layer and, with `moe`, a MoE layer behind it, with everything that serves them."""
 
     def __init__(self, *, max_tokens: int = MOST, slots: int = SLOTS, moe: bool = False) -> None:
+        from lorakernels.layers.gate_up import GateUp
         from lorakernels.layers.linear import LoRALinear
         from lorakernels.layers.moe import FusedMoELoRA
         from lorakernels.layers.partition import Slice
@@ -182,7 +183,7 @@ class Stack:
         self.w2 = randn(EXPERTS, HIDDEN, INTER, seed=3)
         sizes = {"num_slots": slots, "rank": RANK}
         self.linear = LoRALinear(self.weight, slices=[Slice("o", HIDDEN)], **sizes)
-        self.experts = FusedMoELoRA(self.w13, self.w2, **sizes)
+        self.experts = FusedMoELoRA(self.w13, self.w2, gate_up=GateUp.HALVES, **sizes)
         self.layers = {"linear": self.linear, **({"experts": self.experts} if moe else {})}
         self.buffers = ServingBuffers.reserve(self.layers, max_tokens=max_tokens, top_k=TOP_K)
         specs = {

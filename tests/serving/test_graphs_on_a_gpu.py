@@ -17,6 +17,7 @@ os.environ["LORAKERNELS_DUAL_STREAM"] = "1" if mode == "two streams" else "0"
 import torch
 from lorakernels.dense.weights import LoRAFactors
 from lorakernels.layers.gdn import DeltaNetHeads, GatedDeltaNetInputProjection
+from lorakernels.layers.gate_up import GateUp
 from lorakernels.layers.linear import LoRALinear
 from lorakernels.layers.moe import FusedMoELoRA
 from lorakernels.layers.partition import Slice
@@ -37,7 +38,9 @@ widths = [sum(module.width for module in part) for part in (modules.qkvz, module
 common = {"num_slots": SLOTS, "rank": RANK}
 net = GatedDeltaNetInputProjection(*(randn(n, H) for n in widths), modules=modules, **common)
 out_proj = LoRALinear(randn(H, widths[0]), slices=[Slice("o", H)], **common)
-experts = FusedMoELoRA(randn(EXPERTS, 2 * INTER, H), randn(EXPERTS, H, INTER), **common)
+experts = FusedMoELoRA(
+    randn(EXPERTS, 2 * INTER, H), randn(EXPERTS, H, INTER), gate_up=GateUp.HALVES, **common
+)
 layers = {"net": net, "out": out_proj, "experts": experts}
 
 def load(slot, seed):

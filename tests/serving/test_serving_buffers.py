@@ -17,6 +17,7 @@ from loragate.core.machine import select_interpreter
 select_interpreter()
 
 from lorakernels.batch.metadata import BatchMetadata  # noqa: E402
+from lorakernels.layers.gate_up import GateUp  # noqa: E402
 from lorakernels.layers.gdn import DeltaNetHeads, GatedDeltaNetInputProjection  # noqa: E402
 from lorakernels.layers.linear import LoRALinear  # noqa: E402
 from lorakernels.layers.moe import FusedMoELoRA  # noqa: E402
@@ -42,7 +43,7 @@ def delta_net() -> GatedDeltaNetInputProjection:
 def experts(*, inter: int = 8, count: int = 4, dtype: torch.dtype = torch.float32, **options: Any):  # type: ignore[no-untyped-def]
     w13 = torch.zeros(count, 2 * inter, K, dtype=dtype)
     w2 = torch.zeros(count, K, inter, dtype=dtype)
-    return FusedMoELoRA(w13, w2, num_slots=2, rank=4, **options)
+    return FusedMoELoRA(w13, w2, gate_up=GateUp.HALVES, num_slots=2, rank=4, **options)
 
 
 def reserve(**layers: nn.Module) -> ServingBuffers:

@@ -12,6 +12,7 @@ from loragate.core.machine import detect_machine, select_interpreter
 from loragate.core.verdict import OracleName, Verdict
 from loragate.inputs import DataKind, Dead, make_pool
 from loragate.matrix.case import (
+    Activation,
     Base,
     Bias,
     Buffers,
@@ -20,12 +21,14 @@ from loragate.matrix.case import (
     Dtype,
     Execution,
     ExpertMap,
+    GateUp,
     Ids,
     Layout,
     Loading,
     Mix,
     Parallel,
     Path,
+    Placement,
     Products,
     Quantisation,
     Ranks,
@@ -111,6 +114,10 @@ def test_it_supports_everything_in_the_interpreter() -> None:
         "ids": frozenset(Ids),
         "base": frozenset(Base),
         "bias": frozenset(Bias),
+        "activation": frozenset(Activation),
+        "gate_up": frozenset(GateUp),
+        "placement": frozenset(Placement),
+        "expert_bias": frozenset(Bias),
         "buffers": frozenset(Buffers),
         "cut": frozenset(Cut),
         "input_dims": range(2, 4),

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from loragate.bench.graphs_rows import ModelShape
+from lorakernels.layers.gate_up import GateUp
 from lorakernels.layers.linear import LoRALinear
 from lorakernels.layers.moe import FusedMoELoRA
 from lorakernels.layers.partition import Slice
@@ -100,6 +101,7 @@ class DecodeSteps:
             found["experts"] = FusedMoELoRA(
                 self._draw(shape.experts, 2 * shape.intermediate, shape.hidden),
                 self._draw(shape.experts, shape.hidden, shape.intermediate),
+                gate_up=GateUp.HALVES,
                 num_slots=self._slots,
                 rank=self._rank,
             )

@@ -14,6 +14,7 @@ from loragate.matrix.case import Case
 from loragate.protocol import Pool, Routes
 from loragate.subjects.lorakernels.moe_delta import expert_factors
 from lorakernels.batch.metadata import BatchMetadata
+from lorakernels.layers.gate_up import GateUp
 from lorakernels.layers.moe import GATED, FusedMoELoRA, MoEScratch
 from lorakernels.moe.align.metadata import PairMetadata
 from lorakernels.moe.layer.forms import MoEForm, plan_form
@@ -30,7 +31,9 @@ class MoELayer:
     def __init__(
         self, w13: Tensor, w2: Tensor, case: Case, pools: tuple[Pool, Pool], machine: Machine
     ) -> None:
-        self._layer = FusedMoELoRA(w13, w2, num_slots=case.slots, rank=case.rank)
+        self._layer = FusedMoELoRA(
+            w13, w2, gate_up=GateUp.HALVES, num_slots=case.slots, rank=case.rank
+        )
         for slot in range(case.slots):
             factors = [part for pool in pools for part in expert_factors(pool, slot)]
             names = [f"experts.{name}" for name in GATED]

@@ -1,6 +1,7 @@
-"""The base layer of moe_layer, and its quantisation.
+"""The base layer of moe_layer, its order of gate and up, and its quantisation.
 
-SIGNED: like other base layers, a quarter of a delta in size. EXACT: see exact_layer.py.
+SIGNED: like other base layers, a quarter of a delta in size; biases reach beyond the limit of an
+activation that has one, on both sides. EXACT: see exact_layer.py.
 """
 
 from __future__ import annotations
@@ -13,12 +14,16 @@ from torch import Tensor
 from loragate.core.machine import Machine
 from loragate.inputs.batch import BASE_SIZE
 from loragate.inputs.draw import DataKind, Draw, torch_dtype
-from loragate.inputs.exact_layer import exact_w2, exact_w13
-from loragate.matrix.case import Case, Quantisation
+from loragate.inputs.exact_layer import exact_biases, exact_w2, exact_w13
+from loragate.matrix.case import Activation, Bias, Case, GateUp, Quantisation
 from loragate.protocol import BaseExperts
 
 _FP8 = torch.float8_e4m3fn
 _SMALLEST = 1e-12
+# the limit of SWIGLU_OAI, and the largest biases with it and without
+SWIGLU_ALPHA, SWIGLU_LIMIT = 1.702, 7.0
+_REACH = {Activation.SWIGLU_OAI: 1.3 * SWIGLU_LIMIT}
+_PLAIN_REACH = 1.0
 
 
 def make_base_experts(case: Case, seed: int, kind: DataKind, machine: Machine) -> BaseExperts:
@@ -30,11 +35,38 @@ def make_base_experts(case: Case, seed: int, kind: DataKind, machine: Machine) -
     else:
         w13 = draw.normal(case.experts, sum(case.slices), hidden) * (BASE_SIZE / math.sqrt(hidden))
         w2 = draw.normal(case.experts, hidden, width) * (BASE_SIZE / math.sqrt(width))
+    dtype = torch_dtype(case.dtype)
+    biases: tuple[Tensor, Tensor] | tuple[None, None] = (None, None)
+    if case.expert_bias is Bias.PRESENT:
+        first, second = _biases(draw, case, kind)
+        biases = laid_out(case, first).to(dtype), second.to(dtype)
+    w13 = laid_out(case, w13)
     if case.quantisation is Quantisation.NONE:
-        dtype = torch_dtype(case.dtype)
-        return BaseExperts(w13.to(dtype), None, w2.to(dtype))
+        return BaseExperts(w13.to(dtype), biases[0], w2.to(dtype), None, biases[1])
     (w13, scales13), (w2, scales2) = quantised(w13), quantised(w2)
-    return BaseExperts(w13, None, w2, (scales13, scales2))
+    return BaseExperts(w13, biases[0], w2, (scales13, scales2), biases[1])
+
+
+def _biases(draw: Draw, case: Case, kind: DataKind) -> tuple[Tensor, Tensor]:
+    if kind is DataKind.EXACT:
+        return exact_biases(draw, case)
+    reach = _REACH.get(case.activation, _PLAIN_REACH)
+    first = draw.uniform(-reach, reach, case.experts, sum(case.slices))
+    return first, draw.uniform(-BASE_SIZE, BASE_SIZE, case.experts, case.in_features)
+
+
+def laid_out(case: Case, rows: Tensor) -> Tensor:
+    """Rows [experts, sum(slices), ..] of gate above up, in the order of the case."""
+    if case.gate_up is GateUp.HALVES:
+        return rows
+    return torch.stack(rows.chunk(2, dim=1), dim=2).flatten(1, 2)
+
+
+def in_halves(case: Case, rows: Tensor) -> Tensor:
+    """The inverse of `laid_out`: gate above up."""
+    if case.gate_up is GateUp.HALVES:
+        return rows
+    return torch.cat([rows[:, 0::2], rows[:, 1::2]], dim=1)
 
 
 def quantised(values: Tensor) -> tuple[Tensor, Tensor]:
@@ -61,4 +93,6 @@ def dequantised(values: Tensor, scales: Tensor) -> Tensor:
 def reordered_base(base: BaseExperts, order: list[int]) -> BaseExperts:
     """Expert `i` of the result is what expert `order[i]` was."""
     scales = None if base.scales is None else (base.scales[0][order], base.scales[1][order])
-    return BaseExperts(base.weight[order], None, base.down[order], scales)
+    bias = None if base.bias is None else base.bias[order]
+    down_bias = None if base.down_bias is None else base.down_bias[order]
+    return BaseExperts(base.weight[order], bias, base.down[order], scales, down_bias)

@@ -11,6 +11,11 @@ exp(128) overflows fp32, so that silu gives its argument or zero in every dtype.
   -1/128 or 1/128 of it: an output is an integer of at most 27
 * router weights are 1 and 2 for few choices, else 0 and 1, of which at most 9 are 1: no sum of
   magnitudes is above 243, however many ranks of a group add up
+* biases, where experts have them: -128 or 128 of gate, so that silu(gate) is zero or 128 * n with n
+  of 1 to 4, -1 or 1 of up, and integers of at most 3 of down. An output is then at most 51, and
+  fewer choices have a weight
+
+gelu by tanh gives its argument or zero of such data as well.
 
 Each B is divided by the scale of its adapter, a power of two: a lost scale changes the result.
 None of that depends on the sizes of the layer or on the rank.
@@ -24,12 +29,14 @@ import torch
 from torch import Tensor
 
 from loragate.inputs.draw import Draw
-from loragate.matrix.case import Case, RouterWeights
+from loragate.matrix.case import Bias, Case, RouterWeights
 
 _GATE, _DOWN = 128.0, 1 / 128
 # how many choices may have weights of 1 and 2 with all sums below 256, and how many a weight of 1
 _MOST_TWICE = {RouterWeights.OUTPUT: 4, RouterWeights.INPUT: 2}
 _MOST_ONCE = 9
+# the same where experts have biases
+_MOST_TWICE_BIASED, _MOST_ONCE_BIASED = 2, 4
 
 
 def exact_layer_x(draw: Draw, rows: int, width: int) -> Tensor:
@@ -42,10 +49,12 @@ def exact_layer_x(draw: Draw, rows: int, width: int) -> Tensor:
 def exact_layer_weights(draw: Draw, case: Case) -> Tensor:
     """fp32 [tokens, top_k]"""
     shape = (case.tokens, case.top_k)
-    if case.top_k <= _MOST_TWICE[case.router]:
+    biased = case.expert_bias is Bias.PRESENT
+    if case.top_k <= (_MOST_TWICE_BIASED if biased else _MOST_TWICE[case.router]):
         return draw.integers(1, 3, *shape).float()
     place = torch.argsort(draw.uniform(0, 1, *shape), dim=1, stable=True)
-    return (place < min(case.top_k - 1, _MOST_ONCE)).float()
+    most = _MOST_ONCE_BIASED if biased else _MOST_ONCE
+    return (place < min(case.top_k - 1, most)).float()
 
 
 def exact_w13(draw: Draw, case: Case) -> Tensor:
@@ -64,6 +73,15 @@ def exact_w13(draw: Draw, case: Case) -> Tensor:
 def exact_w2(draw: Draw, case: Case) -> Tensor:
     """[experts, in_features, intermediate]"""
     return 2 * _DOWN * draw.signs(case.experts, case.in_features, case.slices[0])
+
+
+def exact_biases(draw: Draw, case: Case) -> tuple[Tensor, Tensor]:
+    """Of gate and up, or of up alone [experts, sum(slices)]; of down [experts, in_features]."""
+    experts, width = case.experts, case.slices[0]
+    first = _GATE * draw.signs(experts, width)
+    if len(case.slices) == 2:
+        first = torch.cat([first, draw.signs(experts, width)], 1)
+    return first, draw.integers(-3, 4, experts, case.in_features).float()
 
 
 def exact_layer_b(

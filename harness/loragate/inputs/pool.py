@@ -4,7 +4,7 @@ SIGNED: A ~ N(0, 1/in_features), B of either sign and bounded away from zero, so
 is about as large as its scale. The last column of A is heavy: a lost K tail then shows at any
 width, and no delta of a low rank comes near zero by accident. Every (slot, slice) has its own
 values and its own scale, which is never 1 (peft #2489: alpha == r hides a lost scale), and so
-has every expert, unless experts share a factor.
+has every expert, unless experts share a factor, or gate and up a module (case.gate_up).
 
 EXACT: see exactness.py, and exact_layer.py for moe_layer.
 """
@@ -24,7 +24,7 @@ from loragate.inputs.draw import DataKind, Draw, number, torch_dtype
 from loragate.inputs.exact_layer import exact_layer_b
 from loragate.inputs.exactness import exact_a, exact_b, exact_scale
 from loragate.inputs.mapping import live_ranks
-from loragate.matrix.case import MOE_SITES, Case, RouterWeights, Sharing, Site
+from loragate.matrix.case import MOE_SITES, Case, GateUp, RouterWeights, Sharing, Site
 from loragate.protocol import Capabilities, Pool
 
 # [slots][slices]
@@ -140,6 +140,8 @@ def _layer_pool(
     of_all = replace(case, slices=(*case.slices, *case.out_slices), router=RouterWeights.NONE)
     ranks = live_ranks(of_all, seed, per_slice=per_slice)
     scales = _scales(of_all, seed, kind, per_slice=per_slice)
+    if case.gate_up is GateUp.INTERLEAVED:
+        ranks, scales = _alike(ranks), _alike(scales)
     shared = case.sharing is Sharing.SHARED_OUTER
     up = replace(case, sharing=Sharing.SHARED_A if shared else Sharing.PER_EXPERT)
     down = replace(
@@ -163,7 +165,15 @@ def _layer_pool(
             (down, "pool-down", slice(count, None)),
         )
     ]
+    if case.gate_up is GateUp.INTERLEAVED:
+        a = halves[0].a
+        a[:, :, 1] = a[:, :, 0]
     return replace(halves[0], down=halves[1])
+
+
+def _alike(table: Table[T]) -> Table[T]:
+    """Gate and up have one module: what the gate has, up has as well."""
+    return tuple((row[0], row[0], *row[2:]) for row in table)
 
 
 def _draw_pool(

@@ -143,7 +143,7 @@ class Cut(StrEnum):
 
 
 class Bias(StrEnum):
-    """Of the base layer of lora_linear."""
+    """Of the base layer of lora_linear, or of the experts of moe_layer."""
 
     PRESENT = "present"
     ABSENT = "absent"
@@ -187,6 +187,17 @@ class ExpertMap(StrEnum):
     PARALLEL = "parallel"
 
 
+class Placement(StrEnum):
+    """Which experts of moe_layer the ranks of expert parallelism hold."""
+
+    # consecutive ones, as many on each as possible, the first ranks one more
+    RUNS = "runs"
+    # expert e on rank e % ep
+    ROUND_ROBIN = "round_robin"
+    # in no order, and some on several ranks or twice on one; one replica computes a pair
+    REPLICATED = "replicated"
+
+
 class Ids(StrEnum):
     """The ids by which tokens choose experts."""
 
@@ -216,6 +227,26 @@ class RouterWeights(StrEnum):
     OUTPUT = "output"
     # moe_layer: gate and up are multiplied by it, before the activation
     INPUT = "input"
+
+
+class Activation(StrEnum):
+    """Between the two products of moe_layer, of gate and up. Without a gate there is SILU alone."""
+
+    SILU = "silu"
+    # Gemma
+    GELU_TANH = "gelu_tanh"
+    # GPT-OSS: (up + 1) * gate * sigmoid(1.702 * gate), gate at most 7 and up within -7 and 7
+    SWIGLU_OAI = "swiglu_oai"
+
+
+class GateUp(StrEnum):
+    """How gate and up of moe_layer lie in the base weights and their biases."""
+
+    # gate above up; adapters have factors of each
+    HALVES = "halves"
+    # the rows of gate and up in turn; adapters have one module for both, so that these share A, the
+    # rank and the scale, and its B lies in the same way
+    INTERLEAVED = "interleaved"
 
 
 class Quantisation(StrEnum):

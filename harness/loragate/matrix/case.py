@@ -22,6 +22,7 @@ from loragate.matrix.axis_values import (
     MAX_TOP_K,
     MOE_SITES,
     OPERATIONS,
+    Activation,
     Base,
     Bias,
     Buffers,
@@ -29,12 +30,14 @@ from loragate.matrix.axis_values import (
     Dtype,
     Execution,
     ExpertMap,
+    GateUp,
     Ids,
     Layout,
     Loading,
     Mix,
     Parallel,
     Path,
+    Placement,
     Products,
     Quantisation,
     Ranks,
@@ -61,6 +64,7 @@ __all__ = [
     "MAX_TOP_K",
     "MOE_SITES",
     "OPERATIONS",
+    "Activation",
     "Base",
     "Bias",
     "Buffers",
@@ -69,12 +73,14 @@ __all__ = [
     "Dtype",
     "Execution",
     "ExpertMap",
+    "GateUp",
     "Ids",
     "Layout",
     "Loading",
     "Mix",
     "Parallel",
     "Path",
+    "Placement",
     "Products",
     "Quantisation",
     "Ranks",
@@ -212,6 +218,11 @@ class Case(EngineAxes):
     streams: Annotated[Streams, Axis(sites=_LINEAR | _GDN | _LAYER | _ENGINE)] = Streams.SEQUENTIAL
     key_heads: Annotated[int, Axis(sites=_GDN, required_at=_GDN, unstated=_ALL)] = 1
     products: Annotated[Products, Axis(sites=_GDN)] = Products.PLAN
+    activation: Annotated[Activation, Axis(id_name="act", sites=_LAYER)] = Activation.SILU
+    gate_up: Annotated[GateUp, Axis(id_name="gateup", sites=_LAYER)] = GateUp.HALVES
+    placement: Annotated[Placement, Axis(id_name="place", sites=_LAYER)] = Placement.RUNS
+    # of both products of the experts
+    expert_bias: Annotated[Bias, Axis(id_name="ebias", sites=_LAYER)] = Bias.ABSENT
     # how the case is run, not what it is: these do not enter the id
     tier: Tier = Tier.SMOKE
     oracles: tuple[OracleName, ...] = (OracleName.REFERENCE,)

@@ -9,7 +9,19 @@ from itertools import product
 from typing import Any
 
 from loragate.core.verdict import OracleName
-from loragate.matrix.case import AXES, MOE_SITES, Cut, Parallel, Quantisation, Site
+from loragate.matrix.case import (
+    AXES,
+    MOE_SITES,
+    Activation,
+    Bias,
+    Cut,
+    GateUp,
+    Parallel,
+    Placement,
+    Quantisation,
+    RouterWeights,
+    Site,
+)
 from loragate.matrix.delta_net import columns_of
 from loragate.matrix.document import Document, Loc
 from loragate.matrix.engine_case import ENGINE_ORACLES, LEAST_RANKS, Active, Model, Targets
@@ -185,6 +197,28 @@ def _layer_problems(
         yield "tp", f"{message}; allowed: a divisor of the intermediate size"
 
 
+def _gate_problems(
+    slices: tuple[int, ...],
+    activation: Activation,
+    gate_up: GateUp,
+    expert_bias: Bias,
+    router: RouterWeights,
+) -> Iterator[tuple[str, str]]:
+    alone = len(slices) == 1
+    if alone and activation is not Activation.SILU:
+        yield "activation", f"given {activation} without a gate; allowed: {Activation.SILU}"
+    if alone and gate_up is not GateUp.HALVES:
+        yield "gate_up", f"given {gate_up} without a gate; allowed: {GateUp.HALVES}"
+    if expert_bias is Bias.PRESENT and router is RouterWeights.INPUT:
+        message = f"given {expert_bias} with router {router}"
+        yield "expert_bias", f"{message}; allowed: {Bias.ABSENT}, a weighted input has no bias"
+
+
+def _placement_problems(placement: Placement, ep: int) -> Iterator[tuple[str, str]]:
+    if placement is Placement.ROUND_ROBIN and ep == 1:
+        yield "placement", f"given {placement} with ep {ep}; allowed: with two ranks or more"
+
+
 def _routing_problems(experts: int, top_k: int) -> Iterator[tuple[str, str]]:
     if top_k > experts:
         yield "top_k", f"given {top_k} with {experts} experts; allowed: at most as many as experts"
@@ -240,5 +274,11 @@ _RELATIONS = (
         frozenset({Site.MOE_LAYER}),
         ("slices", "experts", "ep", "tp", "quantisation"),
         _layer_problems,
+    ),
+    _Relation(frozenset({Site.MOE_LAYER}), ("placement", "ep"), _placement_problems),
+    _Relation(
+        frozenset({Site.MOE_LAYER}),
+        ("slices", "activation", "gate_up", "expert_bias", "router"),
+        _gate_problems,
     ),
 )

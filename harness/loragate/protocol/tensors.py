@@ -19,8 +19,8 @@ class Pool:
     [slice width, rank]. The expert dimension has length 1 where experts share the factor. Ranks
     and scales are those of the adapter, the same for all experts.
 
-    moe_layer: these are gate and up, or up alone, and `down` is a pool of one slice, from the
-    intermediate to the hidden size, with ranks and scales of its own.
+    moe_layer: these are gate and up, or up alone, however they lie in the base layer, and `down` is
+    a pool of one slice, from the intermediate to the hidden size, with ranks and scales of its own.
     """
 
     a: Tensor
@@ -82,7 +82,9 @@ class BaseLayer:
 @dataclass(frozen=True, slots=True)
 class BaseExperts(BaseLayer):
     """The whole layer without adapters, for moe_layer: weight [experts, sum(slices), in_features],
-    gate above up, down [experts, in_features, intermediate], no bias.
+    gate and up as case.gate_up says, down [experts, in_features, intermediate]; with
+    case.expert_bias bias [experts, sum(slices)], as weight has its rows, and down_bias [experts,
+    in_features].
 
     `scales` of quantised weights, weight and down: fp32 [experts, rows]; a weight is then
     value * scale.
@@ -90,3 +92,4 @@ class BaseExperts(BaseLayer):
 
     down: Tensor
     scales: tuple[Tensor, Tensor] | None = None
+    down_bias: Tensor | None = None

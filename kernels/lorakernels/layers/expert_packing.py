@@ -16,9 +16,9 @@ from lorakernels.adapters.errors import hint, listing
 from lorakernels.common.stacked_weights import check_scale
 from lorakernels.dense.weights import LoRAFactors
 from lorakernels.layers.casting import cast_all
-from lorakernels.layers.moe_partition import MoECut
-from lorakernels.layers.packing import check_shapes, take
-from lorakernels.layers.partition import Shard
+from lorakernels.layers.gate_up import GateUp, gate_and_up
+from lorakernels.layers.moe_partition import HeldExperts, MoECut
+from lorakernels.layers.packing import check_shapes, take, take_experts
 from lorakernels.moe.weights import ExpertFactors, Factors
 
 GATE_UP = "gate_up_proj"
@@ -28,12 +28,14 @@ ExpertParts = Mapping[str, Factors | None]
 @dataclass(frozen=True, slots=True)
 class ExpertPacking:
     """The projections of a layer in the order of its slices. The last one maps the intermediate to
-    the hidden size, the others map the hidden to the intermediate size."""
+    the hidden size, the others map the hidden to the intermediate size. `gate_up` is None without a
+    gate."""
 
     projections: tuple[str, ...]
     num_experts: int
     hidden: int
     intermediate: int
+    gate_up: GateUp | None
 
     def homes(self) -> dict[str, tuple[int | None, tuple[int, ...]]]:
         """For each name that an adapter may use: its expert, None for all of them, and the indices
@@ -49,8 +51,12 @@ class ExpertPacking:
                 homes[f"experts.{expert}.{projection}"] = (expert, (index,))
         return homes
 
+    def halves(self, rows: Tensor) -> tuple[Tensor, ...]:
+        """Rows [experts, 2 * intermediate, ..] of gate and of up, or those of up alone; views."""
+        return (rows,) if self.gate_up is None else gate_and_up(rows, self.gate_up)
+
     def by_slice(
-        self, parts: ExpertParts, held: Shard, *, shared_outer: bool
+        self, parts: ExpertParts, held: HeldExperts, *, shared_outer: bool
     ) -> dict[int, ExpertFactors]:
         """Checked factors of the `held` experts for each slice that the adapter has, as wide as the
         whole layer. An expert axis of 1 stays 1. With `shared_outer` all experts must share the
@@ -120,15 +126,15 @@ class ExpertPacking:
         return factors
 
     def _split(
-        self, factors: ExpertFactors, members: tuple[int, ...], held: Shard
+        self, factors: ExpertFactors, members: tuple[int, ...], held: HeldExperts
     ) -> list[ExpertFactors]:
         a, b = (_held(side, self.num_experts, held) for side in (factors.a, factors.b))
         # gate and up share A; each takes its own rows of B
-        widths = [self.ends(index)[1] for index in members]
-        return [ExpertFactors(a, piece, factors.scale) for piece in torch.split(b, widths, dim=1)]
+        pieces = self.halves(b) if len(members) == 2 else (b,)
+        return [ExpertFactors(a, piece, factors.scale) for piece in pieces]
 
     def _stack(
-        self, index: int, by_expert: Mapping[int, LoRAFactors], held: Shard
+        self, index: int, by_expert: Mapping[int, LoRAFactors], held: HeldExperts
     ) -> ExpertFactors:
         projection, (inputs, width) = self.projections[index], self.ends(index)
         missing = [e for e in range(self.num_experts) if e not in by_expert]
@@ -149,7 +155,7 @@ class ExpertPacking:
                     f"(got {first.rank} and {first.scale} for experts.0.{projection}, "
                     f"{factors.rank} and {factors.scale} for {name})"
                 )
-        experts = [by_expert[expert] for expert in range(held.start, held.stop)]
+        experts = [by_expert[expert] for expert in held.ids]
         return ExpertFactors(
             torch.stack([factors.a for factors in experts]),
             torch.stack([factors.b for factors in experts]),
@@ -192,6 +198,6 @@ def _flat(name: str, factors: Factors) -> LoRAFactors:
     return factors
 
 
-def _held(factor: Tensor, num_experts: int, held: Shard) -> Tensor:
-    # a factor that all experts share is the same on every rank
-    return factor.narrow(0, held.start, held.live) if factor.shape[0] == num_experts else factor
+def _held(factor: Tensor, num_experts: int, held: HeldExperts) -> Tensor:
+    # a factor that all experts share is the same on every rank, and for every replica
+    return take_experts(factor, held) if factor.shape[0] == num_experts else factor

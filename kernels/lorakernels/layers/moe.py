@@ -1,10 +1,10 @@
 """A mixture-of-experts layer that serves many adapters at once, one for each row of the batch.
 
 Invariant: the layer is built and loaded from whole tensors and copies its own part of them, so
-that the rest can be freed; only a tensor that is not cut is shared. Neither the base weights nor an
-adapter are ever written to. An adapter is checked and cut completely before its slot changes, and
-the slot is emptied before the adapter is loaded. Adapters are never applied to quantised
-activations (vllm #42120).
+that the rest can be freed; only a tensor that is neither cut nor reordered is shared. Neither the
+base weights nor an adapter are ever written to. An adapter is checked and cut completely before its
+slot changes, and the slot is emptied before the adapter is loaded. Adapters are never applied to
+quantised activations (vllm #42120).
 """
 
 from __future__ import annotations
@@ -17,12 +17,26 @@ from torch import Tensor, nn
 from lorakernels.batch.metadata import BatchMetadata
 from lorakernels.common.quantised import Quantised
 from lorakernels.layers.expert_packing import ExpertParts, stage_experts
+from lorakernels.layers.expert_placement import ExpertPlacement
+from lorakernels.layers.expert_routing import ExpertRouting
+from lorakernels.layers.gate_up import GateUp
 from lorakernels.layers.moe_partition import MoERank, cut_moe
 from lorakernels.layers.moe_shared import add_shared
-from lorakernels.layers.moe_weights import Weight, expert_packing, take_w2, take_w13, values_of
+from lorakernels.layers.moe_weights import (
+    Weight,
+    check_bias,
+    expert_packing,
+    layer_activation,
+    layer_dtype,
+    like_rows,
+    take_biases,
+    take_w2,
+    take_w13,
+    weight_of,
+)
 from lorakernels.moe.align.metadata import PairMetadata
 from lorakernels.moe.delta.ops import MoEWorkspace
-from lorakernels.moe.layer.check import check_pairs
+from lorakernels.moe.layer.check import check_biases, check_pairs
 from lorakernels.moe.layer.forms import MoEForm
 from lorakernels.moe.layer.ops import (
     Activation,
@@ -67,14 +81,18 @@ class MoEScratch:
 
 class FusedMoELoRA(nn.Module):
     """sum over the chosen experts e of w_e * down_e(act(gate_e(x), up_e(x))), where each of the
-    three projections adds the delta of the row's slot and of the expert.
+    three projections adds its bias and the delta of the row's slot and of the expert.
 
-    w13 [experts, 2 * intermediate, hidden], gate above up, or [experts, intermediate, hidden]
-    without a gate; w2 [experts, hidden, intermediate]; both of the whole layer, of which a
-    rank keeps its part. `dtype` is that of activations and adapters; it is needed only where the
-    weights are quantised. `projections` are the names of gate, up and down in an adapter. With
-    `shared_outer` the A of gate and up and the B of down are kept once, for all experts, and
-    adapters must share them. Raises ValueError.
+    w13 [experts, 2 * intermediate, hidden], or [experts, intermediate, hidden] without a gate; w2
+    [experts, hidden, intermediate]; both of the whole layer, of which a rank keeps its part, as of
+    the biases, w13_bias [experts, rows of w13] and w2_bias [experts, hidden]. `gate_up` says how
+    gate and up lie in w13, in its bias and in adapters that have one module for both; a layer
+    with a gate must name it. `dtype` is that of activations, adapters and biases; it is needed only
+    where the weights are quantised. `projections` are the names of gate, up and down in an adapter,
+    or of up and down. `activation` None is SiLU. With `shared_outer` the A of gate and up and the B
+    of down are kept once, for all experts, and adapters must share them. `placement` says which
+    experts each rank holds, in runs if it is None; a rank has the adapters' factors of its experts
+    in all their places. Raises ValueError.
     """
 
     def __init__(
@@ -84,31 +102,46 @@ class FusedMoELoRA(nn.Module):
         *,
         num_slots: int,
         rank: int,
+        gate_up: GateUp | None = None,
+        w13_bias: Tensor | None = None,
+        w2_bias: Tensor | None = None,
+        activation: Activation | None = None,
         dtype: torch.dtype | None = None,
         projections: Sequence[str] = GATED,
         shared_outer: bool = False,
         router_weight: RouterWeight = RouterWeight.ON_OUTPUT,
         place: MoERank | None = None,
+        placement: ExpertPlacement | None = None,
+        ids_name_places: bool = False,
         padded_intermediate: int | None = None,
     ) -> None:
         super().__init__()
-        self.packing = expert_packing(w13, w2, tuple(projections))
+        self.packing = expert_packing(w13, w2, tuple(projections), gate_up)
         self.router_weight, self.shared_outer = router_weight, shared_outer
         self.place = place or MoERank()
-        self.dtype = _layer_dtype(w13, dtype)
+        self.dtype = layer_dtype(w13, dtype)
+        self.activation = layer_activation(activation, is_gated=gate_up is not None)
+        check_biases(router_weight, w13_bias, w2_bias)
+        check_bias("w13_bias", w13_bias, w13, self.dtype)
+        check_bias("w2_bias", w2_bias, w2, self.dtype)
         num_experts, intermediate = self.packing.num_experts, self.packing.intermediate
+        placement = placement or ExpertPlacement.in_runs(num_experts, self.place.ep_size)
         self.cut = cut_moe(
-            num_experts, intermediate, self.place, padded_intermediate=padded_intermediate
+            num_experts,
+            intermediate,
+            self.place,
+            padded_intermediate=padded_intermediate,
+            placement=placement,
         )
         values13, scales13 = take_w13(self.packing, self.cut, w13)
         values2, scales2 = take_w2(self.packing, self.cut, w2)
         self.w13_scales = None if scales13 is None else keep_address(scales13)
         self.w2_scales = None if scales2 is None else keep_address(scales2)
-        self.w13 = nn.Parameter(values13, requires_grad=False)
-        self.w2 = nn.Parameter(values2, requires_grad=False)
-        local_ids = self.cut.expert_map(num_experts)
-        self.expert_map = keep_address(
-            torch.tensor(local_ids, dtype=torch.int32, device=self.w13.device)
+        self.w13, self.w2 = _parameter(values13), _parameter(values2)
+        biases = take_biases(self.packing, self.cut, w13_bias, w2_bias)
+        self.w13_bias, self.w2_bias = (b if b is None else _parameter(b) for b in biases)
+        self.routing = ExpertRouting(
+            placement, self.place.ep_rank, self.w13.device, names_places=ids_name_places
         )
         local, hidden = self.cut.intermediate.size, self.packing.hidden
         self.w13_slots = self._slots(
@@ -150,7 +183,9 @@ class FusedMoELoRA(nn.Module):
     ) -> Tensor:
         """x [.., hidden] -> [.., hidden], this rank's part of the sum over all ranks.
 
-        topk_ids int32, topk_weights fp32, both [rows, top_k]; ids are those of the whole model.
+        topk_ids int32, topk_weights fp32, both [rows, top_k]; ids are those of the whole model. Of
+        replicas the layer takes one by the number of the row, so that all ranks must be given the
+        same rows; with `ids_name_places` the server has chosen, and ids are places.
         `batch` is prepared for the step, `pairs` is prepared here and may be shared by layers
         that run one after the other; made `with_base`, for as many experts as the rank holds.
         quantised_x: x for the base weights, where these are quantised; the adapters are always
@@ -165,26 +200,27 @@ class FusedMoELoRA(nn.Module):
         self._check(x, topk_weights, quantised_x)
         rows = x.reshape(-1, hidden).contiguous()
         if quantised_x is not None:
-            quantised_x = _like_rows(quantised_x, rows)
+            quantised_x = like_rows(quantised_x, rows)
         lora = ExpertLoRA(self.w13_slots, self.w2_slots, scratch.workspace)
         # before the pairs are changed
         check_pairs(pairs, lora)
         out = torch.empty_like(rows)
 
         def routed() -> Tensor:
-            # without expert parallelism the ids are local already
-            local_ids = None if self.place.ep_size == 1 else self.expert_map
-            pairs.prepare(topk_ids, batch, expert_map=local_ids)
+            ids, expert_map = self.routing.ids_and_map(topk_ids)
+            pairs.prepare(ids, batch, expert_map=expert_map)
             run_experts(
                 rows,
-                _weight(self.w13, self.w13_scales),
-                _weight(self.w2, self.w2_scales),
+                weight_of(self.w13, self.w13_scales),
+                weight_of(self.w2, self.w2_scales),
                 topk_weights,
                 pairs,
                 scratch.buffers,
                 out,
+                w13_bias=self.w13_bias,
+                w2_bias=self.w2_bias,
                 lora=lora,
-                activation=Activation.SILU_GATED if self._num_up == 2 else Activation.SILU,
+                activation=self.activation,
                 router_weight=self.router_weight,
                 quantised_x=quantised_x,
                 form=form,
@@ -261,26 +297,5 @@ class FusedMoELoRA(nn.Module):
         )
 
 
-def _layer_dtype(w13: Weight, dtype: torch.dtype | None) -> torch.dtype:
-    own = values_of(w13).dtype
-    if isinstance(w13, Quantised):
-        if dtype is None:
-            raise ValueError(f"dtype must be given with weights of {own}")
-        return dtype
-    if dtype not in (None, own):
-        raise ValueError(f"dtype must be {own} like the weights (got {dtype})")
-    return own
-
-
-def _like_rows(quantised: Quantised, rows: Tensor) -> Quantised:
-    """[rows, hidden] and its scales, laid out as the kernels read them. ValueError."""
-    values, scales = quantised.values, quantised.scales
-    hidden = rows.shape[1]
-    if values.shape[-1] != hidden:
-        raise ValueError(f"quantised_x must have {hidden} columns (got {values.shape[-1]})")
-    # how many rows it has is checked where that of x is, since a traced graph must not ask
-    return Quantised(values.reshape(-1, hidden).contiguous(), scales.reshape(-1).contiguous())
-
-
-def _weight(values: Tensor, scales: Tensor | None) -> Weight:
-    return values if scales is None else Quantised(values, scales)
+def _parameter(values: Tensor) -> nn.Parameter:
+    return nn.Parameter(values, requires_grad=False)

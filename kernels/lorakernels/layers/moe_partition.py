@@ -5,13 +5,14 @@ outputs of gate and up, each on its own, and the inputs of down. The rank of an 
 never cut, so an adapter below the rank of the buffers needs no gathering (vllm #31994).
 
 Invariant: over all (ep, tp) ranks of a group the live ranges cover each element of each tensor
-of the unpadded model exactly once.
+of the unpadded model exactly once, or once for each place of its expert.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+from lorakernels.layers.expert_placement import ExpertPlacement
 from lorakernels.layers.partition import Shard, cut_dimension
 
 
@@ -49,32 +50,52 @@ class MoERank:
 
 
 @dataclass(frozen=True, slots=True)
+class HeldExperts:
+    """The experts of a rank: their ids in the model, in the order of its local ids."""
+
+    ids: tuple[int, ...]
+
+    @property
+    def size(self) -> int:
+        return len(self.ids)
+
+    @property
+    def run(self) -> range | None:
+        """The ids as a range, if they are one."""
+        run = range(self.ids[0], self.ids[0] + len(self.ids))
+        return run if self.ids == tuple(run) else None
+
+
+@dataclass(frozen=True, slots=True)
 class MoECut:
-    """A rank's part of a layer: its range of experts, and its range of the intermediate size, which
-    are the columns of gate and of up and the inputs of down."""
+    """A rank's part of a layer: its experts, its range of the intermediate size, which are
+    the columns of gate and of up and the inputs of down, and whether it adds the bias of down (the
+    sum over tensor-parallel ranks must hold it once)."""
 
-    experts: Shard
+    experts: HeldExperts
     intermediate: Shard
-
-    def expert_map(self, num_experts: int) -> list[int]:
-        """The local id of each expert of the model, -1 for those of other ranks."""
-        held = range(self.experts.start, self.experts.stop)
-        return [e - held.start if e in held else -1 for e in range(num_experts)]
+    owns_bias: bool
 
 
 def cut_moe(
-    num_experts: int, intermediate: int, rank: MoERank, *, padded_intermediate: int | None = None
+    num_experts: int,
+    intermediate: int,
+    rank: MoERank,
+    *,
+    padded_intermediate: int | None = None,
+    placement: ExpertPlacement | None = None,
 ) -> MoECut:
     """`padded_intermediate` is for a base layer whose shards are cut from a padded size; adapters
-    are not padded. Where experts cannot be divided evenly, the first ranks hold one more each.
-    Raises ValueError."""
-    if num_experts < rank.ep_size:
-        raise ValueError(f"experts must be at least ep_size {rank.ep_size} (got {num_experts})")
-    share, rest = divmod(num_experts, rank.ep_size)
-    start = rank.ep_rank * share + min(rank.ep_rank, rest)
-    size = share + (rank.ep_rank < rest)
+    are not padded. Without a placement the experts lie in runs. Raises ValueError."""
+    placement = placement or ExpertPlacement.in_runs(num_experts, rank.ep_size)
+    if (placement.num_experts, len(placement.of_rank)) != (num_experts, rank.ep_size):
+        raise ValueError(
+            f"placement must be of {num_experts} experts on {rank.ep_size} ranks "
+            f"(got {placement.num_experts} on {len(placement.of_rank)})"
+        )
     padded = intermediate if padded_intermediate is None else padded_intermediate
     return MoECut(
-        Shard(start, start + size, size),
+        HeldExperts(placement.of_rank[rank.ep_rank]),
         cut_dimension("intermediate size", intermediate, rank.tp_size, rank.tp_rank, padded),
+        owns_bias=rank.tp_rank == 0,
     )

@@ -16,6 +16,7 @@ from torch.nn import functional as F
 from lorakernels.common.stacked_weights import check_scale
 from lorakernels.dense.weights import LoRAFactors
 from lorakernels.layers.casting import cast_all
+from lorakernels.layers.moe_partition import HeldExperts
 from lorakernels.layers.partition import LayerCut, Shard, Slice, whole
 from lorakernels.moe.weights import Factors
 
@@ -120,6 +121,14 @@ def take(tensor: Tensor, shard: Shard, *, dim: int) -> Tensor:
         return piece
     behind = [0, 0] * (tensor.dim() - 1 - dim) + [0, padding]
     return F.pad(piece, behind)
+
+
+def take_experts(tensor: Tensor, experts: HeldExperts) -> Tensor:
+    """A rank's part of the axis of experts: a view where they lie in a run, else a copy."""
+    run = experts.run
+    if run is not None:
+        return tensor.narrow(0, run.start, len(run))
+    return tensor[list(experts.ids)]
 
 
 def owned(part: Tensor, whole: Tensor) -> Tensor:

@@ -97,6 +97,12 @@ def launches(compute_capability: int) -> Iterator[tuple[str, Callable[[], None]]
     yield "layer-fp32-r16-t8", partial(launch_layer, 8, 16, pdl=pdl, dtype=torch.float32)
     for tokens in (8, 1024):
         yield f"layer-beside-r16-t{tokens}", partial(launch_layer, tokens, 16, pdl=pdl, cut=True)
+    gpt_oss = partial(launch_layer, activation=Activation.SWIGLU_OAI, biased=True, pdl=pdl)
+    for tokens in (8, 1024):
+        yield f"layer-gpt_oss-r16-t{tokens}", partial(gpt_oss, tokens, 16)
+    yield "layer-gpt_oss-beside-r16-t8", partial(gpt_oss, 8, 16, cut=True)
+    gelu = Activation.GELU_TANH_GATED
+    yield "layer-gelu-r16-t8", partial(launch_layer, 8, 16, activation=gelu, pdl=pdl)
 
 
 def launch_align(
@@ -142,6 +148,8 @@ def launch_layer(
     dtype: torch.dtype = torch.bfloat16,
     sizes: Sizes = _W13,
     cut: bool = False,
+    activation: Activation = Activation.SILU_GATED,
+    biased: bool = False,
 ) -> None:
     """Launch a layer with gate and up of one width on tensors without data; `cut`: with products
     that are cut before the expand."""
@@ -152,8 +160,8 @@ def launch_layer(
         return torch.empty(shape, dtype=dtype, device="meta")
 
     act, y = empty(rows, width), empty(rows, hidden)
-    for x, x_rows, out, widths, activation in (
-        (hidden, tokens, act, (width, width), Activation.SILU_GATED),
+    for x, x_rows, out, widths, between in (
+        (hidden, tokens, act, (width, width), activation),
         (width, rows, y, (hidden,), None),
     ):
         lora = None
@@ -165,12 +173,13 @@ def launch_layer(
         product = Product(
             x=empty(x_rows, x),
             w=empty(experts, sum(widths), x),
+            bias=empty(experts, sum(widths)) if biased else None,
             out=out,
             pairs=pairs,
             lora_input=empty(x_rows, x),
             lora=lora,
-            activation=activation,
-            router_weights=None if activation else torch.empty(tokens, top_k, device="meta"),
+            activation=between,
+            router_weights=None if between else torch.empty(tokens, top_k, device="meta"),
         )
         _launch(product, pdl=pdl, cut=cut)
     launch_sum(y, pairs, empty(tokens, hidden), pdl=pdl)

@@ -24,6 +24,7 @@ from transformers.models.qwen3 import modeling_qwen3 as qwen3
 from transformers.models.qwen3_moe import modeling_qwen3_moe as qwen3_moe
 from transformers.models.qwen3_next import modeling_qwen3_next as qwen3_next
 
+from lorakernels.layers.gate_up import GateUp
 from lorakernels.layers.gdn import DeltaNetHeads, GatedDeltaNetInputProjection
 from lorakernels.layers.linear import LoRALinear
 from lorakernels.layers.moe import FusedMoELoRA
@@ -192,7 +193,13 @@ def _replace(
     parent = model.get_submodule(site.parent)
     first = getattr(parent, site.members[0])
     if isinstance(first, _EXPERTS):
-        layer = FusedMoELoRA(first.gate_up_proj, first.down_proj, num_slots=num_slots, rank=rank)
+        layer = FusedMoELoRA(
+            first.gate_up_proj,
+            first.down_proj,
+            gate_up=GateUp.HALVES,
+            num_slots=num_slots,
+            rank=rank,
+        )
         setattr(parent, site.name, ServedExperts(layer, place))
         return layer
     projection = _delta_net_input if site.members == _INPUT else _packed_linear

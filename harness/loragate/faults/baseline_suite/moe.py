@@ -19,6 +19,7 @@ from torch.nn import functional as F
 from loragate.core.machine import detect_machine
 from loragate.faults.baseline_suite.data import assert_close, drawn_adapters, rand
 from lorakernels.batch.metadata import BatchMetadata
+from lorakernels.layers.gate_up import GateUp
 from lorakernels.layers.moe import FusedMoELoRA, MoEScratch
 from lorakernels.layers.moe_partition import MoERank
 from lorakernels.moe.align.metadata import PairMetadata
@@ -137,7 +138,12 @@ def _layer_of(tokens: int, top_k: int, experts: int, rank: int, tp_size: int) ->
     total = torch.zeros(tokens, hidden, dtype=dtype, device=device)
     for tp_rank in range(tp_size):
         layer = FusedMoELoRA(
-            w13, w2, num_slots=slots, rank=rank, place=MoERank(tp_size=tp_size, tp_rank=tp_rank)
+            w13,
+            w2,
+            gate_up=GateUp.HALVES,
+            num_slots=slots,
+            rank=rank,
+            place=MoERank(tp_size=tp_size, tp_rank=tp_rank),
         )
         for slot, factors in enumerate(parts):
             layer.load_adapter(slot, factors)

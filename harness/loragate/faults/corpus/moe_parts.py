@@ -8,6 +8,7 @@ from loragate.faults.model import Group
 _layer = planting("lorakernels.layers.moe", Group.MOE_LAYER)
 _weights = planting("lorakernels.layers.moe_weights", Group.MOE_LAYER)
 _partition = planting("lorakernels.layers.moe_partition", Group.MOE_LAYER)
+_placement = planting("lorakernels.layers.expert_placement", Group.MOE_LAYER)
 _packing = planting("lorakernels.layers.expert_packing", Group.MOE_LAYER)
 
 FAULTS = (
@@ -27,10 +28,10 @@ FAULTS = (
     ),
     _layer(
         "ids-mapped-for-the-other-axis",
-        "local_ids = None if self.place.ep_size == 1 else self.expert_map",
-        "local_ids = None if self.place.tp_size == 1 else self.expert_map",
+        "placement, self.place.ep_rank, self.w13.device",
+        "placement, self.place.tp_rank, self.w13.device",
         source="vllm #38021",
-        why="Whether ids are mapped depends on the size of the wrong group.",
+        why="Ids are mapped for the rank of the wrong group.",
     ),
     _partition(
         "rank-of-the-group-for-both-axes",
@@ -39,21 +40,21 @@ FAULTS = (
         source="sglang #24171",
         why="Some parts are held twice and others by no rank.",
     ),
-    _partition(
+    _placement(
         "uneven-experts-overlap",
-        "start = rank.ep_rank * share + min(rank.ep_rank, rest)",
-        "start = rank.ep_rank * share",
+        "tuple(tuple(range(*ends)) for ends in pairwise(starts))",
+        "tuple(tuple(range(r * share, r * share + share + (r < rest))) for r in range(ep_size))",
         source="vllm #40867",
         why="Where experts cannot be divided evenly, one is held twice and the last by no rank.",
     ),
     _weights(
         "gate-and-up-cut-as-one",
-        "    halves = torch.split(held, packing.intermediate, dim=1)\n",
+        "    halves = packing.halves(held)\n",
         "    if cut.intermediate.live == cut.intermediate.size:\n"
         "        both = Shard(2 * cut.intermediate.start, 2 * cut.intermediate.stop,\n"
         "                     2 * cut.intermediate.size)\n"
         "        return _take(held, both, dim=1).contiguous()\n"
-        "    halves = torch.split(held, packing.intermediate, dim=1)\n",
+        "    halves = packing.halves(held)\n",
         source="tensorrt-llm #8063",
         why="The first rank gets the gate and the second one the up half.",
     ),
@@ -77,15 +78,15 @@ FAULTS = (
     ),
     _packing(
         "every-rank-takes-first-experts",
-        "    return factor.narrow(0, held.start, held.live) if factor",
-        "    return factor.narrow(0, 0, held.live) if factor",
+        "    return take_experts(factor, held) if factor",
+        "    return factor.narrow(0, 0, held.size) if factor",
         source="vllm #38021",
         why="All ranks load the adapter's factors of the first rank's experts.",
     ),
     _packing(
         "gate-and-up-of-a-fused-b-swapped",
-        "for piece in torch.split(b, widths, dim=1)]",
-        "for piece in reversed(torch.split(b, widths, dim=1))]",
+        "pieces = self.halves(b) if len(members) == 2 else (b,)",
+        "pieces = self.halves(b)[::-1] if len(members) == 2 else (b,)",
         source="unsloth-zoo #941",
         why="Of a fused gate and up, each gets the rows of the other.",
     ),

@@ -108,6 +108,8 @@ class _Watched:
                 self.tensors["the base bias"] = base.bias
             if isinstance(base, BaseExperts):
                 self.tensors["the base weight of down"] = base.down
+                if base.down_bias is not None:
+                    self.tensors["the base bias of down"] = base.down_bias
         if pool.down is not None:
             self.tensors |= {"A of down": pool.down.a, "B of down": pool.down.b[0]}
         if not self.in_place:

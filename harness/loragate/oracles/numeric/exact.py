@@ -15,7 +15,7 @@ from loragate.inputs.pairs import out_rows
 from loragate.matrix.case import Quantisation, Site
 from loragate.oracles.evidence import judge_bits, passed
 from loragate.oracles.numeric.golden import chunks, deltas, magnitudes
-from loragate.oracles.numeric.golden_layer import eager_of, golden_of
+from loragate.oracles.numeric.golden_layer import eager_of, golden_of, rounds_always
 from loragate.protocol import BaseLayer, Batch, Pool, Trial
 
 
@@ -25,7 +25,7 @@ class Exact:
     def applies(self, trial: Trial) -> str | None:
         if trial.case.quantisation is not Quantisation.NONE:
             return "a quantised product rounds on any data"
-        return None
+        return rounds_always(trial.case)
 
     def judge(self, trial: Trial) -> Judgement:
         pool, batch, base = inputs_of(trial, DataKind.EXACT)

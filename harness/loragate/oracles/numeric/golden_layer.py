@@ -2,7 +2,8 @@
 
     out[t] = sum over the choices e of t of w * down_e(silu(gate_e(x[t])) * up_e(x[t]))
 
-where each projection adds the delta of the token's slot. With one slice the activation is silu(up).
+where each projection adds its bias, if it has one, and the delta of the token's slot; other
+activations are in activations.py. With one slice the activation is silu(up).
 With router weights on the input, w multiplies gate and up instead. The inputs of the base products
 of a quantised layer are quantised, those of deltas are not.
 
@@ -17,11 +18,12 @@ from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
-from loragate.inputs.base_experts import dequantised, quantised, quantised_by
+from loragate.inputs.base_experts import dequantised, in_halves, quantised, quantised_by
+from loragate.inputs.expert_places import rank_of_pairs
 from loragate.inputs.pairs import pair_rows
-from loragate.matrix.case import Case, RouterWeights
+from loragate.matrix.case import Activation, Case, RouterWeights
+from loragate.oracles.numeric.activations import activated, slopes
 from loragate.oracles.numeric.golden import Golden, deltas, eager, golden, plain_base
 from loragate.oracles.numeric.grouped import GroupedRows
 from loragate.protocol import BaseExperts, BaseLayer, Batch, Pool
@@ -50,6 +52,14 @@ def plain_base_of(case: Case, batch: Batch, base: BaseLayer | None) -> Tensor | 
     """The output of the base layer alone in the case's dtype, where a site has one that is not
     cut."""
     return None if isinstance(base, BaseExperts) else plain_base(case, batch, base)
+
+
+def rounds_always(case: Case) -> str | None:
+    """The reason why a case of moe_layer has no data that leave nothing to round, if there is
+    one."""
+    if case.activation is Activation.SWIGLU_OAI:
+        return "the sigmoid of a gate that is clamped is never 1"
+    return None
 
 
 def _golden_layer(case: Case, pool: Pool, batch: Batch, base: BaseExperts) -> Golden:
@@ -133,24 +143,32 @@ class _Layer:
         if base.scales is not None:
             self.w13 = dequantised(self.w13, base.scales[0])
             self.w2 = dequantised(self.w2, base.scales[1])
+        self.w13 = in_halves(case, self.w13)
+        # of each pair
+        self.bias = self.down_bias = self.weights.new_zeros(1, 1)
+        if base.bias is not None and base.down_bias is not None:
+            self.bias = in_halves(case, base.bias)[rows.experts].to(dtype)
+            self.down_bias = base.down_bias[rows.experts].to(dtype)
 
     def first(self, pool: Pool | None) -> _First:
         x = self._as_base_sees_it(self.batch.x).to(self.dtype)
-        values = self.grouped.times(x[self.rows.x_rows], self.w13)
+        values = self.grouped.times(x[self.rows.x_rows], self.w13) + self.bias
         if pool is not None:
             values = values + deltas(pool, self.batch.x, self.rows, self.dtype)
         if self.case.router is RouterWeights.INPUT:
             values = values * self.weights
-        if len(self.case.slices) == 1:
-            return _First(None, values, functional.silu(values))
-        gate, up = values.chunk(2, dim=1)
-        return _First(gate, up, functional.silu(gate) * up)
+        gated = len(self.case.slices) == 2
+        gate, up = values.chunk(2, dim=1) if gated else (None, values)
+        return _First(gate, up, activated(self.case.activation, gate, up))
 
     def second(self, down: Pool | None, act: Tensor, columns: slice | None = None) -> Tensor:
-        """[pairs, hidden]: the second product over some columns of act."""
+        """[pairs, hidden]: the second product over some columns of act. The rank that has the first
+        ones adds the bias."""
         columns = columns or slice(None)
         part = act[:, columns]
         y = self.grouped.times(self._as_base_sees_it(part), self.w2[..., columns])
+        if not columns.start:
+            y = y + self.down_bias
         if down is None:
             return y
         return y + deltas(replace(down, a=down.a[..., columns]), part, self.act_rows, self.dtype)
@@ -164,10 +182,11 @@ class _Layer:
         return out.index_add_(0, self.rows.x_rows, y)
 
     def held_by_ranks(self) -> Iterator[Tensor]:
-        """[pairs, 1] for each rank of expert parallelism: which pairs it has."""
-        for held in _parts(self.case.experts, self.case.ep):
-            experts = self.rows.experts[:, None]
-            yield (experts >= held.start) & (experts < held.stop)
+        """[pairs, 1] for each rank of expert parallelism: which pairs it has. Of replicas a subject
+        may choose others: that changes the order of a sum."""
+        ranks = rank_of_pairs(self.case, self.rows.experts, self.rows.x_rows)[:, None]
+        for rank in range(self.case.ep):
+            yield ranks == rank
 
     def weighted_sum(self, y: Tensor, *, squares: bool = False) -> Tensor:
         """The weighted sum over choices of outputs, or with `squares` of variances."""
@@ -187,7 +206,7 @@ class _Layer:
             variance += self._accumulation(variance) * (2 * fp32) ** 2
         if self.case.router is RouterWeights.INPUT:
             variance *= self.weights.square()
-        return _act_noise(first, variance)
+        return _act_noise(self.case.activation, first, variance)
 
     def noise(self, pool: Pool, first: _First, moved: Tensor) -> Tensor:
         """Variance of the outputs of pairs before they are rounded, to first order."""
@@ -224,8 +243,8 @@ class _Layer:
         where act has few columns nothing averages its error; in 16 bits none of that shows."""
         x = self._as_base_sees_it(self.batch.x).to(self.dtype).square()
         terms = self.grouped.times(x[self.rows.x_rows], self.w13, squares=True) + variance
-        # a partial sum grows evenly up to the whole
-        return terms * self.case.in_features / 2
+        # a partial sum grows evenly up to the whole, to which a bias is added in one step
+        return terms * self.case.in_features / 2 + self.bias.square()
 
     def _as_base_sees_it(self, values: Tensor) -> Tensor:
         if not self.is_quantised:
@@ -236,15 +255,13 @@ class _Layer:
         return dequantised(*quantised(low)).to(self.dtype)
 
 
-def _act_noise(first: _First, variance: Tensor) -> Tensor:
+def _act_noise(activation: Activation, first: _First, variance: Tensor) -> Tensor:
     """Variance of act, given that of gate and up."""
-    argument = first.up if first.gate is None else first.gate
-    sigmoid = argument.sigmoid()
-    slope = sigmoid * (1 + argument * (1 - sigmoid))
-    if first.gate is None:
-        return variance * slope.square()
+    by_gate, by_up = slopes(activation, first.gate, first.up)
+    if by_gate is None:
+        return variance * by_up.square()
     of_gate, of_up = variance.chunk(2, dim=1)
-    return of_gate * (slope * first.up).square() + of_up * (sigmoid * first.gate).square()
+    return of_gate * by_gate.square() + of_up * by_up.square()
 
 
 def _squared(pool: Pool) -> Pool:

@@ -24,10 +24,10 @@ from loragate.core.verdict import Failure, Judgement, OracleName
 from loragate.execution.session import Session, inputs_of
 from loragate.inputs import DataKind, copy_batch
 from loragate.inputs.exactness import X_NONZEROS
-from loragate.matrix.case import Case, Dtype, Quantisation, Site
+from loragate.matrix.case import Bias, Case, Dtype, Quantisation, Site
 from loragate.oracles.evidence import judge_bits, passed
 from loragate.oracles.numeric.golden import chunks
-from loragate.oracles.numeric.golden_layer import golden_of
+from loragate.oracles.numeric.golden_layer import golden_of, rounds_always
 from loragate.protocol import BaseExperts, BaseLayer, Batch, Pool, Trial
 
 # the largest sums over in_features, of x and of act, and the largest sum of magnitudes in an
@@ -56,7 +56,9 @@ class Range:
     def applies(self, trial: Trial) -> str | None:
         if trial.case.quantisation is not Quantisation.NONE:
             return "a quantised product rounds on any data"
-        return None if trial.case.tokens else "the batch has no rows"
+        if trial.case.expert_bias is Bias.PRESENT:
+            return "experts with biases have no data whose parts can be shifted"
+        return rounds_always(trial.case) or (None if trial.case.tokens else "the batch has no rows")
 
     def judge(self, trial: Trial) -> Judgement:
         pool, batch, base = inputs_of(trial, DataKind.EXACT)

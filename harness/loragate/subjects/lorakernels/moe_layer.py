@@ -12,29 +12,53 @@ import torch
 from torch import Tensor
 
 from loragate.core.machine import Machine
+from loragate.inputs.base_experts import laid_out
 from loragate.inputs.draw import torch_dtype
-from loragate.matrix.case import Case, RouterWeights, Sharing, Streams
+from loragate.inputs.expert_places import experts_of_ranks
+from loragate.matrix.case import (
+    Activation,
+    Case,
+    GateUp,
+    Placement,
+    RouterWeights,
+    Sharing,
+    Streams,
+)
 from loragate.protocol import BaseExperts, Pool, Routes
 from loragate.subjects.lorakernels.dead_ranks import keep_dead_nan
 from loragate.subjects.lorakernels.mapping import Mapping, in_dims
 from loragate.subjects.lorakernels.moe_delta import expert_factors
 from lorakernels.common.quantised import Quantised, quantise_rows
+from lorakernels.layers import gate_up
+from lorakernels.layers.expert_packing import GATE_UP
+from lorakernels.layers.expert_placement import ExpertPlacement
 from lorakernels.layers.moe import GATED, FusedMoELoRA, MoEScratch
 from lorakernels.layers.moe_partition import MoERank
 from lorakernels.moe.align.metadata import PairMetadata
 from lorakernels.moe.layer import ops as moe
 from lorakernels.moe.layer.forms import MoEForm
+from lorakernels.moe.weights import ExpertFactors
 
 _PLAIN = GATED[1:]
 _ROUTER = {
     RouterWeights.OUTPUT: moe.RouterWeight.ON_OUTPUT,
     RouterWeights.INPUT: moe.RouterWeight.ON_INPUT,
 }
+_ORDER = {
+    GateUp.HALVES: gate_up.GateUp.HALVES,
+    GateUp.INTERLEAVED: gate_up.GateUp.INTERLEAVED,
+}
+_ACTIVATION = {
+    Activation.SILU: moe.Activation.SILU_GATED,
+    Activation.GELU_TANH: moe.Activation.GELU_TANH_GATED,
+    Activation.SWIGLU_OAI: moe.Activation.SWIGLU_OAI,
+}
 
 
 class MoELayer(Mapping):
     def __init__(self, case: Case, machine: Machine, base: BaseExperts) -> None:
         super().__init__(case, machine)
+        self.case = case
         self.projections = GATED if len(case.slices) == 2 else _PLAIN
         self.is_quantised = base.scales is not None
         self.input_dims = case.input_dims
@@ -71,9 +95,14 @@ class MoELayer(Mapping):
         if base.scales is not None:
             w13 = Quantised(base.weight, base.scales[0])
             w2 = Quantised(base.down, base.scales[1])
+        gated = len(self.projections) == 3
         return FusedMoELoRA(
             w13,
             w2,
+            gate_up=_ORDER[case.gate_up] if gated else None,
+            w13_bias=base.bias,
+            w2_bias=base.down_bias,
+            activation=_ACTIVATION[case.activation] if gated else None,
             num_slots=case.slots,
             rank=case.rank,
             dtype=torch_dtype(case.dtype),
@@ -81,6 +110,7 @@ class MoELayer(Mapping):
             shared_outer=case.sharing is Sharing.SHARED_OUTER,
             router_weight=_ROUTER[case.router],
             place=place,
+            placement=_placement(case),
             padded_intermediate=-(-case.slices[0] // case.tp) * case.tp,
         )
 
@@ -88,6 +118,10 @@ class MoELayer(Mapping):
         assert pool.down is not None
         factors = [*expert_factors(pool, slot), *expert_factors(pool.down, slot)]
         names = [f"experts.{projection}" for projection in self.projections]
+        if self.case.gate_up is GateUp.INTERLEAVED:
+            both = _one_module(self.case, *factors[:2])
+            if both is not None:
+                names, factors = [f"experts.{GATE_UP}", names[2]], [both, factors[2]]
         parts = dict(zip(names, factors, strict=True))
         for layer in self.ranks:
             layer.load_adapter(slot, parts)
@@ -135,3 +169,21 @@ class MoELayer(Mapping):
             form=form,
         )
         return result
+
+
+def _placement(case: Case) -> ExpertPlacement | None:
+    if case.placement is Placement.RUNS:
+        return None
+    if case.placement is Placement.ROUND_ROBIN:
+        return ExpertPlacement.round_robin(case.experts, case.ep)
+    return ExpertPlacement(case.experts, tuple(map(tuple, experts_of_ranks(case))))
+
+
+def _one_module(
+    case: Case, gate: ExpertFactors | None, up: ExpertFactors | None
+) -> ExpertFactors | None:
+    """Gate and up as an adapter of a model with one module for both has them; None where an oracle
+    has changed one of the two alone."""
+    if gate is None or up is None or not torch.equal(gate.a, up.a):
+        return None
+    return ExpertFactors(gate.a, laid_out(case, torch.cat([gate.b, up.b], dim=1)), gate.scale)

@@ -18,6 +18,7 @@ from torch import Tensor
 from loragate.core.machine import Machine
 from loragate.inputs.draw import torch_dtype
 from loragate.matrix.case import (
+    Activation,
     Base,
     Bias,
     Buffers,
@@ -25,11 +26,13 @@ from loragate.matrix.case import (
     Cut,
     Dtype,
     Execution,
+    GateUp,
     Ids,
     Layout,
     Loading,
     Parallel,
     Path,
+    Placement,
     Products,
     Quantisation,
     Site,
@@ -78,6 +81,10 @@ class LoraKernelsSubject:
                 "parallel": frozenset(Parallel),
                 "path": frozenset(Path),
                 "quantisation": frozenset(Quantisation),
+                "activation": frozenset(Activation),
+                "gate_up": frozenset(GateUp),
+                "placement": frozenset(Placement),
+                "expert_bias": frozenset(Bias),
                 "ids": frozenset(Ids),
                 "bias": frozenset(Bias),
                 "base": frozenset(Base),
@@ -165,6 +172,9 @@ def _allocates(case: Case) -> int | None:
     a delta net has two parts as well. What beside streams, several ranks and the rounding of a
     quantised layer's input need is not promised."""
     if case.tp > 1 or case.ep > 1 or case.quantisation is not Quantisation.NONE:
+        return None
+    if case.placement is Placement.REPLICATED:
+        # the ids of a step
         return None
     output = case.out_rows * case.out_features * torch_dtype(case.dtype).itemsize
     if case.site is Site.GDN_IN_PROJ:

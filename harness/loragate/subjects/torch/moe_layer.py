@@ -9,8 +9,15 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from loragate.inputs.base_experts import dequantised, quantised
-from loragate.matrix.case import Case, RouterWeights
+from loragate.inputs.base_experts import (
+    SWIGLU_ALPHA,
+    SWIGLU_LIMIT,
+    dequantised,
+    in_halves,
+    quantised,
+)
+from loragate.inputs.expert_places import experts_of_ranks, rank_of_pairs
+from loragate.matrix.case import Activation, Case, RouterWeights
 from loragate.protocol import BaseExperts, Pool, Routes
 
 
@@ -30,14 +37,17 @@ class Factors:
 
 @dataclass(frozen=True, slots=True)
 class Rank:
-    """The share of one rank of a group: some experts, and some columns of gate and of up."""
+    """The share of one rank of a group: some experts, and some columns of gate and of up. `number`
+    is its rank of expert parallelism."""
 
-    experts: range
+    number: int
+    experts: frozenset[int]
     columns: slice
 
 
 class MoELayer:
-    """sum over the choices of w * (silu(gate) * up) @ w2.T, with a delta in each product."""
+    """sum over the choices of w * (silu(gate) * up) @ w2.T, with a bias and a delta in each
+    product; or with another activation."""
 
     def __init__(self, case: Case, base: BaseExperts) -> None:
         self.case = case
@@ -46,12 +56,16 @@ class MoELayer:
         if base.scales is not None:
             self.w13 = dequantised(self.w13, base.scales[0])
             self.w2 = dequantised(self.w2, base.scales[1])
+        # gate above up, whatever their order is in the base layer
+        self.w13 = in_halves(case, self.w13)
+        self.b13 = None if base.bias is None else in_halves(case, base.bias)
+        self.b2 = base.down_bias
         # slot -> gate and up, or up alone; and down
         self.slots: dict[int, tuple[list[Factors], Factors]] = {}
         self.token_slots = torch.empty(0, dtype=torch.int32)
         self.ranks = [
-            Rank(range(experts.start, experts.stop), columns)
-            for experts in cut(case.experts, case.ep)
+            Rank(number, frozenset(experts), columns)
+            for number, experts in enumerate(experts_of_ranks(case))
             for columns in cut(case.slices[0], case.tp)
         ]
 
@@ -77,10 +91,14 @@ class MoELayer:
         assert routes.weights is not None
         out = torch.zeros(x.shape, device=x.device)
         ids, weights = routes.topk_ids.flatten(), routes.weights.flatten()
-        for expert in rank.experts:
-            pairs = (ids == expert).nonzero().flatten()
+        top_k = routes.topk_ids.shape[1]
+        rows = torch.arange(len(ids), device=ids.device) // top_k
+        # of an expert with several places one computes a pair; a choice of none is left out below
+        mine = rank_of_pairs(self.case, ids.long().clamp(min=0), rows) == rank.number
+        for expert in sorted(rank.experts):
+            pairs = ((ids == expert) & mine).nonzero().flatten()
             # the experts of a token are all different
-            tokens = pairs // routes.topk_ids.shape[1]
+            tokens = pairs // top_k
             if len(pairs):
                 out[tokens] += self.pairs(
                     rank, expert, x[tokens], tokens, weights[pairs, None]
@@ -101,10 +119,14 @@ class MoELayer:
     def first(self, rank: Rank, expert: int, x: Tensor, tokens: Tensor) -> Tensor:
         """fp32: gate and up of a rank, side by side."""
         # gate and up are cut separately
-        w13 = self.w13[expert].float().chunk(len(self.case.slices))
+        count = len(self.case.slices)
+        w13 = self.w13[expert].float().chunk(count)
+        b13 = None if self.b13 is None else self.b13[expert].float().chunk(count)
         parts = []
         for part, weight in enumerate(w13):
             y = self.as_base_sees_it(x) @ weight[rank.columns].T
+            if b13 is not None:
+                y += b13[part][rank.columns]
             for slot, (up, _) in self.slots.items():
                 own = self.of_slot(slot, tokens)
                 y[own] += up[part].delta(x[own], expert)[:, rank.columns]
@@ -115,11 +137,19 @@ class MoELayer:
         if len(self.case.slices) == 1:
             return functional.silu(inner)
         gate, up = inner.chunk(2, 1)
+        if self.case.activation is Activation.GELU_TANH:
+            return functional.gelu(gate, approximate="tanh") * up
+        if self.case.activation is Activation.SWIGLU_OAI:
+            gate, up = gate.clamp(max=SWIGLU_LIMIT), up.clamp(-SWIGLU_LIMIT, SWIGLU_LIMIT)
+            return (up + 1) * gate * torch.sigmoid(SWIGLU_ALPHA * gate)
         return functional.silu(gate) * up
 
     def second(self, rank: Rank, expert: int, act: Tensor, tokens: Tensor) -> Tensor:
         """fp32 [pairs, hidden]"""
         y = self.as_base_sees_it(act) @ self.w2[expert][:, rank.columns].float().T
+        # the sum over the ranks that share an expert must hold its bias once
+        if self.b2 is not None and rank.columns.start == 0:
+            y += self.b2[expert].float()
         for slot, (_, down) in self.slots.items():
             own = self.of_slot(slot, tokens)
             part = Factors(down.a[..., rank.columns], down.b, down.scale)

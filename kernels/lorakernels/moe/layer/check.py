@@ -9,7 +9,7 @@ from lorakernels.common.quantised import Quantised
 from lorakernels.moe.align.metadata import PairMetadata
 from lorakernels.moe.align.tables import PairTables
 from lorakernels.moe.delta.ops import check_devices
-from lorakernels.moe.layer.types import Activation, ExpertLoRA, LayerOperands
+from lorakernels.moe.layer.types import ExpertLoRA, LayerOperands, RouterWeight
 
 # name, tensor, shape, dtype
 Operand = tuple[str, Tensor, tuple[int, ...], torch.dtype]
@@ -36,12 +36,20 @@ def check_layer(layer: LayerOperands, lora: ExpertLoRA | None) -> None:
     weights = [isinstance(w, Quantised) for w in (layer.w13, layer.w2)]
     if weights != [layer.quantised_x is not None] * 2:
         raise ValueError("w13, w2 and x must all be quantised or none of them")
+    check_biases(layer.router_weight, layer.w13_bias, layer.w2_bias)
     second = _values(layer.w2)
     if second.dim() != 3:
         raise ValueError(f"w2 must have three dimensions (got {list(second.shape)})")
     if lora is not None:
         _, hidden, inter = second.shape
         _check_lora(lora, layer.x, hidden, (inter,) * _halves(layer))
+
+
+def check_biases(router_weight: RouterWeight, *biases: Tensor | None) -> None:
+    """A weighted input has no bias: the kernel multiplies the result of the product, with all that
+    was added to it. Raises ValueError."""
+    if router_weight is RouterWeight.ON_INPUT and any(bias is not None for bias in biases):
+        raise ValueError("biases must be None with router weights on the input")
 
 
 def check_operands(layer: LayerOperands, pairs: PairTables) -> None:
@@ -75,6 +83,12 @@ def _operands(layer: LayerOperands, pairs: PairTables) -> list[Operand]:
         if isinstance(operand, Quantised):
             scales = tuple(operand.values.shape[:-1])
             operands.append((f"scales of {name}", operand.scales, scales, torch.float32))
+    biases = (("w13_bias", layer.w13_bias, first), ("w2_bias", layer.w2_bias, second))
+    operands += [
+        (name, bias, tuple(weight.shape[:2]), dtype)
+        for name, bias, weight in biases
+        if bias is not None
+    ]
     if layer.quantised_x is not None:
         operands.append(("quantised_x", layer.quantised_x.values, (rows, hidden), packed))
     return operands
@@ -86,7 +100,7 @@ def _values(weight: Tensor | Quantised) -> Tensor:
 
 def _halves(layer: LayerOperands) -> int:
     """Projections in w13."""
-    return 2 if layer.activation is Activation.SILU_GATED else 1
+    return 2 if layer.activation.is_gated else 1
 
 
 def _check_operand(

@@ -14,6 +14,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from lorakernels.common.jit import dot
+from lorakernels.moe.layer.jit import clamped_swiglu, gelu_tanh
 
 # above every slot
 NO_SLOT = tl.constexpr(1 << 30)
@@ -142,6 +143,7 @@ def moe_gemm_kernel(
     w_ptr,
     x_scales_ptr,
     w_scales_ptr,
+    bias_ptr,
     shrunk_ptr,
     b_ptr,
     ranks_ptr,
@@ -170,7 +172,9 @@ def moe_gemm_kernel(
     BLOCK_R: tl.constexpr,
     RANK_ALIGN: tl.constexpr,
     GATED: tl.constexpr,
-    SILU: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    ALPHA: tl.constexpr,
+    LIMIT: tl.constexpr,
     WEIGHTED: tl.constexpr,
     SCALED: tl.constexpr,
     LORA: tl.constexpr,
@@ -184,7 +188,7 @@ def moe_gemm_kernel(
     # once; with LORA it relies on the shrink, which waited for everything else before it let this
     # kernel start. STORES_SUMS: it ends behind the K loop, out is fp32 and holds both halves.
     # LOADS_SUMS: it goes on from there, and x are these sums. The pointer of B has the dtype of the
-    # layer in either case
+    # layer in either case. bias_ptr is None without a bias
     if PDL and not LORA:
         gdc_wait()
     COLUMN_BLOCKS: tl.constexpr = (WIDTH + BLOCK_N - 1) // BLOCK_N
@@ -239,6 +243,11 @@ def moe_gemm_kernel(
             acc *= x_scale * tl.load(w_scale_ptrs)[None, :]
             if GATED:
                 up *= x_scale * tl.load(w_scale_ptrs + WIDTH)[None, :]
+        if bias_ptr is not None:
+            bias_ptrs = bias_ptr + expert.to(tl.int64) * ((GATED + 1) * WIDTH) + columns
+            acc += tl.load(bias_ptrs).to(tl.float32)[None, :]
+            if GATED:
+                up += tl.load(bias_ptrs + WIDTH).to(tl.float32)[None, :]
 
         if LORA:
             if PDL:
@@ -255,8 +264,12 @@ def moe_gemm_kernel(
             acc *= weight
             if GATED:
                 up *= weight
-        if SILU:
+        if ACTIVATION == "silu":
             acc = acc * tl.sigmoid(acc)
+        elif ACTIVATION == "gelu_tanh":
+            acc = gelu_tanh(acc)
+        elif ACTIVATION == "swiglu_oai":
+            acc, up = clamped_swiglu(acc, up, ALPHA, LIMIT)
         if GATED and not STORES_SUMS:
             acc *= up
         out_ptrs = out_ptr + pairs.to(tl.int64)[:, None] * stride_om + offs_n[None, :]

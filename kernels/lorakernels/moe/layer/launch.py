@@ -34,11 +34,12 @@ class Adapters:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Product:
-    """The operands of one product of a layer: out[p] = act(x_row @ W[e].T + delta), times the
-    router weight before the activation, or instead of it."""
+    """The operands of one product of a layer: out[p] = act(x_row @ W[e].T + bias[e] + delta), times
+    the router weight before the activation, or instead of it."""
 
     x: Tensor | Quantised
     w: Tensor | Quantised
+    bias: Tensor | None
     out: Tensor
     pairs: PairTables
     # what the adapters are applied to: x before it was quantised
@@ -49,7 +50,7 @@ class Product:
 
     @property
     def is_gated(self) -> bool:
-        return self.activation is Activation.SILU_GATED
+        return self.activation is not None and self.activation.is_gated
 
     @property
     def values(self) -> tuple[Tensor, Tensor]:
@@ -92,7 +93,9 @@ def launch_beside(product: Product, base: Callable[[], Product], *, adds: bool =
     sums = product.out.new_empty(pairs.num_pairs, columns, dtype=torch.float32)
 
     def multiply() -> None:
-        _gemm(replace(base(), out=sums, router_weights=None), None, pdl=False, part=_Part.SUMS)
+        # what follows from the sums is left to the second launch
+        of_sums = replace(base(), out=sums, bias=None, router_weights=None)
+        _gemm(of_sums, None, pdl=False, part=_Part.SUMS)
 
     sides = () if delta is None else (partial(shrink, delta, pdl=False),)
     fork_join(sums.device, multiply, *sides)
@@ -114,10 +117,12 @@ def _gemm(product: Product, delta: Delta | None, *, pdl: bool, part: _Part = _Pa
     height = pairs.base_height
     plan = plan_gemm(height, itemsize=given.element_size(), is_gated=product.is_gated)
     tables, weights = pairs.tables, product.router_weights
+    activation = None if part is _Part.SUMS else product.activation
     moe_gemm_kernel[(-(-width // plan.block_n) * pairs.base_tile_programs,)](
         x,
         w,
         *product.scales,
+        product.bias,
         # without adapters only the dtype of B is used
         *((delta.shrunk, *delta.slots[1:]) if delta else (out, given, out, out)),
         out if weights is None else weights,
@@ -139,7 +144,9 @@ def _gemm(product: Product, delta: Delta | None, *, pdl: bool, part: _Part = _Pa
         EVEN_K=depth % plan.block_k == 0,
         EVEN_N=width % plan.block_n == 0,
         GATED=int(product.is_gated),
-        SILU=product.activation is not None and part is not _Part.SUMS,
+        ACTIVATION=activation.formula.value if activation else "",
+        ALPHA=activation.alpha if activation else 0.0,
+        LIMIT=activation.limit if activation else 0.0,
         WEIGHTED=weights is not None,
         SCALED=isinstance(product.x, Quantised),
         LORA=delta is not None,

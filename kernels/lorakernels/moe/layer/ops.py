@@ -33,6 +33,7 @@ from lorakernels.moe.layer.types import (
     Activation,
     ExpertBuffers,
     ExpertLoRA,
+    Formula,
     LayerOperands,
     RouterWeight,
 )
@@ -58,18 +59,22 @@ def run_experts(
     buffers: ExpertBuffers,
     out: Tensor,
     *,
+    w13_bias: Tensor | None = None,
+    w2_bias: Tensor | None = None,
     lora: ExpertLoRA | None = None,
     activation: Activation = Activation.SILU_GATED,
     router_weight: RouterWeight = RouterWeight.ON_OUTPUT,
     quantised_x: Quantised | None = None,
     form: MoEForm | None = None,
 ) -> None:
-    """out[t] = sum over the choices p of t of w[p] * act(x[t] @ W13[e].T) @ W2[e].T, each product
-    with the delta of the slot of t.
+    """out[t] = sum over the choices p of t of w[p] * (act(x[t] @ W13[e].T + b13[e]) @ W2[e].T +
+    b2[e]), each product with the delta of the slot of t.
 
     x [rows, H] contiguous in the layer's dtype; the adapters are always applied to it as it is,
         even where `quantised_x` replaces it for the base product (vllm #42120).
-    w13 [E, 2 * I or I, H], w2 [E, H, I] contiguous. router_weights fp32 [rows, top_k].
+    w13 [E, 2 * I or I, H], gate above up, w2 [E, H, I] contiguous. router_weights fp32 [rows,
+        top_k]. w13_bias [E, 2 * I or I] and w2_bias [E, H] in the layer's dtype; there are none
+        with router weights on the input.
     pairs: prepared, `with_base`. out [rows, H]. Choices without a local expert add nothing.
     form: None lets the plan choose.
     Products accumulate in fp32, the activation included; act and y are rounded to the dtype.
@@ -79,6 +84,8 @@ def run_experts(
         x=x,
         w13=w13,
         w2=w2,
+        w13_bias=w13_bias,
+        w2_bias=w2_bias,
         quantised_x=quantised_x,
         router_weights=router_weights,
         act=buffers.act,
@@ -98,6 +105,8 @@ def _run_experts(
     x: Tensor,
     weights: list[Tensor],
     x_quantised: list[Tensor],
+    w13_bias: Tensor | None,
+    w2_bias: Tensor | None,
     router_weights: Tensor,
     pair_buffers: list[Tensor],
     pair_sizes: list[int],
@@ -107,7 +116,10 @@ def _run_experts(
     act: Tensor,
     y: Tensor,
     out: Tensor,
-    activation: int,
+    formula: str,
+    is_gated: bool,
+    alpha: float,
+    limit: float,
     on_input: bool,
     form: int,
 ) -> None:
@@ -118,12 +130,14 @@ def _run_experts(
         x=x,
         w13=w13,
         w2=w2,
+        w13_bias=w13_bias,
+        w2_bias=w2_bias,
         quantised_x=quantised_x,
         router_weights=router_weights,
         act=act,
         y=y,
         out=out,
-        activation=Activation(activation),
+        activation=Activation(Formula(formula), is_gated, alpha, limit),
         router_weight=RouterWeight.ON_INPUT if on_input else RouterWeight.ON_OUTPUT,
     )
     num_rows = prepared_rows(step)
@@ -161,6 +175,7 @@ def _launch(
     first = Product(
         x=x if quantised_x is None else quantised_x,
         w=layer.w13,
+        bias=layer.w13_bias,
         out=act,
         pairs=pairs,
         lora_input=x,
@@ -171,6 +186,7 @@ def _launch(
     second = Product(
         x=act,
         w=layer.w2,
+        bias=layer.w2_bias,
         out=y,
         pairs=pairs,
         lora_input=act,
@@ -202,10 +218,13 @@ def _flatten(
     """The arguments of the operator, which takes only tensors, numbers and lists of them."""
     quantised_x = operands.quantised_x
     projections = () if lora is None else (lora.w13, lora.w2)
+    activation = operands.activation
     return (
         operands.x,
         _tensors(operands.w13, operands.w2),
         [] if quantised_x is None else _tensors(quantised_x),
+        operands.w13_bias,
+        operands.w2_bias,
         operands.router_weights,
         pairs.buffers,
         pairs.sizes,
@@ -215,7 +234,10 @@ def _flatten(
         operands.act,
         operands.y,
         operands.out,
-        operands.activation.value,
+        activation.formula.value,
+        activation.is_gated,
+        activation.alpha,
+        activation.limit,
         operands.router_weight is RouterWeight.ON_INPUT,
     )
 

@@ -1,9 +1,10 @@
-"""The types of a MoE layer: activation, router weights, quantised operands, buffers, adapters."""
+"""The types of a MoE layer: activations, router weights, quantised operands, buffers, adapters."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from enum import Enum, auto
+from enum import Enum, StrEnum, auto
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -14,18 +15,56 @@ from lorakernels.moe.weights import ExpertWeights
 from lorakernels.runtime.device import keep_address
 
 
-class Activation(Enum):
-    """The activation between the two products."""
+class Formula(StrEnum):
+    """The table of activations. The kernel compares with these names."""
 
-    # silu(gate) * up: w13 holds both halves, gate first
-    SILU_GATED = auto()
-    # silu(x): w13 is one projection
-    SILU = auto()
+    # silu(gate) * up
+    SILU = "silu"
+    # gelu(gate) * up, in its approximation by tanh
+    GELU_TANH = "gelu_tanh"
+    # (min(max(up, -limit), limit) + 1) * g * sigmoid(alpha * g), with g = min(gate, limit)
+    SWIGLU_OAI = "swiglu_oai"
+
+
+@dataclass(frozen=True, slots=True)
+class Activation:
+    """The activation between the two products, of gate and up. Without a gate the formula is
+    applied to up itself. `alpha` and `limit` are those of SWIGLU_OAI; no other formula reads
+    them. Raises ValueError."""
+
+    formula: Formula
+    is_gated: bool = True
+    alpha: float = 0.0
+    limit: float = 0.0
+
+    SILU: ClassVar[Activation]
+    SILU_GATED: ClassVar[Activation]
+    # Gemma
+    GELU_TANH_GATED: ClassVar[Activation]
+    # GPT-OSS
+    SWIGLU_OAI: ClassVar[Activation]
+
+    def __post_init__(self) -> None:
+        if self.formula is not Formula.SWIGLU_OAI:
+            return
+        if not self.is_gated:
+            raise ValueError(f"{self.formula} must have a gate")
+        for name, value in (("alpha", self.alpha), ("limit", self.limit)):
+            if not 0 < value < float("inf"):
+                raise ValueError(
+                    f"{name} of {self.formula} must be positive and finite (got {value})"
+                )
+
+
+Activation.SILU = Activation(Formula.SILU, is_gated=False)
+Activation.SILU_GATED = Activation(Formula.SILU)
+Activation.GELU_TANH_GATED = Activation(Formula.GELU_TANH)
+Activation.SWIGLU_OAI = Activation(Formula.SWIGLU_OAI, alpha=1.702, limit=7.0)
 
 
 class RouterWeight(Enum):
-    """Where a token's router weights are applied. On the input of the first product, which has no
-    bias, is the same as on its result, before the activation."""
+    """Where a token's router weights are applied. On the input of the first product, which then has
+    no bias, is the same as on its result, before the activation."""
 
     ON_OUTPUT = auto()
     ON_INPUT = auto()
@@ -67,6 +106,8 @@ class LayerOperands:
     x: Tensor
     w13: Tensor | Quantised
     w2: Tensor | Quantised
+    w13_bias: Tensor | None = None
+    w2_bias: Tensor | None = None
     quantised_x: Quantised | None
     router_weights: Tensor
     act: Tensor
