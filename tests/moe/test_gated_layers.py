@@ -248,6 +248,18 @@ def test_the_order_of_rows_is_undone_by_nothing_else_than_itself() -> None:
     assert gate[0, :, 0].tolist() == [0.0, 4.0, 8.0]
 
 
+def test_the_rows_of_a_usual_layer_are_halves_unless_it_is_told() -> None:
+    w13 = torch.arange(72, dtype=torch.float32).view(3, 6, 4)
+    w2 = torch.ones(3, 4, 3)
+    layers = [
+        FusedMoELoRA(w13, w2, num_slots=1, rank=2, gate_up=order)
+        for order in (None, GateUp.HALVES, GateUp.INTERLEAVED)
+    ]
+    assert [layer.packing.gate_up for layer in layers[:2]] == [GateUp.HALVES] * 2
+    assert torch.equal(layers[0].w13, w13)
+    assert not torch.equal(layers[2].w13, w13)
+
+
 W13, W2 = torch.ones(3, 12, 4), torch.ones(3, 4, 6)
 
 
@@ -255,8 +267,12 @@ W13, W2 = torch.ones(3, 12, 4), torch.ones(3, 4, 6)
     ("options", "message"),
     [
         (
-            {"gate_up": None},
-            "gate_up must say how the rows of gate and up lie, GateUp.HALVES or GateUp.INTERLEAVED",
+            {"gate_up": None, "activation": Activation.SWIGLU_OAI},
+            "gate_up must say how the rows of gate and up lie in a layer with biases or another",
+        ),
+        (
+            {"gate_up": None, "w2_bias": torch.ones(3, 4)},
+            "gate_up must say how the rows of gate and up lie in a layer with biases or another",
         ),
         (
             {"w13": W13[:, :6], "projections": OF_NO_GATE},

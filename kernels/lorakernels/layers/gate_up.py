@@ -1,5 +1,4 @@
-"""How gate and up lie in one tensor. Nothing in the shapes tells one order from the other, so a
-layer with a gate has to be told."""
+"""How gate and up lie in one tensor. Nothing in the shapes tells one order from the other."""
 
 from __future__ import annotations
 

@@ -29,6 +29,7 @@ from lorakernels.layers.moe_weights import (
     layer_activation,
     layer_dtype,
     like_rows,
+    order_of,
     take_biases,
     take_w2,
     take_w13,
@@ -86,13 +87,13 @@ class FusedMoELoRA(nn.Module):
     w13 [experts, 2 * intermediate, hidden], or [experts, intermediate, hidden] without a gate; w2
     [experts, hidden, intermediate]; both of the whole layer, of which a rank keeps its part, as of
     the biases, w13_bias [experts, rows of w13] and w2_bias [experts, hidden]. `gate_up` says how
-    gate and up lie in w13, in its bias and in adapters that have one module for both; a layer
-    with a gate must name it. `dtype` is that of activations, adapters and biases; it is needed only
-    where the weights are quantised. `projections` are the names of gate, up and down in an adapter,
-    or of up and down. `activation` None is SiLU. With `shared_outer` the A of gate and up and the B
-    of down are kept once, for all experts, and adapters must share them. `placement` says which
-    experts each rank holds, in runs if it is None; a rank has the adapters' factors of its experts
-    in all their places. Raises ValueError.
+    gate and up lie in w13, in its bias and in adapters that have one module for both: None is
+    HALVES, and is refused with a bias or an activation. `dtype` is that of activations, adapters
+    and biases; it is needed only where the weights are quantised. `projections` are the names of
+    gate, up and down in an adapter, or of up and down. `activation` None is SiLU. With
+    `shared_outer` the A of gate and up and the B of down are kept once, for all experts, and
+    adapters must share them. `placement` says which experts each rank holds, in runs if it is None;
+    a rank has the adapters' factors of its experts in all their places. Raises ValueError.
     """
 
     def __init__(
@@ -116,6 +117,8 @@ class FusedMoELoRA(nn.Module):
         padded_intermediate: int | None = None,
     ) -> None:
         super().__init__()
+        is_usual = activation is None and w13_bias is None and w2_bias is None
+        gate_up = order_of(projections, gate_up, is_usual=is_usual)
         self.packing = expert_packing(w13, w2, tuple(projections), gate_up)
         self.router_weight, self.shared_outer = router_weight, shared_outer
         self.place = place or MoERank()

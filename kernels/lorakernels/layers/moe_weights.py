@@ -6,6 +6,8 @@ are cut separately. Whatever their order was, a rank holds its gate above its up
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -29,7 +31,6 @@ def expert_packing(
             "projections must be different names of gate, up and down, or of up and down "
             f"(got {', '.join(projections)})"
         )
-    _check_order(projections, gate_up)
     first, second = values_of(w13), values_of(w2)
     if second.dim() != 3:
         raise ValueError(f"w2 must be [experts, hidden, intermediate] (got {list(second.shape)})")
@@ -152,14 +153,20 @@ def _take_rows(packing: ExpertPacking, cut: MoECut, tensor: Tensor) -> Tensor:
     return torch.cat([_take(half, cut.intermediate, dim=1) for half in halves], dim=1)
 
 
-def _check_order(projections: tuple[str, ...], gate_up: GateUp | None) -> None:
-    if len(projections) == 3 and gate_up is None:
-        raise ValueError(
-            "gate_up must say how the rows of gate and up lie, GateUp.HALVES or "
-            "GateUp.INTERLEAVED (got None)"
-        )
+def order_of(
+    projections: Sequence[str], gate_up: GateUp | None, *, is_usual: bool
+) -> GateUp | None:
+    """The given order, or HALVES for a layer with a gate that `is_usual`. ValueError."""
     if len(projections) == 2 and gate_up is not None:
         raise ValueError(f"gate_up must be None without a gate (got {gate_up.name})")
+    if len(projections) == 2 or gate_up is not None:
+        return gate_up
+    if is_usual:
+        return GateUp.HALVES
+    raise ValueError(
+        "gate_up must say how the rows of gate and up lie in a layer with biases or another "
+        "activation than SiLU, GateUp.HALVES or GateUp.INTERLEAVED (got None)"
+    )
 
 
 def _take(tensor: Tensor, shard: Shard, *, dim: int) -> Tensor:
