@@ -20,7 +20,8 @@ from loragate.engine.report import BASE, DRAFT, Defect, Report
 from loragate.engine.requests import Completion, Request
 from loragate.engine.verdicts import TokenVerdict, token_verdict
 
-# an engine may be so many times as far from fp64 as the reference in bf16: it adds in another order
+# an engine may be so many times as far from fp64 as the reference in its dtype: it adds in another
+# order
 _ALLOWANCE = 2
 # whatever is measured: one rounding of each of two logits of the largest size. In fp32 that is less
 # than sums in another order may differ by; its limit is a thousandth of a right token's lead
