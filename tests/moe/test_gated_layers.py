@@ -206,6 +206,20 @@ def activated(activation: Activation, gate: Tensor, up: Tensor) -> Tensor:
     return buffers.act[0].clone()
 
 
+@pytest.mark.parametrize("formula", Formula)
+def test_the_kernel_has_each_formula_of_the_table(formula: Formula) -> None:
+    constants = {"alpha": 1.5, "limit": 2.0} if formula is Formula.SWIGLU_OAI else {}
+    gate, up = torch.tensor([0.5, 1.5]), torch.tensor([0.25, 1.0])
+    found = activated(Activation(formula, **constants), gate, up)
+    g = gate.double()
+    wanted = {
+        Formula.SILU: up * g / (1 + (-g).exp()),
+        Formula.GELU_TANH: up * torch.nn.functional.gelu(g, approximate="tanh"),
+        Formula.SWIGLU_OAI: (up + 1) * g / (1 + (-1.5 * g).exp()),
+    }[formula]
+    torch.testing.assert_close(found.double(), wanted, rtol=1e-5, atol=1e-5)
+
+
 def test_gate_is_clamped_from_above_and_up_from_both_sides() -> None:
     activation = Activation(Formula.SWIGLU_OAI, alpha=2.0, limit=3.0)
     gate = torch.tensor([-9.0, -1.0, 2.0, 9.0, 1.0, 1.0, 1.0])

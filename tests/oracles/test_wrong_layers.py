@@ -14,8 +14,12 @@ from torch.nn import functional
 from loragate.core.verdict import Failure, Judgement, OracleName
 from loragate.inputs.base_experts import dequantised, quantised
 from loragate.matrix.case import (
+    Activation,
+    Bias,
     Case,
     Dtype,
+    GateUp,
+    Placement,
     Quantisation,
     RouterWeights,
     Sharing,
@@ -48,6 +52,9 @@ FP8 = replace(CASE, quantisation=Quantisation.FP8, dtype=Dtype.FP16)
 # few numbers do not distinguish the cost of quantising from one number that is quantised otherwise
 MANY_FP8 = replace(FP8, tokens=200, slices=(96, 96))
 SHARED = replace(CASE, sharing=Sharing.SHARED_OUTER)
+BIASED = replace(CASE, expert_bias=Bias.PRESENT)
+GPT_OSS = replace(BIASED, activation=Activation.SWIGLU_OAI, gate_up=GateUp.INTERLEAVED)
+REPLICATED = replace(PARALLEL, placement=Placement.REPLICATED)
 
 
 class RouterWeightTwice(MoELayer):
@@ -201,7 +208,7 @@ class AdapterOfAnotherEpRank(MoELayer):
         return inner
 
     def shifted(self, part: Factors, rank: Rank) -> Factors:
-        start = rank.experts.start
+        start = min(rank.experts)
         return replace(part, a=part.a.roll(start, 0), b=part.b.roll(start, 0))
 
 
@@ -294,6 +301,37 @@ class BaseOnEveryRank(MoELayer):
         return out
 
 
+class BiasOfDownOnEveryRank(MoELayer):
+    def second(self, rank: Rank, expert: int, act: Tensor, tokens: Tensor) -> Tensor:
+        y = super().second(rank, expert, act, tokens)
+        assert self.b2 is not None
+        return y + self.b2[expert].float() if rank.columns.start else y
+
+
+class BiasBehindTheRouterWeight(MoELayer):
+    def pairs(self, rank: Rank, expert: int, x: Tensor, tokens: Tensor, weights: Tensor) -> Tensor:
+        assert self.b2 is not None
+        y = super().pairs(rank, expert, x, tokens, weights)
+        return (y + (1 - weights) * self.b2[expert].float()).to(x.dtype)
+
+
+class EveryReplicaComputes(MoELayer):
+    def chosen_here(self, rank: Rank, ids: Tensor, top_k: int) -> Tensor:
+        return ids
+
+
+class InterleavedTakenForHalves(MoELayer):
+    def __init__(self, case: Case, base: BaseExperts) -> None:
+        super().__init__(case, base)
+        self.w13, self.b13 = base.weight, base.bias
+
+
+class SiluForSwigluOfGptOss(MoELayer):
+    def activated(self, inner: Tensor) -> Tensor:
+        gate, up = inner.chunk(2, 1)
+        return functional.silu(gate) * up
+
+
 class DownSeesQuantisedActivations(MoELayer):
     """vllm #42120"""
 
@@ -367,13 +405,19 @@ WRONG_ANSWERS = [
     (StrideOfTheUnpaddedWidth, PADDED),
     (PaddingIsAdded, PADDED),
     (BaseOnEveryRank, CUT),
+    (BiasOfDownOnEveryRank, replace(BIASED, tp=2)),
+    (BiasBehindTheRouterWeight, BIASED),
+    (EveryReplicaComputes, REPLICATED),
+    (InterleavedTakenForHalves, replace(BIASED, gate_up=GateUp.INTERLEAVED)),
 ]
-# a quantised product always rounds, and has no exact result
+# a quantised product and a gate that is clamped always round, and have no exact result
 ROUNDED = [
     (DownSeesQuantisedActivations, MANY_FP8),
     (AdaptersSeeQuantisedInput, FP8),
     (AdaptersSeeValuesWithoutScale, FP8),
     (NothingQuantised, MANY_FP8),
+    (SiluForSwigluOfGptOss, GPT_OSS),
+    (InterleavedTakenForHalves, GPT_OSS),
     (AdaptersOfHalfPrecision, replace(FP8, dtype=Dtype.FP32)),
     (HalfPrecisionShrinkOutputs, replace(FP8, dtype=Dtype.FP32)),
 ]

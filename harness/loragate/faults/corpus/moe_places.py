@@ -15,7 +15,7 @@ FAULTS = (
         "self.local_ids[experts, rows[:, None] % self.counts[experts]]",
         "self.local_ids[experts].amax(-1)",
         source="own",
-        why="Each rank with a replica of an expert computes a pair, and the sum holds it twice.",
+        why="Every rank that has a replica computes a pair, and the sum holds it twice.",
     ),
     _routing(
         "experts-in-turn-mapped-as-runs",

@@ -129,9 +129,9 @@ FAULTS = (
     ),
     _layer(
         "moe-alignment-not-waited-for",
-        "            pairs.prepare(topk_ids, batch, expert_map=local_ids)\n",
+        "            pairs.prepare(ids, batch, expert_map=expert_map)\n",
         "            with torch.cuda.stream(torch.cuda.Stream()):\n"
-        "                pairs.prepare(topk_ids, batch, expert_map=local_ids)\n",
+        "                pairs.prepare(ids, batch, expert_map=expert_map)\n",
         source="vllm #42290",
         why="The alignment has a stream of its own, and its tables are read too early.",
     ),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -17,7 +18,7 @@ from loragate.inputs.base_experts import (
     quantised,
 )
 from loragate.inputs.expert_places import experts_of_ranks, rank_of_pairs
-from loragate.matrix.case import Activation, Case, RouterWeights
+from loragate.matrix.case import Activation, Case, Placement, RouterWeights
 from loragate.protocol import BaseExperts, Pool, Routes
 
 
@@ -41,7 +42,7 @@ class Rank:
     is its rank of expert parallelism."""
 
     number: int
-    experts: frozenset[int]
+    experts: Sequence[int]
     columns: slice
 
 
@@ -64,7 +65,7 @@ class MoELayer:
         self.slots: dict[int, tuple[list[Factors], Factors]] = {}
         self.token_slots = torch.empty(0, dtype=torch.int32)
         self.ranks = [
-            Rank(number, frozenset(experts), columns)
+            Rank(number, experts, columns)
             for number, experts in enumerate(experts_of_ranks(case))
             for columns in cut(case.slices[0], case.tp)
         ]
@@ -91,19 +92,23 @@ class MoELayer:
         assert routes.weights is not None
         out = torch.zeros(x.shape, device=x.device)
         ids, weights = routes.topk_ids.flatten(), routes.weights.flatten()
-        top_k = routes.topk_ids.shape[1]
-        rows = torch.arange(len(ids), device=ids.device) // top_k
-        # of an expert with several places one computes a pair; a choice of none is left out below
-        mine = rank_of_pairs(self.case, ids.long().clamp(min=0), rows) == rank.number
-        for expert in sorted(rank.experts):
-            pairs = ((ids == expert) & mine).nonzero().flatten()
+        if self.case.placement is Placement.REPLICATED:
+            ids = self.chosen_here(rank, ids, routes.topk_ids.shape[1])
+        for expert in sorted(set(rank.experts)):
+            pairs = (ids == expert).nonzero().flatten()
             # the experts of a token are all different
-            tokens = pairs // top_k
+            tokens = pairs // routes.topk_ids.shape[1]
             if len(pairs):
                 out[tokens] += self.pairs(
                     rank, expert, x[tokens], tokens, weights[pairs, None]
                 ).float()
         return out
+
+    def chosen_here(self, rank: Rank, ids: Tensor, top_k: int) -> Tensor:
+        """The ids of pairs, -1 where another rank has the replica that computes a pair."""
+        rows = torch.arange(len(ids), device=ids.device) // top_k
+        ranks = rank_of_pairs(self.case, ids.long().clamp(min=0), rows)
+        return torch.where(ranks == rank.number, ids, -1)
 
     def pairs(self, rank: Rank, expert: int, x: Tensor, tokens: Tensor, weights: Tensor) -> Tensor:
         """[pairs of the expert, hidden] in the dtype of x; weights [pairs, 1]."""
