@@ -10,43 +10,36 @@ import argparse
 import sys
 import traceback
 from collections.abc import Iterable, Sequence
+from importlib import import_module
 from typing import Any, NoReturn
 
-from loragate.commands import (
-    bench,
-    checkpoints,
-    docs,
-    faults,
-    findings,
-    gate,
-    history,
-    merge,
-    morning,
-    mutants,
-    plan,
-    replay,
-    report,
-    scan,
-)
 from loragate.core.errors import CommandError
 from loragate.core.signals import ended_by_signals
 from loragate.core.verdict import ExitCode
 from loragate.matrix.problems import nearest
 
+# modules of loragate.commands
 _COMMANDS = (
-    *(gate, plan, replay, report, merge, scan, morning, history),
-    *(faults, mutants, bench, findings, checkpoints, docs),
+    *("gate", "plan", "replay", "report", "merge", "scan", "morning", "history"),
+    *("faults", "mutants", "bench", "findings", "checkpoints", "docs"),
 )
 # former names of options, as older reports print them
 _RENAMED = {"--attempt": "--draw"}
 
 
+def _parsed(arguments: Sequence[str]) -> Sequence[str]:
+    """The commands whose options count; some of them take a second to import."""
+    first = arguments[0] if arguments else ""
+    return [first] if first in _COMMANDS else _COMMANDS
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = _Parser(prog="loragate", description="Correctness gate for multi-LoRA kernels.")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for command in _COMMANDS:
-        command.add_parser(commands)
-    parsed, unknown = parser.parse_known_args(arguments)
+    given = sys.argv[1:] if arguments is None else arguments
+    for name in _parsed(given):
+        import_module(f"loragate.commands.{name}").add_parser(commands)
+    parsed, unknown = parser.parse_known_args(given)
     if unknown:
         # only the parser of the command has the options to suggest
         commands.choices[parsed.command].refuse(unknown)

@@ -61,9 +61,10 @@ from loragate.core.signals import ended_by_signals
 
 test = "tests/kernels/test_tp_partition.py::test_cuts_of_a_padded_width_tile_the_unpadded_one"
 start = "    size = padded // tp_size\\n"
+hang = "    __import__('time').sleep(600)\\n"
 fault = Fault(
     name="a-fault",
-    edit=Edit("lorakernels.layers.partition", start, f"    while True:\\n        pass\\n{start}"),
+    edit=Edit("lorakernels.layers.partition", start, hang + start),
     group=Group.LAYER,
     source="own",
     why="It hangs.",

@@ -89,7 +89,7 @@ def test_a_fault_that_names_what_the_gate_does_not_run_is_broken() -> None:
 
 
 def test_a_process_that_hangs_is_ended_and_reported_as_a_hang() -> None:
-    hanging = fault(START, f"    while True:\n        pass\n{START}")
+    hanging = fault(START, f"    __import__('time').sleep(600)\n{START}")
     assert outcome_of(hanging, deadline_s=15.0).killers == ("hang",)
 
 

@@ -222,6 +222,19 @@ def test_a_launch_replaces_every_builtin_once_and_puts_it_back(owner: Any) -> No
     assert builtins() == before
 
 
+@pytest.mark.parametrize(
+    ("scalar", "found"),
+    [
+        *((tl.float32, np.float32), (tl.bfloat16, np.uint16), (tl.int1, np.bool_)),
+        *((tl.int64, np.int64), (tl.pointer_type(tl.float16), np.uint64)),
+    ],
+    ids=str,
+)
+def test_a_block_has_the_dtype_of_its_values(scalar: Any, found: Any) -> None:
+    for dtype in (scalar, tl.block_type(scalar, [4, 4])) * 2:
+        assert triton.runtime.interpreter._get_np_dtype(dtype) == np.dtype(found)
+
+
 def test_check_accepts_the_repaired_interpreter() -> None:
     interpreter.check()
 

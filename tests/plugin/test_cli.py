@@ -142,3 +142,22 @@ def test_a_replay_that_cannot_run_here_is_incomplete_and_gives_the_reason(
     monkeypatch.setattr("loragate.run.trial.open_trial", lambda run: "needs a GPU")
     assert replay(GOOD) == ExitCode.INCOMPLETE
     assert capsys.readouterr().err == f"loragate replay: {GOOD} cannot run here: needs a GPU\n"
+
+
+@pytest.mark.parametrize(
+    ("code", "unwanted"),
+    [
+        ("from loragate.cli import main; main(['gate', '--help'])", "torch scipy sqlalchemy"),
+        ("import loragate.run.trial; sys.exit()", "scipy sqlalchemy"),
+    ],
+)
+def test_what_is_started_often_imports_no_library_that_others_need(
+    code: str, unwanted: str
+) -> None:
+    script = f"import atexit, sys; atexit.register(lambda: print(*sys.modules)); {code}"
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=120
+    )
+    loaded = done.stdout.splitlines()[-1].split()
+    assert "loragate" in loaded
+    assert not set(unwanted.split()) & set(loaded)

@@ -5,8 +5,8 @@ operations ignore that: `tl.dot`, arithmetic and comparisons work on the bit pat
 were integers, casts from integers and fp64 copy the number into the bits, and casts from fp32
 truncate where the hardware rounds to nearest even (a bias of half a unit in the last place).
 `repair` makes all of them go through fp32 with one rounding, as on the hardware. It also remembers
-which names the interpreter replaces for a launch, which changes no result. Nothing else in Triton
-is changed, and a process that does not interpret kernels is left alone.
+what the interpreter looks up anew for each operation or launch, which changes no result. Nothing
+else in Triton is changed, and a process that does not interpret kernels is left alone.
 
 Atomics on bf16, which the interpreter refuses, and fp8 stay unsupported.
 
@@ -56,6 +56,7 @@ def repair() -> bool:
         _repair_reductions(interpreter)
         _repair_index(interpreter)
         _remember_builtins(interpreter)
+        _remember_dtypes(interpreter)
         setattr(builder, _REPAIRED, True)
     return True
 
@@ -259,3 +260,18 @@ def _remember_builtins(interpreter: Any) -> None:
                 interpreter._patch_attr(owner, name, member, builder, scope)
 
     interpreter._patch_builtin = patch_builtin
+
+
+def _remember_dtypes(interpreter: Any) -> None:
+    """The interpreter makes its table of numpy's dtypes anew for each look at it."""
+    import triton.language as tl
+
+    find = interpreter._get_np_dtype
+    of_scalar = cache(find)
+
+    def get_np_dtype(dtype: Any) -> Any:
+        scalar = dtype.scalar
+        # types of pointers have no hash, and are looked up without the table
+        return find(scalar) if isinstance(scalar, tl.pointer_type) else of_scalar(scalar)
+
+    interpreter._get_np_dtype = get_np_dtype

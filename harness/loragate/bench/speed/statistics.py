@@ -15,7 +15,6 @@ from enum import StrEnum
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.stats import t as student_t
 
 # a change below this is of no interest, however little noise there is
 SMALLEST_CHANGE = 0.01
@@ -89,6 +88,9 @@ def compare(
     # the chance of a false alarm is that of all rows together, in both directions
     tail = FALSE_ALARMS / (2 * len(samples))
     processes = samples[0].us.shape[1]
+    # takes a second to import, and tables are drawn without it
+    from scipy.stats import t as student_t
+
     quantile = float(student_t.ppf(1 - tail, df=len(everything) * (processes - 1)))
     generator = np.random.default_rng(seed)
     # rows of short calls have more noise than others: none is judged by less than its own
