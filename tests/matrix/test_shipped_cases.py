@@ -63,8 +63,8 @@ def test_each_tier_is_as_small_as_its_time_allows(cases: tuple[Case, ...]) -> No
     # with biases, of other models and in other places forty
     assert 80 <= count[Tier.SMOKE] <= 395
     # with those of smoke these took 4 minutes on an H200 that had other work, too; ten compare
-    # replays of graphs with eager steps
-    assert count[Tier.PREMERGE] <= 465
+    # replays of graphs with eager steps, three are engines of delta nets and with a drafting head
+    assert count[Tier.PREMERGE] <= 470
     assert count[Tier.NIGHTLY] >= 200
 
 
