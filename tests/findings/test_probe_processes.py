@@ -29,7 +29,7 @@ for name in names:
     if name == "hangs":
         time.sleep(600)
     if name == "killed":
-        print("Segmentation fault")
+        print("Segmentation fault", flush=True)
         os.kill(os.getpid(), signal.SIGSEGV)
     write(probe=name, seen="broken" if name == "loses-device" else "reproduced", text=name)
     if name == "loses-device":

@@ -33,7 +33,8 @@ def move_kernel(from_table_ptr, to_table_ptr, SIZE: tl.constexpr):  # type: igno
 @triton.jit
 def move_by_value_kernel(source, to_ptr, SIZE: tl.constexpr):  # type: ignore[no-untyped-def]
     offsets = tl.arange(0, SIZE)
-    source_ptr = source.to(tl.pointer_type(tl.float32))
+    # a small address would be a number of 32 bits
+    source_ptr = source.to(tl.int64).to(tl.pointer_type(tl.float32))
     tl.store(to_ptr + offsets, tl.load(source_ptr + offsets))
 
 

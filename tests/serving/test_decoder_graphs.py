@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-pytest.importorskip("transformers")
+pytest.importorskip("transformers", minversion="5.23")
 
 from transformers import GenerationConfig
 

@@ -19,7 +19,7 @@ from lorakernels.layers.moe import FusedMoELoRA
 from lorakernels.moe.weights import ExpertFactors, Factors
 
 peft = pytest.importorskip("peft")
-transformers = pytest.importorskip("transformers")
+transformers = pytest.importorskip("transformers", minversion="5.23")
 
 from lorakernels.serving.decoder import Decoder  # noqa: E402
 from lorakernels.serving.generation import Request, generate  # noqa: E402

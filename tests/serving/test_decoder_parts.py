@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-pytest.importorskip("transformers")
+pytest.importorskip("transformers", minversion="5.23")
 
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
@@ -184,6 +184,15 @@ def test_the_cache_says_how_many_bytes_it_takes_and_never_moves() -> None:
     decoder.decode([1, 2, 3], [0, 2, 1], [-1, -1, -1])
     decoder.cache.move(2, 0)
     assert storages(cache_tensors(decoder.cache)) == before
+
+
+def test_delta_nets_are_refused_with_a_version_of_transformers_that_is_too_old(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("transformers.__version__", "5.22.1")
+    small_decoder("qwen3")
+    with pytest.raises(ValueError, match=r"transformers must be 5.23 or newer .* .got 5.22.1"):
+        small_decoder("qwen3_next")
 
 
 def test_a_state_that_a_delta_net_does_not_have_is_refused() -> None:

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-pytest.importorskip("transformers")
+pytest.importorskip("transformers", minversion="5.23")
 
 from transformers import GenerationConfig
 

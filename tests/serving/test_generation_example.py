@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("transformers")
+pytest.importorskip("transformers", minversion="5.23")
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "generate_with_adapters.py"
 

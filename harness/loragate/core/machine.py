@@ -13,6 +13,8 @@ from loragate.core.errors import CommandError
 from loragate.core.verdict import ExitCode
 
 _SWITCH = "TRITON_INTERPRET"
+# of oneDNN, which multiplies bf16 matrices for torch; above it come the tiles of AMX
+_LARGEST_ISA = ("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +45,11 @@ def select_interpreter() -> None:
     os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
     if not torch.cuda.is_available():
         os.environ.setdefault(_SWITCH, "1")
+    if os.environ.get(_SWITCH):
+        # seen with torch 2.11 on a processor with AMX: where the rows of x have another length than
+        # a multiple of 32, a NaN in one row of a bf16 product makes the row before it NaN as well,
+        # and padded rows hold NaN here
+        os.environ.setdefault(*_LARGEST_ISA)
 
 
 def interpreter_is_on() -> bool:

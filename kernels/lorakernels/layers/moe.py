@@ -29,7 +29,6 @@ from lorakernels.layers.moe_weights import (
     layer_activation,
     layer_dtype,
     like_rows,
-    order_of,
     take_biases,
     take_w2,
     take_w13,
@@ -118,12 +117,12 @@ class FusedMoELoRA(nn.Module):
     ) -> None:
         super().__init__()
         is_usual = activation is None and w13_bias is None and w2_bias is None
-        gate_up = order_of(projections, gate_up, is_usual=is_usual)
-        self.packing = expert_packing(w13, w2, tuple(projections), gate_up)
+        self.packing = expert_packing(w13, w2, tuple(projections), gate_up, is_usual=is_usual)
         self.router_weight, self.shared_outer = router_weight, shared_outer
         self.place = place or MoERank()
         self.dtype = layer_dtype(w13, dtype)
-        self.activation = layer_activation(activation, is_gated=gate_up is not None)
+        is_gated = self.packing.gate_up is not None
+        self.activation = layer_activation(activation, is_gated=is_gated)
         check_biases(router_weight, w13_bias, w2_bias)
         check_bias("w13_bias", w13_bias, w13, self.dtype)
         check_bias("w2_bias", w2_bias, w2, self.dtype)

@@ -23,14 +23,21 @@ Weight = Tensor | Quantised
 
 
 def expert_packing(
-    w13: Weight, w2: Weight, projections: tuple[str, ...], gate_up: GateUp | None
+    w13: Weight,
+    w2: Weight,
+    projections: tuple[str, ...],
+    gate_up: GateUp | None,
+    *,
+    is_usual: bool,
 ) -> ExpertPacking:
-    """The sizes of a layer, from its whole weights. ValueError that names the field."""
+    """The sizes of a layer, from its whole weights; `is_usual` allows not to say how gate and up
+    lie. ValueError that names the field."""
     if len(projections) not in (2, 3) or len(set(projections)) != len(projections):
         raise ValueError(
             "projections must be different names of gate, up and down, or of up and down "
             f"(got {', '.join(projections)})"
         )
+    gate_up = _order_of(projections, gate_up, is_usual=is_usual)
     first, second = values_of(w13), values_of(w2)
     if second.dim() != 3:
         raise ValueError(f"w2 must be [experts, hidden, intermediate] (got {list(second.shape)})")
@@ -153,7 +160,7 @@ def _take_rows(packing: ExpertPacking, cut: MoECut, tensor: Tensor) -> Tensor:
     return torch.cat([_take(half, cut.intermediate, dim=1) for half in halves], dim=1)
 
 
-def order_of(
+def _order_of(
     projections: Sequence[str], gate_up: GateUp | None, *, is_usual: bool
 ) -> GateUp | None:
     """The given order, or HALVES for a layer with a gate that `is_usual`. ValueError."""

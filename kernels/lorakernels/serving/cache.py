@@ -16,10 +16,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+import transformers
+from packaging.version import Version
 from torch import Tensor
 from torch.nn import functional as F
 from transformers import Cache, PreTrainedConfig
 from transformers.cache_utils import LinearAttentionLayer, StaticLayer
+
+# with 5.17 the tokens of models with delta nets are wrong, without an error
+_OLDEST = Version("5.23")
 
 
 @dataclass(slots=True)
@@ -99,7 +104,8 @@ class DeltaNetLines(LinearAttentionLayer):  # type: ignore[misc]
 class RequestCache(Cache):  # type: ignore[misc]
     """The lines of all layers of a model, and which of them the next forward pass uses.
 
-    Raises ValueError for a model whose attention is neither full nor that of a gated delta net.
+    Raises ValueError for a model whose attention is neither full nor that of a gated delta net, and
+    for one with delta nets where transformers is older than they need.
     """
 
     def __init__(
@@ -121,6 +127,8 @@ class RequestCache(Cache):  # type: ignore[misc]
                 layers.append(KeyValueLines(length, self._current))
                 layers[-1].lazy_initialization(states, states)
             else:
+                if reason := old_transformers():
+                    raise ValueError(reason)
                 layers.append(DeltaNetLines(self._current))
                 layers[-1].lazy_initialization(*_delta_net_states(config, num_lines, dtype, device))
         super().__init__(layers=layers)
@@ -162,6 +170,16 @@ class RequestCache(Cache):  # type: ignore[misc]
     def _state(self, held: Tensor) -> Tensor | None:
         # a prompt begins with the state of no token
         return held[self._current.lines] if self._current.lengths is None else None
+
+
+def old_transformers() -> str | None:
+    """Why delta nets cannot be served with the installed transformers, if they cannot."""
+    if Version(transformers.__version__) >= _OLDEST:
+        return None
+    return (
+        f"transformers must be {_OLDEST} or newer for models with delta nets, whose states older "
+        f"ones keep otherwise (got {transformers.__version__})"
+    )
 
 
 def layer_types(config: PreTrainedConfig) -> list[str]:

@@ -17,6 +17,7 @@ import tarfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import loragate
 
@@ -104,11 +105,13 @@ def _archive(revision: str, root: Path) -> bytes:
 
 
 def _extract(archive: bytes, target: Path) -> None:
+    # filters came with Python 3.11.4; git has made the archive a moment ago
+    safely: dict[str, Any] = {"filter": "data"} if hasattr(tarfile, "data_filter") else {}
     with tarfile.open(fileobj=io.BytesIO(archive)) as tar:
         for member in tar.getmembers():
             member.name = member.name.removeprefix("kernels").lstrip("/")
             if member.name:
-                tar.extract(member, target, filter="data")
+                tar.extract(member, target, **safely)
 
 
 def _git(root: Path, *arguments: str) -> bytes | None:

@@ -97,7 +97,9 @@ def _reassigned(batch: Batch, order: list[int]) -> Batch:
     place = torch.tensor(order, device=routes.topk_ids.device).argsort().int()
 
     def renumbered(ids: Tensor) -> Tensor:
-        return torch.where(ids < 0, ids, place[ids.long().clamp(min=0)])
+        # ids of no expert stay what they are
+        named = (ids >= 0) & (ids < len(place))
+        return torch.where(named, place[ids.long().clamp(0, len(place) - 1)], ids)
 
     if routes.expert_map is not None:
         routes = replace(routes, expert_map=renumbered(routes.expert_map))

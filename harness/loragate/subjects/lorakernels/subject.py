@@ -151,9 +151,13 @@ def _refuses(case: Case) -> str | None:
         return "transformers is not installed, on whose models the decoder is built"
     if case.streams is Streams.DUAL:
         return "the decoder runs its layers on one stream"
-    if case.model is Model.HYBRID and case.speculation is not Speculation.NONE:
+    if case.model is not Model.HYBRID:
+        return None
+    if case.speculation is not Speculation.NONE:
         return "the state of its delta nets cannot be taken back from a rejected draft"
-    return None
+    from lorakernels.serving.cache import old_transformers
+
+    return old_transformers()
 
 
 def _streams_from(module: Any) -> AbstractContextManager[object]:
