@@ -28,7 +28,9 @@ from loragate.records.results import ResultsError, read_section, require_section
 CPU_RECORD = Path("ci/results/cpu.json")
 GPU_RECORD = Path("ci/results/nvidia-h200.json")
 PLOTS = Path("docs/img")
-_STREAMS, _ENGINE = KINDS["streams"], KINDS["engine"]
+_STREAMS = KINDS["streams"]
+# recorded for the first time when a GPU has run them
+_LATER = tuple(KINDS[name].section for name in ("streams", "graphs", "engine"))
 FINDINGS, FINDINGS_PAGE = Path("cases/findings/vllm.yaml"), Path("docs/findings.md")
 
 
@@ -76,8 +78,8 @@ class Block:
 
 def _summary(records: Records) -> str:
     dense, moe, gate, seeds = map(records.gpu, ("bench_dense", "bench_moe", "gate", "gate_seeds"))
-    streams, engine = map(records.gpu_if_any, (_STREAMS.section, _ENGINE.section))
-    return summary(dense, moe, streams, engine, gate, seeds)
+    streams, graphs, engine = map(records.gpu_if_any, _LATER)
+    return summary(dense, moe, streams, graphs, engine, gate, seeds)
 
 
 def _detection(records: Records) -> str:
@@ -123,8 +125,8 @@ def _streams_plot(records: Records) -> str:
 
 def _bars(records: Records) -> str:
     dense, moe = records.gpu("bench_dense"), records.gpu("bench_moe")
-    streams, engine = map(records.gpu_if_any, (_STREAMS.section, _ENGINE.section))
-    return bars_table(dense, moe, streams, engine)
+    streams, graphs, engine = map(records.gpu_if_any, _LATER)
+    return bars_table(dense, moe, streams, graphs, engine)
 
 
 def _gate(records: Records) -> str:
@@ -163,6 +165,7 @@ BLOCKS = (
     Block("docs/benchmarks.md", "bench dense", _table("dense")),
     Block("docs/benchmarks.md", "bench moe", _table("moe")),
     Block("docs/benchmarks.md", "bench streams", _table_if_any("streams")),
+    Block("docs/benchmarks.md", "bench graphs", _table_if_any("graphs")),
     Block("docs/benchmarks.md", "bench engine", _table_if_any("engine")),
     Block("docs/benchmarks.md", "gate", _gate),
     Block("docs/faults.md", "kill rates", _kill_rates),

@@ -9,6 +9,7 @@ from loragate.bench.bars import Bar, geometric_mean, worst_of
 from loragate.bench.engine_figures import EngineFigures
 from loragate.bench.engine_rows import LAYERS, Serving, Work
 from loragate.bench.figures import PREFILL_TOKENS, DenseFigures
+from loragate.bench.graphs_figures import GraphFigures
 from loragate.bench.moe_figures import ADDED_TOKENS, MoEFigures
 from loragate.bench.moe_rows import LAYER_RANK
 from loragate.bench.streams_figures import StreamFigures
@@ -25,12 +26,13 @@ def summary(
     dense: Section,
     moe: Section,
     streams: Section | None,
+    graphs: Section | None,
     engine: Section | None,
     gate: Section,
     seeds: Section,
 ) -> str:
-    """The results as a list, and how many bars are met. `streams` and `engine` are None where they
-    were never recorded."""
+    """The results as a list, and how many bars are met. `streams`, `graphs` and `engine` are None
+    where they were never recorded."""
     dense_run, moe_run = DenseFigures.from_payload(dense), MoEFigures.from_payload(moe)
     lines, bars = [*_dense_lines(dense_run, dense), *_moe_lines(moe_run)], list(dense_run.bars())
     bars += moe_run.bars()
@@ -38,6 +40,10 @@ def summary(
         streams_run = StreamFigures.from_payload(streams)
         lines.append(_streams_line(streams_run))
         bars += streams_run.bars()
+    if graphs is not None:
+        graphs_run = GraphFigures.from_payload(graphs)
+        lines.append(_graphs_line(graphs_run))
+        bars += graphs_run.bars()
     if engine is not None:
         engine_run = EngineFigures.from_payload(engine)
         lines.append(_engine_line(engine_run, engine))
@@ -93,6 +99,20 @@ def _streams_line(run: StreamFigures) -> str:
     )
 
 
+def _graphs_line(run: GraphFigures) -> str:
+    worst = worst_of(one.ratio for one in run.replays)
+    return (
+        f"A decode step that is replayed from a CUDA graph takes at most **{number(worst, 2)}** of "
+        f"the sum of its kernels' times, and {_range_us(one.work_us for one in run.hosts)} us of "
+        f"the host beside its launch."
+    )
+
+
+def _range_us(values: Iterable[float]) -> str:
+    found = sorted(values)
+    return f"{found[0]:.0f} to {found[-1]:.0f}"
+
+
 def _engine_line(run: EngineFigures, section: Section) -> str:
     version = section["versions"].get(run.baseline, "")
     added = [one.ratio for one in run.rows if one.row.work is not Work.SERVE]
@@ -135,15 +155,21 @@ def _failures(counts: Sequence[Mapping[str, Any]]) -> str:
 
 
 def bars_table(
-    dense: Section, moe: Section, streams: Section | None, engine: Section | None
+    dense: Section,
+    moe: Section,
+    streams: Section | None,
+    graphs: Section | None,
+    engine: Section | None,
 ) -> str:
-    """Every bar with its target and what was measured. `streams` and `engine` as in `summary`."""
+    """Every bar with its target and what was measured. What may be None is as in `summary`."""
     bars = {
         "dense": DenseFigures.from_payload(dense).bars(),
         "moe": MoEFigures.from_payload(moe).bars(),
     }
     if streams is not None:
         bars["streams"] = StreamFigures.from_payload(streams).bars()
+    if graphs is not None:
+        bars["graphs"] = GraphFigures.from_payload(graphs).bars()
     if engine is not None:
         bars["engine"] = EngineFigures.from_payload(engine).bars()
     rows = [_bar_cells(name, bar) for name in bars for bar in bars[name]]
