@@ -109,7 +109,8 @@ def stream_figures() -> StreamFigures:
 def test_streams_appear_in_the_pages_as_soon_as_they_are_recorded(copied: Path) -> None:
     record, plot = copied / GPU_RECORD, copied / "docs/img/lora-tax-streams.svg"
     document = json.loads(record.read_text())
-    document["sections"].pop("bench_streams", None)
+    for section in ("bench_streams", "bench_graphs", "bench_engine"):
+        document["sections"].pop(section, None)
     record.write_text(json.dumps(document))
     assert main(["docs"]) == ExitCode.OK
     pages = [copied / "README.md", copied / "docs/benchmarks.md"]
@@ -131,6 +132,19 @@ def test_streams_appear_in_the_pages_as_soon_as_they_are_recorded(copied: Path) 
     assert "| qkv 4096 -> 4096+1024+1024 | 1 | 16 | 10.0 | 3.0 | 4.0 | 2.0* |" in benchmarks
     assert "| `bench streams`: input projection of a gated delta net" in benchmarks
     assert "| routed experts alone | 1 | 9.0 | 8.0* | 9.5 | 8.0 | 0.889 |" in benchmarks
+
+
+def test_bars_of_graphs_that_are_missed_in_the_record_are_missed_on_the_pages(copied: Path) -> None:
+    record = copied / GPU_RECORD
+    section = json.loads(record.read_text())["sections"]["bench_graphs"]
+    for host in section["hosts"]:
+        host |= {"host_us": 99.0, "launch_us": 20.0}
+    update_section(record, "bench_graphs", section)
+    assert main(["docs"]) == ExitCode.OK
+    readme, bars = ((copied / page).read_text() for page in ("README.md", "docs/benchmarks.md"))
+    assert "and 79 to 79 us of the host beside its launch" in readme
+    assert "host work between two replays, us, worst, 79.00 instead of at most 60.0" in readme
+    assert "us, worst | 60.0 | 79.00 | missed |" in bars
 
 
 @pytest.mark.parametrize("key", ["attempts", "draws"])
