@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from loragate.bench.asked import Asked, dense_asked, moe_asked
-from loragate.bench.bars import Bar
+from loragate.bench.bars import Bar, worst_of
 from loragate.bench.moe_rows import PROJECTIONS, projection_of
 from loragate.bench.rows import LINEARS, linear_of
 from loragate.cli import main
@@ -109,27 +109,30 @@ def test_rows_that_make_sense_need_a_gpu_as_those_of_the_table() -> None:
 
 
 class Found:
-    complete = False
+    """Figures whose first bar is about the ratios, and whose second one about another size."""
 
-    def __init__(self, *measured: float | None) -> None:
-        self.measured = measured
+    def __init__(self, ratios: tuple[float | None, ...], floor: float | None) -> None:
+        self._ratios, self._floor = ratios, floor
+
+    def ratios(self) -> tuple[float | None, ...]:
+        return self._ratios
 
     def bars(self) -> tuple[Bar, ...]:
-        return tuple(Bar("some", 1.0, value) for value in self.measured)
-
-    def payload(self) -> dict[str, object]:
-        return {}
+        return (Bar("ratio", 1.0, worst_of(self._ratios)), Bar("floor", 1.8, self._floor))
 
 
 @pytest.mark.parametrize(
-    ("measured", "code"),
+    ("ratios", "floor", "code"),
     [
-        ((0.5, None), ExitCode.OK),
-        ((0.5, 1.5, None), ExitCode.WRONG),
-        ((None, None), ExitCode.INCOMPLETE),
+        ((0.5, 0.7), None, ExitCode.OK),
+        ((0.5, 1.5), None, ExitCode.WRONG),
+        ((None, 0.7), 2.0, ExitCode.WRONG),
+        # no baseline, or less than the noise, whatever other bars are met
+        ((None, 0.7), 1.5, ExitCode.INCOMPLETE),
+        ((None, None), None, ExitCode.INCOMPLETE),
     ],
 )
-def test_other_rows_are_judged_by_the_bars_that_they_are_about(
-    measured: tuple[float | None, ...], code: ExitCode
+def test_other_rows_need_their_ratios_and_no_missed_bar(
+    ratios: tuple[float | None, ...], floor: float | None, code: ExitCode
 ) -> None:
-    assert judge_asked(Found(*measured)) is code
+    assert judge_asked(Found(ratios, floor)) is code

@@ -241,12 +241,12 @@ def test_pages_show_the_engines_once_they_are_recorded() -> None:
     records = Records(Path(__file__).parents[2])
     dense, moe, gate, seeds = map(records.gpu, ("bench_dense", "bench_moe", "gate", "gate_seeds"))
     engine = GOOD.payload() | {"versions": {"vllm": "0.26.0"}}
-    lines = summary(dense, moe, None, engine, gate, seeds).splitlines()
+    lines = summary(dense, moe, gate, seeds, engine=engine).splitlines()
     (line,) = [line for line in lines if "whole engine" in line]
     assert "engine of vllm 0.26.0, the plug-in adds **0.40** of the time" in line
     assert "1.43 (qwen3_8b, 36 layers) and 1.43 (qwen3_30b_a3b, 16 layers)" in line
-    without = summary(dense, moe, None, None, gate, seeds)
+    without = summary(dense, moe, gate, seeds)
     assert "whole engine" not in without
-    rows = bars_table(dense, moe, None, engine).splitlines()
+    rows = bars_table(dense, moe, engine=engine).splitlines()
     assert sum("`bench engine`: " in row for row in rows) == len(GOOD.bars())
-    assert rows[:-6] == bars_table(dense, moe, None, None).splitlines()
+    assert rows[:-6] == bars_table(dense, moe).splitlines()

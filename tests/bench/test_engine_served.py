@@ -1,4 +1,4 @@
-"""What `bench engine` gives vLLM, and engines of a vllm that is a stand-in (stubs/engine_vllm)."""
+"""What `bench engine` gives vLLM, and engines of a fake vllm (stubs/engine_vllm)."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def test_engines_differ_in_the_arguments_of_adapters_alone() -> None:
 
 @pytest.fixture
 def stub(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
-    """Makes the stand-in of vllm importable, with what it is to do; all that it and an engine
+    """Makes the fake vllm importable, with what it is to do; all that it and an engine
     change is as before afterwards."""
     monkeypatch.syspath_prepend(str(STUB))
     monkeypatch.setattr(time, "perf_counter", time.perf_counter)

@@ -3,7 +3,6 @@ and how long its graphs take on the device. Nothing is left behind that a timing
 
 from __future__ import annotations
 
-from types import TracebackType
 from typing import Any
 from unittest.mock import patch
 
@@ -22,12 +21,7 @@ class LaunchWatch:
         _hooks().add(self._launched)
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         _hooks().remove(self._launched)
 
     def _launched(self, metadata: Any) -> None:
@@ -59,12 +53,7 @@ class ReplayClock:
         self._patch.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._patch.stop()
 
     def microseconds(self) -> list[float]:

@@ -136,8 +136,8 @@ def _host(row: HostRow, model: DecodeSteps) -> HostFigures:
 
 
 def _host_us(run: Callable[[], Tensor]) -> tuple[float, float]:
-    """The median time until a step has been queued, with nothing queued before it, and the median
-    time of the launch of its graph."""
+    """The time until a step has been queued, with nothing queued before it, and that of the launch
+    of its graph: the sum of the medians of the launch and of the rest, and the former."""
     launches: list[float] = []
     replay = torch.cuda.CUDAGraph.replay
 

@@ -11,9 +11,10 @@ import argparse
 import sys
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol, cast
 
 from loragate.bench.asked import Asked
+from loragate.bench.bars import Bar
 from loragate.bench.drawing import MissingMatplotlib
 from loragate.bench.kinds import KINDS, Figures, Kind
 from loragate.bench.plots import plots_of, write_plots
@@ -194,7 +195,7 @@ def run_kind_command(kind: Kind, arguments: argparse.Namespace) -> ExitCode:
     if arguments.against is None:
         figures = _measure(kind, arguments, rows)
         print(kind.terminal(figures))
-        code = judge_asked(figures) if asked else judge(figures)
+        code = judge_asked(cast(Compared, figures)) if asked else judge(figures)
         payload = figures.payload()
     else:
         compared = _compare(kind, arguments, rows)
@@ -234,12 +235,20 @@ def judge(figures: Figures) -> ExitCode:
     return ExitCode.OK if complete else ExitCode.INCOMPLETE
 
 
-def judge_asked(figures: Figures) -> ExitCode:
-    """Of other rows than those of the table, by the bars that they have something to say of."""
-    verdicts = [bar.verdict for bar in figures.bars() if bar.measured is not None]
-    if not verdicts:
-        return ExitCode.INCOMPLETE
-    return ExitCode.WRONG if worst(verdicts) is Verdict.FAIL else ExitCode.OK
+class Compared(Protocol):
+    """Figures of rows that are each compared with a baseline."""
+
+    def bars(self) -> tuple[Bar, ...]: ...
+
+    def ratios(self) -> tuple[float | None, ...]: ...
+
+
+def judge_asked(figures: Compared) -> ExitCode:
+    """Of other rows than those of the table: no bar may be missed, and each row needs its ratio;
+    bars about sizes that nobody asked for are not measured."""
+    if Verdict.FAIL in [bar.verdict for bar in figures.bars()]:
+        return ExitCode.WRONG
+    return ExitCode.INCOMPLETE if None in figures.ratios() else ExitCode.OK
 
 
 def _measure(kind: Kind, arguments: argparse.Namespace, rows: Sequence[Row]) -> Figures:

@@ -16,7 +16,13 @@ from loragate.bench.kinds import KINDS
 from loragate.bench.plots import Plot, is_current, plots_of
 from loragate.docs import drills
 from loragate.docs.blocks import content_of, replaced
-from loragate.docs.results import bars_table, gate_sentences, provenance_line, summary
+from loragate.docs.results import (
+    Section,
+    bars_table,
+    gate_sentences,
+    provenance_line,
+    summary,
+)
 from loragate.faults.record import GPU_SECTION, SECTION, upgraded
 from loragate.faults.tables import render_detection, render_markdown
 from loragate.findings.load import load_ledger
@@ -30,7 +36,7 @@ GPU_RECORD = Path("ci/results/nvidia-h200.json")
 PLOTS = Path("docs/img")
 _STREAMS = KINDS["streams"]
 # recorded for the first time when a GPU has run them
-_LATER = tuple(KINDS[name].section for name in ("streams", "graphs", "engine"))
+_LATER = ("streams", "graphs", "engine")
 FINDINGS, FINDINGS_PAGE = Path("cases/findings/vllm.yaml"), Path("docs/findings.md")
 
 
@@ -76,10 +82,13 @@ class Block:
             raise ResultsError(text) from error
 
 
+def _later(records: Records) -> dict[str, Section | None]:
+    return {name: records.gpu_if_any(KINDS[name].section) for name in _LATER}
+
+
 def _summary(records: Records) -> str:
     dense, moe, gate, seeds = map(records.gpu, ("bench_dense", "bench_moe", "gate", "gate_seeds"))
-    streams, graphs, engine = map(records.gpu_if_any, _LATER)
-    return summary(dense, moe, streams, graphs, engine, gate, seeds)
+    return summary(dense, moe, gate, seeds, **_later(records))
 
 
 def _detection(records: Records) -> str:
@@ -125,8 +134,7 @@ def _streams_plot(records: Records) -> str:
 
 def _bars(records: Records) -> str:
     dense, moe = records.gpu("bench_dense"), records.gpu("bench_moe")
-    streams, graphs, engine = map(records.gpu_if_any, _LATER)
-    return bars_table(dense, moe, streams, graphs, engine)
+    return bars_table(dense, moe, **_later(records))
 
 
 def _gate(records: Records) -> str:

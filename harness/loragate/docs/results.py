@@ -25,11 +25,12 @@ _COMPILE = "compile"
 def summary(
     dense: Section,
     moe: Section,
-    streams: Section | None,
-    graphs: Section | None,
-    engine: Section | None,
     gate: Section,
     seeds: Section,
+    *,
+    streams: Section | None = None,
+    graphs: Section | None = None,
+    engine: Section | None = None,
 ) -> str:
     """The results as a list, and how many bars are met. `streams`, `graphs` and `engine` are None
     where they were never recorded."""
@@ -157,9 +158,10 @@ def _failures(counts: Sequence[Mapping[str, Any]]) -> str:
 def bars_table(
     dense: Section,
     moe: Section,
-    streams: Section | None,
-    graphs: Section | None,
-    engine: Section | None,
+    *,
+    streams: Section | None = None,
+    graphs: Section | None = None,
+    engine: Section | None = None,
 ) -> str:
     """Every bar with its target and what was measured. What may be None is as in `summary`."""
     bars = {

@@ -187,7 +187,7 @@ def _allocates(case: Case) -> int | None:
         return 0 if case.parallel is Parallel.ROW else output
     if case.site is Site.MOE_LAYER and case.streams is Streams.DUAL:
         return None
-    # a layer of experts copies rows that lie apart
+    # a MoE layer copies an input that is not contiguous
     apart = case.site is Site.MOE_LAYER and case.layout is Layout.COLUMN_SLICE
     return case.tokens * case.in_features * torch_dtype(case.dtype).itemsize if apart else 0
 

@@ -1,7 +1,7 @@
 """A vllm whose engine does what LORAGATE_STUB says: `us` of a step, by the kernels that serve it.
 
 It launches, captures and replays what the real one would, as far as `bench engine` looks at it.
-There is no device: a graph and its events are stand-ins that count the same time.
+There is no device: graphs and events are fakes that share one clock.
 """
 
 from __future__ import annotations
