@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from loragate.core.child_process import Cause, watch
+from loragate.core import child_process
+from loragate.core.child_process import Cause, ProcessPool, watch
 from loragate.core.signals import ended_by_signals
 from loragate.core.verdict import Verdict
 from loragate.run.legs import verdict_of_exit
@@ -118,6 +119,44 @@ def test_a_leg_is_stopped_when_the_process_that_watches_it_is_terminated(tmp_pat
 def test_a_leg_goes_on_after_a_hang_up_that_is_ignored_on_purpose(tmp_path):
     said, _ = signalled(tmp_path / "leg.log", signal.SIGHUP, "time.sleep(1)", "nohup")
     assert said == "EXITED\n"
+
+
+def signalled_while_starting(monkeypatch):
+    """Every process that is started from here on is followed by SIGTERM before anybody has it."""
+    started = []
+
+    class SignalledPopen(subprocess.Popen):
+        def __init__(self, *arguments, **options):
+            super().__init__(*arguments, **options)
+            started.append(self.pid)
+            signal.raise_signal(signal.SIGTERM)
+
+    monkeypatch.setattr(child_process.subprocess, "Popen", SignalledPopen)
+    return started
+
+
+def test_a_leg_is_stopped_by_a_signal_that_comes_while_it_is_started(tmp_path, monkeypatch):
+    started = signalled_while_starting(monkeypatch)
+    with ended_by_signals():
+        ending = watch(
+            python("import time; time.sleep(600)"),
+            log=tmp_path / "leg.log",
+            patience_s=60,
+            tick=nothing_moved,
+        )
+    assert ending.cause is Cause.INTERRUPTED
+    assert not is_alive(started[0])
+
+
+def test_a_pool_ends_a_process_that_a_signal_interrupted_while_it_was_started(monkeypatch):
+    started, pool = signalled_while_starting(monkeypatch), ProcessPool()
+    with pytest.raises(KeyboardInterrupt), ended_by_signals():
+        pool.start(python("import time; time.sleep(600)"))
+    pool.close()
+    deadline = time.monotonic() + 30
+    while is_alive(started[0]) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert not is_alive(started[0])
 
 
 def test_signal_handlers_are_restored_when_a_command_is_done():

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from loragate.core import group_guard
+from loragate.core.signals import signals_deferred
 
 _TICK_S = 0.2
 # the record is complete at any time, and a cancelled CI job has only a few seconds
@@ -91,7 +92,7 @@ class ProcessPool:
     def start(self, command: Sequence[str], **options: Any) -> subprocess.Popen[bytes]:
         """Start `command` with the options of `subprocess.Popen`. Raises PoolClosed."""
         # under the lock, so that `close` misses none that is being started
-        with self._lock:
+        with self._lock, signals_deferred():
             if self._closed:
                 raise PoolClosed
             child = _start_group(command, **options)
@@ -163,16 +164,20 @@ def watch(
     SIGHUP mean the same to every command, see `loragate.core.signals`.
     """
     log.parent.mkdir(parents=True, exist_ok=True)
-    with log.open("wb") as output:
-        child = _start_group(
-            command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT
-        )
+    child: subprocess.Popen[bytes] | None = None
     try:
+        with log.open("wb") as output, signals_deferred():
+            child = _start_group(
+                command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT
+            )
         cause = _wait(child, log, patience_s, tick)
     except KeyboardInterrupt:
+        if child is None:
+            raise
         cause = Cause.INTERRUPTED
     finally:
-        _stop(child)
+        if child is not None:
+            _stop(child)
     tick()
     return Ending(cause, child.returncode)
 
