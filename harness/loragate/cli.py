@@ -75,8 +75,15 @@ class _Parser(argparse.ArgumentParser):
     def refuse(self, arguments: Sequence[str]) -> NoReturn:
         """Exit because of arguments that no option takes."""
         names = [word.partition("=")[0] for word in arguments]
-        hints = (_hint(_RENAMED.get(name, name), self._option_string_actions) for name in names)
+        hints = (self._hint_at(name) for name in names)
         self.error(f"unknown arguments: {' '.join(arguments)}{next(filter(None, hints), '')}")
+
+    def _hint_at(self, name: str) -> str:
+        known = self._option_string_actions
+        # an option of a command with actions of its own
+        if name in known:
+            return f"; {name} must come before the action"
+        return _hint(_RENAMED.get(name, name), known)
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
         if action.choices is None or value in action.choices:

@@ -83,9 +83,9 @@ def test_all_problems_of_a_file_are_reported_at_once(write: Write) -> None:
         "logprobs, tokens, in_features, slices, rank, slots, dtype, "
         "mix, ranks, layout, execution, parallel, tp, "
         "experts, top_k, source, routing, expert_map, sharing, router, write, path, "
-        "ep, quantisation, ids, bias, base, buffers, loading, cut, heads, input_dims, "
+        "ep, quantisation, ids, bias, base, buffers, loading, cut, heads, sharding, input_dims, "
         "spare_rows, streams, key_heads, products, activation, gate_up, placement, "
-        "expert_bias"
+        "expert_bias, plans"
     )
     oracles = (
         "reference, exact, base_rows, canary, repeat, permute, sequence, guard, compile, "

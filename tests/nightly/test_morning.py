@@ -377,3 +377,7 @@ def test_the_history_command_merges_exports_imports_and_prunes(
     lines.write_text("no record\n", encoding="utf-8")
     assert main(["history", here, "import", str(lines)]) == ExitCode.USAGE.value
     assert "all.jsonl:1: no record of a history" in capsys.readouterr().err
+    lines.write_text("{}\n", encoding="utf-8")
+    assert main(["history", here, "import", str(lines)]) == ExitCode.USAGE.value
+    missing = "all.jsonl:1: no record of a history: 'schema' is missing"
+    assert missing in capsys.readouterr().err

@@ -27,6 +27,10 @@ GOOD = (
         (["gat"], "did you mean gate?"),
         (["plan", "--teir=smoke"], "unknown arguments: --teir=smoke; did you mean --tier?"),
         (["plan", "--tier=smke"], "did you mean smoke?"),
+        (
+            ["history", "merge", "x", "--history", "y"],
+            "unknown arguments: --history y; --history must come before the action",
+        ),
         (["gate", "--attempt=3"], "unknown arguments: --attempt=3; did you mean --draw?"),
         (["replay", "x", "--attempt", "3"], "unknown arguments: --attempt 3; did you mean --draw?"),
         (["gate", "--seeds=0"], "must be a number from 1 up (got '0')"),

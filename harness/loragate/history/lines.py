@@ -71,7 +71,9 @@ def _records(path: Path, lines: Iterable[str]) -> Iterator[Record]:
             else:
                 yield _record(found)
         except (ValueError, KeyError, TypeError) as error:
-            raise HistoryError(f"{path}:{number}: no record of a history: {error}") from error
+            # the text of a KeyError is the key alone
+            what = f"{error} is missing" if isinstance(error, KeyError) else error
+            raise HistoryError(f"{path}:{number}: no record of a history: {what}") from error
 
 
 def _check_schema(found: Any) -> None:

@@ -38,11 +38,13 @@ from loragate.matrix.axis_values import (
     Parallel,
     Path,
     Placement,
+    Plans,
     Products,
     Quantisation,
     Ranks,
     RouterWeights,
     Routing,
+    Sharding,
     Sharing,
     Site,
     Source,
@@ -81,11 +83,13 @@ __all__ = [
     "Parallel",
     "Path",
     "Placement",
+    "Plans",
     "Products",
     "Quantisation",
     "Ranks",
     "RouterWeights",
     "Routing",
+    "Sharding",
     "Sharing",
     "Site",
     "Source",
@@ -209,6 +213,7 @@ class Case(EngineAxes):
     # of each slice but the first, whose heads are as many as ranks; 0: any columns may be cut.
     # Where there are fewer heads than ranks, several ranks hold the same one
     heads: Annotated[int, Axis(sites=_LINEAR, minimum=0)] = 0
+    sharding: Annotated[Sharding, Axis(sites=_LINEAR)] = Sharding.BASE
     # dimensions of x: [rows, in_features], or [2 or 1, rows, in_features]
     input_dims: Annotated[
         int, Axis(id_name="dims", sites=_LINEAR | _LAYER | _GDN, minimum=2, maximum=3)
@@ -223,6 +228,7 @@ class Case(EngineAxes):
     placement: Annotated[Placement, Axis(id_name="place", sites=_LAYER)] = Placement.RUNS
     # of both products of the experts
     expert_bias: Annotated[Bias, Axis(id_name="ebias", sites=_LAYER)] = Bias.ABSENT
+    plans: Annotated[Plans, Axis(sites=_DENSE | MOE_SITES)] = Plans.BATCH
     # how the case is run, not what it is: these do not enter the id
     tier: Tier = Tier.SMOKE
     oracles: tuple[OracleName, ...] = (OracleName.REFERENCE,)

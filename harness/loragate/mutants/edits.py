@@ -6,11 +6,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
 
-import yaml
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass as checked
 
-from loragate.core.files import read_regular
+from loragate.core.yaml_file import YamlFileError, read_yaml
 from loragate.mutants.model import Group, Mutant, Sources
 from loragate.mutants.sources import line_of, place_of
 
@@ -156,12 +155,9 @@ def read_equivalents(path: Path, sources: Sources) -> Equivalents:
 
 def _read(path: Path, adapter: TypeAdapter[list[_T]]) -> list[_T]:
     try:
-        document = yaml.safe_load(read_regular(path))
-        return adapter.validate_python(document or [])
-    except OSError as error:
-        raise EditError(f"{path}: cannot be read: {error.strerror}") from error
-    except yaml.YAMLError as error:
-        raise EditError(f"{path}: is not YAML: {error}") from error
+        return adapter.validate_python(read_yaml(path) or [])
+    except YamlFileError as error:
+        raise EditError(str(error)) from error
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(map(str, first["loc"]))

@@ -12,9 +12,7 @@ from datetime import date
 from pathlib import Path
 from typing import Any
 
-import yaml
-
-from loragate.core.files import read_regular
+from loragate.core.yaml_file import YamlFileError, read_yaml
 from loragate.history.model import Outcome, Purpose, TrialRecord
 from loragate.matrix.problems import nearest
 
@@ -59,9 +57,9 @@ def read_quarantine(path: Path) -> tuple[Quarantined, ...]:
     if not path.exists():
         return ()
     try:
-        content = yaml.safe_load(read_regular(path))
-    except (OSError, yaml.YAMLError) as error:
-        raise QuarantineError(f"{path}: {error}") from error
+        content = read_yaml(path)
+    except YamlFileError as error:
+        raise QuarantineError(str(error)) from error
     if content is None:
         return ()
     if not isinstance(content, list):
