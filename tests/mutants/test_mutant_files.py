@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,7 +21,7 @@ from loragate.mutants.planting import HOST_TESTS, plant
 from loragate.mutants.reach import load_reach, reach_of, save_reach
 from loragate.mutants.session import Session, judged
 from loragate.mutants.sources import Place, place_of, read_sources
-from loragate.mutants.tracing import instrumented
+from loragate.mutants.tracing import instrumented, read_trace
 from loragate.mutants.units import Kind, Unit
 
 BLIND = sorted((EQUIVALENTS.parent / "blind").glob("*.yaml"))
@@ -65,6 +67,7 @@ def test_an_edit_is_read_with_its_place(tmp_path: Path) -> None:
         (EDIT + EDIT, "unique"),
         (EDIT + "  colour: red", "colour"),
         ("a: [", "is not YAML"),
+        (EDIT + "  id: again", "'id' is given twice, first in line"),
     ],
 )
 def test_an_edit_that_does_not_fit_is_refused(tmp_path: Path, edit: str, why: str) -> None:
@@ -187,6 +190,33 @@ def test_an_instrumented_module_notes_each_statement_it_runs() -> None:
     exec(instrumented(text, "m.py"), names)
     assert names["f"](3) == 3  # type: ignore[operator]
     assert noted == ["m.py:3", "m.py:5", "m.py:8", "m.py:9"]
+
+
+SOURCE_OF_TRACED = """
+import inspect, os, sys
+from pathlib import Path
+sys.path.insert(0, sys.argv[1])
+from loragate.mutants.tracing import start
+start(Path(sys.argv[1], "trace"))
+import traced
+for interpreted in ("0", "1"):
+    os.environ["TRITON_INTERPRET"] = interpreted
+    lines, first = inspect.getsourcelines(traced.f)
+    print(first, len(lines))
+print(traced.f(2))
+"""
+
+
+def test_triton_compiles_a_traced_kernel_without_its_notes_and_interprets_it_with_them(
+    tmp_path: Path,
+) -> None:
+    text = "def f(x):\n    y = x + 1\n    return y\n"
+    (tmp_path / "traced.py").write_text(instrumented(text, "traced.py"), encoding="utf-8")
+    done = subprocess.run(
+        [sys.executable, "-c", SOURCE_OF_TRACED, str(tmp_path)], capture_output=True, text=True
+    )
+    assert done.stdout.splitlines() == ["1 3", "1 5", "3"], done.stderr
+    assert read_trace(tmp_path / "trace") == {"traced.py": {2, 3}}
 
 
 def test_what_killed_neighbours_runs_first_then_quick_tests_then_cases() -> None:

@@ -102,12 +102,15 @@ def test_samples_are_added_up_and_a_gpu_must_have_run_what_each_of_them_left(
     assert record.rows() == ["| subtle, drawn at random | 20 | 16 (80.0 %) | not measured |"]
 
 
-def test_the_first_run_of_blind_edits_has_a_row_of_its_own(tmp_path: Path) -> None:
+def test_the_first_run_of_each_set_of_blind_edits_has_a_row_of_its_own(tmp_path: Path) -> None:
     record = Record(tmp_path)
-    save_first(Recorder.open(record.path, FIRST_SECTION, commit="c"), run(FATES, Group.BLIND))
+    for name, fates in (("edits-x", FATES), ("edits-y", {Fate.KILLED: 3, Fate.SURVIVED: 1})):
+        recorder = Recorder.open(record.path, FIRST_SECTION, commit="c")
+        save_first(recorder, name, run(fates, Group.BLIND))
     record.save("edits-x", run({Fate.KILLED: 7, Fate.EQUIVALENT: 3}, Group.BLIND))
     assert record.rows() == [
-        "| blind, first run | 8 | 6 (75.0 %) | not measured |",
+        "| blind, first run of edits-x | 8 | 6 (75.0 %) | not measured |",
+        "| blind, first run of edits-y | 4 | 3 (75.0 %) | not measured |",
         "| blind, later runs | 7 | 7 (100.0 %) | 7 (100.0 %) |",
     ]
 

@@ -25,7 +25,7 @@ from loragate.records.recorder import Recorder
 from loragate.records.results import require_section
 
 SOURCES = {"a.py": "x = 1\n", "b.py": "y = 2\n"}
-EDIT = "- {id: one, module: dense/plan.py, old: import math, new: import cmath, kind: other}\n"
+EDIT = "- {id: one, module: dense/launch.py, old: import math, new: import cmath, kind: other}\n"
 
 
 def outcome(name: str, module: str, group: Group, fate: Fate) -> tuple[Mutant, Result]:
@@ -80,7 +80,7 @@ def test_the_list_shows_each_mutant_as_a_diff(
     path.write_text(EDIT, encoding="utf-8")
     assert main(["mutants", "--edits", str(path), "--list"]) == ExitCode.OK
     out = capsys.readouterr().out
-    assert "one\n--- a/dense/plan.py" in out
+    assert "one\n--- a/dense/launch.py" in out
     assert "-import math\n+import cmath" in out
 
 
@@ -88,7 +88,9 @@ def test_a_retired_edit_is_named_and_not_planted(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "edits.yaml"
-    gone = EDIT.replace("one", "two").replace("plan.py", "gone.py").replace("}", ", retired: gone}")
+    gone = (
+        EDIT.replace("one", "two").replace("launch.py", "gone.py").replace("}", ", retired: gone}")
+    )
     path.write_text(EDIT + gone, encoding="utf-8")
     assert main(["mutants", "--edits", str(path), "--list"]) == ExitCode.OK
     out = capsys.readouterr().out
@@ -110,8 +112,8 @@ def test_retired_edits_are_recorded_apart_from_the_counts(tmp_path: Path) -> Non
 def test_edits_that_an_earlier_record_only_lists_as_not_planted_are_counted_apart() -> None:
     run = payload("c", Run("state", OUTCOMES))
     del run["retired"]
-    text = render_record(None, {"run": run | {"not_planted": ["one", "two"]}})
-    assert "not counted above: edits by hand, first run: 2" in text
+    text = render_record(None, {"runs": {"edits-x": run | {"not_planted": ["one", "two"]}}})
+    assert "not counted above: edits-x, first run: 2" in text
 
 
 def test_a_survivor_makes_the_run_wrong_and_an_equivalent_does_not() -> None:
@@ -137,16 +139,18 @@ def test_runs_are_recorded_side_by_side_and_the_first_verdicts_stay(tmp_path: Pa
 
     save_run(recorder(SECTION), "sample-4-seed-0", Run("state", OUTCOMES))
     save_run(recorder(SECTION), "sample-4-seed-1", Run("state", OUTCOMES[:2]))
-    assert save_first(recorder(FIRST_SECTION), Run("state", OUTCOMES))
-    assert not save_first(recorder(FIRST_SECTION), Run("state", OUTCOMES[:2]))
+    assert save_first(recorder(FIRST_SECTION), "edits-x", Run("state", OUTCOMES))
+    assert not save_first(recorder(FIRST_SECTION), "edits-x", Run("state", OUTCOMES[:2]))
+    assert save_first(recorder(FIRST_SECTION), "edits-y", Run("state", OUTCOMES[:2]))
     runs = require_section(path, SECTION)["runs"]
     assert sorted(runs) == ["sample-4-seed-0", "sample-4-seed-1"]
     assert runs["sample-4-seed-0"]["not_killed"] == {"s1": "survived", "e1": "equivalent"}
     first = require_section(path, FIRST_SECTION)
-    assert first["run"]["not_killed"] == {"s1": "survived", "e1": "equivalent"}
+    assert first["runs"]["edits-x"]["not_killed"] == {"s1": "survived", "e1": "equivalent"}
     text = render_record(require_section(path, SECTION), first)
     assert "| sample-4-seed-0, subtle | 3 | 2 | 1 |" in text
-    assert "| edits by hand, first run, subtle | 3 |" in text
+    assert "| edits-x, first run, subtle | 3 |" in text
+    assert "| edits-y, first run, " in text
     assert json.loads(path.read_text())["schema"] == 1
 
 

@@ -158,8 +158,8 @@ def _print_retired(retired: Mapping[str, str]) -> None:
 
 
 def _first_record(arguments: argparse.Namespace) -> Recorder | None:
-    """For edits alone: a sample can be drawn again with another seed."""
-    if arguments.gpu or not arguments.edits:
+    """For whole sets of edits alone: a sample can be drawn again with another seed."""
+    if arguments.gpu or arguments.module or not arguments.edits:
         return None
     return open_record(arguments, FIRST_SECTION)
 
@@ -174,7 +174,7 @@ def _save(
         return
     save_run(recorder, name, run)
     print(f"recorded in {recorder.path}")
-    if first is not None and save_first(first, run):
+    if first is not None and save_first(first, name, run):
         print(f"these are the first results of {Group.BLIND.value} edits, and stay on record")
 
 

@@ -70,7 +70,7 @@ def render_rates(
     first: Mapping[str, Any] | None,
 ) -> str:
     """A row for each kind of mutants, as Markdown: of all recorded runs, and of the first run of
-    blind edits. Each argument is a section of the record, or None."""
+    each set of blind edits. Each argument is a section of the record, or None."""
     rows = list(_rows(section, gpu, first))
     return "\n".join([_HEAD, *rows]) if rows else "Not recorded yet."
 
@@ -82,8 +82,8 @@ def _rows(
 ) -> Iterator[str]:
     runs: Mapping[str, Any] = section["runs"] if section else {}
     on_gpu: Mapping[str, Any] = gpu["runs"] if gpu else {}
-    if first:
-        yield Rate.of(first["run"], Group.BLIND, None).row("blind, first run")
+    for name, run in sorted(first["runs"].items()) if first else ():
+        yield Rate.of(run, Group.BLIND, None).row(f"blind, first run of {name}")
     for group, title in _TITLES.items():
         rates = [
             Rate.of(run, group, on_gpu.get(name))

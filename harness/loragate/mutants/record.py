@@ -13,8 +13,8 @@ from loragate.mutants.counts import Outcome, counted, markdown, merged
 from loragate.mutants.model import Fate
 from loragate.records.recorder import Recorder
 
-# sections of a results file: every run by its name, those on a GPU, and the first run of edits
-# that were written without a look at the checks: later runs cannot be as blind
+# sections of a results file: every run by its name, those on a GPU, and the first run of each set
+# of edits that was written without a look at the checks: later runs cannot be as blind
 SECTION, GPU_SECTION, FIRST_SECTION = "mutants", "mutants_gpu", "mutants_blind_first"
 
 
@@ -37,12 +37,12 @@ def save_run(recorder: Recorder, name: str, run: Run) -> None:
     recorder.save({"runs": runs})
 
 
-def save_first(recorder: Recorder, run: Run) -> bool:
-    """Write the first verdicts on a set of edits; False if there are some already. Raises
-    CommandError."""
-    if recorder.current():
+def save_first(recorder: Recorder, name: str, run: Run) -> bool:
+    """Write the first verdicts on the set of edits called `name`, beside those on other sets; False
+    if there are some already. Raises CommandError."""
+    if name in recorder.current().get("runs", {}):
         return False
-    recorder.save({"run": payload(recorder.commit, run)})
+    save_run(recorder, name, run)
     return True
 
 
@@ -70,7 +70,7 @@ def render_record(section: Mapping[str, Any] | None, first: Mapping[str, Any] | 
     """The tables of all recorded runs, as Markdown; `first`: the section of the first verdicts."""
     runs = dict(section["runs"]) if section else {}
     if first:
-        runs["edits by hand, first run"] = first["run"]
+        runs |= {f"{name}, first run": run for name, run in first["runs"].items()}
     if not runs:
         return "Not recorded yet."
     groups = {

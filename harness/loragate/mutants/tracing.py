@@ -10,10 +10,13 @@ from __future__ import annotations
 
 import ast
 import builtins
+import inspect
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import wraps
 from pathlib import Path
+from typing import Any
 
 from loragate.core.syntax import parse
 
@@ -106,6 +109,21 @@ def start(trace: Path) -> None:
 
     setattr(builtins, _NOTE, note)
     setattr(builtins, _SKIP, _is_compiling)
+    inspect.getsourcelines = _for_triton(inspect.getsourcelines)
+
+
+def _for_triton(read: Callable[[Any], tuple[list[str], int]]) -> Any:
+    """The lines of a function, without notes where Triton compiles it: there a note is no call of
+    Python. The interpreter reads its kernels in the same way and runs the notes."""
+
+    @wraps(read)
+    def lines_of(function: Any) -> tuple[list[str], int]:
+        lines, first = read(function)
+        if os.environ.get("TRITON_INTERPRET") == "1":
+            return lines, first
+        return [line for line in lines if f"{_SKIP}() or {_NOTE}(" not in line], first
+
+    return lines_of
 
 
 def _is_compiling() -> bool:
