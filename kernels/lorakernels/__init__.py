@@ -21,17 +21,20 @@ if TYPE_CHECKING:
     from lorakernels.batch.metadata import BatchMetadata as BatchMetadata
     from lorakernels.common.quantised import Quantised as Quantised
     from lorakernels.common.quantised import quantise_rows as quantise_rows
+    from lorakernels.dense.embedding import embedding_delta as embedding_delta
     from lorakernels.dense.forms import LinearForm as LinearForm
     from lorakernels.dense.ops import DenseWorkspace as DenseWorkspace
     from lorakernels.dense.ops import dense_delta as dense_delta
     from lorakernels.dense.ops import expand_from_tiles as expand_from_tiles
     from lorakernels.dense.ops import shrink_in_tiles as shrink_in_tiles
     from lorakernels.dense.ops import shrunk_shape as shrunk_shape
+    from lorakernels.dense.rank_shards import RankShardedSlots as RankShardedSlots
     from lorakernels.dense.stacks import AdoptedStacks as AdoptedStacks
     from lorakernels.dense.stacks import adopt_stacks as adopt_stacks
     from lorakernels.dense.weights import LoRAFactors as LoRAFactors
     from lorakernels.dense.weights import SlotWeights as SlotWeights
     from lorakernels.gdn.forms import GDNForm as GDNForm
+    from lorakernels.layers.embedding import LoRAEmbedding as LoRAEmbedding
     from lorakernels.layers.expert_placement import ExpertPlacement as ExpertPlacement
     from lorakernels.layers.gate_up import GateUp as GateUp
     from lorakernels.layers.gdn import DeltaNetHeads as DeltaNetHeads
@@ -42,8 +45,10 @@ if TYPE_CHECKING:
     from lorakernels.layers.moe import FusedMoELoRA as FusedMoELoRA
     from lorakernels.layers.moe import MoEScratch as MoEScratch
     from lorakernels.layers.moe_partition import MoERank as MoERank
+    from lorakernels.layers.partition import LoRASharding as LoRASharding
     from lorakernels.layers.partition import Parallel as Parallel
     from lorakernels.layers.partition import Slice as Slice
+    from lorakernels.layers.sharding import sharded_slots as sharded_slots
     from lorakernels.layers.warm_up import KernelVariant as KernelVariant
     from lorakernels.layers.warm_up import kernel_variants as kernel_variants
     from lorakernels.layers.warm_up import warm_up as warm_up
@@ -58,6 +63,9 @@ if TYPE_CHECKING:
     from lorakernels.moe.layer.types import RouterWeight as RouterWeight
     from lorakernels.moe.weights import ExpertFactors as ExpertFactors
     from lorakernels.moe.weights import ExpertWeights as ExpertWeights
+    from lorakernels.runtime.collectives import Collective as Collective
+    from lorakernels.runtime.collectives import GroupCollective as GroupCollective
+    from lorakernels.runtime.collectives import SimulatedRanks as SimulatedRanks
     from lorakernels.serving.buffers import ServingBuffers as ServingBuffers
     from lorakernels.serving.decoder import Decoder as Decoder
     from lorakernels.serving.generation import Generation as Generation
@@ -79,6 +87,7 @@ _PUBLIC = {
     "adapters.slots": ("AdapterLayer", "AdapterSlots"),
     "batch.metadata": ("BatchMetadata",),
     "common.quantised": ("Quantised", "quantise_rows"),
+    "dense.embedding": ("embedding_delta",),
     "dense.forms": ("LinearForm",),
     "dense.ops": (
         "DenseWorkspace",
@@ -87,6 +96,7 @@ _PUBLIC = {
         "shrink_in_tiles",
         "shrunk_shape",
     ),
+    "dense.rank_shards": ("RankShardedSlots",),
     "dense.stacks": ("AdoptedStacks", "adopt_stacks"),
     "dense.weights": ("LoRAFactors", "SlotWeights"),
     "gdn.forms": ("GDNForm",),
@@ -96,12 +106,14 @@ _PUBLIC = {
         "InputModule",
         "InputModules",
     ),
+    "layers.embedding": ("LoRAEmbedding",),
     "layers.expert_placement": ("ExpertPlacement",),
     "layers.gate_up": ("GateUp",),
     "layers.linear": ("LoRALinear",),
     "layers.moe": ("FusedMoELoRA", "MoEScratch"),
     "layers.moe_partition": ("MoERank",),
-    "layers.partition": ("Parallel", "Slice"),
+    "layers.partition": ("LoRASharding", "Parallel", "Slice"),
+    "layers.sharding": ("sharded_slots",),
     "layers.warm_up": ("KernelVariant", "kernel_variants", "warm_up"),
     "layers.wrapped": ("WrappedLoRALinear",),
     "moe.align.metadata": ("PairMetadata",),
@@ -110,6 +122,7 @@ _PUBLIC = {
     "moe.layer.forms": ("MoEForm",),
     "moe.layer.types": ("Activation", "Formula", "RouterWeight"),
     "moe.weights": ("ExpertFactors", "ExpertWeights"),
+    "runtime.collectives": ("Collective", "GroupCollective", "SimulatedRanks"),
     "serving.buffers": ("ServingBuffers",),
     "serving.decoder": ("Decoder",),
     "serving.generation": ("Generation", "Request", "generate"),

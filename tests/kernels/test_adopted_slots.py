@@ -153,6 +153,19 @@ def test_a_layer_of_one_slice_is_adopted_where_it_lies() -> None:
     assert adopted.a[0] is a[0]
 
 
+@pytest.mark.parametrize("apart", [(0,), (1,), (0, 1)], ids=["a", "b", "both"])
+def test_a_stack_that_does_not_lie_as_packed_is_copied_whichever_it_is(
+    apart: tuple[int, ...],
+) -> None:
+    given = [stacks()[0][0], stacks()[1][0]]
+    for index in apart:
+        given[index] = given[index].mT.contiguous().mT
+    adopted = adopt_stacks(given[:1], given[1:])
+    tensors = adopted.weights.tensors
+    assert torch.equal(tensors.a[:, 0], given[0][:, 0])
+    assert torch.equal(tensors.b, given[1][:, 0])
+
+
 def test_a_slot_that_is_loaded_here_is_loaded_in_the_views() -> None:
     adopted = adopt_stacks(*stacks())
     new = parts((3, 2))

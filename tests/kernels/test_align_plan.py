@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from lorakernels.moe.tiles import is_sorted, scratch_size
+from lorakernels.moe.tiles import Alignment, plan_alignment, scratch_size
 from lorakernels.runtime.tuning import DEFAULT, Tuning
 
 GIB = 1 << 30
@@ -20,9 +20,24 @@ def test_a_huge_batch_takes_less_than_a_gigabyte_of_scratch_memory(num_pairs: in
 
 
 def test_only_a_huge_batch_of_few_buckets_is_sorted() -> None:
-    assert not is_sorted(1_000_000, EXPERTS, SLOTS, True)
-    assert is_sorted(16_000_000, EXPERTS, SLOTS, True)
-    assert is_sorted(1, EXPERTS, 2 * SLOTS, True)
+    assert plan_alignment(1_000_000, EXPERTS, SLOTS, True) is Alignment.COUNTED
+    assert plan_alignment(16_000_000, EXPERTS, SLOTS, True) is Alignment.SORTED
+    few = DEFAULT.align.compared_pairs
+    assert plan_alignment(few, EXPERTS, 2 * SLOTS, True) is Alignment.COMPARED
+    assert plan_alignment(few + 1, EXPERTS, 2 * SLOTS, True) is Alignment.SORTED
+
+
+def test_a_single_launch_counts_few_pairs_of_few_buckets_and_compares_fewer_of_many() -> None:
+    align = DEFAULT.align
+    few, many = align.single_launch_bins // 4, align.single_launch_bins // 4 + 1
+
+    def way(num_pairs: int, experts: int) -> Alignment:
+        return plan_alignment(num_pairs, experts, 4, False)
+
+    assert way(1, few) is way(align.single_launch_pairs, few) is Alignment.SINGLE
+    assert way(align.single_launch_pairs + 1, few) is Alignment.COUNTED
+    assert way(1, many) is way(align.compared_pairs, many) is Alignment.COMPARED
+    assert way(align.compared_pairs + 1, many) is Alignment.COUNTED
 
 
 # 64 buckets; small constants, so that batches of every kind are small
@@ -35,20 +50,22 @@ def test_only_a_huge_batch_of_few_buckets_is_sorted() -> None:
             {"single_launch_pairs": 0, "span": 8, "most_counters": 6000},
             {"single_launch_pairs": 40, "span": 32, "most_bins": 32},
             {"single_launch_pairs": 600, "span": 16},
+            {"single_launch_bins": 32, "compared_pairs": 30, "span": 32},
+            {"single_launch_bins": 32, "compared_pairs": 30, "most_bins": 32, "span": 32},
         )
     ],
 )
 def test_the_scratch_memory_of_large_batches_is_enough_for_smaller_ones(tuning: Tuning) -> None:
     sizes = (5, 3, True)
-    needed = [_needed(n, is_sorted(n, *sizes, tuning), tuning) for n in range(1, 1001)]
+    needed = [_needed(n, plan_alignment(n, *sizes, tuning), tuning) for n in range(1, 1001)]
     for most in range(1, 1001):
         assert max(needed[:most]) <= scratch_size(most, *sizes, tuning)
 
 
-def _needed(num_pairs: int, sorts: bool, tuning: Tuning) -> int:
+def _needed(num_pairs: int, way: Alignment, tuning: Tuning) -> int:
     """Elements that the launches use of a step of 16 * 4 buckets."""
     spans = -(-num_pairs // tuning.align.span)
-    if sorts:
+    if way is Alignment.SORTED:
         # keys and pairs, each twice, and counts of a digit of 16 values
         return 4 * -(-num_pairs // 64) * 64 + (spans + 1) * 16
-    return (spans + 4) * 64 if num_pairs > tuning.align.single_launch_pairs else 0
+    return (spans + 4) * 64 if way is Alignment.COUNTED else 0

@@ -265,7 +265,7 @@ def test_a_workspace_for_smaller_batches_is_refused() -> None:
 
 SHAPES = [
     DenseShape(0, 4096, (4096, 1024, 1024), rank, itemsize)
-    for rank in (1, 8, 16, 64, 320, 512)
+    for rank in (1, 8, 16, 64, 65, 128, 129, 320, 512)
     for itemsize in (2, 4)
 ]
 

@@ -155,3 +155,12 @@ def test_columns_of_one_buffer_overlap_only_where_they_share_a_place(data: st.Da
     # columns that overlap in other rows are refused as well
     same_columns = not {p % width for p in places(x)}.isdisjoint(p % width for p in places(out))
     assert shared <= overlap(x, out) <= same_columns
+
+
+def test_one_row_beside_the_columns_of_several_does_not_overlap_whatever_its_stride() -> None:
+    buffer = torch.empty(4, 20)
+    out = buffer[:, 8:16]
+    for stride in (1, 3, 20, 50):
+        # in the second row
+        assert not overlap(buffer.as_strided((1, 6), (stride, 1), 20), out)
+        assert overlap(buffer.as_strided((1, 9), (stride, 1), 20), out)

@@ -429,3 +429,9 @@ def test_an_input_of_the_wrong_width_is_refused() -> None:
     linear = layer((Slice("down", 20),), parallel=Parallel.ROW, tp_size=2)
     with pytest.raises(ValueError, match=r"^x must have 12 columns \(got 24\)$"):
         serve(linear, randn(9, K, seed=3))
+
+
+def test_a_layer_may_have_hundreds_of_slices() -> None:
+    slices = [Slice(f"part{number}", 1) for number in range(300)]
+    layer = LoRALinear(torch.zeros(300, 4), slices=slices, num_slots=1, rank=1)
+    assert len(layer.slots.slice_widths) == 300

@@ -197,14 +197,20 @@ def test_a_module_that_the_config_does_not_target_is_refused(tmp_path: Path) -> 
     )
 
 
+NAMES = (
+    "the tensor's name must be base_model.model.<module>.lora_A.weight, .lora_B.weight or, "
+    "of an embedding, .lora_embedding_A or .lora_embedding_B"
+)
+
+
 @pytest.mark.parametrize(
     ("name", "reason"),
     [
         (f"base_model.model.{Q}.lora_magnitude_vector", "DoRA is not supported"),
         (f"base_model.model.{Q}.lora_B.bias", "a bias of lora_B is not supported"),
         (
-            "base_model.model.model.embed_tokens.lora_embedding_A",
-            "factors of an embedding are not supported",
+            "base_model.model.model.embed_tokens.lora_embedding_A.weight",
+            NAMES,
         ),
         (
             f"base_model.model.{Q}.base_layer.weight",
@@ -214,17 +220,65 @@ def test_a_module_that_the_config_does_not_target_is_refused(tmp_path: Path) -> 
         ("base_model.model.lm_head.weight", "weights of the base model are not supported"),
         (
             f"base_model.model.{Q}.lora_A.default.weight",
-            "the tensor's name must be base_model.model.<module>.lora_A.weight or .lora_B.weight",
+            NAMES,
         ),
         (
             f"{Q}.lora_A.weight",
-            "the tensor's name must be base_model.model.<module>.lora_A.weight or .lora_B.weight",
+            NAMES,
         ),
     ],
 )
 def test_a_tensor_that_would_be_ignored_is_refused(tmp_path: Path, name: str, reason: str) -> None:
     tensors = factors() | {name: torch.zeros(WIDTH)}
     refused(write(tmp_path, tensors), f"{name}: {reason}")
+
+
+TABLE = "base_model.model.model.embed_tokens"
+
+
+def of_embedding(rows: int = 11) -> dict[str, Tensor]:
+    return {
+        f"{TABLE}.lora_embedding_A": torch.randn(RANK, rows),
+        f"{TABLE}.lora_embedding_B": torch.randn(WIDTH, RANK),
+    }
+
+
+def test_factors_of_an_embedding_are_read_beside_those_of_linear_modules(tmp_path: Path) -> None:
+    own = of_embedding()
+    copy = {f"{TABLE}.base_layer.weight": torch.zeros(11, WIDTH)}
+    folder = write(
+        tmp_path, factors() | own | copy, target_modules=["q_proj", "v_proj", "embed_tokens"]
+    )
+    found = read_peft_folder(folder).modules["model.embed_tokens"]
+    assert torch.equal(found.a, own[f"{TABLE}.lora_embedding_A"])
+    assert torch.equal(found.b, own[f"{TABLE}.lora_embedding_B"])
+
+
+def test_a_copy_of_an_embedding_has_a_row_for_each_id(tmp_path: Path) -> None:
+    copy = {f"{TABLE}.base_layer.weight": torch.zeros(WIDTH, 11)}
+    folder = write(tmp_path, of_embedding() | copy, target_modules=["embed_tokens"])
+    refused(
+        folder,
+        f"{TABLE}.base_layer.weight must be [11, {WIDTH}], as the factors say (got [{WIDTH}, 11])",
+    )
+
+
+def test_half_of_the_factors_of_an_embedding_and_factors_of_two_kinds_are_refused(
+    tmp_path: Path,
+) -> None:
+    for name in ("half", "both"):
+        (tmp_path / name).mkdir()
+    half = {name: tensor for name, tensor in of_embedding().items() if name.endswith("_A")}
+    folder = write(tmp_path / "half", half, target_modules=["embed_tokens"])
+    refused(
+        folder,
+        "model.embed_tokens has lora_embedding_A but no lora_embedding_B "
+        "(1 such modules: model.embed_tokens)",
+    )
+    other = {f"{TABLE}.lora_B.weight": torch.randn(WIDTH, RANK)}
+    folder = write(tmp_path / "both", half | other, target_modules=["embed_tokens"])
+    message = "must have factors of an embedding or of another module (got both)"
+    refused(folder, f"model.embed_tokens {message}")
 
 
 HEAD = "base_model.model.lm_head.base_layer"

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Hashable
 from dataclasses import dataclass
 from functools import cache
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -25,8 +26,14 @@ from lorakernels.dense.ops import DenseWorkspace  # noqa: E402
 from lorakernels.dense.weights import LoRAFactors, SlotWeights  # noqa: E402
 from lorakernels.layers.gdn import DeltaNetHeads, GatedDeltaNetInputProjection  # noqa: E402
 from lorakernels.layers.partition import Slice  # noqa: E402
-from lorakernels.layers.warm_up import kernel_variants, planned_sizes, warm_up  # noqa: E402
+from lorakernels.layers.warm_up import (  # noqa: E402
+    constants_of,
+    kernel_variants,
+    planned_sizes,
+    warm_up,
+)
 from lorakernels.layers.wrapped import WrappedLoRALinear  # noqa: E402
+from lorakernels.runtime.launching import Launch  # noqa: E402
 from lorakernels.runtime.options import DUAL_STREAM  # noqa: E402
 
 MOST = 3200
@@ -289,3 +296,21 @@ def test_no_step_compiles_anything_after_a_warm_up(
     listed, *compiled = done.stdout.split()
     assert int(listed) > 4
     assert not compiled, f"compiled while serving: {', '.join(compiled)}"
+
+
+@pytest.mark.parametrize(
+    ("value", "kind"),
+    [
+        (1, "1"),
+        (24, "i32"),
+        (48, "i32 multiple of 16"),
+        ((1 << 31) - 1, "i32"),
+        (1 << 31, "i64 multiple of 16"),
+        ((1 << 31) + 1, "i64"),
+        (-(1 << 31), "i32 multiple of 16"),
+        (-(1 << 31) - 1, "i64"),
+    ],
+)
+def test_an_integer_is_listed_as_triton_compiles_it(value: int, kind: str) -> None:
+    launch = Launch(SimpleNamespace(arg_names=["stride"]), (value,), {})
+    assert constants_of(launch) == (("stride", kind),)

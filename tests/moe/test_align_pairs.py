@@ -12,6 +12,7 @@ from torch import Tensor
 from lorakernels.batch.metadata import BatchMetadata
 from lorakernels.moe.align import launch
 from lorakernels.moe.align.metadata import PairMetadata
+from lorakernels.moe.tiles import Alignment
 from lorakernels.runtime import tuning
 
 
@@ -96,21 +97,23 @@ def assert_tiles(
     ("rows", "top_k", "experts", "slots"),
     [(1, 1, 1, 1), (17, 3, 5, 3), (70, 2, 3, 2), (33, 8, 40, 7)],
 )
-@pytest.mark.parametrize("is_large", [False, True])
+@pytest.mark.parametrize("way", [Alignment.SINGLE, Alignment.COMPARED, Alignment.COUNTED])
 def test_every_pair_is_in_the_tiles_of_its_expert_and_slot(
     rows: int,
     top_k: int,
     experts: int,
     slots: int,
     with_base: bool,
-    is_large: bool,
+    way: Alignment,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    if is_large:
-        # counting, summing and placing are separate launches
+    if way is Alignment.COUNTED:
         tune(monkeypatch, single_launch_pairs=0, span=32)
+    elif way is Alignment.COMPARED:
+        tune(monkeypatch, single_launch_bins=0, compared_pairs=512)
     ids, token_slots = routed(rows, top_k, experts, slots, seed=rows)
     pairs = prepared(ids, token_slots, experts=experts, slots=slots, with_base=with_base)
+    assert pairs.tables.alignment is way
     assert_tiles(
         pairs.tile_pairs,
         [pairs.tile_experts, pairs.tile_slots],

@@ -49,6 +49,9 @@ def test_sizes_are_numbers_of_requests_where_these_have_several_rows() -> None:
     assert plan_keys([4], max_tokens=8, widths=(1, 2))
     with pytest.raises(ValueError, match=r"sizes must be 1 to 4, which is max_tokens / 2 .got 5"):
         plan_keys([5], max_tokens=8, widths=(1, 2))
+    # the last row is half a request
+    with pytest.raises(ValueError, match=r"sizes must be 1 to 3, which is max_tokens / 2 .got 4"):
+        plan_keys([4], max_tokens=7, widths=(1, 2))
 
 
 @pytest.mark.parametrize(

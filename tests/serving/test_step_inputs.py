@@ -240,3 +240,10 @@ def test_inputs_that_cannot_be_made_are_refused(
 ) -> None:
     with pytest.raises(ValueError, match=message):
         StepInputs(specs, max_tokens=most, device="cpu")
+
+
+def test_inputs_of_a_single_row_can_be_made() -> None:
+    inputs = StepInputs(SPECS, max_tokens=1, device="cpu")
+    slots, values = step(1, 2)
+    inputs.write(slots, values)
+    assert inputs.token_slots.tolist() == slots.tolist()

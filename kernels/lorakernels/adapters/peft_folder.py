@@ -31,7 +31,11 @@ CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"
 _PICKLE_FILE = "adapter_model.bin"
 
-_TENSOR_NAME = re.compile(r"base_model\.model\.(?P<module>.+)\.lora_(?P<factor>[AB])\.weight")
+# the factors of an embedding are parameters of their own, those of other modules are in modules
+_TENSOR_NAME = re.compile(
+    r"base_model\.model\.(?P<module>.+)\."
+    r"(?P<kind>lora_(?=[AB]\.weight)|lora_embedding_(?=[AB]$))(?P<factor>[AB])(?:\.weight)?"
+)
 # beside the factors of these modules PEFT saves the base weights, unchanged
 _COPY_NAME = re.compile(
     r"base_model\.model\.(?:.+\.)?(?:lm_head|embed_tokens)\.base_layer\.(?:weight|bias)"
@@ -40,7 +44,6 @@ _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 # part of a tensor's name -> the unsupported feature that such an adapter uses
 _FOREIGN_TENSORS = {
     "lora_magnitude_vector": "DoRA is not supported",
-    "lora_embedding_": "factors of an embedding are not supported",
     ".lora_B.bias": "a bias of lora_B is not supported",
     ".modules_to_save.": "modules_to_save is not supported",
     ".base_layer.": "changed base weights are not supported",
@@ -99,9 +102,14 @@ def _check_copy(path: Path, key: str, shape: list[int], tensors: Mapping[str, Te
     """A copy of a base weight is of a module that has factors, and has its sizes."""
     module = key.rpartition(".base_layer.")[0]
     a, b = (tensors.get(f"{module}.lora_{factor}.weight") for factor in "AB")
-    if a is None or b is None:
+    wanted = [] if a is None or b is None else [*b.shape[:1], *a.shape[1:2]]
+    a, b = (tensors.get(f"{module}.lora_embedding_{factor}") for factor in "AB")
+    if a is not None and b is not None:
+        # an embedding has a row for each input
+        wanted = [*a.shape[1:2], *b.shape[:1]]
+    if not wanted:
         raise AdapterError(f"{path}: {printable(key)}: {_why_foreign(key)}")
-    wanted = [*b.shape[:1], *a.shape[1:2]] if key.endswith(".weight") else [*b.shape[:1]]
+    wanted = wanted if key.endswith(".weight") else wanted[:1]
     if shape != wanted:
         raise AdapterError(
             f"{path}: {printable(key)} must be {wanted}, as the factors say (got {shape})"
@@ -110,19 +118,26 @@ def _check_copy(path: Path, key: str, shape: list[int], tensors: Mapping[str, Te
 
 def _pair(path: Path, tensors: Mapping[str, Tensor]) -> dict[str, tuple[Tensor, Tensor]]:
     found: dict[str, dict[str, Tensor]] = {}
+    kinds: dict[str, str] = {}
     for key, tensor in tensors.items():
         parts = _TENSOR_NAME.fullmatch(key)
         if parts is None:
             raise AdapterError(f"{path}: {printable(key)}: {_why_foreign(key)}")
-        found.setdefault(parts["module"], {})[parts["factor"]] = tensor
+        module = parts["module"]
+        if kinds.setdefault(module, parts["kind"]) != parts["kind"]:
+            raise AdapterError(
+                f"{path}: {printable(module)} must have factors of an embedding or of another "
+                "module (got both)"
+            )
+        found.setdefault(module, {})[parts["factor"]] = tensor
     if not found:
         raise AdapterError(f"{path}: holds no factors, so the base model would be served")
     halves = {m: next(iter(pair)) for m, pair in found.items() if len(pair) == 1}
     if halves:
         module = min(halves)
-        other = "B" if halves[module] == "A" else "A"
+        kind, other = kinds[module], "B" if halves[module] == "A" else "A"
         raise AdapterError(
-            f"{path}: {printable(module)} has lora_{halves[module]} but no lora_{other}"
+            f"{path}: {printable(module)} has {kind}{halves[module]} but no {kind}{other}"
             f" ({len(halves)} such modules: {listing(halves)})"
         )
     return {module: (pair["A"], pair["B"]) for module, pair in found.items()}
@@ -134,7 +149,8 @@ def _why_foreign(key: str) -> str:
             return reason
     if ".lora_" not in key:
         return "weights of the base model are not supported"
-    shape = "base_model.model.<module>.lora_A.weight or .lora_B.weight"
+    shape = "base_model.model.<module>.lora_A.weight, .lora_B.weight or, of an embedding, "
+    shape += ".lora_embedding_A or .lora_embedding_B"
     return f"the tensor's name must be {shape}"
 
 

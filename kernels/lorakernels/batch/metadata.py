@@ -18,6 +18,7 @@ from lorakernels.batch.kernels import prepare_kernel
 from lorakernels.batch.steps import BaseRows, note_base_rows, note_rows
 from lorakernels.common.sizes import power_of_2
 from lorakernels.runtime.device import keep_address, on_device_of, upload
+from lorakernels.runtime.options import BATCH_INVARIANT, batch_invariant
 from lorakernels.runtime.tuning import DEFAULT, Tuning, tuning_of
 
 # smallest height of a tile: the M of a tensor-core instruction
@@ -27,6 +28,7 @@ MIN_TILE_ROWS = 16
 def tile_height(num_rows: int, tuning: Tuning = DEFAULT) -> int:
     """Rows of one adapter that one tile covers. Depends on the batch size alone, so that it
     is a constant of a captured graph."""
+    num_rows = tuning.dense.planned_rows or num_rows
     if num_rows <= tuning.dense.rows_of_height_16:
         return 16
     if num_rows <= tuning.dense.rows_of_height_32:
@@ -68,6 +70,7 @@ class BatchMetadata:
             raise ValueError(f"max_slots must be at least 1 (got {max_slots})")
         self.max_tokens, self.max_slots = max_tokens, max_slots
         self.tuning, self._height = tuning_of(torch.device(device)), height
+        self._is_invariant = batch_invariant()
 
         def table(size: int) -> Tensor:
             return keep_address(torch.full((size,), -1, dtype=torch.int32, device=device))
@@ -142,6 +145,11 @@ class BatchMetadata:
         """What the host knows of the next step, whose tables `install` writes, here or in a graph
         that is replayed: its rows, how many of them are live, and what `check` said of these.
         Raises ValueError with nothing changed."""
+        if batch_invariant() != self._is_invariant:
+            raise ValueError(
+                f"{BATCH_INVARIANT} must be as it was when the tables were made "
+                f"(got {int(batch_invariant())})"
+            )
         if num_rows > self.max_tokens:
             raise ValueError(f"token_slots may have {self.max_tokens} rows (got {num_rows})")
         if num_rows < num_live:
@@ -192,7 +200,7 @@ class BatchMetadata:
             yield
         finally:
             # for pairs that were prepared meanwhile, too, which a replay may change
-            declared.is_declared, declared.is_over = False, True
+            declared.is_over = True
             self._declared = None
             note_base_rows(self.tile_rows, BaseRows())
 

@@ -32,7 +32,7 @@ def note_rows(tensor: Tensor, num_rows: int) -> None:
 
 @dataclass(slots=True, eq=False)
 class BaseRows:
-    """A step of which the host knows that all its rows are base rows. `is_declared` is true while
+    """A step of which the host knows that all its rows are base rows. `is_declared` is true where
     the caller has declared that, so that it also holds for what is captured meanwhile; when that
     is over, nothing is known any more."""
 

@@ -81,6 +81,11 @@ class StackedWeights(ABC, Generic[FactorsT]):
     def out_features(self) -> int:
         return self.b.shape[-2]
 
+    @property
+    def exchanged_copies(self) -> int:
+        """The memory that an exchange of the shrink output between ranks takes, in copies of it."""
+        return 0
+
     def load(self, slot: int, factors: Sequence[FactorsT | None]) -> None:
         """Replace the adapter of a slot, all or nothing. None leaves a slice without adapter.
 
@@ -107,7 +112,7 @@ class StackedWeights(ABC, Generic[FactorsT]):
         for index, (part, width) in enumerate(zip(factors, self.slice_widths, strict=True)):
             if part is not None:
                 a, b = sources[index]
-                self.a[slot, ..., index, : part.rank, :].copy_(a)
+                self._write_a(slot, index, a)
                 self.b[slot, ..., start : start + width, : part.rank].copy_(b)
                 # an assignment would copy from the host and wait for it
                 self.ranks[slot, index].fill_(part.rank)
@@ -136,7 +141,7 @@ class StackedWeights(ABC, Generic[FactorsT]):
         parts = torch.split(b.detach(), list(self.slice_widths), dim=-2)
         b = torch.cat([p.masked_fill(dead, 0) for p, dead in zip(parts, is_dead, strict=True)], -2)
         self.reset(slot)
-        self.a[slot, ..., :most, :].copy_(a)
+        self._write_a(slot, slice(None), a)
         self.b[slot, ..., :most].copy_(b)
         self.ranks[slot].copy_(live)
         self.scales[slot].copy_(scales)
@@ -160,6 +165,10 @@ class StackedWeights(ABC, Generic[FactorsT]):
         factor = factor.detach()
         own = {buffer.untyped_storage().data_ptr() for buffer in (self.a, self.b)}
         return factor.clone() if factor.untyped_storage().data_ptr() in own else factor
+
+    def _write_a(self, slot: int, index: int | slice, a: Tensor) -> None:
+        """A of one slice or of all, [.., r, in_features], into an empty slot."""
+        self.a[slot, ..., index, : a.shape[-2], :].copy_(a)
 
     def reset(self, slot: int) -> None:
         """Empty a slot; its rows then get no delta."""

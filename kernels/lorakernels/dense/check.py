@@ -64,6 +64,15 @@ def check_output(out: Tensor, b: Tensor) -> None:
         )
 
 
+def check_whole(a: Tensor, b: Tensor) -> None:
+    """A has all ranks of B, and not those of one rank of a group."""
+    if a.shape[2] != b.shape[2]:
+        raise ValueError(
+            f"weights must hold all {b.shape[2]} ranks of A, they are sharded by rank "
+            f"(got {a.shape[2]})"
+        )
+
+
 def check_like(name: str, tensor: Tensor, weight: Tensor) -> None:
     """Dtype and device of an operand are those of the weights."""
     if tensor.dtype != weight.dtype:

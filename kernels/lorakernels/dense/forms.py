@@ -23,7 +23,7 @@ class LinearForm(Enum):
 def plan_form(shape: DenseShape, *, dual_stream: bool) -> LinearForm:
     """The fastest form for a batch; one of a single stream without `dual_stream`."""
     tuning = shape.tuning.dense
-    is_small = 0 < shape.num_rows <= tuning.dual_rows
+    is_small = shape.num_rows > 0 and shape.planned.num_rows <= tuning.dual_rows
     is_light = shape.ranks_of_all_slices <= tuning.dual_ranks
     is_large = shape.in_features * sum(shape.slice_widths) >= tuning.dual_weights
     wins = is_small and (is_light or is_large)

@@ -92,6 +92,49 @@ def lora_shrink_kernel(
 
 
 @triton.jit
+def lora_lookup_kernel(
+    ids_ptr,
+    a_ptr,
+    ranks_ptr,
+    tile_slots_ptr,
+    tile_rows_ptr,
+    num_tiles_ptr,
+    shrunk_ptr,
+    stride_ids,
+    first_id,
+    V,
+    R: tl.constexpr,
+    HEIGHT: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    # the shrink of one-hot rows, which is a look-up of columns of A [L, 1, R, V] by id: V ids that
+    # this tensor-parallel rank holds. Grid (tiles, chunks of BLOCK_R ranks). As in the shrink, the
+    # wait comes before any exit
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    offs_m = tl.arange(0, HEIGHT)
+    offs_r = tl.program_id(1) * BLOCK_R + tl.arange(0, BLOCK_R)
+    num_tiles = tl.load(num_tiles_ptr)
+    for tile in range(tl.program_id(0), num_tiles, tl.num_programs(0)):
+        slot = tl.load(tile_slots_ptr + tile)
+        rows = tl.load(tile_rows_ptr + tile * HEIGHT + offs_m)
+        rank = tl.load(ranks_ptr + slot)
+        if rank > 0:
+            live = rows >= 0
+            ids = tl.load(ids_ptr + rows.to(tl.int64) * stride_ids, mask=live, other=-1)
+            column = ids.to(tl.int64) - first_id
+            # ids of other ranks, and those of no token, have no delta here
+            known = live & (column >= 0) & (column < V)
+            cells = (slot.to(tl.int64) * R + offs_r)[None, :] * V + column[:, None]
+            a = tl.load(a_ptr + cells, mask=known[:, None] & (offs_r < rank)[None, :], other=0.0)
+            places = (tile * HEIGHT + offs_m).to(tl.int64)[:, None] * R + offs_r[None, :]
+            here = live[:, None] & (offs_r < R)[None, :]
+            tl.store(shrunk_ptr + places, a.to(tl.float32), mask=here)
+
+
+@triton.jit
 def lora_expand_kernel(
     shrunk_ptr,
     b_ptr,

@@ -9,12 +9,19 @@ import torch
 from torch import Tensor
 
 from lorakernels.batch.metadata import BatchMetadata
-from lorakernels.common.sizes import MAX_GRID_Y, rank_vector
+from lorakernels.common.sizes import MAX_GRID_Y, power_of_2, rank_vector
 from lorakernels.common.stacked_weights import SlotTensors
-from lorakernels.dense.kernels import lora_expand_kernel, lora_shrink_kernel
+from lorakernels.dense.kernels import (
+    lora_expand_kernel,
+    lora_lookup_kernel,
+    lora_shrink_kernel,
+)
 from lorakernels.dense.plan import DenseShape, plan_expand, plan_shrink, tile_programs
 from lorakernels.runtime.device import launch_options, on_device_of
 from lorakernels.runtime.launching import start
+
+# values of A that a program of a look-up has in flight
+_LOOKED_UP = 2048
 
 
 class TileTables(NamedTuple):
@@ -123,5 +130,38 @@ def launch_expand(
             PDL=pdl,
             BEHIND_BASE=behind_base,
             num_warps=plan.num_warps,
+            **launch_options(pdl),
+        )
+
+
+def launch_lookup(
+    ids: Tensor,
+    slots: SlotTensors,
+    shape: DenseShape,
+    tiles: TileTables,
+    shrunk: Tensor,
+    *,
+    first_id: int,
+    pdl: bool,
+) -> None:
+    """The ranks of every row with a slot into `shrunk`. ids [rows], the first of which that A holds
+    is `first_id`."""
+    block_r = min(_LOOKED_UP // shape.height, max(16, power_of_2(shape.rank)))
+    grid = (tile_programs(shape, tiles.capacity(shape.height)), -(-shape.rank // block_r))
+    with on_device_of(ids):
+        start(lora_lookup_kernel, grid)(
+            ids,
+            slots.a,
+            slots.ranks,
+            *tiles,
+            shrunk,
+            ids.stride(0),
+            first_id,
+            slots.a.shape[3],
+            R=shape.rank,
+            HEIGHT=shape.height,
+            BLOCK_R=block_r,
+            PDL=pdl,
+            num_warps=4,
             **launch_options(pdl),
         )

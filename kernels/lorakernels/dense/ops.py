@@ -23,6 +23,7 @@ from lorakernels.dense.check import (
     check_rows,
     check_shrunk,
     check_step,
+    check_whole,
 )
 from lorakernels.dense.launch import TileTables, launch_expand, launch_shrink
 from lorakernels.dense.plan import DenseShape, largest_shrunk, plan_shrunk
@@ -50,8 +51,12 @@ class DenseWorkspace:
             raise ValueError(f"max_tokens must be at least 1 (got {max_tokens})")
         if branches < 1:
             raise ValueError(f"branches must be at least 1 (got {branches})")
-        geometries = {(shape_of_batch(0, layer), layer.num_slots) for layer in layers}
-        size = max(largest_shrunk(shape, slots, max_tokens) for shape, slots in geometries)
+        geometries = {
+            (shape_of_batch(0, layer), layer.num_slots, layer.exchanged_copies) for layer in layers
+        }
+        size = max(
+            largest_shrunk(shape, slots, max_tokens, copies) for shape, slots, copies in geometries
+        )
         device = layers[0].a.device
         self.shrunk, *self._beside = (
             keep_address(torch.empty(size, dtype=torch.float32, device=device))
@@ -117,6 +122,7 @@ def expand_from_tiles(
     """
     check_step(out, weights, metadata)
     check_rows(out, metadata.tile_rows)
+    check_whole(weights.a, weights.b)
     check_output(out, weights.b)
     shape = shape_of_batch(out.shape[0], weights)
     check_shrunk(shrunk, shape, weights.num_slots)
@@ -148,6 +154,7 @@ def _dense_delta(
     out: Tensor,
 ) -> None:
     check_rows(x, tile_rows)
+    check_whole(a, b)
     check_operands(x, a, b, out)
     if x.shape[0] == 0 or not runs_adapters(tile_rows, x.device):
         return
@@ -163,19 +170,24 @@ def _dense_delta(
 
 def view_shrunk(buffers: Sequence[Tensor], shape: DenseShape, num_slots: int) -> Tensor:
     """The shrink output of a batch in the buffer of this branch. ValueError."""
+    wanted = plan_shrunk(shape, num_slots)
+    return branch_buffer(buffers, math.prod(wanted)).view(wanted)
+
+
+def branch_buffer(buffers: Sequence[Tensor], size: int) -> Tensor:
+    """The first `size` values of the buffer of this branch. ValueError."""
     number = branch()
     if number >= len(buffers):
         raise ValueError(
             f"workspace must have {number + 1} branches to be used in this side of a fork "
             f"(got {len(buffers)})"
         )
-    wanted, shrunk = plan_shrunk(shape, num_slots), buffers[number]
-    size = math.prod(wanted)
+    shrunk = buffers[number]
     if shrunk.numel() < size:
         raise ValueError(
             f"workspace must hold {size} values of shrink output (got {shrunk.numel()})"
         )
-    return shrunk[:size].view(wanted)
+    return shrunk[:size]
 
 
 def shape_of(num_rows: int, a: Tensor, slice_widths: Sequence[int]) -> DenseShape:

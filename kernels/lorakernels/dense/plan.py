@@ -3,7 +3,6 @@ every replay of a graph, whatever adapters a batch has."""
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, field, replace
 
 from lorakernels.batch.metadata import MIN_TILE_ROWS, max_tiles, tile_height
@@ -33,6 +32,12 @@ class DenseShape:
     @property
     def height(self) -> int:
         return tile_height(self.num_rows, self.tuning)
+
+    @property
+    def planned(self) -> DenseShape:
+        """The shape whose plan this one takes: itself, unless all batches take one plan."""
+        rows = self.tuning.dense.planned_rows
+        return self if rows is None else replace(self, num_rows=rows)
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +70,7 @@ def tile_programs(shape: DenseShape, capacity: int) -> int:
 
 
 def plan_shrink(shape: DenseShape) -> ShrinkPlan:
+    shape = shape.planned
     tuning = shape.tuning.dense
     ranks, height = shape.ranks_of_all_slices, shape.height
     prefill = height >= tuning.prefill_height
@@ -118,10 +124,15 @@ def _most_splits_beside(
 
 
 def plan_expand(shape: DenseShape) -> ExpandPlan:
+    shape = shape.planned
     height = shape.height
     block_r = min(128, max(16, power_of_2(shape.rank)))
     if shape.itemsize == 4:
         return ExpandPlan(min(height, 32), 64, min(block_r, 32), 1, 4, 1)
+    if height == 32 and 64 < shape.rank <= block_r:
+        group = min(8, _group_of_a_wave(shape, height, 64))
+        if group > 1:
+            return ExpandPlan(height, 64, block_r, group, 4, 3)
     if shape.rank > 64:
         # a wide block of B does not fit into registers beside the output's, and a rank beyond
         # one block cannot stay on chip while columns stream by
@@ -159,12 +170,16 @@ def plan_shrunk(shape: DenseShape, num_slots: int) -> tuple[int, int, int]:
     return (plan_shrink(shape).splits, padded_rows, shape.ranks_of_all_slices)
 
 
-def largest_shrunk(shape: DenseShape, num_slots: int, max_rows: int) -> int:
-    """Values of the largest shrink output over all batches of at most `max_rows` rows."""
+def largest_shrunk(
+    shape: DenseShape, num_slots: int, max_rows: int, exchanged_copies: int = 0
+) -> int:
+    """Values of the largest shrink output over all batches of at most `max_rows` rows, with so many
+    copies of the sum of its split-K partials."""
     # beyond this size there is a single split-K partial, and the shrink output just grows with
     # the batch
     tallest = replace(shape, num_rows=max_rows).height
     several_splits = min(max_rows, shape.tuning.dense.programs * tallest)
     sizes = [*range(1, several_splits, MIN_TILE_ROWS), several_splits, max_rows]
     sizes += [size - 1 for size in sizes if size > 1]
-    return max(math.prod(plan_shrunk(replace(shape, num_rows=size), num_slots)) for size in sizes)
+    plans = (plan_shrunk(replace(shape, num_rows=size), num_slots) for size in sizes)
+    return max((splits + exchanged_copies) * rows * ranks for splits, rows, ranks in plans)

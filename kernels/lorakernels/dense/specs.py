@@ -13,9 +13,11 @@ from functools import partial
 import torch
 
 from lorakernels.batch.metadata import BatchMetadata
-from lorakernels.dense.launch import TileTables, launch_expand, launch_shrink
+from lorakernels.dense.embedding import shape_of_lookup
+from lorakernels.dense.launch import TileTables, launch_expand, launch_lookup, launch_shrink
 from lorakernels.dense.ops import shape_of_batch
 from lorakernels.dense.plan import plan_shrunk
+from lorakernels.dense.rank_shards import RankShardedSlots
 from lorakernels.dense.weights import SlotWeights
 
 _SLOTS = 4
@@ -36,6 +38,8 @@ class Problem:
     beside: bool = False
 
 
+# of a group of ranks over which adapters are sharded
+_PARTS = 4
 _QKV = ("qkv", 4096, (4096, 1024, 1024))
 _GATE_UP = ("gate-up", 4096, (12288, 12288))
 _DOWN = ("down", 12288, (4096,))
@@ -50,14 +54,14 @@ def _problems() -> Iterator[Problem]:
     name, in_features, widths = _QKV
     for tokens in (64, 512):
         yield Problem(f"{name}-bf16-r16-t{tokens}", in_features, widths, tokens, 16)
-    for rank in (1, 8, 320, 512):
+    for rank in (1, 8, 128, 320, 512):
         yield Problem(f"{name}-bf16-r{rank}-t512", in_features, widths, 512, rank)
     # wide ranks ask for the most shared memory and registers where a batch is small
     for tokens in (1, 2048):
         yield Problem(f"{name}-bf16-r512-t{tokens}", in_features, widths, tokens, 512)
     yield Problem("gate-up-bf16-r64-t256", 4096, (12288, 12288), 256, 64)
     yield Problem("qkv-fp16-r16-t64", in_features, widths, 64, 16, torch.float16)
-    for rank, tokens in ((512, 1), (64, 2048)):
+    for rank, tokens in ((512, 1), (128, 512), (64, 2048)):
         label = f"qkv-fp16-r{rank}-t{tokens}"
         yield Problem(label, in_features, widths, tokens, rank, torch.float16)
     yield Problem("qkv-fp32-r16-t64", in_features, widths, 64, 16, torch.float32)
@@ -79,8 +83,15 @@ def launches(compute_capability: int) -> Iterator[tuple[str, Callable[[], None]]
     """(label, launch) for a GPU, 90 for sm_90; `launch()` launches one or more kernels."""
     for slots, tokens in ((_SLOTS, 1), (64, 512), (_SLOTS, 8192)):
         yield f"prepare-s{slots}-t{tokens}", partial(_prepare, tokens, slots)
+    pdl = compute_capability >= 90
     for problem in _problems():
-        yield problem.label, partial(_delta, problem, pdl=compute_capability >= 90)
+        yield problem.label, partial(_delta, problem, pdl=pdl)
+    for tokens, rank, dtype in ((1, 16, torch.int64), (2048, 64, torch.int32)):
+        label = f"embedding-r{rank}-t{tokens}"
+        yield label, partial(_embedding, tokens, rank, dtype, pdl=pdl)
+    for tokens in (1, 64, 2048):
+        problem = Problem(f"sharded-qkv-bf16-r64-t{tokens}", *_QKV[1:], tokens, 64)
+        yield problem.label, partial(_sharded, problem)
 
 
 def _prepare(tokens: int, slots: int) -> None:
@@ -105,6 +116,47 @@ def _delta(problem: Problem, *, pdl: bool) -> None:
     shrunk = torch.empty(plan_shrunk(shape, _SLOTS), device="meta")
     launch_shrink(x, weights.tensors, shape, tiles, shrunk, pdl=pdl and not problem.beside)
     launch_expand(shrunk, weights.tensors, shape, tiles, out, pdl=pdl, behind_base=problem.beside)
+
+
+def _embedding(tokens: int, rank: int, dtype: torch.dtype, *, pdl: bool) -> None:
+    weights = SlotWeights(
+        num_slots=_SLOTS,
+        slice_widths=(4096,),
+        in_features=151936,
+        rank=rank,
+        dtype=torch.bfloat16,
+        device="meta",
+    )
+    metadata = BatchMetadata(max_tokens=tokens, max_slots=_SLOTS, device="meta")
+    ids = torch.empty(tokens, dtype=dtype, device="meta")
+    out = torch.empty(tokens, 4096, dtype=torch.bfloat16, device="meta")
+    shape = shape_of_lookup(tokens, weights.a, weights.out_features)
+    tiles = TileTables.of(metadata)
+    shrunk = torch.empty(plan_shrunk(shape, _SLOTS), device="meta")
+    launch_lookup(ids, weights.tensors, shape, tiles, shrunk, first_id=0, pdl=pdl)
+    launch_expand(shrunk, weights.tensors, shape, tiles, out, pdl=pdl)
+
+
+def _sharded(problem: Problem) -> None:
+    weights = RankShardedSlots(
+        num_slots=_SLOTS,
+        slice_widths=problem.slice_widths,
+        in_features=problem.in_features,
+        rank=problem.rank,
+        held=range(problem.rank // _PARTS),
+        first_column=0,
+        dtype=problem.dtype,
+        device="meta",
+    )
+    metadata = BatchMetadata(max_tokens=problem.tokens, max_slots=_SLOTS, device="meta")
+    x, out = _rows(problem, problem.in_features), _rows(problem, weights.out_features)
+    shape, tiles = shape_of_batch(problem.tokens, weights), TileTables.of(metadata)
+    splits, rows, ranks = plan_shrunk(shape, _SLOTS)
+    shrunk = torch.empty(splits, rows, ranks, device="meta")
+    launch_shrink(x, weights.tensors, shape, tiles, shrunk, pdl=False)
+    exchanged = torch.empty(1, rows, _PARTS * ranks, device="meta")
+    whole = replace(shape, rank=problem.rank)
+    launch_expand(exchanged, weights.tensors, whole, tiles, out, pdl=False)
 
 
 def _rows(problem: Problem, width: int) -> torch.Tensor:

@@ -31,7 +31,7 @@ def plan_gdn(shape: DenseShape, *, dual_stream: bool, may_join: bool = True) -> 
     products where the weights of qkvz and ba do not fit into one product."""
     if not may_join:
         return GDNForm.DUAL if dual_stream and shape.num_rows else GDNForm.SERIAL
-    is_small = 0 < shape.num_rows <= shape.tuning.gdn.dual_rows
+    is_small = shape.num_rows > 0 and shape.planned.num_rows <= shape.tuning.gdn.dual_rows
     return GDNForm.BESIDE if dual_stream and is_small else GDNForm.MERGED
 
 

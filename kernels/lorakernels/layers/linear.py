@@ -9,16 +9,31 @@ the slot is emptied before the adapter is loaded.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
+import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from lorakernels.batch.metadata import BatchMetadata
+from lorakernels.dense.check import check_like
 from lorakernels.dense.forms import LinearForm
 from lorakernels.dense.linear import lora_linear
 from lorakernels.dense.ops import DenseWorkspace
+from lorakernels.dense.rank_shards import RankShardedSlots
+from lorakernels.dense.sharded import sharded_delta
 from lorakernels.dense.weights import LoRAFactors, SlotWeights
 from lorakernels.layers.packing import Packing, Parts, owned, stage, take, take_packed
-from lorakernels.layers.partition import LayerCut, Parallel, Slice, cut_layer
+from lorakernels.layers.partition import (
+    LayerCut,
+    LoRASharding,
+    Parallel,
+    Slice,
+    cut_layer,
+    cut_rank,
+)
+from lorakernels.layers.sharding import check_sharding, slots_of
+from lorakernels.runtime.collectives import Collective, number_of
 
 
 class LinearAdapters(nn.Module):
@@ -27,7 +42,12 @@ class LinearAdapters(nn.Module):
 
     packing: Packing
     cut: LayerCut
+    # what is cut of adapters: as of the base, or more of it where they are sharded by rank
+    adapter_cut: LayerCut
     slots: SlotWeights
+    # the group of a layer that is sharded by rank, and its number for operators
+    collective: Collective | None
+    group: int
 
     @property
     def num_slots(self) -> int:
@@ -50,11 +70,25 @@ class LinearAdapters(nn.Module):
 
     def stage(self, parts: Parts) -> tuple[LoRAFactors | None, ...]:
         """This rank's part of an adapter, checked, as `commit` takes it. ValueError."""
-        return stage(self.packing, self.cut, parts, max_rank=self.slots.rank, like=self.slots.a)
+        return stage(
+            self.packing, self.adapter_cut, parts, max_rank=self.slots.rank, like=self.slots.a
+        )
 
     def commit(self, slot: int, staged: Sequence[LoRAFactors | None]) -> None:
         """Empty a slot and load a staged adapter into it. ValueError."""
         self.slots.load(slot, staged)
+
+    def join(self, collective: Collective | None) -> None:
+        """The group over which adapters are sharded by rank, None where they are not."""
+        self.collective = collective
+        self.group = -1 if collective is None else number_of(collective)
+
+    def add_sharded(
+        self, rows: Tensor, metadata: BatchMetadata, workspace: DenseWorkspace, out: Tensor
+    ) -> None:
+        """The delta of a layer that is sharded by rank, in place."""
+        assert isinstance(self.slots, RankShardedSlots)
+        sharded_delta(rows, self.slots, metadata, workspace, out, self.group)
 
 
 class LoRALinear(LinearAdapters):
@@ -62,6 +96,10 @@ class LoRALinear(LinearAdapters):
 
     weight [sum of slice widths, in_features] and bias are those of the whole layer; a column-
     or row-parallel layer keeps its rank's part of them. Raises ValueError.
+
+    sharding: RANK cuts both factors of adapters over the ranks of `collective`, which is needed
+        for nothing else; `rank` is then rounded up to a multiple of tp_size where the layer is cut
+        by columns.
     """
 
     def __init__(
@@ -77,6 +115,8 @@ class LoRALinear(LinearAdapters):
         tp_size: int = 1,
         tp_rank: int = 0,
         padded_in_features: int | None = None,
+        sharding: LoRASharding = LoRASharding.BASE,
+        collective: Collective | None = None,
     ) -> None:
         super().__init__()
         groups = {name: tuple(members) for name, members in (fused or {}).items()}
@@ -97,6 +137,21 @@ class LoRALinear(LinearAdapters):
         if bias is not None and self.cut.owns_bias:
             live = take_packed(bias.detach(), slices, columns)
             self.bias = nn.Parameter(owned(live, bias), requires_grad=False)
+        check_sharding(sharding, collective, tp_size=tp_size, tp_rank=tp_rank)
+        self.adapter_cut = self.cut
+        self.join(collective)
+        if collective is not None:
+            part = cut_rank(
+                self.packing.slices,
+                self.cut,
+                rank,
+                parallel=parallel,
+                tp_size=tp_size,
+                tp_rank=tp_rank,
+            )
+            self.adapter_cut = replace(self.cut, columns=part.columns)
+            self.slots = slots_of(part, self.cut, num_slots=num_slots, like=self.weight)
+            return
         self.slots = SlotWeights(
             num_slots=num_slots,
             slice_widths=[shard.size for shard in columns],
@@ -123,8 +178,27 @@ class LoRALinear(LinearAdapters):
         if x.shape[-1] != self.cut.inputs.size:
             raise ValueError(f"x must have {self.cut.inputs.size} columns (got {x.shape[-1]})")
         rows = x.reshape(-1, x.shape[-1])
+        if self.collective is not None:
+            out = self._sharded(rows, metadata, workspace, form)
+            return out.view(*x.shape[:-1], out.shape[1])
         out = lora_linear(rows, self.weight, self.bias, self.slots, metadata, workspace, form=form)
         return out.view(*x.shape[:-1], out.shape[1])
+
+    @torch.no_grad()
+    def _sharded(
+        self,
+        rows: Tensor,
+        metadata: BatchMetadata,
+        workspace: DenseWorkspace,
+        form: LinearForm | None,
+    ) -> Tensor:
+        if form not in (None, LinearForm.SINGLE):
+            raise ValueError(f"form of a layer sharded by rank must be SINGLE (got {form.name})")
+        # before the base product, which would raise what it raises
+        check_like("x", rows, self.slots.a)
+        out = F.linear(rows, self.weight, self.bias)
+        self.add_sharded(rows, metadata, workspace, out)
+        return out
 
 
 def _check_base(packing: Packing, weight: Tensor, bias: Tensor | None) -> None:

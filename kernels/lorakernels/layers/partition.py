@@ -19,6 +19,16 @@ class Parallel(StrEnum):
     ROW = "row"
 
 
+class LoRASharding(StrEnum):
+    """What each rank of a tensor-parallel layer holds of its adapters."""
+
+    # what its part of the base weight needs: one factor is cut, the other one is whole
+    BASE = "base"
+    # the other factor is cut as well, A by its ranks or B by its columns: half the memory, and an
+    # exchange of the shrink output
+    RANK = "rank"
+
+
 @dataclass(frozen=True, slots=True)
 class Slice:
     """One packed part of a layer's output, such as k_proj of a qkv layer.
@@ -132,3 +142,56 @@ def cut_layer(
         padded = in_features if padded_in_features is None else padded_in_features
         inputs = cut_dimension("in_features", in_features, tp_size, tp_rank, padded)
     return LayerCut(columns, inputs, parallel is not Parallel.ROW or tp_rank == 0)
+
+
+@dataclass(frozen=True, slots=True)
+class RankCut:
+    """A rank's part of the adapters of a layer that is sharded by rank: `held` of the ranks of A,
+    of `rank` in the buffers; its columns of B, for each slice; and where these begin in the output
+    of the base."""
+
+    held: range
+    rank: int
+    columns: tuple[Shard, ...]
+    first_column: int
+
+
+def cut_rank(
+    slices: Sequence[Slice],
+    cut: LayerCut,
+    rank: int,
+    *,
+    parallel: Parallel,
+    tp_size: int,
+    tp_rank: int,
+) -> RankCut:
+    """How adapters of up to `rank` ranks are cut where `cut` is that of the base.
+
+    By columns: the rank of the buffers is rounded up to a multiple of tp_size and cut evenly,
+    whatever the rank of an adapter. By rows: the columns of the one slice are, as evenly as they
+    can be. Raises ValueError.
+    """
+    if parallel is Parallel.REPLICATED:
+        raise ValueError(
+            f"a layer sharded by rank must be column- or row-parallel (got {parallel})"
+        )
+    if parallel is Parallel.ROW:
+        return _cut_columns(slices, rank, tp_size, tp_rank)
+    size = -(-rank // tp_size)
+    held = range(tp_rank * size, (tp_rank + 1) * size)
+    return RankCut(held, size * tp_size, cut.columns, first_column=0)
+
+
+def _cut_columns(slices: Sequence[Slice], rank: int, tp_size: int, tp_rank: int) -> RankCut:
+    # columns of several slices would lie apart in the output
+    if len(slices) != 1:
+        raise ValueError(
+            f"a row-parallel layer sharded by rank must have one slice (got {len(slices)})"
+        )
+    width = slices[0].width
+    if width < tp_size:
+        raise ValueError(
+            f"slice {slices[0].name} must have {tp_size} columns or more (got {width})"
+        )
+    start, stop = (width * place // tp_size for place in (tp_rank, tp_rank + 1))
+    return RankCut(range(rank), rank, (Shard(start, stop, stop - start),), first_column=start)

@@ -15,11 +15,13 @@ import torch
 from torch import Tensor
 
 from lorakernels.batch.metadata import BatchMetadata
+from lorakernels.dense.embedding import shape_of_lookup
 from lorakernels.dense.forms import plan_form
 from lorakernels.dense.ops import DenseWorkspace, shape_of_batch
 from lorakernels.dense.plan import plan_expand, plan_shrink
 from lorakernels.dense.weights import SlotWeights
 from lorakernels.gdn.forms import plan_gdn
+from lorakernels.layers.embedding import LoRAEmbedding
 from lorakernels.layers.gdn import GatedDeltaNetInputProjection
 from lorakernels.layers.linear import LinearAdapters
 from lorakernels.runtime import interpreter
@@ -97,7 +99,7 @@ def _found(
     found: dict[tuple[str, Hashable], tuple[KernelVariant, Launch]] = {}
     for layer in _of_each_geometry(layers):
         for rows, launch in _launches(layer, metadata, workspace):
-            constants = _constants(launch)
+            constants = constants_of(launch)
             variant = KernelVariant(launch.name, rows, constants)
             key = (launch.name, constants)
             if key not in found or rows < found[key][0].rows:
@@ -109,7 +111,8 @@ def _of_each_geometry(layers: Sequence[LinearLayer]) -> Iterator[LinearLayer]:
     first: dict[Hashable, LinearLayer] = {}
     for layer in layers:
         slots = layer.slots
-        first.setdefault((type(layer), slots.slice_widths, slots.a.shape, slots.a.dtype), layer)
+        kind = type(layer), type(slots)
+        first.setdefault((*kind, slots.slice_widths, slots.a.shape, slots.a.dtype), layer)
     yield from first.values()
 
 
@@ -117,17 +120,29 @@ def _launches(
     layer: LinearLayer, metadata: BatchMetadata, workspace: DenseWorkspace
 ) -> Iterator[tuple[int, Launch]]:
     slots = layer.slots
-    # no kernel of adapters reads them
-    x = slots.a.new_empty(metadata.max_tokens, slots.in_features)
+    x, sizes = _inputs_of(layer, metadata.max_tokens)
     mapping = torch.zeros(metadata.max_tokens, dtype=torch.int32, device=slots.a.device)
-    for rows in planned_sizes(slots, metadata.max_tokens):
+    for rows in sizes:
         metadata.prepare(mapping[:rows])
         with noted_launches() as launches:
             layer(x[:rows], metadata, workspace)
         yield from ((rows, launch) for launch in launches)
 
 
-def _constants(launch: Launch) -> tuple[tuple[str, str], ...]:
+def _inputs_of(layer: LinearLayer, max_rows: int) -> tuple[Tensor, tuple[int, ...]]:
+    """Rows, which no kernel of adapters reads, and the sizes of batches to run."""
+    slots = layer.slots
+    if not isinstance(layer, LoRAEmbedding):
+        return slots.a.new_empty(max_rows, slots.in_features), planned_sizes(slots, max_rows)
+    first: dict[Hashable, int] = {}
+    for rows in range(1, max_rows + 1):
+        shape = shape_of_lookup(rows, slots.a, slots.out_features)
+        first.setdefault((shape.height, plan_expand(shape)), rows)
+    ids = torch.zeros(max_rows, dtype=torch.int64, device=slots.a.device)
+    return ids, tuple(sorted(first.values()))
+
+
+def constants_of(launch: Launch) -> tuple[tuple[str, str], ...]:
     """What Triton compiles the kernel of a launch for."""
     args = zip(launch.kernel.arg_names, launch.args, strict=False)
     given = [(name, _kind(value)) for name, value in args]

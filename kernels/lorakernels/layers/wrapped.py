@@ -7,6 +7,7 @@ nor copied, so they may be of any format and may change at any time.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -14,10 +15,13 @@ from torch import Tensor
 from lorakernels.batch.metadata import BatchMetadata
 from lorakernels.dense.check import check_like
 from lorakernels.dense.ops import DenseWorkspace, dense_delta
+from lorakernels.dense.rank_shards import RankShardedSlots
 from lorakernels.dense.weights import SlotWeights
 from lorakernels.layers.linear import LinearAdapters
 from lorakernels.layers.packing import Packing
-from lorakernels.layers.partition import Parallel, Slice, cut_layer
+from lorakernels.layers.partition import LoRASharding, Parallel, Slice, cut_layer, cut_rank
+from lorakernels.layers.sharding import check_part, check_sharding
+from lorakernels.runtime.collectives import Collective
 
 
 class WrappedLoRALinear(LinearAdapters):
@@ -27,7 +31,8 @@ class WrappedLoRALinear(LinearAdapters):
         memory that is its caller's: the delta is added in place. That of a row-parallel layer
         returns this rank's part of the sum, before it is added up over the ranks. If it is a
         module, it becomes a child of this one.
-    slots: sized for this rank's part, by SlotWeights or around tensors of a server.
+    slots: sized for this rank's part, by SlotWeights or around tensors of a server. With those of
+        `sharded_slots` adapters are sharded by rank, over the ranks of `collective`.
     slices, in_features, fused: those of the whole layer, as adapters have them.
     Raises ValueError.
     """
@@ -44,6 +49,7 @@ class WrappedLoRALinear(LinearAdapters):
         tp_size: int = 1,
         tp_rank: int = 0,
         padded_in_features: int | None = None,
+        collective: Collective | None = None,
     ) -> None:
         super().__init__()
         groups = {name: tuple(members) for name, members in (fused or {}).items()}
@@ -56,7 +62,23 @@ class WrappedLoRALinear(LinearAdapters):
             tp_rank=tp_rank,
             padded_in_features=padded_in_features,
         )
-        widths = tuple(shard.size for shard in self.cut.columns)
+        is_sharded = isinstance(slots, RankShardedSlots)
+        sharding = LoRASharding.RANK if is_sharded else LoRASharding.BASE
+        check_sharding(sharding, collective, tp_size=tp_size, tp_rank=tp_rank)
+        self.adapter_cut = self.cut
+        self.join(collective)
+        if isinstance(slots, RankShardedSlots):
+            part = cut_rank(
+                self.packing.slices,
+                self.cut,
+                slots.rank,
+                parallel=parallel,
+                tp_size=tp_size,
+                tp_rank=tp_rank,
+            )
+            check_part(slots, part)
+            self.adapter_cut = replace(self.cut, columns=part.columns)
+        widths = tuple(shard.size for shard in self.adapter_cut.columns)
         if (slots.slice_widths, slots.in_features) != (widths, self.cut.inputs.size):
             raise ValueError(
                 f"slots must have slices of {list(widths)} and {self.cut.inputs.size} input "
@@ -80,5 +102,8 @@ class WrappedLoRALinear(LinearAdapters):
         if not isinstance(out, Tensor):
             # linear layers of servers return their bias beside the output
             raise ValueError(f"base must return a tensor (got a {type(out).__name__})")
-        dense_delta(rows, self.slots, metadata, workspace, out)
+        if self.collective is not None:
+            self.add_sharded(rows, metadata, workspace, out)
+        else:
+            dense_delta(rows, self.slots, metadata, workspace, out)
         return out.view(*x.shape[:-1], out.shape[1])

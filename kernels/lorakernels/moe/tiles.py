@@ -6,6 +6,8 @@ A pair is one of the top-k choices of a token; a bucket is the pairs of one (exp
 
 from __future__ import annotations
 
+from enum import Enum, auto
+
 from lorakernels.batch.metadata import MIN_TILE_ROWS
 from lorakernels.common.sizes import power_of_2
 from lorakernels.runtime.tuning import DEFAULT, Tuning
@@ -13,6 +15,7 @@ from lorakernels.runtime.tuning import DEFAULT, Tuning
 
 def tile_height(num_pairs: int, num_experts: int, tuning: Tuning = DEFAULT) -> int:
     """Pairs of one (expert, slot) that one tile covers."""
+    num_pairs = tuning.moe.planned_pairs or num_pairs
     pairs_of_a_bucket = num_pairs / (tuning.moe.usual_slots * num_experts)
     if pairs_of_a_bucket < tuning.moe.full * MIN_TILE_ROWS:
         return MIN_TILE_ROWS
@@ -20,8 +23,9 @@ def tile_height(num_pairs: int, num_experts: int, tuning: Tuning = DEFAULT) -> i
     return 32 if low or num_pairs < tuning.moe.pairs_of_tall_tiles else 64
 
 
-def base_tile_height(num_pairs: int, num_experts: int) -> int:
+def base_tile_height(num_pairs: int, num_experts: int, tuning: Tuning = DEFAULT) -> int:
     """Pairs of one expert, whatever their slots, that one tile of the base product covers."""
+    num_pairs = tuning.moe.planned_pairs or num_pairs
     # tiles that are mostly full need the fewest passes over an expert's weights
     return min(128, max(MIN_TILE_ROWS, power_of_2(2 * num_pairs // num_experts)))
 
@@ -36,13 +40,36 @@ def num_bins(num_experts: int, max_slots: int, with_base: bool) -> int:
     return max(16, power_of_2(num_experts)) * slot_bins(max_slots, with_base)
 
 
-def is_sorted(
+class Alignment(Enum):
+    """How pairs are put into the order of their tiles. Each way gives the same tables.
+
+    COMPARED: every program compares all pairs with each other, which needs no counters.
+    SINGLE: every program counts all pairs by bucket.
+    COUNTED: launches of their own count the pairs of each span by bucket.
+    SORTED: a radix sort, where a program cannot hold a counter of each bucket, or memory should not
+        hold those of every span.
+    """
+
+    COMPARED = auto()
+    SINGLE = auto()
+    COUNTED = auto()
+    SORTED = auto()
+
+
+def plan_alignment(
     num_pairs: int, num_experts: int, max_slots: int, with_base: bool, tuning: Tuning = DEFAULT
-) -> bool:
-    """Whether pairs are sorted, because a program cannot hold a counter of each bucket, or because
-    memory should not hold those of every span. Either way gives the same tables."""
+) -> Alignment:
+    """The way for a batch of `num_pairs` pairs."""
     bins, align = num_bins(num_experts, max_slots, with_base), tuning.align
-    return bins > align.most_bins or _num_counters(num_pairs, bins, tuning) > align.most_counters
+    # what a single launch does with counters takes as long as there are counters
+    has_few_bins = bins <= align.single_launch_bins
+    if num_pairs <= align.compared_pairs and not has_few_bins:
+        return Alignment.COMPARED
+    if bins <= align.most_bins and num_pairs <= align.single_launch_pairs and has_few_bins:
+        return Alignment.SINGLE
+    if bins > align.most_bins or _num_counters(num_pairs, bins, tuning) > align.most_counters:
+        return Alignment.SORTED
+    return Alignment.COUNTED
 
 
 def scratch_size(
@@ -50,9 +77,11 @@ def scratch_size(
 ) -> int:
     """Elements of the scratch memory of the alignment of batches of up to `max_pairs` pairs."""
     bins, align = num_bins(num_experts, max_slots, with_base), tuning.align
-    counters = _num_counters(max_pairs, bins, tuning)
-    if not is_sorted(max_pairs, num_experts, max_slots, with_base, tuning):
-        return counters
+    way = plan_alignment(max_pairs, num_experts, max_slots, with_base, tuning)
+    if way is Alignment.COUNTED:
+        return _num_counters(max_pairs, bins, tuning)
+    if way is not Alignment.SORTED:
+        return 1
     most = max(digit_bins(num_experts, slot_bins(max_slots, with_base)))
     # two buffers of keys and of pairs, and the counters of a digit for each span and their totals
     size = 4 * sort_stride(max_pairs) + (sort_spans(max_pairs, align.span) + 1) * most
@@ -62,8 +91,7 @@ def scratch_size(
 
 def _num_counters(num_pairs: int, bins: int, tuning: Tuning) -> int:
     """One row of counters for each span, one of totals and three of offsets."""
-    is_counted = num_pairs > tuning.align.single_launch_pairs
-    return (-(-num_pairs // tuning.align.span) + 4) * bins if is_counted else 1
+    return (-(-num_pairs // tuning.align.span) + 4) * bins
 
 
 def digit_bins(num_experts: int, bins_of_slots: int) -> tuple[int, int]:

@@ -13,14 +13,28 @@ import torch
 from lorakernels.runtime import streams
 
 DUAL_STREAM = "LORAKERNELS_DUAL_STREAM"
+BATCH_INVARIANT = "LORAKERNELS_BATCH_INVARIANT"
 
 
 def dual_stream(device: torch.device) -> bool:
     """Whether plans may use a second stream: 1 or 0, the default. ValueError for other values,
     and for 1 where the device has no streams."""
     value = os.environ.get(DUAL_STREAM, "0")
-    if value not in ("0", "1"):
-        raise ValueError(f"{DUAL_STREAM} must be 0 or 1 (got {value!r})")
+    _check_switch(DUAL_STREAM, value)
     if value == "1" and streams.stream_module(device) is None:
         raise ValueError(f"{DUAL_STREAM} must be 0 on {device}, which has no streams (got 1)")
     return value == "1"
+
+
+def batch_invariant() -> bool:
+    """Whether the bits of a row must not depend on the number of rows of its batch: 1 or 0, the
+    default. Tables are laid out for one value, and refuse steps under the other one. ValueError for
+    other values."""
+    value = os.environ.get(BATCH_INVARIANT, "0")
+    _check_switch(BATCH_INVARIANT, value)
+    return value == "1"
+
+
+def _check_switch(name: str, value: str) -> None:
+    if value not in ("0", "1"):
+        raise ValueError(f"{name} must be 0 or 1 (got {value!r})")

@@ -8,11 +8,13 @@ that follow from a kernel's registers and shared memory stay in the plans themse
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from types import MappingProxyType
 
 import torch
+
+from lorakernels.runtime.options import batch_invariant
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,6 +48,8 @@ class DenseTuning:
     programs_beside: int
     most_programs_beside: int
     usual_slots: int
+    # rows of the batch whose plan all batches take; None: each takes its own
+    planned_rows: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,6 +91,8 @@ class MoETuning:
     # most pairs of a batch whose shrinks run on a second stream. 0: the expand that starts while
     # the shrink still runs hides it as well, without a launch of its own
     dual_pairs: int
+    # pairs of the batch whose plan all batches take; None: each takes its own
+    planned_pairs: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,8 +103,12 @@ class AlignTuning:
     most_bins: int
     # counters of all spans beyond which they take too much memory: 4 bytes each
     most_counters: int
-    # most pairs that every program counts by itself, which saves three launches
+    # most pairs and counters of a batch that every program counts by itself, which saves three
+    # launches
     single_launch_pairs: int
+    single_launch_bins: int
+    # with more counters, the most pairs that every program compares with each other
+    compared_pairs: int
     # pairs that a program places, in a single launch and after counting launches
     small_span: int
     span: int
@@ -170,6 +180,8 @@ HOPPER = Tuning(
         most_bins=8192,
         most_counters=1 << 27,
         single_launch_pairs=1024,
+        single_launch_bins=512,
+        compared_pairs=256,
         small_span=64,
         span=128,
         count_block=1024,
@@ -182,18 +194,36 @@ HOPPER = Tuning(
 # and tensors without data
 DEFAULT = HOPPER
 
+# between decode and prefill, of which neither gets the plan of the other; not measured
+_PLANNED_ROWS = 256
+_PLANNED_PAIRS = 1024
+
 # by the major number of the compute capability
 FAMILIES: Mapping[int, Tuning] = MappingProxyType({9: HOPPER})
 
 
 def tuning_of(device: torch.device) -> Tuning:
-    """The constants for a device; DEFAULT for a family that has not been measured."""
-    return tuning_of_family(_family(device))
+    """The constants for a device; DEFAULT for a family that has not been measured. With
+    LORAKERNELS_BATCH_INVARIANT=1 all batches take one plan."""
+    tuning = tuning_of_family(_family(device))
+    return with_one_plan(tuning) if batch_invariant() else tuning
 
 
 def tuning_of_family(family: int | None) -> Tuning:
     """`family` is the major number of the compute capability, None without a GPU."""
     return DEFAULT if family is None else FAMILIES.get(family, DEFAULT)
+
+
+@cache
+def with_one_plan(tuning: Tuning) -> Tuning:
+    """`tuning`, with the plans of one batch size for all of them: heights of tiles, blocks, split-K
+    partials and paths. Products of tiles of another height may be other instructions, which add up
+    in another order, so none of these may follow from the batch."""
+    return replace(
+        tuning,
+        dense=replace(tuning.dense, planned_rows=_PLANNED_ROWS),
+        moe=replace(tuning.moe, planned_pairs=_PLANNED_PAIRS),
+    )
 
 
 @cache

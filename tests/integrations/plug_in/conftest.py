@@ -41,6 +41,7 @@ class StandInWrapper:
         self.token_mapping_meta = SimpleNamespace(no_lora_flag_cpu=torch.tensor([False]))
         self.prompt_mapping_meta = SimpleNamespace(no_lora_flag_cpu=torch.tensor([False]))
         self.own_calls: list[str] = []
+        self.own_arguments: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
 
     def update_metadata(
         self, mapping: Any, lora_index_to_id: list[int | None], max_loras: int, vocab_size: int
@@ -65,9 +66,11 @@ class StandInWrapper:
 
     def add_lora_linear(self, *args: Any, **kwargs: Any) -> None:
         self.own_calls.append("linear")
+        self.own_arguments.append((args, kwargs))
 
     def add_lora_logits(self, *args: Any, **kwargs: Any) -> None:
         self.own_calls.append("logits")
+        self.own_arguments.append((args, kwargs))
 
 
 @pytest.fixture(params=["stand-in", "vllm"])

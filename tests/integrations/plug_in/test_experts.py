@@ -3,6 +3,7 @@ shared factors, and slices in the other order."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ select_interpreter()
 
 
 from lorakernels.integrations.vllm.launches import launch_counts  # noqa: E402
+from lorakernels.runtime import tuning  # noqa: E402
 
 MIXED = (0, -1, 2, 1, 2)
 
@@ -26,6 +28,17 @@ def test_each_pair_gets_the_adapter_of_its_token_and_expert(
     server.step(MIXED)
     experts.apply(MIXED)
     assert launch_counts()["experts"].launched == 2
+
+
+def test_a_delta_in_two_kernels_has_memory_between_them(
+    monkeypatch: pytest.MonkeyPatch, plain: Any, mixin: Any, make_experts: Any
+) -> None:
+    # no batch is small enough for one kernel
+    moe = replace(tuning.DEFAULT.moe, small_reads=0)
+    monkeypatch.setattr(tuning, "DEFAULT", replace(tuning.DEFAULT, moe=moe))
+    experts = make_experts(plain, mixin)
+    plain.step(MIXED)
+    experts.apply(MIXED)
 
 
 @pytest.mark.parametrize("adds", [True, False])

@@ -211,8 +211,11 @@ def test_logits_of_a_higher_precision_are_left_to_vllm(plain: Any) -> None:
     plain.step((0,))
     y, x = torch.zeros(1, 8), torch.zeros(1, 4).half()
     a, b = torch.zeros(3, 1, 4, 4).half(), torch.zeros(3, 1, 8, 4).half()
-    plain.wrapper.add_lora_logits(y, x, a, b, 1.0)
+    buffer = torch.zeros(1)
+    plain.wrapper.add_lora_logits(y, x, a, b, 1.0, buffer=buffer, more=2)
     assert plain.wrapper.own_calls == ["logits"]
+    handed_on = plain.wrapper.own_arguments[0]
+    assert same_things(handed_on, (y, x, a, b, 1.0), {"buffer": buffer, "more": 2})
     assert launch_counts()["logits"].launched == 0
 
 
@@ -220,6 +223,19 @@ def test_outputs_of_a_higher_precision_are_left_to_vllm_by_layers_of_one_slice(p
     plain.step((0,))
     y, x = torch.zeros(1, 8), torch.zeros(1, 4).half()
     a, b = (torch.zeros(3, 1, 4, 4).half(),), (torch.zeros(3, 1, 8, 4).half(),)
-    plain.wrapper.add_lora_linear(y, x, a, b, 1.0, (8,))
+    buffer = torch.zeros(1)
+    plain.wrapper.add_lora_linear(y, x, a, b, 1.0, (8,), buffer=buffer, add_inputs=False)
     assert plain.wrapper.own_calls == ["linear"]
+    handed_on = plain.wrapper.own_arguments[0]
+    assert same_things(handed_on, (y, x, a, b, 1.0, (8,)), {"buffer": buffer, "add_inputs": False})
     assert launch_counts()["linear"].launched == 0
+
+
+def same_things(
+    handed_on: tuple[tuple[Any, ...], dict[str, Any]], args: tuple[Any, ...], named: dict[str, Any]
+) -> bool:
+    """Tensors are compared by what they are, not by their values."""
+    found, found_named = handed_on
+    return [id(arg) for arg in found] == [id(arg) for arg in args] and {
+        name: id(value) for name, value in found_named.items()
+    } == {name: id(value) for name, value in named.items()}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from lorakernels.common.sizes import power_of_2
 from lorakernels.moe.align.kernels.arguments import Layout, Routes
 from lorakernels.moe.align.kernels.count import (
     count_pairs_kernel,
@@ -10,6 +11,7 @@ from lorakernels.moe.align.kernels.count import (
 )
 from lorakernels.moe.align.kernels.place import place_pairs_kernel
 from lorakernels.moe.align.tables import PairTables
+from lorakernels.moe.tiles import Alignment
 from lorakernels.runtime.device import launch_options
 
 
@@ -18,10 +20,13 @@ def launch_alignment(
 ) -> None:
     """Fill every table of `pairs`. `num_ids` is the length of the expert map, if `is_mapped`."""
     tuning = pairs.tuning.align
-    counted = pairs.num_pairs > tuning.single_launch_pairs
+    way = pairs.alignment
+    counted = way is Alignment.COUNTED
     span = tuning.span if counted else tuning.small_span
     spans = -(-pairs.num_pairs // span)
     count_block = tuning.count_block if pairs.num_pairs > tuning.small_span else tuning.small_span
+    if way is Alignment.COMPARED:
+        count_block = max(tuning.small_span, power_of_2(pairs.num_pairs))
     layout = pairs.layout(is_mapped=is_mapped)
     if counted:
         _count(pairs, routes, spans, num_ids=num_ids, layout=layout, pdl=pdl)
@@ -44,6 +49,7 @@ def launch_alignment(
         HEIGHT=pairs.height,
         BASE_HEIGHT=pairs.base_height,
         COUNTED=counted,
+        COMPARED=way is Alignment.COMPARED,
         SPAN=span,
         CHUNK=min(64, span),
         COUNT_BLOCK=count_block,

@@ -68,7 +68,7 @@ class PairMetadata:
         self.tile_pairs = table(max_tiles(pairs, buckets, tallest) * tallest)
         self.num_tiles = count()
         base_tiles = max_tiles(pairs, num_experts, MIN_TILE_ROWS) if with_base else 1
-        tallest = base_tile_height(pairs, num_experts)
+        tallest = base_tile_height(pairs, num_experts, tuning)
         capacity = max_tiles(pairs, num_experts, tallest) * tallest if with_base else 1
         self.base_experts, self.base_pairs = table(base_tiles), table(capacity)
         self.num_base_tiles = count()

@@ -9,10 +9,11 @@ from torch import Tensor
 
 from lorakernels.moe.align.kernels.arguments import Layout, Tables
 from lorakernels.moe.tiles import (
+    Alignment,
     base_tile_height,
-    is_sorted,
     max_tiles,
     num_bins,
+    plan_alignment,
     slot_bins,
     tile_height,
 )
@@ -59,9 +60,9 @@ class PairTables:
         return num_bins(self.num_experts, self.max_slots, bool(self.with_base))
 
     @property
-    def is_sorted(self) -> bool:
+    def alignment(self) -> Alignment:
         sizes = (self.num_experts, self.max_slots, bool(self.with_base))
-        return is_sorted(self.num_pairs, *sizes, self.tuning)
+        return plan_alignment(self.num_pairs, *sizes, self.tuning)
 
     def layout(self, *, is_mapped: bool) -> Layout:
         """What the kernels of the alignment are compiled for."""
@@ -86,7 +87,7 @@ class PairTables:
 
     @property
     def base_height(self) -> int:
-        return base_tile_height(self.num_pairs, self.num_experts)
+        return base_tile_height(self.num_pairs, self.num_experts, self.tuning)
 
     @property
     def base_tile_programs(self) -> int:

@@ -55,6 +55,12 @@ class MoEShape:
     def height(self) -> int:
         return tile_height(self.num_pairs, self.num_experts, self.tuning)
 
+    @property
+    def planned(self) -> MoEShape:
+        """The shape whose plan this one takes: itself, unless all batches take one plan."""
+        pairs = self.tuning.moe.planned_pairs
+        return self if pairs is None else replace(self, num_pairs=pairs)
+
 
 @dataclass(frozen=True, slots=True)
 class ShrinkPlan:
@@ -104,6 +110,7 @@ def plan_path(shape: MoEShape, wanted: MoEPath | None) -> MoEPath:
         return MoEPath.TWO_KERNEL
     if wanted is not None:
         return wanted
+    shape = shape.planned
     tuning = shape.tuning.moe
     reads = shape.num_pairs * shape.in_features
     is_shallow = shape.in_features <= tuning.small_in_features
@@ -147,6 +154,7 @@ def _tiles_of_a_bucket(shape: MoEShape) -> int:
 
 
 def plan_shrink(shape: MoEShape) -> ShrinkPlan:
+    shape = shape.planned
     tuning = shape.tuning.moe
     ranks, height = shape.ranks_of_all_slices, shape.height
     few, low = ranks <= 32, height == MIN_TILE_ROWS
@@ -172,6 +180,7 @@ def plan_shrink(shape: MoEShape) -> ShrinkPlan:
 
 
 def plan_expand(shape: MoEShape) -> ExpandPlan:
+    shape = shape.planned
     tuning = shape.tuning.moe
     block_r = min(128, max(16, power_of_2(shape.rank)))
     if shape.itemsize == 4:
@@ -220,6 +229,7 @@ def _programs(shape: MoEShape, block_n: int) -> int:
 
 
 def plan_one_shot(shape: MoEShape) -> OneShotPlan:
+    shape = shape.planned
     tuning = shape.tuning.moe
     block_r = max(16, power_of_2(shape.rank))
     slices = len(shape.slice_widths)

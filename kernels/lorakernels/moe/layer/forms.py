@@ -29,4 +29,5 @@ def plan_form(num_pairs: int, tuning: Tuning, *, dual_stream: bool) -> MoEForm:
     """The fastest form for a batch; one of a single stream without `dual_stream`."""
     if not dual_stream or not num_pairs:
         return MoEForm.SINGLE
-    return MoEForm.DUAL if num_pairs <= tuning.moe.dual_pairs else MoEForm.BESIDE
+    planned = tuning.moe.planned_pairs or num_pairs
+    return MoEForm.DUAL if planned <= tuning.moe.dual_pairs else MoEForm.BESIDE

@@ -1,0 +1,130 @@
+"""One process of a group whose layers are sharded by rank: BACKEND RANK SIZE STORE. It exits with 0
+if its layers compute what layers do that are not cut; on a GPU also from a CUDA graph."""
+
+from __future__ import annotations
+
+import sys
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lorakernels import (
+    BatchMetadata,
+    DenseWorkspace,
+    GroupCollective,
+    LoRAFactors,
+    LoRALinear,
+    LoRASharding,
+    Parallel,
+    Slice,
+)
+
+INPUTS, SLOTS, RANK = 48, 3, 9
+QKV = (Slice("q", 24), Slice("k", 16, heads=1), Slice("v", 8, heads=1))
+OUT = (Slice("o", 37),)
+STEPS = ([2, -1, 0, 0, 1, -1, 2], [0, 1, 1, 2, -1, 2, 2])
+
+
+def randn(*shape: int, seed: int, like: Tensor) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(like)
+
+
+class Layer:
+    """A layer of this process's rank beside the same layer whole, with their inputs in place."""
+
+    def __init__(self, slices: tuple[Slice, ...], parallel: Parallel, like: Tensor) -> None:
+        self.parallel, self.slices = parallel, slices
+        width = sum(part.width for part in slices)
+        weight = randn(width, INPUTS, seed=1, like=like)
+        self.whole = LoRALinear(weight, slices=slices, num_slots=SLOTS, rank=RANK)
+        group = GroupCollective()
+        self.own = LoRALinear(
+            weight,
+            slices=slices,
+            num_slots=SLOTS,
+            rank=RANK,
+            parallel=parallel,
+            tp_size=group.size,
+            tp_rank=group.rank,
+            sharding=LoRASharding.RANK,
+            collective=group,
+        )
+        self.x = torch.empty(len(STEPS[0]), INPUTS).to(like)
+        most = {"max_tokens": len(self.x), "max_slots": SLOTS}
+        self.mapping = BatchMetadata(**most, device=like.device)
+        slots = [self.own.slots, self.whole.slots]
+        self.workspace = DenseWorkspace(slots, max_tokens=len(self.x))
+
+    def prepare(self, step: int) -> None:
+        """The adapters, the mapping and the input of a step."""
+        for slot in range(SLOTS):
+            rank = (9, 1, 4)[slot - step]
+            parts = {
+                part.name: LoRAFactors(
+                    randn(rank, INPUTS, seed=100 * step + 10 * slot, like=self.x),
+                    randn(part.width, rank, seed=100 * step + 10 * slot + 1, like=self.x),
+                    0.5,
+                )
+                for part in self.slices
+            }
+            for layer in (self.own, self.whole):
+                layer.load_adapter(slot, parts)
+        self.x.copy_(randn(*self.x.shape, seed=step, like=self.x))
+        mapping = torch.tensor(STEPS[step], dtype=torch.int32, device=self.x.device)
+        self.mapping.prepare(mapping)
+
+    def run(self) -> Tensor:
+        """As a server runs it: the partial outputs of a row-parallel layer are added up."""
+        inputs = self.own.cut.inputs
+        out = self.own(self.x[:, inputs.start : inputs.stop], self.mapping, self.workspace)
+        if self.parallel is Parallel.ROW:
+            dist.all_reduce(out)
+        return out
+
+    def check(self, out: Tensor, what: str) -> None:
+        want = self.whole(self.x, self.mapping, self.workspace)
+        if self.parallel is Parallel.COLUMN:
+            of_slices = want.split([part.width for part in self.slices], dim=1)
+            pairs = zip(of_slices, self.own.cut.columns, strict=True)
+            want = torch.cat([part[:, cut.start : cut.stop] for part, cut in pairs], dim=1)
+        limit = 1e-4 if out.dtype is torch.float32 else 0.3
+        torch.testing.assert_close(out, want, atol=limit, rtol=0.02, msg=lambda m: f"{what}: {m}")
+
+
+def main(backend: str, rank: int, size: int, store: str) -> None:
+    on_gpu = backend == "nccl"
+    device = torch.device("cuda", rank) if on_gpu else torch.device("cpu")
+    if on_gpu:
+        torch.cuda.set_device(device)
+    dist.init_process_group(
+        backend,
+        init_method=f"file://{store}",
+        rank=rank,
+        world_size=size,
+        timeout=timedelta(seconds=120),
+    )
+    like = torch.empty(0, dtype=torch.bfloat16 if on_gpu else torch.float32, device=device)
+    for slices, parallel in ((QKV, Parallel.COLUMN), (OUT, Parallel.ROW)):
+        layer = Layer(slices, parallel, like)
+        layer.prepare(0)
+        # compiles, and sets NCCL up
+        layer.check(layer.run(), f"{parallel}, step 0")
+        if not on_gpu:
+            continue
+        graph = torch.cuda.CUDAGraph()
+        # the watchdog of NCCL calls CUDA in a thread of its own
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            out = layer.run()
+        for step in (1, 0):
+            layer.prepare(step)
+            graph.replay()
+            layer.check(out, f"{parallel}, replay of step {step}")
+        # a graph must be gone before its communicator is
+        del graph
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4])
