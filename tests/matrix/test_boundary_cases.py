@@ -15,8 +15,7 @@ pytest.importorskip("triton", reason="lorakernels needs triton")
 
 from lorakernels.moe.delta import plan as plans
 from lorakernels.moe.delta.plan import MoEPath, MoEShape, plan_path
-from lorakernels.moe.tiles import num_bins
-from lorakernels.runtime.tuning import DEFAULT
+from lorakernels.moe.tiles import Alignment, plan_alignment
 
 _FILE = pathlib.Path(__file__).parents[2] / "cases" / "moe_delta.yaml"
 _PLANNERS = {
@@ -37,9 +36,8 @@ class _Launch:
     path: MoEPath
     plan: tuple[object, ...]
     height: int | None = None
-    # whether the alignment takes several launches, and whether it counts in plain torch
-    is_large: bool | None = None
-    has_many_bins: bool | None = None
+    # of the pairs
+    way: Alignment | None = None
 
 
 def _launches(row: dict[str, Any], wanted: str | None) -> list[_Launch]:
@@ -58,10 +56,8 @@ def _launch(row: dict[str, Any], wanted: str | None) -> _Launch:
     plan = tuple(planner(shape) for planner in _PLANNERS[path])
     if path is MoEPath.SMALL_BATCH:
         return _Launch(path, plan)
-    bins = num_bins(row["experts"], row["slots"], with_base=False)
-    align = DEFAULT.align
-    is_large, has_many_bins = pairs > align.single_launch_pairs, bins > align.most_bins
-    return _Launch(path, plan, shape.height, is_large, has_many_bins)
+    way = plan_alignment(pairs, row["experts"], row["slots"], with_base=False)
+    return _Launch(path, plan, shape.height, way)
 
 
 def _paths(row: dict[str, Any]) -> list[str | None]:
@@ -94,8 +90,9 @@ def test_neighbours_of_a_boundary_row_are_launched_in_different_ways(row: dict[s
         ("path", MoEPath.ONE_SHOT, MoEPath.TWO_KERNEL),
         ("height", 16, 32),
         ("height", 32, 64),
-        ("is_large", False, True),
-        ("has_many_bins", False, True),
+        ("way", Alignment.SINGLE, Alignment.COUNTED),
+        ("way", Alignment.COMPARED, Alignment.COUNTED),
+        ("way", Alignment.COUNTED, Alignment.SORTED),
     ],
     ids=str,
 )
@@ -125,4 +122,5 @@ def test_smoke_covers_high_tiles_on_both_paths_that_read_them_and_both_alignment
         (MoEPath.ONE_SHOT, 64),
         (MoEPath.TWO_KERNEL, 64),
     }
-    assert {launch.is_large for launch in launches} == {True, False}
+    ways = {launch.way for launch in launches}
+    assert ways == {Alignment.SINGLE, Alignment.COUNTED}

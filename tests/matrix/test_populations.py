@@ -257,6 +257,7 @@ def test_smoke_crosses_paths_with_outputs_slices_and_ways_to_align() -> None:
     }
     assert {
         "alignment: one launch",
+        "alignment: one launch that compares pairs",
         "alignment: several launches",
         "alignment: more buckets than a program counts",
     } <= ways

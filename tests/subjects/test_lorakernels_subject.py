@@ -29,10 +29,12 @@ from loragate.matrix.case import (
     Parallel,
     Path,
     Placement,
+    Plans,
     Products,
     Quantisation,
     Ranks,
     RouterWeights,
+    Sharding,
     Sharing,
     Site,
     Source,
@@ -122,8 +124,10 @@ def test_it_supports_everything_in_the_interpreter() -> None:
         "cut": frozenset(Cut),
         "input_dims": range(2, 4),
         "loading": frozenset(Loading),
+        "sharding": frozenset(Sharding),
         "streams": frozenset(Streams),
         "products": frozenset(Products),
+        "plans": frozenset(Plans),
     }
     assert {axis: have.supports[axis] for axis in everything} == everything
     assert have.supports["rank"] == range(1, 513)

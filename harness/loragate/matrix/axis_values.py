@@ -106,6 +106,15 @@ class Parallel(StrEnum):
     ROW = "row"
 
 
+class Sharding(StrEnum):
+    """What each rank of a cut LoRA linear layer holds of its adapters."""
+
+    # what its part of the base weight needs: A or B is cut, the other one is whole
+    BASE = "base"
+    # both are cut, A by its ranks or B by its columns, and the ranks exchange what A gives
+    RANK = "rank"
+
+
 class Base(StrEnum):
     """What a LoRA linear layer is made of."""
 
@@ -131,6 +140,15 @@ class Loading(StrEnum):
     HOST = "host"
     # in tensors on the device, beside factors padded to the rank of the slots
     DEVICE = "device"
+
+
+class Plans(StrEnum):
+    """What the plans of a batch follow from."""
+
+    # its rows, among others
+    BATCH = "batch"
+    # nothing that differs between batches: a row has the same bits in a batch of any size
+    ONE = "one"
 
 
 class Cut(StrEnum):

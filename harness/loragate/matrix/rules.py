@@ -20,7 +20,9 @@ from loragate.matrix.case import (
     Placement,
     Quantisation,
     RouterWeights,
+    Sharding,
     Site,
+    Streams,
 )
 from loragate.matrix.delta_net import columns_of
 from loragate.matrix.document import Document, Loc
@@ -182,6 +184,20 @@ def _head_problems(
         yield "heads", f"given {heads} with tp {tp}; allowed: a multiple or a divisor of tp"
 
 
+def _sharding_problems(
+    slices: tuple[int, ...], parallel: Parallel, tp: int, streams: Streams, sharding: Sharding
+) -> Iterator[tuple[str, str]]:
+    if sharding is Sharding.BASE:
+        return
+    if parallel is Parallel.REPLICATED:
+        yield "sharding", f"given {sharding} with {parallel}; allowed: with column or row"
+    if streams is Streams.DUAL:
+        yield "sharding", f"given {sharding} with streams {streams}; allowed: with sequential"
+    if parallel is Parallel.ROW and (len(slices) > 1 or slices[0] < tp):
+        message = f"given {sharding} with {parallel}, {list(slices)} and tp {tp}"
+        yield "sharding", f"{message}; allowed: one slice of tp columns or more"
+
+
 def _layer_problems(
     slices: tuple[int, ...], experts: int, ep: int, tp: int, quantisation: Quantisation
 ) -> Iterator[tuple[str, str]]:
@@ -264,6 +280,11 @@ _RELATIONS = (
         frozenset({Site.LORA_LINEAR}),
         ("in_features", "slices", "parallel", "tp", "cut", "heads"),
         _cut_problems,
+    ),
+    _Relation(
+        frozenset({Site.LORA_LINEAR}),
+        ("slices", "parallel", "tp", "streams", "sharding"),
+        _sharding_problems,
     ),
     _Relation(MOE_SITES, ("experts", "top_k"), _routing_problems),
     _Relation(

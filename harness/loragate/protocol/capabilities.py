@@ -71,6 +71,8 @@ class Others(StrEnum):
     VALUES = "values"
     # their adapters and experts as well; the row keeps its place
     SLOTS = "slots"
+    # how many they are, in a case of one plan for all batches; the row keeps its place
+    COUNT = "count"
 
 
 class HotPath(StrEnum):

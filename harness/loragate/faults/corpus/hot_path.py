@@ -14,8 +14,10 @@ _align = planting("lorakernels.moe.align.metadata", Group.ALIGN)
 _moe_ops = planting("lorakernels.moe.delta.ops", Group.MOE_HOST)
 _layer_ops = planting("lorakernels.moe.layer.ops", Group.MOE_LAYER)
 
-_VIEW = "    return shrunk[:size].view(wanted)\n"
-_FRESH = "    return torch.empty_like(shrunk[:size]).view(wanted)\n"
+_VIEW = "    return branch_buffer(buffers, math.prod(wanted)).view(wanted)\n"
+_FRESH = "    return torch.empty_like(branch_buffer(buffers, math.prod(wanted))).view(wanted)\n"
+_VIEW_OF_EXPERTS = "    return shrunk[:size].view(wanted)\n"
+_FRESH_OF_EXPERTS = "    return torch.empty_like(shrunk[:size]).view(wanted)\n"
 _ROWS = "        self._set_rows(num_rows)\n"
 
 FAULTS = (
@@ -87,8 +89,8 @@ FAULTS = (
     ),
     _moe_ops(
         "shrink-output-of-experts-for-each-call",
-        _VIEW,
-        _FRESH,
+        _VIEW_OF_EXPERTS,
+        _FRESH_OF_EXPERTS,
         source="sglang #21647",
         why="Each call allocates the buffer between shrink and expand.",
         only=True,

@@ -126,8 +126,8 @@ FAULTS = (
     ),
     _wrapped(
         "wrapped-adapters-cut-for-the-first-rank",
-        "            tp_rank=tp_rank,\n",
-        "            tp_rank=0,\n",
+        "            tp_rank=tp_rank,\n            padded_in_features=",
+        "            tp_rank=0,\n            padded_in_features=",
         source="sglang #24171",
         why="Around an existing linear all ranks hold the first rank's part of an adapter.",
     ),
@@ -169,8 +169,8 @@ FAULTS = (
     ),
     _warm_up(
         "layers-of-one-width-taken-for-one-geometry",
-        "first.setdefault((type(layer), slots.slice_widths, slots.a.shape, slots.a.dtype), layer)",
-        "first.setdefault((type(layer), len(slots.slice_widths)), layer)",
+        "first.setdefault((*kind, slots.slice_widths, slots.a.shape, slots.a.dtype), layer)",
+        "first.setdefault((*kind, len(slots.slice_widths)), layer)",
         source="own",
         why="Layers with as many slices as another one compile while serving.",
     ),

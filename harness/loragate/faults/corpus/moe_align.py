@@ -7,6 +7,7 @@ from loragate.faults.model import Group
 
 _align = planting("lorakernels.moe.align.metadata", Group.ALIGN)
 _buckets = planting("lorakernels.moe.align.kernels.buckets", Group.ALIGN)
+_compare = planting("lorakernels.moe.align.kernels.compare", Group.ALIGN)
 _count = planting("lorakernels.moe.align.kernels.count", Group.ALIGN)
 _place = planting("lorakernels.moe.align.kernels.place", Group.ALIGN)
 _tables = planting("lorakernels.moe.align.tables", Group.ALIGN)
@@ -102,6 +103,34 @@ FAULTS = (
         why="Free places of a short batch's tiles keep the pairs of the batch before.",
         only=True,
     ),
+    _compare(
+        "pair-counted-among-earlier-ones",
+        "earlier = same & (other[None, :] < pair[:, None])",
+        "earlier = same & (other[None, :] <= pair[:, None])",
+        source="own",
+        why="Where all pairs are compared, each is counted as one before itself.",
+    ),
+    _compare(
+        "base-rows-lead-tiles",
+        "leads = counted & (slot >= 0) & (rank % HEIGHT == 0)",
+        "leads = counted & (rank % HEIGHT == 0)",
+        source="own",
+        why="Where all pairs are compared, base rows take tiles that belong to no adapter.",
+    ),
+    _place(
+        "pairs-of-earlier-programs-forgotten",
+        "earlier = count_where(same & (tl.arange(0, COUNT_BLOCK) < span * SPAN)[None, :])",
+        "earlier = count_where(same & (tl.arange(0, COUNT_BLOCK) < 0)[None, :])",
+        source="own",
+        why="Where all pairs are compared, two programs put their pairs into the same places.",
+    ),
+    _place(
+        "base-tiles-of-all-slots-alike",
+        "lower = count_where(of_expert & is_lower & (all_buckets >= 0)[None, :])",
+        "lower = count_where(of_expert & (all_buckets < 0)[None, :])",
+        source="own",
+        why="Where all pairs are compared, adapters share places of their expert's base tiles.",
+    ),
     _place(
         "stale-pairs-behind-the-batch",
         "reset(tables.pair_slots, num_pairs, size_pair_tables",
@@ -111,10 +140,10 @@ FAULTS = (
     ),
     _ops(
         "base-batch-keeps-old-pairs",
-        "    launch = launch_sorting if pairs.is_sorted else launch_alignment\n",
+        "    launch = launch_sorting if pairs.alignment",
         "    if not bool((token_slots[: pairs.num_rows] >= 0).any()):\n"
         "        return\n"
-        "    launch = launch_sorting if pairs.is_sorted else launch_alignment\n",
+        "    launch = launch_sorting if pairs.alignment",
         source="vllm #42120",
         why="A batch of base rows returns early, and the tables of the batch before stay.",
     ),

@@ -133,8 +133,8 @@ FAULTS = (
     ),
     _stacked(
         "every-expert-gets-the-first",
-        "self.a[slot, ..., index, : part.rank, :].copy_(a)",
-        "self.a[slot, ..., index, : part.rank, :].copy_(a[:1])",
+        "self._write_a(slot, index, a)",
+        "self._write_a(slot, index, a[:1])",
         source="own",
         why="All experts of an adapter get the A of its first one.",
     ),

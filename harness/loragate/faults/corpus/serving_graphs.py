@@ -73,7 +73,7 @@ FAULTS = (
     ),
     _metadata(
         "declaration-outlives-its-block",
-        "            declared.is_declared, declared.is_over = False, True\n",
+        "            declared.is_over = True\n",
         "",
         source="vllm #43314",
         why="Pairs that were prepared without adapters leave them out of the next capture, too.",

@@ -55,8 +55,8 @@ FAULTS = (
     ),
     _plant(
         "gate-loaded-twice-up-never",
-        "self.a[slot, ..., index, : part.rank, :].copy_(a)",
-        "self.a[slot, ..., index, : part.rank, :].copy_((factors[0] or part).a)",
+        "self._write_a(slot, index, a)",
+        "self._write_a(slot, index, (factors[0] or part).a)",
         source="unsloth-zoo #941",
         why="Both halves of gate_up get the A of the gate; the shapes are the same.",
     ),
@@ -149,8 +149,8 @@ FAULTS = (
     ),
     _plant(
         "padded-factors-loaded-over-the-ones-before",
-        "        self.reset(slot)\n        self.a[slot, ..., :most, :].copy_(a)\n",
-        "        self.a[slot, ..., :most, :].copy_(a)\n",
+        "        self.reset(slot)\n        self._write_a(slot, slice(None), a)\n",
+        "        self._write_a(slot, slice(None), a)\n",
         source="sglang #8103",
         why="Behind padded factors that are smaller than the slot its last adapter stays.",
     ),

@@ -12,7 +12,7 @@ from functools import cache
 from itertools import product
 
 from loragate.inputs.mapping import num_padded
-from loragate.matrix.case import Case, Dtype, Parallel, Path, Site
+from loragate.matrix.case import Case, Dtype, Parallel, Path, Plans, Sharding, Site
 from loragate.subjects.lorakernels.gdn import FORMS
 from lorakernels.batch.metadata import tile_height
 from lorakernels.dense import plan as dense
@@ -21,8 +21,8 @@ from lorakernels.gdn.forms import GDNForm, plan_gdn
 from lorakernels.moe.delta import plan as moe
 from lorakernels.moe.delta.plan import MoEPath, MoEShape
 from lorakernels.moe.layer.plan import fold_ranks, plan_gemm
-from lorakernels.moe.tiles import base_tile_height, num_bins
-from lorakernels.runtime.tuning import DEFAULT
+from lorakernels.moe.tiles import Alignment, base_tile_height, plan_alignment
+from lorakernels.runtime.tuning import DEFAULT, Tuning, with_one_plan
 
 # pairs whose spans a program of the counting launches adds up in one step
 _ONE_SUM = 256 * DEFAULT.align.span
@@ -39,18 +39,26 @@ def branches(case: Case) -> frozenset[str]:
         return frozenset(_layer(case, size))
     if case.site is Site.MOE_DELTA:
         pairs = case.tokens * case.top_k
-        of_delta = MoEShape(pairs, case.experts, case.in_features, case.slices, case.rank, size)
+        sizes = (pairs, case.experts, case.in_features, case.slices, case.rank, size)
+        of_delta = MoEShape(*sizes, _tuning(case))
         wanted = None if case.path is Path.PLAN else MoEPath[case.path.name]
         aligned = _alignment(of_delta, case.slots, with_base=False)
         return frozenset([*_delta(of_delta, wanted, slots=case.slots), *aligned])
     if case.site is Site.GDN_IN_PROJ:
         return frozenset(_delta_net(case, size))
+    if case.sharding is Sharding.RANK:
+        # its two plans are of two ranks; each is that of some other case
+        return frozenset()
     by_columns = case.tp if case.parallel is Parallel.COLUMN else 1
     by_rows = case.tp if case.parallel is Parallel.ROW else 1
     widths = tuple(-(-width // by_columns) for width in case.slices)
     depth = -(-case.in_features // by_rows)
-    shape = DenseShape(case.tokens, depth, widths, case.rank, size)
+    shape = DenseShape(case.tokens, depth, widths, case.rank, size, _tuning(case))
     return frozenset(_dense(shape, live=case.tokens - num_padded(case), slots=case.slots))
+
+
+def _tuning(case: Case) -> Tuning:
+    return with_one_plan(DEFAULT) if case.plans is Plans.ONE else DEFAULT
 
 
 @cache
@@ -76,7 +84,7 @@ def _dense(shape: DenseShape, *, live: int, slots: int) -> Iterator[str]:
     # what the preparation reads at a time, of a batch of that many rows
     block = 1024 if shape.num_rows <= 1024 else 4096
     yield _several("dense tile: blocks of rows to sort", -(-shape.num_rows // block))
-    if tile_height(live) != shape.height:
+    if tile_height(live, shape.tuning) != shape.height:
         yield "dense tile: live rows alone would have lower tiles"
     if min(slots - 1, live) > dense.tile_programs(shape, capacity=shape.num_rows + slots):
         yield "dense tile: more tiles than programs"
@@ -115,15 +123,18 @@ def _form(form: GDNForm, *, is_chosen: bool = False) -> str:
 
 
 def _alignment(shape: MoEShape, slots: int, *, with_base: bool) -> Iterator[str]:
-    align = DEFAULT.align
-    if num_bins(shape.num_experts, slots, with_base) > align.most_bins:
+    way = plan_alignment(shape.num_pairs, shape.num_experts, slots, with_base)
+    if way is Alignment.SORTED:
         yield "alignment: more buckets than a program counts"
-    elif shape.num_pairs > align.single_launch_pairs:
+        return
+    if way is Alignment.COUNTED:
         yield "alignment: several launches"
         yield _several("alignment: sums of spans", 1 + (shape.num_pairs > _ONE_SUM))
-    else:
-        yield "alignment: one launch"
-        yield _several("alignment: programs of one launch", -(-shape.num_pairs // align.small_span))
+        return
+    name = "one launch" if way is Alignment.SINGLE else "one launch that compares pairs"
+    yield f"alignment: {name}"
+    programs = -(-shape.num_pairs // DEFAULT.align.small_span)
+    yield _several(f"alignment: programs of {name}", programs)
 
 
 def _delta(shape: MoEShape, wanted: MoEPath | None, *, slots: int) -> Iterator[str]:
@@ -199,7 +210,7 @@ def _layer(case: Case, size: int) -> Iterator[str]:
         (case.in_features, (width,) * len(case.slices), len(case.slices) == 2),
         (width, (case.in_features,), False),
     ):
-        shape = MoEShape(pairs, experts, depth, widths, case.rank, size)
+        shape = MoEShape(pairs, experts, depth, widths, case.rank, size, _tuning(case))
         yield from _alignment(shape, case.slots, with_base=True)
         yield from _product(shape, is_gated=is_gated)
     blocks = -(-case.in_features // _SUM_BLOCKS[case.in_features >= _SUM_BLOCKS[1]])
@@ -210,7 +221,7 @@ def _layer(case: Case, size: int) -> Iterator[str]:
 def _product(shape: MoEShape, *, is_gated: bool) -> Iterator[str]:
     yield f"layer shrink: tiles of {shape.height} pairs"
     yield from _shrink(shape, "layer shrink", splits=1)
-    height = base_tile_height(shape.num_pairs, shape.num_experts)
+    height = base_tile_height(shape.num_pairs, shape.num_experts, shape.tuning)
     plan = plan_gemm(height, itemsize=shape.itemsize, is_gated=is_gated)
     name = f"layer product, {'fp32' if shape.itemsize == 4 else '16 bits'}"
     gate = "gate and up" if is_gated else "one matrix"

@@ -1,5 +1,6 @@
 """The project's own linear layers, which hold their base weight or are put around a linear that
-exists. All tensor-parallel ranks run in this process, one after the other."""
+exists. All tensor-parallel ranks run in this process, one after the other; what they exchange is
+simulated."""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from loragate.core.machine import Machine
-from loragate.matrix.case import Base, Case, Cut, Parallel, Streams
+from loragate.matrix.case import Base, Case, Cut, Parallel, Sharding, Streams
 from loragate.protocol import BaseLayer, Pool
 from loragate.subjects.lorakernels.dead_ranks import keep_dead_nan
 from loragate.subjects.lorakernels.factors import factors
@@ -23,7 +24,9 @@ from lorakernels.dense.ops import DenseWorkspace
 from lorakernels.dense.weights import SlotWeights
 from lorakernels.layers import partition
 from lorakernels.layers.linear import LoRALinear
+from lorakernels.layers.sharding import sharded_slots
 from lorakernels.layers.wrapped import WrappedLoRALinear
+from lorakernels.runtime.collectives import Collective, SimulatedRanks
 
 
 class LinearLayer(Mapping):
@@ -34,13 +37,16 @@ class LinearLayer(Mapping):
         # a layer around a linear that exists has one form
         self.options = {"form": LinearForm.DUAL} if is_dual else {}
         build = _wrapped if case.base is Base.CALLABLE else _owning
-        self.ranks = [build(case, base, tp_rank) for tp_rank in range(case.tp)]
+        self.group = SimulatedRanks(case.tp)
+        self.ranks = [build(case, base, self.group.rank(rank)) for rank in range(case.tp)]
         self.workspace = DenseWorkspace([r.slots for r in self.ranks], max_tokens=case.max_tokens)
 
     def load(self, slot: int, pool: Pool) -> None:
         for layer in self.ranks:
             layer.load_adapter(slot, factors(pool, slot))
-            keep_dead_nan(layer.slots, slot, pool)
+            # a layer with a part of the ranks computes as many as another one has live
+            if layer.slots.a.shape[-2] == layer.slots.rank:
+                keep_dead_nan(layer.slots, slot, pool)
 
     def unload(self, slot: int) -> None:
         for layer in self.ranks:
@@ -48,19 +54,20 @@ class LinearLayer(Mapping):
 
     def apply(self, x: Tensor, out: Tensor) -> Tensor:
         # each rank takes its own columns of the input, as the layer before it would provide them
-        outputs = []
-        for layer in self.ranks:
-            inputs = layer.cut.inputs
-            local = x[:, inputs.start : inputs.stop]
-            if inputs.live < inputs.size:
-                local = functional.pad(local, (0, inputs.size - inputs.live))
-            local = in_dims(local, self.case.input_dims)
-            y = layer(local, self.metadata, self.workspace, **self.options)
-            outputs.append(y.view(len(x), y.shape[-1]))
+        outputs = self.group.run([partial(self._run, layer, x) for layer in self.ranks])
         if self.case.parallel is Parallel.ROW:
             total: Tensor = functools.reduce(torch.add, outputs)
             return total
         return torch.cat([*self._gathered(outputs)], dim=1)
+
+    def _run(self, layer: LoRALinear | WrappedLoRALinear, x: Tensor) -> Tensor:
+        inputs = layer.cut.inputs
+        local = x[:, inputs.start : inputs.stop]
+        if inputs.live < inputs.size:
+            local = functional.pad(local, (0, inputs.size - inputs.live))
+        local = in_dims(local, self.case.input_dims)
+        y: Tensor = layer(local, self.metadata, self.workspace, **self.options)
+        return y.view(len(x), y.shape[-1])
 
     def _gathered(self, outputs: list[Tensor]) -> Iterator[Tensor]:
         """The columns of the whole layer, each from one of the ranks that hold it."""
@@ -78,25 +85,37 @@ class LinearLayer(Mapping):
             start += of_ranks[0].size
 
 
-def _owning(case: Case, base: BaseLayer, tp_rank: int) -> LoRALinear:
-    whole = {"num_slots": case.slots, "rank": case.rank, **_geometry(case, tp_rank)}
+def _owning(case: Case, base: BaseLayer, group: Collective) -> LoRALinear:
+    whole = {"num_slots": case.slots, "rank": case.rank, **_geometry(case, group.rank)}
+    if case.sharding is Sharding.RANK:
+        whole |= {"sharding": partition.LoRASharding.RANK, "collective": group}
     return LoRALinear(base.weight, base.bias, **whole)
 
 
-def _wrapped(case: Case, base: BaseLayer, tp_rank: int) -> WrappedLoRALinear:
+def _wrapped(case: Case, base: BaseLayer, group: Collective) -> WrappedLoRALinear:
     """Around a linear with this rank's part of the weight."""
-    plain = LoRALinear(base.weight, base.bias, num_slots=1, rank=1, **_geometry(case, tp_rank))
-    slots = SlotWeights(
+    geometry, weight = _geometry(case, group.rank), base.weight
+    plain = LoRALinear(weight, base.bias, num_slots=1, rank=1, **geometry)
+    linear = partial(functional.linear, weight=plain.weight, bias=plain.bias)
+    whole = {"in_features": case.in_features, **geometry}
+    if case.sharding is Sharding.RANK:
+        slots = sharded_slots(
+            num_slots=case.slots,
+            rank=case.rank,
+            dtype=weight.dtype,
+            device=weight.device,
+            **whole,
+        )
+        return WrappedLoRALinear(linear, slots, **whole, collective=group)
+    own = SlotWeights(
         num_slots=case.slots,
         slice_widths=plain.slots.slice_widths,
         in_features=plain.slots.in_features,
         rank=case.rank,
-        dtype=base.weight.dtype,
-        device=base.weight.device,
+        dtype=weight.dtype,
+        device=weight.device,
     )
-    linear = partial(functional.linear, weight=plain.weight, bias=plain.bias)
-    whole = {"in_features": case.in_features, **_geometry(case, tp_rank)}
-    return WrappedLoRALinear(linear, slots, **whole)
+    return WrappedLoRALinear(linear, own, **whole)
 
 
 def _geometry(case: Case, tp_rank: int) -> dict[str, Any]:

@@ -33,8 +33,10 @@ from loragate.matrix.case import (
     Parallel,
     Path,
     Placement,
+    Plans,
     Products,
     Quantisation,
+    Sharding,
     Site,
     Streams,
 )
@@ -54,6 +56,7 @@ from loragate.subjects.lorakernels.gdn import DeltaNetInput
 from loragate.subjects.lorakernels.linear import LinearLayer
 from loragate.subjects.lorakernels.moe_delta import MoEDelta
 from loragate.subjects.lorakernels.moe_layer import MoELayer
+from loragate.subjects.lorakernels.one_plan import OnePlanDense, OnePlanLayer, OnePlanMoE
 from lorakernels.common.stacked_weights import MAX_RANK
 from lorakernels.dense.weights import SlotWeights
 from lorakernels.moe.delta.plan import MAX_FUSED_RANK
@@ -94,8 +97,10 @@ class LoraKernelsSubject:
                 "heads": range(1 << 16),
                 "input_dims": range(2, 4),
                 "spare_rows": range(1 << 31),
+                "sharding": frozenset(Sharding),
                 "streams": frozenset(Streams),
                 "products": frozenset(Products),
+                "plans": frozenset(Plans),
                 "model": frozenset(Model),
                 "speculation": frozenset(
                     {Speculation.NONE, Speculation.NGRAM, Speculation.DRAFT_MODEL}
@@ -112,9 +117,8 @@ class LoraKernelsSubject:
             skips_dead_ranks=True,
             rank_per_slice=True,
             roundings=_roundings,
-            # a row with another slot sits elsewhere in its tile, see place_invariant; sizes of
-            # tiles and splits of K follow from the batch size, so another size is not promised
-            batch_invariant=frozenset({Others.VALUES})
+            # a row with another slot sits elsewhere in its tile, see place_invariant
+            batch_invariant=frozenset({Others.VALUES, Others.COUNT})
             if machine.interpreted
             else frozenset(Others),
             work_follows_tiles=True,
@@ -131,12 +135,13 @@ class LoraKernelsSubject:
         return "loragate.subjects.lorakernels.engine:ServingEngine"
 
     def open(self, case: Case, machine: Machine, base: BaseLayer | None) -> AnyInstance:
+        has_one = case.plans is Plans.ONE
         if isinstance(base, BaseExperts):
-            return MoELayer(case, machine, base)
+            return (OnePlanLayer if has_one else MoELayer)(case, machine, base)
         if case.site is Site.MOE_DELTA:
-            return MoEDelta(case, machine)
+            return (OnePlanMoE if has_one else MoEDelta)(case, machine)
         if base is None:
-            return DenseDelta(case, machine)
+            return (OnePlanDense if has_one else DenseDelta)(case, machine)
         if case.site is Site.GDN_IN_PROJ:
             return DeltaNetInput(case, machine, base)
         return LinearLayer(case, machine, base)
