@@ -52,8 +52,13 @@ MIXED = (Mix.RAGGED, Mix.SHUFFLED)
 OPERATORS = ((Site.DENSE_DELTA, Site.LORA_LINEAR), (Site.MOE_DELTA,), (Site.MOE_LAYER,))
 # it calls the kernels of the dense delta, in forms of its own
 FORMS = (Site.GDN_IN_PROJ,)
-# branch -> why no smoke case takes it
-EXCUSED: dict[str, str] = {}
+# (first site, branch) -> why no smoke case takes it
+EXCUSED: dict[tuple[Site, str], str] = {
+    (Site.MOE_LAYER, "alignment: sums of spans: several"): (
+        "half a minute in the interpreter: a case of moe_delta and tests/moe/test_align_pairs.py "
+        "have it"
+    ),
+}
 
 
 @cache
@@ -146,8 +151,9 @@ def test_every_branch_of_every_plan_has_a_smoke_case_or_an_excuse(sites: tuple[S
     for tier in Tier:
         of_tier = [case for case in cases_of(tier) if case.site in sites]
         assert set().union(*(branches(case) for case in of_tier)) <= known
-    assert sorted(known - taken - EXCUSED.keys()) == []
-    assert taken.isdisjoint(EXCUSED)
+    excused = {branch for site, branch in EXCUSED if site is sites[0]}
+    assert sorted(known - taken - excused) == []
+    assert taken.isdisjoint(excused)
 
 
 def test_some_experts_of_a_mixed_batch_serve_several_slots() -> None:

@@ -131,6 +131,22 @@ def test_every_pair_is_in_the_tiles_of_its_expert_and_slot(
         )
 
 
+def test_more_spans_than_one_step_of_a_sum_adds_up_give_every_pair_its_place(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # 16 counters at a time leave 256 rows of them to a step of the sum
+    span, spans = 8, 256 + 3
+    tune(monkeypatch, single_launch_pairs=0, span=span)
+    ids, token_slots = routed(span * spans // 4, 4, 7, 3, seed=5)
+    pairs = prepared(ids, token_slots, experts=7, slots=3, with_base=True)
+    assert pairs.tables.alignment is Alignment.COUNTED
+    wanted, height = buckets(ids, token_slots, base=False), pairs.tables.height
+    headers = [pairs.tile_experts, pairs.tile_slots]
+    assert_tiles(pairs.tile_pairs, headers, pairs.num_tiles, height, wanted)
+    wanted, height = buckets(ids, token_slots, base=True), pairs.tables.base_height
+    assert_tiles(pairs.base_pairs, [pairs.base_experts], pairs.num_base_tiles, height, wanted)
+
+
 @pytest.mark.parametrize("with_base", [False, True])
 def test_more_buckets_than_a_program_can_count_give_the_same_tables(
     with_base: bool, monkeypatch: pytest.MonkeyPatch
