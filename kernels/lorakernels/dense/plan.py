@@ -9,6 +9,12 @@ from lorakernels.batch.metadata import MIN_TILE_ROWS, max_tiles, tile_height
 from lorakernels.common.sizes import power_of_2, power_of_2_below
 from lorakernels.runtime.tuning import DEFAULT, DenseTuning, Tuning
 
+# numbers of split-K partials that fill a wave well enough: each is a variant of the expand, which
+# has to be compiled
+_SPLITS_OF_A_WAVE = (1, 2, 3, 4, 6, 8)
+# ranks of the shrink output that a program of the expand keeps while columns stream by
+_MOST_RANKS_ON_CHIP = 256
+
 
 @dataclass(frozen=True, slots=True)
 class DenseShape:
@@ -71,46 +77,95 @@ def tile_programs(shape: DenseShape, capacity: int) -> int:
 
 def plan_shrink(shape: DenseShape) -> ShrinkPlan:
     shape = shape.planned
-    tuning = shape.tuning.dense
-    ranks, height = shape.ranks_of_all_slices, shape.height
-    prefill = height >= tuning.prefill_height
-    if prefill:
-        block_n = min(64 if ranks < 256 else 128, power_of_2(ranks))
-        block_k = 128 if block_n <= 32 else 64
-    else:
-        block_n = min(16 if shape.rank <= 16 else 32, power_of_2(ranks))
-        block_k = 256 if _is_deep(shape) else 128
-    block_n = max(16, block_n)
-    if shape.itemsize == 4:
-        # fp32 has no tensor-core path: smaller tiles avoid spills
-        block_n, block_k = min(block_n, 32), 32
-    chunks, full_tiles = -(-ranks // block_n), -(-shape.num_rows // height)
-    splits = min(
-        _most_splits(shape, tuning),
-        tuning.programs // max(1, full_tiles * chunks),
-        -(-shape.in_features // block_k),
-    )
+    tuning, height = shape.tuning.dense, shape.height
+    block = _shrink_block(shape)
+    chunks, full_tiles = -(-shape.ranks_of_all_slices // block.n), -(-shape.num_rows // height)
+    steps = -(-shape.in_features // block.k)
+    splits = min(_most_splits(shape, block, chunks), steps)
     if shape.beside:
         splits = max(1, min(splits, _most_splits_beside(shape, tuning, full_tiles, chunks)))
     return ShrinkPlan(
-        block_n=block_n,
-        block_k=block_k,
-        splits=power_of_2_below(splits),
-        trigger_early=not prefill,
-        num_warps=8 if prefill else 4,
-        # many thin stages hide more latency in less shared memory than few thick ones
-        num_stages=5 if prefill and (block_n, block_k) == (64, 64) else 3,
+        block_n=block.n,
+        block_k=block.k,
+        splits=_number_of_splits(splits, block),
+        trigger_early=height < tuning.prefill_height,
+        num_warps=block.num_warps,
+        num_stages=block.num_stages,
     )
 
 
-def _most_splits(shape: DenseShape, tuning: DenseTuning) -> int:
+def _number_of_splits(most: int, block: _ShrinkBlock) -> int:
+    if block.resident is None:
+        return power_of_2_below(most)
+    return max(number for number in _SPLITS_OF_A_WAVE if number <= max(1, most))
+
+
+@dataclass(frozen=True, slots=True)
+class _ShrinkBlock:
+    """What a program of the shrink computes: `n` ranks, `k` features in each step."""
+
+    n: int
+    k: int
+    num_warps: int
+    num_stages: int
+    # programs that one multiprocessor holds, by their shared memory; None: no such wave is filled,
+    # because latency counts
+    resident: int | None = None
+
+
+def _shrink_block(shape: DenseShape) -> _ShrinkBlock:
+    tuning, ranks = shape.tuning.dense, shape.ranks_of_all_slices
+    prefill = shape.height >= tuning.prefill_height
+    if shape.itemsize == 4:
+        # fp32 has no tensor-core path: smaller blocks avoid spills
+        return _ShrinkBlock(max(16, min(32, power_of_2(ranks))), 32, 8 if prefill else 4, 3)
+    if prefill:
+        return _prefill_block(shape, ranks)
+    if shape.height > MIN_TILE_ROWS and ranks > 192:
+        # x is read again for each block of ranks
+        k, num_stages = (128, 3) if _is_deep(shape) else (64, 4)
+        return _ShrinkBlock(64, k, 4, num_stages, resident=3)
+    n = max(16, min(16 if shape.rank <= 16 else 32, power_of_2(ranks)))
+    return _ShrinkBlock(n, 256 if _is_deep(shape) else 128, 4, 3)
+
+
+def _prefill_block(shape: DenseShape, ranks: int) -> _ShrinkBlock:
+    resident = 2 if shape.height == 64 else 1
+    if ranks <= 32:
+        return _ShrinkBlock(max(16, power_of_2(ranks)), 128, 8, 3, resident)
+    if ranks <= 64:
+        # many thin stages hide more latency in less shared memory than few thick ones
+        return _ShrinkBlock(64, 64, 8, 5, resident)
+    wave = shape.tuning.dense.multiprocessors
+    programs = _usual_tiles(shape) * -(-ranks // 128)
+    if shape.height == 64 or 4 * programs <= 3 * wave:
+        return _ShrinkBlock(128, 64, 8, 4, resident)
+    # close to a wave of one program each, a few tiles more would take as long as a second one
+    if ranks <= 192:
+        return _ShrinkBlock(64, 64, 4, 4, resident=2)
+    return _ShrinkBlock(128, 64, 4, 3, resident=2)
+
+
+def _usual_tiles(shape: DenseShape) -> int:
+    """Tiles of a batch of the usual number of adapters, half of whose last ones are not full."""
+    return -(-shape.num_rows // shape.height) + shape.tuning.dense.usual_slots // 2
+
+
+def _most_splits(shape: DenseShape, block: _ShrinkBlock, chunks: int) -> int:
     """The number of split-K partials beyond which the expand, which reads them once for each
     group of columns, loses what the shrink gains."""
+    tuning = shape.tuning.dense
+    if block.resident is not None:
+        # one wave: the programs of a second one would take as long again
+        programs = _usual_tiles(shape) * chunks
+        return min(8, tuning.multiprocessors * block.resident // programs)
+    full_tiles = -(-shape.num_rows // shape.height)
+    several = tuning.programs // max(1, full_tiles * chunks)
     if shape.height >= tuning.prefill_height:
-        return min(8, 512 // shape.ranks_of_all_slices)
+        return min(8, several)
     if shape.height > MIN_TILE_ROWS:
-        return shape.in_features // (1024 if _is_wide(shape) else 512)
-    return 32 if _is_deep(shape) and shape.rank <= 16 else 16
+        return min(several, shape.in_features // (1024 if _is_wide(shape) else 512))
+    return min(several, 32 if _is_deep(shape) and shape.rank <= 16 else 16)
 
 
 def _most_splits_beside(
@@ -125,28 +180,42 @@ def _most_splits_beside(
 
 def plan_expand(shape: DenseShape) -> ExpandPlan:
     shape = shape.planned
-    height = shape.height
-    block_r = min(128, max(16, power_of_2(shape.rank)))
+    height, rank = shape.height, shape.rank
+    block_r = max(16, power_of_2(rank))
     if shape.itemsize == 4:
         return ExpandPlan(min(height, 32), 64, min(block_r, 32), 1, 4, 1)
-    if height == 32 and 64 < shape.rank <= block_r:
-        group = min(8, _group_of_a_wave(shape, height, 64))
-        if group > 1:
-            return ExpandPlan(height, 64, block_r, group, 4, 3)
-    if shape.rank > 64:
-        # a wide block of B does not fit into registers beside the output's, and a rank beyond
-        # one block cannot stay on chip while columns stream by
-        return ExpandPlan(min(height, 64), 64 if height == 32 else 128, block_r, 1, 8, 1)
-    if height == MIN_TILE_ROWS:
+    if height == MIN_TILE_ROWS and rank <= 64:
         return ExpandPlan(height, 256, block_r, 1, 8, 1)
-    if height < shape.tuning.dense.prefill_height:
-        if _is_wide(shape):
-            group = min(8, _group_of_a_wave(shape, height, 64))
-            return ExpandPlan(height, 64, block_r, group, 4, 3)
-        return ExpandPlan(height, 128, block_r, 2 if _is_deep(shape) else 1, 4, 3)
-    if _is_wide(shape):
+    if height == MIN_TILE_ROWS or rank > _MOST_RANKS_ON_CHIP:
+        # a rank beyond one block cannot stay on chip while columns stream by
+        block_n = 64 if height == 32 else 128
+        return ExpandPlan(min(height, 64), block_n, min(128, block_r), 1, 8, 1)
+    prefill = height >= shape.tuning.dense.prefill_height
+    if rank > 64 or (prefill and not _is_wide(shape)):
+        rows = min(height, 64)
+        return ExpandPlan(
+            rows, 64, block_r, _group_of_columns(shape, rows), 4 if block_r <= 128 else 8, 3
+        )
+    if prefill:
         return ExpandPlan(64, 128, block_r, min(12, _group_of_a_wave(shape, 64, 128)), 4, 3)
-    return ExpandPlan(64, 64, block_r, 8, 4, 3)
+    if _is_wide(shape):
+        group = min(8, _group_of_a_wave(shape, height, 64))
+        return ExpandPlan(height, 64, block_r, group, 4, 3)
+    return ExpandPlan(height, 128, block_r, 2 if _is_deep(shape) else 1, 4, 3)
+
+
+def _group_of_columns(shape: DenseShape, block_m: int) -> int:
+    """Blocks of 64 columns for each program. A program begins with the sum of the partials, which
+    takes as long as about two blocks; all of them are done when the busiest multiprocessor is."""
+
+    def cost(group: int) -> float:
+        groups = sum(-(-width // (64 * group)) for width in shape.slice_widths)
+        programs = groups * -(-shape.num_rows // block_m)
+        turns = -(-programs // shape.tuning.dense.multiprocessors)
+        # of equal ones the group with more programs hides more latency
+        return turns * (group + 2) + group / 4
+
+    return min((2, 4, 8, 16), key=cost)
 
 
 def _group_of_a_wave(shape: DenseShape, block_m: int, block_n: int) -> int:

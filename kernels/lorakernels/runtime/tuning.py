@@ -29,6 +29,7 @@ class DenseTuning:
     prefill_height: int
     # programs that fill the device: more of them hide no more latency
     programs: int
+    multiprocessors: int
     # programs that the tile axis has beyond full tiles: most batches have few partial tiles, and
     # the stride loop takes the rest
     partial_tiles: int
@@ -42,11 +43,12 @@ class DenseTuning:
     dual_rows: int
     dual_ranks: int
     dual_weights: int
-    # of a shrink on a second stream: split-K partials and programs for each tile of the batch, the
-    # most programs of all tiles, and the adapters of a batch that its plan counts on
+    # of a shrink on a second stream: split-K partials and programs for each tile of the batch, and
+    # the most programs of all tiles
     splits_beside: int
     programs_beside: int
     most_programs_beside: int
+    # adapters of a batch that the plans count on
     usual_slots: int
     # rows of the batch whose plan all batches take; None: each takes its own
     planned_rows: int | None = None
@@ -141,10 +143,11 @@ class Tuning:
 HOPPER = Tuning(
     dense=DenseTuning(
         rows_of_height_16=128,
-        rows_of_height_32=1024,
+        rows_of_height_32=511,
         rows_of_height_64=2047,
         prefill_height=64,
         programs=528,
+        multiprocessors=132,
         partial_tiles=8,
         deep=8192,
         wide=8192,
