@@ -121,10 +121,9 @@ def _shrink_block(shape: DenseShape) -> _ShrinkBlock:
         return _ShrinkBlock(max(16, min(32, power_of_2(ranks))), 32, 8 if prefill else 4, 3)
     if prefill:
         return _prefill_block(shape, ranks)
-    if shape.height > MIN_TILE_ROWS and ranks > 192:
+    if shape.height > MIN_TILE_ROWS and ranks > (64 if _is_deep(shape) else 192):
         # x is read again for each block of ranks
-        k, num_stages = (128, 3) if _is_deep(shape) else (64, 4)
-        return _ShrinkBlock(64, k, 4, num_stages, resident=3)
+        return _ShrinkBlock(128, 128, 8, 3, resident=1)
     n = max(16, min(16 if shape.rank <= 16 else 32, power_of_2(ranks)))
     return _ShrinkBlock(n, 256 if _is_deep(shape) else 128, 4, 3)
 
@@ -136,13 +135,15 @@ def _prefill_block(shape: DenseShape, ranks: int) -> _ShrinkBlock:
     if ranks <= 64:
         # many thin stages hide more latency in less shared memory than few thick ones
         return _ShrinkBlock(64, 64, 8, 5, resident)
-    wave = shape.tuning.dense.multiprocessors
-    programs = _usual_tiles(shape) * -(-ranks // 128)
-    if shape.height == 64 or 4 * programs <= 3 * wave:
+    if shape.height == 64:
+        return _ShrinkBlock(64, 128, 4, 3, resident)
+    if 128 < ranks <= 192:
+        # a third of the second block of 128 would be idle
+        return _ShrinkBlock(64, 64, 4, 4, resident=2)
+    programs, wave = _usual_tiles(shape) * -(-ranks // 128), shape.tuning.dense.multiprocessors
+    if 8 * programs <= 7 * wave:
         return _ShrinkBlock(128, 64, 8, 4, resident)
     # close to a wave of one program each, a few tiles more would take as long as a second one
-    if ranks <= 192:
-        return _ShrinkBlock(64, 64, 4, 4, resident=2)
     return _ShrinkBlock(128, 64, 4, 3, resident=2)
 
 
@@ -154,14 +155,15 @@ def _usual_tiles(shape: DenseShape) -> int:
 def _most_splits(shape: DenseShape, block: _ShrinkBlock, chunks: int) -> int:
     """The number of split-K partials beyond which the expand, which reads them once for each
     group of columns, loses what the shrink gains."""
-    tuning = shape.tuning.dense
+    tuning, prefill = shape.tuning.dense, shape.height >= shape.tuning.dense.prefill_height
     if block.resident is not None:
         # one wave: the programs of a second one would take as long again
         programs = _usual_tiles(shape) * chunks
-        return min(8, tuning.multiprocessors * block.resident // programs)
+        most = max(2, shape.in_features // ((10 if prefill else 2) * shape.ranks_of_all_slices))
+        return min(8, most, tuning.multiprocessors * block.resident // programs)
     full_tiles = -(-shape.num_rows // shape.height)
     several = tuning.programs // max(1, full_tiles * chunks)
-    if shape.height >= tuning.prefill_height:
+    if prefill:
         return min(8, several)
     if shape.height > MIN_TILE_ROWS:
         return min(several, shape.in_features // (1024 if _is_wide(shape) else 512))
