@@ -66,7 +66,7 @@ def test_each_tier_is_as_small_as_its_time_allows(cases: tuple[Case, ...]) -> No
     # with those of smoke these took 4 minutes on an H200 that had other work, too; ten compare
     # replays of graphs with eager steps, three are engines of delta nets and with a drafting head,
     # nine have adapters sharded by rank and seven have one plan for all batches
-    assert count[Tier.PREMERGE] <= 486
+    assert count[Tier.PREMERGE] <= 496
     assert count[Tier.NIGHTLY] >= 200
 
 

@@ -194,10 +194,8 @@ def plan_expand(shape: DenseShape) -> ExpandPlan:
         return ExpandPlan(min(height, 64), block_n, min(128, block_r), 1, 8, 1)
     prefill = height >= shape.tuning.dense.prefill_height
     if rank > 64 or (prefill and not _is_wide(shape)):
-        rows = min(height, 64)
-        return ExpandPlan(
-            rows, 64, block_r, _group_of_columns(shape, rows), 4 if block_r <= 128 else 8, 3
-        )
+        rows, num_warps = min(height, 64), 4 if block_r <= 128 else 8
+        return ExpandPlan(rows, 64, block_r, _group_of_columns(shape, rows), num_warps, 3)
     if prefill:
         return ExpandPlan(64, 128, block_r, min(12, _group_of_a_wave(shape, 64, 128)), 4, 3)
     if _is_wide(shape):

@@ -54,14 +54,16 @@ def _problems() -> Iterator[Problem]:
     name, in_features, widths = _QKV
     for tokens in (64, 512):
         yield Problem(f"{name}-bf16-r16-t{tokens}", in_features, widths, tokens, 16)
-    for rank in (1, 8, 128, 320, 512):
+    for rank in (1, 8, 128, 256, 320, 512):
         yield Problem(f"{name}-bf16-r{rank}-t512", in_features, widths, 512, rank)
+    for rank, tokens in ((128, 256), (128, 2048), (128, 8192), (256, 256), (256, 2048)):
+        yield Problem(f"{name}-bf16-r{rank}-t{tokens}", in_features, widths, tokens, rank)
     # wide ranks ask for the most shared memory and registers where a batch is small
     for tokens in (1, 2048):
         yield Problem(f"{name}-bf16-r512-t{tokens}", in_features, widths, tokens, 512)
     yield Problem("gate-up-bf16-r64-t256", 4096, (12288, 12288), 256, 64)
     yield Problem("qkv-fp16-r16-t64", in_features, widths, 64, 16, torch.float16)
-    for rank, tokens in ((512, 1), (128, 512), (64, 2048)):
+    for rank, tokens in ((512, 1), (128, 512), (64, 2048), (256, 2048)):
         label = f"qkv-fp16-r{rank}-t{tokens}"
         yield Problem(label, in_features, widths, tokens, rank, torch.float16)
     yield Problem("qkv-fp32-r16-t64", in_features, widths, 64, 16, torch.float32)

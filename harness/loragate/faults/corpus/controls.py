@@ -36,14 +36,14 @@ CONTROLS = (
         why="K is walked in other steps and split into more parts.",
         edit=Edit(
             _PLAN,
-            "block_k = 256 if _is_deep(shape) else 128",
-            "block_k = 32",
+            "_ShrinkBlock(n, 256 if _is_deep(shape) else 128, 4, 3)",
+            "_ShrinkBlock(n, 32, 4, 3)",
         ),
     ),
     control(
         name="k-never-split",
         why="K is never split: other roundings, as good as before.",
-        edit=Edit(_PLAN, "splits=power_of_2_below(splits)", "splits=1"),
+        edit=Edit(_PLAN, "splits=_number_of_splits(splits, block)", "splits=1"),
     ),
     control(
         name="smaller-grid",

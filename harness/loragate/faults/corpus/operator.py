@@ -90,9 +90,16 @@ FAULTS = (
     ),
     _plan(
         "tile-below-dot-minimum",
-        "block_r = min(128, max(16, power_of_2(shape.rank)))",
-        "block_r = min(128, power_of_2(shape.rank))",
+        "block_r = max(16, power_of_2(rank))",
+        "block_r = power_of_2(rank)",
         source="vllm #32019",
         why="A rank below 16 gives a tile that tl.dot does not take; an interpreter does.",
+    ),
+    _plan(
+        "columns-stream-by-half-of-the-ranks",
+        "return ExpandPlan(rows, 64, block_r, _group",
+        "return ExpandPlan(rows, 64, min(128, block_r), _group",
+        source="own",
+        why="A block of ranks that is kept on chip while columns stream by is too short for them.",
     ),
 )
