@@ -9,6 +9,9 @@ from lorakernels.batch.metadata import MIN_TILE_ROWS, max_tiles, tile_height
 from lorakernels.common.sizes import power_of_2, power_of_2_below
 from lorakernels.runtime.tuning import DEFAULT, DenseTuning, Tuning
 
+# values of A that a program of a look-up has in flight
+_LOOKED_UP = 2048
+
 
 @dataclass(frozen=True, slots=True)
 class DenseShape:
@@ -67,6 +70,11 @@ def tile_programs(shape: DenseShape, capacity: int) -> int:
     """Size of a grid's tile axis; `capacity` is the number of tiles that the tables can hold."""
     full = -(-shape.num_rows // shape.height)
     return min(shape.num_rows, full + shape.tuning.dense.partial_tiles, capacity)
+
+
+def looked_up_ranks(shape: DenseShape) -> int:
+    """Ranks that a program of a look-up takes."""
+    return min(_LOOKED_UP // shape.height, max(16, power_of_2(shape.rank)))
 
 
 def plan_shrink(shape: DenseShape) -> ShrinkPlan:
