@@ -32,8 +32,8 @@ def make_batch(case: Case, seed: int, step: int, kind: DataKind, machine: Machin
     """Step number `step` of a case. Each step has other rows, other lengths, another idle slot.
 
     x [tokens, in_features], or ids [tokens, 1], and out [tokens, out_features], or rows for
-    token-expert pairs, lie inside guard bands. Whether a column slice is aligned to 32 bytes or not at all depends on the
-    seed.
+    token-expert pairs, lie inside guard bands. Whether a column slice is aligned to 32 bytes or not
+    at all depends on the seed.
     """
     draw = Draw(machine, seed, f"batch-{kind}", step)
     x = _rows(case, seed, step, draw, kind)
