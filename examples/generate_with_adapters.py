@@ -88,6 +88,7 @@ def serve(
         max_length=len(prompt) + max_new_tokens,
         max_prompt_tokens=len(prompt) * len(requests),
         lm_head=any("lm_head" in adapter.modules for adapter in adapters),
+        embed_tokens=any("model.embed_tokens" in adapter.modules for adapter in adapters),
         graph_sizes=range(1, len(requests) + 1),
         num_drafts=num_drafts,
     )

@@ -43,8 +43,8 @@ if TYPE_CHECKING:
     from lorakernels.layers.gdn import InputModules as InputModules
     from lorakernels.layers.linear import LoRALinear as LoRALinear
     from lorakernels.layers.moe import FusedMoELoRA as FusedMoELoRA
-    from lorakernels.layers.moe import MoEScratch as MoEScratch
     from lorakernels.layers.moe_partition import MoERank as MoERank
+    from lorakernels.layers.moe_scratch import MoEScratch as MoEScratch
     from lorakernels.layers.partition import LoRASharding as LoRASharding
     from lorakernels.layers.partition import Parallel as Parallel
     from lorakernels.layers.partition import Slice as Slice
@@ -110,8 +110,9 @@ _PUBLIC = {
     "layers.expert_placement": ("ExpertPlacement",),
     "layers.gate_up": ("GateUp",),
     "layers.linear": ("LoRALinear",),
-    "layers.moe": ("FusedMoELoRA", "MoEScratch"),
+    "layers.moe": ("FusedMoELoRA",),
     "layers.moe_partition": ("MoERank",),
+    "layers.moe_scratch": ("MoEScratch",),
     "layers.partition": ("LoRASharding", "Parallel", "Slice"),
     "layers.sharding": ("sharded_slots",),
     "layers.warm_up": ("KernelVariant", "kernel_variants", "warm_up"),

@@ -17,6 +17,7 @@ from loragate.matrix.case import Site
 DENSE = next(fault for fault in FAULTS if fault.edit.module == "lorakernels.dense.kernels")
 MOE = next(fault for fault in FAULTS if fault.edit.module.startswith("lorakernels.moe."))
 DELTA_NET = next(fault for fault in FAULTS if fault.edit.module == "lorakernels.gdn.ops")
+EMBEDDING = next(fault for fault in FAULTS if fault.edit.module == "lorakernels.layers.embedding")
 SHARED = next(fault for fault in FAULTS if fault.edit.module == "lorakernels.common.jit")
 
 
@@ -61,11 +62,13 @@ def test_a_search_leaves_out_sites_that_the_fault_cannot_change(orders: list[Ord
     search.find_killers(DENSE, Setup(), ProcessPool())
     search.find_killers(MOE, Setup(), ProcessPool())
     search.find_killers(DELTA_NET, Setup(), ProcessPool())
+    search.find_killers(EMBEDDING, Setup(), ProcessPool())
     sites = [{case.site for case in order.cases} for order in orders if order.cases]
     assert sites == [
-        {Site.DENSE_DELTA, Site.LORA_LINEAR, Site.GDN_IN_PROJ},
+        {Site.DENSE_DELTA, Site.LORA_LINEAR, Site.GDN_IN_PROJ, Site.EMBEDDING},
         {Site.MOE_DELTA, Site.MOE_LAYER},
         {Site.GDN_IN_PROJ},
+        {Site.EMBEDDING},
     ]
 
 

@@ -13,10 +13,16 @@ from torch import Tensor
 from lorakernels import (
     BatchMetadata,
     DenseWorkspace,
+    ExpertFactors,
+    FusedMoELoRA,
+    GateUp,
     GroupCollective,
     LoRAFactors,
     LoRALinear,
     LoRASharding,
+    MoERank,
+    MoEScratch,
+    PairMetadata,
     Parallel,
     Slice,
 )
@@ -24,6 +30,7 @@ from lorakernels import (
 INPUTS, SLOTS, RANK = 48, 3, 9
 QKV = (Slice("q", 24), Slice("k", 16, heads=1), Slice("v", 8, heads=1))
 OUT = (Slice("o", 37),)
+EXPERTS, TOP_K, INNER = 4, 2, 32
 STEPS = ([2, -1, 0, 0, 1, -1, 2], [0, 1, 1, 2, -1, 2, 2])
 
 
@@ -93,6 +100,70 @@ class Layer:
         torch.testing.assert_close(out, want, atol=limit, rtol=0.02, msg=lambda m: f"{what}: {m}")
 
 
+class Experts:
+    """The same for a layer of experts."""
+
+    parallel = "experts"
+
+    def __init__(self, like: Tensor) -> None:
+        w13 = randn(EXPERTS, 2 * INNER, INPUTS, seed=1, like=like)
+        w2 = randn(EXPERTS, INPUTS, INNER, seed=2, like=like)
+        group, rows = GroupCollective(), len(STEPS[0])
+        sizes = {"num_slots": SLOTS, "rank": RANK, "gate_up": GateUp.HALVES}
+        self.whole = FusedMoELoRA(w13, w2, **sizes)
+        self.own = FusedMoELoRA(
+            w13,
+            w2,
+            **sizes,
+            place=MoERank(tp_size=group.size, tp_rank=group.rank),
+            sharding=LoRASharding.RANK,
+            collective=group,
+        )
+        self.x = torch.empty(rows, INPUTS).to(like)
+        self.ids = torch.empty(rows, TOP_K, dtype=torch.int32, device=like.device)
+        self.weights = torch.ones(rows, TOP_K, device=like.device)
+        self.mapping = BatchMetadata(max_tokens=rows, max_slots=SLOTS, device=like.device)
+        most = {"max_tokens": rows, "top_k": TOP_K}
+        self.pairs = PairMetadata(
+            **most, num_experts=EXPERTS, max_slots=SLOTS, device=like.device, with_base=True
+        )
+        self.scratch = {layer: MoEScratch([layer], **most) for layer in (self.own, self.whole)}
+
+    def prepare(self, step: int) -> None:
+        shapes = {"gate_proj": (INPUTS, INNER), "up_proj": (INPUTS, INNER)}
+        shapes["down_proj"] = (INNER, INPUTS)
+        for slot in range(SLOTS):
+            rank, parts = (9, 1, 4)[slot - step], {}
+            for part, (name, (inputs, width)) in enumerate(shapes.items()):
+                seed = 100 * step + 10 * slot + 2 * part
+                a = randn(EXPERTS, rank, inputs, seed=seed, like=self.x)
+                b = randn(EXPERTS, width, rank, seed=seed + 1, like=self.x)
+                # about as large as the base
+                parts[f"experts.{name}"] = ExpertFactors(a / inputs**0.5, b, 0.5)
+            for layer in (self.own, self.whole):
+                layer.load_adapter(slot, parts)
+        self.x.copy_(randn(*self.x.shape, seed=step, like=self.x) / INPUTS**0.5)
+        order = randn(len(self.x), EXPERTS, seed=step + 1, like=self.x).argsort(1)
+        self.ids.copy_(order[:, :TOP_K])
+        mapping = torch.tensor(STEPS[step], dtype=torch.int32, device=self.x.device)
+        self.mapping.prepare(mapping)
+
+    def run(self) -> Tensor:
+        out = self._apply(self.own)
+        dist.all_reduce(out)
+        return out
+
+    def check(self, out: Tensor, what: str) -> None:
+        want = self._apply(self.whole)
+        limit = (1e-4 if out.dtype is torch.float32 else 0.03) * float(want.abs().max())
+        torch.testing.assert_close(out, want, atol=limit, rtol=0.02, msg=lambda m: f"{what}: {m}")
+
+    def _apply(self, layer: FusedMoELoRA) -> Tensor:
+        step = (self.x, self.ids, self.weights, self.mapping, self.pairs)
+        out: Tensor = layer(*step, self.scratch[layer])
+        return out
+
+
 def main(backend: str, rank: int, size: int, store: str) -> None:
     on_gpu = backend == "nccl"
     device = torch.device("cuda", rank) if on_gpu else torch.device("cpu")
@@ -106,11 +177,16 @@ def main(backend: str, rank: int, size: int, store: str) -> None:
         timeout=timedelta(seconds=120),
     )
     like = torch.empty(0, dtype=torch.bfloat16 if on_gpu else torch.float32, device=device)
-    for slices, parallel in ((QKV, Parallel.COLUMN), (OUT, Parallel.ROW)):
-        layer = Layer(slices, parallel, like)
+    layers = (
+        Layer(QKV, Parallel.COLUMN, like),
+        Layer(OUT, Parallel.ROW, like),
+        Experts(like),
+    )
+    for layer in layers:
+        what = layer.parallel
         layer.prepare(0)
         # compiles, and sets NCCL up
-        layer.check(layer.run(), f"{parallel}, step 0")
+        layer.check(layer.run(), f"{what}, step 0")
         if not on_gpu:
             continue
         graph = torch.cuda.CUDAGraph()
@@ -120,7 +196,7 @@ def main(backend: str, rank: int, size: int, store: str) -> None:
         for step in (1, 0):
             layer.prepare(step)
             graph.replay()
-            layer.check(out, f"{parallel}, replay of step {step}")
+            layer.check(out, f"{what}, replay of step {step}")
         # a graph must be gone before its communicator is
         del graph
     dist.destroy_process_group()

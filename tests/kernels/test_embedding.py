@@ -177,9 +177,9 @@ def test_a_reload_leaves_nothing_of_the_adapter_before() -> None:
 @pytest.mark.parametrize(
     ("ids", "message"),
     [
-        (torch.zeros(4), "ids must be int32 or int64 with one dimension (got torch.float32"),
+        (torch.zeros(4), "ids must be int32 or int64 (got torch.float32)"),
         (torch.zeros(3, dtype=torch.int64), "ids must have 4 rows like out (got 3)"),
-        (torch.zeros(2, 2, dtype=torch.int64), "ids must be int32 or int64 with one dimension"),
+        (torch.zeros(2, 2, dtype=torch.int64), "ids must have one dimension (got shape [2, 2])"),
     ],
 )
 def test_wrong_ids_are_refused_by_what_is_wrong(ids: Tensor, message: str) -> None:
@@ -190,6 +190,13 @@ def test_wrong_ids_are_refused_by_what_is_wrong(ids: Tensor, message: str) -> No
     out = torch.zeros(4, WIDTH, device=DEVICE)
     with pytest.raises(ValueError, match=re.escape(message)):
         embedding_delta(ids.to(DEVICE), layer.slots, metadata, workspace, out)
+
+
+def test_a_layer_refuses_ids_that_are_no_integers_before_it_looks_rows_up() -> None:
+    with pytest.raises(
+        ValueError, match=re.escape("ids must be int32 or int64 (got torch.float32")
+    ):
+        step(embedding(), torch.zeros(4, device=DEVICE), torch.zeros(4, dtype=torch.int32))
 
 
 def test_weights_of_several_slices_are_no_embedding() -> None:

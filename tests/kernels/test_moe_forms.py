@@ -124,14 +124,14 @@ def doubled(x: Tensor) -> Tensor:
 @pytest.fixture
 def noted(recorded_streams: Any, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """What runs on which stream, the launches of a layer among it."""
-    noting, multiply = recorded_streams.noting, launch._gemm
+    noting, multiply = recorded_streams.noting, launch.launch_gemm
     names = {"WHOLE": "product", "SUMS": "sums", "REST": "rest"}
 
     def product(*args: Any, part: Any = launch._Part.WHOLE, **options: Any) -> None:
         recorded_streams.note(names[part.name])
         multiply(*args, part=part, **options)
 
-    monkeypatch.setattr(launch, "_gemm", product)
+    monkeypatch.setattr(launch, "launch_gemm", product)
     monkeypatch.setattr(launch, "shrink", noting("shrink", launch.shrink))
     monkeypatch.setattr(ops, "launch_sum", noting("sum", ops.launch_sum))
     monkeypatch.setattr(ops, "quantise_rows", noting("quantise", ops.quantise_rows))
@@ -320,7 +320,7 @@ def test_a_cut_product_and_its_shrink_are_not_launched_dependently(
 
         return note
 
-    for module, name in ((launch, "shrink"), (launch, "_gemm"), (ops, "launch_sum")):
+    for module, name in ((launch, "shrink"), (launch, "launch_gemm"), (ops, "launch_sum")):
         monkeypatch.setattr(module, name, noting(getattr(module, name), name))
     monkeypatch.setattr(ops, "supports_pdl", lambda device: True)
     step.run(x, form)

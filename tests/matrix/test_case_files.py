@@ -98,7 +98,7 @@ def test_all_problems_of_a_file_are_reported_at_once(write: Write) -> None:
     one = "groups.one"
     assert _reported(path) == [
         "bad.yaml:1: site: given 'dense_delt'; allowed: dense_delta, lora_linear, "
-        "moe_delta, moe_layer, gdn_in_proj, engine; nearest: dense_delta",
+        "moe_delta, moe_layer, gdn_in_proj, embedding, engine; nearest: dense_delta",
         "bad.yaml:3: defaults.dtype: given 'bf61'; allowed: fp16, bf16, fp32; nearest: bf16",
         "bad.yaml:4: defaults.mix: given 2 values; allowed: one value, a list belongs in a row",
         f"bad.yaml:5: defaults.layuot: given unknown key 'layuot'; allowed: {axes}; "
@@ -170,7 +170,7 @@ def test_a_dense_delta_is_not_cut(write: Write) -> None:
         "bad.yaml:8: groups.one.rows[0].parallel: given for site dense_delta; "
         "allowed: for site lora_linear only",
         "bad.yaml:8: groups.one.rows[0].tp: given for site dense_delta; "
-        "allowed: for site gdn_in_proj, lora_linear, moe_layer only",
+        "allowed: for site embedding, gdn_in_proj, lora_linear, moe_layer only",
     ]
 
 
@@ -227,6 +227,28 @@ NET = GOOD.replace("dense_delta", "gdn_in_proj")
 )
 def test_a_delta_net_that_does_not_exist_is_reported(axes: str, message: str, write: Write) -> None:
     path = write(NET.replace("slices: [48, 16, 16]", f"key_heads: 2, {axes}"))
+    assert _reported(path)[0].startswith(f"bad.yaml:8: groups.one.rows[0].{message}")
+
+
+@pytest.mark.parametrize(
+    ("axes", "message"),
+    [
+        ("slices: [24, 8]", "slices: given [24, 8]; allowed: one slice, the width"),
+        ("slices: [24], tp: 5", "in_features: given 48 with tp 5; allowed: a vocabulary that tp"),
+        (
+            "slices: [24], ids: repeated",
+            "ids: given repeated for site embedding; allowed: distinct,",
+        ),
+        (
+            "slices: [24], heads: 2",
+            "heads: given for site embedding; allowed: for site lora_linear",
+        ),
+    ],
+)
+def test_an_embedding_that_does_not_exist_is_reported(
+    axes: str, message: str, write: Write
+) -> None:
+    path = write(GOOD.replace("dense_delta", "embedding").replace("slices: [48, 16, 16]", axes))
     assert _reported(path)[0].startswith(f"bad.yaml:8: groups.one.rows[0].{message}")
 
 

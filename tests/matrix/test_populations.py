@@ -50,8 +50,8 @@ CPU = Machine("cpu", "test", None, 1, 0)
 MIXED = (Mix.RAGGED, Mix.SHUFFLED)
 # a linear layer calls the operator of the dense delta
 OPERATORS = ((Site.DENSE_DELTA, Site.LORA_LINEAR), (Site.MOE_DELTA,), (Site.MOE_LAYER,))
-# it calls the kernels of the dense delta, in forms of its own
-FORMS = (Site.GDN_IN_PROJ,)
+# these call the kernels of the dense delta, in forms of their own
+FORMS = ((Site.GDN_IN_PROJ,), (Site.EMBEDDING,))
 # (first site, branch) -> why no smoke case takes it
 EXCUSED: dict[tuple[Site, str], str] = {
     (Site.MOE_LAYER, "alignment: sums of spans: several"): (
@@ -143,7 +143,7 @@ def test_ranks_differ_from_slot_to_slot_and_from_slice_to_slice(site: Site) -> N
             assert any(len(set(row)) > 1 for row in ranks)
 
 
-@pytest.mark.parametrize("sites", [*OPERATORS, FORMS], ids=lambda sites: sites[0].value)
+@pytest.mark.parametrize("sites", [*OPERATORS, *FORMS], ids=lambda sites: sites[0].value)
 def test_every_branch_of_every_plan_has_a_smoke_case_or_an_excuse(sites: tuple[Site, ...]) -> None:
     taken = set().union(*(branches(case) for case in smoke(*sites)))
     known = set(all_branches(sites[0]))

@@ -14,7 +14,8 @@ from loragate.core.machine import Machine, select_interpreter
 from loragate.inputs import DataKind, make_base, make_batch, make_pool
 from loragate.inputs.mapping import BASE_ROW, make_token_slots, num_padded
 from loragate.inputs.placement import bits_of, whole
-from loragate.matrix.case import LINEAR_SITES, Case, Dtype, Layout, Mix, Ranks, Site
+from loragate.inputs.vocabulary import as_linear
+from loragate.matrix.case import LAYER_SITES, Case, Dtype, Layout, Mix, Ranks, Site
 from loragate.matrix.ids import seed_of
 from loragate.oracles.numeric.exact import assert_exact
 from loragate.protocol import Capabilities, Pool
@@ -77,8 +78,9 @@ def test_exact_data_leaves_nothing_to_round(
     )
     kind = DataKind.EXACT
     for seed in range(1 if in_features > 1000 else 5):
-        base = make_base(case, seed, kind, CPU) if site in LINEAR_SITES else None
-        assert_exact(pool_of(case, seed, kind), make_batch(case, seed, 0, kind, CPU), base)
+        base = make_base(case, seed, kind, CPU) if site in LAYER_SITES else None
+        batch = make_batch(case, seed, 0, kind, CPU)
+        assert_exact(*as_linear(case, pool_of(case, seed, kind), batch, base))
 
 
 def test_data_off_the_grid_is_not_accepted_as_exact() -> None:

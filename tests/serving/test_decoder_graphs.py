@@ -14,6 +14,8 @@ pytest.importorskip("transformers", minversion="5.23")
 
 from transformers import GenerationConfig
 
+from lorakernels.adapters.adapter import Adapter
+from lorakernels.dense.weights import LoRAFactors
 from lorakernels.runtime.graphs import Captured
 from lorakernels.serving import graph_runner
 from lorakernels.serving.decoder import Decoder
@@ -61,6 +63,54 @@ def test_replayed_steps_with_padded_rows_give_the_tokens_of_eager_steps(
     assert generate(decoder, requests, config) == expected
     assert RepeatingPool.replays > before
     assert len({len(answer) for answer in expected}) > 1
+
+
+def of_tokens(name: str, seed: int) -> Adapter:
+    """An adapter that changes the embedding alone."""
+    made = torch.Generator().manual_seed(seed)
+    a, b = (torch.randn(*shape, generator=made) for shape in ((2, 64), (32, 2)))
+    return Adapter(name, {"model.embed_tokens": LoRAFactors(a, b, 0.5)})
+
+
+def logits_of_merged_weights(adapter: Adapter | None, tokens: list[int]) -> Tensor:
+    """Of the token behind each of `tokens`."""
+    model = tiny_model("qwen3", num_hidden_layers=1)
+    with torch.no_grad():
+        for factors in adapter.modules.values() if adapter else ():
+            model.model.embed_tokens.weight += factors.scale * (factors.b @ factors.a).T
+        logits: Tensor = model(input_ids=torch.tensor([tokens]), use_cache=False).logits[0]
+    return logits
+
+
+@pytest.mark.parametrize("graph_sizes", [[], [4]], ids=["eager", "graphs"])
+def test_a_step_looks_its_ids_up_in_the_adapters_of_its_rows(
+    graph_sizes: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if graph_sizes:
+        monkeypatch.setattr(graph_runner, "graph_module", lambda device: object())
+        monkeypatch.setattr(graph_runner, "GraphPool", RepeatingPool)
+    model = tiny_model("qwen3", num_hidden_layers=1)
+    decoder = Decoder(model, graph_sizes=graph_sizes, embed_tokens=True, **SIZES)
+    decoder.capture()
+    adapters = [of_tokens("one", 1), of_tokens("two", 2), None]
+    slots = [decoder.slots.activate(adapter) for adapter in adapters if adapter] + [-1]
+    texts, before = [[3, 5, 9], [7], [11, 12]], RepeatingPool.replays
+    found = [decoder.prefill(texts, slots, first_line=0)]
+    # a row less each time: the others of a graph are padding, in which ids of the last step lie
+    for own in ([8, 0, 63], [3, 63], [0]):
+        rows = len(own)
+        positions = [len(text) for text in texts[:rows]]
+        found.append(decoder.decode(own, positions, slots[:rows]).clone())
+        for text, token in zip(texts, own, strict=False):
+            text.append(token)
+    assert (RepeatingPool.replays > before) is bool(graph_sizes)
+    for row, (text, adapter) in enumerate(zip(texts, adapters, strict=True)):
+        mine = torch.stack([logits[row] for logits in found if row < len(logits)])
+        expected = logits_of_merged_weights(adapter, text)[-len(mine) :]
+        torch.testing.assert_close(mine, expected, rtol=1e-4, atol=1e-4)
+        if adapter:
+            alone = logits_of_merged_weights(None, text)[-len(mine) :]
+            assert (expected - alone).abs().max() > 0.1
 
 
 def test_replayed_verifications_with_padded_requests_give_the_tokens_of_decode_steps(
@@ -132,7 +182,10 @@ for kind in KINDS:
     torch.manual_seed(0)
     base = tiny_model(kind)
     decoders = [
-        Decoder(copy.deepcopy(base).to("cuda"), graph_sizes=sizes, lm_head=True, **SIZES)
+        Decoder(
+            copy.deepcopy(base).to("cuda"),
+            graph_sizes=sizes, lm_head=True, embed_tokens=True, **SIZES
+        )
         for sizes in ((1, 2, 4), ())
     ]
     replayed, eager = decoders
@@ -176,7 +229,7 @@ for kind in KINDS:
     if decoders[0].takes_back:
         drafting = Decoder(
             copy.deepcopy(base).to("cuda"),
-            graph_sizes=(1, 2, 4, 6), lm_head=True, num_drafts=3, **SIZES
+            graph_sizes=(1, 2, 4, 6), lm_head=True, embed_tokens=True, num_drafts=3, **SIZES
         )
         drafting.capture()
         assert len(drafting.runner.keys) == 16, f"{kind}: captured {drafting.runner.keys}"

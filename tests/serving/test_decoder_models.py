@@ -33,6 +33,8 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_next": ("qwen3_next", {"attention_bias": True, "tie_word_embeddings": True}),
 }
 ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
+TOKENS = ["embed_tokens"]
+VOCABULARY = [*TOKENS, "lm_head"]
 MLP = ["gate_proj", "up_proj", "down_proj"]
 DELTA_NET = ["in_proj_qkvz", "in_proj_ba", "out_proj", "shared_expert_gate"]
 EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
@@ -45,11 +47,11 @@ TOLERANCE = 16 * 64 * torch.finfo(torch.float32).eps
 
 def adapters(kind: str) -> dict[str, dict[str, Any]]:
     """The options of two adapters of different ranks; no alpha is a rank."""
-    narrow = {"r": 2, "lora_alpha": 3, "target_modules": ["k_proj", "o_proj", "lm_head"]}
-    wide: dict[str, Any] = {"r": 4, "lora_alpha": 10, "target_modules": ATTENTION + MLP}
+    narrow = {"r": 2, "lora_alpha": 3, "target_modules": ["k_proj", "o_proj", *VOCABULARY]}
+    wide: dict[str, Any] = {"r": 4, "lora_alpha": 10, "target_modules": ATTENTION + MLP + TOKENS}
     if kind != "qwen3":
         # PEFT takes linears of these names for projections of experts in a model that has experts
-        wide |= {"target_modules": ATTENTION, "target_parameters": EXPERTS}
+        wide |= {"target_modules": ATTENTION + TOKENS, "target_parameters": EXPERTS}
     if kind == "qwen3_next":
         wide["target_modules"] = ATTENTION + DELTA_NET
     return {"wide": wide, "narrow": narrow}
@@ -84,7 +86,14 @@ class Compared:
 
     def decoder(self, **sizes: int) -> Decoder:
         sizes = {"max_requests": 4, "max_length": 12, "max_prompt_tokens": 20} | sizes
-        decoder = Decoder(copy.deepcopy(self.base), num_slots=3, rank=4, lm_head=True, **sizes)
+        decoder = Decoder(
+            copy.deepcopy(self.base),
+            num_slots=3,
+            rank=4,
+            lm_head=True,
+            embed_tokens=True,
+            **sizes,
+        )
         for folder in self.folders.values():
             decoder.slots.activate(read_peft_folder(folder))
         return decoder

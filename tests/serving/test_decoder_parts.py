@@ -14,6 +14,9 @@ pytest.importorskip("transformers", minversion="5.23")
 
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
+from lorakernels.adapters.adapter import Adapter
+from lorakernels.adapters.errors import AdapterError
+from lorakernels.dense.weights import LoRAFactors
 from lorakernels.serving.cache import RequestCache
 from lorakernels.serving.decoder import Decoder
 from lorakernels.serving.replace import replace_layers
@@ -42,10 +45,10 @@ def test_each_weight_of_the_model_exists_once_after_it_was_replaced(kind: str) -
         for name, weight in model.named_parameters()
         if ".q_proj." in name or ".in_proj_qkvz." in name
     ]
-    replace_layers(model, num_slots=2, rank=2, lm_head=True)
+    replace_layers(model, num_slots=2, rank=2, lm_head=True, embed_tokens=True)
     after = storages(model.parameters())
     assert sum(after.values()) == sum(before.values())
-    assert model.model.embed_tokens.weight.data_ptr() in after
+    assert model.model.embed_tokens.layer.weight.data_ptr() in after
     assert originals
     assert all(original() is None for original in originals)
 
@@ -68,6 +71,10 @@ def test_modules_of_one_layer_must_be_called_in_their_order_with_one_tensor() ->
     assert (q.shape[-1], k.shape[-1], v.shape[-1]) == (64, 32, 32)
     with pytest.raises(RuntimeError, match="with the same tensor"):
         attention.k_proj(other)
+
+
+class OtherEmbedding(nn.Embedding):
+    """An embedding that computes something else, such as scaled rows."""
 
 
 class OtherLinear(nn.Linear):
@@ -93,6 +100,10 @@ def broken(kind: str, change: str) -> PreTrainedModel:
         layer.mlp.experts.down_proj = nn.Parameter(torch.ones(4, 16, 32))
     elif change == "meta":
         model.model.layers[1].to("meta")
+    elif change == "rows":
+        model.model.embed_tokens = OtherEmbedding(64, 32)
+    elif change == "norm":
+        model.model.embed_tokens.max_norm = 2.0
     return model
 
 
@@ -107,6 +118,8 @@ def broken(kind: str, change: str) -> PreTrainedModel:
         ("qwen3", "meta", r"model.layers.1.\S+ must have weights"),
         ("qwen3_moe", "activation", r"model.layers.0.mlp.experts must have the activation silu"),
         ("qwen3_next", "shape", r"model.layers.1.mlp.experts must have gate_up_proj"),
+        ("qwen3", "rows", r"model.embed_tokens must be a torch.nn.Embedding .got OtherEmbedding"),
+        ("qwen3", "norm", r"model.embed_tokens must have no max_norm .got 2.0"),
     ],
 )
 def test_a_module_that_is_not_known_is_refused_by_name_and_nothing_is_replaced(
@@ -115,8 +128,16 @@ def test_a_module_that_is_not_known_is_refused_by_name_and_nothing_is_replaced(
     model = broken(kind, change)
     before = {name: type(module) for name, module in model.named_modules()}
     with pytest.raises(ValueError, match=message):
-        replace_layers(model, num_slots=2, rank=2)
+        replace_layers(model, num_slots=2, rank=2, embed_tokens=True)
     assert {name: type(module) for name, module in model.named_modules()} == before
+
+
+def test_an_adapter_of_the_embedding_is_refused_where_that_was_not_asked_for() -> None:
+    modules = {"model.embed_tokens": LoRAFactors(torch.ones(2, 64), torch.ones(32, 2), 1.0)}
+    adapter = Adapter("tokens", modules)
+    with pytest.raises(AdapterError, match=r"modules that the model does not serve.*embed_tokens"):
+        small_decoder("qwen3").slots.activate(adapter)
+    assert small_decoder("qwen3", embed_tokens=True).slots.activate(adapter) == 0
 
 
 def test_a_model_of_another_architecture_is_refused() -> None:

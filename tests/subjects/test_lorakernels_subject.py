@@ -66,6 +66,9 @@ SMALL = {
     "delta_net": replace(
         CASE, site=Site.GDN_IN_PROJ, slices=(40, 24, 4, 4), key_heads=2, tp=4, mix=Mix.SHUFFLED
     ),
+    "embedding": replace(
+        CASE, site=Site.EMBEDDING, slices=(24,), tp=2, ids=Ids.UNKNOWN, mix=Mix.SHUFFLED
+    ),
     "row_parallel": replace(LINEAR, parallel=Parallel.ROW, tp=2, dtype=Dtype.FP32),
     "layer_of_rows_apart": replace(
         CASE,

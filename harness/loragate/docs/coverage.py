@@ -14,6 +14,7 @@ from loragate.subjects.lorakernels.branches import all_branches, branches
 # one table for each operator; a linear layer calls that of the dense delta
 _OPERATORS = (
     ("Dense delta and linear layer", (Site.DENSE_DELTA, Site.LORA_LINEAR)),
+    ("Embedding", (Site.EMBEDDING,)),
     ("Input projections of a gated delta net", (Site.GDN_IN_PROJ,)),
     ("MoE delta", (Site.MOE_DELTA,)),
     ("MoE layer", (Site.MOE_LAYER,)),

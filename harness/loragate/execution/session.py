@@ -12,7 +12,7 @@ from loragate.execution.streams.model import MODULE, modelled_streams
 from loragate.execution.streams.modelled_graphs import ModelledGraphs
 from loragate.inputs import DataKind, make_base, make_batch, make_pool
 from loragate.inputs.base_experts import make_base_experts
-from loragate.matrix.case import LINEAR_SITES, Case, Site
+from loragate.matrix.case import LAYER_SITES, Case, Site
 from loragate.protocol import (
     BaseLayer,
     Batch,
@@ -28,7 +28,7 @@ def base_of(trial: Trial, kind: DataKind) -> BaseLayer | None:
     """The base layer where the site has one."""
     if trial.case.site is Site.MOE_LAYER:
         return make_base_experts(trial.case, trial.seed, kind, trial.machine)
-    if trial.case.site not in LINEAR_SITES:
+    if trial.case.site not in LAYER_SITES:
         return None
     return make_base(trial.case, trial.seed, kind, trial.machine)
 

@@ -19,8 +19,8 @@ from loragate.faults.order import Order, Suite
 from loragate.faults.runner import Setup, run_order
 from loragate.matrix.case import Case, Site
 
-_DELTA_NET = (Site.GDN_IN_PROJ,)
-_LINEAR = (Site.DENSE_DELTA, Site.LORA_LINEAR, *_DELTA_NET)
+_DELTA_NET, _EMBEDDING = (Site.GDN_IN_PROJ,), (Site.EMBEDDING,)
+_LINEAR = (Site.DENSE_DELTA, Site.LORA_LINEAR, *_DELTA_NET, *_EMBEDDING)
 _OF_EXPERTS = (Site.MOE_DELTA, Site.MOE_LAYER)
 # many cases run in one process
 _DEADLINE_S = 3600.0
@@ -54,6 +54,8 @@ def _sites(module: str) -> tuple[Site, ...]:
         return (*_LINEAR, *_OF_EXPERTS)
     if "gdn" in module:
         return _DELTA_NET
+    if "embedding" in module:
+        return _EMBEDDING
     return _OF_EXPERTS if "moe" in module or "expert" in module else _LINEAR
 
 

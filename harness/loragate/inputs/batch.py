@@ -2,7 +2,7 @@
 
 SIGNED: x ~ N(0, 1), with -1 or 1 in its last column, which meets the heavy column of A. The base
 is a quarter of a delta in size: its rounding does not drown the delta, and a lost base still
-shows. EXACT: see exactness.py.
+shows. EXACT: see exactness.py. The rows of an embedding are ids: see vocabulary.py.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from loragate.inputs.exactness import exact_base_rows, exact_bias, exact_weight,
 from loragate.inputs.mapping import make_token_slots
 from loragate.inputs.placement import Band, copy_placed, place
 from loragate.inputs.routing import make_routes
+from loragate.inputs.vocabulary import make_ids
 from loragate.matrix.case import Bias, Case, Layout, Site
 from loragate.protocol import BaseLayer, Batch
 
@@ -30,29 +31,38 @@ _ALIGNED_MARGIN, _ODD_MARGIN = 16, 3
 def make_batch(case: Case, seed: int, step: int, kind: DataKind, machine: Machine) -> Batch:
     """Step number `step` of a case. Each step has other rows, other lengths, another idle slot.
 
-    x [tokens, in_features] and out [tokens, out_features], or rows for token-expert pairs, lie
-    inside guard bands. Whether a column slice is aligned to 32 bytes or not at all depends on the
-    seed.
+    x [tokens, in_features], or ids [tokens, 1], and out [tokens, out_features], or rows for
+    token-expert pairs, lie inside guard bands. Whether a column slice is aligned to 32 bytes or not
+    at all depends on the seed.
     """
     draw = Draw(machine, seed, f"batch-{kind}", step)
+    x = _rows(case, seed, step, draw, kind)
     if kind is DataKind.EXACT:
-        sparse = exact_layer_x if case.site is Site.MOE_LAYER else exact_x
-        x = sparse(draw, case.x_rows, case.in_features)
         out = exact_base_rows(draw, case.out_rows, case.out_features)
     else:
-        x = draw.normal(case.x_rows, case.in_features)
-        x[:, -1] = draw.signs(case.x_rows)
         out = draw.normal(case.out_rows, case.out_features) * BASE_SIZE
     margin = _ALIGNED_MARGIN if seed % 2 else _ODD_MARGIN
     out_layout = Layout.CONTIGUOUS if case.layout is Layout.TRANSPOSED else case.layout
     dtype = torch_dtype(case.dtype)
     token_slots = make_token_slots(case, seed, step)
     return Batch(
-        place(x.to(dtype), case.layout, margin=margin),
+        place(x, case.layout, margin=margin),
         token_slots,
         place(out.to(dtype), out_layout, margin=margin, band=Band.NUMBER),
         make_routes(case, seed, step, kind, machine, token_slots),
     )
+
+
+def _rows(case: Case, seed: int, step: int, draw: Draw, kind: DataKind) -> Tensor:
+    if case.site is Site.EMBEDDING:
+        return make_ids(case, seed, step, draw)
+    if kind is DataKind.EXACT:
+        sparse = exact_layer_x if case.site is Site.MOE_LAYER else exact_x
+        x = sparse(draw, case.x_rows, case.in_features)
+    else:
+        x = draw.normal(case.x_rows, case.in_features)
+        x[:, -1] = draw.signs(case.x_rows)
+    return x.to(torch_dtype(case.dtype))
 
 
 def copy_batch(batch: Batch) -> Batch:
@@ -91,15 +101,20 @@ def rows_of(tokens: Tensor, per_token: int) -> Tensor:
 
 
 def make_base(case: Case, seed: int, kind: DataKind, machine: Machine) -> BaseLayer:
-    """The full layer of lora_linear or gdn_in_proj, before any tensor-parallel cut."""
+    """The full layer of a site with one, before any tensor-parallel cut."""
     draw = Draw(machine, seed, f"base-{kind}")
     dtype = torch_dtype(case.dtype)
-    if kind is DataKind.EXACT:
-        weight = exact_weight(draw, case.out_features, case.in_features)
-        bias = exact_bias(draw, case.out_features)
+    shape = (case.out_features, case.in_features)
+    if case.site is Site.EMBEDDING:
+        # a row is looked up: nothing is added up
+        shape, size = shape[::-1], BASE_SIZE
     else:
         size = BASE_SIZE / math.sqrt(case.in_features)
-        weight = draw.normal(case.out_features, case.in_features) * size
+    if kind is DataKind.EXACT:
+        weight = exact_weight(draw, *shape)
+        bias = exact_bias(draw, case.out_features)
+    else:
+        weight = draw.normal(*shape) * size
         bias = draw.normal(case.out_features) * BASE_SIZE
     has_bias = case.site is Site.LORA_LINEAR and case.bias is Bias.PRESENT
     return BaseLayer(weight.to(dtype), bias.to(dtype) if has_bias else None)

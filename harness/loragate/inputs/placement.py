@@ -2,8 +2,8 @@
 
 Every input and output of a case is a view into a larger storage whose other elements are guards.
 Around an input they hold a NaN with a payload, so that a read past its end shows as NaN in the
-result. Around an output that is added to they hold a number: a NaN may keep its bits in a sum, a
-number does not.
+result, and around token ids the id of another row. Around an output that is added to they hold a
+number: a NaN may keep its bits in a sum, a number does not.
 """
 
 from __future__ import annotations
@@ -23,11 +23,14 @@ class Band(StrEnum):
     NUMBER = "number"
 
 
-# quiet NaNs that no computation produces, and 3.3
+# quiet NaNs that no computation produces, and 3.3. Ids are those of a row that exists: who reads
+# one gets a wrong row, and no error
 _GUARD_BITS = {
     torch.float16: (torch.int16, {Band.NAN: 0x7E5A, Band.NUMBER: 0x4299}),
     torch.bfloat16: (torch.int16, {Band.NAN: 0x7FDA, Band.NUMBER: 0x4053}),
     torch.float32: (torch.int32, {Band.NAN: 0x7FC5A5A5, Band.NUMBER: 0x40533333}),
+    torch.int32: (torch.int32, dict.fromkeys(Band, 1)),
+    torch.int64: (torch.int64, dict.fromkeys(Band, 1)),
 }
 _GUARD_ROWS = 64
 _MAX_GUARD = 1 << 21

@@ -2,7 +2,8 @@
 
 SIGNED: A ~ N(0, 1/in_features), B of either sign and bounded away from zero, so that a delta
 is about as large as its scale. The last column of A is heavy: a lost K tail then shows at any
-width, and no delta of a low rank comes near zero by accident. Every (slot, slice) has its own
+width, and no delta of a low rank comes near zero by accident. Of an embedding a single column of A
+is read: there A is like B. Every (slot, slice) has its own
 values and its own scale, which is never 1 (peft #2489: alpha == r hides a lost scale), and so
 has every expert, unless experts share a factor, or gate and up a module (case.gate_up).
 
@@ -235,6 +236,8 @@ def _scale(case: Case, seed: int, kind: DataKind, slot: int, part: int) -> float
 
 def _signed_a(draw: Draw, case: Case, experts: tuple[int, ...], ranks: Table[int]) -> Tensor:
     shape, width = (case.slots, *experts, len(case.slices), case.rank), case.in_features
+    if case.site is Site.EMBEDDING:
+        return draw.signs(*shape, width) * draw.uniform(0.5, 1.5, *shape, width)
     a = draw.normal(*shape, width) / math.sqrt(width)
     a[..., -1] = draw.signs(*shape)
     for slot, row in enumerate(ranks):

@@ -22,6 +22,8 @@ class Site(StrEnum):
     MOE_LAYER = "moe_layer"
     # the input projections of a gated delta net, qkvz and ba, with adapters on either or both
     GDN_IN_PROJ = "gdn_in_proj"
+    # the vocabulary embedding of a model, whose adapters are looked up by token id
+    EMBEDDING = "embedding"
     # a model that serves requests with adapters, in a process of its own
     ENGINE = "engine"
 
@@ -33,6 +35,8 @@ MOE_SITES = frozenset({Site.MOE_DELTA, Site.MOE_LAYER})
 IN_PLACE_SITES = frozenset({Site.DENSE_DELTA, Site.MOE_DELTA})
 # sites that add the delta of a row to base products of their own
 LINEAR_SITES = frozenset({Site.LORA_LINEAR, Site.GDN_IN_PROJ})
+# sites that are given the weight of one base layer
+LAYER_SITES = LINEAR_SITES | {Site.EMBEDDING}
 
 
 class Tier(StrEnum):
@@ -217,13 +221,15 @@ class Placement(StrEnum):
 
 
 class Ids(StrEnum):
-    """The ids by which tokens choose experts."""
+    """The ids by which tokens choose experts, or rows of an embedding."""
 
-    # those of one token are all different, and each of them is that of an expert, or -1
+    # those of one token are all different, and each of them is that of an expert, or -1; embedding:
+    # those of rows that exist
     DISTINCT = "distinct"
     # a token may choose one expert more than once
     REPEATED = "repeated"
-    # some are beyond the last expert or below -1: such a pair has no expert
+    # some are beyond the last expert or below -1: such a pair has no expert. embedding: some are
+    # negative or beyond the last row, and the result of such a token is zero
     UNKNOWN = "unknown"
 
 

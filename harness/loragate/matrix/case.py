@@ -14,6 +14,7 @@ from loragate.core.verdict import OracleName
 from loragate.matrix.axis import Axis, DeclaredAxis, Unstated, declared_axes
 from loragate.matrix.axis_values import (
     IN_PLACE_SITES,
+    LAYER_SITES,
     LINEAR_SITES,
     MAX_EXPERTS,
     MAX_PARALLEL,
@@ -58,6 +59,7 @@ from loragate.matrix.engine_case import EngineAxes
 __all__ = [
     "AXES",
     "IN_PLACE_SITES",
+    "LAYER_SITES",
     "LINEAR_SITES",
     "MAX_EXPERTS",
     "MAX_PARALLEL",
@@ -101,6 +103,7 @@ __all__ = [
 _DENSE, _LINEAR = frozenset({Site.DENSE_DELTA}), frozenset({Site.LORA_LINEAR})
 _DELTA, _LAYER = frozenset({Site.MOE_DELTA}), frozenset({Site.MOE_LAYER})
 _GDN, _ENGINE = frozenset({Site.GDN_IN_PROJ}), frozenset({Site.ENGINE})
+_EMBEDDING = frozenset({Site.EMBEDDING})
 
 # the axes that ids and samples have contained from the start; a new axis is declared by `Axis`
 _first = partial(Axis, original=True)
@@ -121,6 +124,8 @@ class Case(EngineAxes):
     gdn_in_proj: `slices` are in_proj_qkvz and in_proj_ba, where the columns of a key head stand
     together, or in_proj_qkv, in_proj_z, in_proj_b and in_proj_a, one kind of columns after the
     other; see matrix/delta_net.py. All are cut by heads over tp.
+    embedding: `in_features` are the ids of the vocabulary, which are cut over tp, and the only
+    slice is the width; x [tokens, 1] are ids.
     engine: no shapes; the model and how it is served are axes of matrix/engine_case.py. `slots` are
     the adapters that may be resident at a time.
     `rank` is the rank of the slot buffers; an adapter's live rank may be smaller.
@@ -143,11 +148,11 @@ class Case(EngineAxes):
         Parallel.REPLICATED
     )
     # ranks that the intermediate size of moe_layer is cut into, or lora_linear as `parallel` says,
-    # or the heads of gdn_in_proj
+    # or the heads of gdn_in_proj, or the ids of embedding
     tp: Annotated[
         int,
         _first(
-            sites=_LINEAR | _LAYER | _GDN,
+            sites=_LINEAR | _LAYER | _GDN | _EMBEDDING,
             constant_at=_DENSE | _DELTA,
             maximum=MAX_PARALLEL,
             unstated=_ALL,
@@ -204,19 +209,23 @@ class Case(EngineAxes):
     # ranks that share the experts; each share is cut over `tp` ranks
     ep: Annotated[int, _first(sites=_LAYER, maximum=MAX_PARALLEL, unstated=_ALL)] = 1
     quantisation: Annotated[Quantisation, _first(id_name="quant", sites=_LAYER)] = Quantisation.NONE
-    ids: Annotated[Ids, Axis(sites=MOE_SITES)] = Ids.DISTINCT
+    ids: Annotated[
+        Ids,
+        Axis(sites=MOE_SITES | _EMBEDDING, values={Site.EMBEDDING: (Ids.DISTINCT, Ids.UNKNOWN)}),
+    ] = Ids.DISTINCT
     bias: Annotated[Bias, Axis(sites=_LINEAR)] = Bias.PRESENT
     base: Annotated[Base, Axis(sites=_LINEAR)] = Base.WEIGHT
     buffers: Annotated[Buffers, Axis(sites=_DENSE)] = Buffers.OWN
     loading: Annotated[Loading, Axis(sites=_DENSE)] = Loading.HOST
-    cut: Annotated[Cut, Axis(sites=_LINEAR)] = Cut.EVEN
+    cut: Annotated[Cut, Axis(sites=_LINEAR | _EMBEDDING)] = Cut.EVEN
     # of each slice but the first, whose heads are as many as ranks; 0: any columns may be cut.
     # Where there are fewer heads than ranks, several ranks hold the same one
     heads: Annotated[int, Axis(sites=_LINEAR, minimum=0)] = 0
     sharding: Annotated[Sharding, Axis(sites=_LINEAR)] = Sharding.BASE
-    # dimensions of x: [rows, in_features], or [2 or 1, rows, in_features]
+    # dimensions of x: [rows, in_features], or [2 or 1, rows, in_features]; embedding: of its result
     input_dims: Annotated[
-        int, Axis(id_name="dims", sites=_LINEAR | _LAYER | _GDN, minimum=2, maximum=3)
+        int,
+        Axis(id_name="dims", sites=_LINEAR | _LAYER | _GDN | _EMBEDDING, minimum=2, maximum=3),
     ] = 2
     # rows that an instance can take beyond those of the batch: its buffers are larger than needed
     spare_rows: Annotated[int, Axis(id_name="spare", sites=OPERATIONS, minimum=0)] = 0
@@ -255,6 +264,10 @@ class Case(EngineAxes):
     @property
     def x_rows(self) -> int:
         return self.tokens * (self.top_k if self.source is Source.PAIR else 1)
+
+    @property
+    def x_columns(self) -> int:
+        return 1 if self.site is Site.EMBEDDING else self.in_features
 
     @property
     def out_rows(self) -> int:

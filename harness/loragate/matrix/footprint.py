@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from loragate.matrix.case import LINEAR_SITES, Case, Dtype, Sharing, Site
+from loragate.matrix.case import LAYER_SITES, Case, Dtype, Sharing, Site
 
 _ITEM = {Dtype.FP16: 2, Dtype.BF16: 2, Dtype.FP32: 4}
 # a matrix of rows is drawn in fp32, and up to four copies of it in its own dtype are alive
@@ -24,8 +24,8 @@ def footprint_bytes(case: Case) -> int:
     if case.site is Site.MOE_LAYER:
         return _layer_bytes(case)
     item = _ITEM[case.dtype]
-    rows = case.x_rows * case.in_features + case.out_rows * case.out_features
-    if case.site in LINEAR_SITES:
+    rows = case.x_rows * case.x_columns + case.out_rows * case.out_features
+    if case.site in LAYER_SITES:
         rows += case.in_features * case.out_features
     experts_of_a = 1 if case.sharing is Sharing.SHARED_A else case.experts
     experts_of_b = 1 if case.sharing is Sharing.SHARED_B else case.experts

@@ -198,6 +198,16 @@ def _sharding_problems(
         yield "sharding", f"{message}; allowed: one slice of tp columns or more"
 
 
+def _embedding_problems(
+    in_features: int, slices: tuple[int, ...], tp: int, cut: Cut
+) -> Iterator[tuple[str, str]]:
+    if len(slices) > 1:
+        yield "slices", f"given {list(slices)}; allowed: one slice, the width"
+    if cut is Cut.EVEN and in_features % tp:
+        message = f"given {in_features} with tp {tp}; allowed: a vocabulary that tp divides"
+        yield "in_features", f"{message}, or cut {Cut.PADDED}"
+
+
 def _layer_problems(
     slices: tuple[int, ...], experts: int, ep: int, tp: int, quantisation: Quantisation
 ) -> Iterator[tuple[str, str]]:
@@ -285,6 +295,9 @@ _RELATIONS = (
         frozenset({Site.LORA_LINEAR}),
         ("slices", "parallel", "tp", "streams", "sharding"),
         _sharding_problems,
+    ),
+    _Relation(
+        frozenset({Site.EMBEDDING}), ("in_features", "slices", "tp", "cut"), _embedding_problems
     ),
     _Relation(MOE_SITES, ("experts", "top_k"), _routing_problems),
     _Relation(

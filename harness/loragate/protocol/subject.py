@@ -28,8 +28,8 @@ class Resident(Protocol):
 class Instance(Resident, Protocol):
     def apply(self, x: Tensor, out: Tensor) -> Tensor:
         """The operation itself. dense_delta adds to `out` in place and returns it;
-        lora_linear and gdn_in_proj ignore `out` and return a new tensor, the latter with the
-        columns of all slices beside each other. Never syncs."""
+        lora_linear, gdn_in_proj and embedding ignore `out` and return a new tensor, that of
+        gdn_in_proj with the columns of all slices beside each other. Never syncs."""
 
 
 class MoEInstance(Resident, Protocol):
@@ -71,4 +71,5 @@ class Subject(Protocol):
 
     def open(self, case: Case, machine: Machine, base: BaseLayer | None) -> AnyInstance:
         """A fresh instance with empty slots, sized for the case; an MoEInstance for an MoE site.
-        lora_linear and gdn_in_proj have a `base`, and moe_layer one that is a BaseExperts."""
+        lora_linear, gdn_in_proj and embedding have a `base`, and moe_layer one that is a
+        BaseExperts."""

@@ -61,7 +61,8 @@ class Batch:
     `out` [tokens, out_features] holds the base layer's output; an in-place site adds to it.
     At an MoE site there are `routes`, and `out` has a row for each token-expert pair: row p is
     choice p % top_k of token p // top_k. x has a row for each token, or for each pair. In
-    moe_layer both have a row for each token.
+    moe_layer both have a row for each token. For embedding x [tokens, 1] are the ids of tokens,
+    int32 or int64.
     """
 
     x: Tensor
@@ -73,7 +74,8 @@ class Batch:
 @dataclass(frozen=True, slots=True)
 class BaseLayer:
     """The layer without adapters, for lora_linear: weight [out_features, in_features]. For
-    gdn_in_proj the weights of all slices above each other, without a bias."""
+    gdn_in_proj the weights of all slices above each other, without a bias. For embedding weight
+    [in_features, out_features], a row for each id, without a bias."""
 
     weight: Tensor
     bias: Tensor | None

@@ -87,14 +87,18 @@ def shape_of_lookup(num_rows: int, a: Tensor, width: int) -> DenseShape:
     return replace(shape_of(num_rows, a, [width]), in_features=1)
 
 
+def check_id_type(ids: Tensor) -> None:
+    """Raises ValueError."""
+    if ids.dtype not in _IDS:
+        raise ValueError(f"ids must be int32 or int64 (got {ids.dtype})")
+
+
 def _check_ids(ids: Tensor, a: Tensor, out: Tensor) -> None:
     if a.shape[1] != 1:
         raise ValueError(f"weights must have one slice (got {a.shape[1]})")
-    if ids.dim() != 1 or ids.dtype not in _IDS:
-        raise ValueError(
-            f"ids must be int32 or int64 with one dimension "
-            f"(got {ids.dtype} with shape {list(ids.shape)})"
-        )
+    check_id_type(ids)
+    if ids.dim() != 1:
+        raise ValueError(f"ids must have one dimension (got shape {list(ids.shape)})")
     if ids.device != a.device:
         raise ValueError(f"ids must be on {a.device} (got {ids.device})")
     if ids.shape[0] != out.shape[0]:

@@ -9,19 +9,22 @@ import torch
 from torch import Tensor
 
 from lorakernels.batch.metadata import BatchMetadata
-from lorakernels.common.sizes import MAX_GRID_Y, power_of_2, rank_vector
+from lorakernels.common.sizes import MAX_GRID_Y, rank_vector
 from lorakernels.common.stacked_weights import SlotTensors
 from lorakernels.dense.kernels import (
     lora_expand_kernel,
     lora_lookup_kernel,
     lora_shrink_kernel,
 )
-from lorakernels.dense.plan import DenseShape, plan_expand, plan_shrink, tile_programs
+from lorakernels.dense.plan import (
+    DenseShape,
+    looked_up_ranks,
+    plan_expand,
+    plan_shrink,
+    tile_programs,
+)
 from lorakernels.runtime.device import launch_options, on_device_of
 from lorakernels.runtime.launching import start
-
-# values of A that a program of a look-up has in flight
-_LOOKED_UP = 2048
 
 
 class TileTables(NamedTuple):
@@ -146,7 +149,7 @@ def launch_lookup(
 ) -> None:
     """The ranks of every row with a slot into `shrunk`. ids [rows], the first of which that A holds
     is `first_id`."""
-    block_r = min(_LOOKED_UP // shape.height, max(16, power_of_2(shape.rank)))
+    block_r = looked_up_ranks(shape)
     grid = (tile_programs(shape, tiles.capacity(shape.height)), -(-shape.rank // block_r))
     with on_device_of(ids):
         start(lora_lookup_kernel, grid)(

@@ -14,6 +14,8 @@ from lorakernels.runtime.tuning import DEFAULT, DenseTuning, Tuning
 _SPLITS_OF_A_WAVE = (1, 2, 3, 4, 6, 8)
 # ranks of the shrink output that a program of the expand keeps while columns stream by
 _MOST_RANKS_ON_CHIP = 256
+# values of A that a program of a look-up has in flight
+_LOOKED_UP = 2048
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +75,11 @@ def tile_programs(shape: DenseShape, capacity: int) -> int:
     """Size of a grid's tile axis; `capacity` is the number of tiles that the tables can hold."""
     full = -(-shape.num_rows // shape.height)
     return min(shape.num_rows, full + shape.tuning.dense.partial_tiles, capacity)
+
+
+def looked_up_ranks(shape: DenseShape) -> int:
+    """Ranks that a program of a look-up takes."""
+    return min(_LOOKED_UP // shape.height, max(16, power_of_2(shape.rank)))
 
 
 def plan_shrink(shape: DenseShape) -> ShrinkPlan:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lorakernels.batch.metadata import BatchMetadata
-from lorakernels.dense.embedding import embedding_delta
+from lorakernels.dense.embedding import check_id_type, embedding_delta
 from lorakernels.dense.ops import DenseWorkspace
 from lorakernels.dense.weights import SlotWeights
 from lorakernels.layers.linear import LinearAdapters
@@ -72,6 +72,8 @@ class LoRAEmbedding(LinearAdapters):
         other. An id outside of the vocabulary gives zeros. The result has no gradient. Raises
         ValueError.
         """
+        # before the look-up of rows, which would raise what it raises
+        check_id_type(ids)
         flat, inputs = ids.reshape(-1), self.cut.inputs
         local = flat - inputs.start
         is_here = (local >= 0) & (local < inputs.live)

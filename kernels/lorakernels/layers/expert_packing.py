@@ -19,6 +19,7 @@ from lorakernels.layers.casting import cast_all
 from lorakernels.layers.gate_up import GateUp, gate_and_up
 from lorakernels.layers.moe_partition import HeldExperts, MoECut
 from lorakernels.layers.packing import check_shapes, take, take_experts
+from lorakernels.layers.partition import Shard
 from lorakernels.moe.weights import ExpertFactors, Factors
 
 GATE_UP = "gate_up_proj"
@@ -171,9 +172,11 @@ def stage_experts(
     max_rank: int,
     like: Tensor,
     shared_outer: bool,
+    down_columns: Shard,
 ) -> tuple[ExpertFactors | None, ...]:
     """A rank's factors for each slice, in the dtype and on the device of `like`. With
-    `shared_outer` the outer factor of each slice has an axis of 1. ValueError."""
+    `shared_outer` the outer factor of each slice has an axis of 1. `down_columns`: of B of down,
+    all of them unless it is sharded by rank. ValueError."""
     found = packing.by_slice(parts, cut.experts, shared_outer=shared_outer)
     pieces: dict[str, Tensor] = {}
     for index, factors in found.items():
@@ -183,6 +186,8 @@ def stage_experts(
         check_scale(name, factors.scale)
         a, b = factors.a, factors.b
         pieces[f"a of {name}"] = take(a, cut.intermediate, dim=2) if down else a
+        if down:
+            b = take(b, down_columns, dim=1)
         pieces[f"b of {name}"] = b if down else take(b, cut.intermediate, dim=1)
     cast = cast_all(pieces, like)
     staged: list[ExpertFactors | None] = [None] * len(packing.projections)

@@ -10,6 +10,7 @@ quantised activations (vllm #42120).
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +21,8 @@ from lorakernels.layers.expert_packing import ExpertParts, stage_experts
 from lorakernels.layers.expert_placement import ExpertPlacement
 from lorakernels.layers.expert_routing import ExpertRouting
 from lorakernels.layers.gate_up import GateUp
-from lorakernels.layers.moe_partition import MoERank, cut_moe
+from lorakernels.layers.moe_partition import MoERank, cut_expert_ranks, cut_moe
+from lorakernels.layers.moe_scratch import MoEScratch
 from lorakernels.layers.moe_shared import add_shared
 from lorakernels.layers.moe_weights import (
     Weight,
@@ -34,49 +36,26 @@ from lorakernels.layers.moe_weights import (
     take_w13,
     weight_of,
 )
+from lorakernels.layers.partition import LoRASharding, whole
+from lorakernels.layers.sharding import check_sharding
 from lorakernels.moe.align.metadata import PairMetadata
-from lorakernels.moe.delta.ops import MoEWorkspace
 from lorakernels.moe.layer.check import check_biases, check_pairs
 from lorakernels.moe.layer.forms import MoEForm
 from lorakernels.moe.layer.ops import (
     Activation,
-    ExpertBuffers,
     ExpertLoRA,
     RouterWeight,
     run_experts,
 )
+from lorakernels.moe.rank_shards import RankShardedExperts
 from lorakernels.moe.weights import ExpertFactors, ExpertWeights
+from lorakernels.runtime.collectives import Collective, number_of
 from lorakernels.runtime.device import keep_address
+
+__all__ = ["GATED", "FusedMoELoRA", "MoEScratch"]
 
 GATED = ("gate_proj", "up_proj", "down_proj")
 Staged = tuple[ExpertFactors | None, ...]
-
-
-class MoEScratch:
-    """The intermediate results of the layers of a model, allocated once: for layers of the same
-    sizes that run one after the other, and batches of up to `max_tokens` rows. ValueError."""
-
-    def __init__(self, layers: Sequence[FusedMoELoRA], *, max_tokens: int, top_k: int) -> None:
-        sizes = {(layer.packing.hidden, layer.cut.intermediate.size) for layer in layers}
-        if len(sizes) != 1:
-            found = ", ".join(f"{h} and {i}" for h, i in sorted(sizes)) or "no layer"
-            raise ValueError(f"layers must have one hidden and intermediate size (got {found})")
-        weights = [slots for layer in layers for slots in (layer.w13_slots, layer.w2_slots)]
-        self.workspace = MoEWorkspace(weights, max_tokens=max_tokens, top_k=top_k)
-        ((hidden, intermediate),) = sizes
-        self.buffers = ExpertBuffers(
-            max_tokens=max_tokens,
-            top_k=top_k,
-            hidden=hidden,
-            intermediate=intermediate,
-            dtype=weights[0].a.dtype,
-            device=weights[0].a.device,
-        )
-
-    @property
-    def tensors(self) -> list[Tensor]:
-        """Everything that it has allocated."""
-        return [self.workspace.shrunk, self.buffers.act, self.buffers.y]
 
 
 class FusedMoELoRA(nn.Module):
@@ -92,7 +71,9 @@ class FusedMoELoRA(nn.Module):
     gate, up and down in an adapter, or of up and down. `activation` None is SiLU. With
     `shared_outer` the A of gate and up and the B of down are kept once, for all experts, and
     adapters must share them. `placement` says which experts each rank holds, in runs if it is None;
-    a rank has the adapters' factors of its experts in all their places. Raises ValueError.
+    a rank has the adapters' factors of its experts in all their places. `sharding` RANK cuts A of
+    gate and up by rank, and B of down by columns, over `collective`: the `tp_size` ranks that share
+    the experts; `rank` is then rounded up to a multiple of tp_size. Raises ValueError.
     """
 
     def __init__(
@@ -114,6 +95,8 @@ class FusedMoELoRA(nn.Module):
         placement: ExpertPlacement | None = None,
         ids_name_places: bool = False,
         padded_intermediate: int | None = None,
+        sharding: LoRASharding = LoRASharding.BASE,
+        collective: Collective | None = None,
     ) -> None:
         super().__init__()
         is_usual = activation is None and w13_bias is None and w2_bias is None
@@ -145,11 +128,9 @@ class FusedMoELoRA(nn.Module):
         self.routing = ExpertRouting(
             placement, self.place.ep_rank, self.w13.device, names_places=ids_name_places
         )
-        local, hidden = self.cut.intermediate.size, self.packing.hidden
-        self.w13_slots = self._slots(
-            num_slots, rank, [local] * self._num_up, hidden, a=shared_outer
-        )
-        self.w2_slots = self._slots(num_slots, rank, [hidden], local, b=shared_outer)
+        check_sharding(sharding, collective, tp_size=self.place.tp_size, tp_rank=self.place.tp_rank)
+        self.collective = collective
+        self.w13_slots, self.w2_slots = self._slots(num_slots, rank)
         self._parts = {
             name: tuple(
                 index * num_experts + e
@@ -203,7 +184,8 @@ class FusedMoELoRA(nn.Module):
         rows = x.reshape(-1, hidden).contiguous()
         if quantised_x is not None:
             quantised_x = like_rows(quantised_x, rows)
-        lora = ExpertLoRA(self.w13_slots, self.w2_slots, scratch.workspace)
+        lora = ExpertLoRA(self.w13_slots, self.w2_slots, scratch.workspace, self._group)
+        form = self._form(form)
         # before the pairs are changed
         check_pairs(pairs, lora)
         out = torch.empty_like(rows)
@@ -264,6 +246,7 @@ class FusedMoELoRA(nn.Module):
             parts,
             max_rank=self.w13_slots.rank,
             like=self.w13_slots.a,
+            down_columns=self._down_columns,
             shared_outer=self.shared_outer,
         )
 
@@ -276,27 +259,38 @@ class FusedMoELoRA(nn.Module):
     def _num_up(self) -> int:
         return len(self.packing.projections) - 1
 
-    def _slots(
-        self,
-        num_slots: int,
-        rank: int,
-        widths: list[int],
-        in_features: int,
-        *,
-        a: bool = False,
-        b: bool = False,
-    ) -> ExpertWeights:
-        return ExpertWeights(
-            num_slots=num_slots,
-            num_experts=self.cut.experts.size,
-            slice_widths=widths,
-            in_features=in_features,
-            rank=rank,
-            dtype=self.dtype,
-            device=self.w13.device,
-            shared_a=a,
-            shared_b=b,
-        )
+    def _slots(self, num_slots: int, rank: int) -> tuple[ExpertWeights, ExpertWeights]:
+        """Of w13 and of w2."""
+        local, hidden = self.cut.intermediate.size, self.packing.hidden
+        up: dict[str, Any] = {"slice_widths": [local] * self._num_up, "in_features": hidden}
+        down: dict[str, Any] = {"slice_widths": [hidden], "in_features": local}
+        up["shared_a"] = down["shared_b"] = self.shared_outer
+        common: dict[str, Any] = {
+            "num_slots": num_slots,
+            "num_experts": self.cut.experts.size,
+            "dtype": self.dtype,
+            "device": self.w13.device,
+        }
+        self._group, self._down_columns = -1, whole(hidden)
+        if self.collective is None:
+            sizes = common | {"rank": rank}
+            return ExpertWeights(**up, **sizes), ExpertWeights(**down, **sizes)
+        self._group = number_of(self.collective)
+        part = cut_expert_ranks(rank, hidden, self.place)
+        self._down_columns = part.columns
+        up |= {"base_widths": up["slice_widths"], "held": part.held, "first_column": 0}
+        down |= {"base_widths": [hidden], "held": range(part.rank)}
+        down |= {"slice_widths": [part.columns.size], "first_column": part.columns.start}
+        sizes = common | {"rank": part.rank}
+        return RankShardedExperts(**up, **sizes), RankShardedExperts(**down, **sizes)
+
+    def _form(self, form: MoEForm | None) -> MoEForm | None:
+        """That of a layer sharded by rank is one stream. ValueError."""
+        if self.collective is None:
+            return form
+        if form not in (None, MoEForm.SINGLE):
+            raise ValueError(f"form of a layer sharded by rank must be SINGLE (got {form.name})")
+        return MoEForm.SINGLE
 
 
 def _parameter(values: Tensor) -> nn.Parameter:

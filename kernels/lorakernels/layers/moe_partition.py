@@ -2,7 +2,7 @@
 
 Expert parallelism cuts the axis of experts, tensor parallelism the intermediate size: the
 outputs of gate and up, each on its own, and the inputs of down. The rank of an adapter is
-never cut, so an adapter below the rank of the buffers needs no gathering (vllm #31994).
+cut on request only, and then by the rank of the buffers (vllm #31994).
 
 Invariant: over all (ep, tp) ranks of a group the live ranges cover each element of each tensor
 of the unpadded model exactly once, or once for each place of its expert.
@@ -75,6 +75,32 @@ class MoECut:
     experts: HeldExperts
     intermediate: Shard
     owns_bias: bool
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertRankCut:
+    """A rank's part of the adapters of a layer that is sharded by rank: `held` of the ranks of A of
+    gate and up, of `rank` in the buffers, and its columns of B of down."""
+
+    held: range
+    rank: int
+    columns: Shard
+
+
+def cut_expert_ranks(rank: int, hidden: int, place: MoERank) -> ExpertRankCut:
+    """The rank of the buffers is rounded up to a multiple of tp_size and cut evenly, whatever the
+    rank of an adapter; the columns of down are as even as they can be. Raises ValueError."""
+    if hidden < place.tp_size:
+        raise ValueError(
+            f"a layer sharded by rank must have {place.tp_size} hidden features or more "
+            f"(got {hidden})"
+        )
+    size = -(-rank // place.tp_size)
+    held = range(place.tp_rank * size, (place.tp_rank + 1) * size)
+    start, stop = (
+        hidden * number // place.tp_size for number in (place.tp_rank, place.tp_rank + 1)
+    )
+    return ExpertRankCut(held, size * place.tp_size, Shard(start, stop, stop - start))
 
 
 def cut_moe(

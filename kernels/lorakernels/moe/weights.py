@@ -48,9 +48,12 @@ class ExpertWeights(StackedWeights[ExpertFactors]):
     no adapter.
 
     With `shared_a` or `shared_b` the expert axis of that side is 1 and all experts read it.
+    B begins at column `first_column` of the base product.
     `load` copies a factor that all experts share to each of them where the buffers keep one per
     expert; the other way round is an error.
     """
+
+    first_column = 0
 
     def __init__(
         self,
@@ -73,6 +76,11 @@ class ExpertWeights(StackedWeights[ExpertFactors]):
         a_shape = (num_slots, copies_a, slices, rank, in_features)
         b_shape = (num_slots, copies_b, sum(slice_widths), rank)
         super().__init__(empty_slots(a_shape, b_shape, slices, dtype, device), slice_widths)
+
+    @property
+    def base_widths(self) -> tuple[int, ...]:
+        """Columns of each slice of the base product, of which B may have a part."""
+        return self.slice_widths
 
     @property
     def shared_a(self) -> bool:

@@ -81,8 +81,8 @@ class ServingBuffers:
     ) -> ServingBuffers:
         """Allocate what batches of up to `max_tokens` rows need.
 
-        layers: LoRALinear, WrappedLoRALinear, GatedDeltaNetInputProjection and FusedMoELoRA by
-            their names, of one device and with one number of slots.
+        layers: LoRALinear, WrappedLoRALinear, LoRAEmbedding, GatedDeltaNetInputProjection and
+            FusedMoELoRA by their names, of one device and with one number of slots.
         top_k: experts of a token; needed with a FusedMoELoRA.
         branches: branches of a fork that may use the dense workspace at the same time, such as
             shared experts beside the routed ones; see DenseWorkspace.
@@ -178,7 +178,7 @@ def _checked(layers: Mapping[str, nn.Module]) -> dict[str, LoRALayer]:
     for name, layer in layers.items():
         if not isinstance(layer, LoRALayer):
             raise ValueError(
-                f"{name} must be a LoRALinear, a WrappedLoRALinear, a "
+                f"{name} must be a LoRALinear, a WrappedLoRALinear, a LoRAEmbedding, a "
                 f"GatedDeltaNetInputProjection or a FusedMoELoRA (got {type(layer).__name__})"
             )
         checked[name] = layer

@@ -27,12 +27,13 @@ from lorakernels.serving.replace import replace_layers
 
 
 class Decoder:
-    """Takes over `model`, whose linears and experts are replaced in place, on its device.
+    """Takes over `model`, whose linears, experts and, on request, head and embedding are replaced
+    in place, on its device.
 
     num_slots, rank: how many adapters are resident at a time, and the largest rank of one.
     max_requests: how many requests are decoded at a time. max_length: tokens of a request, prompt
         and answer. max_prompt_tokens: tokens of one prompt pass, padding included.
-    lm_head: whether adapters may change the head.
+    lm_head, embed_tokens: whether adapters may change the head, and the embedding.
     graph_sizes: numbers of requests for which `capture` makes graphs of the decode step. A step
         takes the smallest one that fits, and runs eagerly where none does.
     num_drafts: most drafts of a request that a step may verify; 0 for none, and for a model with
@@ -50,6 +51,7 @@ class Decoder:
         max_length: int,
         max_prompt_tokens: int,
         lm_head: bool = False,
+        embed_tokens: bool = False,
         graph_sizes: Sequence[int] = (),
         num_drafts: int = 0,
     ) -> None:
@@ -64,7 +66,9 @@ class Decoder:
         self.num_drafts, self.width = num_drafts, 1 + num_drafts
         max_rows = max_requests * self.width
         plan_keys(graph_sizes, max_tokens=max_rows, widths={1, self.width})
-        replaced = replace_layers(model, num_slots=num_slots, rank=rank, lm_head=lm_head)
+        replaced = replace_layers(
+            model, num_slots=num_slots, rank=rank, lm_head=lm_head, embed_tokens=embed_tokens
+        )
         model.eval()
         model.set_attn_implementation("sdpa")
         self.model, self.device = model, model.device

@@ -13,6 +13,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
+from lorakernels.layers.embedding import LoRAEmbedding
 from lorakernels.layers.gdn import GatedDeltaNetInputProjection
 from lorakernels.layers.linear import LoRALinear
 from lorakernels.layers.moe import FusedMoELoRA
@@ -91,6 +92,22 @@ class Columns(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self._columns(x)
+
+
+class ServedEmbedding(nn.Module):
+    """Stands for the vocabulary embedding of a transformers model."""
+
+    def __init__(self, layer: LoRAEmbedding, place: BufferPlace) -> None:
+        super().__init__()
+        self.layer = layer
+        self._place = place
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """ids [..] -> [.., hidden]."""
+        buffers = self._place.get()
+        assert buffers.dense is not None, "buffers were reserved for this layer"
+        out: Tensor = self.layer(ids, buffers.batch, buffers.dense)
+        return out
 
 
 class ServedExperts(nn.Module):

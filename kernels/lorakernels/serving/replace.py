@@ -1,4 +1,5 @@
-"""Puts layers that serve adapters in place of the linears and experts of a transformers model.
+"""Puts layers that serve adapters in place of linears, experts and the embedding of a transformers
+model.
 
 Invariant: everything is checked before the first module is replaced. Each weight exists once
 afterwards: a layer takes the place of its modules before the next layer is built, and a weight
@@ -24,6 +25,7 @@ from transformers.models.qwen3 import modeling_qwen3 as qwen3
 from transformers.models.qwen3_moe import modeling_qwen3_moe as qwen3_moe
 from transformers.models.qwen3_next import modeling_qwen3_next as qwen3_next
 
+from lorakernels.layers.embedding import LoRAEmbedding
 from lorakernels.layers.gate_up import GateUp
 from lorakernels.layers.gdn import DeltaNetHeads, GatedDeltaNetInputProjection
 from lorakernels.layers.linear import LoRALinear
@@ -34,6 +36,7 @@ from lorakernels.serving.projections import (
     BufferPlace,
     Columns,
     PackedProjection,
+    ServedEmbedding,
     ServedExperts,
 )
 
@@ -94,14 +97,22 @@ class _Site:
         return f"{self.parent}.{self.members[index]}" if self.parent else self.members[index]
 
 
+_EMBEDDING = _Site("model", "embed_tokens", ("embed_tokens",))
+
+
 def replace_layers(
-    model: PreTrainedModel, *, num_slots: int, rank: int, lm_head: bool = False
+    model: PreTrainedModel,
+    *,
+    num_slots: int,
+    rank: int,
+    lm_head: bool = False,
+    embed_tokens: bool = False,
 ) -> Replaced:
     """Replace, in place, the linears, experts and delta net inputs of a Qwen3, Qwen3-MoE or
     Qwen3-Next model, with `num_slots` slots of up to `rank` ranks each.
 
-    Adapters name the modules of the original model. The head is replaced on request only. Raises
-    ValueError that names the module, with the model unchanged.
+    Adapters name the modules of the original model. The head and the embedding are replaced on
+    request only. Raises ValueError that names the module, with the model unchanged.
     """
     if type(model) not in MODELS:
         known = ", ".join(known.__name__ for known in MODELS)
@@ -109,6 +120,8 @@ def replace_layers(
     sites = list(_sites(model))
     if lm_head:
         sites.append(_Site("", "lm_head", ("lm_head",)))
+    if embed_tokens:
+        sites.append(_EMBEDDING)
     for site in sites:
         _check(model, site)
     _refuse_unknown(model, sites)
@@ -132,6 +145,9 @@ def _check(model: PreTrainedModel, site: _Site) -> None:
     modules = [getattr(parent, member, None) for member in site.members]
     if isinstance(modules[0], _EXPERTS):
         _check_experts(site.path, modules[0])
+        return
+    if site is _EMBEDDING:
+        _check_embedding(site.path, modules[0])
         return
     linears: list[nn.Linear] = []
     for index, module in enumerate(modules):
@@ -176,6 +192,16 @@ def _check_experts(name: str, experts: Any) -> None:
         raise ValueError(f"{name} must have weights (they are on the meta device)")
 
 
+def _check_embedding(name: str, module: Any) -> None:
+    # a subclass computes something else, such as scaled rows
+    if type(module) is not nn.Embedding:
+        raise ValueError(f"{name} must be a torch.nn.Embedding (got {type(module).__name__})")
+    if module.max_norm is not None:
+        raise ValueError(f"{name} must have no max_norm (got {module.max_norm})")
+    if module.weight.is_meta:
+        raise ValueError(f"{name} must have weights (they are on the meta device)")
+
+
 def _refuse_unknown(model: PreTrainedModel, sites: list[_Site]) -> None:
     replaced = {site.member(index) for site in sites for index in range(len(site.members))}
     for name, module in model.named_modules():
@@ -202,6 +228,12 @@ def _replace(
         )
         setattr(parent, site.name, ServedExperts(layer, place))
         return layer
+    if site is _EMBEDDING:
+        tokens = LoRAEmbedding(
+            first.weight.detach(), num_slots=num_slots, rank=rank, name=site.name
+        )
+        setattr(parent, site.name, ServedEmbedding(tokens, place))
+        return tokens
     projection = _delta_net_input if site.members == _INPUT else _packed_linear
     packed = PackedProjection(
         site.path, site.members, projection(parent, site.members, num_slots, rank), place

@@ -37,7 +37,7 @@ FAULTS = (
     ),
     _launch(
         "partial-sums-added-atomically",
-        "        shrink(delta, pdl=pdl)\n        _expand(",
+        "        shrink(delta, pdl=pdl)\n        expand(",
         "        shrink(delta, pdl=pdl)\n"
         "        splits = delta.shrunk.flatten(1)\n"
         "        total = torch.zeros_like(splits[0])\n"
@@ -45,7 +45,7 @@ FAULTS = (
         "        total.index_add_(0, place.repeat(len(splits)), splits.flatten())\n"
         "        splits.zero_()\n"
         "        splits[0].copy_(total)\n"
-        "        _expand(",
+        "        expand(",
         source="vllm #50278",
         why="The split-K partials are added up in the order in which they happen to arrive.",
         needs=Needs.GPU,

@@ -14,7 +14,7 @@ _align = planting("lorakernels.moe.align.ops", Group.STREAMS)
 
 _CUT = (
     "    fork_join(sums.device, multiply, *sides)\n"
-    "    _gemm(replace(product, x=sums), delta, pdl=False, part=_Part.REST)\n"
+    "    launch_gemm(replace(product, x=sums), delta, pdl=False, part=_Part.REST)\n"
 )
 _SUMS = "    sums = product.out.new_empty(pairs.num_pairs, columns, dtype=torch.float32)\n"
 _MULTIPLY = "    def multiply() -> None:\n"
@@ -29,7 +29,7 @@ FAULTS = (
         _CUT,
         "    def both() -> None:\n"
         "        multiply()\n"
-        "        _gemm(replace(product, x=sums), delta, pdl=False, part=_Part.REST)\n\n"
+        "        launch_gemm(replace(product, x=sums), delta, pdl=False, part=_Part.REST)\n\n"
         "    fork_join(sums.device, both, *sides)\n",
         source="vllm #42290",
         why="The expand reads shrink outputs while the side still writes them.",
@@ -40,7 +40,7 @@ FAULTS = (
         "    def both() -> None:\n"
         "        for side in sides:\n"
         "            side()\n"
-        "        _gemm(replace(product, x=sums), delta, pdl=False, part=_Part.REST)\n\n"
+        "        launch_gemm(replace(product, x=sums), delta, pdl=False, part=_Part.REST)\n\n"
         "    fork_join(sums.device, multiply, both)\n",
         source="vllm #42290",
         why="The expand starts behind its shrink, and reads sums that are not complete.",
@@ -73,7 +73,7 @@ FAULTS = (
         _CUT,
         "    fork_join(sums.device, multiply, *sides)\n"
         "    with torch.cuda.stream(torch.cuda.Stream()):\n"
-        "        _gemm(replace(product, x=sums), delta, pdl=False, part=_Part.REST)\n",
+        "        launch_gemm(replace(product, x=sums), delta, pdl=False, part=_Part.REST)\n",
         source="local-inference-lab #93",
         why="A stream that nobody waits for reads sums that are back at the allocator.",
     ),

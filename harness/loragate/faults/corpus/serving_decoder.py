@@ -12,6 +12,11 @@ _decoder = planting("lorakernels.serving.decoder", Group.DECODER)
 _generation = planting("lorakernels.serving.generation", Group.DECODER)
 
 _ROWS = "            rows[row, longest - len(prompt) :] = slot\n"
+_LOOKED_UP = (
+    "        out: Tensor = self.layer(ids, buffers.batch, buffers.dense)\n"
+    "        return out\n\n\nclass ServedExperts"
+)
+_ALONE = "nn.functional.embedding(ids, self.layer.weight)"
 
 FAULTS = (
     _projections(
@@ -35,6 +40,20 @@ FAULTS = (
         "            top_k_weights.float().fill_(1.0),\n",
         source="own",
         why="Each chosen expert counts the same.",
+    ),
+    _replace(
+        "embedding-of-the-model-kept",
+        "        setattr(parent, site.name, ServedEmbedding(tokens, place))\n",
+        "        ServedEmbedding(tokens, place)\n",
+        source="own",
+        why="Adapters of the embedding are loaded, and no pass of the model uses them.",
+    ),
+    _projections(
+        "embedding-served-as-if-for-base-rows",
+        _LOOKED_UP,
+        _LOOKED_UP.replace("self.layer(ids, buffers.batch, buffers.dense)", _ALONE),
+        source="own",
+        why="Rows are looked up, and the deltas of their adapters are left out.",
     ),
     _replace(
         "tied-head-stored-twice",

@@ -10,6 +10,8 @@ _slots = planting("lorakernels.dense.rank_shards", Group.LAYER)
 _partition = planting("lorakernels.layers.partition", Group.LAYER)
 _layer = planting("lorakernels.layers.linear", Group.LAYER)
 _collectives = planting("lorakernels.runtime.collectives", Group.LAYER)
+_experts = planting("lorakernels.moe.layer.sharded", Group.MOE_LAYER)
+_expert_slots = planting("lorakernels.moe.rank_shards", Group.MOE_LAYER)
 
 _ORDERED = "        self.ordered.view(rows, slices, parts, -1).copy_(by_part.permute(1, 2, 0, 3))\n"
 
@@ -129,5 +131,47 @@ FAULTS = (
         "        if known.size == collective.size:\n",
         source="own",
         why="Layers of a second group exchange with the ranks of the first one.",
+    ),
+    _experts(
+        "expert-ranks-gathered-in-another-order",
+        "by_part.permute(1, 2, 0, 3)",
+        "by_part.flip(0).permute(1, 2, 0, 3)",
+        source="own",
+        why="The ranks of A of gate and up are put together from the last part to the first one.",
+    ),
+    _experts(
+        "sums-over-inputs-of-down-not-added-up",
+        "    exchange.collective.all_reduce(part.shrunk[0])\n",
+        "",
+        source="own",
+        why="Each rank expands what its own part of the activation gave.",
+    ),
+    _experts(
+        "columns-of-down-from-the-first-one-on",
+        "product.out.narrow(1, exchange.first_column, width)",
+        "product.out.narrow(1, 0, width)",
+        source="own",
+        why="All ranks add their columns of the delta to the first ones of the output.",
+    ),
+    _experts(
+        "sharded-delta-of-down-without-router-weights",
+        "        router_weights=product.router_weights,\n",
+        "        router_weights=None,\n",
+        source="own",
+        why="The delta of a pair is added as if its expert had been chosen with weight one.",
+    ),
+    _experts(
+        "shrink-of-down-exchanged-as-that-of-gate",
+        "    if product.activation is None:\n",
+        "    if product.is_gated:\n",
+        source="own",
+        why="The ranks of down are gathered although each rank has all of them.",
+    ),
+    _expert_slots(
+        "first-ranks-of-experts-held-by-every-rank",
+        "a[..., self.held.start : self.held.stop, :]",
+        "a[..., : len(self.held), :]",
+        source="own",
+        why="What is gathered has the first ranks of A several times.",
     ),
 )

@@ -28,6 +28,7 @@ from loragate.matrix.case import (
     Layout,
     Mix,
     Ranks,
+    Site,
 )
 from loragate.oracles.evidence import DEVICE_ERRORS, judge_bits, passed
 from loragate.protocol import (
@@ -191,8 +192,9 @@ def _bad_rows(case: Case, instance: AnyInstance, batch: Batch) -> Iterator[Viola
         )
 
     yield violation(Guard.X_DTYPE, f"x of {other}", other, x.to(other), out)
-    narrow = case.in_features - 1
-    yield violation(Guard.X_WIDTH, f"x with {narrow} columns", narrow, x[:, :narrow], out)
+    if case.site is not Site.EMBEDDING:
+        narrow = case.in_features - 1
+        yield violation(Guard.X_WIDTH, f"x with {narrow} columns", narrow, x[:, :narrow], out)
     more = len(x) + 1
     taller = (torch.cat([x, x[:1]]), torch.cat([out, out[:1]]))
     yield violation(Guard.ROWS, f"{more} rows, {len(x)} prepared", more, *taller)

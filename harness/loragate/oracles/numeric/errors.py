@@ -172,8 +172,10 @@ def _rounding_noise(case: Case, right: Golden, dtype: torch.dtype) -> tuple[Tens
 
 
 def _accumulated(case: Case, right: Golden, finite: Tensor) -> Tensor:
-    """The part of the output that the site itself sums up: dense_delta is given its base."""
-    values = right.delta if case.site in IN_PLACE_SITES else right.out
+    """The part of the output that the site itself sums up: dense_delta is given its base, and an
+    embedding looks it up."""
+    has_base = case.site not in IN_PLACE_SITES | {Site.EMBEDDING}
+    values = right.out if has_base else right.delta
     return torch.where(finite, values, 0.0)
 
 
@@ -181,4 +183,4 @@ def _accumulation(case: Case) -> float:
     """Relative variance of an fp32 sum over in_features and the ranks, in any order; in an MoE
     layer also of the sum over the intermediate size."""
     second = case.slices[0] + case.rank if case.site is Site.MOE_LAYER else 0
-    return _UNIT_ROUNDOFF_FP32**2 * (case.in_features + case.rank + second)
+    return _UNIT_ROUNDOFF_FP32**2 * (case.x_columns + case.rank + second)

@@ -12,7 +12,8 @@ from loragate.execution.session import Session, inputs_of
 from loragate.inputs import DataKind, copy_batch
 from loragate.inputs.exactness import EXACT_UNITS, UNIT
 from loragate.inputs.pairs import out_rows
-from loragate.matrix.case import Quantisation, Site
+from loragate.inputs.vocabulary import as_linear
+from loragate.matrix.case import Case, Quantisation, Site
 from loragate.oracles.evidence import judge_bits, passed
 from loragate.oracles.numeric.golden import chunks, deltas, magnitudes
 from loragate.oracles.numeric.golden_layer import eager_of, golden_of, rounds_always
@@ -29,28 +30,33 @@ class Exact:
 
     def judge(self, trial: Trial) -> Judgement:
         pool, batch, base = inputs_of(trial, DataKind.EXACT)
-        wanted: list[Tensor] = []
-        for _, piece in chunks(batch, sum(trial.case.slices)):
-            right = golden_of(trial.case, pool, piece, base).out.to(batch.out.dtype)
-            if trial.case.site is Site.MOE_LAYER:
-                plain = eager_of(trial.case, pool, piece, base)
-                # in fp64 silu gives 1e-50 in place of zero, and a zero of either sign
-                assert torch.equal(plain + 0.0, right + 0.0), "something rounds"
-            else:
-                assert_exact(pool, piece, base)
-            wanted.append(right)
+        wanted = _exact_result(trial.case, *as_linear(trial.case, pool, batch, base))
         result = Session(trial, base, pool).step(copy_batch(batch))
         wrong = judge_bits(
             trial,
             batch,
             # the sign of a zero sum depends on the order of its terms
             result + 0.0,
-            torch.cat(wanted) + 0.0,
+            wanted + 0.0,
             oracle=self.name,
             failure=Failure.WRONG_ANSWER,
             claim="the exact result",
         )
         return wrong or passed(self.name)
+
+
+def _exact_result(case: Case, pool: Pool, batch: Batch, base: BaseLayer | None) -> Tensor:
+    wanted: list[Tensor] = []
+    for _, piece in chunks(batch, sum(case.slices)):
+        right = golden_of(case, pool, piece, base).out.to(batch.out.dtype)
+        if case.site is Site.MOE_LAYER:
+            plain = eager_of(case, pool, piece, base)
+            # in fp64 silu gives 1e-50 in place of zero, and a zero of either sign
+            assert torch.equal(plain + 0.0, right + 0.0), "something rounds"
+        else:
+            assert_exact(pool, piece, base)
+        wanted.append(right)
+    return torch.cat(wanted)
 
 
 def assert_exact(pool: Pool, batch: Batch, base: BaseLayer | None) -> None:

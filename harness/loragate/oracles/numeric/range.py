@@ -24,6 +24,7 @@ from loragate.core.verdict import Failure, Judgement, OracleName
 from loragate.execution.session import Session, inputs_of
 from loragate.inputs import DataKind, copy_batch
 from loragate.inputs.exactness import X_NONZEROS
+from loragate.inputs.vocabulary import as_linear
 from loragate.matrix.case import Bias, Case, Dtype, Quantisation, Site
 from loragate.oracles.evidence import judge_bits, passed
 from loragate.oracles.numeric.golden import chunks
@@ -41,13 +42,15 @@ _LIMIT = 2.0**120
 @dataclass(frozen=True, slots=True)
 class Shift:
     """Exponents of the powers of two that multiply a step. `shrunk` and `act_shrunk`: x @ A.T, of
-    the second product of a layer as well; `scale`; `out`: the delta and the base."""
+    the second product of a layer as well; `scale`; `out`: the delta and the base. `in_x`: whether
+    x takes a part; ids do not."""
 
     what: str
     shrunk: int = 0
     act_shrunk: int = 0
     scale: int = 0
     out: int = 0
+    in_x: bool = True
 
 
 class Range:
@@ -62,9 +65,10 @@ class Range:
 
     def judge(self, trial: Trial) -> Judgement:
         pool, batch, base = inputs_of(trial, DataKind.EXACT)
+        factors, rows, layer = as_linear(trial.case, pool, batch, base)
         exact = [
-            golden_of(trial.case, pool, piece, base).out.to(batch.out.dtype)
-            for _, piece in chunks(batch, sum(trial.case.slices))
+            golden_of(trial.case, factors, piece, layer).out.to(batch.out.dtype)
+            for _, piece in chunks(rows, sum(trial.case.slices))
         ]
         wanted, shifts = torch.cat(exact), _shifts(trial.case)
         for shift in shifts:
@@ -94,7 +98,7 @@ def _shifts(case: Case) -> tuple[Shift, ...]:
     # of a layer are smaller than its results, and B of its gate cannot be larger
     small = (-17 if layer else -23) if half else -115
     sums = 0 if layer else small // 2
-    return (
+    shifts = (
         # with any scale of the data the scaled sums are beyond the largest number of fp16, and B is
         # still normal
         Shift("sums over in_features near the largest number", shrunk, act, 5, 3),
@@ -102,6 +106,7 @@ def _shifts(case: Case) -> tuple[Shift, ...]:
         Shift("results near the largest number", out=most),
         Shift("results near the smallest number", sums, small // 2, 0, small),
     )
+    return tuple(replace(shift, in_x=case.site is not Site.EMBEDDING) for shift in shifts)
 
 
 def _exponent(number: float) -> int:
@@ -109,14 +114,15 @@ def _exponent(number: float) -> int:
 
 
 def _in_x(shift: Shift) -> int:
-    """Half of the exponent of x @ A.T is in x."""
-    return shift.shrunk // 2
+    """Half of the exponent of x @ A.T is in x, if x are numbers."""
+    return shift.shrunk // 2 if shift.in_x else 0
 
 
 def _shifted_batch(batch: Batch, shift: Shift) -> Batch:
     batch = copy_batch(batch)
     for values, exponent in ((batch.x, _in_x(shift)), (batch.out, shift.out)):
-        values.mul_(2.0**exponent).masked_fill_(values == 0, -0.0)
+        if values.is_floating_point():
+            values.mul_(2.0**exponent).masked_fill_(values == 0, -0.0)
     return batch
 
 

@@ -46,6 +46,7 @@ from loragate.core.verdict import Failure, Judgement, OracleName, Verdict
 from loragate.execution.session import Session, inputs_of
 from loragate.inputs import DataKind, copy_batch
 from loragate.inputs.pairs import out_rows, pair_rows
+from loragate.inputs.vocabulary import as_linear
 from loragate.matrix.case import MOE_SITES, Site
 from loragate.oracles.evidence import locate, passed
 from loragate.oracles.numeric.compare import (
@@ -89,6 +90,7 @@ def judge_result(
     pieces: list[RowErrors] = []
     misplaced: list[Judgement] = []
     odd: list[Tensor] = []
+    pool, batch, base = as_linear(trial.case, pool, batch, base)
     low = folded(pool) if trial.capabilities.folds_scale_into_weights else pool
     for rows, piece in chunks(batch, sum(trial.case.slices)):
         right = golden_of(trial.case, pool, piece, base)

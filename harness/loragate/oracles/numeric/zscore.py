@@ -147,7 +147,7 @@ def _worst_gain(case: Case, groups: _Groups) -> Deviation:
     variance = 2 * groups.total(errors.gain_noise + shrunk * errors.delta_sq)
     gain = torch.where(delta > 0, total / delta, 0.0)
     floor = torch.finfo(torch_dtype(case.dtype)).eps / 8
-    floor += (case.in_features + case.rank) * 2.0**-28
+    floor += (case.x_columns + case.rank) * 2.0**-28
     z = torch.where(gain.abs() > floor, total / variance.sqrt(), 0.0)
     return groups.worst(z, gain, is_gain=True)
 

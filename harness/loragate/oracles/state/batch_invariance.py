@@ -187,7 +187,8 @@ def _changed(trial: Trial, batch: Batch, kept: Tensor) -> Iterator[tuple[Others,
     if Others.VALUES in trial.capabilities.batch_invariant:
         same = replace(copy_batch(other), token_slots=batch.token_slots.clone())
         # the largest number of the batch, of a tile and of a column must not be one that stays
-        same.x.mul_(_LARGER)
+        if same.x.is_floating_point():
+            same.x.mul_(_LARGER)
         same.out.mul_(_LARGER)
         if other.routes is not None and batch.routes is not None:
             same = replace(same, routes=replace(other.routes, topk_ids=batch.routes.topk_ids))

@@ -9,8 +9,8 @@ were left out, the address of a table or of weights - is wrong in one of these s
 vllm #15090, #43314, #34119).
 
 Data need no rounding, so the bits must be equal whatever path either of them takes. Of a replay the
-padding, which consists of base rows, holds NaN in its input: what the other rows give must not
-show that.
+padding, which consists of base rows, holds NaN in its input, or ids of another row: what the other
+rows give must not show that.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ from loragate.execution.session import Session, base_of
 from loragate.inputs import DataKind, copy_batch, make_batch, make_pool
 from loragate.inputs.mapping import BASE_ROW
 from loragate.inputs.pool import trimmed
-from loragate.matrix.case import Execution, Ranks
+from loragate.inputs.vocabulary import padding_id
+from loragate.matrix.case import Case, Execution, Ranks, Site
 from loragate.oracles.evidence import judge_bits, passed
 from loragate.protocol import Batch, Pool, Trial
 
@@ -75,7 +76,7 @@ class Graph:
         live = tokens if scene.live is None else min(scene.live, tokens)
         batch = _batch(trial, scene.slots, tokens, live, step)
         graph, eager = sessions
-        replayed = graph.step(_with_bad_padding(copy_batch(batch), live))
+        replayed = graph.step(_with_bad_padding(trial.case, copy_batch(batch), live))
         wanted = eager.step(copy_batch(batch))
         claim = f"the step without a graph ({scene.what}, {live} of {tokens} rows)"
         return judge_bits(
@@ -135,8 +136,9 @@ def _batch(trial: Trial, slots: Sequence[int], tokens: int, live: int, step: int
     return replace(batch, token_slots=torch.tensor(rows, dtype=torch.int32))
 
 
-def _with_bad_padding(batch: Batch, live: int) -> Batch:
-    batch.x[_first_padded(batch.x, len(batch.token_slots), live) :] = float("nan")
+def _with_bad_padding(case: Case, batch: Batch, live: int) -> Batch:
+    bad = padding_id(case) if case.site is Site.EMBEDDING else float("nan")
+    batch.x[_first_padded(batch.x, len(batch.token_slots), live) :] = bad
     return batch
 
 

@@ -46,6 +46,9 @@ def branches(case: Case) -> frozenset[str]:
         return frozenset([*_delta(of_delta, wanted, slots=case.slots), *aligned])
     if case.site is Site.GDN_IN_PROJ:
         return frozenset(_delta_net(case, size))
+    if case.site is Site.EMBEDDING:
+        shape = DenseShape(case.tokens, 1, case.slices, case.rank, size)
+        return frozenset(_looked_up(shape, slots=case.slots))
     if case.sharding is Sharding.RANK:
         # its two plans are of two ranks; each is that of some other case
         return frozenset()
@@ -70,6 +73,8 @@ def all_branches(site: Site) -> tuple[str, ...]:
         found = _grid_of_deltas()
     elif site is Site.GDN_IN_PROJ:
         found = iter([_form(GDNForm.MERGED, is_chosen=True), *map(_form, GDNForm)])
+    elif site is Site.EMBEDDING:
+        found = _grid_of_look_ups()
     else:
         found = _grid_of_dense()
     return tuple(sorted(set(found)))
@@ -135,6 +140,14 @@ def _alignment(shape: MoEShape, slots: int, *, with_base: bool) -> Iterator[str]
     yield f"alignment: {name}"
     programs = -(-shape.num_pairs // DEFAULT.align.small_span)
     yield _several(f"alignment: programs of {name}", programs)
+
+
+def _looked_up(shape: DenseShape, *, slots: int) -> Iterator[str]:
+    """Tiles and the expand are those of the dense delta."""
+    yield _several("look-up: blocks of ranks", -(-shape.rank // dense.looked_up_ranks(shape)))
+    programs = dense.tile_programs(shape, capacity=shape.num_rows + slots)
+    most = "more" if min(slots - 1, shape.num_rows) > programs else "no more"
+    yield f"look-up: {most} tiles than programs"
 
 
 def _delta(shape: MoEShape, wanted: MoEPath | None, *, slots: int) -> Iterator[str]:
@@ -240,6 +253,12 @@ def _product(shape: MoEShape, *, is_gated: bool) -> Iterator[str]:
 _RANKS = (8, 17, 33, 65, 129, 512)
 _DEPTHS = (16, 200, 4096, 8192)
 _WIDTHS = ((8,), (24,), (64,), (128, 128), (300, 200), (4608, 4608), (9000,))
+
+
+def _grid_of_look_ups() -> Iterator[str]:
+    for rows, rank, slots in product((1, 8192), _RANKS, (2, 64)):
+        yield from _looked_up(DenseShape(rows, 1, (8,), rank, 2), slots=slots)
+    yield from _looked_up(DenseShape(64, 1, (8,), 8, 2), slots=64)
 
 
 def _grid_of_dense() -> Iterator[str]:

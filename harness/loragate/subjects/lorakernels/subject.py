@@ -1,8 +1,8 @@
 """The project's own kernels and layers.
 
-lora_linear and gdn_in_proj run all tensor-parallel ranks of a layer in this process, one after the
-other: parts of the output are concatenated slice by slice, partial outputs of a row-parallel layer
-added up.
+lora_linear, gdn_in_proj and embedding run all tensor-parallel ranks of a layer in this process, one
+after the other: parts of the output are concatenated slice by slice, partial outputs of a
+row-parallel layer and of an embedding added up.
 """
 
 from __future__ import annotations
@@ -52,6 +52,7 @@ from loragate.protocol import (
     Rounding,
 )
 from loragate.subjects.lorakernels.dense_delta import DenseDelta
+from loragate.subjects.lorakernels.embedding import Embedding
 from loragate.subjects.lorakernels.gdn import DeltaNetInput
 from loragate.subjects.lorakernels.linear import LinearLayer
 from loragate.subjects.lorakernels.moe_delta import MoEDelta
@@ -62,6 +63,9 @@ from lorakernels.dense.weights import SlotWeights
 from lorakernels.moe.delta.plan import MAX_FUSED_RANK
 from lorakernels.moe.weights import ExpertWeights
 from lorakernels.runtime import streams
+
+# ids as they are, within a rank, and with zeros in the place of others; three comparisons
+_BYTES_OF_ID = 3 * 8 + 3
 
 
 class LoraKernelsSubject:
@@ -142,6 +146,8 @@ class LoraKernelsSubject:
             return (OnePlanMoE if has_one else MoEDelta)(case, machine)
         if base is None:
             return (OnePlanDense if has_one else DenseDelta)(case, machine)
+        if case.site is Site.EMBEDDING:
+            return Embedding(case, machine, base)
         if case.site is Site.GDN_IN_PROJ:
             return DeltaNetInput(case, machine, base)
         return LinearLayer(case, machine, base)
@@ -178,8 +184,9 @@ def _roundings(case: Case) -> frozenset[Rounding]:
 
 def _allocates(case: Case) -> int | None:
     """A layer of one rank allocates its output, which is put together here slice by slice; that of
-    a delta net has two parts as well. What beside streams, several ranks and the rounding of a
-    quantised layer's input need is not promised."""
+    a delta net has two parts as well, and an embedding looks rows up before it leaves some out.
+    What beside streams, several ranks and the rounding of a quantised layer's input need is not
+    promised."""
     if case.tp > 1 or case.ep > 1 or case.quantisation is not Quantisation.NONE:
         return None
     if case.placement is Placement.REPLICATED:
@@ -190,6 +197,9 @@ def _allocates(case: Case) -> int | None:
         return 2 * output
     if case.site is Site.LORA_LINEAR:
         return 0 if case.parallel is Parallel.ROW else output
+    if case.site is Site.EMBEDDING:
+        # rows before those of foreign ids are zero, ids of this rank, and which of them it holds
+        return output + case.tokens * _BYTES_OF_ID
     if case.site is Site.MOE_LAYER and case.streams is Streams.DUAL:
         return None
     # a MoE layer copies an input that is not contiguous
@@ -202,7 +212,7 @@ def slot_memory(instance: AnyInstance, slot: int) -> list[Tensor]:
     if isinstance(instance, MoELayer):
         stacks = [stack for rank in instance.ranks for stack in (rank.w13_slots, rank.w2_slots)]
         return [part for stack in stacks for part in _memory(stack, slot)]
-    if isinstance(instance, (LinearLayer, DeltaNetInput)):
+    if isinstance(instance, (LinearLayer, DeltaNetInput, Embedding)):
         return [part for rank in instance.ranks for part in _memory(rank.slots, slot)]
     assert isinstance(instance, (DenseDelta, MoEDelta))
     return _memory(instance.weights, slot)

@@ -37,6 +37,7 @@ from loragate.protocol import (
     Pool,
     Routes,
 )
+from loragate.subjects.torch.embedding import Embedding
 from loragate.subjects.torch.gdn import DeltaNetInput
 from loragate.subjects.torch.moe_layer import MoELayer
 
@@ -78,6 +79,8 @@ class TorchSubject:
             return MoEDelta(case)
         if base is None:
             return DenseDelta(case)
+        if case.site is Site.EMBEDDING:
+            return Embedding(case, base)
         if case.site is Site.GDN_IN_PROJ:
             return DeltaNetInput(case, base, [DenseDelta(case) for _ in range(case.tp)])
         return LoRALinear(case, base)

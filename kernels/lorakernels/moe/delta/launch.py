@@ -93,7 +93,7 @@ def launch(delta: Delta, path: MoEPath, *, pdl: bool) -> None:
         _one_shot(delta, pdl=pdl)
     else:
         shrink(delta, pdl=pdl)
-        _expand(delta, pdl=pdl)
+        expand(delta, pdl=pdl)
 
 
 def shrink(delta: Delta, *, pdl: bool) -> None:
@@ -127,7 +127,8 @@ def shrink(delta: Delta, *, pdl: bool) -> None:
     )
 
 
-def _expand(delta: Delta, *, pdl: bool) -> None:
+def expand(delta: Delta, *, pdl: bool) -> None:
+    """The delta of every pair from the shrink output, into its output."""
     shape, slots, plan = delta.shape, delta.slots, plan_expand(delta.shape)
     columns = plan.block_n * plan.group
     groups = sum(-(-width // columns) for width in shape.slice_widths)

@@ -37,7 +37,7 @@ class MoEWorkspace:
             if size < 1:
                 raise ValueError(f"{name} must be at least 1 (got {size})")
         pairs = max_tokens * top_k
-        size = max(largest_shrunk(shape_of_batch(layer, pairs)) for layer in layers)
+        size = max(_largest_step(layer, pairs) for layer in layers)
         shrunk = torch.empty(size, dtype=torch.float32, device=layers[0].a.device)
         self.shrunk = keep_address(shrunk)
 
@@ -153,6 +153,11 @@ def view_shrunk(shrunk: Tensor, shape: MoEShape) -> Tensor:
             f"workspace must hold {size} values of shrink output (got {shrunk.numel()})"
         )
     return shrunk[:size].view(wanted)
+
+
+def _largest_step(weights: ExpertWeights, num_pairs: int) -> int:
+    shape = shape_of_batch(weights, num_pairs)
+    return largest_shrunk(shape) + weights.exchanged_copies * num_pairs * shape.ranks_of_all_slices
 
 
 def shape_of_batch(weights: ExpertWeights, num_pairs: int) -> MoEShape:

@@ -126,7 +126,7 @@ def _check_lora(lora: ExpertLoRA, x: Tensor, hidden: int, w13_widths: tuple[int,
                 f"adapters of {name} must be {x.dtype} on {x.device} like x "
                 f"(got {weights.a.dtype} on {weights.a.device})"
             )
-        have = (weights.in_features, weights.slice_widths)
+        have = (weights.in_features, weights.base_widths)
         if have != (depth, widths):
             raise ValueError(
                 f"adapters of {name} must map {depth} to {list(widths)} "

@@ -19,8 +19,18 @@ from lorakernels.moe.delta.plan import MoEShape
 from lorakernels.moe.layer.kernels import moe_gemm_kernel, sum_choices_kernel
 from lorakernels.moe.layer.plan import fold_ranks, plan_gemm
 from lorakernels.moe.layer.types import Activation
+from lorakernels.runtime.collectives import Collective
 from lorakernels.runtime.device import launch_options
 from lorakernels.runtime.streams import fork_join
+
+
+@dataclass(frozen=True, slots=True)
+class Exchange:
+    """The ranks that share the experts of a layer whose adapters are sharded by rank, and where the
+    columns begin that this one has of the delta of down."""
+
+    collective: Collective
+    first_column: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +40,7 @@ class Adapters:
 
     slots: SlotTensors
     shrunk: Tensor
+    exchange: Exchange | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,10 +85,10 @@ class Product:
 def launch_product(product: Product, *, pdl: bool, adds: bool = True) -> None:
     """The shrink of the adapters, if there are any, and the product with the expand folded in; the
     product alone without `adds`."""
-    delta = _delta(product, product.lora) if product.lora is not None and adds else None
+    delta = delta_of(product, product.lora) if product.lora is not None and adds else None
     if delta is not None:
         shrink(delta, pdl=pdl)
-    _gemm(product, delta, pdl=pdl)
+    launch_gemm(product, delta, pdl=pdl)
 
 
 def launch_beside(product: Product, base: Callable[[], Product], *, adds: bool = True) -> None:
@@ -87,7 +98,7 @@ def launch_beside(product: Product, base: Callable[[], Product], *, adds: bool =
     shrink and no expand, and the product is cut all the same, which keeps its roundings. Nothing is
     launched dependently; see supports_pdl."""
     assert product.lora is not None, "there is nothing to run beside the product"
-    delta, pairs = _delta(product, product.lora) if adds else None, product.pairs
+    delta, pairs = delta_of(product, product.lora) if adds else None, product.pairs
     columns = product.out.shape[1] * (2 if product.is_gated else 1)
     # written and read on the stream of the fork
     sums = product.out.new_empty(pairs.num_pairs, columns, dtype=torch.float32)
@@ -95,11 +106,11 @@ def launch_beside(product: Product, base: Callable[[], Product], *, adds: bool =
     def multiply() -> None:
         # what follows from the sums is left to the second launch
         of_sums = replace(base(), out=sums, bias=None, router_weights=None)
-        _gemm(of_sums, None, pdl=False, part=_Part.SUMS)
+        launch_gemm(of_sums, None, pdl=False, part=_Part.SUMS)
 
     sides = () if delta is None else (partial(shrink, delta, pdl=False),)
     fork_join(sums.device, multiply, *sides)
-    _gemm(replace(product, x=sums), delta, pdl=False, part=_Part.REST)
+    launch_gemm(replace(product, x=sums), delta, pdl=False, part=_Part.REST)
 
 
 class _Part(Enum):
@@ -111,7 +122,9 @@ class _Part(Enum):
     REST = auto()
 
 
-def _gemm(product: Product, delta: Delta | None, *, pdl: bool, part: _Part = _Part.WHOLE) -> None:
+def launch_gemm(
+    product: Product, delta: Delta | None, *, pdl: bool, part: _Part = _Part.WHOLE
+) -> None:
     (x, w), out, pairs, given = product.values, product.out, product.pairs, product.lora_input
     width, depth = w.shape[1] // (2 if product.is_gated else 1), x.shape[1]
     height = pairs.base_height
@@ -173,7 +186,8 @@ def _fold_constants(delta: Delta | None, height: int) -> dict[str, int]:
     }
 
 
-def _delta(product: Product, lora: Adapters) -> Delta:
+def delta_of(product: Product, lora: Adapters, *, dtype: torch.dtype | None = None) -> Delta:
+    """The delta of a product, with a shrink output of the layer's dtype or of another one."""
     x, pairs = product.lora_input, product.pairs
     widths = (product.out.shape[1],) * (2 if product.is_gated else 1)
     sizes = {"num_pairs": pairs.num_pairs, "num_experts": pairs.num_experts}
@@ -184,17 +198,17 @@ def _delta(product: Product, lora: Adapters) -> Delta:
         pairs_per_x=pairs.num_pairs // x.shape[0],
         slots=lora.slots,
         tables=pairs.tables,
-        shrunk=_ranks_of_pairs(lora.shrunk, x, shape),
+        shrunk=_ranks_of_pairs(lora.shrunk, dtype or x.dtype, shape),
         out=x,
         router_weights=None,
         add_inputs=True,
     )
 
 
-def _ranks_of_pairs(shrunk: Tensor, x: Tensor, shape: MoEShape) -> Tensor:
-    """[1, pairs, slices * rank] of the layer's dtype, in the memory of the shrink output."""
+def _ranks_of_pairs(shrunk: Tensor, dtype: torch.dtype, shape: MoEShape) -> Tensor:
+    """[1, pairs, slices * rank] of a dtype, in the memory of the shrink output."""
     ranks = shape.ranks_of_all_slices
-    values = shrunk.view(x.dtype)[: shape.num_pairs * ranks]
+    values = shrunk.view(dtype)[: shape.num_pairs * ranks]
     if values.numel() < shape.num_pairs * ranks:
         raise ValueError(
             f"workspace must hold {shape.num_pairs} pairs of {ranks} ranks (got {values.numel()})"

@@ -18,17 +18,20 @@ from torch import Tensor
 from lorakernels.batch.steps import prepared_rows, runs_adapters
 from lorakernels.common.quantised import Quantised, quantise_rows
 from lorakernels.common.stacked_weights import SlotTensors
+from lorakernels.dense.sharded import warn_of_one_stream
 from lorakernels.moe.align.metadata import PairMetadata
 from lorakernels.moe.align.tables import PairTables
 from lorakernels.moe.layer.check import check_layer, check_operands, check_pairs
 from lorakernels.moe.layer.forms import MoEForm, plan_form
 from lorakernels.moe.layer.launch import (
     Adapters,
+    Exchange,
     Product,
     launch_beside,
     launch_product,
     launch_sum,
 )
+from lorakernels.moe.layer.sharded import launch_sharded
 from lorakernels.moe.layer.types import (
     Activation,
     ExpertBuffers,
@@ -37,6 +40,7 @@ from lorakernels.moe.layer.types import (
     LayerOperands,
     RouterWeight,
 )
+from lorakernels.runtime.collectives import collective_of
 from lorakernels.runtime.device import on_device_of, supports_pdl
 from lorakernels.runtime.options import dual_stream
 from lorakernels.runtime.streams import claim
@@ -121,6 +125,8 @@ def _run_experts(
     alpha: float,
     limit: float,
     on_input: bool,
+    group: int,
+    first_column: int,
     form: int,
 ) -> None:
     # the inverse of _flatten
@@ -147,7 +153,9 @@ def _run_experts(
     if shrunk is not None:
         claim(shrunk, "workspace")
     if pairs.num_rows:
-        adapters = (_adapters(slot_tensors[:4], shrunk), _adapters(slot_tensors[4:], shrunk))
+        exchange = _exchange(group, first_column, x.device)
+        up, down = (slot_tensors[:4], slot_tensors[4:])
+        adapters = (_adapters(up, shrunk, exchange), _adapters(down, shrunk, exchange))
         plan = _form(form, pairs, x.device)
         _launch(layer, pairs, *adapters, form=plan, adds=runs_adapters(step, x.device))
 
@@ -156,6 +164,16 @@ def _form(form: int, pairs: PairTables, device: torch.device) -> MoEForm:
     if form:
         return MoEForm(form)
     return plan_form(pairs.num_pairs, pairs.tuning, dual_stream=dual_stream(device))
+
+
+def _exchange(group: int, first_column: int, device: torch.device) -> Exchange | None:
+    """None for adapters that are not sharded by rank, and for a rank that is alone."""
+    if group < 0:
+        return None
+    if dual_stream(device):
+        warn_of_one_stream()
+    collective = collective_of(group)
+    return Exchange(collective, first_column) if collective.size > 1 else None
 
 
 def _launch(
@@ -168,7 +186,7 @@ def _launch(
     adds: bool,
 ) -> None:
     """Both products, with their adapters, and the sum. Without `adds` the kernels of the adapters
-    are left out."""
+    are left out, and nothing is exchanged."""
     x, quantised_x, out = layer.x, layer.quantised_x, layer.out
     act, y = layer.act[: pairs.num_pairs], layer.y[: pairs.num_pairs]
     router_weights, on_input = layer.router_weights, layer.router_weight is RouterWeight.ON_INPUT
@@ -203,6 +221,8 @@ def _launch(
     def run(product: Product, base: Callable[[], Product]) -> None:
         if form is MoEForm.DUAL and product.lora is not None:
             launch_beside(product, base, adds=adds)
+        elif adds and product.lora is not None and product.lora.exchange is not None:
+            launch_sharded(product, base, product.lora.exchange)
         else:
             launch_product(base(), pdl=pdl, adds=adds)
 
@@ -239,6 +259,8 @@ def _flatten(
         activation.alpha,
         activation.limit,
         operands.router_weight is RouterWeight.ON_INPUT,
+        -1 if lora is None else lora.group,
+        0 if lora is None else lora.w2.first_column,
     )
 
 
@@ -250,5 +272,7 @@ def _tensors(*operands: Tensor | Quantised) -> list[Tensor]:
     return flat
 
 
-def _adapters(slot_tensors: list[Tensor], shrunk: Tensor | None) -> Adapters | None:
-    return None if shrunk is None else Adapters(SlotTensors(*slot_tensors), shrunk)
+def _adapters(
+    slot_tensors: list[Tensor], shrunk: Tensor | None, exchange: Exchange | None
+) -> Adapters | None:
+    return None if shrunk is None else Adapters(SlotTensors(*slot_tensors), shrunk, exchange)

@@ -91,11 +91,14 @@ class ExpertBuffers:
 
 @dataclass(frozen=True, slots=True)
 class ExpertLoRA:
-    """The adapters of a layer. `workspace` fits both products, which run one after the other."""
+    """The adapters of a layer. `workspace` fits both products, which run one after the other.
+    `group`: of adapters that are sharded by rank, the number of the ranks that share the experts;
+    -1 of others."""
 
     w13: ExpertWeights
     w2: ExpertWeights
     workspace: MoEWorkspace
+    group: int = -1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,0 +1,271 @@
+"""MoE layers whose adapters are sharded by rank, against layers that are not cut at all. The ranks
+that share experts exchange what the shrinks leave; all of them run in this process."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from loragate.core.machine import select_interpreter
+
+select_interpreter()
+
+from lorakernels.batch.metadata import BatchMetadata  # noqa: E402
+from lorakernels.dense import sharded  # noqa: E402
+from lorakernels.layers.gate_up import GateUp  # noqa: E402
+from lorakernels.layers.moe import FusedMoELoRA, MoEScratch  # noqa: E402
+from lorakernels.layers.moe_partition import MoERank  # noqa: E402
+from lorakernels.layers.partition import LoRASharding  # noqa: E402
+from lorakernels.moe.align.metadata import PairMetadata  # noqa: E402
+from lorakernels.moe.layer import ops  # noqa: E402
+from lorakernels.moe.layer.forms import MoEForm  # noqa: E402
+from lorakernels.moe.layer.types import RouterWeight  # noqa: E402
+from lorakernels.moe.weights import ExpertFactors  # noqa: E402
+from lorakernels.runtime.collectives import SimulatedRanks  # noqa: E402
+from lorakernels.runtime.options import DUAL_STREAM  # noqa: E402
+
+HIDDEN, INTER, EXPERTS, TOP_K, SLOTS, RANK, MOST = 19, 12, 4, 2, 4, 6, 16
+# slot 3 is empty
+ROWS = torch.tensor([2, -1, 0, 0, 1, 3, -1, 2, 0, 2], dtype=torch.int32)
+# of gate, up and down in slots 0 to 2: those of the buffers, one, fewer than a rank holds
+RANKS = ((6, 2, 5), (1, 6, 0), (3, 4, 1))
+
+
+def randn(*shape: int, seed: int) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)) / 2
+
+
+def adapter(slot: int, *, shared_outer: bool = False) -> dict[str, ExpertFactors]:
+    shapes = {
+        "gate_proj": (HIDDEN, INTER),
+        "up_proj": (HIDDEN, INTER),
+        "down_proj": (INTER, HIDDEN),
+    }
+    made = {}
+    for part, (rank, (name, (k, n))) in enumerate(zip(RANKS[slot], shapes.items(), strict=True)):
+        of_a, of_b = EXPERTS, EXPERTS
+        if shared_outer:
+            of_a, of_b = (EXPERTS, 1) if name == "down_proj" else (1, EXPERTS)
+        seed = 100 * slot + 10 * part
+        a, b = randn(of_a, rank, k, seed=seed), randn(of_b, n, rank, seed=seed + 1)
+        if rank:
+            made[f"experts.{name}"] = ExpertFactors(a, b, 0.5 + part)
+    return made
+
+
+@dataclass(frozen=True)
+class Group:
+    """A layer over several ranks, and the same layer whole."""
+
+    ranks: list[FusedMoELoRA]
+    whole: FusedMoELoRA
+    # of each part of the experts, the ranks that share it
+    simulated: list[SimulatedRanks]
+
+    @classmethod
+    def of(
+        cls, tp: int, ep: int = 1, *, dtype: torch.dtype = torch.float32, **options: Any
+    ) -> Group:
+        w13, w2 = randn(EXPERTS, 2 * INTER, HIDDEN, seed=1), randn(EXPERTS, HIDDEN, INTER, seed=2)
+        weights = w13.to(dtype), w2.to(dtype)
+        common: dict[str, Any] = {"num_slots": SLOTS, "rank": RANK, "gate_up": GateUp.HALVES}
+        common |= options
+        simulated = [SimulatedRanks(tp) for _ in range(ep)]
+        ranks = [
+            FusedMoELoRA(
+                *weights,
+                **common,
+                place=MoERank(ep, part, tp, rank),
+                sharding=LoRASharding.RANK,
+                collective=simulated[part].rank(rank),
+            )
+            for part in range(ep)
+            for rank in range(tp)
+        ]
+        common.pop("padded_intermediate", None)
+        group = cls(ranks, FusedMoELoRA(*weights, **common), simulated)
+        for slot in range(3):
+            for layer in (*ranks, group.whole):
+                own = adapter(slot, shared_outer=bool(options.get("shared_outer")))
+                layer.load_adapter(slot, own)
+        return group
+
+    def parts(self, x: Tensor, ids: Tensor, weights: Tensor, rows: Tensor = ROWS) -> list[Tensor]:
+        """What each rank returns."""
+        calls = [step_of(layer, x, ids, weights, rows) for layer in self.ranks]
+        tp = self.simulated[0].size
+        return [
+            part
+            for number, simulated in enumerate(self.simulated)
+            for part in simulated.run(calls[number * tp : (number + 1) * tp])
+        ]
+
+    def check(self, x: Tensor, limit: float = 1e-4) -> None:
+        ids, weights = routes(len(x))
+        want = step_of(self.whole, x, ids, weights, ROWS)()
+        found = torch.stack(self.parts(x, ids, weights)).sum(0)
+        torch.testing.assert_close(found, want, rtol=1e-2 * limit, atol=limit)
+
+
+def routes(tokens: int) -> tuple[Tensor, Tensor]:
+    ids = randn(tokens, EXPERTS, seed=7).argsort(1)[:, :TOP_K].int().contiguous()
+    # a token without an expert, and one with a single one
+    ids[1], ids[2, 1] = -1, -1
+    return ids, randn(tokens, TOP_K, seed=8).abs()
+
+
+def step_of(
+    layer: FusedMoELoRA, x: Tensor, ids: Tensor, weights: Tensor, rows: Tensor, **options: Any
+) -> Callable[[], Tensor]:
+    """As in a process of its own: no rank finds what another one has left."""
+    batch = BatchMetadata(max_tokens=MOST, max_slots=SLOTS, device="cpu")
+    batch.prepare(rows)
+    pairs = PairMetadata(
+        max_tokens=MOST,
+        top_k=TOP_K,
+        num_experts=layer.cut.experts.size,
+        max_slots=SLOTS,
+        device="cpu",
+        with_base=True,
+    )
+    scratch = MoEScratch([layer], max_tokens=MOST, top_k=TOP_K)
+    for memory in scratch.tensors:
+        memory.fill_(math.nan)
+    return lambda: layer(x, ids, weights, batch, pairs, scratch, **options)
+
+
+@pytest.mark.parametrize(("tp", "ep"), [(1, 1), (2, 1), (3, 1), (4, 1), (2, 2)])
+def test_the_ranks_together_are_the_layer_that_is_not_cut(tp: int, ep: int) -> None:
+    Group.of(tp, ep).check(randn(10, HIDDEN, seed=3))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"shared_outer": True},
+        {"router_weight": RouterWeight.ON_INPUT},
+        {"padded_intermediate": 16},
+        {"rank": 65},
+        {
+            "w13_bias": randn(EXPERTS, 2 * INTER, seed=4),
+            "w2_bias": randn(EXPERTS, HIDDEN, seed=5),
+        },
+    ],
+    ids=["shared outer", "router on input", "padded", "large rank", "biases"],
+)
+def test_layers_of_every_kind_are_sharded(options: dict[str, Any]) -> None:
+    Group.of(2, **options).check(randn(10, HIDDEN, seed=3))
+
+
+def test_layers_of_16_bits_differ_by_roundings_alone() -> None:
+    group = Group.of(3, dtype=torch.bfloat16)
+    x = randn(10, HIDDEN, seed=3).bfloat16()
+    group.check(x, limit=0.15)
+
+
+def test_each_rank_holds_its_part_of_both_factors() -> None:
+    # a rank of 6 is rounded up to four parts of two
+    layers = Group.of(4).ranks
+    w13, w2 = layers[1].w13_slots, layers[1].w2_slots
+    assert (w13.a.shape, w13.b.shape) == ((SLOTS, EXPERTS, 2, 2, HIDDEN), (SLOTS, EXPERTS, 6, 8))
+    assert w2.a.shape == (SLOTS, EXPERTS, 1, 8, 3)
+    assert [layer.w2_slots.b.shape[2] for layer in layers] == [4, 5, 5, 5]
+    assert [layer.w2_slots.first_column for layer in layers] == [0, 4, 9, 14]
+    # the adapter of slot 1 has one rank of gate, which is on the first rank
+    assert [bool(layer.w13_slots.a[1, :, 0].any()) for layer in layers] == [True] + 3 * [False]
+
+
+def test_an_adapter_that_is_smaller_than_the_one_before_it_is_alone_in_its_slot() -> None:
+    group = Group.of(2)
+    for layer in (*group.ranks, group.whole):
+        layer.load_adapter(0, adapter(1))
+        layer.unload(2)
+    group.check(randn(10, HIDDEN, seed=3))
+
+
+@pytest.mark.parametrize("shape", [(2, 6), (4, 40)])
+def test_the_workspace_holds_the_exchange_of_the_largest_batch(shape: tuple[int, int]) -> None:
+    tp, rank = shape
+    group, x = Group.of(tp, rank=rank), randn(MOST, HIDDEN, seed=3)
+    rows = torch.arange(MOST).int() % SLOTS
+    ids, weights = routes(MOST)
+    found = torch.stack(group.parts(x, ids, weights, rows)).sum(0)
+    want = step_of(group.whole, x, ids, weights, rows)()
+    torch.testing.assert_close(found, want, rtol=1e-6, atol=1e-4)
+
+
+def test_a_batch_that_is_known_to_have_base_rows_alone_exchanges_nothing() -> None:
+    layer, x = Group.of(2).ranks[0], randn(10, HIDDEN, seed=3)
+    ids, weights = routes(10)
+    # outside of `run` an exchange raises
+    rows = torch.full((10,), -1, dtype=torch.int32)
+    sharded_out = step_of(layer, x, ids, weights, rows)()
+    for slot in range(SLOTS):
+        layer.unload(slot)
+    plain = FusedMoELoRA(
+        randn(EXPERTS, 2 * INTER, HIDDEN, seed=1),
+        randn(EXPERTS, HIDDEN, INTER, seed=2),
+        num_slots=SLOTS,
+        rank=RANK,
+        gate_up=GateUp.HALVES,
+        place=MoERank(tp_size=2),
+    )
+    assert torch.equal(sharded_out, step_of(plain, x, ids, weights, rows)())
+
+
+def test_a_second_stream_is_left_out_with_one_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+    group, x = Group.of(2), randn(10, HIDDEN, seed=3)
+    plain = group.parts(x, *routes(10))
+    monkeypatch.setattr(ops, "dual_stream", lambda device: True)
+    sharded.warn_of_one_stream.cache_clear()
+    with pytest.warns(UserWarning, match=f"{DUAL_STREAM}=1 has no effect"):
+        switched = group.parts(x, *routes(10))
+    assert all(map(torch.equal, switched, plain))
+    for form in (MoEForm.BESIDE, MoEForm.DUAL):
+        with pytest.raises(ValueError, match=rf"must be SINGLE \(got {form.name}\)"):
+            step_of(group.ranks[0], x, *routes(10), ROWS, form=form)()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"collective": None}, r"collective must be a group with sharding rank \(got None\)"),
+        ({"sharding": LoRASharding.BASE}, "collective must be None with sharding base"),
+        (
+            {"collective": SimulatedRanks(2).rank(1)},
+            r"collective must be rank 0 of 2 like the layer \(got 1 of 2\)",
+        ),
+        ({"rank": 512, "place": MoERank(tp_size=3)}, "collective must be rank 0 of 3"),
+        (
+            {
+                "rank": 512,
+                "place": MoERank(tp_size=3),
+                "collective": SimulatedRanks(3).rank(0),
+            },
+            r"rank must be 1 to 512 \(got 513\)",
+        ),
+        (
+            {"place": MoERank(tp_size=24), "collective": SimulatedRanks(24).rank(0)},
+            r"must have 24 hidden features or more \(got 19\)",
+        ),
+    ],
+)
+def test_a_layer_that_cannot_be_sharded_is_refused(options: dict[str, Any], message: str) -> None:
+    given: dict[str, Any] = {
+        "num_slots": 2,
+        "rank": 8,
+        "gate_up": GateUp.HALVES,
+        "place": MoERank(tp_size=2),
+        "padded_intermediate": 24,
+        "sharding": LoRASharding.RANK,
+        "collective": SimulatedRanks(2).rank(0),
+    }
+    weights = randn(EXPERTS, 2 * INTER, HIDDEN, seed=1), randn(EXPERTS, HIDDEN, INTER, seed=2)
+    with pytest.raises(ValueError, match=message):
+        FusedMoELoRA(*weights, **(given | options))
