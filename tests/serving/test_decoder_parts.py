@@ -17,6 +17,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 from lorakernels.adapters.adapter import Adapter
 from lorakernels.adapters.errors import AdapterError
 from lorakernels.dense.weights import LoRAFactors
+from lorakernels.serving import cache
 from lorakernels.serving.cache import RequestCache
 from lorakernels.serving.decoder import Decoder
 from lorakernels.serving.replace import replace_layers
@@ -210,7 +211,8 @@ def test_the_cache_says_how_many_bytes_it_takes_and_never_moves() -> None:
 def test_delta_nets_are_refused_with_a_version_of_transformers_that_is_too_old(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("transformers.__version__", "5.22.1")
+    # of the module that the cache has: another one may have taken its name since
+    monkeypatch.setattr(vars(cache)["transformers"], "__version__", "5.22.1")
     small_decoder("qwen3")
     with pytest.raises(ValueError, match=r"transformers must be 5.23 or newer .* .got 5.22.1"):
         small_decoder("qwen3_next")
