@@ -11,6 +11,7 @@ from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from datetime import date
 from pathlib import Path
+from random import Random
 
 import pytest
 
@@ -23,9 +24,10 @@ from loragate.nightly.conditions import Cause
 from loragate.nightly.morning import morning
 from loragate.nightly.plan import Place
 from loragate.nightly.states import Status, states
+from loragate.scan.messages import Measured, Message
 from loragate.scan.processes import Processes
 from loragate.scan.scan import Scan, Setup
-from loragate.scan.waves import Surroundings, Waves
+from loragate.scan.waves import Surroundings, Waves, _Running
 
 _PLANTED = Path(__file__).parent / "planted"
 _ROOT = Path(__file__).parents[2]
@@ -41,6 +43,7 @@ _CAUSES = {
 _MOST_WAVES = 60
 # subjects of other tests
 _OTHERS = ("Stable", "Crashing")
+_TWO_CORES = Place(workers=2)
 
 
 @dataclass
@@ -89,8 +92,9 @@ def _started(
     folder: Path,
     *,
     seed: int = 16,
+    place: Place = _TWO_CORES,
 ) -> Scan:
-    """A scan on two cores that no clock ends."""
+    """A scan that no clock ends."""
     history.add_run(run)
     around = Surroundings(
         run=run.uid,
@@ -100,7 +104,7 @@ def _started(
         health=NoHealth(),
         folder=folder,
     )
-    setup = Setup(run=run, cases=tuple(runs), place=Place(workers=2), budget_s=1e6, seed=seed)
+    setup = Setup(run=run, cases=tuple(runs), place=place, budget_s=1e6, seed=seed)
     return Scan(setup, Waves(around), history, lambda text: None)
 
 
@@ -193,6 +197,68 @@ def test_a_trial_that_ends_its_process_is_wrong_and_the_scan_goes_on(
     assert crash.failure == "crash"
     assert "SIGKILL" in crash.message
     assert _causes(scanned.trials) == {"Crashing": Cause.ALWAYS}
+
+
+def _tell_of_trials(told: int) -> None:
+    """Of each trial that a scan in this process hears of, before it is in the history."""
+    hear = _Running.hear
+
+    def telling(self: _Running, message: Message | None) -> Measured | None:
+        ended = hear(self, message)
+        if ended is not None:
+            os.write(told, b".")
+        return ended
+
+    _Running.hear = telling  # type: ignore[method-assign]
+
+
+def _forked_scan(history: Path, run: ScanRun, processes: Processes) -> tuple[int, int]:
+    """A process that scans until it is killed, and where it tells of its trials."""
+    heard, told = os.pipe()
+    # what the server says of trials of the process before is not meant for this one
+    processes._count += 1_000_000
+    process = os.fork()
+    if process == 0:
+        try:
+            _tell_of_trials(told)
+            with open_history(history) as opened:
+                runs = _runs(["Stable"], {3, 4, 5})
+                place = Place(workers=1)
+                scan = _started(opened, processes, run, runs, history.parent, place=place)
+                while True:
+                    scan.step()
+        finally:
+            os._exit(1)
+    os.close(told)
+    return process, heard
+
+
+def test_a_scan_killed_at_any_moment_keeps_every_trial_that_was_through(
+    tmp_path: Path, processes: Processes, scan_run: Callable[..., ScanRun]
+) -> None:
+    # the server is started once for all of them
+    _scan(tmp_path, processes, _runs(["Stable"], {3}), scan_run("first"), bool)
+    random, told, path = Random(16), {}, tmp_path / "history.db"
+    for moment in range(12):
+        run = scan_run(f"night-{moment}", started_at=time.time())
+        process, heard = _forked_scan(path, run, processes)
+        told[run.uid] = sum(len(os.read(heard, 1)) for _ in range(random.randrange(1, 8)))
+        time.sleep(random.random() / 100)
+        os.kill(process, signal.SIGKILL)
+        os.waitpid(process, 0)
+        while rest := os.read(heard, 1000):
+            told[run.uid] += len(rest)
+        os.close(heard)
+    with open_history(path) as history:
+        trials = list(history.trials())
+        assert {r.finished_at for r in history.runs()} == {None}
+    for uid, count in told.items():
+        kept = sorted(t.number for t in trials if t.run == uid)
+        # each scan found what the killed one before it had left, and no trial is torn
+        assert kept == list(range(len(kept)))
+        assert count - 1 <= len(kept) <= count
+    assert all(t.outcome is Outcome.RIGHT and t.path_key for t in trials)
+    assert len({t.digest for t in trials if t.digest and t.draw == 0}) == 3
 
 
 @pytest.fixture
