@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import sqlite3
+import time
 from collections.abc import Callable
 from pathlib import Path
 from random import Random
@@ -289,3 +290,45 @@ def test_a_postgresql_history_of_a_newer_version_is_refused(postgresql_url: str)
     finally:
         with history._engine.begin() as connection:
             connection.execute(text("UPDATE history_schema SET version = 1"))
+
+
+def _killed(work: Callable[[], object], moment: float) -> None:
+    """Begin `work` in a process of its own, and kill it after so many seconds."""
+    process = os.fork()
+    if process == 0:
+        try:
+            work()
+        finally:
+            os._exit(0)
+    time.sleep(moment)
+    os.kill(process, signal.SIGKILL)
+    os.waitpid(process, 0)
+
+
+@pytest.mark.parametrize("way", ["merge", "import", "prune", "export"])
+def test_a_command_killed_at_any_moment_has_done_all_or_nothing(
+    way: str, tmp_path: Path, scan_run: NewRun, trial: NewTrial
+) -> None:
+    here, there, lines = tmp_path / "here.db", tmp_path / "there.db", tmp_path / "there.jsonl"
+    count, random, seen = 3000, Random(16), set()
+    with open_history(there) as history:
+        history.take([scan_run("b")], (), (trial(k, "b") for k in range(count)))
+        whole = "".join(f"{line}\n" for line in export_lines(history))
+        lines.write_text(whole, encoding="utf-8")
+    arguments = {
+        "merge": ["--history", str(here), "merge", str(there)],
+        "import": ["--history", str(here), "import", str(lines)],
+        "prune": ["--history", str(there), "prune", "--days", "1"],
+        "export": ["--history", str(there), "export", str(tmp_path / "out")],
+    }[way]
+    for _ in range(8):
+        _killed(lambda: main(["history", *arguments]), random.random() / 8)
+        if way == "export":
+            found = tmp_path / "out"
+            assert not found.exists() or found.read_text(encoding="utf-8") == whole
+            continue
+        with open_history(here if way != "prune" else there) as history:
+            seen.add(history.count())
+    assert seen <= {0, count}
+    # and none of them is in the way of the next one
+    assert main(["history", *arguments]) == ExitCode.OK
