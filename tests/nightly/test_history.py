@@ -101,9 +101,9 @@ def test_a_history_travels_as_lines(tmp_path: Path, scan_run: NewRun, trial: New
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("no json", "no record"),
+        ("no json", "no record of a history: is not JSON"),
         ('{"kind": "night", "of": {}}', "kind must be run, path or trial"),
-        ('{"kind": "run", "of": {"uid": "a", "weather": 1}}', "no field weather"),
+        ('{"kind": "run", "of": {"uid": "a", "weather": 1}}', "no field 'weather'"),
         ('{"kind": "run", "of": {"uid": "a"}}', "machine"),
     ],
 )
@@ -187,7 +187,7 @@ def test_a_history_that_is_only_read_is_not_made(
     monkeypatch.chdir(tmp_path)
     first, *rest = command.split()
     assert main([first, "--history", "typo.db", *rest]) == ExitCode.USAGE
-    assert "there is no history typo.db" in capsys.readouterr().err
+    assert "there is no history 'typo.db'" in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
 
 

@@ -379,5 +379,5 @@ def test_the_history_command_merges_exports_imports_and_prunes(
     assert "all.jsonl:1: no record of a history" in capsys.readouterr().err
     lines.write_text("{}\n", encoding="utf-8")
     assert main(["history", here, "import", str(lines)]) == ExitCode.USAGE.value
-    missing = "all.jsonl:1: no record of a history: 'schema' is missing"
+    missing = "all.jsonl:1: no record of a history: the first line must be as"
     assert missing in capsys.readouterr().err

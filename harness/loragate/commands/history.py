@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from loragate.core.arguments import count_from
@@ -12,7 +14,8 @@ from loragate.core.files import write_atomically
 from loragate.core.output import say
 from loragate.core.plural import counted
 from loragate.core.verdict import ExitCode
-from loragate.history import History, open_history
+from loragate.history import DatabaseFailedError, History, HistoryError, open_history
+from loragate.history.address import file_of
 from loragate.history.lines import export_lines, import_lines
 
 _DEFAULT = "history.db"
@@ -47,34 +50,44 @@ def add_history_option(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def open_named(where: str, *, is_made: bool) -> History:
-    """is_made: whether a file that does not exist is made. Raises CommandError."""
-    with usage_errors():
+@contextmanager
+def open_named(where: str, *, is_made: bool) -> Iterator[History]:
+    """is_made: whether a file that does not exist is made. Raises CommandError, also for what goes
+    wrong with the history within."""
+    try:
         if not is_made:
             _refuse_missing(where)
-        return open_history(where)
+        with open_history(where) as history:
+            yield history
+    except HistoryError as error:
+        raise CommandError(str(error), ExitCode.USAGE) from error
+    except DatabaseFailedError as error:
+        raise CommandError(str(error), ExitCode.INFRASTRUCTURE) from error
 
 
 def _refuse_missing(where: str) -> None:
     # an empty history in place of a name with a mistake would look like nights that found nothing
-    if "://" not in where and not Path(where).is_file():
-        raise ValueError(f"there is no history {where}")
+    path = file_of(where)
+    if path is not None and not path.is_file():
+        raise HistoryError(f"there is no history {where!r}")
 
 
 def run(arguments: argparse.Namespace) -> ExitCode:
     is_made = arguments.act in (_merge, _import)
-    with open_named(arguments.history, is_made=is_made) as history:
-        try:
-            with usage_errors():
-                arguments.act(arguments, history)
-        except OSError as error:
-            raise CommandError(str(error), ExitCode.USAGE) from error
+    with usage_errors():
+        # before a history is made that would hold nothing
+        for name in getattr(arguments, "others", ()):
+            _refuse_missing(name)
+    try:
+        with open_named(arguments.history, is_made=is_made) as history:
+            arguments.act(arguments, history)
+    except OSError as error:
+        raise CommandError(str(error), ExitCode.USAGE) from error
     return ExitCode.OK
 
 
 def _merge(arguments: argparse.Namespace, history: History) -> None:
     for name in arguments.others:
-        _refuse_missing(name)
         with open_history(name) as other:
             say(f"{name}: {counted(history.merge(other), 'new trial')}")
 
