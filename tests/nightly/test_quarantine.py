@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from datetime import date
+from datetime import UTC, date, datetime
 from pathlib import Path
 
 import pytest
@@ -26,6 +26,8 @@ _ENTRY = """
   owner: ada
   since: 2026-11-01
 """
+# of the day of the entry, in UTC
+_BEGIN = datetime(2026, 11, 1, tzinfo=UTC).timestamp()
 _HELD = Quarantined(case="a", reason="atomics", owner="ada", since=date(2026, 11, 1), clean_runs=3)
 
 
@@ -74,7 +76,7 @@ def test_a_mistake_in_the_file_is_named(tmp_path: Path, text: str, message: str)
 def test_a_case_is_released_after_so_many_clean_runs_in_a_row(trial: NewTrial) -> None:
     def night(run: int, *outcomes: Outcome) -> list[TrialRecord]:
         return [
-            trial(k, f"night-{run}", case="a", outcome=outcome)
+            trial(k, f"night-{run}", case="a", outcome=outcome, at=_BEGIN + run * 86400 + k)
             for k, outcome in enumerate(outcomes)
         ]
 

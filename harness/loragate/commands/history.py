@@ -20,6 +20,7 @@ from loragate.history.lines import export_lines, import_lines
 
 _DEFAULT = "history.db"
 _DAY_S = 86400
+_MOST_DAYS = 36500
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -36,7 +37,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     export.add_argument("file", type=Path, metavar="FILE")
     export.set_defaults(act=_export)
     prune = actions.add_parser("prune", help="remove old trials that were right")
-    prune.add_argument("--days", type=count_from(1), required=True, metavar="N")
+    prune.add_argument("--days", type=count_from(1, _MOST_DAYS), required=True, metavar="N")
     prune.set_defaults(act=_prune)
     parser.set_defaults(run=run)
 

@@ -150,6 +150,14 @@ class History:
         with self._reading() as connection:
             return tuple(self._records(tables.run_of, RUNS, connection.execute(query)))
 
+    def last_of(self, machine: str) -> float | None:
+        """When the last run of a machine began, or its last trial ended; None without a run."""
+        trial = select(func.max(TRIALS.c.at)).join(RUNS).where(RUNS.c.machine == machine)
+        run = select(func.max(RUNS.c.started_at)).where(RUNS.c.machine == machine)
+        with self._reading() as connection:
+            found = [connection.scalar(query) for query in (trial, run)]
+        return max((at for at in found if at is not None), default=None)
+
     def trials(self, *, since: float = 0.0) -> Iterator[TrialRecord]:
         """The trials from a time on, the oldest first."""
         query = select(TRIALS).where(TRIALS.c.at >= since)

@@ -136,7 +136,7 @@ class Scan:
             self._conclude(found, suspect.record)
 
     def _conclude(self, found: Diagnosis, seen: TrialRecord) -> None:
-        record = record_of(found, seen, self._waves.next_number())
+        record = record_of(found, seen, self._waves.next_number(), self._waves.now())
         self._history.add(record)
         self._trials.append(record)
         self._say(f"{'':10}{seen.case}: {found.cause}: {found.explanation}")
