@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import errno
+import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -21,6 +23,8 @@ from loragate.history.lines import export_lines, import_lines
 _DEFAULT = "history.db"
 _DAY_S = 86400
 _MOST_DAYS = 36500
+# how a file of SQLite begins
+_SQLITE = b"SQLite format 3\0"
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -79,11 +83,8 @@ def run(arguments: argparse.Namespace) -> ExitCode:
         # before a history is made that would hold nothing
         for name in getattr(arguments, "others", ()):
             _refuse_missing(name)
-    try:
-        with open_named(arguments.history, is_made=is_made) as history:
-            arguments.act(arguments, history)
-    except OSError as error:
-        raise CommandError(str(error), ExitCode.USAGE) from error
+    with open_named(arguments.history, is_made=is_made) as history:
+        arguments.act(arguments, history)
     return ExitCode.OK
 
 
@@ -95,11 +96,38 @@ def _merge(arguments: argparse.Namespace, history: History) -> None:
 
 def _import(arguments: argparse.Namespace, history: History) -> None:
     for path in arguments.files:
-        say(f"{path}: {counted(import_lines(history, path), 'new trial')}")
+        with _naming(path):
+            if path.exists() and not path.is_file():
+                # a pipe or a device may have no end
+                raise OSError(errno.EINVAL, "must be a regular file")
+            say(f"{path}: {counted(import_lines(history, path), 'new trial')}")
 
 
 def _export(arguments: argparse.Namespace, history: History) -> None:
-    write_atomically(arguments.file, "".join(f"{line}\n" for line in export_lines(history)))
+    path: Path = arguments.file
+    with _naming(path):
+        if _is_database(path):
+            raise OSError(errno.EEXIST, "is a database; name another file")
+        if path.is_dir():
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+        write_atomically(path, "".join(f"{line}\n" for line in export_lines(history)))
+
+
+def _is_database(path: Path) -> bool:
+    """Whether an export would take the place of a history, perhaps of this one."""
+    if not path.is_file():
+        return False
+    with path.open("rb") as file:
+        return file.read(len(_SQLITE)) == _SQLITE
+
+
+@contextmanager
+def _naming(path: Path) -> Iterator[None]:
+    """What the system says about a file becomes a CommandError."""
+    try:
+        yield
+    except OSError as error:
+        raise CommandError(f"{path}: {error.strerror}", ExitCode.USAGE) from error
 
 
 def _prune(arguments: argparse.Namespace, history: History) -> None:

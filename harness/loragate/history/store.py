@@ -33,6 +33,7 @@ from sqlalchemy.exc import IntegrityError, SQLAlchemyError
 
 from loragate.history import tables
 from loragate.history.address import engine_of
+from loragate.history.merging import check_attached, copy_attached
 from loragate.history.model import (
     DatabaseFailedError,
     HistoryError,
@@ -174,10 +175,11 @@ class History:
     def merge(self, other: History) -> int:
         """Add what `other` has and this one has not; returns how many trials that was."""
         if self._file and other._file:
-            return self._merge_file(other._file)
-        with other._reading() as source:
-            rows = source.execution_options(yield_per=_BATCH).execute(select(TRIALS))
-            return self._merge(other.runs(), other.paths(), _rows(rows))
+            # these are few
+            other.runs(), other.paths()
+            return self._merge_file(other._file, other.name)
+        rows = map(tables.row_of, other.trials())
+        return self._merge(other.runs(), other.paths(), rows)
 
     def take(
         self,
@@ -209,7 +211,7 @@ class History:
                 connection.execute(statement, batch)
         return self.count() - before
 
-    def _merge_file(self, other: str) -> int:
+    def _merge_file(self, other: str, name: str) -> int:
         """As `merge`, within SQLite: five times as fast as through this process."""
         before = self.count()
         with self._reading() as connection:
@@ -217,18 +219,9 @@ class History:
             # SQLite has no transaction yet, SQLAlchemy thinks that it has
             connection.commit()
             try:
+                check_attached(connection, name)
                 with self._writing_by(connection):
-                    for table in (RUNS, PATHS, TRIALS):
-                        names = ", ".join(f'"{column.name}"' for column in table.columns)
-                        connection.exec_driver_sql(
-                            f"INSERT OR IGNORE INTO main.{table.name} ({names}) "
-                            f"SELECT {names} FROM other.{table.name}"
-                        )
-                    connection.exec_driver_sql(
-                        "UPDATE main.scan_runs SET finished_at = (SELECT o.finished_at "
-                        "FROM other.scan_runs o WHERE o.uid = scan_runs.uid) "
-                        "WHERE finished_at IS NULL"
-                    )
+                    copy_attached(connection)
             finally:
                 connection.exec_driver_sql("DETACH DATABASE other")
         return self.count() - before
