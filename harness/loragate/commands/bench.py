@@ -143,6 +143,8 @@ def _rows(kind: Kind, asked: Asked, arguments: argparse.Namespace) -> Sequence[R
                 raise ValueError(f"{option} takes rows of the table; leave out the others")
         return select_rows(kind.asked(asked), arguments.rows)
     table = kind.rows() if kind.default_seed is None else kind.rows(arguments.seed)
+    if arguments.against is not None:
+        table = tuple(filter(kind.compares, table))
     rows = select_rows(table, arguments.rows)
     if arguments.record and rows != tuple(table):
         raise ValueError("--record takes the whole table; leave out --rows")
