@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import signal
 import sqlite3
 import time
@@ -332,3 +333,27 @@ def test_a_command_killed_at_any_moment_has_done_all_or_nothing(
     assert seen <= {0, count}
     # and none of them is in the way of the next one
     assert main(["history", *arguments]) == ExitCode.OK
+
+
+def test_a_full_disk_is_no_mistake_of_the_user(
+    tmp_path: Path, scan_run: NewRun, trial: NewTrial, capfd: pytest.CaptureFixture[str]
+) -> None:
+    lines = tmp_path / "h.jsonl"
+    with open_history(tmp_path / "h.db") as history:
+        history.take([scan_run()], (), (trial(k) for k in range(1000)))
+        lines.write_text("".join(f"{x}\n" for x in export_lines(history)), encoding="utf-8")
+    other = tmp_path / "other.db"
+    with open_history(other) as history:
+        history.add_run(scan_run("before"))
+    process = os.fork()
+    if process == 0:
+        # as a disk that has no more room
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 17, 1 << 17))
+        os._exit(main(["history", "--history", str(other), "import", str(lines)]))
+    _, status = os.waitpid(process, 0)
+    said = capfd.readouterr().err
+    assert os.waitstatus_to_exitcode(status) == ExitCode.INFRASTRUCTURE, said
+    assert "other.db: (sqlite3.OperationalError)" in said
+    assert "Traceback" not in said
+    with open_history(other) as history:
+        assert (history.count(), [run.uid for run in history.runs()]) == (0, ["before"])
