@@ -234,3 +234,19 @@ def test_a_report_that_cannot_be_written_is_refused_before_anything_is_tried(
     assert code == ExitCode.INFRASTRUCTURE
     assert "report folder good.jsonl: cannot be written: File exists" in said
     assert not Path("new.db").exists()
+
+
+@pytest.mark.parametrize(
+    ("where", "message"),
+    [
+        ("postgresql+psycopg://ada@/name?host=/no/such/folder", "psycopg.OperationalError"),
+        ("/proc/h.db", "history /proc/h.db: (sqlite3.OperationalError) unable to open"),
+    ],
+)
+def test_a_database_that_does_not_answer_is_worth_another_try(
+    where: str, message: str, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if "psycopg" in where:
+        pytest.importorskip("psycopg")
+    code, said = _said(capsys, "history", "--history", where, "merge", "good.db")
+    assert (code, message in said) == (ExitCode.INFRASTRUCTURE, True), said

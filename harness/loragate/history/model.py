@@ -15,7 +15,8 @@ class HistoryError(ValueError):
 
 
 class DatabaseFailedError(Exception):
-    """The database of a history failed while it was in use, as when a disk is full."""
+    """The database of a history does not answer, or failed while it was in use, as when a disk is
+    full."""
 
 
 class Outcome(StrEnum):

@@ -29,7 +29,7 @@ from sqlalchemy import (
 )
 from sqlalchemy.dialects.postgresql import insert as insert_postgresql
 from sqlalchemy.dialects.sqlite import insert as insert_sqlite
-from sqlalchemy.exc import IntegrityError, SQLAlchemyError
+from sqlalchemy.exc import IntegrityError, OperationalError, SQLAlchemyError
 
 from loragate.history import tables
 from loragate.history.address import engine_of
@@ -53,13 +53,16 @@ def open_history(where: str | Path) -> History:
     `postgresql+psycopg://user@host/name`.
 
     Raises HistoryError for a URL that leads nowhere, a database of something else, or a history
-    that a newer version has written. An older one is brought up to date.
+    that a newer version has written. An older one is brought up to date. Raises DatabaseFailedError
+    where a server or a disk does not answer, which may be otherwise in a minute.
     """
     engine = engine_of(where)
     name = engine.url.render_as_string(hide_password=True).removeprefix("sqlite:///")
     history = History(engine, name)
     try:
         history.prepare()
+    except OperationalError as error:
+        raise DatabaseFailedError(f"history {name}: {_reason(error)}") from error
     except SQLAlchemyError as error:
         raise HistoryError(f"history {name}: {_reason(error)}") from error
     return history
