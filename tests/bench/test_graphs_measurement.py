@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable, Mapping
+from typing import Any, cast
 
 import pytest
 import torch
@@ -10,8 +12,10 @@ import torch
 os.environ["TRITON_INTERPRET"] = "1"
 
 from loragate.bench import graphs
-from loragate.bench.graphs_rows import ModelShape
+from loragate.bench.contender import find_contender
+from loragate.bench.graphs_rows import ModelShape, ReplayRow
 from loragate.bench.lorakernels_decode import DecodeSteps
+from loragate.core.machine import Machine
 from lorakernels.serving.graph_runner import GraphRunner
 
 SHAPES = [
@@ -66,3 +70,32 @@ def test_the_hosts_work_is_a_step_without_the_call_that_launches_its_graph(
     monkeypatch.setattr("torch.cuda.synchronize", lambda: None)
     monkeypatch.setattr("torch.cuda.CUDAGraph", Graph)
     assert graphs._host_us(run) == (pytest.approx(6.0), pytest.approx(2.0))
+
+
+def test_builds_are_compared_by_captured_steps_with_adapters(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    rows = (ReplayRow("dense", 4, 2), ReplayRow("experts", 1, 1))
+    shapes = dict(zip(("dense", "experts"), SHAPES, strict=True))
+    monkeypatch.setattr(graphs, "_model", lambda model, slots, machine: small(shapes[model]))
+    heard: list[torch.Tensor] = []
+
+    def clock(calls: Mapping[Any, Callable[[], object]]) -> dict[Any, float]:
+        assert list(calls) == ["step"]
+        heard.append(cast(torch.Tensor, calls["step"]()))
+        return {"step": 7.0}
+
+    machine = Machine("cpu", "", None, 1, 0)
+    candidate = find_contender("lorakernels")
+    measured = list(graphs.measure(candidate, None, rows, machine, clock, print))
+    assert measured == [graphs.StepTime(row, 7.0) for row in rows]
+    assert [tuple(step.shape) for step in heard] == [(4, 32), (1, 32)]
+    for row, step in zip(rows, heard, strict=True):
+        model = small(shapes[row.model])
+        nobody = torch.full((row.tokens,), -1, dtype=torch.int32)
+        model.inputs.write(nobody, {"ids": torch.arange(row.tokens)})
+        model.buffers.batch.prepare(nobody)
+        with torch.no_grad():
+            base = model.step(row.tokens)
+        # every row of the step has an adapter
+        assert (step != base).any(dim=1).all()

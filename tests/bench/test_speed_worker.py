@@ -11,6 +11,7 @@ import pytest
 
 from loragate.bench import dense
 from loragate.bench.contender import Contender, find_contender
+from loragate.bench.graphs_rows import graph_rows
 from loragate.bench.kinds import KINDS
 from loragate.bench.rows import LINEARS, DenseRow, Linear, dense_rows
 from loragate.bench.speed.comparing import Request
@@ -18,15 +19,19 @@ from loragate.bench.speed.figures import KernelPair, ResourcePairs, SpeedFigures
 from loragate.bench.speed.orders import Begin, Channel, Order, begin_line, order_line
 from loragate.bench.speed.statistics import Change, Comparison
 from loragate.bench.speed.tables import render_terminal
-from loragate.bench.speed.worker import serve
+from loragate.bench.speed.worker import _rows, serve
 from loragate.bench.timer import Clock
 from loragate.cli import main
+from loragate.core.checkout import project_root
 from loragate.core.machine import Machine, detect_machine
 from loragate.core.resources import Resources
 from loragate.core.verdict import ExitCode
 from loragate.events.log import read_events
 from loragate.events.model import Note
 from loragate.records.results import require_section
+
+# a build to compare with, wherever the tests run
+_CHECKOUT = str(project_root())
 
 
 @dataclass(frozen=True)
@@ -104,6 +109,26 @@ def test_the_dense_kind_times_the_delta_alone_and_behind_its_base(
     assert (found.row, found.us) == (row, {"delta": 0.0, "base and delta": 1.0})
 
 
+def test_builds_are_compared_by_the_replays_of_graphs_alone(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    asked: list[Request] = []
+
+    def compare(request: Request, machine: Machine, progress: object) -> SpeedFigures:
+        asked.append(request)
+        return SpeedFigures(request.kind, request.against, (), ResourcePairs("sm_90"))
+
+    gpu = Machine("cuda", "", (9, 0), 132, 1 << 36)
+    monkeypatch.setattr("loragate.commands.bench._gpu", lambda: gpu)
+    monkeypatch.setattr("loragate.bench.speed.comparing.compare_builds", compare)
+    main(["bench", "graphs", "--against", _CHECKOUT, "--record", str(tmp_path / "r.json")])
+    replays = [row.id for row in graph_rows() if row.id.startswith("replay.")]
+    assert asked == [Request("graphs", tuple(replays), None, _CHECKOUT)]
+    # the worker finds the rows again by their ids, in the order of the table
+    begin = Begin(tuple(replays), None, compiles=False)
+    assert [row.id for row in _rows(KINDS["graphs"], begin)] == replays
+
+
 def comparison(change: Change, ratio: float = 1.08) -> Comparison:
     return Comparison("qkv.m1.r16", "delta", 4.0, 4.0 * ratio, ratio, 1.07, 1.09, 1.02, change)
 
@@ -153,6 +178,8 @@ def test_kernels_of_both_builds_are_matched_by_name_and_specialisation() -> None
         (("dense", "--subject", "torch"), ExitCode.USAGE, "leave out other subjects"),
         (("dense",), ExitCode.INFRASTRUCTURE, "needs a GPU"),
         (("streams", "--seed", "2"), ExitCode.INFRASTRUCTURE, "needs a GPU"),
+        (("graphs",), ExitCode.INFRASTRUCTURE, "needs a GPU"),
+        (("graphs", "--rows", "host.*"), ExitCode.USAGE, "matches none of the 12 rows"),
     ],
 )
 def test_two_builds_are_compared_without_other_subjects_and_on_a_gpu(
@@ -164,7 +191,7 @@ def test_two_builds_are_compared_without_other_subjects_and_on_a_gpu(
 ) -> None:
     cpu = Machine("cpu", "", None, 1, 0)
     monkeypatch.setattr("loragate.core.machine.detect_machine", lambda: cpu)
-    assert main(["bench", *arguments, "--against", "HEAD"]) == code
+    assert main(["bench", *arguments, "--against", _CHECKOUT]) == code
     assert message in capsys.readouterr().err
 
 
@@ -183,14 +210,14 @@ def test_a_comparison_prints_its_table_notes_what_changed_and_can_be_recorded(
     monkeypatch.setattr("loragate.bench.speed.comparing.compare_builds", compare)
     record, events = tmp_path / "record.json", tmp_path / "events.jsonl"
     files = ("--record", str(record), "--events", str(events), "--run", "r")
-    assert main(["bench", "dense", "--against", "v1", *files]) == ExitCode.WRONG
-    assert asked == [Request("dense", tuple(row.id for row in dense_rows()), None, "v1")]
+    assert main(["bench", "dense", "--against", _CHECKOUT, *files]) == ExitCode.WRONG
+    assert asked == [Request("dense", tuple(row.id for row in dense_rows()), None, _CHECKOUT)]
     assert "slower: qkv.m1.r16 delta" in capsys.readouterr().out
     notes = [event.text for event in read_events(events).events if isinstance(event, Note)]
     assert [note.partition(":")[0] for note in notes] == [
         "slower",
         "faster",
-        "bench dense against v1",
+        f"bench dense against {_CHECKOUT}",
     ]
     section = require_section(record, "bench_dense_against")
     assert section["verdict"] == "wrong"
@@ -199,7 +226,7 @@ def test_a_comparison_prints_its_table_notes_what_changed_and_can_be_recorded(
 
 def test_a_kind_that_has_no_single_calls_takes_no_other_build() -> None:
     without = [kind.name for kind in KINDS.values() if kind.measure_target is None]
-    assert without == ["graphs", "engine"]
+    assert without == ["engine"]
     for name in without:
         with pytest.raises(SystemExit):
             main(["bench", name, "--against", "HEAD"])

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import resource
 import signal
 import sqlite3
+import time
 from collections.abc import Callable
 from pathlib import Path
 from random import Random
@@ -100,9 +102,9 @@ def test_a_history_travels_as_lines(tmp_path: Path, scan_run: NewRun, trial: New
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("no json", "no record"),
+        ("no json", "no record of a history: is not JSON"),
         ('{"kind": "night", "of": {}}', "kind must be run, path or trial"),
-        ('{"kind": "run", "of": {"uid": "a", "weather": 1}}', "no field weather"),
+        ('{"kind": "run", "of": {"uid": "a", "weather": 1}}', "no field 'weather'"),
         ('{"kind": "run", "of": {"uid": "a"}}', "machine"),
     ],
 )
@@ -186,7 +188,7 @@ def test_a_history_that_is_only_read_is_not_made(
     monkeypatch.chdir(tmp_path)
     first, *rest = command.split()
     assert main([first, "--history", "typo.db", *rest]) == ExitCode.USAGE
-    assert "there is no history typo.db" in capsys.readouterr().err
+    assert "there is no history 'typo.db'" in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
 
 
@@ -289,3 +291,69 @@ def test_a_postgresql_history_of_a_newer_version_is_refused(postgresql_url: str)
     finally:
         with history._engine.begin() as connection:
             connection.execute(text("UPDATE history_schema SET version = 1"))
+
+
+def _killed(work: Callable[[], object], moment: float) -> None:
+    """Begin `work` in a process of its own, and kill it after so many seconds."""
+    process = os.fork()
+    if process == 0:
+        try:
+            work()
+        finally:
+            os._exit(0)
+    time.sleep(moment)
+    os.kill(process, signal.SIGKILL)
+    os.waitpid(process, 0)
+
+
+@pytest.mark.parametrize("way", ["merge", "import", "prune", "export"])
+def test_a_command_killed_at_any_moment_has_done_all_or_nothing(
+    way: str, tmp_path: Path, scan_run: NewRun, trial: NewTrial
+) -> None:
+    here, there, lines = tmp_path / "here.db", tmp_path / "there.db", tmp_path / "there.jsonl"
+    count, random, seen = 3000, Random(16), set()
+    with open_history(there) as history:
+        history.take([scan_run("b")], (), (trial(k, "b") for k in range(count)))
+        whole = "".join(f"{line}\n" for line in export_lines(history))
+        lines.write_text(whole, encoding="utf-8")
+    arguments = {
+        "merge": ["--history", str(here), "merge", str(there)],
+        "import": ["--history", str(here), "import", str(lines)],
+        "prune": ["--history", str(there), "prune", "--days", "1"],
+        "export": ["--history", str(there), "export", str(tmp_path / "out")],
+    }[way]
+    for _ in range(8):
+        _killed(lambda: main(["history", *arguments]), random.random() / 8)
+        if way == "export":
+            found = tmp_path / "out"
+            assert not found.exists() or found.read_text(encoding="utf-8") == whole
+            continue
+        with open_history(here if way != "prune" else there) as history:
+            seen.add(history.count())
+    assert seen <= {0, count}
+    # and none of them is in the way of the next one
+    assert main(["history", *arguments]) == ExitCode.OK
+
+
+def test_a_full_disk_is_no_mistake_of_the_user(
+    tmp_path: Path, scan_run: NewRun, trial: NewTrial, capfd: pytest.CaptureFixture[str]
+) -> None:
+    lines = tmp_path / "h.jsonl"
+    with open_history(tmp_path / "h.db") as history:
+        history.take([scan_run()], (), (trial(k) for k in range(1000)))
+        lines.write_text("".join(f"{x}\n" for x in export_lines(history)), encoding="utf-8")
+    other = tmp_path / "other.db"
+    with open_history(other) as history:
+        history.add_run(scan_run("before"))
+    process = os.fork()
+    if process == 0:
+        # as a disk that has no more room
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 17, 1 << 17))
+        os._exit(main(["history", "--history", str(other), "import", str(lines)]))
+    _, status = os.waitpid(process, 0)
+    said = capfd.readouterr().err
+    assert os.waitstatus_to_exitcode(status) == ExitCode.INFRASTRUCTURE, said
+    assert "other.db: (sqlite3.OperationalError)" in said
+    assert "Traceback" not in said
+    with open_history(other) as history:
+        assert (history.count(), [run.uid for run in history.runs()]) == (0, ["before"])

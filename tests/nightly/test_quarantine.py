@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
-from datetime import date
+from datetime import UTC, date, datetime
 from pathlib import Path
 
 import pytest
 
-from loragate.history import Outcome, Purpose, TrialRecord
+from loragate.core.files import write_atomically
+from loragate.history import Outcome, Purpose, ScanRun, TrialRecord, open_history
 from loragate.nightly.quarantine import (
     Quarantined,
     QuarantineError,
@@ -26,6 +28,8 @@ _ENTRY = """
   owner: ada
   since: 2026-11-01
 """
+# of the day of the entry, in UTC
+_BEGIN = datetime(2026, 11, 1, tzinfo=UTC).timestamp()
 _HELD = Quarantined(case="a", reason="atomics", owner="ada", since=date(2026, 11, 1), clean_runs=3)
 
 
@@ -74,7 +78,7 @@ def test_a_mistake_in_the_file_is_named(tmp_path: Path, text: str, message: str)
 def test_a_case_is_released_after_so_many_clean_runs_in_a_row(trial: NewTrial) -> None:
     def night(run: int, *outcomes: Outcome) -> list[TrialRecord]:
         return [
-            trial(k, f"night-{run}", case="a", outcome=outcome)
+            trial(k, f"night-{run}", case="a", outcome=outcome, at=_BEGIN + run * 86400 + k)
             for k, outcome in enumerate(outcomes)
         ]
 
@@ -102,3 +106,64 @@ def test_trials_of_others_and_of_diagnoses_release_nothing(trial: NewTrial) -> N
     diagnoses = [trial(k, f"n-{k}", case="a", purpose=Purpose.DIAGNOSE) for k in range(9)]
     (found,) = held([_HELD], [*others, *diagnoses], date(2026, 11, 1))
     assert (found.clean, found.trials) == (0, 0)
+
+
+def _in_processes(count: int, work: Callable[[int], None]) -> None:
+    """Run `work` in so many processes at the same time, each with its number."""
+    children = []
+    for number in range(count):
+        child = os.fork()
+        if child == 0:
+            code = 1
+            try:
+                work(number)
+                code = 0
+            finally:
+                os._exit(code)
+        children.append(child)
+    assert [os.waitpid(child, 0)[1] for child in children] == [0] * count
+
+
+def _file_of(count: int) -> str:
+    return "".join(_ENTRY.replace("tokens-2", f"tokens-{k}") for k in range(count))
+
+
+def test_no_reader_sees_half_a_file_that_is_replaced(tmp_path: Path) -> None:
+    path = tmp_path / "quarantine.yaml"
+    write_atomically(path, _file_of(3))
+
+    def work(number: int) -> None:
+        for turn in range(30):
+            if number == 0:
+                write_atomically(path, _file_of((3, 7)[turn % 2]))
+            else:
+                cases = [entry.case for entry in read_quarantine(path)]
+                assert cases in [[f"some.dense_delta.tokens-{k}" for k in range(n)] for n in (3, 7)]
+
+    _in_processes(4, work)
+
+
+def test_what_several_processes_have_seen_of_a_case_counts_once(
+    tmp_path: Path, scan_run: Callable[..., ScanRun], trial: NewTrial
+) -> None:
+    path = tmp_path / "history.db"
+
+    def work(number: int) -> None:
+        run = f"night-{number}"
+        with open_history(path) as history:
+            history.add_run(scan_run(run, started_at=_BEGIN + number))
+            for k in range(10):
+                record = trial(k, run, case="a", at=_BEGIN + number + k / 100)
+                # two writers of one trial, as a shard whose report is merged twice
+                history.add(record)
+                history.add(record)
+
+    _in_processes(4, work)
+    with open_history(path) as history:
+        for copy in range(2):
+            with open_history(tmp_path / f"{copy}.db") as other:
+                other.merge(history)
+                history.merge(other)
+        trials = list(history.trials())
+    (found,) = held([_HELD], trials, date(2026, 11, 2))
+    assert (found.trials, found.clean, found.failures, found.released) == (40, 4, 0, True)

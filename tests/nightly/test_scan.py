@@ -7,25 +7,27 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from datetime import date
 from pathlib import Path
+from random import Random
 
 import pytest
 
 from loragate.core.gpu_health import NoHealth
 from loragate.core.verdict import ExitCode
-from loragate.history import History, Outcome, Purpose, ScanRun, TrialRecord, open_history
+from loragate.history import History, Outcome, ScanRun, TrialRecord, open_history
 from loragate.matrix.case_run import CaseRun
 from loragate.matrix.load import load_cases
 from loragate.nightly.conditions import Cause
 from loragate.nightly.morning import morning
 from loragate.nightly.plan import Place
 from loragate.nightly.states import Status, states
+from loragate.scan.messages import Measured, Message
 from loragate.scan.processes import Processes
 from loragate.scan.scan import Scan, Setup
-from loragate.scan.waves import Surroundings, Waves
+from loragate.scan.waves import Surroundings, Waves, _Running
 
 _PLANTED = Path(__file__).parent / "planted"
 _ROOT = Path(__file__).parents[2]
@@ -39,6 +41,9 @@ _CAUSES = {
 }
 # all of them are found within 10; a wave takes less than a second
 _MOST_WAVES = 60
+# subjects of other tests
+_OTHERS = ("Stable", "Crashing")
+_TWO_CORES = Place(workers=2)
 
 
 @dataclass
@@ -48,57 +53,75 @@ class Scanned:
     runs: tuple[ScanRun, ...]
 
 
-@pytest.fixture
-def environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture(scope="module")
+def environment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     folders = [_PLANTED, _ROOT / "harness", _ROOT / "kernels", os.environ.get("PYTHONPATH", "")]
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(map(str, folders)))
-    # what cannot be seen cannot be used: these tests run on the CPU everywhere
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    monkeypatch.setenv("TMPDIR", str(tmp_path))
-    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", os.pathsep.join(map(str, folders)))
+        # what cannot be seen cannot be used: these tests run on the CPU everywhere
+        patch.setenv("CUDA_VISIBLE_DEVICES", "")
+        patch.setenv("TMPDIR", str(tmp_path_factory.mktemp("planted")))
+        patch.delenv("TRITON_INTERPRET", raising=False)
+        yield
 
 
-def _runs(subjects: list[str]) -> dict[str, CaseRun]:
+@pytest.fixture(scope="module")
+def processes(environment: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Processes]:
+    """For all tests: importing torch takes longer than most of their trials."""
+    names = [f"{_MODULE}:{subject}" for subject in (*_CAUSES, *_OTHERS)]
+    with Processes(names, tmp_path_factory.mktemp("scan") / "log") as started:
+        yield started
+
+
+def _runs(subjects: Collection[str], tokens: Collection[int]) -> dict[str, CaseRun]:
     matrix = (_PLANTED / "planted.yaml",)
     every = (
         CaseRun(f"{_MODULE}:{subject}", case, matrix=matrix)
         for subject in subjects
         for case in load_cases(matrix)
+        if case.tokens in tokens
     )
     return {run.run_id: run for run in every}
 
 
+def _started(
+    history: History,
+    processes: Processes,
+    run: ScanRun,
+    runs: dict[str, CaseRun],
+    folder: Path,
+    *,
+    seed: int = 16,
+    place: Place = _TWO_CORES,
+) -> Scan:
+    """A scan that no clock ends."""
+    history.add_run(run)
+    around = Surroundings(
+        run=run.uid,
+        runs=runs,
+        history=history,
+        processes=processes,
+        health=NoHealth(),
+        folder=folder,
+    )
+    setup = Setup(run=run, cases=tuple(runs), place=place, budget_s=1e6, seed=seed)
+    return Scan(setup, Waves(around), history, lambda text: None)
+
+
 def _scan(
-    folder: Path, subjects: list[str], new_run: Callable[..., ScanRun], until: Callable[..., bool]
+    folder: Path,
+    processes: Processes,
+    runs: dict[str, CaseRun],
+    run: ScanRun,
+    until: Callable[[list[TrialRecord]], bool],
 ) -> Scanned:
     """Waves until `until` says that the trials so far are enough."""
-    runs = _runs(subjects)
     history = open_history(folder / "history.db")
-    run = new_run(started_at=time.time())
-    history.add_run(run)
-    names = sorted({run.subject for run in runs.values()})
-    with Processes(names, folder / "log") as processes:
-        around = Surroundings(
-            run=run.uid,
-            runs=runs,
-            history=history,
-            processes=processes,
-            health=NoHealth(),
-            folder=folder,
-        )
-        setup = Setup(
-            run=run,
-            cases=tuple(runs),
-            place=Place(workers=2),
-            # no clock ends this scan
-            budget_s=1e6,
-            seed=16,
-        )
-        scan = Scan(setup, Waves(around), history, lambda text: None)
-        for _ in range(_MOST_WAVES):
-            scan.step()
-            if until(list(history.trials())):
-                break
+    scan = _started(history, processes, run, runs, folder)
+    for _ in range(_MOST_WAVES):
+        scan.step()
+        if until(list(history.trials())):
+            break
     return Scanned(history, list(history.trials()), history.runs())
 
 
@@ -111,17 +134,17 @@ def _causes(trials: list[TrialRecord]) -> dict[str, str]:
     return found
 
 
-@pytest.mark.usefixtures("environment")
-def test_five_kinds_of_nondeterminism_are_found_and_named_and_what_is_stable_stays_so(
-    tmp_path: Path, scan_run: Callable[..., ScanRun]
+def test_five_kinds_of_nondeterminism_are_found_and_named_beside_what_is_stable(
+    tmp_path: Path, processes: Processes, scan_run: Callable[..., ScanRun]
 ) -> None:
     def enough(trials: list[TrialRecord]) -> bool:
-        clean = sum(t.subject.endswith("Stable") and t.purpose == Purpose.PLANNED for t in trials)
         # by its bits first, and by its oracles
         judged = any(t.cause and t.measure == "judged" for t in trials)
-        return len(_causes(trials)) == len(_CAUSES) and clean >= 100 and judged
+        return len(_causes(trials)) == len(_CAUSES) and judged
 
-    scanned = _scan(tmp_path, [*_CAUSES, "Stable"], scan_run, enough)
+    # one case of each, and of one the case that makes another one wrong
+    runs = _runs([*_CAUSES, "Stable"], {3}) | _runs(["Order"], {5})
+    scanned = _scan(tmp_path, processes, runs, scan_run(started_at=time.time()), enough)
     assert _causes(scanned.trials) == _CAUSES
     status = {
         state.key.path.split()[0].removeprefix(f"{_MODULE}:"): state.status
@@ -131,7 +154,8 @@ def test_five_kinds_of_nondeterminism_are_found_and_named_and_what_is_stable_sta
         **dict.fromkeys(_CAUSES, Status.FLAKY),
         # a wrong answer is never called flaky
         "Order": Status.WRONG,
-        "Stable": Status.STABLE,
+        # so far nothing is known of it
+        "Stable": Status.UNDECIDED,
     }
     (order,) = [t for t in scanned.trials if t.subject.endswith("Order") and t.cause][:1]
     assert "tokens-5" in order.conditions["after"]
@@ -140,14 +164,32 @@ def test_five_kinds_of_nondeterminism_are_found_and_named_and_what_is_stable_sta
     assert {finding.cause for finding in page.findings} == {str(c) for c in _CAUSES.values()}
 
 
-@pytest.mark.usefixtures("environment")
+def test_what_is_stable_stays_so_in_ten_scans(
+    tmp_path: Path, processes: Processes, scan_run: Callable[..., ScanRun]
+) -> None:
+    seen = []
+    with open_history(tmp_path / "history.db") as history:
+        for number in range(10):
+            run = scan_run(f"night-{number}", started_at=time.time())
+            runs = _runs(["Stable"], {3, 4, 5})
+            scan = _started(history, processes, run, runs, tmp_path, seed=number)
+            for _ in range(4):
+                scan.step()
+            (state,) = states(list(history.trials()), history.runs()).values()
+            assert (state.suspects, state.failures, state.diagnosis) == ((), 0, None)
+            seen.append(state.status)
+    # 15 trials of a scan, and 100 that it takes
+    assert seen == [Status.UNDECIDED] * 6 + [Status.STABLE] * 4
+
+
 def test_a_trial_that_ends_its_process_is_wrong_and_the_scan_goes_on(
-    tmp_path: Path, scan_run: Callable[..., ScanRun]
+    tmp_path: Path, processes: Processes, scan_run: Callable[..., ScanRun]
 ) -> None:
     def enough(trials: list[TrialRecord]) -> bool:
         return sum(trial.outcome is Outcome.RIGHT for trial in trials) >= 3
 
-    scanned = _scan(tmp_path, ["Crashing"], scan_run, enough)
+    runs = _runs(["Crashing"], {3, 4, 5})
+    scanned = _scan(tmp_path, processes, runs, scan_run(started_at=time.time()), enough)
     outcomes = {t.case.rpartition("-")[2]: t.outcome for t in scanned.trials if not t.cause}
     assert outcomes.pop("4") is Outcome.WRONG
     assert set(outcomes.values()) == {Outcome.RIGHT}
@@ -157,22 +199,91 @@ def test_a_trial_that_ends_its_process_is_wrong_and_the_scan_goes_on(
     assert _causes(scanned.trials) == {"Crashing": Cause.ALWAYS}
 
 
+def _tell_of_trials(told: int) -> None:
+    """Of each trial that a scan in this process hears of, before it is in the history."""
+    hear = _Running.hear
+
+    def telling(self: _Running, message: Message | None) -> Measured | None:
+        ended = hear(self, message)
+        if ended is not None:
+            os.write(told, b".")
+        return ended
+
+    _Running.hear = telling  # type: ignore[method-assign]
+
+
+def _forked_scan(history: Path, run: ScanRun, processes: Processes) -> tuple[int, int]:
+    """A process that scans until it is killed, and where it tells of its trials."""
+    heard, told = os.pipe()
+    # what the server says of trials of the process before is not meant for this one
+    processes._count += 1_000_000
+    process = os.fork()
+    if process == 0:
+        try:
+            _tell_of_trials(told)
+            with open_history(history) as opened:
+                runs = _runs(["Stable"], {3, 4, 5})
+                place = Place(workers=1)
+                scan = _started(opened, processes, run, runs, history.parent, place=place)
+                while True:
+                    scan.step()
+        finally:
+            os._exit(1)
+    os.close(told)
+    return process, heard
+
+
+def test_a_scan_killed_at_any_moment_keeps_every_trial_that_was_through(
+    tmp_path: Path, processes: Processes, scan_run: Callable[..., ScanRun]
+) -> None:
+    # the server is started once for all of them
+    _scan(tmp_path, processes, _runs(["Stable"], {3}), scan_run("first"), bool)
+    random, told, path = Random(16), {}, tmp_path / "history.db"
+    for moment in range(12):
+        run = scan_run(f"night-{moment}", started_at=time.time())
+        process, heard = _forked_scan(path, run, processes)
+        told[run.uid] = sum(len(os.read(heard, 1)) for _ in range(random.randrange(1, 8)))
+        time.sleep(random.random() / 100)
+        os.kill(process, signal.SIGKILL)
+        os.waitpid(process, 0)
+        while rest := os.read(heard, 1000):
+            told[run.uid] += len(rest)
+        os.close(heard)
+    with open_history(path) as history:
+        trials = list(history.trials())
+        assert {r.finished_at for r in history.runs()} == {None}
+    for uid, count in told.items():
+        kept = sorted(t.number for t in trials if t.run == uid)
+        # each scan found what the killed one before it had left, and no trial is torn
+        assert kept == list(range(len(kept)))
+        assert count - 1 <= len(kept) <= count
+    assert all(t.outcome is Outcome.RIGHT and t.path_key for t in trials)
+    assert len({t.digest for t in trials if t.digest and t.draw == 0}) == 3
+
+
 @pytest.fixture
 def started_scan(tmp_path: Path, environment: None) -> Iterator[subprocess.Popen[str]]:
-    """The command, which has time for hours, once it has recorded some trials."""
+    """The command, which has time for hours, once it has recorded some trials and named a cause."""
     command = [
         *(sys.executable, "-m", "loragate", "scan", "--budget=2h", "--workers=2"),
-        *(f"--subject={_MODULE}:Stable", f"--matrix={_PLANTED / 'planted.yaml'}"),
+        *(f"--subject={_MODULE}:Atomics", f"--matrix={_PLANTED / 'planted.yaml'}"),
         *(f"--history={tmp_path / 'h.db'}", f"--report={tmp_path / 'report'}"),
     ]
     scan = subprocess.Popen(
-        command, cwd=_ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        command,
+        cwd=_ROOT,
+        # by which its processes are known
+        env={**os.environ, "TMPDIR": str(tmp_path)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
     )
     assert scan.stdout is not None
     heard = []
     for line in scan.stdout:
         heard.append(line)
-        if "wave 3" in line:
+        waves = sum("wave" in earlier for earlier in heard)
+        if waves >= 3 and any("run to run" in earlier for earlier in heard):
             break
     else:
         pytest.fail("".join(heard))
@@ -201,7 +312,7 @@ def test_an_interrupted_scan_shows_what_it_found_and_leaves_no_process(
     started_scan.send_signal(signal.SIGINT)
     output, _ = started_scan.communicate(timeout=240)
     assert started_scan.returncode == ExitCode.INCOMPLETE.value, output
-    assert (tmp_path / "report" / "morning.html").is_file()
+    assert "run to run" in (tmp_path / "report" / "morning.html").read_text(encoding="utf-8")
     with open_history(tmp_path / "h.db") as history:
         assert history.count() >= 9
         (run,) = history.runs()

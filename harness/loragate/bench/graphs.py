@@ -8,7 +8,8 @@ replay, and it is told apart from the call that launches the graph, which is CUD
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 from statistics import median
 from unittest.mock import patch
@@ -36,6 +37,7 @@ from loragate.bench.graphs_rows import (
     ReplayRow,
 )
 from loragate.bench.lorakernels_decode import DecodeSteps
+from loragate.bench.timer import Clock
 from loragate.core.machine import Machine
 from loragate.core.verdict import ExitCode
 from loragate.execution.graph import capture
@@ -64,6 +66,42 @@ def run_graphs(
         torch.cuda.empty_cache()
         progress(f"[{len(measured)}/{len(rows)}] {row.id}")
     return GraphFigures(candidate.subject.name, tuple(measured))
+
+
+@dataclass(frozen=True, slots=True)
+class StepTime:
+    """Microseconds of a captured step on the device."""
+
+    row: ReplayRow
+    step_us: float
+
+
+def measure(
+    candidate: Contender,
+    baseline: Contender | None,
+    rows: Sequence[ReplayRow],
+    machine: Machine,
+    clock: Clock,
+    progress: Callable[[str], None],
+) -> Iterator[StepTime]:
+    """The steps of the rows, which `clock` captures: what two builds are compared by. The time of
+    the host and the memory that is reserved are no times of a device."""
+    for row in rows:
+        yield _step_time(row, _model(row.model, SLOTS, machine), clock)
+        if machine.device == "cuda":
+            torch.cuda.empty_cache()
+
+
+@torch.no_grad()
+def _step_time(row: ReplayRow, model: DecodeSteps, clock: Clock) -> StepTime:
+    slots = torch.tensor(row.token_slots, dtype=torch.int32)
+    with model.adapters():
+        model.inputs.write(slots, {"ids": torch.arange(row.tokens)})
+        model.buffers.batch.prepare(slots)
+        step = partial(model.step, row.tokens)
+        # a clock that times nothing compiles the kernels
+        step()
+        return StepTime(row, clock({"step": step})["step"])
 
 
 @torch.no_grad()

@@ -21,7 +21,7 @@ from loragate.bench.engine_tables import render_markdown as engine_markdown
 from loragate.bench.engine_tables import render_terminal as engine_terminal
 from loragate.bench.figures import DenseFigures
 from loragate.bench.graphs_figures import GraphFigures
-from loragate.bench.graphs_rows import graph_rows
+from loragate.bench.graphs_rows import ReplayRow, graph_rows
 from loragate.bench.graphs_tables import render_markdown as graphs_markdown
 from loragate.bench.graphs_tables import render_terminal as graphs_terminal
 from loragate.bench.moe_figures import MoEFigures
@@ -67,6 +67,10 @@ class Run(Protocol):
     ) -> Figures: ...
 
 
+def _every(row: Row) -> bool:
+    return True
+
+
 @dataclass(frozen=True, slots=True)
 class Kind:
     name: str
@@ -92,6 +96,8 @@ class Kind:
     shape: str = ""
     # "module:function" of a `Measure`, by which two builds are compared; None if they cannot be
     measure_target: str | None = None
+    # whether two builds are compared by a row
+    compares: Callable[[Any], bool] = _every
 
     @property
     def run(self) -> Run:
@@ -162,6 +168,8 @@ _ALL = (
         rows=graph_rows,
         pattern="replay.qwen3_8b.*",
         target="loragate.bench.graphs:run_graphs",
+        measure_target="loragate.bench.graphs:measure",
+        compares=lambda row: isinstance(row, ReplayRow),
         read=GraphFigures.from_payload,
         terminal=graphs_terminal,
         markdown=graphs_markdown,

@@ -19,11 +19,13 @@ from loragate.bench.drawing import MissingMatplotlib
 from loragate.bench.kinds import KINDS, Figures, Kind
 from loragate.bench.plots import plots_of, write_plots
 from loragate.bench.select import Row, select_rows
+from loragate.bench.speed.builds import check_against
 from loragate.bench.speed.figures import SpeedFigures
 from loragate.bench.speed.tables import render_terminal as render_comparison
 from loragate.bench.speed.tables import summary_lines
 from loragate.bench.text import markdown_bars
 from loragate.commands.record_options import add_events_options, add_record_options, open_record
+from loragate.core.checkout import project_root
 from loragate.core.errors import CommandError, usage_errors
 from loragate.core.output import say
 from loragate.core.verdict import ExitCode, Verdict, worst
@@ -141,6 +143,8 @@ def _rows(kind: Kind, asked: Asked, arguments: argparse.Namespace) -> Sequence[R
                 raise ValueError(f"{option} takes rows of the table; leave out the others")
         return select_rows(kind.asked(asked), arguments.rows)
     table = kind.rows() if kind.default_seed is None else kind.rows(arguments.seed)
+    if arguments.against is not None:
+        table = tuple(filter(kind.compares, table))
     rows = select_rows(table, arguments.rows)
     if arguments.record and rows != tuple(table):
         raise ValueError("--record takes the whole table; leave out --rows")
@@ -190,6 +194,8 @@ def run_kind_command(kind: Kind, arguments: argparse.Namespace) -> ExitCode:
         rows = _rows(kind, asked, arguments)
         if arguments.against is not None and (arguments.baseline or arguments.subject != _OWN):
             raise ValueError("--against compares builds of lorakernels; leave out other subjects")
+        if arguments.against is not None:
+            check_against(arguments.against, project_root())
         section = kind.section if arguments.against is None else f"{kind.section}_against"
         recorder = open_record(arguments, section)
     if arguments.against is None:

@@ -6,8 +6,10 @@ import argparse
 import sys
 from pathlib import Path
 
+from loragate.bench.speed.builds import check_against
 from loragate.commands.record_options import add_record_options, open_record
 from loragate.commands.selection_options import add_selection_options, selection_from
+from loragate.core.checkout import project_root
 from loragate.core.errors import CommandError, usage_errors
 from loragate.core.output import say
 from loragate.core.verdict import ExitCode
@@ -40,6 +42,8 @@ def run(arguments: argparse.Namespace) -> ExitCode:
     selection = selection_from(arguments, has_gpu=has_gpu)
     with usage_errors():
         recorder = _open_record(arguments, selection)
+        if arguments.speed is not None:
+            check_against(arguments.speed, project_root(), option="--speed")
     if arguments.speed is not None and not has_gpu:
         raise CommandError("--speed times compiled kernels and needs a GPU", ExitCode.USAGE)
     setup = GateSetup(

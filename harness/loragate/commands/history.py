@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import errno
+import os
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from loragate.core.arguments import count_from
@@ -12,11 +16,15 @@ from loragate.core.files import write_atomically
 from loragate.core.output import say
 from loragate.core.plural import counted
 from loragate.core.verdict import ExitCode
-from loragate.history import History, open_history
+from loragate.history import DatabaseFailedError, History, HistoryError, open_history
+from loragate.history.address import file_of
 from loragate.history.lines import export_lines, import_lines
 
 _DEFAULT = "history.db"
 _DAY_S = 86400
+_MOST_DAYS = 36500
+# how a file of SQLite begins
+_SQLITE = b"SQLite format 3\0"
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -33,7 +41,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     export.add_argument("file", type=Path, metavar="FILE")
     export.set_defaults(act=_export)
     prune = actions.add_parser("prune", help="remove old trials that were right")
-    prune.add_argument("--days", type=count_from(1), required=True, metavar="N")
+    prune.add_argument("--days", type=count_from(1, _MOST_DAYS), required=True, metavar="N")
     prune.set_defaults(act=_prune)
     parser.set_defaults(run=run)
 
@@ -47,45 +55,79 @@ def add_history_option(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def open_named(where: str, *, is_made: bool) -> History:
-    """is_made: whether a file that does not exist is made. Raises CommandError."""
-    with usage_errors():
+@contextmanager
+def open_named(where: str, *, is_made: bool) -> Iterator[History]:
+    """is_made: whether a file that does not exist is made. Raises CommandError, also for what goes
+    wrong with the history within."""
+    try:
         if not is_made:
             _refuse_missing(where)
-        return open_history(where)
+        with open_history(where) as history:
+            yield history
+    except HistoryError as error:
+        raise CommandError(str(error), ExitCode.USAGE) from error
+    except DatabaseFailedError as error:
+        raise CommandError(str(error), ExitCode.INFRASTRUCTURE) from error
 
 
 def _refuse_missing(where: str) -> None:
     # an empty history in place of a name with a mistake would look like nights that found nothing
-    if "://" not in where and not Path(where).is_file():
-        raise ValueError(f"there is no history {where}")
+    path = file_of(where)
+    if path is not None and not path.is_file():
+        raise HistoryError(f"there is no history {where!r}")
 
 
 def run(arguments: argparse.Namespace) -> ExitCode:
     is_made = arguments.act in (_merge, _import)
+    with usage_errors():
+        # before a history is made that would hold nothing
+        for name in getattr(arguments, "others", ()):
+            _refuse_missing(name)
     with open_named(arguments.history, is_made=is_made) as history:
-        try:
-            with usage_errors():
-                arguments.act(arguments, history)
-        except OSError as error:
-            raise CommandError(str(error), ExitCode.USAGE) from error
+        arguments.act(arguments, history)
     return ExitCode.OK
 
 
 def _merge(arguments: argparse.Namespace, history: History) -> None:
     for name in arguments.others:
-        _refuse_missing(name)
         with open_history(name) as other:
             say(f"{name}: {counted(history.merge(other), 'new trial')}")
 
 
 def _import(arguments: argparse.Namespace, history: History) -> None:
     for path in arguments.files:
-        say(f"{path}: {counted(import_lines(history, path), 'new trial')}")
+        with _naming(path):
+            if path.exists() and not path.is_file():
+                # a pipe or a device may have no end
+                raise OSError(errno.EINVAL, "must be a regular file")
+            say(f"{path}: {counted(import_lines(history, path), 'new trial')}")
 
 
 def _export(arguments: argparse.Namespace, history: History) -> None:
-    write_atomically(arguments.file, "".join(f"{line}\n" for line in export_lines(history)))
+    path: Path = arguments.file
+    with _naming(path):
+        if _is_database(path):
+            raise OSError(errno.EEXIST, "is a database; name another file")
+        if path.is_dir():
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+        write_atomically(path, "".join(f"{line}\n" for line in export_lines(history)))
+
+
+def _is_database(path: Path) -> bool:
+    """Whether an export would take the place of a history, perhaps of this one."""
+    if not path.is_file():
+        return False
+    with path.open("rb") as file:
+        return file.read(len(_SQLITE)) == _SQLITE
+
+
+@contextmanager
+def _naming(path: Path) -> Iterator[None]:
+    """What the system says about a file becomes a CommandError."""
+    try:
+        yield
+    except OSError as error:
+        raise CommandError(f"{path}: {error.strerror}", ExitCode.USAGE) from error
 
 
 def _prune(arguments: argparse.Namespace, history: History) -> None:

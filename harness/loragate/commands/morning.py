@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import os
 import sys
 from collections.abc import Sequence
-from datetime import UTC, datetime
+from datetime import UTC, date, datetime
 from pathlib import Path
 
 from loragate.commands.history import add_history_option, open_named
@@ -22,7 +23,7 @@ from loragate.nightly.morning import Morning, morning
 from loragate.nightly.pages.html import render_html
 from loragate.nightly.pages.summary import render_markdown
 from loragate.nightly.pages.terminal import render_terminal
-from loragate.nightly.quarantine import Quarantined, check_cases, read_quarantine
+from loragate.nightly.quarantine import Quarantined, check_cases, check_dates, read_quarantine
 from loragate.report.colour import colour_for
 from loragate.report.write import append_to_step
 from loragate.subjects.registry import SUBJECTS
@@ -50,7 +51,6 @@ def add_page_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--quarantine",
         type=Path,
-        default=_QUARANTINE,
         metavar="FILE",
         help="YAML file of cases that are known to be flaky (default: ci/quarantine.yaml)",
     )
@@ -59,6 +59,22 @@ def add_page_options(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> ExitCode:
     with open_named(arguments.history, is_made=False) as history:
         return write_morning(arguments, history)
+
+
+def check_report(arguments: argparse.Namespace) -> None:
+    """Before hours are spent on what could not be shown. Raises CommandError."""
+    try:
+        arguments.report.mkdir(parents=True, exist_ok=True)
+        if not os.access(arguments.report, os.W_OK):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+    except OSError as error:
+        raise _unwritten(arguments.report, error) from error
+
+
+def _unwritten(report: Path, error: OSError) -> CommandError:
+    return CommandError(
+        f"report folder {report}: cannot be written: {error.strerror}", ExitCode.INFRASTRUCTURE
+    )
 
 
 def write_morning(
@@ -70,8 +86,7 @@ def write_morning(
         write_atomically(arguments.report / HTML_NAME, render_html(page))
         write_atomically(arguments.report / MARKDOWN_NAME, render_markdown(page))
     except OSError as error:
-        message = f"report folder {arguments.report}: cannot be written: {error}"
-        raise CommandError(message, ExitCode.INFRASTRUCTURE) from error
+        raise _unwritten(arguments.report, error) from error
     append_to_step(lambda: render_markdown(page), os.environ)
     say(render_terminal(page, colour_for(sys.stdout, os.environ)))
     say(f"page: {arguments.report / HTML_NAME}")
@@ -81,18 +96,26 @@ def write_morning(
 def _page(arguments: argparse.Namespace, history: History, cases: Sequence[str]) -> Morning:
     trials = list(history.trials())
     entries = quarantined(arguments, [*cases, *{trial.case for trial in trials}])
-    today = datetime.now(UTC).date()
+    today = _today()
     return morning(history.runs(), trials, entries, cases=cases, today=today)
 
 
 def quarantined(arguments: argparse.Namespace, cases: Sequence[str]) -> tuple[Quarantined, ...]:
     """The entries of the file. Raises CommandError, also for a case that does not exist: it is one
     of `cases`, or of the default ones of a subject that comes with the harness."""
-    path, known = arguments.quarantine, set(cases)
+    path, known = arguments.quarantine or _QUARANTINE, set(cases)
     with usage_errors():
+        if arguments.quarantine and not path.exists():
+            # without it the flakes that it lists would be reported as new ones
+            raise ValueError(f"--quarantine {path}: there is no such file")
         entries = read_quarantine(path)
+        check_dates(path, entries, _today())
         if any(entry.case not in known for entry in entries):
             shipped = load_cases(default_files(project_root()))
             known |= {run_id(subject, case) for subject in SUBJECTS for case in shipped}
         check_cases(path, entries, known)
     return entries
+
+
+def _today() -> date:
+    return datetime.now(UTC).date()

@@ -14,14 +14,14 @@ from dataclasses import replace
 from pathlib import Path
 
 from loragate.commands.history import add_history_option, open_named
-from loragate.commands.morning import add_page_options, quarantined, write_morning
+from loragate.commands.morning import add_page_options, check_report, quarantined, write_morning
 from loragate.commands.selection_options import (
     add_case_options,
     add_matrix_option,
     selection_from,
 )
 from loragate.core.arguments import count_from
-from loragate.core.checkout import changed_files, project_root
+from loragate.core.checkout import branches_and_tags, changed_files, project_root
 from loragate.core.errors import CommandError, usage_errors
 from loragate.core.gpu_health import open_health
 from loragate.core.gpus import driver_version, list_gpus, visible_gpus
@@ -33,20 +33,24 @@ from loragate.events.model import Note, RunStarted
 from loragate.history import History, ScanRun
 from loragate.matrix.case_run import CaseRun
 from loragate.matrix.load import load_cases
+from loragate.matrix.problems import nearest
 from loragate.matrix.selection import Selection, select_runs
+from loragate.nightly.morning import day_of
 from loragate.nightly.plan import Place
 from loragate.run.gate import gpu_is_visible
 from loragate.run.opening import RunRequest
 from loragate.run.opening_process import opening_events_of_child
+from loragate.scan.clock import RunClock
 from loragate.scan.processes import Processes
 from loragate.scan.scan import Scan, Setup
 from loragate.scan.since import cases_changed
 from loragate.scan.waves import Surroundings, Waves
 
 _UNITS = {"s": 1, "m": 60, "h": 3600}
-_BUDGET = re.compile(r"([0-9]+)([smh])")
+_BUDGET = re.compile(r"([0-9]{1,6})([smh])")
 # beside the processes of the trials each GPU has work of its own to do
 _PER_GPU = 2
+_MOST_WORKERS = 256
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -63,7 +67,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     )
     parser.add_argument(
         "--workers",
-        type=count_from(1),
+        type=count_from(1, _MOST_WORKERS),
         metavar="N",
         help="processes that run beside each other (default: one per core, 2 per GPU)",
     )
@@ -75,23 +79,28 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 
 def run(arguments: argparse.Namespace) -> ExitCode:
+    begin = time.monotonic()
     has_gpu = gpu_is_visible()
     selection = selection_from(arguments, has_gpu=has_gpu)
-    begin = time.monotonic()
+    with usage_errors():
+        files = _changed_since(arguments.since)
+    check_report(arguments)
     with usage_errors():
         runs, plan = _planned(selection)
     quarantined(arguments, sorted(runs))
     with open_named(arguments.history, is_made=True) as history:
-        setup = _setup(arguments, history, runs, plan, has_gpu=has_gpu)
+        changed = None if files is None else cases_changed(runs, history, files)
+        clock = _clock(history)
+        setup = _setup(arguments, runs, plan, changed, clock.started, has_gpu=has_gpu)
         # planning is a part of the time that was given
         setup = replace(setup, budget_s=setup.budget_s - (time.monotonic() - begin))
         say(f"scan of {len(runs)} cases for {arguments.budget:g} s, history {history.name}")
         history.add_run(setup.run)
         try:
-            _scan(setup, selection, runs, history, has_gpu=has_gpu)
+            _scan(setup, selection, runs, history, clock, has_gpu=has_gpu)
         finally:
             # also after Ctrl-C: what is known by then is kept and shown
-            history.add_run(replace(setup.run, finished_at=time.time()))
+            history.add_run(replace(setup.run, finished_at=clock()))
             code = write_morning(arguments, history, cases=setup.cases)
     return code
 
@@ -101,6 +110,7 @@ def _scan(
     selection: Selection,
     runs: dict[str, CaseRun],
     history: History,
+    clock: RunClock,
     *,
     has_gpu: bool,
 ) -> None:
@@ -116,6 +126,7 @@ def _scan(
                     processes=processes,
                     health=health,
                     folder=folder,
+                    clock=clock,
                 )
                 Scan(setup, Waves(around), history, say).run()
     finally:
@@ -141,18 +152,14 @@ def _planned(selection: Selection) -> tuple[dict[str, CaseRun], RunStarted]:
 
 def _setup(
     arguments: argparse.Namespace,
-    history: History,
     runs: dict[str, CaseRun],
     plan: RunStarted,
+    changed: frozenset[str] | None,
+    started: float,
     *,
     has_gpu: bool,
 ) -> Setup:
     gpus = visible_gpus(os.environ, list_gpus(os.environ)) if has_gpu else ()
-    started = time.time()
-    changed = None
-    if arguments.since:
-        with usage_errors():
-            changed = cases_changed(runs, history, _changed_since(arguments.since))
     workers = arguments.workers or (_PER_GPU if has_gpu else usable_cores())
     return Setup(
         run=ScanRun(
@@ -173,6 +180,17 @@ def _setup(
     )
 
 
+def _clock(history: History) -> RunClock:
+    last = history.last_of(platform.node())
+    clock = RunClock(last)
+    if last is not None and last > clock.started:
+        say(
+            f"this machine has recorded trials of {day_of(last)} UTC, which is yet to come: "
+            "its clock is wrong now, or was then"
+        )
+    return clock
+
+
 def _environment(plan: RunStarted, gpus: tuple[str, ...]) -> dict[str, str]:
     found = {
         **plan.versions,
@@ -187,11 +205,17 @@ def _environment(plan: RunStarted, gpus: tuple[str, ...]) -> dict[str, str]:
     return {name: value for name, value in found.items() if value}
 
 
-def _changed_since(revision: str) -> frozenset[str]:
+def _changed_since(revision: str | None) -> frozenset[str] | None:
+    """None where no revision was named. Raises ValueError."""
+    if revision is None:
+        return None
+    root = project_root()
     try:
-        return changed_files(project_root(), revision)
+        return changed_files(root, revision)
     except (OSError, subprocess.SubprocessError) as error:
-        raise ValueError(f"--since {revision}: git does not know this revision") from error
+        near = nearest(revision, branches_and_tags(root))
+        hint = f"; did you mean {near}?" if near else ""
+        raise ValueError(f"--since {revision!r}: git does not know this revision{hint}") from error
 
 
 def _seconds(text: str) -> float:

@@ -101,13 +101,13 @@ def selection_from(arguments: argparse.Namespace, *, has_gpu: bool) -> Selection
 
 def shard_from(arguments: argparse.Namespace) -> Shard | None:
     """Raises CommandError."""
-    if arguments.shard is None:
-        return None
     with usage_errors():
+        # also where there are no shards, and workers are balanced by them
+        durations = durations_of(getattr(arguments, "durations", None))
+        if arguments.shard is None:
+            return None
         index, count = arguments.shard
-        return Shard(
-            index=index, count=count, durations=durations_of(arguments.durations), of_gate=True
-        )
+        return Shard(index=index, count=count, durations=durations, of_gate=True)
 
 
 def matrix_files(arguments: argparse.Namespace) -> tuple[Path, ...]:

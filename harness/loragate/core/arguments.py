@@ -5,13 +5,18 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable
 
+# what Python turns into a number at once
+_MOST_DIGITS = 18
 
-def count_from(lowest: int) -> Callable[[str], int]:
-    """A type for an argument that is an integer of at least `lowest`."""
+
+def count_from(lowest: int, highest: int | None = None) -> Callable[[str], int]:
+    """A type for an argument that is an integer of at least `lowest`, and at most `highest`."""
+    allowed = f"from {lowest} up" if highest is None else f"from {lowest} to {highest}"
 
     def parse(text: str) -> int:
-        if not text.isdecimal() or int(text) < lowest:
-            raise argparse.ArgumentTypeError(f"must be a number from {lowest} up (got {text!r})")
-        return int(text)
+        number = int(text) if text.isdecimal() and len(text) <= _MOST_DIGITS else -1
+        if number < lowest or (highest is not None and number > highest):
+            raise argparse.ArgumentTypeError(f"must be a number {allowed} (got {text!r})")
+        return number
 
     return parse

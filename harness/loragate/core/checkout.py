@@ -59,6 +59,12 @@ def changed_files(root: Path, revision: str) -> frozenset[str]:
     return frozenset(answer.stdout.splitlines())
 
 
+def branches_and_tags(root: Path) -> tuple[str, ...]:
+    """By their short names; none outside of a checkout or without git."""
+    found = _git(root, "for-each-ref", "--format=%(refname:short)")
+    return tuple((found or "").splitlines())
+
+
 def _git(root: Path, *arguments: str) -> str | None:
     try:
         answer = subprocess.run(

@@ -6,7 +6,7 @@ from collections import defaultdict
 from functools import cache
 from pathlib import Path
 
-from loragate.events.log import read_events
+from loragate.events.log import EventsError, read_events
 from loragate.events.model import CaseFinished, LegFinished, RunStarted
 from loragate.matrix.shards import Durations
 
@@ -21,6 +21,8 @@ def durations_of(report: Path | None) -> Durations:
     path = report / _EVENTS if report.is_dir() else report
     events = read_events(path).events
     plans = [event for event in events if isinstance(event, RunStarted)]
+    if not plans:
+        raise EventsError(f"{path}: holds no run; durations are those of a report")
     cases: defaultdict[str, float] = defaultdict(float)
     cases.update({skip.run_id: 0.0 for plan in plans for skip in plan.skipped})
     legs: defaultdict[str, float] = defaultdict(float)

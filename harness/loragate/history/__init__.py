@@ -4,10 +4,19 @@ Invariant: a record is only ever added. A trial is known by the run that it belo
 number there, so that adding it twice changes nothing.
 """
 
-from loragate.history.model import Outcome, PathFiles, Purpose, ScanRun, TrialRecord
-from loragate.history.store import History, HistoryError, open_history
+from loragate.history.model import (
+    DatabaseFailedError,
+    HistoryError,
+    Outcome,
+    PathFiles,
+    Purpose,
+    ScanRun,
+    TrialRecord,
+)
+from loragate.history.store import History, open_history
 
 __all__ = [
+    "DatabaseFailedError",
     "History",
     "HistoryError",
     "Outcome",

@@ -4,31 +4,30 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict, fields
+from dataclasses import asdict
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
 from loragate.history import tables
-from loragate.history.model import PathFiles, ScanRun, TrialRecord
-from loragate.history.store import History, HistoryError
+from loragate.history.fields import Record, checked
+from loragate.history.model import HistoryError, PathFiles, ScanRun, TrialRecord
+from loragate.history.store import History
 
 _SCHEMA = "schema"
-_KIND = "kind"
+_KIND, _OF = "kind", "of"
 _RUN, _PATH, _TRIAL = "run", "path", "trial"
-
-Record = ScanRun | PathFiles | TrialRecord
 
 
 def export_lines(history: History) -> Iterator[str]:
     """The schema, then all runs, paths and trials, the oldest first; one JSON object a line."""
     yield json.dumps({_SCHEMA: tables.SCHEMA})
     for run in history.runs():
-        yield json.dumps({_KIND: _RUN, "of": asdict(run)})
+        yield json.dumps({_KIND: _RUN, _OF: asdict(run)})
     for path in history.paths():
-        yield json.dumps({_KIND: _PATH, "of": asdict(path)})
+        yield json.dumps({_KIND: _PATH, _OF: asdict(path)})
     for trial in history.trials():
-        yield json.dumps({_KIND: _TRIAL, "of": asdict(trial)})
+        yield json.dumps({_KIND: _TRIAL, _OF: asdict(trial)})
 
 
 def import_lines(history: History, path: Path) -> int:
@@ -40,7 +39,8 @@ def import_lines(history: History, path: Path) -> int:
     with path.open(encoding="utf-8", errors="replace", newline="\n") as file:
         runs: list[ScanRun] = []
         paths: list[PathFiles] = []
-        trials = _trials(_records(path, file), runs, paths)
+        known = {run.uid for run in history.runs()}
+        trials = _trials(_records(path, file, known), runs, paths)
         # runs and paths stand before the first trial
         first = next(trials, None)
         rest = () if first is None else chain((first,), trials)
@@ -60,41 +60,52 @@ def _trials(
             yield record
 
 
-def _records(path: Path, lines: Iterable[str]) -> Iterator[Record]:
+def _records(path: Path, lines: Iterable[str], known: set[str]) -> Iterator[Record]:
+    """known: the runs that trials may belong to; those of the file are added."""
     for number, line in enumerate(lines, 1):
         if not line.endswith("\n"):
             return
         try:
-            found = json.loads(line)
+            found = _parsed(line)
             if number == 1:
                 _check_schema(found)
             else:
-                yield _record(found)
-        except (ValueError, KeyError, TypeError) as error:
-            # the text of a KeyError is the key alone
-            what = f"{error} is missing" if isinstance(error, KeyError) else error
-            raise HistoryError(f"{path}:{number}: no record of a history: {what}") from error
+                yield _record(found, known)
+        except ValueError as error:
+            raise HistoryError(f"{path}:{number}: no record of a history: {error}") from error
+
+
+def _parsed(line: str) -> Any:
+    try:
+        return json.loads(line)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"is not JSON: {error.msg} in column {error.colno}") from error
+    except RecursionError as error:
+        raise ValueError("is nested too deeply") from error
 
 
 def _check_schema(found: Any) -> None:
-    if found[_SCHEMA] > tables.SCHEMA:
-        raise ValueError(f"schema {found[_SCHEMA]}, and this version reads up to {tables.SCHEMA}")
+    given = found.get(_SCHEMA) if isinstance(found, dict) else None
+    if type(given) is not int or given < 1:
+        raise ValueError(f'the first line must be as {{"{_SCHEMA}": {tables.SCHEMA}}}')
+    if given > tables.SCHEMA:
+        raise ValueError(
+            f"has schema {given}; this version of loragate reads up to {tables.SCHEMA}: "
+            "update loragate"
+        )
 
 
-def _record(found: Any) -> Record:
-    kind = found[_KIND]
+def _record(found: Any, known: set[str]) -> Record:
+    kind = found.get(_KIND) if isinstance(found, dict) else None
     if kind == _RUN:
-        return tables.run_of(_known(found["of"], ScanRun))
+        run = tables.run_of(checked(ScanRun, found.get(_OF)))
+        known.add(run.uid)
+        return run
     if kind == _PATH:
-        return tables.path_of(_known(found["of"], PathFiles))
-    if kind == _TRIAL:
-        return tables.trial_of(_known(found["of"], TrialRecord))
-    raise ValueError(f"kind must be {_RUN}, {_PATH} or {_TRIAL} (got {kind!r})")
-
-
-def _known(row: dict[str, Any], kind: type[Record]) -> dict[str, Any]:
-    """Raises ValueError for a field that does not exist."""
-    extra = row.keys() - {field.name for field in fields(kind)}
-    if extra:
-        raise ValueError(f"there is no field {', '.join(sorted(extra))}")
-    return row
+        return tables.path_of(checked(PathFiles, found.get(_OF)))
+    if kind != _TRIAL:
+        raise ValueError(f"{_KIND} must be {_RUN}, {_PATH} or {_TRIAL} (got {kind!r})")
+    trial = tables.trial_of(checked(TrialRecord, found.get(_OF)))
+    if trial.run not in known:
+        raise ValueError(f"there is no run {trial.run!r} above it, nor in the history")
+    return trial

@@ -6,6 +6,18 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+# the end of the year 9999, after which there are no dates
+LATEST_S = 253_402_300_799.0
+
+
+class HistoryError(ValueError):
+    """The history cannot be used as it is; the message says which one and why."""
+
+
+class DatabaseFailedError(Exception):
+    """The database of a history does not answer, or failed while it was in use, as when a disk is
+    full."""
+
 
 class Outcome(StrEnum):
     """What one trial has shown."""

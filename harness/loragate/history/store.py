@@ -6,26 +6,22 @@ writing. SQLite writes ahead (WAL), and several processes may append at the same
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from sqlalchemy import (
-    URL,
     Connection,
     CursorResult,
     Engine,
     Insert,
     Table,
-    create_engine,
     delete,
-    event,
     func,
     insert,
     inspect,
-    make_url,
     select,
     text,
     tuple_,
@@ -33,20 +29,23 @@ from sqlalchemy import (
 )
 from sqlalchemy.dialects.postgresql import insert as insert_postgresql
 from sqlalchemy.dialects.sqlite import insert as insert_sqlite
-from sqlalchemy.exc import ArgumentError, IntegrityError, SQLAlchemyError
+from sqlalchemy.exc import IntegrityError, OperationalError, SQLAlchemyError
 
 from loragate.history import tables
-from loragate.history.model import Outcome, PathFiles, ScanRun, TrialRecord
+from loragate.history.address import engine_of
+from loragate.history.merging import check_attached, copy_attached
+from loragate.history.model import (
+    DatabaseFailedError,
+    HistoryError,
+    Outcome,
+    PathFiles,
+    ScanRun,
+    TrialRecord,
+)
 from loragate.history.tables import METADATA, PATHS, RUNS, SCHEMA_TABLE, TRIALS
 
-# how long a writer waits for another one
-_PATIENCE_S = 60
 _BATCH = 10_000
-_DIALECTS = ("postgresql", "sqlite")
-
-
-class HistoryError(ValueError):
-    """The history cannot be used as it is; the message says which one and why."""
+T = TypeVar("T")
 
 
 def open_history(where: str | Path) -> History:
@@ -54,23 +53,18 @@ def open_history(where: str | Path) -> History:
     `postgresql+psycopg://user@host/name`.
 
     Raises HistoryError for a URL that leads nowhere, a database of something else, or a history
-    that a newer version has written. An older one is brought up to date.
+    that a newer version has written. An older one is brought up to date. Raises DatabaseFailedError
+    where a server or a disk does not answer, which may be otherwise in a minute.
     """
-    try:
-        url = _url(where)
-        engine = create_engine(url)
-    except (ArgumentError, ModuleNotFoundError) as error:
-        raise HistoryError(f"history {where}: {error}") from error
-    if engine.dialect.name not in _DIALECTS:
-        known = ", ".join(_DIALECTS)
-        raise HistoryError(f"history {where}: {engine.dialect.name} is not one of {known}")
-    if engine.dialect.name == "sqlite":
-        event.listen(engine, "connect", _prepare_sqlite)
-    history = History(engine, url.render_as_string(hide_password=True))
+    engine = engine_of(where)
+    name = engine.url.render_as_string(hide_password=True).removeprefix("sqlite:///")
+    history = History(engine, name)
     try:
         history.prepare()
+    except OperationalError as error:
+        raise DatabaseFailedError(f"history {name}: {_reason(error)}") from error
     except SQLAlchemyError as error:
-        raise HistoryError(f"history {history.name}: {_reason(error)}") from error
+        raise HistoryError(f"history {name}: {_reason(error)}") from error
     return history
 
 
@@ -110,11 +104,16 @@ class History:
                 METADATA.create_all(connection)
                 connection.execute(insert(SCHEMA_TABLE).values(version=tables.SCHEMA))
                 return
+            missing = sorted(METADATA.tables.keys() - found)
+            if missing:
+                raise HistoryError(f"{self.name} lacks the table {', '.join(missing)}")
             self._upgrade(connection)
 
     def _upgrade(self, connection: Connection) -> None:
         version = connection.scalar(select(func.max(SCHEMA_TABLE.c.version)))
-        if version is None or version > tables.SCHEMA:
+        if version is None:
+            raise HistoryError(f"{self.name} has a table of its schema, and no schema in it")
+        if version > tables.SCHEMA:
             raise HistoryError(
                 f"{self.name} has schema {version}; this version of loragate reads up to "
                 f"{tables.SCHEMA}: update loragate, or name another history"
@@ -145,36 +144,45 @@ class History:
 
     def paths(self) -> tuple[PathFiles, ...]:
         """The files of all paths, in the order of their keys."""
-        with self._engine.connect() as connection:
-            rows = _rows(connection.execute(select(PATHS).order_by(PATHS.c.path_key)))
-            return tuple(map(tables.path_of, rows))
+        query = select(PATHS).order_by(PATHS.c.path_key)
+        with self._reading() as connection:
+            return tuple(self._records(tables.path_of, PATHS, connection.execute(query)))
 
     def runs(self) -> tuple[ScanRun, ...]:
         """All runs, the oldest first."""
         query = select(RUNS).order_by(RUNS.c.started_at, RUNS.c.uid)
-        with self._engine.connect() as connection:
-            return tuple(map(tables.run_of, _rows(connection.execute(query))))
+        with self._reading() as connection:
+            return tuple(self._records(tables.run_of, RUNS, connection.execute(query)))
+
+    def last_of(self, machine: str) -> float | None:
+        """When the last run of a machine began, or its last trial ended; None without a run."""
+        trial = select(func.max(TRIALS.c.at)).join(RUNS).where(RUNS.c.machine == machine)
+        run = select(func.max(RUNS.c.started_at)).where(RUNS.c.machine == machine)
+        with self._reading() as connection:
+            found = [connection.scalar(query) for query in (trial, run)]
+        return max((at for at in found if at is not None), default=None)
 
     def trials(self, *, since: float = 0.0) -> Iterator[TrialRecord]:
         """The trials from a time on, the oldest first."""
         query = select(TRIALS).where(TRIALS.c.at >= since)
         query = query.order_by(TRIALS.c.at, TRIALS.c.run, TRIALS.c.number)
-        with self._engine.connect() as connection:
+        with self._reading() as connection:
             rows = connection.execution_options(yield_per=_BATCH).execute(query)
-            yield from map(tables.trial_of, _rows(rows))
+            yield from self._records(tables.trial_of, TRIALS, rows)
 
     def count(self) -> int:
         """How many trials there are."""
-        with self._engine.connect() as connection:
+        with self._reading() as connection:
             return connection.scalar(select(func.count()).select_from(TRIALS)) or 0
 
     def merge(self, other: History) -> int:
         """Add what `other` has and this one has not; returns how many trials that was."""
         if self._file and other._file:
-            return self._merge_file(other._file)
-        with other._engine.connect() as source:
-            rows = source.execution_options(yield_per=_BATCH).execute(select(TRIALS))
-            return self._merge(other.runs(), other.paths(), _rows(rows))
+            # these are few
+            other.runs(), other.paths()
+            return self._merge_file(other._file, other.name)
+        rows = map(tables.row_of, other.trials())
+        return self._merge(other.runs(), other.paths(), rows)
 
     def take(
         self,
@@ -206,26 +214,17 @@ class History:
                 connection.execute(statement, batch)
         return self.count() - before
 
-    def _merge_file(self, other: str) -> int:
+    def _merge_file(self, other: str, name: str) -> int:
         """As `merge`, within SQLite: five times as fast as through this process."""
         before = self.count()
-        with self._engine.connect() as connection:
+        with self._reading() as connection:
             connection.exec_driver_sql("ATTACH DATABASE ? AS other", (other,))
             # SQLite has no transaction yet, SQLAlchemy thinks that it has
             connection.commit()
             try:
+                check_attached(connection, name)
                 with self._writing_by(connection):
-                    for table in (RUNS, PATHS, TRIALS):
-                        names = ", ".join(f'"{column.name}"' for column in table.columns)
-                        connection.exec_driver_sql(
-                            f"INSERT OR IGNORE INTO main.{table.name} ({names}) "
-                            f"SELECT {names} FROM other.{table.name}"
-                        )
-                    connection.exec_driver_sql(
-                        "UPDATE main.scan_runs SET finished_at = (SELECT o.finished_at "
-                        "FROM other.scan_runs o WHERE o.uid = scan_runs.uid) "
-                        "WHERE finished_at IS NULL"
-                    )
+                    copy_attached(connection)
             finally:
                 connection.exec_driver_sql("DETACH DATABASE other")
         return self.count() - before
@@ -257,17 +256,45 @@ class History:
             return insert_sqlite(table).on_conflict_do_nothing()
         return insert_postgresql(table).on_conflict_do_nothing()
 
+    def _records(
+        self, of: Callable[[Mapping[str, Any]], T], table: Table, found: CursorResult[Any]
+    ) -> Iterator[T]:
+        """Raises HistoryError, which names the row, for one that is no record."""
+        for row in _rows(found):
+            try:
+                record = of(row)
+            except (ValueError, TypeError) as error:
+                key = ", ".join(f"{c.name} {row[c.name]}" for c in table.primary_key.columns)
+                raise HistoryError(f"{self.name}: {table.name} with {key}: {error}") from error
+            yield record
+
+    @contextmanager
+    def _reading(self) -> Iterator[Connection]:
+        with self._failing(), self._engine.connect() as connection:
+            yield connection
+
+    @contextmanager
+    def _failing(self) -> Iterator[None]:
+        try:
+            yield
+        except IntegrityError:
+            # the record does not fit, which callers explain
+            raise
+        except SQLAlchemyError as error:
+            raise DatabaseFailedError(f"history {self.name}: {_reason(error)}") from error
+
     @contextmanager
     def _writing(self) -> Iterator[Connection]:
         # opening a connection costs more than writing a trial
         if self._writer is None:
-            self._writer = self._engine.connect()
+            with self._failing():
+                self._writer = self._engine.connect()
         with self._writing_by(self._writer):
             yield self._writer
 
     @contextmanager
     def _writing_by(self, connection: Connection) -> Iterator[None]:
-        with connection.begin():
+        with self._failing(), connection.begin():
             if self._engine.dialect.name == "sqlite":
                 # from the start: a reader that begins to write may have to give up
                 connection.execute(text("BEGIN IMMEDIATE"))
@@ -277,31 +304,6 @@ class History:
 def _rows(found: CursorResult[Any]) -> Iterator[dict[str, Any]]:
     names = tuple(found.keys())
     return (dict(zip(names, row, strict=True)) for row in found)
-
-
-def _url(where: str | Path) -> URL:
-    if isinstance(where, str) and "://" in where:
-        return make_url(where)
-    path = Path(where)
-    if path.exists() and not path.is_file():
-        raise HistoryError(f"history {where}: must be a file or a URL")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise HistoryError(f"history {where}: {error.strerror}") from error
-    return URL.create("sqlite", database=str(path))
-
-
-def _prepare_sqlite(connection: Any, record: object) -> None:
-    # transactions begin where this module says so, see `_writing`
-    connection.isolation_level = None
-    cursor = connection.cursor()
-    cursor.execute(f"PRAGMA busy_timeout = {_PATIENCE_S * 1000}")
-    cursor.execute("PRAGMA journal_mode = WAL")
-    # a killed process loses nothing; only a machine without power may lose its last moments
-    cursor.execute("PRAGMA synchronous = NORMAL")
-    cursor.execute("PRAGMA foreign_keys = ON")
-    cursor.close()
 
 
 def _reason(error: SQLAlchemyError) -> str:

@@ -104,20 +104,25 @@ def path_of(row: Mapping[str, Any]) -> PathFiles:
 
 
 def run_of(row: Mapping[str, Any]) -> ScanRun:
-    return ScanRun(**_filled(row))
+    return ScanRun(**_filled(row, "started_at"))
 
 
 def trial_of(row: Mapping[str, Any]) -> TrialRecord:
-    filled = _filled(row)
+    filled = _filled(row, "at")
     filled["purpose"] = Purpose(filled["purpose"])
     filled["outcome"] = Outcome(filled["outcome"])
     filled["promised"] = bool(filled["promised"])
     return TrialRecord(**filled)
 
 
-def _filled(row: Mapping[str, Any]) -> dict[str, Any]:
+def _filled(row: Mapping[str, Any], time: str) -> dict[str, Any]:
+    """`time`: the field by which records are ordered. Raises ValueError."""
     filled = dict(row)
+    # SQLite keeps a text in a column of numbers
+    filled[time] = float(filled[time])
     for name in _MAPPINGS:
         if isinstance(filled.get(name), str):
             filled[name] = {} if filled[name] == "{}" else json.loads(filled[name])
+            if not isinstance(filled[name], dict):
+                raise ValueError(f"{name} must be an object")
     return filled

@@ -8,16 +8,21 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pydantic import TypeAdapter
+from pydantic import TypeAdapter, ValidationError
 
 from loragate.core.files import lock_of
 from loragate.mutants.model import Fate, Mutant, Result
 from loragate.mutants.ordering import Kill
 
 _RESULT: TypeAdapter[Result] = TypeAdapter(Result)
+_WHAT_TO_DO = "remove it, or choose another --folder"
 
 
-class OtherState(ValueError):
+class JournalError(ValueError):
+    """The results cannot be used; the message names the file."""
+
+
+class OtherState(JournalError):
     """Results of other code, or of another sample, which must not be mixed."""
 
 
@@ -29,56 +34,70 @@ class Journal:
     state: str
 
     def open(self) -> dict[str, Result]:
-        """The results so far, by id. Raises OtherState."""
+        """The results so far, by id. Raises JournalError."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        lines = list(_lines(self.path))
-        if not lines:
-            self._append({"state": self.state})
-            return {}
-        if lines[0].get("state") != self.state:
+        # several processes may begin the same file, and only one of them writes the first line
+        with lock_of(self.path):
+            lines = list(_lines(self.path))
+            if not lines:
+                self._append({"state": self.state})
+                return {}
+        if lines[0][1].get("state") != self.state:
             raise OtherState(
-                f"{self.path}: was written for another state of the code; remove it, or choose "
-                "another --folder"
+                f"{self.path}: was written for another state of the code; {_WHAT_TO_DO}"
             )
-        found = [_RESULT.validate_python(line["result"]) for line in lines[1:]]
+        found = [self._result(number, entry) for number, entry in lines[1:]]
         # what broke for reasons outside of the mutant runs again
         return {result.id: result for result in found if result.fate is not Fate.BROKEN}
 
-    def add(self, mutant: Mutant, result: Result) -> None:
-        self._append(
-            {
-                "module": mutant.module,
-                "function": mutant.function,
-                "result": _RESULT.dump_python(result, mode="json"),
-            }
-        )
+    def _result(self, number: int, entry: dict[str, Any]) -> Result:
+        try:
+            return _RESULT.validate_python(entry.get("result"))
+        except ValidationError as error:
+            what = error.errors()[0]
+            field = ".".join(["result", *map(str, what["loc"])])
+            raise JournalError(
+                f"{self.path}:{number}: {field}: {what['msg']}; {_WHAT_TO_DO}"
+            ) from error
 
-    def _append(self, line: dict[str, Any]) -> None:
-        with lock_of(self.path), self.path.open("a+b") as file:
+    def add(self, mutant: Mutant, result: Result) -> None:
+        entry = {
+            "module": mutant.module,
+            "function": mutant.function,
+            "result": _RESULT.dump_python(result, mode="json"),
+        }
+        with lock_of(self.path):
+            self._append(entry)
+
+    def _append(self, entry: dict[str, Any]) -> None:
+        """With the lock."""
+        with self.path.open("a+b") as file:
             file.seek(0, 2)
             if file.tell():
                 file.seek(-1, 2)
                 # a process that was killed may have left half a line
                 if file.read(1) != b"\n":
                     file.write(b"\n")
-            file.write(json.dumps(line).encode() + b"\n")
+            file.write(json.dumps(entry).encode() + b"\n")
 
 
 def kills_in(folder: Path) -> Iterator[Kill]:
     """What killed mutants in all runs of a folder."""
     for path in sorted(folder.glob("*.jsonl")):
-        for line in _lines(path):
-            result = line.get("result", {})
+        for _, entry in _lines(path):
+            result = entry.get("result", {})
             if result.get("fate") == Fate.KILLED:
-                yield Kill(line["module"], line["function"], result["killer"])
+                yield Kill(entry["module"], entry["function"], result["killer"])
 
 
-def _lines(path: Path) -> Iterator[dict[str, Any]]:
-    text = path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
-    for line in text.splitlines():
+def _lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    """The entries with the numbers of their lines."""
+    data = path.read_bytes() if path.exists() else b""
+    for number, line in enumerate(data.split(b"\n"), 1):
         try:
             entry = json.loads(line)
-        except json.JSONDecodeError:
+        except ValueError:
             # half a line of a process that was killed
             continue
-        yield entry
+        if isinstance(entry, dict):
+            yield number, entry

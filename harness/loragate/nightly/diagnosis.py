@@ -72,7 +72,8 @@ class Suspect:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Diagnosis:
     """cell: where the result changed, or where a changing one became constant. polluter: the trial
-    that has to run before. changed of tried: trials of that cell, or with nothing varied."""
+    that has to run before. changed of tried: trials of that cell, or with nothing varied. is_cut:
+    there was no time to find the cause."""
 
     cause: Cause
     explanation: str
@@ -80,6 +81,7 @@ class Diagnosis:
     polluter: str = ""
     changed: int = 0
     tried: int = 0
+    is_cut: bool = False
 
 
 class TimeSpentError(Exception):
@@ -97,7 +99,7 @@ def diagnose(suspect: Suspect, try_cell: Try) -> Diagnosis:
         return _diagnose(suspect, try_cell)
     except TimeSpentError:
         text = "the time for diagnoses was spent before it was known"
-        return Diagnosis(cause=Cause.UNKNOWN, explanation=text)
+        return Diagnosis(cause=Cause.UNKNOWN, explanation=text, is_cut=True)
 
 
 def _diagnose(suspect: Suspect, try_cell: Try) -> Diagnosis:

@@ -17,6 +17,7 @@ from loragate.nightly.origin import Origin, origin
 from loragate.nightly.quarantine import Held, Quarantined, held
 from loragate.nightly.states import GroupKey, GroupState, Status, group_key, states
 
+_DAY_S = 86400.0
 _BAD = (Status.WRONG, Status.FLAKY)
 _JUDGED = (Outcome.RIGHT, Outcome.DIFFERENT, Outcome.WRONG)
 
@@ -63,6 +64,8 @@ class Morning:
     never: tuple[str, ...]
     # machines whose last run judged nothing
     idle: tuple[str, ...]
+    # machines with a run of a day to come: by their clock it is the last one until then
+    ahead: tuple[str, ...]
     counts: Mapping[Status, int]
     trials: int
     infra: int
@@ -112,10 +115,16 @@ def morning(
         nights=_nights(runs, trials, found.values()),
         never=tuple(sorted(set(cases) - {trial.case for trial in judged})),
         idle=tuple(sorted(machine for machine, uid in latest.items() if uid not in busy)),
+        ahead=tuple(sorted({run.machine for run in runs if run.started_at >= _end_of(today)})),
         counts=Counter(state.status for state in found.values()),
         trials=sum(trial.purpose is Purpose.PLANNED for trial in trials),
         infra=sum(trial.outcome is Outcome.INFRA for trial in trials),
     )
+
+
+def _end_of(today: date) -> float:
+    """Two days from its begin: another clock may be a little faster."""
+    return datetime(today.year, today.month, today.day, tzinfo=UTC).timestamp() + 2 * _DAY_S
 
 
 def cost_s(state: GroupState) -> float:
@@ -181,4 +190,8 @@ def _nights(
 
 def day_of(seconds: float) -> str:
     """A time since 1970 as a date and time of day in UTC."""
-    return f"{datetime.fromtimestamp(seconds, UTC):%Y-%m-%d %H:%M}"
+    try:
+        return f"{datetime.fromtimestamp(seconds, UTC):%Y-%m-%d %H:%M}"
+    except (OverflowError, ValueError, OSError):
+        # beyond the years 1 to 9999, as an older version may have recorded it
+        return f"{seconds:g} s since 1970"

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
-from datetime import date
+from datetime import UTC, date, datetime
 from pathlib import Path
 from typing import Any
 
@@ -106,10 +106,22 @@ def check_cases(path: Path, entries: Iterable[Quarantined], known: Collection[st
         seen.add(entry.case)
 
 
+def check_dates(path: Path, entries: Iterable[Quarantined], today: date) -> None:
+    """today: in UTC. Raises QuarantineError for an entry of a day to come; where the sun rises
+    first it is tomorrow already."""
+    for entry in entries:
+        if (entry.since - today).days > 1:
+            raise QuarantineError(
+                f"{path}: {entry.case!r}: since must not be a day to come "
+                f"(got {entry.since}; by the clock of this machine it is {today})"
+            )
+
+
 def held(
     entries: Iterable[Quarantined], trials: Iterable[TrialRecord], today: date
 ) -> tuple[Held, ...]:
-    """What the history says about each entry; `trials` the oldest first."""
+    """What the history says about each entry; `trials` the oldest first. Runs from before the day
+    of an entry release nothing, otherwise it might be released on that day."""
     found: dict[str, dict[str, list[TrialRecord]]] = {entry.case: {} for entry in entries}
     for trial in trials:
         if trial.case in found and trial.purpose is Purpose.PLANNED:
@@ -119,7 +131,10 @@ def held(
 
 def _held(entry: Quarantined, runs: list[list[TrialRecord]], today: date) -> Held:
     clean = 0
+    begin = datetime(entry.since.year, entry.since.month, entry.since.day, tzinfo=UTC).timestamp()
     for run in reversed(runs):
+        if run[0].at < begin:
+            break
         outcomes = [trial.outcome for trial in run]
         if Outcome.DIFFERENT in outcomes or Outcome.WRONG in outcomes:
             break
@@ -128,7 +143,7 @@ def _held(entry: Quarantined, runs: list[list[TrialRecord]], today: date) -> Hel
     every = [trial for run in runs for trial in run]
     return Held(
         entry=entry,
-        age_days=(today - entry.since).days,
+        age_days=max(0, (today - entry.since).days),
         clean=clean,
         failures=sum(t.outcome in (Outcome.DIFFERENT, Outcome.WRONG) for t in every),
         trials=len(every),

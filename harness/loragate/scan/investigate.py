@@ -79,13 +79,13 @@ def _of_record(trial: TrialRecord) -> str:
     return trial.digest or f"{trial.outcome} {trial.failure}"
 
 
-def record_of(diagnosis: Diagnosis, seen: TrialRecord, number: int) -> TrialRecord:
-    """The record of what was found out about a trial."""
+def record_of(diagnosis: Diagnosis, seen: TrialRecord, number: int, at: float) -> TrialRecord:
+    """The record of what was found out about a trial at the time `at`."""
     conditions = diagnosis.cell.conditions.varied() if diagnosis.cell else {}
     return replace(
         seen,
         number=number,
-        at=time.time(),
+        at=at,
         purpose=Purpose.DIAGNOSE,
         cause=diagnosis.cause.value,
         message=diagnosis.explanation,

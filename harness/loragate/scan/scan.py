@@ -22,7 +22,7 @@ from loragate.nightly.states import Status, differing_trials, group_key, states
 from loragate.scan.investigate import Investigation, of_case, record_of
 from loragate.scan.waves import Shown, Waves
 
-# of the time of a scan, what diagnoses may take
+# of the time of a scan, what diagnoses may take while there are paths to decide
 _DIAGNOSES = 0.3
 # older trials say little about the code of today
 _REMEMBERED_S = 60 * 86400.0
@@ -52,7 +52,10 @@ class Scan:
         self._runs = [*history.runs(), setup.run]
         self._beside: dict[int, Sequence[Wanted]] = {}
         self._diagnosed: set[tuple[str, str, Measure]] = set()
+        self._cut: set[tuple[str, str, Measure]] = set()
         self._diagnosing_s = 0.0
+        # whether there is a path that is undecided, and of which nothing odd is known
+        self._is_searching = True
         self._number = 0
         self._last: Wave | None = None
 
@@ -84,6 +87,9 @@ class Scan:
 
     def _known(self) -> dict[str, Known]:
         found = states(self._trials, self._runs)
+        self._is_searching = any(
+            state.status is Status.UNDECIDED and not state.suspects for state in found.values()
+        ) or not set(self._setup.cases) <= {trial.case for trial in self._trials}
         undecided = {
             trial.case
             for trial in self._trials
@@ -124,19 +130,29 @@ class Scan:
             if key in self._diagnosed or self._is_explained(suspect.record):
                 continue
             self._diagnosed.add(key)
-            budget = self._setup.budget_s * _DIAGNOSES - self._diagnosing_s
             begin = time.monotonic()
-            until = min(self._end(), begin + budget)
+            until = min(self._end(), begin + self._for_diagnoses())
             if begin >= until:
                 return
             found = Investigation(self._waves, wanted, self._setup.place, until=until).run(
                 of_case(self._of_this_run(), wanted), self._beside
             )
             self._diagnosing_s += time.monotonic() - begin
+            if found.is_cut and key not in self._cut:
+                # once more, if there is time
+                self._diagnosed.remove(key)
+                self._cut.add(key)
             self._conclude(found, suspect.record)
 
+    def _for_diagnoses(self) -> float:
+        """The seconds that diagnoses may still take: all that is left once nothing else is to be
+        found out."""
+        if not self._is_searching:
+            return self._left()
+        return self._setup.budget_s * _DIAGNOSES - self._diagnosing_s
+
     def _conclude(self, found: Diagnosis, seen: TrialRecord) -> None:
-        record = record_of(found, seen, self._waves.next_number())
+        record = record_of(found, seen, self._waves.next_number(), self._waves.now())
         self._history.add(record)
         self._trials.append(record)
         self._say(f"{'':10}{seen.case}: {found.cause}: {found.explanation}")

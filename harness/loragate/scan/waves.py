@@ -43,6 +43,7 @@ class Surroundings:
     processes: Processes
     health: HealthReader
     folder: Path
+    clock: Callable[[], float] = time.time
 
 
 class Waves:
@@ -60,6 +61,10 @@ class Waves:
     def next_number(self) -> int:
         """The number of another record of this run."""
         return self._numbers()
+
+    def now(self) -> float:
+        """The time of a record."""
+        return self._around.clock()
 
     def run(
         self,
@@ -143,7 +148,7 @@ class Waves:
         record = TrialRecord(
             run=self._around.run,
             number=self._numbers(),
-            at=time.time(),
+            at=self._around.clock(),
             case=run.run_id,
             subject=run.subject,
             site=case.site.value,

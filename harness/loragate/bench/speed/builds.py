@@ -14,12 +14,15 @@ import shutil
 import subprocess
 import sys
 import tarfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import loragate
+from loragate.core.checkout import branches_and_tags
+from loragate.matrix.problems import nearest
 
 PACKAGE = "lorakernels"
 _IN_A_CHECKOUT = f"kernels/{PACKAGE}"
@@ -61,17 +64,41 @@ def installed_build(target: Path) -> Build:
     return Build("this build", target)
 
 
+def check_against(against: str, root: Path, *, option: str = "--against") -> None:
+    """Before minutes are spent on something else. Raises ValueError where `build_against` would;
+    `option` is what the message names."""
+    with _naming(option):
+        _source_of(against, root)
+
+
 def build_against(against: str, root: Path, target: Path) -> Build:
     """A copy, in the folder `target`, of what `against` names: a folder that holds the package (an
     environment, a checkout, or the package's own parent), or a revision of the checkout `root`.
 
     Raises ValueError.
     """
-    if Path(against).is_dir():
-        _copy(_package_in(Path(against)), target)
+    with _naming("--against"):
+        source = _source_of(against, root)
+    if isinstance(source, Path):
+        _copy(source, target)
     else:
-        _extract(_archive(against, root), target)
+        _extract(source, target)
     return Build(against, target)
+
+
+@contextmanager
+def _naming(option: str) -> Iterator[None]:
+    try:
+        yield
+    except ValueError as error:
+        raise ValueError(f"{option} {error}") from error
+
+
+def _source_of(against: str, root: Path) -> Path | bytes:
+    """The folder of the package, or a tar file that holds it."""
+    if not against:
+        raise ValueError("must be a folder or a revision (got '')")
+    return _package_in(Path(against)) if Path(against).is_dir() else _archive(against, root)
 
 
 def _package_in(folder: Path) -> Path:
@@ -82,7 +109,7 @@ def _package_in(folder: Path) -> Path:
         if (package / "__init__.py").is_file():
             return package
     looked = ", ".join(str(folder / place / PACKAGE) for place in places)
-    raise ValueError(f"--against {folder}: the folder holds no {PACKAGE} (looked for {looked})")
+    raise ValueError(f"{folder}: the folder holds no {PACKAGE} (looked for {looked})")
 
 
 def _copy(package: Path, target: Path) -> None:
@@ -95,12 +122,14 @@ def _archive(revision: str, root: Path) -> bytes:
     quietly = ("--verify", "--quiet", "--end-of-options")
     commit = _git(root, "rev-parse", *quietly, f"{revision}^{{commit}}")
     if commit is None:
+        near = nearest(revision, branches_and_tags(root))
+        hint = f"; did you mean {near}?" if near else ""
         raise ValueError(
-            f"--against {revision}: neither a folder nor a revision of the git checkout in {root}"
+            f"{revision}: neither a folder nor a revision of the git checkout in {root}{hint}"
         )
     archive = _git(root, "archive", "--format=tar", commit.decode().strip(), _IN_A_CHECKOUT)
     if archive is None:
-        raise ValueError(f"--against {revision}: the revision holds no {_IN_A_CHECKOUT}")
+        raise ValueError(f"{revision}: the revision holds no {_IN_A_CHECKOUT}")
     return archive
 
 

@@ -22,6 +22,7 @@ def render_markdown(page: Morning) -> str:
         "",
         f"{wording.meaning(page).capitalize()}; {page.trials} trials.",
         "",
+        *([code(wording.clocks(page)), ""] if page.ahead else []),
         *_findings(page),
         *_table(
             "What changed since the last run",

@@ -56,6 +56,8 @@ def render_terminal(page: Morning, colour: Colour) -> str:
     ]
     if page.infra:
         lines.append(f"the machine or the harness failed in {page.infra} trials")
+    if page.ahead:
+        lines.append(one_line(wording.clocks(page)))
     return "\n".join(lines)
 
 

@@ -37,6 +37,14 @@ def meaning(page: Morning) -> str:
     return "no path is known to be flaky or wrong"
 
 
+def clocks(page: Morning) -> str:
+    """What is wrong with the clocks of machines; "" for nothing."""
+    if not page.ahead:
+        return ""
+    what = "a run of a day to come, which counts as the last one until then"
+    return f"the clock was wrong on {', '.join(page.ahead)}: there is {what}"
+
+
 def rate(state: GroupState) -> str:
     """3 of 120, at most 7.4 %"""
     return f"{state.failures} of {state.trials}, at most {percent(state.bound.high)}"
