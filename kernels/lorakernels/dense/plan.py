@@ -139,19 +139,16 @@ def _prefill_block(shape: DenseShape, ranks: int) -> _ShrinkBlock:
     resident = 2 if shape.height == 64 else 1
     if ranks <= 32:
         return _ShrinkBlock(max(16, power_of_2(ranks)), 128, 8, 3, resident)
-    if ranks <= 64:
-        # many thin stages hide more latency in less shared memory than few thick ones
-        return _ShrinkBlock(64, 64, 8, 5, resident)
-    if shape.height == 64:
+    if shape.height == 64 and ranks > 64:
         return _ShrinkBlock(64, 128, 4, 3, resident)
-    if 128 < ranks <= 192:
-        # a third of the second block of 128 would be idle
-        return _ShrinkBlock(64, 64, 4, 4, resident=2)
-    programs, wave = _usual_tiles(shape) * -(-ranks // 128), shape.tuning.dense.multiprocessors
-    if 8 * programs <= 7 * wave:
-        return _ShrinkBlock(128, 64, 8, 4, resident)
-    # close to a wave of one program each, a few tiles more would take as long as a second one
-    return _ShrinkBlock(128, 64, 4, 3, resident=2)
+    # of 129 to 192 ranks, the second block of 128 would be idle for the most part
+    n = 64 if ranks <= 64 or 128 < ranks <= 192 else 128
+    programs = _usual_tiles(shape) * -(-ranks // n)
+    if 8 * programs <= 7 * resident * shape.tuning.dense.multiprocessors:
+        # many thin stages hide more latency in less shared memory than few thick ones
+        return _ShrinkBlock(n, 64, 8, 5 if n == 64 else 4, resident)
+    # close to a wave of such programs, a few tiles more would take as long as a second one
+    return _ShrinkBlock(n, 64, 4, 4 if n == 64 else 3, resident=2)
 
 
 def _usual_tiles(shape: DenseShape) -> int:
