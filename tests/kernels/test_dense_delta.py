@@ -265,7 +265,7 @@ def test_a_workspace_for_smaller_batches_is_refused() -> None:
 
 SHAPES = [
     DenseShape(0, 4096, (4096, 1024, 1024), rank, itemsize)
-    for rank in (1, 8, 16, 64, 65, 128, 129, 320, 512)
+    for rank in (1, 8, 16, 64, 65, 128, 129, 256, 320, 512)
     for itemsize in (2, 4)
 ]
 
@@ -288,11 +288,11 @@ def test_the_workspace_holds_the_shrink_output_of_every_batch_size(shape: DenseS
     from math import prod
 
     limit = largest_shrunk(shape, 6, 3000)
-    sizes = [*range(1, 300), *range(1000, 1100), 2047, 2048, 2049, 3000]
+    sizes = [*range(1, 300), *range(500, 600), 2047, 2048, 2049, 3000]
     assert all(prod(plan_shrunk(replace(shape, num_rows=size), 6)) <= limit for size in sizes)
 
 
-@pytest.mark.parametrize("rows", [1, 128, 129, 1024, 1025, 2047, 2048, 100_000])
+@pytest.mark.parametrize("rows", [1, 128, 129, 511, 512, 2047, 2048, 100_000])
 @pytest.mark.parametrize("shape", SHAPES, ids=lambda s: f"r{s.rank}-b{s.itemsize}")
 def test_every_plan_can_be_launched(shape: DenseShape, rows: int) -> None:
     from dataclasses import replace
@@ -309,3 +309,6 @@ def test_every_plan_can_be_launched(shape: DenseShape, rows: int) -> None:
     # a program may have 163 KB of shared memory on sm_80
     stage = (height + shrink.block_n) * shrink.block_k * shape.itemsize
     assert stage * shrink.num_stages <= 163 * 1024
+    if expand.group > 1:
+        stage = (expand.block_m + expand.block_r) * expand.block_n * shape.itemsize
+        assert stage * expand.num_stages <= 163 * 1024

@@ -1,0 +1,47 @@
+"""The plans of the dense kernels: what holds for any layer and batch."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import pytest
+
+from lorakernels.dense.plan import DenseShape, plan_expand, plan_shrink
+from lorakernels.runtime.tuning import DEFAULT
+
+ROWS = (1, 16, 129, 300, 511, 512, 1000, 2047, 2048, 5000, 8192, 60_000)
+RANKS = (1, 8, 16, 24, 33, 64, 65, 96, 128, 129, 200, 256, 257, 512)
+LAYERS = (
+    (1024, (512,)),
+    (4096, (4096, 1024, 1024)),
+    (4096, (12288, 12288)),
+    (12288, (4096,)),
+    (997, (61, 509)),
+)
+SHAPES = [
+    DenseShape(rows, depth, widths, rank, itemsize)
+    for (depth, widths), rows, rank, itemsize in product(LAYERS, ROWS, RANKS, (2, 4))
+]
+
+
+def test_no_split_of_k_is_without_a_step():
+    for shape in SHAPES:
+        plan = plan_shrink(shape)
+        assert 1 <= plan.splits <= -(-shape.in_features // plan.block_k), shape
+
+
+def test_the_programs_of_several_partials_of_a_prefill_run_at_once():
+    """Two programs a multiprocessor, with the tiles that the usual adapters of a batch fill."""
+    for shape in (s for s in SHAPES if s.num_rows >= 512 and s.itemsize == 2):
+        plan = plan_shrink(shape)
+        tiles = -(-shape.num_rows // shape.height)
+        programs = tiles * -(-shape.ranks_of_all_slices // plan.block_n) * plan.splits
+        assert plan.splits == 1 or programs <= 2 * DEFAULT.dense.multiprocessors, shape
+
+
+@pytest.mark.parametrize(
+    ("widths", "rows", "group"),
+    [((1024,), 512, 2), ((4096,), 1024, 8), ((12288, 12288), 8192, 16)],
+)
+def test_few_columns_are_spread_over_the_device_and_many_are_taken_together(widths, rows, group):
+    assert plan_expand(DenseShape(rows, 4096, widths, 128, 2)).group == group
