@@ -123,15 +123,15 @@ class _ShrinkBlock:
 def _shrink_block(shape: DenseShape) -> _ShrinkBlock:
     tuning, ranks = shape.tuning.dense, shape.ranks_of_all_slices
     prefill = shape.height >= tuning.prefill_height
+    n = max(16, min(16 if shape.rank <= 16 and not prefill else 32, power_of_2(ranks)))
     if shape.itemsize == 4:
         # fp32 has no tensor-core path: smaller blocks avoid spills
-        return _ShrinkBlock(max(16, min(32, power_of_2(ranks))), 32, 8 if prefill else 4, 3)
+        return _ShrinkBlock(n, 32, 8 if prefill else 4, 3)
     if prefill:
         return _prefill_block(shape, ranks)
     if shape.height > MIN_TILE_ROWS and ranks > (64 if _is_deep(shape) else 192):
         # x is read again for each block of ranks
         return _ShrinkBlock(128, 128, 8, 3, resident=1)
-    n = max(16, min(16 if shape.rank <= 16 else 32, power_of_2(ranks)))
     return _ShrinkBlock(n, 256 if _is_deep(shape) else 128, 4, 3)
 
 
@@ -168,7 +168,7 @@ def _most_splits(shape: DenseShape, block: _ShrinkBlock, chunks: int) -> int:
     full_tiles = -(-shape.num_rows // shape.height)
     several = tuning.programs // max(1, full_tiles * chunks)
     if prefill:
-        return min(8, several)
+        return min(8, 512 // shape.ranks_of_all_slices, several)
     if shape.height > MIN_TILE_ROWS:
         return min(several, shape.in_features // (1024 if _is_wide(shape) else 512))
     return min(several, 32 if _is_deep(shape) and shape.rank <= 16 else 16)
