@@ -24,6 +24,8 @@ from loragate.nightly.conditions import Cause
 from loragate.nightly.morning import morning
 from loragate.nightly.plan import Place
 from loragate.nightly.states import Status, states
+from loragate.records.results import read_section
+from loragate.scan.figures import SECTION
 from loragate.scan.messages import Measured, Message
 from loragate.scan.processes import Processes
 from loragate.scan.scan import Scan, Setup
@@ -333,3 +335,26 @@ def test_a_killed_scan_keeps_its_trials_and_leaves_no_process(
     while (left := _processes_of(tmp_path)) and time.monotonic() < end:
         time.sleep(0.05)
     assert not left
+
+
+def test_a_scan_to_its_end_is_recorded_with_its_trials(tmp_path: Path, environment: None) -> None:
+    record = tmp_path / "record.json"
+    done = subprocess.run(
+        [
+            *(sys.executable, "-m", "loragate", "scan", "--budget=12s", "--workers=2"),
+            *(f"--subject={_MODULE}:Stable", f"--matrix={_PLANTED / 'planted.yaml'}"),
+            *(f"--history={tmp_path / 'h.db'}", f"--report={tmp_path / 'report'}"),
+            f"--record={record}",
+        ],
+        cwd=_ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    section = read_section(record, SECTION)
+    assert section, done.stdout + done.stderr
+    with open_history(tmp_path / "h.db") as history:
+        assert section["trials"]["planned"] == history.count() > 0
+    assert section["budget_s"] == 12
+    assert section["workers"] == 2
+    assert section["paths"]["flaky"] == section["paths"]["wrong"] == 0

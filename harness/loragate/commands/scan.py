@@ -15,6 +15,7 @@ from pathlib import Path
 
 from loragate.commands.history import add_history_option, open_named
 from loragate.commands.morning import add_page_options, check_report, quarantined, write_morning
+from loragate.commands.record_options import add_record_options, open_record
 from loragate.commands.selection_options import (
     add_case_options,
     add_matrix_option,
@@ -37,10 +38,12 @@ from loragate.matrix.problems import nearest
 from loragate.matrix.selection import Selection, select_runs
 from loragate.nightly.morning import day_of
 from loragate.nightly.plan import Place
+from loragate.records.recorder import Recorder
 from loragate.run.gate import gpu_is_visible
 from loragate.run.opening import RunRequest
 from loragate.run.opening_process import opening_events_of_child
 from loragate.scan.clock import RunClock
+from loragate.scan.figures import SECTION, figures_of
 from loragate.scan.processes import Processes
 from loragate.scan.scan import Scan, Setup
 from loragate.scan.since import cases_changed
@@ -75,6 +78,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     add_matrix_option(parser)
     add_history_option(parser)
     add_page_options(parser)
+    add_record_options(parser, "what the scan did and found")
     parser.set_defaults(run=run, draw=None, seeds=None, repeats=1, shard=None)
 
 
@@ -85,6 +89,8 @@ def run(arguments: argparse.Namespace) -> ExitCode:
     with usage_errors():
         files = _changed_since(arguments.since)
     check_report(arguments)
+    with usage_errors():
+        recorder = open_record(arguments, SECTION)
     with usage_errors():
         runs, plan = _planned(selection)
     quarantined(arguments, sorted(runs))
@@ -102,7 +108,23 @@ def run(arguments: argparse.Namespace) -> ExitCode:
             # also after Ctrl-C: what is known by then is kept and shown
             history.add_run(replace(setup.run, finished_at=clock()))
             code = write_morning(arguments, history, cases=setup.cases)
+        if recorder is not None:
+            _record(recorder, setup, history, seconds=time.monotonic() - begin)
     return code
+
+
+def _record(recorder: Recorder, setup: Setup, history: History, *, seconds: float) -> None:
+    recorder.save(
+        figures_of(
+            setup.run,
+            list(history.trials()),
+            history.runs(),
+            cases=len(setup.cases),
+            workers=setup.place.workers,
+            seconds=seconds,
+        )
+    )
+    say(f"recorded in {recorder.path}")
 
 
 def _scan(

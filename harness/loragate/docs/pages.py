@@ -30,6 +30,7 @@ from loragate.findings.page import render_page
 from loragate.mutants import record as mutants
 from loragate.mutants.rates import render_rates
 from loragate.records.results import ResultsError, read_section, require_section
+from loragate.scan import figures as scans
 
 CPU_RECORD = Path("ci/results/cpu.json")
 GPU_RECORD = Path("ci/results/nvidia-h200.json")
@@ -157,6 +158,12 @@ def _mutant_rates(records: Records) -> str:
     return render_rates(*map(records.cpu_if_any, names))
 
 
+def _scans(records: Records) -> str:
+    return scans.table(
+        {"2 cores": records.cpu_if_any(scans.SECTION), "H200": records.gpu_if_any(scans.SECTION)}
+    )
+
+
 def _coverage(root: Path) -> str:
     # the plans import torch, which no other page needs
     from loragate.docs.coverage import coverage_tables
@@ -179,6 +186,7 @@ BLOCKS = (
     Block("docs/faults.md", "kill rates", _kill_rates),
     Block("docs/mutants.md", "rates", _mutant_rates),
     Block("docs/mutants.md", "mutants", _mutants),
+    Block("docs/nightly.md", "scans", _scans),
     Block("docs/reliability.md", "drills", _drills),
     Block("docs/coverage.md", "branches", lambda records: _coverage(records.root)),
 )

@@ -1,0 +1,69 @@
+"""What one scan did and found, in numbers: for a record, and as a row of docs/nightly.md. Pure."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from loragate.history import Purpose, ScanRun, TrialRecord
+from loragate.nightly.states import Status, states
+
+SECTION = "scan"
+
+# of the time of a scan beyond that of its trials
+MOST_OVERHEAD = 0.1
+_COLUMNS = ("machine", "budget", "cases", "trials", *Status, "overhead", "commit")
+
+
+def figures_of(
+    run: ScanRun,
+    trials: Sequence[TrialRecord],
+    runs: Iterable[ScanRun],
+    *,
+    cases: int,
+    workers: int,
+    seconds: float,
+) -> dict[str, Any]:
+    """trials: of the whole history, the oldest first; those of `run` are counted, and what all of
+    them say of the paths that `run` has tried. `cases` were selected; `workers` processes ran
+    beside each other for `seconds`."""
+    own = [trial for trial in trials if trial.run == run.uid]
+    paths = {trial.path for trial in own}
+    found = Counter(
+        state.status for key, state in states(trials, runs).items() if key.path in paths
+    )
+    busy = sum(trial.duration_s for trial in own)
+    return {
+        "budget_s": run.budget_s,
+        "seconds": round(seconds, 1),
+        "workers": workers,
+        "cases": {"selected": cases, "tried": len({trial.case for trial in own})},
+        "trials": dict(Counter(trial.purpose.value for trial in own)),
+        "paths": {status.value: found[status] for status in Status},
+        "busy_s": round(busy, 1),
+        "overhead": round(workers * seconds / busy - 1, 4) if busy else None,
+    }
+
+
+def table(sections: Mapping[str, Mapping[str, Any] | None]) -> str:
+    """A row for each recorded scan; the keys of `sections` name the machines."""
+    lines = [f"| {' | '.join(_COLUMNS)} |", "| --- |" + " --: |" * (len(_COLUMNS) - 1)]
+    rows = [_row(machine, section) for machine, section in sections.items() if section]
+    return "\n".join([*lines, *rows]) if rows else "Not recorded yet."
+
+
+def _row(machine: str, section: Mapping[str, Any]) -> str:
+    cases, overhead = section["cases"], section["overhead"]
+    cells = [
+        machine,
+        f"{section['budget_s'] / 60:g} min",
+        f"{cases['tried']} of {cases['selected']}",
+        str(section["trials"].get(Purpose.PLANNED.value, 0)),
+        *(str(section["paths"][status.value]) for status in Status),
+        "-"
+        if overhead is None
+        else f"{overhead:.0%}{'' if overhead <= MOST_OVERHEAD else ' (missed)'}",
+        section["commit"][:7],
+    ]
+    return f"| {' | '.join(cells)} |"

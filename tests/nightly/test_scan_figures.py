@@ -1,0 +1,75 @@
+"""What is recorded of a scan: its trials, what they say of their paths, and its overhead."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from loragate.history import Outcome, Purpose, ScanRun, TrialRecord
+from loragate.scan.figures import figures_of, table
+
+RUN = ScanRun(uid="this", machine="here", started_at=100.0, budget_s=1200.0)
+BEFORE = ScanRun(uid="before", machine="here", started_at=10.0)
+
+
+def trial(number: int, **changed: object) -> TrialRecord:
+    plain = TrialRecord(
+        run="this",
+        number=number,
+        at=100.0 + number,
+        case="torch.a",
+        subject="torch",
+        site="dense_delta",
+        path="one",
+        path_key="k",
+        grouped="bf16",
+        device="cpu",
+        draw=0,
+        measure="bits",
+        purpose=Purpose.PLANNED,
+        outcome=Outcome.RIGHT,
+        digest="same",
+        duration_s=2.0,
+    )
+    return replace(plain, **changed)  # type: ignore[arg-type]
+
+
+def of(trials: list[TrialRecord], *, workers: int = 2, seconds: float = 220.0):
+    return figures_of(RUN, trials, [BEFORE, RUN], cases=5, workers=workers, seconds=seconds)
+
+
+def test_trials_of_the_run_count_by_purpose_and_those_of_other_runs_do_not():
+    trials = [trial(0, run="before"), trial(1), trial(2, case="torch.b")]
+    trials.append(trial(3, purpose=Purpose.DIAGNOSE))
+    found = of(trials)
+    assert found["trials"] == {"planned": 2, "diagnose": 1}
+    assert found["cases"] == {"selected": 5, "tried": 2}
+
+
+def test_paths_are_counted_by_what_all_trials_say_of_them():
+    stable = [trial(number, run="before", at=10.0 + number) for number in range(99)]
+    other = trial(200, path="two", case="torch.b")
+    untried = trial(99, run="before", at=50.0, path="three", case="torch.c")
+    found = of([*stable, untried, trial(100), other])
+    assert found["paths"]["stable"] == 1
+    assert found["paths"]["undecided"] == 1
+    assert sum(found["paths"].values()) == 2
+
+
+def test_overhead_is_the_time_of_all_workers_beyond_that_of_the_trials():
+    found = of([trial(number) for number in range(200)])
+    assert found["busy_s"] == pytest.approx(400.0)
+    assert found["overhead"] == pytest.approx(0.1)
+    assert of([])["overhead"] is None
+
+
+def test_the_table_says_which_overhead_is_too_large_and_which_scan_was_never_recorded():
+    met = {**of([trial(number) for number in range(200)]), "commit": "a" * 40}
+    missed = {**met, "overhead": 0.24}
+    text = table({"2 cores": met, "H200": None, "laptop": missed})
+    assert "| 2 cores | 20 min | 1 of 5 | 200 |" in text
+    assert "| 10% | aaaaaaa |" in text
+    assert "| 24% (missed) |" in text
+    assert "H200" not in text
+    assert table({"H200": None}) == "Not recorded yet."
