@@ -101,7 +101,7 @@ class Layer:
 
 
 class Experts:
-    """The same for a layer of experts."""
+    """What a layer of experts gives on this rank, in a group of processes."""
 
     parallel = "experts"
 

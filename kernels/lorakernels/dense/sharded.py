@@ -87,11 +87,11 @@ def _sharded_delta(
         warn_of_one_stream()
     collective = collective_of(group)
     shape = shape_of(x.shape[0], a, slice_widths)
-    bridge = _Bridge.of(shrunk, shape, a.shape[0], parts=b.shape[2] // a.shape[2])
+    exchanging = _ExchangeBuffers.of(shrunk, shape, a.shape[0], parts=b.shape[2] // a.shape[2])
     slots = SlotTensors(a, b, ranks, scales)
     tiles = TileTables(tile_slots, tile_rows, num_tiles)
-    launch_shrink(x, slots, shape, tiles, bridge.shrunk, pdl=False)
-    exchanged = bridge.exchange(collective, len(slice_widths))
+    launch_shrink(x, slots, shape, tiles, exchanging.shrunk, pdl=False)
+    exchanged = exchanging.exchange(collective, len(slice_widths))
     whole = replace(shape, rank=b.shape[2])
     # a shrink is not what comes before it
     launch_expand(exchanged, slots, whole, tiles, own, pdl=False)
@@ -104,7 +104,7 @@ def warn_of_one_stream() -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class _Bridge:
+class _ExchangeBuffers:
     """What is between shrink and expand, in the workspace of the layer. shrunk [splits, padded
     rows, slices * held ranks]; total, the same without splits; gathered [parts, padded rows,
     slices * held ranks]; and ordered [1, padded rows, slices * rank], the input of the expand."""
@@ -115,7 +115,9 @@ class _Bridge:
     ordered: Tensor
 
     @classmethod
-    def of(cls, buffers: list[Tensor], shape: DenseShape, num_slots: int, parts: int) -> _Bridge:
+    def of(
+        cls, buffers: list[Tensor], shape: DenseShape, num_slots: int, parts: int
+    ) -> _ExchangeBuffers:
         """Raises ValueError where the workspace is too small."""
         splits, rows, ranks = plan_shrunk(shape, num_slots)
         size = rows * ranks

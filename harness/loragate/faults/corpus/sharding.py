@@ -88,12 +88,12 @@ FAULTS = (
     ),
     _sharded(
         "parts-without-live-ranks-left-unwritten",
-        "    launch_shrink(x, slots, shape, tiles, bridge.shrunk, pdl=False)\n",
+        "    launch_shrink(x, slots, shape, tiles, exchanging.shrunk, pdl=False)\n",
         "    live = ranks\n"
         "    if a.shape[2] < b.shape[2]:\n"
         "        live = (ranks - collective.rank * a.shape[2]).clamp(min=0)\n"
         "    own_ranks = slots._replace(ranks=live)\n"
-        "    launch_shrink(x, own_ranks, shape, tiles, bridge.shrunk, pdl=False)\n",
+        "    launch_shrink(x, own_ranks, shape, tiles, exchanging.shrunk, pdl=False)\n",
         source="own",
         why="A rank that has none of an adapter's ranks exchanges what was in its buffer.",
     ),
