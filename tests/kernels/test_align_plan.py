@@ -19,39 +19,50 @@ def test_a_huge_batch_takes_less_than_a_gigabyte_of_scratch_memory(num_pairs: in
     assert 4 * scratch_size(num_pairs, EXPERTS, SLOTS, True) < GIB
 
 
-def test_only_a_huge_batch_of_few_buckets_is_sorted() -> None:
+def test_only_a_huge_batch_of_few_buckets_is_sorted_by_launches() -> None:
     assert plan_alignment(1_000_000, EXPERTS, SLOTS, True) is Alignment.COUNTED
     assert plan_alignment(16_000_000, EXPERTS, SLOTS, True) is Alignment.SORTED
-    few = DEFAULT.align.compared_pairs
-    assert plan_alignment(few, EXPERTS, 2 * SLOTS, True) is Alignment.COMPARED
+    few = DEFAULT.align.pairs_of_many_bins_at_once
+    assert plan_alignment(few, EXPERTS, 2 * SLOTS, True) is Alignment.SORTED_AT_ONCE
     assert plan_alignment(few + 1, EXPERTS, 2 * SLOTS, True) is Alignment.SORTED
 
 
-def test_a_single_launch_counts_few_pairs_of_few_buckets_and_compares_fewer_of_many() -> None:
+def test_one_program_sorts_few_pairs_and_more_of_them_where_buckets_are_many() -> None:
     align = DEFAULT.align
     few, many = align.single_launch_bins // 4, align.single_launch_bins // 4 + 1
 
     def way(num_pairs: int, experts: int) -> Alignment:
         return plan_alignment(num_pairs, experts, 4, False)
 
-    assert way(1, few) is way(align.single_launch_pairs, few) is Alignment.SINGLE
+    assert way(1, few) is way(align.pairs_at_once, few) is Alignment.SORTED_AT_ONCE
+    assert way(align.pairs_at_once + 1, few) is Alignment.SINGLE
+    assert way(align.single_launch_pairs, few) is Alignment.SINGLE
     assert way(align.single_launch_pairs + 1, few) is Alignment.COUNTED
-    assert way(1, many) is way(align.compared_pairs, many) is Alignment.COMPARED
-    assert way(align.compared_pairs + 1, many) is Alignment.COUNTED
+    most = align.pairs_of_many_bins_at_once
+    assert way(1, many) is way(most, many) is Alignment.SORTED_AT_ONCE
+    assert way(most + 1, many) is Alignment.COUNTED
+
+
+def test_pairs_whose_keys_do_not_fit_are_not_sorted_at_once() -> None:
+    # 2 ** 20 buckets of each expert: a key has a bucket and one of 64, or of 256 pairs
+    slots = 1 << 20
+    assert plan_alignment(64, 16, slots, False) is Alignment.SORTED_AT_ONCE
+    assert plan_alignment(64, 32, slots, False) is Alignment.SORTED
+    assert plan_alignment(65, 16, slots, False) is Alignment.SORTED
 
 
 # 64 buckets; small constants, so that batches of every kind are small
 @pytest.mark.parametrize(
     "tuning",
     [
-        replace(DEFAULT, align=replace(DEFAULT.align, **changed))
+        replace(DEFAULT, align=replace(DEFAULT.align, **{"pairs_at_once": 20} | changed))
         for changed in (
             {"single_launch_pairs": 40, "span": 32, "most_counters": 1000},
             {"single_launch_pairs": 0, "span": 8, "most_counters": 6000},
             {"single_launch_pairs": 40, "span": 32, "most_bins": 32},
             {"single_launch_pairs": 600, "span": 16},
-            {"single_launch_bins": 32, "compared_pairs": 30, "span": 32},
-            {"single_launch_bins": 32, "compared_pairs": 30, "most_bins": 32, "span": 32},
+            {"single_launch_bins": 32, "pairs_of_many_bins_at_once": 30, "span": 32},
+            {"pairs_of_many_bins_at_once": 30, "most_bins": 32, "span": 32},
         )
     ],
 )

@@ -214,10 +214,18 @@ def test_an_expand_is_launched_dependently_and_told_what_runs_before_it(
         (65, 16, 4096, 28672, LinearForm.SINGLE),
         (0, 16, 4096, 28672, LinearForm.SINGLE),
         # 64 ranks in two slices, and a product that is too short for more
-        (8, 32, 1000, 1000, LinearForm.DUAL),
-        (8, 33, 1000, 1000, LinearForm.SINGLE),
-        (8, 33, 1000, 20000, LinearForm.DUAL),
-        (8, 33, 1000, 19999, LinearForm.SINGLE),
+        (32, 32, 1000, 10000, LinearForm.DUAL),
+        (33, 32, 1000, 10000, LinearForm.SINGLE),
+        (2, 33, 1000, 10000, LinearForm.SINGLE),
+        (64, 33, 1000, 20000, LinearForm.DUAL),
+        (64, 33, 1000, 19999, LinearForm.SINGLE),
+        # a short product, which hides the shrink of one row
+        (1, 33, 1000, 1000, LinearForm.DUAL),
+        (2, 8, 1000, 9999, LinearForm.SINGLE),
+        # long rows of weights
+        (64, 64, 2000, 1000, LinearForm.DUAL),
+        (64, 65, 2000, 1000, LinearForm.SINGLE),
+        (2, 64, 1999, 1000, LinearForm.SINGLE),
     ],
 )
 def test_the_plan_takes_two_streams_only_where_they_were_measured_to_win(

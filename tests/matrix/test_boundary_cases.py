@@ -91,7 +91,8 @@ def test_neighbours_of_a_boundary_row_are_launched_in_different_ways(row: dict[s
         ("height", 16, 32),
         ("height", 32, 64),
         ("way", Alignment.SINGLE, Alignment.COUNTED),
-        ("way", Alignment.COMPARED, Alignment.COUNTED),
+        ("way", Alignment.SORTED_AT_ONCE, Alignment.SINGLE),
+        ("way", Alignment.SORTED_AT_ONCE, Alignment.COUNTED),
         ("way", Alignment.COUNTED, Alignment.SORTED),
     ],
     ids=str,
@@ -123,4 +124,4 @@ def test_smoke_covers_high_tiles_on_both_paths_that_read_them_and_both_alignment
         (MoEPath.TWO_KERNEL, 64),
     }
     ways = {launch.way for launch in launches}
-    assert ways == {Alignment.SINGLE, Alignment.COUNTED}
+    assert ways == {Alignment.SORTED_AT_ONCE, Alignment.COUNTED}

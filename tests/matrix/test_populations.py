@@ -262,8 +262,8 @@ def test_smoke_crosses_paths_with_outputs_slices_and_ways_to_align() -> None:
         if branch.startswith("alignment: ")
     }
     assert {
-        "alignment: one launch",
-        "alignment: one launch that compares pairs",
+        "alignment: one program sorts all pairs",
+        "alignment: one launch that counts",
         "alignment: several launches",
         "alignment: more buckets than a program counts",
     } <= ways

@@ -97,7 +97,7 @@ def assert_tiles(
     ("rows", "top_k", "experts", "slots"),
     [(1, 1, 1, 1), (17, 3, 5, 3), (70, 2, 3, 2), (33, 8, 40, 7)],
 )
-@pytest.mark.parametrize("way", [Alignment.SINGLE, Alignment.COMPARED, Alignment.COUNTED])
+@pytest.mark.parametrize("way", [Alignment.SINGLE, Alignment.SORTED_AT_ONCE, Alignment.COUNTED])
 def test_every_pair_is_in_the_tiles_of_its_expert_and_slot(
     rows: int,
     top_k: int,
@@ -108,9 +108,9 @@ def test_every_pair_is_in_the_tiles_of_its_expert_and_slot(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     if way is Alignment.COUNTED:
-        tune(monkeypatch, single_launch_pairs=0, span=32)
-    elif way is Alignment.COMPARED:
-        tune(monkeypatch, single_launch_bins=0, compared_pairs=512)
+        tune(monkeypatch, pairs_at_once=0, single_launch_pairs=0, span=32)
+    elif way is Alignment.SINGLE:
+        tune(monkeypatch, pairs_at_once=0)
     ids, token_slots = routed(rows, top_k, experts, slots, seed=rows)
     pairs = prepared(ids, token_slots, experts=experts, slots=slots, with_base=with_base)
     assert pairs.tables.alignment is way
@@ -136,7 +136,7 @@ def test_more_spans_than_one_step_of_a_sum_adds_up_give_every_pair_its_place(
 ) -> None:
     # 16 counters at a time leave 256 rows of them to a step of the sum
     span, spans = 8, 256 + 3
-    tune(monkeypatch, single_launch_pairs=0, span=span)
+    tune(monkeypatch, pairs_at_once=0, single_launch_pairs=0, span=span)
     ids, token_slots = routed(span * spans // 4, 4, 7, 3, seed=5)
     pairs = prepared(ids, token_slots, experts=7, slots=3, with_base=True)
     assert pairs.tables.alignment is Alignment.COUNTED
@@ -153,7 +153,13 @@ def test_more_buckets_than_a_program_can_count_give_the_same_tables(
 ) -> None:
     ids, token_slots = routed(50, 4, 6, 3, seed=3)
     wanted = prepared(ids, token_slots, experts=6, slots=3, with_base=with_base)
-    tune(monkeypatch, most_bins=0)
+    tune(
+        monkeypatch,
+        pairs_at_once=0,
+        single_launch_bins=0,
+        pairs_of_many_bins_at_once=0,
+        most_bins=0,
+    )
     given = prepared(ids, token_slots, experts=6, slots=3, with_base=with_base, dirt=33)
     # the counters are scratch; without base tiles their tables are too
     used = len(wanted.buffers) - 1 if with_base else 6
@@ -203,7 +209,7 @@ def test_all_large_batches_are_counted_by_one_compiled_kernel(
     count, place = Recorder(), Recorder()
     monkeypatch.setattr(launch, "count_pairs_kernel", count)
     monkeypatch.setattr(launch, "place_pairs_kernel", place)
-    tune(monkeypatch, single_launch_pairs=16)
+    tune(monkeypatch, pairs_at_once=16, single_launch_pairs=16)
     for rows in (64, 512):
         ids, slots = routed(rows, 4, 4, 2, seed=rows)
         prepared(ids, slots, experts=4, slots=2, with_base=True)
@@ -211,14 +217,16 @@ def test_all_large_batches_are_counted_by_one_compiled_kernel(
     assert len(set(count.compiled)) == 1
 
 
-@pytest.mark.parametrize("is_large", [False, True])
+@pytest.mark.parametrize("way", [Alignment.SORTED_AT_ONCE, Alignment.SINGLE, Alignment.COUNTED])
 def test_the_one_entry_that_a_step_does_not_need_is_reset(
-    is_large: bool, monkeypatch: pytest.MonkeyPatch
+    way: Alignment, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if is_large:
-        tune(monkeypatch, single_launch_pairs=0, span=32)
+    if way is not Alignment.SORTED_AT_ONCE:
+        most = 0 if way is Alignment.COUNTED else 16
+        tune(monkeypatch, pairs_at_once=0, single_launch_pairs=most, span=32)
     ids = torch.zeros(6, 1, dtype=torch.int32)
     pairs = prepared(ids, [0] * 6, experts=1, slots=1, with_base=True, spare=1)
+    assert pairs.tables.alignment is way
     for table in (pairs.pair_slots, pairs.pair_experts):
         assert table.tolist() == [0] * 6 + [-1]
 

@@ -77,7 +77,7 @@ class LinearFigures:
 
     @property
     def planned_added_us(self) -> float:
-        return self.forms.planned_us - self.base_us
+        return self.forms.of(self.forms.chosen) - self.base_us
 
     def added_us(self, form: str) -> float:
         return self.forms.us[form] - self.base_us

@@ -5,8 +5,9 @@ Invariant: what is compared runs in turns, so that a drifting GPU clock affects 
 
 from __future__ import annotations
 
+import random
 import time
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from statistics import median
 from typing import Protocol, TypeVar
 
@@ -52,14 +53,21 @@ def replay_in_turns(
     timings: dict[_Key, list[_Span]] = {name: [] for name in graphs}
     # no wait between replays: the device never idles, and each launch overlaps with the
     # previous replay
-    for _ in range(replays):
-        for name, graph in graphs.items():
-            timings[name].append(_Span(graph.replay))
+    for name in _turns(list(graphs), replays):
+        timings[name].append(_Span(graphs[name].replay))
     torch.cuda.synchronize()
     return {
         name: median(span.microseconds for span in spans) / CALLS_PER_GRAPH
         for name, spans in timings.items()
     }
+
+
+def _turns(names: Sequence[_Key], rounds: int) -> Iterator[_Key]:
+    """Each name once a round, in an order that changes: the graph before leaves behind a clock at
+    the GPU's power limit, which must not always be that of the same one."""
+    draw = random.Random(0)
+    for _ in range(rounds):
+        yield from draw.sample(names, len(names))
 
 
 class _Span:

@@ -22,9 +22,18 @@ class LinearForm(Enum):
 
 def plan_form(shape: DenseShape, *, dual_stream: bool) -> LinearForm:
     """The fastest form for a batch; one of a single stream without `dual_stream`."""
-    tuning = shape.tuning.dense
-    is_small = shape.num_rows > 0 and shape.planned.num_rows <= tuning.dual_rows
-    is_light = shape.ranks_of_all_slices <= tuning.dual_ranks
-    is_large = shape.in_features * sum(shape.slice_widths) >= tuning.dual_weights
-    wins = is_small and (is_light or is_large)
+    wins = shape.num_rows > 0 and shape.planned.num_rows <= _most_rows_beside(shape)
     return LinearForm.DUAL if dual_stream and wins else LinearForm.SINGLE
+
+
+def _most_rows_beside(shape: DenseShape) -> int:
+    """Of a batch whose shrink the base product hides. A layer of few weights has a short product,
+    which reads long rows of them more slowly than many short ones."""
+    tuning, ranks = shape.tuning.dense, shape.ranks_of_all_slices
+    out_features = sum(shape.slice_widths)
+    weights = shape.in_features * out_features
+    is_deep = shape.in_features >= 2 * out_features and ranks <= 2 * tuning.dual_ranks
+    if weights >= tuning.dual_weights or is_deep:
+        return tuning.dual_rows
+    is_medium = 2 * weights >= tuning.dual_weights and ranks <= tuning.dual_ranks
+    return tuning.dual_rows // 2 if is_medium else 1

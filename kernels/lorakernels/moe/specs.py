@@ -84,12 +84,12 @@ def _problems() -> Iterator[Problem]:
 def launches(compute_capability: int) -> Iterator[tuple[str, Callable[[], None]]]:
     """(label, launch) for a GPU, 90 for sm_90; `launch()` launches one or more kernels."""
     pdl = compute_capability >= 90
-    for tokens, with_base in ((8, False), (64, True), (8192, False), (8192, True)):
+    for tokens, with_base in ((8, False), (64, True), (128, True), (8192, False), (8192, True)):
         label = f"align-t{tokens}{'-base' if with_base else ''}"
         yield label, partial(launch_align, tokens, with_base, pdl=pdl)
     yield "align-sorted", partial(launch_align, 1024, True, pdl=pdl, sizes=_MANY, slots=64)
-    for tokens, with_base in ((5, False), (25, True)):
-        label = f"align-compared-t{tokens}{'-base' if with_base else ''}"
+    for tokens, with_base in ((5, False), (25, True), (100, True)):
+        label = f"align-many-t{tokens}{'-base' if with_base else ''}"
         yield label, partial(launch_align, tokens, with_base, pdl=pdl, sizes=_MANY, slots=64)
     for problem in _problems():
         yield f"moe-{problem.label}", partial(launch_delta, problem, pdl=pdl)

@@ -43,14 +43,14 @@ def num_bins(num_experts: int, max_slots: int, with_base: bool) -> int:
 class Alignment(Enum):
     """How pairs are put into the order of their tiles. Each way gives the same tables.
 
-    COMPARED: every program compares all pairs with each other, which needs no counters.
+    SORTED_AT_ONCE: one program sorts all pairs in its registers, which needs no counters.
     SINGLE: every program counts all pairs by bucket.
     COUNTED: launches of their own count the pairs of each span by bucket.
     SORTED: a radix sort, where a program cannot hold a counter of each bucket, or memory should not
         hold those of every span.
     """
 
-    COMPARED = auto()
+    SORTED_AT_ONCE = auto()
     SINGLE = auto()
     COUNTED = auto()
     SORTED = auto()
@@ -63,13 +63,25 @@ def plan_alignment(
     bins, align = num_bins(num_experts, max_slots, with_base), tuning.align
     # what a single launch does with counters takes as long as there are counters
     has_few_bins = bins <= align.single_launch_bins
-    if num_pairs <= align.compared_pairs and not has_few_bins:
-        return Alignment.COMPARED
+    most_at_once = align.pairs_at_once if has_few_bins else align.pairs_of_many_bins_at_once
+    if num_pairs <= most_at_once and _has_keys(num_pairs, bins):
+        return Alignment.SORTED_AT_ONCE
     if bins <= align.most_bins and num_pairs <= align.single_launch_pairs and has_few_bins:
         return Alignment.SINGLE
     if bins > align.most_bins or _num_counters(num_pairs, bins, tuning) > align.most_counters:
         return Alignment.SORTED
     return Alignment.COUNTED
+
+
+def block_of_pairs(num_pairs: int) -> int:
+    """Of a program that sorts all pairs: few sizes, each of which is a compiled kernel."""
+    return max(64, power_of_2(num_pairs))
+
+
+def _has_keys(num_pairs: int, bins: int) -> bool:
+    """Whether the keys of pairs that are sorted at once fit into int32: a bucket, or none, and the
+    number of a pair."""
+    return (bins + 1) * block_of_pairs(num_pairs) <= 1 << 31
 
 
 def scratch_size(

@@ -5,7 +5,8 @@ operations ignore that: `tl.dot`, arithmetic and comparisons work on the bit pat
 were integers, casts from integers and fp64 copy the number into the bits, and casts from fp32
 truncate where the hardware rounds to nearest even (a bias of half a unit in the last place).
 `repair` makes all of them go through fp32 with one rounding, as on the hardware. It also remembers
-what the interpreter looks up anew for each operation or launch, which changes no result. Nothing
+what the interpreter looks up anew for each operation or launch, and lets numpy do what `tl.sort` is
+made of, which changes no result. Nothing
 else in Triton is changed, and a process that does not interpret kernels is left alone.
 
 Atomics on bf16, which the interpreter refuses, and fp8 stay unsupported.
@@ -54,6 +55,7 @@ def repair() -> bool:
         _repair_arithmetic(builder)
         _repair_dot(builder)
         _repair_reductions(interpreter)
+        _hasten_sort(interpreter)
         _repair_index(interpreter)
         _remember_builtins(interpreter)
         _remember_dtypes(interpreter)
@@ -228,6 +230,23 @@ def _repair_reductions(interpreter: Any) -> None:
         return tuple(map(narrowed, results, values))
 
     base.apply = repaired
+
+
+def _hasten_sort(interpreter: Any) -> None:
+    """`tl.sort` exchanges elements by xor, which the interpreter would combine one by one."""
+    import triton.language as tl
+
+    reduce = interpreter.ReduceOps
+    apply = reduce.apply_impl
+
+    def hastened(self: Any, values: Any) -> Any:
+        if self.combine_fn != tl.standard._xor_combine:
+            return apply(self, values)
+        (value,) = values
+        data = np.bitwise_xor.reduce(value.handle.data, axis=self.axis, keepdims=self.keep_dims)
+        return self.to_tensor(data, value.dtype)
+
+    reduce.apply_impl = hastened
 
 
 def _repair_index(interpreter: Any) -> None:

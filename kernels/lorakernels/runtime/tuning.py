@@ -37,9 +37,9 @@ class DenseTuning:
     deep: int
     # columns of a slice beyond which an expand is wide
     wide: int
-    # most rows of a batch whose shrink runs on a second stream. Above `dual_ranks` ranks of all
-    # slices, the layer must have `dual_weights` weights: the base product of fewer is too short to
-    # hide such a shrink
+    # most rows of a batch whose shrink runs on a second stream, and the weights from which the base
+    # product of a layer hides a shrink of any number of ranks. Of smaller layers it hides
+    # `dual_ranks` ranks of all slices, and for fewer rows
     dual_rows: int
     dual_ranks: int
     dual_weights: int
@@ -105,12 +105,14 @@ class AlignTuning:
     most_bins: int
     # counters of all spans beyond which they take too much memory: 4 bytes each
     most_counters: int
+    # most pairs that one program sorts in its registers; with more counters than
+    # `single_launch_bins` it is the fastest way for more of them
+    pairs_at_once: int
+    pairs_of_many_bins_at_once: int
     # most pairs and counters of a batch that every program counts by itself, which saves three
     # launches
     single_launch_pairs: int
     single_launch_bins: int
-    # with more counters, the most pairs that every program compares with each other
-    compared_pairs: int
     # pairs that a program places, in a single launch and after counting launches
     small_span: int
     span: int
@@ -182,9 +184,10 @@ HOPPER = Tuning(
     align=AlignTuning(
         most_bins=8192,
         most_counters=1 << 27,
+        pairs_at_once=512,
+        pairs_of_many_bins_at_once=1024,
         single_launch_pairs=1024,
         single_launch_bins=512,
-        compared_pairs=256,
         small_span=64,
         span=128,
         count_block=1024,

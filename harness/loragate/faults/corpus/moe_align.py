@@ -7,7 +7,7 @@ from loragate.faults.model import Group
 
 _align = planting("lorakernels.moe.align.metadata", Group.ALIGN)
 _buckets = planting("lorakernels.moe.align.kernels.buckets", Group.ALIGN)
-_compare = planting("lorakernels.moe.align.kernels.compare", Group.ALIGN)
+_at_once = planting("lorakernels.moe.align.kernels.sort_at_once", Group.ALIGN)
 _count = planting("lorakernels.moe.align.kernels.count", Group.ALIGN)
 _place = planting("lorakernels.moe.align.kernels.place", Group.ALIGN)
 _tables = planting("lorakernels.moe.align.tables", Group.ALIGN)
@@ -103,33 +103,40 @@ FAULTS = (
         why="Free places of a short batch's tiles keep the pairs of the batch before.",
         only=True,
     ),
-    _compare(
-        "pair-counted-among-earlier-ones",
-        "earlier = same & (other[None, :] < pair[:, None])",
-        "earlier = same & (other[None, :] <= pair[:, None])",
-        source="own",
-        why="Where all pairs are compared, each is counted as one before itself.",
+    _at_once(
+        "pair-without-expert-sorted-first",
+        "bucket = tl.where(bucket >= 0, bucket, num_experts * layout.SLOT_BINS)",
+        "bucket = tl.maximum(bucket, 0)",
+        source="sglang #23178",
+        why="Where one program sorts, pairs without expert join those of the first bucket.",
     ),
-    _compare(
-        "base-rows-lead-tiles",
-        "leads = counted & (slot >= 0) & (rank % HEIGHT == 0)",
-        "leads = counted & (rank % HEIGHT == 0)",
-        source="own",
-        why="Where all pairs are compared, base rows take tiles that belong to no adapter.",
+    _at_once(
+        "free-places-sorted-before-reset",
+        "_reset(tables.tile_pairs, num_pairs * HEIGHT, size_tile_pairs)",
+        "_reset(tables.tile_pairs, 0, size_tile_pairs - num_pairs * HEIGHT)",
+        source="sglang #29468",
+        why="Where one program sorts, free places of its tiles keep pairs of the batch before.",
     ),
-    _place(
-        "pairs-of-earlier-programs-forgotten",
-        "earlier = count_where(same & (tl.arange(0, COUNT_BLOCK) < span * SPAN)[None, :])",
-        "earlier = count_where(same & (tl.arange(0, COUNT_BLOCK) < 0)[None, :])",
-        source="own",
-        why="Where all pairs are compared, two programs put their pairs into the same places.",
+    _at_once(
+        "pairs-behind-the-first-program-kept",
+        "fill(table_ptr, reachable, size, program - 1, tl.num_programs(0) - 1)",
+        "fill(table_ptr, reachable, reachable, program - 1, tl.num_programs(0) - 1)",
+        source="sglang #29468",
+        why="Where one program sorts, nobody resets what it cannot reach.",
     ),
-    _place(
-        "base-tiles-of-all-slots-alike",
-        "lower = count_where(of_expert & is_lower & (all_buckets >= 0)[None, :])",
-        "lower = count_where(of_expert & (all_buckets < 0)[None, :])",
+    _at_once(
+        "first-of-a-bucket-ranked-behind-it",
+        "before = tl.gather(group, tl.maximum(lane - 1, 0), axis=0)",
+        "before = tl.gather(group, tl.maximum(lane - 2, 0), axis=0)",
         source="own",
-        why="Where all pairs are compared, adapters share places of their expert's base tiles.",
+        why="Where one program sorts, two buckets begin where one does.",
+    ),
+    _at_once(
+        "base-tiles-by-adapter",
+        "base_rank = _rank(key // layout.SLOT_BINS, PAIRS)",
+        "base_rank = _rank(key, PAIRS)",
+        source="own",
+        why="Where one program sorts, adapters share places of their expert's base tiles.",
     ),
     _place(
         "stale-pairs-behind-the-batch",
@@ -140,10 +147,10 @@ FAULTS = (
     ),
     _ops(
         "base-batch-keeps-old-pairs",
-        "    launch = launch_sorting if pairs.alignment",
+        "    launch = _LAUNCHES.get(pairs.alignment",
         "    if not bool((token_slots[: pairs.num_rows] >= 0).any()):\n"
         "        return\n"
-        "    launch = launch_sorting if pairs.alignment",
+        "    launch = _LAUNCHES.get(pairs.alignment",
         source="vllm #42120",
         why="A batch of base rows returns early, and the tables of the batch before stay.",
     ),

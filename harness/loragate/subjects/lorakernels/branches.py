@@ -21,7 +21,7 @@ from lorakernels.gdn.forms import GDNForm, plan_gdn
 from lorakernels.moe.delta import plan as moe
 from lorakernels.moe.delta.plan import MoEPath, MoEShape
 from lorakernels.moe.layer.plan import fold_ranks, plan_gemm
-from lorakernels.moe.tiles import Alignment, base_tile_height, plan_alignment
+from lorakernels.moe.tiles import Alignment, base_tile_height, block_of_pairs, plan_alignment
 from lorakernels.runtime.tuning import DEFAULT, Tuning, with_one_plan
 
 # pairs whose spans a program of the counting launches adds up in one step
@@ -136,10 +136,12 @@ def _alignment(shape: MoEShape, slots: int, *, with_base: bool) -> Iterator[str]
         yield "alignment: several launches"
         yield _several("alignment: sums of spans", 1 + (shape.num_pairs > _ONE_SUM))
         return
-    name = "one launch" if way is Alignment.SINGLE else "one launch that compares pairs"
-    yield f"alignment: {name}"
-    programs = -(-shape.num_pairs // DEFAULT.align.small_span)
-    yield _several(f"alignment: programs of {name}", programs)
+    if way is Alignment.SORTED_AT_ONCE:
+        yield "alignment: one program sorts all pairs"
+        size = "the smallest" if block_of_pairs(shape.num_pairs) == block_of_pairs(1) else "another"
+        yield f"alignment: block of the program that sorts: {size}"
+        return
+    yield "alignment: one launch that counts"
 
 
 def _looked_up(shape: DenseShape, *, slots: int) -> Iterator[str]:
@@ -275,7 +277,7 @@ def _moe_shapes(pairs: tuple[int, ...]) -> Iterator[MoEShape]:
 
 
 def _grid_of_deltas() -> Iterator[str]:
-    for shape in _moe_shapes((2, 100, 1100, 2**16)):
+    for shape in _moe_shapes((2, 100, 600, 1100, 2**16)):
         slots = 4 if shape.num_experts == 16 else 64
         yield from _alignment(shape, slots, with_base=False)
         for wanted in (None, *MoEPath):
@@ -283,7 +285,7 @@ def _grid_of_deltas() -> Iterator[str]:
 
 
 def _grid_of_layers() -> Iterator[str]:
-    for shape in _moe_shapes((2, 12, 30, 200, 1100, 2**16)):
+    for shape in _moe_shapes((2, 12, 30, 200, 600, 1100, 2**16)):
         if len(set(shape.slice_widths)) == 1:
             yield from _alignment(shape, 4 if shape.num_experts < 256 else 64, with_base=True)
             yield from _product(shape, is_gated=len(shape.slice_widths) == 2)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from lorakernels.common.sizes import power_of_2
 from lorakernels.moe.align.kernels.arguments import Layout, Routes
 from lorakernels.moe.align.kernels.count import (
     count_pairs_kernel,
@@ -20,13 +19,10 @@ def launch_alignment(
 ) -> None:
     """Fill every table of `pairs`. `num_ids` is the length of the expert map, if `is_mapped`."""
     tuning = pairs.tuning.align
-    way = pairs.alignment
-    counted = way is Alignment.COUNTED
+    counted = pairs.alignment is Alignment.COUNTED
     span = tuning.span if counted else tuning.small_span
     spans = -(-pairs.num_pairs // span)
     count_block = tuning.count_block if pairs.num_pairs > tuning.small_span else tuning.small_span
-    if way is Alignment.COMPARED:
-        count_block = max(tuning.small_span, power_of_2(pairs.num_pairs))
     layout = pairs.layout(is_mapped=is_mapped)
     if counted:
         _count(pairs, routes, spans, num_ids=num_ids, layout=layout, pdl=pdl)
@@ -49,7 +45,6 @@ def launch_alignment(
         HEIGHT=pairs.height,
         BASE_HEIGHT=pairs.base_height,
         COUNTED=counted,
-        COMPARED=way is Alignment.COMPARED,
         SPAN=span,
         CHUNK=min(64, span),
         COUNT_BLOCK=count_block,

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from lorakernels.batch.steps import hand_on_base_rows, note_rows, prepared_rows
+from lorakernels.moe.align.at_once import launch_sort_at_once
 from lorakernels.moe.align.kernels.arguments import Routes
 from lorakernels.moe.align.launch import launch_alignment
 from lorakernels.moe.align.sort import launch_sorting
@@ -13,6 +14,11 @@ from lorakernels.moe.align.tables import PairTables
 from lorakernels.moe.tiles import Alignment
 from lorakernels.runtime.device import on_device_of, supports_pdl
 from lorakernels.runtime.streams import claim
+
+_LAUNCHES = {
+    Alignment.SORTED_AT_ONCE: launch_sort_at_once,
+    Alignment.SORTED: launch_sorting,
+}
 
 
 def align_pairs(
@@ -47,7 +53,7 @@ def fill_tables(
     # without a map its pointer is never read
     routes = Routes(topk_ids, token_slots, topk_ids if expert_map is None else expert_map)
     num_ids = 0 if expert_map is None else expert_map.shape[0]
-    launch = launch_sorting if pairs.alignment is Alignment.SORTED else launch_alignment
+    launch = _LAUNCHES.get(pairs.alignment, launch_alignment)
     launch(pairs, routes, num_ids=num_ids, is_mapped=expert_map is not None, pdl=pdl)
 
 

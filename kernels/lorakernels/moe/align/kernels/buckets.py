@@ -49,10 +49,15 @@ def find_offsets(total, layout: tl.constexpr, HEIGHT: tl.constexpr, BASE_HEIGHT:
 
 
 @triton.jit
-def reset(table_ptr, start, end, BLOCK: tl.constexpr = 1024):
-    """-1 from `start` to `end`; the programs share the work."""
+def fill(table_ptr, start, end, index, of, BLOCK: tl.constexpr = 1024):
+    """-1 from `start` to `end`: the share of the program `index` of `of`."""
     lanes = tl.arange(0, BLOCK)
     nothing = tl.full([BLOCK], -1, tl.int32)
-    first = start + tl.program_id(0) * BLOCK
-    for at in range(first, end, tl.num_programs(0) * BLOCK):
+    for at in range(start + index * BLOCK, end, of * BLOCK):
         tl.store(table_ptr + at + lanes, nothing, mask=at + lanes < end)
+
+
+@triton.jit
+def reset(table_ptr, start, end):
+    """-1 from `start` to `end`; the programs share the work."""
+    fill(table_ptr, start, end, tl.program_id(0), tl.num_programs(0))

@@ -6,7 +6,6 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from lorakernels.moe.align.kernels.arguments import Sizes
 from lorakernels.moe.align.kernels.buckets import bucket_of, find_offsets, reset
-from lorakernels.moe.align.kernels.compare import count_where, find_leaders
 
 
 @triton.jit
@@ -57,15 +56,13 @@ def place_pairs_kernel(
     HEIGHT: tl.constexpr,
     BASE_HEIGHT: tl.constexpr,
     COUNTED: tl.constexpr,
-    COMPARED: tl.constexpr,
     SPAN: tl.constexpr,
     CHUNK: tl.constexpr,
     COUNT_BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
     # one program places SPAN pairs. COUNTED: other kernels counted each span, found the offsets
-    # and reset the tables; otherwise the batch is small and every program does it by itself, by
-    # counting buckets, or COMPARED: by comparing all pairs, of which there are COUNT_BLOCK at most
+    # and reset the tables; otherwise the batch is small and every program does it by itself
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
@@ -82,17 +79,6 @@ def place_pairs_kernel(
         offsets_ptr = counts_ptr + (num_spans + 1) * NUM_BINS + index
         own_first = tl.load(offsets_ptr)
         own_count = earlier
-    elif COMPARED:
-        all_buckets, all_experts, all_lead, all_lead_base = find_leaders(
-            routes, sizes, layout, HEIGHT, BASE_HEIGHT, COUNT_BLOCK, CHUNK
-        )
-        same = bucket[:, None] == all_buckets[None, :]
-        is_lower = all_buckets[None, :] < bucket[:, None]
-        earlier = count_where(same & (tl.arange(0, COUNT_BLOCK) < span * SPAN)[None, :])
-        own_first = count_where(is_lower & all_lead[None, :])
-        own_count = count_where(same)
-        num_tiles = tl.sum(all_lead.to(tl.int32))
-        num_base = tl.sum(all_lead_base.to(tl.int32))
     else:
         total = tl.zeros([NUM_BINS], dtype=tl.int32)
         before = tl.zeros([NUM_BINS], dtype=tl.int32)
@@ -134,13 +120,6 @@ def place_pairs_kernel(
             lower = tl.load(offsets_ptr + NUM_BINS)
             base_first = tl.load(offsets_ptr + 2 * NUM_BINS)
             base_count = lower
-        elif COMPARED:
-            of_expert = all_experts[None, :] == expert[:, None]
-            lower = count_where(of_expert & is_lower & (all_buckets >= 0)[None, :])
-            base_first = count_where(
-                (all_experts[None, :] < expert[:, None]) & all_lead_base[None, :]
-            )
-            base_count = count_where(of_expert)
         else:
             lower = tl.gather(all_lower, index, axis=0)
             base_first = tl.gather(first_base, index, axis=0)

@@ -143,7 +143,9 @@ def _first_place(keys_ptr, key, place, live, steps):
 
 
 @triton.jit
-def _leads(key, rank, base_rank, live, num_experts, layout: tl.constexpr, HEIGHT, BASE_HEIGHT):
+def leading_pairs(
+    key, rank, base_rank, live, num_experts, layout: tl.constexpr, HEIGHT, BASE_HEIGHT
+):
     """Which pairs have an expert, which a slot as well, which are the first of a tile, and which of
     a base tile."""
     is_keyed = live & (key < num_experts * layout.SLOT_BINS)
@@ -182,7 +184,7 @@ def count_tiles_kernel(
         base_rank = place - _first_place(keys_ptr, of_expert, place, live, steps)
         tl.store(base_ranks_ptr + place, base_rank, mask=live)
     tl.store(ranks_ptr + place, rank, mask=live)
-    _, _, leads, base_leads = _leads(
+    _, _, leads, base_leads = leading_pairs(
         key, rank, base_rank, live, num_experts, layout, HEIGHT, BASE_HEIGHT
     )
     cell = counts_ptr + tl.program_id(0) * 2
@@ -221,7 +223,7 @@ def write_tiles_kernel(
     base_rank = rank
     if layout.WITH_BASE:
         base_rank = tl.load(base_ranks_ptr + place, mask=live, other=0)
-    is_keyed, routed, leads, base_leads = _leads(
+    is_keyed, routed, leads, base_leads = leading_pairs(
         key, rank, base_rank, live, num_experts, layout, HEIGHT, BASE_HEIGHT
     )
     expert = key // layout.SLOT_BINS

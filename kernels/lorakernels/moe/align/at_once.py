@@ -1,0 +1,36 @@
+"""The launch of the alignment of a small batch, of which one program sorts all pairs."""
+
+from __future__ import annotations
+
+from lorakernels.moe.align.kernels.arguments import Routes
+from lorakernels.moe.align.kernels.sort_at_once import sort_at_once_kernel
+from lorakernels.moe.align.tables import PairTables
+from lorakernels.moe.tiles import block_of_pairs
+from lorakernels.runtime.device import launch_options
+
+
+def launch_sort_at_once(
+    pairs: PairTables, routes: Routes, *, num_ids: int, is_mapped: bool, pdl: bool
+) -> None:
+    """Fill every table of `pairs`. `num_ids` is the length of the expert map, if `is_mapped`."""
+    tables, block = pairs.tables, block_of_pairs(pairs.num_pairs)
+    sort_at_once_kernel[(1 + pairs.reset_programs,)](
+        routes,
+        tables,
+        pairs.num_pairs,
+        num_ids,
+        pairs.num_experts,
+        pairs.max_slots,
+        tables.pair_slots.shape[0],
+        tables.tile_slots.shape[0],
+        tables.tile_pairs.shape[0],
+        tables.base_experts.shape[0],
+        tables.base_pairs.shape[0],
+        pairs.layout(is_mapped=is_mapped),
+        HEIGHT=pairs.height,
+        BASE_HEIGHT=pairs.base_height,
+        PAIRS=block,
+        PDL=pdl,
+        num_warps=4 if block <= 128 else 8,
+        **launch_options(pdl),
+    )
