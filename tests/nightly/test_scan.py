@@ -57,18 +57,6 @@ class Scanned:
 
 
 @pytest.fixture(scope="module")
-def environment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    folders = [_PLANTED, _ROOT / "harness", _ROOT / "kernels", os.environ.get("PYTHONPATH", "")]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONPATH", os.pathsep.join(map(str, folders)))
-        # what cannot be seen cannot be used: these tests run on the CPU everywhere
-        patch.setenv("CUDA_VISIBLE_DEVICES", "")
-        patch.setenv("TMPDIR", str(tmp_path_factory.mktemp("planted")))
-        patch.delenv("TRITON_INTERPRET", raising=False)
-        yield
-
-
-@pytest.fixture(scope="module")
 def processes(environment: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Processes]:
     """For all tests: importing torch takes longer than most of their trials."""
     names = [f"{_MODULE}:{subject}" for subject in (*_CAUSES, *_OTHERS)]

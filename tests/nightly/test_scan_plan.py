@@ -99,6 +99,11 @@ def test_some_trials_run_with_nothing_beside_them_one_of_each_path_first() -> No
     assert measures == set(Measure)
 
 
+def test_workers_are_counted_on_every_gpu() -> None:
+    assert Place(workers=3).slots == 3
+    assert Place(gpus=("GPU-a", "GPU-b"), workers=2).slots == 4
+
+
 def test_a_single_worker_is_always_alone_and_waits_for_nobody() -> None:
     waves = [_wave(number, previous=_wave(0), place=Place()) for number in range(8)]
     assert not any(wave.is_alone for wave in waves)
