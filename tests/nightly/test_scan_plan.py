@@ -49,7 +49,7 @@ def test_bits_come_first_and_again_under_everything_that_must_not_matter() -> No
     assert (stress.schedule, stress.cache) == (Schedule.PLAIN, Cache.WARM)
 
 
-@pytest.mark.parametrize("number", [0, 2])
+@pytest.mark.parametrize("number", [0, 3])
 def test_trials_of_which_one_is_enough_are_divided_among_the_workers(number: int) -> None:
     wave = _wave(number, place=Place(workers=3))
     cases = _cases(wave)
@@ -75,13 +75,13 @@ def test_every_gpu_runs_the_same_trials() -> None:
         assert a | b == c | d
     assert a == b
     assert {conditions.schedule for conditions, _ in wave.processes} == {Schedule.DELAYED}
-    (alone, _), (other, _) = _wave(3, place=place).processes
+    (alone, _), (other, _) = _wave(2, place=place).processes
     assert (alone, other) == (replace(PLAIN, gpu="GPU-a"), replace(PLAIN, gpu="GPU-b"))
 
 
 def test_oracles_judge_cases_whose_path_is_known() -> None:
     known = {**_CASES, "new": Known(traced=False)}
-    for number in (2, 7):
+    for number in (3, 7):
         steps = [w for _, steps in _wave(number, known).processes for w in steps]
         assert {w.measure for w in steps} == {Measure.JUDGED}
         assert {w.case for w in steps} <= set(_CASES)
@@ -90,12 +90,12 @@ def test_oracles_judge_cases_whose_path_is_known() -> None:
 def test_some_trials_run_with_nothing_beside_them_one_of_each_path_first() -> None:
     known = {f"{path}-{k}": Known(path=path) for path in "abcd" for k in range(3)}
     known |= {f"often-{k}": Known(path="often", alone=5) for k in range(9)}
-    wave = _wave(3, known)
+    wave = _wave(2, known)
     ((conditions, steps),) = wave.processes
     assert (wave.is_alone, conditions) == (True, PLAIN)
     # in 4.5 s, as other waves take 30 s
     assert sorted(wanted.case.partition("-")[0] for wanted in steps) == ["a", "b", "c", "d"]
-    measures = {w.measure for k in (3, 7) for _, own in _wave(k, known).processes for w in own}
+    measures = {w.measure for k in (2, 6) for _, own in _wave(k, known).processes for w in own}
     assert measures == set(Measure)
 
 

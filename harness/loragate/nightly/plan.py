@@ -13,7 +13,7 @@ import random
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from enum import StrEnum
+from enum import Enum, StrEnum, auto
 from typing import TypeAlias
 
 from loragate.history.model import TrialRecord
@@ -29,7 +29,13 @@ _COLD = 0.125
 # a wave alone as a part of each of the three others: the workers that wait for it do so for a
 # twentieth of the time of a scan
 _ALONE = 0.15
-_ALONE_KIND = 3
+
+
+class _Kind(Enum):
+    BITS = auto()
+    STRESS = auto()
+    ALONE = auto()
+    JUDGED = auto()
 
 
 class Measure(StrEnum):
@@ -138,19 +144,21 @@ def next_wave(
     previous: Wave | None = None,
 ) -> Wave:
     """Wave `number` of a scan. The kinds of waves take turns: bits, the same bits under stress,
-    judged; and, where there are workers beside each other, some alone. previous: the wave before
-    this one."""
+    alone where there are workers beside each other, judged. previous: the wave before this one."""
     rng = random.Random(f"{seed}/{number}")
-    cycle, kind = divmod(number, 4 if place.neighbours else 3)
-    if kind == 1 and previous is not None:
+    # all wait for the last trial before a wave alone; trials of bits are short
+    kinds = [kind for kind in _Kind if kind is not _Kind.ALONE or place.neighbours]
+    cycle, turn = divmod(number, len(kinds))
+    kind = kinds[turn]
+    if kind is _Kind.STRESS and previous is not None:
         stress = _stress(rng, everything=number == 1, place=place)
         return _repeated(previous.processes[0][1], stress, place, rng)
     length = min(_LONGEST_WAVE_S, max(_SHORTEST_WAVE_S, seconds_left / 20))
-    if kind == _ALONE_KIND:
+    if kind is _Kind.ALONE:
         measure = Measure.JUDGED if cycle % 2 else Measure.BITS
         chosen = _chosen(known, measure, _ALONE * length, rng, first=_by_path)
         return _alone(chosen, place, rng)
-    measure = Measure.JUDGED if kind == 2 else Measure.BITS
+    measure = Measure.JUDGED if kind is _Kind.JUDGED else Measure.BITS
     chosen = _chosen(known, measure, length * place.workers, rng, first=_by_trials)
     return _dealt(chosen, replace(PLAIN, neighbours=place.neighbours), place, rng)
 
