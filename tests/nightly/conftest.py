@@ -1,4 +1,4 @@
-"""Records of scans, and a PostgreSQL server of its own for each session of tests."""
+"""Records of scans, where planted faults are found, and a PostgreSQL server for each session."""
 
 from __future__ import annotations
 
@@ -15,6 +15,8 @@ import pytest
 
 from loragate.history import Outcome, Purpose, ScanRun, TrialRecord
 
+_PLANTED = Path(__file__).parent / "planted"
+_ROOT = Path(__file__).parents[2]
 # a server refuses to run as root
 _SOMEBODY = "nobody"
 _FOLDERS = "/usr/lib/postgresql"
@@ -69,6 +71,19 @@ def postgresql_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         running.send_signal(signal.SIGINT)
         running.wait(30)
         shutil.rmtree(folder, ignore_errors=True)
+
+
+@pytest.fixture(scope="module")
+def environment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """In which the subjects with planted faults are found."""
+    folders = [_PLANTED, _ROOT / "harness", _ROOT / "kernels", os.environ.get("PYTHONPATH", "")]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", os.pathsep.join(map(str, folders)))
+        # what cannot be seen cannot be used: these tests run on the CPU everywhere
+        patch.setenv("CUDA_VISIBLE_DEVICES", "")
+        patch.setenv("TMPDIR", str(tmp_path_factory.mktemp("planted")))
+        patch.delenv("TRITON_INTERPRET", raising=False)
+        yield
 
 
 def _scan_run(uid: str = "night-1", **changes: Any) -> ScanRun:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from loragate.history import Outcome, Purpose, ScanRun, TrialRecord, open_history
+from loragate.history import Outcome, ScanRun, TrialRecord, open_history
 from loragate.nightly.conditions import Cause
 from loragate.nightly.diagnosis import Diagnosis
 from loragate.nightly.plan import Place, Wave
@@ -44,7 +44,7 @@ class _Lab:
         # the seconds that each diagnosis was given
         self.allowed: list[float] = []
 
-    def run(self, wave: Wave, purpose: Purpose, *, until: float) -> list[Shown]:
+    def keep_busy(self, wave: Wave, *, until: float) -> list[Shown]:
         self.seconds += _WAVE_S
         return [self._shown(wanted) for wanted in wave.processes[0][1]]
 
@@ -52,7 +52,7 @@ class _Lab:
         outcome = Outcome.RIGHT if wanted.case == "quiet" else Outcome.DIFFERENT
         names = {"case": wanted.case, "path": wanted.case, "measure": wanted.measure}
         record = self._trial(self.next_number(), outcome=outcome, **names)
-        return Shown(wanted, 0, _MEASURED, record)
+        return Shown(wanted, (wanted,), _MEASURED, record)
 
     def next_number(self) -> int:
         self._count += 1

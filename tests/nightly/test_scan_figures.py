@@ -36,7 +36,15 @@ def trial(number: int, **changed: object) -> TrialRecord:
 
 
 def of(trials: list[TrialRecord], *, workers: int = 2, seconds: float = 220.0):
-    return figures_of(RUN, trials, [BEFORE, RUN], cases=5, workers=workers, seconds=seconds)
+    return figures_of(
+        RUN,
+        trials,
+        [BEFORE, RUN],
+        cases=5,
+        workers=workers,
+        seconds=seconds,
+        spent={"opening": 8.0, "starting": 4.0, "alone": 20.0},
+    )
 
 
 def test_trials_of_the_run_count_by_purpose_and_those_of_other_runs_do_not():
@@ -64,12 +72,24 @@ def test_overhead_is_the_time_of_all_workers_beyond_that_of_the_trials():
     assert of([])["overhead"] is None
 
 
+def test_the_overhead_is_the_sum_of_its_parts_and_of_what_none_of_them_accounts_for():
+    found = of([trial(number) for number in range(200)])
+    assert found["spent_s"] == {"opening": 8.0, "starting": 4.0, "alone": 20.0, "other": 8.0}
+    assert sum(found["spent_s"].values()) == pytest.approx(found["overhead"] * found["busy_s"])
+
+
 def test_the_table_says_which_overhead_is_too_large_and_which_scan_was_never_recorded():
     met = {**of([trial(number) for number in range(200)]), "commit": "a" * 40}
     missed = {**met, "overhead": 0.24}
     text = table({"2 cores": met, "H200": None, "laptop": missed})
     assert "| 2 cores | 20 min | 1 of 5 | 200 |" in text
-    assert "| 10% | aaaaaaa |" in text
+    assert "| 10% | 2.0% | 1.0% | 5.0% | 2.0% | aaaaaaa |" in text
     assert "| 24% (missed) |" in text
     assert "H200" not in text
     assert table({"H200": None}) == "Not recorded yet."
+
+
+def test_a_record_that_does_not_take_its_overhead_apart_has_a_row_as_well():
+    section = {**of([trial(number) for number in range(200)]), "commit": "a" * 40}
+    del section["spent_s"]
+    assert "| 10% | - | - | - | - | aaaaaaa |" in table({"2 cores": section})

@@ -27,7 +27,7 @@ from loragate.scan.child import _clocks, outcome_of
 from loragate.scan.messages import Began, Measured, Order, Step, Unpacker, packed
 from loragate.scan.paths import TracedPath, traced_path
 from loragate.scan.processes import Process
-from loragate.scan.waves import _Running
+from loragate.scan.running import Running
 from loragate.subjects.torch.subject import DenseDelta
 
 
@@ -71,7 +71,7 @@ def test_a_process_that_dies_between_trials_is_charged_to_the_one_before(
         steps=steps, conditions=Conditions(), folder=tmp_path, wave=tmp_path, number=0, peers=1
     )
     process = Process(0, order, pipe=-1)
-    running = _Running(process, order, 0)
+    running = Running(process, order, 0, started=0.0)
     right = Measured(
         index=1,
         outcome=Outcome.RIGHT,

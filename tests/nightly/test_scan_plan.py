@@ -33,14 +33,14 @@ def _cases(wave: Wave) -> list[set[str]]:
 def test_bits_come_first_and_again_under_everything_that_must_not_matter() -> None:
     first = _wave(0)
     second = _wave(1, previous=first)
-    ((conditions, steps),) = first.processes
-    assert conditions == PLAIN
-    assert {wanted.measure for wanted in steps} == {Measure.BITS}
+    (own, _), (stressed, again) = (
+        [steps for _, steps in wave.processes] for wave in (first, second)
+    )
+    assert {wanted.measure for wanted in own} == {Measure.BITS}
     # the same inputs, in other orders, beside each other
-    assert [sorted(w.id for w in each) for _, each in second.processes] == [
-        sorted(w.id for w in steps)
-    ] * 2
-    assert len({each for _, each in (*first.processes, *second.processes)}) == 3
+    assert sorted(w.id for w in stressed) == sorted(w.id for w in again)
+    assert {w.id for w in stressed} == {w.id for w in own}
+    assert len({own, stressed, again}) == 3
     (stress, other) = (conditions for conditions, _ in second.processes)
     assert stress == other
     assert (stress.memory, stress.neighbours) == (Memory.POISON, 1)
@@ -49,25 +49,71 @@ def test_bits_come_first_and_again_under_everything_that_must_not_matter() -> No
     assert (stress.schedule, stress.cache) == (Schedule.PLAIN, Cache.WARM)
 
 
+@pytest.mark.parametrize("number", [0, 3])
+def test_trials_of_which_one_is_enough_are_divided_among_the_workers(number: int) -> None:
+    wave = _wave(number, place=Place(workers=3))
+    cases = _cases(wave)
+    assert [len(each) for each in cases] == [3, 3, 2]
+    assert set.union(*cases) == set(_CASES)
+    # each runs beside the two others, which is a factor as well
+    assert {conditions for conditions, _ in wave.processes} == {replace(PLAIN, neighbours=2)}
+    assert not wave.is_alone
+
+
+def test_no_worker_is_without_a_trial() -> None:
+    wave = _wave(0, {"single": Known()}, place=Place(workers=3))
+    assert _cases(wave) == [{"single"}] * 3
+
+
 def test_every_gpu_runs_the_same_trials() -> None:
-    wave = _wave(1, previous=_wave(0), place=Place(gpus=("GPU-a", "GPU-b"), workers=2))
-    assert [conditions.gpu for conditions, _ in wave.processes] == ["GPU-a"] * 2 + ["GPU-b"] * 2
-    assert all(cases == set(_CASES) for cases in _cases(wave))
+    place = Place(gpus=("GPU-a", "GPU-b"), workers=2)
+    for number in (0, 1):
+        wave = _wave(number, previous=_wave(0, place=place), place=place)
+        gpus = [conditions.gpu for conditions, _ in wave.processes]
+        assert gpus == ["GPU-a"] * 2 + ["GPU-b"] * 2
+        a, b, c, d = _cases(wave)
+        assert a | b == c | d
+    assert a == b
     assert {conditions.schedule for conditions, _ in wave.processes} == {Schedule.DELAYED}
+    (alone, _), (other, _) = _wave(2, place=place).processes
+    assert (alone, other) == (replace(PLAIN, gpu="GPU-a"), replace(PLAIN, gpu="GPU-b"))
 
 
-def test_oracles_judge_alone_and_beside_neighbours_cases_whose_path_is_known() -> None:
+def test_oracles_judge_cases_whose_path_is_known() -> None:
     known = {**_CASES, "new": Known(traced=False)}
-    alone, beside = _wave(2, known), _wave(5, known)
-    assert [conditions for conditions, _ in alone.processes] == [PLAIN]
-    assert [c for c, _ in beside.processes] == [replace(PLAIN, neighbours=1)] * 2
-    assert {w.measure for _, steps in alone.processes for w in steps} == {Measure.JUDGED}
-    assert _cases(alone) == [set(_CASES)]
+    for number in (3, 7):
+        steps = [w for _, steps in _wave(number, known).processes for w in steps]
+        assert {w.measure for w in steps} == {Measure.JUDGED}
+        assert {w.case for w in steps} <= set(_CASES)
+
+
+def test_some_trials_run_with_nothing_beside_them_one_of_each_path_first() -> None:
+    known = {f"{path}-{k}": Known(path=path) for path in "abcd" for k in range(3)}
+    known |= {f"often-{k}": Known(path="often", alone=5) for k in range(9)}
+    wave = _wave(2, known)
+    ((conditions, steps),) = wave.processes
+    assert (wave.is_alone, conditions) == (True, PLAIN)
+    # in 4.5 s, as other waves take 30 s
+    assert sorted(wanted.case.partition("-")[0] for wanted in steps) == ["a", "b", "c", "d"]
+    measures = {w.measure for k in (2, 6) for _, own in _wave(k, known).processes for w in own}
+    assert measures == set(Measure)
+
+
+def test_workers_are_counted_on_every_gpu() -> None:
+    assert Place(workers=3).slots == 3
+    assert Place(gpus=("GPU-a", "GPU-b"), workers=2).slots == 4
+
+
+def test_a_single_worker_is_always_alone_and_waits_for_nobody() -> None:
+    waves = [_wave(number, previous=_wave(0), place=Place()) for number in range(8)]
+    assert not any(wave.is_alone for wave in waves)
+    assert {len(wave.processes) for wave in waves} == {1}
+    assert {conditions.neighbours for wave in waves for conditions, _ in wave.processes} == {0}
 
 
 def test_all_factors_are_varied_in_the_course_of_a_scan() -> None:
     gpu = {"place": Place(gpus=("GPU-a",), workers=2)}
-    stressed = [_wave(3 * k + 1, previous=_wave(3 * k), **gpu) for k in range(1, 40)]
+    stressed = [_wave(4 * k + 1, previous=_wave(4 * k), **gpu) for k in range(1, 40)]
     seen = Counter(item for wave in stressed for item in wave.processes[0][0].varied().items())
     for item in (("memory", "zeros"), ("memory", "poison"), ("cache", "cold"), ("clock", "fast")):
         assert 0 < seen[item] < 39
@@ -84,7 +130,7 @@ def test_cases_with_the_fewest_trials_on_what_changed_come_first() -> None:
     known = {name: replace(case, bits_s=100.0) for name, case in known.items()}
     order = []
     while known:
-        ((_, (wanted,)),) = _wave(0, known).processes
+        ((_, (wanted,)),) = _wave(0, known, place=Place()).processes
         order.append(wanted.case)
         del known[wanted.case]
     assert order == ["rare", "often", "decided", "old"]
@@ -98,19 +144,28 @@ def test_the_same_seed_gives_the_same_wave_and_another_one_another_order() -> No
 def test_a_wave_fits_into_what_is_left() -> None:
     known = {f"case-{k}": Known(bits_s=1.0) for k in range(1000)}
     sizes = [len(_cases(_wave(0, known, seconds_left=left))[0]) for left in (20.0, 600.0, 36000.0)]
+    # of each of two workers
     assert sizes == [10, 30, 120]
 
 
 def test_what_is_known_of_a_case_comes_from_its_trials(trial: NewTrial) -> None:
     trials = [
         trial(0, case="a", duration_s=2.0),
-        trial(1, case="a", measure="judged", duration_s=3.0),
+        trial(1, case="a", measure="judged", duration_s=3.0, conditions={"neighbours": "1"}),
         trial(2, case="gone"),
     ]
     found = known_cases(["a", "b"], trials, changed=["b"], undecided=[], traced=["a"])
     assert found == {
         "a": Known(
-            bits=1, judged=1, bits_s=2.0, judged_s=3.0, changed=False, decided=True, traced=True
+            bits=1,
+            judged=1,
+            bits_s=2.0,
+            judged_s=3.0,
+            changed=False,
+            decided=True,
+            traced=True,
+            path="dense_delta eager bf16",
+            alone=1,
         ),
         "b": Known(changed=True, traced=False),
     }

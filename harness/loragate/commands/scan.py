@@ -10,7 +10,9 @@ import subprocess
 import tempfile
 import time
 import uuid
-from dataclasses import replace
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from loragate.commands.history import add_history_option, open_named
@@ -47,7 +49,7 @@ from loragate.scan.figures import SECTION, figures_of
 from loragate.scan.processes import Processes
 from loragate.scan.scan import Scan, Setup
 from loragate.scan.since import cases_changed
-from loragate.scan.waves import Surroundings, Waves
+from loragate.scan.waves import Spent, Surroundings, Waves
 
 _UNITS = {"s": 1, "m": 60, "h": 3600}
 _BUDGET = re.compile(r"([0-9]{1,6})([smh])")
@@ -91,68 +93,87 @@ def run(arguments: argparse.Namespace) -> ExitCode:
     check_report(arguments)
     with usage_errors():
         recorder = open_record(arguments, SECTION)
-    with usage_errors():
-        runs, plan = _planned(selection)
-    quarantined(arguments, sorted(runs))
-    with open_named(arguments.history, is_made=True) as history:
-        changed = None if files is None else cases_changed(runs, history, files)
-        clock = _clock(history)
-        setup = _setup(arguments, runs, plan, changed, clock.started, has_gpu=has_gpu)
-        # planning is a part of the time that was given
-        setup = replace(setup, budget_s=setup.budget_s - (time.monotonic() - begin))
-        say(f"scan of {len(runs)} cases for {arguments.budget:g} s, history {history.name}")
-        history.add_run(setup.run)
-        try:
-            _scan(setup, selection, runs, history, clock, has_gpu=has_gpu)
-        finally:
-            # also after Ctrl-C: what is known by then is kept and shown
-            history.add_run(replace(setup.run, finished_at=clock()))
-            code = write_morning(arguments, history, cases=setup.cases)
-        if recorder is not None:
-            _record(recorder, setup, history, seconds=time.monotonic() - begin)
+    with _processes(selection) as (processes, folder):
+        with usage_errors():
+            runs, plan = _planned(selection)
+        quarantined(arguments, sorted(runs))
+        with open_named(arguments.history, is_made=True) as history:
+            changed = None if files is None else cases_changed(runs, history, files)
+            clock = _clock(history)
+            setup = _setup(arguments, runs, plan, changed, clock.started, has_gpu=has_gpu)
+            # planning is a part of the time that was given
+            setup = replace(setup, budget_s=setup.budget_s - (time.monotonic() - begin))
+            say(f"scan of {len(runs)} cases for {arguments.budget:g} s, history {history.name}")
+            history.add_run(setup.run)
+            try:
+                around = Surroundings(
+                    run=setup.run.uid,
+                    runs=runs,
+                    history=history,
+                    processes=processes,
+                    health=open_health(has_gpu=has_gpu),
+                    folder=folder,
+                    clock=clock,
+                )
+                spent = _scan(setup, around)
+            finally:
+                # also after Ctrl-C: what is known by then is kept and shown
+                history.add_run(replace(setup.run, finished_at=clock()))
+                code = write_morning(arguments, history, cases=setup.cases)
+            if recorder is not None:
+                _record(recorder, setup, history, spent, seconds=time.monotonic() - begin)
     return code
 
 
-def _record(recorder: Recorder, setup: Setup, history: History, *, seconds: float) -> None:
+@contextmanager
+def _processes(selection: Selection) -> Iterator[tuple[Processes, Path]]:
+    """The processes of trials, which import what they need while this one plans, and a folder."""
+    with (
+        tempfile.TemporaryDirectory(prefix="loragate-scan-") as path,
+        Processes(selection.subjects, Path(path) / "log") as processes,
+    ):
+        processes.prepare()
+        yield processes, Path(path)
+
+
+def _record(
+    recorder: Recorder, setup: Setup, history: History, spent: _Spent, *, seconds: float
+) -> None:
+    slots = setup.place.slots
     recorder.save(
         figures_of(
             setup.run,
             list(history.trials()),
             history.runs(),
             cases=len(setup.cases),
-            workers=setup.place.workers,
+            workers=slots,
             seconds=seconds,
+            spent={
+                "opening": slots * (seconds - spent.seconds),
+                "starting": spent.waves.starting_s,
+                "alone": spent.waves.alone_s,
+            },
         )
     )
     say(f"recorded in {recorder.path}")
 
 
-def _scan(
-    setup: Setup,
-    selection: Selection,
-    runs: dict[str, CaseRun],
-    history: History,
-    clock: RunClock,
-    *,
-    has_gpu: bool,
-) -> None:
-    health = open_health(has_gpu=has_gpu)
+@dataclass(frozen=True, slots=True)
+class _Spent:
+    """`seconds` from the begin of the first wave to the end of the last one."""
+
+    waves: Spent
+    seconds: float
+
+
+def _scan(setup: Setup, around: Surroundings) -> _Spent:
+    begin = time.monotonic()
+    waves = Waves(around)
     try:
-        with tempfile.TemporaryDirectory(prefix="loragate-scan-") as path:
-            folder = Path(path)
-            with Processes(selection.subjects, folder / "log") as processes:
-                around = Surroundings(
-                    run=setup.run.uid,
-                    runs=runs,
-                    history=history,
-                    processes=processes,
-                    health=health,
-                    folder=folder,
-                    clock=clock,
-                )
-                Scan(setup, Waves(around), history, say).run()
+        Scan(setup, waves, around.history, say).run()
     finally:
-        health.close()
+        around.health.close()
+    return _Spent(waves.spent, time.monotonic() - begin)
 
 
 def _planned(selection: Selection) -> tuple[dict[str, CaseRun], RunStarted]:

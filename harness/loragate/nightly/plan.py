@@ -1,17 +1,20 @@
 """Where the next minute tells most. Pure: the same history and seed give the same plan.
 
-A scan runs *waves*. A wave is one process, or several at the same time, of which each runs the same
-trials in an order of its own. The cheap and strong measurement comes first: the same inputs twice
-in one process, compared bit for bit, then again in other processes under everything that must not
-matter at once. Oracles judge after that. Which factor it was is found out only where bits differ.
+A scan runs *waves*. A wave has a process for each worker: one after the other of a worker runs the
+trials that its waves have for it. The cheap and strong measurement comes first: the same inputs
+twice in one process, compared bit for bit, then again in other processes under everything that must
+not matter at once. Oracles judge after that. Now and then some trials run with nothing beside them.
+Which factor it was is found out only where bits differ.
 """
 
 from __future__ import annotations
 
 import random
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from enum import StrEnum
+from enum import Enum, StrEnum, auto
+from typing import TypeAlias
 
 from loragate.history.model import TrialRecord
 from loragate.nightly.conditions import PLAIN, Cache, Clock, Conditions, Memory, Schedule
@@ -23,6 +26,16 @@ _SHORTEST_WAVE_S = 10.0
 _LONGEST_WAVE_S = 120.0
 # of the waves under stress, how many begin with an empty cache
 _COLD = 0.125
+# a wave alone as a part of each of the three others: the workers that wait for it do so for a
+# twentieth of the time of a scan
+_ALONE = 0.15
+
+
+class _Kind(Enum):
+    BITS = auto()
+    STRESS = auto()
+    ALONE = auto()
+    JUDGED = auto()
 
 
 class Measure(StrEnum):
@@ -45,16 +58,22 @@ class Wanted:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wave:
-    """Processes that run at the same time; each has its conditions and its order of trials."""
+    """Processes; each has its conditions and its order of trials.
+
+    is_alone: nothing else may run at that time. Otherwise each is for one worker, which begins when
+    it is free.
+    """
 
     processes: tuple[tuple[Conditions, tuple[Wanted, ...]], ...]
+    is_alone: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Known:
     """What is known of a case: trials of either measure, how long each takes, and whether its path
     is still undecided. changed: since the revision that was asked for, or never seen. traced: it is
-    known which source it runs."""
+    known which source it runs. path: its path and group, "" without trials; alone: how many trials
+    of all cases of that path ran with nothing beside them."""
 
     bits: int = 0
     judged: int = 0
@@ -63,6 +82,8 @@ class Known:
     changed: bool = True
     decided: bool = False
     traced: bool = True
+    path: str = ""
+    alone: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,6 +96,11 @@ class Place:
     @property
     def neighbours(self) -> int:
         return self.workers - 1
+
+    @property
+    def slots(self) -> int:
+        """Processes at the same time on all GPUs."""
+        return self.workers * max(1, len(self.gpus))
 
 
 def known_cases(
@@ -92,17 +118,20 @@ def known_cases(
         case: Known(changed=changed is None or case in changed, traced=case in traced)
         for case in cases
     }
+    alone: Counter[str] = Counter()
     for trial in trials:
         known = found.get(trial.case)
         if known is None:
             continue
-        known = replace(known, decided=trial.case not in undecided)
+        path = f"{trial.path} {trial.grouped}"
+        alone[path] += "neighbours" not in trial.conditions
+        known = replace(known, decided=trial.case not in undecided, path=path)
         if trial.measure == Measure.BITS:
             known = replace(known, bits=known.bits + 1, bits_s=trial.duration_s)
         else:
             known = replace(known, judged=known.judged + 1, judged_s=trial.duration_s)
         found[trial.case] = known
-    return found
+    return {case: replace(known, alone=alone[known.path]) for case, known in found.items()}
 
 
 def next_wave(
@@ -114,35 +143,41 @@ def next_wave(
     seconds_left: float,
     previous: Wave | None = None,
 ) -> Wave:
-    """Wave `number` of a scan. The kinds of waves take turns: bits alone, the same bits under
-    stress, judged alone or beside neighbours. previous: the wave before this one."""
+    """Wave `number` of a scan. The kinds of waves take turns: bits, the same bits under stress,
+    alone where there are workers beside each other, judged. previous: the wave before this one."""
     rng = random.Random(f"{seed}/{number}")
-    kind = number % 3
-    if kind == 1 and previous is not None:
+    # all wait for the last trial before a wave alone; trials of bits are short
+    kinds = [kind for kind in _Kind if kind is not _Kind.ALONE or place.neighbours]
+    cycle, turn = divmod(number, len(kinds))
+    kind = kinds[turn]
+    if kind is _Kind.STRESS and previous is not None:
         stress = _stress(rng, everything=number == 1, place=place)
-        return _spread(previous.processes[0][1], (stress,) * place.workers, place, rng)
-    measure = Measure.JUDGED if kind == 2 else Measure.BITS
+        return _repeated(previous.processes[0][1], stress, place, rng)
     length = min(_LONGEST_WAVE_S, max(_SHORTEST_WAVE_S, seconds_left / 20))
-    chosen = _chosen(known, measure, length, rng)
-    if measure is Measure.JUDGED and (number // 3) % 2:
-        beside = replace(PLAIN, neighbours=place.neighbours)
-        return _spread(chosen, (beside,) * place.workers, place, rng)
-    return _spread(chosen, (PLAIN,), place, rng)
+    if kind is _Kind.ALONE:
+        measure = Measure.JUDGED if cycle % 2 else Measure.BITS
+        chosen = _chosen(known, measure, _ALONE * length, rng, first=_by_path)
+        return _alone(chosen, place, rng)
+    measure = Measure.JUDGED if kind is _Kind.JUDGED else Measure.BITS
+    chosen = _chosen(known, measure, length * place.workers, rng, first=_by_trials)
+    return _dealt(chosen, replace(PLAIN, neighbours=place.neighbours), place, rng)
+
+
+_First: TypeAlias = Callable[[Sequence[str], Mapping[str, Known], Measure], list[str]]
 
 
 def _chosen(
-    known: Mapping[str, Known], measure: Measure, length: float, rng: random.Random
+    known: Mapping[str, Known], measure: Measure, length: float, rng: random.Random, first: _First
 ) -> tuple[Wanted, ...]:
-    """Cases with the fewest trials first, as many as fit; at least one. The bits of a case come
-    before its oracles, because they trace its path."""
+    """As many cases as fit into `length` in the order of `first`; at least one. The bits of a case
+    come before its oracles, because they trace its path."""
     order = sorted(known)
     if measure is Measure.JUDGED:
         order = [case for case in order if known[case].traced] or order
     rng.shuffle(order)
-    order.sort(key=lambda case: _worth(known[case], measure))
     chosen: list[Wanted] = []
     spent = 0.0
-    for case in order:
+    for case in first(order, known, measure):
         have = known[case]
         spent += have.bits_s if measure is Measure.BITS else have.judged_s
         if chosen and spent > length:
@@ -153,9 +188,26 @@ def _chosen(
     return tuple(chosen)
 
 
-def _worth(known: Known, measure: Measure) -> tuple[bool, bool, int]:
-    trials = known.bits if measure is Measure.BITS else known.judged
-    return not known.changed, known.decided, trials
+def _by_trials(cases: Sequence[str], known: Mapping[str, Known], measure: Measure) -> list[str]:
+    """Those with the fewest trials first."""
+
+    def worth(case: str) -> tuple[bool, bool, int]:
+        have = known[case]
+        trials = have.bits if measure is Measure.BITS else have.judged
+        return not have.changed, have.decided, trials
+
+    return sorted(cases, key=worth)
+
+
+def _by_path(cases: Sequence[str], known: Mapping[str, Known], measure: Measure) -> list[str]:
+    """One of each path, first of those that were alone the fewest times."""
+    turn: dict[str, int] = {}
+    seen: Counter[str] = Counter()
+    for case in cases:
+        have = known[case]
+        turn[case] = have.alone + seen[have.path]
+        seen[have.path] += 1
+    return sorted(cases, key=turn.__getitem__)
 
 
 def _stress(rng: random.Random, *, everything: bool, place: Place) -> Conditions:
@@ -174,17 +226,33 @@ def _stress(rng: random.Random, *, everything: bool, place: Place) -> Conditions
     )
 
 
-def _spread(
-    chosen: Sequence[Wanted],
-    conditions: Sequence[Conditions],
-    place: Place,
-    rng: random.Random,
+def _dealt(
+    chosen: Sequence[Wanted], conditions: Conditions, place: Place, rng: random.Random
 ) -> Wave:
-    """The same trials on every GPU, in another order in each process."""
+    """The same trials on every GPU, divided among its workers; no worker is left without one."""
+    processes = []
+    for gpu in place.gpus or ("",):
+        order = rng.sample(chosen, len(chosen))
+        for worker in range(place.workers):
+            own = order[worker :: place.workers] or [order[worker % len(order)]]
+            processes.append((replace(conditions, gpu=gpu), tuple(own)))
+    return Wave(processes=tuple(processes))
+
+
+def _repeated(
+    wanted: Sequence[Wanted], conditions: Conditions, place: Place, rng: random.Random
+) -> Wave:
+    """The same trials by every worker of every GPU, in another order by each."""
     return Wave(
         processes=tuple(
-            (replace(each, gpu=gpu), tuple(rng.sample(chosen, len(chosen))))
+            (replace(conditions, gpu=gpu), tuple(rng.sample(wanted, len(wanted))))
             for gpu in place.gpus or ("",)
-            for each in conditions
+            for _ in range(place.workers)
         )
     )
+
+
+def _alone(wanted: Sequence[Wanted], place: Place, rng: random.Random) -> Wave:
+    """The same trials by one process on every GPU."""
+    single = _repeated(wanted, PLAIN, replace(place, workers=1), rng)
+    return replace(single, is_alone=True)

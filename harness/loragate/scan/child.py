@@ -51,6 +51,8 @@ def run_order(order: Order) -> None:
         order.ready(order.number).touch()
         _wait(lambda: all(order.ready(k).exists() for k in range(order.peers)))
         for index, step in enumerate(order.steps):
+            if order.stop.exists():
+                break
             answers.write(packed(Began(index=index)))
             if not _tell(answers, order, index, step, stacks):
                 # nothing that this process does from here on would say anything

@@ -13,7 +13,9 @@ SECTION = "scan"
 
 # of the time of a scan beyond that of its trials
 MOST_OVERHEAD = 0.1
-_COLUMNS = ("machine", "budget", "cases", "trials", *Status, "overhead", "commit")
+# parts of the overhead, each with its column; `other`: what nothing else accounts for
+_PARTS = ("opening", "starting", "alone", "other")
+_COLUMNS = ("machine", "budget", "cases", "trials", *Status, "overhead", *_PARTS, "commit")
 
 
 def figures_of(
@@ -24,10 +26,12 @@ def figures_of(
     cases: int,
     workers: int,
     seconds: float,
+    spent: Mapping[str, float],
 ) -> dict[str, Any]:
     """trials: of the whole history, the oldest first; those of `run` are counted, and what all of
-    them say of the paths that `run` has tried. `cases` were selected; `workers` processes ran
-    beside each other for `seconds`."""
+    them say of the paths that `run` has tried. `cases` were selected; `workers` processes could
+    run beside each other for `seconds`. spent: seconds of all workers in which none of these trials
+    ran, by what they were spent on; what is missing there is `other`."""
     own = [trial for trial in trials if trial.run == run.uid]
     paths = {trial.path for trial in own}
     found = Counter(
@@ -42,6 +46,10 @@ def figures_of(
         "trials": dict(Counter(trial.purpose.value for trial in own)),
         "paths": {status.value: found[status] for status in Status},
         "busy_s": round(busy, 1),
+        "spent_s": {
+            **{name: round(value, 1) for name, value in spent.items()},
+            "other": round(workers * seconds - busy - sum(spent.values()), 1),
+        },
         "overhead": round(workers * seconds / busy - 1, 4) if busy else None,
     }
 
@@ -64,6 +72,13 @@ def _row(machine: str, section: Mapping[str, Any]) -> str:
         "-"
         if overhead is None
         else f"{overhead:.0%}{'' if overhead <= MOST_OVERHEAD else ' (missed)'}",
+        *(_part(section, name) for name in _PARTS),
         section["commit"][:7],
     ]
     return f"| {' | '.join(cells)} |"
+
+
+def _part(section: Mapping[str, Any], name: str) -> str:
+    """A part of the overhead; "-" in records that do not take it apart."""
+    spent, busy = section.get("spent_s", {}).get(name), section["busy_s"]
+    return f"{spent / busy:.1%}" if busy and spent is not None else "-"

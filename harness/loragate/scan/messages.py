@@ -47,6 +47,11 @@ class Order:
     def stacks(self) -> Path:
         return self.folder / "stacks"
 
+    @property
+    def stop(self) -> Path:
+        """A file: while it is there, no trial begins."""
+        return self.folder / "stop"
+
     def ready(self, number: int) -> Path:
         return self.wave / f"ready-{number}"
 

@@ -7,7 +7,6 @@ import os
 import pickle
 import select
 import subprocess
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -46,6 +45,7 @@ class Processes:
         self._subjects, self._log = tuple(subjects), log
         self._pool = ProcessPool()
         self._server: subprocess.Popen[bytes] | None = None
+        self._is_ready = False
         self._count = 0
         self._heard = b""
 
@@ -59,6 +59,10 @@ class Processes:
         """End the server and all of its processes."""
         self._pool.close()
 
+    def prepare(self) -> None:
+        """Begin to start the server, without waiting for it."""
+        self._launched()
+
     def start(self, order: Order) -> Process:
         """Start the process of an order, whose folder exists. Raises CommandError."""
         self._count += 1
@@ -71,33 +75,32 @@ class Processes:
         return Process(self._count, order, pipe)
 
     def end(self, process: Process) -> None:
-        """Kill a process that runs. `listen` tells of its end."""
+        """Kill a process that runs. `hear` tells of its end."""
         self._ask(id=process.number, end=True)
 
-    def listen(
-        self, running: Sequence[Process], until: float
-    ) -> Iterator[tuple[Process, Message | None]]:
-        """What processes say, in the order in which it is heard; None when one has ended, after all
-        that it said. Ends with the last of them, or at `until` on the monotonic clock.
+    def hear(
+        self, running: Sequence[Process], seconds: float
+    ) -> list[tuple[Process, Message | None]]:
+        """What processes say next, in the order in which it is heard; None when one has ended,
+        after all that it said. Nothing if all are silent for so long. `running` are all that have
+        been started and not ended: of others nothing is kept.
 
         Raises CommandError if the server ends.
         """
-        alive = {process.number: process for process in running}
-        while alive:
-            left = until - time.monotonic()
-            if left <= 0:
-                return
-            output = self._output()
-            pipes = {p.pipe: p for p in alive.values() if not p.silent}
-            readable, _, _ = select.select([output.fileno(), *pipes], [], [], min(left, 1.0))
-            for process in (pipes[pipe] for pipe in readable if pipe in pipes):
-                yield from ((process, heard) for heard in _read(process))
-            for number, status in self._ends(output) if output.fileno() in readable else ():
-                if number in alive:
-                    ended = alive.pop(number)
-                    yield from ((ended, heard) for heard in _read(ended))
-                    ended.status = status
-                    yield ended, None
+        output = self._output()
+        pipes = {process.pipe: process for process in running if not process.silent}
+        readable, _, _ = select.select([output.fileno(), *pipes], [], [], seconds)
+        speaking = [pipes[pipe] for pipe in readable if pipe in pipes]
+        heard: list[tuple[Process, Message | None]] = [
+            (process, message) for process in speaking for message in _read(process)
+        ]
+        ends = dict(self._ends(output)) if output.fileno() in readable else {}
+        for process in running:
+            if process.number in ends:
+                heard += [(process, message) for message in _read(process)]
+                process.status = ends[process.number]
+                heard.append((process, None))
+        return heard
 
     def forget(self, process: Process) -> None:
         """Close what belongs to a process that has ended or is ended."""
@@ -105,9 +108,9 @@ class Processes:
             os.close(process.pipe)
 
     def _output(self) -> IO[bytes]:
-        assert self._server is not None
-        assert self._server.stdout is not None
-        return self._server.stdout
+        server = self._launched()
+        assert server.stdout is not None
+        return server.stdout
 
     def _ends(self, output: IO[bytes]) -> Iterator[tuple[int, int]]:
         data = os.read(output.fileno(), _READ)
@@ -119,27 +122,33 @@ class Processes:
             yield answer["id"], answer["status"]
 
     def _ask(self, **what: object) -> None:
-        server = self._server or self._start()
+        server = self._launched()
+        if not self._is_ready:
+            self._wait_until_ready()
         assert server.stdin is not None
         try:
             server.stdin.write(json.dumps(what).encode() + b"\n")
         except OSError as error:
             raise self._died() from error
 
-    def _start(self) -> subprocess.Popen[bytes]:
-        with self._log.open("ab") as log:
-            self._server = self._pool.start(
-                python_module("loragate.scan.server", *self._subjects),
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=log,
-                env=environment(),
-                bufsize=0,
-            )
+    def _launched(self) -> subprocess.Popen[bytes]:
+        if self._server is None:
+            with self._log.open("ab") as log:
+                self._server = self._pool.start(
+                    python_module("loragate.scan.server", *self._subjects),
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                    stderr=log,
+                    env=environment(),
+                    bufsize=0,
+                )
+        return self._server
+
+    def _wait_until_ready(self) -> None:
         output = self._output()
         if not select.select([output], [], [], _START_S)[0] or not output.readline():
             raise self._died()
-        return self._server
+        self._is_ready = True
 
     def _died(self) -> CommandError:
         text = self._log.read_text(encoding="utf-8", errors="replace").strip()[-2000:]

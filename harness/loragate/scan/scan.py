@@ -1,8 +1,8 @@
 """A scan: waves of trials until the time is spent, and a diagnosis of whatever differs.
 
-Invariant: what a trial has shown is in the history before the next wave begins, so that a scan that
-is interrupted or killed loses no more than the trials that run at that moment. The next scan goes
-on where the history is thinnest.
+Invariant: what a trial has shown is added to the history as soon as it is heard of, so that a scan
+that is interrupted or killed loses no more than the trials that run at that moment. The next scan
+goes on where the history is thinnest.
 """
 
 from __future__ import annotations
@@ -61,11 +61,14 @@ class Scan:
 
     def run(self) -> None:
         """Until the budget is spent. Raises CommandError where no trial can be started."""
-        while self._left() > 0:
-            self.step()
+        try:
+            while self._left() > 0:
+                self.step()
+        finally:
+            self.close()
 
     def step(self) -> None:
-        """One more wave, and the diagnosis of what differs in it."""
+        """One more wave for workers that are free, and the diagnosis of what differs so far."""
         wave = self._last = next_wave(
             self._known(),
             self._setup.place,
@@ -78,6 +81,10 @@ class Scan:
         self._tell(wave, shown)
         self._investigate(shown)
         self._number += 1
+
+    def close(self) -> None:
+        """End the trials that run."""
+        self._waves.close()
 
     def _left(self) -> float:
         return self._begin + self._setup.budget_s - time.monotonic()
@@ -104,11 +111,12 @@ class Scan:
         )
 
     def _wave(self, wave: Wave) -> list[Shown]:
-        shown = self._waves.run(wave, Purpose.PLANNED, until=self._end())
+        if wave.is_alone:
+            shown = self._waves.run(wave, Purpose.PLANNED, until=self._end())
+        else:
+            shown = self._waves.keep_busy(wave, until=self._end())
         self._trials += [each.record for each in shown]
-        for each in shown:
-            wanted = wave.processes[each.process][1]
-            self._beside[each.record.process] = wanted
+        self._beside |= {each.record.process: each.order for each in shown}
         return shown
 
     def _tell(self, wave: Wave, shown: Sequence[Shown]) -> None:

@@ -2,33 +2,31 @@
 
 from __future__ import annotations
 
+import shutil
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from tempfile import TemporaryDirectory
+from tempfile import TemporaryDirectory, mkdtemp
 
-from loragate.core.child_process import signal_name
 from loragate.core.gpu_health import HealthReader
-from loragate.history import History, Outcome, PathFiles, Purpose, TrialRecord
+from loragate.history import History, PathFiles, Purpose, TrialRecord
 from loragate.matrix.case_run import CaseRun
 from loragate.nightly.conditions import Conditions
 from loragate.nightly.plan import Measure, Wanted, Wave
-from loragate.plugin.crash_report import crash_report
-from loragate.scan.messages import Began, Measured, Message, Order, Step
-from loragate.scan.processes import Process, Processes
-
-# ids that a crash report names
-_BEFORE_SHOWN = 5
+from loragate.scan.messages import Measured, Order, Step
+from loragate.scan.processes import Processes
+from loragate.scan.running import Running
 
 
 @dataclass(frozen=True, slots=True)
 class Shown:
-    """A trial that has ended: what its process said, and its record. `process`: its process among
-    those of the wave."""
+    """A trial that has ended: what its process said, and its record. order: all trials of its
+    process."""
 
     wanted: Wanted
-    process: int
+    order: tuple[Wanted, ...]
     measured: Measured
     record: TrialRecord
 
@@ -46,13 +44,36 @@ class Surroundings:
     clock: Callable[[], float] = time.time
 
 
+@dataclass(slots=True)
+class Spent:
+    """Seconds of workers in which no trial ran. starting_s: from the start of a process to its
+    first trial. alone_s: while a process ran with nothing beside it, and before, while it waited
+    for the others to end."""
+
+    starting_s: float = 0.0
+    alone_s: float = 0.0
+
+
+@dataclass(slots=True)
+class _Worker:
+    """waiting: its processes of later waves."""
+
+    waiting: deque[tuple[Conditions, tuple[Wanted, ...]]] = field(default_factory=deque)
+    running: Running | None = None
+
+
 class Waves:
-    """One wave at a time."""
+    """The workers of a scan. Each goes on with the next wave as soon as it is through with the one
+    before, whatever the others do, until a wave is to run alone."""
 
     def __init__(self, around: Surroundings) -> None:
         self._around = around
         self._numbers = _Counter()
         self._processes = _Counter()
+        self._workers: list[_Worker] = []
+        # what has ended and was not given to the caller
+        self._shown: list[Shown] = []
+        self.spent = Spent()
         # of cases that have run in this scan: the name of the path and its key
         self.paths: dict[str, tuple[str, str]] = {}
         # what a process that died was running on: as the one before it
@@ -66,6 +87,20 @@ class Waves:
         """The time of a record."""
         return self._around.clock()
 
+    def keep_busy(self, wave: Wave, *, until: float) -> list[Shown]:
+        """Give each worker a process of a wave, and return what has ended since the last time, once
+        a worker has no more to do, or at `until` on the monotonic clock. The others go on."""
+        while len(self._workers) < len(wave.processes):
+            self._workers.append(_Worker())
+        for worker, process in zip(self._workers, wave.processes, strict=True):
+            worker.waiting.append(process)
+        self._begin_waiting()
+        while len(self._busy()) == len(self._workers) and time.monotonic() < until:
+            self._hear_workers(until)
+            self._begin_waiting()
+        shown, self._shown = self._shown, []
+        return shown
+
     def run(
         self,
         wave: Wave,
@@ -74,39 +109,103 @@ class Waves:
         until: float,
         keeps: Callable[[int, int], bool] = lambda index, process: True,
     ) -> list[Shown]:
-        """Run a wave to its end, or up to `until` on the monotonic clock; what runs then is lost.
+        """Run a wave to its end with nothing else beside it, or up to `until` on the monotonic
+        clock; what runs then is lost.
 
         keeps: by its place and its process within the wave, whether a trial becomes a record.
         """
+        self._stop_workers(until)
+        if self._busy():
+            return []
+        begin = time.monotonic()
         shown: list[Shown] = []
         with TemporaryDirectory(dir=self._around.folder) as folder:
-            orders = self._orders(wave, Path(folder))
-            running = [
-                _Running(self._around.processes.start(o), o, self._processes()) for o in orders
-            ]
-            of = {id(each.process): each for each in running}
+            running = [self._start(order) for order in self._orders(wave, Path(folder))]
             try:
-                for process, message in self._around.processes.listen(
-                    [each.process for each in running], until
-                ):
-                    each = of[id(process)]
-                    ended = each.hear(message)
-                    if ended is not None and keeps(ended.index, each.order.number):
-                        shown.append(self._add(each, ended, purpose))
-                    if message is None:
-                        # the others do not wait for it
-                        each.order.through(each.order.number).touch()
+                while (alive := _alive(running)) and time.monotonic() < until:
+                    for each, ended in self._hear(alive, until):
+                        if ended is not None and keeps(ended.index, each.order.number):
+                            shown.append(self._add(each, ended, purpose))
             finally:
                 self._finish(running)
+        unused = len(self._workers) - len(wave.processes)
+        self.spent.alone_s += max(0, unused) * (time.monotonic() - begin)
         return shown
 
-    def _finish(self, running: Sequence[_Running]) -> None:
-        late = [each.process for each in running if each.process.status is None]
-        for process in late:
-            self._around.processes.end(process)
+    def close(self) -> None:
+        """End what runs; it is lost."""
+        self._finish(self._busy())
+        self._workers.clear()
+
+    def _busy(self) -> list[Running]:
+        return [worker.running for worker in self._workers if worker.running]
+
+    def _begin_waiting(self) -> None:
+        for worker in self._workers:
+            if worker.running is None and worker.waiting:
+                conditions, wanted = worker.waiting.popleft()
+                folder = Path(mkdtemp(dir=self._around.folder))
+                order = Order(
+                    steps=tuple(self._step(each) for each in wanted),
+                    conditions=conditions,
+                    folder=folder,
+                    wave=folder,
+                    number=0,
+                    peers=1,
+                )
+                worker.running = self._start(order)
+
+    def _hear_workers(self, until: float) -> None:
+        for each, ended in self._hear(self._busy(), until):
+            if ended is not None:
+                self._shown.append(self._add(each, ended, Purpose.PLANNED))
+        for worker in self._workers:
+            if worker.running and worker.running.process.status is not None:
+                self._around.processes.forget(worker.running.process)
+                shutil.rmtree(worker.running.order.folder, ignore_errors=True)
+                worker.running = None
+
+    def _stop_workers(self, until: float) -> None:
+        """Let each end with its present trial. What it was to do after that is left out: the trials
+        that are missing are those that come first in the next waves."""
+        for worker in self._workers:
+            worker.waiting.clear()
+        for each in self._busy():
+            each.order.stop.touch()
+        while (busy := len(self._busy())) and time.monotonic() < until:
+            begin = time.monotonic()
+            self._hear_workers(until)
+            self.spent.alone_s += (len(self._workers) - busy) * (time.monotonic() - begin)
+
+    def _start(self, order: Order) -> Running:
+        begin = time.monotonic()
+        process = self._around.processes.start(order)
+        return Running(process, order, self._processes(), begin)
+
+    def _hear(
+        self, running: Sequence[Running], until: float
+    ) -> Iterator[tuple[Running, Measured | None]]:
+        """What processes say next, and which trial that ends."""
+        of = {id(each.process): each for each in running}
+        seconds = min(max(0.0, until - time.monotonic()), 1.0)
+        for process, message in self._around.processes.hear([r.process for r in running], seconds):
+            each = of[id(process)]
+            is_first = not each.has_begun
+            yield each, each.hear(message)
+            if is_first and each.has_begun:
+                self.spent.starting_s += time.monotonic() - each.started
+            if message is None:
+                # the others do not wait for it
+                each.order.through(each.order.number).touch()
+
+    def _finish(self, running: Sequence[Running]) -> None:
+        late = _alive(running)
+        for each in late:
+            self._around.processes.end(each.process)
         # their folder is removed next
-        for _ in self._around.processes.listen(late, time.monotonic() + 10):
-            pass
+        end = time.monotonic() + 10
+        while (left := _alive(late)) and time.monotonic() < end:
+            self._around.processes.hear([each.process for each in left], 1.0)
         for each in running:
             self._around.processes.forget(each.process)
 
@@ -133,7 +232,7 @@ class Waves:
         traced = wanted.measure is Measure.BITS and wanted.case not in self.paths
         return Step(run=run, measure=wanted.measure, traced=traced)
 
-    def _add(self, each: _Running, measured: Measured, purpose: Purpose) -> Shown:
+    def _add(self, each: Running, measured: Measured, purpose: Purpose) -> Shown:
         step = each.order.steps[measured.index]
         run, case = step.run, step.run.case
         if measured.path:
@@ -172,8 +271,7 @@ class Waves:
             health=self._around.health.read(conditions.gpu) if conditions.gpu else {},
         )
         self._around.history.add(record)
-        wanted = Wanted(case=run.run_id, draw=run.draw, measure=step.measure)
-        return Shown(wanted, each.order.number, measured, record)
+        return Shown(each.wanted[measured.index], each.wanted, measured, record)
 
 
 class _Counter:
@@ -185,51 +283,8 @@ class _Counter:
         return self._next - 1
 
 
-class _Running:
-    """A process of a wave: what it was heard of last."""
-
-    def __init__(self, process: Process, order: Order, number: int) -> None:
-        self.process, self.order, self.number = process, order, number
-        self._began: int | None = None
-        self._ended = 0
-        self._begin = time.monotonic()
-
-    def hear(self, message: Message | None) -> Measured | None:
-        """The end of a trial: told by its process, or with the process itself."""
-        if isinstance(message, Began):
-            self._began, self._begin = message.index, time.monotonic()
-            return None
-        if message is not None:
-            self._began, self._ended = None, message.index
-            return message
-        if self._began is not None:
-            return self._crash(self._began, "")
-        # whatever ran last may have left behind what ended the process
-        return self._crash(self._ended, " behind it") if self.process.status else None
-
-    def _crash(self, index: int, when: str) -> Measured:
-        status = self.process.status or 0
-        died = f"died of {signal_name(status)}" if status < 0 else f"exited with {status}"
-        before = [step.run.id for step in self.order.steps[:index]]
-        end = crash_report(
-            self.order.steps[index].run,
-            worker="scan",
-            gpu=self.order.conditions.gpu,
-            duration_s=time.monotonic() - self._begin,
-            stacks=self.order.stacks,
-            ran_before=before[-_BEFORE_SHOWN:],
-            died=f"the process of the trial {died}{when}",
-        )
-        return Measured(
-            index=index,
-            outcome=Outcome.WRONG,
-            failure=end.failure.value if end.failure else "",
-            message=end.message,
-            digests=(),
-            duration_s=end.duration_s,
-            device="",
-            promised=True,
-        )
+def _alive(running: Sequence[Running]) -> list[Running]:
+    return [each for each in running if each.process.status is None]
 
 
 def alone(wanted: Sequence[Wanted], conditions: Conditions) -> Wave:

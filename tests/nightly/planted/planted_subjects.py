@@ -133,6 +133,21 @@ class Timed(_Subject):
             return time.perf_counter() > begin
 
 
+class Waiting(_Subject):
+    """One case is not through before a file is there, and goes on for a while after that."""
+
+    name = "waiting"
+
+    class instance(_Planted):
+        def is_odd(self) -> bool:
+            if self.case.tokens == 4:
+                Path(tempfile.gettempdir(), "planted.waiting").touch()
+                while not Path(tempfile.gettempdir(), "planted.go").exists():
+                    time.sleep(0.01)
+                time.sleep(0.3)
+            return False
+
+
 class Crashing(_Subject):
     """One case ends its process."""
 
