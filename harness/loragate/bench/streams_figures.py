@@ -77,6 +77,7 @@ class LinearFigures:
 
     @property
     def planned_added_us(self) -> float:
+        """By both timings of the chosen form."""
         return self.forms.of(self.forms.chosen) - self.base_us
 
     def added_us(self, form: str) -> float:

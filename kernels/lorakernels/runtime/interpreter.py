@@ -4,10 +4,9 @@ The interpreter of Triton 3.6 to 3.9 keeps a bf16 value as the uint16 of its bit
 operations ignore that: `tl.dot`, arithmetic and comparisons work on the bit patterns as if they
 were integers, casts from integers and fp64 copy the number into the bits, and casts from fp32
 truncate where the hardware rounds to nearest even (a bias of half a unit in the last place).
-`repair` makes all of them go through fp32 with one rounding, as on the hardware. It also remembers
-what the interpreter looks up anew for each operation or launch, and lets numpy do what `tl.sort` is
-made of, which changes no result. Nothing
-else in Triton is changed, and a process that does not interpret kernels is left alone.
+`repair` makes all of them go through fp32 with one rounding, as on the hardware. It also leaves
+out work that changes no result (`interpreter_work.py`). Nothing else in Triton is changed, and a
+process that does not interpret kernels is left alone.
 
 Atomics on bf16, which the interpreter refuses, and fp8 stay unsupported.
 
@@ -18,13 +17,13 @@ may change by an fp32 rounding; set TRITON_DEFAULT_FP_FUSION to compare versions
 
 from __future__ import annotations
 
-import inspect
 import os
-from functools import cache
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+
+from lorakernels.runtime.interpreter_work import leave_out_repeated_work
 
 _REPAIRED = "_lorakernels_bf16"
 
@@ -55,10 +54,8 @@ def repair() -> bool:
         _repair_arithmetic(builder)
         _repair_dot(builder)
         _repair_reductions(interpreter)
-        _hasten_sort(interpreter)
         _repair_index(interpreter)
-        _remember_builtins(interpreter)
-        _remember_dtypes(interpreter)
+        leave_out_repeated_work(interpreter)
         setattr(builder, _REPAIRED, True)
     return True
 
@@ -232,23 +229,6 @@ def _repair_reductions(interpreter: Any) -> None:
     base.apply = repaired
 
 
-def _hasten_sort(interpreter: Any) -> None:
-    """`tl.sort` exchanges elements by xor, which the interpreter would combine one by one."""
-    import triton.language as tl
-
-    reduce = interpreter.ReduceOps
-    apply = reduce.apply_impl
-
-    def hastened(self: Any, values: Any) -> Any:
-        if self.combine_fn != tl.standard._xor_combine:
-            return apply(self, values)
-        (value,) = values
-        data = np.bitwise_xor.reduce(value.handle.data, axis=self.axis, keepdims=self.keep_dims)
-        return self.to_tensor(data, value.dtype)
-
-    reduce.apply_impl = hastened
-
-
 def _repair_index(interpreter: Any) -> None:
     """Triton 3.6 asks numpy for the int of a one-element array, which numpy 2.4 refuses."""
     patch = interpreter._patch_lang_tensor
@@ -258,39 +238,3 @@ def _repair_index(interpreter: Any) -> None:
         scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
 
     interpreter._patch_lang_tensor = patch_lang_tensor
-
-
-def _remember_builtins(interpreter: Any) -> None:
-    """The interpreter replaces the builtins of a module or class by its own for a launch, and finds
-    them among all members, which takes longer than the body of a small device function."""
-    import triton.language as tl
-
-    is_builtin = tl.core.is_builtin
-
-    @cache
-    def names(owner: Any) -> tuple[str, ...]:
-        return tuple(name for name, member in inspect.getmembers(owner) if is_builtin(member))
-
-    def patch_builtin(owner: Any, builder: Any, scope: Any) -> None:
-        for name in names(owner):
-            member = getattr(owner, name)
-            # those that the launch around a device function has replaced are no builtins
-            if is_builtin(member):
-                interpreter._patch_attr(owner, name, member, builder, scope)
-
-    interpreter._patch_builtin = patch_builtin
-
-
-def _remember_dtypes(interpreter: Any) -> None:
-    """The interpreter makes its table of numpy's dtypes anew for each look at it."""
-    import triton.language as tl
-
-    find = interpreter._get_np_dtype
-    of_scalar = cache(find)
-
-    def get_np_dtype(dtype: Any) -> Any:
-        scalar = dtype.scalar
-        # types of pointers have no hash, and are looked up without the table
-        return find(scalar) if isinstance(scalar, tl.pointer_type) else of_scalar(scalar)
-
-    interpreter._get_np_dtype = get_np_dtype
