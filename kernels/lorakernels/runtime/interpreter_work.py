@@ -130,8 +130,8 @@ def _remember_tensors() -> None:
 
 
 def _combine_by_xor_at_once(interpreter: Any) -> None:
-    """`tl.sort` exchanges elements by sums of xor, of which the interpreter combines two elements at
-    a time."""
+    """`tl.sort` exchanges elements by sums of xor, which the interpreter takes element by
+    element."""
     import triton.language as tl
 
     reduce = interpreter.ReduceOps
