@@ -101,7 +101,6 @@ FAULTS = (
         "ends = (here & (rank == count))[:, None]",
         source="sglang #29468",
         why="Free places of a short batch's tiles keep the pairs of the batch before.",
-        only=True,
     ),
     _at_once(
         "pair-without-expert-sorted-first",
@@ -116,6 +115,7 @@ FAULTS = (
         "_reset(tables.tile_pairs, 0, size_tile_pairs - num_pairs * HEIGHT)",
         source="sglang #29468",
         why="Where one program sorts, free places of its tiles keep pairs of the batch before.",
+        only=True,
     ),
     _at_once(
         "pairs-behind-the-first-program-kept",
@@ -132,11 +132,11 @@ FAULTS = (
         why="Where one program sorts, two buckets begin where one does.",
     ),
     _at_once(
-        "base-tiles-by-adapter",
+        "last-adapter-joins-the-next-expert",
         "base_rank = _rank(key // layout.SLOT_BINS, PAIRS)",
-        "base_rank = _rank(key, PAIRS)",
+        "base_rank = _rank((key + 1) // layout.SLOT_BINS, PAIRS)",
         source="own",
-        why="Where one program sorts, adapters share places of their expert's base tiles.",
+        why="Where one program sorts, base tiles hold pairs of two experts.",
     ),
     _place(
         "stale-pairs-behind-the-batch",
