@@ -16,6 +16,7 @@ from torch import Tensor
 from lorakernels.batch.metadata import BatchMetadata
 from lorakernels.layers.gate_up import GateUp
 from lorakernels.layers.moe import FusedMoELoRA, MoEScratch
+from lorakernels.moe.align import at_once as align_at_once
 from lorakernels.moe.align import launch as align_launch
 from lorakernels.moe.align import ops as align_ops
 from lorakernels.moe.align.metadata import PairMetadata
@@ -60,12 +61,15 @@ def kernels_of(module: ModuleType) -> dict[str, Any]:
     return {name: kernel for name, kernel in vars(module).items() if name.endswith("_kernel")}
 
 
+MODULES = (align_at_once, align_launch, delta_launch, layer_launch)
+
+
 @pytest.fixture
 def devices(monkeypatch: pytest.MonkeyPatch) -> Devices:
     devices = Devices()
     for ops in (align_ops, delta_ops, layer_ops):
         monkeypatch.setattr(ops, "on_device_of", devices.on_device_of)
-    for module in (align_launch, delta_launch, layer_launch):
+    for module in MODULES:
         for name, kernel in kernels_of(module).items():
             monkeypatch.setattr(module, name, Watched(name, kernel, devices))
     return devices
@@ -74,22 +78,24 @@ def devices(monkeypatch: pytest.MonkeyPatch) -> Devices:
 def test_every_launch_of_a_moe_layer_is_on_the_device_of_its_tensors(
     devices: Devices, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    align = replace(tuning.DEFAULT.align, single_launch_pairs=0)
-    monkeypatch.setattr(tuning, "DEFAULT", replace(tuning.DEFAULT, align=align))
     weights = (torch.zeros(2, 2 * WIDTH, WIDTH), torch.zeros(2, WIDTH, WIDTH))
     layer = FusedMoELoRA(*weights, gate_up=GateUp.HALVES, num_slots=1, rank=1)
     batch = BatchMetadata(max_tokens=TOKENS, max_slots=1, device="cpu")
     batch.prepare(torch.zeros(TOKENS, dtype=torch.int32))
     sizes = {"max_tokens": TOKENS, "top_k": 1}
-    pairs = PairMetadata(**sizes, num_experts=2, max_slots=1, device="cpu", with_base=True)
     scratch = MoEScratch([layer], **sizes)
     x, ids = torch.ones(TOKENS, WIDTH), torch.zeros(TOKENS, 1, dtype=torch.int32)
-    layer(x, ids, torch.ones(TOKENS, 1), batch, pairs, scratch)
+    for most_at_once in (TOKENS, 0):
+        align = replace(
+            tuning.DEFAULT.align, pairs_at_once=most_at_once, single_launch_pairs=most_at_once
+        )
+        monkeypatch.setattr(tuning, "DEFAULT", replace(tuning.DEFAULT, align=align))
+        pairs = PairMetadata(**sizes, num_experts=2, max_slots=1, device="cpu", with_base=True)
+        layer(x, ids, torch.ones(TOKENS, 1), batch, pairs, scratch)
     for path in delta_ops.MoEPath:
         out = torch.zeros(TOKENS, 2 * WIDTH)
         delta_ops.moe_delta(x, layer.w13_slots, pairs, scratch.workspace, out, path=path)
-    modules = (align_launch, delta_launch, layer_launch)
-    wanted = {name for module in modules for name in kernels_of(module)}
+    wanted = {name for module in MODULES for name in kernels_of(module)}
     assert devices.launched == dict.fromkeys(wanted, torch.device("cpu"))
 
 

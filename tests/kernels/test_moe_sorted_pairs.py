@@ -29,7 +29,7 @@ class Step:
 
     def prepare(self, pairs: PairMetadata, expert_map: Tensor | None) -> list[Tensor]:
         """The tables, without scratch memory."""
-        batch = BatchMetadata(max_tokens=100, max_slots=pairs.max_slots, device="cpu")
+        batch = BatchMetadata(max_tokens=150, max_slots=pairs.max_slots, device="cpu")
         batch.prepare(self.slots)
         pairs.prepare(self.ids, batch, expert_map=expert_map)
         return [table.clone() for table in pairs.buffers[:-1]]
@@ -62,7 +62,7 @@ def test_sorting_gives_the_tables_that_counting_gives(
     if expert_map is not None:
         expert_map[1] = -1
     counted = prepared(steps, expert_map, **sizes)
-    tune(monkeypatch, most_bins=0, span=32)
+    tune(monkeypatch, pairs_at_once=0, most_bins=0, span=32)
     for want, have in zip(counted, prepared(steps, expert_map, **sizes), strict=True):
         assert all(map(torch.equal, want, have))
 
@@ -73,16 +73,17 @@ def test_large_batches_whose_counters_take_too_much_memory_are_sorted(
 ) -> None:
     steps = [Step(rows, 3, 5, 3) for rows in (100, 7, 100, 0)]
     sizes = {"top_k": 3, "num_experts": 5, "max_slots": 3, "with_base": with_base}
-    tune(monkeypatch, single_launch_pairs=16, span=32)
+    tune(monkeypatch, pairs_at_once=0, single_launch_pairs=16, span=32)
     counted = prepared(steps, None, **sizes)
-    tune(monkeypatch, single_launch_pairs=16, span=32, most_counters=400)
+    tune(monkeypatch, pairs_at_once=0, single_launch_pairs=16, span=32, most_counters=400)
     launched = []
-    for name in ("launch_sorting", "launch_alignment"):
+    for name in ("launch_sorting", "launch_alignment", "launch_sort_at_once"):
         monkeypatch.setattr(ops, name, noted(getattr(ops, name), launched))
     for want, have in zip(counted, prepared(steps, None, **sizes), strict=True):
         assert all(map(torch.equal, want, have))
     large, small = "launch_sorting", "launch_alignment"
-    assert launched == [large, small, large, small]
+    # the step without pairs is small enough for any way
+    assert launched == [large, small, large, "launch_sort_at_once"]
 
 
 def noted(launch: Callable[..., None], launched: list[str]) -> Callable[..., None]:
@@ -94,9 +95,9 @@ def noted(launch: Callable[..., None], launched: list[str]) -> Callable[..., Non
 
 
 def test_a_thousand_experts_and_sixty_four_slots_take_little_memory() -> None:
-    step = Step(100, 8, 1024, 64)
+    step = Step(150, 8, 1024, 64)
     pairs = PairMetadata(
-        max_tokens=100, top_k=8, num_experts=1024, max_slots=64, device="cpu", with_base=True
+        max_tokens=150, top_k=8, num_experts=1024, max_slots=64, device="cpu", with_base=True
     )
     step.prepare(pairs, None)
     order = pairs.base_pairs[pairs.base_pairs >= 0]
@@ -133,10 +134,10 @@ def test_many_buckets_are_aligned_without_an_operation_that_a_graph_cannot_hold(
         if name.endswith("_kernel"):
             monkeypatch.setattr(align_sort, name, NoKernel())
     pairs = PairMetadata(
-        max_tokens=100, top_k=8, num_experts=1024, max_slots=64, device="cpu", with_base=True
+        max_tokens=150, top_k=8, num_experts=1024, max_slots=64, device="cpu", with_base=True
     )
-    tables = PairTables.of(pairs.buffers, 100, pairs.sizes)
-    step = Step(100, 8, 1024, 64)
+    tables = PairTables.of(pairs.buffers, 150, pairs.sizes)
+    step = Step(150, 8, 1024, 64)
     with Operations() as operations:
         ops.fill_tables(tables, step.ids, step.slots, None, pdl=False)
     # a view needs neither memory nor a launch

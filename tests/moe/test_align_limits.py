@@ -51,12 +51,17 @@ LIMITS = (
 )
 
 
+@pytest.mark.parametrize("most_at_once", [0, 512])
 @pytest.mark.parametrize("limits", LIMITS, ids=lambda limits: limits.what)
 def test_no_way_to_align_writes_past_its_buffers(
-    limits: Limits, monkeypatch: pytest.MonkeyPatch
+    limits: Limits, most_at_once: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     align = replace(
-        tuning.DEFAULT.align, single_launch_pairs=MOST_PAIRS, most_bins=MOST_BINS, span=16
+        tuning.DEFAULT.align,
+        pairs_at_once=most_at_once,
+        single_launch_pairs=MOST_PAIRS,
+        most_bins=MOST_BINS,
+        span=16,
     )
     monkeypatch.setattr(tuning, "DEFAULT", replace(tuning.DEFAULT, align=align))
     pairs = PairMetadata(

@@ -147,10 +147,10 @@ FAULTS = (
     ),
     _ops(
         "base-batch-keeps-old-pairs",
-        "    launch = _LAUNCHES.get(pairs.alignment",
+        "    launch = _launch_of(pairs.alignment",
         "    if not bool((token_slots[: pairs.num_rows] >= 0).any()):\n"
         "        return\n"
-        "    launch = _LAUNCHES.get(pairs.alignment",
+        "    launch = _launch_of(pairs.alignment",
         source="vllm #42120",
         why="A batch of base rows returns early, and the tables of the batch before stay.",
     ),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -14,11 +16,6 @@ from lorakernels.moe.align.tables import PairTables
 from lorakernels.moe.tiles import Alignment
 from lorakernels.runtime.device import on_device_of, supports_pdl
 from lorakernels.runtime.streams import claim
-
-_LAUNCHES = {
-    Alignment.SORTED_AT_ONCE: launch_sort_at_once,
-    Alignment.SORTED: launch_sorting,
-}
 
 
 def align_pairs(
@@ -41,6 +38,12 @@ def align_pairs(
     )
 
 
+def _launch_of(way: Alignment) -> Callable[..., None]:
+    if way is Alignment.SORTED_AT_ONCE:
+        return launch_sort_at_once
+    return launch_sorting if way is Alignment.SORTED else launch_alignment
+
+
 def fill_tables(
     pairs: PairTables,
     topk_ids: Tensor,
@@ -53,7 +56,7 @@ def fill_tables(
     # without a map its pointer is never read
     routes = Routes(topk_ids, token_slots, topk_ids if expert_map is None else expert_map)
     num_ids = 0 if expert_map is None else expert_map.shape[0]
-    launch = _LAUNCHES.get(pairs.alignment, launch_alignment)
+    launch = _launch_of(pairs.alignment)
     launch(pairs, routes, num_ids=num_ids, is_mapped=expert_map is not None, pdl=pdl)
 
 
