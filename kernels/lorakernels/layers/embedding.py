@@ -76,8 +76,8 @@ class LoRAEmbedding(LinearAdapters):
         check_id_type(ids)
         flat, inputs = ids.reshape(-1), self.cut.inputs
         local = flat - inputs.start
-        is_here = (local >= 0) & (local < inputs.live)
-        rows = F.embedding(local.where(is_here, 0), self.weight)
-        out = rows.where(is_here[:, None], 0)
+        is_foreign = (local < 0) | (local >= inputs.live)
+        out = F.embedding(local.masked_fill_(is_foreign, 0), self.weight)
+        out.masked_fill_(is_foreign[:, None], 0)
         embedding_delta(flat, self.slots, metadata, workspace, out, first_id=inputs.start)
         return out.view(*ids.shape, out.shape[1])

@@ -64,8 +64,8 @@ from lorakernels.moe.delta.plan import MAX_FUSED_RANK
 from lorakernels.moe.weights import ExpertWeights
 from lorakernels.runtime import streams
 
-# ids as they are, within a rank, and with zeros in the place of others; three comparisons
-_BYTES_OF_ID = 3 * 8 + 3
+# the id within a rank, two comparisons, and whether one of them is true
+_BYTES_OF_ID = 8 + 3
 
 
 class LoraKernelsSubject:
@@ -184,7 +184,7 @@ def _roundings(case: Case) -> frozenset[Rounding]:
 
 def _allocates(case: Case) -> int | None:
     """A layer of one rank allocates its output, which is put together here slice by slice; that of
-    a delta net has two parts as well, and an embedding looks rows up before it leaves some out.
+    a delta net has two parts as well, and an embedding works out which ids it holds.
     What beside streams, several ranks and the rounding of a quantised layer's input need is not
     promised."""
     if case.tp > 1 or case.ep > 1 or case.quantisation is not Quantisation.NONE:
@@ -198,8 +198,7 @@ def _allocates(case: Case) -> int | None:
     if case.site is Site.LORA_LINEAR:
         return 0 if case.parallel is Parallel.ROW else output
     if case.site is Site.EMBEDDING:
-        # rows before those of foreign ids are zero, ids of this rank, and which of them it holds
-        return output + case.tokens * _BYTES_OF_ID
+        return case.tokens * _BYTES_OF_ID
     if case.site is Site.MOE_LAYER and case.streams is Streams.DUAL:
         return None
     # a MoE layer copies an input that is not contiguous
