@@ -199,6 +199,13 @@ def test_a_layer_refuses_ids_that_are_no_integers_before_it_looks_rows_up() -> N
         step(embedding(), torch.zeros(4, device=DEVICE), torch.zeros(4, dtype=torch.int32))
 
 
+@pytest.mark.parametrize("shape", [(8,), (8, 4, 2)])
+def test_a_weight_that_is_no_matrix_is_refused(shape: tuple[int, ...]) -> None:
+    message = f"weight must be [vocabulary, width] (got {list(shape)})"
+    with pytest.raises(ValueError, match=re.escape(message)):
+        LoRAEmbedding(torch.zeros(shape), num_slots=1, rank=1)
+
+
 def test_weights_of_several_slices_are_no_embedding() -> None:
     weights = SlotWeights(
         num_slots=1,

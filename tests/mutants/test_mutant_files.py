@@ -98,7 +98,8 @@ def test_every_equivalent_still_fits_the_package() -> None:
 def test_a_survivor_that_is_listed_is_equivalent_and_a_stale_entry_is_refused(
     tmp_path: Path,
 ) -> None:
-    entry = "- {module: m.py, old: return 1, new: return 2, reason: nobody looks}\n"
+    # the syntax counts, not how it is written
+    entry = "- {module: m.py, old: return 1, new: return (2), reason: nobody looks}\n"
     (mutant,) = read_edits(write(tmp_path / "e.yaml", EDIT), SOURCES).mutants
     equivalents = read_equivalents(write(tmp_path / "q.yaml", entry), SOURCES)
     for fate, then in ((Fate.SURVIVED, Fate.EQUIVALENT), (Fate.KILLED, Fate.KILLED)):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ast
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import TypeVar
 
@@ -140,7 +142,19 @@ class Equivalents:
     reasons: dict[tuple[str, str], str] = field(default_factory=dict)
 
     def reason(self, mutant: Mutant, sources: Sources) -> str | None:
-        return self.reasons.get((mutant.module, mutant.apply(sources[mutant.module])))
+        planted = mutant.apply(sources[mutant.module])
+        alike = (
+            reason
+            for (module, text), reason in self.reasons.items()
+            if module == mutant.module and (text == planted or _syntax(text) == _syntax(planted))
+        )
+        return next(alike, None)
+
+
+@cache
+def _syntax(text: str) -> str:
+    """Equal for texts that differ in parentheses and spaces alone."""
+    return ast.dump(ast.parse(text))
 
 
 def read_equivalents(path: Path, sources: Sources) -> Equivalents:
