@@ -336,7 +336,7 @@ def test_a_run_has_every_row_in_the_order_of_the_tables(
     found = run_streams(ours, vllm(ours), rows, MACHINE, lines.append)
     assert tuple(figures.row for figures in found.measured) == rows
     assert lines == [
-        "[1/3] tiny.m1.r8: base 10.0, one stream +10.0, two +30.0, planned +40.0, "
+        "[1/3] tiny.m1.r8: base 10.0, one stream +10.0, two +30.0, planned +35.0, "
         "baseline with two +60.0",
         "[2/3] gdn.together.both.m5: serial 10.0, dual 20.0, merged 30.0, beside 40.0, "
         "planned (beside) 50.0",

@@ -305,8 +305,8 @@ def test_a_planted_edit_of_a_kernel_is_compiled_and_fails(drill, tmp_path: Path)
     drill(done.returncode, done.stdout + done.stderr)
     record_here = load_baseline(BASELINE).find(version("triton"))
     assert record_here is not None
-    unchanged = sum(arch == "sm_90" for arch, _, _ in record_here.entries) - 3
-    assert f"compile leg: 3 kernels compiled, {unchanged} not compiled" in done.stdout
+    unchanged = sum(arch == "sm_90" for arch, _, _ in record_here.entries) - 2
+    assert f"compile leg: 2 kernels compiled, {unchanged} not compiled" in done.stdout
     growth = [line for line in done.stdout.splitlines() if line.startswith("fail: ")]
     assert growth
     assert all(line.startswith("fail: find_offsets_kernel for sm_90 (") for line in growth)
