@@ -127,7 +127,7 @@ def compile_only(kernel, *args, grid, warmup, **options):
         found[name] += [sorted(use.by_value)]
 JITFunction.run = compile_only
 for _, launch in dry_launch._launches("lorakernels.specs:launches", 90):
-    if not {"lora_shrink_kernel", "lora_expand_kernel", "place_pairs_kernel"} <= found.keys():
+    if not {"lora_shrink_kernel", "lora_expand_kernel", "sort_at_once_kernel"} <= found.keys():
         launch()
 print(json.dumps(found))
 """
@@ -145,4 +145,4 @@ def test_the_kernels_of_a_linear_layer_with_dependent_launches_are_understood() 
     expand_reads = sorted([*tiles, "b_ptr", "out_ptr", "ranks_ptr", "scales_ptr", "shrunk_ptr"])
     assert found["lora_expand_kernel"] == [expand_reads, ["out_ptr"], [], [], []]
     # its arguments are named tuples of tensors, of which one is absent
-    assert found["place_pairs_kernel"] == [["routes"], ["tables"], [], [], []]
+    assert found["sort_at_once_kernel"] == [["routes"], ["tables"], [], [], []]

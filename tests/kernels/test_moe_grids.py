@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from lorakernels.moe import specs
+from lorakernels.moe.align import at_once as align_at_once
 from lorakernels.moe.align import launch as align_launch
 from lorakernels.moe.align import sort as align_sort
 from lorakernels.moe.delta import launch as delta_launch
@@ -36,7 +37,7 @@ class Grids:
 @pytest.fixture
 def grids(monkeypatch: pytest.MonkeyPatch) -> Grids:
     grids = Grids()
-    for module in (align_launch, align_sort, delta_launch, layer_launch):
+    for module in (align_at_once, align_launch, align_sort, delta_launch, layer_launch):
         for name in vars(module):
             if name.endswith("_kernel"):
                 monkeypatch.setattr(module, name, grids)
