@@ -101,7 +101,7 @@ class Layer:
 
 
 class Experts:
-    """What a layer of experts gives on this rank, in a group of processes."""
+    """The output of a MoE layer on this rank of a process group."""
 
     parallel = "experts"
 

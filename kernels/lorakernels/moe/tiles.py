@@ -64,7 +64,7 @@ def plan_alignment(
     # what a single launch does with counters takes as long as there are counters
     has_few_bins = bins <= align.single_launch_bins
     most_at_once = align.pairs_at_once if has_few_bins else align.pairs_of_many_bins_at_once
-    if num_pairs <= most_at_once and _has_keys(num_pairs, bins):
+    if num_pairs <= most_at_once and _keys_fit(num_pairs, bins):
         return Alignment.SORTED_AT_ONCE
     if bins <= align.most_bins and num_pairs <= align.single_launch_pairs and has_few_bins:
         return Alignment.SINGLE
@@ -78,7 +78,7 @@ def block_of_pairs(num_pairs: int) -> int:
     return max(64, power_of_2(num_pairs))
 
 
-def _has_keys(num_pairs: int, bins: int) -> bool:
+def _keys_fit(num_pairs: int, bins: int) -> bool:
     """Whether the keys of pairs that are sorted at once fit into int32: a bucket, or none, and the
     number of a pair."""
     return (bins + 1) * block_of_pairs(num_pairs) <= 1 << 31

@@ -22,7 +22,6 @@ def launch_alignment(
     counted = pairs.alignment is Alignment.COUNTED
     span = tuning.span if counted else tuning.small_span
     spans = -(-pairs.num_pairs // span)
-    count_block = tuning.count_block if pairs.num_pairs > tuning.small_span else tuning.small_span
     layout = pairs.layout(is_mapped=is_mapped)
     if counted:
         _count(pairs, routes, spans, num_ids=num_ids, layout=layout, pdl=pdl)
@@ -31,23 +30,16 @@ def launch_alignment(
         routes,
         tables,
         pairs.counts,
-        pairs.num_pairs,
-        num_ids,
-        pairs.num_experts,
-        pairs.max_slots,
+        *pairs.step_sizes(num_ids),
         spans,
-        tables.pair_slots.shape[0],
-        tables.tile_slots.shape[0],
-        tables.tile_pairs.shape[0],
-        tables.base_experts.shape[0],
-        tables.base_pairs.shape[0],
+        *tables.resettable,
         layout,
         HEIGHT=pairs.height,
         BASE_HEIGHT=pairs.base_height,
         COUNTED=counted,
         SPAN=span,
         CHUNK=min(64, span),
-        COUNT_BLOCK=count_block,
+        COUNT_BLOCK=tuning.count_block,
         PDL=pdl,
         num_warps=4 if counted else 8,
         **launch_options(pdl),
@@ -64,10 +56,7 @@ def _count(
         pairs.counts,
         tables.tile_pairs,
         tables.base_pairs,
-        pairs.num_pairs,
-        num_ids,
-        pairs.num_experts,
-        pairs.max_slots,
+        *pairs.step_sizes(num_ids),
         tables.tile_pairs.shape[0],
         tables.base_pairs.shape[0],
         layout,

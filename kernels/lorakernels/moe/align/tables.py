@@ -51,6 +51,10 @@ class PairTables:
     def num_pairs(self) -> int:
         return self.num_rows * self.top_k
 
+    def step_sizes(self, num_ids: int) -> tuple[int, int, int, int]:
+        """The fields of Sizes, as kernels take them. `num_ids` is the length of the expert map."""
+        return self.num_pairs, num_ids, self.num_experts, self.max_slots
+
     @property
     def slot_bins(self) -> int:
         return slot_bins(self.max_slots, bool(self.with_base))

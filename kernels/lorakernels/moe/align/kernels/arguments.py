@@ -38,6 +38,18 @@ class Tables(NamedTuple):
         return self.pair_slots, self.pair_experts
 
     @property
+    def resettable(self) -> tuple[int, ...]:
+        """Elements of what a step resets, in the order in which kernels take them."""
+        ends = (
+            self.pair_slots,
+            self.tile_slots,
+            self.tile_pairs,
+            self.base_experts,
+            self.base_pairs,
+        )
+        return tuple(table.numel() for table in ends)
+
+    @property
     def of_tiles(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         return self.tile_slots, self.tile_experts, self.tile_pairs, self.num_tiles
 
