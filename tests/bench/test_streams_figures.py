@@ -44,12 +44,15 @@ def linear(
     single: float = 3.0,
     ahead: float = 3.2,
     dual: float = 2.0,
+    stored: float | None = None,
     planned: float = 2.0,
     theirs: float | None = 10.0,
     chosen: str = "dual",
 ) -> LinearFigures:
     """What each way to run the layer adds to a base of 20 us."""
     forms = {"single": BASE + single, "ahead": BASE + ahead, "dual": BASE + dual}
+    if stored is not None:
+        forms["stored"] = BASE + stored
     baseline = BaselineTimes(BASE + 12.0, None if theirs is None else BASE + theirs)
     times = FormTimes(forms, chosen, BASE + planned)
     return LinearFigures(row, BASE, times, baseline, {"dual": 1.0})
@@ -197,6 +200,16 @@ def test_a_second_stream_is_compared_with_shrinking_ahead_as_well() -> None:
     )
 
 
+def test_of_two_streams_the_faster_form_that_a_batch_can_take_counts() -> None:
+    assert linear(DOWN, single=3.0, dual=2.0, stored=1.5).dual_ratio == pytest.approx(0.5)
+    assert linear(DOWN, single=3.0, dual=1.5, stored=2.0, planned=1.5).dual_ratio == pytest.approx(
+        0.5
+    )
+    assert "| 3.0 | 3.2 | 2.0* | - | 2.0 |" in render_markdown(figures(linear(DOWN)))
+    both = figures(linear(DOWN, stored=1.5, planned=1.5, chosen="stored"))
+    assert "| 3.0 | 3.2 | 2.0 | 1.5* | 1.5 |" in render_markdown(both)
+
+
 def test_an_input_projection_that_is_planned_badly_misses_a_bar_for_itself() -> None:
     name = "input projection of a gated delta net, planned form over the fastest, worst row"
     run = figures(gdn(GDN, chosen="merged", planned=16.0))
@@ -271,11 +284,11 @@ def test_the_markdown_tables_show_every_form_and_mark_the_one_of_the_plan() -> N
     run = figures(linear(DOWN, planned=2.4), gdn(GDN, planned=15.2))
     lines = render_markdown(run).splitlines()
     assert lines[0] == (
-        "| layer | M | rank | base | +single | +ahead | +dual | +planned | +vllm | +vllm dual | "
-        "ratio | planned / one stream |"
+        "| layer | M | rank | base | +single | +ahead | +dual | +stored | +planned | +vllm | "
+        "+vllm dual | ratio | planned / one stream |"
     )
     assert (
-        "| down 12288 -> 4096 | 1 | 16 | 20.0 | 3.0 | 3.2 | 2.0* | 2.4 | 12.0 | 10.0 | 0.22 | "
+        "| down 12288 -> 4096 | 1 | 16 | 20.0 | 3.0 | 3.2 | 2.0* | - | 2.4 | 12.0 | 10.0 | 0.22 | "
         "0.965 |"
     ) in lines
     assert "| both | 8 | 20.0 | 15.0* | 16.0 | 18.0 | 15.2 | 1.000 |" in "\n".join(lines)

@@ -26,6 +26,7 @@ from lorakernels.dense.plan import (  # noqa: E402
     largest_shrunk,
     plan_shrink,
     plan_shrunk,
+    tile_programs,
 )
 from lorakernels.dense.weights import LoRAFactors  # noqa: E402
 from lorakernels.gdn.ops import gdn_in_proj  # noqa: E402
@@ -33,6 +34,7 @@ from lorakernels.layers.linear import LoRALinear  # noqa: E402
 from lorakernels.layers.partition import Slice  # noqa: E402
 from lorakernels.runtime.options import DUAL_STREAM  # noqa: E402
 from lorakernels.runtime.streams import fork_join  # noqa: E402
+from lorakernels.runtime.tuning import DEFAULT  # noqa: E402
 
 K, WIDTH, SLOTS, MOST = 48, 24, 2, 48
 CPU = torch.device("cpu")
@@ -92,6 +94,7 @@ def noted(recorded_streams: Any, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     monkeypatch.setattr(operator, "F", Functions)
     monkeypatch.setattr(operator, "launch_shrink", noting("shrink", operator.launch_shrink))
     monkeypatch.setattr(operator, "launch_expand", noting("expand", operator.launch_expand))
+    monkeypatch.setattr(operator, "launch_add", noting("add", operator.launch_add))
     return recorded_streams.log
 
 
@@ -102,10 +105,11 @@ def test_all_forms_that_split_k_alike_give_the_same_bits(
 ) -> None:
     step = Step(bias=bias)
     x = step.prepare(rows)
-    single, ahead, dual = (step.run(x, form) for form in LinearForm)
+    single, *others = (step.run(x, form) for form in LinearForm)
+    assert len(others) == 3
     assert not torch.isnan(single).any()
-    assert torch.equal(single, ahead)
-    assert torch.equal(single, dual)
+    for other in others:
+        assert torch.equal(single, other)
     assert "main waits event1" in recorded_streams.log
 
 
@@ -117,9 +121,10 @@ def test_two_streams_take_inputs_of_any_dimensions(
     x = step.prepare(max(1, torch.Size(shape).numel()))[: torch.Size(shape).numel()]
     step.metadata.prepare(step.metadata.token_slots[: len(x)].clone())
     wanted = step.run(x, LinearForm.SINGLE)
-    found = step.run(x.view(*shape, K), LinearForm.DUAL)
-    assert found.shape == (*shape, WIDTH)
-    assert torch.equal(found.view(-1, WIDTH), wanted)
+    for form in (LinearForm.DUAL, LinearForm.STORED):
+        found = step.run(x.view(*shape, K), form)
+        assert found.shape == (*shape, WIDTH)
+        assert torch.equal(found.view(-1, WIDTH), wanted)
 
 
 def test_the_shrink_runs_beside_the_base_product_and_the_expand_behind_both(
@@ -136,6 +141,74 @@ def test_the_shrink_runs_beside_the_base_product_and_the_expand_behind_both(
         "main waits event1",
         "main runs expand",
     ]
+
+
+def test_a_stored_delta_runs_beside_the_base_product_and_is_added_behind_both(
+    noted: list[str],
+) -> None:
+    step = Step()
+    step.run(step.prepare(3), LinearForm.STORED)
+    assert noted == [
+        "main records event0",
+        "side1 waits event0",
+        "side1 runs shrink",
+        "side1 runs expand",
+        "side1 records event1",
+        "main runs base",
+        "main waits event1",
+        "main runs add",
+    ]
+
+
+@pytest.mark.parametrize("rows", [5, 40])
+def test_a_stored_delta_is_complete_where_an_adapter_has_no_ranks(
+    recorded_streams: Any, rows: int
+) -> None:
+    # of one slice, or of all: the workspace holds NaN where nothing is stored
+    step = Step()
+    own = {"k": LoRAFactors(step.randn(3, K), step.randn(8, 3), 0.5)}
+    for missing in (own, {}):
+        step.linear.load_adapter(1, missing)
+        x = step.prepare(rows)
+        assert torch.equal(step.run(x, LinearForm.STORED), step.run(x, LinearForm.SINGLE))
+
+
+def test_a_stored_delta_reaches_tiles_beyond_the_programs_of_a_launch(
+    recorded_streams: Any,
+) -> None:
+    slots = 12
+    linear = LoRALinear(torch.zeros(16, K), slices=(Slice("q", 16),), num_slots=slots, rank=1)
+    for slot in range(slots):
+        factors = LoRAFactors(torch.ones(1, K), torch.full((16, 1), slot + 1.0), 1.0)
+        linear.load_adapter(slot, {"q": factors})
+    workspace = DenseWorkspace([linear.slots], max_tokens=slots)
+    metadata = BatchMetadata(max_tokens=slots, max_slots=slots, device="cpu")
+    metadata.prepare(torch.arange(slots, dtype=torch.int32))
+    shape = DenseShape(slots, K, (16,), 1, 4)
+    assert tile_programs(shape, capacity=slots) < slots
+    out = linear(torch.ones(slots, K), metadata, workspace, form=LinearForm.STORED)
+    assert torch.equal(out[:, 0], K * torch.arange(1.0, slots + 1))
+
+
+def test_a_delta_is_stored_up_to_the_size_that_a_workspace_holds(recorded_streams: Any) -> None:
+    # all values are used, and the shrink output comes beside them
+    width, rows = 4000, 100
+    assert width * rows == DEFAULT.dense.stored_values
+    weight = torch.zeros(width, 16)
+    linear = LoRALinear(weight, slices=(Slice("q", width),), num_slots=1, rank=1)
+    linear.load_adapter(0, {"q": LoRAFactors(torch.ones(1, 16), torch.ones(width, 1), 1.0)})
+    workspace = DenseWorkspace([linear.slots], max_tokens=2 * rows)
+    metadata = BatchMetadata(max_tokens=2 * rows, max_slots=1, device="cpu")
+    # the last row alone has an adapter, so that one tile is interpreted
+    slots = torch.full((2 * rows,), -1, dtype=torch.int32)
+    slots[rows - 1] = 0
+    metadata.prepare(slots[:rows])
+    out = linear(torch.ones(rows, 16), metadata, workspace, form=LinearForm.STORED)
+    assert bool((out[-1] == 16).all())
+    assert not out[:-1].any()
+    metadata.prepare(slots)
+    with pytest.raises(ValueError, match="workspace must hold"):
+        linear(torch.ones(2 * rows, 16), metadata, workspace, form=LinearForm.STORED)
 
 
 @pytest.mark.parametrize(
@@ -181,25 +254,32 @@ def test_an_expand_is_launched_dependently_and_told_what_runs_before_it(
     noted: list[str], form: LinearForm, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # behind its shrink it may read the base output before it waits, and behind the base product it
-    # may not; the shrink is dependent where the base product comes before it on its stream
+    # may not; the shrink is dependent where the base product comes before it on its stream. What
+    # adds a stored delta comes behind the base product
     step = Step()
     x = step.prepare(3)
     dependent: dict[str, bool] = {}
     behind: list[bool] = []
-    launches = {name: getattr(operator, name) for name in ("launch_shrink", "launch_expand")}
+    names = ("launch_shrink", "launch_expand", "launch_add")
+    launches = {name: getattr(operator, name) for name in names}
     for name, launch in launches.items():
 
         def noting(
             *args: Any, name: str = name, launch: Any = launch, pdl: bool, **options: bool
         ) -> None:
             dependent[name] = pdl
-            behind.extend(options.values())
+            behind.extend(value for key, value in options.items() if key == "behind_base")
             launch(*args, pdl=False, **options)
 
         monkeypatch.setattr(operator, name, noting)
     monkeypatch.setattr(operator, "supports_pdl", lambda device: True)
     step.run(x, form)
     on_main = [line for line in noted if line.startswith("main runs")]
+    if form is LinearForm.STORED:
+        assert on_main == ["main runs base", "main runs add"]
+        assert dependent == {"launch_shrink": False, "launch_expand": True, "launch_add": True}
+        assert behind == []
+        return
     before = on_main[on_main.index("main runs expand") - 1]
     assert behind == [before == "main runs base"]
     assert dependent == {"launch_shrink": before == "main runs shrink", "launch_expand": True}
@@ -209,21 +289,24 @@ def test_an_expand_is_launched_dependently_and_told_what_runs_before_it(
 @pytest.mark.parametrize(
     ("rows", "rank", "in_features", "width", "form"),
     [
-        (1, 16, 14336, 4096, LinearForm.DUAL),
+        (1, 16, 14336, 4096, LinearForm.STORED),
         (64, 16, 4096, 28672, LinearForm.DUAL),
+        # 400 thousand values of the delta
+        (16, 16, 4096, 25000, LinearForm.STORED),
+        (17, 16, 4096, 25000, LinearForm.DUAL),
         (65, 16, 4096, 28672, LinearForm.SINGLE),
         (0, 16, 4096, 28672, LinearForm.SINGLE),
         # 64 ranks in two slices, and a product that is too short for more
-        (32, 32, 1000, 10000, LinearForm.DUAL),
+        (32, 32, 1000, 10000, LinearForm.STORED),
         (33, 32, 1000, 10000, LinearForm.SINGLE),
         (2, 33, 1000, 10000, LinearForm.SINGLE),
         (64, 33, 1000, 20000, LinearForm.DUAL),
         (64, 33, 1000, 19999, LinearForm.SINGLE),
         # a short product, which hides the shrink of one row
-        (1, 33, 1000, 1000, LinearForm.DUAL),
+        (1, 33, 1000, 1000, LinearForm.STORED),
         (2, 8, 1000, 9999, LinearForm.SINGLE),
         # long rows of weights
-        (64, 64, 2000, 1000, LinearForm.DUAL),
+        (64, 64, 2000, 1000, LinearForm.STORED),
         (64, 65, 2000, 1000, LinearForm.SINGLE),
         (2, 64, 1999, 1000, LinearForm.SINGLE),
     ],
@@ -427,13 +510,15 @@ for in_features, rank in itertools.product((512, 8192), (16, 64)):
         layer.load_adapter(slot, parts)
     workspace = DenseWorkspace([layer.slots], max_tokens=2048)
     for rows in (1, 16, 300, 2048):
+        # a delta of 2048 rows is not stored
+        forms = [form for form in LinearForm if form is not LinearForm.STORED or rows <= 300]
         batch = BatchMetadata(max_tokens=2048, max_slots=3, device="cuda")
         x, outs, graphs = randn(rows, in_features).bfloat16(), {}, {}
 
         def prepare(step):
             batch.prepare((torch.arange(rows, dtype=torch.int32) * 7 + step) % 4 - 1)
 
-        for form in LinearForm:
+        for form in forms:
             prepare(1)
             layer(x, batch, workspace, form=form)
             torch.cuda.synchronize()
@@ -445,16 +530,17 @@ for in_features, rank in itertools.product((512, 8192), (16, 64)):
         for step in range(4):
             prepare(step)
             x.normal_()
-            wanted = {form: layer(x, batch, workspace, form=form).clone() for form in LinearForm}
-            for form in LinearForm:
+            wanted = {form: layer(x, batch, workspace, form=form).clone() for form in forms}
+            for form in forms:
                 for _ in range(5):
                     assert torch.equal(layer(x, batch, workspace, form=form), wanted[form]), form
                     graphs[form].replay()
                     assert torch.equal(outs[form], wanted[form]), form
             assert torch.equal(wanted[LinearForm.SINGLE], wanted[LinearForm.AHEAD])
-            torch.testing.assert_close(
-                wanted[LinearForm.DUAL], wanted[LinearForm.SINGLE], rtol=0.02, atol=0.1
-            )
+            for form in forms:
+                torch.testing.assert_close(
+                    wanted[form], wanted[LinearForm.SINGLE], rtol=0.02, atol=0.1
+                )
 """
 
 

@@ -17,7 +17,7 @@ from loragate.subjects.lorakernels.factors import factors
 from lorakernels.batch.metadata import BatchMetadata
 from lorakernels.dense.forms import LinearForm, plan_form
 from lorakernels.dense.ops import DenseWorkspace, shape_of_batch
-from lorakernels.dense.plan import DenseShape
+from lorakernels.dense.plan import DenseShape, may_store
 from lorakernels.dense.weights import SlotWeights
 from lorakernels.gdn.forms import GDNForm, plan_gdn
 from lorakernels.layers.gdn import DeltaNetHeads, GatedDeltaNetInputProjection
@@ -88,6 +88,13 @@ class LinearLayer(FormedLayer):
         for slot in range(pool.num_slots):
             self._layer.load_adapter(slot, factors(pool, slot))
         super().__init__(self._layer.slots, case.tokens)
+
+    def forms(self, tokens: int) -> tuple[str, ...]:
+        """Those that a step can take."""
+        fits = may_store(shape_of_batch(tokens, self._slots))
+        return tuple(
+            form.name.lower() for form in LinearForm if fits or form is not LinearForm.STORED
+        )
 
     def _forward(self, x: Tensor, form: str | None) -> tuple[Tensor, ...]:
         wanted = None if form is None else LinearForm[form.upper()]

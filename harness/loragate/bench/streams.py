@@ -12,7 +12,6 @@ from loragate.bench.streams_gdn import measure_gdns
 from loragate.bench.streams_linear import measure_linears
 from loragate.bench.streams_moe import measure_moes
 from loragate.bench.streams_rows import (
-    DUAL,
     SINGLE_STREAM_FORMS,
     GDNRow,
     LinearRow,
@@ -71,6 +70,6 @@ def _line(figures: StreamMeasured) -> str:
         return f"{name}: {times}, planned ({forms.chosen}) {forms.planned_us:.1f}"
     single = forms.fastest(SINGLE_STREAM_FORMS) - figures.base_us
     line = f"{name}: base {figures.base_us:.1f}, one stream +{single:.1f}"
-    line += f", two +{figures.added_us(DUAL):.1f}, planned +{figures.planned_added_us:.1f}"
+    line += f", two +{figures.dual_added_us:.1f}, planned +{figures.planned_added_us:.1f}"
     theirs = figures.baseline_added_us
     return line if theirs is None else f"{line}, baseline with two +{theirs:.1f}"

@@ -12,7 +12,7 @@ from typing import Any, Self
 from loragate.bench.bars import Bar, geometric_mean, refuse_newer, worst_of
 from loragate.bench.rows import Linear
 from loragate.bench.streams_rows import (
-    DUAL,
+    DUAL_STREAM_FORMS,
     GDN_FORMS,
     MOE_SINGLE,
     SINGLE_STREAM_FORMS,
@@ -49,7 +49,8 @@ class FormTimes:
         return (alone + self.planned_us) / 2 if form == self.chosen else alone
 
     def fastest(self, forms: Iterable[str]) -> float:
-        return min(self.of(form) for form in forms)
+        """Of the forms that a batch of this size can take."""
+        return min(self.of(form) for form in forms if form in self.us)
 
     def over_fastest(self, forms: Iterable[str]) -> float:
         """The time of the chosen form over that of the fastest of `forms`."""
@@ -84,6 +85,11 @@ class LinearFigures:
         return self.forms.us[form] - self.base_us
 
     @property
+    def dual_added_us(self) -> float:
+        """In the best form of two streams."""
+        return self.forms.fastest(DUAL_STREAM_FORMS) - self.base_us
+
+    @property
     def baseline_added_us(self) -> float | None:
         """With the second stream of the baseline."""
         theirs = None if self.baseline is None else self.baseline.dual_us
@@ -98,8 +104,8 @@ class LinearFigures:
 
     @property
     def dual_ratio(self) -> float | None:
-        """What our second stream adds over what the best form of one stream adds."""
-        dual = self.forms.of(DUAL) - self.base_us
+        """What the best form of two streams adds over what the best one of one stream adds."""
+        dual = self.dual_added_us
         single = self.forms.fastest(SINGLE_STREAM_FORMS) - self.base_us
         return dual / single if dual > 0 and single > 0 else None
 

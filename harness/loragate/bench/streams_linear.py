@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from loragate.bench.contender import Contender
 from loragate.bench.lorakernels_streams import LinearLayer
 from loragate.bench.streams_figures import BaselineTimes, LinearFigures
-from loragate.bench.streams_rows import LINEAR_FORMS, LinearRow
+from loragate.bench.streams_rows import LinearRow
 from loragate.bench.streams_steps import (
     SEED,
     Call,
@@ -81,12 +81,13 @@ def _measure_row(
     layer = LinearLayer(case, base, pool)
     layer.prepare(token_slots)
     product = partial(F.linear, x, base.weight)
-    calls = calls_of(layer, x, LINEAR_FORMS)
+    taken = layer.forms(row.tokens)
+    calls = calls_of(layer, x, taken)
     if baseline is not None:
         calls |= _calls_of_baseline(baseline, row, product, x, pool, machine)
     errors = check_calls(calls, row.id, case, (x, token_slots), base, pool)
     times = clock({_BASE: product, **calls})
-    forms = form_times(layer, row.tokens, LINEAR_FORMS, times)
+    forms = form_times(layer, row.tokens, taken, times)
     theirs = None if baseline is None else _baseline_times(times)
     return LinearFigures(row, times[_BASE], forms, theirs, errors)
 

@@ -21,8 +21,8 @@ MOE_TOKENS = (1, 8, 32, 128, 512, 2048, 8192)
 
 # forms as lorakernels names them; the first ones run on one stream
 SINGLE_STREAM_FORMS = ("single", "ahead")
-DUAL = "dual"
-LINEAR_FORMS = (*SINGLE_STREAM_FORMS, DUAL)
+DUAL_STREAM_FORMS = ("dual", "stored")
+LINEAR_FORMS = (*SINGLE_STREAM_FORMS, *DUAL_STREAM_FORMS)
 GDN_FORMS = ("serial", "dual", "merged", "beside")
 MOE_SINGLE = "single"
 MOE_FORMS = (MOE_SINGLE, "beside", "dual")

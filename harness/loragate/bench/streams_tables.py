@@ -109,8 +109,14 @@ def _linear_cells(linear: LinearFigures, *, with_baseline: bool) -> list[str]:
 
 
 def _form_cells(times: FormTimes, forms: tuple[str, ...], base: float = 0.0) -> list[str]:
-    cells = [number(times.us[form] - base) + "*" * (form == times.chosen) for form in forms]
+    cells = [_form_cell(times, form, base) for form in forms]
     return [*cells, number(times.planned_us - base)]
+
+
+def _form_cell(times: FormTimes, form: str, base: float) -> str:
+    """Empty for a form that a batch of this size cannot take."""
+    us = times.us.get(form)
+    return number(None) if us is None else number(us - base) + "*" * (form == times.chosen)
 
 
 def _gdns(figures: StreamFigures) -> Table:

@@ -91,6 +91,15 @@ class Streams(StrEnum):
     DUAL = "dual"
 
 
+class Beside(StrEnum):
+    """What of a linear layer's delta runs beside its base product, with dual streams."""
+
+    # what A gives; B comes behind the base product
+    SHRINK = "shrink"
+    # all of it; the sum comes behind the base product
+    DELTA = "delta"
+
+
 class Products(StrEnum):
     """How gdn_in_proj computes its base products."""
 

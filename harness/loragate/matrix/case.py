@@ -25,6 +25,7 @@ from loragate.matrix.axis_values import (
     OPERATIONS,
     Activation,
     Base,
+    Beside,
     Bias,
     Buffers,
     Cut,
@@ -70,6 +71,7 @@ __all__ = [
     "OPERATIONS",
     "Activation",
     "Base",
+    "Beside",
     "Bias",
     "Buffers",
     "Case",
@@ -230,6 +232,7 @@ class Case(EngineAxes):
     # rows that an instance can take beyond those of the batch: its buffers are larger than needed
     spare_rows: Annotated[int, Axis(id_name="spare", sites=OPERATIONS, minimum=0)] = 0
     streams: Annotated[Streams, Axis(sites=_LINEAR | _GDN | _LAYER | _ENGINE)] = Streams.SEQUENTIAL
+    beside: Annotated[Beside, Axis(sites=_LINEAR)] = Beside.SHRINK
     key_heads: Annotated[int, Axis(sites=_GDN, required_at=_GDN, unstated=_ALL)] = 1
     products: Annotated[Products, Axis(sites=_GDN)] = Products.PLAN
     activation: Annotated[Activation, Axis(id_name="act", sites=_LAYER)] = Activation.SILU

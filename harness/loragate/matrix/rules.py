@@ -13,6 +13,7 @@ from loragate.matrix.case import (
     AXES,
     MOE_SITES,
     Activation,
+    Beside,
     Bias,
     Cut,
     GateUp,
@@ -198,6 +199,11 @@ def _sharding_problems(
         yield "sharding", f"{message}; allowed: one slice of tp columns or more"
 
 
+def _beside_problems(streams: Streams, beside: Beside) -> Iterator[tuple[str, str]]:
+    if beside is not Beside.SHRINK and streams is not Streams.DUAL:
+        yield "beside", f"given {beside} with streams {streams}; allowed: with dual"
+
+
 def _embedding_problems(
     in_features: int, slices: tuple[int, ...], tp: int, cut: Cut
 ) -> Iterator[tuple[str, str]]:
@@ -296,6 +302,7 @@ _RELATIONS = (
         ("slices", "parallel", "tp", "streams", "sharding"),
         _sharding_problems,
     ),
+    _Relation(frozenset({Site.LORA_LINEAR}), ("streams", "beside"), _beside_problems),
     _Relation(
         frozenset({Site.EMBEDDING}), ("in_features", "slices", "tp", "cut"), _embedding_problems
     ),

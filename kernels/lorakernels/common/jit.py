@@ -22,6 +22,14 @@ def load_shrunk(ptrs, mask, stride_split, SPLITS: tl.constexpr):
 
 
 @triton.jit
+def load_output(ptrs, mask, STORE: tl.constexpr):
+    """What a product is added to: zeros where it is stored instead."""
+    if STORE:
+        return tl.zeros(ptrs.shape, ptrs.dtype.element_ty)
+    return tl.load(ptrs, mask=mask, other=0.0)
+
+
+@triton.jit
 def locate_slice(group, WIDTHS: tl.constexpr, COLUMNS: tl.constexpr, ALIGN: tl.constexpr):
     """The slice that a group of COLUMNS columns belongs to, its first column there, the column
     where the slice starts in the output, and its width. Groups never straddle slices."""

@@ -1,12 +1,12 @@
 """How the base product of a linear layer and the delta of its adapters are put together. SINGLE and
-AHEAD give the same bits. DUAL may add up the ranks of a row in fewer parts, whether its streams
-are two or, where a device has none, one."""
+AHEAD give the same bits. DUAL and STORED may add up the ranks of a row in fewer parts, and STORED
+adds the base output last, whether their streams are two or, where a device has none, one."""
 
 from __future__ import annotations
 
 from enum import Enum, auto
 
-from lorakernels.dense.plan import DenseShape
+from lorakernels.dense.plan import DenseShape, may_store
 
 
 class LinearForm(Enum):
@@ -18,12 +18,20 @@ class LinearForm(Enum):
     AHEAD = auto()
     # two streams: the shrink beside the base, the expand behind both
     DUAL = auto()
+    # two streams: shrink and expand beside the base, into a delta that is added behind both
+    STORED = auto()
+
+    @property
+    def is_dual(self) -> bool:
+        return self in (LinearForm.DUAL, LinearForm.STORED)
 
 
 def plan_form(shape: DenseShape, *, dual_stream: bool) -> LinearForm:
     """The fastest form for a batch; one of a single stream without `dual_stream`."""
-    wins = shape.num_rows > 0 and shape.planned.num_rows <= _most_rows_beside(shape)
-    return LinearForm.DUAL if dual_stream and wins else LinearForm.SINGLE
+    shape = shape.planned
+    if not dual_stream or not 0 < shape.num_rows <= _most_rows_beside(shape):
+        return LinearForm.SINGLE
+    return LinearForm.STORED if may_store(shape) else LinearForm.DUAL
 
 
 def _most_rows_beside(shape: DenseShape) -> int:

@@ -1,6 +1,6 @@
 """Triton kernels of the dense delta: out += scale * (x @ A.T) @ B.T, per row's slot.
 
-Both kernels walk the compact tile list of BatchMetadata with a stride of their grid, so the
+All kernels walk the compact tile list of BatchMetadata with a stride of their grid, so the
 grid depends on the batch size alone. A program of the shrink computes as many ranks, over several
 slices, as its plan says. K may be split; the expand then adds up the split-K partials in a fixed
 order: no atomics, no memset, the same bits every time.
@@ -13,7 +13,14 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from lorakernels.common.jit import dot, end_of_sum, load_shrunk, locate_slice, start_of_sum
+from lorakernels.common.jit import (
+    dot,
+    end_of_sum,
+    load_output,
+    load_shrunk,
+    locate_slice,
+    start_of_sum,
+)
 
 
 @triton.jit
@@ -163,10 +170,12 @@ def lora_expand_kernel(
     IEEE: tl.constexpr,
     PDL: tl.constexpr,
     BEHIND_BASE: tl.constexpr,
+    STORE: tl.constexpr,
 ):
     # grid (groups of GROUP column blocks, parts of tiles): neighbouring programs write
     # neighbouring columns of the same rows. *_ALIGN: powers of two that divide every slice width
-    # and R. BEHIND_BASE: before the wait, not only the shrink but also the base product may run
+    # and R. BEHIND_BASE: before the wait, not only the shrink but also the base product may run.
+    # STORE: out is the delta itself in fp32, also of adapters without ranks
     S: tl.constexpr = len(WIDTHS)
     PARTS: tl.constexpr = HEIGHT // BLOCK_M
     slice_id, column, start, width = locate_slice(
@@ -187,7 +196,8 @@ def lora_expand_kernel(
         rank = tl.load(ranks_ptr + slot * S + slice_id)
         scale = tl.load(scales_ptr + slot * S + slice_id)
         early = 1.0 if LATE else scale
-        live_m = (rows >= 0) & (rank > 0)
+        in_batch = rows >= 0
+        live_m = in_batch if STORE else in_batch & (rank > 0)
         out_ptrs = out_ptr + rows.to(tl.int64)[:, None] * stride_om + columns[None, :] * stride_on
         b_rows = b_ptr + (slot.to(tl.int64) * OUT_FEATURES + columns) * R
         b_ptrs = b_rows[None, :] + offs_r[:, None]
@@ -210,9 +220,9 @@ def lora_expand_kernel(
                 b = tl.load(b_ptrs, mask=live_n & live_r, other=0.0)
                 if PDL:
                     gdc_wait()
-                previous = tl.load(out_ptrs, mask=live_m[:, None] & live_n, other=0.0)
+                previous = load_output(out_ptrs, live_m[:, None] & live_n, STORE)
             else:
-                previous = tl.load(out_ptrs, mask=live_m[:, None] & live_n, other=0.0)
+                previous = load_output(out_ptrs, live_m[:, None] & live_n, STORE)
                 b = tl.load(b_ptrs, mask=live_n & live_r, other=0.0)
                 if PDL:
                     gdc_wait()
@@ -225,7 +235,7 @@ def lora_expand_kernel(
                 b = tl.load(b_ptrs + r, mask=live_n & more_r[:, None], other=0.0)
                 acc = dot(h.to(b.dtype), b, acc, IEEE)
             total = end_of_sum(acc, previous, scale, LATE)
-            tl.store(out_ptrs, total.to(b.dtype), mask=live_m[:, None] & live_n)
+            tl.store(out_ptrs, total.to(out_ptr.dtype.element_ty), mask=live_m[:, None] & live_n)
         else:
             if PDL:
                 gdc_wait()
@@ -236,11 +246,54 @@ def lora_expand_kernel(
             for block in tl.range(0, GROUP, num_stages=STAGES):
                 live_n = (offs_n + block * BLOCK_N < width)[None, :]
                 ptrs = out_ptrs + tl.cast(stride_on, tl.int64) * (block * BLOCK_N)
-                previous = tl.load(ptrs, mask=live_m[:, None] & live_n, other=0.0)
+                previous = load_output(ptrs, live_m[:, None] & live_n, STORE)
                 b = tl.load(b_ptrs + block * BLOCK_N * R, mask=live_n & live_r, other=0.0)
                 acc = dot(h, b, start_of_sum(previous, LATE), IEEE)
                 total = end_of_sum(acc, previous, scale, LATE)
-                tl.store(ptrs, total.to(b.dtype), mask=live_m[:, None] & live_n)
+                tl.store(ptrs, total.to(out_ptr.dtype.element_ty), mask=live_m[:, None] & live_n)
     # also without any tile: later kernels rely on the shrink being complete
+    if PDL:
+        gdc_wait()
+
+
+@triton.jit
+def lora_add_kernel(
+    stored_ptr,
+    tile_rows_ptr,
+    num_tiles_ptr,
+    out_ptr,
+    stride_om,
+    stride_on,
+    last_part,
+    OUT_FEATURES: tl.constexpr,
+    HEIGHT: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    # out += stored, the delta [M, N] of an expand with STORE, in the rows of the tiles alone. Grid
+    # (column blocks, parts of tiles). The base product may run until the wait, and what is stored
+    # comes from another stream: before the wait only the tables are read
+    PARTS: tl.constexpr = HEIGHT // BLOCK_M
+    offs_m = tl.arange(0, BLOCK_M)
+    columns = (tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)).to(tl.int64)
+    live_n = (columns < OUT_FEATURES)[None, :]
+    first_part = tl.program_id(1)
+    rows = tl.load(tile_rows_ptr + first_part * BLOCK_M + offs_m)
+    num_parts = tl.load(num_tiles_ptr) * PARTS
+    for part in tl.range(first_part, num_parts, tl.num_programs(1), num_stages=1):
+        live = (rows >= 0)[:, None] & live_n
+        row = rows.to(tl.int64)[:, None]
+        stored_ptrs = stored_ptr + row * OUT_FEATURES + columns[None, :]
+        out_ptrs = out_ptr + row * stride_om + columns[None, :] * stride_on
+        next_part = tl.minimum(part + tl.num_programs(1), last_part)
+        rows = tl.load(tile_rows_ptr + next_part * BLOCK_M + offs_m)
+        if PDL:
+            gdc_wait()
+        stored = tl.load(stored_ptrs, mask=live, other=0.0)
+        previous = tl.load(out_ptrs, mask=live, other=0.0)
+        total = previous.to(tl.float32) + stored
+        tl.store(out_ptrs, total.to(previous.dtype), mask=live)
+    # also without any tile: later kernels rely on what comes before this one
     if PDL:
         gdc_wait()

@@ -12,6 +12,7 @@ from lorakernels.batch.metadata import BatchMetadata
 from lorakernels.common.sizes import MAX_GRID_Y, rank_vector
 from lorakernels.common.stacked_weights import SlotTensors
 from lorakernels.dense.kernels import (
+    lora_add_kernel,
     lora_expand_kernel,
     lora_lookup_kernel,
     lora_shrink_kernel,
@@ -19,6 +20,7 @@ from lorakernels.dense.kernels import (
 from lorakernels.dense.plan import (
     DenseShape,
     looked_up_ranks,
+    plan_add,
     plan_expand,
     plan_shrink,
     tile_programs,
@@ -94,9 +96,10 @@ def launch_expand(
     *,
     pdl: bool,
     behind_base: bool = False,
+    store: bool = False,
 ) -> None:
     """Adds the delta of every row with a slot to `out`. behind_base: the launch before this one on
-    its stream is the base product, not the shrink."""
+    its stream is the base product, not the shrink. store: `out` becomes the delta; fp32."""
     if shape.num_rows == 0:
         return
     plan, height = plan_expand(shape), shape.height
@@ -129,9 +132,39 @@ def launch_expand(
             BLOCK_R=plan.block_r,
             GROUP=plan.group,
             STAGES=plan.num_stages,
-            IEEE=out.dtype == torch.float32,
+            IEEE=slots.b.dtype == torch.float32,
             PDL=pdl,
             BEHIND_BASE=behind_base,
+            STORE=store,
+            num_warps=plan.num_warps,
+            **launch_options(pdl),
+        )
+
+
+def launch_add(
+    stored: Tensor, shape: DenseShape, tiles: TileTables, out: Tensor, *, pdl: bool
+) -> None:
+    """Adds what an expand has stored to the rows of `out` with a slot. The launch before this one
+    on its stream is the base product. stored: contiguous [rows, out_features]."""
+    if shape.num_rows == 0:
+        return
+    plan, out_features = plan_add(shape), out.shape[1]
+    capacity, parts = tiles.capacity(shape.height), shape.height // plan.block_m
+    programs = min(tile_programs(shape, capacity) * parts, MAX_GRID_Y)
+    with on_device_of(out):
+        start(lora_add_kernel, (-(-out_features // plan.block_n), programs))(
+            stored,
+            tiles.tile_rows,
+            tiles.num_tiles,
+            out,
+            out.stride(0),
+            out.stride(1),
+            capacity * parts - 1,
+            OUT_FEATURES=out_features,
+            HEIGHT=shape.height,
+            BLOCK_M=plan.block_m,
+            BLOCK_N=plan.block_n,
+            PDL=pdl,
             num_warps=plan.num_warps,
             **launch_options(pdl),
         )

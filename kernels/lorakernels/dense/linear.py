@@ -3,6 +3,7 @@ graph contains no operation on streams. Which form it takes is decided when it r
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -16,9 +17,9 @@ from lorakernels.batch.steps import runs_adapters
 from lorakernels.common.stacked_weights import SlotTensors
 from lorakernels.dense.check import check_input, check_rows, check_step
 from lorakernels.dense.forms import LinearForm, plan_form
-from lorakernels.dense.launch import TileTables, launch_expand, launch_shrink
-from lorakernels.dense.ops import DenseWorkspace, shape_of, view_shrunk
-from lorakernels.dense.plan import DenseShape, plan_shrink
+from lorakernels.dense.launch import TileTables, launch_add, launch_expand, launch_shrink
+from lorakernels.dense.ops import DenseWorkspace, branch_buffer, shape_of, view_shrunk
+from lorakernels.dense.plan import DenseShape, plan_shrink, stored_delta
 from lorakernels.dense.weights import SlotWeights
 from lorakernels.runtime.device import supports_pdl
 from lorakernels.runtime.options import dual_stream
@@ -60,13 +61,14 @@ def lora_linear(
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """The delta of a batch: its input, its adapters, and the buffer of this branch between its
-    two launches."""
+    """The delta of a batch: its input, its adapters, and what this branch keeps between its
+    launches, in one of `buffers`."""
 
     x: Tensor
     slots: SlotTensors
     shape: DenseShape
     tiles: TileTables
+    buffers: Sequence[Tensor]
     shrunk: Tensor
 
     @classmethod
@@ -82,12 +84,26 @@ class Delta:
         check_rows(x, tiles.tile_rows)
         check_input(x, slots.a)
         shape = shape_of(x.shape[0], slots.a, slice_widths)
-        return cls(x, slots, shape, tiles, view_shrunk(buffers, shape, slots.a.shape[0]))
+        shrunk = view_shrunk(buffers, shape, slots.a.shape[0])
+        return cls(x, slots, shape, tiles, buffers, shrunk)
 
     def beside(self) -> Delta:
         """The same delta, whose shrink runs beside the base product."""
         shape = replace(self.shape, beside=True)
         return replace(self, shape=shape, shrunk=self.shrunk[: plan_shrink(shape).splits])
+
+    def stored(self) -> Tensor:
+        """What this branch keeps the whole delta in, behind the shrink output. ValueError."""
+        size = stored_delta(self.shape)
+        shrunk = self.shrunk.numel()
+        return branch_buffer(self.buffers, shrunk + math.prod(size))[shrunk:].view(size)
+
+    def store(self, stored: Tensor, *, pdl: bool) -> None:
+        # nothing says what runs before the shrink on its stream
+        self.shrink(pdl=False)
+        launch_expand(
+            *(self.shrunk, self.slots, self.shape, self.tiles, stored), pdl=pdl, store=True
+        )
 
     def shrink(self, *, pdl: bool) -> None:
         launch_shrink(self.x, self.slots, self.shape, self.tiles, self.shrunk, pdl=pdl)
@@ -107,7 +123,9 @@ def add_delta(
     the fork, which may write parts of the output; they run first where nothing is forked."""
     device = delta.x.device
     if not runs_adapters(delta.tiles.tile_rows, device):
-        return fork_join(device, base, *beside, parallel=form is LinearForm.DUAL)
+        return fork_join(device, base, *beside, parallel=form.is_dual)
+    if form is LinearForm.STORED:
+        return _add_stored(base, delta.beside(), *beside)
     pdl = supports_pdl(device)
     if form is LinearForm.SINGLE:
         out = fork_join(device, base, *beside, parallel=False)
@@ -118,6 +136,14 @@ def add_delta(
         # nothing says what runs before the shrink on its stream
         out = fork_join(device, base, *beside, partial(delta.shrink, pdl=False), parallel=parallel)
     delta.expand(out, pdl=pdl, behind_base=form is not LinearForm.SINGLE)
+    return out
+
+
+def _add_stored(base: Callable[[], Tensor], delta: Delta, *beside: Callable[[], None]) -> Tensor:
+    device, stored = delta.x.device, delta.stored()
+    pdl = supports_pdl(device)
+    out = fork_join(device, base, *beside, partial(delta.store, stored, pdl=pdl))
+    launch_add(stored, delta.shape, delta.tiles, out, pdl=pdl)
     return out
 
 

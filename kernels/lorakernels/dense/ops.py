@@ -26,7 +26,7 @@ from lorakernels.dense.check import (
     check_whole,
 )
 from lorakernels.dense.launch import TileTables, launch_expand, launch_shrink
-from lorakernels.dense.plan import DenseShape, largest_shrunk, plan_shrunk
+from lorakernels.dense.plan import DenseShape, largest_shrunk, largest_stored, plan_shrunk
 from lorakernels.dense.weights import SlotWeights
 from lorakernels.runtime.device import keep_address, supports_pdl
 from lorakernels.runtime.streams import branch
@@ -34,8 +34,9 @@ from lorakernels.runtime.tuning import tuning_of
 
 
 class DenseWorkspace:
-    """The shrink output between shrink and expand: fp32, allocated once, shared by layers that run
-    one after the other. Large enough for every batch of up to `max_tokens` rows.
+    """The shrink output between shrink and expand, and the delta where a form stores it: fp32,
+    allocated once, shared by layers that run one after the other. Large enough for every batch of
+    up to `max_tokens` rows, whose plan stores small deltas alone.
 
     `branches`: how many branches of a fork may use it at the same time, each of which gets a
     buffer of its own; see runtime/streams.py. Layers that run on streams of the caller need a
@@ -55,7 +56,8 @@ class DenseWorkspace:
             (shape_of_batch(0, layer), layer.num_slots, layer.exchanged_copies) for layer in layers
         }
         size = max(
-            largest_shrunk(shape, slots, max_tokens, copies) for shape, slots, copies in geometries
+            largest_shrunk(shape, slots, max_tokens, copies) + largest_stored(shape, max_tokens)
+            for shape, slots, copies in geometries
         )
         device = layers[0].a.device
         self.shrunk, *self._beside = (

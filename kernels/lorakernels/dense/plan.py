@@ -3,6 +3,7 @@ every replay of a graph, whatever adapters a batch has."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field, replace
 
 from lorakernels.batch.metadata import MIN_TILE_ROWS, max_tiles, tile_height
@@ -69,6 +70,13 @@ class ExpandPlan:
     group: int
     num_warps: int
     num_stages: int
+
+
+@dataclass(frozen=True, slots=True)
+class AddPlan:
+    block_m: int
+    block_n: int
+    num_warps: int
 
 
 def tile_programs(shape: DenseShape, capacity: int) -> int:
@@ -208,6 +216,11 @@ def plan_expand(shape: DenseShape) -> ExpandPlan:
     return ExpandPlan(height, 128, block_r, 2 if _is_deep(shape) else 1, 4, 3)
 
 
+def plan_add(shape: DenseShape) -> AddPlan:
+    # thin tiles: of a decode batch most tiles have few rows
+    return AddPlan(min(4, shape.height), 256, 4)
+
+
 def _group_of_columns(shape: DenseShape, block_m: int) -> int:
     """Blocks of 64 columns for each program. A program begins with the sum of the partials, which
     takes as long as about two blocks; all of them are done when the busiest multiprocessor is."""
@@ -256,3 +269,20 @@ def largest_shrunk(
     sizes += [size - 1 for size in sizes if size > 1]
     plans = (plan_shrunk(replace(shape, num_rows=size), num_slots) for size in sizes)
     return max((splits + exchanged_copies) * rows * ranks for splits, rows, ranks in plans)
+
+
+def stored_delta(shape: DenseShape) -> tuple[int, int]:
+    """[rows, out_features] of a delta that is stored before it is added."""
+    return (shape.num_rows, sum(shape.slice_widths))
+
+
+def may_store(shape: DenseShape) -> bool:
+    """Whether a delta is so small that storing it and adding it later is faster than a product
+    behind the base product."""
+    return math.prod(stored_delta(shape)) <= shape.tuning.dense.stored_values
+
+
+def largest_stored(shape: DenseShape, max_rows: int) -> int:
+    """Values of the largest delta that is stored, over all batches of at most `max_rows` rows."""
+    largest = math.prod(stored_delta(replace(shape, num_rows=max_rows)))
+    return min(largest, shape.tuning.dense.stored_values)

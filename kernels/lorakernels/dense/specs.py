@@ -14,9 +14,15 @@ import torch
 
 from lorakernels.batch.metadata import BatchMetadata
 from lorakernels.dense.embedding import shape_of_lookup
-from lorakernels.dense.launch import TileTables, launch_expand, launch_lookup, launch_shrink
+from lorakernels.dense.launch import (
+    TileTables,
+    launch_add,
+    launch_expand,
+    launch_lookup,
+    launch_shrink,
+)
 from lorakernels.dense.ops import shape_of_batch
-from lorakernels.dense.plan import plan_shrunk
+from lorakernels.dense.plan import plan_shrunk, stored_delta
 from lorakernels.dense.rank_shards import RankShardedSlots
 from lorakernels.dense.weights import SlotWeights
 
@@ -36,6 +42,8 @@ class Problem:
     transposed: bool = False
     # the shrink beside a base product, the expand behind both
     beside: bool = False
+    # both beside a base product, their sum behind it
+    stored: bool = False
 
 
 # of a group of ranks over which adapters are sharded
@@ -77,6 +85,11 @@ def _problems() -> Iterator[Problem]:
     yield Problem("beside-down-bf16-r16-t1", *_DOWN[1:], 1, 16, beside=True)
     yield Problem("beside-down-fp16-r128-t64", *_DOWN[1:], 64, 128, torch.float16, beside=True)
     yield Problem("beside-gate-up-bf16-r16-t256", *_GATE_UP[1:], 256, 16, beside=True)
+    for rank, tokens in ((16, 1), (64, 64), (128, 16)):
+        label = f"stored-qkv-bf16-r{rank}-t{tokens}"
+        yield Problem(label, in_features, widths, tokens, rank, stored=True)
+    yield Problem("stored-down-fp16-r64-t5", *_DOWN[1:], 5, 64, torch.float16, stored=True)
+    yield Problem("stored-odd-fp32-r24-t33", 1000, (520, 71), 33, 24, torch.float32, stored=True)
     yield Problem("columns-bf16-r16-t64", 4096, (4096,), 64, 16, row_stride=8191)
     yield Problem("transposed-bf16-r16-t64", 4096, (4096,), 64, 16, transposed=True)
 
@@ -114,10 +127,16 @@ def _delta(problem: Problem, *, pdl: bool) -> None:
     x = _rows(problem, problem.in_features)
     out = _rows(problem, weights.out_features)
     shape, tiles = shape_of_batch(problem.tokens, weights), TileTables.of(metadata)
-    shape = replace(shape, beside=problem.beside)
+    shape = replace(shape, beside=problem.beside or problem.stored)
     shrunk = torch.empty(plan_shrunk(shape, _SLOTS), device="meta")
-    launch_shrink(x, weights.tensors, shape, tiles, shrunk, pdl=pdl and not problem.beside)
-    launch_expand(shrunk, weights.tensors, shape, tiles, out, pdl=pdl, behind_base=problem.beside)
+    launch_shrink(x, weights.tensors, shape, tiles, shrunk, pdl=pdl and not shape.beside)
+    operands = (shrunk, weights.tensors, shape, tiles)
+    if problem.stored:
+        stored = torch.empty(stored_delta(shape), device="meta")
+        launch_expand(*operands, stored, pdl=pdl, store=True)
+        launch_add(stored, shape, tiles, out, pdl=pdl)
+    else:
+        launch_expand(*operands, out, pdl=pdl, behind_base=problem.beside)
 
 
 def _embedding(tokens: int, rank: int, dtype: torch.dtype, *, pdl: bool) -> None:

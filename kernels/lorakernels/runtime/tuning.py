@@ -43,6 +43,9 @@ class DenseTuning:
     dual_rows: int
     dual_ranks: int
     dual_weights: int
+    # most values of a delta that is stored on a second stream and added later: beyond, writing and
+    # reading them takes longer than a product with B behind the base product
+    stored_values: int
     # of a shrink on a second stream: split-K partials and programs for each tile of the batch, and
     # the most programs of all tiles
     splits_beside: int
@@ -156,6 +159,7 @@ HOPPER = Tuning(
         dual_rows=64,
         dual_ranks=64,
         dual_weights=20_000_000,
+        stored_values=400_000,
         splits_beside=8,
         programs_beside=32,
         most_programs_beside=96,

@@ -34,6 +34,7 @@ from loragate.faults.corpus import (
     serving_graphs,
     sharding,
     shrink,
+    stored,
     streams,
     weights,
 )
@@ -65,6 +66,7 @@ FAULTS: tuple[Fault, ...] = (
     *hot_path.FAULTS,
     *graphs.FAULTS,
     *streams.FAULTS,
+    *stored.FAULTS,
     *gdn.FAULTS,
     *moe_streams.FAULTS,
     *serving_decoder.FAULTS,

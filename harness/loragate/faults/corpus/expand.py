@@ -13,7 +13,7 @@ FAULTS = (
     _plant(
         "base-overwritten",
         "            else:\n"
-        "                previous = tl.load(out_ptrs, mask=live_m[:, None] & live_n, other=0.0)\n",
+        "                previous = load_output(out_ptrs, live_m[:, None] & live_n, STORE)\n",
         "            else:\n"
         "                previous = tl.load(out_ptrs, mask=live_m[:, None] & live_n & (part < 0), "
         "other=0.0)\n",
@@ -108,15 +108,15 @@ FAULTS = (
     ),
     _plant(
         "padding-lane-writes-row-before",
-        "live_m = (rows >= 0) & (rank > 0)",
-        "live_m = (rows >= -1) & (rank > 0)",
+        "in_batch = rows >= 0",
+        "in_batch = rows >= -1",
         source="vllm #49058",
         why="Lanes of a tile that have no row read and write the row before the first.",
     ),
     _plant(
         "parts-beyond-grid-not-taken",
-        "range(first_part, num_parts, tl.num_programs(1)",
-        "range(first_part, tl.minimum(num_parts, first_part + 1), 1",
+        "range(first_part, num_parts, tl.num_programs(1), num_stages=1):\n        rank =",
+        "range(first_part, tl.minimum(num_parts, first_part + 1), num_stages=1):\n        rank =",
         source="sglang #28371",
         why="A batch with more tiles than programs gets no delta in the rest of them.",
     ),

@@ -102,7 +102,7 @@ FAULTS = (
     ),
     _delta(
         "sides-lost-without-adapters",
-        "        return fork_join(device, base, *beside, parallel=form is LinearForm.DUAL)\n",
+        "        return fork_join(device, base, *beside, parallel=form.is_dual)\n",
         "        return base()\n",
         source="own",
         why="The early exit of a batch of base rows takes a second base product with it.",

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from loragate.core.machine import Machine
-from loragate.matrix.case import Base, Case, Cut, Parallel, Sharding, Streams
+from loragate.matrix.case import Base, Beside, Case, Cut, Parallel, Sharding, Streams
 from loragate.protocol import BaseLayer, Pool
 from loragate.subjects.lorakernels.dead_ranks import keep_dead_nan
 from loragate.subjects.lorakernels.factors import factors
@@ -28,14 +28,16 @@ from lorakernels.layers.sharding import sharded_slots
 from lorakernels.layers.wrapped import WrappedLoRALinear
 from lorakernels.runtime.collectives import Collective, SimulatedRanks
 
+# by what runs beside the base product
+FORMS = {Beside.SHRINK: LinearForm.DUAL, Beside.DELTA: LinearForm.STORED}
+
 
 class LinearLayer(Mapping):
     def __init__(self, case: Case, machine: Machine, base: BaseLayer) -> None:
         super().__init__(case, machine)
         self.case = case
-        is_dual = case.streams is Streams.DUAL
         # a layer around a linear that exists has one form
-        self.options = {"form": LinearForm.DUAL} if is_dual else {}
+        self.options = {"form": FORMS[case.beside]} if case.streams is Streams.DUAL else {}
         build = _wrapped if case.base is Base.CALLABLE else _owning
         self.group = SimulatedRanks(case.tp)
         self.ranks = [build(case, base, self.group.rank(rank)) for rank in range(case.tp)]

@@ -20,6 +20,7 @@ from loragate.inputs.draw import torch_dtype
 from loragate.matrix.case import (
     Activation,
     Base,
+    Beside,
     Bias,
     Buffers,
     Case,
@@ -103,6 +104,7 @@ class LoraKernelsSubject:
                 "spare_rows": range(1 << 31),
                 "sharding": frozenset(Sharding),
                 "streams": frozenset(Streams),
+                "beside": frozenset(Beside),
                 "products": frozenset(Products),
                 "plans": frozenset(Plans),
                 "model": frozenset(Model),
