@@ -84,7 +84,7 @@ def test_all_problems_of_a_file_are_reported_at_once(write: Write) -> None:
         "mix, ranks, layout, execution, parallel, tp, "
         "experts, top_k, source, routing, expert_map, sharing, router, write, path, "
         "ep, quantisation, ids, bias, base, buffers, loading, cut, heads, sharding, input_dims, "
-        "spare_rows, streams, key_heads, products, activation, gate_up, placement, "
+        "spare_rows, streams, beside, key_heads, products, activation, gate_up, placement, "
         "expert_bias, plans"
     )
     oracles = (

@@ -14,6 +14,7 @@ from loragate.inputs import DataKind, Dead, make_pool
 from loragate.matrix.case import (
     Activation,
     Base,
+    Beside,
     Bias,
     Buffers,
     Case,
@@ -129,6 +130,7 @@ def test_it_supports_everything_in_the_interpreter() -> None:
         "loading": frozenset(Loading),
         "sharding": frozenset(Sharding),
         "streams": frozenset(Streams),
+        "beside": frozenset(Beside),
         "products": frozenset(Products),
         "plans": frozenset(Plans),
     }

@@ -172,8 +172,8 @@ class LoRALinear(LinearAdapters):
         """x [.., local in_features] -> [.., local out_features], with as many rows as
         `metadata` was prepared for. `workspace` is made for `slots`, and may be shared by
         layers that run one after the other. `form`: how base and delta are put together; None
-        lets the plan choose. `DUAL` may add up in another order than the forms of one stream. The
-        result has no gradient. Raises ValueError.
+        lets the plan choose. `DUAL` and `STORED` may add up in another order than the forms of one
+        stream. The result has no gradient. Raises ValueError.
         """
         if x.shape[-1] != self.cut.inputs.size:
             raise ValueError(f"x must have {self.cut.inputs.size} columns (got {x.shape[-1]})")

@@ -20,10 +20,11 @@ def supports_pdl(device: torch.device) -> bool:
     A kernel that waits before its first read or write may always be launched so. The expands and
     the product that folds one in read before they wait, and trust the kernel before them on their
     stream: what they read must have been complete when that kernel started. There are two such
-    places. Directly behind their shrink, which has waited itself; not behind another kernel (vllm
-    #31777). And directly behind a base product that is not launched so, with BEHIND_BASE: before
-    the wait, only what is older than the product is read. What other streams did is complete at
-    the wait in either case, because the launch waits for their events.
+    places. Directly behind their shrink, which has waited itself or is not launched so; not behind
+    another kernel (vllm #31777). And directly behind a base product that is not launched so, with
+    BEHIND_BASE or to add a stored delta: before the wait, only what is older than the product is
+    read. What other streams did is complete at the wait in either case, because the launch waits
+    for their events.
     """
     # the interpreter does not implement it, and accepts tensors of a GPU, too
     is_compiled = isinstance(probe_dot, JITFunction)
