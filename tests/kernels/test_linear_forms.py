@@ -297,8 +297,10 @@ def test_an_expand_is_launched_dependently_and_told_what_runs_before_it(
         (65, 16, 4096, 28672, LinearForm.SINGLE),
         (0, 16, 4096, 28672, LinearForm.SINGLE),
         # 64 ranks in two slices, and a product that is too short for more
-        (32, 32, 1000, 10000, LinearForm.STORED),
-        (33, 32, 1000, 10000, LinearForm.SINGLE),
+        (40, 32, 1000, 10000, LinearForm.STORED),
+        (41, 32, 1000, 10000, LinearForm.SINGLE),
+        (32, 32, 900, 12600, LinearForm.DUAL),
+        (33, 32, 900, 12600, LinearForm.SINGLE),
         (2, 33, 1000, 10000, LinearForm.SINGLE),
         (64, 33, 1000, 20000, LinearForm.DUAL),
         (64, 33, 1000, 19999, LinearForm.SINGLE),

@@ -43,5 +43,6 @@ def _most_rows_beside(shape: DenseShape) -> int:
     is_deep = shape.in_features >= 2 * out_features and ranks <= 2 * tuning.dual_ranks
     if weights >= tuning.dual_weights or is_deep:
         return tuning.dual_rows
-    is_medium = 2 * weights >= tuning.dual_weights and ranks <= tuning.dual_ranks
-    return tuning.dual_rows // 2 if is_medium else 1
+    if 2 * weights < tuning.dual_weights or ranks > tuning.dual_ranks:
+        return 1
+    return tuning.dual_rows if may_store(shape) else tuning.dual_rows // 2
