@@ -316,7 +316,8 @@ def test_the_workspace_holds_the_exchange_of_every_batch() -> None:
             shape = shape_of_batch(rows, slots)
             ranks = max_tiles(rows, 3, shape.height) * shape.height * 2 * 16 // tp
             needed.append((plan_shrink(shape).splits + 1 + 2 * tp) * ranks)
-        assert max(needed) == held
+        # the delta that layers of other kinds store is counted for every layer
+        assert max(needed) + 700 * slots.out_features == held
 
 
 def test_the_snippet_of_the_page_serves_a_layer() -> None:
