@@ -9,13 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import cache
-from itertools import product
+from itertools import chain, product
 
 from loragate.inputs.mapping import num_padded
-from loragate.matrix.case import Case, Dtype, Parallel, Path, Plans, Sharding, Site
+from loragate.matrix.case import Case, Dtype, Parallel, Path, Plans, Sharding, Site, Streams
+from loragate.subjects.lorakernels import linear
 from loragate.subjects.lorakernels.gdn import FORMS
 from lorakernels.batch.metadata import tile_height
 from lorakernels.dense import plan as dense
+from lorakernels.dense.forms import LinearForm
 from lorakernels.dense.plan import DenseShape
 from lorakernels.gdn.forms import GDNForm, plan_gdn
 from lorakernels.moe.delta import plan as moe
@@ -24,6 +26,8 @@ from lorakernels.moe.layer.plan import fold_ranks, plan_gemm
 from lorakernels.moe.tiles import Alignment, base_tile_height, block_of_pairs, plan_alignment
 from lorakernels.runtime.tuning import DEFAULT, Tuning, with_one_plan
 
+# those that a plan takes
+_LINEAR_FORMS = (LinearForm.SINGLE, *linear.FORMS.values())
 # pairs whose spans a program of the counting launches adds up in one step
 _ONE_SUM = 256 * DEFAULT.align.span
 # columns of a block of the sum over choices, up to which hidden size and beyond
@@ -57,7 +61,8 @@ def branches(case: Case) -> frozenset[str]:
     widths = tuple(-(-width // by_columns) for width in case.slices)
     depth = -(-case.in_features // by_rows)
     shape = DenseShape(case.tokens, depth, widths, case.rank, size, _tuning(case))
-    return frozenset(_dense(shape, live=case.tokens - num_padded(case), slots=case.slots))
+    taken = _dense(shape, live=case.tokens - num_padded(case), slots=case.slots)
+    return frozenset([*taken, *_linear(case)])
 
 
 def _tuning(case: Case) -> Tuning:
@@ -76,7 +81,7 @@ def all_branches(site: Site) -> tuple[str, ...]:
     elif site is Site.EMBEDDING:
         found = _grid_of_look_ups()
     else:
-        found = _grid_of_dense()
+        found = chain(_grid_of_dense(), map(_linear_form, _LINEAR_FORMS))
     return tuple(sorted(set(found)))
 
 
@@ -111,6 +116,16 @@ def _dense(shape: DenseShape, *, live: int, slots: int) -> Iterator[str]:
     yield _several("dense expand: blocks of columns", blocks)
     yield _several("dense expand: blocks of columns of a program", expand.group)
     yield _several("dense expand: parts of a tile", shape.height // expand.block_m)
+
+
+def _linear(case: Case) -> Iterator[str]:
+    if case.site is Site.LORA_LINEAR:
+        is_dual = case.streams is Streams.DUAL
+        yield _linear_form(linear.FORMS[case.beside] if is_dual else LinearForm.SINGLE)
+
+
+def _linear_form(form: LinearForm) -> str:
+    return f"linear layer: {form.name.lower()}"
 
 
 def _delta_net(case: Case, size: int) -> Iterator[str]:
