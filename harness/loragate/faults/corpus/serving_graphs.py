@@ -66,8 +66,8 @@ FAULTS = (
     ),
     _metadata(
         "base-rows-count-as-a-declaration",
-        "None if may_have else self._declared or BaseRows())\n",
-        "None if may_have else BaseRows(is_declared=True))\n",
+        "None if may_have else self._declared or BaseRows()\n",
+        "None if may_have else BaseRows(is_declared=True)\n",
         source="vllm #43139",
         why="A graph lacks the kernels of the adapters as the batch of its capture happened to.",
     ),
