@@ -128,20 +128,19 @@ class BatchMetadata:
             raise ValueError(
                 f"token_slots must be contiguous (got a stride of {token_slots.stride(0)})"
             )
-        device, found = self.token_slots.device, token_slots.device
-        if found.type != "cpu":
+        if not token_slots.is_cpu:
+            device, found = self.token_slots.device, token_slots.device
             if found != device:
                 allowed = "cpu" if device.type == "cpu" else f"{device} or cpu"
                 raise ValueError(f"token_slots must be on {allowed} (got {found})")
             # checking device data would need a sync; the kernel treats an unknown id as base
             return True
-        values = token_slots.numpy()
-        low, high = (values.min(), values.max()) if len(values) else (-1, -1)
+        low, high = _range(token_slots)
         if low < -1 or high >= self.max_slots:
             raise ValueError(
                 f"token_slots must be -1 to {self.max_slots - 1} (got {low} to {high})"
             )
-        return bool(high >= 0)
+        return high >= 0
 
     def expect(self, num_rows: int, num_live: int, *, may_have: bool) -> None:
         """What the host knows of the next step, whose tables `install` writes, here or in a graph
@@ -216,3 +215,12 @@ class BatchMetadata:
 
     def _set_rows(self, num_rows: int) -> None:
         self.num_rows = self._step.num_rows = num_rows
+
+
+def _range(token_slots: Tensor) -> tuple[int, int]:
+    """The least and the greatest slot of a mapping on the CPU; a base row where it has no rows."""
+    values = token_slots.numpy()
+    if not values.size:
+        return -1, -1
+    # numpy finds the place of an extreme several times faster than the extreme itself
+    return values.item(values.argmin()), values.item(values.argmax())
