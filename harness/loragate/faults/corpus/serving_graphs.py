@@ -130,8 +130,8 @@ FAULTS = (
     ),
     _runner(
         "padded-step-in-tiles-of-its-live-rows",
-        "            batch.expect(key.num_tokens, num_live, may_have=has_adapters)\n",
-        "            batch.expect(num_live, num_live, may_have=has_adapters)\n",
+        "        batch.expect(key.num_tokens, num_live, may_have=has_adapters)\n",
+        "        batch.expect(num_live, num_live, may_have=has_adapters)\n",
         source="vllm #42120",
         why="The host takes a step of 136 rows, 120 of them live, for one with other tiles.",
     ),
@@ -145,8 +145,8 @@ FAULTS = (
     ),
     _runner(
         "padded-rows-returned",
-        "            return self._graphs[key].replay()[:num_live]\n",
-        "            return self._graphs[key].replay()\n",
+        "        return self._graphs[key].replay()[:num_live]\n",
+        "        return self._graphs[key].replay()\n",
         source="own",
         why="The outputs of padded rows are handed out as if they were of requests.",
     ),
