@@ -140,3 +140,13 @@ def test_a_bad_mapping_is_refused_and_the_old_one_stays(
         metadata.prepare(token_slots, num_rows=num_rows)
     assert metadata.num_rows == 3
     assert metadata.token_slots[:3].tolist() == [2, -1, 0]
+
+
+@pytest.mark.parametrize("row", range(4))
+@pytest.mark.parametrize("given", [-2, 5])
+def test_an_id_that_no_slot_has_is_refused_in_every_row(row: int, given: int) -> None:
+    slots = [2, -1, 4, 0]
+    slots[row] = given
+    message = rf"must be -1 to 4 \(got {min(slots)} to {max(slots)}\)"
+    with pytest.raises(ValueError, match=message):
+        prepared(slots)

@@ -4,6 +4,8 @@ one a batch gets, and what a replay gives."""
 from __future__ import annotations
 
 import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -237,6 +239,29 @@ def test_padded_rows_are_base_rows_in_tiles_of_the_height_of_all_rows(
     batch = stack.buffers.batch
     assert batch.num_rows == padded
     assert batch.token_slots.tolist() == slots + [-1] * (padded - live)
+
+
+def test_an_eager_step_has_the_device_of_its_inputs_current_from_its_tables_on(
+    stack: Any, graphs: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    current: list[Tensor] = []
+    seen: list[Tensor] = []
+
+    @contextmanager
+    def on_device_of(tensor: Tensor) -> Iterator[None]:
+        current.append(tensor)
+        yield
+        current.pop()
+
+    def noting(call: Any) -> Any:
+        return lambda *args: seen.extend(current[-1:]) or call(*args)
+
+    monkeypatch.setattr("lorakernels.serving.graph_runner.on_device_of", on_device_of)
+    monkeypatch.setattr(stack.buffers.batch, "install", noting(stack.buffers.batch.install))
+    runner = GraphRunner(noting(stack.step), stack.inputs, stack.buffers, sizes=SIZES)
+    assert_served(runner, stack, [0, 2, -1])
+    assert len(seen) == 2
+    assert all(tensor is stack.inputs.block for tensor in seen)
 
 
 class Forbidden:

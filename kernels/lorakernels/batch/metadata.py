@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from lorakernels.batch.kernels import prepare_kernel
-from lorakernels.batch.steps import BaseRows, note_base_rows, note_rows
+from lorakernels.batch.steps import BaseRows, step_of
 from lorakernels.common.sizes import power_of_2
 from lorakernels.runtime.device import keep_address, on_device_of, upload
 from lorakernels.runtime.options import BATCH_INVARIANT, batch_invariant
@@ -80,6 +80,8 @@ class BatchMetadata:
         tallest = self.height_of(max_tokens)
         self.tile_rows = table(max_tiles(max_tokens, max_slots, tallest) * tallest)
         self.num_tiles = keep_address(torch.zeros(1, dtype=torch.int32, device=device))
+        # what the operators find by the table
+        self._step = step_of(self.tile_rows)
         self._declared: BaseRows | None = None
         self._set_rows(0)
 
@@ -126,20 +128,19 @@ class BatchMetadata:
             raise ValueError(
                 f"token_slots must be contiguous (got a stride of {token_slots.stride(0)})"
             )
-        device, found = self.token_slots.device, token_slots.device
-        if found.type != "cpu":
+        if not token_slots.is_cpu:
+            device, found = self.token_slots.device, token_slots.device
             if found != device:
                 allowed = "cpu" if device.type == "cpu" else f"{device} or cpu"
                 raise ValueError(f"token_slots must be on {allowed} (got {found})")
             # checking device data would need a sync; the kernel treats an unknown id as base
             return True
-        values = token_slots.numpy()
-        low, high = (values.min(), values.max()) if len(values) else (-1, -1)
+        low, high = _range(token_slots)
         if low < -1 or high >= self.max_slots:
             raise ValueError(
                 f"token_slots must be -1 to {self.max_slots - 1} (got {low} to {high})"
             )
-        return bool(high >= 0)
+        return high >= 0
 
     def expect(self, num_rows: int, num_live: int, *, may_have: bool) -> None:
         """What the host knows of the next step, whose tables `install` writes, here or in a graph
@@ -195,14 +196,14 @@ class BatchMetadata:
             raise ValueError("the batch is declared to be without adapters already")
         self.prepare(torch.empty(0, dtype=torch.int32, device="cpu"), num_rows=num_rows)
         declared = self._declared = BaseRows(is_declared=True)
-        note_base_rows(self.tile_rows, declared)
+        self._step.base_rows = declared
         try:
             yield
         finally:
             # for pairs that were prepared meanwhile, too, which a replay may change
             declared.is_over = True
             self._declared = None
-            note_base_rows(self.tile_rows, BaseRows())
+            self._step.base_rows = BaseRows()
 
     def _note_adapters(self, may_have: bool) -> None:
         if may_have and self._declared is not None:
@@ -210,8 +211,16 @@ class BatchMetadata:
                 "token_slots must be on the CPU and all -1 while the batch is declared to be "
                 "without adapters"
             )
-        note_base_rows(self.tile_rows, None if may_have else self._declared or BaseRows())
+        self._step.base_rows = None if may_have else self._declared or BaseRows()
 
     def _set_rows(self, num_rows: int) -> None:
-        self.num_rows = num_rows
-        note_rows(self.tile_rows, num_rows)
+        self.num_rows = self._step.num_rows = num_rows
+
+
+def _range(token_slots: Tensor) -> tuple[int, int]:
+    """The least and the greatest slot of a mapping on the CPU; a base row where it has no rows."""
+    values = token_slots.numpy()
+    if not values.size:
+        return -1, -1
+    # numpy finds the place of an extreme several times faster than the extreme itself
+    return values.item(values.argmin()), values.item(values.argmax())

@@ -16,19 +16,6 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from lorakernels.runtime.streams import is_capturing
 
-_ROWS: MutableMapping[Tensor, int] = WeakTensorKeyDictionary()
-
-
-def prepared_rows(tensor: Tensor) -> int | None:
-    """The rows of the step that the mapping with this tensor was prepared for; None where that is
-    not known, such as for the copy that a CUDA graph of torch.compile reads."""
-    return _ROWS.get(tensor)
-
-
-def note_rows(tensor: Tensor, num_rows: int) -> None:
-    """The mapping with this tensor is prepared for so many rows."""
-    _ROWS[tensor] = num_rows
-
 
 @dataclass(slots=True, eq=False)
 class BaseRows:
@@ -40,17 +27,43 @@ class BaseRows:
     is_over: bool = False
 
 
-_BASE_ROWS: MutableMapping[Tensor, BaseRows | None] = WeakTensorKeyDictionary()
+@dataclass(slots=True, eq=False)
+class PreparedStep:
+    """The step that a mapping is prepared for: its rows, None before the first one, and what the
+    host knows of them if all are base rows."""
+
+    num_rows: int | None = None
+    base_rows: BaseRows | None = None
+
+
+_STEPS: MutableMapping[Tensor, PreparedStep] = WeakTensorKeyDictionary()
+
+
+def step_of(tensor: Tensor) -> PreparedStep:
+    """The record of the mapping with this tensor, which is the same one for all of its steps.
+    Finding it takes longer than writing it: who prepares every step keeps it."""
+    step = _STEPS.get(tensor)
+    if step is None:
+        step = _STEPS[tensor] = PreparedStep()
+    return step
+
+
+def prepared_rows(tensor: Tensor) -> int | None:
+    """The rows of the step that the mapping with this tensor was prepared for; None where that is
+    not known, such as for the copy that a CUDA graph of torch.compile reads."""
+    step = _STEPS.get(tensor)
+    return None if step is None else step.num_rows
+
+
+def note_rows(tensor: Tensor, num_rows: int) -> None:
+    """The mapping with this tensor is prepared for so many rows."""
+    step_of(tensor).num_rows = num_rows
 
 
 def base_rows(tensor: Tensor) -> BaseRows | None:
     """The step of the mapping with this tensor, if the host knows that it has base rows alone."""
-    return _BASE_ROWS.get(tensor)
-
-
-def note_base_rows(tensor: Tensor, known: BaseRows | None) -> None:
-    """Keep for `base_rows` what holds for the step that is prepared now."""
-    _BASE_ROWS[tensor] = known
+    step = _STEPS.get(tensor)
+    return None if step is None else step.base_rows
 
 
 def hand_on_base_rows(batch: Tensor, pairs: Tensor, device: torch.device) -> None:
@@ -61,7 +74,7 @@ def hand_on_base_rows(batch: Tensor, pairs: Tensor, device: torch.device) -> Non
     known = base_rows(batch)
     if known is not None and not known.is_declared and is_capturing(device):
         known = None
-    note_base_rows(pairs, known)
+    step_of(pairs).base_rows = known
 
 
 def runs_adapters(tensor: Tensor, device: torch.device) -> bool:

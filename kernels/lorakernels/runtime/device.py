@@ -35,7 +35,8 @@ def supports_pdl(device: torch.device) -> bool:
 def on_device_of(tensor: Tensor) -> AbstractContextManager[object]:
     """Makes the device of a tensor the current one while kernels that use it are launched: Triton
     takes the device and the stream from the current device, not from the tensors."""
-    return torch.cuda.device(tensor.device) if tensor.is_cuda else nullcontext()
+    # by its number, which torch takes as it is
+    return torch.cuda.device(tensor.get_device()) if tensor.is_cuda else nullcontext()
 
 
 def keep_address(buffer: Tensor) -> Tensor:

@@ -28,15 +28,17 @@ class Staging:
     def upload(self, host: NDArray[np.uint8], target: Tensor) -> None:
         """Copy `host` into `target`, uint8 of the same size, queued without waiting on the current
         stream of its device. `host` may be overwritten as soon as this returns."""
-        if target.device.type == "cpu":
+        if target.is_cpu:
             target.copy_(torch.from_numpy(host))
             return
-        module: Any = streams.stream_module(target.device)
+        device = target.device
+        module: Any = streams.stream_module(device)
         if not self._blocks or not self._blocks[0][2].query():
             new = torch.empty(host.shape, dtype=torch.uint8, device="cpu", pin_memory=True)
             self._blocks.appendleft((new, new.numpy(), module.Event()))
         block, memory, copied = self._blocks.popleft()
-        np.copyto(memory, host)
+        memory[:] = host
         target.copy_(block, non_blocking=True)
-        copied.record(module.current_stream(target.device))
+        # by its number, which torch takes as it is
+        copied.record(module.current_stream(device.index))
         self._blocks.append((block, memory, copied))

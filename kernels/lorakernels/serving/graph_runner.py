@@ -124,18 +124,18 @@ class GraphRunner:
         num_live = token_slots.shape[0]
         sizes = self._sizes.get(width, ())
         key = choose_key(sizes, num_rows=num_live, has_adapters=has_adapters, width=width)
-        with on_device_of(self._inputs.block):
-            self._inputs.write(token_slots, values)
-            if key is None:
+        self._inputs.write(token_slots, values)
+        if key is None:
+            # unlike a copy and a graph, its kernels do not find their device by themselves
+            with on_device_of(self._inputs.block), torch.no_grad():
                 batch.prepare(token_slots, uploaded=self._inputs.token_slots)
-                with torch.no_grad():
-                    return self._steps[width](num_live)
-            batch.expect(key.num_tokens, num_live, may_have=has_adapters)
-            if key in self._unchecked:
-                self.check_addresses()
-                self._unchecked.remove(key)
-            self.replays += 1
-            return self._graphs[key].replay()[:num_live]
+                return self._steps[width](num_live)
+        batch.expect(key.num_tokens, num_live, may_have=has_adapters)
+        if key in self._unchecked:
+            self.check_addresses()
+            self._unchecked.remove(key)
+        self.replays += 1
+        return self._graphs[key].replay()[:num_live]
 
     def check_addresses(self) -> None:
         """RuntimeError if something that the graphs read was replaced after their capture.

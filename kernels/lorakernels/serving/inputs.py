@@ -19,6 +19,7 @@ TOKEN_SLOTS = "token_slots"
 _ALIGNMENT = 512
 # what numpy takes the elements of a tensor for: it does not know all dtypes of torch
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_INTEGERS = frozenset(_BITS.values())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,8 +120,7 @@ class StepInputs:
         for name, tensor in given.items():
             spec = self.specs[name]
             shape = (live if spec.per_token else 1, *spec.shape)
-            is_on_host = tensor.device.type == "cpu"
-            if tuple(tensor.shape) != shape or tensor.dtype != spec.dtype or not is_on_host:
+            if tensor.shape != shape or tensor.dtype != spec.dtype or not tensor.is_cpu:
                 raise ValueError(
                     f"{name} must be {spec.dtype} {list(shape)} on cpu "
                     f"(got {tensor.dtype} {list(tensor.shape)} on {tensor.device})"
@@ -138,8 +138,8 @@ class StepInputs:
 
 def _bits(tensor: Tensor) -> NDArray[np.generic]:
     """The memory of a CPU tensor, as integers."""
-    bits = _BITS[tensor.dtype.itemsize]
-    return (tensor if tensor.dtype == bits else tensor.view(bits)).numpy()
+    dtype = tensor.dtype
+    return (tensor if dtype in _INTEGERS else tensor.view(_BITS[dtype.itemsize])).numpy()
 
 
 def _size(spec: InputSpec, max_tokens: int) -> int:

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 
-@dataclass(frozen=True, slots=True, order=True)
-class GraphKey:
+class GraphKey(NamedTuple):
     """A graph for batches of up to `num_tokens` rows. Without `has_adapters` it holds no kernel of
     the adapters, and is for batches of base rows alone. A request has `width` rows, one behind the
     other."""

@@ -43,7 +43,8 @@ FAULTS = (
     _metadata(
         "tables-for-each-step",
         _ROWS,
-        f"        self.tile_rows = torch.full_like(self.tile_rows, -1)\n{_ROWS}",
+        "        self.tile_rows = torch.full_like(self.tile_rows, -1)\n"
+        f"        self._step = step_of(self.tile_rows)\n{_ROWS}",
         source="own",
         why="Each step gets a new table of rows, and a captured graph reads the first one.",
     ),

@@ -66,8 +66,8 @@ FAULTS = (
     ),
     _metadata(
         "base-rows-count-as-a-declaration",
-        "None if may_have else self._declared or BaseRows())\n",
-        "None if may_have else BaseRows(is_declared=True))\n",
+        "None if may_have else self._declared or BaseRows()\n",
+        "None if may_have else BaseRows(is_declared=True)\n",
         source="vllm #43139",
         why="A graph lacks the kernels of the adapters as the batch of its capture happened to.",
     ),
@@ -130,8 +130,8 @@ FAULTS = (
     ),
     _runner(
         "padded-step-in-tiles-of-its-live-rows",
-        "            batch.expect(key.num_tokens, num_live, may_have=has_adapters)\n",
-        "            batch.expect(num_live, num_live, may_have=has_adapters)\n",
+        "        batch.expect(key.num_tokens, num_live, may_have=has_adapters)\n",
+        "        batch.expect(num_live, num_live, may_have=has_adapters)\n",
         source="vllm #42120",
         why="The host takes a step of 136 rows, 120 of them live, for one with other tiles.",
     ),
@@ -145,8 +145,8 @@ FAULTS = (
     ),
     _runner(
         "padded-rows-returned",
-        "            return self._graphs[key].replay()[:num_live]\n",
-        "            return self._graphs[key].replay()\n",
+        "        return self._graphs[key].replay()[:num_live]\n",
+        "        return self._graphs[key].replay()\n",
         source="own",
         why="The outputs of padded rows are handed out as if they were of requests.",
     ),

@@ -220,7 +220,7 @@ FAULTS = (
     _metadata(
         "capability-probed-once",
         "        self._note_adapters(may_have)\n",
-        "        note_base_rows(self.tile_rows, BaseRows())\n",
+        "        self._step.base_rows = BaseRows()\n",
         source="vllm #42008",
         why="Whether a batch has adapters is remembered from the time when none was known.",
     ),
