@@ -110,6 +110,27 @@ def recorded_streams(monkeypatch: pytest.MonkeyPatch) -> RecordedStreams:
 
 
 @pytest.fixture
+def noted(recorded_streams: RecordedStreams, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What runs on which stream, the launches of a MoE layer among it."""
+    from lorakernels.moe.align import ops as align
+    from lorakernels.moe.layer import launch, ops
+
+    noting, multiply = recorded_streams.noting, launch.launch_gemm
+    names = {"WHOLE": "product", "SUMS": "sums", "REST": "rest"}
+
+    def product(*args: Any, part: Any = launch._Part.WHOLE, **options: Any) -> None:
+        recorded_streams.note(names[part.name])
+        multiply(*args, part=part, **options)
+
+    monkeypatch.setattr(launch, "launch_gemm", product)
+    monkeypatch.setattr(launch, "shrink", noting("shrink", launch.shrink))
+    monkeypatch.setattr(ops, "launch_sum", noting("sum", ops.launch_sum))
+    monkeypatch.setattr(ops, "quantise_rows", noting("quantise", ops.quantise_rows))
+    monkeypatch.setattr(align, "fill_tables", noting("align", align.fill_tables))
+    return recorded_streams.log
+
+
+@pytest.fixture
 def fresh_dynamo() -> Iterator[None]:
     torch._dynamo.reset()
     yield

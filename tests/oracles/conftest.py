@@ -11,11 +11,13 @@ import torch
 
 from loragate.core.machine import Machine
 from loragate.core.verdict import Judgement, OracleName
-from loragate.matrix.case import Case, Dtype, Site
+from loragate.matrix.case import Case, Dtype, Mix, Site, Streams
 from loragate.oracles import ORACLES
 from loragate.protocol import BaseExperts, BaseLayer, Capabilities, Instance, MoEInstance, Trial
 from loragate.subjects.torch.moe_layer import MoELayer
 from loragate.subjects.torch.subject import TorchSubject
+
+from .stream_layers import Layer, LayerOnStreams
 
 _CASE = Case(
     site=Site.DENSE_DELTA,
@@ -101,6 +103,28 @@ def judge_layer(
 ) -> Callable[[type[MoELayer], OracleName, int, Case], Judgement]:
     def judge(instance: type[MoELayer], oracle: OracleName, seed: int, case: Case) -> Judgement:
         trial = layer_trial(instance, seed, case)
+        assert ORACLES[oracle].applies(trial) is None
+        return ORACLES[oracle].judge(trial)
+
+    return judge
+
+
+@pytest.fixture
+def judge_streams(make_trial: Callable[..., Trial]) -> Callable[..., Judgement]:
+    """The judgement of an oracle on a class of layers of two streams, modelled ones by default."""
+
+    def judge(
+        layer: type[Layer],
+        oracle: OracleName,
+        seed: int = 1,
+        machine: Machine | None = None,
+        **fields: Any,
+    ) -> Judgement:
+        fields = {"site": Site.LORA_LINEAR, "streams": Streams.DUAL, "mix": Mix.SHUFFLED, **fields}
+        trial = make_trial(seed=seed, **fields)
+        machine, subject = machine or trial.machine, LayerOnStreams(layer)
+        have = subject.capabilities(machine)
+        trial = replace(trial, machine=machine, subject=subject, capabilities=have)
         assert ORACLES[oracle].applies(trial) is None
         return ORACLES[oracle].judge(trial)
 

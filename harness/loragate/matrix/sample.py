@@ -7,14 +7,22 @@ at the first point that adds no new pair.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache
-from itertools import product
+from itertools import combinations, product
+from pathlib import Path
 
 import covertable
 
+from loragate.matrix.sample_cache import Points, kept
+
+# pairs of values from which on a sample takes longer than reading a file
+_MANY_PAIRS = 400
+
 # axis -> values: a point that has one of them on each of these axes is left out
 Exclusion = Mapping[int, frozenset[int]]
+# the same as sorted pairs, whose text is the same in every process
+Conditions = tuple[tuple[int, tuple[int, ...]], ...]
 
 
 def is_excluded(point: Sequence[int], exclusions: Sequence[Exclusion]) -> bool:
@@ -34,28 +42,34 @@ def pairwise(sizes: Sequence[int], exclusions: Sequence[Exclusion]) -> list[tupl
 
     `sizes` are the numbers of values of two axes or more.
     """
-    sorted_exclusions = tuple(tuple(sorted(exclusion.items())) for exclusion in exclusions)
-    return list(_sampled(tuple(sizes), sorted_exclusions))
+    conditions = tuple(
+        tuple((axis, tuple(sorted(values))) for axis, values in sorted(exclusion.items()))
+        for exclusion in exclusions
+    )
+    return list(_sampled(tuple(sizes), conditions))
 
 
-# the samples of the shipped cases take seconds, and some processes load these cases several times
+# some processes load the same cases several times
 @cache
-def _sampled(
-    sizes: tuple[int, ...], exclusions: tuple[tuple[tuple[int, frozenset[int]], ...], ...]
-) -> tuple[tuple[int, ...], ...]:
-    factors = {str(axis): list(range(size)) for axis, size in enumerate(sizes)}
+def _sampled(sizes: tuple[int, ...], exclusions: tuple[Conditions, ...]) -> Points:
+    if sum(a * b for a, b in combinations(sizes, 2)) < _MANY_PAIRS:
+        return _computed(sizes, exclusions)
+    return kept(sizes, exclusions, Path(__file__), lambda: _computed(sizes, exclusions))
+
+
+def _computed(sizes: tuple[int, ...], exclusions: tuple[Conditions, ...]) -> Points:
     rows = covertable.make(
-        factors,
+        # axes without names, which it would take apart at dots
+        [list(range(size)) for size in sizes],
         sorter=covertable.sorters.hash,
         constraints=[_constraint(exclusion) for exclusion in exclusions],
     )
     # with constraints on axes of one value covertable repeats rows
-    return tuple(dict.fromkeys(tuple(row[axis] for axis in factors) for row in rows))
+    return tuple(dict.fromkeys(map(tuple, rows)))
 
 
-def _constraint(exclusion: Iterable[tuple[int, frozenset[int]]]) -> dict[str, object]:
+def _constraint(exclusion: Conditions) -> dict[str, object]:
     conditions = [
-        {"operator": "in", "left": str(axis), "values": sorted(values)}
-        for axis, values in exclusion
+        {"operator": "in", "left": axis, "values": list(values)} for axis, values in exclusion
     ]
     return {"operator": "not", "condition": {"operator": "and", "conditions": conditions}}

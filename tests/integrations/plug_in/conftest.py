@@ -379,9 +379,9 @@ class Experts:
             for slot in range(len(stack)):
                 stack[slot].copy_(randn(*stack[slot].shape, seed=10 * number + slot))
 
-    def routes(self, rows: int) -> tuple[Tensor, Tensor]:
-        ids = randn(rows, EXPERTS, seed=3).argsort(1)[:, :TOP_K].int().contiguous()
-        return ids, randn(rows, TOP_K, seed=4).abs()
+    def routes(self, rows: int, top_k: int = TOP_K) -> tuple[Tensor, Tensor]:
+        ids = randn(rows, EXPERTS, seed=3).argsort(1)[:, :top_k].int().contiguous()
+        return ids, randn(rows, top_k, seed=4).abs()
 
     def apply(
         self,
@@ -394,14 +394,15 @@ class Experts:
         """Both products, compared with a plain loop over pairs."""
         count = len(slots) if rows is None else rows
         ids, weights = self.routes(count)
-        x, y = randn(count, HIDDEN, seed=5), torch.full((count, TOP_K, 2 * INTER), float(adds))
+        top_k = ids.shape[1]
+        x, y = randn(count, HIDDEN, seed=5), torch.full((count, top_k, 2 * INTER), float(adds))
         act, z = (
-            randn(count * TOP_K, INTER, seed=6),
-            torch.full((count, TOP_K, HIDDEN), float(adds)),
+            randn(count * top_k, INTER, seed=6),
+            torch.full((count, top_k, HIDDEN), float(adds)),
         )
         wanted_y, wanted_z = y.clone(), z.clone()
         context, shared = self.layer.context, {"w1": None, "w2": None, "num_tokens": count}
-        shared |= {"topk_weights": weights, "top_k_num": TOP_K, "add_inputs": adds}
+        shared |= {"topk_weights": weights, "top_k_num": top_k, "add_inputs": adds}
         state = self.mixin.apply_w13_lora(
             context, y=y, x=x, topk_ids=ids, expert_map=None, swap_w13_slices=swaps, **shared
         )
@@ -410,9 +411,9 @@ class Experts:
         self.mixin.apply_w2_lora(
             context, y=z, x=act, token_lora_mapping=state[3], **handed_on, **shared
         )
-        for row, slot in enumerate(slots):
+        for row, slot in enumerate(slots[:count]):
             for choice, expert in enumerate(ids[row].tolist() if slot >= 0 else ()):
-                w13, w2 = self._delta(slot, expert, x[row], act[row * TOP_K + choice], swaps)
+                w13, w2 = self._delta(slot, expert, x[row], act[row * top_k + choice], swaps)
                 wanted_y[row, choice] += w13
                 wanted_z[row, choice] += weights[row, choice] * w2
         torch.testing.assert_close(y, wanted_y, rtol=1e-4, atol=1e-3)

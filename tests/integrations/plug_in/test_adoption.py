@@ -15,7 +15,12 @@ from loragate.core.machine import select_interpreter
 select_interpreter()
 
 from lorakernels.common.slice_stacks import pack, whole  # noqa: E402
-from lorakernels.integrations.vllm.adoption import LOGGER, adopt, refusal  # noqa: E402
+from lorakernels.integrations.vllm.adoption import (  # noqa: E402
+    LOGGER,
+    MAX_SLICES,
+    adopt,
+    refusal,
+)
 
 
 def randn(*shape: int, seed: int) -> torch.Tensor:
@@ -40,6 +45,13 @@ def test_the_stacks_of_one_slice_stay_where_they_are(plain: Any, kit: Any) -> No
     adopt(layer, plain.wrapper)
     after = (*layer.lora_a_stacked, *layer.lora_b_stacked)
     assert all(old is new for old, new in zip(before, after, strict=True))
+
+
+def test_a_layer_of_the_most_slices_is_served(plain: Any, make_linear: Any) -> None:
+    layer = make_linear(plain, (4,) * MAX_SLICES)
+    layer.load(1, seed=3)
+    plain.step((1, -1, 0))
+    layer.check((1, -1, 0))
 
 
 @pytest.mark.parametrize("shared", [False, True])
@@ -103,9 +115,14 @@ def adapters_of_bytes(kit: Any) -> Any:
     return layer
 
 
+def many_slices(kit: Any) -> Any:
+    return kit.linear("MergedColumnParallelLinearVariableSliceWithLoRA", (4,) * 17)
+
+
 @pytest.mark.parametrize(
     ("make", "reason"),
     [
+        (many_slices, "17 slices, above 16"),
         (sharded_experts, "fully sharded"),
         (experts_elsewhere, "expert parallel"),
         (adapters_of_bytes, "adapters of torch.int8"),

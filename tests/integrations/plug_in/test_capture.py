@@ -189,6 +189,20 @@ def test_a_replay_serves_the_mapping_of_its_step_and_none_without_adapters(
         torch.testing.assert_close(out, wanted, rtol=1e-4, atol=1e-4)
 
 
+def test_a_graph_of_fewer_rows_than_its_capture_mapped_serves_the_mapping_of_its_step(
+    server: Any, linear: Any, graph: Recording
+) -> None:
+    linear.load(2, seed=3)
+    server.step((2, 1, 0, -1, 2, 2))
+    x, out = captured(graph, linear, rows=4)
+    for slots in ((0, 1, -1, 2, 1, 1, 0), (-1, 2, 1), (1,) * 9):
+        server.step(slots)
+        out.zero_()
+        graph.replay()
+        wanted = linear.wanted(x, slots[:4]) - x @ linear.layer.weight.T
+        torch.testing.assert_close(out, wanted, rtol=1e-4, atol=1e-4)
+
+
 def test_adapters_are_reloaded_under_a_captured_graph(
     server: Any, linear: Any, graph: Recording
 ) -> None:

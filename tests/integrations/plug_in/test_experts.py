@@ -7,12 +7,14 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 
 from loragate.core.machine import select_interpreter
 
 select_interpreter()
 
 
+from lorakernels.integrations.vllm import methods  # noqa: E402
 from lorakernels.integrations.vllm.launches import launch_counts  # noqa: E402
 from lorakernels.runtime import tuning  # noqa: E402
 
@@ -69,6 +71,75 @@ def test_layers_that_run_one_after_the_other_share_their_tables(
     second.apply(MIXED)
     first.apply(MIXED)
     assert len(plain.wrapper._pairs) == 1
+
+
+def test_a_layer_may_route_to_more_experts_than_it_said(
+    plain: Any, mixin: Any, make_experts: Any
+) -> None:
+    experts = make_experts(plain, mixin)
+    routes = experts.routes
+    experts.routes = lambda rows: routes(rows, top_k=3)  # type: ignore[method-assign]
+    plain.step(MIXED)
+    experts.apply(MIXED)
+    experts.apply(MIXED)
+    assert set(plain.wrapper._pairs) == {(2, 4), (3, 4)}
+
+
+def test_tables_are_not_made_while_a_graph_is_captured(
+    plain: Any, mixin: Any, make_experts: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    experts = make_experts(plain, mixin)
+    plain.step(MIXED)
+    monkeypatch.setattr(methods, "is_capturing", lambda device: True)
+    experts.apply(MIXED)
+    routes = experts.routes
+    experts.routes = lambda rows: routes(rows, top_k=3)  # type: ignore[method-assign]
+    message = (
+        r"topk_ids and lora_a_stacked must be of top 2 of 4 experts while a CUDA graph is "
+        r"captured \(got top 3 of 4 experts\)"
+    )
+    with pytest.raises(ValueError, match=message):
+        experts.apply(MIXED)
+
+
+def test_w2_of_other_sizes_than_w13_is_refused(plain: Any, make_experts: Any, mixin: Any) -> None:
+    layer = make_experts(plain, mixin).layer
+    plain.step((0,))
+    a, b = layer.w2_lora_a_stacked, layer.w2_lora_b_stacked
+    message = (
+        r"topk_weights and lora_a_stacked must be of top 2 of 4 experts, as w13 was "
+        r"\(got top 3 of 4 experts\)"
+    )
+    with pytest.raises(ValueError, match=message):
+        plain.wrapper.add_lora_w2(
+            *(torch.zeros(1, 3, 24), torch.zeros(3, 16), a, b, torch.ones(1, 3)),
+            *(None, None, None, None, 1, None, None, 3, 3, None, 3, False, 0, False),
+        )
+
+
+@pytest.mark.parametrize("name", ["expert_map", "token_lora_mapping"])
+def test_what_only_experts_on_other_ranks_have_is_refused(
+    plain: Any, make_experts: Any, mixin: Any, name: str
+) -> None:
+    experts = make_experts(plain, mixin)
+    layer, (ids, weights) = experts.layer, experts.routes(1)
+    plain.step((0,))
+    given = {"expert_map": None, "token_lora_mapping": None, name: torch.zeros(4)}
+    with pytest.raises(ValueError, match=rf"{name} must be None, .* \(got a tensor of shape \[4\]"):
+        plain.wrapper.add_lora_w13(
+            *(torch.zeros(1, 2, 32), torch.zeros(1, 24)),
+            *(layer.w13_lora_a_stacked, layer.w13_lora_b_stacked, ids, weights),
+            w1=None,
+            w2=None,
+            num_tokens=1,
+            top_k_num=2,
+            max_loras=3,
+            adapter_enabled=None,
+            local_num_experts=4,
+            top_k=2,
+            num_slices=2,
+            **{"fully_sharded": False, "use_tuned_config": False, **given},
+        )
 
 
 def test_ids_of_another_integer_type_are_taken(plain: Any, mixin: Any, make_experts: Any) -> None:

@@ -35,15 +35,14 @@ FAULTS = (
     _methods(
         "plug-in-mapping-is-memoised",
         _TOKENS,
-        "        if len(state.token_lora_indices) != host_value(self.token_step.live):\n"
-        f"    {_TOKENS}",
+        f"        if len(state.token_lora_indices) != int(self.token_step.live):\n    {_TOKENS}",
         source="own",
         why="A step with as many rows as the one before keeps the mapping of that one.",
     ),
     _methods(
         "plug-in-base-step-keeps-the-tables",
         _TOKENS,
-        f"        if not host_value(state.token_mapping_meta.no_lora_flag_cpu):\n    {_TOKENS}",
+        f"        if not bool(state.token_mapping_meta.no_lora_flag_cpu):\n    {_TOKENS}",
         source="vllm #42120",
         why="A step without adapters replays a graph with those of the step before.",
     ),
@@ -61,12 +60,12 @@ FAULTS = (
         source="vllm #41754",
         why="The deltas of the experts of a token are added without their weights.",
     ),
-    _methods(
+    _tables(
         "plug-in-prompt-logits-use-the-tables-of-samples",
-        "        if num_rows >= live:\n",
-        "        if num_rows >= 0:\n",
+        "    step.prepare(row_slots[:num_rows])\n",
+        "    step.prepare(row_slots[-num_rows:])\n",
         source="vllm #16668",
-        why="Logits of a prompt have fewer rows than are mapped, and the step fails.",
+        why="Logits of a prompt have fewer rows than are mapped, and get the tables of others.",
     ),
     _tables(
         "plug-in-tables-of-the-live-height-only",

@@ -35,6 +35,8 @@ LINEAR_LAYERS = frozenset(
 )
 LOGITS_LAYERS = frozenset({"LogitsProcessorWithLoRA"})
 MOE_LAYERS = frozenset({"FusedMoEWithLoRA", "FusedMoE3DWithLoRA"})
+# of a layer; vLLM's largest has four
+MAX_SLICES = 16
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 
@@ -104,6 +106,8 @@ def _refusal_of(a: Sequence[Tensor]) -> str | None:
     dtype, rank = a[0].dtype, a[0].shape[2]
     if dtype not in _DTYPES:
         return f"adapters of {dtype}"
+    if len(a) > MAX_SLICES:
+        return f"{len(a)} slices, above {MAX_SLICES}"
     return f"rank {rank} above {MAX_RANK}" if rank > MAX_RANK else None
 
 

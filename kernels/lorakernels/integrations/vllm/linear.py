@@ -17,7 +17,12 @@ from lorakernels.dense.ops import shape_of
 from lorakernels.dense.plan import plan_shrunk
 from lorakernels.integrations.vllm.declaration import runs_adapters
 from lorakernels.integrations.vllm.launches import Operator
-from lorakernels.integrations.vllm.tables import host_value, tables_of_height
+from lorakernels.integrations.vllm.tables import (
+    StepTables,
+    host_value,
+    tables_of_first_rows,
+    tables_of_height,
+)
 from lorakernels.runtime.device import supports_pdl
 
 
@@ -28,8 +33,7 @@ def add_linear_delta(
     slice_widths: list[int],
     ranks: Tensor,
     scales: Tensor,
-    tables: list[Tensor],
-    live: Tensor,
+    step: StepTables,
     no_lora: Tensor,
     out: Tensor,
     operator: Operator,
@@ -37,12 +41,13 @@ def add_linear_delta(
     """out[row] += (x[row] @ A[slot].T) @ B[slot].T for each row with a slot, in place.
 
     x [rows, in_features], out [rows, sum(slice_widths)]. a, b: the first slices of a packed layer.
-    ranks, scales: at least slots * slices values, the same for all. tables, live: those of
-    StepTables; rows behind the live ones are base rows. no_lora: see `runs_adapters`. Raises
-    ValueError.
+    ranks, scales: at least slots * slices values, the same for all. step: rows behind those that it
+    maps are base rows; where x has fewer rows than it maps, they are the first ones. no_lora: see
+    `runs_adapters`. Raises ValueError.
     """
     torch.ops.lorakernels.vllm_linear_delta(
-        x, a, b, slice_widths, ranks, scales, tables, live, no_lora, out, operator.value
+        *(x, a, b, slice_widths, ranks, scales, step.tensors, step.row_slots, step.live),
+        *(no_lora, out, operator.value),
     )
 
 
@@ -55,6 +60,7 @@ def _linear_delta(
     ranks: Tensor,
     scales: Tensor,
     tables: list[Tensor],
+    row_slots: Tensor,
     live: Tensor,
     no_lora: Tensor,
     out: Tensor,
@@ -63,9 +69,6 @@ def _linear_delta(
     runs = runs_adapters(Operator(operator), x.device, no_lora)
     if not runs or x.shape[0] == 0:
         return
-    mapped = host_value(live)
-    if x.shape[0] < mapped:
-        raise ValueError(f"x must have the {mapped} rows that are mapped (got {x.shape[0]})")
     factors = whole(a, b, slice_widths)
     packed_a, packed_b = factors.a[:, 0], factors.b[:, 0]
     check_operands(x, packed_a, packed_b, out)
@@ -76,6 +79,9 @@ def _linear_delta(
     )
     shape = shape_of(x.shape[0], packed_a, slice_widths)
     step = tables_of_height(tables, shape.height)
+    if x.shape[0] < host_value(live):
+        # tiles of rows that x lacks would be read and written behind it
+        step = tables_of_first_rows(row_slots, x.shape[0], max_slots=slots, height=shape.height)
     # allocated here, because a buffer of the server is not on the stream that this may run on
     shrunk = torch.empty(plan_shrunk(shape, slots), dtype=torch.float32, device=x.device)
     pdl = supports_pdl(x.device)

@@ -12,17 +12,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lorakernels.integrations.vllm.adoption import Adoption
+from lorakernels.integrations.vllm.adoption import MAX_SLICES, Adoption
 from lorakernels.integrations.vllm.declaration import DECLARATION, runs_adapters
 from lorakernels.integrations.vllm.experts import add_expert_delta, prepare_pairs
 from lorakernels.integrations.vllm.launches import Operator
 from lorakernels.integrations.vllm.linear import add_linear_delta
-from lorakernels.integrations.vllm.tables import StepTables, host_value
+from lorakernels.integrations.vllm.tables import StepTables
 from lorakernels.moe.align.metadata import PairMetadata
 from lorakernels.runtime.device import keep_address
-
-# of a layer; vLLM's largest has four
-_MOST_SLICES = 16
+from lorakernels.runtime.streams import is_capturing
 
 
 class LoraKernelsMethods:
@@ -41,12 +39,10 @@ class LoraKernelsMethods:
         sizes = {"max_tokens": max_num_batched_tokens, "max_slots": config.max_loras}
         self.token_step = StepTables(**sizes, device=device)
         self.sample_step = StepTables(**sizes, device=device)
-        # for logits of fewer rows than are mapped
-        self.few_samples = StepTables(**sizes, device=device)
         self.adoption = Adoption()
-        self._sizes, self._place = sizes, device
+        self._sizes, self._place = sizes, torch.device(device)
         self._pairs: dict[tuple[int, int], PairMetadata] = {}
-        values = config.max_loras * _MOST_SLICES
+        values = config.max_loras * MAX_SLICES
         ranks = torch.empty(values, dtype=torch.int32, device=device)
         scales = torch.empty(values, dtype=torch.float32, device=device)
         self._rank, self._constants = (
@@ -71,10 +67,17 @@ class LoraKernelsMethods:
         return wrapper
 
     def reserve_pairs(self, *, top_k: int, num_experts: int) -> None:
-        """Tables for the MoE layers of these sizes, which run one after the other."""
-        if (top_k, num_experts) not in self._pairs:
-            sizes = {"top_k": top_k, "num_experts": num_experts, **self._sizes}
-            self._pairs[top_k, num_experts] = PairMetadata(**sizes, device=self._place)
+        """Tables for the MoE layers of these sizes, which run one after the other. ValueError where
+        there are none yet and a graph is captured, whose pool would hold them."""
+        if (top_k, num_experts) in self._pairs:
+            return
+        if is_capturing(self._place):
+            raise ValueError(
+                f"topk_ids and lora_a_stacked must be of {self._reserved} while a CUDA graph is "
+                f"captured (got {_sizes_of_pairs(top_k, num_experts)})"
+            )
+        sizes = {"top_k": top_k, "num_experts": num_experts, **self._sizes}
+        self._pairs[top_k, num_experts] = PairMetadata(**sizes, device=self._place)
 
     def update_metadata(
         self,
@@ -148,10 +151,10 @@ class LoraKernelsMethods:
             )
             return
         # behind them are logits of padding of the vocabulary
-        y, x, width = _rows(y), _rows(x), lora_b_stacked.shape[2]
-        step = self._step_of_samples(x.shape[0])
+        width = lora_b_stacked.shape[2]
         self._add_delta(
-            Operator.LOGITS, step, y[:, :width], x, lora_a_stacked, lora_b_stacked, [width]
+            *(Operator.LOGITS, self.sample_step, _rows(y)[:, :width], _rows(x)),
+            *(lora_a_stacked, lora_b_stacked, [width]),
         )
 
     def add_lora_w13(
@@ -177,10 +180,11 @@ class LoraKernelsMethods:
         add_inputs: bool = True,
         token_lora_mapping: Tensor | None = None,
     ) -> tuple[None, None, None, None]:
-        # layers whose experts are elsewhere were not adopted
-        assert expert_map is None
-        assert token_lora_mapping is None
+        _check_absent("expert_map", expert_map)
+        _check_absent("token_lora_mapping", token_lora_mapping)
         if self._runs_experts(x):
+            # layers may route to more experts of a token than they said when they were adopted
+            self.reserve_pairs(top_k=topk_ids.shape[1], num_experts=lora_a_stacked[0].shape[1])
             pairs = self.pairs_of(topk_ids.shape[1], lora_a_stacked)
             prepare_pairs(pairs, topk_ids, self.token_step.row_slots)
             add_expert_delta(
@@ -234,7 +238,7 @@ class LoraKernelsMethods:
     ) -> None:
         add_linear_delta(
             *(x, a, b, slice_widths, *self._constants),
-            *(step.tensors, step.live, self._no_lora(operator), y, operator),
+            *(step, self._no_lora(operator), y, operator),
         )
 
     def _no_lora(self, operator: Operator) -> Tensor:
@@ -244,25 +248,41 @@ class LoraKernelsMethods:
         flag: Tensor = meta.no_lora_flag_cpu
         return flag
 
-    def _step_of_samples(self, num_rows: int) -> StepTables:
-        """Prompts of which logits are asked for have other rows than are mapped; vLLM gives them
-        the adapters of the first ones."""
-        live = host_value(self.sample_step.live)
-        if num_rows >= live:
-            return self.sample_step
-        self.few_samples.prepare(self.sample_step.row_slots[:num_rows])
-        return self.few_samples
-
     def _runs_experts(self, x: Tensor) -> bool:
         return runs_adapters(Operator.EXPERTS, x.device, self._no_lora(Operator.EXPERTS))
 
     def pairs_of(self, top_k: int, a: Sequence[Tensor]) -> PairMetadata:
-        """The tables that were reserved for layers of these experts."""
-        return self._pairs[top_k, a[0].shape[1]]
+        """The tables that were reserved for layers of these experts. ValueError where there are
+        none."""
+        found = self._pairs.get((top_k, a[0].shape[1]))
+        if found is None:
+            raise ValueError(
+                f"topk_weights and lora_a_stacked must be of {self._reserved}, as w13 was "
+                f"(got {_sizes_of_pairs(top_k, a[0].shape[1])})"
+            )
+        return found
+
+    @property
+    def _reserved(self) -> str:
+        """The sizes of experts that have tables, in words."""
+        return " or ".join(_sizes_of_pairs(*sizes) for sizes in self._pairs) or "an adopted layer"
 
 
 def _rows(tensor: Tensor) -> Tensor:
     return tensor if tensor.dim() == 2 else tensor.view(-1, tensor.shape[-1])
+
+
+def _sizes_of_pairs(top_k: int, num_experts: int) -> str:
+    return f"top {top_k} of {num_experts} experts"
+
+
+def _check_absent(name: str, given: Tensor | None) -> None:
+    """What vLLM has for experts elsewhere alone, whose layers are not adopted."""
+    if given is not None:
+        raise ValueError(
+            f"{name} must be None, since layers with experts on other ranks keep vLLM's kernels "
+            f"(got a tensor of shape {list(given.shape)})"
+        )
 
 
 def _check_scale(scale: float) -> None:

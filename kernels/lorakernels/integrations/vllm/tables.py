@@ -53,6 +53,18 @@ class StepTables:
         self.live.fill_(len(slots))
 
 
+def tables_of_first_rows(
+    row_slots: Tensor, num_rows: int, *, max_slots: int, height: int
+) -> TileTables:
+    """The tables of the first rows of a mapping, without those behind them. Made by the caller's
+    stream from what `row_slots` holds then: in a graph each replay makes those of its step."""
+    step = BatchMetadata(
+        max_tokens=num_rows, max_slots=max_slots, device=row_slots.device, height=height
+    )
+    step.prepare(row_slots[:num_rows])
+    return TileTables.of(step)
+
+
 def host_value(flag: Tensor) -> int:
     """The value of a CPU tensor of one element. One on a device raises, where `item` would wait."""
     return int(flag.numpy()[0])

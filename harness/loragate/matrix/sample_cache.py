@@ -1,0 +1,83 @@
+"""Samples that earlier processes computed, in the user's cache folder.
+
+A sample is kept under a hash of all that it follows from: what is asked for, the release of
+covertable and the text of the module that asks it. So an entry is never out of date, and processes
+that write one at the same time write the same. A folder that cannot be read or written costs time
+and nothing else.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Callable, Sequence
+from functools import cache
+from importlib.metadata import version
+from pathlib import Path
+
+from loragate.core.files import read_regular, write_atomically
+
+Points = tuple[tuple[int, ...], ...]
+
+
+def kept(
+    sizes: Sequence[int], asked: object, source: Path, compute: Callable[[], Points]
+) -> Points:
+    """What `compute` gives, or what it gave an earlier process.
+
+    sizes: the numbers of values of the axes. asked: all that `compute` follows from, with a `repr`
+    that is the same in every process. source: the module that it is in.
+    """
+    folder = _folder()
+    if folder is None:
+        return compute()
+    parts = (tuple(sizes), asked, version("covertable"), _content(source))
+    path = folder / f"{hashlib.sha256(repr(parts).encode()).hexdigest()}.json"
+    found = _read(path, sizes)
+    if found is None:
+        found = compute()
+        _write(path, found)
+    return found
+
+
+def _folder() -> Path | None:
+    """By the rules of XDG, which ignore a relative path; None where there is no home."""
+    given = Path(os.environ.get("XDG_CACHE_HOME", ""))
+    try:
+        root = given if given.is_absolute() else Path.home() / ".cache"
+    except RuntimeError:
+        return None
+    return root / "loragate" / "samples"
+
+
+@cache
+def _content(source: Path) -> str:
+    return hashlib.sha256(source.read_bytes()).hexdigest()
+
+
+def _read(path: Path, sizes: Sequence[int]) -> Points | None:
+    """The points of a file; None where there is none, or one that is no sample of these axes."""
+    try:
+        rows = json.loads(read_regular(path))
+    except (OSError, ValueError, RecursionError):
+        return None
+    if not isinstance(rows, list) or not all(_is_point(row, sizes) for row in rows):
+        return None
+    return tuple(map(tuple, rows))
+
+
+def _is_point(row: object, sizes: Sequence[int]) -> bool:
+    return (
+        isinstance(row, list)
+        and len(row) == len(sizes)
+        and all(type(i) is int and 0 <= i < size for i, size in zip(row, sizes, strict=True))
+    )
+
+
+def _write(path: Path, points: Points) -> None:
+    try:
+        write_atomically(path, json.dumps(points))
+    except OSError:
+        # a home that is read-only or full: the next process computes again
+        return

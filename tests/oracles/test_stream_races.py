@@ -1,0 +1,112 @@
+"""Layers of two streams with a race, on modelled streams and on those of a GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from loragate.core.machine import Machine, detect_machine
+from loragate.core.verdict import Failure, Judgement, OracleName, Verdict
+from loragate.matrix.case import Execution
+
+from .stream_layers import (
+    FreedOnMain,
+    Layer,
+    NextStepTooEarly,
+    OneEventForTwoForks,
+    OverwritesTheInput,
+    PreparesBehind,
+    PreparesBeside,
+    RecordedOutside,
+    UninitialisedDelta,
+    WaitsBeforeRecord,
+    WaitsInItsPreparation,
+    WithoutFork,
+    WithoutJoin,
+)
+
+RACE, SCHEDULE = OracleName.RACE, OracleName.SCHEDULE
+needs_gpu = pytest.mark.skipif(
+    detect_machine().interpreted, reason="needs compiled kernels on a GPU"
+)
+
+MACHINES = [None, pytest.param(detect_machine(), marks=needs_gpu, id="gpu")]
+
+
+RACES = [
+    (WithoutFork, "read after write"),
+    (WaitsInItsPreparation, "read after write"),
+    (WithoutJoin, "read after write"),
+    (RecordedOutside, "read after write"),
+    (WaitsBeforeRecord, "read after write"),
+    (OneEventForTwoForks, "read after write"),
+    (FreedOnMain, "use after free"),
+    (OverwritesTheInput, "write after read"),
+    (NextStepTooEarly, "read after write"),
+]
+
+
+@pytest.mark.parametrize(("layer", "hazard"), RACES)
+@pytest.mark.parametrize("machine", MACHINES)
+def test_a_race_is_found_in_one_run_with_both_places(
+    layer: type[Layer],
+    hazard: str,
+    machine: Machine | None,
+    judge_streams: Callable[..., Judgement],
+) -> None:
+    judgement = judge_streams(layer, RACE, machine=machine)
+    assert judgement.failure is Failure.RACE
+    assert hazard in judgement.message
+    assert "on main" in judgement.message or "memory of main" in judgement.message
+    assert "on side stream 1" in judgement.message
+    assert judgement.message.count("stream_layers.py") >= 2
+    # a listed finding limits each kind
+    assert judgement.metrics[hazard.replace(" ", "_")] > 0
+
+
+@pytest.mark.parametrize("layer", [layer for layer, _ in RACES if layer is not FreedOnMain])
+def test_a_race_gives_other_bits_in_another_legal_order(
+    layer: type[Layer], judge_streams: Callable[..., Judgement]
+) -> None:
+    judgement = judge_streams(layer, SCHEDULE)
+    assert judgement.failure is Failure.SCHEDULE_DEPENDENT
+    assert "the order of the host, with #" in judgement.message
+
+
+@pytest.mark.parametrize("machine", MACHINES)
+def test_a_race_between_replays_is_found_where_eager_steps_have_none(
+    machine: Machine | None, judge_streams: Callable[..., Judgement]
+) -> None:
+    execution = Execution.GRAPH if machine else Execution.EAGER
+    assert judge_streams(PreparesBehind, RACE, machine=machine, execution=execution).failure is None
+    judgement = judge_streams(PreparesBeside, RACE, machine=machine, execution=execution)
+    assert judgement.failure is Failure.RACE
+    assert "of replay 1" in judgement.message
+    if machine:
+        judgement = judge_streams(PreparesBeside, RACE, machine=machine)
+        assert judgement.verdict is Verdict.PASS, judgement.message
+
+
+@needs_gpu
+@pytest.mark.parametrize(
+    ("layer", "execution"),
+    [
+        (WithoutJoin, Execution.EAGER),
+        (WithoutFork, Execution.EAGER),
+        (NextStepTooEarly, Execution.EAGER),
+        # a capture refuses work that nothing joins
+        (OverwritesTheInput, Execution.GRAPH),
+    ],
+)
+def test_a_delay_shows_a_race_on_real_streams(
+    layer: type[Layer], execution: Execution, judge_streams: Callable[..., Judgement]
+) -> None:
+    judgement = judge_streams(layer, SCHEDULE, machine=detect_machine(), execution=execution)
+    assert judgement.failure is Failure.SCHEDULE_DEPENDENT
+
+
+def test_an_uninitialised_delta_differs_from_the_sequential_form_or_from_itself(
+    judge_streams: Callable[..., Judgement],
+) -> None:
+    assert judge_streams(UninitialisedDelta, SCHEDULE).failure is Failure.SCHEDULE_DEPENDENT
