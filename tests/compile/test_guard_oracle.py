@@ -334,10 +334,10 @@ def test_an_error_of_the_harness_is_no_refusal_and_no_failure(
         raise KeyError("planted in the harness")
 
     trial = _trial(Careful, CASE, Guard.X_DTYPE)
-    sound = guard_module._violations
+    sound = guard_module.violations
     monkeypatch.setattr(
         guard_module,
-        "_violations",
+        "violations",
         lambda *given: (replace(v, call=partial(broken, None, None)) for v in sound(*given)),
     )
     with pytest.raises(KeyError, match="planted in the harness"):

@@ -20,8 +20,6 @@ from sqlalchemy import (
     Table,
     delete,
     func,
-    insert,
-    inspect,
     select,
     text,
     tuple_,
@@ -42,7 +40,8 @@ from loragate.history.model import (
     ScanRun,
     TrialRecord,
 )
-from loragate.history.tables import METADATA, PATHS, RUNS, SCHEMA_TABLE, TRIALS
+from loragate.history.schema import bring_up_to_date
+from loragate.history.tables import PATHS, RUNS, TRIALS
 
 _BATCH = 10_000
 T = TypeVar("T")
@@ -97,31 +96,7 @@ class History:
             if self._engine.dialect.name == "sqlite":
                 # two processes may make the same file
                 connection.execute(text("BEGIN IMMEDIATE"))
-            found = set(inspect(connection).get_table_names())
-            if found and SCHEMA_TABLE.name not in found:
-                raise HistoryError(f"{self.name} is a database, but no history")
-            if not found:
-                METADATA.create_all(connection)
-                connection.execute(insert(SCHEMA_TABLE).values(version=tables.SCHEMA))
-                return
-            missing = sorted(METADATA.tables.keys() - found)
-            if missing:
-                raise HistoryError(f"{self.name} lacks the table {', '.join(missing)}")
-            self._upgrade(connection)
-
-    def _upgrade(self, connection: Connection) -> None:
-        version = connection.scalar(select(func.max(SCHEMA_TABLE.c.version)))
-        if version is None:
-            raise HistoryError(f"{self.name} has a table of its schema, and no schema in it")
-        if version > tables.SCHEMA:
-            raise HistoryError(
-                f"{self.name} has schema {version}; this version of loragate reads up to "
-                f"{tables.SCHEMA}: update loragate, or name another history"
-            )
-        for step in range(version, tables.SCHEMA):
-            for statement in tables.UPGRADES[step]:
-                connection.execute(text(statement))
-        connection.execute(update(SCHEMA_TABLE).values(version=tables.SCHEMA))
+            bring_up_to_date(connection, self.name)
 
     def add_run(self, run: ScanRun) -> None:
         """Add a run; the end of one that is known is filled in."""
