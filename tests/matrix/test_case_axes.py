@@ -45,6 +45,22 @@ def test_axes_that_do_not_fit_together_are_reported_with_the_line_of_their_row(
     ]
 
 
+@pytest.mark.parametrize("streams", ["", ", streams: sequential"])
+def test_a_whole_delta_is_beside_a_base_product_on_two_streams_alone(
+    write: Write, streams: str
+) -> None:
+    layer = GOOD.replace("site: dense_delta", "site: lora_linear")
+    path = write(layer.replace("in_features: 48,", f"in_features: 48, beside: delta{streams},"))
+    assert problems_of(path) == [
+        "bad.yaml:8: groups.one.rows[0].beside: given delta with streams sequential; "
+        "allowed: with dual"
+    ]
+    path = write(
+        layer.replace("in_features: 48,", "in_features: 48, beside: delta, streams: dual,")
+    )
+    assert load_cases([path])
+
+
 def test_a_dense_delta_is_not_cut(write: Write) -> None:
     path = write(GOOD.replace("in_features: 48,", "in_features: 48, tp: 2, parallel: row,"))
     assert problems_of(path) == [
