@@ -85,15 +85,13 @@ def planter(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Planter]:
 
 
 def test_a_wrong_scale_is_killed_by_an_oracle_of_the_case(planter: Planter) -> None:
-    found = planter.plant(KERNEL, "rows >= 0) & (rank > 0)", "rows >= 0) & (rank > 99)")
+    found = planter.plant(KERNEL, "in_batch & (rank > 0)", "in_batch & (rank > 99)")
     assert (found.fate, found.killer) == (Fate.KILLED, smallest_case())
     assert (found.judge, found.kind) == ("reference", Failure.WRONG_ANSWER)
 
 
 def test_a_change_without_effect_survives(planter: Planter) -> None:
-    found = planter.plant(
-        KERNEL, "first_part = tl.program_id(1)", "first_part = tl.program_id(1) + 0"
-    )
+    found = planter.plant(KERNEL, "split = tl.program_id(1)", "split = tl.program_id(1) + 0")
     assert (found.fate, found.units) == (Fate.SURVIVED, 1)
 
 
@@ -129,7 +127,7 @@ def test_a_mutant_that_crashes_or_hangs_is_killed_and_costs_no_other_its_result(
 
 def test_a_process_that_cannot_begin_kills_no_mutant(planter: Planter, tmp_path: Path) -> None:
     setup = replace(planter.setup, known=tmp_path / "missing.txt")
-    mutant = edit(KERNEL, "first_part = tl.program_id(1)", "first_part = tl.program_id(1) + 0")
+    mutant = edit(KERNEL, "split = tl.program_id(1)", "split = tl.program_id(1) + 0")
     result = run_one(mutant, SOURCES[KERNEL], setup, planter.server, planter.processes)
     assert result.fate is Fate.BROKEN
     assert "missing.txt" in result.message
