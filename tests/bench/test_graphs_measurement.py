@@ -13,7 +13,8 @@ os.environ["TRITON_INTERPRET"] = "1"
 
 from loragate.bench import graphs
 from loragate.bench.contender import find_contender
-from loragate.bench.graphs_rows import ModelShape, ReplayRow
+from loragate.bench.graphs_figures import MemoryFigures
+from loragate.bench.graphs_rows import HostRow, MemoryRow, ModelShape, ReplayRow
 from loragate.bench.lorakernels_decode import DecodeSteps
 from loragate.core.machine import Machine
 from lorakernels.serving.graph_runner import GraphRunner
@@ -70,6 +71,32 @@ def test_the_hosts_work_is_a_step_without_the_call_that_launches_its_graph(
     monkeypatch.setattr("torch.cuda.synchronize", lambda: None)
     monkeypatch.setattr("torch.cuda.CUDAGraph", Graph)
     assert graphs._host_us(run) == (pytest.approx(6.0), pytest.approx(2.0))
+
+
+def test_rows_of_the_host_take_turns_and_a_disturbed_round_does_not_count(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    rows = [HostRow("dense", 2), MemoryRow("dense"), HostRow("other", 2), HostRow("other", 8)]
+    timed: list[HostRow] = []
+
+    def host_us(step: HostRow) -> tuple[float, float]:
+        timed.append(step)
+        # the machine is slow while each of them has its third and fourth turn
+        slow = 40.0 if timed.count(step) in (3, 4) else 0.0
+        return 50.0 + step.slots + slow, 20.0
+
+    monkeypatch.setattr(graphs, "_model", lambda model, slots, machine: small(SHAPES[0]))
+    monkeypatch.setattr(graphs, "_host_step", lambda row, model: row)
+    monkeypatch.setattr(graphs, "_host_us", host_us)
+    monkeypatch.setattr(graphs, "_memory", lambda row, machine: MemoryFigures(row, 1, 1))
+    monkeypatch.setattr("torch.cuda.empty_cache", lambda: None)
+    machine, candidate = Machine("cpu", "", None, 1, 0), find_contender("lorakernels")
+    found = graphs.run_graphs(candidate, None, rows, machine, lambda text: None)
+    assert [one.row for one in found.measured] == rows
+    assert [one.work_us for one in found.hosts] == [32.0, 32.0, 38.0]
+    # both rows of a model within each round
+    assert timed[-4:] == rows[2:] * 2
+    assert [timed.count(row) for row in (rows[0], *rows[2:])] == [graphs._ROUNDS] * 3
 
 
 def test_builds_are_compared_by_captured_steps_with_adapters(

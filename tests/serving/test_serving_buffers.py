@@ -97,6 +97,26 @@ def test_the_bytes_that_are_reported_are_those_of_all_storages() -> None:
     assert {t.data_ptr() for t in buffers.tensors} == set(storages(buffers))
 
 
+def test_what_the_allocator_takes_beyond_the_tensors_is_reported(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    plain = reserve(**every_layer())
+    taken = iter([100, 100 + plain.num_bytes + 4096])
+    monkeypatch.setattr("lorakernels.serving.buffers.allocated_bytes", lambda device: next(taken))
+    rounded = reserve(**every_layer())
+    assert rounded.num_bytes == plain.num_bytes + 4096
+    assert rounded.sizes == {**plain.sizes, "rounding of the allocator": 4096}
+
+
+def test_memory_that_others_free_meanwhile_takes_nothing_off_the_report(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    plain = reserve(**every_layer())
+    taken = iter([1 << 40, 0])
+    monkeypatch.setattr("lorakernels.serving.buffers.allocated_bytes", lambda device: next(taken))
+    assert reserve(**every_layer()).sizes == plain.sizes
+
+
 def test_layers_of_one_size_share_a_scratch_and_those_of_as_many_experts_their_pairs() -> None:
     layers: dict[str, Any] = every_layer()
     buffers = reserve(**layers)

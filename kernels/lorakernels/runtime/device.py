@@ -55,6 +55,12 @@ def _may_be_in_a_graph(buffer: Tensor) -> bool:
     return buffer.is_cuda
 
 
+def allocated_bytes(device: torch.device) -> int:
+    """Bytes of a GPU that torch's tensors take now, what its allocator rounds up included; 0 for
+    another device."""
+    return torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
+
+
 def upload(host: Tensor, device: torch.device) -> Tensor:
     """A copy of a CPU tensor on a GPU, queued without waiting; the caller may overwrite `host`,
     pinned or not, as soon as this returns."""

@@ -22,6 +22,7 @@ from lorakernels.layers.linear import LinearAdapters
 from lorakernels.layers.moe import FusedMoELoRA, MoEScratch
 from lorakernels.moe.align.metadata import PairMetadata
 from lorakernels.moe.weights import ExpertWeights
+from lorakernels.runtime.device import allocated_bytes
 
 LoRALayer = LinearAdapters | GatedDeltaNetInputProjection | FusedMoELoRA
 
@@ -58,6 +59,7 @@ class ServingBuffers:
     ) -> None:
         self.layers, self.max_tokens = dict(layers), max_tokens
         device, num_slots = _common(layers)
+        before = allocated_bytes(device)
         self.batch = BatchMetadata(max_tokens=max_tokens, max_slots=num_slots, device=device)
         slots = [layer.slots for layer in layers.values() if not isinstance(layer, FusedMoELoRA)]
         self.dense = (
@@ -69,6 +71,9 @@ class ServingBuffers:
         self._of_layer: dict[FusedMoELoRA, tuple[MoEScratch, PairMetadata]] = {}
         if experts:
             self._reserve_experts(experts, _checked_top_k(top_k))
+        # a block of over 1 MiB is given as it is found where less than that would be left of it
+        taken = allocated_bytes(device) - before
+        self._rounding = max(0, taken - sum(map(_num_bytes, self.tensors)))
 
     @classmethod
     def reserve(
@@ -101,7 +106,8 @@ class ServingBuffers:
     @property
     def sizes(self) -> Mapping[str, int]:
         """Bytes by what they are for."""
-        return {name: sum(map(_num_bytes, found)) for name, found in self._by_purpose().items()}
+        found = {name: sum(map(_num_bytes, parts)) for name, parts in self._by_purpose().items()}
+        return found | ({"rounding of the allocator": self._rounding} if self._rounding else {})
 
     @property
     def num_bytes(self) -> int:
