@@ -25,7 +25,13 @@ from loragate.faults.planting import PACKAGE
 from loragate.matrix.case import Case
 from loragate.matrix.case_run import CaseRun
 from loragate.mutants import tracing
-from loragate.mutants.host_tests import COLLECTION, SelectedTests, TracedTests, run_tests
+from loragate.mutants.host_tests import (
+    COLLECTION,
+    SelectedTests,
+    TracedTests,
+    ended_well,
+    run_tests,
+)
 from loragate.mutants.planting import SUBJECT
 from loragate.mutants.units import IMPORT, Ended, Kind, Order, Transcript, Unit
 
@@ -154,7 +160,7 @@ def _trace_all(order: Order, cases: Cases, transcript: Transcript, root: Path) -
     if order.tests:
         plugin = TracedTests(transcript, root, trace)
         code = run_tests([root / name for name in order.tests], root, plugin)
-        assert code == 0, f"pytest ended with exit code {int(code)}"
+        assert ended_well(code), f"pytest ended with exit code {int(code)}"
 
 
 def _modules() -> Iterator[str]:

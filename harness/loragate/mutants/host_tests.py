@@ -27,6 +27,11 @@ def run_tests(
     return pytest.main([*map(str, paths), *options, "-q", "-p", "no:cacheprovider"], [plugin])
 
 
+def ended_well(code: int | pytest.ExitCode) -> bool:
+    """Whether a session went to its end. A module that is skipped as a whole has no tests."""
+    return code in (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED)
+
+
 class SelectedTests:
     """Runs the tests of `deadlines` in their order, and those that are not in `known`, which sound
     code does not have. Ends the session with the first failure, and then has `failed`."""
@@ -76,8 +81,7 @@ class SelectedTests:
 
     def conclude(self, code: int | pytest.ExitCode) -> None:
         """A session that broke off by itself has failed, although no test has."""
-        good = (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED)
-        if not self.failed and code not in good:
+        if not self.failed and not ended_well(code):
             message = f"pytest ended with exit code {int(code)}"
             name = "host tests"
             self._transcript.end(
