@@ -5,6 +5,9 @@
 # LORAGATE_PYTHON=/path/to/python that interpreter is used as it is, and nothing is installed.
 # shellcheck shell=bash
 
+# hundreds of processes import the same sources: where nothing is kept, each compiles them again
+unset PYTHONDONTWRITEBYTECODE
+
 root=$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." && pwd)
 
 fail() {

@@ -12,7 +12,7 @@ import torch
 from lorakernels.batch import metadata
 from lorakernels.batch.metadata import BatchMetadata
 from lorakernels.dense import launch
-from lorakernels.dense.launch import TileTables, launch_expand, launch_shrink
+from lorakernels.dense.launch import TileTables, launch_add, launch_expand, launch_shrink
 from lorakernels.dense.ops import shape_of_batch, shrunk_shape
 from lorakernels.dense.weights import SlotWeights
 
@@ -45,6 +45,7 @@ def grids(monkeypatch: pytest.MonkeyPatch) -> Grids:
     monkeypatch.setattr(metadata, "prepare_kernel", seen)
     monkeypatch.setattr(launch, "lora_shrink_kernel", seen)
     monkeypatch.setattr(launch, "lora_expand_kernel", seen)
+    monkeypatch.setattr(launch, "lora_add_kernel", seen)
     return seen
 
 
@@ -70,7 +71,8 @@ def test_every_axis_of_every_dense_grid_can_be_launched(grids: Grids, rows: int)
         shape, tiles = shape_of_batch(rows, weights), TileTables.of(batch)
         launch_shrink(x, weights.tensors, shape, tiles, shrunk, pdl=False)
         launch_expand(shrunk, weights.tensors, shape, tiles, out, pdl=False)
-        launched += 2
+        launch_add(out.float(), shape, tiles, out, pdl=False)
+        launched += 3
     assert len(grids.seen) == launched
     for grid in grids.seen:
         assert all(1 <= size <= limit for size, limit in zip(grid, LIMITS, strict=False)), grid

@@ -13,12 +13,18 @@ from torch import Tensor
 from lorakernels.batch import metadata
 from lorakernels.batch.metadata import BatchMetadata
 from lorakernels.dense import launch
-from lorakernels.dense.ops import DenseWorkspace, dense_delta, expand_from_tiles, shrink_in_tiles
+from lorakernels.dense.ops import (
+    DenseWorkspace,
+    dense_delta,
+    expand_from_tiles,
+    shape_of_batch,
+    shrink_in_tiles,
+)
 from lorakernels.dense.ops import shrunk_shape as shape_of_shrunk
 from lorakernels.dense.weights import SlotWeights
 
 ROWS, K, WIDTH, RANK = 5, 32, 24, 4
-KERNELS = ("prepare_kernel", "lora_shrink_kernel", "lora_expand_kernel")
+KERNELS = ("prepare_kernel", "lora_shrink_kernel", "lora_expand_kernel", "lora_add_kernel")
 
 
 class Launches:
@@ -72,10 +78,13 @@ def test_every_launch_makes_the_device_of_its_tensors_current(launches: Launches
     shrunk = torch.zeros(shape_of_shrunk(ROWS, weights))
     shrink_in_tiles(x, weights, batch, shrunk)
     expand_from_tiles(shrunk, weights, batch, out)
+    shape, tiles = shape_of_batch(ROWS, weights), launch.TileTables.of(batch)
+    launch.launch_add(torch.zeros_like(out), shape, tiles, out, pdl=False)
     once = [("prepare_kernel", batch.token_slots)]
     twice = [("lora_shrink_kernel", x), ("lora_expand_kernel", out)] * 2
-    assert [name for name, _ in launches.seen] == [name for name, _ in once + twice]
-    for (name, current), (_, wanted) in zip(launches.seen, once + twice, strict=True):
+    expected = [*once, *twice, ("lora_add_kernel", out)]
+    assert [name for name, _ in launches.seen] == [name for name, _ in expected]
+    for (name, current), (_, wanted) in zip(launches.seen, expected, strict=True):
         assert current is wanted, f"{name} was launched on whichever device was current"
 
 

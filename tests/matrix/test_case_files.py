@@ -146,6 +146,7 @@ def test_what_yaml_silently_turns_into_something_else_is_reported(
         ("a: [1\nb: 2", "bad.yaml:2: not YAML: expected ',' or ']', but got ':'"),
         ("a: 1\n---\nb: 2", "bad.yaml:2: not YAML: but found another document"),
         ("a: &x [*x]", "bad.yaml:1: nested deeper than 16 levels"),
+        ("[" * 100000, "bad.yaml:1: nested deeper than 16 levels"),
     ],
 )
 def test_text_that_is_no_case_file_at_all_is_reported_without_a_traceback(

@@ -131,30 +131,56 @@ def test_another_product_has_another_place(
     assert len(computed) == 2
 
 
+def without_a_point(text: str) -> str:
+    digest, _, points = text.partition("\n")
+    return f"{digest}\n{json.dumps(json.loads(points)[:-1])}"
+
+
 @pytest.mark.parametrize(
-    "text",
+    "damage",
     [
-        "",
-        "[[0, 0, 0",
-        "7",
-        "[7]",
-        "[[0, 0, 0, 0, 0]]",
-        "[[8, 0, 0, 0, 0, 0]]",
-        "[[-1, 0, 0, 0, 0, 0]]",
-        "[[0.0, 0, 0, 0, 0, 0]]",
-        "[[true, 0, 0, 0, 0, 0]]",
-        "[" * 100000,
+        lambda text: "",
+        lambda text: "[]",
+        lambda text: text[: len(text) // 2],
+        lambda text: text.partition("\n")[2],
+        lambda text: text.replace("[[", "[[8, 0, 0, 0, 0, 0], [", 1),
+        lambda text: "[" * 100000,
+        # valid, but for one point that nobody would miss
+        without_a_point,
     ],
 )
-def test_a_file_that_is_no_sample_is_replaced(
-    text: str, folder: Path, computed: list[object]
+def test_a_file_that_is_not_as_it_was_written_is_replaced(
+    damage: Callable[[str], str], folder: Path, computed: list[object]
 ) -> None:
     first = sampled()
     (path,) = folder.iterdir()
-    path.write_text(text)
+    written = path.read_text()
+    assert damage(written) != written
+    path.write_text(damage(written))
     assert sampled() == first
     assert len(computed) == 2
-    assert tuple(map(tuple, json.loads(path.read_text()))) == tuple(first)
+    assert path.read_text() == written
+
+
+def test_a_file_of_another_product_is_not_taken_for_this_one(
+    folder: Path, computed: list[object]
+) -> None:
+    first = sampled()
+    (own,) = folder.iterdir()
+    sample._sampled.cache_clear()
+    pairwise(SIZES, [])
+    (other,) = set(folder.iterdir()) - {own}
+    own.write_text(other.read_text())
+    assert sampled() == first
+    assert len(computed) == 3
+
+
+def test_a_file_that_is_no_text_is_replaced(folder: Path, computed: list[object]) -> None:
+    first = sampled()
+    (path,) = folder.iterdir()
+    path.write_bytes(b"\xff\xfe")
+    assert sampled() == first
+    assert len(computed) == 2
 
 
 def test_a_folder_that_cannot_be_made_costs_nothing_but_time(

@@ -144,7 +144,7 @@ def test_a_workspace_has_a_buffer_for_each_branch_and_all_are_counted() -> None:
     assert three.dense is not None
     assert len(three.dense.buffers) == 3
     added = three.num_bytes - one.num_bytes
-    assert added == 2 * one.sizes["shrink output of linear layers"]
+    assert added == 2 * one.sizes["shrink output and stored deltas of linear layers"]
 
 
 def test_a_model_without_linear_layers_has_no_dense_workspace() -> None:
@@ -212,7 +212,7 @@ def test_a_step_that_is_larger_than_the_reservation_is_refused_by_its_sizes() ->
     batch = BatchMetadata(max_tokens=400, max_slots=2, device="cpu")
     batch.prepare(torch.zeros(400, dtype=torch.int32))
     small = buffers.layers["o"]
-    with pytest.raises(ValueError, match=r"workspace must hold \d+ values of shrink output"):
+    with pytest.raises(ValueError, match=r"workspace must hold \d+ values for a batch"):
         small(torch.zeros(400, K), batch, buffers.dense)
     ids = torch.zeros(400, TOP_K, dtype=torch.int32)
     with pytest.raises(ValueError, match=r"topk_ids may have 24 rows \(got 400\)"):

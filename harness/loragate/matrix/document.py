@@ -93,6 +93,9 @@ def parse(text: str, file: str) -> Document:
     except yaml.YAMLError as error:
         document.problems.append(Problem(file, 1, "", f"not YAML: {str(error).splitlines()[0]}"))
         return document
+    except RecursionError:
+        document.problems.append(Problem(file, 1, "", f"nested deeper than {_MAX_DEPTH} levels"))
+        return document
     try:
         document.data = _construct(document.root, (), document) if document.root else None
     except _TooDeep as error:

@@ -47,10 +47,26 @@ def _asks_for_cases(config: pytest.Config) -> bool:
     option = config.option
     if option.loragate_cases or option.loragate_matrix or option.loragate_subject:
         return True
-    cases = (config.rootpath / "cases").resolve()
+    cases = _cases_folder(config)
+    return any(
+        path == cases or path in cases.parents or cases in path.parents
+        for path in _asked_paths(config)
+    )
+
+
+def asks_for_cases_alone(config: pytest.Config) -> bool:
+    """Whether a session has no ordinary tests."""
+    cases = _cases_folder(config)
+    return all(path == cases or cases in path.parents for path in _asked_paths(config))
+
+
+def _cases_folder(config: pytest.Config) -> Path:
+    return (config.rootpath / "cases").resolve()
+
+
+def _asked_paths(config: pytest.Config) -> list[Path]:
     folder = config.invocation_params.dir
-    asked = (Path(folder, arg.partition("::")[0]).resolve() for arg in config.args)
-    return any(path == cases or path in cases.parents or cases in path.parents for path in asked)
+    return [Path(folder, arg.partition("::")[0]).resolve() for arg in config.args]
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

@@ -27,7 +27,7 @@ from loragate.core.host import free_host_bytes, usable_cores
 from loragate.core.verdict import ExitCode
 from loragate.matrix.footprint import footprint_bytes
 from loragate.matrix.selection import select_runs
-from loragate.plugin.collection import all_cases
+from loragate.plugin.collection import all_cases, asks_for_cases_alone
 from loragate.plugin.memory import WORKER_INPUT_FREE, WORKER_INPUT_LARGEST, WORKER_INPUT_SHARING
 from loragate.plugin.options import SETTINGS, WORKER_INPUT_RUN, selection_of
 from loragate.plugin.running_order import WORKER_INPUT_GPUS
@@ -62,7 +62,8 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int | None:
     listed = _listed_gpus(config)
     handles = visible_gpus(os.environ, listed)
     per_gpu = workers_per_gpu(handles, listed, _largest_case(config)) if handles else 1
-    return worker_count(len(handles), per_gpu, usable_cores(), free_host_bytes())
+    most = worker_count(len(handles), per_gpu, usable_cores(), free_host_bytes())
+    return max(1, min(most, _selected(config))) if asks_for_cases_alone(config) else most
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -101,6 +102,14 @@ def _listed_gpus(config: pytest.Config) -> tuple[ListedGpu, ...]:
             print(error, file=sys.stderr)
             os._exit(ExitCode.INFRASTRUCTURE.value)
     return config.stash[_LISTED]
+
+
+def _selected(config: pytest.Config) -> int:
+    """How many runs are selected; 0 if the case files cannot be read."""
+    try:
+        return len(select_runs(selection_of(config), all_cases(config)))
+    except ValueError:
+        return 0
 
 
 def _largest_case(config: pytest.Config) -> int:

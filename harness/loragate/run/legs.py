@@ -124,7 +124,8 @@ def _cases_command(setup: GateSetup) -> tuple[str, ...]:
         ("durations", [setup.durations] if setup.durations else []),
     ]
     arguments = [f"--loragate-{name}={value}" for name, values in options for value in values]
-    return (*_pytest("cases/test_cases.py"), *arguments)
+    # where hypothesis is installed its plugin takes a second for the summary of every session
+    return (*_pytest("cases/test_cases.py"), "-p", "no:hypothesispytest", *arguments)
 
 
 def _compiled_subjects(setup: GateSetup) -> list[str]:

@@ -18,9 +18,9 @@ from lorakernels.dense.kernels import (
     lora_shrink_kernel,
 )
 from lorakernels.dense.plan import (
+    ADD_PLAN,
     DenseShape,
     looked_up_ranks,
-    plan_add,
     plan_expand,
     plan_shrink,
     tile_programs,
@@ -148,7 +148,7 @@ def launch_add(
     on its stream is the base product. stored: contiguous [rows, out_features]."""
     if shape.num_rows == 0:
         return
-    plan, out_features = plan_add(shape), out.shape[1]
+    plan, out_features = ADD_PLAN, stored.shape[1]
     capacity, parts = tiles.capacity(shape.height), shape.height // plan.block_m
     programs = min(tile_programs(shape, capacity) * parts, MAX_GRID_Y)
     with on_device_of(out):

@@ -187,7 +187,7 @@ def branch_buffer(buffers: Sequence[Tensor], size: int) -> Tensor:
     shrunk = buffers[number]
     if shrunk.numel() < size:
         raise ValueError(
-            f"workspace must hold {size} values of shrink output (got {shrunk.numel()})"
+            f"workspace must hold {size} values for a batch of this size (got {shrunk.numel()})"
         )
     return shrunk[:size]
 

@@ -79,6 +79,10 @@ class AddPlan:
     num_warps: int
 
 
+# of a decode batch most tiles have few rows
+ADD_PLAN = AddPlan(block_m=4, block_n=256, num_warps=4)
+
+
 def tile_programs(shape: DenseShape, capacity: int) -> int:
     """Size of a grid's tile axis; `capacity` is the number of tiles that the tables can hold."""
     full = -(-shape.num_rows // shape.height)
@@ -216,11 +220,6 @@ def plan_expand(shape: DenseShape) -> ExpandPlan:
     return ExpandPlan(height, 128, block_r, 2 if _is_deep(shape) else 1, 4, 3)
 
 
-def plan_add(shape: DenseShape) -> AddPlan:
-    # thin tiles: of a decode batch most tiles have few rows
-    return AddPlan(min(4, shape.height), 256, 4)
-
-
 def _group_of_columns(shape: DenseShape, block_m: int) -> int:
     """Blocks of 64 columns for each program. A program begins with the sum of the partials, which
     takes as long as about two blocks; all of them are done when the busiest multiprocessor is."""
@@ -278,11 +277,13 @@ def stored_delta(shape: DenseShape) -> tuple[int, int]:
 
 def may_store(shape: DenseShape) -> bool:
     """Whether a delta is so small that storing it and adding it later is faster than a product
-    behind the base product."""
-    return math.prod(stored_delta(shape)) <= shape.tuning.dense.stored_values
+    behind the base product. Never where all batches have one plan, of which some are large."""
+    tuning = shape.tuning.dense
+    return not tuning.planned_rows and math.prod(stored_delta(shape)) <= tuning.stored_values
 
 
 def largest_stored(shape: DenseShape, max_rows: int) -> int:
     """Values of the largest delta that is stored, over all batches of at most `max_rows` rows."""
+    tuning = shape.tuning.dense
     largest = math.prod(stored_delta(replace(shape, num_rows=max_rows)))
-    return min(largest, shape.tuning.dense.stored_values)
+    return 0 if tuning.planned_rows else min(largest, tuning.stored_values)

@@ -105,7 +105,8 @@ class ServingBuffers:
 
     @property
     def sizes(self) -> Mapping[str, int]:
-        """Bytes by what they are for."""
+        """Bytes by what they are for. What the allocator adds is the difference of its counter,
+        which counts what other threads allocate during the reservation, too."""
         found = {name: sum(map(_num_bytes, parts)) for name, parts in self._by_purpose().items()}
         return found | ({"rounding of the allocator": self._rounding} if self._rounding else {})
 
@@ -149,7 +150,7 @@ class ServingBuffers:
     def _by_purpose(self) -> dict[str, list[Tensor]]:
         found = {"mapping of the batch": self.batch.buffers}
         if self.dense is not None:
-            found["shrink output of linear layers"] = self.dense.buffers
+            found["shrink output and stored deltas of linear layers"] = self.dense.buffers
         for sizes, scratch in self._scratch.items():
             name = f"scratch of experts of {sizes.hidden} and {sizes.intermediate} in {sizes.dtype}"
             found[name] = scratch.tensors

@@ -80,7 +80,8 @@ def _linear_delta(
     shape = shape_of(x.shape[0], packed_a, slice_widths)
     step = tables_of_height(tables, shape.height)
     if x.shape[0] < host_value(live):
-        # tiles of rows that x lacks would be read and written behind it
+        # tiles of rows that x lacks would be read and written behind it. The rows are the first
+        # ones, as in vLLM, whose kernels get `token_lora_mapping[:num_tokens]`
         step = tables_of_first_rows(row_slots, x.shape[0], max_slots=slots, height=shape.height)
     # allocated here, because a buffer of the server is not on the stream that this may run on
     shrunk = torch.empty(plan_shrunk(shape, slots), dtype=torch.float32, device=x.device)

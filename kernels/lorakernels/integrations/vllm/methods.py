@@ -66,18 +66,20 @@ class LoraKernelsMethods:
         wrapper.__dict__ = self.__dict__
         return wrapper
 
-    def reserve_pairs(self, *, top_k: int, num_experts: int) -> None:
+    def reserve_pairs(self, *, top_k: int, num_experts: int) -> PairMetadata:
         """Tables for the MoE layers of these sizes, which run one after the other. ValueError where
         there are none yet and a graph is captured, whose pool would hold them."""
-        if (top_k, num_experts) in self._pairs:
-            return
+        known = self._pairs.get((top_k, num_experts))
+        if known is not None:
+            return known
         if is_capturing(self._place):
             raise ValueError(
                 f"topk_ids and lora_a_stacked must be of {self._reserved} while a CUDA graph is "
                 f"captured (got {_sizes_of_pairs(top_k, num_experts)})"
             )
         sizes = {"top_k": top_k, "num_experts": num_experts, **self._sizes}
-        self._pairs[top_k, num_experts] = PairMetadata(**sizes, device=self._place)
+        made = self._pairs[top_k, num_experts] = PairMetadata(**sizes, device=self._place)
+        return made
 
     def update_metadata(
         self,
@@ -184,8 +186,9 @@ class LoraKernelsMethods:
         _check_absent("token_lora_mapping", token_lora_mapping)
         if self._runs_experts(x):
             # layers may route to more experts of a token than they said when they were adopted
-            self.reserve_pairs(top_k=topk_ids.shape[1], num_experts=lora_a_stacked[0].shape[1])
-            pairs = self.pairs_of(topk_ids.shape[1], lora_a_stacked)
+            pairs = self.reserve_pairs(
+                top_k=topk_ids.shape[1], num_experts=lora_a_stacked[0].shape[1]
+            )
             prepare_pairs(pairs, topk_ids, self.token_step.row_slots)
             add_expert_delta(
                 *(y, x, lora_a_stacked, lora_b_stacked, self._constants, pairs),
