@@ -49,6 +49,20 @@ def grids(monkeypatch: pytest.MonkeyPatch) -> Grids:
     return seen
 
 
+def test_nothing_is_launched_for_a_batch_without_rows(grids: Grids) -> None:
+    # a grid of no programs is an error of CUDA
+    weights = SlotWeights(
+        num_slots=1, slice_widths=(16,), in_features=16, rank=1, dtype=torch.float32, device="meta"
+    )
+    batch = BatchMetadata(max_tokens=1, max_slots=1, device="meta")
+    shape, tiles = shape_of_batch(0, weights), TileTables.of(batch)
+    x, shrunk = torch.empty(0, 16, device="meta"), torch.empty(1, 0, 1, device="meta")
+    launch_shrink(x, weights.tensors, shape, tiles, shrunk, pdl=False)
+    launch_expand(shrunk, weights.tensors, shape, tiles, x, pdl=False)
+    launch_add(x, shape, tiles, x, pdl=False)
+    assert grids.seen == []
+
+
 @pytest.mark.parametrize("rows", ROWS)
 def test_every_axis_of_every_dense_grid_can_be_launched(grids: Grids, rows: int) -> None:
     batch = BatchMetadata(max_tokens=rows, max_slots=2048, device="meta")

@@ -82,6 +82,14 @@ def test_the_stride_of_a_rank_is_the_padded_size_and_its_end_the_real_one() -> N
         (lambda: MoERank(tp_size=2, tp_rank=2), "tp_rank must be 0 to 1 (got 2)"),
         (lambda: MoERank(ep_size=2, ep_rank=-1), "ep_rank must be 0 to 1 (got -1)"),
         (
+            lambda: MoERank.of_group(0, ep_size=0, tp_size=2),
+            "ep_size and tp_size must be at least 1 (got 0 and 2)",
+        ),
+        (
+            lambda: MoERank.of_group(0, ep_size=2, tp_size=-1),
+            "ep_size and tp_size must be at least 1 (got 2 and -1)",
+        ),
+        (
             lambda: MoERank.of_group(4, ep_size=2, tp_size=2),
             "rank must be 0 to 3 (got 4)",
         ),

@@ -181,6 +181,12 @@ def test_each_rank_holds_its_part_of_both_factors() -> None:
     assert [bool(layer.w13_slots.a[1, :, 0].any()) for layer in layers] == [True] + 3 * [False]
 
 
+def test_factors_that_all_experts_share_are_held_once() -> None:
+    layer = Group.of(2, shared_outer=True).ranks[0]
+    assert (layer.w13_slots.a.shape[1], layer.w13_slots.b.shape[1]) == (1, EXPERTS)
+    assert (layer.w2_slots.a.shape[1], layer.w2_slots.b.shape[1]) == (EXPERTS, 1)
+
+
 def test_an_adapter_that_is_smaller_than_the_one_before_it_is_alone_in_its_slot() -> None:
     group = Group.of(2)
     for layer in (*group.ranks, group.whole):

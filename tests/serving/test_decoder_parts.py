@@ -38,6 +38,25 @@ def storages(tensors: Any) -> dict[int, int]:
 
 
 @pytest.mark.parametrize("kind", KINDS)
+def test_a_tiny_model_is_the_same_for_each_seed_and_leaves_other_random_numbers_alone(
+    kind: str,
+) -> None:
+    torch.manual_seed(5)
+    first = tiny_model(kind, seed=1).state_dict()
+    drawn = torch.rand(1)
+    again, other = (tiny_model(kind, seed=seed).state_dict() for seed in (1, 2))
+    torch.manual_seed(5)
+    assert torch.equal(drawn, torch.rand(1))
+    for name, weight in first.items():
+        assert torch.equal(weight, again[name]), name
+        # buffers are not drawn
+        assert not torch.equal(weight, other[name]), name
+        # or the answers would hardly depend on a prompt
+        if weight.dim() > 1:
+            assert 0.5 < weight.std() * weight.shape[-1] ** 0.5 < 2, name
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_each_weight_of_the_model_exists_once_after_it_was_replaced(kind: str) -> None:
     model = tiny_model(kind, tie_word_embeddings=True, attention_bias=True)
     before = storages(model.parameters())

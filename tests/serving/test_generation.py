@@ -183,6 +183,7 @@ def test_a_config_that_asks_for_more_than_greedy_search_is_refused(
     [
         (Request(()), "prompt must be tokens from 0 to 10"),
         (Request((1, VOCABULARY)), "prompt must be tokens from 0 to 10"),
+        (Request((-1, 1)), "prompt must be tokens from 0 to 10"),
         (Request((1,) * 9), "prompt may have 8 tokens .got 9"),
         (Request((1,) * 6), "may have 24 tokens in the cache .got 25"),
         (Request((1,), "fourth"), "fourth is not resident"),

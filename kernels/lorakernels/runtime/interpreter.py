@@ -68,13 +68,13 @@ def check() -> None:
     from lorakernels.runtime.kernels import probe_cast, probe_dot
 
     generator = torch.Generator().manual_seed(0)
-    x, y = (torch.randn(16, 16, generator=generator).bfloat16() for _ in range(2))
-    dot = torch.empty(16, 16)
-    rounded = torch.empty(16, dtype=torch.bfloat16)
+    x, y = (torch.randn(16, 16, generator=generator, device="cpu").bfloat16() for _ in range(2))
+    dot = torch.empty(16, 16, device="cpu")
+    rounded = torch.empty(16, dtype=torch.bfloat16, device="cpu")
     try:
         probe_dot[(1,)](x, y, dot, 16)
         # 16 values whose last bits are a tie, above and below it, for either parity
-        exact = 1 + torch.arange(16) * 2.0**-9
+        exact = 1 + torch.arange(16, device="cpu") * 2.0**-9
         probe_cast[(1,)](exact, rounded, 16)
     except Exception as error:
         raise RuntimeError(_complaint(triton.__version__, "cannot run a kernel")) from error

@@ -60,7 +60,7 @@ def tiny_model(kind: str, *, seed: int = 0, **changes: Any) -> PreTrainedModel:
         # the initial weights are so small that the answer would hardly depend on the prompt; norms
         # and biases have one dimension
         scale = weight.shape[-1] ** -0.5 if weight.dim() > 1 else 0.2
-        noise = torch.randn(weight.shape, generator=generator) * scale
+        noise = torch.randn(weight.shape, generator=generator, device="cpu") * scale
         with torch.no_grad():
             weight.copy_(noise if weight.dim() > 1 else weight + noise)
     for module in model.modules():
