@@ -13,8 +13,23 @@ import lorakernels
 
 # functions of torch that make a tensor out of nothing; those that end with _like follow another one
 MAKERS = frozenset(
-    "arange as_tensor empty empty_strided eye full linspace ones rand randint randn randperm "
-    "scalar_tensor tensor zeros".split()
+    {
+        "arange",
+        "as_tensor",
+        "empty",
+        "empty_strided",
+        "eye",
+        "full",
+        "linspace",
+        "ones",
+        "rand",
+        "randint",
+        "randn",
+        "randperm",
+        "scalar_tensor",
+        "tensor",
+        "zeros",
+    }
 )
 
 

@@ -22,8 +22,10 @@ from loragate.execution.specialisations import HostLaunch, noted_launches
 select_interpreter()
 
 from lorakernels.batch.metadata import BatchMetadata  # noqa: E402
-from lorakernels.dense.ops import DenseWorkspace  # noqa: E402
+from lorakernels.dense.forms import plan_form  # noqa: E402
+from lorakernels.dense.ops import DenseWorkspace, shape_of_batch  # noqa: E402
 from lorakernels.dense.weights import LoRAFactors, SlotWeights  # noqa: E402
+from lorakernels.gdn.forms import plan_gdn  # noqa: E402
 from lorakernels.layers.gdn import DeltaNetHeads, GatedDeltaNetInputProjection  # noqa: E402
 from lorakernels.layers.partition import Slice  # noqa: E402
 from lorakernels.layers.warm_up import (  # noqa: E402
@@ -133,6 +135,25 @@ def test_a_way_to_launch_that_the_largest_batch_alone_needs_is_planned() -> None
     assert len(sizes) > 1
     for most in sizes:
         assert planned_sizes(slots, most)[-1] == most
+
+
+@pytest.mark.parametrize("geometry", GEOMETRIES)
+def test_each_form_of_a_layer_and_of_a_delta_net_has_a_planned_size(
+    geometry: Geometry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("lorakernels.layers.warm_up.dual_stream", lambda device: True)
+    slots, most = server(geometry).layer.slots, 200
+    sizes = planned_sizes(slots, most)
+
+    def forms(rows: int) -> list[object]:
+        shape = shape_of_batch(rows, slots)
+        joined, cut = (plan_gdn(shape, dual_stream=True, may_join=joins) for joins in (True, False))
+        return [plan_form(shape, dual_stream=True), joined, cut]
+
+    for rows in range(1, most + 1):
+        smaller = max(size for size in sizes if size <= rows)
+        assert forms(rows) == forms(smaller), f"a batch of {rows} rows"
+    assert len({str(forms(rows)) for rows in sizes}) > 1
 
 
 def test_the_smaller_batches_of_a_wide_layer_need_no_other_kernel() -> None:

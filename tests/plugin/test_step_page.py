@@ -13,11 +13,16 @@ _LIMIT = 1024 * 1024
 _EARLIER = "an earlier command of this step\n"
 
 
-def test_a_session_appends_its_page_once(tmp_path: Path, run_session: Callable) -> None:
+def test_a_session_of_one_case_has_one_worker_and_appends_its_page_once(
+    tmp_path: Path, run_session: Callable
+) -> None:
     page, report = tmp_path / "summary.md", tmp_path / "report"
     page.write_text(_EARLIER)
-    session = run_session(report, "-n", "1", matrix="one_good.yaml", GITHUB_STEP_SUMMARY=str(page))
+    summary = {"GITHUB_STEP_SUMMARY": str(page)}
+    session = run_session(report, "-n", "auto", matrix="one_good.yaml", **summary)
     assert session.exit_code == ExitCode.OK, session.output
+    # a worker takes seconds to start, whatever the number of cores
+    assert "created: 1/1 worker" in session.output
     text = page.read_text()
     assert text.startswith(f"{_EARLIER}\n\n## loragate: PASS in ")
     assert text.count("## loragate") == 1
