@@ -13,6 +13,7 @@ import pytest
 
 from loragate.commands.mutants import EQUIVALENTS
 from loragate.core.checkout import project_root
+from loragate.mutants import edits
 from loragate.mutants.edits import EditError, read_edits, read_equivalents
 from loragate.mutants.journal import Journal, OtherState, kills_in
 from loragate.mutants.model import Fate, Mutant, Result
@@ -107,6 +108,20 @@ def test_a_survivor_that_is_listed_is_equivalent_and_a_stale_entry_is_refused(
         assert [result.fate for _, result in found] == [then]
     with pytest.raises(EditError, match="is not there"):
         read_equivalents(tmp_path / "q.yaml", {"m.py": TEXT.replace("return 1", "return 4")})
+
+
+@pytest.mark.parametrize(
+    ("text", "other", "is_same"),
+    [
+        ("zip(a, b, strict=False)", "zip(a, b)", True),
+        ("zip(a, b, strict=True)", "zip(a, b)", False),
+        ("open(a, strict=False)", "open(a)", False),
+        ("(a) + b", "a+b", True),
+        ("a + b", "b + a", False),
+    ],
+)
+def test_two_texts_of_the_same_program_are_one_mutant(text: str, other: str, is_same: bool) -> None:
+    assert (edits._syntax(text) == edits._syntax(other)) == is_same
 
 
 def test_a_mutant_that_is_listed_is_not_planted(

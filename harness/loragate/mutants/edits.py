@@ -153,8 +153,13 @@ class Equivalents:
 
 @cache
 def _syntax(text: str) -> str:
-    """Equal for texts that differ in parentheses and spaces alone."""
-    return ast.dump(ast.parse(text))
+    """Equal for texts that differ in parentheses and spaces alone, and for what is the default of
+    zip, which one operator writes and another leaves out."""
+    tree = ast.parse(text)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "zip":
+            node.keywords = [k for k in node.keywords if ast.unparse(k) != "strict=False"]
+    return ast.dump(tree)
 
 
 def read_equivalents(path: Path, sources: Sources) -> Equivalents:
