@@ -208,7 +208,7 @@ def test_each_place_has_the_weights_biases_and_factors_of_its_expert(numbered: b
 def test_ids_of_another_dtype_are_refused_with_replicas_as_without() -> None:
     for placement in (REPLICATED, ExpertPlacement.round_robin(EXPERTS, 3)):
         found = layer(placement, MoERank(3, 0))
-        for ids in (chosen().long(), chosen()[0]):
+        for ids in (chosen().long(), chosen()[0], chosen().expand(2, *chosen().shape)):
             with pytest.raises(ValueError, match="topk_ids must be int32 with 2 dimensions"):
                 run(found, ids)
 
