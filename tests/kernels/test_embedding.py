@@ -16,6 +16,7 @@ select_interpreter()
 from lorakernels.adapters.peft_folder import read_peft_folder  # noqa: E402
 from lorakernels.adapters.slots import AdapterSlots  # noqa: E402
 from lorakernels.batch.metadata import BatchMetadata  # noqa: E402
+from lorakernels.dense import embedding as operator  # noqa: E402
 from lorakernels.dense import launch  # noqa: E402
 from lorakernels.dense.embedding import embedding_delta  # noqa: E402
 from lorakernels.dense.ops import DenseWorkspace  # noqa: E402
@@ -190,6 +191,37 @@ def test_wrong_ids_are_refused_by_what_is_wrong(ids: Tensor, message: str) -> No
     out = torch.zeros(4, WIDTH, device=DEVICE)
     with pytest.raises(ValueError, match=re.escape(message)):
         embedding_delta(ids.to(DEVICE), layer.slots, metadata, workspace, out)
+
+
+def test_ids_of_another_device_are_refused() -> None:
+    layer, out = embedding(), torch.zeros(4, WIDTH, device=DEVICE)
+    # torch itself would not call the operator for tensors of "meta"
+    elsewhere = torch.zeros(4, dtype=torch.int64, device="meta")
+    with pytest.raises(ValueError, match=f"ids must be on {layer.slots.a.device} .got meta"):
+        operator._check_ids(elsewhere, layer.slots.a, out)
+
+
+@pytest.mark.parametrize("rows", [0, 3])
+def test_a_batch_without_rows_or_adapters_launches_nothing(
+    rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layer = embedding()
+    metadata = BatchMetadata(max_tokens=4, max_slots=SLOTS, device=DEVICE)
+    workspace = DenseWorkspace([layer.slots], max_tokens=4)
+    launched: list[str] = []
+    for name in ("launch_lookup", "launch_expand"):
+        monkeypatch.setattr(operator, name, lambda *a, name=name, **options: launched.append(name))
+
+    def step(slots: list[int]) -> None:
+        metadata.prepare(torch.tensor(slots, dtype=torch.int32))
+        ids = torch.zeros(len(slots), dtype=torch.int64, device=DEVICE)
+        out = torch.zeros(len(slots), WIDTH, device=DEVICE)
+        embedding_delta(ids, layer.slots, metadata, workspace, out)
+
+    step([-1] * rows)
+    assert launched == []
+    step([0])
+    assert launched == ["launch_lookup", "launch_expand"]
 
 
 def test_a_layer_refuses_ids_that_are_no_integers_before_it_looks_rows_up() -> None:

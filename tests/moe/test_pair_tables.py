@@ -51,6 +51,16 @@ _SCENES = (
 )
 
 
+def test_tables_that_no_step_has_filled_hold_no_pair() -> None:
+    pairs = PairMetadata(
+        max_tokens=5, top_k=2, num_experts=4, max_slots=2, device=DEVICE, with_base=True
+    )
+    tables = (pairs.pair_slots, pairs.pair_experts, pairs.tile_slots, pairs.tile_experts)
+    for table in (*tables, pairs.tile_pairs, pairs.base_experts, pairs.base_pairs):
+        assert table.tolist() == [_NOTHING] * len(table)
+    assert (int(pairs.num_tiles), int(pairs.num_base_tiles), pairs.num_rows) == (0, 0, 0)
+
+
 @pytest.mark.parametrize("scene", _SCENES, ids=lambda scene: scene.what)
 def test_every_table_of_every_step_is_that_of_a_plain_loop(scene: _Scene) -> None:
     pairs = PairMetadata(
