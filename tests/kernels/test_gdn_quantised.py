@@ -297,6 +297,12 @@ def test_layers_of_two_formats_share_one_graph(fresh_dynamo: None) -> None:
             r"scales of ba must be torch.float32 .*got torch.float64",
         ),
         (
+            Quantised(WIDE[0].to(FP8), torch.ones(QKVZ, device="meta")),
+            WIDE[1],
+            {},
+            r"scales of qkvz must be on cpu \(got meta\)",
+        ),
+        (
             quantised(WIDE[0]),
             quantised(WIDE[1]),
             {},
