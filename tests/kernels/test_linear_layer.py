@@ -17,6 +17,7 @@ from lorakernels.dense.ops import DenseWorkspace  # noqa: E402
 from lorakernels.dense.weights import LoRAFactors  # noqa: E402
 from lorakernels.layers.linear import LoRALinear  # noqa: E402
 from lorakernels.layers.partition import Parallel, Slice  # noqa: E402
+from lorakernels.moe.weights import ExpertFactors  # noqa: E402
 
 DEVICE = detect_machine().device
 K, SLOTS, RANK = 24, 3, 8
@@ -340,6 +341,10 @@ BAD_PARTS = [
     (
         {"k": LoRAFactors(torch.ones(2, K, dtype=torch.int64), randn(8, 2, seed=1), 1.0)},
         "a of k must be floating point (got torch.int64)",
+    ),
+    (
+        {"k": ExpertFactors(torch.ones(1, 2, K), torch.ones(1, 8, 2), 1.0)},
+        "k must have no axis of experts, it is a linear module",
     ),
     ({"kk": factors(2, 8, 7)}, "parts may name q, k, v, kv or 0 to 2 (got 'kk')"),
     ({3: factors(2, 8, 7)}, "parts may name q, k, v, kv or 0 to 2 (got 3)"),

@@ -206,6 +206,26 @@ def test_the_workspace_holds_the_exchange_of_the_largest_batch(shape: tuple[int,
     torch.testing.assert_close(found, want, rtol=1e-6, atol=1e-4)
 
 
+def test_a_workspace_without_room_for_an_exchange_is_refused_by_both_sizes() -> None:
+    layer, x = Group.of(2).ranks[0], randn(MOST, HIDDEN, seed=3)
+    ids, weights = routes(MOST)
+    small = MoEScratch([layer], max_tokens=MOST, top_k=TOP_K)
+    # as one of a layer that is not sharded would be
+    small.workspace.shrunk = small.workspace.shrunk[: len(small.workspace.shrunk) // 5]
+    batch = BatchMetadata(max_tokens=MOST, max_slots=SLOTS, device="cpu")
+    batch.prepare(torch.arange(MOST).int() % SLOTS)
+    pairs = PairMetadata(
+        max_tokens=MOST,
+        top_k=TOP_K,
+        num_experts=layer.cut.experts.size,
+        max_slots=SLOTS,
+        device="cpu",
+        with_base=True,
+    )
+    with pytest.raises(ValueError, match=r"must hold \d+ values of an exchange between 2 ranks"):
+        layer(x, ids, weights, batch, pairs, small)
+
+
 def test_a_batch_that_is_known_to_have_base_rows_alone_exchanges_nothing() -> None:
     layer, x = Group.of(2).ranks[0], randn(10, HIDDEN, seed=3)
     ids, weights = routes(10)
