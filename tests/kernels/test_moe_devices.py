@@ -106,3 +106,18 @@ def test_a_batch_on_another_device_is_refused() -> None:
     with pytest.raises(ValueError, match=r"^batch must be on cpu \(got meta\)$"):
         pairs.prepare(ids, batch)
     assert pairs.num_rows == 0
+
+
+@pytest.mark.parametrize("name", ["topk_ids", "expert_map"])
+def test_routes_on_another_device_are_refused(name: str) -> None:
+    batch = BatchMetadata(max_tokens=TOKENS, max_slots=1, device="cpu")
+    batch.prepare(torch.zeros(TOKENS, dtype=torch.int32))
+    pairs = PairMetadata(max_tokens=TOKENS, top_k=1, num_experts=2, max_slots=1, device="cpu")
+    given = {
+        "topk_ids": torch.zeros(TOKENS, 1, dtype=torch.int32),
+        "expert_map": torch.zeros(4, dtype=torch.int32),
+    }
+    given[name] = given[name].to("meta")
+    with pytest.raises(ValueError, match=rf"^{name} must be on cpu \(got meta\)$"):
+        pairs.prepare(given["topk_ids"], batch, expert_map=given["expert_map"])
+    assert pairs.num_rows == 0

@@ -29,8 +29,9 @@ K, MOST, TOP_K = 16, 24, 2
 HEADS = DeltaNetHeads(key_heads=2, value_heads=2, key_size=2, value_size=2)
 
 
-def linear(*, out: int = 16, slots: int = 2, rank: int = 4) -> LoRALinear:
-    return LoRALinear(torch.zeros(out, K), slices=[Slice("o", out)], num_slots=slots, rank=rank)
+def linear(*, out: int = 16, slots: int = 2, rank: int = 4, device: str = "cpu") -> LoRALinear:
+    weight = torch.zeros(out, K, device=device)
+    return LoRALinear(weight, slices=[Slice("o", out)], num_slots=slots, rank=rank)
 
 
 def delta_net() -> GatedDeltaNetInputProjection:
@@ -228,6 +229,11 @@ def test_a_step_that_is_larger_than_the_reservation_is_refused_by_its_sizes() ->
             {"a": linear(), "b": linear(slots=5)},
             {},
             r"layers must have one number of slots \(got \[2, 5\]\)",
+        ),
+        (
+            {"a": linear(), "b": linear(device="meta")},
+            {},
+            r"layers must be on one device \(got cpu, meta\)",
         ),
         ({"moe": experts()}, {}, r"top_k must be given with a FusedMoELoRA \(got None\)"),
         ({"a": linear()}, {"max_tokens": 0}, r"max_tokens must be at least 1 \(got 0\)"),
