@@ -136,6 +136,14 @@ def broken(kind: str, change: str) -> PreTrainedModel:
         model.model.embed_tokens = OtherEmbedding(64, 32)
     elif change == "norm":
         model.model.embed_tokens.max_norm = 2.0
+    elif change == "meta rows":
+        model.model.embed_tokens.to("meta")
+    elif change == "meta experts":
+        layer.mlp.experts.to("meta")
+    elif change == "bias":
+        for module in ("in_proj_qkvz", "in_proj_ba"):
+            linear = getattr(model.model.layers[0].linear_attn, module)
+            linear.bias = nn.Parameter(torch.zeros(linear.out_features))
     return model
 
 
@@ -152,6 +160,9 @@ def broken(kind: str, change: str) -> PreTrainedModel:
         ("qwen3_next", "shape", r"model.layers.1.mlp.experts must have gate_up_proj"),
         ("qwen3", "rows", r"model.embed_tokens must be a torch.nn.Embedding .got OtherEmbedding"),
         ("qwen3", "norm", r"model.embed_tokens must have no max_norm .got 2.0"),
+        ("qwen3", "meta rows", r"model.embed_tokens must have weights"),
+        ("qwen3_moe", "meta experts", r"model.layers.1.mlp.experts must have weights"),
+        ("qwen3_next", "bias", r"model.layers.0.linear_attn.in_proj_qkvz must have no bias"),
     ],
 )
 def test_a_module_that_is_not_known_is_refused_by_name_and_nothing_is_replaced(
@@ -162,6 +173,13 @@ def test_a_module_that_is_not_known_is_refused_by_name_and_nothing_is_replaced(
     with pytest.raises(ValueError, match=message):
         replace_layers(model, num_slots=2, rank=2, embed_tokens=True)
     assert {name: type(module) for name, module in model.named_modules()} == before
+
+
+def test_a_model_without_a_decoder_says_what_reserves_its_buffers() -> None:
+    model = tiny_model("qwen3")
+    replace_layers(model, num_slots=2, rank=2)
+    with pytest.raises(RuntimeError, match="no buffers yet; a Decoder reserves them"):
+        model(torch.zeros(1, 2, dtype=torch.int64))
 
 
 def test_an_adapter_of_the_embedding_is_refused_where_that_was_not_asked_for() -> None:
