@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from fnmatch import fnmatchcase
 
 import pytest
 
@@ -29,6 +30,20 @@ def test_a_seed_draws_the_same_mutants_again_and_another_seed_others() -> None:
 def test_half_of_a_sample_are_subtle_mutants() -> None:
     assert Counter(m.group for m in DRAWN) == {Group.SUBTLE: 30, Group.COARSE: 30}
     assert Counter(m.group for m in sample(SOURCES, 7, seed=0))[Group.SUBTLE] == 4
+
+
+@pytest.mark.parametrize(
+    ("pattern", "groups"),
+    [("bound", {Group.SUBTLE}), ("AddNot", {Group.COARSE}), ("*o*", {Group.SUBTLE, Group.COARSE})],
+)
+def test_a_sample_of_some_operators_takes_all_its_mutants_from_them(
+    pattern: str, groups: set[Group]
+) -> None:
+    found = sample(SOURCES, 8, seed=3, operators=pattern)
+    assert len(found) == 8
+    assert {mutant.group for mutant in found} == groups
+    assert all(fnmatchcase(mutant.operator, pattern) for mutant in found)
+    assert sample(SOURCES, 8, seed=3, operators="no-such") == []
 
 
 def test_no_two_mutants_are_alike_and_each_is_python_that_differs() -> None:

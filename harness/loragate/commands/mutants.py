@@ -49,6 +49,11 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "--module", metavar="PATTERN", help="only modules whose path matches, as dense/* or *plan*"
     )
     parser.add_argument(
+        "--operator",
+        metavar="PATTERN",
+        help="only operators whose name matches, as dropped-guard or Replace*, of a sample",
+    )
+    parser.add_argument(
         "--gpu",
         action="store_true",
         help="run premerge cases on what a run without --gpu in the same folder has left",
@@ -67,8 +72,11 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 def run(arguments: argparse.Namespace) -> ExitCode:
     sources = read_sources()
     with usage_errors():
-        if arguments.record and arguments.module:
-            raise ValueError("--record takes whole samples; leave out --module")
+        for option in ("module", "operator"):
+            if arguments.record and getattr(arguments, option):
+                raise ValueError(f"--record takes whole samples; leave out --{option}")
+        if arguments.edits and arguments.operator:
+            raise ValueError("--operator chooses from a sample; leave it out with --edits")
         equivalents = read_equivalents(EQUIVALENTS, sources)
         mutants, retired = chosen(arguments, sources)
         recorder = open_record(arguments, GPU_SECTION if arguments.gpu else SECTION)
@@ -127,10 +135,13 @@ def _sample(sources: Sources, arguments: argparse.Namespace) -> list[Mutant]:
     from loragate.mutants.generation.sampling import sample
 
     try:
-        return sample(sources, arguments.sample, arguments.seed)
+        found = sample(sources, arguments.sample, arguments.seed, arguments.operator or "*")
     except ModuleNotFoundError as error:
         text = f"a sample needs the package {error.name}: pip install loragate[test]"
         raise CommandError(text, ExitCode.INFRASTRUCTURE) from error
+    if not found and arguments.operator:
+        raise ValueError(f"there is no operator like {arguments.operator!r}, for instance edge")
+    return found
 
 
 def name_of(arguments: argparse.Namespace) -> str:
@@ -139,10 +150,11 @@ def name_of(arguments: argparse.Namespace) -> str:
         name = f"edits-{arguments.edits.stem}"
     else:
         name = f"sample-{arguments.sample}-seed-{arguments.seed}"
-    if not arguments.module:
-        return name
-    letters = "".join(c if c.isalnum() else "_" for c in arguments.module)
-    return f"{name}-module-{letters}"
+    for option in ("module", "operator"):
+        if pattern := getattr(arguments, option):
+            letters = "".join(c if c.isalnum() else "_" for c in pattern)
+            name += f"-{option}-{letters}"
+    return name
 
 
 def exit_code(outcomes: Sequence[Outcome]) -> ExitCode:

@@ -7,6 +7,7 @@ cosmic-ray makes are swaps of a binary operator.
 
 from __future__ import annotations
 
+import fnmatch
 import hashlib
 import math
 import random
@@ -63,17 +64,30 @@ def _replaced(text: str, span: Span, new: str) -> str:
     return text[: span[0]] + new + text[span[1] :]
 
 
-def sample(sources: Sources, number: int, seed: int) -> list[Mutant]:
-    """`number` mutants of `sources`, or all that there are; the same for the same arguments."""
+def sample(sources: Sources, number: int, seed: int, operators: str = "*") -> list[Mutant]:
+    """`number` mutants of `sources` by the operators whose names match, or all that there are; the
+    same for the same arguments."""
     modules = [Module(path, text) for path, text in sorted(sources.items())]
-    found = {module.path: candidates(module) for module in modules}
-    subtle_number = math.ceil(number / 2)
+    found = {
+        module.path: [c for c in candidates(module) if fnmatch.fnmatchcase(c.operator, operators)]
+        for module in modules
+    }
     taken: set[tuple[str, str]] = set()
     return [
         mutant
-        for group, share in ((Group.SUBTLE, subtle_number), (Group.COARSE, number - subtle_number))
+        for group, share in _shares_of_groups(found, number).items()
         for mutant in _of_group(modules, found, group, share, seed, taken)
     ]
+
+
+def _shares_of_groups(found: Mapping[str, Sequence[Candidate]], number: int) -> dict[Group, int]:
+    """Half each, the subtle ones rounded up; all to one group where the other has no candidates."""
+    groups = {candidate.group for candidates in found.values() for candidate in candidates}
+    if Group.COARSE not in groups:
+        return {Group.SUBTLE: number}
+    if Group.SUBTLE not in groups:
+        return {Group.COARSE: number}
+    return {Group.SUBTLE: math.ceil(number / 2), Group.COARSE: number // 2}
 
 
 def _of_group(
