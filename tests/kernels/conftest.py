@@ -135,3 +135,22 @@ def fresh_dynamo() -> Iterator[None]:
     torch._dynamo.reset()
     yield
     torch._dynamo.reset()
+
+
+@pytest.fixture
+def noted_linear(recorded_streams: RecordedStreams, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What runs on which stream, the launches of a linear layer among it."""
+    from torch.nn import functional
+
+    from lorakernels.dense import linear as operator
+
+    noting = recorded_streams.noting
+
+    class Functions:
+        linear = staticmethod(noting("base", functional.linear))
+
+    monkeypatch.setattr(operator, "F", Functions)
+    monkeypatch.setattr(operator, "launch_shrink", noting("shrink", operator.launch_shrink))
+    monkeypatch.setattr(operator, "launch_expand", noting("expand", operator.launch_expand))
+    monkeypatch.setattr(operator, "launch_add", noting("add", operator.launch_add))
+    return recorded_streams.log

@@ -17,87 +17,23 @@ from loragate.core.machine import select_interpreter
 
 select_interpreter()
 
-from lorakernels.batch.metadata import BatchMetadata  # noqa: E402
 from lorakernels.dense import linear as operator  # noqa: E402
 from lorakernels.dense.forms import LinearForm, plan_form  # noqa: E402
 from lorakernels.dense.ops import DenseWorkspace  # noqa: E402
 from lorakernels.dense.plan import (  # noqa: E402
     DenseShape,
     largest_shrunk,
-    largest_stored,
-    plan_expand,
     plan_shrink,
     plan_shrunk,
-    tile_programs,
 )
-from lorakernels.dense.weights import LoRAFactors  # noqa: E402
 from lorakernels.gdn.ops import gdn_in_proj  # noqa: E402
 from lorakernels.layers.linear import LoRALinear  # noqa: E402
-from lorakernels.layers.partition import Slice  # noqa: E402
 from lorakernels.runtime.options import DUAL_STREAM  # noqa: E402
 from lorakernels.runtime.streams import fork_join  # noqa: E402
-from lorakernels.runtime.tuning import DEFAULT  # noqa: E402
 
-K, WIDTH, SLOTS, MOST = 48, 24, 2, 48
+from .linear_steps import WIDTH, K, Step  # noqa: E402
+
 CPU = torch.device("cpu")
-
-
-class Step:
-    """A layer and the state of a step."""
-
-    def __init__(
-        self, *, bias: bool = True, branches: int = 1, seed: int = 0, in_features: int = K
-    ) -> None:
-        self.seed, self.in_features = seed, in_features
-        slices = (Slice("q", 16), Slice("k", 8))
-        self.linear = LoRALinear(
-            self.randn(WIDTH, in_features),
-            self.randn(WIDTH) if bias else None,
-            slices=slices,
-            num_slots=SLOTS,
-            rank=4,
-        )
-        for slot in range(SLOTS):
-            parts = {
-                part.name: LoRAFactors(
-                    self.randn(4, in_features), self.randn(part.width, 4), 1.0 + slot
-                )
-                for part in slices
-            }
-            self.linear.load_adapter(slot, parts)
-        self.metadata = BatchMetadata(max_tokens=MOST, max_slots=SLOTS, device="cpu")
-        self.workspace = DenseWorkspace([self.linear.slots], max_tokens=MOST, branches=branches)
-
-    def randn(self, *shape: int) -> Tensor:
-        self.seed += 1
-        return torch.randn(*shape, generator=torch.Generator().manual_seed(self.seed))
-
-    def prepare(self, rows: int, *, base_only: bool = False) -> Tensor:
-        slots = torch.arange(1, rows + 1, dtype=torch.int32) % (SLOTS + 1) - 1
-        self.metadata.prepare(slots * 0 - 1 if base_only else slots)
-        return self.randn(rows, self.in_features)
-
-    def run(self, x: Tensor, form: LinearForm | None = None) -> Tensor:
-        # what an earlier step left is no part of the result
-        for buffer in self.workspace.buffers:
-            buffer.fill_(float("nan"))
-        return self.linear(x, self.metadata, self.workspace, form=form)
-
-
-@pytest.fixture
-def noted(recorded_streams: Any, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """What runs on which stream, the launches of a layer among it."""
-
-    noting = recorded_streams.noting
-
-    class Functions:
-        linear = staticmethod(noting("base", F.linear))
-
-    monkeypatch.setattr(operator, "F", Functions)
-    monkeypatch.setattr(operator, "launch_shrink", noting("shrink", operator.launch_shrink))
-    monkeypatch.setattr(operator, "launch_expand", noting("expand", operator.launch_expand))
-    monkeypatch.setattr(operator, "launch_add", noting("add", operator.launch_add))
-    return recorded_streams.log
 
 
 @pytest.mark.parametrize("rows", [1, 2, 9, 40])
@@ -115,54 +51,6 @@ def test_all_forms_that_split_k_alike_give_the_same_bits(
     assert "main waits event1" in recorded_streams.log
 
 
-@pytest.mark.parametrize("rows", [1, 9, 40])
-def test_a_stored_delta_gives_the_same_up_to_the_order_of_a_sum(
-    recorded_streams: Any, rows: int
-) -> None:
-    step = Step()
-    x = step.prepare(rows)
-    single, stored = step.run(x, LinearForm.SINGLE), step.run(x, LinearForm.STORED)
-    # the base output is added last and not first
-    torch.testing.assert_close(stored, single, rtol=1e-5, atol=1e-4)
-
-
-def test_a_stored_delta_may_have_several_blocks_of_columns_in_a_program(
-    recorded_streams: Any,
-) -> None:
-    rows, rank, width = 129, 72, 200
-    shape = DenseShape(rows, 16, (width,), rank, 2)
-    assert plan_expand(shape).group > 1
-    # values of which every sum is exact in any order and dtype
-    draw = torch.Generator().manual_seed(3)
-    x, a, b = (
-        torch.randint(-1, 2, size, generator=draw).bfloat16()
-        for size in ((rows, 16), (rank, 16), (width, rank))
-    )
-    linear = LoRALinear(
-        torch.zeros(width, 16, dtype=torch.bfloat16),
-        slices=(Slice("q", width),),
-        num_slots=1,
-        rank=rank,
-    )
-    linear.load_adapter(0, {"q": LoRAFactors(a, b, 0.25)})
-    workspace = DenseWorkspace([linear.slots], max_tokens=rows)
-    metadata = BatchMetadata(max_tokens=rows, max_slots=1, device="cpu")
-    metadata.prepare(torch.zeros(rows, dtype=torch.int32))
-    out = linear(x, metadata, workspace, form=LinearForm.STORED)
-    wanted = 0.25 * (x.float() @ a.float().T) @ b.float().T
-    assert torch.equal(out, wanted.bfloat16())
-
-
-def test_nothing_is_stored_where_all_batches_have_one_plan() -> None:
-    shape = DenseShape(1, 16, (64,), 8, 2)
-    fixed = replace(DEFAULT, dense=replace(DEFAULT.dense, planned_rows=1))
-    assert plan_form(shape, dual_stream=True) is LinearForm.STORED
-    assert largest_stored(shape, 4) == 256
-    shape = replace(shape, tuning=fixed)
-    assert plan_form(shape, dual_stream=True) is LinearForm.DUAL
-    assert largest_stored(shape, 4) == 0
-
-
 @pytest.mark.parametrize("shape", [(0,), (0, 3), (2, 0), (1, 1), (3, 4), (2, 3, 2)])
 def test_two_streams_take_inputs_of_any_dimensions(
     recorded_streams: Any, shape: tuple[int, ...]
@@ -178,11 +66,11 @@ def test_two_streams_take_inputs_of_any_dimensions(
 
 
 def test_the_shrink_runs_beside_the_base_product_and_the_expand_behind_both(
-    noted: list[str],
+    noted_linear: list[str],
 ) -> None:
     step = Step()
     step.run(step.prepare(3), LinearForm.DUAL)
-    assert noted == [
+    assert noted_linear == [
         "main records event0",
         "side1 waits event0",
         "side1 runs shrink",
@@ -193,75 +81,6 @@ def test_the_shrink_runs_beside_the_base_product_and_the_expand_behind_both(
     ]
 
 
-def test_a_stored_delta_runs_beside_the_base_product_and_is_added_behind_both(
-    noted: list[str],
-) -> None:
-    step = Step()
-    step.run(step.prepare(3), LinearForm.STORED)
-    assert noted == [
-        "main records event0",
-        "side1 waits event0",
-        "side1 runs shrink",
-        "side1 runs expand",
-        "side1 records event1",
-        "main runs base",
-        "main waits event1",
-        "main runs add",
-    ]
-
-
-@pytest.mark.parametrize("rows", [5, 40])
-def test_a_stored_delta_is_complete_where_an_adapter_has_no_ranks(
-    recorded_streams: Any, rows: int
-) -> None:
-    # of one slice, or of all: the workspace holds NaN where nothing is stored
-    step = Step()
-    own = {"k": LoRAFactors(step.randn(3, K), step.randn(8, 3), 0.5)}
-    for missing in (own, {}):
-        step.linear.load_adapter(1, missing)
-        x = step.prepare(rows)
-        stored, single = step.run(x, LinearForm.STORED), step.run(x, LinearForm.SINGLE)
-        torch.testing.assert_close(stored, single, rtol=1e-5, atol=1e-4)
-
-
-def test_a_stored_delta_reaches_tiles_beyond_the_programs_of_a_launch(
-    recorded_streams: Any,
-) -> None:
-    slots = 12
-    linear = LoRALinear(torch.zeros(16, K), slices=(Slice("q", 16),), num_slots=slots, rank=1)
-    for slot in range(slots):
-        factors = LoRAFactors(torch.ones(1, K), torch.full((16, 1), slot + 1.0), 1.0)
-        linear.load_adapter(slot, {"q": factors})
-    workspace = DenseWorkspace([linear.slots], max_tokens=slots)
-    metadata = BatchMetadata(max_tokens=slots, max_slots=slots, device="cpu")
-    metadata.prepare(torch.arange(slots, dtype=torch.int32))
-    shape = DenseShape(slots, K, (16,), 1, 4)
-    assert tile_programs(shape, capacity=slots) < slots
-    out = linear(torch.ones(slots, K), metadata, workspace, form=LinearForm.STORED)
-    assert torch.equal(out[:, 0], K * torch.arange(1.0, slots + 1))
-
-
-def test_a_delta_is_stored_up_to_the_size_that_a_workspace_holds(recorded_streams: Any) -> None:
-    # all values are used, and the shrink output comes beside them
-    width, rows = 4000, 100
-    assert width * rows == DEFAULT.dense.stored_values
-    weight = torch.zeros(width, 16)
-    linear = LoRALinear(weight, slices=(Slice("q", width),), num_slots=1, rank=1)
-    linear.load_adapter(0, {"q": LoRAFactors(torch.ones(1, 16), torch.ones(width, 1), 1.0)})
-    workspace = DenseWorkspace([linear.slots], max_tokens=2 * rows)
-    metadata = BatchMetadata(max_tokens=2 * rows, max_slots=1, device="cpu")
-    # the last row alone has an adapter, so that one tile is interpreted
-    slots = torch.full((2 * rows,), -1, dtype=torch.int32)
-    slots[rows - 1] = 0
-    metadata.prepare(slots[:rows])
-    out = linear(torch.ones(rows, 16), metadata, workspace, form=LinearForm.STORED)
-    assert bool((out[-1] == 16).all())
-    assert not out[:-1].any()
-    metadata.prepare(slots)
-    with pytest.raises(ValueError, match="workspace must hold"):
-        linear(torch.ones(2 * rows, 16), metadata, workspace, form=LinearForm.STORED)
-
-
 @pytest.mark.parametrize(
     ("form", "order"),
     [
@@ -270,39 +89,39 @@ def test_a_delta_is_stored_up_to_the_size_that_a_workspace_holds(recorded_stream
     ],
 )
 def test_a_form_of_one_stream_forks_nothing(
-    noted: list[str], form: LinearForm, order: list[str]
+    noted_linear: list[str], form: LinearForm, order: list[str]
 ) -> None:
     step = Step()
     step.run(step.prepare(3), form)
-    assert noted == [f"main runs {work}" for work in order]
+    assert noted_linear == [f"main runs {work}" for work in order]
 
 
 @pytest.mark.parametrize("form", LinearForm)
 def test_a_batch_without_adapters_is_the_base_product_alone(
-    noted: list[str], form: LinearForm
+    noted_linear: list[str], form: LinearForm
 ) -> None:
     step = Step()
     x = step.prepare(3, base_only=True)
     out = step.run(x, form)
-    assert noted == ["main runs base"]
+    assert noted_linear == ["main runs base"]
     assert torch.equal(out, F.linear(x, step.linear.weight, step.linear.bias))
     step.run(step.prepare(3), LinearForm.DUAL)
-    assert "side1 runs shrink" in noted
+    assert "side1 runs shrink" in noted_linear
 
 
 def test_a_graph_forks_even_where_its_first_batch_has_no_adapter(
-    noted: list[str], recorded_streams: Any
+    noted_linear: list[str], recorded_streams: Any
 ) -> None:
     step = Step()
     x = step.prepare(3, base_only=True)
     recorded_streams.capturing = True
     step.run(x, LinearForm.DUAL)
-    assert "side1 runs shrink" in noted
+    assert "side1 runs shrink" in noted_linear
 
 
 @pytest.mark.parametrize("form", list(LinearForm))
 def test_an_expand_is_launched_dependently_and_told_what_runs_before_it(
-    noted: list[str], form: LinearForm, monkeypatch: pytest.MonkeyPatch
+    noted_linear: list[str], form: LinearForm, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # behind its shrink it may read the base output before it waits, and behind the base product it
     # may not; the shrink is dependent where the base product comes before it on its stream. What
@@ -325,7 +144,7 @@ def test_an_expand_is_launched_dependently_and_told_what_runs_before_it(
         monkeypatch.setattr(operator, name, noting)
     monkeypatch.setattr(operator, "supports_pdl", lambda device: True)
     step.run(x, form)
-    on_main = [line for line in noted if line.startswith("main runs")]
+    on_main = [line for line in noted_linear if line.startswith("main runs")]
     if form is LinearForm.STORED:
         assert on_main == ["main runs base", "main runs add"]
         assert dependent == {"launch_shrink": False, "launch_expand": True, "launch_add": True}
@@ -486,12 +305,14 @@ def test_a_workspace_without_a_part_for_the_branch_is_refused(recorded_streams: 
         DenseWorkspace([step.linear.slots], max_tokens=2, branches=0)
 
 
-def test_a_step_that_does_not_fit_is_refused_before_the_base_product(noted: list[str]) -> None:
+def test_a_step_that_does_not_fit_is_refused_before_the_base_product(
+    noted_linear: list[str],
+) -> None:
     step = Step()
     step.prepare(3)
     with pytest.raises(ValueError, match=r"x and out must have 3 rows"):
         step.run(torch.zeros(4, K), LinearForm.DUAL)
-    assert noted == []
+    assert noted_linear == []
 
 
 @pytest.mark.parametrize("bias", [True, False])

@@ -120,10 +120,7 @@ def routes(tokens: int) -> tuple[Tensor, Tensor]:
     return ids, randn(tokens, TOP_K, seed=8).abs()
 
 
-def step_of(
-    layer: FusedMoELoRA, x: Tensor, ids: Tensor, weights: Tensor, rows: Tensor, **options: Any
-) -> Callable[[], Tensor]:
-    """As in a process of its own: no rank finds what another one has left."""
+def prepared(layer: FusedMoELoRA, rows: Tensor) -> tuple[BatchMetadata, PairMetadata]:
     batch = BatchMetadata(max_tokens=MOST, max_slots=SLOTS, device="cpu")
     batch.prepare(rows)
     pairs = PairMetadata(
@@ -134,6 +131,14 @@ def step_of(
         device="cpu",
         with_base=True,
     )
+    return batch, pairs
+
+
+def step_of(
+    layer: FusedMoELoRA, x: Tensor, ids: Tensor, weights: Tensor, rows: Tensor, **options: Any
+) -> Callable[[], Tensor]:
+    """As in a process of its own: no rank finds what another one has left."""
+    batch, pairs = prepared(layer, rows)
     scratch = MoEScratch([layer], max_tokens=MOST, top_k=TOP_K)
     for memory in scratch.tensors:
         memory.fill_(math.nan)
@@ -212,16 +217,7 @@ def test_a_workspace_without_room_for_an_exchange_is_refused_by_both_sizes() -> 
     small = MoEScratch([layer], max_tokens=MOST, top_k=TOP_K)
     # as one of a layer that is not sharded would be
     small.workspace.shrunk = small.workspace.shrunk[: len(small.workspace.shrunk) // 5]
-    batch = BatchMetadata(max_tokens=MOST, max_slots=SLOTS, device="cpu")
-    batch.prepare(torch.arange(MOST).int() % SLOTS)
-    pairs = PairMetadata(
-        max_tokens=MOST,
-        top_k=TOP_K,
-        num_experts=layer.cut.experts.size,
-        max_slots=SLOTS,
-        device="cpu",
-        with_base=True,
-    )
+    batch, pairs = prepared(layer, torch.arange(MOST).int() % SLOTS)
     with pytest.raises(ValueError, match=r"must hold \d+ values of an exchange between 2 ranks"):
         layer(x, ids, weights, batch, pairs, small)
 
