@@ -79,6 +79,15 @@ def test_sizes_decide_which_wrapper_belongs_to_which_parameter(tmp_path: Path, i
     assert modules[DOWN].a.shape[-1] == INTERMEDIATE
 
 
+def test_parameters_of_experts_are_known_whatever_their_module_is_called(tmp_path: Path) -> None:
+    holder = "model.layers.0.feed_forward.bank"
+    tensors = gate_up(f"{holder}.base_layer") | down(holder)
+    names = {"target_parameters": ["bank.gate_up_proj", "bank.down_proj"]}
+    modules = read_peft_folder(write(tmp_path, tensors, **names)).modules
+    assert modules.keys() == {f"{holder}.gate_up_proj", f"{holder}.down_proj"}
+    assert all(isinstance(factors, ExpertFactors) for factors in modules.values())
+
+
 @pytest.mark.parametrize("shared", [False, True])
 def test_stacks_may_be_stored_with_their_axis_of_experts(tmp_path: Path, shared: bool) -> None:
     ones = 1 if shared else EXPERTS

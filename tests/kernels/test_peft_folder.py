@@ -263,6 +263,16 @@ def test_a_copy_of_an_embedding_has_a_row_for_each_id(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.parametrize("factor", "AB")
+def test_a_copy_of_an_embedding_with_half_of_its_factors_is_no_copy(
+    tmp_path: Path, factor: str
+) -> None:
+    half = {name: t for name, t in of_embedding().items() if name.endswith(f"_{factor}")}
+    copy = {f"{TABLE}.base_layer.weight": torch.zeros(11, WIDTH)}
+    folder = write(tmp_path, half | copy, target_modules=["embed_tokens"])
+    refused(folder, f"{TABLE}.base_layer.weight: changed base weights are not supported")
+
+
 def test_half_of_the_factors_of_an_embedding_and_factors_of_two_kinds_are_refused(
     tmp_path: Path,
 ) -> None:
