@@ -94,6 +94,15 @@ def test_an_expanded_input_that_the_output_would_write_is_refused() -> None:
     assert not buffer.any()
 
 
+def test_single_columns_of_one_buffer_may_have_any_stride_between_columns() -> None:
+    buffer = torch.zeros(ROWS, 4)
+    x, out = buffer[:, ::3][:, :1], buffer[:, 1:2]
+    assert x.stride(1) == 3
+    assert not overlap(x, out)
+    assert not overlap(out, x)
+    assert overlap(x, buffer[:, :1])
+
+
 def test_a_single_row_has_any_stride() -> None:
     step, buffer = Step(rows=1), torch.ones(K + WIDTH)
     x = buffer.as_strided((1, K), (0, 1))

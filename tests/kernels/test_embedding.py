@@ -220,6 +220,11 @@ def test_a_batch_without_rows_or_adapters_launches_nothing(
 
     step([-1] * rows)
     assert launched == []
+    if rows == 0:
+        # as for a mapping on a GPU, of which the host knows nothing
+        monkeypatch.setattr(operator, "runs_adapters", lambda tile_rows, device: True)
+        step([])
+        assert launched == []
     step([0])
     assert launched == ["launch_lookup", "launch_expand"]
 

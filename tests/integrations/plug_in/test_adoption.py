@@ -95,6 +95,12 @@ def test_packed_factors_are_found_again_from_their_first_slice(shared: bool) -> 
 def test_factors_that_are_not_packed_are_refused() -> None:
     with pytest.raises(ValueError, match="a must be the first slice of a packed layer"):
         whole(torch.zeros(3, 1, 4, 6), torch.zeros(3, 1, 5, 4), [5, 7])
+    views_a, views_b = pack(
+        [torch.zeros(3, 1, 4, 6)] * 2, [torch.zeros(3, 1, width, 4) for width in (5, 7)]
+    )
+    # widths of the same sum, so that all strides fit
+    with pytest.raises(ValueError, match="b must be the first slice of a packed layer"):
+        whole(views_a[0], views_b[0], [4, 8])
 
 
 def sharded_experts(kit: Any) -> Any:
