@@ -192,6 +192,18 @@ def test_a_shrink_beside_the_base_product_is_not_launched_dependently(
     assert seen
 
 
+def test_the_shrink_of_a_stored_delta_is_not_launched_dependently_and_its_expand_is(
+    launched: list[tuple[str, bool]],
+) -> None:
+    stored = [launch for label, launch in launches(90) if label.startswith("stored-")]
+    assert stored
+    for launch in stored:
+        launched.clear()
+        launch()
+        # nothing says what runs before the shrink on its stream
+        assert launched[:2] == [("lora_shrink_kernel", False), ("lora_expand_kernel", True)]
+
+
 def test_nothing_is_launched_dependently_on_a_gpu_without_it(
     launched: list[tuple[str, bool]],
 ) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,6 +21,7 @@ from lorakernels.common.quantised import Quantised, quantise_rows  # noqa: E402
 from lorakernels.dense.ops import DenseWorkspace  # noqa: E402
 from lorakernels.dense.plan import DenseShape  # noqa: E402
 from lorakernels.dense.weights import LoRAFactors  # noqa: E402
+from lorakernels.gdn import products  # noqa: E402
 from lorakernels.gdn.forms import GDNForm, plan_gdn  # noqa: E402
 from lorakernels.gdn.products import BaseProduct  # noqa: E402
 from lorakernels.layers.gdn import DeltaNetHeads, GatedDeltaNetInputProjection  # noqa: E402
@@ -322,6 +324,31 @@ def test_quantised_weights_that_do_not_fit_are_refused(
 ) -> None:
     with pytest.raises(ValueError, match=message):
         GatedDeltaNetInputProjection(qkvz, ba, modules=MODULES, num_slots=1, rank=4, **options)
+
+
+@pytest.mark.parametrize(
+    ("changes", "capability", "columns", "expected"),
+    [
+        ({}, (9, 0), 32, True),
+        ({}, (10, 0), 32, True),
+        ({"is_cuda": False}, (9, 0), 32, False),
+        ({"dtype": torch.float16}, (9, 0), 32, False),
+        ({"shape": (0, 32)}, (9, 0), 32, False),
+        ({}, (8, 9), 32, False),
+        ({}, (9, 0), 24, False),
+    ],
+)
+def test_a_product_runs_in_8_bits_only_where_all_that_it_needs_is_there(
+    changes: dict[str, Any],
+    capability: tuple[int, int],
+    columns: int,
+    expected: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    given = {"is_cuda": True, "dtype": torch.bfloat16, "shape": (3, columns), "device": "cuda"}
+    x: Any = SimpleNamespace(**(given | changes))
+    assert products._runs_in_8_bits(x, torch.empty(16, columns, dtype=FP8)) is expected
 
 
 ON_A_GPU = """

@@ -228,6 +228,10 @@ def test_ids_of_another_dtype_are_refused_with_replicas_as_without() -> None:
             "ep_size must divide 3 places (got 2)",
         ),
         (
+            lambda: ExpertPlacement.of_places([0, 1, 2], 0, num_experts=3),
+            "ep_size must divide 3 places (got 0)",
+        ),
+        (
             lambda: ExpertPlacement.round_robin(2, 3),
             "experts must be at least ep_size 3 (got 2)",
         ),
