@@ -144,13 +144,10 @@ def test_five_kinds_of_nondeterminism_are_found_and_named_beside_what_is_stable(
         state.key.path.split()[0].removeprefix(f"{_MODULE}:"): state.status
         for state in states(scanned.trials, scanned.runs).values()
     }
-    assert status == {
-        **dict.fromkeys(_CAUSES, Status.FLAKY),
-        # a wrong answer is never called flaky
-        "Order": Status.WRONG,
-        # so far nothing is known of it
-        "Stable": Status.UNDECIDED,
-    }
+    # it depends on the time that the others take whether enough is known of this one
+    assert status.pop("Stable") in (Status.UNDECIDED, Status.STABLE)
+    # a wrong answer is never called flaky
+    assert status == {**dict.fromkeys(_CAUSES, Status.FLAKY), "Order": Status.WRONG}
     (order,) = [t for t in scanned.trials if t.subject.endswith("Order") and t.cause][:1]
     assert "tokens-5" in order.conditions["after"]
     page = morning(scanned.runs, scanned.trials, today=date.today())
