@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from loragate.matrix.case import Case, Site
+from loragate.matrix.case import Case
 from loragate.matrix.case_run import CaseRun
 from loragate.matrix.load import load_cases
 from loragate.matrix.selection import select_runs
@@ -89,11 +89,6 @@ def selected_runs(config: pytest.Config) -> dict[str, CaseRun]:
         )
         config.stash[_RUNS] = {run.id: run for run in ordered}
     return config.stash[_RUNS]
-
-
-def _shortness(run: CaseRun) -> tuple[bool, int]:
-    # the start of an engine alone takes longer than other cases
-    return run.case.site is not Site.ENGINE, -run.case.tokens * run.case.top_k
 
 
 def all_cases(config: pytest.Config) -> tuple[Case, ...]:
