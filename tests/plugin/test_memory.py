@@ -12,7 +12,7 @@ from filelock import FileLock
 
 from loragate.core.gpus import GpuShare, share_of_gpu
 from loragate.core.verdict import ExitCode, Verdict
-from loragate.plugin.memory import WorkerMemory
+from loragate.execution.device_memory import WorkerMemory
 
 GIB = 1 << 30
 
@@ -20,7 +20,7 @@ HOLDER = """
 import sys, time
 from filelock import FileLock
 from loragate.core.gpus import GpuShare
-from loragate.plugin.memory import WorkerMemory
+from loragate.execution.device_memory import WorkerMemory
 class Unlimited:
     total = 0
     def limit(self, size): pass

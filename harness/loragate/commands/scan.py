@@ -10,7 +10,7 @@ import subprocess
 import tempfile
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -27,14 +27,14 @@ from loragate.core.arguments import count_from
 from loragate.core.checkout import branches_and_tags, changed_files, project_root
 from loragate.core.errors import CommandError, usage_errors
 from loragate.core.gpu_health import open_health
-from loragate.core.gpus import driver_version, list_gpus, visible_gpus
-from loragate.core.host import usable_cores
+from loragate.core.gpus import driver_version
 from loragate.core.output import say
 from loragate.core.verdict import ExitCode
 from loragate.core.versions import new_run_name
 from loragate.events.model import Note, RunStarted
 from loragate.history import History, ScanRun
 from loragate.matrix.case_run import CaseRun
+from loragate.matrix.footprint import footprint_bytes
 from loragate.matrix.load import load_cases
 from loragate.matrix.problems import nearest
 from loragate.matrix.selection import Selection, select_runs
@@ -45,6 +45,7 @@ from loragate.run.gate import gpu_is_visible
 from loragate.run.opening import RunRequest
 from loragate.run.opening_process import opening_events_of_child
 from loragate.scan.clock import RunClock
+from loragate.scan.devices import Devices, devices_of
 from loragate.scan.figures import SECTION, figures_of
 from loragate.scan.processes import Processes
 from loragate.scan.scan import Scan, Setup
@@ -53,8 +54,6 @@ from loragate.scan.waves import Spent, Surroundings, Waves
 
 _UNITS = {"s": 1, "m": 60, "h": 3600}
 _BUDGET = re.compile(r"([0-9]{1,6})([smh])")
-# beside the processes of the trials each GPU has work of its own to do
-_PER_GPU = 2
 _MOST_WORKERS = 256
 
 
@@ -74,7 +73,8 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "--workers",
         type=count_from(1, _MOST_WORKERS),
         metavar="N",
-        help="processes that run beside each other (default: one per core, 2 per GPU)",
+        help="processes that run beside each other on the CPU, or on each GPU (default: one per "
+        "core; on GPUs as many as fit, at most 8 on each)",
     )
     add_case_options(parser)
     add_matrix_option(parser)
@@ -100,7 +100,8 @@ def run(arguments: argparse.Namespace) -> ExitCode:
         with open_named(arguments.history, is_made=True) as history:
             changed = None if files is None else cases_changed(runs, history, files)
             clock = _clock(history)
-            setup = _setup(arguments, runs, plan, changed, clock.started, has_gpu=has_gpu)
+            devices = _devices(runs, has_gpu=has_gpu)
+            setup = _setup(arguments, runs, plan, changed, clock.started, devices)
             # planning is a part of the time that was given
             setup = replace(setup, budget_s=setup.budget_s - (time.monotonic() - begin))
             say(f"scan of {len(runs)} cases for {arguments.budget:g} s, history {history.name}")
@@ -114,6 +115,7 @@ def run(arguments: argparse.Namespace) -> ExitCode:
                     health=open_health(has_gpu=has_gpu),
                     folder=folder,
                     clock=clock,
+                    shares=devices.shares(setup.place.workers),
                 )
                 spent = _scan(setup, around)
             finally:
@@ -199,11 +201,8 @@ def _setup(
     plan: RunStarted,
     changed: frozenset[str] | None,
     started: float,
-    *,
-    has_gpu: bool,
+    devices: Devices,
 ) -> Setup:
-    gpus = visible_gpus(os.environ, list_gpus(os.environ)) if has_gpu else ()
-    workers = arguments.workers or (_PER_GPU if has_gpu else usable_cores())
     return Setup(
         run=ScanRun(
             uid=uuid.uuid4().hex,
@@ -212,15 +211,20 @@ def _setup(
             commit=plan.commit,
             tree=plan.tree.value,
             budget_s=arguments.budget,
-            environment=_environment(plan, gpus),
+            environment=_environment(plan, devices.gpus),
         ),
         cases=tuple(sorted(runs)),
-        place=Place(gpus=gpus, workers=workers),
+        place=Place(gpus=devices.gpus, workers=arguments.workers or devices.workers()),
         budget_s=arguments.budget,
         # another order and other combinations every time
         seed=int(started),
         changed=changed,
     )
+
+
+def _devices(runs: Mapping[str, CaseRun], *, has_gpu: bool) -> Devices:
+    largest = max(footprint_bytes(run.case) for run in runs.values())
+    return devices_of(os.environ, largest) if has_gpu else Devices()
 
 
 def _clock(history: History) -> RunClock:

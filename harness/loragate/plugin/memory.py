@@ -1,23 +1,17 @@
-"""Device memory of a worker: its own share and, for a large case, the one reserve of its GPU.
-
-Invariant: workers together never ask a GPU for more than was free when they started, however a
-worker ends. A case that has to wait for memory does so before its deadline starts.
-"""
+"""Device memory of a worker, which waits for the reserve of its GPU before a large case begins."""
 
 from __future__ import annotations
 
-import gc
 import os
-from collections.abc import Generator, Iterator
-from contextlib import contextmanager
+from collections.abc import Generator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from filelock import FileLock
 
 from loragate.core.files import lock_of
-from loragate.core.gpus import GpuShare, share_of_gpu
+from loragate.core.gpus import share_of_gpu
+from loragate.execution.device_memory import TorchAllocator, WorkerMemory
 from loragate.matrix.footprint import footprint_bytes
 from loragate.plugin.collection import case_run_of
 from loragate.plugin.options import SETTINGS, Role
@@ -27,47 +21,6 @@ from loragate.plugin.options import SETTINGS, Role
 WORKER_INPUT_SHARING = "loragate_gpu_sharing"
 WORKER_INPUT_FREE = "loragate_gpu_free"
 WORKER_INPUT_LARGEST = "loragate_largest_case"
-
-
-class TorchAllocator:
-    def __init__(self) -> None:
-        import torch
-
-        self._cuda = torch.cuda
-        self.total = torch.cuda.get_device_properties(0).total_memory
-
-    def limit(self, size: int) -> None:
-        """Allow the process `size` bytes of `total`."""
-        self._cuda.set_per_process_memory_fraction(min(1.0, size / self.total))
-
-    def trim(self) -> None:
-        """Release cached memory, also where reference cycles of a failed case keep tensors."""
-        gc.collect()
-        self._cuda.empty_cache()
-
-
-class WorkerMemory:
-    """Limits the allocator of a worker to its own share, and to more while a large case runs."""
-
-    def __init__(self, share: GpuShare, lock: FileLock, allocator: TorchAllocator) -> None:
-        self._share, self._lock, self._allocator = share, lock, allocator
-        allocator.limit(share.own_bytes)
-
-    @contextmanager
-    def reserve(self, case_bytes: int) -> Iterator[None]:
-        """Within, a case of that size may be allocated; waits for the memory if necessary."""
-        if case_bytes <= self._share.own_bytes:
-            yield
-            return
-        # the system releases the lock of a process that dies
-        with self._lock:
-            # if the estimate exceeds all the memory, the case gets all of it
-            self._allocator.limit(self._share.own_bytes + self._share.reserve_bytes)
-            try:
-                yield
-            finally:
-                self._allocator.trim()
-                self._allocator.limit(self._share.own_bytes)
 
 
 MEMORY = pytest.StashKey[WorkerMemory]()

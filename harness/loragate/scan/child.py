@@ -11,12 +11,16 @@ import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from typing import IO, Any
+from pathlib import Path
+from typing import IO, Any, TypeAlias
 from unittest.mock import patch
 
 from loragate.core.deadline import deadline, open_crash_file
+from loragate.core.files import lock_of
 from loragate.core.verdict import Failure, Judgement, Verdict
+from loragate.execution.device_memory import TorchAllocator, WorkerMemory
 from loragate.history.model import Outcome
+from loragate.matrix.footprint import footprint_bytes
 from loragate.nightly.conditions import Cache, Clock, Conditions, Memory, Schedule
 from loragate.nightly.plan import Measure
 from loragate.scan.messages import Began, Measured, Order, Step, packed
@@ -30,6 +34,7 @@ _CLOCKS = ("time", "monotonic", "perf_counter")
 _now = time.monotonic
 # kinds of failure that say that bits changed, and not that they are wrong
 _DIFFERENT = (Failure.NONDETERMINISTIC, Failure.SCHEDULE_DEPENDENT)
+_Reserve: TypeAlias = Callable[[int], AbstractContextManager[None]]
 
 
 def prepare_environment(conditions: Conditions, order: Order) -> None:
@@ -50,15 +55,25 @@ def run_order(order: Order) -> None:
     with order.answers.open("wb", buffering=0) as answers:
         order.ready(order.number).touch()
         _wait(lambda: all(order.ready(k).exists() for k in range(order.peers)))
+        reserve = _reserve(order)
         for index, step in enumerate(order.steps):
             if order.stop.exists():
                 break
-            answers.write(packed(Began(index=index)))
-            if not _tell(answers, order, index, step, stacks):
-                # nothing that this process does from here on would say anything
-                return
+            with reserve(footprint_bytes(step.run.case)):
+                answers.write(packed(Began(index=index)))
+                if not _tell(answers, order, index, step, stacks):
+                    # nothing that this process does from here on would say anything
+                    return
         order.through(order.number).touch()
-        _keep_company(order, stacks)
+        _keep_company(order, stacks, reserve)
+
+
+def _reserve(order: Order) -> _Reserve:
+    """Takes the bytes of a case and waits for that memory, as workers of the gate do."""
+    if order.share is None:
+        return lambda size: nullcontext()
+    lock = lock_of(Path(order.run, order.conditions.gpu))
+    return WorkerMemory(order.share, lock, TorchAllocator()).reserve
 
 
 def _tell(answers: IO[bytes], order: Order, index: int, step: Step, stacks: IO[bytes]) -> bool:
@@ -69,13 +84,16 @@ def _tell(answers: IO[bytes], order: Order, index: int, step: Step, stacks: IO[b
     return measured.failure != Failure.CUDA_STICKY
 
 
-def _keep_company(order: Order, stacks: IO[bytes]) -> None:
+def _keep_company(order: Order, stacks: IO[bytes], reserve: _Reserve) -> None:
     """Go on as a neighbour of those that are not through; nobody is told of these trials."""
     while True:
         for step in order.steps:
             if all(order.through(k).exists() for k in range(order.peers)):
                 return
-            with deadline(step.run.case.timeout_s, stacks):
+            with (
+                reserve(footprint_bytes(step.run.case)),
+                deadline(step.run.case.timeout_s, stacks),
+            ):
                 measure(step, order.conditions, 0)
 
 

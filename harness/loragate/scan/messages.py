@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeAlias
 
+from loragate.core.gpus import GpuShare
 from loragate.history.model import Outcome
 from loragate.matrix.case_run import CaseRun
 from loragate.nightly.conditions import Conditions
@@ -29,7 +30,8 @@ class Step:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Order:
     """The trials of one process, in `folder`; it runs them again until `peers` processes of the
-    same wave, of which it is number `number`, are through as well."""
+    same wave, of which it is number `number`, are through as well. share: its memory of a GPU that
+    the workers of the scan `run` share."""
 
     steps: tuple[Step, ...]
     conditions: Conditions
@@ -37,6 +39,8 @@ class Order:
     wave: Path
     number: int
     peers: int
+    run: str = ""
+    share: GpuShare | None = None
 
     @property
     def answers(self) -> Path:

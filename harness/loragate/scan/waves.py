@@ -11,6 +11,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory, mkdtemp
 
 from loragate.core.gpu_health import HealthReader
+from loragate.core.gpus import GpuShare
 from loragate.history import History, PathFiles, Purpose, TrialRecord
 from loragate.matrix.case_run import CaseRun
 from loragate.nightly.conditions import Conditions
@@ -33,7 +34,8 @@ class Shown:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Surroundings:
-    """What the trials of one run of a scan have in common. runs: a run of each case by its id."""
+    """What the trials of one run of a scan have in common. runs: a run of each case by its id.
+    shares: the memory of a worker by the handle of its GPU, where several workers have the same."""
 
     run: str
     runs: Mapping[str, CaseRun]
@@ -42,6 +44,7 @@ class Surroundings:
     health: HealthReader
     folder: Path
     clock: Callable[[], float] = time.time
+    shares: Mapping[str, GpuShare] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
@@ -145,15 +148,7 @@ class Waves:
             if worker.running is None and worker.waiting:
                 conditions, wanted = worker.waiting.popleft()
                 folder = Path(mkdtemp(dir=self._around.folder))
-                order = Order(
-                    steps=tuple(self._step(each) for each in wanted),
-                    conditions=conditions,
-                    folder=folder,
-                    wave=folder,
-                    number=0,
-                    peers=1,
-                )
-                worker.running = self._start(order)
+                worker.running = self._start(self._order(conditions, wanted, folder, folder))
 
     def _hear_workers(self, until: float) -> None:
         for each, ended in self._hear(self._busy(), until):
@@ -214,18 +209,24 @@ class Waves:
         for number, (conditions, wanted) in enumerate(wave.processes):
             own = folder / str(number)
             own.mkdir()
-            steps = tuple(self._step(each) for each in wanted)
-            orders.append(
-                Order(
-                    steps=steps,
-                    conditions=conditions,
-                    folder=own,
-                    wave=folder,
-                    number=number,
-                    peers=len(wave.processes),
-                )
-            )
+            order = self._order(conditions, wanted, own, folder)
+            orders.append(replace(order, number=number, peers=len(wave.processes)))
         return orders
+
+    def _order(
+        self, conditions: Conditions, wanted: Sequence[Wanted], folder: Path, wave: Path
+    ) -> Order:
+        """Of a process that has no peers."""
+        return Order(
+            steps=tuple(self._step(each) for each in wanted),
+            conditions=conditions,
+            folder=folder,
+            wave=wave,
+            number=0,
+            peers=1,
+            run=self._around.run,
+            share=self._around.shares.get(conditions.gpu),
+        )
 
     def _step(self, wanted: Wanted) -> Step:
         run = replace(self._around.runs[wanted.case], draw=wanted.draw)
