@@ -208,10 +208,28 @@ def _of_factors(case: _Constant, try_cell: Try, most: int | None = None) -> Diag
         changed = case.changed(found)
         if changed:
             text = f"it changes in {changed} of {len(found)} trials while {what}"
+            if cause is not Cause.MEMORY and _ends_with_zeros(case, conditions, found, try_cell):
+                cause, text = Cause.MEMORY, f"{text}, and never if fresh memory holds zeros"
             return Diagnosis(
                 cause=cause, explanation=text, cell=cell, changed=changed, tried=len(found)
             )
     return _unknown(tried)
+
+
+def _ends_with_zeros(
+    case: _Constant, conditions: Conditions, found: Sequence[str], try_cell: Try
+) -> bool:
+    """Whether the result is constant under these conditions once fresh memory holds zeros. What
+    fresh memory holds by chance depends on everything that a process does, and on others."""
+    enough = _trials_to_be_sure(case.changed(found) / len(found))
+    held = Cell(conditions=replace(conditions, memory=Memory.ZEROS))
+    shown: list[str] = []
+    while len(shown) < enough:
+        more = try_cell(held, _EACH)
+        if not more or case.changed(more):
+            return False
+        shown += more
+    return True
 
 
 def _factors(case: _Constant) -> Sequence[tuple[Cause, Conditions, str]]:
