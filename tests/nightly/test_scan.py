@@ -96,7 +96,7 @@ def _started(
         folder=folder,
     )
     setup = Setup(run=run, cases=tuple(runs), place=place, budget_s=1e6, seed=seed)
-    return Scan(setup, Waves(around), history, lambda text: None)
+    return Scan(setup, Waves(around), history, print)
 
 
 def _scan(
