@@ -79,12 +79,50 @@ def test_a_quiet_night_is_quiet(nights: _Nights) -> None:
 
 def test_a_case_that_was_never_judged_is_no_quiet_night(nights: _Nights) -> None:
     nights.add(120)
-    nights.add(1, case="broken", path="q", outcome=Outcome.INFRA, digest="")
-    page = nights.page(cases=["some.dense_delta.dtype-bf16", "broken", "absent"])
+    nights.add(1, measure="judged", digest="")
+    nights.add(1, case="broken", path="q", measure="judged", outcome=Outcome.INFRA, digest="")
+    nights.add(1, case="compared")
+    page = nights.page(cases=["some.dense_delta.dtype-bf16", "broken", "absent", "compared"])
     assert page.exit_code is ExitCode.INCOMPLETE
-    assert page.never == ("absent", "broken")
+    # bits that are the same twice may be wrong twice
+    assert page.never == ("absent", "broken", "compared")
     assert page.infra == 1
     assert morning([], [], today=_TODAY).exit_code is ExitCode.INCOMPLETE
+
+
+@pytest.mark.parametrize("failure", ["hang", "crash", "wrong_answer"])
+def test_what_was_wrong_once_and_is_not_explained_makes_no_quiet_night(
+    nights: _Nights, failure: str
+) -> None:
+    nights.add(120)
+    nights.add(1, outcome=Outcome.WRONG, failure=failure, digest="", message="it did not end")
+    page = nights.page()
+    assert page.exit_code is ExitCode.INCOMPLETE
+    assert "1 path with something that is not explained yet" in render_terminal(page, Colour.OFF)
+    assert "Quiet" not in render_terminal(page, Colour.OFF)
+
+
+@pytest.mark.parametrize(
+    ("seen", "code"),
+    [
+        ({"outcome": Outcome.DIFFERENT}, ExitCode.OK),
+        ({"outcome": Outcome.WRONG, "failure": "hang", "digest": ""}, ExitCode.INCOMPLETE),
+    ],
+)
+def test_what_is_not_explained_wakes_nobody_in_quarantine_unless_it_is_wrong(
+    nights: _Nights, seen: dict[str, Any], code: ExitCode
+) -> None:
+    nights.add(120)
+    nights.add(1, **seen)
+    entry = Quarantined(
+        case="some.dense_delta.dtype-bf16",
+        reason="r",
+        owner="o",
+        since=_TODAY,
+        clean_runs=5,
+    )
+    assert nights.page((entry,)).exit_code is code
+    assert nights.page().exit_code is ExitCode.INCOMPLETE
 
 
 def test_a_night_that_judged_nothing_is_no_quiet_night_whatever_earlier_ones_found(

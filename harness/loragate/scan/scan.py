@@ -30,7 +30,8 @@ _REMEMBERED_S = 60 * 86400.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setup:
-    """changed: the cases that a revision may have changed; None: it was not asked."""
+    """changed: the cases that a revision may have changed; None: it was not asked. only_judged:
+    cases whose bits cannot be compared."""
 
     run: ScanRun
     cases: tuple[str, ...]
@@ -38,6 +39,7 @@ class Setup:
     budget_s: float
     seed: int
     changed: frozenset[str] | None = None
+    only_judged: frozenset[str] = frozenset()
 
 
 class Scan:
@@ -108,6 +110,7 @@ class Scan:
             changed=self._setup.changed,
             undecided=undecided,
             traced=self._waves.paths.keys(),
+            only_judged=self._setup.only_judged,
         )
 
     def _wave(self, wave: Wave) -> list[Shown]:

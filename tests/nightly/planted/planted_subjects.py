@@ -129,8 +129,9 @@ class Timed(_Subject):
     class instance(_Planted):
         def is_odd(self) -> bool:
             begin = time.perf_counter()
-            torch.ones(64).sum()
-            return time.perf_counter() > begin
+            for _ in range(100):
+                torch.ones(64).sum()
+            return time.perf_counter() - begin > 1e-4
 
 
 class Waiting(_Subject):

@@ -28,6 +28,8 @@ def meaning(page: Morning) -> str:
         bad = [f for f in page.findings if f.state.status in (Status.WRONG, Status.FLAKY)]
         are = "is not as it" if len(bad) == 1 else "are not as they"
         return f"{counted(len(bad), 'path')} {are} should be; {counted(new, 'new finding')}"
+    if page.unexplained:
+        return f"{counted(len(page.unexplained), 'path')} with something that is not explained yet"
     if page.idle:
         return f"the last run judged nothing on {', '.join(page.idle)}"
     if page.never:
