@@ -73,7 +73,7 @@ class Suspect:
 class Diagnosis:
     """cell: where the result changed, or where a changing one became constant. polluter: the trial
     that has to run before. changed of tried: trials of that cell, or with nothing varied. is_cut:
-    there was no time to find the cause."""
+    there was no time to find the cause. is_held: in the cell a changing result became constant."""
 
     cause: Cause
     explanation: str
@@ -82,6 +82,7 @@ class Diagnosis:
     changed: int = 0
     tried: int = 0
     is_cut: bool = False
+    is_held: bool = False
 
 
 class TimeSpentError(Exception):
@@ -145,7 +146,12 @@ def _of_changing(suspect: Suspect, alone: Sequence[str], try_cell: Try) -> Diagn
         if len(found) >= enough and len(set(found)) == 1:
             text = f"{seen}, and in none of {len(found)} while {what}"
             return Diagnosis(
-                cause=cause, explanation=text, cell=cell, changed=changed, tried=len(alone)
+                cause=cause,
+                explanation=text,
+                cell=cell,
+                changed=changed,
+                tried=len(alone),
+                is_held=True,
             )
     return Diagnosis(
         cause=Cause.RUN_TO_RUN,

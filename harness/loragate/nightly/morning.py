@@ -16,6 +16,7 @@ from loragate.nightly.environment import Change, changes
 from loragate.nightly.origin import Origin, origin
 from loragate.nightly.plan import Measure
 from loragate.nightly.quarantine import Held, Quarantined, held
+from loragate.nightly.replays import replay_of_trial
 from loragate.nightly.states import GroupKey, GroupState, Status, group_key, states
 
 _DAY_S = 86400.0
@@ -28,7 +29,8 @@ class Finding:
     """A path that is wrong, flaky, or undecided with something seen.
 
     is_new: it was first seen in the last run of its machine. is_held: all cases in which it shows
-    are in quarantine. cause and explanation: "" where it was not diagnosed.
+    are in quarantine. cause and explanation: "" where it was not diagnosed. replay: the command
+    that shows it again.
     """
 
     state: GroupState
@@ -38,6 +40,7 @@ class Finding:
     cause: str
     explanation: str
     example: TrialRecord
+    replay: str
     cases: tuple[str, ...]
 
 
@@ -177,6 +180,7 @@ def _finding(
         cause=diagnosis.cause if diagnosis else "",
         explanation=diagnosis.message if diagnosis else example.message,
         example=example,
+        replay=diagnosis.replay if diagnosis else replay_of_trial(example),
         cases=cases,
     )
 

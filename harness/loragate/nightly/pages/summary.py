@@ -64,7 +64,7 @@ def _finding(finding: Finding) -> Iterator[str]:
     for text in (headline(finding.explanation), wording.since(finding)):
         if text:
             yield f"  - {code(text)}"
-    yield f"  - replay {code(finding.example.replay)}"
+    yield f"  - replay {code(finding.replay)}"
 
 
 def _table(title: str, columns: tuple[str, ...], rows: list[tuple[str, ...]]) -> Iterator[str]:

@@ -84,7 +84,7 @@ def _finding(finding: Finding, colour: Colour) -> Iterator[str]:
     for text in (headline(finding.explanation), one_line(wording.since(finding))):
         if text:
             yield f"  {text}"
-    yield f"  {one_line(finding.example.replay)}"
+    yield f"  {one_line(finding.replay)}"
 
 
 def _path(path: str) -> str:
