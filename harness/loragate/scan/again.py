@@ -27,7 +27,6 @@ from loragate.scan.waves import Shown, Surroundings, Waves, alone
 
 # of a digest: enough to tell those of a replay apart
 _DIGITS = 12
-_BAD = (Outcome.DIFFERENT, Outcome.WRONG)
 _EXIT_CODES = {
     Outcome.INFRA: ExitCode.INFRASTRUCTURE,
     Outcome.UNKNOWN: ExitCode.INCOMPLETE,
@@ -91,6 +90,7 @@ class _Again:
         waves.paths |= {wanted.case: ("", "") for wanted in asked.before}
         self._signatures: set[str] = set()
         self._trials = 0
+        self._is_promised = True
 
     def run(self) -> ExitCode:
         asked = self._asked
@@ -102,7 +102,10 @@ class _Again:
         for number in range(1, asked.times + 1):
             if self._shows(f"trial {number}", [*asked.before, asked.wanted], asked.conditions):
                 return self._changed()
-        say(f"the same in {counted(self._trials, 'trial')}")
+        what = (
+            "the same" if self._is_promised else "no equal bits are promised, and nothing is wrong"
+        )
+        say(f"{what} in {counted(self._trials, 'trial')}")
         return ExitCode.OK
 
     def _shows(self, name: str, steps: Sequence[Wanted], conditions: Conditions) -> bool:
@@ -118,8 +121,10 @@ class _Again:
             raise CommandError(f"{name}: what ran before ended the process", ExitCode.INCOMPLETE)
         for number, each in enumerate(sorted(shown, key=lambda each: each.record.process), 1):
             self._tell(name if len(shown) == 1 else f"{name}, process {number}", each)
-        is_bad = any(each.measured.outcome in _BAD for each in shown)
-        return is_bad or len(self._signatures) > 1
+        if any(each.measured.outcome is Outcome.WRONG for each in shown):
+            return True
+        is_different = any(each.measured.outcome is Outcome.DIFFERENT for each in shown)
+        return self._is_promised and (is_different or len(self._signatures) > 1)
 
     def _tell(self, name: str, each: Shown) -> None:
         measured = each.measured
@@ -127,6 +132,7 @@ class _Again:
             message = f"{name}: {headline(measured.message) or measured.outcome}"
             raise CommandError(message, _EXIT_CODES[measured.outcome])
         self._trials += 1
+        self._is_promised &= measured.promised
         self._signatures.update(signatures_of(measured))
         digests = dict.fromkeys(digest[:_DIGITS] for digest in measured.digests)
         words = [measured.outcome.value, measured.failure, *digests]
