@@ -154,6 +154,21 @@ def test_a_flake_has_its_rate_its_bound_and_a_command(nights: _Nights) -> None:
         assert "the second run has other bits" in text
 
 
+def test_a_finding_shows_how_its_gpu_was_in_the_odd_trial(nights: _Nights) -> None:
+    nights.add(40, health={"sm_clock_mhz": 1980.0})
+    quiet = nights.page()
+    nights.add(1, **_DIFFERENT, health={"sm_clock_mhz": 345.0, "last_xid": 79.0})
+    for text, before in zip(_pages(nights.page()), _pages(quiet), strict=True):
+        assert "GPU at that time: sm_clock_mhz 345, last_xid 79" in text
+        assert "at that time" not in before
+
+
+def test_a_finding_without_readings_of_its_gpu_says_nothing_of_it(nights: _Nights) -> None:
+    nights.add(40)
+    nights.add(1, **_DIFFERENT)
+    assert all("at that time" not in text for text in _pages(nights.page()))
+
+
 def _pages(page: Morning) -> Iterator[str]:
     yield render_terminal(page, Colour.OFF)
     yield render_markdown(page)
@@ -286,7 +301,7 @@ def test_names_of_a_run_are_text_on_every_page(nights: _Nights) -> None:
     assert "<script>\x1b" not in render_html(page)
     assert "&lt;script&gt;" in render_html(page)
     assert "\x1b" not in render_terminal(page, Colour.OFF)
-    assert "`` a`b|c ``" in render_markdown(page)
+    assert "replay `` a`b|c " in render_markdown(page)
 
 
 _BROWSERS = ("chromium", "chromium-headless-shell", "google-chrome", "chrome", "chromium-browser")

@@ -61,6 +61,13 @@ def since(finding: Finding) -> str:
     return finding.origin.text() if finding.origin else ""
 
 
+def health(finding: Finding) -> str:
+    """The state of the GPU in the trial that was odd; "" where none was read."""
+    numbers = (f"{name} {value:g}" for name, value in finding.example.health.items())
+    text = ", ".join(numbers)
+    return f"GPU at that time: {text}" if text else ""
+
+
 def bits(state: GroupState) -> str:
     """The bits of a path in a few words."""
     if not state.bits and not state.scopes:
