@@ -16,6 +16,8 @@ import pytest
 from loragate.cli import main
 from loragate.core.verdict import ExitCode
 from loragate.history import Outcome, Purpose, ScanRun, TrialRecord
+from loragate.matrix.ids import run_id
+from loragate.matrix.load import load_cases
 from loragate.nightly.conditions import PLAIN, Cause, Clock, Conditions, Memory
 from loragate.nightly.diagnosis import Cell, Diagnosis, Sighting, Suspect, diagnose
 from loragate.nightly.morning import morning
@@ -193,6 +195,15 @@ def test_what_cannot_be_varied_is_refused(
     assert (code, message in said) == (ExitCode.USAGE, True), said
 
 
+def test_a_whole_model_has_no_bits_to_replay(
+    shell: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cases = load_cases((_ROOT / "cases" / "engine.yaml",))
+    (name, *_) = (run_id("transformers", case) for case in cases)
+    assert main(["replay", name, "--measure=bits"]) == ExitCode.USAGE
+    assert "is judged by its oracles alone: use --measure judged" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("changed", "tried", "times"), [(8, 8, 2), (1, 2, 7), (2, 12, 26), (1, 16, 72)]
 )
@@ -229,6 +240,10 @@ _SEEN = "loragate replay some"
         (
             _diagnosed(Cause.ORDER, PLAIN, "a#0 (bits)", "b#2 (bits)"),
             " --after 'a#0' --after 'b#2'",
+        ),
+        (
+            _diagnosed(Cause.COMBINATION, Conditions(clock=Clock.FAST, neighbours=1), "a#0 (bits)"),
+            " --clock fast --neighbours 1 --after 'a#0'",
         ),
     ],
 )

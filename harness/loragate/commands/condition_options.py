@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from enum import StrEnum
 from pathlib import Path
 from types import MappingProxyType
 
 from loragate.core.arguments import count_from
-from loragate.matrix.case import Case
+from loragate.matrix.case import Case, Site
 from loragate.matrix.case_run import CaseRun
 from loragate.matrix.problems import nearest
 from loragate.matrix.selection import select_one
@@ -70,7 +70,8 @@ def add_condition_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--measure",
         choices=measures,
-        help=f"bits of the same inputs, or all oracles (default: {Measure.BITS})",
+        help=f"bits of the same inputs, or all oracles (default: {Measure.BITS}; of a whole model "
+        f"{Measure.JUDGED})",
     )
     group.add_argument(
         "--times",
@@ -113,8 +114,13 @@ def runs_before(
     return [select_one(text, cases, subjects=SUBJECTS, matrix=matrix) for text in named]
 
 
-def measure_from(arguments: argparse.Namespace) -> Measure:
-    return Measure(arguments.measure or Measure.BITS)
+def measure_from(arguments: argparse.Namespace, runs: Iterable[CaseRun]) -> Measure:
+    """Raises ValueError for bits of a case that has none."""
+    engine = next((run for run in runs if run.case.site is Site.ENGINE), None)
+    if engine is not None and arguments.measure == Measure.BITS:
+        allowed = f"--measure {Measure.JUDGED}"
+        raise ValueError(f"{engine.run_id} is judged by its oracles alone: use {allowed}")
+    return Measure(arguments.measure or (Measure.JUDGED if engine else Measure.BITS))
 
 
 def times_from(arguments: argparse.Namespace) -> int:

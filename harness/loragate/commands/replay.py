@@ -113,7 +113,7 @@ def _replay_as_scan(arguments: argparse.Namespace, given: str) -> ExitCode:
         runs = [first, *before]
         devices = _devices(runs)
         conditions = conditions_from(arguments, devices.gpus)
-    measure = measure_from(arguments)
+        measure = measure_from(arguments, runs)
     asked = Asked(
         wanted=_wanted(first, measure),
         conditions=conditions,
