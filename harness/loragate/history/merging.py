@@ -1,4 +1,5 @@
-"""What one file of SQLite takes over from another one that is attached as `other`."""
+"""What one file of SQLite takes over from another one that is attached as `other`, and whether its
+trials can be read."""
 
 from __future__ import annotations
 
@@ -15,16 +16,16 @@ _CHOICES: Mapping[str, type[StrEnum]] = MappingProxyType({"outcome": Outcome, "p
 _OBJECTS = ("conditions", "health")
 
 
-def check_attached(connection: Connection, name: str) -> None:
+def check_trials(connection: Connection, database: str, name: str) -> None:
     """A trial that cannot be read would make the history that takes it one that cannot be read.
-    Raises HistoryError, which names the first one; `name` is what it calls the other history."""
+    Raises HistoryError, which names the first one; `name` is what it calls the history."""
     wrong = [
         f"{field} NOT IN ({', '.join(repr(choice.value) for choice in choices)})"
         for field, choices in _CHOICES.items()
     ]
     wrong += [f"NOT (json_valid({field}) AND json_type({field}) = 'object')" for field in _OBJECTS]
     wrong.append("typeof(at) NOT IN ('real', 'integer')")
-    query = f"SELECT run, number FROM other.trials WHERE {' OR '.join(wrong)} LIMIT 1"
+    query = f"SELECT run, number FROM {database}.trials WHERE {' OR '.join(wrong)} LIMIT 1"
     found = connection.exec_driver_sql(query).first()
     # of reading
     connection.rollback()
