@@ -33,16 +33,19 @@ def check_trials(connection: Connection, database: str, name: str) -> None:
         raise HistoryError(f"{name}: trials with run {found[0]}, number {found[1]}: is no record")
 
 
-def copy_attached(connection: Connection) -> None:
-    """Add all records; what is known stays, but for the end of a run."""
+def copy_attached(connection: Connection) -> int:
+    """Add all records; what is known stays, but for the end of a run. Returns how many trials were
+    new: to count all of them before and after would take a fifth of the time."""
+    new = 0
     for table in (RUNS, PATHS, TRIALS):
         names = ", ".join(f'"{column.name}"' for column in table.columns)
-        connection.exec_driver_sql(
+        new = connection.exec_driver_sql(
             f"INSERT OR IGNORE INTO main.{table.name} ({names}) "
             f"SELECT {names} FROM other.{table.name}"
-        )
+        ).rowcount
     connection.exec_driver_sql(
         "UPDATE main.scan_runs SET finished_at = (SELECT o.finished_at "
         "FROM other.scan_runs o WHERE o.uid = scan_runs.uid) "
         "WHERE finished_at IS NULL"
     )
+    return new

@@ -208,7 +208,6 @@ class History:
 
     def _merge_file(self, other: str, name: str) -> int:
         """As `merge`, within SQLite: five times as fast as through this process."""
-        before = self.count()
         with self._reading() as connection:
             connection.exec_driver_sql("ATTACH DATABASE ? AS other", (other,))
             # SQLite has no transaction yet, SQLAlchemy thinks that it has
@@ -216,10 +215,9 @@ class History:
             try:
                 check_trials(connection, "other", name)
                 with self._writing_by(connection):
-                    copy_attached(connection)
+                    return copy_attached(connection)
             finally:
                 connection.exec_driver_sql("DETACH DATABASE other")
-        return self.count() - before
 
     def prune(self, *, before: float) -> int:
         """Remove older trials that were right, and the runs that are left without trials. Returns
