@@ -8,6 +8,7 @@ import signal
 import sqlite3
 import time
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from random import Random
 
@@ -17,6 +18,7 @@ from sqlalchemy import text
 from loragate.cli import main
 from loragate.core.verdict import ExitCode
 from loragate.history import (
+    History,
     HistoryError,
     Outcome,
     PathFiles,
@@ -25,7 +27,9 @@ from loragate.history import (
     open_history,
     tables,
 )
+from loragate.history.fields import checked
 from loragate.history.lines import export_lines, import_lines
+from loragate.history.model import glance_at
 
 NewRun = Callable[..., ScanRun]
 NewTrial = Callable[..., TrialRecord]
@@ -280,6 +284,61 @@ def test_a_team_keeps_its_history_in_postgresql(
     # the tables are there now
     with open_history(postgresql_url) as shared:
         assert shared.count() == 1
+
+
+_ANYTHING = {
+    "message": "bad \ud800 \0 text",
+    "case": "a\0b",
+    "conditions": {"after": "\ud800", "\0": "x"},
+}
+
+
+def _check_that_anything_is_kept(history: History, add: NewTrial) -> None:
+    history.add(add(7, "anything", **_ANYTHING))
+    history.add_path(PathFiles(path_key="anything", files=("a\ud800.py",)))
+    (kept,) = [trial for trial in history.trials() if trial.run == "anything"]
+    assert kept.message == r"bad \ud800 \0 text"
+    assert kept.case == r"a\0b"
+    assert kept.conditions == {"after": r"\ud800", r"\0": "x"}
+    assert [p.files for p in history.paths() if p.path_key == "anything"] == [(r"a\ud800.py",)]
+    # nothing in it is refused elsewhere
+    checked(TrialRecord, asdict(kept))
+
+
+def test_a_text_that_no_database_takes_is_written_out(
+    tmp_path: Path, scan_run: NewRun, trial: NewTrial
+) -> None:
+    with open_history(tmp_path / "h.db") as history:
+        history.add_run(scan_run("anything", environment={"driver": "\ud800"}))
+        _check_that_anything_is_kept(history, trial)
+        assert history.runs()[0].environment == {"driver": r"\ud800"}
+
+
+def test_postgresql_keeps_a_text_that_it_does_not_take(
+    postgresql_url: str, scan_run: NewRun, trial: NewTrial
+) -> None:
+    with open_history(postgresql_url) as history:
+        history.add_run(scan_run("anything"))
+        _check_that_anything_is_kept(history, trial)
+
+
+@pytest.mark.parametrize("database", ["SQLite", "PostgreSQL"])
+def test_plans_get_the_same_from_a_part_of_each_trial_as_from_the_whole(
+    database: str, request: pytest.FixtureRequest, tmp_path: Path, scan_run: NewRun, trial: NewTrial
+) -> None:
+    is_file = database == "SQLite"
+    where = tmp_path / "h.db" if is_file else request.getfixturevalue("postgresql_url")
+    with open_history(where) as history:
+        history.add_run(scan_run("parts"))
+        for number, key in enumerate(("k1", "k2", "", "k1")):
+            history.add(trial(number, "parts", at=1e8 + number, path_key=key, case="parts"))
+        conditions = {"neighbours": "1", "memory": "zeros"}
+        history.add(trial(9, "parts", at=1e8 + 9, case="parts", path_key="", conditions=conditions))
+        history.add(trial(10, "parts", at=1e8 + 10, conditions={"after": '"neighbours":'}))
+        whole = [glance_at(each) for each in history.trials(since=1e8)]
+        assert [each.is_alone for each in whole] == [True] * 4 + [False, True]
+        assert list(history.glances(since=1e8)) == whole
+        assert history.last_path_keys()["parts"] == "k1"
 
 
 def test_a_postgresql_history_of_a_newer_version_is_refused(postgresql_url: str) -> None:

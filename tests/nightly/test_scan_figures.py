@@ -7,6 +7,8 @@ from dataclasses import replace
 import pytest
 
 from loragate.history import Outcome, Purpose, ScanRun, TrialRecord
+from loragate.history.model import glance_at
+from loragate.nightly.standing import Standing
 from loragate.scan.figures import figures_of, table
 
 RUN = ScanRun(uid="this", machine="here", started_at=100.0, budget_s=1200.0)
@@ -36,10 +38,13 @@ def trial(number: int, **changed: object) -> TrialRecord:
 
 
 def of(trials: list[TrialRecord], *, workers: int = 2, seconds: float = 220.0):
+    standing = Standing([], [BEFORE, RUN])
+    for each in trials:
+        standing.add(glance_at(each))
     return figures_of(
         RUN,
-        trials,
-        [BEFORE, RUN],
+        [each for each in trials if each.run == RUN.uid],
+        standing.statuses(),
         cases=5,
         workers=workers,
         seconds=seconds,

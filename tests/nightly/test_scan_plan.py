@@ -12,8 +12,10 @@ import pytest
 
 from loragate.core.checkout import changed_files
 from loragate.history import PathFiles, ScanRun, TrialRecord, open_history
+from loragate.history.model import glance_at
 from loragate.nightly.conditions import PLAIN, Cache, Clock, Memory, Schedule
-from loragate.nightly.plan import Known, Measure, Place, Wave, known_cases, next_wave
+from loragate.nightly.plan import Known, Measure, Place, Wave, next_wave
+from loragate.nightly.standing import Standing
 from loragate.scan.since import cases_changed
 
 NewTrial = Callable[..., TrialRecord]
@@ -192,7 +194,10 @@ def test_what_is_known_of_a_case_comes_from_its_trials(trial: NewTrial) -> None:
         trial(1, case="a", measure="judged", duration_s=3.0, conditions={"neighbours": "1"}),
         trial(2, case="gone"),
     ]
-    found = known_cases(["a", "b"], trials, changed=["b"], undecided=[], traced=["a"])
+    standing = Standing(["a", "b"], ())
+    for each in trials:
+        standing.add(glance_at(each))
+    found = standing.known(changed=["b"], traced=["a"])
     assert found == {
         "a": Known(
             bits=1,
@@ -200,14 +205,14 @@ def test_what_is_known_of_a_case_comes_from_its_trials(trial: NewTrial) -> None:
             bits_s=2.0,
             judged_s=3.0,
             changed=False,
-            decided=True,
+            decided=False,
             traced=True,
             path="dense_delta eager bf16",
             alone=1,
         ),
         "b": Known(changed=True, traced=False),
     }
-    assert known_cases(["a"], (), changed=None, undecided=[], traced=[])["a"].changed
+    assert Standing(["a"], ()).known(changed=None, traced=[])["a"].changed
 
 
 def test_cases_changed_are_those_whose_source_was_touched_or_is_unknown(

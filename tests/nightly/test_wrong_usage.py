@@ -16,6 +16,7 @@ from loragate.cli import main
 from loragate.core.verdict import ExitCode
 from loragate.history import ScanRun, TrialRecord, open_history
 from loragate.history.lines import export_lines
+from loragate.records.recorder import Recorder
 
 NewRun = Callable[..., ScanRun]
 NewTrial = Callable[..., TrialRecord]
@@ -245,6 +246,22 @@ def test_a_report_that_cannot_be_written_is_refused_before_anything_is_tried(
     assert code == ExitCode.INFRASTRUCTURE
     assert "report folder good.jsonl: cannot be written: File exists" in said
     assert not Path("new.db").exists()
+
+
+@pytest.mark.parametrize("record", ["/proc/x.json", "/proc/x/y.json", "good.jsonl/x.json"])
+def test_a_record_that_cannot_be_written_is_refused_before_anything_is_tried(
+    record: str, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = ("scan", "--budget=2h", "--subject=torch", "--history=new.db")
+    code, said = _said(capsys, *command, f"--record={record}")
+    assert code == ExitCode.INFRASTRUCTURE
+    assert f"{record}: cannot be written: " in said
+    assert not Path("new.db").exists()
+
+
+def test_a_record_in_a_new_folder_is_made_at_the_end_and_not_before(folder: Path) -> None:
+    Recorder.open(Path("a/b/record.json"), "scan")
+    assert not Path("a").exists()
 
 
 @pytest.mark.parametrize(

@@ -56,6 +56,9 @@ from loragate.scan.waves import Spent, Surroundings, Waves
 _UNITS = {"s": 1, "m": 60, "h": 3600}
 _BUDGET = re.compile(r"([0-9]{1,6})([smh])")
 _MOST_WORKERS = 256
+# what the page takes for each trial of the history, and the most of a budget that is left for it
+_PAGE_S = 3e-5
+_PAGE = 0.1
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -103,8 +106,9 @@ def run(arguments: argparse.Namespace) -> ExitCode:
             clock = _clock(history)
             devices = _devices(runs, has_gpu=has_gpu)
             setup = _setup(arguments, runs, plan, changed, clock.started, devices)
-            # planning is a part of the time that was given
-            setup = replace(setup, budget_s=setup.budget_s - (time.monotonic() - begin))
+            # planning and the page are a part of the time that was given
+            before = time.monotonic() - begin + _for_page(history, arguments.budget)
+            setup = replace(setup, budget_s=setup.budget_s - before)
             say(f"scan of {len(runs)} cases for {arguments.budget:g} s, history {history.name}")
             history.add_run(setup.run)
             try:
@@ -118,13 +122,13 @@ def run(arguments: argparse.Namespace) -> ExitCode:
                     clock=clock,
                     shares=devices.shares(setup.place.workers),
                 )
-                spent = _scan(setup, around)
+                done = _scan(setup, around)
             finally:
                 # also after Ctrl-C: what is known by then is kept and shown
                 history.add_run(replace(setup.run, finished_at=clock()))
                 code = write_morning(arguments, history, cases=setup.cases)
             if recorder is not None:
-                _record(recorder, setup, history, spent, seconds=time.monotonic() - begin)
+                _record(recorder, setup, done, seconds=time.monotonic() - begin)
     return code
 
 
@@ -139,22 +143,25 @@ def _processes(selection: Selection) -> Iterator[tuple[Processes, Path]]:
         yield processes, Path(path)
 
 
-def _record(
-    recorder: Recorder, setup: Setup, history: History, spent: _Spent, *, seconds: float
-) -> None:
+def _for_page(history: History, budget_s: float) -> float:
+    """The time that is left for the page at the end."""
+    return min(_PAGE * budget_s, _PAGE_S * history.count())
+
+
+def _record(recorder: Recorder, setup: Setup, done: _Done, *, seconds: float) -> None:
     slots = setup.place.slots
     recorder.save(
         figures_of(
             setup.run,
-            list(history.trials()),
-            history.runs(),
+            done.scan.trials,
+            done.scan.standing.statuses(),
             cases=len(setup.cases),
             workers=slots,
             seconds=seconds,
             spent={
-                "opening": slots * (seconds - spent.seconds),
-                "starting": spent.waves.starting_s,
-                "alone": spent.waves.alone_s,
+                "opening": slots * (seconds - done.seconds),
+                "starting": done.spent.starting_s,
+                "alone": done.spent.alone_s,
             },
         )
     )
@@ -162,21 +169,23 @@ def _record(
 
 
 @dataclass(frozen=True, slots=True)
-class _Spent:
+class _Done:
     """`seconds` from the begin of the first wave to the end of the last one."""
 
-    waves: Spent
+    scan: Scan
+    spent: Spent
     seconds: float
 
 
-def _scan(setup: Setup, around: Surroundings) -> _Spent:
-    begin = time.monotonic()
+def _scan(setup: Setup, around: Surroundings) -> _Done:
     waves = Waves(around)
     try:
-        Scan(setup, waves, around.history, say).run()
+        scan = Scan(setup, waves, around.history, say)
+        begin = time.monotonic()
+        scan.run()
     finally:
         around.health.close()
-    return _Spent(waves.spent, time.monotonic() - begin)
+    return _Done(scan, waves.spent, time.monotonic() - begin)
 
 
 def _planned(selection: Selection) -> tuple[dict[str, CaseRun], RunStarted]:

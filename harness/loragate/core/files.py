@@ -48,6 +48,14 @@ def write_atomically(path: Path, text: str) -> None:
         raise
 
 
+def check_writable(path: Path) -> None:
+    """Before hours are spent on what `write_atomically` could not put there. Raises OSError."""
+    folder = next(parent for parent in path.absolute().parents if parent.exists())
+    # of some file systems only an attempt says that they take no files
+    with tempfile.NamedTemporaryFile(dir=folder, prefix=f".{path.name}."):
+        pass
+
+
 def lock_of(path: Path) -> FileLock:
     """The lock of those who read `path`, change it and write it back."""
     # not beside the file, where the lock would stay behind and may lie on a network disk

@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import NamedTuple
 
 # the end of the year 9999, after which there are no dates
 LATEST_S = 253_402_300_799.0
+# the condition of a trial that names how many other processes ran cases beside it
+NEIGHBOURS = "neighbours"
 
 
 class HistoryError(ValueError):
@@ -102,6 +105,35 @@ class TrialRecord:
     cause: str = ""
     conditions: Mapping[str, str] = field(default_factory=dict)
     health: Mapping[str, float] = field(default_factory=dict)
+
+
+class Glance(NamedTuple):
+    """What a plan needs of a trial: its fields of the same names, a small part of a whole record.
+
+    is_alone: no other process ran cases beside it.
+    """
+
+    run: str
+    case: str
+    path: str
+    path_key: str
+    grouped: str
+    device: str
+    draw: int
+    measure: str
+    purpose: Purpose
+    outcome: Outcome
+    promised: bool
+    digest: str
+    process: int
+    duration_s: float
+    cause: str
+    is_alone: bool
+
+
+def glance_at(trial: TrialRecord) -> Glance:
+    copied = (getattr(trial, name) for name in Glance._fields[:-1])
+    return Glance._make([*copied, NEIGHBOURS not in trial.conditions])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

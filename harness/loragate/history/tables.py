@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import fields
 from types import MappingProxyType
 from typing import Any
 
@@ -20,7 +20,14 @@ from sqlalchemy import (
     Text,
 )
 
-from loragate.history.model import Outcome, PathFiles, Purpose, ScanRun, TrialRecord
+from loragate.history.model import (
+    Glance,
+    Outcome,
+    PathFiles,
+    Purpose,
+    ScanRun,
+    TrialRecord,
+)
 
 SCHEMA = 1
 # version -> the statements that make a history of that version one of the next
@@ -80,21 +87,41 @@ PATHS = Table(
     Column("files", Text, nullable=False),
 )
 
+_PURPOSE, _OUTCOME = map(Glance._fields.index, ("purpose", "outcome"))
 _MAPPINGS = ("environment", "conditions", "health")
 
 
 def row_of(record: ScanRun | TrialRecord) -> dict[str, Any]:
-    """The row of a record; what is no number and no text becomes JSON."""
-    row = asdict(record)
+    """The row of a record; what is no number and no text becomes JSON. The message of a subject may
+    hold anything: what a database refuses is written out."""
+    row: dict[str, Any] = {
+        field.name: _written(value) if isinstance(value, str) else value
+        for field in fields(record)
+        for value in (getattr(record, field.name),)
+    }
     for name in _MAPPINGS:
         if name in row:
             # most trials have plain conditions
-            row[name] = json.dumps(dict(row[name]), sort_keys=True) if row[name] else "{}"
+            row[name] = _json_of(row[name]) if row[name] else "{}"
     return row
 
 
+def _json_of(mapping: Mapping[str, Any]) -> str:
+    written = {
+        _written(name): _written(value) if isinstance(value, str) else value
+        for name, value in mapping.items()
+    }
+    return json.dumps(written, sort_keys=True)
+
+
+def _written(text: str) -> str:
+    """A text that UTF-8 can encode, without the zero that PostgreSQL refuses."""
+    return text.encode(errors="backslashreplace").decode().replace("\0", "\\0")
+
+
 def path_row_of(path: PathFiles) -> dict[str, Any]:
-    return {"path_key": path.path_key, "files": json.dumps(path.files)}
+    files = [_written(file) for file in path.files]
+    return {"path_key": path.path_key, "files": json.dumps(files)}
 
 
 def path_of(row: Mapping[str, Any]) -> PathFiles:
@@ -113,6 +140,14 @@ def trial_of(row: Mapping[str, Any]) -> TrialRecord:
     filled["outcome"] = Outcome(filled["outcome"])
     filled["promised"] = bool(filled["promised"])
     return TrialRecord(**filled)
+
+
+def glance_of(row: Sequence[Any]) -> Glance:
+    """Of a row with the fields of a Glance. Raises ValueError."""
+    values = list(row)
+    values[_PURPOSE] = Purpose(values[_PURPOSE])
+    values[_OUTCOME] = Outcome(values[_OUTCOME])
+    return Glance._make(values)
 
 
 def _filled(row: Mapping[str, Any], time: str) -> dict[str, Any]:

@@ -12,16 +12,15 @@ from __future__ import annotations
 import math
 import random
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum, StrEnum, auto
 from typing import TypeAlias
 
-from loragate.history.model import TrialRecord
 from loragate.nightly.conditions import PLAIN, Cache, Clock, Conditions, Memory, Schedule
 
 # a case that nobody has timed
-_UNTIMED_S = 1.0
+UNTIMED_S = 1.0
 # what a process costs before its first trial; a wave lasts several times as long
 _SHORTEST_WAVE_S = 10.0
 # there it imports the subject and initialises CUDA, which takes seconds
@@ -73,16 +72,17 @@ class Wave:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Known:
-    """What is known of a case: trials of either measure, how long each takes, and whether its path
-    is still undecided. changed: since the revision that was asked for, or never seen. traced: it is
-    known which source it runs. path: its path and group, "" without trials; alone: how many trials
-    of all cases of that path ran with nothing beside them. has_bits: whether its result is a tensor
-    whose bits can be compared; otherwise oracles judge it alone."""
+    """What is known of a case: trials of either measure since the last change of the source that it
+    runs, how long each takes, and whether its path is still undecided. changed: since the revision
+    that was asked for, or never seen. traced: it is known which source it runs. path: its path and
+    group, "" without trials; alone: how many trials of all cases of that path ran with nothing
+    beside them. has_bits: whether its result is a tensor whose bits can be compared; otherwise
+    oracles judge it alone."""
 
     bits: int = 0
     judged: int = 0
-    bits_s: float = _UNTIMED_S
-    judged_s: float = _UNTIMED_S
+    bits_s: float = UNTIMED_S
+    judged_s: float = UNTIMED_S
     changed: bool = True
     decided: bool = False
     traced: bool = True
@@ -110,42 +110,6 @@ class Place:
     def slots(self) -> int:
         """Processes at the same time on all GPUs."""
         return self.workers * max(1, len(self.gpus))
-
-
-def known_cases(
-    cases: Iterable[str],
-    trials: Iterable[TrialRecord],
-    *,
-    changed: Collection[str] | None,
-    undecided: Collection[str],
-    traced: Collection[str],
-    only_judged: Collection[str] = (),
-) -> dict[str, Known]:
-    """changed: the cases that a revision may have changed; None where no revision was named.
-    undecided: cases of undecided paths. A case without trials counts as both. traced: cases whose
-    path is known. only_judged: cases without bits."""
-    found = {
-        case: Known(
-            changed=changed is None or case in changed,
-            traced=case in traced,
-            has_bits=case not in only_judged,
-        )
-        for case in cases
-    }
-    alone: Counter[str] = Counter()
-    for trial in trials:
-        known = found.get(trial.case)
-        if known is None:
-            continue
-        path = f"{trial.path} {trial.grouped}"
-        alone[path] += "neighbours" not in trial.conditions
-        known = replace(known, decided=trial.case not in undecided, path=path)
-        if trial.measure == Measure.BITS:
-            known = replace(known, bits=known.bits + 1, bits_s=trial.duration_s)
-        else:
-            known = replace(known, judged=known.judged + 1, judged_s=trial.duration_s)
-        found[trial.case] = known
-    return {case: replace(known, alone=alone[known.path]) for case, known in found.items()}
 
 
 def next_wave(

@@ -119,7 +119,16 @@ def _state(
     return GroupState(
         key=key,
         path_key=trials[-1].path_key,
-        status=_status(trials, counted, failures, wrong),
+        status=status_of(
+            Evidence(
+                trials=len(counted),
+                failures=failures,
+                is_wrong=bool(wrong),
+                is_confirmed=is_confirmed(wrong),
+                is_promised=trials[-1].promised,
+                is_explained=any(t.cause not in ("", Cause.UNKNOWN) for t in trials),
+            )
+        ),
         trials=len(counted),
         failures=failures,
         bound=anytime_interval(failures, len(counted)),
@@ -133,24 +142,32 @@ def _state(
     )
 
 
-def _status(
-    trials: Sequence[TrialRecord],
-    counted: Sequence[TrialRecord],
-    failures: int,
-    wrong: Sequence[TrialRecord],
-) -> Status:
-    if is_confirmed(wrong):
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Evidence:
+    """What the status of a group follows from: `failures` of `trials` planned ones differed, some
+    were wrong, the same inputs more than once (confirmed), and a diagnosis has found a cause."""
+
+    trials: int
+    failures: int
+    is_wrong: bool
+    is_confirmed: bool
+    is_promised: bool
+    is_explained: bool
+
+
+def status_of(found: Evidence) -> Status:
+    if found.is_confirmed:
         return Status.WRONG
-    if wrong:
+    if found.is_wrong:
         return Status.UNDECIDED
-    if not trials[-1].promised:
+    if not found.is_promised:
         return Status.NOT_PROMISED
-    explained = any(trial.cause not in ("", Cause.UNKNOWN) for trial in trials)
-    decision = TEST.decide(failures, len(counted))
-    if decision is Decision.FAIL or explained:
+    decision = TEST.decide(found.failures, found.trials)
+    if decision is Decision.FAIL or found.is_explained:
         return Status.FLAKY
     # a difference that was seen once is no noise of a measurement
-    return Status.STABLE if decision is Decision.PASS and not failures else Status.UNDECIDED
+    is_clean = decision is Decision.PASS and not found.failures
+    return Status.STABLE if is_clean else Status.UNDECIDED
 
 
 def is_confirmed(wrong: Sequence[TrialRecord]) -> bool:

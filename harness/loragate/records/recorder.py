@@ -9,6 +9,7 @@ from typing import Any
 
 from loragate.core.checkout import Tree, commit_and_tree, project_root
 from loragate.core.errors import CommandError
+from loragate.core.files import check_writable
 from loragate.core.verdict import ExitCode
 from loragate.records.results import ResultsError, provenance, read_section, update_section
 
@@ -27,10 +28,15 @@ class Recorder:
 
     @classmethod
     def open(cls, path: Path, section: str, *, commit: str | None = None) -> Recorder:
-        """Call this before the run: an unreadable file must not cost a finished one.
-
-        Raises ResultsError.
+        """Call this before the run: a file that cannot be read or written must not cost a finished
+        one. Raises ResultsError, or CommandError where nothing can be written.
         """
+        try:
+            check_writable(path)
+        except OSError as error:
+            raise CommandError(
+                f"{path}: cannot be written: {error.strerror}", ExitCode.INFRASTRUCTURE
+            ) from error
         return cls(
             path=path,
             section=section,

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from loragate.history import Purpose, ScanRun, TrialRecord
-from loragate.nightly.states import Status, states
+from loragate.nightly.states import GroupKey, Status
 
 SECTION = "scan"
 
@@ -20,23 +20,20 @@ _COLUMNS = ("machine", "budget", "cases", "trials", *Status, "overhead", *_PARTS
 
 def figures_of(
     run: ScanRun,
-    trials: Sequence[TrialRecord],
-    runs: Iterable[ScanRun],
+    own: Sequence[TrialRecord],
+    statuses: Mapping[GroupKey, Status],
     *,
     cases: int,
     workers: int,
     seconds: float,
     spent: Mapping[str, float],
 ) -> dict[str, Any]:
-    """trials: of the whole history, the oldest first; those of `run` are counted, and what all of
-    them say of the paths that `run` has tried. `cases` were selected; `workers` processes could
+    """own: the trials of `run`. statuses: of all paths, of which those are counted that `run` has
+    tried. `cases` were selected; `workers` processes could
     run beside each other for `seconds`. spent: seconds of all workers in which none of these trials
     ran, by what they were spent on; what is missing there is `other`."""
-    own = [trial for trial in trials if trial.run == run.uid]
     paths = {trial.path for trial in own}
-    found = Counter(
-        state.status for key, state in states(trials, runs).items() if key.path in paths
-    )
+    found = Counter(status for key, status in statuses.items() if key.path in paths)
     busy = sum(trial.duration_s for trial in own)
     return {
         "budget_s": run.budget_s,

@@ -11,7 +11,7 @@ def cases_changed(cases: Iterable[str], history: History, files: Collection[str]
     """The cases whose path, when it was last traced, ran one of `files`, which are relative to the
     root of the project; and those that were never traced."""
     sources = {path.path_key: frozenset(path.files) for path in history.paths()}
-    last = {trial.case: trial.path_key for trial in history.trials() if trial.path_key}
+    last = history.last_path_keys()
     return frozenset(
         case
         for case in cases
