@@ -47,29 +47,16 @@ def add_condition_options(parser: argparse.ArgumentParser) -> None:
         "With any of these the case runs in fresh processes, as in a scan, until a trial is wrong "
         "or unlike those before it. The page of a scan gives the options for what it found.",
     )
-    for name, (kind, what) in _FACTORS.items():
-        plain = getattr(PLAIN, name)
-        choices = [value.value for value in kind]
-        group.add_argument(
-            f"--{name}", choices=choices, help=f"{what}: {', '.join(choices)} (default: {plain})"
-        )
-    group.add_argument(
-        "--neighbours",
-        type=count_from(0, _MOST_NEIGHBOURS),
-        metavar="N",
-        help="other processes that run the same meanwhile (default: 0)",
-    )
-    group.add_argument("--gpu", metavar="GPU", help="as in CUDA_VISIBLE_DEVICES")
+    _add_factors(group)
     group.add_argument(
         "--after",
         action="append",
         metavar="ID#DRAW",
         help="what each process runs before; repeatable, the first one first",
     )
-    measures = [measure.value for measure in Measure]
     group.add_argument(
         "--measure",
-        choices=measures,
+        choices=[measure.value for measure in Measure],
         help=f"bits of the same inputs, or all oracles (default: {Measure.BITS}; of a whole model "
         f"{Measure.JUDGED})",
     )
@@ -79,6 +66,20 @@ def add_condition_options(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help=f"processes, one after the other (default: {_TIMES})",
     )
+
+
+def _add_factors(group: argparse._ArgumentGroup) -> None:
+    for name, (kind, what) in _FACTORS.items():
+        plain = getattr(PLAIN, name)
+        choices = [value.value for value in kind]
+        group.add_argument(f"--{name}", choices=choices, help=f"{what} (default: {plain})")
+    group.add_argument(
+        "--neighbours",
+        type=count_from(0, _MOST_NEIGHBOURS),
+        metavar="N",
+        help="other processes that run the same meanwhile (default: 0)",
+    )
+    group.add_argument("--gpu", metavar="GPU", help="as in CUDA_VISIBLE_DEVICES")
 
 
 def given_conditions(arguments: argparse.Namespace) -> tuple[str, ...]:
