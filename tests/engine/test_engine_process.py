@@ -174,6 +174,15 @@ def test_a_call_beyond_the_deadline_ends_the_engine_with_its_processes(
     wait_for_end(other)
 
 
+def test_a_deadline_is_one_of_true_time_however_fast_the_clocks_of_python_run(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    true = time.monotonic
+    monkeypatch.setattr(time, "monotonic", lambda: 1e6 * true())
+    with start("Echo") as engine:
+        assert engine.counts().drafts_accepted == 0
+
+
 def test_an_engine_that_closes_its_channel_and_stays_is_ended(
     start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -61,7 +61,7 @@ def _suspect(seen: Conditions = PLAIN, *, before: tuple[str, ...] = (), **more: 
         ({"memory": Memory.POISON}, Cause.MEMORY),
         ({"neighbours": 1}, Cause.NEIGHBOUR),
         ({"clock": Clock.FAST}, Cause.CLOCK),
-        ({"clock": Clock.FROZEN}, Cause.CLOCK),
+        ({"clock": Clock.SLOW}, Cause.CLOCK),
     ],
 )
 def test_the_one_factor_that_changes_a_constant_result_is_named(
@@ -114,7 +114,7 @@ def test_streams_caches_and_other_gpus_are_tried_where_there_are_any() -> None:
 
 @pytest.mark.parametrize(
     ("held", "cause"),
-    [({"memory": Memory.ZEROS}, Cause.MEMORY), ({"clock": Clock.FROZEN}, Cause.CLOCK)],
+    [({"memory": Memory.ZEROS}, Cause.MEMORY), ({"clock": Clock.SLOW}, Cause.CLOCK)],
 )
 def test_the_one_factor_that_makes_a_changing_result_constant_is_named(
     held: dict[str, object], cause: Cause
@@ -191,6 +191,14 @@ def test_the_odd_trial_is_the_one_that_differs_from_a_fresh_process() -> None:
     suspect = Suspect(sightings=(Sighting(signature="good"), *sightings))
     lab = _Lab(lambda cell: "odd" if "polluter" in cell.before else "good")
     assert diagnose(suspect, lab).polluter == "polluter"
+
+
+def test_what_needs_several_factors_at_once_is_tried_as_it_was_seen() -> None:
+    seen = Conditions(memory=Memory.POISON, clock=Clock.FAST, neighbours=3)
+    lab = _Lab(lambda cell: "odd" if (cell.conditions, cell.before) == (seen, ("a",)) else "good")
+    found = diagnose(_suspect(seen, before=("a",)), lab)
+    assert (found.cause, found.changed) == (Cause.COMBINATION, found.tried)
+    assert found.cell == Cell(conditions=seen, before=("a",))
 
 
 def test_what_does_not_show_again_is_unknown() -> None:

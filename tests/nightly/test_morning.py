@@ -79,12 +79,50 @@ def test_a_quiet_night_is_quiet(nights: _Nights) -> None:
 
 def test_a_case_that_was_never_judged_is_no_quiet_night(nights: _Nights) -> None:
     nights.add(120)
-    nights.add(1, case="broken", path="q", outcome=Outcome.INFRA, digest="")
-    page = nights.page(cases=["some.dense_delta.dtype-bf16", "broken", "absent"])
+    nights.add(1, measure="judged", digest="")
+    nights.add(1, case="broken", path="q", measure="judged", outcome=Outcome.INFRA, digest="")
+    nights.add(1, case="compared")
+    page = nights.page(cases=["some.dense_delta.dtype-bf16", "broken", "absent", "compared"])
     assert page.exit_code is ExitCode.INCOMPLETE
-    assert page.never == ("absent", "broken")
+    # bits that are the same twice may be wrong twice
+    assert page.never == ("absent", "broken", "compared")
     assert page.infra == 1
     assert morning([], [], today=_TODAY).exit_code is ExitCode.INCOMPLETE
+
+
+@pytest.mark.parametrize("failure", ["hang", "crash", "wrong_answer"])
+def test_what_was_wrong_once_and_is_not_explained_makes_no_quiet_night(
+    nights: _Nights, failure: str
+) -> None:
+    nights.add(120)
+    nights.add(1, outcome=Outcome.WRONG, failure=failure, digest="", message="it did not end")
+    page = nights.page()
+    assert page.exit_code is ExitCode.INCOMPLETE
+    assert "1 path with something that is not explained yet" in render_terminal(page, Colour.OFF)
+    assert "Quiet" not in render_terminal(page, Colour.OFF)
+
+
+@pytest.mark.parametrize(
+    ("seen", "code"),
+    [
+        ({"outcome": Outcome.DIFFERENT}, ExitCode.OK),
+        ({"outcome": Outcome.WRONG, "failure": "hang", "digest": ""}, ExitCode.INCOMPLETE),
+    ],
+)
+def test_what_is_not_explained_wakes_nobody_in_quarantine_unless_it_is_wrong(
+    nights: _Nights, seen: dict[str, Any], code: ExitCode
+) -> None:
+    nights.add(120)
+    nights.add(1, **seen)
+    entry = Quarantined(
+        case="some.dense_delta.dtype-bf16",
+        reason="r",
+        owner="o",
+        since=_TODAY,
+        clean_runs=5,
+    )
+    assert nights.page((entry,)).exit_code is code
+    assert nights.page().exit_code is ExitCode.INCOMPLETE
 
 
 def test_a_night_that_judged_nothing_is_no_quiet_night_whatever_earlier_ones_found(
@@ -114,6 +152,21 @@ def test_a_flake_has_its_rate_its_bound_and_a_command(nights: _Nights) -> None:
         assert "4 of 44, at most 29 %" in text
         assert "loragate replay some" in text
         assert "the second run has other bits" in text
+
+
+def test_a_finding_shows_how_its_gpu_was_in_the_odd_trial(nights: _Nights) -> None:
+    nights.add(40, health={"sm_clock_mhz": 1980.0})
+    quiet = nights.page()
+    nights.add(1, **_DIFFERENT, health={"sm_clock_mhz": 345.0, "last_xid": 79.0})
+    for text, before in zip(_pages(nights.page()), _pages(quiet), strict=True):
+        assert "GPU at that time: sm_clock_mhz 345, last_xid 79" in text
+        assert "at that time" not in before
+
+
+def test_a_finding_without_readings_of_its_gpu_says_nothing_of_it(nights: _Nights) -> None:
+    nights.add(40)
+    nights.add(1, **_DIFFERENT)
+    assert all("at that time" not in text for text in _pages(nights.page()))
 
 
 def _pages(page: Morning) -> Iterator[str]:
@@ -248,7 +301,7 @@ def test_names_of_a_run_are_text_on_every_page(nights: _Nights) -> None:
     assert "<script>\x1b" not in render_html(page)
     assert "&lt;script&gt;" in render_html(page)
     assert "\x1b" not in render_terminal(page, Colour.OFF)
-    assert "`` a`b|c ``" in render_markdown(page)
+    assert "replay `` a`b|c " in render_markdown(page)
 
 
 _BROWSERS = ("chromium", "chromium-headless-shell", "google-chrome", "chrome", "chromium-browser")

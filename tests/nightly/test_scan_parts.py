@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -25,7 +26,7 @@ from loragate.nightly.plan import Measure
 from loragate.scan.bits import digest_of
 from loragate.scan.child import _clocks, outcome_of
 from loragate.scan.messages import Began, Measured, Order, Step, Unpacker, packed
-from loragate.scan.paths import TracedPath, traced_path
+from loragate.scan.paths import TracedPath, _content, path_of_engine, traced_path
 from loragate.scan.processes import Process
 from loragate.scan.running import Running
 from loragate.subjects.torch.subject import DenseDelta
@@ -51,6 +52,17 @@ def test_messages_arrive_whole_however_a_pipe_cuts_them() -> None:
     assert list(Unpacker().feed(data[:-1])) == [Began(index=1)]
 
 
+def _running(folder: Path, conditions: Conditions) -> Running:
+    """A process of three trials."""
+    case = next(iter(load_cases((project_root() / "cases" / "dense_delta.yaml",))))
+    steps = tuple(
+        Step(run=CaseRun(subject="torch", case=case, draw=draw), measure=Measure.BITS)
+        for draw in range(3)
+    )
+    order = Order(steps=steps, conditions=conditions, folder=folder, wave=folder, number=0, peers=1)
+    return Running(Process(0, order, pipe=-1), order, 0, started=0.0)
+
+
 @pytest.mark.parametrize(
     ("status", "message"),
     [
@@ -62,16 +74,8 @@ def test_messages_arrive_whole_however_a_pipe_cuts_them() -> None:
 def test_a_process_that_dies_between_trials_is_charged_to_the_one_before(
     status: int, message: str | None, tmp_path: Path
 ) -> None:
-    case = next(iter(load_cases((project_root() / "cases" / "dense_delta.yaml",))))
-    steps = tuple(
-        Step(run=CaseRun(subject="torch", case=case, draw=draw), measure=Measure.BITS)
-        for draw in range(3)
-    )
-    order = Order(
-        steps=steps, conditions=Conditions(), folder=tmp_path, wave=tmp_path, number=0, peers=1
-    )
-    process = Process(0, order, pipe=-1)
-    running = Running(process, order, 0, started=0.0)
+    running = _running(tmp_path, Conditions())
+    process = running.process
     right = Measured(
         index=1,
         outcome=Outcome.RIGHT,
@@ -95,6 +99,29 @@ def test_a_process_that_dies_between_trials_is_charged_to_the_one_before(
 
 
 @pytest.mark.parametrize(
+    ("clock", "outcome"),
+    [(Clock.PLAIN, Outcome.WRONG), (Clock.SLOW, Outcome.UNKNOWN), (Clock.FAST, Outcome.UNKNOWN)],
+)
+def test_a_hang_says_nothing_where_clocks_run_at_another_speed(
+    clock: Clock, outcome: Outcome, tmp_path: Path
+) -> None:
+    running = _running(tmp_path, Conditions(clock=clock))
+    running.order.stacks.write_text("Timeout (0:00:09)!\n", encoding="utf-8")
+    running.hear(Began(index=0))
+    running.process.status = 1
+    ended = running.hear(None)
+    assert ended is not None
+    assert (ended.outcome, ended.failure) == (outcome, Failure.HANG)
+    # what ends the process at once is no matter of time
+    running.order.stacks.write_text("", encoding="utf-8")
+    running.hear(Began(index=0))
+    running.process.status = -11
+    ended = running.hear(None)
+    assert ended is not None
+    assert (ended.outcome, ended.failure) == (Outcome.WRONG, Failure.CRASH)
+
+
+@pytest.mark.parametrize(
     ("verdict", "failures", "outcome"),
     [
         (Verdict.PASS, [], Outcome.RIGHT),
@@ -111,11 +138,14 @@ def test_an_outcome_differs_only_if_nothing_is_wrong(
     assert outcome_of(verdict, failures) is outcome
 
 
-def test_clocks_stand_still_or_run_fast_and_are_put_back() -> None:
+def test_clocks_run_slowly_or_fast_and_are_put_back() -> None:
     true = time.perf_counter
-    with _clocks(Clock.FROZEN):
-        assert time.perf_counter() == time.perf_counter()
-        assert time.monotonic_ns() == time.monotonic_ns()
+    with _clocks(Clock.SLOW):
+        begin, real = time.perf_counter(), true()
+        while true() - real < 0.01:
+            pass
+        passed = true() - real
+        assert 0 < time.perf_counter() - begin < passed / 100
         assert isinstance(time.time_ns(), int)
     with _clocks(Clock.FAST):
         begin, real = time.perf_counter(), true()
@@ -125,12 +155,42 @@ def test_clocks_stand_still_or_run_fast_and_are_put_back() -> None:
     assert time.perf_counter is true
 
 
+@pytest.mark.parametrize("clock", [Clock.SLOW, Clock.FAST])
+@pytest.mark.parametrize("name", ["perf_counter", "monotonic_ns", "time"])
+def test_a_clock_goes_on_with_each_reading_at_any_speed(clock: Clock, name: str) -> None:
+    with _clocks(clock):
+        readings = [getattr(time, name)() for _ in range(100)]
+    assert all(later > earlier for earlier, later in pairwise(readings))
+
+
 def test_fresh_memory_holds_what_was_asked_for() -> None:
     with zeroed_allocations():
         assert not torch.empty(1000).any()
         assert not torch.ones(3).new_empty(1000, dtype=torch.int32).any()
     with poisoned_allocations():
         assert torch.empty(1000).isnan().all()
+
+
+def test_the_key_of_an_engine_is_all_source_of_the_packages_that_it_imports(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(tmp_path))
+    package = tmp_path / "planted_package"
+    package.mkdir()
+    (package / "__init__.py").write_text("", encoding="utf-8")
+    (package / "deep.py").write_text("VALUE = 1\n", encoding="utf-8")
+    module = tmp_path / "planted_engine.py"
+    module.write_text("import json\nfrom planted_package.deep import VALUE\n", encoding="utf-8")
+    keys = [path_of_engine("planted_engine:serve").key()]
+    assert set(path_of_engine("planted_engine:serve").files) == {
+        str(file) for file in (module, package / "__init__.py", package / "deep.py")
+    }
+    for changed in (package / "deep.py", module):
+        changed.write_text(changed.read_text(encoding="utf-8") + "# other\n", encoding="utf-8")
+        _content.cache_clear()
+        keys.append(path_of_engine("planted_engine:serve").key())
+    assert len(set(keys)) == 3
+    assert path_of_engine("no_such_module:serve").key() == ""
 
 
 def _traced(source: Path) -> TracedPath:

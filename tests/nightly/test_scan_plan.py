@@ -51,6 +51,44 @@ def test_bits_come_first_and_again_under_everything_that_must_not_matter() -> No
     assert (stress.schedule, stress.cache) == (Schedule.PLAIN, Cache.WARM)
 
 
+@pytest.mark.parametrize("number", range(8))
+def test_no_bits_are_asked_of_a_case_that_has_none(number: int) -> None:
+    known = {**_CASES, "engine": Known(has_bits=False, traced=False)}
+    wave = _wave(number, known, previous=_wave(0, known) if number % 4 == 1 else None)
+    wanted = [each for _, steps in wave.processes for each in steps]
+    assert all(each.measure is Measure.JUDGED for each in wanted if each.case == "engine")
+    # and oracles judge it without waiting for them
+    is_judged = {each.measure for each in wanted} == {Measure.JUDGED} and not wave.is_alone
+    assert ("engine" in {each.case for each in wanted}) == is_judged or wave.is_alone
+
+
+@pytest.mark.parametrize("number", range(8))
+def test_cases_without_bits_alone_are_judged_in_every_wave(number: int) -> None:
+    wave = _wave(number, {"engine": Known(has_bits=False)})
+    assert {each.measure for _, steps in wave.processes for each in steps} == {Measure.JUDGED}
+
+
+def test_nobody_waits_for_a_long_case_that_is_to_run_alone() -> None:
+    known = {**_CASES, "long": Known(bits_s=200.0, judged_s=200.0)}
+    for number in (2, 6):
+        assert "long" not in _cases(_wave(number, known))[0]
+        # but where there is no other
+        assert _cases(_wave(number, {"long": known["long"]})) == [{"long"}]
+
+
+@pytest.mark.parametrize(
+    ("seconds_left", "on_cpu", "on_gpu"),
+    [(2400.0, 120, 120), (1200.0, 60, 60), (600.0, 30, 45), (90.0, 10, 15), (20.0, 10, 10)],
+)
+def test_waves_last_longer_where_a_process_takes_longer_to_start(
+    seconds_left: float, on_cpu: int, on_gpu: int
+) -> None:
+    known = {f"case-{k}": Known(bits_s=1.0) for k in range(1000)}
+    for place, length in ((Place(), on_cpu), (Place(gpus=("0",)), on_gpu)):
+        wave = _wave(0, known, place=place, seconds_left=seconds_left)
+        assert [len(steps) for _, steps in wave.processes] == [length]
+
+
 @pytest.mark.parametrize("number", [0, 3])
 def test_trials_of_which_one_is_enough_are_divided_among_the_workers(number: int) -> None:
     wave = _wave(number, place=Place(workers=3))

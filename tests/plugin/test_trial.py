@@ -150,8 +150,11 @@ def test_an_error_of_the_device_that_shows_late_is_the_subjects(judge, error):
         MemoryError(),
         RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling cublasCreate"),
         RuntimeError("DefaultCPUAllocator: can't allocate memory"),
+        torch.AcceleratorError("CUDA error: out of memory", 2),
+        RuntimeError("CUDA driver error: out of memory"),
+        RuntimeError("Triton Error [CUDA]: out of memory"),
     ],
-    ids=["torch", "python", "cublas", "cpu"],
+    ids=["torch", "python", "cublas", "cpu", "runtime", "driver", "triton"],
 )
 def test_too_little_memory_is_an_infrastructure_failure(judge, judge_raising, error):
     (own,) = judge(FakeOracle(NAMES[0], error))

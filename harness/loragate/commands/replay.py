@@ -1,7 +1,8 @@
 """`loragate replay`: run one case again, with the evidence of every oracle.
 
 The case runs in a process of its own and under its own deadline, as in the gate; with --in-process
-it runs in this one and without a deadline, for a debugger or a sanitizer.
+it runs in this one and without a deadline, for a debugger or a sanitizer. With the conditions of a
+scan it runs in the processes of a scan.
 """
 
 from __future__ import annotations
@@ -10,10 +11,19 @@ import argparse
 import os
 import tempfile
 import time
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
+from loragate.commands.condition_options import (
+    add_condition_options,
+    conditions_from,
+    given_conditions,
+    measure_from,
+    runs_before,
+    times_from,
+)
 from loragate.commands.selection_options import add_matrix_option, matrix_files
 from loragate.core.arguments import count_from
 from loragate.core.child_process import ProcessPool, python_module, signal_name
@@ -21,10 +31,14 @@ from loragate.core.errors import CommandError, usage_errors
 from loragate.core.output import say
 from loragate.core.verdict import EXIT_CODES, ExitCode, Verdict
 from loragate.events.model import CaseFinished
+from loragate.matrix.case_run import CaseRun
+from loragate.matrix.footprint import footprint_bytes
 from loragate.matrix.load import load_cases
 from loragate.matrix.selection import select_one
+from loragate.nightly.plan import Measure, Wanted
 from loragate.plugin.crash_report import crash_report
 from loragate.report.evidence import render_evidence
+from loragate.run.gate import gpu_is_visible
 from loragate.run.replay_process import (
     MODULE,
     WORKER,
@@ -33,6 +47,8 @@ from loragate.run.replay_process import (
     ReplayRequest,
     replays,
 )
+from loragate.scan.again import Asked, run_again
+from loragate.scan.devices import Devices, devices_of
 from loragate.subjects.registry import SUBJECTS
 
 
@@ -58,10 +74,13 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         help="run in this process and without a deadline, for a debugger or a sanitizer",
     )
     add_matrix_option(parser)
+    add_condition_options(parser)
     parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> ExitCode:
+    if given := given_conditions(arguments):
+        return _replay_as_scan(arguments, given[0])
     request = _request(arguments)
     if arguments.in_process:
         *_, finished = replays(request, lambda run: nullcontext())
@@ -80,6 +99,39 @@ def _request(arguments: argparse.Namespace) -> ReplayRequest:
         first=replace(found, draw=draw, repeat=0),
         repeats=arguments.repeats or found.repeat + 1,
     )
+
+
+def _replay_as_scan(arguments: argparse.Namespace, given: str) -> ExitCode:
+    """given: the option that asks for it. Raises CommandError."""
+    request = _request(arguments)
+    first = request.first
+    with usage_errors():
+        if arguments.in_process or request.repeats > 1:
+            what = "--in-process" if arguments.in_process else "repeats"
+            raise ValueError(f"--{given} takes fresh processes (--times N of them), and no {what}")
+        before = runs_before(arguments, load_cases(first.matrix), first.matrix)
+        runs = [first, *before]
+        devices = _devices(runs)
+        conditions = conditions_from(arguments, devices.gpus)
+        measure = measure_from(arguments, runs)
+    asked = Asked(
+        wanted=_wanted(first, measure),
+        conditions=conditions,
+        times=times_from(arguments),
+        before=tuple(_wanted(run, measure) for run in before),
+        # a GPU that is named may be the only one that is right, or wrong
+        others=tuple(gpu for gpu in devices.gpus if arguments.gpu and gpu != conditions.gpu),
+    )
+    return run_again(asked, runs, devices)
+
+
+def _wanted(run: CaseRun, measure: Measure) -> Wanted:
+    return Wanted(case=run.run_id, draw=run.draw, measure=measure)
+
+
+def _devices(runs: Sequence[CaseRun]) -> Devices:
+    largest = max(footprint_bytes(run.case) for run in runs)
+    return devices_of(os.environ, largest) if gpu_is_visible() else Devices()
 
 
 def _replay_in_child(request: ReplayRequest) -> CaseFinished:

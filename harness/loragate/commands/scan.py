@@ -33,6 +33,7 @@ from loragate.core.verdict import ExitCode
 from loragate.core.versions import new_run_name
 from loragate.events.model import Note, RunStarted
 from loragate.history import History, ScanRun
+from loragate.matrix.case import Site
 from loragate.matrix.case_run import CaseRun
 from loragate.matrix.footprint import footprint_bytes
 from loragate.matrix.load import load_cases
@@ -228,6 +229,7 @@ def _setup(
         # another order and other combinations every time
         seed=int(started),
         changed=changed,
+        only_judged=frozenset(name for name, run in runs.items() if run.case.site is Site.ENGINE),
     )
 
 

@@ -10,11 +10,11 @@ import os
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Sequence
 from multiprocessing.connection import Connection
 from numbers import Integral
 from pathlib import Path
+from time import monotonic  # scans run the clocks of the module `time` at another speed
 from types import TracebackType
 from typing import Any, cast
 
@@ -50,7 +50,7 @@ class EngineProcess:
     """
 
     def __init__(self, target: str, order: EngineOrder, *, deadline_s: float, log: Path) -> None:
-        self._end, self._log = time.monotonic() + deadline_s, log
+        self._end, self._log = monotonic() + deadline_s, log
         self._pool = ProcessPool()
         ours, theirs = socket.socketpair()
         with theirs, log.open("wb") as output:
@@ -133,7 +133,7 @@ class EngineProcess:
         what = message.method if isinstance(message, Call) else "the start"
         try:
             self._connection.send(message)
-            left = max(0.0, self._end - time.monotonic())
+            left = max(0.0, self._end - monotonic())
             if not self._connection.poll(left):
                 raise EngineError(self._told(f"{what} did not end before the deadline"))
             answer = self._connection.recv()

@@ -30,7 +30,7 @@ class Clock(StrEnum):
     """How fast the clocks of Python run for the code under test."""
 
     PLAIN = "plain"
-    FROZEN = "frozen"
+    SLOW = "slow"
     FAST = "fast"
 
 
@@ -98,6 +98,8 @@ class Cause(StrEnum):
     CACHE = "compile cache"
     SCHEDULE = "stream schedule"
     MACHINE = "machine"
+    # several of these at once, and none of them alone
+    COMBINATION = "combination"
     # the trial alone decides: the defect shows in every fresh process
     ALWAYS = "always"
     UNKNOWN = "unknown"

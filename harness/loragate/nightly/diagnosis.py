@@ -73,7 +73,7 @@ class Suspect:
 class Diagnosis:
     """cell: where the result changed, or where a changing one became constant. polluter: the trial
     that has to run before. changed of tried: trials of that cell, or with nothing varied. is_cut:
-    there was no time to find the cause."""
+    there was no time to find the cause. is_held: in the cell a changing result became constant."""
 
     cause: Cause
     explanation: str
@@ -82,6 +82,7 @@ class Diagnosis:
     changed: int = 0
     tried: int = 0
     is_cut: bool = False
+    is_held: bool = False
 
 
 class TimeSpentError(Exception):
@@ -134,7 +135,7 @@ def _of_changing(suspect: Suspect, alone: Sequence[str], try_cell: Try) -> Diagn
     seen = f"it changes in {changed} of {len(alone)} trials"
     holds = [
         (Cause.MEMORY, replace(home, memory=Memory.ZEROS), "fresh memory holds zeros"),
-        (Cause.CLOCK, replace(home, clock=Clock.FROZEN), "the clocks stand still"),
+        (Cause.CLOCK, replace(home, clock=Clock.SLOW), "the clocks run slowly"),
     ]
     if home.gpu:
         held = replace(home, schedule=Schedule.BLOCKING)
@@ -145,7 +146,12 @@ def _of_changing(suspect: Suspect, alone: Sequence[str], try_cell: Try) -> Diagn
         if len(found) >= enough and len(set(found)) == 1:
             text = f"{seen}, and in none of {len(found)} while {what}"
             return Diagnosis(
-                cause=cause, explanation=text, cell=cell, changed=changed, tried=len(alone)
+                cause=cause,
+                explanation=text,
+                cell=cell,
+                changed=changed,
+                tried=len(alone),
+                is_held=True,
             )
     return Diagnosis(
         cause=Cause.RUN_TO_RUN,
@@ -175,7 +181,7 @@ class _Constant:
 
 def _of_constant(case: _Constant, try_cell: Try, tried: int) -> Diagnosis:
     """Which factor changes the result, or what has to run before it?"""
-    ways: tuple[Callable[[_Constant, Try], Diagnosis], ...] = (_of_factors, _of_order)
+    ways: tuple[Callable[[_Constant, Try], Diagnosis], ...] = (_of_factors, _of_order, _of_all)
     if case.odd.conditions == case.suspect.home:
         # no factor was varied when it showed; what ran before also leaves memory that is not zero
         ways = (_of_memory, _of_order, _of_factors)
@@ -241,7 +247,7 @@ def _factors(case: _Constant) -> Sequence[tuple[Cause, Conditions, str]]:
         (Cause.MEMORY, replace(home, memory=Memory.POISON), "fresh memory holds NaN"),
         (Cause.NEIGHBOUR, replace(home, neighbours=neighbours), f"{others} cases"),
         (Cause.CLOCK, replace(home, clock=Clock.FAST), "the clocks run fast"),
-        (Cause.CLOCK, replace(home, clock=Clock.FROZEN), "the clocks stand still"),
+        (Cause.CLOCK, replace(home, clock=Clock.SLOW), "the clocks run slowly"),
     ]
     if home.gpu:
         # the interpreter compiles nothing and has no streams
@@ -280,6 +286,22 @@ def _of_order(case: _Constant, try_cell: Try) -> Diagnosis:
         polluter=needed[-1],
         changed=case.changed(found),
         tried=len(found),
+    )
+
+
+def _of_all(case: _Constant, try_cell: Try) -> Diagnosis:
+    """As it was when the suspect was seen, after all that had been tried apart."""
+    cell = Cell(conditions=case.odd.conditions, before=case.odd.before)
+    found = try_cell(cell, _EACH)
+    changed = case.changed(found)
+    if not changed:
+        return _unknown(len(found))
+    text = (
+        f"it changes in {changed} of {len(found)} trials under all conditions of the trial that "
+        "has shown it, and under none of them alone"
+    )
+    return Diagnosis(
+        cause=Cause.COMBINATION, explanation=text, cell=cell, changed=changed, tried=len(found)
     )
 
 

@@ -14,7 +14,9 @@ from loragate.core.verdict import ExitCode
 from loragate.history.model import Outcome, Purpose, ScanRun, TrialRecord
 from loragate.nightly.environment import Change, changes
 from loragate.nightly.origin import Origin, origin
+from loragate.nightly.plan import Measure
 from loragate.nightly.quarantine import Held, Quarantined, held
+from loragate.nightly.replays import replay_of_trial
 from loragate.nightly.states import GroupKey, GroupState, Status, group_key, states
 
 _DAY_S = 86400.0
@@ -27,7 +29,8 @@ class Finding:
     """A path that is wrong, flaky, or undecided with something seen.
 
     is_new: it was first seen in the last run of its machine. is_held: all cases in which it shows
-    are in quarantine. cause and explanation: "" where it was not diagnosed.
+    are in quarantine. cause and explanation: "" where it was not diagnosed. replay: the command
+    that shows it again.
     """
 
     state: GroupState
@@ -37,6 +40,7 @@ class Finding:
     cause: str
     explanation: str
     example: TrialRecord
+    replay: str
     cases: tuple[str, ...]
 
 
@@ -53,7 +57,7 @@ class Night:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Morning:
     """states: of all paths. undecided: those without a finding, the most expensive first. never:
-    cases that were selected and never judged."""
+    cases that were selected and that no oracle has ever judged."""
 
     findings: tuple[Finding, ...]
     states: tuple[GroupState, ...]
@@ -71,13 +75,24 @@ class Morning:
     infra: int
 
     @property
+    def unexplained(self) -> tuple[Finding, ...]:
+        """Something was seen there that does not decide anything yet; in quarantine only what was
+        wrong."""
+        return tuple(
+            finding
+            for finding in self.findings
+            if finding.state.status is Status.UNDECIDED
+            and not (finding.is_held and finding.example.outcome is not Outcome.WRONG)
+        )
+
+    @property
     def exit_code(self) -> ExitCode:
         """A flake in quarantine wakes nobody; a wrong answer is never excused."""
         for finding in self.findings:
             status = finding.state.status
             if status is Status.WRONG or (status is Status.FLAKY and not finding.is_held):
                 return ExitCode.WRONG
-        if self.never or self.idle or not self.trials:
+        if self.unexplained or self.never or self.idle or not self.trials:
             return ExitCode.INCOMPLETE
         return ExitCode.OK
 
@@ -113,7 +128,7 @@ def morning(
         changes=changes(runs),
         quarantine=entries,
         nights=_nights(runs, trials, found.values()),
-        never=tuple(sorted(set(cases) - {trial.case for trial in judged})),
+        never=tuple(sorted(set(cases) - {t.case for t in judged if t.measure == Measure.JUDGED})),
         idle=tuple(sorted(machine for machine, uid in latest.items() if uid not in busy)),
         ahead=tuple(sorted({run.machine for run in runs if run.started_at >= _end_of(today)})),
         counts=Counter(state.status for state in found.values()),
@@ -165,6 +180,7 @@ def _finding(
         cause=diagnosis.cause if diagnosis else "",
         explanation=diagnosis.message if diagnosis else example.message,
         example=example,
+        replay=diagnosis.replay if diagnosis else replay_of_trial(example),
         cases=cases,
     )
 

@@ -9,6 +9,7 @@ Which factor it was is found out only where bits differ.
 
 from __future__ import annotations
 
+import math
 import random
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -22,6 +23,8 @@ from loragate.nightly.conditions import PLAIN, Cache, Clock, Conditions, Memory,
 UNTIMED_S = 1.0
 # what a process costs before its first trial; a wave lasts several times as long
 _SHORTEST_WAVE_S = 10.0
+# there it imports the subject and initialises CUDA, which takes seconds
+_SHORTEST_WAVE_ON_A_GPU_S = 45.0
 _LONGEST_WAVE_S = 120.0
 # of the waves under stress, how many begin with an empty cache
 _COLD = 0.125
@@ -73,7 +76,8 @@ class Known:
     runs, how long each takes, and whether its path is still undecided. changed: since the revision
     that was asked for, or never seen. traced: it is known which source it runs. path: its path and
     group, "" without trials; alone: how many trials of all cases of that path ran with nothing
-    beside them."""
+    beside them. has_bits: whether its result is a tensor whose bits can be compared; otherwise
+    oracles judge it alone."""
 
     bits: int = 0
     judged: int = 0
@@ -84,6 +88,11 @@ class Known:
     traced: bool = True
     path: str = ""
     alone: int = 0
+    has_bits: bool = True
+
+    def seconds(self, measure: Measure) -> float:
+        """What a trial takes."""
+        return self.bits_s if measure is Measure.BITS else self.judged_s
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,39 +131,65 @@ def next_wave(
     if kind is _Kind.STRESS and previous is not None:
         stress = _stress(rng, everything=number == 1, place=place)
         return _repeated(previous.processes[0][1], stress, place, rng)
-    length = min(_LONGEST_WAVE_S, max(_SHORTEST_WAVE_S, seconds_left / 20))
+    length = _length(seconds_left, place)
+    is_judged = kind is _Kind.JUDGED or (kind is _Kind.ALONE and cycle % 2 == 1)
+    measure = Measure.BITS
+    if is_judged or not any(case.has_bits for case in known.values()):
+        measure = Measure.JUDGED
     if kind is _Kind.ALONE:
-        measure = Measure.JUDGED if cycle % 2 else Measure.BITS
-        chosen = _chosen(known, measure, _ALONE * length, rng, first=_by_path)
+        chosen = _chosen(
+            known, measure, _ALONE * length, rng, first=_by_path, longest=_ALONE * length
+        )
         return _alone(chosen, place, rng)
-    measure = Measure.JUDGED if kind is _Kind.JUDGED else Measure.BITS
     chosen = _chosen(known, measure, length * place.workers, rng, first=_by_trials)
     return _dealt(chosen, replace(PLAIN, neighbours=place.neighbours), place, rng)
+
+
+def _length(seconds_left: float, place: Place) -> float:
+    """Of a wave: many in a scan, and each many times as long as the start of a process."""
+    shortest = _SHORTEST_WAVE_S
+    if place.gpus:
+        shortest = max(shortest, min(_SHORTEST_WAVE_ON_A_GPU_S, seconds_left / 6))
+    return min(_LONGEST_WAVE_S, max(shortest, seconds_left / 20))
 
 
 _First: TypeAlias = Callable[[Sequence[str], Mapping[str, Known], Measure], list[str]]
 
 
 def _chosen(
-    known: Mapping[str, Known], measure: Measure, length: float, rng: random.Random, first: _First
+    known: Mapping[str, Known],
+    measure: Measure,
+    length: float,
+    rng: random.Random,
+    first: _First,
+    longest: float = math.inf,
 ) -> tuple[Wanted, ...]:
-    """As many cases as fit into `length` in the order of `first`; at least one. The bits of a case
-    come before its oracles, because they trace its path."""
-    order = sorted(known)
-    if measure is Measure.JUDGED:
-        order = [case for case in order if known[case].traced] or order
+    """As many cases as fit into `length` in the order of `first`, each of at most `longest` if
+    there are such; at least one."""
+    order = _suitable(known, measure)
+    # the others wait for the whole of a long case
+    order = [case for case in order if known[case].seconds(measure) <= longest] or order
     rng.shuffle(order)
     chosen: list[Wanted] = []
     spent = 0.0
     for case in first(order, known, measure):
         have = known[case]
-        spent += have.bits_s if measure is Measure.BITS else have.judged_s
+        spent += have.seconds(measure)
         if chosen and spent > length:
             break
         # bits are compared with those of earlier nights, so that draws come back
         draw = rng.randrange(have.bits // 4 + 1) if measure is Measure.BITS else have.judged
         chosen.append(Wanted(case=case, draw=draw, measure=measure))
     return tuple(chosen)
+
+
+def _suitable(known: Mapping[str, Known], measure: Measure) -> list[str]:
+    """The bits of a case come before its oracles, because they trace its path."""
+    if measure is Measure.BITS:
+        return sorted(name for name, case in known.items() if case.has_bits)
+    return sorted(
+        name for name, case in known.items() if case.traced or not case.has_bits
+    ) or sorted(known)
 
 
 def _by_trials(cases: Sequence[str], known: Mapping[str, Known], measure: Measure) -> list[str]:
@@ -189,7 +224,7 @@ def _stress(rng: random.Random, *, everything: bool, place: Place) -> Conditions
     return Conditions(
         memory=Memory.POISON if maybe() else Memory.ZEROS,
         cache=Cache.COLD if place.gpus and rng.random() < _COLD else Cache.WARM,
-        clock=rng.choice((Clock.FAST, Clock.FROZEN)) if maybe() else Clock.PLAIN,
+        clock=rng.choice((Clock.FAST, Clock.SLOW)) if maybe() else Clock.PLAIN,
         schedule=Schedule.DELAYED if place.gpus and maybe() else Schedule.PLAIN,
         neighbours=place.neighbours,
     )

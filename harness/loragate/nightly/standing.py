@@ -53,10 +53,15 @@ class Standing:
         )
 
     def known(
-        self, *, changed: Collection[str] | None, traced: Collection[str]
+        self,
+        *,
+        changed: Collection[str] | None,
+        traced: Collection[str],
+        only_judged: Collection[str] = (),
     ) -> dict[str, Known]:
         """changed: the cases that a revision may have changed; None where no revision was named. A
-        case without trials counts as changed and undecided. traced: cases whose path is known."""
+        case without trials counts as undecided. traced: cases whose path is known. only_judged:
+        cases without bits."""
         undecided: set[str] = set()
         for group in self._groups.values():
             if group.status is Status.UNDECIDED:
@@ -72,6 +77,7 @@ class Standing:
                 traced=case in traced,
                 path=planned.path,
                 alone=self._alone[planned.path],
+                has_bits=case not in only_judged,
             )
             for case, planned in self._planned.items()
         }

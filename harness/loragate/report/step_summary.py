@@ -53,9 +53,9 @@ def render_step_summary(summary: Summary, report: Path) -> str:
     return "\n".join(lines)
 
 
-def code(text: str) -> str:
+def code(text: str, limit: int = _LIMIT) -> str:
     """`text` as one line of code, whatever it holds."""
-    content = shortened(one_line(text), _LIMIT)
+    content = shortened(one_line(text), limit)
     if not content:
         return ""
     longest = max((len(row) for row in _BACKTICKS.findall(content)), default=0)

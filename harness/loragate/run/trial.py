@@ -43,8 +43,14 @@ from loragate.run.preflight import check_caches
 from loragate.subjects import find_subject, unusable
 
 _FRAMES_SHOWN = 6
-# a CUDA library and the CPU allocator report a lack of memory as a plain RuntimeError
-_OUT_OF_MEMORY = ("CUBLAS_STATUS_ALLOC_FAILED", "can't allocate memory")
+# as CUDA libraries, Triton, drivers and the CPU allocator report it, in a plain RuntimeError
+_OUT_OF_MEMORY = (
+    "CUBLAS_STATUS_ALLOC_FAILED",
+    "can't allocate memory",
+    "CUDA error: out of memory",
+    "CUDA driver error: out of memory",
+    "Triton Error [CUDA]: out of memory",
+)
 
 
 def run_case(run: CaseRun, trial: Trial, *, worker: str, gpu: str) -> CaseFinished:

@@ -7,10 +7,11 @@ so that the trial that ends the process is known.
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import IO, Any, TypeAlias
 from unittest.mock import patch
@@ -23,7 +24,9 @@ from loragate.history.model import Outcome
 from loragate.matrix.footprint import footprint_bytes
 from loragate.nightly.conditions import Cache, Clock, Conditions, Memory, Schedule
 from loragate.nightly.plan import Measure
+from loragate.scan.imports import import_subjects
 from loragate.scan.messages import Began, Measured, Order, Step, packed
+from loragate.scan.paths import TracedPath, path_of_engine
 
 _TICK_S = 0.005
 # for others of a wave to be as far
@@ -53,6 +56,7 @@ def run_order(order: Order) -> None:
     prepare_environment(order.conditions, order)
     stacks = open_crash_file(order.stacks)
     with order.answers.open("wb", buffering=0) as answers:
+        _prepare_device(order)
         order.ready(order.number).touch()
         _wait(lambda: all(order.ready(k).exists() for k in range(order.peers)))
         reserve = _reserve(order)
@@ -66,6 +70,17 @@ def run_order(order: Order) -> None:
                     return
         order.through(order.number).touch()
         _keep_company(order, stacks, reserve)
+
+
+def _prepare_device(order: Order) -> None:
+    """Import the subjects and initialise CUDA, which is no part of a trial."""
+    import torch
+
+    import_subjects({step.run.subject for step in order.steps})
+    if order.conditions.gpu:
+        # the first trial reports what is wrong with it
+        with suppress(RuntimeError):
+            torch.empty(1, device="cuda")
 
 
 def _reserve(order: Order) -> _Reserve:
@@ -149,7 +164,7 @@ def _not_run(index: int, outcome: Outcome, failure: str, message: str, begin: fl
 def _bits(step: Step, trial: Any, conditions: Conditions) -> dict[str, Any]:
     from loragate.run.trial import judge_with
     from loragate.scan.bits import Bits
-    from loragate.scan.paths import TracedPath, traced_path
+    from loragate.scan.paths import traced_path
 
     path = TracedPath()
 
@@ -167,8 +182,7 @@ def _bits(step: Step, trial: Any, conditions: Conditions) -> dict[str, Any]:
     shown = _shown((judge_with(bits, trial),))
     shown["digests"] = bits.digests
     if step.traced:
-        shown["path"] = path.name(step.run.case)
-        shown["path_key"], shown["files"] = path.key(), path.relative_files()
+        shown |= _where(path, step)
     return shown
 
 
@@ -177,7 +191,21 @@ def _judged(step: Step, trial: Any, conditions: Conditions) -> dict[str, Any]:
 
     with _filling(conditions.memory)():
         finished = run_case(step.run, trial, worker="scan", gpu=conditions.gpu)
-    return _shown(finished.judgements)
+    shown = _shown(finished.judgements)
+    if step.traced:
+        path = path_of_engine(trial.subject.engine_target(step.run.case))
+        shown |= _where(path, step)
+        # whole packages; a revision changes what is in the project
+        shown["files"] = tuple(file for file in shown["files"] if not Path(file).is_absolute())
+    return shown
+
+
+def _where(path: TracedPath, step: Step) -> dict[str, Any]:
+    return {
+        "path": path.name(step.run.case),
+        "path_key": path.key(),
+        "files": path.relative_files(),
+    }
 
 
 def _shown(judgements: tuple[Judgement, ...]) -> dict[str, Any]:
@@ -216,7 +244,7 @@ def _filling(memory: Memory) -> Callable[[], AbstractContextManager[None]]:
 def _clocks(clock: Clock) -> Iterator[None]:
     """Within, the clocks of Python run at another speed. Code that has taken a clock out of its
     module before keeps the true one."""
-    speed = {Clock.PLAIN: 1.0, Clock.FROZEN: 0.0, Clock.FAST: _FAST}[clock]
+    speed = {Clock.PLAIN: 1.0, Clock.SLOW: 1 / _FAST, Clock.FAST: _FAST}[clock]
     with ExitStack() as stack:
         if clock is not Clock.PLAIN:
             for name in (*_CLOCKS, *(f"{name}_ns" for name in _CLOCKS)):
@@ -226,6 +254,14 @@ def _clocks(clock: Clock) -> Iterator[None]:
 
 
 def _at_speed(true: Callable[[], Any], speed: float) -> Callable[[], Any]:
-    begin = true()
+    """A clock that goes on with each reading, as code that divides by a difference may expect."""
+    begin = last = true()
     kind = type(begin)
-    return lambda: begin + kind((true() - begin) * speed)
+
+    def read() -> Any:
+        nonlocal last
+        following = last + 1 if kind is int else math.nextafter(last, math.inf)
+        last = max(following, begin + kind((true() - begin) * speed))
+        return last
+
+    return read

@@ -17,6 +17,7 @@ from loragate.nightly.diagnosis import (
     diagnose,
 )
 from loragate.nightly.plan import Measure, Place, Wanted
+from loragate.nightly.replays import AFTER, replay_of_diagnosis
 from loragate.scan.messages import Measured
 from loragate.scan.waves import Waves, alone
 
@@ -91,7 +92,8 @@ def record_of(diagnosis: Diagnosis, seen: TrialRecord, number: int, at: float) -
         message=diagnosis.explanation,
         digest="",
         duration_s=0.0,
-        conditions=conditions | ({"after": diagnosis.polluter} if diagnosis.polluter else {}),
+        replay=replay_of_diagnosis(diagnosis, seen),
+        conditions=conditions | ({AFTER: diagnosis.polluter} if diagnosis.polluter else {}),
     )
 
 

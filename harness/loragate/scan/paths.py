@@ -5,6 +5,7 @@ bits, and earlier trials count.
 
 from __future__ import annotations
 
+import ast
 import hashlib
 import sys
 import sysconfig
@@ -57,6 +58,40 @@ class TracedPath:
         return tuple(
             sorted(str(p.relative_to(root) if p.is_relative_to(root) else p) for p in paths)
         )
+
+
+def path_of_engine(target: str) -> TracedPath:
+    """Of an engine, which runs in a process of its own: all source of the packages of others that
+    the module of `target`, "module:function", names in an import, and of that module."""
+    name = target.partition(":")[0]
+    spec = find_spec(name)
+    if spec is None or spec.origin is None:
+        return TracedPath()
+    imported = {top for node in ast.walk(ast.parse(_content(spec.origin))) for top in _tops(node)}
+    files = {spec.origin: None}
+    for package in sorted(imported - set(sys.stdlib_module_names) - {loragate.__name__}):
+        files |= dict.fromkeys(filter(_is_own, _sources(package)))
+    return TracedPath(files=files)
+
+
+def _tops(node: ast.AST) -> set[str]:
+    """The packages that an import names, without what is within them."""
+    if isinstance(node, ast.Import):
+        return {alias.name.partition(".")[0] for alias in node.names}
+    if isinstance(node, ast.ImportFrom) and node.module and not node.level:
+        return {node.module.partition(".")[0]}
+    return set()
+
+
+def _sources(package: str) -> list[str]:
+    """All Python files of an installed package, or of a module that is a file."""
+    spec = find_spec(package)
+    if spec is None:
+        return []
+    folders = spec.submodule_search_locations
+    if folders is None:
+        return [spec.origin] if spec.origin else []
+    return [str(path) for folder in folders for path in sorted(Path(folder).rglob("*.py"))]
 
 
 @contextmanager

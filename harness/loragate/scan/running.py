@@ -5,7 +5,9 @@ from __future__ import annotations
 import time
 
 from loragate.core.child_process import signal_name
+from loragate.core.verdict import Failure
 from loragate.history import Outcome
+from loragate.nightly.conditions import Clock
 from loragate.nightly.plan import Wanted
 from loragate.plugin.crash_report import crash_report
 from loragate.scan.messages import Began, Measured, Message, Order
@@ -61,9 +63,11 @@ class Running:
             ran_before=before[-_BEFORE_SHOWN:],
             died=f"the process of the trial {died}{when}",
         )
+        # code that waits by the clock may have all reason to
+        is_late = end.failure is Failure.HANG and self.order.conditions.clock is not Clock.PLAIN
         return Measured(
             index=index,
-            outcome=Outcome.WRONG,
+            outcome=Outcome.UNKNOWN if is_late else Outcome.WRONG,
             failure=end.failure.value if end.failure else "",
             message=end.message,
             digests=(),

@@ -28,7 +28,8 @@ _REMEMBERED_S = 60 * 86400.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setup:
-    """changed: the cases that a revision may have changed; None: it was not asked."""
+    """changed: the cases that a revision may have changed; None: it was not asked. only_judged:
+    cases whose bits cannot be compared."""
 
     run: ScanRun
     cases: tuple[str, ...]
@@ -36,6 +37,7 @@ class Setup:
     budget_s: float
     seed: int
     changed: frozenset[str] | None = None
+    only_judged: frozenset[str] = frozenset()
 
 
 class Scan:
@@ -72,7 +74,11 @@ class Scan:
     def step(self) -> None:
         """One more wave for workers that are free, and the diagnosis of what differs so far."""
         wave = self._last = next_wave(
-            self.standing.known(changed=self._setup.changed, traced=self._waves.paths.keys()),
+            self.standing.known(
+                changed=self._setup.changed,
+                traced=self._waves.paths.keys(),
+                only_judged=self._setup.only_judged,
+            ),
             self._setup.place,
             number=self._number,
             seed=self._setup.seed,

@@ -1,8 +1,8 @@
 """`python -m loragate.scan.server SUBJECT...`: forks a process for each order that it reads.
 
-It has imported torch, Triton and the harness, so that a fresh process takes milliseconds. The
-subjects are imported as well where there is no GPU; with one that is left to the forks, because
-importing them might open a context of CUDA, which no fork can use.
+It has imported torch, Triton, the harness and the subjects, so that a fresh process takes
+milliseconds. No fork can use CUDA once it is initialised. If imports have done that, the server
+starts again and leaves them to the forks.
 
 One order a line, `{"id": ..., "order": path}` or `{"id": ..., "end": true}`; one answer a line,
 when a process has ended: `{"id": ..., "status": ...}`.
@@ -22,28 +22,34 @@ import traceback
 from contextlib import suppress
 from pathlib import Path
 
+from loragate.core.child_process import python_module
 from loragate.core.machine import select_interpreter
+from loragate.scan.imports import import_subjects
 from loragate.scan.messages import Order
 
 _WARM = (
     *("triton", "loragate.run.trial", "loragate.scan.child", "loragate.scan.bits"),
     "loragate.scan.paths",
 )
-# a custom operator imports torch's compiler when it is first called; not before a fork that is to
-# use CUDA, because parts of it may ask for the device
-_WARM_ON_CPU = ("torch._dynamo", "triton.compiler.code_generator")
+_FEWER = "--fewer-imports"
+# what a process opens that initialises CUDA, and not one that asks NVML
+_DEVICE = "/dev/nvidia-uvm"
 
 
-def main(subjects: list[str]) -> int:
+def main(arguments: list[str]) -> int:
     select_interpreter()
     import torch
 
+    subjects = [name for name in arguments if name != _FEWER]
     torch.set_num_threads(1)
     for name in _WARM:
         importlib.import_module(name)
+    if _FEWER not in arguments:
+        import_subjects(subjects)
+        if _has_opened_the_device():
+            command = python_module("loragate.scan.server", _FEWER, *subjects)
+            os.execv(command[0], command)
     if not torch.cuda.is_available():
-        for name in _WARM_ON_CPU:
-            importlib.import_module(name)
         _load(subjects)
     # what is loaded by now stays loaded, so the garbage collector need not visit it in each fork
     gc.collect()
@@ -53,7 +59,21 @@ def main(subjects: list[str]) -> int:
     return 0
 
 
+def _has_opened_the_device() -> bool:
+    folder = Path("/proc/self/fd")
+    if not folder.is_dir():
+        # whoever forks without knowing may fork what no child can use
+        return "torch.cuda" in sys.modules and sys.modules["torch.cuda"].is_initialized()
+    opened = []
+    for link in folder.iterdir():
+        # the one of the folder itself is gone by now
+        with suppress(OSError):
+            opened.append(os.readlink(link))
+    return any(path.startswith(_DEVICE) for path in opened)
+
+
 def _load(subjects: list[str]) -> None:
+    """Ask each subject what it can do here, which initialises CUDA where there is any."""
     from loragate.run.trial import load_subject
 
     for name in subjects:

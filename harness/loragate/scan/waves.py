@@ -13,6 +13,7 @@ from tempfile import TemporaryDirectory, mkdtemp
 from loragate.core.gpu_health import HealthReader
 from loragate.core.gpus import GpuShare
 from loragate.history import History, PathFiles, Purpose, TrialRecord
+from loragate.matrix.case import Site
 from loragate.matrix.case_run import CaseRun
 from loragate.nightly.conditions import Conditions
 from loragate.nightly.plan import Measure, Wanted, Wave
@@ -230,7 +231,9 @@ class Waves:
 
     def _step(self, wanted: Wanted) -> Step:
         run = replace(self._around.runs[wanted.case], draw=wanted.draw)
-        traced = wanted.measure is Measure.BITS and wanted.case not in self.paths
+        # oracles call a subject in many ways; an engine is traced without a call
+        is_one_call = wanted.measure is Measure.BITS or run.case.site is Site.ENGINE
+        traced = is_one_call and wanted.case not in self.paths
         return Step(run=run, measure=wanted.measure, traced=traced)
 
     def _add(self, each: Running, measured: Measured, purpose: Purpose) -> Shown:

@@ -47,6 +47,15 @@ def test_the_stacks_of_one_slice_stay_where_they_are(plain: Any, kit: Any) -> No
     assert all(old is new for old, new in zip(before, after, strict=True))
 
 
+def test_the_stacks_of_logits_stay_where_they_are(plain: Any) -> None:
+    kind = type("LogitsProcessorWithLoRA", (), {})
+    layer = kind()
+    layer.lora_a_stacked, layer.lora_b_stacked = torch.zeros(3, 1, 4, 8), torch.zeros(3, 1, 16, 4)
+    before = (layer.lora_a_stacked, layer.lora_b_stacked)
+    assert adopt(layer, plain.wrapper) is plain.wrapper
+    assert all(new is old for new, old in zip(vars(layer).values(), before, strict=True))
+
+
 def test_a_layer_of_the_most_slices_is_served(plain: Any, make_linear: Any) -> None:
     layer = make_linear(plain, (4,) * MAX_SLICES)
     layer.load(1, seed=3)

@@ -117,6 +117,20 @@ def test_w2_of_other_sizes_than_w13_is_refused(plain: Any, make_experts: Any, mi
         )
 
 
+def test_w2_of_a_server_without_experts_is_refused(plain: Any) -> None:
+    plain.step((0,))
+    a, b = (torch.zeros(3, 4, 4, 16),), (torch.zeros(3, 4, 24, 4),)
+    message = (
+        r"topk_weights and lora_a_stacked must be of an adopted layer, as w13 was "
+        r"\(got top 3 of 4 experts\)"
+    )
+    with pytest.raises(ValueError, match=message):
+        plain.wrapper.add_lora_w2(
+            *(torch.zeros(1, 3, 24), torch.zeros(3, 16), a, b, torch.ones(1, 3)),
+            *(None, None, None, None, 1, None, None, 3, 3, None, 3, False, 0, False),
+        )
+
+
 @pytest.mark.parametrize("name", ["expert_map", "token_lora_mapping"])
 def test_what_only_experts_on_other_ranks_have_is_refused(
     plain: Any, make_experts: Any, mixin: Any, name: str

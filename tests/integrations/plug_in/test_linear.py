@@ -226,6 +226,17 @@ def test_outputs_of_a_higher_precision_are_left_to_vllm_by_layers_of_one_slice(p
     assert launch_counts()["linear"].launched == 0
 
 
+def test_packed_slices_are_never_left_to_vllm_which_could_not_read_them(
+    plain: Any, make_linear: Any
+) -> None:
+    layer = make_linear(plain, (8, 4)).layer
+    plain.step((0,))
+    y, x = torch.zeros(1, 12).double(), torch.zeros(1, 24)
+    with pytest.raises(ValueError, match="float64"):
+        plain.wrapper.add_lora_linear(y, x, layer.lora_a_stacked, layer.lora_b_stacked, 1.0, (8, 4))
+    assert plain.wrapper.own_calls == []
+
+
 def same_things(
     handed_on: tuple[tuple[Any, ...], dict[str, Any]], args: tuple[Any, ...], named: dict[str, Any]
 ) -> bool:

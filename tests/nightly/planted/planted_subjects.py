@@ -7,6 +7,7 @@ import os
 import signal
 import tempfile
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -14,7 +15,7 @@ from torch import Tensor
 
 from loragate.core.machine import Machine
 from loragate.matrix.case import Case
-from loragate.protocol import BaseLayer
+from loragate.protocol import BaseLayer, Capabilities
 from loragate.subjects.torch.subject import DenseDelta, TorchSubject
 
 # the case after which another one is wrong
@@ -129,8 +130,9 @@ class Timed(_Subject):
     class instance(_Planted):
         def is_odd(self) -> bool:
             begin = time.perf_counter()
-            torch.ones(64).sum()
-            return time.perf_counter() > begin
+            for _ in range(100):
+                torch.ones(64).sum()
+            return time.perf_counter() - begin > 1e-4
 
 
 class Waiting(_Subject):
@@ -158,3 +160,14 @@ class Crashing(_Subject):
             if self.case.tokens == 4:
                 os.kill(os.getpid(), signal.SIGKILL)
             return False
+
+
+class Unpromised(Atomics):
+    """Says that its bits may change."""
+
+    name = "unpromised"
+
+    def capabilities(self, machine: Machine) -> Capabilities:
+        have = super().capabilities(machine)
+        assert isinstance(have, Capabilities)
+        return replace(have, deterministic=False)

@@ -13,6 +13,8 @@ from loragate.report.step_summary import cell, code
 from loragate.report.text import headline
 
 _SHOWN = 20
+# a command that is cut is none; the ids of all that runs before are in it
+_LONGEST_COMMAND = 20_000
 
 
 def render_markdown(page: Morning) -> str:
@@ -61,10 +63,10 @@ def _finding(finding: Finding) -> Iterator[str]:
     cause = f", {finding.cause}" if finding.cause else ""
     yield f"- **{state.status.upper()}**{cause}{marks}: {code(state.key.path)}"
     yield f"  - {code(wording.rate(state))} on {code(state.key.device)}"
-    for text in (headline(finding.explanation), wording.since(finding)):
+    for text in (headline(finding.explanation), wording.since(finding), wording.health(finding)):
         if text:
             yield f"  - {code(text)}"
-    yield f"  - replay {code(finding.example.replay)}"
+    yield f"  - replay {code(finding.replay, _LONGEST_COMMAND)}"
 
 
 def _table(title: str, columns: tuple[str, ...], rows: list[tuple[str, ...]]) -> Iterator[str]:

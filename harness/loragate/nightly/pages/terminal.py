@@ -81,10 +81,10 @@ def _finding(finding: Finding, colour: Colour) -> Iterator[str]:
     cause = f" ({finding.cause})" if finding.cause else ""
     yield f"{status}{cause} {_path(state.key.path)} {state.key.grouped}{marks}"
     yield f"  {wording.rate(state)}; bits: {wording.bits(state)}; on {one_line(state.key.device)}"
-    for text in (headline(finding.explanation), one_line(wording.since(finding))):
+    for text in (headline(finding.explanation), wording.since(finding), wording.health(finding)):
         if text:
-            yield f"  {text}"
-    yield f"  {one_line(finding.example.replay)}"
+            yield f"  {one_line(text)}"
+    yield f"  {one_line(finding.replay)}"
 
 
 def _path(path: str) -> str:

@@ -28,6 +28,8 @@ def meaning(page: Morning) -> str:
         bad = [f for f in page.findings if f.state.status in (Status.WRONG, Status.FLAKY)]
         are = "is not as it" if len(bad) == 1 else "are not as they"
         return f"{counted(len(bad), 'path')} {are} should be; {counted(new, 'new finding')}"
+    if page.unexplained:
+        return f"{counted(len(page.unexplained), 'path')} with something that is not explained yet"
     if page.idle:
         return f"the last run judged nothing on {', '.join(page.idle)}"
     if page.never:
@@ -57,6 +59,13 @@ def percent(share: float) -> str:
 
 def since(finding: Finding) -> str:
     return finding.origin.text() if finding.origin else ""
+
+
+def health(finding: Finding) -> str:
+    """The state of the GPU in the trial that was odd; "" where none was read."""
+    numbers = (f"{name} {value:g}" for name, value in finding.example.health.items())
+    text = ", ".join(numbers)
+    return f"GPU at that time: {text}" if text else ""
 
 
 def bits(state: GroupState) -> str:
