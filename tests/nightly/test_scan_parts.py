@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from loragate.commands.scan import _for_page
 from loragate.core.checkout import project_root
 from loragate.core.gpu_health import NoHealth, NvmlHealth, open_health
 from loragate.core.verdict import Failure, Verdict
@@ -359,3 +360,9 @@ def test_poison_is_put_back() -> None:
         assert torch.empty is not original
     assert torch.empty is original
     assert isinstance(torch.empty(1), Tensor)
+
+
+@pytest.mark.parametrize(("trials", "seconds"), [(0, 0.0), (100_000, 3.0), (10_000_000, 60.0)])
+def test_time_is_left_for_the_page_but_never_more_than_a_tenth(trials: int, seconds: float) -> None:
+    history: Any = SimpleNamespace(count=lambda: trials)
+    assert _for_page(history, 600.0) == pytest.approx(seconds)

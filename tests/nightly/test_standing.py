@@ -79,7 +79,9 @@ def _known_at_once(trials: Sequence[TrialRecord], undecided: Collection[str]) ->
             bits_s=seconds.get(Measure.BITS, 1.0),
             judged_s=seconds.get(Measure.JUDGED, 1.0),
             decided=bool(own) and case not in undecided,
+            changed=case == "b",
             traced=case == "a",
+            has_bits=case != "never",
             path=path,
             alone=alone[path],
         )
@@ -110,7 +112,8 @@ def test_trials_one_by_one_say_what_all_of_them_say_at_once(
         state.status is Status.UNDECIDED and not state.suspects for state in found.values()
     )
     undecided = {t.case for t in trials if found[group_key(t)].status is Status.UNDECIDED}
-    assert standing.known(changed=None, traced=["a"]) == _known_at_once(trials, undecided)
+    known = standing.known(changed=["b"], traced=["a"], only_judged=["never"])
+    assert known == _known_at_once(trials, undecided)
 
 
 @settings(max_examples=300, deadline=None)

@@ -60,8 +60,8 @@ class Standing:
         only_judged: Collection[str] = (),
     ) -> dict[str, Known]:
         """changed: the cases that a revision may have changed; None where no revision was named. A
-        case without trials counts as changed and undecided. traced: cases whose path is known.
-        only_judged: cases without bits."""
+        case without trials counts as undecided. traced: cases whose path is known. only_judged:
+        cases without bits."""
         undecided: set[str] = set()
         for group in self._groups.values():
             if group.status is Status.UNDECIDED:
