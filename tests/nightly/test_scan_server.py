@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import os
-from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -40,10 +39,10 @@ def test_forks_find_their_subjects_imported(calls: list[Any]) -> None:
     assert calls == [("import", names), ("load", names), {"ready": True}]
 
 
-def test_imports_that_open_the_gpu_are_left_to_the_forks(
+def test_imports_that_initialise_cuda_are_left_to_the_forks(
     calls: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(server, "_has_opened_the_device", lambda: True)
+    monkeypatch.setattr(server, "_has_initialised_cuda", lambda: True)
     with pytest.raises(_ReplacedError):
         server.main(["torch"])
     again = calls[-1]
@@ -62,12 +61,18 @@ def test_a_subject_is_not_asked_about_the_gpu_before_the_forks(
     assert calls == [("import", ["torch"]), {"ready": True}]
 
 
-def test_a_process_that_has_opened_the_gpu_is_known_by_its_files(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+@pytest.mark.parametrize(("status", "is_initialised"), [(3, False), (0, True), (201, True)])
+def test_the_driver_says_whether_cuda_is_initialised(
+    status: int, is_initialised: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert not server._has_opened_the_device()
-    monkeypatch.setattr(server, "_DEVICE", str(tmp_path / "nvidia-uvm"))
-    with (tmp_path / "nvidia-uvm-tools").open("w") as file:
-        assert os.readlink(f"/proc/self/fd/{file.fileno()}") == file.name
-        assert server._has_opened_the_device()
-    assert not server._has_opened_the_device()
+    driver = SimpleNamespace(cuCtxGetCurrent=lambda context: status)
+    monkeypatch.setattr(server.ctypes, "CDLL", lambda name: driver)
+    assert server._has_initialised_cuda() == is_initialised
+
+
+def test_without_a_driver_cuda_is_not_initialised(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(name: str) -> None:
+        raise OSError(name)
+
+    monkeypatch.setattr(server.ctypes, "CDLL", missing)
+    assert not server._has_initialised_cuda()

@@ -10,6 +10,7 @@ when a process has ended: `{"id": ..., "status": ...}`.
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import importlib
 import json
@@ -32,8 +33,7 @@ _WARM = (
     "loragate.scan.paths",
 )
 _FEWER = "--fewer-imports"
-# what a process opens that initialises CUDA, and not one that asks NVML
-_DEVICE = "/dev/nvidia-uvm"
+_CUDA_ERROR_NOT_INITIALIZED = 3
 
 
 def main(arguments: list[str]) -> int:
@@ -46,7 +46,7 @@ def main(arguments: list[str]) -> int:
         importlib.import_module(name)
     if _FEWER not in arguments:
         import_subjects(subjects)
-        if _has_opened_the_device():
+        if _has_initialised_cuda():
             command = python_module("loragate.scan.server", _FEWER, *subjects)
             os.execv(command[0], command)
     if not torch.cuda.is_available():
@@ -59,17 +59,14 @@ def main(arguments: list[str]) -> int:
     return 0
 
 
-def _has_opened_the_device() -> bool:
-    folder = Path("/proc/self/fd")
-    if not folder.is_dir():
-        # whoever forks without knowing may fork what no child can use
-        return "torch.cuda" in sys.modules and sys.modules["torch.cuda"].is_initialized()
-    opened = []
-    for link in folder.iterdir():
-        # the one of the folder itself is gone by now
-        with suppress(OSError):
-            opened.append(os.readlink(link))
-    return any(path.startswith(_DEVICE) for path in opened)
+def _has_initialised_cuda() -> bool:
+    """Whether anything in this process has, through torch or not. NVML does not count."""
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return False
+    current = ctypes.c_void_p()
+    return bool(driver.cuCtxGetCurrent(ctypes.byref(current)) != _CUDA_ERROR_NOT_INITIALIZED)
 
 
 def _load(subjects: list[str]) -> None:
