@@ -248,6 +248,24 @@ def test_the_plan_follows_the_size_and_the_switch(
     assert plan_gdn(shape, dual_stream=dual_stream) is form
 
 
+@pytest.mark.parametrize(
+    ("rows", "weights", "form"),
+    [
+        (1, 39_999_999, GDNForm.BESIDE),
+        (1, 40_000_000, GDNForm.DUAL),
+        (2, 55_999_999, GDNForm.BESIDE),
+        (2, 56_000_000, GDNForm.DUAL),
+        (64, 56_000_000, GDNForm.DUAL),
+        (65, 56_000_000, GDNForm.MERGED),
+    ],
+)
+def test_large_products_run_beside_each_other(rows: int, weights: int, form: GDNForm) -> None:
+    # of all columns, those of ba included
+    shape = DenseShape(rows, 1, (weights - 64, 64), 16, 2)
+    assert plan_gdn(shape, dual_stream=True) is form
+    assert plan_gdn(shape, dual_stream=False) is GDNForm.MERGED
+
+
 def test_the_switch_decides_what_runs_without_a_form(
     noted: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

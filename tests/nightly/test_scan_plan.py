@@ -76,6 +76,21 @@ def test_nobody_waits_for_a_long_case_that_is_to_run_alone() -> None:
         assert _cases(_wave(number, {"long": known["long"]})) == [{"long"}]
 
 
+@pytest.mark.parametrize("workers", [2, 3, 8, 20])
+@pytest.mark.parametrize("gpus", [(), ("0",), ("0", "1")])
+def test_waves_alone_cost_all_workers_a_fortieth_of_their_time(
+    workers: int, gpus: tuple[str, ...]
+) -> None:
+    known = {f"case-{k}": Known(bits_s=0.04) for k in range(20_000)}
+    place = Place(workers=workers, gpus=gpus)
+    beside, alone = (
+        max(len(steps) for _, steps in _wave(number, known, place=place).processes)
+        for number in (0, 2)
+    )
+    idle = (place.slots - max(1, len(gpus))) * alone
+    assert idle / (place.slots * (3 * beside + alone)) == pytest.approx(0.025, rel=0.05)
+
+
 @pytest.mark.parametrize(
     ("seconds_left", "on_cpu", "on_gpu"),
     [(2400.0, 120, 120), (1200.0, 60, 60), (600.0, 30, 45), (90.0, 10, 15), (20.0, 10, 10)],

@@ -28,9 +28,8 @@ _SHORTEST_WAVE_ON_A_GPU_S = 45.0
 _LONGEST_WAVE_S = 120.0
 # of the waves under stress, how many begin with an empty cache
 _COLD = 0.125
-# a wave alone as a part of each of the three others: the workers that wait for it do so for a
-# twentieth of the time of a scan
-_ALONE = 0.15
+# of the time of all workers, what those that wait for a wave alone may lose
+_WAITING = 0.025
 
 
 class _Kind(Enum):
@@ -137,12 +136,17 @@ def next_wave(
     if is_judged or not any(case.has_bits for case in known.values()):
         measure = Measure.JUDGED
     if kind is _Kind.ALONE:
-        chosen = _chosen(
-            known, measure, _ALONE * length, rng, first=_by_path, longest=_ALONE * length
-        )
+        length *= _part_alone(place)
+        chosen = _chosen(known, measure, length, rng, first=_by_path, longest=length)
         return _alone(chosen, place, rng)
     chosen = _chosen(known, measure, length * place.workers, rng, first=_by_trials)
     return _dealt(chosen, replace(PLAIN, neighbours=place.neighbours), place, rng)
+
+
+def _part_alone(place: Place) -> float:
+    """How long a wave alone is, as a part of each of the three others."""
+    lost = _WAITING * place.slots / (place.slots - len(place.gpus or ("",)))
+    return 3 * lost / (1 - lost)
 
 
 def _length(seconds_left: float, place: Place) -> float:

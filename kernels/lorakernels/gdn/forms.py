@@ -31,8 +31,12 @@ def plan_gdn(shape: DenseShape, *, dual_stream: bool, may_join: bool = True) -> 
     products where the weights of qkvz and ba do not fit into one product."""
     if not may_join:
         return GDNForm.DUAL if dual_stream and shape.num_rows else GDNForm.SERIAL
-    is_small = shape.num_rows > 0 and shape.planned.num_rows <= shape.tuning.gdn.dual_rows
-    return GDNForm.BESIDE if dual_stream and is_small else GDNForm.MERGED
+    rows, tuning = shape.planned.num_rows, shape.tuning.gdn
+    if not dual_stream or shape.num_rows == 0 or rows > tuning.dual_rows:
+        return GDNForm.MERGED
+    fewest = tuning.apart_weights_of_one_row if rows == 1 else tuning.apart_weights
+    is_large = shape.in_features * sum(shape.slice_widths) >= fewest
+    return GDNForm.DUAL if is_large else GDNForm.BESIDE
 
 
 def check_form(form: GDNForm | None, *, is_one_format: bool) -> None:
