@@ -255,7 +255,9 @@ def test_the_plan_follows_the_size_and_the_switch(
         (1, 40_000_000, GDNForm.DUAL),
         (2, 55_999_999, GDNForm.BESIDE),
         (2, 56_000_000, GDNForm.DUAL),
-        (64, 56_000_000, GDNForm.DUAL),
+        (8, 56_000_000, GDNForm.DUAL),
+        (9, 56_000_000, GDNForm.BESIDE),
+        (64, 56_000_000, GDNForm.BESIDE),
         (65, 56_000_000, GDNForm.MERGED),
     ],
 )

@@ -81,7 +81,7 @@ def test_nobody_waits_for_a_long_case_that_is_to_run_alone() -> None:
 def test_waves_alone_cost_all_workers_a_fortieth_of_their_time(
     workers: int, gpus: tuple[str, ...]
 ) -> None:
-    known = {f"case-{k}": Known(bits_s=0.04) for k in range(20_000)}
+    known = {f"case-{k}": Known(bits_s=0.05) for k in range(20_000)}
     place = Place(workers=workers, gpus=gpus)
     beside, alone = (
         max(len(steps) for _, steps in _wave(number, known, place=place).processes)

@@ -36,7 +36,7 @@ def plan_gdn(shape: DenseShape, *, dual_stream: bool, may_join: bool = True) -> 
         return GDNForm.MERGED
     fewest = tuning.apart_weights_of_one_row if rows == 1 else tuning.apart_weights
     is_large = shape.in_features * sum(shape.slice_widths) >= fewest
-    return GDNForm.DUAL if is_large else GDNForm.BESIDE
+    return GDNForm.DUAL if is_large and rows <= tuning.apart_rows else GDNForm.BESIDE
 
 
 def check_form(form: GDNForm | None, *, is_one_format: bool) -> None:

@@ -134,9 +134,10 @@ class GDNTuning:
     # that product alone fills the device
     dual_rows: int
     # fewest weights of all columns whose two products beside each other are faster than one product
-    # beside the shrink: in a batch of one row, and in larger ones
+    # beside the shrink: in a batch of one row, and in larger ones of at most so many rows
     apart_weights_of_one_row: int
     apart_weights: int
+    apart_rows: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -169,7 +170,12 @@ HOPPER = Tuning(
         most_programs_beside=96,
         usual_slots=4,
     ),
-    gdn=GDNTuning(dual_rows=64, apart_weights_of_one_row=40_000_000, apart_weights=56_000_000),
+    gdn=GDNTuning(
+        dual_rows=64,
+        apart_weights_of_one_row=40_000_000,
+        apart_weights=56_000_000,
+        apart_rows=8,
+    ),
     moe=MoETuning(
         usual_slots=4,
         full=0.75,
