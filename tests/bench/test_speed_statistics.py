@@ -17,6 +17,8 @@ from loragate.core.errors import CommandError
 from loragate.core.verdict import ExitCode
 
 CALLS = ("delta", "base and delta")
+# of equal code
+_RUNS = 300
 # path, batch: calls of 2 to 400 us
 ROWS = tuple(f"{path}.m{tokens}" for path in ("one_shot", "two_kernels") for tokens in range(1, 11))
 
@@ -164,6 +166,39 @@ def test_a_row_with_more_noise_than_the_others_is_judged_by_its_own() -> None:
     assert last.change is not Change.SLOWER
     *_, last = compare([*quiet, samples(0.02, 0.001)])
     assert last.change is Change.SLOWER
+
+
+def test_a_call_whose_processes_are_in_two_states_hides_nothing_in_the_others() -> None:
+    quiet = [samples(0.0, 0.001 * (1 + n % 3), f"row {n}") for n in range(4)]
+    slow = samples(0.05, 0.002)
+    *_, alone = compare([*quiet, slow])
+    # as on an H200: five calls alike, and one whose processes are a tenth apart
+    *_, beside, noisy = compare([*quiet, slow, samples(0.03, 0.1)])
+    assert alone.change is beside.change is Change.SLOWER
+    assert beside.limit < 1.02
+    # its own noise counts for itself
+    assert noisy.change is Change.UNDECIDED
+    assert noisy.limit > 1.2
+
+
+def test_calls_that_are_all_noisy_are_pooled() -> None:
+    found = compare([samples(0.0, apart, f"row {apart}") for apart in (0.02, 0.03, 0.04, 0.05)])
+    assert len({item.limit for item in found[:2]}) == 1
+    assert found[0].limit > 1.05
+
+
+@pytest.mark.parametrize("calls", [4, 6, 30])
+def test_chance_raises_an_alarm_in_one_run_of_a_hundred_however_few_calls_there_are(
+    calls: int,
+) -> None:
+    generator = np.random.default_rng(calls)
+    alarms = 0
+    for _ in range(_RUNS):
+        us = 100 * np.exp(generator.normal(0, 0.02, (calls, 2, 2, 1)) + np.zeros((1, 1, 1, 3)))
+        found = compare([Samples(f"row {n}", "call", us[n]) for n in range(calls)])
+        alarms += any(item.change in (Change.SLOWER, Change.FASTER) for item in found)
+    # three standard deviations beyond 1 %
+    assert alarms <= _RUNS * 0.01 + 3 * math.sqrt(_RUNS * 0.01 * 0.99)
 
 
 def test_more_rows_raise_the_limit_of_each() -> None:

@@ -22,6 +22,9 @@ SMALLEST_CHANGE = 0.01
 LARGEST_UNSEEN = 0.05
 # chance that any row of a run of equal code exceeds its limit
 FALSE_ALARMS = 0.01
+# chance that a call counts as noisier than the others in a run in which all are alike
+_UNUSUAL = 0.01
+_FEWEST_POOLED = 3
 _CONFIDENCE = 0.99
 _RESAMPLES = 2000
 
@@ -83,21 +86,44 @@ def compare(
     """Judge each of `samples`. The noise of `others`, of the same run, counts as well."""
     if not samples:
         return ()
-    everything = np.concatenate([item.chance for item in (*samples, *others)])
-    pooled = float(everything.mean())
+    pool = _pool([*samples, *others])
     # the chance of a false alarm is that of all rows together, in both directions
     tail = FALSE_ALARMS / (2 * len(samples))
-    processes = samples[0].us.shape[1]
     # takes a second to import, and tables are drawn without it
     from scipy.stats import t as student_t
 
-    quantile = float(student_t.ppf(1 - tail, df=len(everything) * (processes - 1)))
+    quantile = float(student_t.ppf(1 - tail, df=pool.df))
     generator = np.random.default_rng(seed)
     # rows of short calls have more noise than others: none is judged by less than its own
     return tuple(
-        _judge(item, quantile * math.sqrt(max(pooled, float(item.chance.mean()))), generator)
+        _judge(item, quantile * math.sqrt(max(pool.variance, float(item.chance.mean()))), generator)
         for item in samples
     )
+
+
+@dataclass(frozen=True, slots=True)
+class _Pool:
+    """What chance gives the effect of a call, and by how many degrees of freedom that is known."""
+
+    variance: float
+    df: int
+
+
+def _pool(samples: Sequence[Samples]) -> _Pool:
+    """Of all calls but those that have more noise than chance makes of that of the others: the
+    processes of one call may be in either of two states, which says nothing of the other calls."""
+    from scipy.stats import f as fisher_f
+
+    processes = samples[0].us.shape[1]
+    own = len(samples[0].chance) * (processes - 1)
+    kept = sorted(float(item.chance.mean()) for item in samples)
+    while len(kept) > _FEWEST_POOLED:
+        rest = float(np.mean(kept[:-1]))
+        usual = float(fisher_f.ppf(1 - _UNUSUAL / len(kept), own, own * (len(kept) - 1)))
+        if kept[-1] <= usual * rest:
+            break
+        kept.pop()
+    return _Pool(float(np.mean(kept)), own * len(kept))
 
 
 def confirmed(first: Comparison, again: Comparison) -> Comparison:
