@@ -55,9 +55,10 @@ def of(trials: list[TrialRecord], *, workers: int = 2, seconds: float = 220.0):
 def test_trials_of_the_run_count_by_purpose_and_those_of_other_runs_do_not():
     trials = [trial(0, run="before"), trial(1), trial(2, case="torch.b")]
     trials.append(trial(3, purpose=Purpose.DIAGNOSE))
+    trials += [trial(4, measure="judged"), trial(5, measure="judged")]
     found = of(trials)
-    assert found["trials"] == {"planned": 2, "diagnose": 1}
-    assert found["cases"] == {"selected": 5, "tried": 2}
+    assert found["trials"] == {"planned": 4, "diagnose": 1}
+    assert found["cases"] == {"selected": 5, "tried": 2, "judged": 1}
 
 
 def test_paths_are_counted_by_what_all_trials_say_of_them():
@@ -87,7 +88,7 @@ def test_the_table_says_which_overhead_is_too_large_and_which_scan_was_never_rec
     met = {**of([trial(number) for number in range(200)]), "commit": "a" * 40}
     missed = {**met, "overhead": 0.24}
     text = table({"2 cores": met, "H200": None, "laptop": missed})
-    assert "| 2 cores | 20 min | 1 of 5 | 200 |" in text
+    assert "| 2 cores | 20 min | 1 of 5 | 0 | 200 |" in text
     assert "| 10% | 2.0% | 1.0% | 5.0% | 2.0% | aaaaaaa |" in text
     assert "| 24% (missed) |" in text
     assert "H200" not in text

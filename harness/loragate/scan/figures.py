@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from loragate.history import Purpose, ScanRun, TrialRecord
+from loragate.nightly.plan import Measure
 from loragate.nightly.states import GroupKey, Status
 
 SECTION = "scan"
@@ -15,7 +16,10 @@ SECTION = "scan"
 MOST_OVERHEAD = 0.1
 # parts of the overhead, each with its column; `other`: what nothing else accounts for
 _PARTS = ("opening", "starting", "alone", "other")
-_COLUMNS = ("machine", "budget", "cases", "trials", *Status, "overhead", *_PARTS, "commit")
+_COLUMNS = (
+    *("machine", "budget", "cases", "judged", "trials"),
+    *(*Status, "overhead", *_PARTS, "commit"),
+)
 
 
 def figures_of(
@@ -29,9 +33,9 @@ def figures_of(
     spent: Mapping[str, float],
 ) -> dict[str, Any]:
     """own: the trials of `run`. statuses: of all paths, of which those are counted that `run` has
-    tried. `cases` were selected; `workers` processes could
-    run beside each other for `seconds`. spent: seconds of all workers in which none of these trials
-    ran, by what they were spent on; what is missing there is `other`."""
+    tried. `cases` were selected; `workers` processes could run beside each other for `seconds`.
+    spent: seconds of all workers in which none of these trials ran, by what they were spent on;
+    what is missing there is `other`."""
     paths = {trial.path for trial in own}
     found = Counter(status for key, status in statuses.items() if key.path in paths)
     busy = sum(trial.duration_s for trial in own)
@@ -39,7 +43,11 @@ def figures_of(
         "budget_s": run.budget_s,
         "seconds": round(seconds, 1),
         "workers": workers,
-        "cases": {"selected": cases, "tried": len({trial.case for trial in own})},
+        "cases": {
+            "selected": cases,
+            "tried": len({trial.case for trial in own}),
+            "judged": len({t.case for t in own if t.measure == Measure.JUDGED}),
+        },
         "trials": dict(Counter(trial.purpose.value for trial in own)),
         "paths": {status.value: found[status] for status in Status},
         "busy_s": round(busy, 1),
@@ -64,6 +72,8 @@ def _row(machine: str, section: Mapping[str, Any]) -> str:
         machine,
         f"{section['budget_s'] / 60:g} min",
         f"{cases['tried']} of {cases['selected']}",
+        # not in older records
+        str(cases.get("judged", "-")),
         str(section["trials"].get(Purpose.PLANNED.value, 0)),
         *(str(section["paths"][status.value]) for status in Status),
         "-"
