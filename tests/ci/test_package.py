@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import ast
 import os
+import re
 import subprocess
 import sys
 import tarfile
+import tomllib
 import venv
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from importlib.metadata import packages_distributions
 from pathlib import Path
 
 import pytest
@@ -32,6 +36,8 @@ NEEDED = (
     "lorakernels/py.typed",
     "lorakernels/dense/kernels.py",
 )
+# parts of a declared package that are distributions of their own
+PARTS = {"markupsafe": "jinja2", "pydantic-core": "pydantic"}
 Run = Callable[..., subprocess.CompletedProcess[str]]
 
 
@@ -87,6 +93,44 @@ def test_the_wheel_holds_what_the_gate_needs_and_no_tests(distributions: Path) -
     with tarfile.open(source) as archive:
         listed = {name.partition("/")[2] for name in archive.getnames()}
     assert {"ci/hatch_build.py", "ci/gate", "tests/conftest.py", "LICENSE"} <= listed
+
+
+def test_every_package_that_is_imported_is_a_declared_dependency() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    declared = distributions_of(project["dependencies"])
+    for extra in project["optional-dependencies"].values():
+        declared |= distributions_of(extra)
+    installed = packages_distributions()
+    imported = imported_packages() - set(sys.stdlib_module_names) - {"loragate", "lorakernels"}
+    assert "torch" in imported
+    missing = {
+        package
+        for package in imported
+        # what is not installed here has the name of its package
+        if not {PARTS.get(normal(name), normal(name)) for name in installed.get(package, [package])}
+        & declared
+    }
+    assert not missing
+
+
+def imported_packages() -> set[str]:
+    found = set()
+    for folder in ("harness/loragate", "kernels/lorakernels"):
+        for file in (ROOT / folder).rglob("*.py"):
+            for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+                if isinstance(node, ast.Import):
+                    found |= {alias.name.partition(".")[0] for alias in node.names}
+                elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+                    found.add(node.module.partition(".")[0])
+    return found
+
+
+def distributions_of(requirements: Iterable[str]) -> set[str]:
+    return {normal(re.split(r"[^A-Za-z0-9_.-]", line, maxsplit=1)[0]) for line in requirements}
+
+
+def normal(name: str) -> str:
+    return name.lower().replace("_", "-")
 
 
 def test_the_gate_of_the_wheel_judges_a_case_in_an_empty_folder(
