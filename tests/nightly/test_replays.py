@@ -108,12 +108,14 @@ def _pasted(line: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.parametrize("subject", _CAUSES)
-def test_the_printed_command_shows_the_flake_and_leaves_a_stable_subject_alone(
-    subject: str, printed: dict[str, str]
-) -> None:
+def test_the_printed_command_shows_the_flake(subject: str, printed: dict[str, str]) -> None:
     flake = _pasted(printed[subject])
     assert flake.returncode == ExitCode.WRONG, printed[subject] + flake.stdout
-    stable = _pasted(printed[subject].replace(f":{subject}.", ":Stable."))
+
+
+def test_what_shows_a_flake_leaves_a_stable_subject_alone(printed: dict[str, str]) -> None:
+    # with the trial that pollutes before, which is one of the stable subject as well
+    stable = _pasted(printed["Order"].replace(":Order.", ":Stable."))
     assert stable.returncode == ExitCode.OK, stable.stdout
     assert "the same in" in stable.stdout
 
