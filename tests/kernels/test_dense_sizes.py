@@ -7,6 +7,8 @@ from dataclasses import replace
 
 import pytest
 import torch
+from hypothesis import example, given
+from hypothesis import strategies as st
 
 from loragate.core.machine import select_interpreter
 
@@ -44,3 +46,23 @@ def test_no_batch_needs_more_values_than_the_largest_that_is_planned_for(
         for rows in range(1, most + 1)
     }
     assert largest_shrunk(shape, SLOTS, most) == max(needed.values())
+
+
+@given(
+    most=st.integers(1, 40),
+    in_features=st.sampled_from((64, 257, 512, 2048, 8192, 14336)),
+    widths=st.sampled_from(((64,), (512, 256), (4096, 1024, 1024), (28672,))),
+    rank=st.integers(1, 512),
+    slots=st.integers(1, 40),
+    beside=st.booleans(),
+)
+# three rows need more than ten, which have fewer partials
+@example(most=10, in_features=14336, widths=(512, 256), rank=64, slots=5, beside=True)
+def test_no_batch_of_few_rows_needs_more_than_is_planned_for(
+    most: int, in_features: int, widths: tuple[int, ...], rank: int, slots: int, beside: bool
+) -> None:
+    shape = DenseShape(most, in_features, widths, rank, 2, beside=beside)
+    needed = (
+        math.prod(plan_shrunk(replace(shape, num_rows=rows), slots)) for rows in range(1, most + 1)
+    )
+    assert largest_shrunk(shape, slots, most) == max(needed)

@@ -266,6 +266,8 @@ def largest_shrunk(
     several_splits = min(max_rows, shape.tuning.dense.programs * tallest)
     sizes = [*range(1, several_splits, MIN_TILE_ROWS), several_splits, max_rows]
     sizes += [size - 1 for size in sizes if size > 1]
+    # a batch of few rows has a tile for each of them, which leaves it fewer partials
+    sizes += range(1, min(max_rows, max(num_slots, shape.tuning.dense.usual_slots)) + 1)
     plans = (plan_shrunk(replace(shape, num_rows=size), num_slots) for size in sizes)
     return max((splits + exchanged_copies) * rows * ranks for splits, rows, ranks in plans)
 
