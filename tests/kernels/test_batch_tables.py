@@ -117,6 +117,16 @@ def test_ids_that_no_slot_has_are_base_rows_where_the_mapping_is_on_the_device()
     assert_tables(metadata, [slot if 0 <= slot < 5 else -1 for slot in slots])
 
 
+@pytest.mark.parametrize("max_slots", [1, 3, 16])
+def test_the_first_id_that_no_slot_has_is_a_base_row(max_slots: int) -> None:
+    # as a graph installs it, which asks the host for nothing
+    given = [max_slots - 1, max_slots, max_slots + 1, 0, 1 << 30, -7]
+    metadata = BatchMetadata(max_tokens=8, max_slots=max_slots, device=DEVICE)
+    metadata.expect(len(given), len(given), may_have=True)
+    metadata.install(mapping(given), len(given))
+    assert_tables(metadata, [max_slots - 1, -1, -1, 0, -1, -1])
+
+
 @compiled_only
 def test_a_batch_size_that_could_be_specialised_on_compiles_no_kernel_anew() -> None:
     metadata = BatchMetadata(max_tokens=9000, max_slots=2, device=DEVICE)
