@@ -263,6 +263,24 @@ def test_a_copy_of_an_embedding_has_a_row_for_each_id(tmp_path: Path) -> None:
     )
 
 
+def test_a_copy_of_a_bias_has_a_value_for_each_output(tmp_path: Path) -> None:
+    head = "base_model.model.lm_head"
+    own = {
+        f"{head}.lora_A.weight": torch.randn(RANK, WIDTH),
+        f"{head}.lora_B.weight": torch.randn(11, RANK),
+    }
+    for size in (11, WIDTH):
+        copy = {f"{head}.base_layer.bias": torch.zeros(size)}
+        folder = write(tmp_path, own | copy, target_modules=["lm_head"])
+        if size == 11:
+            assert torch.equal(
+                read_peft_folder(folder).modules["lm_head"].b, own[f"{head}.lora_B.weight"]
+            )
+        else:
+            name = f"{head}.base_layer.bias"
+            refused(folder, f"{name} must be [11], as the factors say (got [{WIDTH}])")
+
+
 @pytest.mark.parametrize("factor", "AB")
 def test_a_copy_of_an_embedding_with_half_of_its_factors_is_no_copy(
     tmp_path: Path, factor: str

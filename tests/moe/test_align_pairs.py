@@ -254,3 +254,12 @@ def test_a_routing_that_does_not_fit_is_refused_by_name(ids: Tensor, message: st
     pairs = PairMetadata(max_tokens=8, top_k=2, num_experts=4, max_slots=2, device="cpu")
     with pytest.raises(ValueError, match=message):
         pairs.prepare(ids, batch)
+
+
+def test_an_expert_map_with_gaps_between_its_ids_is_refused() -> None:
+    batch = BatchMetadata(max_tokens=8, max_slots=2, device="cpu")
+    batch.prepare(torch.zeros(3, dtype=torch.int32))
+    pairs = PairMetadata(max_tokens=8, top_k=2, num_experts=4, max_slots=2, device="cpu")
+    every_other = torch.zeros(16, dtype=torch.int32)[::2]
+    with pytest.raises(ValueError, match="expert_map must be contiguous"):
+        pairs.prepare(torch.zeros(3, 2, dtype=torch.int32), batch, expert_map=every_other)

@@ -264,6 +264,25 @@ def test_a_part_of_a_layer_does_not_keep_the_rest_in_memory() -> None:
         assert own.untyped_storage().nbytes() == own.nbytes < whole.nbytes
 
 
+def test_a_part_of_a_quantised_layer_does_not_keep_the_rest_in_memory() -> None:
+    quantised = [of_8_bits(w) for w in weights()]
+    place = MoERank.of_group(1, ep_size=2, tp_size=1)
+    layer = FusedMoELoRA(
+        *quantised,
+        dtype=torch.bfloat16,
+        gate_up=GateUp.HALVES,
+        num_slots=1,
+        rank=1,
+        place=place,
+    )
+    for name, whole in zip(("w13", "w2"), quantised, strict=True):
+        for own, of_all in (
+            (getattr(layer, name), whole.values),
+            (getattr(layer, f"{name}_scales"), whole.scales),
+        ):
+            assert own.untyped_storage().nbytes() == own.nbytes < of_all.nbytes
+
+
 def test_scratch_of_another_dtype_is_refused() -> None:
     batch, layer = Batch.draw(), build()
     other = FusedMoELoRA(
