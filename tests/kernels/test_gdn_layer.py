@@ -197,6 +197,8 @@ def test_the_modules_of_released_models_have_the_columns_of_their_checkpoints() 
     assert [module.name for module in heads.grouped().all] == ["in_proj_qkvz", "in_proj_ba"]
     widths = {module.name: module.width for module in heads.separate().all}
     assert widths == {"in_proj_qkv": 8192, "in_proj_z": 4096, "in_proj_b": 32, "in_proj_a": 32}
+    # in the order of their columns, which two of equal width do not show
+    assert list(widths) == ["in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a"]
 
 
 ORDERS = {

@@ -65,6 +65,15 @@ def test_all_rows_are_padding_before_the_first_step_and_after_a_reset() -> None:
         inputs.reset()
 
 
+def test_slots_of_a_reset_are_gone_after_a_shorter_step() -> None:
+    inputs = made()
+    inputs.reset([2, 1, 0, 1, 2])
+    assert inputs.token_slots.tolist() == [2, 1, 0, 1, 2, -1, -1]
+    slots, values = step(2, 4)
+    inputs.write(slots, values)
+    assert inputs.token_slots.tolist() == [*slots.tolist(), *[-1] * (MOST - 2)]
+
+
 def test_every_tensor_keeps_its_address_and_lies_in_one_block() -> None:
     inputs = made()
     before = {name: tensor.data_ptr() for name, tensor in inputs.tensors.items()}
