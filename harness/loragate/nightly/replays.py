@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
 from loragate.history.model import TrialRecord
-from loragate.nightly.conditions import PLAIN, Cause
+from loragate.nightly.conditions import PLAIN, Cause, Memory
 from loragate.nightly.diagnosis import Diagnosis
 from loragate.nightly.plan import Measure
 
@@ -39,7 +39,10 @@ def replay_of_diagnosis(diagnosis: Diagnosis, seen: TrialRecord) -> str:
     if diagnosis.cause is Cause.ALWAYS and seen.measure == Measure.JUDGED:
         return seen.replay
     conditions = diagnosis.cell.conditions
-    if diagnosis.is_held:
+    if diagnosis.cause is Cause.MEMORY:
+        # what fresh memory holds by chance is another thing in another process
+        conditions = replace(PLAIN, gpu=conditions.gpu, memory=Memory.POISON)
+    elif diagnosis.is_held:
         # it changes where nothing is held fast
         conditions = replace(PLAIN, gpu=conditions.gpu)
     times = times_to_show(diagnosis.changed, diagnosis.tried)
