@@ -42,8 +42,8 @@ _CAUSES = {
     "Neighbour": Cause.NEIGHBOUR,
     "Timed": Cause.CLOCK,
 }
-# all of them are found within 30; a wave takes less than a second
-_MOST_WAVES = 120
+# nearly always all are found within 30; one wave in 32 has slow clocks for a given case
+_MOST_WAVES = 500
 # subjects of other tests
 _OTHERS = ("Stable", "Crashing")
 _TWO_CORES = Place(workers=2)

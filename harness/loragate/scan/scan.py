@@ -97,6 +97,9 @@ class Scan:
         """End the trials that run."""
         self._progress.close(self._spent())
         self._waves.close()
+        # trials that ended while the workers were to stop, and the time was over before they had
+        for each in self._waves.heard():
+            self._add(each.record)
 
     def _spent(self) -> float:
         return time.monotonic() - self._begin

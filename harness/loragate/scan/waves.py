@@ -102,6 +102,10 @@ class Waves:
         while len(self._busy()) == len(self._workers) and time.monotonic() < until:
             self._hear_workers(until)
             self._begin_waiting()
+        return self.heard()
+
+    def heard(self) -> list[Shown]:
+        """What has ended and was not given to anybody yet."""
         shown, self._shown = self._shown, []
         return shown
 
