@@ -6,7 +6,7 @@ import re
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from datetime import date
 from pathlib import Path
@@ -96,8 +96,12 @@ def _until_all_are_known(scan: subprocess.Popen[str]) -> str:
 
 
 def _pasted(line: str) -> subprocess.CompletedProcess[str]:
+    return _run(["bash", "-c", line])
+
+
+def _run(command: Sequence[str]) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        ["bash", "-c", line],
+        command,
         cwd=_ROOT,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -122,15 +126,7 @@ def test_what_shows_a_flake_leaves_a_stable_subject_alone(printed: dict[str, str
 
 def _replayed(*arguments: str) -> subprocess.CompletedProcess[str]:
     matrix = f"--matrix={_PLANTED / 'planted.yaml'}"
-    return subprocess.run(
-        _loragate("replay", *arguments, matrix),
-        cwd=_ROOT,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=240,
-        check=False,
-    )
+    return _run(_loragate("replay", *arguments, matrix))
 
 
 @pytest.mark.usefixtures("shell")

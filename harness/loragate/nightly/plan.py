@@ -23,7 +23,7 @@ from loragate.nightly.conditions import PLAIN, Cache, Clock, Conditions, Memory,
 UNTIMED_S = 1.0
 # what a process costs before its first trial; a wave lasts several times as long
 _SHORTEST_WAVE_S = 10.0
-# there it imports the subject and initialises CUDA, which takes seconds
+# there it initialises CUDA, and may have to import its subject, which takes seconds
 _SHORTEST_WAVE_ON_A_GPU_S = 45.0
 _LONGEST_WAVE_S = 120.0
 # of the waves under stress, how many begin with an empty cache
