@@ -18,13 +18,8 @@ from loragate.nightly.conditions import (
     Schedule,
     conditions_of,
 )
-from loragate.nightly.diagnosis import (
-    Cell,
-    Sighting,
-    Suspect,
-    TimeSpentError,
-    diagnose,
-)
+from loragate.nightly.diagnosis import diagnose
+from loragate.nightly.suspects import Cell, Sighting, Suspect, TimeSpentError
 
 Shows = Callable[[Cell], str]
 

@@ -19,10 +19,11 @@ from loragate.history import Outcome, Purpose, ScanRun, TrialRecord
 from loragate.matrix.ids import run_id
 from loragate.matrix.load import load_cases
 from loragate.nightly.conditions import PLAIN, Cause, Clock, Conditions, Memory
-from loragate.nightly.diagnosis import Cell, Diagnosis, Sighting, Suspect, diagnose
+from loragate.nightly.diagnosis import diagnose
 from loragate.nightly.morning import morning
 from loragate.nightly.pages.summary import render_markdown
 from loragate.nightly.replays import replay_of_diagnosis, replay_of_trial, times_to_show
+from loragate.nightly.suspects import Cell, Diagnosis, Sighting, Suspect
 from loragate.scan.investigate import record_of
 
 NewTrial = Callable[..., TrialRecord]

@@ -103,30 +103,22 @@ def run(arguments: argparse.Namespace) -> ExitCode:
         quarantined(arguments, sorted(runs))
         with open_named(arguments.history, is_made=True) as history:
             changed = None if files is None else cases_changed(runs, history, files)
-            clock = _clock(history)
-            devices = _devices(runs, has_gpu=has_gpu)
+            clock, devices = _clock(history), _devices(runs, has_gpu=has_gpu)
             setup = _setup(arguments, runs, plan, changed, clock.started, devices)
             # planning and the page are a part of the time that was given
             before = time.monotonic() - begin + _for_page(history, arguments.budget)
             setup = replace(setup, budget_s=setup.budget_s - before)
-            say(f"scan of {len(runs)} cases for {arguments.budget:g} s, history {history.name}")
-            history.add_run(setup.run)
-            try:
-                around = Surroundings(
-                    run=setup.run.uid,
-                    runs=runs,
-                    history=history,
-                    processes=processes,
-                    health=open_health(has_gpu=has_gpu),
-                    folder=folder,
-                    clock=clock,
-                    shares=devices.shares(setup.place.workers),
-                )
-                done = _scan(setup, around)
-            finally:
-                # also after Ctrl-C: what is known by then is kept and shown
-                history.add_run(replace(setup.run, finished_at=clock()))
-                code = write_morning(arguments, history, cases=setup.cases)
+            around = Surroundings(
+                run=setup.run.uid,
+                runs=runs,
+                history=history,
+                processes=processes,
+                health=open_health(has_gpu=has_gpu),
+                folder=folder,
+                clock=clock,
+                shares=devices.shares(setup.place.workers),
+            )
+            done, code = _scan_and_show(arguments, setup, around)
             if recorder is not None:
                 _record(recorder, setup, done, seconds=time.monotonic() - begin)
     return code
@@ -175,6 +167,21 @@ class _Done:
     scan: Scan
     spent: Spent
     seconds: float
+
+
+def _scan_and_show(
+    arguments: argparse.Namespace, setup: Setup, around: Surroundings
+) -> tuple[_Done, ExitCode]:
+    history = around.history
+    say(f"scan of {len(setup.cases)} cases for {arguments.budget:g} s, history {history.name}")
+    history.add_run(setup.run)
+    try:
+        done = _scan(setup, around)
+    finally:
+        # also after Ctrl-C: what is known by then is kept and shown
+        history.add_run(replace(setup.run, finished_at=around.clock()))
+        code = write_morning(arguments, history, cases=setup.cases)
+    return done, code
 
 
 def _scan(setup: Setup, around: Surroundings) -> _Done:
