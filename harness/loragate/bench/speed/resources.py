@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 
@@ -41,7 +42,8 @@ def compare_resources(builds: Sequence[Build], machine: Machine, cache: Path) ->
     major, minor = machine.compute_capability
     arch = f"sm_{major}{minor}"
     try:
-        before, now = (_of_build(build, f"{major}{minor}", cache) for build in builds)
+        with ThreadPoolExecutor(len(builds)) as pool:
+            before, now = pool.map(lambda build: _of_build(build, f"{major}{minor}", cache), builds)
     except _Unknown as error:
         return ResourcePairs(arch, problem=str(error))
     return ResourcePairs(arch, pairs_of(before, now))
