@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 import queue
 import tempfile
-from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 
 from loragate.core.child_process import ProcessPool, run_module
@@ -41,7 +41,7 @@ def planned_cases(tier: str = "smoke", *, gpu: bool = False) -> tuple[str, ...]:
     return tuple(done.stdout.decode().split())
 
 
-def measure_reach(digest: str, jobs: int) -> Reach:
+def measure_reach(digest: str, jobs: int, progress: Callable[[str], None]) -> Reach:
     """Raises CommandError if a case or a test of sound code does not pass."""
     processes = ProcessPool()
     cases = [Unit(Kind.CASE, name) for name in planned_cases()]
@@ -56,9 +56,15 @@ def measure_reach(digest: str, jobs: int) -> Reach:
         with ThreadPoolExecutor(jobs) as pool:
             try:
                 orders = [_order_of(folder, number, *part) for number, part in enumerate(parts)]
-                found = list(pool.map(lambda order: _run_part(order, servers), orders))
+                started = [pool.submit(_run_part, order, servers) for order in orders]
+                for number, part in enumerate(as_completed(started), 1):
+                    # a part that failed ends the rest
+                    part.result()
+                    progress(f"{number} of {len(started)} parts are measured")
+                found = [part.result() for part in started]
             finally:
                 # an interrupt must not wait for what is running
+                pool.shutdown(wait=False, cancel_futures=True)
                 processes.close()
         ended = [entry for part in found for entry in part]
         return _reach_of(digest, ended, cases, folder, compiled_modules())

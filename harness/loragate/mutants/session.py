@@ -120,7 +120,7 @@ class Session:
         reach = load_reach(self.folder / _REACH, self.state)
         if reach is None:
             _note("measuring which cases and host tests reach which line, which takes minutes")
-            reach = measure_reach(self.state, self.jobs)
+            reach = measure_reach(self.state, self.jobs, _note)
             save_reach(reach, self.folder / _REACH)
         return reach
 
