@@ -44,7 +44,7 @@ class _Lab:
         # the seconds that each diagnosis was given
         self.allowed: list[float] = []
 
-    def keep_busy(self, wave: Wave, *, until: float) -> list[Shown]:
+    def keep_busy(self, wave: Wave, *, until: float, meanwhile: object) -> list[Shown]:
         self.seconds += _WAVE_S
         return [self._shown(wanted) for wanted in wave.processes[0][1]]
 

@@ -63,6 +63,20 @@ def test_a_worker_that_is_alone_and_one_whose_memory_is_unknown_have_no_limit() 
     assert Devices().shares(2) == {}
 
 
+def test_cases_that_do_not_fit_into_the_memory_of_a_worker_are_named() -> None:
+    sizes = {"small": GIB, "fits": 26 * GIB, "b": 40 * GIB, "c": 50 * GIB}
+    (own,) = {share.own_bytes for share in Devices(("0",), _LISTED, 50 * GIB).shares(3).values()}
+    assert 26 * GIB < own < 44 * GIB
+    assert Devices(("0",), _LISTED, 50 * GIB).too_large(3, sizes) == {
+        name for name, size in sizes.items() if size > own
+    }
+    # the GPU with the least memory decides
+    assert Devices(("0", "1"), _LISTED, 50 * GIB).too_large(3, sizes) >= {"fits", "b", "c"}
+    # without others there is nobody to wait for
+    assert Devices(("0",), _LISTED, 50 * GIB).too_large(1, sizes) == frozenset()
+    assert Devices().too_large(8, sizes) == frozenset()
+
+
 class _Memory:
     """Records what trials reserve, and where the lock of the reserve is."""
 

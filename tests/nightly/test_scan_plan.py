@@ -120,6 +120,29 @@ def test_no_worker_is_without_a_trial() -> None:
     assert _cases(wave) == [{"single"}] * 3
 
 
+@pytest.mark.parametrize("number", [0, 1, 3, 4, 5, 7])
+def test_of_cases_that_wait_for_each_others_memory_one_worker_of_each_gpu_has_all(
+    number: int,
+) -> None:
+    large = {
+        name: replace(known, is_large=name in ("case-1", "case-6"))
+        for name, known in _CASES.items()
+    }
+    place = Place(gpus=("0", "1"), workers=3)
+    previous = _wave(number - 1, large, place=place) if number % 4 == 1 else None
+    cases = _cases(_wave(number, large, place=place, previous=previous))
+    for first, *others in (cases[:3], cases[3:]):
+        assert {"case-1", "case-6"} < first
+        assert all(other and not other & {"case-1", "case-6"} for other in others)
+
+
+def test_a_large_case_that_is_the_only_one_runs_on_every_worker() -> None:
+    known = {"single": Known(is_large=True)}
+    for number in (0, 1):
+        wave = _wave(number, known, previous=_wave(0, known), place=Place(gpus=("0",), workers=2))
+        assert _cases(wave) == [{"single"}] * 2
+
+
 def test_every_gpu_runs_the_same_trials() -> None:
     place = Place(gpus=("GPU-a", "GPU-b"), workers=2)
     for number in (0, 1):

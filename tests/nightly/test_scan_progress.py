@@ -38,6 +38,21 @@ def test_many_short_waves_have_a_line_in_five_seconds_with_all_their_trials(
     assert lines[-1].endswith("25 s  waves 401 to 499: 198 trials")
 
 
+def test_while_a_wave_lasts_there_is_a_line_in_five_seconds(
+    progress: Progress, lines: list[str], trial: NewTrial
+) -> None:
+    progress.tell(0.0, 0, _WAVE, [trial()])
+    for tenth in range(1, 121):
+        progress.meanwhile(tenth / 10, 1, tenth)
+    assert [line.strip() for line in lines[1:]] == [
+        "5 s  wave 1 is running: 50 trials so far",
+        "10 s  wave 1 is running: 100 trials so far",
+    ]
+    # what the wave returns counts once
+    progress.tell(16.0, 1, _WAVE, [trial()] * 160)
+    assert lines[-1].endswith("16 s  wave 1: 160 trials, now bits with nothing varied")
+
+
 def test_what_looks_odd_is_told_at_once_and_again_with_the_next_line(
     progress: Progress, lines: list[str], trial: NewTrial
 ) -> None:

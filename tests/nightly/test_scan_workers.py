@@ -108,6 +108,25 @@ def test_a_worker_goes_on_with_later_waves_while_a_trial_of_another_one_runs(
     assert waited == [0, 1, 2]
 
 
+def test_what_has_ended_is_counted_while_all_workers_are_busy(waves: Waves, go: Path) -> None:
+    counted: list[int] = []
+
+    def meanwhile(ended: int) -> None:
+        counted.append(ended)
+        if ended == 2:
+            go.touch()
+
+    first = (_wanted(3), _wanted(5), _wanted(_WAITING))
+    shown = waves.keep_busy(
+        _beside(first, (_wanted(_WAITING, 1), _wanted(_WAITING, 2))),
+        until=_NEVER,
+        meanwhile=meanwhile,
+    )
+    assert 2 in counted
+    assert counted == sorted(counted)
+    assert len(shown) >= 3
+
+
 def test_a_wave_alone_waits_for_trials_that_run_and_leaves_out_those_behind_them(
     waves: Waves, history: History, go: Path
 ) -> None:

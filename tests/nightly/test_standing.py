@@ -185,7 +185,7 @@ class _Lab:
         self._trial, self._count = trial, 0
         self.paths: dict[str, tuple[str, str]] = {}
 
-    def keep_busy(self, wave: Wave, *, until: float) -> list[Shown]:
+    def keep_busy(self, wave: Wave, *, until: float, meanwhile: object) -> list[Shown]:
         return [self._shown(wanted) for wanted in wave.processes[0][1]]
 
     def _shown(self, wanted: Any) -> Shown:

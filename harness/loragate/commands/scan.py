@@ -220,6 +220,7 @@ def _setup(
     started: float,
     devices: Devices,
 ) -> Setup:
+    place = Place(gpus=devices.gpus, workers=arguments.workers or devices.workers())
     return Setup(
         run=ScanRun(
             uid=uuid.uuid4().hex,
@@ -231,12 +232,15 @@ def _setup(
             environment=_environment(plan, devices.gpus),
         ),
         cases=tuple(sorted(runs)),
-        place=Place(gpus=devices.gpus, workers=arguments.workers or devices.workers()),
+        place=place,
         budget_s=arguments.budget,
         # another order and other combinations every time
         seed=int(started),
         changed=changed,
         only_judged=frozenset(name for name, run in runs.items() if run.case.site is Site.ENGINE),
+        large=devices.too_large(
+            place.workers, {name: footprint_bytes(run.case) for name, run in runs.items()}
+        ),
     )
 
 

@@ -76,7 +76,8 @@ class Known:
     that was asked for, or never seen. traced: it is known which source it runs. path: its path and
     group, "" without trials; alone: how many trials of all cases of that path ran with nothing
     beside them. has_bits: whether its result is a tensor whose bits can be compared; otherwise
-    oracles judge it alone."""
+    oracles judge it alone. is_large: it needs more device memory than a worker has, so that only
+    one such trial runs at a time on each GPU."""
 
     bits: int = 0
     judged: int = 0
@@ -88,6 +89,7 @@ class Known:
     path: str = ""
     alone: int = 0
     has_bits: bool = True
+    is_large: bool = False
 
     def seconds(self, measure: Measure) -> float:
         """What a trial takes."""
@@ -129,7 +131,7 @@ def next_wave(
     kind = kinds[turn]
     if kind is _Kind.STRESS and previous is not None:
         stress = _stress(rng, everything=number == 1, place=place)
-        return _repeated(previous.processes[0][1], stress, place, rng)
+        return _repeated(_split(previous.processes[0][1], known), stress, place, rng)
     length = _length(seconds_left, place)
     is_judged = kind is _Kind.JUDGED or (kind is _Kind.ALONE and cycle % 2 == 1)
     measure = Measure.BITS
@@ -138,9 +140,10 @@ def next_wave(
     if kind is _Kind.ALONE:
         length *= _part_alone(place)
         chosen = _chosen(known, measure, length, rng, first=_by_path, longest=length)
-        return _alone(chosen, place, rng)
+        return _alone(_split(chosen, known), place, rng)
     chosen = _chosen(known, measure, length * place.workers, rng, first=_by_trials)
-    return _dealt(chosen, replace(PLAIN, neighbours=place.neighbours), place, rng)
+    conditions = replace(PLAIN, neighbours=place.neighbours)
+    return _dealt(_split(chosen, known), conditions, place, rng)
 
 
 def _part_alone(place: Place) -> float:
@@ -234,33 +237,47 @@ def _stress(rng: random.Random, *, everything: bool, place: Place) -> Conditions
     )
 
 
-def _dealt(
-    chosen: Sequence[Wanted], conditions: Conditions, place: Place, rng: random.Random
-) -> Wave:
+@dataclass(frozen=True, slots=True)
+class _Split:
+    """The trials of a wave. The first worker of each GPU has all `large` ones: another one would
+    wait for the memory that the first one uses."""
+
+    large: tuple[Wanted, ...]
+    others: tuple[Wanted, ...]
+
+
+def _split(wanted: Sequence[Wanted], known: Mapping[str, Known]) -> _Split:
+    large = tuple(each for each in wanted if known[each.case].is_large)
+    return _Split(large, tuple(each for each in wanted if each not in large))
+
+
+def _dealt(chosen: _Split, conditions: Conditions, place: Place, rng: random.Random) -> Wave:
     """The same trials on every GPU, divided among its workers; no worker is left without one."""
     processes = []
     for gpu in place.gpus or ("",):
-        order = rng.sample(chosen, len(chosen))
+        order = rng.sample(chosen.others, len(chosen.others))
+        spare = order or chosen.large
         for worker in range(place.workers):
-            own = order[worker :: place.workers] or [order[worker % len(order)]]
+            own = order[worker :: place.workers]
+            if worker == 0:
+                own = rng.sample((*own, *chosen.large), len(own) + len(chosen.large))
+            own = own or [spare[worker % len(spare)]]
             processes.append((replace(conditions, gpu=gpu), tuple(own)))
     return Wave(processes=tuple(processes))
 
 
-def _repeated(
-    wanted: Sequence[Wanted], conditions: Conditions, place: Place, rng: random.Random
-) -> Wave:
+def _repeated(wanted: _Split, conditions: Conditions, place: Place, rng: random.Random) -> Wave:
     """The same trials by every worker of every GPU, in another order by each."""
-    return Wave(
-        processes=tuple(
-            (replace(conditions, gpu=gpu), tuple(rng.sample(wanted, len(wanted))))
-            for gpu in place.gpus or ("",)
-            for _ in range(place.workers)
-        )
-    )
+    processes = []
+    for gpu in place.gpus or ("",):
+        for worker in range(place.workers):
+            has_large = worker == 0 or not wanted.others
+            own = (*wanted.others, *(wanted.large if has_large else ()))
+            processes.append((replace(conditions, gpu=gpu), tuple(rng.sample(own, len(own)))))
+    return Wave(processes=tuple(processes))
 
 
-def _alone(wanted: Sequence[Wanted], place: Place, rng: random.Random) -> Wave:
+def _alone(wanted: _Split, place: Place, rng: random.Random) -> Wave:
     """The same trials by one process on every GPU."""
     single = _repeated(wanted, PLAIN, replace(place, workers=1), rng)
     return replace(single, is_alone=True)

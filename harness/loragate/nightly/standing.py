@@ -58,10 +58,11 @@ class Standing:
         changed: Collection[str] | None,
         traced: Collection[str],
         only_judged: Collection[str] = (),
+        large: Collection[str] = (),
     ) -> dict[str, Known]:
         """changed: the cases that a revision may have changed; None where no revision was named. A
         case without trials counts as undecided. traced: cases whose path is known. only_judged:
-        cases without bits."""
+        cases without bits. large: cases that need more memory than a worker has."""
         undecided: set[str] = set()
         for group in self._groups.values():
             if group.status is Status.UNDECIDED:
@@ -78,6 +79,7 @@ class Standing:
                 path=planned.path,
                 alone=self._alone[planned.path],
                 has_bits=case not in only_judged,
+                is_large=case in large,
             )
             for case, planned in self._planned.items()
         }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -44,6 +45,12 @@ class Devices:
             for gpu, free_bytes in free.items()
             if free_bytes
         }
+
+    def too_large(self, workers: int, sizes: Mapping[str, int]) -> frozenset[str]:
+        """Of cases with the bytes that each needs, those for which the memory of a worker is too
+        small, so that they wait for the reserve of their GPU."""
+        own = min((share.own_bytes for share in self.shares(workers).values()), default=math.inf)
+        return frozenset(name for name, size in sizes.items() if size > own)
 
 
 def devices_of(environ: Mapping[str, str], largest: int) -> Devices:

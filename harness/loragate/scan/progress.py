@@ -35,6 +35,13 @@ class Progress:
         if is_new or at_s - self._told_s >= _EVERY_S:
             self._line(at_s, _about(wave))
 
+    def meanwhile(self, at_s: float, number: int, ended: int) -> None:
+        """While a wave runs, of which `ended` trials are through that `tell` will get."""
+        if at_s - self._told_s >= _EVERY_S:
+            trials = counted(self._trials + ended, "trial")
+            self._say(f"{at_s:6.0f} s  wave {number} is running: {trials} so far")
+            self._told_s = at_s
+
     def close(self, at_s: float) -> None:
         """Tell of the last waves."""
         if self._trials:

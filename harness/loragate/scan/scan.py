@@ -29,7 +29,8 @@ _REMEMBERED_S = 60 * 86400.0
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setup:
     """changed: the cases that a revision may have changed; None: it was not asked. only_judged:
-    cases whose bits cannot be compared."""
+    cases whose bits cannot be compared. large: cases that need more device memory than a worker
+    has."""
 
     run: ScanRun
     cases: tuple[str, ...]
@@ -38,6 +39,7 @@ class Setup:
     seed: int
     changed: frozenset[str] | None = None
     only_judged: frozenset[str] = frozenset()
+    large: frozenset[str] = frozenset()
 
 
 class Scan:
@@ -78,6 +80,7 @@ class Scan:
                 changed=self._setup.changed,
                 traced=self._waves.paths.keys(),
                 only_judged=self._setup.only_judged,
+                large=self._setup.large,
             ),
             self._setup.place,
             number=self._number,
@@ -114,11 +117,14 @@ class Scan:
         if wave.is_alone:
             shown = self._waves.run(wave, Purpose.PLANNED, until=self._end())
         else:
-            shown = self._waves.keep_busy(wave, until=self._end())
+            shown = self._waves.keep_busy(wave, until=self._end(), meanwhile=self._meanwhile)
         for each in shown:
             self._add(each.record)
         self._beside |= {each.record.process: each.order for each in shown}
         return shown
+
+    def _meanwhile(self, ended: int) -> None:
+        self._progress.meanwhile(self._spent(), self._number, ended)
 
     def _add(self, trial: TrialRecord) -> None:
         self.trials.append(trial)

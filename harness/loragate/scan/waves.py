@@ -91,9 +91,14 @@ class Waves:
         """The time of a record."""
         return self._around.clock()
 
-    def keep_busy(self, wave: Wave, *, until: float) -> list[Shown]:
+    def keep_busy(
+        self, wave: Wave, *, until: float, meanwhile: Callable[[int], None] = lambda count: None
+    ) -> list[Shown]:
         """Give each worker a process of a wave, and return what has ended since the last time, once
-        a worker has no more to do, or at `until` on the monotonic clock. The others go on."""
+        a worker has no more to do, or at `until` on the monotonic clock. The others go on.
+
+        meanwhile: called at least once a second with the number of trials that will be returned.
+        """
         while len(self._workers) < len(wave.processes):
             self._workers.append(_Worker())
         for worker, process in zip(self._workers, wave.processes, strict=True):
@@ -102,6 +107,7 @@ class Waves:
         while len(self._busy()) == len(self._workers) and time.monotonic() < until:
             self._hear_workers(until)
             self._begin_waiting()
+            meanwhile(len(self._shown))
         return self.heard()
 
     def heard(self) -> list[Shown]:
