@@ -11,7 +11,7 @@ import pytest
 from loragate.bench.speed import comparing
 from loragate.bench.speed.comparing import judge_rows
 from loragate.bench.speed.figures import ResourcePairs, SpeedFigures
-from loragate.bench.speed.rounds import Lanes, sample_row
+from loragate.bench.speed.rounds import PROCESSES, Lanes, sample_row
 from loragate.bench.speed.statistics import Change, Comparison, Samples, compare
 from loragate.core.errors import CommandError
 from loragate.core.verdict import ExitCode
@@ -50,7 +50,9 @@ class Gpu:
     @contextmanager
     def lanes(self, rows: Sequence[str]) -> Iterator[Lanes]:
         self.opened.append(rows)
-        yield [[SimulatedLane(self, build, iter(rows)) for _ in range(2)] for build in range(2)]
+        yield [
+            [SimulatedLane(self, build, iter(rows)) for _ in range(PROCESSES)] for build in range(2)
+        ]
 
 
 @dataclass
@@ -231,7 +233,7 @@ def test_the_builds_take_turns_in_an_order_that_changes_from_round_to_round() ->
             order.append(self.build)
             return super().time()
 
-    lanes = [[Noted(gpu, build, iter(ROWS)) for _ in range(2)] for build in range(2)]
+    lanes = [[Noted(gpu, build, iter(ROWS)) for _ in range(PROCESSES)] for build in range(2)]
     sample_row(ROWS[0], lanes, gpu.generator)
     rounds = [tuple(order[i : i + 4]) for i in range(0, len(order), 4)]
     assert all(sorted(of_round) == [0, 0, 1, 1] for of_round in rounds)
