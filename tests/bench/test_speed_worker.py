@@ -106,7 +106,10 @@ def test_the_dense_kind_times_the_delta_alone_and_behind_its_base(
     row = DenseRow("small", 2, 16)
     candidate = find_contender("torch")
     (found,) = dense.measure(candidate, None, [row], detect_machine(), clock, print)
-    assert (found.row, found.us) == (row, {"delta": 0.0, "base and delta": 1.0})
+    assert (found.row, found.us) == (
+        row,
+        {"base": 0.0, "delta": 1.0, "base and delta": 2.0},
+    )
 
 
 def test_builds_are_compared_by_the_replays_of_graphs_alone(

@@ -15,14 +15,13 @@ from torch import Tensor
 
 from loragate.bench.contender import Contender, Yardstick
 from loragate.bench.figures import DenseFigures, RowFigures, StepFigures
-from loragate.bench.rows import TOKENS, DenseRow
+from loragate.bench.rows import BASE, BEHIND_BASE, TOKENS, DenseRow
 from loragate.bench.timer import Clock, copy_bytes_per_s, graph_of, replay_in_turns, wall
 from loragate.core.machine import Machine
 from loragate.inputs import DataKind, make_pool, torch_dtype
 from loragate.protocol import Batch, Instance, Resident
 
 _SEED = 1
-_BASE = "base"
 _STEP_SLOTS = 8
 _STEP_ACTIVE = (0, 1, 8)
 
@@ -75,7 +74,7 @@ class _Step:
 
 def measure_row(row: DenseRow, contenders: Sequence[Contender], machine: Machine) -> RowFigures:
     step = _draw_step(row, machine)
-    errors, graphs = {}, {_BASE: graph_of(step.base)}
+    errors, graphs = {}, {BASE: graph_of(step.base)}
     instances = []
     for contender in contenders:
         name = contender.subject.name
@@ -83,7 +82,7 @@ def measure_row(row: DenseRow, contenders: Sequence[Contender], machine: Machine
         graphs[name] = graph_of(_sequential(step, instance))
         instances.append(instance)
     times = replay_in_turns(graphs)
-    return RowFigures(row, times.pop(_BASE), times, errors)
+    return RowFigures(row, times.pop(BASE), times, errors)
 
 
 def measure(
@@ -95,14 +94,15 @@ def measure(
     progress: Callable[[str], None],
 ) -> Iterator[CallFigures]:
     """Time the delta alone, where a change of it shows best, and behind its base, with which it may
-    overlap. Raises WrongResult."""
+    overlap; and the base by itself. Raises WrongResult."""
     assert baseline is None, "run_dense times a baseline"
     for row in rows:
         step = _draw_step(row, machine)
         instance, _ = _open(candidate, step, machine)
         calls: dict[str, Callable[[], object]] = {
+            BASE: step.base,
             "delta": partial(instance.apply, step.x, step.out),
-            "base and delta": _sequential(step, instance),
+            BEHIND_BASE: _sequential(step, instance),
         }
         yield CallFigures(row, clock(calls))
 

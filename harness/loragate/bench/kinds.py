@@ -7,7 +7,7 @@ imported when it runs.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from importlib import import_module
 from types import MappingProxyType
@@ -29,7 +29,7 @@ from loragate.bench.moe_rows import TOKENS as MOE_TOKENS
 from loragate.bench.moe_rows import moe_rows
 from loragate.bench.moe_tables import render_markdown as moe_markdown
 from loragate.bench.moe_tables import render_terminal as moe_terminal
-from loragate.bench.rows import TOKENS, dense_rows
+from loragate.bench.rows import BASE, BEHIND_BASE, TOKENS, dense_rows
 from loragate.bench.select import Row
 from loragate.bench.streams_figures import StreamFigures
 from loragate.bench.streams_rows import SEED, stream_rows
@@ -98,6 +98,8 @@ class Kind:
     measure_target: str | None = None
     # whether two builds are compared by a row
     compares: Callable[[Any], bool] = _every
+    # of the calls that are compared, which have a part that is no code of lorakernels, by its name
+    controls: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def run(self) -> Run:
@@ -127,6 +129,7 @@ _ALL = (
         pattern="qkv.m*.r16",
         target="loragate.bench.dense:run_dense",
         measure_target="loragate.bench.dense:measure",
+        controls={BEHIND_BASE: BASE},
         read=DenseFigures.from_payload,
         terminal=dense_terminal,
         markdown=dense_markdown,

@@ -8,6 +8,8 @@ from types import MappingProxyType
 from loragate.bench.select import equal_runs
 from loragate.matrix.case import Case, Dtype, Mix, Ranks, Site
 
+# of the calls of a row: the base product, and what LoRA adds behind it
+BASE, BEHIND_BASE = "base", "base and delta"
 SLOTS = 4
 TOKENS = (1, 16, 64, 256, 2048)
 RANKS = (16, 64)

@@ -16,12 +16,13 @@ from pathlib import Path
 
 import numpy as np
 
+from loragate.bench.kinds import KINDS
 from loragate.bench.speed.builds import Build, build_against, installed_build
 from loragate.bench.speed.figures import SpeedFigures
 from loragate.bench.speed.lanes import ProcessLane
 from loragate.bench.speed.orders import Begin
 from loragate.bench.speed.resources import compare_resources
-from loragate.bench.speed.rounds import PROCESSES, Lanes, sample_row
+from loragate.bench.speed.rounds import NO_CONTROLS, PROCESSES, Controls, Lanes, sample_row
 from loragate.bench.speed.statistics import Change, Comparison, Samples, compare, confirmed
 from loragate.core.checkout import project_root
 from loragate.core.child_process import ProcessPool, python_module
@@ -60,22 +61,26 @@ def compare_builds(request: Request, machine: Machine, progress: Progress) -> Sp
             resources = pool.submit(compare_resources, builds, machine, cache)
             opener.compile(progress)
         # from here on nothing runs beside what is timed
-        found = judge_rows(request.rows, opener.open, progress)
+        found = judge_rows(request.rows, opener.open, progress, KINDS[request.kind].controls)
     return SpeedFigures(request.kind, request.against, found, resources.result())
 
 
 def judge_rows(
-    rows: Sequence[str], open_lanes: OpenLanes, progress: Progress
+    rows: Sequence[str],
+    open_lanes: OpenLanes,
+    progress: Progress,
+    controls: Controls = NO_CONTROLS,
 ) -> tuple[Comparison, ...]:
-    """One result for each call of each row, in their order."""
-    samples = _sample(rows, open_lanes, progress)
+    """One result for each call of each row but the controls, in their order."""
+    samples = _sample(rows, open_lanes, progress, controls)
     first = compare(samples)
     changed = {item.row for item in first if item.change in (Change.SLOWER, Change.FASTER)}
     if not changed:
         return first
     progress(f"{len(changed)} rows changed and are measured once more")
     again = compare(
-        _sample([row for row in rows if row in changed], open_lanes, progress), others=samples
+        _sample([row for row in rows if row in changed], open_lanes, progress, controls),
+        others=samples,
     )
     second = {(item.row, item.call): item for item in again}
     return tuple(
@@ -86,12 +91,14 @@ def judge_rows(
     )
 
 
-def _sample(rows: Sequence[str], open_lanes: OpenLanes, progress: Progress) -> tuple[Samples, ...]:
+def _sample(
+    rows: Sequence[str], open_lanes: OpenLanes, progress: Progress, controls: Controls
+) -> tuple[Samples, ...]:
     generator = np.random.default_rng(len(rows))
     found: list[Samples] = []
     with open_lanes(rows) as lanes:
         for number, row in enumerate(rows, start=1):
-            found += sample_row(row, lanes, generator)
+            found += sample_row(row, lanes, generator, controls)
             progress(f"[{number}/{len(rows)}] {row}")
     return tuple(found)
 

@@ -5,27 +5,32 @@ Invariant: no build is favoured by its place in a round, because the order is dr
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 
 import numpy as np
 
 from loragate.bench.speed.lanes import Lane
-from loragate.bench.speed.statistics import Samples
+from loragate.bench.speed.statistics import Samples, without_control
 from loragate.core.errors import CommandError
 from loragate.core.verdict import ExitCode
 
-ROUNDS = 24
+ROUNDS = 40
 # of each build: with two, chance moves a call of a few us by so much that 5 % hide in it
 PROCESSES = 6
 
 # [builds, processes]: the build that is compared against, then the present one
 Lanes = Sequence[Sequence[Lane]]
+# by the name of a call that of another one, which is a part of it and the same in both builds
+Controls = Mapping[str, str]
+NO_CONTROLS: Controls = MappingProxyType({})
 
 
-def sample_row(row: str, lanes: Lanes, generator: np.random.Generator) -> tuple[Samples, ...]:
-    """Time the next row of all lanes, which must be `row`: one Samples for each of its calls.
-
-    Raises CommandError.
+def sample_row(
+    row: str, lanes: Lanes, generator: np.random.Generator, controls: Controls = NO_CONTROLS
+) -> tuple[Samples, ...]:
+    """Time the next row of all lanes, which must be `row`: one Samples for each of its calls that
+    is not a control. Raises CommandError.
     """
     flat = [lane for of_build in lanes for lane in of_build]
     calls = [lane.calls() for lane in flat]
@@ -39,7 +44,11 @@ def sample_row(row: str, lanes: Lanes, generator: np.random.Generator) -> tuple[
             us[:, position, round_number] = flat[position].time()
     for lane in flat:
         lane.leave()
-    shape = (len(lanes), len(lanes[0]), ROUNDS)
+    by_call = dict(zip(calls[0], us.reshape(-1, len(lanes), len(lanes[0]), ROUNDS), strict=True))
     return tuple(
-        Samples(row, call, times.reshape(shape)) for call, times in zip(calls[0], us, strict=True)
+        Samples(row, call, without_control(times, by_call[controls[call]]))
+        if call in controls
+        else Samples(row, call, times)
+        for call, times in by_call.items()
+        if call not in controls.values()
     )

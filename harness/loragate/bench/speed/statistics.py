@@ -80,6 +80,15 @@ class Comparison:
     change: Change
 
 
+def without_control(us: NDArray[np.float64], control: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Times of a call [2, processes, rounds] without what chance adds in each process to a part of
+    it, whose times alone are `control`: where the operands lie changes how fast a product of few
+    rows reads its weight by several percent."""
+    apart = np.median(control - control.mean(axis=(0, 1)), axis=2, keepdims=True)
+    corrected: NDArray[np.float64] = us - apart
+    return corrected
+
+
 def compare(
     samples: Sequence[Samples], *, others: Sequence[Samples] = (), seed: int = 0
 ) -> tuple[Comparison, ...]:
