@@ -10,7 +10,9 @@ import platform
 import sys
 from collections.abc import Mapping
 from datetime import UTC, datetime
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
+from types import MappingProxyType
 
 from loragate.core.host import usable_cores
 
@@ -26,6 +28,7 @@ def utc_now() -> str:
     return datetime.now(UTC).isoformat(timespec="seconds")
 
 
+@cache
 def versions() -> Mapping[str, str]:
     """Versions of packages that can change a result; one that is not installed is left out."""
     found = {"python": platform.python_version()}
@@ -34,7 +37,7 @@ def versions() -> Mapping[str, str]:
             found[package] = version(package)
         except PackageNotFoundError:
             continue
-    return found
+    return MappingProxyType(found)
 
 
 def host() -> Mapping[str, str]:

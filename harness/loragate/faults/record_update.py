@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from loragate.core.checkout import Tree
@@ -29,7 +29,7 @@ class Plantings:
         return {"faults": self.faults, "controls": self.controls}
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class FaultRecord:
     """`asked`: what this run plants; `corpus`: all that the section is about.
 
@@ -40,8 +40,12 @@ class FaultRecord:
     recorder: Recorder
     asked: Plantings
     corpus: Plantings
+    # of the corpus, by name: a record is written after each planted fault
+    _digests: Mapping[str, str] = field(init=False)
 
     def __post_init__(self) -> None:
+        everything = [one for planted in self.corpus.by_kind().values() for one in planted]
+        self._digests = {one.name: one.digest for one in everything}
         kept = self._valid_entries(upgraded(self.recorder.previous))
         asked = set(self.asked.names)
         for kind, planted in self.corpus.by_kind().items():
@@ -75,7 +79,7 @@ class FaultRecord:
             kind: {
                 one.name: _origin(previous, old[one.name]) | old[one.name]
                 for one in planted
-                if old.get(one.name, {}).get("digest") == one.digest
+                if old.get(one.name, {}).get("digest") == self._digests[one.name]
             }
             for kind, planted in self.corpus.by_kind().items()
             for old in [previous.get(kind, {})]
