@@ -254,6 +254,22 @@ def test_a_second_stream_is_left_out_with_one_warning(monkeypatch: pytest.Monkey
             step_of(group.ranks[0], x, *routes(10), ROWS, form=form)()
 
 
+def test_the_operator_itself_runs_adapters_that_are_sharded_on_one_stream(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    group, x = Group.of(2), randn(10, HIDDEN, seed=3)
+    plain = group.parts(x, *routes(10))
+    # for a caller without the layer
+    monkeypatch.setattr(FusedMoELoRA, "_form", lambda self, form: form)
+    monkeypatch.setattr(ops, "dual_stream", lambda device: True)
+    sharded.warn_of_one_stream.cache_clear()
+    with pytest.warns(UserWarning, match=f"{DUAL_STREAM}=1 has no effect"):
+        switched = group.parts(x, *routes(10))
+    assert all(map(torch.equal, switched, plain))
+    with pytest.raises(ValueError, match=r"must be SINGLE \(got DUAL\)"):
+        step_of(group.ranks[0], x, *routes(10), ROWS, form=MoEForm.DUAL)()
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

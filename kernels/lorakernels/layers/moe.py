@@ -40,7 +40,7 @@ from lorakernels.layers.partition import LoRASharding, whole
 from lorakernels.layers.sharding import check_sharding
 from lorakernels.moe.align.metadata import PairMetadata
 from lorakernels.moe.layer.check import check_biases, check_pairs
-from lorakernels.moe.layer.forms import MoEForm
+from lorakernels.moe.layer.forms import MoEForm, sharded_form
 from lorakernels.moe.layer.ops import (
     Activation,
     ExpertLoRA,
@@ -285,12 +285,7 @@ class FusedMoELoRA(nn.Module):
         return RankShardedExperts(**up, **sizes), RankShardedExperts(**down, **sizes)
 
     def _form(self, form: MoEForm | None) -> MoEForm | None:
-        """That of a layer sharded by rank is one stream. ValueError."""
-        if self.collective is None:
-            return form
-        if form not in (None, MoEForm.SINGLE):
-            raise ValueError(f"form of a layer sharded by rank must be SINGLE (got {form.name})")
-        return MoEForm.SINGLE
+        return form if self.collective is None else sharded_form(form)
 
 
 def _parameter(values: Tensor) -> nn.Parameter:

@@ -31,3 +31,11 @@ def plan_form(num_pairs: int, tuning: Tuning, *, dual_stream: bool) -> MoEForm:
         return MoEForm.SINGLE
     planned = tuning.moe.planned_pairs or num_pairs
     return MoEForm.DUAL if planned <= tuning.moe.dual_pairs else MoEForm.BESIDE
+
+
+def sharded_form(form: MoEForm | None) -> MoEForm:
+    """That of a layer whose adapters are sharded by rank, which exchanges between its launches.
+    ValueError for another one."""
+    if form not in (None, MoEForm.SINGLE):
+        raise ValueError(f"form of a layer sharded by rank must be SINGLE (got {form.name})")
+    return MoEForm.SINGLE

@@ -22,7 +22,7 @@ from lorakernels.dense.sharded import warn_of_one_stream
 from lorakernels.moe.align.metadata import PairMetadata
 from lorakernels.moe.align.tables import PairTables
 from lorakernels.moe.layer.check import check_layer, check_operands, check_pairs
-from lorakernels.moe.layer.forms import MoEForm, plan_form
+from lorakernels.moe.layer.forms import MoEForm, plan_form, sharded_form
 from lorakernels.moe.layer.launch import (
     Adapters,
     Exchange,
@@ -80,7 +80,7 @@ def run_experts(
         top_k]. w13_bias [E, 2 * I or I] and w2_bias [E, H] in the layer's dtype; there are none
         with router weights on the input.
     pairs: prepared, `with_base`. out [rows, H]. Choices without a local expert add nothing.
-    form: None lets the plan choose.
+    form: None lets the plan choose; adapters that are sharded by rank have SINGLE alone.
     Products accumulate in fp32, the activation included; act and y are rounded to the dtype.
     Deterministic. Raises ValueError.
     """
@@ -100,6 +100,8 @@ def run_experts(
     )
     check_pairs(pairs, lora)
     check_layer(operands, lora)
+    if lora is not None and lora.group >= 0:
+        form = sharded_form(form)
     arguments = _flatten(operands, pairs, lora)
     torch.ops.lorakernels.run_experts(*arguments, 0 if form is None else form.value)
 
