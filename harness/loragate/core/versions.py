@@ -12,7 +12,6 @@ from collections.abc import Mapping
 from datetime import UTC, datetime
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
-from types import MappingProxyType
 
 from loragate.core.host import usable_cores
 
@@ -28,16 +27,21 @@ def utc_now() -> str:
     return datetime.now(UTC).isoformat(timespec="seconds")
 
 
-@cache
 def versions() -> Mapping[str, str]:
     """Versions of packages that can change a result; one that is not installed is left out."""
+    return dict(_versions())
+
+
+@cache
+def _versions() -> tuple[tuple[str, str], ...]:
+    # a record that grows asks for them again and again
     found = {"python": platform.python_version()}
     for package in _PACKAGES:
         try:
             found[package] = version(package)
         except PackageNotFoundError:
             continue
-    return MappingProxyType(found)
+    return tuple(found.items())
 
 
 def host() -> Mapping[str, str]:
