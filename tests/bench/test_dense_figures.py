@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from loragate.bench.figures import DenseFigures, RowFigures, StepFigures
+from loragate.bench.figures import DenseFigures, RowFigures, StepFigures, Times
 from loragate.bench.rows import DenseRow, dense_rows
 from loragate.bench.select import select_rows
 from loragate.bench.tables import render_markdown, render_terminal
@@ -113,6 +113,30 @@ def test_a_missed_bar_is_exit_code_1(run: DenseFigures, missed: str) -> None:
     assert judge(run) is ExitCode.WRONG
 
 
+def with_cold(ours: float, theirs: float, run: DenseFigures) -> DenseFigures:
+    """The first row adds so many microseconds to a cold base of 60."""
+    times = Times(60.0, {"lorakernels": 60.0 + ours, "vllm": 60.0 + theirs})
+    first, *others = run.rows
+    return replace(run, rows=(replace(first, cold=times), *others))
+
+
+def test_a_row_that_is_slower_with_a_cold_cache_misses_a_bar_of_its_own() -> None:
+    missed = [bar for bar in with_cold(8.0, 5.0, figures()).bars() if bar.verdict is Verdict.FAIL]
+    assert [bar.name for bar in missed] == ["added time over vllm, cold L2, worst row"]
+    assert judge(with_cold(4.0, 5.0, figures())) is ExitCode.OK
+    # below the noise
+    assert judge(with_cold(-1.0, 5.0, figures())) is ExitCode.INCOMPLETE
+
+
+def test_the_table_has_columns_of_the_cold_cache_where_it_was_measured() -> None:
+    run = with_cold(4.0, 5.0, figures(rows=dense_rows()[:2]))
+    header, _, first, second = render_markdown(run).splitlines()
+    assert header.endswith("over floor | cold: base | +lorakernels | +vllm | ratio |")
+    assert first.endswith("| 60.0 | 4.0 | 5.0 | 0.80 |")
+    assert second.count("|") == first.count("|")
+    assert "cold: base" not in render_markdown(figures())
+
+
 def test_one_row_slower_than_the_baseline_misses_a_bar_whatever_the_mean() -> None:
     run = with_floor_ratio(1.5)
     slow = replace(run.rows[0], with_lora_us={"lorakernels": 58.0, "vllm": 57.0})
@@ -144,6 +168,8 @@ def test_a_row_whose_added_time_is_below_the_noise_leaves_the_comparison_open() 
 
 def test_a_record_round_trips_and_states_expected_and_executed() -> None:
     run = with_floor_ratio(1.5)
+    cold = with_cold(4.0, 5.0, figures())
+    assert DenseFigures.from_payload(json.loads(json.dumps(cold.payload()))) == cold
     payload: dict[str, Any] = json.loads(json.dumps(run.payload()))
     assert DenseFigures.from_payload(payload) == run
     assert (payload["expected"], payload["executed"]) == (30, 30)

@@ -1,14 +1,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from loragate.bench import dense
+from loragate.bench import dense, timer
 from loragate.bench.contender import Contender, WrongResult
 from loragate.bench.dense import measure_row, measure_steps, run_dense
+from loragate.bench.figures import Times
 from loragate.bench.rows import DenseRow
 from loragate.commands.bench import judge
 from loragate.core.machine import Machine
@@ -76,15 +78,17 @@ def contender(name: str, factor: float = 1.0) -> Contender:
 
 @pytest.fixture(autouse=True)
 def counted_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Time is the number of graphs so far: nothing here depends on a clock or a device."""
+    """Time is the number of calls so far: nothing here depends on a clock or a device."""
 
-    def replay(graphs: Mapping[str, Callable[[], object]]) -> dict[str, float]:
-        for call in graphs.values():
+    def count(calls: Mapping[str, Callable[[], object]], each: float = 10.0) -> dict[str, float]:
+        for call in calls.values():
             call()
-        return {name: 10.0 * (index + 1) for index, name in enumerate(graphs)}
+        return {name: each * (index + 1) for index, name in enumerate(calls)}
 
     monkeypatch.setattr(dense, "graph_of", lambda call: call)
-    monkeypatch.setattr(dense, "replay_in_turns", replay)
+    monkeypatch.setattr(dense, "replay_in_turns", count)
+    monkeypatch.setattr(dense, "in_turns", count)
+    monkeypatch.setattr(dense, "in_turns_cold", lambda calls: count(calls, 15.0))
     monkeypatch.setattr(dense, "wall", lambda call: (call(), (1.0, 2.0))[1])
     monkeypatch.setattr(dense, "copy_bytes_per_s", lambda: 4e12)
 
@@ -93,7 +97,43 @@ def test_a_subject_is_timed_together_with_the_base_and_listed_by_name() -> None:
     measured = measure_row(ROW, [contender("ours"), contender("theirs")], CPU)
     assert measured.base_us == 10.0
     assert measured.with_lora_us == {"ours": 20.0, "theirs": 30.0}
+    assert measured.cold == Times(15.0, {"ours": 30.0, "theirs": 45.0})
     assert all(0.5 < error < 1.5 for error in measured.errors.values())
+
+
+def test_a_cold_call_follows_an_eviction_whose_time_is_taken_off(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    done: list[str] = []
+
+    def replay(graphs: Mapping[Any, Callable[[], object]]) -> dict[Any, float]:
+        """Ten microseconds for each part of a graph."""
+        times = {}
+        for name, graph in graphs.items():
+            before = len(done)
+            graph()
+            times[name] = 10.0 * (len(done) - before)
+        return times
+
+    monkeypatch.setattr(timer, "_eviction", lambda: lambda: done.append("evict"))
+    monkeypatch.setattr(timer, "graph_of", lambda call: call)
+    monkeypatch.setattr(timer, "replay_in_turns", replay)
+    calls = {"one": lambda: done.append("one"), "two": lambda: done.extend(["two"] * 2)}
+    assert timer.in_turns_cold(calls) == {"one": 10.0, "two": 20.0}
+    assert done == ["evict", "one", "evict", "two", "two", "evict"]
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU, which has an L2 cache")
+def test_an_eviction_reads_twice_what_the_cache_holds_and_can_be_captured() -> None:
+    x = torch.ones(1 << 20, device="cuda")
+    times = timer.in_turns_cold({"read": lambda: x.sum()})
+    assert set(times) == {"read"}
+    (data,) = [cell for cell in _cells(timer._eviction()) if cell.dim() == 2]
+    assert data.nbytes >= 1.9 * torch.cuda.get_device_properties(0).L2_cache_size
+
+
+def _cells(function: Callable[[], object]) -> list[Tensor]:
+    return [cell.cell_contents for cell in getattr(function, "__closure__", None) or ()]
 
 
 @pytest.mark.parametrize("factor", [0.9, 0.0, float("nan")])

@@ -13,6 +13,7 @@ from loragate.bench.moe_figures import (
     MoEFigures,
     MoEMeasured,
     PathTimes,
+    State,
 )
 from loragate.bench.moe_rows import AlignRow, DeltaRow, LayerRow, MoERow, moe_rows
 from loragate.bench.moe_tables import render_markdown, render_terminal
@@ -145,8 +146,38 @@ def test_the_plan_of_the_candidate_is_compared_with_the_best_path_of_the_baselin
     slow_plan = times(3.0, plan=6.0)
     one = DeltaFigures(row, 8, Path.TWO_KERNEL, {"lorakernels": slow_plan, "vllm": times(10.0)})
     assert one.ratio("lorakernels", "vllm") == pytest.approx(0.6)
-    assert one.ratio("lorakernels", "vllm", aligned=True) == pytest.approx(8 / 12)
+    assert one.ratio("lorakernels", "vllm", State.ALIGNED) == pytest.approx(8 / 12)
     assert one.ratio("lorakernels", None) is None
+
+
+def with_cold(ours: float, theirs: float) -> MoEFigures:
+    """A run whose first delta was measured with a cold cache as well."""
+    first = figures().deltas[0]
+    subjects = {
+        "lorakernels": replace(first.subjects["lorakernels"], cold_us={"plan": ours}),
+        "vllm": replace(first.subjects["vllm"], cold_us={"two_kernel": 99.0, "one_shot": theirs}),
+    }
+    return figures(replace(first, subjects=subjects))
+
+
+def test_a_delta_that_is_slower_with_a_cold_cache_misses_a_bar_of_its_own() -> None:
+    missed = [bar for bar in with_cold(8.0, 5.0).bars() if bar.verdict is Verdict.FAIL]
+    name = "moe_delta over the best path of vllm, aligned, cold L2, worst row"
+    assert [(bar.name, bar.measured) for bar in missed] == [(name, pytest.approx(1.6))]
+    assert judge(with_cold(4.0, 5.0)) is ExitCode.OK
+
+
+def test_both_renderings_show_the_cold_cache_where_it_was_measured() -> None:
+    run = with_cold(4.0, 5.0)
+    markdown = render_markdown(run)
+    header, _, first, second, *_ = markdown.splitlines()
+    assert header.endswith("| cold: lorakernels | vllm | ratio |")
+    assert first.endswith("| 4.0 | 5.0 | 0.80 |")
+    assert second.count("|") == first.count("|")
+    for text in (markdown, render_terminal(run)):
+        assert "so with a cold L2 cache, geometric mean 0.80, worst row 0.80" in text
+    assert "cold" not in render_markdown(figures())
+    assert MoEFigures.from_payload(json.loads(json.dumps(run.payload()))) == run
 
 
 def test_the_mean_ratio_is_geometric() -> None:

@@ -70,6 +70,17 @@ def test_every_path_of_a_delta_is_timed_and_its_plan_with_alignment_as_well(
     assert found.chosen in set(Path) - {Path.PLAN}
 
 
+def test_deltas_with_alignment_are_timed_with_a_cold_cache_where_there_is_a_clock_for_it(
+    ours: Contender,
+) -> None:
+    (found,) = measure(ours, None, [ROW], MACHINE, counted, print, cold=counted)
+    assert isinstance(found, DeltaFigures)
+    assert found.subjects["lorakernels"].cold_us == {Path.PLAN: 10.0}
+    warm = run(ours, ROW)
+    assert isinstance(warm, DeltaFigures)
+    assert warm.subjects["lorakernels"].cold_us is None
+
+
 def test_a_vllm_layer_that_cannot_be_called_is_reported_once_with_its_reason(
     ours: Contender, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -150,6 +161,7 @@ def test_a_run_has_every_row_in_the_order_of_the_tables(
     ours: Contender, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("loragate.bench.moe.in_turns", counted)
+    monkeypatch.setattr("loragate.bench.moe.in_turns_cold", counted)
     monkeypatch.setattr("loragate.bench.moe.copy_bytes_per_s", lambda: 4e12)
     lines: list[str] = []
     rows = (ROW, AlignRow(5), LayerRow(5))

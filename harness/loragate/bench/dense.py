@@ -14,9 +14,17 @@ import torch
 from torch import Tensor
 
 from loragate.bench.contender import Contender, Yardstick
-from loragate.bench.figures import DenseFigures, RowFigures, StepFigures
+from loragate.bench.figures import DenseFigures, RowFigures, StepFigures, Times
 from loragate.bench.rows import BASE, BEHIND_BASE, TOKENS, DenseRow
-from loragate.bench.timer import Clock, copy_bytes_per_s, graph_of, replay_in_turns, wall
+from loragate.bench.timer import (
+    Clock,
+    copy_bytes_per_s,
+    graph_of,
+    in_turns,
+    in_turns_cold,
+    replay_in_turns,
+    wall,
+)
 from loragate.core.machine import Machine
 from loragate.inputs import DataKind, make_pool, torch_dtype
 from loragate.protocol import Batch, Instance, Resident
@@ -73,16 +81,18 @@ class _Step:
 
 
 def measure_row(row: DenseRow, contenders: Sequence[Contender], machine: Machine) -> RowFigures:
-    step = _draw_step(row, machine)
-    errors, graphs = {}, {BASE: graph_of(step.base)}
-    instances = []
+    step, errors = _draw_step(row, machine), {}
+    calls: dict[str, Callable[[], object]] = {BASE: step.base}
     for contender in contenders:
         name = contender.subject.name
         instance, errors[name] = _open(contender, step, machine)
-        graphs[name] = graph_of(_sequential(step, instance))
-        instances.append(instance)
-    times = replay_in_turns(graphs)
-    return RowFigures(row, times.pop(BASE), times, errors)
+        calls[name] = _sequential(step, instance)
+    warm, cold = (_times(clock(calls)) for clock in (in_turns, in_turns_cold))
+    return RowFigures(row, warm.base_us, warm.with_lora_us, errors, cold)
+
+
+def _times(us: Mapping[str, float]) -> Times:
+    return Times(us[BASE], {name: time for name, time in us.items() if name != BASE})
 
 
 def measure(

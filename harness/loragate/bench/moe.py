@@ -17,7 +17,7 @@ from loragate.bench.moe_figures import (
 )
 from loragate.bench.moe_layer import measure_layers
 from loragate.bench.moe_rows import AlignRow, DeltaRow, LayerRow, MoERow, deltas_of
-from loragate.bench.timer import Clock, copy_bytes_per_s, in_turns
+from loragate.bench.timer import Clock, copy_bytes_per_s, in_turns, in_turns_cold
 from loragate.core.machine import Machine
 
 
@@ -38,7 +38,8 @@ def run_moe(
     compile_ahead(measure, names, rows, progress)
     copied = copy_bytes_per_s()
     measured = []
-    for figures in measure(candidate, baseline, rows, machine, in_turns, progress):
+    found = measure(candidate, baseline, rows, machine, in_turns, progress, cold=in_turns_cold)
+    for figures in found:
         measured.append(figures)
         progress(f"[{len(measured)}/{len(rows)}] {_line(figures)}")
     return MoEFigures(names[0], names[1] if baseline else None, copied, tuple(measured))
@@ -51,14 +52,16 @@ def measure(
     machine: Machine,
     clock: Clock,
     progress: Callable[[str], None],
+    *,
+    cold: Clock | None = None,
 ) -> Iterator[MoEMeasured]:
-    """Raises WrongResult."""
+    """`cold`: of deltas, the time with nothing in the cache. Raises WrongResult."""
     contenders = [candidate, *([baseline] if baseline else [])]
     deltas = [row for row in rows if isinstance(row, DeltaRow)]
     aligns = [row for row in rows if isinstance(row, AlignRow)]
     layers = [row for row in rows if isinstance(row, LayerRow)]
     return chain(
-        measure_deltas(deltas, contenders, machine, clock),
+        measure_deltas(deltas, contenders, machine, clock, cold),
         measure_aligns(aligns, contenders, machine, clock),
         measure_layers(layers, candidate, baseline, machine, clock, progress),
     )

@@ -71,23 +71,36 @@ def open_resident(case: Case, contenders: Sequence[Contender], machine: Machine)
 
 
 def measure_deltas(
-    rows: Sequence[DeltaRow], contenders: Sequence[Contender], machine: Machine, clock: Clock
+    rows: Sequence[DeltaRow],
+    contenders: Sequence[Contender],
+    machine: Machine,
+    clock: Clock,
+    cold: Clock | None = None,
 ) -> Iterator[DeltaFigures]:
-    """Rows that share their adapters have to be adjacent. Raises WrongResult."""
+    """Rows that share their adapters have to be adjacent. cold: times the calls that align with
+    none of the operands in the cache. Raises WrongResult."""
     for _, group in groupby(rows, key=lambda row: replace(row, tokens=max(TOKENS))):
-        yield from _measure_group(list(group), contenders, machine, clock)
+        yield from _measure_group(list(group), contenders, machine, _Clocks(clock, cold))
+
+
+@dataclass(frozen=True, slots=True)
+class _Clocks:
+    warm: Clock
+    cold: Clock | None
 
 
 def _measure_group(
-    rows: Sequence[DeltaRow], contenders: Sequence[Contender], machine: Machine, clock: Clock
+    rows: Sequence[DeltaRow], contenders: Sequence[Contender], machine: Machine, clocks: _Clocks
 ) -> Iterator[DeltaFigures]:
     largest = replace(rows[0], tokens=max(*TOKENS, *(row.tokens for row in rows)))
     resident = open_resident(largest.case, contenders, machine)
     for row in rows:
-        yield _measure_row(row, resident, machine, clock)
+        yield _measure_row(row, resident, machine, clocks)
 
 
-def _measure_row(row: DeltaRow, resident: Resident, machine: Machine, clock: Clock) -> DeltaFigures:
+def _measure_row(
+    row: DeltaRow, resident: Resident, machine: Machine, clocks: _Clocks
+) -> DeltaFigures:
     batch = make_step(row, machine)
     resident.prepare(batch.token_slots)
     calls = _calls(row, resident, batch)
@@ -98,12 +111,14 @@ def _measure_row(row: DeltaRow, resident: Resident, machine: Machine, clock: Clo
         errors[timed] = yardstick.check(str(timed), row.id, call())
     # the reference takes more memory than what is timed
     del yardstick, start
-    times = clock(calls)
+    times, cold = clocks.warm(calls), None
+    if clocks.cold:
+        cold = clocks.cold({timed: call for timed, call in calls.items() if timed.aligned})
     return DeltaFigures(
         row,
         count_buckets(row.case, batch),
         resident.candidate.planned(row.tokens),
-        {name: _times_of(name, times, errors) for name in resident.instances},
+        {name: _times_of(name, times, errors, cold) for name in resident.instances},
     )
 
 
@@ -125,13 +140,19 @@ def _calls(
 
 
 def _times_of(
-    name: str, times: Mapping[_Timed, float], errors: Mapping[_Timed, float]
+    name: str,
+    times: Mapping[_Timed, float],
+    errors: Mapping[_Timed, float],
+    cold: Mapping[_Timed, float] | None,
 ) -> PathTimes:
     mine = [timed for timed in times if timed.subject == name]
     return PathTimes(
         {timed.path.value: times[timed] for timed in mine if not timed.aligned},
         {timed.path.value: times[timed] for timed in mine if timed.aligned},
         max(errors[timed] for timed in mine),
+        None
+        if cold is None
+        else {of.path.value: us for of, us in cold.items() if of.subject == name},
     )
 
 

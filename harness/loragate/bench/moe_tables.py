@@ -4,7 +4,7 @@ tables. Pure."""
 from __future__ import annotations
 
 from loragate.bench.bars import geometric_mean, worst_of
-from loragate.bench.moe_figures import DeltaFigures, MoEFigures
+from loragate.bench.moe_figures import DeltaFigures, MoEFigures, State
 from loragate.bench.moe_rows import LAYER_RANK, SLOTS, projection_of
 from loragate.bench.text import bar_line, columns, markdown, number
 from loragate.matrix.case import Path
@@ -46,18 +46,26 @@ def render_markdown(figures: MoEFigures) -> str:
 
 
 def _with_alignment(figures: MoEFigures) -> str:
-    ratios = figures.ratios(aligned=True)
-    mean, worst = number(geometric_mean(ratios), 2), number(worst_of(ratios), 2)
-    return f"with alignment on both sides, geometric mean {mean}, worst row {worst}"
+    texts = []
+    for state, where in ((State.ALIGNED, ""), (State.COLD, "so with a cold L2 cache, ")):
+        if ratios := figures.ratios(state):
+            mean, worst = number(geometric_mean(ratios), 2), number(worst_of(ratios), 2)
+            texts.append(f"{where}geometric mean {mean}, worst row {worst}")
+    return f"with alignment on both sides, {'; '.join(texts)}"
+
+
+def _has_cold(figures: MoEFigures) -> bool:
+    return any(delta.has_cold for delta in figures.deltas)
 
 
 def _deltas(figures: MoEFigures) -> Table:
     ours, theirs = figures.candidate, figures.baseline
     others = [f"{theirs} {_column(path)}" for path in _PATHS] if theirs else []
     header = ["projection", "rank", "M", "floor", ours, *map(_column, _PATHS), *others]
-    header += ["ratio", "over floor", f"aligned: {ours}"]
-    if theirs:
-        header += [theirs, "ratio"]
+    of_both = [ours, *([theirs, "ratio"] if theirs else [])]
+    header += ["ratio", "over floor", f"aligned: {of_both[0]}", *of_both[1:]]
+    if _has_cold(figures):
+        header += [f"cold: {of_both[0]}", *of_both[1:]]
     lines, last = [], ""
     for delta in figures.deltas:
         name = delta.row.projection
@@ -77,10 +85,18 @@ def _delta_cells(figures: MoEFigures, delta: DeltaFigures) -> list[str]:
         of_paths = delta.subjects[theirs].launch_us
         cells += [number(of_paths.get(path)) for path in _PATHS]
     cells += [number(delta.ratio(ours, theirs), 2), number(delta.over_floor(ours))]
-    cells += [number(delta.ours_us(ours, aligned=True))]
+    for state in (State.ALIGNED, *([State.COLD] if _has_cold(figures) else [])):
+        cells += _state_cells(figures, delta, state)
+    return cells
+
+
+def _state_cells(figures: MoEFigures, delta: DeltaFigures, state: State) -> list[str]:
+    ours, theirs = figures.candidate, figures.baseline
+    if state is State.COLD and not delta.has_cold:
+        return [""] * (3 if theirs else 1)
+    cells = [number(delta.ours_us(ours, state))]
     if theirs:
-        cells += [number(delta.best_us(theirs, aligned=True))]
-        cells += [number(delta.ratio(ours, theirs, aligned=True), 2)]
+        cells += [number(delta.best_us(theirs, state)), number(delta.ratio(ours, theirs, state), 2)]
     return cells
 
 

@@ -3,7 +3,7 @@ table. Pure."""
 
 from __future__ import annotations
 
-from loragate.bench.figures import DenseFigures, StepFigures
+from loragate.bench.figures import DenseFigures, StepFigures, Times
 from loragate.bench.rows import linear_of
 from loragate.bench.text import bar_line, columns, markdown, number
 
@@ -13,7 +13,8 @@ def render_terminal(figures: DenseFigures) -> str:
     copied = figures.copy_bytes_per_s / 1e12
     return "\n".join(
         [
-            "dense LoRA, us a call: median of CUDA-graph replays; + is what LoRA adds to the base",
+            "dense LoRA, us a call: median of CUDA-graph replays; + is what LoRA adds to the base, "
+            "with the L2 cache as the call before has left it, and cold",
             *columns(_header(figures), _lines(figures)),
             f"floor at 4.3 TB/s; this machine copies {copied:.2f} TB/s (read + written)",
             "",
@@ -32,7 +33,20 @@ def render_markdown(figures: DenseFigures) -> str:
 
 def _header(figures: DenseFigures) -> list[str]:
     added = [f"+{subject}" for subject in figures.subjects]
-    return ["site", "M", "rank", "base", *added, "ratio", "floor", "over floor"]
+    header = ["site", "M", "rank", "base", *added, "ratio", "floor", "over floor"]
+    return header + (["cold: base", *added, "ratio"] if _has_cold(figures) else [])
+
+
+def _has_cold(figures: DenseFigures) -> bool:
+    return any(row.cold for row in figures.rows)
+
+
+def _cold_cells(figures: DenseFigures, times: Times | None) -> list[str]:
+    if times is None:
+        return [""] * (2 + len(figures.subjects))
+    added = (f"{times.added_us(subject):.1f}" for subject in figures.subjects)
+    ratio = times.ratio(figures.candidate, figures.baseline)
+    return [f"{times.base_us:.1f}", *added, number(ratio, 2)]
 
 
 def _lines(figures: DenseFigures) -> list[list[str]]:
@@ -50,6 +64,7 @@ def _lines(figures: DenseFigures) -> list[list[str]]:
                 number(ratio, 2),
                 f"{row.floor_us():.1f}",
                 f"{row.over_floor(figures.candidate):.1f}",
+                *(_cold_cells(figures, row.cold) if _has_cold(figures) else []),
             ]
         )
         last = linear

@@ -20,6 +20,7 @@ REPLAYS = 7
 _WARM_UP = 3
 _HOST_REPEATS = 50
 _COPY_BYTES = 1 << 31
+_EVICTED_WIDTH = 1 << 14
 
 _Key = TypeVar("_Key", bound=Hashable)
 
@@ -32,6 +33,32 @@ class Clock(Protocol):
 def in_turns(calls: Mapping[_Key, Callable[[], object]]) -> dict[_Key, float]:
     """The Clock of a benchmark: the time of the calls on the device."""
     return replay_in_turns({name: graph_of(call) for name, call in calls.items()})
+
+
+def in_turns_cold(calls: Mapping[_Key, Callable[[], object]]) -> dict[_Key, float]:
+    """As in_turns, with an L2 cache that holds none of the operands: before each call a tensor of
+    twice its size is read, and the time of that alone is taken off."""
+    evict = _eviction()
+    # by a name that no call has
+    graphs = {(name,): graph_of(_behind(evict, call)) for name, call in calls.items()}
+    times = replay_in_turns({**graphs, (): graph_of(evict)})
+    return {name: times[name,] - times[()] for name in calls}
+
+
+def _eviction() -> Callable[[], object]:
+    cache_bytes = torch.cuda.get_device_properties(torch.cuda.current_device()).L2_cache_size
+    # read, not written: what is written is still to be brought to memory while the call runs
+    data = torch.zeros(2 * cache_bytes // 4 // _EVICTED_WIDTH, _EVICTED_WIDTH, device="cuda")
+    found = torch.empty(_EVICTED_WIDTH, device="cuda")
+    return lambda: torch.amax(data, dim=0, out=found)
+
+
+def _behind(evict: Callable[[], object], call: Callable[[], object]) -> Callable[[], None]:
+    def both() -> None:
+        evict()
+        call()
+
+    return both
 
 
 def graph_of(call: Callable[[], object]) -> torch.cuda.CUDAGraph:
