@@ -110,12 +110,12 @@ class _Opener:
         self._request, self._builds, self._cache = request, builds, cache
 
     def compile(self, progress: Progress) -> None:
-        """Compile the kernels of each build once, before its processes need them. Nothing is timed
-        meanwhile, so that the builds need not take turns."""
-        progress(f"compiling {' and '.join(build.name for build in self._builds)}")
-        with self._started(self._builds, self._request.rows, compiles=True) as lanes:
-            for lane in lanes:
-                lane.calls()
+        """Compile the kernels of each build once, before its processes need them: one build after
+        the other, since a process of each row, which is what compiles, has its own memory."""
+        for build in self._builds:
+            progress(f"compiling {build.name}")
+            with self._started([build], self._request.rows, compiles=True) as lanes:
+                lanes[0].calls()
 
     @contextmanager
     def open(self, rows: Sequence[str]) -> Iterator[Lanes]:
