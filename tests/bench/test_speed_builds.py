@@ -13,6 +13,7 @@ from loragate.bench.speed.comparing import Request, compare_builds
 from loragate.bench.speed.figures import ResourcePairs, SpeedFigures
 from loragate.bench.speed.statistics import Change
 from loragate.core.errors import CommandError
+from loragate.core.gpus import ListedGpu
 from loragate.core.machine import Machine
 from loragate.core.verdict import ExitCode
 
@@ -149,3 +150,20 @@ def test_a_build_that_cannot_be_measured_is_named_with_the_reason(
     with pytest.raises(CommandError, match=r"other: has no US") as caught:
         compared(str(package(tmp_path / "other", "pass\n")), "US = 1.0\n")
     assert caught.value.exit_code is ExitCode.INFRASTRUCTURE
+
+
+@pytest.mark.parametrize(
+    ("free_gib", "each_gib", "processes"),
+    [(139, 8, 6), (79, 8, 4), (79, 4, 6), (24, 8, 2), (0, 4, 2)],
+)
+def test_a_build_has_as_many_processes_as_fit_on_the_gpu(
+    free_gib: int, each_gib: int, processes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    listed = (ListedGpu("0", "GPU-a", free_gib << 30), ListedGpu("1", "GPU-b", 500 << 30))
+    monkeypatch.setattr(comparing, "list_gpus", lambda environ: listed)
+    for environ in ({}, {"CUDA_VISIBLE_DEVICES": "GPU-a,1"}):
+        assert comparing.processes_of_each(each_gib << 30, environ) == processes
+    # the one that is measured on, not the first one of the machine
+    assert comparing.processes_of_each(each_gib << 30, {"CUDA_VISIBLE_DEVICES": "1"}) == 6
+    monkeypatch.setattr(comparing, "list_gpus", lambda environ: ())
+    assert comparing.processes_of_each(each_gib << 30, {}) == 2

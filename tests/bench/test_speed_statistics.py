@@ -12,7 +12,7 @@ from loragate.bench.rows import BASE, BEHIND_BASE
 from loragate.bench.speed import comparing
 from loragate.bench.speed.comparing import judge_rows
 from loragate.bench.speed.figures import ResourcePairs, SpeedFigures
-from loragate.bench.speed.rounds import PROCESSES, Lanes, sample_row
+from loragate.bench.speed.rounds import MOST_PROCESSES, Lanes, sample_row
 from loragate.bench.speed.statistics import Change, Comparison, Samples, compare
 from loragate.core.errors import CommandError
 from loragate.core.verdict import ExitCode
@@ -52,7 +52,8 @@ class Gpu:
     def lanes(self, rows: Sequence[str]) -> Iterator[Lanes]:
         self.opened.append(rows)
         yield [
-            [SimulatedLane(self, build, iter(rows)) for _ in range(PROCESSES)] for build in range(2)
+            [SimulatedLane(self, build, iter(rows)) for _ in range(MOST_PROCESSES)]
+            for build in range(2)
         ]
 
 
@@ -227,7 +228,9 @@ def test_where_the_base_lies_in_memory_says_nothing_of_what_runs_behind_it(slow:
     gpu = Gpu(np.random.default_rng(6), slow=lambda build, row: slow if build else 1.0)
 
     def lanes() -> Lanes:
-        return [[WithBase(gpu, build, iter(ROWS)) for _ in range(PROCESSES)] for build in range(2)]
+        return [
+            [WithBase(gpu, build, iter(ROWS)) for _ in range(MOST_PROCESSES)] for build in range(2)
+        ]
 
     alone = sample_row(ROWS[0], lanes(), gpu.generator)
     assert compare(alone)[1].change is Change.UNDECIDED
@@ -262,8 +265,10 @@ def test_the_builds_take_turns_in_an_order_that_changes_from_round_to_round() ->
             order.append(self.build)
             return super().time()
 
-    lanes = [[Noted(gpu, build, iter(ROWS)) for _ in range(PROCESSES)] for build in range(2)]
+    lanes = [[Noted(gpu, build, iter(ROWS)) for _ in range(MOST_PROCESSES)] for build in range(2)]
     sample_row(ROWS[0], lanes, gpu.generator)
-    rounds = [tuple(order[i : i + 2 * PROCESSES]) for i in range(0, len(order), 2 * PROCESSES)]
-    assert all(sum(of_round) == PROCESSES for of_round in rounds)
+    rounds = [
+        tuple(order[i : i + 2 * MOST_PROCESSES]) for i in range(0, len(order), 2 * MOST_PROCESSES)
+    ]
+    assert all(sum(of_round) == MOST_PROCESSES for of_round in rounds)
     assert len(set(rounds)) > 3

@@ -37,6 +37,7 @@ from loragate.bench.streams_tables import render_markdown as streams_markdown
 from loragate.bench.streams_tables import render_terminal as streams_terminal
 from loragate.bench.tables import render_markdown as dense_markdown
 from loragate.bench.tables import render_terminal as dense_terminal
+from loragate.core.gpus import GPU_BUDGET_BYTES
 
 if TYPE_CHECKING:
     from loragate.bench.compiling import Measure
@@ -98,6 +99,8 @@ class Kind:
     measure_target: str | None = None
     # whether two builds are compared by a row
     compares: Callable[[Any], bool] = _every
+    # memory that a process needs which measures its rows, references included
+    process_bytes: int = GPU_BUDGET_BYTES
     # of the calls that are compared, which have a part that is no code of lorakernels, by its name
     controls: Mapping[str, str] = field(default_factory=dict)
 
@@ -129,6 +132,7 @@ _ALL = (
         pattern="qkv.m*.r16",
         target="loragate.bench.dense:run_dense",
         measure_target="loragate.bench.dense:measure",
+        process_bytes=GPU_BUDGET_BYTES // 2,
         controls={BEHIND_BASE: BASE},
         read=DenseFigures.from_payload,
         terminal=dense_terminal,

@@ -105,6 +105,11 @@ def free_bytes_of(handle: str, listed: Sequence[ListedGpu]) -> int:
     return next((gpu.free_bytes for gpu in listed if handle in (gpu.index, gpu.uuid)), 0)
 
 
+def workers_that_fit(free_bytes: int, each_bytes: int) -> int:
+    """How many workers that need `each_bytes` fit into the free memory of a GPU."""
+    return int(free_bytes * _USABLE) // each_bytes
+
+
 def list_gpus(environ: Mapping[str, str]) -> tuple[ListedGpu, ...]:
     """GPUs that the driver lists; none on a machine without a driver.
 

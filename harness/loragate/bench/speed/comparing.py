@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
@@ -22,10 +22,18 @@ from loragate.bench.speed.figures import SpeedFigures
 from loragate.bench.speed.lanes import ProcessLane
 from loragate.bench.speed.orders import Begin
 from loragate.bench.speed.resources import compare_resources
-from loragate.bench.speed.rounds import NO_CONTROLS, PROCESSES, Controls, Lanes, sample_row
+from loragate.bench.speed.rounds import (
+    FEWEST_PROCESSES,
+    MOST_PROCESSES,
+    NO_CONTROLS,
+    Controls,
+    Lanes,
+    sample_row,
+)
 from loragate.bench.speed.statistics import Change, Comparison, Samples, compare, confirmed
 from loragate.core.checkout import project_root
 from loragate.core.child_process import ProcessPool, python_module
+from loragate.core.gpus import free_bytes_of, list_gpus, visible_gpus, workers_that_fit
 from loragate.core.machine import Machine
 
 _WORKER = "loragate.bench.speed.worker"
@@ -119,9 +127,10 @@ class _Opener:
 
     @contextmanager
     def open(self, rows: Sequence[str]) -> Iterator[Lanes]:
-        builds = [build for build in self._builds for _ in range(PROCESSES)]
+        count = processes_of_each(KINDS[self._request.kind].process_bytes, os.environ)
+        builds = [build for build in self._builds for _ in range(count)]
         with self._started(builds, rows, compiles=False) as lanes:
-            yield [lanes[:PROCESSES], lanes[PROCESSES:]]
+            yield [lanes[:count], lanes[count:]]
 
     @contextmanager
     def _started(
@@ -144,6 +153,14 @@ class _Opener:
         begin = Begin(tuple(rows), self._request.seed, compiles)
         environ = build.environment(os.environ, self._cache)
         return ProcessLane(build.name, command, begin, pool, environ)
+
+
+def processes_of_each(process_bytes: int, environ: Mapping[str, str]) -> int:
+    """Of two builds, how many processes fit on the GPU, which is the first visible one."""
+    listed = list_gpus(environ)
+    (gpu, *_) = visible_gpus(environ, listed) or ("",)
+    fitting = workers_that_fit(free_bytes_of(gpu, listed), process_bytes) // 2
+    return max(FEWEST_PROCESSES, min(MOST_PROCESSES, fitting))
 
 
 def _cache_folder() -> Path:

@@ -16,8 +16,9 @@ from loragate.core.errors import CommandError
 from loragate.core.verdict import ExitCode
 
 ROUNDS = 40
-# of each build: with two, chance moves a call of a few us by so much that 5 % hide in it
-PROCESSES = 6
+# of each build, as many as there is memory for: with two, chance moves a call of a few us by so
+# much that 5 % hide in it
+FEWEST_PROCESSES, MOST_PROCESSES = 2, 6
 
 # [builds, processes]: the build that is compared against, then the present one
 Lanes = Sequence[Sequence[Lane]]
