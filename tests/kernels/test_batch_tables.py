@@ -117,7 +117,8 @@ def test_ids_that_no_slot_has_are_base_rows_where_the_mapping_is_on_the_device()
     assert_tables(metadata, [slot if 0 <= slot < 5 else -1 for slot in slots])
 
 
-@pytest.mark.parametrize("max_slots", [1, 3, 16])
+# at a power of two and on either side
+@pytest.mark.parametrize("max_slots", [1, 2, 3, 15, 16, 17, 31, 32, 33, 64, 65, 128, 129])
 def test_the_first_id_that_no_slot_has_is_a_base_row(max_slots: int) -> None:
     # as a graph installs it, which asks the host for nothing
     given = [max_slots - 1, max_slots, max_slots + 1, 0, 1 << 30, -7]

@@ -87,6 +87,15 @@ def test_the_buffers_keep_their_addresses_when_adapters_come_and_go() -> None:
         (0, [LoRAFactors(torch.zeros(2, 5, 1), torch.zeros(6, 2), 1.0), None], "a of slice 0 must"),
         (0, [LoRAFactors(torch.zeros(2, 5), torch.zeros(6, 2, 1), 1.0), None], "b of slice 0 must"),
         (0, [LoRAFactors(torch.zeros(2, 5), torch.zeros(6), 1.0), None], "b of slice 0 must be"),
+        *(
+            (
+                0,
+                [LoRAFactors(torch.zeros(2, 5), torch.zeros(6, rank), 1.0), None],
+                rf"b of slice 0 must be \[6, 2\] \(got \[6, {rank}\]\)",
+            )
+            # one that would be broadcast, one that would not, and one that fits into the buffers
+            for rank in (1, 5, 3)
+        ),
         (0, [LoRAFactors(torch.zeros(0, 5), torch.zeros(6, 0), 1.0), None], "rank of slice 0 must"),
         (0, [None, None, None], r"one entry for each of the 2 slices \(got 3\)"),
     ],
