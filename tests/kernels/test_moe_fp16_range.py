@@ -66,6 +66,37 @@ def test_a_delta_of_fp16_is_finite_where_ranks_times_scale_are_not(
     assert torch.equal(out, torch.full_like(out, 1.0 + 0.5 * RANK * 2048 * 2.0**-8 * SCALE))
 
 
+# what lies behind the ranks of an adapter must not even be summed up: 16 * 8192 is beyond 65504,
+# and its Inf times the zeros of B would be NaN
+@pytest.mark.parametrize("slices", [1, 2])
+@pytest.mark.parametrize("path", MoEPath)
+def test_ranks_that_an_adapter_lacks_are_zero_whatever_the_inputs_add_up_to(
+    path: MoEPath, slices: int
+) -> None:
+    weights = ExpertWeights(
+        num_slots=2,
+        num_experts=EXPERTS,
+        slice_widths=(WIDTH,) * slices,
+        in_features=WIDTH,
+        rank=RANK,
+        dtype=torch.float16,
+        device="cpu",
+    )
+    factors = ExpertFactors(
+        torch.full((EXPERTS, 1, WIDTH), 2.0**-14), torch.full((EXPERTS, WIDTH, 1), 2.0**-3), 1.0
+    )
+    for slot in range(2):
+        weights.load(slot, [factors] * slices)
+    batch, pairs, ids = prepared(with_base=False)
+    pairs.prepare(ids, batch)
+    workspace = MoEWorkspace([weights], max_tokens=TOKENS, top_k=1)
+    x = torch.full((TOKENS, WIDTH), 8192.0, dtype=torch.float16)
+    out = torch.ones(TOKENS, slices * WIDTH, dtype=torch.float16)
+    router = torch.full((TOKENS, 1), 0.5)
+    moe_delta(x, weights, pairs, workspace, out, path=path, router_weights=router)
+    assert torch.equal(out, torch.full_like(out, 1.5))
+
+
 def test_a_layer_of_fp16_is_finite_where_ranks_times_scale_are_not() -> None:
     layer = FusedMoELoRA(
         torch.zeros(EXPERTS, 2 * WIDTH, WIDTH, dtype=torch.float16),

@@ -48,6 +48,13 @@ def test_a_public_name_can_be_imported_and_has_a_docstring(name: str) -> None:
     assert not value.__doc__.startswith(f"{name}("), f"{name} has no docstring"
 
 
+def test_a_name_that_was_used_is_one_of_the_module_from_then_on() -> None:
+    for name in lorakernels.__all__:
+        value = getattr(lorakernels, name)
+        assert vars(lorakernels)[name] is value
+    assert set(lorakernels.__all__) <= set(dir(lorakernels))
+
+
 def test_type_checkers_see_each_name_where_it_comes_from() -> None:
     module = ast.parse(Path(lorakernels.__file__).read_text(encoding="utf-8"))
     block = next(node for node in module.body if isinstance(node, ast.If))
