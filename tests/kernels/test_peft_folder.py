@@ -72,6 +72,18 @@ def test_an_adapter_is_named_after_its_folder(tmp_path: Path) -> None:
     assert read_peft_folder(write(tmp_path)).name == tmp_path.name
 
 
+def test_the_name_of_a_folder_is_its_own_however_it_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "french"
+    (folder / "inner").mkdir(parents=True)
+    write(folder)
+    (tmp_path / "link").symlink_to(folder)
+    monkeypatch.chdir(folder)
+    for given in (".", "inner/..", "../link", folder / "inner" / ".."):
+        assert read_peft_folder(given).name == "french", given
+
+
 def test_an_adapter_keeps_its_modules_when_the_mapping_it_was_made_of_changes() -> None:
     part = LoRAFactors(torch.ones(1, 2), torch.ones(3, 1), 1.0)
     modules: dict[str, Factors] = {"q_proj": part}

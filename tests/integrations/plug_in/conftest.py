@@ -289,6 +289,8 @@ class StandInMixin:
 
 
 EXPERTS, TOP_K, HIDDEN, INTER = 4, 2, 24, 16
+# what the outputs hold before a delta is added or written
+HELD = 3.0
 
 
 class StandInExperts:
@@ -395,11 +397,8 @@ class Experts:
         count = len(slots) if rows is None else rows
         ids, weights = self.routes(count)
         top_k = ids.shape[1]
-        x, y = randn(count, HIDDEN, seed=5), torch.full((count, top_k, 2 * INTER), float(adds))
-        act, z = (
-            randn(count * top_k, INTER, seed=6),
-            torch.full((count, top_k, HIDDEN), float(adds)),
-        )
+        x, y = randn(count, HIDDEN, seed=5), torch.full((count, top_k, 2 * INTER), HELD)
+        act, z = randn(count * top_k, INTER, seed=6), torch.full((count, top_k, HIDDEN), HELD)
         wanted_y, wanted_z = y.clone(), z.clone()
         context, shared = self.layer.context, {"w1": None, "w2": None, "num_tokens": count}
         shared |= {"topk_weights": weights, "top_k_num": top_k, "add_inputs": adds}
@@ -411,11 +410,16 @@ class Experts:
         self.mixin.apply_w2_lora(
             context, y=z, x=act, token_lora_mapping=state[3], **handed_on, **shared
         )
-        for row, slot in enumerate(slots[:count]):
+        for row, slot in enumerate((*slots, *[-1] * count)[:count]):
+            if slot < 0 and not adds:
+                # the server clears what has no adapter, before or after
+                for wanted, found in ((wanted_y, y), (wanted_z, z)):
+                    assert found[row].unique().tolist() in ([0.0], [HELD])
+                    wanted[row] = found[row]
             for choice, expert in enumerate(ids[row].tolist() if slot >= 0 else ()):
                 w13, w2 = self._delta(slot, expert, x[row], act[row * top_k + choice], swaps)
-                wanted_y[row, choice] += w13
-                wanted_z[row, choice] += weights[row, choice] * w2
+                wanted_y[row, choice] = w13 + HELD * adds
+                wanted_z[row, choice] = weights[row, choice] * w2 + HELD * adds
         torch.testing.assert_close(y, wanted_y, rtol=1e-4, atol=1e-3)
         torch.testing.assert_close(z, wanted_z, rtol=1e-4, atol=1e-3)
 

@@ -53,6 +53,17 @@ def test_slices_in_the_other_order_are_written_in_that_order(
     experts.apply(MIXED, swaps=False, adds=adds)
 
 
+def test_counts_of_launches_are_those_of_the_moment_they_were_asked_for(
+    plain: Any, mixin: Any, make_experts: Any
+) -> None:
+    experts = make_experts(plain, mixin)
+    plain.step(MIXED)
+    before = launch_counts()
+    experts.apply(MIXED)
+    assert before["experts"].launched == 0
+    assert launch_counts()["experts"].launched == 2
+
+
 def test_a_padded_step_and_one_of_base_rows_follow_each_other(
     plain: Any, mixin: Any, make_experts: Any
 ) -> None:
