@@ -330,7 +330,7 @@ def test_a_scan_to_its_end_is_recorded_with_its_trials(tmp_path: Path, environme
     record = tmp_path / "record.json"
     done = subprocess.run(
         [
-            *(sys.executable, "-m", "loragate", "scan", "--budget=30s", "--workers=2"),
+            *(sys.executable, "-m", "loragate", "scan", "--budget=20s", "--workers=2"),
             *(f"--subject={_MODULE}:Stable", f"--matrix={_PLANTED / 'planted.yaml'}"),
             *(f"--history={tmp_path / 'h.db'}", f"--report={tmp_path / 'report'}"),
             f"--record={record}",
@@ -344,6 +344,6 @@ def test_a_scan_to_its_end_is_recorded_with_its_trials(tmp_path: Path, environme
     assert section, done.stdout + done.stderr
     with open_history(tmp_path / "h.db") as history:
         assert section["trials"]["planned"] == history.count() > 0
-    assert section["budget_s"] == 30
+    assert section["budget_s"] == 20
     assert section["workers"] == 2
     assert section["paths"]["flaky"] == section["paths"]["wrong"] == 0
