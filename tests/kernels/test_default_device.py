@@ -1,4 +1,4 @@
-"""Servers change the default device of torch while they build a model: each tensor names its own."""
+"""Servers change the default device of torch while they build a model: each tensor has its own."""
 
 from __future__ import annotations
 
