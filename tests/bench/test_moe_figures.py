@@ -210,7 +210,7 @@ def test_a_record_round_trips_and_states_expected_and_executed() -> None:
 
 
 def test_a_record_of_a_newer_schema_is_refused() -> None:
-    with pytest.raises(ValueError, match="schema is 99, this version reads up to 1"):
+    with pytest.raises(ValueError, match="schema is 99, this version reads up to 2"):
         MoEFigures.from_payload(figures().payload() | {"schema": 99})
 
 

@@ -4,6 +4,7 @@ import os
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -13,7 +14,7 @@ from loragate.bench.speed.comparing import Request, compare_builds
 from loragate.bench.speed.figures import ResourcePairs, SpeedFigures
 from loragate.bench.speed.statistics import Change
 from loragate.core.errors import CommandError
-from loragate.core.gpus import ListedGpu
+from loragate.core.gpus import DriverError, ListedGpu
 from loragate.core.machine import Machine
 from loragate.core.verdict import ExitCode
 
@@ -161,9 +162,15 @@ def test_a_build_has_as_many_processes_as_fit_on_the_gpu(
 ) -> None:
     listed = (ListedGpu("0", "GPU-a", free_gib << 30), ListedGpu("1", "GPU-b", 500 << 30))
     monkeypatch.setattr(comparing, "list_gpus", lambda environ: listed)
+    monkeypatch.setattr(comparing, "free_host_bytes", lambda: 100 << 30)
     for environ in ({}, {"CUDA_VISIBLE_DEVICES": "GPU-a,1"}):
         assert comparing.processes_of_each(each_gib << 30, environ) == processes
     # the one that is measured on, not the first one of the machine
     assert comparing.processes_of_each(each_gib << 30, {"CUDA_VISIBLE_DEVICES": "1"}) == 6
+    # each imports torch
+    monkeypatch.setattr(comparing, "free_host_bytes", lambda: 13 << 30)
+    assert comparing.processes_of_each(each_gib << 30, {"CUDA_VISIBLE_DEVICES": "1"}) == 4
     monkeypatch.setattr(comparing, "list_gpus", lambda environ: ())
+    assert comparing.processes_of_each(each_gib << 30, {}) == 2
+    monkeypatch.setattr(comparing, "list_gpus", Mock(side_effect=DriverError("it is silent")))
     assert comparing.processes_of_each(each_gib << 30, {}) == 2

@@ -136,6 +136,16 @@ def test_of_cases_that_wait_for_each_others_memory_one_worker_of_each_gpu_has_al
         assert all(other and not other & {"case-1", "case-6"} for other in others)
 
 
+def test_large_cases_take_no_longer_than_the_part_of_one_worker() -> None:
+    known = {f"large-{k}": Known(bits_s=30.0, is_large=True) for k in range(20)}
+    known |= {f"case-{k}": Known(bits_s=1.0, changed=False) for k in range(2000)}
+    first, *others = _cases(_wave(0, known, place=Place(gpus=("0",), workers=4)))
+    # a wave of 45 s, or a first one that takes longer
+    assert sum(name.startswith("large") for name in first) == 1
+    # although the large ones come first
+    assert all(len(other) > 30 for other in others)
+
+
 def test_a_large_case_that_is_the_only_one_runs_on_every_worker() -> None:
     known = {"single": Known(is_large=True)}
     for number in (0, 1):

@@ -100,7 +100,7 @@ class Kind:
     # whether two builds are compared by a row
     compares: Callable[[Any], bool] = _every
     # memory that a process needs which measures its rows, references included
-    process_bytes: int = GPU_BUDGET_BYTES
+    process_bytes: int = 2 * GPU_BUDGET_BYTES
     # of the calls that are compared, which have a part that is no code of lorakernels, by its name
     controls: Mapping[str, str] = field(default_factory=dict)
 

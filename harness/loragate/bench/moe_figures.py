@@ -20,7 +20,8 @@ from loragate.bench.moe_rows import (
 )
 from loragate.matrix.case import Path
 
-SCHEMA = 1
+# 2: times with a cold cache
+SCHEMA = 2
 
 MAX_MEAN_RATIO = 0.38
 MAX_ROW_RATIO = 1.0
@@ -57,8 +58,11 @@ class PathTimes:
 
     def of(self, state: State) -> Mapping[str, float]:
         """Nothing where the state was not measured."""
-        of_states = {State.READY: self.launch_us, State.ALIGNED: self.aligned_us}
-        return of_states.get(state, self.cold_us or {})
+        return {
+            State.READY: self.launch_us,
+            State.ALIGNED: self.aligned_us,
+            State.COLD: self.cold_us or {},
+        }[state]
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,8 +91,12 @@ class DeltaFigures:
     def ratio(
         self, candidate: str, baseline: str | None, state: State = State.READY
     ) -> float | None:
+        """None without a baseline, and where the noise is larger than what was timed."""
         theirs = self.best_us(baseline, state)
-        return self.ours_us(candidate, state) / theirs if theirs else None
+        if theirs is None:
+            return None
+        ours = self.ours_us(candidate, state)
+        return ours / theirs if ours > 0 and theirs > 0 else None
 
     @property
     def floor_us(self) -> float:
@@ -222,6 +230,9 @@ class MoEFigures:
             "over_floor": figures.over_floor(self.candidate),
             "ratio": figures.ratio(self.candidate, self.baseline),
             "aligned_ratio": figures.ratio(self.candidate, self.baseline, State.ALIGNED),
+            "cold_ratio": figures.ratio(self.candidate, self.baseline, State.COLD)
+            if figures.has_cold
+            else None,
         }
 
     @classmethod

@@ -13,8 +13,8 @@ def render_terminal(figures: DenseFigures) -> str:
     copied = figures.copy_bytes_per_s / 1e12
     return "\n".join(
         [
-            "dense LoRA, us a call: median of CUDA-graph replays; + is what LoRA adds to the base, "
-            "with the L2 cache as the call before has left it, and cold",
+            "dense LoRA, us a call: median of CUDA-graph replays; + is what LoRA adds to the base"
+            + (", behind `cold` with none of the operands in the L2 cache" * _has_cold(figures)),
             *columns(_header(figures), _lines(figures)),
             f"floor at 4.3 TB/s; this machine copies {copied:.2f} TB/s (read + written)",
             "",

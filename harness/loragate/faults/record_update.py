@@ -41,7 +41,7 @@ class FaultRecord:
     asked: Plantings
     corpus: Plantings
     # of the corpus, by name: a record is written after each planted fault
-    _digests: Mapping[str, str] = field(init=False)
+    _digests: Mapping[str, str] = field(init=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         everything = [one for planted in self.corpus.by_kind().values() for one in planted]

@@ -141,7 +141,8 @@ def next_wave(
         length *= _part_alone(place)
         chosen = _chosen(known, measure, length, rng, first=_by_path, longest=length)
         return _alone(_split(chosen, known), place, rng)
-    chosen = _chosen(known, measure, length * place.workers, rng, first=_by_trials)
+    whole = length * place.workers
+    chosen = _chosen(known, measure, whole, rng, first=_by_trials, large_s=length)
     conditions = replace(PLAIN, neighbours=place.neighbours)
     return _dealt(_split(chosen, known), conditions, place, rng)
 
@@ -170,17 +171,22 @@ def _chosen(
     rng: random.Random,
     first: _First,
     longest: float = math.inf,
+    large_s: float = math.inf,
 ) -> tuple[Wanted, ...]:
     """As many cases as fit into `length` in the order of `first`, each of at most `longest` if
-    there are such; at least one."""
+    there are such; at least one. large_s: for large cases, which one worker has, all together."""
     order = _suitable(known, measure)
     # the others wait for the whole of a long case
     order = [case for case in order if known[case].seconds(measure) <= longest] or order
     rng.shuffle(order)
     chosen: list[Wanted] = []
-    spent = 0.0
+    spent = spent_on_large = 0.0
     for case in first(order, known, measure):
         have = known[case]
+        if have.is_large:
+            spent_on_large += have.seconds(measure)
+            if chosen and spent_on_large > large_s:
+                continue
         spent += have.seconds(measure)
         if chosen and spent > length:
             break

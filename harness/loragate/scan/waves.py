@@ -97,7 +97,7 @@ class Waves:
         """Give each worker a process of a wave, and return what has ended since the last time, once
         a worker has no more to do, or at `until` on the monotonic clock. The others go on.
 
-        meanwhile: called at least once a second with the number of trials that will be returned.
+        meanwhile: called about once a second with the number of trials that will be returned.
         """
         while len(self._workers) < len(wave.processes):
             self._workers.append(_Worker())

@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,7 +32,15 @@ from loragate.bench.speed.rounds import (
 from loragate.bench.speed.statistics import Change, Comparison, Samples, compare, confirmed
 from loragate.core.checkout import project_root
 from loragate.core.child_process import ProcessPool, python_module
-from loragate.core.gpus import free_bytes_of, list_gpus, visible_gpus, workers_that_fit
+from loragate.core.gpus import (
+    HOST_BUDGET_BYTES,
+    DriverError,
+    free_bytes_of,
+    list_gpus,
+    visible_gpus,
+    workers_that_fit,
+)
+from loragate.core.host import free_host_bytes
 from loragate.core.machine import Machine
 
 _WORKER = "loragate.bench.speed.worker"
@@ -65,12 +72,11 @@ def compare_builds(request: Request, machine: Machine, progress: Progress) -> Sp
         builds = (before, installed_build(Path(folder) / "now"))
         cache = _cache_folder()
         opener = _Opener(request, builds, cache)
-        with ThreadPoolExecutor(1) as pool:
-            resources = pool.submit(compare_resources, builds, machine, cache)
-            opener.compile(progress)
-        # from here on nothing runs beside what is timed
+        opener.compile(progress)
         found = judge_rows(request.rows, opener.open, progress, KINDS[request.kind].controls)
-    return SpeedFigures(request.kind, request.against, found, resources.result())
+        progress("resources")
+        resources = compare_resources(builds, machine, cache)
+    return SpeedFigures(request.kind, request.against, found, resources)
 
 
 def judge_rows(
@@ -116,6 +122,8 @@ class _Opener:
 
     def __init__(self, request: Request, builds: Sequence[Build], cache: Path) -> None:
         self._request, self._builds, self._cache = request, builds, cache
+        # asked once: the noise of all measurements of a run is pooled
+        self._count = processes_of_each(KINDS[request.kind].process_bytes, os.environ)
 
     def compile(self, progress: Progress) -> None:
         """Compile the kernels of each build once, before its processes need them: one build after
@@ -127,7 +135,7 @@ class _Opener:
 
     @contextmanager
     def open(self, rows: Sequence[str]) -> Iterator[Lanes]:
-        count = processes_of_each(KINDS[self._request.kind].process_bytes, os.environ)
+        count = self._count
         builds = [build for build in self._builds for _ in range(count)]
         with self._started(builds, rows, compiles=False) as lanes:
             yield [lanes[:count], lanes[count:]]
@@ -156,10 +164,15 @@ class _Opener:
 
 
 def processes_of_each(process_bytes: int, environ: Mapping[str, str]) -> int:
-    """Of two builds, how many processes fit on the GPU, which is the first visible one."""
-    listed = list_gpus(environ)
+    """Of two builds, how many processes fit on the GPU, which is the first visible one, and into
+    the memory of the host; the fewest where the driver says nothing of the GPU."""
+    try:
+        listed = list_gpus(environ)
+    except DriverError:
+        return FEWEST_PROCESSES
     (gpu, *_) = visible_gpus(environ, listed) or ("",)
-    fitting = workers_that_fit(free_bytes_of(gpu, listed), process_bytes) // 2
+    on_gpu = workers_that_fit(free_bytes_of(gpu, listed), process_bytes)
+    fitting = min(on_gpu, free_host_bytes() // HOST_BUDGET_BYTES) // 2
     return max(FEWEST_PROCESSES, min(MOST_PROCESSES, fitting))
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 
@@ -42,8 +41,7 @@ def compare_resources(builds: Sequence[Build], machine: Machine, cache: Path) ->
     major, minor = machine.compute_capability
     arch = f"sm_{major}{minor}"
     try:
-        with ThreadPoolExecutor(len(builds)) as pool:
-            before, now = pool.map(lambda build: _of_build(build, f"{major}{minor}", cache), builds)
+        before, now = (_of_build(build, f"{major}{minor}", cache) for build in builds)
     except _Unknown as error:
         return ResourcePairs(arch, problem=str(error))
     return ResourcePairs(arch, pairs_of(before, now))

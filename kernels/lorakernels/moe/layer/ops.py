@@ -158,7 +158,7 @@ def _run_experts(
         exchange = _exchange(group, first_column, x.device)
         up, down = (slot_tensors[:4], slot_tensors[4:])
         adapters = (_adapters(up, shrunk, exchange), _adapters(down, shrunk, exchange))
-        plan = _form(form, pairs, x.device)
+        plan = MoEForm.SINGLE if group >= 0 else _form(form, pairs, x.device)
         _launch(layer, pairs, *adapters, form=plan, adds=runs_adapters(step, x.device))
 
 
