@@ -39,12 +39,8 @@ def prepared(*, with_base: bool) -> tuple[BatchMetadata, PairMetadata, Tensor]:
     return batch, pairs, ids
 
 
-# 16 * 8 * 16 = 2048 for each rank, times the scale 131072: beyond 65504
-@pytest.mark.parametrize("slices", [1, 2])
-@pytest.mark.parametrize("path", MoEPath)
-def test_a_delta_of_fp16_is_finite_where_ranks_times_scale_are_not(
-    path: MoEPath, slices: int
-) -> None:
+def added(path: MoEPath, slices: int, factors: ExpertFactors, x: float) -> Tensor:
+    """What every slot with these factors adds to ones, from inputs that are all `x`."""
     weights = ExpertWeights(
         num_slots=2,
         num_experts=EXPERTS,
@@ -55,15 +51,25 @@ def test_a_delta_of_fp16_is_finite_where_ranks_times_scale_are_not(
         device="cpu",
     )
     for slot in range(2):
-        weights.load(slot, [of_constants(16.0, 2.0**-8)] * slices)
+        weights.load(slot, [factors] * slices)
     batch, pairs, ids = prepared(with_base=False)
     pairs.prepare(ids, batch)
     workspace = MoEWorkspace([weights], max_tokens=TOKENS, top_k=1)
-    x = torch.full((TOKENS, WIDTH), 8.0, dtype=torch.float16)
+    inputs = torch.full((TOKENS, WIDTH), x, dtype=torch.float16)
     out = torch.ones(TOKENS, slices * WIDTH, dtype=torch.float16)
     router = torch.full((TOKENS, 1), 0.5)
-    moe_delta(x, weights, pairs, workspace, out, path=path, router_weights=router)
-    assert torch.equal(out, torch.full_like(out, 1.0 + 0.5 * RANK * 2048 * 2.0**-8 * SCALE))
+    moe_delta(inputs, weights, pairs, workspace, out, path=path, router_weights=router)
+    return out - 1
+
+
+# 16 * 8 * 16 = 2048 for each rank, times the scale 131072: beyond 65504
+@pytest.mark.parametrize("slices", [1, 2])
+@pytest.mark.parametrize("path", MoEPath)
+def test_a_delta_of_fp16_is_finite_where_ranks_times_scale_are_not(
+    path: MoEPath, slices: int
+) -> None:
+    found = added(path, slices, of_constants(16.0, 2.0**-8), 8.0)
+    assert torch.equal(found, torch.full_like(found, 0.5 * RANK * 2048 * 2.0**-8 * SCALE))
 
 
 # what lies behind the ranks of an adapter must not even be summed up: 16 * 8192 is beyond 65504,
@@ -73,28 +79,11 @@ def test_a_delta_of_fp16_is_finite_where_ranks_times_scale_are_not(
 def test_ranks_that_an_adapter_lacks_are_zero_whatever_the_inputs_add_up_to(
     path: MoEPath, slices: int
 ) -> None:
-    weights = ExpertWeights(
-        num_slots=2,
-        num_experts=EXPERTS,
-        slice_widths=(WIDTH,) * slices,
-        in_features=WIDTH,
-        rank=RANK,
-        dtype=torch.float16,
-        device="cpu",
-    )
     factors = ExpertFactors(
         torch.full((EXPERTS, 1, WIDTH), 2.0**-14), torch.full((EXPERTS, WIDTH, 1), 2.0**-3), 1.0
     )
-    for slot in range(2):
-        weights.load(slot, [factors] * slices)
-    batch, pairs, ids = prepared(with_base=False)
-    pairs.prepare(ids, batch)
-    workspace = MoEWorkspace([weights], max_tokens=TOKENS, top_k=1)
-    x = torch.full((TOKENS, WIDTH), 8192.0, dtype=torch.float16)
-    out = torch.ones(TOKENS, slices * WIDTH, dtype=torch.float16)
-    router = torch.full((TOKENS, 1), 0.5)
-    moe_delta(x, weights, pairs, workspace, out, path=path, router_weights=router)
-    assert torch.equal(out, torch.full_like(out, 1.5))
+    found = added(path, slices, factors, 8192.0)
+    assert torch.equal(found, torch.full_like(found, 0.5))
 
 
 def test_a_layer_of_fp16_is_finite_where_ranks_times_scale_are_not() -> None:
