@@ -262,6 +262,7 @@ def test_the_operator_itself_runs_adapters_that_are_sharded_on_one_stream(
     # for a caller without the layer
     monkeypatch.setattr(FusedMoELoRA, "_form", lambda self, form: form)
     monkeypatch.setattr(ops, "dual_stream", lambda device: True)
+    monkeypatch.setattr(ops, "plan_form", lambda *given, **options: MoEForm.DUAL)
     sharded.warn_of_one_stream.cache_clear()
     with pytest.warns(UserWarning, match=f"{DUAL_STREAM}=1 has no effect"):
         switched = group.parts(x, *routes(10))

@@ -45,8 +45,8 @@ def test_while_a_wave_lasts_there_is_a_line_in_five_seconds(
     for tenth in range(1, 121):
         progress.meanwhile(tenth / 10, 1, tenth)
     assert [line.strip() for line in lines[1:]] == [
-        "5 s  wave 1 is running: 50 trials since the last wave told",
-        "10 s  wave 1 is running: 100 trials since the last wave told",
+        "5 s  wave 1 is running: 50 trials since the last report of a wave",
+        "10 s  wave 1 is running: 100 trials since the last report of a wave",
     ]
     # what the wave returns counts once
     progress.tell(16.0, 1, _WAVE, [trial()] * 160)

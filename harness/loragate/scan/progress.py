@@ -39,7 +39,9 @@ class Progress:
         """While a wave runs, of which `ended` trials are through that `tell` will get."""
         if at_s - self._told_s >= _EVERY_S:
             trials = counted(self._trials + ended, "trial")
-            self._say(f"{at_s:6.0f} s  wave {number} is running: {trials} since the last wave told")
+            self._say(
+                f"{at_s:6.0f} s  wave {number} is running: {trials} since the last report of a wave"
+            )
             self._told_s = at_s
 
     def close(self, at_s: float) -> None:

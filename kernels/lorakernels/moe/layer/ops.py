@@ -101,7 +101,8 @@ def run_experts(
     check_pairs(pairs, lora)
     check_layer(operands, lora)
     if lora is not None and lora.group >= 0:
-        form = sharded_form(form)
+        # refuses others; the operator takes one stream whoever calls it
+        sharded_form(form)
     arguments = _flatten(operands, pairs, lora)
     torch.ops.lorakernels.run_experts(*arguments, 0 if form is None else form.value)
 
