@@ -12,7 +12,7 @@ from __future__ import annotations
 import time
 import traceback
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
 
 import torch
@@ -22,6 +22,7 @@ from loragate.core.traces import error_and_place, innermost
 from loragate.core.verdict import Failure, Judgement, OracleName, Verdict, worst
 from loragate.events.case_end import end_of
 from loragate.events.model import CaseFinished
+from loragate.execution.bounds import OutOfBounds, bounded_launches
 from loragate.execution.streams.traced import streams_of
 from loragate.matrix.case import Case
 from loragate.matrix.case_run import CaseRun
@@ -148,7 +149,7 @@ def judge_with(oracle: Oracle, trial: Trial) -> Judgement:
         reason = oracle.applies(trial)
         if reason is not None:
             return Judgement(name, Verdict.SKIP, message=reason)
-        with streams_of(trial):
+        with streams_of(trial), _bounded(trial.machine):
             judgement = oracle.judge(trial)
         if trial.machine.device == "cuda":
             # an error in a kernel shows late; it belongs to the oracle that launched the kernel
@@ -162,7 +163,14 @@ def judge_with(oracle: Oracle, trial: Trial) -> Judgement:
         forget_errors()
 
 
+def _bounded(machine: Machine) -> AbstractContextManager[None]:
+    # a GPU finds what lies outside of all allocations, and nothing there finds the rest
+    return bounded_launches() if machine.interpreted else nullcontext()
+
+
 def _judge_error(name: OracleName, machine: Machine, error: BaseException) -> Judgement:
+    if isinstance(error, OutOfBounds):
+        return Judgement(name, Verdict.FAIL, Failure.FOREIGN_MEMORY, str(error))
     message = str(error) if isinstance(error, BrokenProtocol) else _describe(error)
     if _lacks_memory(error):
         return Judgement(name, Verdict.INFRA, Failure.OUT_OF_MEMORY, message)
