@@ -75,7 +75,8 @@ def place_pairs_kernel(
     index = tl.maximum(bucket, 0)
     if COUNTED:
         num_tiles = tl.load(tables.num_tiles)
-        earlier = tl.load(counts_ptr + span * NUM_BINS + index)
+        # more programs reset the tables than there are spans with counts
+        earlier = tl.load(counts_ptr + span * NUM_BINS + index, mask=bucket >= 0, other=0)
         offsets_ptr = counts_ptr + (num_spans + 1) * NUM_BINS + index
         own_first = tl.load(offsets_ptr)
         own_count = earlier
