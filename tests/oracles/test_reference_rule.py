@@ -84,6 +84,38 @@ def test_products_in_tf32_are_not_accepted_as_fp32(make_trial: Callable[..., Tri
     assert judgement.failure is Failure.WRONG_ANSWER
 
 
+def cancelled(trial: Trial) -> tuple[Pool, Batch, int]:
+    """A row whose product with A is a thousandth of the terms that it adds up, and that row."""
+    pool, batch = data(trial)
+    slot = trial.case.slots - 1
+    row = int((batch.token_slots == slot).nonzero()[0])
+    a = pool.a[slot, 0].double()
+    x = batch.x[row].double()
+    x -= 0.999 * a.T @ torch.linalg.lstsq(a.T, x[:, None]).solution[:, 0]
+    batch.x[row] = x.float()
+    return pool, batch, row
+
+
+def test_what_fp32_loses_where_its_terms_cancel_is_no_fault(
+    make_trial: Callable[..., Trial],
+) -> None:
+    trial = make_trial(dtype=Dtype.FP32, rank=2, in_features=64, slices=(16,))
+    pool, batch, row = cancelled(trial)
+    result = golden(pool, batch).out
+    for share, verdict in ((0.0, Verdict.PASS), (1.0, Verdict.PASS), (20.0, Verdict.FAIL)):
+        # of a unit roundoff in each of 64 terms, common to all columns
+        error = share * 2.0**-24 * 8 * _addends_rms(pool, batch, row)
+        wrong = result.clone()
+        wrong[row] += error
+        assert judge_result(trial, pool, batch, None, wrong.float()).verdict is verdict, share
+
+
+def _addends_rms(pool: Pool, batch: Batch, row: int) -> float:
+    addends = golden(pool, batch).addends_sq
+    assert addends is not None
+    return float(addends[row].mean().sqrt())
+
+
 def test_one_wrong_row_of_a_small_slice_is_seen_and_named(
     make_trial: Callable[..., Trial],
 ) -> None:

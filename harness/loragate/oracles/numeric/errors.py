@@ -87,7 +87,7 @@ def row_errors(
     delta = torch.where(finite, right.delta, 0.0)
     wrong, plain = error(subject), error(eager)
     bound = torch.where(finite, _rounding_bound(case, right, eager.dtype), 0.0)
-    drift = _accumulation(case) * sums(_accumulated(case, right, finite).square())
+    drift = _accumulation(case) * sums(_accumulated(case, right, finite))
     shrunk = torch.where(finite, right.terms_sq, 0.0) * _shrunk_variance(case, eager.dtype)
     jump = torch.zeros_like(shrunk) if right.jump_sq is None else right.jump_sq
     noise, of_base, of_delta = (
@@ -172,11 +172,13 @@ def _rounding_noise(case: Case, right: Golden, dtype: torch.dtype) -> tuple[Tens
 
 
 def _accumulated(case: Case, right: Golden, finite: Tensor) -> Tensor:
-    """The part of the output that the site itself sums up: dense_delta is given its base, and an
-    embedding looks it up."""
+    """The squares of what the site itself sums up: dense_delta is given its base, and an embedding
+    looks it up."""
     has_base = case.site not in IN_PLACE_SITES | {Site.EMBEDDING}
-    values = right.out if has_base else right.delta
-    return torch.where(finite, values, 0.0)
+    size = (right.out if has_base else right.delta).square()
+    if right.addends_sq is not None:
+        size = size.maximum(right.addends_sq)
+    return torch.where(finite, size, 0.0)
 
 
 def _accumulation(case: Case) -> float:

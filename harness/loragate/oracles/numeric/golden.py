@@ -34,12 +34,16 @@ class Golden:
     """fp64 [rows, out_features]: the base layer's output, and what the adapters add; where they
     store, the base is zero. `terms_sq` is the sum over the ranks of the squares of the terms that
     make up the delta. `jump_sq` is the square of the error of a value that is quantised to the
-    other of its two neighbours: rare, and far above the mean of `terms_sq`."""
+    other of its two neighbours: rare, and far above the mean of `terms_sq`. `addends_sq` is the sum
+    of the squares of all that both products add up, the base included where the site computes it:
+    what they round is as large as these, also where they cancel. None in 16 bits, where the output
+    is rounded by far more."""
 
     base: Tensor
     delta: Tensor
     terms_sq: Tensor
     jump_sq: Tensor | None = None
+    addends_sq: Tensor | None = None
 
     @property
     def out(self) -> Tensor:
@@ -62,7 +66,15 @@ def golden(
             start += base.bias.double()
     delta = deltas(pool, batch.x, rows, torch.float64)
     terms = deltas(pool, batch.x, rows, torch.float64, squares=True)
-    return Golden(start, delta, terms)
+    addends = _addends(pool, batch, rows, base) if batch.x.dtype is torch.float32 else None
+    return Golden(start, delta, terms, addends_sq=addends)
+
+
+def _addends(pool: Pool, batch: Batch, rows: OutRows, base: BaseLayer | None) -> Tensor:
+    x = batch.x.double().square()
+    weights = None if rows.weights is None else rows.weights.square()
+    total = deltas(squared(pool), x, replace(rows, weights=weights), torch.float64)
+    return total if base is None else total + x @ base.weight.double().square().T
 
 
 def eager(case: Case, pool: Pool, batch: Batch, base: BaseLayer | None = None) -> Tensor:
@@ -182,6 +194,13 @@ def condition_number(pool: Pool, batch: Batch, rows: Tensor, part: int) -> float
 
 def magnitudes(pool: Pool) -> Pool:
     return replace(pool, a=pool.a.abs(), b=tuple(b.abs() for b in pool.b))
+
+
+def squared(pool: Pool) -> Pool:
+    """The pool that maps variances of inputs to variances of outputs."""
+    scales = tuple(tuple(scale**2 for scale in row) for row in pool.scales)
+    b = tuple(b.float().square() for b in pool.b)
+    return replace(pool, a=pool.a.float().square(), b=b, scales=scales)
 
 
 def _column(

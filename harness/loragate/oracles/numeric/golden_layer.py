@@ -24,7 +24,7 @@ from loragate.inputs.expert_places import rank_of_pairs
 from loragate.inputs.pairs import pair_rows
 from loragate.matrix.case import Activation, Case, RouterWeights
 from loragate.oracles.numeric.activations import activated, slopes
-from loragate.oracles.numeric.golden import Golden, deltas, eager, golden, plain_base
+from loragate.oracles.numeric.golden import Golden, deltas, eager, golden, plain_base, squared
 from loragate.oracles.numeric.grouped import GroupedRows
 from loragate.protocol import BaseExperts, BaseLayer, Batch, Pool
 
@@ -84,7 +84,10 @@ def _golden_layer(case: Case, pool: Pool, batch: Batch, base: BaseExperts) -> Go
     # on a GPU the order of a sum may change from run to run: without this the delta of base rows
     # would be a population of noise
     served = (batch.token_slots >= 0).to(out.device)[:, None]
-    return Golden(base_alone, torch.where(served, out - base_alone, 0.0), noise, jump)
+    delta = torch.where(served, out - base_alone, 0.0)
+    # the terms of the sums over the ranks and over the intermediate size are among them
+    addends = noise if batch.x.dtype is torch.float32 else None
+    return Golden(base_alone, delta, noise, jump, addends)
 
 
 def _eager_layer(case: Case, pool: Pool, batch: Batch, base: BaseExperts) -> Tensor:
@@ -218,7 +221,7 @@ class _Layer:
             flips = _MEAN * (moved * self.unit).sqrt() * first.act.abs() * _STEP_FP8
             through_base = act + flips / self.unit
         total = self.grouped.times(through_base, self.w2, squares=True)
-        total += deltas(_squared(pool.down), act, self.act_rows, self.dtype)
+        total += deltas(squared(pool.down), act, self.act_rows, self.dtype)
         return total + deltas(pool.down, first.act, self.act_rows, self.dtype, squares=True)
 
     def largest_flip(self, first: _First, moved: Tensor, columns: slice) -> Tensor:
@@ -262,10 +265,3 @@ def _act_noise(activation: Activation, first: _First, variance: Tensor) -> Tenso
         return variance * by_up.square()
     of_gate, of_up = variance.chunk(2, dim=1)
     return of_gate * by_gate.square() + of_up * by_up.square()
-
-
-def _squared(pool: Pool) -> Pool:
-    """The pool that maps variances of inputs to variances of outputs."""
-    scales = tuple(tuple(scale**2 for scale in row) for row in pool.scales)
-    b = tuple(b.float().square() for b in pool.b)
-    return replace(pool, a=pool.a.float().square(), b=b, scales=scales)
