@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from datetime import date
@@ -17,7 +18,7 @@ import pytest
 
 from loragate.core.gpu_health import NoHealth
 from loragate.core.verdict import ExitCode
-from loragate.history import History, Outcome, ScanRun, TrialRecord, open_history
+from loragate.history import History, Outcome, Purpose, ScanRun, TrialRecord, open_history
 from loragate.matrix.case_run import CaseRun
 from loragate.matrix.load import load_cases
 from loragate.nightly.conditions import Cause
@@ -326,12 +327,15 @@ def test_a_killed_scan_keeps_its_trials_and_leaves_no_process(
     assert not left
 
 
-def test_a_scan_to_its_end_is_recorded_with_its_trials(tmp_path: Path, environment: None) -> None:
+@pytest.mark.parametrize("subject", ["Stable", "Order"])
+def test_a_scan_to_its_end_is_recorded_with_its_trials_and_what_its_page_says_of_them(
+    subject: str, tmp_path: Path, environment: None
+) -> None:
     record = tmp_path / "record.json"
     done = subprocess.run(
         [
             *(sys.executable, "-m", "loragate", "scan", "--budget=20s", "--workers=2"),
-            *(f"--subject={_MODULE}:Stable", f"--matrix={_PLANTED / 'planted.yaml'}"),
+            *(f"--subject={_MODULE}:{subject}", f"--matrix={_PLANTED / 'planted.yaml'}"),
             *(f"--history={tmp_path / 'h.db'}", f"--report={tmp_path / 'report'}"),
             f"--record={record}",
         ],
@@ -343,7 +347,13 @@ def test_a_scan_to_its_end_is_recorded_with_its_trials(tmp_path: Path, environme
     section = read_section(record, SECTION)
     assert section, done.stdout + done.stderr
     with open_history(tmp_path / "h.db") as history:
-        assert section["trials"]["planned"] == history.count() > 0
+        trials = list(history.trials())
+        found = Counter(state.status for state in states(trials, history.runs()).values())
+    planned = sum(trial.purpose is Purpose.PLANNED for trial in trials)
+    assert section["trials"]["planned"] == planned > 0
     assert section["budget_s"] == 20
     assert section["workers"] == 2
-    assert section["paths"]["flaky"] == section["paths"]["wrong"] == 0
+    assert section["paths"] == {status: found[status] for status in Status}
+    # trials of a diagnosis confirm what was wrong once
+    assert section["paths"]["wrong"] == (subject == "Order")
+    assert bool(section["trials"]["diagnose"]) == (subject == "Order")

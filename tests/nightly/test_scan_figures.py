@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
@@ -37,7 +38,13 @@ def trial(number: int, **changed: object) -> TrialRecord:
     return replace(plain, **changed)  # type: ignore[arg-type]
 
 
-def of(trials: list[TrialRecord], *, workers: int = 2, seconds: float = 220.0):
+def of(
+    trials: list[TrialRecord],
+    *,
+    workers: int = 2,
+    seconds: float = 220.0,
+    diagnosing: Sequence[float] = (),
+):
     standing = Standing([], [BEFORE, RUN])
     for each in trials:
         standing.add(glance_at(each))
@@ -49,15 +56,18 @@ def of(trials: list[TrialRecord], *, workers: int = 2, seconds: float = 220.0):
         workers=workers,
         seconds=seconds,
         spent={"opening": 8.0, "starting": 4.0, "alone": 20.0},
+        diagnosing=diagnosing,
     )
 
 
 def test_trials_of_the_run_count_by_purpose_and_those_of_other_runs_do_not():
     trials = [trial(0, run="before"), trial(1), trial(2, case="torch.b")]
+    # what a diagnosis concludes is a record, and no trial
     trials.append(trial(3, purpose=Purpose.DIAGNOSE))
     trials += [trial(4, measure="judged"), trial(5, measure="judged")]
-    found = of(trials)
-    assert found["trials"] == {"planned": 4, "diagnose": 1}
+    found = of(trials, diagnosing=[0.5, 0.5, 0.5])
+    assert found["trials"] == {"planned": 4, "diagnose": 3}
+    assert found["busy_s"] == pytest.approx(9.5)
     assert found["cases"] == {"selected": 5, "tried": 2, "judged": 1}
 
 

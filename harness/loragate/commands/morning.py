@@ -58,7 +58,7 @@ def add_page_options(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> ExitCode:
     with open_named(arguments.history, is_made=False) as history:
-        return write_morning(arguments, history)
+        return write_morning(arguments, history).exit_code
 
 
 def check_report(arguments: argparse.Namespace) -> None:
@@ -79,8 +79,9 @@ def _unwritten(report: Path, error: OSError) -> CommandError:
 
 def write_morning(
     arguments: argparse.Namespace, history: History, *, cases: Sequence[str] = ()
-) -> ExitCode:
-    """Write and print the page. cases: those that should have been judged. Raises CommandError."""
+) -> Morning:
+    """Write, print and return the page. cases: those that should have been judged. Raises
+    CommandError."""
     page = _page(arguments, history, cases)
     try:
         write_atomically(arguments.report / HTML_NAME, render_html(page))
@@ -90,7 +91,7 @@ def write_morning(
     append_to_step(lambda: render_markdown(page), os.environ)
     say(render_terminal(page, colour_for(sys.stdout, os.environ)))
     say(f"page: {arguments.report / HTML_NAME}")
-    return page.exit_code
+    return page
 
 
 def _page(arguments: argparse.Namespace, history: History, cases: Sequence[str]) -> Morning:

@@ -39,7 +39,7 @@ from loragate.matrix.footprint import footprint_bytes
 from loragate.matrix.load import load_cases
 from loragate.matrix.problems import nearest
 from loragate.matrix.selection import Selection, select_runs
-from loragate.nightly.morning import day_of
+from loragate.nightly.morning import Morning, day_of
 from loragate.nightly.plan import Place
 from loragate.records.recorder import Recorder
 from loragate.run.gate import gpu_is_visible
@@ -118,10 +118,10 @@ def run(arguments: argparse.Namespace) -> ExitCode:
                 clock=clock,
                 shares=devices.shares(setup.place.workers),
             )
-            done, code = _scan_and_show(arguments, setup, around)
+            done = _scan_and_show(arguments, setup, around)
             if recorder is not None:
                 _record(recorder, setup, done, seconds=time.monotonic() - begin)
-    return code
+    return done.page.exit_code
 
 
 @contextmanager
@@ -146,7 +146,7 @@ def _record(recorder: Recorder, setup: Setup, done: _Done, *, seconds: float) ->
         figures_of(
             setup.run,
             done.scan.trials,
-            done.scan.standing.statuses(),
+            {state.key: state.status for state in done.page.states},
             cases=len(setup.cases),
             workers=slots,
             seconds=seconds,
@@ -155,6 +155,7 @@ def _record(recorder: Recorder, setup: Setup, done: _Done, *, seconds: float) ->
                 "starting": done.spent.starting_s,
                 "alone": done.spent.alone_s,
             },
+            diagnosing=done.spent.diagnosing,
         )
     )
     say(f"recorded in {recorder.path}")
@@ -167,24 +168,25 @@ class _Done:
     scan: Scan
     spent: Spent
     seconds: float
+    page: Morning
 
 
 def _scan_and_show(
     arguments: argparse.Namespace, setup: Setup, around: Surroundings
-) -> tuple[_Done, ExitCode]:
+) -> _Done:
     history = around.history
     say(f"scan of {len(setup.cases)} cases for {arguments.budget:g} s, history {history.name}")
     history.add_run(setup.run)
     try:
-        done = _scan(setup, around)
+        scan, spent, seconds = _scan(setup, around)
     finally:
         # also after Ctrl-C: what is known by then is kept and shown
         history.add_run(replace(setup.run, finished_at=around.clock()))
-        code = write_morning(arguments, history, cases=setup.cases)
-    return done, code
+        page = write_morning(arguments, history, cases=setup.cases)
+    return _Done(scan, spent, seconds, page)
 
 
-def _scan(setup: Setup, around: Surroundings) -> _Done:
+def _scan(setup: Setup, around: Surroundings) -> tuple[Scan, Spent, float]:
     waves = Waves(around)
     try:
         scan = Scan(setup, waves, around.history, say)
@@ -192,7 +194,7 @@ def _scan(setup: Setup, around: Surroundings) -> _Done:
         scan.run()
     finally:
         around.health.close()
-    return _Done(scan, waves.spent, time.monotonic() - begin)
+    return scan, waves.spent, time.monotonic() - begin
 
 
 def _planned(selection: Selection) -> tuple[dict[str, CaseRun], RunStarted]:

@@ -31,14 +31,16 @@ def figures_of(
     workers: int,
     seconds: float,
     spent: Mapping[str, float],
+    diagnosing: Sequence[float] = (),
 ) -> dict[str, Any]:
-    """own: the trials of `run`. statuses: of all paths, of which those are counted that `run` has
-    tried. `cases` were selected; `workers` processes could run beside each other for `seconds`.
-    spent: seconds of all workers in which none of these trials ran, by what they were spent on;
-    what is missing there is `other`."""
+    """own: the planned trials of `run`. statuses: of all paths, of which those are counted that
+    `run` has tried. `cases` were selected; `workers` processes could run beside each other for
+    `seconds`. spent: seconds of all workers in which no trial ran, by what they were spent on; what
+    is missing there is `other`. diagnosing: the seconds of each trial of a diagnosis."""
     paths = {trial.path for trial in own}
     found = Counter(status for key, status in statuses.items() if key.path in paths)
-    busy = sum(trial.duration_s for trial in own)
+    planned = [trial for trial in own if trial.purpose is Purpose.PLANNED]
+    busy = sum(trial.duration_s for trial in planned) + sum(diagnosing)
     return {
         "budget_s": run.budget_s,
         "seconds": round(seconds, 1),
@@ -48,7 +50,10 @@ def figures_of(
             "tried": len({trial.case for trial in own}),
             "judged": len({t.case for t in own if t.measure == Measure.JUDGED}),
         },
-        "trials": dict(Counter(trial.purpose.value for trial in own)),
+        "trials": {
+            Purpose.PLANNED.value: len(planned),
+            Purpose.DIAGNOSE.value: len(diagnosing),
+        },
         "paths": {status.value: found[status] for status in Status},
         "busy_s": round(busy, 1),
         "spent_s": {

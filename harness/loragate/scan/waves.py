@@ -50,12 +50,13 @@ class Surroundings:
 
 @dataclass(slots=True)
 class Spent:
-    """Seconds of workers in which no trial ran. starting_s: from the start of a process to its
-    first trial. alone_s: while a process ran with nothing beside it, and before, while it waited
-    for the others to end."""
+    """Seconds of workers. In those no trial ran: starting_s, from the start of a process to its
+    first trial; alone_s, while a process ran with nothing beside it, and before, while it waited
+    for the others to end. diagnosing: of each trial of a diagnosis, and of those ahead of it."""
 
     starting_s: float = 0.0
     alone_s: float = 0.0
+    diagnosing: list[float] = field(default_factory=list)
 
 
 @dataclass(slots=True)
@@ -138,6 +139,8 @@ class Waves:
             try:
                 while (alive := _alive(running)) and time.monotonic() < until:
                     for each, ended in self._hear(alive, until):
+                        if ended is not None and purpose is Purpose.DIAGNOSE:
+                            self.spent.diagnosing.append(ended.duration_s)
                         if ended is not None and keeps(ended.index, each.order.number):
                             shown.append(self._add(each, ended, purpose))
             finally:
