@@ -140,6 +140,27 @@ def test_a_change_that_new_processes_do_not_show_is_undecided(
     assert len(sessions) == 2
 
 
+@pytest.mark.parametrize(("slow", "change"), [(1.0, Change.UNCHANGED), (1.07, Change.SLOWER)])
+def test_more_processes_decide_what_six_of_each_build_leave_undecided(
+    slow: float, change: Change
+) -> None:
+    # as on an H200, where the processes of one call are 2 % apart
+    gpu = Gpu(np.random.default_rng(3), places=0.06, slow=lambda build, row: slow if build else 1.0)
+    found = judged(gpu, ROWS[1:2])
+    assert found[ROWS[1], "delta"].change is change
+    assert len(gpu.opened) > 1
+
+
+def test_processes_of_another_measurement_count_against_each_other_alone() -> None:
+    first, again = samples(0.0, 0.01), samples(0.0, 0.01)
+    # the device was slower by a tenth meanwhile
+    again = Samples("row", "call", again.us * 1.1)
+    joined = first.with_more(again)
+    assert joined.processes == 4
+    assert joined.scatter == pytest.approx(first.scatter * 2 / 3, rel=1e-3)
+    assert np.allclose(joined.effects, 0.0)
+
+
 def counted(function: Callable[..., object], calls: list[int]) -> Callable[..., object]:
     def call(*arguments: object) -> object:
         calls.append(len(calls))
@@ -210,7 +231,7 @@ def test_more_rows_raise_the_limit_of_each() -> None:
     many = compare([samples(0.0, 0.01) for _ in range(10)] * 10)
     quantile = [math.log(found[0].limit) for found in (few, many)]
     assert quantile[1] > 0.9 * quantile[0]
-    assert math.log(few[0].limit) > 3 * samples(0.0, 0.01).chance.mean() ** 0.5
+    assert math.log(few[0].limit) > 3 * samples(0.0, 0.01).scatter ** 0.5
 
 
 class WithBase(SimulatedLane):

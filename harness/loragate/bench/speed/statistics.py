@@ -53,15 +53,31 @@ class Samples:
         return difference
 
     @property
-    def chance(self) -> NDArray[np.float64]:
-        """Variances that chance gives the effect, one estimate of each build: from how far its
-        processes are apart."""
+    def processes(self) -> int:
+        """Of each build."""
+        return int(self.us.shape[1])
+
+    @property
+    def scatter(self) -> float:
+        """Variance of what chance adds to one process, as the mean of the estimates of both
+        builds."""
         logarithms = np.log(self.us)
         # against the others of its round: the clock of the device may change in between
         medians = np.median(logarithms - logarithms.mean(axis=(0, 1)), axis=2)
-        # both builds are means over their processes
-        estimates: NDArray[np.float64] = 2 * medians.var(axis=1, ddof=1) / medians.shape[1]
-        return estimates
+        return float(medians.var(axis=1, ddof=1).mean())
+
+    @property
+    def df(self) -> int:
+        """Degrees of freedom of `scatter`."""
+        return len(self.us) * (self.processes - 1)
+
+    def with_more(self, other: Samples) -> Samples:
+        """The same call with the processes of another measurement as well: each of these counts
+        against the others of its own, because the clock of the device may change in between."""
+        logarithms = [np.log(each.us) for each in (self, other)]
+        level = logarithms[0].mean(axis=(0, 1))
+        alike = [each - each.mean(axis=(0, 1)) + level for each in logarithms]
+        return replace(self, us=np.exp(np.concatenate(alike, axis=1)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,30 +108,36 @@ def without_control(us: NDArray[np.float64], control: NDArray[np.float64]) -> ND
 def compare(
     samples: Sequence[Samples], *, others: Sequence[Samples] = (), seed: int = 0
 ) -> tuple[Comparison, ...]:
-    """Judge each of `samples`. The noise of `others`, of the same run, counts as well."""
+    """Judge each of `samples`. `others` are the other calls of the same run: their noise counts as
+    well."""
     if not samples:
         return ()
     pool = _pool([*samples, *others])
-    # the chance of a false alarm is that of all rows together, in both directions
-    tail = FALSE_ALARMS / (2 * len(samples))
+    # the chance of a false alarm is that of all calls together, in both directions
+    tail = FALSE_ALARMS / (2 * (len(samples) + len(others)))
     # takes a second to import, and tables are drawn without it
     from scipy.stats import t as student_t
 
     quantile = float(student_t.ppf(1 - tail, df=pool.df))
     generator = np.random.default_rng(seed)
-    # rows of short calls have more noise than others: none is judged by less than its own
-    return tuple(
-        _judge(item, quantile * math.sqrt(max(pool.variance, float(item.chance.mean()))), generator)
-        for item in samples
-    )
+    return tuple(_judge(item, quantile * _deviation(item, pool), generator) for item in samples)
 
 
 @dataclass(frozen=True, slots=True)
 class _Pool:
-    """What chance gives the effect of a call, and by how many degrees of freedom that is known."""
+    """Variance of what chance adds to one process, and by how many degrees of freedom that is
+    known."""
 
-    variance: float
+    scatter: float
     df: int
+
+
+def _deviation(item: Samples, pool: _Pool) -> float:
+    """That of the effect of a call, by chance."""
+    # rows of short calls have more noise than others: none is judged by less than its own
+    scatter = max(pool.scatter, item.scatter)
+    # both builds are means over their processes
+    return math.sqrt(2 * scatter / item.processes)
 
 
 def _pool(samples: Sequence[Samples]) -> _Pool:
@@ -123,16 +145,19 @@ def _pool(samples: Sequence[Samples]) -> _Pool:
     processes of one call may be in either of two states, which says nothing of the other calls."""
     from scipy.stats import f as fisher_f
 
-    processes = samples[0].us.shape[1]
-    own = len(samples[0].chance) * (processes - 1)
-    kept = sorted(float(item.chance.mean()) for item in samples)
+    kept = sorted((item.scatter, item.df) for item in samples)
     while len(kept) > _FEWEST_POOLED:
-        rest = float(np.mean(kept[:-1]))
-        usual = float(fisher_f.ppf(1 - _UNUSUAL / len(kept), own, own * (len(kept) - 1)))
-        if kept[-1] <= usual * rest:
+        (most, own), rest = kept[-1], _together(kept[:-1])
+        usual = float(fisher_f.ppf(1 - _UNUSUAL / len(kept), own, rest.df))
+        if most <= usual * rest.scatter:
             break
         kept.pop()
-    return _Pool(float(np.mean(kept)), own * len(kept))
+    return _together(kept)
+
+
+def _together(scatters: Sequence[tuple[float, int]]) -> _Pool:
+    df = sum(own for _, own in scatters)
+    return _Pool(sum(scatter * own for scatter, own in scatters) / df, df)
 
 
 def confirmed(first: Comparison, again: Comparison) -> Comparison:
