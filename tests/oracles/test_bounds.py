@@ -90,7 +90,8 @@ def test_an_access_outside_is_refused_before_it_happens(
         launch(source, target)
     assert str(caught.value) == message
     base = target._base
-    assert base is not None and not base.any()
+    assert base is not None
+    assert not base.any()
 
 
 def test_rows_of_a_strided_view_may_be_read_from_the_first_to_the_last() -> None:
@@ -132,4 +133,5 @@ def test_every_oracle_fails_a_kernel_that_reads_outside(
     judgement = judged(make_trial, oracle)
     assert judgement.verdict is Verdict.FAIL
     assert judgement.failure is Failure.FOREIGN_MEMORY
-    assert "copy_kernel" in judgement.message and "byte 32 of source" in judgement.message
+    assert "copy_kernel" in judgement.message
+    assert "byte 32 of source" in judgement.message

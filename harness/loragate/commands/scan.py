@@ -171,9 +171,7 @@ class _Done:
     page: Morning
 
 
-def _scan_and_show(
-    arguments: argparse.Namespace, setup: Setup, around: Surroundings
-) -> _Done:
+def _scan_and_show(arguments: argparse.Namespace, setup: Setup, around: Surroundings) -> _Done:
     history = around.history
     say(f"scan of {len(setup.cases)} cases for {arguments.budget:g} s, history {history.name}")
     history.add_run(setup.run)
