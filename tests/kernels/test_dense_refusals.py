@@ -171,6 +171,12 @@ def test_a_step_without_rows_may_have_any_operands_of_no_rows() -> None:
     [
         (lambda: DenseWorkspace([], max_tokens=1), "layers must name at least one layer"),
         (lambda: DenseWorkspace([make_weights()], max_tokens=0), "max_tokens must be at least 1"),
+        (
+            lambda: DenseWorkspace(
+                [make_weights(), make_weights(device="meta"), make_weights()], max_tokens=1
+            ),
+            "layers must be on one device (got cpu, meta)",
+        ),
         (lambda: BatchMetadata(max_tokens=0, max_slots=1, device="cpu"), "max_tokens must be"),
         (lambda: BatchMetadata(max_tokens=1, max_slots=0, device="cpu"), "max_slots must be"),
         (

@@ -301,6 +301,13 @@ def test_each_mistake_in_the_weights_of_a_layer_is_refused(
         FusedMoELoRA(w13, w2, gate_up=GateUp.HALVES, num_slots=1, rank=1, **options)
 
 
+def test_layers_of_several_devices_share_no_workspace() -> None:
+    layers = [make_slots(HIDDEN, INTER), make_slots(HIDDEN, INTER, device="meta")]
+    for given in (layers, layers[::-1]):
+        with pytest.raises(ValueError, match=r"^layers must be on one device \(got (cpu|meta), "):
+            MoEWorkspace(given, max_tokens=1, top_k=1)
+
+
 def test_a_scratch_without_layers_is_refused() -> None:
     with pytest.raises(ValueError, match=r"one hidden and intermediate size \(got no layer\)"):
         MoEScratch([], max_tokens=1, top_k=1)

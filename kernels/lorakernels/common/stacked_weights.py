@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Generic, NamedTuple, Protocol, TypeVar
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -281,3 +281,12 @@ def check_scale(what: str, scale: float) -> None:
 def require_positive(name: str, value: int) -> None:
     if value < 1:
         raise ValueError(f"{name} must be at least 1 (got {value})")
+
+
+def device_of(layers: Sequence[StackedWeights[Any]]) -> torch.device:
+    """The device of all layers. ValueError where they are on several: they cannot share memory."""
+    devices = dict.fromkeys(layer.a.device for layer in layers)
+    if len(devices) != 1:
+        found = ", ".join(map(str, devices)) or "no layer"
+        raise ValueError(f"layers must be on one device (got {found})")
+    return next(iter(devices))

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from lorakernels.batch.metadata import BatchMetadata
 from lorakernels.batch.steps import runs_adapters
-from lorakernels.common.stacked_weights import SlotTensors
+from lorakernels.common.stacked_weights import SlotTensors, device_of
 from lorakernels.dense.check import (
     check_input,
     check_operands,
@@ -59,7 +59,7 @@ class DenseWorkspace:
             largest_shrunk(shape, slots, max_tokens, copies) + largest_stored(shape, max_tokens)
             for shape, slots, copies in geometries
         )
-        device = layers[0].a.device
+        device = device_of(layers)
         self.shrunk, *self._beside = (
             keep_address(torch.empty(size, dtype=torch.float32, device=device))
             for _ in range(branches)

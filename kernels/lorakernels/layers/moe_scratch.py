@@ -32,7 +32,7 @@ class MoEScratch:
             hidden=hidden,
             intermediate=intermediate,
             dtype=weights[0].a.dtype,
-            device=weights[0].a.device,
+            device=self.workspace.shrunk.device,
         )
 
     @property

@@ -82,10 +82,6 @@ class PairMetadata:
         return prepared_rows(self.step) or 0
 
     @property
-    def num_pairs(self) -> int:
-        return self.num_rows * self.top_k
-
-    @property
     def tables(self) -> PairTables:
         """All buffers, with the sizes of the prepared step."""
         return PairTables.of(self.buffers, self.num_rows, self.sizes)

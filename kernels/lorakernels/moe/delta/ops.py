@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from lorakernels.batch.steps import prepared_rows, runs_adapters
-from lorakernels.common.stacked_weights import SlotTensors
+from lorakernels.common.stacked_weights import SlotTensors, device_of
 from lorakernels.dense.check import check_like, overlap, overlaps_itself
 from lorakernels.moe.align.metadata import PairMetadata
 from lorakernels.moe.align.tables import PairTables
@@ -38,7 +38,7 @@ class MoEWorkspace:
                 raise ValueError(f"{name} must be at least 1 (got {size})")
         pairs = max_tokens * top_k
         size = max(_largest_step(layer, pairs) for layer in layers)
-        shrunk = torch.empty(size, dtype=torch.float32, device=layers[0].a.device)
+        shrunk = torch.empty(size, dtype=torch.float32, device=device_of(layers))
         self.shrunk = keep_address(shrunk)
 
 
