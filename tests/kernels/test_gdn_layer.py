@@ -331,6 +331,7 @@ def test_a_replaced_adapter_leaves_nothing_behind() -> None:
     [
         ({"qkvz": WEIGHTS[0][1:]}, r"qkvz must be \[80, 32\]"),
         ({"ba": WEIGHTS[1][:, 1:]}, r"ba must be \[8, 32\]"),
+        ({"qkvz": WEIGHTS[0][:, 0]}, r"qkvz must be \[80, 80\], .* \(got \[80\]\)"),
         ({"ba": WEIGHTS[1].double()}, "qkvz and ba must have one dtype and one device"),
         ({"ba": WEIGHTS[1].to("meta")}, "qkvz and ba must have one dtype and one device"),
         ({"modules": InputModules((), HEADS.grouped().ba)}, "at least one of qkvz and one of ba"),

@@ -301,6 +301,10 @@ def test_a_workspace_without_a_part_for_the_branch_is_refused(recorded_streams: 
     message = r"workspace must have 2 branches to be used in this side of a fork \(got 1\)"
     with pytest.raises(ValueError, match=message):
         fork_join(CPU, lambda: None, lambda: step.run(x) and None)
+    # the second side of a fork of three parts, which is farther beyond the buffers
+    message = message.replace("2 branches", "3 branches")
+    with pytest.raises(ValueError, match=message):
+        fork_join(CPU, lambda: None, lambda: None, lambda: step.run(x) and None)
     with pytest.raises(ValueError, match=r"branches must be at least 1 \(got 0\)"):
         DenseWorkspace([step.linear.slots], max_tokens=2, branches=0)
 

@@ -6,7 +6,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Hashable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from types import SimpleNamespace
 
@@ -24,6 +24,7 @@ select_interpreter()
 from lorakernels.batch.metadata import BatchMetadata  # noqa: E402
 from lorakernels.dense.forms import plan_form  # noqa: E402
 from lorakernels.dense.ops import DenseWorkspace, shape_of_batch  # noqa: E402
+from lorakernels.dense.plan import plan_shrink  # noqa: E402
 from lorakernels.dense.weights import LoRAFactors, SlotWeights  # noqa: E402
 from lorakernels.gdn.forms import plan_gdn  # noqa: E402
 from lorakernels.layers.gdn import DeltaNetHeads, GatedDeltaNetInputProjection  # noqa: E402
@@ -154,6 +155,19 @@ def test_each_form_of_a_layer_and_of_a_delta_net_has_a_planned_size(
         smaller = max(size for size in sizes if size <= rows)
         assert forms(rows) == forms(smaller), f"a batch of {rows} rows"
     assert len({str(forms(rows)) for rows in sizes}) > 1
+
+
+@pytest.mark.parametrize("geometry", GEOMETRIES)
+def test_each_way_to_shrink_beside_a_base_product_has_a_planned_size(geometry: Geometry) -> None:
+    slots, most = server(geometry).layer.slots, 200
+    sizes = planned_sizes(slots, most)
+
+    def shrink(rows: int) -> object:
+        return plan_shrink(replace(shape_of_batch(rows, slots), beside=True))
+
+    for rows in range(1, most + 1):
+        known = [shrink(size) for size in sizes if size <= rows]
+        assert shrink(rows) in known, f"a batch of {rows} rows"
 
 
 def test_the_smaller_batches_of_a_wide_layer_need_no_other_kernel() -> None:

@@ -26,6 +26,7 @@ from lorakernels.moe.align.metadata import PairMetadata  # noqa: E402
 from lorakernels.moe.layer import ops  # noqa: E402
 from lorakernels.moe.layer.forms import MoEForm  # noqa: E402
 from lorakernels.moe.layer.types import RouterWeight  # noqa: E402
+from lorakernels.moe.rank_shards import RankShardedExperts  # noqa: E402
 from lorakernels.moe.weights import ExpertFactors  # noqa: E402
 from lorakernels.runtime.collectives import SimulatedRanks  # noqa: E402
 from lorakernels.runtime.options import DUAL_STREAM  # noqa: E402
@@ -35,6 +36,25 @@ HIDDEN, INTER, EXPERTS, TOP_K, SLOTS, RANK, MOST = 19, 12, 4, 2, 4, 6, 16
 ROWS = torch.tensor([2, -1, 0, 0, 1, 3, -1, 2, 0, 2], dtype=torch.int32)
 # of gate, up and down in slots 0 to 2: those of the buffers, one, fewer than a rank holds
 RANKS = ((6, 2, 5), (1, 6, 0), (3, 4, 1))
+
+
+@pytest.mark.parametrize(("held", "copies"), [(range(6), 0), (range(3, 6), 4), (range(2, 3), 12)])
+def test_memory_of_an_exchange_is_planned_where_a_rank_holds_a_part_of_the_ranks_of_a(
+    held: range, copies: int
+) -> None:
+    weights = RankShardedExperts(
+        num_slots=SLOTS,
+        num_experts=EXPERTS,
+        slice_widths=(4, 4),
+        base_widths=(4, 4),
+        in_features=HIDDEN,
+        rank=RANK,
+        held=held,
+        first_column=0,
+        dtype=torch.float32,
+        device="cpu",
+    )
+    assert weights.exchanged_copies == copies
 
 
 def randn(*shape: int, seed: int) -> Tensor:

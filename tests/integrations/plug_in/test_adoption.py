@@ -118,6 +118,18 @@ def sharded_experts(kit: Any) -> Any:
     return layer
 
 
+@pytest.mark.parametrize(
+    ("rank", "reason"), [(512, None), (513, "rank 513 above 512"), (600, "rank 600 above 512")]
+)
+def test_factors_of_the_largest_rank_are_served_and_larger_ones_are_not(
+    kit: Any, rank: int, reason: str | None
+) -> None:
+    layer = kit.linear("RowParallelLinearWithLoRA", (8,))
+    (stack,) = layer.lora_a_stacked
+    layer.lora_a_stacked = (stack.new_zeros(*stack.shape[:2], rank, stack.shape[3]),)
+    assert refusal(layer) == reason
+
+
 def experts_elsewhere(kit: Any) -> Any:
     layer = kit.experts("FusedMoE3DWithLoRA", 1)
     layer.use_ep = True
