@@ -124,6 +124,22 @@ def test_waits_that_the_interpreter_does_not_have_need_a_gpu() -> None:
     assert by_text == {"gdc_wait()": True, "a.wait()": False}
 
 
+def test_the_device_of_a_tensor_that_is_left_to_torch_needs_a_gpu() -> None:
+    module = Module("m.py", 'f(n, dtype=d, device=x.device)\ng(device="cpu", dim=1)\n')
+    gpu = gpu_only(module)
+    needed = {
+        module.text[slice(*change.span)]: within(change.span, gpu)
+        for change in changes(module)
+        if change.operator == "dropped-keyword"
+    }
+    assert needed == {
+        ", dtype=d": False,
+        ", device=x.device": True,
+        'device="cpu", ': False,
+        ", dim=1": False,
+    }
+
+
 def test_what_a_library_operator_finds_but_cannot_change_is_left_out() -> None:
     module = module_of("try:\n    pass\nexcept (re.error, ValueError):\n    pass")
     texts = [

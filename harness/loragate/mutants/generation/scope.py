@@ -12,6 +12,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator, Mapping
 
+from loragate.mutants.generation.syntax import with_comma
 from loragate.mutants.generation.text import Module, Span
 
 _TUNING, _DEVICE = "runtime/tuning.py", "runtime/device.py"
@@ -117,7 +118,8 @@ def _choice(module: Module, node: ast.AST) -> Span:
 
 
 def gpu_only(module: Module) -> list[Span]:
-    """Spans whose code does nothing in Triton's interpreter."""
+    """Spans whose code does nothing in Triton's interpreter, and arguments that say where a tensor
+    is: without a GPU there is one device, and no operator sees another default one of torch."""
     if module.path == _DEVICE:
         return [(0, len(module.text))]
     spans: list[Span] = []
@@ -126,7 +128,13 @@ def gpu_only(module: Module) -> list[Span]:
             spans.append((module.span(node)[0], module.span(node.body[-1])[1]))
         elif isinstance(node, ast.Call) and _called(node) in _GPU_CALLS:
             spans.append(module.span(node))
+        elif isinstance(node, ast.keyword) and _names_device(node):
+            spans.append(with_comma(module, module.span(node)))
     return spans
+
+
+def _names_device(keyword: ast.keyword) -> bool:
+    return keyword.arg == "device" and not isinstance(keyword.value, ast.Constant)
 
 
 def _called(node: ast.Call) -> str:
