@@ -1,0 +1,63 @@
+"""How many workers a session gets on a machine with a GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from loragate.core.gpus import ListedGpu
+from loragate.plugin import pinning
+
+ROOT = Path(__file__).parents[2]
+_GIB = 1 << 30
+
+
+@pytest.fixture
+def count_workers(monkeypatch: pytest.MonkeyPatch) -> Callable[..., int | None]:
+    """Of a session with these arguments on 16 cores and a GPU of 140 GiB, where the largest of all
+    cases needs most of it."""
+    gpu = ListedGpu("0", "GPU-one", 140 * _GIB)
+    monkeypatch.delenv("PYTEST_XDIST_AUTO_NUM_WORKERS", raising=False)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setattr(pinning, "list_gpus", lambda environ: (gpu,))
+    monkeypatch.setattr(pinning, "usable_cores", lambda: 16)
+    monkeypatch.setattr(pinning, "free_host_bytes", lambda: 100 * _GIB)
+    monkeypatch.setattr(pinning, "all_cases", lambda config: ())
+    monkeypatch.setattr(pinning, "selection_of", lambda config: SimpleNamespace())
+    monkeypatch.setattr(pinning, "replace", lambda selection, **changes: selection)
+    runs = [SimpleNamespace(case=None)] * 100
+    monkeypatch.setattr(pinning, "select_runs", lambda selection, cases: runs)
+    monkeypatch.setattr(pinning, "footprint_bytes", lambda case: 118 * _GIB)
+
+    def count(*arguments: str) -> int | None:
+        config: Any = SimpleNamespace(
+            rootpath=ROOT,
+            args=list(arguments),
+            invocation_params=SimpleNamespace(dir=ROOT),
+            stash=pytest.Stash(),
+        )
+        return pinning.pytest_xdist_auto_num_workers(config)
+
+    return count
+
+
+@pytest.mark.parametrize(
+    ("arguments", "workers"),
+    [
+        (["cases"], 2),
+        (["cases/test_cases.py::test_case"], 2),
+        (["."], 2),
+        (["tests/kernels", "cases"], 2),
+        # the largest case runs elsewhere
+        (["tests/kernels"], 8),
+        (["tests/kernels", "tests/moe/test_align_pairs.py"], 8),
+    ],
+)
+def test_memory_for_the_largest_case_is_kept_where_there_are_cases(
+    arguments: list[str], workers: int, count_workers: Callable[..., int | None]
+) -> None:
+    assert count_workers(*arguments) == workers
