@@ -66,19 +66,24 @@ class _Extents:
     def check(self, what: str, pointers: Any, mask: Any = None) -> None:
         """Raises OutOfBounds if an access that is not masked off lies outside."""
         places = np.asarray(pointers.data, dtype=np.uint64)
+        size = max(1, int(pointers.get_element_ty().primitive_bitwidth) // 8)
+        # most blocks lie within one tensor, masked off or not
+        if self._hold_all(places, size):
+            return
         if mask is not None:
             places = places[np.broadcast_to(mask.data, places.shape) != 0]
-        if not places.size:
-            return
-        size = max(1, int(pointers.get_element_ty().primitive_bitwidth) // 8)
-        index = bisect_right(self._starts, int(places.min())) - 1
-        if index >= 0 and int(places.max()) + size <= self._ends[index]:
+        if not places.size or self._hold_all(places, size):
             return
         outside = [place for place in np.unique(places).tolist() if not self._holds(place, size)]
         if outside:
             elements = counted(len(outside), "element")
             where = f"{elements} {what} outside of its tensors, the first {self._near(outside[0])}"
             raise OutOfBounds(f"kernel {self._kernel}: {where}")
+
+    def _hold_all(self, places: Any, size: int) -> bool:
+        """Whether the same extent holds all of `places`."""
+        index = bisect_right(self._starts, int(places.min())) - 1
+        return index >= 0 and int(places.max()) + size <= self._ends[index]
 
     def _holds(self, place: int, size: int) -> bool:
         index = bisect_right(self._starts, place) - 1
