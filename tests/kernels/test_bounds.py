@@ -1,5 +1,6 @@
-"""No kernel reads or writes outside of its tensors, not even what no result depends on: on a GPU
-that is an illegal access, and in Triton's interpreter nothing shows it."""
+"""No kernel reads or writes outside of its tensors, not even what no result depends on. The cases
+of the gate are judged alike; here each tensor lies far from all others, so that an access into
+another one of the same launch is seen as well."""
 
 from __future__ import annotations
 

@@ -3,8 +3,10 @@ no result depends on what it reads there."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
-from typing import Any
+from contextlib import suppress
+from dataclasses import replace
 
 import pytest
 import torch
@@ -16,6 +18,7 @@ select_interpreter()
 
 import triton  # noqa: E402
 import triton.language as tl  # noqa: E402
+from triton.tools.tensor_descriptor import TensorDescriptor  # noqa: E402
 
 from loragate.core.verdict import Failure, Judgement, OracleName, Verdict  # noqa: E402
 from loragate.execution.bounds import OutOfBounds, bounded_launches  # noqa: E402
@@ -39,14 +42,44 @@ def add_kernel(target, at):
 
 
 @triton.jit
+def swap_kernel(target, at):
+    tl.atomic_cas(target + at, 0, 1)
+
+
+@triton.jit
 def follow_kernel(table, target):
     source = tl.load(table).to(tl.pointer_type(tl.float32))
     tl.store(target, tl.load(source))
 
 
+@triton.jit
+def given_kernel(address, target):
+    tl.store(target, tl.load(address.to(tl.pointer_type(tl.float32))))
+
+
+@triton.jit
+def look_up_kernel(ids, source, target):
+    tl.store(target, tl.load(source + tl.load(ids)))
+
+
+@triton.jit
+def move(source, target):
+    tl.store(target, tl.load(source))
+
+
+@triton.jit
+def move_kernel(source, target, at):
+    move(source + at, target)
+
+
+@triton.jit
+def described_kernel(source, target, row):
+    tl.store(target + tl.arange(0, 4), tl.reshape(source.load([row, 0]), [4]))
+
+
 def room() -> tuple[Tensor, Tensor]:
-    """Two tensors of 8 numbers in the middle of memory that nothing else uses."""
-    return torch.zeros(64)[24:32], torch.zeros(64)[24:32]
+    """Tensors of eight 1 and of eight 0 in the middle of memory that nothing else uses."""
+    return torch.ones(64)[24:32], torch.zeros(64)[24:32]
 
 
 def test_accesses_within_the_tensors_of_a_launch_pass() -> None:
@@ -54,7 +87,7 @@ def test_accesses_within_the_tensors_of_a_launch_pass() -> None:
     with bounded_launches():
         copy_kernel[(1,)](source, target, 8, 8, 16)
         add_kernel[(1,)](target, 7)
-    assert target.tolist() == [0.0] * 7 + [1.0]
+    assert target.tolist() == [1.0] * 7 + [2.0]
 
 
 @pytest.mark.parametrize(
@@ -63,17 +96,27 @@ def test_accesses_within_the_tensors_of_a_launch_pass() -> None:
         (
             lambda source, target: copy_kernel[(1,)](source, target, 9, 8, 16),
             "kernel copy_kernel: 1 element read outside of its tensors, the first at byte 32 of "
-            "source, which has 32",
+            "source, which has 32 and is a view of 256",
         ),
         (
             lambda source, target: copy_kernel[(1,)](source, target, 8, 10, 16),
             "kernel copy_kernel: 2 elements written outside of its tensors, the first at byte 32 "
-            "of target, which has 32",
+            "of target, which has 32 and is a view of 256",
         ),
         (
-            lambda source, target: add_kernel[(1,)](target, 9),
-            "kernel add_kernel: 1 element changed outside of its tensors, the first at byte 36 of "
+            lambda source, target: add_kernel[(1,)](target, 100),
+            "kernel add_kernel: 1 element changed outside of its tensors, the first at byte 400 of "
             "target, which has 32",
+        ),
+        (
+            lambda source, target: swap_kernel[(1,)](target.view(torch.int32), 8),
+            "kernel swap_kernel: 1 element changed outside of its tensors, the first at byte 32 of "
+            "target, which has 32 and is a view of 256",
+        ),
+        (
+            lambda source, target: move_kernel[(1,)](source, target, 8),
+            "kernel move_kernel: 1 element read outside of its tensors, the first at byte 32 of "
+            "source, which has 32 and is a view of 256",
         ),
         (
             lambda source, target: add_kernel[(1,)](target, -1),
@@ -86,7 +129,7 @@ def test_an_access_outside_is_refused_before_it_happens(
     launch: Callable[[Tensor, Tensor], None], message: str
 ) -> None:
     source, target = room()
-    with bounded_launches(), pytest.raises(OutOfBounds) as caught:
+    with pytest.raises(OutOfBounds) as caught, bounded_launches():
         launch(source, target)
     assert str(caught.value) == message
     base = target._base
@@ -98,39 +141,121 @@ def test_rows_of_a_strided_view_may_be_read_from_the_first_to_the_last() -> None
     source, (_, target) = torch.ones(4, 8)[:2, :3], room()
     with bounded_launches():
         copy_kernel[(1,)](source, target, 8, 8, 16)
-        with pytest.raises(OutOfBounds, match="at byte 44 of source"):
-            copy_kernel[(1,)](source, torch.zeros(16), 12, 12, 16)
+    with pytest.raises(OutOfBounds, match="at byte 44 of source"), bounded_launches():
+        copy_kernel[(1,)](source, torch.zeros(16), 12, 12, 16)
 
 
-def test_memory_behind_an_address_in_a_tensor_is_not_judged() -> None:
+@pytest.mark.parametrize("dtype", [torch.int64, torch.uint64])
+def test_memory_behind_an_address_in_a_tensor_is_not_judged(dtype: torch.dtype) -> None:
     source, target = room()
     with bounded_launches():
-        follow_kernel[(1,)](torch.tensor([source.fill_(3.0).data_ptr()]), target)
-    assert target[0] == 3.0
+        follow_kernel[(1,)](torch.tensor([source.data_ptr()], dtype=dtype), target)
+    assert target[0] == 1.0
+
+
+def test_memory_behind_an_address_that_is_an_argument_is_not_judged() -> None:
+    source, target = room()
+    with bounded_launches():
+        given_kernel[(1,)](source.data_ptr(), target)
+    assert target[0] == 1.0
+
+
+def test_a_large_integer_that_is_no_address_excuses_nothing() -> None:
+    source, target = room()
+    with pytest.raises(OutOfBounds, match="1 element read outside"), bounded_launches():
+        look_up_kernel[(1,)](torch.tensor([8, 1 << 40, 1 << 62]), source, target)
+
+
+def test_blocks_of_a_tensor_descriptor_are_judged_as_well() -> None:
+    source, (_, target) = torch.ones(4, 4), room()
+    described = TensorDescriptor.from_tensor(source, [1, 4])
+    with bounded_launches():
+        described_kernel[(1,)](described, target, 3)
+    assert target[:4].tolist() == [1.0] * 4
+    # what a descriptor says is larger than its tensor
+    described = TensorDescriptor(source[:3], [4, 4], [4, 1], [1, 4])
+    with pytest.raises(OutOfBounds, match="4 elements read outside"), bounded_launches():
+        described_kernel[(1,)](described, target, 3)
+
+
+def test_a_descriptor_of_a_tensor_under_another_dtype_has_the_bytes_of_the_tensor() -> None:
+    source, (_, target) = torch.ones(4, 4), room()
+    with bounded_launches():
+        bits = triton.reinterpret(source.view(torch.int32), tl.float32)
+        described_kernel[(1,)](TensorDescriptor(bits, [4, 4], [4, 1], [1, 4]), target, 3)
+    assert target[:4].tolist() == [1.0] * 4
+
+
+def test_a_launch_within_another_one_is_judged_by_its_own_tensors() -> None:
+    _, target = room()
+
+    def before(*args: object, **options: object) -> None:
+        move_kernel[(1,)](*room(), 0)
+
+    add_kernel.pre_run_hooks.append(before)
+    try:
+        with bounded_launches():
+            add_kernel[(1,)](target, 7)
+    finally:
+        add_kernel.pre_run_hooks.remove(before)
+    assert target[7] == 1.0
+
+
+def test_what_the_caller_of_a_kernel_swallows_is_raised_at_the_end() -> None:
+    source, target = room()
+    with (
+        pytest.raises(OutOfBounds, match="byte 32 of source"),
+        bounded_launches(),
+        suppress(OutOfBounds),
+    ):
+        copy_kernel[(1,)](source, target, 9, 8, 16)
+
+
+def test_without_triton_nothing_is_judged(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("loragate.execution.bounds.find_spec", lambda name: None)
+    monkeypatch.setitem(sys.modules, "triton.runtime.interpreter", None)
+    with bounded_launches():
+        pass
 
 
 class ReadsTooFar(DenseDelta):
     """Reads as many numbers behind its input as there are base rows, and uses none of them."""
 
     def apply(self, x: Tensor, out: Tensor) -> Tensor:
-        read = 8 + int((self.token_slots < 0).sum())
-        copy_kernel[(1,)](*room(), read, 8, 16)
+        self.read()
         return super().apply(x, out)
 
+    def read(self) -> None:
+        read = 8 + int((self.token_slots < 0).sum())
+        copy_kernel[(1,)](*room(), read, 8, 16)
 
-def judged(make_trial: Callable[..., Trial], oracle: OracleName, **axes: Any) -> Judgement:
+
+class FallsBack(ReadsTooFar):
+    def read(self) -> None:
+        with suppress(Exception):
+            super().read()
+
+
+def judged(trial: Trial, oracle: OracleName) -> Judgement:
     shape = {"tokens": 6, "in_features": 8, "slices": (8,), "rank": 2, "slots": 3}
-    trial = make_trial(ReadsTooFar, **(shape | {"dtype": Dtype.FP32} | axes))
-    return judge_with(ORACLES[oracle], trial)
+    case = replace(trial.case, dtype=Dtype.FP32, **shape)
+    return judge_with(ORACLES[oracle], replace(trial, case=case))
 
 
+@pytest.mark.parametrize("subject", [ReadsTooFar, FallsBack])
 @pytest.mark.parametrize(
-    "oracle", [OracleName.REFERENCE, OracleName.EXACT, OracleName.CANARY, OracleName.PERMUTE]
+    "oracle",
+    [
+        OracleName.REFERENCE,
+        OracleName.EXACT,
+        OracleName.CANARY,
+        OracleName.PERMUTE,
+    ],
 )
 def test_every_oracle_fails_a_kernel_that_reads_outside(
-    oracle: OracleName, make_trial: Callable[..., Trial]
+    oracle: OracleName, subject: type[DenseDelta], make_trial: Callable[..., Trial]
 ) -> None:
-    judgement = judged(make_trial, oracle)
+    judgement = judged(make_trial(subject), oracle)
     assert judgement.verdict is Verdict.FAIL
     assert judgement.failure is Failure.FOREIGN_MEMORY
     assert "copy_kernel" in judgement.message

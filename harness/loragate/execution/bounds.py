@@ -1,26 +1,31 @@
 """Kernels in Triton's interpreter stay within the tensors that they are given.
 
-The interpreter reads and writes any address of the process. On a GPU the same access fails, or
-reads what another tensor holds, also where no result depends on it.
+The interpreter reads and writes any address of the process. On a GPU an access beyond all tensors
+may fail, and one into another tensor reads what that holds. Where no result depends on it, neither
+shows.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from importlib.util import find_spec
 from typing import Any
 from unittest.mock import patch
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from loragate.core.plural import counted
-from loragate.execution.streams.arguments import tensors_of
-
-# no integer that is not an address is as large
-_LEAST_ADDRESS = 1 << 32
+from loragate.execution.interpreter_calls import (
+    AccessKind,
+    access_hooks,
+    cause_of,
+    element_size,
+    hooked,
+)
+from loragate.execution.streams.arguments import held_integers, tensors_of
 
 
 class OutOfBounds(Exception):
@@ -29,44 +34,89 @@ class OutOfBounds(Exception):
 
 @contextmanager
 def bounded_launches() -> Iterator[None]:
-    """Within, a kernel that is interpreted raises OutOfBounds ahead of an access that lies outside
-    of the tensors of its launch. A launch that is given addresses in a tensor is not judged."""
+    """Within, a launch in the interpreter ends ahead of an access that lies outside of its tensors.
+    The first OutOfBounds is raised at the end as well, whoever caught it meanwhile."""
+    if find_spec("triton") is None:
+        yield
+        return
+    from triton.runtime.errors import InterpreterError
     from triton.runtime.interpreter import GridExecutor
 
-    run = GridExecutor.__call__
+    bounds, run = _Bounds(), GridExecutor.__call__
 
     def launched(executor: Any, *args: Any, **kwargs: Any) -> None:
-        tensors = tensors_of(executor.arg_names, args, kwargs)
-        if any(_holds_addresses(tensor) for _, tensor in tensors):
+        launch = _Launch(executor.fn.__name__, executor.arg_names, args, kwargs)
+        bounds.launches.append(launch)
+        try:
             run(executor, *args, **kwargs)
-            return
-        with _checked(_Extents(executor.fn.__name__, tensors)):
-            run(executor, *args, **kwargs)
+        except InterpreterError as error:
+            outside = cause_of(error, OutOfBounds)
+            if outside is not None:
+                raise outside from None
+            raise
+        finally:
+            bounds.launches.pop()
 
-    with patch.object(GridExecutor, "__call__", launched):
+    with (
+        patch.object(GridExecutor, "__call__", launched),
+        hooked(access_hooks(bounds.check)),
+        bounds.raised_at_the_end(),
+    ):
         yield
 
 
-class _Extents:
-    """The bytes from the first to the last element of each tensor of a launch, joined where they
-    overlap."""
+class _Bounds:
+    def __init__(self) -> None:
+        # that are running, the innermost last: hooks of a kernel may launch another one
+        self.launches: list[_Launch] = []
+        self._first: OutOfBounds | None = None
 
-    def __init__(self, kernel: str, tensors: list[tuple[str, Tensor]]) -> None:
+    def check(self, kind: AccessKind, pointers: Any, mask: Any) -> None:
+        if not self.launches:
+            return
+        try:
+            self.launches[-1].check(kind, pointers, mask)
+        except OutOfBounds as error:
+            self._first = self._first or error
+            raise
+
+    @contextmanager
+    def raised_at_the_end(self) -> Iterator[None]:
+        try:
+            yield
+        except Exception:
+            if self._first is None:
+                raise
+        if self._first is not None:
+            raise self._first
+
+
+class _Launch:
+    """The bytes from the first to the last element of each tensor of a launch."""
+
+    def __init__(
+        self, kernel: str, names: Sequence[str], args: Sequence[Any], options: Mapping[str, Any]
+    ) -> None:
         self._kernel = kernel
-        self._named = sorted((*_extent(tensor), name) for name, tensor in tensors if tensor.numel())
+        self._arguments = names, args, options
+        tensors = tensors_of(names, args, options)
+        self._named = sorted(
+            ((*_extent(tensor), name, tensor) for name, tensor in tensors if tensor.numel()),
+            key=lambda one: one[:2],
+        )
+        # joined where they overlap or touch
         self._starts: list[int] = []
         self._ends: list[int] = []
-        for start, end, _ in self._named:
+        for start, end, _, _ in self._named:
             if self._ends and start <= self._ends[-1]:
                 self._ends[-1] = max(self._ends[-1], end)
             else:
                 self._starts.append(start)
                 self._ends.append(end)
 
-    def check(self, what: str, pointers: Any, mask: Any = None) -> None:
+    def check(self, kind: AccessKind, pointers: Any, mask: Any) -> None:
         """Raises OutOfBounds if an access that is not masked off lies outside."""
-        places = np.asarray(pointers.data, dtype=np.uint64)
-        size = max(1, int(pointers.get_element_ty().primitive_bitwidth) // 8)
+        places, size = np.asarray(pointers.data, dtype=np.uint64), element_size(pointers)
         # most blocks lie within one tensor, masked off or not
         if self._hold_all(places, size):
             return
@@ -75,10 +125,10 @@ class _Extents:
         if not places.size or self._hold_all(places, size):
             return
         outside = [place for place in np.unique(places).tolist() if not self._holds(place, size)]
+        outside = self._unexplained(outside)
         if outside:
-            elements = counted(len(outside), "element")
-            where = f"{elements} {what} outside of its tensors, the first {self._near(outside[0])}"
-            raise OutOfBounds(f"kernel {self._kernel}: {where}")
+            where = f"{kind} outside of its tensors, the first {self._near(outside[0])}"
+            raise OutOfBounds(f"kernel {self._kernel}: {counted(len(outside), 'element')} {where}")
 
     def _hold_all(self, places: Any, size: int) -> bool:
         """Whether the same extent holds all of `places`."""
@@ -89,62 +139,33 @@ class _Extents:
         index = bisect_right(self._starts, place) - 1
         return index >= 0 and place + size <= self._ends[index]
 
+    def _unexplained(self, outside: list[int]) -> list[int]:
+        """Without addresses that the kernel got from an integer, which is an argument or an element
+        of one: the nearest at or below it, nearer than any tensor."""
+        if not outside:
+            return outside
+        held = sorted(value for value, _ in held_integers(*self._arguments))
+        starts = [0, *self._starts]
+
+        def is_explained(place: int) -> bool:
+            index = bisect_right(held, place) - 1
+            return index >= 0 and held[index] > starts[bisect_right(self._starts, place)]
+
+        return [place for place in outside if not is_explained(place)]
+
     def _near(self, place: int) -> str:
         """Where an address lies, from the tensor that begins at or below it."""
         below = [one for one in self._named if one[0] <= place]
         if not below:
             return "ahead of all of them"
-        start, end, name = below[-1]
-        return f"at byte {place - start} of {name}, which has {end - start}"
-
-
-@contextmanager
-def _checked(extents: _Extents) -> Iterator[None]:
-    from triton.runtime.errors import InterpreterError
-    from triton.runtime.interpreter import InterpreterBuilder
-
-    checks: dict[str, Callable[..., None]] = {
-        "create_masked_load": lambda ptrs, mask, *rest: extents.check("read", ptrs, mask),
-        "create_masked_store": lambda ptrs, value, mask, *rest: extents.check(
-            "written", ptrs, mask
-        ),
-        "create_atomic_rmw": lambda op, ptr, val, mask, *rest: extents.check("changed", ptr, mask),
-        "create_atomic_cas": lambda ptr, *rest: extents.check("changed", ptr),
-    }
-    with ExitStack() as stack:
-        for name, check in checks.items():
-            original = getattr(InterpreterBuilder, name)
-            stack.enter_context(patch.object(InterpreterBuilder, name, _ahead(original, check)))
-        try:
-            yield
-        except InterpreterError as error:
-            outside = _cause(error)
-            if outside is not None:
-                raise outside from None
-            raise
-
-
-def _ahead(original: Callable[..., Any], check: Callable[..., None]) -> Callable[..., Any]:
-    def checking(builder: Any, *args: Any, **kwargs: Any) -> Any:
-        check(*args, **kwargs)
-        return original(builder, *args, **kwargs)
-
-    return checking
-
-
-def _cause(error: BaseException | None) -> OutOfBounds | None:
-    # the interpreter wraps an error once for every function of the kernel
-    while error is not None and not isinstance(error, OutOfBounds):
-        error = error.__cause__
-    return error
+        start, end, name, tensor = below[-1]
+        storage = tensor.untyped_storage()
+        text = f"at byte {place - start} of {name}, which has {end - start}"
+        if place < storage.data_ptr() + storage.nbytes():
+            text += f" and is a view of {storage.nbytes()}"
+        return text
 
 
 def _extent(tensor: Tensor) -> tuple[int, int]:
     last = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
     return tensor.data_ptr(), tensor.data_ptr() + (last + 1) * tensor.element_size()
-
-
-def _holds_addresses(tensor: Tensor) -> bool:
-    if tensor.dtype not in (torch.int64, torch.uint64) or not tensor.numel():
-        return False
-    return int(tensor.max()) >= _LEAST_ADDRESS

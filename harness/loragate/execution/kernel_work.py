@@ -5,11 +5,19 @@ Memory is counted as a GPU accesses it: an element that is masked off costs noth
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
-from unittest.mock import patch
+
+from loragate.execution.interpreter_calls import (
+    AccessKind,
+    Hook,
+    access_hooks,
+    element_size,
+    hooked,
+)
 
 
 @dataclass(slots=True)
@@ -26,35 +34,15 @@ class Work:
 @contextmanager
 def counted_work() -> Iterator[Work]:
     """The work of all kernels that are interpreted within."""
-    from triton.runtime.interpreter import InterpreterBuilder
-
     work = Work()
-    counters: dict[str, Callable[..., None]] = {
+    counters: dict[str, Hook] = {
         "set_grid_idx": lambda x, y, z: _add(work, programs=1),
         "create_dot": lambda a, b, *rest: _add(
             work, dot_operations=2 * a.data.size * b.data.shape[-1]
         ),
-        "create_masked_load": lambda ptrs, mask, *rest: _add(work, bytes_loaded=_bytes(ptrs, mask)),
-        "create_masked_store": lambda ptrs, value, mask, *rest: _add(
-            work, bytes_stored=_bytes(ptrs, mask)
-        ),
-        "create_atomic_rmw": lambda op, ptr, val, mask, *rest: _add(
-            work, bytes_loaded=_bytes(ptr, mask), bytes_stored=_bytes(ptr, mask)
-        ),
     }
-    with ExitStack() as stack:
-        for name, count in counters.items():
-            original = getattr(InterpreterBuilder, name)
-            stack.enter_context(patch.object(InterpreterBuilder, name, _counting(original, count)))
+    with hooked(counters | access_hooks(partial(_add_access, work))):
         yield work
-
-
-def _counting(original: Callable[..., Any], count: Callable[..., None]) -> Callable[..., Any]:
-    def counting(builder: Any, *args: Any, **kwargs: Any) -> Any:
-        count(*args, **kwargs)
-        return original(builder, *args, **kwargs)
-
-    return counting
 
 
 def _add(work: Work, **amounts: int) -> None:
@@ -62,6 +50,10 @@ def _add(work: Work, **amounts: int) -> None:
         setattr(work, name, getattr(work, name) + amount)
 
 
-def _bytes(pointers: Any, mask: Any) -> int:
+def _add_access(work: Work, kind: AccessKind, pointers: Any, mask: Any) -> None:
     live = pointers.data.size if mask is None else int(mask.data.sum())
-    return live * int(pointers.get_element_ty().primitive_bitwidth) // 8
+    size = live * element_size(pointers)
+    if kind is not AccessKind.WRITE:
+        work.bytes_loaded += size
+    if kind is not AccessKind.READ:
+        work.bytes_stored += size

@@ -18,9 +18,11 @@ def tensors_of(
     found = []
     for name in names:
         for leaf in tree_leaves(given.get(name)):
-            tensor = getattr(leaf, "base", leaf)
-            if isinstance(tensor, Tensor):
-                found.append((name, tensor))
+            # a descriptor may stand for a tensor that is taken for one of another dtype
+            while not isinstance(leaf, Tensor) and hasattr(leaf, "base"):
+                leaf = leaf.base
+            if isinstance(leaf, Tensor):
+                found.append((name, leaf))
     return found
 
 
@@ -32,6 +34,15 @@ def holders(
 ) -> set[str]:
     """The arguments from which a kernel got addresses: to each of them belongs the one with the
     nearest integer at or below it, as its value or, if it is a tensor, among its elements."""
+    held = held_integers(names, args, options)
+    below = ([one for one in held if one[0] <= address] for address in addresses)
+    return {max(found)[1] if found else "none of its arguments" for found in below}
+
+
+def held_integers(
+    names: Sequence[str], args: Sequence[Any], options: Mapping[str, Any]
+) -> list[tuple[int, str]]:
+    """The integers that a kernel could take for addresses, each with the name of its argument."""
     held: list[tuple[int, str]] = []
     for name, value in {**dict(zip(names, args, strict=False)), **options}.items():
         if isinstance(value, int) and name in names:
@@ -39,5 +50,4 @@ def holders(
     for name, tensor in tensors_of(names, args, options):
         if tensor.dtype in (torch.int64, torch.uint64):
             held += [(value, name) for value in tensor.flatten().tolist()]
-    below = ([one for one in held if one[0] <= address] for address in addresses)
-    return {max(found)[1] if found else "none of its arguments" for found in below}
+    return held

@@ -7,14 +7,21 @@ device that does its launches in this order: NeverSatisfied is raised in its pla
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 from unittest.mock import patch
 
 import numpy as np
 from torch import Tensor
 
+from loragate.execution.interpreter_calls import (
+    AccessKind,
+    access_hooks,
+    cause_of,
+    element_size,
+    hooked,
+)
 from loragate.execution.streams.arguments import holders, tensors_of
 from loragate.execution.streams.memory import Addresses, Block
 from loragate.execution.streams.recorder import Recorder
@@ -89,20 +96,15 @@ class _Watch:
         self._polled: Any = None
         self._reads = 0
 
-    def read(self, pointers: Any, mask: Any) -> None:
+    def note(self, kind: AccessKind, pointers: Any, mask: Any) -> None:
         live = _live(pointers, mask)
-        self._count(live)
-        self._mark(live, _size(pointers), is_write=False)
-
-    def write(self, pointers: Any, mask: Any) -> None:
-        self._polled = None
-        self._mark(_live(pointers, mask), _size(pointers), is_write=True)
-
-    def read_and_write(self, pointers: Any, mask: Any) -> None:
-        live = _live(pointers, mask)
-        self._count(live)
-        for is_write in (False, True):
-            self._mark(live, _size(pointers), is_write=is_write)
+        if kind is AccessKind.WRITE:
+            self._polled = None
+        else:
+            self._count(live)
+            self._mark(live, element_size(pointers), is_write=False)
+        if kind is not AccessKind.READ:
+            self._mark(live, element_size(pointers), is_write=True)
 
     def accesses(self, names: Mapping[int, str]) -> list[Access]:
         found = [
@@ -156,41 +158,16 @@ class _Watch:
 @contextmanager
 def _watched(kernel: str) -> Iterator[_Watch]:
     from triton.runtime.errors import InterpreterError
-    from triton.runtime.interpreter import InterpreterBuilder
 
     watch = _Watch(kernel)
-    watchers: dict[str, Callable[..., None]] = {
-        "create_masked_load": lambda ptrs, mask, *rest: watch.read(ptrs, mask),
-        "create_masked_store": lambda ptrs, value, mask, *rest: watch.write(ptrs, mask),
-        "create_atomic_rmw": lambda op, ptr, val, mask, *rest: watch.read_and_write(ptr, mask),
-        "create_atomic_cas": lambda ptr, *rest: watch.read_and_write(ptr, None),
-    }
-    with ExitStack() as stack:
-        for name, note in watchers.items():
-            original = getattr(InterpreterBuilder, name)
-            stack.enter_context(patch.object(InterpreterBuilder, name, _noting(original, note)))
+    with hooked(access_hooks(watch.note)):
         try:
             yield watch
         except InterpreterError as error:
-            waits = _cause(error)
+            waits = cause_of(error, NeverSatisfied)
             if waits is not None:
                 raise waits from None
             raise
-
-
-def _noting(original: Callable[..., Any], note: Callable[..., None]) -> Callable[..., Any]:
-    def noting(builder: Any, *args: Any, **kwargs: Any) -> Any:
-        note(*args, **kwargs)
-        return original(builder, *args, **kwargs)
-
-    return noting
-
-
-def _cause(error: BaseException | None) -> NeverSatisfied | None:
-    # the interpreter wraps an error once for every function of the kernel
-    while error is not None and not isinstance(error, NeverSatisfied):
-        error = error.__cause__
-    return error
 
 
 def _blocks_by_argument(
@@ -215,10 +192,6 @@ def _live(pointers: Any, mask: Any) -> Any:
     # a mask may consist of integers, which numpy would take for indices
     live = np.broadcast_to(mask.data, addresses.shape) != 0
     return addresses.reshape(-1) if live.all() else addresses[live]
-
-
-def _size(pointers: Any) -> int:
-    return max(1, int(pointers.get_element_ty().primitive_bitwidth) // 8)
 
 
 def _size_text(live: Any) -> str:

@@ -1,0 +1,76 @@
+"""What kernels do in Triton's interpreter, seen ahead of each operation of its builder."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from enum import StrEnum
+from typing import Any, TypeVar
+from unittest.mock import patch
+
+_ErrorT = TypeVar("_ErrorT", bound=BaseException)
+
+# called with the arguments of an operation
+Hook = Callable[..., None]
+
+
+class AccessKind(StrEnum):
+    READ = "read"
+    WRITE = "written"
+    ATOMIC = "changed"
+
+
+@contextmanager
+def hooked(hooks: Mapping[str, Hook]) -> Iterator[None]:
+    """Within, the hook of a method of the builder is called ahead of it."""
+    from triton.runtime.interpreter import InterpreterBuilder
+
+    with ExitStack() as stack:
+        for name, hook in hooks.items():
+            original = getattr(InterpreterBuilder, name)
+            stack.enter_context(patch.object(InterpreterBuilder, name, _hooked(original, hook)))
+        yield
+
+
+def access_hooks(note: Callable[[AccessKind, Any, Any], None]) -> dict[str, Hook]:
+    """Hooks that call `note` with each access of memory, its pointers and its mask (None: no mask).
+    Block pointers and tensor descriptors come down to these as well."""
+
+    def load(pointers: Any, mask: Any, *rest: Any, **options: Any) -> None:
+        note(AccessKind.READ, pointers, mask)
+
+    def store(pointers: Any, value: Any, mask: Any, *rest: Any, **options: Any) -> None:
+        note(AccessKind.WRITE, pointers, mask)
+
+    def change(operation: Any, pointers: Any, value: Any, mask: Any, *rest: Any, **_: Any) -> None:
+        note(AccessKind.ATOMIC, pointers, mask)
+
+    def compare(pointers: Any, *rest: Any, **options: Any) -> None:
+        note(AccessKind.ATOMIC, pointers, None)
+
+    return {
+        "create_masked_load": load,
+        "create_masked_store": store,
+        "create_atomic_rmw": change,
+        "create_atomic_cas": compare,
+    }
+
+
+def element_size(pointers: Any) -> int:
+    """Bytes of what each of `pointers` points to."""
+    return max(1, int(pointers.get_element_ty().primitive_bitwidth) // 8)
+
+
+def cause_of(error: BaseException | None, kind: type[_ErrorT]) -> _ErrorT | None:
+    """What a hook has raised: the interpreter wraps an error once for each function of a kernel."""
+    while error is not None and not isinstance(error, kind):
+        error = error.__cause__
+    return error
+
+
+def _hooked(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
+    def hooked_method(builder: Any, *args: Any, **kwargs: Any) -> Any:
+        hook(*args, **kwargs)
+        return original(builder, *args, **kwargs)
+
+    return hooked_method
