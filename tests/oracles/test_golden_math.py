@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from loragate.inputs import DataKind, make_base, make_batch, make_pool
-from loragate.matrix.case import Layout, Mix, Parallel, Site
+from loragate.matrix.case import Dtype, Layout, Mix, Parallel, Site
 from loragate.oracles.numeric.errors import half_ulp
 from loragate.oracles.numeric.golden import chunks, condition_number, eager, folded, golden
 from loragate.protocol import BaseLayer, Batch, Pool, Trial
@@ -53,6 +53,44 @@ def element_by_element(pool: Pool, batch: Batch, base: BaseLayer | None) -> list
             column = column if slot >= 0 else column + b.shape[1]
         rows.append(row)
     return rows
+
+
+def squares_of_all_addends(
+    pool: Pool, batch: Batch, base: BaseLayer | None, token: int, column: int
+) -> float:
+    """Of one element, whose slice is the first one."""
+    slot, x = int(batch.token_slots[token]), batch.x[token].tolist()
+    total = 0.0
+    if base is not None:
+        assert base.bias is not None
+        total += math.fsum(
+            (a * b) ** 2 for a, b in zip(x, base.weight[column].tolist(), strict=True)
+        )
+        total += float(base.bias[column]) ** 2
+    for r in range(pool.ranks[slot][0] if slot >= 0 else 0):
+        b = pool.scales[slot][0] * float(pool.b[0][slot, column, r])
+        products = [
+            value * weight for value, weight in zip(x, pool.a[slot, 0, r].tolist(), strict=True)
+        ]
+        total += b**2 * math.fsum(product**2 for product in products)
+        total += (b * math.fsum(products)) ** 2
+    return total
+
+
+@pytest.mark.parametrize("site", [Site.DENSE_DELTA, Site.LORA_LINEAR])
+def test_fp32_sums_are_as_uncertain_as_what_they_add_up(
+    site: Site, make_trial: Callable[..., Trial]
+) -> None:
+    trial = make_trial(site=site, dtype=Dtype.FP32, tokens=6, in_features=9, rank=3)
+    pool, batch, base = data(trial)
+    addends = golden(pool, batch, base).addends_sq
+    assert addends is not None
+    for token in range(6):
+        for column in (0, 7):
+            wanted = squares_of_all_addends(pool, batch, base, token, column)
+            assert float(addends[token, column]) == pytest.approx(wanted, rel=1e-5)
+    narrow = make_trial(site=site, dtype=Dtype.BF16)
+    assert golden(*data(narrow)).addends_sq is None
 
 
 @pytest.mark.parametrize("site", [Site.DENSE_DELTA, Site.LORA_LINEAR])

@@ -35,9 +35,9 @@ class Golden:
     store, the base is zero. `terms_sq` is the sum over the ranks of the squares of the terms that
     make up the delta. `jump_sq` is the square of the error of a value that is quantised to the
     other of its two neighbours: rare, and far above the mean of `terms_sq`. `addends_sq` is the sum
-    of the squares of all that both products add up, the base included where the site computes it:
+    of the squares of all that the products add up, the base included where the site computes it:
     what they round is as large as these, also where they cancel. None in 16 bits, where the output
-    is rounded by far more."""
+    is rounded by far more, and of a MoE layer, where `terms_sq` has a part of it."""
 
     base: Tensor
     delta: Tensor
@@ -66,15 +66,22 @@ def golden(
             start += base.bias.double()
     delta = deltas(pool, batch.x, rows, torch.float64)
     terms = deltas(pool, batch.x, rows, torch.float64, squares=True)
-    addends = _addends(pool, batch, rows, base) if batch.x.dtype is torch.float32 else None
+    addends = None
+    if batch.x.dtype is torch.float32:
+        addends = terms + _first_addends(pool, batch, rows, base)
     return Golden(start, delta, terms, addends_sq=addends)
 
 
-def _addends(pool: Pool, batch: Batch, rows: OutRows, base: BaseLayer | None) -> Tensor:
+def _first_addends(pool: Pool, batch: Batch, rows: OutRows, base: BaseLayer | None) -> Tensor:
+    """The squares of what the products over in_features add up, as they reach the output."""
     x = batch.x.double().square()
     weights = None if rows.weights is None else rows.weights.square()
     total = deltas(squared(pool), x, replace(rows, weights=weights), torch.float64)
-    return total if base is None else total + x @ base.weight.double().square().T
+    if base is not None:
+        total += x @ base.weight.double().square().T
+        if base.bias is not None:
+            total += base.bias.double().square()
+    return total
 
 
 def eager(case: Case, pool: Pool, batch: Batch, base: BaseLayer | None = None) -> Tensor:

@@ -85,9 +85,7 @@ def _golden_layer(case: Case, pool: Pool, batch: Batch, base: BaseExperts) -> Go
     # would be a population of noise
     served = (batch.token_slots >= 0).to(out.device)[:, None]
     delta = torch.where(served, out - base_alone, 0.0)
-    # the terms of the sums over the ranks and over the intermediate size are among them
-    addends = noise if batch.x.dtype is torch.float32 else None
-    return Golden(base_alone, delta, noise, jump, addends)
+    return Golden(base_alone, delta, noise, jump)
 
 
 def _eager_layer(case: Case, pool: Pool, batch: Batch, base: BaseExperts) -> Tensor:
