@@ -1,15 +1,16 @@
 """`bench KIND --against REV`: opens the processes of both builds, and judges the rows.
 
-Invariant: a change that was found is looked for once more by new processes before it counts: where
-the memory of a process lies lasts as long as the process. What is undecided because processes are
-far apart is measured by more of them.
+Invariant: one measurement is not enough for a change, because where the memory of a process lies
+lasts as long as the process. A change that the first one shows is looked for by new processes. A
+call whose processes are too far apart to be judged is measured by more of them, and then judged by
+all together, with a chance of a false alarm that allows for each of these judgements.
 """
 
 from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -49,6 +50,8 @@ _WORKER = "loragate.bench.speed.worker"
 # with three times the processes chance moves a call by 0.6 of what it did
 _MOST_AGAIN = 2
 
+# a row and a call of it
+_Key = tuple[str, str]
 Progress = Callable[[str], None]
 # new processes of both builds for the rows with these ids
 OpenLanes = Callable[[Sequence[str]], AbstractContextManager[Lanes]]
@@ -105,15 +108,24 @@ def judge_rows(
         for item in compare([more[key] for key in known if key in changed], others=first):
             found[_key(item)] = confirmed(found[_key(item)], item)
         known |= {key: known[key].with_more(more[key]) for key in open_calls}
-        others = [item for item in first if _key(item) not in open_calls]
-        joined = [known[key] for key in known if key in open_calls]
-        found |= {_key(item): item for item in compare(joined, others=others)}
+        for item in _judged_together(known, open_calls, first):
+            found[_key(item)] = item
         open_calls = {key for key in open_calls if found[key].change is Change.UNDECIDED}
         changed = set()
     return tuple(found.values())
 
 
-def _key(item: Samples | Comparison) -> tuple[str, str]:
+def _judged_together(
+    known: Mapping[_Key, Samples], keys: Collection[_Key], first: Sequence[Samples]
+) -> tuple[Comparison, ...]:
+    """Calls with the processes of all measurements. `first`: of the first one, all calls."""
+    joined = [known[key] for key in known if key in keys]
+    others = [item for item in first if _key(item) not in keys]
+    # each judgement could raise an alarm, and no other measurement confirms it
+    return compare(joined, others=others, judgements=len(first) * _MOST_AGAIN)
+
+
+def _key(item: Samples | Comparison) -> _Key:
     return item.row, item.call
 
 

@@ -106,15 +106,19 @@ def without_control(us: NDArray[np.float64], control: NDArray[np.float64]) -> ND
 
 
 def compare(
-    samples: Sequence[Samples], *, others: Sequence[Samples] = (), seed: int = 0
+    samples: Sequence[Samples],
+    *,
+    others: Sequence[Samples] = (),
+    judgements: int | None = None,
+    seed: int = 0,
 ) -> tuple[Comparison, ...]:
-    """Judge each of `samples`. `others` are the other calls of the same run: their noise counts as
-    well."""
+    """Judge each of `samples`. The noise of `others`, of the same run, counts as well. judgements:
+    how many share the chance of a false alarm; None for one of each sample."""
     if not samples:
         return ()
     pool = _pool([*samples, *others])
-    # the chance of a false alarm is that of all calls together, in both directions
-    tail = FALSE_ALARMS / (2 * (len(samples) + len(others)))
+    # in both directions
+    tail = FALSE_ALARMS / (2 * (judgements or len(samples)))
     # takes a second to import, and tables are drawn without it
     from scipy.stats import t as student_t
 
