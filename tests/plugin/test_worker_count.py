@@ -10,7 +10,10 @@ from typing import Any
 import pytest
 
 from loragate.core.gpus import ListedGpu
+from loragate.matrix.case import Tier
+from loragate.matrix.selection import Selection
 from loragate.plugin import pinning
+from loragate.run.legs import GateSetup, legs_of
 
 ROOT = Path(__file__).parents[2]
 _GIB = 1 << 30
@@ -33,10 +36,11 @@ def count_workers(monkeypatch: pytest.MonkeyPatch) -> Callable[..., int | None]:
     monkeypatch.setattr(pinning, "select_runs", lambda selection, cases: runs)
     monkeypatch.setattr(pinning, "footprint_bytes", lambda case: 118 * _GIB)
 
-    def count(*arguments: str) -> int | None:
+    def count(path: str, *plugins: str) -> int | None:
         config: Any = SimpleNamespace(
+            pluginmanager=SimpleNamespace(hasplugin=lambda name: name in plugins),
             rootpath=ROOT,
-            args=list(arguments),
+            args=[path],
             invocation_params=SimpleNamespace(dir=ROOT),
             stash=pytest.Stash(),
         )
@@ -45,19 +49,20 @@ def count_workers(monkeypatch: pytest.MonkeyPatch) -> Callable[..., int | None]:
     return count
 
 
-@pytest.mark.parametrize(
-    ("arguments", "workers"),
-    [
-        (["cases"], 2),
-        (["cases/test_cases.py::test_case"], 2),
-        (["."], 2),
-        (["tests/kernels", "cases"], 2),
-        # the largest case runs elsewhere
-        (["tests/kernels"], 8),
-        (["tests/kernels", "tests/moe/test_align_pairs.py"], 8),
-    ],
-)
-def test_memory_for_the_largest_case_is_kept_where_there_are_cases(
-    arguments: list[str], workers: int, count_workers: Callable[..., int | None]
+@pytest.mark.parametrize("path", ["cases", "cases/test_cases.py::test_case", ".", "gate_tests"])
+def test_memory_for_the_largest_case_is_kept(
+    path: str, count_workers: Callable[..., int | None]
 ) -> None:
-    assert count_workers(*arguments) == workers
+    assert count_workers(path) == 2
+
+
+def test_host_tests_keep_no_memory_for_a_case(count_workers: Callable[..., int | None]) -> None:
+    assert count_workers("tests/kernels", *_plugins_of_the_host_leg()) == 8
+
+
+def _plugins_of_the_host_leg() -> list[str]:
+    """As the gate starts it."""
+    selection = Selection(matrix=(), subjects=("lorakernels",), tier=Tier.SMOKE)
+    setup = GateSetup(run="r", report=Path("report"), selection=selection, has_gpu=True)
+    (leg,) = (leg for leg in legs_of(setup) if leg.name == "host")
+    return [name for flag, name in zip(leg.command, leg.command[1:], strict=False) if flag == "-p"]

@@ -60,15 +60,6 @@ def asks_for_cases_alone(config: pytest.Config) -> bool:
     return all(path == cases or cases in path.parents for path in _asked_paths(config))
 
 
-def asks_for_cases(config: pytest.Config) -> bool:
-    """Whether a session has cases at all."""
-    cases = _cases_folder(config)
-    return any(
-        path == cases or cases in path.parents or path in cases.parents
-        for path in _asked_paths(config)
-    )
-
-
 def _cases_folder(config: pytest.Config) -> Path:
     return (config.rootpath / "cases").resolve()
 

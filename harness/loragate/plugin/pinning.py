@@ -27,11 +27,12 @@ from loragate.core.host import free_host_bytes, usable_cores
 from loragate.core.verdict import ExitCode
 from loragate.matrix.footprint import footprint_bytes
 from loragate.matrix.selection import select_runs
-from loragate.plugin.collection import all_cases, asks_for_cases, asks_for_cases_alone
+from loragate.plugin.collection import all_cases, asks_for_cases_alone
 from loragate.plugin.memory import WORKER_INPUT_FREE, WORKER_INPUT_LARGEST, WORKER_INPUT_SHARING
 from loragate.plugin.options import SETTINGS, WORKER_INPUT_RUN, selection_of
 from loragate.plugin.running_order import WORKER_INPUT_GPUS
 
+_HOST_TESTS = "loragate.plugin.host_tests"
 _LARGEST = pytest.StashKey[int]()
 _LISTED = pytest.StashKey[tuple[ListedGpu, ...]]()
 
@@ -113,9 +114,9 @@ def _selected(config: pytest.Config) -> int:
 
 
 def _largest_case(config: pytest.Config) -> int:
-    """Bytes that the largest selected case needs; 0 without cases, and if the case files cannot be
-    read, which the workers will report."""
-    if not asks_for_cases(config):
+    """Bytes that the largest selected case needs; 0 in the leg of the host tests, which has no
+    cases, and if the case files cannot be read, which the workers will report."""
+    if config.pluginmanager.hasplugin(_HOST_TESTS):
         return 0
     if _LARGEST not in config.stash:
         # other draws have other data of the same size
