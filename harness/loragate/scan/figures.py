@@ -31,12 +31,13 @@ def figures_of(
     workers: int,
     seconds: float,
     spent: Mapping[str, float],
-    diagnosing: Sequence[float] = (),
+    diagnosing: Sequence[float],
 ) -> dict[str, Any]:
-    """own: the planned trials of `run`. statuses: of all paths, of which those are counted that
-    `run` has tried. `cases` were selected; `workers` processes could run beside each other for
-    `seconds`. spent: seconds of all workers in which no trial ran, by what they were spent on; what
-    is missing there is `other`. diagnosing: the seconds of each trial of a diagnosis."""
+    """own: the records of `run`: planned trials, and what diagnoses concluded. statuses: of all
+    paths, of which those are counted that `run` has tried. `cases` were selected; `workers`
+    processes could run beside each other for `seconds`. spent: seconds of all workers in which no
+    trial ran, by what they were spent on; what is missing there is `other`. diagnosing: the seconds
+    of each trial of a diagnosis."""
     paths = {trial.path for trial in own}
     found = Counter(status for key, status in statuses.items() if key.path in paths)
     planned = [trial for trial in own if trial.purpose is Purpose.PLANNED]

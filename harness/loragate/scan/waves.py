@@ -50,9 +50,12 @@ class Surroundings:
 
 @dataclass(slots=True)
 class Spent:
-    """Seconds of workers. In those no trial ran: starting_s, from the start of a process to its
-    first trial; alone_s, while a process ran with nothing beside it, and before, while it waited
-    for the others to end. diagnosing: of each trial of a diagnosis, and of those ahead of it."""
+    """Seconds of workers.
+
+    starting_s: without a trial, from the start of a process to its first one.
+    alone_s: without a trial, while another process ran alone, or waited for the others to end.
+    diagnosing: of each trial that a diagnosis made, those before it and beside it included.
+    """
 
     starting_s: float = 0.0
     alone_s: float = 0.0

@@ -284,9 +284,10 @@ def require_positive(name: str, value: int) -> None:
 
 
 def device_of(layers: Sequence[StackedWeights[Any]]) -> torch.device:
-    """The device of all layers. ValueError where they are on several: they cannot share memory."""
-    devices = dict.fromkeys(layer.a.device for layer in layers)
-    if len(devices) != 1:
-        found = ", ".join(map(str, devices)) or "no layer"
+    """The device of all layers, of which there is one. ValueError where they are on several: they
+    cannot share memory."""
+    first, *others = dict.fromkeys(layer.a.device for layer in layers)
+    if others:
+        found = ", ".join(map(str, (first, *others)))
         raise ValueError(f"layers must be on one device (got {found})")
-    return next(iter(devices))
+    return first

@@ -119,7 +119,7 @@ def _choice(module: Module, node: ast.AST) -> Span:
 
 def gpu_only(module: Module) -> list[Span]:
     """Spans whose code does nothing in Triton's interpreter, and arguments that say where a tensor
-    is: without a GPU there is one device, and no operator sees another default one of torch."""
+    is: without a GPU there is one device, which is torch's default within every operator."""
     if module.path == _DEVICE:
         return [(0, len(module.text))]
     spans: list[Span] = []
