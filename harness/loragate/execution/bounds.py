@@ -8,9 +8,10 @@ shows.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from importlib.util import find_spec
+from types import TracebackType
 from typing import Any
 from unittest.mock import patch
 
@@ -23,7 +24,7 @@ from loragate.execution.interpreter_calls import (
     access_hooks,
     cause_of,
     element_size,
-    hooked,
+    patches,
 )
 from loragate.execution.streams.arguments import held_integers, tensors_of
 
@@ -32,63 +33,68 @@ class OutOfBounds(Exception):
     """A kernel accesses memory outside of all tensors of its launch."""
 
 
-@contextmanager
-def bounded_launches() -> Iterator[None]:
+def bounded_launches() -> _BoundedLaunches:
     """Within, a launch in the interpreter ends ahead of an access that lies outside of its tensors.
     The first OutOfBounds is raised at the end as well, whoever caught it meanwhile."""
-    if find_spec("triton") is None:
-        yield
-        return
-    from triton.runtime.errors import InterpreterError
-    from triton.runtime.interpreter import GridExecutor
-
-    bounds, run = _Bounds(), GridExecutor.__call__
-
-    def launched(executor: Any, *args: Any, **kwargs: Any) -> None:
-        launch = _Launch(executor.fn.__name__, executor.arg_names, args, kwargs)
-        bounds.launches.append(launch)
-        try:
-            run(executor, *args, **kwargs)
-        except InterpreterError as error:
-            outside = cause_of(error, OutOfBounds)
-            if outside is not None:
-                raise outside from None
-            raise
-        finally:
-            bounds.launches.pop()
-
-    with (
-        patch.object(GridExecutor, "__call__", launched),
-        hooked(access_hooks(bounds.check)),
-        bounds.raised_at_the_end(),
-    ):
-        yield
+    return _BoundedLaunches()
 
 
-class _Bounds:
+class _BoundedLaunches:
+    # a class, because contextlib assigns to exceptions: see protocol/error_origin.py
+
     def __init__(self) -> None:
         # that are running, the innermost last: hooks of a kernel may launch another one
-        self.launches: list[_Launch] = []
+        self._launches: list[_Launch] = []
         self._first: OutOfBounds | None = None
+        self._patches = ExitStack()
 
-    def check(self, kind: AccessKind, pointers: Any, mask: Any) -> None:
-        if not self.launches:
+    def __enter__(self) -> None:
+        if find_spec("triton") is None:
+            return
+        from triton.runtime.interpreter import GridExecutor
+
+        launched = self._launched(GridExecutor.__call__)
+        for each in (
+            patch.object(GridExecutor, "__call__", launched),
+            *patches(access_hooks(self._check)),
+        ):
+            self._patches.enter_context(each)
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._patches.close()
+        if self._first is not None and (error is None or isinstance(error, Exception)):
+            raise self._first from None
+
+    def _launched(self, run: Callable[..., None]) -> Callable[..., None]:
+        from triton.runtime.errors import InterpreterError
+
+        def launched(executor: Any, *args: Any, **kwargs: Any) -> None:
+            self._launches.append(_Launch(executor.fn.__name__, executor.arg_names, args, kwargs))
+            try:
+                run(executor, *args, **kwargs)
+            except InterpreterError as error:
+                outside = cause_of(error, OutOfBounds)
+                if outside is not None:
+                    raise outside from None
+                raise
+            finally:
+                self._launches.pop()
+
+        return launched
+
+    def _check(self, kind: AccessKind, pointers: Any, mask: Any) -> None:
+        if not self._launches:
             return
         try:
-            self.launches[-1].check(kind, pointers, mask)
+            self._launches[-1].check(kind, pointers, mask)
         except OutOfBounds as error:
             self._first = self._first or error
             raise
-
-    @contextmanager
-    def raised_at_the_end(self) -> Iterator[None]:
-        try:
-            yield
-        except Exception:
-            if self._first is None:
-                raise
-        if self._first is not None:
-            raise self._first
 
 
 class _Launch:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from enum import StrEnum
 from typing import Any, TypeVar
 from unittest.mock import patch
@@ -20,15 +20,22 @@ class AccessKind(StrEnum):
     ATOMIC = "changed"
 
 
-@contextmanager
-def hooked(hooks: Mapping[str, Hook]) -> Iterator[None]:
-    """Within, the hook of a method of the builder is called ahead of it."""
+def patches(hooks: Mapping[str, Hook]) -> list[AbstractContextManager[Any]]:
+    """Within each of these, a hook is called ahead of the method of the builder of its name."""
     from triton.runtime.interpreter import InterpreterBuilder
 
+    return [
+        patch.object(InterpreterBuilder, name, _hooked(getattr(InterpreterBuilder, name), hook))
+        for name, hook in hooks.items()
+    ]
+
+
+@contextmanager
+def hooked(hooks: Mapping[str, Hook]) -> Iterator[None]:
+    """Within, all hooks are called."""
     with ExitStack() as stack:
-        for name, hook in hooks.items():
-            original = getattr(InterpreterBuilder, name)
-            stack.enter_context(patch.object(InterpreterBuilder, name, _hooked(original, hook)))
+        for each in patches(hooks):
+            stack.enter_context(each)
         yield
 
 

@@ -99,7 +99,7 @@ FAULTS = (
         "counters-of-no-span-read",
         "index, mask=bucket >= 0, other=0)",
         "index)",
-        source="own, an illegal memory access in a scan on an H200",
+        source="own",
         why="More programs reset tables than there are spans: the others read behind all counters.",
     ),
     _place(
