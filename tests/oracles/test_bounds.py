@@ -166,6 +166,13 @@ def test_a_large_integer_that_is_no_address_excuses_nothing() -> None:
         look_up_kernel[(1,)](torch.tensor([8, 1 << 40, 1 << 62]), source, target)
 
 
+def test_no_size_excuses_an_access_far_ahead_of_all_tensors() -> None:
+    source, target = room()
+    ahead = "the first ahead of all of them"
+    with pytest.raises(OutOfBounds, match=ahead), bounded_launches():
+        look_up_kernel[(1,)](torch.tensor([-(1 << 36), 8, 1 << 20]), source, target)
+
+
 def test_blocks_of_a_tensor_descriptor_are_judged_as_well() -> None:
     source, (_, target) = torch.ones(4, 4), room()
     described = TensorDescriptor.from_tensor(source, [1, 4])

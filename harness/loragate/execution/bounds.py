@@ -146,16 +146,18 @@ class _Launch:
         return index >= 0 and place + size <= self._ends[index]
 
     def _unexplained(self, outside: list[int]) -> list[int]:
-        """Without addresses that the kernel got from an integer, which is an argument or an element
-        of one: the nearest at or below it, nearer than any tensor."""
+        """Without places behind an address that the kernel was given as an integer, which is an
+        argument or an element of one: it is nearer than any tensor that begins below the place."""
         if not outside:
             return outside
         held = sorted(value for value, _ in held_integers(*self._arguments))
         starts = [0, *self._starts]
 
         def is_explained(place: int) -> bool:
+            # a size is no address, and no tensor takes half of all memory below one
+            least = max(starts[bisect_right(self._starts, place)], place // 2)
             index = bisect_right(held, place) - 1
-            return index >= 0 and held[index] > starts[bisect_right(self._starts, place)]
+            return index >= 0 and held[index] > least
 
         return [place for place in outside if not is_explained(place)]
 
