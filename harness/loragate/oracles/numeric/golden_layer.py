@@ -84,8 +84,7 @@ def _golden_layer(case: Case, pool: Pool, batch: Batch, base: BaseExperts) -> Go
     # on a GPU the order of a sum may change from run to run: without this the delta of base rows
     # would be a population of noise
     served = (batch.token_slots >= 0).to(out.device)[:, None]
-    delta = torch.where(served, out - base_alone, 0.0)
-    return Golden(base_alone, delta, noise, jump)
+    return Golden(base_alone, torch.where(served, out - base_alone, 0.0), noise, jump)
 
 
 def _eager_layer(case: Case, pool: Pool, batch: Batch, base: BaseExperts) -> Tensor:
