@@ -81,7 +81,7 @@ def test_nobody_waits_for_a_long_case_that_is_to_run_alone() -> None:
 def test_waves_alone_cost_all_workers_a_fortieth_of_their_time(
     workers: int, gpus: tuple[str, ...]
 ) -> None:
-    known = {f"case-{k}": Known(bits_s=0.05) for k in range(20_000)}
+    known = {f"case-{k}": Known(bits_s=0.05) for k in range(40_000)}
     place = Place(workers=workers, gpus=gpus)
     beside, alone = (
         max(len(steps) for _, steps in _wave(number, known, place=place).processes)
@@ -93,7 +93,7 @@ def test_waves_alone_cost_all_workers_a_fortieth_of_their_time(
 
 @pytest.mark.parametrize(
     ("seconds_left", "on_cpu", "on_gpu"),
-    [(2400.0, 120, 120), (1200.0, 60, 60), (600.0, 30, 45), (90.0, 10, 15), (20.0, 10, 10)],
+    [(2400.0, 120, 120), (1200.0, 60, 75), (600.0, 30, 75), (90.0, 10, 15), (20.0, 10, 10)],
 )
 def test_waves_last_longer_where_a_process_takes_longer_to_start(
     seconds_left: float, on_cpu: int, on_gpu: int
@@ -137,10 +137,10 @@ def test_of_cases_that_wait_for_each_others_memory_one_worker_of_each_gpu_has_al
 
 
 def test_large_cases_take_no_longer_than_the_part_of_one_worker() -> None:
-    known = {f"large-{k}": Known(bits_s=30.0, is_large=True) for k in range(20)}
+    known = {f"large-{k}": Known(bits_s=50.0, is_large=True) for k in range(20)}
     known |= {f"case-{k}": Known(bits_s=1.0, changed=False) for k in range(2000)}
     first, *others = _cases(_wave(0, known, place=Place(gpus=("0",), workers=4)))
-    # a wave of 45 s, or a first one that takes longer
+    # a wave of 75 s, or a first one that takes longer
     assert sum(name.startswith("large") for name in first) == 1
     # although the large ones come first
     assert all(len(other) > 30 for other in others)

@@ -24,7 +24,7 @@ UNTIMED_S = 1.0
 # what a process costs before its first trial; a wave lasts several times as long
 _SHORTEST_WAVE_S = 10.0
 # there it initialises CUDA, and may have to import its subject, which takes seconds
-_SHORTEST_WAVE_ON_A_GPU_S = 45.0
+_SHORTEST_WAVE_ON_A_GPU_S = 75.0
 _LONGEST_WAVE_S = 120.0
 # of the waves under stress, how many begin with an empty cache
 _COLD = 0.125
