@@ -9,11 +9,8 @@ from typing import Any
 
 import pytest
 
-from loragate.core.gpus import ListedGpu
-from loragate.matrix.case import Tier
-from loragate.matrix.selection import Selection
+from loragate.core.gpus import ListedGpu, list_gpus
 from loragate.plugin import pinning
-from loragate.run.legs import GateSetup, legs_of
 
 ROOT = Path(__file__).parents[2]
 _GIB = 1 << 30
@@ -26,6 +23,7 @@ def count_workers(monkeypatch: pytest.MonkeyPatch) -> Callable[..., int | None]:
     gpu = ListedGpu("0", "GPU-one", 140 * _GIB)
     monkeypatch.delenv("PYTEST_XDIST_AUTO_NUM_WORKERS", raising=False)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     monkeypatch.setattr(pinning, "list_gpus", lambda environ: (gpu,))
     monkeypatch.setattr(pinning, "usable_cores", lambda: 16)
     monkeypatch.setattr(pinning, "free_host_bytes", lambda: 100 * _GIB)
@@ -36,17 +34,16 @@ def count_workers(monkeypatch: pytest.MonkeyPatch) -> Callable[..., int | None]:
     monkeypatch.setattr(pinning, "select_runs", lambda selection, cases: runs)
     monkeypatch.setattr(pinning, "footprint_bytes", lambda case: 118 * _GIB)
 
-    def count(path: str, *plugins: str) -> int | None:
-        config: Any = SimpleNamespace(
-            pluginmanager=SimpleNamespace(hasplugin=lambda name: name in plugins),
-            rootpath=ROOT,
-            args=[path],
-            invocation_params=SimpleNamespace(dir=ROOT),
-            stash=pytest.Stash(),
-        )
-        return pinning.pytest_xdist_auto_num_workers(config)
+    return lambda path: pinning.pytest_xdist_auto_num_workers(_config(path))
 
-    return count
+
+def _config(path: str) -> Any:
+    return SimpleNamespace(
+        rootpath=ROOT,
+        args=[path],
+        invocation_params=SimpleNamespace(dir=ROOT),
+        stash=pytest.Stash(),
+    )
 
 
 @pytest.mark.parametrize("path", ["cases", "cases/test_cases.py::test_case", ".", "gate_tests"])
@@ -56,13 +53,18 @@ def test_memory_for_the_largest_case_is_kept(
     assert count_workers(path) == 2
 
 
-def test_host_tests_keep_no_memory_for_a_case(count_workers: Callable[..., int | None]) -> None:
-    assert count_workers("tests/kernels", *_plugins_of_the_host_leg()) == 8
-
-
-def _plugins_of_the_host_leg() -> list[str]:
-    """As the gate starts it."""
-    selection = Selection(matrix=(), subjects=("lorakernels",), tier=Tier.SMOKE)
-    setup = GateSetup(run="r", report=Path("report"), selection=selection, has_gpu=True)
-    (leg,) = (leg for leg in legs_of(setup) if leg.name == "host")
-    return [name for flag, name in zip(leg.command, leg.command[1:], strict=False) if flag == "-p"]
+@pytest.mark.parametrize("visible", [None, "0", "GPU-one"])
+def test_where_the_interpreter_runs_the_kernels_each_core_has_a_worker(
+    visible: str | None,
+    count_workers: Callable[..., int | None],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # as the tests of kernels set it, which are host tests of the gate
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    monkeypatch.setattr(pinning, "list_gpus", list_gpus)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    assert count_workers("tests/kernels") == 16
+    specs = [SimpleNamespace(env={}) for _ in range(16)]
+    pinning.pytest_xdist_setupnodes(_config("tests/kernels"), specs)
+    assert not any("CUDA_VISIBLE_DEVICES" in spec.env for spec in specs)

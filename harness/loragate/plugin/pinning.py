@@ -24,6 +24,7 @@ from loragate.core.gpus import (
     workers_per_gpu,
 )
 from loragate.core.host import free_host_bytes, usable_cores
+from loragate.core.machine import interpreter_is_on
 from loragate.core.verdict import ExitCode
 from loragate.matrix.footprint import footprint_bytes
 from loragate.matrix.selection import select_runs
@@ -32,7 +33,6 @@ from loragate.plugin.memory import WORKER_INPUT_FREE, WORKER_INPUT_LARGEST, WORK
 from loragate.plugin.options import SETTINGS, WORKER_INPUT_RUN, selection_of
 from loragate.plugin.running_order import WORKER_INPUT_GPUS
 
-_HOST_TESTS = "loragate.plugin.host_tests"
 _LARGEST = pytest.StashKey[int]()
 _LISTED = pytest.StashKey[tuple[ListedGpu, ...]]()
 
@@ -60,8 +60,8 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int | None:
     if "PYTEST_XDIST_AUTO_NUM_WORKERS" in os.environ:
         # xdist reads this variable itself
         return None
+    handles = _gpus_of_workers(config)
     listed = _listed_gpus(config)
-    handles = visible_gpus(os.environ, listed)
     per_gpu = workers_per_gpu(handles, listed, _largest_case(config)) if handles else 1
     most = worker_count(len(handles), per_gpu, usable_cores(), free_host_bytes())
     return max(1, min(most, _selected(config))) if asks_for_cases_alone(config) else most
@@ -70,7 +70,7 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int | None:
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_setupnodes(config: pytest.Config, specs: Sequence[Any]) -> None:
     threads = max(1, usable_cores() // len(specs))
-    handles = visible_gpus(os.environ, _listed_gpus(config))
+    handles = _gpus_of_workers(config)
     for position, spec in enumerate(specs):
         if "OMP_NUM_THREADS" not in os.environ:
             spec.env.setdefault("OMP_NUM_THREADS", str(threads))
@@ -81,7 +81,7 @@ def pytest_xdist_setupnodes(config: pytest.Config, specs: Sequence[Any]) -> None
 @pytest.hookimpl(optionalhook=True)
 def pytest_configure_node(node: Any) -> None:
     node.workerinput[WORKER_INPUT_RUN] = node.config.stash[SETTINGS].run
-    handles = visible_gpus(os.environ, _listed_gpus(node.config))
+    handles = _gpus_of_workers(node.config)
     node.workerinput[WORKER_INPUT_GPUS] = max(1, len(handles))
     specs = node.nodemanager.specs
     gpu = node.gateway.spec.env.get("CUDA_VISIBLE_DEVICES")
@@ -90,6 +90,12 @@ def pytest_configure_node(node: Any) -> None:
         node.workerinput[WORKER_INPUT_SHARING] = sharing
         node.workerinput[WORKER_INPUT_FREE] = free_bytes_of(gpu, _listed_gpus(node.config))
         node.workerinput[WORKER_INPUT_LARGEST] = _largest_case(node.config)
+
+
+def _gpus_of_workers(config: pytest.Config) -> tuple[str, ...]:
+    """None where the interpreter runs the kernels, as in the leg of the host tests, whatever
+    CUDA_VISIBLE_DEVICES names."""
+    return () if interpreter_is_on() else visible_gpus(os.environ, _listed_gpus(config))
 
 
 def _listed_gpus(config: pytest.Config) -> tuple[ListedGpu, ...]:
@@ -114,10 +120,8 @@ def _selected(config: pytest.Config) -> int:
 
 
 def _largest_case(config: pytest.Config) -> int:
-    """Bytes that the largest selected case needs; 0 in the leg of the host tests, which has no
-    cases, and if the case files cannot be read, which the workers will report."""
-    if config.pluginmanager.hasplugin(_HOST_TESTS):
-        return 0
+    """Bytes that the largest selected case needs; 0 if the case files cannot be read, which the
+    workers will report."""
     if _LARGEST not in config.stash:
         # other draws have other data of the same size
         selection = replace(selection_of(config), draws=(0,), repeats=1)
