@@ -6,6 +6,7 @@ import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -38,7 +39,7 @@ def capture(
     """
     warm_up(call, warm_ups)
     graph = torch.cuda.CUDAGraph(keep_graph=is_kept)
-    with _uncollected(), torch.cuda.graph(graph, pool=pool):
+    with _uncollected(), torch.cuda.graph(graph, pool=pool, stream=_stream_of_captures()):
         for _ in range(calls - 1):
             call()
         result = call()
@@ -46,13 +47,24 @@ def capture(
 
 
 def warm_up(call: Callable[[], object], times: int = 3) -> None:
-    """Call it on a side stream, as torch requires it before a capture, which runs on one."""
-    stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    """Call it on the stream of the captures, as torch requires it before one."""
+    stream = _stream_of_captures()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         for _ in range(times):
             call()
     torch.cuda.current_stream().wait_stream(stream)
+
+
+def _stream_of_captures() -> torch.cuda.Stream:
+    """One for each device. torch hands out 32 streams in turn: of a new one for every capture, one
+    would be the side stream of a subject, whose graph then runs in sequence."""
+    return _stream_of(torch.cuda.current_device())
+
+
+@cache
+def _stream_of(device: int) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
 
 @contextmanager
