@@ -16,7 +16,7 @@ from loragate.nightly.suspects import Diagnosis
 from loragate.scan import scan as module
 from loragate.scan.messages import Measured
 from loragate.scan.scan import Scan, Setup
-from loragate.scan.waves import Shown
+from loragate.scan.surroundings import Shown
 
 NewTrial = Callable[..., TrialRecord]
 

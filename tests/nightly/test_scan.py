@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from datetime import date
 from pathlib import Path
 from random import Random
+from typing import Any
 
 import pytest
 
@@ -23,7 +24,7 @@ from loragate.matrix.case_run import CaseRun
 from loragate.matrix.load import load_cases
 from loragate.nightly.conditions import Cause
 from loragate.nightly.morning import morning
-from loragate.nightly.plan import Place
+from loragate.nightly.plan import Place, Wave
 from loragate.nightly.states import TEST, Status, states
 from loragate.records.results import read_section
 from loragate.scan.figures import SECTION
@@ -31,7 +32,8 @@ from loragate.scan.messages import Measured, Message
 from loragate.scan.processes import Processes
 from loragate.scan.running import Running
 from loragate.scan.scan import Scan, Setup
-from loragate.scan.waves import Surroundings, Waves
+from loragate.scan.surroundings import Shown, Surroundings
+from loragate.scan.waves import Waves
 
 _PLANTED = Path(__file__).parent / "planted"
 _ROOT = Path(__file__).parents[2]
@@ -172,6 +174,32 @@ def test_what_is_stable_stays_so_in_ten_scans(
             assert (state.suspects, state.failures, state.diagnosis) == ((), 0, None)
             seen.append((state.trials >= TEST.clean_trials(), state.status))
     assert set(seen) == {(False, Status.UNDECIDED), (True, Status.STABLE)}
+
+
+def test_workers_that_wait_for_a_wave_alone_have_short_trials(
+    tmp_path: Path,
+    processes: Processes,
+    scan_run: Callable[..., ScanRun],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    short_waves: list[Wave | None] = []
+    run = Waves.run
+
+    def run_and_note(self: Waves, *given: Any, **options: Any) -> list[Shown]:
+        short_waves.append(options["short"]())
+        return run(self, *given, **options)
+
+    monkeypatch.setattr(Waves, "run", run_and_note)
+    runs = _runs(["Stable"], {3, 4, 5})
+    with open_history(tmp_path / "history.db") as history:
+        scan = _started(history, processes, scan_run(started_at=time.time()), runs, tmp_path)
+        while not short_waves:
+            scan.step()
+        scan.close()
+    (wave,) = short_waves
+    assert wave is not None
+    # those of which a trial has ended by then
+    assert {wanted.case for _, steps in wave.processes for wanted in steps} <= set(runs)
 
 
 def test_a_trial_that_ends_its_process_is_wrong_and_the_scan_goes_on(

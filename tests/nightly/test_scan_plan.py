@@ -14,7 +14,7 @@ from loragate.core.checkout import changed_files
 from loragate.history import PathFiles, ScanRun, TrialRecord, open_history
 from loragate.history.model import glance_at
 from loragate.nightly.conditions import PLAIN, Cache, Clock, Memory, Schedule
-from loragate.nightly.plan import Known, Measure, Place, Wave, next_wave
+from loragate.nightly.plan import SHORT_S, Known, Measure, Place, Wave, next_wave, short_wave
 from loragate.nightly.standing import Standing
 from loragate.scan.since import cases_changed
 
@@ -134,6 +134,35 @@ def test_of_cases_that_wait_for_each_others_memory_one_worker_of_each_gpu_has_al
     for first, *others in (cases[:3], cases[3:]):
         assert {"case-1", "case-6"} < first
         assert all(other and not other & {"case-1", "case-6"} for other in others)
+
+
+def test_a_short_wave_has_bits_of_cases_that_are_known_to_be_short() -> None:
+    known = {
+        "short": Known(bits=3, bits_s=SHORT_S),
+        "other": Known(bits=1, bits_s=0.1),
+        "long": Known(bits=3, bits_s=SHORT_S + 0.1),
+        # nobody knows what it takes
+        "new": Known(bits_s=0.1),
+        "engine": Known(bits=1, bits_s=0.1, has_bits=False),
+        "large": Known(bits=3, bits_s=0.1, is_large=True),
+    }
+    place = Place(gpus=("0",), workers=2)
+    for number in range(5):
+        wave = short_wave(known, place, number=number, seed=1)
+        assert wave is not None
+        assert set.union(*_cases(wave)) == {"short", "other"}
+        assert {wanted.measure for _, steps in wave.processes for wanted in steps} == {Measure.BITS}
+        assert {conditions for conditions, _ in wave.processes} == {
+            replace(PLAIN, gpu="0", neighbours=1)
+        }
+        assert not wave.is_alone
+    assert short_wave({"new": Known()}, place, number=0, seed=1) is None
+
+
+def test_short_waves_have_other_draws_and_orders() -> None:
+    known = {f"case-{k}": Known(bits=40, bits_s=0.1) for k in range(8)}
+    waves = [short_wave(known, Place(workers=2), number=number, seed=1) for number in (1, 1, 2)]
+    assert waves[0] == waves[1] != waves[2]
 
 
 def test_large_cases_take_no_longer_than_the_part_of_one_worker() -> None:

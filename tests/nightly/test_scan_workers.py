@@ -17,7 +17,8 @@ from loragate.matrix.load import load_cases
 from loragate.nightly.conditions import Conditions
 from loragate.nightly.plan import Measure, Wanted, Wave
 from loragate.scan.processes import Processes
-from loragate.scan.waves import Surroundings, Waves, alone
+from loragate.scan.surroundings import Surroundings
+from loragate.scan.waves import Waves, alone
 
 _SUBJECT = "planted_subjects:Waiting"
 _MATRIX = (Path(__file__).parent / "planted" / "planted.yaml",)
@@ -141,6 +142,32 @@ def test_a_wave_alone_waits_for_trials_that_run_and_leaves_out_those_behind_them
     # of the trial that was waited for the caller hears next
     shown = waves.keep_busy(_beside((_wanted(5, 3),), (_wanted(5, 3),)), until=_NEVER)
     assert _wanted(_WAITING) in [each.wanted for each in shown]
+
+
+def test_free_workers_have_short_trials_until_a_long_one_has_ended(
+    waves: Waves, history: History, go: Path
+) -> None:
+    waves.keep_busy(_beside((_wanted(_WAITING), _wanted(5, 1)), (_wanted(3),)), until=_NEVER)
+    while not go.with_name("planted.waiting").exists():
+        time.sleep(0.01)
+    given = 0
+
+    def short() -> Wave:
+        nonlocal given
+        given += 1
+        if given == 3:
+            go.touch()
+        return _beside((_wanted(3, given),), (_wanted(3, given),))
+
+    shown = waves.run(
+        alone([_wanted(5, 2)], Conditions()), Purpose.PLANNED, until=_NEVER, short=short
+    )
+    assert [each.wanted for each in shown] == [_wanted(5, 2)]
+    *beside, last = _recorded(history)
+    # with nothing beside it, and what stood behind the long trial is left out
+    assert last == (5, 2)
+    assert {(3, 1), (3, 2), (_WAITING, 0)} < set(beside)
+    assert (5, 1) not in beside
 
 
 def test_nothing_runs_alone_while_a_trial_does_not_end(waves: Waves, history: History) -> None:

@@ -21,7 +21,7 @@ from loragate.nightly.standing import Standing
 from loragate.nightly.states import Status, differing_trials, group_key, states
 from loragate.scan.messages import Measured
 from loragate.scan.scan import Scan, Setup
-from loragate.scan.waves import Shown
+from loragate.scan.surroundings import Shown
 
 NewRun = Callable[..., ScanRun]
 NewTrial = Callable[..., TrialRecord]

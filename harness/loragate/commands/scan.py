@@ -51,7 +51,8 @@ from loragate.scan.figures import SECTION, figures_of
 from loragate.scan.processes import Processes
 from loragate.scan.scan import Scan, Setup
 from loragate.scan.since import cases_changed
-from loragate.scan.waves import Spent, Surroundings, Waves
+from loragate.scan.surroundings import Spent, Surroundings
+from loragate.scan.waves import Waves
 
 _UNITS = {"s": 1, "m": 60, "h": 3600}
 _BUDGET = re.compile(r"([0-9]{1,6})([smh])")

@@ -30,6 +30,8 @@ _LONGEST_WAVE_S = 120.0
 _COLD = 0.125
 # of the time of all workers, what those that wait for a wave alone may lose
 _WAITING = 0.025
+# the longest trial that others may have to wait for before a wave alone
+SHORT_S = 2.0
 
 
 class _Kind(Enum):
@@ -145,6 +147,23 @@ def next_wave(
     chosen = _chosen(known, measure, whole, rng, first=_by_trials, large_s=length)
     conditions = replace(PLAIN, neighbours=place.neighbours)
     return _dealt(_split(chosen, known), conditions, place, rng)
+
+
+def short_wave(known: Mapping[str, Known], place: Place, *, number: int, seed: int) -> Wave | None:
+    """What workers do while another one ends a long trial ahead of a wave alone: bits of cases that
+    take no time. None where there are none. `number` is that of a call."""
+    short = {
+        name: case
+        for name, case in known.items()
+        if case.has_bits and case.bits and case.bits_s <= SHORT_S and not case.is_large
+    }
+    if not short:
+        return None
+    rng = random.Random(f"{seed}/short/{number}")
+    whole = _SHORTEST_WAVE_S * place.workers
+    chosen = _chosen(short, Measure.BITS, whole, rng, first=_by_trials)
+    conditions = replace(PLAIN, neighbours=place.neighbours)
+    return _dealt(_split(chosen, short), conditions, place, rng)
 
 
 def _part_alone(place: Place) -> float:

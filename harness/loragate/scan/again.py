@@ -23,7 +23,8 @@ from loragate.report.text import headline
 from loragate.scan.devices import Devices
 from loragate.scan.investigate import signatures_of
 from loragate.scan.processes import Processes
-from loragate.scan.waves import Shown, Surroundings, Waves, alone
+from loragate.scan.surroundings import Shown, Surroundings
+from loragate.scan.waves import Waves, alone
 
 # of a digest: enough to tell those of a replay apart
 _DIGITS = 12

@@ -28,6 +28,8 @@ class Running:
         self.has_begun = False
         self._began: int | None = None
         self._ended = 0
+        # how many trials have ended
+        self._through = 0
 
     @property
     def wanted(self) -> tuple[Wanted, ...]:
@@ -37,6 +39,11 @@ class Running:
             for step in self.order.steps
         )
 
+    @property
+    def left(self) -> tuple[Wanted, ...]:
+        """The trials that have not ended."""
+        return self.wanted[self._through :]
+
     def hear(self, message: Message | None) -> Measured | None:
         """The end of a trial: told by its process, or with the process itself."""
         if isinstance(message, Began):
@@ -44,6 +51,7 @@ class Running:
             return None
         if message is not None:
             self._began, self._ended = None, message.index
+            self._through = message.index + 1
             return message
         if self._began is not None:
             return self._crash(self._began, "")

@@ -13,12 +13,13 @@ from dataclasses import dataclass
 
 from loragate.history import History, Outcome, Purpose, TrialRecord
 from loragate.history.model import ScanRun, glance_at
-from loragate.nightly.plan import Measure, Place, Wanted, Wave, next_wave
+from loragate.nightly.plan import Known, Measure, Place, Wanted, Wave, next_wave, short_wave
 from loragate.nightly.standing import Standing
 from loragate.nightly.suspects import Diagnosis
 from loragate.scan.investigate import Investigation, of_case, record_of
 from loragate.scan.progress import Progress
-from loragate.scan.waves import Shown, Waves
+from loragate.scan.surroundings import Shown
+from loragate.scan.waves import Waves
 
 # of the time of a scan, what diagnoses may take while there are paths to decide
 _DIAGNOSES = 0.3
@@ -62,7 +63,7 @@ class Scan:
         self._diagnosed: set[tuple[str, str, Measure]] = set()
         self._cut: set[tuple[str, str, Measure]] = set()
         self._diagnosing_s = 0.0
-        self._number = 0
+        self._number = self._short_waves = 0
         self._last: Wave | None = None
 
     def run(self) -> None:
@@ -76,12 +77,7 @@ class Scan:
     def step(self) -> None:
         """One more wave for workers that are free, and the diagnosis of what differs so far."""
         wave = self._last = next_wave(
-            self.standing.known(
-                changed=self._setup.changed,
-                traced=self._waves.paths.keys(),
-                only_judged=self._setup.only_judged,
-                large=self._setup.large,
-            ),
+            self._known(),
             self._setup.place,
             number=self._number,
             seed=self._setup.seed,
@@ -104,6 +100,19 @@ class Scan:
         for each in self._waves.heard():
             self._add(each.record)
 
+    def _known(self) -> dict[str, Known]:
+        return self.standing.known(
+            changed=self._setup.changed,
+            traced=self._waves.paths.keys(),
+            only_judged=self._setup.only_judged,
+            large=self._setup.large,
+        )
+
+    def _short_wave(self) -> Wave | None:
+        self._short_waves += 1
+        place, seed = self._setup.place, self._setup.seed
+        return short_wave(self._known(), place, number=self._short_waves, seed=seed)
+
     def _spent(self) -> float:
         return time.monotonic() - self._begin
 
@@ -115,7 +124,9 @@ class Scan:
 
     def _wave(self, wave: Wave) -> list[Shown]:
         if wave.is_alone:
-            shown = self._waves.run(wave, Purpose.PLANNED, until=self._end())
+            shown = self._waves.run(
+                wave, Purpose.PLANNED, until=self._end(), short=self._short_wave
+            )
         else:
             shown = self._waves.keep_busy(wave, until=self._end(), meanwhile=self._meanwhile)
         for each in shown:

@@ -2,64 +2,23 @@
 
 from __future__ import annotations
 
+import math
 import shutil
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory, mkdtemp
 
-from loragate.core.gpu_health import HealthReader
-from loragate.core.gpus import GpuShare
-from loragate.history import History, PathFiles, Purpose, TrialRecord
+from loragate.history import PathFiles, Purpose, TrialRecord
 from loragate.matrix.case import Site
-from loragate.matrix.case_run import CaseRun
 from loragate.nightly.conditions import Conditions
-from loragate.nightly.plan import Measure, Wanted, Wave
+from loragate.nightly.plan import SHORT_S, Measure, Wanted, Wave
 from loragate.scan.messages import Measured, Order, Step
-from loragate.scan.processes import Processes
 from loragate.scan.running import Running
-
-
-@dataclass(frozen=True, slots=True)
-class Shown:
-    """A trial that has ended: what its process said, and its record. order: all trials of its
-    process."""
-
-    wanted: Wanted
-    order: tuple[Wanted, ...]
-    measured: Measured
-    record: TrialRecord
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Surroundings:
-    """What the trials of one run of a scan have in common. runs: a run of each case by its id.
-    shares: the memory of a worker by the handle of its GPU, where several workers have the same."""
-
-    run: str
-    runs: Mapping[str, CaseRun]
-    history: History
-    processes: Processes
-    health: HealthReader
-    folder: Path
-    clock: Callable[[], float] = time.time
-    shares: Mapping[str, GpuShare] = field(default_factory=dict)
-
-
-@dataclass(slots=True)
-class Spent:
-    """Seconds of workers.
-
-    starting_s: without a trial, from the start of a process to its first one.
-    alone_s: without a trial, while another process ran alone, or waited for the others to end.
-    diagnosing: of each trial that a diagnosis made, those before it and beside it included.
-    """
-
-    starting_s: float = 0.0
-    alone_s: float = 0.0
-    diagnosing: list[float] = field(default_factory=list)
+from loragate.scan.surroundings import Shown, Spent, Surroundings
 
 
 @dataclass(slots=True)
@@ -84,6 +43,8 @@ class Waves:
         self.spent = Spent()
         # of cases that have run in this scan: the name of the path and its key
         self.paths: dict[str, tuple[str, str]] = {}
+        # of cases that have run in this scan: what the last trial took
+        self._seconds: dict[tuple[str, Measure], float] = {}
         # what a process that died was running on: as the one before it
         self._device = ""
 
@@ -126,12 +87,15 @@ class Waves:
         *,
         until: float,
         keeps: Callable[[int, int], bool] = lambda index, process: True,
+        short: Callable[[], Wave | None] = lambda: None,
     ) -> list[Shown]:
         """Run a wave to its end with nothing else beside it, or up to `until` on the monotonic
         clock; what runs then is lost.
 
         keeps: by its place and its process within the wave, whether a trial becomes a record.
+        short: a wave of short trials for workers that are free while another one ends a long one.
         """
+        self._end_long_trials(until, short)
         self._stop_workers(until)
         if self._busy():
             return []
@@ -177,17 +141,45 @@ class Waves:
                 shutil.rmtree(worker.running.order.folder, ignore_errors=True)
                 worker.running = None
 
-    def _stop_workers(self, until: float) -> None:
-        """Let each end with its present trial. What it was to do after that is left out: the trials
-        that are missing are those that come first in the next waves."""
+    def _end_long_trials(self, until: float, short: Callable[[], Wave | None]) -> None:
+        """Stop the processes that have long trials, while the others go on. What workers were to do
+        after that is left out: the trials that are missing are those that come first in the next
+        waves."""
         for worker in self._workers:
             worker.waiting.clear()
+        long = [each for each in self._busy() if any(map(self._is_long, each.left))]
+        for each in long:
+            each.order.stop.touch()
+        while any(each in long for each in self._busy()) and time.monotonic() < until:
+            self._give_free_workers(short)
+            with self._counting_free_workers():
+                self._hear_workers(until)
+
+    def _is_long(self, wanted: Wanted) -> bool:
+        return self._seconds.get((wanted.case, wanted.measure), math.inf) > SHORT_S
+
+    def _give_free_workers(self, short: Callable[[], Wave | None]) -> None:
+        if len(self._busy()) == len(self._workers):
+            return
+        wave = short()
+        for worker, process in zip(self._workers, wave.processes if wave else (), strict=False):
+            if worker.running is None:
+                worker.waiting.append(process)
+        self._begin_waiting()
+
+    @contextmanager
+    def _counting_free_workers(self) -> Iterator[None]:
+        free, begin = len(self._workers) - len(self._busy()), time.monotonic()
+        yield
+        self.spent.alone_s += free * (time.monotonic() - begin)
+
+    def _stop_workers(self, until: float) -> None:
+        """Let each end with its present trial."""
         for each in self._busy():
             each.order.stop.touch()
-        while (busy := len(self._busy())) and time.monotonic() < until:
-            begin = time.monotonic()
-            self._hear_workers(until)
-            self.spent.alone_s += (len(self._workers) - busy) * (time.monotonic() - begin)
+        while self._busy() and time.monotonic() < until:
+            with self._counting_free_workers():
+                self._hear_workers(until)
 
     def _start(self, order: Order) -> Running:
         begin = time.monotonic()
@@ -255,6 +247,7 @@ class Waves:
     def _add(self, each: Running, measured: Measured, purpose: Purpose) -> Shown:
         step = each.order.steps[measured.index]
         run, case = step.run, step.run.case
+        self._seconds[run.run_id, step.measure] = measured.duration_s
         if measured.path:
             self.paths[run.run_id] = f"{run.subject} {measured.path}", measured.path_key
             if measured.path_key:
