@@ -107,9 +107,12 @@ def test_waves_last_longer_where_a_process_takes_longer_to_start(
 @pytest.mark.parametrize("number", [0, 3])
 def test_trials_of_which_one_is_enough_are_divided_among_the_workers(number: int) -> None:
     wave = _wave(number, place=Place(workers=3))
-    cases = _cases(wave)
-    assert [len(each) for each in cases] == [3, 3, 2]
-    assert set.union(*cases) == set(_CASES)
+    parts = [steps for _, steps in wave.processes]
+    lengths = [len(part) for part in parts]
+    assert max(lengths) - min(lengths) <= 1
+    wanted = [each for part in parts for each in part]
+    assert len(set(wanted)) == len(wanted)
+    assert {each.case for each in wanted} == set(_CASES)
     # each runs beside the two others, which is a factor as well
     assert {conditions for conditions, _ in wave.processes} == {replace(PLAIN, neighbours=2)}
     assert not wave.is_alone
@@ -134,6 +137,39 @@ def test_of_cases_that_wait_for_each_others_memory_one_worker_of_each_gpu_has_al
     for first, *others in (cases[:3], cases[3:]):
         assert {"case-1", "case-6"} < first
         assert all(other and not other & {"case-1", "case-6"} for other in others)
+
+
+@pytest.mark.parametrize(
+    ("bits_s", "trials"),
+    [
+        # a wave has room for all of them
+        (0.1, {3}),
+        # for a part of the second ones
+        (50.0, {1, 2}),
+        # and for one of some
+        (200.0, {0, 1}),
+    ],
+)
+def test_a_wave_of_few_cases_has_up_to_three_draws_of_each(bits_s: float, trials: set[int]) -> None:
+    known = {f"case-{k}": Known(bits=10**8, bits_s=bits_s) for k in range(20)}
+    wave = _wave(0, known, place=Place(workers=12), seconds_left=3000.0)
+    wanted = [each for _, steps in wave.processes for each in steps]
+    found = Counter(each.case for each in set(wanted))
+    assert len(set(wanted)) == len(wanted) or bits_s == 200.0
+    assert {found[case] for case in known} == trials
+    # an oracle judges a new draw each time
+    judged = [each for _, steps in _wave(3, _CASES).processes for each in steps]
+    assert set(Counter(each.case for each in judged).values()) == {1}
+
+
+def test_waves_alone_last_by_what_few_bits_take() -> None:
+    def alone(count: int) -> int:
+        known = {f"case-{k}": Known(bits_s=0.05) for k in range(count)}
+        wave = _wave(2, known, place=Place(workers=4), seconds_left=2400.0)
+        return len(wave.processes[0][1])
+
+    # 120 s of each of the three other waves; or of one of them, and 20 s of the two with bits
+    assert alone(40_000) / alone(533) == pytest.approx(360 / 160, rel=0.05)
 
 
 def test_a_short_wave_has_bits_of_cases_that_are_known_to_be_short() -> None:

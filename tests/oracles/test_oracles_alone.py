@@ -13,6 +13,7 @@ from torch import Tensor
 
 from loragate.core.verdict import OracleName, Verdict
 from loragate.oracles import ORACLES
+from loragate.oracles.memory import canary
 from loragate.protocol import Trial
 from loragate.subjects.torch.subject import DenseDelta
 
@@ -170,6 +171,21 @@ def test_the_canary_reports_the_place_of_a_foreign_write(
 
     judgement = ORACLES[OracleName.CANARY].judge(make_trial(OneRowPast))
     assert judgement.where == {"row": 24, "column": 5}
+
+
+@pytest.mark.parametrize("at_a_time", [2, 1 << 26])
+def test_the_canary_counts_what_a_step_changed_of_its_input(
+    at_a_time: int, make_trial: Callable[..., Trial], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class ThreeElements(DenseDelta):
+        def apply(self, x: Tensor, out: Tensor) -> Tensor:
+            super().apply(x, out)
+            x[[0, 1, -1], [0, 3, -1]] = 77
+            return out
+
+    monkeypatch.setattr(canary, "_COUNTED", at_a_time)
+    judgement = ORACLES[OracleName.CANARY].judge(make_trial(ThreeElements))
+    assert judgement.message.startswith("the step changed 3 elements of x")
 
 
 def test_the_sequence_names_the_scene_that_failed(make_trial: Callable[..., Trial]) -> None:

@@ -30,6 +30,8 @@ _LONGEST_WAVE_S = 120.0
 _COLD = 0.125
 # of the time of all workers, what those that wait for a wave alone may lose
 _WAITING = 0.025
+# trials of bits are short: so many of each case, where a wave would end early without
+_DRAWS = 3
 # the longest trial that others may have to wait for before a wave alone
 SHORT_S = 2.0
 
@@ -140,7 +142,7 @@ def next_wave(
     if is_judged or not any(case.has_bits for case in known.values()):
         measure = Measure.JUDGED
     if kind is _Kind.ALONE:
-        length *= _part_alone(place)
+        length = _part_alone(place) * _cycle(known, length, place)
         chosen = _chosen(known, measure, length, rng, first=_by_path, longest=length)
         return _alone(_split(chosen, known), place, rng)
     whole = length * place.workers
@@ -167,9 +169,15 @@ def short_wave(known: Mapping[str, Known], place: Place, *, number: int, seed: i
 
 
 def _part_alone(place: Place) -> float:
-    """How long a wave alone is, as a part of each of the three others."""
+    """How long a wave alone is, as a part of the three others."""
     lost = _WAITING * place.slots / (place.slots - len(place.gpus or ("",)))
-    return 3 * lost / (1 - lost)
+    return lost / (1 - lost)
+
+
+def _cycle(known: Mapping[str, Known], length: float, place: Place) -> float:
+    """What the three others last together: few cases have too few bits for a whole wave."""
+    bits = sum(case.bits_s for case in known.values() if case.has_bits)
+    return length + 2 * min(length, _DRAWS * bits / place.workers)
 
 
 def _length(seconds_left: float, place: Place) -> float:
@@ -192,16 +200,22 @@ def _chosen(
     longest: float = math.inf,
     large_s: float = math.inf,
 ) -> tuple[Wanted, ...]:
-    """As many cases as fit into `length` in the order of `first`, each of at most `longest` if
-    there are such; at least one. large_s: for large cases, which one worker has, all together."""
+    """As many trials as fit into `length`, of cases in the order of `first`, each of at most
+    `longest` if there are such; at least one. large_s: for large cases, which one worker has, all
+    together."""
     order = _suitable(known, measure)
     # the others wait for the whole of a long case
     order = [case for case in order if known[case].seconds(measure) <= longest] or order
     rng.shuffle(order)
-    chosen: list[Wanted] = []
+    chosen: dict[Wanted, None] = {}
     spent = spent_on_large = 0.0
-    for case in first(order, known, measure):
+    in_order = first(order, known, measure)
+    draws = _DRAWS if measure is Measure.BITS else 1
+    for turn, case in ((turn, case) for turn in range(draws) for case in in_order):
         have = known[case]
+        wanted = Wanted(case=case, draw=_draw(have, measure, turn, rng), measure=measure)
+        if wanted in chosen:
+            continue
         if have.is_large:
             spent_on_large += have.seconds(measure)
             if chosen and spent_on_large > large_s:
@@ -209,10 +223,16 @@ def _chosen(
         spent += have.seconds(measure)
         if chosen and spent > length:
             break
-        # bits are compared with those of earlier nights, so that draws come back
-        draw = rng.randrange(have.bits // 4 + 1) if measure is Measure.BITS else have.judged
-        chosen.append(Wanted(case=case, draw=draw, measure=measure))
+        chosen[wanted] = None
     return tuple(chosen)
+
+
+def _draw(have: Known, measure: Measure, turn: int, rng: random.Random) -> int:
+    """That of the trial which has the number `turn` among those of its case within a wave."""
+    if measure is Measure.JUDGED:
+        return have.judged
+    # bits are compared with those of earlier nights, so that draws come back
+    return rng.randrange(have.bits // 4 + 1 + turn)
 
 
 def _suitable(known: Mapping[str, Known], measure: Measure) -> list[str]:
