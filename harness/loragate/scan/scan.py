@@ -148,11 +148,11 @@ class Scan:
             key = (suspect.record.path, suspect.record.grouped, wanted.measure)
             if key in self._diagnosed or self.standing.is_explained(glance_at(suspect.record)):
                 continue
-            self._diagnosed.add(key)
             begin = time.monotonic()
             until = min(self._end(), begin + self._for_diagnoses())
             if begin >= until:
                 return
+            self._diagnosed.add(key)
             found = Investigation(self._waves, wanted, self._setup.place, until=until).run(
                 of_case(self.trials, wanted), self._beside
             )
