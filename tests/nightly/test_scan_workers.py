@@ -170,6 +170,28 @@ def test_free_workers_have_short_trials_until_a_long_one_has_ended(
     assert (5, 1) not in beside
 
 
+def test_a_worker_with_short_trials_goes_on_until_the_long_one_of_another_has_ended(
+    waves: Waves, history: History, go: Path
+) -> None:
+    # what a trial takes is known once it has run
+    known = (_wanted(3),)
+    while len(_recorded(history)) < 3:
+        waves.keep_busy(_beside(known, known, known), until=_NEVER)
+    many = tuple(_wanted(3, draw) for draw in range(1, 400))
+    waves.keep_busy(_beside((_wanted(_WAITING),), many, (_wanted(5),)), until=_NEVER)
+    while not go.with_name("planted.waiting").exists():
+        time.sleep(0.01)
+    before = len(_recorded(history))
+    timer = Timer(2.0, go.touch)
+    timer.start()
+    waves.run(alone([_wanted(5, 1)], Conditions()), Purpose.PLANNED, until=_NEVER)
+    timer.join()
+    beside = _recorded(history)[before:]
+    # more than the one trial that it was in
+    assert sum(tokens == 3 for tokens, _ in beside) > 5
+    assert beside[-1] == (5, 1)
+
+
 def test_nothing_runs_alone_while_a_trial_does_not_end(waves: Waves, history: History) -> None:
     waves.keep_busy(_beside((_wanted(_WAITING),), (_wanted(3),)), until=_NEVER)
     assert waves.run(alone([_wanted(5)], Conditions()), Purpose.PLANNED, until=0.0) == []

@@ -51,7 +51,7 @@ class DualStream:
     def __init__(self, fork: Fork, instance: VllmInstance, out_features: int) -> None:
         self._fork, self._instance, self._out_features = fork, instance, out_features
         self._events = torch.cuda.Event(), torch.cuda.Event()  # type: ignore[no-untyped-call]
-        self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        self._stream = _side_stream()
 
     def __call__(self, base: Callable[[], Tensor], x: Tensor) -> Tensor:
         def delta() -> Tensor:
@@ -60,3 +60,10 @@ class DualStream:
 
         out, added = self._fork(base, delta, *self._events, self._stream)
         return out.add_(added)
+
+
+@cache
+def _side_stream() -> torch.cuda.Stream:
+    """One for all rows, as vLLM has it: torch hands out 32 in turn, and one of 60 would be the
+    stream that a row is captured on."""
+    return torch.cuda.Stream()  # type: ignore[no-untyped-call]

@@ -11,6 +11,8 @@ from typing import Any, Generic, TypeVar
 
 import torch
 
+from loragate.core.machine import detect_machine
+
 T = TypeVar("T")
 
 
@@ -57,9 +59,10 @@ def warm_up(call: Callable[[], object], times: int = 3) -> None:
 
 
 def _stream_of_captures() -> torch.cuda.Stream:
-    """One for each device. torch hands out 32 streams in turn: of a new one for every capture, one
-    would be the side stream of a subject, whose graph then runs in sequence."""
-    if not torch.cuda.is_available():
+    """One for each device. torch hands out 32 streams in turn: were there a new one for the warm-up
+    of every capture, a subject would get that of the captures as its side stream before long, and
+    its graph would run in sequence."""
+    if detect_machine().interpreted:
         # a modelled stream, of which no two are the same
         return torch.cuda.Stream()  # type: ignore[no-untyped-call]
     return _stream_of(torch.cuda.current_device())

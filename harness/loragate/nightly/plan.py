@@ -143,7 +143,7 @@ def next_wave(
         measure = Measure.JUDGED
     if kind is _Kind.ALONE:
         length = _part_alone(place) * _cycle(known, length, place)
-        chosen = _chosen(known, measure, length, rng, first=_by_path, longest=length)
+        chosen = _chosen(known, measure, length, rng, first=_by_path, longest=length, draws=1)
         return _alone(_split(chosen, known), place, rng)
     whole = length * place.workers
     chosen = _chosen(known, measure, whole, rng, first=_by_trials, large_s=length)
@@ -153,17 +153,18 @@ def next_wave(
 
 def short_wave(known: Mapping[str, Known], place: Place, *, number: int, seed: int) -> Wave | None:
     """What workers do while another one ends a long trial ahead of a wave alone: bits of cases that
-    take no time. None where there are none. `number` is that of a call."""
+    took no time in this scan, whose kernels are compiled. None where there are none. `number` is
+    that of a call: what the last one showed need not be known yet."""
     short = {
         name: case
         for name, case in known.items()
-        if case.has_bits and case.bits and case.bits_s <= SHORT_S and not case.is_large
+        if case.has_bits and case.traced and case.bits_s <= SHORT_S and not case.is_large
     }
     if not short:
         return None
     rng = random.Random(f"{seed}/short/{number}")
     whole = _SHORTEST_WAVE_S * place.workers
-    chosen = _chosen(short, Measure.BITS, whole, rng, first=_by_trials)
+    chosen = _chosen(short, Measure.BITS, whole, rng, first=_by_chance)
     conditions = replace(PLAIN, neighbours=place.neighbours)
     return _dealt(_split(chosen, short), conditions, place, rng)
 
@@ -175,9 +176,11 @@ def _part_alone(place: Place) -> float:
 
 
 def _cycle(known: Mapping[str, Known], length: float, place: Place) -> float:
-    """What the three others last together: few cases have too few bits for a whole wave."""
-    bits = sum(case.bits_s for case in known.values() if case.has_bits)
-    return length + 2 * min(length, _DRAWS * bits / place.workers)
+    """What the three others last together: few cases have too few trials for a whole wave."""
+    judged = min(length, sum(case.judged_s for case in known.values()) / place.workers)
+    with_bits = [case.bits_s for case in known.values() if case.has_bits]
+    bits = min(length, _DRAWS * sum(with_bits) / place.workers) if with_bits else judged
+    return judged + 2 * bits
 
 
 def _length(seconds_left: float, place: Place) -> float:
@@ -199,10 +202,11 @@ def _chosen(
     first: _First,
     longest: float = math.inf,
     large_s: float = math.inf,
+    draws: int = _DRAWS,
 ) -> tuple[Wanted, ...]:
     """As many trials as fit into `length`, of cases in the order of `first`, each of at most
     `longest` if there are such; at least one. large_s: for large cases, which one worker has, all
-    together."""
+    together. draws: the most of bits of a case."""
     order = _suitable(known, measure)
     # the others wait for the whole of a long case
     order = [case for case in order if known[case].seconds(measure) <= longest] or order
@@ -210,7 +214,7 @@ def _chosen(
     chosen: dict[Wanted, None] = {}
     spent = spent_on_large = 0.0
     in_order = first(order, known, measure)
-    draws = _DRAWS if measure is Measure.BITS else 1
+    draws = draws if measure is Measure.BITS else 1
     for turn, case in ((turn, case) for turn in range(draws) for case in in_order):
         have = known[case]
         wanted = Wanted(case=case, draw=_draw(have, measure, turn, rng), measure=measure)
@@ -253,6 +257,11 @@ def _by_trials(cases: Sequence[str], known: Mapping[str, Known], measure: Measur
         return not have.changed, have.decided, trials
 
     return sorted(cases, key=worth)
+
+
+def _by_chance(cases: Sequence[str], known: Mapping[str, Known], measure: Measure) -> list[str]:
+    """In the order in which they are given, which is drawn."""
+    return list(cases)
 
 
 def _by_path(cases: Sequence[str], known: Mapping[str, Known], measure: Measure) -> list[str]:

@@ -93,8 +93,8 @@ def pytest_configure_node(node: Any) -> None:
 
 
 def _gpus_of_workers(config: pytest.Config) -> tuple[str, ...]:
-    """None where the interpreter runs the kernels, as in the leg of the host tests, whatever
-    CUDA_VISIBLE_DEVICES names."""
+    """Their handles: no GPU where the interpreter runs the kernels, as in the leg of host tests,
+    whatever CUDA_VISIBLE_DEVICES names."""
     return () if interpreter_is_on() else visible_gpus(os.environ, _listed_gpus(config))
 
 

@@ -44,6 +44,11 @@ class Running:
         """The trials that have not ended."""
         return self.wanted[self._through :]
 
+    @property
+    def seconds(self) -> float:
+        """Since the begin of the present trial, or of the process."""
+        return time.monotonic() - self._begin
+
     def hear(self, message: Message | None) -> Measured | None:
         """The end of a trial: told by its process, or with the process itself."""
         if isinstance(message, Began):

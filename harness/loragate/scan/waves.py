@@ -14,11 +14,14 @@ from tempfile import TemporaryDirectory, mkdtemp
 
 from loragate.history import PathFiles, Purpose, TrialRecord
 from loragate.matrix.case import Site
-from loragate.nightly.conditions import Conditions
+from loragate.nightly.conditions import Cache, Conditions
 from loragate.nightly.plan import SHORT_S, Measure, Wanted, Wave
 from loragate.scan.messages import Measured, Order, Step
 from loragate.scan.running import Running
 from loragate.scan.surroundings import Shown, Spent, Surroundings
+
+# a process that starts shares the GPU and the cores, and ahead of its first trial nothing stops it
+_WORTH_A_START_S = 5.0
 
 
 @dataclass(slots=True)
@@ -95,6 +98,9 @@ class Waves:
         keeps: by its place and its process within the wave, whether a trial becomes a record.
         short: a wave of short trials for workers that are free while another one ends a long one.
         """
+        # the trials that are missing then are those that come first in the next waves
+        for worker in self._workers:
+            worker.waiting.clear()
         self._end_long_trials(until, short)
         self._stop_workers(until)
         if self._busy():
@@ -142,21 +148,31 @@ class Waves:
                 worker.running = None
 
     def _end_long_trials(self, until: float, short: Callable[[], Wave | None]) -> None:
-        """Stop the processes that have long trials, while the others go on. What workers were to do
-        after that is left out: the trials that are missing are those that come first in the next
-        waves."""
-        for worker in self._workers:
-            worker.waiting.clear()
-        long = [each for each in self._busy() if any(map(self._is_long, each.left))]
+        """Stop the processes that have long trials; the others go on until these have ended."""
+        long = [each for each in self._busy() if self._has_long_trials(each)]
         for each in long:
             each.order.stop.touch()
-        while any(each in long for each in self._busy()) and time.monotonic() < until:
-            self._give_free_workers(short)
+        while (left := [each for each in self._busy() if each in long]) and (
+            time.monotonic() < until
+        ):
+            if max(map(self._rest, left)) > _WORTH_A_START_S:
+                self._give_free_workers(short)
             with self._counting_free_workers():
                 self._hear_workers(until)
 
-    def _is_long(self, wanted: Wanted) -> bool:
-        return self._seconds.get((wanted.case, wanted.measure), math.inf) > SHORT_S
+    def _has_long_trials(self, running: Running) -> bool:
+        # with an empty cache each compiles its kernels
+        return running.order.conditions.cache is Cache.COLD or any(
+            self._takes(wanted) > SHORT_S for wanted in running.left
+        )
+
+    def _rest(self, running: Running) -> float:
+        """How long the present trial of a process is going to take yet."""
+        present = running.left[:1]
+        return sum(map(self._takes, present)) - running.seconds
+
+    def _takes(self, wanted: Wanted) -> float:
+        return self._seconds.get((wanted.case, wanted.measure), math.inf)
 
     def _give_free_workers(self, short: Callable[[], Wave | None]) -> None:
         if len(self._busy()) == len(self._workers):
@@ -196,7 +212,7 @@ class Waves:
             each = of[id(process)]
             is_first = not each.has_begun
             yield each, each.hear(message)
-            if is_first and each.has_begun:
+            if is_first and (each.has_begun or message is None):
                 self.spent.starting_s += time.monotonic() - each.started
             if message is None:
                 # the others do not wait for it
