@@ -362,7 +362,7 @@ def test_a_scan_to_its_end_is_recorded_with_its_trials_and_what_its_page_says_of
     record = tmp_path / "record.json"
     done = subprocess.run(
         [
-            *(sys.executable, "-m", "loragate", "scan", "--budget=20s", "--workers=2"),
+            *(sys.executable, "-m", "loragate", "scan", "--budget=40s", "--workers=2"),
             *(f"--subject={_MODULE}:{subject}", f"--matrix={_PLANTED / 'planted.yaml'}"),
             *(f"--history={tmp_path / 'h.db'}", f"--report={tmp_path / 'report'}"),
             f"--record={record}",
@@ -379,7 +379,7 @@ def test_a_scan_to_its_end_is_recorded_with_its_trials_and_what_its_page_says_of
         found = Counter(state.status for state in states(trials, history.runs()).values())
     planned = sum(trial.purpose is Purpose.PLANNED for trial in trials)
     assert section["trials"]["planned"] == planned > 0
-    assert section["budget_s"] == 20
+    assert section["budget_s"] == 40
     assert section["workers"] == 2
     assert section["paths"] == {status: found[status] for status in Status}
     # trials of a diagnosis confirm what was wrong once
