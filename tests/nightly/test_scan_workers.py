@@ -83,6 +83,12 @@ def _beside(*workers: tuple[Wanted, ...]) -> Wave:
     return Wave(processes=tuple((_BESIDE, wanted) for wanted in workers))
 
 
+def _wait_for_the_long_trial(go: Path) -> None:
+    """Until it runs."""
+    while not go.with_name("planted.waiting").exists():
+        time.sleep(0.01)
+
+
 def _recorded(history: History) -> list[tuple[int, int]]:
     """Tokens and draw of all trials, in their order."""
     return [(int(t.case.rpartition("-")[2]), t.draw) for t in history.trials()]
@@ -132,8 +138,7 @@ def test_a_wave_alone_waits_for_trials_that_run_and_leaves_out_those_behind_them
     waves: Waves, history: History, go: Path
 ) -> None:
     waves.keep_busy(_beside((_wanted(_WAITING), _wanted(5, 1)), (_wanted(3),)), until=_NEVER)
-    while not go.with_name("planted.waiting").exists():
-        time.sleep(0.01)
+    _wait_for_the_long_trial(go)
     go.touch()
     shown = waves.run(alone([_wanted(3, 2)], Conditions()), Purpose.PLANNED, until=_NEVER)
     assert [each.wanted for each in shown] == [_wanted(3, 2)]
@@ -148,8 +153,7 @@ def test_free_workers_have_short_trials_until_a_long_one_has_ended(
     waves: Waves, history: History, go: Path
 ) -> None:
     waves.keep_busy(_beside((_wanted(_WAITING), _wanted(5, 1)), (_wanted(3),)), until=_NEVER)
-    while not go.with_name("planted.waiting").exists():
-        time.sleep(0.01)
+    _wait_for_the_long_trial(go)
     given = 0
 
     def short() -> Wave:
@@ -179,8 +183,7 @@ def test_a_worker_with_short_trials_goes_on_until_the_long_one_of_another_has_en
         waves.keep_busy(_beside(known, known, known), until=_NEVER)
     many = tuple(_wanted(3, draw) for draw in range(1, 400))
     waves.keep_busy(_beside((_wanted(_WAITING),), many, (_wanted(5),)), until=_NEVER)
-    while not go.with_name("planted.waiting").exists():
-        time.sleep(0.01)
+    _wait_for_the_long_trial(go)
     before = len(_recorded(history))
     timer = Timer(2.0, go.touch)
     timer.start()
