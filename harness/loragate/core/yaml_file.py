@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,33 @@ class _OneOfEachKey(yaml.SafeLoader):
 
 
 _OneOfEachKey.add_constructor("tag:yaml.org,2002:timestamp", _OneOfEachKey.construct_yaml_timestamp)
+
+
+# libyaml composes nodes by calls of C, which end the process where they are too many
+_DEEPEST_IN_C = 100
+
+
+def compose(text: str) -> yaml.Node | None:
+    """`yaml.compose` with the safe loader: by libyaml, which is several times as fast, where it is
+    there and takes the text, else by Python, whose messages say more. Raises yaml.YAMLError, and
+    RecursionError for what is nested too deeply."""
+    if yaml.__with_libyaml__:
+        try:
+            if not _is_deep(text):
+                return yaml.compose(text, Loader=yaml.CSafeLoader)
+        except yaml.YAMLError:
+            pass
+    return yaml.compose(text, Loader=yaml.SafeLoader)
+
+
+def _is_deep(text: str) -> bool:
+    """Whether collections are nested too deeply, by their starts and ends alone."""
+    events = yaml.parse(text, Loader=yaml.CSafeLoader)
+    steps = (
+        isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+        for event in events
+    )
+    return any(depth > _DEEPEST_IN_C for depth in accumulate(steps))
 
 
 def read_yaml(path: Path) -> Any:

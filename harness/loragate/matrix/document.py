@@ -14,6 +14,7 @@ from typing import Any
 import yaml
 from yaml.constructor import SafeConstructor
 
+from loragate.core.yaml_file import compose
 from loragate.matrix.problems import Problem
 
 Loc = tuple[str | int, ...]
@@ -69,7 +70,7 @@ class Document:
     def scalar_note(self, loc: Loc) -> str | None:
         """Why a scalar is not what it looks like, if YAML 1.1 is to blame."""
         node, _ = self.find(loc)
-        if not isinstance(node, yaml.ScalarNode) or node.style is not None:
+        if not isinstance(node, yaml.ScalarNode) or node.style:
             return None
         if node.tag.endswith(":bool"):
             return f"YAML reads {node.value} as a boolean, quote it"
@@ -84,7 +85,7 @@ def parse(text: str, file: str) -> Document:
     """Parse one file. Never raises: all problems are listed in the document."""
     document = Document(file)
     try:
-        document.root = yaml.compose(text, Loader=yaml.SafeLoader)
+        document.root = compose(text)
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         line = mark.line + 1 if mark else 1
