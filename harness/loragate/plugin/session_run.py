@@ -16,12 +16,12 @@ from loragate.core.errors import CommandError
 from loragate.core.verdict import EXIT_CODES, ExitCode, Verdict, worst
 from loragate.events.model import LegFinished, LegStarted, ShardPart
 from loragate.matrix.case_run import CaseRun
-from loragate.plugin.options import Ownership, Settings
+from loragate.plugin.options import Ownership, Role, Settings
 from loragate.report.summary import Summary
 from loragate.run.closing import verdict_on
 from loragate.run.folder import clear_folder, hold_folder
 from loragate.run.opening import RunRequest
-from loragate.run.opening_process import opening_events_of_child
+from loragate.run.opening_process import opening_events_here, opening_events_of_child
 from loragate.run.run_record import RunRecord
 
 _LEG = "pytest"
@@ -73,17 +73,18 @@ class SessionRun:
         return self.summary.exit_code
 
     def _open(self, runs: Collection[CaseRun]) -> None:
+        request = RunRequest(
+            run=self._settings.run,
+            selection=self._settings.selection,
+            leg=_LEG,
+            legs=(_LEG,),
+            only=frozenset(run.run_id for run in runs),
+            other_shards=self._other_shards(),
+        )
+        alone = self._settings.role is Role.ALONE
+        plan = opening_events_here if alone else opening_events_of_child
         try:
-            opening = opening_events_of_child(
-                RunRequest(
-                    run=self._settings.run,
-                    selection=self._settings.selection,
-                    leg=_LEG,
-                    legs=(_LEG,),
-                    only=frozenset(run.run_id for run in runs),
-                    other_shards=self._other_shards(),
-                )
-            )
+            opening = plan(request)
             self._held.enter_context(hold_folder(self._settings.report))
             clear_folder(self._settings.report)
         except CommandError as error:

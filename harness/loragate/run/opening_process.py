@@ -2,7 +2,7 @@
 
 Planning asks what a subject supports, which means importing it and asking for the device. This
 happens in a process of its own: whoever starts a run stays free of torch, and of a CUDA context
-that would take memory from the workers.
+that would take memory from the workers. A session without workers has both anyway.
 """
 
 from __future__ import annotations
@@ -28,6 +28,13 @@ class PlanningError(CommandError):
     """The run cannot be planned."""
 
 
+def opening_events_here(request: RunRequest) -> tuple[Event, ...]:
+    """`opening_events` in this process. Raises CommandError."""
+    check_temporary_folder()
+    with usage_errors():
+        return tuple(opening_events(request))
+
+
 def opening_events_of_child(request: RunRequest) -> tuple[Event, ...]:
     """`opening_events` in a child process. Raises PlanningError."""
     try:
@@ -50,8 +57,7 @@ def opening_events_of_child(request: RunRequest) -> tuple[Event, ...]:
 def _main(answer: Path) -> int:
     request: RunRequest = pickle.load(sys.stdin.buffer)
     try:
-        with usage_errors():
-            events = tuple(opening_events(request))
+        events = opening_events_here(request)
     except CommandError as error:
         print(error, file=sys.stderr)
         return error.exit_code.value
