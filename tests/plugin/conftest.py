@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import signal
+import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -20,6 +23,8 @@ from loragate.events.model import CaseFinished, CaseStarted
 
 _HERE = Path(__file__).parent / "misbehaving"
 _ROOT = Path(__file__).parents[2]
+# of a gate: each imports torch for seconds, and has few and small cases here
+_ONE_WORKER = {"PYTEST_XDIST_AUTO_NUM_WORKERS": "1"}
 SUBJECT = "misbehaving_subject:Misbehaving"
 
 
@@ -57,7 +62,7 @@ def environment(**changes: str) -> dict[str, str]:
 
 @pytest.fixture(scope="session")
 def subject_environment() -> dict[str, str]:
-    return environment()
+    return environment(**_ONE_WORKER)
 
 
 @pytest.fixture(scope="session")
@@ -65,27 +70,65 @@ def session_of() -> Callable[[subprocess.CompletedProcess[str], Path], Session]:
     return lambda done, report: Session(done.returncode, done.stdout, report)
 
 
+class _Preloaded:
+    """Runs commands of Python in processes that have imported torch; see preloaded_server.py."""
+
+    def __init__(self) -> None:
+        self._ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with theirs:
+            number = theirs.fileno()
+            self._server = subprocess.Popen(
+                [sys.executable, str(Path(__file__).with_name("preloaded_server.py")), str(number)],
+                env=environment(),
+                pass_fds=[number],
+            )
+
+    def run(
+        self, *argv: str, env: dict[str, str], cwd: Path = _ROOT, timeout: float = 240
+    ) -> subprocess.CompletedProcess[str]:
+        """As `subprocess.run` with stderr in stdout."""
+        order = json.dumps({"argv": argv, "cwd": str(cwd), "env": env}).encode()
+        with tempfile.TemporaryFile("w+", encoding="utf-8") as output:
+            self._ours.settimeout(timeout)
+            socket.send_fds(self._ours, [order], [output.fileno()])
+            pid = json.loads(self._ours.recv(100))
+            try:
+                code = json.loads(self._ours.recv(100))
+            except TimeoutError:
+                os.kill(pid, signal.SIGKILL)
+                self._ours.recv(100)
+                raise
+            output.seek(0)
+            return subprocess.CompletedProcess(argv, code, output.read())
+
+    def close(self) -> None:
+        self._ours.close()
+        self._server.wait()
+
+
 @pytest.fixture(scope="session")
-def run_session() -> Callable[..., Session]:
+def run_preloaded() -> Iterator[Callable[..., subprocess.CompletedProcess[str]]]:
+    """Runs `python` with these arguments, whose first is -m, as `_Preloaded.run` does."""
+    preloaded = _Preloaded()
+    yield preloaded.run
+    preloaded.close()
+
+
+@pytest.fixture(scope="session")
+def run_session(
+    run_preloaded: Callable[..., subprocess.CompletedProcess[str]],
+) -> Callable[..., Session]:
     """Runs `pytest cases` on one of the matrices of this folder."""
 
     def run(
         report: Path, *arguments: str, matrix: str, subject: str = SUBJECT, **changes: str
     ) -> Session:
-        command = [
-            *(sys.executable, "-m", "pytest", "cases", "-p", "no:cacheprovider"),
+        done = run_preloaded(
+            *("-m", "pytest", "cases", "-p", "no:cacheprovider", "-p", "no:hypothesispytest"),
             *(f"--loragate-report={report}", f"--loragate-subject={subject}"),
             f"--loragate-matrix={_HERE / matrix}",
             *arguments,
-        ]
-        done = subprocess.run(
-            command,
-            cwd=_ROOT,
             env=environment(**changes),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            timeout=240,
         )
         return Session(done.returncode, done.stdout, report)
 
@@ -103,7 +146,7 @@ def run_gate() -> Callable[..., Session]:
         ]
         done = subprocess.run(
             command,
-            env=environment(**changes),
+            env=environment(**(_ONE_WORKER | changes)),
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -14,7 +12,6 @@ from loragate.core.machine import Machine
 from loragate.core.verdict import ExitCode, Verdict
 from loragate.run import preflight
 
-ROOT = Path(__file__).parents[2]
 MATRICES = Path(__file__).parent / "misbehaving"
 CASE = (
     "dense_delta.dtype-fp32.exec-eager.in-32.layout-contiguous.mix-ragged.rank-8"
@@ -25,7 +22,7 @@ NOWHERE = "/dev/null/nowhere"
 
 
 @pytest.fixture
-def run(tmp_path, subject_environment):
+def run(tmp_path, subject_environment, run_preloaded):
     """Runs a command on four small cases of a subject; its report, if any, goes to `tmp_path`."""
 
     def command_of(name: str, subject: str) -> tuple[str, ...]:
@@ -46,15 +43,7 @@ def run(tmp_path, subject_environment):
     home = {name: value for name, value in subject_environment.items() if name not in caches}
 
     def call(name: str, subject: str = "torch", **changes: str) -> tuple[int, str]:
-        done = subprocess.run(
-            [sys.executable, "-m", *command_of(name, subject)],
-            cwd=ROOT,
-            env={**home, **changes},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            timeout=120,
-        )
+        done = run_preloaded("-m", *command_of(name, subject), env={**home, **changes})
         assert not (tmp_path / "report").exists() or not done.returncode
         return done.returncode, done.stdout
 

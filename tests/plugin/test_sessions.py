@@ -73,7 +73,7 @@ BROKEN_PLACES = {
 @pytest.mark.parametrize("workers", ["0", "1"])
 @pytest.mark.parametrize("place", BROKEN_PLACES)
 def test_a_failure_outside_of_the_cases_fails_the_session_and_its_report(
-    tmp_path, subject_environment, place, workers
+    tmp_path, subject_environment, run_preloaded, place, workers
 ):
     (tmp_path / "cases").mkdir()
     shutil.copy(ROOT / "cases" / "test_cases.py", tmp_path / "cases")
@@ -81,14 +81,12 @@ def test_a_failure_outside_of_the_cases_fails_the_session_and_its_report(
     name, text = BROKEN_PLACES[place]
     (tmp_path / "cases" / name).write_text(text)
     command = [
-        *(sys.executable, "-m", "pytest", "cases", "-p", "no:cacheprovider", "-n", workers),
+        *("-m", "pytest", "cases", "-p", "no:cacheprovider", "-n", workers),
         *("--import-mode=importlib", "--continue-on-collection-errors", "--rootdir=."),
         *(f"--loragate-matrix={MATRICES / 'four_good.yaml'}", "--loragate-subject=torch"),
         "--loragate-cases=*tokens-21",
     ]
-    done = subprocess.run(
-        command, cwd=tmp_path, env=subject_environment, stdout=subprocess.PIPE, text=True
-    )
+    done = run_preloaded(*command, cwd=tmp_path, env=subject_environment)
     assert "1 passed" in done.stdout, done.stdout
     assert "disk full" in done.stdout
     assert done.returncode == ExitCode.WRONG, done.stdout

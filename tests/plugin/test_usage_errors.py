@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -31,7 +30,7 @@ _COMMANDS = {
 
 
 @pytest.fixture
-def run(tmp_path, subject_environment):
+def run(tmp_path, subject_environment, run_preloaded):
     """Runs a command beside a report of an earlier run, which has to stay as it is."""
     report = tmp_path / "report"
     report.mkdir()
@@ -40,15 +39,8 @@ def run(tmp_path, subject_environment):
     def call(command, pattern="dense_delta", matrix=_GOOD):
         arguments = [argument.format(pattern=pattern, matrix=matrix) for argument in command]
         option = {"gate": "--report", "cases": "--loragate-report"}.get(arguments[1])
-        done = subprocess.run(
-            [sys.executable, "-m", *arguments, *([f"{option}={report}"] if option else [])],
-            cwd=_ROOT,
-            env=subject_environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            timeout=120,
-        )
+        reported = [f"{option}={report}"] if option else []
+        done = run_preloaded("-m", *arguments, *reported, env=subject_environment)
         assert os.listdir(report) == ["events.jsonl"]
         assert (report / "events.jsonl").read_text() == "earlier"
         return done
