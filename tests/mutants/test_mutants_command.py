@@ -60,7 +60,10 @@ OUTCOMES = [
         (["--sample", "2", "--module", "nowhere/*"], "no module like"),
         (["--sample", "2", "--module", "dense/*", "--record", "x.json"], "leave out --module"),
         (["--sample", "2", "--operator", "edge", "--record", "x.json"], "leave out --operator"),
-        (["--sample", "2", "--operator", "no-such"], "no operator like 'no-such'"),
+        (
+            ["--sample", "2", "--module", "dense/launch.py", "--operator", "no-such"],
+            "no operator like 'no-such'",
+        ),
         (["--edits", "nowhere.yaml", "--operator", "edge"], "leave it out with --edits"),
         (["--edits", "nowhere.yaml"], "cannot be read"),
     ],

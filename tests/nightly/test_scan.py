@@ -9,6 +9,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass
 from datetime import date
 from pathlib import Path
@@ -353,34 +354,44 @@ def test_a_killed_scan_keeps_its_trials_and_leaves_no_process(
     assert not left
 
 
-# what is wrong is diagnosed, before oracles judge it
-@pytest.mark.parametrize(("subject", "seconds"), [("Stable", 20), ("Order", 40)])
-def test_a_scan_to_its_end_is_recorded_with_its_trials_and_what_its_page_says_of_them(
-    subject: str, seconds: int, tmp_path: Path, environment: None
-) -> None:
-    record = tmp_path / "record.json"
-    done = subprocess.run(
+def _recorded_scan(subject: str, folder: Path, seconds: int) -> subprocess.Popen[str]:
+    return subprocess.Popen(
         [
             *(sys.executable, "-m", "loragate", "scan", f"--budget={seconds}s", "--workers=2"),
             *(f"--subject={_MODULE}:{subject}", f"--matrix={_PLANTED / 'planted.yaml'}"),
-            *(f"--history={tmp_path / 'h.db'}", f"--report={tmp_path / 'report'}"),
-            f"--record={record}",
+            *(f"--history={folder / subject}.db", f"--report={folder / subject}"),
+            f"--record={folder / subject}.json",
         ],
         cwd=_ROOT,
-        capture_output=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
         text=True,
-        check=False,
     )
-    section = read_section(record, SECTION)
-    assert section, done.stdout + done.stderr
-    with open_history(tmp_path / "h.db") as history:
-        trials = list(history.trials())
-        found = Counter(state.status for state in states(trials, history.runs()).values())
-    planned = sum(trial.purpose is Purpose.PLANNED for trial in trials)
-    assert section["trials"]["planned"] == planned > 0
-    assert section["budget_s"] == seconds
-    assert section["workers"] == 2
-    assert section["paths"] == {status: found[status] for status in Status}
-    # trials of a diagnosis confirm what was wrong once
-    assert section["paths"]["wrong"] == (subject == "Order")
-    assert bool(section["trials"]["diagnose"]) == (subject == "Order")
+
+
+def test_a_scan_to_its_end_is_recorded_with_its_trials_and_what_its_page_says_of_them(
+    tmp_path: Path, environment: None
+) -> None:
+    # what is wrong is diagnosed, before oracles judge it
+    seconds = {"Stable": 20, "Order": 40}
+    # side by side, because they wait more than they compute
+    with ExitStack() as stack:
+        started = {
+            name: stack.enter_context(_recorded_scan(name, tmp_path, budget))
+            for name, budget in seconds.items()
+        }
+        said = {name: scan.communicate()[0] for name, scan in started.items()}
+    for subject, output in said.items():
+        section = read_section(tmp_path / f"{subject}.json", SECTION)
+        assert section, output
+        with open_history(tmp_path / f"{subject}.db") as history:
+            trials = list(history.trials())
+            found = Counter(state.status for state in states(trials, history.runs()).values())
+        planned = sum(trial.purpose is Purpose.PLANNED for trial in trials)
+        assert section["trials"]["planned"] == planned > 0
+        assert section["budget_s"] == seconds[subject]
+        assert section["workers"] == 2
+        assert section["paths"] == {status: found[status] for status in Status}
+        # trials of a diagnosis confirm what was wrong once
+        assert section["paths"]["wrong"] == (subject == "Order")
+        assert bool(section["trials"]["diagnose"]) == (subject == "Order")
