@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from dataclasses import replace
+from types import FunctionType
 from typing import Any
 
 import pytest
@@ -130,6 +131,11 @@ def test_a_device_function_patches_nothing_within_a_launch(monkeypatch: pytest.M
     launch, *device_functions = changes
     assert launch > 0
     assert device_functions == [0, 0]
+
+
+def test_a_kernel_that_cannot_see_the_language_is_refused_as_triton_does() -> None:
+    with pytest.raises(AssertionError, match="must be visible"):
+        triton.runtime.interpreter._patch_lang(FunctionType(_run.__code__, {}))
 
 
 def _before(look: Any, module: Any) -> Any:

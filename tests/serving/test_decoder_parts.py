@@ -69,6 +69,17 @@ def test_a_tiny_model_has_weights_of_its_seed_and_leaves_other_random_numbers_al
 
 
 @pytest.mark.parametrize("kind", KINDS)
+def test_a_tiny_model_is_on_the_cpu_whatever_the_default_device_is(kind: str) -> None:
+    wanted = tiny_model(kind).state_dict()
+    with torch.device("meta"):
+        found = tiny_model(kind).state_dict()
+    assert found.keys() == wanted.keys()
+    for name, weight in found.items():
+        assert weight.device.type == "cpu", name
+        assert torch.equal(weight, wanted[name]), name
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_each_weight_of_the_model_exists_once_after_it_was_replaced(kind: str) -> None:
     model = tiny_model(kind, tie_word_embeddings=True, attention_bias=True)
     before = storages(model.parameters())
@@ -382,6 +393,27 @@ def plain_forward(layer: Any) -> Any:
         return out[..., : layer.qkvz_features], out[..., layer.qkvz_features :]
 
     return forward
+
+
+def test_every_token_of_a_prompt_pass_sees_something_and_no_live_one_sees_padding(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    decoder = small_decoder("qwen3")
+    seen = []
+    body = decoder._body
+
+    def looked_at(ids: Tensor, positions: Tensor, visible: Tensor, live: Tensor) -> Tensor:
+        seen.append((visible[:, 0], live))
+        return body(ids, positions, visible, live)
+
+    monkeypatch.setattr(decoder, "_body", looked_at)
+    decoder.prefill([[1, 2, 3], [4]], [-1, -1], first_line=0)
+    ((visible, live),) = seen
+    # a softmax over nothing is NaN in some implementations of attention, and zero in others
+    assert visible.any(-1).all()
+    assert live.tolist() == [[True] * 3, [False, False, True]]
+    earlier = torch.ones(3, 3).tril().bool()
+    assert torch.equal(visible, earlier & live[:, None] | torch.eye(3, dtype=torch.bool))
 
 
 @pytest.mark.parametrize(

@@ -51,11 +51,11 @@ def tiny_model(kind: str, *, seed: int = 0, **changes: Any) -> PreTrainedModel:
     make_config, make_model, sizes = _KINDS[kind]
     config = make_config(**(sizes | changes))
     # some initial weights are drawn
-    with torch.random.fork_rng(devices=[]):
+    with torch.random.fork_rng(devices=[]), torch.device("cpu"):
         torch.manual_seed(seed)
         # grouped products of experts want larger sizes
         model: PreTrainedModel = make_model._from_config(config, experts_implementation="eager")
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator("cpu").manual_seed(seed)
     for weight in model.parameters():
         # the initial weights are so small that the answer would hardly depend on the prompt; norms
         # and biases have one dimension
