@@ -53,8 +53,9 @@ make_environment() {
     "$base" -m venv --clear "$venv" ||
       fail "$base cannot make a virtual environment (on Debian and Ubuntu: install python3-venv)."
   fi
+  # most modules of the dependencies are never imported: those that are get compiled then
   (cd "$root" && "$venv/bin/python" -m pip install --quiet --disable-pip-version-check \
-    -c "$constraints" -e ".[$extras]") ||
+    --no-compile -c "$constraints" -e ".[$extras]") ||
     fail "pip could not install the dependencies; run the same command again to continue."
   printf '%s\n' "$stamp" >"$venv/loragate-stamp"
 }

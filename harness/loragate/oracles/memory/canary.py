@@ -128,9 +128,7 @@ class _Watched:
         for name, tensor in self.tensors.items():
             now, before = bits_of(tensor), bits_of(self.before[name])
             if not torch.equal(now, before):
-                # a sum takes 8 bytes for each element, which a vocabulary has no memory for
-                parts = torch.split((now != before).flatten(), _COUNTED)
-                count = sum(int(part.sum()) for part in parts)
+                count = _count(now != before)
                 return _failure(f"the step changed {counted(count, 'element')} of {name}", {})
         if not self.in_place:
             return None
@@ -140,13 +138,19 @@ class _Watched:
 
     def _written_outside(self, mask: Tensor) -> Judgement:
         out = self.batch.out
-        place = int(torch.argmax(mask.int())) - int(out.storage_offset())
+        place = int(torch.argmax(mask.view(torch.uint8))) - int(out.storage_offset())
         row, column = divmod(place, out.stride(0))
         message = (
-            f"the step wrote {counted(int(mask.sum()), 'element')} outside of out "
+            f"the step wrote {counted(_count(mask), 'element')} outside of out "
             f"{list(out.shape)}, the first at row {row}, column {column}"
         )
         return _failure(message, {"row": row, "column": column})
+
+
+def _count(mask: Tensor) -> int:
+    """How many elements are true. A sum takes 8 bytes for each, which a vocabulary has no memory
+    for, so it is made in parts."""
+    return sum(int(part.sum()) for part in torch.split(mask.flatten(), _COUNTED))
 
 
 def _failure(message: str, where: dict[str, int | str]) -> Judgement:
