@@ -125,6 +125,19 @@ def test_a_request_may_be_added_while_others_are_decoded() -> None:
     assert [generation.answers[n] for n in numbers] == [alone(r, 4, set()) for r in requests]
 
 
+@pytest.mark.parametrize("end", [0, [0], []])
+def test_an_end_of_the_config_is_taken_also_if_it_is_zero_or_none_at_all(
+    end: int | list[int],
+) -> None:
+    decoder: Any = NotingDecoder(max_requests=2, max_prompt_tokens=8)
+    requests = [Request((token,)) for token in range(VOCABULARY)]
+    ends = {0} if end != [] else set[int]()
+    expected = [alone(request, 9, ends) for request in requests]
+    assert expected != [alone(request, 9, {3}) for request in requests]
+    config = GenerationConfig(max_new_tokens=9, eos_token_id=end)
+    assert generate(decoder, requests, config) == expected
+
+
 def test_a_config_without_an_end_takes_that_of_the_model() -> None:
     decoder: Any = NotingDecoder(max_requests=2, max_prompt_tokens=8)
     # the answers of these contain a 3, which ends them
