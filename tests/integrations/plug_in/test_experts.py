@@ -84,16 +84,33 @@ def test_layers_that_run_one_after_the_other_share_their_tables(
     assert len(plain.wrapper._pairs) == 1
 
 
-def test_a_layer_may_route_to_more_experts_than_it_said(
-    plain: Any, mixin: Any, make_experts: Any
+@pytest.mark.parametrize("top_k", [1, 3])
+def test_a_layer_may_route_to_another_number_of_experts_than_it_said(
+    plain: Any, mixin: Any, make_experts: Any, top_k: int
 ) -> None:
     experts = make_experts(plain, mixin)
     routes = experts.routes
-    experts.routes = lambda rows: routes(rows, top_k=3)  # type: ignore[method-assign]
+    experts.routes = lambda rows: routes(rows, top_k=top_k)  # type: ignore[method-assign]
     plain.step(MIXED)
     experts.apply(MIXED)
     experts.apply(MIXED)
-    assert set(plain.wrapper._pairs) == {(2, 4), (3, 4)}
+    assert set(plain.wrapper._pairs) == {(2, 4), (top_k, 4)}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_router_weights_may_be_of_16_bits_and_lie_apart(
+    plain: Any, mixin: Any, make_experts: Any, dtype: torch.dtype
+) -> None:
+    experts = make_experts(plain, mixin)
+    routes = experts.routes
+
+    def apart(rows: int) -> Any:
+        ids, weights = routes(rows)
+        return ids, weights.to(dtype).repeat_interleave(2, dim=1)[:, ::2]
+
+    experts.routes = apart  # type: ignore[method-assign]
+    plain.step(MIXED)
+    experts.apply(MIXED)
 
 
 def test_tables_are_not_made_while_a_graph_is_captured(
