@@ -124,6 +124,7 @@ def run_session(
         report: Path, *arguments: str, matrix: str, subject: str = SUBJECT, **changes: str
     ) -> Session:
         done = run_preloaded(
+            # without the plugin of hypothesis, as the gate starts its leg
             *("-m", "pytest", "cases", "-p", "no:cacheprovider", "-p", "no:hypothesispytest"),
             *(f"--loragate-report={report}", f"--loragate-subject={subject}"),
             f"--loragate-matrix={_HERE / matrix}",
