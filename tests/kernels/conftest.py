@@ -7,7 +7,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import pytest
@@ -73,6 +73,9 @@ class RecordedStreams:
 
     def current_stream(self, device: torch.device) -> RecordedStream:
         return self.current
+
+    def device(self, device: torch.device) -> AbstractContextManager[None]:
+        return nullcontext()
 
     @contextmanager
     def stream(self, stream: RecordedStream) -> Iterator[None]:

@@ -18,6 +18,7 @@ from loragate.core.machine import detect_machine, select_interpreter
 
 select_interpreter()
 
+from loragate.execution.busy import keep_busy  # noqa: E402
 from loragate.inputs.placement import bits_of  # noqa: E402
 from lorakernels.batch.metadata import BatchMetadata  # noqa: E402
 from lorakernels.common.stacked_weights import SlotTensors  # noqa: E402
@@ -281,7 +282,6 @@ def test_queued_steps_have_their_own_mappings_and_never_wait_for_the_device() ->
 
     def run(pause: Callable[[], object]) -> list[Tensor]:
         outs = [torch.zeros_like(x) for _ in mappings]
-        copy_late(x, torch.empty_like(x))
         for mapping, out in zip(mappings, outs, strict=True):
             pause()
             layer.batch.prepare(mapping)
@@ -290,12 +290,14 @@ def test_queued_steps_have_their_own_mappings_and_never_wait_for_the_device() ->
 
     wanted = run(torch.cuda.synchronize)
     torch.cuda.synchronize()
+    done = keep_busy()
     # an operation that waits for the device raises
     torch.cuda.set_sync_debug_mode("error")
     try:
         found = run(lambda: None)
     finally:
         torch.cuda.set_sync_debug_mode("default")
+    assert not done.query(), "the device was not behind, so that nothing was late"
     torch.cuda.synchronize()
     for out, right in zip(found, wanted, strict=True):
         assert torch.equal(bits_of(out), bits_of(right))

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 
+from lorakernels.runtime import streams
 from lorakernels.runtime.streams import (
     branch,
     claim,
@@ -205,6 +208,24 @@ def test_the_current_stream_says_whether_it_captures(recorded_streams: Any) -> N
     recorded_streams.capturing = True
     assert is_capturing(CPU)
     assert not recorded_streams.log
+
+
+def test_it_is_the_current_stream_of_the_device_that_is_asked_about() -> None:
+    class Module:
+        current = torch.device("cuda:0")
+
+        @contextmanager
+        def device(self, device: torch.device) -> Iterator[None]:
+            before, self.current = self.current, device
+            yield
+            self.current = before
+
+        def is_current_stream_capturing(self) -> bool:
+            return self.current == torch.device("cuda:1")
+
+    with patch.object(streams, "stream_module", return_value=Module()):
+        found = [is_capturing(torch.device("cuda", index)) for index in (0, 1, 2)]
+    assert found == [False, True, False]
 
 
 def claiming(buffer: torch.Tensor) -> Callable[[], None]:

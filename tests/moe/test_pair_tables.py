@@ -17,9 +17,10 @@ select_interpreter()
 from loragate.execution.kernel_compiles import kernels_compiled  # noqa: E402
 from lorakernels.batch.metadata import BatchMetadata  # noqa: E402
 from lorakernels.moe.align.metadata import PairMetadata  # noqa: E402
+from lorakernels.moe.align.tables import PairTables  # noqa: E402
 from lorakernels.moe.delta.ops import MoEWorkspace  # noqa: E402
 from lorakernels.moe.delta.plan import MoEShape, shrunk_shape  # noqa: E402
-from lorakernels.moe.tiles import base_tile_height, tile_height  # noqa: E402
+from lorakernels.moe.tiles import Alignment, base_tile_height, tile_height  # noqa: E402
 from lorakernels.moe.weights import ExpertWeights  # noqa: E402
 
 DEVICE = detect_machine().device
@@ -75,18 +76,51 @@ def test_every_table_of_every_step_is_that_of_a_plain_loop(scene: _Scene) -> Non
         _compare_tables(scene, pairs, step, tokens)
 
 
+# steps of one way whose tiles have the same height: of numbers of pairs that Triton would compile a
+# kernel for, which are 1 and multiples of 16, and of others
+_SPECIALISED = {
+    Alignment.SORTED_AT_ONCE: (2, (20, 16, 1, 17)),
+    Alignment.SINGLE: (2, (520, 528, 521)),
+    Alignment.COUNTED: (2, (1030, 1040, 1031)),
+    Alignment.SORTED: (128, (2000, 2016, 2001)),
+}
+
+
+def _specialised(way: Alignment) -> tuple[PairMetadata, BatchMetadata, tuple[int, ...]]:
+    slots, sizes = _SPECIALISED[way]
+    most = {"max_tokens": max(sizes), "max_slots": slots}
+    pairs = PairMetadata(**most, top_k=1, num_experts=128, device=DEVICE)
+    return pairs, BatchMetadata(**most, device=DEVICE), sizes
+
+
 @pytest.mark.skipif(DEVICE == "cpu", reason="needs compiled kernels on a GPU")
-def test_a_number_of_pairs_that_could_be_specialised_on_compiles_no_kernel_anew() -> None:
-    # so many experts that tiles have the same height for all of these
-    pairs = PairMetadata(max_tokens=32, top_k=1, num_experts=128, max_slots=2, device=DEVICE)
-    batch = BatchMetadata(max_tokens=32, max_slots=2, device=DEVICE)
+@pytest.mark.parametrize("way", list(Alignment))
+def test_a_number_of_pairs_that_could_be_specialised_on_compiles_no_kernel_anew(
+    way: Alignment,
+) -> None:
+    pairs, batch, sizes = _specialised(way)
     compiled: list[str] = []
-    for tokens in (20, 16, 1, 17):
+    for tokens in sizes:
         batch.prepare(torch.zeros(tokens, dtype=torch.int32))
         ids = torch.zeros(tokens, 1, dtype=torch.int32, device=DEVICE)
         with kernels_compiled(compiled):
             pairs.prepare(ids, batch)
-    assert len(compiled) <= 1, compiled
+        if tokens == sizes[0]:
+            # no other test has such tables, so that they were not compiled for them before
+            assert compiled
+            compiled.clear()
+    assert not compiled
+
+
+@pytest.mark.parametrize("way", list(Alignment))
+def test_numbers_of_pairs_that_could_be_specialised_on_take_every_way_with_equal_tiles(
+    way: Alignment,
+) -> None:
+    pairs, _, sizes = _specialised(way)
+    steps = [PairTables.of(pairs.buffers, tokens, pairs.sizes) for tokens in sizes]
+    assert {step.alignment for step in steps} == {way}
+    assert len({(step.height, step.base_height) for step in steps}) == 1
+    assert {tokens % 16 == 0 for tokens in sizes} == {False, True}
 
 
 @pytest.mark.parametrize(("top_k", "rank"), [(1, 8), (4, 64)])

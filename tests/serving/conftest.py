@@ -7,7 +7,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -87,6 +87,9 @@ class Graphs:
 
     def current_stream(self, device: object = None) -> Stream:
         return self.main
+
+    def device(self, device: torch.device) -> AbstractContextManager[None]:
+        return nullcontext()
 
     @contextmanager
     def stream(self, stream: Stream) -> Iterator[None]:

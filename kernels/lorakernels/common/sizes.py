@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import math
-from functools import cache
+from functools import cache, lru_cache
 
 import triton
 
 # most programs that CUDA launches along the second or the third axis of a grid
 MAX_GRID_Y = 65535
+
+# of plans: one takes longer than finding it, and a step that no graph replays asks for the same
+# ones in every layer. A server meets more sizes of steps than are worth the memory
+remembered = lru_cache(maxsize=1 << 12)
 
 
 # plans call these in every launch, and triton's own function takes over a microsecond

@@ -8,6 +8,7 @@ goes on loading adapters in place.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -60,7 +61,7 @@ def whole(a: Tensor, b: Tensor, widths: Sequence[int]) -> PackedFactors:
 
 def _check(name: str, view: Tensor, shape: Sequence[int], strides: Sequence[int]) -> None:
     # an axis of length one may have any stride; one that is expanded has length one in memory
-    fits = all(
+    fits = view.stride() == strides or all(
         have == wanted or size == 1
         for have, wanted, size in zip(view.stride(), strides, shape, strict=True)
     )
@@ -72,7 +73,4 @@ def _check(name: str, view: Tensor, shape: Sequence[int], strides: Sequence[int]
 
 
 def _contiguous(shape: Sequence[int]) -> tuple[int, ...]:
-    strides = [1]
-    for size in reversed(shape[1:]):
-        strides.insert(0, strides[0] * size)
-    return tuple(strides)
+    return tuple(math.prod(shape[axis:]) for axis in range(1, len(shape) + 1))

@@ -16,6 +16,7 @@ from lorakernels.dense.ops import DenseWorkspace, shape_of, view_shrunk
 from lorakernels.dense.plan import DenseShape
 from lorakernels.dense.weights import SlotWeights
 from lorakernels.runtime.device import supports_pdl
+from lorakernels.runtime.operators import register_operator
 
 _IDS = (torch.int32, torch.int64)
 
@@ -53,7 +54,7 @@ def embedding_delta(
     )
 
 
-@torch.library.custom_op("lorakernels::embedding_delta", mutates_args=("shrunk", "out"))
+@register_operator("embedding_delta", mutates=("shrunk", "out"))
 def _embedding_delta(
     ids: Tensor,
     a: Tensor,

@@ -29,6 +29,7 @@ from lorakernels.dense.launch import TileTables, launch_expand, launch_shrink
 from lorakernels.dense.plan import DenseShape, largest_shrunk, largest_stored, plan_shrunk
 from lorakernels.dense.weights import SlotWeights
 from lorakernels.runtime.device import keep_address, supports_pdl
+from lorakernels.runtime.operators import register_operator
 from lorakernels.runtime.streams import branch
 from lorakernels.runtime.tuning import tuning_of
 
@@ -141,7 +142,7 @@ def shape_of_batch(num_rows: int, weights: SlotWeights) -> DenseShape:
     return shape_of(num_rows, weights.a, weights.slice_widths)
 
 
-@torch.library.custom_op("lorakernels::dense_delta", mutates_args=("shrunk", "out"))
+@register_operator("dense_delta", mutates=("shrunk", "out"))
 def _dense_delta(
     x: Tensor,
     a: Tensor,

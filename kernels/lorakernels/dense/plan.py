@@ -7,7 +7,7 @@ import math
 from dataclasses import dataclass, field, replace
 
 from lorakernels.batch.metadata import MIN_TILE_ROWS, max_tiles, tile_height
-from lorakernels.common.sizes import power_of_2, power_of_2_below
+from lorakernels.common.sizes import power_of_2, power_of_2_below, remembered
 from lorakernels.runtime.tuning import DEFAULT, DenseTuning, Tuning
 
 # numbers of split-K partials that fill a wave well enough: each is a variant of the expand, which
@@ -30,7 +30,8 @@ class DenseShape:
     rank: int
     # bytes of one element of x, A, B and out
     itemsize: int
-    tuning: Tuning = field(default=DEFAULT, repr=False)
+    # left out of the hash, since hardly two shapes differ in it alone
+    tuning: Tuning = field(default=DEFAULT, repr=False, hash=False)
     # whether the shrink runs beside the base product, which hides it
     beside: bool = False
 
@@ -83,6 +84,7 @@ class AddPlan:
 ADD_PLAN = AddPlan(block_m=4, block_n=256, num_warps=4)
 
 
+@remembered
 def tile_programs(shape: DenseShape, capacity: int) -> int:
     """Size of a grid's tile axis; `capacity` is the number of tiles that the tables can hold."""
     full = -(-shape.num_rows // shape.height)
@@ -94,6 +96,7 @@ def looked_up_ranks(shape: DenseShape) -> int:
     return min(_LOOKED_UP // shape.height, max(16, power_of_2(shape.rank)))
 
 
+@remembered
 def plan_shrink(shape: DenseShape) -> ShrinkPlan:
     shape = shape.planned
     tuning, height = shape.tuning.dense, shape.height
@@ -196,6 +199,7 @@ def _most_splits_beside(
     return min(tuning.splits_beside * tiles, programs // (tiles * chunks))
 
 
+@remembered
 def plan_expand(shape: DenseShape) -> ExpandPlan:
     shape = shape.planned
     height, rank = shape.height, shape.rank
@@ -249,6 +253,7 @@ def _is_wide(shape: DenseShape) -> bool:
     return max(shape.slice_widths) > shape.tuning.dense.wide
 
 
+@remembered
 def plan_shrunk(shape: DenseShape, num_slots: int) -> tuple[int, int, int]:
     """[splits, padded rows of all tiles, slices * rank] of the shrink output of a batch."""
     padded_rows = max_tiles(shape.num_rows, num_slots, shape.height) * shape.height

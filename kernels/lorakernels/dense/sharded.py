@@ -25,6 +25,7 @@ from lorakernels.dense.ops import DenseWorkspace, branch_buffer, shape_of
 from lorakernels.dense.plan import DenseShape, plan_shrunk
 from lorakernels.dense.rank_shards import RankShardedSlots, exchanged_copies
 from lorakernels.runtime.collectives import Collective, collective_of
+from lorakernels.runtime.operators import register_operator
 from lorakernels.runtime.options import DUAL_STREAM, dual_stream
 
 
@@ -62,7 +63,7 @@ def sharded_delta(
     )
 
 
-@torch.library.custom_op("lorakernels::sharded_delta", mutates_args=("shrunk", "out"))
+@register_operator("sharded_delta", mutates=("shrunk", "out"))
 def _sharded_delta(
     x: Tensor,
     a: Tensor,

@@ -36,8 +36,8 @@ _PRIORITY = -1
 
 def stream_module(device: torch.device) -> Any | None:
     """The module whose streams a device has, None for a device without. Its names `Stream`,
-    `Event`, `stream`, `current_stream` and `is_current_stream_capturing` mean what those of
-    torch.cuda do, and no others are used."""
+    `Event`, `device`, `stream`, `current_stream` and `is_current_stream_capturing` mean what those
+    of torch.cuda do, and no others are used."""
     return torch.cuda if device.type == "cuda" else None
 
 
@@ -72,7 +72,7 @@ def is_capturing(device: torch.device) -> bool:
     if module is None:
         return False
     # the question is about the current device
-    with module.stream(module.current_stream(device)):
+    with module.device(device):
         return bool(module.is_current_stream_capturing())
 
 

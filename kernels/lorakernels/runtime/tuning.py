@@ -140,7 +140,8 @@ class GDNTuning:
     apart_rows: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+# equal by identity, which is compared for every plan that is looked up; there are few of them
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Tuning:
     dense: DenseTuning
     gdn: GDNTuning

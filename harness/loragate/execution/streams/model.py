@@ -7,7 +7,7 @@ order. There is one model in a process, as there is one device: streams outlive 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from itertools import count
 from typing import Any, Protocol
 from unittest.mock import patch
@@ -153,6 +153,9 @@ class _Model:
 
     def set_stream(self, stream: ModelStream) -> None:
         self.current = stream
+
+    def device(self, device: object) -> AbstractContextManager[None]:
+        return nullcontext()
 
     @contextmanager
     def stream(self, stream: ModelStream | None) -> Iterator[None]:

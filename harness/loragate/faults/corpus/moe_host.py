@@ -51,8 +51,8 @@ FAULTS = (
     ),
     _ops(
         "moe-operator-hides-its-output",
-        '@torch.library.custom_op("lorakernels::moe_delta", mutates_args=("shrunk", "out"))',
-        '@torch.library.custom_op("lorakernels::moe_delta", mutates_args=("shrunk",))',
+        '@register_operator("moe_delta", mutates=("shrunk", "out"))',
+        '@register_operator("moe_delta", mutates=("shrunk",))',
         source="vllm #37562",
         why="The operator does not declare to torch that it changes its output.",
         only=True,

@@ -37,8 +37,8 @@ FAULTS = (
     ),
     _ops(
         "operator-hides-what-it-writes",
-        'mutates_args=("shrunk", "out")',
-        'mutates_args=("shrunk",)',
+        'mutates=("shrunk", "out")',
+        'mutates=("shrunk",)',
         source="vllm #37562",
         why="The operator does not declare to torch that it changes its output.",
         only=True,

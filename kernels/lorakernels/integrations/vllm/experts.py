@@ -5,7 +5,6 @@ vLLM calls these outside of traced graphs, in its opaque operator of a MoE layer
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 import torch
@@ -14,10 +13,9 @@ from torch import Tensor
 from lorakernels.common.slice_stacks import PackedFactors, whole
 from lorakernels.common.stacked_weights import SlotTensors
 from lorakernels.moe.align.metadata import PairMetadata
-from lorakernels.moe.align.ops import align_pairs
-from lorakernels.moe.delta.launch import shape_of
+from lorakernels.moe.align.ops import align_step
+from lorakernels.moe.align.tables import PairTables
 from lorakernels.moe.delta.ops import add_delta
-from lorakernels.moe.delta.plan import MoEPath, plan_path, shrunk_shape
 
 
 def prepare_pairs(pairs: PairMetadata, topk_ids: Tensor, row_slots: Tensor) -> None:
@@ -25,9 +23,8 @@ def prepare_pairs(pairs: PairMetadata, topk_ids: Tensor, row_slots: Tensor) -> N
     ids = topk_ids.to(torch.int32).contiguous()
     # nothing is noted of this tensor: the mapping is that of the live rows, and this step is padded
     unknown = pairs.num_tiles
-    align_pairs(
-        ids, row_slots, None, pairs.buffers, pairs.sizes, batch_rows=unknown, step=pairs.step
-    )
+    tables = PairTables.of(pairs.buffers, len(ids), pairs.sizes)
+    align_step(tables, ids, row_slots, None, batch_rows=unknown, step=pairs.step)
 
 
 def add_expert_delta(
@@ -79,19 +76,15 @@ def _launch(
     router_weights: Tensor | None,
     add_inputs: bool,
 ) -> None:
-    slots, slices = factors.a.shape[0], factors.a.shape[2]
-    ranks, scales = (part[: slots * slices].view(slots, slices) for part in constants)
-    shape = shape_of(factors.a, factors.widths, num_pairs=len(out), num_experts=pairs.num_experts)
-    needs_shrunk = plan_path(shape, None) is MoEPath.TWO_KERNEL
-    # allocated here, because a buffer of the server is not on the stream that this may run on
-    size = math.prod(shrunk_shape(shape)) if needs_shrunk else 0
     add_delta(
         x,
-        SlotTensors(factors.a, factors.b, ranks, scales),
+        SlotTensors(factors.a, factors.b, *constants),
         factors.widths,
-        pairs,
-        torch.empty(size, dtype=torch.float32, device=x.device),
-        out,
+        pairs.tables,
+        pairs.step,
+        # a buffer of the server is not on the stream that this may run on
+        shrunk=None,
+        out=out,
         router_weights=router_weights,
         add_inputs=add_inputs,
         path=None,

@@ -24,6 +24,7 @@ from lorakernels.integrations.vllm.tables import (
     tables_of_height,
 )
 from lorakernels.runtime.device import supports_pdl
+from lorakernels.runtime.operators import register_operator
 
 
 def add_linear_delta(
@@ -51,7 +52,7 @@ def add_linear_delta(
     )
 
 
-@torch.library.custom_op("lorakernels::vllm_linear_delta", mutates_args=("out",))
+@register_operator("vllm_linear_delta", mutates=("out",))
 def _linear_delta(
     x: Tensor,
     a: Tensor,
@@ -72,11 +73,8 @@ def _linear_delta(
     factors = whole(a, b, slice_widths)
     packed_a, packed_b = factors.a[:, 0], factors.b[:, 0]
     check_operands(x, packed_a, packed_b, out)
-    slots, slices = packed_a.shape[:2]
-    count = slots * slices
-    weights = SlotTensors(
-        packed_a, packed_b, ranks[:count].view(slots, slices), scales[:count].view(slots, slices)
-    )
+    slots = packed_a.shape[0]
+    weights = SlotTensors(packed_a, packed_b, ranks, scales)
     shape = shape_of(x.shape[0], packed_a, slice_widths)
     step = tables_of_height(tables, shape.height)
     if x.shape[0] < host_value(live):

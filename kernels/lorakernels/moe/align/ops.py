@@ -15,6 +15,7 @@ from lorakernels.moe.align.sort import launch_sorting
 from lorakernels.moe.align.tables import PairTables
 from lorakernels.moe.tiles import Alignment
 from lorakernels.runtime.device import on_device_of, supports_pdl
+from lorakernels.runtime.operators import register_operator
 from lorakernels.runtime.streams import claim
 
 
@@ -60,7 +61,7 @@ def fill_tables(
     launch(pairs, routes, num_ids=num_ids, is_mapped=expert_map is not None, pdl=pdl)
 
 
-@torch.library.custom_op("lorakernels::align_pairs", mutates_args=("tables",))
+@register_operator("align_pairs", mutates=("tables",))
 def _align_pairs(
     topk_ids: Tensor,
     token_slots: Tensor,
@@ -71,6 +72,19 @@ def _align_pairs(
     step: Tensor,
 ) -> None:
     pairs = PairTables.of(tables, topk_ids.shape[0], sizes)
+    align_step(pairs, topk_ids, token_slots, expert_map, batch_rows=batch_rows, step=step)
+
+
+def align_step(
+    pairs: PairTables,
+    topk_ids: Tensor,
+    token_slots: Tensor,
+    expert_map: Tensor | None,
+    *,
+    batch_rows: Tensor,
+    step: Tensor,
+) -> None:
+    """`align_pairs` for callers that no graph is traced of, which need not pay for an operator."""
     _check_routes(topk_ids, expert_map)
     _check_rows(pairs, prepared_rows(batch_rows))
     claim(step, "pairs")

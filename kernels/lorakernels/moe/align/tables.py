@@ -37,15 +37,16 @@ class PairTables:
     max_slots: int
     # 1 where the pairs of the base layer are tiled as well, else 0
     with_base: int
+    tuning: Tuning
 
     @classmethod
     def of(cls, buffers: Sequence[Tensor], num_rows: int, sizes: Sequence[int]) -> PairTables:
         *tables, counts = buffers
-        return cls(Tables(*tables), counts, num_rows, *sizes)
-
-    @property
-    def tuning(self) -> Tuning:
-        return tuning_of(self.counts.device)
+        top_k, num_experts, max_slots, with_base = sizes
+        return cls(
+            *(Tables(*tables), counts, num_rows, top_k, num_experts, max_slots, with_base),
+            tuning_of(counts.device),
+        )
 
     @property
     def num_pairs(self) -> int:

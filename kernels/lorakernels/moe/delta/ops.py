@@ -21,6 +21,7 @@ from lorakernels.moe.delta.launch import Delta, launch, shape_of
 from lorakernels.moe.delta.plan import MoEPath, MoEShape, largest_shrunk, plan_path, shrunk_shape
 from lorakernels.moe.weights import ExpertWeights
 from lorakernels.runtime.device import keep_address, on_device_of, supports_pdl
+from lorakernels.runtime.operators import register_operator
 from lorakernels.runtime.streams import claim
 
 __all__ = ["MoEPath", "MoEWorkspace", "moe_delta"]
@@ -66,33 +67,14 @@ def moe_delta(
     """
     _check_batch(x, weights, pairs)
     check_devices(pairs, workspace, weights.a.device)
-    add_delta(
-        *(x, weights.tensors, weights.slice_widths, pairs, workspace.shrunk, out),
-        *(router_weights, add_inputs, path),
-    )
-
-
-def add_delta(
-    x: Tensor,
-    slots: SlotTensors,
-    slice_widths: Sequence[int],
-    pairs: PairMetadata,
-    shrunk: Tensor,
-    out: Tensor,
-    router_weights: Tensor | None,
-    add_inputs: bool,
-    path: MoEPath | None,
-) -> None:
-    """`moe_delta` for weights that are no ExpertWeights. shrunk: fp32, of `shrunk_shape` at least
-    where the path is TWO_KERNEL. Raises ValueError."""
     torch.ops.lorakernels.moe_delta(
         x,
-        list(slots),
-        list(slice_widths),
+        list(weights.tensors),
+        list(weights.slice_widths),
         pairs.buffers,
         pairs.sizes,
         pairs.step,
-        shrunk,
+        workspace.shrunk,
         out,
         router_weights,
         add_inputs,
@@ -100,7 +82,7 @@ def add_delta(
     )
 
 
-@torch.library.custom_op("lorakernels::moe_delta", mutates_args=("shrunk", "out"))
+@register_operator("moe_delta", mutates=("shrunk", "out"))
 def _moe_delta(
     x: Tensor,
     slot_tensors: list[Tensor],
@@ -119,15 +101,41 @@ def _moe_delta(
     if num_rows is None:
         # a pair is a row of out
         num_rows = out.numel() // (slots.b.shape[2] * pair_sizes[0])
-    pairs = PairTables.of(pair_buffers, num_rows, pair_sizes)
+    add_delta(
+        *(x, slots, slice_widths, PairTables.of(pair_buffers, num_rows, pair_sizes), step, shrunk),
+        *(out, router_weights, add_inputs, MoEPath(path) if path else None),
+    )
+
+
+def add_delta(
+    x: Tensor,
+    slots: SlotTensors,
+    slice_widths: Sequence[int],
+    pairs: PairTables,
+    step: Tensor,
+    shrunk: Tensor | None,
+    out: Tensor,
+    router_weights: Tensor | None,
+    add_inputs: bool,
+    path: MoEPath | None,
+) -> None:
+    """`moe_delta` for callers that no graph is traced of, which need not pay for an operator.
+
+    step: that of the pairs. shrunk: fp32, of `shrunk_shape` at least where the path is TWO_KERNEL;
+    None allocates it, on the stream of the caller. Raises ValueError.
+    """
     num_pairs, num_experts = pairs.num_pairs, pairs.num_experts
     _check_rows(x, pairs)
     _check_operands(x, slots, num_pairs, out, router_weights)
     if num_pairs == 0 or not runs_adapters(step, x.device):
         return
-    claim(shrunk, "workspace")
     shape = shape_of(slots.a, slice_widths, num_pairs=num_pairs, num_experts=num_experts)
-    chosen = plan_path(shape, MoEPath(path) if path else None)
+    chosen = plan_path(shape, path)
+    if shrunk is None:
+        size = math.prod(shrunk_shape(shape)) if chosen is MoEPath.TWO_KERNEL else 0
+        shrunk = torch.empty(size, dtype=torch.float32, device=x.device)
+    else:
+        claim(shrunk, "workspace")
     view = view_shrunk(shrunk, shape) if chosen is MoEPath.TWO_KERNEL else shrunk
     delta = Delta(
         shape=shape,

@@ -11,7 +11,7 @@ from enum import Enum, auto
 from functools import cache
 
 from lorakernels.batch.metadata import MIN_TILE_ROWS
-from lorakernels.common.sizes import MAX_GRID_Y, power_of_2, power_of_2_below
+from lorakernels.common.sizes import MAX_GRID_Y, power_of_2, power_of_2_below, remembered
 from lorakernels.moe.tiles import tile_height
 from lorakernels.runtime.tuning import DEFAULT, Tuning
 
@@ -45,7 +45,8 @@ class MoEShape:
     rank: int
     # bytes of one element of x, A, B and out
     itemsize: int
-    tuning: Tuning = field(default=DEFAULT, repr=False)
+    # left out of the hash, since hardly two shapes differ in it alone
+    tuning: Tuning = field(default=DEFAULT, repr=False, hash=False)
 
     @property
     def ranks_of_all_slices(self) -> int:
@@ -104,6 +105,7 @@ class SmallBatchPlan:
     num_warps: int
 
 
+@remembered
 def plan_path(shape: MoEShape, wanted: MoEPath | None) -> MoEPath:
     """The path that `shape` takes: `wanted` if that path supports it."""
     if shape.rank > MAX_FUSED_RANK:
@@ -123,6 +125,7 @@ def plan_path(shape: MoEShape, wanted: MoEPath | None) -> MoEPath:
     return MoEPath.TWO_KERNEL
 
 
+@remembered
 def tile_programs(shape: MoEShape, capacity: int) -> int:
     """Size of a grid's tile axis; `capacity` is the number of tiles that the tables can hold. Most
     tiles exist only if the pairs are spread that far; a stride loop takes what is beyond."""
@@ -153,6 +156,7 @@ def _tiles_of_a_bucket(shape: MoEShape) -> int:
     return math.ceil((pairs + math.sqrt(pairs)) / shape.height)
 
 
+@remembered
 def plan_shrink(shape: MoEShape) -> ShrinkPlan:
     shape = shape.planned
     tuning = shape.tuning.moe
@@ -179,6 +183,7 @@ def plan_shrink(shape: MoEShape) -> ShrinkPlan:
     return ShrinkPlan(block_n, block_k, power_of_2_below(splits), 4, 3 if three else 4)
 
 
+@remembered
 def plan_expand(shape: MoEShape) -> ExpandPlan:
     shape = shape.planned
     tuning = shape.tuning.moe
@@ -228,6 +233,7 @@ def _programs(shape: MoEShape, block_n: int) -> int:
     return expected_tiles(shape) * sum(-(-width // block_n) for width in shape.slice_widths)
 
 
+@remembered
 def plan_one_shot(shape: MoEShape) -> OneShotPlan:
     shape = shape.planned
     tuning = shape.tuning.moe
@@ -274,6 +280,7 @@ def _parts(shape: MoEShape) -> int:
     return max(1, min(8, share, max(shape.slice_widths) // 256))
 
 
+@remembered
 def plan_small_batch(shape: MoEShape) -> SmallBatchPlan:
     block_r = power_of_2(shape.rank)
     deep = shape.in_features > 1024

@@ -42,6 +42,7 @@ from lorakernels.moe.layer.types import (
 )
 from lorakernels.runtime.collectives import collective_of
 from lorakernels.runtime.device import on_device_of, supports_pdl
+from lorakernels.runtime.operators import register_operator
 from lorakernels.runtime.options import dual_stream
 from lorakernels.runtime.streams import claim
 
@@ -107,7 +108,7 @@ def run_experts(
     torch.ops.lorakernels.run_experts(*arguments, 0 if form is None else form.value)
 
 
-@torch.library.custom_op("lorakernels::run_experts", mutates_args=("shrunk", "act", "y", "out"))
+@register_operator("run_experts", mutates=("shrunk", "act", "y", "out"))
 def _run_experts(
     x: Tensor,
     weights: list[Tensor],
