@@ -31,7 +31,7 @@ _COLD = 0.125
 # of the time of all workers, what those that wait for a wave alone may lose
 _WAITING = 0.025
 # trials of bits are short: so many of each case, where a wave would end early without
-_DRAWS = 3
+_DRAWS = 8
 # the longest trial that others may have to wait for before a wave alone
 SHORT_S = 2.0
 
