@@ -105,7 +105,7 @@ def in_order(
 @pytest.fixture(autouse=True)
 def modelled_streams(monkeypatch: pytest.MonkeyPatch) -> Mock:
     """Streams that run everything at once, and an importable fork of vLLM."""
-    module = Mock(stream=lambda stream: nullcontext())
+    module = Mock(stream=lambda stream: nullcontext(), device=lambda device: nullcontext())
     module.Stream.side_effect = lambda **options: Mock()
     module.is_current_stream_capturing.return_value = False
     monkeypatch.setattr(streams, "stream_module", lambda device: module)

@@ -103,6 +103,20 @@ class RecordedStreams:
 
 
 @pytest.fixture
+def new_plans() -> Iterator[None]:
+    """No plan is found that was made before or is found afterwards: for tests that change what the
+    plans call."""
+    from lorakernels.dense import plan
+
+    remembered = (plan.plan_shrink, plan.plan_expand, plan.plan_shrunk, plan.tile_programs)
+    for each in remembered:
+        each.cache_clear()
+    yield
+    for each in remembered:
+        each.cache_clear()
+
+
+@pytest.fixture
 def recorded_streams(monkeypatch: pytest.MonkeyPatch) -> RecordedStreams:
     """Gives every device streams that are recorded."""
     from lorakernels.runtime import streams

@@ -107,6 +107,7 @@ def test_half_precision_stays_within_its_rounding(dtype: torch.dtype, tolerance:
     setup.check(setup.run(), tolerance)
 
 
+@pytest.mark.usefixtures("new_plans")
 @pytest.mark.parametrize("height", [32, 64, 128])
 @pytest.mark.parametrize("programs", [1, 5])
 def test_prefill_launches_compute_the_same_as_decode_launches(

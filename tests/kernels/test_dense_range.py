@@ -50,6 +50,7 @@ def peft(x: Tensor, factors: LoRAFactors) -> Tensor:
     return ((x @ factors.a.T) @ factors.b.T) * factors.scale
 
 
+@pytest.mark.usefixtures("new_plans")
 # one block of ranks, several blocks of ranks, and columns that stream by
 @pytest.mark.parametrize(("height", "rank"), [(16, 8), (16, 160), (64, 8)])
 # rank sums times scale beyond the largest fp16 and below the smallest one

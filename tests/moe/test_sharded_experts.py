@@ -3,10 +3,12 @@ that share experts exchange what the shrinks leave; all of them run in this proc
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
+from weakref import WeakValueDictionary
 
 import pytest
 import torch
@@ -28,6 +30,7 @@ from lorakernels.moe.layer.forms import MoEForm  # noqa: E402
 from lorakernels.moe.layer.types import RouterWeight  # noqa: E402
 from lorakernels.moe.rank_shards import RankShardedExperts  # noqa: E402
 from lorakernels.moe.weights import ExpertFactors  # noqa: E402
+from lorakernels.runtime import collectives  # noqa: E402
 from lorakernels.runtime.collectives import SimulatedRanks  # noqa: E402
 from lorakernels.runtime.options import DUAL_STREAM  # noqa: E402
 
@@ -277,6 +280,9 @@ def test_a_second_stream_is_left_out_with_one_warning(monkeypatch: pytest.Monkey
 def test_the_operator_itself_runs_adapters_that_are_sharded_on_one_stream(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    # of the first groups of a process, one has the number 0
+    monkeypatch.setattr(collectives, "_NUMBERS", itertools.count())
+    monkeypatch.setattr(collectives, "_COLLECTIVES", WeakValueDictionary())
     group, x = Group.of(2), randn(10, HIDDEN, seed=3)
     plain = group.parts(x, *routes(10))
     # for a caller without the layer

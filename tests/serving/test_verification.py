@@ -66,6 +66,8 @@ def test_a_verification_has_the_logits_of_decode_steps_whatever_was_rejected_bef
     for each in (verifying, plain):
         each.prefill(prompts, slots, first_line=0)
     # drafts of which none is kept
+    with pytest.raises(ValueError, match="shorter"):
+        verifying.verify([[8], [6], [5]], [3, 1, 2], slots[:2])
     verifying.verify([[8, 60, 61], [6, 62, 63], [5, 50]], [3, 1, 2], slots)
     found = verifying.verify(tokens, [3, 1, 2], slots).clone()
     for place in range(3):

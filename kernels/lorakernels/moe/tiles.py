@@ -12,6 +12,9 @@ from lorakernels.batch.metadata import MIN_TILE_ROWS
 from lorakernels.common.sizes import power_of_2
 from lorakernels.runtime.tuning import DEFAULT, Tuning
 
+# counters of any alignment; a power of two
+FEWEST_BINS = 16
+
 
 def tile_height(num_pairs: int, num_experts: int, tuning: Tuning = DEFAULT) -> int:
     """Pairs of one (expert, slot) that one tile covers."""
@@ -37,7 +40,7 @@ def max_tiles(num_pairs: int, num_groups: int, height: int) -> int:
 
 def num_bins(num_experts: int, max_slots: int, with_base: bool) -> int:
     """Counters of the alignment: one for each bucket, rounded up to powers of two."""
-    return max(16, power_of_2(num_experts)) * slot_bins(max_slots, with_base)
+    return max(FEWEST_BINS, power_of_2(num_experts)) * slot_bins(max_slots, with_base)
 
 
 class Alignment(Enum):

@@ -15,6 +15,7 @@ select_interpreter()
 
 
 from lorakernels.integrations.vllm import methods  # noqa: E402
+from lorakernels.integrations.vllm.experts import factors_of  # noqa: E402
 from lorakernels.integrations.vllm.launches import launch_counts  # noqa: E402
 from lorakernels.runtime import tuning  # noqa: E402
 
@@ -51,6 +52,13 @@ def test_slices_in_the_other_order_are_written_in_that_order(
     plain.step(MIXED)
     experts.apply(MIXED, swaps=True, adds=adds)
     experts.apply(MIXED, swaps=False, adds=adds)
+
+
+def test_one_slice_is_in_no_other_order(plain: Any, mixin: Any, make_experts: Any) -> None:
+    layer = make_experts(plain, mixin).layer
+    # its delta is added before it is rounded, that of swapped slices afterwards
+    _, is_swapped = factors_of(layer.w2_lora_a_stacked, layer.w2_lora_b_stacked)
+    assert not is_swapped
 
 
 def test_counts_of_launches_are_those_of_the_moment_they_were_asked_for(

@@ -10,7 +10,7 @@ from lorakernels.moe.align.kernels.count import (
 )
 from lorakernels.moe.align.kernels.place import place_pairs_kernel
 from lorakernels.moe.align.tables import PairTables
-from lorakernels.moe.tiles import Alignment
+from lorakernels.moe.tiles import FEWEST_BINS, Alignment
 from lorakernels.runtime.device import launch_options
 
 
@@ -66,9 +66,8 @@ def _count(
         **options,
     )
     bins = layout.NUM_BINS
-    block = min(16, bins)
-    sum_counts_kernel[(bins // block,)](
-        pairs.counts, spans, NUM_BINS=bins, BINS=block, PDL=pdl, **options
+    sum_counts_kernel[(bins // FEWEST_BINS,)](
+        pairs.counts, spans, NUM_BINS=bins, BINS=FEWEST_BINS, PDL=pdl, **options
     )
     find_offsets_kernel[(1,)](
         pairs.counts,
