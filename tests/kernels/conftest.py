@@ -104,8 +104,8 @@ class RecordedStreams:
 
 @pytest.fixture
 def new_plans() -> Iterator[None]:
-    """No plan is found that was made before or is found afterwards: for tests that change what the
-    plans call."""
+    """No plan of a linear layer is found that was made before, or afterwards one that is made now:
+    for tests that change what the plans call."""
     from lorakernels.dense import plan
 
     remembered = (plan.plan_shrink, plan.plan_expand, plan.plan_shrunk, plan.tile_programs)

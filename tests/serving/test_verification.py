@@ -66,8 +66,6 @@ def test_a_verification_has_the_logits_of_decode_steps_whatever_was_rejected_bef
     for each in (verifying, plain):
         each.prefill(prompts, slots, first_line=0)
     # drafts of which none is kept
-    with pytest.raises(ValueError, match="shorter"):
-        verifying.verify([[8], [6], [5]], [3, 1, 2], slots[:2])
     verifying.verify([[8, 60, 61], [6, 62, 63], [5, 50]], [3, 1, 2], slots)
     found = verifying.verify(tokens, [3, 1, 2], slots).clone()
     for place in range(3):
@@ -142,3 +140,8 @@ def test_drafts_that_cannot_be_verified_are_refused() -> None:
     ):
         with pytest.raises(ValueError, match=message):
             verifying.verify(tokens, positions, [-1] * len(tokens))
+
+
+def test_a_step_has_a_slot_for_each_request() -> None:
+    with pytest.raises(ValueError, match=r"zip\(\) argument 2 is shorter"):
+        decoder("qwen3", num_drafts=2).verify([[8], [6], [5]], [3, 1, 2], [0, 1])

@@ -6,7 +6,7 @@ import importlib
 from collections.abc import Iterable
 from contextlib import suppress
 
-# a custom operator imports torch's compiler when it is first called
+# an operator imports torch's compiler when it is first called
 _COMPILER = ("torch._dynamo", "triton.compiler.code_generator")
 
 

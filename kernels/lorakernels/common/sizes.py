@@ -10,8 +10,8 @@ import triton
 # most programs that CUDA launches along the second or the third axis of a grid
 MAX_GRID_Y = 65535
 
-# of plans: one takes longer than finding it, and a step that no graph replays asks for the same
-# ones in every layer. A server meets more sizes of steps than are worth the memory
+# Remembers plans: making one takes longer than looking it up, and a step that no graph replays asks
+# for the same ones in every layer. A server meets more sizes of steps than are worth the memory
 remembered = lru_cache(maxsize=1 << 12)
 
 

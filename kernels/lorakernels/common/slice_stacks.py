@@ -59,6 +59,14 @@ def whole(a: Tensor, b: Tensor, widths: Sequence[int]) -> PackedFactors:
     return PackedFactors(whole_a, whole_b, list(widths))
 
 
+def check_constants(ranks: Tensor, scales: Tensor, a: Tensor) -> None:
+    """There is a rank and a scale for each slot and slice of packed A. ValueError."""
+    values = a.shape[0] * a.shape[2]
+    for name, tensor in (("ranks", ranks), ("scales", scales)):
+        if tensor.numel() < values:
+            raise ValueError(f"{name} must hold {values} values or more (got {tensor.numel()})")
+
+
 def _check(name: str, view: Tensor, shape: Sequence[int], strides: Sequence[int]) -> None:
     # an axis of length one may have any stride; one that is expanded has length one in memory
     fits = view.stride() == strides or all(

@@ -1,4 +1,4 @@
-"""The delta of a vocabulary embedding: public function and the custom operator behind it."""
+"""The delta of a vocabulary embedding: public function and the operator behind it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The delta of a linear layer: public functions and the custom operator behind them.
+"""The delta of a linear layer: public functions and the operator behind them.
 
 `dense_delta` is one opaque operator that only gets tensors and the slice widths. A layer's
 name or the number of active adapters can therefore not become a constant of a traced graph

@@ -30,7 +30,7 @@ class DenseShape:
     rank: int
     # bytes of one element of x, A, B and out
     itemsize: int
-    # left out of the hash, since hardly two shapes differ in it alone
+    # compared, but left out of the hash, which it would make slow
     tuning: Tuning = field(default=DEFAULT, repr=False, hash=False)
     # whether the shrink runs beside the base product, which hides it
     beside: bool = False

@@ -12,7 +12,7 @@ from lorakernels.batch.metadata import MIN_TILE_ROWS
 from lorakernels.common.sizes import power_of_2
 from lorakernels.runtime.tuning import DEFAULT, Tuning
 
-# counters of any alignment; a power of two
+# fewest counters that an alignment has; a power of two
 FEWEST_BINS = 16
 
 

@@ -14,7 +14,7 @@ from loragate.core.machine import select_interpreter
 
 select_interpreter()
 
-from lorakernels.common.slice_stacks import pack, whole  # noqa: E402
+from lorakernels.common.slice_stacks import check_constants, pack, whole  # noqa: E402
 from lorakernels.integrations.vllm.adoption import (  # noqa: E402
     LOGGER,
     MAX_SLICES,
@@ -99,6 +99,14 @@ def test_packed_factors_are_found_again_from_their_first_slice(shared: bool) -> 
     assert found.a.shape == (3, 1 if shared else 2, 2, 4, 6)
     assert torch.equal(found.a, torch.stack(a, dim=2))
     assert torch.equal(found.b, torch.cat(b, dim=2))
+
+
+def test_every_slot_and_slice_must_have_a_rank_and_a_scale() -> None:
+    a, ranks, scales = torch.zeros(3, 1, 2, 4, 8), torch.zeros(6), torch.zeros(7)
+    check_constants(ranks, scales, a)
+    for short in ((ranks[1:], scales, "ranks"), (ranks, scales[2:], "scales")):
+        with pytest.raises(ValueError, match=rf"{short[2]} must hold 6 values or more \(got 5\)"):
+            check_constants(*short[:2], a)
 
 
 def test_factors_that_are_not_packed_are_refused() -> None:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from lorakernels.common.slice_stacks import PackedFactors, whole
+from lorakernels.common.slice_stacks import PackedFactors, check_constants, whole
 from lorakernels.common.stacked_weights import SlotTensors
 from lorakernels.moe.align.metadata import PairMetadata
 from lorakernels.moe.align.ops import align_step
@@ -76,6 +76,7 @@ def _launch(
     router_weights: Tensor | None,
     add_inputs: bool,
 ) -> None:
+    check_constants(*constants, factors.a)
     add_delta(
         x,
         SlotTensors(factors.a, factors.b, *constants),

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from lorakernels.common.slice_stacks import whole
+from lorakernels.common.slice_stacks import check_constants, whole
 from lorakernels.common.stacked_weights import SlotTensors
 from lorakernels.dense.check import check_operands
 from lorakernels.dense.launch import launch_expand, launch_shrink
@@ -71,6 +71,7 @@ def _linear_delta(
     if not runs or x.shape[0] == 0:
         return
     factors = whole(a, b, slice_widths)
+    check_constants(ranks, scales, factors.a)
     packed_a, packed_b = factors.a[:, 0], factors.b[:, 0]
     check_operands(x, packed_a, packed_b, out)
     slots = packed_a.shape[0]

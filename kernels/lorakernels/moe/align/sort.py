@@ -16,7 +16,7 @@ from lorakernels.moe.align.kernels.sort import (
     write_tiles_kernel,
 )
 from lorakernels.moe.align.tables import PairTables
-from lorakernels.moe.tiles import digit_bins, sort_spans, sort_stride
+from lorakernels.moe.tiles import FEWEST_BINS, digit_bins, sort_spans, sort_stride
 from lorakernels.runtime.device import launch_options
 
 
@@ -88,7 +88,9 @@ def _sort(
     count_digits_kernel[(spans,)](
         source[0], counts, pairs.num_pairs, **digit, num_warps=4, **options
     )
-    sum_counts_kernel[(bins // 16,)](counts, spans, NUM_BINS=bins, BINS=16, PDL=pdl, **options)
+    sum_counts_kernel[(bins // FEWEST_BINS,)](
+        counts, spans, NUM_BINS=bins, BINS=FEWEST_BINS, PDL=pdl, **options
+    )
     move_digits_kernel[(spans,)](
         *source,
         *target,

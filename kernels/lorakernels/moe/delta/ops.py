@@ -1,4 +1,4 @@
-"""The delta of a MoE projection: public functions and the custom operator behind them.
+"""The delta of a MoE projection: public functions and the operator behind them.
 
 `moe_delta` is one opaque operator that only gets tensors and sizes, as `dense_delta` is. The number
 of rows is none of these sizes: the operator looks it up by the pairs.

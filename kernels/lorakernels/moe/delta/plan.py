@@ -45,7 +45,7 @@ class MoEShape:
     rank: int
     # bytes of one element of x, A, B and out
     itemsize: int
-    # left out of the hash, since hardly two shapes differ in it alone
+    # compared, but left out of the hash, which it would make slow
     tuning: Tuning = field(default=DEFAULT, repr=False, hash=False)
 
     @property
