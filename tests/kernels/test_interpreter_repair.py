@@ -258,6 +258,20 @@ def test_check_refuses_an_interpreter_that_truncates_instead_of_rounding(
         interpreter.check()
 
 
+def test_check_refuses_an_interpreter_that_rounds_by_the_first_bit_that_is_dropped(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    encode = interpreter.encode_bf16
+
+    def without_the_other_bits(values: Any, **options: Any) -> Any:
+        bits = np.ascontiguousarray(values, dtype=np.float32).view(np.uint32)
+        return encode((bits & np.uint32(0xFFFF8000)).view(np.float32), **options)
+
+    monkeypatch.setattr(interpreter, "encode_bf16", without_the_other_bits)
+    with pytest.raises(RuntimeError, match=r"Triton 3.* rounds to bf16 wrongly"):
+        interpreter.check()
+
+
 def test_without_the_switch_nothing_is_imported_and_nothing_repaired() -> None:
     script = (
         "import sys, lorakernels; assert 'triton' not in sys.modules\n"

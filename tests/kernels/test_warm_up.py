@@ -138,6 +138,13 @@ def test_a_way_to_launch_that_the_largest_batch_alone_needs_is_planned() -> None
         assert planned_sizes(slots, most)[-1] == most
 
 
+def test_no_batch_beyond_the_largest_one_is_planned() -> None:
+    slots = server(GEOMETRIES[0]).layer.slots
+    sizes = planned_sizes(slots, MOST)
+    for number, beyond in enumerate(sizes[1:], 1):
+        assert planned_sizes(slots, beyond - 1) == sizes[:number]
+
+
 @pytest.mark.parametrize("geometry", GEOMETRIES)
 def test_each_form_of_a_layer_and_of_a_delta_net_has_a_planned_size(
     geometry: Geometry, monkeypatch: pytest.MonkeyPatch

@@ -240,6 +240,19 @@ def test_base_weights_are_applied_to_the_quantised_activations() -> None:
     torch.testing.assert_close(out, run(same, batch, (0,) * TOKENS), rtol=1e-4, atol=1e-4)
 
 
+def test_quantised_activations_may_have_the_shape_of_the_input() -> None:
+    batch = Batch.draw()
+    options: dict[str, Any] = {"num_slots": SLOTS, "rank": RANK, "dtype": torch.float32}
+    layer = FusedMoELoRA(*map(of_8_bits, weights()), gate_up=GateUp.HALVES, **options)
+    rows = quantise_rows(batch.x)
+    flat = run(layer, batch, TOKEN_SLOTS, quantised_x=rows)
+    batch.x = batch.x[None]
+    out = run(
+        layer, batch, TOKEN_SLOTS, quantised_x=Quantised(rows.values[None], rows.scales[None])
+    )
+    assert torch.equal(out, flat[None])
+
+
 @pytest.mark.parametrize("padded", [None, 24])
 def test_quantised_weights_are_cut_with_their_scales(padded: int | None) -> None:
     quantised = [of_8_bits(w) for w in weights()]

@@ -282,6 +282,12 @@ def test_an_ngram_is_followed_by_what_followed_it_before(
     assert NgramDrafts().propose([Text(tokens, None)], [count]) == [drafts]
 
 
+def test_each_text_needs_a_number_of_drafts() -> None:
+    texts = [Text((7, 8, 7), None), Text((7, 8, 7), None)]
+    with pytest.raises(ValueError, match="shorter"):
+        NgramDrafts().propose(texts, [1])
+
+
 @given(st.lists(st.integers(0, 2), max_size=5), st.lists(st.integers(0, 2), min_size=6, max_size=6))
 def test_drafts_are_accepted_up_to_the_first_that_was_not_chosen(
     drafts: list[int], chosen: list[int]
