@@ -30,13 +30,11 @@ class Running:
         self._ended = 0
         # how many trials have ended
         self._through = 0
-
-    @property
-    def wanted(self) -> tuple[Wanted, ...]:
-        """The trials of the process, in their order."""
-        return tuple(
+        # the trials of the process, in their order. Listed once: they may be thousands, and each of
+        # them is looked up when it ends
+        self.wanted = tuple(
             Wanted(case=step.run.run_id, draw=step.run.draw, measure=step.measure)
-            for step in self.order.steps
+            for step in order.steps
         )
 
     @property
