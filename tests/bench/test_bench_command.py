@@ -144,9 +144,9 @@ def test_an_invalid_section_is_reported_with_its_file_and_field(
 
 
 def test_a_bar_that_is_missed_or_was_not_measured_says_so() -> None:
-    bars = [Bar("a", 1.0, 0.5), Bar("b", 1.0, 1.5, note="aim 0.9"), Bar("c", 1.0, None)]
+    bars = [Bar("a", 1.0, 0.5), Bar("b", 1.0, 1.002, note="aim 0.9"), Bar("c", 1.0, None)]
     assert markdown_bars(bars) == [
-        "* a: **0.50** (bar 1.0)",
-        "* b: **1.50** (missed: bar 1.0, aim 0.9)",
+        "* a: **0.500** (bar 1.0)",
+        "* b: **1.002** (missed: bar 1.0, aim 0.9)",
         "* c: **-** (not measured: bar 1.0)",
     ]

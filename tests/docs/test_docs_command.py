@@ -147,8 +147,8 @@ def test_bars_of_graphs_that_are_missed_in_the_record_are_missed_on_the_pages(co
     assert main(["docs"]) == ExitCode.OK
     readme, bars = ((copied / page).read_text() for page in ("README.md", "docs/benchmarks.md"))
     assert "and 79 to 79 us of the host beside its launch" in readme
-    assert "host work between two replays, us, worst, 79.00 instead of at most 60.0" in readme
-    assert "us, worst | 60.0 | 79.00 | missed |" in bars
+    assert "host work between two replays, us, worst, 79.000 instead of at most 60.0" in readme
+    assert "us, worst | 60.0 | 79.000 | missed |" in bars
 
 
 @pytest.mark.parametrize("key", ["attempts", "draws"])

@@ -37,15 +37,19 @@ def number(value: float | None, digits: int = 1) -> str:
     return NONE if value is None else f"{value:.{digits}f}"
 
 
+def measured(bar: Bar) -> str:
+    """With a digit more than targets have: one that is just missed must not look met."""
+    return number(bar.measured, 3)
+
+
 def bar_line(bar: Bar) -> str:
     note = f" ({bar.note})" if bar.note else ""
-    measured = number(bar.measured, 3)
-    return f"{bar.verdict.value:<12} {bar.name}: {measured}, bar {bar.target}{note}"
+    return f"{bar.verdict.value:<12} {bar.name}: {measured(bar)}, bar {bar.target}{note}"
 
 
 def markdown_bars(bars: Iterable[Bar]) -> list[str]:
     return [
-        f"* {bar.name}: **{number(bar.measured, 2)}** "
+        f"* {bar.name}: **{measured(bar)}** "
         f"({_PREFIXES[bar.verdict]}bar {bar.target}{', ' + bar.note if bar.note else ''})"
         for bar in bars
     ]

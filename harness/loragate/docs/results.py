@@ -13,7 +13,7 @@ from loragate.bench.graphs_figures import GraphFigures
 from loragate.bench.moe_figures import ADDED_TOKENS, MoEFigures
 from loragate.bench.moe_rows import LAYER_RANK
 from loragate.bench.streams_figures import StreamFigures
-from loragate.bench.text import markdown, number
+from loragate.bench.text import markdown, measured, number
 from loragate.core.verdict import Verdict
 
 Section = Mapping[str, Any]
@@ -180,7 +180,7 @@ def bars_table(
 
 def _bar_cells(bench: str, bar: Bar) -> list[str]:
     outcome = _OUTCOMES[bar.verdict]
-    return [f"`bench {bench}`: {bar.name}", _target(bar), number(bar.measured, 2), outcome]
+    return [f"`bench {bench}`: {bar.name}", _target(bar), measured(bar), outcome]
 
 
 _OUTCOMES: Mapping[Verdict, str] = {
@@ -197,7 +197,7 @@ def _target(bar: Bar) -> str:
 def _bars_sentence(bars: Sequence[Bar]) -> str:
     met = sum(bar.verdict is Verdict.PASS for bar in bars)
     rest = [
-        f"{bar.name}, {number(bar.measured, 2)} instead of at most {bar.target}"
+        f"{bar.name}, {measured(bar)} instead of at most {bar.target}"
         for bar in bars
         if bar.verdict is not Verdict.PASS
     ]
