@@ -19,6 +19,7 @@ from loragate.core.machine import select_interpreter
 select_interpreter()
 
 from lorakernels.batch.metadata import BatchMetadata  # noqa: E402
+from lorakernels.common.quantised import Quantised, quantise_rows  # noqa: E402
 from lorakernels.dense import sharded  # noqa: E402
 from lorakernels.layers.gate_up import GateUp  # noqa: E402
 from lorakernels.layers.moe import FusedMoELoRA, MoEScratch  # noqa: E402
@@ -195,6 +196,40 @@ def test_layers_of_16_bits_differ_by_roundings_alone() -> None:
     group = Group.of(3, dtype=torch.bfloat16)
     x = randn(10, HIDDEN, seed=3).bfloat16()
     group.check(x, limit=0.15)
+
+
+def test_base_products_of_8_bits_are_those_of_ranks_that_hold_whole_adapters() -> None:
+    # a rank quantises its part of the activations of down by itself, so that a layer that is not
+    # cut is no reference
+    weights = [
+        Quantised(rows.values.view(w.shape), rows.scales.view(w.shape[:2]))
+        for w in (randn(EXPERTS, 2 * INTER, HIDDEN, seed=1), randn(EXPERTS, HIDDEN, INTER, seed=2))
+        for rows in [quantise_rows(w.flatten(0, 1))]
+    ]
+    x, (ids, router) = randn(10, HIDDEN, seed=3), routes(10)
+    totals, tp = {}, 2
+    for sharding in LoRASharding:
+        simulated = SimulatedRanks(tp)
+        calls = []
+        for rank in range(tp):
+            layer = FusedMoELoRA(
+                *weights,
+                num_slots=SLOTS,
+                rank=RANK,
+                gate_up=GateUp.HALVES,
+                dtype=torch.float32,
+                place=MoERank(1, 0, tp, rank),
+                sharding=sharding,
+                collective=simulated.rank(rank) if sharding is LoRASharding.RANK else None,
+            )
+            for slot in range(3):
+                layer.load_adapter(slot, adapter(slot))
+            calls.append(step_of(layer, x, ids, router, ROWS, quantised_x=quantise_rows(x)))
+        totals[sharding] = torch.stack(simulated.run(calls)).sum(0)
+    # a value may be rounded to its neighbour of 8 bits where sums are added in another order
+    torch.testing.assert_close(
+        totals[LoRASharding.RANK], totals[LoRASharding.BASE], rtol=0, atol=0.05
+    )
 
 
 def test_each_rank_holds_its_part_of_both_factors() -> None:
