@@ -7,12 +7,10 @@ graph. It looks up here what it must know, when it runs.
 
 from __future__ import annotations
 
-from collections.abc import MutableMapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from lorakernels.runtime.streams import is_capturing
 
@@ -36,22 +34,29 @@ class PreparedStep:
     base_rows: BaseRows | None = None
 
 
-_STEPS: MutableMapping[Tensor, PreparedStep] = WeakTensorKeyDictionary()
+# of a tensor, which keeps its record in it: every launch asks, and a table of tensors, which
+# compares them by identity in Python, takes ten times as long
+_ATTRIBUTE = "_lorakernels_step"
 
 
 def step_of(tensor: Tensor) -> PreparedStep:
-    """The record of the mapping with this tensor, which is the same one for all of its steps.
-    Finding it takes longer than writing it: who prepares every step keeps it."""
-    step = _STEPS.get(tensor)
+    """The record of the mapping with this tensor, which is the same one for all of its steps."""
+    step = _known_step(tensor)
     if step is None:
-        step = _STEPS[tensor] = PreparedStep()
+        step = PreparedStep()
+        setattr(tensor, _ATTRIBUTE, step)
+    return step
+
+
+def _known_step(tensor: Tensor) -> PreparedStep | None:
+    step: PreparedStep | None = vars(tensor).get(_ATTRIBUTE)
     return step
 
 
 def prepared_rows(tensor: Tensor) -> int | None:
     """The rows of the step that the mapping with this tensor was prepared for; None where that is
     not known, such as for the copy that a CUDA graph of torch.compile reads."""
-    step = _STEPS.get(tensor)
+    step = _known_step(tensor)
     return None if step is None else step.num_rows
 
 
@@ -62,7 +67,7 @@ def note_rows(tensor: Tensor, num_rows: int) -> None:
 
 def base_rows(tensor: Tensor) -> BaseRows | None:
     """The step of the mapping with this tensor, if the host knows that it has base rows alone."""
-    step = _STEPS.get(tensor)
+    step = _known_step(tensor)
     return None if step is None else step.base_rows
 
 

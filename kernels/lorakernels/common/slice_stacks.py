@@ -14,6 +14,8 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from lorakernels.common.sizes import remembered
+
 Slices = tuple[Tensor, ...]
 
 
@@ -42,21 +44,39 @@ def pack(a: Sequence[Tensor], b: Sequence[Tensor]) -> tuple[Slices, Slices]:
     return views_a, views_b
 
 
+class _Place(NamedTuple):
+    """How a tensor lies in its memory."""
+
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+
+    @classmethod
+    def contiguous(cls, *shape: int) -> _Place:
+        return cls(shape, tuple(math.prod(shape[axis:]) for axis in range(1, len(shape) + 1)))
+
+
 def whole(a: Tensor, b: Tensor, widths: Sequence[int]) -> PackedFactors:
     """The buffers of a layer from the views of its first slice in memory.
 
     Factors that are expanded over the experts without a copy count as shared. Raises ValueError
     where the views are none of `pack`.
     """
+    places = _Place(a.shape, a.stride()), _Place(b.shape, b.stride())
+    whole_a, whole_b = _buffers_of(*places, tuple(widths))
+    return PackedFactors(a.as_strided(*whole_a), b.as_strided(*whole_b), list(widths))
+
+
+# a step that no graph replays asks in every layer, and most layers are alike
+@remembered
+def _buffers_of(a: _Place, b: _Place, widths: tuple[int, ...]) -> tuple[_Place, _Place]:
+    """The buffers of A and B, from the views of their first slices. ValueError."""
     slots, _, rank, in_features = a.shape
-    experts_a, experts_b = (1 if part.stride(1) == 0 else part.shape[1] for part in (a, b))
-    shape_a = (slots, experts_a, len(widths), rank, in_features)
-    shape_b = (slots, experts_b, sum(widths), rank)
-    strides_a, strides_b = _contiguous(shape_a), _contiguous(shape_b)
-    _check("a", a, (*shape_a[:2], *shape_a[3:]), (*strides_a[:2], *strides_a[3:]))
-    _check("b", b, (*shape_b[:2], widths[0], rank), strides_b)
-    whole_a, whole_b = a.as_strided(shape_a, strides_a), b.as_strided(shape_b, strides_b)
-    return PackedFactors(whole_a, whole_b, list(widths))
+    experts_a, experts_b = (1 if part.strides[1] == 0 else part.shape[1] for part in (a, b))
+    whole_a = _Place.contiguous(slots, experts_a, len(widths), rank, in_features)
+    whole_b = _Place.contiguous(slots, experts_b, sum(widths), rank)
+    _check("a", a, _Place(*((*part[:2], *part[3:]) for part in whole_a)))
+    _check("b", b, _Place((*whole_b.shape[:2], widths[0], rank), whole_b.strides))
+    return whole_a, whole_b
 
 
 def check_constants(ranks: Tensor, scales: Tensor, a: Tensor) -> None:
@@ -67,18 +87,15 @@ def check_constants(ranks: Tensor, scales: Tensor, a: Tensor) -> None:
             raise ValueError(f"{name} must hold {values} values or more (got {tensor.numel()})")
 
 
-def _check(name: str, view: Tensor, shape: Sequence[int], strides: Sequence[int]) -> None:
+def _check(name: str, view: _Place, first: _Place) -> None:
+    shape, strides = first
     # an axis of length one may have any stride; one that is expanded has length one in memory
-    fits = view.stride() == strides or all(
+    fits = view.strides == strides or all(
         have == wanted or size == 1
-        for have, wanted, size in zip(view.stride(), strides, shape, strict=True)
+        for have, wanted, size in zip(view.strides, strides, shape, strict=True)
     )
     if view.shape[2:] != tuple(shape[2:]) or not fits:
         raise ValueError(
             f"{name} must be the first slice of a packed layer, {list(shape)} with strides "
-            f"{list(strides)} (got {list(view.shape)} with strides {list(view.stride())})"
+            f"{list(strides)} (got {list(view.shape)} with strides {list(view.strides)})"
         )
-
-
-def _contiguous(shape: Sequence[int]) -> tuple[int, ...]:
-    return tuple(math.prod(shape[axis:]) for axis in range(1, len(shape) + 1))

@@ -85,7 +85,7 @@ FAULTS = (
     ),
     _experts(
         "plug-in-swapped-slices-taken-as-packed",
-        "    is_swapped = offsets[0] > offsets[-1]\n",
+        "    is_swapped = a[0].storage_offset() > a[-1].storage_offset()\n",
         "    is_swapped = False\n",
         source="own",
         why="Reversed slices are read from the place of the second one.",

@@ -60,10 +60,9 @@ def add_expert_delta(
 def factors_of(a: Sequence[Tensor], b: Sequence[Tensor]) -> tuple[PackedFactors, bool]:
     """The buffers behind the slices of a layer, and whether two slices come in the reverse of
     memory's order. Raises ValueError."""
-    offsets = [part.storage_offset() for part in a]
-    is_swapped = offsets[0] > offsets[-1]
-    order = slice(None, None, -1) if is_swapped else slice(None)
-    a, b = a[order], b[order]
+    is_swapped = a[0].storage_offset() > a[-1].storage_offset()
+    if is_swapped:
+        a, b = a[::-1], b[::-1]
     return whole(a[0], b[0], [part.shape[2] for part in b]), is_swapped
 
 
