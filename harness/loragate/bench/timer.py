@@ -5,9 +5,9 @@ Invariant: what is compared runs in turns, so that a drifting GPU clock affects 
 
 from __future__ import annotations
 
-import random
 import time
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from itertools import cycle, islice
 from statistics import median
 from typing import Protocol, TypeVar
 
@@ -69,10 +69,14 @@ def graph_of(call: Callable[[], object]) -> torch.cuda.CUDAGraph:
 def replay_in_turns(
     graphs: Mapping[_Key, torch.cuda.CUDAGraph],
     *,
-    replays: int = REPLAYS,
+    replays: int | None = None,
     warm_ups: int = _WARM_UP,
 ) -> dict[_Key, float]:
-    """Microseconds a call: for each graph the median of `replays` replays."""
+    """Microseconds a call: for each graph the median of `replays` replays, by default REPLAYS or as
+    many more as let each graph come behind each other one equally often."""
+    if replays is None:
+        whole = len(_balanced_orders(len(graphs)))
+        replays = whole * -(-REPLAYS // whole)
     for _ in range(warm_ups):
         for graph in graphs.values():
             graph.replay()
@@ -90,11 +94,19 @@ def replay_in_turns(
 
 
 def _turns(names: Sequence[_Key], rounds: int) -> Iterator[_Key]:
-    """Each name once a round, in an order that changes: the graph before leaves behind a clock at
-    the GPU's power limit, which must not always be that of the same one."""
-    draw = random.Random(0)
-    for _ in range(rounds):
-        yield from draw.sample(names, len(names))
+    """Each name once a round. The graph before leaves behind a clock at the GPU's power limit: over
+    the rounds, each name comes behind each other one equally often."""
+    for order in islice(cycle(_balanced_orders(len(names))), rounds):
+        yield from (names[place] for place in order)
+
+
+def _balanced_orders(count: int) -> list[list[int]]:
+    """A Williams design: orders of `count` places in which each place is behind each other one
+    equally often, which takes as many orders, or twice as many where `count` is odd."""
+    # 0, then the last, then 1, then the last but one, ..
+    first = [place // 2 if place % 2 == 0 else count - 1 - place // 2 for place in range(count)]
+    orders = [[(place + start) % count for place in first] for start in range(count)]
+    return orders if count % 2 == 0 else [*orders, *(order[::-1] for order in orders)]
 
 
 class _Span:
