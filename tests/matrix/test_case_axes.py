@@ -199,6 +199,15 @@ groups:
             "heads: 2, parallel: row",
             "heads: given 2 with row and even; allowed: with column and even",
         ),
+        (
+            "heads: 0, sharding: rank, streams: dual",
+            "sharding: given rank with streams dual; allowed: with sequential",
+        ),
+        (
+            "heads: 0, parallel: row, sharding: rank",
+            "sharding: given rank with row, [32, 24, 24] and tp 4; "
+            "allowed: one slice of tp columns or more",
+        ),
     ],
 )
 def test_impossible_cuts_are_reported(write: Write, axes: str, reported: str) -> None:
@@ -246,6 +255,10 @@ groups:
             "allowed: a divisor of the intermediate size",
         ),
         ("tp: 1", "router: is missing here and in defaults; allowed: output, input"),
+        (
+            "router: input, sharding: rank, streams: dual",
+            "sharding: given rank with streams dual; allowed: with sequential",
+        ),
     ],
 )
 def test_impossible_moe_layers_are_reported(write: Write, axes: str, reported: str) -> None:

@@ -223,7 +223,7 @@ class Case(EngineAxes):
     # of each slice but the first, whose heads are as many as ranks; 0: any columns may be cut.
     # Where there are fewer heads than ranks, several ranks hold the same one
     heads: Annotated[int, Axis(sites=_LINEAR, minimum=0)] = 0
-    sharding: Annotated[Sharding, Axis(sites=_LINEAR)] = Sharding.BASE
+    sharding: Annotated[Sharding, Axis(sites=_LINEAR | _LAYER)] = Sharding.BASE
     # dimensions of x: [rows, in_features], or [2 or 1, rows, in_features]; embedding: of its result
     input_dims: Annotated[
         int,

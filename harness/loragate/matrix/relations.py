@@ -83,6 +83,11 @@ def _sharding_problems(
         yield "sharding", f"{message}; allowed: one slice of tp columns or more"
 
 
+def _sharded_experts_problems(streams: Streams, sharding: Sharding) -> Iterator[tuple[str, str]]:
+    if sharding is Sharding.RANK and streams is Streams.DUAL:
+        yield "sharding", f"given {sharding} with streams {streams}; allowed: with sequential"
+
+
 def _beside_problems(streams: Streams, beside: Beside) -> Iterator[tuple[str, str]]:
     if beside is not Beside.SHRINK and streams is not Streams.DUAL:
         yield "beside", f"given {beside} with streams {streams}; allowed: with dual"
@@ -191,6 +196,7 @@ RELATIONS = (
         _layer_problems,
     ),
     Relation(frozenset({Site.MOE_LAYER}), ("placement", "ep"), _placement_problems),
+    Relation(frozenset({Site.MOE_LAYER}), ("streams", "sharding"), _sharded_experts_problems),
     Relation(
         frozenset({Site.MOE_LAYER}),
         ("slices", "activation", "gate_up", "expert_bias", "router"),

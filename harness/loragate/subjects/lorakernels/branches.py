@@ -38,6 +38,9 @@ def branches(case: Case) -> frozenset[str]:
     """The branches that the first batch of a case takes; none for a batch without rows."""
     if not case.tokens:
         return frozenset()
+    if case.sharding is Sharding.RANK:
+        # its two plans are of two ranks; each is that of some other case
+        return frozenset()
     size = 4 if case.dtype is Dtype.FP32 else 2
     if case.site is Site.MOE_LAYER:
         return frozenset(_layer(case, size))
@@ -53,9 +56,6 @@ def branches(case: Case) -> frozenset[str]:
     if case.site is Site.EMBEDDING:
         shape = DenseShape(case.tokens, 1, case.slices, case.rank, size)
         return frozenset(_looked_up(shape, slots=case.slots))
-    if case.sharding is Sharding.RANK:
-        # its two plans are of two ranks; each is that of some other case
-        return frozenset()
     by_columns = case.tp if case.parallel is Parallel.COLUMN else 1
     by_rows = case.tp if case.parallel is Parallel.ROW else 1
     widths = tuple(-(-width // by_columns) for width in case.slices)

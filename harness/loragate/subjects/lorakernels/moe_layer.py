@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import cache, partial, reduce
 from itertools import product
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,6 +22,7 @@ from loragate.matrix.case import (
     GateUp,
     Placement,
     RouterWeights,
+    Sharding,
     Sharing,
     Streams,
 )
@@ -34,10 +36,12 @@ from lorakernels.layers.expert_packing import GATE_UP
 from lorakernels.layers.expert_placement import ExpertPlacement
 from lorakernels.layers.moe import GATED, FusedMoELoRA, MoEScratch
 from lorakernels.layers.moe_partition import MoERank
+from lorakernels.layers.partition import LoRASharding
 from lorakernels.moe.align.metadata import PairMetadata
 from lorakernels.moe.layer import ops as moe
 from lorakernels.moe.layer.forms import MoEForm
 from lorakernels.moe.weights import ExpertFactors
+from lorakernels.runtime.collectives import SimulatedRanks
 
 _PLAIN = GATED[1:]
 _ROUTER = {
@@ -63,6 +67,8 @@ class MoELayer(Mapping):
         self.is_quantised = base.scales is not None
         self.input_dims = case.input_dims
         self.is_dual = case.streams is Streams.DUAL
+        # the ranks that share experts, which exchange what adapters leave that are cut by rank
+        self.groups = [SimulatedRanks(case.tp) for _ in range(case.ep)]
         self.ranks = [
             self._rank(case, base, MoERank(case.ep, ep, case.tp, tp))
             for ep, tp in product(range(case.ep), range(case.tp))
@@ -96,6 +102,10 @@ class MoELayer(Mapping):
             w13 = Quantised(base.weight, base.scales[0])
             w2 = Quantised(base.down, base.scales[1])
         gated = len(self.projections) == 3
+        sharded: dict[str, Any] = {}
+        if case.sharding is Sharding.RANK:
+            group = self.groups[place.ep_rank].rank(place.tp_rank)
+            sharded = {"sharding": LoRASharding.RANK, "collective": group}
         return FusedMoELoRA(
             w13,
             w2,
@@ -112,6 +122,7 @@ class MoELayer(Mapping):
             place=place,
             placement=_placement(case),
             padded_intermediate=-(-case.slices[0] // case.tp) * case.tp,
+            **sharded,
         )
 
     def load(self, slot: int, pool: Pool) -> None:
@@ -125,8 +136,10 @@ class MoELayer(Mapping):
         parts = dict(zip(names, factors, strict=True))
         for layer in self.ranks:
             layer.load_adapter(slot, parts)
-            keep_dead_nan(layer.w13_slots, slot, pool)
-            keep_dead_nan(layer.w2_slots, slot, pool.down)
+            # a layer with a part of the ranks computes as many as another one has live
+            if self.case.sharding is Sharding.BASE:
+                keep_dead_nan(layer.w13_slots, slot, pool)
+                keep_dead_nan(layer.w2_slots, slot, pool.down)
 
     def unload(self, slot: int) -> None:
         for layer in self.ranks:
@@ -137,7 +150,15 @@ class MoELayer(Mapping):
         x = in_dims(x, self.input_dims)
         if self.is_dual:
             return self._from(0, routes, quantised_x, x).view(out.shape)
-        parts = [self._part(i, x, routes, quantised_x) for i in range(len(self.ranks))]
+        calls = [
+            partial(self._part, rank, x, routes, quantised_x) for rank in range(len(self.ranks))
+        ]
+        tp = self.case.tp
+        parts = [
+            part
+            for number, group in enumerate(self.groups)
+            for part in group.run(calls[number * tp : (number + 1) * tp])
+        ]
         return reduce(torch.add, parts).view(out.shape)
 
     def _from(self, first: int, routes: Routes, quantised_x: Quantised | None, x: Tensor) -> Tensor:
