@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from types import TracebackType
 
 import pytest
@@ -115,6 +116,86 @@ def test_nothing_in_an_operator_is_recorded_for_gradients() -> None:
     leaf = torch.ones(3, requires_grad=True)
     torch.ops.lorakernels.test_multiplies(torch.full((3,), 4.0), leaf)
     assert leaf.tolist() == [4, 4, 4]
+
+
+def _as_many(x: Tensor, shrunk: list[Tensor]) -> Tensor:
+    return torch.empty_like(x)
+
+
+@register_operator("test_returns", mutates=("shrunk",), fake=_as_many)
+def returns(x: Tensor, shrunk: list[Tensor]) -> Tensor:
+    callers[:] = modules_of_callers()
+    shrunk[0].copy_(x)
+    return x * 2
+
+
+@register_operator("test_sums", mutates=(), fake=lambda parts: torch.empty_like(parts[0]))
+def sums(parts: list[Tensor]) -> Tensor:
+    return torch.stack(parts).sum(0)
+
+
+def doubled(x: Tensor, shrunk: Tensor) -> Tensor:
+    result: Tensor = torch.ops.lorakernels.test_returns(x, [shrunk])
+    return result
+
+
+@pytest.mark.parametrize("mode", [torch.inference_mode, torch.no_grad, torch.enable_grad])
+def test_an_operator_that_returns_runs_without_the_functions_of_a_custom_operator(
+    mode: Callable[[], AbstractContextManager[None]],
+) -> None:
+    with mode():
+        shrunk = torch.zeros(3)
+        assert doubled(torch.ones(3), shrunk).tolist() == [2, 2, 2]
+    assert shrunk.tolist() == [1, 1, 1]
+    assert not [name for name in callers if name.startswith("torch._library")]
+
+
+def test_what_an_operator_returns_has_no_gradient() -> None:
+    x = torch.ones(3, requires_grad=True)
+    result = doubled(x, torch.zeros(3))
+    assert result.requires_grad
+    with pytest.raises(RuntimeError, match="lorakernels::test_returns has no gradient"):
+        result.sum().backward()
+    with torch.no_grad():
+        assert not doubled(x, torch.zeros(3)).requires_grad
+    assert not doubled(torch.ones(3), torch.zeros(3)).requires_grad
+    # one of a list counts as well
+    result = torch.ops.lorakernels.test_sums([torch.ones(3), x])
+    with pytest.raises(RuntimeError, match="lorakernels::test_sums has no gradient"):
+        result.sum().backward()
+
+
+def test_a_graph_of_torch_holds_an_operator_that_returns() -> None:
+    def step(x: Tensor) -> Tensor:
+        shrunk = torch.zeros(3)
+        before = shrunk.clone()
+        return doubled(x, shrunk) + shrunk + before
+
+    traced = torch.compile(step, backend="aot_eager", fullgraph=True)
+    assert traced(torch.ones(3)).tolist() == [3, 3, 3]
+    with torch.inference_mode():
+        assert traced(torch.ones(3)).tolist() == [3, 3, 3]
+
+
+def test_an_operator_that_returns_passes_the_checks_of_torch() -> None:
+    for grad in (False, True):
+        operands = torch.ones(3, requires_grad=grad), [torch.ones(3)]
+        # a gradient is what it refuses
+        tests = (
+            "test_schema",
+            "test_faketensor",
+            *(() if grad else ("test_aot_dispatch_dynamic",)),
+        )
+        torch.library.opcheck(torch.ops.lorakernels.test_returns, operands, test_utils=tests)
+
+
+def test_a_gradient_that_needs_what_an_operator_that_returns_has_changed_is_refused() -> None:
+    x = torch.ones(3, requires_grad=True)
+    saved = torch.exp(x)
+    with torch.no_grad():
+        doubled(torch.ones(3), saved)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        saved.sum().backward()
 
 
 def test_an_operator_may_be_registered_again() -> None:

@@ -22,6 +22,7 @@ from lorakernels.dense.ops import DenseWorkspace, branch_buffer, shape_of, view_
 from lorakernels.dense.plan import DenseShape, plan_shrink, stored_delta
 from lorakernels.dense.weights import SlotWeights
 from lorakernels.runtime.device import supports_pdl
+from lorakernels.runtime.operators import register_operator
 from lorakernels.runtime.options import dual_stream
 from lorakernels.runtime.streams import fork_join
 
@@ -147,7 +148,12 @@ def _add_stored(base: Callable[[], Tensor], delta: Delta, *beside: Callable[[], 
     return out
 
 
-@torch.library.custom_op("lorakernels::lora_linear", mutates_args=("shrunk",))
+def _output(x: Tensor, weight: Tensor, *others: object) -> Tensor:
+    """What the operator returns for tensors without data."""
+    return x.new_empty(x.shape[0], weight.shape[0])
+
+
+@register_operator("lora_linear", mutates=("shrunk",), fake=_output)
 def _lora_linear(
     x: Tensor,
     weight: Tensor,
@@ -170,8 +176,3 @@ def _lora_linear(
     delta = Delta.of(x, slots, slice_widths, TileTables(tile_slots, tile_rows, num_tiles), shrunk)
     plan = LinearForm(form) if form else plan_form(delta.shape, dual_stream=dual_stream(x.device))
     return add_delta(base, delta, plan)
-
-
-@_lora_linear.register_fake
-def _(x: Tensor, weight: Tensor, *others: object) -> Tensor:
-    return x.new_empty(x.shape[0], weight.shape[0])

@@ -22,6 +22,7 @@ from lorakernels.dense.ops import DenseWorkspace
 from lorakernels.dense.weights import SlotWeights
 from lorakernels.gdn.forms import GDNForm, check_form, plan_gdn
 from lorakernels.gdn.products import BaseProduct
+from lorakernels.runtime.operators import register_operator
 from lorakernels.runtime.options import dual_stream
 
 
@@ -63,7 +64,12 @@ def gdn_in_proj(
     return out
 
 
-@torch.library.custom_op("lorakernels::gdn_in_proj", mutates_args=("shrunk",))
+def _output(x: Tensor, weights: list[Tensor], *others: object) -> Tensor:
+    """What the operator returns for tensors without data."""
+    return x.new_empty(x.shape[0], sum(weight.shape[0] for weight in weights))
+
+
+@register_operator("gdn_in_proj", mutates=("shrunk",), fake=_output)
 def _gdn_in_proj(
     x: Tensor,
     weights: list[Tensor],
@@ -92,11 +98,6 @@ def _gdn_in_proj(
     qkvz, ba = _writers(x, two, qkvz_features)
     linear = LinearForm.SINGLE if plan is GDNForm.SERIAL else LinearForm.DUAL
     return add_delta(qkvz, delta, linear, ba)
-
-
-@_gdn_in_proj.register_fake
-def _(x: Tensor, weights: list[Tensor], *others: object) -> Tensor:
-    return x.new_empty(x.shape[0], sum(weight.shape[0] for weight in weights))
 
 
 def _plan(delta: Delta, products: Sequence[BaseProduct]) -> GDNForm:
