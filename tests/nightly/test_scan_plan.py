@@ -151,7 +151,7 @@ def test_of_cases_that_wait_for_each_others_memory_one_worker_of_each_gpu_has_al
     ],
 )
 def test_a_wave_of_few_cases_has_up_to_eight_draws_of_each(bits_s: float, trials: set[int]) -> None:
-    known = {f"case-{k}": Known(bits=10**8, bits_s=bits_s) for k in range(20)}
+    known = {f"case-{k}": Known(bits=10**8, judged=1, bits_s=bits_s) for k in range(20)}
     wave = _wave(0, known, place=Place(workers=12), seconds_left=3000.0)
     wanted = [each for _, steps in wave.processes for each in steps]
     found = Counter(each.case for each in set(wanted))
@@ -159,6 +159,13 @@ def test_a_wave_of_few_cases_has_up_to_eight_draws_of_each(bits_s: float, trials
     # an oracle judges a new draw each time
     judged = [each for _, steps in _wave(3, _CASES).processes for each in steps]
     assert set(Counter(each.case for each in judged).values()) == {1}
+
+
+def test_waves_of_bits_leave_time_for_oracles_as_long_as_a_case_was_never_judged() -> None:
+    known = {f"case-{k}": Known(bits=10**8, judged=k, bits_s=0.1) for k in range(20)}
+    wave = _wave(0, known, place=Place(workers=12), seconds_left=3000.0)
+    found = Counter(each.case for _, steps in wave.processes for each in set(steps))
+    assert set(found.values()) == {3}
 
 
 def _seconds_alone(known: dict[str, Known]) -> float:
@@ -169,7 +176,8 @@ def _seconds_alone(known: dict[str, Known]) -> float:
 
 def test_waves_alone_are_as_short_as_the_others_of_few_cases() -> None:
     def few(count: int, **takes: float) -> float:
-        return _seconds_alone({f"case-{k}": Known(**takes) for k in range(count)})  # type: ignore[arg-type]
+        known = {f"case-{k}": Known(judged=1, **takes) for k in range(count)}  # type: ignore[arg-type]
+        return _seconds_alone(known)
 
     # 120 s of each of the three other waves
     whole = few(40_000, bits_s=0.05, judged_s=1.0)

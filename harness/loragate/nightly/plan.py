@@ -32,6 +32,8 @@ _COLD = 0.125
 _WAITING = 0.025
 # trials of bits are short: so many of each case, where a wave would end early without
 _DRAWS = 8
+# as long as a case was never judged, which waves of many draws would leave less time for
+_FIRST_DRAWS = 3
 # the longest trial that others may have to wait for before a wave alone
 SHORT_S = 2.0
 
@@ -146,7 +148,8 @@ def next_wave(
         chosen = _chosen(known, measure, length, rng, first=_by_path, longest=length, draws=1)
         return _alone(_split(chosen, known), place, rng)
     whole = length * place.workers
-    chosen = _chosen(known, measure, whole, rng, first=_by_trials, large_s=length)
+    draws = _draws(known)
+    chosen = _chosen(known, measure, whole, rng, first=_by_trials, large_s=length, draws=draws)
     conditions = replace(PLAIN, neighbours=place.neighbours)
     return _dealt(_split(chosen, known), conditions, place, rng)
 
@@ -169,6 +172,11 @@ def short_wave(known: Mapping[str, Known], place: Place, *, number: int, seed: i
     return _dealt(_split(chosen, short), conditions, place, rng)
 
 
+def _draws(known: Mapping[str, Known]) -> int:
+    """The most draws of a case in a wave of bits."""
+    return _DRAWS if all(case.judged for case in known.values()) else _FIRST_DRAWS
+
+
 def _part_alone(place: Place) -> float:
     """How long a wave alone is, as a part of the three others."""
     lost = _WAITING * place.slots / (place.slots - len(place.gpus or ("",)))
@@ -179,7 +187,8 @@ def _cycle(known: Mapping[str, Known], length: float, place: Place) -> float:
     """What the three others last together: few cases have too few trials for a whole wave."""
     judged = min(length, sum(case.judged_s for case in known.values()) / place.workers)
     with_bits = [case.bits_s for case in known.values() if case.has_bits]
-    bits = min(length, _DRAWS * sum(with_bits) / place.workers) if with_bits else judged
+    trials_s = _draws(known) * sum(with_bits)
+    bits = min(length, trials_s / place.workers) if with_bits else judged
     return judged + 2 * bits
 
 
