@@ -70,20 +70,18 @@ def _head_problems(
 
 
 def _sharding_problems(
-    slices: tuple[int, ...], parallel: Parallel, tp: int, streams: Streams, sharding: Sharding
+    slices: tuple[int, ...], parallel: Parallel, tp: int, sharding: Sharding
 ) -> Iterator[tuple[str, str]]:
     if sharding is Sharding.BASE:
         return
     if parallel is Parallel.REPLICATED:
         yield "sharding", f"given {sharding} with {parallel}; allowed: with column or row"
-    if streams is Streams.DUAL:
-        yield "sharding", f"given {sharding} with streams {streams}; allowed: with sequential"
     if parallel is Parallel.ROW and (len(slices) > 1 or slices[0] < tp):
         message = f"given {sharding} with {parallel}, {list(slices)} and tp {tp}"
         yield "sharding", f"{message}; allowed: one slice of tp columns or more"
 
 
-def _sharded_experts_problems(streams: Streams, sharding: Sharding) -> Iterator[tuple[str, str]]:
+def _exchange_problems(streams: Streams, sharding: Sharding) -> Iterator[tuple[str, str]]:
     if sharding is Sharding.RANK and streams is Streams.DUAL:
         yield "sharding", f"given {sharding} with streams {streams}; allowed: with sequential"
 
@@ -178,8 +176,11 @@ RELATIONS = (
     ),
     Relation(
         frozenset({Site.LORA_LINEAR}),
-        ("slices", "parallel", "tp", "streams", "sharding"),
+        ("slices", "parallel", "tp", "sharding"),
         _sharding_problems,
+    ),
+    Relation(
+        frozenset({Site.LORA_LINEAR, Site.MOE_LAYER}), ("streams", "sharding"), _exchange_problems
     ),
     Relation(
         frozenset({Site.EMBEDDING}), ("in_features", "slices", "tp", "cut"), _embedding_problems
@@ -196,7 +197,6 @@ RELATIONS = (
         _layer_problems,
     ),
     Relation(frozenset({Site.MOE_LAYER}), ("placement", "ep"), _placement_problems),
-    Relation(frozenset({Site.MOE_LAYER}), ("streams", "sharding"), _sharded_experts_problems),
     Relation(
         frozenset({Site.MOE_LAYER}),
         ("slices", "activation", "gate_up", "expert_bias", "router"),
