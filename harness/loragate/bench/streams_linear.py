@@ -7,7 +7,6 @@ the same base weight, adapters and input.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import cast
@@ -18,7 +17,7 @@ from torch.nn import functional as F
 
 from loragate.bench.contender import Contender
 from loragate.bench.lorakernels_streams import LinearLayer
-from loragate.bench.streams_figures import MAX_PLAN_RATIO, BaselineTimes, LinearFigures
+from loragate.bench.streams_figures import BaselineTimes, LinearFigures
 from loragate.bench.streams_rows import LinearRow
 from loragate.bench.streams_steps import (
     SEED,
@@ -36,10 +35,6 @@ from loragate.inputs import DataKind, make_pool
 from loragate.protocol import Pool
 from loragate.subjects.vllm.subject import VllmInstance
 
-# an even number, for a median
-_MEASURED_AGAIN = 2
-# no power of two: places that are far apart may share a channel of memory
-_SPACE_BYTES = 77 << 20
 _BASE = "base"
 _SEQUENTIAL, _DUAL = "vllm on one stream", "vllm on two streams"
 
@@ -70,29 +65,7 @@ def measure_linears(
             progress(f"no baseline with two streams: vllm: {fork}")
         theirs = _Baseline(baseline, None if isinstance(fork, str) else fork)
     for row in rows:
-        yield _settled(partial(_measure_row, row, candidate, theirs, machine, clock), machine)
-
-
-def _settled(measure: Callable[[], LinearFigures], machine: Machine) -> LinearFigures:
-    """A measurement. Where the plan looks slow, that of three which has the median ratio, each with
-    its operands in another part of memory: the same launches of 480 us took up to 3 % longer in one
-    process than in another (H200), which no plan can help."""
-    found = [measure()]
-    if found[0].plan_ratio > MAX_PLAN_RATIO:
-        for number in range(1, _MEASURED_AGAIN + 1):
-            with _other_memory(machine, number):
-                found.append(measure())
-    return sorted(found, key=lambda figures: figures.plan_ratio)[len(found) // 2]
-
-
-@contextmanager
-def _other_memory(machine: Machine, number: int) -> Iterator[None]:
-    """Within, tensors lie where none of them has been."""
-    if machine.device == "cuda":
-        torch.cuda.empty_cache()
-    space = torch.empty(number * _SPACE_BYTES, dtype=torch.uint8, device=machine.device)
-    yield
-    del space
+        yield _measure_row(row, candidate, theirs, machine, clock)
 
 
 def _measure_row(
