@@ -18,10 +18,11 @@ from lorakernels.gdn.forms import GDNForm, plan_gdn  # noqa: E402
         (0, True, GDNForm.MERGED),
         (1, True, GDNForm.BESIDE),
         (64, True, GDNForm.BESIDE),
-        (65, True, GDNForm.MERGED),
-        (256, True, GDNForm.MERGED),
+        (511, True, GDNForm.BESIDE),
+        (512, True, GDNForm.MERGED),
         (1, False, GDNForm.MERGED),
         (64, False, GDNForm.MERGED),
+        (511, False, GDNForm.MERGED),
     ],
 )
 def test_the_plan_follows_the_size_and_the_switch(
@@ -40,8 +41,8 @@ def test_the_plan_follows_the_size_and_the_switch(
         (2, 56_000_000, GDNForm.DUAL),
         (8, 56_000_000, GDNForm.DUAL),
         (9, 56_000_000, GDNForm.BESIDE),
-        (64, 56_000_000, GDNForm.BESIDE),
-        (65, 56_000_000, GDNForm.MERGED),
+        (511, 56_000_000, GDNForm.BESIDE),
+        (512, 56_000_000, GDNForm.MERGED),
     ],
 )
 def test_large_products_run_beside_each_other(rows: int, weights: int, form: GDNForm) -> None:
@@ -49,3 +50,27 @@ def test_large_products_run_beside_each_other(rows: int, weights: int, form: GDN
     shape = DenseShape(rows, 1, (weights - 64, 64), 16, 2)
     assert plan_gdn(shape, dual_stream=True) is form
     assert plan_gdn(shape, dual_stream=False) is GDNForm.MERGED
+
+
+@pytest.mark.parametrize(
+    ("weights", "rank", "hides"),
+    [
+        (20_000_000, 16, True),
+        (19_999_999, 16, False),
+        # of both slices
+        (20_000_000, 32, True),
+        (20_000_000, 33, False),
+        (60_000_000, 33, False),
+    ],
+)
+def test_only_a_large_product_hides_a_shrink_of_many_rows_and_few_ranks(
+    weights: int, rank: int, hides: bool
+) -> None:
+    def plan(rows: int) -> GDNForm:
+        return plan_gdn(DenseShape(rows, 1, (weights - 64, 64), rank, 2), dual_stream=True)
+
+    assert [plan(rows) for rows in (64, 65, 511, 512)] == [
+        GDNForm.BESIDE,
+        *[GDNForm.BESIDE if hides else GDNForm.MERGED] * 2,
+        GDNForm.MERGED,
+    ]

@@ -206,6 +206,10 @@ def test_the_plan_takes_two_streams_only_where_they_were_measured_to_win(
         (8, 3, 64, 4),
         (8, 9, 64, 1),
         (128, 1, 64, 4),
+        # of 8 and 16 tiles of 32 rows, in chunks of 32 ranks
+        (256, 2, 16, 8),
+        (256, 4, 16, 4),
+        (511, 4, 16, 2),
     ],
 )
 def test_a_shrink_beside_the_base_product_has_few_programs(
@@ -216,6 +220,19 @@ def test_a_shrink_beside_the_base_product_has_few_programs(
     assert plan_shrink(beside).splits == splits <= plan_shrink(shape).splits
     # it uses the same workspace
     assert math.prod(plan_shrunk(beside, 4)) <= largest_shrunk(shape, 4, rows)
+
+
+@pytest.mark.parametrize(
+    ("rows", "ranks", "block"),
+    [(129, 16, (16, 256)), (511, 64, (32, 256)), (129, 80, (16, 128)), (128, 64, (16, 128))],
+)
+def test_a_hidden_shrink_of_taller_tiles_and_few_ranks_takes_long_steps(
+    rows: int, ranks: int, block: tuple[int, int]
+) -> None:
+    shape = DenseShape(rows, 4096, (1024,) * (ranks // 16), 16, 2)
+    beside, behind = plan_shrink(replace(shape, beside=True)), plan_shrink(shape)
+    assert (beside.block_n, beside.block_k) == block
+    assert (behind.block_n, behind.block_k) == (16, 128)
 
 
 def test_two_streams_read_fewer_partials_of_the_same_sums() -> None:

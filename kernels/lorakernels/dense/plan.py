@@ -147,6 +147,9 @@ def _shrink_block(shape: DenseShape) -> _ShrinkBlock:
     if shape.height > MIN_TILE_ROWS and ranks > (64 if _is_deep(shape) else 192):
         # x is read again for each block of ranks
         return _ShrinkBlock(128, 128, 8, 3, resident=1)
+    if shape.beside and shape.height > MIN_TILE_ROWS and ranks <= tuning.dual_ranks:
+        # it is done with as many programs before the base product is, in few long steps
+        return _ShrinkBlock(max(16, min(32, power_of_2(ranks))), 256, 4, 3)
     return _ShrinkBlock(n, 256 if _is_deep(shape) else 128, 4, 3)
 
 

@@ -131,8 +131,10 @@ class GDNTuning:
     """Plans of the input projection of a gated delta net."""
 
     # most rows of a batch whose shrink runs beside the product of all columns: with more of them
-    # that product alone fills the device
+    # that product alone fills the device; and where it hides a shrink of few ranks, as
+    # `dual_weights` and `dual_ranks` of linear layers say
     dual_rows: int
+    dual_rows_of_few_ranks: int
     # fewest weights of all columns whose two products beside each other are faster than one product
     # beside the shrink: in a batch of one row, and in larger ones of at most so many rows
     apart_weights_of_one_row: int
@@ -173,6 +175,7 @@ HOPPER = Tuning(
     ),
     gdn=GDNTuning(
         dual_rows=64,
+        dual_rows_of_few_ranks=511,
         apart_weights_of_one_row=40_000_000,
         apart_weights=56_000_000,
         apart_rows=8,
