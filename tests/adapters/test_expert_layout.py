@@ -111,6 +111,7 @@ def test_two_layouts_are_refused_with_a_witness_of_each(
         ("up_proj", stack(3, 1), "may share lora_A among its experts, no other factor"),
         ("down_proj", stack(1, 3), "may share lora_B among its experts, no other factor"),
         ("up_proj", stack(3, 2), "must have one number of experts (got 3 and 2)"),
+        ("up_proj", stack(0, 3), "must have one number of experts (got 0 and 3)"),
     ],
 )
 def test_a_stack_that_shares_the_inner_factor_is_refused(

@@ -217,6 +217,24 @@ def test_layers_of_several_geometries_are_listed_together() -> None:
     assert set(together) > set(alone[0])
 
 
+def test_a_variant_of_several_layers_is_listed_with_the_smallest_batch_of_any(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # alike but for the number of their slots, for which nothing is compiled
+    layers = [server(replace(GEOMETRIES[0], slots=slots)).layer for slots in (3, 4, 5)]
+    sizes = {3: (5,), 4: (2,), 5: (7,)}
+    monkeypatch.setattr(
+        "lorakernels.layers.warm_up.planned_sizes", lambda slots, most: sizes[slots.num_slots]
+    )
+    metadata = BatchMetadata(max_tokens=MOST, max_slots=3, device="cpu")
+    workspace = DenseWorkspace([layer.slots for layer in layers], max_tokens=MOST)
+    listed = kernel_variants(layers, metadata, workspace)
+    assert {(variant.kernel, variant.rows) for variant in listed} == {
+        ("lora_shrink_kernel", 2),
+        ("lora_expand_kernel", 2),
+    }
+
+
 def test_no_launch_is_made_while_kernels_are_listed() -> None:
     own = server(GEOMETRIES[0])
     made: list[str] = []

@@ -23,8 +23,8 @@ from lorakernels.common.quantised import Quantised, quantise_rows  # noqa: E402
 from lorakernels.dense import sharded  # noqa: E402
 from lorakernels.layers.gate_up import GateUp  # noqa: E402
 from lorakernels.layers.moe import FusedMoELoRA, MoEScratch  # noqa: E402
-from lorakernels.layers.moe_partition import MoERank  # noqa: E402
-from lorakernels.layers.partition import LoRASharding  # noqa: E402
+from lorakernels.layers.moe_partition import MoERank, cut_expert_ranks  # noqa: E402
+from lorakernels.layers.partition import LoRASharding, Shard  # noqa: E402
 from lorakernels.moe.align.metadata import PairMetadata  # noqa: E402
 from lorakernels.moe.layer import ops  # noqa: E402
 from lorakernels.moe.layer.forms import MoEForm  # noqa: E402
@@ -167,6 +167,13 @@ def step_of(
     for memory in scratch.tensors:
         memory.fill_(math.nan)
     return lambda: layer(x, ids, weights, batch, pairs, scratch, **options)
+
+
+def test_a_rank_may_have_a_single_column_of_down() -> None:
+    columns = [
+        cut_expert_ranks(8, 4, MoERank(tp_size=4, tp_rank=rank)).columns for rank in range(4)
+    ]
+    assert columns == [Shard(rank, rank + 1, 1) for rank in range(4)]
 
 
 @pytest.mark.parametrize(("tp", "ep"), [(1, 1), (2, 1), (3, 1), (4, 1), (2, 2)])

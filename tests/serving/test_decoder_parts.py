@@ -68,6 +68,12 @@ def test_a_tiny_model_has_weights_of_its_seed_and_leaves_other_random_numbers_al
             assert 0.5 < weight.std() * weight.shape[-1] ** 0.5 < 2, name
 
 
+def test_the_norms_of_a_tiny_model_vary_alike_whatever_its_width_is() -> None:
+    for name, weight in tiny_model("qwen3", hidden_size=512).named_parameters():
+        if weight.dim() == 1 and len(weight) == 512:
+            assert 0.15 < weight.std() < 0.25, name
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_tiny_model_is_on_the_cpu_whatever_the_default_device_is(kind: str) -> None:
     wanted = tiny_model(kind).state_dict()

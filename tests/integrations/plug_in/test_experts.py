@@ -121,6 +121,19 @@ def test_router_weights_may_be_of_16_bits_and_lie_apart(
     experts.apply(MIXED)
 
 
+def test_the_experts_of_a_token_may_lie_apart(plain: Any, mixin: Any, make_experts: Any) -> None:
+    experts = make_experts(plain, mixin)
+    routes = experts.routes
+
+    def apart(rows: int) -> Any:
+        ids, weights = routes(rows)
+        return ids.T.contiguous().T, weights
+
+    experts.routes = apart  # type: ignore[method-assign]
+    plain.step(MIXED)
+    experts.apply(MIXED)
+
+
 def test_tables_are_not_made_while_a_graph_is_captured(
     plain: Any, mixin: Any, make_experts: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

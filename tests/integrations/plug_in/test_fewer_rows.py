@@ -73,6 +73,16 @@ def test_the_first_rows_may_lack_adapters_that_others_have(server: Any, linear: 
     check_first(linear, (-1, -1, 2, 1), 2)
 
 
+@pytest.mark.parametrize("rows", [len(MIXED), 12])
+def test_rows_that_are_all_mapped_or_padded_have_the_tables_of_their_step(
+    server: Any, linear: Any, monkeypatch: pytest.MonkeyPatch, rows: int
+) -> None:
+    server.step(MIXED)
+    # making tables anew takes a launch in every layer
+    monkeypatch.delattr("lorakernels.integrations.vllm.linear.tables_of_first_rows")
+    linear.check(MIXED, rows=rows)
+
+
 def test_no_rows_at_all_are_taken(server: Any, linear: Any) -> None:
     server.step(MIXED)
     check_first(linear, MIXED, 0)
