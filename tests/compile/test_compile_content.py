@@ -224,6 +224,34 @@ def test_a_wrong_record_of_the_present_content_is_found_by_compiling_everything(
     ]
 
 
+def _record(folder: Path, *, everything: bool = False) -> set[str]:
+    """The kernels that were compiled to record all of them."""
+    results = record(
+        provider="toy_kernels:launches",
+        archs=(90,),
+        baseline=folder / "resources.json",
+        everything=everything,
+    )
+    return {result.specialisation for result in results if result.compiled}
+
+
+def test_what_is_unchanged_is_recorded_again_without_being_compiled(folder: Path) -> None:
+    path = folder / "resources.json"
+    # what only a record can say of an unchanged kernel
+    _rewrite(folder, {"untouched": {"registers": 1}})
+    before = path.read_bytes()
+    assert _record(folder) == set()
+    assert path.read_bytes() == before
+    _edit(folder, "source")
+    assert _record(folder) == {"source"}
+    (now,) = load_baseline(path).records.values()
+    assert now.entries["sm_90", "untouched", "untouched"].registers == 1
+    assert _run(folder)[1].compiled == set()
+    assert "untouched" in _record(folder, everything=True)
+    (now,) = load_baseline(path).records.values()
+    assert now.entries["sm_90", "untouched", "untouched"].registers > 1
+
+
 def test_a_recorded_kernel_that_no_longer_fits_the_gpu_fails_uncompiled(folder: Path) -> None:
     _rewrite(folder, {"source": {"shared_bytes": 1 << 20}})
     verdict, collector = _run(folder)

@@ -173,8 +173,9 @@ def test_a_provider_that_breaks_its_promise_is_refused(
         list_labels(provider)
 
 
+@pytest.mark.parametrize("options", [[], ["--all"]])
 def test_another_release_is_installed_apart_and_recorded_by_a_process_of_its_own(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: list[str]
 ) -> None:
     commands: list[tuple[list[str], str]] = []
 
@@ -187,10 +188,11 @@ def test_another_release_is_installed_apart_and_recorded_by_a_process_of_its_own
     monkeypatch.setenv("PYTHONPATH", "sources")
     monkeypatch.setattr(subprocess, "run", run_command)
     baseline = str(tmp_path / "resources.json")
-    assert main(["--update", "--release", "3.8.0", "--baseline", baseline]) == 0
+    assert main(["--update", "--release", "3.8.0", "--baseline", baseline, *options]) == 0
     (install, _), (update, path) = commands
     assert install[-1] == "triton==3.8.0"
-    assert update == ["-m", "loragate.compile_leg", "--update", "--baseline", baseline]
+    leg_of_it = ["-m", "loragate.compile_leg", "--update", "--baseline", baseline]
+    assert update == [*leg_of_it, *options]
     assert path == os.pathsep.join([install[-2], "sources"])
 
 

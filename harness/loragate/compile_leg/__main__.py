@@ -52,7 +52,8 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument(
         "--all",
         action="store_true",
-        help="compile also what is unchanged since the baseline, as the nightly tier does",
+        help="compile also what is unchanged since the baseline, as the nightly tier does; "
+        "with --update: record all of it anew",
     )
     parser.add_argument(
         "--arch",
@@ -66,12 +67,12 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     if options.release and not options.update:
         parser.error("--release needs --update")
-    if options.update and (options.all or options.arch):
-        parser.error("--update always compiles all kernels for every GPU")
+    if options.update and options.arch:
+        parser.error("--update always records the kernels for every GPU")
     if options.release:
-        return _update_releases(options.release, options.baseline)
+        return _update_releases(options.release, options.baseline, everything=options.all)
     if options.update:
-        return _update(options.baseline)
+        return _update(options.baseline, everything=options.all)
     printer = _Printer()
     archs = options.arch or ARCHS
     verdict = run(printer, archs=archs, baseline=options.baseline, everything=options.all)
@@ -79,9 +80,9 @@ def main(arguments: list[str] | None = None) -> int:
     return _EXIT_CODES.get(verdict, ExitCode.INCOMPLETE)
 
 
-def _update(baseline: Path) -> int:
+def _update(baseline: Path, *, everything: bool) -> int:
     try:
-        results = record(baseline=baseline)
+        results = record(baseline=baseline, everything=everything)
     except (BaselineError, ProviderError) as error:
         print(error, file=sys.stderr)
         return ExitCode.INFRASTRUCTURE
@@ -95,15 +96,18 @@ def _update(baseline: Path) -> int:
     gone = [result for result in results if result.resources is None]
     for line in describe([result for result in results if result.verdict is Verdict.FAIL]):
         print(f"was {line}")
-    recorded = len(results) - len(gone)
-    print(f"recorded {recorded} kernels, {len(new)} new, {len(gone)} dropped, in {baseline}")
+    recorded, compiled = len(results) - len(gone), sum(result.compiled for result in results)
+    print(
+        f"recorded {recorded} kernels, {compiled} compiled, {len(new)} new, {len(gone)} dropped, "
+        f"in {baseline}"
+    )
     return ExitCode.OK
 
 
-def _update_releases(releases: list[str], baseline: Path) -> int:
+def _update_releases(releases: list[str], baseline: Path, *, everything: bool) -> int:
     for release in releases:
         try:
-            record_under(release, baseline)
+            record_under(release, baseline, everything=everything)
         except (subprocess.CalledProcessError, subprocess.TimeoutExpired) as error:
             print(f"Triton {release} is not recorded: {error}", file=sys.stderr)
             return ExitCode.INFRASTRUCTURE

@@ -40,7 +40,7 @@ def judge_all(
     """Results of all kernels that were compiled, then of those on record that were not."""
     done: set[Key] = set()
     for item in compiled:
-        done.add(_key(item))
+        done.add(key_of(item))
         yield judge(item, record, subject=subject, triton=triton)
     recorded: Mapping[Key, Resources] = record.entries if record else {}
     for key in sorted(recorded.keys() - done):
@@ -58,7 +58,7 @@ def judge_all(
 
 
 def judge(item: Compiled, record: Record | None, *, subject: str, triton: str) -> CompileResult:
-    baseline = record.entries.get(_key(item)) if record else None
+    baseline = record.entries.get(key_of(item)) if record else None
     if item.unchanged:
         item = replace(item, resources=baseline)
     verdict, message = _verdict(item, baseline, known=record is not None, triton=triton)
@@ -107,5 +107,5 @@ def _growth(now: Resources, before: Resources) -> Iterator[tuple[bool, str]]:
             yield new - old > margin, f"{name} {old} -> {new} (margin {margin})"
 
 
-def _key(item: Compiled) -> Key:
+def key_of(item: Compiled) -> Key:
     return (item.arch, item.kernel, item.specialisation)

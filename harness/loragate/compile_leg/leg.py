@@ -10,14 +10,16 @@ from typing import Protocol
 from loragate.compile_leg.baseline import (
     Baseline,
     BaselineError,
+    Key,
     Record,
     load_baseline,
     save_baseline,
 )
 from loragate.compile_leg.dry_launch import ProviderError
-from loragate.compile_leg.judge import judge_all
+from loragate.compile_leg.judge import judge_all, key_of
 from loragate.compile_leg.pool import Compilation, compile_all, compiler_settings
 from loragate.core.checkout import data_root
+from loragate.core.resources import Resources
 from loragate.core.verdict import Verdict, worst
 from loragate.events.model import CompileResult, Event, Note
 from loragate.subjects.registry import SUBJECTS
@@ -74,24 +76,22 @@ def record(
     provider: str | None = None,
     archs: Sequence[int] = ARCHS,
     baseline: Path = BASELINE,
+    everything: bool = False,
 ) -> tuple[CompileResult, ...]:
     """Record what the installed Triton compiles now as the baseline of its minor release.
 
-    Returns the results of a comparison with the old baseline. Raises ValueError if a kernel does
-    not compile, SettingsError, and BaselineError if the file is damaged; the file is then
-    unchanged.
+    A kernel whose content is on record is compiled only with `everything`. Returns the results of
+    a comparison with the old baseline. Raises ValueError if a kernel does not compile,
+    SettingsError, and BaselineError if the file is damaged; the file is then unchanged.
     """
     old = load_baseline(baseline) if baseline.exists() else Baseline()
     if settings := compiler_settings():
         names = ", ".join(settings)
         raise SettingsError(f"a baseline is of Triton without settings: unset {names}")
-    done = compile_all(provider or _provider_of(subject), archs, Baseline())
-    for item in done.kernels:
-        if item.resources is None:
-            where = f"{item.kernel} for {item.arch} ({item.specialisation})"
-            raise ValueError(f"{where} does not compile: {item.error}")
-    save_baseline(old.with_record(_record_of(done)), baseline)
+    trusted = Baseline() if everything else old
+    done = compile_all(provider or _provider_of(subject), archs, trusted)
     before = old.find(done.triton)
+    save_baseline(old.with_record(_record_of(done, before)), baseline)
     return tuple(judge_all(done.kernels, before, subject=subject, triton=done.triton))
 
 
@@ -101,10 +101,18 @@ def expected_count(baseline: Path = BASELINE) -> int:
     return len(load_baseline(baseline).keys)
 
 
-def _record_of(done: Compilation) -> Record:
-    keyed = {(item.arch, item.kernel, item.specialisation): item for item in done.kernels}
-    entries = {key: item.resources for key, item in keyed.items() if item.resources}
-    return Record(done.triton, entries, {key: item.content for key, item in keyed.items()})
+def _record_of(done: Compilation, before: Record | None) -> Record:
+    """What is unchanged since the record `before` is taken from there. ValueError for a kernel that
+    does not compile."""
+    entries: dict[Key, Resources] = {}
+    for item in done.kernels:
+        key = key_of(item)
+        known = before.entries.get(key) if before and item.unchanged else item.resources
+        if known is None:
+            where = f"{item.kernel} for {item.arch} ({item.specialisation})"
+            raise ValueError(f"{where} does not compile: {item.error}")
+        entries[key] = known
+    return Record(done.triton, entries, {key_of(item): item.content for item in done.kernels})
 
 
 def _tally(done: Compilation) -> str:

@@ -12,8 +12,9 @@ _INSTALL_TIMEOUT_S = 600
 _RECORD_TIMEOUT_S = 900
 
 
-def record_under(version: str, baseline: Path) -> None:
-    """Install `version` into a folder of its own, without its dependencies, and record under it.
+def record_under(version: str, baseline: Path, *, everything: bool) -> None:
+    """Install `version` into a folder of its own, without its dependencies, and record under it,
+    with `everything` also what is unchanged.
 
     Raises subprocess.CalledProcessError or TimeoutExpired; both programs explain on stderr.
     """
@@ -21,7 +22,7 @@ def record_under(version: str, baseline: Path) -> None:
         install = ("install", "--quiet", "--no-deps", "--target", folder, f"triton=={version}")
         _run("pip", *install, timeout=_INSTALL_TIMEOUT_S)
         path = os.pathsep.join([folder, *filter(None, [os.environ.get("PYTHONPATH")])])
-        update = ("--update", "--baseline", str(baseline))
+        update = ("--update", "--baseline", str(baseline), *(["--all"] if everything else []))
         _run("loragate.compile_leg", *update, timeout=_RECORD_TIMEOUT_S, PYTHONPATH=path)
 
 
