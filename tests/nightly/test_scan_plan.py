@@ -316,6 +316,25 @@ def test_cases_with_the_fewest_trials_on_what_changed_come_first() -> None:
     assert order == ["rare", "often", "decided", "old"]
 
 
+def test_every_case_is_judged_once_before_an_undecided_one_is_judged_again() -> None:
+    known = {
+        "undecided": Known(judged=1),
+        "stable and judged": Known(judged=1, decided=True),
+        "stable": Known(bits=9, decided=True),
+        "new": Known(),
+        "old": Known(changed=False),
+    }
+    # each takes as long as a wave
+    known = {name: replace(case, judged_s=100.0) for name, case in known.items()}
+    order = []
+    while known:
+        ((_, (wanted,)),) = _wave(2, known, place=Place()).processes
+        assert wanted.measure is Measure.JUDGED
+        order.append(wanted.case)
+        del known[wanted.case]
+    assert order == ["new", "stable", "undecided", "stable and judged", "old"]
+
+
 def test_the_same_seed_gives_the_same_wave_and_another_one_another_order() -> None:
     assert _wave(0) == _wave(0)
     assert _wave(0) != _wave(0, seed=2)

@@ -258,12 +258,14 @@ def _suitable(known: Mapping[str, Known], measure: Measure) -> list[str]:
 
 
 def _by_trials(cases: Sequence[str], known: Mapping[str, Known], measure: Measure) -> list[str]:
-    """Those with the fewest trials first."""
+    """Those with the fewest trials first. What no oracle has judged may be wrong with the same bits
+    every time, so that it is judged once although its path is decided."""
 
-    def worth(case: str) -> tuple[bool, bool, int]:
+    def worth(case: str) -> tuple[bool, bool, bool, int]:
         have = known[case]
         trials = have.bits if measure is Measure.BITS else have.judged
-        return not have.changed, have.decided, trials
+        is_known = measure is Measure.BITS or have.judged > 0
+        return not have.changed, is_known, have.decided, trials
 
     return sorted(cases, key=worth)
 
