@@ -27,6 +27,7 @@ from lorakernels.layers.moe import FusedMoELoRA, MoEScratch  # noqa: E402
 from lorakernels.moe.align.metadata import PairMetadata  # noqa: E402
 from lorakernels.moe.delta.ops import MoEPath, MoEWorkspace, moe_delta  # noqa: E402
 from lorakernels.moe.layer import ops as layer_ops  # noqa: E402
+from lorakernels.moe.tiles import Alignment, plan_alignment  # noqa: E402
 from lorakernels.moe.weights import ExpertFactors, ExpertWeights  # noqa: E402
 
 # elements between two tensors; more than any block has
@@ -193,6 +194,27 @@ def test_a_delta_of_pairs_stays_within_its_tensors(
     router = fences.around(torch.ones(rows, TOP_K))
     moe_delta(x, weights, pairs, workspace, out, router_weights=router, path=path)
     assert out.any()
+
+
+@pytest.mark.parametrize(
+    ("rows", "experts", "way"),
+    [
+        (64, 2, Alignment.SORTED_AT_ONCE),
+        (384, 2, Alignment.SINGLE),
+        (576, 2, Alignment.COUNTED),
+        (577, 2, Alignment.COUNTED),
+        (576, 2100, Alignment.SORTED),
+    ],
+)
+def test_tables_of_the_largest_batch_are_made_within_their_tensors(
+    fences: Fences, rows: int, experts: int, way: Alignment
+) -> None:
+    # programs take 64 or 128 pairs each, of which the last one has all or a few
+    assert plan_alignment(rows * TOP_K, experts, SLOTS, with_base=True) is way
+    batch = make_batch(fences, rows)
+    pairs, ids = make_pairs(fences, rows, experts)
+    pairs.prepare(ids, batch)
+    assert pairs.num_tiles.item() > 0
 
 
 def of_8_bits(weight: Tensor) -> Quantised:

@@ -260,6 +260,17 @@ def test_weights_of_several_slices_are_no_embedding() -> None:
         embedding_delta(ids, weights, metadata, workspace, out)
 
 
+def test_a_mapping_of_more_slots_than_the_weights_have_is_refused() -> None:
+    layer = embedding()
+    metadata = BatchMetadata(max_tokens=4, max_slots=SLOTS + 1, device=DEVICE)
+    metadata.prepare(torch.full((4,), SLOTS, dtype=torch.int32))
+    workspace = DenseWorkspace([layer.slots], max_tokens=4)
+    ids, out = torch.zeros(4, dtype=torch.int64), torch.zeros(4, WIDTH, device=DEVICE)
+    message = f"metadata must have at most {SLOTS} slots like the weights (got {SLOTS + 1})"
+    with pytest.raises(ValueError, match=re.escape(message)):
+        embedding_delta(ids.to(DEVICE), layer.slots, metadata, workspace, out)
+
+
 def test_a_traced_layer_is_one_operator_for_any_number_of_tokens() -> None:
     layer = embedding()
     metadata = BatchMetadata(max_tokens=64, max_slots=SLOTS, device=DEVICE)

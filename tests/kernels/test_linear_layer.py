@@ -355,6 +355,13 @@ BAD_PARTS = [
 ]
 
 
+def test_modules_without_factors_may_stand_before_those_with_factors() -> None:
+    part, (first, last) = factors(2, 8, 7), (layer(QKV), layer(QKV))
+    first.load_adapter(0, {"q": None, "v": None, "k": part})
+    last.load_adapter(0, {"k": part})
+    assert same(state(first), state(last))
+
+
 @pytest.mark.parametrize(("parts", "message"), BAD_PARTS, ids=[m for _, m in BAD_PARTS])
 def test_a_part_that_does_not_fit_is_refused_and_nothing_is_changed(
     parts: Adapter, message: str
