@@ -29,6 +29,7 @@ class Layer:
     # whether every commit fails, or how many
     breaks: int = False
     sticks: bool = False
+    error: type[BaseException] = RuntimeError
 
     def stage(self, parts: Mapping[str, LoRAFactors | None]) -> Any:
         for name, factors in parts.items():
@@ -39,7 +40,7 @@ class Layer:
     def commit(self, slot: int, staged: Any) -> None:
         if self.breaks:
             self.breaks -= self.breaks is not True
-            raise RuntimeError("device lost")
+            raise self.error("device lost")
         self.content[slot] = staged
 
     def unload(self, slot: int) -> None:
@@ -148,6 +149,22 @@ def test_a_replacement_that_fails_to_load_leaves_the_resident_adapter() -> None:
         slots.activate(adapter("rl", *all_of("q_proj"), rank=4))
     assert contents(layers) == before
     assert slots.slot_of("rl") == 0
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit])
+def test_a_load_that_is_interrupted_leaves_no_half_adapter(error: type[BaseException]) -> None:
+    layers = model()
+    slots = AdapterSlots(layers)
+    slots.activate(adapter("rl", *all_of("q_proj"), *all_of("o_proj")))
+    before = contents(layers)
+    last = layers["layers.1.attn.o_proj"]
+    last.error = error
+    for name in ("new", "rl"):
+        last.breaks = 1
+        with pytest.raises(error):
+            slots.activate(adapter(name, *all_of("q_proj"), rank=4))
+        assert contents(layers) == before
+        assert slots.names == ("rl",)
 
 
 def test_an_adapter_that_cannot_be_restored_is_gone_and_its_slot_is_free() -> None:

@@ -73,6 +73,15 @@ ALLOWED = [
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_rows_of_zeros_and_of_the_smallest_values_are_quantised(dtype: torch.dtype) -> None:
+    smallest = torch.finfo(dtype).smallest_normal if dtype is torch.float16 else 1e-11
+    x = torch.tensor([[0.0, 0.0], [smallest, -smallest], [3.0, 0.0]], dtype=dtype)
+    rows = quantise_rows(x)
+    found = rows.values.float() * rows.scales[:, None]
+    torch.testing.assert_close(found, x.float(), rtol=0.1, atol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_a_product_of_8_bits_is_rounded_once_to_the_dtype_of_its_input(dtype: torch.dtype) -> None:
     weight = quantised(WIDE[0])
     x = randn(5, K, seed=3).to(dtype)

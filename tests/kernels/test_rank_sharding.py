@@ -396,6 +396,24 @@ def test_slots_of_another_rank_of_the_group_are_refused() -> None:
         )
 
 
+def test_slots_for_the_columns_of_another_rank_are_refused() -> None:
+    # of a layer whose input is split each rank holds all ranks of A, and its own columns
+    group = Group.of(OUT, Parallel.ROW, 2)
+    first, second = group.ranks
+    assert first.slots.held == second.slots.held
+    width = second.slots.first_column
+    with pytest.raises(ValueError, match=rf"columns from 0 on \(got .* and {width}\)"):
+        WrappedLoRALinear(
+            lambda rows: rows,
+            second.slots,
+            slices=OUT,
+            in_features=group.inputs,
+            parallel=Parallel.ROW,
+            tp_size=2,
+            collective=group.simulated.rank(0),
+        )
+
+
 def test_a_delta_without_a_group_refuses_slots_that_are_sharded() -> None:
     group, x = Group.of(WIDE, Parallel.COLUMN, 2), randn(10, 48, seed=3)
     slots, out = group.ranks[0].slots, torch.zeros(10, 30)

@@ -159,6 +159,9 @@ PLACEMENTS = {
     "turns": ExpertPlacement.round_robin(EXPERTS, 3),
     "replicas": REPLICATED,
     "one rank, another order": ExpertPlacement(EXPERTS, ((4, 2, 0, 1, 3),)),
+    # each rank begins and ends as a run of its experts would
+    "inner experts in another order": ExpertPlacement(EXPERTS, ((0, 2, 1, 3), (4,))),
+    "one rank, inner experts in another order": ExpertPlacement(EXPERTS, ((0, 3, 2, 1, 4),)),
     "one rank with replicas": ExpertPlacement(EXPERTS, ((0, 1, 2, 3, 4, 1, 1),)),
 }
 

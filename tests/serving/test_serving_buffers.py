@@ -41,10 +41,17 @@ def delta_net() -> GatedDeltaNetInputProjection:
     return GatedDeltaNetInputProjection(*weights, modules=modules, num_slots=2, rank=4)
 
 
-def experts(*, inter: int = 8, count: int = 4, dtype: torch.dtype = torch.float32, **options: Any):  # type: ignore[no-untyped-def]
+def experts(  # type: ignore[no-untyped-def]
+    *,
+    inter: int = 8,
+    count: int = 4,
+    rank: int = 4,
+    dtype: torch.dtype = torch.float32,
+    **options: Any,
+):
     w13 = torch.zeros(count, 2 * inter, K, dtype=dtype)
     w2 = torch.zeros(count, K, inter, dtype=dtype)
-    return FusedMoELoRA(w13, w2, gate_up=GateUp.HALVES, num_slots=2, rank=4, **options)
+    return FusedMoELoRA(w13, w2, gate_up=GateUp.HALVES, num_slots=2, rank=rank, **options)
 
 
 def reserve(**layers: nn.Module) -> ServingBuffers:
@@ -130,6 +137,17 @@ def test_layers_of_one_size_share_a_scratch_and_those_of_as_many_experts_their_p
     assert pairs["one"] is pairs["wide"] is pairs["low"]
     assert (pairs["one"].num_experts, pairs["few"].num_experts) == (4, 2)
     assert all(found.with_base and found.top_k == TOP_K for found in pairs.values())
+
+
+@pytest.mark.parametrize("ranks", [(4, 64), (64, 4)])
+def test_layers_that_share_a_scratch_have_one_for_the_largest_of_their_ranks(
+    ranks: tuple[int, int],
+) -> None:
+    first, second = (experts(rank=rank) for rank in ranks)
+    shared = reserve(first=first, second=second).experts(first)
+    alone = reserve(largest=experts(rank=64))
+    (wanted,) = (alone.experts(layer) for layer in alone.layers.values())
+    assert [len(part) for part in shared.tensors] == [len(part) for part in wanted.tensors]
 
 
 def test_a_rank_reserves_for_the_experts_that_it_holds() -> None:

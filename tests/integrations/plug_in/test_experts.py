@@ -134,10 +134,12 @@ def test_the_experts_of_a_token_may_lie_apart(plain: Any, mixin: Any, make_exper
     experts.apply(MIXED)
 
 
+@pytest.mark.parametrize("slices", [1, 2])
 def test_tables_are_not_made_while_a_graph_is_captured(
-    plain: Any, mixin: Any, make_experts: Any, monkeypatch: pytest.MonkeyPatch
+    plain: Any, mixin: Any, make_experts: Any, monkeypatch: pytest.MonkeyPatch, slices: int
 ) -> None:
-    experts = make_experts(plain, mixin)
+    # adopted, and no step has run yet
+    experts = make_experts(plain, mixin, slices)
     plain.step(MIXED)
     monkeypatch.setattr(methods, "is_capturing", lambda device: True)
     experts.apply(MIXED)
