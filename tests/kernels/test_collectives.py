@@ -86,6 +86,21 @@ def test_ranks_that_come_to_different_exchanges_are_refused() -> None:
         SimulatedRanks(0)
 
 
+def test_a_run_that_failed_behind_an_exchange_leaves_no_answers_to_the_next_one() -> None:
+    ranks = SimulatedRanks(2)
+
+    def call(rank: int, *, fails: bool) -> Tensor:
+        out = gathered(ranks.rank(rank), torch.tensor([rank + (10.0 if fails else 0.0)]))
+        if fails:
+            raise RuntimeError("device lost")
+        return out
+
+    with pytest.raises(RuntimeError, match="device lost"):
+        ranks.run([lambda: call(0, fails=True), lambda: call(1, fails=True)])
+    for out in ranks.run([lambda: call(0, fails=False), lambda: call(1, fails=False)]):
+        assert out.tolist() == [[0], [1]]
+
+
 def run_processes(backend: str, size: int, store: Path, environment: dict[str, str]) -> None:
     commands = [
         [sys.executable, str(PROCESS), backend, str(rank), str(size), str(store)]

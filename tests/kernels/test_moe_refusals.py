@@ -164,3 +164,14 @@ def test_tables_have_room_for_base_rows_only_where_that_is_asked_for() -> None:
     assert not plain.with_base
     assert (len(plain.base_experts), len(plain.base_pairs)) == (1, 1)
     assert len(make_pairs().base_pairs) > 1
+
+
+def test_pairs_that_were_never_prepared_are_refused() -> None:
+    scene, pairs = Scene(), make_pairs()
+    workspace = MoEWorkspace([scene.layer.w13_slots, scene.layer.w2_slots], **SIZES)
+    out = torch.zeros(TOKENS, 2 * INTER)
+    with pytest.raises(ValueError, match=r"x must have 0 rows .*as the pairs were prepared for"):
+        scene.run_delta(pairs, workspace, out)
+    assert not out.any()
+    with pytest.raises(ValueError, match=r"x must be \[0, 16\] \(got \[3, 16\]\)"):
+        scene.run_experts(pairs, workspace)
