@@ -6,6 +6,7 @@ docs/reliability.md lists all of them; `./ci/drills` runs them.
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 from collections.abc import Iterator
@@ -37,6 +38,16 @@ class Drill:
         self.compared = True
         assert exit_code == self.exit_code, output
         assert "Traceback (most recent call last)" not in output, output
+
+
+@pytest.fixture(autouse=True)
+def collected() -> Iterator[None]:
+    """A test that leaves the garbage collector off changes those behind it in its process: one did,
+    and another one failed wherever it came later."""
+    yield
+    is_on = gc.isenabled()
+    gc.enable()
+    assert is_on, "the test has left the garbage collector off"
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
