@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 
@@ -149,6 +151,14 @@ def test_the_buffers_keep_their_addresses_when_adapters_come_and_go() -> None:
             0,
             [ExpertFactors(torch.zeros(3, 2, 4), torch.zeros(3, 6, 2), 1.0), None],
             "a of slice 0 must be",
+        ),
+        *(
+            (
+                0,
+                [ExpertFactors(torch.zeros(shape), torch.zeros(1, 6, 2), 1.0), None],
+                rf"a of slice 0 must be .* \(got {re.escape(str(list(shape)))}\)",
+            )
+            for shape in ((), (5,), (1, 2, 5, 1))
         ),
         (0, [factors(2, 6, a=2), None], "a of slice 0 must be"),
         (
