@@ -41,6 +41,8 @@ _COMPILE_LEG_S = 900.0
 _FIRST_S = 30.0
 _LAST_LINES = 6
 COMPILE_LEG = "compile leg"
+# what judged a process that crashed or hung
+_OF_A_PROCESS = _AT_IMPORT, _IN_A_UNIT = ("import", "process")
 # how faulthandler begins the stacks of a process that it ends
 _TIMEOUT = "Timeout ("
 
@@ -133,11 +135,11 @@ def run_one(
         # what survives the first units may take minutes of others, where compiling takes seconds
         first, others = quick(units, _FIRST_S) if compiles else (units, ())
         try:
-            ended = _run_units(first, folder, cache, setup, server)
+            ended = _killer(first, folder, cache, setup, server)
             if ended is None and compiles:
                 ended = _compile_leg(folder, processes)
             if ended is None:
-                ended = _run_units(others, folder, cache, setup, server)
+                ended = _killer(others, folder, cache, setup, server)
         except ServerDied as error:
             return Result(id=mutant.id, fate=Fate.BROKEN, message=str(error))
     seconds, count = round(time.monotonic() - begin, 1), len(units)
@@ -166,7 +168,7 @@ def failure_of_sound_code(setup: Setup) -> str:
         plant(None, folder / "planted")
         try:
             cache = setup.logs / "triton-cache"
-            ended = _run_units(setup.sound_units, folder, cache, setup, server)
+            ended, _ = _run_units(setup.sound_units, folder, cache, setup, server)
         except ServerDied as error:
             return str(error)
         finally:
@@ -175,15 +177,45 @@ def failure_of_sound_code(setup: Setup) -> str:
     return f"{ended.unit} fails without a mutant: {ended.message}" if ended else ""
 
 
-def _run_units(
+def _killer(
     units: Sequence[Unit], folder: Path, cache: Path, setup: Setup, server: WarmServer
 ) -> Ended | None:
-    """What fails the gate, or None. Raises ServerDied."""
+    """The first unit that fails the gate because of the mutant. One that fails on sound code as
+    well, in a process that has run the same units, fails because of what these leave behind, and
+    kills nothing. Raises ServerDied."""
+    while True:
+        ended, ran = _run_units(units, folder, cache, setup, server)
+        if ended is None or ended.judge in _OF_A_PROCESS or len(ran) < 2:
+            return ended
+        alone = [unit for unit in ran if unit.name == ended.unit]
+        if not alone or _run_units(alone, folder, cache, setup, server)[0] is not None:
+            return ended
+        if ended.unit != _failing_on_sound_code(ran, folder, setup, server):
+            return ended
+        units = [unit for unit in units if unit.name != ended.unit]
+
+
+def _failing_on_sound_code(
+    units: Sequence[Unit], folder: Path, setup: Setup, server: WarmServer
+) -> str:
+    with tempfile.TemporaryDirectory(prefix="sound-", dir=folder) as name:
+        plant(None, Path(name) / "planted")
+        ended, _ = _run_units(units, Path(name), setup.logs / "triton-cache", setup, server)
+    return ended.unit if ended else ""
+
+
+def _run_units(
+    units: Sequence[Unit], folder: Path, cache: Path, setup: Setup, server: WarmServer
+) -> tuple[Ended | None, list[Unit]]:
+    """What fails the gate, or None, and the units that have run. Raises ServerDied."""
     if not units:
-        return None
+        return None, []
+    transcript = folder / "transcript.jsonl"
+    # of an earlier process
+    transcript.unlink(missing_ok=True)
     order = Order(
         root=str(folder / "planted"),
-        transcript=str(folder / "transcript.jsonl"),
+        transcript=str(transcript),
         log=str(folder / "log.txt"),
         units=tuple(units),
         known=str(setup.known),
@@ -192,21 +224,24 @@ def _run_units(
     )
     patience = max(unit.deadline_s(setup.least_deadline_s) for unit in units) + _GRACE_S
     failure = server.run(order, patience)
-    story = read_transcript(Path(order.transcript))
+    story = read_transcript(transcript)
+    through = {ended.unit for ended in story.ended}
+    ran = [unit for unit in units if unit.name in through]
     failed = next((ended for ended in story.ended if ended.fails_gate), None)
     if failed is not None or (failure is None and story.finished):
-        return failed
+        return failed, ran
     if failure is Failure.CRASH and _TIMEOUT in _text(folder / "planted" / "stacks.txt"):
         failure = Failure.HANG
     if not story.current:
         raise ServerDied(f"the process ended between two units: {_last(folder / 'log.txt')}")
-    return Ended(
+    ended = Ended(
         unit=story.current,
         verdict=Verdict.FAIL,
-        judge="import" if story.current == IMPORT else "process",
+        judge=_AT_IMPORT if story.current == IMPORT else _IN_A_UNIT,
         kind=(failure or Failure.CRASH).value,
         message=_last(folder / "log.txt"),
     )
+    return ended, ran
 
 
 def _compile_leg(folder: Path, processes: ProcessPool) -> Ended | None:
