@@ -34,7 +34,7 @@ from loragate.scan import figures as scans
 
 CPU_RECORD = Path("ci/results/cpu.json")
 GPU_RECORD = Path("ci/results/nvidia-h200.json")
-# of the GPU that most people have, with less memory; the bars are those of the other one
+# of a GPU with less memory, which runs fewer workers; bars are those of the other one
 SMALLER_GPU_RECORD = Path("ci/results/nvidia-h100.json")
 PLOTS = Path("docs/img")
 _STREAMS = KINDS["streams"]
