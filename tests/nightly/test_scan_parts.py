@@ -280,6 +280,24 @@ def test_a_path_names_the_kernels_that_it_launches_and_their_files() -> None:
     assert not any(file.startswith("harness/loragate/oracles") for file in files)
 
 
+def test_a_kernel_that_is_launched_in_its_compiled_form_belongs_to_its_path() -> None:
+    from triton.compiler import CompiledKernel
+
+    def planted_kernel() -> None: ...
+
+    compiled = CompiledKernel.__new__(CompiledKernel)
+    # loaded, so that a launcher needs no device
+    compiled.module = object()
+    compiled.src = SimpleNamespace(fn=SimpleNamespace(fn=planted_kernel, cache_key="its hash"))
+    of_ir = CompiledKernel.__new__(CompiledKernel)
+    of_ir.module, of_ir.src = object(), SimpleNamespace(name="@of_ir")
+    with traced_path() as path:
+        compiled[(1, 1, 1)]
+        of_ir[(1, 1, 1)]
+    assert path.kernels == {"planted_kernel": "its hash"}
+    assert list(path.files) == [__file__]
+
+
 class _Leaving:
     def __init__(self, context: Any) -> None:
         self._context = context

@@ -10,6 +10,7 @@ from loragate.core.machine import Machine, detect_machine
 from loragate.core.verdict import Failure, Judgement, OracleName, Verdict
 from loragate.matrix.case import Execution
 
+from .compiled_layers import CopiesBehindTheEnd, CopiesTheDelta
 from .stream_layers import (
     FreedOnMain,
     Layer,
@@ -63,6 +64,25 @@ def test_a_race_is_found_in_one_run_with_both_places(
     assert judgement.message.count("stream_layers.py") >= 2
     # a listed finding limits each kind
     assert judgement.metrics[hazard.replace(" ", "_")] > 0
+
+
+@needs_gpu
+def test_a_race_of_a_kernel_that_is_launched_in_its_compiled_form_is_found(
+    judge_streams: Callable[..., Judgement],
+) -> None:
+    judgement = judge_streams(CopiesBehindTheEnd, RACE, machine=detect_machine())
+    assert judgement.failure is Failure.RACE
+    assert "copy_kernel" in judgement.message
+    assert judgement.metrics["read_after_write"] > 0
+
+
+@needs_gpu
+@pytest.mark.parametrize("execution", [Execution.EAGER, Execution.GRAPH])
+def test_a_kernel_in_its_compiled_form_behind_what_it_needs_is_no_race(
+    execution: Execution, judge_streams: Callable[..., Judgement]
+) -> None:
+    judgement = judge_streams(CopiesTheDelta, RACE, machine=detect_machine(), execution=execution)
+    assert judgement.verdict is Verdict.PASS, judgement.message
 
 
 @pytest.mark.parametrize("layer", [layer for layer, _ in RACES if layer is not FreedOnMain])

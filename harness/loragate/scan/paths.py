@@ -120,13 +120,15 @@ def traced_path() -> Iterator[TracedPath]:
 
 
 def _launchers() -> tuple[tuple[type, str], ...]:
-    """By what Triton launches a kernel: compiled, and interpreted."""
+    """By what Triton launches a kernel: compiled, in a compiled form that the caller keeps, and
+    interpreted."""
     if "triton" not in sys.modules:
         return ()
+    from triton.compiler import CompiledKernel
     from triton.runtime.interpreter import GridExecutor
     from triton.runtime.jit import JITFunction
 
-    return (JITFunction, "run"), (GridExecutor, "__call__")
+    return (JITFunction, "run"), (CompiledKernel, "__getitem__"), (GridExecutor, "__call__")
 
 
 def _noting(path: TracedPath, launch: Callable[..., Any]) -> Callable[..., Any]:
@@ -144,6 +146,11 @@ def _noting(path: TracedPath, launch: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _note_kernel(path: TracedPath, launcher: Any) -> None:
+    # a compiled form keeps what it was compiled from: a function, unless that was Triton's IR
+    source = getattr(launcher, "src", None)
+    launcher = getattr(source, "fn", launcher)
+    if not hasattr(launcher, "fn"):
+        return
     function = launcher.fn
     if function.__name__ in path.kernels:
         return

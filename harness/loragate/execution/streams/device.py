@@ -6,7 +6,7 @@ what they get to the recorder of the moment.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import cache
 from typing import Any
@@ -33,10 +33,12 @@ def recorded_device(recorder: Recorder) -> Iterator[None]:
     A capture counts as if the graph ran where it is captured, and as finished at its end; each of
     its launches repeats what was captured.
     """
+    from triton.compiler import CompiledKernel
     from triton.runtime.jit import JITFunction
 
     _listen()
     run, keep = JITFunction.run, Tensor.record_stream
+    launcher_of = CompiledKernel.__getitem__
     graphs = torch.cuda.CUDAGraph
     begin, end, replay = graphs.capture_begin, graphs.capture_end, graphs.replay
 
@@ -46,8 +48,23 @@ def recorded_device(recorder: Recorder) -> Iterator[None]:
             recorder.next_call()
         compiled = run(kernel, *args, grid=grid, warmup=warmup, **options)
         if is_seen and compiled is not None:
-            _record_kernel(recorder, kernel, compiled, args, options)
+            names = kernel.fn.__name__, kernel.arg_names
+            _record_kernel(recorder, names, compiled, args, options)
         return compiled
+
+    def launcher(compiled: Any, grid: Any) -> Callable[..., None]:
+        """Of a kernel whose compiled form the caller keeps, which skips JITFunction.run."""
+        launch = launcher_of(compiled, grid)
+
+        def launched_compiled(*args: Any, **options: Any) -> None:
+            is_seen = not recorder.is_muted
+            if is_seen:
+                recorder.next_call()
+            launch(*args, **options)
+            if is_seen:
+                _record_kernel(recorder, _called(compiled, len(args)), compiled, args, {})
+
+        return launched_compiled
 
     def began(graph: Any, *args: Any, **options: Any) -> None:
         begin(graph, *args, **options)
@@ -68,6 +85,7 @@ def recorded_device(recorder: Recorder) -> Iterator[None]:
 
     with ExitStack() as stack:
         stack.enter_context(patch.object(JITFunction, "run", launched))
+        stack.enter_context(patch.object(CompiledKernel, "__getitem__", launcher))
         stack.enter_context(patch.object(graphs, "capture_begin", began))
         stack.enter_context(patch.object(graphs, "capture_end", captured))
         stack.enter_context(patch.object(graphs, "replay", replayed))
@@ -132,19 +150,33 @@ def _listen() -> None:
         register(callback)
 
 
+def _called(compiled: Any, num_args: int) -> tuple[str, Sequence[str]]:
+    """The names of a kernel and of its arguments, which one that was compiled from Triton's IR
+    does not have."""
+    function = getattr(compiled.src, "fn", None)
+    if function is None:
+        return compiled.name, [f"argument {number}" for number in range(num_args)]
+    return function.fn.__name__, function.arg_names
+
+
 def _record_kernel(
     recorder: Recorder,
-    kernel: Any,
+    names: tuple[str, Sequence[str]],
     compiled: Any,
     args: tuple[Any, ...],
     options: dict[str, Any],
 ) -> None:
-    called, use = kernel.fn.__name__, pointer_use(compiled.asm["ttir"])
+    called, arg_names = names
+    if "ttir" not in compiled.asm:
+        # it was compiled from a later IR
+        recorder.note_unknown(called, [name for name, _ in tensors_of(arg_names, args, options)])
+        return
+    use = pointer_use(compiled.asm["ttir"])
     recorder.note_unknown(called, use.by_value)
     direct = ((False, use.reads), (True, use.writes))
     through = ((False, use.through_reads), (True, use.through_writes))
     used: list[tuple[Tensor, bool, str]] = []
-    for number, (name, tensor) in enumerate(tensors_of(kernel.arg_names, args, options)):
+    for number, (name, tensor) in enumerate(tensors_of(arg_names, args, options)):
         used += [(tensor, is_write, name) for is_write, numbers in direct if number in numbers]
         for is_write, numbers in through:
             if number in numbers:
