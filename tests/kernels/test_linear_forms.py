@@ -159,28 +159,60 @@ def test_an_expand_is_launched_dependently_and_told_what_runs_before_it(
 @pytest.mark.parametrize(
     ("rows", "rank", "in_features", "width", "form"),
     [
+        (0, 16, 4096, 28672, LinearForm.SINGLE),
         (1, 16, 14336, 4096, LinearForm.STORED),
         (64, 16, 4096, 28672, LinearForm.DUAL),
         # 400 thousand values of the delta
         (16, 16, 4096, 25000, LinearForm.STORED),
         (17, 16, 4096, 25000, LinearForm.DUAL),
-        (65, 16, 4096, 28672, LinearForm.SINGLE),
-        (0, 16, 4096, 28672, LinearForm.SINGLE),
-        # 64 ranks in two slices, and a product that is too short for more
-        (40, 32, 1000, 10000, LinearForm.STORED),
-        (41, 32, 1000, 10000, LinearForm.SINGLE),
-        (32, 32, 900, 12600, LinearForm.DUAL),
-        (33, 32, 900, 12600, LinearForm.SINGLE),
-        (2, 33, 1000, 10000, LinearForm.SINGLE),
-        (64, 33, 1000, 20000, LinearForm.DUAL),
-        (64, 33, 1000, 19999, LinearForm.SINGLE),
-        # a short product, which hides the shrink of one row
-        (1, 33, 1000, 1000, LinearForm.STORED),
-        (2, 8, 1000, 9999, LinearForm.SINGLE),
-        # long rows of weights
-        (64, 64, 2000, 1000, LinearForm.STORED),
-        (64, 65, 2000, 1000, LinearForm.SINGLE),
-        (2, 64, 1999, 1000, LinearForm.SINGLE),
+        # 20 million weights, and more than 64 ranks in two slices
+        (64, 33, 2000, 10000, LinearForm.DUAL),
+        (65, 33, 2000, 10000, LinearForm.SINGLE),
+        # 64 ranks: up to 64 rows, beside 50 and beside 100 million weights for more of them
+        (65, 32, 2000, 24999, LinearForm.SINGLE),
+        (128, 32, 2000, 25000, LinearForm.DUAL),
+        (129, 32, 2000, 25000, LinearForm.SINGLE),
+        (255, 32, 10000, 10000, LinearForm.DUAL),
+        (256, 32, 10000, 10000, LinearForm.SINGLE),
+        (129, 32, 10000, 9999, LinearForm.SINGLE),
+        (255, 33, 10000, 10000, LinearForm.SINGLE),
+        # long rows of weights: of 20 million, and of 100 million
+        (128, 32, 8000, 3000, LinearForm.STORED),
+        (129, 32, 8000, 3000, LinearForm.SINGLE),
+        (128, 32, 20000, 10000, LinearForm.DUAL),
+        (129, 32, 20000, 10000, LinearForm.SINGLE),
+        (255, 32, 19999, 10000, LinearForm.DUAL),
+        # fewer: 32 ranks, and 128
+        (128, 16, 4000, 2000, LinearForm.STORED),
+        (129, 16, 4000, 2000, LinearForm.SINGLE),
+        (96, 17, 4000, 2000, LinearForm.STORED),
+        (97, 17, 4000, 2000, LinearForm.SINGLE),
+        (96, 64, 4000, 2000, LinearForm.STORED),
+        (2, 65, 4000, 2000, LinearForm.SINGLE),
+        # a short product: the delta of 64 ranks, of 128, and one that is too large to be stored
+        (128, 32, 2000, 2000, LinearForm.STORED),
+        (129, 32, 2000, 2000, LinearForm.SINGLE),
+        (64, 33, 2000, 2000, LinearForm.STORED),
+        (65, 33, 2000, 2000, LinearForm.SINGLE),
+        (64, 64, 2000, 2000, LinearForm.STORED),
+        (2, 65, 2000, 2000, LinearForm.SINGLE),
+        (41, 16, 1600, 10000, LinearForm.SINGLE),
+        # of 10 million weights, which are square, or wide
+        (128, 16, 3000, 3333, LinearForm.SINGLE),
+        (128, 16, 3000, 3125, LinearForm.STORED),
+        (64, 16, 3000, 3334, LinearForm.STORED),
+        (65, 16, 3000, 3334, LinearForm.SINGLE),
+        (48, 16, 3334, 3000, LinearForm.STORED),
+        (49, 16, 3334, 3000, LinearForm.SINGLE),
+        (49, 17, 3334, 3000, LinearForm.STORED),
+        (65, 17, 3334, 3000, LinearForm.SINGLE),
+        (48, 16, 4000, 4000, LinearForm.STORED),
+        (49, 16, 4000, 4000, LinearForm.SINGLE),
+        (64, 16, 4000, 4001, LinearForm.STORED),
+        # short rows of weights: the shrink of one row
+        (1, 16, 1535, 2000, LinearForm.STORED),
+        (2, 16, 1535, 2000, LinearForm.SINGLE),
+        (2, 16, 1536, 2000, LinearForm.STORED),
     ],
 )
 def test_the_plan_takes_two_streams_only_where_they_were_measured_to_win(

@@ -35,14 +35,39 @@ def plan_form(shape: DenseShape, *, dual_stream: bool) -> LinearForm:
 
 
 def _most_rows_beside(shape: DenseShape) -> int:
-    """Of a batch whose shrink the base product hides. A layer of few weights has a short product,
-    which reads long rows of them more slowly than many short ones."""
+    """Of a batch whose shrink the base product hides."""
     tuning, ranks = shape.tuning.dense, shape.ranks_of_all_slices
-    out_features = sum(shape.slice_widths)
-    weights = shape.in_features * out_features
-    is_deep = shape.in_features >= 2 * out_features and ranks <= 2 * tuning.dual_ranks
-    if weights >= tuning.dual_weights or is_deep:
+    weights = shape.in_features * sum(shape.slice_widths)
+    if weights < tuning.dual_weights:
+        return _most_rows_beside_few_weights(shape)
+    if ranks > tuning.dual_ranks:
         return tuning.dual_rows
-    if 2 * weights < tuning.dual_weights or ranks > tuning.dual_ranks:
+    if weights >= tuning.dual_weights_of_most_rows and not _is_deep(shape):
+        return tuning.dual_most_rows
+    is_large = weights >= tuning.dual_weights_of_more_rows or _is_deep(shape)
+    return tuning.dual_more_rows if is_large else tuning.dual_rows
+
+
+def _most_rows_beside_few_weights(shape: DenseShape) -> int:
+    """Their product is short: it hides a delta that is stored, and not a shrink whose expand comes
+    behind it."""
+    tuning, ranks = shape.tuning.dense, shape.ranks_of_all_slices
+    out_features, is_narrow = sum(shape.slice_widths), 2 * ranks <= tuning.dual_ranks
+    if ranks > 2 * tuning.dual_ranks or shape.in_features < tuning.dual_features:
         return 1
-    return tuning.dual_rows if may_store(shape) else tuning.dual_rows // 2
+    if _is_deep(shape):
+        return tuning.dual_more_rows if is_narrow else tuning.dual_rows * 3 // 2
+    if not may_store(shape):
+        return 1
+    if 2 * shape.in_features * out_features < tuning.dual_weights:
+        return tuning.dual_more_rows if ranks <= tuning.dual_ranks else tuning.dual_rows
+    # with square weights, a product of more rows already has all multiprocessors at work, and few
+    # ranks leave little to hide
+    is_full = shape.in_features >= out_features and is_narrow
+    return tuning.dual_rows * 3 // 4 if is_full else tuning.dual_rows
+
+
+def _is_deep(shape: DenseShape) -> bool:
+    """Whether rows of the weights are long and few: they are read more slowly than many short
+    ones, so that there is more time beside the product."""
+    return shape.in_features >= 2 * sum(shape.slice_widths)

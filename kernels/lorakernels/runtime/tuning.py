@@ -37,12 +37,17 @@ class DenseTuning:
     deep: int
     # columns of a slice beyond which an expand is wide
     wide: int
-    # most rows of a batch whose shrink runs on a second stream, and the weights from which the base
-    # product of a layer hides a shrink of any number of ranks. Of smaller layers it hides
-    # `dual_ranks` ranks of all slices, and for fewer rows
-    dual_rows: int
-    dual_ranks: int
+    # a base product of so many weights hides a shrink on a second stream, of so many rows
     dual_weights: int
+    dual_rows: int
+    # with so few ranks of all slices, beside products of even more weights, of more rows
+    dual_ranks: int
+    dual_weights_of_more_rows: int
+    dual_more_rows: int
+    dual_weights_of_most_rows: int
+    dual_most_rows: int
+    # features from which a product of fewer weights hides a delta that is stored
+    dual_features: int
     # most values of a delta that is stored on a second stream and added later: beyond, writing and
     # reading them takes longer than a product with B behind the base product
     stored_values: int
@@ -164,9 +169,14 @@ HOPPER = Tuning(
         partial_tiles=8,
         deep=8192,
         wide=8192,
+        dual_weights=20_000_000,
         dual_rows=64,
         dual_ranks=64,
-        dual_weights=20_000_000,
+        dual_weights_of_more_rows=50_000_000,
+        dual_more_rows=128,
+        dual_weights_of_most_rows=100_000_000,
+        dual_most_rows=255,
+        dual_features=1536,
         stored_values=400_000,
         splits_beside=8,
         programs_beside=32,
