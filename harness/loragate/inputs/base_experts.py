@@ -29,22 +29,39 @@ _PLAIN_REACH = 1.0
 def make_base_experts(case: Case, seed: int, kind: DataKind, machine: Machine) -> BaseExperts:
     """The experts of the whole layer, before it is cut over ranks."""
     draw = Draw(machine, seed, f"base-{kind}")
-    hidden, width = case.in_features, case.slices[0]
-    if kind is DataKind.EXACT:
-        w13, w2 = exact_w13(draw, case), exact_w2(draw, case)
-    else:
-        w13 = draw.normal(case.experts, sum(case.slices), hidden) * (BASE_SIZE / math.sqrt(hidden))
-        w2 = draw.normal(case.experts, hidden, width) * (BASE_SIZE / math.sqrt(width))
+    experts, hidden, width = case.experts, case.in_features, case.slices[0]
+    is_quantised = case.quantisation is not Quantisation.NONE
     dtype = torch_dtype(case.dtype)
+    # what is quantised is rounded once
+    drawn = torch.float32 if is_quantised else dtype
+    if kind is DataKind.EXACT:
+        w13, w2 = exact_w13(draw, case, drawn), exact_w2(draw, case, drawn)
+    else:
+        w13 = _normal(draw, drawn, BASE_SIZE / math.sqrt(hidden), experts, sum(case.slices), hidden)
+        w2 = _normal(draw, drawn, BASE_SIZE / math.sqrt(width), experts, hidden, width)
     biases: tuple[Tensor, Tensor] | tuple[None, None] = (None, None)
     if case.expert_bias is Bias.PRESENT:
         first, second = _biases(draw, case, kind)
         biases = laid_out(case, first).to(dtype), second.to(dtype)
     w13 = laid_out(case, w13)
-    if case.quantisation is Quantisation.NONE:
-        return BaseExperts(w13.to(dtype), biases[0], w2.to(dtype), None, biases[1])
-    (w13, scales13), (w2, scales2) = quantised(w13), quantised(w2)
+    if not is_quantised:
+        return BaseExperts(w13, biases[0], w2, None, biases[1])
+    w13, scales13 = _quantised_experts(w13)
+    w2, scales2 = _quantised_experts(w2)
     return BaseExperts(w13, biases[0], w2, (scales13, scales2), biases[1])
+
+
+def _normal(draw: Draw, dtype: torch.dtype, size: float, *shape: int) -> Tensor:
+    return draw.normal(*shape, dtype=dtype, then=lambda values: values.mul_(size))
+
+
+def _quantised_experts(values: Tensor) -> tuple[Tensor, Tensor]:
+    """As `quantised`, one expert after the other: in fp32 there are no copies of all of them."""
+    result = torch.empty_like(values, dtype=_FP8)
+    scales = values.new_empty(values.shape[:2])
+    for expert, rows in enumerate(values):
+        result[expert], scales[expert] = quantised(rows)
+    return result, scales
 
 
 def _biases(draw: Draw, case: Case, kind: DataKind) -> tuple[Tensor, Tensor]:

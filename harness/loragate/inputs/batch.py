@@ -36,19 +36,16 @@ def make_batch(case: Case, seed: int, step: int, kind: DataKind, machine: Machin
     at all depends on the seed.
     """
     draw = Draw(machine, seed, f"batch-{kind}", step)
-    x = _rows(case, seed, step, draw, kind)
-    if kind is DataKind.EXACT:
-        out = exact_base_rows(draw, case.out_rows, case.out_features)
-    else:
-        out = draw.normal(case.out_rows, case.out_features) * BASE_SIZE
     margin = _ALIGNED_MARGIN if seed % 2 else _ODD_MARGIN
+    # each is placed before the next one is drawn: a large one leaves no memory for both twice
+    x = place(_rows(case, seed, step, draw, kind), case.layout, margin=margin)
     out_layout = Layout.CONTIGUOUS if case.layout is Layout.TRANSPOSED else case.layout
-    dtype = torch_dtype(case.dtype)
+    out = place(_base_rows(case, draw, kind), out_layout, margin=margin, band=Band.NUMBER)
     token_slots = make_token_slots(case, seed, step)
     return Batch(
-        place(x, case.layout, margin=margin),
+        x,
         token_slots,
-        place(out.to(dtype), out_layout, margin=margin, band=Band.NUMBER),
+        out,
         make_routes(case, seed, step, kind, machine, token_slots),
     )
 
@@ -58,11 +55,17 @@ def _rows(case: Case, seed: int, step: int, draw: Draw, kind: DataKind) -> Tenso
         return make_ids(case, seed, step, draw)
     if kind is DataKind.EXACT:
         sparse = exact_layer_x if case.site is Site.MOE_LAYER else exact_x
-        x = sparse(draw, case.x_rows, case.in_features)
-    else:
-        x = draw.normal(case.x_rows, case.in_features)
-        x[:, -1] = draw.signs(case.x_rows)
-    return x.to(torch_dtype(case.dtype))
+        return sparse(draw, case.x_rows, case.in_features, torch_dtype(case.dtype))
+    x = draw.normal(case.x_rows, case.in_features, dtype=torch_dtype(case.dtype))
+    x[:, -1] = draw.signs(case.x_rows)
+    return x
+
+
+def _base_rows(case: Case, draw: Draw, kind: DataKind) -> Tensor:
+    shape, dtype = (case.out_rows, case.out_features), torch_dtype(case.dtype)
+    if kind is DataKind.EXACT:
+        return exact_base_rows(draw, *shape, dtype)
+    return draw.normal(*shape, dtype=dtype, then=lambda values: values.mul_(BASE_SIZE))
 
 
 def copy_batch(batch: Batch) -> Batch:
@@ -111,10 +114,10 @@ def make_base(case: Case, seed: int, kind: DataKind, machine: Machine) -> BaseLa
     else:
         size = BASE_SIZE / math.sqrt(case.in_features)
     if kind is DataKind.EXACT:
-        weight = exact_weight(draw, *shape)
+        weight = exact_weight(draw, *shape, dtype)
         bias = exact_bias(draw, case.out_features)
     else:
-        weight = draw.normal(*shape) * size
+        weight = draw.normal(*shape, dtype=dtype, then=lambda values: values.mul_(size))
         bias = draw.normal(case.out_features) * BASE_SIZE
     has_bias = case.site is Site.LORA_LINEAR and case.bias is Bias.PRESENT
-    return BaseLayer(weight.to(dtype), bias.to(dtype) if has_bias else None)
+    return BaseLayer(weight, bias.to(dtype) if has_bias else None)

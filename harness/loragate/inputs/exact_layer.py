@@ -28,7 +28,7 @@ from math import prod
 import torch
 from torch import Tensor
 
-from loragate.inputs.draw import Draw
+from loragate.inputs.draw import Draw, torch_dtype
 from loragate.matrix.case import Bias, Case, RouterWeights
 
 _GATE, _DOWN = 128.0, 1 / 128
@@ -39,11 +39,11 @@ _MOST_ONCE = 9
 _MOST_TWICE_BIASED, _MOST_ONCE_BIASED = 2, 4
 
 
-def exact_layer_x(draw: Draw, rows: int, width: int) -> Tensor:
+def exact_layer_x(draw: Draw, rows: int, width: int, dtype: torch.dtype) -> Tensor:
     """[rows, width]. Every fourth row, the first one included, has its 1 in the last column."""
     column = draw.integers(0, width, rows, 1)
     column[::4] = width - 1
-    return torch.zeros(rows, width, device=draw.device).scatter_(1, column, 1.0)
+    return torch.zeros(rows, width, dtype=dtype, device=draw.device).scatter_(1, column, 1.0)
 
 
 def exact_layer_weights(draw: Draw, case: Case) -> Tensor:
@@ -57,22 +57,24 @@ def exact_layer_weights(draw: Draw, case: Case) -> Tensor:
     return (place < min(case.top_k - 1, most)).float()
 
 
-def exact_w13(draw: Draw, case: Case) -> Tensor:
+def exact_w13(draw: Draw, case: Case, dtype: torch.dtype) -> Tensor:
     """[experts, sum(slices), in_features]"""
     experts, width = case.experts, case.slices[0]
     positive = draw.integers(0, width, experts, 1, case.in_features)
     # a lost tail loses the last column first
     positive[draw.uniform(0, 1, *positive.shape) < 0.25] = width - 1
-    gate = torch.full((experts, width, case.in_features), -2 * _GATE, device=draw.device)
-    gate.scatter_(1, positive, 2 * _GATE)
-    if len(case.slices) == 1:
-        return gate
-    return torch.cat([gate, 2 * draw.signs(experts, width, case.in_features)], 1)
+    shape = (experts, sum(case.slices), case.in_features)
+    w13 = torch.full(shape, -2 * _GATE, dtype=dtype, device=draw.device)
+    w13[:, :width].scatter_(1, positive, 2 * _GATE)
+    if len(case.slices) == 2:
+        w13[:, width:] = draw.signs(experts, width, case.in_features, dtype=dtype).mul_(2)
+    return w13
 
 
-def exact_w2(draw: Draw, case: Case) -> Tensor:
+def exact_w2(draw: Draw, case: Case, dtype: torch.dtype) -> Tensor:
     """[experts, in_features, intermediate]"""
-    return 2 * _DOWN * draw.signs(case.experts, case.in_features, case.slices[0])
+    shape = (case.experts, case.in_features, case.slices[0])
+    return draw.signs(*shape, dtype=dtype).mul_(2 * _DOWN)
 
 
 def exact_biases(draw: Draw, case: Case) -> tuple[Tensor, Tensor]:
@@ -97,13 +99,16 @@ def exact_layer_b(
     with the last."""
     parts = []
     for part, width in enumerate(case.slices):
-        b = torch.zeros(case.slots, *experts, width, case.rank, device=draw.device)
+        shape = (case.slots, *experts, width, case.rank)
+        b = torch.zeros(shape, dtype=torch_dtype(case.dtype), device=draw.device)
         columns = prod(experts) * width
         place = torch.arange(columns, device=draw.device)[:, None]
         unit = _DOWN if is_down else (_GATE, 1.0)[part]
         for slot, row in enumerate(ranks):
             rank = max(row[part], 1)
             values = unit / scales[slot][part] * draw.signs(columns, 1)
-            b[slot].view(columns, case.rank).scatter_(1, rank - 1 - place % rank, values)
+            b[slot].view(columns, case.rank).scatter_(
+                1, rank - 1 - place % rank, values.to(b.dtype)
+            )
         parts.append(b)
     return tuple(parts)

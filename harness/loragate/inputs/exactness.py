@@ -19,7 +19,7 @@ from math import prod
 import torch
 from torch import Tensor
 
-from loragate.inputs.draw import Draw
+from loragate.inputs.draw import Draw, torch_dtype
 from loragate.matrix.case import Case, RouterWeights
 
 UNIT = 0.5
@@ -40,18 +40,19 @@ def exact_router_weights(draw: Draw, tokens: int, top_k: int) -> Tensor:
     return draw.integers(1, 3, tokens, top_k).float()
 
 
-def exact_x(draw: Draw, rows: int, width: int) -> Tensor:
+def exact_x(draw: Draw, rows: int, width: int, dtype: torch.dtype) -> Tensor:
     """[rows, width]. The last column is never zero; a second nonzero moves over the width."""
     columns = draw.integers(0, width, rows, X_NONZEROS)
     columns[:, 0] = width - 1
     walk = torch.arange(rows, device=draw.device) * max(1, width // max(rows, 1))
     columns[:, 1] = (walk + columns[:, 1] % max(1, width // max(rows, 1))) % width
-    x = torch.zeros(rows, width, device=draw.device)
+    x = torch.zeros(rows, width, dtype=dtype, device=draw.device)
     return _place(x, columns, draw.signs(rows, X_NONZEROS))
 
 
 def exact_a(draw: Draw, case: Case, experts: tuple[int, ...]) -> Tensor:
-    return draw.signs(case.slots, *experts, len(case.slices), case.rank, case.in_features)
+    shape = (case.slots, *experts, len(case.slices), case.rank, case.in_features)
+    return draw.signs(*shape, dtype=torch_dtype(case.dtype))
 
 
 def exact_b(
@@ -61,7 +62,8 @@ def exact_b(
     columns of a slot use as many ranks as they can."""
     parts = []
     for part, width in enumerate(case.slices):
-        b = torch.zeros(case.slots, *experts, width, case.rank, device=draw.device)
+        shape = (case.slots, *experts, width, case.rank)
+        b = torch.zeros(shape, dtype=torch_dtype(case.dtype), device=draw.device)
         columns = prod(experts) * width
         for slot, row in enumerate(ranks):
             rank = max(row[part], 1)
@@ -77,17 +79,17 @@ def _place(target: Tensor, columns: Tensor, values: Tensor) -> Tensor:
     # in a single scatter either could win on a GPU: different data from the same seed
     places = zip(torch.split(columns, 1, 1), torch.split(values, 1, 1), strict=True)
     for column, value in places:
-        target.scatter_(1, column, value)
+        target.scatter_(1, column, value.to(target.dtype))
     return target
 
 
-def exact_base_rows(draw: Draw, rows: int, width: int) -> Tensor:
+def exact_base_rows(draw: Draw, rows: int, width: int, dtype: torch.dtype) -> Tensor:
     """Output of a base layer, for a site that adds to it."""
-    return draw.integers(-8, 9, rows, width) * UNIT
+    return draw.integers(-8, 9, rows, width, dtype=dtype, then=lambda values: values * UNIT)
 
 
-def exact_weight(draw: Draw, rows: int, width: int) -> Tensor:
-    return draw.signs(rows, width) * UNIT
+def exact_weight(draw: Draw, rows: int, width: int, dtype: torch.dtype) -> Tensor:
+    return draw.signs(rows, width, dtype=dtype).mul_(UNIT)
 
 
 def exact_bias(draw: Draw, rows: int) -> Tensor:

@@ -13,6 +13,7 @@ EXACT: see exactness.py, and exact_layer.py for moe_layer.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 from enum import StrEnum
 from typing import TypeAlias, TypeVar
@@ -195,8 +196,7 @@ def _draw_pool(
             b = exact_layer_b(draw, case, of_b, ranks, scales, is_down=is_down)
         else:
             b = exact_b(draw, case, of_b, ranks)
-    dtype = torch_dtype(case.dtype)
-    return Pool(a.to(dtype), tuple(part.to(dtype) for part in b), ranks, scales)
+    return Pool(a, b, ranks, scales)
 
 
 def _expert_axis(case: Case, shared: Sharing) -> tuple[int, ...]:
@@ -236,9 +236,10 @@ def _scale(case: Case, seed: int, kind: DataKind, slot: int, part: int) -> float
 
 def _signed_a(draw: Draw, case: Case, experts: tuple[int, ...], ranks: Table[int]) -> Tensor:
     shape, width = (case.slots, *experts, len(case.slices), case.rank), case.in_features
+    dtype = torch_dtype(case.dtype)
     if case.site is Site.EMBEDDING:
-        return draw.signs(*shape, width) * draw.uniform(0.5, 1.5, *shape, width)
-    a = draw.normal(*shape, width) / math.sqrt(width)
+        return _bounded(draw, (*shape, width), dtype, [1.0] * case.slots)
+    a = draw.normal(*shape, width, dtype=dtype, then=lambda values: values.div_(math.sqrt(width)))
     a[..., -1] = draw.signs(*shape)
     for slot, row in enumerate(ranks):
         for part, rank in enumerate(row):
@@ -253,8 +254,22 @@ def _signed_b(
     parts = []
     for part, width in enumerate(case.slices):
         shape = (case.slots, *experts, width, case.rank)
-        b = draw.signs(*shape) * draw.uniform(0.5, 1.5, *shape)
-        for slot, row in enumerate(ranks):
-            b[slot] /= math.sqrt(max(row[part], 1))
-        parts.append(b)
+        divisors = [math.sqrt(max(row[part], 1)) for row in ranks]
+        parts.append(_bounded(draw, shape, torch_dtype(case.dtype), divisors))
     return tuple(parts)
+
+
+def _bounded(
+    draw: Draw, shape: tuple[int, ...], dtype: torch.dtype, divisors: Sequence[float]
+) -> Tensor:
+    """[slots, ...] of either sign, from 0.5 to 1.5 in size, divided by the divisor of its slot."""
+    values = draw.signs(*shape, dtype=dtype)
+    flat, size = values.view(-1), values[0].numel()
+    for place, sizes in draw.uniform_pieces(0.5, 1.5, values.numel()):
+        # signs are exact in any dtype: the result is rounded once
+        sizes *= flat[place]
+        for slot in range(place.start // size, -(-place.stop // size)):
+            first, last = slot * size - place.start, (slot + 1) * size - place.start
+            sizes[max(first, 0) : last] /= divisors[slot]
+        flat[place] = sizes
+    return values
