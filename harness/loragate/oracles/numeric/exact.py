@@ -66,7 +66,8 @@ def assert_exact(pool: Pool, batch: Batch, base: BaseLayer | None) -> None:
     start = batch.out.double().abs()
     if base is not None:
         bias = 0.0 if base.bias is None else base.bias.double().abs()
-        start = x @ base.weight.double().abs().T + bias
+        # abs first: a copy of the weight in fp64 is four times as large
+        start = x @ base.weight.abs().double().T + bias
     assert start.remainder(UNIT).count_nonzero() == 0, "base values off the grid"
     delta = deltas(magnitudes(pool), x, out_rows(batch), torch.float64)
     assert delta.remainder(UNIT).count_nonzero() == 0, "delta off the grid"

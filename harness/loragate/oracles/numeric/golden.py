@@ -78,7 +78,8 @@ def _first_addends(pool: Pool, batch: Batch, rows: OutRows, base: BaseLayer | No
     weights = None if rows.weights is None else rows.weights.square()
     total = deltas(squared(pool), x, replace(rows, weights=weights), torch.float64)
     if base is not None:
-        total += x @ base.weight.double().square().T
+        # a copy of its own, which may be changed in place
+        total += x @ base.weight.to(torch.float64, copy=True).square_().T
         if base.bias is not None:
             total += base.bias.double().square()
     return total

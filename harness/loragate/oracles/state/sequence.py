@@ -103,8 +103,10 @@ def _scenes(trial: Trial, kind: DataKind) -> Iterator[Scene]:
     full = replace(case, ranks=Ranks.FULL)
     pool = make_pool(full, trial.seed, kind, trial.machine, trial.capabilities)
     # a mixed one may lack the very slice that stays
-    other = make_pool(full, trial.seed + 1, kind, trial.machine, trial.capabilities)
-    small = trimmed(other, max(1, case.rank // 4))
+    small = trimmed(
+        make_pool(full, trial.seed + 1, kind, trial.machine, trial.capabilities),
+        max(1, case.rank // 4),
+    )
     if trial.capabilities.rank_per_slice and len(case.slices) > 1:
         small = without_slice(small, len(case.slices) - 1)
     last, few = case.slots - 1, max(1, case.tokens // _SMALLER)
