@@ -3,22 +3,20 @@ in a wider dtype is alive."""
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from loragate.core.machine import Machine, select_interpreter
 from loragate.inputs import DataKind, make_base, make_batch, make_pool, pieces
 from loragate.inputs.base_experts import make_base_experts
 from loragate.inputs.draw import Draw
-from loragate.matrix.case import LAYER_SITES, Case, Dtype, Quantisation, RouterWeights, Site
+from loragate.matrix.case import LAYER_SITES, Case, Quantisation, RouterWeights, Site
 from loragate.subjects.torch.subject import TorchSubject
+
+from .live_bytes import LARGE, LiveBytes, case_of
 
 select_interpreter()
 CPU = Machine("cpu", "test", None, 1, 0)
@@ -77,36 +75,6 @@ def test_rounds_and_halves_of_a_gpu() -> None:
     assert [pieces.rounds(size, 1024) for size in (1, 1024, 4096, 4097)] == [1, 1, 1, 2]
 
 
-class LiveBytes(TorchDispatchMode):
-    """The most bytes of tensors made within that were alive at once."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.now = self.peak = 0
-        self._known: set[int] = set()
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        result = func(*args, **(kwargs or {}))
-        for tensor in tree_leaves(result):
-            if isinstance(tensor, Tensor):
-                self._add(tensor.untyped_storage())
-        return result
-
-    def _add(self, storage: torch.UntypedStorage) -> None:
-        key, size = storage._cdata, storage.nbytes()
-        if key not in self._known:
-            self._known.add(key)
-            self.now += size
-            self.peak = max(self.peak, self.now)
-            weakref.finalize(storage, self._drop, key, size)
-
-    def _drop(self, key: int, size: int) -> None:
-        self._known.discard(key)
-        self.now -= size
-
-
 def make_inputs(case: Case, kind: DataKind) -> int:
     """Draw all inputs of a case; the bytes that they take."""
     have = TorchSubject().capabilities(CPU)
@@ -121,21 +89,6 @@ def make_inputs(case: Case, kind: DataKind) -> int:
     elif case.site in LAYER_SITES:
         kept.append(make_base(case, 1, kind, CPU).weight)
     return sum(tensor.untyped_storage().nbytes() for tensor in kept)
-
-
-def case_of(site: Site, **axes: Any) -> Case:
-    shape = {"tokens": 8, "in_features": 512, "slices": (256, 256), "rank": 64, "slots": 4}
-    return Case(site=site, dtype=Dtype.BF16, **{**shape, **axes})
-
-
-LARGE = {
-    "adapters": case_of(Site.DENSE_DELTA, rank=512, slots=6),
-    "rows": case_of(Site.DENSE_DELTA, rank=1, slots=1, tokens=6000),
-    "base weights": case_of(Site.LORA_LINEAR, rank=1, slots=1, slices=(4096,)),
-    "adapters of experts": case_of(Site.MOE_DELTA, experts=8, top_k=2),
-    "experts": case_of(Site.MOE_LAYER, experts=8, top_k=2, rank=8, router=RouterWeights.OUTPUT),
-    "a vocabulary": case_of(Site.EMBEDDING, in_features=9000, slices=(256,), slots=2),
-}
 
 
 @pytest.mark.parametrize("kind", DataKind)

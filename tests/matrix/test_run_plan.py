@@ -18,7 +18,7 @@ from loragate.matrix.show import plan_json, render_plan
 
 CPU = Machine("cpu", "x86_64", None, 1, 0)
 H200 = Machine("cuda", "NVIDIA H200", (9, 0), 132, 139 << 30)
-SMALL_GPU = Machine("cuda", "NVIDIA L4", (8, 9), 58, 22 << 30)
+SMALL_GPU = Machine("cuda", "NVIDIA GeForce RTX 3060", (8, 6), 28, 12 << 30)
 
 SMOKE = Case(
     site=Site.DENSE_DELTA,
@@ -68,7 +68,7 @@ def test_without_a_gpu_all_but_smoke_is_skipped_with_that_reason() -> None:
 def test_a_case_that_does_not_fit_into_the_gpu_is_skipped_with_both_figures() -> None:
     made = plan(CASES, [OURS], Tier.PREMERGE, SMALL_GPU)
     assert [(skipped.case, skipped.reason) for skipped in made.skipped] == [
-        (HUGE, "needs about 33 GiB of device memory, there are 22")
+        (HUGE, "needs about 16 GiB of device memory, there are 12")
     ]
 
 
