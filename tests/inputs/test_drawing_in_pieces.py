@@ -3,7 +3,9 @@ in a wider dtype is alive."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import cast
 
 import pytest
 import torch
@@ -65,6 +67,60 @@ def test_pieces_are_the_whole_tensor_on_a_gpu(name: str, size: int) -> None:
     one, other = Draw(machine, 7, name), Draw(machine, 7, name)
     assert torch.equal(in_pieces(one, size), at_once(other, size))
     assert one.generator.get_offset() == other.generator.get_offset()
+
+
+THREADS = 512
+
+
+@dataclass
+class ModelledGpu:
+    """The part of a generator that pieces use, and how torch draws with it: element by element the
+    thread and the place in its stream."""
+
+    offset: int = 0
+    device: torch.device = field(default_factory=lambda: torch.device("cuda"))
+
+    def get_offset(self) -> int:
+        return self.offset
+
+    def set_offset(self, offset: int) -> None:
+        self.offset = offset
+
+    def launch(self, size: int) -> list[tuple[int, int]]:
+        threads = min(THREADS, -(-size // 256) * 256)
+        start, round_size = self.offset, 4 * threads
+        self.offset += 4 * -(-size // round_size)
+        return [
+            (i % threads, start + 4 * (i // round_size) + i % round_size // threads)
+            for i in range(size)
+        ]
+
+    def draw(self, size: int, itemsize: int, max_bytes: int) -> list[tuple[int, int]]:
+        def parts(size: int) -> Iterator[int]:
+            if (size - 1) * itemsize < max_bytes:
+                yield size
+            else:
+                yield from parts(size // 2)
+                yield from parts(size - size // 2)
+
+        sizes = list(parts(size))
+        if len(sizes) > 1:
+            self.launch(size)
+        return [number for part in sizes for number in self.launch(part)]
+
+
+@pytest.mark.parametrize("size", [1, 300, 511, 2048, 2049, 4096, 4100, 12345, 32768, 32769, 99999])
+def test_pieces_are_the_whole_tensor_on_a_modelled_gpu(
+    size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pieces, "_PIECE", 5000)
+    monkeypatch.setattr(pieces, "_MAX_BYTES", 1 << 17)
+    monkeypatch.setattr(pieces, "_threads", lambda device: THREADS)
+    one, other = ModelledGpu(), ModelledGpu()
+    places = pieces.pieces_of(size, torch.float32, cast(torch.Generator, one))
+    drawn = [number for place in places for number in one.launch(place.stop - place.start)]
+    assert drawn == other.draw(size, 4, 1 << 17)
+    assert one.offset == other.offset
 
 
 def test_rounds_and_halves_of_a_gpu() -> None:
