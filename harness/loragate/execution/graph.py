@@ -10,8 +10,7 @@ from functools import cache
 from typing import Any, Generic, TypeVar
 
 import torch
-
-from loragate.core.machine import detect_machine
+from torch.cuda.streams import Stream
 
 T = TypeVar("T")
 
@@ -58,19 +57,19 @@ def warm_up(call: Callable[[], object], times: int = 3) -> None:
     torch.cuda.current_stream().wait_stream(stream)
 
 
-def _stream_of_captures() -> torch.cuda.Stream:
+def _stream_of_captures() -> Stream:
     """One for each device. torch hands out 32 streams in turn: were there a new one for the warm-up
     of every capture, a subject would get that of the captures as its side stream before long, and
     its graph would run in sequence."""
-    if detect_machine().interpreted:
-        # a modelled stream, of which no two are the same
+    if torch.cuda.Stream is not Stream:
+        # a modelled stream, of which no two are the same, on a machine with a GPU as well
         return torch.cuda.Stream()  # type: ignore[no-untyped-call]
     return _stream_of(torch.cuda.current_device())
 
 
 @cache
-def _stream_of(device: int) -> torch.cuda.Stream:
-    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+def _stream_of(device: int) -> Stream:
+    return Stream(device)  # type: ignore[no-untyped-call]
 
 
 @contextmanager
