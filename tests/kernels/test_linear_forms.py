@@ -198,8 +198,9 @@ def test_an_expand_is_launched_dependently_and_told_what_runs_before_it(
         (2, 65, 2000, 2000, LinearForm.SINGLE),
         (41, 16, 1600, 10000, LinearForm.SINGLE),
         # of 10 million weights, which are square, or wide
-        (128, 16, 3000, 3333, LinearForm.SINGLE),
-        (128, 16, 3000, 3125, LinearForm.STORED),
+        (128, 16, 3160, 3125, LinearForm.STORED),
+        (65, 16, 2000, 2001, LinearForm.SINGLE),
+        (64, 16, 2000, 2001, LinearForm.STORED),
         (64, 16, 3000, 3334, LinearForm.STORED),
         (65, 16, 3000, 3334, LinearForm.SINGLE),
         (48, 16, 3334, 3000, LinearForm.STORED),

@@ -57,14 +57,16 @@ def _most_rows_beside_few_weights(shape: DenseShape) -> int:
         return 1
     if _is_deep(shape):
         return tuning.dual_more_rows if is_narrow else tuning.dual_rows * 3 // 2
+    is_square = shape.in_features >= out_features
     if not may_store(shape):
         return 1
+    if not is_square or ranks > tuning.dual_ranks:
+        return tuning.dual_rows
     if 2 * shape.in_features * out_features < tuning.dual_weights:
-        return tuning.dual_more_rows if ranks <= tuning.dual_ranks else tuning.dual_rows
-    # with square weights, a product of more rows already has all multiprocessors at work, and few
-    # ranks leave little to hide
-    is_full = shape.in_features >= out_features and is_narrow
-    return tuning.dual_rows * 3 // 4 if is_full else tuning.dual_rows
+        return tuning.dual_more_rows
+    # a product of more rows already has all multiprocessors at work, and few ranks leave little to
+    # hide
+    return tuning.dual_rows * 3 // 4 if is_narrow else tuning.dual_rows
 
 
 def _is_deep(shape: DenseShape) -> bool:
