@@ -5,10 +5,11 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -27,8 +28,10 @@ from lorakernels.dense.ops import DenseWorkspace, shape_of_batch  # noqa: E402
 from lorakernels.dense.plan import plan_shrink  # noqa: E402
 from lorakernels.dense.weights import LoRAFactors, SlotWeights  # noqa: E402
 from lorakernels.gdn.forms import plan_gdn  # noqa: E402
+from lorakernels.layers.embedding import LoRAEmbedding  # noqa: E402
 from lorakernels.layers.gdn import DeltaNetHeads, GatedDeltaNetInputProjection  # noqa: E402
-from lorakernels.layers.partition import Slice  # noqa: E402
+from lorakernels.layers.linear import LinearAdapters, LoRALinear  # noqa: E402
+from lorakernels.layers.partition import LoRASharding, Parallel, Slice  # noqa: E402
 from lorakernels.layers.warm_up import (  # noqa: E402
     constants_of,
     kernel_variants,
@@ -215,6 +218,92 @@ def test_layers_of_several_geometries_are_listed_together() -> None:
     together = kernel_variants([own.layer, other.layer], metadata, workspace)
     assert set(together) == {*alone[0], *alone[1]}
     assert set(together) > set(alone[0])
+
+
+def kernels(layers: Sequence[LinearAdapters], most: int = 40) -> set[tuple[str, Hashable]]:
+    metadata = BatchMetadata(max_tokens=most, max_slots=2, device="cpu")
+    workspace = DenseWorkspace([layer.slots for layer in layers], max_tokens=most, branches=2)
+    listed = kernel_variants(layers, metadata, workspace)
+    return {(variant.kernel, variant.constants) for variant in listed}
+
+
+def assert_both_are_listed(one: LinearAdapters, other: LinearAdapters) -> None:
+    """One of them at least needs kernels that the other one does not need."""
+    of_one, of_other = kernels([one]), kernels([other])
+    assert of_one != of_other
+    # the first layer of a geometry is the one that is listed
+    assert kernels([one, other]) == kernels([other, one]) == of_one | of_other
+
+
+COMMON = Geometry(48, (40, 16, 8), 16, 2)
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        pytest.param(replace(COMMON, in_features=52), id="inputs"),
+        # as many slices, and as many columns in all
+        pytest.param(replace(COMMON, widths=(24, 16, 24)), id="widths"),
+        pytest.param(replace(COMMON, widths=(16, 8, 40)), id="order of the widths"),
+        pytest.param(replace(COMMON, rank=24), id="rank"),
+        # of as many bytes
+        pytest.param(replace(COMMON, dtype=torch.float16), id="dtype"),
+    ],
+)
+def test_layers_that_differ_in_one_number_alone_are_both_listed(other: Geometry) -> None:
+    assert_both_are_listed(server(COMMON, 40).layer, server(other, 40).layer)
+
+
+def test_a_linear_layer_of_the_shape_of_an_embedding_is_listed_beside_it() -> None:
+    weight, sizes = torch.zeros(48, 40), {"num_slots": 2, "rank": 16}
+    embedding = LoRAEmbedding(weight, **sizes)
+    linear = LoRALinear(weight.T.contiguous(), slices=[Slice("q", 40)], **sizes)
+    assert embedding.slots.a.shape == linear.slots.a.shape
+    assert_both_are_listed(embedding, linear)
+
+
+def test_a_layer_around_a_base_is_listed_beside_one_with_a_weight_of_its_own(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # the latter alone runs its shrink beside the base product
+    for module in ("lorakernels.layers.warm_up", "lorakernels.dense.linear"):
+        monkeypatch.setattr(f"{module}.dual_stream", lambda device: True)
+    around = server(COMMON, 40).layer
+    own = LoRALinear(
+        torch.zeros(64, 48, dtype=torch.bfloat16),
+        slices=around.packing.slices,
+        num_slots=2,
+        rank=16,
+    )
+    assert_both_are_listed(around, own)
+
+
+class FirstOfTwo:
+    """The first of two ranks; what it would exchange may hold anything."""
+
+    size, rank = 2, 0
+
+    def all_gather(self, part: Tensor, out: Tensor) -> None:
+        pass
+
+    def all_reduce(self, tensor: Tensor) -> None:
+        pass
+
+
+def test_a_layer_that_is_sharded_by_rank_is_listed_beside_one_that_is_not() -> None:
+    def layer(rank: int, **options: Any) -> LoRALinear:
+        place: dict[str, Any] = {"parallel": Parallel.COLUMN, "tp_size": 2, "tp_rank": 0}
+        slices = [Slice("q", 80)]
+        return LoRALinear(
+            torch.zeros(80, 48), slices=slices, num_slots=2, rank=rank, **place, **options
+        )
+
+    sharded = layer(32, sharding=LoRASharding.RANK, collective=FirstOfTwo())
+    whole = layer(16)
+    assert sharded.slots.a.shape == whole.slots.a.shape
+    # the shrink of both is the same kernel
+    assert kernels([sharded]) & kernels([whole])
+    assert_both_are_listed(sharded, whole)
 
 
 def test_a_variant_of_several_layers_is_listed_with_the_smallest_batch_of_any(
