@@ -24,6 +24,7 @@ from lorakernels.gdn.forms import GDNForm  # noqa: E402
 from lorakernels.layers.gdn import DeltaNetHeads, GatedDeltaNetInputProjection  # noqa: E402
 from lorakernels.moe.delta.ops import MoEWorkspace, moe_delta  # noqa: E402
 from lorakernels.moe.layer.forms import MoEForm  # noqa: E402
+from lorakernels.runtime.options import BATCH_INVARIANT  # noqa: E402
 
 CPU = torch.device("cpu")
 ROWS = 5
@@ -233,6 +234,51 @@ def test_a_declaration_that_does_not_fit_changes_nothing() -> None:
     assert runs_adapters(batch.tile_rows, CPU)
     assert batch.token_slots.tolist() == [*MIXED.tolist(), -1, -1, -1]
     batch.prepare(MIXED)
+
+
+def test_a_declaration_ends_where_its_block_fails(graphs: Any) -> None:
+    batch = BatchMetadata(max_tokens=8, max_slots=3, device="cpu")
+    with pytest.raises(KeyError), batch.without_adapters(4):
+        raise KeyError
+    with capturing(graphs):
+        assert runs_adapters(batch.tile_rows, CPU)
+    batch.prepare(MIXED)
+    assert runs_adapters(batch.tile_rows, CPU)
+
+
+def test_a_step_of_base_rows_does_not_end_a_declaration(graphs: Any) -> None:
+    batch = BatchMetadata(max_tokens=8, max_slots=3, device="cpu")
+    with batch.without_adapters(4):
+        batch.prepare(BASE, num_rows=6)
+        with capturing(graphs):
+            assert not runs_adapters(batch.tile_rows, CPU)
+
+
+@pytest.mark.parametrize(
+    ("num_rows", "option", "message"),
+    [
+        (9, "0", r"token_slots may have 8 rows \(got 9\)"),
+        (3, "0", r"num_rows must be at least 5, the live rows \(got 3\)"),
+        (5, "1", "must be as it was when the tables were made"),
+    ],
+)
+@pytest.mark.parametrize(("installed", "refused"), [(MIXED, BASE), (BASE, MIXED)])
+def test_a_mapping_that_is_refused_does_not_decide_whether_adapters_run(
+    monkeypatch: pytest.MonkeyPatch,
+    num_rows: int,
+    option: str,
+    message: str,
+    installed: Tensor,
+    refused: Tensor,
+) -> None:
+    monkeypatch.setenv(BATCH_INVARIANT, "0")
+    batch = BatchMetadata(max_tokens=8, max_slots=3, device="cpu")
+    batch.prepare(installed)
+    monkeypatch.setenv(BATCH_INVARIANT, option)
+    with pytest.raises(ValueError, match=message):
+        batch.prepare(refused, num_rows=num_rows)
+    assert batch.num_rows == ROWS
+    assert runs_adapters(batch.tile_rows, CPU) == (installed is MIXED)
 
 
 def test_a_step_is_prepared_from_its_copy_on_the_device() -> None:
