@@ -84,6 +84,29 @@ def test_a_height_that_no_step_was_set_up_for_is_refused(server: Any) -> None:
         tables_of_height(tensors, HEIGHTS[heights])
 
 
+@pytest.mark.parametrize(
+    ("refused", "message"),
+    [
+        # the most are 40
+        (torch.zeros(41, dtype=torch.int64), r"may have 40 rows \(got 41\)"),
+        (torch.tensor([1, 3]), r"must be -1 to 2 \(got 1 to 3\)"),
+        (torch.zeros(2, 2, dtype=torch.int64), "with one dimension"),
+    ],
+)
+def test_a_mapping_that_is_refused_leaves_the_step_before_it_in_force(
+    server: Any, linear: Any, refused: torch.Tensor, message: str
+) -> None:
+    server.step(MIXED)
+    step = server.wrapper.token_step
+    before = [tensor.clone() for tensor in (step.live, step.row_slots, *step.tensors)]
+    assert before[0].tolist() == [len(MIXED)]
+    with pytest.raises(ValueError, match=message):
+        step.prepare(refused)
+    after = (step.live, step.row_slots, *step.tensors)
+    assert all(torch.equal(old, new) for old, new in zip(before, after, strict=True))
+    linear.check(MIXED, rows=12)
+
+
 @pytest.mark.parametrize("widths", [(20,), (20, 12), (16, 8, 8)])
 def test_a_layer_may_have_any_number_of_slices(
     server: Any, make_linear: Any, widths: tuple[int, ...]
