@@ -46,6 +46,8 @@ class StandInWrapper:
     def update_metadata(
         self, mapping: Any, lora_index_to_id: list[int | None], max_loras: int, vocab_size: int
     ) -> None:
+        # assigned anew in each step; the tables are written in place
+        self.is_prefill = mapping.is_prefill
         parts = (
             (self._rows, mapping.index_mapping, self.token_mapping_meta),
             (self._samples, mapping.prompt_mapping, self.prompt_mapping_meta),
@@ -110,13 +112,19 @@ class Server:
         # vLLM gives ids in any order
         self.ids: list[int | None] = [7 + slot for slot in reversed(range(slots))]
 
-    def step(self, slots: Sequence[int], samples: Sequence[int] | None = None) -> None:
+    def step(
+        self,
+        slots: Sequence[int],
+        samples: Sequence[int] | None = None,
+        *,
+        is_prefill: bool = False,
+    ) -> None:
         """Install the mapping of a step, of slots."""
         rows, prompts = (
             tuple(0 if slot < 0 else self.ids[slot] for slot in part)
             for part in (slots, slots if samples is None else samples)
         )
-        mapping = Mapping(rows, prompts)  # type: ignore[arg-type]
+        mapping = Mapping(rows, prompts, is_prefill)  # type: ignore[arg-type]
         self.wrapper.update_metadata(mapping, self.ids, len(self.ids) + 1, 64)
 
 

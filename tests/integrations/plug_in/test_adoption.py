@@ -181,6 +181,25 @@ def test_a_layer_that_is_not_served_keeps_its_stacks_and_gets_vllms_methods(
     assert plain.wrapper.own_calls == ["linear"]
 
 
+def not_served(kit: Any, server: Any) -> Any:
+    """The wrapper of a layer that keeps vLLM's kernels."""
+    return adopt(kit.linear("UnknownWithLoRA"), server.wrapper)
+
+
+def test_a_layer_that_is_not_served_sees_all_that_a_later_step_assigns(
+    plain: Any, kit: Any
+) -> None:
+    early = not_served(kit, plain)
+    assert not hasattr(early, "is_prefill")
+    for is_prefill in (True, False):
+        plain.step((0, -1), is_prefill=is_prefill)
+        assert early.is_prefill is is_prefill
+    # whichever of them a layer has
+    late = not_served(kit, plain)
+    early.mark = object()
+    assert late.mark is plain.wrapper.mark is early.mark
+
+
 def test_one_line_names_the_layers_that_keep_vllms_kernels(
     plain: Any, kit: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
