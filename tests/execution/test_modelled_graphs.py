@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from loragate.core.machine import select_interpreter
+from loragate.core.machine import interpreter_is_on, select_interpreter
 
 select_interpreter()
 
@@ -46,6 +46,7 @@ def add_kernel(x_ptr, out_ptr, number, BLOCK: tl.constexpr):  # type: ignore[no-
     tl.store(out_ptr + offsets, tl.load(x_ptr + offsets) + number)
 
 
+@pytest.mark.skipif(not interpreter_is_on(), reason="needs Triton's interpreter")
 def test_a_launch_keeps_its_grid_and_its_numbers() -> None:
     x, out, sizes = torch.zeros(4), torch.zeros(4), [2]
 

@@ -12,6 +12,9 @@ import torch
 
 from loragate.core.machine import detect_machine
 from loragate.core.verdict import Verdict
+from loragate.execution.graph import capture
+from loragate.execution.streams.model import current_number, modelled_streams
+from loragate.execution.streams.recorder import Recorder
 from loragate.oracles.concurrency import overlap, schedule
 from loragate.protocol import Trial
 
@@ -67,6 +70,22 @@ def test_a_handshake_that_other_calls_have_misplaced_shows_nothing(
     monkeypatch.setattr(overlap, "traced_steps", lambda trial, before_call: steps(calls))
     judgement = overlap.Overlap()._shake_hands(make_trial(), steps(7), [[(3, 5)]])
     assert judgement.verdict is verdict
+
+
+def test_a_warm_up_before_a_capture_has_no_places() -> None:
+    from loragate.execution.streams.delays import delayed
+
+    def step() -> None:
+        torch.cuda.Event().record()
+
+    def places(run: Callable[[], object]) -> int:
+        with modelled_streams(Recorder("cpu", current_number)), delayed() as found:
+            run()
+        return found.passed
+
+    assert places(step) == 1
+    assert places(lambda: capture(step, warm_ups=3)) == places(lambda: capture(step, warm_ups=0))
+    assert places(lambda: (capture(step, warm_ups=3), step())) > places(lambda: capture(step))
 
 
 @needs_gpu

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, Generic, TypeVar
@@ -13,6 +14,8 @@ import torch
 from torch.cuda.streams import Stream
 
 T = TypeVar("T")
+
+_IS_WARMING_UP = ContextVar("loragate_is_warming_up", default=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,12 +52,20 @@ def capture(
 
 def warm_up(call: Callable[[], object], times: int = 3) -> None:
     """Call it on the stream of the captures, as torch requires it before one."""
-    stream = _stream_of_captures()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for _ in range(times):
-            call()
-    torch.cuda.current_stream().wait_stream(stream)
+    stream, token = _stream_of_captures(), _IS_WARMING_UP.set(True)
+    try:
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for _ in range(times):
+                call()
+        torch.cuda.current_stream().wait_stream(stream)
+    finally:
+        _IS_WARMING_UP.reset(token)
+
+
+def is_warming_up() -> bool:
+    """Whether what is called now is called before a capture, and no result is kept."""
+    return _IS_WARMING_UP.get()
 
 
 def _stream_of_captures() -> Stream:

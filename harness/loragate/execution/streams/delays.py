@@ -2,6 +2,8 @@
 
 Places are wherever the order of streams is decided: each record and each wait of an event, and each
 time that another stream becomes the current one. The caller adds those where an input is written.
+Warm-ups before a capture have none: they are most of a case of graphs, and what they compute is not
+kept.
 """
 
 from __future__ import annotations
@@ -13,6 +15,8 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
+
+from loragate.execution.graph import is_warming_up
 
 # about a millisecond
 _CYCLES = 2_000_000
@@ -28,7 +32,7 @@ class Places:
 
     def passes(self, stream: Any = None) -> None:
         """A place of the stream, or of the current one."""
-        if self._is_spinning:
+        if self._is_spinning or is_warming_up():
             return
         if self.passed == self._chosen:
             self._is_spinning = True
