@@ -25,6 +25,9 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     monkeypatch.setattr(server, "import_subjects", lambda names: found.append(("import", names)))
     monkeypatch.setattr(server, "_load", lambda names: found.append(("load", names)))
     monkeypatch.setattr(server, "_answer", lambda **what: found.append(what))
+    # on a machine with a GPU, another test of this process may have initialised CUDA
+    monkeypatch.setattr(server, "_has_initialised_cuda", lambda: False)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     monkeypatch.setattr(server._Server, "serve", lambda self: None)
     monkeypatch.setattr(server.gc, "freeze", lambda: None)
     monkeypatch.setattr(server.signal, "set_wakeup_fd", lambda fd: None)

@@ -309,6 +309,20 @@ def test_an_error_that_becomes_a_system_error_on_its_way_stays_the_subjects(
     assert judge_with(oracle, trial_of(Masked, CPU)).failure is Failure.HARNESS
 
 
+def test_an_interruption_that_becomes_a_system_error_on_its_way_stays_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def judge(trial: Trial) -> Judgement:
+        with pytest.raises(KeyboardInterrupt), subject_code():
+            raise KeyboardInterrupt
+        raise SystemError("error return without exception set")
+
+    oracle = ORACLES[OracleName.GRAPH]
+    monkeypatch.setattr(oracle, "judge", judge)
+    with pytest.raises(KeyboardInterrupt):
+        judge_with(oracle, trial_of(Masked, CPU))
+
+
 def test_replays_are_compared_in_every_mixture_of_slots_and_padding() -> None:
     subject = GraphSubject(Masked)
     case = replace(CASE, execution=Execution.GRAPH)

@@ -157,7 +157,11 @@ def judge_with(oracle: Oracle, trial: Trial) -> Judgement:
                 torch.cuda.synchronize()
         return judgement
     except (Exception, SystemExit) as error:
-        return _judge_error(name, trial.machine, original_of(error))
+        original = original_of(error)
+        if isinstance(original, KeyboardInterrupt):
+            # the run was interrupted, whatever became of that on its way
+            raise original from None
+        return _judge_error(name, trial.machine, original)
     finally:
         # an error holds the memory of its frames
         forget_errors()
