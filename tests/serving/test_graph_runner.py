@@ -17,6 +17,8 @@ from loragate.core.machine import select_interpreter
 select_interpreter()
 
 from lorakernels.batch.metadata import tile_height  # noqa: E402
+from lorakernels.dense.weights import SlotWeights  # noqa: E402
+from lorakernels.serving.dummy import dummy_adapters  # noqa: E402
 from lorakernels.serving.graph_runner import GraphRunner  # noqa: E402
 from lorakernels.serving.keys import GraphKey  # noqa: E402
 
@@ -137,6 +139,24 @@ def test_a_capture_leaves_the_slots_as_they_were(
     runner_of(stack).capture()
     for old, new in zip(before, contents(stack), strict=True):
         assert torch.equal(old, new)
+
+
+def test_dummy_adapters_of_a_large_layer_keep_sums_finite_in_fp16() -> None:
+    slots = SlotWeights(
+        num_slots=1,
+        slice_widths=[8],
+        in_features=8192,
+        rank=128,
+        dtype=torch.float16,
+        device="cpu",
+    )
+    with dummy_adapters([slots]):
+        assert slots.ranks.tolist() == [[128]]
+        # of a row of ones
+        shrunk = slots.a[0].float().sum(dim=-1).flatten()
+        delta = slots.b[0].float() @ shrunk
+    assert min(shrunk.min(), delta.min()) > 0
+    assert max(shrunk.max(), delta.max()) < 0.01 * torch.finfo(torch.float16).max
 
 
 def test_a_capture_that_fails_leaves_no_graph_and_no_dummy_adapter(stack: Any, graphs: Any) -> None:

@@ -261,6 +261,15 @@ def test_a_model_drafts_with_the_adapter_of_the_request_where_it_has_it() -> Non
     assert [len(seen) for _, seen in draft.lines.values()] == [4, 4, 4]
 
 
+def test_no_model_runs_where_no_draft_is_asked_for() -> None:
+    draft: Any = TextDecoder(max_requests=2)
+    drafter, texts = ModelDrafts(draft), [Text((1, 2), None), Text((3, 4), None)]
+    drafter.join(0, [Text(text.tokens[:1], None) for text in texts])
+    before = [list(seen) for _, seen in draft.lines.values()]
+    assert drafter.propose(texts, [0, 0]) == [[], []]
+    assert [list(seen) for _, seen in draft.lines.values()] == before
+
+
 @pytest.mark.parametrize(
     ("tokens", "count", "drafts"),
     [

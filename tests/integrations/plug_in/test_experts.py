@@ -3,6 +3,7 @@ shared factors, and slices in the other order."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -42,6 +43,29 @@ def test_a_delta_in_two_kernels_has_memory_between_them(
     experts = make_experts(plain, mixin)
     plain.step(MIXED)
     experts.apply(MIXED)
+
+
+def test_a_delta_in_two_kernels_does_not_depend_on_the_default_dtype(
+    monkeypatch: pytest.MonkeyPatch, plain: Any, mixin: Any, make_experts: Any
+) -> None:
+    moe = replace(tuning.DEFAULT.moe, small_reads=0)
+    monkeypatch.setattr(tuning, "DEFAULT", replace(tuning.DEFAULT, moe=moe))
+    experts = make_experts(plain, mixin)
+    plain.step(MIXED)
+    for name in ("add_lora_w13", "add_lora_w2"):
+        monkeypatch.setattr(plain.wrapper, name, _in_bf16(getattr(plain.wrapper, name)))
+    experts.apply(MIXED)
+
+
+def _in_bf16(method: Callable[..., Any]) -> Callable[..., Any]:
+    def called(*args: Any, **options: Any) -> Any:
+        torch.set_default_dtype(torch.bfloat16)
+        try:
+            return method(*args, **options)
+        finally:
+            torch.set_default_dtype(torch.float32)
+
+    return called
 
 
 @pytest.mark.parametrize("adds", [True, False])
