@@ -291,10 +291,11 @@ def test_a_kernel_that_is_launched_in_its_compiled_form_belongs_to_its_path() ->
     compiled.src = SimpleNamespace(fn=SimpleNamespace(fn=planted_kernel, cache_key="its hash"))
     of_ir = CompiledKernel.__new__(CompiledKernel)
     of_ir.module, of_ir.src = object(), SimpleNamespace(name="@of_ir")
+    of_ir.name, of_ir.hash = "of_ir", "that of the IR"
     with traced_path() as path:
         compiled[(1, 1, 1)]
         of_ir[(1, 1, 1)]
-    assert path.kernels == {"planted_kernel": "its hash"}
+    assert path.kernels == {"planted_kernel": "its hash", "of_ir": "that of the IR"}
     assert list(path.files) == [__file__]
 
 

@@ -309,17 +309,22 @@ def test_an_error_that_becomes_a_system_error_on_its_way_stays_the_subjects(
     assert judge_with(oracle, trial_of(Masked, CPU)).failure is Failure.HARNESS
 
 
-def test_an_interruption_that_becomes_a_system_error_on_its_way_stays_one(
-    monkeypatch: pytest.MonkeyPatch,
+class EndOfTests(BaseException):
+    """What ends a run of tests, as a time limit does."""
+
+
+@pytest.mark.parametrize("end", [KeyboardInterrupt, EndOfTests])
+def test_what_ends_a_run_and_becomes_a_system_error_on_its_way_ends_it(
+    end: type[BaseException], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def judge(trial: Trial) -> Judgement:
-        with pytest.raises(KeyboardInterrupt), subject_code():
-            raise KeyboardInterrupt
+        with pytest.raises(end), subject_code():
+            raise end
         raise SystemError("error return without exception set")
 
     oracle = ORACLES[OracleName.GRAPH]
     monkeypatch.setattr(oracle, "judge", judge)
-    with pytest.raises(KeyboardInterrupt):
+    with pytest.raises(end):
         judge_with(oracle, trial_of(Masked, CPU))
 
 

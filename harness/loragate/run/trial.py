@@ -158,8 +158,8 @@ def judge_with(oracle: Oracle, trial: Trial) -> Judgement:
         return judgement
     except (Exception, SystemExit) as error:
         original = original_of(error)
-        if isinstance(original, KeyboardInterrupt):
-            # the run was interrupted, whatever became of that on its way
+        if not isinstance(original, (Exception, SystemExit)):
+            # the run is to end, whatever became of that on its way
             raise original from None
         return _judge_error(name, trial.machine, original)
     finally:

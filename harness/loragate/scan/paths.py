@@ -147,14 +147,14 @@ def _noting(path: TracedPath, launch: Callable[..., Any]) -> Callable[..., Any]:
 
 def _note_kernel(path: TracedPath, launcher: Any) -> None:
     # a compiled form keeps what it was compiled from: a function, unless that was Triton's IR
-    source = getattr(launcher, "src", None)
-    launcher = getattr(source, "fn", launcher)
-    if not hasattr(launcher, "fn"):
+    kernel = getattr(getattr(launcher, "src", None), "fn", launcher)
+    function = getattr(kernel, "fn", None)
+    if function is None:
+        path.kernels[str(launcher.name)] = str(launcher.hash)
         return
-    function = launcher.fn
     if function.__name__ in path.kernels:
         return
-    path.kernels[function.__name__] = str(getattr(launcher, "cache_key", ""))
+    path.kernels[function.__name__] = str(getattr(kernel, "cache_key", ""))
     for file in _files_of_kernel(function):
         path.files[file] = None
 

@@ -62,7 +62,9 @@ def recorded_device(recorder: Recorder) -> Iterator[None]:
                 recorder.next_call()
             launch(*args, **options)
             if is_seen:
-                _record_kernel(recorder, _called(compiled, len(args)), compiled, args, {})
+                names = _names_of(compiled, len(args))
+                # unlike a function, it may be given the stream
+                _record_kernel(recorder, names, compiled, args, {}, stream=options.get("stream"))
 
         return launched_compiled
 
@@ -150,7 +152,7 @@ def _listen() -> None:
         register(callback)
 
 
-def _called(compiled: Any, num_args: int) -> tuple[str, Sequence[str]]:
+def _names_of(compiled: Any, num_args: int) -> tuple[str, Sequence[str]]:
     """The names of a kernel and of its arguments, which one that was compiled from Triton's IR
     does not have."""
     function = getattr(compiled.src, "fn", None)
@@ -165,8 +167,12 @@ def _record_kernel(
     compiled: Any,
     args: tuple[Any, ...],
     options: dict[str, Any],
+    *,
+    stream: int | None = None,
 ) -> None:
+    """stream: its handle; None is the current one."""
     called, arg_names = names
+    stream = recorder.current() if stream is None else stream
     if "ttir" not in compiled.asm:
         # it was compiled from a later IR
         recorder.note_unknown(called, [name for name, _ in tensors_of(arg_names, args, options)])
@@ -183,4 +189,4 @@ def _record_kernel(
                 behind = recorder.tensors_behind(called, name, tensor)
                 used += [(found, is_write, f"behind {name}") for found in behind or ()]
                 recorder.note_unknown(called, [name] if behind is None else [])
-    recorder.launch(called, recorder.accesses(used, recorder.current()))
+    recorder.launch(called, recorder.accesses(used, stream), stream=stream)
