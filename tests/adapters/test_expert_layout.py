@@ -81,6 +81,16 @@ def test_the_layout_is_that_of_all_modules(
             "model.layers.7.experts.up_proj: experts stacked, with shared outer factors",
         ),
         (
+            # the first one fits both of the others
+            {
+                "0.experts.up_proj": stack(1, 1),
+                "1.experts.up_proj": stack(3, 3),
+                "2.experts.up_proj": stack(1, 3),
+            },
+            "model.layers.1.experts.up_proj: experts stacked in one module; "
+            "model.layers.2.experts.up_proj: experts stacked, with shared outer factors",
+        ),
+        (
             {"0.experts.up_proj": stack(3, 3), "7.experts.2.up_proj": FLAT},
             "model.layers.0.experts.up_proj: experts stacked in one module; "
             "model.layers.7.experts.2.up_proj: one module per expert",

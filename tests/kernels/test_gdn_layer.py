@@ -188,6 +188,23 @@ def test_ranks_together_give_the_whole_layer_with_unequal_heads(kind: str, tp: i
             assert_close(out, torch.cat(pieces, dim=1))
 
 
+@pytest.mark.parametrize("kind", list(MODULES))
+def test_value_heads_stay_with_the_key_head_that_they_share_on_more_ranks_than_key_heads(
+    kind: str,
+) -> None:
+    x = randn(9, K, seed=3)
+    whole = serve(layer(MODULES[kind]), x)[1].double()
+    of_ranks = [serve(layer(MODULES[kind], tp_size=4, tp_rank=rank), x)[1] for rank in range(4)]
+    if kind == "grouped":
+        # two ranks hold all columns of a key head
+        wanted = torch.stack(whole.chunk(2, dim=1)).repeat_interleave(2, dim=0)
+    else:
+        # a rank holds a value head
+        b, a = whole.chunk(2, dim=1)
+        wanted = torch.stack([b.T, a.T], dim=2)
+    assert_close(torch.stack(of_ranks), wanted)
+
+
 def test_the_modules_of_released_models_have_the_columns_of_their_checkpoints() -> None:
     heads = DeltaNetHeads(key_heads=16, value_heads=32, key_size=128, value_size=128)
     for modules in (heads.grouped(), heads.separate()):

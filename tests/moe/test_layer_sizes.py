@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -15,6 +18,7 @@ from lorakernels.common.quantised import quantise_rows  # noqa: E402
 from lorakernels.layers.gate_up import GateUp  # noqa: E402
 from lorakernels.layers.moe import FusedMoELoRA, MoEScratch  # noqa: E402
 from lorakernels.moe.align.metadata import PairMetadata  # noqa: E402
+from lorakernels.moe.layer.launch import launch_sum  # noqa: E402
 from lorakernels.moe.weights import ExpertFactors  # noqa: E402
 
 EXPERTS, TOKENS, TOP_K, RANK = 2, 3, 2, 3
@@ -24,6 +28,22 @@ def randn(*shape: int, seed: int) -> Tensor:
     """bf16 values, so that a layer of fp32 has the same operands."""
     drawn = torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
     return (drawn / shape[-1] ** 0.5).bfloat16().float()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_the_sum_of_the_choices_of_a_token_is_rounded_once(dtype: torch.dtype) -> None:
+    tokens, top_k, hidden = 4, 5, 300
+    y = torch.randn(tokens * top_k, hidden, generator=torch.Generator().manual_seed(1)).to(dtype)
+    experts = torch.zeros(tokens * top_k, dtype=torch.int32)
+    # a pair without expert, whose row was never written
+    experts[7], y[7] = -1, torch.nan
+    pairs: Any = SimpleNamespace(tables=SimpleNamespace(pair_experts=experts), top_k=top_k)
+    out = torch.empty(tokens, hidden, dtype=dtype)
+    launch_sum(y, pairs, out, pdl=False)
+    wanted = torch.zeros(tokens, hidden)
+    for choice in range(top_k):
+        wanted += y.view(tokens, top_k, hidden)[:, choice].float().nan_to_num(0.0)
+    assert torch.equal(out, wanted.to(dtype))
 
 
 def served(hidden: int, inter: int, dtype: torch.dtype) -> Tensor:
