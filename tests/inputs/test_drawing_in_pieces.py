@@ -127,7 +127,7 @@ def test_rounds_and_halves_of_a_gpu() -> None:
     assert pieces.halves(range(1 << 28), 8) == [range(1 << 28)]
     size = (1 << 28) + 1
     assert pieces.halves(range(size), 8) == [range(1 << 27), range(1 << 27, size)]
-    # of few elements a block draws one each
+    # of few elements each thread draws one
     assert [pieces.rounds(size, 1024) for size in (1, 1024, 4096, 4097)] == [1, 1, 1, 2]
 
 

@@ -13,6 +13,8 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch.cuda.streams import Stream
 
+from loragate.execution.streams.model import is_modelled
+
 T = TypeVar("T")
 
 _IS_WARMING_UP = ContextVar("loragate_is_warming_up", default=False)
@@ -72,8 +74,8 @@ def _stream_of_captures() -> Stream:
     """One for each device. torch hands out 32 streams in turn: were there a new one for the warm-up
     of every capture, a subject would get that of the captures as its side stream before long, and
     its graph would run in sequence."""
-    if torch.cuda.Stream is not Stream:
-        # a modelled stream, of which no two are the same, on a machine with a GPU as well
+    if is_modelled():
+        # no two of them are the same
         return torch.cuda.Stream()  # type: ignore[no-untyped-call]
     return _stream_of(torch.cuda.current_device())
 

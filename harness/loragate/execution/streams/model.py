@@ -215,6 +215,12 @@ def modelled_streams(observer: Observer | None = None) -> AbstractContextManager
         return stack.pop_all()
 
 
+def is_modelled() -> bool:
+    """Whether streams are modelled now, which may be so beside a GPU as well."""
+    kind: object = torch.cuda.Stream
+    return kind is ModelStream
+
+
 def current_number() -> int:
     """The number of the model's current stream."""
     return _model.current.number
