@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from loragate.matrix.case import Case, Dtype, RouterWeights, Site
+from loragate.matrix.case import Case, Dtype, Parallel, Quantisation, RouterWeights, Site
 
 
 class LiveBytes(TorchDispatchMode):
@@ -45,14 +46,41 @@ class LiveBytes(TorchDispatchMode):
 
 def case_of(site: Site, **axes: Any) -> Case:
     shape = {"tokens": 8, "in_features": 512, "slices": (256, 256), "rank": 64, "slots": 4}
-    return Case(site=site, dtype=Dtype.BF16, **{**shape, **axes})
+    return Case(site=site, **{"dtype": Dtype.BF16, **shape, **axes})
 
 
 LARGE = {
     "adapters": case_of(Site.DENSE_DELTA, rank=512, slots=6),
     "rows": case_of(Site.DENSE_DELTA, rank=1, slots=1, tokens=6000),
     "base weights": case_of(Site.LORA_LINEAR, rank=1, slots=1, slices=(4096,)),
+    "base weights in fp32": case_of(
+        Site.LORA_LINEAR, rank=1, slots=1, slices=(4096,), dtype=Dtype.FP32
+    ),
+    "rows of a layer": case_of(Site.LORA_LINEAR, rank=1, slots=1, tokens=3000),
     "adapters of experts": case_of(Site.MOE_DELTA, experts=8, top_k=2),
     "experts": case_of(Site.MOE_LAYER, experts=8, top_k=2, rank=8, router=RouterWeights.OUTPUT),
     "a vocabulary": case_of(Site.EMBEDDING, in_features=9000, slices=(256,), slots=2),
+}
+
+# drawn in fp32, so that copies in a wider dtype are alive
+QUANTISED = replace(LARGE["experts"], quantisation=Quantisation.FP8)
+
+
+def cut_case(site: Site, wide: int, slices: tuple[int, ...], **axes: Any) -> Case:
+    """Of few rows, for a subject whose kernels the interpreter runs."""
+    shape = {"tokens": 2, "rank": 16, "slots": 16}
+    return case_of(site, in_features=wide, slices=slices, **{**shape, **axes})
+
+
+# most bytes are what each of several ranks has whole
+CUT = {
+    "column": cut_case(Site.LORA_LINEAR, 1024, (64,), parallel=Parallel.COLUMN, tp=8),
+    "row": cut_case(Site.LORA_LINEAR, 64, (1024,), parallel=Parallel.ROW, tp=8),
+    "rows of sums": cut_case(
+        Site.LORA_LINEAR, 64, (128,), parallel=Parallel.ROW, tp=8, tokens=200, rank=1, slots=1
+    ),
+    "vocabulary": cut_case(Site.EMBEDDING, 64, (2048,), tp=4),
+    "experts": cut_case(
+        Site.MOE_LAYER, 256, (16, 16), tp=4, experts=2, top_k=2, router=RouterWeights.OUTPUT
+    ),
 }
