@@ -61,7 +61,7 @@ _OTHERS = _Tensors(8, 13, 8, 6, 2)
 _COPIES = {
     OracleName.REFERENCE: _Tensors(3, 3, 3, 3, 1),
     OracleName.EXACT: _Tensors(3, 7, 4, 3, 1),
-    OracleName.BASE_ROWS: _Tensors(4, 8, 4, 4, 1),
+    OracleName.BASE_ROWS: _Tensors(4, 8, 5, 4, 1),
     # counted from its code, for it needs a GPU: x of eight batches and of a round's copies of them;
     # out of both where a site adds to it, what was wanted, and the results of two rounds
     OracleName.QUEUE: _Tensors(20, 44, 4, 3, 2),
