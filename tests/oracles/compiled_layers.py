@@ -33,35 +33,26 @@ class CopiesTheDelta(Layer):
         operands = self.delta, self.copied, self.delta.numel()
         self.copy = copy_kernel.warmup(*operands, BLOCK=_BLOCK, grid=(1,))
 
-    def dual(self, x: Tensor) -> Tensor:
-        self.start.record()
-        with torch.cuda.stream(self.side):
-            self.side.wait_event(self.start)
-            self.work(x)
-            self.copy_delta()
-            self.end.record()
-        y = functional.linear(x, self.base.weight, self.base.bias)
-        torch.cuda.current_stream().wait_event(self.end)
-        return self.joined(y)
+    def work(self, x: Tensor) -> None:
+        super().work(x)
+        self.copy_delta()
 
     def copy_delta(self) -> None:
         size = self.delta.numel()
         self.copy[(-(-size // _BLOCK), 1, 1)](self.delta, self.copied, size, _BLOCK)
 
     def joined(self, y: Tensor) -> Tensor:
-        if self.side is None:
-            self.copy_delta()
         return (y.float() + self.copied).to(y.dtype)
 
 
 class CopiesBehindTheEnd(CopiesTheDelta):
-    """The main stream waits for the delta, and not for its copy."""
+    """The main stream waits for the delta, and not for its copy: no other operation has a race."""
 
     def dual(self, x: Tensor) -> Tensor:
         self.start.record()
         with torch.cuda.stream(self.side):
             self.side.wait_event(self.start)
-            self.work(x)
+            Layer.work(self, x)
             self.end.record()
             self.copy_delta()
         y = functional.linear(x, self.base.weight, self.base.bias)

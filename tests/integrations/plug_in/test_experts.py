@@ -34,22 +34,24 @@ def test_each_pair_gets_the_adapter_of_its_token_and_expert(
     assert launch_counts()["experts"].launched == 2
 
 
-def test_a_delta_in_two_kernels_has_memory_between_them(
-    monkeypatch: pytest.MonkeyPatch, plain: Any, mixin: Any, make_experts: Any
-) -> None:
-    # no batch is small enough for one kernel
+@pytest.fixture
+def two_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No batch is small enough for one kernel."""
     moe = replace(tuning.DEFAULT.moe, small_reads=0)
     monkeypatch.setattr(tuning, "DEFAULT", replace(tuning.DEFAULT, moe=moe))
+
+
+def test_a_delta_in_two_kernels_has_memory_between_them(
+    two_kernels: None, plain: Any, mixin: Any, make_experts: Any
+) -> None:
     experts = make_experts(plain, mixin)
     plain.step(MIXED)
     experts.apply(MIXED)
 
 
 def test_a_delta_in_two_kernels_does_not_depend_on_the_default_dtype(
-    monkeypatch: pytest.MonkeyPatch, plain: Any, mixin: Any, make_experts: Any
+    monkeypatch: pytest.MonkeyPatch, two_kernels: None, plain: Any, mixin: Any, make_experts: Any
 ) -> None:
-    moe = replace(tuning.DEFAULT.moe, small_reads=0)
-    monkeypatch.setattr(tuning, "DEFAULT", replace(tuning.DEFAULT, moe=moe))
     experts = make_experts(plain, mixin)
     plain.step(MIXED)
     for name in ("add_lora_w13", "add_lora_w2"):
