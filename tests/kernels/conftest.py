@@ -102,6 +102,14 @@ class RecordedStreams:
         return run
 
 
+@pytest.fixture(autouse=True)
+def new_launches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No launch is found that another test prepared, which may have changed what it calls."""
+    from lorakernels.runtime import prepared
+
+    monkeypatch.setattr(prepared, "_PREPARED", {})
+
+
 @pytest.fixture
 def new_plans() -> Iterator[None]:
     """No plan of a linear layer is found that was made before, or afterwards one that is made now:

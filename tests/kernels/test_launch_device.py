@@ -22,6 +22,7 @@ from lorakernels.dense.ops import (
 )
 from lorakernels.dense.ops import shrunk_shape as shape_of_shrunk
 from lorakernels.dense.weights import SlotWeights
+from lorakernels.runtime import prepared
 
 ROWS, K, WIDTH, RANK = 5, 32, 24, 4
 KERNELS = ("prepare_kernel", "lora_shrink_kernel", "lora_expand_kernel", "lora_add_kernel")
@@ -53,7 +54,7 @@ class Launches:
 @pytest.fixture
 def launches(monkeypatch: pytest.MonkeyPatch) -> Launches:
     seen = Launches()
-    for module in (metadata, launch):
+    for module in (metadata, launch, prepared):
         # a module that launches without the context has nothing to replace
         monkeypatch.setattr(module, "on_device_of", seen.on_device_of, raising=False)
         for name in KERNELS:
@@ -81,8 +82,9 @@ def test_every_launch_makes_the_device_of_its_tensors_current(launches: Launches
     shape, tiles = shape_of_batch(ROWS, weights), launch.TileTables.of(batch)
     launch.launch_add(torch.zeros_like(out), shape, tiles, out, pdl=False)
     once = [("prepare_kernel", batch.token_slots)]
-    twice = [("lora_shrink_kernel", x), ("lora_expand_kernel", out)] * 2
-    expected = [*once, *twice, ("lora_add_kernel", out)]
+    together = [("lora_shrink_kernel", x), ("lora_expand_kernel", x)]
+    apart = [("lora_shrink_kernel", x), ("lora_expand_kernel", out)]
+    expected = [*once, *together, *apart, ("lora_add_kernel", out)]
     assert [name for name, _ in launches.seen] == [name for name, _ in expected]
     for (name, current), (_, wanted) in zip(launches.seen, expected, strict=True):
         assert current is wanted, f"{name} was launched on whichever device was current"

@@ -18,13 +18,12 @@ from lorakernels.layers.gate_up import GateUp
 from lorakernels.layers.moe import FusedMoELoRA, MoEScratch
 from lorakernels.moe.align import at_once as align_at_once
 from lorakernels.moe.align import launch as align_launch
-from lorakernels.moe.align import ops as align_ops
 from lorakernels.moe.align.metadata import PairMetadata
 from lorakernels.moe.delta import launch as delta_launch
 from lorakernels.moe.delta import ops as delta_ops
 from lorakernels.moe.layer import launch as layer_launch
 from lorakernels.moe.layer import ops as layer_ops
-from lorakernels.runtime import tuning
+from lorakernels.runtime import prepared, tuning
 
 TOKENS, WIDTH = 3, 16
 
@@ -67,8 +66,8 @@ MODULES = (align_at_once, align_launch, delta_launch, layer_launch)
 @pytest.fixture
 def devices(monkeypatch: pytest.MonkeyPatch) -> Devices:
     devices = Devices()
-    for ops in (align_ops, delta_ops, layer_ops):
-        monkeypatch.setattr(ops, "on_device_of", devices.on_device_of)
+    for module in (prepared, layer_ops):
+        monkeypatch.setattr(module, "on_device_of", devices.on_device_of)
     for module in MODULES:
         for name, kernel in kernels_of(module).items():
             monkeypatch.setattr(module, name, Watched(name, kernel, devices))

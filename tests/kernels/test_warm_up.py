@@ -461,5 +461,5 @@ def test_no_step_compiles_anything_after_a_warm_up(
     ],
 )
 def test_an_integer_is_listed_as_triton_compiles_it(value: int, kind: str) -> None:
-    launch = Launch(SimpleNamespace(arg_names=["stride"]), (value,), {})
+    launch = Launch(SimpleNamespace(arg_names=["stride"]), (1,), (value,), {})
     assert constants_of(launch) == (("stride", kind),)

@@ -37,13 +37,23 @@ def check_rows(x: Tensor, tile_rows: Tensor) -> None:
 
 
 def check_operands(x: Tensor, a: Tensor, b: Tensor, out: Tensor) -> None:
+    check_layouts(x, a, b, out)
+    check_apart(x, out)
+
+
+def check_layouts(x: Tensor, a: Tensor, b: Tensor, out: Tensor) -> None:
+    """All of `check_operands` that does not depend on where the operands are."""
     check_input(x, a)
     if out.dim() != 2:
         raise ValueError(f"out must have two dimensions (got shape {list(out.shape)})")
     if out.shape[0] != x.shape[0]:
         raise ValueError(f"out must have {x.shape[0]} rows like x (got {out.shape[0]})")
     check_output(out, b)
-    if x.shape[0] and overlap(x, out):
+
+
+def check_apart(x: Tensor, out: Tensor) -> None:
+    # operands of other dimensions are refused by their layout
+    if x.dim() == out.dim() == 2 and x.shape[0] and overlap(x, out):
         raise ValueError("out must not overlap x in memory")
 
 

@@ -17,7 +17,9 @@ from lorakernels.batch.metadata import BatchMetadata
 from lorakernels.batch.steps import runs_adapters
 from lorakernels.common.stacked_weights import SlotTensors, device_of
 from lorakernels.dense.check import (
+    check_apart,
     check_input,
+    check_layouts,
     check_operands,
     check_output,
     check_rows,
@@ -30,6 +32,7 @@ from lorakernels.dense.plan import DenseShape, largest_shrunk, largest_stored, p
 from lorakernels.dense.weights import SlotWeights
 from lorakernels.runtime.device import keep_address, supports_pdl
 from lorakernels.runtime.operators import register_operator
+from lorakernels.runtime.prepared import launch_prepared
 from lorakernels.runtime.streams import branch
 from lorakernels.runtime.tuning import tuning_of
 
@@ -157,12 +160,38 @@ def _dense_delta(
     out: Tensor,
 ) -> None:
     check_rows(x, tile_rows)
-    check_whole(a, b)
-    check_operands(x, a, b, out)
     if x.shape[0] == 0 or not runs_adapters(tile_rows, x.device):
+        check_whole(a, b)
+        check_operands(x, a, b, out)
         return
+    check_apart(x, out)
+    tables = tile_slots, tile_rows, num_tiles
+    operands = x, a, b, ranks, scales, *tables, buffer_of_branch(shrunk), out
+    launch_prepared(launch_delta, operands, (tuple(slice_widths),), tuning_of(x.device))
+
+
+def launch_delta(
+    x: Tensor,
+    a: Tensor,
+    b: Tensor,
+    ranks: Tensor,
+    scales: Tensor,
+    tile_slots: Tensor,
+    tile_rows: Tensor,
+    num_tiles: Tensor,
+    shrunk: Tensor | None,
+    out: Tensor,
+    slice_widths: Sequence[int],
+) -> None:
+    """Both launches of a delta, for `launch_prepared`. shrunk: None allocates it. ValueError."""
+    check_whole(a, b)
+    check_layouts(x, a, b, out)
     shape = shape_of(x.shape[0], a, slice_widths)
-    view = view_shrunk(shrunk, shape, a.shape[0])
+    size = plan_shrunk(shape, a.shape[0])
+    if shrunk is None:
+        view = torch.empty(size, dtype=torch.float32, device=x.device)
+    else:
+        view = first_values(shrunk, math.prod(size)).view(size)
     slots = SlotTensors(a, b, ranks, scales)
     tiles = TileTables(tile_slots, tile_rows, num_tiles)
     # nothing comes between the two launches
@@ -179,18 +208,27 @@ def view_shrunk(buffers: Sequence[Tensor], shape: DenseShape, num_slots: int) ->
 
 def branch_buffer(buffers: Sequence[Tensor], size: int) -> Tensor:
     """The first `size` values of the buffer of this branch. ValueError."""
+    return first_values(buffer_of_branch(buffers), size)
+
+
+def buffer_of_branch(buffers: Sequence[Tensor]) -> Tensor:
+    """ValueError where a workspace has none."""
     number = branch()
     if number >= len(buffers):
         raise ValueError(
             f"workspace must have {number + 1} branches to be used in this side of a fork "
             f"(got {len(buffers)})"
         )
-    shrunk = buffers[number]
-    if shrunk.numel() < size:
+    return buffers[number]
+
+
+def first_values(buffer: Tensor, size: int) -> Tensor:
+    """Of the buffer of a branch. ValueError where it is too small."""
+    if buffer.numel() < size:
         raise ValueError(
-            f"workspace must hold {size} values for a batch of this size (got {shrunk.numel()})"
+            f"workspace must hold {size} values for a batch of this size (got {buffer.numel()})"
         )
-    return shrunk[:size]
+    return buffer[:size]
 
 
 def shape_of(num_rows: int, a: Tensor, slice_widths: Sequence[int]) -> DenseShape:

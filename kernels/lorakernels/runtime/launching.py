@@ -1,4 +1,5 @@
-"""Launches that are noted in place of being made, so that their kernels can be compiled ahead."""
+"""Launches that are noted in place of being made, so that their kernels can be compiled ahead, or
+the launches made again with other tensors."""
 
 from __future__ import annotations
 
@@ -14,6 +15,7 @@ class Launch:
     """A kernel of Triton with the arguments of a launch. It keeps the tensors among them alive."""
 
     kernel: Any
+    grid: Sequence[int]
     args: tuple[Any, ...]
     options: Mapping[str, Any]
 
@@ -21,10 +23,10 @@ class Launch:
     def name(self) -> str:
         return str(self.kernel.fn.__name__)
 
-    def compile(self) -> None:
-        """Compile the kernel for these arguments, without a launch. Within Triton's
+    def compile(self) -> Any:
+        """The kernel as it is compiled for these arguments, without a launch. Within Triton's
         AsyncCompileMode this returns at once. Does nothing in the interpreter."""
-        self.kernel.warmup(*self.args, grid=(1,), **self.options)
+        return self.kernel.warmup(*self.args, grid=(1,), **self.options)
 
 
 _NOTED: ContextVar[list[Launch] | None] = ContextVar("lorakernels_noted_launches", default=None)
@@ -42,6 +44,11 @@ def noted_launches() -> Iterator[list[Launch]]:
         _NOTED.reset(token)
 
 
+def is_noting() -> bool:
+    """Whether launches are noted now."""
+    return _NOTED.get() is not None
+
+
 def start(kernel: Any, grid: Sequence[int]) -> Callable[..., Any]:
     """What launches a kernel with arguments and options, as `kernel[grid]` does."""
     noted = _NOTED.get()
@@ -50,6 +57,6 @@ def start(kernel: Any, grid: Sequence[int]) -> Callable[..., Any]:
         return launch
 
     def note(*args: Any, **options: Any) -> None:
-        noted.append(Launch(kernel, args, options))
+        noted.append(Launch(kernel, grid, args, options))
 
     return note

@@ -71,8 +71,8 @@ def is_capturing(device: torch.device) -> bool:
     module = stream_module(device)
     if module is None:
         return False
-    # the question is about the current device
-    with module.device(device):
+    # the question is about the current device; by its number, which torch takes as it is
+    with module.device(device if device.index is None else device.index):
         return bool(module.is_current_stream_capturing())
 
 

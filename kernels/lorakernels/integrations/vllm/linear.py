@@ -6,15 +6,15 @@ out when it runs how many rows a step has, which tables belong to them, and whet
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
+from lorakernels.batch.metadata import tile_height
 from lorakernels.common.slice_stacks import check_constants, whole
-from lorakernels.common.stacked_weights import SlotTensors
-from lorakernels.dense.check import check_operands
-from lorakernels.dense.launch import launch_expand, launch_shrink
-from lorakernels.dense.ops import shape_of
-from lorakernels.dense.plan import plan_shrunk
+from lorakernels.dense.check import check_apart
+from lorakernels.dense.ops import launch_delta
 from lorakernels.integrations.vllm.declaration import runs_adapters
 from lorakernels.integrations.vllm.launches import Operator
 from lorakernels.integrations.vllm.tables import (
@@ -23,8 +23,9 @@ from lorakernels.integrations.vllm.tables import (
     tables_of_first_rows,
     tables_of_height,
 )
-from lorakernels.runtime.device import supports_pdl
 from lorakernels.runtime.operators import register_operator
+from lorakernels.runtime.prepared import launch_prepared
+from lorakernels.runtime.tuning import tuning_of
 
 
 def add_linear_delta(
@@ -70,20 +71,43 @@ def _linear_delta(
     runs = runs_adapters(Operator(operator), x.device, no_lora)
     if not runs or x.shape[0] == 0:
         return
-    factors = whole(a, b, slice_widths)
-    check_constants(ranks, scales, factors.a)
-    packed_a, packed_b = factors.a[:, 0], factors.b[:, 0]
-    check_operands(x, packed_a, packed_b, out)
-    slots = packed_a.shape[0]
-    weights = SlotTensors(packed_a, packed_b, ranks, scales)
-    shape = shape_of(x.shape[0], packed_a, slice_widths)
-    step = tables_of_height(tables, shape.height)
+    check_apart(x, out)
+    tuning = tuning_of(x.device)
+    height = tile_height(x.shape[0], tuning)
+    step = tables_of_height(tables, height)
     if x.shape[0] < host_value(live):
         # tiles of rows that x lacks would be read and written behind it. The rows are the first
         # ones, as in vLLM, whose kernels get `token_lora_mapping[:num_tokens]`
-        step = tables_of_first_rows(row_slots, x.shape[0], max_slots=slots, height=shape.height)
-    # allocated here, because a buffer of the server is not on the stream that this may run on
-    shrunk = torch.empty(plan_shrunk(shape, slots), dtype=torch.float32, device=x.device)
-    pdl = supports_pdl(x.device)
-    launch_shrink(x, weights, shape, step, shrunk, pdl=pdl)
-    launch_expand(shrunk, weights, shape, step, out, pdl=pdl)
+        step = tables_of_first_rows(row_slots, x.shape[0], max_slots=a.shape[0], height=height)
+    operands = x, a, b, ranks, scales, *step, out
+    launch_prepared(_launch_delta, operands, (tuple(slice_widths),), tuning)
+
+
+def _launch_delta(
+    x: Tensor,
+    a: Tensor,
+    b: Tensor,
+    ranks: Tensor,
+    scales: Tensor,
+    tile_slots: Tensor,
+    tile_rows: Tensor,
+    num_tiles: Tensor,
+    out: Tensor,
+    slice_widths: Sequence[int],
+) -> None:
+    factors = whole(a, b, slice_widths)
+    check_constants(ranks, scales, factors.a)
+    # None: a buffer of the server is not on the stream that this may run on
+    launch_delta(
+        x,
+        factors.a[:, 0],
+        factors.b[:, 0],
+        ranks,
+        scales,
+        tile_slots,
+        tile_rows,
+        num_tiles,
+        None,
+        out,
+        slice_widths,
+    )

@@ -7,6 +7,7 @@ from lorakernels.moe.align.kernels.sort_at_once import sort_at_once_kernel
 from lorakernels.moe.align.tables import PairTables
 from lorakernels.moe.tiles import block_of_pairs
 from lorakernels.runtime.device import launch_options
+from lorakernels.runtime.launching import start
 
 
 def launch_sort_at_once(
@@ -14,7 +15,7 @@ def launch_sort_at_once(
 ) -> None:
     """Fill every table of `pairs`. `num_ids` is the length of the expert map, if `is_mapped`."""
     tables, block = pairs.tables, block_of_pairs(pairs.num_pairs)
-    sort_at_once_kernel[(1 + pairs.reset_programs,)](
+    start(sort_at_once_kernel, (1 + pairs.reset_programs,))(
         routes,
         tables,
         *pairs.step_sizes(num_ids),

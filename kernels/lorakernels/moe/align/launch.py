@@ -12,6 +12,7 @@ from lorakernels.moe.align.kernels.place import place_pairs_kernel
 from lorakernels.moe.align.tables import PairTables
 from lorakernels.moe.tiles import FEWEST_BINS, Alignment
 from lorakernels.runtime.device import launch_options
+from lorakernels.runtime.launching import start
 
 
 def launch_alignment(
@@ -26,7 +27,7 @@ def launch_alignment(
     if counted:
         _count(pairs, routes, spans, num_ids=num_ids, layout=layout, pdl=pdl)
     tables = pairs.tables
-    place_pairs_kernel[(max(spans, pairs.reset_programs),)](
+    start(place_pairs_kernel, (max(spans, pairs.reset_programs),))(
         routes,
         tables,
         pairs.counts,
@@ -51,7 +52,7 @@ def _count(
 ) -> None:
     """The buckets of each span, then those of all spans before it, then the offsets."""
     options, tables = launch_options(pdl), pairs.tables
-    count_pairs_kernel[(spans,)](
+    start(count_pairs_kernel, (spans,))(
         routes,
         pairs.counts,
         tables.tile_pairs,
@@ -66,10 +67,10 @@ def _count(
         **options,
     )
     bins = layout.NUM_BINS
-    sum_counts_kernel[(bins // FEWEST_BINS,)](
+    start(sum_counts_kernel, (bins // FEWEST_BINS,))(
         pairs.counts, spans, NUM_BINS=bins, BINS=FEWEST_BINS, PDL=pdl, **options
     )
-    find_offsets_kernel[(1,)](
+    start(find_offsets_kernel, (1,))(
         pairs.counts,
         tables.num_tiles,
         tables.num_base_tiles,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,8 +15,9 @@ from lorakernels.moe.align.launch import launch_alignment
 from lorakernels.moe.align.sort import launch_sorting
 from lorakernels.moe.align.tables import PairTables
 from lorakernels.moe.tiles import Alignment
-from lorakernels.runtime.device import on_device_of, supports_pdl
+from lorakernels.runtime.device import supports_pdl
 from lorakernels.runtime.operators import register_operator
+from lorakernels.runtime.prepared import launch_prepared
 from lorakernels.runtime.streams import claim
 
 
@@ -90,8 +92,21 @@ def align_step(
     claim(step, "pairs")
     note_rows(step, pairs.num_rows)
     hand_on_base_rows(batch_rows, step, topk_ids.device)
-    with on_device_of(topk_ids):
-        fill_tables(pairs, topk_ids, token_slots, expert_map, pdl=supports_pdl(topk_ids.device))
+    routes = topk_ids, token_slots, expert_map
+    launch_prepared(_launch_step, (*routes, *pairs.tables, pairs.counts), pairs.sizes, pairs.tuning)
+
+
+def _launch_step(
+    topk_ids: Tensor,
+    token_slots: Tensor,
+    expert_map: Tensor | None,
+    *buffers_and_sizes: Any,
+) -> None:
+    """The buffers of PairMetadata, then its sizes."""
+    *buffers, top_k, num_experts, max_slots, with_base = buffers_and_sizes
+    sizes = top_k, num_experts, max_slots, with_base
+    pairs = PairTables.of(buffers, topk_ids.shape[0], sizes)
+    fill_tables(pairs, topk_ids, token_slots, expert_map, pdl=supports_pdl(topk_ids.device))
 
 
 def _check_routes(topk_ids: Tensor, expert_map: Tensor | None) -> None:

@@ -18,6 +18,7 @@ from lorakernels.moe.align.kernels.sort import (
 from lorakernels.moe.align.tables import PairTables
 from lorakernels.moe.tiles import FEWEST_BINS, digit_bins, sort_spans, sort_stride
 from lorakernels.runtime.device import launch_options
+from lorakernels.runtime.launching import start
 
 
 def launch_sorting(
@@ -56,7 +57,7 @@ def _key(
 ) -> None:
     tables, span = pairs.tables, pairs.tuning.align.span
     programs = max(sort_spans(pairs.num_pairs, span), pairs.reset_programs)
-    key_pairs_kernel[(programs,)](
+    start(key_pairs_kernel, (programs,))(
         routes,
         tables,
         keys,
@@ -85,13 +86,13 @@ def _sort(
     span, options = pairs.tuning.align.span, launch_options(pdl)
     spans = sort_spans(pairs.num_pairs, span)
     digit = {"DIVISOR": divisor, "BINS": bins, "SPAN": span, "PDL": pdl}
-    count_digits_kernel[(spans,)](
+    start(count_digits_kernel, (spans,))(
         source[0], counts, pairs.num_pairs, **digit, num_warps=4, **options
     )
-    sum_counts_kernel[(bins // FEWEST_BINS,)](
+    start(sum_counts_kernel, (bins // FEWEST_BINS,))(
         counts, spans, NUM_BINS=bins, BINS=FEWEST_BINS, PDL=pdl, **options
     )
-    move_digits_kernel[(spans,)](
+    start(move_digits_kernel, (spans,))(
         *source,
         *target,
         counts,
@@ -117,7 +118,7 @@ def _tile(
     span, options = pairs.tuning.align.span, launch_options(pdl)
     spans, (keys, order) = sort_spans(pairs.num_pairs, span), sorted_pairs
     heights = {"HEIGHT": pairs.height, "BASE_HEIGHT": pairs.base_height, "SPAN": span, "PDL": pdl}
-    count_tiles_kernel[(spans,)](
+    start(count_tiles_kernel, (spans,))(
         keys,
         *ranks,
         counts,
@@ -129,8 +130,8 @@ def _tile(
         num_warps=4,
         **options,
     )
-    sum_counts_kernel[(1,)](counts, spans, NUM_BINS=2, BINS=2, PDL=pdl, **options)
-    write_tiles_kernel[(spans,)](
+    start(sum_counts_kernel, (1,))(counts, spans, NUM_BINS=2, BINS=2, PDL=pdl, **options)
+    start(write_tiles_kernel, (spans,))(
         pairs.tables,
         keys,
         order,

@@ -49,6 +49,11 @@ class PairTables:
         )
 
     @property
+    def sizes(self) -> tuple[int, int, int, int]:
+        """As `of` takes them."""
+        return self.top_k, self.num_experts, self.max_slots, self.with_base
+
+    @property
     def num_pairs(self) -> int:
         return self.num_rows * self.top_k
 

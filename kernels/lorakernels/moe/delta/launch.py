@@ -25,6 +25,7 @@ from lorakernels.moe.delta.plan import (
     tile_programs,
 )
 from lorakernels.runtime.device import launch_options
+from lorakernels.runtime.launching import start
 from lorakernels.runtime.tuning import tuning_of
 
 
@@ -102,7 +103,7 @@ def shrink(delta: Delta, *, pdl: bool) -> None:
     splits = delta.shrunk.shape[0]
     total = shape.ranks_of_all_slices
     tiles = tile_programs(shape, delta.tile_capacity)
-    moe_shrink_kernel[(-(-total // plan.block_n), splits, tiles)](
+    start(moe_shrink_kernel, (-(-total // plan.block_n), splits, tiles))(
         delta.x,
         slots.a,
         slots.ranks,
@@ -133,7 +134,7 @@ def expand(delta: Delta, *, pdl: bool) -> None:
     columns = plan.block_n * plan.group
     groups = sum(-(-width // columns) for width in shape.slice_widths)
     tiles = tile_programs(shape, delta.tile_capacity)
-    moe_expand_kernel[(groups, tiles)](
+    start(moe_expand_kernel, (groups, tiles))(
         delta.shrunk,
         slots.b,
         slots.ranks,
@@ -163,7 +164,7 @@ def _one_shot(delta: Delta, *, pdl: bool) -> None:
     shape, plan = delta.shape, plan_one_shot(delta.shape)
     tiles = tile_programs(shape, delta.tile_capacity)
     slices = 1 if plan.paired else len(shape.slice_widths)
-    moe_one_shot_kernel[(plan.parts, slices, tiles)](
+    start(moe_one_shot_kernel, (plan.parts, slices, tiles))(
         delta.x,
         *delta.slots,
         delta.weights_or_any,
@@ -195,7 +196,7 @@ def _one_shot(delta: Delta, *, pdl: bool) -> None:
 def _small_batch(delta: Delta, *, pdl: bool) -> None:
     shape, plan = delta.shape, plan_small_batch(delta.shape)
     blocks = sum(-(-width // plan.block_n) for width in shape.slice_widths)
-    moe_small_batch_kernel[(shape.num_pairs, blocks)](
+    start(moe_small_batch_kernel, (shape.num_pairs, blocks))(
         delta.x,
         *delta.slots,
         delta.weights_or_any,

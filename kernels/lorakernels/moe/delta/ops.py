@@ -8,20 +8,23 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from lorakernels.batch.steps import prepared_rows, runs_adapters
 from lorakernels.common.stacked_weights import SlotTensors, device_of
-from lorakernels.dense.check import check_like, overlap, overlaps_itself
+from lorakernels.dense.check import check_apart, check_like, overlaps_itself
+from lorakernels.moe.align.kernels.arguments import Tables
 from lorakernels.moe.align.metadata import PairMetadata
 from lorakernels.moe.align.tables import PairTables
 from lorakernels.moe.delta.launch import Delta, launch, shape_of
 from lorakernels.moe.delta.plan import MoEPath, MoEShape, largest_shrunk, plan_path, shrunk_shape
 from lorakernels.moe.weights import ExpertWeights
-from lorakernels.runtime.device import keep_address, on_device_of, supports_pdl
+from lorakernels.runtime.device import keep_address, supports_pdl
 from lorakernels.runtime.operators import register_operator
+from lorakernels.runtime.prepared import launch_prepared
 from lorakernels.runtime.streams import claim
 
 __all__ = ["MoEPath", "MoEWorkspace", "moe_delta"]
@@ -126,30 +129,60 @@ def add_delta(
     """
     num_pairs, num_experts = pairs.num_pairs, pairs.num_experts
     _check_rows(x, pairs)
-    _check_operands(x, slots, num_pairs, out, router_weights)
+    check_apart(x, out)
     if num_pairs == 0 or not runs_adapters(step, x.device):
+        _check_layouts(x, slots, num_pairs, out, router_weights)
         return
-    shape = shape_of(slots.a, slice_widths, num_pairs=num_pairs, num_experts=num_experts)
-    chosen = plan_path(shape, path)
-    if shrunk is None:
-        size = math.prod(shrunk_shape(shape)) if chosen is MoEPath.TWO_KERNEL else 0
-        shrunk = torch.empty(size, dtype=torch.float32, device=x.device)
-    else:
+    if shrunk is not None:
         claim(shrunk, "workspace")
-    view = view_shrunk(shrunk, shape) if chosen is MoEPath.TWO_KERNEL else shrunk
+    launch_prepared(
+        _launch_delta,
+        (x, *slots, shrunk, out, router_weights, *pairs.tables),
+        (tuple(slice_widths), num_pairs, num_experts, add_inputs, path),
+        pairs.tuning,
+    )
+
+
+def _launch_delta(
+    x: Tensor,
+    a: Tensor,
+    b: Tensor,
+    ranks: Tensor,
+    scales: Tensor,
+    shrunk: Tensor | None,
+    out: Tensor,
+    router_weights: Tensor | None,
+    *tables_and_constants: Any,
+) -> None:
+    """The fields of Tables, then the widths of the slices, the pairs and experts of the step,
+    whether inputs are added, and the path or None."""
+    *tables, slice_widths, num_pairs, num_experts, add_inputs, path = tables_and_constants
+    slots = SlotTensors(a, b, ranks, scales)
+    _check_layouts(x, slots, num_pairs, out, router_weights)
+    shape = shape_of(a, slice_widths, num_pairs=num_pairs, num_experts=num_experts)
+    chosen = plan_path(shape, path)
     delta = Delta(
         shape=shape,
         x=x,
         pairs_per_x=num_pairs // x.shape[0],
         slots=slots,
-        tables=pairs.tables,
-        shrunk=view,
+        tables=Tables(*tables),
+        shrunk=_shrunk_of(shape, chosen, shrunk, x.device),
         out=out,
         router_weights=router_weights,
         add_inputs=add_inputs,
     )
-    with on_device_of(out):
-        launch(delta, chosen, pdl=supports_pdl(x.device))
+    launch(delta, chosen, pdl=supports_pdl(x.device))
+
+
+def _shrunk_of(
+    shape: MoEShape, path: MoEPath, shrunk: Tensor | None, device: torch.device
+) -> Tensor:
+    """The shrink output of a delta, which has values where its path needs them. ValueError."""
+    if shrunk is None:
+        size = shrunk_shape(shape) if path is MoEPath.TWO_KERNEL else (0,)
+        return torch.empty(size, dtype=torch.float32, device=device)
+    return view_shrunk(shrunk, shape) if path is MoEPath.TWO_KERNEL else shrunk
 
 
 def view_shrunk(shrunk: Tensor, shape: MoEShape) -> Tensor:
@@ -202,7 +235,7 @@ def _check_rows(x: Tensor, pairs: PairTables) -> None:
         )
 
 
-def _check_operands(
+def _check_layouts(
     x: Tensor, slots: SlotTensors, num_pairs: int, out: Tensor, router_weights: Tensor | None
 ) -> None:
     a, b = slots.a, slots.b
@@ -217,8 +250,6 @@ def _check_operands(
             "out must not overlap itself in memory, where pairs would be written over each other "
             f"(got strides {list(out.stride())})"
         )
-    if overlap(x, out):
-        raise ValueError("out must not overlap x in memory")
     if router_weights is None:
         return
     if router_weights.dtype != torch.float32 or router_weights.numel() != num_pairs:

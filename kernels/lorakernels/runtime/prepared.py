@@ -1,0 +1,213 @@
+"""Launches that are prepared once for all steps whose operands are alike.
+
+Before a kernel runs the host chooses a plan, checks the operands, and Triton looks for the compiled
+kernel by all of its arguments. In a step that no graph replays the device may wait for that, in
+every layer. None of it depends on what the operands hold, and hardly anything on where they are: so
+the launches are kept by the layout of the operands, and those of a step are put into them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from threading import Lock
+from typing import Any
+
+import torch
+from torch import Tensor
+from triton.runtime.jit import JITFunction
+
+from lorakernels.runtime.device import on_device_of
+from lorakernels.runtime.launching import Launch, is_noting, noted_launches
+from lorakernels.runtime.tuning import Tuning
+
+# a server meets more sizes of steps than are worth the memory
+_MOST = 1 << 12
+
+
+def launch_prepared(
+    plan: Callable[..., None],
+    operands: Sequence[Tensor | None],
+    constants: tuple[Hashable, ...],
+    tuning: Tuning,
+) -> None:
+    """Make the launches of `plan(*operands, *constants)`, which begins each of them with `start`.
+
+    `plan` is called for the first operands of a layout. Of a tensor it may read the shape, strides,
+    dtype, device and whether its address is a multiple of 16; of what the process has set, `tuning`
+    alone. What it allocates is allocated anew for each call, on the stream of the caller. Where it
+    raises, nothing is launched or kept.
+    """
+    if is_noting():
+        plan(*operands, *constants)
+        return
+    with on_device_of(_first(operands)):
+        key = plan, constants, tuple(map(_layout, operands))
+        prepared = _PREPARED.get(key)
+        if prepared is None or prepared.tuning is not tuning:
+            prepared = _prepare(plan, operands, constants, tuning)
+            _keep(key, prepared)
+        if prepared.launches is None:
+            plan(*operands, *constants)
+            return
+        tensors = [*operands, *(scratch.allocate() for scratch in prepared.scratch)]
+        for launch in prepared.launches:
+            launch(tensors)
+
+
+def _layout(operand: Tensor | None) -> Hashable:
+    """All that the launches may depend on. Triton compiles anew for addresses that are multiples of
+    16 and for others."""
+    if operand is None:
+        return None
+    is_aligned = operand.data_ptr() % 16 == 0
+    return operand.shape, operand.stride(), operand.dtype, operand.get_device(), is_aligned
+
+
+def _first(operands: Sequence[Tensor | None]) -> Tensor:
+    return next(operand for operand in operands if operand is not None)
+
+
+@dataclass(frozen=True, slots=True)
+class _Scratch:
+    """A tensor that the plan has allocated."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+    device: torch.device
+
+    def allocate(self) -> Tensor:
+        return torch.empty(self.shape, dtype=self.dtype, device=self.device)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _PreparedLaunch:
+    """`kernel` is compiled, or interpreted. `args` lack the tensors: `places` are the positions of
+    single ones with their numbers, `groups` those of named tuples."""
+
+    kernel: Any
+    grid: tuple[int, ...]
+    args: Sequence[Any]
+    options: Mapping[str, Any]
+    places: Sequence[tuple[int, int]]
+    groups: Sequence[tuple[int, Callable[..., Any], Sequence[int]]]
+
+    def __call__(self, tensors: Sequence[Tensor | None]) -> None:
+        args = list(self.args)
+        for position, number in self.places:
+            args[position] = tensors[number]
+        for position, group, numbers in self.groups:
+            args[position] = group(*(tensors[number] for number in numbers))
+        self.kernel[self.grid](*args, **self.options)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Prepared:
+    """The launches of a plan; None where its tensors cannot be told apart by the operands."""
+
+    launches: Sequence[_PreparedLaunch] | None
+    scratch: Sequence[_Scratch]
+    # kept with them, so that another one cannot have its identity
+    tuning: Tuning
+
+
+_PREPARED: dict[Hashable, _Prepared] = {}
+_LOCK = Lock()
+
+
+def _keep(key: Hashable, prepared: _Prepared) -> None:
+    with _LOCK:
+        while len(_PREPARED) >= _MOST:
+            # the oldest one
+            del _PREPARED[next(iter(_PREPARED))]
+        _PREPARED[key] = prepared
+
+
+def _prepare(
+    plan: Callable[..., None],
+    operands: Sequence[Tensor | None],
+    constants: tuple[Hashable, ...],
+    tuning: Tuning,
+) -> _Prepared:
+    with noted_launches() as launches:
+        plan(*operands, *constants)
+    numbering = _Numbering(operands)
+    try:
+        made = [_prepare_launch(launch, numbering) for launch in launches]
+    except _UnknownTensorError:
+        return _Prepared(None, (), tuning)
+    return _Prepared(made, numbering.scratch, tuning)
+
+
+def _prepare_launch(launch: Launch, numbering: _Numbering) -> _PreparedLaunch:
+    args: list[Any] = list(launch.args)
+    places: list[tuple[int, int]] = []
+    groups: list[tuple[int, Callable[..., Any], Sequence[int]]] = []
+    for position, value in enumerate(launch.args):
+        if isinstance(value, Tensor):
+            places.append((position, numbering.of(value)))
+        elif isinstance(value, tuple) and all(isinstance(part, Tensor) for part in value):
+            numbers = tuple(numbering.of(part) for part in value)
+            groups.append((position, type(value), numbers))
+        else:
+            continue
+        args[position] = None
+    if not isinstance(launch.kernel, JITFunction):
+        return _PreparedLaunch(
+            launch.kernel, tuple(launch.grid), args, launch.options, places, groups
+        )
+    compiled = launch.compile()
+    # a compiled kernel takes all arguments in their order, constants as well
+    names = launch.kernel.arg_names[len(args) :]
+    args += [launch.options[name] for name in names]
+    grid = (*launch.grid, 1, 1)[:3]
+    return _PreparedLaunch(compiled, grid, args, {}, places, groups)
+
+
+class _UnknownTensorError(Exception):
+    """A launch has a tensor of which the operands do not say where it is."""
+
+
+class _Numbering:
+    """The numbers of tensors: operands in their order, then `scratch`."""
+
+    def __init__(self, operands: Sequence[Tensor | None]) -> None:
+        self._operands = operands
+        self._allocated: list[Tensor] = []
+
+    @property
+    def scratch(self) -> Sequence[_Scratch]:
+        return [_Scratch(each.shape, each.dtype, each.device) for each in self._allocated]
+
+    def of(self, tensor: Tensor) -> int:
+        known = [*self._operands, *self._allocated]
+        found = _numbers(known, lambda each: each is tensor)
+        if not found:
+            # a kernel gets no more of a view than where it begins
+            found = _numbers(self._operands, lambda each: _begins(each, tensor))
+        if len(found) == 1:
+            return found[0]
+        if any(_shares_memory(each, tensor) for each in known):
+            raise _UnknownTensorError
+        self._allocated.append(tensor)
+        return len(known)
+
+
+def _numbers(
+    tensors: Sequence[Tensor | None], test: Callable[[Tensor | None], bool]
+) -> Sequence[int]:
+    return [number for number, tensor in enumerate(tensors) if test(tensor)]
+
+
+def _begins(operand: Tensor | None, tensor: Tensor) -> bool:
+    """Whether a tensor is a view that begins where an operand does."""
+    if operand is None or not _shares_memory(operand, tensor):
+        return False
+    return operand.data_ptr() == tensor.data_ptr() and operand.dtype == tensor.dtype
+
+
+def _shares_memory(known: Tensor | None, tensor: Tensor) -> bool:
+    if known is None:
+        return False
+    address = tensor.untyped_storage().data_ptr()
+    return address != 0 and known.untyped_storage().data_ptr() == address
