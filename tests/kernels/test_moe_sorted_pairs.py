@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import groupby
 from typing import Any
 
 import pytest
@@ -83,7 +84,9 @@ def test_large_batches_whose_counters_take_too_much_memory_are_sorted(
         assert all(map(torch.equal, want, have))
     large, small = "launch_sorting", "launch_alignment"
     # the step without pairs is small enough for any way
-    assert launched == [large, small, large, "launch_sort_at_once"]
+    # a plan that cannot be kept is made a second time when it is first met
+    in_turn = [name for name, _ in groupby(launched)]
+    assert in_turn == [large, small, large, "launch_sort_at_once"]
 
 
 def noted(launch: Callable[..., None], launched: list[str]) -> Callable[..., None]:

@@ -215,8 +215,8 @@ def test_it_is_the_current_stream_of_the_device_that_is_asked_about() -> None:
         current = torch.device("cuda:0")
 
         @contextmanager
-        def device(self, device: torch.device) -> Iterator[None]:
-            before, self.current = self.current, device
+        def device(self, device: int) -> Iterator[None]:
+            before, self.current = self.current, torch.device("cuda", device)
             yield
             self.current = before
 

@@ -61,7 +61,7 @@ def _layout(operand: Tensor | None) -> Hashable:
     if operand is None:
         return None
     is_aligned = operand.data_ptr() % 16 == 0
-    return operand.shape, operand.stride(), operand.dtype, operand.get_device(), is_aligned
+    return operand.shape, operand.stride(), operand.dtype, operand.device, is_aligned
 
 
 def _first(operands: Sequence[Tensor | None]) -> Tensor:

@@ -133,11 +133,11 @@ FAULTS = (
     ),
     _align(
         "alignment-left-out-of-a-capture-of-base-rows",
-        "    with on_device_of(topk_ids):\n",
+        "    routes = topk_ids, token_slots, expert_map\n",
         "    from lorakernels.batch.steps import base_rows\n"
         "    if base_rows(batch_rows) is not None and not pairs.with_base:\n"
         "        return\n"
-        "    with on_device_of(topk_ids):\n",
+        "    routes = topk_ids, token_slots, expert_map\n",
         source="vllm #43314",
         why="No pair is sorted while no row has an adapter, nor by a graph that is captured then.",
     ),
@@ -161,10 +161,10 @@ FAULTS = (
     ),
     _moe_launch(
         "grid-of-pairs-up-to-the-last-adapter",
-        "    moe_small_batch_kernel[(shape.num_pairs, blocks)](\n",
+        "    start(moe_small_batch_kernel, (shape.num_pairs, blocks))(\n",
         "    slots_now = delta.tables.pair_slots.tolist()[: shape.num_pairs]\n"
         "    live = max((i + 1 for i, slot in enumerate(slots_now) if slot >= 0), default=1)\n"
-        "    moe_small_batch_kernel[(live, blocks)](\n",
+        "    start(moe_small_batch_kernel, (live, blocks))(\n",
         source="vllm #32277",
         why="A graph has programs for as many pairs as had an adapter when it was captured.",
     ),

@@ -31,12 +31,10 @@ FAULTS = (
     ),
     _ops(
         "tiles-asked-for-on-the-host",
-        "    shape = shape_of(x.shape[0], a, slice_widths)\n"
-        "    view = view_shrunk(shrunk, shape, a.shape[0])\n",
+        "    tables = tile_slots, tile_rows, num_tiles\n",
         "    if not num_tiles.item():\n"
         "        return\n"
-        "    shape = shape_of(x.shape[0], a, slice_widths)\n"
-        "    view = view_shrunk(shrunk, shape, a.shape[0])\n",
+        "    tables = tile_slots, tile_rows, num_tiles\n",
         source="own",
         why="A batch without adapters is recognised by reading the device.",
     ),

@@ -11,6 +11,13 @@ _plan = planting("lorakernels.moe.delta.plan", Group.MOE_HOST)
 _align = planting("lorakernels.moe.align.metadata", Group.MOE_HOST)
 _weights = planting("lorakernels.moe.weights", Group.MOE_HOST)
 _stacked = planting("lorakernels.common.stacked_weights", Group.MOE_HOST)
+_PREPARED = (
+    "    launch_prepared(\n"
+    "        _launch_delta,\n"
+    "        (x, *slots, shrunk, out, router_weights, *pairs.tables),\n"
+    "        (tuple(slice_widths), num_pairs, num_experts, add_inputs, path),\n"
+    "        pairs.tuning,\n"
+)
 
 
 FAULTS = (
@@ -24,27 +31,24 @@ FAULTS = (
     _ops(
         "pairs-read-rows-of-their-token",
         "pairs_per_x=num_pairs // x.shape[0]",
-        "pairs_per_x=pairs.top_k",
+        "pairs_per_x=max(2, num_pairs // x.shape[0])",
         source="sglang #31608",
         why="The second product reads a row of x for each token where each pair has its own.",
     ),
     _ops(
         "whole-pair-buffer-added",
-        "        launch(delta, chosen, pdl=supports_pdl(x.device))\n",
-        "        launch(delta, chosen, pdl=supports_pdl(x.device))\n"
-        "    if add_inputs:\n"
-        "        out.add_(0.0)\n",
+        f"{_PREPARED}    )\n",
+        f"{_PREPARED}    )\n    if add_inputs:\n        out.add_(0.0)\n",
         source="vllm #35721",
         why="Pairs without a delta get one of zero, which turns -0 into 0.",
         only=True,
     ),
     _ops(
         "path-tried-out-while-serving",
-        "    view = view_shrunk(shrunk, shape) if chosen",
-        "    shrunk.steps = getattr(shrunk, 'steps', 0) + 1\n"
-        "    if shrunk.steps == 2 and num_pairs <= 4:\n"
-        "        chosen = MoEPath.SMALL_BATCH\n"
-        "    view = view_shrunk(shrunk, shape) if chosen",
+        _PREPARED,
+        "    out.steps = getattr(out, 'steps', 0) + 1\n"
+        "    if out.steps == 2 and num_pairs <= 4:\n"
+        f"        path = MoEPath.SMALL_BATCH\n{_PREPARED}",
         source="vllm #50278",
         why="The second step of a few pairs takes another path to see which is faster.",
         only=True,

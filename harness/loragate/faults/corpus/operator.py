@@ -62,7 +62,7 @@ FAULTS = (
     ),
     _check(
         "output-above-input-accepted",
-        "    if x.shape[0] and overlap(x, out):\n",
+        "    if x.dim() == out.dim() == 2 and x.shape[0] and overlap(x, out):\n",
         "    if out is x:\n",
         source="own",
         why="An output that overlaps the input in memory is accepted.",

@@ -296,8 +296,8 @@ FAULTS = (
     ),
     _ops(
         "branches-share-a-buffer",
-        "    shrunk = buffers[number]\n",
-        "    shrunk = buffers[0]\n",
+        "    return buffers[number]\n",
+        "    return buffers[0]\n",
         source="sglang #28091",
         why="Two branches of a fork write their shrink outputs over each other.",
     ),
