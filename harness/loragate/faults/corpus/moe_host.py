@@ -46,8 +46,8 @@ FAULTS = (
     _ops(
         "path-tried-out-while-serving",
         _PREPARED,
-        "    out.steps = getattr(out, 'steps', 0) + 1\n"
-        "    if out.steps == 2 and num_pairs <= 4:\n"
+        "    shrunk.steps = getattr(shrunk, 'steps', 0) + 1\n"
+        "    if shrunk.steps == 2 and num_pairs <= 4:\n"
         f"        path = MoEPath.SMALL_BATCH\n{_PREPARED}",
         source="vllm #50278",
         why="The second step of a few pairs takes another path to see which is faster.",
