@@ -24,6 +24,7 @@ DEADLINE_S = 500
     [
         "kernels/test_batch_tables.py",
         "kernels/test_far_and_late.py",
+        "kernels/test_prepared_operations.py",
         "moe/test_forced_plans.py",
         "moe/test_pair_tables.py",
     ],

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from loragate.core.machine import select_interpreter
+from loragate.core.machine import detect_machine, select_interpreter
 
 select_interpreter()
 
@@ -22,6 +22,8 @@ from lorakernels.moe.delta.ops import MoEPath, MoEWorkspace, moe_delta  # noqa: 
 from lorakernels.moe.weights import ExpertFactors, ExpertWeights  # noqa: E402
 from lorakernels.runtime import prepared  # noqa: E402
 
+MACHINE = detect_machine()
+DEVICE = "cpu" if MACHINE.interpreted else "cuda"
 MOST, SLOTS, EXPERTS, TOP_K = 40, 2, 3, 2
 LAYOUTS = ("contiguous", "wide", "transposed", "shifted")
 layouts = st.sampled_from(LAYOUTS)
@@ -35,16 +37,20 @@ steps = st.lists(
 def laid_out(values: Tensor, layout: str) -> Tensor:
     rows, columns = values.shape
     made = {
-        "contiguous": lambda: torch.zeros(rows, columns),
-        "wide": lambda: torch.zeros(rows, 2 * columns)[:, :columns],
-        "transposed": lambda: torch.zeros(columns, rows).T,
-        "shifted": lambda: torch.zeros(rows * columns + 1)[1:].view(rows, columns),
+        "contiguous": lambda: values.new_zeros(rows, columns),
+        "wide": lambda: values.new_zeros(rows, 2 * columns)[:, :columns],
+        "transposed": lambda: values.new_zeros(columns, rows).T,
+        "shifted": lambda: values.new_zeros(rows * columns + 1)[1:].view(rows, columns),
     }[layout]()
     return made.copy_(values)
 
 
 def randn(seed: int, *shape: int) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(DEVICE)
+
+
+def slots_of(rows: int) -> Tensor:
+    return torch.arange(rows, dtype=torch.int32, device=DEVICE) % (SLOTS + 1) - 1
 
 
 class Dense:
@@ -58,7 +64,7 @@ class Dense:
             in_features=self.in_features,
             rank=rank,
             dtype=torch.float32,
-            device="cpu",
+            device=DEVICE,
         )
         for slot in range(SLOTS):
             parts = [
@@ -66,11 +72,11 @@ class Dense:
                 for width in self.weights.slice_widths
             ]
             self.weights.load(slot, parts)
-        self.batch = BatchMetadata(max_tokens=MOST, max_slots=SLOTS, device="cpu")
+        self.batch = BatchMetadata(max_tokens=MOST, max_slots=SLOTS, device=DEVICE)
         self.workspace = DenseWorkspace([self.weights], max_tokens=MOST)
 
     def run(self, rows: int, of_x: str, of_out: str) -> Tensor:
-        self.batch.prepare(torch.arange(rows, dtype=torch.int32) % (SLOTS + 1) - 1)
+        self.batch.prepare(slots_of(rows))
         x = laid_out(randn(rows, rows, self.in_features), of_x)
         out = laid_out(randn(rows + 1, rows, self.width + 8), of_out)
         dense_delta(x, self.weights, self.batch, self.workspace, out)
@@ -89,19 +95,19 @@ class Experts:
             in_features=self.in_features,
             rank=rank,
             dtype=torch.float32,
-            device="cpu",
+            device=DEVICE,
         )
         for slot in range(SLOTS):
             a, b = randn(slot, EXPERTS, rank, 24), randn(slot + 9, EXPERTS, self.width, rank)
             self.weights.load(slot, [ExpertFactors(a, b, 1.0 + slot)])
-        self.batch = BatchMetadata(max_tokens=MOST, max_slots=SLOTS, device="cpu")
+        self.batch = BatchMetadata(max_tokens=MOST, max_slots=SLOTS, device=DEVICE)
         sizes = {"max_tokens": MOST, "top_k": TOP_K}
-        self.pairs = PairMetadata(**sizes, num_experts=EXPERTS, max_slots=SLOTS, device="cpu")
+        self.pairs = PairMetadata(**sizes, num_experts=EXPERTS, max_slots=SLOTS, device=DEVICE)
         self.workspace = MoEWorkspace([self.weights], **sizes)
 
     def run(self, rows: int, of_x: str, of_out: str) -> Tensor:
-        self.batch.prepare(torch.arange(rows, dtype=torch.int32) % (SLOTS + 1) - 1)
-        ids = torch.arange(rows * TOP_K).view(rows, TOP_K).remainder(EXPERTS).int()
+        self.batch.prepare(slots_of(rows))
+        ids = torch.arange(rows * TOP_K, device=DEVICE).view(rows, TOP_K).remainder(EXPERTS).int()
         self.pairs.prepare(ids, self.batch)
         x_rows = rows * TOP_K if self.kind % 2 == 0 else rows
         x = laid_out(randn(rows, x_rows, self.in_features), of_x)
