@@ -75,8 +75,8 @@ class Dense:
         self.batch = BatchMetadata(max_tokens=MOST, max_slots=SLOTS, device=DEVICE)
         self.workspace = DenseWorkspace([self.weights], max_tokens=MOST)
 
-    def run(self, rows: int, of_x: str, of_out: str) -> Tensor:
-        self.batch.prepare(slots_of(rows))
+    def run(self, rows: int, of_x: str, of_out: str, slots: Tensor | None = None) -> Tensor:
+        self.batch.prepare(slots_of(rows) if slots is None else slots)
         x = laid_out(randn(rows, rows, self.in_features), of_x)
         out = laid_out(randn(rows + 1, rows, self.width + 8), of_out)
         dense_delta(x, self.weights, self.batch, self.workspace, out)
@@ -105,8 +105,8 @@ class Experts:
         self.pairs = PairMetadata(**sizes, num_experts=EXPERTS, max_slots=SLOTS, device=DEVICE)
         self.workspace = MoEWorkspace([self.weights], **sizes)
 
-    def run(self, rows: int, of_x: str, of_out: str) -> Tensor:
-        self.batch.prepare(slots_of(rows))
+    def run(self, rows: int, of_x: str, of_out: str, slots: Tensor | None = None) -> Tensor:
+        self.batch.prepare(slots_of(rows) if slots is None else slots)
         ids = torch.arange(rows * TOP_K, device=DEVICE).view(rows, TOP_K).remainder(EXPERTS).int()
         self.pairs.prepare(ids, self.batch)
         x_rows = rows * TOP_K if self.kind % 2 == 0 else rows
@@ -115,7 +115,7 @@ class Experts:
         options: dict[str, Any] = {
             "router_weights": randn(rows, rows, TOP_K) if rows % 2 else None,
             "add_inputs": of_x != "wide",
-            "path": None if self.kind < 2 else MoEPath.TWO_KERNEL,
+            "path": (None, MoEPath.SMALL_BATCH, MoEPath.ONE_SHOT, MoEPath.TWO_KERNEL)[self.kind],
         }
         moe_delta(x, self.weights, self.pairs, self.workspace, out, **options)
         return out
@@ -134,3 +134,16 @@ def test_steps_of_any_layout_in_any_order_have_the_bits_of_steps_on_their_own(
     for have, (*step, kind) in zip(in_a_row, steps * 2, strict=True):
         prepared._PREPARED.clear()
         assert torch.equal(have, layers[kind].run(*step))
+
+
+@pytest.mark.parametrize("operation", [Dense, Experts])
+@pytest.mark.parametrize("kind", range(4))
+@pytest.mark.parametrize("rows", [3, MOST])
+def test_a_step_reaches_all_its_rows_whatever_the_first_of_its_layout_had(
+    operation: type[Dense | Experts], kind: int, rows: int
+) -> None:
+    layer, layout = operation(kind), ("contiguous", "contiguous")
+    layer.run(rows, *layout, slots=torch.full_like(slots_of(rows), -1))
+    have = layer.run(rows, *layout, slots=torch.ones_like(slots_of(rows)))
+    prepared._PREPARED.clear()
+    assert torch.equal(have, layer.run(rows, *layout, slots=torch.ones_like(slots_of(rows))))
