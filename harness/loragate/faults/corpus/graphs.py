@@ -166,7 +166,7 @@ FAULTS = (
         "    live = max((i + 1 for i, slot in enumerate(slots_now) if slot >= 0), default=1)\n"
         "    start(moe_small_batch_kernel, (live, blocks))(\n",
         source="vllm #32277",
-        why="A step has programs for the pairs that had an adapter when its launches were prepared.",
+        why="A step has programs for the pairs that had an adapter when it was prepared.",
     ),
     _layer_launch(
         "grid-of-a-layer-from-its-routes",
