@@ -18,7 +18,7 @@ from lorakernels.dense.weights import SlotWeights
 from lorakernels.runtime.device import supports_pdl
 from lorakernels.runtime.operators import register_operator
 
-_IDS = (torch.int32, torch.int64)
+ID_TYPES = (torch.int32, torch.int64)
 
 
 def embedding_delta(
@@ -90,7 +90,7 @@ def shape_of_lookup(num_rows: int, a: Tensor, width: int) -> DenseShape:
 
 def check_id_type(ids: Tensor) -> None:
     """Raises ValueError."""
-    if ids.dtype not in _IDS:
+    if ids.dtype not in ID_TYPES:
         raise ValueError(f"ids must be int32 or int64 (got {ids.dtype})")
 
 

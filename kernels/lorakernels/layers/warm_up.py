@@ -15,10 +15,12 @@ import torch
 from torch import Tensor
 
 from lorakernels.batch.metadata import BatchMetadata
-from lorakernels.dense.embedding import shape_of_lookup
+from lorakernels.common.sizes import remembered
+from lorakernels.dense.embedding import ID_TYPES, shape_of_lookup
 from lorakernels.dense.forms import plan_form
 from lorakernels.dense.ops import DenseWorkspace, shape_of_batch
-from lorakernels.dense.plan import plan_expand, plan_shrink
+from lorakernels.dense.plan import DenseShape, plan_expand, plan_shrink
+from lorakernels.dense.rank_shards import RankShardedSlots
 from lorakernels.dense.weights import SlotWeights
 from lorakernels.gdn.forms import plan_gdn
 from lorakernels.layers.embedding import LoRAEmbedding
@@ -76,19 +78,31 @@ def kernel_variants(
     return tuple(_found(layers, metadata, workspace))
 
 
-def planned_sizes(slots: SlotWeights, max_rows: int) -> tuple[int, ...]:
+def planned_sizes(
+    slots: SlotWeights, max_rows: int, *, widths: tuple[int, ...] | None = None
+) -> tuple[int, ...]:
     """For each way in which the adapters of a layer are launched, the smallest batch for which they
-    are, ascending, at most `max_rows`."""
+    are, ascending, at most `max_rows`. widths: of the slices, where another rank holds them."""
+    shape = shape_of_batch(0, slots)
+    if widths is not None:
+        shape = replace(shape, slice_widths=widths)
+    # where A is sharded by rank, B has more ranks
+    return _sizes_of(shape, slots.b.shape[-1], max_rows, dual_stream(slots.a.device))
+
+
+# most layers of a model have the shape of another one
+@remembered
+def _sizes_of(shape: DenseShape, expanded: int, max_rows: int, is_dual: bool) -> tuple[int, ...]:
+    """`expanded`: the ranks of a slice that the expand reads."""
     first: dict[Hashable, int] = {}
-    is_dual = dual_stream(slots.a.device)
     for rows in range(1, max_rows + 1):
-        shape = shape_of_batch(rows, slots)
-        beside = replace(shape, beside=True)
+        shape = replace(shape, num_rows=rows)
+        beside, whole = replace(shape, beside=True), replace(shape, rank=expanded)
         forms = (
             plan_form(shape, dual_stream=is_dual),
             *(plan_gdn(shape, dual_stream=is_dual, may_join=joins) for joins in (False, True)),
         )
-        plans = (shape.height, plan_shrink(shape), plan_shrink(beside), plan_expand(shape), forms)
+        plans = (shape.height, plan_shrink(shape), plan_shrink(beside), plan_expand(whole), forms)
         first.setdefault(plans, rows)
     return tuple(sorted(first.values()))
 
@@ -96,8 +110,11 @@ def planned_sizes(slots: SlotWeights, max_rows: int) -> tuple[int, ...]:
 def _found(
     layers: Sequence[LinearLayer], metadata: BatchMetadata, workspace: DenseWorkspace
 ) -> dict[KernelVariant, Launch]:
+    """Each variant with a launch of it. All layers run: a list of what two of them must have in
+    common would have to name all that launches depend on, and what a base returns is not known
+    before it runs."""
     found: dict[tuple[str, Hashable], tuple[KernelVariant, Launch]] = {}
-    for layer in _of_each_geometry(layers):
+    for layer in layers:
         for rows, launch in _launches(layer, metadata, workspace):
             constants = constants_of(launch)
             variant = KernelVariant(launch.name, rows, constants)
@@ -107,39 +124,52 @@ def _found(
     return dict(found.values())
 
 
-def _of_each_geometry(layers: Sequence[LinearLayer]) -> Iterator[LinearLayer]:
-    first: dict[Hashable, LinearLayer] = {}
-    for layer in layers:
-        slots = layer.slots
-        kind = type(layer), type(slots)
-        first.setdefault((*kind, slots.slice_widths, slots.a.shape, slots.a.dtype), layer)
-    yield from first.values()
-
-
 def _launches(
     layer: LinearLayer, metadata: BatchMetadata, workspace: DenseWorkspace
 ) -> Iterator[tuple[int, Launch]]:
-    slots = layer.slots
-    x, sizes = _inputs_of(layer, metadata.max_tokens)
-    mapping = torch.zeros(metadata.max_tokens, dtype=torch.int32, device=slots.a.device)
+    most = metadata.max_tokens
+    inputs, sizes = _inputs_of(layer, most), _sizes_to_run(layer, most)
+    mapping = torch.zeros(most, dtype=torch.int32, device=layer.slots.a.device)
     for rows in sizes:
         metadata.prepare(mapping[:rows])
-        with noted_launches() as launches:
-            layer(x[:rows], metadata, workspace)
-        yield from ((rows, launch) for launch in launches)
+        for x in inputs:
+            with noted_launches() as launches:
+                layer(x[:rows], metadata, workspace)
+            yield from ((rows, launch) for launch in launches)
 
 
-def _inputs_of(layer: LinearLayer, max_rows: int) -> tuple[Tensor, tuple[int, ...]]:
-    """Rows, which no kernel of adapters reads, and the sizes of batches to run."""
+def _inputs_of(layer: LinearLayer, max_rows: int) -> tuple[Tensor, ...]:
+    """Rows of each type that the layer takes; no kernel of adapters reads them."""
     slots = layer.slots
-    if not isinstance(layer, LoRAEmbedding):
-        return slots.a.new_empty(max_rows, slots.in_features), planned_sizes(slots, max_rows)
+    if isinstance(layer, LoRAEmbedding):
+        return tuple(
+            torch.zeros(max_rows, dtype=dtype, device=slots.a.device) for dtype in ID_TYPES
+        )
+    return (slots.a.new_empty(max_rows, slots.in_features),)
+
+
+def _sizes_to_run(layer: LinearLayer, max_rows: int) -> tuple[int, ...]:
+    slots = layer.slots
+    if isinstance(layer, LoRAEmbedding):
+        return _sizes_of_lookups(slots, max_rows)
+    if not isinstance(slots, RankShardedSlots) or slots.parts > 1:
+        return planned_sizes(slots, max_rows)
+    # each run is an exchange, so that all ranks run the same sizes; where the columns of a layer
+    # cannot be divided evenly, some ranks have one more
+    assert isinstance(layer, LinearAdapters)
+    assert layer.collective is not None
+    columns, ranks = layer.packing.out_features, layer.collective.size
+    held = {columns // ranks, -(-columns // ranks)}
+    sizes = (planned_sizes(slots, max_rows, widths=(width,)) for width in held)
+    return tuple(sorted(set().union(*sizes)))
+
+
+def _sizes_of_lookups(slots: SlotWeights, max_rows: int) -> tuple[int, ...]:
     first: dict[Hashable, int] = {}
     for rows in range(1, max_rows + 1):
         shape = shape_of_lookup(rows, slots.a, slots.out_features)
         first.setdefault((shape.height, plan_expand(shape)), rows)
-    ids = torch.zeros(max_rows, dtype=torch.int64, device=slots.a.device)
-    return ids, tuple(sorted(first.values()))
+    return tuple(sorted(first.values()))
 
 
 def constants_of(launch: Launch) -> tuple[tuple[str, str], ...]:
