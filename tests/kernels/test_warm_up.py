@@ -231,7 +231,7 @@ def assert_both_are_listed(one: LinearAdapters, other: LinearAdapters) -> None:
     """One of them at least needs kernels that the other one does not need."""
     of_one, of_other = kernels([one]), kernels([other])
     assert of_one != of_other
-    # the first layer of a geometry is the one that is listed
+    # whichever of them runs first
     assert kernels([one, other]) == kernels([other, one]) == of_one | of_other
 
 

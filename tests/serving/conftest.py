@@ -275,3 +275,11 @@ class Stack:
 @pytest.fixture
 def make_stack() -> type[Stack]:
     return Stack
+
+
+@pytest.fixture
+def stack(make_stack: Any) -> Any:
+    made = make_stack()
+    made.load(0, seed=1)
+    made.load(2, seed=2)
+    return made

@@ -22,40 +22,17 @@ from lorakernels.serving.dummy import dummy_adapters  # noqa: E402
 from lorakernels.serving.graph_runner import GraphRunner  # noqa: E402
 from lorakernels.serving.keys import GraphKey  # noqa: E402
 
-SIZES = (2, 8)
+from .graph_steps import (  # noqa: E402
+    SIZES,
+    assert_served,
+    contents,
+    replace_adapters,
+    replayed,
+    run,
+    runner_of,
+)
+
 OF_ADAPTERS = {"lora_shrink_kernel", "lora_expand_kernel", "moe_shrink_kernel"}
-
-
-def runner_of(stack: Any, *, sizes: tuple[int, ...] = SIZES) -> GraphRunner:
-    return GraphRunner(stack.step, stack.inputs, stack.buffers, sizes=sizes)
-
-
-def run(runner: GraphRunner, stack: Any, slots: list[int], seed: int = 3) -> Tensor:
-    values = stack.values(len(slots), seed)
-    return runner.run(torch.tensor(slots, dtype=torch.int32), **values)
-
-
-def assert_served(runner: GraphRunner, stack: Any, slots: list[int], seed: int = 3) -> None:
-    found = run(runner, stack, slots, seed)
-    wanted = stack.wanted(slots, stack.values(len(slots), seed))
-    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
-
-
-@pytest.fixture
-def stack(make_stack: Any) -> Any:
-    made = make_stack()
-    made.load(0, seed=1)
-    made.load(2, seed=2)
-    return made
-
-
-def replayed(runner: GraphRunner, graphs: Any) -> list[GraphKey]:
-    """The keys whose graphs were replayed, as often as they were."""
-    return [
-        key
-        for key, graph in zip(runner.keys, graphs.made, strict=True)
-        for _ in range(graph.replays)
-    ]
 
 
 def test_graphs_are_captured_largest_first_into_one_pool(stack: Any, graphs: Any) -> None:
@@ -113,10 +90,6 @@ def test_a_capture_runs_with_adapters_in_all_slots_and_base_rows(stack: Any, gra
         assert slots == [-1] * 8
 
 
-def contents(stack: Any) -> list[Tensor]:
-    return [part.clone() for weights in stack.buffers.slot_weights for part in weights.tensors]
-
-
 def test_an_adapter_of_one_layer_takes_its_slot_in_all(make_stack: Any, graphs: Any) -> None:
     stack = make_stack(moe=True)
     down = stack.experts.w2_slots
@@ -157,63 +130,6 @@ def test_dummy_adapters_of_a_large_layer_keep_sums_finite_in_fp16() -> None:
         delta = slots.b[0].float() @ shrunk
     assert min(shrunk.min(), delta.min()) > 0
     assert max(shrunk.max(), delta.max()) < 0.01 * torch.finfo(torch.float16).max
-
-
-def test_a_capture_that_fails_leaves_no_graph_and_no_dummy_adapter(stack: Any, graphs: Any) -> None:
-    before = contents(stack)
-
-    def step(rows: int) -> Tensor:
-        if rows == 2 and graphs.open is not None:
-            raise RuntimeError("out of memory")
-        return stack.step(rows)
-
-    runner = GraphRunner(step, stack.inputs, stack.buffers, sizes=SIZES)
-    with pytest.raises(RuntimeError, match="out of memory"):
-        runner.capture()
-    assert runner.keys == ()
-    for old, new in zip(before, contents(stack), strict=True):
-        assert torch.equal(old, new)
-    # and none of its rows is left in force
-    assert_served(runner, stack, [0, 2, -1])
-
-
-def test_a_second_capture_that_fails_leaves_nothing_of_the_first_one(
-    stack: Any, graphs: Any
-) -> None:
-    is_full = False
-
-    def step(rows: int) -> Tensor:
-        if is_full and rows == 2:
-            raise RuntimeError("out of memory")
-        return stack.step(rows)
-
-    runner = GraphRunner(step, stack.inputs, stack.buffers, sizes=SIZES)
-    runner.capture()
-    is_full = True
-    with pytest.raises(RuntimeError, match="out of memory"):
-        runner.capture()
-    assert runner.keys == ()
-    # no graph reads what is replaced
-    replace_adapters(stack)
-    runner.check_addresses()
-    stack.called.clear()
-    assert_served(runner, stack, [0, 2, -1])
-    assert stack.called == [3]
-    assert runner.replays == 0
-
-
-def test_a_capture_that_fails_in_a_graph_without_adapters_leaves_no_declaration(
-    stack: Any, graphs: Any
-) -> None:
-    def step(rows: int) -> Tensor:
-        if stack.buffers.batch.token_slots[:rows].max() < 0:
-            raise RuntimeError("out of memory")
-        return stack.step(rows)
-
-    runner = GraphRunner(step, stack.inputs, stack.buffers, sizes=SIZES)
-    with pytest.raises(RuntimeError, match="out of memory"):
-        runner.capture()
-    assert_served(runner, stack, [0, 2, -1])
 
 
 def test_the_collector_destroys_no_graph_while_another_one_is_captured(
@@ -351,53 +267,6 @@ def test_a_replay_installs_the_mapping_of_its_step_without_a_launch_by_the_host(
         assert mapping == slots + [-1] * (len(mapping) - len(slots))
 
 
-def test_a_batch_that_is_too_large_is_refused_by_both_numbers(stack: Any) -> None:
-    runner = runner_of(stack)
-    with pytest.raises(ValueError, match=r"a step may have 12 rows, max_tokens \(got 13\)"):
-        run(runner, stack, [0] * 13)
-
-
-def test_a_slot_that_does_not_exist_is_refused(stack: Any, graphs: Any) -> None:
-    runner = runner_of(stack)
-    runner.capture()
-    with pytest.raises(ValueError, match=r"token_slots must be -1 to 2 \(got 0 to 3\)"):
-        run(runner, stack, [0, 3])
-    assert_served(runner, stack, [0, 2])
-
-
-def bad_mapping(mapping: Tensor, values: dict[str, Tensor]) -> None:
-    mapping[1] = 3
-
-
-def bad_values(mapping: Tensor, values: dict[str, Tensor]) -> None:
-    values["x"] = values["x"].double()
-
-
-def missing_values(mapping: Tensor, values: dict[str, Tensor]) -> None:
-    del values["router"]
-
-
-@pytest.mark.parametrize("spoil", [bad_mapping, bad_values, missing_values])
-@pytest.mark.parametrize("rows", [2, 9])
-def test_a_step_that_is_refused_leaves_inputs_and_mapping_as_they_were(
-    stack: Any, graphs: Any, spoil: Any, rows: int
-) -> None:
-    runner = runner_of(stack)
-    runner.capture()
-    run(runner, stack, [0, 2, -1], seed=3)
-    batch = stack.buffers.batch
-    before = [tensor.clone() for tensor in (stack.inputs.block, *batch.buffers)]
-    mapping, values = torch.full((rows,), 2, dtype=torch.int32), stack.values(rows, 4)
-    spoil(mapping, values)
-    with pytest.raises(ValueError, match="must be"):
-        runner.run(mapping, **values)
-    after = (stack.inputs.block, *batch.buffers)
-    assert all(torch.equal(old, new) for old, new in zip(before, after, strict=True))
-    # of the graph that was replayed
-    assert batch.num_rows == 8
-    assert runner.replays == 1
-
-
 def test_a_device_without_graphs_says_so_and_runs_every_step_eagerly(stack: Any) -> None:
     runner = runner_of(stack)
     assert not runner.can_capture
@@ -421,10 +290,6 @@ def test_a_second_capture_replaces_the_first_one(stack: Any, graphs: Any) -> Non
     assert_served(runner, stack, [0, 2])
     assert not any(graph.replays for graph in first)
     assert replayed(runner, graphs) == [GraphKey(2, True)]
-
-
-def replace_adapters(stack: Any) -> None:
-    stack.linear.slots.a = stack.linear.slots.a.clone()
 
 
 def replace_weight(stack: Any) -> None:
@@ -462,42 +327,6 @@ def test_what_moved_after_the_capture_is_named_before_the_first_replay(
         runner.check_addresses()
 
 
-def test_a_graph_whose_check_failed_is_checked_again_until_all_is_in_place(
-    stack: Any, graphs: Any
-) -> None:
-    runner = runner_of(stack)
-    runner.capture()
-    own = stack.linear.slots.a
-    replace_adapters(stack)
-    # the second graph is asked for between two runs of the first one
-    for slots in ([0, 2], [-1], [0, 2]):
-        with pytest.raises(RuntimeError, match="a of adapters 0 was replaced"):
-            run(runner, stack, slots)
-    assert replayed(runner, graphs) == []
-    assert runner.replays == 0
-    stack.linear.slots.a = own
-    assert_served(runner, stack, [0, 2])
-    assert replayed(runner, graphs) == [GraphKey(2, True)]
-    assert runner.replays == 1
-
-
-def test_graphs_of_a_second_capture_are_checked_like_those_of_the_first_one(
-    stack: Any, graphs: Any
-) -> None:
-    runner = runner_of(stack)
-    runner.capture()
-    run(runner, stack, [0, 2])
-    replace_adapters(stack)
-    graphs.made.clear()
-    # they read what has taken the place of the old tensor
-    runner.capture()
-    runner.check_addresses()
-    replace_adapters(stack)
-    with pytest.raises(RuntimeError, match="a of adapters 0 was replaced"):
-        run(runner, stack, [0, 2])
-    assert replayed(runner, graphs) == []
-
-
 def test_the_host_asks_for_addresses_before_the_first_replay_of_a_graph_alone(
     stack: Any, graphs: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -509,12 +338,6 @@ def test_the_host_asks_for_addresses_before_the_first_replay_of_a_graph_alone(
     assert len(asked) == 1
     run(runner, stack, [-1])
     assert len(asked) == 2
-
-
-def test_inputs_that_are_larger_than_what_was_reserved_are_refused(make_stack: Any) -> None:
-    small, large = make_stack(max_tokens=4), make_stack(max_tokens=5)
-    with pytest.raises(ValueError, match=r"inputs may have 4 rows, as was reserved \(got 5\)"):
-        GraphRunner(small.step, large.inputs, small.buffers, sizes=[2])
 
 
 def test_the_host_work_of_a_step_does_not_grow_with_the_slots(
