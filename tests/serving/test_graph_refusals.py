@@ -170,3 +170,62 @@ def test_inputs_that_are_larger_than_what_was_reserved_are_refused(make_stack: A
     small, large = make_stack(max_tokens=4), make_stack(max_tokens=5)
     with pytest.raises(ValueError, match=r"inputs may have 4 rows, as was reserved \(got 5\)"):
         GraphRunner(small.step, large.inputs, small.buffers, sizes=[2])
+
+
+def wide_runner(stack: Any) -> GraphRunner:
+    """Requests have a row each, or three."""
+    return GraphRunner(
+        stack.step, stack.inputs, stack.buffers, sizes=SIZES[:1], wide_steps={3: stack.step}
+    )
+
+
+def assert_refused(runner: GraphRunner, stack: Any, rows: int, width: int, match: str) -> None:
+    """With inputs and mapping as they were, in the middle of steps that are served."""
+    run(runner, stack, [0, 2, -1], seed=3)
+    batch = stack.buffers.batch
+    tensors = (stack.inputs.block, *batch.buffers)
+    before, num_rows = [tensor.clone() for tensor in tensors], batch.num_rows
+    mapping = torch.full((rows,), 2, dtype=torch.int32)
+    with pytest.raises(ValueError, match=match):
+        runner.run(mapping, width=width, **stack.values(rows, 4))
+    assert all(torch.equal(old, new) for old, new in zip(before, tensors, strict=True))
+    assert batch.num_rows == num_rows
+    assert_served(runner, stack, [0, 2, -1])
+
+
+@pytest.mark.parametrize("captures", [False, True])
+@pytest.mark.parametrize("width", [-1, 0, 2, 4])
+# of a graph, and without one
+@pytest.mark.parametrize("rows", [4, 12])
+def test_a_step_of_a_width_that_the_runner_has_not_is_refused_with_those_it_has(
+    stack: Any, graphs: Any, captures: bool, width: int, rows: int
+) -> None:
+    runner = wide_runner(stack)
+    if captures:
+        runner.capture()
+    assert_refused(runner, stack, rows, width, rf"width must be 1 or 3 \(got {width}\)")
+
+
+def test_a_runner_of_one_width_names_it_where_it_refuses_another(stack: Any) -> None:
+    assert_refused(runner_of(stack), stack, 4, 2, r"width must be 1 \(got 2\)")
+
+
+@pytest.mark.parametrize("captures", [False, True])
+@pytest.mark.parametrize("rows", [4, 11])
+def test_a_step_with_a_part_of_the_rows_of_a_request_is_refused(
+    stack: Any, graphs: Any, captures: bool, rows: int
+) -> None:
+    runner = wide_runner(stack)
+    if captures:
+        runner.capture()
+    message = rf"token_slots must have 3 rows for each request \(got {rows} rows\)"
+    assert_refused(runner, stack, rows, 3, message)
+
+
+@pytest.mark.parametrize("width", [-2, 0, 1])
+def test_steps_of_less_than_two_rows_for_a_request_are_not_taken_as_wide(
+    stack: Any, width: int
+) -> None:
+    wide = {2: stack.step, width: stack.step}
+    with pytest.raises(ValueError, match=rf"wide_steps must be from 2 rows on \(got {width}\)"):
+        GraphRunner(stack.step, stack.inputs, stack.buffers, sizes=[2], wide_steps=wide)

@@ -60,7 +60,10 @@ class GraphRunner:
                 f"inputs may have {buffers.max_tokens} rows, as was reserved "
                 f"(got {inputs.max_tokens})"
             )
-        self._steps = {1: step, **(wide_steps or {})}
+        wide_steps = wide_steps or {}
+        if wide_steps and min(wide_steps) < 2:
+            raise ValueError(f"wide_steps must be from 2 rows on (got {min(wide_steps)})")
+        self._steps = {1: step, **wide_steps}
         self._inputs, self._buffers = inputs, buffers
         self._planned = plan_keys(sizes, max_tokens=inputs.max_tokens, widths=self._steps)
         self._device = inputs.block.device
@@ -114,14 +117,20 @@ class GraphRunner:
 
         token_slots: int32 [live rows] on the CPU; `values`: the other inputs on the CPU, as
             StepInputs.write takes them. All may be overwritten as soon as this returns.
-        width: rows of each request.
+        width: rows of each request, 1 or one of the wide steps.
         A batch that is larger than all graphs runs eagerly. The output of a graph lies in memory of
-        the graphs: it is valid until the next call of `run` or `capture`. Raises ValueError.
+        the graphs: it is valid until the next call of `run` or `capture`. Raises ValueError, before
+        anything is changed where an argument is why.
         """
         batch = self._buffers.batch
+        self._check_width(width)
         # asked on the host, before anything is queued
         has_adapters = batch.check(token_slots)
         num_live = token_slots.shape[0]
+        if num_live % width:
+            raise ValueError(
+                f"token_slots must have {width} rows for each request (got {num_live} rows)"
+            )
         sizes = self._sizes.get(width, ())
         key = choose_key(sizes, num_rows=num_live, has_adapters=has_adapters, width=width)
         self._inputs.write(token_slots, values)
@@ -151,6 +160,11 @@ class GraphRunner:
                     f"{name} was replaced by another tensor after the graphs had been captured, "
                     "which go on reading the old one: capture them again, or write in place"
                 )
+
+    def _check_width(self, width: int) -> None:
+        if width not in self._steps:
+            allowed = " or ".join(map(str, sorted(self._steps)))
+            raise ValueError(f"width must be {allowed} (got {width})")
 
     @contextmanager
     def _dummy_step(self, key: GraphKey) -> Iterator[None]:
