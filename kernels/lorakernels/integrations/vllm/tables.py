@@ -18,6 +18,8 @@ from lorakernels.runtime.tuning import tuning_of
 # all that `tile_height` gives, ascending
 HEIGHTS = (16, 32, 64, 128)
 _OF_EACH = len(TileTables._fields)
+_INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+_LIMITS = torch.iinfo(torch.int32)
 
 
 class StepTables:
@@ -45,12 +47,24 @@ class StepTables:
         return self._steps[0].token_slots
 
     def prepare(self, slots: Tensor) -> None:
-        """Install the slots of the live rows, any integers on this device; -1 is a base row. Raises
-        ValueError with nothing changed."""
-        slots = slots.to(torch.int32)
+        """Install the slots of the live rows, on this device: integers of up to 64 bits. -1 is a
+        base row. On a GPU so is an id that no slot has, and nothing waits for its value; on the CPU
+        it is refused. Raises ValueError with nothing changed."""
+        slots = _in_32_bits(slots)
         for step in self._steps:
             step.prepare(slots)
         self.live.fill_(len(slots))
+
+
+def _in_32_bits(slots: Tensor) -> Tensor:
+    """The same ids, queued without a wait; one that is too large for 32 bits becomes the largest
+    that is not, and has no slot either. ValueError."""
+    if slots.dtype not in _INTEGERS:
+        raise ValueError(f"token_slots must be integers with a sign or bytes (got {slots.dtype})")
+    if slots.dtype is torch.int64:
+        # a cast alone keeps the last bits, which may be those of a slot
+        slots = slots.clamp(_LIMITS.min, _LIMITS.max)
+    return slots.to(torch.int32)
 
 
 def tables_of_first_rows(
