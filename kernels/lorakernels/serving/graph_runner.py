@@ -28,6 +28,7 @@ from lorakernels.runtime.device import on_device_of
 from lorakernels.runtime.graphs import Captured, GraphPool, graph_module
 from lorakernels.serving.buffers import ServingBuffers
 from lorakernels.serving.dummy import dummy_adapters
+from lorakernels.serving.held import held_tensors
 from lorakernels.serving.inputs import StepInputs
 from lorakernels.serving.keys import GraphKey, choose_key, dummy_slots, plan_keys
 
@@ -147,7 +148,8 @@ class GraphRunner:
         return self._graphs[key].replay()[:num_live]
 
     def check_addresses(self) -> None:
-        """RuntimeError if something that the graphs read was replaced after their capture.
+        """RuntimeError if something that the graphs read was replaced or removed after their
+        capture.
 
         `run` calls it before the first replay of each graph alone, since it takes the longer the
         more layers there are. The graphs keep what they read alive in any case, so that a
@@ -155,9 +157,11 @@ class GraphRunner:
         """
         found = self._read_tensors()
         for name, captured in self._captured.items():
-            if found[name].data_ptr() != captured.data_ptr():
+            now = found.get(name)
+            if now is None or now.data_ptr() != captured.data_ptr():
+                change = "removed" if now is None else "replaced by another tensor"
                 raise RuntimeError(
-                    f"{name} was replaced by another tensor after the graphs had been captured, "
+                    f"{name} was {change} after the graphs had been captured, "
                     "which go on reading the old one: capture them again, or write in place"
                 )
 
@@ -191,7 +195,7 @@ class GraphRunner:
         for index, tensor in enumerate(self._buffers.tensors):
             found[f"reserved buffer {index}"] = tensor
         for name, layer in self._buffers.layers.items():
-            found |= {f"{part} of {name}": value for part, value in layer.named_parameters()}
+            found |= {f"{part} of {name}": value for part, value in held_tensors(layer).items()}
         for index, weights in enumerate(self._buffers.slot_weights):
             for part, value in weights.tensors._asdict().items():
                 found[f"{part} of adapters {index}"] = value
