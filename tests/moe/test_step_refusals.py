@@ -96,6 +96,22 @@ def test_layers_of_different_sizes_share_no_scratch(sizes: tuple[int, int]) -> N
         MoEScratch([make_layer(), make_layer(*sizes)], max_tokens=TOKENS, top_k=TOP_K)
 
 
+def test_layers_of_different_dtypes_share_no_scratch() -> None:
+    layers = [
+        FusedMoELoRA(
+            torch.zeros(EXPERTS, 2 * INTER, HIDDEN, dtype=dtype),
+            torch.zeros(EXPERTS, HIDDEN, INTER, dtype=dtype),
+            gate_up=GateUp.HALVES,
+            num_slots=2,
+            rank=4,
+        )
+        for dtype in (torch.float32, torch.bfloat16)
+    ]
+    message = r"layers must have one dtype \(got torch.bfloat16, torch.float32\)"
+    with pytest.raises(ValueError, match=message):
+        MoEScratch(layers, max_tokens=TOKENS, top_k=TOP_K)
+
+
 @pytest.mark.parametrize("tokens", [1, 40, 700, 5000])
 def test_no_program_looks_for_a_tile_of_pairs_outside_the_tables(tokens: int) -> None:
     sizes: dict[str, Any] = {"top_k": 2, "num_experts": 2, "max_slots": 3}

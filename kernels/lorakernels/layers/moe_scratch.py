@@ -16,13 +16,17 @@ if TYPE_CHECKING:
 
 class MoEScratch:
     """The intermediate results of the layers of a model, allocated once: for layers of the same
-    sizes that run one after the other, and batches of up to `max_tokens` rows. ValueError."""
+    sizes and dtype that run one after the other, and batches of up to `max_tokens` rows.
+    ValueError."""
 
     def __init__(self, layers: Sequence[FusedMoELoRA], *, max_tokens: int, top_k: int) -> None:
         sizes = {(layer.packing.hidden, layer.cut.intermediate.size) for layer in layers}
         if len(sizes) != 1:
             found = ", ".join(f"{h} and {i}" for h, i in sorted(sizes)) or "no layer"
             raise ValueError(f"layers must have one hidden and intermediate size (got {found})")
+        dtypes = {str(layer.dtype) for layer in layers}
+        if len(dtypes) > 1:
+            raise ValueError(f"layers must have one dtype (got {', '.join(sorted(dtypes))})")
         weights = [slots for layer in layers for slots in (layer.w13_slots, layer.w2_slots)]
         self.workspace = MoEWorkspace(weights, max_tokens=max_tokens, top_k=top_k)
         ((hidden, intermediate),) = sizes
