@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from loragate.core.verdict import Failure, Judgement, OracleName, Verdict
 from loragate.events.log import EventLog
-from loragate.events.model import CaseFinished, CaseStarted, Expected, RunStarted, Skipped
+from loragate.events.model import (
+    CaseFinished,
+    CaseStarted,
+    Expected,
+    LegStarted,
+    RunStarted,
+    Skipped,
+)
 from loragate.matrix.case import Case, Dtype, Site, Tier
 from loragate.matrix.case_run import CaseRun
+from loragate.plugin.ordinary_tests import failures_in_run
 from loragate.report.outcomes import case_outcomes
 from loragate.run.closing import abandoned_cases, verdict_on
 
@@ -92,10 +102,12 @@ def test_a_case_that_was_stopped_with_its_leg_is_inconclusive_not_crashed():
     first = CaseStarted(run_id=RUN.run_id, worker="gw0", draw=0, seed=1)
     second = CaseStarted(run_id=RUN.run_id, worker="gw1", draw=1, repeat=2, seed=2)
     log = EventLog((plan(), first, end(RUN), second))
-    (last,) = abandoned_cases(log, why="interrupted")
+    (last,) = abandoned_cases(log, leg="x", why="interrupted")
     assert (last.run_id, last.trial, last.subject) == (RUN.run_id, (1, 2), "a")
     assert last.replay == f"loragate replay {RUN.run_id} --draw 1 --repeats 3"
     assert (last.verdict, last.message) == (Verdict.INCONCLUSIVE, "interrupted")
+    # a leg beside that of the cases may be stopped while they go on
+    assert not list(abandoned_cases(log, leg="y", why="interrupted"))
 
 
 def test_a_case_that_was_stopped_keeps_the_replay_command_of_its_worker():
@@ -104,5 +116,15 @@ def test_a_case_that_was_stopped_keeps_the_replay_command_of_its_worker():
     log = EventLog((plan(), start))
     (open_case,) = case_outcomes(log.events)
     assert open_case.replay == replay
-    (last,) = abandoned_cases(log, why="interrupted")
+    (last,) = abandoned_cases(log, leg="x", why="interrupted")
     assert last.replay == replay
+
+
+def test_what_fails_in_the_session_of_the_cases_belongs_to_their_leg_whichever_began_last() -> None:
+    plan = RunStarted(
+        run="r", started_at="", tier=Tier.SMOKE, subjects=(), legs=("gpu", "host"), expected=()
+    )
+    report = pytest.CollectReport("cases/test_cases.py", "failed", "SyntaxError", [])
+    events = (plan, LegStarted(name="gpu"), LegStarted(name="host"))
+    (failure,) = failures_in_run([report], events, Path())
+    assert failure.leg == "gpu"

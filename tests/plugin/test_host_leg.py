@@ -238,6 +238,10 @@ def test_a_host_test_that_hangs_is_named_with_its_stack_and_costs_no_other_test(
     drill(leg.exit_code, leg.output)
     _check_ended_worker(leg, "no end within 0.5 s")
     assert 'test_a.py", line 2 in test_x' in leg.found["test_a.py::test_x"].detail
+    # apart from the stacks of workers that run cases beside it
+    stacks = [path.relative_to(leg.report) for path in leg.report.glob("workers/**/*.stack")]
+    assert stacks
+    assert {path.parent for path in stacks} == {Path("workers/host")}
 
 
 def _check_ended_worker(leg: Ended, message: str) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections import Counter, defaultdict
 from collections.abc import Generator, Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -37,7 +38,8 @@ _OF_TESTS = frozenset(
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    settings = config.stash[SETTINGS]
+    settings = replace(config.stash[SETTINGS], leg=_LEG)
+    config.stash[SETTINGS] = settings
     if settings.role is not Role.WORKER and not config.option.collectonly:
         config.pluginmanager.register(HostTests(config, settings), "loragate-host-tests")
 

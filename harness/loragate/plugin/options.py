@@ -45,7 +45,8 @@ class Ownership(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """`run` names the run in every event; `report` is the folder of its events."""
+    """`run` names the run in every event; `report` is the folder of its events. `leg` is set where
+    the session is a leg whose workers may run beside those of the cases, which have equal names."""
 
     selection: Selection
     report: Path
@@ -53,6 +54,7 @@ class Settings:
     role: Role
     ownership: Ownership
     worker: str
+    leg: str = ""
 
     @property
     def events(self) -> Path:
@@ -60,7 +62,7 @@ class Settings:
 
     def stack_file(self, worker: str) -> Path:
         """Where the watchdog of a worker writes its stacks."""
-        return self.report / WORKERS / f"{worker}.stack"
+        return self.report / WORKERS / self.leg / f"{worker}.stack"
 
 
 SETTINGS = pytest.StashKey[Settings]()

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from loragate.core.verdict import Verdict, worst
-from loragate.events.model import Event, HostTestFinished, LegStarted
+from loragate.events.model import Event, HostTestFinished, RunStarted
 from loragate.report.text import clipped
 
 # how the reason of pytest.importorskip begins
@@ -49,9 +49,9 @@ def event_of(leg: str, reports: Sequence[Report], root: Path) -> HostTestFinishe
 def failures_in_run(
     reports: Iterable[Report], events: Iterable[Event], root: Path
 ) -> tuple[HostTestFinished, ...]:
-    """What failed besides the cases, as ordinary tests of the leg that started last."""
-    legs = [event.name for event in events if isinstance(event, LegStarted)]
-    return tuple(event_of(legs[-1] if legs else "", [report], root) for report in reports)
+    """What failed besides the cases, as ordinary tests of the leg that runs the cases."""
+    legs = [leg for event in events if isinstance(event, RunStarted) for leg in event.legs[:1]]
+    return tuple(event_of(legs[0] if legs else "", [report], root) for report in reports)
 
 
 def verdict_of(report: Report) -> Verdict:

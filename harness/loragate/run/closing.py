@@ -12,14 +12,15 @@ from loragate.matrix.replay_command import replay_command
 from loragate.report.outcomes import case_outcomes
 
 
-def abandoned_cases(log: EventLog, *, why: str) -> Iterator[CaseFinished]:
-    """An inconclusive end for each case that was running when its leg was stopped."""
+def abandoned_cases(log: EventLog, *, leg: str, why: str) -> Iterator[CaseFinished]:
+    """An inconclusive end for each case of `leg` that was running when the leg was stopped."""
     ended = {(e.run_id, e.trial) for e in log.events if isinstance(e, CaseFinished)}
     owners = {
         run_id: expected
         for event in log.events
         if isinstance(event, RunStarted)
         for expected in event.expected
+        if expected.leg == leg
         for run_id in expected.run_ids
     }
     starts = [event for event in log.events if isinstance(event, CaseStarted)]

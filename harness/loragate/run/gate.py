@@ -127,7 +127,7 @@ class Gate:
             return Cause.EXITED
         verdict, message = _judge(ending)
         if ending.cause is not Cause.EXITED:
-            self._write(tuple(abandoned_cases(self._record.read(), why=message)))
+            self._write(tuple(abandoned_cases(self._record.read(), leg=leg.name, why=message)))
         finished = LegFinished(
             name=leg.name,
             verdict=verdict,
