@@ -71,34 +71,39 @@ def ends(pid: int) -> bool:
 OWNER = f"""
 import os, signal, sys, time
 from pathlib import Path
-from loragate.core.child_process import ProcessPool, watch
+from loragate.core.child_process import ProcessPool, Watch
 sleeping = [sys.executable, "-c", "{SLEEP}"]
 pool = ProcessPool()
 ended = pool.start([sys.executable, "-c", ""])
 pool.end(ended)
 print(pool.start(sleeping).pid, flush=True)
 child = [sys.executable, "-c", {WITH_GRANDCHILD!r} + "import time; time.sleep(600)"]
-watch(child, log=Path(sys.argv[1]), patience_s=60, tick=lambda: False)
+watch = Watch(patience_s=60, tick=lambda: False)
+watch.start(child, log=Path(sys.argv[1]))
+watch.start(child, log=Path(sys.argv[2]))
+watch.wait()
 """
 
 
 def test_sigkill_of_a_process_ends_all_that_it_watches_and_all_that_these_have_started(
     tmp_path: Path,
 ) -> None:
-    log = tmp_path / "leg.log"
-    owner = subprocess.Popen([sys.executable, "-c", OWNER, str(log)], stdout=subprocess.PIPE)
+    logs = [tmp_path / "one.log", tmp_path / "two.log"]
+    command = [sys.executable, "-c", OWNER, *map(str, logs)]
+    owner = subprocess.Popen(command, stdout=subprocess.PIPE)
     assert owner.stdout is not None
     with owner.stdout:
         pooled = int(owner.stdout.readline())
     deadline = time.monotonic() + 30
-    while not (log.exists() and log.read_text().endswith("\n")) and time.monotonic() < deadline:
+    while time.monotonic() < deadline and not all(
+        log.exists() and log.read_text().endswith("\n") for log in logs
+    ):
         time.sleep(0.02)
-    grandchild = int(log.read_text())
-    assert psutil.pid_exists(grandchild)
+    grandchildren = [int(log.read_text()) for log in logs]
+    assert all(map(psutil.pid_exists, grandchildren))
     owner.kill()
     owner.wait()
-    assert ends(pooled)
-    assert ends(grandchild)
+    assert all(map(ends, [pooled, *grandchildren]))
 
 
 def test_a_group_that_has_ended_is_not_killed_with_its_owner() -> None:

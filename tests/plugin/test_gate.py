@@ -14,7 +14,7 @@ from loragate.events.log import read_events
 from loragate.events.model import CaseFinished, LegFinished, Note, RunStarted
 from loragate.matrix.case import Tier
 from loragate.matrix.selection import Selection
-from loragate.run import gate
+from loragate.run import gate, schedule
 from loragate.run.opening import RunRequest, opening_events
 
 pytestmark = pytest.mark.usefixtures("heeded_signals")
@@ -101,7 +101,7 @@ def test_a_tier_that_needs_a_gpu_is_refused_without_one(tmp_path, start_gate):
 def test_the_gate_does_not_start_if_driver_and_torch_disagree_about_gpus(
     tmp_path, monkeypatch, capsys, listed, device, complaint
 ):
-    monkeypatch.setattr(gate, "list_gpus", lambda environ: listed)
+    monkeypatch.setattr(schedule, "list_gpus", lambda environ: listed)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
     started = RunStarted(
         run="r",
@@ -123,7 +123,7 @@ def test_the_gate_does_not_start_if_driver_and_torch_disagree_about_gpus(
 
 
 def test_a_gpu_that_is_named_but_absent_does_not_count(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(gate, "list_gpus", lambda *environ: ())
+    monkeypatch.setattr(schedule, "list_gpus", lambda *environ: ())
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     code = main(["gate", "--tier=premerge", f"--report={tmp_path / 'report'}"])

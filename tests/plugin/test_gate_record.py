@@ -8,7 +8,7 @@ import pytest
 
 from loragate.cli import main
 from loragate.core.checkout import Tree
-from loragate.core.child_process import Cause, Ending
+from loragate.core.child_process import Watch
 from loragate.core.verdict import ExitCode
 from loragate.events.log import EventLog
 from loragate.records import recorder
@@ -75,7 +75,10 @@ def test_a_part_of_a_run_is_refused_as_the_record_of_all_of_it(
 def test_an_interrupted_run_leaves_the_record_as_it_was(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("loragate.run.gate.watch", lambda *a, **k: Ending(Cause.INTERRUPTED, -2))
+    def interrupted(watch: Watch) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Watch, "wait", interrupted)
     record = tmp_path / "results.json"
     update_section(record, "gate", {"verdict": "pass"})
     assert gate(tmp_path, "--record", str(record)) == ExitCode.INCOMPLETE

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from loragate.core import child_process
-from loragate.core.child_process import Cause, ProcessPool, watch
+from loragate.core.child_process import Cause, Ending, ProcessPool, Watch
 from loragate.core.signals import ended_by_signals
 from loragate.core.verdict import Verdict
 from loragate.run.legs import verdict_of_exit
@@ -28,6 +28,13 @@ def nothing_moved() -> bool:
     return False
 
 
+def watch(command: list[str], *, log: Path, patience_s: float = 60, tick=nothing_moved) -> Ending:
+    """How a command ended that ran alone."""
+    with Watch(patience_s=patience_s, tick=tick) as children:
+        children.start(command, log=log)
+        return children.wait()[1]
+
+
 def is_alive(pid: int) -> bool:
     try:
         os.kill(pid, 0)
@@ -40,18 +47,13 @@ def is_alive(pid: int) -> bool:
 def test_the_log_holds_what_the_leg_printed(tmp_path):
     log = tmp_path / "logs" / "leg.log"
     text = "import sys; print('out'); print('err', file=sys.stderr); sys.exit(3)"
-    ending = watch(python(text), log=log, patience_s=60, tick=nothing_moved)
+    ending = watch(python(text), log=log)
     assert (ending.cause, ending.exit_code) == (Cause.EXITED, 3)
     assert sorted(log.read_text().split()) == ["err", "out"]
 
 
 def test_a_leg_without_a_sign_of_life_is_stopped(tmp_path):
-    ending = watch(
-        python("import time; time.sleep(600)"),
-        log=tmp_path / "leg.log",
-        patience_s=0.5,
-        tick=nothing_moved,
-    )
+    ending = watch(python("import time; time.sleep(600)"), log=tmp_path / "leg.log", patience_s=0.5)
     assert ending.cause is Cause.STALLED
 
 
@@ -71,7 +73,7 @@ def test_what_a_leg_has_started_does_not_outlive_it(tmp_path):
         "print(subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)']).pid)"
     )
     log = tmp_path / "leg.log"
-    watch(python(text), log=log, patience_s=60, tick=nothing_moved)
+    watch(python(text), log=log)
     grandchild = int(log.read_text())
     deadline = time.monotonic() + 30
     while is_alive(grandchild) and time.monotonic() < deadline:
@@ -83,13 +85,17 @@ WATCHING = """
 import signal, sys
 from pathlib import Path
 from loragate.core.signals import ended_by_signals
-from loragate.core.child_process import watch
+from loragate.core.child_process import Watch
 if len(sys.argv) > 3:
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
 command = [sys.executable, "-c", f"import os, time; print(os.getpid(), flush=True); {sys.argv[2]}"]
-with ended_by_signals():
-    ending = watch(command, log=Path(sys.argv[1]), patience_s=60, tick=lambda: False)
-print(ending.cause.name)
+with ended_by_signals(), Watch(patience_s=60, tick=lambda: False) as children:
+    try:
+        children.start(command, log=Path(sys.argv[1]))
+        print(children.wait()[1].cause.name)
+    except KeyboardInterrupt:
+        children.stop()
+        print("INTERRUPTED")
 """
 
 
@@ -137,14 +143,10 @@ def signalled_while_starting(monkeypatch):
 
 def test_a_leg_is_stopped_by_a_signal_that_comes_while_it_is_started(tmp_path, monkeypatch):
     started = signalled_while_starting(monkeypatch)
-    with ended_by_signals():
-        ending = watch(
-            python("import time; time.sleep(600)"),
-            log=tmp_path / "leg.log",
-            patience_s=60,
-            tick=nothing_moved,
-        )
-    assert ending.cause is Cause.INTERRUPTED
+    with Watch(patience_s=60, tick=nothing_moved) as children:
+        with pytest.raises(KeyboardInterrupt), ended_by_signals():
+            children.start(python("import time; time.sleep(600)"), log=tmp_path / "leg.log")
+        assert is_alive(started[0])
     assert not is_alive(started[0])
 
 

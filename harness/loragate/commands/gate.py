@@ -20,6 +20,7 @@ from loragate.report.record import outcome, section_of
 from loragate.run.folder import check_durations
 from loragate.run.gate import Gate, gpu_is_visible, headline, plan_gate
 from loragate.run.legs import GateSetup, legs_of
+from loragate.run.schedule import spare_cores
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -59,7 +60,7 @@ def run(arguments: argparse.Namespace) -> ExitCode:
     legs = legs_of(setup)
     opening = plan_gate(setup, legs, record=arguments.record)
     say(headline(opening))
-    gate = Gate(setup)
+    gate = Gate(setup, spare=spare_cores())
     summary = gate.run(opening, legs)
     if recorder and gate.interrupted:
         print(f"interrupted: {recorder.path} stays as it was", file=sys.stderr)

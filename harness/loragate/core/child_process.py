@@ -1,4 +1,4 @@
-"""Child processes: one watched with its log, many ended together, and a module run to its end.
+"""Child processes: watched with their logs, ended together, and a module run to its end.
 
 Invariant: nothing that a watched child or one of a `ProcessPool` has started outlives it, nor this
 process, even if that is killed by SIGKILL.
@@ -12,7 +12,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from enum import Enum, auto
@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from loragate.core import group_guard
+from loragate.core.host import on_cores
 from loragate.core.signals import signals_deferred
 
 _TICK_S = 0.2
@@ -154,59 +155,97 @@ class _Guard:
 _GUARD = _Guard()
 
 
-def watch(
-    command: Sequence[str], *, log: Path, patience_s: float, tick: Callable[[], bool]
-) -> Ending:
-    """Run `command` with stdout and stderr in `log`, until it ends or stalls for `patience_s`.
+@dataclass(slots=True, eq=False)
+class Watched:
+    """A command that a `Watch` has started, and when its log was seen to grow for the last time."""
 
-    `tick` is called several times a second and returns whether anything moved besides the log.
-    Ctrl-C stops the child and is returned as INTERRUPTED instead of being raised; SIGTERM and
-    SIGHUP mean the same to every command, see `loragate.core.signals`.
+    process: subprocess.Popen[bytes]
+    log: Path
+    moved: float
+    size: int = 0
+
+
+class Watch:
+    """Commands that run side by side, each with stdout and stderr in a log of its own, until each
+    has ended or has been silent for `patience_s`. Leaving the context stops what still runs.
+
+    `tick` is called several times a second and returns whether anything moved besides the logs,
+    which is a sign of life of all commands: whose it is cannot be told.
+    SIGTERM and SIGHUP mean the same to every command as Ctrl-C, see `loragate.core.signals`.
     """
-    log.parent.mkdir(parents=True, exist_ok=True)
-    child: subprocess.Popen[bytes] | None = None
-    try:
-        with log.open("wb") as output, signals_deferred():
-            child = _start_group(
+
+    def __init__(self, *, patience_s: float, tick: Callable[[], bool]) -> None:
+        self._patience_s = patience_s
+        self._tick = tick
+        self._running: list[Watched] = []
+
+    def __enter__(self) -> Watch:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.stop()
+
+    def start(self, command: Sequence[str], *, log: Path, cores: Collection[int] = ()) -> Watched:
+        """Start `command`, on `cores` alone if there are any. Raises OSError."""
+        log.parent.mkdir(parents=True, exist_ok=True)
+        with log.open("wb") as output, signals_deferred(), on_cores(cores):
+            process = _start_group(
                 command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT
             )
-        cause = _wait(child, log, patience_s, tick)
-    except KeyboardInterrupt:
-        if child is None:
-            raise
-        cause = Cause.INTERRUPTED
-    finally:
-        if child is not None:
-            _stop(child)
-    tick()
-    return Ending(cause, child.returncode)
+            watched = Watched(process, log, time.monotonic())
+            self._running.append(watched)
+        return watched
 
+    def wait(self) -> tuple[Watched, Ending]:
+        """One that has ended or stalled, as soon as there is one; at least one must run.
 
-def _wait(
-    child: subprocess.Popen[bytes], log: Path, patience_s: float, tick: Callable[[], bool]
-) -> Cause:
-    size, moved = 0, time.monotonic()
-    while True:
-        with suppress(subprocess.TimeoutExpired):
-            child.wait(_TICK_S)
+        KeyboardInterrupt leaves all of them running, for `stop`.
+        """
+        while True:
+            with suppress(subprocess.TimeoutExpired):
+                self._running[0].process.wait(_TICK_S)
+            ticked = self._tick()
+            causes = [(watched, self._cause(watched, ticked)) for watched in self._running]
+            for watched, cause in causes:
+                if cause is not None:
+                    self._end([watched])
+                    return watched, Ending(cause, watched.process.returncode)
+
+    def stop(self) -> None:
+        """Interrupt all that run, then kill their groups after one grace period."""
+        self._end(self._running)
+
+    def _cause(self, watched: Watched, ticked: bool) -> Cause | None:
+        if watched.process.poll() is not None:
             return Cause.EXITED
-        new_size = log.stat().st_size
-        if tick() or new_size != size:
-            size, moved = new_size, time.monotonic()
-        if time.monotonic() - moved > patience_s:
-            return Cause.STALLED
+        # a log that is gone grows no more
+        size = watched.log.stat().st_size if watched.log.exists() else watched.size
+        if ticked or size != watched.size:
+            watched.size, watched.moved = size, time.monotonic()
+        silent_s = time.monotonic() - watched.moved
+        return Cause.STALLED if silent_s > self._patience_s else None
+
+    def _end(self, ended: Sequence[Watched]) -> None:
+        _stop([watched.process for watched in ended])
+        self._running = [watched for watched in self._running if watched not in ended]
+        self._tick()
 
 
-def _stop(child: subprocess.Popen[bytes]) -> None:
-    """Interrupt the child, then kill its group after a grace period."""
-    if child.poll() is None:
-        with suppress(KeyboardInterrupt, subprocess.TimeoutExpired):
+def _stop(children: Sequence[subprocess.Popen[bytes]]) -> None:
+    """Interrupt the children, then kill their groups after a grace period."""
+    running = [child for child in children if child.poll() is None]
+    # a second Ctrl-C cuts the grace period short
+    with suppress(KeyboardInterrupt, subprocess.TimeoutExpired):
+        for child in running:
             _signal_group(child.pid, signal.SIGINT)
-            child.wait(_GRACE_S)
-    # also the children of a child that has ended
-    _signal_group(child.pid, signal.SIGKILL)
-    _GUARD.discard(child.pid)
-    child.wait()
+        deadline = time.monotonic() + _GRACE_S
+        for child in running:
+            child.wait(max(0.0, deadline - time.monotonic()))
+    for child in children:
+        # also the children of a child that has ended
+        _signal_group(child.pid, signal.SIGKILL)
+        _GUARD.discard(child.pid)
+        child.wait()
 
 
 def _start_group(command: Sequence[str], **options: Any) -> subprocess.Popen[bytes]:

@@ -91,6 +91,11 @@ def share_of_gpu(free_bytes: int, workers: int, largest_case_bytes: int) -> GpuS
     return GpuShare(own, usable - workers * own)
 
 
+def beside_workers(free_bytes: int) -> int:
+    """Bytes of a GPU that its workers leave to their contexts and to other processes."""
+    return free_bytes - int(free_bytes * _USABLE)
+
+
 def worker_count(num_gpus: int, per_gpu: int, cores: int, host_free_bytes: int) -> int:
     """Workers of a session: per GPU where there are GPUs, else per core; at least one."""
     bound = min(cores, host_free_bytes // HOST_BUDGET_BYTES)

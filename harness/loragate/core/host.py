@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import psutil
@@ -19,6 +21,21 @@ def usable_cores() -> int:
 def free_host_bytes() -> int:
     """Memory that can be had without swapping."""
     return psutil.virtual_memory().available
+
+
+@contextmanager
+def on_cores(cores: Collection[int]) -> Iterator[None]:
+    """What this thread starts within uses these cores alone and counts no others; without any, all
+    that it may use itself."""
+    if not cores:
+        yield
+        return
+    before = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, cores)
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, before)
 
 
 def _cgroup_cores(path: Path) -> int | None:

@@ -9,13 +9,15 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
-from loragate.core.child_process import Cause, Ending, signal_name, watch
+from loragate.core.child_process import Cause, Ending, Watch, Watched, signal_name
 from loragate.core.errors import CommandError
-from loragate.core.gpus import DriverError, list_gpus, visible_gpus
+from loragate.core.gpus import visible_gpus
 from loragate.core.output import say
+from loragate.core.signals import signals_deferred
 from loragate.core.verdict import ExitCode, Verdict
 from loragate.events.log import EventTail
 from loragate.events.model import Event, LegFinished, LegStarted, RunStarted
@@ -29,6 +31,7 @@ from loragate.run.legs import GateSetup, Leg, left_out, other_shards, verdict_of
 from loragate.run.opening import RunRequest
 from loragate.run.opening_process import opening_events_of_child
 from loragate.run.run_record import RunRecord, unwritten
+from loragate.run.schedule import Stage, describe, listed_gpus, stages
 
 # longer than any deadline of a case, so that only a leg that lost its own watchdog gets here
 _PATIENCE_S = 900.0
@@ -36,10 +39,7 @@ _PATIENCE_S = 900.0
 
 def gpu_is_visible() -> bool:
     """Whether the driver lists a GPU that CUDA_VISIBLE_DEVICES allows. Raises CommandError."""
-    try:
-        listed = list_gpus(os.environ)
-    except DriverError as error:
-        raise CommandError(str(error), ExitCode.INFRASTRUCTURE) from error
+    listed = listed_gpus()
     # CUDA_VISIBLE_DEVICES may name a GPU that is not there
     return bool(listed and visible_gpus(os.environ, listed))
 
@@ -82,11 +82,27 @@ def headline(opening: Iterable[Event]) -> str:
     return f"tier {start.tier} {where}: {cases} cases of {subjects}{draws}{repeats}{shard}"
 
 
-class Gate:
-    """Runs legs one after the other; `interrupted` once Ctrl-C has ended one of them."""
+@dataclass(frozen=True, slots=True)
+class _Running:
+    """A leg that runs, the cores that its lane is kept to, and the legs that follow in the lane."""
 
-    def __init__(self, setup: GateSetup) -> None:
+    leg: Leg
+    begin: float
+    cores: frozenset[int]
+    rest: Iterator[Leg]
+
+
+class Gate:
+    """Runs legs as `schedule.py` arranges them; `interrupted` once Ctrl-C has ended those that ran.
+
+    spare: cores for legs that run beside those of the GPU; without any, legs run one after the
+    other.
+    """
+
+    def __init__(self, setup: GateSetup, *, spare: frozenset[int] = frozenset()) -> None:
         self.interrupted = False
+        self._spare = spare
+        self._running: dict[Watched, _Running] = {}
         self._report = setup.report
         self._colour = colour_for(sys.stdout, os.environ)
         liveness = Liveness.TERMINAL if sys.stdout.isatty() else Liveness.LOG
@@ -109,35 +125,62 @@ class Gate:
     def _run_legs(self, opening: Iterable[Event], legs: Iterable[Leg]) -> Summary:
         begin = time.monotonic()
         self._write(opening)
-        for leg in legs:
-            if self._run_leg(leg) is Cause.INTERRUPTED:
-                self.interrupted = True
-                break
+        for stage in stages(tuple(legs), self._spare):
+            if not self.interrupted:
+                self._run_stage(stage)
         return self._record.close(duration_s=time.monotonic() - begin)
 
-    def _run_leg(self, leg: Leg) -> Cause:
-        begin = time.monotonic()
-        self._write([LegStarted(name=leg.name)])
-        log = self._report / LOGS / f"{leg.name}.log"
-        try:
-            ending = watch(leg.command, log=log, patience_s=_PATIENCE_S, tick=self._show)
-        except OSError as error:
-            # a leg that cannot start costs no other leg its result
-            self._record.note_problem(unwritten(log, error))
-            return Cause.EXITED
+    def _run_stage(self, stage: Stage) -> None:
+        """Run the lanes side by side, until all legs have ended or an interruption ends those that
+        run."""
+        if said := describe(stage):
+            say(said)
+        with Watch(patience_s=_PATIENCE_S, tick=self._show) as watch:
+            try:
+                for lane in stage:
+                    self._start_next(watch, lane.cores, iter(lane.legs))
+                while self._running:
+                    watched, ending = watch.wait()
+                    # a signal in between would lose the result of the leg
+                    with signals_deferred():
+                        ended = self._running.pop(watched)
+                        self._finish(ended, ending)
+                    self._start_next(watch, ended.cores, ended.rest)
+            except KeyboardInterrupt:
+                self.interrupted = True
+                watch.stop()
+                for watched, ended in self._running.items():
+                    self._finish(ended, Ending(Cause.INTERRUPTED, watched.process.returncode))
+
+    def _start_next(self, watch: Watch, cores: frozenset[int], rest: Iterator[Leg]) -> None:
+        """Start the next leg of a lane that can be started, if there is one."""
+        for leg in rest:
+            begin, log = time.monotonic(), self._report / LOGS / f"{leg.name}.log"
+            self._write([LegStarted(name=leg.name)])
+            try:
+                with signals_deferred():
+                    watched = watch.start(leg.command, log=log, cores=cores)
+                    self._running[watched] = _Running(leg, begin, cores, rest)
+                return
+            except OSError as error:
+                # a leg that cannot start costs no other leg its result
+                self._record.note_problem(unwritten(log, error))
+
+    def _finish(self, ended: _Running, ending: Ending) -> None:
+        """Record the end of a leg."""
+        name = ended.leg.name
         verdict, message = _judge(ending)
         if ending.cause is not Cause.EXITED:
-            self._write(tuple(abandoned_cases(self._record.read(), leg=leg.name, why=message)))
+            self._write(tuple(abandoned_cases(self._record.read(), leg=name, why=message)))
         finished = LegFinished(
-            name=leg.name,
+            name=name,
             verdict=verdict,
             exit_code=ending.exit_code,
-            duration_s=time.monotonic() - begin,
-            log_path=str(log.relative_to(self._report)),
+            duration_s=time.monotonic() - ended.begin,
+            log_path=f"{LOGS}/{name}.log",
             message=message,
         )
         self._write([finished])
-        return ending.cause
 
     def _write(self, events: Iterable[Event]) -> None:
         self._record.write(events)

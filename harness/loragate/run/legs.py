@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from enum import Enum, auto
 from functools import partial
 from pathlib import Path
 
@@ -42,11 +43,21 @@ class GateSetup:
         return tuple(SUBJECTS[name] for name in self.selection.subjects if name in SUBJECTS)
 
 
+class Needs(Enum):
+    """What a leg keeps busy, which decides what may run beside it (`schedule.py`)."""
+
+    CORES = auto()
+    GPU = auto()
+    # it times what it runs
+    MACHINE = auto()
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LegKind:
     """`expected`: results of the leg besides those of the cases, which the plan lists."""
 
     name: str
+    needs: Needs
     applies: Callable[[GateSetup], bool]
     command: Callable[[GateSetup], tuple[str, ...]]
     expected: Callable[[GateSetup], Iterator[Expected]] = lambda setup: iter(())
@@ -57,12 +68,13 @@ class Leg:
     """A leg of one run."""
 
     name: str
+    needs: Needs
     command: tuple[str, ...]
-    expected: tuple[Expected, ...]
+    expected: tuple[Expected, ...] = ()
 
 
 def legs_of(setup: GateSetup) -> tuple[Leg, ...]:
-    """The legs in the order in which they run; the first one runs the cases. It is the only one
+    """The legs in the order of the report; the first one runs the cases. It is the only one
     where patterns select some of the cases: the others do not depend on a case. In a run of shards
     each of these is a leg of one shard."""
     shard = setup.selection.shard
@@ -100,7 +112,8 @@ def _all_legs(setup: GateSetup) -> tuple[Leg, ...]:
     asked = [kind for kind in applying[1:] if kind in SPEED_LEGS]
     wanted = [*applying[:1], *asked] if setup.selection.patterns else applying
     return tuple(
-        Leg(kind.name, kind.command(setup), tuple(kind.expected(setup))) for kind in wanted
+        Leg(kind.name, kind.needs, kind.command(setup), tuple(kind.expected(setup)))
+        for kind in wanted
     )
 
 
@@ -200,6 +213,7 @@ def _pytest(*paths: str) -> tuple[str, ...]:
 SPEED_LEGS = tuple(
     LegKind(
         name=f"speed-{kind}",
+        needs=Needs.MACHINE,
         applies=lambda setup: setup.speed_against is not None,
         command=partial(_speed_command, kind),
     )
@@ -208,17 +222,36 @@ SPEED_LEGS = tuple(
 
 # cases first: they are what people wait for
 LEGS = (
-    LegKind(name="gpu", applies=lambda setup: setup.has_gpu, command=_cases_command),
-    LegKind(name="interpreter", applies=lambda setup: not setup.has_gpu, command=_cases_command),
+    LegKind(
+        name="gpu",
+        needs=Needs.GPU,
+        applies=lambda setup: setup.has_gpu,
+        command=_cases_command,
+    ),
+    LegKind(
+        name="interpreter",
+        needs=Needs.CORES,
+        applies=lambda setup: not setup.has_gpu,
+        command=_cases_command,
+    ),
     LegKind(
         name="compile",
+        needs=Needs.CORES,
         applies=lambda setup: bool(_compiled_subjects(setup)),
         command=_compile_command,
         expected=_expected_compilations,
     ),
-    LegKind(name="host", applies=lambda setup: bool(_host_tests(setup)), command=_host_command),
+    LegKind(
+        name="host",
+        # a few of its tests use the GPU, none of them much of it
+        needs=Needs.CORES,
+        applies=lambda setup: bool(_host_tests(setup)),
+        command=_host_command,
+    ),
     LegKind(
         name="findings",
+        # some probes take 12 GiB of the GPU, and are not tried where less is free
+        needs=Needs.GPU,
         # a listed finding that no longer reproduces must not stay listed
         applies=lambda setup: any(subject.findings for subject in setup.registered),
         command=_findings_command,
