@@ -28,7 +28,7 @@ def host(monkeypatch: pytest.MonkeyPatch) -> None:
     ("gpus", "largest", "workers"),
     [
         ((), 50, 16),
-        (("0",), 50, 8),
+        (("0",), 50, 10),
         # the smaller one decides, because all have the same number
         (("0", "1"), 50, 3),
         (("GPU-b",), 8, 8),
