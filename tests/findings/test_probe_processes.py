@@ -21,6 +21,13 @@ def write(**fact):
 if "refused" in names:
     write(refused="vLLM is not installed")
     sys.exit(0)
+if "meets" in names or "met" in names:
+    # each waits for the other one
+    own, other = ("meets", "met") if "meets" in names else ("met", "meets")
+    folder = os.path.dirname(sys.argv[0])
+    open(os.path.join(folder, own), "w").close()
+    while not os.path.exists(os.path.join(folder, other)):
+        time.sleep(0.01)
 if "dies-first" in names:
     sys.exit("no module named vllm")
 write(version="0.26.0")
@@ -57,7 +64,7 @@ def test_probes_of_a_group_share_a_process_and_groups_do_not(
     started: list[tuple[str, ...]],
 ) -> None:
     version, observed = run_probes([["a", "b"], ["wild"]])
-    assert started == [("a", "b"), ("wild",)]
+    assert sorted(started) == [("a", "b"), ("wild",)]
     assert version == "0.26.0"
     assert observed == {name: Observation(Seen.REPRODUCED, name) for name in ("a", "b", "wild")}
 
@@ -74,6 +81,21 @@ def test_a_probe_that_hangs_or_dies_or_loses_the_device_costs_only_its_own_line(
     assert observed["killed"] == Observation(Seen.BROKEN, ended)
     good = {name for name, one in observed.items() if one.seen is Seen.REPRODUCED}
     assert good == {"a", "b", "c", "d"}
+
+
+def test_groups_run_side_by_side(started: list[tuple[str, ...]]) -> None:
+    _, observed = run_probes([["meets"], ["met"]], patience_s=20)
+    assert {name: one.seen for name, one in observed.items()} == {
+        "meets": Seen.REPRODUCED,
+        "met": Seen.REPRODUCED,
+    }
+
+
+def test_a_group_that_cannot_run_ends_the_others_at_once(started: list[tuple[str, ...]]) -> None:
+    with pytest.raises(CommandError, match=r"^vLLM is not installed$"):
+        run_probes([["refused"], ["hangs", "b"]], patience_s=5)
+    # what is left of a group is not tried any more
+    assert sorted(started) == [("hangs", "b"), ("refused",)]
 
 
 @pytest.mark.parametrize(

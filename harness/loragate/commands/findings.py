@@ -15,6 +15,7 @@ from typing import Any
 
 from loragate.commands.record_options import add_events_options, add_record_options, open_record
 from loragate.core.errors import CommandError, usage_errors
+from loragate.core.host import usable_cores
 from loragate.core.output import say
 from loragate.core.verdict import EXIT_CODES, ExitCode, Verdict
 from loragate.events.log import EventWriter
@@ -32,6 +33,7 @@ from loragate.findings.load import ledger_path, load_ledger
 from loragate.findings.page import render_page
 
 SECTION = "findings"
+_CORES_OF_TWO_PARTS = 8
 _BY_THE_GATE = Observation(Seen.NOT_TRIED, "its cases are judged by the gate")
 
 
@@ -81,7 +83,9 @@ def _try_probes(findings: Sequence[Finding]) -> tuple[str, dict[str, Observation
         raise CommandError(complaint, ExitCode.USAGE)
     calm = [name for name, probe in PROBES.items() if not probe.wild]
     wild = [name for name, probe in PROBES.items() if probe.wild]
-    version, observed = run_probes([calm, wild])
+    # on few cores two imports of the package would take as long as one after the other
+    parts = 2 if usable_cores() >= _CORES_OF_TWO_PARTS else 1
+    version, observed = run_probes([*(calm[part::parts] for part in range(parts)), wild])
     return version, {name: observed[name] for name in PROBES}
 
 

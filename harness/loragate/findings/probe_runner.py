@@ -1,7 +1,7 @@
 """Runs probes in processes of their own, so that one that hangs or dies costs only its own line.
 
-Probes share a process as long as all goes well, because importing the package takes longer than
-most of them; those that provoke wild accesses never share one with the others. Imports no torch.
+Probes of a group share a process as long as all goes well, because importing the package takes
+longer than most of them; groups run side by side. Imports no torch.
 """
 
 from __future__ import annotations
@@ -10,8 +10,10 @@ import json
 import subprocess
 import tempfile
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
+from threading import Event
 
 from loragate.core.child_process import python_module, signal_name
 from loragate.core.errors import CommandError
@@ -41,23 +43,39 @@ def run_probes(
     """The version of the installed package, and what each probe observed; a process for each group,
     and another one for what is left after one was lost. Raises CommandError."""
     version, observed = "", dict[str, Observation]()
-    for group in groups:
-        left = list(group)
-        while left:
-            record, ending = _run_process(left, patience_s)
-            if record.refused:
-                raise CommandError(record.refused, ExitCode.INFRASTRUCTURE)
-            if record.began and record.began not in record.observed:
-                record.observed[record.began] = Observation(Seen.BROKEN, ending)
-            if not record.observed:
-                message = f"the process of the probes ran none of them: {ending}"
-                raise CommandError(message, ExitCode.INFRASTRUCTURE)
-            version, observed = record.version, observed | record.observed
-            left = [name for name in left if name not in observed]
+    stopped = Event()
+    with ThreadPoolExecutor(len(groups)) as pool:
+        runs = [pool.submit(_run_group, group, patience_s, stopped) for group in groups]
+        try:
+            for run in runs:
+                version, found = run.result()
+                observed |= found
+        except BaseException:
+            # such as Ctrl-C: no process is started any more, and those that run are ended
+            stopped.set()
+            raise
     return version, observed
 
 
-def _run_process(names: Sequence[str], patience_s: float) -> tuple[Record, str]:
+def _run_group(
+    group: Sequence[str], patience_s: float, stopped: Event
+) -> tuple[str, dict[str, Observation]]:
+    version, observed, left = "", dict[str, Observation](), list(group)
+    while left and not stopped.is_set():
+        record, ending = _run_process(left, patience_s, stopped)
+        if record.refused:
+            raise CommandError(record.refused, ExitCode.INFRASTRUCTURE)
+        if record.began and record.began not in record.observed:
+            record.observed[record.began] = Observation(Seen.BROKEN, ending)
+        if not record.observed:
+            message = f"the process of the probes ran none of them: {ending}"
+            raise CommandError(message, ExitCode.INFRASTRUCTURE)
+        version, observed = record.version, observed | record.observed
+        left = [name for name in left if name not in observed]
+    return version, observed
+
+
+def _run_process(names: Sequence[str], patience_s: float, stopped: Event) -> tuple[Record, str]:
     """What the process recorded, and how it ended."""
     with tempfile.TemporaryDirectory(prefix="loragate-probes-") as name:
         path, log = Path(name) / "record.jsonl", Path(name) / "log"
@@ -69,7 +87,7 @@ def _run_process(names: Sequence[str], patience_s: float) -> tuple[Record, str]:
                 command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT
             )
             try:
-                ending = _wait(child, path, patience_s)
+                ending = _wait(child, path, patience_s, stopped)
             finally:
                 child.kill()
                 child.wait()
@@ -78,9 +96,9 @@ def _run_process(names: Sequence[str], patience_s: float) -> tuple[Record, str]:
         return read(path), f"{ending}{said}"
 
 
-def _wait(child: subprocess.Popen[bytes], record: Path, patience_s: float) -> str:
+def _wait(child: subprocess.Popen[bytes], record: Path, patience_s: float, stopped: Event) -> str:
     lines, waited = 0, 0.0
-    while waited < patience_s:
+    while waited < patience_s and not stopped.is_set():
         try:
             return _describe(child.wait(_TICK_S))
         except subprocess.TimeoutExpired:
