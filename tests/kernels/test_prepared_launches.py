@@ -247,6 +247,19 @@ def test_a_plan_that_raises_launches_nothing_and_is_asked_again() -> None:
     assert len(calls) == 2
 
 
+@pytest.mark.parametrize("work", [Tensor.zero_, Tensor.clone, Tensor.sum])
+def test_a_plan_that_computes_something_is_refused(work: Callable[[Tensor], Tensor]) -> None:
+    kernel = Kernel()
+
+    def plan(x: Tensor) -> None:
+        start(kernel, (1,))(x[1:].T)
+        work(torch.empty_like(x))
+
+    with pytest.raises(AssertionError, match=r"^a plan must not call aten::"):
+        launch_prepared(plan, (aligned(),), (), DEFAULT)
+    assert not kernel.made
+
+
 def test_launches_that_are_noted_are_not_made_and_their_operands_are_noted() -> None:
     operation = Operation()
     x = aligned()

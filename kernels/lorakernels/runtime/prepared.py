@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 from triton.runtime.jit import JITFunction
 
 from lorakernels.runtime.device import on_device_of
@@ -33,10 +34,10 @@ def launch_prepared(
 ) -> None:
     """Make the launches of `plan(*operands, *constants)`, which begins each of them with `start`.
 
-    `plan` is called for the first operands of a layout. Of a tensor it may read the shape, strides,
-    dtype, device and whether its address is a multiple of 16; of what the process has set, `tuning`
-    alone. What it allocates is allocated anew for each call, on the stream of the caller. Where it
-    raises, nothing is launched or kept.
+    `plan` is called for the first operands of a layout alone, so it computes nothing. Of a tensor
+    it may read the shape, strides, dtype, device and whether its address is a multiple of 16; of
+    what the process has set, `tuning`. What it allocates is allocated anew for each call, on the
+    stream of the caller. Where it raises, nothing is launched or kept.
     """
     if is_noting():
         plan(*operands, *constants)
@@ -129,7 +130,7 @@ def _prepare(
     constants: tuple[Hashable, ...],
     tuning: Tuning,
 ) -> _Prepared:
-    with noted_launches() as launches:
+    with noted_launches() as launches, _NoWork():  # type: ignore[no-untyped-call]
         plan(*operands, *constants)
     numbering = _Numbering(operands)
     try:
@@ -137,6 +138,17 @@ def _prepare(
     except _UnknownTensorError:
         return _Prepared(None, (), tuning)
     return _Prepared(made, numbering.scratch, tuning)
+
+
+class _NoWork(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Within, no operation of torch computes: it would run for the first step of a layout alone."""
+
+    def __torch_dispatch__(
+        self, operation: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        name = operation.name()
+        assert operation.is_view or name.startswith("aten::empty"), f"a plan must not call {name}"
+        return operation(*args, **(kwargs or {}))
 
 
 def _prepare_launch(launch: Launch, numbering: _Numbering) -> _PreparedLaunch:

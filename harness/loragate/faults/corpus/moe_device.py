@@ -6,7 +6,7 @@ from loragate.faults.corpus.points import planting
 from loragate.faults.model import Group, Needs
 
 _kernels = planting("lorakernels.moe.delta.kernels.two_launch", Group.MOE_TWO_KERNEL)
-_launch = planting("lorakernels.moe.delta.launch", Group.MOE_TWO_KERNEL)
+_parts = planting("lorakernels.common.jit", Group.MOE_TWO_KERNEL)
 _one_shot = planting("lorakernels.moe.delta.kernels.one_shot", Group.MOE_FUSED)
 _align = planting("lorakernels.moe.align.kernels.place", Group.ALIGN)
 
@@ -35,19 +35,18 @@ FAULTS = (
         why="The single launch reads an input that the kernel before it has not written yet.",
         needs=Needs.GPU,
     ),
-    _launch(
+    _parts(
         "partial-sums-added-atomically",
-        "        shrink(delta, pdl=pdl)\n        expand(",
-        "        shrink(delta, pdl=pdl)\n"
-        "        splits = delta.shrunk.flatten(1)\n"
-        "        total = torch.zeros_like(splits[0])\n"
-        "        place = torch.arange(total.shape[0], device=total.device)\n"
-        "        total.index_add_(0, place.repeat(len(splits)), splits.flatten())\n"
-        "        splits.zero_()\n"
-        "        splits[0].copy_(total)\n"
-        "        expand(",
+        "    h = tl.load(ptrs, mask=mask, other=0.0)\n"
+        "    for split in tl.static_range(1, SPLITS):\n"
+        "        h += tl.load(ptrs + tl.cast(stride_split, tl.int64) * split, ",
+        "    first = (tl.extra.cuda.globaltimer() // 1024 % SPLITS).to(tl.int32)\n"
+        "    h = tl.load(ptrs + tl.cast(stride_split, tl.int64) * first, mask=mask, other=0.0)\n"
+        "    for split in tl.static_range(1, SPLITS):\n"
+        "        next = (first + split) % SPLITS\n"
+        "        h += tl.load(ptrs + tl.cast(stride_split, tl.int64) * next, ",
         source="vllm #50278",
-        why="The split-K partials are added up in the order in which they happen to arrive.",
+        why="The split-K partials are added up in an order that changes from run to run.",
         needs=Needs.GPU,
     ),
     _align(

@@ -82,6 +82,13 @@ FAULTS = (
         why="A part of an operand that begins behind it is read from the start of the operand.",
     ),
     _prepared(
+        "plans-compute-for-their-first-step",
+        "    with noted_launches() as launches, _NoWork():",
+        "    with noted_launches() as launches:",
+        source="own",
+        why="What torch computes between two launches is left out from the second step on.",
+    ),
+    _prepared(
         "launches-made-while-they-are-noted",
         "    if is_noting():\n",
         "    if is_noting() and not operands:\n",
