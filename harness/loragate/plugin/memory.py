@@ -1,9 +1,11 @@
-"""Device memory of a worker, which waits for the reserve of its GPU before a large case begins."""
+"""What the workers of a GPU share: memory, of which a large case waits for the reserve before it
+begins, and the device itself, which some cases are known to lose."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Generator
+from collections.abc import Generator, Iterable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +13,14 @@ import pytest
 
 from loragate.core.files import lock_of
 from loragate.core.gpus import share_of_gpu
+from loragate.events.log import read_events
+from loragate.events.model import KnownFinding
 from loragate.execution.device_memory import TorchAllocator, WorkerMemory
+from loragate.execution.turns import DeviceTurns, loses_device, take_turns
 from loragate.matrix.footprint import footprint_bytes
 from loragate.plugin.collection import case_run_of
 from loragate.plugin.options import SETTINGS, Role
+from loragate.report.known import listed_findings, may_lose_device
 
 # how many workers share the worker's GPU, the bytes that were free on it before the first of them
 # started (0: unknown), and the bytes that the largest of all cases needs
@@ -24,6 +30,7 @@ WORKER_INPUT_LARGEST = "loragate_largest_case"
 
 
 MEMORY = pytest.StashKey[WorkerMemory]()
+_LISTED = pytest.StashKey[Iterable[KnownFinding]]()
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:
@@ -42,6 +49,7 @@ def pytest_sessionstart(session: pytest.Session) -> None:
         # one for each run and GPU
         lock = lock_of(Path(settings.run, gpu))
         session.config.stash[MEMORY] = WorkerMemory(share, lock, allocator)
+        take_turns(DeviceTurns(Path(lock.lock_file)))
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
@@ -49,5 +57,16 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object
     run, memory = case_run_of(item), item.config.stash.get(MEMORY, None)
     if run is None or memory is None:
         return (yield)
-    with memory.reserve(footprint_bytes(run.case)):
+    is_wild = may_lose_device(run.run_id, _listed(item.config))
+    turn = loses_device() if is_wild else nullcontext()
+    with memory.reserve(footprint_bytes(run.case)), turn:
         return (yield)
+
+
+def _listed(config: pytest.Config) -> Iterable[KnownFinding]:
+    """Read when the first case is there: when a worker starts, the run may have no events yet."""
+    if _LISTED not in config.stash:
+        settings = config.stash[SETTINGS]
+        events = read_events(settings.events, run=settings.run).events
+        config.stash[_LISTED] = listed_findings(events)
+    return config.stash[_LISTED]
