@@ -122,6 +122,16 @@ def test_modules_of_one_layer_must_be_called_in_their_order_with_one_tensor() ->
         attention.k_proj(other)
 
 
+def test_modules_of_one_layer_keep_neither_their_input_nor_their_columns() -> None:
+    attention = small_decoder("qwen3").model.get_submodule(ATTENTION)
+    attention.packed_qkv_proj._place.get().batch.prepare(torch.tensor([-1], dtype=torch.int32))
+    x = torch.randn(1, 1, 32)
+    columns = [module(x) for module in (attention.q_proj, attention.k_proj, attention.v_proj)]
+    kept = [weakref.ref(each) for each in (x, *columns)]
+    del x, columns
+    assert [each() for each in kept] == [None] * 4
+
+
 class OtherEmbedding(nn.Embedding):
     """An embedding that computes something else, such as scaled rows."""
 
