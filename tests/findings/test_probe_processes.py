@@ -91,9 +91,13 @@ def test_groups_run_side_by_side(started: list[tuple[str, ...]]) -> None:
     }
 
 
-def test_a_group_that_cannot_run_ends_the_others_at_once(started: list[tuple[str, ...]]) -> None:
+@pytest.mark.parametrize("first", [["refused"], ["hangs", "b"]])
+def test_a_group_that_cannot_run_ends_the_others_at_once(
+    first: list[str], started: list[tuple[str, ...]]
+) -> None:
+    groups = sorted([["refused"], ["hangs", "b"]], key=lambda group: group != first)
     with pytest.raises(CommandError, match=r"^vLLM is not installed$"):
-        run_probes([["refused"], ["hangs", "b"]], patience_s=5)
+        run_probes(groups, patience_s=5)
     # what is left of a group is not tried any more
     assert sorted(started) == [("hangs", "b"), ("refused",)]
 

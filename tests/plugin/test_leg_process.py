@@ -57,6 +57,19 @@ def test_a_leg_without_a_sign_of_life_is_stopped(tmp_path):
     assert ending.cause is Cause.STALLED
 
 
+def test_an_interruption_while_a_silent_leg_is_ended_is_not_lost(tmp_path):
+    # it answers the interruption that ends it with one of the process that watches it, and goes on
+    text = (
+        "import os, signal, time\n"
+        "answer = lambda *_: os.kill(os.getppid(), signal.SIGINT)\n"
+        "signal.signal(signal.SIGINT, answer)\n"
+        "print('ready', flush=True)\n"
+        "while True: time.sleep(1)"
+    )
+    with pytest.raises(KeyboardInterrupt):
+        watch(python(text), log=tmp_path / "leg.log", patience_s=2)
+
+
 def test_a_silent_leg_whose_record_grows_is_left_alone(tmp_path):
     ending = watch(
         python("import time; time.sleep(1.5)"),

@@ -105,8 +105,11 @@ def test_nothing_runs_beside_workers_that_the_caller_has_counted(
     assert not spare_cores()
 
 
-def test_a_gpu_that_is_not_visible_has_no_workers(monkeypatch: pytest.MonkeyPatch) -> None:
-    machine(monkeypatch, 16, [LARGE, LARGE], 100)
+@pytest.mark.parametrize("hidden", [LARGE, SMALL])
+def test_a_gpu_that_is_not_visible_has_no_workers(
+    hidden: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    machine(monkeypatch, 16, [hidden, LARGE], 100)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
     assert len(spare_cores()) == 5
 

@@ -116,6 +116,18 @@ def test_a_process_that_shares_its_gpu_takes_the_turns_that_it_was_given(
         assert not entered(DeviceTurns(path).long_kernel).wait(SOON_S)
 
 
+def test_a_case_that_loses_the_device_may_run_a_long_kernel_itself(
+    path: Path, taken: DeviceTurns
+) -> None:
+    with turns.loses_device():
+        # in a thread, which a wait for its own lock would not end
+        nested = entered(turns.long_kernel)
+        assert nested.wait(WAIT_S)
+        assert not entered(DeviceTurns(path).long_kernel).wait(SOON_S)
+    with turns.long_kernel():
+        assert not entered(DeviceTurns(path).loses_device).wait(SOON_S)
+
+
 def test_a_process_with_a_gpu_of_its_own_waits_for_nobody() -> None:
     with turns.loses_device(), turns.long_kernel(), turns.loses_device():
         pass

@@ -157,12 +157,14 @@ _GUARD = _Guard()
 
 @dataclass(slots=True, eq=False)
 class Watched:
-    """A command that a `Watch` has started, and when its log was seen to grow for the last time."""
+    """A command that a `Watch` has started, when it last showed a sign of life, and why it is over,
+    once it is."""
 
     process: subprocess.Popen[bytes]
     log: Path
     moved: float
     size: int = 0
+    cause: Cause | None = None
 
 
 class Watch:
@@ -208,7 +210,9 @@ class Watch:
             causes = [(watched, self._cause(watched, ticked)) for watched in self._running]
             for watched, cause in causes:
                 if cause is not None:
-                    self._end([watched])
+                    watched.cause = cause
+                    if self._end([watched]):
+                        raise KeyboardInterrupt
                     return watched, Ending(cause, watched.process.returncode)
 
     def stop(self) -> None:
@@ -225,27 +229,35 @@ class Watch:
         silent_s = time.monotonic() - watched.moved
         return Cause.STALLED if silent_s > self._patience_s else None
 
-    def _end(self, ended: Sequence[Watched]) -> None:
-        _stop([watched.process for watched in ended])
+    def _end(self, ended: Sequence[Watched]) -> bool:
+        """Whether an interruption came meanwhile."""
+        is_interrupted = _stop([watched.process for watched in ended])
         self._running = [watched for watched in self._running if watched not in ended]
         self._tick()
+        return is_interrupted
 
 
-def _stop(children: Sequence[subprocess.Popen[bytes]]) -> None:
-    """Interrupt the children, then kill their groups after a grace period."""
+def _stop(children: Sequence[subprocess.Popen[bytes]]) -> bool:
+    """Interrupt the children, then kill their groups after a grace period. Whether Ctrl-C has cut
+    that short."""
     running = [child for child in children if child.poll() is None]
-    # a second Ctrl-C cuts the grace period short
-    with suppress(KeyboardInterrupt, subprocess.TimeoutExpired):
+    is_interrupted = False
+    try:
         for child in running:
             _signal_group(child.pid, signal.SIGINT)
         deadline = time.monotonic() + _GRACE_S
         for child in running:
             child.wait(max(0.0, deadline - time.monotonic()))
+    except subprocess.TimeoutExpired:
+        pass
+    except KeyboardInterrupt:
+        is_interrupted = True
     for child in children:
         # also the children of a child that has ended
         _signal_group(child.pid, signal.SIGKILL)
         _GUARD.discard(child.pid)
         child.wait()
+    return is_interrupted
 
 
 def _start_group(command: Sequence[str], **options: Any) -> subprocess.Popen[bytes]:

@@ -1,4 +1,4 @@
-"""Turns of the processes that share a GPU.
+"""Turns of the workers of a session that share a GPU.
 
 A process that loses its device to an illegal access can stop a kernel that another process runs at
 that moment, for good: twice on an H200 a case waited for a kernel of half a second until its
@@ -22,10 +22,15 @@ class DeviceTurns:
 
     def __init__(self, path: Path) -> None:
         self._turn, self._busy = path.with_suffix(".turn"), path.with_suffix(".busy")
+        self._is_alone = False
 
     @contextmanager
     def long_kernel(self) -> Iterator[None]:
-        """Within, no other process is about to lose the device. Many may be within."""
+        """Within, no other process is about to lose the device. Many may be within, and this
+        process within `loses_device`."""
+        if self._is_alone:
+            yield
+            return
         with ExitStack() as stack:
             # whoever waits to be alone holds the turn, so that others cannot keep it waiting
             with _locked(self._turn, fcntl.LOCK_EX):
@@ -36,7 +41,11 @@ class DeviceTurns:
     def loses_device(self) -> Iterator[None]:
         """Within, no other process runs a long kernel."""
         with _locked(self._turn, fcntl.LOCK_EX), _locked(self._busy, fcntl.LOCK_EX):
-            yield
+            self._is_alone = True
+            try:
+                yield
+            finally:
+                self._is_alone = False
 
 
 @contextmanager

@@ -10,7 +10,7 @@ import json
 import subprocess
 import tempfile
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, field
 from pathlib import Path
 from threading import Event
@@ -45,9 +45,9 @@ def run_probes(
     version, observed = "", dict[str, Observation]()
     stopped = Event()
     with ThreadPoolExecutor(len(groups)) as pool:
-        runs = [pool.submit(_run_group, group, patience_s, stopped) for group in groups]
         try:
-            for run in runs:
+            runs = [pool.submit(_run_group, group, patience_s, stopped) for group in groups]
+            for run in as_completed(runs):
                 version, found = run.result()
                 observed |= found
         except BaseException:

@@ -57,8 +57,8 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object
     run, memory = case_run_of(item), item.config.stash.get(MEMORY, None)
     if run is None or memory is None:
         return (yield)
-    is_wild = may_lose_device(run.run_id, _listed(item.config))
-    turn = loses_device() if is_wild else nullcontext()
+    is_listed = may_lose_device(run.run_id, _listed(item.config))
+    turn = loses_device() if is_listed else nullcontext()
     with memory.reserve(footprint_bytes(run.case)), turn:
         return (yield)
 

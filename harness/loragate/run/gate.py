@@ -150,7 +150,9 @@ class Gate:
                 self.interrupted = True
                 watch.stop()
                 for watched, ended in self._running.items():
-                    self._finish(ended, Ending(Cause.INTERRUPTED, watched.process.returncode))
+                    # one may have been over just before
+                    cause = watched.cause or Cause.INTERRUPTED
+                    self._finish(ended, Ending(cause, watched.process.returncode))
 
     def _start_next(self, watch: Watch, cores: frozenset[int], rest: Iterator[Leg]) -> None:
         """Start the next leg of a lane that can be started, if there is one."""

@@ -94,7 +94,8 @@ def _spare_count(
     handles: Sequence[str], listed: Sequence[ListedGpu], cores: int, memory: int
 ) -> int:
     """How many cores are left, with memory for a worker each; 0 if nothing may run on them."""
-    if beside_workers(min(gpu.free_bytes for gpu in listed)) < _GPU_BYTES:
+    free = [gpu.free_bytes for gpu in listed if {gpu.index, gpu.uuid} & set(handles)]
+    if not free or beside_workers(min(free)) < _GPU_BYTES:
         return 0
     # the largest case may leave room for fewer workers, never for more
     per_gpu = workers_per_gpu(handles, listed, 0)

@@ -34,19 +34,21 @@ def launch_prepared(
 ) -> None:
     """Make the launches of `plan(*operands, *constants)`, which begins each of them with `start`.
 
-    `plan` is called for the first operands of a layout alone, so it computes nothing. Of a tensor
-    it may read the shape, strides, dtype, device and whether its address is a multiple of 16; of
-    what the process has set, `tuning`. What it allocates is allocated anew for each call, on the
-    stream of the caller. Where it raises, nothing is launched or kept.
+    `plan` is called for the first operands of a layout, and again where its launches cannot be
+    kept; so it computes nothing. Of a tensor it may read the shape, strides, dtype, device and
+    whether its address is a multiple of 16; of what the process has set, `tuning`. What it
+    allocates is allocated anew for each call, on the stream of the caller. Where it raises, nothing
+    is launched or kept. Options of Triton that change between two launches of a layout have no
+    effect on the second one.
     """
     if is_noting():
         plan(*operands, *constants)
         return
     with on_device_of(_first(operands)):
-        key = plan, constants, tuple(map(_layout, operands))
+        key = plan, constants, tuning, tuple(map(_layout, operands))
         prepared = _PREPARED.get(key)
-        if prepared is None or prepared.tuning is not tuning:
-            prepared = _prepare(plan, operands, constants, tuning)
+        if prepared is None:
+            prepared = _prepare(plan, operands, constants)
             _keep(key, prepared)
         if prepared.launches is None:
             plan(*operands, *constants)
@@ -104,12 +106,10 @@ class _PreparedLaunch:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Prepared:
-    """The launches of a plan; None where its tensors cannot be told apart by the operands."""
+    """The launches of a plan; None where they cannot be kept."""
 
     launches: Sequence[_PreparedLaunch] | None
-    scratch: Sequence[_Scratch]
-    # kept with them, so that another one cannot have its identity
-    tuning: Tuning
+    scratch: Sequence[_Scratch] = ()
 
 
 _PREPARED: dict[Hashable, _Prepared] = {}
@@ -119,7 +119,7 @@ _LOCK = Lock()
 def _keep(key: Hashable, prepared: _Prepared) -> None:
     with _LOCK:
         while len(_PREPARED) >= _MOST:
-            # the oldest one
+            # the oldest one: to note which was used last would take as long as a launch saves
             del _PREPARED[next(iter(_PREPARED))]
         _PREPARED[key] = prepared
 
@@ -128,16 +128,15 @@ def _prepare(
     plan: Callable[..., None],
     operands: Sequence[Tensor | None],
     constants: tuple[Hashable, ...],
-    tuning: Tuning,
 ) -> _Prepared:
     with noted_launches() as launches, _NoWork():  # type: ignore[no-untyped-call]
         plan(*operands, *constants)
     numbering = _Numbering(operands)
     try:
         made = [_prepare_launch(launch, numbering) for launch in launches]
-    except _UnknownTensorError:
-        return _Prepared(None, (), tuning)
-    return _Prepared(made, numbering.scratch, tuning)
+    except _NotKeptError:
+        return _Prepared(None)
+    return _Prepared(made, numbering.scratch)
 
 
 class _NoWork(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -158,17 +157,20 @@ def _prepare_launch(launch: Launch, numbering: _Numbering) -> _PreparedLaunch:
     for position, value in enumerate(launch.args):
         if isinstance(value, Tensor):
             places.append((position, numbering.of(value)))
-        elif isinstance(value, tuple) and all(isinstance(part, Tensor) for part in value):
-            numbers = tuple(numbering.of(part) for part in value)
-            groups.append((position, type(value), numbers))
-        else:
-            continue
-        args[position] = None
+            args[position] = None
+        elif isinstance(value, tuple) and any(isinstance(part, Tensor) for part in value):
+            groups.append((position, type(value), numbering.of_group(value)))
+            args[position] = None
+    if any(isinstance(value, Tensor) for value in launch.options.values()):
+        raise _NotKeptError
     if not isinstance(launch.kernel, JITFunction):
         return _PreparedLaunch(
             launch.kernel, tuple(launch.grid), args, launch.options, places, groups
         )
     compiled = launch.compile()
+    if not hasattr(type(compiled), "__getitem__"):
+        # within Triton's AsyncCompileMode it may be compiled later
+        raise _NotKeptError
     # a compiled kernel takes all arguments in their order, constants as well
     names = launch.kernel.arg_names[len(args) :]
     args += [launch.options[name] for name in names]
@@ -176,8 +178,8 @@ def _prepare_launch(launch: Launch, numbering: _Numbering) -> _PreparedLaunch:
     return _PreparedLaunch(compiled, grid, args, {}, places, groups)
 
 
-class _UnknownTensorError(Exception):
-    """A launch has a tensor of which the operands do not say where it is."""
+class _NotKeptError(Exception):
+    """A launch has a tensor of which the operands do not say where it is, or no compiled kernel."""
 
 
 class _Numbering:
@@ -199,10 +201,16 @@ class _Numbering:
             found = _numbers(self._operands, lambda each: _begins(each, tensor))
         if len(found) == 1:
             return found[0]
-        if any(_shares_memory(each, tensor) for each in known):
-            raise _UnknownTensorError
+        if any(_shares_memory(each, tensor) for each in known) or not tensor.is_contiguous():
+            raise _NotKeptError
         self._allocated.append(tensor)
         return len(known)
+
+    def of_group(self, group: tuple[Any, ...]) -> Sequence[int]:
+        """Of a named tuple of tensors."""
+        if not hasattr(group, "_fields") or not all(isinstance(part, Tensor) for part in group):
+            raise _NotKeptError
+        return tuple(map(self.of, group))
 
 
 def _numbers(

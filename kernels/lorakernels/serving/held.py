@@ -15,9 +15,10 @@ _OWN = "lorakernels.layers."
 
 
 def held_tensors(layer: nn.Module) -> dict[str, Tensor]:
-    """By name all tensors of a layer but those of its slots: parameters, buffers, and the other
-    attributes of layers of this package. What a base of somebody else has in other attributes is
-    left out: it may be of the last step alone."""
+    """By name the tensors of a layer but those of its slots: parameters, buffers, and what layers
+    of this package have in other attributes, also in lists and in objects of their own, which form
+    no cycles. What a base of somebody else has in other attributes is left out: it may be of the
+    last step alone."""
     found = {**dict(layer.named_parameters()), **dict(layer.named_buffers())}
     for path, module in layer.named_modules():
         found |= dict(_attributes(path, module))

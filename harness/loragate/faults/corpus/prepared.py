@@ -8,7 +8,7 @@ from loragate.faults.model import Group
 _prepared = planting("lorakernels.runtime.prepared", Group.HOST)
 
 _LAYOUT = "    return operand.shape, operand.stride(), operand.dtype, operand.device, is_aligned\n"
-_KEY = "        key = plan, constants, tuple(map(_layout, operands))\n"
+_KEY = "        key = plan, constants, tuning, tuple(map(_layout, operands))\n"
 
 FAULTS = (
     _prepared(
@@ -36,21 +36,21 @@ FAULTS = (
     _prepared(
         "launches-kept-without-their-constants",
         _KEY,
-        "        key = plan, tuple(map(_layout, operands))\n",
+        "        key = plan, tuning, tuple(map(_layout, operands))\n",
         source="own",
         why="A layer whose slices have other widths gets the launches of one of the same sizes.",
     ),
     _prepared(
         "launches-kept-for-any-plan",
         _KEY,
-        "        key = constants, tuple(map(_layout, operands))\n",
+        "        key = constants, tuning, tuple(map(_layout, operands))\n",
         source="own",
         why="One operation is launched in place of another one whose operands are alike.",
     ),
     _prepared(
         "launches-kept-for-any-tuning",
-        "        if prepared is None or prepared.tuning is not tuning:\n",
-        "        if prepared is None:\n",
+        _KEY,
+        "        key = plan, constants, tuple(map(_layout, operands))\n",
         source="own",
         why="Batch invariance that is switched on leaves the launches as they were.",
     ),
@@ -68,9 +68,8 @@ FAULTS = (
     ),
     _prepared(
         "views-of-operands-taken-for-scratch",
-        "        if any(_shares_memory(each, tensor) for each in known):\n"
-        "            raise _UnknownTensorError\n",
-        "",
+        "any(_shares_memory(each, tensor) for each in known) or not ",
+        "not ",
         source="own",
         why="A part of an operand that begins behind it becomes memory that nobody has written.",
     ),

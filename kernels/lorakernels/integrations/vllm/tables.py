@@ -60,7 +60,7 @@ def _in_32_bits(slots: Tensor) -> Tensor:
     """The same ids, queued without a wait; one that is too large for 32 bits becomes the largest
     that is not, and has no slot either. ValueError."""
     if slots.dtype not in _INTEGERS:
-        raise ValueError(f"token_slots must be integers with a sign or bytes (got {slots.dtype})")
+        raise ValueError(f"token_slots must be uint8 or int8 to int64 (got {slots.dtype})")
     if slots.dtype is torch.int64:
         # a cast alone keeps the last bits, which may be those of a slot
         slots = slots.clamp(_LIMITS.min, _LIMITS.max)
