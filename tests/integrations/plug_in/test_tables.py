@@ -76,7 +76,9 @@ def test_ids_that_are_no_numbers_of_slots_are_refused(dtype: torch.dtype) -> Non
     step = tables()
     step.prepare(torch.tensor([1, 2]))
     before = contents(step)
-    with pytest.raises(ValueError, match=rf"token_slots must be uint8 or int8 to int64 \(got {dtype}\)"):
+    with pytest.raises(
+        ValueError, match=rf"token_slots must be uint8 or int8 to int64 \(got {dtype}\)"
+    ):
         step.prepare(torch.tensor([1, 0]).to(dtype))
     assert all(torch.equal(*both) for both in zip(contents(step), before, strict=True))
 
