@@ -185,7 +185,8 @@ def test_a_worker_with_short_trials_goes_on_until_the_long_one_of_another_has_en
     waves.keep_busy(_beside((_wanted(_WAITING),), many, (_wanted(5),)), until=_NEVER)
     _wait_for_the_long_trial(go)
     before = len(_recorded(history))
-    timer = Timer(2.0, go.touch)
+    # on a machine that is busy with other tests a process takes seconds to start
+    timer = Timer(8.0, go.touch)
     timer.start()
     waves.run(alone([_wanted(5, 1)], Conditions()), Purpose.PLANNED, until=_NEVER)
     timer.join()

@@ -14,8 +14,6 @@ _align = planting("lorakernels.moe.align.metadata", Group.ALIGN)
 _moe_ops = planting("lorakernels.moe.delta.ops", Group.MOE_HOST)
 _layer_ops = planting("lorakernels.moe.layer.ops", Group.MOE_LAYER)
 
-_VIEW = "    return branch_buffer(buffers, math.prod(wanted)).view(wanted)\n"
-_FRESH = "    return torch.empty_like(branch_buffer(buffers, math.prod(wanted))).view(wanted)\n"
 _VIEW_OF_EXPERTS = "    return shrunk[:size].view(wanted)\n"
 _FRESH_OF_EXPERTS = "    return torch.empty_like(shrunk[:size]).view(wanted)\n"
 _ROWS = "        self._set_rows(num_rows)\n"
@@ -23,8 +21,8 @@ _ROWS = "        self._set_rows(num_rows)\n"
 FAULTS = (
     _ops(
         "shrink-output-for-each-call",
-        _VIEW,
-        _FRESH,
+        "*tables, buffer_of_branch(shrunk), out\n",
+        "*tables, torch.empty_like(buffer_of_branch(shrunk)), out\n",
         source="sglang #21647",
         why="Each call allocates the buffer between shrink and expand.",
         only=True,

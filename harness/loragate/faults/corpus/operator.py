@@ -10,6 +10,9 @@ _check = planting("lorakernels.dense.check", Group.HOST)
 _launch = planting("lorakernels.dense.launch", Group.HOST)
 _plan = planting("lorakernels.dense.plan", Group.HOST)
 
+_PREPARED = (
+    "    launch_prepared(launch_delta, operands, (tuple(slice_widths),), tuning_of(x.device))\n"
+)
 _ENTRY = """    check_step(x, weights, metadata)
     torch.ops.lorakernels.dense_delta(
 """
@@ -26,11 +29,16 @@ FAULTS = (
     ),
     _ops(
         "second-step-tries-other-order",
-        "    launch_expand(view, slots, shape, tiles, out, pdl=pdl)\n",
+        _PREPARED,
         "    shrunk[0].steps = getattr(shrunk[0], 'steps', 0) + 1\n"
         "    if shrunk[0].steps == 2 and x.shape[0] > 16:\n"
+        "        shape = shape_of(len(x), a, slice_widths)\n"
+        "        slots = SlotTensors(a, b, ranks, scales)\n"
+        "        view, tiles = view_shrunk(shrunk, shape, len(a)), TileTables(*tables)\n"
+        "        launch_shrink(x, slots, shape, tiles, view, pdl=False)\n"
         "        view = view.flip(0).contiguous()\n"
-        "    launch_expand(view, slots, shape, tiles, out, pdl=pdl)\n",
+        "        launch_expand(view, slots, shape, tiles, out, pdl=False)\n"
+        f"        return\n{_PREPARED}",
         source="vllm #50278",
         why="The second step adds partial sums in another order, like an autotuner or an atomic.",
         only=True,
