@@ -154,10 +154,10 @@ FAULTS = (
     ),
     _ops(
         "base-batch-keeps-old-pairs",
-        "    launch = _launch_of(pairs.alignment",
+        "    routes = topk_ids, token_slots, expert_map\n",
         "    if not bool((token_slots[: pairs.num_rows] >= 0).any()):\n"
         "        return\n"
-        "    launch = _launch_of(pairs.alignment",
+        "    routes = topk_ids, token_slots, expert_map\n",
         source="vllm #42120",
         why="A batch of base rows returns early, and the tables of the batch before stay.",
     ),

@@ -65,7 +65,7 @@ FAULTS = (
         "active-pairs-counted-on-the-host",
         "    _check_batch(x, weights, pairs)\n",
         "    _check_batch(x, weights, pairs)\n"
-        "    if pairs.num_pairs and int((pairs.pair_slots >= 0).sum()) == 0:\n"
+        "    if pairs.num_rows and int((pairs.pair_slots >= 0).sum()) == 0:\n"
         "        return\n",
         source="vllm #34119",
         why="An early exit asks the device, which no traced graph can.",
