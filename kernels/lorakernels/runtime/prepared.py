@@ -119,7 +119,7 @@ _LOCK = Lock()
 def _keep(key: Hashable, prepared: _Prepared) -> None:
     with _LOCK:
         while len(_PREPARED) >= _MOST:
-            # the oldest one: to note which was used last would take as long as a launch saves
+            # the oldest one: a step that finds its launches changes nothing, and takes no lock
             del _PREPARED[next(iter(_PREPARED))]
         _PREPARED[key] = prepared
 
