@@ -14,7 +14,7 @@ from torch import Tensor
 
 from lorakernels.runtime import prepared
 from lorakernels.runtime.launching import noted_launches, start
-from lorakernels.runtime.prepared import launch_prepared
+from lorakernels.runtime.prepared import FixedTensors, Operand, launch_prepared
 from lorakernels.runtime.tuning import DEFAULT, Tuning
 
 Made = tuple[tuple[int, ...], tuple[Any, ...], dict[str, Any]]
@@ -41,7 +41,7 @@ class Operation:
         start(self.kernel, (3, 2))(*operands_and_constants, NUMBER=self.calls)
 
     def __call__(
-        self, *operands: Tensor | None, constants: Sequence[int] = (), tuning: Tuning = DEFAULT
+        self, *operands: Operand, constants: Sequence[int] = (), tuning: Tuning = DEFAULT
     ) -> Made:
         launch_prepared(self.plan, operands, tuple(constants), tuning)
         made: Made = self.kernel.made[-1]
@@ -107,6 +107,50 @@ def test_another_plan_of_the_same_operands_is_another_operation() -> None:
     first(x)
     second(x)
     assert (first.calls, second.calls) == (1, 1)
+
+
+def test_a_plan_gets_fixed_tensors_one_by_one_where_they_stand_among_the_operands() -> None:
+    operation = Operation()
+    for x, out in [(aligned(), aligned()) for _ in range(2)]:
+        fixed = FixedTensors([aligned(3), aligned(5)])
+        _, args, _ = operation(x, fixed, None, out, constants=(7,))
+        wanted = (x, *fixed.tensors, None, out)
+        assert len(args) == len(wanted) + 1
+        assert all(have is want for have, want in zip(args, wanted, strict=False))
+    # tensors of one layout, if other ones
+    assert operation.calls == 1
+
+
+@pytest.mark.parametrize("other", ["rows", "strides", "dtype", "device", "alignment"])
+@pytest.mark.parametrize("place", [0, 1])
+def test_fixed_tensors_that_differ_in_anything_that_a_plan_reads_are_planned_anew(
+    other: str, place: int
+) -> None:
+    operation = Operation()
+    tensors = [aligned(), aligned()]
+    operation(aligned(), FixedTensors(tensors))
+    tensors[place] = OTHERS[other]()["x"]
+    operation(aligned(), FixedTensors(tensors))
+    assert operation.calls == 2
+
+
+def test_tensors_are_told_apart_from_fixed_ones_beside_them() -> None:
+    operation = Operation()
+    x, y = aligned(), aligned(5)
+    operation(FixedTensors([x, y]))
+    _, args, _ = operation(FixedTensors([x]), y)
+    assert args[0] is x
+    assert args[1] is y
+
+
+def test_the_layout_of_fixed_tensors_is_looked_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[Any] = []
+    layout = prepared._layout
+    monkeypatch.setattr(prepared, "_layout", lambda each: (seen.append(each), layout(each))[1])
+    operation, fixed = Operation(), FixedTensors([aligned()])
+    for _ in range(3):
+        operation(aligned(), fixed)
+    assert len([each for each in seen if each is fixed.tensors[0]]) == 1
 
 
 class Group(NamedTuple):

@@ -8,10 +8,11 @@ the launches are kept by the layout of the operands, and those of a step are put
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from threading import Lock
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -26,13 +27,29 @@ from lorakernels.runtime.tuning import Tuning
 _MOST = 1 << 12
 
 
+class FixedTensors:
+    """Tensors whose layout does not change: it is looked at once. They may be operands of many
+    steps, such as the buffers of a server."""
+
+    def __init__(self, tensors: Iterable[Tensor]) -> None:
+        self.tensors = tuple(tensors)
+
+    @cached_property
+    def layout(self) -> Hashable:
+        return tuple(map(_layout, self.tensors))
+
+
+Operand: TypeAlias = Tensor | FixedTensors | None
+
+
 def launch_prepared(
     plan: Callable[..., None],
-    operands: Sequence[Tensor | None],
+    operands: Sequence[Operand],
     constants: tuple[Hashable, ...],
     tuning: Tuning,
 ) -> None:
-    """Make the launches of `plan(*operands, *constants)`, which begins each of them with `start`.
+    """Make the launches of `plan(*tensors, *constants)`, which begins each of them with `start`.
+    tensors: the operands, with those of FixedTensors one by one.
 
     `plan` is called for the first operands of a layout, and again where its launches cannot be
     kept; so it computes nothing. Of a tensor it may read the shape, strides, dtype, device and
@@ -41,34 +58,47 @@ def launch_prepared(
     is launched or kept. Options of Triton that change between two launches of a layout have no
     effect on the second one.
     """
+    tensors = _tensors_of(operands)
     if is_noting():
-        plan(*operands, *constants)
+        plan(*tensors, *constants)
         return
-    with on_device_of(_first(operands)):
+    with on_device_of(_first(tensors)):
         key = plan, constants, tuning, tuple(map(_layout, operands))
         prepared = _PREPARED.get(key)
         if prepared is None:
-            prepared = _prepare(plan, operands, constants)
+            prepared = _prepare(plan, tensors, constants)
             _keep(key, prepared)
         if prepared.launches is None:
-            plan(*operands, *constants)
+            plan(*tensors, *constants)
             return
-        tensors = [*operands, *(scratch.allocate() for scratch in prepared.scratch)]
+        tensors += [scratch.allocate() for scratch in prepared.scratch]
         for launch in prepared.launches:
             launch(tensors)
 
 
-def _layout(operand: Tensor | None) -> Hashable:
+def _tensors_of(operands: Sequence[Operand]) -> list[Tensor | None]:
+    tensors: list[Tensor | None] = []
+    for operand in operands:
+        if isinstance(operand, FixedTensors):
+            tensors += operand.tensors
+        else:
+            tensors.append(operand)
+    return tensors
+
+
+def _layout(operand: Operand) -> Hashable:
     """All that the launches may depend on. Triton compiles anew for addresses that are multiples of
     16 and for others."""
     if operand is None:
         return None
+    if isinstance(operand, FixedTensors):
+        return operand.layout
     is_aligned = operand.data_ptr() % 16 == 0
     return operand.shape, operand.stride(), operand.dtype, operand.device, is_aligned
 
 
-def _first(operands: Sequence[Tensor | None]) -> Tensor:
-    return next(operand for operand in operands if operand is not None)
+def _first(tensors: Sequence[Tensor | None]) -> Tensor:
+    return next(tensor for tensor in tensors if tensor is not None)
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,21 +3,27 @@ shared factors, and slices in the other order."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import gc
+import weakref
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from loragate.core.machine import select_interpreter
 
 select_interpreter()
 
 
+from lorakernels.common import slice_stacks  # noqa: E402
+from lorakernels.integrations.vllm import experts as experts_module  # noqa: E402
 from lorakernels.integrations.vllm import methods  # noqa: E402
 from lorakernels.integrations.vllm.experts import factors_of  # noqa: E402
 from lorakernels.integrations.vllm.launches import launch_counts  # noqa: E402
+from lorakernels.moe.align.metadata import PairMetadata  # noqa: E402
 from lorakernels.runtime import tuning  # noqa: E402
 
 MIXED = (0, -1, 2, 1, 2)
@@ -115,7 +121,127 @@ def test_layers_that_run_one_after_the_other_share_their_tables(
     plain.step(MIXED)
     second.apply(MIXED)
     first.apply(MIXED)
-    assert len(plain.wrapper._pairs) == 1
+    assert len(plain.wrapper._experts) == 1
+
+
+def test_the_buffers_of_each_layer_are_looked_for_once(
+    plain: Any, mixin: Any, make_experts: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = []
+
+    def whole(*slices: Any) -> Any:
+        found.append(slice_stacks.whole(*slices))
+        return found[-1]
+
+    monkeypatch.setattr(experts_module, "whole", whole)
+    layers = [make_experts(plain, mixin) for _ in range(2)]
+    for stack in layers[1].layer.stacks:
+        stack.mul_(2)
+    for slots in (MIXED, (1, 0)):
+        plain.step(slots)
+        for layer in (*layers, layers[0]):
+            layer.apply(slots)
+    # w13 and w2
+    assert len(found) == 2 * len(layers)
+
+
+def test_adapters_that_are_loaded_between_two_steps_are_seen_by_the_second(
+    plain: Any, mixin: Any, make_experts: Any
+) -> None:
+    experts = make_experts(plain, mixin)
+    plain.step(MIXED)
+    experts.apply(MIXED)
+    for stack in experts.layer.stacks:
+        stack.mul_(-0.5)
+    experts.apply(MIXED)
+
+
+@pytest.mark.parametrize("side", ["a", "b"])
+def test_memory_that_is_put_in_the_place_of_a_stack_is_read(
+    plain: Any, mixin: Any, make_experts: Any, side: str
+) -> None:
+    experts = make_experts(plain, mixin)
+    plain.step(MIXED)
+    experts.apply(MIXED)
+    (stack,) = getattr(experts.layer, f"w2_lora_{side}_stacked")
+    stack.data = 2 * stack.data
+    experts.apply(MIXED)
+
+
+def test_slices_that_are_made_anew_in_each_step_do_not_pile_up(
+    plain: Any, mixin: Any, make_experts: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(experts_module, "_MOST_LAYERS", 3)
+    layers = [make_experts(plain, mixin, shared=shared) for shared in (True, False)]
+    plain.step(MIXED)
+    for _ in range(3):
+        for layer in layers:
+            layer.apply(MIXED)
+    (deltas,) = plain.wrapper._experts.values()
+    assert len(deltas._factors) == 3
+
+
+class Deltas:
+    """One pair of each of two experts, and slices of rank 2 that are parts of one buffer."""
+
+    def __init__(self, values: int = 8) -> None:
+        pairs = PairMetadata(max_tokens=2, top_k=1, num_experts=2, max_slots=2, device="cpu")
+        constants = torch.full((values,), 2, dtype=torch.int32), torch.ones(values)
+        self.deltas = experts_module.ExpertDeltas(pairs, constants)
+        self.deltas.prepare(torch.tensor([[0], [1]]), torch.tensor([1, 0], dtype=torch.int32))
+        self.a = torch.arange(2 * 2 * 2 * 2 * 16).view(2, 2, 2, 2, 16) / 64
+        self.b = torch.arange(2 * 2 * 32 * 2).view(2, 2, 32, 2) / 64
+        self.x = torch.arange(32).view(2, 16) / 8
+
+    def slices(self, widths: Sequence[int]) -> Any:
+        return tuple(self.a.unbind(2)), tuple(self.b.split(widths, dim=2))
+
+    def add(self, a: Any, b: Any) -> Tensor:
+        out = torch.zeros(2, 1, 32)
+        self.deltas.add(out, self.x, a, b, router_weights=None, add_inputs=True)
+        return out.squeeze(1)
+
+    def wanted(self, widths: Sequence[int]) -> Tensor:
+        a, b = self.slices(widths)
+        rows = zip((1, 0), (0, 1), self.x, strict=True)
+        return torch.stack(
+            [
+                torch.cat([q[s, e] @ (p[s, e] @ x) for p, q in zip(a, b, strict=True)])
+                for s, e, x in rows
+            ]
+        )
+
+
+def test_slices_of_other_widths_in_the_same_memory_are_other_slices() -> None:
+    made = Deltas()
+    a, _ = made.slices((16, 16))
+    for widths in ((16, 16), (20, 12), (8, 24), (16, 16)):
+        _, b = made.slices(widths)
+        torch.testing.assert_close(made.add(a, b), made.wanted(widths))
+
+
+def test_no_other_slices_get_the_ids_of_those_that_are_remembered() -> None:
+    made = Deltas()
+    a, b = made.slices((16, 16))
+    made.add(a, b)
+    seen = [weakref.ref(part) for part in (*a, *b)]
+    del a, b
+    gc.collect()
+    assert all(part() is not None for part in seen)
+
+
+def test_a_that_is_no_slice_of_a_packed_layer_is_refused_also_in_the_memory_of_one() -> None:
+    made = Deltas()
+    a, b = made.slices((16, 16))
+    made.add(a, b)
+    with pytest.raises(ValueError, match=r"^a must be the first slice of a packed layer, "):
+        made.add((made.a.view(2, 2, 4, 16)[:, :, :1], a[1]), b)
+
+
+def test_fewer_ranks_and_scales_than_the_slots_and_slices_of_a_layer_are_refused() -> None:
+    made = Deltas(values=3)
+    with pytest.raises(ValueError, match=r"^ranks must hold 4 values or more \(got 3\)$"):
+        made.add(*made.slices((16, 16)))
 
 
 @pytest.mark.parametrize("top_k", [1, 3])
@@ -128,7 +254,7 @@ def test_a_layer_may_route_to_another_number_of_experts_than_it_said(
     plain.step(MIXED)
     experts.apply(MIXED)
     experts.apply(MIXED)
-    assert set(plain.wrapper._pairs) == {(2, 4), (top_k, 4)}
+    assert set(plain.wrapper._experts) == {(2, 4), (top_k, 4)}
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -14,7 +14,7 @@ _stacked = planting("lorakernels.common.stacked_weights", Group.MOE_HOST)
 _PREPARED = (
     "    launch_prepared(\n"
     "        _launch_delta,\n"
-    "        (x, *slots, shrunk, out, router_weights, *pairs.tables),\n"
+    "        (x, slots, shrunk, out, router_weights, pairs.buffers),\n"
     "        (tuple(slice_widths), num_pairs, num_experts, add_inputs, path),\n"
     "        pairs.tuning,\n"
 )

@@ -78,8 +78,8 @@ FAULTS = (
     ),
     _experts(
         "plug-in-swapped-slices-stay-in-order",
-        "    if not is_swapped:\n",
-        "    if factors:\n",
+        "        if not factors.is_swapped:\n",
+        "        if factors:\n",
         source="own",
         why="Experts that want up before gate get the deltas of gate and up exchanged.",
     ),

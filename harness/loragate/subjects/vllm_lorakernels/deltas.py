@@ -14,7 +14,6 @@ from loragate.protocol import Pool, Routes
 from loragate.subjects.vllm.layer_package import VllmLayers
 from loragate.subjects.vllm.package import fold_scale
 from lorakernels.common.slice_stacks import pack
-from lorakernels.integrations.vllm.experts import prepare_pairs
 
 
 class _Delta:
@@ -75,14 +74,14 @@ class MoEDelta(_Delta):
 
     def __init__(self, layers: VllmLayers, case: Case, device: str) -> None:
         super().__init__(layers, case, device)
-        self.wrapper.reserve_pairs(top_k=case.top_k, num_experts=case.experts)
+        self.wrapper.reserve_experts(top_k=case.top_k, num_experts=case.experts)
 
     def apply(self, x: Tensor, out: Tensor, routes: Routes) -> Tensor:
         a, b = (self._expanded(factors) for factors in (self.a, self.b))
         adds = self._case.write is Write.ADD
         if self._case.router is RouterWeights.OUTPUT:
-            pairs = self.wrapper.pairs_of(self._case.top_k, a)
-            prepare_pairs(pairs, routes.topk_ids, self.wrapper.token_step.row_slots)
+            experts = self.wrapper.experts_of(self._case.top_k, a)
+            experts.prepare(routes.topk_ids, self.wrapper.token_step.row_slots)
             self._add_w2(out, x, a, b, routes, adds)
         else:
             self._add_w13(out, x, a, b, routes, adds)

@@ -112,7 +112,7 @@ def _refusal_of(a: Sequence[Tensor]) -> str | None:
 
 
 def _adopt_experts(layer: Any, wrapper: Any) -> None:
-    wrapper.reserve_pairs(
+    wrapper.reserve_experts(
         top_k=layer.moe_config.experts_per_token, num_experts=layer.local_num_experts
     )
     old_a, old_b = layer.w13_lora_a_stacked, layer.w13_lora_b_stacked

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from lorakernels.integrations.vllm.adoption import MAX_SLICES, Adoption
 from lorakernels.integrations.vllm.declaration import DECLARATION, runs_adapters
-from lorakernels.integrations.vllm.experts import add_expert_delta, prepare_pairs
+from lorakernels.integrations.vllm.experts import ExpertDeltas
 from lorakernels.integrations.vllm.launches import Operator
 from lorakernels.integrations.vllm.linear import add_linear_delta
 from lorakernels.integrations.vllm.tables import StepTables
@@ -41,7 +41,7 @@ class LoraKernelsMethods:
         self.sample_step = StepTables(**sizes, device=device)
         self.adoption = Adoption()
         self._sizes, self._place = sizes, torch.device(device)
-        self._pairs: dict[tuple[int, int], PairMetadata] = {}
+        self._experts: dict[tuple[int, int], ExpertDeltas] = {}
         values = config.max_loras * MAX_SLICES
         ranks = torch.empty(values, dtype=torch.int32, device=device)
         scales = torch.empty(values, dtype=torch.float32, device=device)
@@ -66,19 +66,20 @@ class LoraKernelsMethods:
         wrapper.__dict__ = self.__dict__
         return wrapper
 
-    def reserve_pairs(self, *, top_k: int, num_experts: int) -> PairMetadata:
-        """Tables for the MoE layers of these sizes, which run one after the other. ValueError where
-        there are none yet and a graph is captured, whose pool would hold them."""
-        known = self._pairs.get((top_k, num_experts))
+    def reserve_experts(self, *, top_k: int, num_experts: int) -> ExpertDeltas:
+        """What serves the MoE layers of these sizes, with its tables. ValueError where there is
+        none yet and a graph is captured, whose pool would hold them."""
+        known = self._experts.get((top_k, num_experts))
         if known is not None:
             return known
         if is_capturing(self._place):
             raise ValueError(
                 f"topk_ids and lora_a_stacked must be of {self._reserved} while a CUDA graph is "
-                f"captured (got {_sizes_of_pairs(top_k, num_experts)})"
+                f"captured (got {_sizes_of_experts(top_k, num_experts)})"
             )
         sizes = {"top_k": top_k, "num_experts": num_experts, **self._sizes}
-        made = self._pairs[top_k, num_experts] = PairMetadata(**sizes, device=self._place)
+        pairs = PairMetadata(**sizes, device=self._place)
+        made = self._experts[top_k, num_experts] = ExpertDeltas(pairs, self._constants)
         return made
 
     def update_metadata(
@@ -186,12 +187,12 @@ class LoraKernelsMethods:
         _check_absent("token_lora_mapping", token_lora_mapping)
         if self._runs_experts(x):
             # layers may route to more experts of a token than they said when they were adopted
-            pairs = self.reserve_pairs(
+            experts = self.reserve_experts(
                 top_k=topk_ids.shape[1], num_experts=lora_a_stacked[0].shape[1]
             )
-            prepare_pairs(pairs, topk_ids, self.token_step.row_slots)
-            add_expert_delta(
-                *(y, x, lora_a_stacked, lora_b_stacked, self._constants, pairs),
+            experts.prepare(topk_ids, self.token_step.row_slots)
+            experts.add(
+                *(y, x, lora_a_stacked, lora_b_stacked),
                 router_weights=None,
                 add_inputs=add_inputs,
             )
@@ -222,9 +223,9 @@ class LoraKernelsMethods:
         add_inputs: bool = True,
     ) -> None:
         if self._runs_experts(x):
-            add_expert_delta(
-                *(y, x, lora_a_stacked, lora_b_stacked, self._constants),
-                self.pairs_of(topk_weights.shape[1], lora_a_stacked),
+            experts = self.experts_of(topk_weights.shape[1], lora_a_stacked)
+            experts.add(
+                *(y, x, lora_a_stacked, lora_b_stacked),
                 router_weights=topk_weights.float().contiguous(),
                 add_inputs=add_inputs,
             )
@@ -254,28 +255,29 @@ class LoraKernelsMethods:
     def _runs_experts(self, x: Tensor) -> bool:
         return runs_adapters(Operator.EXPERTS, x.device, self._no_lora(Operator.EXPERTS))
 
-    def pairs_of(self, top_k: int, a: Sequence[Tensor]) -> PairMetadata:
-        """The tables that were reserved for layers of these experts. ValueError where there are
-        none."""
-        found = self._pairs.get((top_k, a[0].shape[1]))
+    def experts_of(self, top_k: int, a: Sequence[Tensor]) -> ExpertDeltas:
+        """What was reserved for layers of these experts. ValueError where nothing was."""
+        found = self._experts.get((top_k, a[0].shape[1]))
         if found is None:
             raise ValueError(
                 f"topk_weights and lora_a_stacked must be of {self._reserved}, as w13 was "
-                f"(got {_sizes_of_pairs(top_k, a[0].shape[1])})"
+                f"(got {_sizes_of_experts(top_k, a[0].shape[1])})"
             )
         return found
 
     @property
     def _reserved(self) -> str:
         """The sizes of experts that have tables, in words."""
-        return " or ".join(_sizes_of_pairs(*sizes) for sizes in self._pairs) or "an adopted layer"
+        return (
+            " or ".join(_sizes_of_experts(*sizes) for sizes in self._experts) or "an adopted layer"
+        )
 
 
 def _rows(tensor: Tensor) -> Tensor:
     return tensor if tensor.dim() == 2 else tensor.view(-1, tensor.shape[-1])
 
 
-def _sizes_of_pairs(top_k: int, num_experts: int) -> str:
+def _sizes_of_experts(top_k: int, num_experts: int) -> str:
     return f"top {top_k} of {num_experts} experts"
 
 

@@ -93,7 +93,7 @@ def align_step(
     note_rows(step, pairs.num_rows)
     hand_on_base_rows(batch_rows, step, topk_ids.device)
     routes = topk_ids, token_slots, expert_map
-    launch_prepared(_launch_step, (*routes, *pairs.tables, pairs.counts), pairs.sizes, pairs.tuning)
+    launch_prepared(_launch_step, (*routes, pairs.buffers), pairs.sizes, pairs.tuning)
 
 
 def _launch_step(

@@ -17,6 +17,7 @@ from lorakernels.moe.tiles import (
     slot_bins,
     tile_height,
 )
+from lorakernels.runtime.prepared import FixedTensors
 from lorakernels.runtime.tuning import Tuning, tuning_of
 
 
@@ -29,8 +30,8 @@ class PairTables:
     are no argument of an operator: a traced graph would hold for batches of one size alone.
     """
 
-    tables: Tables
-    counts: Tensor
+    # the fields of Tables, then the counts
+    buffers: FixedTensors
     num_rows: int
     top_k: int
     num_experts: int
@@ -41,12 +42,22 @@ class PairTables:
 
     @classmethod
     def of(cls, buffers: Sequence[Tensor], num_rows: int, sizes: Sequence[int]) -> PairTables:
-        *tables, counts = buffers
+        return cls.of_fixed(FixedTensors(buffers), num_rows, sizes)
+
+    @classmethod
+    def of_fixed(cls, buffers: FixedTensors, num_rows: int, sizes: Sequence[int]) -> PairTables:
+        """`of`, from buffers that are the same ones in many steps."""
         top_k, num_experts, max_slots, with_base = sizes
-        return cls(
-            *(Tables(*tables), counts, num_rows, top_k, num_experts, max_slots, with_base),
-            tuning_of(counts.device),
-        )
+        tuning = tuning_of(buffers.tensors[0].device)
+        return cls(buffers, num_rows, top_k, num_experts, max_slots, with_base, tuning)
+
+    @property
+    def tables(self) -> Tables:
+        return Tables(*self.buffers.tensors[:-1])
+
+    @property
+    def counts(self) -> Tensor:
+        return self.buffers.tensors[-1]
 
     @property
     def sizes(self) -> tuple[int, int, int, int]:

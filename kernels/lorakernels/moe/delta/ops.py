@@ -24,7 +24,7 @@ from lorakernels.moe.delta.plan import MoEPath, MoEShape, largest_shrunk, plan_p
 from lorakernels.moe.weights import ExpertWeights
 from lorakernels.runtime.device import keep_address, supports_pdl
 from lorakernels.runtime.operators import register_operator
-from lorakernels.runtime.prepared import launch_prepared
+from lorakernels.runtime.prepared import FixedTensors, launch_prepared
 from lorakernels.runtime.streams import claim
 
 __all__ = ["MoEPath", "MoEWorkspace", "moe_delta"]
@@ -104,15 +104,16 @@ def _moe_delta(
     if num_rows is None:
         # a pair is a row of out
         num_rows = out.numel() // (slots.b.shape[2] * pair_sizes[0])
+    pairs = PairTables.of(pair_buffers, num_rows, pair_sizes)
     add_delta(
-        *(x, slots, slice_widths, PairTables.of(pair_buffers, num_rows, pair_sizes), step, shrunk),
+        *(x, FixedTensors(slots), slice_widths, pairs, step, shrunk),
         *(out, router_weights, add_inputs, MoEPath(path) if path else None),
     )
 
 
 def add_delta(
     x: Tensor,
-    slots: SlotTensors,
+    slots: FixedTensors,
     slice_widths: Sequence[int],
     pairs: PairTables,
     step: Tensor,
@@ -124,20 +125,21 @@ def add_delta(
 ) -> None:
     """`moe_delta` for callers that no graph is traced of, which need not pay for an operator.
 
-    step: that of the pairs. shrunk: fp32, of `shrunk_shape` at least where the path is TWO_KERNEL;
-    None allocates it, on the stream of the caller. Raises ValueError.
+    slots: the fields of SlotTensors. step: that of the pairs. shrunk: fp32, of `shrunk_shape` at
+    least where the path is TWO_KERNEL; None allocates it, on the stream of the caller. Raises
+    ValueError.
     """
     num_pairs, num_experts = pairs.num_pairs, pairs.num_experts
     _check_rows(x, pairs)
     check_apart(x, out)
     if num_pairs == 0 or not runs_adapters(step, x.device):
-        _check_layouts(x, slots, num_pairs, out, router_weights)
+        _check_layouts(x, SlotTensors(*slots.tensors), num_pairs, out, router_weights)
         return
     if shrunk is not None:
         claim(shrunk, "workspace")
     launch_prepared(
         _launch_delta,
-        (x, *slots, shrunk, out, router_weights, *pairs.tables),
+        (x, slots, shrunk, out, router_weights, pairs.buffers),
         (tuple(slice_widths), num_pairs, num_experts, add_inputs, path),
         pairs.tuning,
     )
@@ -154,9 +156,9 @@ def _launch_delta(
     router_weights: Tensor | None,
     *tables_and_constants: Any,
 ) -> None:
-    """The fields of Tables, then the widths of the slices, the pairs and experts of the step,
-    whether inputs are added, and the path or None."""
-    *tables, slice_widths, num_pairs, num_experts, add_inputs, path = tables_and_constants
+    """The buffers of PairMetadata, then the widths of the slices, the pairs and experts of the
+    step, whether inputs are added, and the path or None."""
+    *tables, _, slice_widths, num_pairs, num_experts, add_inputs, path = tables_and_constants
     slots = SlotTensors(a, b, ranks, scales)
     _check_layouts(x, slots, num_pairs, out, router_weights)
     shape = shape_of(a, slice_widths, num_pairs=num_pairs, num_experts=num_experts)
