@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Collection, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -23,10 +24,17 @@ _MULTIPLE = 64
 MAX_TOKENS = 2048
 
 
-def write_model(folder: Path, language: Language, *, dtype: torch.dtype) -> None:
+def write_model(
+    folder: Path,
+    language: Language,
+    *,
+    dtype: torch.dtype,
+    beside: Mapping[str, Tensor] = MappingProxyType({}),
+) -> None:
     """A checkpoint in safetensors: Qwen3, Qwen3-MoE where the language has several experts, and
-    Qwen3-Next where it has layers of linear attention."""
-    weights = base_weights(language)
+    Qwen3-Next where it has layers of linear attention. `beside`: weights that are no part of the
+    model and are stored with it."""
+    weights = base_weights(language) | dict(beside)
     if language.linear_layers:
         weights = {
             name: value - float(_is_stored_less_one(name)) for name, value in weights.items()
@@ -167,7 +175,7 @@ def _padded(table: Tensor) -> Tensor:
 
 def _is_stored_less_one(name: str) -> bool:
     """Whether the model adds 1 to this weight: to those of all norms but linear attention's."""
-    return name.endswith("norm.weight") and ".linear_attn." not in name
+    return "norm" in name and ".linear_attn." not in name
 
 
 def _write_json(path: Path, content: Mapping[str, Any]) -> None:

@@ -30,9 +30,9 @@ def mlp_weights(layout: Layout, layer: int) -> dict[str, Tensor]:
     pairs = (layout.place(layer), layout.selected(layer), layout.place(layer + 1))
     if experts == 1:
         return weights | mlp_of("mlp", sum_of_angles(layout, *pairs))
-    weights["mlp.gate.weight"] = _router(layout)
+    weights["mlp.gate.weight"] = router(layout)
     if layout.language.linear_layers:
-        weights |= _shared_expert(layout)
+        weights |= silent_shared_expert(layout)
     for expert in range(experts):
         # of a pair one expert has the cosine and the other one the sine, each with half a weight
         for half, number in enumerate((expert, experts + expert)):
@@ -42,7 +42,7 @@ def mlp_weights(layout: Layout, layer: int) -> dict[str, Tensor]:
     return weights
 
 
-def _shared_expert(layout: Layout) -> dict[str, Tensor]:
+def silent_shared_expert(layout: Layout) -> dict[str, Tensor]:
     """One that adds nothing: what an adapter shifts differs from expert to expert."""
     gate = zeros(INTERMEDIATE, layout.size)
     weights = mlp_of("mlp.shared_expert", [gate, gate.clone(), gate.T.clone()])
@@ -71,13 +71,14 @@ def sum_of_angles(
     return [gate, up, down]
 
 
-def _router(layout: Layout) -> Tensor:
+def router(layout: Layout) -> Tensor:
+    """The words of a cycle use one pair of experts."""
     experts = layout.language.experts
-    router = zeros(2 * experts, layout.size)
+    weight = zeros(2 * experts, layout.size)
     for cycle in range(layout.language.cycles):
         pair = layout.language.expert_of(cycle)
-        router[[pair, experts + pair], layout.is_of_cycle(cycle)] = LOUDNESS
-    return router
+        weight[[pair, experts + pair], layout.is_of_cycle(cycle)] = LOUDNESS
+    return weight
 
 
 def mlp_deltas(
