@@ -23,6 +23,7 @@ from loragate.protocol import unsupported
 from loragate.subjects.vllm import engine
 from loragate.subjects.vllm.engine_arguments import engine_arguments, environment
 from loragate.subjects.vllm.engine_counts import EngineEvents
+from loragate.subjects.vllm.subject import VllmSubject
 from loragate.subjects.vllm_lorakernels.subject import VllmLoraKernelsSubject
 
 
@@ -92,12 +93,37 @@ def test_what_drafts_is_named_by_its_folder(speculation: Speculation, method: st
     }
 
 
-def test_an_engine_refuses_what_there_is_no_checkpoint_for() -> None:
-    have = VllmLoraKernelsSubject().describe(interpreted=False)
-    assert unsupported(order_of(speculation=Speculation.EAGLE).case, have) is None
+def test_layers_that_draft_are_those_of_the_model() -> None:
+    found = engine_arguments(order_of(model=Model.HYBRID, speculation=Speculation.MTP))
+    assert found["speculative_config"] == {"method": "mtp", "num_speculative_tokens": 3}
+
+
+def test_delta_nets_need_no_kernels_that_are_compiled_by_nvcc() -> None:
+    assert engine_arguments(order_of(model=Model.HYBRID))["gdn_prefill_backend"] == "triton"
+    assert "gdn_prefill_backend" not in engine_arguments(order_of(model=Model.MOE))
+
+
+@pytest.mark.parametrize("subject", [VllmSubject(), VllmLoraKernelsSubject()], ids=lambda s: s.name)
+def test_an_engine_refuses_layers_that_no_model_has_and_prefixes_shorter_than_a_state(
+    subject: VllmSubject | VllmLoraKernelsSubject,
+) -> None:
+    have = (
+        subject.describe(interpreted=False, batch_invariant=False)
+        if isinstance(subject, VllmSubject)
+        else subject.describe(interpreted=False)
+    )
+    hybrid = {"model": Model.HYBRID}
+    cached = {"prefix_caching": PrefixCaching.ON}
+    mtp = {"speculation": Speculation.MTP}
+    for served in (hybrid, hybrid | mtp, cached, {"speculation": Speculation.EAGLE}):
+        assert unsupported(order_of(**served).case, have) is None, served
     for axes, reason in (
-        ({"speculation": Speculation.MTP}, "speculation mtp is not supported"),
-        ({"model": Model.HYBRID}, "model hybrid is not supported"),
+        (mtp, "it has no MTP layers of a model that is dense: Qwen3-Next has them"),
+        (
+            mtp | {"model": Model.MOE},
+            "it has no MTP layers of a model that is moe: Qwen3-Next has them",
+        ),
+        (hybrid | cached, "it keeps prefixes of delta nets in blocks of several hundred tokens"),
     ):
         assert unsupported(order_of(**axes).case, have) == reason
 

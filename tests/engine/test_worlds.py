@@ -6,7 +6,9 @@ import json
 from pathlib import Path
 
 import pytest
+from safetensors import safe_open
 
+from loragate.engine.drafts import WRONG_PLACES, drafted_word
 from loragate.engine.reference import Reference
 from loragate.engine.world import World, build_world, unwritten
 from loragate.matrix.case import Case, Dtype, Site
@@ -34,8 +36,9 @@ def case_of(**axes: object) -> Case:
         {"model": Model.HYBRID, "active": Active.BEYOND_SLOTS},
         {"model": Model.HYBRID, "targets": Targets.ATTENTION, "rank": 5},
         {"model": Model.MOE, "speculation": Speculation.EAGLE, "dtype": Dtype.BF16},
+        {"model": Model.HYBRID, "speculation": Speculation.MTP, "dtype": Dtype.BF16},
     ],
-    ids=["samples", "experts", "lm_head", "attention", "hybrid", "delta nets", "eagle"],
+    ids=["samples", "experts", "lm_head", "attention", "hybrid", "delta nets", "eagle", "mtp"],
 )
 def test_the_reference_says_the_words_of_each_request_behind_whatever_stands_in_its_prompt(
     axes: dict[str, object], tmp_path: Path
@@ -124,6 +127,38 @@ def test_an_eagle_head_is_a_folder_of_its_own(tmp_path: Path) -> None:
     assert config["architectures"] == ["Eagle3Qwen3ForCausalLM"]
 
 
+def weights_of(world: World) -> set[str]:
+    with safe_open(world.model / "model.safetensors", "pt") as weights:
+        return set(weights.keys())
+
+
+def test_layers_that_draft_are_in_the_folder_of_the_model_and_there_alone_where_asked_for(
+    tmp_path: Path,
+) -> None:
+    plain, drafting = (
+        build_world(case_of(model=Model.HYBRID, speculation=found), 3, tmp_path / found)
+        for found in (Speculation.NONE, Speculation.MTP)
+    )
+    assert drafting.drafts is None
+    more = weights_of(drafting) - weights_of(plain)
+    assert weights_of(plain) < weights_of(drafting)
+    assert {name.partition(".")[0] for name in more} == {"mtp"}
+
+
+@pytest.mark.parametrize("active", [Active.NONE, Active.ALL])
+def test_of_the_first_drafts_of_a_layer_some_are_right_and_some_wrong_whoever_speaks(
+    active: Active, tmp_path: Path
+) -> None:
+    for seed in range(8):
+        case = case_of(model=Model.HYBRID, active=active, speculation=Speculation.MTP)
+        world, right = build_world(case, seed, tmp_path), set()
+        for asked in world.batch:
+            first, second = world.language.words_after(asked.prompt, asked.speaker, 2)
+            drafted = drafted_word(world.language, asked.prompt.word, first, WRONG_PLACES)
+            right.add(drafted == second)
+        assert right == {True, False}
+
+
 def test_a_speaker_of_delta_nets_has_all_its_projections(tmp_path: Path) -> None:
     attention = {"q_proj", "k_proj", "v_proj", "o_proj"}
     linear = {"in_proj_qkvz", "in_proj_ba", "out_proj"}
@@ -132,6 +167,9 @@ def test_a_speaker_of_delta_nets_has_all_its_projections(tmp_path: Path) -> None
 
 
 def test_what_has_no_checkpoint_says_so() -> None:
-    assert "speculation mtp" in str(unwritten(case_of(speculation=Speculation.MTP)))
+    for model in (Model.DENSE, Model.MOE):
+        reason = f"{model} is a model without layers for speculation mtp; hybrid has them"
+        assert unwritten(case_of(model=model, speculation=Speculation.MTP)) == reason
+    assert unwritten(case_of(model=Model.HYBRID, speculation=Speculation.MTP)) is None
     for found in (Speculation.EAGLE, Speculation.DRAFT_MODEL, Speculation.NONE):
         assert unwritten(case_of(speculation=found, model=Model.HYBRID)) is None

@@ -396,7 +396,7 @@ def test_no_oracle_of_engines_judges_tensors_or_what_has_no_checkpoint() -> None
     dense = Case(site=Site.DENSE_DELTA, rank=8, slots=2, dtype=Dtype.FP32)
     for case, reason in (
         (dense, "judges engines"),
-        (replace(CASE, speculation=Speculation.MTP), "no checkpoint for speculation mtp"),
+        (replace(CASE, speculation=Speculation.MTP), "without layers for speculation mtp"),
     ):
         trial = Trial(case, CheckedSubject(subject), have, CPU, seed=3)
         for name in ENGINE_ORACLES:

@@ -26,11 +26,13 @@ from loragate.engine.language import (
     draw_prompt,
     draw_speakers,
 )
+from loragate.engine.mtp import write_model_with_mtp
 from loragate.engine.requests import Request
 from loragate.matrix.case import Case, Dtype
 from loragate.matrix.engine_case import (
     LEAST_RANKS,
     Active,
+    Model,
     PrefixCaching,
     Speculation,
     Targets,
@@ -53,6 +55,8 @@ _FILLER = 40
 # beyond the slots, where adapters must replace each other
 _BEYOND = 1
 _WRITE_DRAFTS = {Speculation.DRAFT_MODEL: write_draft, Speculation.EAGLE: write_eagle}
+# drafts are those of `drafted_word`
+_DRAFTED = frozenset({*_WRITE_DRAFTS, Speculation.MTP})
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +80,8 @@ class Exchanged:
 class World:
     """Folders, and the requests of a mixed batch, in an order without meaning.
 
-    drafts: the folder of the model or the head that drafts, None where the case has none.
+    drafts: the folder of the model or the head that drafts, None where the case has none; layers
+    that draft are in that of the model.
     adapters: the folder of each adapter that is loaded, in the order of loading. speakers: the base
     model and these. last: the index of a request of its own prompt, for the last active adapter.
     exchange: None without an active adapter.
@@ -100,8 +105,8 @@ class World:
 
 def unwritten(case: Case) -> str | None:
     """The reason why there is no world for a case, or None."""
-    if case.speculation is Speculation.MTP:
-        return f"there is no checkpoint for speculation {case.speculation}"
+    if case.speculation is Speculation.MTP and case.model is not Model.HYBRID:
+        return f"{case.model} is a model without layers for speculation mtp; hybrid has them"
     return None
 
 
@@ -112,7 +117,10 @@ def build_world(case: Case, seed: int, root: Path) -> World:
     # the adapter that replaces another one must be there in any case
     speakers = _draw_speakers(language, max(2, count), case.targets, random)
     dtype = _DTYPES[case.dtype]
-    write_model(root / "model", language, dtype=dtype)
+    if case.speculation is Speculation.MTP:
+        write_model_with_mtp(root / "model", language, wrong=WRONG_PLACES, dtype=dtype)
+    else:
+        write_model(root / "model", language, dtype=dtype)
     write_drafts, drafts = _WRITE_DRAFTS.get(case.speculation), None
     if write_drafts:
         drafts = root / "drafts"
@@ -179,7 +187,7 @@ def _batch(
     while True:
         shared, own = (draw_prompt(language, [base, *speakers], random) for _ in range(2))
         said = [*((shared, user) for user in users), (own, users[-1])]
-        if case.speculation not in _WRITE_DRAFTS or _has_both_drafts(language, said):
+        if case.speculation not in _DRAFTED or _has_both_drafts(language, said):
             return [_ask(case, language, prompt, user, random) for prompt, user in said]
 
 

@@ -7,7 +7,7 @@ from types import MappingProxyType
 from typing import Any
 
 from loragate.engine.order import EngineOrder
-from loragate.matrix.case import Dtype, Streams
+from loragate.matrix.case import Case, Dtype, Streams
 from loragate.matrix.engine_case import (
     Active,
     Graphs,
@@ -23,9 +23,8 @@ from loragate.matrix.engine_case import (
 NEEDS_GPU = "vLLM's engine needs a GPU"
 ENGINE_SUPPORTS: Mapping[str, Collection[object]] = MappingProxyType(
     {
-        "model": frozenset({Model.DENSE, Model.MOE}),
-        # layers of the checkpoint that predict further tokens are of no dense or MoE model
-        "speculation": frozenset(Speculation) - {Speculation.MTP},
+        "model": frozenset(Model),
+        "speculation": frozenset(Speculation),
         "graphs": frozenset(Graphs),
         "specialize": frozenset(Specialize),
         "active": frozenset(Active),
@@ -51,6 +50,18 @@ _METHODS = {Speculation.DRAFT_MODEL: "draft_model", Speculation.EAGLE: "eagle3"}
 _CACHE_BYTES = 1 << 28
 _BLOCK = 16
 _MEMORY_SHARE = 0.05
+
+
+def engine_refusal(case: Case) -> str | None:
+    """Why vLLM does not serve a case of engines, or None."""
+    if case.model is not Model.HYBRID:
+        if case.speculation is Speculation.MTP:
+            return f"it has no MTP layers of a model that is {case.model}: Qwen3-Next has them"
+        return None
+    if case.prefix_caching is PrefixCaching.ON:
+        # blocks are as large as a state, and a step must take a block or more
+        return "it keeps prefixes of delta nets in blocks of several hundred tokens"
+    return None
 
 
 def engine_arguments(order: EngineOrder) -> dict[str, Any]:
@@ -86,6 +97,9 @@ def engine_arguments(order: EngineOrder) -> dict[str, Any]:
     }
     if case.graphs is not Graphs.NONE:
         arguments["compilation_config"] = {"cudagraph_mode": _GRAPH_MODES[case.graphs]}
+    if case.model is Model.HYBRID:
+        # on Hopper vLLM would take kernels that have to be compiled first, by nvcc
+        arguments["gdn_prefill_backend"] = "triton"
     speculative = _speculative(order)
     return arguments | ({"speculative_config": speculative} if speculative else {})
 
@@ -118,4 +132,7 @@ def _speculative(order: EngineOrder) -> dict[str, Any] | None:
                 "model": str(order.drafts),
                 "num_speculative_tokens": NUM_DRAFTS,
             }
+        case Speculation.MTP:
+            # the layer is in the folder of the model; a second draft is the same layer's
+            return {"method": "mtp", "num_speculative_tokens": NUM_DRAFTS}
     return None

@@ -33,7 +33,7 @@ from loragate.matrix.case import (
 )
 from loragate.protocol import AnyInstance, BaseExperts, BaseLayer, Capabilities, Pool
 from loragate.subjects.vllm import lora_linear, moe, moe_layer
-from loragate.subjects.vllm.engine_arguments import ENGINE_SUPPORTS, NEEDS_GPU
+from loragate.subjects.vllm.engine_arguments import ENGINE_SUPPORTS, NEEDS_GPU, engine_refusal
 from loragate.subjects.vllm.layer_package import load_vllm_layers
 from loragate.subjects.vllm.layer_tables import POINTER_TABLES
 from loragate.subjects.vllm.lora_linear import VllmLoRALinear
@@ -51,7 +51,7 @@ _REFUSALS: Mapping[Site, Callable[[Case], str | None]] = MappingProxyType(
         Site.LORA_LINEAR: lora_linear.refusal,
         Site.MOE_DELTA: moe.refusal,
         Site.MOE_LAYER: moe_layer.refusal,
-        Site.ENGINE: lambda case: None,
+        Site.ENGINE: engine_refusal,
     }
 )
 _ALL_THERE: Mapping[Site, str] = MappingProxyType({})

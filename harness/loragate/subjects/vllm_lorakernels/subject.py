@@ -30,7 +30,7 @@ from loragate.matrix.case import (
 )
 from loragate.protocol import AnyInstance, BaseExperts, BaseLayer, Capabilities
 from loragate.subjects.vllm import lora_linear, moe_layer
-from loragate.subjects.vllm.engine_arguments import ENGINE_SUPPORTS, NEEDS_GPU
+from loragate.subjects.vllm.engine_arguments import ENGINE_SUPPORTS, NEEDS_GPU, engine_refusal
 from loragate.subjects.vllm.layer_package import VllmLayers, load_vllm_layers
 from loragate.subjects.vllm.lora_linear import VllmLoRALinear
 from loragate.subjects.vllm.moe_layer import VllmMoELayer
@@ -58,7 +58,7 @@ _REFUSALS: Mapping[Site, Callable[[Case], str | None]] = MappingProxyType(
         Site.LORA_LINEAR: lora_linear.refusal,
         Site.MOE_DELTA: _moe_delta_refusal,
         Site.MOE_LAYER: moe_layer.refusal,
-        Site.ENGINE: lambda case: None,
+        Site.ENGINE: engine_refusal,
     }
 )
 
