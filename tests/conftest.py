@@ -9,6 +9,7 @@ from __future__ import annotations
 import gc
 import os
 import signal
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -48,6 +49,19 @@ def collected() -> Iterator[None]:
     is_on = gc.isenabled()
     gc.enable()
     assert is_on, "the test has left the garbage collector off"
+
+
+@pytest.fixture(autouse=True)
+def uninitialised_memory() -> Iterator[None]:
+    """What `torch.empty` returns holds NaN, or the largest integer, within a test: the zeros that
+    it mostly holds otherwise hide a reset that is missing."""
+    torch = sys.modules.get("torch")
+    if torch is None:
+        yield
+        return
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    yield
+    torch.use_deterministic_algorithms(False)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

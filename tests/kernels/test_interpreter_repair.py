@@ -82,6 +82,16 @@ def _maximum(x, y):
 
 
 @triton.jit
+def _clamped(x, y):
+    return tl.clamp(x, y * 0.0 - 0.5, y * 0.0 + 0.75)
+
+
+@triton.jit
+def _multiply_and_add(x, y):
+    return tl.fma(x, y, x)
+
+
+@triton.jit
 def _total(x, y):
     return x * 0.0 + tl.sum(x, axis=0)
 
@@ -89,6 +99,25 @@ def _total(x, y):
 @triton.jit
 def _running_total(x, y):
     return tl.cumsum(x, axis=0)
+
+
+@triton.jit
+def _larger(x, place, y, other_place):
+    is_first = (x > y) | ((x == y) & (place < other_place))
+    return tl.where(is_first, x, y), tl.where(is_first, place, other_place)
+
+
+@triton.jit
+def _reduce(x_ptr, total_ptr, totals_ptr, largest_ptr, place_ptr, N: tl.constexpr):
+    offs = tl.arange(0, N)
+    cells = offs[:, None] * N + offs[None, :]
+    x = tl.load(x_ptr + cells)
+    # Triton takes bf16 for fp32 in `tl.sum` and its like, but not in these
+    tl.store(total_ptr + offs, tl.reduce(x, 1, _add).to(tl.float32))
+    tl.store(totals_ptr + cells, tl.associative_scan(x, 1, _add).to(tl.float32))
+    largest, place = tl.reduce((x, offs[None, :] + 0 * cells), 1, _larger)
+    tl.store(largest_ptr + offs, largest.to(tl.float32))
+    tl.store(place_ptr + offs, place)
 
 
 @triton.jit
@@ -156,6 +185,8 @@ def test_a_cast_from_another_type_converts_the_number(source: torch.dtype) -> No
         (_negate, lambda x, y: -x),
         (_smaller, torch.minimum),
         (_maximum, torch.maximum),
+        (_clamped, lambda x, y: x.clamp(-0.5, 0.75)),
+        (_multiply_and_add, lambda x, y: (x.float() * y.float() + x.float()).bfloat16()),
         (_total, lambda x, y: x.float().sum().bfloat16().expand(N)),
         (_running_total, lambda x, y: x.float().cumsum(0).bfloat16()),
     ],
@@ -165,6 +196,18 @@ def test_arithmetic_on_bf16_equals_torch_bit_for_bit(kernel: object, wanted: obj
     x, y, out = _draw(N, seed=0), _draw(N, seed=1), torch.empty(N, dtype=torch.bfloat16)
     _map[(1,)](x, y, out, N, kernel)
     assert torch.equal(out, wanted(x, y))  # type: ignore[operator]
+
+
+def test_a_reduction_by_a_function_of_its_own_gives_bf16_and_leaves_other_types() -> None:
+    x, total, totals = _draw(N, N, seed=0), torch.zeros(N), torch.zeros(N, N)
+    largest, place = torch.zeros(N), torch.zeros(N, dtype=torch.int32)
+    _reduce[(1,)](x, total, totals, largest, place, N)
+    for found, wanted in ((total, x.float().sum(1)), (totals, x.float().cumsum(1))):
+        # a value of bf16, though what holds it has room for more
+        assert torch.equal(found, found.bfloat16().float())
+        torch.testing.assert_close(found, wanted, rtol=1e-2, atol=1e-2)
+    assert torch.equal(largest, x.float().amax(1))
+    assert torch.equal(place.long(), x.float().argmax(1))
 
 
 def test_a_loop_over_device_values_runs_with_every_numpy() -> None:

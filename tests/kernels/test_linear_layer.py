@@ -348,6 +348,7 @@ BAD_PARTS = [
     ),
     ({"kk": factors(2, 8, 7)}, "parts may name q, k, v, kv or 0 to 2 (got 'kk')"),
     ({3: factors(2, 8, 7)}, "parts may name q, k, v, kv or 0 to 2 (got 3)"),
+    ({5: factors(2, 8, 7)}, "parts may name q, k, v, kv or 0 to 2 (got 5)"),
     (
         {"k": factors(2, 8, 7), "kv": factors(2, 16, 9)},
         "slice k is given twice",

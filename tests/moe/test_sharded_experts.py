@@ -247,6 +247,7 @@ def test_each_rank_holds_its_part_of_both_factors() -> None:
     assert w2.a.shape == (SLOTS, EXPERTS, 1, 8, 3)
     assert [layer.w2_slots.b.shape[2] for layer in layers] == [4, 5, 5, 5]
     assert [layer.w2_slots.first_column for layer in layers] == [0, 4, 9, 14]
+    assert {layer.w13_slots.first_column for layer in layers} == {0}
     # the adapter of slot 1 has one rank of gate, which is on the first rank
     assert [bool(layer.w13_slots.a[1, :, 0].any()) for layer in layers] == [True] + 3 * [False]
 

@@ -440,6 +440,7 @@ def test_every_token_of_a_prompt_pass_sees_something_and_no_live_one_sees_paddin
         ([[1] * 5, [1], [1]], 0, "may have 12 tokens, with padding .got 15"),
         ([[1] * 9], 0, "prompts may have 8 tokens .got 9"),
         ([[1], [1]], 2, "must fit into 3 lines .got 2 from line 2 on"),
+        ([[1], [1]], -1, "must fit into 3 lines .got 2 from line -1 on"),
     ],
 )
 def test_prompts_that_do_not_fit_are_refused(

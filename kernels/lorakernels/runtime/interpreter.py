@@ -157,8 +157,8 @@ def _repair_casts(builder: Any) -> None:
 
 
 def _repair_arithmetic(builder: Any) -> None:
-    unary, binary = builder.unary_op, builder.binary_op
-    ternary, fma = builder.ternary_op, builder.create_fma
+    # of three operands: `tl.where` moves bits and needs no value, `tl.clamp` gets fp32 from Triton
+    unary, binary, fma = builder.unary_op, builder.binary_op, builder.create_fma
 
     def as_operand(result: Any) -> Any:
         # comparisons give bools, which stay
@@ -174,12 +174,6 @@ def _repair_arithmetic(builder: Any) -> None:
             return binary(self, lhs, rhs, op)
         return as_operand(binary(self, _widened(lhs), _widened(rhs), op))
 
-    def ternary_op(self: Any, lhs: Any, rhs: Any, other: Any, op: Any) -> Any:
-        # a selection moves bits and needs no value
-        if not _is_bf16(other) or op is np.where:
-            return ternary(self, lhs, rhs, other, op)
-        return _narrowed(ternary(self, _widened(lhs), _widened(rhs), _widened(other), op))
-
     def create_fma(self: Any, x: Any, y: Any, z: Any) -> Any:
         if not _is_bf16(z):
             return fma(self, x, y, z)
@@ -187,7 +181,6 @@ def _repair_arithmetic(builder: Any) -> None:
 
     builder.unary_op = unary_op
     builder.binary_op = binary_op
-    builder.ternary_op = ternary_op
     builder.create_fma = create_fma
 
 
@@ -215,8 +208,6 @@ def _repair_reductions(interpreter: Any) -> None:
 
     def narrowed(value: Any, like: Any) -> Any:
         if not isinstance(like, tl.core.tensor) or like.dtype != tl.bfloat16:
-            return value
-        if value.dtype != tl.float32:
             return value
         return base.to_tensor(None, encode_bf16(value.handle.data), tl.bfloat16)
 

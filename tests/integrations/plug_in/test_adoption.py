@@ -73,6 +73,14 @@ def test_nothing_keeps_the_old_stacks_of_experts(plain: Any, kit: Any, shared: b
 
 
 @pytest.mark.parametrize("shared", [False, True])
+def test_experts_of_one_slice_keep_their_stacks(plain: Any, kit: Any, shared: bool) -> None:
+    layer = kit.experts("FusedMoE3DWithLoRA", slices=1, shared=shared)
+    before = layer.stacks
+    adopt(layer, plain.wrapper)
+    assert all(old is new for old, new in zip(before, layer.stacks, strict=True))
+
+
+@pytest.mark.parametrize("shared", [False, True])
 def test_the_lists_of_parts_follow_the_stacks_of_experts(
     plain: Any, kit: Any, shared: bool
 ) -> None:
