@@ -58,6 +58,9 @@ def engine_refusal(case: Case) -> str | None:
         if case.speculation is Speculation.MTP:
             return f"it has no MTP layers of a model that is {case.model}: Qwen3-Next has them"
         return None
+    if case.speculation is not Speculation.MTP:
+        # kernels of delta nets are compiled and tuned when an engine starts
+        return "it takes minutes to start with a hybrid model, and serves one for mtp alone"
     if case.prefix_caching is PrefixCaching.ON:
         # blocks are as large as a state, and a step must take a block or more
         return "it keeps prefixes of delta nets in blocks of several hundred tokens"
