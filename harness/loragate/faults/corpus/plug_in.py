@@ -90,6 +90,27 @@ FAULTS = (
         source="own",
         why="Reversed slices are read from the place of the second one.",
     ),
+    _experts(
+        "plug-in-remembers-where-stacks-were",
+        "        if known is None or known.addresses != _addresses(a, b):\n",
+        "        if known is None:\n",
+        source="own",
+        why="Memory that is put into the place of a stack is not read.",
+    ),
+    _experts(
+        "plug-in-remembers-experts-by-a-alone",
+        "        key = id(a), id(b)\n",
+        "        key = id(a), id(a)\n",
+        source="own",
+        why="Slices of other widths in the same memory get the widths of the first ones.",
+    ),
+    _experts(
+        "plug-in-remembers-ids-of-slices-that-are-gone",
+        "        return cls(a, b, _addresses(a, b)",
+        "        return cls((), (), _addresses(a, b)",
+        source="own",
+        why="Other slices that get the id of earlier ones get their widths as well.",
+    ),
     _packing(
         "plug-in-packs-b-of-the-first-slice-only",
         "    for view, old in zip((*views_a, *views_b), (*a, *b), strict=True):\n",

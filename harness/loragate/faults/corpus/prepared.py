@@ -12,6 +12,13 @@ _KEY = "        key = plan, constants, tuning, tuple(map(_layout, operands))\n"
 
 FAULTS = (
     _prepared(
+        "fixed-tensors-have-the-layout-of-the-first",
+        "        return tuple(map(_layout, self.tensors))\n",
+        "        return tuple(map(_layout, self.tensors[:1]))\n",
+        source="own",
+        why="A layer whose B is wider than that of another one gets its launches.",
+    ),
+    _prepared(
         "layout-without-strides",
         _LAYOUT,
         "    return operand.shape, operand.dtype, operand.device, is_aligned\n",
