@@ -38,7 +38,8 @@ FAULTS = (
     _moe(
         "delta-of-experts-left-out-while-no-slot-is-loaded",
         "    if num_pairs == 0 or not runs_adapters(step, x.device):\n",
-        "    is_empty = not any(map(any, slots.ranks.tolist()))\n"
+        "    ranks = SlotTensors(*slots.tensors).ranks\n"
+        "    is_empty = not any(map(any, ranks.tolist()))\n"
         "    if num_pairs == 0 or not runs_adapters(step, x.device) or is_empty:\n",
         source="vllm #35536",
         why="A graph that is captured before an adapter is loaded never adds a delta of experts.",
