@@ -53,16 +53,18 @@ def collected() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def uninitialised_memory() -> Iterator[None]:
-    """What `torch.empty` returns holds NaN, or the largest integer, within a test: the zeros that
-    it mostly holds otherwise hide a reset that is missing. Not with a GPU, where a captured graph
-    would have kernels that fill it."""
+    """What `torch.empty` returns holds NaN, or the largest integer, in the body of a test: the
+    zeros that it mostly holds otherwise hide a reset that is missing. torch does so in its mode of
+    deterministic algorithms. Not with a GPU, where a captured graph would have kernels that fill
+    memory."""
     torch = sys.modules.get("torch")
     if torch is None or torch.cuda.is_available():
         yield
         return
+    before = torch.are_deterministic_algorithms_enabled()
     torch.use_deterministic_algorithms(True, warn_only=True)
     yield
-    torch.use_deterministic_algorithms(False)
+    torch.use_deterministic_algorithms(before)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

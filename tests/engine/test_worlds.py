@@ -146,7 +146,7 @@ def test_layers_that_draft_are_in_the_folder_of_the_model_and_there_alone_where_
 
 
 @pytest.mark.parametrize("active", [Active.NONE, Active.ALL])
-def test_of_the_first_drafts_of_a_layer_some_are_right_and_some_wrong_whoever_speaks(
+def test_a_batch_for_mtp_has_words_that_are_drafted_right_and_words_that_are_not(
     active: Active, tmp_path: Path
 ) -> None:
     for seed in range(8):

@@ -1,5 +1,6 @@
 """A checkpoint of Qwen3-Next with the layer that predicts the token after the next one, in the form
 that vLLM 0.26 loads as method `mtp` (qwen3_next_mtp.py): names `mtp.*` beside those of the model.
+The config has no key for it: without `num_nextn_predict_layers` vLLM takes one such layer.
 
 Of each token it reads the embedding of the token that follows and the model's last hidden state,
 behind the norm; in later steps its own. Embeddings and head are the model's. The layer drafts what

@@ -4,7 +4,6 @@ shared factors, and slices in the other order."""
 from __future__ import annotations
 
 import gc
-import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -124,8 +123,14 @@ def test_layers_that_run_one_after_the_other_share_their_tables(
     assert len(plain.wrapper._experts) == 1
 
 
+@pytest.mark.parametrize(("shared", "swaps"), [(False, False), (True, False), (False, True)])
 def test_the_buffers_of_each_layer_are_looked_for_once(
-    plain: Any, mixin: Any, make_experts: Any, monkeypatch: pytest.MonkeyPatch
+    plain: Any,
+    mixin: Any,
+    make_experts: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    shared: bool,
+    swaps: bool,
 ) -> None:
     found = []
 
@@ -134,13 +139,13 @@ def test_the_buffers_of_each_layer_are_looked_for_once(
         return found[-1]
 
     monkeypatch.setattr(experts_module, "whole", whole)
-    layers = [make_experts(plain, mixin) for _ in range(2)]
+    layers = [make_experts(plain, mixin, shared=shared) for _ in range(2)]
     for stack in layers[1].layer.stacks:
         stack.mul_(2)
     for slots in (MIXED, (1, 0)):
         plain.step(slots)
         for layer in (*layers, layers[0]):
-            layer.apply(slots)
+            layer.apply(slots, swaps=swaps)
     # w13 and w2
     assert len(found) == 2 * len(layers)
 
@@ -168,11 +173,11 @@ def test_memory_that_is_put_in_the_place_of_a_stack_is_read(
     experts.apply(MIXED)
 
 
-def test_slices_that_are_made_anew_in_each_step_do_not_pile_up(
+def test_the_factors_of_many_layers_do_not_pile_up(
     plain: Any, mixin: Any, make_experts: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(experts_module, "_MOST_LAYERS", 3)
-    layers = [make_experts(plain, mixin, shared=shared) for shared in (True, False)]
+    monkeypatch.setattr(experts_module, "_MOST_FACTORS", 3)
+    layers = [make_experts(plain, mixin) for _ in range(3)]
     plain.step(MIXED)
     for _ in range(3):
         for layer in layers:
@@ -220,14 +225,26 @@ def test_slices_of_other_widths_in_the_same_memory_are_other_slices() -> None:
         torch.testing.assert_close(made.add(a, b), made.wanted(widths))
 
 
-def test_no_other_slices_get_the_ids_of_those_that_are_remembered() -> None:
+@pytest.mark.parametrize("side", ["a", "b"])
+def test_slices_of_other_strides_in_the_memory_of_a_layer_are_refused(side: str) -> None:
     made = Deltas()
     a, b = made.slices((16, 16))
     made.add(a, b)
-    seen = [weakref.ref(part) for part in (*a, *b)]
-    del a, b
+    (part, *_) = a if side == "a" else b
+    part.data = part.data.transpose(2, 3).contiguous().transpose(2, 3)
+    part.data = torch.as_strided(getattr(made, side), part.shape, part.stride())
+    with pytest.raises(ValueError, match=rf"^{side} must be the first slice of a packed layer, "):
+        made.add(a, b)
+
+
+def test_the_memory_of_slices_that_are_remembered_is_not_given_to_others() -> None:
+    made = Deltas()
+    made.add(*made.slices((16, 16)))
+    # a storage lives as long as one of its views
+    seen = [each.untyped_storage()._weak_ref() for each in (made.a, made.b)]
+    del made.a, made.b
     gc.collect()
-    assert all(part() is not None for part in seen)
+    assert not any(map(torch.UntypedStorage._expired, seen))
 
 
 def test_a_that_is_no_slice_of_a_packed_layer_is_refused_also_in_the_memory_of_one() -> None:

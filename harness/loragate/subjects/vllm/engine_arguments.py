@@ -53,14 +53,12 @@ _MEMORY_SHARE = 0.05
 
 
 def engine_refusal(case: Case) -> str | None:
-    """Why vLLM does not serve a case of engines, or None."""
+    """Why a case of engines is not run with vLLM, or None."""
     if case.model is not Model.HYBRID:
-        if case.speculation is Speculation.MTP:
-            return f"it has no MTP layers of a model that is {case.model}: Qwen3-Next has them"
         return None
     if case.speculation is not Speculation.MTP:
         # kernels of delta nets are compiled and tuned when an engine starts
-        return "it takes minutes to start with a hybrid model, and serves one for mtp alone"
+        return "it takes minutes to start with a hybrid model: only cases with mtp are run"
     if case.prefix_caching is PrefixCaching.ON:
         # blocks are as large as a state, and a step must take a block or more
         return "it keeps prefixes of delta nets in blocks of several hundred tokens"

@@ -5,7 +5,7 @@ vLLM calls these outside of traced graphs, in its opaque operator of a MoE layer
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -18,22 +18,23 @@ from lorakernels.moe.align.tables import PairTables
 from lorakernels.moe.delta.ops import add_delta
 from lorakernels.runtime.prepared import FixedTensors
 
-# a server has fewer MoE layers; a caller may make slices anew in each step
-_MOST_LAYERS = 1 << 10
+# two of each MoE layer, and of the slices in their reverse order
+_MOST_FACTORS = 1 << 12
 
 
 class ExpertDeltas:
     """The deltas of MoE layers with as many experts, which run one after the other.
 
     pairs: its buffers stay the same ones. constants: ranks and scales, at least slots * slices
-    values, the same for all.
+    values, the same for all. The memory of the slices of a layer that was served is kept.
     """
 
     def __init__(self, pairs: PairMetadata, constants: tuple[Tensor, Tensor]) -> None:
         self.pairs, self._constants = pairs, constants
         self._buffers = FixedTensors(pairs.buffers)
-        # by the ids of the slices of A and B, which are kept with their factors
-        self._factors: dict[tuple[int, int], _Factors] = {}
+        # by all of the slices that they follow from. Nothing else comes to the place of a slice,
+        # since its memory is kept
+        self._factors: dict[Hashable, _Factors] = {}
 
     def prepare(self, topk_ids: Tensor, row_slots: Tensor) -> None:
         """Install the routing of a step, [rows, top_k]. row_slots: that of StepTables."""
@@ -76,12 +77,12 @@ class ExpertDeltas:
         return PairTables.of_fixed(self._buffers, num_rows, self.pairs.sizes)
 
     def _factors_of(self, a: Slices, b: Slices) -> _Factors:
-        """Layers hand in the same slices in each step. ValueError."""
-        key = id(a), id(b)
+        """A layer has the same slices in each step, if as other views of them. ValueError."""
+        key = tuple(map(_place, (a[0], a[-1], *b)))
         known = self._factors.get(key)
-        if known is None or known.addresses != _addresses(a, b):
+        if known is None:
             known = _Factors.of(a, b, self._constants)
-            while len(self._factors) >= _MOST_LAYERS:
+            while len(self._factors) >= _MOST_FACTORS:
                 del self._factors[next(iter(self._factors))]
             self._factors[key] = known
         return known
@@ -114,10 +115,6 @@ class _Factors:
     """What the slices of a layer are parts of, as `add_delta` takes it. `widths` are in memory's
     order, from which that of the slices differs where they are swapped."""
 
-    # as long as they live, nothing else has their ids
-    a: Slices
-    b: Slices
-    addresses: tuple[int, int]
     slots: FixedTensors
     widths: tuple[int, ...]
     is_swapped: bool
@@ -128,12 +125,11 @@ class _Factors:
         packed, is_swapped = factors_of(a, b)
         check_constants(*constants, packed.a)
         slots = FixedTensors((packed.a, packed.b, *constants))
-        return cls(a, b, _addresses(a, b), slots, tuple(packed.widths), is_swapped)
+        return cls(slots, tuple(packed.widths), is_swapped)
 
 
-def _addresses(a: Slices, b: Slices) -> tuple[int, int]:
-    """Another tensor may be put into the place of a slice's memory."""
-    return a[0].data_ptr(), b[0].data_ptr()
+def _place(part: Tensor) -> Hashable:
+    return part.data_ptr(), part.shape, part.stride(), part.dtype
 
 
 def factors_of(a: Sequence[Tensor], b: Sequence[Tensor]) -> tuple[PackedFactors, bool]:
