@@ -161,18 +161,6 @@ def test_adapters_that_are_loaded_between_two_steps_are_seen_by_the_second(
     experts.apply(MIXED)
 
 
-@pytest.mark.parametrize("side", ["a", "b"])
-def test_memory_that_is_put_in_the_place_of_a_stack_is_read(
-    plain: Any, mixin: Any, make_experts: Any, side: str
-) -> None:
-    experts = make_experts(plain, mixin)
-    plain.step(MIXED)
-    experts.apply(MIXED)
-    (stack,) = getattr(experts.layer, f"w2_lora_{side}_stacked")
-    stack.data = 2 * stack.data
-    experts.apply(MIXED)
-
-
 def test_the_factors_of_many_layers_do_not_pile_up(
     plain: Any, mixin: Any, make_experts: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -226,14 +214,41 @@ def test_slices_of_other_widths_in_the_same_memory_are_other_slices() -> None:
 
 
 @pytest.mark.parametrize("side", ["a", "b"])
-def test_slices_of_other_strides_in_the_memory_of_a_layer_are_refused(side: str) -> None:
+def test_slices_that_get_other_memory_are_read_there(side: str) -> None:
+    made = Deltas()
+    a, b = made.slices((20, 12))
+    made.add(a, b)
+    setattr(made, side, 2 * getattr(made, side))
+    for part, new in zip((*a, *b), sum(made.slices((20, 12)), ()), strict=True):
+        part.data = new
+    torch.testing.assert_close(made.add(a, b), made.wanted((20, 12)))
+
+
+@pytest.mark.parametrize("swaps", [False, True])
+@pytest.mark.parametrize("side", ["a", "b"])
+def test_slices_of_other_strides_in_the_memory_of_a_layer_are_refused(
+    side: str, swaps: bool
+) -> None:
     made = Deltas()
     a, b = made.slices((16, 16))
+    # the first one in memory
+    part = a[0] if side == "a" else b[0]
+    if swaps:
+        a, b = a[::-1], b[::-1]
     made.add(a, b)
-    (part, *_) = a if side == "a" else b
     part.data = part.data.transpose(2, 3).contiguous().transpose(2, 3)
     part.data = torch.as_strided(getattr(made, side), part.shape, part.stride())
     with pytest.raises(ValueError, match=rf"^{side} must be the first slice of a packed layer, "):
+        made.add(a, b)
+
+
+def test_slices_of_another_dtype_in_the_memory_of_a_layer_are_other_slices() -> None:
+    made = Deltas()
+    a, b = made.slices((16, 16))
+    made.add(a, b)
+    for part in a:
+        part.data = part.data.view(torch.int32)
+    with pytest.raises(ValueError, match=r"^x must be torch.int32 like the weights"):
         made.add(a, b)
 
 

@@ -99,8 +99,8 @@ FAULTS = (
     ),
     _experts(
         "plug-in-remembers-experts-by-a-alone",
-        "        key = tuple(map(_place, (a[0], a[-1], *b)))\n",
-        "        key = tuple(map(_place, (a[0], a[-1])))\n",
+        "        key = tuple(map(_place, (*a, *b)))\n",
+        "        key = tuple(map(_place, a))\n",
         source="own",
         why="Slices of other widths in the same memory get the widths of the first ones.",
     ),

@@ -78,7 +78,7 @@ class ExpertDeltas:
 
     def _factors_of(self, a: Slices, b: Slices) -> _Factors:
         """A layer has the same slices in each step, if as other views of them. ValueError."""
-        key = tuple(map(_place, (a[0], a[-1], *b)))
+        key = tuple(map(_place, (*a, *b)))
         known = self._factors.get(key)
         if known is None:
             known = _Factors.of(a, b, self._constants)
