@@ -186,7 +186,9 @@ def test_a_worker_with_short_trials_goes_on_until_the_long_one_of_another_has_en
     _wait_for_the_long_trial(go)
     # the first trial of a process takes longer than a short one where the machine is busy
     started = len(_recorded(history))
-    while sum(tokens == 3 for tokens, _ in _recorded(history)[started:]) < 3:
+    for _ in range(30):
+        if sum(tokens == 3 for tokens, _ in _recorded(history)[started:]) >= 3:
+            break
         waves._hear_workers(time.monotonic() + 1)
     before = len(_recorded(history))
     timer = Timer(4.0, go.touch)
