@@ -70,6 +70,21 @@ def hybrid(tmp_path_factory: pytest.TempPathFactory) -> Bench:
     return Bench(tmp_path_factory.mktemp("hybrid"), HYBRID)
 
 
+def test_a_reference_runs_in_one_thread_and_leaves_those_of_its_caller(dense: Bench) -> None:
+    reference = Reference(dense.root / "model")
+    seen: list[int] = []
+    reference.model.register_forward_pre_hook(lambda *_: seen.append(torch.get_num_threads()))
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(3)
+        reference.logits([0, 1])
+        with pytest.raises(IndexError):
+            reference.logits([reference.num_tokens])
+        assert (seen, torch.get_num_threads()) == ([1, 1], 3)
+    finally:
+        torch.set_num_threads(before)
+
+
 def test_right_tokens_pass_and_the_noise_is_far_below_a_wrong_word(dense: Bench) -> None:
     report = dense.judged({})
     assert report.decision is Decision.PASS
