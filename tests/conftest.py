@@ -54,17 +54,16 @@ def collected() -> Iterator[None]:
 @pytest.fixture(autouse=True)
 def uninitialised_memory() -> Iterator[None]:
     """What `torch.empty` returns holds NaN, or the largest integer, in the body of a test: the
-    zeros that it mostly holds otherwise hide a reset that is missing. torch does so in its mode of
-    deterministic algorithms. Not with a GPU, where a captured graph would have kernels that fill
-    memory."""
+    zeros that it mostly holds otherwise hide a reset that is missing. Not with a GPU, where a
+    captured graph would have kernels that fill memory."""
     torch = sys.modules.get("torch")
     if torch is None or torch.cuda.is_available():
         yield
         return
-    before = torch.are_deterministic_algorithms_enabled()
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    yield
-    torch.use_deterministic_algorithms(before)
+    from loragate.inputs.poison import marked_allocations
+
+    with marked_allocations(warn_only=True):
+        yield
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -16,6 +16,7 @@ from torch import Tensor
 from loragate.execution.graph import capture
 from loragate.findings.ledger import Needs, Observation
 from loragate.findings.probing import Probe, dense_probe, right_or_wrong, seen, values_of
+from loragate.inputs.poison import marked_allocations
 from loragate.subjects.vllm.package import VllmOps
 
 _RANK, _IN, _WIDTH, _SLOTS, _ROWS = 16, 32, 32, 2, 4
@@ -53,16 +54,8 @@ def mapping_tail_stale(ops: VllmOps, device: str) -> Observation:
 
 
 def mapping_uninitialised(ops: VllmOps, device: str) -> Observation:
-    # torch's own switch that makes the content of empty() visible
-    memory: Any = torch.utils.deterministic
-    fill, strict = memory.fill_uninitialized_memory, torch.are_deterministic_algorithms_enabled()
-    torch.use_deterministic_algorithms(True)
-    memory.fill_uninitialized_memory = True
-    try:
+    with marked_allocations():
         mapping = _meta(ops, device).meta_args(_ROWS, False)[0].tolist()
-    finally:
-        memory.fill_uninitialized_memory = fill
-        torch.use_deterministic_algorithms(strict)
     filled = torch.iinfo(torch.int32).max
     text = f"before the first step the mapping reads {mapping} with empty() filled by a marker"
     return seen(mapping == [filled] * _ROWS, text)

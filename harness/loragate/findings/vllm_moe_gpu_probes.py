@@ -5,8 +5,6 @@ Invariant: as in vllm_moe_probes.py.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -14,6 +12,7 @@ from loragate.execution.graph import capture
 from loragate.findings.ledger import Needs, Observation
 from loragate.findings.probing import Probe, moe_probe, seen
 from loragate.findings.vllm_moe_launch import Launch, Way
+from loragate.inputs.poison import marked_allocations
 from loragate.subjects.vllm.moe_package import VllmMoEOps
 
 _RANK, _IN, _WIDTH, _SLOTS, _EXPERTS, _ROWS = 16, 32, 32, 2, 2, 4
@@ -22,17 +21,9 @@ _MANY_EXPERTS = (512, 992, 1024)
 
 def padding_uninitialised(ops: VllmMoEOps, device: str) -> Observation:
     launch = _launch(ops, device, _EXPERTS)
-    # torch's own switch that makes the content of empty() visible
-    memory: Any = torch.utils.deterministic
-    fill, strict = memory.fill_uninitialized_memory, torch.are_deterministic_algorithms_enabled()
-    torch.use_deterministic_algorithms(True)
-    memory.fill_uninitialized_memory = True
-    try:
+    with marked_allocations():
         *_, post_pad = launch.assign(_ids(device), Way.ONE_SHOT)
         lengths = post_pad.tolist()
-    finally:
-        memory.fill_uninitialized_memory = fill
-        torch.use_deterministic_algorithms(strict)
     text = f"with rows of slot 0 alone the padded lengths are {lengths}, empty() filled by a marker"
     return seen(lengths[1] == torch.iinfo(torch.int32).max, text)
 

@@ -37,6 +37,22 @@ def zeroed_allocations() -> Iterator[None]:
 
 
 @contextmanager
+def marked_allocations(*, warn_only: bool = False) -> Iterator[None]:
+    """Floats hold NaN and integers their largest value, by torch's own mode of deterministic
+    algorithms: also what torch allocates itself. warn_only: of operations that have none."""
+    memory: Any = torch.utils.deterministic
+    fill, strict = memory.fill_uninitialized_memory, torch.are_deterministic_algorithms_enabled()
+    warned_only = torch.is_deterministic_algorithms_warn_only_enabled()
+    torch.use_deterministic_algorithms(True, warn_only=warn_only)
+    memory.fill_uninitialized_memory = True
+    try:
+        yield
+    finally:
+        memory.fill_uninitialized_memory = fill
+        torch.use_deterministic_algorithms(strict, warn_only=warned_only)
+
+
+@contextmanager
 def _filled(fill: Callable[[Tensor], Tensor]) -> Iterator[None]:
     with ExitStack() as stack:
         for owner, name in _ALLOCATORS:
