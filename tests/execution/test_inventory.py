@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -34,6 +35,7 @@ from loragate.execution.trace.operations import (
     Trace,
     Wait,
 )
+from loragate.execution.trace.waits import WAITS_FIRST, Waits
 
 X, SHRUNK, OUT, TABLE = range(4)
 MAIN, SIDE = 1, 2
@@ -47,8 +49,8 @@ def writes(block: int, stop: int = 8, name: str = "") -> Access:
     return Access(block, ((0, stop),), is_write=True, name=name)
 
 
-def kernel(name: str, *accesses: Access, early: frozenset[str] = frozenset()) -> Node:
-    return Node(NodeKind.KERNEL, name, (4,), accesses, early)
+def kernel(name: str, *accesses: Access, waits: Waits = WAITS_FIRST) -> Node:
+    return Node(NodeKind.KERNEL, name, (4,), accesses, waits)
 
 
 # base product and shrink side by side, and the expand behind both
@@ -131,23 +133,49 @@ def test_a_path_over_other_nodes_orders() -> None:
     assert flaws(unordered(graph)) == []
 
 
+LOOSE = EdgeKind.PROGRAMMATIC
+EARLY = replace(reads(SHRUNK), is_early=True)
+
+
 def test_a_programmatic_edge_orders_only_what_follows_the_wait() -> None:
-    early = kernel("expand", reads(SHRUNK, name="shrunk"), early=frozenset({"shrunk"}))
-    edge = Edge(0, 1, EdgeKind.PROGRAMMATIC)
-    late = kernel("expand", reads(SHRUNK, name="shrunk"))
+    early, late = kernel("expand", EARLY), kernel("expand", reads(SHRUNK))
+    edge = Edge(0, 1, LOOSE)
     assert flaws(unordered(Inventory((SHRINK, late), (edge,)))) == []
     assert flaws(unordered(Inventory((SHRINK, early), (edge,)))) == [Flaw.UNORDERED]
     assert flaws(unordered(Inventory((SHRINK, early), (Edge(0, 1),)))) == []
 
 
-def test_what_comes_before_a_programmatic_edge_is_done_behind_the_wait_only() -> None:
-    # the second node starts the third one before it has waited for the first one itself
-    middle, last = kernel("middle"), kernel("last", reads(SHRUNK, name="a"))
-    loose = Edge(1, 2, EdgeKind.PROGRAMMATIC)
-    assert flaws(unordered(Inventory((SHRINK, middle, last), (Edge(0, 1), loose)))) == []
-    hasty = replace(last, early=frozenset({"a"}))
-    graph = Inventory((SHRINK, middle, hasty), (Edge(0, 1), loose))
-    assert flaws(unordered(graph)) == [Flaw.UNORDERED]
+@pytest.mark.parametrize(
+    ("first", "waits", "found"),
+    [
+        (EdgeKind.FULL, WAITS_FIRST, 0),
+        # it starts behind the first node, whatever it waits for
+        (EdgeKind.FULL, Waits(signals_early=True, ends_unwaited=True), 0),
+        (LOOSE, WAITS_FIRST, 0),
+        (LOOSE, Waits(signals_early=True), 1),
+        (LOOSE, Waits(signals_early=True, ends_unwaited=True), 1),
+    ],
+)
+def test_a_kernel_starts_behind_what_the_one_before_knew_when_it_let_it_start(
+    first: EdgeKind, waits: Waits, found: int
+) -> None:
+    nodes = SHRINK, kernel("middle", waits=waits), kernel("last", EARLY)
+    graph = Inventory(nodes, (Edge(0, 1, first), Edge(1, 2, LOOSE)))
+    assert flaws(unordered(graph)) == [Flaw.UNORDERED] * found
+
+
+@pytest.mark.parametrize("second", EdgeKind)
+@pytest.mark.parametrize(
+    ("waits", "found"), [(WAITS_FIRST, 0), (Waits(signals_early=True, ends_unwaited=True), 1)]
+)
+def test_behind_a_kernel_that_ends_without_a_wait_those_before_it_may_still_run(
+    second: EdgeKind, waits: Waits, found: int
+) -> None:
+    nodes = SHRINK, kernel("middle", waits=waits), kernel("last", reads(SHRUNK))
+    edges = Edge(0, 1, LOOSE), Edge(1, 2, second)
+    graph = Inventory(nodes, edges, ends=frozenset({2}))
+    assert flaws(unordered(graph)) == [Flaw.UNORDERED] * found
+    assert flaws(unjoined(graph)) == [Flaw.UNJOINED] * found
 
 
 def test_a_copy_between_buffers_that_outlive_the_graph_is_needless() -> None:

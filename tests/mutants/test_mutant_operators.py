@@ -111,17 +111,20 @@ def test_what_only_changes_speed_is_counted_apart() -> None:
     launch = mutated_spans("k(a + 1, num_warps=8 + 1)\n")
     assert {span for group, span in launch if group is Group.SPEED} >= {"8", "8 + 1"}
     assert (Group.SUBTLE, "a + 1") in launch
+    hint = mutated_spans("def f():\n    gdc_launch_dependents()\n    gdc_wait()\n")
+    assert (Group.SUBTLE, "gdc_wait()") in hint
+    assert {group for group, span in hint if "launch" in span} <= {Group.SPEED}
     plan = "def plan(shape):\n    block = 64 if shape.n > 9 else 128\n    return max(16, block)\n"
     found = mutated_spans(plan, "dense/plan.py")
     assert (Group.SUBTLE, "max") in found
     assert (Group.SPEED, "shape.n > 9") in found
 
 
-def test_waits_that_the_interpreter_does_not_have_need_a_gpu() -> None:
-    module = Module("m.py", "def f():\n    if PDL:\n        gdc_wait()\n    a.wait()\n")
+def test_a_barrier_needs_a_gpu_and_a_wait_for_other_kernels_does_not() -> None:
+    module = Module("m.py", "def f():\n    tl.debug_barrier()\n    gdc_wait()\n    a.wait()\n")
     needed = {change.span: within(change.span, gpu_only(module)) for change in changes(module)}
     by_text = {module.text[slice(*span)]: gpu for span, gpu in needed.items()}
-    assert by_text == {"gdc_wait()": True, "a.wait()": False}
+    assert by_text == {"tl.debug_barrier()": True, "gdc_wait()": False, "a.wait()": False}
 
 
 def test_the_device_of_a_tensor_that_is_left_to_torch_needs_a_gpu() -> None:

@@ -15,7 +15,7 @@ import os
 import re
 import sys
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
 from loragate.compile_leg.content import content_of, settings_of_the_compiler
@@ -35,7 +35,8 @@ Contents: TypeAlias = Mapping[tuple[str, str], str]
 @dataclass(frozen=True, slots=True)
 class Compiled:
     """One specialisation of a kernel; `error` says why it did not compile. An `unchanged` one was
-    not compiled, because its `content` is the recorded one."""
+    not compiled, because its `content` is the recorded one. `unordered` says what it uses of the
+    kernels around it without waiting for them."""
 
     kernel: str
     specialisation: str
@@ -44,6 +45,7 @@ class Compiled:
     error: str = ""
     content: str = ""
     unchanged: bool = False
+    unordered: str = ""
 
 
 class ProviderError(RuntimeError):
@@ -102,7 +104,7 @@ def compile_launch(
             recorder.found.append(host)
     if not recorder.found:
         raise ProviderError(f"{provider}: {label!r} launches no kernel on sm_{arch}")
-    return tuple(recorder.found)
+    return recorder.ordered()
 
 
 def _launches(provider: str, arch: int) -> Launches:
@@ -143,13 +145,19 @@ class _Recorder:
 
     def __init__(self, label: str, arch: str, recorded: Contents) -> None:
         self._label, self._arch, self._recorded = label, arch, recorded
+        # torch reads the environment, as Triton does
+        from loragate.compile_leg.dependents import KernelOrder
+
+        self._order = KernelOrder()
         self.found: list[Compiled] = []
 
     def __enter__(self) -> None:
+        from triton.backends.nvidia.compiler import CUDABackend
         from triton.compiler import ASTSource
         from triton.runtime import JITFunction
 
         self._run, self._make_ir = JITFunction.run, ASTSource.make_ir
+        self._make_ttir = CUDABackend.make_ttir
         recorder = self
 
         def compile_only(kernel: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
@@ -157,28 +165,42 @@ class _Recorder:
 
         def make_ir(source: Any, target: Any, options: Any, *rest: Any) -> Any:
             module = recorder._make_ir(source, target, options, *rest)
-            recorder.look_at(content_of(module, options, target))
+            recorder.content = content_of(module, options, target)
+            return module
+
+        def make_ttir(*args: Any, **options: Any) -> Any:
+            module = recorder._make_ttir(*args, **options)
+            recorder.look_at(str(module))
             return module
 
         JITFunction.run, ASTSource.make_ir = compile_only, make_ir
+        CUDABackend.make_ttir = staticmethod(make_ttir)
 
     def __exit__(self, *_: object) -> None:
+        from triton.backends.nvidia.compiler import CUDABackend
         from triton.compiler import ASTSource
         from triton.runtime import JITFunction
 
         JITFunction.run, ASTSource.make_ir = self._run, self._make_ir
+        CUDABackend.make_ttir = staticmethod(self._make_ttir)
 
-    def look_at(self, content: str) -> None:
+    def look_at(self, ttir: str) -> None:
         """Called with each kernel on its way into the compiler."""
-        self._content = content
-        if content and content == self._expected:
+        self._order.add(*self._launch, ttir)
+        if self.content and self.content == self._expected:
             raise _Unchanged
+
+    def ordered(self) -> tuple[Compiled, ...]:
+        """What was found, and of the last kernel what the order of all of them lacks."""
+        *others, last = self.found
+        return *others, replace(last, unordered="; ".join(self._order.flaws()))
 
     def compile(self, kernel: Any, args: tuple[Any, ...], options: dict[str, Any]) -> None:
         name = kernel.fn.__name__
         number = 1 + sum(1 for done in self.found if done.kernel == name)
         specialisation = self._label if number == 1 else f"{self._label}#{number}"
-        self._content, self._expected = "", self._recorded.get((name, specialisation))
+        self.content, self._expected = "", self._recorded.get((name, specialisation))
+        self._launch = kernel, args, options
         resources, error, unchanged = None, "", False
         # what another launch has compiled in this process would never pass `look_at`
         kernel.device_caches.clear()
@@ -193,7 +215,7 @@ class _Recorder:
         except Exception as caught:
             error = _first_cause(caught)
         self.found.append(
-            Compiled(name, specialisation, self._arch, resources, error, self._content, unchanged)
+            Compiled(name, specialisation, self._arch, resources, error, self.content, unchanged)
         )
 
 

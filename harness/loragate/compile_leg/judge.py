@@ -2,8 +2,9 @@
 
 A kernel with the content on record has the recorded resources; they are judged like any others.
 
-FAIL: the kernel does not compile, does not fit the GPU, spills more than recorded, or needs more
-registers or shared memory than recorded by more than the margin. A smaller growth is reported.
+FAIL: the kernel does not compile, does not fit the GPU, uses memory without waiting for a kernel
+around it, spills more than recorded, or needs more registers or shared memory than recorded by more
+than the margin. A smaller growth is reported.
 INCONCLUSIVE, which leaves a gate incomplete: there is no record to compare with, either for this
 kernel or for this release of Triton, or a kernel on record was not compiled.
 """
@@ -80,6 +81,8 @@ def _verdict(
 ) -> tuple[Verdict, str]:
     if item.resources is None:
         return Verdict.FAIL, f"does not compile: {item.error}"
+    if item.unordered:
+        return Verdict.FAIL, f"is launched dependently: {item.unordered}"
     limit = SHARED_LIMIT[item.arch]
     if item.resources.shared_bytes > limit:
         needs = f"needs {item.resources.shared_bytes} bytes of shared memory"

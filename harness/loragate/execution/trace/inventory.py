@@ -14,6 +14,7 @@ from itertools import combinations, zip_longest
 
 from loragate.execution.trace.operations import Access
 from loragate.execution.trace.spans import first_common
+from loragate.execution.trace.waits import WAITS_FIRST, Waits
 
 
 class NodeKind(StrEnum):
@@ -45,14 +46,13 @@ class Flaw(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """`accesses` are the bytes that it uses, by what its arguments are called. `early` are the
-    names of arguments that a kernel uses before it waits for the nodes ahead of it."""
+    """`accesses` are the bytes that it uses, by what its arguments are called."""
 
     kind: NodeKind
     name: str
     grid: tuple[int, ...] = ()
     accesses: tuple[Access, ...] = ()
-    early: frozenset[str] = frozenset()
+    waits: Waits = WAITS_FIRST
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,8 +117,8 @@ def unjoined(inventory: Inventory) -> Iterator[Finding]:
     """All work is done when the graph is."""
     if inventory.ends is None:
         return
-    before = _ancestors(inventory, only_full=False)
-    done = set(inventory.ends).union(*(before[end] for end in inventory.ends))
+    over = _ancestors(inventory).over
+    done = set(inventory.ends).union(*(over[end] for end in inventory.ends))
     for number in range(len(inventory.nodes)):
         if number not in done:
             message = f"the end of the capture does not wait for {_node(inventory, number)}"
@@ -128,16 +128,15 @@ def unjoined(inventory: Inventory) -> Iterator[Finding]:
 def unordered(inventory: Inventory) -> Iterator[Finding]:
     """Two nodes that use the same bytes, one of them writing, have a path between them. A
     programmatic edge orders what its second node does behind its wait."""
-    started, done = _ancestors(inventory, only_full=True), _ancestors(inventory, only_full=False)
+    ended = _ancestors(inventory)
     for first, second in combinations(range(len(inventory.nodes)), 2):
-        if first in started[second] or second in started[first]:
+        if first in ended.at_start[second] or second in ended.at_start[first]:
             continue
         for one in inventory.nodes[first].accesses:
             for other in inventory.nodes[second].accesses:
                 if one.block != other.block or not (one.is_write or other.is_write):
                     continue
-                waits = other.name not in inventory.nodes[second].early
-                if waits and first in done[second]:
+                if not other.is_early and first in ended.waited[second]:
                     continue
                 span = first_common(one.spans, other.spans)
                 if span is not None:
@@ -173,17 +172,33 @@ def different(one: Inventory, other: Inventory, how: str) -> Iterator[Finding]:
         yield Finding(Flaw.DIFFERENT, message)
 
 
-def _ancestors(inventory: Inventory, *, only_full: bool) -> list[frozenset[int]]:
-    """For each node those that have ended when it starts, or when it has waited."""
-    edges = [e for e in inventory.edges if not only_full or e.kind is EdgeKind.FULL]
-    started: list[frozenset[int]] = [frozenset()] * len(inventory.nodes)
-    done = list(started)
-    for number in range(len(inventory.nodes)):
-        full = [e.before for e in edges if e.after == number and e.kind is EdgeKind.FULL]
-        loose = [e.before for e in edges if e.after == number and e.kind is not EdgeKind.FULL]
-        started[number] = frozenset(full).union(*(done[n] for n in full))
-        done[number] = started[number].union(loose, *(done[n] for n in loose))
-    return started if only_full else done
+@dataclass(frozen=True, slots=True)
+class _Ended:
+    """For each node those that have ended when it starts, when it has waited, and when it is over,
+    which says of a kernel that ends without a wait no more than its start."""
+
+    at_start: list[frozenset[int]] = field(default_factory=list)
+    waited: list[frozenset[int]] = field(default_factory=list)
+    over: list[frozenset[int]] = field(default_factory=list)
+
+
+def _ancestors(inventory: Inventory) -> _Ended:
+    ended = _Ended()
+    nothing = frozenset[int]()
+    for number, node in enumerate(inventory.nodes):
+        full = [e.before for e in inventory.edges if e.after == number and e.kind is EdgeKind.FULL]
+        loose = [e.before for e in inventory.edges if e.after == number]
+        # a kernel that lets this one start knows what has ended by then
+        known = [
+            (ended.at_start if inventory.nodes[n].waits.signals_early else ended.waited)[n]
+            for n in loose
+        ]
+        start = nothing.union(full, *known, *(ended.over[n] for n in full))
+        waited = start.union(loose, *(ended.over[n] for n in loose))
+        ended.at_start.append(start)
+        ended.waited.append(waited)
+        ended.over.append(start if node.waits.ends_unwaited else waited)
+    return ended
 
 
 def _shape(inventory: Inventory) -> list[tuple[object, ...]]:

@@ -20,12 +20,14 @@ Stack: TypeAlias = tuple[tuple[str, int, str], ...]
 
 @dataclass(frozen=True, slots=True)
 class Access:
-    """Bytes of a block that an operation reads or writes; `name` says what it calls them."""
+    """Bytes of a block that an operation reads or writes; `name` says what it calls them.
+    `is_early`: before it waits for the kernels ahead of it."""
 
     block: int
     spans: Spans
     is_write: bool
     name: str = ""
+    is_early: bool = False
 
 
 @dataclass(frozen=True, slots=True)

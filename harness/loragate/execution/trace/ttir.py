@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
+
+from loragate.execution.trace.waits import Waits, WaitWalk
 
 _VALUE = re.compile(r"%[\w$.-]+(?:#\d+)?")
 _RESULT = re.compile(r"^(?P<names>%[\w$.:, %-]+?) = (?P<rest>.*)$")
@@ -26,28 +28,31 @@ _BOTH = ("tt.atomic_rmw", "tt.atomic_cas", "tt.descriptor_reduce")
 class PointerUse:
     """Numbers of pointer arguments, counted without the other arguments; `through_*` are those in
     which a kernel finds the addresses that it reads and writes. `by_value` are the names of other
-    arguments that are addresses themselves."""
+    arguments that are addresses themselves. `early_*` are those that it uses, in either way, before
+    it waits for the kernels ahead of it."""
 
     reads: frozenset[int]
     writes: frozenset[int]
     through_reads: frozenset[int] = frozenset()
     through_writes: frozenset[int] = frozenset()
     by_value: frozenset[str] = frozenset()
+    early_reads: frozenset[int] = frozenset()
+    early_writes: frozenset[int] = frozenset()
 
 
 @lru_cache(maxsize=256)
 def pointer_use(ttir: str) -> PointerUse:
     """Of the public function of a module whose calls are inlined."""
-    walk = _Walk()
-    for line in ttir.splitlines():
-        walk.take(line.split(" loc(")[0].strip() if "tt.func" not in line else line.strip())
+    walk = _walked(ttir)
     found: dict[tuple[bool, bool], set[int]] = defaultdict(set)
     by_value = set[str]()
-    for value, is_write in walk.accesses:
+    early: dict[bool, set[int]] = {False: set(), True: set()}
+    for value, is_write, has_waited in walk.accesses:
         origins = set(walk.origins(value))
         pointers = [(walk.pointers[n], loaded) for n, loaded in origins if n in walk.pointers]
         for number, is_loaded in pointers:
             found[is_loaded, is_write].add(number)
+            early[is_write] |= set() if has_waited else {number}
         # beside a pointer such an argument is an offset
         if not pointers:
             by_value |= {walk.others[name] for name, _ in origins if name in walk.others}
@@ -58,7 +63,23 @@ def pointer_use(ttir: str) -> PointerUse:
         through_reads=sets.get((True, False), frozenset()),
         through_writes=sets.get((True, True), frozenset()),
         by_value=frozenset(by_value),
+        early_reads=frozenset(early[False]),
+        early_writes=frozenset(early[True]),
     )
+
+
+def waits_of(ttir: str) -> Waits:
+    """Of the same function."""
+    waits = _walked(ttir).waits
+    return Waits(waits.signals_early or waits.ends_unwaited, waits.ends_unwaited)
+
+
+@lru_cache(maxsize=64)
+def _walked(ttir: str) -> _Walk:
+    walk = _Walk()
+    for line in ttir.splitlines():
+        walk.take(line.split(" loc(")[0].strip() if "tt.func" not in line else line.strip())
+    return walk
 
 
 @dataclass(slots=True)
@@ -77,8 +98,9 @@ class _Walk:
         # arguments of the function by their values: numbers of pointers, names of the others
         self.pointers: dict[str, int] = {}
         self.others: dict[str, str] = {}
-        # values and whether they are written through
-        self.accesses: list[tuple[str, bool]] = []
+        self.waits = WaitWalk()
+        # values, whether they are written through, and whether the kernel has waited before
+        self.accesses: list[tuple[str, bool, bool]] = []
         # value -> (where it comes from, whether it was loaded from there)
         self._from: defaultdict[str, list[tuple[str, bool]]] = defaultdict(list)
         self._regions: list[_Region] = []
@@ -99,6 +121,7 @@ class _Walk:
             todo += [(origin, is_loaded or loaded) for origin, loaded in self._from[name]]
 
     def take(self, line: str) -> None:
+        self.waits.take(line)
         if line.startswith("tt.func"):
             if "public" in line:
                 self._take_arguments(_ARGUMENT.findall(line))
@@ -159,13 +182,13 @@ class _Walk:
         is_read = operation in (*_READS, *_BOTH)
         is_write = operation in (*_WRITES, *_BOTH)
         if operands and (is_read or is_write):
-            self.accesses += [(operands[0], False)] * is_read + [(operands[0], True)] * is_write
+            self._access(operands[:1], [False] * is_read + [True] * is_write)
             for name in names:
                 self._from[name].append((operands[0], True))
             return
         if operation == "tt.elementwise_inline_asm" and "!tt.ptr<" in rest:
             # assembly that gets a pointer may do anything with it
-            self.accesses += [(value, w) for value in operands for w in (False, True)]
+            self._access(operands, (False, True))
         # an offset is no pointer, and neither is what chooses one of two
         if operation in ("tt.addptr", "tt.advance"):
             origins = operands[:1]
@@ -173,6 +196,9 @@ class _Walk:
             origins = operands[1:] if operation == "arith.select" else operands
         for name in names:
             self._from[name] += [(origin, False) for origin in origins]
+
+    def _access(self, values: Sequence[str], writes: Sequence[bool]) -> None:
+        self.accesses += [(v, write, self.waits.has_waited) for v in values for write in writes]
 
 
 def _split(line: str) -> tuple[list[str], str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from loragate.faults.corpus import (
     adapters,
     controls,
+    dependents,
     device,
     embedding,
     expand,
@@ -51,6 +52,7 @@ FAULTS: tuple[Fault, ...] = (
     *layers.FAULTS,
     *embedding.FAULTS,
     *adapters.FAULTS,
+    *dependents.FAULTS,
     *device.FAULTS,
     *moe_align.FAULTS,
     *moe_two_kernel.FAULTS,

@@ -38,8 +38,10 @@ _LAUNCH_OPTIONS = frozenset(
     }
 )
 _CHOICES = (ast.Constant, ast.Compare, ast.BinOp, ast.BoolOp, ast.IfExp, ast.If)
-# synchronisation that the interpreter does not have
-_GPU_CALLS = ("gdc_wait", "gdc_launch_dependents", "debug_barrier", "launch_options")
+# synchronisation that neither the interpreter has nor the compile leg looks at
+_GPU_CALLS = ("debug_barrier", "launch_options")
+# whenever it comes, what needs the kernels before it waits for them
+_HINT = "gdc_launch_dependents"
 _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 
 
@@ -101,7 +103,8 @@ def speed_only(module: Module) -> list[Span]:
     spans = [
         module.span(node)
         for node in ast.walk(module.tree)
-        if isinstance(node, ast.keyword) and node.arg in _LAUNCH_OPTIONS
+        if (isinstance(node, ast.keyword) and node.arg in _LAUNCH_OPTIONS)
+        or (isinstance(node, ast.Call) and _called(node) == _HINT)
     ]
     if module.path in _PLANS:
         exact = _PLANS[module.path]
@@ -124,9 +127,7 @@ def gpu_only(module: Module) -> list[Span]:
         return [(0, len(module.text))]
     spans: list[Span] = []
     for node in ast.walk(module.tree):
-        if isinstance(node, ast.If) and "PDL" in ast.unparse(node.test):
-            spans.append((module.span(node)[0], module.span(node.body[-1])[1]))
-        elif isinstance(node, ast.Call) and _called(node) in _GPU_CALLS:
+        if isinstance(node, ast.Call) and _called(node) in _GPU_CALLS:
             spans.append(module.span(node))
         elif isinstance(node, ast.keyword) and _names_device(node):
             spans.append(with_comma(module, module.span(node)))
