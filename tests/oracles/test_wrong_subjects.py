@@ -265,6 +265,52 @@ class LoadsASlotOnce(DenseDelta):
             super().load(slot, pool)
 
 
+class ScaleWithoutItsSign(DenseDelta):
+    def load(self, slot: int, pool: Pool) -> None:
+        super().load(slot, pool)
+        self.slots[slot] = [(a, b, abs(scale)) for a, b, scale in self.slots[slot]]
+
+
+class TakesAScaleOfZeroForNone(DenseDelta):
+    def load(self, slot: int, pool: Pool) -> None:
+        super().load(slot, pool)
+        self.slots[slot] = [(a, b, scale or 1.0) for a, b, scale in self.slots[slot]]
+
+
+class UnloadsTheNextSlotToo(DenseDelta):
+    def unload(self, slot: int) -> None:
+        super().unload(slot)
+        self.slots.pop(slot + 1, None)
+
+
+class UnloadsTheSlotBeforeToo(DenseDelta):
+    def unload(self, slot: int) -> None:
+        super().unload(slot)
+        self.slots.pop(slot - 1, None)
+
+
+class KnowsAMappingByItsCounts(DenseDelta):
+    counts: tuple[int, ...] = ()
+
+    def prepare(self, token_slots: Tensor) -> None:
+        counts = tuple(torch.bincount(token_slots + 1, minlength=4).tolist())
+        if counts != self.counts:
+            super().prepare(token_slots)
+        self.counts = counts
+
+
+class SharesItsMappingWithAllInstances(DenseDelta):
+    last = torch.empty(0, dtype=torch.int32)
+
+    def prepare(self, token_slots: Tensor) -> None:
+        SharesItsMappingWithAllInstances.last = token_slots.clone()
+
+    def apply(self, x: Tensor, out: Tensor) -> Tensor:
+        # of a larger batch of another instance these are the first rows
+        super().prepare(self.last[: len(x)])
+        return super().apply(x, out)
+
+
 WRONG = [
     (OracleName.REFERENCE, Failure.WRONG_ANSWER, NeighboursA),
     (OracleName.REFERENCE, Failure.WRONG_ANSWER, LastColumnIgnored),
@@ -295,6 +341,11 @@ WRONG = [
     (OracleName.SEQUENCE, Failure.STALE_STATE, LoadsWithoutReset),
     (OracleName.SEQUENCE, Failure.STALE_STATE, UnloadDoesNothing),
     (OracleName.SEQUENCE, Failure.STALE_STATE, LoadsASlotOnce),
+    (OracleName.SEQUENCE, Failure.STALE_STATE, TakesAScaleOfZeroForNone),
+    (OracleName.SEQUENCE, Failure.STALE_STATE, UnloadsTheNextSlotToo),
+    (OracleName.SEQUENCE, Failure.STALE_STATE, UnloadsTheSlotBeforeToo),
+    (OracleName.SEQUENCE, Failure.STALE_STATE, KnowsAMappingByItsCounts),
+    (OracleName.SEQUENCE, Failure.STALE_STATE, SharesItsMappingWithAllInstances),
 ]
 
 
@@ -310,6 +361,15 @@ def test_an_oracle_fails_a_subject_with_its_defect_for_every_seed(
         assert (judgement.verdict, judgement.failure) == (Verdict.FAIL, failure), (seed, judgement)
 
 
+def test_a_slot_that_cannot_be_emptied_twice_fails() -> None:
+    class UnloadsWhatIsThere(DenseDelta):
+        def unload(self, slot: int) -> None:
+            del self.slots[slot]
+
+    with pytest.raises(KeyError):
+        judge(Subject(UnloadsWhatIsThere), OracleName.SEQUENCE, 0)
+
+
 def test_a_slice_that_is_kept_where_the_new_adapter_has_none_is_stale() -> None:
     # of two slices with mixed ranks the last slot lacks one already, so there is none to keep
     case = replace(CASE, ranks=Ranks.FULL)
@@ -317,6 +377,15 @@ def test_a_slice_that_is_kept_where_the_new_adapter_has_none_is_stale() -> None:
         judgement = judge(Subject(KeepsAnAbsentSlice), OracleName.SEQUENCE, seed, case)
         assert judgement.failure is Failure.STALE_STATE, (seed, judgement)
         assert "smaller adapter in place of a larger one" in judgement.message
+
+
+@pytest.mark.parametrize("oracle", [OracleName.REFERENCE, OracleName.EXACT])
+def test_a_scale_without_its_sign_is_wrong(oracle: OracleName) -> None:
+    # of mixed ranks the slices that a batch uses may all have positive scales
+    case = replace(CASE, ranks=Ranks.FULL)
+    for seed in range(6):
+        judgement = judge(Subject(ScaleWithoutItsSign), oracle, seed, case)
+        assert judgement.failure is Failure.WRONG_ANSWER, (seed, judgement)
 
 
 @pytest.mark.parametrize("dtype", [Dtype.FP16, Dtype.BF16])

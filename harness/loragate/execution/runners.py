@@ -23,7 +23,7 @@ from loragate.inputs.placement import whole
 from loragate.matrix.case import Execution
 from loragate.protocol import AnyInstance, Batch, apply_step, subject_code
 
-WriteInput: TypeAlias = Callable[[], None]
+WriteInput: TypeAlias = Callable[[], object]
 
 
 @dataclass(frozen=True, slots=True)

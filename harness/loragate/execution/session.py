@@ -80,10 +80,10 @@ class Session:
         """As `step`, but the device may still be busy with it. `write_input`: as of a Runner."""
         return self._runner.run(batch, write_input)
 
-    def step(self, batch: Batch) -> Tensor:
+    def step(self, batch: Batch, write_input: WriteInput | None = None) -> Tensor:
         """Prepare and run one step to its end. An in-place site changes `batch.out` and
-        returns it; nothing else of the batch may change."""
-        result = self.queue(batch)
+        returns it; nothing else of the batch may change. `write_input`: as of a Runner."""
+        result = self.queue(batch, write_input)
         if batch.x.device.type == "cuda":
             with subject_code():
                 torch.cuda.synchronize()

@@ -3,8 +3,8 @@
 By construction, in units of UNIT:
 * a row of x has at most X_NONZEROS entries of -1 or 1, A is all -1 and 1: |x @ A.T| <= 9
 * a row of B has at most B_NONZEROS entries of -1 or 1: any partial sum of a delta is <= 27
-* scales are powers of two from UNIT to 4, so a delta is a multiple of UNIT and <= 108; with router
-  weights of 1 and 2 scales end at 2
+* scales are powers of two from UNIT to 4, of either sign, so a delta is a multiple of UNIT and
+  <= 108; with router weights of 1 and 2 scales end at 2
 * a base value is a multiple of UNIT and <= 8
 
 Every partial sum, every cast of an intermediate and the sum with the base is thus a multiple of
@@ -33,7 +33,12 @@ EXACT_UNITS = 256
 
 def exact_scale(index: int, router: RouterWeights) -> float:
     scales = _SCALES[router]
-    return scales[index % len(scales)]
+    return sign_of_scale(index) * scales[index % len(scales)]
+
+
+def sign_of_scale(index: int) -> int:
+    """Neighbouring slots, and neighbouring slices, have scales of different signs."""
+    return -1 if index % 2 else 1
 
 
 def exact_router_weights(draw: Draw, tokens: int, top_k: int) -> Tensor:

@@ -3,9 +3,9 @@
 SIGNED: A ~ N(0, 1/in_features), B of either sign and bounded away from zero, so that a delta
 is about as large as its scale. The last column of A is heavy: a lost K tail then shows at any
 width, and no delta of a low rank comes near zero by accident. Of an embedding a single column of A
-is read: there A is like B. Every (slot, slice) has its own
-values and its own scale, which is never 1 (peft #2489: alpha == r hides a lost scale), and so
-has every expert, unless experts share a factor, or gate and up a module (case.gate_up).
+is read: there A is like B. Every (slot, slice) has its own values and its own scale of either sign,
+which is never 1 (peft #2489: alpha == r hides a lost scale), and so has every expert, unless
+experts share a factor, or gate and up a module (case.gate_up).
 
 EXACT: see exactness.py, and exact_layer.py for moe_layer.
 """
@@ -24,7 +24,7 @@ from torch import Tensor
 from loragate.core.machine import Machine
 from loragate.inputs.draw import DataKind, Draw, number, torch_dtype
 from loragate.inputs.exact_layer import exact_layer_b
-from loragate.inputs.exactness import exact_a, exact_b, exact_scale
+from loragate.inputs.exactness import exact_a, exact_b, exact_scale, sign_of_scale
 from loragate.inputs.mapping import live_ranks
 from loragate.matrix.case import MOE_SITES, Case, GateUp, RouterWeights, Sharing, Site
 from loragate.protocol import Capabilities, Pool
@@ -96,6 +96,13 @@ def without_slice(pool: Pool, part: int) -> Pool:
     ranks = tuple((*row[:part], 0, *row[part + 1 :]) for row in pool.ranks)
     cut = replace(pool, a=pool.a.clone(), b=tuple(b.clone() for b in pool.b), ranks=ranks)
     return _fill_dead(cut, 0.0)
+
+
+def with_zero_scales(pool: Pool) -> Pool:
+    """The same adapters with scales of zero: no delta."""
+    zeros = tuple((0.0,) * len(row) for row in pool.scales)
+    down = None if pool.down is None else with_zero_scales(pool.down)
+    return replace(pool, scales=zeros, down=down)
 
 
 def reordered(pool: Pool, order: list[int]) -> Pool:
@@ -231,6 +238,7 @@ def _scale(case: Case, seed: int, kind: DataKind, slot: int, part: int) -> float
     # low-discrepancy: no two scales of a pool are close; 1.0 is outside of both halves
     spread = index * _GOLDEN_RATIO % 1
     value = 0.5 + 0.8 * spread if spread < 0.5 else 1.1 + 1.2 * (spread - 0.5)
+    value *= sign_of_scale(start + slot + part)
     return torch.tensor(value, dtype=torch.float32).item()
 
 

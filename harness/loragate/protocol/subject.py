@@ -19,7 +19,7 @@ class Resident(Protocol):
         """Put adapter `slot` of `pool` into the slot of that number, replacing what was there."""
 
     def unload(self, slot: int) -> None:
-        """Empty a slot."""
+        """Empty a slot, whether it has an adapter or not."""
 
     def prepare(self, token_slots: Tensor) -> None:
         """Once a step: which token uses which slot. May sync, is never captured."""

@@ -201,7 +201,8 @@ def condition_number(pool: Pool, batch: Batch, rows: Tensor, part: int) -> float
 
 
 def magnitudes(pool: Pool) -> Pool:
-    return replace(pool, a=pool.a.abs(), b=tuple(b.abs() for b in pool.b))
+    scales = tuple(tuple(map(abs, row)) for row in pool.scales)
+    return replace(pool, a=pool.a.abs(), b=tuple(b.abs() for b in pool.b), scales=scales)
 
 
 def squared(pool: Pool) -> Pool:

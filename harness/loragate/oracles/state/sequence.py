@@ -1,25 +1,31 @@
 """A step after other steps equals the same step on a fresh instance.
 
-One instance sees what happens in a server: a large batch, a smaller one, one of base rows only, a
-slot that gets a smaller adapter with one slice fewer, an adapter that leaves its slot and returns
-in another. After each scene the step is repeated on a fresh instance with the same adapters;
-whatever differs is left over from before (sglang #8103, #29468, vllm #42120).
+One instance sees what happens in a server: a large batch, one with the same adapters for other
+rows, a smaller one while another instance runs a step of its own, one of base rows only, a slot
+that gets a smaller adapter with one slice fewer, an adapter that leaves its slot and returns in
+another, a slot that is emptied beside one that is not, an adapter that a scale of zero turns off.
+After each scene the step is repeated on a fresh instance with the same adapters; whatever differs
+is left over from before (sglang #8103, #29468, vllm #42120).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import partial
 
+import torch
 from torch import Tensor
 
 from loragate.core.plural import counted
 from loragate.core.verdict import Failure, Judgement, OracleName, Verdict
+from loragate.execution.runners import WriteInput
 from loragate.execution.session import Session, base_of
 from loragate.inputs import DataKind, copy_batch, make_batch, make_pool
+from loragate.inputs.mapping import BASE_ROW
 from loragate.inputs.placement import bits_of, owned, whole
-from loragate.inputs.pool import reordered, trimmed, without_slice
-from loragate.matrix.case import Mix, Ranks
+from loragate.inputs.pool import reordered, trimmed, with_zero_scales, without_slice
+from loragate.matrix.case import Mix, Ranks, Site, Write
 from loragate.oracles.evidence import judge_bits, passed
 from loragate.protocol import BaseLayer, Batch, Pool, Trial
 
@@ -29,12 +35,19 @@ _SMALLER = 3
 @dataclass(frozen=True, slots=True)
 class Scene:
     """A change of the slots, then a step. `loads`: slot -> the pool with its new adapter, or None
-    to empty it."""
+    to empty it. `same_as`: what the fresh instance has in their place. `turned`: the step before
+    again, its slots in the reverse order. `all_slots`: rows use every slot in turn. `interrupted`:
+    the fresh instance of the step before repeats that one between this one's preparation and its
+    kernels."""
 
     what: str
     loads: dict[int, Pool | None]
     tokens: int
     mix: Mix
+    same_as: dict[int, Pool | None] = field(default_factory=dict)
+    turned: bool = False
+    all_slots: bool = False
+    interrupted: bool = False
 
 
 class Sequence:
@@ -49,22 +62,29 @@ class Sequence:
         base = base_of(trial, kind)
         session = Session(trial, base)
         resident: dict[int, Pool | None] = {}
-        count = 0
-        for count, scene in enumerate(_scenes(trial, kind)):
+        scenes = tuple(_scenes(trial, kind))
+        beside: WriteInput | None = None
+        for count, scene in enumerate(scenes):
             for slot, pool in scene.loads.items():
                 _move(session, slot, pool)
-            resident |= scene.loads
+            resident |= scene.loads | scene.same_as
             batch = _batch(trial, kind, scene, count)
             own, other = copy_batch(batch), copy_batch(batch)
-            result = session.step(own)
+            result = session.step(own, beside)
+            # memory has place for two instances
+            beside = None
             # nothing precedes the first step
             if count:
-                wanted = _on_fresh_instance(trial, base, resident, other)
+                fresh = _fresh_instance(trial, base, resident)
+                wanted = fresh.step(other)
                 wrong = self._compare(trial, scene, batch, result, wanted)
                 wrong = wrong or self._surroundings(scene, own, other)
                 if wrong is not None:
                     return wrong
-        return passed(self.name, steps=float(count + 1))
+                if any(following.interrupted for following in scenes[count + 1 : count + 2]):
+                    beside = partial(fresh.step, copy_batch(batch))
+                del fresh
+        return passed(self.name, steps=float(len(scenes)))
 
     def _compare(
         self,
@@ -113,7 +133,9 @@ def _scenes(trial: Trial, kind: DataKind) -> Iterator[Scene]:
     mix = case.mix if case.mix is Mix.SHUFFLED else Mix.RAGGED
     everything: dict[int, Pool | None] = dict.fromkeys(range(case.slots), pool)
     yield Scene("first step", everything, case.tokens, mix)
-    yield Scene("a smaller batch after a larger one", {}, few, mix)
+    yield Scene("the same slots for other rows", {}, case.tokens, mix, turned=True)
+    what = "a smaller batch after a larger one, and a step of another instance before its kernels"
+    yield Scene(what, {}, few, mix, interrupted=True)
     yield Scene("base rows only after rows with adapters", {}, few, Mix.ALL_BASE)
     yield Scene("a smaller adapter in place of a larger one", {last: small}, few, mix)
     if last:
@@ -121,25 +143,41 @@ def _scenes(trial: Trial, kind: DataKind) -> Iterator[Scene]:
         moved = reordered(pool, [last, *range(1, last), 0])
         loads: dict[int, Pool | None] = {last: None, 0: moved}
         yield Scene("an adapter that moved, and the slot that it left", loads, case.tokens, mix)
+        loads = {last: pool, last - 1: None}
+        what = "adapters beside a slot that was emptied"
+        yield Scene(what, loads, case.tokens, mix, all_slots=True)
+    # rows without an adapter are not stored, and a layer rounds in between
+    if case.site is not Site.MOE_LAYER and case.write is Write.ADD:
+        off = with_zero_scales(pool)
+        yield Scene("a scale of zero", {last: off}, case.tokens, mix, same_as={last: None})
 
 
 def _batch(trial: Trial, kind: DataKind, scene: Scene, step: int) -> Batch:
     case = replace(trial.case, tokens=scene.tokens, mix=scene.mix)
-    return make_batch(case, trial.seed, step, kind, trial.machine)
+    batch = make_batch(case, trial.seed, step - scene.turned, kind, trial.machine)
+    slots = batch.token_slots
+    if scene.turned:
+        slots = slots.flip(0)
+    if scene.all_slots:
+        in_turn = (-1 - torch.arange(len(slots), dtype=slots.dtype)) % case.slots
+        slots = torch.where(slots == BASE_ROW, slots, in_turn)
+    return replace(batch, token_slots=slots)
 
 
 def _move(session: Session, slot: int, pool: Pool | None) -> None:
     if pool is None:
-        session.instance.unload(slot)
+        # a server also empties what is empty, as vllm does with each slot that gets an adapter
+        for _ in range(2):
+            session.instance.unload(slot)
     else:
         session.instance.load(slot, pool)
 
 
-def _on_fresh_instance(
-    trial: Trial, base: BaseLayer | None, resident: dict[int, Pool | None], batch: Batch
-) -> Tensor:
+def _fresh_instance(
+    trial: Trial, base: BaseLayer | None, resident: dict[int, Pool | None]
+) -> Session:
     session = Session(trial, base)
     for slot, pool in resident.items():
         if pool is not None:
             session.instance.load(slot, pool)
-    return session.step(batch)
+    return session
