@@ -1,11 +1,11 @@
 """A step after other steps equals the same step on a fresh instance.
 
-One instance sees what happens in a server: a large batch, one with the same adapters for other
-rows, a smaller one while another instance runs a step of its own, one of base rows only, a slot
-that gets a smaller adapter with one slice fewer, an adapter that leaves its slot and returns in
-another, a slot that is emptied beside one that is not, an adapter that a scale of zero turns off.
-After each scene the step is repeated on a fresh instance with the same adapters; whatever differs
-is left over from before (sglang #8103, #29468, vllm #42120).
+One instance sees what happens in a server: a large batch, a smaller one, one of base rows only, a
+slot that gets a smaller adapter with one slice fewer, an adapter that leaves its slot and returns
+in another. If adapters are small, also a slot that is emptied beside others, a batch with the same
+adapters for other rows, a step of another instance that comes in between, and an adapter that a
+scale of zero turns off. After each scene the step is repeated on a fresh instance with the same
+adapters; whatever differs is left over from before (sglang #8103, #29468, vllm #42120).
 """
 
 from __future__ import annotations
@@ -25,11 +25,14 @@ from loragate.inputs import DataKind, copy_batch, make_batch, make_pool
 from loragate.inputs.mapping import BASE_ROW
 from loragate.inputs.placement import bits_of, owned, whole
 from loragate.inputs.pool import reordered, trimmed, with_zero_scales, without_slice
-from loragate.matrix.case import Mix, Ranks, Site, Write
+from loragate.matrix.case import Case, Mix, Ranks, Site, Write
 from loragate.oracles.evidence import judge_bits, passed
 from loragate.protocol import BaseLayer, Batch, Pool, Trial
 
 _SMALLER = 3
+# elements of all factors: what the host keeps is no different where they are larger, and each scene
+# loads all adapters once more
+_FEW_WEIGHTS = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,9 +136,7 @@ def _scenes(trial: Trial, kind: DataKind) -> Iterator[Scene]:
     mix = case.mix if case.mix is Mix.SHUFFLED else Mix.RAGGED
     everything: dict[int, Pool | None] = dict.fromkeys(range(case.slots), pool)
     yield Scene("first step", everything, case.tokens, mix)
-    yield Scene("the same slots for other rows", {}, case.tokens, mix, turned=True)
-    what = "a smaller batch after a larger one, and a step of another instance before its kernels"
-    yield Scene(what, {}, few, mix, interrupted=True)
+    yield Scene("a smaller batch after a larger one", {}, few, mix)
     yield Scene("base rows only after rows with adapters", {}, few, Mix.ALL_BASE)
     yield Scene("a smaller adapter in place of a larger one", {last: small}, few, mix)
     if last:
@@ -143,24 +144,35 @@ def _scenes(trial: Trial, kind: DataKind) -> Iterator[Scene]:
         moved = reordered(pool, [last, *range(1, last), 0])
         loads: dict[int, Pool | None] = {last: None, 0: moved}
         yield Scene("an adapter that moved, and the slot that it left", loads, case.tokens, mix)
-        loads = {last: pool, last - 1: None}
-        what = "adapters beside a slot that was emptied"
-        yield Scene(what, loads, case.tokens, mix, all_slots=True)
+    if pool.a.numel() + sum(b.numel() for b in pool.b) <= _FEW_WEIGHTS:
+        yield from _more_scenes(case, pool, mix)
+
+
+def _more_scenes(case: Case, pool: Pool, mix: Mix) -> Iterator[Scene]:
+    last = case.slots - 1
+    back: dict[int, Pool | None] = {last: pool}
+    emptied: dict[int, Pool | None] = {last - 1: None} if last else {}
+    what = "adapters beside a slot that was emptied"
+    yield Scene(what, back | emptied, case.tokens, mix, all_slots=True)
+    yield Scene("the same slots for other rows", {}, case.tokens, mix, turned=True)
+    what = "a step of another instance before the kernels"
+    yield Scene(what, {}, case.tokens, mix, interrupted=True)
     # rows without an adapter are not stored, and a layer rounds in between
     if case.site is not Site.MOE_LAYER and case.write is Write.ADD:
         off = with_zero_scales(pool)
-        yield Scene("a scale of zero", {last: off}, case.tokens, mix, same_as={last: None})
+        none: dict[int, Pool | None] = {last: None}
+        yield Scene("a scale of zero", {last: off}, case.tokens, mix, same_as=none)
 
 
 def _batch(trial: Trial, kind: DataKind, scene: Scene, step: int) -> Batch:
     case = replace(trial.case, tokens=scene.tokens, mix=scene.mix)
     batch = make_batch(case, trial.seed, step - scene.turned, kind, trial.machine)
     slots = batch.token_slots
-    if scene.turned:
-        slots = slots.flip(0)
-    if scene.all_slots:
+    if scene.all_slots or scene.turned:
         in_turn = (-1 - torch.arange(len(slots), dtype=slots.dtype)) % case.slots
         slots = torch.where(slots == BASE_ROW, slots, in_turn)
+    if scene.turned:
+        slots = slots.flip(0)
     return replace(batch, token_slots=slots)
 
 
