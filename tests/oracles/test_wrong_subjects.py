@@ -19,6 +19,7 @@ from loragate.inputs.placement import whole
 from loragate.matrix.case import Case, Dtype, Layout, Mix, Parallel, Ranks, Site
 from loragate.oracles import ORACLES
 from loragate.protocol import BaseLayer, Capabilities, Instance, Pool, Trial
+from loragate.subjects.torch.embedding import Embedding
 from loragate.subjects.torch.subject import DenseDelta, TorchSubject
 
 select_interpreter()
@@ -311,6 +312,36 @@ class SharesItsMappingWithAllInstances(DenseDelta):
         return super().apply(x, out)
 
 
+class KeepsTheMappingItGets(DenseDelta):
+    def prepare(self, token_slots: Tensor) -> None:
+        self.token_slots = token_slots
+
+
+class KeepsTheFactorsItGets(DenseDelta):
+    def load(self, slot: int, pool: Pool) -> None:
+        self.slots[slot] = [
+            (pool.a[slot, part, :rank], pool.b[part][slot, :, :rank], pool.scales[slot][part])
+            for part, rank in enumerate(pool.ranks[slot])
+        ]
+
+
+class PreparesOnTop(DenseDelta):
+    """A step that was prepared and did not run leaves its adapters."""
+
+    applied = True
+
+    def prepare(self, token_slots: Tensor) -> None:
+        before = self.token_slots
+        super().prepare(token_slots)
+        if not self.applied and len(before) == len(token_slots):
+            self.token_slots = torch.where(before >= 0, before, self.token_slots)
+        self.applied = False
+
+    def apply(self, x: Tensor, out: Tensor) -> Tensor:
+        self.applied = True
+        return super().apply(x, out)
+
+
 WRONG = [
     (OracleName.REFERENCE, Failure.WRONG_ANSWER, NeighboursA),
     (OracleName.REFERENCE, Failure.WRONG_ANSWER, LastColumnIgnored),
@@ -334,6 +365,9 @@ WRONG = [
     (OracleName.CANARY, Failure.FOREIGN_MEMORY, ReadsFreshMemory),
     (OracleName.REPEAT, Failure.NONDETERMINISTIC, CountsItsRuns),
     (OracleName.REPEAT, Failure.NONDETERMINISTIC, CountsItsInstances),
+    (OracleName.REPEAT, Failure.NONDETERMINISTIC, KeepsTheMappingItGets),
+    (OracleName.REPEAT, Failure.NONDETERMINISTIC, KeepsTheFactorsItGets),
+    (OracleName.SEQUENCE, Failure.STALE_STATE, PreparesOnTop),
     (OracleName.PERMUTE, Failure.NOT_EQUIVARIANT, DependsOnTheRowsPlace),
     (OracleName.PERMUTE, Failure.NOT_EQUIVARIANT, DependsOnTheSlotsNumber),
     (OracleName.SEQUENCE, Failure.STALE_STATE, RewritesOnlyRowsWithAdapter),
@@ -368,6 +402,26 @@ def test_a_slot_that_cannot_be_emptied_twice_fails() -> None:
 
     with pytest.raises(KeyError):
         judge(Subject(UnloadsWhatIsThere), OracleName.SEQUENCE, 0)
+
+
+def test_a_result_in_memory_that_a_later_step_writes_fails() -> None:
+    class OneResult(Embedding):
+        result: Tensor | None = None
+
+        def apply(self, x: Tensor, out: Tensor) -> Tensor:
+            fresh = super().apply(x, out)
+            self.result = fresh if self.result is None else self.result.copy_(fresh)
+            return self.result
+
+    class Embeds(TorchSubject):
+        def open(self, case: Case, machine: Machine, base: BaseLayer | None) -> Instance:
+            assert base is not None
+            return OneResult(case, base)
+
+    case = replace(CASE, site=Site.EMBEDDING, slices=(24,))
+    wrong = judge(Embeds(), OracleName.REPEAT, 0, case)
+    assert (wrong.verdict, wrong.failure) == (Verdict.FAIL, Failure.FOREIGN_MEMORY)
+    assert wrong.message == "a later step wrote 432 elements of the result of the first"
 
 
 def test_a_slice_that_is_kept_where_the_new_adapter_has_none_is_stale() -> None:

@@ -4,7 +4,7 @@ By construction, in units of UNIT:
 * a row of x has at most X_NONZEROS entries of -1 or 1, A is all -1 and 1: |x @ A.T| <= 9
 * a row of B has at most B_NONZEROS entries of -1 or 1: any partial sum of a delta is <= 27
 * scales are powers of two from UNIT to 4, of either sign, so a delta is a multiple of UNIT and
-  <= 108; with router weights of 1 and 2 scales end at 2
+  <= 108; with router weights of 0, 1 and 2 scales end at 2
 * a base value is a multiple of UNIT and <= 8
 
 Every partial sum, every cast of an intermediate and the sum with the base is thus a multiple of
@@ -29,6 +29,7 @@ B_NONZEROS = 3
 _SCALES = {RouterWeights.NONE: (UNIT, 4.0, 2.0), RouterWeights.OUTPUT: (UNIT, 2.0)}
 # multiples of UNIT that are exact in the narrowest dtype, bf16
 EXACT_UNITS = 256
+_NO_WEIGHT = 0.1
 
 
 def exact_scale(index: int, router: RouterWeights) -> float:
@@ -42,7 +43,9 @@ def sign_of_scale(index: int) -> int:
 
 
 def exact_router_weights(draw: Draw, tokens: int, top_k: int) -> Tensor:
-    return draw.integers(1, 3, tokens, top_k).float()
+    """Of 1 and 2, and in a tenth of the pairs 0, as of a token beyond the capacity of an expert."""
+    weights = draw.integers(1, 3, tokens, top_k).float()
+    return weights.masked_fill(draw.uniform(0, 1, tokens, top_k) < _NO_WEIGHT, 0.0)
 
 
 def exact_x(draw: Draw, rows: int, width: int, dtype: torch.dtype) -> Tensor:

@@ -35,6 +35,8 @@ Table: TypeAlias = tuple[tuple[T, ...], ...]
 
 _LOW_RANK = 3
 _MOST_COPIED = 1 << 28
+# elements of all factors
+_SMALL = 1 << 20
 _GOLDEN_RATIO = (math.sqrt(5) - 1) / 2
 
 
@@ -81,6 +83,23 @@ def _laid_out(pool: Pool, seed: int) -> Pool:
 def _transposed(factor: Tensor) -> Tensor:
     # a copy of the largest ones would not fit beside them
     return factor.mT.contiguous().mT if factor.numel() < _MOST_COPIED else factor
+
+
+def factors_of(pool: Pool) -> tuple[Tensor, ...]:
+    """All A and B, of both products where there are two."""
+    return (pool.a, *pool.b, *(() if pool.down is None else factors_of(pool.down)))
+
+
+def is_small(pool: Pool) -> bool:
+    """Whether copies of it, and loading it again and again, take no time to speak of. What a
+    subject keeps of adapters on the host is no different where they are larger."""
+    return sum(factor.numel() for factor in factors_of(pool)) <= _SMALL
+
+
+def copied(pool: Pool) -> Pool:
+    """The same adapters in memory of their own."""
+    down = None if pool.down is None else copied(pool.down)
+    return replace(pool, a=pool.a.clone(), b=tuple(b.clone() for b in pool.b), down=down)
 
 
 def trimmed(pool: Pool, max_rank: int) -> Pool:

@@ -7,6 +7,7 @@ the protocol does not allow is a BrokenProtocol here, before an oracle computes 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import fields
 from typing import cast
 
 import torch
@@ -16,6 +17,7 @@ from loragate.core.machine import Machine
 from loragate.matrix.case import IN_PLACE_SITES, Case
 from loragate.protocol.capabilities import Capabilities
 from loragate.protocol.error_origin import BrokenProtocol, subject_code
+from loragate.protocol.process_state import unchanged_process
 from loragate.protocol.subject import AnyInstance, Instance, MoEInstance, Subject
 from loragate.protocol.tensors import BaseLayer, Pool, Routes
 
@@ -70,26 +72,26 @@ class CheckedSubject:
                 f"open(case, machine, base) returned {_shown(own)} without "
                 f"{', '.join(missing)}; expected an instance with {', '.join(_METHODS)}"
             )
-        return CheckedInstance(own, case)
+        return CheckedInstance(own, case, base)
 
 
 class CheckedInstance:
     """`own` is the instance that the subject opened."""
 
-    def __init__(self, own: AnyInstance, case: Case) -> None:
+    def __init__(self, own: AnyInstance, case: Case, base: BaseLayer | None = None) -> None:
         self.own = own
-        self._case = case
+        self._case, self._base = case, base
 
     def load(self, slot: int, pool: Pool) -> None:
-        with subject_code():
+        with unchanged_process("load"), subject_code():
             self.own.load(slot, pool)
 
     def unload(self, slot: int) -> None:
-        with subject_code():
+        with unchanged_process("unload"), subject_code():
             self.own.unload(slot)
 
     def prepare(self, token_slots: Tensor) -> None:
-        with subject_code():
+        with unchanged_process("prepare"), subject_code():
             self.own.prepare(token_slots)
 
     def apply(self, x: Tensor, out: Tensor, routes: Routes | None = None) -> Tensor:
@@ -98,7 +100,8 @@ class CheckedInstance:
                 return cast(Instance, own).apply(x, out)
             return cast(MoEInstance, own).apply(x, out, routes)
 
-        return self.run(call, out)
+        with unchanged_process("apply"):
+            return self.run(call, out)
 
     def run(self, call: Callable[[AnyInstance], Tensor], out: Tensor) -> Tensor:
         """The result of `call`, which applies the own instance to `out`, for instance through
@@ -120,7 +123,21 @@ class CheckedInstance:
             raise _broken(
                 "a tensor in other memory", f"out itself, which {self._case.site} changes"
             )
+        if self._base is not None and result.numel():
+            whose = _owner(result, self._base)
+            if whose is not None:
+                raise _broken(f"a view of the {whose} of the base layer", "a tensor of its own")
         return result
+
+
+def _owner(result: Tensor, base: BaseLayer) -> str | None:
+    """Which tensor of the base layer a result is a part of; whoever changes it damages that."""
+    place = result.untyped_storage().data_ptr()
+    values = [(field.name, getattr(base, field.name)) for field in fields(base)]
+    for name, value in values:
+        if isinstance(value, Tensor) and value.untyped_storage().data_ptr() == place:
+            return name
+    return None
 
 
 def _broken(given: str, wanted: str) -> BrokenProtocol:

@@ -24,15 +24,12 @@ from loragate.execution.session import Session, base_of
 from loragate.inputs import DataKind, copy_batch, make_batch, make_pool
 from loragate.inputs.mapping import BASE_ROW
 from loragate.inputs.placement import bits_of, owned, whole
-from loragate.inputs.pool import reordered, trimmed, with_zero_scales, without_slice
+from loragate.inputs.pool import is_small, reordered, trimmed, with_zero_scales, without_slice
 from loragate.matrix.case import Case, Mix, Ranks, Site, Write
 from loragate.oracles.evidence import judge_bits, passed
 from loragate.protocol import BaseLayer, Batch, Pool, Trial
 
 _SMALLER = 3
-# elements of all factors: what the host keeps is no different where they are larger, and each scene
-# loads all adapters once more
-_FEW_WEIGHTS = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +70,9 @@ class Sequence:
             resident |= scene.loads | scene.same_as
             batch = _batch(trial, kind, scene, count)
             own, other = copy_batch(batch), copy_batch(batch)
+            if scene.turned:
+                # a step that is prepared and never run
+                session.instance.prepare(batch.token_slots.flip(0))
             result = session.step(own, beside)
             # memory has place for two instances
             beside = None
@@ -144,7 +144,8 @@ def _scenes(trial: Trial, kind: DataKind) -> Iterator[Scene]:
         moved = reordered(pool, [last, *range(1, last), 0])
         loads: dict[int, Pool | None] = {last: None, 0: moved}
         yield Scene("an adapter that moved, and the slot that it left", loads, case.tokens, mix)
-    if pool.a.numel() + sum(b.numel() for b in pool.b) <= _FEW_WEIGHTS:
+    # each scene loads all adapters once more
+    if is_small(pool):
         yield from _more_scenes(case, pool, mix)
 
 
