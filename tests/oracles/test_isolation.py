@@ -84,6 +84,22 @@ class Refusing(ActiveTimesZero):
         super().load(slot, pool)
 
 
+class RowsByOneHotProducts(DenseDelta):
+    """The rows of a slot are gathered by a product with a matrix of zeros and ones."""
+
+    def apply(self, x: Tensor, out: Tensor) -> Tensor:
+        for slot in self.slots:
+            rows = (self.token_slots == slot).nonzero().flatten()
+            one_hot = torch.nn.functional.one_hot(rows, len(x)).float()
+            gathered = torch.zeros_like(x)
+            gathered[rows] = (one_hot @ x.float()).to(x.dtype)
+            whole, self.token_slots = self.token_slots, torch.full_like(self.token_slots, -1)
+            self.token_slots[rows] = slot
+            super().apply(gathered, out)
+            self.token_slots = whole
+        return out
+
+
 def memory(instance: Stacked, slot: int) -> list[Tensor]:
     return [instance.a[slot], instance.b[slot]]
 
@@ -103,6 +119,7 @@ def judge(
         (UnwantedTimesZero, {}),
         (ActiveTimesZero, {}),
         (LeavesTheOldOne, {"slot_memory": memory}),
+        (RowsByOneHotProducts, {}),
     ],
 )
 def test_an_adapter_that_reaches_the_rows_of_others_fails(

@@ -1,4 +1,4 @@
-"""An adapter full of Inf or NaN changes its own rows and nothing else.
+"""An adapter full of Inf or NaN changes its own rows and nothing else; so does a row of x.
 
 The rows of all other adapters and of the base keep the bits that they have beside good adapters.
 Active adapters are spoiled, adapters without rows, slots that were never loaded, and adapters that
@@ -20,7 +20,7 @@ from loragate.core.verdict import Failure, Judgement, OracleName
 from loragate.execution.session import Session, inputs_of
 from loragate.inputs import DataKind, copy_batch
 from loragate.inputs.draw import number
-from loragate.inputs.pairs import out_rows
+from loragate.inputs.pairs import OutRows, out_rows
 from loragate.matrix.case import Quantisation
 from loragate.oracles.evidence import judge_bits, passed
 from loragate.protocol import BaseLayer, Batch, Pool, Trial, subject_code
@@ -31,11 +31,14 @@ _MOST_ACTIVE = 2
 
 @dataclass(frozen=True, slots=True)
 class Scene:
-    """A step on `session`, in which no row but those of `spoiled` may differ."""
+    """A step on `session`, in which no row but those of the slot `spoiled` may differ, and those of
+    a row of x that is `value`."""
 
     what: str
     session: Session
     spoiled: int | None = None
+    row: int | None = None
+    value: float = 0.0
 
 
 class Isolation:
@@ -55,14 +58,16 @@ class Isolation:
         # nothing to round: the order of a sum may depend on the adapters of other rows
         pool, batch, base = inputs_of(trial, DataKind.EXACT)
         wanted = Session(trial, base, pool).step(copy_batch(batch))
-        slots = out_rows(batch).slots
+        rows = out_rows(batch)
         scenes = 0
         for scene in _scenes(trial, base, pool, batch):
             scenes += 1
-            result = scene.session.step(copy_batch(batch)).clone()
-            if scene.spoiled is not None:
-                own = (slots == scene.spoiled).nonzero().flatten().to(result.device)
-                result[own] = wanted[own]
+            given = copy_batch(batch)
+            if scene.row is not None:
+                given.x[scene.row] = scene.value
+            result = scene.session.step(given).clone()
+            own = _own_rows(scene, rows).to(result.device)
+            result[own] = wanted[own]
             wrong = judge_bits(
                 trial,
                 batch,
@@ -85,6 +90,10 @@ def _scenes(trial: Trial, base: BaseLayer | None, pool: Pool, batch: Batch) -> I
     active = sorted({slot for slot in batch.token_slots.tolist() if slot >= 0})
     idle = [slot for slot in range(trial.case.slots) if slot not in active]
     session = Session(trial, base, pool)
+    if batch.x.is_floating_point() and trial.case.quantisation is Quantisation.NONE:
+        for value in values:
+            row = rng.randrange(len(batch.x))
+            yield Scene(f"row {row} of x is all {value}", session, row=row, value=value)
     chosen = rng.sample(active, min(_MOST_ACTIVE, len(active)))
     for slot, value in zip(chosen, values, strict=False):
         if _spoil(trial, session, pool, slot, value):
@@ -102,6 +111,15 @@ def _scenes(trial: Trial, base: BaseLayer | None, pool: Pool, batch: Batch) -> I
         for slot in active:
             session.instance.load(slot, pool)
         yield Scene(f"adapters that were all {value} have left their slots", session)
+
+
+def _own_rows(scene: Scene, rows: OutRows) -> Tensor:
+    """The rows of the output that may differ."""
+    if scene.row is not None:
+        return (rows.x_rows == scene.row).nonzero().flatten()
+    if scene.spoiled is not None:
+        return (rows.slots == scene.spoiled).nonzero().flatten()
+    return torch.empty(0, dtype=torch.int64)
 
 
 def _spoil_all(
