@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -38,6 +39,32 @@ def test_a_replay_runs_operators_and_no_code_of_the_host() -> None:
     # the factor is that of the capture, the values are those of today
     assert out.tolist() == [10, 10, 10]
     assert calls == [0]
+
+
+def test_a_replay_assigns_the_numbers_of_the_capture() -> None:
+    out, mask = torch.zeros(4), torch.tensor([False, True, False, False])
+
+    def step() -> Tensor:
+        out[:3] = 2
+        out[mask] = 3.0
+        return out
+
+    captured = capture(step, warm_ups=0)
+    out.zero_()
+    captured.graph.replay()
+    assert out.tolist() == [2, 3, 2, 0]
+
+
+@pytest.mark.parametrize("where", [0, torch.tensor([0, 1])], ids=["element", "indices"])
+def test_a_capture_refuses_a_number_that_has_to_be_uploaded(where: Any) -> None:
+    out = torch.zeros(4)
+
+    def step() -> Tensor:
+        out[where] = 1
+        return out
+
+    with pytest.raises(RuntimeError, match="not permitted when stream is capturing"):
+        capture(step, warm_ups=0)
 
 
 @triton.jit

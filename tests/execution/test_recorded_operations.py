@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -77,6 +78,38 @@ def test_an_operator_written_in_python_is_looked_into() -> None:
     mul, copy = launches(recorder)
     assert touched(recorder, mul, x) == {False: [0, 1]}
     assert touched(recorder, copy, out) == {True: [0, 1]}
+
+
+def test_an_assigned_number_is_no_memory_but_a_tensor_of_one_is() -> None:
+    @torch.library.custom_op("loragate_test::clear", mutates_args=("out",))
+    def clear(out: Tensor) -> None:
+        out[:] = 0
+
+    out, zero = torch.ones(4), torch.zeros(())
+    with recording() as recorder:
+        out[:2] = 0
+        operator.setitem(out, out > 0, 0.0)
+        clear(out)
+        out[:2] = zero
+        one = torch.tensor(1.0)
+        out.fill_(one)
+    accesses = [(op.name, len(op.accesses)) for op in launches(recorder)]
+    numbers = [("fill_", 1), ("gt", 2), ("index_put_", 2), ("fill_", 1)]
+    assert accesses == [*numbers, ("fill_", 2), ("fill_", 2)]
+    assert not any(isinstance(op, Sync) for op in recorder.trace().operations)
+    assert touched(recorder, launches(recorder)[-2], zero) == {False: [0]}
+    assert touched(recorder, launches(recorder)[-1], one) == {False: [0]}
+
+
+def test_the_host_waits_for_an_assigned_number_that_a_device_needs_in_its_memory() -> None:
+    out, rows, mapping = torch.ones(4), torch.tensor([1, 2]), torch.tensor([1, 0])
+    with recording() as recorder:
+        recorder.name({"mapping": mapping}, on_host=True)
+        out[0] = 0
+        out[rows] = 0
+        mapping[0] = 0
+    syncs = [op for op in recorder.trace().operations if isinstance(op, Sync)]
+    assert syncs == [Sync(stream=0), Sync(stream=0), Sync(stream=HOST)]
 
 
 def test_the_host_does_what_uses_host_memory_only_and_waits_for_values() -> None:

@@ -25,6 +25,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
+from loragate.execution.streams.assigned import assigned_number, noticed_numbers
 from loragate.execution.streams.operators import (
     Again,
     backend_of,
@@ -101,6 +102,7 @@ class ModelledGraphs(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def begin_capture(self, graph: int) -> None:
         self._recording = self._graphs[graph] = _Recording()
         self._captures.enter_context(self)
+        self._captures.enter_context(noticed_numbers())
         if "triton" in sys.modules:
             self._captures.enter_context(self._frozen_launches())
 
@@ -147,9 +149,11 @@ class ModelledGraphs(TorchDispatchMode):  # type: ignore[no-untyped-call]
         result: Any,
     ) -> None:
         name = str(func.overloadpacket.__name__)
+        if name == "lift_fresh" and assigned_number(func, args) is not None:
+            return
         used = list(used_by(func, args, kwargs))
         outputs = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
-        if host_waits(name, args, kwargs, [*(tensor for tensor, _, _ in used), *outputs]):
+        if host_waits(func, args, kwargs, [*(tensor for tensor, _, _ in used), *outputs]):
             raise _not_permitted(f"the host waits for the device in {name}")
         known = {_key(tensor) for tensor, _, _ in used}
         fresh = [tensor for tensor in outputs if _key(tensor) not in known]
@@ -167,15 +171,20 @@ class ModelledGraphs(TorchDispatchMode):  # type: ignore[no-untyped-call]
         kwargs: dict[str, Any],
         outputs: list[Tensor],
     ) -> Again:
-        args, kwargs = self._owned(recording, (args, kwargs))
+        # a graph has a number itself, and not the memory that it was in
+        number = assigned_number(func, args)
+        args, kwargs = self._owned(recording, (args, kwargs), but=number)
         known = {_key(tensor) for tensor, _, _ in used_by(func, args, kwargs)}
         results = [recording.own(tensor) for tensor in outputs]
         fresh = [tensor for tensor in results if _key(tensor) not in known]
         return Again(func, args, kwargs, results, fresh)
 
-    def _owned(self, recording: _Recording, arguments: Any) -> Any:
+    def _owned(self, recording: _Recording, arguments: Any, *, but: Tensor | None = None) -> Any:
         return tree_map(
-            lambda leaf: recording.own(leaf) if isinstance(leaf, Tensor) else leaf, arguments
+            lambda leaf: (
+                recording.own(leaf) if isinstance(leaf, Tensor) and leaf is not but else leaf
+            ),
+            arguments,
         )
 
     @contextmanager

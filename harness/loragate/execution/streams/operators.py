@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
+from loragate.execution.streams.assigned import assigned_number, is_uploaded
+
 # operators whose result the host has to wait for; within a custom operator some have other names
 _READ_BY_HOST = frozenset(
     {
@@ -46,7 +48,9 @@ class Again:
 def used_by(
     func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Iterator[tuple[Tensor, bool, str]]:
-    """Tensors among the arguments, whether the schema says that they are written, their names."""
+    """Tensors among the arguments, whether the schema says that they are written, their names. An
+    assigned number is none of them: it is no memory of a device."""
+    number = assigned_number(func, args)
     for position, argument in enumerate(func._schema.arguments):
         if position < len(args):
             value = args[position]
@@ -56,14 +60,17 @@ def used_by(
             continue
         is_write = argument.alias_info is not None and argument.alias_info.is_write
         for leaf in tree_leaves(value):
-            if isinstance(leaf, Tensor):
+            if isinstance(leaf, Tensor) and leaf is not number:
                 yield leaf, is_write, ""
 
 
 def host_waits(
-    name: str, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[Tensor]
+    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[Tensor]
 ) -> bool:
     """Whether the host waits for the device in an operator, whose tensors are given."""
+    name = func.overloadpacket.__name__
+    if assigned_number(func, args) is not None:
+        return is_uploaded(name, args)
     if name in _READ_BY_HOST or (name in _INDEXED and _has_mask(args)):
         return True
     # a copy from or to the host

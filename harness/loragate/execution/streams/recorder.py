@@ -9,13 +9,14 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from typing import Any
+from contextlib import ExitStack, contextmanager
+from typing import Any, Self
 
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from loragate.execution.streams.assigned import assigned_number, noticed_numbers
 from loragate.execution.streams.captures import Graphs
 from loragate.execution.streams.memory import Block, Blocks, spans_of
 from loragate.execution.streams.operators import (
@@ -67,6 +68,20 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._kept: defaultdict[int, set[int]] = defaultdict(set)
         self.graphs = Graphs(self)
         self._muted = False
+        self._entered: list[ExitStack] = []
+
+    def __enter__(self) -> Self:
+        stack = ExitStack()
+        # it is entered once more within an operator that is written in Python
+        if not self._entered:
+            stack.enter_context(noticed_numbers())
+        self._entered.append(stack)
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
+        self._entered.pop().close()
 
     @property
     def length(self) -> int:
@@ -207,6 +222,9 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _operator(
         self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], call: Callable[[], Any]
     ) -> Any:
+        name = str(func.overloadpacket.__name__)
+        if name == "lift_fresh" and assigned_number(func, args) is not None:
+            return call()
         self.note_freed()
         self.next_call()
         used = list(used_by(func, args, kwargs))
@@ -218,7 +236,6 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         on_host = self._is_of_host([*(tensor for tensor, _, _ in used), *outputs], accesses)
         stream = HOST if on_host else self.current()
         fresh = [t for t in outputs if t.untyped_storage()._cdata not in known]
-        name = str(func.overloadpacket.__name__)
         for tensor in fresh:
             described = f"result of {name}, {_facts(tensor)}"
             self._block(tensor, stream, name=described, is_fresh=True, on_host=on_host)
@@ -228,7 +245,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             written = self.accesses([(tensor, True, "") for tensor in fresh], stream)
             replay = Again(func, args, kwargs, outputs, fresh) if self.blocks.keep else None
             self._launch(stream, name, (*accesses, *written), replay)
-        if host_waits(name, args, kwargs, [*(t for t, _, _ in used), *fresh]):
+        if host_waits(func, args, kwargs, [*(t for t, _, _ in used), *fresh]):
             self._operations.append(Sync(stream=stream))
         return result
 
