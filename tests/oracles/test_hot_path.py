@@ -112,6 +112,79 @@ class TwoTablesInTurn(Steady):
         super().prepare(token_slots)
 
 
+class WorkspaceOfTheFirstStep(Steady):
+    def __init__(self, case: Case) -> None:
+        super().__init__(case)
+        self.chosen, self.delta = torch.empty(0), torch.empty(0)
+
+    def apply(self, x: Tensor, out: Tensor) -> Tensor:
+        # the same operator uses memory that was there before
+        self.weights[0].zero_()
+        if not self.chosen.numel():
+            self.chosen = torch.zeros(len(x), *self.weights.shape[1:], dtype=x.dtype)
+            self.delta = self.chosen.new_zeros(*out.shape, 1)
+        self.chosen.zero_()
+        return super().apply(x, out)
+
+
+class WorkspaceOfEachStep(Steady):
+    def apply(self, x: Tensor, out: Tensor) -> Tensor:
+        self.delta = torch.zeros_like(self.delta)
+        return super().apply(x, out)
+
+
+class WorkspaceMovedByAPreparation(WorkspaceOfTheFirstStep):
+    def prepare(self, token_slots: Tensor) -> None:
+        super().prepare(token_slots)
+        self.chosen = self.chosen.clone()
+
+
+class AssignsNumbers(Steady):
+    """To all elements, to rows, to none, and by a mask."""
+
+    def __init__(self, case: Case) -> None:
+        super().__init__(case)
+        self.mask = torch.zeros(case.tokens, dtype=torch.bool)
+
+    def apply(self, x: Tensor, out: Tensor) -> Tensor:
+        self.chosen[...] = 0
+        self.delta[:2] = 1.0
+        self.delta[:0] = 0
+        torch.lt(self.table, 0, out=self.mask)
+        out[self.mask] = 0.0
+        return super().apply(x, out)
+
+
+class AssignsANumberToOneElement(Steady):
+    def apply(self, x: Tensor, out: Tensor) -> Tensor:
+        self.delta[0, 0, 0] = 0
+        return super().apply(x, out)
+
+
+class AssignsANumberByIndices(Steady):
+    def apply(self, x: Tensor, out: Tensor) -> Tensor:
+        self.chosen[self.table] = 0
+        return super().apply(x, out)
+
+
+class ZeroForEachStep(Steady):
+    def prepare(self, token_slots: Tensor) -> None:
+        super().prepare(token_slots)
+        self.zero = torch.zeros(())
+
+    def apply(self, x: Tensor, out: Tensor) -> Tensor:
+        self.chosen[...] = self.zero
+        return super().apply(x, out)
+
+
+class ZeroForSeveralOperators(Steady):
+    def apply(self, x: Tensor, out: Tensor) -> Tensor:
+        zero = torch.tensor(0.0)
+        self.chosen.fill_(zero)
+        self.delta.fill_(zero)
+        return super().apply(x, out)
+
+
 class WeightsMovedByALoad(Steady):
     def load(self, slot: int, pool: Pool) -> None:
         self.weights = self.weights.clone()
@@ -135,6 +208,13 @@ class WeightsMovedByAnEviction(Steady):
         (BufferForEachCall, Failure.ALLOCATION, "4224 bytes beside its result, 0 are allowed"),
         (TableForEachStep, Failure.MOVED_BUFFER, "index_select gets"),
         (TwoTablesInTurn, Failure.MOVED_BUFFER, "index_select gets"),
+        (TwoTablesInTurn, Failure.MOVED_BUFFER, f"use the old one in apply, {__file__}:"),
+        (WorkspaceOfEachStep, Failure.ALLOCATION, "4224 bytes beside its result, 0 are allowed"),
+        (WorkspaceMovedByAPreparation, Failure.MOVED_BUFFER, "in other memory than before"),
+        (AssignsANumberToOneElement, Failure.HOST_WAIT, "apply waits for the device 1 time: copy_"),
+        (AssignsANumberByIndices, Failure.HOST_WAIT, "waits for the device 1 time: index_put_"),
+        (ZeroForEachStep, Failure.MOVED_BUFFER, "fill_ gets tensor 1 in other memory"),
+        (ZeroForSeveralOperators, Failure.MOVED_BUFFER, "fill_ gets tensor 1 in other memory"),
         (WeightsMovedByALoad, Failure.MOVED_BUFFER, "in a step behind the reload of an adapter"),
         (WeightsMovedByAnEviction, Failure.MOVED_BUFFER, "behind the reload of an adapter"),
     ],
@@ -156,6 +236,15 @@ def test_a_step_that_keeps_its_buffers_and_never_waits_passes(
 ) -> None:
     for seed in range(20):
         judgement = ORACLE.judge(make_trial(Steady, seed, PROMISES, mix=Mix.SHUFFLED))
+        assert judgement.verdict is Verdict.PASS, judgement
+
+
+@pytest.mark.parametrize("instance", [WorkspaceOfTheFirstStep, AssignsNumbers])
+def test_buffers_of_the_first_step_and_assigned_numbers_pass(
+    instance: type[Steady], make_trial: Callable[..., Trial]
+) -> None:
+    for seed in range(5):
+        judgement = ORACLE.judge(make_trial(instance, seed, PROMISES, mix=Mix.SHUFFLED))
         assert judgement.verdict is Verdict.PASS, judgement
 
 

@@ -33,7 +33,8 @@ Variant: TypeAlias = Mapping[str, Hashable]
 @dataclass(slots=True)
 class HostWork:
     """Of one step. What waited for the device, in `prepare` and in `apply`, with the stack of each.
-    `allocated`: blocks that `apply` got and did not return. `used`: what it used of all others.
+    `allocated`: blocks that `apply` got and did not return. `used`: what it used of all others, and
+    by which line; of a step that warms up, also what it got and keeps.
     `variants`: by kernel, what its launches would be compiled for; `compiled`: kernels that Triton
     did compile. `unseen`: how often `apply` asked the allocator of a GPU for memory that no
     operator had as a result."""
@@ -41,7 +42,7 @@ class HostWork:
     waits_in_prepare: list[tuple[str, Stack]] = field(default_factory=list)
     waits_in_apply: list[tuple[str, Stack]] = field(default_factory=list)
     allocated: list[Block] = field(default_factory=list)
-    used: dict[Use, set[int]] = field(default_factory=dict)
+    used: dict[Use, dict[int, Stack]] = field(default_factory=dict)
     variants: dict[str, list[Variant]] = field(default_factory=dict)
     compiled: list[str] = field(default_factory=list)
     unseen: int = 0
@@ -98,10 +99,10 @@ class HostRecorder(Recorder):  # type: ignore[no-untyped-call]
 
 
 def host_work(
-    recorder: HostRecorder, instance: CheckedInstance, batch: Batch, *, is_run: bool
+    recorder: HostRecorder, instance: CheckedInstance, batch: Batch, *, is_run: bool, warms_up: bool
 ) -> HostWork:
     """One step of an instance. Without `is_run` the interpreter does no launch: whatever they would
-    write is then left as it was."""
+    write is then left as it was. A step that warms up may allocate the buffers of later ones."""
     work, variants = HostWork(), defaultdict[str, list[Variant]](list)
     recorder.name({"token_slots": batch.token_slots}, on_host=True)
     recorder.waits.clear()
@@ -121,7 +122,10 @@ def host_work(
     work.unseen = max(0, asked - len(fresh))
     returned = recorder.blocks.of(result, recorder.current(), name="result")
     work.allocated = [block for block in fresh if block is not returned]
-    work.used = _used(recorder, start, {block.number for block in fresh})
+    # a result that only the caller holds is no buffer
+    del result
+    left_out = {block.number for block in fresh if not (warms_up and _is_held(block))}
+    work.used = _used(recorder, start, left_out)
     work.variants = dict(variants)
     return work
 
@@ -160,15 +164,20 @@ def _recorded(
         yield
 
 
-def _used(recorder: Recorder, start: int, fresh: set[int]) -> dict[Use, set[int]]:
-    """What operations from `start` on used, but for fresh blocks."""
-    used: defaultdict[Use, set[int]] = defaultdict(set)
+def _is_held(block: Block) -> bool:
+    return not block.weak.expired()  # type: ignore[no-untyped-call]
+
+
+def _used(recorder: Recorder, start: int, left_out: set[int]) -> dict[Use, dict[int, Stack]]:
+    """What operations from `start` on used, but for some blocks, and who asked for it first."""
+    used: defaultdict[Use, dict[int, Stack]] = defaultdict(dict)
     for operation in recorder.operations(range(start, recorder.length)):
         if isinstance(operation, Launch) and operation.stream != HOST:
             for place, access in enumerate(operation.accesses):
-                if access.block not in fresh:
+                if access.block not in left_out:
                     name = access.name or f"tensor {place}"
-                    used[operation.name, name].add(access.block)
+                    blocks = used[operation.name, name]
+                    blocks.setdefault(access.block, operation.stack)
     return dict(used)
 
 

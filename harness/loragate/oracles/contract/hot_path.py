@@ -4,8 +4,9 @@
   from memory of the host that is not pinned is a wait.
 * `apply` allocates its result, and no more beside it than the subject says.
 * It uses the same buffers as a step before, whatever the batch is and whichever adapters were
-  loaded or evicted: a captured graph has their addresses. A step of base rows is compared with
-  another one of base rows, because it may do without the kernels of adapters.
+  loaded or evicted: a captured graph has their addresses. The first step may allocate them. A step
+  of base rows is compared with another one of base rows, because it may do without the kernels of
+  adapters.
 * It needs no other kernels than a step with adapters and one of base rows needed.
 
 One step with adapters and one of base rows warm up; one with another mapping, one behind the
@@ -91,7 +92,7 @@ def _steps(trial: Trial, recorder: HostRecorder) -> list[_Step]:
 
     def step(how: str, mapping: Tensor, *, is_run: bool = False, warm_up: bool = False) -> _Step:
         own.token_slots.copy_(mapping)
-        work = host_work(recorder, instance, own, is_run=is_run)
+        work = host_work(recorder, instance, own, is_run=is_run, warms_up=warm_up)
         return _Step(how, bool((mapping != BASE_ROW).any()), work, warm_up)
 
     steps = [
@@ -162,14 +163,14 @@ def _moved(
     for known in before:
         for use, blocks in work.used.items():
             # an operation that the step before did not have is no matter of buffers
-            fresh = blocks - known.used.get(use, blocks)
+            fresh = blocks.keys() - known.used.get(use, blocks).keys()
             if fresh:
-                kernel, argument = use
+                (kernel, argument), block = use, min(fresh)
                 yield (
                     Failure.MOVED_BUFFER,
                     f"{kernel} gets {argument} in other memory than before "
-                    f"({recorder.blocks.all[min(fresh)].name}), so that a captured graph would use "
-                    "the old one",
+                    f"({recorder.blocks.all[block].name}), so that a captured graph would use "
+                    f"the old one{_at(blocks[block])}",
                 )
 
 
