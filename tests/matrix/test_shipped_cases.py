@@ -17,10 +17,12 @@ from loragate.matrix.case import (
     Dtype,
     Execution,
     ExpertMap,
+    Ids,
     Layout,
     Mix,
     Parallel,
     Path,
+    Plans,
     Quantisation,
     Ranks,
     RouterWeights,
@@ -63,8 +65,9 @@ def test_each_tier_is_as_small_as_its_time_allows(cases: tuple[Case, ...]) -> No
     # which the replays of graphs take one, slots and linears of a server ten seconds, and experts
     # with biases, of other models and in other places forty; ten have adapters sharded by rank,
     # three have one plan for all batches and eight are embeddings; those of sizes between decode
-    # batches and prefills take ten seconds
-    assert 80 <= count[Tier.SMOKE] <= 443
+    # batches and prefills take ten seconds; those beyond powers of two in width, inputs, ids and
+    # choices, in fp32 with one plan, and without a forced path take eight
+    assert 80 <= count[Tier.SMOKE] <= 462
     # with those of smoke these took 4 minutes on an H200 that had other work, too; ten compare
     # replays of graphs with eager steps, three are engines of delta nets and with a drafting head,
     # nine have adapters sharded by rank and seven have one plan for all batches; eleven embeddings
@@ -82,8 +85,9 @@ def test_smoke_cases_are_small_enough_for_the_interpreter(cases: tuple[Case, ...
         for case in smoke
         if case.tokens > 40 or case.in_features > 300 or case.out_features > 160
     ]
-    # eighteen have a size between those of decode batches and of prefills
-    assert len(large) <= 98
+    # eighteen have a size between those of decode batches and of prefills, five are wider or have
+    # more ids or elements than any other, and two have one plan for batches of one row to 66
+    assert len(large) <= 105
     assert max(case.out_rows * case.out_features for case in large) <= 300_000
     many_steps = [case for case in large if OracleName.SEQUENCE in case.oracles]
     assert max(case.out_rows * case.out_features for case in many_steps) <= 30_000
@@ -146,6 +150,38 @@ def test_smoke_covers_all_values_of_moe_deltas(cases: tuple[Case, ...]) -> None:
     # a token that chooses every expert
     assert any(c.top_k == c.experts > 1 for c in moe)
     assert {len(c.slices) for c in moe} == {1, 2, 3}
+
+
+def test_smoke_covers_the_values_of_moe_deltas_for_subjects_that_have_one_path(
+    cases: tuple[Case, ...],
+) -> None:
+    moe = [c for c in _of(cases, Tier.SMOKE, Site.MOE_DELTA) if c.path is Path.PLAN]
+    assert {c.ids for c in moe} == set(Ids)
+    # ids of no expert have to be told from those of other ranks
+    assert {(c.expert_map, c.ids) for c in moe} == {(e, i) for e in ExpertMap for i in Ids}
+    assert {c.sharing for c in moe} == {Sharing.PER_EXPERT, Sharing.SHARED_A, Sharing.SHARED_B}
+    assert {c.write for c in moe} == set(Write)
+    assert {c.source for c in moe} == set(Source)
+    assert {c.router for c in moe} == {RouterWeights.NONE, RouterWeights.OUTPUT}
+    assert {c.routing for c in moe} == set(Routing)
+    assert {c.mix for c in moe} == set(Mix)
+    assert {c.ranks for c in moe} == set(Ranks)
+    assert {c.layout for c in moe} == set(Layout)
+    assert {c.dtype for c in moe} == set(Dtype)
+    assert any(c.experts >= 256 for c in moe)
+    assert any(c.top_k >= 8 for c in moe)
+    # a slice that an adapter lacks keeps what was there also where deltas are stored
+    assert any((c.write, c.ranks, len(c.slices)) == (Write.STORE, Ranks.MIXED, 2) for c in moe)
+
+
+@pytest.mark.parametrize("site", sorted(AXES["plans"].sites or OPERATIONS))
+def test_smoke_judges_one_plan_for_all_batches_in_fp32_too(
+    cases: tuple[Case, ...], site: Site
+) -> None:
+    one = [c for c in _of(cases, Tier.SMOKE, site) if c.plans is Plans.ONE]
+    # no rounding of an fp32 output hides another order of sums
+    assert {c.dtype for c in one} >= {Dtype.BF16, Dtype.FP32}
+    assert all(OracleName.BATCH_INVARIANCE in c.oracles for c in one)
 
 
 def test_premerge_covers_the_moe_deltas_of_real_models_on_every_path(
