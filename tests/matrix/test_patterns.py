@@ -88,6 +88,18 @@ def test_the_nearest_ids_are_found_piece_by_piece() -> None:
     assert nearest_ids("", IDS) == []
 
 
+def test_pieces_in_another_order_are_refused_with_the_order_that_selects() -> None:
+    with pytest.raises(SelectionError) as caught:
+        selected_ids(["tokens-6.dense_delta"], IDS)
+    lines = str(caught.value).splitlines()
+    assert lines[1] == "  in the order of an id: dense_delta.tokens-6"
+    assert lines[2] == f"  nearest: {SIX}"
+    for pattern in ("tokens-6.nothing", "tokens-6.tokens-6.dense_delta", "*tokens-6*dense_delta*"):
+        with pytest.raises(SelectionError) as caught:
+            selected_ids([pattern], IDS)
+        assert "in the order" not in str(caught.value)
+
+
 @pytest.mark.parametrize(
     ("suffix", "options"), [("#3", "--draw 3 "), ("#3.1", "--draw 3 --repeats 2 ")]
 )

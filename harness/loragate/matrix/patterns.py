@@ -94,9 +94,24 @@ def _nothing(pattern: str, ids: frozenset[str], others: Mapping[str, str]) -> st
         )
     tiers = sorted({tier for name, tier in others.items() if _matches(name, pattern)})
     elsewhere = f", but some of tier {' and '.join(tiers)}" if tiers else ""
+    ordered = None if tiers else _in_order(pattern, ids)
     near = [] if tiers else nearest_ids(pattern, ids)
-    hint = "".join(f"\n  nearest: {name}" for name in near)
+    order = f"\n  in the order of an id: {ordered}" if ordered else ""
+    hint = order + "".join(f"\n  nearest: {name}" for name in near)
     return f"{pattern!r} selects none of {len(ids)} cases{elsewhere}{hint}"
+
+
+def _in_order(pattern: str, ids: Collection[str]) -> str | None:
+    """The pieces of a pattern in an order that selects something; None where there is none."""
+    wanted = _pieces(pattern)
+    for name in sorted(ids):
+        pieces = name.split(".")
+        places = [[i for i, piece in enumerate(pieces) if _holds(piece, one)] for one in wanted]
+        if all(places):
+            ordered = ".".join(one for _, one in sorted(zip(places, wanted, strict=True)))
+            if _matches(name, ordered):
+                return ordered
+    return None
 
 
 def nearest_ids(pattern: str, ids: Collection[str]) -> list[str]:
