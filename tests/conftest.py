@@ -90,6 +90,13 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 
 @pytest.fixture
+def plain_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Replay commands begin with `loragate`, whichever environment and path the tests run with."""
+    monkeypatch.setenv("LORAGATE_COMMAND", "loragate")
+    monkeypatch.delenv("LORAGATE_PYTHON", raising=False)
+
+
+@pytest.fixture
 def drill(request: pytest.FixtureRequest) -> Iterator[Drill]:
     """The drill that the test's marker declares; call it with the exit code of the command."""
     found = _drill_of(request.node)

@@ -77,9 +77,8 @@ def test_a_pattern_that_selects_nothing_is_a_usage_error(capsys):
 
 
 @pytest.fixture
-def replay(monkeypatch):
+def replay(plain_command):
     """Replays in this process."""
-    monkeypatch.delenv("LORAGATE_COMMAND", raising=False)
     return lambda *arguments: main(["replay", "--in-process", MATRIX, *arguments])
 
 

@@ -98,6 +98,7 @@ def test_a_case_that_the_plan_left_out_does_not_count():
     assert verdict_on([RUN, OTHER], EventLog((plan(OTHER), end(RUN)))) is Verdict.PASS
 
 
+@pytest.mark.usefixtures("plain_command")
 def test_a_case_that_was_stopped_with_its_leg_is_inconclusive_not_crashed():
     first = CaseStarted(run_id=RUN.run_id, worker="gw0", draw=0, seed=1)
     second = CaseStarted(run_id=RUN.run_id, worker="gw1", draw=1, repeat=2, seed=2)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -104,10 +105,22 @@ def test_a_pattern_that_selects_several_cases_is_refused_with_the_first_of_them(
     assert (len(lines), lines[-1]) == (6, "  and 1 more")
 
 
+def _environment_in(folder):
+    """A folder with an interpreter and `loragate`, as `bin` of a virtual environment."""
+    folder.mkdir()
+    for name in ("python", "loragate"):
+        (folder / name).touch(mode=0o755)
+    return folder
+
+
 @pytest.fixture
-def no_command(monkeypatch):
+def no_command(monkeypatch, tmp_path):
+    """No script of ci/, and an activated environment."""
     for name in ("LORAGATE_COMMAND", "LORAGATE_PYTHON", "PYTHONPATH"):
         monkeypatch.delenv(name, raising=False)
+    folder = _environment_in(tmp_path / "bin")
+    monkeypatch.setenv("PATH", str(folder))
+    monkeypatch.setattr(sys, "executable", str(folder / "python"))
 
 
 @pytest.mark.usefixtures("no_command")
@@ -148,9 +161,30 @@ def test_a_replay_command_names_case_files_that_are_not_the_default_ones():
 def test_a_replay_command_finds_the_subject_of_a_user_where_the_run_found_it(monkeypatch):
     root = project_root()
     monkeypatch.setenv("PYTHONPATH", f"{root}/harness:{root}/kernels:src::my lib")
-    assert replay_command("torch.x", 0, 0) == "loragate replay torch.x --draw 0"
-    command = "PYTHONPATH='src:my lib' loragate replay mine:Subject.x --draw 0"
+    # which adds the folders of its own checkout
+    monkeypatch.setenv("LORAGATE_COMMAND", "ci/loragate")
+    assert replay_command("torch.x", 0, 0) == "ci/loragate replay torch.x --draw 0"
+    command = "PYTHONPATH='src:my lib' ci/loragate replay mine:Subject.x --draw 0"
     assert replay_command("mine:Subject.x", 0, 0) == command
+    monkeypatch.delenv("LORAGATE_COMMAND")
+    folders = shlex.quote(f"{root}/harness:{root}/kernels:src:my lib")
+    for name in ("torch.x", "mine:Subject.x"):
+        command = f"PYTHONPATH={folders} loragate replay {name} --draw 0"
+        assert replay_command(name, 0, 0) == command
+
+
+@pytest.mark.usefixtures("no_command")
+def test_a_replay_command_has_the_interpreter_of_the_run(monkeypatch, tmp_path):
+    other, linked = _environment_in(tmp_path / "my other"), tmp_path / "linked"
+    linked.symlink_to(tmp_path / "bin")
+    monkeypatch.setenv("PATH", f"{linked}:{other}")
+    assert replay_command("x", 0, 0) == "loragate replay x --draw 0"
+    # `loragate` is that of another environment, or of none
+    monkeypatch.setattr(sys, "executable", f"{other}/python")
+    command = f"'{other}/python' -m loragate replay x --draw 0"
+    for path in (f"{linked}:{other}", str(tmp_path)):
+        monkeypatch.setenv("PATH", path)
+        assert replay_command("x", 0, 0) == command
 
 
 @pytest.mark.usefixtures("no_command")

@@ -71,6 +71,7 @@ def test_a_draw_that_never_started_did_not_pass(
     assert [a.verdict for a in summary.draws] == [Verdict.PASS, Verdict.INCONCLUSIVE]
 
 
+@pytest.mark.usefixtures("plain_command")
 def test_a_case_that_fails_with_two_draws_is_shown_with_the_replay_of_each(
     plan: Plan, finished: Finished, closing: Closing
 ) -> None:

@@ -164,6 +164,7 @@ def test_a_case_that_the_plan_left_out_is_counted_and_does_no_harm(
     assert (summary.exit_code, summary.total.skipped) == (ExitCode.OK, 1)
 
 
+@pytest.mark.usefixtures("plain_command")
 def test_a_case_that_started_and_never_finished_crashed(
     plan: Plan, finished: Finished, closing: Closing
 ) -> None:
