@@ -16,6 +16,7 @@ from loragate.core.machine import detect_machine, select_interpreter
 select_interpreter()
 
 from lorakernels.batch.metadata import BatchMetadata  # noqa: E402
+from lorakernels.common.stacked_weights import MAX_RANK  # noqa: E402
 from lorakernels.dense.ops import DenseWorkspace, dense_delta  # noqa: E402
 from lorakernels.dense.stacks import adopt_stacks  # noqa: E402
 from lorakernels.dense.weights import LoRAFactors, SlotWeights  # noqa: E402
@@ -108,6 +109,16 @@ def test_tensors_that_kernels_cannot_read_are_refused(
     tensors = list(fresh().tensors)
     tensors[field] = change(tensors[field])
     with pytest.raises(ValueError, match=re.escape(message)):
+        SlotWeights.over(*tensors, slice_widths=WIDTHS)
+
+
+def test_a_layer_may_have_more_inputs_than_adapters_may_have_ranks() -> None:
+    tensors = list(fresh().tensors)
+    a = tensors[0]
+    tensors[0] = a.new_zeros(*a.shape[:-1], MAX_RANK + 1)
+    assert SlotWeights.over(*tensors, slice_widths=WIDTHS).in_features == MAX_RANK + 1
+    tensors[0] = a.new_zeros(*a.shape[:-2], MAX_RANK + 1, 3)
+    with pytest.raises(ValueError, match=rf"rank must be 1 to {MAX_RANK} \(got {MAX_RANK + 1}\)"):
         SlotWeights.over(*tensors, slice_widths=WIDTHS)
 
 

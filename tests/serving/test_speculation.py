@@ -276,6 +276,9 @@ def test_no_model_runs_where_no_draft_is_asked_for() -> None:
         ((1, 2, 3, 4, 9, 2, 3), 2, [4, 9]),
         # the longest match counts, not the latest one
         ((1, 2, 3, 4, 3, 5, 2, 3), 1, [4]),
+        # of up to three tokens
+        ((1, 2, 3, 4, 2, 3, 5, 1, 2, 3), 1, [4]),
+        ((9, 1, 2, 3, 4, 8, 1, 2, 3, 5, 9, 1, 2, 3), 1, [5]),
         # and of those of one length the latest
         ((3, 4, 3, 5, 9, 3), 1, [5]),
         # no more than the text has
