@@ -395,13 +395,39 @@ def test_an_oracle_fails_a_subject_with_its_defect_for_every_seed(
         assert (judgement.verdict, judgement.failure) == (Verdict.FAIL, failure), (seed, judgement)
 
 
-def test_a_slot_that_cannot_be_emptied_twice_fails() -> None:
-    class UnloadsWhatIsThere(DenseDelta):
-        def unload(self, slot: int) -> None:
-            del self.slots[slot]
+def test_a_slot_that_cannot_be_emptied_again_fails() -> None:
+    class UnloadsOnce(DenseDelta):
+        unloaded: frozenset[int] = frozenset()
 
-    with pytest.raises(KeyError):
-        judge(Subject(UnloadsWhatIsThere), OracleName.SEQUENCE, 0)
+        def load(self, slot: int, pool: Pool) -> None:
+            super().load(slot, pool)
+            self.unloaded -= {slot}
+
+        def unload(self, slot: int) -> None:
+            if slot in self.unloaded:
+                raise KeyError(f"slot {slot} is empty")
+            self.unloaded |= {slot}
+            super().unload(slot)
+
+    with pytest.raises(KeyError, match="slot 2 is empty"):
+        judge(Subject(UnloadsOnce), OracleName.SEQUENCE, 0)
+
+
+def test_a_slot_that_cannot_be_emptied_before_its_first_adapter_fails() -> None:
+    class UnloadsWhatWasLoaded(DenseDelta):
+        ever: frozenset[int] = frozenset()
+
+        def load(self, slot: int, pool: Pool) -> None:
+            super().load(slot, pool)
+            self.ever |= {slot}
+
+        def unload(self, slot: int) -> None:
+            if slot not in self.ever:
+                raise KeyError(f"slot {slot} has had no adapter")
+            super().unload(slot)
+
+    with pytest.raises(KeyError, match="slot 0 has had no adapter"):
+        judge(Subject(UnloadsWhatWasLoaded), OracleName.SEQUENCE, 0)
 
 
 def test_a_result_in_memory_that_a_later_step_writes_fails() -> None:

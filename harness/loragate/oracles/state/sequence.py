@@ -61,6 +61,9 @@ class Sequence:
         kind = DataKind.EXACT
         base = base_of(trial, kind)
         session = Session(trial, base)
+        # as a server does that starts
+        for slot in range(trial.case.slots):
+            session.instance.unload(slot)
         resident: dict[int, Pool | None] = {}
         scenes = tuple(_scenes(trial, kind))
         beside: WriteInput | None = None
