@@ -133,6 +133,16 @@ class WorkspaceOfEachStep(Steady):
         return super().apply(x, out)
 
 
+class KeepsWhatEachStepGets(Steady):
+    def __init__(self, case: Case) -> None:
+        super().__init__(case)
+        self.kept: list[Tensor] = []
+
+    def apply(self, x: Tensor, out: Tensor) -> Tensor:
+        self.kept.append(torch.zeros_like(self.delta))
+        return super().apply(x, out)
+
+
 class WorkspaceMovedByAPreparation(WorkspaceOfTheFirstStep):
     def prepare(self, token_slots: Tensor) -> None:
         super().prepare(token_slots)
@@ -246,6 +256,17 @@ def test_buffers_of_the_first_step_and_assigned_numbers_pass(
     for seed in range(5):
         judgement = ORACLE.judge(make_trial(instance, seed, PROMISES, mix=Mix.SHUFFLED))
         assert judgement.verdict is Verdict.PASS, judgement
+
+
+def test_memory_that_each_step_keeps_fails_although_a_step_may_use_as_much(
+    make_trial: Callable[..., Trial],
+) -> None:
+    promises = PROMISES | {"hot_path": frozenset(), "allocates": lambda case: 1 << 20}
+    judgement = ORACLE.judge(make_trial(KeepsWhatEachStepGets, 0, promises))
+    assert judgement.failure is Failure.ALLOCATION, judgement
+    assert judgement.message.startswith("apply keeps 4224 bytes more after each step: result of")
+    for instance in (BufferForEachCall, WorkspaceOfEachStep, WorkspaceOfTheFirstStep):
+        assert ORACLE.judge(make_trial(instance, 0, promises)).verdict is Verdict.PASS
 
 
 def test_only_what_is_promised_is_judged_besides_waits_in_apply(

@@ -124,7 +124,7 @@ def host_work(
     work.allocated = [block for block in fresh if block is not returned]
     # a result that only the caller holds is no buffer
     del result
-    left_out = {block.number for block in fresh if not (warms_up and _is_held(block))}
+    left_out = {block.number for block in fresh if not (warms_up and is_held(block))}
     work.used = _used(recorder, start, left_out)
     work.variants = dict(variants)
     return work
@@ -164,7 +164,7 @@ def _recorded(
         yield
 
 
-def _is_held(block: Block) -> bool:
+def is_held(block: Block) -> bool:
     return not block.weak.expired()  # type: ignore[no-untyped-call]
 
 

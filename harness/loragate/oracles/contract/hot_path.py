@@ -2,7 +2,7 @@
 
 * It does not wait for the device: `apply` never, `prepare` where the subject promises it. A copy
   from memory of the host that is not pinned is a wait.
-* `apply` allocates its result, and no more beside it than the subject says.
+* `apply` allocates its result, and no more beside it than the subject says; none of that is kept.
 * It uses the same buffers as a step before, whatever the batch is and whichever adapters were
   loaded or evicted: a captured graph has their addresses. The first step may allocate them. A step
   of base rows is compared with another one of base rows, because it may do without the kernels of
@@ -19,16 +19,18 @@ its output in place, never.
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Hashable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from loragate.core.plural import counted
 from loragate.core.verdict import Failure, Judgement, OracleName, Verdict
-from loragate.execution.host_work import HostRecorder, HostWork, host_work
+from loragate.execution.host_work import HostRecorder, HostWork, host_work, is_held
 from loragate.execution.session import base_of, open_loaded
+from loragate.execution.streams.memory import Block
 from loragate.execution.streams.model import current_number
 from loragate.execution.streams.traced import streams_of
 from loragate.execution.trace.operations import Stack
@@ -44,12 +46,14 @@ _KIND = DataKind.EXACT
 
 @dataclass(frozen=True, slots=True)
 class _Step:
-    """`how` says when it is done; `warm_up`: the buffers and kernels of a later one are its."""
+    """`how` says when it is done; `warm_up`: the buffers and kernels of a later one are its;
+    `kept`: what it allocated and is there after all steps."""
 
     how: str
     has_adapters: bool
     work: HostWork
     warm_up: bool = False
+    kept: tuple[Block, ...] = ()
 
 
 class HotPath:
@@ -69,6 +73,8 @@ class HotPath:
             for failure, message in _wrong(trial, recorder, known, step):
                 message = f"{message}, in a step {step.how}"
                 return Judgement(self.name, Verdict.FAIL, failure, message)
+        if (leak := _leak(others)) is not None:
+            return Judgement(self.name, Verdict.FAIL, Failure.ALLOCATION, leak)
         allocated = max(sum(block.size for block in step.work.allocated) for step in others)
         launches = sum(len(variants) for variants in first.work.variants.values())
         return passed(self.name, bytes_allocated=float(allocated), launches=float(launches))
@@ -105,7 +111,9 @@ def _steps(trial: Trial, recorder: HostRecorder) -> list[_Step]:
         instance.load(0, pool)
     steps.append(step("behind the reload of an adapter", first.token_slots))
     steps.append(step("of base rows only", base_rows))
-    return steps
+    gc.collect()
+    # while the instance is there
+    return [replace(step, kept=tuple(filter(is_held, step.work.allocated))) for step in steps]
 
 
 def _wrong(
@@ -146,6 +154,16 @@ def _allocations(trial: Trial, work: HostWork) -> Iterator[tuple[Failure, str]]:
     if work.unseen and trial.case.site in IN_PLACE_SITES:
         times = counted(work.unseen, "time", "times")
         yield Failure.ALLOCATION, f"apply asks the allocator {times} for memory, behind operators"
+
+
+def _leak(steps: list[_Step]) -> str | None:
+    """Memory that each step with adapters gets anew and keeps, whatever it may use meanwhile."""
+    kept = [step.kept for step in steps if step.has_adapters and not step.warm_up]
+    if not all(kept):
+        return None
+    size = sum(block.size for block in kept[-1])
+    names = ", ".join(block.name for block in kept[-1][:3])
+    return f"apply keeps {size} bytes more after each step: {names}"
 
 
 def _allowed(trial: Trial) -> int | None:
