@@ -66,8 +66,9 @@ def test_each_tier_is_as_small_as_its_time_allows(cases: tuple[Case, ...]) -> No
     # with biases, of other models and in other places forty; ten have adapters sharded by rank,
     # three have one plan for all batches and eight are embeddings; those of sizes between decode
     # batches and prefills take ten seconds; those beyond powers of two in width, inputs, ids and
-    # choices, in fp32 with one plan, and without a forced path take eight
-    assert 80 <= count[Tier.SMOKE] <= 462
+    # choices, in fp32 with one plan, and without a forced path take eight, those of router weights
+    # in fp16 five
+    assert 80 <= count[Tier.SMOKE] <= 467
     # with those of smoke these took 4 minutes on an H200 that had other work, too; ten compare
     # replays of graphs with eager steps, three are engines of delta nets and with a drafting head,
     # nine have adapters sharded by rank and seven have one plan for all batches; eleven embeddings
@@ -86,8 +87,9 @@ def test_smoke_cases_are_small_enough_for_the_interpreter(cases: tuple[Case, ...
         if case.tokens > 40 or case.in_features > 300 or case.out_features > 160
     ]
     # eighteen have a size between those of decode batches and of prefills, five are wider or have
-    # more ids or elements than any other, and two have one plan for batches of one row to 66
-    assert len(large) <= 105
+    # more ids or elements than any other, two have one plan for batches of one row to 66, and five
+    # have router weights in fp16 in other branches than small batches take
+    assert len(large) <= 110
     assert max(case.out_rows * case.out_features for case in large) <= 300_000
     many_steps = [case for case in large if OracleName.SEQUENCE in case.oracles]
     assert max(case.out_rows * case.out_features for case in many_steps) <= 30_000
