@@ -21,7 +21,7 @@ import triton.language as tl  # noqa: E402
 from triton.tools.tensor_descriptor import TensorDescriptor  # noqa: E402
 
 from loragate.core.verdict import Failure, Judgement, OracleName, Verdict  # noqa: E402
-from loragate.execution.bounds import OutOfBounds, bounded_launches  # noqa: E402
+from loragate.execution.bounds import FalseClaim, OutOfBounds, bounded_launches  # noqa: E402
 from loragate.matrix.case import Dtype  # noqa: E402
 from loragate.oracles import ORACLES  # noqa: E402
 from loragate.protocol import Trial  # noqa: E402
@@ -77,6 +77,17 @@ def described_kernel(source, target, row):
     tl.store(target + tl.arange(0, 4), tl.reshape(source.load([row, 0]), [4]))
 
 
+@triton.jit
+def aligned(value, MULTIPLE: tl.constexpr):
+    return tl.multiple_of(value, MULTIPLE)
+
+
+@triton.jit
+def claiming_kernel(target, start, MULTIPLE: tl.constexpr):
+    offs = tl.multiple_of(start + tl.arange(0, 4), MULTIPLE)
+    tl.store(target + offs % 8, aligned(start, MULTIPLE))
+
+
 # so large that it is mapped by itself: the heap of some builds of Python is close to address 0
 _MAPPED = 1 << 24
 
@@ -84,6 +95,20 @@ _MAPPED = 1 << 24
 def room(size: int = 64) -> tuple[Tensor, Tensor]:
     """Tensors of eight 1 and of eight 0 in the middle of memory that nothing else uses."""
     return torch.ones(size)[24:32], torch.zeros(size)[24:32]
+
+
+def test_a_number_that_is_no_multiple_of_what_a_kernel_says_is_refused() -> None:
+    _, target = room()
+    with bounded_launches():
+        claiming_kernel[(1,)](target, 24, 8)
+        claiming_kernel[(1,)](target, 0, 16)
+    message = "kernel claiming_kernel: says that 24 is a multiple of 16"
+    with pytest.raises(FalseClaim, match=message), bounded_launches():
+        claiming_kernel[(1,)](target, 24, 16)
+    with pytest.raises(FalseClaim, match=message), bounded_launches(), suppress(Exception):
+        claiming_kernel[(1,)](target, 24, 16)
+    # outside, the interpreter ignores it
+    claiming_kernel[(1,)](target, 24, 16)
 
 
 def test_accesses_within_the_tensors_of_a_launch_pass() -> None:

@@ -2,7 +2,8 @@
 
 The interpreter reads and writes any address of the process. On a GPU an access beyond all tensors
 may fail, and one into another tensor reads what that holds. Where no result depends on it, neither
-shows.
+shows. A compiled kernel also believes `tl.multiple_of`, and accesses whole vectors from an address
+that is said to be aligned; the interpreter ignores it.
 """
 
 from __future__ import annotations
@@ -33,9 +34,15 @@ class OutOfBounds(Exception):
     """A kernel accesses memory outside of all tensors of its launch."""
 
 
+class FalseClaim(OutOfBounds):
+    """A kernel says that a number is a multiple of another, which it is not: compiled, it may
+    access other memory."""
+
+
 def bounded_launches() -> _BoundedLaunches:
-    """Within, a launch in the interpreter ends ahead of an access that lies outside of its tensors.
-    The first OutOfBounds is raised at the end as well, whoever caught it meanwhile."""
+    """Within, a launch in the interpreter ends ahead of an access that lies outside of its tensors,
+    and at a false claim. The first OutOfBounds is raised at the end as well, whoever caught it
+    meanwhile."""
     return _BoundedLaunches()
 
 
@@ -51,11 +58,12 @@ class _BoundedLaunches:
     def __enter__(self) -> None:
         if find_spec("triton") is None:
             return
-        from triton.runtime.interpreter import GridExecutor
+        from triton.runtime.interpreter import GridExecutor, TensorHandle
 
         launched = self._launched(GridExecutor.__call__)
         for each in (
             patch.object(GridExecutor, "__call__", launched),
+            patch.object(TensorHandle, "set_attr", self._claimed(TensorHandle.set_attr)),
             *patches(access_hooks(self._check)),
         ):
             self._patches.enter_context(each)
@@ -87,11 +95,21 @@ class _BoundedLaunches:
 
         return launched
 
+    def _claimed(self, set_attr: Callable[..., None]) -> Callable[..., None]:
+        def claimed(handle: Any, name: str, values: Any) -> None:
+            if name == "tt.divisibility" and self._launches:
+                self._note(lambda: self._launches[-1].check_multiple(handle, values))
+            set_attr(handle, name, values)
+
+        return claimed
+
     def _check(self, kind: AccessKind, pointers: Any, mask: Any) -> None:
-        if not self._launches:
-            return
+        if self._launches:
+            self._note(lambda: self._launches[-1].check(kind, pointers, mask))
+
+    def _note(self, check: Callable[[], None]) -> None:
         try:
-            self._launches[-1].check(kind, pointers, mask)
+            check()
         except OutOfBounds as error:
             self._first = self._first or error
             raise
@@ -135,6 +153,14 @@ class _Launch:
         if outside:
             where = f"{kind} outside of its tensors, the first {self._near(outside[0])}"
             raise OutOfBounds(f"kernel {self._kernel}: {counted(len(outside), 'element')} {where}")
+
+    def check_multiple(self, handle: Any, values: Sequence[int]) -> None:
+        """Raises FalseClaim. Of a block its first number is meant, on which the others follow."""
+        value = int(np.asarray(handle.data).flat[0])
+        for wanted in values:
+            if value % wanted:
+                claim = f"says that {value} is a multiple of {wanted}"
+                raise FalseClaim(f"kernel {self._kernel}: {claim}")
 
     def _hold_all(self, places: Any, size: int) -> bool:
         """Whether the same extent holds all of `places`."""
