@@ -42,6 +42,18 @@ def test_the_result_has_no_gradient_even_if_the_shared_experts_could_give_one(
     assert not step.run(x, form, lambda x: x * weight).requires_grad
 
 
+@pytest.mark.parametrize("form", [None, *MoEForm])
+def test_outputs_that_the_shared_experts_keep_stay_as_they_are(
+    form: MoEForm | None, recorded_streams: Any
+) -> None:
+    step = Step()
+    x = step.prepare(5)
+    routed, kept = step.run(x, MoEForm.SINGLE), doubled(x)
+    before = kept.clone()
+    assert torch.equal(step.run(x, form, lambda x: kept), routed + before)
+    assert torch.equal(kept, before)
+
+
 def test_on_one_stream_the_outputs_of_the_shared_experts_are_not_copied(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -272,6 +272,17 @@ def cache_tensors(cache: RequestCache) -> list[Tensor]:
     return held
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_recurrent_state_of_a_delta_net_is_in_fp32_whatever_the_model_is_in(
+    dtype: torch.dtype,
+) -> None:
+    decoder = Decoder(tiny_model("qwen3_next").to(dtype), **SIZES)
+    held = [layer for layer in decoder.cache.layers if hasattr(layer, "conv_states")]
+    assert held
+    assert {layer.recurrent_states[0].dtype for layer in held} == {torch.float32}
+    assert {layer.conv_states[0].dtype for layer in held} == {dtype}
+
+
 def test_the_cache_says_how_many_bytes_it_takes_and_never_moves() -> None:
     decoder = small_decoder("qwen3_next")
     before = storages(cache_tensors(decoder.cache))

@@ -90,11 +90,15 @@ def test_a_capture_runs_with_adapters_in_all_slots_and_base_rows(stack: Any, gra
         assert slots == [-1] * 8
 
 
-def test_an_adapter_of_one_layer_takes_its_slot_in_all(make_stack: Any, graphs: Any) -> None:
+@pytest.mark.parametrize("slots", ["w2_slots", "w13_slots"])
+def test_an_adapter_of_one_layer_takes_its_slot_in_all(
+    make_stack: Any, graphs: Any, slots: str
+) -> None:
     stack = make_stack(moe=True)
-    down = stack.experts.w2_slots
-    down.a[1].fill_(0.5)
-    down.ranks[1].fill_(2)
+    loaded = getattr(stack.experts, slots)
+    loaded.a[1].fill_(0.5)
+    # of gate and up the last one alone
+    loaded.ranks[1, -1].fill_(2)
     before = contents(stack)
     runner_of(stack, sizes=(2,)).capture()
     for old, new in zip(before, contents(stack), strict=True):
