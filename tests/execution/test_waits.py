@@ -46,6 +46,14 @@ def test_a_signal_ahead_of_the_wait_is_early() -> None:
     assert found(SIGNAL, WAIT, LOAD, STORE)[2] == Waits(signals_early=True)
 
 
+def test_one_assembly_may_wait_and_signal() -> None:
+    both = '%w = tt.elementwise_inline_asm "griddepcontrol.{}; griddepcontrol.{};" {{}} -> i32'
+    after = both.format("wait", "launch_dependents")
+    assert found(after, LOAD, STORE) == (set(), set(), WAITS_FIRST)
+    before = both.format("launch_dependents", "wait")
+    assert found(before, LOAD, STORE) == (set(), set(), Waits(signals_early=True))
+
+
 @pytest.mark.parametrize("waits", [IF_ELSE, WHILE])
 def test_a_wait_on_every_path_is_one(waits: tuple[str, ...]) -> None:
     assert found(*waits, LOAD, STORE) == (set(), set(), WAITS_FIRST)

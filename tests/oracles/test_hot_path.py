@@ -258,6 +258,13 @@ def test_buffers_of_the_first_step_and_assigned_numbers_pass(
         assert judgement.verdict is Verdict.PASS, judgement
 
 
+def test_a_case_of_base_rows_only_has_no_step_that_could_keep_memory(
+    make_trial: Callable[..., Trial],
+) -> None:
+    judgement = ORACLE.judge(make_trial(Steady, 0, PROMISES, mix=Mix.ALL_BASE))
+    assert judgement.verdict is Verdict.PASS, judgement
+
+
 def test_memory_that_each_step_keeps_fails_although_a_step_may_use_as_much(
     make_trial: Callable[..., Trial],
 ) -> None:

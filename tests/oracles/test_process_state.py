@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -27,9 +27,18 @@ CHANGES = {
     "torch.get_default_dtype": lambda: torch.set_default_dtype(torch.float64),
     "torch.get_default_device": lambda: torch.set_default_device("meta"),
     "torch.get_num_threads": lambda: torch.set_num_threads(torch.get_num_threads() + 1),
-    "torch.get_float32_matmul_precision": lambda: torch.set_float32_matmul_precision("medium"),
+    "the precision of fp32 products": lambda: torch.set_float32_matmul_precision("medium"),
     "torch's random generator": lambda: torch.manual_seed(5),
 }
+
+
+@pytest.fixture(autouse=True)
+def precision() -> Iterator[None]:
+    matmul = torch.backends.cuda.matmul
+    before, of_host = matmul.fp32_precision, torch.backends.mkldnn.matmul.fp32_precision
+    yield
+    matmul.fp32_precision = before
+    torch.backends.mkldnn.matmul.fp32_precision = of_host
 
 
 def _instance(machine: Machine, own: type[DenseDelta]) -> Instance:
@@ -46,7 +55,7 @@ def _state() -> tuple[object, ...]:
         torch.get_default_dtype(),
         torch.get_default_device(),
         torch.get_num_threads(),
-        torch.get_float32_matmul_precision(),
+        torch.backends.cuda.matmul.fp32_precision,
         torch.get_rng_state().tolist(),
     )
 
@@ -73,13 +82,13 @@ def test_a_step_that_changes_a_setting_breaks_the_protocol_and_nothing_stays_cha
 def test_each_method_is_held_to_it(cpu: Machine, method: str) -> None:
     class Changes(DenseDelta):
         def load(self, slot: int, pool: Pool) -> None:
-            torch.manual_seed(5)
+            torch.set_default_dtype(torch.float64)
 
         def unload(self, slot: int) -> None:
-            torch.manual_seed(5)
+            torch.set_default_dtype(torch.float64)
 
         def prepare(self, token_slots: Tensor) -> None:
-            torch.manual_seed(5)
+            torch.set_default_dtype(torch.float64)
 
     instance = _instance(cpu, Changes)
     pool = Pool(torch.zeros(2, 1, 2, 8), (torch.zeros(2, 8, 2),), ((2,), (2,)), ((1.0,), (1.0,)))
@@ -88,8 +97,29 @@ def test_each_method_is_held_to_it(cpu: Machine, method: str) -> None:
         "unload": lambda: instance.unload(0),
         "prepare": lambda: instance.prepare(torch.zeros(2, dtype=torch.int32)),
     }
-    with pytest.raises(BrokenProtocol, match=f"{method} left torch's random generator"):
+    with pytest.raises(BrokenProtocol, match=f"{method} left torch.get_default_dtype"):
         calls[method]()
+
+
+def test_a_loader_may_draw_numbers_and_a_step_may_not(cpu: Machine) -> None:
+    class Draws(DenseDelta):
+        def load(self, slot: int, pool: Pool) -> None:
+            torch.nn.Linear(2, 2)
+
+        def prepare(self, token_slots: Tensor) -> None:
+            torch.nn.Linear(2, 2)
+
+    instance = _instance(cpu, Draws)
+    instance.load(0, Pool(torch.zeros(2, 1, 2, 8), (torch.zeros(2, 8, 2),), ((2,),), ((1.0,),)))
+    with pytest.raises(BrokenProtocol, match="prepare left torch's random generator"):
+        instance.prepare(torch.zeros(2, dtype=torch.int32))
+
+
+def test_a_precision_that_the_older_function_cannot_name_is_no_error(cpu: Machine) -> None:
+    torch.backends.cuda.matmul.fp32_precision = "tf32"
+    instance = _instance(cpu, DenseDelta)
+    instance.prepare(torch.full((2,), -1, dtype=torch.int32))
+    assert not instance.apply(torch.zeros(2, 8), torch.zeros(2, 8)).any()
 
 
 def test_what_fails_in_between_is_the_error_that_the_caller_gets(cpu: Machine) -> None:

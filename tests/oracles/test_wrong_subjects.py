@@ -430,6 +430,28 @@ def test_a_slot_that_cannot_be_emptied_before_its_first_adapter_fails() -> None:
         judge(Subject(UnloadsWhatWasLoaded), OracleName.SEQUENCE, 0)
 
 
+def test_a_subject_in_inference_mode_passes() -> None:
+    class Infers(DenseDelta):
+        def apply(self, x: Tensor, out: Tensor) -> Tensor:
+            with torch.inference_mode():
+                return super().apply(x, out)
+
+    class InfersIds(Embedding):
+        def apply(self, x: Tensor, out: Tensor) -> Tensor:
+            with torch.inference_mode():
+                return super().apply(x, out)
+
+    class Embeds(TorchSubject):
+        def open(self, case: Case, machine: Machine, base: BaseLayer | None) -> Instance:
+            assert base is not None
+            return InfersIds(case, base)
+
+    case = replace(CASE, site=Site.EMBEDDING, slices=(24,))
+    for oracle in (OracleName.REPEAT, OracleName.SEQUENCE, OracleName.ISOLATION):
+        assert judge(Subject(Infers), oracle, 0).verdict is Verdict.PASS
+        assert judge(Embeds(), oracle, 0, case).verdict is Verdict.PASS
+
+
 def test_a_result_in_memory_that_a_later_step_writes_fails() -> None:
     class OneResult(Embedding):
         result: Tensor | None = None

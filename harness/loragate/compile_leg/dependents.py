@@ -3,7 +3,8 @@
 Kernels that are launched dependently (programmatic dependent launch) overlap with those ahead of
 them. What one of them uses ahead of its wait must not be what another one is still at; nor may the
 work that follows find any of them unfinished. Nothing is known of the work ahead of the first
-kernel, so it is taken to write all memory that the kernels use.
+kernel, so it is taken to write all memory that the kernels use. Memory that a kernel finds through
+a table of addresses is not judged.
 """
 
 from __future__ import annotations

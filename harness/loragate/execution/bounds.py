@@ -155,7 +155,7 @@ class _Launch:
             raise OutOfBounds(f"kernel {self._kernel}: {counted(len(outside), 'element')} {where}")
 
     def check_multiple(self, handle: Any, values: Sequence[int]) -> None:
-        """Raises FalseClaim. Of a block its first number is meant, on which the others follow."""
+        """Raises FalseClaim. Of a block only the first number is judged."""
         value = int(np.asarray(handle.data).flat[0])
         for wanted in values:
             if value % wanted:

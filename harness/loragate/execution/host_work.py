@@ -6,6 +6,7 @@ done, except in a step that is to leave valid tables behind.
 
 from __future__ import annotations
 
+import gc
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterator, Mapping
@@ -124,6 +125,9 @@ def host_work(
     work.allocated = [block for block in fresh if block is not returned]
     # a result that only the caller holds is no buffer
     del result
+    if warms_up:
+        # what only a cycle of references holds is no buffer either
+        gc.collect()
     left_out = {block.number for block in fresh if not (warms_up and is_held(block))}
     work.used = _used(recorder, start, left_out)
     work.variants = dict(variants)

@@ -91,7 +91,7 @@ class CheckedInstance:
             self.own.unload(slot)
 
     def prepare(self, token_slots: Tensor) -> None:
-        with unchanged_process("prepare"), subject_code():
+        with unchanged_process("prepare", is_step=True), subject_code():
             self.own.prepare(token_slots)
 
     def apply(self, x: Tensor, out: Tensor, routes: Routes | None = None) -> Tensor:
@@ -100,7 +100,7 @@ class CheckedInstance:
                 return cast(Instance, own).apply(x, out)
             return cast(MoEInstance, own).apply(x, out, routes)
 
-        with unchanged_process("apply"):
+        with unchanged_process("apply", is_step=True):
             return self.run(call, out)
 
     def run(self, call: Callable[[AnyInstance], Tensor], out: Tensor) -> Tensor:

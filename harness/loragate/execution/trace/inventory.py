@@ -46,7 +46,9 @@ class Flaw(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """`accesses` are the bytes that it uses, by what its arguments are called."""
+    """`accesses` are the bytes that it uses, by what its arguments are called. `waits` and early
+    accesses are known of kernels that are compiled without a GPU; of a captured graph every kernel
+    is taken to wait first."""
 
     kind: NodeKind
     name: str
@@ -187,14 +189,14 @@ def _ancestors(inventory: Inventory) -> _Ended:
     nothing = frozenset[int]()
     for number, node in enumerate(inventory.nodes):
         full = [e.before for e in inventory.edges if e.after == number and e.kind is EdgeKind.FULL]
-        loose = [e.before for e in inventory.edges if e.after == number]
+        ahead = [e.before for e in inventory.edges if e.after == number]
         # a kernel that lets this one start knows what has ended by then
         known = [
             (ended.at_start if inventory.nodes[n].waits.signals_early else ended.waited)[n]
-            for n in loose
+            for n in ahead
         ]
         start = nothing.union(full, *known, *(ended.over[n] for n in full))
-        waited = start.union(loose, *(ended.over[n] for n in loose))
+        waited = start.union(ahead, *(ended.over[n] for n in ahead))
         ended.at_start.append(start)
         ended.waited.append(waited)
         ended.over.append(start if node.waits.ends_unwaited else waited)

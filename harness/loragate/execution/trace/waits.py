@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, field
 
-_WAIT, _SIGNAL = "griddepcontrol.wait", "griddepcontrol.launch_dependents"
+_OF_THE_GRID = re.compile(r"griddepcontrol\.(wait|launch_dependents)")
 _BLOCK = re.compile(r"\^[\w$]+")
 
 
@@ -57,6 +57,7 @@ class WaitWalk:
         elif line.startswith("^"):
             name = _BLOCK.match(line)
             assert name is not None
+            # a block that nothing has jumped to yet is one of a loop, or the body of a region
             self.has_waited = self._jumps.get(name[0], self.has_waited)
         else:
             self._take_operation(line)
@@ -69,12 +70,18 @@ class WaitWalk:
                 self._jumps[name] = self._jumps.get(name, True) and self.has_waited
         elif operation == "tt.return" and self._is_public:
             self.ends_unwaited |= not self.has_waited
-        elif _SIGNAL in line:
-            self.signals_early |= not self.has_waited
-        elif _WAIT in line:
-            self.has_waited = True
+        else:
+            self._take_assembly(line)
         if line.endswith("{"):
             self._regions.append(_Region(operation, self.has_waited))
+
+    def _take_assembly(self, line: str) -> None:
+        # one text may have both
+        for found in _OF_THE_GRID.findall(line):
+            if found == "wait":
+                self.has_waited = True
+            else:
+                self.signals_early |= not self.has_waited
 
     def _end_body(self, *, goes_on: bool) -> None:
         if goes_on:

@@ -46,8 +46,8 @@ _KIND = DataKind.EXACT
 
 @dataclass(frozen=True, slots=True)
 class _Step:
-    """`how` says when it is done; `warm_up`: the buffers and kernels of a later one are its;
-    `kept`: what it allocated and is there after all steps."""
+    """`how` says when it is done; `warm_up`: later steps use its buffers and kernels; `kept`: what
+    it allocated and is still there after all steps."""
 
     how: str
     has_adapters: bool
@@ -159,7 +159,7 @@ def _allocations(trial: Trial, work: HostWork) -> Iterator[tuple[Failure, str]]:
 def _leak(steps: list[_Step]) -> str | None:
     """Memory that each step with adapters gets anew and keeps, whatever it may use meanwhile."""
     kept = [step.kept for step in steps if step.has_adapters and not step.warm_up]
-    if not all(kept):
+    if not kept or not all(kept):
         return None
     size = sum(block.size for block in kept[-1])
     names = ", ".join(block.name for block in kept[-1][:3])

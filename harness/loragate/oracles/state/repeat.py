@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from functools import partial
 
+import torch
 from torch import Tensor
 
 from loragate.core.plural import counted
@@ -43,14 +44,17 @@ class Repeat:
         is_watched = result.numel() <= _MOST_COPIED
         first = result.clone() if is_watched else result
         if is_watched:
-            result.fill_(float("nan"))
+            # a subject may run in this mode, which leaves only code of this mode change its results
+            with torch.inference_mode():
+                result.fill_(float("nan"))
         repeats = _REPEATS_INTERPRETED if trial.machine.interpreted else _REPEATS
         for number in range(repeats + 1):
             fresh = number == repeats
             own = copy_batch(batch)
-            # looked up when it is called, which is between the preparation and the kernels
-            forget = partial(own.token_slots.fill_, BASE_ROW)
-            again = (_forgetful(trial, base, pool) if fresh else session).step(own, forget)
+            # called between the preparation and the kernels
+            overwrite = partial(own.token_slots.fill_, BASE_ROW)
+            used = _with_overwritten_adapters(trial, base, pool) if fresh else session
+            again = used.step(own, overwrite)
             wrong = self._compare(trial, batch, again, first, fresh=fresh)
             if is_watched:
                 wrong = wrong or self._kept(result)
@@ -79,8 +83,8 @@ class Repeat:
         return Judgement(self.name, Verdict.FAIL, Failure.FOREIGN_MEMORY, message)
 
 
-def _forgetful(trial: Trial, base: BaseLayer | None, pool: Pool) -> Session:
-    """A session whose adapters are gone once they are loaded; too large ones stay."""
+def _with_overwritten_adapters(trial: Trial, base: BaseLayer | None, pool: Pool) -> Session:
+    """A session whose adapters are written over once they are loaded, but for large ones."""
     if not is_small(pool):
         return Session(trial, base, pool)
     given = copied(pool)

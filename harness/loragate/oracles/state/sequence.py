@@ -35,17 +35,17 @@ _SMALLER = 3
 @dataclass(frozen=True, slots=True)
 class Scene:
     """A change of the slots, then a step. `loads`: slot -> the pool with its new adapter, or None
-    to empty it. `same_as`: what the fresh instance has in their place. `turned`: the step before
-    again, its slots in the reverse order. `all_slots`: rows use every slot in turn. `interrupted`:
-    the fresh instance of the step before repeats that one between this one's preparation and its
-    kernels."""
+    to empty it. `same_as`: what the fresh instance has in their place. `reversed_rows`: the step
+    before again, its slots in the reverse order. `all_slots`: rows use every slot in turn.
+    `interrupted`: the fresh instance of the step before repeats that one between this one's
+    preparation and its kernels."""
 
     what: str
     loads: dict[int, Pool | None]
     tokens: int
     mix: Mix
     same_as: dict[int, Pool | None] = field(default_factory=dict)
-    turned: bool = False
+    reversed_rows: bool = False
     all_slots: bool = False
     interrupted: bool = False
 
@@ -66,19 +66,19 @@ class Sequence:
             session.instance.unload(slot)
         resident: dict[int, Pool | None] = {}
         scenes = tuple(_scenes(trial, kind))
-        beside: WriteInput | None = None
+        between: WriteInput | None = None
         for count, scene in enumerate(scenes):
             for slot, pool in scene.loads.items():
                 _move(session, slot, pool)
             resident |= scene.loads | scene.same_as
             batch = _batch(trial, kind, scene, count)
             own, other = copy_batch(batch), copy_batch(batch)
-            if scene.turned:
+            if scene.reversed_rows:
                 # a step that is prepared and never run
                 session.instance.prepare(batch.token_slots.flip(0))
-            result = session.step(own, beside)
+            result = session.step(own, between)
             # memory has place for two instances
-            beside = None
+            between = None
             # nothing precedes the first step
             if count:
                 fresh = _fresh_instance(trial, base, resident)
@@ -88,7 +88,7 @@ class Sequence:
                 if wrong is not None:
                     return wrong
                 if any(following.interrupted for following in scenes[count + 1 : count + 2]):
-                    beside = partial(fresh.step, copy_batch(batch))
+                    between = partial(fresh.step, copy_batch(batch))
                 del fresh
         return passed(self.name, steps=float(len(scenes)))
 
@@ -154,11 +154,12 @@ def _scenes(trial: Trial, kind: DataKind) -> Iterator[Scene]:
 
 def _more_scenes(case: Case, pool: Pool, mix: Mix) -> Iterator[Scene]:
     last = case.slots - 1
-    back: dict[int, Pool | None] = {last: pool}
-    emptied: dict[int, Pool | None] = {last - 1: None} if last else {}
-    what = "adapters beside a slot that was emptied"
-    yield Scene(what, back | emptied, case.tokens, mix, all_slots=True)
-    yield Scene("the same slots for other rows", {}, case.tokens, mix, turned=True)
+    loads: dict[int, Pool | None] = {last: pool}
+    if last:
+        loads[last - 1] = None
+    what = "all slots, and one of several emptied"
+    yield Scene(what, loads, case.tokens, mix, all_slots=True)
+    yield Scene("the same slots for other rows", {}, case.tokens, mix, reversed_rows=True)
     what = "a step of another instance before the kernels"
     yield Scene(what, {}, case.tokens, mix, interrupted=True)
     # rows without an adapter are not stored, and a layer rounds in between
@@ -170,12 +171,12 @@ def _more_scenes(case: Case, pool: Pool, mix: Mix) -> Iterator[Scene]:
 
 def _batch(trial: Trial, kind: DataKind, scene: Scene, step: int) -> Batch:
     case = replace(trial.case, tokens=scene.tokens, mix=scene.mix)
-    batch = make_batch(case, trial.seed, step - scene.turned, kind, trial.machine)
+    batch = make_batch(case, trial.seed, step - scene.reversed_rows, kind, trial.machine)
     slots = batch.token_slots
-    if scene.all_slots or scene.turned:
+    if scene.all_slots or scene.reversed_rows:
         in_turn = (-1 - torch.arange(len(slots), dtype=slots.dtype)) % case.slots
         slots = torch.where(slots == BASE_ROW, slots, in_turn)
-    if scene.turned:
+    if scene.reversed_rows:
         slots = slots.flip(0)
     return replace(batch, token_slots=slots)
 
