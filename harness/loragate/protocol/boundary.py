@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import fields
 from typing import cast
+from weakref import ReferenceType, ref
 
 import torch
 from torch import Tensor
@@ -80,7 +81,7 @@ class CheckedInstance:
 
     def __init__(self, own: AnyInstance, case: Case, base: BaseLayer | None = None) -> None:
         self.own = own
-        self._case, self._base = case, base
+        self._case, self._parts = case, _parts_of(base)
 
     def load(self, slot: int, pool: Pool) -> None:
         with unchanged_process("load"), subject_code():
@@ -123,21 +124,24 @@ class CheckedInstance:
             raise _broken(
                 "a tensor in other memory", f"out itself, which {self._case.site} changes"
             )
-        if self._base is not None and result.numel():
-            whose = _owner(result, self._base)
-            if whose is not None:
-                raise _broken(f"a view of the {whose} of the base layer", "a tensor of its own")
+        for name, part in self._parts if result.numel() else ():
+            tensor = part()
+            if tensor is not None and _storage(tensor) == _storage(result):
+                # whoever changes the result damages the layer
+                raise _broken(f"a view of the {name} of the base layer", "a tensor of its own")
         return result
 
 
-def _owner(result: Tensor, base: BaseLayer) -> str | None:
-    """Which tensor of the base layer a result is a part of; whoever changes it damages that."""
-    place = result.untyped_storage().data_ptr()
+def _storage(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+def _parts_of(base: BaseLayer | None) -> list[tuple[str, ReferenceType[Tensor]]]:
+    """The tensors of a base layer, which nobody keeps alive here."""
+    if base is None:
+        return []
     values = [(field.name, getattr(base, field.name)) for field in fields(base)]
-    for name, value in values:
-        if isinstance(value, Tensor) and value.untyped_storage().data_ptr() == place:
-            return name
-    return None
+    return [(name, ref(value)) for name, value in values if isinstance(value, Tensor)]
 
 
 def _broken(given: str, wanted: str) -> BrokenProtocol:

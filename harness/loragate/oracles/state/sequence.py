@@ -37,8 +37,8 @@ class Scene:
     """A change of the slots, then a step. `loads`: slot -> the pool with its new adapter, or None
     to empty it. `same_as`: what the fresh instance has in their place. `reversed_rows`: the step
     before again, its slots in the reverse order. `all_slots`: rows use every slot in turn.
-    `interrupted`: the fresh instance of the step before repeats that one between this one's
-    preparation and its kernels."""
+    `interrupts`: its fresh instance repeats the step between the next one's preparation and
+    kernels."""
 
     what: str
     loads: dict[int, Pool | None]
@@ -47,7 +47,7 @@ class Scene:
     same_as: dict[int, Pool | None] = field(default_factory=dict)
     reversed_rows: bool = False
     all_slots: bool = False
-    interrupted: bool = False
+    interrupts: bool = False
 
 
 class Sequence:
@@ -65,9 +65,9 @@ class Sequence:
         for slot in range(trial.case.slots):
             session.instance.unload(slot)
         resident: dict[int, Pool | None] = {}
-        scenes = tuple(_scenes(trial, kind))
         between: WriteInput | None = None
-        for count, scene in enumerate(scenes):
+        count = 0
+        for count, scene in enumerate(_scenes(trial, kind)):
             for slot, pool in scene.loads.items():
                 _move(session, slot, pool)
             resident |= scene.loads | scene.same_as
@@ -87,10 +87,10 @@ class Sequence:
                 wrong = wrong or self._surroundings(scene, own, other)
                 if wrong is not None:
                     return wrong
-                if any(following.interrupted for following in scenes[count + 1 : count + 2]):
+                if scene.interrupts:
                     between = partial(fresh.step, copy_batch(batch))
                 del fresh
-        return passed(self.name, steps=float(len(scenes)))
+        return passed(self.name, steps=float(count + 1))
 
     def _compare(
         self,
@@ -159,9 +159,9 @@ def _more_scenes(case: Case, pool: Pool, mix: Mix) -> Iterator[Scene]:
         loads[last - 1] = None
     what = "all slots, and one of several emptied"
     yield Scene(what, loads, case.tokens, mix, all_slots=True)
-    yield Scene("the same slots for other rows", {}, case.tokens, mix, reversed_rows=True)
-    what = "a step of another instance before the kernels"
-    yield Scene(what, {}, case.tokens, mix, interrupted=True)
+    what = "the same slots for other rows"
+    yield Scene(what, {}, case.tokens, mix, reversed_rows=True, interrupts=True)
+    yield Scene("a step of another instance before the kernels", {}, case.tokens, mix)
     # rows without an adapter are not stored, and a layer rounds in between
     if case.site is not Site.MOE_LAYER and case.write is Write.ADD:
         off = with_zero_scales(pool)
