@@ -121,7 +121,7 @@ def _remember_tensors() -> None:
     def init_tensor(self: Any, handle: Any, type: Any) -> None:
         known = seen.get(type.name)
         if known is not None:
-            vars(self).update(known, handle=handle)
+            vars(self).update(known, handle=handle, type=type, dtype=type.scalar)
             return
         init(self, handle, type)
         seen[type.name] = vars(self) | {"handle": None}
