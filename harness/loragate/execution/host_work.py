@@ -125,7 +125,7 @@ def host_work(
     work.allocated = [block for block in fresh if block is not returned]
     # a result that only the caller holds is no buffer
     del result
-    if warms_up:
+    if warms_up and any(map(is_held, fresh)):
         # what only a cycle of references holds is no buffer either
         gc.collect()
     left_out = {block.number for block in fresh if not (warms_up and is_held(block))}
