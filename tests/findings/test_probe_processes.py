@@ -31,8 +31,19 @@ if "meets" in names or "met" in names:
 if "dies-first" in names:
     sys.exit("no module named vllm")
 write(version="0.26.0")
+folder = os.path.dirname(sys.argv[0])
+with open(os.path.join(folder, "imported"), "a") as file:
+    file.write(" ".join(names) + "\\n")
+if not sys.stdin.readline():
+    sys.exit("nobody is there")
 for name in names:
     write(began=name)
+    if name == "calm":
+        # until the other process has imported the package as well
+        while len(open(os.path.join(folder, "imported")).readlines()) < 2:
+            time.sleep(0.01)
+    with open(os.path.join(folder, "order"), "a") as file:
+        file.write(name + "\\n")
     if name == "hangs":
         time.sleep(600)
     if name == "killed":
@@ -89,6 +100,21 @@ def test_groups_run_side_by_side(started: list[tuple[str, ...]]) -> None:
         "meets": Seen.REPRODUCED,
         "met": Seen.REPRODUCED,
     }
+
+
+def test_the_last_group_imports_beside_the_others_and_begins_behind_them(
+    started: list[tuple[str, ...]], tmp_path: Path
+) -> None:
+    _, observed = run_probes([["calm", "killed", "b"]], last=["wild", "tame"], patience_s=20)
+    assert (tmp_path / "order").read_text().split() == ["calm", "killed", "b", "wild", "tame"]
+    assert {name for name, one in observed.items() if one.seen is Seen.REPRODUCED} == {
+        *("calm", "b", "wild", "tame")
+    }
+
+
+def test_a_last_group_that_cannot_run_ends_the_others(started: list[tuple[str, ...]]) -> None:
+    with pytest.raises(CommandError, match=r"^vLLM is not installed$"):
+        run_probes([["hangs"]], last=["refused"], patience_s=60)
 
 
 @pytest.mark.parametrize("first", [["refused"], ["hangs", "b"]])

@@ -85,9 +85,8 @@ def _try_probes(findings: Sequence[Finding]) -> tuple[str, dict[str, Observation
     wild = [name for name, probe in PROBES.items() if probe.wild]
     # on few cores two imports of the package would take as long as one after the other
     parts = 2 if usable_cores() >= _CORES_OF_TWO_PARTS else 1
-    version, observed = run_probes([calm[part::parts] for part in range(parts)])
     # a process that loses its device may stop what another one runs on it
-    observed |= run_probes([wild])[1]
+    version, observed = run_probes([calm[part::parts] for part in range(parts)], last=wild)
     return version, {name: observed[name] for name in PROBES}
 
 

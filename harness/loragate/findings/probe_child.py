@@ -1,8 +1,8 @@
 """Runs probes in this process: `python -m loragate.findings.probe_child RECORD NAME...`
 
-Appends to RECORD what it does, one JSON object a line, so that whoever waits knows which probe it
-was if this process dies. After an error that the device does not recover from it ends, because
-nothing that follows would be evidence.
+Imports the package, and begins when a line comes in. Appends to RECORD what it does, one JSON
+object a line, so that whoever waits knows which probe it was if this process dies. After an error
+that the device does not recover from it ends, because nothing that follows would be evidence.
 """
 
 from __future__ import annotations
@@ -32,6 +32,9 @@ def main(record: Path, names: list[str]) -> int:
         return 0
     _append(record, version=ops.version)
     package = Package(ops, load_vllm_moe(machine), load_vllm_layers(machine))
+    if not sys.stdin.readline():
+        # whoever was to say so is gone
+        return 1
     for name in names:
         _append(record, began=name)
         observation = observe(name, package, machine.device)

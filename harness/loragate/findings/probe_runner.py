@@ -1,7 +1,9 @@
 """Runs probes in processes of their own, so that one that hangs or dies costs only its own line.
 
 Probes of a group share a process as long as all goes well, because importing the package takes
-longer than most of them; groups run side by side. Imports no torch.
+longer than most of them; groups run side by side. A process imports the package and waits for a
+line before it begins its first probe, so that a group that has to be alone can import beside the
+others. Imports no torch.
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ import subprocess
 import tempfile
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from threading import Event
@@ -38,18 +41,26 @@ class Record:
 
 
 def run_probes(
-    groups: Sequence[Sequence[str]], *, patience_s: float = PATIENCE_S
+    groups: Sequence[Sequence[str]],
+    *,
+    last: Sequence[str] = (),
+    patience_s: float = PATIENCE_S,
 ) -> tuple[str, dict[str, Observation]]:
     """The version of the installed package, and what each probe observed; a process for each group,
-    and another one for what is left after one was lost. Raises CommandError."""
+    and another one for what is left after one was lost. Probes of the group `last` begin when all
+    others have ended. Raises CommandError."""
     version, observed = "", dict[str, Observation]()
-    stopped = Event()
-    with ThreadPoolExecutor(len(groups)) as pool:
+    now, behind, stopped = Event(), Event(), Event()
+    now.set()
+    with ThreadPoolExecutor(len(groups) + 1) as pool:
         try:
-            runs = [pool.submit(_run_group, group, patience_s, stopped) for group in groups]
-            for run in as_completed(runs):
+            first = [pool.submit(_run_group, group, patience_s, now, stopped) for group in groups]
+            waits = [pool.submit(_run_group, last, patience_s, behind, stopped)] if last else []
+            for run in as_completed([*first, *waits]):
                 version, found = run.result()
                 observed |= found
+                if all(each.done() for each in first):
+                    behind.set()
         except BaseException:
             # such as Ctrl-C: no process is started any more, and those that run are ended
             stopped.set()
@@ -58,11 +69,11 @@ def run_probes(
 
 
 def _run_group(
-    group: Sequence[str], patience_s: float, stopped: Event
+    group: Sequence[str], patience_s: float, begin: Event, stopped: Event
 ) -> tuple[str, dict[str, Observation]]:
     version, observed, left = "", dict[str, Observation](), list(group)
     while left and not stopped.is_set():
-        record, ending = _run_process(left, patience_s, stopped)
+        record, ending = _run_process(left, patience_s, begin, stopped)
         if record.refused:
             raise CommandError(record.refused, ExitCode.INFRASTRUCTURE)
         if record.began and record.began not in record.observed:
@@ -75,7 +86,9 @@ def _run_group(
     return version, observed
 
 
-def _run_process(names: Sequence[str], patience_s: float, stopped: Event) -> tuple[Record, str]:
+def _run_process(
+    names: Sequence[str], patience_s: float, begin: Event, stopped: Event
+) -> tuple[Record, str]:
     """What the process recorded, and how it ended."""
     with tempfile.TemporaryDirectory(prefix="loragate-probes-") as name:
         path, log = Path(name) / "record.jsonl", Path(name) / "log"
@@ -84,9 +97,10 @@ def _run_process(names: Sequence[str], patience_s: float, stopped: Event) -> tup
         with log.open("wb") as output:
             # in the group of this process, so that it ends with it
             child = subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT
+                command, stdin=subprocess.PIPE, stdout=output, stderr=subprocess.STDOUT
             )
             try:
+                _let_begin(child, begin, stopped)
                 ending = _wait(child, path, patience_s, stopped)
             finally:
                 child.kill()
@@ -94,6 +108,17 @@ def _run_process(names: Sequence[str], patience_s: float, stopped: Event) -> tup
         last = log.read_text(encoding="utf-8", errors="replace").strip().splitlines()[-1:]
         said = f": {last[0][-_LAST_CHARACTERS:]}" if last else ""
         return read(path), f"{ending}{said}"
+
+
+def _let_begin(child: subprocess.Popen[bytes], begin: Event, stopped: Event) -> None:
+    """Wait for `begin`, which no patience bounds, unless the process ends before."""
+    while not (begin.wait(_TICK_S) or stopped.is_set()) and child.poll() is None:
+        pass
+    assert child.stdin is not None
+    # one that has ended or closed its input says why in its record or by its end
+    with suppress(BrokenPipeError), child.stdin:
+        if begin.is_set():
+            child.stdin.write(b"\n")
 
 
 def _wait(child: subprocess.Popen[bytes], record: Path, patience_s: float, stopped: Event) -> str:
