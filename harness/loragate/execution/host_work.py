@@ -24,6 +24,7 @@ from loragate.execution.streams.operators import used_by
 from loragate.execution.streams.recorder import Recorder
 from loragate.execution.streams.stacks import stack_here
 from loragate.execution.trace.operations import HOST, Access, Launch, Stack, Sync
+from loragate.execution.trace.spans import Spans
 from loragate.protocol import Batch, CheckedInstance, apply_step
 
 # an operation, and what it calls one of its tensors
@@ -93,6 +94,10 @@ class HostRecorder(Recorder):  # type: ignore[no-untyped-call]
         # what is computed from a tensor without elements is known
         known = not accesses and any(not tensor.numel() for tensor in tensors)
         return known or super()._is_of_host(tensors, accesses)
+
+    def _spans(self, tensor: Tensor) -> Spans:
+        # blocks are enough here, and a view of many experts has tens of thousands of spans
+        return ()
 
     def _is_on_host(self, tensor: Tensor) -> bool:
         block = self._block(tensor, self.current(), name="a tensor")

@@ -38,6 +38,7 @@ from loragate.execution.trace.operations import (
     Trace,
     Wait,
 )
+from loragate.execution.trace.spans import Spans
 
 
 class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -140,7 +141,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for tensor, is_write, name in used:
             block = self._block(tensor, stream, name=name or _described(tensor))
             if block is not None:
-                found.append(Access(block.number, spans_of(tensor), is_write, name))
+                found.append(Access(block.number, self._spans(tensor), is_write, name))
         return tuple(found)
 
     def note_unknown(self, kernel: str, arguments: Iterable[str]) -> None:
@@ -266,6 +267,9 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if replay is not None:
             self.replays[len(self._operations)] = replay
         self._operations.append(Launch(stream, name, accesses, stack_here()))
+
+    def _spans(self, tensor: Tensor) -> Spans:
+        return spans_of(tensor)
 
     def _block(self, tensor: Tensor, stream: int, **facts: Any) -> Block | None:
         # keeping the content of a block is no work of the subject
