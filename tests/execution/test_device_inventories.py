@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from loragate.execution.device_inventories import (
     DeviceBlock,
     KernelUse,
@@ -11,12 +13,15 @@ from loragate.execution.device_inventories import (
 from loragate.execution.graph_nodes import DeviceGraph, DeviceNode, Word
 from loragate.execution.trace.inventory import (
     Edge,
+    EdgeKind,
     Flaw,
     NodeKind,
     dangling,
     needless_copies,
     unordered,
 )
+from loragate.execution.trace.operations import Access
+from loragate.execution.trace.waits import Waits
 
 POOL = (0, 3)
 X = DeviceBlock(0x1000, 0x100, is_used=True, pool=(0, 0))
@@ -27,6 +32,12 @@ BLOCKS = [X, GONE, OWN]
 
 def node(name: str, *words: Word, kind: NodeKind = NodeKind.KERNEL) -> DeviceNode:
     return DeviceNode(kind, name, (1, 1, 1), words)
+
+
+def used(name: str, start: int, *, is_write: bool = False, is_early: bool = False) -> KernelUse:
+    """128 bytes from `start` on, in a block that begins 64 bytes ahead of it."""
+    access = Access(7, ((64, 192),), is_write, "shrunk_ptr", is_early)
+    return KernelUse(name, ((start - 64, access),))
 
 
 def test_a_snapshot_is_cut_into_blocks_of_their_pools() -> None:
@@ -64,9 +75,9 @@ def test_memory_of_a_pool_stays_with_its_graph_alone() -> None:
 
 
 def test_launches_of_triton_are_known_by_name_and_order() -> None:
-    writes = KernelUse("shrink", ((0x9000, 0x9080, True, "shrunk_ptr"),))
-    elsewhere = KernelUse("shrink", ((0x9080, 0x9100, True, "shrunk_ptr"),))
-    reads = KernelUse("expand", ((0x9080, 0x9100, False, "shrunk_ptr"),))
+    writes = used("shrink", 0x9000, is_write=True)
+    elsewhere = used("shrink", 0x9080, is_write=True)
+    reads = used("expand", 0x9080)
     word = Word(0, 0x9000)
     nodes = (node("shrink", word), node("shrink", word), node("expand", word))
     uses = [reads, writes, elsewhere]
@@ -76,6 +87,23 @@ def test_launches_of_triton_are_known_by_name_and_order() -> None:
     assert "node 1 (shrink) writes and node 2 (expand) reads bytes 128 to 256" in finding.message
     ordered = inventory_of_device(DeviceGraph(nodes, (Edge(1, 2),)), uses, BLOCKS, POOL)
     assert not list(unordered(ordered))
+
+
+def test_what_a_launch_does_ahead_of_its_wait_belongs_to_its_node() -> None:
+    nodes = (node("shrink"), node("expand"), node("next"))
+    edges = (Edge(0, 1, EdgeKind.PROGRAMMATIC), Edge(1, 2))
+    writes, reads = used("shrink", 0x9000, is_write=True), used("expand", 0x9000)
+
+    def found(*uses: KernelUse) -> list[Flaw]:
+        graph = inventory_of_device(DeviceGraph(nodes, edges), uses, BLOCKS, POOL)
+        return [each.flaw for each in unordered(graph)]
+
+    assert found(writes, reads) == []
+    assert found(writes, used("expand", 0x9000, is_early=True)) == [Flaw.UNORDERED]
+    later = used("next", 0x9000)
+    assert found(writes, reads, later) == []
+    unwaited = Waits(signals_early=True, ends_unwaited=True)
+    assert found(writes, replace(reads, waits=unwaited), later) == [Flaw.UNORDERED]
 
 
 def test_a_copy_between_buffers_that_outlive_the_graph_is_needless() -> None:

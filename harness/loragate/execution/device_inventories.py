@@ -3,7 +3,8 @@
 Nodes and edges are those of CUDA. Which bytes a Triton kernel reads and writes is known from its
 TTIR, as it was recorded when the launch was captured: launches of one name belong to the nodes of
 that name in their order. Of the arguments of any other kernel it is only known that they are
-addresses. A kernel that is launched dependently is taken to wait before it uses anything.
+addresses. What a kernel that is launched dependently uses before it waits is known from its TTIR,
+too; one of somebody else is taken to wait before it uses anything.
 
 What operators of torch use is known from their tensors, but not which nodes they became. They make
 a second inventory, of the operations that were recorded during the capture.
@@ -25,6 +26,7 @@ from loragate.execution.streams.device import current_handle, recorded_device
 from loragate.execution.streams.recorder import Recorder
 from loragate.execution.trace.inventory import Inventory, Node
 from loragate.execution.trace.operations import HOST, Access, Launch, Operation
+from loragate.execution.trace.waits import WAITS_FIRST, Waits
 from loragate.protocol import Trial
 
 _COPIES = ("copy_", "_to_copy")
@@ -42,10 +44,11 @@ class DeviceBlock:
 
 @dataclass(frozen=True, slots=True)
 class KernelUse:
-    """A launch of Triton: bytes by their addresses, whether they are written, and the argument."""
+    """A launch of Triton: what it uses, by the address where the block of each access begins."""
 
     name: str
-    ranges: tuple[tuple[int, int, bool, str], ...]
+    accesses: tuple[tuple[int, Access], ...]
+    waits: Waits = WAITS_FIRST
 
 
 def device_captures(trial: Trial) -> Captures:
@@ -129,7 +132,8 @@ def inventory_of_device(
     for node in graph.nodes:
         known = waiting[node.name].pop(0) if waiting[node.name] else None
         accesses = (*_known(known, blocks), *_words(node, known is not None, blocks))
-        nodes.append(Node(node.kind, node.name, node.grid, accesses))
+        waits = WAITS_FIRST if known is None else known.waits
+        nodes.append(Node(node.kind, node.name, node.grid, accesses, waits))
     return Inventory(
         tuple(nodes),
         graph.edges,
@@ -141,11 +145,12 @@ def inventory_of_device(
 
 def _known(use: KernelUse | None, blocks: Sequence[DeviceBlock]) -> Iterator[Access]:
     """What a launch of Triton was recorded to read and write."""
-    for start, stop, is_write, name in use.ranges if use is not None else ():
-        number = _place(start, blocks)
-        if number is not None:
-            span = (start - blocks[number].start, stop - blocks[number].start)
-            yield Access(number, (span,), is_write, name)
+    for first, access in use.accesses if use is not None else ():
+        for low, high in access.spans:
+            number = _place(first + low, blocks)
+            if number is not None:
+                moved = first - blocks[number].start
+                yield replace(access, block=number, spans=((low + moved, high + moved),))
 
 
 def _words(node: DeviceNode, is_known: bool, blocks: Sequence[DeviceBlock]) -> Iterator[Access]:
@@ -169,14 +174,10 @@ def _place(address: int, blocks: Sequence[DeviceBlock]) -> int | None:
 
 def _uses_of(recorder: Recorder, operations: Iterable[Operation]) -> Iterator[KernelUse]:
     """The launches of Triton; operators of torch have no names of arguments."""
+    known = recorder.blocks.all
     for operation in operations:
         if not isinstance(operation, Launch) or operation.stream == HOST:
             continue
         if any(access.name for access in operation.accesses):
-            ranges = tuple(
-                (first + low, first + high, access.is_write, access.name)
-                for access in operation.accesses
-                for first in (recorder.blocks.all[access.block].start,)
-                for low, high in access.spans
-            )
-            yield KernelUse(operation.name, ranges)
+            accesses = tuple((known[a.block].start, a) for a in operation.accesses)
+            yield KernelUse(operation.name, accesses, operation.waits)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from functools import cache
 from typing import Any
 from unittest.mock import patch
@@ -18,7 +19,8 @@ from torch.cuda import _gpu_trace
 
 from loragate.execution.streams.arguments import tensors_of
 from loragate.execution.streams.recorder import Recorder
-from loragate.execution.trace.ttir import pointer_use
+from loragate.execution.trace.operations import Access
+from loragate.execution.trace.ttir import pointer_use, waits_of
 
 
 def current_handle() -> int:
@@ -181,12 +183,18 @@ def _record_kernel(
     recorder.note_unknown(called, use.by_value)
     direct = ((False, use.reads), (True, use.writes))
     through = ((False, use.through_reads), (True, use.through_writes))
-    used: list[tuple[Tensor, bool, str]] = []
+    early = {False: use.early_reads, True: use.early_writes}
+    accesses: list[Access] = []
     for number, (name, tensor) in enumerate(tensors_of(arg_names, args, options)):
-        used += [(tensor, is_write, name) for is_write, numbers in direct if number in numbers]
+        used = [(tensor, is_write, name) for is_write, numbers in direct if number in numbers]
         for is_write, numbers in through:
             if number in numbers:
                 behind = recorder.tensors_behind(called, name, tensor)
                 used += [(found, is_write, f"behind {name}") for found in behind or ()]
                 recorder.note_unknown(called, [name] if behind is None else [])
-    recorder.launch(called, recorder.accesses(used, stream), stream=stream)
+        accesses += [
+            replace(access, is_early=number in early[access.is_write])
+            for access in recorder.accesses(used, stream)
+        ]
+    waits = waits_of(compiled.asm["ttir"])
+    recorder.launch(called, accesses, stream=stream, waits=waits)

@@ -39,6 +39,7 @@ from loragate.execution.trace.operations import (
     Wait,
 )
 from loragate.execution.trace.spans import Spans
+from loragate.execution.trace.waits import WAITS_FIRST, Waits
 
 
 class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -130,10 +131,12 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         replay: Callable[[], object] | None = None,
         *,
         stream: int | None = None,
+        waits: Waits = WAITS_FIRST,
     ) -> None:
         """Work that was queued on a stream, the current one if none is given."""
         self.note_freed()
-        self._launch(self.current() if stream is None else stream, name, tuple(accesses), replay)
+        stream = self.current() if stream is None else stream
+        self._launch(stream, name, tuple(accesses), replay, waits)
 
     def accesses(self, used: Iterable[tuple[Tensor, bool, str]], stream: int) -> tuple[Access, ...]:
         """All elements of tensors that are read, or written, under a name."""
@@ -262,11 +265,12 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         name: str,
         accesses: tuple[Access, ...],
         replay: Callable[[], object] | None = None,
+        waits: Waits = WAITS_FIRST,
     ) -> None:
         self.calls[len(self._operations)] = self._calls
         if replay is not None:
             self.replays[len(self._operations)] = replay
-        self._operations.append(Launch(stream, name, accesses, stack_here()))
+        self._operations.append(Launch(stream, name, accesses, stack_here(), waits))
 
     def _spans(self, tensor: Tensor) -> Spans:
         return spans_of(tensor)

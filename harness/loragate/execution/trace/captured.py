@@ -36,8 +36,8 @@ def inventory_of(
             edges += [Edge(before, len(nodes)) for before in sorted(tails[operation.stream])]
             tails[operation.stream] = {len(nodes)}
             kind = _KINDS.get(operation.name, NodeKind.KERNEL)
-            accesses = operation.accesses
-            nodes.append(Node(kind, operation.name, grids.get(index, ()), accesses))
+            grid = grids.get(index, ())
+            nodes.append(Node(kind, operation.name, grid, operation.accesses, operation.waits))
         elif isinstance(operation, Record):
             recorded[operation.event] = set(tails[operation.stream])
         elif isinstance(operation, Wait):

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import TypeAlias
 
 from loragate.execution.trace.spans import Spans
+from loragate.execution.trace.waits import WAITS_FIRST, Waits
 
 HOST = -1
 
@@ -38,6 +39,7 @@ class Launch:
     name: str
     accesses: tuple[Access, ...] = ()
     stack: Stack = ()
+    waits: Waits = WAITS_FIRST
 
 
 @dataclass(frozen=True, slots=True)
