@@ -61,7 +61,7 @@ def device_captures(trial: Trial) -> Captures:
         start = recorder.length
         step.apply()
         launched = recorder.operations(range(start, recorder.length))
-        kernels = frozenset(use.name for use in _uses_of(recorder, launched))
+        kernels = frozenset(use.name for use in uses_of(recorder, launched))
         for how in step.mappings:
             step.prepare(recorder, how)
             captured[how] = RecordedCapture(recorder, step, current_handle, id, is_kept=True)
@@ -73,7 +73,7 @@ def device_captures(trial: Trial) -> Captures:
     recorded: dict[str, Inventory] = {}
     for how, one in captured.items():
         graph, pool = read_graph(int(one.graph.raw_cuda_graph())), tuple(one.graph.pool())
-        uses = _uses_of(recorder, one.operations())
+        uses = uses_of(recorder, one.operations())
         found[how] = inventory_of_device(graph, uses, blocks, pool)
         recorded[how] = recorded_on_device(one, recorder, blocks, pool)
     return Captures(kernels, found, found[MAPPINGS[0]], recorded)
@@ -172,7 +172,7 @@ def _place(address: int, blocks: Sequence[DeviceBlock]) -> int | None:
     return None
 
 
-def _uses_of(recorder: Recorder, operations: Iterable[Operation]) -> Iterator[KernelUse]:
+def uses_of(recorder: Recorder, operations: Iterable[Operation]) -> Iterator[KernelUse]:
     """The launches of Triton; operators of torch have no names of arguments."""
     known = recorder.blocks.all
     for operation in operations:
