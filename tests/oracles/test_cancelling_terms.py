@@ -27,6 +27,7 @@ from loragate.matrix.case import (
     Sharing,
     Site,
 )
+from loragate.oracles.numeric import exact
 from loragate.oracles.numeric.exact import Exact
 from loragate.oracles.numeric.golden_layer import golden_of
 from loragate.protocol import AnyInstance, BaseLayer, CheckedSubject, Pool, Rounding, Routes, Trial
@@ -197,3 +198,21 @@ def test_what_ranks_of_a_row_parallel_layer_add_up_is_rounded_one_by_one() -> No
     assert has_cancelling(case)
     assert not has_cancelling(replace(case, tp=2))
     assert has_cancelling(replace(case, parallel=Parallel.COLUMN, tp=2))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        # the batch, the choices of its tokens, the base layer, and adapters
+        {"site": Site.DENSE_DELTA, "tokens": 200_000},
+        {"site": Site.MOE_DELTA, "tokens": 30_000, "experts": 4, "top_k": 4},
+        {"site": Site.LORA_LINEAR, "slices": (40_000,), "in_features": 120, "rank": 1},
+        {"site": Site.DENSE_DELTA, "slices": (40_000,), "rank": 20},
+    ],
+)
+def test_large_cases_are_not_judged_twice(
+    change: dict[str, object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(exact, "cancelling", lambda *data: pytest.fail("memory of a second case"))
+    case = replace(DENSE, slots=2, **change)  # type: ignore[arg-type]
+    assert judge(case, Rounding.SHRUNK).verdict is Verdict.PASS

@@ -21,6 +21,9 @@ from loragate.oracles.numeric.golden import chunks, deltas, magnitudes
 from loragate.oracles.numeric.golden_layer import eager_of, golden_of, rounds_always
 from loragate.protocol import BaseLayer, Batch, Pool, Rounding, Trial, subject_code
 
+# elements of a batch, for each choice of a token, and of the base layer
+_MOST = 1 << 22
+
 
 class Exact:
     name = OracleName.EXACT
@@ -31,12 +34,12 @@ class Exact:
         return rounds_always(trial.case)
 
     def judge(self, trial: Trial) -> Judgement:
-        pool, batch, base = inputs_of(trial, DataKind.EXACT)
-        wanted = _exact_result(trial.case, *as_linear(trial.case, pool, batch, base))
-        wrong = _compared(trial, pool, batch, base, wanted, "the exact result")
-        if wrong is None and _rounds_nothing_between(trial) and is_small(pool):
-            data = cancelling(trial.case, pool, batch, base)
-            wrong = _judge_cancelling(trial, data)
+        data = inputs_of(trial, DataKind.EXACT)
+        wanted = _exact_result(trial.case, *as_linear(trial.case, *data))
+        wrong = _compared(trial, *data, wanted, "the exact result")
+        may_cancel = _rounds_nothing_between(trial) and _are_small(trial.case, *data)
+        if wrong is None and may_cancel:
+            wrong = _judge_cancelling(trial, cancelling(trial.case, *data))
         return wrong or passed(self.name)
 
 
@@ -64,6 +67,13 @@ def _rounds_nothing_between(trial: Trial) -> bool:
         return False
     with subject_code():
         return set(have.roundings(trial.case)) <= {Rounding.SHRUNK}
+
+
+def _are_small(case: Case, pool: Pool, batch: Batch, base: BaseLayer | None) -> bool:
+    """Whether there is memory for all of them twice, and for a result that is computed at once."""
+    values = (batch.x.numel() + batch.out.numel()) * max(1, case.top_k)
+    weights = 0 if base is None else base.weight.numel()
+    return is_small(pool) and values + weights <= _MOST
 
 
 def _judge_cancelling(trial: Trial, data: Cancelling) -> Judgement | None:
