@@ -81,4 +81,27 @@ FAULTS = (
         source="sglang #23178",
         why="The sum over choices reads rows that only another rank would have written.",
     ),
+    _kernel(
+        "base-product-rounded-before-the-fold",
+        "            b_expert = b_ptr + expert.to(tl.int64) * stride_b_expert\n",
+        "            b_expert = b_ptr + expert.to(tl.int64) * stride_b_expert\n"
+        "            acc = acc.to(low).to(tl.float32)\n",
+        source="own",
+        why="The base product is rounded, and so is its sum with the delta.",
+    ),
+    _kernel(
+        "delta-rounded-before-the-fold",
+        "tl.where(mine[:, None], acc + delta * scale, acc)",
+        "tl.where(mine[:, None], acc + (delta * scale).to(b.dtype).to(tl.float32), acc)",
+        source="own",
+        why="The delta is rounded, and so is its sum with the base product.",
+    ),
+    _kernel(
+        "sum-of-choices-rounded-at-each-choice",
+        "        total += tl.load(row + offs, mask=here & (offs < H), other=0.0).to(tl.float32)\n",
+        "        total += tl.load(row + offs, mask=here & (offs < H), other=0.0).to(tl.float32)\n"
+        "        total = total.to(out_ptr.dtype.element_ty).to(tl.float32)\n",
+        source="own",
+        why="A small output of an expert is lost beside the sum of the others.",
+    ),
 )
