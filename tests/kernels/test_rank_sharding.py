@@ -198,6 +198,24 @@ def test_the_partials_of_an_input_that_is_split_are_added_up_before_the_exchange
     group.check(randn(10, 600, seed=3))
 
 
+def test_what_ranks_exchange_lies_in_the_workspace(monkeypatch: pytest.MonkeyPatch) -> None:
+    group = Group.of(WIDE, Parallel.COLUMN, 2, inputs=600)
+    assert plan_shrink(shape_of_batch(10, group.ranks[0].slots)).splits > 1
+    workspace, exchanged = group.workspace(), list[Tensor]()
+    monkeypatch.setattr(Group, "workspace", lambda group: workspace)
+    gather = type(group.simulated.rank(0)).all_gather
+
+    def noted(rank: Any, part: Tensor, out: Tensor) -> None:
+        exchanged.extend((part, out))
+        gather(rank, part, out)
+
+    monkeypatch.setattr(type(group.simulated.rank(0)), "all_gather", noted)
+    group.parts(randn(10, 600, seed=3))
+    memory = workspace.shrunk.untyped_storage().data_ptr()
+    assert exchanged
+    assert {t.untyped_storage().data_ptr() for t in exchanged} == {memory}
+
+
 @pytest.mark.parametrize(("slices", "parallel"), [(QKV, Parallel.COLUMN), (OUT, Parallel.ROW)])
 def test_layers_of_16_bits_differ_by_roundings_alone(
     slices: Sequence[Slice], parallel: Parallel
