@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from importlib.machinery import ModuleSpec
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
@@ -24,6 +25,7 @@ from loragate.matrix.case_run import CaseRun
 from loragate.matrix.load import load_cases
 from loragate.nightly.conditions import Clock, Conditions
 from loragate.nightly.plan import Measure, Wanted
+from loragate.scan import paths
 from loragate.scan.bits import digest_of
 from loragate.scan.child import _clocks, outcome_of
 from loragate.scan.messages import Began, Measured, Order, Step, Unpacker, packed
@@ -245,6 +247,25 @@ def test_the_harness_torch_and_the_standard_library_belong_to_no_path() -> None:
         digest_of(torch.ones(3))
         torch.nn.functional.dropout(torch.ones(3))
     assert (path.files, path.key()) == ({}, "")
+
+
+@pytest.mark.parametrize(("name", "is_own"), [("torch", False), ("torchaway", True)])
+def test_packages_that_are_reached_through_a_link_belong_to_no_path(
+    name: str, is_own: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "lib" / "site-packages" / name
+    folder.mkdir(parents=True)
+    (folder / "mine.py").write_text("def run():\n    return 1\n", encoding="utf-8")
+    (tmp_path / "link").symlink_to(tmp_path / "lib", target_is_directory=True)
+    found = tmp_path / "link" / "site-packages" / "torch" / "__init__.py"
+    monkeypatch.setattr(paths, "find_spec", lambda name: ModuleSpec(name, None, origin=str(found)))
+    for cache in (paths._foreign_folders, paths._is_own):
+        cache.cache_clear()
+    try:
+        assert bool(_traced(folder / "mine.py").files) is is_own
+    finally:
+        for cache in (paths._foreign_folders, paths._is_own):
+            cache.cache_clear()
 
 
 def test_a_path_names_the_kernels_that_it_launches_and_their_files() -> None:

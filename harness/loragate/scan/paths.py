@@ -23,7 +23,7 @@ import loragate
 from loragate.core.checkout import project_root
 from loragate.matrix.case import Case
 
-_HARNESS = str(Path(loragate.__file__).parent)
+_HARNESS = Path(loragate.__file__).resolve().parent
 # of other packages the versions are recorded with each run
 _FOREIGN = ("torch", "triton", "numpy")
 
@@ -179,19 +179,25 @@ def _is_own(file: str) -> bool:
     """Whether a file may belong to the implementation under test."""
     if not file.endswith(".py") or not Path(file).is_file():
         return False
-    path = str(Path(file).resolve())
-    if path.startswith(_HARNESS):
-        return path.startswith(f"{_HARNESS}/subjects/")
-    if any(path.startswith(folder) for folder in _foreign_folders()):
+    path = Path(file).resolve()
+    if path.is_relative_to(_HARNESS):
+        return path.is_relative_to(_HARNESS / "subjects")
+    if any(path.is_relative_to(folder) for folder in _foreign_folders()):
         return False
-    installed = "site-packages" in path or "dist-packages" in path
-    return installed or not path.startswith(sysconfig.get_paths()["stdlib"])
+    installed = {"site-packages", "dist-packages"} & set(path.parts)
+    return bool(installed) or not path.is_relative_to(_resolved(sysconfig.get_paths()["stdlib"]))
 
 
 @cache
-def _foreign_folders() -> tuple[str, ...]:
+def _foreign_folders() -> tuple[Path, ...]:
     specs = map(find_spec, _FOREIGN)
-    return tuple(str(Path(spec.origin).parent) for spec in specs if spec and spec.origin)
+    return tuple(_resolved(spec.origin).parent for spec in specs if spec and spec.origin)
+
+
+@cache
+def _resolved(path: str) -> Path:
+    """Without links: an environment may be reached through one."""
+    return Path(path).resolve()
 
 
 @cache
