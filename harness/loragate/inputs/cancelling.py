@@ -88,15 +88,7 @@ def cancelling(case: Case, pool: Pool, batch: Batch, base: BaseLayer | None) -> 
         _read_first_column(pool, part, size * _signs(case.slices, batch.x)[part])
     rows = torch.ones(len(batch.out), dtype=torch.bool)
     if isinstance(base, BaseExperts):
-        assert pool.down is not None
-        common = _OF_DOWN[case.dtype] * _DOWN
-        _read_all_columns(pool.down, common * _signs(case.out_slices, batch.x)[0])
-        base = _large_experts(case, base, large, common)
-        b = pool.down.b[0]
-        # the output of a pair is rounded, to which a bias would add digits
-        if b.shape[1] == case.experts and base.down_bias is None:
-            b[:, 1::2] *= _MULTIPLE[case.dtype]
-            base.down[1::2] *= _MULTIPLE[case.dtype]
+        base = _large_experts(case, pool, base)
         rows = batch.token_slots.cpu() >= 0
     elif base is not None:
         weight = torch.zeros_like(base.weight)
@@ -155,10 +147,19 @@ def _adapters(pool: Pool, part: int) -> list[tuple[Tensor, Tensor, int, float]]:
     ]
 
 
-def _large_experts(case: Case, base: BaseExperts, large: float, common: float) -> BaseExperts:
+def _large_experts(case: Case, pool: Pool, base: BaseExperts) -> BaseExperts:
+    """The layer whose large terms the adapters subtract; those of down are made to, too."""
+    assert pool.down is not None
     halves, width = in_halves(case, base.weight).clone(), case.slices[0]
     halves[..., 0] = 0
     if _is_gated(case):
-        halves[:, width:, 0] = (large * _signs(case.slices, halves)[1]).to(halves.dtype)
-    down = base.down + (common * _signs(case.out_slices, halves)[0])[:, None].to(base.down.dtype)
+        up = _LARGE[case.dtype] * _signs(case.slices, halves)[1]
+        halves[:, width:, 0] = up.to(halves.dtype)
+    common = _OF_DOWN[case.dtype] * _DOWN * _signs(case.out_slices, halves)[0]
+    _read_all_columns(pool.down, common)
+    down, b = base.down + common[:, None].to(base.down.dtype), pool.down.b[0]
+    # the output of a pair is rounded, to which a bias would add digits
+    if b.shape[1] == case.experts and base.down_bias is None:
+        b[:, 1::2] *= _MULTIPLE[case.dtype]
+        down[1::2] *= _MULTIPLE[case.dtype]
     return replace(base, weight=laid_out(case, halves), down=down)

@@ -21,7 +21,8 @@ from loragate.oracles.numeric.golden import chunks, deltas, magnitudes
 from loragate.oracles.numeric.golden_layer import eager_of, golden_of, rounds_always
 from loragate.protocol import BaseLayer, Batch, Pool, Rounding, Trial, subject_code
 
-# elements of a batch, for each choice of a token, and of the base layer
+# elements of a batch, for each choice of a token, and of the base layer: a few hundred MiB in fp64
+# with all that a result is made of. The errors of larger batches are judged together (zscore.py)
 _MOST = 1 << 22
 
 
