@@ -87,6 +87,26 @@ def _clamped(x, y):
 
 
 @triton.jit
+def _minimum_of_nan(x, y):
+    return tl.minimum(x, y, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def _maximum_of_nan(x, y):
+    return tl.maximum(x, y, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def _minimum(x, y):
+    return tl.minimum(x, y)
+
+
+@triton.jit
+def _clamped_nan(x, y):
+    return tl.clamp(x, y * 0.0 - 0.5, y * 0.0 + 0.75, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
 def _multiply_and_add(x, y):
     return tl.fma(x, y, x)
 
@@ -196,6 +216,32 @@ def test_arithmetic_on_bf16_equals_torch_bit_for_bit(kernel: object, wanted: obj
     x, y, out = _draw(N, seed=0), _draw(N, seed=1), torch.empty(N, dtype=torch.bfloat16)
     _map[(1,)](x, y, out, N, kernel)
     assert torch.equal(out, wanted(x, y))  # type: ignore[operator]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    ("kernel", "wanted"),
+    [
+        (_minimum, torch.fmin),
+        (_maximum, torch.fmax),
+        (_clamped, lambda x, y: torch.fmax(x, torch.tensor(-0.5)).clamp(max=0.75)),
+        (_minimum_of_nan, torch.minimum),
+        (_maximum_of_nan, torch.maximum),
+        (_clamped_nan, lambda x, y: x.clamp(-0.5, 0.75)),
+    ],
+    ids=lambda value: getattr(value, "__name__", "").strip("_"),
+)
+def test_an_extreme_keeps_a_nan_where_the_kernel_asks_for_it_alone(
+    kernel: object, wanted: Any, dtype: torch.dtype
+) -> None:
+    x, y, out = _draw(N, seed=0).to(dtype), _draw(N, seed=1).to(dtype), torch.empty(N, dtype=dtype)
+    x[3], x[5] = float("nan"), float("inf")
+    _map[(1,)](x, y, out, N, kernel)
+    torch.testing.assert_close(out, wanted(x, y).to(dtype), rtol=0, atol=0, equal_nan=True)
+    if kernel in (_minimum, _maximum):
+        # of either operand
+        _map[(1,)](y, x, out, N, kernel)
+        assert not out.isnan().any()
 
 
 def test_a_reduction_by_a_function_of_its_own_gives_bf16_and_leaves_other_types() -> None:

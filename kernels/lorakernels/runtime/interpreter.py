@@ -1,12 +1,15 @@
-"""Correct bf16 in Triton's interpreter.
+"""Correct bf16, and NaN of extremes, in Triton's interpreter.
 
 The interpreter of Triton 3.6 to 3.9 keeps a bf16 value as the uint16 of its bits, and some
 operations ignore that: `tl.dot`, arithmetic and comparisons work on the bit patterns as if they
 were integers, casts from integers and fp64 copy the number into the bits, and casts from fp32
 truncate where the hardware rounds to nearest even (a bias of half a unit in the last place).
-`repair` makes all of them go through fp32 with one rounding, as on the hardware. It also leaves
-out work that changes no result (`interpreter_work.py`). Nothing else in Triton is changed, and a
-process that does not interpret kernels is left alone.
+`repair` makes all of them go through fp32 with one rounding, as on the hardware.
+
+Up to Triton 3.7 it also keeps a NaN in `tl.minimum`, `tl.maximum` and `tl.clamp`, which the
+hardware does only where a kernel asks for it by `propagate_nan`. `repair` leaves out work that
+changes no result, too (`interpreter_work.py`). Nothing else in Triton is changed, and a process
+that does not interpret kernels is left alone.
 
 Atomics on bf16, which the interpreter refuses, and fp8 stay unsupported.
 
@@ -51,6 +54,7 @@ def repair() -> bool:
     builder = interpreter.InterpreterBuilder
     if not hasattr(builder, _REPAIRED):
         _repair_casts(builder)
+        _repair_extremes(builder)
         _repair_arithmetic(builder)
         _repair_dot(builder)
         _repair_reductions(interpreter)
@@ -154,6 +158,28 @@ def _repair_casts(builder: Any) -> None:
     builder.cast_impl = cast_impl
     builder.create_fp_to_fp = create_fp_to_fp
     builder.get_bf16 = get_bf16
+
+
+def _repair_extremes(builder: Any) -> None:
+    """Without `propagate_nan` the other operand counts, as the bounds of a clamp do."""
+    from triton.runtime.interpreter import _ir
+
+    clamp = builder.create_clampf
+
+    def create_minnumf(self: Any, lhs: Any, rhs: Any) -> Any:
+        return self.binary_op(lhs, rhs, np.fmin)
+
+    def create_maxnumf(self: Any, lhs: Any, rhs: Any) -> Any:
+        return self.binary_op(lhs, rhs, np.fmax)
+
+    def create_clampf(self: Any, x: Any, low: Any, high: Any, propagate_nan: Any) -> Any:
+        if propagate_nan == _ir.PROPAGATE_NAN.ALL:
+            return clamp(self, x, low, high, propagate_nan)
+        return self.create_minnumf(self.create_maxnumf(x, low), high)
+
+    builder.create_minnumf = create_minnumf
+    builder.create_maxnumf = create_maxnumf
+    builder.create_clampf = create_clampf
 
 
 def _repair_arithmetic(builder: Any) -> None:
