@@ -6,6 +6,7 @@ from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -14,6 +15,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from lorakernels.runtime import streams
+from lorakernels.runtime.staging import Staging
 from lorakernels.serving.inputs import InputSpec, StepInputs
 
 MOST = 7
@@ -94,48 +96,62 @@ class BusyDevice(TorchFunctionMode):
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         super().__init__()
-        self.queued: list[Tensor] = []
-        self.pinned: set[int] = set()
-        self.unfinished: set[Event] = set()
+        # what each copy reads, and what that was when it was queued
+        self.queued: list[tuple[Tensor, Tensor]] = []
+        self.num_run = 0
+        self.pinned: list[Tensor] = []
         monkeypatch.setattr(streams, "stream_module", lambda device: self)
 
     def Event(self) -> Event:
-        return Event(self.unfinished)
+        return Event(self)
 
     def current_stream(self, device: torch.device) -> None:
         return None
 
-    def finish(self) -> list[Tensor]:
-        """What the copies read that were queued since the last call."""
-        self.unfinished.clear()
-        read = [source.clone() for source in self.queued]
-        self.queued.clear()
-        return read
+    def finish(self, count: int | None = None) -> list[Tensor]:
+        """Runs the next copies, or all that are queued; what they read."""
+        end = len(self.queued) if count is None else self.num_run + count
+        read = self.queued[self.num_run : end]
+        self.num_run = end
+        for source, queued in read:
+            # a copy may run at once, or late
+            assert torch.equal(source, queued), "its memory changed before it had run"
+        return [queued for _, queued in read]
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         options = dict(kwargs or {})
         if func is Tensor.copy_ and options.pop("non_blocking", False):
-            assert args[1].data_ptr() in self.pinned, "a pageable copy waits for the device"
-            self.queued.append(args[1])
+            assert self.is_pinned(args[1]), "a pageable copy waits for the device"
+            self.queued.append((args[1], args[1].clone()))
             return args[0]
         if options.pop("pin_memory", False):
             block = func(*args, **options)
-            self.pinned.add(block.data_ptr())
+            self.pinned.append(block)
             return block
         return func(*args, **(kwargs or {}))
 
+    def is_pinned(self, source: Tensor) -> bool:
+        memory = source.untyped_storage().data_ptr()
+        return any(block.untyped_storage().data_ptr() == memory for block in self.pinned)
+
+    @property
+    def pinned_bytes(self) -> int:
+        return sum(block.nbytes for block in self.pinned)
+
 
 class Event:
-    def __init__(self, unfinished: set[Event]) -> None:
-        self.unfinished = unfinished
+    """Done when all copies have run that were queued before it was recorded."""
+
+    def __init__(self, device: BusyDevice) -> None:
+        self.device, self.position = device, 0
 
     def record(self, stream: None) -> None:
-        self.unfinished.add(self)
+        self.position = len(self.device.queued)
 
     def query(self) -> bool:
-        return self not in self.unfinished
+        return self.position <= self.device.num_run
 
 
 def busy_inputs(monkeypatch: pytest.MonkeyPatch) -> tuple[StepInputs, BusyDevice]:
@@ -144,35 +160,74 @@ def busy_inputs(monkeypatch: pytest.MonkeyPatch) -> tuple[StepInputs, BusyDevice
     return inputs, BusyDevice(monkeypatch)
 
 
-STEPS = [step(rows, seed) for rows, seed in ((7, 1), (2, 2), (5, 4))]
+# more than share one event
+STEPS = [step(seed % (MOST + 1), seed) for seed in range(40)]
 
 
+@pytest.mark.parametrize("queued", [1, 3, 16, 17, 40])
 def test_a_step_is_one_copy_from_memory_that_no_later_step_writes(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    inputs, busy = busy_inputs(monkeypatch)
-    with busy:
-        for _ in range(3):
-            wanted = []
-            for slots, values in STEPS:
-                inputs.write(slots, values)
-                wanted.append(torch.from_numpy(inputs._host).clone())
-            found = busy.finish()
-            assert len(found) == 3
-            for source, host in zip(found, wanted, strict=True):
-                assert torch.equal(source, host)
-
-
-def test_steps_whose_copies_have_run_leave_their_memory_to_the_next_ones(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, queued: int
 ) -> None:
     inputs, busy = busy_inputs(monkeypatch)
     with busy:
         for _ in range(4):
-            for slots, values in STEPS[:2]:
+            wanted = []
+            for slots, values in STEPS[:queued]:
+                inputs.write(slots, values)
+                wanted.append(torch.from_numpy(inputs._host).clone())
+            found = busy.finish()
+            assert len(found) == queued
+            for source, host in zip(found, wanted, strict=True):
+                assert torch.equal(source, host)
+
+
+@pytest.mark.parametrize("queued", [1, 15, 16, 17, 31, 32, 33])
+def test_a_device_that_is_some_steps_behind_reads_the_inputs_of_each_step(
+    monkeypatch: pytest.MonkeyPatch, queued: int
+) -> None:
+    for run in range(queued + 1):
+        inputs, busy = busy_inputs(monkeypatch)
+        wanted, found = [], []
+        with busy:
+            # the second time all blocks of the first may be used again
+            for _ in range(2):
+                for count, finished in ((queued, run), (len(STEPS), None)):
+                    for slots, values in STEPS[:count]:
+                        inputs.write(slots, values)
+                        wanted.append(torch.from_numpy(inputs._host).clone())
+                    found += busy.finish(finished)
+        assert len(found) == len(wanted)
+        for source, host in zip(found, wanted, strict=True):
+            assert torch.equal(source, host), f"{run} of {queued} had run"
+
+
+@pytest.mark.parametrize("queued", [1, 2, 16, 40])
+def test_steps_whose_copies_have_run_leave_their_memory_to_the_next_ones(
+    monkeypatch: pytest.MonkeyPatch, queued: int
+) -> None:
+    inputs, busy = busy_inputs(monkeypatch)
+    with busy:
+        made = []
+        for _ in range(50):
+            for slots, values in STEPS[:queued]:
                 inputs.write(slots, values)
             busy.finish()
-    assert len(busy.pinned) == 2
+            made.append(busy.pinned_bytes)
+    assert made[-1] == made[3], "the memory of the first rounds is enough for all others"
+    # what is in flight, and what shares an event with the oldest and with the newest of it
+    assert made[-1] <= (queued + 32) * inputs.num_bytes
+
+
+def test_large_inputs_share_an_event_with_few_others_so_that_little_memory_waits_for_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    busy, target = BusyDevice(monkeypatch), torch.empty(3 << 20, dtype=torch.uint8, device="meta")
+    staging = Staging()
+    with busy:
+        for number in range(4):
+            staging.upload(np.full(target.shape, number, dtype=np.uint8), target)
+            assert [int(source[0]) for source in busy.finish()] == [number]
+    assert busy.pinned_bytes == target.nbytes
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="copies are queued on a GPU")

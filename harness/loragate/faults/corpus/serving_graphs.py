@@ -174,8 +174,8 @@ FAULTS = (
     ),
     _staging(
         "inputs-copied-from-a-host-buffer-in-use",
-        "        if not self._blocks or not self._blocks[0][2].query():\n",
-        "        if not self._blocks:\n",
+        "        if self._used and self._used[0].copied.query():\n",
+        "        if self._used:\n",
         source="vllm #36013",
         why="The inputs of the next step are written over those that are still to be copied.",
     ),
