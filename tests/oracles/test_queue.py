@@ -5,8 +5,7 @@ No GPU is needed: steps of a stub are put off until torch.cuda.synchronize is ca
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -92,28 +91,6 @@ def test_a_mapping_that_is_copied_at_once_passes(make_trial: Callable[..., Trial
         judgement = ORACLE.judge(make_trial(CopiesAtOnce, seed, mix=Mix.SHUFFLED))
         assert judgement.verdict is Verdict.PASS, judgement
         assert judgement.metrics["rounds_ahead"] == 2
-
-
-def test_the_device_is_busy_in_a_turn_for_long_kernels_alone(
-    make_trial: Callable[..., Trial], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    seen: list[str] = []
-
-    @contextmanager
-    def turn() -> Iterator[None]:
-        seen.append("begins")
-        yield
-        # nothing is left to run
-        seen.append("ends" if pending is None else "ends too early")
-
-    def busy() -> Done:
-        seen.append("busy")
-        return keep_busy()
-
-    monkeypatch.setattr(queue, "long_kernel", turn)
-    monkeypatch.setattr(queue, "keep_busy", busy)
-    ORACLE.judge(make_trial(CopiesAtOnce, 0, mix=Mix.SHUFFLED))
-    assert seen == ["begins", "busy", "ends"] * 2
 
 
 def test_a_cpu_cannot_be_behind_its_host(make_trial: Callable[..., Trial]) -> None:

@@ -1,4 +1,4 @@
-"""Long kernels and cases that are known to lose the device keep out of each other's way."""
+"""A case that is known to lose the device runs while no other case does."""
 
 from __future__ import annotations
 
@@ -15,11 +15,10 @@ import pytest
 
 from loragate.core.verdict import Failure, OracleName
 from loragate.events.model import KnownFinding
-from loragate.execution import turns
-from loragate.execution.turns import DeviceTurns
 from loragate.findings.ledger import Finding, Kind
 from loragate.findings.pattern import CasePattern
 from loragate.plugin import memory
+from loragate.plugin.turns import DeviceTurns
 
 WAIT_S = 20.0
 # long enough for a thread that nothing holds up
@@ -27,7 +26,7 @@ SOON_S = 0.3
 HOLDER = """
 import sys, time
 from pathlib import Path
-from loragate.execution.turns import DeviceTurns
+from loragate.plugin.turns import DeviceTurns
 with getattr(DeviceTurns(Path(sys.argv[1])), sys.argv[2])():
     print("within", flush=True)
     time.sleep(600)
@@ -51,14 +50,16 @@ def entered(context: Callable[[], AbstractContextManager[None]]) -> threading.Ev
     return was_within
 
 
-def test_several_processes_may_run_long_kernels_at_once(path: Path) -> None:
-    with DeviceTurns(path).long_kernel():
-        assert entered(DeviceTurns(path).long_kernel).wait(WAIT_S)
+def test_several_processes_may_use_the_device_at_once(path: Path) -> None:
+    with DeviceTurns(path).shares_device():
+        assert entered(DeviceTurns(path).shares_device).wait(WAIT_S)
 
 
-@pytest.mark.parametrize("first", ["long_kernel", "loses_device"])
-def test_a_long_kernel_and_a_lost_device_wait_for_each_other(path: Path, first: str) -> None:
-    second = {"long_kernel": "loses_device", "loses_device": "long_kernel"}[first]
+@pytest.mark.parametrize("first", ["shares_device", "loses_device"])
+def test_a_case_beside_others_and_one_that_loses_the_device_wait_for_each_other(
+    path: Path, first: str
+) -> None:
+    second = {"shares_device": "loses_device", "loses_device": "shares_device"}[first]
     with getattr(DeviceTurns(path), first)():
         waiting = entered(getattr(DeviceTurns(path), second))
         assert not waiting.wait(SOON_S)
@@ -72,17 +73,17 @@ def test_two_that_lose_the_device_wait_for_each_other(path: Path) -> None:
     assert waiting.wait(WAIT_S)
 
 
-def test_long_kernels_that_come_later_do_not_keep_others_waiting(path: Path) -> None:
-    with DeviceTurns(path).long_kernel():
+def test_cases_that_come_later_do_not_keep_one_waiting_that_loses_the_device(path: Path) -> None:
+    with DeviceTurns(path).shares_device():
         first = entered(DeviceTurns(path).loses_device)
         assert not first.wait(SOON_S)
-        later = entered(DeviceTurns(path).long_kernel)
+        later = entered(DeviceTurns(path).shares_device)
         assert not later.wait(SOON_S)
     assert first.wait(WAIT_S)
     assert later.wait(WAIT_S)
 
 
-@pytest.mark.parametrize("held", ["long_kernel", "loses_device"])
+@pytest.mark.parametrize("held", ["shares_device", "loses_device"])
 def test_the_turn_of_a_killed_process_is_over(
     path: Path, held: str, subject_environment: dict[str, str]
 ) -> None:
@@ -97,40 +98,6 @@ def test_the_turn_of_a_killed_process_is_over(
         holder.kill()
         assert had_to_wait
         assert waiting.wait(WAIT_S)
-
-
-@pytest.fixture
-def taken(path: Path) -> Iterator[DeviceTurns]:
-    own = DeviceTurns(path)
-    turns.take_turns(own)
-    yield own
-    turns.take_turns(None)
-
-
-def test_a_process_that_shares_its_gpu_takes_the_turns_that_it_was_given(
-    path: Path, taken: DeviceTurns
-) -> None:
-    with turns.long_kernel():
-        assert not entered(DeviceTurns(path).loses_device).wait(SOON_S)
-    with turns.loses_device():
-        assert not entered(DeviceTurns(path).long_kernel).wait(SOON_S)
-
-
-def test_a_case_that_loses_the_device_may_run_a_long_kernel_itself(
-    path: Path, taken: DeviceTurns
-) -> None:
-    with turns.loses_device():
-        # in a thread, which a wait for its own lock would not end
-        nested = entered(turns.long_kernel)
-        assert nested.wait(WAIT_S)
-        assert not entered(DeviceTurns(path).long_kernel).wait(SOON_S)
-    with turns.long_kernel():
-        assert not entered(DeviceTurns(path).loses_device).wait(SOON_S)
-
-
-def test_a_process_with_a_gpu_of_its_own_waits_for_nobody() -> None:
-    with turns.loses_device(), turns.long_kernel(), turns.loses_device():
-        pass
 
 
 WILD, CALM, OTHER = "vllm.dense_delta.wild", "vllm.dense_delta.calm", "vllm.dense_delta.other"
@@ -159,25 +126,36 @@ LISTED = (
 
 @pytest.mark.parametrize(("run", "is_alone"), [(WILD, True), (CALM, False), (OTHER, False)])
 def test_a_case_that_is_listed_to_lose_the_device_has_it_for_itself(
-    run: str, is_alone: bool, monkeypatch: pytest.MonkeyPatch
+    run: str, is_alone: bool, path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    alone: list[bool] = []
-
-    @contextmanager
-    def loses_device() -> Iterator[None]:
-        alone.append(True)
-        yield
-        alone.append(False)
-
-    monkeypatch.setattr(memory, "loses_device", loses_device)
     monkeypatch.setattr(memory, "footprint_bytes", lambda case: 0)
     monkeypatch.setattr(memory, "case_run_of", lambda item: SimpleNamespace(run_id=run, case=None))
-    shared = SimpleNamespace(reserve=lambda size: nullcontext())
-    stash = {memory.MEMORY: shared, memory._LISTED: LISTED}
+    own = SimpleNamespace(reserve=lambda size: nullcontext())
+    stash = {memory.MEMORY: own, memory._LISTED: LISTED, memory.TURNS: DeviceTurns(path)}
     item: Any = SimpleNamespace(config=SimpleNamespace(stash=stash))
     protocol = memory.pytest_runtest_protocol(item)
     next(protocol)
-    assert alone == ([True] if is_alone else [])
+    others = entered(DeviceTurns(path).shares_device)
+    assert others.wait(SOON_S if is_alone else WAIT_S) != is_alone
+    wild = entered(DeviceTurns(path).loses_device)
+    assert not wild.wait(SOON_S), "another one would lose the device below this one"
     with pytest.raises(StopIteration):
         protocol.send(True)
-    assert alone == ([True, False] if is_alone else [])
+    assert others.wait(WAIT_S)
+    assert wild.wait(WAIT_S)
+
+
+def test_a_case_that_waits_for_memory_keeps_nobody_waiting(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    @contextmanager
+    def reserve(size: int) -> Iterator[None]:
+        assert entered(DeviceTurns(path).loses_device).wait(WAIT_S)
+        yield
+
+    monkeypatch.setattr(memory, "footprint_bytes", lambda case: 0)
+    monkeypatch.setattr(memory, "case_run_of", lambda item: SimpleNamespace(run_id=OTHER, case=0))
+    own = SimpleNamespace(reserve=reserve)
+    stash = {memory.MEMORY: own, memory._LISTED: LISTED, memory.TURNS: DeviceTurns(path)}
+    item: Any = SimpleNamespace(config=SimpleNamespace(stash=stash))
+    next(memory.pytest_runtest_protocol(item))

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Generator, Iterable
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +15,10 @@ from loragate.core.gpus import share_of_gpu
 from loragate.events.log import read_events
 from loragate.events.model import KnownFinding
 from loragate.execution.device_memory import TorchAllocator, WorkerMemory
-from loragate.execution.turns import DeviceTurns, loses_device, take_turns
 from loragate.matrix.footprint import footprint_bytes
 from loragate.plugin.collection import case_run_of
 from loragate.plugin.options import SETTINGS, Role
+from loragate.plugin.turns import DeviceTurns
 from loragate.report.known import listed_findings, may_lose_device
 
 # how many workers share the worker's GPU, the bytes that were free on it before the first of them
@@ -30,6 +29,7 @@ WORKER_INPUT_LARGEST = "loragate_largest_case"
 
 
 MEMORY = pytest.StashKey[WorkerMemory]()
+TURNS = pytest.StashKey[DeviceTurns]()
 _LISTED = pytest.StashKey[Iterable[KnownFinding]]()
 
 
@@ -49,7 +49,7 @@ def pytest_sessionstart(session: pytest.Session) -> None:
         # one for each run and GPU
         lock = lock_of(Path(settings.run, gpu))
         session.config.stash[MEMORY] = WorkerMemory(share, lock, allocator)
-        take_turns(DeviceTurns(Path(lock.lock_file)))
+        session.config.stash[TURNS] = DeviceTurns(Path(lock.lock_file))
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
@@ -57,8 +57,10 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object
     run, memory = case_run_of(item), item.config.stash.get(MEMORY, None)
     if run is None or memory is None:
         return (yield)
+    turns = item.config.stash[TURNS]
     is_listed = may_lose_device(run.run_id, _listed(item.config))
-    turn = loses_device() if is_listed else nullcontext()
+    turn = turns.loses_device() if is_listed else turns.shares_device()
+    # the turn last: a case that waits for memory keeps nobody waiting
     with memory.reserve(footprint_bytes(run.case)), turn:
         return (yield)
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
 
 import pytest
 
-from loragate.plugin.memory import MEMORY
+from loragate.plugin.memory import MEMORY, TURNS
 
 
 class _Busy:
@@ -17,6 +18,10 @@ class _Busy:
         time.sleep(2.5)
         yield
 
+    def shares_device(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
 
 def pytest_sessionstart(session: pytest.Session) -> None:
-    session.config.stash[MEMORY] = _Busy()  # type: ignore[assignment]
+    config: Any = session.config
+    config.stash[MEMORY] = config.stash[TURNS] = _Busy()

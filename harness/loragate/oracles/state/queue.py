@@ -22,7 +22,6 @@ from torch import Tensor
 from loragate.core.verdict import Failure, Judgement, OracleName
 from loragate.execution.busy import keep_busy
 from loragate.execution.session import Session, base_of
-from loragate.execution.turns import long_kernel
 from loragate.inputs import DataKind, copy_batch, make_batch, make_pool
 from loragate.inputs.mapping import BASE_ROW
 from loragate.oracles.evidence import judge_bits, passed
@@ -86,13 +85,12 @@ def _queued(
     buffer = host_buffer(batches[0].token_slots, is_pinned=is_pinned)
     torch.cuda.synchronize()
     results = []
-    with long_kernel():
-        done = keep_busy()
-        for batch in own:
-            buffer.copy_(batch.token_slots)
-            results.append(session.queue(replace(batch, token_slots=buffer)))
-            # a base row for every adapter, and the last adapter for every base row
-            buffer.copy_(torch.where(buffer == BASE_ROW, trial.case.slots - 1, BASE_ROW))
-        was_behind = not done.query()  # type: ignore[no-untyped-call]
-        torch.cuda.synchronize()
+    done = keep_busy()
+    for batch in own:
+        buffer.copy_(batch.token_slots)
+        results.append(session.queue(replace(batch, token_slots=buffer)))
+        # a base row for every adapter, and the last adapter for every base row
+        buffer.copy_(torch.where(buffer == BASE_ROW, trial.case.slots - 1, BASE_ROW))
+    was_behind = not done.query()  # type: ignore[no-untyped-call]
+    torch.cuda.synchronize()
     return results, was_behind
