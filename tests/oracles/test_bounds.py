@@ -174,6 +174,20 @@ def test_rows_of_a_strided_view_may_be_read_from_the_first_to_the_last() -> None
         copy_kernel[(1,)](source, torch.zeros(16), 12, 12, 16)
 
 
+def test_an_argument_that_is_said_to_hold_an_address_stands_for_all_memory_of_its_tensor() -> None:
+    source, target = room()
+    stack = source._base
+    assert stack is not None
+    with bounded_launches({("copy_kernel", "source")}):
+        copy_kernel[(1,)](source, target, 9, 8, 16)
+    for addresses in ({("copy_kernel", "target")}, {("add_kernel", "source")}, set()):
+        with pytest.raises(OutOfBounds, match="read outside"), bounded_launches(addresses):
+            copy_kernel[(1,)](source, target, 9, 8, 16)
+    beyond = stack[-8:]
+    with pytest.raises(OutOfBounds), bounded_launches({("copy_kernel", "source")}):
+        copy_kernel[(1,)](beyond, target, 9, 8, 16)
+
+
 @pytest.mark.parametrize("dtype", [torch.int64, torch.uint64])
 def test_memory_behind_an_address_in_a_tensor_is_not_judged(dtype: torch.dtype) -> None:
     source, target = room()

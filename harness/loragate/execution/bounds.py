@@ -9,7 +9,7 @@ that is said to be aligned; the interpreter ignores it.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
 from importlib.util import find_spec
 from types import TracebackType
@@ -39,17 +39,23 @@ class FalseClaim(OutOfBounds):
     access other memory."""
 
 
-def bounded_launches() -> _BoundedLaunches:
+def bounded_launches(addresses: Collection[tuple[str, str]] = ()) -> _BoundedLaunches:
     """Within, a launch in the interpreter ends ahead of an access that lies outside of its tensors,
     and at a false claim. The first OutOfBounds is raised at the end as well, whoever caught it
-    meanwhile."""
-    return _BoundedLaunches()
+    meanwhile.
+
+    addresses: by the names of kernels and of their arguments, tensors that say where more memory
+        begins. Such a one may be the first of several, as slot 0 of a stack that vLLM gives to its
+        kernels: all memory that it is a view of belongs to the launch.
+    """
+    return _BoundedLaunches(frozenset(addresses))
 
 
 class _BoundedLaunches:
     # a class, because contextlib assigns to exceptions: see protocol/error_origin.py
 
-    def __init__(self) -> None:
+    def __init__(self, addresses: frozenset[tuple[str, str]]) -> None:
+        self._addresses = addresses
         # that are running, the innermost last: hooks of a kernel may launch another one
         self._launches: list[_Launch] = []
         self._first: OutOfBounds | None = None
@@ -82,7 +88,9 @@ class _BoundedLaunches:
         from triton.runtime.errors import InterpreterError
 
         def launched(executor: Any, *args: Any, **kwargs: Any) -> None:
-            self._launches.append(_Launch(executor.fn.__name__, executor.arg_names, args, kwargs))
+            kernel = executor.fn.__name__
+            whole = {name for of, name in self._addresses if of == kernel}
+            self._launches.append(_Launch(kernel, executor.arg_names, args, kwargs, whole))
             try:
                 run(executor, *args, **kwargs)
             except InterpreterError as error:
@@ -116,16 +124,26 @@ class _BoundedLaunches:
 
 
 class _Launch:
-    """The bytes from the first to the last element of each tensor of a launch."""
+    """The bytes from the first to the last element of each tensor of a launch, or all of its memory
+    where `whole` names it."""
 
     def __init__(
-        self, kernel: str, names: Sequence[str], args: Sequence[Any], options: Mapping[str, Any]
+        self,
+        kernel: str,
+        names: Sequence[str],
+        args: Sequence[Any],
+        options: Mapping[str, Any],
+        whole: Collection[str],
     ) -> None:
         self._kernel = kernel
         self._arguments = names, args, options
         tensors = tensors_of(names, args, options)
         self._named = sorted(
-            ((*_extent(tensor), name, tensor) for name, tensor in tensors if tensor.numel()),
+            (
+                (*(_memory(tensor) if name in whole else _extent(tensor)), name, tensor)
+                for name, tensor in tensors
+                if tensor.numel()
+            ),
             key=lambda one: one[:2],
         )
         # joined where they overlap or touch
@@ -203,3 +221,8 @@ class _Launch:
 def _extent(tensor: Tensor) -> tuple[int, int]:
     last = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
     return tensor.data_ptr(), tensor.data_ptr() + (last + 1) * tensor.element_size()
+
+
+def _memory(tensor: Tensor) -> tuple[int, int]:
+    storage = tensor.untyped_storage()
+    return storage.data_ptr(), storage.data_ptr() + storage.nbytes()

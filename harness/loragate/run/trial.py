@@ -149,7 +149,7 @@ def judge_with(oracle: Oracle, trial: Trial) -> Judgement:
         reason = oracle.applies(trial)
         if reason is not None:
             return Judgement(name, Verdict.SKIP, message=reason)
-        with streams_of(trial), _bounded(trial.machine):
+        with streams_of(trial), _bounded(trial):
             judgement = oracle.judge(trial)
         if trial.machine.device == "cuda":
             # an error in a kernel shows late; it belongs to the oracle that launched the kernel
@@ -167,9 +167,11 @@ def judge_with(oracle: Oracle, trial: Trial) -> Judgement:
         forget_errors()
 
 
-def _bounded(machine: Machine) -> AbstractContextManager[None]:
+def _bounded(trial: Trial) -> AbstractContextManager[None]:
     # a GPU finds what lies outside of all allocations, and nothing there finds the rest
-    return bounded_launches() if machine.interpreted else nullcontext()
+    if not trial.machine.interpreted:
+        return nullcontext()
+    return bounded_launches(trial.capabilities.pointer_tables)
 
 
 def _judge_error(name: OracleName, machine: Machine, error: BaseException) -> Judgement:
