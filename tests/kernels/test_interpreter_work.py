@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from dataclasses import replace
 from types import FunctionType
 from typing import Any
 
 import pytest
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from loragate.core.machine import select_interpreter
 
@@ -46,6 +49,53 @@ for again in range(2):
         for value in values:
             print(type(value.shape).__name__, sorted((k, str(v)) for k, v in vars(value).items()))
 """
+
+
+@triton.jit
+def _add_one(x, N: tl.constexpr):
+    offs = tl.arange(0, N)
+    tl.store(x + offs, tl.load(x + offs) + 1)
+
+
+@triton.jit
+def _add_one_to_each(tensors, N: tl.constexpr):
+    for place in tl.static_range(len(tensors)):
+        _add_one(tensors[place], N)
+
+
+@pytest.fixture
+def uncollected() -> Iterator[None]:
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+
+
+@pytest.mark.parametrize("by_name", [False, True])
+def test_memory_that_a_launch_has_used_is_free_when_its_caller_drops_it(
+    uncollected: None, by_name: bool
+) -> None:
+    x = torch.zeros(2 * N)
+    memory = StorageWeakRef(x.untyped_storage())
+    view = x[N:]
+    launch = _add_one[(1,)]
+    launch(x=view, N=N) if by_name else launch(view, N)
+    assert x.tolist() == [0] * N + [1] * N
+    del x, view
+    assert memory.expired()
+
+
+def test_tensors_in_a_tuple_are_written_where_they_are() -> None:
+    x, y = torch.zeros(N), torch.ones(N)
+    _add_one_to_each[(1,)]((x, y), N)
+    assert (x.tolist(), y.tolist()) == ([1] * N, [2] * N)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="takes memory of a GPU to the host")
+def test_tensors_of_a_gpu_are_written_there() -> None:
+    x = torch.zeros(N, device="cuda")
+    _add_one[(1,)](x, N)
+    assert x.tolist() == [1] * N
 
 
 @triton.jit

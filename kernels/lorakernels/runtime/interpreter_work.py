@@ -12,6 +12,7 @@ from functools import cache
 from typing import Any
 
 import numpy as np
+from torch import Tensor
 
 
 def leave_out_repeated_work(interpreter: Any) -> None:
@@ -19,6 +20,7 @@ def leave_out_repeated_work(interpreter: Any) -> None:
     _remember_builtins(interpreter)
     _remember_dtypes(interpreter)
     _patch_once(interpreter)
+    _pass_what_is_on_the_host(interpreter)
     _leave_out_overflow(interpreter)
     _remember_blocks()
     _remember_tensors()
@@ -80,6 +82,38 @@ def _patch_once(interpreter: Any) -> None:
         return interpreter._LangPatchScope()
 
     interpreter._patch_lang = patch_lang
+
+
+def _pass_what_is_on_the_host(interpreter: Any) -> None:
+    """The interpreter takes the tensors of a launch to the host, and copies their memory back, also
+    where they are there already. It holds that memory until the garbage collector runs, by a
+    function that refers to itself, so that what a caller drops is not free as it is on a GPU."""
+    executor = interpreter.GridExecutor
+    take, give_back = executor._init_args_hst, executor._restore_args_dev
+    holders = tuple, interpreter.TensorDescriptor
+
+    def is_here(argument: Any) -> bool:
+        if isinstance(argument, Tensor):
+            return argument.is_cpu
+        # a wrapper of a tensor has its address, and a descriptor has a tensor
+        return not (hasattr(argument, "data_ptr") or isinstance(argument, holders))
+
+    def is_on_host(args: Any, kwargs: Any) -> bool:
+        return all(map(is_here, (*args, *kwargs.values())))
+
+    def init_args_hst(self: Any, args_dev: Any, kwargs: Any) -> Any:
+        if is_on_host(args_dev, kwargs):
+            return list(args_dev), dict(kwargs)
+        return take(self, args_dev, kwargs)
+
+    def restore_args_dev(
+        self: Any, args_dev: Any, args_hst: Any, kwargs: Any, kwargs_hst: Any
+    ) -> None:
+        if not is_on_host(args_dev, kwargs):
+            give_back(self, args_dev, args_hst, kwargs, kwargs_hst)
+
+    executor._init_args_hst = init_args_hst
+    executor._restore_args_dev = restore_args_dev
 
 
 def _leave_out_overflow(interpreter: Any) -> None:
