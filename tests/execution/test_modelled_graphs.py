@@ -67,6 +67,22 @@ def test_a_capture_refuses_a_number_that_has_to_be_uploaded(where: Any) -> None:
         capture(step, warm_ups=0)
 
 
+def test_what_is_on_the_host_is_read_and_written_in_the_capture_alone() -> None:
+    flag, x, out = torch.zeros(1), torch.ones(3), torch.zeros(3)
+
+    def step() -> Tensor:
+        flag.add_(1)
+        return out.copy_(x * flag.item())
+
+    with modelled_streams(ModelledGraphs([flag])):
+        captured = capture(step, warm_ups=0)
+        flag.fill_(9)
+        captured.graph.replay()
+    assert (out.tolist(), flag.item()) == ([1, 1, 1], 9)
+    with modelled_streams(ModelledGraphs([x])), pytest.raises(RuntimeError, match="not permitted"):
+        capture(step, warm_ups=0)
+
+
 @triton.jit
 def add_kernel(x_ptr, out_ptr, number, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
     offsets = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)

@@ -30,6 +30,8 @@ class Layer:
         self.shrunk = torch.zeros(case.tokens, rank, device=device)
         self.delta = torch.zeros(case.tokens, case.out_features, device=device)
         self.rows = torch.zeros(case.tokens, dtype=torch.long, device=device)
+        # on the host beside a GPU, too
+        self.flag = torch.zeros(1, dtype=torch.bool)
 
     def load(self, slot: int, pool: Pool) -> None:
         column = 0
@@ -107,6 +109,16 @@ class WithoutJoin(Layer):
         with torch.cuda.stream(self.side):
             self.side.wait_event(self.start)
             self.work(x)
+        return self.joined(functional.linear(x, self.base.weight, self.base.bias))
+
+
+class ReadsItsFlagInPlaceOfTheJoin(Layer):
+    def dual(self, x: Tensor) -> Tensor:
+        self.start.record()
+        with torch.cuda.stream(self.side):
+            self.side.wait_event(self.start)
+            self.work(x)
+        assert not self.flag.item()
         return self.joined(functional.linear(x, self.base.weight, self.base.bias))
 
 
@@ -300,7 +312,8 @@ class LayerOnStreams(TorchSubject):
         have = super().capabilities(machine)
         assert not isinstance(have, str)
         supports = {"streams": frozenset(Streams), "execution": frozenset(Execution)}
-        return replace(have, supports={**have.supports, **supports})
+        supports = {**have.supports, **supports}
+        return replace(have, supports=supports, host_tensors=lambda layer: [layer.flag])
 
     def open(self, case: Case, machine: Machine, base: BaseLayer | None) -> Instance:
         assert base is not None

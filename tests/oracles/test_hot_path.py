@@ -61,6 +61,15 @@ class AsksWhetherThereAreAdapters(Steady):
         return out if self.table.max().item() == 0 else super().apply(x, out)
 
 
+class ReadsItsOwnFlag(Steady):
+    def __init__(self, case: Case) -> None:
+        super().__init__(case)
+        self.flag = torch.zeros(1, dtype=torch.bool)
+
+    def apply(self, x: Tensor, out: Tensor) -> Tensor:
+        return out if self.flag.item() else super().apply(x, out)
+
+
 @torch.library.custom_op("loragate_test::largest_is_zero", mutates_args=())
 def largest_is_zero(table: Tensor) -> bool:
     return not table.max().item()
@@ -286,6 +295,16 @@ def test_only_what_is_promised_is_judged_besides_waits_in_apply(
         assert ORACLE.judge(make_trial(instance, promises=one)).verdict is Verdict.PASS
     asks = make_trial(AsksWhetherThereAreAdapters, promises=one)
     assert ORACLE.judge(asks).failure is Failure.HOST_WAIT
+
+
+def test_what_a_subject_says_is_on_the_host_is_read_without_a_wait(
+    make_trial: Callable[..., Trial],
+) -> None:
+    on_host = PROMISES | {"host_tensors": lambda instance: [instance.flag]}
+    judgement = ORACLE.judge(make_trial(ReadsItsOwnFlag, promises=on_host))
+    assert judgement.verdict is Verdict.PASS, judgement
+    reads = ORACLE.judge(make_trial(ReadsItsOwnFlag, promises=PROMISES))
+    assert reads.failure is Failure.HOST_WAIT
 
 
 def test_a_batch_without_rows_is_not_judged(make_trial: Callable[..., Trial]) -> None:

@@ -126,6 +126,24 @@ class AsksTheDevice(Forked):
         return super().apply(x, out) if self.table.max().item() >= 0 else out
 
 
+class ReadsItsOwnFlag(Forked):
+    """The flag lies on the host beside a GPU, too, as that of vLLM."""
+
+    def __init__(self, case: Case) -> None:
+        super().__init__(case)
+        self.flag = torch.zeros(1, dtype=torch.bool)
+
+    def prepare(self, token_slots: Tensor) -> None:
+        super().prepare(token_slots)
+        self.flag.fill_(False)
+
+    def apply(self, x: Tensor, out: Tensor) -> Tensor:
+        return out if self.flag.item() else super().apply(x, out)
+
+
+ON_HOST = {"host_tensors": lambda instance: [instance.flag]}
+
+
 def judge(
     instance: type[Forked],
     seed: int,
@@ -163,6 +181,14 @@ def test_a_step_that_waits_for_the_device_cannot_be_captured(
     make_trial: Callable[..., Trial],
 ) -> None:
     assert judge(AsksTheDevice, 1, make_trial).failure is Failure.HOST_WAIT
+
+
+def test_what_a_subject_says_is_on_the_host_is_read_without_a_wait(
+    make_trial: Callable[..., Trial],
+) -> None:
+    judgement = judge(ReadsItsOwnFlag, 1, make_trial, PROMISES | ON_HOST)
+    assert judgement.verdict is Verdict.PASS, judgement
+    assert judge(ReadsItsOwnFlag, 1, make_trial).failure is Failure.HOST_WAIT
 
 
 def test_a_graph_that_serves_every_batch_passes(make_trial: Callable[..., Trial]) -> None:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from loragate.execution.graph import capture
-from loragate.execution.session import base_of, open_loaded
+from loragate.execution.session import base_of, host_tensors, open_loaded
 from loragate.execution.specialisations import HostLaunch, noted_launches
 from loragate.execution.streams.interpreted import recorded_launches
 from loragate.execution.streams.model import current_number
@@ -59,6 +59,7 @@ class Step:
         base = base_of(trial, _KIND)
         self.instance = open_loaded(trial, trial.case, base=base, pool=self._pool)
         self.own = copy_batch(batches[0])
+        self._on_host = host_tensors(trial, self.instance)
         slots = [batch.token_slots for batch in batches]
         mappings = (slots[0], torch.full_like(slots[0], BASE_ROW), slots[1])
         self._mappings = dict(zip(MAPPINGS, mappings, strict=True))
@@ -72,7 +73,7 @@ class Step:
     def prepare(self, recorder: Recorder, how: str = MAPPINGS[0]) -> None:
         with recorder.muted():
             self.own.token_slots.copy_(self._mappings[how])
-        recorder.name({"token_slots": self.own.token_slots}, on_host=True)
+        recorder.name({"token_slots": self.own.token_slots, **self._on_host}, on_host=True)
         self.instance.prepare(self.own.token_slots)
 
     def apply(self) -> Tensor:

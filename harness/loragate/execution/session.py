@@ -48,12 +48,23 @@ def open_loaded(trial: Trial, case: Case, *, base: BaseLayer | None, pool: Pool)
     return instance
 
 
-def graphs_of(trial: Trial) -> Graphs:
+def host_tensors(trial: Trial, instance: CheckedInstance) -> dict[str, Tensor]:
+    """What of an instance lies on the host beside a GPU, by names for a report; without a GPU the
+    subject has to say so."""
+    of_instance = trial.capabilities.host_tensors
+    if of_instance is None or trial.machine.device != "cpu":
+        return {}
+    with subject_code():
+        return {f"host tensor {n}": t for n, t in enumerate(of_instance(instance.own))}
+
+
+def graphs_of(trial: Trial, instance: CheckedInstance) -> Graphs:
     """The graphs of the device of a trial; modelled ones on a machine without a GPU."""
     of_base_rows = HotPath.CAPTURES_ANY_MAPPING in trial.capabilities.hot_path
     if trial.machine.device != "cpu":
         return Graphs(nullcontext, of_base_rows)
-    model, streams_from = ModelledGraphs(), trial.capabilities.streams_from
+    model = ModelledGraphs(host_tensors(trial, instance).values())
+    streams_from = trial.capabilities.streams_from
 
     def modelled() -> AbstractContextManager[object]:
         with ExitStack() as stack:
@@ -74,7 +85,7 @@ class Session:
             self.instance = trial.subject.open(trial.case, trial.machine, base)
         else:
             self.instance = open_loaded(trial, trial.case, base=base, pool=pool)
-        self._runner = RUNNERS[trial.case.execution](self.instance, graphs_of(trial))
+        self._runner = RUNNERS[trial.case.execution](self.instance, graphs_of(trial, self.instance))
 
     def queue(self, batch: Batch, write_input: WriteInput | None = None) -> Tensor:
         """As `step`, but the device may still be busy with it. `write_input`: as of a Runner."""

@@ -141,6 +141,9 @@ class Capabilities:
     pointer_tables: Mapping[tuple[str, str], Callable[[Any, Tensor], Sequence[Tensor]]] = field(
         default_factory=dict
     )
+    # tensors of an instance that lie on the host beside a GPU, too, so that nobody waits to read
+    # them; None: there are none. Asked without a GPU only, where all memory is on the host
+    host_tensors: Callable[[Any], Sequence[Tensor]] | None = None
     # the reason why a case cannot run although each of its values is supported, or None
     refuses: Callable[[Case], str | None] | None = None
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -69,10 +69,13 @@ class _Recording:
 
 
 class ModelledGraphs(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """The observer of modelled streams (see model.py) that captures and replays graphs."""
+    """The observer of modelled streams (see model.py) that captures and replays graphs. What only
+    reads and writes tensors `on_host` is done in the capture, and is no part of its graph."""
 
-    def __init__(self) -> None:
+    def __init__(self, on_host: Iterable[Tensor] = ()) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        # kept, so that no other tensor gets their memory
+        self._on_host = {_key(tensor): tensor for tensor in on_host}
         self._graphs: dict[int, _Recording] = {}
         self._recording: _Recording | None = None
         self._captures = ExitStack()
@@ -153,6 +156,8 @@ class ModelledGraphs(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return
         used = list(used_by(func, args, kwargs))
         outputs = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
+        if used and all(_key(tensor) in self._on_host for tensor, _, _ in used):
+            return
         if host_waits(func, args, kwargs, [*(tensor for tensor, _, _ in used), *outputs]):
             raise _not_permitted(f"the host waits for the device in {name}")
         known = {_key(tensor) for tensor, _, _ in used}

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from loragate.execution.graph import capture
-from loragate.execution.session import Session, base_of
+from loragate.execution.session import Session, base_of, host_tensors
 from loragate.execution.streams.model import MODULE, current_number, modelled_streams
 from loragate.execution.streams.recorder import Recorder
 from loragate.inputs import DataKind, copy_batch, make_batch, make_pool
@@ -79,6 +79,7 @@ def traced_steps(
         recorder.tensors_behind = partial(_declared, trial, session)
         own = copy_batch(batches[0])
         recorder.name(_named(own))
+        recorder.name(host_tensors(trial, session.instance), on_host=True)
         with _recorded(trial, recorder):
             results, bounds = [], []
             for batch in batches:

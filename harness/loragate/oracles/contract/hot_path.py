@@ -29,7 +29,7 @@ from torch import Tensor
 from loragate.core.plural import counted
 from loragate.core.verdict import Failure, Judgement, OracleName, Verdict
 from loragate.execution.host_work import HostRecorder, HostWork, host_work, is_held
-from loragate.execution.session import base_of, open_loaded
+from loragate.execution.session import base_of, host_tensors, open_loaded
 from loragate.execution.streams.memory import Block
 from loragate.execution.streams.model import current_number
 from loragate.execution.streams.traced import streams_of
@@ -94,6 +94,7 @@ def _steps(trial: Trial, recorder: HostRecorder) -> list[_Step]:
     instance = open_loaded(trial, trial.case, base=base_of(trial, _KIND), pool=pool)
     first, other = (make_batch(trial.case, trial.seed, s, _KIND, trial.machine) for s in range(2))
     own = copy_batch(first)
+    recorder.name(host_tensors(trial, instance), on_host=True)
     base_rows = torch.full_like(own.token_slots, BASE_ROW)
 
     def step(how: str, mapping: Tensor, *, is_run: bool = False, warm_up: bool = False) -> _Step:

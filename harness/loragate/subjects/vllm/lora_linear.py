@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 import weakref
+from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -74,6 +75,9 @@ class VllmLoRALinear:
     def prepare(self, token_slots: Tensor) -> None:
         self._host.prepare(token_slots)
 
+    def host_tensors(self) -> list[Tensor]:
+        return self._host.host_tensors
+
     def apply(self, x: Tensor, out: Tensor) -> Tensor:
         return self.call(self._as_input(x)).view(out.shape)
 
@@ -90,6 +94,11 @@ class VllmLoRALinear:
         # stream only: the form of two streams takes the second dimension for the number of rows
         count = 1 if len(x) % 2 or self._case.streams is Streams.DUAL else 2
         return x.view(count, len(x) // count, x.shape[1])
+
+
+def host_tensors(instance: Any) -> Sequence[Tensor]:
+    """Of an instance at any site; only layers run on modelled streams."""
+    return instance.host_tensors() if isinstance(instance, VllmLoRALinear) else ()
 
 
 def _plain_layer(linear: Any, case: Case) -> Any:

@@ -36,7 +36,7 @@ from loragate.subjects.vllm import lora_linear, moe, moe_layer
 from loragate.subjects.vllm.engine_arguments import ENGINE_SUPPORTS, NEEDS_GPU, engine_refusal
 from loragate.subjects.vllm.layer_package import load_vllm_layers
 from loragate.subjects.vllm.layer_tables import POINTER_TABLES
-from loragate.subjects.vllm.lora_linear import VllmLoRALinear
+from loragate.subjects.vllm.lora_linear import VllmLoRALinear, host_tensors
 from loragate.subjects.vllm.moe import VllmMoEInstance
 from loragate.subjects.vllm.moe_layer import VllmMoELayer
 from loragate.subjects.vllm.moe_package import load_vllm_moe
@@ -171,6 +171,7 @@ class VllmSubject:
             rank_per_slice=True,
             folds_scale_into_weights=True,
             pointer_tables=POINTER_TABLES,
+            host_tensors=host_tensors,
             refuses=partial(_refuses, missing),
         )
 

@@ -32,7 +32,7 @@ from loragate.protocol import AnyInstance, BaseExperts, BaseLayer, Capabilities
 from loragate.subjects.vllm import lora_linear, moe_layer
 from loragate.subjects.vllm.engine_arguments import ENGINE_SUPPORTS, NEEDS_GPU, engine_refusal
 from loragate.subjects.vllm.layer_package import VllmLayers, load_vllm_layers
-from loragate.subjects.vllm.lora_linear import VllmLoRALinear
+from loragate.subjects.vllm.lora_linear import VllmLoRALinear, host_tensors
 from loragate.subjects.vllm.moe_layer import VllmMoELayer
 from loragate.subjects.vllm.package import installed_version
 from loragate.subjects.vllm_lorakernels.deltas import LinearDelta, MoEDelta
@@ -100,6 +100,7 @@ class VllmLoraKernelsSubject:
             place_invariant=not interpreted,
             rank_per_slice=True,
             folds_scale_into_weights=True,
+            host_tensors=host_tensors,
             refuses=partial(_refuses, missing),
         )
 
