@@ -150,3 +150,12 @@ def test_an_id_that_no_slot_has_is_refused_in_every_row(row: int, given: int) ->
     message = rf"must be -1 to 4 \(got {min(slots)} to {max(slots)}\)"
     with pytest.raises(ValueError, match=message):
         prepared(slots)
+
+
+def test_a_step_without_rows_has_no_adapter() -> None:
+    metadata, none = prepared(), torch.empty(0, dtype=torch.int32)
+    assert metadata.check(none) is False
+    with metadata.without_adapters(3):
+        # as it may be prepared where no adapter is allowed
+        metadata.prepare(none, num_rows=2)
+        assert metadata.num_rows == 2

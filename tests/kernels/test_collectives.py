@@ -12,7 +12,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from lorakernels.runtime.collectives import Collective, SimulatedRanks
+from lorakernels.runtime.collectives import (
+    Collective,
+    SimulatedRanks,
+    collective_of,
+    number_of,
+)
 
 PROCESS = Path(__file__).with_name("rank_of_a_group.py")
 
@@ -31,6 +36,15 @@ def test_parts_are_gathered_in_the_order_of_the_ranks() -> None:
     ]
     for out in ranks.run(calls):
         assert out.tolist() == [[0, 0], [1, 1], [2, 2]]
+
+
+def test_a_group_keeps_its_number_and_shares_it_with_no_other() -> None:
+    ranks = SimulatedRanks(2)
+    first, second = ranks.rank(0), ranks.rank(1)
+    numbers = [number_of(group) for group in (first, second, first, second)]
+    assert numbers[:2] == numbers[2:]
+    assert numbers[0] != numbers[1]
+    assert collective_of(numbers[1]) is second
 
 
 def test_a_sum_is_that_of_all_ranks_and_in_place() -> None:

@@ -54,6 +54,19 @@ def test_outputs_that_the_shared_experts_keep_stay_as_they_are(
     assert torch.equal(kept, before)
 
 
+def test_shared_experts_have_no_stream_of_their_own_in_a_traced_graph(
+    monkeypatch: pytest.MonkeyPatch, recorded_streams: Any
+) -> None:
+    step = Step()
+    x = step.prepare(5)
+    step.run(x, MoEForm.BESIDE, doubled)
+    assert recorded_streams.log
+    recorded_streams.log.clear()
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    step.run(x, MoEForm.BESIDE, doubled)
+    assert not recorded_streams.log
+
+
 def test_on_one_stream_the_outputs_of_the_shared_experts_are_not_copied(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
