@@ -12,7 +12,6 @@ from functools import cache
 from typing import Any
 
 import numpy as np
-from torch import Tensor
 
 
 def leave_out_repeated_work(interpreter: Any) -> None:
@@ -88,6 +87,8 @@ def _pass_what_is_on_the_host(interpreter: Any) -> None:
     """The interpreter takes the tensors of a launch to the host, and copies their memory back, also
     where they are there already. It holds that memory until the garbage collector runs, by a
     function that refers to itself, so that what a caller drops is not free as it is on a GPU."""
+    from torch import Tensor
+
     executor = interpreter.GridExecutor
     take, give_back = executor._init_args_hst, executor._restore_args_dev
     holders = tuple, interpreter.TensorDescriptor
