@@ -10,6 +10,7 @@ import pytest
 
 from loragate.core.verdict import Failure, Judgement, OracleName, Verdict
 from loragate.events.model import CaseFinished, KnownFinding
+from loragate.findings import load
 from loragate.findings.ledger import Finding, Kind
 from loragate.findings.load import ledger_path, load_ledger
 from loragate.findings.pattern import CasePattern
@@ -56,7 +57,7 @@ def test_a_run_records_what_is_listed_about_cases_of_its_subjects(
 def test_outside_of_the_checkout_no_finding_is_listed(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(opening, "ledger_path", lambda: tmp_path / "none.yaml")
+    monkeypatch.setattr(load, "ledger_path", lambda: tmp_path / "none.yaml")
     assert known_of("vllm") == []
 
 

@@ -87,6 +87,16 @@ def test_the_order_is_by_size_or_by_recorded_seconds_with_new_cases_first() -> N
     assert [run.case.tokens for run in by_time] == [2, 1, 3]
 
 
+@pytest.mark.parametrize("workers", [1, 2, 3])
+def test_what_runs_alone_is_last_with_all_of_its_draws(workers: int) -> None:
+    runs = [run_of(tokens, draw) for tokens in (1, 9, 3, 4) for draw in range(2)]
+    ordered = running_order(
+        runs, durations={}, workers=Workers(workers, 1), alone=lambda run: run.case.tokens == 9
+    )
+    assert sorted(run.id for run in ordered) == sorted(run.id for run in runs)
+    assert [(run.case.tokens, run.draw) for run in ordered[-2:]] == [(9, 0), (9, 1)]
+
+
 def test_draws_of_a_case_stay_neighbours() -> None:
     runs = [run_of(tokens, draw) for tokens in (1, 2, 3, 4) for draw in range(3)]
     ordered = running_order(runs, durations={}, workers=Workers(4, 2))

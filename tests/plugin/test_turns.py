@@ -14,10 +14,9 @@ from typing import Any
 import pytest
 
 from loragate.core.verdict import Failure, OracleName
-from loragate.events.model import KnownFinding
 from loragate.findings.ledger import Finding, Kind
 from loragate.findings.pattern import CasePattern
-from loragate.plugin import memory
+from loragate.plugin import collection, memory
 from loragate.plugin.turns import DeviceTurns
 
 WAIT_S = 20.0
@@ -101,10 +100,12 @@ def test_the_turn_of_a_killed_process_is_over(
 
 
 WILD, CALM, OTHER = "vllm.dense_delta.wild", "vllm.dense_delta.calm", "vllm.dense_delta.other"
+# of a subject that contains what the finding is about
+FORK = "fork.dense_delta.wild"
 
 
-def listed(run: str, *failures: Failure) -> KnownFinding:
-    finding = Finding(
+def listed(run: str, *failures: Failure) -> Finding:
+    return Finding(
         id="offset-overflows",
         subject="vllm",
         versions=">=0.26",
@@ -114,8 +115,8 @@ def listed(run: str, *failures: Failure) -> KnownFinding:
         evidence="[0.0] where [1.0] is right",
         seen_on="0.26.0",
         case=CasePattern(run, OracleName.REFERENCE, failures),
+        also=("fork",),
     )
-    return KnownFinding(finding=finding, version="0.26.0")
 
 
 LISTED = (
@@ -124,14 +125,16 @@ LISTED = (
 )
 
 
-@pytest.mark.parametrize(("run", "is_alone"), [(WILD, True), (CALM, False), (OTHER, False)])
+@pytest.mark.parametrize(
+    ("run", "is_alone"), [(WILD, True), (FORK, True), (CALM, False), (OTHER, False)]
+)
 def test_a_case_that_is_listed_to_lose_the_device_has_it_for_itself(
     run: str, is_alone: bool, path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(memory, "footprint_bytes", lambda case: 0)
     monkeypatch.setattr(memory, "case_run_of", lambda item: SimpleNamespace(run_id=run, case=None))
     own = SimpleNamespace(reserve=lambda size: nullcontext())
-    stash = {memory.MEMORY: own, memory._LISTED: LISTED, memory.TURNS: DeviceTurns(path)}
+    stash = {memory.MEMORY: own, collection._FINDINGS: LISTED, memory.TURNS: DeviceTurns(path)}
     item: Any = SimpleNamespace(config=SimpleNamespace(stash=stash))
     protocol = memory.pytest_runtest_protocol(item)
     next(protocol)
@@ -156,6 +159,6 @@ def test_a_case_that_waits_for_memory_keeps_nobody_waiting(
     monkeypatch.setattr(memory, "footprint_bytes", lambda case: 0)
     monkeypatch.setattr(memory, "case_run_of", lambda item: SimpleNamespace(run_id=OTHER, case=0))
     own = SimpleNamespace(reserve=reserve)
-    stash = {memory.MEMORY: own, memory._LISTED: LISTED, memory.TURNS: DeviceTurns(path)}
+    stash = {memory.MEMORY: own, collection._FINDINGS: LISTED, memory.TURNS: DeviceTurns(path)}
     item: Any = SimpleNamespace(config=SimpleNamespace(stash=stash))
     next(memory.pytest_runtest_protocol(item))

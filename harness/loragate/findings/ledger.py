@@ -10,11 +10,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
+from fnmatch import fnmatchcase
 
 from packaging.specifiers import SpecifierSet
 from packaging.version import InvalidVersion, Version
 
-from loragate.core.verdict import Judgement, Verdict, worst
+from loragate.core.verdict import Failure, Judgement, Verdict, worst
 from loragate.findings.pattern import CasePattern
 from loragate.findings.rate import gone
 
@@ -68,6 +69,15 @@ class Finding:
         assert subject in self.subjects, f"{self.id} is not about {subject}"
         case = self.case and self.case.of(self.subject, subject)
         return replace(self, subject=subject, also=(), case=case)
+
+    def loses_device(self, run_id: str) -> bool:
+        """Whether it lists that the device no longer answers after a case."""
+        cases = (self.of(subject).case for subject in self.subjects)
+        return any(
+            Failure.CUDA_STICKY in case.failure and fnmatchcase(run_id, case.run)
+            for case in cases
+            if case is not None
+        )
 
     def covers(self, version: str) -> bool:
         """Whether `version` is in the range; a version that cannot be parsed is not."""

@@ -6,10 +6,13 @@ or touches a report. Only the process that the user has started says so.
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 import pytest
 
+from loragate.findings.ledger import Finding
+from loragate.findings.load import own_findings
 from loragate.matrix.case import Case
 from loragate.matrix.case_run import CaseRun
 from loragate.matrix.load import load_cases
@@ -22,6 +25,7 @@ from loragate.subjects.registry import check_subject_name
 # a test function that takes this argument is run once for every selected run
 _ARGUMENT = "case_run"
 _RUNS = pytest.StashKey[dict[str, CaseRun]]()
+_FINDINGS = pytest.StashKey[tuple[Finding, ...]]()
 _CASES = pytest.StashKey[tuple[Case, ...]]()
 
 
@@ -86,9 +90,18 @@ def selected_runs(config: pytest.Config) -> dict[str, CaseRun]:
             selected,
             durations=recorded_durations(config).cases,
             workers=workers_of(config),
+            alone=partial(loses_device, config),
         )
         config.stash[_RUNS] = {run.id: run for run in ordered}
     return config.stash[_RUNS]
+
+
+def loses_device(config: pytest.Config, run: CaseRun) -> bool:
+    """Whether a finding lists that the device no longer answers after a case, of whatever version:
+    all workers must see the same."""
+    if _FINDINGS not in config.stash:
+        config.stash[_FINDINGS] = own_findings()
+    return any(finding.loses_device(run.run_id) for finding in config.stash[_FINDINGS])
 
 
 def all_cases(config: pytest.Config) -> tuple[Case, ...]:

@@ -4,7 +4,7 @@ begins, and the device itself, which some cases are known to lose."""
 from __future__ import annotations
 
 import os
-from collections.abc import Generator, Iterable
+from collections.abc import Generator
 from pathlib import Path
 from typing import Any
 
@@ -12,14 +12,11 @@ import pytest
 
 from loragate.core.files import lock_of
 from loragate.core.gpus import share_of_gpu
-from loragate.events.log import read_events
-from loragate.events.model import KnownFinding
 from loragate.execution.device_memory import TorchAllocator, WorkerMemory
 from loragate.matrix.footprint import footprint_bytes
-from loragate.plugin.collection import case_run_of
+from loragate.plugin.collection import case_run_of, loses_device
 from loragate.plugin.options import SETTINGS, Role
 from loragate.plugin.turns import DeviceTurns
-from loragate.report.known import listed_findings, may_lose_device
 
 # how many workers share the worker's GPU, the bytes that were free on it before the first of them
 # started (0: unknown), and the bytes that the largest of all cases needs
@@ -30,7 +27,6 @@ WORKER_INPUT_LARGEST = "loragate_largest_case"
 
 MEMORY = pytest.StashKey[WorkerMemory]()
 TURNS = pytest.StashKey[DeviceTurns]()
-_LISTED = pytest.StashKey[Iterable[KnownFinding]]()
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:
@@ -58,17 +54,8 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object
     if run is None or memory is None:
         return (yield)
     turns = item.config.stash[TURNS]
-    is_listed = may_lose_device(run.run_id, _listed(item.config))
+    is_listed = loses_device(item.config, run)
     turn = turns.loses_device() if is_listed else turns.shares_device()
     # the turn last: a case that waits for memory keeps nobody waiting
     with memory.reserve(footprint_bytes(run.case)), turn:
         return (yield)
-
-
-def _listed(config: pytest.Config) -> Iterable[KnownFinding]:
-    """Read when the first case is there: when a worker starts, the run may have no events yet."""
-    if _LISTED not in config.stash:
-        settings = config.stash[SETTINGS]
-        events = read_events(settings.events, run=settings.run).events
-        config.stash[_LISTED] = listed_findings(events)
-    return config.stash[_LISTED]

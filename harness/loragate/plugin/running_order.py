@@ -7,12 +7,15 @@ wait there for the memory that large cases share, while that of the other GPUs i
 
 Cases of engines mostly wait for a process of theirs that compiles, and take little memory: each
 worker begins with some of them. One worker with all of them would end minutes after the others.
+
+A case that runs alone (`turns.py`) is last: it waits for the cases of all other workers, which wait
+for it. In the middle of a run that would be a case of an engine.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from typing import TypeVar
@@ -43,10 +46,14 @@ def workers_of(config: pytest.Config) -> Workers:
 
 
 def running_order(
-    runs: Sequence[CaseRun], *, durations: Mapping[str, float], workers: Workers
+    runs: Sequence[CaseRun],
+    *,
+    durations: Mapping[str, float],
+    workers: Workers,
+    alone: Callable[[CaseRun], bool] = lambda run: False,
 ) -> list[CaseRun]:
-    """Longest first by the recorded seconds of the cases, by their size where none are recorded.
-    The draws and repeats of a case stay together."""
+    """Longest first by the recorded seconds of the cases, by their size where none are recorded,
+    and last those that run `alone`. The draws and repeats of a case stay together."""
 
     def size(run: CaseRun) -> tuple[bool, int]:
         # the start of an engine alone takes longer than other cases
@@ -60,10 +67,13 @@ def running_order(
         *sorted(unknown, key=size, reverse=True),
         *sorted(known, key=lambda run: (-durations[run.run_id], run.run_id)),
     ]
-    cases = [list(group) for _, group in groupby(longest, key=lambda run: run.run_id)]
+    last = [run for run in longest if alone(run)]
+    beside = (run for run in longest if not alone(run))
+    cases = [list(group) for _, group in groupby(beside, key=lambda run: run.run_id)]
     engines = [case for case in cases if case[0].case.site is Site.ENGINE]
     others = [case for case in cases if case[0].case.site is not Site.ENGINE]
-    return [run for case in spread_over_gpus(others, workers, dealt=engines) for run in case]
+    spread = spread_over_gpus(others, workers, dealt=engines)
+    return [*(run for case in spread for run in case), *last]
 
 
 def spread_over_gpus(

@@ -8,9 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import replace
-from fnmatch import fnmatchcase
 
-from loragate.core.verdict import Failure, Judgement, Verdict, worst
+from loragate.core.verdict import Judgement, Verdict, worst
 from loragate.events.model import CaseFinished, Event, KnownFinding
 from loragate.findings.ledger import (
     Finding,
@@ -30,16 +29,6 @@ def listed_findings(events: Iterable[Event]) -> tuple[KnownFinding, ...]:
     """The findings that were listed when the run started, each once, sorted by id."""
     listed = {event for event in events if isinstance(event, KnownFinding)}
     return tuple(sorted(listed, key=lambda entry: (entry.finding.id, repr(entry))))
-
-
-def may_lose_device(run_id: str, listed: Iterable[KnownFinding]) -> bool:
-    """Whether a finding lists that the device no longer answers after a case."""
-    patterns = (entry.finding.case for entry in listed)
-    return any(
-        Failure.CUDA_STICKY in pattern.failure and fnmatchcase(run_id, pattern.run)
-        for pattern in patterns
-        if pattern is not None
-    )
 
 
 def ledger_lines(events: Iterable[Event]) -> tuple[Line, ...]:

@@ -19,7 +19,7 @@ from loragate.events.model import (
     Sharding,
     ShardPart,
 )
-from loragate.findings.load import ledger_path, load_ledger
+from loragate.findings.load import own_findings
 from loragate.matrix.plan import Plan
 from loragate.matrix.selection import Selection
 from loragate.run.planning import expected_results, plan_selection, skipped_cases
@@ -102,9 +102,8 @@ def _share(
 
 
 def _known_findings(subjects: Collection[str]) -> Iterator[KnownFinding]:
-    path, found = ledger_path(), versions()
-    # a copy of the harness alone has no ledger, and whatever fails there is a failure
-    for finding in load_ledger(path) if path.exists() else ():
+    found = versions()
+    for finding in own_findings():
         for name in finding.subjects if finding.case is not None else ():
             if name in subjects:
                 version = found.get(finding.subject, "")
