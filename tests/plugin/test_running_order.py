@@ -57,11 +57,21 @@ def test_on_one_gpu_the_list_is_longest_first() -> None:
 
 
 @pytest.mark.parametrize("gpus", [1, 2])
-@pytest.mark.parametrize(("dealt", "number"), [(0, 9), (3, 40), (11, 40), (13, 0), (8, 1)])
-def test_what_is_dealt_begins_on_all_workers_alike(dealt: int, number: int, gpus: int) -> None:
+@pytest.mark.parametrize(
+    ("dealt", "number", "alone"),
+    [
+        *((0, 9, 0), (3, 40, 0), (11, 40, 0), (13, 0, 0), (8, 1, 0)),
+        *((0, 9, 1), (3, 40, 1), (3, 40, 3), (11, 40, 1), (11, 40, 3)),
+    ],
+)
+def test_what_is_dealt_begins_on_all_workers_alike_and_what_is_last_ends_the_list(
+    dealt: int, number: int, alone: int, gpus: int
+) -> None:
     items = range(dealt, dealt + number)
-    ordered = spread_over_gpus(items, Workers(4, gpus), dealt=range(dealt))
-    assert sorted(ordered) == list(range(dealt + number))
+    last = range(dealt + number, dealt + number + alone)
+    ordered = spread_over_gpus(items, Workers(4, gpus), dealt=range(dealt), last=last)
+    assert sorted(ordered) == list(range(dealt + number + alone))
+    assert ordered[len(ordered) - alone :] == list(last)
     shares = [[item < dealt for item in piece] for piece in pieces(ordered, 4)]
     assert all(share == sorted(share, reverse=True) for share in shares)
     counts = [sum(share) for share in shares]

@@ -67,25 +67,31 @@ def running_order(
         *sorted(unknown, key=size, reverse=True),
         *sorted(known, key=lambda run: (-durations[run.run_id], run.run_id)),
     ]
-    last = [run for run in longest if alone(run)]
-    beside = (run for run in longest if not alone(run))
-    cases = [list(group) for _, group in groupby(beside, key=lambda run: run.run_id)]
-    engines = [case for case in cases if case[0].case.site is Site.ENGINE]
-    others = [case for case in cases if case[0].case.site is not Site.ENGINE]
-    spread = spread_over_gpus(others, workers, dealt=engines)
-    return [*(run for case in spread for run in case), *last]
+    cases = [list(group) for _, group in groupby(longest, key=lambda run: run.run_id)]
+    last = [case for case in cases if alone(case[0])]
+    beside = [case for case in cases if not alone(case[0])]
+    engines = [case for case in beside if case[0].case.site is Site.ENGINE]
+    others = [case for case in beside if case[0].case.site is not Site.ENGINE]
+    spread = spread_over_gpus(others, workers, dealt=engines, last=last)
+    return [run for case in spread for run in case]
 
 
 def spread_over_gpus(
-    longest_first: Sequence[_Item], workers: Workers, *, dealt: Sequence[_Item] = ()
+    longest_first: Sequence[_Item],
+    workers: Workers,
+    *,
+    dealt: Sequence[_Item] = (),
+    last: Sequence[_Item] = (),
 ) -> list[_Item]:
     """A list whose pieces, one a worker, give each GPU every n-th item. Each piece begins with its
-    share of `dealt`."""
+    share of `dealt`, and the last one ends with `last`."""
     of_gpu = [deque(longest_first[gpu :: workers.gpus]) for gpu in range(workers.gpus)]
-    total, ordered = len(longest_first) + len(dealt), list[_Item]()
+    most, ordered = len(longest_first) + len(dealt), list[_Item]()
     for worker in range(workers.count):
-        # as many as xdist is going to send to this worker
-        size = (total - len(ordered)) // (workers.count - worker)
+        # as many as xdist is going to send to this worker: a piece that is longer or shorter by one
+        # would leave the first item of the next one to the end of this one
+        size = (most + len(last) - len(ordered)) // (workers.count - worker)
+        size = min(size, most - len(ordered))
         # the last pieces may be longer by one
         first = dealt[workers.count - 1 - worker :: workers.count]
         ordered += first
@@ -94,4 +100,4 @@ def spread_over_gpus(
             # pieces are of equal size, up to one item; so are the lists
             source = own or max(of_gpu, key=len)
             ordered.append(source.popleft())
-    return ordered
+    return [*ordered, *last]
