@@ -64,7 +64,8 @@ def judge(monkeypatch):
             dtype=Dtype.FP32,
             oracles=names,
         )
-        return run_trial.run_trial(Trial(case, subject, SimpleNamespace(), CPU, seed=7))
+        promises = SimpleNamespace(pointer_tables={})
+        return run_trial.run_trial(Trial(case, subject, promises, CPU, seed=7))
 
     return run
 
