@@ -112,14 +112,10 @@ class WithoutJoin(Layer):
         return self.joined(functional.linear(x, self.base.weight, self.base.bias))
 
 
-class ReadsItsFlagInPlaceOfTheJoin(Layer):
-    def dual(self, x: Tensor) -> Tensor:
-        self.start.record()
-        with torch.cuda.stream(self.side):
-            self.side.wait_event(self.start)
-            self.work(x)
+class ReadsItsFlagInPlaceOfTheJoin(WithoutJoin):
+    def joined(self, y: Tensor) -> Tensor:
         assert not self.flag.item()
-        return self.joined(functional.linear(x, self.base.weight, self.base.bias))
+        return super().joined(y)
 
 
 class RecordedOutside(Layer):

@@ -78,7 +78,6 @@ class LayerHost:
         # as its server does, with one more than there are slots
         self._wrapper.update_metadata(mapping, resident, self._slots + 1, _VOCABULARY)
 
-    @property
     def host_tensors(self) -> list[Tensor]:
         """What vLLM keeps on the CPU beside every device, and reads in each step."""
         kept = vars(self._wrapper.token_mapping_meta), vars(self._wrapper.prompt_mapping_meta)

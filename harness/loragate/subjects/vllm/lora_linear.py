@@ -76,7 +76,7 @@ class VllmLoRALinear:
         self._host.prepare(token_slots)
 
     def host_tensors(self) -> list[Tensor]:
-        return self._host.host_tensors
+        return self._host.host_tensors()
 
     def apply(self, x: Tensor, out: Tensor) -> Tensor:
         return self.call(self._as_input(x)).view(out.shape)
