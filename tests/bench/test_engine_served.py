@@ -18,7 +18,7 @@ from loragate.bench import engine
 from loragate.bench.contender import Contender, Unavailable
 from loragate.bench.engine_figures import KernelCounts
 from loragate.bench.engine_folders import model_config, write_adapter, write_model
-from loragate.bench.engine_rows import Serving, engine_rows
+from loragate.bench.engine_rows import EngineRow, Serving, Work, engine_rows
 from loragate.bench.engine_served import TimedEngine
 from loragate.bench.engine_setup import arguments_of, order_of
 from loragate.bench.graphs_rows import MODELS, ModelShape
@@ -277,3 +277,29 @@ def test_other_subjects_and_a_run_without_vllm_are_refused(
     with pytest.raises(Unavailable, match=reason) as error:
         engine.run_engine(candidate, baseline, engine_rows(), MACHINE, print)
     assert error.value.code is ExitCode.USAGE
+
+
+class Timed:
+    """An engine of which each call takes longer than the one before."""
+
+    def __init__(self, name: Serving, calls: list[tuple[Serving, Work]]) -> None:
+        self._name, self._calls = name, calls
+
+    def replay_us(self, row: EngineRow) -> float:
+        return 1.0
+
+    def measure(self, row: EngineRow) -> float:
+        self._calls.append((self._name, row.work))
+        return float(self._calls.count((self._name, row.work)))
+
+
+def test_engines_take_turns_and_rows_with_prompts_take_more_of_them() -> None:
+    rows = [EngineRow("qwen3_8b", work, 8) for work in Work]
+    calls: list[tuple[Serving, Work]] = []
+    timed = {serving: cast(Any, Timed(serving, calls)) for serving in Serving}
+    decode, prefill, serve = engine._time(timed, rows, print)
+    order = [serving for serving, _ in calls]
+    assert order[:6] == [*Serving, Serving.VLLM, Serving.LORAKERNELS, Serving.BASE]
+    assert {work: calls.count((Serving.VLLM, work)) for work in Work} == engine.ROUNDS
+    assert decode.us == dict.fromkeys(Serving, 3.0)
+    assert prefill.us == serve.us == dict.fromkeys(Serving, 8.0)

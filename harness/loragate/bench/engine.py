@@ -18,6 +18,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
+from types import MappingProxyType
 from typing import cast
 
 from loragate.bench.contender import Contender, Unavailable
@@ -36,7 +37,9 @@ from loragate.core.verdict import ExitCode
 from loragate.engine.process import EngineError, EngineProcess
 
 _TARGETS = "loragate.bench.engine_served"
-_ROUNDS = 5
+# prompts wait for the host, whose speed changes from one second to the next: the same load of an
+# engine took 585 to 676 ms within a minute. A step of a graph does not
+ROUNDS = MappingProxyType({Work.DECODE: 5, Work.PREFILL: 15, Work.SERVE: 15})
 # of all that a process does
 _DEADLINE_S = 900.0
 Progress = Callable[[str], None]
@@ -169,7 +172,7 @@ def _time(
     found = []
     for row in rows:
         times: dict[Serving, list[float]] = {serving: [] for serving in engines}
-        for number in range(_ROUNDS):
+        for number in range(ROUNDS[row.work]):
             for serving in _rotated(list(engines), number):
                 times[serving].append(engines[serving].measure(row))
         us = {serving: median(measured) for serving, measured in times.items()}
