@@ -66,6 +66,14 @@ def uninitialised_memory() -> Iterator[None]:
         yield
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtestloop(session: pytest.Session) -> None:
+    """What is loaded by now stays loaded, so the garbage collector need not visit it again: with
+    all tests collected each full collection takes a second, and some oracles ask for one."""
+    gc.collect()
+    gc.freeze()
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--record-drills", type=Path, metavar="FILE", help="record how the drills ended in FILE"
