@@ -41,8 +41,8 @@ def _is_alive(pid: int) -> bool:
         return False
 
 
-def _is_planted(pid: int) -> bool:
-    return b"loragate.faults.child" in Path(f"/proc/{pid}/cmdline").read_bytes()
+def _is_server(pid: int) -> bool:
+    return b"loragate.faults.server" in Path(f"/proc/{pid}/cmdline").read_bytes()
 
 
 def _until(happened: Callable[[], bool]) -> bool:
@@ -82,7 +82,7 @@ def _interrupted(
     arguments: Sequence[str], number: signal.Signals, folder: Path
 ) -> tuple[int, str, list[int]]:
     """Send a signal to a command that is running two planted processes. Returns its exit code, its
-    output, and the processes that outlived it."""
+    output, and which of them and of their servers outlived it."""
     command = subprocess.Popen(
         [sys.executable, *arguments],
         env=os.environ | {"TMPDIR": str(folder)},
@@ -92,17 +92,19 @@ def _interrupted(
     )
     assert _until(lambda: len(list(folder.glob("*/transcript.jsonl"))) == 2)
     # besides the process that ends them if the command is killed
-    children = [pid for pid in _started_by(command.pid) if _is_planted(pid)]
-    assert len(children) == 2
+    servers = [pid for pid in _started_by(command.pid) if _is_server(pid)]
+    assert len(servers) == 2
+    children = servers + [pid for server in servers for pid in _started_by(server)]
+    assert len(children) >= 4
     try:
         command.send_signal(number)
         said, _ = command.communicate(timeout=60)
         return command.returncode, said, [child for child in children if _is_alive(child)]
     finally:
         command.kill()
-        for child in children:
+        for server in servers:
             with suppress(ProcessLookupError):
-                os.killpg(child, signal.SIGKILL)
+                os.killpg(server, signal.SIGKILL)
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])

@@ -1,12 +1,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from loragate.core.child_process import ProcessPool
 from loragate.core.verdict import Failure, OracleName, Verdict
+from loragate.core.warm_server import WarmServer
 from loragate.faults import search
 from loragate.faults.corpus import FAULTS
 from loragate.faults.model import GateItem, Killer, Part, Sighting
@@ -19,6 +21,9 @@ MOE = next(fault for fault in FAULTS if fault.edit.module.startswith("lorakernel
 DELTA_NET = next(fault for fault in FAULTS if fault.edit.module == "lorakernels.gdn.ops")
 EMBEDDING = next(fault for fault in FAULTS if fault.edit.module == "lorakernels.layers.embedding")
 SHARED = next(fault for fault in FAULTS if fault.edit.module == "lorakernels.common.jit")
+
+# never started: what a search would run is replaced
+SERVER = WarmServer("loragate.faults.server", ProcessPool(), Path("server.txt"), {})
 
 
 @pytest.fixture
@@ -36,7 +41,7 @@ def orders(monkeypatch: pytest.MonkeyPatch) -> list[Order]:
 
 def answer(monkeypatch: pytest.MonkeyPatch, sightings: Sequence[Sighting]) -> tuple[Killer, ...]:
     monkeypatch.setattr(search, "run_order", lambda *_: tuple(sightings))
-    return search.find_killers(DENSE, Setup(), ProcessPool())
+    return search.find_killers(DENSE, Setup(), SERVER)
 
 
 def failed(judge: str, failure: Failure = Failure.WRONG_ANSWER, case: str = "a.case") -> Sighting:
@@ -46,7 +51,7 @@ def failed(judge: str, failure: Failure = Failure.WRONG_ANSWER, case: str = "a.c
 
 def test_a_search_runs_the_cases_of_the_tier_and_then_all_host_tests(orders: list[Order]) -> None:
     gate = Setup().gate
-    assert search.find_killers(SHARED, Setup(), ProcessPool()) == ()
+    assert search.find_killers(SHARED, Setup(), SERVER) == ()
     cases, tests = orders
     # engines are processes of their own, which a search does not start
     assert {case.site for case in cases.cases} == set(Site) - {Site.ENGINE}
@@ -59,10 +64,10 @@ def test_a_search_runs_the_cases_of_the_tier_and_then_all_host_tests(orders: lis
 
 
 def test_a_search_leaves_out_sites_that_the_fault_cannot_change(orders: list[Order]) -> None:
-    search.find_killers(DENSE, Setup(), ProcessPool())
-    search.find_killers(MOE, Setup(), ProcessPool())
-    search.find_killers(DELTA_NET, Setup(), ProcessPool())
-    search.find_killers(EMBEDDING, Setup(), ProcessPool())
+    search.find_killers(DENSE, Setup(), SERVER)
+    search.find_killers(MOE, Setup(), SERVER)
+    search.find_killers(DELTA_NET, Setup(), SERVER)
+    search.find_killers(EMBEDDING, Setup(), SERVER)
     sites = [{case.site for case in order.cases} for order in orders if order.cases]
     assert sites == [
         {Site.DENSE_DELTA, Site.LORA_LINEAR, Site.GDN_IN_PROJ, Site.EMBEDDING},

@@ -26,7 +26,7 @@ from loragate.mutants.reach import Reach, reach_of
 from loragate.mutants.runner import Setup, failure_of_sound_code, run_one
 from loragate.mutants.sources import line_of, place_of, read_sources
 from loragate.mutants.units import Ended, Kind, Unit
-from loragate.mutants.warm import WarmServer
+from loragate.mutants.warm import server_of_mutants
 
 SOURCES = read_sources()
 KERNEL, PARTITION = "dense/kernels.py", "layers/partition.py"
@@ -72,7 +72,7 @@ class Planter:
         known.write_text("", encoding="utf-8")
         self.setup = Setup(reach=reach(), known=known, logs=folder, least_deadline_s=6.0)
         self.processes = ProcessPool()
-        self.server = WarmServer(self.processes, folder / "server.txt")
+        self.server = server_of_mutants(self.processes, folder / "server.txt")
 
     def plant(self, module: str, old: str, new: str) -> Result:
         mutant = edit(module, old, new)

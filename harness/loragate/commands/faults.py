@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+import tempfile
 from collections.abc import Collection, Generator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
@@ -105,15 +106,16 @@ def run(arguments: argparse.Namespace) -> ExitCode:
 def _find_killers(arguments: argparse.Namespace) -> ExitCode:
     """Print an entry of killers.yaml for each of the faults; 1 if the gate misses one of them."""
     from loragate.core.child_process import ProcessPool
-    from loragate.faults.runner import Setup
+    from loragate.faults.runner import Setup, server_of_faults
     from loragate.faults.search import find_killers
 
     known = {fault.name: fault for fault in FAULTS}
     _check_names(arguments.find_killers, known)
-    setup, processes, missed = Setup(gpu=arguments.gpu), ProcessPool(), False
-    with closing(processes):
+    setup, missed = Setup(gpu=arguments.gpu), False
+    with tempfile.TemporaryDirectory() as logs, closing(ProcessPool()) as processes:
+        server = server_of_faults(processes, Path(logs) / "server.txt", gpu=arguments.gpu)
         for name in arguments.find_killers:
-            found = find_killers(known[name], setup, processes)
+            found = find_killers(known[name], setup, server)
             missed = missed or not found
             print(as_text({name: as_entries(found)}), end="", flush=True)
     return ExitCode.WRONG if missed else ExitCode.OK

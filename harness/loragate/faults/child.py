@@ -1,4 +1,4 @@
-"""The planted process: `python -m loragate.faults.child ORDER TRANSCRIPT`.
+"""What a planted process does, which is a fork of the server.
 
 It imports the planted copy of the package and runs the order, with the code of the gate: cases
 here, host tests and launches each in a process of their own, because Triton's interpreter is on in
@@ -11,31 +11,32 @@ import os
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
+from importlib import import_module
 from pathlib import Path
 
 from loragate.core.child_process import run_module
-from loragate.core.machine import select_interpreter
 from loragate.core.verdict import Judgement, Verdict
 from loragate.faults.gate_contents import SUBJECT
 from loragate.faults.model import Part, Sighting
 from loragate.faults.order import IMPORT, Begun, Order, Recorder, Suite, check_planted, read_order
+from loragate.faults.planting import PACKAGE
 from loragate.matrix.case import Case
 from loragate.matrix.ids import case_id
 
 
-def main(order_path: str, transcript_path: str) -> int:
-    order, recorder = read_order(Path(order_path)), Recorder(Path(transcript_path))
+def run_order(order_path: Path, transcript_path: Path) -> None:
+    """Run an order beside which the planted copy of the package lies."""
+    order, recorder = read_order(order_path), Recorder(transcript_path)
     recorder.begin(Begun(IMPORT))
-    check_planted(Path(order_path))
+    check_planted(order_path)
     if order.suite is Suite.BASELINE:
         _run_baseline(order, recorder)
     else:
         for part, listed in (("host_tests", order.tests), ("launches", order.launches)):
             if listed:
-                _run_apart(part, order_path, transcript_path)
+                _run_apart(part, str(order_path), str(transcript_path))
         _run_cases(order, recorder)
     recorder.finish()
-    return 0
 
 
 def _run_apart(part: str, order_path: str, transcript_path: str) -> None:
@@ -46,17 +47,8 @@ def _run_apart(part: str, order_path: str, transcript_path: str) -> None:
         sys.exit(f"{module} ended with {done.returncode}")
 
 
-def _import_package() -> None:
-    select_interpreter()
-    import torch
-
-    # several planted processes share the cores
-    torch.set_num_threads(1)
-    import lorakernels  # noqa: F401
-
-
 def _run_baseline(order: Order, recorder: Recorder) -> None:
-    _import_package()
+    import_module(PACKAGE)
     from loragate.faults.baseline_suite.suite import run_test, tests_of
 
     for test in tests_of(order.module, order.launches):
@@ -67,7 +59,7 @@ def _run_baseline(order: Order, recorder: Recorder) -> None:
 def _run_cases(order: Order, recorder: Recorder) -> None:
     if order.cases:
         recorder.begin(Begun(IMPORT))
-        _import_package()
+        import_module(PACKAGE)
     for case in order.cases:
         verdicts = []
         for sighting in _judge(case, recorder):
@@ -106,7 +98,3 @@ def _sighting(case: str, judgement: Judgement) -> Sighting:
         message=judgement.message + (f" ({where})" if where else ""),
         part=Part.CASE,
     )
-
-
-if __name__ == "__main__":
-    sys.exit(main(*sys.argv[1:]))

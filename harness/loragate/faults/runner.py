@@ -7,7 +7,7 @@ result, and no process or file is left behind, not even when the command is inte
 from __future__ import annotations
 
 import os
-import subprocess
+import queue
 import tempfile
 import time
 from collections.abc import Generator, Sequence, Set
@@ -15,8 +15,9 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from loragate.core.child_process import ProcessPool, python_module
+from loragate.core.child_process import ProcessPool
 from loragate.core.verdict import Failure, OracleName, Verdict
+from loragate.core.warm_server import ServerDied, WarmServer, environment_of_forks
 from loragate.faults.fates import fate_by_anyone, fate_of_fault
 from loragate.faults.gate_contents import GateContents, UnknownItem, gate_contents
 from loragate.faults.model import Control, Edit, Fate, Fault, Needs, Outcome, Part, Sighting
@@ -24,7 +25,6 @@ from loragate.faults.order import IMPORT, Begun, Order, Suite, read_transcript, 
 from loragate.faults.planting import StaleAnchor, package_folder, plant
 from loragate.matrix.case import Case, Tier
 
-_HARNESS = Path(__file__).resolve().parents[2]
 _LAST_LINES = 8
 _SLOW_ORACLES = frozenset({OracleName.GUARD, OracleName.COMPILE})
 
@@ -52,29 +52,43 @@ def run_all(
     """Outcomes by suite, in the order given, each as soon as it is known. Closing the generator
     ends what is running."""
     processes = ProcessPool()
+    servers: queue.SimpleQueue[WarmServer] = queue.SimpleQueue()
 
     def run(one: Fault | Control) -> tuple[Outcome, ...]:
-        return tuple(run_one(one, suite, setup, processes) for suite in suites)
-
-    with ThreadPoolExecutor(setup.jobs) as pool:
+        server = servers.get()
         try:
-            yield from zip(planted, pool.map(run, planted), strict=True)
+            return tuple(run_one(one, suite, setup, server) for suite in suites)
         finally:
-            processes.close()
-            pool.shutdown(cancel_futures=True)
+            servers.put(server)
+
+    with tempfile.TemporaryDirectory(prefix="loragate-servers-") as logs:
+        for number in range(setup.jobs):
+            log = Path(logs) / f"{number}.txt"
+            servers.put(server_of_faults(processes, log, gpu=setup.gpu))
+        with ThreadPoolExecutor(setup.jobs) as pool:
+            try:
+                yield from zip(planted, pool.map(run, planted), strict=True)
+            finally:
+                processes.close()
+                pool.shutdown(cancel_futures=True)
+                while not servers.empty():
+                    servers.get().close()
 
 
-def run_one(
-    planted: Fault | Control, suite: Suite, setup: Setup, processes: ProcessPool | None = None
-) -> Outcome:
+def server_of_faults(processes: ProcessPool, log: Path, *, gpu: bool = False) -> WarmServer:
+    """Which forks the planted processes; not started yet."""
+    return WarmServer("loragate.faults.server", processes, log, environment_of_forks(gpu=gpu))
+
+
+def run_one(planted: Fault | Control, suite: Suite, setup: Setup, server: WarmServer) -> Outcome:
     """Plant one fault or control and run one suite. Never raises because of what was planted."""
     if isinstance(planted, Fault) and planted.needs is Needs.GPU and not setup.gpu:
         return Outcome(name=planted.name, fate=Fate.NOT_RUN, message="needs a GPU")
     started = time.monotonic()
     try:
         order = _order(planted, suite, setup)
-        sightings = run_order(order, planted.edit, setup, processes or ProcessPool())
-    except (StaleAnchor, UnknownItem) as error:
+        sightings = run_order(order, planted.edit, setup, server)
+    except (StaleAnchor, UnknownItem, ServerDied) as error:
         return Outcome(name=planted.name, fate=Fate.BROKEN, message=str(error))
     seconds = time.monotonic() - started
     if suite is Suite.BASELINE or isinstance(planted, Control):
@@ -111,57 +125,21 @@ def _without(case: Case, left_out: Set[OracleName]) -> tuple[OracleName, ...]:
 
 
 def run_order(
-    order: Order, edit: Edit | None, setup: Setup, processes: ProcessPool
+    order: Order, edit: Edit | None, setup: Setup, server: WarmServer
 ) -> tuple[Sighting, ...]:
-    """What a process reports that has a copy of the package with `edit`. Raises StaleAnchor."""
+    """What a process reports that has a copy of the package with `edit`. Raises StaleAnchor and
+    ServerDied."""
     with tempfile.TemporaryDirectory(prefix="loragate-fault-") as name:
         folder = Path(name)
         plant(edit, package_folder(), folder / "planted")
         write_order(order, folder / "order.json")
-        failure = _run_child(folder, setup, processes)
+        # whatever it writes, it has to end in time
+        failure = server.run(os.fsencode(folder), lambda: 0, setup.deadline_s)
         transcript = read_transcript(folder / "transcript.jsonl")
         log = (folder / "log.txt").read_text(encoding="utf-8", errors="replace")
     if failure is None and transcript.finished:
         return transcript.sightings
     return (*transcript.sightings, _death(transcript.current, failure, log))
-
-
-def _run_child(folder: Path, setup: Setup, processes: ProcessPool) -> Failure | None:
-    """Run the process to its end. Returns how it failed, or None."""
-    files = (str(folder / "order.json"), str(folder / "transcript.jsonl"))
-    with (folder / "log.txt").open("wb") as log:
-        child = processes.start(
-            python_module("loragate.faults.child", *files),
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            env=_environment(folder, setup),
-            cwd=folder,
-        )
-        try:
-            code = child.wait(setup.deadline_s)
-        except subprocess.TimeoutExpired:
-            return Failure.HANG
-        finally:
-            processes.end(child)
-    return None if code == 0 else Failure.CRASH
-
-
-def _environment(folder: Path, setup: Setup) -> dict[str, str]:
-    # the planted package comes before the one that is installed
-    paths = [str(folder / "planted"), str(_HARNESS), os.environ.get("PYTHONPATH", "")]
-    environment = os.environ | {
-        "PYTHONPATH": os.pathsep.join(path for path in paths if path),
-        "PYTHONDONTWRITEBYTECODE": "1",
-        # a kernel that was compiled for another fault must not be reused
-        "TRITON_CACHE_DIR": str(folder / "cache"),
-        "OMP_NUM_THREADS": "1",
-        "MKL_NUM_THREADS": "1",
-    }
-    environment.pop("TRITON_INTERPRET", None)
-    if not setup.gpu:
-        environment["TRITON_INTERPRET"] = "1"
-    return environment
 
 
 def _death(current: Begun | None, failure: Failure | None, log: str) -> Sighting:

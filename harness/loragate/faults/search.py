@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
 
-from loragate.core.child_process import ProcessPool
 from loragate.core.verdict import Failure, OracleName, Verdict
+from loragate.core.warm_server import WarmServer
 from loragate.faults.fates import killers_of
 from loragate.faults.gate_contents import GateContents
 from loragate.faults.model import Edit, Fault, GateItem, Killer, Part, Sighting
@@ -26,12 +26,12 @@ _OF_EXPERTS = (Site.MOE_DELTA, Site.MOE_LAYER)
 _DEADLINE_S = 3600.0
 
 
-def find_killers(fault: Fault, setup: Setup, processes: ProcessPool) -> tuple[Killer, ...]:
+def find_killers(fault: Fault, setup: Setup, server: WarmServer) -> tuple[Killer, ...]:
     """The first item of the gate that detects the fault, with each oracle that does; empty if
-    nothing does. Raises StaleAnchor."""
+    nothing does. Raises StaleAnchor and ServerDied."""
     setup = replace(setup, deadline_s=_DEADLINE_S)
     for order in _orders(fault.edit, setup.gate):
-        found = _killers(run_order(order, fault.edit, setup, processes))
+        found = _killers(run_order(order, fault.edit, setup, server))
         if found:
             return found
     return ()

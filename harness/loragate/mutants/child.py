@@ -20,6 +20,7 @@ from typing import IO
 import psutil
 
 from loragate.core.deadline import deadline, open_crash_file
+from loragate.core.fork_server import redirect_output
 from loragate.core.verdict import Judgement, Verdict
 from loragate.faults.planting import PACKAGE
 from loragate.matrix.case import Case
@@ -57,10 +58,7 @@ def run_order(order: Order, cases: Cases) -> None:
 
 
 def _settle(order: Order, root: Path) -> None:
-    handle = os.open(order.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-    os.dup2(handle, 1)
-    os.dup2(handle, 2)
+    redirect_output(order.log)
     os.chdir(root)
     kernels = str(root / "kernels")
     sys.path.insert(0, kernels)

@@ -12,13 +12,14 @@ from pathlib import Path
 from loragate.core.child_process import ProcessPool, run_module
 from loragate.core.errors import CommandError
 from loragate.core.verdict import ExitCode, Verdict
+from loragate.core.warm_server import WarmServer, environment_of_forks
 from loragate.faults.planting import package_folder
 from loragate.mutants.host_tests import COLLECTION
 from loragate.mutants.planting import HOST_TESTS, plant, planted_package
 from loragate.mutants.reach import Reach, reach_of
 from loragate.mutants.tracing import instrument, read_trace
 from loragate.mutants.units import IMPORT, Ended, Kind, Order, Unit, read_transcript
-from loragate.mutants.warm import WarmServer, environment
+from loragate.mutants.warm import run_order, server_of_mutants
 
 _PLANNING_S = 120.0
 # without any sign of life
@@ -33,7 +34,7 @@ Part = tuple[tuple[Unit, ...], tuple[str, ...]]
 def planned_cases(tier: str = "smoke", *, gpu: bool = False) -> tuple[str, ...]:
     """The run ids that a gate of a tier runs here. Raises CommandError."""
     done = run_module(
-        "loragate.mutants.planned", tier, env=environment(gpu=gpu), timeout=_PLANNING_S
+        "loragate.mutants.planned", tier, env=environment_of_forks(gpu=gpu), timeout=_PLANNING_S
     )
     if done.returncode:
         last = done.stderr.decode(errors="replace").strip().splitlines()[-1:]
@@ -52,7 +53,7 @@ def measure_reach(digest: str, jobs: int, progress: Callable[[str], None]) -> Re
         parts = _parts(cases, folder / "planted", jobs)
         servers: queue.SimpleQueue[WarmServer] = queue.SimpleQueue()
         for number in range(jobs):
-            servers.put(WarmServer(processes, folder / f"server-{number}.txt"))
+            servers.put(server_of_mutants(processes, folder / f"server-{number}.txt"))
         with ThreadPoolExecutor(jobs) as pool:
             try:
                 orders = [_order_of(folder, number, *part) for number, part in enumerate(parts)]
@@ -92,7 +93,7 @@ def _order_of(folder: Path, number: int, units: tuple[Unit, ...], tests: tuple[s
 def _run_part(order: Order, servers: queue.SimpleQueue[WarmServer]) -> tuple[Ended, ...]:
     server = servers.get()
     try:
-        failure = server.run(order, _PATIENCE_S)
+        failure = run_order(server, order, _PATIENCE_S)
     finally:
         servers.put(server)
     story = read_transcript(Path(order.transcript))
@@ -139,11 +140,11 @@ def _with_collection(traces: dict[str, dict[str, set[int]]], unit: str) -> dict[
 def compiled_modules() -> set[str]:
     """The modules that the compile leg runs or compiles."""
     package = package_folder()
-    path = os.pathsep.join([str(package.parent), environment()["PYTHONPATH"]])
+    path = os.pathsep.join([str(package.parent), environment_of_forks()["PYTHONPATH"]])
     done = run_module(
         "loragate.mutants.compile_reach",
         str(package),
-        env=environment() | {"PYTHONPATH": path},
+        env=environment_of_forks() | {"PYTHONPATH": path},
         timeout=_PATIENCE_S,
     )
     if done.returncode:

@@ -18,6 +18,7 @@ from pathlib import Path
 
 from loragate.core.child_process import ProcessPool, python_module
 from loragate.core.verdict import Failure, Verdict
+from loragate.core.warm_server import ServerDied, WarmServer, environment_of_forks
 from loragate.mutants.model import Fate, Mutant, Result
 from loragate.mutants.ordering import Kill, ordered, quick
 from loragate.mutants.planting import plant
@@ -32,7 +33,7 @@ from loragate.mutants.units import (
     Unit,
     read_transcript,
 )
-from loragate.mutants.warm import ServerDied, WarmServer, environment
+from loragate.mutants.warm import run_order, server_of_mutants
 
 # beyond the longest deadline within the process, which writes its stacks then
 _GRACE_S = 60.0
@@ -100,7 +101,8 @@ def run_all(
     processes = ProcessPool()
     servers: queue.SimpleQueue[WarmServer] = queue.SimpleQueue()
     for number in range(setup.jobs):
-        servers.put(WarmServer(processes, setup.logs / f"server-{number}.txt", gpu=setup.gpu))
+        log = setup.logs / f"server-{number}.txt"
+        servers.put(server_of_mutants(processes, log, gpu=setup.gpu))
 
     def run(mutant: Mutant) -> tuple[Mutant, Result]:
         server = servers.get()
@@ -162,7 +164,7 @@ def run_one(
 def failure_of_sound_code(setup: Setup) -> str:
     """What fails without a mutant, or ""."""
     processes = ProcessPool()
-    server = WarmServer(processes, setup.logs / "server-sound.txt", gpu=setup.gpu)
+    server = server_of_mutants(processes, setup.logs / "server-sound.txt", gpu=setup.gpu)
     with tempfile.TemporaryDirectory(prefix="loragate-mutant-") as name:
         folder = Path(name)
         plant(None, folder / "planted")
@@ -223,7 +225,7 @@ def _run_units(
         least_deadline_s=setup.least_deadline_s,
     )
     patience = max(unit.deadline_s(setup.least_deadline_s) for unit in units) + _GRACE_S
-    failure = server.run(order, patience)
+    failure = run_order(server, order, patience)
     story = read_transcript(transcript)
     through = {ended.unit for ended in story.ended}
     ran = [unit for unit in units if unit.name in through]
@@ -247,8 +249,8 @@ def _run_units(
 def _compile_leg(folder: Path, processes: ProcessPool) -> Ended | None:
     """The compile leg of the gate on the planted package; it compiles what has changed."""
     log = folder / "compile.txt"
-    path = os.pathsep.join([str(folder / "planted" / "kernels"), environment()["PYTHONPATH"]])
-    child_environment = environment(gpu=True) | {"PYTHONPATH": path}
+    environment = environment_of_forks(gpu=True)
+    path = os.pathsep.join([str(folder / "planted" / "kernels"), environment["PYTHONPATH"]])
     begin = time.monotonic()
     with log.open("wb") as output:
         child = processes.start(
@@ -256,7 +258,7 @@ def _compile_leg(folder: Path, processes: ProcessPool) -> Ended | None:
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,
-            env=child_environment,
+            env=environment | {"PYTHONPATH": path},
             cwd=folder,
         )
         try:

@@ -1,0 +1,72 @@
+"""A process that has imported what many others need, and forks one of them for each line that it
+reads. One answer a line: how the fork ended.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import sys
+import traceback
+from collections.abc import Callable
+from contextlib import suppress
+
+import psutil
+
+
+def serve(run: Callable[[bytes], None]) -> None:
+    """Fork for each line of the input, and `run` it there, where whatever it raises is a failure.
+    Call it with everything imported."""
+    # what is loaded by now stays loaded, so the garbage collector need not visit it in each fork
+    gc.collect()
+    gc.freeze()
+    _answer({"ready": True})
+    for line in sys.stdin.buffer:
+        _answer({"status": _fork(line, run)})
+
+
+def _answer(what: dict[str, object]) -> None:
+    print(json.dumps(what), flush=True)
+
+
+def _fork(line: bytes, run: Callable[[bytes], None]) -> int:
+    """The status of the process: negative for a signal."""
+    process = os.fork()
+    if process == 0:
+        _run(line, run)
+    _, status = os.waitpid(process, 0)
+    _end_others()
+    return os.waitstatus_to_exitcode(status)
+
+
+def _run(line: bytes, run: Callable[[bytes], None]) -> None:
+    code = 1
+    try:
+        run(line)
+        code = 0
+    except SystemExit as error:
+        print(error, file=sys.stderr)
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stderr.flush()
+        # not the server's own way to end
+        os._exit(code)
+
+
+def _end_others() -> None:
+    """Kill what a fork has left behind in the group of this process."""
+    group = os.getpgid(0)
+    for process in psutil.process_iter():
+        with suppress(psutil.Error, ProcessLookupError, PermissionError):
+            if process.pid != os.getpid() and os.getpgid(process.pid) == group:
+                process.kill()
+
+
+def redirect_output(log: str) -> None:
+    """Of this process and those that it starts, into a file; there is no input."""
+    handle = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    os.dup2(handle, 1)
+    os.dup2(handle, 2)
