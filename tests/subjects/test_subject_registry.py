@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import importlib
+import os
 import re
+import subprocess
+import sys
 import uuid
 from collections.abc import Callable
 from pathlib import Path
@@ -243,3 +246,48 @@ def test_a_subject_of_the_harness_that_cannot_be_made_is_no_usage_error(
     with pytest.raises(CommandError, match=r"subject 'ours': importing .*absent_package") as caught:
         find_subject("ours")
     assert caught.value.exit_code is ExitCode.INFRASTRUCTURE
+
+
+KERNEL = """
+import torch
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def product(x, y, out):
+    at = tl.arange(0, 16)[:, None] * 16 + tl.arange(0, 16)[None, :]
+    tl.store(out + at, tl.dot(tl.load(x + at), tl.load(y + at)))
+
+
+class Subject:
+    name = "own"
+
+    def version(self):
+        return "1"
+
+    def open(self, case, machine, base):
+        raise NotImplementedError
+
+    def capabilities(self, machine):
+        ones, out = torch.ones(16, 16, dtype=torch.bfloat16), torch.empty(16, 16)
+        product[(1,)](ones, ones, out)
+        return f"the product is {out.unique().tolist()}"
+"""
+
+
+def test_kernels_of_any_subject_get_right_products_of_bf16_from_the_interpreter(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "own.py").write_text(KERNEL)
+    # a process of its own: this one has imported kernels of the project, which repair it as well
+    asked = "from loragate.run.trial import load_subject; print(load_subject('own:Subject')[1])"
+    found = subprocess.run(
+        [sys.executable, "-c", asked],
+        cwd=tmp_path,
+        env=os.environ | {"TRITON_INTERPRET": "1"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert found.stdout == "the product is [16.0]\n"

@@ -91,10 +91,12 @@ def find_subject(name: str) -> Subject:
 
     `module:object`: `object` is a class or a function that gives a subject without arguments.
     The module is found through PYTHONPATH or in the current folder, whichever command asks for it.
+    Where kernels are interpreted, the interpreter is repaired for those of any subject.
     Raises ValueError for a name that leads nowhere, or to what is no subject. Where a subject that
     comes with the harness cannot be made, its installation is broken: CommandError.
     """
     check_subject_name(name)
+    _repair_interpreter()
     registered = SUBJECTS.get(name)
     module_name, _, attribute = (registered.target if registered else name).partition(":")
     factory = _factory(name, _module(name, module_name), attribute)
@@ -107,6 +109,13 @@ def find_subject(name: str) -> Subject:
         made = f"{attribute}() gives an object of type {type(subject).__qualname__}"
         raise unusable(name, f"{made}, which is no subject: it lacks {', '.join(missing)}")
     return cast("Subject", subject)
+
+
+def _repair_interpreter() -> None:
+    # Triton's own computes bf16 wrongly, and whoever wrote the subject would be blamed for it
+    from lorakernels.runtime import interpreter
+
+    interpreter.repair()
 
 
 def _missing(subject: object) -> list[str]:
