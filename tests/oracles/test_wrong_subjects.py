@@ -155,6 +155,22 @@ def test_an_oracle_fails_a_subject_with_its_defect_for_every_seed(
         assert (judgement.verdict, judgement.failure) == (Verdict.FAIL, failure), (seed, judgement)
 
 
+@pytest.mark.parametrize("oracle", NUMERIC)
+def test_a_zero_that_is_added_to_base_rows_passes_where_the_subject_says_so(
+    oracle: OracleName,
+) -> None:
+    for seed in range(6):
+        said = Subject(ZeroAddedToBaseRows, adds_zero_to_base_rows=True)
+        assert judge(said, oracle, seed).verdict is Verdict.PASS
+
+
+def test_no_other_delta_of_base_rows_passes_for_a_subject_that_adds_zero_to_them() -> None:
+    for seed in range(6):
+        said = Subject(DeltaForBaseRows, adds_zero_to_base_rows=True)
+        judgement = judge(said, OracleName.BASE_ROWS, seed)
+        assert judgement.failure is Failure.BASE_ROW_CHANGED, (seed, judgement)
+
+
 def test_a_slot_that_cannot_be_emptied_again_fails() -> None:
     class UnloadsOnce(DenseDelta):
         unloaded: frozenset[int] = frozenset()

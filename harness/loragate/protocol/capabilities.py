@@ -110,6 +110,8 @@ class Capabilities:
     place_invariant: bool = False
     # reads live ranks only; otherwise dead ranks must be zero
     skips_dead_ranks: bool = False
+    # rows without an adapter get a delta of zero, which turns a negative zero into a zero
+    adds_zero_to_base_rows: bool = False
     # live ranks may differ between the slices of one slot, each with its own scale
     rank_per_slice: bool = False
     # B holds scale * B, rounded once to the weights' dtype when an adapter is loaded; a

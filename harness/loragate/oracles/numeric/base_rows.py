@@ -1,7 +1,8 @@
 """A row without an adapter gets the base model, bit for bit.
 
 At a site that works in place base rows of the output keep their bits, including a negative zero,
-which even an added zero would change; so do pairs whose expert is not here. At the
+which even an added zero would change, unless the subject says that it adds one; so do pairs whose
+expert is not here. At the
 other sites they equal the base layer alone: the same subject with empty slots and a batch of the
 same shape, so that the base GEMM is the same too. For a subject whose bits depend on the place of
 a row that batch keeps its slots, which are empty, instead of having base rows only.
@@ -41,6 +42,8 @@ class BaseRows:
         result = Session(trial, base, pool).step(copy_batch(batch))
         wanted = result.clone()
         wanted[rows] = alone[rows]
+        if trial.capabilities.adds_zero_to_base_rows:
+            wanted = torch.where((wanted == 0) & (result == 0), result, wanted)
         wrong = judge_bits(
             trial,
             batch,
