@@ -5,9 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
+from loragate.core.machine import Machine
+from loragate.inputs import DataKind, make_batch
 from loragate.inputs.placement import Band, bits_of, copy_placed, owned, place, same_place, whole
 from loragate.inputs.poison import poisoned_allocations
-from loragate.matrix.case import Layout
+from loragate.matrix.case import Case, Dtype, Layout, Site
 
 DTYPES = [torch.float16, torch.bfloat16, torch.float32]
 
@@ -33,14 +35,31 @@ def test_a_placed_tensor_has_its_values_and_guards_on_every_side(
     assert len(storage) - last > 64 * 3
 
 
-def test_layouts_differ_in_their_strides(values: torch.Tensor) -> None:
-    strides = {layout: place(values, layout, margin=3).stride() for layout in Layout}
-    assert strides == {
-        Layout.CONTIGUOUS: (4, 1),
-        Layout.COLUMN_SLICE: (10, 1),
-        Layout.PADDED_ROWS: (4, 1),
-        Layout.TRANSPOSED: (1, 3),
-    }
+@pytest.mark.parametrize(
+    ("layout", "x", "out"),
+    [
+        (Layout.CONTIGUOUS, (4, 1), (5, 1)),
+        (Layout.COLUMN_SLICE, (10, 1), (11, 1)),
+        (Layout.PADDED_ROWS, (4, 1), (5, 1)),
+        (Layout.TRANSPOSED, (1, 3), (5, 1)),
+        (Layout.OUTPUT_SLICE, (4, 1), (11, 1)),
+    ],
+)
+def test_layouts_differ_in_the_strides_of_inputs_and_outputs(
+    layout: Layout, x: tuple[int, int], out: tuple[int, int]
+) -> None:
+    case = Case(
+        site=Site.DENSE_DELTA,
+        tokens=3,
+        in_features=4,
+        slices=(5,),
+        rank=2,
+        slots=2,
+        dtype=Dtype.FP32,
+        layout=layout,
+    )
+    batch = make_batch(case, 0, 0, DataKind.EXACT, Machine("cpu", "test", None, 1, 0))
+    assert (batch.x.stride(), batch.out.stride()) == (x, out)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -26,6 +26,11 @@ from loragate.protocol import BaseLayer, Batch
 
 BASE_SIZE = 0.25
 _ALIGNED_MARGIN, _ODD_MARGIN = 16, 3
+# of x and of out, where it is not that of the case
+_LAYOUTS = (
+    {Layout.OUTPUT_SLICE: Layout.CONTIGUOUS},
+    {Layout.OUTPUT_SLICE: Layout.COLUMN_SLICE, Layout.TRANSPOSED: Layout.CONTIGUOUS},
+)
 
 
 def make_batch(case: Case, seed: int, step: int, kind: DataKind, machine: Machine) -> Batch:
@@ -38,8 +43,8 @@ def make_batch(case: Case, seed: int, step: int, kind: DataKind, machine: Machin
     draw = Draw(machine, seed, f"batch-{kind}", step)
     margin = _ALIGNED_MARGIN if seed % 2 else _ODD_MARGIN
     # each is placed before the next one is drawn: a large one leaves no memory for both twice
-    x = place(_rows(case, seed, step, draw, kind), case.layout, margin=margin)
-    out_layout = Layout.CONTIGUOUS if case.layout is Layout.TRANSPOSED else case.layout
+    x_layout, out_layout = (layouts.get(case.layout, case.layout) for layouts in _LAYOUTS)
+    x = place(_rows(case, seed, step, draw, kind), x_layout, margin=margin)
     out = place(_base_rows(case, draw, kind), out_layout, margin=margin, band=Band.NUMBER)
     token_slots = make_token_slots(case, seed, step)
     return Batch(
