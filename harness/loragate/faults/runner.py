@@ -133,6 +133,8 @@ def run_order(
         folder = Path(name)
         plant(edit, package_folder(), folder / "planted")
         write_order(order, folder / "order.json")
+        # it may be ended before it writes anything
+        (folder / "log.txt").touch()
         # whatever it writes, it has to end in time
         failure = server.run(os.fsencode(folder), lambda: 0, setup.deadline_s)
         transcript = read_transcript(folder / "transcript.jsonl")
