@@ -107,7 +107,8 @@ def _dense() -> list[Case]:
     shapes = ((1, 4096, (4096,), 16), (37, 5120, (13824, 13824), 64), (256, 4096, (4096,) * 3, 24))
     axes = product(shapes, (Dtype.FP16, Dtype.BF16), tuple(Mix), (Layout.CONTIGUOUS,))
     cases = [_case(Site.DENSE_DELTA, *point) for point in axes]
-    cut = product(shapes[1:], (Dtype.BF16,), (Mix.RAGGED,), tuple(Layout)[1:])
+    layouts = (Layout.COLUMN_SLICE, Layout.PADDED_ROWS, Layout.TRANSPOSED)
+    cut = product(shapes[1:], (Dtype.BF16,), (Mix.RAGGED,), layouts)
     cases += [_case(Site.DENSE_DELTA, *point) for point in cut]
     graph = product(shapes, (Dtype.BF16,), tuple(Mix)[:4], (Layout.CONTIGUOUS,))
     return cases + [_case(Site.DENSE_DELTA, *point, execution=Execution.GRAPH) for point in graph]
