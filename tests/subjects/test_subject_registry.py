@@ -291,3 +291,34 @@ def test_kernels_of_any_subject_get_right_products_of_bf16_from_the_interpreter(
         check=True,
     )
     assert found.stdout == "the product is [16.0]\n"
+
+
+@pytest.mark.parametrize(
+    ("interpreted", "said"),
+    [
+        ("1", "lorakernels repairs Triton's interpreter, and raised NameError"),
+        ("0", "found the subject torch"),
+    ],
+)
+def test_a_package_that_cannot_repair_the_interpreter_is_named_where_one_is_on(
+    tmp_path: Path, interpreted: str, said: str
+) -> None:
+    (tmp_path / "lorakernels").mkdir()
+    (tmp_path / "lorakernels" / "__init__.py").write_text("missing\n")
+    asked = """
+from loragate.core.errors import CommandError
+from loragate.subjects import find_subject
+try:
+    print("found the subject", find_subject("torch").name)
+except CommandError as error:
+    print(error)
+"""
+    paths = [str(tmp_path), *sys.path]
+    found = subprocess.run(
+        [sys.executable, "-c", asked],
+        env=os.environ
+        | {"TRITON_INTERPRET": interpreted, "PYTHONPATH": os.pathsep.join(filter(None, paths))},
+        capture_output=True,
+        text=True,
+    )
+    assert (found.returncode, found.stdout[: len(said)]) == (0, said), found.stderr

@@ -20,10 +20,12 @@ from typing import TypeVar
 from loragate.commands.record_options import add_record_options, open_record
 from loragate.core.errors import CommandError, usage_errors
 from loragate.core.verdict import ExitCode
+from loragate.core.warm_server import ServerDied
 from loragate.faults.corpus import ALONE, CONTROLS, FAULTS, SLICE_CONTROLS
 from loragate.faults.corpus.killers import as_entries, as_text
 from loragate.faults.model import Control, Fate, Fault, Needs, Outcome
 from loragate.faults.order import Suite
+from loragate.faults.planting import StaleAnchor
 from loragate.faults.record import GPU_SECTION, SECTION, Line, payload, read_faults
 from loragate.faults.record_update import FaultRecord, Plantings
 from loragate.faults.tables import BAD, render_markdown, render_terminal
@@ -112,10 +114,14 @@ def _find_killers(arguments: argparse.Namespace) -> ExitCode:
     known = {fault.name: fault for fault in FAULTS}
     _check_names(arguments.find_killers, known)
     setup, missed = Setup(gpu=arguments.gpu), False
-    with tempfile.TemporaryDirectory() as logs, closing(ProcessPool()) as processes:
+    prefix = "loragate-servers-"
+    with tempfile.TemporaryDirectory(prefix=prefix) as logs, closing(ProcessPool()) as processes:
         server = server_of_faults(processes, Path(logs) / "server.txt", gpu=arguments.gpu)
         for name in arguments.find_killers:
-            found = find_killers(known[name], setup, server)
+            try:
+                found = find_killers(known[name], setup, server)
+            except (StaleAnchor, ServerDied) as error:
+                raise CommandError(f"{name}: {error}", ExitCode.INFRASTRUCTURE) from error
             missed = missed or not found
             print(as_text({name: as_entries(found)}), end="", flush=True)
     return ExitCode.WRONG if missed else ExitCode.OK

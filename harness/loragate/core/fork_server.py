@@ -17,7 +17,8 @@ import psutil
 
 def serve(run: Callable[[bytes], None]) -> None:
     """Fork for each line of the input, and `run` it there, where whatever it raises is a failure.
-    Call it with everything imported."""
+    Call it with everything imported, in a process that leads its group."""
+    assert os.getpgid(0) == os.getpid(), "what forks leave behind is killed by the group"
     # what is loaded by now stays loaded, so the garbage collector need not visit it in each fork
     gc.collect()
     gc.freeze()
@@ -45,14 +46,24 @@ def _run(line: bytes, run: Callable[[bytes], None]) -> None:
     try:
         run(line)
         code = 0
-    except SystemExit as error:
-        print(error, file=sys.stderr)
-    except BaseException:
-        traceback.print_exc()
+    except BaseException as error:
+        with suppress(Exception):
+            _show(error)
     finally:
-        sys.stderr.flush()
+        # it may have closed its streams
+        for stream in (sys.stdout, sys.stderr):
+            with suppress(Exception):
+                stream.flush()
         # not the server's own way to end
         os._exit(code)
+
+
+def _show(error: BaseException) -> None:
+    if isinstance(error, SystemExit) and isinstance(error.code, str):
+        # as Python ends with such a message
+        print(error.code, file=sys.stderr)
+    else:
+        traceback.print_exception(error)
 
 
 def _end_others() -> None:

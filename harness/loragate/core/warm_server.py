@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO
 
-from loragate.core.child_process import ProcessPool, python_module
+from loragate.core.child_process import ProcessPool, python_module, signal_name
 from loragate.core.verdict import Failure
 
 _HARNESS = Path(__file__).resolve().parents[2]
@@ -40,10 +40,12 @@ class WarmServer:
     def run(self, line: bytes, progress: Callable[[], int], patience_s: float) -> Failure | None:
         """How the process of the line failed, or None. It hangs if `progress` says the same for
         `patience_s`. Raises ServerDied."""
-        server = self._server or self._start()
-        assert server.stdin is not None
-        server.stdin.write(line + b"\n")
-        answer = self._answer(server, progress, patience_s)
+        try:
+            answer = self._asked(line, progress, patience_s)
+        except BaseException:
+            # whatever it runs must not outlive the caller's interest, and its answer is nobody's
+            self.close()
+            raise
         if answer is None:
             # the deadline within the process could not end it
             self.close()
@@ -54,6 +56,20 @@ class WarmServer:
         if self._server is not None:
             self.processes.end(self._server)
             self._server = None
+
+    def _asked(
+        self, line: bytes, progress: Callable[[], int], patience_s: float
+    ) -> dict[str, int] | None:
+        if self._server is not None and self._server.poll() is not None:
+            # somebody has killed it between two lines
+            self.close()
+        server = self._server or self._start()
+        assert server.stdin is not None
+        try:
+            server.stdin.write(line + b"\n")
+        except OSError as error:
+            raise ServerDied(f"the server takes no line: {error}") from error
+        return self._answer(server, progress, patience_s)
 
     def _start(self) -> subprocess.Popen[bytes]:
         with self.log.open("ab") as log:
@@ -66,7 +82,6 @@ class WarmServer:
                 bufsize=0,
             )
         if self._answer(self._server, lambda: 0, _START_S) is None:
-            self.close()
             raise ServerDied(f"no server within {_START_S:g} s")
         return self._server
 
@@ -87,11 +102,17 @@ class WarmServer:
     def _read(self, output: IO[bytes]) -> dict[str, int]:
         line = output.readline()
         if not line:
-            self.close()
-            last = self.log.read_text(encoding="utf-8", errors="replace").strip()[-2000:]
-            raise ServerDied(f"the server ended: {last}")
+            raise ServerDied(self._end())
         answer: dict[str, int] = json.loads(line)
         return answer
+
+    def _end(self) -> str:
+        """How the server ended: a process that kills its group kills the server as well."""
+        assert self._server is not None
+        code = self._server.wait()
+        how = signal_name(code) if code < 0 else f"exit code {code}"
+        last = self.log.read_text(encoding="utf-8", errors="replace").strip()[-2000:]
+        return f"the server ended with {how}" + (f": {last}" if last else "")
 
 
 def environment_of_forks(*, gpu: bool = False) -> dict[str, str]:

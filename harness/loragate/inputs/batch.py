@@ -26,11 +26,9 @@ from loragate.protocol import BaseLayer, Batch
 
 BASE_SIZE = 0.25
 _ALIGNED_MARGIN, _ODD_MARGIN = 16, 3
-# of x and of out, where it is not that of the case
-_LAYOUTS = (
-    {Layout.OUTPUT_SLICE: Layout.CONTIGUOUS},
-    {Layout.OUTPUT_SLICE: Layout.COLUMN_SLICE, Layout.TRANSPOSED: Layout.CONTIGUOUS},
-)
+# where it is not that of the case
+_LAYOUT_OF_X = {Layout.OUTPUT_SLICE: Layout.CONTIGUOUS}
+_LAYOUT_OF_OUT = {Layout.OUTPUT_SLICE: Layout.COLUMN_SLICE, Layout.TRANSPOSED: Layout.CONTIGUOUS}
 
 
 def make_batch(case: Case, seed: int, step: int, kind: DataKind, machine: Machine) -> Batch:
@@ -43,8 +41,9 @@ def make_batch(case: Case, seed: int, step: int, kind: DataKind, machine: Machin
     draw = Draw(machine, seed, f"batch-{kind}", step)
     margin = _ALIGNED_MARGIN if seed % 2 else _ODD_MARGIN
     # each is placed before the next one is drawn: a large one leaves no memory for both twice
-    x_layout, out_layout = (layouts.get(case.layout, case.layout) for layouts in _LAYOUTS)
+    x_layout = _LAYOUT_OF_X.get(case.layout, case.layout)
     x = place(_rows(case, seed, step, draw, kind), x_layout, margin=margin)
+    out_layout = _LAYOUT_OF_OUT.get(case.layout, case.layout)
     out = place(_base_rows(case, draw, kind), out_layout, margin=margin, band=Band.NUMBER)
     token_slots = make_token_slots(case, seed, step)
     return Batch(

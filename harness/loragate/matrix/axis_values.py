@@ -75,7 +75,7 @@ class Layout(StrEnum):
     PADDED_ROWS = "padded_rows"
     # the input's columns are strided: x is a transposed view
     TRANSPOSED = "transposed"
-    # an output that is changed in place is columns of a wider tensor, and the input is contiguous
+    # the input is contiguous, and an output that is changed in place is columns of a wider tensor
     OUTPUT_SLICE = "output_slice"
 
 

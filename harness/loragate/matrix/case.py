@@ -110,6 +110,11 @@ _EMBEDDING = frozenset({Site.EMBEDDING})
 # the axes that ids and samples have contained from the start; a new axis is declared by `Axis`
 _first = partial(Axis, original=True)
 _ALL, _ERROR = Unstated.ALL, Unstated.ERROR
+# a result in a new tensor is no part of a wider one
+_LAYOUTS_OF_NEW_TENSORS = dict.fromkeys(
+    OPERATIONS - IN_PLACE_SITES,
+    tuple(layout for layout in Layout if layout is not Layout.OUTPUT_SLICE),
+)
 # of operations alone
 _shape = partial(_first, sites=OPERATIONS, required_at=OPERATIONS)
 
@@ -142,7 +147,9 @@ class Case(EngineAxes):
     dtype: Annotated[Dtype, _first(unstated=_ERROR)]
     mix: Annotated[Mix, _first(sites=OPERATIONS, unstated=_ALL)] = Mix.RAGGED
     ranks: Annotated[Ranks, _first(sites=OPERATIONS, unstated=_ALL)] = Ranks.MIXED
-    layout: Annotated[Layout, _first(sites=OPERATIONS, unstated=_ALL)] = Layout.CONTIGUOUS
+    layout: Annotated[
+        Layout, _first(sites=OPERATIONS, values=_LAYOUTS_OF_NEW_TENSORS, unstated=_ALL)
+    ] = Layout.CONTIGUOUS
     execution: Annotated[Execution, _first(id_name="exec", sites=OPERATIONS, unstated=_ERROR)] = (
         Execution.EAGER
     )

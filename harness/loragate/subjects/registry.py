@@ -17,6 +17,7 @@ from types import MappingProxyType, ModuleType
 from typing import TYPE_CHECKING, cast
 
 from loragate.core.errors import CommandError
+from loragate.core.machine import interpreter_is_on
 from loragate.core.traces import error_and_place
 from loragate.core.verdict import ExitCode
 from loragate.matrix.problems import nearest
@@ -112,10 +113,16 @@ def find_subject(name: str) -> Subject:
 
 
 def _repair_interpreter() -> None:
-    # Triton's own computes bf16 wrongly, and whoever wrote the subject would be blamed for it
-    from lorakernels.runtime import interpreter
-
-    interpreter.repair()
+    """Triton's own computes bf16 wrongly, and whoever wrote the subject would be blamed for it.
+    CommandError where what repairs it cannot be imported."""
+    if not interpreter_is_on():
+        return
+    try:
+        # which does it
+        import_module("lorakernels")
+    except Exception as error:
+        message = f"lorakernels repairs Triton's interpreter, and raised {error_and_place(error)}"
+        raise CommandError(message, ExitCode.INFRASTRUCTURE) from error
 
 
 def _missing(subject: object) -> list[str]:

@@ -43,7 +43,8 @@ class BaseRows:
         wanted = result.clone()
         wanted[rows] = alone[rows]
         if trial.capabilities.adds_zero_to_base_rows:
-            wanted = torch.where((wanted == 0) & (result == 0), result, wanted)
+            is_zero = (wanted == 0) & (result == 0) & ~torch.signbit(result)
+            wanted = torch.where(is_zero, result, wanted)
         wrong = judge_bits(
             trial,
             batch,
