@@ -11,6 +11,7 @@ import sys
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
+from pathlib import Path
 
 import psutil
 
@@ -75,9 +76,14 @@ def _end_others() -> None:
                 process.kill()
 
 
-def redirect_output(log: str) -> None:
-    """Of this process and those that it starts, into a file; there is no input."""
+def settle(*, log: str, folder: Path, packages: Path, cache: str) -> None:
+    """Make this fork, and what it starts, write to `log` and read nothing, run in `folder`, find
+    `packages` before those that are installed, and keep compiled kernels in `cache`."""
     handle = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.dup2(handle, 1)
     os.dup2(handle, 2)
+    os.chdir(folder)
+    sys.path.insert(0, str(packages))
+    os.environ["PYTHONPATH"] = os.pathsep.join([str(packages), os.environ.get("PYTHONPATH", "")])
+    os.environ["TRITON_CACHE_DIR"] = cache

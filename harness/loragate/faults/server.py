@@ -11,7 +11,7 @@ import os
 import sys
 from pathlib import Path
 
-from loragate.core.fork_server import redirect_output, serve
+from loragate.core.fork_server import serve, settle
 from loragate.core.machine import select_interpreter
 from loragate.faults.child import run_order
 from loragate.faults.planting import PACKAGE
@@ -34,14 +34,9 @@ def main() -> int:
 
 def _run(line: bytes) -> None:
     folder = Path(os.fsdecode(line).strip())
-    redirect_output(str(folder / "log.txt"))
-    os.chdir(folder)
-    # the planted package comes before the one that is installed
-    planted = str(folder / "planted")
-    sys.path.insert(0, planted)
-    os.environ["PYTHONPATH"] = os.pathsep.join([planted, os.environ["PYTHONPATH"]])
     # a kernel that was compiled for another fault must not be reused
-    os.environ["TRITON_CACHE_DIR"] = str(folder / "cache")
+    cache = str(folder / "cache")
+    settle(log=str(folder / "log.txt"), folder=folder, packages=folder / "planted", cache=cache)
     run_order(folder / "order.json", folder / "transcript.jsonl")
 
 

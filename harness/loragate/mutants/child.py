@@ -9,7 +9,6 @@ import importlib
 import os
 import pkgutil
 import resource
-import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -20,7 +19,7 @@ from typing import IO
 import psutil
 
 from loragate.core.deadline import deadline, open_crash_file
-from loragate.core.fork_server import redirect_output
+from loragate.core.fork_server import settle
 from loragate.core.verdict import Judgement, Verdict
 from loragate.faults.planting import PACKAGE
 from loragate.matrix.case import Case
@@ -42,7 +41,8 @@ Cases = Mapping[str, Case]
 def run_order(order: Order, cases: Cases) -> None:
     """Run the units of `order`; `cases` are all there are, by run id."""
     root = Path(order.root)
-    _settle(order, root)
+    cache = order.cache or str(root / "cache")
+    settle(log=order.log, folder=root, packages=root / "kernels", cache=cache)
     transcript = Transcript(Path(order.transcript))
     if order.traces:
         transcript.begin(IMPORT)
@@ -55,15 +55,6 @@ def run_order(order: Order, cases: Cases) -> None:
             _import(root)
             _run_units(order, cases, known, transcript, stacks)
     transcript.finish()
-
-
-def _settle(order: Order, root: Path) -> None:
-    redirect_output(order.log)
-    os.chdir(root)
-    kernels = str(root / "kernels")
-    sys.path.insert(0, kernels)
-    os.environ["PYTHONPATH"] = os.pathsep.join([kernels, os.environ.get("PYTHONPATH", "")])
-    os.environ["TRITON_CACHE_DIR"] = order.cache or str(root / "cache")
 
 
 def limit_memory() -> None:

@@ -2,10 +2,10 @@
 
 At a site that works in place base rows of the output keep their bits, including a negative zero,
 which even an added zero would change, unless the subject says that it adds one; so do pairs whose
-expert is not here. At the
-other sites they equal the base layer alone: the same subject with empty slots and a batch of the
-same shape, so that the base GEMM is the same too. For a subject whose bits depend on the place of
-a row that batch keeps its slots, which are empty, instead of having base rows only.
+expert is not here. At the other sites they equal the base layer alone: the same subject with empty
+slots and a batch of the same shape, so that the base GEMM is the same too. For a subject whose bits
+depend on the place of a row that batch keeps its slots, which are empty, instead of having base
+rows only.
 """
 
 from __future__ import annotations
