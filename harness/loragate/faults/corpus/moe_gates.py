@@ -5,7 +5,7 @@ from __future__ import annotations
 from loragate.faults.corpus.points import planting
 from loragate.faults.model import Group
 
-_kernel = planting("lorakernels.moe.layer.kernels", Group.MOE_LAYER)
+_kernel = planting("lorakernels.moe.layer.kernels.gemm", Group.MOE_LAYER)
 _activation = planting("lorakernels.moe.layer.jit", Group.MOE_LAYER)
 _launch = planting("lorakernels.moe.layer.launch", Group.MOE_LAYER)
 _weights = planting("lorakernels.layers.moe_weights", Group.MOE_LAYER)
@@ -51,8 +51,8 @@ FAULTS = (
     ),
     _kernel(
         "up-gets-the-bias-of-the-gate",
-        "                up += tl.load(bias_ptrs + WIDTH)",
-        "                up += tl.load(bias_ptrs)",
+        "            up += tl.load(bias_ptrs + WIDTH)",
+        "            up += tl.load(bias_ptrs)",
         source="own",
         why="Gate and up both add the bias of the gate.",
     ),

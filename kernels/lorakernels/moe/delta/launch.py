@@ -43,6 +43,8 @@ class Delta:
     out: Tensor
     router_weights: Tensor | None
     add_inputs: bool
+    # whether the shrink output is stored times its scale, which nothing behind it applies then
+    scales_ranks: bool = False
 
     @property
     def tile_capacity(self) -> int:
@@ -107,6 +109,7 @@ def shrink(delta: Delta, *, pdl: bool) -> None:
         delta.x,
         slots.a,
         slots.ranks,
+        slots.scales,
         *delta.tables.of_tiles,
         delta.shrunk,
         *delta.x.stride(),
@@ -120,6 +123,7 @@ def shrink(delta: Delta, *, pdl: bool) -> None:
         HEIGHT=shape.height,
         BLOCK_N=plan.block_n,
         BLOCK_K=plan.block_k,
+        SCALED=delta.scales_ranks,
         IEEE=delta.is_fp32,
         PDL=pdl,
         num_warps=plan.num_warps,

@@ -180,6 +180,9 @@ def plan_shrink(shape: MoEShape) -> ShrinkPlan:
     splits = min(most, wanted // max(1, programs), shape.in_features // (block_k * steps))
     # with low tiles and wide blocks, three stages leave space for another program
     three = shape.itemsize == 4 or (low and block_k > 64 and not decode)
+    if few and height > 32 and shape.itemsize < 4 and programs >= 2 * tuning.programs:
+        # several waves of programs: more of them at a time hide more than long steps do
+        block_k, three = 64, True
     return ShrinkPlan(block_n, block_k, power_of_2_below(splits), 4, 3 if three else 4)
 
 

@@ -16,8 +16,9 @@ from lorakernels.common.stacked_weights import SlotTensors
 from lorakernels.moe.align.tables import PairTables
 from lorakernels.moe.delta.launch import Delta, shape_of, shrink
 from lorakernels.moe.delta.plan import MoEShape
-from lorakernels.moe.layer.kernels import moe_gemm_kernel, sum_choices_kernel
-from lorakernels.moe.layer.plan import fold_ranks, plan_gemm
+from lorakernels.moe.layer.kernels.choices import sum_choices_kernel
+from lorakernels.moe.layer.kernels.gemm import moe_gemm_kernel
+from lorakernels.moe.layer.plan import fold_ranks, group_ranks, plan_gemm
 from lorakernels.moe.layer.types import Activation
 from lorakernels.runtime.collectives import Collective
 from lorakernels.runtime.device import launch_options
@@ -148,12 +149,14 @@ def launch_gemm(
         w.stride(0),
         out.stride(0),
         *(delta.b_strides if delta else (0, 0)),
+        delta.slots.b.shape[0] if delta else 0,
         depth,
         WIDTH=width,
         ROWS_PER_X=pairs.num_pairs // x.shape[0],
         HEIGHT=height,
         BLOCK_N=plan.block_n,
         BLOCK_K=plan.block_k,
+        STAGES=plan.num_stages,
         EVEN_K=depth % plan.block_k == 0,
         EVEN_N=width % plan.block_n == 0,
         GATED=int(product.is_gated),
@@ -176,13 +179,15 @@ def launch_gemm(
 
 def _fold_constants(delta: Delta | None, height: int) -> dict[str, int]:
     if delta is None:
-        return {"S": 1, "R": 1, "BLOCK_R": 16, "RANK_ALIGN": 1}
+        return {"S": 1, "R": 1, "BLOCK_R": 16, "GROUP_R": 16, "RANK_ALIGN": 1, "TOGETHER": 0}
     rank = delta.shape.rank
     return {
         "S": len(delta.shape.slice_widths),
         "R": rank,
         "BLOCK_R": fold_ranks(rank, height),
+        "GROUP_R": group_ranks(height),
         "RANK_ALIGN": rank_vector(rank),
+        "TOGETHER": int(delta.scales_ranks),
     }
 
 
@@ -202,6 +207,8 @@ def delta_of(product: Product, lora: Adapters, *, dtype: torch.dtype | None = No
         out=x,
         router_weights=None,
         add_inputs=True,
+        # in fp16 the product of both may not fit where the result does; an exchange adds up first
+        scales_ranks=dtype is None and x.dtype == torch.bfloat16,
     )
 
 

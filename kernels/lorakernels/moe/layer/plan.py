@@ -16,10 +16,15 @@ class GemmPlan:
     num_stages: int
 
 
-def fold_ranks(rank: int, height: int) -> int:
+def group_ranks(height: int) -> int:
     """Ranks that one step of the folded expand multiplies, in a tile of `height` pairs."""
-    # a tall tile needs its registers for two accumulators
-    return min(32 if height > 64 else 64, max(16, power_of_2(rank)))
+    # a tall tile needs its registers for its accumulators
+    return 32 if height >= 64 else 64
+
+
+def fold_ranks(rank: int, height: int) -> int:
+    """Those of them that one slot has."""
+    return min(group_ranks(height), max(16, power_of_2(rank)))
 
 
 def plan_gemm(height: int, *, itemsize: int, is_gated: bool) -> GemmPlan:

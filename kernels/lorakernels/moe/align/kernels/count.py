@@ -42,8 +42,11 @@ def count_pairs_kernel(
     NUM_BINS: tl.constexpr = layout.NUM_BINS
     pair = tl.program_id(0) * SPAN + tl.arange(0, SPAN)
     bucket, _, _ = bucket_of(routes, sizes, pair, layout)
-    counts = tl.histogram(bucket, NUM_BINS, mask=bucket >= 0)
-    tl.store(counts_ptr + tl.program_id(0) * NUM_BINS + tl.arange(0, NUM_BINS), counts)
+    # not tl.histogram, which takes as long as there are buckets: 30 us for 1024 of them
+    row = counts_ptr + tl.program_id(0) * NUM_BINS
+    tl.store(row + tl.arange(0, NUM_BINS), tl.zeros([NUM_BINS], dtype=tl.int32))
+    tl.debug_barrier()
+    tl.atomic_add(row + bucket, 1, mask=bucket >= 0, sem="relaxed")
     reset(tile_pairs_ptr, 0, size_tile_pairs)
     if layout.WITH_BASE:
         reset(base_pairs_ptr, 0, size_base_pairs)

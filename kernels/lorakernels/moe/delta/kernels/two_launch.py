@@ -22,6 +22,7 @@ def moe_shrink_kernel(
     x_ptr,
     a_ptr,
     ranks_ptr,
+    scales_ptr,
     tile_slots_ptr,
     tile_experts_ptr,
     tile_pairs_ptr,
@@ -40,10 +41,12 @@ def moe_shrink_kernel(
     HEIGHT: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    SCALED: tl.constexpr,
     IEEE: tl.constexpr,
     PDL: tl.constexpr,
 ):
     # grid (chunks of BLOCK_N ranks, split-K partials, tiles); see lora_shrink_kernel for the waits.
+    # SCALED: ranks are stored times their scale
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
@@ -67,6 +70,8 @@ def moe_shrink_kernel(
         live_m = pairs >= 0
         live_rank = tl.load(ranks_ptr + slot * S + offs_n // R, mask=offs_n < SR, other=0)
         live_n = offs_n % R < live_rank
+        if SCALED:
+            scale = tl.load(scales_ptr + slot * S + offs_n // R, mask=offs_n < SR, other=0.0)
         x_rows = (pairs // ROWS_PER_X).to(tl.int64) * stride_xm
         x_ptrs = x_ptr + x_rows[:, None] + offs_x[None, :]
         a_tile = a_ptr + slot.to(tl.int64) * stride_a_slot + expert.to(tl.int64) * stride_a_expert
@@ -90,6 +95,8 @@ def moe_shrink_kernel(
                 acc = dot(x, a, acc, IEEE)
                 x_ptrs += tl.cast(stride_xk, tl.int64) * BLOCK_K
                 a_ptrs += BLOCK_K
+            if SCALED:
+                acc *= scale[None, :]
             live_cells = live_m[:, None] & (offs_n < SR)[None, :]
             tl.store(
                 rows_ptr + offs_n[None, :], acc.to(shrunk_ptr.dtype.element_ty), mask=live_cells
