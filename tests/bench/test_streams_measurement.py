@@ -307,7 +307,8 @@ def test_a_moe_layer_is_timed_in_every_form_and_as_planned(ours: Contender, shar
     assert found.forms.us == {"single": 10.0, "beside": 20.0, "dual": 30.0}
     assert (found.forms.chosen, found.forms.planned_us) == ("beside", 40.0)
     assert found.errors.keys() == {"single", "beside", "dual", "planned"}
-    assert all(0.3 < error < 1.5 for error in found.errors.values())
+    # as the other measurements of MoE layers: what a run refuses begins at 2
+    assert all(0.3 < error < 2 for error in found.errors.values())
 
 
 @pytest.mark.parametrize("form", ["single", "beside", "dual", None])
