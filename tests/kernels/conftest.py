@@ -114,9 +114,9 @@ def new_launches(monkeypatch: pytest.MonkeyPatch) -> None:
 def new_plans() -> Iterator[None]:
     """No plan of a linear layer is found that was made before, or afterwards one that is made now:
     for tests that change what the plans call."""
-    from lorakernels.dense import plan
+    from lorakernels.dense import plan, sizes
 
-    remembered = (plan.plan_shrink, plan.plan_expand, plan.plan_shrunk, plan.tile_programs)
+    remembered = (plan.plan_shrink, plan.plan_expand, sizes.plan_shrunk, plan.tile_programs)
     for each in remembered:
         each.cache_clear()
     yield

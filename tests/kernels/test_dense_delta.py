@@ -11,7 +11,7 @@ from loragate.core.machine import select_interpreter
 select_interpreter()
 
 from lorakernels.batch import metadata  # noqa: E402
-from lorakernels.batch.metadata import BatchMetadata  # noqa: E402
+from lorakernels.batch.metadata import BatchMetadata, max_tiles  # noqa: E402
 from lorakernels.dense import launch, plan  # noqa: E402
 from lorakernels.dense.ops import (  # noqa: E402
     DenseWorkspace,
@@ -20,13 +20,8 @@ from lorakernels.dense.ops import (  # noqa: E402
     shrink_in_tiles,
     shrunk_shape,
 )
-from lorakernels.dense.plan import (  # noqa: E402
-    DenseShape,
-    largest_shrunk,
-    plan_expand,
-    plan_shrink,
-    plan_shrunk,
-)
+from lorakernels.dense.plan import DenseShape, plan_expand, plan_shrink  # noqa: E402
+from lorakernels.dense.sizes import largest_shrunk, plan_shrunk  # noqa: E402
 from lorakernels.dense.weights import LoRAFactors, SlotWeights  # noqa: E402
 
 K, WIDTHS, RANK, SLOTS = 70, (48, 16, 16), 20, 3
@@ -280,7 +275,7 @@ def test_no_program_looks_for_a_tile_outside_the_tables(rows: int) -> None:
     assert plan.tile_programs(shape, capacity) <= capacity <= batch.tile_slots.shape[0]
     assert capacity * height <= batch.tile_rows.shape[0]
     # and all that a batch can need fit
-    assert capacity >= plan.max_tiles(rows, 3, height)
+    assert capacity >= max_tiles(rows, 3, height)
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=lambda s: f"r{s.rank}-b{s.itemsize}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import product
 
 import pytest
@@ -9,7 +10,7 @@ import pytest
 from lorakernels.dense.plan import DenseShape, plan_expand, plan_shrink
 from lorakernels.runtime.tuning import DEFAULT
 
-ROWS = (1, 16, 129, 300, 511, 512, 1000, 2047, 2048, 5000, 8192, 60_000)
+ROWS = (1, 16, 129, 255, 256, 300, 511, 512, 1000, 2047, 2048, 5000, 8192, 60_000)
 RANKS = (1, 8, 16, 24, 33, 64, 65, 96, 128, 129, 200, 256, 257, 512)
 LAYERS = (
     (1024, (512,)),
@@ -30,13 +31,36 @@ def test_no_split_of_k_is_without_a_step():
         assert 1 <= plan.splits <= -(-shape.in_features // plan.block_k), shape
 
 
-def test_the_programs_of_several_partials_of_a_prefill_run_at_once():
-    """Two programs a multiprocessor, with the tiles that the usual adapters of a batch fill."""
-    for shape in (s for s in SHAPES if s.num_rows >= 512 and s.itemsize == 2):
+def test_the_programs_of_several_partials_run_at_once_from_256_rows_on():
+    """With the tiles that the usual adapters of a batch fill: one program a multiprocessor of up to
+    2047 rows, and two beyond."""
+    for shape in (s for s in SHAPES if s.num_rows >= 256 and s.itemsize == 2):
         plan = plan_shrink(shape)
         tiles = -(-shape.num_rows // shape.height)
         programs = tiles * -(-shape.ranks_of_all_slices // plan.block_n) * plan.splits
-        assert plan.splits == 1 or programs <= 2 * DEFAULT.dense.multiprocessors, shape
+        most = (1 if shape.height == 64 else 2) * DEFAULT.dense.multiprocessors
+        assert plan.splits == 1 or programs <= most, shape
+
+
+def test_a_hidden_shrink_has_no_more_partials_than_one_behind_the_base_product():
+    """Both take the workspace of the latter."""
+    for shape in SHAPES:
+        beside = plan_shrink(replace(shape, beside=True))
+        assert beside.splits <= plan_shrink(shape).splits, shape
+
+
+def test_an_expand_of_few_programs_waits_for_its_shrink():
+    """They would all start on the multiprocessors that the shrink leaves free. Programs of a single
+    block are many, and read what they add to meanwhile."""
+    few = DenseShape(900, 4096, (1024,), 128, 2)
+    many = DenseShape(900, 4096, (8192,), 128, 2)
+    single = DenseShape(301, 2048, (1024,), 32, 2)
+    assert [plan_shrink(shape).trigger_early for shape in (few, many, single)] == [
+        False,
+        True,
+        True,
+    ]
+    assert plan_expand(single).group == 1 < plan_expand(few).group
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,8 @@ from loragate.core.machine import select_interpreter
 select_interpreter()
 
 from lorakernels.dense.launch import TileTables  # noqa: E402
-from lorakernels.dense.plan import DenseShape, largest_shrunk, plan_shrunk  # noqa: E402
+from lorakernels.dense.plan import DenseShape  # noqa: E402
+from lorakernels.dense.sizes import largest_shrunk, plan_shrunk  # noqa: E402
 
 SLOTS = 4
 

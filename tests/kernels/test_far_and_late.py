@@ -24,7 +24,8 @@ from lorakernels.batch.metadata import BatchMetadata  # noqa: E402
 from lorakernels.common.stacked_weights import SlotTensors  # noqa: E402
 from lorakernels.dense.launch import TileTables, launch_expand, launch_shrink  # noqa: E402
 from lorakernels.dense.ops import DenseWorkspace, dense_delta  # noqa: E402
-from lorakernels.dense.plan import DenseShape, plan_shrunk  # noqa: E402
+from lorakernels.dense.plan import DenseShape  # noqa: E402
+from lorakernels.dense.sizes import plan_shrunk  # noqa: E402
 from lorakernels.dense.weights import LoRAFactors, SlotWeights  # noqa: E402
 from lorakernels.moe.align.metadata import PairMetadata  # noqa: E402
 from lorakernels.moe.delta.ops import MoEPath, MoEWorkspace, moe_delta  # noqa: E402

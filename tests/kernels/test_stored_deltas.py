@@ -15,12 +15,8 @@ select_interpreter()
 from lorakernels.batch.metadata import BatchMetadata  # noqa: E402
 from lorakernels.dense.forms import LinearForm, plan_form  # noqa: E402
 from lorakernels.dense.ops import DenseWorkspace  # noqa: E402
-from lorakernels.dense.plan import (  # noqa: E402
-    DenseShape,
-    largest_stored,
-    plan_expand,
-    tile_programs,
-)
+from lorakernels.dense.plan import DenseShape, plan_expand, tile_programs  # noqa: E402
+from lorakernels.dense.sizes import largest_stored  # noqa: E402
 from lorakernels.dense.weights import LoRAFactors  # noqa: E402
 from lorakernels.layers.linear import LoRALinear  # noqa: E402
 from lorakernels.layers.partition import Slice  # noqa: E402

@@ -9,7 +9,8 @@ from torch import Tensor
 
 from lorakernels.batch.metadata import BatchMetadata
 from lorakernels.batch.steps import prepared_rows
-from lorakernels.dense.plan import DenseShape, plan_shrunk
+from lorakernels.dense.plan import DenseShape
+from lorakernels.dense.sizes import plan_shrunk
 from lorakernels.dense.weights import SlotWeights
 
 

@@ -6,7 +6,8 @@ from __future__ import annotations
 
 from enum import Enum, auto
 
-from lorakernels.dense.plan import DenseShape, may_store
+from lorakernels.dense.plan import DenseShape
+from lorakernels.dense.sizes import may_store
 
 
 class LinearForm(Enum):

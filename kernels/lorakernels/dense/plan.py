@@ -3,11 +3,16 @@ every replay of a graph, whatever adapters a batch has."""
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, field, replace
 
-from lorakernels.batch.metadata import MIN_TILE_ROWS, max_tiles, tile_height
+from lorakernels.batch.metadata import MIN_TILE_ROWS, tile_height
 from lorakernels.common.sizes import power_of_2, power_of_2_below, remembered
+from lorakernels.dense.one_wave import (
+    Work,
+    best_group,
+    best_wave,
+    may_start_early,
+)
 from lorakernels.runtime.tuning import DEFAULT, DenseTuning, Tuning
 
 # numbers of split-K partials that fill a wave well enough: each is a variant of the expand, which
@@ -99,6 +104,8 @@ def looked_up_ranks(shape: DenseShape) -> int:
 @remembered
 def plan_shrink(shape: DenseShape) -> ShrinkPlan:
     shape = shape.planned
+    if _is_one_wave(shape) and not shape.beside:
+        return _shrink_of_a_wave(shape)
     tuning, height = shape.tuning.dense, shape.height
     block = _shrink_block(shape)
     chunks, full_tiles = -(-shape.ranks_of_all_slices // block.n), -(-shape.num_rows // height)
@@ -113,6 +120,36 @@ def plan_shrink(shape: DenseShape) -> ShrinkPlan:
         trigger_early=height < tuning.prefill_height,
         num_warps=block.num_warps,
         num_stages=block.num_stages,
+    )
+
+
+def _is_one_wave(shape: DenseShape) -> bool:
+    """Whether a batch is between decode and prefill. None of fp32 is, which has no tensor cores."""
+    return 64 <= shape.height < shape.tuning.dense.prefill_height and shape.itemsize == 2
+
+
+def _work(shape: DenseShape) -> Work:
+    return Work(
+        # of the usual adapters, three quarters have a last tile that is not full
+        tiles=-(-shape.num_rows // shape.height) + 3 * shape.tuning.dense.usual_slots // 4,
+        height=shape.height,
+        rank=shape.rank,
+        in_features=shape.in_features,
+        slice_widths=shape.slice_widths,
+        multiprocessors=shape.tuning.dense.multiprocessors,
+    )
+
+
+def _shrink_of_a_wave(shape: DenseShape) -> ShrinkPlan:
+    work, expand = _work(shape), plan_expand(shape)
+    wave = best_wave(work)
+    return ShrinkPlan(
+        block_n=wave.ranks,
+        block_k=wave.features,
+        splits=wave.splits,
+        trigger_early=expand.group == 1 or may_start_early(work, expand.block_n * expand.group),
+        num_warps=4,
+        num_stages=wave.num_stages,
     )
 
 
@@ -141,10 +178,10 @@ def _shrink_block(shape: DenseShape) -> _ShrinkBlock:
     n = max(16, min(16 if shape.rank <= 16 and not prefill else 32, power_of_2(ranks)))
     if shape.itemsize == 4:
         # fp32 has no tensor-core path: smaller blocks avoid spills
-        return _ShrinkBlock(n, 32, 8 if prefill else 4, 3)
+        return _ShrinkBlock(n, 32, 8 if shape.height >= 64 else 4, 3)
     if prefill:
         return _prefill_block(shape, ranks)
-    if shape.height > MIN_TILE_ROWS and ranks > (64 if _is_deep(shape) else 192):
+    if shape.height == 32 and ranks > (64 if _is_deep(shape) else 192):
         # x is read again for each block of ranks
         return _ShrinkBlock(128, 128, 8, 3, resident=1)
     if shape.beside and shape.height > MIN_TILE_ROWS and ranks <= tuning.dual_ranks:
@@ -154,17 +191,14 @@ def _shrink_block(shape: DenseShape) -> _ShrinkBlock:
 
 
 def _prefill_block(shape: DenseShape, ranks: int) -> _ShrinkBlock:
-    resident = 2 if shape.height == 64 else 1
     if ranks <= 32:
-        return _ShrinkBlock(max(16, power_of_2(ranks)), 128, 8, 3, resident)
-    if shape.height == 64 and ranks > 64:
-        return _ShrinkBlock(64, 128, 4, 3, resident)
+        return _ShrinkBlock(max(16, power_of_2(ranks)), 128, 8, 3, resident=1)
     # of 129 to 192 ranks, the second block of 128 would be idle for the most part
     n = 64 if ranks <= 64 or 128 < ranks <= 192 else 128
     programs = _usual_tiles(shape) * -(-ranks // n)
-    if 8 * programs <= 7 * resident * shape.tuning.dense.multiprocessors:
+    if 8 * programs <= 7 * shape.tuning.dense.multiprocessors:
         # many thin stages hide more latency in less shared memory than few thick ones
-        return _ShrinkBlock(n, 64, 8, 5 if n == 64 else 4, resident)
+        return _ShrinkBlock(n, 64, 8, 5 if n == 64 else 4, resident=1)
     # close to a wave of such programs, a few tiles more would take as long as a second one
     return _ShrinkBlock(n, 64, 4, 4 if n == 64 else 3, resident=2)
 
@@ -178,6 +212,8 @@ def _most_splits(shape: DenseShape, block: _ShrinkBlock, chunks: int) -> int:
     """The number of split-K partials beyond which the expand, which reads them once for each
     group of columns, loses what the shrink gains."""
     tuning, prefill = shape.tuning.dense, shape.height >= shape.tuning.dense.prefill_height
+    if _is_one_wave(shape):
+        return best_wave(_work(shape)).splits
     if block.resident is not None:
         # one wave: the programs of a second one would take as long again
         programs = _usual_tiles(shape) * chunks
@@ -215,6 +251,8 @@ def plan_expand(shape: DenseShape) -> ExpandPlan:
         # a rank beyond one block cannot stay on chip while columns stream by
         block_n = 64 if height == 32 else 128
         return ExpandPlan(min(height, 64), block_n, min(128, block_r), 1, 8, 1)
+    if _is_one_wave(shape):
+        return _expand_of_a_wave(shape, block_r)
     prefill = height >= shape.tuning.dense.prefill_height
     if rank > 64 or (prefill and not _is_wide(shape)):
         rows, num_warps = min(height, 64), 4 if block_r <= 128 else 8
@@ -225,6 +263,15 @@ def plan_expand(shape: DenseShape) -> ExpandPlan:
         group = min(8, _group_of_a_wave(shape, height, 64))
         return ExpandPlan(height, 64, block_r, group, 4, 3)
     return ExpandPlan(height, 128, block_r, 2 if _is_deep(shape) else 1, 4, 3)
+
+
+def _expand_of_a_wave(shape: DenseShape, block_r: int) -> ExpandPlan:
+    work, rank = _work(shape), shape.rank
+    if rank <= 64 and work.share(128) <= (4 if rank <= 32 else 3):
+        # all programs run at once, and what they add to is on its way while the shrink runs
+        return ExpandPlan(64, 128, block_r, 1, 4 if rank <= 32 else 8, 1)
+    block_n, num_stages = (64, 3) if block_r <= 128 else (32, 4)
+    return ExpandPlan(64, block_n, block_r, best_group(work, block_n), 4, num_stages)
 
 
 def _group_of_columns(shape: DenseShape, block_m: int) -> int:
@@ -254,46 +301,3 @@ def _is_deep(shape: DenseShape) -> bool:
 
 def _is_wide(shape: DenseShape) -> bool:
     return max(shape.slice_widths) > shape.tuning.dense.wide
-
-
-@remembered
-def plan_shrunk(shape: DenseShape, num_slots: int) -> tuple[int, int, int]:
-    """[splits, padded rows of all tiles, slices * rank] of the shrink output of a batch."""
-    padded_rows = max_tiles(shape.num_rows, num_slots, shape.height) * shape.height
-    return (plan_shrink(shape).splits, padded_rows, shape.ranks_of_all_slices)
-
-
-def largest_shrunk(
-    shape: DenseShape, num_slots: int, max_rows: int, exchanged_copies: int = 0
-) -> int:
-    """Values of the largest shrink output over all batches of at most `max_rows` rows, with so many
-    copies of the sum of its split-K partials."""
-    # beyond this size there is a single split-K partial, and the shrink output just grows with
-    # the batch
-    tallest = replace(shape, num_rows=max_rows).height
-    several_splits = min(max_rows, shape.tuning.dense.programs * tallest)
-    sizes = [*range(1, several_splits, MIN_TILE_ROWS), several_splits, max_rows]
-    sizes += [size - 1 for size in sizes if size > 1]
-    # a batch of few rows has a tile for each of them, which leaves it fewer partials
-    sizes += range(1, min(max_rows, max(num_slots, shape.tuning.dense.usual_slots)) + 1)
-    plans = (plan_shrunk(replace(shape, num_rows=size), num_slots) for size in sizes)
-    return max((splits + exchanged_copies) * rows * ranks for splits, rows, ranks in plans)
-
-
-def stored_delta(shape: DenseShape) -> tuple[int, int]:
-    """[rows, out_features] of a delta that is stored before it is added."""
-    return (shape.num_rows, sum(shape.slice_widths))
-
-
-def may_store(shape: DenseShape) -> bool:
-    """Whether a delta is so small that storing it and adding it later is faster than a product
-    behind the base product. Never where all batches have one plan, of which some are large."""
-    tuning = shape.tuning.dense
-    return not tuning.planned_rows and math.prod(stored_delta(shape)) <= tuning.stored_values
-
-
-def largest_stored(shape: DenseShape, max_rows: int) -> int:
-    """Values of the largest delta that is stored, over all batches of at most `max_rows` rows."""
-    tuning = shape.tuning.dense
-    largest = math.prod(stored_delta(replace(shape, num_rows=max_rows)))
-    return 0 if tuning.planned_rows else min(largest, tuning.stored_values)

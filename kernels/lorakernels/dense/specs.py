@@ -22,8 +22,8 @@ from lorakernels.dense.launch import (
     launch_shrink,
 )
 from lorakernels.dense.ops import shape_of_batch
-from lorakernels.dense.plan import plan_shrunk, stored_delta
 from lorakernels.dense.rank_shards import RankShardedSlots
+from lorakernels.dense.sizes import plan_shrunk, stored_delta
 from lorakernels.dense.weights import SlotWeights
 
 _SLOTS = 4

@@ -161,9 +161,9 @@ class Tuning:
 HOPPER = Tuning(
     dense=DenseTuning(
         rows_of_height_16=128,
-        rows_of_height_32=511,
+        rows_of_height_32=255,
         rows_of_height_64=2047,
-        prefill_height=64,
+        prefill_height=128,
         programs=528,
         multiprocessors=132,
         partial_tiles=8,
@@ -229,7 +229,7 @@ HOPPER = Tuning(
 DEFAULT = HOPPER
 
 # between decode and prefill, of which neither gets the plan of the other; not measured
-_PLANNED_ROWS = 256
+_PLANNED_ROWS = 255
 _PLANNED_PAIRS = 1024
 
 # by the major number of the compute capability

@@ -29,8 +29,8 @@ FAULTS = (
     ),
     _dense(
         "splits-of-one-plan-from-rows",
-        "    shape = shape.planned\n    tuning",
-        "    tuning",
+        "    shape = shape.planned\n    if _is_one_wave",
+        "    if _is_one_wave",
         source="own",
         why="A batch that fills the device splits K less often than one that does not.",
     ),

@@ -9,6 +9,7 @@ _ops = planting("lorakernels.dense.ops", Group.HOST)
 _check = planting("lorakernels.dense.check", Group.HOST)
 _launch = planting("lorakernels.dense.launch", Group.HOST)
 _plan = planting("lorakernels.dense.plan", Group.HOST)
+_sizes = planting("lorakernels.dense.sizes", Group.HOST)
 
 _PREPARED = (
     "    launch_prepared(launch_delta, operands, (tuple(slice_widths),), tuning_of(x.device))\n"
@@ -89,7 +90,7 @@ FAULTS = (
         source="own",
         why="One split-K partial of the shrink output is never written, and read all the same.",
     ),
-    _plan(
+    _sizes(
         "workspace-sized-for-largest-batch",
         "    sizes += [size - 1 for size in sizes if size > 1]\n",
         "    sizes = [max_rows]\n",

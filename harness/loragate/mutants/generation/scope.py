@@ -18,7 +18,8 @@ from loragate.mutants.generation.text import Module, Span
 _TUNING, _DEVICE = "runtime/tuning.py", "runtime/device.py"
 # modules that choose blocks, and what of them is part of a result or the size of some memory
 _PLANS: Mapping[str, frozenset[str]] = {
-    "dense/plan.py": frozenset({"plan_shrunk", "largest_shrunk", "ranks_of_all_slices"}),
+    "dense/plan.py": frozenset({"ranks_of_all_slices"}),
+    "dense/one_wave.py": frozenset(),
     "moe/delta/plan.py": frozenset(
         {"plan_path", "shrunk_shape", "largest_shrunk", "ranks_of_all_slices"}
     ),
