@@ -18,11 +18,11 @@ from lorakernels.gdn.forms import GDNForm, plan_gdn  # noqa: E402
         (0, True, GDNForm.MERGED),
         (1, True, GDNForm.BESIDE),
         (64, True, GDNForm.BESIDE),
-        (511, True, GDNForm.BESIDE),
-        (512, True, GDNForm.MERGED),
+        (255, True, GDNForm.BESIDE),
+        (256, True, GDNForm.MERGED),
         (1, False, GDNForm.MERGED),
         (64, False, GDNForm.MERGED),
-        (511, False, GDNForm.MERGED),
+        (255, False, GDNForm.MERGED),
     ],
 )
 def test_the_plan_follows_the_size_and_the_switch(
@@ -41,8 +41,8 @@ def test_the_plan_follows_the_size_and_the_switch(
         (2, 56_000_000, GDNForm.DUAL),
         (8, 56_000_000, GDNForm.DUAL),
         (9, 56_000_000, GDNForm.BESIDE),
-        (511, 56_000_000, GDNForm.BESIDE),
-        (512, 56_000_000, GDNForm.MERGED),
+        (255, 56_000_000, GDNForm.BESIDE),
+        (256, 56_000_000, GDNForm.MERGED),
     ],
 )
 def test_large_products_run_beside_each_other(rows: int, weights: int, form: GDNForm) -> None:
@@ -69,7 +69,7 @@ def test_only_a_large_product_hides_a_shrink_of_many_rows_and_few_ranks(
     def plan(rows: int) -> GDNForm:
         return plan_gdn(DenseShape(rows, 1, (weights - 64, 64), rank, 2), dual_stream=True)
 
-    assert [plan(rows) for rows in (64, 65, 511, 512)] == [
+    assert [plan(rows) for rows in (64, 65, 255, 256)] == [
         GDNForm.BESIDE,
         *[GDNForm.BESIDE if hides else GDNForm.MERGED] * 2,
         GDNForm.MERGED,

@@ -185,7 +185,7 @@ HOPPER = Tuning(
     ),
     gdn=GDNTuning(
         dual_rows=64,
-        dual_rows_of_few_ranks=511,
+        dual_rows_of_few_ranks=255,
         apart_weights_of_one_row=40_000_000,
         apart_weights=56_000_000,
         apart_rows=8,
