@@ -111,4 +111,19 @@ FAULTS = (
         source="own",
         why="A block of ranks that is kept on chip while columns stream by is too short for them.",
     ),
+    _plan(
+        "columns-of-a-wave-stream-by-half-of-the-ranks",
+        "return ExpandPlan(64, block_n, block_r, best_group",
+        "return ExpandPlan(64, block_n, min(128, block_r), best_group",
+        source="own",
+        why="The same between decode and prefill, whose expand is planned elsewhere.",
+    ),
+    _plan(
+        "hidden-shrink-of-a-wave-splits-further",
+        "        return best_wave(_work(shape)).splits\n",
+        "        return 16\n",
+        source="own",
+        why="A shrink beside the base product has more partials than the one behind it, whose "
+        "workspace it takes.",
+    ),
 )
