@@ -68,9 +68,9 @@ def test_each_tier_is_as_small_as_its_time_allows(cases: tuple[Case, ...]) -> No
     # batches and prefills take ten seconds; those beyond powers of two in width, inputs, ids and
     # choices, in fp32 with one plan, and without a forced path take eight, those of router weights
     # in fp16 five, those beyond one block of other subjects' kernels three, and those of layers
-    # that are both deep and wide ten; six have an output that is a part of a wider one;
-    # three of 515 to 2050 rows have plans that no smaller batch has, and take twelve seconds, and one
-    # has rows of 36 adapters in a tile, which takes eight
+    # that are both deep and wide ten; six have an output that is a part of a wider one; three of
+    # 515 to 2050 rows have plans that no smaller batch has, and take twelve seconds, and one has
+    # rows of 36 adapters in a tile, which takes eight
     assert 80 <= count[Tier.SMOKE] <= 485
     # with those of smoke these took 4 minutes on an H200 that had other work, too; ten compare
     # replays of graphs with eager steps, three are engines of delta nets and with a drafting head,
