@@ -27,8 +27,11 @@ from lorakernels.dense.ops import DenseWorkspace, dense_delta  # noqa: E402
 from lorakernels.dense.plan import DenseShape  # noqa: E402
 from lorakernels.dense.sizes import plan_shrunk  # noqa: E402
 from lorakernels.dense.weights import LoRAFactors, SlotWeights  # noqa: E402
+from lorakernels.layers.gate_up import GateUp  # noqa: E402
+from lorakernels.layers.moe import FusedMoELoRA, MoEScratch  # noqa: E402
 from lorakernels.moe.align.metadata import PairMetadata  # noqa: E402
 from lorakernels.moe.delta.ops import MoEPath, MoEWorkspace, moe_delta  # noqa: E402
+from lorakernels.moe.layer import check as layer_check  # noqa: E402
 from lorakernels.moe.weights import ExpertFactors, ExpertWeights  # noqa: E402
 
 MACHINE = detect_machine()
@@ -208,6 +211,44 @@ def test_slots_and_experts_may_be_2_to_the_31_elements_apart(
     strides[axis], strides[1 - axis] = FAR, own[0, 0].numel()
     setattr(layer.weights, side, far(memory, own, tuple(strides)))
     assert torch.equal(layer.run(x, torch.zeros_like(x)), wanted)
+
+
+@pytest.mark.parametrize("side", ["w13", "w2"])
+def test_weights_of_experts_may_be_2_to_the_31_elements_apart(
+    side: str, memory: Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    w13 = quarters(SIZE, 2 * SIZE, SIZE, dtype=torch.float16, seed=1)
+    w2 = quarters(SIZE, SIZE, SIZE, dtype=torch.float16, seed=2)
+    layer = layer_of_experts(w13.to(MACHINE.device), w2.to(MACHINE.device))
+    wanted = base_of_experts(layer)
+    assert wanted.count_nonzero()
+    # as far as those of more experts than a test has memory for, which are contiguous
+    monkeypatch.setattr(layer_check, "_check_operand", lambda *_, **__: None)
+    near = getattr(layer, side)
+    near.data = far(memory, near.data, (FAR, SIZE, 1))
+    assert getattr(layer, side).stride(0) == FAR
+    assert torch.equal(base_of_experts(layer), wanted)
+
+
+def layer_of_experts(w13: Tensor, w2: Tensor) -> FusedMoELoRA:
+    projections = ("gate_proj", "up_proj", "down_proj")
+    return FusedMoELoRA(
+        w13, w2, num_slots=1, rank=2, projections=projections, gate_up=GateUp.HALVES
+    )
+
+
+def base_of_experts(layer: FusedMoELoRA) -> Tensor:
+    """The output of a layer whose row i goes to expert i, with an adapter that has no ranks."""
+    device = MACHINE.device
+    batch = BatchMetadata(max_tokens=SIZE, max_slots=1, device=device)
+    batch.prepare(torch.zeros(SIZE, dtype=torch.int32))
+    pairs = PairMetadata(
+        max_tokens=SIZE, top_k=1, num_experts=SIZE, max_slots=1, device=device, with_base=True
+    )
+    scratch = MoEScratch([layer], max_tokens=SIZE, top_k=1)
+    x = torch.ones(SIZE, SIZE, dtype=torch.float16, device=device)
+    ids = torch.arange(SIZE, dtype=torch.int32, device=device)[:, None]
+    return layer(x, ids, torch.ones(SIZE, 1, device=device), batch, pairs, scratch)
 
 
 def test_slots_of_a_linear_layer_may_be_2_to_the_31_elements_apart(memory: Tensor) -> None:
