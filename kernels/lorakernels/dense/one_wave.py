@@ -3,7 +3,8 @@ once, and an expand of few turns.
 
 More split-K partials make the shrink shorter and the expand longer, which reads all of them once
 for each group of columns; narrow blocks of ranks read x more often. Both are counted in values that
-a program waits for. docs/benchmarks.md has what was measured.
+a program waits for. The constants of these costs were measured on an H200, and are those of every
+family: docs/benchmarks.md has the figures.
 """
 
 from __future__ import annotations

@@ -7,12 +7,7 @@ from dataclasses import dataclass, field, replace
 
 from lorakernels.batch.metadata import MIN_TILE_ROWS, tile_height
 from lorakernels.common.sizes import power_of_2, power_of_2_below, remembered
-from lorakernels.dense.one_wave import (
-    Work,
-    best_group,
-    best_wave,
-    may_start_early,
-)
+from lorakernels.dense.one_wave import Work, best_group, best_wave, may_start_early
 from lorakernels.runtime.tuning import DEFAULT, DenseTuning, Tuning
 
 # numbers of split-K partials that fill a wave well enough: each is a variant of the expand, which
@@ -130,7 +125,7 @@ def _is_one_wave(shape: DenseShape) -> bool:
 
 def _work(shape: DenseShape) -> Work:
     return Work(
-        # of the usual adapters, three quarters have a last tile that is not full
+        # more than `_usual_tiles`: a tile that was not expected would begin a second wave
         tiles=-(-shape.num_rows // shape.height) + 3 * shape.tuning.dense.usual_slots // 4,
         height=shape.height,
         rank=shape.rank,
