@@ -72,14 +72,13 @@ def test_two_that_lose_the_device_wait_for_each_other(path: Path) -> None:
     assert waiting.wait(WAIT_S)
 
 
-def test_cases_that_come_later_do_not_keep_one_waiting_that_loses_the_device(path: Path) -> None:
+def test_a_case_that_waits_for_the_device_alone_keeps_nobody_waiting(path: Path) -> None:
     with DeviceTurns(path).shares_device():
         first = entered(DeviceTurns(path).loses_device)
         assert not first.wait(SOON_S)
-        later = entered(DeviceTurns(path).shares_device)
-        assert not later.wait(SOON_S)
+        assert entered(DeviceTurns(path).shares_device).wait(WAIT_S)
+        assert not first.wait(SOON_S)
     assert first.wait(WAIT_S)
-    assert later.wait(WAIT_S)
 
 
 @pytest.mark.parametrize("held", ["shares_device", "loses_device"])
@@ -148,17 +147,23 @@ def test_a_case_that_is_listed_to_lose_the_device_has_it_for_itself(
     assert wild.wait(WAIT_S)
 
 
-def test_a_case_that_waits_for_memory_keeps_nobody_waiting(
+def test_a_case_that_waits_for_the_device_alone_keeps_no_memory_from_others(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    has_memory = threading.Event()
+
     @contextmanager
     def reserve(size: int) -> Iterator[None]:
-        assert entered(DeviceTurns(path).loses_device).wait(WAIT_S)
+        has_memory.set()
         yield
 
     monkeypatch.setattr(memory, "footprint_bytes", lambda case: 0)
-    monkeypatch.setattr(memory, "case_run_of", lambda item: SimpleNamespace(run_id=OTHER, case=0))
+    monkeypatch.setattr(memory, "case_run_of", lambda item: SimpleNamespace(run_id=WILD, case=0))
     own = SimpleNamespace(reserve=reserve)
     stash = {memory.MEMORY: own, collection._FINDINGS: LISTED, memory.TURNS: DeviceTurns(path)}
     item: Any = SimpleNamespace(config=SimpleNamespace(stash=stash))
-    next(memory.pytest_runtest_protocol(item))
+    protocol = memory.pytest_runtest_protocol(item)
+    with DeviceTurns(path).shares_device():
+        threading.Thread(target=next, args=(protocol,), daemon=True).start()
+        assert not has_memory.wait(SOON_S)
+    assert has_memory.wait(WAIT_S)

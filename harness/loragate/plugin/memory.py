@@ -56,6 +56,6 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object
     turns = item.config.stash[TURNS]
     is_listed = loses_device(item.config, run)
     turn = turns.loses_device() if is_listed else turns.shares_device()
-    # the turn last: a case that waits for memory keeps nobody waiting
-    with memory.reserve(footprint_bytes(run.case)), turn:
+    # the turn first: a case that waits for the device alone keeps no memory from others
+    with turn, memory.reserve(footprint_bytes(run.case)):
         return (yield)

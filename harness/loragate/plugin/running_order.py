@@ -8,8 +8,8 @@ wait there for the memory that large cases share, while that of the other GPUs i
 Cases of engines mostly wait for a process of theirs that compiles, and take little memory: each
 worker begins with some of them. One worker with all of them would end minutes after the others.
 
-A case that runs alone (`turns.py`) is last: it waits for the cases of all other workers, which wait
-for it. In the middle of a run that would be a case of an engine.
+A case that runs alone (`turns.py`) is last: it begins when no other worker has a case, and its own
+one is idle until then.
 """
 
 from __future__ import annotations
