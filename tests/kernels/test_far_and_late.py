@@ -32,6 +32,7 @@ from lorakernels.layers.moe import FusedMoELoRA, MoEScratch  # noqa: E402
 from lorakernels.moe.align.metadata import PairMetadata  # noqa: E402
 from lorakernels.moe.delta.ops import MoEPath, MoEWorkspace, moe_delta  # noqa: E402
 from lorakernels.moe.layer import check as layer_check  # noqa: E402
+from lorakernels.moe.layer.launch import launch_sum  # noqa: E402
 from lorakernels.moe.weights import ExpertFactors, ExpertWeights  # noqa: E402
 
 MACHINE = detect_machine()
@@ -228,6 +229,22 @@ def test_weights_of_experts_may_be_2_to_the_31_elements_apart(
     near.data = far(memory, near.data, (FAR, SIZE, 1))
     assert getattr(layer, side).stride(0) == FAR
     assert torch.equal(base_of_experts(layer), wanted)
+
+
+@pytest.mark.parametrize("side", ["y", "out"])
+def test_rows_that_are_added_up_may_be_2_to_the_31_elements_apart(
+    side: str, memory: Tensor
+) -> None:
+    layer = Experts(torch.float16, SIZE, SIZE, 2, SIZE, MoEPath.TWO_KERNEL)
+    y = quarters(SIZE, SIZE, dtype=torch.float16, seed=1).to(MACHINE.device)
+    out = torch.zeros_like(y)
+    if side == "y":
+        launch_sum(far(memory, y, (FAR, 1)), layer.pairs.tables, out, pdl=False)
+    else:
+        out = far(memory, out, (FAR, 1))
+        launch_sum(y, layer.pairs.tables, out, pdl=False)
+    # with one expert for each token
+    assert torch.equal(out.contiguous(), y)
 
 
 def layer_of_experts(w13: Tensor, w2: Tensor) -> FusedMoELoRA:

@@ -215,6 +215,11 @@ def test_an_embedding_needs_no_kernel_that_is_not_listed_for_ids_of_either_type(
     assert taken.count(f"{ids.dtype}, aligned") == 1
 
 
+def test_the_largest_batch_of_an_embedding_has_a_planned_size() -> None:
+    layer = LoRAEmbedding(torch.zeros(24, 40), num_slots=SLOTS, rank=16)
+    assert listed_rows(layer, 1) == {1}
+
+
 @pytest.mark.parametrize(
     ("width", "ranks"), [pytest.param(1025, 2, id="two ranks"), pytest.param(1538, 3, id="three")]
 )

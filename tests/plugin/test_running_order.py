@@ -107,6 +107,26 @@ def test_what_runs_alone_is_last_with_all_of_its_draws(workers: int) -> None:
     assert [(run.case.tokens, run.draw) for run in ordered[-2:]] == [(9, 0), (9, 1)]
 
 
+@pytest.mark.parametrize(("workers", "are_first"), [(2, False), (3, True), (4, True)])
+def test_what_runs_alone_begins_on_workers_of_its_own_if_others_are_left(
+    workers: int, are_first: bool
+) -> None:
+    engine = CaseRun("mine", Case(site=Site.ENGINE, rank=8, slots=2, dtype=Dtype.FP32), 0)
+    runs = [*map(run_of, range(1, 12)), engine]
+    ordered = running_order(
+        runs,
+        durations={},
+        workers=Workers(workers, 1),
+        alone=lambda run: run.case.tokens in (4, 9) and run is not engine,
+    )
+    assert sorted(run.id for run in ordered) == sorted(run.id for run in runs)
+    sent = pieces(list(range(len(ordered))), workers)
+    begin = [ordered[piece[0]] for piece in sent]
+    tokens = sorted(run.case.tokens for run in begin if run is not engine)
+    assert (set(tokens) >= {4, 9}) == are_first
+    assert ([run.case.tokens for run in ordered[-2:]] == [9, 4]) != are_first
+
+
 def test_draws_of_a_case_stay_neighbours() -> None:
     runs = [run_of(tokens, draw) for tokens in (1, 2, 3, 4) for draw in range(3)]
     ordered = running_order(runs, durations={}, workers=Workers(4, 2))

@@ -209,6 +209,13 @@ def test_a_model_without_a_decoder_says_what_reserves_its_buffers() -> None:
         model(torch.zeros(1, 2, dtype=torch.int64))
 
 
+def test_the_head_and_the_embedding_are_replaced_on_request_only() -> None:
+    model = tiny_model("qwen3")
+    replaced = replace_layers(model, num_slots=2, rank=2)
+    assert {"lm_head", "model.embed_tokens"}.isdisjoint(replaced.layers)
+    assert type(model.model.embed_tokens) is nn.Embedding
+
+
 def test_an_adapter_of_the_embedding_is_refused_where_that_was_not_asked_for() -> None:
     modules = {"model.embed_tokens": LoRAFactors(torch.ones(2, 64), torch.ones(32, 2), 1.0)}
     adapter = Adapter("tokens", modules)

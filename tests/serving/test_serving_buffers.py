@@ -164,6 +164,8 @@ def test_a_workspace_has_a_buffer_for_each_branch_and_all_are_counted() -> None:
     assert len(three.dense.buffers) == 3
     added = three.num_bytes - one.num_bytes
     assert added == 2 * one.sizes["shrink output and stored deltas of linear layers"]
+    usual = ServingBuffers.reserve(layers, max_tokens=MOST)
+    assert usual.num_bytes == one.num_bytes
 
 
 def test_a_model_without_linear_layers_has_no_dense_workspace() -> None:

@@ -6,6 +6,7 @@ or touches a report. Only the process that the user has started says so.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
 
@@ -18,7 +19,7 @@ from loragate.matrix.case_run import CaseRun
 from loragate.matrix.load import load_cases
 from loragate.matrix.selection import select_runs
 from loragate.plugin.options import recorded_durations, selection_of
-from loragate.plugin.running_order import running_order, workers_of
+from loragate.plugin.running_order import may_begin, running_order, workers_of
 from loragate.run.folder import check_durations
 from loragate.subjects.registry import check_subject_name
 
@@ -102,6 +103,12 @@ def loses_device(config: pytest.Config, run: CaseRun) -> bool:
     if _FINDINGS not in config.stash:
         config.stash[_FINDINGS] = own_findings()
     return any(finding.loses_device(run.run_id) for finding in config.stash[_FINDINGS])
+
+
+def num_first(runs: Iterable[CaseRun], config: pytest.Config) -> int:
+    """How many of the runs of a session begin it, with a device for themselves."""
+    listed = [run for run in runs if loses_device(config, run)]
+    return len(listed) if may_begin(listed, workers_of(config)) else 0
 
 
 def all_cases(config: pytest.Config) -> tuple[Case, ...]:

@@ -14,7 +14,7 @@ from loragate.core.files import lock_of
 from loragate.core.gpus import share_of_gpu
 from loragate.execution.device_memory import TorchAllocator, WorkerMemory
 from loragate.matrix.footprint import footprint_bytes
-from loragate.plugin.collection import case_run_of, loses_device
+from loragate.plugin.collection import case_run_of, loses_device, num_first
 from loragate.plugin.options import SETTINGS, Role
 from loragate.plugin.turns import DeviceTurns
 
@@ -45,7 +45,15 @@ def pytest_sessionstart(session: pytest.Session) -> None:
         # one for each run and GPU
         lock = lock_of(Path(settings.run, gpu))
         session.config.stash[MEMORY] = WorkerMemory(share, lock, allocator)
-        session.config.stash[TURNS] = DeviceTurns(Path(lock.lock_file))
+        begun = Path(lock_of(Path(settings.run)).lock_file).with_suffix(".begun")
+        session.config.stash[TURNS] = DeviceTurns(Path(lock.lock_file), begun)
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    turns = session.config.stash.get(TURNS, None)
+    if turns is not None:
+        runs = filter(None, map(case_run_of, session.items))
+        turns.wait_first_for(num_first(runs, session.config))
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)

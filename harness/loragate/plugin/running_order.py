@@ -8,8 +8,9 @@ wait there for the memory that large cases share, while that of the other GPUs i
 Cases of engines mostly wait for a process of theirs that compiles, and take little memory: each
 worker begins with some of them. One worker with all of them would end minutes after the others.
 
-A case that runs alone (`turns.py`) is last: it begins when no other worker has a case, and its own
-one is idle until then.
+A case that runs alone (`turns.py`) is the first of its worker, and all others wait for it. It often
+costs the worker, which is replaced while the others are at work. Where there are as many of such
+cases as workers, they are last: each begins when no other worker has a case.
 """
 
 from __future__ import annotations
@@ -45,6 +46,12 @@ def workers_of(config: pytest.Config) -> Workers:
     return Workers(count, min(count, worker_input.get(WORKER_INPUT_GPUS, 1)))
 
 
+def may_begin(alone: Sequence[CaseRun], workers: Workers) -> bool:
+    """Whether the runs that run alone can be the first ones of a worker each, with some left that
+    run the other cases when these workers are lost. Draws of one case run on one worker."""
+    return len({run.run_id for run in alone}) == len(alone) < workers.count
+
+
 def running_order(
     runs: Sequence[CaseRun],
     *,
@@ -53,7 +60,7 @@ def running_order(
     alone: Callable[[CaseRun], bool] = lambda run: False,
 ) -> list[CaseRun]:
     """Longest first by the recorded seconds of the cases, by their size where none are recorded,
-    and last those that run `alone`. The draws and repeats of a case stay together."""
+    and first or last those that run `alone`. The draws and repeats of a case stay together."""
 
     def size(run: CaseRun) -> tuple[bool, int]:
         # the start of an engine alone takes longer than other cases
@@ -68,11 +75,13 @@ def running_order(
         *sorted(known, key=lambda run: (-durations[run.run_id], run.run_id)),
     ]
     cases = [list(group) for _, group in groupby(longest, key=lambda run: run.run_id)]
-    last = [case for case in cases if alone(case[0])]
+    lone = [case for case in cases if alone(case[0])]
+    begin = may_begin([run for case in lone for run in case], workers)
     beside = [case for case in cases if not alone(case[0])]
     engines = [case for case in beside if case[0].case.site is Site.ENGINE]
     others = [case for case in beside if case[0].case.site is not Site.ENGINE]
-    spread = spread_over_gpus(others, workers, dealt=engines, last=last)
+    dealt = [*lone, *engines] if begin else engines
+    spread = spread_over_gpus(others, workers, dealt=dealt, last=[] if begin else lone)
     return [run for case in spread for run in case]
 
 

@@ -13,8 +13,10 @@ from loragate.core.machine import select_interpreter
 
 select_interpreter()
 
+from lorakernels.common.slice_stacks import pack  # noqa: E402
 from lorakernels.dense.launch import TileTables  # noqa: E402
 from lorakernels.integrations.vllm.launches import launch_counts  # noqa: E402
+from lorakernels.integrations.vllm.linear import _launch_delta  # noqa: E402
 from lorakernels.integrations.vllm.tables import HEIGHTS, tables_of_height  # noqa: E402
 
 MIXED = (0, -1, 2, 2, -1, 1, 0)
@@ -73,6 +75,17 @@ def test_neither_a_server_nor_a_step_depends_on_the_default_dtype(
     default_dtype(torch.bfloat16)
     server.step(MIXED)
     torch.testing.assert_close(linear.layer(x), wanted, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("short", ["ranks", "scales"])
+def test_constants_of_fewer_slots_than_a_layer_has_are_refused(short: str) -> None:
+    (a,), (b,) = pack([torch.zeros(3, 1, 4, 6)], [torch.zeros(3, 1, 5, 4)])
+    constants = {"ranks": torch.zeros(3, dtype=torch.int32), "scales": torch.zeros(3)}
+    constants[short] = constants[short][1:]
+    tables = [torch.zeros(1, dtype=torch.int32)] * 3
+    x, out = torch.zeros(1, 6), torch.zeros(1, 5)
+    with pytest.raises(ValueError, match=rf"{short} must hold 3 values or more \(got 2\)"):
+        _launch_delta(x, a, b, *constants.values(), *tables, out, [5])
 
 
 def test_a_height_that_no_step_was_set_up_for_is_refused(server: Any) -> None:
