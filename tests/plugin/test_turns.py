@@ -215,8 +215,12 @@ def test_a_session_begins_with_its_cases_that_lose_the_device_if_workers_are_lef
     own = turns_of(path)
     stash = {collection._FINDINGS: LISTED, memory.TURNS: own}
     config = SimpleNamespace(stash=stash, workerinput={"workercount": workers})
-    ordinary_test = SimpleNamespace(run=None)
-    cases = [SimpleNamespace(run=SimpleNamespace(run_id=run)) for run in runs]
-    session: Any = SimpleNamespace(config=config, items=[ordinary_test, *cases])
+    session: Any = SimpleNamespace(
+        config=config, items=[SimpleNamespace(run=SimpleNamespace(run_id=run)) for run in runs]
+    )
     memory.pytest_collection_finish(session)
     assert own._first == awaited
+    ordinary_test = SimpleNamespace(run=None)
+    session.items.append(ordinary_test)
+    memory.pytest_collection_finish(session)
+    assert own._first == 0

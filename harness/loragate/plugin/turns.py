@@ -23,8 +23,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-# workers start at the same time; the first case of one that did not start is not waited for
-_LONGEST_WAIT_S = 60.0
+# workers begin within two seconds of each other. One whose first case is another one, because
+# options of pytest have left cases out, is not waited for
+_LONGEST_WAIT_S = 20.0
 _POLL_S = 0.05
 
 
@@ -43,7 +44,7 @@ class DeviceTurns:
 
     def wait_first_for(self, cases: int) -> None:
         """Before this process first shares a device, that many cases of the session have begun to
-        have one for themselves; or a minute has passed, because a worker did not start."""
+        have one for themselves, unless that takes too long."""
         self._first = cases
 
     @contextmanager
