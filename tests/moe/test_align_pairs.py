@@ -231,6 +231,21 @@ def test_the_one_entry_that_a_step_does_not_need_is_reset(
         assert table.tolist() == [0] * 6 + [-1]
 
 
+@pytest.mark.parametrize("way", [Alignment.SORTED_AT_ONCE, Alignment.SINGLE, Alignment.COUNTED])
+def test_a_step_whose_tokens_have_no_expert_here_leaves_no_pair_of_the_step_before(
+    way: Alignment, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if way is not Alignment.SORTED_AT_ONCE:
+        most = 0 if way is Alignment.COUNTED else 16
+        tune(monkeypatch, pairs_at_once=0, single_launch_pairs=most, span=32)
+    ids = torch.full((6, 1), -1, dtype=torch.int32)
+    pairs = prepared(ids, [0] * 6, experts=2, slots=1, with_base=True)
+    assert pairs.tables.alignment is way
+    assert pairs.num_tiles.item() == pairs.num_base_tiles.item() == 0
+    for table in (pairs.tile_pairs, pairs.base_pairs):
+        assert (table == -1).all()
+
+
 def test_a_step_without_tokens_has_no_tiles() -> None:
     ids = torch.empty(0, 2, dtype=torch.int32)
     pairs = prepared(ids, [], experts=4, slots=2, with_base=True)
