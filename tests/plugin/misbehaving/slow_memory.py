@@ -18,6 +18,9 @@ class _Busy:
         time.sleep(2.5)
         yield
 
+    def wait_first_for(self, cases: int) -> None:
+        pass
+
     def shares_device(self) -> AbstractContextManager[None]:
         return nullcontext()
 
