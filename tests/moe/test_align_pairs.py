@@ -51,6 +51,13 @@ def tune(monkeypatch: pytest.MonkeyPatch, **changed: int) -> None:
     monkeypatch.setattr(tuning, "DEFAULT", replace(tuning.DEFAULT, align=align))
 
 
+def align_by(way: Alignment, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a step of few pairs."""
+    if way is not Alignment.SORTED_AT_ONCE:
+        most = 0 if way is Alignment.COUNTED else 16
+        tune(monkeypatch, pairs_at_once=0, single_launch_pairs=most, span=32)
+
+
 def routed(rows: int, top_k: int, experts: int, slots: int, seed: int) -> tuple[Tensor, list[int]]:
     generator = torch.Generator().manual_seed(seed)
     ids = torch.randint(-1, experts, (rows, top_k), generator=generator).int()
@@ -221,9 +228,7 @@ def test_all_large_batches_are_counted_by_one_compiled_kernel(
 def test_the_one_entry_that_a_step_does_not_need_is_reset(
     way: Alignment, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if way is not Alignment.SORTED_AT_ONCE:
-        most = 0 if way is Alignment.COUNTED else 16
-        tune(monkeypatch, pairs_at_once=0, single_launch_pairs=most, span=32)
+    align_by(way, monkeypatch)
     ids = torch.zeros(6, 1, dtype=torch.int32)
     pairs = prepared(ids, [0] * 6, experts=1, slots=1, with_base=True, spare=1)
     assert pairs.tables.alignment is way
@@ -235,9 +240,7 @@ def test_the_one_entry_that_a_step_does_not_need_is_reset(
 def test_a_step_whose_tokens_have_no_expert_here_leaves_no_pair_of_the_step_before(
     way: Alignment, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if way is not Alignment.SORTED_AT_ONCE:
-        most = 0 if way is Alignment.COUNTED else 16
-        tune(monkeypatch, pairs_at_once=0, single_launch_pairs=most, span=32)
+    align_by(way, monkeypatch)
     ids = torch.full((6, 1), -1, dtype=torch.int32)
     pairs = prepared(ids, [0] * 6, experts=2, slots=1, with_base=True)
     assert pairs.tables.alignment is way
