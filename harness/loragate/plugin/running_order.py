@@ -8,9 +8,9 @@ wait there for the memory that large cases share, while that of the other GPUs i
 Cases of engines mostly wait for a process of theirs that compiles, and take little memory: each
 worker begins with some of them. One worker with all of them would end minutes after the others.
 
-A case that runs alone (`turns.py`) is the first of its worker, and all others wait for it. It often
-costs the worker, which is replaced while the others are at work. Where there are as many of such
-cases as workers, they are last: each begins when no other worker has a case.
+A case that runs alone (`turns.py`) is the first of its worker, and all others wait for it. It
+costs the worker, which is replaced while the others are at work. Where workers are too
+few, or a case has several draws, they are last: each begins when no other worker has a case.
 """
 
 from __future__ import annotations
