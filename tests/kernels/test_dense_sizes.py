@@ -36,7 +36,14 @@ def test_a_tile_that_the_tables_hold_in_part_is_none(
 @pytest.mark.parametrize("most", [1, 17, 706, 1026, 2500])
 @pytest.mark.parametrize(
     ("in_features", "widths", "rank"),
-    [(4096, (4096, 1024, 1024), 16), (14336, (4096,), 8), (1000, (520, 72), 64), (512, (64,), 320)],
+    [
+        (4096, (4096, 1024, 1024), 16),
+        (14336, (4096,), 8),
+        (1000, (520, 72), 64),
+        (512, (64,), 320),
+        (4096, (28672,), 128),
+        (14336, (4096,), 200),
+    ],
 )
 def test_no_batch_needs_more_values_than_the_largest_that_is_planned_for(
     in_features: int, widths: tuple[int, ...], rank: int, most: int
@@ -50,7 +57,7 @@ def test_no_batch_needs_more_values_than_the_largest_that_is_planned_for(
 
 
 @given(
-    most=st.integers(1, 40),
+    most=st.integers(1, 140),
     in_features=st.sampled_from((64, 257, 512, 2048, 8192, 14336)),
     widths=st.sampled_from(((64,), (512, 256), (4096, 1024, 1024), (28672,))),
     rank=st.integers(1, 512),

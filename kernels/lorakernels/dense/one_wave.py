@@ -1,4 +1,4 @@
-"""Launches for a few hundred rows, between decode and prefill: a shrink whose programs all run at
+"""Launches for 129 to 2047 rows, between decode and prefill: a shrink whose programs all run at
 once, and an expand of few turns.
 
 More split-K partials make the shrink shorter and the expand longer, which reads all of them once
@@ -10,6 +10,7 @@ family: docs/benchmarks.md has the figures.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import product
 
@@ -31,7 +32,7 @@ _CROWDED_TURNS = 1.4
 # programs of an expand on a multiprocessor: with fewer nothing hides latency, and more take turns
 _FEWEST, _MOST = 1.3, 3
 # ranks of which many programs fit beside each other
-_FEW_RANKS = 32
+FEW_RANKS = 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,9 +93,9 @@ def _cost_of_wave(wave: Wave, work: Work) -> float:
     return waves * loaded + (2 if is_crowded else 1) * _COST_OF_A_PARTIAL * values
 
 
-def best_group(work: Work, block_columns: int) -> int:
-    """Blocks of columns for each program of the expand, which begins with the sum of the partials:
-    that takes as long as 64 or 128 columns, and longer with more ranks."""
+def best_group(work: Work, block_columns: int, groups: Iterable[int]) -> int:
+    """Blocks of columns for each program of the expand, one of `groups`. A program begins with the
+    sum of the partials: that takes as long as 64 or 128 columns, and longer with more ranks."""
 
     def cost(group: int) -> float:
         share = work.share(block_columns * group)
@@ -105,7 +106,7 @@ def best_group(work: Work, block_columns: int) -> int:
         blocks = group * block_columns / 64
         return turns * (blocks + 1.5 + work.rank / 128) + blocks / 8
 
-    return min((2, 4) if work.rank <= _FEW_RANKS else (2, 4, 8, 16), key=cost)
+    return min(groups, key=cost)
 
 
 def may_start_early(work: Work, columns: int) -> bool:

@@ -3,18 +3,22 @@ every replay of a graph, whatever adapters a batch has."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field, replace
 
 from lorakernels.batch.metadata import MIN_TILE_ROWS, tile_height
 from lorakernels.common.sizes import power_of_2, power_of_2_below, remembered
-from lorakernels.dense.one_wave import Work, best_group, best_wave, may_start_early
+from lorakernels.dense.few_rows import best_columns, best_splits
+from lorakernels.dense.one_wave import FEW_RANKS, Work, best_group, best_wave, may_start_early
+from lorakernels.dense.prefill import cheapest_group, group_of_a_wave
 from lorakernels.runtime.tuning import DEFAULT, DenseTuning, Tuning
 
-# numbers of split-K partials that fill a wave well enough: each is a variant of the expand, which
-# has to be compiled
+# numbers of split-K partials of a prefill: each is a variant of the expand, which is compiled
 _SPLITS_OF_A_WAVE = (1, 2, 3, 4, 6, 8)
 # ranks of the shrink output that a program of the expand keeps while columns stream by
 _MOST_RANKS_ON_CHIP = 256
+# ranks beyond which a split-K partial is long to read
+_MODERATE_RANKS = 64
 # values of A that a program of a look-up has in flight
 _LOOKED_UP = 2048
 
@@ -176,9 +180,6 @@ def _shrink_block(shape: DenseShape) -> _ShrinkBlock:
         return _ShrinkBlock(n, 32, 8 if shape.height >= 64 else 4, 3)
     if prefill:
         return _prefill_block(shape, ranks)
-    if shape.height == 32 and ranks > (64 if _is_deep(shape) else 192):
-        # x is read again for each block of ranks
-        return _ShrinkBlock(128, 128, 8, 3, resident=1)
     if shape.beside and shape.height > MIN_TILE_ROWS and ranks <= tuning.dual_ranks:
         # it is done with as many programs before the base product is, in few long steps
         return _ShrinkBlock(max(16, min(32, power_of_2(ranks))), 256, 4, 3)
@@ -206,21 +207,30 @@ def _usual_tiles(shape: DenseShape) -> int:
 def _most_splits(shape: DenseShape, block: _ShrinkBlock, chunks: int) -> int:
     """The number of split-K partials beyond which the expand, which reads them once for each
     group of columns, loses what the shrink gains."""
-    tuning, prefill = shape.tuning.dense, shape.height >= shape.tuning.dense.prefill_height
+    tuning = shape.tuning.dense
     if _is_one_wave(shape):
         return best_wave(_work(shape)).splits
     if block.resident is not None:
         # one wave: the programs of a second one would take as long again
         programs = _usual_tiles(shape) * chunks
-        most = max(2, shape.in_features // ((10 if prefill else 2) * shape.ranks_of_all_slices))
+        most = max(2, shape.in_features // (10 * shape.ranks_of_all_slices))
         return min(8, most, tuning.multiprocessors * block.resident // programs)
     full_tiles = -(-shape.num_rows // shape.height)
     several = tuning.programs // max(1, full_tiles * chunks)
-    if prefill:
+    if shape.height >= tuning.prefill_height:
         return min(8, 512 // shape.ranks_of_all_slices, several)
+    if shape.itemsize == 2 and (shape.height > MIN_TILE_ROWS or shape.rank > _MODERATE_RANKS):
+        return min(several, _splits_of_few_rows(shape, block))
     if shape.height > MIN_TILE_ROWS:
         return min(several, shape.in_features // (1024 if _is_wide(shape) else 512))
     return min(several, 32 if _is_deep(shape) and shape.rank <= 16 else 16)
+
+
+def _splits_of_few_rows(shape: DenseShape, block: _ShrinkBlock) -> int:
+    expand, rows = plan_expand(shape), shape.num_rows / shape.tuning.dense.usual_slots
+    # those of a tile, if all adapters have equally many
+    rows = max(1.0, rows / math.ceil(rows / shape.height))
+    return best_splits(_work_of_few_rows(shape), rows, block.n, expand.block_n * expand.group)
 
 
 def _most_splits_beside(
@@ -240,24 +250,36 @@ def plan_expand(shape: DenseShape) -> ExpandPlan:
     block_r = max(16, power_of_2(rank))
     if shape.itemsize == 4:
         return ExpandPlan(min(height, 32), 64, min(block_r, 32), 1, 4, 1)
-    if height == MIN_TILE_ROWS and rank <= 64:
-        return ExpandPlan(height, 256, block_r, 1, 8, 1)
-    if height == MIN_TILE_ROWS or rank > _MOST_RANKS_ON_CHIP:
+    if rank > _MOST_RANKS_ON_CHIP:
         # a rank beyond one block cannot stay on chip while columns stream by
         block_n = 64 if height == 32 else 128
         return ExpandPlan(min(height, 64), block_n, min(128, block_r), 1, 8, 1)
     if _is_one_wave(shape):
         return _expand_of_a_wave(shape, block_r)
-    prefill = height >= shape.tuning.dense.prefill_height
-    if rank > 64 or (prefill and not _is_wide(shape)):
-        rows, num_warps = min(height, 64), 4 if block_r <= 128 else 8
-        return ExpandPlan(rows, 64, block_r, _group_of_columns(shape, rows), num_warps, 3)
-    if prefill:
-        return ExpandPlan(64, 128, block_r, min(12, _group_of_a_wave(shape, 64, 128)), 4, 3)
-    if _is_wide(shape):
-        group = min(8, _group_of_a_wave(shape, height, 64))
-        return ExpandPlan(height, 64, block_r, group, 4, 3)
-    return ExpandPlan(height, 128, block_r, 2 if _is_deep(shape) else 1, 4, 3)
+    if height < shape.tuning.dense.prefill_height:
+        return _expand_of_few_rows(shape, block_r)
+    return _expand_of_prefill(shape, block_r)
+
+
+def _expand_of_prefill(shape: DenseShape, block_r: int) -> ExpandPlan:
+    widths, parts, tuning = shape.slice_widths, -(-shape.num_rows // 64), shape.tuning.dense
+    if shape.rank > _MODERATE_RANKS or not _is_wide(shape):
+        group = cheapest_group(widths, parts, tuning.multiprocessors)
+        return ExpandPlan(64, 64, block_r, group, 4 if block_r <= 128 else 8, 3)
+    group = group_of_a_wave(widths, parts, 128, tuning.programs)
+    return ExpandPlan(64, 128, block_r, min(12, group), 4, 3)
+
+
+def _expand_of_few_rows(shape: DenseShape, block_r: int) -> ExpandPlan:
+    columns = best_columns(_work_of_few_rows(shape))
+    # more ranks than a stage holds are added up in blocks where columns do not stream by
+    block_r = min(128, block_r) if columns.group == 1 and shape.height == 16 else block_r
+    sizes = columns.block, block_r, columns.group, columns.num_warps, columns.num_stages
+    return ExpandPlan(shape.height, *sizes)
+
+
+def _work_of_few_rows(shape: DenseShape) -> Work:
+    return replace(_work(shape), tiles=min(shape.num_rows, _usual_tiles(shape)))
 
 
 def _expand_of_a_wave(shape: DenseShape, block_r: int) -> ExpandPlan:
@@ -266,28 +288,8 @@ def _expand_of_a_wave(shape: DenseShape, block_r: int) -> ExpandPlan:
         # all programs run at once, and what they add to is on its way while the shrink runs
         return ExpandPlan(64, 128, block_r, 1, 4 if rank <= 32 else 8, 1)
     block_n, num_stages = (64, 3) if block_r <= 128 else (32, 4)
-    return ExpandPlan(64, block_n, block_r, best_group(work, block_n), 4, num_stages)
-
-
-def _group_of_columns(shape: DenseShape, block_m: int) -> int:
-    """Blocks of 64 columns for each program. A program begins with the sum of the partials, which
-    takes as long as about two blocks; all of them are done when the busiest multiprocessor is."""
-
-    def cost(group: int) -> float:
-        groups = sum(-(-width // (64 * group)) for width in shape.slice_widths)
-        programs = groups * -(-shape.num_rows // block_m)
-        turns = -(-programs // shape.tuning.dense.multiprocessors)
-        # of equal ones the group with more programs hides more latency
-        return turns * (group + 2) + group / 4
-
-    return min((2, 4, 8, 16), key=cost)
-
-
-def _group_of_a_wave(shape: DenseShape, block_m: int, block_n: int) -> int:
-    """Column blocks for each program if all programs are to run at once."""
-    blocks = sum(-(-width // block_n) for width in shape.slice_widths)
-    programs = blocks * -(-shape.num_rows // block_m)
-    return max(1, -(-programs // shape.tuning.dense.programs))
+    groups = (2, 4) if rank <= FEW_RANKS else (2, 4, 8, 16)
+    return ExpandPlan(64, block_n, block_r, best_group(work, block_n, groups), 4, num_stages)
 
 
 def _is_deep(shape: DenseShape) -> bool:

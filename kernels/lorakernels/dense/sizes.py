@@ -28,8 +28,10 @@ def largest_shrunk(
     several_splits = min(max_rows, shape.tuning.dense.programs * tallest)
     sizes = [*range(1, several_splits, MIN_TILE_ROWS), several_splits, max_rows]
     sizes += [size - 1 for size in sizes if size > 1]
-    # a batch of few rows has a tile for each of them, which leaves it fewer partials
-    sizes += range(1, min(max_rows, max(num_slots, shape.tuning.dense.usual_slots)) + 1)
+    # a batch of few rows has a tile for each of them, which leaves it fewer partials; and those of
+    # least cost may change with each row
+    few_rows = max(num_slots, shape.tuning.dense.rows_of_height_32)
+    sizes += range(1, min(max_rows, few_rows) + 1)
     plans = (plan_shrunk(replace(shape, num_rows=size), num_slots) for size in sizes)
     return max((splits + exchanged_copies) * rows * ranks for splits, rows, ranks in plans)
 

@@ -3,7 +3,7 @@
 A plan is a pure function of a shape and of these numbers. They decide how fast a launch is and
 never whether its result is right: any table gives correct results on any device. Shapes of tiles
 that follow from a kernel's registers and shared memory stay in the plans themselves, and so do the
-costs of `dense/one_wave.py`.
+costs of `dense/one_wave.py` and `dense/few_rows.py`.
 """
 
 from __future__ import annotations
@@ -161,8 +161,8 @@ class Tuning:
 # has the figures
 HOPPER = Tuning(
     dense=DenseTuning(
-        rows_of_height_16=128,
-        rows_of_height_32=255,
+        rows_of_height_16=64,
+        rows_of_height_32=128,
         rows_of_height_64=2047,
         prefill_height=128,
         programs=528,
@@ -230,7 +230,7 @@ HOPPER = Tuning(
 DEFAULT = HOPPER
 
 # between decode and prefill, of which neither gets the plan of the other; not measured
-_PLANNED_ROWS = 255
+_PLANNED_ROWS = 128
 _PLANNED_PAIRS = 1024
 
 # by the major number of the compute capability

@@ -26,9 +26,9 @@ CONTROLS = (
         name="narrower-column-tiles",
         why="Other tiles write the same columns.",
         edit=Edit(
-            _PLAN,
-            "return ExpandPlan(height, 256,",
-            "return ExpandPlan(height, 16,",
+            "lorakernels.dense.few_rows",
+            "block = 256 if work.rank <= _RANKS_OF_WIDE_BLOCKS else 128",
+            "block = 16 if work.rank <= _RANKS_OF_WIDE_BLOCKS else 128",
         ),
     ),
     control(

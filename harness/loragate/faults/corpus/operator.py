@@ -106,10 +106,17 @@ FAULTS = (
     ),
     _plan(
         "columns-stream-by-half-of-the-ranks",
-        "return ExpandPlan(rows, 64, block_r, _group",
-        "return ExpandPlan(rows, 64, min(128, block_r), _group",
+        "return ExpandPlan(64, 64, block_r, group, ",
+        "return ExpandPlan(64, 64, min(128, block_r), group, ",
         source="own",
         why="A block of ranks that is kept on chip while columns stream by is too short for them.",
+    ),
+    _plan(
+        "columns-of-few-rows-stream-by-half-of-the-ranks",
+        "min(128, block_r) if columns.group == 1 and shape.height == 16 else block_r",
+        "min(128, block_r)",
+        source="own",
+        why="The same for batches of up to some hundred rows.",
     ),
     _plan(
         "columns-of-a-wave-stream-by-half-of-the-ranks",

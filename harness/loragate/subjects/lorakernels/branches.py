@@ -114,7 +114,8 @@ def _dense(shape: DenseShape, *, live: int, slots: int) -> Iterator[str]:
     yield _several("dense expand: blocks of ranks", -(-shape.rank // expand.block_r))
     blocks = -(-max(shape.slice_widths) // expand.block_n)
     yield _several("dense expand: blocks of columns", blocks)
-    yield _several("dense expand: blocks of columns of a program", expand.group)
+    of_rows = f"dense expand of {expand.block_m} rows"
+    yield _several(f"{of_rows}: blocks of columns of a program", expand.group)
     yield _several("dense expand: parts of a tile", shape.height // expand.block_m)
 
 
@@ -279,8 +280,9 @@ def _grid_of_look_ups() -> Iterator[str]:
 
 
 def _grid_of_dense() -> Iterator[str]:
-    rows = (1, 100, 150, 1024, 1100, 2050, 8192)
-    for count, depth, widths, rank, size in product(rows, _DEPTHS, _WIDTHS, _RANKS, (2, 4)):
+    rows = (1, 50, 100, 150, 1024, 1100, 2050, 8192)
+    sizes = product(rows, _DEPTHS, (*_WIDTHS, (6500, 6500)), _RANKS, (2, 4))
+    for count, depth, widths, rank, size in sizes:
         for slots, live in ((2, count), (64, count - (count + 2) // 4)):
             yield from _dense(DenseShape(count, depth, widths, rank, size), live=live, slots=slots)
 
