@@ -182,6 +182,22 @@ def test_a_cast_from_fp32_rounds_to_nearest_even_like_the_hardware() -> None:
         assert _equal_bits(out, values.bfloat16())
 
 
+@triton.jit
+def _truncate_to_fp16(x_ptr, out_ptr, N: tl.constexpr):
+    offs = tl.arange(0, N)
+    x = tl.load(x_ptr + offs)
+    tl.store(out_ptr + offs, x.to(tl.float16, fp_downcast_rounding="rtz"))
+
+
+def test_a_cast_to_another_type_that_asks_for_a_rounding_is_one_to_that_type() -> None:
+    values, out = torch.linspace(-3, 3, N), torch.empty(N, dtype=torch.float16)
+    _truncate_to_fp16[(1,)](values, out, N)
+    # the bits of fp16 count up from zero
+    is_beyond = values.half().float().abs() > values.abs()
+    bits = values.half().view(torch.int16) - is_beyond.to(torch.int16)
+    assert torch.equal(out, bits.view(torch.float16))
+
+
 def test_a_cast_that_asks_for_rounding_to_zero_gets_it() -> None:
     out = torch.empty(N, dtype=torch.bfloat16)
     _round_to_zero[(1,)](torch.full((N,), 1.999), out, N)
@@ -326,6 +342,15 @@ def test_a_block_has_the_dtype_of_its_values(scalar: Any, found: Any) -> None:
 
 def test_check_accepts_the_repaired_interpreter() -> None:
     interpreter.check()
+
+
+def test_check_says_which_release_cannot_run_a_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(values: Any, **_: Any) -> Any:
+        raise AttributeError("changed")
+
+    monkeypatch.setattr(interpreter, "encode_bf16", fails)
+    with pytest.raises(RuntimeError, match=r"Triton 3.* cannot run a kernel"):
+        interpreter.check()
 
 
 def test_check_refuses_an_interpreter_that_multiplies_bit_patterns(

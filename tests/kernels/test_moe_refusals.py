@@ -65,6 +65,18 @@ class Scene:
         run_experts(self.x, *weights(), self.router, pairs, buffers, out, lora=lora)
 
 
+def test_experts_without_adapters_are_the_base_also_of_rows_with_a_slot() -> None:
+    scene, found = Scene(), []
+    buffers = scene.scratch.buffers
+    for slot in (0, -1):
+        scene.batch.prepare(torch.full((TOKENS,), slot, dtype=torch.int32))
+        out = torch.zeros_like(scene.x)
+        run_experts(scene.x, *weights(), scene.router, scene.prepared(), buffers, out)
+        found.append(out)
+    assert torch.equal(*found)
+    assert found[0].any()
+
+
 @pytest.mark.parametrize(
     ("make", "message"),
     [

@@ -177,6 +177,7 @@ def test_an_adapter_cannot_be_replaced_or_evicted_while_a_request_uses_it() -> N
         ({"max_new_tokens": 2, "num_beams": 3}, "must ask for greedy search .got beam_search"),
         ({"max_new_tokens": 2, "repetition_penalty": 1.1}, "repetition_penalty"),
         ({"max_new_tokens": 2, "suppress_tokens": [4]}, "suppress_tokens"),
+        ({"max_new_tokens": 2, "token_healing": True}, "token_healing"),
     ],
 )
 def test_a_config_that_asks_for_more_than_greedy_search_is_refused(

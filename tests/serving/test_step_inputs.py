@@ -57,6 +57,15 @@ def test_rows_behind_the_live_ones_are_padding_whatever_came_before(
         assert inputs.token_slots.tolist() == slots.tolist() + [-1] * (MOST - rows)
 
 
+def test_inputs_are_staged_on_the_host_whatever_the_default_device_is() -> None:
+    with torch.device("meta"):
+        inputs = made()
+    slots, values = step(3, seed=1)
+    inputs.write(slots, values)
+    assert torch.equal(inputs["input_ids"][:3], values["input_ids"])
+    assert inputs.token_slots.tolist()[:3] == slots.tolist()
+
+
 def test_all_rows_are_padding_before_the_first_step_and_after_a_reset() -> None:
     inputs = made()
     for _ in range(2):

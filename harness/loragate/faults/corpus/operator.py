@@ -92,8 +92,8 @@ FAULTS = (
     ),
     _sizes(
         "workspace-sized-for-largest-batch",
-        "    sizes += [size - 1 for size in sizes if size > 1]\n",
-        "    sizes = [max_rows]\n",
+        "num_slots) for size in sizes)",
+        "num_slots) for size in [max_rows])",
         source="sglang #7844",
         why="A smaller batch splits K further and needs a larger workspace than the largest one.",
     ),
