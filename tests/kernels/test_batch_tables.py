@@ -90,7 +90,8 @@ def test_tables_have_capacity_for_the_most_ragged_batch(slots: int, height: int)
 
 
 @pytest.mark.parametrize(
-    ("widths", "in_features", "rank"), [((64,), 4096, 512), ((64, 16, 16), 2048, 16)]
+    ("widths", "in_features", "rank"),
+    [((64,), 4096, 512), ((64, 16, 16), 2048, 16), ((64, 16, 16), 2048, 64), ((64,), 4096, 16)],
 )
 def test_one_workspace_holds_the_shrink_output_of_every_smaller_batch(
     widths: tuple[int, ...], in_features: int, rank: int
