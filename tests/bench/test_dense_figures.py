@@ -175,7 +175,7 @@ def test_a_record_round_trips_and_states_expected_and_executed() -> None:
     assert (payload["expected"], payload["executed"]) == (30, 30)
     assert payload["bars"][0] == {
         "name": "added time over vllm, geometric mean",
-        "target": 0.33,
+        "target": 0.3,
         "measured": pytest.approx(0.2),
         "note": "",
         "verdict": "pass",
@@ -203,5 +203,5 @@ def test_the_markdown_table_names_each_layer_once_and_shows_ratio_and_floor() ->
 def test_the_terminal_table_shows_the_metadata_of_a_step_and_every_bar() -> None:
     text = render_terminal(replace(figures(), baseline=None))
     assert "lorakernels  16       8  12.0   20.0     3.5" in text
-    assert "inconclusive added time over a baseline, geometric mean: -, bar 0.33" in text
+    assert "inconclusive added time over a baseline, geometric mean: -, bar 0.3" in text
     assert "this machine copies 4.00 TB/s" in text

@@ -14,7 +14,7 @@ from loragate.bench.bars import REFERENCE_BYTES_PER_S, Bar, geometric_mean, refu
 from loragate.bench.rows import DenseRow, dense_rows
 
 SCHEMA = 1
-MAX_MEAN_RATIO = 0.33
+MAX_MEAN_RATIO = 0.3
 MAX_ROW_RATIO = 1.0
 MAX_OVER_FLOOR = 1.8
 AIMED_OVER_FLOOR = 1.3

@@ -10,7 +10,7 @@ from loragate.bench.engine_figures import EngineFigures
 from loragate.bench.engine_rows import LAYERS, Serving, Work
 from loragate.bench.figures import PREFILL_TOKENS, DenseFigures
 from loragate.bench.graphs_figures import GraphFigures
-from loragate.bench.moe_figures import ADDED_TOKENS, MoEFigures
+from loragate.bench.moe_figures import MAX_ADDED, MoEFigures
 from loragate.bench.moe_rows import LAYER_RANK
 from loragate.bench.streams_figures import StreamFigures
 from loragate.bench.text import markdown, measured, number
@@ -74,7 +74,7 @@ def _moe_lines(run: MoEFigures) -> tuple[str, str]:
     added = [
         f"{layer.added:.0%} at {layer.row.tokens} tokens"
         for layer in run.layers
-        if layer.row.tokens in ADDED_TOKENS
+        if layer.row.tokens in MAX_ADDED
     ]
     return (
         f"MoE deltas: {run.candidate} takes **{number(geometric_mean(ratios), 2)}** of the time of "
