@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import ast
 import textwrap
 
 import pytest
 
+from loragate.core.checkout import project_root
 from loragate.mutants.generation.sampling import candidates
-from loragate.mutants.generation.scope import gpu_only
+from loragate.mutants.generation.scope import PLANS, gpu_only
 from loragate.mutants.generation.subtle import OPERATORS, changes
 from loragate.mutants.generation.text import Module, within
 from loragate.mutants.model import Group
+
+PACKAGE = project_root() / "kernels" / "lorakernels"
 
 # operator, a statement of a kernel or of host code, one of the statements that it becomes
 EXAMPLES = [
@@ -118,6 +122,16 @@ def test_what_only_changes_speed_is_counted_apart() -> None:
     found = mutated_spans(plan, "dense/plan.py")
     assert (Group.SUBTLE, "max") in found
     assert (Group.SPEED, "shape.n > 9") in found
+
+
+@pytest.mark.parametrize("path", PLANS)
+def test_what_a_plan_takes_from_its_own_folder_chooses_blocks_as_well(path: str) -> None:
+    folder = path.rpartition("/")[0]
+    package = f"lorakernels.{folder.replace('/', '.')}."
+    tree = ast.parse((PACKAGE / path).read_text(encoding="utf-8"))
+    imported = (node.module or "" for node in ast.walk(tree) if isinstance(node, ast.ImportFrom))
+    own = [name.removeprefix(package) for name in imported if name.startswith(package)]
+    assert {f"{folder}/{name}.py" for name in own} <= PLANS.keys()
 
 
 def test_a_barrier_needs_a_gpu_and_a_wait_for_other_kernels_does_not() -> None:

@@ -17,9 +17,11 @@ from loragate.mutants.generation.text import Module, Span
 
 _TUNING, _DEVICE = "runtime/tuning.py", "runtime/device.py"
 # modules that choose blocks, and what of them is part of a result or the size of some memory
-_PLANS: Mapping[str, frozenset[str]] = {
+PLANS: Mapping[str, frozenset[str]] = {
     "dense/plan.py": frozenset({"ranks_of_all_slices"}),
+    "dense/few_rows.py": frozenset(),
     "dense/one_wave.py": frozenset(),
+    "dense/prefill.py": frozenset(),
     "moe/delta/plan.py": frozenset(
         {"plan_path", "shrunk_shape", "largest_shrunk", "ranks_of_all_slices"}
     ),
@@ -107,8 +109,8 @@ def speed_only(module: Module) -> list[Span]:
         if (isinstance(node, ast.keyword) and node.arg in _LAUNCH_OPTIONS)
         or (isinstance(node, ast.Call) and _called(node) == _HINT)
     ]
-    if module.path in _PLANS:
-        exact = _PLANS[module.path]
+    if module.path in PLANS:
+        exact = PLANS[module.path]
         for function in ast.walk(module.tree):
             if isinstance(function, _FUNCTIONS) and function.name not in exact:
                 spans += [_choice(module, n) for n in ast.walk(function) if isinstance(n, _CHOICES)]
