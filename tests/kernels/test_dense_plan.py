@@ -69,3 +69,72 @@ def test_an_expand_of_few_programs_waits_for_its_shrink():
 )
 def test_few_columns_are_spread_over_the_device_and_many_are_taken_together(widths, rows, group):
     assert plan_expand(DenseShape(rows, 4096, widths, 128, 2)).group == group
+
+
+@pytest.mark.parametrize(
+    ("rows", "widths", "rank", "columns"),
+    [
+        # a layer whose programs of one block run at once, and one of whose programs not all would
+        (16, (4096, 1024, 1024), 64, (256, 1, 8)),
+        (5, (14336, 14336), 128, (128, 4, 4)),
+        (25, (28672, 28672), 16, (128, 8, 4)),
+        # as wide, but with more ranks than a stage holds
+        (5, (14336, 14336), 256, (128, 1, 8)),
+        # several programs on a multiprocessor, of moderate ranks and of few
+        (16, (12288, 12288), 64, (256, 1, 4)),
+        (16, (12288, 12288), 16, (256, 1, 8)),
+        # tiles of 32 rows
+        (100, (4096,), 32, (256, 1, 8)),
+        (100, (8192,), 32, (256, 1, 8)),
+        (100, (14336,), 32, (64, 4, 4)),
+        (100, (14336, 14336), 32, (64, 4, 4)),
+        (100, (14336, 14336), 128, (64, 8, 4)),
+        (100, (14336, 14336), 200, (64, 8, 8)),
+    ],
+)
+def test_programs_of_few_rows_have_one_block_of_columns_where_all_run_at_once(
+    rows, widths, rank, columns
+):
+    plan = plan_expand(DenseShape(rows, 4096, widths, rank, 2))
+    assert (plan.block_n, plan.group, plan.num_warps) == columns
+
+
+@pytest.mark.parametrize(
+    ("rows", "in_features", "widths", "rank", "splits"),
+    [
+        (1, 4096, (4096,), 128, 16),
+        # with more rows, more columns, more ranks or fewer features, reading partials costs more
+        (71, 8192, (8192, 1024, 1024), 128, 8),
+        (15, 3584, (14336, 14336), 128, 8),
+        (100, 4096, (14336, 14336), 128, 4),
+        (20, 4096, (14336, 14336), 256, 2),
+        (25, 1024, (2048, 1024, 1024), 128, 4),
+        (101, 4096, (3584,), 8, 16),
+    ],
+)
+def test_few_rows_have_as_many_partials_as_the_expand_reads_in_the_time_that_they_save(
+    rows, in_features, widths, rank, splits
+):
+    assert plan_shrink(DenseShape(rows, in_features, widths, rank, 2)).splits == splits
+
+
+@pytest.mark.parametrize(
+    ("rows", "widths", "rank", "columns"),
+    [
+        # a layer of few columns is spread over the device
+        (2300, (300,), 200, (64, 2, 8)),
+        (2048, (1024,), 64, (64, 4, 4)),
+        (8192, (1024,), 64, (64, 8, 4)),
+        (2048, (4096, 1024, 1024), 128, (64, 8, 4)),
+        (4000, (4096,), 128, (64, 16, 4)),
+        # of a wide one as many programs as run at once have all columns, up to 12 blocks each
+        (3000, (8200,), 64, (128, 6, 4)),
+        (2048, (8450,), 64, (128, 5, 4)),
+        (2048, (12288, 12288), 64, (128, 12, 4)),
+    ],
+)
+def test_programs_of_a_prefill_have_more_columns_the_more_work_there_is(
+    rows, widths, rank, columns
+):
+    plan = plan_expand(DenseShape(rows, 4096, widths, rank, 2))
+    assert (plan.block_n, plan.group, plan.num_warps) == columns
