@@ -71,9 +71,9 @@ def test_each_tier_is_as_small_as_its_time_allows(cases: tuple[Case, ...]) -> No
     # that are both deep and wide ten; six have an output that is a part of a wider one; three of
     # 515 to 2050 rows have plans that no smaller batch has, and take twelve seconds, and one has
     # rows of 36 adapters in a tile, which takes eight; two have 25,472 and 13,600 columns, where a
-    # program of few rows has several blocks of them, and one is a prefill of 200 ranks: they take
-    # fifteen seconds
-    assert 80 <= count[Tier.SMOKE] <= 488
+    # program of few rows has several blocks of them, one is a prefill of 200 ranks, and one has
+    # several blocks of columns of 64 rows: they take sixteen seconds
+    assert 80 <= count[Tier.SMOKE] <= 489
     # with those of smoke these took 4 minutes on an H200 that had other work, too; ten compare
     # replays of graphs with eager steps, three are engines of delta nets and with a drafting head,
     # nine have adapters sharded by rank and seven have one plan for all batches; eleven embeddings
@@ -93,9 +93,10 @@ def test_smoke_cases_are_small_enough_for_the_interpreter(cases: tuple[Case, ...
     ]
     # eighteen have a size between those of decode batches and of prefills, five are wider or have
     # more ids or elements than any other, two have one plan for batches of one row to 66, and five
-    # have router weights in fp16 in other branches than small batches take; three have plans of
-    # wide layers or of many ranks in a prefill, one of them as many elements as such a layer has
-    assert len(large) <= 113
+    # have router weights in fp16 in other branches than small batches take; four have plans of
+    # wide layers or of many ranks in 260 rows and more, one of them as many elements as such a
+    # layer has
+    assert len(large) <= 114
     elements = sorted(case.out_rows * case.out_features for case in large)
     assert elements[-2] <= 300_000
     assert elements[-1] <= 900_000

@@ -115,7 +115,7 @@ def _dense(shape: DenseShape, *, live: int, slots: int) -> Iterator[str]:
     blocks = -(-max(shape.slice_widths) // expand.block_n)
     yield _several("dense expand: blocks of columns", blocks)
     of_rows = f"dense expand of {expand.block_m} rows"
-    yield _several(f"{of_rows}: blocks of columns of a program", expand.group)
+    yield _several(f"{of_rows}: blocks of columns of a program", min(expand.group, blocks))
     yield _several("dense expand: parts of a tile", shape.height // expand.block_m)
 
 
