@@ -279,6 +279,23 @@ def test_a_record_keeps_what_is_not_planted_again(
     assert record["controls"] == section["controls"]
 
 
+@pytest.mark.parametrize(
+    ("digest", "kept"), [(FAULT.digest, ("killed", ["dense"])), ("of another edit", (None, []))]
+)
+def test_a_run_without_the_baseline_suite_keeps_what_it_said_of_the_same_fault(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, digest: str, kept: tuple[object, object]
+) -> None:
+    path = tmp_path / "cpu.json"
+    controls = [(c, Outcome(name=c.name, fate=Fate.SURVIVED)) for c in CONTROLS]
+    section = payload([line(fault) for fault in FAULTS], controls, commit="old")
+    said = {"baseline_suite": "killed", "baseline_suite_killers": ["dense"], "digest": digest}
+    section["faults"][FAULT.name] |= said
+    path.write_text(json.dumps({"schema": 1, "sections": {SECTION: section}}))
+    only(path, monkeypatch, Fate.KILLED)
+    entry = json.loads(path.read_text())["sections"][SECTION]["faults"][FAULT.name]
+    assert (entry["baseline_suite"], entry["baseline_suite_killers"]) == kept
+
+
 def test_a_kept_entry_of_a_tree_with_changes_still_says_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -17,8 +17,10 @@ from loragate.records.results import ResultsError, read_section
 # sections of a results file: recorded without a GPU, and on one
 SECTION, GPU_SECTION = "faults", "faults_gpu"
 
+# what the baseline suite said of a fault
+BASELINE_KEYS = ("baseline_suite", "baseline_suite_killers")
 # key by its name in records that were written before
-_RENAMED = {"baseline_suite": "stand_in", "baseline_suite_killers": "stand_in_killers"}
+_RENAMED = dict(zip(BASELINE_KEYS, ("stand_in", "stand_in_killers"), strict=True))
 
 
 @dataclass(frozen=True, slots=True)

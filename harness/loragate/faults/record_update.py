@@ -8,7 +8,7 @@ from typing import Any
 
 from loragate.core.checkout import Tree
 from loragate.faults.model import Control, Fault
-from loragate.faults.record import upgraded
+from loragate.faults.record import BASELINE_KEYS, upgraded
 from loragate.records.recorder import Recorder
 from loragate.records.results import ResultsError
 
@@ -65,7 +65,7 @@ class FaultRecord:
         previous = upgraded(self.recorder.current())
         section: dict[str, Any] = {
             kind: {name: entry for name, entry in kept.items() if name not in done}
-            | dict(entries[kind])
+            | {name: with_baseline(entry, kept.get(name)) for name, entry in entries[kind].items()}
             for kind, kept in self._valid_entries(previous).items()
         }
         unfinished = self._unfinished(previous, done)
@@ -92,6 +92,14 @@ class FaultRecord:
             name for name in previous.get("unfinished", ()) if name in corpus and name not in asked
         ]
         return [name for name in (*asked, *earlier) if name not in done]
+
+
+def with_baseline(entry: Mapping[str, Any], earlier: Mapping[str, Any] | None) -> dict[str, Any]:
+    """An entry, with what the baseline suite said of the same fault before if this run did not ask
+    it."""
+    if earlier is None or entry.get(BASELINE_KEYS[0]) is not None:
+        return dict(entry)
+    return {**entry, **{key: earlier[key] for key in BASELINE_KEYS if key in earlier}}
 
 
 def _origin(previous: Mapping[str, Any], entry: Mapping[str, Any]) -> dict[str, Any]:
