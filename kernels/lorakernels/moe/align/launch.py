@@ -35,6 +35,7 @@ def launch_alignment(
         spans,
         *tables.resettable,
         layout,
+        NUM_BINS=pairs.num_bins,
         HEIGHT=pairs.height,
         BASE_HEIGHT=pairs.base_height,
         COUNTED=counted,
@@ -61,14 +62,14 @@ def _count(
         tables.tile_pairs.shape[0],
         tables.base_pairs.shape[0],
         layout,
+        NUM_BINS=pairs.num_bins,
         SPAN=pairs.tuning.align.span,
         PDL=pdl,
         num_warps=4,
         **options,
     )
-    bins = layout.NUM_BINS
-    start(sum_counts_kernel, (bins // FEWEST_BINS,))(
-        pairs.counts, spans, NUM_BINS=bins, BINS=FEWEST_BINS, PDL=pdl, **options
+    start(sum_counts_kernel, (pairs.num_bins // FEWEST_BINS,))(
+        pairs.counts, spans, NUM_BINS=pairs.num_bins, BINS=FEWEST_BINS, PDL=pdl, **options
     )
     start(find_offsets_kernel, (1,))(
         pairs.counts,
@@ -76,6 +77,7 @@ def _count(
         tables.num_base_tiles,
         spans,
         layout,
+        NUM_BINS=pairs.num_bins,
         HEIGHT=pairs.height,
         BASE_HEIGHT=pairs.base_height,
         PDL=pdl,

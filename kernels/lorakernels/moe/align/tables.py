@@ -90,7 +90,6 @@ class PairTables:
         return Layout(
             TOP_K=self.top_k,
             SLOT_BINS=self.slot_bins,
-            NUM_BINS=self.num_bins,
             MAPPED=is_mapped,
             WITH_BASE=self.with_base,
         )
@@ -108,7 +107,9 @@ class PairTables:
 
     @property
     def base_height(self) -> int:
-        return base_tile_height(self.num_pairs, self.num_experts, self.tuning)
+        # without base tiles it means nothing, and kernels would be compiled anew for each
+        num_pairs = self.num_pairs if self.with_base else 0
+        return base_tile_height(num_pairs, self.num_experts, self.tuning)
 
     @property
     def base_tile_programs(self) -> int:

@@ -64,12 +64,13 @@ class Sizes(NamedTuple):
 
 
 class Layout(NamedTuple):
-    """What is compiled into a kernel: how pairs are counted. The heights of tiles are not part of
-    it, since they change with the batch size and counting would be compiled anew for each."""
+    """What is compiled into a kernel: how buckets are numbered. Heights of tiles are not part of
+    it, since they change with the batch size and counting would be compiled anew for each; nor is
+    the number of buckets, since sorting would be compiled anew for each number of experts.
+    """
 
     TOP_K: int
     SLOT_BINS: int
-    NUM_BINS: int
     # whether ids are looked up in the expert map
     MAPPED: bool
     # whether the pairs of the base layer are tiled as well; added to slots, so an integer

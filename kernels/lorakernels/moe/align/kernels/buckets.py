@@ -27,11 +27,16 @@ def bucket_of(routes, sizes, pair, layout: tl.constexpr):
 
 
 @triton.jit
-def find_offsets(total, layout: tl.constexpr, HEIGHT: tl.constexpr, BASE_HEIGHT: tl.constexpr):
+def find_offsets(
+    total,
+    layout: tl.constexpr,
+    NUM_BINS: tl.constexpr,
+    HEIGHT: tl.constexpr,
+    BASE_HEIGHT: tl.constexpr,
+):
     """From the pairs of each bucket: its first tile, the pairs of its expert in lower slots, the
     first base tile and the pairs of its expert; and the numbers of tiles."""
     SLOT_BINS: tl.constexpr = layout.SLOT_BINS
-    NUM_BINS: tl.constexpr = layout.NUM_BINS
     tiles = (total + HEIGHT - 1) // HEIGHT
     if layout.WITH_BASE:
         # base rows have no tile of an adapter

@@ -31,6 +31,7 @@ def count_pairs_kernel(
     size_tile_pairs,
     size_base_pairs,
     layout: tl.constexpr,
+    NUM_BINS: tl.constexpr,
     SPAN: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -39,7 +40,6 @@ def count_pairs_kernel(
         gdc_wait()
         gdc_launch_dependents()
     sizes = Sizes(num_pairs, num_ids, num_experts, max_slots)
-    NUM_BINS: tl.constexpr = layout.NUM_BINS
     pair = tl.program_id(0) * SPAN + tl.arange(0, SPAN)
     bucket, _, _ = bucket_of(routes, sizes, pair, layout)
     # not tl.histogram, which takes as long as there are buckets: 30 us for 1024 of them
@@ -81,6 +81,7 @@ def find_offsets_kernel(
     num_base_tiles_ptr,
     num_spans,
     layout: tl.constexpr,
+    NUM_BINS: tl.constexpr,
     HEIGHT: tl.constexpr,
     BASE_HEIGHT: tl.constexpr,
     PDL: tl.constexpr,
@@ -89,10 +90,9 @@ def find_offsets_kernel(
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
-    NUM_BINS: tl.constexpr = layout.NUM_BINS
     row = counts_ptr + num_spans * NUM_BINS + tl.arange(0, NUM_BINS)
     first_tile, lower, first_base, _, num_tiles, num_base = find_offsets(
-        tl.load(row), layout, HEIGHT, BASE_HEIGHT
+        tl.load(row), layout, NUM_BINS, HEIGHT, BASE_HEIGHT
     )
     tl.store(row + NUM_BINS, first_tile)
     tl.store(num_tiles_ptr, num_tiles)

@@ -53,6 +53,7 @@ def place_pairs_kernel(
     size_base_tiles,
     size_base_pairs,
     layout: tl.constexpr,
+    NUM_BINS: tl.constexpr,
     HEIGHT: tl.constexpr,
     BASE_HEIGHT: tl.constexpr,
     COUNTED: tl.constexpr,
@@ -67,7 +68,6 @@ def place_pairs_kernel(
         gdc_wait()
         gdc_launch_dependents()
     sizes = Sizes(num_pairs, num_ids, num_experts, max_slots)
-    NUM_BINS: tl.constexpr = layout.NUM_BINS
     span = tl.program_id(0)
     lanes = tl.arange(0, SPAN)
     pair = span * SPAN + lanes
@@ -90,7 +90,7 @@ def place_pairs_kernel(
             ahead = (buckets >= 0) & (other < span * SPAN)
             before += tl.histogram(buckets, NUM_BINS, mask=ahead)
         first_tile, all_lower, first_base, of_expert, num_tiles, num_base = find_offsets(
-            total, layout, HEIGHT, BASE_HEIGHT
+            total, layout, NUM_BINS, HEIGHT, BASE_HEIGHT
         )
         earlier = tl.gather(before, index, axis=0)
         own_first = tl.gather(first_tile, index, axis=0)
