@@ -84,7 +84,7 @@ def test_rows_cover_both_models_and_have_ids_of_their_own() -> None:
     assert [row.id for row in rows if row.model == DENSE] == [
         "qwen3_8b.decode.b16",
         "qwen3_8b.decode.b64",
-        "qwen3_8b.prefill.b8",
+        "qwen3_8b.prefill.b16",
         "qwen3_8b.serve.b64",
     ]
     assert {row.model for row in rows} == {DENSE, MOE}
@@ -95,28 +95,28 @@ def test_the_two_loads_of_a_row_differ_by_what_the_time_is_divided_by() -> None:
     assert (few.requests, few.prompt) == (many.requests, many.prompt) == (16, 32)
     assert many.new_tokens - few.new_tokens == row_of("qwen3_8b.decode.b16").units
     # all prompts of a decode batch are one step, and those of a prefill fill each of its steps
-    few, many = row_of("qwen3_8b.prefill.b8").loads
+    few, many = row_of("qwen3_8b.prefill.b16").loads
     assert few.new_tokens == many.new_tokens == 1
     assert few.requests * few.prompt == BATCHED_TOKENS
-    assert (many.requests - few.requests) * few.prompt == row_of("qwen3_8b.prefill.b8").units
+    assert (many.requests - few.requests) * few.prompt == row_of("qwen3_8b.prefill.b16").units
     assert BATCHED_TOKENS >= 64 * 32
     assert all(load.requests <= MAX_REQUESTS for row in engine_rows() for load in row.loads)
-    assert MAX_LENGTH == 513
+    assert MAX_LENGTH == 1025
 
 
 @pytest.mark.parametrize(
     ("name", "unit_us"),
     [
         ("qwen3_8b.decode.b64", 700.0),
-        # a step of a prompt takes ten times as long, and computes 4096 tokens
-        ("qwen3_8b.prefill.b8", 7000.0 / 4096),
+        # a step of a prompt takes ten times as long, and computes all tokens of a step
+        ("qwen3_8b.prefill.b16", 7000.0 / BATCHED_TOKENS),
     ],
 )
 def test_what_two_loads_have_in_common_is_not_in_their_difference(
     name: str, unit_us: float
 ) -> None:
     def seconds(load: Load) -> float:
-        prefill_steps = load.requests * load.prompt / 4096
+        prefill_steps = load.requests * load.prompt / BATCHED_TOKENS
         # the start of an engine's call, a step, and a decode step
         return 3.0 + 7000e-6 * prefill_steps + 700e-6 * load.new_tokens
 
@@ -147,9 +147,9 @@ def test_figures_within_all_bars_pass() -> None:
     ("name", "ours", "missed"),
     [
         ("qwen3_8b.decode.b16", 161.0, {0}),
-        ("qwen3_8b.prefill.b8", 161.0, {1}),
+        ("qwen3_8b.prefill.b16", 161.0, {1}),
         ("qwen3_30b_a3b.decode.b64", 151.0, {2}),
-        ("qwen3_30b_a3b.prefill.b8", 151.0, {3}),
+        ("qwen3_30b_a3b.prefill.b16", 151.0, {3}),
         ("qwen3_30b_a3b.serve.b64", 174.5, {4}),
         ("qwen3_8b.serve.b64", 201.0, {5}),
         ("qwen3_8b.decode.b64", 202.0, {0, 5}),
@@ -230,7 +230,7 @@ def test_tables_name_every_row_engine_and_bar() -> None:
         assert bar.name in text
     line = "| qwen3_8b decode step | 64 | 100.0 | 40.0 | 100.0 | 0.40 | 95.0 | 15.0 | 55.0 |"
     assert line in page
-    assert "| qwen3_8b prefill token | 8 | 100.000 | 40.000 | 100.000 | 0.40 | - | - | - |" in page
+    assert "| qwen3_8b prefill token | 16 | 100.000 | 40.000 | 100.000 | 0.40 | - | - | - |" in page
     assert "| qwen3_30b_a3b | 64 | 10000 | 7143 | 5000 | 1.43 |" in page
     assert "| qwen3_30b_a3b | lorakernels | 40 | 15 | 15 | 3 | 1 |" in page
     only_served = replace(GOOD, rows=GOOD.rows[3:4], engines=())

@@ -18,7 +18,7 @@ from loragate.bench import engine
 from loragate.bench.contender import Contender, Unavailable
 from loragate.bench.engine_figures import KernelCounts
 from loragate.bench.engine_folders import model_config, write_adapter, write_model
-from loragate.bench.engine_rows import EngineRow, Serving, Work, engine_rows
+from loragate.bench.engine_rows import BATCHED_TOKENS, EngineRow, Serving, Work, engine_rows
 from loragate.bench.engine_served import TimedEngine
 from loragate.bench.engine_setup import arguments_of, order_of
 from loragate.bench.graphs_rows import MODELS, ModelShape
@@ -107,7 +107,7 @@ def test_engines_differ_in_the_arguments_of_adapters_alone() -> None:
         "cudagraph_capture_sizes": [16, 64],
     }
     # keys and values of 64 requests of 513 tokens, in 16 layers of 4 heads
-    assert base["kv_cache_memory_bytes"] == 64 * 513 * 16 * 2 * 4 * 128 * 2
+    assert base["kv_cache_memory_bytes"] == 64 * 1025 * 16 * 2 * 4 * 128 * 2
 
 
 @pytest.fixture
@@ -158,8 +158,8 @@ def test_an_engine_times_its_own_steps_and_counts_whose_kernels_ran(
     assert (counts.vllms_launched, counts.vllms_captured) == (7 * vllms, vllms)
     replay = torch.cuda.CUDAGraph.replay
     assert served.measure(decode) == pytest.approx(us)
-    assert served.measure(prefill) == pytest.approx(us / 4096)
-    assert served.measure(whole) == pytest.approx((1e6 + (8 + 63) * us) / 4096)
+    assert served.measure(prefill) == pytest.approx(us / BATCHED_TOKENS)
+    assert served.measure(whole) == pytest.approx((1e6 + (1 + 63) * us) / 4096)
     assert served.replay_us(decode) == pytest.approx(us)
     # nothing is counted while it is timed
     assert served.kernel_counts().vllms_launched == counts.vllms_launched

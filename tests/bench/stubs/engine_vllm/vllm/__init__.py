@@ -56,6 +56,7 @@ class LLM:
     def __init__(self, **arguments):
         global STEP_US
         self.has_adapters = arguments.get("enable_lora", False)
+        self.step_tokens = arguments["max_num_batched_tokens"]
         self.plugin = os.environ["LORAKERNELS_VLLM"] == "1"
         given = json.loads(os.environ["LORAGATE_STUB"])
         name = "lorakernels" if self.plugin else "vllm" if self.has_adapters else "base"
@@ -76,8 +77,8 @@ class LLM:
     def generate(self, prompts, sampling, *, lora_request, use_tqdm):
         assert len(prompts) == len(lora_request)
         assert all(request is None or request in self.loaded for request in lora_request)
-        # a request is handled before the first step, and prompts are computed eight in a step
-        steps = -(-len(prompts) // 8)
+        # a request is handled before the first step, and as many prompts are computed in a step as fill it
+        steps = -(-len(prompts) * len(prompts[0]["prompt_token_ids"]) // self.step_tokens)
         _NOW[0] += 1.0 + steps * STEP_US / 1e6
         self._run(lora_request, captures=False)
         for _ in range(sampling.max_tokens - 1):
