@@ -1,6 +1,7 @@
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -8,7 +9,10 @@ import pytest
 from loragate.cli import main
 from loragate.commands import findings as cli
 from loragate.core.checkout import Tree
-from loragate.core.verdict import ExitCode
+from loragate.core.verdict import ExitCode, Verdict
+from loragate.events.log import EventWriter
+from loragate.events.model import LegFinished, RunStarted
+from loragate.findings import probe_runner
 from loragate.findings.ledger import Finding, Observation, Seen
 from loragate.matrix.case import Tier
 from loragate.matrix.selection import Selection
@@ -27,6 +31,44 @@ def test_the_gate_tries_the_findings_of_a_subject_that_it_checks(
     record = (f"--events={Path('report') / 'events.jsonl'}", "--run=r")
     command = ("-m", "loragate", "findings", *record)
     assert commands.get("findings") == (command if tried else None)
+    on_gpu = {leg.name: leg.command[1:] for leg in legs_of(replace(setup, has_gpu=True))}
+    assert on_gpu.get("findings") == ((*command, "--after-leg=gpu") if tried else None)
+    assert next(iter(on_gpu)) == "gpu"
+
+
+@pytest.mark.parametrize("legs", [("gpu", "findings"), ("interpreter", "findings")])
+def test_probes_that_may_lose_the_device_wait_for_the_end_of_the_leg_if_the_run_has_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, legs: tuple[str, ...]
+) -> None:
+    events, answers = tmp_path / "events.jsonl", list[bool]()
+    start = RunStarted(run="r", started_at="", tier=Tier.SMOKE, subjects=(), legs=legs, expected=())
+    end = LegFinished(name="gpu", verdict=Verdict.PASS, exit_code=0, duration_s=1.0, log_path="")
+
+    def run_probes(
+        groups: Sequence[Sequence[str]], *, last: Sequence[str], may_be_last: Callable[[], bool]
+    ) -> tuple[str, dict[str, Observation]]:
+        answers.append(may_be_last())
+        with EventWriter(events, run="other") as writer:
+            writer.write(end)
+        answers.append(may_be_last())
+        with EventWriter(events, run="r") as writer:
+            writer.write(end)
+        answers.append(may_be_last())
+        names = [name for group in (*groups, last) for name in group]
+        return "0.26.0", {name: Observation(Seen.REPRODUCED, "seen") for name in names}
+
+    monkeypatch.setattr(probe_runner, "run_probes", run_probes)
+    with EventWriter(events, run="r") as writer:
+        writer.write(start)
+    assert main(["findings", f"--events={events}", "--run=r", "--after-leg=gpu"]) == ExitCode.OK
+    assert answers == [legs[0] != "gpu"] * 2 + [True]
+
+
+def test_nothing_says_when_a_leg_has_ended_without_the_events_of_its_run(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert main(["findings", "--after-leg=gpu"]) == ExitCode.USAGE
+    assert "--after-leg needs --events" in capsys.readouterr().err
 
 
 def test_a_record_names_the_code_as_it_was_before_the_first_probe(
@@ -34,7 +76,7 @@ def test_a_record_names_the_code_as_it_was_before_the_first_probe(
 ) -> None:
     path, checkout = tmp_path / "gpu.json", ["as it began"]
 
-    def try_probes(findings: Sequence[Finding]) -> tuple[str, dict[str, Observation]]:
+    def try_probes(findings: Sequence[Finding], _: object) -> tuple[str, dict[str, Observation]]:
         checkout[0] = "edited meanwhile"
         seen = Observation(Seen.REPRODUCED, "seen")
         return "0.26.0", {finding.probe: seen for finding in findings if finding.probe}

@@ -112,6 +112,21 @@ def test_the_last_group_imports_beside_the_others_and_begins_behind_them(
     }
 
 
+def test_the_last_group_waits_until_it_may_begin(
+    started: list[tuple[str, ...]], tmp_path: Path
+) -> None:
+    order, asked = tmp_path / "order", list[bool]()
+
+    def may_be_last() -> bool:
+        # nobody is asked before the others have ended
+        asked.append("b" in order.read_text().split())
+        return len(asked) > 3
+
+    _, observed = run_probes([["calm", "b"]], last=["wild"], may_be_last=may_be_last, patience_s=20)
+    assert (order.read_text().split(), asked) == (["calm", "b", "wild"], [True] * 4)
+    assert observed["wild"].seen is Seen.REPRODUCED
+
+
 def test_a_last_group_that_cannot_run_ends_the_others(started: list[tuple[str, ...]]) -> None:
     with pytest.raises(CommandError, match=r"^vLLM is not installed$"):
         run_probes([["hangs"]], last=["refused"], patience_s=60)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import argparse
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from difflib import get_close_matches
 from typing import Any
 
@@ -18,8 +18,8 @@ from loragate.core.errors import CommandError, usage_errors
 from loragate.core.host import usable_cores
 from loragate.core.output import say
 from loragate.core.verdict import EXIT_CODES, ExitCode, Verdict
-from loragate.events.log import EventWriter
-from loragate.events.model import Note
+from loragate.events.log import EventTail, EventWriter
+from loragate.events.model import LegFinished, Note, RunStarted
 from loragate.findings.ledger import (
     Finding,
     Line,
@@ -46,6 +46,11 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "--page", action="store_true", help="print docs/findings.md and try nothing"
     )
     add_events_options(parser)
+    parser.add_argument(
+        "--after-leg",
+        metavar="LEG",
+        help="of the run of --events: probes that access wrong addresses wait for its end",
+    )
     parser.set_defaults(run=run)
 
 
@@ -53,10 +58,12 @@ def run(arguments: argparse.Namespace) -> ExitCode:
     with usage_errors():
         findings = load_ledger(ledger_path())
         recorder = open_record(arguments, SECTION)
+        if arguments.after_leg is not None and arguments.events is None:
+            raise ValueError("--after-leg needs --events, which says when the leg has ended")
     if arguments.page:
         print(render_page(findings), end="")
         return ExitCode.OK
-    version, observations = _try_probes(findings)
+    version, observations = _try_probes(findings, _end_of_leg(arguments))
     observed = {f.id: observations[f.probe] if f.probe else _BY_THE_GATE for f in findings}
     lines = audit(findings, version, observed)
     suspicions = unlisted(findings, observations)
@@ -69,7 +76,28 @@ def run(arguments: argparse.Namespace) -> ExitCode:
     return EXIT_CODES[verdict_of(lines)]
 
 
-def _try_probes(findings: Sequence[Finding]) -> tuple[str, dict[str, Observation]]:
+def _end_of_leg(arguments: argparse.Namespace) -> Callable[[], bool]:
+    """Whether the leg named by an option has ended, or the run has none of that name; True without
+    the option."""
+    leg = arguments.after_leg
+    if leg is None:
+        return lambda: True
+    tail, ended = EventTail(arguments.events, run=arguments.run_name), set[str]()
+
+    def has_ended() -> bool:
+        for event in tail.poll():
+            if isinstance(event, LegFinished):
+                ended.add(event.name)
+            elif isinstance(event, RunStarted) and leg not in event.legs:
+                ended.add(leg)
+        return leg in ended
+
+    return has_ended
+
+
+def _try_probes(
+    findings: Sequence[Finding], may_lose_device: Callable[[], bool]
+) -> tuple[str, dict[str, Observation]]:
     """The version of the installed package, and what each probe observed. Raises CommandError."""
     from loragate.core.machine import select_interpreter
 
@@ -86,7 +114,8 @@ def _try_probes(findings: Sequence[Finding]) -> tuple[str, dict[str, Observation
     # on few cores two imports of the package would take as long as one after the other
     parts = 2 if usable_cores() >= _CORES_OF_TWO_PARTS else 1
     # a process that loses its device may stop what another one runs on it
-    version, observed = run_probes([calm[part::parts] for part in range(parts)], last=wild)
+    groups = [calm[part::parts] for part in range(parts)]
+    version, observed = run_probes(groups, last=wild, may_be_last=may_lose_device)
     return version, {name: observed[name] for name in PROBES}
 
 

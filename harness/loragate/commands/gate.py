@@ -58,9 +58,9 @@ def run(arguments: argparse.Namespace) -> ExitCode:
     with usage_errors():
         check_durations(setup.durations, setup.report)
     legs = legs_of(setup)
+    gate = Gate(setup, spare=spare_cores())
     opening = plan_gate(setup, legs, record=arguments.record)
     say(headline(opening))
-    gate = Gate(setup, spare=spare_cores())
     summary = gate.run(opening, legs)
     if recorder and gate.interrupted:
         print(f"interrupted: {recorder.path} stays as it was", file=sys.stderr)

@@ -25,7 +25,7 @@ HOST_BUDGET_BYTES = 3 * _GIB // 2
 # cases leave a GPU idle most of the time, between small kernels; four workers were hardly slower
 # each than two. With this many on an H200 few premerge cases need more than the part of a worker,
 # and of 16 cores enough are left for the legs beside the cases
-MAX_WORKERS_PER_GPU = 10
+MAX_WORKERS_PER_GPU = 11
 
 
 class DriverError(Exception):

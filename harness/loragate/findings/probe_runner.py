@@ -11,12 +11,13 @@ from __future__ import annotations
 import json
 import subprocess
 import tempfile
-from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from threading import Event
+from typing import TypeAlias
 
 from loragate.core.child_process import python_module, signal_name
 from loragate.core.errors import CommandError
@@ -27,6 +28,8 @@ from loragate.findings.ledger import Observation, Seen
 PATIENCE_S = 300.0
 _TICK_S = 0.1
 _LAST_CHARACTERS = 300
+# the version of the package, and what each probe observed
+_Run: TypeAlias = "Future[tuple[str, dict[str, Observation]]]"
 
 
 @dataclass(slots=True)
@@ -44,23 +47,27 @@ def run_probes(
     groups: Sequence[Sequence[str]],
     *,
     last: Sequence[str] = (),
+    may_be_last: Callable[[], bool] = lambda: True,
     patience_s: float = PATIENCE_S,
 ) -> tuple[str, dict[str, Observation]]:
     """The version of the installed package, and what each probe observed; a process for each group,
     and another one for what is left after one was lost. Probes of the group `last` begin when all
-    others have ended. Raises CommandError."""
-    version, observed = "", dict[str, Observation]()
-    now, behind, stopped = Event(), Event(), Event()
-    now.set()
+    others have ended and `may_be_last` says so, which no patience bounds. Raises CommandError."""
+    version, observed, stopped = "", dict[str, Observation](), Event()
+    first = list[_Run]()
+
+    def others_have_ended() -> bool:
+        return all(each.done() and not each.exception() for each in first) and may_be_last()
+
     with ThreadPoolExecutor(len(groups) + 1) as pool:
         try:
-            first = [pool.submit(_run_group, group, patience_s, now, stopped) for group in groups]
-            waits = [pool.submit(_run_group, last, patience_s, behind, stopped)] if last else []
-            for run in as_completed([*first, *waits]):
-                version, found = run.result()
-                observed |= found
-                if all(each.done() for each in first):
-                    behind.set()
+            for group in groups:
+                first.append(pool.submit(_run_group, group, patience_s, lambda: True, stopped))
+            # an empty group ends at once
+            behind = pool.submit(_run_group, last, patience_s, others_have_ended, stopped)
+            for run in as_completed([*first, behind]):
+                of_group, found = run.result()
+                version, observed = of_group or version, observed | found
         except BaseException:
             # such as Ctrl-C: no process is started any more, and those that run are ended
             stopped.set()
@@ -69,11 +76,11 @@ def run_probes(
 
 
 def _run_group(
-    group: Sequence[str], patience_s: float, begin: Event, stopped: Event
+    group: Sequence[str], patience_s: float, may_begin: Callable[[], bool], stopped: Event
 ) -> tuple[str, dict[str, Observation]]:
     version, observed, left = "", dict[str, Observation](), list(group)
     while left and not stopped.is_set():
-        record, ending = _run_process(left, patience_s, begin, stopped)
+        record, ending = _run_process(left, patience_s, may_begin, stopped)
         if record.refused:
             raise CommandError(record.refused, ExitCode.INFRASTRUCTURE)
         if record.began and record.began not in record.observed:
@@ -87,7 +94,7 @@ def _run_group(
 
 
 def _run_process(
-    names: Sequence[str], patience_s: float, begin: Event, stopped: Event
+    names: Sequence[str], patience_s: float, may_begin: Callable[[], bool], stopped: Event
 ) -> tuple[Record, str]:
     """What the process recorded, and how it ended."""
     with tempfile.TemporaryDirectory(prefix="loragate-probes-") as name:
@@ -100,7 +107,7 @@ def _run_process(
                 command, stdin=subprocess.PIPE, stdout=output, stderr=subprocess.STDOUT
             )
             try:
-                _let_begin(child, begin, stopped)
+                _let_begin(child, may_begin, stopped)
                 ending = _wait(child, path, patience_s, stopped)
             finally:
                 child.kill()
@@ -110,14 +117,17 @@ def _run_process(
         return read(path), f"{ending}{said}"
 
 
-def _let_begin(child: subprocess.Popen[bytes], begin: Event, stopped: Event) -> None:
-    """Wait for `begin`, which no patience bounds, unless the process ends before."""
-    while not (begin.wait(_TICK_S) or stopped.is_set()) and child.poll() is None:
-        pass
+def _let_begin(
+    child: subprocess.Popen[bytes], may_begin: Callable[[], bool], stopped: Event
+) -> None:
+    """Wait for `may_begin`, which no patience bounds, unless the process ends before."""
+    begins = may_begin()
+    while not (begins or stopped.wait(_TICK_S)) and child.poll() is None:
+        begins = may_begin()
     assert child.stdin is not None
     # one that has ended or closed its input says why in its record or by its end
     with suppress(BrokenPipeError), child.stdin:
-        if begin.is_set():
+        if begins:
             child.stdin.write(b"\n")
 
 

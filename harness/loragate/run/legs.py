@@ -43,6 +43,9 @@ class GateSetup:
         return tuple(SUBJECTS[name] for name in self.selection.subjects if name in SUBJECTS)
 
 
+_CASES_ON_GPU = "gpu"
+
+
 class Needs(Enum):
     """What a leg keeps busy, which decides what may run beside it (`schedule.py`)."""
 
@@ -183,7 +186,9 @@ def _host_command(setup: GateSetup) -> tuple[str, ...]:
 
 
 def _findings_command(setup: GateSetup) -> tuple[str, ...]:
-    record = (f"--events={setup.report / EVENTS}", f"--run={setup.run}")
+    record = [f"--events={setup.report / EVENTS}", f"--run={setup.run}"]
+    if setup.has_gpu:
+        record.append(f"--after-leg={_CASES_ON_GPU}")
     return python_module("loragate", "findings", *record)
 
 
@@ -223,7 +228,7 @@ SPEED_LEGS = tuple(
 # cases first: they are what people wait for
 LEGS = (
     LegKind(
-        name="gpu",
+        name=_CASES_ON_GPU,
         needs=Needs.GPU,
         applies=lambda setup: setup.has_gpu,
         command=_cases_command,
@@ -250,8 +255,9 @@ LEGS = (
     ),
     LegKind(
         name="findings",
-        # some probes take 12 GiB of the GPU, and are not tried where less is free
-        needs=Needs.GPU,
+        # beside the cases its probes use little of the GPU. Those that take 12 GiB, or may stop
+        # what another process runs, wait until the cases have ended
+        needs=Needs.CORES,
         # a listed finding that no longer reproduces must not stay listed
         applies=lambda setup: any(subject.findings for subject in setup.registered),
         command=_findings_command,
