@@ -231,6 +231,19 @@ def timeouts_of(monkeypatch: pytest.MonkeyPatch, took: float) -> list[float]:
     return given
 
 
+def test_a_slow_match_is_named_alone_while_the_others_have_left_it_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Matching:
+        def match(self, name: str, timeout: float) -> None:
+            raise TimeoutError
+
+    monkeypatch.setattr(expressions, "_compiled", lambda text: Matching())
+    monkeypatch.setattr(expressions, "_Budget", partial(expressions._Budget, total=0.5))
+    with pytest.raises(AdapterError, match=r"^file: field: the expression 'a' takes more than"):
+        Expression("a", "a", "file: field").match("q_proj")
+
+
 @pytest.mark.parametrize("step", [1 / 4096, 1 / 2])
 def test_quick_and_slow_matches_of_one_adapter_share_the_whole_limit(
     monkeypatch: pytest.MonkeyPatch, step: float

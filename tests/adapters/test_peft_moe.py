@@ -32,11 +32,11 @@ PARAMETERS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
 NAMES = [f"model.layers.{index}.mlp.experts" for index in range(LAYERS)]
 
 
-def qwen3() -> nn.Module:
+def qwen3(hidden: int = HIDDEN, intermediate: int = INTERMEDIATE) -> nn.Module:
     config = transformers.Qwen3MoeConfig(
         vocab_size=32,
-        hidden_size=HIDDEN,
-        moe_intermediate_size=INTERMEDIATE,
+        hidden_size=hidden,
+        moe_intermediate_size=intermediate,
         num_hidden_layers=LAYERS,
         num_attention_heads=2,
         num_key_value_heads=1,
@@ -213,6 +213,16 @@ def test_modules_beside_parameters_without_a_module_name_keep_their_factors(tmp_
     experts = [f"{name}.{parameter}" for name in NAMES for parameter in ("gate_up", "down")]
     modules = [f"model.layers.{index}.self_attn.q_proj" for index in range(LAYERS)]
     assert sorted(adapter.modules) == sorted([f"{name}_proj" for name in experts] + modules)
+
+
+def test_experts_may_have_more_features_than_those_of_a_tiny_model(tmp_path: Path) -> None:
+    # from 257 on, equal integers are objects of their own
+    sizes = {"hidden": 520, "intermediate": 264}
+    trained(qwen3(**sizes), tmp_path, target_modules=[], target_parameters=PARAMETERS)
+    adapter = read_peft_folder(tmp_path, name="fr")
+    assert sorted(adapter.modules) == sorted(
+        f"{name}.{parameter}_proj" for name in NAMES for parameter in ("gate_up", "down")
+    )
 
 
 def test_factors_of_releases_that_took_the_output_for_the_input_are_turned(

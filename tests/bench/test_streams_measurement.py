@@ -119,7 +119,7 @@ def modelled_streams(monkeypatch: pytest.MonkeyPatch) -> Mock:
     monkeypatch.setattr(moe_rows, "PROJECTIONS", SMALL_EXPERTS)
     monkeypatch.delenv(DUAL_STREAM, raising=False)
     # the plan takes two streams for one row of the small layers of these tests
-    small = replace(DEFAULT, dense=replace(DEFAULT.dense, dual_rows=1, dual_weights=1))
+    small = replace(DEFAULT, dense=replace(DEFAULT.dense, dual_more_rows=1, dual_weights=1))
     monkeypatch.setattr("lorakernels.dense.ops.tuning_of", lambda device: small)
     return module
 

@@ -6,6 +6,8 @@ from dataclasses import replace
 from itertools import product
 
 import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
 
 from lorakernels.dense.plan import DenseShape, plan_expand, plan_shrink
 from lorakernels.runtime.tuning import DEFAULT
@@ -25,10 +27,23 @@ SHAPES = [
 ]
 
 
-def test_no_split_of_k_is_without_a_step():
-    for shape in SHAPES:
-        plan = plan_shrink(shape)
-        assert 1 <= plan.splits <= -(-shape.in_features // plan.block_k), shape
+# no list of shapes has all that plans tell apart
+any_shape = st.builds(
+    DenseShape,
+    num_rows=st.one_of(st.integers(1, 260), st.integers(1, 70_000)),
+    in_features=st.one_of(st.sampled_from((4096, 8192, 14336)), st.integers(1, 30_000)),
+    slice_widths=st.lists(
+        st.one_of(st.sampled_from((8192, 14336)), st.integers(1, 30_000)), min_size=1, max_size=3
+    ).map(tuple),
+    rank=st.one_of(st.sampled_from((8, 16, 64, 128)), st.integers(1, 512)),
+    itemsize=st.sampled_from((2, 4)),
+)
+
+
+@given(shape=any_shape, beside=st.booleans())
+def test_no_split_of_k_is_without_a_step(shape: DenseShape, beside: bool):
+    plan = plan_shrink(replace(shape, beside=beside))
+    assert 1 <= plan.splits <= -(-shape.in_features // plan.block_k)
 
 
 def test_the_programs_of_several_partials_run_at_once_from_256_rows_on():
@@ -42,11 +57,13 @@ def test_the_programs_of_several_partials_run_at_once_from_256_rows_on():
         assert plan.splits == 1 or programs <= most, shape
 
 
-def test_a_hidden_shrink_has_no_more_partials_than_one_behind_the_base_product():
+@given(shape=any_shape)
+# its blocks of ranks are wider beside the product, and so more partials would be of least cost
+@example(shape=DenseShape(112, 5120, (25600, 25600), 16, 2))
+@settings(max_examples=500)
+def test_a_hidden_shrink_has_no_more_partials_than_one_behind_the_base_product(shape: DenseShape):
     """Both take the workspace of the latter."""
-    for shape in SHAPES:
-        beside = plan_shrink(replace(shape, beside=True))
-        assert beside.splits <= plan_shrink(shape).splits, shape
+    assert plan_shrink(replace(shape, beside=True)).splits <= plan_shrink(shape).splits
 
 
 def test_an_expand_of_few_programs_waits_for_its_shrink():
@@ -110,6 +127,9 @@ def test_programs_of_few_rows_have_one_block_of_columns_where_all_run_at_once(
         (20, 4096, (14336, 14336), 256, 2),
         (25, 1024, (2048, 1024, 1024), 128, 4),
         (101, 4096, (3584,), 8, 16),
+        # no more than programs fill the device
+        (16, 28672, (4096, 1024, 1024), 512, 8),
+        (33, 14336, (4096, 1024, 1024), 256, 4),
     ],
 )
 def test_few_rows_have_as_many_partials_as_the_expand_reads_in_the_time_that_they_save(

@@ -236,6 +236,11 @@ def test_a_layer_refuses_ids_that_are_no_integers_before_it_looks_rows_up() -> N
         step(embedding(), torch.zeros(4, device=DEVICE), torch.zeros(4, dtype=torch.int32))
 
 
+def test_an_embedding_is_in_no_group_of_ranks() -> None:
+    layer = LoRAEmbedding(torch.zeros(8, 4), num_slots=1, rank=2)
+    assert (layer.collective, layer.group) == (None, -1)
+
+
 @pytest.mark.parametrize("shape", [(8,), (8, 4, 2)])
 def test_a_weight_that_is_no_matrix_is_refused(shape: tuple[int, ...]) -> None:
     message = f"weight must be [vocabulary, width] (got {list(shape)})"

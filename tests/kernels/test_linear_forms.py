@@ -163,21 +163,22 @@ def test_an_expand_is_launched_dependently_and_told_what_runs_before_it(
         (17, 16, 4096, 25000, LinearForm.DUAL),
         # 20 million weights, and more than 64 ranks in two slices
         (64, 33, 2000, 10000, LinearForm.DUAL),
-        (65, 33, 2000, 10000, LinearForm.SINGLE),
-        # 64 ranks: up to 64 rows, beside 50 and beside 100 million weights for more of them
-        (65, 32, 2000, 24999, LinearForm.SINGLE),
-        (128, 32, 2000, 25000, LinearForm.DUAL),
-        (129, 32, 2000, 25000, LinearForm.SINGLE),
-        (255, 32, 10000, 10000, LinearForm.DUAL),
-        (256, 32, 10000, 10000, LinearForm.SINGLE),
-        (129, 32, 10000, 9999, LinearForm.SINGLE),
-        (255, 33, 10000, 10000, LinearForm.SINGLE),
-        # long rows of weights: of 20 million, and of 100 million
+        (96, 33, 2000, 10000, LinearForm.DUAL),
+        (97, 33, 2000, 10000, LinearForm.SINGLE),
+        # 64 ranks, and 256
+        (128, 32, 2000, 10000, LinearForm.DUAL),
+        (129, 32, 2000, 10000, LinearForm.SINGLE),
+        (129, 32, 10000, 10000, LinearForm.SINGLE),
+        (96, 128, 2000, 10000, LinearForm.DUAL),
+        (97, 128, 2000, 10000, LinearForm.SINGLE),
+        # more of them, beside as many times 20 million weights as they are 256
+        (65, 129, 10000, 10000, LinearForm.SINGLE),
+        (64, 129, 10000, 10000, LinearForm.DUAL),
+        (5, 192, 3000, 10000, LinearForm.STORED),
+        (5, 192, 2999, 10000, LinearForm.SINGLE),
+        # long rows of weights
         (128, 32, 8000, 3000, LinearForm.STORED),
         (129, 32, 8000, 3000, LinearForm.SINGLE),
-        (128, 32, 20000, 10000, LinearForm.DUAL),
-        (129, 32, 20000, 10000, LinearForm.SINGLE),
-        (255, 32, 19999, 10000, LinearForm.DUAL),
         # fewer: 32 ranks, and 128
         (128, 16, 4000, 2000, LinearForm.STORED),
         (129, 16, 4000, 2000, LinearForm.SINGLE),

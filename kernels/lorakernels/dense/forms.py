@@ -41,12 +41,13 @@ def _most_rows_beside(shape: DenseShape) -> int:
     weights = shape.in_features * sum(shape.slice_widths)
     if weights < tuning.dual_weights:
         return _most_rows_beside_few_weights(shape)
-    if ranks > tuning.dual_ranks:
-        return tuning.dual_rows
-    if weights >= tuning.dual_weights_of_most_rows and not _is_deep(shape):
-        return tuning.dual_most_rows
-    is_large = weights >= tuning.dual_weights_of_more_rows or _is_deep(shape)
-    return tuning.dual_more_rows if is_large else tuning.dual_rows
+    if ranks <= tuning.dual_ranks:
+        return tuning.dual_more_rows
+    if ranks <= tuning.dual_most_ranks:
+        return tuning.dual_more_rows * 3 // 4
+    # the more ranks, the more weights take as long to read as A
+    fewest = tuning.dual_weights * ranks / tuning.dual_most_ranks
+    return tuning.dual_rows if weights >= fewest else 0
 
 
 def _most_rows_beside_few_weights(shape: DenseShape) -> int:

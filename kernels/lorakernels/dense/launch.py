@@ -59,6 +59,7 @@ def launch_shrink(
     if shape.num_rows == 0:
         return
     plan, total = plan_shrink(shape), shape.ranks_of_all_slices
+    assert shrunk.shape[0] == plan.splits, "the expand reads other partials than are written"
     capacity = tiles.capacity(shape.height)
     grid = (tile_programs(shape, capacity), plan.splits, -(-total // plan.block_n))
     with on_device_of(x):

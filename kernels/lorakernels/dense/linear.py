@@ -19,7 +19,7 @@ from lorakernels.dense.check import check_input, check_rows, check_step
 from lorakernels.dense.forms import LinearForm, plan_form
 from lorakernels.dense.launch import TileTables, launch_add, launch_expand, launch_shrink
 from lorakernels.dense.ops import DenseWorkspace, branch_buffer, shape_of, view_shrunk
-from lorakernels.dense.plan import DenseShape, plan_shrink
+from lorakernels.dense.plan import DenseShape
 from lorakernels.dense.sizes import stored_delta
 from lorakernels.dense.weights import SlotWeights
 from lorakernels.runtime.device import supports_pdl
@@ -92,7 +92,8 @@ class Delta:
     def beside(self) -> Delta:
         """The same delta, whose shrink runs beside the base product."""
         shape = replace(self.shape, beside=True)
-        return replace(self, shape=shape, shrunk=self.shrunk[: plan_shrink(shape).splits])
+        shrunk = view_shrunk(self.buffers, shape, self.slots.a.shape[0])
+        return replace(self, shape=shape, shrunk=shrunk)
 
     def stored(self) -> Tensor:
         """What this branch keeps the whole delta in, behind the shrink output. ValueError."""

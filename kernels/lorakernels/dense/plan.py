@@ -109,13 +109,16 @@ def plan_shrink(shape: DenseShape) -> ShrinkPlan:
     block = _shrink_block(shape)
     chunks, full_tiles = -(-shape.ranks_of_all_slices // block.n), -(-shape.num_rows // height)
     steps = -(-shape.in_features // block.k)
-    splits = min(_most_splits(shape, block, chunks), steps)
     if shape.beside:
-        splits = max(1, min(splits, _most_splits_beside(shape, tuning, full_tiles, chunks)))
+        # no more than the shrink has that nothing hides: it is what the workspace is planned for
+        most = plan_shrink(replace(shape, beside=False)).splits
+        most = max(1, min(most, _most_splits_beside(shape, tuning, full_tiles, chunks)))
+    else:
+        most = _most_splits(shape, block, chunks)
     return ShrinkPlan(
         block_n=block.n,
         block_k=block.k,
-        splits=_number_of_splits(splits, block),
+        splits=_number_of_splits(min(most, steps), block),
         trigger_early=height < tuning.prefill_height,
         num_warps=block.num_warps,
         num_stages=block.num_stages,
@@ -208,8 +211,6 @@ def _most_splits(shape: DenseShape, block: _ShrinkBlock, chunks: int) -> int:
     """The number of split-K partials beyond which the expand, which reads them once for each
     group of columns, loses what the shrink gains."""
     tuning = shape.tuning.dense
-    if _is_one_wave(shape):
-        return best_wave(_work(shape)).splits
     if block.resident is not None:
         # one wave: the programs of a second one would take as long again
         programs = _usual_tiles(shape) * chunks

@@ -41,12 +41,12 @@ class DenseTuning:
     # a base product of so many weights hides a shrink on a second stream, of so many rows
     dual_weights: int
     dual_rows: int
-    # with so few ranks of all slices, beside products of even more weights, of more rows
+    # with so few ranks of all slices, of more rows: beyond those, the product has all
+    # multiprocessors at work
     dual_ranks: int
-    dual_weights_of_more_rows: int
     dual_more_rows: int
-    dual_weights_of_most_rows: int
-    dual_most_rows: int
+    # beyond so many ranks of all slices, A takes long to read next to the base weight
+    dual_most_ranks: int
     # features from which a product of fewer weights hides a delta that is stored
     dual_features: int
     # most values of a delta that is stored on a second stream and added later: beyond, writing and
@@ -173,10 +173,8 @@ HOPPER = Tuning(
         dual_weights=20_000_000,
         dual_rows=64,
         dual_ranks=64,
-        dual_weights_of_more_rows=50_000_000,
         dual_more_rows=128,
-        dual_weights_of_most_rows=100_000_000,
-        dual_most_rows=255,
+        dual_most_ranks=256,
         dual_features=1536,
         stored_values=400_000,
         splits_beside=8,

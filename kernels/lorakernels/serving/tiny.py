@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import nn
 from transformers import (
     PreTrainedModel,
     Qwen3Config,
@@ -63,7 +62,4 @@ def tiny_model(kind: str, *, seed: int = 0, **changes: Any) -> PreTrainedModel:
         noise = torch.randn(weight.shape, generator=generator, device="cpu") * scale
         with torch.no_grad():
             weight.copy_(noise if weight.dim() > 1 else weight + noise)
-    for module in model.modules():
-        if isinstance(module, nn.Embedding):
-            module.padding_idx = None
     return model.eval()

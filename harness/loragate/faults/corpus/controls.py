@@ -43,7 +43,7 @@ CONTROLS = (
     control(
         name="k-never-split",
         why="K is never split: other roundings, as good as before.",
-        edit=Edit(_PLAN, "splits=_number_of_splits(splits, block)", "splits=1"),
+        edit=Edit(_PLAN, "splits=_number_of_splits(min(most, steps), block)", "splits=1"),
     ),
     control(
         name="smaller-grid",

@@ -126,9 +126,9 @@ FAULTS = (
         why="The same between decode and prefill, whose expand is planned elsewhere.",
     ),
     _plan(
-        "hidden-shrink-of-a-wave-splits-further",
-        "        return best_wave(_work(shape)).splits\n",
-        "        return 16\n",
+        "hidden-shrink-splits-further",
+        "        most = plan_shrink(replace(shape, beside=False)).splits\n",
+        "        most = _most_splits(shape, block, chunks)\n",
         source="own",
         why="A shrink beside the base product has more partials than the one behind it, whose "
         "workspace it takes.",

@@ -8,6 +8,7 @@ on both sides of every threshold: a new branch of a plan is a new row of the tab
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import cache
 from itertools import chain, product
 
@@ -62,7 +63,7 @@ def branches(case: Case) -> frozenset[str]:
     depth = -(-case.in_features // by_rows)
     shape = DenseShape(case.tokens, depth, widths, case.rank, size, _tuning(case))
     taken = _dense(shape, live=case.tokens - num_padded(case), slots=case.slots)
-    return frozenset([*taken, *_linear(case)])
+    return frozenset([*taken, *_linear(case, shape)])
 
 
 def _tuning(case: Case) -> Tuning:
@@ -81,7 +82,7 @@ def all_branches(site: Site) -> tuple[str, ...]:
     elif site is Site.EMBEDDING:
         found = _grid_of_look_ups()
     else:
-        found = chain(_grid_of_dense(), map(_linear_form, _LINEAR_FORMS))
+        found = chain(_grid_of_dense(), _grid_of_linears())
     return tuple(sorted(set(found)))
 
 
@@ -119,10 +120,19 @@ def _dense(shape: DenseShape, *, live: int, slots: int) -> Iterator[str]:
     yield _several("dense expand: parts of a tile", shape.height // expand.block_m)
 
 
-def _linear(case: Case) -> Iterator[str]:
+def _linear(case: Case, shape: DenseShape) -> Iterator[str]:
     if case.site is Site.LORA_LINEAR:
         is_dual = case.streams is Streams.DUAL
         yield _linear_form(linear.FORMS[case.beside] if is_dual else LinearForm.SINGLE)
+        if is_dual:
+            yield _hidden_shrink(shape)
+
+
+def _hidden_shrink(shape: DenseShape) -> str:
+    """It has a plan of its own."""
+    is_split = dense.plan_shrink(replace(shape, beside=True)).splits > 1
+    split = "split" if is_split else "whole"
+    return f"shrink beside a product: tiles of {shape.height} rows, K is {split}"
 
 
 def _linear_form(form: LinearForm) -> str:
@@ -285,6 +295,13 @@ def _grid_of_dense() -> Iterator[str]:
     for count, depth, widths, rank, size in sizes:
         for slots, live in ((2, count), (64, count - (count + 2) // 4)):
             yield from _dense(DenseShape(count, depth, widths, rank, size), live=live, slots=slots)
+
+
+def _grid_of_linears() -> Iterator[str]:
+    """Besides the dense delta."""
+    yield from map(_linear_form, _LINEAR_FORMS)
+    for rows, depth in product((1, 100, 150, 2050), (16, 8192)):
+        yield _hidden_shrink(DenseShape(rows, depth, (64,), 8, 2))
 
 
 def _moe_shapes(pairs: tuple[int, ...]) -> Iterator[MoEShape]:

@@ -77,8 +77,9 @@ class LLM:
     def generate(self, prompts, sampling, *, lora_request, use_tqdm):
         assert len(prompts) == len(lora_request)
         assert all(request is None or request in self.loaded for request in lora_request)
-        # a request is handled before the first step, and as many prompts are computed in a step as fill it
-        steps = -(-len(prompts) * len(prompts[0]["prompt_token_ids"]) // self.step_tokens)
+        # a request is handled before the first step, which takes as many prompts as fill it
+        tokens = len(prompts) * len(prompts[0]["prompt_token_ids"])
+        steps = -(-tokens // self.step_tokens)
         _NOW[0] += 1.0 + steps * STEP_US / 1e6
         self._run(lora_request, captures=False)
         for _ in range(sampling.max_tokens - 1):
