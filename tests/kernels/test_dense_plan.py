@@ -60,7 +60,7 @@ def test_the_programs_of_several_partials_run_at_once_from_256_rows_on():
 @given(shape=any_shape)
 # its blocks of ranks are wider beside the product, and so more partials would be of least cost
 @example(shape=DenseShape(112, 5120, (25600, 25600), 16, 2))
-@settings(max_examples=500)
+@settings(max_examples=300)
 def test_a_hidden_shrink_has_no_more_partials_than_one_behind_the_base_product(shape: DenseShape):
     """Both take the workspace of the latter."""
     assert plan_shrink(replace(shape, beside=True)).splits <= plan_shrink(shape).splits
