@@ -48,7 +48,7 @@ def test_what_needs_no_gpu_runs_beside_the_cases_and_what_is_timed_runs_after_al
     [
         (legs_of_gate("lorakernels", "vllm", has_gpu=True, speed="v1"), frozenset[int]()),
         (legs_of_gate("lorakernels", has_gpu=False), SPARE),
-        (legs_of_gate("torch", "vllm", has_gpu=True)[:1] * 2, SPARE),
+        (legs_of_gate("torch", has_gpu=True, speed="v1"), SPARE),
     ],
     ids=["no spare core", "no GPU", "no leg without the GPU"],
 )
