@@ -21,7 +21,7 @@ from loragate.matrix.problems import nearest
 # modules of loragate.commands
 _COMMANDS = (
     *("gate", "plan", "replay", "report", "merge", "scan", "morning", "history"),
-    *("faults", "mutants", "bench", "findings", "checkpoints", "docs"),
+    *("faults", "mutants", "bench", "findings", "generate", "checkpoints", "docs"),
 )
 # former names of options, as older reports print them
 _RENAMED = {"--attempt": "--draw"}

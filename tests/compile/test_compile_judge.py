@@ -68,6 +68,16 @@ def test_a_kernel_that_does_not_compile_fails_even_without_a_baseline() -> None:
     assert (result.verdict, result.message) == (Verdict.FAIL, "does not compile: boom")
 
 
+@pytest.mark.parametrize("record", [RECORD, None])
+def test_a_kernel_that_reads_what_nothing_has_written_fails_whatever_its_resources(
+    record: Record | None,
+) -> None:
+    item = replace(_compiled(BEFORE), unwritten="reads UR6, which nothing has written")
+    result = judge(item, record, subject="toy", triton="3.7.1")
+    assert result.verdict is Verdict.FAIL
+    assert result.message == "was translated wrongly: reads UR6, which nothing has written"
+
+
 def test_more_shared_memory_than_the_gpu_has_fails_even_if_recorded() -> None:
     huge = replace(BEFORE, shared_bytes=232449)
     result = _judge(huge, record=Record("3.7.1", {KEY: huge}))

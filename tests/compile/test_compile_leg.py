@@ -13,6 +13,7 @@ from loragate.compile_leg.__main__ import main
 from loragate.compile_leg.baseline import Baseline, load_baseline, save_baseline
 from loragate.compile_leg.dry_launch import Compiled, ProviderError, list_labels
 from loragate.compile_leg.pool import Compilation
+from loragate.core.resources import Resources
 from loragate.core.verdict import Verdict
 from loragate.events.model import CompileResult, Event, Note
 
@@ -132,14 +133,23 @@ def test_a_compile_error_fails_its_kernel_alone(toy: str, tmp_path: Path) -> Non
     assert "has no baseline (recorded: none)" in collector.notes[0]
 
 
-def test_what_does_not_compile_cannot_be_recorded(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("broken", "complaint"),
+    [
+        (Compiled("toy_kernel", "small", "sm_90", None, "boom"), "does not compile: boom"),
+        (
+            Compiled("toy_kernel", "small", "sm_90", Resources(1, 0, 0), unwritten="reads UR6"),
+            "was translated wrongly: reads UR6",
+        ),
+    ],
+)
+def test_what_does_not_compile_or_is_translated_wrongly_cannot_be_recorded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, broken: Compiled, complaint: str
 ) -> None:
-    broken = Compiled("toy_kernel", "small", "sm_90", None, "boom")
     monkeypatch.setattr(leg, "compiler_settings", lambda: ())
     monkeypatch.setattr(leg, "compile_all", lambda *_: Compilation("3.7.1", (), (broken,)))
     baseline = tmp_path / "resources.json"
-    with pytest.raises(ValueError, match=r"^toy_kernel for sm_90 \(small\) does not compile: boom"):
+    with pytest.raises(ValueError, match=rf"^toy_kernel for sm_90 \(small\) {complaint}"):
         record(baseline=baseline)
     assert not baseline.exists()
 

@@ -41,6 +41,8 @@ any_shape = st.builds(
 
 
 @given(shape=any_shape, beside=st.booleans())
+# a step without any rows
+@example(shape=DenseShape(0, 24, (16,), 66, 2), beside=False)
 def test_no_split_of_k_is_without_a_step(shape: DenseShape, beside: bool):
     plan = plan_shrink(replace(shape, beside=beside))
     assert 1 <= plan.splits <= -(-shape.in_features // plan.block_k)

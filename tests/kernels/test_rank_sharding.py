@@ -391,7 +391,10 @@ def layer(**options: Any) -> LoRALinear:
             {"collective": SimulatedRanks(2).rank(1)},
             r"collective must be rank 0 of 2 like the layer \(got 1 of 2\)",
         ),
-        ({"rank": 511, "tp_size": 3, "collective": SimulatedRanks(3).rank(0)}, "rank must be 1 to"),
+        (
+            {"rank": 511, "tp_size": 3, "collective": SimulatedRanks(3).rank(0)},
+            r"rank must be at most 510 where 3 ranks hold equal parts of it \(got 513,",
+        ),
     ],
 )
 def test_what_cannot_be_sharded_is_refused(options: Mapping[str, Any], message: str) -> None:

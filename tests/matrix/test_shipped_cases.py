@@ -73,14 +73,15 @@ def test_each_tier_is_as_small_as_its_time_allows(cases: tuple[Case, ...]) -> No
     # rows of 36 adapters in a tile, which takes eight; two have 25,472 and 13,600 columns, where a
     # program of few rows has several blocks of them, one is a prefill of 200 ranks, and one has
     # several blocks of columns of 64 rows: they take sixteen seconds; three have a hidden shrink
-    # of taller tiles, and one ranks beyond a block of several partials: ten seconds
-    assert 80 <= count[Tier.SMOKE] <= 492
+    # of taller tiles, and one ranks beyond a block of several partials: ten seconds; three are
+    # what generated cases found
+    assert 80 <= count[Tier.SMOKE] <= 495
     # with those of smoke these took 4 minutes on an H200 that had other work, too; ten compare
     # replays of graphs with eager steps, three are engines of delta nets and with a drafting head,
     # nine have adapters sharded by rank and seven have one plan for all batches; eleven embeddings
     # and ten of the plans
-    # of prefills came later, and eighteen of hidden shrinks
-    assert count[Tier.PREMERGE] <= 527
+    # of prefills came later, eighteen of hidden shrinks, and three that generated cases found
+    assert count[Tier.PREMERGE] <= 530
     assert count[Tier.NIGHTLY] >= 200
 
 

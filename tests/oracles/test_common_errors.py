@@ -132,6 +132,8 @@ def test_a_rounding_that_is_not_promised_is_seen(
         {"tokens": 40, "rank": 1, "slices": (3,), "slots": 2},
         {"tokens": 130, "in_features": 8, "rank": 2, "slices": (64, 8), "slots": 3},
         {"tokens": 300, "in_features": 16, "rank": 4, "slices": (32,), "slots": 2},
+        # all rows are multiples of each other, and so are many of their roundings
+        {"tokens": 1300, "in_features": 1, "rank": 75, "slices": (96,), "slots": 1},
     ],
 )
 def test_promised_roundings_raise_no_alarm(

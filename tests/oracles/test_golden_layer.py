@@ -30,6 +30,7 @@ from loragate.matrix.case import (
     Site,
 )
 from loragate.oracles.numeric.activations import activated, slopes
+from loragate.oracles.numeric.errors import MANTISSA, row_errors
 from loragate.oracles.numeric.golden import chunks, folded
 from loragate.oracles.numeric.golden_layer import eager_of, golden_of
 from loragate.protocol import BaseExperts, Batch, Pool
@@ -231,6 +232,19 @@ def test_the_noise_of_a_layer_is_that_of_its_roundings() -> None:
     ratio = error.square().mean() / (right.terms_sq.mean() * unit)
     # eager does not round the shrink outputs, rounds the output, and no rounding is the worst one
     assert 0.1 < ratio < 1
+
+
+@pytest.mark.parametrize("seed", [1, 2, 3])
+def test_the_last_of_many_ranks_are_added_to_a_sum_of_full_size(seed: int) -> None:
+    sizes: dict[str, Any] = {"tokens": 200, "in_features": 256, "slices": (384, 384), "slots": 1}
+    case = replace(CASE, **sizes, rank=8, experts=3, top_k=1, ep=1, tp=48)
+    pool, batch = data(case, seed=seed)
+    base = base_of(case, seed=seed)
+    plain = eager_of(case, pool, batch, base)
+    errors = row_errors(case, golden_of(case, pool, batch, base), plain, plain)
+    # a model in which each partial sum is as large as the part of a rank allows a third of it
+    allowed = (errors.noise_sq + MANTISSA * errors.shrunk_sq).sum()
+    assert 0.7 < errors.subject_sq.sum() / allowed < 1.1
 
 
 def test_an_expert_that_a_token_chose_twice_makes_the_same_errors_twice() -> None:

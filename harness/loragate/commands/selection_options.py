@@ -10,7 +10,7 @@ from loragate.core.checkout import data_root
 from loragate.core.errors import usage_errors
 from loragate.events.durations import durations_of
 from loragate.matrix.case import Tier
-from loragate.matrix.load import default_files
+from loragate.matrix.load import default_files, named_files
 from loragate.matrix.selection import Selection
 from loragate.matrix.shards import Shard, shard_numbers
 
@@ -79,8 +79,8 @@ def add_matrix_option(parser: argparse.ArgumentParser) -> None:
         "--matrix",
         action="append",
         type=Path,
-        metavar="FILE",
-        help="YAML file of cases; repeatable (default: cases/*.yaml)",
+        metavar="PATH",
+        help="YAML file of cases, or a folder of them; repeatable (default: cases/*.yaml)",
     )
 
 
@@ -112,5 +112,5 @@ def shard_from(arguments: argparse.Namespace) -> Shard | None:
 
 def matrix_files(arguments: argparse.Namespace) -> tuple[Path, ...]:
     if arguments.matrix:
-        return tuple(path.absolute() for path in arguments.matrix)
+        return named_files(path.absolute() for path in arguments.matrix)
     return default_files(data_root())

@@ -20,11 +20,7 @@ def read_resources(cubin: bytes, shared_bytes: int) -> Resources:
     the launch, because from sm_90 on the binary counts the driver's own share as well. Raises
     RuntimeError.
     """
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(cubin)
-        file.flush()
-        command = [str(_cuobjdump()), "-res-usage", file.name]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_S)
+    done = run_tool("cuobjdump", cubin, "-res-usage")
     found = _USAGE.findall(done.stdout)
     if done.returncode or len(found) != 1:
         raise RuntimeError(f"cuobjdump found {len(found)} kernels: {done.stderr.strip()}")
@@ -32,8 +28,14 @@ def read_resources(cubin: bytes, shared_bytes: int) -> Resources:
     return Resources(registers, stack + local, shared_bytes)
 
 
-def _cuobjdump() -> Path:
-    """The tool in Triton's wheel, which supports every target that Triton supports."""
+def run_tool(name: str, cubin: bytes, option: str) -> subprocess.CompletedProcess[str]:
+    """What a tool says of `cubin`. It is the one in Triton's wheel, which supports every target
+    that Triton supports."""
     import triton.backends.nvidia
 
-    return Path(triton.backends.nvidia.__path__[0]) / "bin" / "cuobjdump"
+    tool = Path(triton.backends.nvidia.__path__[0]) / "bin" / name
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        command = [str(tool), option, file.name]
+        return subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_S)

@@ -20,6 +20,7 @@ from typing import Any, TypeAlias
 
 from loragate.compile_leg.content import content_of, settings_of_the_compiler
 from loragate.compile_leg.cubin import read_resources
+from loragate.compile_leg.machine_code import unwritten_registers
 from loragate.core.resources import Resources
 
 # errors of Triton's front end begin like this
@@ -36,7 +37,8 @@ Contents: TypeAlias = Mapping[tuple[str, str], str]
 class Compiled:
     """One specialisation of a kernel; `error` says why it did not compile. An `unchanged` one was
     not compiled, because its `content` is the recorded one. `unordered` says what it uses of the
-    kernels around it without waiting for them."""
+    kernels around it without waiting for them, `unwritten` which register its machine code reads
+    before anything writes it."""
 
     kernel: str
     specialisation: str
@@ -46,6 +48,7 @@ class Compiled:
     content: str = ""
     unchanged: bool = False
     unordered: str = ""
+    unwritten: str = ""
 
 
 class ProviderError(RuntimeError):
@@ -201,13 +204,14 @@ class _Recorder:
         specialisation = self._label if number == 1 else f"{self._label}#{number}"
         self.content, self._expected = "", self._recorded.get((name, specialisation))
         self._launch = kernel, args, options
-        resources, error, unchanged = None, "", False
+        resources, error, unchanged, unwritten = None, "", False, ""
         # what another launch has compiled in this process would never pass `look_at`
         kernel.device_caches.clear()
         try:
             # a warm-up compiles for the driver's target and launches nothing
             binary = self._run(kernel, *args, grid=(1,), warmup=True, **options)
             _check_tensor_memory(binary.metadata)
+            unwritten = unwritten_registers(binary.asm["cubin"])
             resources = read_resources(binary.asm["cubin"], binary.metadata.shared)
         except _Unchanged:
             unchanged = True
@@ -215,7 +219,16 @@ class _Recorder:
         except Exception as caught:
             error = _first_cause(caught)
         self.found.append(
-            Compiled(name, specialisation, self._arch, resources, error, self.content, unchanged)
+            Compiled(
+                kernel=name,
+                specialisation=specialisation,
+                arch=self._arch,
+                resources=resources,
+                error=error,
+                content=self.content,
+                unchanged=unchanged,
+                unwritten=unwritten,
+            )
         )
 
 

@@ -2,9 +2,10 @@
 
 A kernel with the content on record has the recorded resources; they are judged like any others.
 
-FAIL: the kernel does not compile, does not fit the GPU, uses memory without waiting for a kernel
-around it, spills more than recorded, or needs more registers or shared memory than recorded by more
-than the margin. A smaller growth is reported.
+FAIL: the kernel does not compile, its machine code reads a register that nothing has written, it
+does not fit the GPU, uses memory without waiting for a kernel around it, spills more than recorded,
+or needs more registers or shared memory than recorded by more than the margin. A smaller growth is
+reported.
 INCONCLUSIVE, which leaves a gate incomplete: there is no record to compare with, either for this
 kernel or for this release of Triton, or a kernel on record was not compiled.
 """
@@ -81,6 +82,8 @@ def _verdict(
 ) -> tuple[Verdict, str]:
     if item.resources is None:
         return Verdict.FAIL, f"does not compile: {item.error}"
+    if item.unwritten:
+        return Verdict.FAIL, f"was translated wrongly: {item.unwritten}"
     if item.unordered:
         return Verdict.FAIL, f"is launched dependently: {item.unordered}"
     limit = SHARED_LIMIT[item.arch]

@@ -81,8 +81,9 @@ def record(
     """Record what the installed Triton compiles now as the baseline of its minor release.
 
     A kernel whose content is on record is compiled only with `everything`. Returns the results of
-    a comparison with the old baseline. Raises ValueError if a kernel does not compile,
-    SettingsError, and BaselineError if the file is damaged; the file is then unchanged.
+    a comparison with the old baseline. Raises ValueError if a kernel does not compile or is
+    translated wrongly, SettingsError, and BaselineError if the file is damaged; the file is then
+    unchanged.
     """
     old = load_baseline(baseline) if baseline.exists() else Baseline()
     if settings := compiler_settings():
@@ -103,14 +104,17 @@ def expected_count(baseline: Path = BASELINE) -> int:
 
 def _record_of(done: Compilation, before: Record | None) -> Record:
     """What is unchanged since the record `before` is taken from there. ValueError for a kernel that
-    does not compile."""
+    does not compile or is translated wrongly."""
     entries: dict[Key, Resources] = {}
     for item in done.kernels:
         key = key_of(item)
         known = before.entries.get(key) if before and item.unchanged else item.resources
+        where = f"{item.kernel} for {item.arch} ({item.specialisation})"
         if known is None:
-            where = f"{item.kernel} for {item.arch} ({item.specialisation})"
             raise ValueError(f"{where} does not compile: {item.error}")
+        # what is on record is not compiled, so it would never be looked at again
+        if item.unwritten:
+            raise ValueError(f"{where} was translated wrongly: {item.unwritten}")
         entries[key] = known
     return Record(done.triton, entries, {key_of(item): item.content for item in done.kernels})
 

@@ -31,7 +31,23 @@ Placed = tuple[Case, Document, Loc]
 
 def default_files(root: Path) -> tuple[Path, ...]:
     """The case files of a checkout, which are meant where none are named."""
-    return tuple(sorted((root / "cases").glob("*.yaml")))
+    return _yaml_files(root / "cases")
+
+
+def named_files(paths: Iterable[Path]) -> tuple[Path, ...]:
+    """The files that a user means: a folder stands for its YAML files. One without any stays as it
+    is, and is refused where it is read."""
+    return tuple(file for path in paths for file in _yaml_files(path) or (path,))
+
+
+def folded(files: Sequence[Path]) -> tuple[Path, ...]:
+    """The shortest way to name all of `files`: their folder, if they are all that it stands for."""
+    folder = files[0].parent if files else Path()
+    return (folder,) if set(files) == set(_yaml_files(folder)) else tuple(files)
+
+
+def _yaml_files(folder: Path) -> tuple[Path, ...]:
+    return tuple(sorted(folder.glob("*.yaml"))) if folder.is_dir() else ()
 
 
 def load_cases(paths: Iterable[Path]) -> tuple[Case, ...]:
@@ -59,7 +75,7 @@ def _unreadable(path: Path, error: OSError | UnicodeDecodeError) -> str:
     if isinstance(error, UnicodeDecodeError):
         return f"is no YAML file: not UTF-8 at byte {error.start}"
     if isinstance(error, IsADirectoryError):
-        return "is a folder; allowed: YAML files, each named by itself"
+        return "is a folder without YAML files; allowed: YAML files, or a folder of them"
     if isinstance(error, FileNotFoundError):
         names = [file.name for file in path.parent.glob("*.yaml")]
         near = nearest(path.name, names)

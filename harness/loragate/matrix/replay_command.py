@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from loragate.core.checkout import data_root, project_root
-from loragate.matrix.load import default_files
+from loragate.matrix.load import default_files, folded
 
 _COMMAND = "LORAGATE_COMMAND"
 # the interpreter that the caller chose for `ci/gate`
@@ -33,7 +33,7 @@ def replay_command(run_id: str, draw: int, repeat: int, matrix: Sequence[Path] =
         words += ["--repeats", str(repeat + 1)]
     # ids are unique among the default files, so that a part of them needs no option
     if not set(matrix) <= set(default_files(data_root())):
-        words += [word for path in matrix for word in ("--matrix", str(path))]
+        words += [word for path in folded(matrix) for word in ("--matrix", str(path))]
     script = os.environ.get(_COMMAND)
     settings = {
         # beside a script only subjects of the user, which are named `module:object`, need it

@@ -20,7 +20,7 @@ from loragate.core.machine import select_interpreter
 from loragate.core.versions import new_run_name
 from loragate.events.durations import durations_of
 from loragate.matrix.case import Tier
-from loragate.matrix.load import default_files
+from loragate.matrix.load import default_files, named_files
 from loragate.matrix.selection import Selection
 from loragate.matrix.shards import Durations, Shard, shard_numbers
 from loragate.run.folder import EVENTS, WORKERS
@@ -107,8 +107,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption(
         "--loragate-matrix",
         action="append",
-        metavar="FILE",
-        help="YAML file of cases. Repeatable (default: cases/*.yaml)",
+        metavar="PATH",
+        help="YAML file of cases, or a folder of them. Repeatable (default: cases/*.yaml)",
     )
     group.addoption(
         "--loragate-shard",
@@ -194,7 +194,7 @@ def _role(config: pytest.Config) -> Role:
 def _matrix(config: pytest.Config) -> tuple[Path, ...]:
     named: Sequence[str] | None = config.option.loragate_matrix
     if named:
-        return tuple(Path(config.invocation_params.dir, name) for name in named)
+        return named_files(Path(config.invocation_params.dir, name) for name in named)
     return default_files(config.rootpath) or default_files(data_root())
 
 

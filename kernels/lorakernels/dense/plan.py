@@ -228,7 +228,8 @@ def _most_splits(shape: DenseShape, block: _ShrinkBlock, chunks: int) -> int:
 
 
 def _splits_of_few_rows(shape: DenseShape, block: _ShrinkBlock) -> int:
-    expand, rows = plan_expand(shape), shape.num_rows / shape.tuning.dense.usual_slots
+    # a step may have no rows at all
+    expand, rows = plan_expand(shape), max(1, shape.num_rows) / shape.tuning.dense.usual_slots
     # those of a tile, if all adapters have equally many
     rows = max(1.0, rows / math.ceil(rows / shape.height))
     return best_splits(_work_of_few_rows(shape), rows, block.n, expand.block_n * expand.group)

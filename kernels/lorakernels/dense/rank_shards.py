@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from lorakernels.common.stacked_weights import StackedWeights, check_geometry, empty_slots
+from lorakernels.common.stacked_weights import MAX_RANK, StackedWeights, check_geometry, empty_slots
 from lorakernels.dense.weights import SlotWeights
 
 
@@ -39,6 +39,7 @@ class RankShardedSlots(SlotWeights):
         dtype: torch.dtype,
         device: torch.device | str,
     ) -> None:
+        check_shared_rank(rank, held)
         check_geometry(num_slots, slice_widths, in_features, rank, dtype)
         slices = len(slice_widths)
         a_shape = (num_slots, slices, len(held), in_features)
@@ -68,6 +69,16 @@ class RankShardedSlots(SlotWeights):
 
     def _write_a(self, slot: int, index: int | slice, a: Tensor) -> None:
         super()._write_a(slot, index, a[..., self.held.start : self.held.stop, :])
+
+
+def check_shared_rank(rank: int, held: range) -> None:
+    """The rank of buffers that are cut by it is within what buffers may have. Raises ValueError."""
+    parts = rank // len(held) if held else 1
+    if parts > 1 and rank > MAX_RANK:
+        raise ValueError(
+            f"rank must be at most {MAX_RANK // parts * parts} where {parts} ranks hold equal "
+            f"parts of it (got {rank}, rounded up)"
+        )
 
 
 def exchanged_copies(parts: int) -> int:

@@ -129,7 +129,7 @@ class ExpertPacking:
     def _split(
         self, factors: ExpertFactors, members: tuple[int, ...], held: HeldExperts
     ) -> list[ExpertFactors]:
-        a, b = (_held(side, self.num_experts, held) for side in (factors.a, factors.b))
+        a, b = (_held(side, held) for side in (factors.a, factors.b))
         # gate and up share A; each takes its own rows of B
         pieces = self.halves(b) if len(members) == 2 else (b,)
         return [ExpertFactors(a, piece, factors.scale) for piece in pieces]
@@ -157,6 +157,9 @@ class ExpertPacking:
                     f"{factors.rank} and {factors.scale} for {name})"
                 )
         experts = [by_expert[expert] for expert in held.ids]
+        if self.num_experts == 1:
+            # in all its places one factor, which may be one that a layer keeps once
+            experts = experts[:1]
         return ExpertFactors(
             torch.stack([factors.a for factors in experts]),
             torch.stack([factors.b for factors in experts]),
@@ -203,6 +206,6 @@ def _flat(name: str, factors: Factors) -> LoRAFactors:
     return factors
 
 
-def _held(factor: Tensor, num_experts: int, held: HeldExperts) -> Tensor:
-    # a factor that all experts share is the same on every rank, and for every replica
-    return take_experts(factor, held) if factor.shape[0] == num_experts else factor
+def _held(factor: Tensor, held: HeldExperts) -> Tensor:
+    # one that all experts share, or that of the only expert, is the same in all places
+    return take_experts(factor, held) if factor.shape[0] > 1 else factor

@@ -18,6 +18,7 @@ from lorakernels.common.stacked_weights import (
     empty_slots,
     require_positive,
 )
+from lorakernels.dense.rank_shards import check_shared_rank
 from lorakernels.moe.weights import ExpertWeights
 
 
@@ -48,6 +49,7 @@ class RankShardedExperts(ExpertWeights):
         shared_b: bool = False,
     ) -> None:
         require_positive("num_experts", num_experts)
+        check_shared_rank(rank, held)
         check_geometry(num_slots, slice_widths, in_features, rank, dtype)
         self.num_experts = num_experts
         copies_a, copies_b = (1 if shared else num_experts for shared in (shared_a, shared_b))

@@ -30,8 +30,8 @@ FAULTS = (
     ),
     _launch(
         "bias-in-both-launches-of-a-cut-product",
-        "replace(base(), out=sums, bias=None, router_weights=None)",
-        "replace(base(), out=sums, router_weights=None)",
+        "replace(product, x=sums, bias=None)",
+        "replace(product, x=sums)",
         source="own",
         why="The launch of the sums adds the bias, and the launch that goes on adds it again.",
     ),

@@ -12,10 +12,8 @@ _layer = planting("lorakernels.layers.moe", Group.STREAMS)
 _shared = planting("lorakernels.layers.moe_shared", Group.STREAMS)
 _align = planting("lorakernels.moe.align.ops", Group.STREAMS)
 
-_CUT = (
-    "    fork_join(sums.device, multiply, *sides)\n"
-    "    launch_gemm(replace(product, x=sums), delta, pdl=False, part=_Part.REST)\n"
-)
+_REST = "launch_gemm(replace(product, x=sums, bias=None), delta, pdl=False, part=_Part.REST)\n"
+_CUT = f"    fork_join(sums.device, multiply, *sides)\n    {_REST}"
 _SUMS = "    sums = product.out.new_empty(pairs.num_pairs, columns, dtype=torch.float32)\n"
 _MULTIPLY = "    def multiply() -> None:\n"
 _SHARED_FORK = (
@@ -29,7 +27,7 @@ FAULTS = (
         _CUT,
         "    def both() -> None:\n"
         "        multiply()\n"
-        "        launch_gemm(replace(product, x=sums), delta, pdl=False, part=_Part.REST)\n\n"
+        f"        {_REST}\n"
         "    fork_join(sums.device, both, *sides)\n",
         source="vllm #42290",
         why="The expand reads shrink outputs while the side still writes them.",
@@ -40,7 +38,7 @@ FAULTS = (
         "    def both() -> None:\n"
         "        for side in sides:\n"
         "            side()\n"
-        "        launch_gemm(replace(product, x=sums), delta, pdl=False, part=_Part.REST)\n\n"
+        f"        {_REST}\n"
         "    fork_join(sums.device, multiply, both)\n",
         source="vllm #42290",
         why="The expand starts behind its shrink, and reads sums that are not complete.",
@@ -73,7 +71,7 @@ FAULTS = (
         _CUT,
         "    fork_join(sums.device, multiply, *sides)\n"
         "    with torch.cuda.stream(torch.cuda.Stream()):\n"
-        "        launch_gemm(replace(product, x=sums), delta, pdl=False, part=_Part.REST)\n",
+        f"        {_REST}",
         source="local-inference-lab #93",
         why="A stream that nobody waits for reads sums that are back at the allocator.",
     ),

@@ -181,7 +181,11 @@ def _of_rows(case: Case, errors: RowErrors) -> Iterator[tuple[Tensor, Tensor, st
     bound = (errors.bound_sq / widths).sqrt()
     # the shrink output is rounded once for each rank, for all columns alike
     shrunk_sq = (errors.shrunk_sq + (JUMPS / FACTOR) ** 2 * errors.jump_sq) / widths
-    shrunk = _unlucky(widths.clamp(max=case.rank)) * shrunk_sq.sqrt()
+    unlucky = _unlucky(widths.clamp(max=case.rank))
+    if case.site is Site.MOE_LAYER:
+        # all columns have the errors of act in common, which of few features are far from average
+        unlucky = unlucky.clamp(min=1 + tail(len(errors.gain)) / math.sqrt(2 * case.slices[0]))
+    shrunk = unlucky * shrunk_sq.sqrt()
     # eager may be lucky in a row of few columns: see populations()
     allowed = FACTOR * eager.maximum(bound / 6**0.5).hypot(shrunk) + bound
     yield subject, allowed, "the rms of a row's errors"

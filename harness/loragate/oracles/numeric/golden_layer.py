@@ -69,7 +69,7 @@ def _golden_layer(case: Case, pool: Pool, batch: Batch, base: BaseExperts) -> Go
     first, alone = layer.first(pool), layer.first(None)
     moved = layer.moved(pool, first)
     noise = layer.weighted_sum(layer.noise(pool, first, moved), squares=True)
-    base_alone, out, jump = (torch.zeros_like(noise) for _ in range(3))
+    base_alone, out, jump, of_ranks = (torch.zeros_like(noise) for _ in range(4))
     for columns in _parts(case.slices[0], case.tp):
         base_alone += layer.weighted_sum(layer.second(None, alone.act, columns))
         y = layer.second(pool.down, first.act, columns)
@@ -79,8 +79,10 @@ def _golden_layer(case: Case, pool: Pool, batch: Batch, base: BaseExperts) -> Go
             jump += layer.weighted_sum(layer.largest_flip(first, moved, columns), squares=True)
         if case.tp * case.ep > 1:
             for held in layer.held_by_ranks():
-                # the part of each rank, and the sum up to it, which is about as large
-                noise += 2 * layer.weighted_sum(y * held).square()
+                # the part of each rank, and the sum up to it: the last of many are far larger
+                part = layer.weighted_sum(y * held)
+                of_ranks += part
+                noise += part.square() + of_ranks.square()
     # on a GPU the order of a sum may change from run to run: without this the delta of base rows
     # would be a population of noise
     served = (batch.token_slots >= 0).to(out.device)[:, None]

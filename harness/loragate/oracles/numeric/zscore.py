@@ -144,7 +144,7 @@ def _worst_gain(case: Case, groups: _Groups) -> Deviation:
     total = groups.total(errors.gain - errors.eager_gain)
     shrunk = _pairs_alike(case) * MANTISSA * errors.shrunk_sq
     # twice: the errors of the subject and of eager
-    variance = 2 * groups.total(errors.gain_noise + shrunk * errors.delta_sq)
+    variance = 2 * _rows_alike(case) * groups.total(errors.gain_noise + shrunk * errors.delta_sq)
     gain = torch.where(delta > 0, total / delta, 0.0)
     floor = torch.finfo(torch_dtype(case.dtype)).eps / 8
     floor += (case.x_columns + case.rank) * 2.0**-28
@@ -169,6 +169,7 @@ def _worst_spread(
     in_common = (FOURTH_MOMENT / ranks + act_in_common(case)).clamp(max=1) + 1 / widths
     variance = 2 * groups.total(fourth + 2 * noise * shrunk / widths)
     variance += 2 * _pairs_alike(case) * groups.total(shrunk.square()) * in_common
+    variance *= _rows_alike(case)
     expected = groups.total(noise + shrunk)
     spread = torch.where(expected > 0, groups.total(errors.subject_sq) / expected, 0.0)
     judged = (spread > _SPREAD) & (2 * expected.square() > _ENOUGH * variance)
@@ -184,3 +185,11 @@ def act_in_common(case: Case) -> float:
 def _pairs_alike(case: Case) -> int:
     """How many rows may have the same shrink output: the pairs of a token, if experts share A."""
     return case.top_k if case.sharing is Sharing.SHARED_A else 1
+
+
+def _rows_alike(case: Case) -> int:
+    """How many rows may have all their errors in common: all of them where x has one column, for
+    they are multiples of each other."""
+    cut = case.tp if case.parallel is Parallel.ROW else 1
+    has_one = case.site is not Site.EMBEDDING and case.in_features <= cut
+    return max(1, case.tokens * case.top_k) if has_one else 1

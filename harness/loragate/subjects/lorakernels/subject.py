@@ -8,8 +8,8 @@ row-parallel layer and of an embedding added up.
 from __future__ import annotations
 
 from contextlib import AbstractContextManager
+from functools import partial
 from importlib import metadata
-from importlib.util import find_spec
 from typing import Any
 from unittest.mock import patch
 
@@ -59,6 +59,7 @@ from loragate.subjects.lorakernels.linear import LinearLayer
 from loragate.subjects.lorakernels.moe_delta import MoEDelta
 from loragate.subjects.lorakernels.moe_layer import MoELayer
 from loragate.subjects.lorakernels.one_plan import OnePlanDense, OnePlanLayer, OnePlanMoE
+from loragate.subjects.lorakernels.refusals import refusal
 from lorakernels.common.stacked_weights import MAX_RANK
 from lorakernels.dense.weights import SlotWeights
 from lorakernels.moe.delta.plan import MAX_FUSED_RANK
@@ -134,7 +135,7 @@ class LoraKernelsSubject:
             allocates=_allocates,
             traceable=True,
             streams_from=_streams_from,
-            refuses=_refuses,
+            refuses=partial(refusal, machine.device),
         )
 
     def engine_target(self, case: Case) -> str:
@@ -153,24 +154,6 @@ class LoraKernelsSubject:
         if case.site is Site.GDN_IN_PROJ:
             return DeltaNetInput(case, machine, base)
         return LinearLayer(case, machine, base)
-
-
-def _refuses(case: Case) -> str | None:
-    if case.base is Base.CALLABLE and case.streams is Streams.DUAL:
-        return "a layer around a linear that exists runs on one stream"
-    if case.site is not Site.ENGINE:
-        return None
-    if find_spec("transformers") is None:
-        return "transformers is not installed, on whose models the decoder is built"
-    if case.streams is Streams.DUAL:
-        return "the decoder runs its layers on one stream"
-    if case.model is not Model.HYBRID:
-        return None
-    if case.speculation is not Speculation.NONE:
-        return "the state of its delta nets cannot be taken back from a rejected draft"
-    from lorakernels.serving.cache import old_transformers
-
-    return old_transformers()
 
 
 def _streams_from(module: Any) -> AbstractContextManager[object]:

@@ -105,13 +105,13 @@ def launch_beside(product: Product, base: Callable[[], Product], *, adds: bool =
     sums = product.out.new_empty(pairs.num_pairs, columns, dtype=torch.float32)
 
     def multiply() -> None:
-        # what follows from the sums is left to the second launch
-        of_sums = replace(base(), out=sums, bias=None, router_weights=None)
+        # the bias as well: scales and bias are one operation, with one rounding, in a whole product
+        of_sums = replace(base(), out=sums, router_weights=None)
         launch_gemm(of_sums, None, pdl=False, part=_Part.SUMS)
 
     sides = () if delta is None else (partial(shrink, delta, pdl=False),)
     fork_join(sums.device, multiply, *sides)
-    launch_gemm(replace(product, x=sums), delta, pdl=False, part=_Part.REST)
+    launch_gemm(replace(product, x=sums, bias=None), delta, pdl=False, part=_Part.REST)
 
 
 class _Part(Enum):
@@ -150,7 +150,7 @@ def launch_gemm(
         out.stride(0),
         *(delta.b_strides if delta else (0, 0)),
         delta.slots.b.shape[0] if delta else 0,
-        depth,
+        -depth,
         WIDTH=width,
         ROWS_PER_X=pairs.num_pairs // x.shape[0],
         HEIGHT=height,

@@ -154,7 +154,7 @@ def moe_gemm_kernel(
     stride_b_slot,
     stride_b_expert,
     num_slots,
-    K,
+    minus_K,
     WIDTH: tl.constexpr,
     ROWS_PER_X: tl.constexpr,
     HEIGHT: tl.constexpr,
@@ -189,6 +189,9 @@ def moe_gemm_kernel(
     # layer in either case. bias_ptr is None without a bias
     if PDL and not LORA:
         gdc_wait()
+    # Triton makes a constant of an argument that is 1, and without its K loop ptxas 12.8 translates
+    # the kernel wrongly: the descriptor of an HGMMA is taken from a register without a value
+    K = -minus_K
     COLUMN_BLOCKS: tl.constexpr = (WIDTH + BLOCK_N - 1) // BLOCK_N
     tile = tl.program_id(0) // COLUMN_BLOCKS
     if tile < tl.load(num_base_tiles_ptr):

@@ -1,0 +1,62 @@
+"""`loragate generate`: write case files whose sizes follow from a seed."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from loragate.core.arguments import count_from
+from loragate.core.errors import CommandError
+from loragate.core.files import write_atomically
+from loragate.core.verdict import ExitCode
+from loragate.matrix.case import OPERATIONS, Site, Tier
+from loragate.matrix.generated.cases import generate
+from loragate.matrix.generated.text import file_text
+
+_SITES = sorted(OPERATIONS)
+_COUNT = 40
+
+
+def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = subparsers.add_parser("generate", help="write cases whose sizes follow from a seed")
+    parser.add_argument(
+        "--folder", type=Path, required=True, metavar="FOLDER", help="one file a site is written"
+    )
+    parser.add_argument(
+        "--seed", type=count_from(0), default=0, metavar="N", help="other cases (default: 0)"
+    )
+    parser.add_argument(
+        "--count",
+        type=count_from(1),
+        default=_COUNT,
+        metavar="N",
+        help=f"cases of each site; more of them begin with fewer (default: {_COUNT})",
+    )
+    parser.add_argument(
+        "--site",
+        action="append",
+        choices=[site.value for site in _SITES],
+        help="only this one; repeatable (default: every operation)",
+    )
+    parser.add_argument(
+        "--tier",
+        choices=[tier.value for tier in Tier],
+        default=Tier.PREMERGE.value,
+        help="smoke: sizes for the interpreter (default: premerge)",
+    )
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> ExitCode:
+    tier = Tier(arguments.tier)
+    for site in map(Site, dict.fromkeys(arguments.site or _SITES)):
+        cases = generate(site, arguments.seed, arguments.count, tier)
+        asked = f"--seed {arguments.seed} --count {arguments.count} --site {site} --tier {tier}"
+        path = arguments.folder / f"{site}.yaml"
+        try:
+            arguments.folder.mkdir(parents=True, exist_ok=True)
+            write_atomically(path, file_text(site, cases, f"made by `loragate generate {asked}`"))
+        except OSError as error:
+            raise CommandError(str(error), ExitCode.INFRASTRUCTURE) from error
+        print(f"{path}: {len(cases)} cases")
+    return ExitCode.OK

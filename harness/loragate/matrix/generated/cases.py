@@ -1,0 +1,82 @@
+"""Cases that follow from a seed: valid, different, and within what a tier can run. Pure.
+
+A list of cases shows what its authors thought of. Sizes that nobody chose show the rest: a plan
+that is wrong between two thresholds, or where two axes meet.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import count, islice
+
+from loragate.core.verdict import OracleName
+from loragate.matrix.case import LAYER_SITES, Case, Execution, Site, Streams, Tier
+from loragate.matrix.footprint import footprint_bytes
+from loragate.matrix.generated.chance import Chance
+from loragate.matrix.generated.shapes import SCALES, Scale, choices_of, sizes_of
+from loragate.matrix.ids import case_id
+from loragate.matrix.relations import RELATIONS
+
+_COMMON = (OracleName.REFERENCE, OracleName.EXACT, OracleName.BASE_ROWS, OracleName.CANARY)
+# sizes that are tried for a choice of the other axes: with few of them those that many sizes do not
+# fit, such as a cut over ranks, would be rare
+_TRIES = 200
+_TIMEOUT_S = 300.0
+
+
+def generate(site: Site, seed: int, size: int, tier: Tier) -> tuple[Case, ...]:
+    """`size` cases of an operation, by id different; a larger number begins with the smaller."""
+    return tuple(islice(_different(site, seed, tier), size))
+
+
+def _different(site: Site, seed: int, tier: Tier) -> Iterator[Case]:
+    seen = set[str]()
+    for index in count():
+        case = _case(site, f"{seed}/{site}/{tier}/{index}", tier)
+        if case is not None and case_id(case) not in seen:
+            seen.add(case_id(case))
+            yield case
+
+
+def _case(site: Site, seed: str, tier: Tier) -> Case | None:
+    """None where no sizes were found for what was chosen."""
+    scale, choices = SCALES[tier], choices_of(site, Chance(seed))
+    for attempt in range(_TRIES):
+        sizes = sizes_of(site, scale, Chance(f"{seed}/{attempt}"))
+        case = Case(site=site, tier=tier, timeout_s=_TIMEOUT_S, **choices, **sizes)
+        case = replace(case, oracles=_oracles(case))
+        if _fits_together(case) and _is_within(case, scale):
+            return case
+    return None
+
+
+def _oracles(case: Case) -> tuple[OracleName, ...]:
+    """Those that judge a case of any size; of streams, not whether they gain anything."""
+    streams = (OracleName.RACE, OracleName.SCHEDULE) if case.streams is Streams.DUAL else ()
+    graph = (OracleName.GRAPH,) if case.execution is Execution.GRAPH else ()
+    return (*_COMMON, *streams, *graph)
+
+
+def _fits_together(case: Case) -> bool:
+    return not any(
+        next(relation.problems(**{axis: getattr(case, axis) for axis in relation.axes}), None)
+        for relation in RELATIONS
+        if case.site in relation.sites
+    )
+
+
+def _is_within(case: Case, scale: Scale) -> bool:
+    return _work(case) <= scale.work and footprint_bytes(case) <= scale.bytes
+
+
+def _work(case: Case) -> int:
+    """Multiplications of the base products and of the adapters, from above."""
+    columns = sum(case.slices)
+    rows = case.tokens * case.top_k
+    if case.site is Site.EMBEDDING:
+        return rows * case.rank * columns
+    delta = case.rank * (len(case.slices) * case.in_features + columns)
+    if case.site is Site.MOE_LAYER:
+        return rows * (case.in_features + case.rank) * 2 * columns + rows * delta
+    return rows * (delta + (case.in_features * columns if case.site in LAYER_SITES else 0))

@@ -1,0 +1,156 @@
+"""Cases that follow from a seed: valid, of every kind, and the same everywhere."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from loragate.core.verdict import ExitCode, OracleName
+from loragate.matrix.case import AXES, OPERATIONS, Case, Execution, Site, Streams, Tier
+from loragate.matrix.footprint import footprint_bytes
+from loragate.matrix.generated.cases import generate
+from loragate.matrix.generated.chance import Chance
+from loragate.matrix.generated.shapes import SCALES
+from loragate.matrix.generated.text import file_text
+from loragate.matrix.ids import case_id
+from loragate.matrix.load import load_cases
+
+ROOT = Path(__file__).parents[2]
+SITES = sorted(OPERATIONS)
+MANY = 400
+
+
+@pytest.fixture(scope="module", params=SITES)
+def drawn(request: pytest.FixtureRequest) -> tuple[Case, ...]:
+    return generate(request.param, seed=5, size=MANY, tier=Tier.PREMERGE)
+
+
+@pytest.mark.parametrize("tier", [Tier.SMOKE, Tier.PREMERGE])
+@pytest.mark.parametrize("site", SITES)
+def test_generated_files_are_valid_and_give_the_cases_back(
+    site: Site, tier: Tier, tmp_path: Path
+) -> None:
+    cases = generate(site, seed=3, size=150, tier=tier)
+    path = tmp_path / "drawn.yaml"
+    path.write_text(file_text(site, cases, "a comment"))
+    assert load_cases([path]) == tuple(sorted(cases, key=case_id))
+
+
+def test_every_value_of_every_axis_is_drawn(drawn: tuple[Case, ...]) -> None:
+    site = drawn[0].site
+    for name, axis in AXES.items():
+        if not axis.at(site):
+            continue
+        found = Counter(getattr(case, name) for case in drawn)
+        if axis.members:
+            assert found.keys() == set(axis.values.get(site, axis.members)), name
+        else:
+            assert len(found) > 1, name
+
+
+def test_a_value_that_is_no_default_is_not_rare(drawn: tuple[Case, ...]) -> None:
+    """Two of them have to meet, at sizes that show it."""
+    for name, axis in AXES.items():
+        if axis.at(drawn[0].site) and axis.members and not axis.is_required_at(drawn[0].site):
+            others = sum(getattr(case, name) != axis.default for case in drawn)
+            assert others > MANY // 25, name
+
+
+def test_cases_of_a_tier_are_within_its_limits(drawn: tuple[Case, ...]) -> None:
+    scale = SCALES[Tier.PREMERGE]
+    for case in drawn:
+        assert footprint_bytes(case) <= scale.bytes
+        assert case.tokens <= scale.tokens
+        assert case.rank <= scale.rank
+        assert max(case.slices) <= scale.width * 4
+
+
+def test_sizes_reach_from_the_smallest_to_the_largest_half(drawn: tuple[Case, ...]) -> None:
+    scale = SCALES[Tier.PREMERGE]
+    for name, most in (("tokens", scale.tokens), ("rank", scale.rank), ("slots", scale.slots)):
+        sizes = {getattr(case, name) for case in drawn}
+        assert min(sizes) <= 1, name
+        assert max(sizes) > most // 2, name
+
+
+def test_streams_and_graphs_are_judged_by_their_oracles(drawn: tuple[Case, ...]) -> None:
+    for case in drawn:
+        is_dual = case.streams is Streams.DUAL
+        assert (OracleName.RACE in case.oracles) is is_dual
+        assert (OracleName.SCHEDULE in case.oracles) is is_dual
+        assert (OracleName.GRAPH in case.oracles) is (case.execution is Execution.GRAPH)
+
+
+def test_a_larger_number_begins_with_the_smaller_and_another_seed_gives_others() -> None:
+    few = generate(Site.LORA_LINEAR, seed=1, size=20, tier=Tier.PREMERGE)
+    assert generate(Site.LORA_LINEAR, seed=1, size=40, tier=Tier.PREMERGE)[:20] == few
+    other = generate(Site.LORA_LINEAR, seed=2, size=20, tier=Tier.PREMERGE)
+    assert not {case_id(case) for case in few} & {case_id(case) for case in other}
+    assert len({case_id(case) for case in few}) == 20
+
+
+def test_what_is_drawn_from_a_seed_never_changes() -> None:
+    """A seed is how people name what they have seen."""
+    ids = [case_id(case) for case in generate(Site.MOE_DELTA, 7, 2, Tier.SMOKE)]
+    assert ids == [
+        "moe_delta.dtype-bf16.exec-eager.experts-4.in-16.layout-transposed.map-local.mix-shuffled.path-plan.rank-32.ranks-mixed.router-none.routing-skewed.sharing-per_expert.slices-16x16.slots-3.source-token.tokens-102.topk-2.write-store",
+        "moe_delta.dtype-fp16.exec-eager.experts-3.in-296.layout-contiguous.map-parallel.mix-ragged.path-plan.plans-one.rank-1.ranks-mixed.router-output.routing-uniform.sharing-per_expert.slices-11x5x5.slots-2.source-token.spare-8.tokens-33.topk-2.write-add",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("limit", "unit", "least"), [(1, 1, 1), (8, 8, 1), (100, 7, 1), (100, 8, 50), (5, 8, 1)]
+)
+def test_a_size_is_a_multiple_within_its_limits(limit: int, unit: int, least: int) -> None:
+    sizes = {Chance(str(n)).size(limit, unit=unit, least=least) for n in range(400)}
+    wanted = range(-(-least // unit) * unit, max(limit, unit) + 1, unit)
+    assert sizes == set(wanted)
+
+
+def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+    folders = [str(ROOT / "harness"), str(ROOT / "kernels"), os.environ.get("PYTHONPATH", "")]
+    return subprocess.run(
+        [sys.executable, "-m", "loragate", *arguments],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(folders)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+
+
+def test_the_command_writes_a_folder_that_a_plan_can_be_made_of(tmp_path: Path) -> None:
+    folder = tmp_path / "drawn"
+    asked = ["--seed", "4", "--count", "3", "--tier", "smoke", "--site", "embedding"]
+    done = run("generate", "--folder", str(folder), *asked, "--site", "lora_linear")
+    assert done.returncode == ExitCode.OK, done.stderr
+    assert sorted(path.name for path in folder.iterdir()) == ["embedding.yaml", "lora_linear.yaml"]
+    first = (folder / "embedding.yaml").read_text().partition("\n")[0]
+    assert first == (
+        "# made by `loragate generate --seed 4 --count 3 --site embedding --tier smoke`"
+    )
+    planned = run("plan", "--matrix", str(folder), "--subject", "lorakernels", "--tier", "smoke")
+    assert planned.returncode == ExitCode.OK, planned.stderr
+    for case in load_cases(sorted(folder.iterdir())):
+        assert case_id(case) in planned.stdout
+
+
+def test_a_folder_that_cannot_be_written_ends_the_command_with_one_line(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    done = run("generate", "--folder", str(tmp_path / "file"), "--count", "1")
+    assert done.returncode == ExitCode.INFRASTRUCTURE
+    assert "file" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_a_size_that_does_not_fit_what_was_chosen_is_drawn_again() -> None:
+    """Cuts over ranks fit few widths, and are as frequent as other values all the same."""
+    cases = generate(Site.MOE_LAYER, seed=8, size=200, tier=Tier.PREMERGE)
+    cut = [case for case in cases if case.tp > 1]
+    assert len(cut) > 30
+    assert replace(cut[0], tp=1) not in cases
