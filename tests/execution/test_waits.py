@@ -54,6 +54,13 @@ def test_one_assembly_may_wait_and_signal() -> None:
     assert found(before, LOAD, STORE) == (set(), set(), Waits(signals_early=True))
 
 
+def test_operations_that_wait_and_signal_count_as_their_assembly_does() -> None:
+    wait, signal = (f"tt.grid_dependency_{name}" for name in ("wait", "launch_dependents"))
+    assert found(wait, signal, LOAD, STORE) == (set(), set(), WAITS_FIRST)
+    assert found(LOAD, wait, STORE) == ({0}, set(), WAITS_FIRST)
+    assert found(signal, wait, LOAD, STORE)[2] == Waits(signals_early=True)
+
+
 @pytest.mark.parametrize("waits", [IF_ELSE, WHILE])
 def test_a_wait_on_every_path_is_one(waits: tuple[str, ...]) -> None:
     assert found(*waits, LOAD, STORE) == (set(), set(), WAITS_FIRST)

@@ -11,7 +11,8 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, field
 
-_OF_THE_GRID = re.compile(r"griddepcontrol\.(wait|launch_dependents)")
+# inline assembly up to Triton 3.8, operations of its own from 3.9 on
+_OF_THE_GRID = re.compile(r"(?:griddepcontrol\.|tt\.grid_dependency_)(wait|launch_dependents)")
 _BLOCK = re.compile(r"\^[\w$]+")
 
 
