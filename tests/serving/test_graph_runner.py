@@ -18,6 +18,7 @@ select_interpreter()
 
 from lorakernels.batch.metadata import tile_height  # noqa: E402
 from lorakernels.dense.weights import SlotWeights  # noqa: E402
+from lorakernels.moe.weights import ExpertWeights  # noqa: E402
 from lorakernels.serving.dummy import dummy_adapters  # noqa: E402
 from lorakernels.serving.graph_runner import GraphRunner  # noqa: E402
 from lorakernels.serving.keys import GraphKey  # noqa: E402
@@ -116,6 +117,25 @@ def test_a_capture_leaves_the_slots_as_they_were(
     runner_of(stack).capture()
     for old, new in zip(before, contents(stack), strict=True):
         assert torch.equal(old, new)
+
+
+@pytest.mark.parametrize("shared_a", [False, True])
+def test_dummy_adapters_of_experts_have_all_ranks_of_every_expert(shared_a: bool) -> None:
+    experts = ExpertWeights(
+        num_slots=2,
+        num_experts=3,
+        slice_widths=[8, 8],
+        in_features=16,
+        rank=4,
+        dtype=torch.float16,
+        device="cpu",
+        shared_a=shared_a,
+    )
+    with dummy_adapters([experts]):
+        assert experts.ranks.tolist() == [[4, 4], [4, 4]]
+        assert experts.a.gt(0).all()
+        assert experts.b.gt(0).all()
+    assert not experts.ranks.any()
 
 
 def test_dummy_adapters_of_a_large_layer_keep_sums_finite_in_fp16() -> None:

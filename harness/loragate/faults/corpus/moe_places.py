@@ -39,6 +39,13 @@ FAULTS = (
         why="Places get the adapter's factors in the order of the model, and weights in their own.",
     ),
     _packing(
+        "factor-of-the-only-expert-in-each-of-its-places",
+        "    return take_experts(factor, held) if factor.shape[0] > 1 else factor\n",
+        "    return take_experts(factor, held)\n",
+        source="own",
+        why="A layer that keeps a factor once for all experts is given one for each place.",
+    ),
+    _packing(
         "numbered-factors-in-the-order-of-the-model",
         "for expert in held.ids]",
         "for expert in sorted(held.ids)]",

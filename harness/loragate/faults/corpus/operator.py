@@ -126,6 +126,13 @@ FAULTS = (
         why="The same between decode and prefill, whose expand is planned elsewhere.",
     ),
     _plan(
+        "plan-of-no-rows",
+        "plan_expand(shape), max(1, shape.num_rows) / ",
+        "plan_expand(shape), shape.num_rows / ",
+        source="own",
+        why="A step without rows divides by them where a rank is above 64.",
+    ),
+    _plan(
         "hidden-shrink-splits-further",
         "        most = plan_shrink(replace(shape, beside=False)).splits\n",
         "        most = _most_splits(shape, block, chunks)\n",
