@@ -12,7 +12,7 @@ import pytest
 
 from loragate.core.files import read_regular
 from loragate.core.verdict import ExitCode
-from loragate.matrix.load import load_cases
+from loragate.matrix.load import folded, load_cases, named_files
 from loragate.matrix.problems import CaseFileError
 
 ROOT = Path(__file__).parents[2]
@@ -61,3 +61,21 @@ def test_a_link_to_a_file_is_read(tmp_path: Path) -> None:
     (tmp_path / "stored").write_bytes(b"text")
     (tmp_path / "linked").symlink_to(tmp_path / "stored")
     assert read_regular(tmp_path / "linked") == b"text"
+
+
+def test_a_folder_stands_for_its_files_and_all_of_them_for_the_folder(tmp_path: Path) -> None:
+    first, second = tmp_path / "a.yaml", tmp_path / "b.yaml"
+    for path in (second, first, tmp_path / "notes.txt"):
+        path.write_text("")
+    assert named_files([tmp_path]) == (first, second)
+    assert named_files([second, tmp_path / "gone.yaml"]) == (second, tmp_path / "gone.yaml")
+    assert folded([second, first]) == (tmp_path,)
+    assert folded([first]) == (first,)
+    assert folded([]) == ()
+    (tmp_path / "c.yaml").write_text("")
+    assert folded([first, second]) == (first, second)
+
+
+def test_the_only_file_of_a_folder_keeps_its_name(tmp_path: Path) -> None:
+    (tmp_path / "a.yaml").write_text("")
+    assert folded([tmp_path / "a.yaml"]) == (tmp_path / "a.yaml",)

@@ -73,7 +73,7 @@ def test_a_pattern_that_selects_nothing_names_the_nearest_ids_once(drill, run, c
     ("matrix", "answer"),
     [
         (_GOOD.with_name("four_god.yaml"), f"there is no such file; did you mean {_GOOD}?"),
-        (_GOOD.parent, "is a folder"),
+        (Path(__file__).parent, "is a folder without YAML files"),
         (sys.executable, "is no YAML file"),
     ],
     ids=["missing", "folder", "binary"],

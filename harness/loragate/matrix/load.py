@@ -41,9 +41,11 @@ def named_files(paths: Iterable[Path]) -> tuple[Path, ...]:
 
 
 def folded(files: Sequence[Path]) -> tuple[Path, ...]:
-    """The shortest way to name all of `files`: their folder, if they are all that it stands for."""
-    folder = files[0].parent if files else Path()
-    return (folder,) if set(files) == set(_yaml_files(folder)) else tuple(files)
+    """The shortest way to name all of `files`: their folder, if it stands for these alone."""
+    # one file is as short as its folder, and tells more
+    if len(files) > 1 and set(files) == set(_yaml_files(files[0].parent)):
+        return (files[0].parent,)
+    return tuple(files)
 
 
 def _yaml_files(folder: Path) -> tuple[Path, ...]:

@@ -76,12 +76,11 @@ SCALES: Mapping[Tier, Scale] = MappingProxyType(
 
 def choices_of(site: Site, chance: Chance) -> Point:
     """A value of each axis that is no size."""
-    found = {
+    return {
         name: _value(axis, site, chance)
         for name, axis in AXES.items()
         if axis.at(site) and (axis.members or name in _NUMBERS)
     }
-    return found
 
 
 def sizes_of(site: Site, scale: Scale, chance: Chance) -> Point:
