@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 
 import pytest
 import torch
@@ -14,9 +14,9 @@ from torch.nn import functional
 from loragate.core.verdict import Failure, Judgement, Verdict
 from loragate.execution.session import inputs_of
 from loragate.inputs import DataKind, make_batch, make_pool
-from loragate.matrix.case import Dtype, Mix, Ranks, Site
-from loragate.oracles.numeric.compare import tail
-from loragate.oracles.numeric.errors import MANTISSA
+from loragate.matrix.case import Bias, Case, Dtype, Mix, Ranks, Site
+from loragate.oracles.numeric.compare import row_findings, tail
+from loragate.oracles.numeric.errors import MANTISSA, RowErrors, half_ulp
 from loragate.oracles.numeric.golden import eager, folded
 from loragate.oracles.numeric.reference import judge_result
 from loragate.oracles.numeric.zscore import FOURTH_MOMENT, act_in_common
@@ -184,6 +184,53 @@ def test_a_base_product_that_rounds_its_parts_is_not_charged_to_the_adapters(
         judgement = judge_result(trial, pool, batch, base, result)
         # the base is so large that nothing is proven of the delta
         assert judgement.failure is None, judgement
+
+
+def test_a_base_product_may_round_its_parts_in_other_rows_than_a_plain_one(
+    make_trial: Callable[..., Trial], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As another algorithm of cuBLAS does, which it takes for another layout."""
+    axes = LARGE | {"dtype": Dtype.FP16, "mix": Mix.ALL_BASE, "site": Site.LORA_LINEAR}
+    trial = make_trial(seed=1, bias=Bias.ABSENT, **axes)
+    pool, batch, base = inputs_of(trial, DataKind.SIGNED)
+    assert isinstance(base, BaseLayer)
+    right = batch.x.double() @ base.weight.double().T
+    off = [torch.zeros_like(right), torch.zeros_like(right)]
+    # many steps: what a partial sum of larger numbers loses
+    off[0][3] = 32 * half_ulp(right[3], torch.float16)
+    off[1][90] = 16 * half_ulp(right[90], torch.float16)
+    plain, result = ((right + error).to(batch.x.dtype) for error in off)
+    monkeypatch.setattr(functional, "linear", lambda *operands: plain)
+    assert judge_result(trial, pool, batch, base, result).failure is None
+    monkeypatch.setattr(functional, "linear", lambda *operands: right.to(batch.x.dtype))
+    assert judge_result(trial, pool, batch, base, result).failure is Failure.WRONG_ANSWER
+
+
+@pytest.mark.parametrize("features", [1, 2, 1024])
+def test_rows_of_few_features_may_be_far_from_average(features: int) -> None:
+    """Errors of act are products, of which few are large, and all columns of a row share them."""
+    case = Case(
+        site=Site.MOE_LAYER,
+        tokens=4096,
+        in_features=64,
+        slices=(features, features),
+        rank=16,
+        slots=1,
+        dtype=Dtype.BF16,
+        experts=1,
+        top_k=1,
+    )
+    draw = torch.Generator().manual_seed(3)
+    normal = torch.randn(2, case.tokens, features, generator=draw, dtype=torch.float64)
+    of_rows = 64 * normal.prod(0).square().mean(1, keepdim=True)
+    zeros = {field.name: torch.zeros_like(of_rows) for field in fields(RowErrors)}
+    errors = replace(
+        RowErrors(**zeros), subject_sq=of_rows, shrunk_sq=torch.full_like(of_rows, 64.0)
+    )
+    assert max(row_findings(case, errors)).ratio < 1
+    # no more than the average allows of many features
+    wrong = 3.0 if features == 1024 else 15.0
+    assert max(row_findings(case, replace(errors, subject_sq=of_rows * wrong**2))).ratio > 1
 
 
 def test_the_largest_of_a_million_errors_may_be_larger_than_that_of_a_thousand() -> None:

@@ -15,7 +15,8 @@ from typing import TypeVar
 
 from loragate.bench.moe_rows import DeltaRow, projection_of
 from loragate.bench.rows import DenseRow, linear_of
-from loragate.bench.streams_draw import LAYERS, RANKS, draw, drawn_number, drawn_tokens
+from loragate.bench.streams_draw import LAYERS, RANKS, draw, drawn_tokens
+from loragate.core.drawn import drawn_number
 
 _RANK = 16
 # with fewer tokens than two to this power

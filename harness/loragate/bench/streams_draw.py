@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import count, islice
 from types import MappingProxyType
 
 from loragate.bench.rows import Linear
+from loragate.core.drawn import drawn_number
 
 # largest ranks that servers are configured with
 RANKS = (8, 16, 32, 64, 128)
@@ -81,11 +81,6 @@ def _draw_one(seed: int, index: int) -> Drawn:
     layer = list(LAYERS)[below(len(LAYERS), "layer")]
     tokens = drawn_tokens(below, SIZE_CLASSES)
     return Drawn(layer, tokens, RANKS[below(len(RANKS), "rank")])
-
-
-def drawn_number(text: str, limit: int) -> int:
-    """A number below `limit` that follows from the text alone."""
-    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") % limit
 
 
 def drawn_tokens(below: Callable[[int, str], int], size_classes: int) -> int:

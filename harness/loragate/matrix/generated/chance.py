@@ -1,11 +1,12 @@
-"""Numbers that follow from a text: the same with every release of Python and on every machine."""
+"""A sequence of draws that follows from a text."""
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Sequence
 from itertools import count
 from typing import TypeVar
+
+from loragate.core.drawn import drawn_number
 
 T = TypeVar("T")
 
@@ -14,12 +15,11 @@ class Chance:
     """A sequence of drawn numbers. `seed` is a text; two of the same text draw the same."""
 
     def __init__(self, seed: str) -> None:
-        self._keys = (f"{seed}/{index}".encode() for index in count())
+        self._keys = (f"{seed}/{index}" for index in count())
 
     def below(self, limit: int) -> int:
         """A number from 0 to `limit` - 1."""
-        digest = hashlib.blake2b(next(self._keys), digest_size=8).digest()
-        return int.from_bytes(digest, "big") % limit
+        return drawn_number(next(self._keys), limit)
 
     def one_in(self, count: int) -> bool:
         return self.below(count) == 0
