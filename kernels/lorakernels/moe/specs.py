@@ -50,6 +50,7 @@ _W2 = (768, (2048,), 128, 8)
 _WIDE = (4096, (7168, 7168), 8, 2)
 _MANY = (2048, (512, 512), 1024, 8)
 _ODD = (1000, (520, 72), 5, 3)
+_ONE_FEATURE = (1024, (1, 1), 6, 1)
 
 
 def _problems() -> Iterator[Problem]:
@@ -106,6 +107,9 @@ def launches(compute_capability: int) -> Iterator[tuple[str, Callable[[], None]]
     yield "layer-gpt_oss-beside-r16-t8", partial(gpt_oss, 8, 16, cut=True)
     gelu = Activation.GELU_TANH_GATED
     yield "layer-gelu-r16-t8", partial(launch_layer, 8, 16, activation=gelu, pdl=pdl)
+    # an argument of 1, which Triton makes a constant of
+    one_feature = partial(launch_layer, 494, 16, pdl=pdl, sizes=_ONE_FEATURE)
+    yield "layer-one_feature-r16-t494", one_feature
 
 
 def launch_align(

@@ -177,4 +177,11 @@ FAULTS = (
         source="own",
         why="In fp16 ranks times a scale become Inf where the result is finite.",
     ),
+    _kernel(
+        "depth-of-a-product-compiled-in",
+        "    minus_K,\n    WIDTH",
+        "    minus_K: tl.constexpr,\n    WIDTH",
+        source="own",
+        why="Without its K loop, ptxas 12.8 takes a descriptor from a register without a value.",
+    ),
 )

@@ -105,7 +105,8 @@ def launch_beside(product: Product, base: Callable[[], Product], *, adds: bool =
     sums = product.out.new_empty(pairs.num_pairs, columns, dtype=torch.float32)
 
     def multiply() -> None:
-        # the bias as well: scales and bias are one operation, with one rounding, in a whole product
+        # the bias goes with the sums, because a whole product adds it in one operation with the
+        # scales, with one rounding; router weights follow the expand
         of_sums = replace(base(), out=sums, router_weights=None)
         launch_gemm(of_sums, None, pdl=False, part=_Part.SUMS)
 
