@@ -186,7 +186,7 @@ def test_a_base_product_that_rounds_its_parts_is_not_charged_to_the_adapters(
         assert judgement.failure is None, judgement
 
 
-def test_a_base_product_may_round_its_parts_in_other_rows_than_a_plain_one(
+def test_a_base_product_may_round_more_parts_than_a_plain_one_and_in_other_rows(
     make_trial: Callable[..., Trial], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As another algorithm of cuBLAS does, which it takes for another layout."""
@@ -198,10 +198,12 @@ def test_a_base_product_may_round_its_parts_in_other_rows_than_a_plain_one(
     off = [torch.zeros_like(right), torch.zeros_like(right)]
     # many steps: what a partial sum of larger numbers loses
     off[0][3] = 32 * half_ulp(right[3], torch.float16)
-    off[1][90] = 16 * half_ulp(right[90], torch.float16)
+    off[1][90] = 40 * half_ulp(right[90], torch.float16)
     plain, result = ((right + error).to(batch.x.dtype) for error in off)
     monkeypatch.setattr(functional, "linear", lambda *operands: plain)
     assert judge_result(trial, pool, batch, base, result).failure is None
+    worse = (right + 3 * off[1]).to(batch.x.dtype)
+    assert judge_result(trial, pool, batch, base, worse).failure is Failure.WRONG_ANSWER
     monkeypatch.setattr(functional, "linear", lambda *operands: right.to(batch.x.dtype))
     assert judge_result(trial, pool, batch, base, result).failure is Failure.WRONG_ANSWER
 

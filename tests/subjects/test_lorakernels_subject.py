@@ -3,10 +3,13 @@ must not do for the kernels."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from loragate.core.machine import detect_machine, select_interpreter
 from loragate.core.verdict import OracleName, Verdict
@@ -46,6 +49,8 @@ from loragate.matrix.engine_case import Graphs
 from loragate.protocol import Guard, Trial, unsupported
 from loragate.run.trial import run_trial
 from loragate.subjects import find_subject
+from loragate.subjects.lorakernels.moe_layer import MoELayer
+from lorakernels.runtime.collectives import SimulatedRanks
 
 select_interpreter()
 CASE = Case(
@@ -188,3 +193,24 @@ def test_base_rows_at_the_end_are_declared_as_padding() -> None:
         assert metadata.num_rows == len(slots)
         assert metadata.token_slots[: len(slots)].tolist() == slots
         assert (metadata.token_slots[len(slots) :] == -1).all()
+
+
+@pytest.mark.parametrize("streams", Streams)
+def test_ranks_are_added_up_from_the_last_one_on_in_any_form(
+    streams: Streams, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # another order loses nothing here
+    of_ranks = torch.tensor([1.0, -1.0, 2.0**-30]).unbind()
+
+    def part(
+        layer: MoELayer, index: int, x: Tensor, *others: Callable[[Tensor], Tensor] | None
+    ) -> Tensor:
+        beside = others[2] if len(others) > 2 else None
+        return of_ranks[index] if beside is None else of_ranks[index] + beside(x)
+
+    monkeypatch.setattr(MoELayer, "_part", part)
+    layer: Any = object.__new__(MoELayer)
+    layer.case = replace(CASE, site=Site.MOE_LAYER, tp=3, streams=streams)
+    layer.is_dual, layer.is_quantised, layer.input_dims = streams is Streams.DUAL, False, 2
+    layer.ranks, layer.groups = [None] * 3, [SimulatedRanks(3)]
+    assert layer.apply(torch.zeros(1, 1), torch.zeros(()), None).item() == 0.0

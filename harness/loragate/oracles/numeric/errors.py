@@ -22,6 +22,8 @@ _UNIT_ROUNDOFF_FP32 = 2.0**-24
 MANTISSA = 3 / (8 * math.log(2))
 # the largest of thousands of elements lies at four to five sigma
 TAIL = 4.0
+# parts that a base product adds up in 16 bits, over those of a plain product of another layout
+_PARTS_OF_ANOTHER_ALGORITHM = 2.0
 # how many jumps of the largest size may meet in a row: with two, one of twelve layers failed that
 # only add up in fp32
 JUMPS = 3.0
@@ -103,6 +105,7 @@ def row_errors(
         base_sq = base_sq.maximum(sums(missed.square()))
         # not always in the same elements, for it takes another algorithm for another layout
         beyond = (missed.abs() - half_ulp(right.base, base.dtype)).clamp(min=0)
+        beyond *= math.sqrt(_PARTS_OF_ANOTHER_ALGORITHM)
         bound_sq = bound_sq + _most(sums(beyond.square()))
         bound_max = bound_max + _most(tops(beyond))
     noise = noise + of_base

@@ -159,7 +159,9 @@ class MoELayer(Mapping):
             for number, group in enumerate(self.groups)
             for part in group.run(calls[number * tp : (number + 1) * tp])
         ]
-        return reduce(torch.add, parts).view(out.shape)
+        # from the last rank on, as layers add up that run beside each other: rounded sums of more
+        # than two parts depend on their order
+        return reduce(torch.add, reversed(parts)).view(out.shape)
 
     def _from(self, first: int, routes: Routes, quantised_x: Quantised | None, x: Tensor) -> Tensor:
         """The sum over the ranks from one on, each of them beside the one before it."""
