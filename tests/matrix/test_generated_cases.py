@@ -12,6 +12,7 @@ import pytest
 
 from loragate.core.verdict import ExitCode, OracleName
 from loragate.matrix.case import AXES, OPERATIONS, Case, Execution, Site, Streams, Tier
+from loragate.matrix.engine_case import ENGINE_ORACLES
 from loragate.matrix.footprint import footprint_bytes
 from loragate.matrix.generated.cases import generate
 from loragate.matrix.generated.chance import Chance
@@ -84,6 +85,20 @@ def test_streams_and_graphs_are_judged_by_their_oracles(drawn: tuple[Case, ...])
         assert (OracleName.RACE in case.oracles) is is_dual
         assert (OracleName.SCHEDULE in case.oracles) is is_dual
         assert (OracleName.GRAPH in case.oracles) is (case.execution is Execution.GRAPH)
+
+
+def test_every_oracle_that_any_case_can_have_judges_some_and_at_most_two_of_each(
+    drawn: tuple[Case, ...],
+) -> None:
+    usual = {OracleName.REFERENCE, OracleName.EXACT, OracleName.BASE_ROWS, OracleName.CANARY}
+    chosen = {OracleName.RACE, OracleName.SCHEDULE, OracleName.GRAPH}
+    # of engines; and what a case is laid out for
+    others = ENGINE_ORACLES | {OracleName.OVERLAP, OracleName.INVENTORY}
+    found = Counter(oracle for case in drawn for oracle in {*case.oracles} - usual - chosen)
+    assert found.keys() == {*OracleName} - usual - chosen - others
+    assert min(found.values()) > MANY // 20
+    assert {len({*case.oracles} - usual - chosen) for case in drawn} <= {0, 1, 2}
+    assert all(len({*case.oracles}) == len(case.oracles) for case in drawn)
 
 
 def test_a_larger_number_begins_with_the_smaller_and_another_seed_gives_others() -> None:

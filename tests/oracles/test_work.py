@@ -19,7 +19,7 @@ import triton.language as tl  # noqa: E402
 
 from loragate.core.verdict import Failure, OracleName, Verdict  # noqa: E402
 from loragate.execution.kernel_work import counted_work  # noqa: E402
-from loragate.matrix.case import Dtype, Mix  # noqa: E402
+from loragate.matrix.case import Dtype, Execution, Mix  # noqa: E402
 from loragate.oracles import ORACLES  # noqa: E402
 from loragate.protocol import Trial  # noqa: E402
 from loragate.subjects.torch.subject import DenseDelta  # noqa: E402
@@ -129,3 +129,14 @@ def test_work_that_follows_from_the_live_rows_passes(
 def test_compiled_kernels_are_not_judged(make_trial: Callable[..., Trial]) -> None:
     trial = make_trial(ByLiveRows, promises={"work_follows_tiles": True})
     assert WORK.applies(replace(trial, machine=replace(CPU, device="cuda"))) is not None
+
+
+def test_captures_are_not_judged(make_trial: Callable[..., Trial]) -> None:
+    """They warm up with batches of their own."""
+    promises = {"work_follows_tiles": True}
+    said = [
+        WORK.applies(make_trial(ByLiveRows, promises=promises, execution=execution))
+        for execution in (Execution.EAGER, Execution.GRAPH)
+    ]
+    assert said[0] is None
+    assert "warms up" in str(said[1])

@@ -72,6 +72,10 @@ SMALL = {
     "delta_net": replace(
         CASE, site=Site.GDN_IN_PROJ, slices=(40, 24, 4, 4), key_heads=2, tp=4, mix=Mix.SHUFFLED
     ),
+    # whose number of dimensions and parts must not make another graph of each batch
+    "compiled_with_more_dimensions": replace(
+        LINEAR, tokens=9, input_dims=3, oracles=(OracleName.COMPILE,)
+    ),
     "embedding": replace(
         CASE, site=Site.EMBEDDING, slices=(24,), tp=2, ids=Ids.UNKNOWN, mix=Mix.SHUFFLED
     ),

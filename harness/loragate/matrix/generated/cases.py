@@ -19,6 +19,21 @@ from loragate.matrix.ids import case_id
 from loragate.matrix.relations import RELATIONS
 
 _COMMON = (OracleName.REFERENCE, OracleName.EXACT, OracleName.BASE_ROWS, OracleName.CANARY)
+# of these, which take several steps each, a case has a few
+_FURTHER = (
+    OracleName.REPEAT,
+    OracleName.PERMUTE,
+    OracleName.SEQUENCE,
+    OracleName.ISOLATION,
+    OracleName.RANGE,
+    OracleName.WORK,
+    OracleName.BATCH_INVARIANCE,
+    OracleName.QUEUE,
+    OracleName.HOT_PATH,
+    OracleName.GUARD,
+    OracleName.COMPILE,
+)
+_DRAWN_ORACLES = 2
 # sizes that are tried for a choice of the other axes: with few of them those that many sizes do not
 # fit, such as a cut over ranks, would be rare
 _TRIES = 200
@@ -47,8 +62,17 @@ def _case(site: Site, seed: str, tier: Tier) -> Case | None:
         case = Case(site=site, tier=tier, timeout_s=_TIMEOUT_S, **choices, **sizes)
         case = replace(case, oracles=_oracles(case))
         if _fits_together(case) and _is_within(case, scale):
-            return case
+            return _judged_further(case, scale, Chance(f"{seed}/oracles"))
     return None
+
+
+def _judged_further(case: Case, scale: Scale, chance: Chance) -> Case:
+    """The case with a few drawn oracles more, as far as there is memory for their copies."""
+    for _ in range(_DRAWN_ORACLES):
+        more = replace(case, oracles=(*case.oracles, chance.choice(_FURTHER)))
+        if len(set(more.oracles)) == len(more.oracles) and _is_within(more, scale):
+            case = more
+    return case
 
 
 def _oracles(case: Case) -> tuple[OracleName, ...]:
@@ -67,7 +91,8 @@ def _fits_together(case: Case) -> bool:
 
 
 def _is_within(case: Case, scale: Scale) -> bool:
-    return _work(case) <= scale.work and footprint_bytes(case) <= scale.bytes
+    work = scale.graph_work if case.execution is Execution.GRAPH else scale.work
+    return _work(case) <= work and footprint_bytes(case) <= scale.bytes
 
 
 def _work(case: Case) -> int:

@@ -28,7 +28,8 @@ _NUMBERS = MappingProxyType(
 
 @dataclass(frozen=True, slots=True)
 class Scale:
-    """The largest sizes, and how many multiplications a case may take."""
+    """The largest sizes, and how many multiplications a step may take: of any case, and of one
+    whose graph is replayed for some twenty batches."""
 
     tokens: int
     width: int
@@ -40,6 +41,7 @@ class Scale:
     top_k: int
     heads: int
     work: int
+    graph_work: int
     bytes: int
 
 
@@ -54,6 +56,7 @@ _INTERPRETED = Scale(
     top_k=4,
     heads=4,
     work=20_000_000,
+    graph_work=2_000_000,
     bytes=2 << 30,
 )
 _COMPILED = Scale(
@@ -67,6 +70,7 @@ _COMPILED = Scale(
     top_k=16,
     heads=32,
     work=1 << 40,
+    graph_work=1 << 40,
     bytes=8 << 30,
 )
 SCALES: Mapping[Tier, Scale] = MappingProxyType(

@@ -21,7 +21,7 @@ from loragate.core.verdict import Failure, Judgement, OracleName, Verdict
 from loragate.execution.kernel_compiles import kernels_compiled
 from loragate.execution.session import base_of, open_loaded
 from loragate.inputs import DataKind, copy_batch, make_batch, make_pool
-from loragate.matrix.case import Execution, Mix
+from loragate.matrix.case import Case, Execution, Mix
 from loragate.oracles.evidence import DEVICE_ERRORS, judge_bits, passed
 from loragate.protocol import AnyInstance, Batch, CheckedInstance, Trial, apply_step
 
@@ -128,7 +128,7 @@ def _trace(trial: Trial, layers: list[CheckedInstance], compiled: _Compiled) -> 
                 wrong = compiled.step(layer, batch, where, graphs=1, warm=warm)
                 if wrong is not None:
                     return wrong
-        for tokens in _other_sizes(trial.case.tokens):
+        for tokens in _other_sizes(trial.case):
             batch = _batch(trial, 0, tokens)
             where = f"a batch of {tokens} rows after one of {trial.case.tokens}"
             # torch.compile treats a size as a constant until it sees another one
@@ -142,9 +142,11 @@ def _trace(trial: Trial, layers: list[CheckedInstance], compiled: _Compiled) -> 
     return None
 
 
-def _other_sizes(tokens: int) -> range:
-    """Smaller batches; torch.compile always treats a size of one as a constant."""
-    return range(tokens - 1, max(1, tokens - 4), -1)
+def _other_sizes(case: Case) -> range:
+    """Smaller batches; torch.compile always treats a size of one as a constant. Where x has one
+    more dimension, batches of odd and of even numbers are cut into different numbers of parts."""
+    step = case.input_dims - 1
+    return range(case.tokens - step, max(1, case.tokens - 4 * step), -step)
 
 
 class _Compiled:

@@ -23,7 +23,7 @@ from loragate.execution.kernel_work import counted_work
 from loragate.execution.session import Session, base_of
 from loragate.inputs import DataKind, copy_batch, make_batch, make_pool
 from loragate.inputs.mapping import BASE_ROW
-from loragate.matrix.case import Ranks
+from loragate.matrix.case import Execution, Ranks
 from loragate.oracles.evidence import passed
 from loragate.protocol import BaseLayer, Batch, Pool, Trial
 
@@ -38,6 +38,8 @@ class Work:
     def applies(self, trial: Trial) -> str | None:
         if not trial.machine.interpreted:
             return "only the interpreter counts what a kernel loads, stores and multiplies"
+        if trial.case.execution is not Execution.EAGER:
+            return "a capture warms up with other batches than the one that is counted"
         if not trial.capabilities.work_follows_tiles:
             return "the subject does not promise that its work follows from the tiles of a batch"
         return None if trial.case.tokens else "the batch has no rows"
