@@ -76,6 +76,20 @@ SMALL = {
     "compiled_with_more_dimensions": replace(
         LINEAR, tokens=9, input_dims=3, oracles=(OracleName.COMPILE,)
     ),
+    # of a dtype whose values torch cannot compare
+    "compiled_experts_of_8_bits": replace(
+        CASE,
+        site=Site.MOE_LAYER,
+        tokens=5,
+        in_features=16,
+        slices=(16, 16),
+        slots=1,
+        experts=2,
+        top_k=1,
+        router=RouterWeights.OUTPUT,
+        quantisation=Quantisation.FP8,
+        oracles=(OracleName.COMPILE,),
+    ),
     "embedding": replace(
         CASE, site=Site.EMBEDDING, slices=(24,), tp=2, ids=Ids.UNKNOWN, mix=Mix.SHUFFLED
     ),

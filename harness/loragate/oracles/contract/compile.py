@@ -16,12 +16,13 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from loragate.core.verdict import Failure, Judgement, OracleName, Verdict
 from loragate.execution.kernel_compiles import kernels_compiled
 from loragate.execution.session import base_of, open_loaded
 from loragate.inputs import DataKind, copy_batch, make_batch, make_pool
-from loragate.matrix.case import Case, Execution, Mix
+from loragate.matrix.case import Case, Execution, Mix, Sharding
 from loragate.oracles.evidence import DEVICE_ERRORS, judge_bits, passed
 from loragate.protocol import AnyInstance, Batch, CheckedInstance, Trial, apply_step
 
@@ -30,6 +31,9 @@ _LAYERS = 3
 # all adapters, none, one: whatever depends on their number changes with each mix
 _MIXES = (Mix.RAGGED, Mix.ALL_BASE, Mix.SINGLE)
 _WARM_UP = (Mix.RAGGED, Mix.ALL_BASE)
+# the schema is checked by comparing operands before and after a call, which torch cannot in 8 bits
+_OPCHECKS_OF_8_BITS = ("test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
+_OPCHECKS = ("test_schema", *_OPCHECKS_OF_8_BITS)
 # namespaces of torch's own operators, which are not checked
 _TORCH = frozenset({"aten", "prim", "prims"})
 
@@ -42,6 +46,8 @@ class Compile:
             return "torch.compile is judged in eager execution only"
         if not trial.case.tokens:
             return "the batch has no rows"
+        if trial.case.sharding is Sharding.RANK and trial.case.tp > 1:
+            return "ranks that are simulated exchange their parts through the host"
         if not trial.capabilities.traceable:
             return "the subject does not promise that torch.compile can trace it"
         return None
@@ -79,6 +85,15 @@ class _Call:
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
 
+    @property
+    def has_8_bits(self) -> bool:
+        return any(
+            isinstance(operand, Tensor)
+            and operand.dtype.is_floating_point
+            and operand.dtype.itemsize == 1
+            for operand in tree_leaves((self.args, self.kwargs))
+        )
+
 
 class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """The first call of each operator that is not torch's own."""
@@ -104,8 +119,9 @@ def _custom_calls(instance: CheckedInstance, batch: Batch) -> tuple[_Call, ...]:
 
 def _opcheck(calls: tuple[_Call, ...]) -> Judgement | None:
     for call in calls:
+        tests = _OPCHECKS_OF_8_BITS if call.has_8_bits else _OPCHECKS
         try:
-            torch.library.opcheck(call.operator, call.args, call.kwargs)
+            torch.library.opcheck(call.operator, call.args, call.kwargs, test_utils=tests)
         except DEVICE_ERRORS:
             raise
         # opcheck has no error type of its own
