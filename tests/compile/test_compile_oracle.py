@@ -15,7 +15,7 @@ select_interpreter()
 
 from loragate.core.verdict import Failure, Judgement, Verdict  # noqa: E402
 from loragate.inputs import torch_dtype  # noqa: E402
-from loragate.matrix.case import Case, Dtype, Execution, Sharding, Site  # noqa: E402
+from loragate.matrix.case import Case, Dtype, Execution, Plans, Sharding, Site  # noqa: E402
 from loragate.oracles.contract.compile import Compile  # noqa: E402
 from loragate.protocol import (  # noqa: E402
     BaseLayer,
@@ -290,7 +290,8 @@ def test_a_first_step_without_adapters_may_compile_what_has_none() -> None:
     [
         (replace(CASE, execution=Execution.GRAPH), "judged in eager execution only"),
         (replace(CASE, tokens=0), "the batch has no rows"),
-        (replace(CASE, sharding=Sharding.RANK, tp=2), "exchange their parts through the host"),
+        (replace(CASE, sharding=Sharding.RANK), "exchange their parts through the host"),
+        (replace(CASE, plans=Plans.ONE), "no trace sets it"),
     ],
 )
 def test_a_case_without_anything_to_trace_is_skipped_with_a_reason(case: Case, reason: str) -> None:

@@ -7,11 +7,16 @@ from dataclasses import replace
 import pytest
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from loragate.core.machine import Machine
 from loragate.core.verdict import OracleName, Verdict
+from loragate.execution.session import inputs_of
+from loragate.inputs import DataKind
 from loragate.matrix.case import Case, Dtype, Mix, Site
 from loragate.oracles import ORACLES
+from loragate.oracles.numeric.errors import half_ulp
+from loragate.oracles.numeric.reference import judge_result
 from loragate.protocol import AnyInstance, BaseLayer, Pool, Trial
 from loragate.subjects.torch.gdn import DeltaNetInput
 from loragate.subjects.torch.subject import DenseDelta, TorchSubject
@@ -104,3 +109,28 @@ def test_a_wrong_layer_fails_in_both_numeric_oracles(
     found = verdicts(case, layer)
     assert found[OracleName.REFERENCE] is Verdict.FAIL
     assert found[OracleName.EXACT] is Verdict.FAIL
+
+
+@pytest.mark.parametrize("wrong", [1.0, 3.0])
+def test_a_base_product_of_ba_alone_may_round_its_parts(
+    wrong: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """cuBLAS cuts it into more parts than the product of all columns."""
+    case = replace(SEPARATE, tokens=60, in_features=512, mix=Mix.ALL_BASE)
+    have = Subject(DeltaNetInput).capabilities(CPU)
+    assert not isinstance(have, str)
+    trial = Trial(case, Subject(DeltaNetInput), have, CPU, 5)  # type: ignore[arg-type]
+    pool, batch, base = inputs_of(trial, DataKind.SIGNED)
+    assert isinstance(base, BaseLayer)
+    right, plain = batch.x.double() @ base.weight.double().T, functional.linear
+    ba = 2 * case.slices[2]
+    off = torch.zeros_like(right)
+    off[17, -ba:] = 6 * half_ulp(right[17, -ba:], torch.bfloat16)
+
+    def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        return (right + off)[:, -ba:].to(x.dtype) if len(weight) == ba else plain(x, weight, bias)
+
+    monkeypatch.setattr(functional, "linear", linear)
+    result = (right + wrong * off).to(batch.x.dtype)
+    judgement = judge_result(trial, pool, batch, base, result)
+    assert (judgement.verdict is Verdict.PASS) is (wrong == 1.0), judgement

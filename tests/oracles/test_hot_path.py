@@ -16,7 +16,7 @@ from torch import Tensor
 from loragate.core.machine import interpreter_is_on
 from loragate.core.verdict import Failure, OracleName, Verdict
 from loragate.inputs.draw import torch_dtype
-from loragate.matrix.case import Case, Mix
+from loragate.matrix.case import Base, Case, Mix, Sharding
 from loragate.oracles import ORACLES
 from loragate.protocol import HotPath, Pool, Trial
 
@@ -311,6 +311,17 @@ def test_a_batch_without_rows_is_not_judged(make_trial: Callable[..., Trial]) ->
     assert ORACLE.applies(make_trial(Steady, promises=PROMISES, tokens=0)) == (
         "the batch has no rows"
     )
+
+
+def test_a_base_layer_that_simulated_ranks_call_again_is_not_judged(
+    make_trial: Callable[..., Trial],
+) -> None:
+    of_bases = [
+        ORACLE.applies(make_trial(Steady, promises=PROMISES, sharding=Sharding.RANK, base=base))
+        for base in (Base.WEIGHT, Base.CALLABLE)
+    ]
+    assert of_bases[0] is None
+    assert "call their base layer again" in str(of_bases[1])
 
 
 @triton.jit

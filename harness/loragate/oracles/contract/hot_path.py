@@ -36,7 +36,7 @@ from loragate.execution.streams.traced import streams_of
 from loragate.execution.trace.operations import Stack
 from loragate.inputs import DataKind, copy_batch, make_batch, make_pool
 from loragate.inputs.mapping import BASE_ROW
-from loragate.matrix.case import IN_PLACE_SITES
+from loragate.matrix.case import IN_PLACE_SITES, Base, Sharding
 from loragate.oracles.evidence import passed
 from loragate.protocol import HotPath as Promise
 from loragate.protocol import Trial, subject_code
@@ -62,6 +62,8 @@ class HotPath:
     def applies(self, trial: Trial) -> str | None:
         if not trial.capabilities.hot_path:
             return "the subject promises nothing about what the host does in a step"
+        if trial.case.sharding is Sharding.RANK and trial.case.base is Base.CALLABLE:
+            return "ranks that are simulated call their base layer again for each exchange"
         return None if trial.case.tokens else "the batch has no rows"
 
     def judge(self, trial: Trial) -> Judgement:

@@ -11,7 +11,16 @@ from torch import Tensor
 
 from loragate.inputs import DataKind, copy_batch, make_pool
 from loragate.inputs.placement import guarded
-from loragate.matrix.case import IN_PLACE_SITES, MOE_SITES, Case, Ranks, Site
+from loragate.matrix.case import (
+    IN_PLACE_SITES,
+    MOE_SITES,
+    Buffers,
+    Case,
+    Loading,
+    Placement,
+    Ranks,
+    Site,
+)
 from loragate.protocol import AnyInstance, Batch, Guard, Pool, Routes, Trial, apply_step
 
 
@@ -36,7 +45,9 @@ def violations(
     if case.site in MOE_SITES:
         yield from _bad_routes(case, instance, copy_batch(batch))
     yield from _bad_mappings(case, instance, batch.token_slots)
-    yield from _bad_adapters(trial, case, instance)
+    # into stacks a server writes for itself
+    if case.buffers is not Buffers.STACKS:
+        yield from _bad_adapters(trial, case, instance)
 
 
 def _bad_rows(case: Case, instance: AnyInstance, batch: Batch) -> Iterator[Violation]:
@@ -110,8 +121,11 @@ def _bad_routes(case: Case, instance: AnyInstance, batch: Batch) -> Iterator[Vio
         yield violation(Guard.MAP_DTYPE, "an expert map of int64", "int64", mapped)
     # a tensor of one element, or with one column, is contiguous whatever its strides
     if ids.numel() > 1:
-        spread = replace(routes, topk_ids=_spread(ids))
-        yield violation(Guard.TOPK_STRIDES, "topk_ids that are not contiguous", "topk_ids", spread)
+        # a layer whose experts do not lie in runs looks up all ids first
+        if case.placement is Placement.RUNS:
+            what = "topk_ids that are not contiguous"
+            spread = replace(routes, topk_ids=_spread(ids))
+            yield violation(Guard.TOPK_STRIDES, what, "topk_ids", spread)
         spread = replace(routes, weights=_spread(weights))
         what = "router weights that are not contiguous"
         yield violation(Guard.ROUTER_STRIDES, what, "contiguous", spread)
@@ -158,7 +172,9 @@ def _bad_adapters(trial: Trial, case: Case, instance: AnyInstance) -> Iterator[V
     full = replace(case, ranks=Ranks.FULL)
     # all slices but the last one fit
     wider = replace(full, slices=(*case.slices[:-1], width))
-    yield load(Guard.ADAPTER_SHAPE, f"a last slice of width {width}", width, wider)
+    # on a device B of all slices is one tensor
+    named = case.out_features + 1 if case.loading is Loading.DEVICE else width
+    yield load(Guard.ADAPTER_SHAPE, f"a last slice of width {width}", named, wider)
     features = case.in_features + 1
     deeper = replace(full, in_features=features)
     yield load(Guard.ADAPTER_SHAPE, f"an adapter of {features} features", features, deeper)

@@ -7,6 +7,7 @@ per population: all rows of one slot, for one slice.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
 import torch
@@ -68,11 +69,12 @@ class RowErrors:
 
 
 def row_errors(
-    case: Case, right: Golden, eager: Tensor, subject: Tensor, base: Tensor | None = None
+    case: Case, right: Golden, eager: Tensor, subject: Tensor, bases: Sequence[Tensor] = ()
 ) -> RowErrors:
     """Errors of `eager` and `subject` [rows, out_features] against `right`. Elements that are
-    not finite in the golden output count as no error: their positions are checked before. `base`:
-    the output of the base layer alone in the dtype, where the case has one that is not cut."""
+    not finite in the golden output count as no error: their positions are checked before. `bases`:
+    the output of the base layer alone in the dtype, where the case has one that is not cut, in each
+    of the ways that a subject may compute it."""
     out = right.out
     finite = out.isfinite()
     widths = list(case.out_slices)
@@ -99,12 +101,13 @@ def row_errors(
     floor = sums(error(out.to(eager.dtype)).square())
     noise_sq, base_sq = sums(noise).maximum(floor), sums(of_base)
     bound_sq, bound_max = sums(bound.square()), tops(bound)
-    if base is not None:
+    if bases:
         # cuBLAS splits K and may add up the parts in 16 bits
-        missed = torch.where(finite, base.double() - right.base, 0.0)
+        missed = torch.stack([base.double() - right.base for base in bases]).abs().amax(0)
+        missed = torch.where(finite, missed, 0.0)
         base_sq = base_sq.maximum(sums(missed.square()))
         # not always in the same elements, for it takes another algorithm for another layout
-        beyond = (missed.abs() - half_ulp(right.base, base.dtype)).clamp(min=0)
+        beyond = (missed - half_ulp(right.base, eager.dtype)).clamp(min=0)
         beyond *= math.sqrt(_PARTS_OF_ANOTHER_ALGORITHM)
         bound_sq = bound_sq + _most(sums(beyond.square()))
         bound_max = bound_max + _most(tops(beyond))

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from loragate.inputs.pairs import OutRows, out_rows, out_rows_of, part_of
-from loragate.matrix.case import Case, Parallel, Write
+from loragate.matrix.case import Case, Parallel, Site, Write
 from loragate.oracles.numeric.grouped import GroupedRows
 from loragate.protocol import BaseLayer, Batch, Pool
 
@@ -108,12 +108,20 @@ def eager(case: Case, pool: Pool, batch: Batch, base: BaseLayer | None = None) -
     return total
 
 
-def plain_base(case: Case, batch: Batch, base: BaseLayer | None) -> Tensor | None:
-    """The output of the base layer alone in the case's dtype; None without one, and for a layer
-    that is cut by rows, of which there is only the sum of rounded parts."""
+def plain_bases(case: Case, batch: Batch, base: BaseLayer | None) -> tuple[Tensor, ...]:
+    """The output of the base layer alone in the case's dtype, in each of the ways that a subject
+    may compute it; none without one, and for a layer that is cut by rows, of which there is only
+    the sum of rounded parts."""
     if base is None or (case.parallel is Parallel.ROW and case.tp > 1):
-        return None
-    return functional.linear(batch.x, base.weight, base.bias)
+        return ()
+    whole = functional.linear(batch.x, base.weight, base.bias)
+    if case.site is not Site.GDN_IN_PROJ:
+        return (whole,)
+    assert base.bias is None, "projections of a delta net have no bias"
+    # qkvz and ba, each of one or of two slices
+    first = sum(case.slices[: len(case.slices) // 2])
+    apart = [functional.linear(batch.x, own) for own in (base.weight[:first], base.weight[first:])]
+    return whole, torch.cat(apart, 1)
 
 
 def deltas(

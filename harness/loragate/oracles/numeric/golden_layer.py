@@ -24,7 +24,7 @@ from loragate.inputs.expert_places import rank_of_pairs
 from loragate.inputs.pairs import pair_rows
 from loragate.matrix.case import Activation, Case, RouterWeights
 from loragate.oracles.numeric.activations import activated, slopes
-from loragate.oracles.numeric.golden import Golden, deltas, eager, golden, plain_base, squared
+from loragate.oracles.numeric.golden import Golden, deltas, eager, golden, plain_bases, squared
 from loragate.oracles.numeric.grouped import GroupedRows
 from loragate.protocol import BaseExperts, BaseLayer, Batch, Pool
 
@@ -48,10 +48,10 @@ def eager_of(case: Case, pool: Pool, batch: Batch, base: BaseLayer | None) -> Te
     return eager(case, pool, batch, base)
 
 
-def plain_base_of(case: Case, batch: Batch, base: BaseLayer | None) -> Tensor | None:
+def plain_bases_of(case: Case, batch: Batch, base: BaseLayer | None) -> tuple[Tensor, ...]:
     """The output of the base layer alone in the case's dtype, where a site has one that is not
-    cut."""
-    return None if isinstance(base, BaseExperts) else plain_base(case, batch, base)
+    cut, in each of the ways that a subject may compute it."""
+    return () if isinstance(base, BaseExperts) else plain_bases(case, batch, base)
 
 
 def rounds_always(case: Case) -> str | None:

@@ -60,7 +60,7 @@ from loragate.oracles.numeric.compare import (
 )
 from loragate.oracles.numeric.errors import RowErrors, concatenated, row_errors
 from loragate.oracles.numeric.golden import chunks, condition_number, folded
-from loragate.oracles.numeric.golden_layer import eager_of, golden_of, plain_base_of
+from loragate.oracles.numeric.golden_layer import eager_of, golden_of, plain_bases_of
 from loragate.oracles.numeric.zscore import Deviation, worst_deviation
 from loragate.protocol import BaseLayer, Batch, Pool, Trial, subject_code
 
@@ -98,7 +98,7 @@ def judge_result(
         misplaced += _misplaced(trial, batch, rows.start, right.out, result[rows], masks)
         odd.append(torch.stack([*masks.values()]).any(0).any(1))
         plain = eager_of(trial.case, low, piece, base)
-        alone = plain_base_of(trial.case, piece, base)
+        alone = plain_bases_of(trial.case, piece, base)
         pieces.append(row_errors(trial.case, right, plain, result[rows], alone))
     errors = concatenated(pieces)
     if misplaced:

@@ -188,8 +188,9 @@ def _pairs_alike(case: Case) -> int:
 
 
 def _rows_alike(case: Case) -> int:
-    """How many rows may have all their errors in common: all of them where x has one column, for
-    they are multiples of each other."""
+    """How many rows may have all their errors in common: those of an id of an embedding, and all of
+    them where x has one column, for they are multiples of each other."""
+    if case.site is Site.EMBEDDING:
+        return max(1, -(-case.tokens // case.in_features))
     cut = case.tp if case.parallel is Parallel.ROW else 1
-    has_one = case.site is not Site.EMBEDDING and case.in_features <= cut
-    return max(1, case.tokens * case.top_k) if has_one else 1
+    return max(1, case.tokens * case.top_k) if case.in_features <= cut else 1

@@ -207,6 +207,6 @@ def _one_module(
 ) -> ExpertFactors | None:
     """Gate and up as an adapter of a model with one module for both has them; None where an oracle
     has changed one of the two alone."""
-    if gate is None or up is None or not torch.equal(gate.a, up.a):
+    if gate is None or up is None or gate.b.shape != up.b.shape or not torch.equal(gate.a, up.a):
         return None
     return ExpertFactors(gate.a, laid_out(case, torch.cat([gate.b, up.b], dim=1)), gate.scale)
