@@ -92,7 +92,9 @@ def test_operands_of_a_layer_that_do_not_fit_are_refused_by_name(
 
 @pytest.mark.parametrize("sizes", [(HIDDEN + 1, INTER), (HIDDEN, INTER + 1)])
 def test_layers_of_different_sizes_share_no_scratch(sizes: tuple[int, int]) -> None:
-    with pytest.raises(ValueError, match="layers must have one hidden and intermediate size"):
+    found = f"(got {HIDDEN} and {INTER}, {sizes[0]} and {sizes[1]})"
+    message = f"layers must have one hidden and intermediate size {found}"
+    with pytest.raises(ValueError, match=re.escape(message)):
         MoEScratch([make_layer(), make_layer(*sizes)], max_tokens=TOKENS, top_k=TOP_K)
 
 

@@ -23,7 +23,7 @@ SPECS = {
     "input_ids": InputSpec(dtype=torch.int64, padding=3),
     "positions": InputSpec(dtype=torch.int64, shape=(2,), padding=-5),
     "length": InputSpec(dtype=torch.int32, per_token=False),
-    "scale": InputSpec(dtype=torch.bfloat16, shape=(3,)),
+    "scale": InputSpec(dtype=torch.bfloat16, shape=(3,), padding=0.5),
 }
 
 
