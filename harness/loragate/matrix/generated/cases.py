@@ -11,10 +11,10 @@ from dataclasses import replace
 from itertools import count, islice
 
 from loragate.core.verdict import OracleName
-from loragate.matrix.case import LAYER_SITES, Case, Execution, Site, Streams, Tier
+from loragate.matrix.case import AXES, LAYER_SITES, Case, Execution, Site, Streams, Tier
 from loragate.matrix.footprint import footprint_bytes
 from loragate.matrix.generated.chance import Chance
-from loragate.matrix.generated.shapes import SCALES, Scale, choices_of, sizes_of
+from loragate.matrix.generated.shapes import SCALES, Point, Scale, choices_of, sizes_of
 from loragate.matrix.ids import case_id
 from loragate.matrix.relations import RELATIONS
 
@@ -57,11 +57,14 @@ def _different(site: Site, seed: int, tier: Tier) -> Iterator[Case]:
 def _case(site: Site, seed: str, tier: Tier) -> Case | None:
     """None where no sizes were found for what was chosen."""
     scale, choices = SCALES[tier], choices_of(site, Chance(seed))
+    # what no sizes could repair
+    if not _fits_together(site, choices):
+        return None
     for attempt in range(_TRIES):
         sizes = sizes_of(site, scale, Chance(f"{seed}/{attempt}"))
         case = Case(site=site, tier=tier, timeout_s=_TIMEOUT_S, **choices, **sizes)
         case = replace(case, oracles=_oracles(case))
-        if _fits_together(case) and _is_within(case, scale):
+        if _fits_together(site, _values(case)) and _is_within(case, scale):
             return _judged_further(case, scale, Chance(f"{seed}/oracles"))
     return None
 
@@ -82,12 +85,17 @@ def _oracles(case: Case) -> tuple[OracleName, ...]:
     return (*_COMMON, *streams, *graph)
 
 
-def _fits_together(case: Case) -> bool:
+def _fits_together(site: Site, point: Point) -> bool:
+    """Whether every relation holds whose axes all have a value."""
     return not any(
-        next(relation.problems(**{axis: getattr(case, axis) for axis in relation.axes}), None)
+        next(relation.problems(**{axis: point[axis] for axis in relation.axes}), None)
         for relation in RELATIONS
-        if case.site in relation.sites
+        if site in relation.sites and point.keys() >= set(relation.axes)
     )
+
+
+def _values(case: Case) -> Point:
+    return {name: getattr(case, name) for name in AXES}
 
 
 def _is_within(case: Case, scale: Scale) -> bool:
