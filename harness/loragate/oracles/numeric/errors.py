@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
+from functools import reduce
 
 import torch
 from torch import Tensor
@@ -103,7 +104,7 @@ def row_errors(
     bound_sq, bound_max = sums(bound.square()), tops(bound)
     if bases:
         # cuBLAS splits K and may add up the parts in 16 bits
-        missed = torch.stack([base.double() - right.base for base in bases]).abs().amax(0)
+        missed = reduce(torch.maximum, ((base.double() - right.base).abs() for base in bases))
         missed = torch.where(finite, missed, 0.0)
         base_sq = base_sq.maximum(sums(missed.square()))
         # not always in the same elements, for it takes another algorithm for another layout
