@@ -118,6 +118,18 @@ def test_what_is_drawn_from_a_seed_never_changes() -> None:
     ]
 
 
+def test_those_that_fit_are_the_same_cases_without_the_others() -> None:
+    def fits(case: Case) -> bool:
+        return case.tokens % 3 == 0
+
+    every = generate(Site.LORA_LINEAR, seed=1, size=40, tier=Tier.SMOKE)
+    some = tuple(case for case in every if fits(case))
+    found = generate(Site.LORA_LINEAR, 1, len(some) + 5, Tier.SMOKE, fits)
+    assert found[: len(some)] == some
+    assert len(found) == len(some) + 5
+    assert generate(Site.EMBEDDING, 1, 5, Tier.SMOKE, lambda case: False) == ()
+
+
 @pytest.mark.parametrize(
     ("limit", "unit", "least"), [(1, 1, 1), (8, 8, 1), (100, 7, 1), (100, 8, 50), (5, 8, 1)]
 )
@@ -127,8 +139,9 @@ def test_a_size_is_a_multiple_within_its_limits(limit: int, unit: int, least: in
     assert sizes == set(wanted)
 
 
-def run(*arguments: str) -> subprocess.CompletedProcess[str]:
-    folders = [str(ROOT / "harness"), str(ROOT / "kernels"), os.environ.get("PYTHONPATH", "")]
+def run(*arguments: str, path: Path = ROOT / "harness") -> subprocess.CompletedProcess[str]:
+    own = [str(ROOT / "harness"), str(ROOT / "kernels")]
+    folders = [str(path), *own, os.environ.get("PYTHONPATH", "")]
     return subprocess.run(
         [sys.executable, "-m", "loragate", *arguments],
         env={**os.environ, "PYTHONPATH": os.pathsep.join(folders)},
@@ -167,3 +180,38 @@ def test_a_size_that_does_not_fit_what_was_chosen_is_drawn_again() -> None:
     cases = generate(Site.GDN_IN_PROJ, seed=8, size=200, tier=Tier.PREMERGE)
     # a third of the choices
     assert 50 < sum(case.tp > 1 for case in cases) < 84
+
+
+def test_the_command_draws_what_a_subject_runs_and_names_it(tmp_path: Path) -> None:
+    folder = tmp_path / "drawn"
+    asked = ["--folder", str(folder), "--count", "2", "--tier", "smoke", "--site", "moe_layer"]
+    done = run("generate", *asked, "--subject", "torch")
+    assert done.returncode == ExitCode.OK, done.stderr
+    path = folder / "moe_layer.yaml"
+    assert path.read_text().partition("\n")[0].endswith("--tier smoke --subject torch`")
+    planned = run("plan", "--matrix", str(path), "--subject", "torch", "--tier", "smoke")
+    for case in load_cases([path]):
+        # of two, what is skipped stands behind the others
+        assert case_id(case) in planned.stdout.partition("skipped,")[0]
+    done = run("generate", *asked, "--subject", "torhc")
+    assert done.returncode == ExitCode.USAGE
+    assert "torhc" in done.stderr
+
+
+def test_no_file_is_written_for_an_operation_that_a_subject_does_not_have(tmp_path: Path) -> None:
+    (tmp_path / "only_dense.py").write_text(
+        "from dataclasses import replace\n"
+        "from loragate.matrix.case import Site\n"
+        "from loragate.subjects.torch.subject import TorchSubject\n\n"
+        "class OnlyDense(TorchSubject):\n"
+        "    def capabilities(self, machine):\n"
+        "        have = super().capabilities(machine)\n"
+        "        return replace(have, sites=frozenset({Site.DENSE_DELTA}))\n"
+    )
+    folder = tmp_path / "drawn"
+    asked = ["--folder", str(folder), "--count", "2", "--tier", "smoke"]
+    sites = ["--site", "embedding", "--site", "dense_delta"]
+    done = run("generate", *asked, *sites, "--subject", "only_dense:OnlyDense", path=tmp_path)
+    assert done.returncode == ExitCode.OK, done.stderr
+    assert "no file for embedding: only_dense:OnlyDense runs none of its cases" in done.stdout
+    assert [path.name for path in folder.iterdir()] == ["dense_delta.yaml"]

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable
 from pathlib import Path
 
 from loragate.core.arguments import count_from
 from loragate.core.errors import CommandError
 from loragate.core.files import write_atomically
+from loragate.core.machine import select_interpreter
 from loragate.core.verdict import ExitCode
-from loragate.matrix.case import OPERATIONS, Site, Tier
+from loragate.matrix.case import OPERATIONS, Case, Site, Tier
 from loragate.matrix.generated.cases import generate
 from loragate.matrix.generated.text import file_text
 
@@ -44,14 +46,24 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         default=Tier.PREMERGE.value,
         help="smoke: sizes for the interpreter (default: premerge)",
     )
+    parser.add_argument(
+        "--subject",
+        metavar="NAME",
+        help="only cases that this implementation runs here (default: of any)",
+    )
     parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> ExitCode:
-    tier = Tier(arguments.tier)
+    tier, subject = Tier(arguments.tier), arguments.subject
+    fits = _fits(subject) if subject else None
     for site in map(Site, dict.fromkeys(arguments.site or _SITES)):
-        cases = generate(site, arguments.seed, arguments.count, tier)
+        cases = generate(site, arguments.seed, arguments.count, tier, fits)
+        if not cases:
+            print(f"no file for {site}: {subject} runs none of its cases")
+            continue
         asked = f"--seed {arguments.seed} --count {arguments.count} --site {site} --tier {tier}"
+        asked += f" --subject {subject}" if subject else ""
         path = arguments.folder / f"{site}.yaml"
         try:
             arguments.folder.mkdir(parents=True, exist_ok=True)
@@ -60,3 +72,23 @@ def run(arguments: argparse.Namespace) -> ExitCode:
             raise CommandError(str(error), ExitCode.INFRASTRUCTURE) from error
         print(f"{path}: {len(cases)} cases")
     return ExitCode.OK
+
+
+def _fits(subject: str) -> Callable[[Case], bool]:
+    """Whether the subject runs a case here. CommandError where it runs none."""
+    select_interpreter()
+    # torch, which nothing else of this command needs
+    from loragate.run.trial import asking, load_subject, refusal
+
+    try:
+        _, have = load_subject(subject)
+    except ValueError as error:
+        raise CommandError(str(error), ExitCode.USAGE) from error
+    if isinstance(have, str):
+        raise CommandError(f"{subject} does not run here: {have}", ExitCode.INFRASTRUCTURE)
+
+    def fits(case: Case) -> bool:
+        with asking(subject, "Capabilities.refuses(case)"):
+            return refusal(case, have) is None
+
+    return fits

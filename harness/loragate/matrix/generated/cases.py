@@ -6,7 +6,7 @@ that is wrong between two thresholds, or where two axes meet.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import count, islice
 
@@ -38,11 +38,27 @@ _DRAWN_ORACLES = 2
 # fit, such as a cut over ranks, would be rare
 _TRIES = 200
 _TIMEOUT_S = 300.0
+# cases in a row that do not fit
+_MOST_IN_VAIN = 2000
 
 
-def generate(site: Site, seed: int, size: int, tier: Tier) -> tuple[Case, ...]:
-    """`size` cases of an operation, by id different; a larger number begins with the smaller."""
-    return tuple(islice(_different(site, seed, tier), size))
+def generate(
+    site: Site, seed: int, size: int, tier: Tier, fits: Callable[[Case], bool] | None = None
+) -> tuple[Case, ...]:
+    """`size` cases of an operation, by id different; a larger number begins with the smaller.
+    `fits`: those that do not are left out. Fewer than `size` where hardly any does."""
+    cases = _different(site, seed, tier)
+    return tuple(islice(cases if fits is None else _fitting(cases, fits), size))
+
+
+def _fitting(cases: Iterator[Case], fits: Callable[[Case], bool]) -> Iterator[Case]:
+    in_vain = 0
+    for case in cases:
+        if fits(case):
+            in_vain = 0
+            yield case
+        elif (in_vain := in_vain + 1) == _MOST_IN_VAIN:
+            return
 
 
 def _different(site: Site, seed: int, tier: Tier) -> Iterator[Case]:
