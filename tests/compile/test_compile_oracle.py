@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import count
 from typing import ClassVar
@@ -15,7 +15,7 @@ select_interpreter()
 
 from loragate.core.verdict import Failure, Judgement, Verdict  # noqa: E402
 from loragate.inputs import torch_dtype  # noqa: E402
-from loragate.matrix.case import Case, Dtype, Execution, Plans, Sharding, Site  # noqa: E402
+from loragate.matrix.case import Case, Dtype, Execution, Site  # noqa: E402
 from loragate.oracles.contract.compile import Compile  # noqa: E402
 from loragate.protocol import (  # noqa: E402
     BaseLayer,
@@ -162,7 +162,7 @@ def _trial(instance: type[Honest], case: Case = CASE) -> Trial:
     subject = _Subject(instance)
     capabilities = subject.capabilities(CPU)
     assert isinstance(capabilities, Capabilities)
-    capabilities = replace(capabilities, traceable=True, skips_dead_ranks=False)
+    capabilities = replace(capabilities, traceable=lambda case: True, skips_dead_ranks=False)
     return Trial(case, subject, capabilities, CPU, seed=5)
 
 
@@ -290,15 +290,16 @@ def test_a_first_step_without_adapters_may_compile_what_has_none() -> None:
     [
         (replace(CASE, execution=Execution.GRAPH), "judged in eager execution only"),
         (replace(CASE, tokens=0), "the batch has no rows"),
-        (replace(CASE, sharding=Sharding.RANK), "exchange their parts through the host"),
-        (replace(CASE, plans=Plans.ONE), "no trace sets it"),
     ],
 )
 def test_a_case_without_anything_to_trace_is_skipped_with_a_reason(case: Case, reason: str) -> None:
     assert reason in str(Compile().applies(_trial(Honest, case)))
 
 
-def test_a_subject_that_is_not_said_to_be_traceable_is_skipped_with_a_reason() -> None:
+@pytest.mark.parametrize("traceable", [None, lambda case: case.tokens > CASE.tokens])
+def test_a_case_that_is_not_said_to_be_traceable_is_skipped_with_a_reason(
+    traceable: Callable[[Case], bool] | None,
+) -> None:
     trial = _trial(Honest)
-    trial = replace(trial, capabilities=replace(trial.capabilities, traceable=False))
+    trial = replace(trial, capabilities=replace(trial.capabilities, traceable=traceable))
     assert "does not promise that torch.compile can trace it" in str(Compile().applies(trial))

@@ -195,7 +195,10 @@ def test_it_supports_everything_in_the_interpreter() -> None:
     assert have.skips_dead_ranks
     assert have.rank_per_slice
     assert have.guards == frozenset(Guard)
-    assert have.traceable
+    assert have.traceable is not None
+    untraced = {"sharding": Sharding.RANK, "plans": Plans.ONE}
+    assert have.traceable(CASE)
+    assert not any(have.traceable(replace(CASE, **{name: untraced[name]})) for name in untraced)
 
 
 def test_dead_ranks_hold_nan_where_the_pool_does_and_zeros_are_left_to_the_reset() -> None:

@@ -14,6 +14,7 @@ from loragate.core.verdict import ExitCode
 from loragate.matrix.case import OPERATIONS, Case, Site, Tier
 from loragate.matrix.generated.cases import generate
 from loragate.matrix.generated.text import file_text
+from loragate.run.planning import refusal_of
 
 _SITES = sorted(OPERATIONS)
 _COUNT = 40
@@ -78,7 +79,7 @@ def _fits(subject: str) -> Callable[[Case], bool]:
     """Whether the subject runs a case here. CommandError where it runs none."""
     select_interpreter()
     # torch, which nothing else of this command needs
-    from loragate.run.trial import asking, load_subject, refusal
+    from loragate.run.trial import load_subject
 
     try:
         _, have = load_subject(subject)
@@ -86,9 +87,4 @@ def _fits(subject: str) -> Callable[[Case], bool]:
         raise CommandError(str(error), ExitCode.USAGE) from error
     if isinstance(have, str):
         raise CommandError(f"{subject} does not run here: {have}", ExitCode.INFRASTRUCTURE)
-
-    def fits(case: Case) -> bool:
-        with asking(subject, "Capabilities.refuses(case)"):
-            return refusal(case, have) is None
-
-    return fits
+    return lambda case: refusal_of(subject, have, case) is None

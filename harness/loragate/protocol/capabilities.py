@@ -132,8 +132,8 @@ class Capabilities:
     hot_path: frozenset[HotPath] = frozenset()
     # the most bytes that apply allocates for a case beside its result; None: not promised
     allocates: Callable[[Case], int | None] | None = None
-    # torch.compile traces apply() into one graph
-    traceable: bool = False
+    # whether torch.compile traces apply() of a case into one graph; None: not promised
+    traceable: Callable[[Case], bool] | None = None
     # a context within which the subject takes its streams from the given module, which has the
     # names of torch.cuda; None: it uses the names of torch.cuda itself. Asked without a GPU only
     streams_from: Callable[[Any], AbstractContextManager[object]] | None = None

@@ -31,7 +31,7 @@ def plan_selection(selection: Selection) -> tuple[Plan, Mapping[str, Capabilitie
 
     abilities = {name: load_subject(name)[1] for name in selection.subjects}
     candidates = [
-        Candidate(name, partial(_refusal, name, have)) for name, have in abilities.items()
+        Candidate(name, partial(refusal_of, name, have)) for name, have in abilities.items()
     ]
     made = plan(
         cases,
@@ -45,7 +45,7 @@ def plan_selection(selection: Selection) -> tuple[Plan, Mapping[str, Capabilitie
     return made, abilities
 
 
-def _refusal(name: str, have: Capabilities | str, case: Case) -> str | None:
+def refusal_of(name: str, have: Capabilities | str, case: Case) -> str | None:
     from loragate.run.trial import asking, refusal
 
     with asking(name, "Capabilities.refuses(case)"):

@@ -22,9 +22,16 @@ from loragate.core.verdict import Failure, Judgement, OracleName, Verdict
 from loragate.execution.kernel_compiles import kernels_compiled
 from loragate.execution.session import base_of, open_loaded
 from loragate.inputs import DataKind, copy_batch, make_batch, make_pool
-from loragate.matrix.case import Case, Execution, Mix, Plans, Sharding
+from loragate.matrix.case import Case, Execution, Mix
 from loragate.oracles.evidence import DEVICE_ERRORS, judge_bits, passed
-from loragate.protocol import AnyInstance, Batch, CheckedInstance, Trial, apply_step
+from loragate.protocol import (
+    AnyInstance,
+    Batch,
+    CheckedInstance,
+    Trial,
+    apply_step,
+    subject_code,
+)
 
 _KIND = DataKind.EXACT
 _LAYERS = 3
@@ -46,13 +53,12 @@ class Compile:
             return "torch.compile is judged in eager execution only"
         if not trial.case.tokens:
             return "the batch has no rows"
-        if trial.case.sharding is Sharding.RANK:
-            return "ranks that are simulated exchange their parts through the host"
-        if trial.case.plans is Plans.ONE:
-            return "the option of the process is on within calls alone, and no trace sets it"
-        if not trial.capabilities.traceable:
-            return "the subject does not promise that torch.compile can trace it"
-        return None
+        traceable = trial.capabilities.traceable
+        if traceable is not None:
+            with subject_code():
+                if traceable(trial.case):
+                    return None
+        return "the subject does not promise that torch.compile can trace it"
 
     def judge(self, trial: Trial) -> Judgement:
         layers = [_open(trial, number) for number in range(_LAYERS)]

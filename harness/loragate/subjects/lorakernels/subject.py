@@ -133,7 +133,7 @@ class LoraKernelsSubject:
             guards=frozenset(Guard),
             hot_path=frozenset(HotPath),
             allocates=_allocates,
-            traceable=True,
+            traceable=_is_traceable,
             streams_from=_streams_from,
             refuses=partial(refusal, machine.device),
         )
@@ -158,6 +158,12 @@ class LoraKernelsSubject:
 
 def _streams_from(module: Any) -> AbstractContextManager[object]:
     return patch.object(streams, "stream_module", lambda device: module)
+
+
+def _is_traceable(case: Case) -> bool:
+    """Not where ranks are simulated that exchange their parts, nor with one plan for all batches:
+    that option of the process is on within calls alone, and no trace sets it."""
+    return case.sharding is not Sharding.RANK and case.plans is not Plans.ONE
 
 
 def _roundings(case: Case) -> frozenset[Rounding]:
