@@ -18,7 +18,7 @@ from lorakernels.batch.kernels import prepare_kernel
 from lorakernels.batch.steps import BaseRows, step_of
 from lorakernels.common.sizes import power_of_2
 from lorakernels.runtime.device import keep_address, on_device_of, upload
-from lorakernels.runtime.options import BATCH_INVARIANT, batch_invariant
+from lorakernels.runtime.options import batch_invariant, check_layout
 from lorakernels.runtime.tuning import DEFAULT, Tuning, tuning_of
 
 # smallest height of a tile: the M of a tensor-core instruction
@@ -82,6 +82,7 @@ class BatchMetadata:
         self.num_tiles = keep_address(torch.zeros(1, dtype=torch.int32, device=device))
         # what the operators find by the table
         self._step = step_of(self.tile_rows)
+        self._step.is_invariant = self._is_invariant
         self._declared: BaseRows | None = None
         self._set_rows(0)
 
@@ -146,11 +147,7 @@ class BatchMetadata:
         """What the host knows of the next step, whose tables `install` writes, here or in a graph
         that is replayed: its rows, how many of them are live, and what `check` said of these.
         Raises ValueError with nothing changed."""
-        if batch_invariant() != self._is_invariant:
-            raise ValueError(
-                f"{BATCH_INVARIANT} must be as it was when the tables were made "
-                f"(got {int(batch_invariant())})"
-            )
+        check_layout(self._is_invariant)
         if num_rows > self.max_tokens:
             raise ValueError(f"token_slots may have {self.max_tokens} rows (got {num_rows})")
         if num_rows < num_live:

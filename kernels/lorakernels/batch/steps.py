@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from lorakernels.runtime.options import check_layout
 from lorakernels.runtime.streams import is_capturing
 
 
@@ -27,11 +28,12 @@ class BaseRows:
 
 @dataclass(slots=True, eq=False)
 class PreparedStep:
-    """The step that a mapping is prepared for: its rows, None before the first one, and what the
-    host knows of them if all are base rows."""
+    """The step that a mapping is prepared for: its rows, None before the first one, what the host
+    knows of them if all are base rows, and the option that its tables are laid out for."""
 
     num_rows: int | None = None
     base_rows: BaseRows | None = None
+    is_invariant: bool | None = None
 
 
 # of a tensor, which keeps its record in it: every launch asks, and a table of tensors, which
@@ -58,6 +60,14 @@ def prepared_rows(tensor: Tensor) -> int | None:
     not known, such as for the copy that a CUDA graph of torch.compile reads."""
     step = _known_step(tensor)
     return None if step is None else step.num_rows
+
+
+def check_option(tensor: Tensor) -> None:
+    """ValueError where the mapping with this tensor is laid out for another value of
+    LORAKERNELS_BATCH_INVARIANT than the process has now."""
+    step = _known_step(tensor)
+    if step is not None and step.is_invariant is not None:
+        check_layout(step.is_invariant)
 
 
 def note_rows(tensor: Tensor, num_rows: int) -> None:

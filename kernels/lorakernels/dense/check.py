@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from lorakernels.batch.metadata import BatchMetadata
-from lorakernels.batch.steps import prepared_rows
+from lorakernels.batch.steps import check_option, prepared_rows
 from lorakernels.dense.plan import DenseShape
 from lorakernels.dense.sizes import plan_shrunk
 from lorakernels.dense.weights import SlotWeights
@@ -28,7 +28,9 @@ def check_step(x: Tensor, weights: SlotWeights, metadata: BatchMetadata) -> None
 
 
 def check_rows(x: Tensor, tile_rows: Tensor) -> None:
-    """`x` is the input or the output of the step that the mapping with this table is for."""
+    """`x` is the input or the output of the step that the mapping with this table is for, under the
+    option that the table is laid out for."""
+    check_option(tile_rows)
     num_rows = prepared_rows(tile_rows)
     if num_rows is not None and x.shape[0] != num_rows:
         raise ValueError(

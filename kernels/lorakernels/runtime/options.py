@@ -28,11 +28,21 @@ def dual_stream(device: torch.device) -> bool:
 
 def batch_invariant() -> bool:
     """Whether the bits of a row must not depend on the number of rows of its batch: 1 or 0, the
-    default. Tables are laid out for one value, and refuse steps under the other one. ValueError for
-    other values."""
+    default. Tables are laid out for one value; steps and operators under the other one are refused.
+    ValueError for other values."""
     value = os.environ.get(BATCH_INVARIANT, "0")
     _check_switch(BATCH_INVARIANT, value)
     return value == "1"
+
+
+def check_layout(is_invariant: bool) -> None:
+    """ValueError unless LORAKERNELS_BATCH_INVARIANT is what tables were laid out for: tiles of
+    another height would be looked for in other places, and beyond the end."""
+    if batch_invariant() != is_invariant:
+        raise ValueError(
+            f"{BATCH_INVARIANT} must be as it was when the tables were made "
+            f"(got {int(not is_invariant)})"
+        )
 
 
 def _check_switch(name: str, value: str) -> None:

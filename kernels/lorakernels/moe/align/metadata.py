@@ -18,6 +18,7 @@ from lorakernels.moe.align.ops import align_pairs
 from lorakernels.moe.align.tables import PairTables
 from lorakernels.moe.tiles import base_tile_height, max_tiles, scratch_size, tile_height
 from lorakernels.runtime.device import keep_address
+from lorakernels.runtime.options import batch_invariant
 from lorakernels.runtime.tuning import tuning_of
 
 
@@ -52,6 +53,7 @@ class PairMetadata:
                 raise ValueError(f"{name} must be at least 1 (got {size})")
         self.max_tokens, self.top_k = max_tokens, top_k
         self.num_experts, self.max_slots, self.with_base = num_experts, max_slots, with_base
+        self._is_invariant = batch_invariant()
         pairs, buckets = max_tokens * top_k, num_experts * max_slots
 
         def table(size: int) -> Tensor:
@@ -105,7 +107,8 @@ class PairMetadata:
     @property
     def sizes(self) -> list[int]:
         """Of every step, as an operator takes them; see PairTables.of."""
-        return [self.top_k, self.num_experts, self.max_slots, int(self.with_base)]
+        sizes = self.top_k, self.num_experts, self.max_slots
+        return [*sizes, int(self.with_base), int(self._is_invariant)]
 
     def prepare(
         self, topk_ids: Tensor, batch: BatchMetadata, *, expert_map: Tensor | None = None

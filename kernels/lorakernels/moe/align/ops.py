@@ -103,8 +103,8 @@ def _launch_step(
     *buffers_and_sizes: Any,
 ) -> None:
     """The buffers of PairMetadata, then its sizes."""
-    *buffers, top_k, num_experts, max_slots, with_base = buffers_and_sizes
-    sizes = top_k, num_experts, max_slots, with_base
+    *buffers, top_k, num_experts, max_slots, with_base, is_invariant = buffers_and_sizes
+    sizes = top_k, num_experts, max_slots, with_base, is_invariant
     pairs = PairTables.of(buffers, topk_ids.shape[0], sizes)
     fill_tables(pairs, topk_ids, token_slots, expert_map, pdl=supports_pdl(topk_ids.device))
 

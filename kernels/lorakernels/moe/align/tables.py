@@ -17,6 +17,7 @@ from lorakernels.moe.tiles import (
     slot_bins,
     tile_height,
 )
+from lorakernels.runtime.options import check_layout
 from lorakernels.runtime.prepared import FixedTensors
 from lorakernels.runtime.tuning import Tuning, tuning_of
 
@@ -28,6 +29,8 @@ class PairTables:
     An operator takes only lists of tensors and of integers. `of` makes the tables from two such
     lists, which PairMetadata gives as `buffers` and `sizes`, and from the rows of the step. These
     are no argument of an operator: a traced graph would hold for batches of one size alone.
+    `of` raises ValueError under another value of LORAKERNELS_BATCH_INVARIANT than that of the
+    tables.
     """
 
     # the fields of Tables, then the counts
@@ -38,6 +41,8 @@ class PairTables:
     max_slots: int
     # 1 where the pairs of the base layer are tiled as well, else 0
     with_base: int
+    # 1 where the tables are laid out for LORAKERNELS_BATCH_INVARIANT=1, else 0
+    is_invariant: int
     tuning: Tuning
 
     @classmethod
@@ -47,9 +52,12 @@ class PairTables:
     @classmethod
     def of_fixed(cls, buffers: FixedTensors, num_rows: int, sizes: Sequence[int]) -> PairTables:
         """`of`, from buffers that are the same ones in many steps."""
-        top_k, num_experts, max_slots, with_base = sizes
+        top_k, num_experts, max_slots, with_base, is_invariant = sizes
+        check_layout(bool(is_invariant))
         tuning = tuning_of(buffers.tensors[0].device)
-        return cls(buffers, num_rows, top_k, num_experts, max_slots, with_base, tuning)
+        return cls(
+            *(buffers, num_rows, top_k, num_experts, max_slots, with_base, is_invariant), tuning
+        )
 
     @property
     def tables(self) -> Tables:
@@ -60,9 +68,9 @@ class PairTables:
         return self.buffers.tensors[-1]
 
     @property
-    def sizes(self) -> tuple[int, int, int, int]:
+    def sizes(self) -> tuple[int, int, int, int, int]:
         """As `of` takes them."""
-        return self.top_k, self.num_experts, self.max_slots, self.with_base
+        return self.top_k, self.num_experts, self.max_slots, self.with_base, self.is_invariant
 
     @property
     def num_pairs(self) -> int:
