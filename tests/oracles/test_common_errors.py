@@ -208,6 +208,29 @@ def test_a_base_product_may_round_more_parts_than_a_plain_one_and_in_other_rows(
     assert judge_result(trial, pool, batch, base, result).failure is Failure.WRONG_ANSWER
 
 
+def test_products_of_a_delta_net_may_round_as_those_that_write_columns_of_its_output(
+    make_trial: Callable[..., Trial], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    axes = LARGE | {"mix": Mix.ALL_BASE, "site": Site.GDN_IN_PROJ, "slices": (64, 8)}
+    trial = make_trial(seed=1, dtype=Dtype.FP16, **axes)
+    pool, batch, base = inputs_of(trial, DataKind.SIGNED)
+    assert isinstance(base, BaseLayer)
+    right = batch.x.double() @ base.weight.double().T
+    off = torch.zeros_like(right)
+    off[3] = 32 * half_ulp(right[3], torch.float16)
+    result = (right + off).to(batch.x.dtype)
+    assert judge_result(trial, pool, batch, base, result).failure is Failure.WRONG_ANSWER
+
+    def written(x: Tensor, weight: Tensor, out: Tensor) -> Tensor:
+        columns = slice(0, 64) if out.shape[1] == 64 else slice(64, None)
+        return out.copy_(result[:, columns])
+
+    monkeypatch.setattr(torch, "mm", written)
+    assert judge_result(trial, pool, batch, base, result).failure is None
+    worse = (right + 3 * off).to(batch.x.dtype)
+    assert judge_result(trial, pool, batch, base, worse).failure is Failure.WRONG_ANSWER
+
+
 @pytest.mark.parametrize("features", [1, 2, 1024])
 def test_rows_of_few_features_may_be_far_from_average(features: int) -> None:
     """Errors of act are products, of which few are large, and all columns of a row share them."""

@@ -120,8 +120,13 @@ def plain_bases(case: Case, batch: Batch, base: BaseLayer | None) -> tuple[Tenso
     assert base.bias is None, "projections of a delta net have no bias"
     # qkvz and ba, each of one or of two slices
     first = sum(case.slices[: len(case.slices) // 2])
-    apart = [functional.linear(batch.x, own) for own in (base.weight[:first], base.weight[first:])]
-    return whole, torch.cat(apart, 1)
+    halves = slice(first), slice(first, None)
+    apart = [functional.linear(batch.x, base.weight[own]) for own in halves]
+    # cuBLAS takes another algorithm for an output whose rows are further apart
+    within = torch.empty_like(whole)
+    for own in halves:
+        torch.mm(batch.x, base.weight[own].T, out=within[:, own])
+    return whole, torch.cat(apart, 1), within
 
 
 def deltas(
