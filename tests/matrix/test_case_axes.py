@@ -259,6 +259,10 @@ groups:
             "router: input, sharding: rank, streams: dual",
             "sharding: given rank with streams dual; allowed: with sequential",
         ),
+        (
+            "router: input, sharding: rank, tp: 3, in_features: 2",
+            "sharding: given rank with in_features 2 and tp 3; allowed: tp hidden features or more",
+        ),
     ],
 )
 def test_impossible_moe_layers_are_reported(write: Write, axes: str, reported: str) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import re
+import weakref
 from dataclasses import dataclass
 from types import SimpleNamespace
 
@@ -161,6 +163,38 @@ def test_too_little_memory_is_an_infrastructure_failure(judge, judge_raising, er
     (own,) = judge(FakeOracle(NAMES[0], error))
     for judgement in (own, judge_raising(error)):
         assert (judgement.verdict, judgement.failure) == (Verdict.INFRA, Failure.OUT_OF_MEMORY)
+
+
+class Cycle:
+    """Holds memory until it is collected, as a layer that refers to itself."""
+
+    def __init__(self) -> None:
+        self.own = self
+
+
+@dataclass(frozen=True)
+class NeedsMemory:
+    """Has too little memory while anything is left of `held`."""
+
+    name: OracleName
+    held: weakref.ref[Cycle]
+
+    def applies(self, trial: Trial) -> str | None:
+        return None
+
+    def judge(self, trial: Trial) -> Judgement:
+        if self.held() is not None:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return Judgement(self.name, Verdict.PASS)
+
+
+def test_memory_that_an_earlier_instance_holds_by_referring_to_itself_is_not_missing(judge):
+    gc.disable()
+    try:
+        (judgement,) = judge(NeedsMemory(NAMES[0], weakref.ref(Cycle())))
+    finally:
+        gc.enable()
+    assert judgement.verdict is Verdict.PASS
 
 
 def test_nothing_is_judged_after_the_device_is_lost(judge, monkeypatch):

@@ -81,6 +81,15 @@ def _sharding_problems(
         yield "sharding", f"{message}; allowed: one slice of tp columns or more"
 
 
+def _sharded_layer_problems(
+    in_features: int, tp: int, sharding: Sharding
+) -> Iterator[tuple[str, str]]:
+    # each rank has some columns of B of down
+    if sharding is Sharding.RANK and in_features < tp:
+        message = f"given {sharding} with in_features {in_features} and tp {tp}"
+        yield "sharding", f"{message}; allowed: tp hidden features or more"
+
+
 def _exchange_problems(streams: Streams, sharding: Sharding) -> Iterator[tuple[str, str]]:
     if sharding is Sharding.RANK and streams is Streams.DUAL:
         yield "sharding", f"given {sharding} with streams {streams}; allowed: with sequential"
@@ -195,6 +204,9 @@ RELATIONS = (
         frozenset({Site.MOE_LAYER}),
         ("slices", "experts", "ep", "tp", "quantisation"),
         _layer_problems,
+    ),
+    Relation(
+        frozenset({Site.MOE_LAYER}), ("in_features", "tp", "sharding"), _sharded_layer_problems
     ),
     Relation(frozenset({Site.MOE_LAYER}), ("placement", "ep"), _placement_problems),
     Relation(

@@ -9,6 +9,7 @@ the result would say nothing about the subject.
 
 from __future__ import annotations
 
+import gc
 import time
 import traceback
 from collections.abc import Iterable, Iterator
@@ -118,8 +119,6 @@ def run_trial(trial: Trial) -> tuple[Judgement, ...]:
         judgements.append(judgement)
         if judgement.failure is Failure.CUDA_STICKY:
             break
-        if judgement.failure is Failure.OUT_OF_MEMORY and trial.machine.device == "cuda":
-            torch.cuda.empty_cache()
     return tuple(judgements)
 
 
@@ -142,6 +141,25 @@ def device_answers(machine: Machine) -> bool:
 
 def judge_with(oracle: Oracle, trial: Trial) -> Judgement:
     """One judgement, whatever is raised meanwhile; the error is charged to whoever caused it."""
+    judgement = _judge_once(oracle, trial)
+    if judgement.failure is not Failure.OUT_OF_MEMORY:
+        return judgement
+    # layers that refer to themselves, as those of vLLM do, keep the memory of earlier oracles and
+    # cases until they are collected. What is missing behind that is missing
+    _release_memory(trial.machine)
+    judgement = _judge_once(oracle, trial)
+    if judgement.failure is Failure.OUT_OF_MEMORY:
+        _release_memory(trial.machine)
+    return judgement
+
+
+def _release_memory(machine: Machine) -> None:
+    gc.collect()
+    if machine.device == "cuda":
+        torch.cuda.empty_cache()
+
+
+def _judge_once(oracle: Oracle, trial: Trial) -> Judgement:
     name = oracle.name
     try:
         # a subject that draws random numbers must draw the same ones in a replay
