@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import multiprocessing
-from collections.abc import Sequence
+import os
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
@@ -107,7 +108,18 @@ def _result(future: Future[tuple[Compiled, ...]] | None, unit: _Unit) -> tuple[C
 
 
 def _pool(workers: int) -> ProcessPoolExecutor:
-    # a forked process would inherit a Triton that has read its environment variables
-    context = multiprocessing.get_context("spawn")
+    # forks of a process that has imported torch, which takes seconds, and not Triton, which has
+    # then read its environment variables
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torch"])
     # starts no more processes than there is work for
-    return ProcessPoolExecutor(workers, mp_context=context, initializer=settle_process)
+    return ProcessPoolExecutor(
+        workers, mp_context=context, initializer=_settle, initargs=(dict(os.environ),)
+    )
+
+
+def _settle(environment: Mapping[str, str]) -> None:
+    # the process that forks has the variables of its start
+    os.environ.clear()
+    os.environ.update(environment)
+    settle_process()
