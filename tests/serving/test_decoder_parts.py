@@ -279,6 +279,19 @@ def cache_tensors(cache: RequestCache) -> list[Tensor]:
     return held
 
 
+def test_the_line_of_each_prompt_holds_nothing_of_an_earlier_request_behind_it() -> None:
+    decoder = small_decoder("qwen3")
+    tensors = cache_tensors(decoder.cache)
+    for held in tensors:
+        held.fill_(torch.nan)
+    # padded to the longest
+    prompts = [[1, 2, 3], [4], [5, 6]]
+    decoder.prefill(prompts, [-1] * 3, first_line=0)
+    for held in tensors:
+        for line, prompt in zip(held, prompts, strict=True):
+            assert not line[:, len(prompt) :].any()
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_recurrent_state_of_a_delta_net_is_in_fp32_whatever_the_model_is_in(
     dtype: torch.dtype,

@@ -333,8 +333,10 @@ def test_tables_are_not_made_while_a_graph_is_captured(
         r"topk_ids and lora_a_stacked must be of top 2 of 4 experts while a CUDA graph is "
         r"captured \(got top 3 of 4 experts\)"
     )
-    with pytest.raises(ValueError, match=message):
-        experts.apply(MIXED)
+    # a refusal that left tables behind would refuse once
+    for _ in range(2):
+        with pytest.raises(ValueError, match=message):
+            experts.apply(MIXED)
 
 
 def test_w2_of_other_sizes_than_w13_is_refused(plain: Any, make_experts: Any, mixin: Any) -> None:

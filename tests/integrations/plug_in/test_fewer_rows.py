@@ -68,6 +68,15 @@ def test_a_call_with_all_rows_follows_one_with_fewer(server: Any, linear: Any) -
     linear.check(MIXED, rows=12)
 
 
+def test_the_first_rows_of_each_step_have_the_adapters_of_that_step(
+    server: Any, linear: Any
+) -> None:
+    # the tables of a mapping are written in place
+    for slots in (MIXED, MIXED[::-1], MIXED):
+        server.step(slots)
+        check_first(linear, slots, 4)
+
+
 def test_the_first_rows_may_lack_adapters_that_others_have(server: Any, linear: Any) -> None:
     server.step((-1, -1, 2, 1))
     check_first(linear, (-1, -1, 2, 1), 2)
