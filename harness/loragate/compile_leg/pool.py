@@ -108,8 +108,8 @@ def _result(future: Future[tuple[Compiled, ...]] | None, unit: _Unit) -> tuple[C
 
 
 def _pool(workers: int) -> ProcessPoolExecutor:
-    # forks of a process that has imported torch, which takes seconds, and not Triton, which has
-    # then read its environment variables
+    # forks of a process that has imported torch, which takes seconds, but not Triton, which would
+    # have read its environment variables
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["torch"])
     # starts no more processes than there is work for

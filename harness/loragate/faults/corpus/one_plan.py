@@ -10,9 +10,26 @@ _metadata = planting("lorakernels.batch.metadata", Group.METADATA)
 _dense = planting("lorakernels.dense.plan", Group.HOST)
 _pairs = planting("lorakernels.moe.tiles", Group.MOE_HOST)
 _moe = planting("lorakernels.moe.delta.plan", Group.MOE_HOST)
+_tables = planting("lorakernels.moe.align.tables", Group.ALIGN)
+_check = planting("lorakernels.dense.check", Group.HOST)
 _option = planting("lorakernels.runtime.tuning", Group.HOST)
 
 FAULTS = (
+    _tables(
+        "pairs-of-another-option-taken",
+        "        check_layout(bool(is_invariant))\n",
+        "",
+        source="own",
+        why="Tiles of another height are looked for behind the end of the tables, which an operator "
+        "gets that was called without the option they were made under.",
+    ),
+    _check(
+        "mapping-of-another-option-taken",
+        "    check_option(tile_rows)\n",
+        "",
+        source="own",
+        why="A linear layer reads a mapping in tiles of another height than it was written in.",
+    ),
     _option(
         "promise-of-equal-bits-unread",
         "    return with_one_plan(tuning) if batch_invariant() else tuning\n",
