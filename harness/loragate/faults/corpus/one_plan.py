@@ -20,8 +20,8 @@ FAULTS = (
         "        check_layout(bool(is_invariant))\n",
         "",
         source="own",
-        why="Tiles of another height are looked for behind the end of the tables, which an operator "
-        "gets that was called without the option they were made under.",
+        why="An operator that is called without the option of its tables looks for tiles of "
+        "another height, behind their end.",
     ),
     _check(
         "mapping-of-another-option-taken",
