@@ -304,6 +304,25 @@ def test_a_tensor_that_is_written_before_the_refusal_fails() -> None:
     assert "refused after a tensor had been changed" in judgement.message
 
 
+class RefusesOnce(Careful):
+    """Makes what is missing on the way to a refusal, and finds it the next time."""
+
+    refused = False
+
+    def check_rows(self, x: Tensor, out: Tensor) -> None:
+        if x.dtype == out.dtype or not self.refused:
+            self.refused = x.dtype != out.dtype
+            super().check_rows(x, out)
+        else:
+            super().check_rows(x.to(out.dtype), out)
+
+
+def test_bad_input_that_is_accepted_when_it_is_given_again_fails() -> None:
+    judgement = _judge(RefusesOnce)
+    assert (judgement.failure, judgement.where) == (Failure.NOT_REFUSED, {"guard": "x_dtype"})
+    assert judgement.message.endswith("it was accepted, when it was given again")
+
+
 def test_another_kind_of_error_is_no_refusal() -> None:
     judgement = _judge(WrongError)
     assert judgement.failure is Failure.NOT_REFUSED

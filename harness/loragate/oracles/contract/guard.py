@@ -2,8 +2,9 @@
 
 A refusal is a ValueError whose message names what was given, raised before anything is written:
 tensors keep their bits, the previous mapping stays valid, a slot keeps its adapter (activation is
-all or nothing), and the next valid step is right. Each subject states which refusals it promises;
-accepting bad input silently gives wrong results that nobody is warned of.
+all or nothing), the same call is refused again, and the next valid step is right. Each subject
+states which refusals it promises; accepting bad input silently gives wrong results that nobody is
+warned of.
 """
 
 from __future__ import annotations
@@ -60,7 +61,11 @@ class GuardedInput:
             if violation.guard not in trial.capabilities.guards:
                 continue
             count += 1
-            wrong = _refusal(violation) or _aftermath(trial, violation, instance, batch, wanted)
+            wrong = (
+                _refusal(violation)
+                or _second_refusal(violation)
+                or _aftermath(trial, violation, instance, batch, wanted)
+            )
             if wrong is not None:
                 return wrong
         if not count:
@@ -91,6 +96,13 @@ def _refusal(violation: Violation) -> Judgement | None:
         if not torch.equal(bits_of(whole(tensor)), bits):
             return _failure(violation, "it was refused after a tensor had been changed")
     return None
+
+
+def _second_refusal(violation: Violation) -> Judgement | None:
+    """A FAIL if the same call is not refused again: the first one may have left behind what makes
+    the second one look valid."""
+    again = _refusal(violation)
+    return again and replace(again, message=f"{again.message}, when it was given again")
 
 
 def _names(message: str, given: str) -> bool:
