@@ -22,12 +22,12 @@ def test_a_huge_batch_takes_less_than_a_gigabyte_of_scratch_memory(num_pairs: in
 def test_only_a_huge_batch_of_few_buckets_is_sorted_by_launches() -> None:
     assert plan_alignment(1_000_000, EXPERTS, SLOTS, True) is Alignment.COUNTED
     assert plan_alignment(16_000_000, EXPERTS, SLOTS, True) is Alignment.SORTED
-    few = DEFAULT.align.pairs_of_many_bins_at_once
-    assert plan_alignment(few, EXPERTS, 2 * SLOTS, True) is Alignment.SORTED_AT_ONCE
+    few = DEFAULT.align.compared_pairs
+    assert plan_alignment(few, EXPERTS, 2 * SLOTS, True) is Alignment.COMPARED
     assert plan_alignment(few + 1, EXPERTS, 2 * SLOTS, True) is Alignment.SORTED
 
 
-def test_one_program_sorts_few_pairs_and_more_of_them_where_buckets_are_many() -> None:
+def test_one_program_sorts_few_pairs_and_more_are_compared_where_buckets_are_many() -> None:
     align = DEFAULT.align
     few, many = align.single_launch_bins // 4, align.single_launch_bins // 4 + 1
 
@@ -38,8 +38,9 @@ def test_one_program_sorts_few_pairs_and_more_of_them_where_buckets_are_many() -
     assert way(align.pairs_at_once + 1, few) is Alignment.SINGLE
     assert way(align.single_launch_pairs, few) is Alignment.SINGLE
     assert way(align.single_launch_pairs + 1, few) is Alignment.COUNTED
-    most = align.pairs_of_many_bins_at_once
-    assert way(1, many) is way(most, many) is Alignment.SORTED_AT_ONCE
+    assert way(1, many) is way(align.pairs_at_once, many) is Alignment.SORTED_AT_ONCE
+    most = align.compared_pairs
+    assert way(align.pairs_at_once + 1, many) is way(most, many) is Alignment.COMPARED
     assert way(most + 1, many) is Alignment.COUNTED
 
 
@@ -61,8 +62,8 @@ def test_pairs_whose_keys_do_not_fit_are_not_sorted_at_once() -> None:
             {"single_launch_pairs": 0, "span": 8, "most_counters": 6000},
             {"single_launch_pairs": 40, "span": 32, "most_bins": 32},
             {"single_launch_pairs": 600, "span": 16},
-            {"single_launch_bins": 32, "pairs_of_many_bins_at_once": 30, "span": 32},
-            {"pairs_of_many_bins_at_once": 30, "most_bins": 32, "span": 32},
+            {"single_launch_bins": 32, "compared_pairs": 300, "span": 32},
+            {"single_launch_bins": 16, "compared_pairs": 30, "most_bins": 32, "span": 32},
         )
     ],
 )
@@ -79,4 +80,6 @@ def _needed(num_pairs: int, way: Alignment, tuning: Tuning) -> int:
     if way is Alignment.SORTED:
         # keys and pairs, each twice, and counts of a digit of 16 values
         return 4 * -(-num_pairs // 64) * 64 + (spans + 1) * 16
+    if way is Alignment.COMPARED:
+        return max(64, 1 << (num_pairs - 1).bit_length())
     return (spans + 4) * 64 if way is Alignment.COUNTED else 0

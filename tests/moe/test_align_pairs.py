@@ -53,9 +53,15 @@ def tune(monkeypatch: pytest.MonkeyPatch, **changed: int) -> None:
 
 def align_by(way: Alignment, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a step of few pairs."""
-    if way is not Alignment.SORTED_AT_ONCE:
-        most = 0 if way is Alignment.COUNTED else 16
+    if way is Alignment.COMPARED:
+        tune(monkeypatch, pairs_at_once=0, single_launch_bins=0, compared_span=4)
+    elif way is not Alignment.SORTED_AT_ONCE:
+        most = 0 if way is Alignment.COUNTED else 1024
         tune(monkeypatch, pairs_at_once=0, single_launch_pairs=most, span=32)
+
+
+# all but the radix sort, which takes other constants
+WAYS = [Alignment.SINGLE, Alignment.SORTED_AT_ONCE, Alignment.COMPARED, Alignment.COUNTED]
 
 
 def routed(rows: int, top_k: int, experts: int, slots: int, seed: int) -> tuple[Tensor, list[int]]:
@@ -104,7 +110,7 @@ def assert_tiles(
     ("rows", "top_k", "experts", "slots"),
     [(1, 1, 1, 1), (17, 3, 5, 3), (70, 2, 3, 2), (33, 8, 40, 7)],
 )
-@pytest.mark.parametrize("way", [Alignment.SINGLE, Alignment.SORTED_AT_ONCE, Alignment.COUNTED])
+@pytest.mark.parametrize("way", WAYS)
 def test_every_pair_is_in_the_tiles_of_its_expert_and_slot(
     rows: int,
     top_k: int,
@@ -114,10 +120,7 @@ def test_every_pair_is_in_the_tiles_of_its_expert_and_slot(
     way: Alignment,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    if way is Alignment.COUNTED:
-        tune(monkeypatch, pairs_at_once=0, single_launch_pairs=0, span=32)
-    elif way is Alignment.SINGLE:
-        tune(monkeypatch, pairs_at_once=0)
+    align_by(way, monkeypatch)
     ids, token_slots = routed(rows, top_k, experts, slots, seed=rows)
     pairs = prepared(ids, token_slots, experts=experts, slots=slots, with_base=with_base)
     assert pairs.tables.alignment is way
@@ -164,7 +167,7 @@ def test_more_buckets_than_a_program_can_count_give_the_same_tables(
         monkeypatch,
         pairs_at_once=0,
         single_launch_bins=0,
-        pairs_of_many_bins_at_once=0,
+        compared_pairs=0,
         most_bins=0,
     )
     given = prepared(ids, token_slots, experts=6, slots=3, with_base=with_base, dirt=33)
@@ -224,7 +227,7 @@ def test_all_large_batches_are_counted_by_one_compiled_kernel(
     assert len(set(count.compiled)) == 1
 
 
-@pytest.mark.parametrize("way", [Alignment.SORTED_AT_ONCE, Alignment.SINGLE, Alignment.COUNTED])
+@pytest.mark.parametrize("way", WAYS)
 def test_the_one_entry_that_a_step_does_not_need_is_reset(
     way: Alignment, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -236,7 +239,7 @@ def test_the_one_entry_that_a_step_does_not_need_is_reset(
         assert table.tolist() == [0] * 6 + [-1]
 
 
-@pytest.mark.parametrize("way", [Alignment.SORTED_AT_ONCE, Alignment.SINGLE, Alignment.COUNTED])
+@pytest.mark.parametrize("way", WAYS)
 def test_a_step_whose_tokens_have_no_expert_here_leaves_no_pair_of_the_step_before(
     way: Alignment, monkeypatch: pytest.MonkeyPatch
 ) -> None:

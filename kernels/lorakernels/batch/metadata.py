@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 
 from lorakernels.batch.kernels import prepare_kernel
-from lorakernels.batch.steps import BaseRows, step_of
+from lorakernels.batch.steps import BaseRows, check_option, step_of
 from lorakernels.common.sizes import power_of_2
 from lorakernels.runtime.device import keep_address, on_device_of, upload
-from lorakernels.runtime.options import batch_invariant, check_layout
+from lorakernels.runtime.options import batch_invariant
 from lorakernels.runtime.tuning import DEFAULT, Tuning, tuning_of
 
 # smallest height of a tile: the M of a tensor-core instruction
@@ -70,7 +70,6 @@ class BatchMetadata:
             raise ValueError(f"max_slots must be at least 1 (got {max_slots})")
         self.max_tokens, self.max_slots = max_tokens, max_slots
         self.tuning, self._height = tuning_of(torch.device(device)), height
-        self._is_invariant = batch_invariant()
 
         def table(size: int) -> Tensor:
             return keep_address(torch.full((size,), -1, dtype=torch.int32, device=device))
@@ -82,7 +81,7 @@ class BatchMetadata:
         self.num_tiles = keep_address(torch.zeros(1, dtype=torch.int32, device=device))
         # what the operators find by the table
         self._step = step_of(self.tile_rows)
-        self._step.is_invariant = self._is_invariant
+        self._step.is_invariant = batch_invariant()
         self._declared: BaseRows | None = None
         self._set_rows(0)
 
@@ -147,7 +146,7 @@ class BatchMetadata:
         """What the host knows of the next step, whose tables `install` writes, here or in a graph
         that is replayed: its rows, how many of them are live, and what `check` said of these.
         Raises ValueError with nothing changed."""
-        check_layout(self._is_invariant)
+        check_option(self.tile_rows)
         if num_rows > self.max_tokens:
             raise ValueError(f"token_slots may have {self.max_tokens} rows (got {num_rows})")
         if num_rows < num_live:

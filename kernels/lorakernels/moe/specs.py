@@ -89,7 +89,7 @@ def launches(compute_capability: int) -> Iterator[tuple[str, Callable[[], None]]
         label = f"align-t{tokens}{'-base' if with_base else ''}"
         yield label, partial(launch_align, tokens, with_base, pdl=pdl)
     yield "align-sorted", partial(launch_align, 1024, True, pdl=pdl, sizes=_MANY, slots=64)
-    for tokens, with_base in ((5, False), (25, True), (100, True)):
+    for tokens, with_base in ((5, False), (25, True), (100, False), (100, True)):
         label = f"align-many-t{tokens}{'-base' if with_base else ''}"
         yield label, partial(launch_align, tokens, with_base, pdl=pdl, sizes=_MANY, slots=64)
     for problem in _problems():

@@ -47,6 +47,7 @@ class Alignment(Enum):
     """How pairs are put into the order of their tiles. Each way gives the same tables.
 
     SORTED_AT_ONCE: one program sorts all pairs in its registers, which needs no counters.
+    COMPARED: programs compare a few pairs each with all others, which needs none either.
     SINGLE: every program counts all pairs by bucket.
     COUNTED: launches of their own count the pairs of each span by bucket.
     SORTED: a radix sort, where a program cannot hold a counter of each bucket, or memory should not
@@ -54,6 +55,7 @@ class Alignment(Enum):
     """
 
     SORTED_AT_ONCE = auto()
+    COMPARED = auto()
     SINGLE = auto()
     COUNTED = auto()
     SORTED = auto()
@@ -66,11 +68,12 @@ def plan_alignment(
     bins, align = num_bins(num_experts, max_slots, with_base), tuning.align
     # what a single launch does with counters takes as long as there are counters
     has_few_bins = bins <= align.single_launch_bins
-    most_at_once = align.pairs_at_once if has_few_bins else align.pairs_of_many_bins_at_once
-    if num_pairs <= most_at_once and _keys_fit(num_pairs, bins):
+    if num_pairs <= align.pairs_at_once and _keys_fit(num_pairs, bins):
         return Alignment.SORTED_AT_ONCE
     if bins <= align.most_bins and num_pairs <= align.single_launch_pairs and has_few_bins:
         return Alignment.SINGLE
+    if not has_few_bins and num_pairs <= align.compared_pairs and _keys_fit(num_pairs, bins):
+        return Alignment.COMPARED
     if bins > align.most_bins or _num_counters(num_pairs, bins, tuning) > align.most_counters:
         return Alignment.SORTED
     return Alignment.COUNTED
@@ -93,10 +96,12 @@ def scratch_size(
     """Elements of the scratch memory of the alignment of batches of up to `max_pairs` pairs."""
     bins, align = num_bins(num_experts, max_slots, with_base), tuning.align
     way = plan_alignment(max_pairs, num_experts, max_slots, with_base, tuning)
+    # of a smaller batch that is compared: its keys
+    compared = block_of_pairs(min(max_pairs, align.compared_pairs))
     if way is Alignment.COUNTED:
-        return _num_counters(max_pairs, bins, tuning)
+        return max(compared, _num_counters(max_pairs, bins, tuning))
     if way is not Alignment.SORTED:
-        return 1
+        return compared if way is Alignment.COMPARED else 1
     most = max(digit_bins(num_experts, slot_bins(max_slots, with_base)))
     # two buffers of keys and of pairs, and the counters of a digit for each span and their totals
     size = 4 * sort_stride(max_pairs) + (sort_spans(max_pairs, align.span) + 1) * most

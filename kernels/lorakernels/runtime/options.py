@@ -35,7 +35,7 @@ def batch_invariant() -> bool:
     return value == "1"
 
 
-def check_layout(is_invariant: bool) -> None:
+def check_made_for(is_invariant: bool) -> None:
     """ValueError unless LORAKERNELS_BATCH_INVARIANT is what tables were laid out for: tiles of
     another height would be looked for in other places, and beyond the end."""
     if batch_invariant() != is_invariant:

@@ -114,10 +114,12 @@ class AlignTuning:
     most_bins: int
     # counters of all spans beyond which they take too much memory: 4 bytes each
     most_counters: int
-    # most pairs that one program sorts in its registers; with more counters than
-    # `single_launch_bins` it is the fastest way for more of them
+    # most pairs that one program sorts in its registers
     pairs_at_once: int
-    pairs_of_many_bins_at_once: int
+    # most pairs that are compared with each other where there are more counters than
+    # `single_launch_bins`, and how many of them a program compares
+    compared_pairs: int
+    compared_span: int
     # most pairs and counters of a batch that every program counts by itself, which saves three
     # launches
     single_launch_pairs: int
@@ -212,7 +214,8 @@ HOPPER = Tuning(
         most_bins=8192,
         most_counters=1 << 27,
         pairs_at_once=512,
-        pairs_of_many_bins_at_once=1024,
+        compared_pairs=1024,
+        compared_span=16,
         single_launch_pairs=1024,
         single_launch_bins=512,
         small_span=64,

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from lorakernels.batch.steps import hand_on_base_rows, note_rows, prepared_rows
 from lorakernels.moe.align.at_once import launch_sort_at_once
+from lorakernels.moe.align.compared import launch_comparing
 from lorakernels.moe.align.kernels.arguments import Routes
 from lorakernels.moe.align.launch import launch_alignment
 from lorakernels.moe.align.sort import launch_sorting
@@ -44,6 +45,8 @@ def align_pairs(
 def _launch_of(way: Alignment) -> Callable[..., None]:
     if way is Alignment.SORTED_AT_ONCE:
         return launch_sort_at_once
+    if way is Alignment.COMPARED:
+        return launch_comparing
     return launch_sorting if way is Alignment.SORTED else launch_alignment
 
 

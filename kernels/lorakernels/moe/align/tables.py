@@ -17,7 +17,7 @@ from lorakernels.moe.tiles import (
     slot_bins,
     tile_height,
 )
-from lorakernels.runtime.options import check_layout
+from lorakernels.runtime.options import check_made_for
 from lorakernels.runtime.prepared import FixedTensors
 from lorakernels.runtime.tuning import Tuning, tuning_of
 
@@ -53,7 +53,7 @@ class PairTables:
     def of_fixed(cls, buffers: FixedTensors, num_rows: int, sizes: Sequence[int]) -> PairTables:
         """`of`, from buffers that are the same ones in many steps."""
         top_k, num_experts, max_slots, with_base, is_invariant = sizes
-        check_layout(bool(is_invariant))
+        check_made_for(bool(is_invariant))
         tuning = tuning_of(buffers.tensors[0].device)
         return cls(
             *(buffers, num_rows, top_k, num_experts, max_slots, with_base, is_invariant), tuning

@@ -25,6 +25,49 @@ def _rank(group, PAIRS: tl.constexpr):
 
 
 @triton.jit
+def sort_key(bucket, pair, num_experts, layout: tl.constexpr, PAIRS: tl.constexpr):
+    """Keys of up to PAIRS pairs, no two of them equal: pairs without a bucket come last, and those
+    of one bucket by their numbers."""
+    bucket = tl.where(bucket >= 0, bucket, num_experts * layout.SLOT_BINS)
+    return bucket * PAIRS + pair
+
+
+@triton.jit
+def cut_into_tiles(
+    tables,
+    ordered,
+    num_pairs,
+    num_experts,
+    layout: tl.constexpr,
+    HEIGHT: tl.constexpr,
+    BASE_HEIGHT: tl.constexpr,
+    PAIRS: tl.constexpr,
+):
+    """Write the tables of tiles, which hold -1, from sorted keys."""
+    lane = tl.arange(0, PAIRS)
+    key = ordered // PAIRS
+    pair = ordered % PAIRS
+    rank = _rank(key, PAIRS)
+    base_rank = rank
+    if layout.WITH_BASE:
+        base_rank = _rank(key // layout.SLOT_BINS, PAIRS)
+    is_keyed, routed, leads, base_leads = leading_pairs(
+        key, rank, base_rank, lane < num_pairs, num_experts, layout, HEIGHT, BASE_HEIGHT
+    )
+    tile = tl.cumsum(leads.to(tl.int32), axis=0) - 1
+    tl.store(tables.tile_pairs + tile * HEIGHT + rank % HEIGHT, pair, mask=routed)
+    tl.store(tables.tile_slots + tile, key % layout.SLOT_BINS - layout.WITH_BASE, mask=leads)
+    tl.store(tables.tile_experts + tile, key // layout.SLOT_BINS, mask=leads)
+    tl.store(tables.num_tiles, tl.sum(leads.to(tl.int32), axis=0))
+    if layout.WITH_BASE:
+        tile = tl.cumsum(base_leads.to(tl.int32), axis=0) - 1
+        place = tile * BASE_HEIGHT + base_rank % BASE_HEIGHT
+        tl.store(tables.base_pairs + place, pair, mask=is_keyed)
+        tl.store(tables.base_experts + tile, key // layout.SLOT_BINS, mask=base_leads)
+        tl.store(tables.num_base_tiles, tl.sum(base_leads.to(tl.int32), axis=0))
+
+
+@triton.jit
 def _reset(table_ptr, reachable, size):
     """-1 everywhere. The first program resets what it may write later, the others the rest."""
     reachable = tl.minimum(reachable, size)
@@ -85,30 +128,9 @@ def sort_at_once_kernel(
     sizes = Sizes(num_pairs, num_ids, num_experts, max_slots)
     lane = tl.arange(0, PAIRS)
     bucket, expert, slot = bucket_of(routes, sizes, lane, layout)
-    # pairs without a bucket come last, and those of one bucket by their numbers
-    bucket = tl.where(bucket >= 0, bucket, num_experts * layout.SLOT_BINS)
-    ordered = tl.sort(bucket * PAIRS + lane)
-    key = ordered // PAIRS
-    pair = ordered % PAIRS
-    rank = _rank(key, PAIRS)
-    base_rank = rank
-    if layout.WITH_BASE:
-        base_rank = _rank(key // layout.SLOT_BINS, PAIRS)
-    is_keyed, routed, leads, base_leads = leading_pairs(
-        key, rank, base_rank, lane < num_pairs, num_experts, layout, HEIGHT, BASE_HEIGHT
-    )
+    ordered = tl.sort(sort_key(bucket, lane, num_experts, layout, PAIRS))
     # what follows writes where this program has reset
     tl.debug_barrier()
     tl.store(tables.pair_slots + lane, tl.where(expert >= 0, slot, -1), mask=lane < num_pairs)
     tl.store(tables.pair_experts + lane, expert, mask=lane < num_pairs)
-    tile = tl.cumsum(leads.to(tl.int32), axis=0) - 1
-    tl.store(tables.tile_pairs + tile * HEIGHT + rank % HEIGHT, pair, mask=routed)
-    tl.store(tables.tile_slots + tile, key % layout.SLOT_BINS - layout.WITH_BASE, mask=leads)
-    tl.store(tables.tile_experts + tile, key // layout.SLOT_BINS, mask=leads)
-    tl.store(tables.num_tiles, tl.sum(leads.to(tl.int32), axis=0))
-    if layout.WITH_BASE:
-        tile = tl.cumsum(base_leads.to(tl.int32), axis=0) - 1
-        place = tile * BASE_HEIGHT + base_rank % BASE_HEIGHT
-        tl.store(tables.base_pairs + place, pair, mask=is_keyed)
-        tl.store(tables.base_experts + tile, key // layout.SLOT_BINS, mask=base_leads)
-        tl.store(tables.num_base_tiles, tl.sum(base_leads.to(tl.int32), axis=0))
+    cut_into_tiles(tables, ordered, num_pairs, num_experts, layout, HEIGHT, BASE_HEIGHT, PAIRS)
