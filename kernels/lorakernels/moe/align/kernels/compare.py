@@ -1,4 +1,4 @@
-"""Triton kernels that sort the pairs of a batch by (expert, slot) without a counter for each bucket,
+"""Triton kernels that sort the pairs of a batch by (expert, slot) without counting buckets,
 where one program would sort them too slowly: the programs of a first launch compare a few pairs
 each with all others, and one program of a second launch cuts the sorted pairs into tiles."""
 
