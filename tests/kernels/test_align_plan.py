@@ -27,24 +27,19 @@ def test_only_a_huge_batch_of_few_buckets_is_sorted_by_launches() -> None:
     assert plan_alignment(few + 1, EXPERTS, 2 * SLOTS, True) is Alignment.SORTED
 
 
-def test_one_program_sorts_few_pairs_and_more_are_compared_where_buckets_are_many() -> None:
+@pytest.mark.parametrize("experts", [1, 8, 512])
+def test_one_program_sorts_few_pairs_more_are_compared_and_many_are_counted(experts: int) -> None:
     align = DEFAULT.align
-    few, many = align.single_launch_bins // 4, align.single_launch_bins // 4 + 1
 
-    def way(num_pairs: int, experts: int) -> Alignment:
+    def way(num_pairs: int) -> Alignment:
         return plan_alignment(num_pairs, experts, 4, False)
 
-    assert way(1, few) is way(align.pairs_at_once, few) is Alignment.SORTED_AT_ONCE
-    assert way(align.pairs_at_once + 1, few) is Alignment.SINGLE
-    assert way(align.single_launch_pairs, few) is Alignment.SINGLE
-    assert way(align.single_launch_pairs + 1, few) is Alignment.COUNTED
-    assert way(1, many) is way(align.pairs_at_once, many) is Alignment.SORTED_AT_ONCE
-    most = align.compared_pairs
-    assert way(align.pairs_at_once + 1, many) is way(most, many) is Alignment.COMPARED
-    assert way(most + 1, many) is Alignment.COUNTED
+    assert way(0) is way(1) is way(align.pairs_at_once) is Alignment.SORTED_AT_ONCE
+    assert way(align.pairs_at_once + 1) is way(align.compared_pairs) is Alignment.COMPARED
+    assert way(align.compared_pairs + 1) is Alignment.COUNTED
 
 
-def test_pairs_whose_keys_do_not_fit_are_not_sorted_at_once() -> None:
+def test_pairs_whose_keys_do_not_fit_are_sorted_by_launches() -> None:
     # 2 ** 20 buckets of each expert: a key has a bucket and one of 64, or of 256 pairs
     slots = 1 << 20
     assert plan_alignment(64, 16, slots, False) is Alignment.SORTED_AT_ONCE
@@ -58,12 +53,11 @@ def test_pairs_whose_keys_do_not_fit_are_not_sorted_at_once() -> None:
     [
         replace(DEFAULT, align=replace(DEFAULT.align, **{"pairs_at_once": 20} | changed))
         for changed in (
-            {"single_launch_pairs": 40, "span": 32, "most_counters": 1000},
-            {"single_launch_pairs": 0, "span": 8, "most_counters": 6000},
-            {"single_launch_pairs": 40, "span": 32, "most_bins": 32},
-            {"single_launch_pairs": 600, "span": 16},
-            {"single_launch_bins": 32, "compared_pairs": 300, "span": 32},
-            {"single_launch_bins": 16, "compared_pairs": 30, "most_bins": 32, "span": 32},
+            {"compared_pairs": 40, "span": 32, "most_counters": 1000},
+            {"compared_pairs": 0, "span": 8, "most_counters": 6000},
+            {"compared_pairs": 40, "span": 32, "most_bins": 32},
+            {"compared_pairs": 600, "span": 1024},
+            {"compared_pairs": 2000},
         )
     ],
 )

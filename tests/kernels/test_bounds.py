@@ -200,8 +200,8 @@ def test_a_delta_of_pairs_stays_within_its_tensors(
     ("rows", "experts", "way"),
     [
         (64, 2, Alignment.SORTED_AT_ONCE),
-        (384, 2, Alignment.SINGLE),
-        (384, 200, Alignment.COMPARED),
+        (384, 2, Alignment.COMPARED),
+        (385, 200, Alignment.COMPARED),
         (576, 2, Alignment.COUNTED),
         (577, 2, Alignment.COUNTED),
         (576, 2100, Alignment.SORTED),

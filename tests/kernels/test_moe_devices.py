@@ -17,6 +17,7 @@ from lorakernels.batch.metadata import BatchMetadata
 from lorakernels.layers.gate_up import GateUp
 from lorakernels.layers.moe import FusedMoELoRA, MoEScratch
 from lorakernels.moe.align import at_once as align_at_once
+from lorakernels.moe.align import compared as align_compared
 from lorakernels.moe.align import launch as align_launch
 from lorakernels.moe.align.metadata import PairMetadata
 from lorakernels.moe.delta import launch as delta_launch
@@ -60,7 +61,7 @@ def kernels_of(module: ModuleType) -> dict[str, Any]:
     return {name: kernel for name, kernel in vars(module).items() if name.endswith("_kernel")}
 
 
-MODULES = (align_at_once, align_launch, delta_launch, layer_launch)
+MODULES = (align_at_once, align_compared, align_launch, delta_launch, layer_launch)
 
 
 @pytest.fixture
@@ -84,9 +85,9 @@ def test_every_launch_of_a_moe_layer_is_on_the_device_of_its_tensors(
     sizes = {"max_tokens": TOKENS, "top_k": 1}
     scratch = MoEScratch([layer], **sizes)
     x, ids = torch.ones(TOKENS, WIDTH), torch.zeros(TOKENS, 1, dtype=torch.int32)
-    for most_at_once in (TOKENS, 0):
+    for most_at_once, most_compared in ((TOKENS, 0), (0, TOKENS), (0, 0)):
         align = replace(
-            tuning.DEFAULT.align, pairs_at_once=most_at_once, single_launch_pairs=most_at_once
+            tuning.DEFAULT.align, pairs_at_once=most_at_once, compared_pairs=most_compared
         )
         monkeypatch.setattr(tuning, "DEFAULT", replace(tuning.DEFAULT, align=align))
         pairs = PairMetadata(**sizes, num_experts=2, max_slots=1, device="cpu", with_base=True)

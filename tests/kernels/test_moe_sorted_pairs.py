@@ -63,7 +63,7 @@ def test_sorting_gives_the_tables_that_counting_gives(
     if expert_map is not None:
         expert_map[1] = -1
     counted = prepared(steps, expert_map, **sizes)
-    tune(monkeypatch, pairs_at_once=0, most_bins=0, span=32)
+    tune(monkeypatch, pairs_at_once=0, compared_pairs=0, most_bins=0, span=32)
     for want, have in zip(counted, prepared(steps, expert_map, **sizes), strict=True):
         assert all(map(torch.equal, want, have))
 
@@ -74,9 +74,9 @@ def test_large_batches_whose_counters_take_too_much_memory_are_sorted(
 ) -> None:
     steps = [Step(rows, 3, 5, 3) for rows in (100, 7, 100, 0)]
     sizes = {"top_k": 3, "num_experts": 5, "max_slots": 3, "with_base": with_base}
-    tune(monkeypatch, pairs_at_once=0, single_launch_pairs=16, span=32)
+    tune(monkeypatch, pairs_at_once=0, compared_pairs=0, span=32)
     counted = prepared(steps, None, **sizes)
-    tune(monkeypatch, pairs_at_once=0, single_launch_pairs=16, span=32, most_counters=400)
+    tune(monkeypatch, pairs_at_once=0, compared_pairs=0, span=32, most_counters=400)
     launched = []
     for name in ("launch_sorting", "launch_alignment", "launch_sort_at_once"):
         monkeypatch.setattr(ops, name, noted(getattr(ops, name), launched))

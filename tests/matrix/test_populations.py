@@ -263,7 +263,7 @@ def test_smoke_crosses_paths_with_outputs_slices_and_ways_to_align() -> None:
     }
     assert {
         "alignment: one program sorts all pairs",
-        "alignment: one launch that counts",
+        "alignment: pairs compared with each other",
         "alignment: several launches",
         "alignment: more buckets than a program counts",
     } <= ways

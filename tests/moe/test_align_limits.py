@@ -33,7 +33,7 @@ class Limits:
     with_base: bool = False
 
 
-# pairs of a single launch, and counters of a program, in these tests
+# most pairs that are compared, and counters of a program, in these tests
 MOST_PAIRS, MOST_BINS = 24, 128
 LIMITS = (
     Limits("fewer pairs", MOST_PAIRS - 1, 3, 2),
@@ -45,7 +45,7 @@ LIMITS = (
     Limits("base rows have counters of their own", 40, 16, 8, True),
     # fewer buckets than counters, which are powers of two
     Limits("more counters, but no more buckets", 40, 17, 5),
-    Limits("more counters and a single launch", MOST_PAIRS, 17, 5),
+    Limits("more counters and compared", MOST_PAIRS, 17, 5),
     Limits("an expert more than a power of two, sorted", 40, 32, 8),
     Limits("sorted with base tiles", 70, 64, 9, True),
 )
@@ -59,7 +59,7 @@ def test_no_way_to_align_writes_past_its_buffers(
     align = replace(
         tuning.DEFAULT.align,
         pairs_at_once=most_at_once,
-        single_launch_pairs=MOST_PAIRS,
+        compared_pairs=MOST_PAIRS,
         most_bins=MOST_BINS,
         span=16,
     )

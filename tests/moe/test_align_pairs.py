@@ -53,15 +53,13 @@ def tune(monkeypatch: pytest.MonkeyPatch, **changed: int) -> None:
 
 def align_by(way: Alignment, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a step of few pairs."""
-    if way is Alignment.COMPARED:
-        tune(monkeypatch, pairs_at_once=0, single_launch_bins=0, compared_span=4)
-    elif way is not Alignment.SORTED_AT_ONCE:
+    if way is not Alignment.SORTED_AT_ONCE:
         most = 0 if way is Alignment.COUNTED else 1024
-        tune(monkeypatch, pairs_at_once=0, single_launch_pairs=most, span=32)
+        tune(monkeypatch, pairs_at_once=0, compared_pairs=most, span=32)
 
 
 # all but the radix sort, which takes other constants
-WAYS = [Alignment.SINGLE, Alignment.SORTED_AT_ONCE, Alignment.COMPARED, Alignment.COUNTED]
+WAYS = [Alignment.SORTED_AT_ONCE, Alignment.COMPARED, Alignment.COUNTED]
 
 
 def routed(rows: int, top_k: int, experts: int, slots: int, seed: int) -> tuple[Tensor, list[int]]:
@@ -108,7 +106,7 @@ def assert_tiles(
 @pytest.mark.parametrize("with_base", [False, True])
 @pytest.mark.parametrize(
     ("rows", "top_k", "experts", "slots"),
-    [(1, 1, 1, 1), (17, 3, 5, 3), (70, 2, 3, 2), (33, 8, 40, 7)],
+    [(1, 1, 1, 1), (17, 3, 5, 3), (70, 2, 3, 2), (32, 8, 40, 7)],
 )
 @pytest.mark.parametrize("way", WAYS)
 def test_every_pair_is_in_the_tiles_of_its_expert_and_slot(
@@ -146,7 +144,7 @@ def test_more_spans_than_one_step_of_a_sum_adds_up_give_every_pair_its_place(
 ) -> None:
     # 16 counters at a time leave 256 rows of them to a step of the sum
     span, spans = 8, 256 + 3
-    tune(monkeypatch, pairs_at_once=0, single_launch_pairs=0, span=span)
+    tune(monkeypatch, pairs_at_once=0, compared_pairs=0, span=span)
     ids, token_slots = routed(span * spans // 4, 4, 7, 3, seed=5)
     pairs = prepared(ids, token_slots, experts=7, slots=3, with_base=True)
     assert pairs.tables.alignment is Alignment.COUNTED
@@ -163,13 +161,7 @@ def test_more_buckets_than_a_program_can_count_give_the_same_tables(
 ) -> None:
     ids, token_slots = routed(50, 4, 6, 3, seed=3)
     wanted = prepared(ids, token_slots, experts=6, slots=3, with_base=with_base)
-    tune(
-        monkeypatch,
-        pairs_at_once=0,
-        single_launch_bins=0,
-        compared_pairs=0,
-        most_bins=0,
-    )
+    tune(monkeypatch, pairs_at_once=0, compared_pairs=0, most_bins=0)
     given = prepared(ids, token_slots, experts=6, slots=3, with_base=with_base, dirt=33)
     # the counters are scratch; without base tiles their tables are too
     used = len(wanted.buffers) - 1 if with_base else 6
@@ -219,7 +211,7 @@ def test_all_large_batches_are_counted_by_one_compiled_kernel(
     count, place = Recorder(), Recorder()
     monkeypatch.setattr(launch, "count_pairs_kernel", count)
     monkeypatch.setattr(launch, "place_pairs_kernel", place)
-    tune(monkeypatch, pairs_at_once=16, single_launch_pairs=16)
+    tune(monkeypatch, pairs_at_once=16, compared_pairs=16)
     for rows in (64, 512):
         ids, slots = routed(rows, 4, 4, 2, seed=rows)
         prepared(ids, slots, experts=4, slots=2, with_base=True)

@@ -80,8 +80,7 @@ def test_every_table_of_every_step_is_that_of_a_plain_loop(scene: _Scene) -> Non
 # Triton would compile a kernel for, which are 1 and multiples of 16, and of others
 _SPECIALISED = {
     Alignment.SORTED_AT_ONCE: (2, (20, 16, 1, 17)),
-    Alignment.COMPARED: (5, (520, 1024, 521)),
-    Alignment.SINGLE: (2, (520, 1024, 521)),
+    Alignment.COMPARED: (2, (520, 1024, 521)),
     Alignment.COUNTED: (2, (1100, 1936, 1101)),
     Alignment.SORTED: (128, (1900, 2016, 1901)),
 }

@@ -48,7 +48,6 @@ class Alignment(Enum):
 
     SORTED_AT_ONCE: one program sorts all pairs in its registers, which needs no counters.
     COMPARED: programs compare a few pairs each with all others, which needs none either.
-    SINGLE: every program counts all pairs by bucket.
     COUNTED: launches of their own count the pairs of each span by bucket.
     SORTED: a radix sort, where a program cannot hold a counter of each bucket, or memory should not
         hold those of every span.
@@ -56,7 +55,6 @@ class Alignment(Enum):
 
     SORTED_AT_ONCE = auto()
     COMPARED = auto()
-    SINGLE = auto()
     COUNTED = auto()
     SORTED = auto()
 
@@ -66,27 +64,25 @@ def plan_alignment(
 ) -> Alignment:
     """The way for a batch of `num_pairs` pairs."""
     bins, align = num_bins(num_experts, max_slots, with_base), tuning.align
-    # what a single launch does with counters takes as long as there are counters
-    has_few_bins = bins <= align.single_launch_bins
-    if num_pairs <= align.pairs_at_once and _keys_fit(num_pairs, bins):
-        return Alignment.SORTED_AT_ONCE
-    if bins <= align.most_bins and num_pairs <= align.single_launch_pairs and has_few_bins:
-        return Alignment.SINGLE
-    if not has_few_bins and num_pairs <= align.compared_pairs and _keys_fit(num_pairs, bins):
-        return Alignment.COMPARED
+    if _keys_fit(num_pairs, bins):
+        if num_pairs <= align.pairs_at_once:
+            return Alignment.SORTED_AT_ONCE
+        if num_pairs <= align.compared_pairs:
+            return Alignment.COMPARED
     if bins > align.most_bins or _num_counters(num_pairs, bins, tuning) > align.most_counters:
         return Alignment.SORTED
     return Alignment.COUNTED
 
 
 def block_of_pairs(num_pairs: int) -> int:
-    """Of a program that sorts all pairs: few sizes, each of which is a compiled kernel."""
+    """Of a program that sorts all pairs, or compares a few with all: few sizes, each of which is a
+    compiled kernel."""
     return max(64, power_of_2(num_pairs))
 
 
 def _keys_fit(num_pairs: int, bins: int) -> bool:
-    """Whether the keys of pairs that are sorted at once fit into int32: a bucket, or none, and the
-    number of a pair."""
+    """Whether the keys of pairs that are sorted without counters fit into int32: a bucket, or none,
+    and the number of a pair."""
     return (bins + 1) * block_of_pairs(num_pairs) <= 1 << 31
 
 

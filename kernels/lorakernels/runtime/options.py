@@ -35,13 +35,12 @@ def batch_invariant() -> bool:
     return value == "1"
 
 
-def check_made_for(is_invariant: bool) -> None:
-    """ValueError unless LORAKERNELS_BATCH_INVARIANT is what tables were laid out for: tiles of
-    another height would be looked for in other places, and beyond the end."""
-    if batch_invariant() != is_invariant:
+def check_made_for(is_invariant: bool, now: bool) -> None:
+    """ValueError unless LORAKERNELS_BATCH_INVARIANT is `now` what tables were laid out for: tiles
+    of another height would be looked for in other places, and beyond the end."""
+    if now != is_invariant:
         raise ValueError(
-            f"{BATCH_INVARIANT} must be as it was when the tables were made "
-            f"(got {int(not is_invariant)})"
+            f"{BATCH_INVARIANT} must be as it was when the tables were made (got {int(now)})"
         )
 
 

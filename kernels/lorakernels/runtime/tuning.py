@@ -116,19 +116,11 @@ class AlignTuning:
     most_counters: int
     # most pairs that one program sorts in its registers
     pairs_at_once: int
-    # most pairs that are compared with each other where there are more counters than
-    # `single_launch_bins`, and how many of them a program compares
+    # most pairs that are compared with each other, and how many of them a program compares
     compared_pairs: int
     compared_span: int
-    # most pairs and counters of a batch that every program counts by itself, which saves three
-    # launches
-    single_launch_pairs: int
-    single_launch_bins: int
-    # pairs that a program places, in a single launch and after counting launches
-    small_span: int
+    # pairs that a program counts and places
     span: int
-    # pairs that a program counts at a time in a single launch
-    count_block: int
     # values that a program may reset by itself, and programs beyond which more do not help
     reset_size: int
     most_reset_programs: int
@@ -157,6 +149,11 @@ class Tuning:
     gdn: GDNTuning
     moe: MoETuning
     align: AlignTuning
+
+    @property
+    def is_invariant(self) -> bool:
+        """Whether all batches take one plan."""
+        return self.moe.planned_pairs is not None
 
 
 # measured on an H200 of 132 multiprocessors with torch 2.11 and triton 3.6; docs/benchmarks.md
@@ -213,14 +210,10 @@ HOPPER = Tuning(
     align=AlignTuning(
         most_bins=8192,
         most_counters=1 << 27,
-        pairs_at_once=512,
+        pairs_at_once=256,
         compared_pairs=1024,
-        compared_span=16,
-        single_launch_pairs=1024,
-        single_launch_bins=512,
-        small_span=64,
+        compared_span=4,
         span=128,
-        count_block=1024,
         reset_size=1024,
         most_reset_programs=64,
     ),

@@ -8,6 +8,8 @@ from loragate.faults.model import Group
 _align = planting("lorakernels.moe.align.metadata", Group.ALIGN)
 _buckets = planting("lorakernels.moe.align.kernels.buckets", Group.ALIGN)
 _at_once = planting("lorakernels.moe.align.kernels.sort_at_once", Group.ALIGN)
+_compare = planting("lorakernels.moe.align.kernels.compare", Group.ALIGN)
+_compared = planting("lorakernels.moe.align.compared", Group.ALIGN)
 _count = planting("lorakernels.moe.align.kernels.count", Group.ALIGN)
 _place = planting("lorakernels.moe.align.kernels.place", Group.ALIGN)
 _tables = planting("lorakernels.moe.align.tables", Group.ALIGN)
@@ -74,12 +76,19 @@ FAULTS = (
         source="vllm #40131",
         why="The grid is rounded down: the last pairs of a batch are never placed.",
     ),
-    _place(
-        "span-counts-its-first-pair",
-        "ahead = (buckets >= 0) & (other < span * SPAN)",
-        "ahead = (buckets >= 0) & (other <= span * SPAN)",
+    _compare(
+        "compared-pair-counts-itself",
+        "(others[None, :] < key[:, None])",
+        "(others[None, :] <= key[:, None])",
         source="own",
-        why="After the first span, a pair counts itself among those before it.",
+        why="A pair counts itself among those before it, and all sorted pairs move by one.",
+    ),
+    _compared(
+        "last-pairs-not-compared",
+        "programs = max(-(-pairs.num_pairs // span), pairs.reset_programs)",
+        "programs = max(pairs.num_pairs // span, pairs.reset_programs)",
+        source="vllm #40131",
+        why="The grid is rounded down: pairs behind the last full span are in no tile.",
     ),
     _count(
         "span-counts-itself-as-earlier",
@@ -102,12 +111,13 @@ FAULTS = (
         source="own",
         why="More programs reset tables than there are spans: the others read behind all counters.",
     ),
-    _place(
+    _buckets(
         "free-places-keep-old-pairs",
-        "ends = (here & (rank == count - 1))[:, None]",
-        "ends = (here & (rank == count))[:, None]",
+        "    reset(tables.tile_pairs, 0, size_tile_pairs)\n",
+        "",
         source="sglang #29468",
-        why="Free places of a short batch's tiles keep the pairs of the batch before.",
+        why="Free places of tiles keep the pairs of the batch before, unless one program sorts or "
+        "counting launches reset them.",
     ),
     _at_once(
         "pair-without-expert-sorted-first",
@@ -190,8 +200,8 @@ FAULTS = (
     ),
     _place(
         "base-pairs-forget-lower-slots",
-        "base_rank = tl.where(counted, rank + lower, -1)",
-        "base_rank = tl.where(counted, rank, -1)",
+        "base_rank = rank + lower",
+        "base_rank = rank",
         source="own",
         why="In the base product, pairs of different slots take each other's places.",
     ),

@@ -167,10 +167,7 @@ def _alignment(shape: MoEShape, slots: int, *, with_base: bool) -> Iterator[str]
         size = "the smallest" if block_of_pairs(shape.num_pairs) == block_of_pairs(1) else "another"
         yield f"alignment: block of the program that sorts: {size}"
         return
-    if way is Alignment.COMPARED:
-        yield "alignment: pairs compared with each other"
-        return
-    yield "alignment: one launch that counts"
+    yield "alignment: pairs compared with each other"
 
 
 def _looked_up(shape: DenseShape, *, slots: int) -> Iterator[str]:

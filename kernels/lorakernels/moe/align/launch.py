@@ -1,4 +1,4 @@
-"""Launches of the alignment: arguments and grids, nothing else."""
+"""Launches of the alignment of a batch whose pairs are counted: arguments and grids."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from lorakernels.moe.align.kernels.count import (
 )
 from lorakernels.moe.align.kernels.place import place_pairs_kernel
 from lorakernels.moe.align.tables import PairTables
-from lorakernels.moe.tiles import FEWEST_BINS, Alignment
+from lorakernels.moe.tiles import FEWEST_BINS
 from lorakernels.runtime.device import launch_options
 from lorakernels.runtime.launching import start
 
@@ -19,31 +19,27 @@ def launch_alignment(
     pairs: PairTables, routes: Routes, *, num_ids: int, is_mapped: bool, pdl: bool
 ) -> None:
     """Fill every table of `pairs`. `num_ids` is the length of the expert map, if `is_mapped`."""
-    tuning = pairs.tuning.align
-    counted = pairs.alignment is Alignment.COUNTED
-    span = tuning.span if counted else tuning.small_span
+    span, tables = pairs.tuning.align.span, pairs.tables
     spans = -(-pairs.num_pairs // span)
     layout = pairs.layout(is_mapped=is_mapped)
-    if counted:
-        _count(pairs, routes, spans, num_ids=num_ids, layout=layout, pdl=pdl)
-    tables = pairs.tables
+    _count(pairs, routes, spans, num_ids=num_ids, layout=layout, pdl=pdl)
     start(place_pairs_kernel, (max(spans, pairs.reset_programs),))(
         routes,
         tables,
         pairs.counts,
         *pairs.step_sizes(num_ids),
         spans,
-        *tables.resettable,
+        tables.pair_slots.numel(),
+        tables.tile_slots.numel(),
+        tables.base_experts.numel(),
         layout,
         NUM_BINS=pairs.num_bins,
         HEIGHT=pairs.height,
         BASE_HEIGHT=pairs.base_height,
-        COUNTED=counted,
         SPAN=span,
         CHUNK=min(64, span),
-        COUNT_BLOCK=tuning.count_block,
         PDL=pdl,
-        num_warps=4 if counted else 8,
+        num_warps=4,
         **launch_options(pdl),
     )
 

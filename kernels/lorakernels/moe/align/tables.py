@@ -53,8 +53,8 @@ class PairTables:
     def of_fixed(cls, buffers: FixedTensors, num_rows: int, sizes: Sequence[int]) -> PairTables:
         """`of`, from buffers that are the same ones in many steps."""
         top_k, num_experts, max_slots, with_base, is_invariant = sizes
-        check_made_for(bool(is_invariant))
         tuning = tuning_of(buffers.tensors[0].device)
+        check_made_for(bool(is_invariant), tuning.is_invariant)
         return cls(
             *(buffers, num_rows, top_k, num_experts, max_slots, with_base, is_invariant), tuning
         )

@@ -34,8 +34,8 @@ def find_offsets(
     HEIGHT: tl.constexpr,
     BASE_HEIGHT: tl.constexpr,
 ):
-    """From the pairs of each bucket: its first tile, the pairs of its expert in lower slots, the
-    first base tile and the pairs of its expert; and the numbers of tiles."""
+    """From the pairs of each bucket: its first tile, the pairs of its expert in lower slots and the
+    first base tile; and the numbers of tiles."""
     SLOT_BINS: tl.constexpr = layout.SLOT_BINS
     tiles = (total + HEIGHT - 1) // HEIGHT
     if layout.WITH_BASE:
@@ -48,9 +48,8 @@ def find_offsets(
     base_tiles = (by_expert + BASE_HEIGHT - 1) // BASE_HEIGHT
     first_base = tl.cumsum(base_tiles, axis=0) - base_tiles
     lower = tl.reshape(tl.cumsum(by_slot, axis=1) - by_slot, [NUM_BINS])
-    of_expert = tl.reshape(tl.broadcast_to(by_expert[:, None], [EXPERTS, SLOT_BINS]), [NUM_BINS])
     first = tl.reshape(tl.broadcast_to(first_base[:, None], [EXPERTS, SLOT_BINS]), [NUM_BINS])
-    return first_tile, lower, first, of_expert, tl.sum(tiles), tl.sum(base_tiles)
+    return first_tile, lower, first, tl.sum(tiles), tl.sum(base_tiles)
 
 
 @triton.jit
@@ -66,3 +65,25 @@ def fill(table_ptr, start, end, index, of, BLOCK: tl.constexpr = 1024):
 def reset(table_ptr, start, end):
     """-1 from `start` to `end`; the programs share the work."""
     fill(table_ptr, start, end, tl.program_id(0), tl.num_programs(0))
+
+
+@triton.jit
+def reset_before_tiles(
+    tables,
+    num_pairs,
+    size_pair_tables,
+    size_tiles,
+    size_tile_pairs,
+    size_base_tiles,
+    size_base_pairs,
+    layout: tl.constexpr,
+):
+    """What a launch resets that is followed by one which writes the tiles."""
+    reset(tables.pair_slots, num_pairs, size_pair_tables)
+    reset(tables.pair_experts, num_pairs, size_pair_tables)
+    reset(tables.tile_slots, 0, size_tiles)
+    reset(tables.tile_experts, 0, size_tiles)
+    reset(tables.tile_pairs, 0, size_tile_pairs)
+    if layout.WITH_BASE:
+        reset(tables.base_experts, 0, size_base_tiles)
+        reset(tables.base_pairs, 0, size_base_pairs)

@@ -91,7 +91,7 @@ def find_offsets_kernel(
         gdc_wait()
         gdc_launch_dependents()
     row = counts_ptr + num_spans * NUM_BINS + tl.arange(0, NUM_BINS)
-    first_tile, lower, first_base, _, num_tiles, num_base = find_offsets(
+    first_tile, lower, first_base, num_tiles, num_base = find_offsets(
         tl.load(row), layout, NUM_BINS, HEIGHT, BASE_HEIGHT
     )
     tl.store(row + NUM_BINS, first_tile)

@@ -12,7 +12,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from lorakernels.moe.align.kernels.arguments import Sizes
-from lorakernels.moe.align.kernels.buckets import bucket_of, reset
+from lorakernels.moe.align.kernels.buckets import bucket_of, reset_before_tiles
 
 
 @triton.jit(
@@ -60,14 +60,16 @@ def key_pairs_kernel(
     # a pair without expert has no slot either, so that a reader of one table needs no other
     tl.store(tables.pair_slots + pair, tl.where(expert >= 0, slot, -1), mask=live)
     tl.store(tables.pair_experts + pair, expert, mask=live)
-    reset(tables.pair_slots, num_pairs, size_pair_tables)
-    reset(tables.pair_experts, num_pairs, size_pair_tables)
-    reset(tables.tile_slots, 0, size_tiles)
-    reset(tables.tile_experts, 0, size_tiles)
-    reset(tables.tile_pairs, 0, size_tile_pairs)
-    if layout.WITH_BASE:
-        reset(tables.base_experts, 0, size_base_tiles)
-        reset(tables.base_pairs, 0, size_base_pairs)
+    reset_before_tiles(
+        tables,
+        num_pairs,
+        size_pair_tables,
+        size_tiles,
+        size_tile_pairs,
+        size_base_tiles,
+        size_base_pairs,
+        layout,
+    )
 
 
 @triton.jit(do_not_specialize=["num_pairs"])
