@@ -40,11 +40,14 @@ def test_one_program_sorts_few_pairs_more_are_compared_and_many_are_counted(expe
 
 
 def test_pairs_whose_keys_do_not_fit_are_sorted_by_launches() -> None:
-    # 2 ** 20 buckets of each expert: a key has a bucket and one of 64, or of 256 pairs
+    # 2 ** 20 buckets of each expert: a key has a bucket and one of 64, or of 128 pairs
     slots = 1 << 20
     assert plan_alignment(64, 16, slots, False) is Alignment.SORTED_AT_ONCE
     assert plan_alignment(64, 32, slots, False) is Alignment.SORTED
     assert plan_alignment(65, 16, slots, False) is Alignment.SORTED
+    # of 512, or of 1024 pairs
+    assert plan_alignment(512, 16, slots // 8, False) is Alignment.COMPARED
+    assert plan_alignment(513, 16, slots // 8, False) is Alignment.SORTED
 
 
 # 64 buckets; small constants, so that batches of every kind are small
@@ -75,5 +78,5 @@ def _needed(num_pairs: int, way: Alignment, tuning: Tuning) -> int:
         # keys and pairs, each twice, and counts of a digit of 16 values
         return 4 * -(-num_pairs // 64) * 64 + (spans + 1) * 16
     if way is Alignment.COMPARED:
-        return max(64, 1 << (num_pairs - 1).bit_length())
+        return num_pairs
     return (spans + 4) * 64 if way is Alignment.COUNTED else 0

@@ -210,7 +210,7 @@ def test_a_delta_of_pairs_stays_within_its_tensors(
 def test_tables_of_the_largest_batch_are_made_within_their_tensors(
     fences: Fences, rows: int, experts: int, way: Alignment
 ) -> None:
-    # programs take 64 or 128 pairs each, of which the last one has all or a few
+    # programs take 4 or 128 pairs each, of which the last one has all or a few
     assert plan_alignment(rows * TOP_K, experts, SLOTS, with_base=True) is way
     batch = make_batch(fences, rows)
     pairs, ids = make_pairs(fences, rows, experts)

@@ -11,6 +11,7 @@ import torch
 
 from lorakernels.moe import specs
 from lorakernels.moe.align import at_once as align_at_once
+from lorakernels.moe.align import compared as align_compared
 from lorakernels.moe.align import launch as align_launch
 from lorakernels.moe.align import sort as align_sort
 from lorakernels.moe.align.metadata import PairMetadata
@@ -40,14 +41,15 @@ class Grids:
 @pytest.fixture
 def grids(monkeypatch: pytest.MonkeyPatch) -> Grids:
     grids = Grids()
-    for module in (align_at_once, align_launch, align_sort, delta_launch, layer_launch):
+    aligning = (align_at_once, align_compared, align_launch, align_sort)
+    for module in (*aligning, delta_launch, layer_launch):
         for name in vars(module):
             if name.endswith("_kernel"):
                 monkeypatch.setattr(module, name, grids)
     return grids
 
 
-@pytest.mark.parametrize("tokens", [1, 5000, 2_000_000])
+@pytest.mark.parametrize("tokens", [1, 100, 5000, 2_000_000])
 @pytest.mark.parametrize("sizes", [FEW, MANY], ids=["8-experts", "1024-experts"])
 def test_the_grids_of_all_moe_launches_are_within_the_limits_of_cuda(
     sizes: Sizes, tokens: int, grids: Grids

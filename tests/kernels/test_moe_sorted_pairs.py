@@ -62,6 +62,7 @@ def test_sorting_gives_the_tables_that_counting_gives(
     expert_map = torch.arange(experts).int().flip(0) if is_mapped else None
     if expert_map is not None:
         expert_map[1] = -1
+    tune(monkeypatch, pairs_at_once=0, compared_pairs=0, span=32)
     counted = prepared(steps, expert_map, **sizes)
     tune(monkeypatch, pairs_at_once=0, compared_pairs=0, most_bins=0, span=32)
     for want, have in zip(counted, prepared(steps, expert_map, **sizes), strict=True):

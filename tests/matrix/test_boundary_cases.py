@@ -113,7 +113,7 @@ def test_some_row_crosses_the_boundary_to_more_splits_of_a_shrink() -> None:
     )
 
 
-def test_smoke_covers_high_tiles_on_both_paths_that_read_them_and_both_alignments() -> None:
+def test_smoke_covers_high_tiles_on_both_paths_that_read_them_of_few_and_of_many_pairs() -> None:
     rows = _GROUPS["moe_small_tall"]["rows"]
     launches = [launch for row in rows for path in _paths(row) for launch in _launches(row, path)]
     assert {(launch.path, launch.height) for launch in launches} == {

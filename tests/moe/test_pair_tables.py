@@ -46,7 +46,9 @@ _SCENES = (
     _Scene("a few pairs", (9, 4, 0), 3, experts=5, slots=3, with_base=True),
     _Scene("full slots", (30, 7), 2, experts=3, slots=4, with_base=True, spare=200),
     _Scene("experts elsewhere", (40, 12), 2, experts=4, slots=2, mapped=True),
-    _Scene("a long batch", (1300, 700, 20), 2, experts=6, slots=2, mapped=True, with_base=True),
+    _Scene(
+        "a long batch", (1300, 700, 300, 20), 2, experts=6, slots=2, mapped=True, with_base=True
+    ),
     _Scene("as many buckets as pairs", (16,), 1, experts=16, slots=1),
     _Scene("more buckets than counters", (12, 5), 2, experts=1024, slots=9, mapped=True),
 )

@@ -124,7 +124,7 @@ FAULTS = (
         "bucket = tl.where(bucket >= 0, bucket, num_experts * layout.SLOT_BINS)",
         "bucket = tl.maximum(bucket, 0)",
         source="sglang #23178",
-        why="Where one program sorts, pairs without expert join those of the first bucket.",
+        why="Where pairs are sorted without counters, those without expert join the first bucket.",
     ),
     _at_once(
         "free-places-sorted-before-reset",
@@ -146,14 +146,14 @@ FAULTS = (
         "before = tl.gather(group, tl.maximum(lane - 1, 0), axis=0)",
         "before = tl.gather(group, tl.maximum(lane - 2, 0), axis=0)",
         source="own",
-        why="Where one program sorts, two buckets begin where one does.",
+        why="Where pairs are sorted without counters, two buckets begin where one does.",
     ),
     _at_once(
         "last-adapter-joins-the-next-expert",
         "base_rank = _rank(key // layout.SLOT_BINS, PAIRS)",
         "base_rank = _rank((key + 1) // layout.SLOT_BINS, PAIRS)",
         source="own",
-        why="Where one program sorts, base tiles hold pairs of two experts.",
+        why="Where pairs are sorted without counters, base tiles hold pairs of two experts.",
     ),
     _place(
         "stale-pairs-behind-the-batch",

@@ -36,8 +36,13 @@ CONTROLS = (
     ),
     control(
         name="pairs-always-sorted",
-        why="The path for many buckets, taken for few.",
+        why="Large batches of few buckets are sorted as those of many are.",
         edit=Edit("lorakernels.runtime.tuning", "most_bins=8192", "most_bins=0"),
+    ),
+    control(
+        name="pairs-always-compared",
+        why="Small batches are compared as larger ones are.",
+        edit=Edit("lorakernels.runtime.tuning", "pairs_at_once=256", "pairs_at_once=0"),
     ),
     control(
         name="taller-tiles-of-pairs",
