@@ -42,23 +42,42 @@ ROWS = torch.tensor([2, -1, 0, 0, 1, 3, -1, 2, 0, 2], dtype=torch.int32)
 RANKS = ((6, 2, 5), (1, 6, 0), (3, 4, 1))
 
 
+# one rank of two, which holds half of the ranks of A
+SIZES: dict[str, Any] = {
+    "num_slots": SLOTS,
+    "num_experts": EXPERTS,
+    "slice_widths": (4, 4),
+    "base_widths": (4, 4),
+    "in_features": HIDDEN,
+    "rank": RANK,
+    "held": range(3),
+    "first_column": 0,
+    "dtype": torch.float32,
+    "device": "cpu",
+}
+
+
 @pytest.mark.parametrize(("held", "copies"), [(range(6), 0), (range(3, 6), 4), (range(2, 3), 12)])
 def test_memory_of_an_exchange_is_planned_where_a_rank_holds_a_part_of_the_ranks_of_a(
     held: range, copies: int
 ) -> None:
-    weights = RankShardedExperts(
-        num_slots=SLOTS,
-        num_experts=EXPERTS,
-        slice_widths=(4, 4),
-        base_widths=(4, 4),
-        in_features=HIDDEN,
-        rank=RANK,
-        held=held,
-        first_column=0,
-        dtype=torch.float32,
-        device="cpu",
-    )
-    assert weights.exchanged_copies == copies
+    assert RankShardedExperts(**SIZES | {"held": held}).exchanged_copies == copies
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"num_slots": 0}, r"num_slots must be at least 1 \(got 0\)"),
+        ({"in_features": 0}, r"in_features must be at least 1 \(got 0\)"),
+        ({"slice_widths": ()}, r"slice_widths must name at least one slice \(got none\)"),
+        ({"slice_widths": (4, 0)}, r"slice_widths must be at least 1 \(got 0\)"),
+        ({"rank": 1 << 20}, r"rank must be 1 to \d+ \(got 1048576\)"),
+        ({"dtype": torch.int8}, r"dtype must be float16, bfloat16 or float32 \(got torch.int8\)"),
+    ],
+)
+def test_slots_of_wrong_sizes_are_refused(changed: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        RankShardedExperts(**SIZES | changed)
 
 
 def randn(*shape: int, seed: int) -> Tensor:
