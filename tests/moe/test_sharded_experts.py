@@ -71,7 +71,7 @@ def test_memory_of_an_exchange_is_planned_where_a_rank_holds_a_part_of_the_ranks
         ({"in_features": 0}, r"in_features must be at least 1 \(got 0\)"),
         ({"slice_widths": ()}, r"slice_widths must name at least one slice \(got none\)"),
         ({"slice_widths": (4, 0)}, r"slice_widths must be at least 1 \(got 0\)"),
-        ({"rank": 1 << 20}, r"rank must be 1 to \d+ \(got 1048576\)"),
+        ({"rank": 9999, "held": range(9999)}, r"rank must be 1 to \d+ \(got 9999\)"),
         ({"dtype": torch.int8}, r"dtype must be float16, bfloat16 or float32 \(got torch.int8\)"),
     ],
 )
