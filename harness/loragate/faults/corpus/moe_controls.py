@@ -41,7 +41,7 @@ CONTROLS = (
     ),
     control(
         name="pairs-always-compared",
-        why="Small batches are compared as larger ones are.",
+        why="Pairs of small batches are ordered by the two launches that larger ones take.",
         edit=Edit("lorakernels.runtime.tuning", "pairs_at_once=256", "pairs_at_once=0"),
     ),
     control(
