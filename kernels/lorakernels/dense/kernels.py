@@ -42,6 +42,7 @@ def lora_shrink_kernel(
     HEIGHT: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    ALL_RANKS: tl.constexpr,
     IEEE: tl.constexpr,
     PDL: tl.constexpr,
     EARLY: tl.constexpr,
@@ -73,6 +74,7 @@ def lora_shrink_kernel(
         live_m = rows >= 0
         live_rank = tl.load(ranks_ptr + slot * S + offs_n // R, mask=offs_n < SR, other=0)
         live_n = offs_n % R < live_rank
+        read_n = offs_n < SR if ALL_RANKS else live_n
         # [HEIGHT, BLOCK_K] and [BLOCK_K, BLOCK_N]
         x_ptrs = x_ptr + rows.to(tl.int64)[:, None] * stride_xm + offs_x[None, :]
         a_slot = a_ptr + slot.to(tl.int64) * SR * K + k_begin
@@ -81,17 +83,19 @@ def lora_shrink_kernel(
         slot = tl.load(tile_slots_ptr + next_tile)
         rows = tl.load(tile_rows_ptr + next_tile * HEIGHT + offs_m)
 
-        if tl.max(live_rank, axis=0) > 0:
+        if ALL_RANKS or tl.max(live_rank, axis=0) > 0:
             acc = tl.zeros([HEIGHT, BLOCK_N], dtype=tl.float32)
             for k in range(k_begin, k_end, BLOCK_K):
                 live_k = k + offs_k < K
                 x = tl.load(x_ptrs, mask=live_m[:, None] & live_k[None, :], other=0.0)
-                a = tl.load(a_ptrs, mask=live_n[None, :] & live_k[:, None], other=0.0)
+                a = tl.load(a_ptrs, mask=read_n[None, :] & live_k[:, None], other=0.0)
                 acc = dot(x, a, acc, IEEE)
                 x_ptrs += tl.cast(stride_xk, tl.int64) * BLOCK_K
                 a_ptrs += BLOCK_K
             # rows without a token stay unwritten; ranks that the adapter does not have become 0
             row_ptrs = split_ptr + (tile * HEIGHT + offs_m).to(tl.int64)[:, None] * SR
+            if ALL_RANKS:
+                acc = tl.where(live_n[None, :], acc, 0.0)
             live_cells = live_m[:, None] & (offs_n < SR)[None, :]
             tl.store(row_ptrs + offs_n[None, :], acc, mask=live_cells)
     if PDL and not EARLY:

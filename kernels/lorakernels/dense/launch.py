@@ -79,12 +79,13 @@ def launch_shrink(
             HEIGHT=shape.height,
             BLOCK_N=plan.block_n,
             BLOCK_K=plan.block_k,
+            ALL_RANKS=plan.reads_all_ranks,
             IEEE=x.dtype == torch.float32,
             PDL=pdl,
             EARLY=plan.trigger_early,
             num_warps=plan.num_warps,
             num_stages=plan.num_stages,
-            **launch_options(pdl),
+            **launch_options(pdl, plan.registers),
         )
 
 
@@ -138,7 +139,8 @@ def launch_expand(
             BEHIND_BASE=behind_base,
             STORE=store,
             num_warps=plan.num_warps,
-            **launch_options(pdl),
+            # beside the base product, that needs the registers
+            **launch_options(pdl, None if store else plan.registers),
         )
 
 

@@ -7,6 +7,7 @@ import math
 from dataclasses import dataclass, field, replace
 
 from lorakernels.batch.metadata import MIN_TILE_ROWS, tile_height
+from lorakernels.common.registers import MOST_REGISTERS, most_registers
 from lorakernels.common.sizes import power_of_2, power_of_2_below, remembered
 from lorakernels.dense.few_rows import best_columns, best_splits
 from lorakernels.dense.one_wave import FEW_RANKS, Work, best_group, best_wave, may_start_early
@@ -64,6 +65,11 @@ class ShrinkPlan:
     trigger_early: bool
     num_warps: int
     num_stages: int
+    # whether A is read at all ranks of the buffers, before it is known how many an adapter has: of
+    # so few that they take one block, that saves the latency of a load and costs hardly any bytes
+    reads_all_ranks: bool = False
+    # most registers of a thread; None: the compiler chooses
+    registers: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +81,7 @@ class ExpandPlan:
     group: int
     num_warps: int
     num_stages: int
+    registers: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,14 +122,42 @@ def plan_shrink(shape: DenseShape) -> ShrinkPlan:
         most = max(1, min(most, _most_splits_beside(shape, tuning, full_tiles, chunks)))
     else:
         most = _most_splits(shape, block, chunks)
+    splits = _number_of_splits(min(most, steps), block)
+    registers = _registers_of_shrink(shape, chunks * splits, block.num_warps)
     return ShrinkPlan(
         block_n=block.n,
         block_k=block.k,
-        splits=_number_of_splits(min(most, steps), block),
+        splits=splits,
         trigger_early=height < tuning.prefill_height,
         num_warps=block.num_warps,
         num_stages=block.num_stages,
+        reads_all_ranks=registers is not None and shape.rank <= 16,
+        registers=registers,
     )
+
+
+def _registers_of_shrink(shape: DenseShape, programs: int, num_warps: int) -> int | None:
+    """programs: of a tile. Beside the base product, that needs the registers."""
+    if shape.height > 32 or shape.itemsize == 4 or shape.beside:
+        return None
+    return _registers(shape, programs, num_warps)
+
+
+def _registers_of_expand(shape: DenseShape, plan: ExpandPlan) -> int | None:
+    if shape.height > 32 or shape.itemsize == 4 or plan.group > 1 or shape.rank > FEW_RANKS:
+        return None
+    if shape.rank <= 16:
+        # it takes hardly more registers than the compiler would choose
+        return MOST_REGISTERS
+    blocks = sum(-(-width // plan.block_n) for width in shape.slice_widths)
+    return _registers(shape, blocks, plan.num_warps)
+
+
+def _registers(shape: DenseShape, programs: int, num_warps: int) -> int | None:
+    """programs: of a tile."""
+    tuning, full_tiles = shape.tuning.dense, -(-shape.num_rows // shape.height)
+    tiles = max(full_tiles, min(shape.num_rows, tuning.usual_slots))
+    return most_registers(tiles * programs, num_warps, tuning.multiprocessors)
 
 
 def _is_one_wave(shape: DenseShape) -> bool:
@@ -248,6 +283,11 @@ def _most_splits_beside(
 @remembered
 def plan_expand(shape: DenseShape) -> ExpandPlan:
     shape = shape.planned
+    plan = _plan_expand(shape)
+    return replace(plan, registers=_registers_of_expand(shape, plan))
+
+
+def _plan_expand(shape: DenseShape) -> ExpandPlan:
     height, rank = shape.height, shape.rank
     block_r = max(16, power_of_2(rank))
     if shape.itemsize == 4:

@@ -70,6 +70,8 @@ def upload(host: Tensor, device: torch.device) -> Tensor:
     return staged.copy_(host).to(device, non_blocking=True)
 
 
-def launch_options(pdl: bool) -> dict[str, bool]:
-    """The launch options of a kernel; empty without PDL, which the interpreter does not know."""
-    return {"launch_pdl": True} if pdl else {}
+def launch_options(pdl: bool, registers: int | None = None) -> dict[str, int]:
+    """The launch options of a kernel. No option without PDL, which the interpreter does not know.
+    registers: most of a thread; None leaves them to the compiler."""
+    limit = {} if registers is None else {"maxnreg": registers}
+    return {"launch_pdl": True, **limit} if pdl else limit
