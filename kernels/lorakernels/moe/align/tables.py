@@ -17,7 +17,7 @@ from lorakernels.moe.tiles import (
     slot_bins,
     tile_height,
 )
-from lorakernels.runtime.options import check_made_for
+from lorakernels.runtime.options import check_batch_invariant
 from lorakernels.runtime.prepared import FixedTensors
 from lorakernels.runtime.tuning import Tuning, tuning_of
 
@@ -54,7 +54,7 @@ class PairTables:
         """`of`, from buffers that are the same ones in many steps."""
         top_k, num_experts, max_slots, with_base, is_invariant = sizes
         tuning = tuning_of(buffers.tensors[0].device)
-        check_made_for(bool(is_invariant), tuning.is_invariant)
+        check_batch_invariant(bool(is_invariant), tuning.is_invariant)
         return cls(
             *(buffers, num_rows, top_k, num_experts, max_slots, with_base, is_invariant), tuning
         )
