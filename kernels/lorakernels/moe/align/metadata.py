@@ -18,7 +18,6 @@ from lorakernels.moe.align.ops import align_pairs
 from lorakernels.moe.align.tables import PairTables
 from lorakernels.moe.tiles import base_tile_height, max_tiles, scratch_size, tile_height
 from lorakernels.runtime.device import keep_address
-from lorakernels.runtime.options import batch_invariant
 from lorakernels.runtime.tuning import tuning_of
 
 
@@ -53,7 +52,8 @@ class PairMetadata:
                 raise ValueError(f"{name} must be at least 1 (got {size})")
         self.max_tokens, self.top_k = max_tokens, top_k
         self.num_experts, self.max_slots, self.with_base = num_experts, max_slots, with_base
-        self._is_invariant = batch_invariant()
+        tuning = tuning_of(torch.device(device))
+        self._is_invariant = tuning.is_invariant
         pairs, buckets = max_tokens * top_k, num_experts * max_slots
 
         def table(size: int) -> Tensor:
@@ -62,7 +62,6 @@ class PairMetadata:
         def count() -> Tensor:
             return keep_address(torch.zeros(1, dtype=torch.int32, device=device))
 
-        tuning = tuning_of(torch.device(device))
         self.pair_slots, self.pair_experts = table(pairs), table(pairs)
         tiles = max_tiles(pairs, buckets, MIN_TILE_ROWS)
         tallest = tile_height(pairs, num_experts, tuning)
