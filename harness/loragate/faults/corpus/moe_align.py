@@ -13,7 +13,7 @@ _compared = planting("lorakernels.moe.align.compared", Group.ALIGN)
 _count = planting("lorakernels.moe.align.kernels.count", Group.ALIGN)
 _place = planting("lorakernels.moe.align.kernels.place", Group.ALIGN)
 _tables = planting("lorakernels.moe.align.tables", Group.ALIGN)
-_launch = planting("lorakernels.moe.align.launch", Group.ALIGN)
+_counted = planting("lorakernels.moe.align.counted", Group.ALIGN)
 _ops = planting("lorakernels.moe.align.ops", Group.ALIGN)
 _sort = planting("lorakernels.moe.align.kernels.sort", Group.ALIGN)
 _tiles = planting("lorakernels.moe.tiles", Group.ALIGN)
@@ -69,7 +69,7 @@ FAULTS = (
         source="vllm #27311",
         why="The host counts one tile that is not full, the device makes one per bucket.",
     ),
-    _launch(
+    _counted(
         "last-span-not-launched",
         "spans = -(-pairs.num_pairs // span)",
         "spans = pairs.num_pairs // span",

@@ -15,7 +15,7 @@ from lorakernels.runtime.device import launch_options
 from lorakernels.runtime.launching import start
 
 
-def launch_alignment(
+def launch_counting(
     pairs: PairTables, routes: Routes, *, num_ids: int, is_mapped: bool, pdl: bool
 ) -> None:
     """Fill every table of `pairs`. `num_ids` is the length of the expert map, if `is_mapped`."""
