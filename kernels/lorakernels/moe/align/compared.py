@@ -21,7 +21,7 @@ def launch_comparing(
     start(compare_pairs_kernel, (programs,))(
         routes,
         tables,
-        pairs.counts,
+        pairs.scratch,
         *pairs.step_sizes(num_ids),
         *tables.resettable,
         layout,
@@ -33,7 +33,7 @@ def launch_comparing(
     )
     start(cut_pairs_kernel, (1,))(
         tables,
-        pairs.counts,
+        pairs.scratch,
         pairs.num_pairs,
         pairs.num_experts,
         layout,

@@ -73,7 +73,7 @@ class PairMetadata:
         capacity = max_tiles(pairs, num_experts, tallest) * tallest if with_base else 1
         self.base_experts, self.base_pairs = table(base_tiles), table(capacity)
         self.num_base_tiles = count()
-        self._counts = table(scratch_size(pairs, num_experts, max_slots, with_base, tuning))
+        self._scratch = table(scratch_size(pairs, num_experts, max_slots, with_base, tuning))
         self.step = count()
         note_rows(self.step, 0)
 
@@ -101,7 +101,7 @@ class PairMetadata:
             base_pairs=self.base_pairs,
             num_base_tiles=self.num_base_tiles,
         )
-        return [*tables, self._counts]
+        return [*tables, self._scratch]
 
     @property
     def sizes(self) -> list[int]:

@@ -33,7 +33,7 @@ class PairTables:
     tables.
     """
 
-    # the fields of Tables, then the counts
+    # the fields of Tables, then scratch memory
     buffers: FixedTensors
     num_rows: int
     top_k: int
@@ -64,7 +64,8 @@ class PairTables:
         return Tables(*self.buffers.tensors[:-1])
 
     @property
-    def counts(self) -> Tensor:
+    def scratch(self) -> Tensor:
+        """Keys, or counters, depending on the way that the pairs are sorted."""
         return self.buffers.tensors[-1]
 
     @property
