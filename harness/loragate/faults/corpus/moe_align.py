@@ -16,6 +16,7 @@ _tables = planting("lorakernels.moe.align.tables", Group.ALIGN)
 _counted = planting("lorakernels.moe.align.counted", Group.ALIGN)
 _ops = planting("lorakernels.moe.align.ops", Group.ALIGN)
 _sort = planting("lorakernels.moe.align.kernels.sort", Group.ALIGN)
+_sorted_pairs = planting("lorakernels.moe.align.kernels.sorted_pairs", Group.ALIGN)
 _tiles = planting("lorakernels.moe.tiles", Group.ALIGN)
 
 
@@ -119,7 +120,7 @@ FAULTS = (
         why="Free places of tiles keep the pairs of the batch before, unless one program sorts or "
         "counting launches reset them.",
     ),
-    _at_once(
+    _sorted_pairs(
         "pair-without-expert-sorted-first",
         "bucket = tl.where(bucket >= 0, bucket, num_experts * layout.SLOT_BINS)",
         "bucket = tl.maximum(bucket, 0)",
@@ -141,14 +142,14 @@ FAULTS = (
         source="sglang #29468",
         why="Where one program sorts, nobody resets what it cannot reach.",
     ),
-    _at_once(
+    _sorted_pairs(
         "first-of-a-bucket-ranked-behind-it",
         "before = tl.gather(group, tl.maximum(lane - 1, 0), axis=0)",
         "before = tl.gather(group, tl.maximum(lane - 2, 0), axis=0)",
         source="own",
         why="Where pairs are sorted without counters, two buckets begin where one does.",
     ),
-    _at_once(
+    _sorted_pairs(
         "last-adapter-joins-the-next-expert",
         "base_rank = _rank(key // layout.SLOT_BINS, PAIRS)",
         "base_rank = _rank((key + 1) // layout.SLOT_BINS, PAIRS)",
@@ -191,7 +192,7 @@ FAULTS = (
         why="Tokens of one adapter are assumed to be consecutive, as in a batch sorted by request.",
         only=True,
     ),
-    _sort(
+    _sorted_pairs(
         "unrouted-pairs-counted-as-tiles",
         "is_keyed = live & (key < num_experts * layout.SLOT_BINS)",
         "is_keyed = live",

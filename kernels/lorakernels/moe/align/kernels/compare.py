@@ -8,7 +8,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from lorakernels.moe.align.kernels.arguments import Sizes
 from lorakernels.moe.align.kernels.buckets import bucket_of, reset_before_tiles
-from lorakernels.moe.align.kernels.sort_at_once import cut_into_tiles, sort_key
+from lorakernels.moe.align.kernels.sorted_pairs import cut_into_tiles, sort_key
 
 
 @triton.jit(
