@@ -18,7 +18,7 @@ from lorakernels.layers.gate_up import GateUp
 from lorakernels.layers.moe import FusedMoELoRA, MoEScratch
 from lorakernels.moe.align import at_once as align_at_once
 from lorakernels.moe.align import compared as align_compared
-from lorakernels.moe.align import launch as align_launch
+from lorakernels.moe.align import counted as align_counted
 from lorakernels.moe.align.metadata import PairMetadata
 from lorakernels.moe.delta import launch as delta_launch
 from lorakernels.moe.delta import ops as delta_ops
@@ -61,7 +61,7 @@ def kernels_of(module: ModuleType) -> dict[str, Any]:
     return {name: kernel for name, kernel in vars(module).items() if name.endswith("_kernel")}
 
 
-MODULES = (align_at_once, align_compared, align_launch, delta_launch, layer_launch)
+MODULES = (align_at_once, align_compared, align_counted, delta_launch, layer_launch)
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ import torch
 from lorakernels.moe import specs
 from lorakernels.moe.align import at_once as align_at_once
 from lorakernels.moe.align import compared as align_compared
-from lorakernels.moe.align import launch as align_launch
+from lorakernels.moe.align import counted as align_counted
 from lorakernels.moe.align import sort as align_sort
 from lorakernels.moe.align.metadata import PairMetadata
 from lorakernels.moe.align.tables import PairTables
@@ -41,7 +41,7 @@ class Grids:
 @pytest.fixture
 def grids(monkeypatch: pytest.MonkeyPatch) -> Grids:
     grids = Grids()
-    aligning = (align_at_once, align_compared, align_launch, align_sort)
+    aligning = (align_at_once, align_compared, align_counted, align_sort)
     for module in (*aligning, delta_launch, layer_launch):
         for name in vars(module):
             if name.endswith("_kernel"):

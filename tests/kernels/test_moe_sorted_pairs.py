@@ -79,11 +79,11 @@ def test_large_batches_whose_counters_take_too_much_memory_are_sorted(
     counted = prepared(steps, None, **sizes)
     tune(monkeypatch, pairs_at_once=0, compared_pairs=0, span=32, most_counters=400)
     launched = []
-    for name in ("launch_sorting", "launch_alignment", "launch_sort_at_once"):
+    for name in ("launch_sorting", "launch_counting", "launch_sort_at_once"):
         monkeypatch.setattr(ops, name, noted(getattr(ops, name), launched))
     for want, have in zip(counted, prepared(steps, None, **sizes), strict=True):
         assert all(map(torch.equal, want, have))
-    large, small = "launch_sorting", "launch_alignment"
+    large, small = "launch_sorting", "launch_counting"
     # the step without pairs is small enough for any way
     # a plan that cannot be kept is made a second time when it is first met
     in_turn = [name for name, _ in groupby(launched)]

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lorakernels.batch.metadata import BatchMetadata
-from lorakernels.moe.align import launch
+from lorakernels.moe.align import counted
 from lorakernels.moe.align.metadata import PairMetadata
 from lorakernels.moe.tiles import Alignment
 from lorakernels.runtime import tuning
@@ -209,8 +209,8 @@ def test_all_large_batches_are_counted_by_one_compiled_kernel(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     count, place = Recorder(), Recorder()
-    monkeypatch.setattr(launch, "count_pairs_kernel", count)
-    monkeypatch.setattr(launch, "place_pairs_kernel", place)
+    monkeypatch.setattr(counted, "count_pairs_kernel", count)
+    monkeypatch.setattr(counted, "place_pairs_kernel", place)
     tune(monkeypatch, pairs_at_once=16, compared_pairs=16)
     for rows in (64, 512):
         ids, slots = routed(rows, 4, 4, 2, seed=rows)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lorakernels.runtime.options import batch_invariant, check_made_for
+from lorakernels.runtime.options import batch_invariant, check_batch_invariant
 from lorakernels.runtime.streams import is_capturing
 
 
@@ -67,7 +67,7 @@ def check_option(tensor: Tensor) -> None:
     LORAKERNELS_BATCH_INVARIANT than the process has now."""
     step = _known_step(tensor)
     if step is not None and step.is_invariant is not None:
-        check_made_for(step.is_invariant, batch_invariant())
+        check_batch_invariant(step.is_invariant, batch_invariant())
 
 
 def note_rows(tensor: Tensor, num_rows: int) -> None:

@@ -93,7 +93,7 @@ def scratch_size(
     bins, align = num_bins(num_experts, max_slots, with_base), tuning.align
     way = plan_alignment(max_pairs, num_experts, max_slots, with_base, tuning)
     # of a smaller batch that is compared: its keys
-    compared = block_of_pairs(min(max_pairs, align.compared_pairs))
+    compared = min(max_pairs, align.compared_pairs)
     if way is Alignment.COUNTED:
         return max(compared, _num_counters(max_pairs, bins, tuning))
     if way is not Alignment.SORTED:

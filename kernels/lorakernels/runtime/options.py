@@ -35,12 +35,13 @@ def batch_invariant() -> bool:
     return value == "1"
 
 
-def check_made_for(is_invariant: bool, now: bool) -> None:
-    """ValueError unless LORAKERNELS_BATCH_INVARIANT is `now` what tables were laid out for: tiles
-    of another height would be looked for in other places, and beyond the end."""
-    if now != is_invariant:
+def check_batch_invariant(of_tables: bool, of_process: bool) -> None:
+    """Raises ValueError when the tables of a batch or of pairs were made under another value of
+    LORAKERNELS_BATCH_INVARIANT than the process has now: tiles of another height would be looked
+    for in other places, and beyond the end."""
+    if of_process != of_tables:
         raise ValueError(
-            f"{BATCH_INVARIANT} must be as it was when the tables were made (got {int(now)})"
+            f"{BATCH_INVARIANT} must be as it was when the tables were made (got {int(of_process)})"
         )
 
 

@@ -156,8 +156,8 @@ class Tuning:
         return self.moe.planned_pairs is not None
 
 
-# measured on an H200 of 132 multiprocessors with torch 2.11 and triton 3.6; docs/benchmarks.md
-# has the figures
+# measured on an H200 of 132 multiprocessors with torch 2.11 and triton 3.6, compared_pairs and
+# compared_span on an H100 instead; docs/benchmarks.md has the figures
 HOPPER = Tuning(
     dense=DenseTuning(
         rows_of_height_16=64,

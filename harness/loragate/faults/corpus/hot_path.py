@@ -101,10 +101,10 @@ FAULTS = (
     ),
     _align(
         "counters-for-each-layer",
-        "        return [*tables, self._counts]\n",
-        "        return [*tables, torch.empty_like(self._counts)]\n",
+        "        return [*tables, self._scratch]\n",
+        "        return [*tables, torch.empty_like(self._scratch)]\n",
         source="sglang #21647",
-        why="Each alignment allocates the counters of its buckets.",
+        why="Each alignment allocates its scratch memory.",
     ),
     _align(
         "pairs-sorted-into-new-tables",

@@ -13,9 +13,10 @@ _compared = planting("lorakernels.moe.align.compared", Group.ALIGN)
 _count = planting("lorakernels.moe.align.kernels.count", Group.ALIGN)
 _place = planting("lorakernels.moe.align.kernels.place", Group.ALIGN)
 _tables = planting("lorakernels.moe.align.tables", Group.ALIGN)
-_launch = planting("lorakernels.moe.align.launch", Group.ALIGN)
+_counted = planting("lorakernels.moe.align.counted", Group.ALIGN)
 _ops = planting("lorakernels.moe.align.ops", Group.ALIGN)
 _sort = planting("lorakernels.moe.align.kernels.sort", Group.ALIGN)
+_sorted_pairs = planting("lorakernels.moe.align.kernels.sorted_pairs", Group.ALIGN)
 _tiles = planting("lorakernels.moe.tiles", Group.ALIGN)
 
 
@@ -69,7 +70,7 @@ FAULTS = (
         source="vllm #27311",
         why="The host counts one tile that is not full, the device makes one per bucket.",
     ),
-    _launch(
+    _counted(
         "last-span-not-launched",
         "spans = -(-pairs.num_pairs // span)",
         "spans = pairs.num_pairs // span",
@@ -85,8 +86,8 @@ FAULTS = (
     ),
     _compared(
         "last-pairs-not-compared",
-        "programs = max(-(-pairs.num_pairs // span), pairs.reset_programs)",
-        "programs = max(pairs.num_pairs // span, pairs.reset_programs)",
+        "programs = -(-pairs.num_pairs // span)",
+        "programs = pairs.num_pairs // span",
         source="vllm #40131",
         why="The grid is rounded down: pairs behind the last full span are in no tile.",
     ),
@@ -119,7 +120,7 @@ FAULTS = (
         why="Free places of tiles keep the pairs of the batch before, unless one program sorts or "
         "counting launches reset them.",
     ),
-    _at_once(
+    _sorted_pairs(
         "pair-without-expert-sorted-first",
         "bucket = tl.where(bucket >= 0, bucket, num_experts * layout.SLOT_BINS)",
         "bucket = tl.maximum(bucket, 0)",
@@ -141,14 +142,14 @@ FAULTS = (
         source="sglang #29468",
         why="Where one program sorts, nobody resets what it cannot reach.",
     ),
-    _at_once(
+    _sorted_pairs(
         "first-of-a-bucket-ranked-behind-it",
         "before = tl.gather(group, tl.maximum(lane - 1, 0), axis=0)",
         "before = tl.gather(group, tl.maximum(lane - 2, 0), axis=0)",
         source="own",
         why="Where pairs are sorted without counters, two buckets begin where one does.",
     ),
-    _at_once(
+    _sorted_pairs(
         "last-adapter-joins-the-next-expert",
         "base_rank = _rank(key // layout.SLOT_BINS, PAIRS)",
         "base_rank = _rank((key + 1) // layout.SLOT_BINS, PAIRS)",
@@ -191,7 +192,7 @@ FAULTS = (
         why="Tokens of one adapter are assumed to be consecutive, as in a batch sorted by request.",
         only=True,
     ),
-    _sort(
+    _sorted_pairs(
         "unrouted-pairs-counted-as-tiles",
         "is_keyed = live & (key < num_experts * layout.SLOT_BINS)",
         "is_keyed = live",

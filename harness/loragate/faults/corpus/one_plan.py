@@ -17,7 +17,7 @@ _option = planting("lorakernels.runtime.tuning", Group.HOST)
 FAULTS = (
     _tables(
         "pairs-of-another-option-taken",
-        "        check_made_for(bool(is_invariant), tuning.is_invariant)\n",
+        "        check_batch_invariant(bool(is_invariant), tuning.is_invariant)\n",
         "",
         source="own",
         why="An operator that is called without the option of its tables looks for tiles of "

@@ -205,7 +205,7 @@ FAULTS = (
         "[*pairs.buffers, pairs.step]\n",
         "[*pairs.buffers[:-1], pairs.step]\n",
         source="sglang #21647",
-        why="The cache is sized without the counters of the alignment.",
+        why="The cache is sized without the scratch memory of the alignment.",
     ),
     _buffers(
         "reserved-for-tokens-not-pairs",

@@ -17,11 +17,11 @@ def launch_comparing(
     """Fill every table of `pairs`. `num_ids` is the length of the expert map, if `is_mapped`."""
     tables, layout, options = pairs.tables, pairs.layout(is_mapped=is_mapped), launch_options(pdl)
     block, span = block_of_pairs(pairs.num_pairs), pairs.tuning.align.compared_span
-    programs = max(-(-pairs.num_pairs // span), pairs.reset_programs)
+    programs = -(-pairs.num_pairs // span)
     start(compare_pairs_kernel, (programs,))(
         routes,
         tables,
-        pairs.counts,
+        pairs.scratch,
         *pairs.step_sizes(num_ids),
         *tables.resettable,
         layout,
@@ -33,7 +33,7 @@ def launch_comparing(
     )
     start(cut_pairs_kernel, (1,))(
         tables,
-        pairs.counts,
+        pairs.scratch,
         pairs.num_pairs,
         pairs.num_experts,
         layout,

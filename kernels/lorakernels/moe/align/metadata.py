@@ -18,7 +18,6 @@ from lorakernels.moe.align.ops import align_pairs
 from lorakernels.moe.align.tables import PairTables
 from lorakernels.moe.tiles import base_tile_height, max_tiles, scratch_size, tile_height
 from lorakernels.runtime.device import keep_address
-from lorakernels.runtime.options import batch_invariant
 from lorakernels.runtime.tuning import tuning_of
 
 
@@ -53,7 +52,8 @@ class PairMetadata:
                 raise ValueError(f"{name} must be at least 1 (got {size})")
         self.max_tokens, self.top_k = max_tokens, top_k
         self.num_experts, self.max_slots, self.with_base = num_experts, max_slots, with_base
-        self._is_invariant = batch_invariant()
+        tuning = tuning_of(torch.device(device))
+        self._is_invariant = tuning.is_invariant
         pairs, buckets = max_tokens * top_k, num_experts * max_slots
 
         def table(size: int) -> Tensor:
@@ -62,7 +62,6 @@ class PairMetadata:
         def count() -> Tensor:
             return keep_address(torch.zeros(1, dtype=torch.int32, device=device))
 
-        tuning = tuning_of(torch.device(device))
         self.pair_slots, self.pair_experts = table(pairs), table(pairs)
         tiles = max_tiles(pairs, buckets, MIN_TILE_ROWS)
         tallest = tile_height(pairs, num_experts, tuning)
@@ -74,7 +73,7 @@ class PairMetadata:
         capacity = max_tiles(pairs, num_experts, tallest) * tallest if with_base else 1
         self.base_experts, self.base_pairs = table(base_tiles), table(capacity)
         self.num_base_tiles = count()
-        self._counts = table(scratch_size(pairs, num_experts, max_slots, with_base, tuning))
+        self._scratch = table(scratch_size(pairs, num_experts, max_slots, with_base, tuning))
         self.step = count()
         note_rows(self.step, 0)
 
@@ -102,7 +101,7 @@ class PairMetadata:
             base_pairs=self.base_pairs,
             num_base_tiles=self.num_base_tiles,
         )
-        return [*tables, self._counts]
+        return [*tables, self._scratch]
 
     @property
     def sizes(self) -> list[int]:

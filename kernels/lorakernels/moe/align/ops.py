@@ -11,8 +11,8 @@ from torch import Tensor
 from lorakernels.batch.steps import hand_on_base_rows, note_rows, prepared_rows
 from lorakernels.moe.align.at_once import launch_sort_at_once
 from lorakernels.moe.align.compared import launch_comparing
+from lorakernels.moe.align.counted import launch_counting
 from lorakernels.moe.align.kernels.arguments import Routes
-from lorakernels.moe.align.launch import launch_alignment
 from lorakernels.moe.align.sort import launch_sorting
 from lorakernels.moe.align.tables import PairTables
 from lorakernels.moe.tiles import Alignment
@@ -47,7 +47,7 @@ def _launch_of(way: Alignment) -> Callable[..., None]:
         return launch_sort_at_once
     if way is Alignment.COMPARED:
         return launch_comparing
-    return launch_sorting if way is Alignment.SORTED else launch_alignment
+    return launch_sorting if way is Alignment.SORTED else launch_counting
 
 
 def fill_tables(

@@ -26,7 +26,7 @@ def launch_sorting(
 ) -> None:
     """Fill every table of `pairs`. `num_ids` is the length of the expert map, if `is_mapped`."""
     layout = pairs.layout(is_mapped=is_mapped)
-    keys, order, other_keys, other_order, counts = _scratch(pairs)
+    keys, order, other_keys, other_order, counts = _parts_of_scratch(pairs)
     _key(pairs, routes, keys, order, num_ids=num_ids, layout=layout, pdl=pdl)
     slot_bins, expert_bins = digit_bins(pairs.num_experts, layout.SLOT_BINS)
     first, second = (keys, order), (other_keys, other_order)
@@ -36,13 +36,13 @@ def launch_sorting(
     _tile(pairs, first, second, counts, layout=layout, pdl=pdl)
 
 
-def _scratch(pairs: PairTables) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+def _parts_of_scratch(pairs: PairTables) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Two buffers of keys and of the pairs in their order, and counts."""
     stride = sort_stride(pairs.num_pairs)
     keys, order, other_keys, other_order = (
-        pairs.counts[start * stride : (start + 1) * stride] for start in range(4)
+        pairs.scratch[start * stride : (start + 1) * stride] for start in range(4)
     )
-    return keys, order, other_keys, other_order, pairs.counts[4 * stride :]
+    return keys, order, other_keys, other_order, pairs.scratch[4 * stride :]
 
 
 def _key(

@@ -17,7 +17,7 @@ from lorakernels.moe.tiles import (
     slot_bins,
     tile_height,
 )
-from lorakernels.runtime.options import check_made_for
+from lorakernels.runtime.options import check_batch_invariant
 from lorakernels.runtime.prepared import FixedTensors
 from lorakernels.runtime.tuning import Tuning, tuning_of
 
@@ -33,7 +33,7 @@ class PairTables:
     tables.
     """
 
-    # the fields of Tables, then the counts
+    # the fields of Tables, then scratch memory
     buffers: FixedTensors
     num_rows: int
     top_k: int
@@ -54,7 +54,7 @@ class PairTables:
         """`of`, from buffers that are the same ones in many steps."""
         top_k, num_experts, max_slots, with_base, is_invariant = sizes
         tuning = tuning_of(buffers.tensors[0].device)
-        check_made_for(bool(is_invariant), tuning.is_invariant)
+        check_batch_invariant(bool(is_invariant), tuning.is_invariant)
         return cls(
             *(buffers, num_rows, top_k, num_experts, max_slots, with_base, is_invariant), tuning
         )
@@ -64,7 +64,8 @@ class PairTables:
         return Tables(*self.buffers.tensors[:-1])
 
     @property
-    def counts(self) -> Tensor:
+    def scratch(self) -> Tensor:
+        """Keys, or counters, depending on the way that the pairs are sorted."""
         return self.buffers.tensors[-1]
 
     @property

@@ -54,7 +54,7 @@ def check_biases(router_weight: RouterWeight, *biases: Tensor | None) -> None:
 
 def check_operands(layer: LayerOperands, pairs: PairTables) -> None:
     """Every tensor is what a step of so many rows needs. Raises ValueError."""
-    device = pairs.counts.device
+    device = pairs.scratch.device
     if layer.x.device != device:
         raise ValueError(f"x must be on {device} like the pairs (got {layer.x.device})")
     for operand in _operands(layer, pairs):

@@ -1,8 +1,8 @@
-"""What the counting and the placing kernels of the alignment share.
+"""What the kernels of all ways to align share: the buckets of pairs, and the reset of tables.
 
 A bucket is (expert, slot), numbered expert * SLOT_BINS + slot; where the base layer is tiled as
-well, base rows are slot 0 and every other slot moves up by one. The place of a pair follows from
-counts alone, so no program waits for another and the order never depends on timing.
+well, base rows are slot 0 and every other slot moves up by one. A table is reset to -1, which
+stands for no pair, slot or expert.
 """
 
 import triton
@@ -24,32 +24,6 @@ def bucket_of(routes, sizes, pair, layout: tl.constexpr):
     bucket = expert * layout.SLOT_BINS + slot + layout.WITH_BASE
     counted = (expert >= 0) & (slot + layout.WITH_BASE >= 0)
     return tl.where(counted, bucket, -1), expert, slot
-
-
-@triton.jit
-def find_offsets(
-    total,
-    layout: tl.constexpr,
-    NUM_BINS: tl.constexpr,
-    HEIGHT: tl.constexpr,
-    BASE_HEIGHT: tl.constexpr,
-):
-    """From the pairs of each bucket: its first tile, the pairs of its expert in lower slots and the
-    first base tile; and the numbers of tiles."""
-    SLOT_BINS: tl.constexpr = layout.SLOT_BINS
-    tiles = (total + HEIGHT - 1) // HEIGHT
-    if layout.WITH_BASE:
-        # base rows have no tile of an adapter
-        tiles = tl.where(tl.arange(0, NUM_BINS) % SLOT_BINS == 0, 0, tiles)
-    first_tile = tl.cumsum(tiles, axis=0) - tiles
-    EXPERTS: tl.constexpr = NUM_BINS // SLOT_BINS
-    by_slot = tl.reshape(total, [EXPERTS, SLOT_BINS])
-    by_expert = tl.sum(by_slot, axis=1)
-    base_tiles = (by_expert + BASE_HEIGHT - 1) // BASE_HEIGHT
-    first_base = tl.cumsum(base_tiles, axis=0) - base_tiles
-    lower = tl.reshape(tl.cumsum(by_slot, axis=1) - by_slot, [NUM_BINS])
-    first = tl.reshape(tl.broadcast_to(first_base[:, None], [EXPERTS, SLOT_BINS]), [NUM_BINS])
-    return first_tile, lower, first, tl.sum(tiles), tl.sum(base_tiles)
 
 
 @triton.jit

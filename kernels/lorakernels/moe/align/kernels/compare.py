@@ -8,7 +8,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from lorakernels.moe.align.kernels.arguments import Sizes
 from lorakernels.moe.align.kernels.buckets import bucket_of, reset_before_tiles
-from lorakernels.moe.align.kernels.sort_at_once import cut_into_tiles, sort_key
+from lorakernels.moe.align.kernels.sorted_pairs import cut_into_tiles, sort_key
 
 
 @triton.jit(
@@ -48,19 +48,18 @@ def compare_pairs_kernel(
         gdc_wait()
         gdc_launch_dependents()
     sizes = Sizes(num_pairs, num_ids, num_experts, max_slots)
-    if tl.program_id(0) * SPAN < num_pairs:
-        pair = tl.program_id(0) * SPAN + tl.arange(0, SPAN)
-        live = pair < num_pairs
-        bucket, expert, slot = bucket_of(routes, sizes, pair, layout)
-        key = sort_key(bucket, pair, num_experts, layout, PAIRS)
-        other = tl.arange(0, PAIRS)
-        buckets, _, _ = bucket_of(routes, sizes, other, layout)
-        others = sort_key(buckets, other, num_experts, layout, PAIRS)
-        place = tl.sum((others[None, :] < key[:, None]).to(tl.int32), axis=1)
-        tl.store(ordered_ptr + place, key, mask=live)
-        # a pair without expert has no slot either, so that a reader of one table needs no other
-        tl.store(tables.pair_slots + pair, tl.where(expert >= 0, slot, -1), mask=live)
-        tl.store(tables.pair_experts + pair, expert, mask=live)
+    pair = tl.program_id(0) * SPAN + tl.arange(0, SPAN)
+    live = pair < num_pairs
+    bucket, expert, slot = bucket_of(routes, sizes, pair, layout)
+    key = sort_key(bucket, pair, num_experts, layout, PAIRS)
+    other = tl.arange(0, PAIRS)
+    buckets, _, _ = bucket_of(routes, sizes, other, layout)
+    others = sort_key(buckets, other, num_experts, layout, PAIRS)
+    place = tl.sum((others[None, :] < key[:, None]).to(tl.int32), axis=1)
+    tl.store(ordered_ptr + place, key, mask=live)
+    # a pair without expert has no slot either, so that a reader of one table needs no other
+    tl.store(tables.pair_slots + pair, tl.where(expert >= 0, slot, -1), mask=live)
+    tl.store(tables.pair_experts + pair, expert, mask=live)
     reset_before_tiles(
         tables,
         num_pairs,

@@ -6,7 +6,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from lorakernels.moe.align.kernels.arguments import Sizes
-from lorakernels.moe.align.kernels.buckets import bucket_of, find_offsets, reset
+from lorakernels.moe.align.kernels.buckets import bucket_of, reset
 
 
 @triton.jit(
@@ -72,6 +72,32 @@ def sum_counts_kernel(
         tl.store(cells, so_far[None, :] + tl.cumsum(counts, axis=0) - counts, mask=here)
         so_far += tl.sum(counts, axis=0)
     tl.store(counts_ptr + num_spans * NUM_BINS + bins, so_far)
+
+
+@triton.jit
+def find_offsets(
+    total,
+    layout: tl.constexpr,
+    NUM_BINS: tl.constexpr,
+    HEIGHT: tl.constexpr,
+    BASE_HEIGHT: tl.constexpr,
+):
+    """From the pairs of each bucket: its first tile, the pairs of its expert in lower slots and the
+    first base tile; and the numbers of tiles."""
+    SLOT_BINS: tl.constexpr = layout.SLOT_BINS
+    tiles = (total + HEIGHT - 1) // HEIGHT
+    if layout.WITH_BASE:
+        # base rows have no tile of an adapter
+        tiles = tl.where(tl.arange(0, NUM_BINS) % SLOT_BINS == 0, 0, tiles)
+    first_tile = tl.cumsum(tiles, axis=0) - tiles
+    EXPERTS: tl.constexpr = NUM_BINS // SLOT_BINS
+    by_slot = tl.reshape(total, [EXPERTS, SLOT_BINS])
+    by_expert = tl.sum(by_slot, axis=1)
+    base_tiles = (by_expert + BASE_HEIGHT - 1) // BASE_HEIGHT
+    first_base = tl.cumsum(base_tiles, axis=0) - base_tiles
+    lower = tl.reshape(tl.cumsum(by_slot, axis=1) - by_slot, [NUM_BINS])
+    first = tl.reshape(tl.broadcast_to(first_base[:, None], [EXPERTS, SLOT_BINS]), [NUM_BINS])
+    return first_tile, lower, first, tl.sum(tiles), tl.sum(base_tiles)
 
 
 @triton.jit(do_not_specialize=["num_spans"])

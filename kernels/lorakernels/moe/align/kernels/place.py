@@ -1,5 +1,6 @@
 """Triton kernel that puts each pair of a large batch into the tile of its (expert, slot), after
-other kernels counted the pairs of each span, found the offsets and reset the tables of tiles."""
+other kernels counted the pairs of each span, found the offsets and reset the places of all tiles.
+What lies past the live part of the other tables is reset here."""
 
 import triton
 import triton.language as tl
@@ -51,7 +52,7 @@ def place_pairs_kernel(
     pair = span * SPAN + lanes
     bucket, expert, slot = bucket_of(routes, sizes, pair, layout)
     index = tl.maximum(bucket, 0)
-    # more programs reset the tables than there are spans with counts
+    # programs behind the last span, which only reset tables, have neither pairs nor counters
     earlier = tl.load(counts_ptr + span * NUM_BINS + index, mask=bucket >= 0, other=0)
     offsets_ptr = counts_ptr + (num_spans + 1) * NUM_BINS + index
     own_first = tl.load(offsets_ptr)

@@ -13,6 +13,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from lorakernels.moe.align.kernels.arguments import Sizes
 from lorakernels.moe.align.kernels.buckets import bucket_of, reset_before_tiles
+from lorakernels.moe.align.kernels.sorted_pairs import leading_pairs
 
 
 @triton.jit(
@@ -142,18 +143,6 @@ def _first_place(keys_ptr, key, place, live, steps):
         low = tl.where(is_below, middle + 1, low)
         high = tl.where(is_below, high, middle)
     return low
-
-
-@triton.jit
-def leading_pairs(
-    key, rank, base_rank, live, num_experts, layout: tl.constexpr, HEIGHT, BASE_HEIGHT
-):
-    """Which pairs have an expert, which a slot as well, which are the first of a tile, and which of
-    a base tile."""
-    is_keyed = live & (key < num_experts * layout.SLOT_BINS)
-    routed = is_keyed & (key % layout.SLOT_BINS >= layout.WITH_BASE)
-    leads = routed & (rank % HEIGHT == 0)
-    return is_keyed, routed, leads, is_keyed & (base_rank % BASE_HEIGHT == 0)
 
 
 @triton.jit(do_not_specialize=["num_pairs", "num_experts", "steps"])

@@ -15,7 +15,7 @@ from lorakernels.runtime.device import launch_options
 from lorakernels.runtime.launching import start
 
 
-def launch_alignment(
+def launch_counting(
     pairs: PairTables, routes: Routes, *, num_ids: int, is_mapped: bool, pdl: bool
 ) -> None:
     """Fill every table of `pairs`. `num_ids` is the length of the expert map, if `is_mapped`."""
@@ -26,7 +26,7 @@ def launch_alignment(
     start(place_pairs_kernel, (max(spans, pairs.reset_programs),))(
         routes,
         tables,
-        pairs.counts,
+        pairs.scratch,
         *pairs.step_sizes(num_ids),
         spans,
         tables.pair_slots.numel(),
@@ -51,7 +51,7 @@ def _count(
     options, tables = launch_options(pdl), pairs.tables
     start(count_pairs_kernel, (spans,))(
         routes,
-        pairs.counts,
+        pairs.scratch,
         tables.tile_pairs,
         tables.base_pairs,
         *pairs.step_sizes(num_ids),
@@ -65,10 +65,10 @@ def _count(
         **options,
     )
     start(sum_counts_kernel, (pairs.num_bins // FEWEST_BINS,))(
-        pairs.counts, spans, NUM_BINS=pairs.num_bins, BINS=FEWEST_BINS, PDL=pdl, **options
+        pairs.scratch, spans, NUM_BINS=pairs.num_bins, BINS=FEWEST_BINS, PDL=pdl, **options
     )
     start(find_offsets_kernel, (1,))(
-        pairs.counts,
+        pairs.scratch,
         tables.num_tiles,
         tables.num_base_tiles,
         spans,
