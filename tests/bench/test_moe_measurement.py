@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from loragate.bench import moe_delta, moe_layer, moe_rows
+from loragate.bench import moe_align, moe_delta, moe_layer, moe_rows
 from loragate.bench.compiling import compile_in_parallel
 from loragate.bench.contender import Contender, Unavailable, WrongResult, find_contender
 from loragate.bench.lorakernels_layer import ExpertsLayer
@@ -37,7 +37,7 @@ _Key = TypeVar("_Key", bound=Hashable)
 def small_models(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(moe_rows, "PROJECTIONS", SMALL)
     monkeypatch.setattr(moe_delta, "TOKENS", (5,))
-    monkeypatch.setattr(moe_delta, "ALIGN_TOKENS", (5,))
+    monkeypatch.setattr(moe_align, "ALIGN_TOKENS", (5,))
     monkeypatch.setattr(moe_layer, "LAYER_TOKENS", (5,))
 
 

@@ -7,7 +7,8 @@ from itertools import chain
 
 from loragate.bench.compiling import compile_ahead
 from loragate.bench.contender import Contender
-from loragate.bench.moe_delta import measure_aligns, measure_deltas
+from loragate.bench.moe_align import measure_aligns
+from loragate.bench.moe_delta import measure_deltas
 from loragate.bench.moe_figures import (
     AlignFigures,
     DeltaFigures,
