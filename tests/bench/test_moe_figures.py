@@ -9,19 +9,21 @@ import pytest
 from loragate.bench.moe_figures import (
     AlignFigures,
     DeltaFigures,
+    ExpertsFigures,
     LayerFigures,
     MoEFigures,
     MoEMeasured,
     PathTimes,
     State,
 )
-from loragate.bench.moe_rows import AlignRow, DeltaRow, LayerRow, MoERow, moe_rows
+from loragate.bench.moe_rows import AlignRow, DeltaRow, ExpertsRow, LayerRow, MoERow, moe_rows
 from loragate.bench.moe_tables import render_markdown, render_terminal
 from loragate.bench.select import select_rows
 from loragate.commands.bench import judge
 from loragate.core.verdict import ExitCode, Verdict
 from loragate.matrix.case import Path, RouterWeights, Source
 from loragate.matrix.ids import case_id
+from lorakernels.moe.tiles import Alignment, plan_alignment
 
 
 def times(best: float, *, plan: float | None = None, aligned: float = 2.0) -> PathTimes:
@@ -38,11 +40,20 @@ def delta(row: DeltaRow, over_floor: float = 1.1, ratio: float = 0.25) -> DeltaF
     return DeltaFigures(row, 8, Path.ONE_SHOT, subjects)
 
 
+def experts(row: ExpertsRow, few: float, many: float) -> ExpertsFigures:
+    """vLLM takes three times as long with many experts, which no bar judges."""
+    return ExpertsFigures(
+        row, {"lorakernels": few, "vllm": 10.0}, {"lorakernels": many, "vllm": 30.0}
+    )
+
+
 def measured(row: MoERow) -> MoEMeasured:
     if isinstance(row, DeltaRow):
         return delta(row)
     if isinstance(row, AlignRow):
         return AlignFigures(row, {"lorakernels": 5.0, "vllm": 100.0})
+    if isinstance(row, ExpertsRow):
+        return experts(row, 4.0, 4.8)
     return LayerFigures(row, 100.0, 114.0, 90.0, {"with adapters": 1.1})
 
 
@@ -59,13 +70,40 @@ def test_the_tables_are_four_projections_by_two_ranks_by_six_batches_alignments_
 ):
     rows = moe_rows()
     deltas = [row for row in rows if isinstance(row, DeltaRow)]
-    assert len({row.id for row in rows}) == len(rows) == 4 * 2 * 6 + 4 + 5
+    assert len({row.id for row in rows}) == len(rows) == 4 * 2 * 6 + 4 + 6 + 5
     assert len({case_id(row.case) for row in deltas}) == 48
     assert [row.id for row in select_rows(rows, ["layer.*", "mixtral.m1.*"])] == [
         "mixtral.m1.r16",
         "mixtral.m1.r64",
         *(f"layer.m{tokens}" for tokens in (1, 16, 256, 2048, 8192)),
     ]
+
+
+def test_alignments_of_many_experts_are_selected_by_their_ids_alone_or_with_the_others() -> None:
+    rows = moe_rows()
+    assert select_rows(rows, ["align.experts.m4"]) == (ExpertsRow(4),)
+    of_experts = [f"align.experts.m{tokens}" for tokens in (4, 12, 25, 32, 51, 64)]
+    others = [f"align.m{tokens}" for tokens in (1, 64, 1024, 8192)]
+    assert [row.id for row in select_rows(rows, ["align.experts.*"])] == of_experts
+    assert [row.id for row in select_rows(rows, ["align.m*"])] == others
+    assert [row.id for row in select_rows(rows, ["align.*"])] == [*others, *of_experts]
+
+
+def test_few_and_many_experts_get_as_many_pairs_on_as_many_slots() -> None:
+    few, many = (delta.case for delta in ExpertsRow(51).deltas)
+    assert (few.experts, many.experts) == (64, 512)
+    assert replace(few, experts=512) == many
+    assert (many.out_rows, many.slots) == (510, 4)
+
+
+def test_the_pairs_of_few_and_many_experts_are_aligned_in_the_ways_of_small_batches() -> None:
+    ways = {
+        plan_alignment(case.out_rows, case.experts, case.slots, with_base=False)
+        for row in moe_rows()
+        if isinstance(row, ExpertsRow)
+        for case in (delta.case for delta in row.deltas)
+    }
+    assert ways == {Alignment.SORTED_AT_ONCE, Alignment.COMPARED}
 
 
 def test_w2_has_a_row_of_x_and_a_router_weight_per_pair_and_w13_a_row_per_token() -> None:
@@ -108,7 +146,7 @@ def test_one_program_per_pair_is_timed_for_small_batches_only() -> None:
 
 
 def test_a_run_that_meets_every_bar_is_exit_code_0() -> None:
-    assert [bar.verdict for bar in figures().bars()] == [Verdict.PASS] * 6
+    assert [bar.verdict for bar in figures().bars()] == [Verdict.PASS] * 7
     assert judge(figures()) is ExitCode.OK
 
 
@@ -118,6 +156,7 @@ def test_a_run_that_meets_every_bar_is_exit_code_0() -> None:
         (delta(DeltaRow("mixtral", 16, 1), ratio=1.01), "best path of vllm, worst row"),
         (delta(DeltaRow("mixtral", 16, 64), over_floor=1.51), "over the floor at M >= 64"),
         (AlignFigures(AlignRow(8192), {"lorakernels": 11.0, "vllm": 100.0}), "align over"),
+        (experts(ExpertsRow(12), 4.0, 4.9), "align with 512 experts over that with 64 at 4 to 64"),
         (LayerFigures(LayerRow(2048), 100.0, 122.5, None, {}), "added to a layer at M=2048"),
         (LayerFigures(LayerRow(8192), 100.0, 115.5, None, {}), "added to a layer at M=8192"),
     ],
@@ -148,6 +187,29 @@ def test_the_plan_of_the_candidate_is_compared_with_the_best_path_of_the_baselin
     assert one.ratio("lorakernels", "vllm") == pytest.approx(0.6)
     assert one.ratio("lorakernels", "vllm", State.ALIGNED) == pytest.approx(8 / 12)
     assert one.ratio("lorakernels", None) is None
+
+
+def test_few_experts_are_compared_with_many_of_the_same_subject_with_or_without_a_baseline() -> (
+    None
+):
+    one = experts(ExpertsRow(25), 4.0, 5.0)
+    assert (one.ratio("lorakernels"), one.ratio("vllm")) == (1.25, 3.0)
+    for run in (figures(one), replace(figures(one), baseline=None)):
+        (bar,) = [bar for bar in run.bars() if "512 experts" in bar.name]
+        assert (bar.measured, bar.target, bar.verdict) == (1.25, 1.2, Verdict.FAIL)
+
+
+def test_a_record_without_rows_of_many_experts_leaves_their_bar_unmeasured() -> None:
+    payload = figures().payload() | {"schema": 2}
+    del payload["experts"]
+    run = MoEFigures.from_payload(json.loads(json.dumps(payload)))
+    assert run.experts == ()
+    assert run.layers == figures().layers
+    (bar,) = [bar for bar in run.bars() if bar.verdict is not Verdict.PASS]
+    assert (bar.verdict, "512 experts" in bar.name) == (Verdict.INCONCLUSIVE, True)
+    assert judge(run) is ExitCode.INCOMPLETE
+    assert "512 experts" in render_markdown(figures())
+    assert "512 experts" not in render_markdown(run)
 
 
 def with_cold(ours: float, theirs: float) -> MoEFigures:
@@ -203,14 +265,14 @@ def test_what_was_not_measured_is_exit_code_2_and_never_0(run: MoEFigures) -> No
 def test_a_record_round_trips_and_states_expected_and_executed() -> None:
     payload: dict[str, Any] = json.loads(json.dumps(figures().payload()))
     assert MoEFigures.from_payload(payload) == figures()
-    assert (payload["expected"], payload["executed"]) == (57, 57)
+    assert (payload["expected"], payload["executed"]) == (63, 63)
     assert payload["deltas"][0]["ratio"] == pytest.approx(0.25)
     assert payload["layers"][0]["added"] == pytest.approx(0.14)
     assert payload["bars"][3]["verdict"] == "pass"
 
 
 def test_a_record_of_a_newer_schema_is_refused() -> None:
-    with pytest.raises(ValueError, match="schema is 99, this version reads up to 2"):
+    with pytest.raises(ValueError, match="schema is 99, this version reads up to 3"):
         MoEFigures.from_payload(figures().payload() | {"schema": 99})
 
 
@@ -235,6 +297,8 @@ def test_both_renderings_end_with_the_ratio_that_includes_alignment() -> None:
     end = "eltas with alignment on both sides, geometric mean"
     markdown, terminal = render_markdown(figures()), render_terminal(figures())
     assert "| 8192 | 5.0 | 100.0 | 0.05 |" in markdown
+    assert "| align, M | lorakernels, 64 experts | 512 experts | ratio | vllm, 64 e" in markdown
+    assert "| 64 | 4.0 | 4.8 | 1.20 | 10.0 | 30.0 | 3.00 |" in markdown
     assert "| 2048 | 90.0 | 100.0 | 114.0 | 14% |" in markdown
     assert "pass         align over that of vllm at M=8192: 0.050, bar 0.1" in terminal
     assert markdown.splitlines()[-1].startswith(f"D{end}")

@@ -3,24 +3,31 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import replace
 from types import MappingProxyType
-from typing import TypeVar
+from typing import Any, TypeVar
 from unittest.mock import Mock
 
 import pytest
 import torch
 from torch import Tensor
 
-from loragate.bench import moe_delta, moe_layer, moe_rows
+from loragate.bench import moe_align, moe_delta, moe_layer, moe_rows
 from loragate.bench.compiling import compile_in_parallel
 from loragate.bench.contender import Contender, Unavailable, WrongResult, find_contender
 from loragate.bench.lorakernels_layer import ExpertsLayer
 from loragate.bench.moe import measure, run_moe
 from loragate.bench.moe_delta import count_buckets, make_step
-from loragate.bench.moe_figures import AlignFigures, DeltaFigures, LayerFigures, MoEMeasured
-from loragate.bench.moe_rows import AlignRow, DeltaRow, LayerRow, MoERow, Projection
+from loragate.bench.moe_figures import (
+    AlignFigures,
+    DeltaFigures,
+    ExpertsFigures,
+    LayerFigures,
+    MoEMeasured,
+)
+from loragate.bench.moe_rows import AlignRow, DeltaRow, ExpertsRow, LayerRow, MoERow, Projection
 from loragate.core.machine import detect_machine
 from loragate.matrix.case import Path, Site, Source
 from loragate.subjects.lorakernels.moe_delta import MoEDelta
+from lorakernels.moe.align.metadata import PairMetadata
 
 MACHINE = detect_machine()
 ROW = DeltaRow("qwen3_30b_w2", 16, 5)
@@ -36,8 +43,10 @@ _Key = TypeVar("_Key", bound=Hashable)
 @pytest.fixture(autouse=True)
 def small_models(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(moe_rows, "PROJECTIONS", SMALL)
+    # experts are as many as in the table
+    monkeypatch.setattr(moe_rows, "QWEN3_NEXT_W13", Projection(32, (24, 24), 512, 10))
     monkeypatch.setattr(moe_delta, "TOKENS", (5,))
-    monkeypatch.setattr(moe_delta, "ALIGN_TOKENS", (5,))
+    monkeypatch.setattr(moe_align, "ALIGN_TOKENS", (5,))
     monkeypatch.setattr(moe_layer, "LAYER_TOKENS", (5,))
 
 
@@ -117,6 +126,50 @@ def test_an_alignment_is_timed_separately(ours: Contender) -> None:
     assert run(ours, AlignRow(5)) == AlignFigures(AlignRow(5), {"lorakernels": 10.0})
 
 
+def test_few_and_many_experts_are_aligned_in_turns_by_both_subjects(
+    ours: Contender, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    theirs = Contender(Mock(wraps=ours.subject), ours.have)
+    theirs.subject.name = "vllm"
+    right, aligned = PairMetadata.prepare, list[int]()
+
+    def noted(self: PairMetadata, *arguments: Any, **others: Any) -> None:
+        aligned.append(self.num_experts)
+        # a delta needs no tiles of the base product
+        assert not self.with_base
+        right(self, *arguments, **others)
+
+    def clock(calls: Mapping[_Key, Callable[[], object]]) -> dict[_Key, float]:
+        aligned.clear()
+        names = [f"{who} with {n} experts" for n in (64, 512) for who in ("lorakernels", "vllm")]
+        assert list(map(str, calls)) == names
+        return counted(calls)
+
+    monkeypatch.setattr(PairMetadata, "prepare", noted)
+    row = ExpertsRow(5)
+    (found,) = measure(ours, theirs, [row], MACHINE, clock, print)
+    few, many = {"lorakernels": 10.0, "vllm": 20.0}, {"lorakernels": 30.0, "vllm": 40.0}
+    assert found == ExpertsFigures(row, few, many)
+    assert aligned == [64, 64, 512, 512]
+
+
+@pytest.mark.parametrize("experts", [64, 512])
+def test_a_wrong_alignment_of_few_or_of_many_experts_is_never_timed(
+    ours: Contender, experts: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    right = PairMetadata.prepare
+
+    def without_a_pair(self: PairMetadata, *arguments: Any, **others: Any) -> None:
+        right(self, *arguments, **others)
+        if self.num_experts == experts:
+            self.tile_pairs[0] = -1
+
+    monkeypatch.setattr(PairMetadata, "prepare", without_a_pair)
+    where = rf"lorakernels at align\.experts\.m5 with {experts} experts: its error is"
+    with pytest.raises(WrongResult, match=where):
+        run(ours, ExpertsRow(5))
+
+
 def test_a_layer_is_timed_without_adapters_and_with_them(ours: Contender) -> None:
     found = run(ours, LayerRow(5))
     assert isinstance(found, LayerFigures)
@@ -164,11 +217,13 @@ def test_a_run_has_every_row_in_the_order_of_the_tables(
     monkeypatch.setattr("loragate.bench.moe.in_turns_cold", counted)
     monkeypatch.setattr("loragate.bench.moe.copy_bytes_per_s", lambda: 4e12)
     lines: list[str] = []
-    rows = (ROW, AlignRow(5), LayerRow(5))
+    rows = (ROW, AlignRow(5), ExpertsRow(5), LayerRow(5))
     found = run_moe(ours, None, rows, MACHINE, lines.append)
     assert tuple(figures.row for figures in found.measured) == rows
-    assert lines[1] == "[2/3] align.m5: lorakernels 10.0"
-    assert lines[2] == "[3/3] layer.m5: base 10.0, LoRA adds 100%"
+    assert lines[1] == "[2/4] align.m5: lorakernels 10.0"
+    many = "64 experts lorakernels 10.0; 512 experts lorakernels 20.0"
+    assert lines[2] == f"[3/4] align.experts.m5: {many}"
+    assert lines[3] == "[4/4] layer.m5: base 10.0, LoRA adds 100%"
 
 
 def test_a_baseline_without_moe_is_refused_before_anything_runs(

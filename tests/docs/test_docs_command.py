@@ -155,6 +155,20 @@ def test_bars_of_graphs_that_are_missed_in_the_record_are_missed_on_the_pages(co
     assert "us, worst | 60.0 | 79.000 | missed |" in bars
 
 
+def test_a_bar_that_is_younger_than_the_record_is_not_measured_yet_on_the_pages(
+    copied: Path,
+) -> None:
+    record, name = copied / GPU_RECORD, "align with 512 experts over that with 64 at 4 to 64 tokens"
+    section = json.loads(record.read_text())["sections"]["bench_moe"]
+    section.pop("experts", None)
+    update_section(record, "bench_moe", section)
+    assert main(["docs"]) == ExitCode.OK
+    readme, bars = ((copied / page).read_text() for page in ("README.md", "docs/benchmarks.md"))
+    assert f"; not measured yet: {name}, worst.\n" in readme
+    assert f"| `bench moe`: {name}, worst | 1.2 | - | not measured yet |" in bars
+    assert main(["docs", "--check"]) == ExitCode.OK
+
+
 @pytest.mark.parametrize("key", ["attempts", "draws"])
 def test_the_number_of_seeds_is_read_from_records_of_every_version(key: str) -> None:
     """Records that were written before name `attempts` what is now `draws`."""

@@ -1,4 +1,4 @@
-"""Times the deltas of `bench moe`, and the alignment of their token-expert pairs.
+"""Times the deltas of `bench moe`.
 
 Invariant: a path is timed only after its result was compared with fp64. All subjects have the
 same adapters and the same step, and buffers for the largest step of the table, as in a server.
@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from itertools import groupby
 from typing import cast
 
@@ -17,8 +16,8 @@ from torch import Tensor
 
 from loragate.bench.contender import Contender, Yardstick
 from loragate.bench.moe_calls import PathwiseInstance, delta_calls
-from loragate.bench.moe_figures import AlignFigures, DeltaFigures, PathTimes
-from loragate.bench.moe_rows import ALIGN_TOKENS, TOKENS, AlignRow, DeltaRow
+from loragate.bench.moe_figures import DeltaFigures, PathTimes
+from loragate.bench.moe_rows import TOKENS, DeltaRow
 from loragate.bench.timer import Clock
 from loragate.core.machine import Machine
 from loragate.inputs import DataKind, make_pool, torch_dtype
@@ -180,34 +179,3 @@ def count_buckets(case: Case, batch: Batch) -> int:
     ids = batch.routes.topk_ids.long()
     slots = batch.token_slots.to(ids.device).long()
     return int(torch.bincount((slots[:, None] * case.experts + ids).flatten()).count_nonzero())
-
-
-def measure_aligns(
-    rows: Sequence[AlignRow], contenders: Sequence[Contender], machine: Machine, clock: Clock
-) -> Iterator[AlignFigures]:
-    """An alignment is checked through the delta that uses it. Raises WrongResult."""
-    if not rows:
-        return
-    largest = replace(rows[0], tokens=max(ALIGN_TOKENS)).delta
-    resident = open_resident(largest.case, contenders, machine)
-    for row in rows:
-        yield _measure_align(row, resident, machine, clock)
-
-
-def _measure_align(
-    row: AlignRow, resident: Resident, machine: Machine, clock: Clock
-) -> AlignFigures:
-    batch = make_step(row.delta, machine)
-    routes = batch.routes
-    assert routes is not None
-    resident.prepare(batch.token_slots)
-    yardstick = Yardstick.of_step(row.delta.case, resident.pool, batch)
-    start, calls = batch.out.clone(), {}
-    for name, instance in resident.instances.items():
-        # a path that aligns for every batch size
-        aligning = instance.on_path(Path.ONE_SHOT)
-        batch.out.copy_(start)
-        yardstick.check(name, row.id, aligning.apply(batch.x, batch.out, routes))
-        calls[name] = partial(aligning.assign, routes)
-    del yardstick, start
-    return AlignFigures(row, clock(calls))

@@ -13,16 +13,20 @@ from typing import Any, Self
 
 from loragate.bench.bars import REFERENCE_BYTES_PER_S, Bar, geometric_mean, refuse_newer, worst_of
 from loragate.bench.moe_rows import (
+    EXPERTS_TOKENS,
+    FEW_EXPERTS,
+    MANY_EXPERTS,
     REFERENCE_FLOPS,
     AlignRow,
     DeltaRow,
+    ExpertsRow,
     LayerRow,
     moe_rows,
 )
 from loragate.matrix.case import Path
 
-# 2: times with a cold cache
-SCHEMA = 2
+# 2: times with a cold cache; 3: alignments for few and for many experts
+SCHEMA = 3
 
 MAX_MEAN_RATIO = 0.35
 MAX_ROW_RATIO = 1.0
@@ -31,6 +35,7 @@ AIMED_OVER_FLOOR = 1.2
 FLOOR_TOKENS = 64
 MAX_ALIGN_RATIO = 0.1
 ALIGN_TOKENS = 8192
+MAX_EXPERTS_RATIO = 1.2
 # by the tokens of a step
 MAX_ADDED = MappingProxyType({2048: 0.22, 8192: 0.15})
 
@@ -119,6 +124,18 @@ class AlignFigures:
 
 
 @dataclass(frozen=True, slots=True)
+class ExpertsFigures:
+    """The same with few and with many experts."""
+
+    row: ExpertsRow
+    few_us: Mapping[str, float]
+    many_us: Mapping[str, float]
+
+    def ratio(self, subject: str) -> float:
+        return self.many_us[subject] / self.few_us[subject]
+
+
+@dataclass(frozen=True, slots=True)
 class LayerFigures:
     """A whole layer, alignment included, medians in microseconds: the candidate without and
     with adapters; `baseline_us` is the baseline without them, None where its layer cannot be
@@ -136,7 +153,7 @@ class LayerFigures:
         return self.lora_us / self.base_us - 1
 
 
-MoEMeasured = DeltaFigures | AlignFigures | LayerFigures
+MoEMeasured = DeltaFigures | AlignFigures | ExpertsFigures | LayerFigures
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,6 +172,10 @@ class MoEFigures:
     @property
     def aligns(self) -> tuple[AlignFigures, ...]:
         return tuple(m for m in self.measured if isinstance(m, AlignFigures))
+
+    @property
+    def experts(self) -> tuple[ExpertsFigures, ...]:
+        return tuple(m for m in self.measured if isinstance(m, ExpertsFigures))
 
     @property
     def layers(self) -> tuple[LayerFigures, ...]:
@@ -196,11 +217,18 @@ class MoEFigures:
                 MAX_ALIGN_RATIO,
                 worst_of(align_ratios),
             ),
+            self._experts_bar(),
             *(
                 Bar(f"added to a layer at M={tokens} by LoRA", most, self._added(tokens))
                 for tokens, most in MAX_ADDED.items()
             ),
         )
+
+    def _experts_bar(self) -> Bar:
+        sizes = f"{min(EXPERTS_TOKENS)} to {max(EXPERTS_TOKENS)} tokens"
+        name = f"align with {MANY_EXPERTS} experts over that with {FEW_EXPERTS} at {sizes}, worst"
+        worst = worst_of([figures.ratio(self.candidate) for figures in self.experts])
+        return Bar(name, MAX_EXPERTS_RATIO, worst)
 
     def payload(self) -> dict[str, Any]:
         """JSON record of this run; `from_payload` reads it."""
@@ -215,6 +243,7 @@ class MoEFigures:
             "executed": len(self.measured),
             "deltas": [self._delta_payload(figures) for figures in self.deltas],
             "aligns": [asdict(figures) for figures in self.aligns],
+            "experts": [asdict(figures) for figures in self.experts],
             "layers": [asdict(figures) | {"added": figures.added} for figures in self.layers],
             "bars": [asdict(bar) | {"verdict": bar.verdict.value} for bar in self.bars()],
         }
@@ -241,6 +270,9 @@ class MoEFigures:
         measured: list[MoEMeasured] = [_read_delta(delta) for delta in payload["deltas"]]
         for align in payload["aligns"]:
             measured.append(AlignFigures(AlignRow(**align["row"]), align["us"]))
+        # none before schema 3
+        for one in payload.get("experts", ()):
+            measured.append(ExpertsFigures(ExpertsRow(**one["row"]), one["few_us"], one["many_us"]))
         for layer in payload["layers"]:
             raw = {key: value for key, value in layer.items() if key not in ("row", "added")}
             measured.append(LayerFigures(LayerRow(**layer["row"]), **raw))

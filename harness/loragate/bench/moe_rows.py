@@ -14,6 +14,9 @@ SLOTS = 4
 TOKENS = (1, 16, 64, 256, 1024, 4096)
 RANKS = (16, 64)
 ALIGN_TOKENS = (1, 64, 1024, 8192)
+# 40 to 640 pairs, on both sides of the 256 that one program sorts alone
+EXPERTS_TOKENS = (4, 12, 25, 32, 51, 64)
+FEW_EXPERTS, MANY_EXPERTS = 64, 512
 LAYER_TOKENS = (1, 16, 256, 2048, 8192)
 LAYER_RANK = 16
 # rate of a bf16 product of random data on an H200
@@ -57,6 +60,8 @@ PROJECTIONS = MappingProxyType(
         "qwen3_30b_w2": Projection(768, (2048,), 128, 8, Source.PAIR),
     }
 )
+# w13 of Qwen3-Next-80B-A3B; rows that align for it take it with other numbers of experts as well
+QWEN3_NEXT_W13 = Projection(2048, (512, 512), MANY_EXPERTS, 10)
 
 
 def projection_of(name: str) -> Projection:
@@ -151,6 +156,27 @@ class AlignRow:
 
 
 @dataclass(frozen=True, slots=True)
+class ExpertsRow:
+    """Sorting the routed pairs of a small step with FEW_EXPERTS and with MANY_EXPERTS: as many
+    tokens and SLOTS slots, top-10."""
+
+    tokens: int
+
+    @property
+    def id(self) -> str:
+        return f"align.experts.m{self.tokens}"
+
+    @property
+    def deltas(self) -> tuple[DeltaRow, DeltaRow]:
+        """With few and with many experts: what the alignments are for, as in AlignRow."""
+        few, many = (
+            DeltaRow(str(replace(QWEN3_NEXT_W13, experts=experts)), 16, self.tokens)
+            for experts in (FEW_EXPERTS, MANY_EXPERTS)
+        )
+        return few, many
+
+
+@dataclass(frozen=True, slots=True)
 class LayerRow:
     """A whole layer of Qwen3-30B-A3B, alignment included: bf16, without adapters and with one of
     rank LAYER_RANK on every expert of each of SLOTS slots."""
@@ -168,7 +194,7 @@ class LayerRow:
         return DeltaRow(w13, LAYER_RANK, self.tokens), DeltaRow(w2, LAYER_RANK, self.tokens)
 
 
-MoERow = DeltaRow | AlignRow | LayerRow
+MoERow = DeltaRow | AlignRow | ExpertsRow | LayerRow
 
 
 def deltas_of(row: MoERow) -> tuple[DeltaRow, ...]:
@@ -178,7 +204,7 @@ def deltas_of(row: MoERow) -> tuple[DeltaRow, ...]:
             return (row,)
         case AlignRow():
             return (row.delta,)
-        case LayerRow():
+        case ExpertsRow() | LayerRow():
             return row.deltas
 
 
@@ -190,5 +216,5 @@ def moe_rows() -> tuple[MoERow, ...]:
         for rank in RANKS
         for tokens in TOKENS
     ]
-    aligns, layers = map(AlignRow, ALIGN_TOKENS), map(LayerRow, LAYER_TOKENS)
-    return (*deltas, *aligns, *layers)
+    aligns, experts = map(AlignRow, ALIGN_TOKENS), map(ExpertsRow, EXPERTS_TOKENS)
+    return (*deltas, *aligns, *experts, *map(LayerRow, LAYER_TOKENS))

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from loragate.bench.bars import geometric_mean, worst_of
 from loragate.bench.moe_figures import DeltaFigures, MoEFigures, State
-from loragate.bench.moe_rows import LAYER_RANK, SLOTS, projection_of
+from loragate.bench.moe_rows import FEW_EXPERTS, LAYER_RANK, MANY_EXPERTS, SLOTS, projection_of
 from loragate.bench.text import bar_line, columns, markdown, number
 from loragate.matrix.case import Path
 
@@ -28,6 +28,9 @@ def render_terminal(figures: MoEFigures) -> str:
             f"sorting the pairs of a step, us (128 experts, top-8, {SLOTS} slots)",
             *columns(*_aligns(figures)),
             "",
+            f"the same with few and with many experts, us (top-10, {SLOTS} slots)",
+            *columns(*_experts(figures)),
+            "",
             f"a layer of Qwen3-30B-A3B, us, alignment included; +LoRA: rank {LAYER_RANK} on every "
             f"expert, {SLOTS} slots",
             *columns(*_layers(figures)),
@@ -39,9 +42,10 @@ def render_terminal(figures: MoEFigures) -> str:
 
 
 def render_markdown(figures: MoEFigures) -> str:
-    """One table each for deltas, alignment and layers."""
-    tables = (_deltas(figures), _aligns(figures), _layers(figures))
-    lines = [line for table in tables for line in [*markdown(*table), ""]]
+    """One table each for deltas, alignment, alignment by the number of experts, and layers; those
+    that have rows."""
+    tables = (_deltas(figures), _aligns(figures), _experts(figures), _layers(figures))
+    lines = [line for table in tables if table[1] for line in [*markdown(*table), ""]]
     return "\n".join([*lines, f"Deltas {_with_alignment(figures)}."])
 
 
@@ -111,6 +115,21 @@ def _aligns(figures: MoEFigures) -> Table:
         ]
         for align in figures.aligns
     ]
+    return header, lines
+
+
+def _experts(figures: MoEFigures) -> Table:
+    names = [figures.candidate, *([figures.baseline] if figures.baseline else [])]
+    header = ["align, M"]
+    for name in names:
+        header += [f"{name}, {FEW_EXPERTS} experts", f"{MANY_EXPERTS} experts", "ratio"]
+    lines = []
+    for align in figures.experts:
+        cells = [str(align.row.tokens)]
+        for name in names:
+            cells += [number(align.few_us[name]), number(align.many_us[name])]
+            cells.append(number(align.ratio(name), 2))
+        lines.append(cells)
     return header, lines
 
 

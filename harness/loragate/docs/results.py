@@ -196,13 +196,16 @@ def _target(bar: Bar) -> str:
 
 def _bars_sentence(bars: Sequence[Bar]) -> str:
     met = sum(bar.verdict is Verdict.PASS for bar in bars)
-    rest = [
+    missed = [
         f"{bar.name}, {measured(bar)} instead of at most {bar.target}"
         for bar in bars
-        if bar.verdict is not Verdict.PASS
+        if bar.verdict is Verdict.FAIL
     ]
-    missed = f"; missed: {'; '.join(rest)}" if rest else ""
-    return f"{met} of {len(bars)} performance targets are met{missed}."
+    # of a record that is older than the bar
+    later = [bar.name for bar in bars if bar.verdict is Verdict.INCONCLUSIVE]
+    rest = f"; missed: {'; '.join(missed)}" if missed else ""
+    rest += f"; not measured yet: {'; '.join(later)}" if later else ""
+    return f"{met} of {len(bars)} performance targets are met{rest}."
 
 
 def provenance_line(section: Section) -> str:
