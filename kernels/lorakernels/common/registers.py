@@ -5,7 +5,7 @@ from __future__ import annotations
 # 32-bit registers of a multiprocessor, and most of a thread: compute capabilities 7.0 to 12.x, by
 # the CUDA programming guide
 _OF_A_MULTIPROCESSOR = 1 << 16
-MOST_REGISTERS = 255
+_MOST = 255
 
 
 def most_registers(programs: int, num_warps: int, multiprocessors: int) -> int | None:
@@ -16,5 +16,5 @@ def most_registers(programs: int, num_warps: int, multiprocessors: int) -> int |
     what is added up one value after the other: 32 split-K partials take the latency of several
     loads. With a limit, even the highest one, it issues all of them first.
     """
-    fitting = _OF_A_MULTIPROCESSOR // (32 * num_warps * MOST_REGISTERS)
-    return MOST_REGISTERS if programs <= fitting * multiprocessors else None
+    fitting = _OF_A_MULTIPROCESSOR // (32 * num_warps * _MOST)
+    return _MOST if programs <= fitting * multiprocessors else None

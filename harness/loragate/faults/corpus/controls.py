@@ -32,6 +32,15 @@ CONTROLS = (
         ),
     ),
     control(
+        name="ranks-always-read-ahead",
+        why="Ranks that an adapter does not have are read, and their products dropped.",
+        edit=Edit(
+            _PLAN,
+            "reads_all_ranks=registers is not None and shape.rank <= 16,",
+            "reads_all_ranks=True,",
+        ),
+    ),
+    control(
         name="shorter-k-steps",
         why="K is walked in other steps and split into more parts.",
         edit=Edit(
@@ -43,7 +52,7 @@ CONTROLS = (
     control(
         name="k-never-split",
         why="K is never split: other roundings, as good as before.",
-        edit=Edit(_PLAN, "splits=_number_of_splits(min(most, steps), block)", "splits=1"),
+        edit=Edit(_PLAN, "splits = _number_of_splits(min(most, steps), block)", "splits = 1"),
     ),
     control(
         name="smaller-grid",

@@ -52,6 +52,21 @@ FAULTS = (
         why="The shrink output is computed for the rank of the buffers instead of the adapter's.",
     ),
     _plant(
+        "ranks-read-ahead-kept",
+        "            if ALL_RANKS:\n                acc = tl.where(live_n[None, :], acc, 0.0)\n",
+        "",
+        source="own",
+        why="Of few ranks, those that the adapter does not have are read before that is known, and "
+        "their products are kept.",
+    ),
+    _plant(
+        "ranks-read-ahead-past-those-of-the-slices",
+        "read_n = offs_n < SR if ALL_RANKS else live_n",
+        "read_n = offs_n >= 0 if ALL_RANKS else live_n",
+        source="own",
+        why="The last block of ranks reads past the A of the last slot.",
+    ),
+    _plant(
         "row-stride-ignored",
         "rows.to(tl.int64)[:, None] * stride_xm + offs_x",
         "rows.to(tl.int64)[:, None] * K + offs_x",

@@ -109,6 +109,7 @@ def _dense(shape: DenseShape, *, live: int, slots: int) -> Iterator[str]:
     yield _several("dense shrink: blocks of ranks", -(-total // shrink.block_n))
     if shrink.block_n > shape.rank and total > shape.rank:
         yield "dense shrink: a block of ranks of several slices"
+    yield f"dense shrink: reads {'all' if shrink.reads_all_ranks else 'live'} ranks"
     yield f"dense shrink: the expand starts {'early' if shrink.trigger_early else 'late'}"
     yield f"dense expand, {kind}: {expand.block_m} rows x {expand.block_n} columns"
     yield f"dense expand: blocks of {expand.block_r} ranks"
