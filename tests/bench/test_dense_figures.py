@@ -90,14 +90,14 @@ def test_the_mean_ratio_is_geometric() -> None:
     first, second = run.rows
     slow = replace(second, with_lora_us={"lorakernels": 50.0 + 8.0, "vllm": 50.0 + 2.0})
     fast = replace(first, with_lora_us={"lorakernels": 50.0 + 1.0, "vllm": 50.0 + 4.0})
-    mean, worst, _ = replace(run, rows=(fast, slow)).bars()
+    mean, worst, *_ = replace(run, rows=(fast, slow)).bars()
     assert mean.measured == pytest.approx(1.0)
     assert worst.measured == pytest.approx(4.0)
 
 
 def test_every_bar_met_on_the_whole_table_is_exit_code_0() -> None:
     run = with_floor_ratio(1.5)
-    assert [bar.verdict for bar in run.bars()] == [Verdict.PASS] * 3
+    assert [bar.verdict for bar in run.bars()] == [Verdict.PASS] * 4
     assert judge(run) is ExitCode.OK
 
 
@@ -140,9 +140,24 @@ def test_the_table_has_columns_of_the_cold_cache_where_it_was_measured() -> None
 def test_one_row_slower_than_the_baseline_misses_a_bar_whatever_the_mean() -> None:
     run = with_floor_ratio(1.5)
     slow = replace(run.rows[0], with_lora_us={"lorakernels": 58.0, "vllm": 57.0})
-    mean, worst, _ = replace(run, rows=(slow, *run.rows[1:])).bars()
+    mean, worst, *_ = replace(run, rows=(slow, *run.rows[1:])).bars()
     assert mean.verdict is Verdict.PASS
     assert worst.verdict is Verdict.FAIL
+
+
+@pytest.mark.parametrize(("tokens", "verdict"), [(64, Verdict.FAIL), (256, Verdict.PASS)])
+def test_a_row_above_the_share_of_decode_rows_misses_their_bar_up_to_64_tokens(
+    tokens: int, verdict: Verdict
+) -> None:
+    run = with_floor_ratio(1.5)
+    rows = [
+        replace(row, with_lora_us={"lorakernels": row.base_us + 7.0, "vllm": row.base_us + 10.0})
+        if row.row.tokens == tokens
+        else row
+        for row in run.rows
+    ]
+    by_name = {bar.name: bar for bar in replace(run, rows=tuple(rows)).bars()}
+    assert by_name["added time over vllm, at most 64 tokens, worst row"].verdict is verdict
 
 
 @pytest.mark.parametrize(
@@ -162,7 +177,7 @@ def test_a_row_whose_added_time_is_below_the_noise_leaves_the_comparison_open() 
     noisy = replace(run.rows[0], with_lora_us={"lorakernels": 50.5, "vllm": 49.9})
     run = replace(run, rows=(noisy, *run.rows[1:]))
     assert run.ratios()[0] is None
-    assert [bar.measured for bar in run.bars()[:2]] == [None, None]
+    assert [bar.measured for bar in run.bars()[:3]] == [None] * 3
     assert judge(run) is ExitCode.INCOMPLETE
 
 

@@ -6,10 +6,17 @@ from dataclasses import replace
 from itertools import product
 
 import pytest
+import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from lorakernels.batch.metadata import BatchMetadata
+from lorakernels.dense.launch import TileTables, launch_expand, launch_shrink
+from lorakernels.dense.ops import shape_of_batch
 from lorakernels.dense.plan import DenseShape, plan_expand, plan_shrink
+from lorakernels.dense.sizes import plan_shrunk
+from lorakernels.dense.weights import SlotWeights
+from lorakernels.runtime.launching import noted_launches
 from lorakernels.runtime.tuning import DEFAULT
 
 ROWS = (1, 16, 129, 255, 256, 300, 511, 512, 1000, 2047, 2048, 5000, 8192, 60_000)
@@ -160,3 +167,83 @@ def test_programs_of_a_prefill_have_more_columns_the_more_work_there_is(
 ):
     plan = plan_expand(DenseShape(rows, 4096, widths, rank, 2))
     assert (plan.block_n, plan.group, plan.num_warps) == columns
+
+
+# the registers of a multiprocessor, and the threads of a warp
+_REGISTERS, _THREADS = 1 << 16, 32
+
+
+@pytest.mark.parametrize(
+    ("rows", "in_features", "widths", "rank", "itemsize", "registers"),
+    [
+        (1, 12288, (4096,), 16, 2, 255),
+        (64, 12288, (4096,), 64, 2, 255),
+        (128, 12288, (4096,), 16, 2, 255),
+        # 4 tiles x 16 partials x 6 blocks of ranks do not run at once with so many
+        (64, 4096, (4096, 1024, 1024), 64, 2, None),
+        # no more tiles than rows
+        (1, 4096, (4096, 1024, 1024), 64, 2, 255),
+        # between decode and prefill, and fp32, whose kernels spill as it is
+        (129, 12288, (4096,), 16, 2, None),
+        (1, 12288, (4096,), 16, 4, None),
+    ],
+)
+def test_a_shrink_of_few_rows_takes_all_registers_where_its_programs_then_run_at_once(
+    rows, in_features, widths, rank, itemsize, registers
+):
+    shape = DenseShape(rows, in_features, widths, rank, itemsize)
+    assert plan_shrink(shape).registers == registers
+    # the base product needs them
+    assert plan_shrink(replace(shape, beside=True)).registers is None
+
+
+@given(shape=any_shape)
+def test_an_expand_of_up_to_16_ranks_leaves_registers_for_two_programs(shape: DenseShape):
+    plan = plan_expand(shape)
+    if plan.registers is not None and shape.rank <= 16:
+        assert 2 * plan.registers * plan.num_warps * _THREADS <= _REGISTERS
+
+
+@pytest.mark.parametrize(
+    ("rows", "widths", "rank", "registers"),
+    [
+        (1, (4096,), 16, 128),
+        (64, (12288, 12288), 8, 128),
+        # more ranks, few programs and many of them
+        (16, (4096,), 32, 255),
+        (64, (12288, 12288), 32, None),
+        (1, (4096,), 64, None),
+        # columns stream by, which are on their way ahead as it is
+        (25, (28672, 28672), 16, None),
+        (129, (4096,), 16, None),
+    ],
+)
+def test_an_expand_of_few_rows_and_ranks_has_registers_for_all_partials(
+    rows, widths, rank, registers
+):
+    assert plan_expand(DenseShape(rows, 4096, widths, rank, 2)).registers == registers
+    assert plan_expand(DenseShape(rows, 4096, widths, rank, 4)).registers is None
+
+
+@given(shape=any_shape, beside=st.booleans())
+def test_no_more_than_16_ranks_of_a_slice_are_read_ahead(shape: DenseShape, beside: bool):
+    plan = plan_shrink(replace(shape, beside=beside))
+    assert not plan.reads_all_ranks or shape.rank <= 16
+    assert plan.reads_all_ranks == (shape.rank <= 16 and plan.registers is not None)
+
+
+def test_launches_of_few_rows_pass_their_registers_on_but_not_beside_the_base_product():
+    weights = SlotWeights(
+        num_slots=2, slice_widths=(32,), in_features=64, rank=8, dtype=torch.float16, device="cpu"
+    )
+    shape, tiles = (
+        shape_of_batch(4, weights),
+        TileTables.of(BatchMetadata(max_tokens=4, max_slots=2, device="cpu")),
+    )
+    shrunk, out = torch.empty(plan_shrunk(shape, 2)), torch.empty(4, 32, dtype=torch.float16)
+    x = torch.empty(4, 64, dtype=torch.float16)
+    with noted_launches() as launches:
+        launch_shrink(x, weights.tensors, shape, tiles, shrunk, pdl=False)
+        launch_expand(shrunk, weights.tensors, shape, tiles, out, pdl=False)
+        launch_expand(shrunk, weights.tensors, shape, tiles, out.float(), pdl=False, store=True)
+    assert [launch.options.get("maxnreg") for launch in launches] == [255, 128, None]
