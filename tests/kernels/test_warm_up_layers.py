@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,7 +23,11 @@ from lorakernels.layers.embedding import LoRAEmbedding  # noqa: E402
 from lorakernels.layers.gdn import DeltaNetHeads, GatedDeltaNetInputProjection  # noqa: E402
 from lorakernels.layers.linear import LoRALinear  # noqa: E402
 from lorakernels.layers.partition import LoRASharding, Parallel, Slice  # noqa: E402
-from lorakernels.layers.warm_up import LinearLayer, kernel_variants  # noqa: E402
+from lorakernels.layers.warm_up import (  # noqa: E402
+    LinearLayer,
+    kernel_variants,
+    planned_sizes,
+)
 from lorakernels.layers.wrapped import WrappedLoRALinear  # noqa: E402
 
 SLOTS, K = 2, 48
@@ -220,19 +224,51 @@ def test_the_largest_batch_of_an_embedding_has_a_planned_size() -> None:
     assert listed_rows(layer, 1) == {1}
 
 
+@pytest.fixture
+def no_base_product(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The base product of a layer with a weight of its own holds anything, and is no work."""
+
+    class Functions:
+        @staticmethod
+        def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+            return x.new_empty(len(x), len(weight))
+
+    monkeypatch.setattr("lorakernels.layers.linear.F", Functions)
+
+
 @pytest.mark.parametrize(
-    ("width", "ranks"), [pytest.param(1025, 2, id="two ranks"), pytest.param(1538, 3, id="three")]
+    ("width", "ranks"), [pytest.param(4097, 2, id="two ranks"), pytest.param(6145, 3, id="three")]
 )
+@pytest.mark.usefixtures("no_base_product")
 def test_ranks_with_one_column_more_than_others_exchange_as_often(width: int, ranks: int) -> None:
-    # the plans of 512 and 513 columns differ, and a rank that ran fewer sizes would leave the
-    # others waiting
+    # a rank that ran other sizes than the others would leave them waiting
     groups = [Group(ranks, rank) for rank in range(ranks)]
-    held = set()
+    sizes = {}
     for group in groups:
         layer = sharded(width, 16, group, Parallel.ROW)
-        held.add(layer.slots.out_features)
+        sizes[layer.slots.out_features] = planned_sizes(layer.slots, 2000)
         kernel_variants([layer], *buffers([layer], 2000))
-    assert held == {512, 513}
+    assert sizes.keys() == {2048, 2049}
+    # left to itself, neither would run what the other does
+    assert set(sizes[2048]) - set(sizes[2049])
+    assert set(sizes[2049]) - set(sizes[2048])
     first, *others = (group.exchanged for group in groups)
     assert first
     assert all(exchanged == first for exchanged in others)
+
+
+@pytest.mark.parametrize(("held", "width"), [(2048, 4097), (1921, 3841)])
+@pytest.mark.usefixtures("no_base_product")
+def test_a_rank_lists_all_its_kernels_whether_it_has_a_column_more_or_less(
+    held: int, width: int
+) -> None:
+    # where it begins to have a plan that the other rank has for no batch
+    most = 1921
+    layers = [sharded(width, 16, Group(2, rank), Parallel.ROW) for rank in range(2)]
+    (layer,) = (layer for layer in layers if layer.slots.out_features == held)
+    x = torch.zeros(most, K // 2, dtype=torch.bfloat16)
+
+    def needed(sizes: Iterable[int]) -> Kernels:
+        return set().union(*(compiled_for(layer, x[:rows], most) for rows in sizes))
+
+    assert needed([most]) <= needed(listed_rows(layer, most))

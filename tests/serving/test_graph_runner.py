@@ -75,6 +75,35 @@ def test_a_dummy_run_whose_mapping_has_base_rows_alone_still_captures_adapters(
     assert_served(runner, stack, [0, 2])
 
 
+def test_a_run_before_a_capture_launches_every_kernel_that_is_captured(
+    stack: Any, graphs: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # a kernel that is launched for the first time in a capture would be compiled in it
+    from triton.runtime.interpreter import GridExecutor
+
+    launched: list[str] = []
+    before: list[set[str]] = []
+    launch = GridExecutor.__call__
+
+    def noting(self: GridExecutor, *args: Any, **kwargs: Any) -> Any:
+        launched.append(self.fn.__name__)
+        return launch(self, *args, **kwargs)
+
+    def step(rows: int) -> Tensor:
+        out: Tensor = stack.step(rows)
+        if graphs.open is None:
+            before.append(set(launched))
+        launched.clear()
+        return out
+
+    monkeypatch.setattr(GridExecutor, "__call__", noting)
+    GraphRunner(step, stack.inputs, stack.buffers, sizes=(1, 2, 8)).capture()
+    captured = [set(graph.launches) for graph in graphs.made]
+    assert len(before) == 2 * len(captured) == 12
+    for index, names in enumerate(captured):
+        assert before[2 * index : 2 * index + 2] == [names, names]
+
+
 def test_a_capture_runs_with_adapters_in_all_slots_and_base_rows(stack: Any, graphs: Any) -> None:
     seen = []
 
