@@ -146,7 +146,7 @@ def test_one_row_slower_than_the_baseline_misses_a_bar_whatever_the_mean() -> No
 
 
 @pytest.mark.parametrize(("tokens", "verdict"), [(64, Verdict.FAIL), (256, Verdict.PASS)])
-def test_a_row_above_the_share_of_decode_rows_misses_their_bar_up_to_64_tokens(
+def test_a_row_of_up_to_64_tokens_that_takes_over_0_6_of_the_baseline_misses_their_bar(
     tokens: int, verdict: Verdict
 ) -> None:
     run = with_floor_ratio(1.5)

@@ -146,7 +146,7 @@ class _Step:
         return LoRAFactors(a, self._sparse(width, rank, 2), scale)
 
     def _poison(self) -> None:
-        """Ranks that no adapter has are NaN, as far as kernels promise not to read them."""
+        """Ranks that no adapter has are NaN, as far as tensors may hold anything there."""
         for slot, parts in enumerate(ADAPTERS):
             for index, part in enumerate(parts):
                 rank, start = 0 if part is None else part[0], sum(WIDTHS[:index])

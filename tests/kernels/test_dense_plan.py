@@ -17,7 +17,7 @@ from lorakernels.dense.plan import DenseShape, plan_expand, plan_shrink
 from lorakernels.dense.sizes import plan_shrunk
 from lorakernels.dense.weights import SlotWeights
 from lorakernels.runtime.launching import noted_launches
-from lorakernels.runtime.tuning import DEFAULT
+from lorakernels.runtime.tuning import DEFAULT, with_one_plan
 
 ROWS = (1, 16, 129, 255, 256, 300, 511, 512, 1000, 2047, 2048, 5000, 8192, 60_000)
 RANKS = (1, 8, 16, 24, 33, 64, 65, 96, 128, 129, 200, 256, 257, 512)
@@ -181,6 +181,8 @@ _REGISTERS, _THREADS = 1 << 16, 32
         (128, 12288, (4096,), 16, 2, 255),
         # 4 tiles x 16 partials x 6 blocks of ranks do not run at once with so many
         (64, 4096, (4096, 1024, 1024), 64, 2, None),
+        # 256 programs fit, but of many ranks only one of a multiprocessor is faster so
+        (16, 4096, (12288, 12288), 64, 2, None),
         # no more tiles than rows
         (1, 4096, (4096, 1024, 1024), 64, 2, 255),
         # between decode and prefill, and fp32, whose kernels spill as it is
@@ -209,6 +211,10 @@ def test_an_expand_of_up_to_16_ranks_leaves_registers_for_two_programs(shape: De
     [
         (1, (4096,), 16, 128),
         (64, (12288, 12288), 8, 128),
+        # four tiles of 112 blocks are more than three programs on a multiprocessor
+        (17, (14336, 14336), 8, None),
+        # columns that are not loaded in vectors
+        (33, (509, 61), 7, None),
         # more ranks, few programs and many of them
         (16, (4096,), 32, 255),
         (64, (12288, 12288), 32, None),
@@ -229,7 +235,18 @@ def test_an_expand_of_few_rows_and_ranks_has_registers_for_all_partials(
 def test_no_more_than_16_ranks_of_a_slice_are_read_ahead(shape: DenseShape, beside: bool):
     plan = plan_shrink(replace(shape, beside=beside))
     assert not plan.reads_all_ranks or shape.rank <= 16
-    assert plan.reads_all_ranks == (shape.rank <= 16 and plan.registers is not None)
+
+
+@pytest.mark.parametrize(("rank", "is_beside", "ahead"), [(16, 0, 1), (17, 0, 0), (16, 1, 0)])
+def test_up_to_16_ranks_are_read_ahead_but_not_beside_the_base_product(rank, is_beside, ahead):
+    shape = DenseShape(1, 4096, (4096,), rank, 2, beside=bool(is_beside))
+    assert plan_shrink(shape).reads_all_ranks == bool(ahead)
+
+
+def test_one_plan_for_all_batches_leaves_registers_to_the_compiler():
+    shape = DenseShape(1, 12288, (4096,), 16, 2, with_one_plan(DEFAULT))
+    assert plan_shrink(shape).registers is None
+    assert plan_expand(shape).registers is None
 
 
 def test_launches_of_few_rows_pass_their_registers_on_but_not_beside_the_base_product():
@@ -247,3 +264,4 @@ def test_launches_of_few_rows_pass_their_registers_on_but_not_beside_the_base_pr
         launch_expand(shrunk, weights.tensors, shape, tiles, out, pdl=False)
         launch_expand(shrunk, weights.tensors, shape, tiles, out.float(), pdl=False, store=True)
     assert [launch.options.get("maxnreg") for launch in launches] == [255, 128, None]
+    assert launches[0].options["ALL_RANKS"]

@@ -125,7 +125,7 @@ class AlignFigures:
 
 @dataclass(frozen=True, slots=True)
 class ExpertsFigures:
-    """The same with few and with many experts."""
+    """Medians of an alignment with few and with many experts, by subject."""
 
     row: ExpertsRow
     few_us: Mapping[str, float]

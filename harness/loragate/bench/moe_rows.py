@@ -60,7 +60,7 @@ PROJECTIONS = MappingProxyType(
         "qwen3_30b_w2": Projection(768, (2048,), 128, 8, Source.PAIR),
     }
 )
-# w13 of Qwen3-Next-80B-A3B; rows that align for it take it with other numbers of experts as well
+# w13 of Qwen3-Next-80B-A3B; it is aligned with fewer experts as well
 QWEN3_NEXT_W13 = Projection(2048, (512, 512), MANY_EXPERTS, 10)
 
 

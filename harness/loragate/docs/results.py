@@ -201,7 +201,7 @@ def _bars_sentence(bars: Sequence[Bar]) -> str:
         for bar in bars
         if bar.verdict is Verdict.FAIL
     ]
-    # of a record that is older than the bar
+    # of a record that is older than the bar, or without a comparison
     later = [bar.name for bar in bars if bar.verdict is Verdict.INCONCLUSIVE]
     rest = f"; missed: {'; '.join(missed)}" if missed else ""
     rest += f"; not measured yet: {'; '.join(later)}" if later else ""

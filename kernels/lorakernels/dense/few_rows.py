@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from lorakernels.dense.one_wave import FEW_RANKS, Work, best_group
 
-# programs of one block each that run at once on a multiprocessor, for tiles of 16 and of 32 rows
+# most programs on a multiprocessor that compute one block each, for tiles of 16 and of 32 rows
 _MOST_OF_16_ROWS = 4.5
 _MOST_OF_32_ROWS = 2
 # from so many programs on, those of four warps have more of B on its way, with so many ranks

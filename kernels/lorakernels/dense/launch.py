@@ -139,7 +139,7 @@ def launch_expand(
             BEHIND_BASE=behind_base,
             STORE=store,
             num_warps=plan.num_warps,
-            # beside the base product, that needs the registers
+            # a delta that is stored runs beside the base product, which needs the registers
             **launch_options(pdl, None if store else plan.registers),
         )
 

@@ -7,11 +7,15 @@ import math
 from dataclasses import dataclass, field, replace
 
 from lorakernels.batch.metadata import MIN_TILE_ROWS, tile_height
-from lorakernels.common.registers import most_registers
 from lorakernels.common.sizes import power_of_2, power_of_2_below, remembered
 from lorakernels.dense.few_rows import best_columns, best_splits
 from lorakernels.dense.one_wave import FEW_RANKS, Work, best_group, best_wave, may_start_early
 from lorakernels.dense.prefill import cheapest_group, group_of_a_wave
+from lorakernels.dense.registers import (
+    reads_all_ranks,
+    registers_of_expand,
+    registers_of_shrink,
+)
 from lorakernels.runtime.tuning import DEFAULT, DenseTuning, Tuning
 
 # numbers of split-K partials of a prefill: each is a variant of the expand, which is compiled
@@ -20,9 +24,6 @@ _SPLITS_OF_A_WAVE = (1, 2, 3, 4, 6, 8)
 _MOST_RANKS_ON_CHIP = 256
 # ranks beyond which a split-K partial is long to read
 _MODERATE_RANKS = 64
-# registers of an expand of up to 16 ranks: enough for all that it adds up, and few enough for two
-# programs of eight warps on a multiprocessor. Measured on an H200
-_REGISTERS_OF_FEW_RANKS = 128
 # values of A that a program of a look-up has in flight
 _LOOKED_UP = 2048
 
@@ -68,8 +69,7 @@ class ShrinkPlan:
     trigger_early: bool
     num_warps: int
     num_stages: int
-    # whether A is read at all ranks of the buffers, before it is known how many an adapter has: of
-    # so few that they take one block, that saves the latency of a load and costs hardly any bytes
+    # whether A is read at all ranks of the buffers, before it is known how many an adapter has
     reads_all_ranks: bool = False
     # most registers of a thread; None: the compiler chooses
     registers: int | None = None
@@ -126,7 +126,9 @@ def plan_shrink(shape: DenseShape) -> ShrinkPlan:
     else:
         most = _most_splits(shape, block, chunks)
     splits = _number_of_splits(min(most, steps), block)
-    registers = _registers_of_shrink(shape, chunks * splits, block.num_warps)
+    work, registers = _fewest_work(shape), None
+    if _may_limit_registers(shape) and not shape.beside:
+        registers = registers_of_shrink(work, chunks * splits, block.num_warps)
     return ShrinkPlan(
         block_n=block.n,
         block_k=block.k,
@@ -134,32 +136,23 @@ def plan_shrink(shape: DenseShape) -> ShrinkPlan:
         trigger_early=height < tuning.prefill_height,
         num_warps=block.num_warps,
         num_stages=block.num_stages,
-        reads_all_ranks=registers is not None and shape.rank <= 16,
+        reads_all_ranks=reads_all_ranks(work, registers),
         registers=registers,
     )
 
 
-def _registers_of_shrink(shape: DenseShape, programs: int, num_warps: int) -> int | None:
-    """programs: of a tile. Beside the base product, that needs the registers."""
-    if shape.height > 32 or shape.itemsize == 4 or shape.beside:
-        return None
-    return _registers(shape, programs, num_warps)
+def _may_limit_registers(shape: DenseShape) -> bool:
+    """Whether latency may count most. Not where a batch of any size takes this plan. fp32 has no
+    tensor cores, and its kernels have no registers left."""
+    is_planned = shape.tuning.dense.planned_rows is not None
+    return shape.height <= 32 and shape.itemsize == 2 and not is_planned
 
 
-def _registers_of_expand(shape: DenseShape, plan: ExpandPlan) -> int | None:
-    if shape.height > 32 or shape.itemsize == 4 or plan.group > 1 or shape.rank > FEW_RANKS:
-        return None
-    if shape.rank <= 16:
-        return _REGISTERS_OF_FEW_RANKS
-    blocks = sum(-(-width // plan.block_n) for width in shape.slice_widths)
-    return _registers(shape, blocks, plan.num_warps)
-
-
-def _registers(shape: DenseShape, programs: int, num_warps: int) -> int | None:
-    """programs: of a tile."""
-    tuning, full_tiles = shape.tuning.dense, -(-shape.num_rows // shape.height)
-    tiles = max(full_tiles, min(shape.num_rows, tuning.usual_slots))
-    return most_registers(tiles * programs, num_warps, tuning.multiprocessors)
+def _fewest_work(shape: DenseShape) -> Work:
+    """With as few tiles as the usual number of adapters can have."""
+    full_tiles = -(-shape.num_rows // shape.height)
+    fewest = max(full_tiles, min(shape.num_rows, shape.tuning.dense.usual_slots))
+    return replace(_work(shape), tiles=fewest)
 
 
 def _is_one_wave(shape: DenseShape) -> bool:
@@ -286,7 +279,10 @@ def _most_splits_beside(
 def plan_expand(shape: DenseShape) -> ExpandPlan:
     shape = shape.planned
     plan = _plan_expand(shape)
-    return replace(plan, registers=_registers_of_expand(shape, plan))
+    if plan.group > 1 or not _may_limit_registers(shape):
+        return plan
+    registers = registers_of_expand(_fewest_work(shape), plan.block_n, plan.num_warps)
+    return replace(plan, registers=registers)
 
 
 def _plan_expand(shape: DenseShape) -> ExpandPlan:

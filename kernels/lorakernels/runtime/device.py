@@ -71,7 +71,7 @@ def upload(host: Tensor, device: torch.device) -> Tensor:
 
 
 def launch_options(pdl: bool, registers: int | None = None) -> dict[str, int]:
-    """The launch options of a kernel. No option without PDL, which the interpreter does not know.
-    registers: most of a thread; None leaves them to the compiler."""
+    """The launch options of a kernel: `launch_pdl` with PDL alone. registers: most of a thread;
+    None leaves them to the compiler. The interpreter takes no notice of either."""
     limit = {} if registers is None else {"maxnreg": registers}
     return {"launch_pdl": True, **limit} if pdl else limit

@@ -3,7 +3,7 @@
 A plan is a pure function of a shape and of these numbers. They decide how fast a launch is and
 never whether its result is right: any table gives correct results on any device. Shapes of tiles
 that follow from a kernel's registers and shared memory stay in the plans themselves, and so do the
-costs of `dense/one_wave.py` and `dense/few_rows.py`.
+costs of `dense/one_wave.py` and `dense/few_rows.py` and the limits of `dense/registers.py`.
 """
 
 from __future__ import annotations

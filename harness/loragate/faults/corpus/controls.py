@@ -36,7 +36,7 @@ CONTROLS = (
         why="Ranks that an adapter does not have are read, and their products dropped.",
         edit=Edit(
             _PLAN,
-            "reads_all_ranks=registers is not None and shape.rank <= 16,",
+            "reads_all_ranks=reads_all_ranks(work, registers),",
             "reads_all_ranks=True,",
         ),
     ),

@@ -18,11 +18,11 @@ from loragate.mutants.generation.text import Module, Span
 _TUNING, _DEVICE = "runtime/tuning.py", "runtime/device.py"
 # modules that choose blocks, and what of them is part of a result or the size of some memory
 PLANS: Mapping[str, frozenset[str]] = {
-    "common/registers.py": frozenset(),
     "dense/plan.py": frozenset({"ranks_of_all_slices"}),
     "dense/few_rows.py": frozenset(),
     "dense/one_wave.py": frozenset(),
     "dense/prefill.py": frozenset(),
+    "dense/registers.py": frozenset(),
     "moe/delta/plan.py": frozenset(
         {"plan_path", "shrunk_shape", "largest_shrunk", "ranks_of_all_slices"}
     ),
