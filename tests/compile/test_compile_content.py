@@ -325,7 +325,7 @@ def test_there_is_a_worker_for_each_core_that_memory_allows(
 )
 def test_a_planted_edit_of_a_kernel_is_compiled_and_fails(drill, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
     copy = shutil.copytree(_ROOT / "kernels", tmp_path / "kernels")
-    source = copy / "lorakernels" / "moe" / "align" / "launch.py"
+    source = copy / "lorakernels" / "moe" / "align" / "counted.py"
     text = source.read_text()
     assert text.count("num_warps=8,\n") == 1
     source.write_text(text.replace("num_warps=8,\n", "num_warps=1,\n"))
