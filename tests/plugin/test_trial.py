@@ -178,20 +178,30 @@ class NeedsMemory:
 
     name: OracleName
     held: weakref.ref[Cycle]
+    error: Exception
 
     def applies(self, trial: Trial) -> str | None:
         return None
 
     def judge(self, trial: Trial) -> Judgement:
         if self.held() is not None:
-            raise torch.OutOfMemoryError("CUDA out of memory")
+            raise self.error
         return Judgement(self.name, Verdict.PASS)
 
 
-def test_memory_that_an_earlier_instance_holds_by_referring_to_itself_is_not_missing(judge):
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.OutOfMemoryError("CUDA out of memory"),
+        # what becomes of it where the operands of the same expression are freed
+        SystemError("error return without exception set"),
+    ],
+    ids=["raised", "dropped"],
+)
+def test_memory_that_an_earlier_instance_holds_by_referring_to_itself_is_not_missing(judge, error):
     gc.disable()
     try:
-        (judgement,) = judge(NeedsMemory(NAMES[0], weakref.ref(Cycle())))
+        (judgement,) = judge(NeedsMemory(NAMES[0], weakref.ref(Cycle()), error))
     finally:
         gc.enable()
     assert judgement.verdict is Verdict.PASS

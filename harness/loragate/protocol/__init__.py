@@ -17,6 +17,7 @@ from loragate.protocol.error_origin import (
     original_of,
     raised_by_subject,
     subject_code,
+    was_dropped,
 )
 from loragate.protocol.subject import (
     AnyInstance,
@@ -55,4 +56,5 @@ __all__ = [
     "raised_by_subject",
     "subject_code",
     "unsupported",
+    "was_dropped",
 ]

@@ -57,5 +57,10 @@ def original_of(error: BaseException) -> BaseException:
     reports that (torch/csrc/PyInterpreter.cpp, torch 2.11) drop the exception, and CPython raises
     a SystemError instead.
     """
-    is_dropped = isinstance(error, SystemError) and "exception" in str(error)
-    return _LAST[0] if is_dropped and _LAST else error
+    return _LAST[0] if was_dropped(error) and _LAST else error
+
+
+def was_dropped(error: BaseException) -> bool:
+    """Whether this is the SystemError in place of an exception that was dropped. What it was is
+    known of a subject's alone, by `original_of`."""
+    return isinstance(error, SystemError) and "exception" in str(error)

@@ -40,6 +40,7 @@ from loragate.protocol import (
     raised_by_subject,
     subject_code,
     unsupported,
+    was_dropped,
 )
 from loragate.run.preflight import check_caches
 from loragate.subjects import find_subject, unusable
@@ -141,14 +142,14 @@ def device_answers(machine: Machine) -> bool:
 
 def judge_with(oracle: Oracle, trial: Trial) -> Judgement:
     """One judgement, whatever is raised meanwhile; the error is charged to whoever caused it."""
-    judgement = _judge_once(oracle, trial)
-    if judgement.failure is not Failure.OUT_OF_MEMORY:
+    judgement, may_lack_memory = _judge_once(oracle, trial)
+    if not may_lack_memory:
         return judgement
     # layers that refer to themselves, as those of vLLM do, keep the memory of earlier oracles and
     # cases until they are collected. What is missing behind that is missing
     _release_memory(trial.machine)
-    judgement = _judge_once(oracle, trial)
-    if judgement.failure is Failure.OUT_OF_MEMORY:
+    judgement, may_lack_memory = _judge_once(oracle, trial)
+    if may_lack_memory:
         _release_memory(trial.machine)
     return judgement
 
@@ -159,27 +160,30 @@ def _release_memory(machine: Machine) -> None:
         torch.cuda.empty_cache()
 
 
-def _judge_once(oracle: Oracle, trial: Trial) -> Judgement:
+def _judge_once(oracle: Oracle, trial: Trial) -> tuple[Judgement, bool]:
+    """The judgement, and whether there may be one of another kind with more memory."""
     name = oracle.name
     try:
         # a subject that draws random numbers must draw the same ones in a replay
         torch.manual_seed(trial.seed)
         reason = oracle.applies(trial)
         if reason is not None:
-            return Judgement(name, Verdict.SKIP, message=reason)
+            return Judgement(name, Verdict.SKIP, message=reason), False
         with streams_of(trial), _bounded(trial):
             judgement = oracle.judge(trial)
         if trial.machine.device == "cuda":
             # an error in a kernel shows late; it belongs to the oracle that launched the kernel
             with subject_code():
                 torch.cuda.synchronize()
-        return judgement
+        return judgement, False
     except (Exception, SystemExit) as error:
         original = original_of(error)
         if not isinstance(original, (Exception, SystemExit)):
             # the run is to end, whatever became of that on its way
             raise original from None
-        return _judge_error(name, trial.machine, original)
+        # an allocation that fails frees the operands of its expression, which may drop its error
+        may_lack_memory = _lacks_memory(original) or was_dropped(original)
+        return _judge_error(name, trial.machine, original), may_lack_memory
     finally:
         # an error holds the memory of its frames
         forget_errors()
