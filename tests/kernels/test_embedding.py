@@ -17,8 +17,8 @@ from lorakernels.adapters.peft_folder import read_peft_folder  # noqa: E402
 from lorakernels.adapters.slots import AdapterSlots  # noqa: E402
 from lorakernels.batch.metadata import BatchMetadata  # noqa: E402
 from lorakernels.dense import embedding as operator  # noqa: E402
-from lorakernels.dense import launch  # noqa: E402
-from lorakernels.dense.embedding import embedding_delta  # noqa: E402
+from lorakernels.dense import launch, specs  # noqa: E402
+from lorakernels.dense.embedding import ID_TYPES, embedding_delta  # noqa: E402
 from lorakernels.dense.ops import DenseWorkspace  # noqa: E402
 from lorakernels.dense.weights import LoRAFactors, SlotWeights  # noqa: E402
 from lorakernels.layers.embedding import LoRAEmbedding  # noqa: E402
@@ -355,3 +355,15 @@ def test_folders_that_peft_saves_are_served_as_peft_serves_them(
     found = step(layer, ids, slots).cpu()
     mixed = torch.where((slots == 0)[:, None], right[0], right[1])
     assert torch.allclose(found, mixed, rtol=1e-5, atol=1e-5)
+
+
+def test_look_ups_of_ids_of_each_type_are_compiled_without_a_gpu(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    seen = set()
+    monkeypatch.setattr(specs, "launch_lookup", lambda ids, *_, **__: seen.add(ids.dtype))
+    monkeypatch.setattr(specs, "launch_expand", lambda *_, **__: None)
+    for label, compiled in specs.launches(90):
+        if label.startswith("embedding"):
+            compiled()
+    assert seen == set(ID_TYPES)

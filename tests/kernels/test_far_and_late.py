@@ -118,13 +118,15 @@ class Experts:
     rank: int
     rows: int
     path: MoEPath
+    # equally wide
+    slices: int = 1
 
     def __post_init__(self) -> None:
         device = MACHINE.device
         self.weights = ExpertWeights(
             num_slots=SIZE,
             num_experts=SIZE,
-            slice_widths=(self.width,),
+            slice_widths=(self.width,) * self.slices,
             in_features=self.in_features,
             rank=self.rank,
             dtype=self.dtype,
@@ -133,7 +135,8 @@ class Experts:
         for slot in range(SIZE):
             a = quarters(SIZE, self.rank, self.in_features, dtype=self.dtype, seed=slot)
             b = quarters(SIZE, self.width, self.rank, dtype=self.dtype, seed=SIZE + slot)
-            self.weights.load(slot, [ExpertFactors(a, b, 1.0)])
+            scales = range(1, 1 + self.slices)
+            self.weights.load(slot, [ExpertFactors(a, b, float(scale)) for scale in scales])
         index = torch.arange(self.rows, dtype=torch.int32) % SIZE
         batch = BatchMetadata(max_tokens=self.rows, max_slots=SIZE, device=device)
         batch.prepare(index)
@@ -170,31 +173,35 @@ def far(memory: Tensor, values: Tensor, strides: tuple[int, ...]) -> Tensor:
     return memory.as_strided(values.shape, strides, storage_offset=1 << 31).copy_(values)
 
 
-def assert_far_operands_change_nothing(run: Run, memory: Tensor) -> None:
+def assert_far_operands_change_nothing(layer: Dense | Experts, memory: Tensor) -> None:
     generator = torch.Generator().manual_seed(0)
     signs = torch.randint(0, 2, (SIZE, SIZE), generator=generator) * 2 - 1
-    x = signs.to(torch.float16).to(MACHINE.device)
-    near = torch.zeros_like(x)
+    x, run = signs.to(torch.float16).to(MACHINE.device), layer.run
+    near = torch.zeros(SIZE, sum(layer.weights.slice_widths), dtype=x.dtype, device=x.device)
     wanted = bits_of(run(x, near.clone()))
     assert wanted.count_nonzero()
     assert torch.equal(bits_of(run(far(memory, x, (FAR, 1)), near.clone())), wanted), "rows of x"
     columns = far(memory, x, (1, FAR))
     assert torch.equal(bits_of(run(columns, near.clone())), wanted), "columns of x"
     assert torch.equal(bits_of(run(x, far(memory, near, (FAR, 1)))), wanted), "rows of out"
+    # the first and the last one are 2^31 elements apart
+    apart = (1 << 31) // (near.shape[1] - 1)
+    assert torch.equal(bits_of(run(x, far(memory, near, (1, apart)))), wanted), "columns of out"
 
 
 def test_rows_and_columns_of_a_linear_layer_may_be_2_to_the_31_elements_apart(
     memory: Tensor,
 ) -> None:
-    assert_far_operands_change_nothing(Dense(torch.float16, SIZE, SIZE, 2, SIZE).run, memory)
+    assert_far_operands_change_nothing(Dense(torch.float16, SIZE, SIZE, 2, SIZE), memory)
 
 
+@pytest.mark.parametrize("slices", [1, 2])
 @pytest.mark.parametrize("path", list(MoEPath))
 def test_rows_and_columns_of_pairs_may_be_2_to_the_31_elements_apart(
-    path: MoEPath, memory: Tensor
+    path: MoEPath, slices: int, memory: Tensor
 ) -> None:
-    layer = Experts(torch.float16, SIZE, SIZE, 2, SIZE, path)
-    assert_far_operands_change_nothing(layer.run, memory)
+    layer = Experts(torch.float16, SIZE, SIZE - slices + 1, 2, SIZE, path, slices)
+    assert_far_operands_change_nothing(layer, memory)
 
 
 @pytest.mark.parametrize("side", ["a", "b"])

@@ -178,6 +178,8 @@ CUTS = pytest.mark.parametrize(
         (OUT, Parallel.ROW, 2),
         (OUT, Parallel.ROW, 3),
         (OUT, Parallel.ROW, 4),
+        # a single column for each rank
+        ((Slice("narrow", 3),), Parallel.ROW, 3),
     ],
 )
 

@@ -224,6 +224,22 @@ def test_layers_of_16_bits_differ_by_roundings_alone() -> None:
     group.check(x, limit=0.15)
 
 
+def test_what_ranks_of_layers_of_16_bits_exchange_is_fp32() -> None:
+    group = Group.of(2, dtype=torch.bfloat16)
+    exchanged = []
+    answer = group.simulated[0].answer
+
+    def noting(number: int) -> Any:
+        parts = answer(number)
+        exchanged.extend(parts or ())
+        return parts
+
+    group.simulated[0].answer = noting  # type: ignore[method-assign]
+    group.parts(randn(10, HIDDEN, seed=3).bfloat16(), *routes(10))
+    assert exchanged
+    assert {part.tensor.dtype for part in exchanged} == {torch.float32}
+
+
 def test_base_products_of_8_bits_are_those_of_ranks_that_hold_whole_adapters() -> None:
     # a rank quantises its part of the activations of down by itself, so that a layer that is not
     # cut is no reference
