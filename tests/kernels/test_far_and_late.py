@@ -151,9 +151,6 @@ class Experts:
         return out.contiguous()
 
 
-Run = Callable[[Tensor, Tensor], Tensor]
-
-
 @pytest.fixture(scope="module")
 def memory() -> Tensor:
     """fp16, of which only what is written takes memory. An offset that wraps around stays inside:
