@@ -181,8 +181,8 @@ def assert_far_operands_change_nothing(layer: Dense | Experts, memory: Tensor) -
     columns = far(memory, x, (1, FAR))
     assert torch.equal(bits_of(run(columns, near.clone())), wanted), "columns of x"
     assert torch.equal(bits_of(run(x, far(memory, near, (FAR, 1)))), wanted), "rows of out"
-    # the first and the last one are 2^31 elements apart
-    apart = (1 << 31) // (near.shape[1] - 1)
+    # the last one lies at least 2^31 elements after the first
+    apart = -(-(1 << 31) // (near.shape[1] - 1))
     assert torch.equal(bits_of(run(x, far(memory, near, (1, apart)))), wanted), "columns of out"
 
 
