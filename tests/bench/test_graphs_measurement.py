@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Callable, Mapping
+from itertools import pairwise
 from typing import Any, cast
 
 import pytest
@@ -47,43 +49,73 @@ def test_a_step_of_the_runner_is_that_of_the_model_and_adapters_change_it(
     assert (adapted != base).any(dim=1).tolist() == [True, False, True, True]
 
 
+class Clock:
+    """Makes steps that take `beside` us of the host's own work and 2 us of a launch."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now_us, self.order = 0.0, list[str]()
+        clock = self
+
+        class Graph:
+            def replay(self) -> None:
+                # one launch of five takes longer
+                clock.now_us += 9 if len(clock.order) % 5 == 0 else 2
+
+        self._graph = Graph()
+        monkeypatch.setattr(graphs.time, "perf_counter", lambda: self.now_us / 1e6)
+        monkeypatch.setattr("torch.cuda.synchronize", lambda: None)
+        monkeypatch.setattr("torch.cuda.CUDAGraph", Graph)
+
+    def step(self, name: str, beside: Callable[[], float]) -> Callable[[], torch.Tensor]:
+        def run() -> torch.Tensor:
+            self.order.append(name)
+            self.now_us += beside() - 1
+            torch.cuda.CUDAGraph.replay(self._graph)  # type: ignore[arg-type]
+            self.now_us += 1
+            return torch.empty(0)
+
+        return run
+
+
 def test_the_hosts_work_is_a_step_without_the_call_that_launches_its_graph(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    now = [0.0]
-
-    class Graph:
-        def replay(self) -> None:
-            # a launch that takes 2 us in 3 of 4 steps
-            now[0] += 2e-6 if len(steps) % 4 else 9e-6
-
-    steps: list[int] = []
-
-    def run() -> torch.Tensor:
-        steps.append(1)
-        now[0] += 3e-6
-        torch.cuda.CUDAGraph.replay(graph)  # type: ignore[arg-type]
-        now[0] += 1e-6
-        return torch.empty(0)
-
-    graph = Graph()
-    monkeypatch.setattr(graphs.time, "perf_counter", lambda: now[0])
-    monkeypatch.setattr("torch.cuda.synchronize", lambda: None)
-    monkeypatch.setattr("torch.cuda.CUDAGraph", Graph)
-    assert graphs._host_us(run) == (pytest.approx(6.0), pytest.approx(2.0))
+    clock = Clock(monkeypatch)
+    assert graphs._host_us([clock.step("only", lambda: 4)]) == [pytest.approx((6.0, 2.0))]
 
 
-def test_rows_of_the_host_take_turns_and_a_disturbed_round_does_not_count(
+def test_steps_of_the_host_follow_each_other_and_themselves_alike_and_a_slow_while_does_not_count(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    rows = [HostRow("dense", 2), MemoryRow("dense"), HostRow("other", 2), HostRow("other", 8)]
-    timed: list[HostRow] = []
+    clock = Clock(monkeypatch)
 
-    def host_us(step: HostRow) -> tuple[float, float]:
-        timed.append(step)
-        # the machine is slow while each of them has its third and fourth turn
-        slow = 40.0 if timed.count(step) in (3, 4) else 0.0
-        return 50.0 + step.slots + slow, 20.0
+    def work(base: float) -> Callable[[], float]:
+        # the machine is slow for a third of the time
+        return lambda: base + (40.0 if 500 < len(clock.order) < 1000 else 0.0)
+
+    found = graphs._host_us([clock.step("a", work(4)), clock.step("b", work(5))])
+    assert found == [pytest.approx((6.0, 2.0)), pytest.approx((7.0, 2.0))]
+    pairs = Counter(pairwise(clock.order))
+    assert set(pairs) == {("a", "a"), ("a", "b"), ("b", "a"), ("b", "b")}
+    assert max(pairs.values()) - min(pairs.values()) <= 1
+
+
+def test_the_first_turns_of_a_step_do_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(graphs, "_TURNS", 1)
+    clock = Clock(monkeypatch)
+    found = graphs._host_us(
+        [clock.step("only", lambda: 4 if len(clock.order) > graphs._WARM_UP else 100)]
+    )
+    assert found == [pytest.approx((6.0, 2.0))]
+
+
+def test_rows_of_the_host_that_a_model_has_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = [HostRow("dense", 2), MemoryRow("dense"), HostRow("other", 2), HostRow("other", 8)]
+    together: list[list[HostRow]] = []
+
+    def host_us(steps: list[HostRow]) -> list[tuple[float, float]]:
+        together.append(steps)
+        return [(50.0 + step.slots, 20.0) for step in steps]
 
     monkeypatch.setattr(graphs, "_model", lambda model, slots, machine: small(SHAPES[0]))
     monkeypatch.setattr(graphs, "_host_step", lambda row, model: row)
@@ -94,9 +126,7 @@ def test_rows_of_the_host_take_turns_and_a_disturbed_round_does_not_count(
     found = graphs.run_graphs(candidate, None, rows, machine, lambda text: None)
     assert [one.row for one in found.measured] == rows
     assert [one.work_us for one in found.hosts] == [32.0, 32.0, 38.0]
-    # both rows of a model within each round
-    assert timed[-4:] == rows[2:] * 2
-    assert [timed.count(row) for row in (rows[0], *rows[2:])] == [graphs._ROUNDS] * 3
+    assert together == [rows[:1], rows[2:]]
 
 
 def test_builds_are_compared_by_captured_steps_with_adapters(

@@ -47,9 +47,8 @@ from lorakernels.serving.graph_runner import GraphRunner
 
 _REPLAYS = 50
 _WARM_UP = 5
-# of the host, for each row; what disturbs a machine may last longer than one round
-_ROUNDS = 12
-_STEPS = 60
+# of the host, for each row
+_TURNS = 720
 
 
 def run_graphs(
@@ -182,18 +181,13 @@ def _kernels_us(launch: Callable[[], None]) -> float:
 
 
 def _hosts(rows: Sequence[HostRow], machine: Machine) -> list[HostFigures]:
-    """The rows take turns, so that what disturbs the machine for a while disturbs all of them."""
     models = [_model(row.model, row.slots, machine) for row in rows]
     with ExitStack() as adapters:
         for model in models:
             adapters.enter_context(model.adapters())
         steps = [_host_step(row, model) for row, model in zip(rows, models, strict=True)]
-        rounds = [[_host_us(step) for step in steps] for _ in range(_ROUNDS)]
-    return [
-        # of the round in the middle, so that both figures are of the same steps
-        HostFigures(row, *sorted(of_row, key=lambda us: us[0] - us[1])[_ROUNDS // 2])
-        for row, of_row in zip(rows, zip(*rounds, strict=True), strict=True)
-    ]
+        found = _host_us(steps)
+    return [HostFigures(row, *us) for row, us in zip(rows, found, strict=True)]
 
 
 def _host_step(row: HostRow, model: DecodeSteps) -> Callable[[], Tensor]:
@@ -204,9 +198,13 @@ def _host_step(row: HostRow, model: DecodeSteps) -> Callable[[], Tensor]:
     return lambda: runner.run(slots, ids=ids)
 
 
-def _host_us(run: Callable[[], Tensor]) -> tuple[float, float]:
-    """The time until a step has been queued, with nothing queued before it, and that of the launch
-    of its graph: the sum of the medians of the launch and of the rest, and the former."""
+def _host_us(steps: Sequence[Callable[[], Tensor]]) -> list[tuple[float, float]]:
+    """For each step, the time until it has been queued, with nothing queued before it, and that of
+    the launch of its graph: the sum of the medians of the launch and of the rest, and the former.
+
+    The steps take turns, forwards and backwards: what disturbs the machine for a while disturbs all
+    of them, and of two steps each follows as often on itself as on the other, whose kernels the
+    host waits for before it."""
     launches: list[float] = []
     replay = torch.cuda.CUDAGraph.replay
 
@@ -215,18 +213,26 @@ def _host_us(run: Callable[[], Tensor]) -> tuple[float, float]:
         replay(graph)
         launches.append(time.perf_counter() - start)
 
-    steps = []
+    # of each step, what a turn took beside the launch, and the launch
+    turns: list[list[tuple[float, float]]] = [[] for _ in steps]
+    numbers = range(len(steps))
     with patch.object(torch.cuda.CUDAGraph, "replay", timed):
-        for _ in range(_STEPS + _WARM_UP):
-            torch.cuda.synchronize()
-            start = time.perf_counter()
-            run()
-            steps.append(time.perf_counter() - start)
-    assert len(launches) == len(steps), "each step replays one graph"
-    # of the same steps, so that what disturbs one disturbs both
-    beside = [step - launch for step, launch in zip(steps, launches, strict=True)][_WARM_UP:]
-    launch_us = median(launches[_WARM_UP:]) * 1e6
-    return median(beside) * 1e6 + launch_us, launch_us
+        for turn in range(_WARM_UP + _TURNS):
+            for number in reversed(numbers) if turn % 2 else numbers:
+                torch.cuda.synchronize()
+                start = time.perf_counter()
+                steps[number]()
+                whole = time.perf_counter() - start
+                (launch,) = launches
+                launches.clear()
+                turns[number].append((whole - launch, launch))
+    return [_medians(of_step[_WARM_UP:]) for of_step in turns]
+
+
+def _medians(turns: Sequence[tuple[float, float]]) -> tuple[float, float]:
+    """Microseconds of a whole step, and of its launch."""
+    beside, launch = (median(seconds) * 1e6 for seconds in zip(*turns, strict=True))
+    return beside + launch, launch
 
 
 def _memory(row: MemoryRow, machine: Machine) -> MemoryFigures:
