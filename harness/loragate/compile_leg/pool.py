@@ -108,10 +108,10 @@ def _result(future: Future[tuple[Compiled, ...]] | None, unit: _Unit) -> tuple[C
 
 
 def _pool(workers: int) -> ProcessPoolExecutor:
-    # forks of a process that has imported torch, which takes seconds, but not Triton, which would
-    # have read its environment variables
+    # forks of a process that has imported torch, which takes seconds, and what a task names, but
+    # not Triton, which would have read its environment variables
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch"])
+    context.set_forkserver_preload(["torch", __name__])
     # starts no more processes than there is work for
     return ProcessPoolExecutor(
         workers, mp_context=context, initializer=_settle, initargs=(dict(os.environ),)

@@ -11,6 +11,7 @@ import os
 import sys
 from pathlib import Path
 
+from loragate.core.first_calls import import_for_first_calls
 from loragate.core.fork_server import serve, settle
 from loragate.core.machine import select_interpreter
 from loragate.faults.child import run_order
@@ -27,6 +28,7 @@ def main() -> int:
     torch.set_num_threads(1)
     for name in _WARM:
         importlib.import_module(name)
+    import_for_first_calls()
     assert PACKAGE not in sys.modules, "the server has imported the package under test"
     serve(_run)
     return 0

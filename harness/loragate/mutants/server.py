@@ -12,6 +12,7 @@ import sys
 from contextlib import suppress
 
 from loragate.core.checkout import project_root
+from loragate.core.first_calls import import_for_first_calls
 from loragate.core.fork_server import serve
 from loragate.core.machine import select_interpreter
 from loragate.faults.planting import PACKAGE
@@ -33,6 +34,7 @@ def main() -> int:
     torch.set_num_threads(1)
     for name in _WARM:
         importlib.import_module(name)
+    import_for_first_calls()
     for name in _OPTIONAL:
         with suppress(ImportError):
             importlib.import_module(name)

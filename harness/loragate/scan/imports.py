@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Iterable
 from contextlib import suppress
 
-# an operator imports torch's compiler when it is first called
-_COMPILER = ("torch._dynamo", "triton.compiler.code_generator")
+from loragate.core.first_calls import import_for_first_calls
 
 
 def import_subjects(subjects: Iterable[str]) -> None:
     """The modules of `subjects`, and what their operators need."""
     from loragate.subjects import find_subject
 
-    for name in _COMPILER:
-        importlib.import_module(name)
+    import_for_first_calls()
     for name in subjects:
         # the trials of a subject that cannot be imported report the error
         with suppress(Exception):

@@ -13,6 +13,8 @@ from typing import Any
 
 import numpy as np
 
+from lorakernels.runtime.interpreter_operators import operators_of
+
 
 def leave_out_repeated_work(interpreter: Any) -> None:
     """Patch `triton.runtime.interpreter`; once in a process."""
@@ -32,6 +34,7 @@ def _remember_builtins(interpreter: Any) -> None:
     import triton.language as tl
 
     is_builtin = tl.core.is_builtin
+    operators = operators_of(interpreter)
 
     @cache
     def names(owner: Any) -> tuple[str, ...]:
@@ -41,7 +44,11 @@ def _remember_builtins(interpreter: Any) -> None:
         for name in names(owner):
             member = getattr(owner, name)
             # those that the launch around a device function has replaced are no builtins
-            if is_builtin(member):
+            if not is_builtin(member):
+                continue
+            if owner is tl.tensor and name in operators:
+                scope.set_attr(owner, name, operators[name])
+            else:
                 interpreter._patch_attr(owner, name, member, builder, scope)
 
     interpreter._patch_builtin = patch_builtin
