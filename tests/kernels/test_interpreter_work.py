@@ -85,6 +85,28 @@ def test_memory_that_a_launch_has_used_is_free_when_its_caller_drops_it(
     assert memory.expired()
 
 
+@triton.jit
+def _add_in_turn(x, SIZES: tl.constexpr, tensors):
+    for place in tl.static_range(len(SIZES)):
+        _add_one(x, SIZES[place])
+    for place in tl.static_range(len(tensors)):
+        _add_one(tensors[place], SIZES[0])
+
+
+@pytest.mark.parametrize("has_tensors", [False, True])
+def test_memory_is_free_behind_a_launch_that_has_tuples_as_well(
+    uncollected: None, has_tensors: bool
+) -> None:
+    x, y = torch.zeros(N), torch.zeros(N)
+    memories = [StorageWeakRef(each.untyped_storage()) for each in (x, y)]
+    # numbers of a compiled kernel, and tensors
+    _add_in_turn[(1,)](x, (N, N), (y,) if has_tensors else ())
+    assert x.tolist() == [2] * N
+    assert y.tolist() == [float(has_tensors)] * N
+    del x, y
+    assert [memory.expired() for memory in memories] == [True, True]
+
+
 def test_tensors_in_a_tuple_are_written_where_they_are() -> None:
     x, y = torch.zeros(N), torch.ones(N)
     _add_one_to_each[(1,)]((x, y), N)

@@ -113,7 +113,8 @@ def _make(operator: _Operator, semantic: Any, constant: Callable[[Any, Any], Any
             other = other.value
         kind = type(other)
         key = tensor.type.name, other.type.name if kind is tl.tensor else kind
-        if kind is int and other not in _INT32:
+        # zero equals the negative zero, which Triton 3.9 keeps
+        if (kind is int and other not in _INT32) or (kind is float and other == 0):
             return own(tensor, other, _semantic=semantic)
         if key not in plans:
             result = own(tensor, other, _semantic=semantic)

@@ -98,13 +98,16 @@ def _pass_what_is_on_the_host(interpreter: Any) -> None:
 
     executor = interpreter.GridExecutor
     take, give_back = executor._init_args_hst, executor._restore_args_dev
-    holders = tuple, interpreter.TensorDescriptor
 
     def is_here(argument: Any) -> bool:
         if isinstance(argument, Tensor):
             return argument.is_cpu
+        if isinstance(argument, tuple):
+            return all(map(is_here, argument))
         # a wrapper of a tensor has its address, and a descriptor has a tensor
-        return not (hasattr(argument, "data_ptr") or isinstance(argument, holders))
+        return not (
+            hasattr(argument, "data_ptr") or isinstance(argument, interpreter.TensorDescriptor)
+        )
 
     def is_on_host(args: Any, kwargs: Any) -> bool:
         return all(map(is_here, (*args, *kwargs.values())))
