@@ -13,6 +13,7 @@ select_interpreter()
 from lorakernels.batch import metadata  # noqa: E402
 from lorakernels.batch.metadata import BatchMetadata, max_tiles  # noqa: E402
 from lorakernels.dense import launch, plan  # noqa: E402
+from lorakernels.dense.expand_plan import plan_expand  # noqa: E402
 from lorakernels.dense.ops import (  # noqa: E402
     DenseWorkspace,
     dense_delta,
@@ -20,7 +21,8 @@ from lorakernels.dense.ops import (  # noqa: E402
     shrink_in_tiles,
     shrunk_shape,
 )
-from lorakernels.dense.plan import DenseShape, plan_expand, plan_shrink  # noqa: E402
+from lorakernels.dense.plan import plan_shrink  # noqa: E402
+from lorakernels.dense.shape import DenseShape  # noqa: E402
 from lorakernels.dense.sizes import largest_shrunk, plan_shrunk  # noqa: E402
 from lorakernels.dense.weights import LoRAFactors, SlotWeights  # noqa: E402
 

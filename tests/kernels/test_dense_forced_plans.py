@@ -23,7 +23,7 @@ from loragate.matrix.case import Layout  # noqa: E402
 from lorakernels.batch.metadata import BatchMetadata  # noqa: E402
 from lorakernels.dense import launch as launches  # noqa: E402
 from lorakernels.dense.launch import TileTables, launch_expand, launch_shrink  # noqa: E402
-from lorakernels.dense.plan import DenseShape  # noqa: E402
+from lorakernels.dense.shape import DenseShape  # noqa: E402
 from lorakernels.dense.sizes import plan_shrunk  # noqa: E402
 from lorakernels.dense.weights import LoRAFactors, SlotWeights  # noqa: E402
 

@@ -11,9 +11,11 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from lorakernels.batch.metadata import BatchMetadata
+from lorakernels.dense.expand_plan import plan_expand
 from lorakernels.dense.launch import TileTables, launch_expand, launch_shrink
 from lorakernels.dense.ops import shape_of_batch
-from lorakernels.dense.plan import DenseShape, plan_expand, plan_shrink
+from lorakernels.dense.plan import plan_shrink
+from lorakernels.dense.shape import DenseShape
 from lorakernels.dense.sizes import plan_shrunk
 from lorakernels.dense.weights import SlotWeights
 from lorakernels.runtime.launching import noted_launches

@@ -15,7 +15,7 @@ from loragate.core.machine import select_interpreter
 select_interpreter()
 
 from lorakernels.dense.launch import TileTables  # noqa: E402
-from lorakernels.dense.plan import DenseShape  # noqa: E402
+from lorakernels.dense.shape import DenseShape  # noqa: E402
 from lorakernels.dense.sizes import largest_shrunk, plan_shrunk  # noqa: E402
 from lorakernels.runtime.tuning import DEFAULT, DenseTuning  # noqa: E402
 

@@ -24,7 +24,7 @@ from lorakernels.batch.metadata import BatchMetadata  # noqa: E402
 from lorakernels.common.stacked_weights import SlotTensors  # noqa: E402
 from lorakernels.dense.launch import TileTables, launch_expand, launch_shrink  # noqa: E402
 from lorakernels.dense.ops import DenseWorkspace, dense_delta  # noqa: E402
-from lorakernels.dense.plan import DenseShape  # noqa: E402
+from lorakernels.dense.shape import DenseShape  # noqa: E402
 from lorakernels.dense.sizes import plan_shrunk  # noqa: E402
 from lorakernels.dense.weights import LoRAFactors, SlotWeights  # noqa: E402
 from lorakernels.layers.gate_up import GateUp  # noqa: E402

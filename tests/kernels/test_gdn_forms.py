@@ -8,7 +8,7 @@ from loragate.core.machine import select_interpreter
 
 select_interpreter()
 
-from lorakernels.dense.plan import DenseShape  # noqa: E402
+from lorakernels.dense.shape import DenseShape  # noqa: E402
 from lorakernels.gdn.forms import GDNForm, plan_gdn  # noqa: E402
 
 

@@ -19,7 +19,7 @@ select_interpreter()
 from lorakernels.batch.metadata import BatchMetadata  # noqa: E402
 from lorakernels.common.quantised import Quantised, quantise_rows  # noqa: E402
 from lorakernels.dense.ops import DenseWorkspace  # noqa: E402
-from lorakernels.dense.plan import DenseShape  # noqa: E402
+from lorakernels.dense.shape import DenseShape  # noqa: E402
 from lorakernels.dense.weights import LoRAFactors  # noqa: E402
 from lorakernels.gdn import products  # noqa: E402
 from lorakernels.gdn.forms import GDNForm, plan_gdn  # noqa: E402

@@ -20,7 +20,8 @@ select_interpreter()
 from lorakernels.dense import linear as operator  # noqa: E402
 from lorakernels.dense.forms import LinearForm, plan_form  # noqa: E402
 from lorakernels.dense.ops import DenseWorkspace  # noqa: E402
-from lorakernels.dense.plan import DenseShape, plan_shrink  # noqa: E402
+from lorakernels.dense.plan import plan_shrink  # noqa: E402
+from lorakernels.dense.shape import DenseShape  # noqa: E402
 from lorakernels.dense.sizes import largest_shrunk, plan_shrunk  # noqa: E402
 from lorakernels.gdn.ops import gdn_in_proj  # noqa: E402
 from lorakernels.layers.linear import LoRALinear  # noqa: E402

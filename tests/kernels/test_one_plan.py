@@ -7,8 +7,10 @@ import pytest
 import torch
 
 from lorakernels.batch.metadata import BatchMetadata, tile_height
+from lorakernels.dense.expand_plan import plan_expand
 from lorakernels.dense.forms import plan_form
-from lorakernels.dense.plan import DenseShape, plan_expand, plan_shrink
+from lorakernels.dense.plan import plan_shrink
+from lorakernels.dense.shape import DenseShape
 from lorakernels.gdn.forms import plan_gdn
 from lorakernels.moe.delta import plan as moe
 from lorakernels.moe.layer import forms

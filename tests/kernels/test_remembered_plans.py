@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from lorakernels.dense.plan import DenseShape, plan_expand, plan_shrink
+from lorakernels.dense.expand_plan import plan_expand
+from lorakernels.dense.plan import plan_shrink
+from lorakernels.dense.shape import DenseShape
 from lorakernels.moe.delta import plan as moe
 from lorakernels.runtime.tuning import DEFAULT
 

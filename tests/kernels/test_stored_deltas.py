@@ -13,9 +13,11 @@ from loragate.core.machine import select_interpreter
 select_interpreter()
 
 from lorakernels.batch.metadata import BatchMetadata  # noqa: E402
+from lorakernels.dense.expand_plan import plan_expand  # noqa: E402
 from lorakernels.dense.forms import LinearForm, plan_form  # noqa: E402
 from lorakernels.dense.ops import DenseWorkspace  # noqa: E402
-from lorakernels.dense.plan import DenseShape, plan_expand, tile_programs  # noqa: E402
+from lorakernels.dense.plan import tile_programs  # noqa: E402
+from lorakernels.dense.shape import DenseShape  # noqa: E402
 from lorakernels.dense.sizes import largest_stored  # noqa: E402
 from lorakernels.dense.weights import LoRAFactors  # noqa: E402
 from lorakernels.layers.linear import LoRALinear  # noqa: E402

@@ -8,7 +8,8 @@ from types import MappingProxyType
 import pytest
 import torch
 
-from lorakernels.dense.plan import DenseShape, plan_shrink
+from lorakernels.dense.plan import plan_shrink
+from lorakernels.dense.shape import DenseShape
 from lorakernels.runtime import tuning
 from lorakernels.runtime.tuning import DEFAULT, HOPPER, tuning_of, tuning_of_family
 

@@ -17,7 +17,7 @@ from loragate.subjects.lorakernels.factors import factors
 from lorakernels.batch.metadata import BatchMetadata
 from lorakernels.dense.forms import LinearForm, plan_form
 from lorakernels.dense.ops import DenseWorkspace, shape_of_batch
-from lorakernels.dense.plan import DenseShape
+from lorakernels.dense.shape import DenseShape
 from lorakernels.dense.sizes import may_store
 from lorakernels.dense.weights import SlotWeights
 from lorakernels.gdn.forms import GDNForm, plan_gdn

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from lorakernels.batch.metadata import BatchMetadata
 from lorakernels.batch.steps import check_option, prepared_rows
-from lorakernels.dense.plan import DenseShape
+from lorakernels.dense.shape import DenseShape
 from lorakernels.dense.sizes import plan_shrunk
 from lorakernels.dense.weights import SlotWeights
 

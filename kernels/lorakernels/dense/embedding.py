@@ -13,7 +13,7 @@ from lorakernels.common.stacked_weights import SlotTensors
 from lorakernels.dense.check import check_output, check_rows, check_step
 from lorakernels.dense.launch import TileTables, launch_expand, launch_lookup
 from lorakernels.dense.ops import DenseWorkspace, shape_of, view_shrunk
-from lorakernels.dense.plan import DenseShape
+from lorakernels.dense.shape import DenseShape
 from lorakernels.dense.weights import SlotWeights
 from lorakernels.runtime.device import supports_pdl
 from lorakernels.runtime.operators import register_operator

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from enum import Enum, auto
 
-from lorakernels.dense.plan import DenseShape
+from lorakernels.dense.shape import DenseShape
 from lorakernels.dense.sizes import may_store
 
 

@@ -11,20 +11,15 @@ from torch import Tensor
 from lorakernels.batch.metadata import BatchMetadata
 from lorakernels.common.sizes import MAX_GRID_Y, rank_vector
 from lorakernels.common.stacked_weights import SlotTensors
+from lorakernels.dense.expand_plan import plan_expand
 from lorakernels.dense.kernels import (
     lora_add_kernel,
     lora_expand_kernel,
     lora_lookup_kernel,
     lora_shrink_kernel,
 )
-from lorakernels.dense.plan import (
-    ADD_PLAN,
-    DenseShape,
-    looked_up_ranks,
-    plan_expand,
-    plan_shrink,
-    tile_programs,
-)
+from lorakernels.dense.plan import ADD_PLAN, looked_up_ranks, plan_shrink, tile_programs
+from lorakernels.dense.shape import DenseShape
 from lorakernels.runtime.device import launch_options, on_device_of
 from lorakernels.runtime.launching import start
 

@@ -19,7 +19,7 @@ from lorakernels.dense.check import check_input, check_rows, check_step
 from lorakernels.dense.forms import LinearForm, plan_form
 from lorakernels.dense.launch import TileTables, launch_add, launch_expand, launch_shrink
 from lorakernels.dense.ops import DenseWorkspace, branch_buffer, shape_of, view_shrunk
-from lorakernels.dense.plan import DenseShape
+from lorakernels.dense.shape import DenseShape
 from lorakernels.dense.sizes import stored_delta
 from lorakernels.dense.weights import SlotWeights
 from lorakernels.runtime.device import supports_pdl

@@ -28,7 +28,7 @@ from lorakernels.dense.check import (
     check_whole,
 )
 from lorakernels.dense.launch import TileTables, launch_expand, launch_shrink
-from lorakernels.dense.plan import DenseShape
+from lorakernels.dense.shape import DenseShape
 from lorakernels.dense.sizes import largest_shrunk, largest_stored, plan_shrunk
 from lorakernels.dense.weights import SlotWeights
 from lorakernels.runtime.device import keep_address, supports_pdl

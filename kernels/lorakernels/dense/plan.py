@@ -1,62 +1,25 @@
 """Launch parameters of the dense kernels, from shapes and measured constants alone: the same for
-every replay of a graph, whatever adapters a batch has."""
+every replay of a graph, whatever adapters a batch has. Those of the expand are in
+`expand_plan.py`."""
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
-from lorakernels.batch.metadata import MIN_TILE_ROWS, tile_height
+from lorakernels.batch.metadata import MIN_TILE_ROWS
 from lorakernels.common.sizes import power_of_2, power_of_2_below, remembered
-from lorakernels.dense.few_rows import best_columns, best_splits
-from lorakernels.dense.one_wave import FEW_RANKS, Work, best_group, best_wave, may_start_early
-from lorakernels.dense.prefill import cheapest_group, group_of_a_wave
-from lorakernels.dense.registers import (
-    reads_all_ranks,
-    registers_of_expand,
-    registers_of_shrink,
-)
-from lorakernels.runtime.tuning import DEFAULT, DenseTuning, Tuning
+from lorakernels.dense.expand_plan import plan_expand
+from lorakernels.dense.few_rows import best_splits
+from lorakernels.dense.one_wave import best_wave, may_start_early
+from lorakernels.dense.registers import reads_all_ranks, registers_of_shrink
+from lorakernels.dense.shape import MODERATE_RANKS, DenseShape
+from lorakernels.runtime.tuning import DenseTuning
 
 # numbers of split-K partials of a prefill: each is a variant of the expand, which is compiled
 _SPLITS_OF_A_WAVE = (1, 2, 3, 4, 6, 8)
-# ranks of the shrink output that a program of the expand keeps while columns stream by
-_MOST_RANKS_ON_CHIP = 256
-# ranks beyond which a split-K partial is long to read
-_MODERATE_RANKS = 64
 # values of A that a program of a look-up has in flight
 _LOOKED_UP = 2048
-
-
-@dataclass(frozen=True, slots=True)
-class DenseShape:
-    """What a plan depends on: the sizes of a batch and a layer, and the constants measured on
-    the family of their GPU."""
-
-    num_rows: int
-    in_features: int
-    slice_widths: tuple[int, ...]
-    rank: int
-    # bytes of one element of x, A, B and out
-    itemsize: int
-    # compared, but left out of the hash, which it would make slow
-    tuning: Tuning = field(default=DEFAULT, repr=False, hash=False)
-    # whether the shrink runs beside the base product, which hides it
-    beside: bool = False
-
-    @property
-    def ranks_of_all_slices(self) -> int:
-        return len(self.slice_widths) * self.rank
-
-    @property
-    def height(self) -> int:
-        return tile_height(self.num_rows, self.tuning)
-
-    @property
-    def planned(self) -> DenseShape:
-        """The shape whose plan this one takes: itself, unless all batches take one plan."""
-        rows = self.tuning.dense.planned_rows
-        return self if rows is None else replace(self, num_rows=rows)
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,18 +35,6 @@ class ShrinkPlan:
     # whether A is read at all ranks of the buffers, before it is known how many an adapter has
     reads_all_ranks: bool = False
     # most registers of a thread; None: the compiler chooses
-    registers: int | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class ExpandPlan:
-    block_m: int
-    block_n: int
-    block_r: int
-    # column blocks that one program computes one after the other
-    group: int
-    num_warps: int
-    num_stages: int
     registers: int | None = None
 
 
@@ -113,7 +64,7 @@ def looked_up_ranks(shape: DenseShape) -> int:
 @remembered
 def plan_shrink(shape: DenseShape) -> ShrinkPlan:
     shape = shape.planned
-    if _is_one_wave(shape) and not shape.beside:
+    if shape.is_one_wave and not shape.beside:
         return _shrink_of_a_wave(shape)
     tuning, height = shape.tuning.dense, shape.height
     block = _shrink_block(shape)
@@ -126,8 +77,8 @@ def plan_shrink(shape: DenseShape) -> ShrinkPlan:
     else:
         most = _most_splits(shape, block, chunks)
     splits = _number_of_splits(min(most, steps), block)
-    work, registers = _fewest_work(shape), None
-    if _may_limit_registers(shape) and not shape.beside:
+    work, registers = shape.fewest_work, None
+    if shape.may_limit_registers and not shape.beside:
         registers = registers_of_shrink(work, chunks * splits, block.num_warps)
     return ShrinkPlan(
         block_n=block.n,
@@ -141,39 +92,8 @@ def plan_shrink(shape: DenseShape) -> ShrinkPlan:
     )
 
 
-def _may_limit_registers(shape: DenseShape) -> bool:
-    """Whether latency may count most. Not where a batch of any size takes this plan. fp32 has no
-    tensor cores, and its kernels have no registers left."""
-    is_planned = shape.tuning.dense.planned_rows is not None
-    return shape.height <= 32 and shape.itemsize == 2 and not is_planned
-
-
-def _fewest_work(shape: DenseShape) -> Work:
-    """With as few tiles as the usual number of adapters can have."""
-    full_tiles = -(-shape.num_rows // shape.height)
-    fewest = max(full_tiles, min(shape.num_rows, shape.tuning.dense.usual_slots))
-    return replace(_work(shape), tiles=fewest)
-
-
-def _is_one_wave(shape: DenseShape) -> bool:
-    """Whether a batch is between decode and prefill. None of fp32 is, which has no tensor cores."""
-    return 64 <= shape.height < shape.tuning.dense.prefill_height and shape.itemsize == 2
-
-
-def _work(shape: DenseShape) -> Work:
-    return Work(
-        # more than `_usual_tiles`: a tile that was not expected would begin a second wave
-        tiles=-(-shape.num_rows // shape.height) + 3 * shape.tuning.dense.usual_slots // 4,
-        height=shape.height,
-        rank=shape.rank,
-        in_features=shape.in_features,
-        slice_widths=shape.slice_widths,
-        multiprocessors=shape.tuning.dense.multiprocessors,
-    )
-
-
 def _shrink_of_a_wave(shape: DenseShape) -> ShrinkPlan:
-    work, expand = _work(shape), plan_expand(shape)
+    work, expand = shape.work, plan_expand(shape)
     wave = best_wave(work)
     return ShrinkPlan(
         block_n=wave.ranks,
@@ -216,7 +136,7 @@ def _shrink_block(shape: DenseShape) -> _ShrinkBlock:
     if shape.beside and shape.height > MIN_TILE_ROWS and ranks <= tuning.dual_ranks:
         # it is done with as many programs before the base product is, in few long steps
         return _ShrinkBlock(max(16, min(32, power_of_2(ranks))), 256, 4, 3)
-    return _ShrinkBlock(n, 256 if _is_deep(shape) else 128, 4, 3)
+    return _ShrinkBlock(n, 256 if shape.is_deep else 128, 4, 3)
 
 
 def _prefill_block(shape: DenseShape, ranks: int) -> _ShrinkBlock:
@@ -224,17 +144,12 @@ def _prefill_block(shape: DenseShape, ranks: int) -> _ShrinkBlock:
         return _ShrinkBlock(max(16, power_of_2(ranks)), 128, 8, 3, resident=1)
     # of 129 to 192 ranks, the second block of 128 would be idle for the most part
     n = 64 if ranks <= 64 or 128 < ranks <= 192 else 128
-    programs = _usual_tiles(shape) * -(-ranks // n)
+    programs = shape.usual_tiles * -(-ranks // n)
     if 8 * programs <= 7 * shape.tuning.dense.multiprocessors:
         # many thin stages hide more latency in less shared memory than few thick ones
         return _ShrinkBlock(n, 64, 8, 5 if n == 64 else 4, resident=1)
     # close to a wave of such programs, a few tiles more would take as long as a second one
     return _ShrinkBlock(n, 64, 4, 4 if n == 64 else 3, resident=2)
-
-
-def _usual_tiles(shape: DenseShape) -> int:
-    """Tiles of a batch of the usual number of adapters, half of whose last ones are not full."""
-    return -(-shape.num_rows // shape.height) + shape.tuning.dense.usual_slots // 2
 
 
 def _most_splits(shape: DenseShape, block: _ShrinkBlock, chunks: int) -> int:
@@ -243,18 +158,18 @@ def _most_splits(shape: DenseShape, block: _ShrinkBlock, chunks: int) -> int:
     tuning = shape.tuning.dense
     if block.resident is not None:
         # one wave: the programs of a second one would take as long again
-        programs = _usual_tiles(shape) * chunks
+        programs = shape.usual_tiles * chunks
         most = max(2, shape.in_features // (10 * shape.ranks_of_all_slices))
         return min(8, most, tuning.multiprocessors * block.resident // programs)
     full_tiles = -(-shape.num_rows // shape.height)
     several = tuning.programs // max(1, full_tiles * chunks)
     if shape.height >= tuning.prefill_height:
         return min(8, 512 // shape.ranks_of_all_slices, several)
-    if shape.itemsize == 2 and (shape.height > MIN_TILE_ROWS or shape.rank > _MODERATE_RANKS):
+    if shape.itemsize == 2 and (shape.height > MIN_TILE_ROWS or shape.rank > MODERATE_RANKS):
         return min(several, _splits_of_few_rows(shape, block))
     if shape.height > MIN_TILE_ROWS:
-        return min(several, shape.in_features // (1024 if _is_wide(shape) else 512))
-    return min(several, 32 if _is_deep(shape) and shape.rank <= 16 else 16)
+        return min(several, shape.in_features // (1024 if shape.is_wide else 512))
+    return min(several, 32 if shape.is_deep and shape.rank <= 16 else 16)
 
 
 def _splits_of_few_rows(shape: DenseShape, block: _ShrinkBlock) -> int:
@@ -262,7 +177,7 @@ def _splits_of_few_rows(shape: DenseShape, block: _ShrinkBlock) -> int:
     expand, rows = plan_expand(shape), max(1, shape.num_rows) / shape.tuning.dense.usual_slots
     # those of a tile, if all adapters have equally many
     rows = max(1.0, rows / math.ceil(rows / shape.height))
-    return best_splits(_work_of_few_rows(shape), rows, block.n, expand.block_n * expand.group)
+    return best_splits(shape.work_of_few_rows, rows, block.n, expand.block_n * expand.group)
 
 
 def _most_splits_beside(
@@ -273,68 +188,3 @@ def _most_splits_beside(
     tiles = max(1, full_tiles, min(shape.num_rows, tuning.usual_slots))
     programs = min(tuning.most_programs_beside, tuning.programs_beside * tiles)
     return min(tuning.splits_beside * tiles, programs // (tiles * chunks))
-
-
-@remembered
-def plan_expand(shape: DenseShape) -> ExpandPlan:
-    shape = shape.planned
-    plan = _plan_expand(shape)
-    if plan.group > 1 or not _may_limit_registers(shape):
-        return plan
-    registers = registers_of_expand(_fewest_work(shape), plan.block_n, plan.num_warps)
-    return replace(plan, registers=registers)
-
-
-def _plan_expand(shape: DenseShape) -> ExpandPlan:
-    height, rank = shape.height, shape.rank
-    block_r = max(16, power_of_2(rank))
-    if shape.itemsize == 4:
-        return ExpandPlan(min(height, 32), 64, min(block_r, 32), 1, 4, 1)
-    if rank > _MOST_RANKS_ON_CHIP:
-        # a rank beyond one block cannot stay on chip while columns stream by
-        block_n = 64 if height == 32 else 128
-        return ExpandPlan(min(height, 64), block_n, min(128, block_r), 1, 8, 1)
-    if _is_one_wave(shape):
-        return _expand_of_a_wave(shape, block_r)
-    if height < shape.tuning.dense.prefill_height:
-        return _expand_of_few_rows(shape, block_r)
-    return _expand_of_prefill(shape, block_r)
-
-
-def _expand_of_prefill(shape: DenseShape, block_r: int) -> ExpandPlan:
-    widths, parts, tuning = shape.slice_widths, -(-shape.num_rows // 64), shape.tuning.dense
-    if shape.rank > _MODERATE_RANKS or not _is_wide(shape):
-        group = cheapest_group(widths, parts, tuning.multiprocessors)
-        return ExpandPlan(64, 64, block_r, group, 4 if block_r <= 128 else 8, 3)
-    group = group_of_a_wave(widths, parts, 128, tuning.programs)
-    return ExpandPlan(64, 128, block_r, min(12, group), 4, 3)
-
-
-def _expand_of_few_rows(shape: DenseShape, block_r: int) -> ExpandPlan:
-    columns = best_columns(_work_of_few_rows(shape))
-    # more ranks than a stage holds are added up in blocks where columns do not stream by
-    block_r = min(128, block_r) if columns.group == 1 and shape.height == 16 else block_r
-    sizes = columns.block, block_r, columns.group, columns.num_warps, columns.num_stages
-    return ExpandPlan(shape.height, *sizes)
-
-
-def _work_of_few_rows(shape: DenseShape) -> Work:
-    return replace(_work(shape), tiles=min(shape.num_rows, _usual_tiles(shape)))
-
-
-def _expand_of_a_wave(shape: DenseShape, block_r: int) -> ExpandPlan:
-    work, rank = _work(shape), shape.rank
-    if rank <= 64 and work.share(128) <= (4 if rank <= 32 else 3):
-        # all programs run at once, and what they add to is on its way while the shrink runs
-        return ExpandPlan(64, 128, block_r, 1, 4 if rank <= 32 else 8, 1)
-    block_n, num_stages = (64, 3) if block_r <= 128 else (32, 4)
-    groups = (2, 4) if rank <= FEW_RANKS else (2, 4, 8, 16)
-    return ExpandPlan(64, block_n, block_r, best_group(work, block_n, groups), 4, num_stages)
-
-
-def _is_deep(shape: DenseShape) -> bool:
-    return shape.in_features >= shape.tuning.dense.deep
-
-
-def _is_wide(shape: DenseShape) -> bool:
-    return max(shape.slice_widths) > shape.tuning.dense.wide

@@ -22,8 +22,8 @@ from lorakernels.common.stacked_weights import SlotTensors
 from lorakernels.dense.check import check_operands, check_rows, check_step
 from lorakernels.dense.launch import TileTables, launch_expand, launch_shrink
 from lorakernels.dense.ops import DenseWorkspace, branch_buffer, shape_of
-from lorakernels.dense.plan import DenseShape
 from lorakernels.dense.rank_shards import RankShardedSlots, exchanged_copies
+from lorakernels.dense.shape import DenseShape
 from lorakernels.dense.sizes import plan_shrunk
 from lorakernels.runtime.collectives import Collective, collective_of
 from lorakernels.runtime.operators import register_operator

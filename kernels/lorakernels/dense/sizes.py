@@ -7,7 +7,8 @@ from dataclasses import replace
 
 from lorakernels.batch.metadata import MIN_TILE_ROWS, max_tiles
 from lorakernels.common.sizes import remembered
-from lorakernels.dense.plan import DenseShape, plan_shrink
+from lorakernels.dense.plan import plan_shrink
+from lorakernels.dense.shape import DenseShape
 
 
 @remembered

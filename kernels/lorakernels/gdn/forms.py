@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from enum import Enum, auto
 
-from lorakernels.dense.plan import DenseShape
+from lorakernels.dense.shape import DenseShape
 
 
 class GDNForm(Enum):

@@ -17,10 +17,12 @@ from torch import Tensor
 from lorakernels.batch.metadata import BatchMetadata
 from lorakernels.common.sizes import remembered
 from lorakernels.dense.embedding import ID_TYPES, shape_of_lookup
+from lorakernels.dense.expand_plan import plan_expand
 from lorakernels.dense.forms import plan_form
 from lorakernels.dense.ops import DenseWorkspace, shape_of_batch
-from lorakernels.dense.plan import DenseShape, plan_expand, plan_shrink
+from lorakernels.dense.plan import plan_shrink
 from lorakernels.dense.rank_shards import RankShardedSlots
+from lorakernels.dense.shape import DenseShape
 from lorakernels.dense.weights import SlotWeights
 from lorakernels.gdn.forms import plan_gdn
 from lorakernels.layers.embedding import LoRAEmbedding

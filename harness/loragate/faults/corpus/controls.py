@@ -45,7 +45,7 @@ CONTROLS = (
         why="K is walked in other steps and split into more parts.",
         edit=Edit(
             _PLAN,
-            "_ShrinkBlock(n, 256 if _is_deep(shape) else 128, 4, 3)",
+            "_ShrinkBlock(n, 256 if shape.is_deep else 128, 4, 3)",
             "_ShrinkBlock(n, 32, 4, 3)",
         ),
     ),

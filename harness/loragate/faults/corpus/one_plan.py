@@ -46,8 +46,8 @@ FAULTS = (
     ),
     _dense(
         "splits-of-one-plan-from-rows",
-        "    shape = shape.planned\n    if _is_one_wave",
-        "    if _is_one_wave",
+        "    shape = shape.planned\n    if shape.is_one_wave",
+        "    if shape.is_one_wave",
         source="own",
         why="A batch that fills the device splits K less often than one that does not.",
     ),

@@ -9,6 +9,7 @@ _ops = planting("lorakernels.dense.ops", Group.HOST)
 _check = planting("lorakernels.dense.check", Group.HOST)
 _launch = planting("lorakernels.dense.launch", Group.HOST)
 _plan = planting("lorakernels.dense.plan", Group.HOST)
+_expand_plan = planting("lorakernels.dense.expand_plan", Group.HOST)
 _sizes = planting("lorakernels.dense.sizes", Group.HOST)
 
 _PREPARED = (
@@ -97,28 +98,28 @@ FAULTS = (
         source="sglang #7844",
         why="A smaller batch splits K further and needs a larger workspace than the largest one.",
     ),
-    _plan(
+    _expand_plan(
         "tile-below-dot-minimum",
         "block_r = max(16, power_of_2(rank))",
         "block_r = power_of_2(rank)",
         source="vllm #32019",
         why="A rank below 16 gives a tile that tl.dot does not take; an interpreter does.",
     ),
-    _plan(
+    _expand_plan(
         "columns-stream-by-half-of-the-ranks",
         "return ExpandPlan(64, 64, block_r, group, ",
         "return ExpandPlan(64, 64, min(128, block_r), group, ",
         source="own",
         why="A block of ranks that is kept on chip while columns stream by is too short for them.",
     ),
-    _plan(
+    _expand_plan(
         "columns-of-few-rows-stream-by-half-of-the-ranks",
         "min(128, block_r) if columns.group == 1 and shape.height == 16 else block_r",
         "min(128, block_r)",
         source="own",
         why="The same for batches of up to some hundred rows.",
     ),
-    _plan(
+    _expand_plan(
         "columns-of-a-wave-stream-by-half-of-the-ranks",
         "return ExpandPlan(64, block_n, block_r, best_group",
         "return ExpandPlan(64, block_n, min(128, block_r), best_group",

@@ -18,7 +18,9 @@ from loragate.mutants.generation.text import Module, Span
 _TUNING, _DEVICE = "runtime/tuning.py", "runtime/device.py"
 # modules that choose blocks, and what of them is part of a result or the size of some memory
 PLANS: Mapping[str, frozenset[str]] = {
-    "dense/plan.py": frozenset({"ranks_of_all_slices"}),
+    "dense/plan.py": frozenset(),
+    "dense/expand_plan.py": frozenset(),
+    "dense/shape.py": frozenset({"ranks_of_all_slices"}),
     "dense/few_rows.py": frozenset(),
     "dense/one_wave.py": frozenset(),
     "dense/prefill.py": frozenset(),

@@ -18,8 +18,9 @@ from loragate.subjects.lorakernels import linear
 from loragate.subjects.lorakernels.gdn import FORMS
 from lorakernels.batch.metadata import tile_height
 from lorakernels.dense import plan as dense
+from lorakernels.dense.expand_plan import plan_expand
 from lorakernels.dense.forms import LinearForm
-from lorakernels.dense.plan import DenseShape
+from lorakernels.dense.shape import DenseShape
 from lorakernels.gdn.forms import GDNForm, plan_gdn
 from lorakernels.moe.delta import plan as moe
 from lorakernels.moe.delta.plan import MoEPath, MoEShape
@@ -99,7 +100,7 @@ def _dense(shape: DenseShape, *, live: int, slots: int) -> Iterator[str]:
         yield "dense tile: live rows alone would have lower tiles"
     if min(slots - 1, live) > dense.tile_programs(shape, capacity=shape.num_rows + slots):
         yield "dense tile: more tiles than programs"
-    shrink, expand = dense.plan_shrink(shape), dense.plan_expand(shape)
+    shrink, expand = dense.plan_shrink(shape), plan_expand(shape)
     steps = -(-shape.in_features // shrink.block_k)
     total = shape.ranks_of_all_slices
     kind = "fp32" if shape.itemsize == 4 else "16 bits"
