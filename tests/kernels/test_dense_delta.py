@@ -13,6 +13,7 @@ select_interpreter()
 from lorakernels.batch import metadata  # noqa: E402
 from lorakernels.batch.metadata import BatchMetadata, max_tiles  # noqa: E402
 from lorakernels.dense import launch, plan  # noqa: E402
+from lorakernels.dense import shape as shapes  # noqa: E402
 from lorakernels.dense.expand_plan import plan_expand  # noqa: E402
 from lorakernels.dense.ops import (  # noqa: E402
     DenseWorkspace,
@@ -111,7 +112,7 @@ def test_prefill_launches_compute_the_same_as_decode_launches(
     monkeypatch: pytest.MonkeyPatch, height: int, programs: int
 ) -> None:
     # only a large batch has tall tiles; here the height is forced on a small one
-    for module in (plan, metadata):
+    for module in (shapes, metadata):
         monkeypatch.setattr(module, "tile_height", lambda rows, tuning: height)
     # with a single program on the tile axis every tile comes from the stride loop
     monkeypatch.setattr(launch, "tile_programs", lambda shape, capacity: programs)

@@ -12,7 +12,7 @@ select_interpreter()
 
 from lorakernels.batch import metadata  # noqa: E402
 from lorakernels.batch.metadata import BatchMetadata  # noqa: E402
-from lorakernels.dense import shape  # noqa: E402
+from lorakernels.dense import shape as shapes  # noqa: E402
 from lorakernels.dense.ops import DenseWorkspace, dense_delta  # noqa: E402
 from lorakernels.dense.weights import LoRAFactors, SlotWeights  # noqa: E402
 
@@ -58,7 +58,7 @@ def peft(x: Tensor, factors: LoRAFactors) -> Tensor:
 def test_what_peft_computes_within_fp16_keeps_its_value(
     monkeypatch: pytest.MonkeyPatch, height: int, rank: int, magnitude: float, scale: float
 ) -> None:
-    for module in (shape, metadata):
+    for module in (shapes, metadata):
         monkeypatch.setattr(module, "tile_height", lambda rows, tuning: height)
     x, a, b = draw(rank, magnitude)
     factors = LoRAFactors(a, b, scale)
