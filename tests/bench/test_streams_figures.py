@@ -194,6 +194,15 @@ def test_a_second_stream_must_gain_15_percent_on_one_row_of_the_table() -> None:
     assert won.bars()[4].note == lost[0].row.id
 
 
+@pytest.mark.parametrize("added", [-0.2, 0.0, 0.1, 0.5])
+def test_a_hidden_delta_counts_as_what_the_noise_may_be(added: float) -> None:
+    run = figures(linear(DOWN, single=4.0, dual=added, planned=added, theirs=2.0))
+    (hidden,) = [m for m in run.linears if m.row == DOWN]
+    assert hidden.ratio == pytest.approx(0.5 / 2.0)
+    assert hidden.dual_ratio == pytest.approx(0.5 / 3.2)
+    assert judge(run) is ExitCode.OK
+
+
 def test_a_second_stream_is_compared_with_shrinking_ahead_as_well() -> None:
     assert linear(DOWN, single=3.0, ahead=2.0, dual=1.8, planned=1.8).dual_ratio == pytest.approx(
         0.9
@@ -235,7 +244,7 @@ def test_a_moe_layer_that_is_planned_badly_misses_a_bar_for_itself() -> None:
         figures(linear(DOWN, theirs=None)),
         figures(linear(DOWN, theirs=-0.1)),
     ],
-    ids=["no first row", "no last row", "no second stream of vllm", "less than the noise"],
+    ids=["no first row", "no last row", "no second stream of vllm", "a baseline for nothing"],
 )
 def test_what_was_not_measured_is_exit_code_2_and_never_0(run: StreamFigures) -> None:
     assert judge(run) is ExitCode.INCOMPLETE

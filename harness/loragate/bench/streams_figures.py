@@ -31,6 +31,8 @@ SMALL_TOKENS, SMALL_RANK = 1, 16
 MAX_PLAN_RATIO = 1.02
 MAX_BEST_DUAL_RATIO = 0.85
 MAX_GDN_PLAN_RATIO = 1.03
+# what a delta counts at least that a second stream hides: two timings of one row differ by less
+NOISE_US = 0.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,22 +99,26 @@ class LinearFigures:
 
     @property
     def ratio(self) -> float | None:
-        """What our plan adds over what the second stream of the baseline adds; None where the
-        noise is larger than either."""
-        ours, theirs = self.planned_added_us, self.baseline_added_us
-        return ours / theirs if theirs is not None and ours > 0 and theirs > 0 else None
+        """What our plan adds, at least NOISE_US, over what the second stream of the baseline adds;
+        None where the baseline seems to add nothing."""
+        theirs = self.baseline_added_us
+        return _over(self.planned_added_us, 0.0 if theirs is None else theirs)
 
     @property
     def dual_ratio(self) -> float | None:
-        """What the best form of two streams adds over what the best one of one stream adds."""
-        dual = self.dual_added_us
+        """What the best form of two streams adds, at least NOISE_US, over what the best one of one
+        stream adds; None where that seems to add nothing."""
         single = self.forms.fastest(SINGLE_STREAM_FORMS) - self.base_us
-        return dual / single if dual > 0 and single > 0 else None
+        return _over(self.dual_added_us, single)
 
     @property
     def plan_ratio(self) -> float:
         """The planned form over the best form of one stream, base included."""
         return self.forms.over_fastest(SINGLE_STREAM_FORMS)
+
+
+def _over(added_us: float, theirs_us: float) -> float | None:
+    return max(added_us, NOISE_US) / theirs_us if theirs_us > 0 else None
 
 
 @dataclass(frozen=True, slots=True)
