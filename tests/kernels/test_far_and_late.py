@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import mmap
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -30,6 +30,7 @@ from lorakernels.dense.weights import LoRAFactors, SlotWeights  # noqa: E402
 from lorakernels.layers.gate_up import GateUp  # noqa: E402
 from lorakernels.layers.moe import FusedMoELoRA, MoEScratch  # noqa: E402
 from lorakernels.moe.align.metadata import PairMetadata  # noqa: E402
+from lorakernels.moe.delta import launch as moe_launch  # noqa: E402
 from lorakernels.moe.delta.ops import MoEPath, MoEWorkspace, moe_delta  # noqa: E402
 from lorakernels.moe.layer import check as layer_check  # noqa: E402
 from lorakernels.moe.layer.launch import launch_sum  # noqa: E402
@@ -155,7 +156,7 @@ class Experts:
 def memory() -> Tensor:
     """fp16, of which only what is written takes memory. An offset that wraps around stays inside:
     it reads zeros instead of ending the process."""
-    elements = 2 * (1 << 31) + 4096
+    elements = 5 * (1 << 30) + 4096
     if MACHINE.device == "cuda":
         return torch.zeros(elements, dtype=torch.float16, device="cuda")
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0)
@@ -181,8 +182,9 @@ def assert_far_operands_change_nothing(layer: Dense | Experts, memory: Tensor) -
     columns = far(memory, x, (1, FAR))
     assert torch.equal(bits_of(run(columns, near.clone())), wanted), "columns of x"
     assert torch.equal(bits_of(run(x, far(memory, near, (FAR, 1)))), wanted), "rows of out"
-    # the last one lies at least 2^31 elements after the first
-    apart = -(-(1 << 31) // (near.shape[1] - 1))
+    # the last one lies at least 2^31 elements after the first, and so does a second slice
+    first = layer.weights.slice_widths[0]
+    apart = -(-(1 << 31) // min(first, near.shape[1] - 1))
     assert torch.equal(bits_of(run(x, far(memory, near, (1, apart)))), wanted), "columns of out"
 
 
@@ -198,6 +200,18 @@ def test_rows_and_columns_of_pairs_may_be_2_to_the_31_elements_apart(
     path: MoEPath, slices: int, memory: Tensor
 ) -> None:
     layer = Experts(torch.float16, SIZE, SIZE - slices + 1, 2, SIZE, path, slices)
+    assert_far_operands_change_nothing(layer, memory)
+
+
+def test_two_slices_of_one_program_may_be_2_to_the_31_elements_apart(
+    memory: Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # a large batch plans it so
+    plan = moe_launch.plan_one_shot
+    monkeypatch.setattr(
+        moe_launch, "plan_one_shot", lambda shape: replace(plan(shape), paired=True)
+    )
+    layer = Experts(torch.float16, SIZE, SIZE - 1, 2, SIZE, MoEPath.ONE_SHOT, 2)
     assert_far_operands_change_nothing(layer, memory)
 
 
