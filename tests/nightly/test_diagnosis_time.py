@@ -11,8 +11,8 @@ import pytest
 
 from loragate.history import Outcome, ScanRun, TrialRecord, open_history
 from loragate.nightly.conditions import Cause
-from loragate.nightly.plan import Place, Wave
 from loragate.nightly.suspects import Diagnosis
+from loragate.nightly.wave import Place, Wave
 from loragate.scan import scan as module
 from loragate.scan.messages import Measured
 from loragate.scan.scan import Scan, Setup

@@ -25,8 +25,8 @@ from loragate.matrix.case_run import CaseRun
 from loragate.matrix.load import load_cases
 from loragate.nightly.conditions import Cause
 from loragate.nightly.morning import morning
-from loragate.nightly.plan import Place, Wave
 from loragate.nightly.states import TEST, Status, states
+from loragate.nightly.wave import Place, Wave
 from loragate.records.results import read_section
 from loragate.scan.figures import SECTION
 from loragate.scan.messages import Measured, Message

@@ -24,7 +24,7 @@ from loragate.inputs.poison import poisoned_allocations, zeroed_allocations
 from loragate.matrix.case_run import CaseRun
 from loragate.matrix.load import load_cases
 from loragate.nightly.conditions import Clock, Conditions
-from loragate.nightly.plan import Measure, Wanted
+from loragate.nightly.wave import Measure, Wanted
 from loragate.scan import paths
 from loragate.scan.bits import digest_of
 from loragate.scan.child import _clocks, outcome_of

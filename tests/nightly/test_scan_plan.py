@@ -14,8 +14,9 @@ from loragate.core.checkout import changed_files
 from loragate.history import PathFiles, ScanRun, TrialRecord, open_history
 from loragate.history.model import glance_at
 from loragate.nightly.conditions import PLAIN, Cache, Clock, Memory, Schedule
-from loragate.nightly.plan import SHORT_S, Known, Measure, Place, Wave, next_wave, short_wave
+from loragate.nightly.plan import SHORT_S, next_wave, short_wave
 from loragate.nightly.standing import Standing
+from loragate.nightly.wave import Known, Measure, Place, Wave
 from loragate.scan.since import cases_changed
 
 NewTrial = Callable[..., TrialRecord]

@@ -8,7 +8,7 @@ import pytest
 
 from loragate.history import Outcome, TrialRecord
 from loragate.nightly.conditions import PLAIN
-from loragate.nightly.plan import Measure, Wanted, Wave
+from loragate.nightly.wave import Measure, Wanted, Wave
 from loragate.scan.progress import Progress
 
 NewTrial = Callable[..., TrialRecord]

@@ -15,7 +15,7 @@ from loragate.history import History, Purpose, ScanRun, open_history
 from loragate.matrix.case_run import CaseRun
 from loragate.matrix.load import load_cases
 from loragate.nightly.conditions import Conditions
-from loragate.nightly.plan import Measure, Wanted, Wave
+from loragate.nightly.wave import Measure, Wanted, Wave
 from loragate.scan.processes import Processes
 from loragate.scan.surroundings import Surroundings
 from loragate.scan.waves import Waves, alone

@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 from loragate.history import Outcome, Purpose, ScanRun, TrialRecord, open_history
 from loragate.history.model import glance_at
 from loragate.nightly.conditions import Cause
-from loragate.nightly.plan import Known, Measure, Place, Wave
 from loragate.nightly.standing import Standing
 from loragate.nightly.states import Status, differing_trials, group_key, states
+from loragate.nightly.wave import Known, Measure, Place, Wave
 from loragate.scan.messages import Measured
 from loragate.scan.scan import Scan, Setup
 from loragate.scan.surroundings import Shown

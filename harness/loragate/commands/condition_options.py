@@ -22,7 +22,7 @@ from loragate.nightly.conditions import (
     Schedule,
     conditions_of,
 )
-from loragate.nightly.plan import Measure
+from loragate.nightly.wave import Measure
 from loragate.subjects.registry import SUBJECTS
 
 # as many trials as tell little of a rare flake, and take little time

@@ -35,7 +35,7 @@ from loragate.matrix.case_run import CaseRun
 from loragate.matrix.footprint import footprint_bytes
 from loragate.matrix.load import load_cases
 from loragate.matrix.selection import select_one
-from loragate.nightly.plan import Measure, Wanted
+from loragate.nightly.wave import Measure, Wanted
 from loragate.plugin.crash_report import crash_report
 from loragate.report.evidence import render_evidence
 from loragate.run.gate import gpu_is_visible

@@ -40,7 +40,7 @@ from loragate.matrix.load import load_cases
 from loragate.matrix.problems import nearest
 from loragate.matrix.selection import Selection, select_runs
 from loragate.nightly.morning import Morning, day_of
-from loragate.nightly.plan import Place
+from loragate.nightly.wave import Place
 from loragate.records.recorder import Recorder
 from loragate.run.gate import gpu_is_visible
 from loragate.run.opening import RunRequest

@@ -14,10 +14,10 @@ from loragate.core.verdict import ExitCode
 from loragate.history.model import Outcome, Purpose, ScanRun, TrialRecord
 from loragate.nightly.environment import Change, changes
 from loragate.nightly.origin import Origin, origin
-from loragate.nightly.plan import Measure
 from loragate.nightly.quarantine import Held, Quarantined, held
 from loragate.nightly.replays import replay_of_trial
 from loragate.nightly.states import GroupKey, GroupState, Status, group_key, states
+from loragate.nightly.wave import Measure
 
 _DAY_S = 86400.0
 _BAD = (Status.WRONG, Status.FLAKY)

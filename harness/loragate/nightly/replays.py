@@ -10,8 +10,8 @@ from dataclasses import replace
 
 from loragate.history.model import TrialRecord
 from loragate.nightly.conditions import PLAIN, Cause, Memory
-from loragate.nightly.plan import Measure
 from loragate.nightly.suspects import Diagnosis
+from loragate.nightly.wave import Measure
 
 # a flake stays hidden in so few replays of a hundred
 _ERROR = 0.01

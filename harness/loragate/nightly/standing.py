@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 from loragate.history.model import Glance, Outcome, Purpose, ScanRun
 from loragate.nightly.conditions import Cause
 from loragate.nightly.environment import environment_key
-from loragate.nightly.plan import UNTIMED_S, Known, Measure
 from loragate.nightly.states import Evidence, GroupKey, Status, status_of
+from loragate.nightly.wave import UNTIMED_S, Known, Measure
 
 
 class Standing:

@@ -18,7 +18,7 @@ from loragate.core.verdict import ExitCode
 from loragate.history import Outcome, Purpose, ScanRun, open_history
 from loragate.matrix.case_run import CaseRun
 from loragate.nightly.conditions import PLAIN, Conditions
-from loragate.nightly.plan import Wanted
+from loragate.nightly.wave import Wanted
 from loragate.report.text import headline
 from loragate.scan.devices import Devices
 from loragate.scan.investigate import signatures_of

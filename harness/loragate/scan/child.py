@@ -23,7 +23,7 @@ from loragate.execution.device_memory import TorchAllocator, WorkerMemory
 from loragate.history.model import Outcome
 from loragate.matrix.footprint import footprint_bytes
 from loragate.nightly.conditions import Cache, Clock, Conditions, Memory, Schedule
-from loragate.nightly.plan import Measure
+from loragate.nightly.wave import Measure
 from loragate.scan.imports import import_subjects
 from loragate.scan.messages import Began, Measured, Order, Step, packed
 from loragate.scan.paths import TracedPath, path_of_engine

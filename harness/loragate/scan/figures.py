@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from loragate.history import Purpose, ScanRun, TrialRecord
-from loragate.nightly.plan import Measure
 from loragate.nightly.states import GroupKey, Status
+from loragate.nightly.wave import Measure
 
 SECTION = "scan"
 

@@ -9,9 +9,9 @@ from dataclasses import replace
 from loragate.history import Outcome, Purpose, TrialRecord
 from loragate.nightly.conditions import conditions_of
 from loragate.nightly.diagnosis import diagnose
-from loragate.nightly.plan import Measure, Place, Wanted
 from loragate.nightly.replays import AFTER, replay_of_diagnosis
 from loragate.nightly.suspects import Cell, Diagnosis, Sighting, Suspect, TimeSpentError
+from loragate.nightly.wave import Measure, Place, Wanted
 from loragate.scan.messages import Measured
 from loragate.scan.waves import Waves, alone
 

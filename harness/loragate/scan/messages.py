@@ -13,7 +13,7 @@ from loragate.core.gpus import GpuShare
 from loragate.history.model import Outcome
 from loragate.matrix.case_run import CaseRun
 from loragate.nightly.conditions import Conditions
-from loragate.nightly.plan import Measure
+from loragate.nightly.wave import Measure
 
 _LENGTH = struct.Struct("!I")
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 from loragate.core.plural import counted
 from loragate.history import Outcome, TrialRecord
-from loragate.nightly.plan import Wave
+from loragate.nightly.wave import Wave
 
 # trials of bits end many times a second
 _EVERY_S = 5.0

@@ -8,7 +8,7 @@ from loragate.core.child_process import signal_name
 from loragate.core.verdict import Failure
 from loragate.history import Outcome
 from loragate.nightly.conditions import Clock
-from loragate.nightly.plan import Wanted
+from loragate.nightly.wave import Wanted
 from loragate.plugin.crash_report import crash_report
 from loragate.scan.messages import Began, Measured, Message, Order
 from loragate.scan.processes import Process

@@ -13,9 +13,10 @@ from dataclasses import dataclass
 
 from loragate.history import History, Outcome, Purpose, TrialRecord
 from loragate.history.model import ScanRun, glance_at
-from loragate.nightly.plan import Known, Measure, Place, Wanted, Wave, next_wave, short_wave
+from loragate.nightly.plan import next_wave, short_wave
 from loragate.nightly.standing import Standing
 from loragate.nightly.suspects import Diagnosis
+from loragate.nightly.wave import Known, Measure, Place, Wanted, Wave
 from loragate.scan.investigate import Investigation, of_case, record_of
 from loragate.scan.progress import Progress
 from loragate.scan.surroundings import Shown

@@ -11,7 +11,7 @@ from loragate.core.gpu_health import HealthReader
 from loragate.core.gpus import GpuShare
 from loragate.history import History, TrialRecord
 from loragate.matrix.case_run import CaseRun
-from loragate.nightly.plan import Wanted
+from loragate.nightly.wave import Wanted
 from loragate.scan.messages import Measured
 from loragate.scan.processes import Processes
 

@@ -15,7 +15,8 @@ from tempfile import TemporaryDirectory, mkdtemp
 from loragate.history import PathFiles, Purpose, TrialRecord
 from loragate.matrix.case import Site
 from loragate.nightly.conditions import Cache, Conditions
-from loragate.nightly.plan import SHORT_S, Measure, Wanted, Wave
+from loragate.nightly.plan import SHORT_S
+from loragate.nightly.wave import Measure, Wanted, Wave
 from loragate.scan.messages import Measured, Order, Step
 from loragate.scan.running import Running
 from loragate.scan.surroundings import Shown, Spent, Surroundings
