@@ -139,10 +139,13 @@ def test_a_load_that_fails_leaves_no_half_adapter() -> None:
     assert slots.activate(adapter("new", *all_of("q_proj"))) == 1
 
 
-def test_a_replacement_that_fails_to_load_leaves_the_resident_adapter() -> None:
+# the resident adapter may be itself a replacement
+@pytest.mark.parametrize("versions", [1, 2])
+def test_a_replacement_that_fails_to_load_leaves_the_resident_adapter(versions: int) -> None:
     layers = model()
     slots = AdapterSlots(layers)
-    slots.activate(adapter("rl", *all_of("q_proj"), *all_of("o_proj")))
+    for rank in range(1, versions + 1):
+        slots.activate(adapter("rl", *all_of("q_proj"), *all_of("o_proj"), rank=rank))
     before = contents(layers)
     layers["layers.1.attn.o_proj"].breaks = 1
     with pytest.raises(RuntimeError, match="device lost"):

@@ -61,6 +61,9 @@ PLANS: Mapping[str, _Plan] = {
         expand={"block_n": 16, "group": 3, "block_r": 32}, layout=Layout.TRANSPOSED
     ),
     "two blocks of ranks": _Plan(expand=_ONE | {"block_r": 16}),
+    "two blocks of ranks of sums in three parts": _Plan(
+        {"block_k": 16, "splits": 3}, _ONE | {"block_r": 16}
+    ),
     "a stride loop of one program": _Plan(expand=_ONE, programs=1),
     "two parts of each tile": _Plan(expand=_ONE | {"block_m": 16}, rows=140, programs=1),
     "as planned, transposed": _Plan(layout=Layout.TRANSPOSED),

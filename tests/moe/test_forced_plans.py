@@ -66,6 +66,13 @@ _PLANS: Mapping[str, _Plan] = {
     "groups of two blocks": _Plan(_TWO, {"plan_expand": {"block_n": 16, "group": 2}}),
     "groups of three blocks": _Plan(_TWO, {"plan_expand": {"block_n": 16, "group": 3}}),
     "two blocks of ranks": _Plan(_TWO, {"plan_expand": {"block_r": 16, "group": 1}}),
+    "two blocks of ranks of sums in three parts": _Plan(
+        _TWO,
+        {
+            "plan_shrink": {"block_k": 16, "splits": 3},
+            "plan_expand": {"block_r": 16, "group": 1},
+        },
+    ),
     "one shot": _Plan(
         MoEPath.ONE_SHOT, {"plan_one_shot": {"block_n": 16, "parts": 1, "paired": False}}
     ),
