@@ -17,6 +17,7 @@ from lorakernels.layers.gate_up import GateUp, gate_and_up
 from lorakernels.layers.moe import FusedMoELoRA, MoEScratch
 from lorakernels.layers.moe_partition import MoERank
 from lorakernels.moe.align.metadata import PairMetadata
+from lorakernels.moe.layer.forms import MoEForm
 from lorakernels.moe.layer.ops import run_experts
 from lorakernels.moe.layer.types import Activation, Formula, RouterWeight
 from lorakernels.moe.weights import ExpertFactors
@@ -204,6 +205,29 @@ def activated(activation: Activation, gate: Tensor, up: Tensor) -> Tensor:
         activation=activation,
     )
     return buffers.act[0].clone()
+
+
+@pytest.mark.parametrize("form", [None, *MoEForm])
+def test_experts_without_adapters_may_stand_in_a_model_whose_rows_have_some(
+    form: MoEForm | None,
+) -> None:
+    w13 = torch.randn(1, 8, 6, generator=torch.Generator().manual_seed(1))
+    w2 = torch.randn(1, 6, 4, generator=torch.Generator().manual_seed(2))
+    layer = FusedMoELoRA(w13, w2, gate_up=GateUp.HALVES, num_slots=1, rank=1)
+    batch = BatchMetadata(max_tokens=2, max_slots=1, device="cpu")
+    pairs = PairMetadata(
+        max_tokens=2, top_k=1, num_experts=1, max_slots=1, device="cpu", with_base=True
+    )
+    found = []
+    for slot in (-1, 0):
+        batch.prepare(torch.tensor([slot, slot], dtype=torch.int32))
+        pairs.prepare(torch.zeros(2, 1, dtype=torch.int32), batch)
+        buffers = MoEScratch([layer], max_tokens=2, top_k=1).buffers
+        out = torch.full((2, 6), float("nan"))
+        run_experts(torch.ones(2, 6), w13, w2, torch.ones(2, 1), pairs, buffers, out, form=form)
+        found.append(out)
+    assert found[0].count_nonzero()
+    assert torch.equal(found[0], found[1])
 
 
 @pytest.mark.parametrize("formula", Formula)
