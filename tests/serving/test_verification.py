@@ -145,3 +145,14 @@ def test_drafts_that_cannot_be_verified_are_refused() -> None:
 def test_a_step_has_a_slot_for_each_request() -> None:
     with pytest.raises(ValueError, match=r"zip\(\) argument 2 is shorter"):
         decoder("qwen3", num_drafts=2).verify([[8], [6], [5]], [3, 1, 2], [0, 1])
+
+
+def test_tokens_are_staged_on_the_host_whatever_the_default_device_is() -> None:
+    verifying, given = (
+        decoder("qwen3", num_drafts=2),
+        ([[8, 1], [6], [5, 3]], [0, 0, 0], [0, -1, 1]),
+    )
+    wanted = verifying.verify(*given).clone()
+    with torch.device("meta"):
+        found = verifying.verify(*given)
+    assert torch.equal(found, wanted)
