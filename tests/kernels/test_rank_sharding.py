@@ -317,22 +317,6 @@ def test_a_second_stream_is_left_out_with_one_warning(monkeypatch: pytest.Monkey
         group.ranks[0](x, mapping(ROWS), group.workspace(), form=LinearForm.DUAL)
 
 
-def test_sharded_slots_are_on_the_device_that_is_asked_for_whatever_the_default_is() -> None:
-    with torch.device("meta"):
-        slots = sharded_slots(
-            num_slots=2,
-            slices=WIDE,
-            in_features=48,
-            rank=4,
-            dtype=torch.float32,
-            device="cpu",
-            parallel=Parallel.COLUMN,
-            tp_size=2,
-            tp_rank=0,
-        )
-    assert {tensor.device.type for tensor in (slots.a, slots.b, slots.ranks)} == {"cpu"}
-
-
 def test_the_workspace_holds_the_exchange_of_every_batch() -> None:
     for tp, inputs in ((2, 48), (4, 6000)):
         slots = sharded_slots(

@@ -22,6 +22,7 @@ from lorakernels.dense.ops import DenseWorkspace  # noqa: E402
 from lorakernels.dense.weights import LoRAFactors, SlotWeights  # noqa: E402
 from lorakernels.layers.linear import LoRALinear  # noqa: E402
 from lorakernels.layers.partition import Parallel, Slice  # noqa: E402
+from lorakernels.layers.sharding import sharded_slots  # noqa: E402
 from lorakernels.layers.wrapped import WrappedLoRALinear  # noqa: E402
 
 DEVICE = detect_machine().device
@@ -199,3 +200,19 @@ def test_an_input_that_does_not_fit_never_reaches_the_base(x: Tensor, message: s
 
     with pytest.raises(ValueError, match=re.escape(message)):
         serve(wrapped(base), x.to(DEVICE))
+
+
+def test_sharded_slots_are_on_the_device_that_is_asked_for_whatever_the_default_is() -> None:
+    with torch.device("meta"):
+        slots = sharded_slots(
+            num_slots=2,
+            slices=(Slice("gate", 24), Slice("up", 36)),
+            in_features=48,
+            rank=4,
+            dtype=torch.float32,
+            device="cpu",
+            parallel=Parallel.COLUMN,
+            tp_size=2,
+            tp_rank=0,
+        )
+    assert {tensor.device.type for tensor in (slots.a, slots.b, slots.ranks)} == {"cpu"}
