@@ -31,7 +31,8 @@ SMALL_TOKENS, SMALL_RANK = 1, 16
 MAX_PLAN_RATIO = 1.02
 MAX_BEST_DUAL_RATIO = 0.85
 MAX_GDN_PLAN_RATIO = 1.03
-# what a delta counts at least that a second stream hides: two timings of one row differ by less
+# what a delta counts at least that a second stream hides. Two timings of one form differed by at
+# most 0.44 in 82 pairs on bases of up to 60 us; longer bases hide none, and differ by more
 NOISE_US = 0.5
 
 
