@@ -13,9 +13,10 @@ import torch
 
 os.environ["TRITON_INTERPRET"] = "1"
 
-from loragate.bench import graphs
+from loragate.bench import graphs, graphs_host
 from loragate.bench.contender import find_contender
-from loragate.bench.graphs_figures import MemoryFigures
+from loragate.bench.graphs_figures import MemoryFigures, ReplayFigures
+from loragate.bench.graphs_host import HostTime, HostTurns
 from loragate.bench.graphs_rows import HostRow, MemoryRow, ModelShape, ReplayRow
 from loragate.bench.lorakernels_decode import DecodeSteps
 from loragate.core.machine import Machine
@@ -62,7 +63,7 @@ class Clock:
                 clock.now_us += 9 if len(clock.order) % 5 == 0 else 2
 
         self._graph = Graph()
-        monkeypatch.setattr(graphs.time, "perf_counter", lambda: self.now_us / 1e6)
+        monkeypatch.setattr(graphs_host.time, "perf_counter", lambda: self.now_us / 1e6)
         monkeypatch.setattr("torch.cuda.synchronize", lambda: None)
         monkeypatch.setattr("torch.cuda.CUDAGraph", Graph)
 
@@ -77,56 +78,111 @@ class Clock:
         return run
 
 
+def turns_of(*steps: Callable[[], torch.Tensor]) -> HostTurns:
+    return HostTurns([HostRow("dense", number) for number in range(len(steps))], steps)
+
+
+def figures(work: float, usual: float | None = None) -> tuple[Any, ...]:
+    """A step's whole time, of which 2 us are the launch, and the usual time beside it."""
+    return pytest.approx((work + 2.0, 2.0, work if usual is None else usual))
+
+
+def figures_of(turns: HostTurns) -> list[tuple[float, float, float]]:
+    return [(one.host_us, one.launch_us, one.usual_us) for one in turns.figures()]
+
+
 def test_the_hosts_work_is_a_step_without_the_call_that_launches_its_graph(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     clock = Clock(monkeypatch)
-    assert graphs._host_us([clock.step("only", lambda: 4)]) == [pytest.approx((6.0, 2.0))]
+    assert figures_of(turns_of(clock.step("only", lambda: 4))) == [figures(4)]
 
 
-def test_steps_of_the_host_follow_each_other_and_themselves_alike_and_a_slow_while_does_not_count(
+def test_steps_of_the_host_follow_each_other_and_themselves_alike(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     clock = Clock(monkeypatch)
-
-    def work(base: float) -> Callable[[], float]:
-        # the machine is slow for a third of the time
-        return lambda: base + (40.0 if 500 < len(clock.order) < 1000 else 0.0)
-
-    found = graphs._host_us([clock.step("a", work(4)), clock.step("b", work(5))])
-    assert found == [pytest.approx((6.0, 2.0)), pytest.approx((7.0, 2.0))]
+    turns = turns_of(clock.step("a", lambda: 4), clock.step("b", lambda: 5))
+    turns.take()
     pairs = Counter(pairwise(clock.order))
     assert set(pairs) == {("a", "a"), ("a", "b"), ("b", "a"), ("b", "b")}
     assert max(pairs.values()) - min(pairs.values()) <= 1
+    assert figures_of(turns) == [figures(4), figures(5)]
 
 
-def test_the_first_turns_of_a_step_do_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(graphs, "_TURNS", 1)
+def test_the_figures_of_the_host_are_those_of_the_round_in_which_the_rows_took_least_together(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     clock = Clock(monkeypatch)
-    found = graphs._host_us(
-        [clock.step("only", lambda: 4 if len(clock.order) > graphs._WARM_UP else 100)]
+    # each row is the fastest in a round in which the other one is not
+    rounds = iter([(9.0, 5.0), (6.0, 7.0), (4.0, 10.0)])
+    now = [0.0, 0.0]
+    turns = turns_of(clock.step("a", lambda: now[0]), clock.step("b", lambda: now[1]))
+    for work in rounds:
+        now[:] = work
+        turns.take()
+    now[:] = 20.0, 30.0
+    assert figures_of(turns) == [figures(6, 20), figures(7, 30)]
+    assert len(turns.rounds) == graphs_host._ROUNDS
+
+
+def test_a_machine_that_is_slow_in_all_rounds_but_one_shows_in_the_usual_time_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    clock = Clock(monkeypatch)
+    a_round = graphs_host._WARM_UP + graphs_host._TURNS
+    turns = turns_of(
+        clock.step("only", lambda: 4 if a_round < len(clock.order) <= 2 * a_round else 44)
     )
-    assert found == [pytest.approx((6.0, 2.0))]
+    assert figures_of(turns) == [figures(4, 44)]
 
 
-def test_rows_of_the_host_that_a_model_has_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
-    rows = [HostRow("dense", 2), MemoryRow("dense"), HostRow("other", 2), HostRow("other", 8)]
-    together: list[list[HostRow]] = []
+def test_the_first_turns_of_a_step_in_a_round_do_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(graphs_host, "_TURNS", 1)
+    monkeypatch.setattr(graphs_host, "_ROUNDS", 1)
+    clock = Clock(monkeypatch)
+    only = clock.step("only", lambda: 4 if len(clock.order) > graphs_host._WARM_UP else 100)
+    assert figures_of(turns_of(only)) == [figures(4)]
 
-    def host_us(steps: list[HostRow]) -> list[tuple[float, float]]:
-        together.append(steps)
-        return [(50.0 + step.slots, 20.0) for step in steps]
+
+def test_rounds_of_the_host_are_spread_over_the_other_rows_of_a_model(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    rows = [
+        MemoryRow("dense"),
+        HostRow("dense", 2),
+        ReplayRow("dense", 1, 1),
+        HostRow("other", 2),
+        HostRow("other", 8),
+        MemoryRow("other"),
+    ]
+    done: list[object] = []
+
+    def a_round(steps: list[HostRow]) -> list[HostTime]:
+        done.append(steps)
+        return [HostTime(30.0 + step.slots, 20.0) for step in steps]
+
+    def memory(row: MemoryRow, machine: Machine) -> MemoryFigures:
+        done.append(row)
+        return MemoryFigures(row, 1, 1)
+
+    def replay(row: ReplayRow, model: DecodeSteps) -> ReplayFigures:
+        done.append(row)
+        return ReplayFigures(row, 1.0, 1.0)
 
     monkeypatch.setattr(graphs, "_model", lambda model, slots, machine: small(SHAPES[0]))
-    monkeypatch.setattr(graphs, "_host_step", lambda row, model: row)
-    monkeypatch.setattr(graphs, "_host_us", host_us)
-    monkeypatch.setattr(graphs, "_memory", lambda row, machine: MemoryFigures(row, 1, 1))
+    monkeypatch.setattr(graphs_host, "_step", lambda row, model: row)
+    monkeypatch.setattr(graphs_host, "_round", a_round)
+    monkeypatch.setattr(graphs_host, "_ROUNDS", 3)
+    monkeypatch.setattr(graphs, "_memory", memory)
+    monkeypatch.setattr(graphs, "_replay", replay)
     monkeypatch.setattr("torch.cuda.empty_cache", lambda: None)
     machine, candidate = Machine("cpu", "", None, 1, 0), find_contender("lorakernels")
     found = graphs.run_graphs(candidate, None, rows, machine, lambda text: None)
     assert [one.row for one in found.measured] == rows
     assert [one.work_us for one in found.hosts] == [32.0, 32.0, 38.0]
-    assert together == [rows[:1], rows[2:]]
+    dense, other = [rows[1]], [rows[3], rows[4]]
+    assert done == [dense, rows[0], dense, rows[2], dense, other, rows[5], other, other]
 
 
 def test_builds_are_compared_by_captured_steps_with_adapters(

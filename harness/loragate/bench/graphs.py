@@ -7,26 +7,22 @@ replay, and it is told apart from the call that launches the graph, which is CUD
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from itertools import groupby
 from statistics import median
-from unittest.mock import patch
 
 import torch
-from torch import Tensor
 
 from loragate.bench.contender import Contender, Unavailable
 from loragate.bench.graphs_figures import (
     GraphFigures,
     GraphMeasured,
-    HostFigures,
     MemoryFigures,
     ReplayFigures,
 )
+from loragate.bench.graphs_host import host_turns
 from loragate.bench.graphs_rows import (
     LAYERS,
     MAX_TOKENS,
@@ -43,12 +39,9 @@ from loragate.bench.timer import Clock
 from loragate.core.machine import Machine
 from loragate.core.verdict import ExitCode
 from loragate.execution.graph import capture
-from lorakernels.serving.graph_runner import GraphRunner
 
 _REPLAYS = 50
 _WARM_UP = 5
-# of the host, for each row
-_TURNS = 720
 
 
 def run_graphs(
@@ -61,24 +54,14 @@ def run_graphs(
     """Measure `rows`. Raises Unavailable for another subject."""
     if candidate.subject.name != "lorakernels":
         raise Unavailable(f"{candidate.subject.name} has no graph runner", ExitCode.USAGE)
-    measured: list[GraphMeasured] = []
-    for group in _groups(rows):
-        # one group at a time: not all models fit beside each other on every device
-        for found in _measure(group, machine):
-            measured.append(found)
-            progress(f"[{len(measured)}/{len(rows)}] {found.row.id}")
+    found: dict[GraphRow, GraphMeasured] = {}
+    for _, of_a_model in groupby(rows, key=lambda row: row.model):
+        # one model at a time: not all of them fit beside each other on every device
+        for measured in _measure(list(of_a_model), machine):
+            found[measured.row] = measured
+            progress(f"[{len(found)}/{len(rows)}] {measured.row.id}")
         torch.cuda.empty_cache()
-    return GraphFigures(candidate.subject.name, tuple(measured))
-
-
-def _groups(rows: Sequence[GraphRow]) -> Iterator[list[GraphRow]]:
-    """What is measured at once: the rows of the host that a model has, which are compared with each
-    other, and every other row by itself."""
-    numbered = enumerate(rows)
-    for _, group in groupby(
-        numbered, key=lambda one: one[1].model if isinstance(one[1], HostRow) else one[0]
-    ):
-        yield [row for _, row in group]
+    return GraphFigures(candidate.subject.name, tuple(found[row] for row in rows))
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,15 +101,24 @@ def _step_time(row: ReplayRow, model: DecodeSteps, clock: Clock) -> StepTime:
 
 
 @torch.no_grad()
-def _measure(group: Sequence[GraphRow], machine: Machine) -> Sequence[GraphMeasured]:
-    hosts = [row for row in group if isinstance(row, HostRow)]
-    if hosts:
-        return _hosts(hosts, machine)
-    (row,) = group
+def _measure(rows: Sequence[GraphRow], machine: Machine) -> Iterator[GraphMeasured]:
+    """The rows of one model. The host's turns are spread over the whole time that the others
+    take."""
+    hosts = [row for row in rows if isinstance(row, HostRow)]
+    models = [_model(row.model, row.slots, machine) for row in hosts]
+    with host_turns(hosts, models) as turns:
+        for row in rows:
+            if not isinstance(row, HostRow):
+                turns.take()
+                yield _measure_one(row, machine)
+                torch.cuda.empty_cache()
+        yield from turns.figures()
+
+
+def _measure_one(row: ReplayRow | MemoryRow, machine: Machine) -> GraphMeasured:
     if isinstance(row, ReplayRow):
-        return [_replay(row, _model(row.model, SLOTS, machine))]
-    assert isinstance(row, MemoryRow)
-    return [_memory(row, machine)]
+        return _replay(row, _model(row.model, SLOTS, machine))
+    return _memory(row, machine)
 
 
 def _model(model: str, slots: int, machine: Machine) -> DecodeSteps:
@@ -178,61 +170,6 @@ def _kernels_us(launch: Callable[[], None]) -> float:
         torch.cuda.synchronize()
     events = [event for event in profile.events() if event.device_type.name == "CUDA"]
     return sum(float(event.time_range.elapsed_us()) for event in events) / _REPLAYS
-
-
-def _hosts(rows: Sequence[HostRow], machine: Machine) -> list[HostFigures]:
-    models = [_model(row.model, row.slots, machine) for row in rows]
-    with ExitStack() as adapters:
-        for model in models:
-            adapters.enter_context(model.adapters())
-        steps = [_host_step(row, model) for row, model in zip(rows, models, strict=True)]
-        found = _host_us(steps)
-    return [HostFigures(row, *us) for row, us in zip(rows, found, strict=True)]
-
-
-def _host_step(row: HostRow, model: DecodeSteps) -> Callable[[], Tensor]:
-    runner = GraphRunner(model.step, model.inputs, model.buffers, sizes=[MAX_TOKENS])
-    runner.capture()
-    slots = torch.arange(MAX_TOKENS, dtype=torch.int32) % row.slots
-    ids = torch.arange(MAX_TOKENS)
-    return lambda: runner.run(slots, ids=ids)
-
-
-def _host_us(steps: Sequence[Callable[[], Tensor]]) -> list[tuple[float, float]]:
-    """For each step, the time until it has been queued, with nothing queued before it, and that of
-    the launch of its graph: the sum of the medians of the launch and of the rest, and the former.
-
-    The steps take turns, forwards and backwards: what disturbs the machine for a while disturbs all
-    of them, and of two steps each follows as often on itself as on the other, whose kernels the
-    host waits for before it."""
-    launches: list[float] = []
-    replay = torch.cuda.CUDAGraph.replay
-
-    def timed(graph: torch.cuda.CUDAGraph) -> None:
-        start = time.perf_counter()
-        replay(graph)
-        launches.append(time.perf_counter() - start)
-
-    # of each step, what a turn took beside the launch, and the launch
-    turns: list[list[tuple[float, float]]] = [[] for _ in steps]
-    numbers = range(len(steps))
-    with patch.object(torch.cuda.CUDAGraph, "replay", timed):
-        for turn in range(_WARM_UP + _TURNS):
-            for number in reversed(numbers) if turn % 2 else numbers:
-                torch.cuda.synchronize()
-                start = time.perf_counter()
-                steps[number]()
-                whole = time.perf_counter() - start
-                (launch,) = launches
-                launches.clear()
-                turns[number].append((whole - launch, launch))
-    return [_medians(of_step[_WARM_UP:]) for of_step in turns]
-
-
-def _medians(turns: Sequence[tuple[float, float]]) -> tuple[float, float]:
-    """Microseconds of a whole step, and of its launch."""
-    beside, launch = (median(seconds) * 1e6 for seconds in zip(*turns, strict=True))
-    return beside + launch, launch
 
 
 def _memory(row: MemoryRow, machine: Machine) -> MemoryFigures:
