@@ -9,7 +9,15 @@ from typing import Any
 from loragate.docs.pages import BLOCKS, CPU_RECORD, Records
 from loragate.mutants.model import Fate, Group, Mutant, Result
 from loragate.mutants.rates import render_rates
-from loragate.mutants.record import FIRST_SECTION, GPU_SECTION, SECTION, Run, save_first, save_run
+from loragate.mutants.record import (
+    FIRST_SECTION,
+    GPU_SECTION,
+    SECTION,
+    SURVIVORS,
+    Run,
+    save_first,
+    save_run,
+)
 from loragate.records.recorder import Recorder
 
 FATES = {
@@ -65,6 +73,17 @@ def test_what_nobody_can_observe_counts_nowhere_and_what_needs_a_gpu_as_not_kill
     assert record.rows() == [
         "| coarse, drawn at random | 8 | 6 (75.0 %) | not measured |",
         "| subtle, drawn at random | 8 | 6 (75.0 %) | not measured |",
+    ]
+
+
+def test_survivors_that_were_planted_again_have_rows_of_their_own(tmp_path: Path) -> None:
+    record = Record(tmp_path)
+    record.save("sample-20-seed-0", run(FATES, Group.COARSE, Group.SUBTLE))
+    record.save(SURVIVORS, run({Fate.KILLED: 3, Fate.SURVIVED: 1}, Group.SUBTLE))
+    assert record.rows() == [
+        "| coarse, drawn at random | 8 | 6 (75.0 %) | not measured |",
+        "| subtle, drawn at random | 8 | 6 (75.0 %) | not measured |",
+        "| subtle, left by these samples, planted again later | 4 | 3 (75.0 %) | not measured |",
     ]
 
 

@@ -8,7 +8,7 @@ from fnmatch import fnmatchcase
 
 import pytest
 
-from loragate.mutants.generation.sampling import difference, sample, shares_by_size
+from loragate.mutants.generation.sampling import difference, sample, shares_by_size, with_ids
 from loragate.mutants.model import Group
 from loragate.mutants.sources import read_sources
 
@@ -30,6 +30,13 @@ def test_a_seed_draws_the_same_mutants_again_and_another_seed_others() -> None:
 def test_half_of_a_sample_are_subtle_mutants() -> None:
     assert Counter(m.group for m in DRAWN) == {Group.SUBTLE: 30, Group.COARSE: 30}
     assert Counter(m.group for m in sample(SOURCES, 7, seed=0))[Group.SUBTLE] == 4
+
+
+def test_mutants_are_found_again_by_their_ids_and_those_that_are_gone_are_left_out() -> None:
+    some = {mutant.id: mutant for mutant in DRAWN[::7]}
+    path, operator, digest = min(some).split(":")
+    gone = [f"{path}:{operator}:00000000", f"{path}:no-such:{digest}", f"gone.py:edge:{digest}"]
+    assert {mutant.id: mutant for mutant in with_ids(SOURCES, [*some, *gone])} == some
 
 
 @pytest.mark.parametrize(

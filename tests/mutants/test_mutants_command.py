@@ -10,17 +10,20 @@ import pytest
 from loragate.cli import main
 from loragate.commands import mutants as command
 from loragate.core.verdict import ExitCode
+from loragate.mutants.generation.sampling import sample
 from loragate.mutants.model import Fate, Group, Mutant, Result
 from loragate.mutants.page import render_page
 from loragate.mutants.record import (
     FIRST_SECTION,
     SECTION,
+    SURVIVORS,
     Run,
     payload,
     render_record,
     save_first,
     save_run,
 )
+from loragate.mutants.sources import read_sources
 from loragate.records.recorder import Recorder
 from loragate.records.results import require_section
 
@@ -64,7 +67,9 @@ OUTCOMES = [
             ["--sample", "2", "--module", "dense/launch.py", "--operator", "no-such"],
             "no operator like 'no-such'",
         ),
-        (["--edits", "nowhere.yaml", "--operator", "edge"], "leave it out with --edits"),
+        (["--edits", "nowhere.yaml", "--operator", "edge"], "leave it out without --sample"),
+        (["--survivors", "x.json", "--operator", "edge"], "leave it out without --sample"),
+        (["--survivors", "nowhere.json"], "nowhere.json: no such file"),
         (["--edits", "nowhere.yaml"], "cannot be read"),
     ],
 )
@@ -113,6 +118,59 @@ def test_retired_edits_are_recorded_apart_from_the_counts(tmp_path: Path) -> Non
     text = render_record(section, None)
     assert "| edits-x, subtle | 3 | 2 | 1 |" in text
     assert "not counted above: edits-x: 1" in text
+
+
+def survivor_of(*ids: str, fate: Fate = Fate.SURVIVED) -> Run:
+    return Run("state", [outcome(name, "a.py", Group.COARSE, fate) for name in ids])
+
+
+def test_what_samples_have_left_is_planted_once_more_and_what_is_gone_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("cosmic_ray")
+    path, module = tmp_path / "results.json", "common/sizes.py"
+    first, second, killed = sample({module: read_sources()[module]}, 3, seed=0)
+    gone = f"{module}:edge:00000000"
+    runs = {
+        "sample-3-seed-0": survivor_of(first.id, gone),
+        # in two samples
+        "sample-3-seed-1": survivor_of(first.id, second.id),
+        "sample-3-seed-2": survivor_of(killed.id, fate=Fate.KILLED),
+        "edits-x": survivor_of("an-edit"),
+    }
+    for name, run in runs.items():
+        save_run(Recorder.open(path, SECTION, commit="c"), name, run)
+    assert main(["mutants", "--survivors", str(path), "--list"]) == ExitCode.OK
+    out = capsys.readouterr().out
+    assert (out.count(f"{first.id}\n---"), out.count(f"{second.id}\n---")) == (1, 1)
+    assert out.count("\n---") == 2
+    assert f"RETIRED {gone}, not planted: its text is gone" in out
+    assert "an-edit" not in out
+
+
+def test_survivors_of_other_modules_are_neither_planted_nor_gone(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("cosmic_ray")
+    path, module = tmp_path / "results.json", "common/sizes.py"
+    (here,) = sample({module: read_sources()[module]}, 1, seed=0)
+    run = survivor_of(here.id, "moe/tiles.py:edge:00000000")
+    save_run(Recorder.open(path, SECTION, commit="c"), "sample-1-seed-0", run)
+    assert main(["mutants", "--survivors", str(path), "--module", "common/*", "--list"]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith(f"{here.id}\n---")
+    assert "RETIRED" not in out
+
+
+def test_survivors_that_were_planted_again_are_a_run_of_their_own_and_in_no_other_table(
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "results.json"
+    for name in ("sample-3-seed-0", SURVIVORS):
+        save_run(Recorder.open(path, SECTION, commit="c"), name, Run("state", OUTCOMES))
+    text = render_record(require_section(path, SECTION), None)
+    assert f"| {SURVIVORS}, subtle | 3 | 2 | 1 |" in text
+    assert "| a.py | 2 | 2 | 0 |" in text
 
 
 def test_edits_that_an_earlier_record_only_lists_as_not_planted_are_counted_apart() -> None:

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import argparse
 import fnmatch
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -21,9 +22,19 @@ from loragate.mutants.counts import Outcome
 from loragate.mutants.edits import read_edits, read_equivalents
 from loragate.mutants.model import Fate, Group, Mutant, Sources
 from loragate.mutants.page import render_terminal
-from loragate.mutants.record import FIRST_SECTION, GPU_SECTION, SECTION, Run, save_first, save_run
+from loragate.mutants.record import (
+    FIRST_SECTION,
+    GPU_SECTION,
+    SECTION,
+    SURVIVORS,
+    Run,
+    left_by_samples,
+    save_first,
+    save_run,
+)
 from loragate.mutants.sources import diff_of, read_sources
 from loragate.records.recorder import Recorder
+from loragate.records.results import require_section
 
 if TYPE_CHECKING:
     from loragate.mutants.session import Session
@@ -42,6 +53,12 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "--sample", type=count_from(1), metavar="N", help="N mutants, half of them subtle ones"
     )
     which.add_argument("--edits", type=Path, metavar="FILE", help="the edits in a YAML file")
+    which.add_argument(
+        "--survivors",
+        type=Path,
+        metavar="RECORD",
+        help="what the samples in a record have left, planted once more",
+    )
     parser.add_argument(
         "--seed", type=count_from(0), default=0, metavar="S", help="of the sample (default: 0)"
     )
@@ -75,8 +92,8 @@ def run(arguments: argparse.Namespace) -> ExitCode:
         for option in ("module", "operator"):
             if arguments.record and getattr(arguments, option):
                 raise ValueError(f"--record takes whole samples; leave out --{option}")
-        if arguments.edits and arguments.operator:
-            raise ValueError("--operator chooses from a sample; leave it out with --edits")
+        if arguments.operator and not arguments.sample:
+            raise ValueError("--operator chooses from a sample; leave it out without --sample")
         equivalents = read_equivalents(EQUIVALENTS, sources)
         mutants, retired = chosen(arguments, sources)
         recorder = open_record(arguments, GPU_SECTION if arguments.gpu else SECTION)
@@ -119,8 +136,8 @@ def _session(arguments: argparse.Namespace, sources: Sources) -> Session:
 def chosen(
     arguments: argparse.Namespace, sources: Sources
 ) -> tuple[list[Mutant], Mapping[str, str]]:
-    """The mutants that were asked for, and the edits of the file that are retired, with reasons.
-    Raises ValueError."""
+    """The mutants that were asked for, and what of them is not planted, with reasons. Raises
+    ValueError and ResultsError."""
     pattern = arguments.module or "*"
     wanted = {path: text for path, text in sources.items() if fnmatch.fnmatch(path, pattern)}
     if not wanted:
@@ -128,26 +145,49 @@ def chosen(
     if arguments.edits:
         edits = read_edits(arguments.edits, sources)
         return [m for m in edits.mutants if m.module in wanted], edits.retired
+    if arguments.survivors:
+        return _survivors(wanted, arguments.survivors)
     return _sample(wanted, arguments), {}
+
+
+def _survivors(sources: Sources, record: Path) -> tuple[list[Mutant], Mapping[str, str]]:
+    """Of modules of `sources`, what the samples of a record have left."""
+    from loragate.mutants.generation.sampling import with_ids
+
+    left = left_by_samples(require_section(record, SECTION)["runs"])
+    with _generators():
+        found = with_ids(sources, left)
+    names = {mutant.id for mutant in found}
+    gone = (id for id in left if id not in names and id.partition(":")[0] in sources)
+    return found, dict.fromkeys(gone, "its text is gone, or decides about speed alone")
 
 
 def _sample(sources: Sources, arguments: argparse.Namespace) -> list[Mutant]:
     from loragate.mutants.generation.sampling import sample
 
-    try:
+    with _generators():
         found = sample(sources, arguments.sample, arguments.seed, arguments.operator or "*")
-    except ModuleNotFoundError as error:
-        text = f"a sample needs the package {error.name}: pip install loragate[test]"
-        raise CommandError(text, ExitCode.INFRASTRUCTURE) from error
     if not found and arguments.operator:
         raise ValueError(f"there is no operator like {arguments.operator!r}, for instance edge")
     return found
+
+
+@contextmanager
+def _generators() -> Iterator[None]:
+    """Within, mutants are generated. Raises CommandError where a package for it is missing."""
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        text = f"generated mutants need the package {error.name}: pip install loragate[test]"
+        raise CommandError(text, ExitCode.INFRASTRUCTURE) from error
 
 
 def name_of(arguments: argparse.Namespace) -> str:
     """Of the run, in its folder and in a record."""
     if arguments.edits:
         name = f"edits-{arguments.edits.stem}"
+    elif arguments.survivors:
+        name = SURVIVORS
     else:
         name = f"sample-{arguments.sample}-seed-{arguments.seed}"
     for option in ("module", "operator"):

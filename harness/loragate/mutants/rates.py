@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Self
 
 from loragate.mutants.model import Fate, Group
+from loragate.mutants.record import SURVIVORS
 
 _HEAD = "| mutants | not equivalent | killed without a GPU | killed with a GPU |\n|---|--:|--:|--:|"
 _TITLES = {
@@ -88,7 +89,12 @@ def _rows(
         rates = [
             Rate.of(run, group, on_gpu.get(name))
             for name, run in runs.items()
-            if group.value in run["tables"]["group"]
+            if name != SURVIVORS and group.value in run["tables"]["group"]
         ]
         if rates:
             yield sum(rates[1:], rates[0]).row(title)
+    again = runs.get(SURVIVORS)
+    for group in (Group.COARSE, Group.SUBTLE):
+        if again and group.value in again["tables"]["group"]:
+            rate = Rate.of(again, group, on_gpu.get(SURVIVORS))
+            yield rate.row(f"{group.value}, left by these samples, planted again later")

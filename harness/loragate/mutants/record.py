@@ -16,12 +16,14 @@ from loragate.records.recorder import Recorder
 # sections of a results file: every run by its name, those on a GPU, and the first run of each set
 # of edits that was written without a look at the checks: later runs cannot be as blind
 SECTION, GPU_SECTION, FIRST_SECTION = "mutants", "mutants_gpu", "mutants_blind_first"
+# the run that planted once more what samples had left
+SURVIVORS = "survivors"
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """`state`: the digest of all code that decides the fates. `retired`: the edits of the file that
-    were not planted, with the reasons."""
+    """`state`: the digest of all code that decides the fates. `retired`: what was not planted, with
+    the reasons."""
 
     state: str
     outcomes: Sequence[Outcome]
@@ -44,6 +46,18 @@ def save_first(recorder: Recorder, name: str, run: Run) -> bool:
         return False
     save_run(recorder, name, run)
     return True
+
+
+def left_by_samples(runs: Mapping[str, Any]) -> list[str]:
+    """The ids of what has survived in recorded samples, in order, each once."""
+    left = (
+        id
+        for name, run in runs.items()
+        if name.startswith("sample-")
+        for id, fate in run["not_killed"].items()
+        if fate == Fate.SURVIVED.value
+    )
+    return sorted(set(left))
 
 
 def payload(commit: str, run: Run) -> dict[str, Any]:
@@ -80,20 +94,25 @@ def render_record(section: Mapping[str, Any] | None, first: Mapping[str, Any] | 
     }
     parts = [markdown("run and kind of mutants", groups)]
     for title in ("subtle: module", "subtle: operator", "coarse: module", "coarse: operator"):
-        tables = [run["tables"][title] for run in runs.values() if title in run["tables"]]
+        tables = [
+            run["tables"][title]
+            for name, run in runs.items()
+            # those are in the tables already
+            if name != SURVIVORS and title in run["tables"]
+        ]
         if tables:
             parts.append(markdown(title, merged(tables)))
     retired = {name: len(_retired(run)) for name, run in sorted(runs.items())}
     if any(retired.values()):
         counts = (f"{name}: {count}" for name, count in retired.items() if count)
-        parts.append(f"Edits that were not planted, not counted above: {', '.join(counts)}")
+        parts.append(f"Not planted, and not counted above: {', '.join(counts)}")
     commits = {name: run["commit"][:12] or "no commit" for name, run in sorted(runs.items())}
     parts.append("; ".join(f"{name}: {commit}" for name, commit in commits.items()))
     return "\n\n".join(parts)
 
 
 def _retired(run: Mapping[str, Any]) -> Collection[str]:
-    """The ids of the edits that were not planted."""
+    """The ids of what was not planted."""
     # the record of the first verdicts is older than the reasons, and has a plain list
     retired: Collection[str] = run.get("retired") or run.get("not_planted", ())
     return retired

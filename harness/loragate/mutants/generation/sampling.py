@@ -12,7 +12,7 @@ import hashlib
 import math
 import random
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -78,6 +78,33 @@ def sample(sources: Sources, number: int, seed: int, operators: str = "*") -> li
         for group, share in _shares_of_groups(found, number).items()
         for mutant in _of_group(modules, found, group, share, seed, taken)
     ]
+
+
+def with_ids(sources: Sources, ids: Collection[str]) -> list[Mutant]:
+    """The mutants of `sources` that have these ids, but for those that a sample would not have."""
+    wanted = {id.rpartition(":")[0] for id in ids}
+    paths = {id.partition(":")[0] for id in ids} & sources.keys()
+    named = (
+        (candidate, text)
+        for path in sorted(paths)
+        for candidate in _of_operators(Module(path, sources[path]), wanted)
+        if _has_id(candidate, ids) and (text := _valid(candidate)) is not None
+    )
+    mutants = (_mutant_of(candidate, text) for candidate, text in named)
+    return list({mutant.id: mutant for mutant in mutants}.values())
+
+
+def _of_operators(module: Module, wanted: Collection[str]) -> Iterator[Candidate]:
+    """`wanted`: ids without what tells those of one operator apart."""
+    for candidate in candidates(module):
+        is_speed = candidate.group is Group.SPEED
+        if not is_speed and f"{module.path}:{candidate.operator}" in wanted:
+            yield candidate
+
+
+def _has_id(candidate: Candidate, ids: Collection[str]) -> bool:
+    text = candidate.make()
+    return text is not None and _id(candidate, *difference(candidate.module.text, text)) in ids
 
 
 def _shares_of_groups(found: Mapping[str, Sequence[Candidate]], number: int) -> dict[Group, int]:
@@ -159,7 +186,6 @@ def _drawn(
     chance.shuffle(names)
     for name in names:
         chance.shuffle(by_operator[name])
-    gpu = gpu_only(module)
     while any(by_operator.values()):
         for name in names:
             while by_operator[name]:
@@ -167,7 +193,7 @@ def _drawn(
                 text = _valid(candidate)
                 if text is not None and (module.path, text) not in taken:
                     taken.add((module.path, text))
-                    yield _mutant(candidate, text, needs_gpu=within(candidate.span, gpu))
+                    yield _mutant_of(candidate, text)
                     break
 
 
@@ -182,7 +208,7 @@ def _valid(candidate: Candidate) -> str | None:
     return text
 
 
-def _mutant(candidate: Candidate, text: str, *, needs_gpu: bool) -> Mutant:
+def _mutant_of(candidate: Candidate, text: str) -> Mutant:
     module = candidate.module
     start, end, new = difference(module.text, text)
     first, last = line_of(module.text, start), line_of(module.text, max(start, end - 1))
@@ -197,7 +223,7 @@ def _mutant(candidate: Candidate, text: str, *, needs_gpu: bool) -> Mutant:
         line=first,
         end_line=last,
         function=place_of(module.text, first, last).function,
-        needs_gpu=needs_gpu,
+        needs_gpu=within(candidate.span, gpu_only(module)),
     )
 
 
