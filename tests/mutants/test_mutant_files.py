@@ -22,7 +22,7 @@ from loragate.mutants.planting import HOST_TESTS, plant
 from loragate.mutants.reach import load_reach, reach_of, save_reach
 from loragate.mutants.session import Session, judged
 from loragate.mutants.sources import Place, place_of, read_sources
-from loragate.mutants.tracing import instrumented, read_trace
+from loragate.mutants.tracing import WHOLE_TEXT, instrumented, read_trace
 from loragate.mutants.units import Kind, Unit
 
 BLIND = sorted((EQUIVALENTS.parent / "blind").glob("*.yaml"))
@@ -196,6 +196,18 @@ def test_units_reach_the_statements_that_they_run(tmp_path: Path) -> None:
     assert reach.sites_of("m.py") == {"site"}
 
 
+def test_a_unit_that_reads_a_module_reaches_all_its_statements() -> None:
+    units = [Unit(Kind.TEST, name, 0.1) for name in ("t.py::runs", "t.py::reads")]
+    traces = [{"m.py": {6}}, {"m.py": {WHOLE_TEXT}}]
+    reach = reach_of("now", units, traces, {}, [])
+    reached = {
+        line: [unit.name for unit in reach.units_of("m.py", place_of(TEXT, line, line))]
+        for line in (5, 6)
+    }
+    assert reached == {5: ["t.py::reads"], 6: ["t.py::runs", "t.py::reads"]}
+    assert reach.units_of("n.py", place_of(TEXT, 5, 5)) == ()
+
+
 def test_an_instrumented_module_notes_each_statement_it_runs() -> None:
     text = (
         "def f(x):\n    '''Text.'''\n    if x == 1:\n        return 1\n    elif x == 2:\n"
@@ -233,6 +245,42 @@ def test_triton_compiles_a_traced_kernel_without_its_notes_and_interprets_it_wit
     )
     assert done.stdout.splitlines() == ["1 3", "1 5", "3"], done.stderr
     assert read_trace(tmp_path / "trace") == {"traced.py": {2, 3}}
+
+
+READER = """
+import inspect, subprocess, sys
+from pathlib import Path
+from loragate.mutants.tracing import prepare_processes, start
+folder = Path(sys.argv[1])
+prepare_processes(folder / "site", folder / "package")
+for name in ("collected", "test"):
+    start(folder / name)
+sys.path.insert(0, str(folder))
+import package.imported
+inspect.getsource(package.imported.f)
+(folder / "package/read.py").read_text()
+(folder / "outside.py").read_text()
+with open(folder / "package/opened.py"):
+    pass
+command = "from pathlib import Path; import sys; Path(sys.argv[1]).read_bytes()"
+subprocess.run([sys.executable, "-c", command, folder / "package/read_by_a_child.py"], check=True)
+"""
+
+
+def test_reading_a_module_is_noted_and_importing_it_is_not(tmp_path: Path) -> None:
+    package = tmp_path / "package"
+    package.mkdir()
+    for name in ("__init__", "imported", "read", "opened", "read_by_a_child"):
+        (package / f"{name}.py").write_text("def f():\n    pass\n", encoding="utf-8")
+    (tmp_path / "outside.py").write_text("", encoding="utf-8")
+    done = subprocess.run(
+        [sys.executable, "-c", READER, str(tmp_path)], capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    assert read_trace(tmp_path / "test") == {
+        f"{name}.py": {WHOLE_TEXT} for name in ("read", "opened", "read_by_a_child")
+    }
+    assert read_trace(tmp_path / "collected") == {}
 
 
 def test_what_killed_neighbours_runs_first_then_quick_tests_then_cases() -> None:

@@ -32,7 +32,7 @@ from loragate.mutants.host_tests import (
     ended_well,
     run_tests,
 )
-from loragate.mutants.planting import SUBJECT
+from loragate.mutants.planting import SUBJECT, planted_package
 from loragate.mutants.units import IMPORT, Ended, Kind, Order, Transcript, Unit
 
 Cases = Mapping[str, Case]
@@ -130,7 +130,7 @@ def _trace_all(order: Order, cases: Cases, transcript: Transcript, root: Path) -
     """Run each unit in a fork, so that no cache of an earlier unit hides what a unit reaches."""
     folder = Path(order.traces)
     numbers = count()
-    tracing.prepare_processes(folder / "site")
+    tracing.prepare_processes(folder / "site", planted_package(root))
 
     def trace(name: str) -> str:
         # the number of the process, because forks count on from the same number

@@ -1,7 +1,7 @@
 """Which cases and host tests reach which line of lorakernels. Pure but for its file; no torch.
 
 A unit that runs none of the lines of a mutated statement runs the same code as before, so it need
-not run. Code that runs at import is reached by everything.
+not run, unless it reads the module. Code that runs at import is reached by everything.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from loragate.core.files import write_atomically
 from loragate.faults.planting import package_folder
 from loragate.mutants.planting import HOST_TESTS
 from loragate.mutants.sources import Place
+from loragate.mutants.tracing import WHOLE_TEXT
 from loragate.mutants.units import Kind, Unit
 
 # folders of the harness that decide what a unit does
@@ -48,11 +49,11 @@ class Reach:
     compiled: frozenset[str]
 
     def units_of(self, module: str, place: Place) -> tuple[Unit, ...]:
-        """The units that run a statement."""
+        """The units that run a statement, or read its module."""
         if place.lines is None or place.lines & self.at_import.get(module, frozenset()):
             return self.units
         by_line = self.lines.get(module, {})
-        bits = 0
+        bits = by_line.get(WHOLE_TEXT, 0)
         for line in place.lines:
             bits |= by_line.get(line, 0)
         return tuple(unit for number, unit in enumerate(self.units) if bits >> number & 1)
@@ -98,7 +99,8 @@ def state_digest() -> str:
     and the parts of the harness that run them."""
     root, harness = project_root(), Path(__file__).resolve().parents[1]
     folders = [root / "cases", *(root / path for path in HOST_TESTS), root / "tests/conftest.py"]
-    folders += [root / "pyproject.toml", *(harness / name for name in _HARNESS)]
+    folders += [root / "pyproject.toml", harness / "mutants/tracing.py"]
+    folders += [harness / name for name in _HARNESS]
     whole = hashlib.sha256()
     for top in (package_folder(), *folders):
         files = sorted(top.rglob("*")) if top.is_dir() else [top]

@@ -4,6 +4,9 @@ Python's own tracing makes Triton's interpreter more than twice as slow; a call 
 statement costs a few percent. Triton's interpreter runs a kernel as Python, so that kernels are no
 exception. What is noted is appended to a file at once: a process that ends without notice loses
 nothing, and one that a test starts writes to the same file.
+
+A test may also read a module, to look for what its text must not have. Such a test looks at every
+statement, and runs none.
 """
 
 from __future__ import annotations
@@ -20,7 +23,13 @@ from typing import Any
 
 from loragate.core.syntax import parse
 
-_FILE = "LORAGATE_MUTANTS_TRACE"
+_FILE, _PACKAGE = "LORAGATE_MUTANTS_TRACE", "LORAGATE_MUTANTS_PACKAGE"
+# in place of a line: the text of the module was read
+WHOLE_TEXT = 0
+# what reads a module in order to run it, to compile its kernels or to show a line of it
+_READ_CODE = frozenset(
+    {"_frozen_importlib_external", "importlib._bootstrap_external", "linecache", "tokenize"}
+)
 _SITE = "from loragate.mutants.tracing import start_from_environment\nstart_from_environment()\n"
 # names that copies find among Python's own, without an import
 _NOTE, _SKIP = "__loragate_note__", "__loragate_skip__"
@@ -87,11 +96,13 @@ def _headers(statement: ast.stmt, lines: list[str]) -> Iterator[int]:
         yield statement.lineno
 
 
-def prepare_processes(folder: Path) -> None:
-    """Let every Python process that this one starts note statements as well."""
+def prepare_processes(folder: Path, package: Path) -> None:
+    """Let this process, once it starts, and every Python process that it starts note what they run
+    and read of a package that `instrument` has seen."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "sitecustomize.py").write_text(_SITE, encoding="utf-8")
     sys.path.insert(0, str(folder))
+    os.environ[_PACKAGE] = str(package.resolve())
     os.environ["PYTHONPATH"] = os.pathsep.join([str(folder), os.environ.get("PYTHONPATH", "")])
 
 
@@ -107,9 +118,28 @@ def start(trace: Path) -> None:
             seen.add(place)
             os.write(output, f"{place}\n".encode())
 
+    if _PACKAGE in os.environ and not hasattr(builtins, _NOTE):
+        # a process cannot get rid of it
+        sys.addaudithook(_note_texts_of(Path(os.environ[_PACKAGE])))
     setattr(builtins, _NOTE, note)
     setattr(builtins, _SKIP, _is_compiling)
     inspect.getsourcelines = _for_triton(inspect.getsourcelines)
+
+
+def _note_texts_of(package: Path) -> Callable[[str, tuple[Any, ...]], None]:
+    """A hook of Python that notes which modules of a package are read."""
+    home = f"{package}{os.sep}"
+
+    def hook(event: str, arguments: tuple[Any, ...]) -> None:
+        if event != "open" or not str(arguments[0]).endswith(".py"):
+            return
+        path = os.path.realpath(arguments[0])
+        if not path.startswith(home):
+            return
+        if sys._getframe(1).f_globals.get("__name__") not in _READ_CODE:
+            getattr(builtins, _NOTE)(f"{path.removeprefix(home)}:{WHOLE_TEXT}")
+
+    return hook
 
 
 def _for_triton(read: Callable[[Any], tuple[list[str], int]]) -> Any:
@@ -138,7 +168,7 @@ def start_from_environment() -> None:
 
 
 def read_trace(trace: Path) -> dict[str, set[int]]:
-    """Lines by module."""
+    """Lines by module, `WHOLE_TEXT` among those of one that was read."""
     found: dict[str, set[int]] = {}
     for entry in trace.read_text(encoding="utf-8").split() if trace.exists() else ():
         module, _, line = entry.rpartition(":")
