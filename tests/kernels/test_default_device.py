@@ -123,13 +123,23 @@ def experts() -> list[Tensor]:
 
 def variants() -> list[Tensor]:
     slices = [Slice("q", 6), Slice("k", 4)]
-    layer = LoRALinear(drawn(10, IN, seed=3), slices=slices, num_slots=SLOTS, rank=RANK)
+    return listed(LoRALinear(drawn(10, IN, seed=3), slices=slices, num_slots=SLOTS, rank=RANK))
+
+
+def variants_of_lookups() -> list[Tensor]:
+    return listed(LoRAEmbedding(drawn(20, 12, seed=3), num_slots=SLOTS, rank=RANK))
+
+
+def listed(layer: LoRALinear | LoRAEmbedding) -> list[Tensor]:
     batch = BatchMetadata(max_tokens=ROWS, max_slots=SLOTS, device="cpu")
     found = kernel_variants([layer], batch, DenseWorkspace([layer.slots], max_tokens=ROWS))
     return [given([variant.rows for variant in found])]
 
 
-@pytest.mark.parametrize("scene", [linear, wrapped, embedding, delta_net, experts, variants])
+SCENES = [linear, wrapped, embedding, delta_net, experts, variants, variants_of_lookups]
+
+
+@pytest.mark.parametrize("scene", SCENES)
 def test_layers_are_built_loaded_and_run_where_their_weights_are(
     scene: Callable[[], list[Tensor]],
 ) -> None:

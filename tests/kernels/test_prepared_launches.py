@@ -200,6 +200,38 @@ def test_what_a_plan_allocates_is_new_in_each_step_and_the_same_for_its_launches
     assert len(set(kept)) == len(kept)
 
 
+def test_what_a_plan_allocates_is_where_it_was_whatever_the_default_device_is() -> None:
+    kernel = Kernel()
+
+    def plan(x: Tensor) -> None:
+        start(kernel, (1,))(x, torch.empty(3, device=x.device))
+
+    for _ in range(2):
+        x = aligned()
+        with torch.device("meta"):
+            launch_prepared(plan, (x,), (), DEFAULT)
+        assert kernel.made[-1][1][1].device == x.device
+
+
+@pytest.mark.parametrize("operand", [None, torch.empty(0)], ids=["absent", "empty"])
+@pytest.mark.parametrize("shape", [(3, 2), (0, 2)], ids=["values", "no values"])
+def test_launches_beside_an_operand_without_memory_are_kept(
+    operand: Tensor | None, shape: tuple[int, ...]
+) -> None:
+    kernel, calls = Kernel(), []
+
+    def plan(x: Tensor, other: Tensor | None) -> None:
+        calls.append(x)
+        start(kernel, (1,))(x, other, torch.empty(shape))
+
+    for _ in range(2):
+        launch_prepared(plan, (aligned(), operand), (), DEFAULT)
+        _, given, allocated = kernel.made[-1][1]
+        assert given is operand
+        assert allocated.shape == shape
+    assert len(calls) == 1
+
+
 def test_a_view_that_begins_where_an_operand_does_becomes_the_operand_of_the_step() -> None:
     kernel, calls = Kernel(), []
 
@@ -224,6 +256,18 @@ def test_a_view_that_begins_elsewhere_is_taken_anew_in_each_step() -> None:
         launch_prepared(plan, (x,), (), DEFAULT)
         assert kernel.made[-1][1][0].data_ptr() == x[1:].data_ptr()
     assert len(kernel.made) == 2
+
+
+def test_a_view_that_begins_before_an_operand_is_taken_anew_in_each_step() -> None:
+    kernel = Kernel()
+
+    def plan(x: Tensor) -> None:
+        start(kernel, (1,))(x.as_strided((4, 4), (4, 1), 0))
+
+    for _ in range(2):
+        whole = aligned(8)
+        launch_prepared(plan, (whole[4:],), (), DEFAULT)
+        assert kernel.made[-1][1][0].data_ptr() == whole.data_ptr()
 
 
 def test_a_view_of_a_view_s_bits_as_another_dtype_is_taken_anew_in_each_step() -> None:
@@ -398,20 +442,23 @@ class Compiled(Kernel):
         return self
 
 
+@pytest.mark.parametrize(
+    ("grid", "axes"), [((5,), (5, 1, 1)), ((5, 2), (5, 2, 1)), ((5, 2, 3), (5, 2, 3))]
+)
 def test_a_compiled_kernel_gets_all_arguments_in_their_order_and_a_grid_of_three_axes(
-    monkeypatch: pytest.MonkeyPatch,
+    grid: tuple[int, ...], axes: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(prepared, "JITFunction", Compiled)
     kernel = Compiled()
 
     def plan(x: Tensor, out: Tensor, size: int) -> None:
-        start(kernel, (5, 2))(x, out, size, num_warps=4, STAGES=3, BLOCK=64)
+        start(kernel, grid)(x, out, size, num_warps=4, STAGES=3, BLOCK=64)
 
     steps = [(aligned(), aligned()) for _ in range(2)]
     for x, out in steps:
         launch_prepared(plan, (x, out), (9,), DEFAULT)
-        grid, args, options = kernel.made[-1]
-        assert grid == (5, 2, 1)
+        launched, args, options = kernel.made[-1]
+        assert launched == axes
         assert args[0] is x
         assert args[1] is out
         assert args[2:] == (9, 64, 3)
