@@ -112,6 +112,16 @@ def _multiply_and_add(x, y):
 
 
 @triton.jit
+def _multiply_and_add_second(x, y):
+    return tl.fma(x, y, y)
+
+
+@triton.jit
+def _absolute(x, y):
+    return tl.abs(x)
+
+
+@triton.jit
 def _total(x, y):
     return x * 0.0 + tl.sum(x, axis=0)
 
@@ -219,6 +229,7 @@ def test_a_cast_from_another_type_converts_the_number(source: torch.dtype) -> No
         (_multiply, lambda x, y: x * y),
         (_subtract_and_double, lambda x, y: (x - y) * 2),
         (_negate, lambda x, y: -x),
+        (_absolute, lambda x, y: x.abs()),
         (_smaller, torch.minimum),
         (_maximum, torch.maximum),
         (_clamped, lambda x, y: x.clamp(-0.5, 0.75)),
@@ -232,6 +243,24 @@ def test_arithmetic_on_bf16_equals_torch_bit_for_bit(kernel: object, wanted: obj
     x, y, out = _draw(N, seed=0), _draw(N, seed=1), torch.empty(N, dtype=torch.bfloat16)
     _map[(1,)](x, y, out, N, kernel)
     assert torch.equal(out, wanted(x, y))  # type: ignore[operator]
+
+
+@pytest.mark.parametrize(
+    ("kernel", "wanted"),
+    [
+        (_add, lambda x, y: x + y),
+        (_absolute, lambda x, y: x.abs()),
+        (_multiply_and_add, lambda x, y: x * y + x),
+        (_multiply_and_add_second, lambda x, y: x * y + y),
+    ],
+    ids=lambda value: getattr(value, "__name__", "").strip("_"),
+)
+def test_arithmetic_on_fp32_is_unchanged(kernel: object, wanted: Any) -> None:
+    x, y, out = _draw(N, seed=0).float(), _draw(N, seed=1).float(), torch.empty(N)
+    # beyond what bf16 can hold
+    x, y = x * 1.0001, y * 1.0001
+    _map[(1,)](x, y, out, N, kernel)
+    assert torch.equal(out, wanted(x, y))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)

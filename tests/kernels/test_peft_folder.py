@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import errno
 import json
+import os
 import re
 from pathlib import Path
 from typing import Any
@@ -10,6 +12,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from lorakernels.adapters import peft_folder
 from lorakernels.adapters.adapter import Adapter
 from lorakernels.adapters.errors import AdapterError
 from lorakernels.adapters.peft_folder import read_peft_folder
@@ -161,6 +164,45 @@ def test_a_folder_without_a_config_is_refused(tmp_path: Path) -> None:
     write(tmp_path)
     (tmp_path / "adapter_config.json").unlink()
     refused(tmp_path, "file not found; a PEFT adapter has one", file="adapter_config.json")
+
+
+def refusal(*_: object, **__: object) -> None:
+    raise PermissionError(errno.EACCES, "Permission denied")
+
+
+def test_a_config_that_may_not_be_opened_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write(tmp_path)
+    monkeypatch.setattr(os, "open", refusal)
+    refused(tmp_path, "cannot be read: Permission denied", file="adapter_config.json")
+
+
+def test_a_file_that_may_not_be_looked_at_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write(tmp_path)
+    stat = Path.stat
+
+    def refuse_config(self: Path, **options: Any) -> os.stat_result:
+        if self.suffix == ".json":
+            refusal()
+        return stat(self, **options)
+
+    monkeypatch.setattr(Path, "stat", refuse_config)
+    refused(tmp_path, "cannot be read: Permission denied", file="adapter_config.json")
+
+
+@pytest.mark.parametrize("error", [PermissionError(errno.EACCES, "Permission denied"), OSError(3)])
+def test_weights_that_cannot_be_opened_are_refused_with_the_reason(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: OSError
+) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise error
+
+    write(tmp_path)
+    monkeypatch.setattr(peft_folder, "safe_open", fail)
+    refused(tmp_path, f"cannot be read: {error.strerror or 3}")
 
 
 def test_a_path_that_is_no_folder_is_refused(tmp_path: Path) -> None:

@@ -13,9 +13,12 @@ import pytest
 
 from loragate.commands.mutants import EQUIVALENTS
 from loragate.core.checkout import project_root
+from loragate.core.verdict import Verdict
 from loragate.mutants import edits
 from loragate.mutants.edits import EditError, read_edits, read_equivalents
+from loragate.mutants.host_tests import COLLECTION
 from loragate.mutants.journal import Journal, OtherState, kills_in
+from loragate.mutants.measuring import files_without_tests
 from loragate.mutants.model import Fate, Mutant, Result
 from loragate.mutants.ordering import Kill, ordered, quick
 from loragate.mutants.planting import HOST_TESTS, plant
@@ -23,7 +26,7 @@ from loragate.mutants.reach import load_reach, reach_of, save_reach
 from loragate.mutants.session import Session, judged
 from loragate.mutants.sources import Place, place_of, read_sources
 from loragate.mutants.tracing import WHOLE_TEXT, instrumented, read_trace
-from loragate.mutants.units import Kind, Unit
+from loragate.mutants.units import Ended, Kind, Unit
 
 BLIND = sorted((EQUIVALENTS.parent / "blind").glob("*.yaml"))
 TEXT = """LIMIT = 1
@@ -311,3 +314,14 @@ def test_units_are_cut_where_they_have_taken_their_time() -> None:
         [["a", "b"], ["c"]],
         [["a", "b", "c"], []],
     ]
+
+
+def test_files_whose_tests_are_all_skipped_are_named() -> None:
+    ended = [
+        Ended(unit="t/a.py::runs", verdict=Verdict.PASS),
+        Ended(unit="t/a.py::skipped", verdict=Verdict.SKIP),
+        Ended(unit="t/b.py::skipped", verdict=Verdict.SKIP),
+        Ended(unit=f"{COLLECTION}t/c.py", verdict=Verdict.PASS),
+        Ended(unit="a.case", verdict=Verdict.PASS),
+    ]
+    assert files_without_tests(["t/a.py", "t/b.py", "t/c.py"], ended) == ["t/b.py", "t/c.py"]

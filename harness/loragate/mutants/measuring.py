@@ -68,6 +68,9 @@ def measure_reach(digest: str, jobs: int, progress: Callable[[str], None]) -> Re
                 pool.shutdown(wait=False, cancel_futures=True)
                 processes.close()
         ended = [entry for part in found for entry in part]
+        idle = files_without_tests([name for order in orders for name in order.tests], ended)
+        if idle:
+            progress(f"all tests are skipped here, and kill nothing, in {', '.join(idle)}")
         return _reach_of(digest, ended, cases, folder, compiled_modules())
 
 
@@ -101,6 +104,13 @@ def _run_part(order: Order, servers: queue.SimpleQueue[WarmServer]) -> tuple[End
         log = Path(order.log).read_text(encoding="utf-8", errors="replace").strip()
         raise CommandError(f"the reach was not measured: {log[-1000:]}", ExitCode.INFRASTRUCTURE)
     return story.ended
+
+
+def files_without_tests(files: Sequence[str], ended: Sequence[Ended]) -> list[str]:
+    """Files of host tests of which none has passed on sound code: they need a GPU, or a library
+    that is not there."""
+    with_tests = {entry.unit.partition("::")[0] for entry in ended if _is_unit(entry)}
+    return [name for name in files if name not in with_tests]
 
 
 def _reach_of(

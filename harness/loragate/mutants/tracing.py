@@ -159,7 +159,7 @@ def _for_triton(read: Callable[[Any], tuple[list[str], int]]) -> Any:
 def _is_compiling() -> bool:
     """True where TorchDynamo reads a function, which could not follow a note."""
     torch = sys.modules.get("torch")
-    return torch is not None and bool(torch.compiler.is_compiling())
+    return torch is not None and bool(torch.compiler.is_dynamo_compiling())
 
 
 def start_from_environment() -> None:

@@ -196,6 +196,28 @@ def test_a_changed_signature_is_named_with_what_was_found_and_expected(
     assert before[3] == package.names[3]
 
 
+@pytest.mark.parametrize("read", [lambda self: None, changed], ids=["read alike", "changed"])
+def test_a_property_counts_as_the_function_that_it_calls(package: Package, read: Any) -> None:
+    wrapper = package.modules["vllm.lora.punica_wrapper.punica_base"].PunicaWrapperBase
+    wrapper.sampler_indices = property(read)
+    if read is not changed:
+        register()
+        return
+    with pytest.raises(UnsupportedVllmError, match=r"sampler_indices must be \(self\) \(found"):
+        register()
+
+
+def test_a_module_that_cannot_be_imported_is_refused_with_the_reason(
+    package: Package, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = "vllm.lora.ops.triton_ops.lora_kernel_metadata"
+    # as Python marks a module that there is not
+    monkeypatch.setitem(sys.modules, module, None)
+    reason = rf"found a module that cannot be imported: import of {module} halted"
+    with pytest.raises(UnsupportedVllmError, match=reason):
+        register()
+
+
 def test_a_missing_name_is_refused(package: Package) -> None:
     del package.modules["vllm.lora.punica_wrapper.punica_gpu"].PunicaWrapperGPU.add_lora_w2
     with pytest.raises(UnsupportedVllmError, match=r"add_lora_w2.*found nothing of that name"):
