@@ -8,7 +8,15 @@ from fnmatch import fnmatchcase
 
 import pytest
 
-from loragate.mutants.generation.sampling import difference, sample, shares_by_size, with_ids
+from loragate.mutants.generation import sampling
+from loragate.mutants.generation.sampling import (
+    candidates,
+    difference,
+    sample,
+    shares_by_size,
+    with_ids,
+)
+from loragate.mutants.generation.text import Module
 from loragate.mutants.model import Group
 from loragate.mutants.sources import read_sources
 
@@ -37,6 +45,17 @@ def test_mutants_are_found_again_by_their_ids_and_those_that_are_gone_are_left_o
     path, operator, digest = min(some).split(":")
     gone = [f"{path}:{operator}:00000000", f"{path}:no-such:{digest}", f"gone.py:edge:{digest}"]
     assert {mutant.id: mutant for mutant in with_ids(SOURCES, [*some, *gone])} == some
+
+
+def test_what_decides_about_speed_alone_by_now_is_not_found_again() -> None:
+    path = "dense/launch.py"
+    texts = (
+        (candidate, text)
+        for candidate in candidates(Module(path, SOURCES[path]))
+        if candidate.group is Group.SPEED and (text := candidate.make()) is not None
+    )
+    name = sampling._mutant_of(*next(texts)).id
+    assert with_ids({path: SOURCES[path]}, [name]) == []
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,7 @@ from loragate.mutants.record import (
     SECTION,
     SURVIVORS,
     Run,
+    left_by_samples,
     payload,
     render_record,
     save_first,
@@ -122,6 +123,14 @@ def test_retired_edits_are_recorded_apart_from_the_counts(tmp_path: Path) -> Non
 
 def survivor_of(*ids: str, fate: Fate = Fate.SURVIVED) -> Run:
     return Run("state", [outcome(name, "a.py", Group.COARSE, fate) for name in ids])
+
+
+def test_a_survivor_is_left_by_samples_alone_and_once() -> None:
+    fates = {"a": Fate.SURVIVED, "b": Fate.EQUIVALENT, "c": Fate.NEEDS_GPU, "d": Fate.SURVIVED}
+    run = {"not_killed": {name: fate.value for name, fate in fates.items()}}
+    other = {"not_killed": {"e": Fate.SURVIVED.value, "d": Fate.SURVIVED.value}}
+    runs = {"sample-9-seed-1": run, "sample-9-seed-2": run, "edits-x": other, SURVIVORS: other}
+    assert left_by_samples(runs) == ["a", "d"]
 
 
 def test_what_samples_have_left_is_planted_once_more_and_what_is_gone_is_named(
