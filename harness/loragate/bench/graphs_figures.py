@@ -33,13 +33,13 @@ class ReplayFigures:
 @dataclass(frozen=True, slots=True)
 class HostFigures:
     """Microseconds until a step has been queued, and those of them that the call took which
-    launches the graph, both in the quietest round; `usual_us`: beside the launch, median over all
-    rounds. Earlier records lack the last or the last two."""
+    launches the graph, medians over all rounds; `quietest_us`: beside the launch, in the round in
+    which that took least. Earlier records lack the last or the last two."""
 
     row: HostRow
     host_us: float
     launch_us: float = 0.0
-    usual_us: float = 0.0
+    quietest_us: float = 0.0
 
     @property
     def work_us(self) -> float:

@@ -1,8 +1,8 @@
 """What the host does between two replays of a captured step.
 
 A machine that others share is slow for a while now and then, for seconds and by a factor of two to
-four. Rounds are therefore spread over a whole run; the quietest one says what the work takes, and
-the median over all rounds what it took.
+four. Rounds are therefore spread over a whole run, and a figure is the median over them; that of
+the quietest round says how much of it was the machine's.
 """
 
 from __future__ import annotations
@@ -52,18 +52,13 @@ class HostTurns:
         self.rounds.append(_round(self.steps))
 
     def figures(self) -> list[HostFigures]:
-        """Of each row, in at least `_ROUNDS` rounds. All rows are those of one round, the one in
-        which they took least together, because they are compared with each other."""
+        """Of each row, over at least `_ROUNDS` rounds."""
         if not self.rows:
             return []
         while len(self.rounds) < _ROUNDS:
             self.take()
-        quietest = min(self.rounds, key=lambda times: sum(one.beside_us for one in times))
-        usual = [median(one.beside_us for one in times) for times in zip(*self.rounds, strict=True)]
-        return [
-            HostFigures(row, one.beside_us + one.launch_us, one.launch_us, usual_us)
-            for row, one, usual_us in zip(self.rows, quietest, usual, strict=True)
-        ]
+        of_rows = zip(*self.rounds, strict=True)
+        return [_over_rounds(row, times) for row, times in zip(self.rows, of_rows, strict=True)]
 
 
 @contextmanager
@@ -73,6 +68,11 @@ def host_turns(rows: Sequence[HostRow], models: Sequence[DecodeSteps]) -> Iterat
         for model in models:
             adapters.enter_context(model.adapters())
         yield HostTurns(rows, [_step(*pair) for pair in zip(rows, models, strict=True)])
+
+
+def _over_rounds(row: HostRow, times: Sequence[HostTime]) -> HostFigures:
+    beside, launch = [one.beside_us for one in times], [one.launch_us for one in times]
+    return HostFigures(row, median(beside) + median(launch), median(launch), min(beside))
 
 
 def _step(row: HostRow, model: DecodeSteps) -> Step:

@@ -6,7 +6,7 @@ from loragate.bench.graphs_figures import GraphFigures
 from loragate.bench.text import bar_line, columns, markdown
 
 _REPLAY = ("replay, us", "M", "adapters", "replay", "kernels", "ratio")
-_HOST = ("host, us", "slots", "step", "launch", "beside it", "usually")
+_HOST = ("host, us", "slots", "step", "launch", "beside it", "quietest round")
 _MEMORY = ("memory, KiB", "reserved", "in use")
 
 
@@ -45,7 +45,7 @@ def _tables(figures: GraphFigures) -> list[tuple[tuple[str, ...], list[list[str]
             f"{one.host_us:.1f}",
             f"{one.launch_us:.1f}" if one.launch_us else "-",
             f"{one.work_us:.1f}",
-            f"{one.usual_us:.1f}" if one.usual_us else "-",
+            f"{one.quietest_us:.1f}" if one.quietest_us else "-",
         ]
         for one in figures.hosts
     ]

@@ -97,8 +97,8 @@ def _headers(statement: ast.stmt, lines: list[str]) -> Iterator[int]:
 
 
 def prepare_processes(folder: Path, package: Path) -> None:
-    """Let this process, once it starts, and every Python process that it starts note what they run
-    and read of a package that `instrument` has seen."""
+    """Let every Python process that this one starts note what it runs and reads of `package`, which
+    `instrument` has seen."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "sitecustomize.py").write_text(_SITE, encoding="utf-8")
     sys.path.insert(0, str(folder))
