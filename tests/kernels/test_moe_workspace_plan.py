@@ -7,8 +7,9 @@ from dataclasses import replace
 
 import pytest
 
-from lorakernels.moe.delta import plan
-from lorakernels.moe.delta.plan import MoEShape, largest_shrunk, shrunk_shape
+from lorakernels.moe.delta import sizes
+from lorakernels.moe.delta.plan import MoEShape, ShrinkPlan, plan_shrink
+from lorakernels.moe.delta.sizes import largest_shrunk, shrunk_shape
 
 SHAPE = MoEShape(65536, 8, 4096, (7168, 7168), 64, 2)
 
@@ -16,12 +17,11 @@ SHAPE = MoEShape(65536, 8, 4096, (7168, 7168), 64, 2)
 def test_a_workspace_takes_a_few_plans(monkeypatch: pytest.MonkeyPatch) -> None:
     planned = []
 
-    def counted(shape: MoEShape) -> plan.ShrinkPlan:
+    def counted(shape: MoEShape) -> ShrinkPlan:
         planned.append(shape.num_pairs)
         return plan_shrink(shape)
 
-    plan_shrink = plan.plan_shrink
-    monkeypatch.setattr(plan, "plan_shrink", counted)
+    monkeypatch.setattr(sizes, "plan_shrink", counted)
     largest_shrunk.__wrapped__(SHAPE)
     assert 0 < len(planned) < 500
 
@@ -33,6 +33,6 @@ def test_a_workspace_holds_the_shrink_output_of_every_smaller_batch(
     rank: int, experts: int, itemsize: int
 ) -> None:
     shape = MoEShape(2500, experts, 4096, (512, 512), rank, itemsize)
-    sizes = [math.prod(shrunk_shape(replace(shape, num_pairs=n))) for n in range(1, 2501)]
+    needed = [math.prod(shrunk_shape(replace(shape, num_pairs=n))) for n in range(1, 2501)]
     for most in (1, 17, 300, 2500):
-        assert largest_shrunk(replace(shape, num_pairs=most)) == max(sizes[:most])
+        assert largest_shrunk(replace(shape, num_pairs=most)) == max(needed[:most])

@@ -1,8 +1,6 @@
 from __future__ import annotations
 
-import errno
 import json
-import os
 import re
 from pathlib import Path
 from typing import Any
@@ -12,7 +10,6 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from lorakernels.adapters import peft_folder
 from lorakernels.adapters.adapter import Adapter
 from lorakernels.adapters.errors import AdapterError
 from lorakernels.adapters.peft_folder import read_peft_folder
@@ -133,92 +130,6 @@ def test_reading_a_folder_twice_gives_the_same_adapter_in_memory_of_its_own(
 def test_the_dtype_of_the_file_is_kept(tmp_path: Path, dtype: torch.dtype) -> None:
     tensors = {name: tensor.to(dtype) for name, tensor in factors().items()}
     assert read_peft_folder(write(tmp_path, tensors)).modules[Q].a.dtype == dtype
-
-
-def test_a_pickle_is_refused_and_never_opened(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    write(tmp_path)
-    (tmp_path / "adapter_model.safetensors").unlink()
-    (tmp_path / "adapter_model.bin").write_bytes(b"")
-    monkeypatch.setattr(torch, "load", lambda *a, **k: pytest.fail("the pickle was opened"))
-    refused(
-        tmp_path,
-        "a pickle can run code and is never opened; save the adapter as adapter_model.safetensors",
-        file="adapter_model.bin",
-    )
-
-
-def test_a_pickle_beside_the_weights_is_left_alone(tmp_path: Path) -> None:
-    (write(tmp_path) / "adapter_model.bin").write_bytes(b"")
-    assert read_peft_folder(tmp_path).modules.keys() == {Q, V}
-
-
-def test_a_folder_without_weights_is_refused(tmp_path: Path) -> None:
-    write(tmp_path)
-    (tmp_path / "adapter_model.safetensors").unlink()
-    refused(tmp_path, "file not found; a PEFT adapter has one")
-
-
-def test_a_folder_without_a_config_is_refused(tmp_path: Path) -> None:
-    write(tmp_path)
-    (tmp_path / "adapter_config.json").unlink()
-    refused(tmp_path, "file not found; a PEFT adapter has one", file="adapter_config.json")
-
-
-def refusal(*_: object, **__: object) -> None:
-    raise PermissionError(errno.EACCES, "Permission denied")
-
-
-def test_a_config_that_may_not_be_opened_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    write(tmp_path)
-    monkeypatch.setattr(os, "open", refusal)
-    refused(tmp_path, "cannot be read: Permission denied", file="adapter_config.json")
-
-
-def test_a_file_that_may_not_be_looked_at_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    write(tmp_path)
-    stat = Path.stat
-
-    def refuse_config(self: Path, **options: Any) -> os.stat_result:
-        if self.suffix == ".json":
-            refusal()
-        return stat(self, **options)
-
-    monkeypatch.setattr(Path, "stat", refuse_config)
-    refused(tmp_path, "cannot be read: Permission denied", file="adapter_config.json")
-
-
-@pytest.mark.parametrize("error", [PermissionError(errno.EACCES, "Permission denied"), OSError(3)])
-def test_weights_that_cannot_be_opened_are_refused_with_the_reason(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: OSError
-) -> None:
-    def fail(*_: object, **__: object) -> None:
-        raise error
-
-    write(tmp_path)
-    monkeypatch.setattr(peft_folder, "safe_open", fail)
-    refused(tmp_path, f"cannot be read: {error.strerror or 3}")
-
-
-def test_a_path_that_is_no_folder_is_refused(tmp_path: Path) -> None:
-    message = (
-        f"{tmp_path / 'gone'}: must be a folder with adapter_config.json and "
-        "adapter_model.safetensors"
-    )
-    with pytest.raises(AdapterError, match=f"^{re.escape(message)}$"):
-        read_peft_folder(tmp_path / "gone")
-
-
-def test_a_folder_in_place_of_the_file_is_refused(tmp_path: Path) -> None:
-    path = write(tmp_path) / "adapter_model.safetensors"
-    path.unlink()
-    path.mkdir()
-    refused(path.parent, "must be a regular file (got a folder)")
 
 
 def test_a_damaged_file_is_refused(tmp_path: Path) -> None:

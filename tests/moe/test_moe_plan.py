@@ -12,13 +12,12 @@ from lorakernels.moe.delta.plan import (
     MAX_FUSED_RANK,
     MoEPath,
     MoEShape,
-    largest_shrunk,
     plan_one_shot,
     plan_path,
     plan_shrink,
     plan_small_batch,
-    shrunk_shape,
 )
+from lorakernels.moe.delta.sizes import largest_shrunk, shrunk_shape
 
 SHAPES = [
     MoEShape(1, 8, 4096, (7168, 7168), 16, 2),

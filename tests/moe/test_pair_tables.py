@@ -19,7 +19,8 @@ from lorakernels.batch.metadata import BatchMetadata  # noqa: E402
 from lorakernels.moe.align.metadata import PairMetadata  # noqa: E402
 from lorakernels.moe.align.tables import PairTables  # noqa: E402
 from lorakernels.moe.delta.ops import MoEWorkspace  # noqa: E402
-from lorakernels.moe.delta.plan import MoEShape, shrunk_shape  # noqa: E402
+from lorakernels.moe.delta.plan import MoEShape  # noqa: E402
+from lorakernels.moe.delta.sizes import shrunk_shape  # noqa: E402
 from lorakernels.moe.tiles import Alignment, base_tile_height, tile_height  # noqa: E402
 from lorakernels.moe.weights import ExpertWeights  # noqa: E402
 

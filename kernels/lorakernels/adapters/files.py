@@ -18,6 +18,16 @@ _KINDS = (
 )
 
 
+def is_folder(path: Path) -> bool:
+    """Whether `path` is a folder or a link to one. AdapterError if it may not be looked at."""
+    try:
+        return stat.S_ISDIR(path.stat().st_mode)
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    except OSError as bad:
+        raise AdapterError(f"{path}: cannot be read: {bad.strerror}") from bad
+
+
 def require_regular(path: Path) -> None:
     """AdapterError unless `path` is a regular file or a link to one; opens nothing."""
     try:

@@ -8,6 +8,7 @@ beside the factors and is applied by the kernel alone, so it cannot be folded in
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -20,7 +21,7 @@ from lorakernels.adapters.adapter import Adapter
 from lorakernels.adapters.errors import AdapterError, hint, listing, printable
 from lorakernels.adapters.expert_layout import detect_layout, is_stacked_name
 from lorakernels.adapters.expressions import limited_matching
-from lorakernels.adapters.files import require_regular
+from lorakernels.adapters.files import is_folder, require_regular
 from lorakernels.adapters.peft_config import PeftConfig, read_peft_config
 from lorakernels.adapters.peft_experts import name_parameters, unflatten
 from lorakernels.common.stacked_weights import MAX_RANK
@@ -56,7 +57,7 @@ def read_peft_folder(folder: Path | str, *, name: str | None = None) -> Adapter:
     Tensors are on the CPU, in the dtype of the file. Raises AdapterError.
     """
     folder = Path(folder)
-    if not folder.is_dir():
+    if not is_folder(folder):
         raise AdapterError(f"{folder}: must be a folder with {CONFIG_FILE} and {WEIGHTS_FILE}")
     with limited_matching():
         return _read_folder(folder, name or folder.resolve().name)
@@ -77,7 +78,8 @@ def _read_folder(folder: Path, name: str) -> Adapter:
 
 
 def _read_tensors(path: Path) -> dict[str, Tensor]:
-    if not path.exists() and (path.parent / _PICKLE_FILE).exists():
+    # a link counts even if what it leads to may not be looked at
+    if not os.path.lexists(path) and os.path.lexists(path.parent / _PICKLE_FILE):
         raise AdapterError(
             f"{path.parent / _PICKLE_FILE}: a pickle can run code and is never opened; "
             f"save the adapter as {WEIGHTS_FILE}"

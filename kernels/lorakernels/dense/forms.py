@@ -57,7 +57,7 @@ def _most_rows_beside_few_weights(shape: DenseShape) -> int:
     out_features, is_narrow = sum(shape.slice_widths), 2 * ranks <= tuning.dual_ranks
     if ranks > 2 * tuning.dual_ranks or shape.in_features < tuning.dual_features:
         return 1
-    if _is_deep(shape):
+    if _has_long_weights(shape):
         return tuning.dual_more_rows if is_narrow else tuning.dual_rows * 3 // 2
     is_square = shape.in_features >= out_features
     if not may_store(shape):
@@ -71,7 +71,7 @@ def _most_rows_beside_few_weights(shape: DenseShape) -> int:
     return tuning.dual_rows * 3 // 4 if is_narrow else tuning.dual_rows
 
 
-def _is_deep(shape: DenseShape) -> bool:
+def _has_long_weights(shape: DenseShape) -> bool:
     """Whether rows of the weights are long and few: they are read more slowly than many short
     ones, so that there is more time beside the product."""
     return shape.in_features >= 2 * sum(shape.slice_widths)

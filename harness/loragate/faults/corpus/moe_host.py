@@ -8,6 +8,7 @@ from loragate.faults.model import Group
 _ops = planting("lorakernels.moe.delta.ops", Group.MOE_HOST)
 _launch = planting("lorakernels.moe.delta.launch", Group.MOE_HOST)
 _plan = planting("lorakernels.moe.delta.plan", Group.MOE_HOST)
+_sizes = planting("lorakernels.moe.delta.sizes", Group.MOE_HOST)
 _align = planting("lorakernels.moe.align.metadata", Group.MOE_HOST)
 _weights = planting("lorakernels.moe.weights", Group.MOE_HOST)
 _stacked = planting("lorakernels.common.stacked_weights", Group.MOE_HOST)
@@ -70,7 +71,7 @@ FAULTS = (
         source="vllm #34119",
         why="An early exit asks the device, which no traced graph can.",
     ),
-    _plan(
+    _sizes(
         "shrink-output-sized-for-the-largest-batch",
         "    sizes = (*_last_sizes(shape, several), shape.num_pairs)\n",
         "    sizes = (shape.num_pairs,)\n",

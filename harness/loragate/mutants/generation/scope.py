@@ -25,9 +25,7 @@ PLANS: Mapping[str, frozenset[str]] = {
     "dense/one_wave.py": frozenset(),
     "dense/prefill.py": frozenset(),
     "dense/registers.py": frozenset(),
-    "moe/delta/plan.py": frozenset(
-        {"plan_path", "shrunk_shape", "largest_shrunk", "ranks_of_all_slices"}
-    ),
+    "moe/delta/plan.py": frozenset({"plan_path", "ranks_of_all_slices"}),
     "moe/layer/plan.py": frozenset({"fold_ranks"}),
     "moe/tiles.py": frozenset({"max_tiles", "num_bins", "slot_bins"}),
 }

@@ -20,7 +20,8 @@ from lorakernels.moe.align.kernels.arguments import Tables
 from lorakernels.moe.align.metadata import PairMetadata
 from lorakernels.moe.align.tables import PairTables
 from lorakernels.moe.delta.launch import Delta, launch, shape_of
-from lorakernels.moe.delta.plan import MoEPath, MoEShape, largest_shrunk, plan_path, shrunk_shape
+from lorakernels.moe.delta.plan import MoEPath, MoEShape, plan_path
+from lorakernels.moe.delta.sizes import largest_shrunk, shrunk_shape
 from lorakernels.moe.weights import ExpertWeights
 from lorakernels.runtime.device import keep_address, supports_pdl
 from lorakernels.runtime.operators import register_operator

@@ -4,11 +4,8 @@ the same for every replay of a graph, whatever adapters a batch has."""
 from __future__ import annotations
 
 import math
-from bisect import bisect_right
-from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from enum import Enum, auto
-from functools import cache
 
 from lorakernels.batch.metadata import MIN_TILE_ROWS
 from lorakernels.common.sizes import MAX_GRID_Y, power_of_2, power_of_2_below, remembered
@@ -289,41 +286,3 @@ def plan_small_batch(shape: MoEShape) -> SmallBatchPlan:
     deep = shape.in_features > 1024
     block_k = min(512 if deep else 256, 16384 // block_r, power_of_2(shape.in_features))
     return SmallBatchPlan(256 if block_r <= 16 else 128, block_k, block_r, 8 if deep else 4)
-
-
-def shrunk_shape(shape: MoEShape) -> tuple[int, int, int]:
-    """[splits, pairs, slices * rank] of the shrink output of a batch."""
-    return (plan_shrink(shape).splits, shape.num_pairs, shape.ranks_of_all_slices)
-
-
-@cache
-def largest_shrunk(shape: MoEShape) -> int:
-    """Values of the largest shrink output over all batches of at most as many pairs."""
-    # beyond this size there is only one split-K partial
-    several = min(shape.num_pairs, shape.tuning.moe.programs * shape.height)
-    sizes = (*_last_sizes(shape, several), shape.num_pairs)
-    return max(math.prod(shrunk_shape(_at(shape, size))) for size in sizes)
-
-
-def _last_sizes(shape: MoEShape, several: int) -> Iterator[int]:
-    """Of the batches of 1 to `several` pairs, the largest with each number of split-K partials. It
-    rises where tiles get higher and where decode ends; in between it falls, so that its steps are
-    found by bisection."""
-    sizes = range(1, several + 1)
-
-    def regime(size: int) -> tuple[int, bool]:
-        return _at(shape, size).height, size > shape.tuning.moe.decode_pairs
-
-    def partials(size: int) -> int:
-        return -plan_shrink(_at(shape, size)).splits
-
-    start = 0
-    while start < several:
-        end = bisect_right(sizes, regime(sizes[start]), lo=start, key=regime)
-        while start < end:
-            start = bisect_right(sizes, partials(sizes[start]), lo=start, hi=end, key=partials)
-            yield sizes[start - 1]
-
-
-def _at(shape: MoEShape, num_pairs: int) -> MoEShape:
-    return replace(shape, num_pairs=num_pairs)
