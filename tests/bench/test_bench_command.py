@@ -6,6 +6,7 @@ import pytest
 
 from loragate.bench.bars import Bar
 from loragate.bench.figures import DenseFigures, RowFigures
+from loragate.bench.graphs_figures import GraphFigures
 from loragate.bench.kinds import KINDS
 from loragate.bench.moe_figures import LayerFigures, MoEFigures
 from loragate.bench.moe_rows import LayerRow
@@ -81,6 +82,28 @@ def test_moe_is_compared_with_vllm_or_with_nothing(capsys: pytest.CaptureFixture
     assert "vllm" in capsys.readouterr().err
     with pytest.raises(SystemExit):
         bench("moe", "--subject", "torch")
+
+
+def test_a_kind_without_a_baseline_asks_for_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    found, given = [], []
+
+    def find(name: str) -> str:
+        found.append(name)
+        return name
+
+    def run(candidate: str, baseline: str | None, *_: object) -> GraphFigures:
+        given.append(baseline)
+        return GraphFigures(candidate, ())
+
+    monkeypatch.setattr(
+        "loragate.core.machine.detect_machine", lambda: Machine("cuda", "GPU", None, 1, 0)
+    )
+    monkeypatch.setattr("loragate.bench.contender.find_contender", find)
+    monkeypatch.setattr("loragate.bench.graphs.run_graphs", run)
+    assert bench("graphs") is ExitCode.INCOMPLETE
+    assert (found, given) == (["lorakernels"], [None])
+    with pytest.raises(SystemExit):
+        bench("graphs", "--baseline", "vllm")
 
 
 def test_an_moe_record_is_shown_by_its_kind(

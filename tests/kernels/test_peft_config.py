@@ -90,6 +90,11 @@ MODULES = [
         {"target_modules": ["q_proj", "up_proj"], "layers_to_transform": [1, 11]},
         {"target_modules": ["up_proj"], "layers_to_transform": [1], "layers_pattern": "layers"},
         {"target_modules": ["up_proj"], "layers_to_transform": [1], "layers_pattern": ["experts"]},
+        # of several patterns the first one that matches a name counts, in the order of the file
+        *(
+            {"target_modules": ["up_proj"], "layers_to_transform": [1], "layers_pattern": patterns}
+            for patterns in (["h", "layers"], ["experts", "layers"], ["layers", "experts"])
+        ),
         {"target_modules": ["model.layers.0.mlp.up_proj"], "layers_to_transform": [1]},
         {"target_modules": ["q_proj", "up_proj"], "layers_to_transform": []},
     ],

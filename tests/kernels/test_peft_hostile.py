@@ -141,6 +141,8 @@ def test_an_expression_matches_what_re_matches(text: str) -> None:
         # `regex` would take these as fuzzy matching and as a class, `re` does not
         ("(?:q_proj){e<=2}", r"with { written as \{"),
         ("[[:alpha:]]+", r"with [: written as \[:"),
+        # an escaped backslash escapes nothing
+        (r"\\{e<=2}", r"with { written as \{"),
         (r"\pL+", r"bad escape \p"),
         ("q_proj(?i)", "global flags not at the start"),
     ],
@@ -148,6 +150,14 @@ def test_an_expression_matches_what_re_matches(text: str) -> None:
 def test_what_re_and_regex_do_not_agree_on_is_no_expression(text: str, message: str) -> None:
     with pytest.raises(ExpressionError, match=re.escape(message)):
         check_expression(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "name"), [(r"q\{e\}", "q{e}"), (r"\{x", "{x"), (r"\[:a", "[:a"), (r"[\[]:", "[:")]
+)
+def test_an_escaped_brace_or_bracket_stands_for_itself(text: str, name: str) -> None:
+    check_expression(text)
+    assert Expression(text, text, "").fullmatch(name)
 
 
 @pytest.mark.parametrize("text", [r"q\{e\}", r"[{]", "a{2}", "a{,2}", "a{2,}"])

@@ -89,6 +89,8 @@ class Kind:
     read: Callable[[Mapping[str, Any]], Any]
     terminal: Callable[[Any], str]
     markdown: Callable[[Any], str]
+    # whether rows are compared with a baseline
+    has_baseline: bool = True
     # some of its rows are drawn from a seed
     default_seed: int | None = None
     # the rows that a user asks for in place of the table; None if the table is all there is
@@ -172,6 +174,7 @@ _ALL = (
         help="decode steps replayed from CUDA graphs: device, host and memory",
         takes_any_subject=False,
         section="bench_graphs",
+        has_baseline=False,
         rows=graph_rows,
         pattern="replay.qwen3_8b.*",
         target="loragate.bench.graphs:run_graphs",

@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from typing import Any
 
+    from loragate.bench.contender import Contender
     from loragate.core.machine import Machine
 
 _OWN, _VLLM, _NONE = "lorakernels", "vllm", "none"
@@ -64,11 +65,12 @@ def _add_kind(parser: argparse.ArgumentParser, kind: Kind) -> None:
         parser.add_argument(
             "--subject", default=_OWN, help="the implementation to judge (default: lorakernels)"
         )
-    parser.add_argument(
-        "--baseline",
-        choices=None if kind.takes_any_subject else (_VLLM, _NONE),
-        help="the implementation to beat, or 'none' (default: vllm)",
-    )
+    if kind.has_baseline:
+        parser.add_argument(
+            "--baseline",
+            choices=None if kind.takes_any_subject else (_VLLM, _NONE),
+            help="the implementation to beat, or 'none' (default: vllm)",
+        )
     parser.add_argument(
         "--rows",
         action="append",
@@ -94,7 +96,9 @@ def _add_kind(parser: argparse.ArgumentParser, kind: Kind) -> None:
             help=f"what some of the rows are drawn from (default: {kind.default_seed})",
         )
     add_record_options(parser, "the figures")
-    parser.set_defaults(run=partial(run_kind_command, kind), subject=_OWN, against=None)
+    parser.set_defaults(
+        run=partial(run_kind_command, kind), subject=_OWN, baseline=None, against=None
+    )
 
 
 def _add_asked(parser: argparse.ArgumentParser, kind: Kind) -> None:
@@ -263,13 +267,18 @@ def _measure(kind: Kind, arguments: argparse.Namespace, rows: Sequence[Row]) -> 
 
     try:
         candidate = find_contender(arguments.subject)
-        name = arguments.baseline or _VLLM
-        baseline = None if name == _NONE else find_contender(name)
+        baseline = _baseline(kind, arguments.baseline or _VLLM)
         return kind.run(candidate, baseline, rows, machine, _progress)
     except Unavailable as error:
         raise CommandError(str(error), error.code) from error
     except WrongResult as error:
         raise CommandError(str(error), ExitCode.WRONG) from error
+
+
+def _baseline(kind: Kind, name: str) -> Contender | None:
+    from loragate.bench.contender import find_contender
+
+    return find_contender(name) if kind.has_baseline and name != _NONE else None
 
 
 def _gpu() -> Machine:
