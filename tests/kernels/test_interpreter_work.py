@@ -6,6 +6,7 @@ import gc
 import os
 import subprocess
 import sys
+import weakref
 from collections.abc import Iterator
 from dataclasses import replace
 from types import FunctionType
@@ -236,6 +237,21 @@ def test_types_and_values_have_the_attributes_that_triton_gives_them() -> None:
         return done.stdout.decode()
 
     assert attributes("repaired") == attributes("plain") != ""
+
+
+def test_nothing_of_the_first_value_of_a_type_is_kept_for_the_others() -> None:
+    class Handle:
+        pass
+
+    # no kernel has values of it
+    kind = tl.block_type(tl.float8e5b16, [1, 2, 1, 4, 1])
+    for _ in range(2):
+        handle = Handle()
+        known = weakref.ref(handle)
+        assert tl.tensor(handle, kind).handle is handle
+        del handle
+        gc.collect()
+        assert known() is None
 
 
 def test_a_shape_that_triton_refuses_is_refused_beside_an_equal_one() -> None:
