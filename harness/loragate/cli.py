@@ -7,6 +7,7 @@ are those of `loragate.core.verdict.ExitCode`; an interrupted command is incompl
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 import traceback
 from collections.abc import Iterable, Sequence
@@ -33,6 +34,10 @@ def _parsed(arguments: Sequence[str]) -> Sequence[str]:
     return [first] if first in _COMMANDS else _COMMANDS
 
 
+# variables that add options and plug-ins to every session of pytest
+_OF_PYTEST = ("PYTEST_ADDOPTS", "PYTEST_PLUGINS")
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = _Parser(prog="loragate", description="Correctness gate for multi-LoRA kernels.")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
@@ -43,6 +48,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if unknown:
         # only the parser of the command has the options to suggest
         commands.choices[parsed.command].refuse(unknown)
+    # a command decides what its processes of pytest run
+    for name in _OF_PYTEST:
+        os.environ.pop(name, None)
     try:
         with ended_by_signals():
             return int(parsed.run(parsed))

@@ -76,17 +76,21 @@ def test_a_payload_that_json_cannot_hold_leaves_the_file_as_it_was(tmp_path: Pat
         ('{"schema": "1", "sections": {}}', "schema is '1', this version reads 1 to 1"),
         ('{"sections": {}}', "schema is None, this version reads 1 to 1"),
         ('{\n"schema":', ":2: not JSON"),
+        ("[" * 100_000, "is nested too deeply"),
+        ("\udcff", "can't decode byte 0xff"),
+        ('{"schema": 1, "sections": {"gate": 5}}', r"section 'gate' must be an object \(got 5\)"),
+        ('{"schema": 1, "sections": {"x": [1]}}', r"section 'x' must be an object \(got \[1\]\)"),
     ],
 )
 def test_a_file_that_cannot_be_read_is_never_overwritten(
     tmp_path: Path, text: str, complaint: str
 ) -> None:
     path = tmp_path / "gpu.json"
-    path.write_text(text)
+    path.write_text(text, errors="surrogateescape")
     with pytest.raises(ResultsError, match=complaint) as error:
         update_section(path, "gate", {})
     assert str(path) in str(error.value)
-    assert path.read_text() == text
+    assert path.read_text(errors="surrogateescape") == text
 
 
 def test_provenance_names_code_versions_and_machine_but_no_path_on_the_disk() -> None:

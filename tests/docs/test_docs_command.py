@@ -28,7 +28,7 @@ from loragate.core.checkout import project_root
 from loragate.core.verdict import ExitCode, Verdict
 from loragate.docs.blocks import BlockError, content_of, replaced
 from loragate.docs.pages import BLOCKS, FINDINGS, GPU_RECORD, stale_parts
-from loragate.docs.results import gate_sentences
+from loragate.docs.results import gate_sentences, provenance_line
 from loragate.records.results import update_section
 
 ORIGIN = ("commit", "machine", "recorded_at", "versions")
@@ -233,6 +233,11 @@ def test_a_plot_that_was_written_is_current_and_drawn_the_same_again(tmp_path: P
     assert draw(PLOT) == path.read_text() == draw(PLOT)
     other = Plot("p", "A plot", "us", (Panel("one", (Series("ours", 16, ((1, 2.1),)),)),))
     assert not is_current(other, tmp_path)
+    # the digest stands at the begin
+    whole = path.read_text()
+    for size in (len(whole) // 2, len(whole) - 1):
+        path.write_text(whole[:size])
+        assert not is_current(PLOT, tmp_path)
 
 
 def test_a_plot_of_the_record_has_a_line_for_each_subject_and_rank() -> None:
@@ -263,3 +268,16 @@ def test_bench_plot_writes_the_plots_of_a_record(tmp_path: Path) -> None:
     assert main(["bench", "plot", record, "--out", str(tmp_path)]) == ExitCode.OK
     assert all(is_current(plot, tmp_path) for plot in plots_of(Path(record)))
     assert main(["bench", "plot", str(tmp_path / "no.json"), "--out", "x"]) == ExitCode.USAGE
+
+
+@pytest.mark.parametrize(("tree", "said"), [("clean", ""), ("dirty", " and changes to it")])
+def test_a_record_of_a_changed_tree_is_not_shown_as_one_of_its_commit(tree: str, said: str) -> None:
+    section = {
+        "recorded_at": "2026-11-28T20:40:13+00:00",
+        "commit": "ad6cf7d0282c",
+        "tree": tree,
+        "machine": {"name": "a GPU"},
+        "versions": {"torch": "2.11.0"},
+    }
+    line = provenance_line(section)
+    assert line == f"Recorded 2026-11-28 at commit ad6cf7d{said}, a GPU, torch 2.11.0."

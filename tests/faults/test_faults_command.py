@@ -193,6 +193,12 @@ def test_a_record_that_does_not_know_what_the_gate_detected_is_refused() -> None
         upgraded({"commit": "c", "faults": {"a": older}})
 
 
+@pytest.mark.parametrize("faults", [5, [1], {"a": 5}])
+def test_a_record_without_objects_of_faults_is_refused(faults: object) -> None:
+    with pytest.raises(ResultsError, match="must have an object for each of them"):
+        upgraded({"commit": "c", "faults": faults})
+
+
 def test_a_name_that_nothing_has_is_refused_with_the_nearest(
     capsys: pytest.CaptureFixture[str],
 ) -> None:

@@ -67,7 +67,7 @@ def test_all_problems_of_a_file_are_reported_at_once(write: Write) -> None:
         "nearest: layout",
         f"bad.yaml:8: {one}.tier: given 'smok'; allowed: smoke, premerge, nightly; nearest: smoke",
         f"bad.yaml:9: {one}.oracles[1]: given 'exakt'; allowed: {oracles}; nearest: exact",
-        f"bad.yaml:10: {one}.timeout_s: given 0; allowed: a number of seconds > 0",
+        f"bad.yaml:10: {one}.timeout_s: given 0; allowed: a number of seconds > 0, up to 86400",
         f"bad.yaml:12: {one}.rows[0].rank: given 513; allowed: an integer from 1 to 512",
         f"bad.yaml:12: {one}.rows[0].slices[1]: given 0; allowed: {slices}",
         f"bad.yaml:12: {one}.rows[0].tokens: given -1; allowed: an integer >= 0",
@@ -95,17 +95,21 @@ def test_all_problems_of_a_file_are_reported_at_once(write: Write) -> None:
     [
         (
             "timeout_s: 1e3",
-            "groups.one.timeout_s: given '1e3'; allowed: a number of seconds > 0; "
+            "groups.one.timeout_s: given '1e3'; allowed: a number of seconds > 0, up to 86400; "
             "YAML reads 1e3 as text, write it with a point and a signed exponent",
         ),
         (
             "timeout_s: on",
-            "groups.one.timeout_s: given True; allowed: a number of seconds > 0; "
+            "groups.one.timeout_s: given True; allowed: a number of seconds > 0, up to 86400; "
             "YAML reads on as a boolean, quote it",
         ),
         (
             "timeout_s: .inf",
-            "groups.one.timeout_s: given inf; allowed: a number of seconds > 0",
+            "groups.one.timeout_s: given inf; allowed: a number of seconds > 0, up to 86400",
+        ),
+        (
+            "timeout_s: 1.0e+300",
+            "groups.one.timeout_s: given 1e+300; allowed: a number of seconds > 0, up to 86400",
         ),
         (
             "timeout_s: 010",
@@ -115,7 +119,10 @@ def test_all_problems_of_a_file_are_reported_at_once(write: Write) -> None:
             "timeout_s: 1:30",
             "groups.one.timeout_s: given 1:30, which YAML reads as 90; write it as a plain decimal",
         ),
-        ("timeout_s:", "groups.one.timeout_s: given nothing; allowed: a number of seconds > 0"),
+        (
+            "timeout_s:",
+            "groups.one.timeout_s: given nothing; allowed: a number of seconds > 0, up to 86400",
+        ),
         ("on: 1", "groups.one: given key on, read as bool; allowed: text, quote it"),
         ("8: 1", "groups.one: given key 8, read as int; allowed: text, quote it"),
         (
@@ -147,6 +154,11 @@ def test_what_yaml_silently_turns_into_something_else_is_reported(
         ("a: 1\n---\nb: 2", "bad.yaml:2: not YAML: but found another document"),
         ("a: &x [*x]", "bad.yaml:1: nested deeper than 16 levels"),
         ("[" * 100000, "bad.yaml:1: nested deeper than 16 levels"),
+        (
+            "a0: &a0 [1, 1, 1, 1, 1, 1, 1, 1]\n"
+            + "\n".join(f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 8)}]" for n in range(1, 12)),
+            "bad.yaml:1: more than 200000 values, with each alias written out",
+        ),
     ],
 )
 def test_text_that_is_no_case_file_at_all_is_reported_without_a_traceback(

@@ -167,6 +167,21 @@ def test_the_command_writes_a_folder_that_a_plan_can_be_made_of(tmp_path: Path) 
         assert case_id(case) in planned.stdout
 
 
+def test_a_file_that_somebody_else_has_written_is_not_replaced(tmp_path: Path) -> None:
+    path = tmp_path / "embedding.yaml"
+    command = ("generate", "--folder", str(tmp_path), "--count", "1", "--site", "embedding")
+    for text in ("# by hand\n", "", "site: embedding\n# made by `loragate generate`\n"):
+        path.write_text(text)
+        done = run(*command)
+        assert done.returncode == ExitCode.USAGE
+        assert f"{path}: was not made by this command" in done.stderr
+        assert path.read_text() == text
+    path.unlink()
+    for seed in ("1", "2"):
+        assert run(*command, "--seed", seed).returncode == ExitCode.OK
+        assert f"--seed {seed}" in path.read_text()
+
+
 def test_a_folder_that_cannot_be_written_ends_the_command_with_one_line(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     done = run("generate", "--folder", str(tmp_path / "file"), "--count", "1")

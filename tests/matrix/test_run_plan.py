@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -49,6 +50,10 @@ def _planned(made: Plan) -> set[Case]:
     return {planned.case for planned in made.planned}
 
 
+def _with(case: Case, **changes: Any) -> list[Case]:
+    return [replace(other, **changes) if other is case else other for other in CASES]
+
+
 def test_tiers_nest_so_that_no_case_runs_in_a_lower_tier_only() -> None:
     by_tier = {tier: _planned(plan(CASES, [OURS], tier, H200)) for tier in Tier}
     assert by_tier[Tier.SMOKE] == {SMOKE, WIDE, LINEAR}
@@ -70,6 +75,22 @@ def test_a_case_that_does_not_fit_into_the_gpu_is_skipped_with_both_figures() ->
     assert [(skipped.case, skipped.reason) for skipped in made.skipped] == [
         (HUGE, "needs about 16 GiB of device memory, there are 12")
     ]
+
+
+def test_the_digest_of_a_plan_says_how_its_cases_are_judged() -> None:
+    made = plan(CASES, [OURS], Tier.PREMERGE, CPU)
+    assert made.digest == plan(CASES[::-1], [OURS], Tier.PREMERGE, CPU).digest
+    assert made.digest == plan(CASES, [OURS], Tier.PREMERGE, H200).digest
+    swapped = (OracleName.EXACT, OracleName.REFERENCE)
+    assert made.digest == plan(_with(SMOKE, oracles=swapped), [OURS], Tier.PREMERGE, CPU).digest
+    # of a case that runs, and of one that does not run here
+    for case, changes in (
+        (SMOKE, {"oracles": (OracleName.EXACT,)}),
+        (SMOKE, {"timeout_s": 61.0}),
+        (PREMERGE, {"oracles": (OracleName.REFERENCE,)}),
+    ):
+        assert made.digest != plan(_with(case, **changes), [OURS], Tier.PREMERGE, CPU).digest
+    assert made.digest != plan(CASES[:-1], [OURS], Tier.PREMERGE, CPU).digest
 
 
 def test_what_a_subject_refuses_is_skipped_for_it_alone_and_not_expected() -> None:

@@ -154,17 +154,18 @@ def test_a_mutant_that_is_listed_is_not_planted(
 def test_a_run_goes_on_where_it_was_and_not_with_other_code(tmp_path: Path) -> None:
     (mutant,) = read_edits(write(tmp_path / "e.yaml", EDIT), SOURCES).mutants
     journal = Journal(tmp_path / "run.jsonl", "state-1")
-    assert journal.open() == {}
-    journal.add(mutant, Result(id="wrong", fate=Fate.KILLED, killer="case-a"))
-    journal.add(mutant, Result(id="other", fate=Fate.BROKEN))
+    wrong, other, later = mutants = [replace(mutant, id=id) for id in ("wrong", "other", "next")]
+    assert journal.open(mutants) == {}
+    journal.add(wrong, Result(id="wrong", fate=Fate.KILLED, killer="case-a"))
+    journal.add(other, Result(id="other", fate=Fate.BROKEN))
     with journal.path.open("a") as file:
         file.write('{"result": {"id": "half')
-    assert set(journal.open()) == {"wrong"}
-    journal.add(mutant, Result(id="next", fate=Fate.SURVIVED))
-    assert set(journal.open()) == {"wrong", "next"}
+    assert set(journal.open(mutants)) == {"wrong"}
+    journal.add(later, Result(id="next", fate=Fate.SURVIVED))
+    assert set(journal.open(mutants)) == {"wrong", "next"}
     assert list(kills_in(tmp_path)) == [Kill("m.py", "f", "case-a")]
     with pytest.raises(OtherState, match="another state"):
-        Journal(journal.path, "state-2").open()
+        Journal(journal.path, "state-2").open(mutants)
 
 
 @pytest.mark.parametrize(

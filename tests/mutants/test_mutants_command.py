@@ -157,6 +157,20 @@ def test_what_samples_have_left_is_planted_once_more_and_what_is_gone_is_named(
     assert "an-edit" not in out
 
 
+@pytest.mark.parametrize(
+    "section", [{}, {"runs": []}, {"runs": {"sample-1-seed-1": {}}}, {"runs": {"sample-x": [1]}}]
+)
+def test_a_record_without_runs_of_mutants_is_a_usage_error(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], section: dict[str, object]
+) -> None:
+    path = tmp_path / "cpu.json"
+    path.write_text(json.dumps({"schema": 1, "sections": {SECTION: section}}))
+    assert main(["mutants", "--survivors", str(path), "--list"]) == ExitCode.USAGE
+    error = capsys.readouterr().err
+    assert f"{path}: section 'mutants' has no runs as this command records them" in error
+    assert "Traceback" not in error
+
+
 def test_survivors_of_other_modules_are_neither_planted_nor_gone(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -93,14 +93,33 @@ def test_a_history_travels_as_lines(tmp_path: Path, scan_run: NewRun, trial: New
         history.add_path(PathFiles(path_key="key1", files=("a.py", "b.py")))
         lines, expected = list(export_lines(history)), list(history.trials())
     path = tmp_path / "h.jsonl"
-    # the last line was being written when its writer died
-    path.write_text("\n".join(lines)[:-5], encoding="utf-8")
+    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
     with open_history(tmp_path / "other.db") as history:
-        assert import_lines(history, path) == 2
-        path.write_text("\n".join(lines) + "\n", encoding="utf-8")
-        assert import_lines(history, path) == 1
+        assert import_lines(history, path) == 3
+        assert import_lines(history, path) == 0
         assert list(history.trials()) == expected
         assert history.paths() == (PathFiles(path_key="key1", files=("a.py", "b.py")),)
+
+
+def test_nothing_is_taken_of_a_file_that_is_cut(
+    tmp_path: Path, scan_run: NewRun, trial: NewTrial
+) -> None:
+    with open_history(tmp_path / "h.db") as history:
+        history.add_run(scan_run())
+        for number in range(3):
+            history.add(trial(number))
+        text = "".join(f"{line}\n" for line in export_lines(history))
+    path = tmp_path / "h.jsonl"
+    first = text.index("\n")
+    with open_history(tmp_path / "other.db") as history:
+        for size in (1, first, first + 9, len(text) // 2, len(text) - 5, len(text) - 1):
+            path.write_text(text[:size], encoding="utf-8")
+            with pytest.raises(HistoryError, match=r"h\.jsonl:[1-5]: .*the file is cut"):
+                import_lines(history, path)
+        path.write_text("", encoding="utf-8")
+        with pytest.raises(HistoryError, match="the file is empty"):
+            import_lines(history, path)
+        assert history.count() == 0 == len(history.runs())
 
 
 @pytest.mark.parametrize(

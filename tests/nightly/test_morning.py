@@ -90,6 +90,27 @@ def test_a_case_that_was_never_judged_is_no_quiet_night(nights: _Nights) -> None
     assert morning([], [], today=_TODAY).exit_code is ExitCode.INCOMPLETE
 
 
+def test_a_case_that_the_last_run_judged_in_none_of_its_trials_makes_no_quiet_night(
+    nights: _Nights,
+) -> None:
+    nights.add(120)
+    nights.add(120, case="other", path="q")
+    assert nights.page().exit_code is ExitCode.OK
+    nights.begin()
+    nights.add(5)
+    nights.add(5, case="other", path="q", outcome=Outcome.INFRA, digest="")
+    page = nights.page()
+    assert page.exit_code is ExitCode.INCOMPLETE
+    assert (page.stopped, page.idle, page.never) == (("other",), (), ())
+    for text in _pages(page):
+        assert "he last run judged 1 case in none of its trials" in text
+    assert "Not judged by the last run" in render_terminal(page, Colour.OFF)
+    assert "Not judged by the last run" in render_html(page)
+    # one trial that was judged is enough, and an earlier run is no matter
+    nights.add(1, case="other", path="q")
+    assert nights.page().stopped == ()
+
+
 @pytest.mark.parametrize("failure", ["hang", "crash", "wrong_answer"])
 def test_what_was_wrong_once_and_is_not_explained_makes_no_quiet_night(
     nights: _Nights, failure: str

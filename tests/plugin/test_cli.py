@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import subprocess
 import sys
@@ -18,6 +19,25 @@ GOOD = (
     "torch.dense_delta.dtype-fp32.exec-eager.in-32.layout-contiguous.mix-ragged.rank-8"
     ".ranks-mixed.slices-16.slots-4.tokens-21"
 )
+
+
+@pytest.mark.parametrize("name", ["PYTEST_ADDOPTS", "PYTEST_PLUGINS"])
+def test_options_for_every_session_of_pytest_reach_no_process_of_a_command(
+    monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    seen = {}
+
+    def run(arguments: argparse.Namespace) -> ExitCode:
+        found = subprocess.run(["env"], capture_output=True, text=True, check=True).stdout
+        seen.update(line.split("=", 1) for line in found.splitlines() if "=" in line)
+        return ExitCode.OK
+
+    monkeypatch.setenv(name, "--collect-only")
+    monkeypatch.setenv("LORAGATE_OTHER", "kept")
+    monkeypatch.setattr("loragate.commands.plan.run", run)
+    assert main(["plan"]) == ExitCode.OK
+    assert name not in seen
+    assert seen["LORAGATE_OTHER"] == "kept"
 
 
 @pytest.mark.parametrize(

@@ -61,6 +61,11 @@ SHORT_DEADLINE = (
     "    from loragate.plugin import host_tests\n    host_tests.DEADLINE_S = 0.5\n"
 )
 
+KNOWN_WITHOUT_A_RUN = (
+    "import pytest\n@pytest.mark.xfail(run=False, reason='ends the process')\ndef test_x(): pass\n"
+)
+ONLY_SET_UP = "def pytest_configure(config): config.option.setuponly = True\n"
+
 Leg = Callable[..., "Ended"]
 
 
@@ -136,6 +141,18 @@ def _open_run(report: Path) -> None:
     with EventWriter(report / "events.jsonl", run=RUN) as writer:
         for event in (plan, LegStarted(name="host")):
             writer.write(event)
+
+
+def test_tests_that_were_set_up_and_not_called_have_judged_nothing(run_leg):
+    leg = run_leg(conftest=ONLY_SET_UP, test_good=GOOD, test_known=KNOWN_WITHOUT_A_RUN)
+    assert leg.exit_code == ExitCode.INCOMPLETE, leg.output
+    assert {test: (e.verdict, e.message) for test, e in leg.found.items()} == {
+        "test_good.py::test_a": (Verdict.INCONCLUSIVE, "was set up and never called"),
+        "test_good.py::test_b": (Verdict.INCONCLUSIVE, "was set up and never called"),
+        # it says itself that it is not called
+        "test_known.py::test_x": (Verdict.PASS, ""),
+    }
+    assert leg.close().exit_code is ExitCode.INCOMPLETE
 
 
 def test_every_folder_of_tests_that_run_in_the_interpreter_is_run() -> None:

@@ -115,6 +115,18 @@ def test_listing_the_cases_leaves_no_report(tmp_path, run_session):
     assert not (tmp_path / "report").exists()
 
 
+@pytest.mark.parametrize("workers", ["0", "1"])
+def test_a_session_of_cases_of_which_the_tier_has_none_has_judged_nothing(
+    tmp_path, run_session, workers
+):
+    matrix = tmp_path / "nightly.yaml"
+    matrix.write_text((MATRICES / "four_good.yaml").read_text().replace("smoke", "nightly"))
+    session = run_session(tmp_path / "report", "-n", workers, matrix=str(matrix), subject="torch")
+    assert session.exit_code == ExitCode.INCOMPLETE, session.output
+    assert "no case of tier smoke was selected" in session.output
+    assert not (tmp_path / "report").exists()
+
+
 def test_an_unknown_subject_is_a_usage_error_that_names_the_nearest(tmp_path, run_session):
     session = run_session(
         tmp_path / "report", "-n", "1", "--loragate-subject=torhc", matrix="one_hang.yaml"

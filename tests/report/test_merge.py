@@ -64,7 +64,9 @@ def shards(plan: Callable[..., RunStarted], finished: Callable[..., CaseFinished
             for leg in own.legs
         ]
         end = RunFinished(finished_at=f"2026-11-21T04:15:4{index}+00:00", duration_s=index * 10.0)
-        return [started, *map(finished, PARTS[index]), *ends, end]
+        tests = [HostTestFinished(leg="host", test="t::a", verdict=Verdict.PASS, duration_s=0.1)]
+        host = tests if "host" in own.legs else []
+        return [started, *map(finished, PARTS[index]), *host, *ends, end]
 
     return {index: events(index) for index in PARTS}
 
@@ -131,6 +133,7 @@ def test_one_wrong_case_fails_the_merged_run(
     ("changes", "problem"),
     [
         ({"commit": "def"}, "commit differs: abc in r1, def in r2"),
+        ({"judged": "12ab"}, "judged differs: none in r1, 12ab in r2"),
         ({"draws": (0, 1)}, "draws differs: none in r1, 0, 1 in r2"),
         ({"subjects": ("mine", "torch")}, "subjects differs: mine in r1, mine, torch in r2"),
         ({"shard": None}, "r2: is no shard: it was run without --shard"),

@@ -264,6 +264,7 @@ def test_an_unknown_kind_is_left_out_and_counted(tmp_path: Path) -> None:
     [
         "[]",
         "null",
+        "[" * 100_000,
         '{"schema":1,"kind":"note","run":"r"}',
         '{"schema":1,"kind":"note","run":"r","event":{}}',
         '{"schema":1,"kind":"leg_started","run":"r","event":{"name":{"a":1}}}',

@@ -14,6 +14,7 @@ from loragate.events.model import (
     Event,
     HostTestFinished,
     HostTestsCollected,
+    LegFinished,
     RunStarted,
 )
 from loragate.report.html import render_html
@@ -49,6 +50,20 @@ def test_good_and_skipped_host_tests_change_nothing(
     summary = _judge(plan, finished, closing, _test("t::a"), _test("t::b", Verdict.SKIP))
     assert summary.exit_code is ExitCode.OK
     assert summary.total.executed == 1
+
+
+def test_a_leg_of_host_tests_that_passed_without_any_has_judged_nothing(
+    plan: Plan, finished: Finished, closing: Closing
+) -> None:
+    leg = LegFinished(name="host", verdict=Verdict.PASS, exit_code=0, duration_s=1.0)
+    summary = _judge(plan, finished, closing, leg)
+    assert summary.exit_code is ExitCode.INCOMPLETE
+    assert summary.reasons == ("leg host: no test was collected",)
+    for event in (_test("t::a"), HostTestsCollected(leg="host", tests=())):
+        assert _judge(plan, finished, closing, leg, event).exit_code is ExitCode.OK
+    # of another leg
+    found = HostTestFinished(leg="gpu", test="t::a", verdict=Verdict.PASS, duration_s=1.0)
+    assert _judge(plan, finished, closing, leg, found).exit_code is ExitCode.INCOMPLETE
 
 
 def test_a_host_test_that_never_ended_is_inconclusive_by_name(

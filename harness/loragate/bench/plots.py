@@ -20,9 +20,12 @@ from loragate.bench.moe_rows import RANKS as MOE_RANKS
 from loragate.bench.rows import LINEARS
 from loragate.bench.rows import RANKS as DENSE_RANKS
 from loragate.bench.streams_figures import LinearFigures, StreamFigures
+from loragate.core.files import write_atomically
 from loragate.records.results import read_section, require_section
 
 _DIGEST = "loragate-figures:"
+# the last line of a file that is whole
+_END = "</svg>\n"
 _TITLES = {
     "qwen3moe": "64 experts, w13",
     "qwen3_30b_w13": "Qwen3-30B-A3B, w13",
@@ -142,9 +145,10 @@ def plots_of(record: Path) -> tuple[Plot, ...]:
 
 
 def is_current(plot: Plot, folder: Path) -> bool:
-    """Whether the file in `folder` shows these figures."""
+    """Whether the file in `folder` shows these figures, and is not cut."""
     path = file_of(plot, folder)
-    return path.exists() and plot.digest in path.read_text(encoding="utf-8")
+    text = path.read_text(encoding="utf-8") if path.exists() else ""
+    return plot.digest in text and text.endswith(_END)
 
 
 def file_of(plot: Plot, folder: Path) -> Path:
@@ -159,7 +163,7 @@ def write_plots(plots: Iterable[Plot], folder: Path) -> list[Path]:
     written = []
     for plot in plots:
         path = file_of(plot, folder)
-        path.write_text(draw(plot), encoding="utf-8")
+        write_atomically(path, draw(plot))
         written.append(path)
     return written
 

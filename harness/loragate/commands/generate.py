@@ -8,7 +8,7 @@ from pathlib import Path
 
 from loragate.core.arguments import count_from
 from loragate.core.errors import CommandError
-from loragate.core.files import write_atomically
+from loragate.core.files import read_regular, write_atomically
 from loragate.core.machine import select_interpreter
 from loragate.core.verdict import ExitCode
 from loragate.matrix.case import OPERATIONS, Case, Site, Tier
@@ -17,6 +17,8 @@ from loragate.matrix.generated.text import file_text
 from loragate.run.planning import refusal_of
 
 _SITES = sorted(OPERATIONS)
+# how the first line of a file begins
+_MADE_BY = "made by `loragate generate"
 _COUNT = 40
 
 
@@ -67,12 +69,20 @@ def run(arguments: argparse.Namespace) -> ExitCode:
         asked += f" --subject {subject}" if subject else ""
         path = arguments.folder / f"{site}.yaml"
         try:
+            _refuse_others(path)
             arguments.folder.mkdir(parents=True, exist_ok=True)
-            write_atomically(path, file_text(site, cases, f"made by `loragate generate {asked}`"))
+            write_atomically(path, file_text(site, cases, f"{_MADE_BY} {asked}`"))
         except OSError as error:
             raise CommandError(str(error), ExitCode.INFRASTRUCTURE) from error
         print(f"{path}: {len(cases)} cases")
     return ExitCode.OK
+
+
+def _refuse_others(path: Path) -> None:
+    """CommandError where a file would be lost that somebody has written by hand. OSError."""
+    if path.exists() and not read_regular(path).startswith(f"# {_MADE_BY} ".encode()):
+        text = f"{path}: was not made by this command, which would replace it; choose another"
+        raise CommandError(f"{text} --folder", ExitCode.USAGE)
 
 
 def _fits(subject: str) -> Callable[[Case], bool]:

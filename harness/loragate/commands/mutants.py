@@ -34,7 +34,7 @@ from loragate.mutants.record import (
 )
 from loragate.mutants.sources import diff_of, read_sources
 from loragate.records.recorder import Recorder
-from loragate.records.results import require_section
+from loragate.records.results import ResultsError, require_section
 
 if TYPE_CHECKING:
     from loragate.mutants.session import Session
@@ -154,7 +154,12 @@ def _survivors(sources: Sources, record: Path) -> tuple[list[Mutant], Mapping[st
     """Of modules of `sources`, what the samples of a record have left."""
     from loragate.mutants.generation.sampling import with_ids
 
-    left = left_by_samples(require_section(record, SECTION)["runs"])
+    section = require_section(record, SECTION)
+    try:
+        left = left_by_samples(section["runs"])
+    except (KeyError, TypeError, AttributeError) as error:
+        text = f"{record}: section {SECTION!r} has no runs as this command records them: {error!r}"
+        raise ResultsError(text) from error
     with _generators():
         found = with_ids(sources, left)
     names = {mutant.id for mutant in found}

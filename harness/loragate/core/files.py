@@ -32,7 +32,9 @@ def read_regular(path: Path) -> bytes:
 
 def write_atomically(path: Path, text: str) -> None:
     """Write `text` to a new file beside `path`, then put it in its place: a reader never sees half
-    a file, and a killed process leaves the old one."""
+    a file, and a killed process leaves the old one. A link stays, and leads to the new file, and a
+    file keeps who may read it."""
+    path = path.resolve()
     path.parent.mkdir(parents=True, exist_ok=True)
     # bytes of a log that are no text arrive as surrogates; they must not cost the report
     data = text.encode(errors="backslashreplace")
@@ -41,7 +43,7 @@ def write_atomically(path: Path, text: str) -> None:
         with os.fdopen(handle, "wb") as file:
             file.write(data)
         # mkstemp hides its files from everybody else, who may be a web server
-        Path(name).chmod(0o644)
+        Path(name).chmod(stat.S_IMODE(path.stat().st_mode) if path.exists() else 0o644)
         Path(name).replace(path)
     except BaseException:
         Path(name).unlink(missing_ok=True)

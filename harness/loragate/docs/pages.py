@@ -14,6 +14,7 @@ from typing import Any
 
 from loragate.bench.kinds import KINDS
 from loragate.bench.plots import Plot, is_current, plots_of
+from loragate.core.files import write_atomically
 from loragate.docs import drills
 from loragate.docs.blocks import content_of, replaced
 from loragate.docs.results import (
@@ -227,7 +228,7 @@ def write_pages(root: Path) -> None:
         texts[block.page] = replaced(text, block.name, content, page=block.page)
     texts[str(FINDINGS_PAGE)] = _findings_page(root)
     for page, text in texts.items():
-        (root / page).write_text(text, encoding="utf-8")
+        write_atomically(root / page, text)
 
 
 def stale_plots(root: Path) -> list[Plot]:

@@ -14,6 +14,7 @@ from loragate.bench.moe_figures import MAX_ADDED, MoEFigures
 from loragate.bench.moe_rows import LAYER_RANK
 from loragate.bench.streams_figures import StreamFigures
 from loragate.bench.text import markdown, measured, number
+from loragate.core.checkout import Tree
 from loragate.core.verdict import Verdict
 
 Section = Mapping[str, Any]
@@ -212,8 +213,10 @@ def provenance_line(section: Section) -> str:
     """Where and at which commit a section was recorded."""
     found = section["versions"]
     versions = ", ".join(f"{name} {found[name]}" for name in _PACKAGES if found.get(name))
+    # a record of a tree that was changed is of no commit
+    changed = " and changes to it" if section.get("tree") == Tree.DIRTY else ""
     return (
-        f"Recorded {section['recorded_at'][:10]} at commit {section['commit'][:7]}, "
+        f"Recorded {section['recorded_at'][:10]} at commit {section['commit'][:7]}{changed}, "
         f"{section['machine']['name']}, {versions}."
     )
 

@@ -19,6 +19,7 @@ from typing import Any
 from pydantic import TypeAdapter, ValidationError
 from pydantic_core import PydanticSerializationError, to_json, to_jsonable_python
 
+from loragate.core.json_text import parse_json
 from loragate.events.model import (
     SCHEMA,
     CaseFinished,
@@ -208,7 +209,7 @@ def _lines(path: Path) -> Iterator[str]:
 def _record(line: str) -> dict[str, Any] | None:
     # json instead of pydantic: records of schema 1 may hold surrogates, which pydantic refuses
     try:
-        record = json.loads(line)
+        record = parse_json(line)
     except ValueError:
         return None
     if not isinstance(record, dict):

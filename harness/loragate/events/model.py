@@ -24,6 +24,10 @@ SCHEMA = 2
 COMPILE_SITE = "compile"
 
 
+# the leg of ordinary tests
+HOST_LEG = "host"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Expected:
     """How many results a leg has to deliver for one site of one subject.
@@ -78,7 +82,8 @@ class RunStarted:
     """The plan. `started_at` is ISO 8601 in UTC; `legs` are all the legs that must finish.
 
     Every expected run id has to run `repeats` times with each of `draws`; `draws` is empty if the
-    plan does not say which. `shard` is None for a run that is no part of another one.
+    plan does not say which. `shard` is None for a run that is no part of another one. `judged` is a
+    digest of how the cases of the whole plan are judged, "" if the plan does not say.
     """
 
     run: str
@@ -95,6 +100,7 @@ class RunStarted:
     versions: Mapping[str, str] = field(default_factory=dict)
     machine: Mapping[str, str] = field(default_factory=dict)
     shard: Sharding | None = None
+    judged: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

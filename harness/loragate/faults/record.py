@@ -42,6 +42,8 @@ def upgraded(record: Mapping[str, Any]) -> dict[str, Any]:
     """A record with the keys and group labels of today. Raises ResultsError for one that does not
     say what the gate has detected: it is older than that question."""
     faults = record.get("faults", {})
+    if not isinstance(faults, dict) or not all(isinstance(f, dict) for f in faults.values()):
+        raise ResultsError("the record of the faults must have an object for each of them")
     old = next((name for name, entry in faults.items() if "detected_by_gate" not in entry), None)
     if old is not None:
         raise ResultsError(

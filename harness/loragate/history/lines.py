@@ -9,6 +9,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
+from loragate.core.json_text import parse_json
 from loragate.history import tables
 from loragate.history.fields import Record, checked
 from loragate.history.model import HistoryError, PathFiles, ScanRun, TrialRecord
@@ -33,8 +34,8 @@ def export_lines(history: History) -> Iterator[str]:
 def import_lines(history: History, path: Path) -> int:
     """Add the records of a file that `export_lines` has made; returns how many trials were new.
 
-    Raises HistoryError, which names file and line, for what is no record, and OSError. A last line
-    without an end was being written when its writer died, and is left out.
+    Raises HistoryError, which names file and line, for what is no record and for a file that is
+    cut, of which nothing is added, and OSError.
     """
     with path.open(encoding="utf-8", errors="replace", newline="\n") as file:
         runs: list[ScanRun] = []
@@ -62,10 +63,11 @@ def _trials(
 
 def _records(path: Path, lines: Iterable[str], known: set[str]) -> Iterator[Record]:
     """known: the runs that trials may belong to; those of the file are added."""
+    number = 0
     for number, line in enumerate(lines, 1):
-        if not line.endswith("\n"):
-            return
         try:
+            if not line.endswith("\n"):
+                raise ValueError("the line has no end: the file is cut, copy it again")
             found = _parsed(line)
             if number == 1:
                 _check_schema(found)
@@ -73,15 +75,15 @@ def _records(path: Path, lines: Iterable[str], known: set[str]) -> Iterator[Reco
                 yield _record(found, known)
         except ValueError as error:
             raise HistoryError(f"{path}:{number}: no record of a history: {error}") from error
+    if not number:
+        raise HistoryError(f"{path}: no history: the file is empty")
 
 
 def _parsed(line: str) -> Any:
     try:
-        return json.loads(line)
+        return parse_json(line)
     except json.JSONDecodeError as error:
         raise ValueError(f"is not JSON: {error.msg} in column {error.colno}") from error
-    except RecursionError as error:
-        raise ValueError("is nested too deeply") from error
 
 
 def _check_schema(found: Any) -> None:

@@ -29,8 +29,12 @@ _SCALARS = frozenset(
 _SURPRISING_INT = re.compile(r"[-+]?(0[0-7_]+|[0-9_]+(:[0-5]?[0-9])+)")
 
 
-class _TooDeep(Exception):
-    """Raised with the line in question."""
+# what an alias stands for counts each time: a few lines of aliases of aliases make billions of them
+_MAX_VALUES = 200_000
+
+
+class _TooMuch(Exception):
+    """Raised with the line in question, and what there is too much of."""
 
 
 @dataclass(slots=True)
@@ -41,6 +45,7 @@ class Document:
     data: Any = None
     root: yaml.Node | None = None
     problems: list[Problem] = field(default_factory=list)
+    num_values: int = 0
 
     def problem(self, loc: Loc, message: str) -> Problem:
         """A problem at the deepest place of `loc` that exists in the file."""
@@ -99,9 +104,8 @@ def parse(text: str, file: str) -> Document:
         return document
     try:
         document.data = _construct(document.root, (), document) if document.root else None
-    except _TooDeep as error:
-        message = f"nested deeper than {_MAX_DEPTH} levels"
-        document.problems.append(Problem(file, error.args[0], "", message))
+    except _TooMuch as error:
+        document.problems.append(Problem(file, error.args[0], "", error.args[1]))
     return document
 
 
@@ -113,7 +117,10 @@ def render_loc(loc: Sequence[str | int]) -> str:
 
 def _construct(node: yaml.Node, loc: Loc, document: Document) -> Any:
     if len(loc) > _MAX_DEPTH:
-        raise _TooDeep(_line(node))
+        raise _TooMuch(_line(node), f"nested deeper than {_MAX_DEPTH} levels")
+    document.num_values += 1
+    if document.num_values > _MAX_VALUES:
+        raise _TooMuch(_line(node), f"more than {_MAX_VALUES} values, with each alias written out")
     if isinstance(node, yaml.MappingNode):
         return {
             key: _construct(value, (*loc, key), document)

@@ -8,6 +8,7 @@ Every selected case of every subject is either planned or skipped, never silentl
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -53,6 +54,15 @@ class Plan:
     def run_ids(self) -> frozenset[str]:
         """Of all cases, planned or skipped."""
         return frozenset(item.run_id for items in (self.planned, self.skipped) for item in items)
+
+    @property
+    def digest(self) -> str:
+        """Changes with how any case is judged, which its id does not say: oracles and deadline."""
+        cases = {item.run_id: item.case for items in (self.planned, self.skipped) for item in items}
+        judged = [
+            (name, sorted(case.oracles), case.timeout_s) for name, case in sorted(cases.items())
+        ]
+        return hashlib.sha256(repr(judged).encode()).hexdigest()[:12]
 
     def of(self, run_ids: Collection[str]) -> Plan:
         """The part of the plan that is about these cases."""

@@ -67,9 +67,11 @@ def _distinct(values: tuple[T, ...]) -> tuple[T, ...]:
     return values
 
 
+# a day
+_MOST_SECONDS = 86_400
 Positive = Annotated[int, Strict(), Field(ge=1)]
 # yaml has no tuples, and strict floats refuse the text "1e-3"
-Seconds = Annotated[float, Strict(), Field(gt=0, allow_inf_nan=False)]
+Seconds = Annotated[float, Strict(), Field(gt=0, le=_MOST_SECONDS, allow_inf_nan=False)]
 OracleNames = Annotated[tuple[OracleName, ...], Field(min_length=1), AfterValidator(_distinct)]
 
 
@@ -107,7 +109,7 @@ class GroupModel(_Model):
     tier: Tier
     oracles: OracleNames
     rows: list[Any] = Field(min_length=1, description="a list of one row or more")
-    timeout_s: Seconds = Field(60.0, description="a number of seconds > 0")
+    timeout_s: Seconds = Field(60.0, description=f"a number of seconds > 0, up to {_MOST_SECONDS}")
     exclude: list[Any] = Field([], description="a list of axes to leave out")
     include: list[Any] = Field([], description="a list of single points to add")
     sample: SampleModel | None = Field(None, description="a mapping such as {limit: 60}")

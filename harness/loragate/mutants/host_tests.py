@@ -13,6 +13,7 @@ from _pytest.runner import runtestprotocol
 
 from loragate.core.deadline import deadline
 from loragate.core.verdict import Failure, Verdict
+from loragate.events.model import HOST_LEG
 from loragate.mutants.units import Ended, Transcript
 from loragate.plugin.ordinary_tests import Report, event_of
 
@@ -140,7 +141,7 @@ class TracedTests:
 
 
 def _ended(name: str, reports: Sequence[Report], root: Path) -> Ended:
-    event = event_of("host", reports, root)
+    event = event_of(HOST_LEG, reports, root)
     failed = event.verdict is Verdict.FAIL
     return Ended(
         unit=name,

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 from pydantic import TypeAdapter, ValidationError
 
 from loragate.core.files import lock_of
+from loragate.core.json_text import parse_json
 from loragate.mutants.model import Fate, Mutant, Result
 from loragate.mutants.ordering import Kill
 
@@ -33,8 +35,10 @@ class Journal:
     path: Path
     state: str
 
-    def open(self) -> dict[str, Result]:
-        """The results so far, by id. Raises JournalError."""
+    def open(self, mutants: Iterable[Mutant]) -> dict[str, Result]:
+        """The results of `mutants` so far, by id. Raises JournalError.
+
+        Whoever writes an edit names it: a result of another edit of that name is none of it."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
         # several processes may begin the same file, and only one of them writes the first line
         with lock_of(self.path):
@@ -46,7 +50,9 @@ class Journal:
             raise OtherState(
                 f"{self.path}: was written for another state of the code; {_WHAT_TO_DO}"
             )
-        found = [self._result(number, entry) for number, entry in lines[1:]]
+        changes = {mutant.id: _change(mutant) for mutant in mutants}
+        read = [(self._result(number, entry), entry.get("change")) for number, entry in lines[1:]]
+        found = [result for result, change in read if changes.get(result.id) == change]
         # what broke for reasons outside of the mutant runs again
         return {result.id: result for result in found if result.fate is not Fate.BROKEN}
 
@@ -64,6 +70,7 @@ class Journal:
         entry = {
             "module": mutant.module,
             "function": mutant.function,
+            "change": _change(mutant),
             "result": _RESULT.dump_python(result, mode="json"),
         }
         with lock_of(self.path):
@@ -81,13 +88,24 @@ class Journal:
             file.write(json.dumps(entry).encode() + b"\n")
 
 
+def _change(mutant: Mutant) -> str:
+    """A digest of what the mutant changes in code of one state."""
+    text = "\0".join([mutant.module, str(mutant.start), str(mutant.end), mutant.new])
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
 def kills_in(folder: Path) -> Iterator[Kill]:
     """What killed mutants in all runs of a folder."""
     for path in sorted(folder.glob("*.jsonl")):
         for _, entry in _lines(path):
-            result = entry.get("result", {})
-            if result.get("fate") == Fate.KILLED:
-                yield Kill(entry["module"], entry["function"], result["killer"])
+            result = entry.get("result")
+            if not isinstance(result, dict) or result.get("fate") != Fate.KILLED:
+                continue
+            kill = [entry.get("module"), entry.get("function"), result.get("killer")]
+            texts = [part for part in kill if isinstance(part, str)]
+            # a damaged line only makes the order of units worse
+            if len(texts) == len(kill):
+                yield Kill(*texts)
 
 
 def _lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
@@ -95,7 +113,7 @@ def _lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
     data = path.read_bytes() if path.exists() else b""
     for number, line in enumerate(data.split(b"\n"), 1):
         try:
-            entry = json.loads(line)
+            entry = parse_json(line)
         except ValueError:
             # half a line of a process that was killed
             continue

@@ -43,7 +43,7 @@ class Session:
     def run(self, mutants: Sequence[Mutant], equivalents: Equivalents) -> list[Outcome]:
         """Plant what has no result yet; the results of all. Raises OtherState, CommandError."""
         journal = self.journal(gpu=self.gpu)
-        results = journal.open()
+        results = journal.open(mutants)
         chosen = self._survivors(mutants, equivalents) if self.gpu else list(mutants)
         waiting = self._not_planted(chosen, results, equivalents)
         if waiting:
@@ -57,7 +57,7 @@ class Session:
 
     def _survivors(self, mutants: Sequence[Mutant], equivalents: Equivalents) -> list[Mutant]:
         """What the run without a GPU has left; CommandError if it is not complete."""
-        results = self.journal(gpu=False).open()
+        results = self.journal(gpu=False).open(mutants)
         missing = len(self._not_planted(mutants, results, equivalents))
         if missing:
             text = f"{missing} mutants were not planted without --gpu in {self.folder}"

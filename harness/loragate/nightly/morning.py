@@ -68,6 +68,8 @@ class Morning:
     never: tuple[str, ...]
     # machines whose last run judged nothing
     idle: tuple[str, ...]
+    # cases that the last run of a machine has tried and none of whose trials was judged there
+    stopped: tuple[str, ...]
     # machines with a run of a day to come: by their clock it is the last one until then
     ahead: tuple[str, ...]
     counts: Mapping[Status, int]
@@ -92,7 +94,7 @@ class Morning:
             status = finding.state.status
             if status is Status.WRONG or (status is Status.FLAKY and not finding.is_held):
                 return ExitCode.WRONG
-        if self.unexplained or self.never or self.idle or not self.trials:
+        if self.unexplained or self.never or self.idle or self.stopped or not self.trials:
             return ExitCode.INCOMPLETE
         return ExitCode.OK
 
@@ -130,11 +132,22 @@ def morning(
         nights=_nights(runs, trials, found.values()),
         never=tuple(sorted(set(cases) - {t.case for t in judged if t.measure == Measure.JUDGED})),
         idle=tuple(sorted(machine for machine, uid in latest.items() if uid not in busy)),
+        stopped=_stopped(trials, set(latest.values())),
         ahead=tuple(sorted({run.machine for run in runs if run.started_at >= _end_of(today)})),
         counts=Counter(state.status for state in found.values()),
         trials=sum(trial.purpose is Purpose.PLANNED for trial in trials),
         infra=sum(trial.outcome is Outcome.INFRA for trial in trials),
     )
+
+
+def _stopped(trials: Iterable[TrialRecord], latest: set[str]) -> tuple[str, ...]:
+    tried, judged = set(), set()
+    for trial in trials:
+        if trial.run in latest:
+            tried.add((trial.run, trial.case))
+            if trial.outcome in _JUDGED:
+                judged.add((trial.run, trial.case))
+    return tuple(sorted({case for _, case in tried - judged}))
 
 
 def _end_of(today: date) -> float:

@@ -17,10 +17,15 @@ import pytest
 
 from loragate.core.verdict import ExitCode
 from loragate.matrix.case_run import CaseRun
-from loragate.plugin.collection import case_run_of, case_run_of_id
+from loragate.plugin.collection import (
+    asks_for_cases_alone,
+    case_run_of,
+    case_run_of_id,
+    selected_runs,
+)
 from loragate.plugin.crash_report import crash_report
 from loragate.plugin.judging import unrecorded
-from loragate.plugin.options import SETTINGS, Role, Settings
+from loragate.plugin.options import SETTINGS, Role, Settings, selection_of
 from loragate.plugin.ordinary_tests import Report, failures_in_run
 from loragate.plugin.session_run import SessionRun
 from loragate.plugin.sticky import lost_device
@@ -52,6 +57,7 @@ class Accounting:
         self._recent: dict[str, deque[str]] = defaultdict(lambda: deque(maxlen=_RAN_BEFORE_SHOWN))
         self._ready_nodes: set[str] = set()
         self._early_deaths = 0
+        self._without_cases = False
 
     def pytest_collection_finish(self, session: pytest.Session) -> None:
         self._expect((item.nodeid, case_run_of(item)) for item in session.items)
@@ -121,7 +127,10 @@ class Accounting:
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
-        if not self._run.begun or session.exitstatus == pytest.ExitCode.INTERNAL_ERROR:
+        if session.exitstatus == pytest.ExitCode.INTERNAL_ERROR:
+            return
+        if not self._run.begun:
+            self._refuse_nothing(session)
             return
         others = failures_in_run(
             self._other_failures, self._run.record.read().events, self._config.rootpath
@@ -132,7 +141,19 @@ class Accounting:
         if exit_code is not ExitCode.OK:
             session.exitstatus = exit_code.value
 
+    def _refuse_nothing(self, session: pytest.Session) -> None:
+        """A session of cases alone of which none was selected has judged nothing."""
+        empty = session.exitstatus in (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED)
+        if self._config.option.collectonly or not empty:
+            return
+        if asks_for_cases_alone(self._config) and not selected_runs(self._config):
+            session.exitstatus = ExitCode.INCOMPLETE.value
+            self._without_cases = True
+
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
+        if self._without_cases:
+            tier = selection_of(self._config).tier
+            terminalreporter.write_line(f"loragate: no case of tier {tier} was selected")
         if self._run.summary is not None:
             colour = Colour.ON if terminalreporter.hasmarkup else Colour.OFF
             terminalreporter.section("loragate")

@@ -16,14 +16,13 @@ import pytest
 
 from loragate.core.deadline import deadline
 from loragate.core.verdict import EXIT_CODES, Verdict, worst
-from loragate.events.model import HostTestsCollected, Note
+from loragate.events.model import HOST_LEG, HostTestsCollected, Note
 from loragate.plugin.crash_report import read_stacks
 from loragate.plugin.options import SETTINGS, Role, Settings
 from loragate.plugin.ordinary_tests import Report, event_of, skip_reason
 from loragate.plugin.watchdog import stacks_of
 from loragate.run.run_record import RunRecord
 
-_LEG = "host"
 # far above what the slowest test takes, and below the patience of the gate with a silent leg
 DEADLINE_S = 600.0
 _ENDED = ("passed", "failed", "error", "xfailed", "xpassed")
@@ -38,7 +37,7 @@ _OF_TESTS = frozenset(
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    settings = replace(config.stash[SETTINGS], leg=_LEG)
+    settings = replace(config.stash[SETTINGS], leg=HOST_LEG)
     config.stash[SETTINGS] = settings
     if settings.role is not Role.WORKER and not config.option.collectonly:
         config.pluginmanager.register(HostTests(config, settings), "loragate-host-tests")
@@ -111,10 +110,10 @@ class HostTests:
         fresh = tuple(test for test in tests if test not in self._collected)
         self._collected.update(fresh)
         if fresh:
-            self._record.write([HostTestsCollected(leg=_LEG, tests=fresh)])
+            self._record.write([HostTestsCollected(leg=HOST_LEG, tests=fresh)])
 
     def _end(self, reports: Sequence[Report]) -> None:
-        ended = event_of(_LEG, reports, self._config.rootpath)
+        ended = event_of(HOST_LEG, reports, self._config.rootpath)
         self._verdicts[ended.test] = worst(
             [ended.verdict, self._verdicts.get(ended.test, ended.verdict)]
         )

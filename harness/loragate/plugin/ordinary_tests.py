@@ -16,6 +16,7 @@ from loragate.report.text import clipped
 
 # how the reason of pytest.importorskip begins
 _MISSING = "could not import"
+_UNCALLED = "was set up and never called"
 # how pytest marks the lines of an error, and the line of a file that raised it
 _ERROR_LINE = re.compile(r"^E +(\S.*)$", re.MULTILINE)
 _PLACE = re.compile(r"^(\S.*?:\d+): ", re.MULTILINE)
@@ -30,6 +31,9 @@ def event_of(leg: str, reports: Sequence[Report], root: Path) -> HostTestFinishe
     collection. Places are given relative to `root`."""
     verdict = worst(map(verdict_of, reports))
     decisive = next(report for report in reports if verdict_of(report) is verdict)
+    uncalled = verdict is Verdict.PASS and not any(map(_is_judged, reports))
+    if uncalled:
+        verdict = Verdict.INCONCLUSIVE
     good = verdict is Verdict.PASS
     # the last phase has what all of them have printed
     output = "" if good else _output(reports[-1])
@@ -38,7 +42,7 @@ def event_of(leg: str, reports: Sequence[Report], root: Path) -> HostTestFinishe
         test=decisive.nodeid,
         verdict=verdict,
         duration_s=sum(getattr(report, "duration", 0.0) for report in reports),
-        message="" if good else _message(decisive),
+        message="" if good else _UNCALLED if uncalled else _message(decisive),
         place="" if good else _place(decisive, root),
         detail=clipped(_text(decisive), _LIMIT) if decisive.failed else "",
         output=clipped(output, _LIMIT),
@@ -62,6 +66,11 @@ def verdict_of(report: Report) -> Verdict:
     if report.skipped and not hasattr(report, "wasxfail"):
         return Verdict.INCONCLUSIVE if skip_reason(report).startswith(_MISSING) else Verdict.SKIP
     return Verdict.PASS
+
+
+def _is_judged(report: Report) -> bool:
+    """Whether a phase that passed says something of its test, as set-up and teardown do not."""
+    return report.when in ("call", "collect") or hasattr(report, "wasxfail")
 
 
 def skip_reason(report: Report) -> str:

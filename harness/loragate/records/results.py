@@ -13,6 +13,7 @@ from typing import Any
 from loragate.core.checkout import Tree, commit_and_tree, project_root
 from loragate.core.files import lock_of, write_atomically
 from loragate.core.gpus import driver_version
+from loragate.core.json_text import parse_json
 from loragate.core.machine import Machine
 from loragate.core.versions import host, utc_now, versions
 
@@ -90,15 +91,17 @@ def provenance(
 
 def _read(path: Path) -> dict[str, Any]:
     try:
-        text = path.read_text(encoding="utf-8")
+        text = path.read_bytes()
     except FileNotFoundError:
         return {"schema": SCHEMA, "sections": {}}
     except OSError as error:
         raise ResultsError(f"{path}: {error.strerror}") from error
     try:
-        document = json.loads(text)
+        document = parse_json(text)
     except json.JSONDecodeError as error:
         raise ResultsError(f"{path}:{error.lineno}: not JSON: {error.msg}") from error
+    except ValueError as error:
+        raise ResultsError(f"{path}: {error}") from error
     if not isinstance(document, dict) or not isinstance(document.get("sections"), dict):
         raise ResultsError(f"{path}: not a results file: there is no object named 'sections'")
     schema = document.get("schema")
@@ -106,4 +109,7 @@ def _read(path: Path) -> dict[str, Any]:
         raise ResultsError(
             f"{path}: schema is {document.get('schema')!r}, this version reads 1 to {SCHEMA}"
         )
+    for name, section in document["sections"].items():
+        if not isinstance(section, dict):
+            raise ResultsError(f"{path}: section {name!r} must be an object (got {section!r:.40})")
     return document

@@ -31,7 +31,7 @@ from loragate.events.model import (
 )
 
 # of the plan: where they differ, the shards are not parts of one run
-_SAME = ("commit", "tier", "subjects", "draws", "repeats")
+_SAME = ("commit", "tier", "subjects", "draws", "repeats", "judged")
 
 
 class MergeError(ValueError):

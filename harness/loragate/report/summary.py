@@ -16,10 +16,12 @@ from loragate.core.verdict import EXIT_CODES, ExitCode, Verdict, worst
 from loragate.events.log import EventLog
 from loragate.events.model import (
     COMPILE_SITE,
+    HOST_LEG,
     CompileResult,
     Event,
     Expected,
     HostTestFinished,
+    HostTestsCollected,
     Note,
     RunFinished,
     RunStarted,
@@ -125,6 +127,7 @@ def summarize(log: EventLog, *, problems: Sequence[str] = ()) -> Summary:
         *_compile_findings(compiles),
         *_host_test_findings(host_tests),
         *_leg_findings(legs),
+        *_without_tests(plan, legs, log.events),
         *_never_started(missing),
         *_gaps(row for row in counts if row.site != COMPILE_SITE),
         *_draw_gaps(draws),
@@ -189,6 +192,16 @@ def _leg_findings(legs: Sequence[LegOutcome]) -> Iterable[Finding]:
             grave = Verdict.INCONCLUSIVE if leg.verdict is Verdict.SKIP else leg.verdict
             detail = f": {leg.message}" if leg.message else ""
             yield grave, f"leg {leg.name}: {leg.verdict}{detail}"
+
+
+def _without_tests(
+    plan: RunStarted | None, legs: Sequence[LegOutcome], events: Sequence[Event]
+) -> Iterable[Finding]:
+    """Nobody plans how many host tests there are, but for their leg without any."""
+    found = {e.leg for e in events if isinstance(e, (HostTestsCollected, HostTestFinished))}
+    for leg in legs:
+        if leg.name == HOST_LEG and leg.verdict is Verdict.PASS and leg.name not in found:
+            yield Verdict.INCONCLUSIVE, f"leg {leg.name}: no test was collected"
 
 
 def _ledger_findings(ledger: Iterable[Line]) -> Iterable[Finding]:

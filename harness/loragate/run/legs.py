@@ -12,7 +12,7 @@ from loragate.compile_leg import BaselineError, expected_count
 from loragate.core.checkout import data_root
 from loragate.core.child_process import python_module
 from loragate.core.verdict import EXIT_CODES, Verdict
-from loragate.events.model import COMPILE_SITE, Expected, Note, ShardPart
+from loragate.events.model import COMPILE_SITE, HOST_LEG, Expected, Note, ShardPart
 from loragate.matrix.selection import Selection
 from loragate.run.folder import EVENTS
 from loragate.subjects.registry import SUBJECTS, RegisteredSubject
@@ -247,7 +247,7 @@ LEGS = (
         expected=_expected_compilations,
     ),
     LegKind(
-        name="host",
+        name=HOST_LEG,
         # a few of its tests use the GPU, none of them much of it
         needs=Needs.CORES,
         applies=lambda setup: bool(_host_tests(setup)),

@@ -76,6 +76,7 @@ def opening_events(request: RunRequest) -> Iterator[Event]:
         versions=versions(),
         machine={**host(), **_device(made.machine)},
         shard=sharding,
+        judged=made.digest,
     )
     for name, reason in unusable.items():
         yield Note(text=f"subject {name} can run nothing here: {reason}")

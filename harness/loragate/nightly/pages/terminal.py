@@ -53,6 +53,7 @@ def render_terminal(page: Morning, colour: Colour) -> str:
             ],
         ),
         *_section("Never judged", _first(map(one_line, page.never))),
+        *_section("Not judged by the last run", _first(map(one_line, page.stopped))),
     ]
     if page.infra:
         lines.append(f"the machine or the harness failed in {page.infra} trials")

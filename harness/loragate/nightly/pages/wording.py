@@ -34,6 +34,8 @@ def meaning(page: Morning) -> str:
         return f"the last run judged nothing on {', '.join(page.idle)}"
     if page.never:
         return f"{counted(len(page.never), 'case')} never judged"
+    if page.stopped:
+        return f"the last run judged {counted(len(page.stopped), 'case')} in none of its trials"
     if not page.trials:
         return "nothing was tried"
     return "no path is known to be flaky or wrong"
