@@ -92,6 +92,7 @@ def test_texts_types_imports_and_decorators_are_left_alone() -> None:
         from a import b
         __all__ = ["x" + "y"]
         Either = A | B
+        Any: TypeAlias = C | D | None
 
         @wrap(1 + 2)
         def f(x: A | B = 3, *, y: int = 13) -> A | None:

@@ -1,7 +1,7 @@
 """What is not mutated, what only changes speed, and what shows on a GPU only. Pure.
 
-Not mutated: annotations, docstrings, other texts, errors that are raised, imports, decorators and
-`__all__`. A change there is no mistake in what the package computes.
+Not mutated: annotations, names of types, docstrings, other texts, errors that are raised, imports,
+decorators and `__all__`. A change there is no mistake in what the package computes.
 
 Speed: the constants of `runtime/tuning.py`, options of a launch, and the numbers and conditions by
 which a plan chooses its blocks. Any of them gives the same results by design.
@@ -84,6 +84,8 @@ def _is_left_out(module: Module, node: ast.expr | ast.stmt) -> bool:
         return isinstance(node.value, (str, bytes))
     if isinstance(node, ast.Assign):
         return _is_type(module, node) or "__all__" in _names(node)
+    if isinstance(node, ast.AnnAssign):
+        return ast.unparse(node.annotation) == "TypeAlias"
     if isinstance(node, ast.If):
         return ast.unparse(node.test).endswith("TYPE_CHECKING")
     return isinstance(node, (ast.Import, ast.ImportFrom, ast.JoinedStr, ast.Raise))
