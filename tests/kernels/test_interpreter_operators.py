@@ -22,7 +22,22 @@ pytestmark = pytest.mark.skipif(not repaired.is_on(), reason="this process runs 
 
 POINTERS = [tl.pointer_type(tl.float16), tl.pointer_type(tl.float32, const=True)]
 SCALARS = [tl.int1, tl.int8, tl.uint32, tl.int32, tl.int64, tl.float16, tl.bfloat16, tl.float32]
-NUMBERS = [0, 3, -5, 257, 2**31 - 1, -(2**31), 2**31, 2**40, True, 0.5, -0.0, 1e-40, 1e300]
+NUMBERS = [
+    0,
+    3,
+    -5,
+    257,
+    2**31 - 1,
+    -(2**31),
+    2**31,
+    -(2**31) - 1,
+    2**40,
+    True,
+    0.5,
+    -0.0,
+    1e-40,
+    1e300,
+]
 SHAPES = [
     ((), ()),
     ((4,), (4,)),
