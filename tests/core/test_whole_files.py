@@ -22,6 +22,13 @@ def test_a_link_stays_and_leads_to_the_new_text(tmp_path: Path) -> None:
     assert [path.name for path in target.parent.iterdir()] == ["target.md"]
 
 
+def test_a_link_that_leads_to_itself_is_replaced(tmp_path: Path) -> None:
+    link = tmp_path / "a.txt"
+    link.symlink_to(link)
+    write_atomically(link, "text")
+    assert link.read_text() == "text"
+
+
 @pytest.mark.parametrize("mode", [0o600, 0o640, 0o755])
 def test_a_file_keeps_who_may_read_it(tmp_path: Path, mode: int) -> None:
     path = tmp_path / "a.txt"

@@ -98,6 +98,8 @@ def test_a_case_that_the_last_run_judged_in_none_of_its_trials_makes_no_quiet_ni
     assert nights.page().exit_code is ExitCode.OK
     nights.begin()
     nights.add(5)
+    nights.add(5, case="other", path="q", outcome=Outcome.UNKNOWN, digest="")
+    assert nights.page().stopped == ()
     nights.add(5, case="other", path="q", outcome=Outcome.INFRA, digest="")
     page = nights.page()
     assert page.exit_code is ExitCode.INCOMPLETE

@@ -34,7 +34,7 @@ def write_atomically(path: Path, text: str) -> None:
     """Write `text` to a new file beside `path`, then put it in its place: a reader never sees half
     a file, and a killed process leaves the old one. A link stays, and leads to the new file, and a
     file keeps who may read it."""
-    path = path.resolve()
+    path = Path(os.path.realpath(path))
     path.parent.mkdir(parents=True, exist_ok=True)
     # bytes of a log that are no text arrive as surrogates; they must not cost the report
     data = text.encode(errors="backslashreplace")

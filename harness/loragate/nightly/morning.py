@@ -68,7 +68,8 @@ class Morning:
     never: tuple[str, ...]
     # machines whose last run judged nothing
     idle: tuple[str, ...]
-    # cases that the last run of a machine has tried and none of whose trials was judged there
+    # cases that failed in the last run of a machine because of the machine or the harness, and
+    # that were judged in no trial of it
     stopped: tuple[str, ...]
     # machines with a run of a day to come: by their clock it is the last one until then
     ahead: tuple[str, ...]
@@ -141,13 +142,20 @@ def morning(
 
 
 def _stopped(trials: Iterable[TrialRecord], latest: set[str]) -> tuple[str, ...]:
-    tried, judged = set(), set()
+    of_case: dict[tuple[str, str], set[Outcome]] = defaultdict(set)
     for trial in trials:
         if trial.run in latest:
-            tried.add((trial.run, trial.case))
-            if trial.outcome in _JUDGED:
-                judged.add((trial.run, trial.case))
-    return tuple(sorted({case for _, case in tried - judged}))
+            of_case[trial.run, trial.case].add(trial.outcome)
+    # what ended late under another clock is unknown, and no failure of the machine
+    return tuple(
+        sorted(
+            {
+                case
+                for (_, case), found in of_case.items()
+                if Outcome.INFRA in found and found.isdisjoint(_JUDGED)
+            }
+        )
+    )
 
 
 def _end_of(today: date) -> float:
