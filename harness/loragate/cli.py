@@ -26,16 +26,14 @@ _COMMANDS = (
 )
 # former names of options, as older reports print them
 _RENAMED = {"--attempt": "--draw"}
+# variables that add options and plug-ins to every session of pytest
+_OF_PYTEST = ("PYTEST_ADDOPTS", "PYTEST_PLUGINS")
 
 
 def _parsed(arguments: Sequence[str]) -> Sequence[str]:
     """The commands whose options count; some of them take a second to import."""
     first = arguments[0] if arguments else ""
     return [first] if first in _COMMANDS else _COMMANDS
-
-
-# variables that add options and plug-ins to every session of pytest
-_OF_PYTEST = ("PYTEST_ADDOPTS", "PYTEST_PLUGINS")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -22,8 +22,6 @@ SCHEMA = 2
 
 # site of the rows that count compiled kernels: compiling is not an operation of a subject
 COMPILE_SITE = "compile"
-
-
 # the leg of ordinary tests
 HOST_LEG = "host"
 

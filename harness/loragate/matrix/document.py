@@ -45,6 +45,7 @@ class Document:
     data: Any = None
     root: yaml.Node | None = None
     problems: list[Problem] = field(default_factory=list)
+    # those of `data`, as far as it is built
     num_values: int = 0
 
     def problem(self, loc: Loc, message: str) -> Problem:

@@ -147,15 +147,8 @@ def _stopped(trials: Iterable[TrialRecord], latest: set[str]) -> tuple[str, ...]
         if trial.run in latest:
             of_case[trial.run, trial.case].add(trial.outcome)
     # what ended late under another clock is unknown, and no failure of the machine
-    return tuple(
-        sorted(
-            {
-                case
-                for (_, case), found in of_case.items()
-                if Outcome.INFRA in found and found.isdisjoint(_JUDGED)
-            }
-        )
-    )
+    failed = [key for key, found in of_case.items() if Outcome.INFRA in found]
+    return tuple(sorted({key[1] for key in failed if of_case[key].isdisjoint(_JUDGED)}))
 
 
 def _end_of(today: date) -> float:

@@ -127,7 +127,7 @@ def summarize(log: EventLog, *, problems: Sequence[str] = ()) -> Summary:
         *_compile_findings(compiles),
         *_host_test_findings(host_tests),
         *_leg_findings(legs),
-        *_without_tests(plan, legs, log.events),
+        *_without_tests(legs, log.events),
         *_never_started(missing),
         *_gaps(row for row in counts if row.site != COMPILE_SITE),
         *_draw_gaps(draws),
@@ -194,9 +194,7 @@ def _leg_findings(legs: Sequence[LegOutcome]) -> Iterable[Finding]:
             yield grave, f"leg {leg.name}: {leg.verdict}{detail}"
 
 
-def _without_tests(
-    plan: RunStarted | None, legs: Sequence[LegOutcome], events: Sequence[Event]
-) -> Iterable[Finding]:
+def _without_tests(legs: Sequence[LegOutcome], events: Sequence[Event]) -> Iterable[Finding]:
     """Nobody plans how many host tests there are, but for their leg without any."""
     found = {e.leg for e in events if isinstance(e, (HostTestsCollected, HostTestFinished))}
     for leg in legs:
