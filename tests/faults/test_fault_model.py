@@ -169,6 +169,10 @@ def test_a_control_passes_only_if_something_ran_and_nothing_failed() -> None:
     assert fate_by_anyone(control.name, [WRONG, FINE], 1.0).fate is Fate.KILLED
     skipped = [seen("exact", Verdict.SKIP, said="no rows")]
     assert fate_by_anyone(control.name, skipped, 1.0).fate is Fate.BROKEN
+    undecided = seen("exact", Verdict.INCONCLUSIVE, said="no call was seen")
+    outcome = fate_by_anyone(control.name, [FINE, undecided], 1.0)
+    assert (outcome.fate, outcome.message) == (Fate.BROKEN, "exact: no call was seen")
+    assert fate_by_anyone(control.name, [WRONG, undecided], 1.0).fate is Fate.KILLED
 
 
 def test_any_failure_in_the_baseline_suite_detects_a_fault() -> None:

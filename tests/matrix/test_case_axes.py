@@ -39,7 +39,7 @@ def test_axes_that_do_not_fit_together_are_reported_with_the_line_of_their_row(
         "bad.yaml:9: groups.one.rows[0].slices: given [34, 30] with tp 4; "
         "allowed: widths that tp divides",
         "bad.yaml:12: groups.one.rows[1].slices: is missing here and in defaults; "
-        "allowed: a list of integers >= 1, such as [48, 16, 16]",
+        "allowed: a list of integers from 1 to 2147483647, such as [48, 16, 16]",
         "bad.yaml:19: groups.two.rows[0].tp: given 2 with parallel replicated; "
         "allowed: 1, or parallel column or row",
     ]
@@ -152,7 +152,7 @@ def test_an_embedding_that_does_not_exist_is_reported(
 def test_a_delta_net_needs_its_number_of_key_heads(write: Write) -> None:
     assert problems_of(write(NET.replace("[48, 16, 16]", "[64, 8]"))) == [
         "bad.yaml:8: groups.one.rows[0].key_heads: is missing here and in defaults; "
-        "allowed: an integer >= 1"
+        "allowed: an integer from 1 to 2147483647"
     ]
 
 
@@ -168,7 +168,8 @@ def test_an_invalid_axis_is_not_also_reported_as_one_that_does_not_fit(write: Wr
               - {in_features: wide, slices: [48], parallel: row, tp: 2}
         """)
     assert problems_of(path) == [
-        "bad.yaml:8: groups.one.rows[0].in_features: given 'wide'; allowed: an integer >= 1"
+        "bad.yaml:8: groups.one.rows[0].in_features: given 'wide'; "
+        "allowed: an integer from 1 to 2147483647"
     ]
 
 

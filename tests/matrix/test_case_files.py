@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from loragate.matrix.load import load_cases
+
 from .case_texts import GOOD, Write, problems_of
 
 
@@ -56,7 +58,7 @@ def test_all_problems_of_a_file_are_reported_at_once(write: Write) -> None:
         "tokens, engine_properties, liveness"
     )
     keys = "tier, oracles, rows, timeout_s, exclude, include, sample"
-    slices = "a list of integers >= 1, such as [48, 16, 16]"
+    slices = "a list of integers from 1 to 2147483647, such as [48, 16, 16]"
     one = "groups.one"
     assert problems_of(path) == [
         "bad.yaml:1: site: given 'dense_delt'; allowed: dense_delta, lora_linear, "
@@ -70,8 +72,9 @@ def test_all_problems_of_a_file_are_reported_at_once(write: Write) -> None:
         f"bad.yaml:10: {one}.timeout_s: given 0; allowed: a number of seconds > 0, up to 86400",
         f"bad.yaml:12: {one}.rows[0].rank: given 513; allowed: an integer from 1 to 512",
         f"bad.yaml:12: {one}.rows[0].slices[1]: given 0; allowed: {slices}",
-        f"bad.yaml:12: {one}.rows[0].tokens: given -1; allowed: an integer >= 0",
-        f"bad.yaml:14: {one}.rows[1].in_features: given '48'; allowed: an integer >= 1",
+        f"bad.yaml:12: {one}.rows[0].tokens: given -1; allowed: an integer from 0 to 2147483647",
+        f"bad.yaml:14: {one}.rows[1].in_features: given '48'; "
+        "allowed: an integer from 1 to 2147483647",
         f"bad.yaml:15: {one}.rows[1].slices: given 16; allowed: {slices}",
         f"bad.yaml:16: {one}.rows[1].rank: given 8 twice; allowed: each value once",
         f"bad.yaml:17: {one}.rows[1].slots: given 0; allowed: an integer from 1 to 256",
@@ -167,6 +170,16 @@ def test_text_that_is_no_case_file_at_all_is_reported_without_a_traceback(
     assert problems_of(write(text)) == [reported]
 
 
+def test_a_size_that_no_device_counts_to_is_reported(write: Write) -> None:
+    most = 2**31 - 1
+    bounds = f"integers from 1 to {most}, such as [48, 16, 16]"
+    path = write(GOOD.replace("slices: [48, 16, 16]", f"slices: [48, {most + 1}]"))
+    assert problems_of(path) == [
+        f"bad.yaml:8: groups.one.rows[0].slices[1]: given {most + 1}; allowed: a list of {bounds}"
+    ]
+    assert load_cases([write(GOOD.replace("slices: [48, 16, 16]", f"slices: [48, {most}]"))])
+
+
 def test_a_tag_builds_no_object(write: Write) -> None:
     path = write(GOOD.replace("smoke", "!!python/object/apply:os.getcwd []"))
     (found,) = problems_of(path)
@@ -245,5 +258,5 @@ def test_an_include_is_a_single_complete_point(write: Write) -> None:
         "bad.yaml:10: groups.one.include[0].in_features: given 2 values; "
         "allowed: one value, an include is a single point",
         "bad.yaml:11: groups.one.include[1].in_features: is missing here and in defaults; "
-        "allowed: an integer >= 1",
+        "allowed: an integer from 1 to 2147483647",
     ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import resource
 import signal
@@ -116,10 +117,30 @@ def test_nothing_is_taken_of_a_file_that_is_cut(
             path.write_text(text[:size], encoding="utf-8")
             with pytest.raises(HistoryError, match=r"h\.jsonl:[1-5]: .*the file is cut"):
                 import_lines(history, path)
+        for kept in (1, 2, 4):
+            path.write_text("".join(text.splitlines(keepends=True)[:kept]), encoding="utf-8")
+            with pytest.raises(
+                HistoryError, match=rf"h\.jsonl: {kept - 1} records follow .* says 4"
+            ):
+                import_lines(history, path)
         path.write_text("", encoding="utf-8")
         with pytest.raises(HistoryError, match="the file is empty"):
             import_lines(history, path)
         assert history.count() == 0 == len(history.runs())
+
+
+def test_an_export_that_does_not_say_how_many_records_it_has_is_taken(
+    tmp_path: Path, scan_run: NewRun, trial: NewTrial
+) -> None:
+    with open_history(tmp_path / "h.db") as history:
+        history.add_run(scan_run())
+        history.add(trial(0))
+        _, *records = export_lines(history)
+    path = tmp_path / "h.jsonl"
+    lines = [json.dumps({"schema": 1}), *records]
+    path.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
+    with open_history(tmp_path / "other.db") as history:
+        assert import_lines(history, path) == 1
 
 
 @pytest.mark.parametrize(

@@ -66,7 +66,8 @@ def fate_of_fault(fault: Fault, sightings: Sequence[Sighting], seconds: float) -
 
 def fate_by_anyone(name: str, sightings: Sequence[Sighting], seconds: float) -> Outcome:
     """The fate of a control, which has to survive, or of a fault in the baseline suite: any failure
-    counts as detection. BROKEN if nothing passed or failed: tests that never ran prove nothing."""
+    counts as detection. BROKEN if a judge could not judge, or if nothing passed or failed: tests
+    that never ran prove nothing."""
     killers = killers_of(sightings)
     fate, message = Fate.SURVIVED, ""
     if broken := _breakdown(sightings):
@@ -76,6 +77,8 @@ def fate_by_anyone(name: str, sightings: Sequence[Sighting], seconds: float) -> 
         fate, message = Fate.KILLED, f"{first.judge}: {first.message}"
     elif not any(s.verdict is Verdict.PASS for s in sightings):
         fate, message = Fate.BROKEN, "no test or oracle ran"
+    elif undecided := [s for s in sightings if s.verdict is Verdict.INCONCLUSIVE]:
+        fate, message = Fate.BROKEN, f"{undecided[0].judge}: {undecided[0].message}"
     return Outcome(
         name=name,
         fate=fate,

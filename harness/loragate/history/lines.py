@@ -15,20 +15,19 @@ from loragate.history.fields import Record, checked
 from loragate.history.model import HistoryError, PathFiles, ScanRun, TrialRecord
 from loragate.history.store import History
 
-_SCHEMA = "schema"
+_SCHEMA, _COUNT = "schema", "records"
 _KIND, _OF = "kind", "of"
 _RUN, _PATH, _TRIAL = "run", "path", "trial"
 
 
 def export_lines(history: History) -> Iterator[str]:
-    """The schema, then all runs, paths and trials, the oldest first; one JSON object a line."""
-    yield json.dumps({_SCHEMA: tables.SCHEMA})
-    for run in history.runs():
-        yield json.dumps({_KIND: _RUN, _OF: asdict(run)})
-    for path in history.paths():
-        yield json.dumps({_KIND: _PATH, _OF: asdict(path)})
-    for trial in history.trials():
-        yield json.dumps({_KIND: _TRIAL, _OF: asdict(trial)})
+    """The schema and how many records follow, then these: all runs, paths and trials, the oldest
+    first; one JSON object a line."""
+    kinds = ((_RUN, history.runs()), (_PATH, history.paths()), (_TRIAL, history.trials()))
+    records = [
+        json.dumps({_KIND: kind, _OF: asdict(record)}) for kind, found in kinds for record in found
+    ]
+    return chain([json.dumps({_SCHEMA: tables.SCHEMA, _COUNT: len(records)})], records)
 
 
 def import_lines(history: History, path: Path) -> int:
@@ -63,20 +62,25 @@ def _trials(
 
 def _records(path: Path, lines: Iterable[str], known: set[str]) -> Iterator[Record]:
     """known: the runs that trials may belong to; those of the file are added."""
-    number = 0
+    number, promised = 0, None
     for number, line in enumerate(lines, 1):
         try:
             if not line.endswith("\n"):
                 raise ValueError("the line has no end: the file is cut, copy it again")
             found = _parsed(line)
             if number == 1:
-                _check_schema(found)
+                promised = _promised_records(found)
             else:
                 yield _record(found, known)
         except ValueError as error:
             raise HistoryError(f"{path}:{number}: no record of a history: {error}") from error
     if not number:
         raise HistoryError(f"{path}: no history: the file is empty")
+    if promised not in (None, number - 1):
+        raise HistoryError(
+            f"{path}: {number - 1} records follow the first line, which says {promised}: the file "
+            "is cut or was changed, copy it again"
+        )
 
 
 def _parsed(line: str) -> Any:
@@ -86,7 +90,8 @@ def _parsed(line: str) -> Any:
         raise ValueError(f"is not JSON: {error.msg} in column {error.colno}") from error
 
 
-def _check_schema(found: Any) -> None:
+def _promised_records(found: Any) -> int | None:
+    """How many records follow; None of an export that does not say. Raises ValueError."""
     given = found.get(_SCHEMA) if isinstance(found, dict) else None
     if type(given) is not int or given < 1:
         raise ValueError(f'the first line must be as {{"{_SCHEMA}": {tables.SCHEMA}}}')
@@ -95,6 +100,10 @@ def _check_schema(found: Any) -> None:
             f"has schema {given}; this version of loragate reads up to {tables.SCHEMA}: "
             "update loragate"
         )
+    count = found.get(_COUNT)
+    if count is not None and (type(count) is not int or count < 0):
+        raise ValueError(f"{_COUNT} must be an integer >= 0 (got {count!r})")
+    return count
 
 
 def _record(found: Any, known: set[str]) -> Record:

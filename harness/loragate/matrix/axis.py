@@ -37,9 +37,9 @@ class Axis:
     sites: frozenset[str] | None = None
     # sites that must name it, although `Case` has a default; without a default every site must
     required_at: frozenset[str] = frozenset()
-    # bounds of an integer, or of the integers in a list
+    # bounds of an integer, or of the integers in a list; rows and sizes are int32 on a device
     minimum: int = 1
-    maximum: int | None = None
+    maximum: int = 2**31 - 1
     # site -> its values, where it does not have all values of the type
     values: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
     unstated: Unstated = Unstated.DEFAULT
@@ -102,11 +102,10 @@ class DeclaredAxis(Axis):
         """The values that the axis may have, for an error message."""
         if self.members:
             return ", ".join(self.values.get(site, self.members) if site else self.members)
+        bounds = f"from {self.minimum} to {self.maximum}"
         if self.is_list:
-            return f"a list of integers >= {self.minimum}, such as [48, 16, 16]"
-        if self.maximum is None:
-            return f"an integer >= {self.minimum}"
-        return f"an integer from {self.minimum} to {self.maximum}"
+            return f"a list of integers {bounds}, such as [48, 16, 16]"
+        return f"an integer {bounds}"
 
     def text(self, value: Any) -> str:
         """A value as an id contains it."""
