@@ -75,7 +75,7 @@ def serve(
     prompt: list[int],
     max_new_tokens: int,
     num_drafts: int,
-) -> dict[str, list[int]]:
+) -> list[tuple[str, list[int]]]:
     """The answer of the base model and of each adapter, all decoded together."""
     names = [adapter.name for adapter in adapters]
     requests = [Request(tuple(prompt), name) for name in (None, *names)]
@@ -99,7 +99,7 @@ def serve(
     config = GenerationConfig(max_new_tokens=max_new_tokens)
     drafter = NgramDrafts() if num_drafts else None
     answers = generate(decoder, requests, config, drafter=drafter)
-    return dict(zip(("base", *names), answers, strict=True))
+    return list(zip(("base", *names), answers, strict=True))
 
 
 def run_tiny(max_new_tokens: int, num_drafts: int) -> None:
@@ -112,14 +112,15 @@ def run_tiny(max_new_tokens: int, num_drafts: int) -> None:
         adapters = [read_peft_folder(folder) for folder in folders]
     print(f"prompt: {TINY_PROMPT}")
     answers = serve(model, adapters, TINY_PROMPT, max_new_tokens, num_drafts)
-    for name, tokens in answers.items():
+    for name, tokens in answers:
         print(f"answer of {name}: {tokens}")
 
 
 def run_checkpoint(
     checkpoint: Path, folders: list[Path], prompt: str, max_new_tokens: int, num_drafts: int
 ) -> None:
-    adapters = [read_peft_folder(folder) for folder in folders]
+    # by their paths, since several folders may have one name
+    adapters = [read_peft_folder(folder, name=str(folder)) for folder in folders]
     options = {"local_files_only": True, "trust_remote_code": False}
     tokenizer = AutoTokenizer.from_pretrained(checkpoint, **options)
     model = AutoModelForCausalLM.from_pretrained(
@@ -127,7 +128,7 @@ def run_checkpoint(
     )
     ids = tokenizer(prompt)["input_ids"]
     print(f"prompt: {prompt}")
-    for name, tokens in serve(model, adapters, ids, max_new_tokens, num_drafts).items():
+    for name, tokens in serve(model, adapters, ids, max_new_tokens, num_drafts):
         print(f"answer of {name}: {tokenizer.decode(tokens, skip_special_tokens=True)!r}")
         print(f"  tokens: {tokens}")
 

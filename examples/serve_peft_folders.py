@@ -104,7 +104,10 @@ def main() -> None:
             write_example(Path(scratch) / "french", rank=4, seed=1),
             write_example(Path(scratch) / "german", rank=8, seed=2),
         ]
-        serve([first_attention(read_peft_folder(folder)) for folder in folders])
+        # by the paths that were given, since several folders may have one name
+        names = sys.argv[1:] or [folder.name for folder in folders]
+        named = zip(folders, names, strict=True)
+        serve([first_attention(read_peft_folder(folder, name=name)) for folder, name in named])
 
 
 if __name__ == "__main__":

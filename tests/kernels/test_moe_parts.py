@@ -19,10 +19,10 @@ EXPERTS, HIDDEN, INTERMEDIATE = 3, 6, 4
 @pytest.mark.parametrize("is_quantised", [False, True])
 def test_a_rank_whose_part_is_all_padding_holds_zeros(is_quantised: bool) -> None:
     values = (torch.ones(EXPERTS, 2 * INTERMEDIATE, HIDDEN), torch.ones(EXPERTS, HIDDEN, 4))
-    weights = [Quantised(w, torch.ones(w.shape[:2])) if is_quantised else w for w in values]
+    quantised = [Quantised(w.to(torch.float8_e4m3fn), torch.ones(w.shape[:2])) for w in values]
     for tp_rank in range(2):
         layer = FusedMoELoRA(
-            *weights,
+            *(quantised if is_quantised else values),
             gate_up=GateUp.HALVES,
             num_slots=1,
             rank=1,
@@ -31,8 +31,8 @@ def test_a_rank_whose_part_is_all_padding_holds_zeros(is_quantised: bool) -> Non
             padded_intermediate=2 * INTERMEDIATE,
         )
         held = 1.0 - tp_rank
-        assert torch.equal(layer.w13, torch.full_like(values[0], held))
-        assert torch.equal(layer.w2, torch.full_like(values[1], held))
+        assert torch.equal(layer.w13.float(), torch.full_like(values[0], held))
+        assert torch.equal(layer.w2.float(), torch.full_like(values[1], held))
 
 
 # with three experts on two ranks the second one holds a single expert

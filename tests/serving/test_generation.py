@@ -171,13 +171,18 @@ def test_an_adapter_cannot_be_replaced_or_evicted_while_a_request_uses_it() -> N
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({}, "max_new_tokens must be at least 1"),
-        ({"max_new_tokens": 0}, "max_new_tokens must be at least 1"),
+        ({}, "max_new_tokens must be an integer of at least 1"),
+        ({"max_new_tokens": 0}, "max_new_tokens must be an integer of at least 1"),
+        ({"max_new_tokens": 2.5}, "max_new_tokens must be an integer of at least 1"),
         ({"max_new_tokens": 2, "do_sample": True}, "must ask for greedy search .got sample"),
         ({"max_new_tokens": 2, "num_beams": 3}, "must ask for greedy search .got beam_search"),
         ({"max_new_tokens": 2, "repetition_penalty": 1.1}, "repetition_penalty"),
         ({"max_new_tokens": 2, "suppress_tokens": [4]}, "suppress_tokens"),
         ({"max_new_tokens": 2, "token_healing": True}, "token_healing"),
+        ({"max_new_tokens": 2, "encoder_no_repeat_ngram_size": 1}, "encoder_no_repeat_ngram_size"),
+        ({"max_new_tokens": 2, "encoder_repetition_penalty": 3.0}, "encoder_repetition_penalty"),
+        ({"max_new_tokens": 2, "remove_invalid_values": True}, "remove_invalid_values"),
+        ({"max_new_tokens": 2, "max_time": 0.5}, "max_time"),
     ],
 )
 def test_a_config_that_asks_for_more_than_greedy_search_is_refused(
@@ -195,9 +200,13 @@ def test_a_config_that_asks_for_more_than_greedy_search_is_refused(
 @pytest.mark.parametrize(
     ("request_", "message"),
     [
-        (Request(()), "prompt must be tokens from 0 to 10"),
-        (Request((1, VOCABULARY)), "prompt must be tokens from 0 to 10"),
-        (Request((-1, 1)), "prompt must be tokens from 0 to 10"),
+        (Request(()), "prompt must have a token .got none"),
+        (Request((1, VOCABULARY)), "prompt must be integers from 0 to 10 .got 11"),
+        (Request((-1, 1)), "prompt must be integers from 0 to 10 .got -1"),
+        (Request((1.5, 1)), "prompt must be integers from 0 to 10 .got 1.5"),
+        (Request(("a",)), "prompt must be integers from 0 to 10 .got 'a'"),
+        (Request(torch.tensor([1, 2])), r"prompt must be integers from 0 to 10 .got tensor.1"),
+        (Request(torch.tensor([])), "prompt must have a token .got none"),
         (Request((1,) * 9), "prompt may have 8 tokens .got 9"),
         (Request((1,) * 6), "may have 24 tokens in the cache .got 25"),
         (Request((1,), "fourth"), "fourth is not resident"),

@@ -70,7 +70,7 @@ def test_the_example_loads_a_checkpoint_and_answers_in_text(
     capsys.readouterr()
     run_here(monkeypatch, *folders, "--prompt", "w3 w1", "--max-new-tokens", "2")
     lines = capsys.readouterr().out.splitlines()
-    assert lines[:2] == ["prompt: w3 w1", "adapter: slot 0"]
-    for name, answer, tokens in zip(("base", "adapter"), lines[2::2], lines[3::2], strict=True):
+    assert lines[:2] == ["prompt: w3 w1", f"{folders[1]}: slot 0"]
+    for name, answer, tokens in zip(("base", folders[1]), lines[2::2], lines[3::2], strict=True):
         first, second = tokens.removeprefix("  tokens: [").removesuffix("]").split(", ")
         assert answer == f"answer of {name}: 'w{first} w{second}'"

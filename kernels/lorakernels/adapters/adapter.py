@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
-from lorakernels.adapters.errors import printable
+from lorakernels.adapters.errors import AdapterError, printable
 from lorakernels.adapters.expert_layout import ExpertLayout, detect_layout
 from lorakernels.adapters.peft_targets import TargetRule
 from lorakernels.moe.weights import Factors
@@ -35,5 +35,12 @@ class Adapter:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "modules", MappingProxyType(dict(self.modules)))
+        for module, factors in self.modules.items():
+            # a layer would take None for a module without an adapter
+            if not isinstance(factors, Factors):
+                raise AdapterError(
+                    f"adapter {printable(self.name)}: {printable(module)} must have LoRAFactors or "
+                    f"ExpertFactors (got {printable(factors)})"
+                )
         layout = detect_layout(f"adapter {printable(self.name)}", self.modules)
         object.__setattr__(self, "expert_layout", layout)

@@ -37,9 +37,10 @@ def _escaped(text: str) -> str:
     return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
 
 
-def hint(given: str, allowed: Iterable[str]) -> str:
-    """'; did you mean X?' for the nearest allowed name, or nothing."""
-    match = difflib.get_close_matches(given, sorted(allowed), n=1)
+def hint(given: object, allowed: Iterable[str]) -> str:
+    """'; did you mean X?' for the nearest allowed name, or nothing. What was given may be no
+    text."""
+    match = difflib.get_close_matches(str(given), sorted(allowed), n=1)
     return f"; did you mean {printable(repr(match[0]))}?" if match else ""
 
 

@@ -26,6 +26,9 @@ def is_folder(path: Path) -> bool:
         return False
     except OSError as bad:
         raise AdapterError(f"{path}: cannot be read: {bad.strerror}") from bad
+    except ValueError as bad:
+        # such as a null character
+        raise AdapterError(f"{path}: is no path: {bad}") from bad
 
 
 def require_regular(path: Path) -> None:

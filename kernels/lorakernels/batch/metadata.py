@@ -23,6 +23,8 @@ from lorakernels.runtime.tuning import DEFAULT, Tuning, tuning_of
 
 # smallest height of a tile: the M of a tensor-core instruction
 MIN_TILE_ROWS = 16
+# all that `tile_height` gives, ascending
+HEIGHTS = (MIN_TILE_ROWS, 32, 64, 128)
 
 
 def tile_height(num_rows: int, tuning: Tuning = DEFAULT) -> int:
@@ -52,8 +54,9 @@ class BatchMetadata:
 
     The entries of a tile follow from its number alone, so a kernel loads all of them at once.
 
-    height: of the tiles of every step, for a server that knows the live rows of a step but not how
-        far its graph pads them; without it the rows of a step decide.
+    height: of the tiles of every step, one of HEIGHTS, for a server that knows the live rows of a
+        step but not how far its graph pads them; without it the rows of a step decide. Operators
+        refuse a step whose rows have tiles of another height. Raises ValueError.
     """
 
     def __init__(
@@ -68,6 +71,10 @@ class BatchMetadata:
             raise ValueError(f"max_tokens must be at least 1 (got {max_tokens})")
         if max_slots < 1:
             raise ValueError(f"max_slots must be at least 1 (got {max_slots})")
+        if height not in (None, *HEIGHTS):
+            raise ValueError(
+                f"height must be {', '.join(map(str, HEIGHTS))} or None (got {height})"
+            )
         self.max_tokens, self.max_slots = max_tokens, max_slots
         self.tuning, self._height = tuning_of(torch.device(device)), height
 
@@ -81,7 +88,7 @@ class BatchMetadata:
         self.num_tiles = keep_address(torch.zeros(1, dtype=torch.int32, device=device))
         # what the operators find by the table
         self._step = step_of(self.tile_rows)
-        self._step.is_invariant = batch_invariant()
+        self._step.is_invariant, self._step.height = batch_invariant(), height
         self._declared: BaseRows | None = None
         self._set_rows(0)
 

@@ -29,9 +29,11 @@ class BaseRows:
 @dataclass(slots=True, eq=False)
 class PreparedStep:
     """The step that a mapping is prepared for: its rows, None before the first one, what the host
-    knows of them if all are base rows, and the option that its tables are laid out for."""
+    knows of them if all are base rows, and what its tables are laid out for: the option, and the
+    height of tiles, None for one that follows from the rows."""
 
     num_rows: int | None = None
+    height: int | None = None
     base_rows: BaseRows | None = None
     is_invariant: bool | None = None
 
@@ -60,6 +62,13 @@ def prepared_rows(tensor: Tensor) -> int | None:
     not known, such as for the copy that a CUDA graph of torch.compile reads."""
     step = _known_step(tensor)
     return None if step is None else step.num_rows
+
+
+def fixed_height(tensor: Tensor) -> int | None:
+    """The height of the tiles of the mapping with this tensor; None where it follows from its
+    rows."""
+    step = _known_step(tensor)
+    return None if step is None else step.height
 
 
 def check_option(tensor: Tensor) -> None:

@@ -24,6 +24,14 @@ class Quantised:
     scales: Tensor
 
 
+def check_8_bit(name: str, operand: Quantised) -> None:
+    """ValueError unless the values are those of `quantise_rows`, which the products take."""
+    if operand.values.dtype != torch.float8_e4m3fn:
+        raise ValueError(
+            f"values of {name} must be torch.float8_e4m3fn (got {operand.values.dtype})"
+        )
+
+
 def quantise_rows(x: Tensor) -> Quantised:
     """x [rows, K] in float8_e4m3fn with one scale for each row, chosen so that the row's largest
     value is just representable."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from numbers import Real
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 import torch
@@ -18,6 +19,8 @@ from torch import Tensor
 from lorakernels.runtime.device import keep_address
 
 MAX_RANK = 512
+# of adapters and of what they are added to
+DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 
 class SliceFactors(Protocol):
@@ -252,7 +255,7 @@ def check_geometry(
         raise ValueError("slice_widths must name at least one slice (got none)")
     if not 1 <= rank <= MAX_RANK:
         raise ValueError(f"rank must be 1 to {MAX_RANK} (got {rank})")
-    if dtype not in (torch.float16, torch.bfloat16, torch.float32):
+    if dtype not in DTYPES:
         raise ValueError(f"dtype must be float16, bfloat16 or float32 (got {dtype})")
 
 
@@ -271,6 +274,8 @@ def check_values(index: int, part: SliceFactors, *, max_rank: int) -> None:
 def check_scale(what: str, scale: float) -> None:
     """Scales are stored in fp32, which holds less than a Python float. Raises ValueError."""
     # on the CPU, whatever device torch creates tensors on by default
+    if not isinstance(scale, Real):
+        raise ValueError(f"scale of {what} must be a number (got {scale!r})")
     stored = torch.tensor(scale, dtype=torch.float64, device="cpu").float().item()
     if not math.isfinite(stored):
         raise ValueError(f"scale of {what} must be finite in float32 (got {scale})")

@@ -7,11 +7,12 @@ import math
 import torch
 from torch import Tensor
 
-from lorakernels.batch.metadata import BatchMetadata
-from lorakernels.batch.steps import check_option, prepared_rows
+from lorakernels.batch.metadata import BatchMetadata, tile_height
+from lorakernels.batch.steps import check_option, fixed_height, prepared_rows
 from lorakernels.dense.shape import DenseShape
 from lorakernels.dense.sizes import plan_shrunk
 from lorakernels.dense.weights import SlotWeights
+from lorakernels.runtime.tuning import tuning_of
 
 
 def check_step(x: Tensor, weights: SlotWeights, metadata: BatchMetadata) -> None:
@@ -36,6 +37,11 @@ def check_rows(x: Tensor, tile_rows: Tensor) -> None:
         raise ValueError(
             f"x and out must have {num_rows} rows, as the metadata was prepared for "
             f"(got {x.shape[0]})"
+        )
+    height = fixed_height(tile_rows)
+    if height is not None and height != (needed := tile_height(x.shape[0], tuning_of(x.device))):
+        raise ValueError(
+            f"metadata must have tiles of {needed} rows for {x.shape[0]} rows (got height {height})"
         )
 
 

@@ -14,6 +14,7 @@ from torch.nn import functional as F
 
 from lorakernels.batch.metadata import BatchMetadata
 from lorakernels.batch.steps import runs_adapters
+from lorakernels.common.choices import choice_number
 from lorakernels.common.stacked_weights import SlotTensors
 from lorakernels.dense.check import check_input, check_rows, check_step
 from lorakernels.dense.forms import LinearForm, plan_form
@@ -56,7 +57,7 @@ def lora_linear(
         metadata.tile_rows,
         metadata.num_tiles,
         workspace.buffers,
-        0 if form is None else form.value,
+        choice_number("form", form, LinearForm),
     )
     return out
 

@@ -51,8 +51,15 @@ class DenseWorkspace:
     def __init__(
         self, layers: Sequence[SlotWeights], *, max_tokens: int, branches: int = 1
     ) -> None:
+        layers = list(layers)
         if not layers:
             raise ValueError("layers must name at least one layer (got none)")
+        for layer in layers:
+            if not isinstance(layer, SlotWeights):
+                raise ValueError(
+                    "layers must be SlotWeights, such as the `slots` of a layer "
+                    f"(got a {type(layer).__name__})"
+                )
         if max_tokens < 1:
             raise ValueError(f"max_tokens must be at least 1 (got {max_tokens})")
         if branches < 1:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from lorakernels.batch.metadata import BatchMetadata
+from lorakernels.common.choices import choice_number
 from lorakernels.common.stacked_weights import SlotTensors
 from lorakernels.dense.check import check_step
 from lorakernels.dense.forms import LinearForm
@@ -59,7 +60,7 @@ def gdn_in_proj(
         metadata.tile_rows,
         metadata.num_tiles,
         workspace.buffers,
-        0 if form is None else form.value,
+        choice_number("form", form, GDNForm),
     )
     return out
 

@@ -10,12 +10,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from lorakernels.common.quantised import Quantised
+from lorakernels.common.quantised import Quantised, check_8_bit
 from lorakernels.layers.moe_weights import Weight, values_of
 from lorakernels.layers.packing import take_packed
 from lorakernels.layers.partition import Shard, Slice
-
-_FP8 = torch.float8_e4m3fn
 
 
 def check_weights(weights: dict[str, tuple[Weight, int]]) -> None:
@@ -77,8 +75,7 @@ def _copied(weight: Weight) -> Weight:
 
 def _check_quantised(name: str, weight: Quantised) -> None:
     values, scales = weight.values, weight.scales
-    if values.dtype != _FP8:
-        raise ValueError(f"values of {name} must be {_FP8} (got {values.dtype})")
+    check_8_bit(name, weight)
     if scales.dtype != torch.float32 or list(scales.shape) not in ([], [1], [len(values)]):
         raise ValueError(
             f"scales of {name} must be torch.float32 of 1 or {len(values)} rows "

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lorakernels.batch.metadata import BatchMetadata
+from lorakernels.common.choices import check_choice
 from lorakernels.dense.check import check_like
 from lorakernels.dense.forms import LinearForm
 from lorakernels.dense.linear import lora_linear
@@ -192,6 +193,8 @@ class LoRALinear(LinearAdapters):
         workspace: DenseWorkspace,
         form: LinearForm | None,
     ) -> Tensor:
+        if form is not None:
+            check_choice("form", form, LinearForm)
         if form not in (None, LinearForm.SINGLE):
             raise ValueError(f"form of a layer sharded by rank must be SINGLE (got {form.name})")
         # before the base product, which would raise what it raises
@@ -207,5 +210,8 @@ def _check_base(packing: Packing, weight: Tensor, bias: Tensor | None) -> None:
         raise ValueError(
             f"weight must be [{rows}, in_features], as the slices add up (got {list(weight.shape)})"
         )
-    if bias is not None and bias.shape != (rows,):
+    if bias is None:
+        return
+    if bias.shape != (rows,):
         raise ValueError(f"bias must be [{rows}] (got {list(bias.shape)})")
+    check_like("bias", bias, weight)

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from lorakernels.batch.metadata import BatchMetadata
+from lorakernels.common.choices import check_choice
 from lorakernels.common.quantised import Quantised
 from lorakernels.layers.expert_packing import ExpertParts, stage_experts
 from lorakernels.layers.expert_placement import ExpertPlacement
@@ -101,6 +102,7 @@ class FusedMoELoRA(nn.Module):
         super().__init__()
         is_usual = activation is None and w13_bias is None and w2_bias is None
         self.packing = expert_packing(w13, w2, tuple(projections), gate_up, is_usual=is_usual)
+        check_choice("router_weight", router_weight, RouterWeight)
         self.router_weight, self.shared_outer = router_weight, shared_outer
         self.place = place or MoERank()
         self.dtype = layer_dtype(w13, dtype)
@@ -285,6 +287,8 @@ class FusedMoELoRA(nn.Module):
         return RankShardedExperts(**up, **sizes), RankShardedExperts(**down, **sizes)
 
     def _form(self, form: MoEForm | None) -> MoEForm | None:
+        if form is not None:
+            check_choice("form", form, MoEForm)
         return form if self.collective is None else sharded_form(form)
 
 

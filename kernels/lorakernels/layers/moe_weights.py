@@ -11,7 +11,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from lorakernels.common.quantised import Quantised
+from lorakernels.common.choices import check_choice
+from lorakernels.common.quantised import Quantised, check_8_bit
 from lorakernels.layers.expert_packing import ExpertPacking
 from lorakernels.layers.gate_up import GateUp
 from lorakernels.layers.moe_partition import MoECut
@@ -56,6 +57,8 @@ def expert_packing(
     if isinstance(w13, Quantised) != isinstance(w2, Quantised):
         raise ValueError("w13 and w2 must both be quantised or both not")
     for name, weight in (("w13", w13), ("w2", w2)):
+        if isinstance(weight, Quantised):
+            check_8_bit(name, weight)
         if isinstance(weight, Quantised) and weight.scales.shape != weight.values.shape[:2]:
             raise ValueError(
                 f"scales of {name} must be {list(weight.values.shape[:2])} "
@@ -80,6 +83,8 @@ def layer_activation(activation: Activation | None, *, is_gated: bool) -> Activa
     """The given one, which must fit the projections, or SiLU. ValueError."""
     if activation is None:
         return Activation.SILU_GATED if is_gated else Activation.SILU
+    if not isinstance(activation, Activation):
+        raise ValueError(f"activation must be an Activation, or None (got {activation!r})")
     if activation.is_gated != is_gated:
         raise ValueError(
             f"activation must be one {'with' if is_gated else 'without'} a gate, like projections "
@@ -164,6 +169,8 @@ def _order_of(
     projections: Sequence[str], gate_up: GateUp | None, *, is_usual: bool
 ) -> GateUp | None:
     """The given order, or HALVES for a layer with a gate that `is_usual`. ValueError."""
+    if gate_up is not None:
+        check_choice("gate_up", gate_up, GateUp)
     if len(projections) == 2 and gate_up is not None:
         raise ValueError(f"gate_up must be None without a gate (got {gate_up.name})")
     if len(projections) == 2 or gate_up is not None:

@@ -10,6 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
+from lorakernels.common.choices import check_choice
+
 
 class Parallel(StrEnum):
     """Which dimension of the base weight is cut: none, the output or the input."""
@@ -124,6 +126,7 @@ def cut_layer(
 
     Raises ValueError.
     """
+    check_choice("parallel", parallel, Parallel)
     if tp_size < 1:
         raise ValueError(f"tp_size must be at least 1 (got {tp_size})")
     if not 0 <= tp_rank < tp_size:

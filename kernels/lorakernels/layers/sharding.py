@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from lorakernels.common.choices import check_choice
 from lorakernels.dense.rank_shards import RankShardedSlots
 from lorakernels.layers.partition import (
     LayerCut,
@@ -78,6 +79,7 @@ def check_sharding(
 ) -> None:
     """A layer that is sharded by rank has the group that it is cut over, another one has none.
     ValueError."""
+    check_choice("sharding", sharding, LoRASharding)
     if (sharding is LoRASharding.RANK) != (collective is not None):
         wanted = "a group" if sharding is LoRASharding.RANK else "None"
         raise ValueError(f"collective must be {wanted} with sharding {sharding} (got {collective})")

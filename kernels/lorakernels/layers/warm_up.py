@@ -117,6 +117,11 @@ def _found(
     before it runs."""
     found: dict[tuple[str, Hashable], tuple[KernelVariant, Launch]] = {}
     for layer in layers:
+        if not isinstance(layer, LinearLayer):
+            raise ValueError(
+                "layers must be linear layers, embeddings or input projections of delta nets "
+                f"(got a {type(layer).__name__})"
+            )
         for rows, launch in _launches(layer, metadata, workspace):
             constants = constants_of(launch)
             variant = KernelVariant(launch.name, rows, constants)

@@ -175,12 +175,19 @@ _COLLECTIVES: WeakValueDictionary[int, Collective] = WeakValueDictionary()
 
 
 def number_of(collective: Collective) -> int:
-    """The number by which an operator finds a group, for as long as a layer keeps the group."""
+    """The number by which an operator finds a group, for as long as a layer keeps the group.
+    ValueError for one that weak references cannot be made to."""
     for number, known in _COLLECTIVES.items():
         if known is collective:
             return number
     number = next(_NUMBERS)
-    _COLLECTIVES[number] = collective
+    try:
+        _COLLECTIVES[number] = collective
+    except TypeError as error:
+        raise ValueError(
+            "collective must allow weak references, which a class with __slots__ does that names "
+            f"__weakref__ (got a {type(collective).__name__})"
+        ) from error
     return number
 
 

@@ -19,7 +19,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from lorakernels.adapters.slots import AdapterSlots
 from lorakernels.runtime.device import keep_address, upload
 from lorakernels.serving.buffers import ServingBuffers
-from lorakernels.serving.cache import RequestCache, layer_types
+from lorakernels.serving.cache import RequestCache, layer_types, old_transformers
 from lorakernels.serving.graph_runner import GraphRunner
 from lorakernels.serving.inputs import InputSpec, StepInputs
 from lorakernels.serving.keys import plan_keys
@@ -61,10 +61,13 @@ class Decoder:
             max_requests=max_requests, max_length=max_length, max_prompt_tokens=max_prompt_tokens
         )
         self._mixes_layers = "linear_attention" in layer_types(self.config)
+        if self._mixes_layers and (reason := old_transformers()):
+            raise ValueError(reason)
         self._check_drafts(num_drafts)
         # a step has one row for each request, or `width`: a token and its drafts
         self.num_drafts, self.width = num_drafts, 1 + num_drafts
         max_rows = max_requests * self.width
+        graph_sizes = tuple(graph_sizes)
         plan_keys(graph_sizes, max_tokens=max_rows, widths={1, self.width})
         replaced = replace_layers(
             model, num_slots=num_slots, rank=rank, lm_head=lm_head, embed_tokens=embed_tokens
@@ -119,6 +122,8 @@ class Decoder:
         Raises ValueError."""
         lengths = [len(prompt) for prompt in prompts]
         self._check_prompts(lengths, first_line)
+        for prompt in prompts:
+            self._check_tokens(prompt)
         longest = max(lengths)
         ids = torch.zeros(len(prompts), longest, dtype=torch.int64, device="cpu")
         rows = torch.full(ids.shape, -1, dtype=torch.int32, device="cpu")
@@ -141,6 +146,7 @@ class Decoder:
         i of the cache, has one at position i of `positions`. They are valid until the next step.
         Raises ValueError."""
         self._check_step(positions)
+        self._check_tokens(tokens)
         return self.runner.run(
             _on_host(slots, torch.int32),
             input_ids=_on_host(tokens, torch.int64),
@@ -249,8 +255,14 @@ class Decoder:
         counts = [len(own) for own in tokens]
         if counts and not 1 <= min(counts) <= max(counts) <= self.width:
             raise ValueError(f"a request may have 1 to {self.width} tokens (got {counts})")
+        for own in tokens:
+            self._check_tokens(own)
         self._check_step(positions)
         self._check_step([place + n - 1 for place, n in zip(positions, counts, strict=True)])
+
+    def _check_tokens(self, tokens: Sequence[int]) -> None:
+        # on a GPU an id that the embedding lacks would end the process
+        check_tokens("tokens", tokens, self.config.vocab_size)
 
     def _check_step(self, positions: Sequence[int]) -> None:
         if not 1 <= len(positions) <= self.max_requests:
@@ -262,14 +274,21 @@ class Decoder:
             )
 
 
+def check_tokens(name: str, tokens: Sequence[int], vocabulary: int) -> None:
+    """ValueError unless all are integers from 0 to `vocabulary` - 1."""
+    for token in tokens:
+        if not isinstance(token, int) or not 0 <= token < vocabulary:
+            raise ValueError(f"{name} must be integers from 0 to {vocabulary - 1} (got {token!r})")
+
+
 def _on_host(values: Sequence[int], dtype: torch.dtype) -> Tensor:
     return torch.tensor(values, dtype=dtype, device="cpu")
 
 
 def _check_sizes(**sizes: int) -> None:
     for name, size in sizes.items():
-        if size < 1:
-            raise ValueError(f"{name} must be at least 1 (got {size})")
+        if not isinstance(size, int) or size < 1:
+            raise ValueError(f"{name} must be an integer of at least 1 (got {size})")
 
 
 def _check_rope(config: PreTrainedConfig) -> None:

@@ -16,6 +16,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
+from weakref import ReferenceType, WeakKeyDictionary, ref
 
 from torch import Tensor
 from transformers import GenerationConfig
@@ -23,21 +24,25 @@ from transformers.generation import GenerationMode
 
 from lorakernels.adapters.adapter import Adapter
 from lorakernels.adapters.errors import AdapterError, printable
-from lorakernels.serving.decoder import Decoder
+from lorakernels.serving.decoder import Decoder, check_tokens
 from lorakernels.serving.speculation import DraftCounts, Drafter, Text, accepted_drafts
 
 # options that would change what greedy decoding gives -> the value that changes nothing
 _NEUTRAL: dict[str, Any] = {
     "bad_words_ids": None,
     "begin_suppress_tokens": None,
+    "encoder_no_repeat_ngram_size": 0,
+    "encoder_repetition_penalty": 1.0,
     "exponential_decay_length_penalty": None,
     "forced_bos_token_id": None,
     "forced_eos_token_id": None,
     "guidance_scale": 1.0,
+    "max_time": None,
     "min_length": 0,
     "min_new_tokens": 0,
     "no_repeat_ngram_size": 0,
     "num_return_sequences": 1,
+    "remove_invalid_values": False,
     "repetition_penalty": 1.0,
     "sequence_bias": None,
     "stop_strings": None,
@@ -81,7 +86,7 @@ class Generation:
     config: max_new_tokens must be set. eos_token_id is taken from the model's own generation
         config where it is None. Options that sample or change greedy decoding are refused.
     drafter: guesses tokens that the decoder then verifies; `drafts` counts them. None: no drafts.
-    Raises ValueError.
+    A decoder decodes the requests of one Generation at a time. Raises ValueError.
     """
 
     def __init__(
@@ -98,14 +103,17 @@ class Generation:
         self._waiting: deque[_Live] = deque()
         self._live: list[_Live] = []
         self._added = 0
+        # whether a step has failed that cannot be repeated
+        self._is_lost = False
         self.answers: dict[int, list[int]] = {}
 
     def add(self, request: Request) -> int:
         """The number of the request. ValueError, AdapterError if its adapter is not resident."""
         decoder = self.decoder
-        tokens, vocabulary = request.prompt, decoder.config.vocab_size
-        if not tokens or min(tokens) < 0 or max(tokens) >= vocabulary:
-            raise ValueError(f"prompt must be tokens from 0 to {vocabulary - 1} (got {tokens})")
+        tokens = request.prompt
+        if len(tokens) == 0:
+            raise ValueError("prompt must have a token (got none)")
+        check_tokens("prompt", tokens, decoder.config.vocab_size)
         if len(tokens) > decoder.max_prompt_tokens:
             raise ValueError(
                 f"prompt may have {decoder.max_prompt_tokens} tokens (got {len(tokens)})"
@@ -124,14 +132,28 @@ class Generation:
 
     def step(self) -> bool:
         """Let requests join and give each live request one more token, and those of its drafts
-        that were accepted. Whether any request is left."""
+        that were accepted. Whether any request is left.
+
+        Where it raises, no request is lost, and it may be called again; but not for a model with
+        gated delta nets once their states may have changed. RuntimeError then, and while another
+        Generation has requests in the decoder.
+        """
+        if self._is_lost:
+            raise RuntimeError(
+                "an earlier step failed, and the states of gated delta nets may be those behind "
+                "it: add its requests to another Generation"
+            )
         self._join()
         if self._live:
             drafts = self._propose()
-            if any(drafts):
-                self._verify(drafts)
-            else:
-                self._decode()
+            try:
+                if any(drafts):
+                    self._verify(drafts)
+                else:
+                    self._decode()
+            except BaseException:
+                self._is_lost = not self.decoder.takes_back
+                raise
         return bool(self._live or self._waiting)
 
     def activate(self, adapter: Adapter) -> int:
@@ -154,23 +176,52 @@ class Generation:
     def _join(self) -> None:
         """Prompt passes, until all requests live or no line is free."""
         while self._waiting and len(self._live) < self.decoder.max_requests:
-            first = len(self._live)
-            joining: list[_Live] = []
-            longest = 0
-            while self._waiting and first + len(joining) < self.decoder.max_requests:
-                longest = max(longest, len(self._waiting[0].request.prompt))
-                if (len(joining) + 1) * longest > self.decoder.max_prompt_tokens:
-                    break
-                joining.append(self._waiting.popleft())
-            logits = self.decoder.prefill(
-                [request.request.prompt for request in joining],
-                [request.slot for request in joining],
-                first_line=first,
-            )
-            if self._drafter is not None:
-                self._drafter.join(first, [request.text for request in joining])
+            self._take_decoder()
+            first, joining = len(self._live), self._next_prompts()
+            chosen = self._prefill(first, joining)
+            # not before, so that a pass that fails loses no request
+            for _ in joining:
+                self._waiting.popleft()
             self._live += joining
-            self._append(first, [[token] for token in _chosen(logits)])
+            self._append(first, [[token] for token in chosen])
+
+    def _take_decoder(self) -> None:
+        """RuntimeError while another Generation has requests in the lines of the decoder."""
+        known = _USERS.get(self.decoder)
+        user = None if known is None else known()
+        if user is not None and user is not self and user._holds_lines:
+            raise RuntimeError(
+                f"the decoder has {len(user._live)} requests of another Generation, whose lines "
+                "this one would take: step it until nothing is left, or drop it"
+            )
+        _USERS[self.decoder] = ref(self)
+
+    @property
+    def _holds_lines(self) -> bool:
+        return bool(self._live) and not self._is_lost
+
+    def _next_prompts(self) -> list[_Live]:
+        """The first waiting requests that fit into the free lines and into one prompt pass."""
+        free, longest = self.decoder.max_requests - len(self._live), 0
+        joining: list[_Live] = []
+        for request in self._waiting:
+            longest = max(longest, len(request.request.prompt))
+            rows = (len(joining) + 1) * longest
+            if len(joining) == free or rows > self.decoder.max_prompt_tokens:
+                break
+            joining.append(request)
+        return joining
+
+    def _prefill(self, first: int, joining: Sequence[_Live]) -> list[int]:
+        """The first token of each of these requests, which get the lines from `first` on."""
+        logits = self.decoder.prefill(
+            [request.request.prompt for request in joining],
+            [request.slot for request in joining],
+            first_line=first,
+        )
+        if self._drafter is not None:
+            self._drafter.join(first, [request.text for request in joining])
+        return _chosen(logits)
 
     def _propose(self) -> list[list[int]]:
         live = self._live
@@ -231,6 +282,10 @@ class Generation:
         self.answers[ended.number] = ended.tokens
 
 
+# whose requests were the last ones in the lines of a decoder
+_USERS: WeakKeyDictionary[Decoder, ReferenceType[Generation]] = WeakKeyDictionary()
+
+
 def generate(
     decoder: Decoder,
     requests: Sequence[Request],
@@ -253,8 +308,9 @@ def _chosen(logits: Tensor) -> list[Any]:
 
 
 def _check_config(config: GenerationConfig) -> None:
-    if config.max_new_tokens is None or config.max_new_tokens < 1:
-        raise ValueError(f"max_new_tokens must be at least 1 (got {config.max_new_tokens})")
+    most = config.max_new_tokens
+    if not isinstance(most, int) or most < 1:
+        raise ValueError(f"max_new_tokens must be an integer of at least 1 (got {most})")
     mode = config.get_generation_mode()
     if mode is not GenerationMode.GREEDY_SEARCH:
         raise ValueError(f"generation config must ask for greedy search (got {mode.value})")

@@ -52,6 +52,9 @@ class StepInputs:
             raise ValueError(f"max_tokens must be at least 1 (got {max_tokens})")
         if TOKEN_SLOTS in specs:
             raise ValueError(f"specs must not name {TOKEN_SLOTS}, which every step has")
+        for name, spec in specs.items():
+            if spec.dtype.itemsize not in _BITS:
+                raise ValueError(f"dtype of {name} must have 1 to 8 bytes (got {spec.dtype})")
         self.max_tokens = max_tokens
         self.specs = {**specs, TOKEN_SLOTS: InputSpec(dtype=torch.int32, padding=-1)}
         size = sum(_aligned(spec, max_tokens) for spec in self.specs.values())

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import (
     PreTrainedModel,
     Qwen3ForCausalLM,
@@ -25,6 +25,7 @@ from transformers.models.qwen3 import modeling_qwen3 as qwen3
 from transformers.models.qwen3_moe import modeling_qwen3_moe as qwen3_moe
 from transformers.models.qwen3_next import modeling_qwen3_next as qwen3_next
 
+from lorakernels.common.stacked_weights import DTYPES
 from lorakernels.layers.embedding import LoRAEmbedding
 from lorakernels.layers.gate_up import GateUp
 from lorakernels.layers.gdn import DeltaNetHeads, GatedDeltaNetInputProjection
@@ -125,6 +126,7 @@ def replace_layers(
     for site in sites:
         _check(model, site)
     _refuse_unknown(model, sites)
+    _check_alike(model, sites)
     place, layers = BufferPlace(), {}
     for site in sites:
         layers[site.path] = _replace(model, site, place, num_slots, rank)
@@ -174,6 +176,26 @@ def _like(linear: nn.Linear) -> str:
     weight = linear.weight
     bias = "no bias" if linear.bias is None else "a bias"
     return f"{linear.in_features} inputs, {bias}, {weight.dtype} on {weight.device}"
+
+
+def _check_alike(model: PreTrainedModel, sites: list[_Site]) -> None:
+    """All weights that are replaced have one of the dtypes of adapters, and are on one device."""
+    first: Tensor | None = None
+    for site in sites:
+        for index in range(len(site.members)):
+            member = model.get_submodule(site.member(index))
+            for weight in member.parameters(recurse=False):
+                first = weight if first is None else first
+                if weight.dtype not in DTYPES:
+                    raise ValueError(
+                        f"{site.member(index)} must be float16, bfloat16 or float32 "
+                        f"(got {weight.dtype})"
+                    )
+                if (weight.dtype, weight.device) != (first.dtype, first.device):
+                    raise ValueError(
+                        f"{site.member(index)} must be {first.dtype} on {first.device} like the "
+                        f"layers before it (got {weight.dtype} on {weight.device})"
+                    )
 
 
 def _check_experts(name: str, experts: Any) -> None:

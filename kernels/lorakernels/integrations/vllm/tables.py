@@ -11,12 +11,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from lorakernels.batch.metadata import BatchMetadata, tile_height
+from lorakernels.batch.metadata import HEIGHTS, BatchMetadata, tile_height
 from lorakernels.dense.launch import TileTables
 from lorakernels.runtime.tuning import tuning_of
 
-# all that `tile_height` gives, ascending
-HEIGHTS = (16, 32, 64, 128)
 _OF_EACH = len(TileTables._fields)
 _INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 _LIMITS = torch.iinfo(torch.int32)

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from lorakernels.batch.steps import prepared_rows, runs_adapters
+from lorakernels.common.choices import choice_number
 from lorakernels.common.stacked_weights import SlotTensors, device_of
 from lorakernels.dense.check import check_apart, check_like, overlaps_itself
 from lorakernels.moe.align.kernels.arguments import Tables
@@ -82,7 +83,7 @@ def moe_delta(
         out,
         router_weights,
         add_inputs,
-        0 if path is None else path.value,
+        choice_number("path", path, MoEPath),
     )
 
 

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from lorakernels.batch.steps import prepared_rows, runs_adapters
+from lorakernels.common.choices import check_choice, choice_number
 from lorakernels.common.quantised import Quantised, quantise_rows
 from lorakernels.common.stacked_weights import SlotTensors
 from lorakernels.dense.sharded import warn_of_one_stream
@@ -85,6 +86,8 @@ def run_experts(
     Products accumulate in fp32, the activation included; act and y are rounded to the dtype.
     Deterministic. Raises ValueError.
     """
+    check_choice("router_weight", router_weight, RouterWeight)
+    number = choice_number("form", form, MoEForm)
     operands = LayerOperands(
         x=x,
         w13=w13,
@@ -105,7 +108,7 @@ def run_experts(
         # refuses others; the operator takes one stream whoever calls it
         sharded_form(form)
     arguments = _flatten(operands, pairs, lora)
-    torch.ops.lorakernels.run_experts(*arguments, 0 if form is None else form.value)
+    torch.ops.lorakernels.run_experts(*arguments, number)
 
 
 @register_operator("run_experts", mutates=("shrunk", "act", "y", "out"))
