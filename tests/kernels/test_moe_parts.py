@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from lorakernels.common.quantised import Quantised
+from lorakernels.dense.weights import LoRAFactors
 from lorakernels.layers.gate_up import GateUp
 from lorakernels.layers.moe import FusedMoELoRA
 from lorakernels.layers.moe_partition import MoERank
@@ -56,3 +57,32 @@ def test_every_rank_refuses_an_outer_factor_that_experts_do_not_share(
     message = f"{side} of {name} must be shared by all experts, as in this layer"
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
         layer.load_adapter(0, {f"experts.{name}": part})
+
+
+@pytest.mark.parametrize("ep_rank", [0, 1])
+@pytest.mark.parametrize("expert", range(EXPERTS))
+@pytest.mark.parametrize(
+    ("a", "b", "scale", "message"),
+    [
+        ((1, HIDDEN + 1), (INTERMEDIATE, 1), 1.0, "a of experts.{}.up_proj must be"),
+        ((1, HIDDEN), (INTERMEDIATE + 1, 1), 1.0, "b of experts.{}.up_proj must be"),
+        ((2, HIDDEN), (INTERMEDIATE, 2), 1.0, "up_proj"),
+        ((1, HIDDEN), (INTERMEDIATE, 1), 2.0, "up_proj"),
+    ],
+)
+def test_every_rank_refuses_a_wrong_expert_of_any_rank(
+    a: tuple[int, int], b: tuple[int, int], scale: float, message: str, expert: int, ep_rank: int
+) -> None:
+    layer = FusedMoELoRA(
+        torch.ones(EXPERTS, 2 * INTERMEDIATE, HIDDEN),
+        torch.ones(EXPERTS, HIDDEN, INTERMEDIATE),
+        num_slots=1,
+        rank=2,
+        place=MoERank(ep_size=2, ep_rank=ep_rank),
+    )
+    right = LoRAFactors(torch.ones(1, HIDDEN), torch.ones(INTERMEDIATE, 1), 1.0)
+    parts = {f"experts.{e}.up_proj": right for e in range(EXPERTS)}
+    layer.load_adapter(0, parts)
+    wrong = LoRAFactors(torch.ones(a), torch.ones(b), scale)
+    with pytest.raises(ValueError, match=re.escape(message.format(expert))):
+        layer.load_adapter(0, parts | {f"experts.{expert}.up_proj": wrong})

@@ -251,6 +251,17 @@ def test_a_buffer_is_refused_to_a_second_part_of_a_fork(recorded_streams: Any) -
         fork_join(CPU, nothing, nested, nested)
 
 
+def test_buffers_of_one_part_are_not_taken_for_those_that_another_part_has_dropped(
+    recorded_streams: Any,
+) -> None:
+    def passing() -> None:
+        # an object that is freed leaves its id to the next one
+        for _ in range(100):
+            claim(torch.zeros(1), "buffer")
+
+    fork_join(CPU, passing, passing, passing)
+
+
 def test_a_buffer_is_free_for_whatever_runs_before_or_behind(recorded_streams: Any) -> None:
     buffer, other = torch.zeros(1), torch.zeros(1)
 

@@ -40,7 +40,8 @@ def _escaped(text: str) -> str:
 def hint(given: object, allowed: Iterable[str]) -> str:
     """'; did you mean X?' for the nearest allowed name, or nothing. What was given may be no
     text."""
-    match = difflib.get_close_matches(str(given), sorted(allowed), n=1)
+    given = str(given)
+    match = difflib.get_close_matches(given, sorted(allowed), n=1)
     return f"; did you mean {printable(repr(match[0]))}?" if match else ""
 
 
