@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from loragate.core.verdict import Failure, Judgement, OracleName, Verdict
-from loragate.matrix.case import Case, Dtype, RouterWeights, Site
+from loragate.matrix.case import Case, Dtype, Ranks, RouterWeights, Site
 from loragate.oracles import ORACLES
 from loragate.protocol import Pool, Trial
 from loragate.subjects.torch.subject import DenseDelta
@@ -77,6 +77,16 @@ class LeavesTheOldOne(Stacked):
         pass
 
 
+class ResetsAllButDeadRanks(Stacked):
+    """What an adapter leaves behind the ranks of the next one is multiplied by zeros of B."""
+
+    def load(self, slot: int, pool: Pool) -> None:
+        kept = self.a[slot].clone()
+        super().load(slot, pool)
+        for part, rank in enumerate(pool.ranks[slot]):
+            self.a[slot, part, rank:] = kept[part, rank:]
+
+
 class Refusing(ActiveTimesZero):
     def load(self, slot: int, pool: Pool) -> None:
         if not pool.a.isfinite().all():
@@ -128,6 +138,26 @@ def test_an_adapter_that_reaches_the_rows_of_others_fails(
     for seed in SEEDS:
         judgement = judge(make_trial, instance, seed, **promises)
         assert judgement.failure is Failure.NOT_ISOLATED, judgement
+
+
+@pytest.mark.parametrize("promises", [{}, {"slot_memory": memory}])
+def test_an_adapter_that_is_read_with_what_a_larger_one_left_behind_its_ranks_fails(
+    promises: dict[str, Any], make_trial: Callable[..., Trial]
+) -> None:
+    for seed in SEEDS:
+        # of so many slots one of the two that are spoiled has dead ranks
+        trial = make_trial(ResetsAllButDeadRanks, seed, promises, tokens=40, slots=6, rank=8)
+        judgement = ORACLES[OracleName.ISOLATION].judge(trial)
+        assert judgement.failure is Failure.NOT_ISOLATED, judgement
+
+
+def test_the_rows_of_the_last_adapter_that_was_spoiled_are_looked_at_again(
+    make_trial: Callable[..., Trial],
+) -> None:
+    # in a batch of one slot no other row tells
+    trial = make_trial(ResetsAllButDeadRanks, 0, {}, tokens=9, slots=1, rank=8, ranks=Ranks.MIXED)
+    judgement = ORACLES[OracleName.ISOLATION].judge(trial)
+    assert "good adapters are in place of those that were all Inf or NaN" in judgement.message
 
 
 @pytest.mark.parametrize(

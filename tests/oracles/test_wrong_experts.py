@@ -130,6 +130,14 @@ class GateAndUpSwapped(MoEDelta):
         return out.add_(torch.cat([up, gate], 1))
 
 
+class ZeroAddedToAbsentSlices(MoEDelta):
+    def apply(self, x: Tensor, out: Tensor, routes: Routes) -> Tensor:
+        super().apply(x, out, routes)
+        slots = self.token_slots.repeat_interleave(routes.topk_ids.shape[1])
+        out[(slots >= 0) & (self.local_experts(routes) >= 0)] += 0.0
+        return out
+
+
 class FirstExpertForAll(MoEDelta):
     """A factor for each expert is read as a shared one."""
 
@@ -446,3 +454,20 @@ def test_each_promised_refusal_of_an_moe_delta_is_required() -> None:
         judgement = ORACLES[OracleName.GUARD].judge(trial)
         assert judgement.failure is Failure.NOT_REFUSED
         assert judgement.where == {"guard": guard.value}
+
+
+@pytest.mark.parametrize("write", Write)
+def test_a_zero_added_to_slices_that_an_adapter_lacks_fails_where_live_ranks_alone_are_read(
+    write: Write,
+) -> None:
+    # of so many slots some lack a slice
+    case = replace(CASE, slots=6, tokens=40, write=write)
+    for seed in range(6):
+        wrong = judge(ZeroAddedToAbsentSlices, OracleName.BASE_ROWS, seed, case)
+        assert wrong.failure is Failure.BASE_ROW_CHANGED, (seed, wrong)
+        assert wrong.where["slot"] != -1
+        for promises in ({"skips_dead_ranks": False}, {"rank_per_slice": False}):
+            subject = Subject(ZeroAddedToAbsentSlices, **promises)
+            trial = Trial(case, subject, subject.capabilities(CPU), CPU, seed)
+            other = ORACLES[OracleName.BASE_ROWS].judge(trial)
+            assert other.verdict is Verdict.PASS, (seed, other)

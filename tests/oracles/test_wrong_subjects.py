@@ -48,13 +48,18 @@ from .wrong_dense import (
     ScaleOnePercentOff,
     ScaleWithoutItsSign,
     SharesItsMappingWithAllInstances,
+    SharesItsScales,
     SkipsPrepareWithoutAdapters,
     TakesAScaleOfZeroForNone,
     UnloadDoesNothing,
     UnloadsTheNextSlotToo,
     UnloadsTheSlotBeforeToo,
+    WipesInfOfTheBase,
+    WipesNanOfTheBase,
     WritesPastTheLastColumn,
+    ZeroAddedBehindTheFirstColumn,
     ZeroAddedToBaseRows,
+    ZeroAddedToTheLastColumnOfSliceZero,
 )
 
 select_interpreter()
@@ -117,6 +122,10 @@ WRONG = [
     (OracleName.EXACT, Failure.WRONG_ANSWER, OverwritesOutput),
     (OracleName.BASE_ROWS, Failure.BASE_ROW_CHANGED, DeltaForBaseRows),
     (OracleName.BASE_ROWS, Failure.BASE_ROW_CHANGED, ZeroAddedToBaseRows),
+    (OracleName.BASE_ROWS, Failure.BASE_ROW_CHANGED, ZeroAddedBehindTheFirstColumn),
+    (OracleName.BASE_ROWS, Failure.BASE_ROW_CHANGED, ZeroAddedToTheLastColumnOfSliceZero),
+    (OracleName.BASE_ROWS, Failure.BASE_ROW_CHANGED, WipesNanOfTheBase),
+    (OracleName.BASE_ROWS, Failure.BASE_ROW_CHANGED, WipesInfOfTheBase),
     (OracleName.CANARY, Failure.FOREIGN_MEMORY, WritesPastTheLastColumn),
     (OracleName.CANARY, Failure.FOREIGN_MEMORY, ReadsDeadRanks),
     (OracleName.CANARY, Failure.FOREIGN_MEMORY, ChangesItsInput),
@@ -140,6 +149,7 @@ WRONG = [
     (OracleName.SEQUENCE, Failure.STALE_STATE, UnloadsTheSlotBeforeToo),
     (OracleName.SEQUENCE, Failure.STALE_STATE, KnowsAMappingByItsCounts),
     (OracleName.SEQUENCE, Failure.STALE_STATE, SharesItsMappingWithAllInstances),
+    (OracleName.SEQUENCE, Failure.STALE_STATE, SharesItsScales),
 ]
 
 

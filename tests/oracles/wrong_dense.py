@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import torch
 from torch import Tensor
 
@@ -63,6 +65,49 @@ class ZeroAddedToBaseRows(DenseDelta):
     def apply(self, x: Tensor, out: Tensor) -> Tensor:
         super().apply(x, out)
         return out.add_(0.0)
+
+
+class ZeroAddedBehindTheFirstColumn(DenseDelta):
+    def apply(self, x: Tensor, out: Tensor) -> Tensor:
+        super().apply(x, out)[:, 1:] += 0.0
+        return out
+
+
+class ZeroAddedToTheLastColumnOfSliceZero(DenseDelta):
+    def apply(self, x: Tensor, out: Tensor) -> Tensor:
+        super().apply(x, out)[:, 23] += 0.0
+        return out
+
+
+class WipesNanOfTheBase(DenseDelta):
+    def apply(self, x: Tensor, out: Tensor) -> Tensor:
+        return torch.nan_to_num(super().apply(x, out), posinf=torch.inf, neginf=-torch.inf, out=out)
+
+
+class WipesInfOfTheBase(DenseDelta):
+    def apply(self, x: Tensor, out: Tensor) -> Tensor:
+        largest = torch.finfo(out.dtype).max
+        return super().apply(x, out).clamp_(-largest, largest)
+
+
+class SharesItsScales(DenseDelta):
+    """All instances of a shape have the scales that were loaded last."""
+
+    scales: ClassVar[dict[int, list[float]]] = {}
+
+    def load(self, slot: int, pool: Pool) -> None:
+        super().load(slot, pool)
+        self.scales[slot] = list(pool.scales[slot])
+
+    def apply(self, x: Tensor, out: Tensor) -> Tensor:
+        own = self.slots
+        self.slots = {
+            slot: [(a, b, s) for (a, b, _), s in zip(parts, self.scales[slot], strict=True)]
+            for slot, parts in own.items()
+        }
+        super().apply(x, out)
+        self.slots = own
+        return out
 
 
 class WritesPastTheLastColumn(DenseDelta):

@@ -1,16 +1,19 @@
 """A row without an adapter gets the base model, bit for bit.
 
-At a site that works in place base rows of the output keep their bits, including a negative zero,
-which even an added zero would change, unless the subject says that it adds one; so do pairs whose
-expert is not here. At the other sites they equal the base layer alone: the same subject with empty
-slots and a batch of the same shape, so that the base GEMM is the same too. For a subject whose bits
-depend on the place of a row that batch keeps its slots, which are empty, instead of having base
-rows only.
+At a site that works in place base rows of the output keep their bits, unless the subject says that
+it adds zero to them; so do pairs whose expert is not here and, of a subject that promises to read
+live ranks only, the slices of a pair that its adapter does not have. In each slice they hold
+negative zeros, which even an added zero would change, and a NaN and an Inf, as those of a base
+layer may. At the other sites they equal the base layer alone: the same subject with empty slots and
+a batch of the same shape, so that the base GEMM is the same too. For a subject whose bits depend on
+the place of a row that batch keeps its slots, which are empty, instead of having base rows only.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
+from itertools import accumulate, pairwise
 
 import torch
 from torch import Tensor
@@ -20,9 +23,9 @@ from loragate.execution.session import Session, inputs_of
 from loragate.inputs import DataKind, copy_batch
 from loragate.inputs.mapping import BASE_ROW, make_token_slots
 from loragate.inputs.pairs import out_rows
-from loragate.matrix.case import IN_PLACE_SITES, LINEAR_SITES, ExpertMap
+from loragate.matrix.case import IN_PLACE_SITES, LINEAR_SITES, ExpertMap, Site
 from loragate.oracles.evidence import judge_bits, passed
-from loragate.protocol import BaseLayer, Batch, Trial
+from loragate.protocol import BaseLayer, Batch, Pool, Trial
 
 
 class BaseRows:
@@ -36,12 +39,12 @@ class BaseRows:
 
     def judge(self, trial: Trial) -> Judgement:
         pool, batch, base = inputs_of(trial, DataKind.SIGNED)
-        rows = (out_rows(batch).slots == BASE_ROW).nonzero().flatten().to(batch.x.device)
-        batch.out[rows, 0] = -0.0
+        kept = _kept(trial, pool, batch)
+        if trial.case.site in IN_PLACE_SITES:
+            _mark(batch.out, kept, trial)
         alone = _base_alone(trial, base, batch)
         result = Session(trial, base, pool).step(copy_batch(batch))
-        wanted = result.clone()
-        wanted[rows] = alone[rows]
+        wanted = torch.where(kept, alone, result)
         if trial.capabilities.adds_zero_to_base_rows:
             is_zero = (wanted == 0) & (result == 0) & ~torch.signbit(result)
             wanted = torch.where(is_zero, result, wanted)
@@ -54,7 +57,38 @@ class BaseRows:
             failure=Failure.BASE_ROW_CHANGED,
             claim="the base layer alone",
         )
-        return wrong or passed(self.name, rows=float(len(rows)))
+        return wrong or passed(self.name, rows=float(kept.all(1).sum()))
+
+
+def _kept(trial: Trial, pool: Pool, batch: Batch) -> Tensor:
+    """bool like out: what no adapter may change."""
+    slots = out_rows(batch).slots.to(batch.out.device)
+    kept = (slots == BASE_ROW)[:, None].expand(batch.out.shape).clone()
+    have = trial.capabilities
+    if trial.case.site is Site.MOE_DELTA and have.skips_dead_ranks and have.rank_per_slice:
+        for part, columns in enumerate(_slices(trial)):
+            absent = [slot for slot, ranks in enumerate(pool.ranks) if not ranks[part]]
+            kept[:, columns.start : columns.stop] |= torch.isin(slots, slots.new_tensor(absent))[
+                :, None
+            ]
+    return kept
+
+
+def _mark(out: Tensor, kept: Tensor, trial: Trial) -> None:
+    """Give what is kept the values that little else than keeping them would leave."""
+    for columns in _slices(trial):
+        marks = {columns.start: -0.0, columns.stop - 1: -0.0}
+        # a sum of zero and NaN may be another NaN
+        if len(columns) > 3 and not trial.capabilities.adds_zero_to_base_rows:
+            marks |= {columns.start + 1: math.nan, columns.stop - 2: -math.inf}
+        for column, value in marks.items():
+            out[kept[:, column], column] = value
+
+
+def _slices(trial: Trial) -> list[range]:
+    """The columns of each slice of the output."""
+    ends = list(accumulate(trial.case.out_slices, initial=0))
+    return [range(start, stop) for start, stop in pairwise(ends)]
 
 
 def _base_alone(trial: Trial, base: BaseLayer | None, batch: Batch) -> Tensor:

@@ -99,6 +99,8 @@ def _scenes(trial: Trial, base: BaseLayer | None, pool: Pool, batch: Batch) -> I
         if _spoil(trial, session, pool, slot, value):
             yield Scene(f"the adapter of slot {slot} is all {value}", session, slot)
         session.instance.load(slot, pool)
+    if chosen:
+        yield Scene("good adapters are in place of those that were all Inf or NaN", session)
     value = values[len(chosen) % 2]
     if idle:
         if _spoil_all(trial, session, pool, idle, value):
@@ -163,11 +165,13 @@ def _overwrite(trial: Trial, session: Session, slot: int, value: float) -> None:
 
 
 def _filled(pool: Pool, value: float) -> Pool:
-    """The same adapters with `value` in place of each weight. Scales stay: B times the scale is
-    `value` as well."""
+    """The same adapters with `value` in place of each weight, and with all ranks, so that those
+    that another adapter does not have are left with it. Scales stay: B times the scale is `value`
+    as well."""
 
     def filled(weights: Tensor) -> Tensor:
         return torch.full_like(weights, value)
 
     down = None if pool.down is None else _filled(pool.down, value)
-    return replace(pool, a=filled(pool.a), b=tuple(map(filled, pool.b)), down=down)
+    ranks = tuple((pool.a.shape[-2],) * len(row) for row in pool.ranks)
+    return replace(pool, a=filled(pool.a), b=tuple(map(filled, pool.b)), ranks=ranks, down=down)

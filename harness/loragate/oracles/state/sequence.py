@@ -37,8 +37,8 @@ class Scene:
     """A change of the slots, then a step. `loads`: slot -> the pool with its new adapter, or None
     to empty it. `same_as`: what the fresh instance has in their place. `reversed_rows`: the step
     before again, its slots in the reverse order. `all_slots`: rows use every slot in turn.
-    `interrupts`: its fresh instance repeats the step between the next one's preparation and
-    kernels."""
+    `interrupts`: an instance with other adapters runs the step between the next one's preparation
+    and kernels."""
 
     what: str
     loads: dict[int, Pool | None]
@@ -87,9 +87,9 @@ class Sequence:
                 wrong = wrong or self._surroundings(scene, own, other)
                 if wrong is not None:
                     return wrong
-                if scene.interrupts:
-                    between = partial(fresh.step, copy_batch(batch))
                 del fresh
+                if scene.interrupts:
+                    between = partial(_other_instance(trial, base).step, copy_batch(batch))
         return passed(self.name, steps=float(count + 1))
 
     def _compare(
@@ -188,6 +188,14 @@ def _move(session: Session, slot: int, pool: Pool | None) -> None:
             session.instance.unload(slot)
     else:
         session.instance.load(slot, pool)
+
+
+def _other_instance(trial: Trial, base: BaseLayer | None) -> Session:
+    """With an adapter in every slot, none of which the instance under test has."""
+    full = replace(trial.case, ranks=Ranks.FULL)
+    kind, seed = DataKind.EXACT, trial.seed + 2
+    others = make_pool(full, seed, kind, trial.machine, trial.capabilities)
+    return _fresh_instance(trial, base, dict.fromkeys(range(trial.case.slots), others))
 
 
 def _fresh_instance(

@@ -180,11 +180,13 @@ class MoEDelta:
             a, b = (f[min(expert, len(f) - 1)].float() for f in (all_a, all_b))
             columns = slice(column, column + len(b))
             column = columns.stop
+            # a slice without an adapter keeps what is there, a negative zero as well
+            if not len(a):
+                continue
             delta = (scale * rows @ a.T @ b.T).to(out.dtype)
             if self.case.write is Write.ADD:
                 out[pairs, columns] += delta
-            elif len(a):
-                # a slice without an adapter keeps what is there
+            else:
                 out[pairs, columns] = delta
 
 
