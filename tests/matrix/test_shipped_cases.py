@@ -74,8 +74,9 @@ def test_each_tier_is_as_small_as_its_time_allows(cases: tuple[Case, ...]) -> No
     # program of few rows has several blocks of them, one is a prefill of 200 ranks, and one has
     # several blocks of columns of 64 rows: they take sixteen seconds; three have a hidden shrink
     # of taller tiles, and one ranks beyond a block of several partials: ten seconds; three are
-    # what generated cases found
-    assert 80 <= count[Tier.SMOKE] <= 495
+    # what generated cases found, and five of more slots and choices than any other, and of ids that
+    # are not adjacent, take three
+    assert 80 <= count[Tier.SMOKE] <= 500
     # with those of smoke these took 4 minutes on an H200 that had other work, too; ten compare
     # replays of graphs with eager steps, three are engines of delta nets and with a drafting head,
     # nine have adapters sharded by rank and seven have one plan for all batches; eleven embeddings
