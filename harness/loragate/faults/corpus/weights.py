@@ -16,7 +16,6 @@ FAULTS = (
         "        start = 0\n",
         source="sglang #8103",
         why="A slice that the new adapter does not have keeps the weights of the one before.",
-        only=True,
     ),
     _plant(
         "reset-stops-after-first-slice",
