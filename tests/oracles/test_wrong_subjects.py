@@ -7,6 +7,7 @@ the failure that names the kind of the defect: finding it by luck is not enough.
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import combinations
 from typing import Any
 
 import pytest
@@ -15,8 +16,10 @@ from torch import Tensor
 
 from loragate.core.machine import Machine, select_interpreter
 from loragate.core.verdict import Failure, Judgement, OracleName, Verdict
+from loragate.inputs import DataKind
 from loragate.matrix.case import Case, Dtype, Layout, Mix, Parallel, Ranks, Site
 from loragate.oracles import ORACLES
+from loragate.oracles.state.sequence import _scenes
 from loragate.protocol import BaseLayer, Capabilities, Instance, Pool, Trial
 from loragate.subjects.torch.embedding import Embedding
 from loragate.subjects.torch.subject import DenseDelta, TorchSubject
@@ -33,6 +36,7 @@ from .wrong_dense import (
     KeepsTheFactorsItGets,
     KeepsTheMappingItGets,
     KnowsAMappingByItsCounts,
+    KnowsAMappingByItsSum,
     LastColumnIgnored,
     LastRankDropped,
     LoadsASlotOnce,
@@ -148,6 +152,7 @@ WRONG = [
     (OracleName.SEQUENCE, Failure.STALE_STATE, UnloadsTheNextSlotToo),
     (OracleName.SEQUENCE, Failure.STALE_STATE, UnloadsTheSlotBeforeToo),
     (OracleName.SEQUENCE, Failure.STALE_STATE, KnowsAMappingByItsCounts),
+    (OracleName.SEQUENCE, Failure.STALE_STATE, KnowsAMappingByItsSum),
     (OracleName.SEQUENCE, Failure.STALE_STATE, SharesItsMappingWithAllInstances),
     (OracleName.SEQUENCE, Failure.STALE_STATE, SharesItsScales),
 ]
@@ -331,3 +336,19 @@ def test_a_subject_that_needs_dead_ranks_to_be_zero_gets_them() -> None:
     subject = Subject(ReadsDeadRanks, skips_dead_ranks=False)
     for oracle in NUMERIC:
         assert judge(subject, oracle, 3).verdict is Verdict.PASS
+
+
+@pytest.mark.parametrize("slots", [1, 2, 3, 5])
+def test_slots_whose_rows_are_reversed_have_an_adapter_each_of_their_own(slots: int) -> None:
+    case = replace(CASE, slots=slots)
+    subject = Subject(DenseDelta)
+    trial = Trial(case, subject, subject.capabilities(CPU), CPU, 0)
+    resident: dict[int, Pool | None] = {}
+    for scene in _scenes(trial, DataKind.EXACT):
+        resident |= scene.loads
+        if scene.reversed_rows:
+            loaded = [pool.a[slot] for slot, pool in resident.items() if pool is not None]
+            assert len(loaded) == max(1, slots - 1)
+            assert not any(torch.equal(*pair) for pair in combinations(loaded, 2))
+            return
+    pytest.fail("no scene reverses rows")

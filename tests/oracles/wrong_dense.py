@@ -289,6 +289,16 @@ class KnowsAMappingByItsCounts(DenseDelta):
         self.counts = counts
 
 
+class KnowsAMappingByItsSum(DenseDelta):
+    known: tuple[int, int] | None = None
+
+    def prepare(self, token_slots: Tensor) -> None:
+        known = (len(token_slots), int(token_slots.sum()))
+        if known != self.known:
+            super().prepare(token_slots)
+        self.known = known
+
+
 class SharesItsMappingWithAllInstances(DenseDelta):
     last = torch.empty(0, dtype=torch.int32)
 

@@ -124,6 +124,13 @@ def with_zero_scales(pool: Pool) -> Pool:
     return replace(pool, scales=zeros, down=down)
 
 
+def with_doubled_scales_of(other: Pool, pool: Pool) -> Pool:
+    """The adapters of `pool`, each with twice the scale of the one of `other` in its slot."""
+    scales = tuple(tuple(2 * scale for scale in row) for row in other.scales)
+    down = pool.down and other.down and with_doubled_scales_of(other.down, pool.down)
+    return replace(pool, scales=scales, down=down)
+
+
 def reordered(pool: Pool, order: list[int]) -> Pool:
     """Slot `i` of the result holds what slot `order[i]` held."""
     return Pool(

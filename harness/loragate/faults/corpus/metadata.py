@@ -29,6 +29,18 @@ FAULTS = (
         source="sglang #29468",
         why="Rows of padding get the adapter in slot 0 instead of none.",
     ),
+    _plant(
+        "mapping-known-by-its-sum",
+        "        block = 1024 if self.max_tokens <= 1024 else 4096\n",
+        "        now = num_live, int(token_slots.sum())\n"
+        "        known, self._known = vars(self).get('_known'), now\n"
+        "        if known == now:\n"
+        "            return\n"
+        "        block = 1024 if self.max_tokens <= 1024 else 4096\n",
+        source="own",
+        why="A step of as many rows, whose slots add up to the same number, keeps the tables.",
+        only=True,
+    ),
     _kernel(
         "token-map-tail-stays-stale",
         "tl.store(token_slots_ptr + token, tl.maximum(slots, -1), mask=token < max_tokens)",

@@ -24,7 +24,14 @@ from loragate.execution.session import Session, base_of
 from loragate.inputs import DataKind, copy_batch, make_batch, make_pool
 from loragate.inputs.mapping import BASE_ROW
 from loragate.inputs.placement import bits_of, owned, whole
-from loragate.inputs.pool import is_small, reordered, trimmed, with_zero_scales, without_slice
+from loragate.inputs.pool import (
+    is_small,
+    reordered,
+    trimmed,
+    with_doubled_scales_of,
+    with_zero_scales,
+    without_slice,
+)
 from loragate.matrix.case import Case, Mix, Ranks, Site, Write
 from loragate.oracles.evidence import judge_bits, passed
 from loragate.protocol import BaseLayer, Batch, Pool, Trial
@@ -154,7 +161,9 @@ def _scenes(trial: Trial, kind: DataKind) -> Iterator[Scene]:
 
 def _more_scenes(case: Case, pool: Pool, mix: Mix) -> Iterator[Scene]:
     last = case.slots - 1
-    loads: dict[int, Pool | None] = {last: pool}
+    # no two slots have the same adapter: rows that are taken for those of each other's would not
+    # show
+    loads: dict[int, Pool | None] = {0: pool, last: pool}
     if last:
         loads[last - 1] = None
     what = "all slots, and one of several emptied"
@@ -191,10 +200,13 @@ def _move(session: Session, slot: int, pool: Pool | None) -> None:
 
 
 def _other_instance(trial: Trial, base: BaseLayer | None) -> Session:
-    """With an adapter in every slot, none of which the instance under test has."""
-    full = replace(trial.case, ranks=Ranks.FULL)
-    kind, seed = DataKind.EXACT, trial.seed + 2
-    others = make_pool(full, seed, kind, trial.machine, trial.capabilities)
+    """With an adapter in every slot, none of which the instance under test has, nor its scale."""
+    full, kind = replace(trial.case, ranks=Ranks.FULL), DataKind.EXACT
+    own, others = (
+        make_pool(full, trial.seed + after, kind, trial.machine, trial.capabilities)
+        for after in (0, 2)
+    )
+    others = with_doubled_scales_of(own, others)
     return _fresh_instance(trial, base, dict.fromkeys(range(trial.case.slots), others))
 
 
