@@ -1,0 +1,68 @@
+"""What a decoder refuses before it changes its model, and tokens that it refuses before it runs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from packaging.version import Version
+from torch import nn
+
+pytest.importorskip("transformers", minversion="5.23")
+
+from lorakernels.serving import cache
+from lorakernels.serving.decoder import Decoder
+from lorakernels.serving.tiny import tiny_model
+
+SIZES = {"num_slots": 2, "rank": 2, "max_requests": 3, "max_length": 8, "max_prompt_tokens": 12}
+
+
+def test_models_with_delta_nets_need_a_transformers_that_is_new_enough_and_are_left_as_they_are(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(cache, "_OLDEST", Version("99"))
+    model = tiny_model("qwen3_next")
+    with pytest.raises(ValueError, match="transformers must be 99 or newer"):
+        Decoder(model, **SIZES)
+    assert type(model.model.layers[0].linear_attn.out_proj) is nn.Linear
+    # others do not ask for it
+    Decoder(tiny_model("qwen3"), **SIZES)
+
+
+@pytest.mark.parametrize(
+    ("kind", "module", "dtype", "message"),
+    [
+        ("qwen3", "layers.1.mlp.down_proj", torch.bfloat16, "must be torch.float32 on cpu like"),
+        ("qwen3", "layers.1.mlp.down_proj", torch.float64, "must be float16, bfloat16 or float32"),
+        ("qwen3_moe", "layers.0.mlp.experts", torch.bfloat16, "must be torch.float32 on cpu like"),
+    ],
+)
+def test_layers_of_several_dtypes_are_refused_before_the_model_is_changed(
+    kind: str, module: str, dtype: torch.dtype, message: str
+) -> None:
+    model = tiny_model(kind)
+    model.model.get_submodule(module).to(dtype)
+    with pytest.raises(ValueError, match=rf"model\.{module} {message}"):
+        Decoder(model, **SIZES)
+    assert type(model.model.layers[0].self_attn.q_proj) is nn.Linear
+
+
+@pytest.mark.parametrize("token", [-1, 64, 1.0])
+def test_tokens_that_the_vocabulary_lacks_are_refused_before_the_model_runs(token: Any) -> None:
+    decoder = Decoder(tiny_model("qwen3"), num_drafts=1, **SIZES)
+    assert decoder.config.vocab_size == 64
+    decoder.prefill([[1, 63]], [-1], first_line=0)
+    message = rf"tokens must be integers from 0 to 63 \(got {token}\)"
+    with pytest.raises(ValueError, match=message):
+        decoder.prefill([[1, token]], [-1], first_line=0)
+    with pytest.raises(ValueError, match=message):
+        decoder.decode([token], [2], [-1])
+    with pytest.raises(ValueError, match=message):
+        decoder.verify([[1, token]], [2], [-1])
+
+
+def test_sizes_of_graphs_may_come_from_an_iterator() -> None:
+    graph_sizes: Any = iter([1, 2])
+    decoder = Decoder(tiny_model("qwen3"), graph_sizes=graph_sizes, **SIZES)
+    assert {key.num_tokens for key in decoder.runner._planned} == {1, 2}
