@@ -42,6 +42,14 @@ def small_decoder(kind: str, **changes: Any) -> Decoder:
     return Decoder(tiny_model(kind), **(SIZES | changes))
 
 
+def generation_of(decoder: Decoder, drafter: NgramDrafts | None = None) -> Generation:
+    """All prompts, none of which has joined."""
+    generation = Generation(decoder, CONFIG, drafter=drafter)
+    for prompt in PROMPTS:
+        generation.add(Request(prompt))
+    return generation
+
+
 def answers_of(generation: Generation) -> list[list[int]]:
     while generation.step():
         pass
@@ -58,9 +66,7 @@ def test_requests_whose_prompt_pass_fails_go_on_waiting(
     kind: str, late: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     decoder = small_decoder(kind)
-    generation = Generation(decoder, CONFIG)
-    for prompt in PROMPTS:
-        generation.add(Request(prompt))
+    generation = generation_of(decoder)
     monkeypatch.setattr(decoder, "prefill", FailsOnce(decoder.prefill, late=late))
     with pytest.raises(torch.OutOfMemoryError):
         generation.step()
@@ -72,9 +78,7 @@ def test_requests_that_a_drafter_could_not_take_go_on_waiting(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     drafter = NgramDrafts()
-    generation = Generation(small_decoder("qwen3", num_drafts=2), CONFIG, drafter=drafter)
-    for prompt in PROMPTS:
-        generation.add(Request(prompt))
+    generation = generation_of(small_decoder("qwen3", num_drafts=2), drafter)
     monkeypatch.setattr(drafter, "join", FailsOnce(drafter.join))
     with pytest.raises(torch.OutOfMemoryError):
         generation.step()
@@ -86,9 +90,7 @@ def test_a_decode_step_that_failed_may_be_repeated_where_a_line_can_go_back(
     late: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     decoder = small_decoder("qwen3")
-    generation = Generation(decoder, CONFIG)
-    for prompt in PROMPTS:
-        generation.add(Request(prompt))
+    generation = generation_of(decoder)
     monkeypatch.setattr(decoder, "decode", FailsOnce(decoder.decode, late=late))
     with pytest.raises(torch.OutOfMemoryError):
         generation.step()
@@ -99,9 +101,7 @@ def test_a_decode_step_that_failed_ends_a_generation_with_delta_nets(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     decoder = small_decoder("qwen3_next")
-    generation = Generation(decoder, CONFIG)
-    for prompt in PROMPTS:
-        generation.add(Request(prompt))
+    generation = generation_of(decoder)
     # the states of the delta nets are those behind the token then
     monkeypatch.setattr(decoder, "decode", FailsOnce(decoder.decode, late=True))
     with pytest.raises(torch.OutOfMemoryError):

@@ -3,8 +3,8 @@
 At a site that works in place base rows of the output keep their bits, unless the subject says that
 it adds zero to them; so do pairs whose expert is not here and, of a subject that promises to read
 live ranks only, the slices of a pair that its adapter does not have. In each slice they hold
-negative zeros, which even an added zero would change, and a NaN and an Inf, as those of a base
-layer may. At the other sites they equal the base layer alone: the same subject with empty slots and
+negative zeros, which even an added zero would change, and, if it has four columns, a NaN and an Inf,
+as those of a base layer may. At the other sites they equal the base layer alone: the same subject with empty slots and
 a batch of the same shape, so that the base GEMM is the same too. For a subject whose bits depend on
 the place of a row that batch keeps its slots, which are empty, instead of having base rows only.
 """
@@ -68,9 +68,7 @@ def _kept(trial: Trial, pool: Pool, batch: Batch) -> Tensor:
     if trial.case.site is Site.MOE_DELTA and have.skips_dead_ranks and have.rank_per_slice:
         for part, columns in enumerate(_slices(trial)):
             absent = [slot for slot, ranks in enumerate(pool.ranks) if not ranks[part]]
-            kept[:, columns.start : columns.stop] |= torch.isin(slots, slots.new_tensor(absent))[
-                :, None
-            ]
+            kept[:, columns] |= torch.isin(slots, slots.new_tensor(absent))[:, None]
     return kept
 
 
@@ -79,16 +77,16 @@ def _mark(out: Tensor, kept: Tensor, trial: Trial) -> None:
     for columns in _slices(trial):
         marks = {columns.start: -0.0, columns.stop - 1: -0.0}
         # a sum of zero and NaN may be another NaN
-        if len(columns) > 3 and not trial.capabilities.adds_zero_to_base_rows:
+        if columns.stop - columns.start > 3 and not trial.capabilities.adds_zero_to_base_rows:
             marks |= {columns.start + 1: math.nan, columns.stop - 2: -math.inf}
         for column, value in marks.items():
             out[kept[:, column], column] = value
 
 
-def _slices(trial: Trial) -> list[range]:
+def _slices(trial: Trial) -> list[slice]:
     """The columns of each slice of the output."""
     ends = list(accumulate(trial.case.out_slices, initial=0))
-    return [range(start, stop) for start, stop in pairwise(ends)]
+    return [slice(start, stop) for start, stop in pairwise(ends)]
 
 
 def _base_alone(trial: Trial, base: BaseLayer | None, batch: Batch) -> Tensor:
