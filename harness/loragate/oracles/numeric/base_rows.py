@@ -3,10 +3,11 @@
 At a site that works in place base rows of the output keep their bits, unless the subject says that
 it adds zero to them; so do pairs whose expert is not here and, of a subject that promises to read
 live ranks only, the slices of a pair that its adapter does not have. In each slice they hold
-negative zeros, which even an added zero would change, and, if it has four columns, a NaN and an Inf,
-as those of a base layer may. At the other sites they equal the base layer alone: the same subject with empty slots and
-a batch of the same shape, so that the base GEMM is the same too. For a subject whose bits depend on
-the place of a row that batch keeps its slots, which are empty, instead of having base rows only.
+negative zeros, which even an added zero would change, and, if it has four columns, a NaN and an
+Inf, as those of a base layer may. At the other sites they equal the base layer alone: the same
+subject with empty slots and a batch of the same shape, so that the base GEMM is the same too. For a
+subject whose bits depend on the place of a row that batch keeps its slots, which are empty, instead
+of having base rows only.
 """
 
 from __future__ import annotations
