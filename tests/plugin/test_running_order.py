@@ -78,14 +78,18 @@ def test_what_is_dealt_begins_on_all_workers_alike_and_what_is_last_ends_the_lis
     assert max(counts) - min(counts) <= 1
 
 
-def test_cases_of_engines_are_dealt_to_the_workers() -> None:
-    engines = [
-        CaseRun("mine", Case(site=Site.ENGINE, rank=8, slots=slots, dtype=Dtype.FP32), 0)
-        for slots in (2, 3)
-    ]
-    runs = [*(run_of(tokens) for tokens in range(1, 7)), *engines]
+def compiling_run_of(site: Site, slots: int) -> CaseRun:
+    """A case that takes long, though it has no more than one row."""
+    return CaseRun("mine", Case(site=site, rank=8, slots=slots, dtype=Dtype.FP32), 0)
+
+
+def test_engines_and_then_whole_moe_layers_are_dealt_to_the_workers() -> None:
+    sites = [Site.MOE_LAYER, Site.ENGINE] * 2
+    compiling = [compiling_run_of(site, slots) for slots, site in enumerate(sites, start=2)]
+    runs = [*(run_of(tokens) for tokens in range(1, 7)), *compiling]
     ordered = running_order(runs, durations={}, workers=Workers(2, 1))
-    assert [run.case.site is Site.ENGINE for run in ordered] == [True, False, False, False] * 2
+    others = [Site.DENSE_DELTA] * 3
+    assert [run.case.site for run in ordered] == [Site.ENGINE, Site.MOE_LAYER, *others] * 2
 
 
 def test_the_order_is_by_size_or_by_recorded_seconds_with_new_cases_first() -> None:
@@ -111,7 +115,7 @@ def test_what_runs_alone_is_last_with_all_of_its_draws(workers: int) -> None:
 def test_what_runs_alone_begins_on_workers_of_its_own_if_others_are_left(
     workers: int, are_first: bool
 ) -> None:
-    engine = CaseRun("mine", Case(site=Site.ENGINE, rank=8, slots=2, dtype=Dtype.FP32), 0)
+    engine = compiling_run_of(Site.ENGINE, 2)
     runs = [*map(run_of, range(1, 12)), engine]
     ordered = running_order(
         runs,

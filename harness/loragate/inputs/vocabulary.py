@@ -19,29 +19,33 @@ from loragate.protocol import BaseLayer, Batch, Pool
 
 # fits into int32, and no vocabulary is as large
 _FAR = 1 << 30
+# what int32 cuts off
+_WRAP = 1 << 32
 
 
 def make_ids(case: Case, seed: int, step: int, draw: Draw) -> Tensor:
     """[tokens, 1]; int32 or int64, which depends on the seed."""
     ids = draw.integers(0, case.in_features, case.tokens)
     rng = random.Random(number(seed, "ids", step))
-    edges = _edges(case)
+    narrow = number(seed, "width of ids") & 1 == 1
+    edges = _edges(case, narrow=narrow)
     rng.shuffle(edges)
     # half of the rows stay as they were drawn
     chosen = edges[: (case.tokens + 1) // 2]
     rows = rng.sample(range(case.tokens), len(chosen))
     places, values = torch.tensor([rows, chosen], dtype=torch.int64, device=ids.device)
     ids[places] = values
-    narrow = number(seed, "width of ids") & 1
     return ids[:, None].to(torch.int32 if narrow else torch.int64)
 
 
-def _edges(case: Case) -> list[int]:
+def _edges(case: Case, *, narrow: bool) -> list[int]:
     last, size = case.in_features - 1, -(-case.in_features // case.tp)
     first_ids = range(0, case.in_features, size)
     edges = {last, *first_ids, *(first - 1 for first in first_ids if first)}
     if case.ids is Ids.UNKNOWN:
         edges |= {-1, -size, last + 1, last + size, _FAR, -_FAR}
+        # some that would exist if they were cut to 32 bits
+        edges |= set() if narrow else {_WRAP, _WRAP + last, last - _WRAP}
     return sorted(edges)
 
 

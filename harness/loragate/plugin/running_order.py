@@ -5,8 +5,10 @@ left from one worker to another only when that has nothing to do. Workers are pi
 turns (`pinning.py`). If the longest cases were simply first, all would begin on one GPU, and
 wait there for the memory that large cases share, while that of the other GPUs is free.
 
-Cases of engines mostly wait for a process of theirs that compiles, and take little memory: each
-worker begins with some of them. One worker with all of them would end minutes after the others.
+Engines and whole MoE layers compile most, whatever their size: on an H200 a case of such a layer
+takes three times as long as one of another site. Each worker begins with some of them. One worker
+with all of them would end minutes after the others, and one of them that was the last case of a
+worker would keep all others waiting.
 
 A case that runs alone (`turns.py`) is the first of its worker, and all others wait for it. It
 costs the worker, which is replaced while the others are at work. Where workers are too
@@ -28,6 +30,9 @@ from loragate.matrix.case_run import CaseRun
 
 WORKER_INPUT_GPUS = "loragate_gpus"
 
+# from the sites whose cases take longest to compile
+_COMPILING = (Site.ENGINE, Site.MOE_LAYER)
+
 _Item = TypeVar("_Item")
 
 
@@ -37,6 +42,11 @@ class Workers:
 
     count: int
     gpus: int
+
+
+def _compiles(site: Site) -> int:
+    """How much a case of the site compiles: more than one of any site with a lower number."""
+    return len(_COMPILING) - _COMPILING.index(site) if site in _COMPILING else 0
 
 
 def workers_of(config: pytest.Config) -> Workers:
@@ -62,9 +72,8 @@ def running_order(
     """Longest first by the recorded seconds of the cases, by their size where none are recorded,
     and first or last those that run `alone`. The draws and repeats of a case stay together."""
 
-    def size(run: CaseRun) -> tuple[bool, int]:
-        # the start of an engine alone takes longer than other cases
-        return run.case.site is Site.ENGINE, run.case.tokens * run.case.top_k
+    def size(run: CaseRun) -> tuple[int, int]:
+        return _compiles(run.case.site), run.case.tokens * run.case.top_k
 
     known = [run for run in runs if run.run_id in durations]
     unknown = [run for run in runs if run.run_id not in durations]
@@ -78,9 +87,9 @@ def running_order(
     lone = [case for case in cases if alone(case[0])]
     begin = may_begin([run for case in lone for run in case], workers)
     beside = [case for case in cases if not alone(case[0])]
-    engines = [case for case in beside if case[0].case.site is Site.ENGINE]
-    others = [case for case in beside if case[0].case.site is not Site.ENGINE]
-    dealt = [*lone, *engines] if begin else engines
+    compiling = [case for case in beside if _compiles(case[0].case.site)]
+    others = [case for case in beside if not _compiles(case[0].case.site)]
+    dealt = [*lone, *compiling] if begin else compiling
     spread = spread_over_gpus(others, workers, dealt=dealt, last=[] if begin else lone)
     return [run for case in spread for run in case]
 
