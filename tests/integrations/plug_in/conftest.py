@@ -309,7 +309,9 @@ class StandInExperts:
         inter = INTER * (1 if slices == 2 else 2)
         outer = 1 if shared else EXPERTS
         self.fully_sharded, self.use_ep, self.shared, self.slots = False, False, shared, slots
-        self.moe_config = SimpleNamespace(experts_per_token=TOP_K)
+        self.moe_config = SimpleNamespace(
+            experts_per_token=TOP_K, moe_parallel_config=SimpleNamespace(dp_size=1)
+        )
         self.local_num_experts = EXPERTS
 
         def stacks(count: int, *shape: int) -> tuple[Tensor, ...]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import logging
 import weakref
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -152,6 +153,35 @@ def experts_elsewhere(kit: Any) -> Any:
     return layer
 
 
+def experts_of_data_parallel_ranks(kit: Any) -> Any:
+    layer = kit.experts()
+    layer.moe_config.moe_parallel_config.dp_size = 2
+    return layer
+
+
+def scores_of_a_router(kit: Any) -> Any:
+    layer = kit.linear("ReplicatedLinearWithLoRA", (8,))
+    layer.base_layer = SimpleNamespace(out_dtype=torch.float64)
+    return layer
+
+
+def logits_of(kit: Any, head_dtype: torch.dtype | None) -> Any:
+    layer = kit.linear("LogitsProcessorWithLoRA", (8,))
+    layer.lora_a_stacked, layer.lora_b_stacked = layer.lora_a_stacked[0], layer.lora_b_stacked[0]
+    layer.base_layer = SimpleNamespace(head_dtype=head_dtype)
+    return layer
+
+
+@pytest.mark.parametrize("head_dtype", [None, torch.float32])
+def test_outputs_of_the_dtype_of_the_adapters_are_served(
+    kit: Any, head_dtype: torch.dtype | None
+) -> None:
+    assert refusal(logits_of(kit, head_dtype)) is None
+    router = scores_of_a_router(kit)
+    router.base_layer.out_dtype = head_dtype
+    assert refusal(router) is None
+
+
 def adapters_of_bytes(kit: Any) -> Any:
     layer = kit.linear("RowParallelLinearWithLoRA", (8,))
     layer.lora_a_stacked = tuple(stack.char() for stack in layer.lora_a_stacked)
@@ -168,6 +198,9 @@ def many_slices(kit: Any) -> Any:
         (many_slices, "17 slices, above 16"),
         (sharded_experts, "fully sharded"),
         (experts_elsewhere, "expert parallel"),
+        (experts_of_data_parallel_ranks, "rows of other data parallel ranks"),
+        (scores_of_a_router, "outputs of torch.float64"),
+        (lambda kit: logits_of(kit, torch.float64), "outputs of torch.float64"),
         (adapters_of_bytes, "adapters of torch.int8"),
         (lambda kit: kit.linear("ColumnParallelLinearWithShardedLoRA"), "of no known class"),
         (lambda kit: kit.linear("VocabParallelEmbeddingWithLoRA"), "of no known class"),

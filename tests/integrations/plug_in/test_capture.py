@@ -95,6 +95,11 @@ def linear(server: Any, make_linear: Any) -> Any:
     return made
 
 
+def flag_of(server: Any) -> torch.Tensor:
+    flag: torch.Tensor = server.wrapper.token_mapping_meta.no_lora_flag_cpu
+    return flag
+
+
 def captured(graph: Recording, linear: Any, rows: int = 3) -> tuple[torch.Tensor, torch.Tensor]:
     """Input and output of a graph of the layer; a replay adds the delta to the output."""
     x, out = torch.randn(rows, 24), torch.zeros(rows, 32)
@@ -135,6 +140,80 @@ def test_a_graph_for_no_adapters_has_no_kernel(
     assert launch_counts()["linear"].left_out == 1
 
 
+def test_a_graph_for_no_adapters_has_no_kernel_of_logits(server: Any, graph: Recording) -> None:
+    a, b = torch.randn(3, 1, 4, 24), torch.randn(3, 1, 32, 4)
+    x, out = torch.randn(3, 24), torch.zeros(3, 32)
+    for adapters, kernels in ((0, []), (2, KERNELS)):
+        with select_dummies(Runner(server), None, 3, num_active_loras=adapters):
+            pass
+        with graph.capture():
+            server.wrapper.add_lora_logits(out, x, a, b, 1.0)
+        assert graph.names == kernels
+
+
+@pytest.fixture
+def tower(make_server: Any, make_linear: Any) -> tuple[Any, Any]:
+    """A second wrapper, and a layer of it with adapters in two slots."""
+    server = make_server()
+    linear = make_linear(server)
+    linear.load(0, seed=3)
+    linear.load(1, seed=4)
+    return server, linear
+
+
+@pytest.mark.parametrize("adapters", [0, 2])
+@pytest.mark.parametrize("is_mapped", [False, True])
+def test_a_graph_of_a_tower_has_its_kernels_whatever_the_language_model_declared(
+    server: Any, tower: tuple[Any, Any], graph: Recording, adapters: int, is_mapped: bool
+) -> None:
+    wrapper, linear = tower
+    if is_mapped:
+        wrapper.step(MIXED)
+    # graphs of towers are captured behind those of the language model, without a dummy selection
+    with select_dummies(Runner(server), None, 3, num_active_loras=adapters):
+        pass
+    x, out = captured(graph, linear)
+    assert graph.names[-2:] == KERNELS
+    # steps of fewer images than the graph has rows, of as many and of more
+    for slots in ((1,), (1, 0, 1), (0, 1, -1, 1, 1, 0)):
+        wrapper.step(slots)
+        out.zero_()
+        graph.replay()
+        wanted = linear.wanted(x, slots[:3]) - x @ linear.layer.weight.T
+        torch.testing.assert_close(out, wanted, rtol=1e-4, atol=1e-4)
+
+
+def test_a_replay_of_a_tower_writes_nothing_behind_its_rows(
+    server: Any, tower: tuple[Any, Any], graph: Recording
+) -> None:
+    wrapper, linear = tower
+    server.step(BASE)
+    layer, x, out = linear.layer, torch.randn(8, 24), torch.zeros(8, 32)
+    with graph.capture():
+        layer.punica_wrapper.add_lora_linear(
+            *(out[:3], x[:3], layer.lora_a_stacked, layer.lora_b_stacked),
+            *(1.0, layer.output_slices),
+        )
+    out.zero_()
+    wrapper.step((1,) * 6)
+    graph.replay()
+    assert out[:3].any(dim=1).all()
+    assert not out[3:].any()
+
+
+def test_a_dummy_run_whose_mapping_is_there_already_declares_for_the_wrapper_that_has_it(
+    server: Any, linear: Any, tower: tuple[Any, Any], graph: Recording
+) -> None:
+    server.step(BASE)
+    # vLLM skips a mapping that equals the last one
+    with DECLARATION.dummy_run(0):
+        pass
+    captured(graph, linear)
+    assert graph.names == []
+    captured(graph, tower[1])
+    assert graph.names[-2:] == KERNELS
+
+
 def test_a_capture_that_no_dummy_run_precedes_has_the_kernels(
     server: Any, linear: Any, graph: Recording
 ) -> None:
@@ -148,7 +227,7 @@ def test_what_a_dummy_run_declares_ends_with_the_next_step(
 ) -> None:
     with select_dummies(Runner(server), None, 3, num_active_loras=0):
         pass
-    assert DECLARATION.without_adapters
+    assert DECLARATION.without_adapters(flag_of(server))
     server.step(BASE)
     captured(graph, linear)
     assert graph.names == KERNELS
@@ -156,9 +235,9 @@ def test_what_a_dummy_run_declares_ends_with_the_next_step(
 
 def test_the_number_of_adapters_may_be_given_by_place(server: Any) -> None:
     with select_dummies(Runner(server), None, 3, None, None, 0):
-        assert DECLARATION.without_adapters
+        assert DECLARATION.without_adapters(flag_of(server))
     with select_dummies(Runner(server), None, 3, None, None, 2):
-        assert not DECLARATION.without_adapters
+        assert not DECLARATION.without_adapters(flag_of(server))
 
 
 def test_a_declaration_is_of_its_dummy_run_even_if_that_fails(server: Any) -> None:
@@ -168,7 +247,7 @@ def test_a_declaration_is_of_its_dummy_run_even_if_that_fails(server: Any) -> No
     ):
         raise KeyError
     server.step(BASE)
-    assert not DECLARATION.without_adapters
+    assert not DECLARATION.without_adapters(flag_of(server))
 
 
 def test_a_replay_serves_the_mapping_of_its_step_and_none_without_adapters(

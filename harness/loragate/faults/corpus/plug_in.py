@@ -20,7 +20,8 @@ _TOKENS = "        self.token_step.prepare(state.token_lora_indices)\n"
 FAULTS = (
     _declaration(
         "plug-in-captures-what-the-dummy-run-mapped",
-        "    leaves_out = DECLARATION.without_adapters if captures else host_value(no_lora) != 0\n",
+        "    leaves_out = DECLARATION.without_adapters(no_lora) if captures else "
+        "host_value(no_lora) != 0\n",
         "    leaves_out = host_value(no_lora) != 0\n",
         source="vllm #43139",
         why="A dummy run without its adapters captures graphs that serve the base model.",
@@ -31,6 +32,20 @@ FAULTS = (
         "        return\n",
         source="vllm #43314",
         why="What a dummy run declared holds for graphs that are captured from later steps.",
+    ),
+    _declaration(
+        "plug-in-declaration-is-of-every-wrapper",
+        "        return self._adapters == 0 and self.is_of(flag)\n",
+        "        return self._adapters == 0\n",
+        source="own",
+        why="Graphs of a tower, captured behind those of the language model, lose its adapters.",
+    ),
+    _declaration(
+        "plug-in-graph-of-a-tower-takes-the-rows-of-a-step",
+        "    return not DECLARATION.is_of(no_lora) and is_capturing(device)\n",
+        "    return False\n",
+        source="own",
+        why="A step of more images than the graph of a tower has is written behind its rows.",
     ),
     _methods(
         "plug-in-mapping-is-memoised",
@@ -138,6 +153,13 @@ FAULTS = (
         "        return wrapper\n",
         source="own",
         why="A layer of unknown behaviour gets kernels that do not fit its stacks.",
+    ),
+    _adoption(
+        "plug-in-serves-experts-of-data-parallel-rows",
+        "        if layer.moe_config.moe_parallel_config.dp_size > 1:\n",
+        "        if layer.moe_config.moe_parallel_config.dp_size > 8:\n",
+        source="own",
+        why="vLLM hands over rows of other ranks, which no mapping of this one has.",
     ),
     _registration(
         "plug-in-leaves-the-key-of-compiled-graphs",

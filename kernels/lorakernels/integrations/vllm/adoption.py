@@ -94,11 +94,14 @@ def refusal(layer: Any) -> str | None:
             return "fully sharded"
         if layer.use_ep:
             return "expert parallel"
+        if layer.moe_config.moe_parallel_config.dp_size > 1:
+            # gathered behind the mapping of this rank, by `MoEPrepareAndFinalizeNaiveDPEPModular`
+            return "rows of other data parallel ranks"
         return _refusal_of(layer.w13_lora_a_stacked)
     if name in LINEAR_LAYERS:
-        return _refusal_of(layer.lora_a_stacked)
+        return _refusal_of(layer.lora_a_stacked) or _refusal_of_output(layer)
     if name in LOGITS_LAYERS:
-        return _refusal_of([layer.lora_a_stacked])
+        return _refusal_of([layer.lora_a_stacked]) or _refusal_of_output(layer)
     return "of no known class"
 
 
@@ -109,6 +112,17 @@ def _refusal_of(a: Sequence[Tensor]) -> str | None:
     if len(a) > MAX_SLICES:
         return f"{len(a)} slices, above {MAX_SLICES}"
     return f"rank {rank} above {MAX_RANK}" if rank > MAX_RANK else None
+
+
+def _refusal_of_output(layer: Any) -> str | None:
+    """vLLM computes the scores of some routers, and logits if it is told to, in a higher precision
+    than that of the adapters."""
+    base = getattr(layer, "base_layer", None)
+    for name in ("out_dtype", "head_dtype"):
+        dtype = getattr(base, name, None)
+        if dtype not in (None, layer.lora_a_stacked[0].dtype):
+            return f"outputs of {dtype}"
+    return None
 
 
 def _adopt_experts(layer: Any, wrapper: Any) -> None:

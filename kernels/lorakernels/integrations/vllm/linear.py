@@ -15,7 +15,7 @@ from lorakernels.batch.metadata import tile_height
 from lorakernels.common.slice_stacks import check_constants, whole
 from lorakernels.dense.check import check_apart
 from lorakernels.dense.ops import launch_delta
-from lorakernels.integrations.vllm.declaration import runs_adapters
+from lorakernels.integrations.vllm.declaration import may_map_more_rows, runs_adapters
 from lorakernels.integrations.vllm.launches import Operator
 from lorakernels.integrations.vllm.tables import (
     StepTables,
@@ -75,7 +75,7 @@ def _linear_delta(
     tuning = tuning_of(x.device)
     height = tile_height(x.shape[0], tuning)
     step = tables_of_height(tables, height)
-    if x.shape[0] < host_value(live):
+    if x.shape[0] < host_value(live) or may_map_more_rows(no_lora, x.device):
         # tiles of rows that x lacks would be read and written behind it. The rows are the first
         # ones, as in vLLM, whose kernels get `token_lora_mapping[:num_tokens]`
         step = tables_of_first_rows(row_slots, x.shape[0], max_slots=a.shape[0], height=height)

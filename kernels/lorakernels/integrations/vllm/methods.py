@@ -92,7 +92,7 @@ class LoraKernelsMethods:
     ) -> None:
         base: Any = super()
         base.update_metadata(mapping, lora_index_to_id, max_loras, vocab_size, **kwargs)
-        DECLARATION.mapping_installed()
+        DECLARATION.mapping_installed(*map(self._no_lora, (Operator.LINEAR, Operator.LOGITS)))
         # a server that wakes up may have lost what its memory held
         self._fill_constants()
         state: Any = self
@@ -282,10 +282,11 @@ def _sizes_of_experts(top_k: int, num_experts: int) -> str:
 
 
 def _check_absent(name: str, given: Tensor | None) -> None:
-    """What vLLM has for experts elsewhere alone, whose layers are not adopted."""
+    """What vLLM has for experts or rows elsewhere alone, whose layers are not adopted."""
     if given is not None:
         raise ValueError(
-            f"{name} must be None, since layers with experts on other ranks keep vLLM's kernels "
+            f"{name} must be None, since layers with experts or rows of other ranks keep vLLM's "
+            f"kernels "
             f"(got a tensor of shape {list(given.shape)})"
         )
 
