@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -17,6 +18,7 @@ from loragate.engine.requests import Completion, EngineCounts, Request
 from loragate.matrix.case import Case, Dtype, Site
 
 ENGINES = '''
+import itertools
 import os
 import subprocess
 import sys
@@ -168,7 +170,31 @@ def test_a_call_beyond_the_deadline_ends_the_engine_with_its_processes(
 ) -> None:
     engine = start("Echo")
     other = other_of(engine)
-    monkeypatch.setattr(engine, "_end", time.monotonic() + 0.2)
+    monkeypatch.setattr(engine, "_left_s", 0.2)
+    with pytest.raises(EngineError, match="generate did not end before the deadline"), engine:
+        engine.generate([Request((1,), "hang", 1)])
+    wait_for_end(other)
+
+
+def test_the_time_between_calls_is_not_that_of_the_engine(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = 0.0
+    monkeypatch.setattr(process, "monotonic", lambda: now)
+    with start("Echo", deadline_s=200.0) as engine:
+        now += 1000.0
+        assert engine.generate([Request((1,), None, 1)]) == [Completion((1,))]
+        now += 1000.0
+
+
+def test_the_calls_of_an_engine_share_one_deadline(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ticks = itertools.count(step=60.0)
+    monkeypatch.setattr(process, "monotonic", lambda: next(ticks))
+    engine = start("Echo", deadline_s=150.0)
+    other = other_of(engine)
+    assert engine.counts().drafts_accepted == 0
     with pytest.raises(EngineError, match="generate did not end before the deadline"), engine:
         engine.generate([Request((1,), "hang", 1)])
     wait_for_end(other)

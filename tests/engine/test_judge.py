@@ -379,6 +379,15 @@ def test_what_cannot_be_judged_is_refused(dense: Bench) -> None:
             dense.judge.judge(given, answers)
     with pytest.raises(ValueError, match=r"no adapter 'adapter-9'; known are \['base', "):
         dense.judge.judge([replace(requests[0], adapter="adapter-9")], right[:1])
+    for odd, message in (
+        ({"adapter": "draft"}, "request 1: there is no adapter 'draft'"),
+        ({"prompt": ()}, r"request 1: the prompt must have a token \(got none\)"),
+        ({"prompt": (1, -1)}, r"request 1: tokens must be from 0 to 191 \(got -1\)"),
+        ({"prompt": (192,)}, r"request 1: tokens must be from 0 to 191 \(got 192\)"),
+        ({"new_tokens": 0}, r"request 1: new_tokens must be at least 1 \(got 0\)"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            dense.judge.judge([requests[0], replace(requests[1], **odd)], right[:2])
     with pytest.raises(ValueError, match=r"dtype must be one of .* \(got torch.float64\)"):
         Judge(dense.root / "model", {}, dtype=torch.float64)
     for name in ("base", "draft"):

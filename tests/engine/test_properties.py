@@ -67,6 +67,19 @@ def test_each_answer_that_breaks_a_property_is_told(found: Property, details: li
     assert (found.decision, list(found.details)) == (Decision.FAIL, details)
 
 
+def test_a_reload_that_answers_as_its_weights_may_be_wrong_as_they_are() -> None:
+    found = reload_serves_the_new_weights(
+        "a", "b", before=ONE, after=TWO, wanted=TWO, defects=["one line", "another line"]
+    )
+    assert (found.decision, found.details) == (
+        Decision.FAIL,
+        (
+            "after a was loaded with the weights of b: one line",
+            "after a was loaded with the weights of b: another line",
+        ),
+    )
+
+
 def test_a_reload_of_weights_that_answer_the_same_shows_nothing() -> None:
     found = reload(ONE, ONE)
     assert found.decision is Decision.UNDECIDED

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import astuple, replace
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +38,10 @@ CASE = Case(
     speculation=Speculation.NGRAM,
     oracles=(OracleName.TOKENS, OracleName.ENGINE_PROPERTIES, OracleName.LIVENESS),
 )
+# of each call
 COUNTS = EngineCounts(3, 2, 1, 9)
+# of the start of an engine
+WARM_UP = EngineCounts(5, 5, 5, 5, 4)
 Collect = Callable[..., Evidence]
 
 
@@ -56,6 +59,7 @@ class Speaking:
         speakers = {speaker.name: speaker for speaker in world.speakers}
         self.folders = {folder: speakers[name] for name, folder in world.adapters.items()}
         self.loaded: dict[str | None, Speaker] = {None: self.language.base()}
+        self.calls = 0
 
     def load(self, name: str, folder: Path) -> None:
         self.loaded[name] = self.folders[folder]
@@ -64,6 +68,7 @@ class Speaking:
         del self.loaded[name]
 
     def generate(self, requests: Sequence[Request]) -> list[Completion]:
+        self.calls += 1
         return [Completion(self.answer(request)) for request in requests]
 
     def answer(self, request: Request) -> tuple[int, ...]:
@@ -71,7 +76,9 @@ class Speaking:
         return tuple(self.language.words_after(prompt, speaker, request.new_tokens))
 
     def counts(self) -> EngineCounts:
-        return COUNTS
+        pairs = zip(astuple(WARM_UP)[:-1], astuple(COUNTS)[:-1], strict=True)
+        done = (first + self.calls * each for first, each in pairs)
+        return EngineCounts(*done, WARM_UP.kernels_captured)
 
     def trace(self, tokens: Sequence[int], adapter: str | None) -> dict[str, Tensor]:
         return {}
@@ -121,6 +128,23 @@ class Dropping(Speaking):
         super().load(name, folder)
         if known:
             self.loaded[name] = self.language.base()
+
+
+class Broken(Speaking):
+    """Serves the base model to everybody once a name was taken when it was loaded."""
+
+    def load(self, name: str, folder: Path) -> None:
+        known = name in self.loaded
+        super().load(name, folder)
+        if known:
+            self.loaded = dict.fromkeys(self.loaded, self.language.base())
+
+
+class Idle(Speaking):
+    """Does nothing that is counted once it has started."""
+
+    def counts(self) -> EngineCounts:
+        return WARM_UP
 
 
 class Showing(WithoutAdapters):
@@ -209,6 +233,8 @@ def test_an_engine_without_a_defect_passes(
         (WrongAlone, {OracleName.ENGINE_PROPERTIES}),
         (Remembering, {OracleName.ENGINE_PROPERTIES}),
         (Dropping, {OracleName.ENGINE_PROPERTIES}),
+        (Broken, {OracleName.ENGINE_PROPERTIES}),
+        (Idle, {OracleName.LIVENESS}),
         (Short, {OracleName.TOKENS}),
     ],
 )
@@ -217,6 +243,46 @@ def test_an_engine_with_a_defect_fails_what_it_breaks(
 ) -> None:
     found = verdicts(monkeypatch, evidence_of(world, kind))
     assert failing(found).keys() == wrong
+
+
+def test_a_reload_that_breaks_all_adapters_alike_is_judged_by_the_reference(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    judgement = verdicts(monkeypatch, evidence_of(world, Broken))[OracleName.ENGINE_PROPERTIES]
+    assert judgement.failure is Failure.STALE_STATE
+    assert world.exchange is not None
+    name = world.batch[world.last].request.adapter
+    assert judgement.message.startswith(
+        f"after {name} was loaded with the weights of {world.exchange.other}: "
+    )
+    assert judgement.message.endswith("said by base")
+    assert judgement.metrics == {"problems": 2.0}
+
+
+def test_only_what_happens_behind_the_start_is_counted(world: World, right: Evidence) -> None:
+    assert right.answers.counts == EngineCounts(12, 8, 4, 36, WARM_UP.kernels_captured)
+    nothing = EngineCounts(None, None, None, None)
+    assert WARM_UP.since(nothing) == EngineCounts(None, None, None, None, 4)
+
+
+@pytest.mark.parametrize(
+    ("counts", "verdict"),
+    [
+        # prompts are not replayed
+        (EngineCounts(1, 1, 2, 1, 0), Verdict.PASS),
+        (EngineCounts(1, 1, 2, 0, 4), Verdict.PASS),
+        (EngineCounts(1, 1, 2, 0, 0), Verdict.FAIL),
+        (EngineCounts(1, 1, 2, 0, None), Verdict.PASS),
+    ],
+)
+def test_kernels_are_launched_by_calls_or_by_graphs_that_have_them(
+    right: Evidence, monkeypatch: pytest.MonkeyPatch, counts: EngineCounts, verdict: Verdict
+) -> None:
+    case = replace(CASE, graphs=Graphs.FULL)
+    found = verdicts(monkeypatch, with_answers(right, counts=counts), case)[OracleName.LIVENESS]
+    assert found.verdict is verdict
+    unknown = "the engine does not count kernels launched"
+    assert (found.message == unknown) == (counts.kernels_captured is None)
 
 
 def test_a_word_of_another_adapter_is_a_defect_that_names_it(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from torch import Tensor
@@ -39,7 +39,8 @@ class Exchange:
 @dataclass(frozen=True, slots=True)
 class Answers:
     """mixed: to the batch of the world. permuted: to the same requests in another order, put back
-    in theirs. alone: to the last request, in a batch of its own."""
+    in theirs. alone: to the last request, in a batch of its own. counts: of these calls, without
+    the start of the engine, whose warm-up launches kernels and replays graphs as well."""
 
     mixed: tuple[Completion, ...]
     permuted: tuple[Completion, ...]
@@ -50,12 +51,14 @@ class Answers:
 
 @dataclass(frozen=True, slots=True)
 class Evidence:
-    """report: what the judge says of `answers.mixed`. bisection: where the first of its defects
-    begins, as far as the engine shows it; "" without a defect."""
+    """report: what the judge says of `answers.mixed`. reloaded: of `answers.exchange`, where there
+    is one and `report` has no defect. bisection: where the first defect of `report` begins, as far
+    as the engine shows it; "" without a defect."""
 
     world: World
     answers: Answers
     report: Report
+    reloaded: Report | None = None
     bisection: str = ""
 
 
@@ -85,17 +88,26 @@ def examined(engine: Engine, world: World, judge: Judge) -> Evidence:
     answers = ask(engine, world)
     requests = [asked.request for asked in world.batch]
     report = judge.judge(requests, answers.mixed)
-    bisection = ""
     if report.defects:
         number = report.defects[0].request
-        bisection = _bisected(engine, world, judge, requests[number], answers.mixed[number])
-    return Evidence(world, answers, report, bisection)
+        found = _bisected(engine, world, judge, requests[number], answers.mixed[number])
+        return Evidence(world, answers, report, bisection=found)
+    return Evidence(world, answers, report, _judged_reload(world, answers, judge))
+
+
+def _judged_reload(world: World, answers: Answers, judge: Judge) -> Report | None:
+    """Both answers are those of the weights of the other adapter."""
+    if world.exchange is None or answers.exchange is None:
+        return None
+    of_other = replace(world.batch[world.last].request, adapter=world.exchange.other)
+    return judge.judge([of_other, of_other], [answers.exchange.again, answers.exchange.other])
 
 
 def ask(engine: Engine, world: World) -> Answers:
     """Load the adapters of a world, and collect answers to its requests."""
     for name, folder in world.adapters.items():
         engine.load(name, folder)
+    before = engine.counts()
     requests = [asked.request for asked in world.batch]
     mixed = engine.generate(requests)
     # a place of another request for each
@@ -108,7 +120,7 @@ def ask(engine: Engine, world: World) -> Answers:
         permuted=tuple(permuted[order.index(index)] for index in range(len(requests))),
         alone=alone,
         exchange=exchange,
-        counts=engine.counts(),
+        counts=engine.counts().since(before),
     )
 
 
@@ -118,7 +130,7 @@ def _exchanged(engine: Engine, world: World) -> Exchange | None:
     request = world.batch[world.last].request
     assert request.adapter is not None, "the last request has an adapter where there is an exchange"
     engine.load(request.adapter, world.exchange.folder)
-    of_other = Request(request.prompt, world.exchange.other, request.new_tokens)
+    of_other = replace(request, adapter=world.exchange.other)
     again, other = engine.generate([request, of_other])
     return Exchange(again, other)
 

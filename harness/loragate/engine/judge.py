@@ -64,12 +64,15 @@ class Judge:
 
     def judge(self, requests: Sequence[Request], completions: Sequence[Completion]) -> Report:
         """ValueError for completions that are not as many as the requests, or none, and for a
-        request that names no adapter."""
+        request that asks for nothing, names no adapter or has a prompt that the model cannot read.
+        """
         if not requests or len(requests) != len(completions):
             raise ValueError(
                 f"completions must be as many as the requests, {len(requests)}, and at least 1 "
                 f"(got {len(completions)})"
             )
+        for number, request in enumerate(requests):
+            self._check(number, request)
         judged = [
             self._reference(request.adapter).judge(request.prompt, self._tokens(completion))
             for request, completion in zip(requests, completions, strict=True)
@@ -116,16 +119,32 @@ class Judge:
         floor = torch.finfo(_OF_MODULES).eps / 2
         return first_deviation(shown, exact, low, allowance=_ALLOWANCE_OF_MODULES, floor=floor)
 
+    def _check(self, number: int, request: Request) -> None:
+        size = self._reference(None).num_tokens
+        if request.adapter is not None and request.adapter not in self._adapters:
+            raise ValueError(
+                f"request {number}: there is no adapter {request.adapter!r}; known are "
+                f"{[*self._adapters]}"
+            )
+        if not request.prompt:
+            raise ValueError(f"request {number}: the prompt must have a token (got none)")
+        if unknown := [token for token in request.prompt if not 0 <= token < size]:
+            raise ValueError(
+                f"request {number}: tokens must be from 0 to {size - 1} (got {unknown[0]})"
+            )
+        if request.new_tokens < 1:
+            raise ValueError(
+                f"request {number}: new_tokens must be at least 1 (got {request.new_tokens})"
+            )
+
     def _reference(self, adapter: str | None) -> Reference:
         name = BASE if adapter is None else adapter
         if name not in self._exact:
             if name == DRAFT:
                 assert self._draft
                 made = Reference(self._draft)
-            elif name in self._adapters:
-                made = Reference(self._model, self._adapters[name])
             else:
-                raise ValueError(f"there is no adapter {name!r}; known are {[*self._adapters]}")
+                made = Reference(self._model, self._adapters[name])
             self._exact[name] = made
         return self._exact[name]
 

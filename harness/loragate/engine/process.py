@@ -43,14 +43,15 @@ class EngineNotStarted(EngineError):
 
 class EngineProcess:
     """Starts `target`, "module:function", in a process, calls it with `order` there, and is the
-    engine that it returned. All calls together must end within `deadline_s`.
+    engine that it returned. The start and all calls together must take no longer than `deadline_s`;
+    what the caller does in between is its own time.
 
     log: the file that the engine's output is written to.
     Raises EngineNotStarted; a call raises EngineError.
     """
 
     def __init__(self, target: str, order: EngineOrder, *, deadline_s: float, log: Path) -> None:
-        self._end, self._log = monotonic() + deadline_s, log
+        self._left_s, self._log = deadline_s, log
         self._pool = ProcessPool()
         ours, theirs = socket.socketpair()
         with theirs, log.open("wb") as output:
@@ -132,10 +133,11 @@ class EngineProcess:
     def _exchange(self, message: EngineOrder | Call) -> object:
         what = message.method if isinstance(message, Call) else "the start"
         try:
+            begin = monotonic()
             self._connection.send(message)
-            left = max(0.0, self._end - monotonic())
-            if not self._connection.poll(left):
+            if not self._connection.poll(max(0.0, self._left_s)):
                 raise EngineError(self._told(f"{what} did not end before the deadline"))
+            self._left_s -= monotonic() - begin
             answer = self._connection.recv()
         except (EOFError, OSError) as error:
             raise EngineError(self._told(f"{self._end_of_child()} in {what}")) from error

@@ -69,11 +69,18 @@ def alone_equals_mixed(number: int, mixed: Completion, alone: Completion) -> Pro
 
 
 def reload_serves_the_new_weights(
-    name: str, other: str, *, before: Completion, after: Completion, wanted: Completion
+    name: str,
+    other: str,
+    *,
+    before: Completion,
+    after: Completion,
+    wanted: Completion,
+    defects: Iterable[str] = (),
 ) -> Property:
     """Of one prompt: what adapter `name` answers with its own weights and, loaded again with those
     of `other`, afterwards; and what `other` answers. Weights that answer the same would be right if
-    the old ones were kept."""
+    the old ones were kept. defects: what a reference says of these two answers, which may both be
+    wrong alike."""
     if after != wanted:
         still = "as before, " if after == before else ""
         message = (
@@ -81,6 +88,9 @@ def reload_serves_the_new_weights(
             f"{other} itself {_text(wanted)}"
         )
         return Property(RELOAD, Decision.FAIL, (message,))
+    if told := tuple(defects):
+        lines = (f"after {name} was loaded with the weights of {other}: {line}" for line in told)
+        return Property(RELOAD, Decision.FAIL, tuple(lines))
     if wanted == before:
         message = f"{name} and {other} answer the same, so that an exchange of their weights shows"
         return Property(RELOAD, Decision.UNDECIDED, (f"{message} nothing",))

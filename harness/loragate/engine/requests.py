@@ -32,12 +32,31 @@ class Completion:
 
 @dataclass(frozen=True, slots=True)
 class EngineCounts:
-    """What an engine did since it was started; None is what it cannot say."""
+    """What an engine did since it was started; None is what it cannot say.
+
+    kernels_launched: of adapters, outside of captures. kernels_captured: of adapters, in graphs,
+    each of which launches them again when it is replayed.
+    """
 
     drafts_accepted: int | None
     drafts_rejected: int | None
     graphs_replayed: int | None
     kernels_launched: int | None
+    kernels_captured: int | None = None
+
+    def since(self, before: EngineCounts) -> EngineCounts:
+        """What was added to `before`, but for captures, which remain what they were."""
+        return EngineCounts(
+            _added(before.drafts_accepted, self.drafts_accepted),
+            _added(before.drafts_rejected, self.drafts_rejected),
+            _added(before.graphs_replayed, self.graphs_replayed),
+            _added(before.kernels_launched, self.kernels_launched),
+            self.kernels_captured,
+        )
+
+
+def _added(before: int | None, after: int | None) -> int | None:
+    return None if before is None or after is None else after - before
 
 
 class Engine(Protocol):

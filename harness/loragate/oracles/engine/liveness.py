@@ -47,4 +47,11 @@ def _wanted(case: Case, counts: EngineCounts) -> Iterator[tuple[str, int | None]
     if case.graphs is not Graphs.NONE:
         yield "graphs replayed", counts.graphs_replayed
     if case.active is not Active.NONE:
-        yield "kernels launched", counts.kernels_launched
+        yield "kernels launched", _launched(counts)
+
+
+def _launched(counts: EngineCounts) -> int | None:
+    """By a call, or by a graph that has them."""
+    if counts.kernels_launched == 0 and counts.graphs_replayed:
+        return counts.kernels_captured
+    return counts.kernels_launched

@@ -75,6 +75,9 @@ def _properties(evidence: Evidence) -> Iterator[Property]:
             before=answers.alone,
             after=answers.exchange.again,
             wanted=answers.exchange.other,
+            defects=[found.line() for found in evidence.reloaded.defects]
+            if evidence.reloaded
+            else (),
         )
 
 

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, GenerationConfig
 
@@ -77,7 +78,8 @@ class ServingEngine:
             drafts_accepted=self._drafts.accepted if drafted else None,
             drafts_rejected=self._drafts.rejected if drafted else None,
             graphs_replayed=self._decoder.runner.replays,
-            kernels_launched=self._launches.count,
+            kernels_launched=self._launches.launched,
+            kernels_captured=self._launches.captured,
         )
 
     def trace(self, tokens: Sequence[int], adapter: str | None) -> Mapping[str, Tensor]:
@@ -163,7 +165,7 @@ class _LaunchCounter:
     """Counts the launches of kernels of adapters in this process; a replay of a graph is none."""
 
     def __init__(self) -> None:
-        self.count = 0
+        self.launched = self.captured = 0
         if interpreter.is_on():
             from triton.runtime.interpreter import GridExecutor
 
@@ -174,11 +176,14 @@ class _LaunchCounter:
             knobs.runtime.launch_enter_hook.add(lambda metadata: self._note())
 
     def _note(self) -> None:
-        self.count += 1
+        if torch.cuda.is_current_stream_capturing():
+            self.captured += 1
+        else:
+            self.launched += 1
 
     def _counted(self, launch: Callable[..., Any]) -> Callable[..., Any]:
         def counted(*args: Any, **options: Any) -> Any:
-            self._note()
+            self.launched += 1
             return launch(*args, **options)
 
         return counted

@@ -55,6 +55,7 @@ class TransformersEngine:
             drafts_rejected=self._verified - self._accepted if drafts else None,
             graphs_replayed=None,
             kernels_launched=None,
+            kernels_captured=None,
         )
 
     @torch.no_grad()

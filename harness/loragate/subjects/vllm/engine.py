@@ -86,13 +86,16 @@ class VllmEngine:
         if self._case.speculation is not Speculation.NONE:
             accepted = int(counters[_ACCEPTED])
             rejected = int(counters[_DRAFTED]) - accepted
+        launched, captured = self._events.launches, self._events.captures
+        if self._plugin:
+            of_workers = self._llm.collective_rpc(_launches)
+            launched, captured = (sum(part) for part in zip(*of_workers, strict=True))
         return EngineCounts(
             drafts_accepted=accepted,
             drafts_rejected=rejected,
             graphs_replayed=self._events.replays,
-            kernels_launched=sum(self._llm.collective_rpc(_launches))
-            if self._plugin
-            else self._events.launches,
+            kernels_launched=launched,
+            kernels_captured=captured,
         )
 
     def close(self) -> None:
@@ -109,9 +112,13 @@ class VllmEngine:
         )
 
 
-def _launches(worker: object) -> int:
-    """Of the plug-in, in a worker of vLLM: called, or kept in a graph."""
+def _launches(worker: object) -> tuple[int, int]:
+    """Of the plug-in, in a worker of vLLM: operators that launched their kernels, and captured
+    them."""
     from importlib import import_module
 
     counts = import_module("lorakernels.integrations.vllm.launches").launch_counts()
-    return sum(count.launched + count.captured for count in counts.values())
+    launched, captured = (
+        sum(getattr(count, name) for count in counts.values()) for name in ("launched", "captured")
+    )
+    return launched, captured

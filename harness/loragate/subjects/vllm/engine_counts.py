@@ -14,10 +14,11 @@ VLLM_KERNELS = ("_lora_shrink", "_lora_expand", "_fused_moe_lora")
 
 @dataclass(slots=True)
 class EngineEvents:
-    """`launches`: of kernels that vLLM has for adapters, those of a capture included."""
+    """launches, captures: of vLLM's kernels of adapters, outside of a capture and in one."""
 
     replays: int = 0
     launches: int = 0
+    captures: int = 0
 
     def listen(self) -> None:
         """Count from now on, until the process ends."""
@@ -34,4 +35,9 @@ class EngineEvents:
         knobs.runtime.launch_enter_hook.add(self._launched)
 
     def _launched(self, metadata: Any) -> None:
-        self.launches += str(metadata.get()["name"]).startswith(VLLM_KERNELS)
+        if not str(metadata.get()["name"]).startswith(VLLM_KERNELS):
+            return
+        if torch.cuda.is_current_stream_capturing():
+            self.captures += 1
+        else:
+            self.launches += 1
