@@ -37,7 +37,7 @@ _changes = st.fixed_dictionaries(
         "case": st.sampled_from(("a", "b", "unplanned")),
         "path": st.sampled_from(("p", "q")),
         "path_key": st.sampled_from(("k1", "k1", "k1", "k2", "")),
-        "device": st.sampled_from(("cpu", "cpu", "gpu")),
+        "device": st.sampled_from(("cpu", "cpu", "gpu", "")),
         "draw": st.integers(0, 1),
         "measure": st.sampled_from(tuple(Measure)),
         "purpose": st.sampled_from((Purpose.PLANNED, Purpose.PLANNED, Purpose.DIAGNOSE)),
@@ -50,17 +50,51 @@ _changes = st.fixed_dictionaries(
         "conditions": st.sampled_from(({}, {"neighbours": "1"}, {"gpu": "1"})),
     }
 )
-# many equal trials, so that paths are decided
+# two machines; many equal trials, so that paths are decided
+_MACHINES = {"night-1": "gpu-1", "night-2": "gpu-2", "night-3": "gpu-1"}
 _histories = st.lists(st.tuples(_changes, st.sampled_from((1, 1, 2, 60))), max_size=25)
 
 
-def _since_change(trials: Sequence[TrialRecord]) -> Sequence[TrialRecord]:
-    """The trials of a case since its source changed; those without a key ran what was there."""
-    keyed = [k for k, each in enumerate(trials) if each.path_key]
-    if not keyed:
-        return trials
-    others = [k for k in keyed if trials[k].path_key != trials[keyed[-1]].path_key]
-    return trials[next(k for k in keyed if k > others[-1]) :] if others else trials
+def _runs(scan_run: NewRun) -> list[ScanRun]:
+    return [
+        scan_run(uid, machine=_MACHINES[uid], environment={"torch": _TORCH[uid]}) for uid in _RUNS
+    ]
+
+
+def _counting(trials: Sequence[TrialRecord]) -> list[TrialRecord]:
+    """The trials of a source that some machine has run ever since; those of unknown source until
+    their machine shows another one, after trials of another run."""
+    # of each case and device what each machine had, after each trial
+    had: list[dict[tuple[str, str], dict[str, str]]] = [{}]
+    for trial in trials:
+        place = trial.case, trial.device
+        now = had[-1].get(place, {})
+        keyed = {_MACHINES[trial.run]: trial.path_key} if trial.path_key else {}
+        had.append(had[-1] | {place: now | keyed})
+
+    def counts(k: int, trial: TrialRecord) -> bool:
+        place, machine = (trial.case, trial.device), _MACHINES[trial.run]
+        if trial.path_key:
+            return all(trial.path_key in now[place].values() for now in had[k + 1 :])
+        places = [p for p in had[-1] if p == place or (p[0] == trial.case and not trial.device)]
+        others = [
+            j
+            for j, other in enumerate(trials)
+            if j > k and other.run != trial.run and _MACHINES[other.run] == machine
+        ]
+        is_followed = [
+            j
+            for j in others
+            if (trials[j].case, trials[j].device, trials[j].path_key) == (*place, "")
+        ]
+        return not any(
+            had[j].get(p, {}).get(machine) != had[j + 1].get(p, {}).get(machine)
+            and (j in others or any(other < j for other in is_followed))
+            for j in range(k, len(trials))
+            for p in places
+        )
+
+    return [trial for k, trial in enumerate(trials) if counts(k, trial)]
 
 
 def _known_at_once(trials: Sequence[TrialRecord], undecided: Collection[str]) -> dict[str, Known]:
@@ -70,7 +104,9 @@ def _known_at_once(trials: Sequence[TrialRecord], undecided: Collection[str]) ->
     found = {}
     for case in _CASES:
         own = [trial for trial in planned if trial.case == case]
-        counts = Counter(trial.measure for trial in _since_change(own))
+        now = next((t.path_key for t in reversed(own) if t.path_key), "")
+        current = [t for t in _counting(own) if t.path_key in ("", now)]
+        counts = Counter(trial.measure for trial in current)
         seconds = {trial.measure: trial.duration_s for trial in own}
         path = f"{own[-1].path} {own[-1].grouped}" if own else ""
         found[case] = Known(
@@ -96,7 +132,7 @@ def test_trials_one_by_one_say_what_all_of_them_say_at_once(
     trials: list[TrialRecord] = []
     for fields, count in changes:
         trials += [trial(len(trials) + k, **fields) for k in range(count)]
-    runs = [scan_run(uid, environment={"torch": _TORCH[uid]}) for uid in _RUNS]
+    runs = _runs(scan_run)
     standing = Standing(_CASES, runs)
     for first, end in ((0, len(trials) // 2), (len(trials) // 2, len(trials))):
         for each in trials[first:end]:
@@ -111,7 +147,9 @@ def test_trials_one_by_one_say_what_all_of_them_say_at_once(
     assert of_tried.is_searching == any(
         state.status is Status.UNDECIDED and not state.suspects for state in found.values()
     )
-    undecided = {t.case for t in trials if found[group_key(t)].status is Status.UNDECIDED}
+    counting = _counting(trials)
+    assert found.keys() == {group_key(trial) for trial in counting}
+    undecided = {t.case for t in counting if found[group_key(t)].status is Status.UNDECIDED}
     known = standing.known(changed=["b"], traced=["a"], only_judged=["never"])
     assert known == _known_at_once(trials, undecided)
 
@@ -134,7 +172,7 @@ def test_the_digest_of_most_trials_is_the_usual_one_and_of_equally_many_the_olde
     (state,) = states(trials, ()).values()
     assert standing.statuses() == {state.key: state.status}
     (group,) = standing._groups.values()
-    assert sum(tally.failures for tally in group.cases.values()) == state.failures
+    assert sum(tally.failures for tally in group.tallies.values()) == state.failures
 
 
 @settings(max_examples=200, deadline=None)
@@ -145,7 +183,7 @@ def test_inputs_with_several_results_are_told_by_each_of_their_trials(
     # one source of one path
     same = {"path": "p", "path_key": "k1", "device": "cpu"}
     trials = [trial(k, **fields | same) for k, fields in enumerate(changes)]
-    runs = [scan_run(uid, environment={"torch": _TORCH[uid]}) for uid in _RUNS]
+    runs = _runs(scan_run)
     standing = Standing(_CASES, runs)
     for each in trials:
         standing.add(glance_at(each))
@@ -173,7 +211,7 @@ def test_a_case_whose_source_has_changed_counts_as_one_with_few_trials(trial: Ne
     # the key is not known in a process that died
     standing.add(glance_at(trial(50, case="a", path_key="")))
     assert standing.known(changed=None, traced=[])["a"].bits == 51
-    standing.add(glance_at(trial(51, case="a", path_key="key2", duration_s=3.0)))
+    standing.add(glance_at(trial(51, "night-2", case="a", path_key="key2", duration_s=3.0)))
     known = standing.known(changed=None, traced=[])["a"]
     assert (known.bits, known.bits_s) == (1, 3.0)
 

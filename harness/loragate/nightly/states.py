@@ -1,8 +1,8 @@
 """Stable, flaky, wrong or undecided: what the trials of each (path, group, device) say together.
 
-Trials of a case count since the last change of the source that it runs. Same inputs must give the
-same bits wherever the code and the environment are the same: the digest that most trials of a case
-and draw have is the reference, and every other one differs. A wrong answer is never called flaky:
+Trials of a case count as long as a machine runs the same source. Same inputs must give the same
+bits wherever the code and the environment are the same: the digest that most trials of a case and
+draw have is the reference, and every other one differs. A wrong answer is never called flaky:
 seen again with the same inputs it is wrong, otherwise it stays undecided. Pure.
 """
 
@@ -17,6 +17,7 @@ from loragate.core.sequential import Decision, Interval, SequentialTest, anytime
 from loragate.history.model import Outcome, Purpose, ScanRun, TrialRecord
 from loragate.nightly.conditions import Cause
 from loragate.nightly.environment import environment_key
+from loragate.nightly.sources import Source, Sources
 
 # a path that differs in 5 % of all trials is flaky, one in 0.5 % may be called stable
 TEST = SequentialTest(healthy=0.005, defective=0.05, error=0.01)
@@ -82,34 +83,42 @@ def group_key(trial: TrialRecord) -> GroupKey:
 
 
 def states(trials: Iterable[TrialRecord], runs: Iterable[ScanRun]) -> dict[GroupKey, GroupState]:
-    """The state of each group, by its key; `trials` the oldest first."""
+    """The state of each group with trials that count, by its key; `trials` the oldest first."""
+    runs = tuple(runs)
     environments = {run.uid: environment_key(run.environment) for run in runs}
-    groups: dict[GroupKey, list[TrialRecord]] = defaultdict(list)
+    groups: dict[GroupKey, list[Sequence[TrialRecord]]] = defaultdict(list)
+    for (key, _), found in _by_source(trials, runs).items():
+        groups[key].append(found)
+    return {key: _state(key, found, environments) for key, found in sorted(groups.items())}
+
+
+def _by_source(
+    trials: Iterable[TrialRecord], runs: Iterable[ScanRun]
+) -> dict[tuple[GroupKey, Source], list[TrialRecord]]:
+    """The trials that count. A change of its source may also change the group of a case."""
+    sources: Sources[TrialRecord] = Sources(runs)
+    kept: dict[Source, list[TrialRecord]] = defaultdict(list)
     for trial in trials:
-        groups[group_key(trial)].append(trial)
-    return {
-        key: _state(key, _since_change(found), environments)
-        for key, found in sorted(groups.items())
-    }
-
-
-def _since_change(trials: Sequence[TrialRecord]) -> Sequence[TrialRecord]:
-    """The trials of each case since the last change of the source that it runs."""
-    current: dict[str, str] = {}
-    changed: set[str] = set()
-    kept = []
-    for trial in reversed(trials):
-        if trial.path_key != current.setdefault(trial.case, trial.path_key):
-            changed.add(trial.case)
-        if trial.case not in changed:
-            kept.append(trial)
-    return kept[::-1]
+        ended = sources.ended_by(trial)
+        for source in ended.sources:
+            kept.pop(source, None)
+        for each in (*ended.again, trial):
+            kept[sources.of(each)].append(each)
+    found: dict[tuple[GroupKey, Source], list[TrialRecord]] = defaultdict(list)
+    for source, of_source in kept.items():
+        for trial in of_source:
+            found[group_key(trial), source].append(trial)
+    return found
 
 
 def _state(
-    key: GroupKey, trials: Sequence[TrialRecord], environments: Mapping[str, str]
+    key: GroupKey, sources: Sequence[Sequence[TrialRecord]], environments: Mapping[str, str]
 ) -> GroupState:
-    differing = differing_trials(trials, environments)
+    """sources: the trials of each."""
+    differing: dict[tuple[str, int], Scope] = {}
+    for of_source in sources:
+        differing |= differing_trials(of_source, environments)
+    trials = sorted((t for found in sources for t in found), key=lambda t: (t.at, *_name(t)))
     planned = [trial for trial in trials if trial.purpose is Purpose.PLANNED]
     counted = [t for t in planned if t.outcome in (Outcome.RIGHT, Outcome.DIFFERENT)]
     failures = sum(_name(trial) in differing for trial in counted)
@@ -125,7 +134,7 @@ def _state(
                 failures=failures,
                 is_wrong=bool(wrong),
                 is_confirmed=is_confirmed(wrong),
-                is_promised=trials[-1].promised,
+                is_promised=all(of_source[-1].promised for of_source in sources),
                 is_explained=any(t.cause not in ("", Cause.UNKNOWN) for t in trials),
             )
         ),
@@ -181,7 +190,8 @@ def is_confirmed(wrong: Sequence[TrialRecord]) -> bool:
 def differing_trials(
     trials: Sequence[TrialRecord], environments: Mapping[str, str]
 ) -> dict[tuple[str, int], Scope]:
-    """The trials whose bits are not those of most others with equal inputs, by run and number.
+    """The trials of one source whose bits are not those of most others with equal inputs, by run
+    and number.
 
     environments: of each run, as a key; bits of different ones are not compared.
     """
