@@ -135,7 +135,7 @@ def test_days_are_those_of_utc_in_every_time_zone() -> None:
 def test_runs_since_the_day_of_an_entry_release_it_and_none_before(trial: NewTrial) -> None:
     begin = datetime(2026, 11, 23, tzinfo=UTC).timestamp()
     for at, clean in ((begin - 1, 0), (begin, 1), (_NOON, 1)):
-        (found,) = held([_ENTRY], [trial(0, at=at)], _TODAY)
+        (found,) = held([_ENTRY], [trial(0, at=at)], (), _TODAY)
         assert (found.clean, found.released, found.trials) == (clean, bool(clean), 1)
 
 
@@ -166,7 +166,7 @@ def test_ten_clean_nights_before_a_new_entry_do_not_release_it(trial: NewTrial) 
 def test_an_entry_of_any_day_that_has_come_somewhere_has_an_age(since: date, age: int) -> None:
     entry = Quarantined(case=_CASE, reason="atomics", owner="ada", since=since)
     check_dates(Path("q.yaml"), [entry], _TODAY)
-    (found,) = held([entry], [], _TODAY)
+    (found,) = held([entry], [], (), _TODAY)
     assert found.age_days == age
 
 

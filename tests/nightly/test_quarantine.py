@@ -92,19 +92,51 @@ def test_a_case_is_released_after_so_many_clean_runs_in_a_row(trial: NewTrial) -
         *night(5, right),
     ]
     today = date(2026, 11, 23)
-    (found,) = held([_HELD], trials, today)
+    (found,) = held([_HELD], trials, (), today)
     assert (found.age_days, found.clean, found.failures, found.trials) == (22, 2, 1, 8)
     assert not found.released
-    (found,) = held([_HELD], [*trials, *night(6, right)], today)
+    (found,) = held([_HELD], [*trials, *night(6, right)], (), today)
     assert found.released
-    (found,) = held([_HELD], [*trials, *night(6, right, Outcome.WRONG)], today)
+    (found,) = held([_HELD], [*trials, *night(6, right, Outcome.WRONG)], (), today)
     assert (found.clean, found.released) == (0, False)
+
+
+@pytest.mark.parametrize("changing", [False, True])
+def test_a_case_with_other_bits_in_one_process_of_each_night_is_not_released(
+    changing: bool, trial: NewTrial
+) -> None:
+    nights = [
+        trial(
+            20 * night + k,
+            f"night-{night}",
+            case="a",
+            at=_BEGIN + night * 86400 + k,
+            digest="bb" if k == 3 else "aa",
+            path_key=f"key{night}" if changing else "key",
+        )
+        for night in range(25)
+        for k in range(20)
+    ]
+    (found,) = held([_HELD], nights, (), date(2026, 11, 26))
+    assert (found.clean, found.failures, found.released) == (0, 25, False)
+
+
+def test_bits_that_another_environment_or_source_explains_do_not_keep_a_case(
+    trial: NewTrial, scan_run: Callable[..., ScanRun]
+) -> None:
+    runs = [scan_run(f"night-{k}", environment={"torch": f"2.{k // 2}"}) for k in range(6)]
+    trials = [
+        trial(k, f"night-{k}", case="a", at=_BEGIN + k, digest=f"{k}", path_key=f"key{k % 2}")
+        for k in range(6)
+    ]
+    (found,) = held([_HELD], trials, runs, date(2026, 11, 26))
+    assert (found.clean, found.failures) == (6, 0)
 
 
 def test_trials_of_others_and_of_diagnoses_release_nothing(trial: NewTrial) -> None:
     others = [trial(k, f"night-{k}", case="b") for k in range(9)]
     diagnoses = [trial(k, f"n-{k}", case="a", purpose=Purpose.DIAGNOSE) for k in range(9)]
-    (found,) = held([_HELD], [*others, *diagnoses], date(2026, 11, 1))
+    (found,) = held([_HELD], [*others, *diagnoses], (), date(2026, 11, 1))
     assert (found.clean, found.trials) == (0, 0)
 
 
@@ -165,5 +197,5 @@ def test_what_several_processes_have_seen_of_a_case_counts_once(
                 other.merge(history)
                 history.merge(other)
         trials = list(history.trials())
-    (found,) = held([_HELD], trials, date(2026, 11, 2))
+    (found,) = held([_HELD], trials, (), date(2026, 11, 2))
     assert (found.trials, found.clean, found.failures, found.released) == (40, 4, 0, True)

@@ -113,7 +113,7 @@ def morning(
     groups: dict[GroupKey, list[TrialRecord]] = defaultdict(list)
     for trial in trials:
         groups[group_key(trial)].append(trial)
-    entries = held(quarantine, trials, today)
+    entries = held(quarantine, trials, runs, today)
     in_quarantine = {each.entry.case for each in entries if not each.released}
     latest = {run.machine: run.uid for run in sorted(runs, key=lambda run: run.started_at)}
     findings = tuple(

@@ -6,15 +6,18 @@ until it is stable again: then it is released. Pure, but for reading the file.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, date, datetime
 from pathlib import Path
 from typing import Any
 
 from loragate.core.yaml_file import YamlFileError, read_yaml
-from loragate.history.model import Outcome, Purpose, TrialRecord
+from loragate.history.model import Outcome, Purpose, ScanRun, TrialRecord
 from loragate.matrix.problems import nearest
+from loragate.nightly.environment import environment_key
+from loragate.nightly.states import differing_trials
 
 _FIELDS = ("case", "reason", "owner", "since", "clean_runs")
 _NEEDED = ("case", "reason", "owner", "since")
@@ -118,33 +121,56 @@ def check_dates(path: Path, entries: Iterable[Quarantined], today: date) -> None
 
 
 def held(
-    entries: Iterable[Quarantined], trials: Iterable[TrialRecord], today: date
+    entries: Sequence[Quarantined],
+    trials: Iterable[TrialRecord],
+    runs: Iterable[ScanRun],
+    today: date,
 ) -> tuple[Held, ...]:
     """What the history says about each entry; `trials` the oldest first. Runs from before the day
     of an entry release nothing, otherwise it might be released on that day."""
-    found: dict[str, dict[str, list[TrialRecord]]] = {entry.case: {} for entry in entries}
+    environments = {run.uid: environment_key(run.environment) for run in runs}
+    found: dict[str, list[TrialRecord]] = {entry.case: [] for entry in entries}
     for trial in trials:
-        if trial.case in found and trial.purpose is Purpose.PLANNED:
-            found[trial.case].setdefault(trial.run, []).append(trial)
-    return tuple(_held(entry, list(found[entry.case].values()), today) for entry in entries)
+        if trial.case in found:
+            found[trial.case].append(trial)
+    return tuple(_held(entry, found[entry.case], environments, today) for entry in entries)
 
 
-def _held(entry: Quarantined, runs: list[list[TrialRecord]], today: date) -> Held:
+def _held(
+    entry: Quarantined, trials: list[TrialRecord], environments: Mapping[str, str], today: date
+) -> Held:
+    failed = _failed(trials, environments)
+    runs: dict[str, list[TrialRecord]] = defaultdict(list)
+    for trial in trials:
+        if trial.purpose is Purpose.PLANNED:
+            runs[trial.run].append(trial)
     clean = 0
     begin = datetime(entry.since.year, entry.since.month, entry.since.day, tzinfo=UTC).timestamp()
-    for run in reversed(runs):
-        if run[0].at < begin:
-            break
-        outcomes = [trial.outcome for trial in run]
-        if Outcome.DIFFERENT in outcomes or Outcome.WRONG in outcomes:
+    for run in reversed(runs.values()):
+        if run[0].at < begin or any((t.run, t.number) in failed for t in run):
             break
         # a run that judged nothing of it is neither clean nor not
-        clean += Outcome.RIGHT in outcomes
-    every = [trial for run in runs for trial in run]
+        clean += any(trial.outcome is Outcome.RIGHT for trial in run)
+    every = [trial for run in runs.values() for trial in run]
     return Held(
         entry=entry,
         age_days=max(0, (today - entry.since).days),
         clean=clean,
-        failures=sum(t.outcome in (Outcome.DIFFERENT, Outcome.WRONG) for t in every),
+        failures=sum((trial.run, trial.number) in failed for trial in every),
         trials=len(every),
     )
+
+
+def _failed(trials: Iterable[TrialRecord], environments: Mapping[str, str]) -> set[tuple[str, int]]:
+    """The trials of a case that were wrong or differed, also from those of other processes, by run
+    and number. Of older source as well: most nights have a new one."""
+    found: set[tuple[str, int]] = set()
+    sources: dict[tuple[str, str], list[TrialRecord]] = defaultdict(list)
+    for trial in trials:
+        if trial.outcome in (Outcome.DIFFERENT, Outcome.WRONG):
+            found.add((trial.run, trial.number))
+        elif trial.promised:
+            sources[trial.device, trial.path_key].append(trial)
+    for of_source in sources.values():
+        found.update(differing_trials(of_source, environments))
+    return found
