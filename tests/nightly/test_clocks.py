@@ -105,10 +105,13 @@ def test_a_night_at_any_time_is_on_the_page(
     at: float, scan_run: NewRun, trial: NewTrial, tmp_path: Path
 ) -> None:
     runs = [scan_run(started_at=at), scan_run("night-2", started_at=_NOON)]
-    trials = [trial(0, at=at), trial(0, "night-2", at=_NOON, outcome=Outcome.DIFFERENT)]
+    # of three at once the first and the last one stay
+    trials = [trial(k, at=at) for k in range(3)]
+    other = {"case": "other", "path": "other", "outcome": Outcome.DIFFERENT}
+    trials.append(trial(0, "night-2", at=_NOON, **other))
     assert all(day_of(at) in text for text in _pages(runs, trials)[1:2])
     with open_history(tmp_path / "h.db") as history:
-        assert history.take(runs, (), trials) == 2
+        assert history.take(runs, (), trials) == 4
         # what is far ahead of a limit is not older than it
         assert history.prune(before=_NOON) == (at < _NOON)
 

@@ -439,17 +439,18 @@ def test_the_history_command_merges_exports_imports_and_prunes(
     for uid in ("a", "b"):
         with open_history(tmp_path / f"{uid}.db") as history:
             history.add_run(scan_run(uid))
-            history.add(trial(0, uid))
+            history.take((), (), [trial(0, uid), trial(1, uid)])
     here = f"--history={tmp_path / 'a.db'}"
     lines = tmp_path / "all.jsonl"
     assert main(["history", here, "merge", str(tmp_path / "b.db")]) == 0
     assert main(["history", here, "export", str(lines)]) == 0
-    assert len(lines.read_text(encoding="utf-8").splitlines()) == 5
+    assert len(lines.read_text(encoding="utf-8").splitlines()) == 7
     assert main(["history", f"--history={tmp_path / 'c.db'}", "import", str(lines)]) == 0
-    assert "2 new trials" in capsys.readouterr().out
+    assert "4 new trials" in capsys.readouterr().out
     assert main(["history", here, "prune", "--days", "1"]) == 0
+    # the first and the last one of their case
     with open_history(tmp_path / "a.db") as history:
-        assert history.count() == 0
+        assert history.count() == 2
     assert main(["history", here, "merge", str(tmp_path / "none.db")]) == ExitCode.USAGE.value
     assert main(["history", here, "import", str(tmp_path / "none")]) == ExitCode.USAGE.value
     lines.write_text("no record\n", encoding="utf-8")

@@ -4,10 +4,18 @@ from __future__ import annotations
 
 from typing import Any
 
-from sqlalchemy import ColumnElement, Select, func, literal, select, tuple_
+from sqlalchemy import Column, ColumnElement, Select, func, literal, or_, select, tuple_
 
 from loragate.history.model import NEIGHBOURS, Glance, Outcome
-from loragate.history.tables import TRIALS
+from loragate.history.tables import RUNS, TRIALS
+
+_NAME = (TRIALS.c.run, TRIALS.c.number)
+_PLACE = (TRIALS.c.case, TRIALS.c.device)
+_SOURCE = (*_PLACE, TRIALS.c.path_key)
+_INPUTS = (*_SOURCE, TRIALS.c.draw)
+# in which trials are counted together
+_GROUP = (TRIALS.c.path, TRIALS.c.grouped, TRIALS.c.device)
+_IS_RIGHT = TRIALS.c.outcome == Outcome.RIGHT.value
 
 
 def glances_since(since: float) -> Select[Any]:
@@ -27,11 +35,56 @@ def path_keys() -> Select[Any]:
 
 
 def is_dispensable(before: float) -> ColumnElement[bool]:
-    """Older trials that were right, but for those with inputs that gave several results, each of
-    them right."""
-    is_right = TRIALS.c.outcome == Outcome.RIGHT.value
-    inputs = (TRIALS.c.case, TRIALS.c.draw)
+    """Older trials that were right, without which no page says anything worse. Those of a group
+    with a failure are the n of its k of n. The first ones of a source end what was wrong before,
+    and the last ones of a case and measure say that it was judged."""
+    name = tuple_(*_NAME)
+    return (
+        (TRIALS.c.at < before)
+        & _IS_RIGHT
+        & tuple_(*_INPUTS).not_in(_several())
+        & tuple_(*_GROUP).not_in(_failing())
+        & name.not_in(_changes())
+        & name.not_in(_last(_IS_RIGHT, *_PLACE, TRIALS.c.measure, columns=_NAME))
+    )
+
+
+def _several() -> Select[Any]:
+    """Inputs that gave several results, each of them right."""
     results = func.count(TRIALS.c.digest.distinct())
-    several = select(*inputs).where(is_right, TRIALS.c.digest != "").group_by(*inputs)
-    several = several.having(results > 1)
-    return (TRIALS.c.at < before) & is_right & tuple_(*inputs).not_in(several)
+    query = select(*_INPUTS).where(_IS_RIGHT, TRIALS.c.digest != "").group_by(*_INPUTS)
+    return query.having(results > 1)
+
+
+def _failing() -> Select[Any]:
+    """Groups in which something was not right with the source that a machine has now, or with one
+    that is not known."""
+    now = _last(TRIALS.c.path_key != "", *_PLACE, columns=_SOURCE)
+    failures = (Outcome.DIFFERENT.value, Outcome.WRONG.value)
+    is_failure = or_(TRIALS.c.outcome.in_(failures), tuple_(*_INPUTS).in_(_several()))
+    counts = or_(TRIALS.c.path_key == "", tuple_(*_SOURCE).in_(now))
+    return select(*_GROUP).where(is_failure, counts).distinct()
+
+
+def _changes() -> Select[Any]:
+    """The trials of each machine with which the source of a case became another one."""
+    order = (TRIALS.c.at, TRIALS.c.run, TRIALS.c.number)
+    before = func.lag(TRIALS.c.path_key).over(
+        partition_by=(RUNS.c.machine, *_PLACE), order_by=order
+    )
+    found = select(*_NAME, TRIALS.c.path_key, before.label("before")).join(RUNS)
+    found_in = found.where(TRIALS.c.path_key != "").subquery()
+    is_change = found_in.c.path_key.is_distinct_from(found_in.c.before)
+    return select(*(found_in.c[column.name] for column in _NAME)).where(is_change)
+
+
+def _last(
+    which: ColumnElement[bool],
+    *of: Column[Any],
+    columns: tuple[Column[Any], ...],
+) -> Select[Any]:
+    """`columns` of the last trial of each machine for each value of `of`."""
+    latest = (TRIALS.c.at.desc(), TRIALS.c.run.desc(), TRIALS.c.number.desc())
+    place = func.row_number().over(partition_by=(RUNS.c.machine, *of), order_by=latest)
+    found = select(*columns, place.label("place")).join(RUNS).where(which).subquery()
+    return select(*(found.c[column.name] for column in columns)).where(found.c.place == 1)

@@ -222,7 +222,7 @@ class History:
     def prune(self, *, before: float) -> int:
         """Remove older trials that were right, and the runs that are left without trials. Returns
         how many trials were removed. What was not right stays: it says since when something is
-        wrong. So do all trials with inputs that gave several results, each of them right."""
+        wrong. So do those that were right and without which a page would say something worse."""
         empty = RUNS.c.uid.not_in(select(TRIALS.c.run)) & (RUNS.c.started_at < before)
         with self._writing() as connection:
             removed = connection.execute(delete(TRIALS).where(is_dispensable(before))).rowcount
