@@ -71,6 +71,18 @@ def test_trials_of_the_run_count_by_purpose_and_those_of_other_runs_do_not():
     assert found["cases"] == {"selected": 5, "tried": 2, "judged": 1}
 
 
+@pytest.mark.parametrize("outcome", list(Outcome))
+def test_a_case_is_judged_by_a_trial_that_has_shown_something(outcome: Outcome):
+    said = outcome in (Outcome.RIGHT, Outcome.DIFFERENT, Outcome.WRONG)
+    trials = [trial(k, measure="judged", outcome=outcome, digest="") for k in range(3)]
+    assert of(trials)["cases"] == {"selected": 5, "tried": 1, "judged": int(said)}
+    standing = Standing(["torch.a"], [RUN])
+    for each in [*trials, trial(3, outcome=outcome)]:
+        standing.add(glance_at(each))
+    known = standing.known(changed=None, traced=["torch.a"])["torch.a"]
+    assert (known.judged, known.bits, known.judged_s) == (3 * said, int(said), 2.0)
+
+
 def test_paths_are_counted_by_what_all_trials_say_of_them():
     stable = [trial(number, run="before", at=10.0 + number) for number in range(99)]
     other = trial(200, path="two", case="torch.b")

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from loragate.history import Outcome, Purpose, ScanRun, TrialRecord, open_history
-from loragate.history.model import glance_at
+from loragate.history.model import JUDGED, glance_at
 from loragate.nightly.conditions import Cause
 from loragate.nightly.standing import Standing
 from loragate.nightly.states import Status, differing_trials, group_key, states
@@ -105,7 +105,7 @@ def _known_at_once(trials: Sequence[TrialRecord], undecided: Collection[str]) ->
     for case in _CASES:
         own = [trial for trial in planned if trial.case == case]
         now = next((t.path_key for t in reversed(own) if t.path_key), "")
-        current = [t for t in _counting(own) if t.path_key in ("", now)]
+        current = [t for t in _counting(own) if t.path_key in ("", now) and t.outcome in JUDGED]
         counts = Counter(trial.measure for trial in current)
         seconds = {trial.measure: trial.duration_s for trial in own}
         path = f"{own[-1].path} {own[-1].grouped}" if own else ""

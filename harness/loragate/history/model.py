@@ -37,6 +37,10 @@ class Outcome(StrEnum):
     UNKNOWN = "unknown"
 
 
+# of trials that say something about the code
+JUDGED = (Outcome.RIGHT, Outcome.DIFFERENT, Outcome.WRONG)
+
+
 class Purpose(StrEnum):
     """Why a trial was made. Rates count the planned ones alone: the others are made where
     something has been seen, so that they would bias a rate."""

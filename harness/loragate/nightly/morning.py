@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from datetime import UTC, date, datetime
 
 from loragate.core.verdict import ExitCode
-from loragate.history.model import Outcome, Purpose, ScanRun, TrialRecord
+from loragate.history.model import JUDGED, Outcome, Purpose, ScanRun, TrialRecord
 from loragate.nightly.environment import Change, changes
 from loragate.nightly.origin import Origin, origin
 from loragate.nightly.quarantine import Held, Quarantined, held
@@ -21,7 +21,6 @@ from loragate.nightly.wave import Measure
 
 _DAY_S = 86400.0
 _BAD = (Status.WRONG, Status.FLAKY)
-_JUDGED = (Outcome.RIGHT, Outcome.DIFFERENT, Outcome.WRONG)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,7 +121,7 @@ def morning(
         if state.suspects and state.status is not Status.NOT_PROMISED
     )
     undecided = [s for s in found.values() if s.status is Status.UNDECIDED and not s.suspects]
-    judged = [trial for trial in trials if trial.outcome in _JUDGED]
+    judged = [trial for trial in trials if trial.outcome in JUDGED]
     busy = {trial.run for trial in judged}
     return Morning(
         findings=tuple(sorted(findings, key=_urgency)),
@@ -148,7 +147,7 @@ def _stopped(trials: Iterable[TrialRecord], latest: set[str]) -> tuple[str, ...]
             of_case[trial.run, trial.case].add(trial.outcome)
     # what ended late under another clock is unknown, and no failure of the machine
     failed = [key for key, found in of_case.items() if Outcome.INFRA in found]
-    return tuple(sorted({key[1] for key in failed if of_case[key].isdisjoint(_JUDGED)}))
+    return tuple(sorted({key[1] for key in failed if of_case[key].isdisjoint(JUDGED)}))
 
 
 def _end_of(today: date) -> float:

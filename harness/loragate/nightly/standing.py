@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 
-from loragate.history.model import Glance, Outcome, Purpose, ScanRun
+from loragate.history.model import JUDGED, Glance, Outcome, Purpose, ScanRun
 from loragate.nightly.conditions import Cause
 from loragate.nightly.environment import environment_key
 from loragate.nightly.sources import Source, Sources
@@ -56,7 +56,8 @@ class Standing:
         group.add(trial, source, self._environments.get(trial.run, ""))
         self._groups_of.setdefault(source, set()).add(key)
         planned = self._planned.get(trial.case)
-        if planned is not None:
+        # where the machine failed nothing is known of the case
+        if planned is not None and trial.outcome in JUDGED:
             planned.count(trial, source)
 
     def _forget(self, source: Source) -> None:
@@ -127,7 +128,7 @@ def _explanation(trial: Glance) -> tuple[str, str, str, str]:
 @dataclass(slots=True)
 class _Planned:
     """What is known of a case, from all its groups. path_key: of the last trial that has one.
-    counts: the trials of each source that counts, by measure."""
+    counts: the trials of each source that have shown anything, by measure."""
 
     bits_s: float = UNTIMED_S
     judged_s: float = UNTIMED_S

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from loragate.history import Purpose, ScanRun, TrialRecord
+from loragate.history.model import JUDGED
 from loragate.nightly.states import GroupKey, Status
 from loragate.nightly.wave import Measure
 
@@ -49,7 +50,9 @@ def figures_of(
         "cases": {
             "selected": cases,
             "tried": len({trial.case for trial in own}),
-            "judged": len({t.case for t in own if t.measure == Measure.JUDGED}),
+            "judged": len(
+                {t.case for t in own if t.measure == Measure.JUDGED and t.outcome in JUDGED}
+            ),
         },
         "trials": {
             Purpose.PLANNED.value: len(planned),
