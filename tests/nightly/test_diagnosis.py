@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from itertools import cycle
+from itertools import chain, cycle, repeat
+from random import Random
 
 import pytest
 
@@ -72,7 +74,7 @@ def test_the_one_factor_that_changes_a_constant_result_is_named(
     assert all(len(_unheld(cell).varied()) <= 1 for cell in lab.cells)
 
 
-@pytest.mark.parametrize("chance", [1, 3, 5])
+@pytest.mark.parametrize("chance", [1, 3, 4])
 @pytest.mark.parametrize(
     "culprit", [replace(PLAIN, neighbours=1), replace(PLAIN, clock=Clock.FAST)]
 )
@@ -90,7 +92,7 @@ def test_a_factor_is_not_blamed_for_what_fresh_memory_holds_under_it(
 
 def test_a_rare_effect_of_a_factor_is_waited_for_before_memory_is_blamed() -> None:
     beside = replace(PLAIN, neighbours=1)
-    turns = cycle(["odd", *["good"] * 7])
+    turns = cycle(["odd", *["good"] * 4])
     lab = _Lab(lambda cell: next(turns) if _unheld(cell) == beside else "good")
     assert diagnose(_suspect(beside), lab).cause is Cause.NEIGHBOUR
 
@@ -117,7 +119,8 @@ def test_the_one_factor_that_makes_a_changing_result_constant_is_named(
     still, turns = replace(PLAIN, **held), cycle(["good", "odd"])  # type: ignore[arg-type]
     lab = _Lab(lambda cell: "good" if cell.conditions == still else next(turns))
     found = diagnose(_suspect(), lab)
-    assert (found.cause, found.changed, found.tried) == (cause, 3, 6)
+    # of 8 too few change
+    assert (found.cause, found.changed, found.tried) == (cause, 10, 20)
 
 
 def test_a_result_that_changes_whatever_is_held_changes_from_run_to_run() -> None:
@@ -133,12 +136,52 @@ def test_a_rare_change_is_not_taken_for_constant_after_a_few_trials() -> None:
     assert found.cause is Cause.RUN_TO_RUN
 
 
+_STRESSED = Conditions(memory=Memory.POISON, clock=Clock.FAST, neighbours=1)
+
+
+@pytest.mark.parametrize("rate", [0.1, 0.2, 0.3])
+@pytest.mark.parametrize("seen", [PLAIN, _STRESSED])
+def test_a_flake_that_nothing_changes_is_hardly_ever_blamed_on_anything(
+    rate: float, seen: Conditions
+) -> None:
+    causes: Counter[Cause] = Counter()
+    for seed in range(200):
+        random = Random(seed)
+
+        def flake(cell: Cell, random: Random = random) -> str:
+            return "odd" if random.random() < rate else "good"
+
+        causes[diagnose(_suspect(seen, before=("a", "b")), _Lab(flake)).cause] += 1
+    known = causes[Cause.RUN_TO_RUN] + causes[Cause.UNKNOWN]
+    assert sum(causes.values()) - known <= 0.05 * 200
+    assert causes[Cause.RUN_TO_RUN] >= 0.9 * 200
+
+
+def test_a_change_that_may_be_chance_is_told_and_blamed_on_nothing() -> None:
+    poisoned = replace(PLAIN, memory=Memory.POISON)
+    turns = cycle(["odd", *["good"] * 15])
+    lab = _Lab(lambda cell: next(turns) if cell.conditions == poisoned else "good")
+    found = diagnose(_suspect(poisoned), lab)
+    assert found.cause is Cause.UNKNOWN
+    assert "it changed while fresh memory holds NaN" in found.explanation
+    assert "too rarely to tell that from chance" in found.explanation
+
+
+def test_a_flake_that_is_too_rare_to_tell_what_ends_it_says_so() -> None:
+    turns = cycle(["odd", *["good"] * 9])
+    still = replace(PLAIN, memory=Memory.ZEROS)
+    lab = _Lab(lambda cell: "good" if cell.conditions == still else next(turns))
+    found = diagnose(_suspect(), lab)
+    assert (found.cause, found.changed, found.tried) == (Cause.RUN_TO_RUN, 7, 66)
+    assert "too rarely to tell whether it does while fresh memory holds zeros" in found.explanation
+
+
 def test_a_rare_change_is_waited_for_where_it_was_seen() -> None:
     poisoned = replace(PLAIN, memory=Memory.POISON)
-    turns = iter([*["good"] * 13, "odd", "odd", "odd"])
+    turns = chain(["good"] * 13, repeat("odd"))
     lab = _Lab(lambda cell: next(turns) if cell.conditions == poisoned else "good")
     found = diagnose(_suspect(replace(poisoned, cache=Cache.COLD)), lab)
-    assert (found.cause, found.tried) == (Cause.MEMORY, 16)
+    assert (found.cause, found.tried) == (Cause.MEMORY, 8)
 
 
 @pytest.mark.parametrize("polluter", range(7))

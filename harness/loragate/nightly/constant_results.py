@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from loragate.nightly.conditions import Cache, Cause, Clock, Conditions, Memory, Schedule
 from loragate.nightly.suspects import (
+    LOOKS,
     Cell,
     Diagnosis,
     Sighting,
     Suspect,
     Try,
-    trials_to_be_sure,
+    is_more_often,
     unknown,
 )
 
@@ -23,13 +24,25 @@ _TIMES = 4
 _SURE = 3
 
 
+class ChangesAloneError(Exception):
+    """The result is not constant with nothing varied, as more trials have shown."""
+
+    def __init__(self, trials: Sequence[str]) -> None:
+        super().__init__()
+        self.trials = trials
+
+
 @dataclass(frozen=True, slots=True)
 class Constant:
-    """A suspect whose result is `good` with nothing varied, and was another one in `odd`."""
+    """A suspect whose result is `good` with nothing varied, and was another one in `odd`. plain:
+    trials with nothing varied that were made to compare others with. rare: under what it has
+    changed, too rarely to be no chance."""
 
     suspect: Suspect
     odd: Sighting
     good: str
+    plain: list[str] = field(default_factory=list)
+    rare: list[str] = field(default_factory=list)
 
     def changed(self, found: Sequence[str]) -> int:
         return sum(signature != self.good for signature in found)
@@ -46,7 +59,7 @@ def what_changes(case: Constant, try_cell: Try, tried: int) -> Diagnosis:
         if found.cause is not Cause.UNKNOWN:
             return found
         tried += found.tried
-    return unknown(tried)
+    return unknown(tried, case.rare)
 
 
 def _of_memory(case: Constant, try_cell: Try) -> Diagnosis:
@@ -67,8 +80,9 @@ def _of_factors(case: Constant, try_cell: Try, most: int | None = None) -> Diagn
             if case.changed(found):
                 break
         tried += len(found)
-        changed = case.changed(found)
-        if changed:
+        if case.changed(found) and (more := _changing(case, cell, what, try_cell)):
+            found, changed = more, case.changed(more)
+            tried += len(found)
             text = f"it changes in {changed} of {len(found)} trials while {what}"
             if cause is not Cause.MEMORY and _ends_with_zeros(case, conditions, found, try_cell):
                 cause, text = Cause.MEMORY, f"{text}, and never if fresh memory holds zeros"
@@ -78,15 +92,36 @@ def _of_factors(case: Constant, try_cell: Try, most: int | None = None) -> Diagn
     return unknown(tried)
 
 
+def _changing(case: Constant, cell: Cell, what: str, try_cell: Try) -> list[str]:
+    """Fresh trials of a cell, which has shown a change, if they change more often than as many with
+    nothing varied; none if that may be chance. Raises ChangesAloneError."""
+    found: list[str] = []
+    home = Cell(conditions=case.suspect.home)
+    for count in LOOKS:
+        for trials, of in ((found, cell), (case.plain, home)):
+            if len(trials) < count:
+                trials += try_cell(of, count - len(trials))
+        if case.changed(case.plain):
+            raise ChangesAloneError(case.plain)
+        if min(len(found), len(case.plain)) < count:
+            return []
+        # of each factor, of memory before all others, and of all factors at once
+        comparisons = len(_factors(case)) + 2
+        plain = len(case.plain)
+        if is_more_often(case.changed(found), len(found), plain=plain, comparisons=comparisons):
+            return found
+    case.rare.append(what)
+    return []
+
+
 def _ends_with_zeros(
     case: Constant, conditions: Conditions, found: Sequence[str], try_cell: Try
 ) -> bool:
     """Whether the result is constant under these conditions once fresh memory holds zeros. What
     fresh memory holds by chance depends on everything that a process does, and on others."""
-    enough = trials_to_be_sure(case.changed(found) / len(found))
     held = Cell(conditions=replace(conditions, memory=Memory.ZEROS))
     shown: list[str] = []
-    while len(shown) < enough:
+    while len(shown) < len(found):
         more = try_cell(held, _EACH)
         if not more or case.changed(more):
             return False
@@ -149,9 +184,10 @@ def _of_all(case: Constant, try_cell: Try) -> Diagnosis:
     """As it was when the suspect was seen, after all that had been tried apart."""
     cell = Cell(conditions=case.odd.conditions, before=case.odd.before)
     found = try_cell(cell, _EACH)
-    changed = case.changed(found)
-    if not changed:
+    what = "all was as in the trial that has shown it"
+    if not case.changed(found) or not (more := _changing(case, cell, what, try_cell)):
         return unknown(len(found))
+    found, changed = more, case.changed(more)
     text = (
         f"it changes in {changed} of {len(found)} trials under all conditions of the trial that "
         "has shown it, and under none of them alone"

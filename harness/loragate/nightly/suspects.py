@@ -6,7 +6,6 @@ trials of the same inputs must have the same one.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
@@ -14,8 +13,10 @@ from loragate.nightly.conditions import PLAIN, Cause, Conditions
 
 # fresh processes that show whether a result is constant with nothing varied
 ALONE = 6
-_MOST = 40
-# a result that changed at the observed rate would look constant this rarely
+# fresh trials of a cell, and as many of the one it is compared with: few tell where a result
+# changes nearly always, the most of them where it changes in a fifth of all trials
+LOOKS = (8, 20, 60)
+# a diagnosis blames what has nothing to do with it this rarely
 _ERROR = 0.01
 
 
@@ -80,11 +81,22 @@ Try = Callable[[Cell, int], Sequence[str]]
 of a process in which the machine failed. Raises TimeSpentError."""
 
 
-def unknown(tried: int) -> Diagnosis:
+def unknown(tried: int, rare: Sequence[str] = ()) -> Diagnosis:
+    """rare: under what it has changed, too rarely to be no chance."""
     text = f"it did not show again in {tried} trials, with at most one factor varied in each"
+    if rare:
+        text = f"it changed while {' and while '.join(rare)}, too rarely to tell that from chance"
     return Diagnosis(cause=Cause.UNKNOWN, explanation=text, tried=tried)
 
 
-def trials_to_be_sure(rate: float) -> int:
-    """Equal trials after which the rate has ended, not just paused."""
-    return min(_MOST, max(ALONE, math.ceil(math.log(_ERROR) / math.log(1 - min(rate, 0.9)))))
+def is_more_often(changed: int, tried: int, *, plain: int, comparisons: int) -> bool:
+    """Whether `changed` of `tried` is more than none of `plain` trials by chance would let one see.
+
+    The trials must be fresh: those after which somebody began to look have shown a change already.
+    comparisons: those of one diagnosis, which share the error.
+    """
+    from scipy.stats import fisher_exact
+
+    table = [[changed, tried - changed], [0, plain]]
+    found = fisher_exact(table, alternative="greater").pvalue
+    return bool(found <= _ERROR / (comparisons * len(LOOKS)))
