@@ -5,8 +5,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
-from loragate.nightly.conditions import Cause, Clock, Memory, Schedule
+from loragate.nightly.conditions import Cause, Clock, Conditions, Memory, Schedule
 from loragate.nightly.constant_results import ChangesAloneError, Constant, what_changes
 from loragate.nightly.suspects import (
     ALONE,
@@ -51,56 +52,75 @@ def _diagnose(suspect: Suspect, try_cell: Try) -> Diagnosis:
         return _of_changing(suspect, found.trials, try_cell)
 
 
-def _of_changing(suspect: Suspect, alone: Sequence[str], try_cell: Try) -> Diagnosis:
-    """The result changes with nothing varied: which factor, held fast, makes it constant?"""
-    home = suspect.home
-    holds = [
-        (Cause.MEMORY, replace(home, memory=Memory.ZEROS), "fresh memory holds zeros"),
-        (Cause.CLOCK, replace(home, clock=Clock.SLOW), "the clocks run slowly"),
+class _Hold(NamedTuple):
+    """A factor at the value that might make a result constant, and at the opposite one."""
+
+    cause: Cause
+    held: Conditions
+    what: str
+    opposite: Conditions
+    otherwise: str
+
+
+def _holds(home: Conditions) -> list[_Hold]:
+    zeros, poison = (replace(home, memory=value) for value in (Memory.ZEROS, Memory.POISON))
+    slow, fast = (replace(home, clock=value) for value in (Clock.SLOW, Clock.FAST))
+    found = [
+        _Hold(Cause.MEMORY, zeros, "fresh memory holds zeros", poison, "fresh memory holds NaN"),
+        _Hold(Cause.CLOCK, slow, "the clocks run slowly", fast, "the clocks run fast"),
     ]
     if home.gpu:
-        waited = replace(home, schedule=Schedule.BLOCKING)
-        holds.append((Cause.SCHEDULE, waited, "each launch is waited for"))
+        late = replace(home, schedule=Schedule.DELAYED)
+        held = replace(home, schedule=Schedule.BLOCKING)
+        found.append(
+            _Hold(Cause.SCHEDULE, held, "each launch is waited for", late, "a stream is late")
+        )
+    return found
+
+
+def _of_changing(suspect: Suspect, alone: Sequence[str], try_cell: Try) -> Diagnosis:
+    """The result changes with nothing varied: which factor, held fast, makes it constant?"""
     plain: list[str] = []
     questions = []
-    for cause, conditions, what in holds:
-        cell = Cell(conditions=conditions)
-        held = _constant(cell, try_cell, suspect, plain, comparisons=len(holds))
-        if not held:
-            continue
-        changed, tried = _changed(plain), len(plain)
-        if tried and is_more_often(changed, tried, plain=len(held), comparisons=len(holds)):
-            return Diagnosis(
-                cause=cause,
-                explanation=f"it changes in {changed} of {tried} trials, and in none of "
-                f"{len(held)} while {what}",
-                cell=cell,
-                changed=changed,
-                tried=tried,
-                is_held=True,
-            )
-        questions.append(what)
+    holds = _holds(suspect.home)
+    for hold in holds:
+        found = _of_hold(suspect, hold, plain, try_cell, comparisons=2 * len(holds))
+        if found is None:
+            questions.append(hold.what)
+        elif found.cause is not Cause.UNKNOWN:
+            return found
     return _run_to_run(suspect, [*alone, *plain], questions)
 
 
-def _constant(
-    cell: Cell, try_cell: Try, suspect: Suspect, plain: list[str], *, comparisons: int
-) -> list[str]:
-    """Trials of a cell that have all shown the same, until as many with nothing varied show that
-    this is no chance; none as soon as one has shown something else. plain: trials with nothing
+def _of_hold(
+    suspect: Suspect, hold: _Hold, plain: list[str], try_cell: Try, *, comparisons: int
+) -> Diagnosis | None:
+    """An unknown cause as soon as the result changes although the factor is held; None if it never
+    does, and as many other trials leave open whether that is chance. plain: trials with nothing
     varied, which are added to; those in which a change was seen first are not among them."""
-    found: list[str] = []
-    home = Cell(conditions=suspect.home)
+    constant: list[str] = []
+    opposite: list[str] = []
+    others = ((suspect.home, plain, ""), (hold.opposite, opposite, f" while {hold.otherwise}"))
     for count in LOOKS:
-        found += try_cell(cell, count - len(found))
-        if len(found) < count or len(set(found)) > 1:
-            return []
-        if len(plain) < count:
-            plain += try_cell(home, count - len(plain))
-        changed, tried = _changed(plain), len(plain)
-        if tried and is_more_often(changed, tried, plain=len(found), comparisons=comparisons):
-            break
-    return found
+        constant += try_cell(Cell(conditions=hold.held), count - len(constant))
+        if len(constant) < count or len(set(constant)) > 1:
+            return unknown(len(constant))
+        for conditions, trials, where in others:
+            cell = Cell(conditions=conditions)
+            if len(trials) < count:
+                trials += try_cell(cell, count - len(trials))
+            changed, tried = len(trials) - trials.count(constant[0]), len(trials)
+            if tried and is_more_often(changed, tried, plain=count, comparisons=comparisons):
+                return Diagnosis(
+                    cause=hold.cause,
+                    explanation=f"it changes in {changed} of {tried} trials{where}, and in none "
+                    f"of {len(constant)} while {hold.what}",
+                    cell=cell if where else Cell(conditions=hold.held),
+                    changed=changed,
+                    tried=tried,
+                    is_held=not where,
+                )
+    return None
 
 
 def _run_to_run(suspect: Suspect, trials: Sequence[str], questions: Sequence[str]) -> Diagnosis:
