@@ -112,6 +112,37 @@ class WithoutJoin(Layer):
         return self.joined(functional.linear(x, self.base.weight, self.base.bias))
 
 
+class LoadsBeside(Layer):
+    """Loads on a stream of their own: they wait for no step, and no step waits for them."""
+
+    def __init__(self, case: Case, base: BaseLayer) -> None:
+        super().__init__(case, base)
+        self.copies = torch.cuda.Stream() if self.side else None
+
+    def load(self, slot: int, pool: Pool) -> None:
+        with torch.cuda.stream(self.copies):
+            super().load(slot, pool)
+
+
+class LoadsBesideTheStepBefore(LoadsBeside):
+    """A step waits for the loads before it, and these do not wait for the step before them."""
+
+    def load(self, slot: int, pool: Pool) -> None:
+        super().load(slot, pool)
+        if self.copies is not None:
+            torch.cuda.current_stream().wait_stream(self.copies)
+
+
+class JoinsTwoSteps(WithoutJoin):
+    """As with two events in turns, of which a third step has none."""
+
+    steps = 0
+
+    def dual(self, x: Tensor) -> Tensor:
+        self.steps += 1
+        return Layer.dual(self, x) if self.steps < 3 else super().dual(x)
+
+
 class ReadsItsFlagInPlaceOfTheJoin(WithoutJoin):
     def joined(self, y: Tensor) -> Tensor:
         assert not self.flag.item()

@@ -14,7 +14,10 @@ from loragate.matrix.case import Execution
 from .compiled_layers import CopiesBehindTheEnd, CopiesTheDelta
 from .stream_layers import (
     FreedOnMain,
+    JoinsTwoSteps,
     Layer,
+    LoadsBeside,
+    LoadsBesideTheStepBefore,
     NextStepTooEarly,
     OneEventForTwoForks,
     OverwritesTheInput,
@@ -48,7 +51,10 @@ RACES = [
     (FreedOnMain, "use after free"),
     (OverwritesTheInput, "write after read"),
     (NextStepTooEarly, "read after write"),
+    (JoinsTwoSteps, "read after write"),
 ]
+# of which two steps in other orders show something
+IN_TWO_STEPS = [layer for layer, _ in RACES if layer not in (FreedOnMain, JoinsTwoSteps)]
 
 
 @pytest.mark.parametrize(("layer", "hazard"), RACES)
@@ -67,6 +73,27 @@ def test_a_race_is_found_in_one_run_with_both_places(
     assert judgement.message.count("stream_layers.py") >= 2
     # a listed finding limits each kind
     assert judgement.metrics[hazard.replace(" ", "_")] > 0
+
+
+@pytest.mark.parametrize(
+    ("layer", "hazards"),
+    [
+        (LoadsBeside, {"read_after_write", "write_after_read"}),
+        (LoadsBesideTheStepBefore, {"write_after_read"}),
+    ],
+)
+@pytest.mark.parametrize("machine", MACHINES)
+def test_a_load_without_an_order_to_the_steps_beside_it_is_a_race(
+    layer: type[Layer],
+    hazards: set[str],
+    machine: Machine | None,
+    judge_streams: Callable[..., Judgement],
+) -> None:
+    judgement = judge_streams(layer, RACE, machine=machine)
+    assert judgement.failure is Failure.RACE
+    assert "in load" in judgement.message
+    kinds = ("read_after_write", "write_after_read", "use_after_free")
+    assert {kind for kind in kinds if judgement.metrics[kind] > 0} == hazards
 
 
 @needs_gpu
@@ -88,7 +115,7 @@ def test_a_kernel_in_its_compiled_form_behind_what_it_needs_is_no_race(
     assert judgement.verdict is Verdict.PASS, judgement.message
 
 
-@pytest.mark.parametrize("layer", [layer for layer, _ in RACES if layer is not FreedOnMain])
+@pytest.mark.parametrize("layer", IN_TWO_STEPS)
 def test_a_race_gives_other_bits_in_another_legal_order(
     layer: type[Layer], judge_streams: Callable[..., Judgement]
 ) -> None:

@@ -19,7 +19,7 @@ from loragate.execution.streams.recorder import Recorder
 from loragate.inputs import DataKind, copy_batch, make_batch, make_pool
 from loragate.inputs.placement import whole
 from loragate.matrix.case import Execution, Streams
-from loragate.protocol import Batch, Trial, apply_step, subject_code
+from loragate.protocol import Batch, Pool, Trial, apply_step, subject_code
 
 # data that need no rounding: equal bits whatever is summed in which order
 KIND = DataKind.EXACT
@@ -58,14 +58,15 @@ def traced_steps(
     trial: Trial,
     *,
     replays: bool = False,
-    as_graph: bool = False,
+    as_server: bool = False,
     before_call: Callable[[int], None] | None = None,
 ) -> TracedSteps:
     """Several steps of one fresh instance in the same memory, recorded as a server would queue
     them: the next step may start before the host has seen the result of the one before.
     `before_call` is called with the number of each operator and each launch before it is queued.
-    With `as_graph` they are followed by steps that replay a graph, on modelled streams. There, a
-    case of graphs runs its other steps without one: a recorder sees the captures that it makes."""
+    With `as_server` they are followed by what else a server queues without waiting: loads, more
+    steps, and on modelled streams steps that replay a graph. There, a case of graphs runs its other
+    steps without one: a recorder sees the captures that it makes."""
     if trial.machine.device == "cpu":
         trial = replace(trial, case=replace(trial.case, execution=Execution.EAGER))
     pool = make_pool(trial.case, trial.seed, KIND, trial.machine, trial.capabilities)
@@ -87,8 +88,10 @@ def traced_steps(
                 start = recorder.length
                 results.append(_step(session, own, batch))
                 bounds.append((start, recorder.length))
-            if as_graph and trial.machine.device == "cpu":
-                _replay_steps(session, own, batches, recorder)
+            if as_server:
+                _serve(session, own, batches, pool)
+                if trial.machine.device == "cpu":
+                    _replay_steps(session, own, batches, recorder, pool)
     return TracedSteps(recorder, batches, results, bounds)
 
 
@@ -162,14 +165,26 @@ def _declared(
         return behind(session.instance.own, table)
 
 
-def _replay_steps(session: Session, own: Batch, batches: list[Batch], recorder: Recorder) -> None:
-    """A graph of a step in the memory of `own`, replayed once more than there are batches: what
-    alternates between two buffers comes back to the first one."""
+def _serve(session: Session, own: Batch, batches: list[Batch], pool: Pool) -> None:
+    """The same steps again, each behind a load into a slot whose adapter the step before has used:
+    what takes turns in two buffers comes back to the first one."""
+    for slot, batch in enumerate(batches):
+        session.instance.load(slot % pool.num_slots, pool)
+        _step(session, own, batch)
+    session.instance.load(pool.num_slots - 1, pool)
+
+
+def _replay_steps(
+    session: Session, own: Batch, batches: list[Batch], recorder: Recorder, pool: Pool
+) -> None:
+    """A graph of a step in the memory of `own`, replayed once more than there are batches, each
+    time behind a load."""
     captured = capture(partial(apply_step, session.instance, own), warm_ups=0)
     graph: Any = captured.graph
     if recorder.graphs.host_waited(graph.number):
         return
-    for batch in (*batches, batches[0]):
+    for slot, batch in enumerate((*batches, batches[0])):
+        session.instance.load(slot % pool.num_slots, pool)
         session.instance.prepare(batch.token_slots)
         _fill(own, batch)
         with subject_code():

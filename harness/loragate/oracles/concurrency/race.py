@@ -1,9 +1,10 @@
 """No two streams touch the same memory without an order between them.
 
-Two steps in the same memory are recorded: what each operator and each kernel reads and writes, in
-bytes, and what events, waits, syncs and the allocator impose. Replays of a CUDA graph are recorded
-as well, each launch as one operation of its stream: those of a case of graphs, and on modelled
-streams three replays behind the two steps, with the next mapping prepared ahead of each. Of a step
+Four steps in the same memory are recorded, with loads of adapters between the last ones: what each
+operator and each kernel reads and writes, in bytes, and what events, waits, syncs and the allocator
+impose. Replays of a CUDA graph are recorded as well, each launch as one operation of its stream:
+those of a case of graphs, and on modelled streams three replays behind the steps, with a load and
+the next mapping ahead of each. Of a step
 that no device could capture, because the host waits within, `replays` among the measurements is 0.
 Every pair of operations that share a byte, one of them writing it, needs an order, also where the
 result happens to be right. Memory that is freed counts as written by the stream that it was
@@ -37,7 +38,7 @@ class Race:
 
     def judge(self, trial: Trial) -> Judgement:
         try:
-            recorder = traced_steps(trial, as_graph=True).recorder
+            recorder = traced_steps(trial, as_server=True).recorder
             trace = recorder.trace()
         except NeverSatisfied as error:
             return never_satisfied(self.name, str(error))
