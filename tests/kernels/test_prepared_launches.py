@@ -72,7 +72,9 @@ def shifted() -> Tensor:
 
 OTHERS: dict[str, Callable[[], dict[str, Any]]] = {
     "rows": lambda: {"x": aligned(5)},
+    # of other distances between rows, and of other ones between columns alone
     "strides": lambda: {"x": aligned().T},
+    "columns": lambda: {"x": torch.zeros(32).as_strided((4, 4), (4, 2))},
     "dtype": lambda: {"x": aligned(dtype=torch.int32)},
     "device": lambda: {"x": aligned().to("meta")},
     "alignment": lambda: {"x": shifted()},
@@ -121,7 +123,7 @@ def test_a_plan_gets_fixed_tensors_one_by_one_where_they_stand_among_the_operand
     assert operation.calls == 1
 
 
-@pytest.mark.parametrize("other", ["rows", "strides", "dtype", "device", "alignment"])
+@pytest.mark.parametrize("other", ["rows", "strides", "columns", "dtype", "device", "alignment"])
 @pytest.mark.parametrize("place", [0, 1])
 def test_fixed_tensors_that_differ_in_anything_that_a_plan_reads_are_planned_anew(
     other: str, place: int
