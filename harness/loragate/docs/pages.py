@@ -20,6 +20,7 @@ from loragate.docs.blocks import content_of, replaced
 from loragate.docs.results import (
     Section,
     bars_table,
+    commits_sentence,
     gate_sentences,
     provenance_line,
     summary,
@@ -105,8 +106,8 @@ def _detection(records: Records) -> str:
 
 
 def _kill_rates(records: Records) -> str:
-    section = records.cpu(SECTION)
-    return f"{render_markdown(upgraded(section))}\n\n{provenance_line(section)}"
+    section = upgraded(records.cpu(SECTION))
+    return f"{render_markdown(section)}\n\n{provenance_line(section)}{commits_sentence(section)}"
 
 
 def _table(kind_name: str) -> Callable[[Records], str]:

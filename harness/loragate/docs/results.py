@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from loragate.bench.bars import Bar, geometric_mean, worst_of
@@ -10,6 +12,7 @@ from loragate.bench.engine_figures import EngineFigures
 from loragate.bench.engine_rows import LAYERS, Serving, Work
 from loragate.bench.figures import PREFILL_TOKENS, DenseFigures
 from loragate.bench.graphs_figures import GraphFigures
+from loragate.bench.kinds import Figures
 from loragate.bench.moe_figures import MAX_ADDED, MoEFigures
 from loragate.bench.moe_rows import LAYER_RANK
 from loragate.bench.streams_figures import StreamFigures
@@ -36,20 +39,20 @@ def summary(
     """The results as a list, and how many bars are met. `streams`, `graphs` and `engine` are None
     where they were never recorded."""
     dense_run, moe_run = DenseFigures.from_payload(dense), MoEFigures.from_payload(moe)
-    lines, bars = [*_dense_lines(dense_run, dense), *_moe_lines(moe_run)], list(dense_run.bars())
-    bars += moe_run.bars()
+    lines, bars = [*_dense_lines(dense_run, dense), *_moe_lines(moe_run)], [*bars_of(dense_run)]
+    bars += bars_of(moe_run)
     if streams is not None:
         streams_run = StreamFigures.from_payload(streams)
         lines.append(_streams_line(streams_run))
-        bars += streams_run.bars()
+        bars += bars_of(streams_run)
     if graphs is not None:
         graphs_run = GraphFigures.from_payload(graphs)
         lines.append(_graphs_line(graphs_run))
-        bars += graphs_run.bars()
+        bars += bars_of(graphs_run)
     if engine is not None:
         engine_run = EngineFigures.from_payload(engine)
         lines.append(_engine_line(engine_run, engine))
-        bars += engine_run.bars()
+        bars += bars_of(engine_run)
     items = "\n".join(f"* {line}" for line in [*lines, gate_sentences(gate, seeds)])
     return f"{items}\n\n{_bars_sentence(bars)}"
 
@@ -166,17 +169,27 @@ def bars_table(
 ) -> str:
     """Every bar with its target and what was measured. What may be None is as in `summary`."""
     bars = {
-        "dense": DenseFigures.from_payload(dense).bars(),
-        "moe": MoEFigures.from_payload(moe).bars(),
+        "dense": bars_of(DenseFigures.from_payload(dense)),
+        "moe": bars_of(MoEFigures.from_payload(moe)),
     }
     if streams is not None:
-        bars["streams"] = StreamFigures.from_payload(streams).bars()
+        bars["streams"] = bars_of(StreamFigures.from_payload(streams))
     if graphs is not None:
-        bars["graphs"] = GraphFigures.from_payload(graphs).bars()
+        bars["graphs"] = bars_of(GraphFigures.from_payload(graphs))
     if engine is not None:
-        bars["engine"] = EngineFigures.from_payload(engine).bars()
+        bars["engine"] = bars_of(EngineFigures.from_payload(engine))
     rows = [_bar_cells(name, bar) for name in bars for bar in bars[name]]
     return "\n".join(markdown(["bar", "at most", "measured", ""], rows))
+
+
+def bars_of(figures: Figures) -> tuple[Bar, ...]:
+    """Those of a record. What lacks rows that the table has by now may have missed any of them."""
+    if figures.complete:
+        return figures.bars()
+    return tuple(
+        bar if bar.verdict is Verdict.FAIL else replace(bar, measured=None)
+        for bar in figures.bars()
+    )
 
 
 def _bar_cells(bench: str, bar: Bar) -> list[str]:
@@ -219,6 +232,16 @@ def provenance_line(section: Section) -> str:
         f"Recorded {section['recorded_at'][:10]} at commit {section['commit'][:7]}{changed}, "
         f"{section['machine']['name']}, {versions}."
     )
+
+
+def commits_sentence(section: Section) -> str:
+    """Of a section whose entries are recorded one by one: how many are of which commit, with a
+    space in front; "" where all are of the one that the section names."""
+    commits = Counter(entry["commit"] for entry in section["faults"].values())
+    if set(commits) <= {section["commit"]}:
+        return ""
+    counts = ", ".join(f"{count} of {commit[:7]}" for commit, count in commits.most_common())
+    return f" Its entries are {counts}."
 
 
 def _range(shares: Iterable[float]) -> str:
