@@ -3,29 +3,28 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import psutil
 import pytest
 
 from loragate.core.checkout import project_root
 from loragate.core.child_process import ProcessPool
-from loragate.core.verdict import Failure, Verdict
+from loragate.core.verdict import Failure
 from loragate.matrix.case import Site, Tier
 from loragate.matrix.footprint import footprint_bytes
 from loragate.matrix.ids import run_id
 from loragate.matrix.load import default_files, load_cases
-from loragate.mutants import runner
+from loragate.mutants import killing, runner
 from loragate.mutants.model import Fate, Group, Mutant, Result
-from loragate.mutants.planting import SUBJECT
+from loragate.mutants.planting import SUBJECT, plant
 from loragate.mutants.reach import Reach, reach_of
-from loragate.mutants.runner import Setup, failure_of_sound_code, run_one
+from loragate.mutants.runner import failure_of_sound_code, run_one
+from loragate.mutants.setup import Setup
 from loragate.mutants.sources import line_of, place_of, read_sources
-from loragate.mutants.units import Ended, Kind, Unit
+from loragate.mutants.units import Kind, Unit
 from loragate.mutants.warm import server_of_mutants
 
 SOURCES = read_sources()
@@ -158,72 +157,36 @@ def is_server_of(process: psutil.Process, parent: int) -> bool:
     return process.ppid() == parent and "loragate.mutants.server" in (process.info["cmdline"] or [])
 
 
-class Scripted:
-    """Stands for processes: `fails` says of a unit, by those that ran before it in its process and
-    by whether the code is sound, whether it fails."""
-
-    def __init__(self, fails: Callable[[str, set[str], bool], bool]) -> None:
-        self.fails = fails
-        self.processes: list[tuple[str, ...]] = []
-
-    def __call__(
-        self, units: Sequence[Unit], folder: Path, *_: object
-    ) -> tuple[Ended | None, list[Unit]]:
-        self.processes.append(tuple(unit.name for unit in units))
-        ran: list[Unit] = []
-        for unit in units:
-            before = {earlier.name for earlier in ran}
-            ran.append(unit)
-            if self.fails(unit.name, before, folder.name.startswith("sound-")):
-                return Ended(unit=unit.name, verdict=Verdict.FAIL, judge="host test"), ran
-        return None, ran
-
-
-def killer_of(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, scripted: Scripted) -> str:
-    monkeypatch.setattr(runner, "_run_units", scripted)
-    monkeypatch.setattr(runner, "plant", lambda mutant, target: None)
-    units = [Unit(Kind.TEST, name, 1.0) for name in ("first", "leaves", "suffers", "last")]
-    setup: Any = SimpleNamespace(logs=tmp_path)
-    server: Any = None
-    ended = runner._killer(units, tmp_path, tmp_path, setup, server)
-    return ended.unit if ended else ""
-
-
-def test_a_test_that_fails_because_of_another_one_on_sound_code_as_well_kills_nothing(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+def test_a_test_that_is_broken_since_the_map_was_measured_kills_no_mutant(
+    planter: Planter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    scripted = Scripted(lambda name, before, sound: name == "suffers" and "leaves" in before)
-    assert killer_of(monkeypatch, tmp_path, scripted) == ""
-    # all others have run behind it
-    assert scripted.processes[-1] == ("first", "leaves", "last")
+    """As every copy has it that is planted from now on, with a mutant or without."""
+
+    def plant_broken(mutant: Mutant | None, target: Path) -> None:
+        plant(mutant, target)
+        path = target / TEST
+        path.write_text(path.read_text(encoding="utf-8") + "\nraise SystemExit('edited')\n")
+
+    monkeypatch.setattr(runner, "plant", plant_broken)
+    monkeypatch.setattr(killing, "plant", plant_broken)
+    found = planter.plant(PARTITION, "if tp_size < 1:", "if tp_size < 1 + 0:")
+    assert (found.fate, found.units) == (Fate.BROKEN, 0)
+    assert "fails without a mutant" in found.message
 
 
-def test_what_fails_behind_such_a_test_kills(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+@pytest.mark.parametrize("always", [False, True])
+def test_a_process_that_is_ended_once_kills_no_mutant(
+    planter: Planter, tmp_path: Path, always: bool
 ) -> None:
-    def fails(name: str, before: set[str], sound: bool) -> bool:
-        return (name == "suffers" and "leaves" in before) or (name == "last" and not sound)
-
-    assert killer_of(monkeypatch, tmp_path, Scripted(fails)) == "last"
-
-
-def test_a_mutant_that_leaves_something_behind_is_killed_by_what_suffers_from_it(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    scripted = Scripted(
-        lambda name, before, sound: name == "suffers" and "leaves" in before and not sound
-    )
-    assert killer_of(monkeypatch, tmp_path, scripted) == "suffers"
-    assert scripted.processes == [
-        ("first", "leaves", "suffers", "last"),
-        ("suffers",),
-        ("first", "leaves", "suffers"),
-    ]
-
-
-def test_what_fails_alone_is_tried_on_no_sound_code(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    scripted = Scripted(lambda name, before, sound: name == "suffers")
-    assert killer_of(monkeypatch, tmp_path, scripted) == "suffers"
-    assert len(scripted.processes) == 2
+    """As a person or the system does it, which the second process does not see."""
+    marker, old = tmp_path / "ended", "    if tp_size < 1:"
+    code = f"""
+    import os, pathlib
+    marker = pathlib.Path({str(marker)!r})
+    if {always} or not marker.exists():
+        marker.touch()
+        os.kill(os.getpid(), 9)
+"""
+    found = planter.plant(PARTITION, old, code + old)
+    assert marker.exists()
+    assert found.fate is (Fate.KILLED if always else Fate.SURVIVED)

@@ -19,7 +19,8 @@ from loragate.mutants.measuring import measure_reach, planned_cases
 from loragate.mutants.model import Fate, Mutant, Result, Sources
 from loragate.mutants.page import render_page
 from loragate.mutants.reach import Reach, load_reach, save_reach
-from loragate.mutants.runner import Setup, failure_of_sound_code, run_all
+from loragate.mutants.runner import failure_of_sound_code, run_all
+from loragate.mutants.setup import Setup
 from loragate.mutants.units import Kind, Unit
 
 _REACH, _KNOWN = "reach.json", "host-tests.txt"
@@ -86,7 +87,7 @@ class Session:
     def _plant(
         self, waiting: Sequence[Mutant], journal: Journal, results: dict[str, Result]
     ) -> None:
-        setup = self._setup()
+        setup = self._setup(waiting)
         begin = time.monotonic()
         with closing(run_all(waiting, self.sources, setup)) as found:
             for number, (mutant, result) in enumerate(found, 1):
@@ -98,7 +99,7 @@ class Session:
                     f"{result.judge} ({result.seconds:.0f} s; about {left / 60:.0f} min left)"
                 )
 
-    def _setup(self) -> Setup:
+    def _setup(self, waiting: Sequence[Mutant]) -> Setup:
         reach = self._reach()
         known = self.folder / _KNOWN
         write_atomically(known, "\n".join(reach.host_tests))
@@ -112,7 +113,7 @@ class Session:
             kills=[] if self.gpu else list(kills_in(self.folder)),
         )
         _note("running cases and tests without a mutant")
-        if message := failure_of_sound_code(setup):
+        if message := failure_of_sound_code(setup, waiting):
             raise CommandError(message, ExitCode.INFRASTRUCTURE)
         return setup
 
