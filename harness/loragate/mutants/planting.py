@@ -16,15 +16,18 @@ from loragate.subjects.registry import SUBJECTS
 
 SUBJECT = "lorakernels"
 HOST_TESTS = SUBJECTS[SUBJECT].host_tests
-# what host tests use besides the package
-_SHARED = ("conftest.py", "pyproject.toml", "tests/conftest.py", "examples", "cases", "docs")
+# what host tests use besides the package; no other page, since some change with each record
+SHARED = (
+    *("conftest.py", "pyproject.toml", "tests/conftest.py"),
+    *("examples", "cases", "docs/lorakernels.md"),
+)
 _NO_SOURCES = shutil.ignore_patterns("__pycache__")
 
 
 def plant(mutant: Mutant | None, target: Path, package: Path | None = None) -> None:
     """Copy the checkout into the new folder `target`; `mutant` None leaves it as it is."""
     root = project_root()
-    for name in (*_SHARED, *HOST_TESTS):
+    for name in (*SHARED, *HOST_TESTS):
         _copy(root / name, target / name)
     _copy(package or package_folder(), planted_package(target))
     if mutant is not None:

@@ -13,27 +13,24 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from loragate.compile_leg import BASELINE
 from loragate.core.checkout import project_root
 from loragate.core.files import write_atomically
+from loragate.core.json_text import parse_json
+from loragate.core.versions import versions
 from loragate.faults.planting import package_folder
-from loragate.mutants.planting import HOST_TESTS
+from loragate.mutants.planting import HOST_TESTS, SHARED
 from loragate.mutants.sources import Place
 from loragate.mutants.tracing import WHOLE_TEXT
 from loragate.mutants.units import Kind, Unit
 
-# folders of the harness that decide what a unit does
+# what of the harness decides what a unit does, and what becomes of it
 _HARNESS = (
-    "core",
-    "matrix",
-    "protocol",
-    "inputs",
-    "subjects",
-    "execution",
-    "oracles",
-    "run",
-    "compile_leg",
-    "plugin",
+    *("core", "matrix", "protocol", "inputs", "subjects", "engine", "execution", "oracles"),
+    *("run", "events", "compile_leg", "plugin", "mutants", "faults/planting.py"),
 )
+# these say which mutants there are, and what a survivor is called
+_OF_MUTANTS = ("mutants/blind", "mutants/equivalents.yaml")
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,17 +92,18 @@ def reach_of(
 
 
 def state_digest() -> str:
-    """Changes with whatever may change the fate of a mutant: the package, the cases, the host tests
-    and the parts of the harness that run them."""
+    """Changes with whatever may change the fate of a mutant: the package, all that is planted with
+    it, what the compile leg compares with, the parts of the harness that run them, and the versions
+    of what these use."""
     root, harness = project_root(), Path(__file__).resolve().parents[1]
-    folders = [root / "cases", *(root / path for path in HOST_TESTS), root / "tests/conftest.py"]
-    folders += [root / "pyproject.toml", harness / "mutants/tracing.py"]
-    folders += [harness / name for name in _HARNESS]
-    whole = hashlib.sha256()
-    for top in (package_folder(), *folders):
-        files = sorted(top.rglob("*")) if top.is_dir() else [top]
-        for path in files:
-            if path.is_file() and path.suffix in (".py", ".yaml", ".toml"):
+    tops = [package_folder(), BASELINE, *(root / name for name in (*SHARED, *HOST_TESTS))]
+    tops += [harness / name for name in _HARNESS]
+    left_out = [harness / name for name in _OF_MUTANTS]
+    whole = hashlib.sha256(json.dumps(versions(), sort_keys=True).encode())
+    for top in tops:
+        for path in sorted(top.rglob("*")) if top.is_dir() else [top]:
+            of_mutants = any(path.is_relative_to(other) for other in left_out)
+            if path.is_file() and "__pycache__" not in path.parts and not of_mutants:
                 whole.update(f"{path.relative_to(top.parent)}\0".encode())
                 whole.update(path.read_bytes() + b"\0")
     return whole.hexdigest()[:16]
@@ -126,14 +124,18 @@ def save_reach(reach: Reach, path: Path) -> None:
 
 
 def load_reach(path: Path, digest: str) -> Reach | None:
-    """None if there is none of this state of the code."""
-    if not path.exists():
+    """None if there is none of this state of the code, or what is there cannot be read."""
+    try:
+        document = parse_json(path.read_bytes())
+        return _reach_in(document) if document["digest"] == digest else None
+    except (OSError, ValueError, LookupError, TypeError, AttributeError):
+        # it only saves time, and is measured again
         return None
-    document: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    if document["digest"] != digest:
-        return None
+
+
+def _reach_in(document: Any) -> Reach:
     return Reach(
-        digest=digest,
+        digest=document["digest"],
         units=tuple(Unit(Kind(kind), name, seconds) for kind, name, seconds in document["units"]),
         lines={
             module: {int(line): int(bits, 16) for line, bits in found.items()}
