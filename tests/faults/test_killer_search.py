@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +41,11 @@ def orders(monkeypatch: pytest.MonkeyPatch) -> list[Order]:
 
 
 def answer(monkeypatch: pytest.MonkeyPatch, sightings: Sequence[Sighting]) -> tuple[Killer, ...]:
+    """Of a search in which the fault fails like this, and the unchanged package passes."""
+    passed = tuple(replace(s, verdict=Verdict.PASS, failure=None) for s in sightings)
     monkeypatch.setattr(search, "run_order", lambda *_: tuple(sightings))
+    monkeypatch.setattr(search, "run_unchanged", lambda *_: passed)
+    monkeypatch.setattr(search, "sound_orders", lambda *_: [None])
     return search.find_killers(DENSE, Setup(), SERVER)
 
 
@@ -94,3 +99,13 @@ def test_a_search_names_the_host_test_that_failed(monkeypatch: pytest.MonkeyPatc
     name = "tests/kernels/test_a.py::test_b"
     found = answer(monkeypatch, [failed(name, case="")])
     assert found == (Killer(GateItem(Part.HOST_TEST, name)),)
+
+
+def test_a_search_does_not_name_what_fails_without_the_fault_as_well(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    name = "tests/kernels/test_a.py::test_b"
+    monkeypatch.setattr(search, "run_order", lambda *_: (failed(name, case=""),))
+    monkeypatch.setattr(search, "run_unchanged", lambda *_: (failed(name, case=""),))
+    with pytest.raises(search.NotSound, match=f"{name} fails without a fault"):
+        search.find_killers(DENSE, Setup(), SERVER)

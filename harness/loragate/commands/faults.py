@@ -109,7 +109,7 @@ def _find_killers(arguments: argparse.Namespace) -> ExitCode:
     """Print an entry of killers.yaml for each of the faults; 1 if the gate misses one of them."""
     from loragate.core.child_process import ProcessPool
     from loragate.faults.runner import Setup, server_of_faults
-    from loragate.faults.search import find_killers
+    from loragate.faults.search import NotSound, find_killers
 
     known = {fault.name: fault for fault in FAULTS}
     _check_names(arguments.find_killers, known)
@@ -120,7 +120,7 @@ def _find_killers(arguments: argparse.Namespace) -> ExitCode:
         for name in arguments.find_killers:
             try:
                 found = find_killers(known[name], setup, server)
-            except (StaleAnchor, ServerDied) as error:
+            except (NotSound, StaleAnchor, ServerDied) as error:
                 raise CommandError(f"{name}: {error}", ExitCode.INFRASTRUCTURE) from error
             missed = missed or not found
             print(as_text({name: as_entries(found)}), end="", flush=True)

@@ -10,8 +10,9 @@ import os
 import queue
 import tempfile
 import time
-from collections.abc import Generator, Sequence, Set
+from collections.abc import Generator, Iterator, Mapping, Sequence, Set
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -20,9 +21,20 @@ from loragate.core.verdict import Failure, OracleName, Verdict
 from loragate.core.warm_server import ServerDied, WarmServer, environment_of_forks
 from loragate.faults.fates import fate_by_anyone, fate_of_fault
 from loragate.faults.gate_contents import GateContents, UnknownItem, gate_contents
-from loragate.faults.model import Control, Edit, Fate, Fault, Needs, Outcome, Part, Sighting
+from loragate.faults.model import (
+    Control,
+    Edit,
+    Fate,
+    Fault,
+    Killer,
+    Needs,
+    Outcome,
+    Part,
+    Sighting,
+)
 from loragate.faults.order import IMPORT, Begun, Order, Suite, read_transcript, write_order
 from loragate.faults.planting import StaleAnchor, package_folder, plant
+from loragate.faults.sound import SOUND_DEADLINE_S, failures_of, sound_orders
 from loragate.matrix.case import Case, Tier
 
 _LAST_LINES = 8
@@ -49,17 +61,10 @@ class Setup:
 def run_all(
     planted: Sequence[Fault | Control], suites: Sequence[Suite], setup: Setup
 ) -> Generator[tuple[Fault | Control, tuple[Outcome, ...]]]:
-    """Outcomes by suite, in the order given, each as soon as it is known. Closing the generator
-    ends what is running."""
+    """Outcomes by suite, in the order given, each as soon as it is known. What must detect the
+    faults runs without any of them first. Closing the generator ends what is running."""
     processes = ProcessPool()
     servers: queue.SimpleQueue[WarmServer] = queue.SimpleQueue()
-
-    def run(one: Fault | Control) -> tuple[Outcome, ...]:
-        server = servers.get()
-        try:
-            return tuple(run_one(one, suite, setup, server) for suite in suites)
-        finally:
-            servers.put(server)
 
     with tempfile.TemporaryDirectory(prefix="loragate-servers-") as logs:
         for number in range(setup.jobs):
@@ -67,12 +72,79 @@ def run_all(
             servers.put(server_of_faults(processes, log, gpu=setup.gpu))
         with ThreadPoolExecutor(setup.jobs) as pool:
             try:
+                failures = _failures(planted, setup, servers, pool) if Suite.GATE in suites else {}
+
+                def run(one: Fault | Control) -> tuple[Outcome, ...]:
+                    with _one_of(servers) as server:
+                        return tuple(_run_sound(one, s, setup, server, failures) for s in suites)
+
                 yield from zip(planted, pool.map(run, planted), strict=True)
             finally:
                 processes.close()
                 pool.shutdown(cancel_futures=True)
                 while not servers.empty():
                     servers.get().close()
+
+
+def _failures(
+    planted: Sequence[Fault | Control],
+    setup: Setup,
+    servers: queue.SimpleQueue[WarmServer],
+    pool: ThreadPoolExecutor,
+) -> Mapping[Killer, str]:
+    """Those that must detect one of the faults, but fail without it."""
+
+    def run(order: Order) -> tuple[Sighting, ...]:
+        with _one_of(servers) as server:
+            return run_unchanged(order, setup, server)
+
+    killers = _killers_here(planted, setup)
+    orders = sound_orders(killers, setup.gate, setup.jobs)
+    return failures_of(killers, [s for found in pool.map(run, orders) for s in found])
+
+
+@contextmanager
+def _one_of(servers: queue.SimpleQueue[WarmServer]) -> Iterator[WarmServer]:
+    server = servers.get()
+    try:
+        yield server
+    finally:
+        servers.put(server)
+
+
+def _killers_here(planted: Sequence[Fault | Control], setup: Setup) -> list[Killer]:
+    """What must detect the faults that can be planted here, each once."""
+    found: dict[Killer, None] = {}
+    for one in planted:
+        if isinstance(one, Fault) and (setup.gpu or one.needs is Needs.CPU):
+            # a fault that names what the gate does not run is broken anyway
+            with suppress(UnknownItem):
+                setup.gate.check(one.items)
+                found.update(dict.fromkeys(one.killers))
+    return list(found)
+
+
+def run_unchanged(order: Order, setup: Setup, server: WarmServer) -> tuple[Sighting, ...]:
+    """What the items of an order say of the unchanged package."""
+    try:
+        return run_order(order, None, replace(setup, deadline_s=SOUND_DEADLINE_S), server)
+    except ServerDied as error:
+        return (Sighting(judge="start", case="", verdict=Verdict.INFRA, message=str(error)),)
+
+
+def _run_sound(
+    planted: Fault | Control,
+    suite: Suite,
+    setup: Setup,
+    server: WarmServer,
+    failures: Mapping[Killer, str],
+) -> Outcome:
+    """As `run_one`, but nothing is shown to what fails without a fault."""
+    if suite is Suite.GATE and isinstance(planted, Fault):
+        for killer in planted.killers:
+            if killer in failures:
+                return Outcome(name=planted.name, fate=Fate.BROKEN, message=failures[killer])
+    return run_one(planted, suite, setup, server)
 
 
 def server_of_faults(processes: ProcessPool, log: Path, *, gpu: bool = False) -> WarmServer:

@@ -7,7 +7,7 @@ does, all host tests run, up to the first that fails.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from loragate.core.verdict import Failure, OracleName, Verdict
@@ -16,7 +16,8 @@ from loragate.faults.fates import killers_of
 from loragate.faults.gate_contents import GateContents
 from loragate.faults.model import Edit, Fault, GateItem, Killer, Part, Sighting
 from loragate.faults.order import Order, Suite
-from loragate.faults.runner import Setup, run_order
+from loragate.faults.runner import Setup, run_order, run_unchanged
+from loragate.faults.sound import failures_of, sound_orders
 from loragate.matrix.case import Case, Site
 
 _DELTA_NET, _EMBEDDING = (Site.GDN_IN_PROJ,), (Site.EMBEDDING,)
@@ -26,15 +27,31 @@ _OF_EXPERTS = (Site.MOE_DELTA, Site.MOE_LAYER)
 _DEADLINE_S = 3600.0
 
 
+class NotSound(Exception):
+    """What detects a fault fails without it as well."""
+
+
 def find_killers(fault: Fault, setup: Setup, server: WarmServer) -> tuple[Killer, ...]:
     """The first item of the gate that detects the fault, with each oracle that does; empty if
-    nothing does. Raises StaleAnchor and ServerDied."""
+    nothing does. Raises StaleAnchor, ServerDied, and NotSound where that item fails without the
+    fault as well."""
     setup = replace(setup, deadline_s=_DEADLINE_S)
     for order in _orders(fault.edit, setup.gate):
         found = _killers(run_order(order, fault.edit, setup, server))
         if found:
+            _check_unchanged(found, setup, server)
             return found
     return ()
+
+
+def _check_unchanged(killers: Sequence[Killer], setup: Setup, server: WarmServer) -> None:
+    sightings = [
+        sighting
+        for order in sound_orders(killers, setup.gate, 1)
+        for sighting in run_unchanged(order, setup, server)
+    ]
+    for message in failures_of(killers, sightings).values():
+        raise NotSound(message)
 
 
 def _orders(edit: Edit, gate: GateContents) -> Iterable[Order]:
