@@ -258,6 +258,21 @@ def test_a_record_takes_no_slice(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert "--record takes whole faults; leave out --slice" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    "arguments", [["--show", "ci/results/cpu.json"], ["--find-killers", FAULT.name]]
+)
+def test_what_plants_nothing_takes_no_record(
+    arguments: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "x.json"
+    assert main(["faults", *arguments, "--record", str(path)]) == ExitCode.USAGE
+    error = capsys.readouterr().err
+    assert (
+        error == f"loragate faults: {arguments[0]} plants nothing to record; leave out --record\n"
+    )
+    assert not path.exists()
+
+
 def only(path: Path, monkeypatch: pytest.MonkeyPatch, fate: Fate) -> ExitCode:
     """Plant FAULT alone and record it, without a process."""
 

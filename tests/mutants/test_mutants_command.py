@@ -85,6 +85,24 @@ def test_wrong_arguments_are_refused(
     assert text in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("folder", ["/proc/x", "/proc/x/y", "a-file", "a-file/below"])
+def test_a_folder_that_takes_no_files_is_refused_before_anything_is_planted(
+    folder: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("a-file").touch()
+    Path("edits.yaml").write_text(EDIT, encoding="utf-8")
+    code = main(["mutants", "--edits", "edits.yaml", "--folder", folder])
+    error = capsys.readouterr().err
+    assert code == ExitCode.USAGE
+    assert error.startswith(f"loragate mutants: {Path(folder).resolve()}: cannot be written: ")
+    assert error.count("\n") == 1
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a-file", "edits.yaml"]
+
+
 def test_the_list_shows_each_mutant_as_a_diff(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

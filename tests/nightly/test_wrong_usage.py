@@ -278,3 +278,18 @@ def test_a_database_that_does_not_answer_is_worth_another_try(
         pytest.importorskip("psycopg")
     code, said = _said(capsys, "history", "--history", where, "merge", "good.db")
     assert (code, message in said) == (ExitCode.INFRASTRUCTURE, True), said
+
+
+@pytest.mark.parametrize(
+    "files", [["cut.jsonl"], ["good.jsonl", "cut.jsonl"], ["missing.jsonl"], ["report"]]
+)
+def test_an_import_that_fails_makes_no_history(
+    files: list[str], folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = Path("good.jsonl").read_text(encoding="utf-8")
+    Path("cut.jsonl").write_text(text[:-9], encoding="utf-8")
+    code, said = _said(capsys, "history", "--history", "new.db", "import", *files)
+    assert code == ExitCode.USAGE
+    assert said.startswith(f"loragate history: {files[-1]}:")
+    assert said.count("\n") == 1
+    assert not list(folder.glob("new.db*"))

@@ -166,7 +166,7 @@ def run_show_command(arguments: argparse.Namespace) -> ExitCode:
     with usage_errors():
         section = require_section(arguments.record, kind.section)
         figures = _figures(arguments.record, kind, section)
-        print(kind.markdown(figures), "", *markdown_bars(figures.bars()), sep="\n")
+        say("\n".join([kind.markdown(figures), "", *markdown_bars(figures.bars())]))
     return ExitCode.OK
 
 
@@ -174,7 +174,7 @@ def run_plot_command(arguments: argparse.Namespace) -> ExitCode:
     try:
         with usage_errors():
             for path in write_plots(plots_of(arguments.record), arguments.out):
-                print(path)
+                say(str(path))
     except (MissingMatplotlib, OSError) as error:
         raise CommandError(str(error), ExitCode.INFRASTRUCTURE) from error
     return ExitCode.OK
@@ -204,7 +204,7 @@ def run_kind_command(kind: Kind, arguments: argparse.Namespace) -> ExitCode:
         recorder = open_record(arguments, section)
     if arguments.against is None:
         figures = _measure(kind, arguments, rows)
-        print(kind.terminal(figures))
+        say(kind.terminal(figures))
         code = judge_asked(cast(Compared, figures)) if asked else judge(figures)
         payload = figures.payload()
     else:
@@ -212,7 +212,7 @@ def run_kind_command(kind: Kind, arguments: argparse.Namespace) -> ExitCode:
         code, payload = compared.exit_code, compared.payload()
     if recorder:
         recorder.save(payload | {"verdict": code.name.lower()})
-        print(f"recorded in {recorder.path}")
+        say(f"recorded in {recorder.path}")
     return code
 
 

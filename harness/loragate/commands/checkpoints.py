@@ -6,6 +6,7 @@ import argparse
 from pathlib import Path
 
 from loragate.core.errors import CommandError, usage_errors
+from loragate.core.output import say
 from loragate.core.verdict import ExitCode
 from loragate.engine.language import KINDS
 
@@ -35,5 +36,5 @@ def run(arguments: argparse.Namespace) -> ExitCode:
                 made, is_new = checkpoint(arguments.folder, kind, arguments.adapters)
         except OSError as error:
             raise CommandError(str(error), ExitCode.INFRASTRUCTURE) from error
-        print(f"{made.folder}: {'written' if is_new else 'unchanged'}")
+        say(f"{made.folder}: {'written' if is_new else 'unchanged'}")
     return ExitCode.OK

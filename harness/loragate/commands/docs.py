@@ -13,6 +13,7 @@ from loragate.bench.drawing import MissingMatplotlib
 from loragate.bench.plots import write_plots
 from loragate.core.checkout import project_root
 from loragate.core.errors import CommandError, usage_errors
+from loragate.core.output import say
 from loragate.core.verdict import ExitCode
 from loragate.docs.pages import PLOTS, stale_parts, stale_plots, write_pages
 
@@ -42,5 +43,5 @@ def run(arguments: argparse.Namespace) -> ExitCode:
     except (MissingMatplotlib, OSError) as error:
         raise CommandError(str(error), ExitCode.INFRASTRUCTURE) from error
     for part in stale:
-        print(f"updated {part}")
+        say(f"updated {part}")
     return ExitCode.OK

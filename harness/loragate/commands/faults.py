@@ -19,6 +19,7 @@ from typing import TypeVar
 
 from loragate.commands.record_options import add_record_options, open_record
 from loragate.core.errors import CommandError, usage_errors
+from loragate.core.output import say
 from loragate.core.verdict import ExitCode
 from loragate.core.warm_server import ServerDied
 from loragate.faults.corpus import ALONE, CONTROLS, FAULTS, SLICE_CONTROLS
@@ -80,6 +81,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 def run(arguments: argparse.Namespace) -> ExitCode:
     with usage_errors():
+        _refuse_idle_record(arguments)
         if arguments.show:
             return _show(arguments.show)
         if arguments.find_killers:
@@ -94,15 +96,23 @@ def run(arguments: argparse.Namespace) -> ExitCode:
         if record:
             # after each, so that an interrupted run leaves what it has found
             _save(record, done, gpu=arguments.gpu)
-    print(render_terminal(done.lines, done.controls))
+    say(render_terminal(done.lines, done.controls))
     if record:
-        print(f"recorded in {arguments.record}")
+        say(f"recorded in {arguments.record}")
     if not done.sound:
         raise CommandError("the baseline suite fails on a control", ExitCode.INFRASTRUCTURE)
     code = exit_code(done.lines, done.controls)
     if code is ExitCode.INCOMPLETE:
         raise CommandError("nothing could be planted", code)
     return code
+
+
+def _refuse_idle_record(arguments: argparse.Namespace) -> None:
+    """Raises ValueError for a record that nothing would be written to."""
+    for option in ("show", "find_killers"):
+        if arguments.record and getattr(arguments, option):
+            name = f"--{option.replace('_', '-')}"
+            raise ValueError(f"{name} plants nothing to record; leave out --record")
 
 
 def _find_killers(arguments: argparse.Namespace) -> ExitCode:
@@ -123,7 +133,7 @@ def _find_killers(arguments: argparse.Namespace) -> ExitCode:
             except (NotSound, StaleAnchor, ServerDied) as error:
                 raise CommandError(f"{name}: {error}", ExitCode.INFRASTRUCTURE) from error
             missed = missed or not found
-            print(as_text({name: as_entries(found)}), end="", flush=True)
+            say(as_text({name: as_entries(found)}), end="")
     return ExitCode.WRONG if missed else ExitCode.OK
 
 
@@ -247,7 +257,7 @@ def _show(path: Path) -> ExitCode:
     if record is None:
         # raises, and names what there is instead
         record = require_section(path, SECTION)
-    print(render_markdown(record))
+    say(render_markdown(record))
     if unfinished := record.get("unfinished"):
         which = f"{len(unfinished)} not planted yet: {', '.join(unfinished[:3])}"
         message = f"{path}: the run was interrupted, {which}"

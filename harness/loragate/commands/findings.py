@@ -61,7 +61,7 @@ def run(arguments: argparse.Namespace) -> ExitCode:
         if arguments.after_leg is not None and arguments.events is None:
             raise ValueError("--after-leg needs --events, which says when the leg has ended")
     if arguments.page:
-        print(render_page(findings), end="")
+        say(render_page(findings), end="")
         return ExitCode.OK
     version, observations = _try_probes(findings, _end_of_leg(arguments))
     observed = {f.id: observations[f.probe] if f.probe else _BY_THE_GATE for f in findings}

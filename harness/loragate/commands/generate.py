@@ -10,6 +10,7 @@ from loragate.core.arguments import count_from
 from loragate.core.errors import CommandError
 from loragate.core.files import read_regular, write_atomically
 from loragate.core.machine import select_interpreter
+from loragate.core.output import say
 from loragate.core.verdict import ExitCode
 from loragate.matrix.case import OPERATIONS, Case, Site, Tier
 from loragate.matrix.generated.cases import generate
@@ -63,7 +64,7 @@ def run(arguments: argparse.Namespace) -> ExitCode:
     for site in map(Site, dict.fromkeys(arguments.site or _SITES)):
         cases = generate(site, arguments.seed, arguments.count, tier, fits)
         if not cases:
-            print(f"no file for {site}: {subject} runs none of its cases")
+            say(f"no file for {site}: {subject} runs none of its cases")
             continue
         asked = f"--seed {arguments.seed} --count {arguments.count} --site {site} --tier {tier}"
         asked += f" --subject {subject}" if subject else ""
@@ -74,7 +75,7 @@ def run(arguments: argparse.Namespace) -> ExitCode:
             write_atomically(path, file_text(site, cases, f"{_MADE_BY} {asked}`"))
         except OSError as error:
             raise CommandError(str(error), ExitCode.INFRASTRUCTURE) from error
-        print(f"{path}: {len(cases)} cases")
+        say(f"{path}: {len(cases)} cases")
     return ExitCode.OK
 
 

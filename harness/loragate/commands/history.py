@@ -18,7 +18,7 @@ from loragate.core.plural import counted
 from loragate.core.verdict import ExitCode
 from loragate.history import DatabaseFailedError, History, HistoryError, open_history
 from loragate.history.address import file_of
-from loragate.history.lines import export_lines, import_lines
+from loragate.history.lines import check_lines, export_lines, import_lines
 
 _DEFAULT = "history.db"
 _DAY_S = 86400
@@ -83,6 +83,8 @@ def run(arguments: argparse.Namespace) -> ExitCode:
         # before a history is made that would hold nothing
         for name in getattr(arguments, "others", ()):
             _refuse_missing(name)
+    if arguments.act is _import:
+        _check_files(arguments)
     with open_named(arguments.history, is_made=is_made) as history:
         arguments.act(arguments, history)
     return ExitCode.OK
@@ -94,12 +96,31 @@ def _merge(arguments: argparse.Namespace, history: History) -> None:
             say(f"{name}: {counted(history.merge(other), 'new trial')}")
 
 
+def _check_files(arguments: argparse.Namespace) -> None:
+    """Before a history is made for them. Raises CommandError."""
+    path = file_of(arguments.history)
+    if path is None or path.exists():
+        return
+    known: set[str] = set()
+    for given in arguments.files:
+        try:
+            with _naming(given):
+                _refuse_pipe(given)
+                check_lines(given, known)
+        except HistoryError as error:
+            raise CommandError(str(error), ExitCode.USAGE) from error
+
+
+def _refuse_pipe(path: Path) -> None:
+    if path.exists() and not path.is_file():
+        # a pipe or a device may have no end
+        raise OSError(errno.EINVAL, "must be a regular file")
+
+
 def _import(arguments: argparse.Namespace, history: History) -> None:
     for path in arguments.files:
         with _naming(path):
-            if path.exists() and not path.is_file():
-                # a pipe or a device may have no end
-                raise OSError(errno.EINVAL, "must be a regular file")
+            _refuse_pipe(path)
             say(f"{path}: {counted(import_lines(history, path), 'new trial')}")
 
 

@@ -17,6 +17,8 @@ from loragate.commands.record_options import add_record_options, open_record
 from loragate.core.arguments import count_from
 from loragate.core.checkout import project_root
 from loragate.core.errors import CommandError, usage_errors
+from loragate.core.files import check_writable
+from loragate.core.output import say
 from loragate.core.verdict import ExitCode
 from loragate.mutants.counts import Outcome
 from loragate.mutants.edits import read_edits, read_equivalents
@@ -101,15 +103,16 @@ def run(arguments: argparse.Namespace) -> ExitCode:
     if not mutants:
         raise CommandError("there is no mutant to plant", ExitCode.INCOMPLETE)
     if arguments.list:
-        print("\n\n".join(f"{m.id}\n{diff_of(m, sources)}" for m in mutants))
+        say("\n\n".join(f"{m.id}\n{diff_of(m, sources)}" for m in mutants))
         _print_retired(retired)
         return ExitCode.OK
     if arguments.gpu and not _has_gpu():
         raise CommandError("--gpu needs a GPU", ExitCode.INFRASTRUCTURE)
+    _check_folder(folder_of(arguments))
     session = _session(arguments, sources)
     with usage_errors():
         outcomes = session.run(mutants, equivalents)
-    print(render_terminal(outcomes, sources))
+    say(render_terminal(outcomes, sources))
     _print_retired(retired)
     code = exit_code(outcomes)
     if code is ExitCode.INFRASTRUCTURE:
@@ -124,13 +127,27 @@ def _session(arguments: argparse.Namespace, sources: Sources) -> Session:
     from loragate.mutants.session import Session
 
     return Session(
-        folder=(arguments.folder or project_root() / _FOLDER).resolve(),
+        folder=folder_of(arguments),
         name=name_of(arguments),
         state=state_digest(),
         sources=sources,
         jobs=arguments.jobs,
         gpu=arguments.gpu,
     )
+
+
+def folder_of(arguments: argparse.Namespace) -> Path:
+    folder: Path = arguments.folder or project_root() / _FOLDER
+    return folder.resolve()
+
+
+def _check_folder(folder: Path) -> None:
+    """Before minutes are spent on what could not be written. Raises CommandError."""
+    try:
+        check_writable(folder / "results")
+    except OSError as error:
+        text = f"{folder}: cannot be written: {error.strerror}"
+        raise CommandError(text, ExitCode.USAGE) from error
 
 
 def chosen(
@@ -211,7 +228,7 @@ def exit_code(outcomes: Sequence[Outcome]) -> ExitCode:
 
 def _print_retired(retired: Mapping[str, str]) -> None:
     for name, reason in retired.items():
-        print(f"\nRETIRED {name}, not planted: {reason}")
+        say(f"\nRETIRED {name}, not planted: {reason}")
 
 
 def _first_record(arguments: argparse.Namespace) -> Recorder | None:
@@ -230,9 +247,9 @@ def _save(
     if recorder is None:
         return
     save_run(recorder, name, run)
-    print(f"recorded in {recorder.path}")
+    say(f"recorded in {recorder.path}")
     if first is not None and save_first(first, name, run):
-        print(f"these are the first results of {Group.BLIND.value} edits, and stay on record")
+        say(f"these are the first results of {Group.BLIND.value} edits, and stay on record")
 
 
 def _has_gpu() -> bool:

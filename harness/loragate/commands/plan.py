@@ -7,6 +7,7 @@ import argparse
 from loragate.commands.selection_options import add_selection_options, selection_from
 from loragate.core.errors import usage_errors
 from loragate.core.machine import select_interpreter
+from loragate.core.output import say
 from loragate.core.verdict import ExitCode
 from loragate.matrix.show import plan_json, render_plan
 
@@ -28,5 +29,5 @@ def run(arguments: argparse.Namespace) -> ExitCode:
         made, _ = plan_selection(selection)
         if selection.shard is not None:
             made = made.of(selection.shard.part(made.run_ids))
-    print((plan_json if arguments.json else render_plan)(made), end="")
+    say((plan_json if arguments.json else render_plan)(made), end="")
     return ExitCode.OK

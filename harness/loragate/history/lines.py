@@ -47,6 +47,14 @@ def import_lines(history: History, path: Path) -> int:
         return history.take(runs, paths, rest)
 
 
+def check_lines(path: Path, known: set[str]) -> None:
+    """Raises for what `import_lines` refuses. known: the runs that trials may belong to; those of
+    the file are added."""
+    with path.open(encoding="utf-8", errors="replace", newline="\n") as file:
+        for _ in _records(path, file, known):
+            pass
+
+
 def _trials(
     records: Iterable[Record], runs: list[ScanRun], paths: list[PathFiles]
 ) -> Iterator[TrialRecord]:
