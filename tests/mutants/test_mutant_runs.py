@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -17,7 +18,7 @@ from loragate.matrix.case import Site, Tier
 from loragate.matrix.footprint import footprint_bytes
 from loragate.matrix.ids import run_id
 from loragate.matrix.load import default_files, load_cases
-from loragate.mutants import killing, runner
+from loragate.mutants import compile_check, killing, runner
 from loragate.mutants.model import Fate, Group, Mutant, Result
 from loragate.mutants.planting import SUBJECT, plant
 from loragate.mutants.reach import Reach, reach_of
@@ -143,6 +144,23 @@ def test_sound_code_must_pass_before_any_mutant_is_planted(
     assert failure_of_sound_code(setup) == ""
     missing = replace(setup, known=tmp_path / "missing.txt")
     assert "missing.txt" in failure_of_sound_code(missing)
+
+
+def test_a_compile_leg_that_fails_without_a_mutant_stops_the_run_and_breaks_what_it_would_kill(
+    planter: Planter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As when the recorded sizes are lowered."""
+    leg = (sys.executable, "-c", "print('fail: a kernel: resources grew'); raise SystemExit(1)")
+    monkeypatch.setattr(compile_check, "python_module", lambda module: leg)
+    units = [unit for unit in planter.setup.reach.units if unit.kind is Kind.CASE]
+    setup = replace(planter.setup, reach=reach_of("state", units, [{}], {}, [KERNEL]))
+    mutant = edit(KERNEL, "split = tl.program_id(1)", "split = tl.program_id(1) + 0")
+    result = run_one(mutant, SOURCES[KERNEL], setup, planter.server, planter.processes)
+    said = "compile leg fails without a mutant: exit code 1: fail: a kernel: resources grew"
+    assert (result.fate, result.message) == (Fate.BROKEN, said)
+    assert failure_of_sound_code(setup, [mutant]) == said
+    # nothing that is planted compiles anything
+    assert failure_of_sound_code(setup) == ""
 
 
 def test_nothing_is_left_when_the_server_is_closed(planter: Planter) -> None:
