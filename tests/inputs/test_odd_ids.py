@@ -51,13 +51,13 @@ def test_only_repeated_ids_occur_twice_in_a_token(expert_map: ExpertMap) -> None
 
 
 @pytest.mark.parametrize("expert_map", ExpertMap)
-def test_unknown_ids_lie_beyond_all_experts_and_below_minus_one(expert_map: ExpertMap) -> None:
+def test_unknown_ids_lie_beyond_all_experts_and_below_zero(expert_map: ExpertMap) -> None:
     case = replace(CASE, expert_map=expert_map, ids=Ids.UNKNOWN)
     for seed in SEEDS:
         routes = routes_of(case, seed)
         ids, local = routes.topk_ids, local_experts(routes)
         count, largest = case.global_experts, torch.iinfo(torch.int32)
-        assert {count, count + 1, largest.max, -2, largest.min} <= set(ids.flatten().tolist())
+        assert {count, count + 1, largest.max, -1, -2, largest.min} <= set(ids.flatten().tolist())
         unknown = (ids < 0) | (ids >= count)
         assert (local[unknown] == -1).all()
         assert local.min() == -1

@@ -299,6 +299,16 @@ class KnowsAMappingByItsSum(DenseDelta):
         self.known = known
 
 
+class KnowsAMappingByItsEnds(DenseDelta):
+    known: tuple[int, ...] = ()
+
+    def prepare(self, token_slots: Tensor) -> None:
+        known = (len(token_slots), *token_slots[:4].tolist(), *token_slots[-4:].tolist())
+        if known != self.known:
+            super().prepare(token_slots)
+        self.known = known
+
+
 class SharesItsMappingWithAllInstances(DenseDelta):
     last = torch.empty(0, dtype=torch.int32)
 

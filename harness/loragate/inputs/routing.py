@@ -77,7 +77,8 @@ def _odd_ids(
         return torch.where(chosen, ids.roll(1, dims=1), ids)
     if case.ids is Ids.UNKNOWN:
         count = case.global_experts
-        unknown = torch.tensor([count, count + 1, _INT32.max, -2, _INT32.min], device=ids.device)
+        odd = [count, count + 1, _INT32.max, -1, -2, _INT32.min]
+        unknown = torch.tensor(odd, device=ids.device)
         drawn = unknown[draw.integers(0, len(unknown), *ids.shape)]
         return torch.where(chosen, drawn, ids)
     return ids

@@ -42,8 +42,8 @@ _SMALLER = 3
 @dataclass(frozen=True, slots=True)
 class Scene:
     """A change of the slots, then a step. `loads`: slot -> the pool with its new adapter, or None
-    to empty it. `same_as`: what the fresh instance has in their place. `reversed_rows`: the step
-    before again, its slots in the reverse order. `all_slots`: rows use every slot in turn.
+    to empty it. `same_as`: what the fresh instance has in their place. `moved_rows`: the step
+    before again, its slots for other rows. `all_slots`: rows use every slot in turn.
     `interrupts`: an instance with other adapters runs the step between the next one's preparation
     and kernels."""
 
@@ -52,7 +52,7 @@ class Scene:
     tokens: int
     mix: Mix
     same_as: dict[int, Pool | None] = field(default_factory=dict)
-    reversed_rows: bool = False
+    moved_rows: bool = False
     all_slots: bool = False
     interrupts: bool = False
 
@@ -80,9 +80,10 @@ class Sequence:
             resident |= scene.loads | scene.same_as
             batch = _batch(trial, kind, scene, count)
             own, other = copy_batch(batch), copy_batch(batch)
-            if scene.reversed_rows:
-                # a step that is prepared and never run
-                session.instance.prepare(batch.token_slots.flip(0))
+            if scene.moved_rows:
+                # a step that is prepared and never run, with the slots of the step before
+                before = replace(scene, moved_rows=False, all_slots=True)
+                session.instance.prepare(_batch(trial, kind, before, count - 1).token_slots)
             result = session.step(own, between)
             # memory has place for two instances
             between = None
@@ -169,7 +170,7 @@ def _more_scenes(case: Case, pool: Pool, mix: Mix) -> Iterator[Scene]:
     what = "all slots, and one of several emptied"
     yield Scene(what, loads, case.tokens, mix, all_slots=True)
     what = "the same slots for other rows"
-    yield Scene(what, {}, case.tokens, mix, reversed_rows=True, interrupts=True)
+    yield Scene(what, {}, case.tokens, mix, moved_rows=True, interrupts=True)
     yield Scene("a step of another instance before the kernels", {}, case.tokens, mix)
     # rows without an adapter are not stored, and a layer rounds in between
     if case.site is not Site.MOE_LAYER and case.write is Write.ADD:
@@ -180,14 +181,24 @@ def _more_scenes(case: Case, pool: Pool, mix: Mix) -> Iterator[Scene]:
 
 def _batch(trial: Trial, kind: DataKind, scene: Scene, step: int) -> Batch:
     case = replace(trial.case, tokens=scene.tokens, mix=scene.mix)
-    batch = make_batch(case, trial.seed, step - scene.reversed_rows, kind, trial.machine)
+    batch = make_batch(case, trial.seed, step - scene.moved_rows, kind, trial.machine)
     slots = batch.token_slots
-    if scene.all_slots or scene.reversed_rows:
+    if scene.all_slots or scene.moved_rows:
         in_turn = (-1 - torch.arange(len(slots), dtype=slots.dtype)) % case.slots
         slots = torch.where(slots == BASE_ROW, slots, in_turn)
-    if scene.reversed_rows:
-        slots = slots.flip(0)
+    if scene.moved_rows:
+        slots = _moved(slots)
     return replace(batch, token_slots=slots)
+
+
+def _moved(slots: Tensor) -> Tensor:
+    """The same slots for other rows: neither for the first nor for the last ones where others in
+    between have different slots."""
+    edge = max(0, min(len(slots) // 3, len(slots) // 2 - 1))
+    first, inner, last = slots.tensor_split([edge, len(slots) - edge])
+    if (inner == inner[:1]).all():
+        return slots.roll(1)
+    return torch.cat([first, inner.roll(1), last])
 
 
 def _move(session: Session, slot: int, pool: Pool | None) -> None:
