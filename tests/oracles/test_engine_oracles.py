@@ -16,7 +16,7 @@ from loragate.core.verdict import Failure, OracleName, Verdict
 from loragate.engine.evidence import Evidence, Exchange, examined
 from loragate.engine.judge import Judge
 from loragate.engine.language import Speaker
-from loragate.engine.process import EngineError, EngineNotStarted
+from loragate.engine.process import EngineBreach, EngineError, EngineNotStarted
 from loragate.engine.properties import ALONE
 from loragate.engine.reference import Reference
 from loragate.engine.requests import Completion, EngineCounts, Request
@@ -435,6 +435,15 @@ def test_an_engine_that_does_not_start_is_infra_and_one_that_fails_is_at_fault(
     }
     found = verdicts(monkeypatch, EngineError("generate raised"))
     assert {(j.verdict, j.failure) for j in found.values()} == {(Verdict.FAIL, Failure.EXCEPTION)}
+
+
+def test_an_engine_that_breaks_the_protocol_is_told_so_in_one_line(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    found = verdicts(monkeypatch, EngineBreach("counts returned a dict"))
+    assert {(j.verdict, j.failure, j.message) for j in found.values()} == {
+        (Verdict.FAIL, Failure.BROKEN_PROTOCOL, "counts returned a dict")
+    }
 
 
 def test_a_repeat_of_a_trial_runs_the_engine_again_and_its_oracles_share_a_run(

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from loragate.core.machine import Machine
 from loragate.core.verdict import Failure, OracleName, Verdict
-from loragate.matrix.case import Execution, Streams
+from loragate.matrix.case import Case, Execution, Streams
 from loragate.matrix.engine_case import ENGINE_ORACLES
 from loragate.oracles import ORACLES
 from loragate.protocol import (
@@ -127,3 +127,20 @@ def test_capabilities_of_another_type_break_the_protocol(cpu: Machine) -> None:
 
     with pytest.raises(BrokenProtocol, match="an object of type list; expected a Capabilities"):
         CheckedSubject(Answers()).capabilities(cpu)
+
+
+@pytest.mark.parametrize(
+    ("target", "given"),
+    [("mine", "'mine'"), (":start", "':start'"), ("mine:", "'mine:'"), (None, "None")],
+)
+def test_a_target_that_names_no_function_is_shown_with_the_form_that_it_must_have(
+    make_trial: Callable[..., Trial], target: str | None, given: str
+) -> None:
+    class Serves(TorchSubject):
+        def engine_target(self, case: Case) -> str:
+            return target  # type: ignore[return-value]
+
+    message = f'engine_target(case) returned {given}; expected "module:function"'
+    with pytest.raises(BrokenProtocol) as caught:
+        CheckedSubject(Serves()).engine_target(make_trial().case)
+    assert str(caught.value) == message

@@ -48,6 +48,8 @@ Progress = Callable[[str], None]
 class TimedProcess(EngineProcess):
     """A loragate.bench.engine_served.TimedEngine in its process. A call raises EngineError."""
 
+    methods = ("prepare", "kernel_counts", "replay_us", "measure", "close")
+
     def prepare(self, adapter: Path, rows: Sequence[EngineRow]) -> None:
         self._call("prepare", adapter, tuple(rows))
 

@@ -25,6 +25,14 @@ class EngineOrder:
 
 
 @dataclass(frozen=True, slots=True)
+class Start:
+    """`methods` are those that whatever is started must have."""
+
+    order: EngineOrder
+    methods: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Call:
     """A method of an engine and its arguments."""
 
@@ -34,7 +42,8 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What the engine returned, or what it raised, as text."""
+    """What the engine returned; or what it raised, or how it broke the protocol, as text."""
 
     value: object
     error: str | None = None
+    breach: str | None = None

@@ -12,17 +12,16 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from multiprocessing.connection import Connection
-from numbers import Integral
 from pathlib import Path
 from time import monotonic  # scans run the clocks of the module `time` at another speed
 from types import TracebackType
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor
 
 from loragate.core.child_process import ProcessPool, python_module
-from loragate.engine.order import Answer, Call, EngineOrder
+from loragate.engine.order import Answer, Call, EngineOrder, Start
 from loragate.engine.requests import Completion, EngineCounts, Request
 
 _CHILD = "loragate.engine.serve"
@@ -41,14 +40,21 @@ class EngineNotStarted(EngineError):
     """There is no engine: it says nothing about what it would have served."""
 
 
+class EngineBreach(EngineError):
+    """The engine did not keep the protocol. The message is one line, without its log."""
+
+
 class EngineProcess:
     """Starts `target`, "module:function", in a process, calls it with `order` there, and is the
     engine that it returned. The start and all calls together must take no longer than `deadline_s`;
     what the caller does in between is its own time.
 
     log: the file that the engine's output is written to.
-    Raises EngineNotStarted; a call raises EngineError.
+    Raises EngineNotStarted, or EngineBreach for what is no engine; a call raises EngineError.
     """
+
+    # what whoever is started must have
+    methods: ClassVar[tuple[str, ...]] = ("load", "unload", "generate", "counts", "close")
 
     def __init__(self, target: str, order: EngineOrder, *, deadline_s: float, log: Path) -> None:
         self._left_s, self._log = deadline_s, log
@@ -58,10 +64,10 @@ class EngineProcess:
             self._child = self._start(target, theirs.fileno(), output.fileno())
         self._connection = Connection(ours.detach())
         try:
-            self._exchange(order)
+            self._exchange(Start(order, self.methods))
         except BaseException as error:
             self._stop()
-            if isinstance(error, EngineError):
+            if isinstance(error, EngineError) and not isinstance(error, EngineBreach):
                 raise EngineNotStarted(f"the engine did not start: {error}") from error
             raise
 
@@ -87,11 +93,7 @@ class EngineProcess:
         self._call("unload", name)
 
     def generate(self, requests: Sequence[Request]) -> list[Completion]:
-        found = self._call("generate", list(requests))
-        if not (isinstance(found, list) and len(found) == len(requests) and _are_tokens(found)):
-            wanted = f"{len(requests)} Completions with tuples of tokens"
-            raise EngineError(self._told(f"generate returned {found!r:.200}; expected {wanted}"))
-        return cast(list[Completion], found)
+        return cast(list[Completion], self._call("generate", list(requests)))
 
     def counts(self) -> EngineCounts:
         return cast(EngineCounts, self._call("counts"))
@@ -130,7 +132,7 @@ class EngineProcess:
     def _call(self, method: str, *arguments: object) -> object:
         return self._exchange(Call(method, arguments))
 
-    def _exchange(self, message: EngineOrder | Call) -> object:
+    def _exchange(self, message: Start | Call) -> object:
         what = message.method if isinstance(message, Call) else "the start"
         try:
             begin = monotonic()
@@ -142,6 +144,8 @@ class EngineProcess:
         except (EOFError, OSError) as error:
             raise EngineError(self._told(f"{self._end_of_child()} in {what}")) from error
         assert isinstance(answer, Answer)
+        if answer.breach is not None:
+            raise EngineBreach(answer.breach)
         if answer.error is not None:
             raise EngineError(self._told(f"{what} raised {answer.error}"))
         return answer.value
@@ -160,12 +164,3 @@ class EngineProcess:
     def _stop(self) -> None:
         self._pool.end(self._child)
         self._connection.close()
-
-
-def _are_tokens(answers: Sequence[object]) -> bool:
-    return all(
-        isinstance(answer, Completion)
-        and isinstance(answer.tokens, tuple)
-        and all(isinstance(token, Integral) for token in answer.tokens)
-        for answer in answers
-    )

@@ -10,19 +10,20 @@ from __future__ import annotations
 import sys
 import traceback
 from collections.abc import Callable
-from importlib import import_module
+from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any
 
-from loragate.engine.order import Answer, Call, EngineOrder
+from loragate.engine.answers import Breach, called, check_methods, checked, maker_of
+from loragate.engine.order import Answer, Call, Start
 
 
 def main(target: str, channel: int) -> None:
     connection = Connection(channel)
-    order = connection.recv()
-    assert isinstance(order, EngineOrder)
+    start = connection.recv()
+    assert isinstance(start, Start)
     made: list[Any] = []
-    _answer(connection, lambda: made.append(_engine(target, order)))
+    _answer(connection, lambda: made.append(_engine(target, start)))
     method = ""
     while made and method != "close":
         try:
@@ -31,30 +32,28 @@ def main(target: str, channel: int) -> None:
             return
         assert isinstance(call, Call)
         method = call.method
-        _answer(connection, _bound(made[0], call))
+        _answer(connection, partial(_answered, made[0], call))
 
 
-def _engine(target: str, order: EngineOrder) -> object:
-    module, _, name = target.partition(":")
-    return getattr(import_module(module), name)(order)
+def _engine(target: str, start: Start) -> object:
+    engine = called(target, maker_of(target), start.order)
+    check_methods(target, engine, start.methods)
+    return engine
 
 
-def _bound(engine: Any, call: Call) -> Callable[[], object]:
-    if call.method == "trace":
-        return lambda: _traced(engine, *call.arguments)
-    return lambda: getattr(engine, call.method)(*call.arguments)
-
-
-def _traced(engine: Any, *arguments: object) -> object:
-    """As arrays: a tensor would be shared between the processes, and end with this one."""
-    trace = getattr(engine, "trace", None)
-    found = trace(*arguments) if trace else {}
-    return {name: values.double().cpu().numpy() for name, values in found.items()}
+def _answered(engine: Any, call: Call) -> object:
+    method: Any = getattr(engine, call.method, None)
+    if method is None and call.method == "trace":
+        # optional
+        return {}
+    return checked(call, called(call.method, method, *call.arguments))
 
 
 def _answer(connection: Connection, call: Callable[[], object]) -> None:
     try:
         answer = Answer(call())
+    except Breach as error:
+        answer = Answer(None, breach=str(error))
     except Exception as error:
         traceback.print_exc()
         answer = Answer(None, "".join(traceback.format_exception_only(error)).strip())

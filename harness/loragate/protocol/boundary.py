@@ -58,11 +58,12 @@ class CheckedSubject:
             )
         with subject_code():
             target: object = make(case)
-        if not isinstance(target, str) or ":" not in target:
-            raise BrokenProtocol(
-                f'engine_target(case) returned {_shown(target)}; expected "module:function"'
-            )
-        return target
+        if isinstance(target, str):
+            module, _, function = target.partition(":")
+            if module and function:
+                return target
+        given = repr(target) if isinstance(target, str) else _shown(target)
+        raise BrokenProtocol(f'engine_target(case) returned {given}; expected "module:function"')
 
     def open(self, case: Case, machine: Machine, base: BaseLayer | None) -> CheckedInstance:
         with subject_code():

@@ -10,10 +10,10 @@ from dataclasses import dataclass
 
 from loragate.core.verdict import Failure, Judgement, OracleName, Verdict
 from loragate.engine.evidence import Evidence, collect
-from loragate.engine.process import EngineError, EngineNotStarted
+from loragate.engine.process import EngineBreach, EngineError, EngineNotStarted
 from loragate.engine.world import unwritten
 from loragate.matrix.case import Site
-from loragate.protocol import Trial, subject_code
+from loragate.protocol import BrokenProtocol, Trial, subject_code
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,10 +34,12 @@ def inapplicable(trial: Trial) -> str | None:
 
 def judged(name: OracleName, trial: Trial, judge: Callable[[Evidence], Judgement]) -> Judgement:
     """The judgement on the evidence of a trial; INFRA for an engine that does not start. An error
-    of a call is the subject's."""
+    of a call and a breach of the protocol are the subject's."""
     found = _evidence(trial)
     if isinstance(found, EngineNotStarted):
         return Judgement(name, Verdict.INFRA, Failure.NOT_STARTED, str(found))
+    if isinstance(found, EngineBreach):
+        raise BrokenProtocol(str(found))
     if isinstance(found, EngineError):
         with subject_code():
             raise found
