@@ -101,4 +101,6 @@ def test_the_names_of_torch_cuda_mean_the_model_within_and_nothing_outside() -> 
             assert torch.cuda.current_stream() is side
         assert torch.cuda.current_stream() is torch.cuda.default_stream()
         assert torch.cuda.Event().query()
+        with torch.cuda.device(torch.cuda.current_device()):
+            assert torch.cuda.current_stream() is torch.cuda.default_stream()
     assert torch.cuda.Stream is before

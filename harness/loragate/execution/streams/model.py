@@ -157,6 +157,9 @@ class _Model:
     def device(self, device: object) -> AbstractContextManager[None]:
         return nullcontext()
 
+    def current_device(self) -> int:
+        return 0
+
     @contextmanager
     def stream(self, stream: ModelStream | None) -> Iterator[None]:
         with stream or self.current:
@@ -191,6 +194,8 @@ MODULE: Any = _model
 _PATCHED = (
     "Stream",
     "Event",
+    "device",
+    "current_device",
     "stream",
     "current_stream",
     "default_stream",

@@ -159,7 +159,8 @@ class ModelledGraphs(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if used and all(_key(tensor) in self._on_host for tensor, _, _ in used):
             return
         if host_waits(func, args, kwargs, [*(tensor for tensor, _, _ in used), *outputs]):
-            raise _not_permitted(f"the host waits for the device in {name}")
+            way_out = "tensors that a GPU does not hold are named by Capabilities.host_tensors"
+            raise _not_permitted(f"the host waits for the device in {name}; {way_out}")
         known = {_key(tensor) for tensor, _, _ in used}
         fresh = [tensor for tensor in outputs if _key(tensor) not in known]
         for tensor in fresh:
