@@ -69,7 +69,7 @@ class Active(StrEnum):
     # all but one of those that are resident
     SOME = "some"
     ALL = "all"
-    # two more than there are slots
+    # one more than there are slots
     BEYOND_SLOTS = "beyond_slots"
 
 
