@@ -12,8 +12,10 @@ import traceback
 from collections.abc import Callable
 from functools import partial
 from multiprocessing.connection import Connection
+from types import TracebackType
 from typing import Any
 
+from loragate.engine import answers
 from loragate.engine.answers import Breach, called, check_methods, checked, maker_of
 from loragate.engine.order import Answer, Call, Start
 
@@ -55,12 +57,20 @@ def _answer(connection: Connection, call: Callable[[], object]) -> None:
     except Breach as error:
         answer = Answer(None, breach=str(error))
     except Exception as error:
-        traceback.print_exc()
+        traceback.print_exception(error.with_traceback(_of_engine(error.__traceback__)))
         answer = Answer(None, "".join(traceback.format_exception_only(error)).strip())
     # the log is read when the answer has come
     sys.stdout.flush()
     sys.stderr.flush()
     connection.send(answer)
+
+
+def _of_engine(trace: TracebackType | None) -> TracebackType | None:
+    """Without the frames that lead to those of the engine, if it has any."""
+    own = trace
+    while own is not None and own.tb_frame.f_code.co_filename in (__file__, answers.__file__):
+        own = own.tb_next
+    return own or trace
 
 
 if __name__ == "__main__":
