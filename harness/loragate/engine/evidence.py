@@ -7,8 +7,8 @@ They are collected once, in one process of the engine, and judged by several ora
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from torch import Tensor
@@ -39,27 +39,48 @@ class Exchange:
 @dataclass(frozen=True, slots=True)
 class Answers:
     """mixed: to the batch of the world. permuted: to the same requests in another order, put back
-    in theirs. alone: to the last request, in a batch of its own. counts: of these calls, without
-    the start of the engine, whose warm-up launches kernels and replays graphs as well."""
+    in theirs. alone: to the last request, in a batch of its own. later: to the batch, by what
+    happened before; requests that were not asked then have the answers of `mixed`. counts: of these
+    calls, without the start of the engine, whose warm-up launches kernels and replays graphs as
+    well."""
 
     mixed: tuple[Completion, ...]
     permuted: tuple[Completion, ...]
     alone: Completion
     exchange: Exchange | None
     counts: EngineCounts
+    later: Mapping[str, tuple[Completion, ...]] = field(default_factory=dict)
+
+    def rounds(self, last: int) -> dict[str, tuple[Completion, ...]]:
+        """All answers that the weights of the world must give, each time to the whole batch, by
+        when they were given; "" for the first time. last: the request that was asked alone."""
+        alone = (*self.mixed[:last], self.alone, *self.mixed[last + 1 :])
+        return {
+            "": self.mixed,
+            "in another order of the batch": self.permuted,
+            "alone": alone,
+            **self.later,
+        }
 
 
 @dataclass(frozen=True, slots=True)
 class Evidence:
-    """report: what the judge says of `answers.mixed`. reloaded: of `answers.exchange`, where there
-    is one and `report` has no defect. bisection: where the first defect of `report` begins, as far
-    as the engine shows it; "" without a defect."""
+    """report: what the judge says of the first of `answers.rounds` that has a defect, which is
+    `when`, or of `answers.mixed`. reloaded: of `answers.exchange`, where there is one and `report`
+    has no defect. bisection: where the first defect of `report` begins, as far as the engine shows
+    it; "" without a defect."""
 
     world: World
     answers: Answers
     report: Report
     reloaded: Report | None = None
     bisection: str = ""
+    when: str = ""
+
+    @property
+    def judged(self) -> tuple[Completion, ...]:
+        """The answers that `report` is about."""
+        return self.answers.rounds(self.world.last)[self.when]
 
 
 def collect(target: str, case: Case, machine: Machine, seed: int) -> Evidence:
@@ -88,10 +109,13 @@ def examined(engine: Engine, world: World, judge: Judge) -> Evidence:
     answers = ask(engine, world)
     requests = [asked.request for asked in world.batch]
     report = judge.judge(requests, answers.mixed)
-    if report.defects:
-        number = report.defects[0].request
-        found = _bisected(engine, world, judge, requests[number], answers.mixed[number])
-        return Evidence(world, answers, report, bisection=found)
+    for when, completions in answers.rounds(world.last).items():
+        # the same answers once more say nothing new
+        again = report if completions == answers.mixed else judge.judge(requests, completions)
+        if again.defects:
+            number = again.defects[0].request
+            found = _bisected(engine, world, judge, requests[number], completions[number])
+            return Evidence(world, answers, again, bisection=found, when=when)
     return Evidence(world, answers, report, _judged_reload(world, answers, judge))
 
 
@@ -114,6 +138,7 @@ def ask(engine: Engine, world: World) -> Answers:
     order = [*range(1, len(requests)), 0]
     permuted = engine.generate([requests[index] for index in order])
     (alone,) = engine.generate([requests[world.last]])
+    later = dict(_later(engine, world, tuple(mixed)))
     exchange = _exchanged(engine, world)
     return Answers(
         mixed=tuple(mixed),
@@ -121,7 +146,36 @@ def ask(engine: Engine, world: World) -> Answers:
         alone=alone,
         exchange=exchange,
         counts=engine.counts().since(before),
+        later=later,
     )
+
+
+def _later(
+    engine: Engine, world: World, mixed: Sequence[Completion]
+) -> Iterator[tuple[str, tuple[Completion, ...]]]:
+    """The adapter of the last request is unloaded and loaded again. What is exchanged afterwards is
+    not resident where there are more adapters than slots: all others were used last."""
+    last = world.batch[world.last].request
+    if last.adapter is None:
+        return
+    others = [n for n, asked in enumerate(world.batch) if asked.request.adapter != last.adapter]
+    engine.unload(last.adapter)
+    yield f"while {last.adapter} was unloaded", _asked_some(engine, world, others, mixed)
+    engine.load(last.adapter, world.adapters[last.adapter])
+    when = f"after {last.adapter} was unloaded and loaded again"
+    yield when, _asked_some(engine, world, [world.last], mixed)
+    if world.is_crowded:
+        when = f"while all adapters but {last.adapter} were used"
+        yield when, _asked_some(engine, world, others, mixed)
+
+
+def _asked_some(
+    engine: Engine, world: World, numbers: Sequence[int], mixed: Sequence[Completion]
+) -> tuple[Completion, ...]:
+    """The answers of a batch, of which these requests are asked again, together."""
+    answers = engine.generate([world.batch[number].request for number in numbers])
+    known = dict(enumerate(mixed)) | dict(zip(numbers, answers, strict=True))
+    return tuple(known[number] for number in range(len(mixed)))
 
 
 def _exchanged(engine: Engine, world: World) -> Exchange | None:

@@ -13,7 +13,8 @@ from random import Random
 
 import torch
 
-from loragate.engine.drafts import WRONG_PLACES, drafted_word, write_draft
+from loragate.engine.batch import Asked, draw_batch
+from loragate.engine.drafts import WRONG_PLACES, write_draft
 from loragate.engine.eagle import write_eagle
 from loragate.engine.folders import write_adapter, write_model
 from loragate.engine.language import (
@@ -23,24 +24,19 @@ from loragate.engine.language import (
     LayerShifts,
     Prompt,
     Speaker,
-    draw_prompt,
     draw_speakers,
 )
 from loragate.engine.mtp import write_model_with_mtp
-from loragate.engine.requests import Request
 from loragate.matrix.case import Case, Dtype
 from loragate.matrix.engine_case import (
     LEAST_RANKS,
     Active,
     Model,
-    PrefixCaching,
     Speculation,
     Targets,
 )
 
 _DTYPES = {Dtype.FP16: torch.float16, Dtype.BF16: torch.bfloat16, Dtype.FP32: torch.float32}
-# an answer is longer than its sample, so that an n-gram leads beyond the sample
-_NEW_TOKENS, _SAMPLE = 4, 2
 _MLP = frozenset({"gate_proj", "up_proj", "down_proj"})
 _PROJECTIONS = {
     Targets.ATTENTION: frozenset(
@@ -50,22 +46,9 @@ _PROJECTIONS = {
     Targets.EXPERTS: _MLP,
     Targets.LM_HEAD: frozenset({"lm_head"}),
 }
-# a prompt whose prefix is kept fills a block of any engine
-_FILLER = 40
 # beyond the slots, where adapters must replace each other
 _BEYOND = 1
 _WRITE_DRAFTS = {Speculation.DRAFT_MODEL: write_draft, Speculation.EAGLE: write_eagle}
-# drafts are those of `drafted_word`
-_DRAFTED = frozenset({*_WRITE_DRAFTS, Speculation.MTP})
-
-
-@dataclass(frozen=True, slots=True)
-class Asked:
-    """A request, and what it was made of."""
-
-    request: Request
-    prompt: Prompt
-    speaker: Speaker
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +67,7 @@ class World:
     that draft are in that of the model.
     adapters: the folder of each adapter that is loaded, in the order of loading. speakers: the base
     model and these. last: the index of a request of its own prompt, for the last active adapter.
-    exchange: None without an active adapter.
+    exchange: None without an active adapter. is_crowded: there are more adapters than slots.
     """
 
     language: Language
@@ -96,6 +79,7 @@ class World:
     batch: tuple[Asked, ...]
     last: int
     exchange: Exchanged | None
+    is_crowded: bool
 
     @property
     def max_length(self) -> int:
@@ -128,7 +112,7 @@ def build_world(case: Case, seed: int, root: Path) -> World:
     folders = _write_adapters(case, language, speakers, root)
     names = [*folders]
     active = _active(case.active, names[:count])
-    batch = _batch(case, language, speakers, active, random)
+    batch = draw_batch(case, language, speakers, active, random)
     last, order = len(batch) - 1, random.sample(range(len(batch)), len(batch))
     other = next((name for name in names if active and name != active[-1]), None)
     return World(
@@ -141,6 +125,7 @@ def build_world(case: Case, seed: int, root: Path) -> World:
         batch=tuple(batch[index] for index in order),
         last=order.index(last),
         exchange=Exchanged(other, folders[other]) if other else None,
+        is_crowded=case.active is Active.BEYOND_SLOTS,
     )
 
 
@@ -172,46 +157,6 @@ def _active(active: Active, names: Sequence[str]) -> list[str]:
         case Active.SOME:
             return list(names[1:])
     return list(names)
-
-
-def _batch(
-    case: Case,
-    language: Language,
-    speakers: Sequence[Speaker],
-    active: Sequence[str],
-    random: Random,
-) -> list[Asked]:
-    """One prompt for the base model and all active adapters, and one more for the last of these."""
-    base, by_name = language.base(), {speaker.name: speaker for speaker in speakers}
-    users: list[Speaker] = [base, *(by_name[name] for name in active)]
-    while True:
-        shared, own = (draw_prompt(language, [base, *speakers], random) for _ in range(2))
-        said = [*((shared, user) for user in users), (own, users[-1])]
-        if case.speculation not in _DRAFTED or _has_both_drafts(language, said):
-            return [_ask(case, language, prompt, user, random) for prompt, user in said]
-
-
-def _has_both_drafts(language: Language, said: Sequence[tuple[Prompt, Speaker]]) -> bool:
-    """Whether of the drafts behind the first words of all answers some are right and some wrong."""
-    right = set()
-    for prompt, speaker in said:
-        first, second = language.words_after(prompt, speaker, 2)
-        right.add(drafted_word(language, prompt.word, first, WRONG_PLACES) == second)
-    return len(right) == 2
-
-
-def _ask(case: Case, language: Language, prompt: Prompt, speaker: Speaker, random: Random) -> Asked:
-    *head, word = language.tokens(prompt)
-    if case.prefix_caching is PrefixCaching.ON:
-        head += [language.word(random.randrange(language.cycles), i) for i in range(_FILLER)]
-    if case.speculation is Speculation.NGRAM:
-        # the answer stands in the prompt, and then goes on otherwise: an n-gram gives drafts that
-        # are right, and then some that are wrong
-        sample = language.words_after(prompt, speaker, _SAMPLE + 1)
-        cycle, place = language.place_of(sample.pop())
-        head += [word, *sample, language.word(cycle, place + 1)]
-    adapter = None if speaker.name == language.base().name else speaker.name
-    return Asked(Request((*head, word), adapter, _NEW_TOKENS), prompt, speaker)
 
 
 def _draw_speakers(

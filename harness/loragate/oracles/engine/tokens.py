@@ -1,7 +1,9 @@
-"""Each token of each answer of a mixed batch, after the engine's own tokens before it, is what an
-independent reference in fp64 with that request's adapter says."""
+"""Each token of each answer of a batch, whenever it was asked, after the engine's own tokens before
+it is what an independent reference in fp64 with that request's adapter says."""
 
 from __future__ import annotations
+
+from collections.abc import Iterator
 
 from loragate.core.sequential import Decision
 from loragate.core.verdict import Failure, Judgement, OracleName, Verdict
@@ -52,7 +54,7 @@ def _defective(evidence: Evidence) -> Judgement:
         OracleName.TOKENS,
         Verdict.FAIL,
         Failure.WRONG_ANSWER,
-        "\n".join((*(found.line() for found in report.defects), evidence.bisection)).rstrip(),
+        "\n".join((*_lines(evidence), evidence.bisection)).rstrip(),
         metrics,
         where={
             "request": defect.request,
@@ -62,8 +64,14 @@ def _defective(evidence: Evidence) -> Judgement:
     )
 
 
+def _lines(evidence: Evidence) -> Iterator[str]:
+    when = f"{evidence.when}: " if evidence.when else ""
+    for found in evidence.report.defects:
+        yield when + found.line()
+
+
 def _has_all_tokens(evidence: Evidence) -> bool:
     return all(
         len(answer.tokens) == asked.request.new_tokens
-        for asked, answer in zip(evidence.world.batch, evidence.answers.mixed, strict=True)
+        for asked, answer in zip(evidence.world.batch, evidence.judged, strict=True)
     )

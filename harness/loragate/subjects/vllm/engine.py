@@ -50,13 +50,15 @@ class VllmEngine:
         self._plugin = plugin
 
     def load(self, name: str, folder: Path) -> None:
-        again = name in self._numbers
+        again = name in self._folders
         self._numbers.setdefault(name, len(self._numbers) + 1)
         self._folders[name] = folder
         self._llm.llm_engine.add_lora(self._asked(name, load_inplace=again))
 
     def unload(self, name: str) -> None:
+        # its number is kept: one that was another adapter's may be known to caches
         self._llm.llm_engine.remove_lora(self._numbers[name])
+        del self._folders[name]
 
     def generate(self, requests: Sequence[Request]) -> list[Completion]:
         from vllm import SamplingParams

@@ -1,0 +1,151 @@
+"""Requests that are asked again, after something has happened to adapters, are judged as well."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from loragate.core.sequential import Decision
+from loragate.engine.evidence import Evidence, examined
+from loragate.engine.judge import Judge
+from loragate.engine.report import Report
+from loragate.engine.requests import Completion, Request
+from loragate.engine.world import World, build_world
+from loragate.matrix.case import Case, Dtype, Site
+from loragate.matrix.engine_case import Active
+from loragate.oracles.engine.properties import _judged as judged_properties
+from loragate.oracles.engine.tokens import _judged as judged_tokens
+
+from .speaking_engine import Speaking
+
+CASE = Case(site=Site.ENGINE, rank=8, slots=2, dtype=Dtype.FP32)
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> World:
+    return build_world(CASE, 5, tmp_path_factory.mktemp("world"))
+
+
+@pytest.fixture(scope="module")
+def crowded(tmp_path_factory: pytest.TempPathFactory) -> World:
+    case = replace(CASE, active=Active.BEYOND_SLOTS)
+    return build_world(case, 5, tmp_path_factory.mktemp("crowded"))
+
+
+class ClearingAnother(Speaking):
+    """Clears the slot of another adapter than the one that is unloaded."""
+
+    def unload(self, name: str) -> None:
+        other = next(known for known in self.loaded if known not in (None, name))
+        self.loaded[other] = self.language.base()
+        super().unload(name)
+
+
+class LoadedEmpty(Speaking):
+    """Has no weights for a name that was unloaded once."""
+
+    def __init__(self, world: World) -> None:
+        super().__init__(world)
+        self.unloaded: set[str] = set()
+
+    def unload(self, name: str) -> None:
+        self.unloaded.add(name)
+        super().unload(name)
+
+    def load(self, name: str, folder: Path) -> None:
+        super().load(name, folder)
+        if name in self.unloaded:
+            self.loaded[name] = self.language.base()
+
+
+class WrongInTheSecondBatch(Speaking):
+    def generate(self, requests: Sequence[Request]) -> list[Completion]:
+        found = super().generate(requests)
+        if self.calls == 2:
+            found = super().generate([replace(request, adapter=None) for request in requests])
+        return found
+
+
+class WrongAlone(Speaking):
+    def generate(self, requests: Sequence[Request]) -> list[Completion]:
+        if len(requests) == 1:
+            requests = [replace(requests[0], adapter=None)]
+        return super().generate(requests)
+
+
+class KeepingTheUnused(Speaking):
+    """Ignores new weights for an adapter that the last batch did not use."""
+
+    used: frozenset[str | None] = frozenset()
+
+    def load(self, name: str, folder: Path) -> None:
+        if name in self.used or name not in self.loaded:
+            super().load(name, folder)
+
+    def generate(self, requests: Sequence[Request]) -> list[Completion]:
+        self.used = frozenset(request.adapter for request in requests)
+        return super().generate(requests)
+
+
+def judge_of(world: World) -> Judge:
+    return Judge(world.model, world.adapters, dtype=world.dtype)
+
+
+def evidence_of(world: World, kind: type[Speaking]) -> Evidence:
+    return examined(kind(world), world, judge_of(world))
+
+
+@pytest.mark.parametrize(
+    ("kind", "when"),
+    [
+        (WrongInTheSecondBatch, "in another order of the batch: "),
+        (WrongAlone, "alone: "),
+        (ClearingAnother, "while {} was unloaded: "),
+        (LoadedEmpty, "after {} was unloaded and loaded again: "),
+    ],
+)
+def test_a_wrong_token_of_any_round_is_a_defect_that_says_when(
+    world: World, kind: type[Speaking], when: str
+) -> None:
+    judgement = judged_tokens(evidence_of(world, kind))
+    name = world.batch[world.last].request.adapter
+    assert judgement.message.startswith(when.format(name) + "request ")
+
+
+def test_a_request_that_was_not_asked_again_is_not_what_is_wrong(world: World) -> None:
+    found = evidence_of(world, ClearingAnother)
+    wrong = {world.batch[defect.request].request.adapter for defect in found.report.defects}
+    assert wrong
+    assert world.batch[world.last].request.adapter not in wrong
+
+
+def test_an_adapter_that_was_evicted_must_take_new_weights_when_it_is_loaded(
+    world: World, crowded: World
+) -> None:
+    """Where there are more adapters than slots all others are used before the exchange."""
+    assert (world.is_crowded, crowded.is_crowded) == (False, True)
+    kept, lost = (evidence_of(one, KeepingTheUnused) for one in (world, crowded))
+    assert kept.report.decision is lost.report.decision is Decision.PASS
+    assert judged_properties(kept).message == ""
+    name = crowded.batch[crowded.last].request.adapter
+    assert judged_properties(lost).message.startswith(f"{name} with the weights of ")
+    assert "answers as before" in judged_properties(lost).message
+
+
+def test_answers_that_are_the_same_again_are_judged_once(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    judge, calls = judge_of(world), list[int]()
+    judged: Callable[..., Report] = judge.judge
+
+    def counted(requests: Sequence[Request], completions: Sequence[Completion]) -> Report:
+        calls.append(len(requests))
+        return judged(requests, completions)
+
+    monkeypatch.setattr(judge, "judge", counted)
+    assert examined(Speaking(world), world, judge).report.decision is Decision.PASS
+    # the batch, and the two answers behind a reload
+    assert calls == [len(world.batch), 2]
