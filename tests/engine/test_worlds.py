@@ -18,6 +18,7 @@ from loragate.matrix.engine_case import (
     PrefixCaching,
     Speculation,
     Targets,
+    Weights,
 )
 
 
@@ -173,3 +174,16 @@ def test_what_has_no_checkpoint_says_so() -> None:
     assert unwritten(case_of(model=Model.HYBRID, speculation=Speculation.MTP)) is None
     for found in (Speculation.EAGLE, Speculation.DRAFT_MODEL, Speculation.NONE):
         assert unwritten(case_of(speculation=found, model=Model.HYBRID)) is None
+
+
+def test_random_weights_are_written_where_near_ties_are_rare_and_drafts_come_from_a_model() -> None:
+    random = {"weights": Weights.RANDOM}
+    assert unwritten(case_of(**random)) is None
+    assert unwritten(case_of(speculation=Speculation.DRAFT_MODEL, **random)) is None
+    for dtype in (Dtype.FP16, Dtype.BF16):
+        reason = f"random weights in {dtype} have too many near ties; fp32 has none"
+        assert unwritten(case_of(dtype=dtype, **random)) == reason
+    eagle = case_of(speculation=Speculation.EAGLE, **random)
+    assert unwritten(eagle) == "there are no random weights for speculation eagle"
+    mtp = case_of(speculation=Speculation.MTP, model=Model.HYBRID, **random)
+    assert unwritten(mtp) == "there are no random weights for speculation mtp"

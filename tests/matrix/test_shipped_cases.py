@@ -75,8 +75,9 @@ def test_each_tier_is_as_small_as_its_time_allows(cases: tuple[Case, ...]) -> No
     # several blocks of columns of 64 rows: they take sixteen seconds; three have a hidden shrink
     # of taller tiles, and one ranks beyond a block of several partials: ten seconds; three are
     # what generated cases found, and five of more slots and choices than any other, and of ids that
-    # are not adjacent, take three; two have a single row on two streams
-    assert 80 <= count[Tier.SMOKE] <= 502
+    # are not adjacent, take three; two have a single row on two streams, and an engine with random
+    # weights takes twelve
+    assert 80 <= count[Tier.SMOKE] <= 503
     # with those of smoke these took 4 minutes on an H200 that had other work, too; ten compare
     # replays of graphs with eager steps, three are engines of delta nets and with a drafting head,
     # nine have adapters sharded by rank and seven have one plan for all batches; eleven embeddings

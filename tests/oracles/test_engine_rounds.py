@@ -15,7 +15,7 @@ from loragate.engine.report import Report
 from loragate.engine.requests import Completion, Request
 from loragate.engine.world import World, build_world
 from loragate.matrix.case import Case, Dtype, Site
-from loragate.matrix.engine_case import Active
+from loragate.matrix.engine_case import Active, Weights
 from loragate.oracles.engine.properties import _judged as judged_properties
 from loragate.oracles.engine.tokens import _judged as judged_tokens
 
@@ -133,6 +133,18 @@ def test_an_adapter_that_was_evicted_must_take_new_weights_when_it_is_loaded(
     name = crowded.batch[crowded.last].request.adapter
     assert judged_properties(lost).message.startswith(f"{name} with the weights of ")
     assert "answers as before" in judged_properties(lost).message
+
+
+class WithoutAdapters(Speaking):
+    def answer(self, request: Request) -> tuple[int, ...]:
+        return super().answer(replace(request, adapter=None))
+
+
+def test_with_random_weights_adapters_need_not_differ_in_their_first_token(world: World) -> None:
+    found = evidence_of(world, WithoutAdapters)
+    assert "answers as the base model" in judged_properties(found).message
+    random = replace(found, world=replace(world, weights=Weights.RANDOM))
+    assert "answers as the base model" not in judged_properties(random).message
 
 
 def test_answers_that_are_the_same_again_are_judged_once(

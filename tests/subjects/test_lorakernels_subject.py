@@ -187,7 +187,7 @@ def test_it_supports_everything_in_the_interpreter() -> None:
     assert {axis: have.supports[axis] for axis in everything} == everything
     assert have.supports["rank"] == range(1, 513)
     # of the other axes all values are taken to be supported
-    of_engines = {"model", "speculation", "graphs", "active", "targets"}
+    of_engines = {"model", "speculation", "graphs", "active", "targets", "weights"}
     assert have.supports.keys() == {*everything, *of_engines, "rank", "heads", "spare_rows"}
     # without a GPU
     assert have.supports["graphs"] == {Graphs.NONE}

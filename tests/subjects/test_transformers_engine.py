@@ -9,7 +9,7 @@ import pytest
 from loragate.core.machine import Machine
 from loragate.core.verdict import OracleName, Verdict
 from loragate.matrix.case import Case, Dtype, Site
-from loragate.matrix.engine_case import Active, Model, Speculation
+from loragate.matrix.engine_case import Active, Model, Speculation, Weights
 from loragate.protocol import CheckedSubject, Trial, unsupported
 from loragate.run.trial import run_trial
 from loragate.subjects.transformers import subject as module
@@ -48,6 +48,14 @@ def test_drafts_of_a_model_are_accepted_and_rejected_in_a_mixture_of_experts() -
     # 11 requests of 4 tokens, of which each gets one without a draft at least
     assert 0 < metrics["drafts accepted"] <= 33
     assert metrics["drafts rejected"] > 0
+
+
+def test_random_weights_are_served_and_judged_without_a_near_tie() -> None:
+    axes = {"weights": Weights.RANDOM, "active": Active.BEYOND_SLOTS}
+    found = judged(case_of(model=Model.MOE, speculation=Speculation.DRAFT_MODEL, **axes))
+    assert {judgement.verdict for judgement in found.values()} == {Verdict.PASS}, found
+    assert found[OracleName.TOKENS].metrics["near_ties"] == 0
+    assert min(found[OracleName.LIVENESS].metrics.values()) > 0
 
 
 def test_what_it_cannot_serve_is_refused_with_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,8 +1,8 @@
 """The requests of a case of engines.
 
-No two of a batch have as many tokens, before and behind: steps of an engine that treat all alike,
-or have the length of another request, must show. What stands in a prompt beside its numbers and its
-last word changes no answer.
+They differ in length, before and behind: steps of an engine that treat all alike, or take the
+length of another request, must show. What stands in a prompt beside its numbers and its last word
+changes no answer but those of random weights.
 """
 
 from __future__ import annotations
@@ -15,12 +15,14 @@ from loragate.engine.drafts import WRONG_PLACES, drafted_word
 from loragate.engine.language import Language, Prompt, Speaker, draw_prompt
 from loragate.engine.requests import Request
 from loragate.matrix.case import Case
-from loragate.matrix.engine_case import Prefill, PrefixCaching, Speculation
+from loragate.matrix.engine_case import Prefill, PrefixCaching, Speculation, Weights
 
 # of the requests of a batch, one after the other and then again. An answer is longer than a step
 # with three drafts gives, or not; a sample leads an n-gram to as many drafts that are right, and
 # one: behind these all are accepted and cut at the end of the answer, none, all, or one
 _NEW_TOKENS, _SAMPLES = (4, 6, 5, 4), (4, 1, 5, 2)
+# of random weights, where what was answered before takes part
+_LONGER = 5
 # of prompts that are no longer than they must be, and of those that fill blocks of any engine: one
 # of whole blocks, one of a token more, which is the last chunk of a prompt, too
 _MORE, _BEHIND_BLOCKS = (0, 3, 1, 2), (0, 1, -5, 14)
@@ -85,6 +87,8 @@ def _asked(
         adapter = None if speaker.name == language.base().name else speaker.name
         tokens = (*head, *filler[:missing], *tail)
         new_tokens = _NEW_TOKENS[number % len(_NEW_TOKENS)]
+        if case.weights is Weights.RANDOM:
+            new_tokens += _LONGER
         yield Asked(Request(tokens, adapter, new_tokens), prompt, speaker)
 
 

@@ -153,20 +153,22 @@ def ask(engine: Engine, world: World) -> Answers:
 def _later(
     engine: Engine, world: World, mixed: Sequence[Completion]
 ) -> Iterator[tuple[str, tuple[Completion, ...]]]:
-    """The adapter of the last request is unloaded and loaded again. What is exchanged afterwards is
-    not resident where there are more adapters than slots: all others were used last."""
+    """The adapter of the last request is unloaded and loaded again. Where there are more adapters
+    than slots, all others are used instead, so that what is exchanged afterwards is not resident.
+    """
     last = world.batch[world.last].request
     if last.adapter is None:
         return
     others = [n for n, asked in enumerate(world.batch) if asked.request.adapter != last.adapter]
+    if world.is_crowded:
+        when = f"while all adapters but {last.adapter} were used"
+        yield when, _asked_some(engine, world, others, mixed)
+        return
     engine.unload(last.adapter)
     yield f"while {last.adapter} was unloaded", _asked_some(engine, world, others, mixed)
     engine.load(last.adapter, world.adapters[last.adapter])
     when = f"after {last.adapter} was unloaded and loaded again"
     yield when, _asked_some(engine, world, [world.last], mixed)
-    if world.is_crowded:
-        when = f"while all adapters but {last.adapter} were used"
-        yield when, _asked_some(engine, world, others, mixed)
 
 
 def _asked_some(

@@ -15,7 +15,7 @@ from torch import Tensor
 from loragate.engine.language import BOS, Language, Speaker
 from loragate.engine.layers import delta_rule
 from loragate.engine.layers.attention import HEAD_SIZE, HEADS, KV_HEADS
-from loragate.engine.layers.layout import Layout
+from loragate.engine.layers.layout import Delta, Layout
 from loragate.engine.layers.mlp import INTERMEDIATE
 from loragate.engine.weights import adapter_deltas, base_weights
 
@@ -34,12 +34,17 @@ def write_model(
     """A checkpoint in safetensors: Qwen3, Qwen3-MoE where the language has several experts, and
     Qwen3-Next where it has layers of linear attention. `beside`: weights that are no part of the
     model and are stored with it."""
-    weights = base_weights(language) | dict(beside)
-    if language.linear_layers:
-        weights = {
-            name: value - float(_is_stored_less_one(name)) for name, value in weights.items()
-        }
+    weights = as_stored(language, base_weights(language) | dict(beside))
     write_checkpoint(folder, weights, model_config(language, dtype), dtype)
+
+
+def as_stored(language: Language, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """What files of the language's model have for weights that it multiplies by."""
+    less_one = bool(language.linear_layers)
+    return {
+        name: value - float(less_one and _is_stored_less_one(name))
+        for name, value in weights.items()
+    }
 
 
 def write_checkpoint(
@@ -125,21 +130,24 @@ def write_adapter(
 ) -> None:
     """An adapter as PEFT saves it, in which all of `rank`, at least 2, ranks are used; the scale is
     alpha / rank. targets: names of projections, all where it is None; the others are left out."""
-    folder.mkdir(parents=True, exist_ok=True)
     generator = torch.Generator().manual_seed(seed)
+    factors: dict[str, Delta] = {}
+    for module, (b, a) in adapter_deltas(language, speaker).items():
+        if targets is None or module.rpartition(".")[2] in targets:
+            factors[module] = _spread(b * (rank / alpha), a, rank, generator)
+    save_adapter(folder, factors, rank=rank, alpha=alpha)
+
+
+def save_adapter(folder: Path, factors: Mapping[str, Delta], *, rank: int, alpha: float) -> None:
+    """B and A of `rank` ranks, by their modules; the head is padded as that of a model is."""
+    folder.mkdir(parents=True, exist_ok=True)
     tensors: dict[str, Tensor] = {}
-    deltas = {
-        module: delta
-        for module, delta in adapter_deltas(language, speaker).items()
-        if targets is None or module.rpartition(".")[2] in targets
-    }
-    for module, (b, a) in deltas.items():
-        if module == "lm_head":
-            b = _padded(b)
-        b, a = _spread(b * (rank / alpha), a, rank, generator)
+    for module, (b, a) in factors.items():
         prefix = f"base_model.model.{module}"
         tensors[f"{prefix}.lora_A.weight"] = a.float().contiguous()
-        tensors[f"{prefix}.lora_B.weight"] = b.float().contiguous()
+        tensors[f"{prefix}.lora_B.weight"] = (
+            (_padded(b) if module == "lm_head" else b).float().contiguous()
+        )
     save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
     config = {
         "peft_type": "LORA",
@@ -150,7 +158,7 @@ def write_adapter(
         "lora_dropout": 0.0,
         "bias": "none",
         "inference_mode": True,
-        "target_modules": sorted({module.rpartition(".")[2] for module in deltas}),
+        "target_modules": sorted({module.rpartition(".")[2] for module in factors}),
     }
     _write_json(folder / "adapter_config.json", config)
 

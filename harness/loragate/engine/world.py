@@ -27,6 +27,7 @@ from loragate.engine.language import (
     draw_speakers,
 )
 from loragate.engine.mtp import write_model_with_mtp
+from loragate.engine.random_weights import write_random_adapter, write_random_model
 from loragate.matrix.case import Case, Dtype
 from loragate.matrix.engine_case import (
     LEAST_RANKS,
@@ -34,6 +35,7 @@ from loragate.matrix.engine_case import (
     Model,
     Speculation,
     Targets,
+    Weights,
 )
 
 _DTYPES = {Dtype.FP16: torch.float16, Dtype.BF16: torch.bfloat16, Dtype.FP32: torch.float32}
@@ -46,6 +48,9 @@ _PROJECTIONS = {
     Targets.EXPERTS: _MLP,
     Targets.LM_HEAD: frozenset({"lm_head"}),
 }
+# by adapters of random weights, one after the other: what the one before had in a slot must go. In
+# the language each projection shifts the answer
+_LEFT_OUT = ("", "v_proj", "o_proj", "lm_head", "q_proj")
 # beyond the slots, where adapters must replace each other
 _BEYOND = 1
 _WRITE_DRAFTS = {Speculation.DRAFT_MODEL: write_draft, Speculation.EAGLE: write_eagle}
@@ -68,6 +73,7 @@ class World:
     adapters: the folder of each adapter that is loaded, in the order of loading. speakers: the base
     model and these. last: the index of a request of its own prompt, for the last active adapter.
     exchange: None without an active adapter. is_crowded: there are more adapters than slots.
+    Where `weights` are random, nobody speaks: prompts are those of the language.
     """
 
     language: Language
@@ -80,6 +86,7 @@ class World:
     last: int
     exchange: Exchanged | None
     is_crowded: bool
+    weights: Weights
 
     @property
     def max_length(self) -> int:
@@ -91,6 +98,16 @@ def unwritten(case: Case) -> str | None:
     """The reason why there is no world for a case, or None."""
     if case.speculation is Speculation.MTP and case.model is not Model.HYBRID:
         return f"{case.model} is a model without layers for speculation mtp; hybrid has them"
+    if case.weights is Weights.RANDOM:
+        return _unwritten_at_random(case)
+    return None
+
+
+def _unwritten_at_random(case: Case) -> str | None:
+    if case.dtype is not Dtype.FP32:
+        return f"random weights in {case.dtype} have too many near ties; fp32 has none"
+    if case.speculation in (Speculation.EAGLE, Speculation.MTP):
+        return f"there are no random weights for speculation {case.speculation}"
     return None
 
 
@@ -101,15 +118,12 @@ def build_world(case: Case, seed: int, root: Path) -> World:
     # the adapter that replaces another one must be there in any case
     speakers = _draw_speakers(language, max(2, count), case.targets, random)
     dtype = _DTYPES[case.dtype]
-    if case.speculation is Speculation.MTP:
-        write_model_with_mtp(root / "model", language, wrong=WRONG_PLACES, dtype=dtype)
+    drafts = root / "drafts" if case.speculation in _WRITE_DRAFTS else None
+    if case.weights is Weights.RANDOM:
+        _write_random_models(language, seed, dtype, root / "model", drafts)
     else:
-        write_model(root / "model", language, dtype=dtype)
-    write_drafts, drafts = _WRITE_DRAFTS.get(case.speculation), None
-    if write_drafts:
-        drafts = root / "drafts"
-        write_drafts(drafts, language, wrong=WRONG_PLACES, dtype=dtype)
-    folders = _write_adapters(case, language, speakers, root)
+        _write_models(case, language, dtype, root / "model", drafts)
+    folders = _write_adapters(case, language, speakers, seed, root)
     names = [*folders]
     active = _active(case.active, names[:count])
     batch = draw_batch(case, language, speakers, active, random)
@@ -126,25 +140,59 @@ def build_world(case: Case, seed: int, root: Path) -> World:
         last=order.index(last),
         exchange=Exchanged(other, folders[other]) if other else None,
         is_crowded=case.active is Active.BEYOND_SLOTS,
+        weights=case.weights,
     )
 
 
+def _write_models(
+    case: Case, language: Language, dtype: torch.dtype, model: Path, drafts: Path | None
+) -> None:
+    if case.speculation is Speculation.MTP:
+        write_model_with_mtp(model, language, wrong=WRONG_PLACES, dtype=dtype)
+    else:
+        write_model(model, language, dtype=dtype)
+    if drafts:
+        _WRITE_DRAFTS[case.speculation](drafts, language, wrong=WRONG_PLACES, dtype=dtype)
+
+
+def _write_random_models(
+    language: Language, seed: int, dtype: torch.dtype, model: Path, drafts: Path | None
+) -> None:
+    write_random_model(model, language, seed=seed, dtype=dtype)
+    if drafts:
+        dense = replace(language, experts=1, linear_layers=())
+        write_random_model(drafts, dense, seed=seed, dtype=dtype, layers=1)
+
+
 def _write_adapters(
-    case: Case, language: Language, speakers: Sequence[Speaker], root: Path
+    case: Case, language: Language, speakers: Sequence[Speaker], seed: int, root: Path
 ) -> dict[str, Path]:
     folders = {speaker.name: root / speaker.name for speaker in speakers}
     for number, speaker in enumerate(speakers):
         # no two ranks are the same where there is room, and the scale is never 1
         rank = max(LEAST_RANKS[case.model], case.rank - number)
-        write_adapter(
-            folders[speaker.name],
-            language,
-            speaker,
-            rank=rank,
-            alpha=1.5 * rank,
-            seed=number,
-            targets=_PROJECTIONS.get(case.targets),
-        )
+        folder, targets = folders[speaker.name], _PROJECTIONS.get(case.targets)
+        if case.weights is Weights.RANDOM:
+            write_random_adapter(
+                folder,
+                language,
+                speaker,
+                rank=rank,
+                alpha=1.5 * rank,
+                seed=seed,
+                targets=targets,
+                without=_LEFT_OUT[number % len(_LEFT_OUT)],
+            )
+        else:
+            write_adapter(
+                folder,
+                language,
+                speaker,
+                rank=rank,
+                alpha=1.5 * rank,
+                seed=number,
+                targets=targets,
+            )
     return folders
 
 

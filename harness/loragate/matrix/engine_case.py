@@ -96,6 +96,15 @@ class Targets(StrEnum):
     LM_HEAD = "lm_head"
 
 
+class Weights(StrEnum):
+    """What a checkpoint is made of."""
+
+    # each token says which adapter produced it
+    LANGUAGE = "language"
+    # each token depends on all tokens before it and on their places
+    RANDOM = "random"
+
+
 class Logprobs(StrEnum):
     """Whether requests ask for the probabilities of their tokens, too."""
 
@@ -118,3 +127,4 @@ class EngineAxes:
     prefill: Annotated[Prefill, Axis(sites=_SITES)] = Prefill.WHOLE
     targets: Annotated[Targets, Axis(sites=_SITES)] = Targets.ALL
     logprobs: Annotated[Logprobs, Axis(sites=_SITES)] = Logprobs.OFF
+    weights: Annotated[Weights, Axis(sites=_SITES)] = Weights.LANGUAGE

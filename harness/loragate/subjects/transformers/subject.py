@@ -7,7 +7,7 @@ from importlib.util import find_spec
 
 from loragate.core.machine import Machine
 from loragate.matrix.case import Case, Dtype, Execution, Site
-from loragate.matrix.engine_case import Active, Logprobs, Model, Speculation, Targets
+from loragate.matrix.engine_case import Active, Logprobs, Model, Speculation, Targets, Weights
 from loragate.protocol import AnyInstance, BaseLayer, Capabilities
 
 _PACKAGES = ("transformers", "peft")
@@ -38,6 +38,7 @@ class TransformersSubject:
                 ),
                 "active": frozenset(Active),
                 "targets": frozenset(Targets),
+                "weights": frozenset(Weights),
                 "logprobs": frozenset(Logprobs),
             },
             refuses=_refuses,

@@ -1,0 +1,135 @@
+"""Checkpoints of random weights: all that an engine keeps takes part in what it says."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from loragate.engine.batch import Asked
+from loragate.engine.judge import Judge
+from loragate.engine.reference import Reference
+from loragate.engine.requests import Completion
+from loragate.engine.world import World, build_world
+from loragate.matrix.case import Case, Dtype, Site
+from loragate.matrix.engine_case import Active, Model, Speculation, Targets, Weights
+
+
+def world_of(root: Path, seed: int = 3, **axes: Any) -> World:
+    fixed = {"site": Site.ENGINE, "rank": 8, "slots": 2, "dtype": Dtype.FP32}
+    return build_world(Case(**{**fixed, "weights": Weights.RANDOM, **axes}), seed, root)
+
+
+class Said:
+    """What the reference says to each request of a world."""
+
+    def __init__(self, world: World) -> None:
+        self.world, self.references = world, dict[str | None, Reference]()
+        self.answers = [self.answer(asked) for asked in world.batch]
+
+    def of(self, name: str | None) -> Reference:
+        if name not in self.references:
+            folder = None if name is None else self.world.adapters[name]
+            self.references[name] = Reference(self.world.model, folder)
+        return self.references[name]
+
+    def answer(self, asked: Asked) -> list[int]:
+        reference, tokens = self.of(asked.request.adapter), list(asked.request.prompt)
+        for _ in range(asked.request.new_tokens):
+            tokens.append(int(reference.logits(tokens)[-1].argmax()))
+        return tokens[len(asked.request.prompt) :]
+
+    def changed(self, wrong: Callable[[Tensor, int], dict[str, Tensor]]) -> list[int]:
+        """How many tokens of each answer are others with these arguments of the model, made of
+        places and the length of the prompt."""
+        counts = []
+        for asked, answer in zip(self.world.batch, self.answers, strict=True):
+            length = len(asked.request.prompt)
+            tokens = torch.tensor([[*asked.request.prompt, *answer]])
+            given = wrong(torch.arange(tokens.shape[1]), length)
+            with torch.no_grad():
+                logits = self.of(asked.request.adapter).model(tokens, **given).logits[0]
+            says = logits[length - 1 : -1].argmax(-1).tolist()
+            counts.append(sum(a != b for a, b in zip(says, answer, strict=True)))
+        return counts
+
+
+@pytest.fixture(scope="module", params=[Model.DENSE, Model.MOE])
+def said(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Said:
+    return Said(world_of(tmp_path_factory.mktemp(request.param), model=request.param))
+
+
+def test_places_take_part(said: Said) -> None:
+    """Without places at all, and with an answer that begins one place too late."""
+    nowhere = said.changed(lambda places, _: {"position_ids": (0 * places)[None]})
+    late = said.changed(lambda places, start: {"position_ids": (places + (places >= start))[None]})
+    assert min(nowhere) > 0
+    assert sum(late) > len(late)
+
+
+def test_tokens_of_the_answer_are_read_from_the_cache(said: Said) -> None:
+    """Its first tokens are hidden from the later ones."""
+
+    def hidden(places: Tensor, start: int) -> dict[str, Tensor]:
+        seen = places[:, None] >= places
+        first = (places >= start) & (places < start + 2)
+        seen &= ~(first & (places[:, None] > start + 1))
+        return {"attention_mask": seen[None, None]}
+
+    assert sum(said.changed(hidden)) > len(said.answers)
+
+
+def test_each_adapter_speaks_for_itself(said: Said) -> None:
+    for asked, answer in zip(said.world.batch, said.answers, strict=True):
+        for name in {None, *said.world.adapters} - {asked.request.adapter}:
+            assert said.of(name).next_tokens(asked.request.prompt, answer) != answer
+
+
+def test_near_ties_are_rare_in_fp32(said: Said) -> None:
+    world, requests = said.world, [asked.request for asked in said.world.batch]
+    judge = Judge(world.model, world.adapters, dtype=torch.float32)
+    report = judge.judge(requests, [Completion(tuple(answer)) for answer in said.answers])
+    assert (report.near_ties, report.defects) == (0, ())
+    margins = [
+        token.margin
+        for request, answer in zip(requests, said.answers, strict=True)
+        for token in said.of(request.adapter).judge(request.prompt, answer)
+    ]
+    assert sorted(margins)[len(margins) // 2] > 1000 * report.noise
+
+
+def test_a_model_of_fewer_layers_drafts_what_is_right_and_what_is_wrong(tmp_path: Path) -> None:
+    said = Said(world_of(tmp_path, speculation=Speculation.DRAFT_MODEL))
+    assert said.world.drafts is not None
+    assert json.loads((said.world.drafts / "config.json").read_text())["num_hidden_layers"] == 1
+    drafts = Reference(said.world.drafts)
+    right = [
+        a == b
+        for asked, answer in zip(said.world.batch, said.answers, strict=True)
+        for a, b in zip(drafts.next_tokens(asked.request.prompt, answer), answer, strict=True)
+    ]
+    assert len(right) / 5 < sum(right) < 4 * len(right) / 5
+
+
+def test_each_adapter_but_the_first_lacks_another_projection(tmp_path: Path) -> None:
+    def targets(**axes: Any) -> list[set[str]]:
+        world = world_of(tmp_path, active=Active.BEYOND_SLOTS, **axes)
+        configs = [folder / "adapter_config.json" for folder in world.adapters.values()]
+        return [set(json.loads(path.read_text())["target_modules"]) for path in configs]
+
+    first, second, third = targets()
+    assert (first - second, first - third) == ({"v_proj"}, {"o_proj"})
+    assert targets(targets=Targets.MLP) == [{"gate_proj", "up_proj", "down_proj"}] * 3
+
+
+def test_the_same_seed_gives_the_same_weights_and_another_one_gives_others(tmp_path: Path) -> None:
+    files = [
+        (world_of(tmp_path / str(n), seed=seed).model / "model.safetensors").read_bytes()
+        for n, seed in enumerate((3, 3, 4))
+    ]
+    assert files[0] == files[1] != files[2]
