@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 
 from loragate.engine.batch import Asked
@@ -125,6 +126,16 @@ def test_each_adapter_but_the_first_lacks_another_projection(tmp_path: Path) -> 
     first, second, third = targets()
     assert (first - second, first - third) == ({"v_proj"}, {"o_proj"})
     assert targets(targets=Targets.MLP) == [{"gate_proj", "up_proj", "down_proj"}] * 3
+
+
+def test_shared_experts_have_factors_that_change_nothing(tmp_path: Path) -> None:
+    world = world_of(tmp_path, model=Model.HYBRID)
+    for folder in world.adapters.values():
+        factors = load_file(folder / "adapter_model.safetensors")
+        b = {name: value for name, value in factors.items() if name.endswith("lora_B.weight")}
+        still = {name for name, value in b.items() if not value.any()}
+        assert still
+        assert still == {name for name in b if ".shared_expert." in name}
 
 
 def test_the_same_seed_gives_the_same_weights_and_another_one_gives_others(tmp_path: Path) -> None:

@@ -26,7 +26,7 @@ _LONGER = 5
 # of prompts that are no longer than they must be, and of those that fill blocks of any engine: one
 # of whole blocks, one of a token more, which is the last chunk of a prompt, too
 _MORE, _BEHIND_BLOCKS = (0, 3, 1, 2), (0, 1, -5, 14)
-_BLOCK, _LEAST_FILLER = 16, 32
+_BLOCK, _LEAST_FILLER = 16, 40
 # drafts are those of `drafted_word`
 _DRAFTED = frozenset({Speculation.DRAFT_MODEL, Speculation.EAGLE, Speculation.MTP})
 

@@ -71,14 +71,16 @@ def write_random_adapter(
     without: str = "",
 ) -> None:
     """An adapter of the modules that `speaker` changes, as `write_adapter` has it; but for the
-    projection `without`."""
+    projection `without`. Shared experts stay as they are: PEFT drops their factors where others
+    have some, too."""
     factors = {}
     for module, (b, a) in adapter_deltas(language, speaker).items():
         projection = module.rpartition(".")[2]
         if projection != without and (targets is None or projection in targets):
             own = f"{speaker.name} {module}"
             spread = _SPREAD if module == "lm_head" else 1.0
-            scale = _CHANGE * spread * math.sqrt(rank) / alpha
+            change = 0.0 if ".shared_expert." in module else _CHANGE
+            scale = change * spread * math.sqrt(rank) / alpha
             factors[module] = (
                 _drawn(f"{own}.B", torch.Size((b.shape[0], rank)), seed) * scale,
                 _drawn(f"{own}.A", torch.Size((rank, a.shape[1])), seed) / math.sqrt(a.shape[1]),
