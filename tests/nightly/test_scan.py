@@ -373,7 +373,7 @@ def test_a_scan_to_its_end_is_recorded_with_its_trials_and_what_its_page_says_of
     tmp_path: Path, environment: None
 ) -> None:
     # what is wrong is diagnosed, before oracles judge it
-    seconds = {"Stable": 20, "Order": 40}
+    seconds = {"Stable": 20, "Order": 60}
     # side by side, because they wait more than they compute
     with ExitStack() as stack:
         started = {
