@@ -10,10 +10,11 @@ import pytest
 import torch
 
 from loragate.engine.answers import Breach, called, checked
-from loragate.engine.order import Call, EngineOrder
+from loragate.engine.order import Call
 from loragate.engine.process import EngineBreach, EngineError, EngineNotStarted, EngineProcess
 from loragate.engine.requests import Completion, EngineCounts, Request
-from loragate.matrix.case import Case, Dtype, Site
+
+from .small_order import ORDER
 
 ENGINES = """
 from loragate.engine.requests import Completion, EngineCounts
@@ -75,15 +76,6 @@ def nothing(order):
 def without_order():
     return Right(None)
 """
-ORDER = EngineOrder(
-    case=Case(site=Site.ENGINE, rank=8, slots=1, dtype=Dtype.FP32),
-    model=Path("model"),
-    drafts=None,
-    device="cpu",
-    max_length=12,
-    max_requests=2,
-    num_adapters=1,
-)
 METHODS = "load, unload, generate, counts, close"
 REQUESTS = [Request((1, 2), None, 2)]
 Start = Callable[[str], EngineProcess]

@@ -12,10 +12,10 @@ import pytest
 import torch
 
 from loragate.engine import process
-from loragate.engine.order import EngineOrder
 from loragate.engine.process import EngineError, EngineNotStarted, EngineProcess
 from loragate.engine.requests import Completion, EngineCounts, Request
-from loragate.matrix.case import Case, Dtype, Site
+
+from .small_order import ORDER
 
 ENGINES = '''
 import itertools
@@ -68,15 +68,6 @@ class Showing(Echo):
 def broken(order):
     raise RuntimeError("no memory for a cache")
 '''
-ORDER = EngineOrder(
-    case=Case(site=Site.ENGINE, rank=8, slots=1, dtype=Dtype.FP32),
-    model=Path("model"),
-    drafts=None,
-    device="cpu",
-    max_length=12,
-    max_requests=2,
-    num_adapters=1,
-)
 Start = Callable[..., EngineProcess]
 
 

@@ -176,7 +176,7 @@ def test_replays_and_launches_of_kernels_of_adapters_are_counted(
     assert replayed == [graph, graph]
     for name in ("_lora_shrink_kernel", "_fused_moe_lora_kernel", "fused_moe_kernel", "_topk"):
         hooks(SimpleNamespace(get=lambda name=name: {"name": name}))
-    assert (events.replays, events.launches, events.captures) == (2, 2, 0)
+    assert (events.replays, events.kernels.launched, events.kernels.captured) == (2, 2, 0)
     monkeypatch.setattr("torch.cuda.is_current_stream_capturing", lambda: True)
     hooks(SimpleNamespace(get=lambda: {"name": "_lora_expand_kernel"}))
-    assert (events.launches, events.captures) == (2, 1)
+    assert (events.kernels.launched, events.kernels.captured) == (2, 1)

@@ -8,14 +8,12 @@ from unittest.mock import patch
 
 import torch
 
-from loragate.subjects.vllm.engine_counts import VLLM_KERNELS
+from loragate.engine.launch_counts import LaunchCounts
+from loragate.subjects.vllm.engine_counts import is_of_adapters
 
 
-class LaunchWatch:
+class LaunchWatch(LaunchCounts):
     """While it is entered: launches of vLLM's own kernels of adapters, and those of captures."""
-
-    def __init__(self) -> None:
-        self.launched, self.captured = 0, 0
 
     def __enter__(self) -> LaunchWatch:
         _hooks().add(self._launched)
@@ -25,12 +23,8 @@ class LaunchWatch:
         _hooks().remove(self._launched)
 
     def _launched(self, metadata: Any) -> None:
-        if not str(metadata.get()["name"]).startswith(VLLM_KERNELS):
-            return
-        if torch.cuda.is_current_stream_capturing():
-            self.captured += 1
-        else:
-            self.launched += 1
+        if is_of_adapters(metadata):
+            self.note()
 
 
 class ReplayClock:

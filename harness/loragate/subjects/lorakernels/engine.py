@@ -10,11 +10,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, GenerationConfig
 
 from loragate.engine.bisection import traced
+from loragate.engine.launch_counts import LaunchCounts
 from loragate.engine.order import EngineOrder
 from loragate.engine.requests import Completion, EngineCounts, Request
 from loragate.matrix.engine_case import Graphs, Speculation
@@ -161,11 +161,11 @@ def _drafter(order: EngineOrder) -> Drafter | None:
     return ModelDrafts(decoder)
 
 
-class _LaunchCounter:
-    """Counts the launches of kernels of adapters in this process; a replay of a graph is none."""
+class _LaunchCounter(LaunchCounts):
+    """Counts the launches of kernels of adapters in this process."""
 
     def __init__(self) -> None:
-        self.launched = self.captured = 0
+        super().__init__()
         if interpreter.is_on():
             from triton.runtime.interpreter import GridExecutor
 
@@ -173,13 +173,7 @@ class _LaunchCounter:
         else:
             from triton import knobs
 
-            knobs.runtime.launch_enter_hook.add(lambda metadata: self._note())
-
-    def _note(self) -> None:
-        if torch.cuda.is_current_stream_capturing():
-            self.captured += 1
-        else:
-            self.launched += 1
+            knobs.runtime.launch_enter_hook.add(lambda metadata: self.note())
 
     def _counted(self, launch: Callable[..., Any]) -> Callable[..., Any]:
         def counted(*args: Any, **options: Any) -> Any:

@@ -88,7 +88,7 @@ class VllmEngine:
         if self._case.speculation is not Speculation.NONE:
             accepted = int(counters[_ACCEPTED])
             rejected = int(counters[_DRAFTED]) - accepted
-        launched, captured = self._events.launches, self._events.captures
+        launched, captured = self._events.kernels.launched, self._events.kernels.captured
         if self._plugin:
             of_workers = self._llm.collective_rpc(_launches)
             launched, captured = (sum(part) for part in zip(*of_workers, strict=True))

@@ -3,22 +3,28 @@ of adapters. An engine that quietly does without either gives right answers, too
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+
+from loragate.engine.launch_counts import LaunchCounts
 
 # of `lora_shrink`, `lora_expand` and the two kernels of experts, in 0.26 to 0.33
 VLLM_KERNELS = ("_lora_shrink", "_lora_expand", "_fused_moe_lora")
 
 
+def is_of_adapters(metadata: Any) -> bool:
+    """Whether Triton launches one of vLLM's kernels of adapters; metadata: as its hooks get it."""
+    return str(metadata.get()["name"]).startswith(VLLM_KERNELS)
+
+
 @dataclass(slots=True)
 class EngineEvents:
-    """launches, captures: of vLLM's kernels of adapters, outside of a capture and in one."""
+    """kernels: launches of vLLM's kernels of adapters."""
 
     replays: int = 0
-    launches: int = 0
-    captures: int = 0
+    kernels: LaunchCounts = field(default_factory=LaunchCounts)
 
     def listen(self) -> None:
         """Count from now on, until the process ends."""
@@ -35,9 +41,5 @@ class EngineEvents:
         knobs.runtime.launch_enter_hook.add(self._launched)
 
     def _launched(self, metadata: Any) -> None:
-        if not str(metadata.get()["name"]).startswith(VLLM_KERNELS):
-            return
-        if torch.cuda.is_current_stream_capturing():
-            self.captures += 1
-        else:
-            self.launches += 1
+        if is_of_adapters(metadata):
+            self.kernels.note()
