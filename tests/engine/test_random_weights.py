@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,17 +14,35 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from loragate.engine.batch import Asked
-from loragate.engine.judge import Judge
+from loragate.engine.judge import MOST_NOISE, Judge
 from loragate.engine.reference import Reference
-from loragate.engine.requests import Completion
+from loragate.engine.requests import Completion, Request
 from loragate.engine.world import World, build_world
 from loragate.matrix.case import Case, Dtype, Site
-from loragate.matrix.engine_case import Active, Model, Speculation, Targets, Weights
+from loragate.matrix.engine_case import (
+    Active,
+    Model,
+    PrefixCaching,
+    Speculation,
+    Targets,
+    Weights,
+)
 
 
 def world_of(root: Path, seed: int = 3, **axes: Any) -> World:
     fixed = {"site": Site.ENGINE, "rank": 8, "slots": 2, "dtype": Dtype.FP32}
     return build_world(Case(**{**fixed, "weights": Weights.RANDOM, **axes}), seed, root)
+
+
+def last_of(world: World) -> Request:
+    return world.batch[world.last].request
+
+
+def said_by(reference: Reference, request: Request) -> list[int]:
+    tokens = list(request.prompt)
+    for _ in range(request.new_tokens):
+        tokens.append(int(reference.logits(tokens)[-1].argmax()))
+    return tokens[len(request.prompt) :]
 
 
 class Said:
@@ -40,10 +59,7 @@ class Said:
         return self.references[name]
 
     def answer(self, asked: Asked) -> list[int]:
-        reference, tokens = self.of(asked.request.adapter), list(asked.request.prompt)
-        for _ in range(asked.request.new_tokens):
-            tokens.append(int(reference.logits(tokens)[-1].argmax()))
-        return tokens[len(asked.request.prompt) :]
+        return said_by(self.of(asked.request.adapter), asked.request)
 
     def changed(self, wrong: Callable[[Tensor, int], dict[str, Tensor]]) -> list[int]:
         """How many tokens of each answer are others with these arguments of the model, made of
@@ -60,9 +76,14 @@ class Said:
         return counts
 
 
-@pytest.fixture(scope="module", params=[Model.DENSE, Model.MOE])
+@pytest.fixture(
+    scope="module",
+    params=[(Model.DENSE, Dtype.FP32), (Model.MOE, Dtype.FP32), (Model.DENSE, Dtype.BF16)],
+    ids="-".join,
+)
 def said(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Said:
-    return Said(world_of(tmp_path_factory.mktemp(request.param), model=request.param))
+    model, dtype = request.param
+    return Said(world_of(tmp_path_factory.mktemp(model), model=model, dtype=dtype))
 
 
 def test_places_take_part(said: Said) -> None:
@@ -93,6 +114,8 @@ def test_each_adapter_speaks_for_itself(said: Said) -> None:
 
 def test_near_ties_are_rare_in_fp32(said: Said) -> None:
     world, requests = said.world, [asked.request for asked in said.world.batch]
+    if world.dtype is not torch.float32:
+        pytest.skip("of 16 bits another test says that there are none")
     judge = Judge(world.model, world.adapters, dtype=torch.float32)
     report = judge.judge(requests, [Completion(tuple(answer)) for answer in said.answers])
     assert (report.near_ties, report.defects) == (0, ())
@@ -102,6 +125,44 @@ def test_near_ties_are_rare_in_fp32(said: Said) -> None:
         for token in said.of(request.adapter).judge(request.prompt, answer)
     ]
     assert sorted(margins)[len(margins) // 2] > 1000 * report.noise
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("dtype", [Dtype.BF16, Dtype.FP16])
+def test_in_16_bits_each_answer_is_clear_and_so_is_that_of_the_adapter_that_is_exchanged(
+    tmp_path: Path, dtype: Dtype, seed: int
+) -> None:
+    """Beyond what the judge lets pass as noise, and beyond what rounding all modules does."""
+    world = world_of(tmp_path, seed, dtype=dtype, speculation=Speculation.NGRAM)
+    assert world.exchange is not None
+    last = last_of(world)
+    requests = [asked.request for asked in world.batch]
+    requests.append(replace(last, adapter=world.exchange.other))
+    judge = Judge(world.model, world.adapters, dtype=world.dtype)
+    for request in requests:
+        folder = None if request.adapter is None else world.adapters[request.adapter]
+        reference = Reference(world.model, folder)
+        lead = 2 * MOST_NOISE[world.dtype]
+        answer = reference.sure_answer(request.prompt, request.new_tokens, lead)
+        assert answer == said_by(reference.rounded(world.dtype), request)
+        report = judge.judge([request], [Completion(tuple(answer))])
+        assert (report.near_ties, report.defects) == (0, ())
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_no_answer_merely_repeats_a_token(tmp_path: Path, seed: int) -> None:
+    said = Said(world_of(tmp_path, seed, dtype=Dtype.BF16))
+    assert min(len(set(answer)) for answer in said.answers) > 3
+
+
+def test_prompts_of_16_bits_share_all_but_their_last_tokens(tmp_path: Path) -> None:
+    """Else a prefix that is kept for another adapter would not be found."""
+    on = PrefixCaching.ON
+    world = world_of(tmp_path, dtype=Dtype.BF16, prefix_caching=on)
+    prompts = [asked.request.prompt for asked in world.batch if asked.request != last_of(world)]
+    least = min(map(len, prompts)) - 5
+    assert least >= 2 * 16
+    assert len({prompt[:least] for prompt in prompts}) == 1
 
 
 def test_a_model_of_fewer_layers_drafts_what_is_right_and_what_is_wrong(tmp_path: Path) -> None:

@@ -181,8 +181,9 @@ def test_random_weights_are_written_where_near_ties_are_rare_and_drafts_come_fro
     assert unwritten(case_of(**random)) is None
     assert unwritten(case_of(speculation=Speculation.DRAFT_MODEL, **random)) is None
     for dtype in (Dtype.FP16, Dtype.BF16):
-        reason = f"random weights in {dtype} have too many near ties; fp32 has none"
-        assert unwritten(case_of(dtype=dtype, **random)) == reason
+        assert unwritten(case_of(dtype=dtype, **random)) is None
+        reason = f"random weights of moe in {dtype} have too many near ties; fp32 has none"
+        assert unwritten(case_of(dtype=dtype, model=Model.MOE, **random)) == reason
     eagle = case_of(speculation=Speculation.EAGLE, **random)
     assert unwritten(eagle) == "there are no random weights for speculation eagle"
     mtp = case_of(speculation=Speculation.MTP, model=Model.HYBRID, **random)

@@ -50,9 +50,12 @@ def test_drafts_of_a_model_are_accepted_and_rejected_in_a_mixture_of_experts() -
     assert metrics["drafts rejected"] > 0
 
 
-def test_random_weights_are_served_and_judged_without_a_near_tie() -> None:
-    axes = {"weights": Weights.RANDOM, "active": Active.BEYOND_SLOTS}
-    found = judged(case_of(model=Model.MOE, speculation=Speculation.DRAFT_MODEL, **axes))
+@pytest.mark.parametrize(("model", "dtype"), [(Model.MOE, Dtype.FP32), (Model.DENSE, Dtype.BF16)])
+def test_random_weights_are_served_and_judged_without_a_near_tie(
+    model: Model, dtype: Dtype
+) -> None:
+    axes = {"weights": Weights.RANDOM, "active": Active.BEYOND_SLOTS, "dtype": dtype}
+    found = judged(case_of(model=model, speculation=Speculation.DRAFT_MODEL, **axes))
     assert {judgement.verdict for judgement in found.values()} == {Verdict.PASS}, found
     assert found[OracleName.TOKENS].metrics["near_ties"] == 0
     assert min(found[OracleName.LIVENESS].metrics.values()) > 0

@@ -25,7 +25,7 @@ from loragate.engine.verdicts import TokenVerdict, token_verdict
 _ALLOWANCE = 2
 # whatever is measured: one rounding of each of two logits of the largest size. In fp32 that is less
 # than sums in another order may differ by; its limit is a thousandth of a right token's lead
-_MOST_NOISE = {
+MOST_NOISE = {
     torch.bfloat16: 2 * LOUDNESS * 2.0**-8,
     torch.float16: 2 * LOUDNESS * 2.0**-11,
     torch.float32: 0.01,
@@ -55,8 +55,8 @@ class Judge:
     ) -> None:
         if taken := {BASE, DRAFT} & set(adapters):
             raise ValueError(f"an adapter must not be called {taken.pop()!r}")
-        if dtype not in _MOST_NOISE:
-            raise ValueError(f"dtype must be one of {[*_MOST_NOISE]} (got {dtype})")
+        if dtype not in MOST_NOISE:
+            raise ValueError(f"dtype must be one of {[*MOST_NOISE]} (got {dtype})")
         self._model, self._draft, self._dtype = model, draft, dtype
         self._adapters: dict[str, Path | None] = {BASE: None, **adapters}
         self._exact: dict[str, Reference] = {}
@@ -78,7 +78,7 @@ class Judge:
             for request, completion in zip(requests, completions, strict=True)
         ]
         measured = max(map(self.noise, requests, completions))
-        noise = min(measured, _MOST_NOISE[self._dtype])
+        noise = min(measured, MOST_NOISE[self._dtype])
         wrong = [_wrong(*one, noise) for one in zip(requests, completions, judged, strict=True)]
         verdicts = [token_verdict(token.gap, noise) for tokens in judged for token in tokens]
         return Report(

@@ -84,6 +84,16 @@ class Reference:
         best: list[int] = self.logits([*prompt, *answer])[len(prompt) - 1 : -1].argmax(-1).tolist()
         return best
 
+    def sure_answer(self, prompt: Sequence[int], new_tokens: int, lead: float) -> list[int]:
+        """Its own tokens, up to the first one that leads the next best by `lead` or less."""
+        tokens = list(prompt)
+        for _ in range(new_tokens):
+            top = self.logits(tokens)[-1].topk(2)
+            if top.values[0] - top.values[1] <= lead:
+                break
+            tokens.append(int(top.indices[0]))
+        return tokens[len(prompt) :]
+
     @property
     def num_tokens(self) -> int:
         return int(self.model.config.vocab_size)
