@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import signal
 import subprocess
 import sys
 import xml.etree.ElementTree as ElementTree
@@ -16,6 +17,7 @@ from loragate.events.model import CaseStarted, RunFinished
 from loragate.report.summary import summarize
 
 ROOT = Path(__file__).parents[2]
+SUBJECT = "misbehaving_subject:Misbehaving"
 MATRICES = Path(__file__).parent / "misbehaving"
 
 
@@ -75,11 +77,8 @@ BROKEN_PLACES = {
 def test_a_failure_outside_of_the_cases_fails_the_session_and_its_report(
     tmp_path, subject_environment, run_preloaded, place, workers
 ):
-    (tmp_path / "cases").mkdir()
-    shutil.copy(ROOT / "cases" / "test_cases.py", tmp_path / "cases")
-    (tmp_path / "conftest.py").write_text('pytest_plugins = ["loragate.plugin"]\n')
     name, text = BROKEN_PLACES[place]
-    (tmp_path / "cases" / name).write_text(text)
+    _project(tmp_path, name, text)
     command = [
         *("-m", "pytest", "cases", "-p", "no:cacheprovider", "-n", workers),
         *("--import-mode=importlib", "--continue-on-collection-errors", "--rootdir=."),
@@ -105,6 +104,96 @@ def test_a_failure_outside_of_the_cases_fails_the_session_and_its_report(
     assert [
         case.get("name") for case in junit.iter("testcase") if len(case.findall("failure"))
     ] == [failed.test]
+
+
+BESIDE_CASES = {
+    "a test that goes on after its case": (
+        "def test_more(case_run, judge):\n    judge(case_run)\n    assert False, 'wrong beside'\n"
+    ),
+    "a test with the name of a case": (
+        "import pytest\n"
+        "NAME = 'torch.dense_delta.dtype-fp32.exec-eager.in-32.layout-contiguous.mix-ragged.'\\\n"
+        "    'rank-8.ranks-mixed.slices-16.slots-4.tokens-21'\n"
+        "@pytest.mark.parametrize('name', [NAME], ids=[NAME])\n"
+        "def test_name(name): assert False, 'wrong beside'\n"
+    ),
+}
+
+
+@pytest.mark.parametrize("workers", ["0", "1"])
+@pytest.mark.parametrize("text", BESIDE_CASES.values(), ids=BESIDE_CASES)
+def test_a_failure_that_no_oracle_reports_fails_the_report_as_well(
+    tmp_path, session_beside, text, workers
+):
+    session = session_beside(text, workers, MATRICES / "four_good.yaml")
+    assert session.exit_code == ExitCode.WRONG, session.output
+    summary = summarize(session.log)
+    assert summary.total.passed == summary.total.expected == 1
+    (failed,) = summary.bad_host_tests
+    assert "wrong beside" in failed.message
+
+
+@pytest.mark.parametrize("workers", ["0", "1"])
+def test_ordinary_tests_that_pass_do_not_stand_for_cases_that_the_tier_does_not_have(
+    tmp_path, session_beside, workers
+):
+    matrix = tmp_path / "nightly.yaml"
+    matrix.write_text((MATRICES / "four_good.yaml").read_text().replace("smoke", "nightly"))
+    session = session_beside("def test_other(): pass\n", workers, matrix)
+    assert "1 passed" in session.output
+    assert session.exit_code == ExitCode.INCOMPLETE, session.output
+    assert "no case of tier smoke was selected" in session.output
+
+
+@pytest.fixture
+def session_beside(tmp_path, run_preloaded, subject_environment, session_of):
+    """A session of one case, if there is one, and of a module with this text, in a project of its
+    own."""
+
+    def run(text, workers, matrix):
+        _project(tmp_path, "test_beside.py", text)
+        command = [
+            *("-m", "pytest", ".", "-p", "no:cacheprovider", "-n", workers, "--rootdir=."),
+            *("--import-mode=importlib", f"--loragate-matrix={matrix}", "--loragate-subject=torch"),
+            *(["--loragate-cases=*tokens-21"] if matrix.parent == MATRICES else []),
+        ]
+        done = run_preloaded(*command, cwd=tmp_path, env=subject_environment)
+        return session_of(done, tmp_path / "report")
+
+    return run
+
+
+def _project(folder, name, text):
+    (folder / "cases").mkdir()
+    shutil.copy(ROOT / "cases" / "test_cases.py", folder / "cases")
+    (folder / "conftest.py").write_text('pytest_plugins = ["loragate.plugin"]\n')
+    (folder / "cases" / name).write_text(text)
+
+
+@pytest.mark.parametrize("workers", ["0", "1"])
+def test_ctrl_c_leaves_the_case_that_runs_inconclusive_and_the_terminal_names_it(
+    tmp_path, subject_environment, wait_until_it_sleeps, workers
+):
+    report = tmp_path / "report"
+    command = [
+        *(sys.executable, "-m", "pytest", "cases", "-p", "no:cacheprovider", "-n", workers),
+        *(f"--loragate-report={report}", f"--loragate-subject={SUBJECT}"),
+        f"--loragate-matrix={MATRICES / 'long_sleep.yaml'}",
+    ]
+    with subprocess.Popen(
+        command, cwd=ROOT, env=subject_environment, stdout=subprocess.PIPE, text=True
+    ) as session:
+        wait_until_it_sleeps(report / "events.jsonl")
+        session.send_signal(signal.SIGINT)
+        output, _ = session.communicate(timeout=120)
+    assert session.returncode == ExitCode.INCOMPLETE, output
+    assert "tokens-13\n  interrupted" in output
+    summary = summarize(read_events(report / "events.jsonl"))
+    assert [(case.verdict, case.failure) for case in summary.troubles] == [
+        (Verdict.INCONCLUSIVE, None)
+    ]
+    assert summary.exit_code is ExitCode.INCOMPLETE
+    assert "leg pytest: inconclusive: interrupted" in summary.reasons
 
 
 def test_listing_the_cases_leaves_no_report(tmp_path, run_session):

@@ -18,13 +18,13 @@ import pytest
 from loragate.core.verdict import ExitCode
 from loragate.matrix.case_run import CaseRun
 from loragate.plugin.collection import (
-    asks_for_cases_alone,
     case_run_of,
     case_run_of_id,
+    paths_hold_cases,
     selected_runs,
 )
 from loragate.plugin.crash_report import crash_report
-from loragate.plugin.judging import unrecorded
+from loragate.plugin.judging import failed_as_judged, mark_judged, unrecorded
 from loragate.plugin.options import SETTINGS, Role, Settings, selection_of
 from loragate.plugin.ordinary_tests import Report, failures_in_run
 from loragate.plugin.session_run import SessionRun
@@ -58,6 +58,8 @@ class Accounting:
         self._ready_nodes: set[str] = set()
         self._early_deaths = 0
         self._without_cases = False
+        # run ids that pytest shows itself
+        self._shown: set[str] = set()
 
     def pytest_collection_finish(self, session: pytest.Session) -> None:
         self._expect((item.nodeid, case_run_of(item)) for item in session.items)
@@ -82,11 +84,13 @@ class Accounting:
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         run = self._collected.get(report.nodeid)
-        # the call phase of a case is judged from the recorded events alone
-        if report.failed and (run is None or report.when != "call"):
+        # what the events hold of a case is judged from them alone
+        if report.failed and not failed_as_judged(report):
             self._other_failures.append(report)
         if run is None:
             return
+        if report.failed:
+            self._shown.add(run.run_id)
         if report.when == "call":
             self._recent[_worker_of(report)].append(run.id)
         if lost_device(report):
@@ -124,6 +128,7 @@ class Accounting:
         file, _, test = crashitem.partition("::")
         report.when, report.location = "call", (file, None, test)
         report.longrepr = render_evidence(finished)
+        mark_judged(report)
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
@@ -136,17 +141,21 @@ class Accounting:
             self._other_failures, self._run.record.read().events, self._config.rootpath
         )
         self._run.record.write(others)
-        exit_code = self._run.finish(self._collected.values(), other_failures=len(others))
+        exit_code = self._run.finish(
+            self._collected.values(),
+            other_failures=len(others),
+            interrupted=session.exitstatus == pytest.ExitCode.INTERRUPTED,
+        )
         # if all cases passed, failures that pytest has seen elsewhere still count
         if exit_code is not ExitCode.OK:
             session.exitstatus = exit_code.value
 
     def _refuse_nothing(self, session: pytest.Session) -> None:
-        """A session of cases alone of which none was selected has judged nothing."""
+        """A session that was asked for cases of which none was selected has judged nothing."""
         empty = session.exitstatus in (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED)
         if self._config.option.collectonly or not empty:
             return
-        if asks_for_cases_alone(self._config) and not selected_runs(self._config):
+        if paths_hold_cases(self._config) and not selected_runs(self._config):
             session.exitstatus = ExitCode.INCOMPLETE.value
             self._without_cases = True
 
@@ -157,8 +166,10 @@ class Accounting:
         if self._run.summary is not None:
             colour = Colour.ON if terminalreporter.hasmarkup else Colour.OFF
             terminalreporter.section("loragate")
-            # pytest has already shown each case that did not pass
-            summary = replace(self._run.summary, cases=())
+            # pytest has already shown most of the cases that did not pass
+            troubles = self._run.summary.troubles
+            unseen = tuple(case for case in troubles if case.run_id not in self._shown)
+            summary = replace(self._run.summary, cases=unseen)
             terminalreporter.write_line(render_summary(summary, colour))
             terminalreporter.write_line(f"report: {self._settings.report}")
 

@@ -52,6 +52,11 @@ def _asks_for_cases(config: pytest.Config) -> bool:
     option = config.option
     if option.loragate_cases or option.loragate_matrix or option.loragate_subject:
         return True
+    return paths_hold_cases(config)
+
+
+def paths_hold_cases(config: pytest.Config) -> bool:
+    """Whether a path on the command line means the cases, alone or with ordinary tests."""
     cases = _cases_folder(config)
     return any(
         path == cases or path in cases.parents or cases in path.parents

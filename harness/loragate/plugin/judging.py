@@ -7,7 +7,7 @@ import os
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import Protocol
+from typing import NoReturn, Protocol
 
 import pytest
 
@@ -24,6 +24,7 @@ from loragate.report.known import excused, explained, known_in, listed_findings,
 from loragate.run.run_record import unwritten
 
 _UNRECORDED = "loragate_unrecorded"
+_JUDGED = ("loragate_failure", "judged")
 
 
 class Judge(Protocol):
@@ -65,11 +66,30 @@ class CaseRecord:
         except OSError as error:
             problem = unwritten(self._path, error)
             item.user_properties.append((_UNRECORDED, problem))
-            pytest.fail(problem, pytrace=False)
+            _fail(item, problem)
 
     def close(self) -> None:
         if self._writer is not None:
             self._writer.close()
+
+
+def _fail(item: pytest.Item, text: str) -> NoReturn:
+    """Fail the test for a reason that the record of the run has, or gets from `unrecorded`."""
+    mark_judged(item)
+    pytest.fail(text, pytrace=False)
+
+
+def mark_judged(test: pytest.Item | pytest.TestReport) -> None:
+    """Say of a test that fails that the record of the run has the reason."""
+    test.user_properties.append(_JUDGED)
+
+
+def failed_as_judged(report: pytest.TestReport) -> bool:
+    """Whether a test failed for a reason that the record of the run has. A test may also fail
+    beside its case, or have the name of a case and be none."""
+    # a property that was sent by a worker arrives as a list, also with the teardown of its test
+    judged = any(tuple(entry) == _JUDGED for entry in report.user_properties)
+    return judged and report.when == "call"
 
 
 def unrecorded(report: pytest.TestReport) -> str | None:
@@ -124,7 +144,7 @@ def _judge(
             message=f"{what}: {type(error).__name__}: {error}",
         )
         events.write(finished, item)
-        pytest.fail(render_evidence(finished), pytrace=False)
+        _fail(item, render_evidence(finished))
     if isinstance(trial, str):
         # the plan has left it out already: it is not among the expected cases
         pytest.skip(trial)
@@ -152,4 +172,4 @@ def _conclude(finished: CaseFinished, item: pytest.Item, listed: tuple[KnownFind
         reasons = dict.fromkeys(j.message for j in finished.judgements)
         pytest.skip("; ".join(reasons))
     if finished.verdict is not Verdict.PASS:
-        pytest.fail(render_evidence(explained(finished, listed)), pytrace=False)
+        _fail(item, render_evidence(explained(finished, listed)))

@@ -18,13 +18,14 @@ from loragate.events.model import LegFinished, LegStarted, ShardPart
 from loragate.matrix.case_run import CaseRun
 from loragate.plugin.options import Ownership, Role, Settings
 from loragate.report.summary import Summary
-from loragate.run.closing import verdict_on
+from loragate.run.closing import abandoned_cases, verdict_on
 from loragate.run.folder import clear_folder, hold_folder
 from loragate.run.opening import RunRequest
 from loragate.run.opening_process import opening_events_here, opening_events_of_child
 from loragate.run.run_record import RunRecord
 
 _LEG = "pytest"
+_INTERRUPTED = "interrupted"
 
 
 class SessionRun:
@@ -43,13 +44,20 @@ class SessionRun:
             self._open(runs)
         self.begun = True
 
-    def finish(self, runs: Collection[CaseRun], *, other_failures: int) -> ExitCode:
+    def finish(
+        self, runs: Collection[CaseRun], *, other_failures: int, interrupted: bool
+    ) -> ExitCode:
         """Judge the collected runs; close a run of its own and write its report.
 
         other_failures: how much failed in the session besides cases.
+        interrupted: the session ended before its tests did, by Ctrl-C for instance.
         """
         settings = self._settings
+        if interrupted:
+            self.record.write(abandoned_cases(self.record.read(), leg=_LEG, why=_INTERRUPTED))
         verdict, message = verdict_on(runs, self.record.read()), ""
+        if interrupted:
+            verdict, message = worst([verdict, Verdict.INCONCLUSIVE]), _INTERRUPTED
         if other_failures:
             noun = "failure" if other_failures == 1 else "failures"
             verdict = worst([verdict, Verdict.FAIL])
