@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 import os
 import subprocess
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -10,7 +11,7 @@ import pytest
 
 from loragate.compile_leg import leg, record, run
 from loragate.compile_leg.__main__ import main
-from loragate.compile_leg.baseline import Baseline, load_baseline, save_baseline
+from loragate.compile_leg.baseline import Baseline, Record, load_baseline, save_baseline
 from loragate.compile_leg.dry_launch import Compiled, ProviderError, list_labels
 from loragate.compile_leg.pool import Compilation
 from loragate.core.resources import Resources
@@ -224,3 +225,38 @@ def test_an_unreadable_baseline_is_an_infrastructure_failure(
     path.write_text(json.dumps({"schema": 99, "records": {}}))
     assert main(["--baseline", str(path)]) == 3
     assert "schema must be 2 (got 99)" in capsys.readouterr().out
+
+
+def test_a_baseline_that_cannot_be_written_is_refused_before_anything_is_compiled(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(leg, "compile_all", lambda *_: pytest.fail("something was compiled"))
+    (tmp_path / "file").touch()
+    baseline = tmp_path / "file" / "resources.json"
+    assert main(["--update", "--baseline", str(baseline)]) == 3
+    assert f"{baseline}: cannot be written: " in capsys.readouterr().err
+
+
+def test_releases_that_are_recorded_side_by_side_are_all_on_record(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    baseline = tmp_path / "resources.json"
+    other = Record("8.1.0", {("sm_90", "kernel", "label"): Resources(1, 0, 0)})
+
+    def compile_while_another_records(*_: object) -> Compilation:
+        save_baseline(Baseline().with_record(other), baseline)
+        return Compilation("9.1.0", (), ())
+
+    monkeypatch.setattr(leg, "compile_all", compile_while_another_records)
+    record(baseline=baseline)
+    assert sorted(load_baseline(baseline).records) == ["8.1", "9.1"]
+
+
+def test_a_leg_that_cannot_record_its_results_says_nothing_about_the_kernels(
+    tmp_path: Path,
+) -> None:
+    # a folder in the place of the events
+    command = [sys.executable, "-m", "loragate.compile_leg.process", str(tmp_path), "run", "smoke"]
+    done = subprocess.run([*command, "lorakernels"], capture_output=True, text=True)
+    assert done.returncode == 3
+    assert "IsADirectoryError" in done.stderr

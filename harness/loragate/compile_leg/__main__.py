@@ -11,6 +11,8 @@ from loragate.compile_leg.baseline import BaselineError
 from loragate.compile_leg.dry_launch import ProviderError
 from loragate.compile_leg.leg import ARCHS, BASELINE, SettingsError, describe, record, run
 from loragate.compile_leg.releases import record_under
+from loragate.core.errors import exit_code_of
+from loragate.core.files import check_writable
 from loragate.core.verdict import ExitCode, Verdict
 from loragate.events.model import CompileResult, Event, Note
 
@@ -69,6 +71,13 @@ def main(arguments: list[str] | None = None) -> int:
         parser.error("--release needs --update")
     if options.update and options.arch:
         parser.error("--update always records the kernels for every GPU")
+    if options.update:
+        try:
+            # before minutes of compiling
+            check_writable(options.baseline)
+        except OSError as error:
+            print(f"{options.baseline}: cannot be written: {error.strerror}", file=sys.stderr)
+            return ExitCode.INFRASTRUCTURE
     if options.release:
         return _update_releases(options.release, options.baseline, everything=options.all)
     if options.update:
@@ -115,4 +124,4 @@ def _update_releases(releases: list[str], baseline: Path, *, everything: bool) -
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(exit_code_of(main))

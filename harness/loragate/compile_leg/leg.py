@@ -19,6 +19,7 @@ from loragate.compile_leg.dry_launch import ProviderError
 from loragate.compile_leg.judge import judge_all, key_of
 from loragate.compile_leg.pool import Compilation, compile_all, compiler_settings
 from loragate.core.checkout import data_root
+from loragate.core.files import lock_of
 from loragate.core.resources import Resources
 from loragate.core.verdict import Verdict, worst
 from loragate.events.model import CompileResult, Event, Note
@@ -85,15 +86,22 @@ def record(
     translated wrongly, SettingsError, and BaselineError if the file is damaged; the file is then
     unchanged.
     """
-    old = load_baseline(baseline) if baseline.exists() else Baseline()
+    old = _baseline_of(baseline)
     if settings := compiler_settings():
         names = ", ".join(settings)
         raise SettingsError(f"a baseline is of Triton without settings: unset {names}")
     trusted = Baseline() if everything else old
     done = compile_all(provider or _provider_of(subject), archs, trusted)
     before = old.find(done.triton)
-    save_baseline(old.with_record(_record_of(done, before)), baseline)
+    made = _record_of(done, before)
+    with lock_of(baseline):
+        # another process may have recorded another release meanwhile
+        save_baseline(_baseline_of(baseline).with_record(made), baseline)
     return tuple(judge_all(done.kernels, before, subject=subject, triton=done.triton))
+
+
+def _baseline_of(path: Path) -> Baseline:
+    return load_baseline(path) if path.exists() else Baseline()
 
 
 def expected_count(baseline: Path = BASELINE) -> int:

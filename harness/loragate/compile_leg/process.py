@@ -6,9 +6,11 @@ The nightly tier compiles what the baseline has on record as well.
 from __future__ import annotations
 
 import sys
+from functools import partial
 from pathlib import Path
 
 from loragate import compile_leg
+from loragate.core.errors import exit_code_of
 from loragate.core.verdict import EXIT_CODES, worst
 from loragate.events.log import EventWriter
 from loragate.matrix.case import Tier
@@ -25,4 +27,4 @@ def main(events: str, run: str, tier: str, *subjects: str) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(*sys.argv[1:]))
+    sys.exit(exit_code_of(partial(main, *sys.argv[1:])))

@@ -1,8 +1,9 @@
-"""The error that ends a command, with its exit code."""
+"""The errors that end a command or a module, with its exit code."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import traceback
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from loragate.core.verdict import ExitCode
@@ -23,3 +24,15 @@ def usage_errors() -> Iterator[None]:
         yield
     except ValueError as error:
         raise CommandError(str(error), ExitCode.USAGE) from error
+
+
+def exit_code_of(main: Callable[[], int]) -> int:
+    """What `main` returns; any exception is the infrastructure's failure, with its stack on stderr.
+
+    Python's own exit code for it, 1, would mean a wrong result.
+    """
+    try:
+        return main()
+    except Exception:
+        traceback.print_exc()
+        return ExitCode.INFRASTRUCTURE.value
