@@ -15,7 +15,7 @@ from loragate.inputs import DataKind, make_base, make_batch, make_pool
 from loragate.inputs.mapping import BASE_ROW, make_token_slots, num_padded
 from loragate.inputs.placement import bits_of, whole
 from loragate.inputs.vocabulary import as_linear
-from loragate.matrix.case import LAYER_SITES, Case, Dtype, Layout, Mix, Ranks, Site
+from loragate.matrix.case import LAYER_SITES, Case, Dtype, GateUp, Layout, Mix, Ranks, Site
 from loragate.matrix.ids import seed_of
 from loragate.oracles.numeric.exact import assert_exact
 from loragate.protocol import Capabilities, Pool
@@ -191,6 +191,17 @@ def test_every_slice_is_absent_from_some_slot_and_never_from_all(slots: int) -> 
         assert all(len(set(axis)) == len(places) for axis in zip(*places, strict=True))
         absent |= set(places)
     assert absent == set(itertools.product(range(slots), range(3)))
+
+
+@pytest.mark.parametrize("gate_up", GateUp)
+def test_the_last_adapter_of_a_layer_has_all_ranks_whichever_modules_it_has(
+    gate_up: GateUp,
+) -> None:
+    layer = replace(CASE, site=Site.MOE_LAYER, slices=(24, 24), experts=2, top_k=1)
+    for seed in SEEDS:
+        pool = pool_of(replace(layer, gate_up=gate_up), seed, DataKind.SIGNED)
+        assert pool.down is not None
+        assert layer.rank in (*pool.ranks[-1], *pool.down.ranks[-1])
 
 
 def test_of_two_slots_one_is_idle_in_every_other_step_only() -> None:

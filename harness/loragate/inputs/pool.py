@@ -172,7 +172,9 @@ def _layer_pool(
     case: Case, seed: int, kind: DataKind, machine: Machine, *, per_slice: bool
 ) -> Pool:
     """Gate and up, and a pool of down beside them: one table of ranks and scales for all three."""
-    of_all = replace(case, slices=(*case.slices, *case.out_slices), router=RouterWeights.NONE)
+    # gate and up of one module are one slice for both tables, so that no rank of it is lost
+    modules = case.slices[:1] if case.gate_up is GateUp.INTERLEAVED else case.slices
+    of_all = replace(case, slices=(*modules, *case.out_slices), router=RouterWeights.NONE)
     ranks = live_ranks(of_all, seed, per_slice=per_slice)
     scales = _scales(of_all, seed, kind, per_slice=per_slice)
     if case.gate_up is GateUp.INTERLEAVED:
@@ -207,8 +209,8 @@ def _layer_pool(
 
 
 def _alike(table: Table[T]) -> Table[T]:
-    """Gate and up have one module: what the gate has, up has as well."""
-    return tuple((row[0], row[0], *row[2:]) for row in table)
+    """Gate and up have one module, the first of a row: what it has, both have."""
+    return tuple((row[0], *row) for row in table)
 
 
 def _draw_pool(
