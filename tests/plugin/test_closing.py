@@ -6,7 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from loragate.core.clipped import RECORD_LIMIT
 from loragate.core.verdict import Failure, Judgement, OracleName, Verdict
+from loragate.events.case_end import end_of
 from loragate.events.log import EventLog
 from loragate.events.model import (
     CaseFinished,
@@ -129,3 +131,35 @@ def test_what_fails_in_the_session_of_the_cases_belongs_to_their_leg_whichever_b
     events = (plan, LegStarted(name="gpu"), LegStarted(name="host"))
     (failure,) = failures_in_run([report], events, Path())
     assert failure.leg == "gpu"
+
+
+def test_of_a_message_of_megabytes_an_event_has_the_beginning_and_the_end() -> None:
+    text = f"begins {'x' * 10_000_000} ends"
+    judged = Judgement(OracleName.EXACT, Verdict.FAIL, Failure.EXCEPTION, text)
+    ended = end_of(
+        RUN,
+        Verdict.FAIL,
+        worker="main",
+        gpu="",
+        duration_s=1.0,
+        judgements=[judged],
+        failure=Failure.CRASH,
+        message=text,
+    )
+    for message in (ended.message, ended.judgements[0].message):
+        assert message.startswith("begins ")
+        assert message.endswith(" ends")
+        assert len(message) < RECORD_LIMIT + 100
+
+
+def test_a_long_line_of_a_host_test_takes_little_room_in_an_event() -> None:
+    failed = pytest.TestReport(
+        "test_x.py::test_x",
+        ("test_x.py", 1, "test_x"),
+        {},
+        "failed",
+        "E   " + "x" * 10_000_000,
+        "call",
+    )
+    (ended,) = failures_in_run([failed], [], Path())
+    assert len(ended.message) < RECORD_LIMIT + 100

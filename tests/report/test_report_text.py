@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from loragate.core.clipped import clipped
 from loragate.core.plural import counted
 from loragate.core.verdict import Failure, Judgement, OracleName, Verdict
 from loragate.events.log import EventLog
@@ -33,7 +34,7 @@ from loragate.report.progress import Liveness, Progress
 from loragate.report.step_summary import render_step_summary
 from loragate.report.summary import Summary, summarize
 from loragate.report.terminal import Colour, render_summary
-from loragate.report.text import clipped, headline, one_line, printable, without_commands
+from loragate.report.text import headline, one_line, printable, without_commands
 
 Plan = Callable[..., RunStarted]
 Finished = Callable[..., CaseFinished]

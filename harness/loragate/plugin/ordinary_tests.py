@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from loragate.core.clipped import RECORD_LIMIT, clipped
 from loragate.core.verdict import Verdict, worst
 from loragate.events.model import Event, HostTestFinished, RunStarted
-from loragate.report.text import clipped
 
 # how the reason of pytest.importorskip begins
 _MISSING = "could not import"
@@ -20,8 +20,6 @@ _UNCALLED = "was set up and never called"
 # how pytest marks the lines of an error, and the line of a file that raised it
 _ERROR_LINE = re.compile(r"^E +(\S.*)$", re.MULTILINE)
 _PLACE = re.compile(r"^(\S.*?:\d+): ", re.MULTILINE)
-# of one record; a log of megabytes in every event would slow down each reader
-_LIMIT = 40_000
 
 Report = pytest.CollectReport | pytest.TestReport
 
@@ -42,10 +40,14 @@ def event_of(leg: str, reports: Sequence[Report], root: Path) -> HostTestFinishe
         test=decisive.nodeid,
         verdict=verdict,
         duration_s=sum(getattr(report, "duration", 0.0) for report in reports),
-        message="" if good else _UNCALLED if uncalled else _message(decisive),
+        message=""
+        if good
+        else _UNCALLED
+        if uncalled
+        else clipped(_message(decisive), RECORD_LIMIT),
         place="" if good else _place(decisive, root),
-        detail=clipped(_text(decisive), _LIMIT) if decisive.failed else "",
-        output=clipped(output, _LIMIT),
+        detail=clipped(_text(decisive), RECORD_LIMIT) if decisive.failed else "",
+        output=clipped(output, RECORD_LIMIT),
         rerun="" if good else shlex.join([_interpreter(root), "-m", "pytest", decisive.nodeid]),
     )
 

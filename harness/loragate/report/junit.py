@@ -13,10 +13,11 @@ import xml.etree.ElementTree as ElementTree
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 
+from loragate.core.clipped import clipped
 from loragate.core.verdict import Verdict
 from loragate.report.junit_entries import Entry, entries_of
 from loragate.report.summary import Summary
-from loragate.report.text import clipped, one_line, printable
+from loragate.report.text import one_line, printable
 
 # of one element; readers of these documents load them as a whole
 _TEXT_LIMIT = 20_000

@@ -10,9 +10,10 @@ from importlib.resources import files
 from jinja2 import Environment, FunctionLoader, StrictUndefined, Template
 from markupsafe import Markup, escape
 
+from loragate.core.clipped import clipped
 from loragate.matrix.case_run import trial_name
 from loragate.report.host_tests import rerun_command
-from loragate.report.text import clipped, headline, one_line, printable
+from loragate.report.text import headline, one_line, printable
 from loragate.report.wording import duration, outcome_name
 
 # of one stack or one test's output

@@ -41,14 +41,6 @@ def without_commands(text: str) -> str:
     return _COMMAND.sub(r"\1\\", text)
 
 
-def clipped(text: str, limit: int) -> str:
-    """`text`, or its beginning and its end with a note of how much is left out between them."""
-    if len(text) <= limit:
-        return text
-    half = limit // 2
-    return f"{text[:half]}\n... {len(text) - 2 * half} characters left out ...\n{text[-half:]}"
-
-
 def shortened(text: str, limit: int) -> str:
     """One line of at most `limit` characters."""
     return text if len(text) <= limit else f"{text[: limit - 3]}..."
