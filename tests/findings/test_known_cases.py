@@ -84,7 +84,7 @@ def test_the_test_of_a_case_fails_as_expected_only_if_it_fails_as_listed(
         duration_s=0.1,
         replay=f"loragate replay {RUN}",
     )
-    item: Any = SimpleNamespace()
+    item: Any = SimpleNamespace(user_properties=[])
     with pytest.raises(outcome, match=message):
         _conclude(case, item, (KnownFinding(finding=ENTRY, version=version),))
 
