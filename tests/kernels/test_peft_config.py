@@ -90,6 +90,7 @@ MODULES = [
         {"target_modules": ["q_proj", "up_proj"], "layers_to_transform": [1, 11]},
         {"target_modules": ["up_proj"], "layers_to_transform": [1], "layers_pattern": "layers"},
         {"target_modules": ["up_proj"], "layers_to_transform": [1], "layers_pattern": ["experts"]},
+        {"target_modules": ["up_proj"], "layers_to_transform": [1], "layers_pattern": ""},
         # of several patterns the first one that matches a name counts, in the order of the file
         *(
             {"target_modules": ["up_proj"], "layers_to_transform": [1], "layers_pattern": patterns}

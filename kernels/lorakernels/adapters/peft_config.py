@@ -223,6 +223,9 @@ class _Fields:
             raise self.error("target_modules", modules, "spelled out, as PEFT saves it")
         layers = self._as_list("layers_to_transform", int, "an integer or a list of integers")
         pattern = self._as_list("layers_pattern", str, "a name or a list of names")
+        if self.values.get("layers_pattern") == "":
+            # any list of layers, as PEFT takes it
+            pattern = ()
         for key in pattern:
             self._regex("layers_pattern", key, layer_expression(key))
             if number_of_groups(key):
