@@ -1,17 +1,20 @@
 """Reads a PEFT folder, adapter_config.json and adapter_model.safetensors, as an Adapter.
 
-Invariant: every tensor of the file is used, but for copies of base weights that PEFT adds; every
-module has both factors with the rank that the config gives it, every value is finite. Factors of
-stacked experts have an axis of experts, which is 1 where all experts share them. The scale stays
-beside the factors and is applied by the kernel alone, so it cannot be folded in twice.
+Invariant: every tensor of the file is used. Copies of base weights that PEFT adds are kept as
+digests, with which a layer compares its own weight. Every module has both factors with the rank
+that the config gives it, every value is finite. Factors of stacked experts have an axis of experts,
+which is 1 where all experts share them. The scale stays beside the factors and is applied by the
+kernel alone, so it cannot be folded in twice.
 """
 
 from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -24,6 +27,7 @@ from lorakernels.adapters.expressions import limited_matching
 from lorakernels.adapters.files import is_folder, require_regular
 from lorakernels.adapters.peft_config import PeftConfig, read_peft_config
 from lorakernels.adapters.peft_experts import name_parameters, unflatten
+from lorakernels.common.digests import WeightDigest, digest_of
 from lorakernels.common.stacked_weights import MAX_RANK
 from lorakernels.dense.weights import LoRAFactors
 from lorakernels.moe.weights import ExpertFactors, Factors
@@ -37,9 +41,10 @@ _TENSOR_NAME = re.compile(
     r"base_model\.model\.(?P<module>.+)\."
     r"(?P<kind>lora_(?=[AB]\.weight)|lora_embedding_(?=[AB]$))(?P<factor>[AB])(?:\.weight)?"
 )
-# beside the factors of these modules PEFT saves the base weights, unchanged
+# beside the factors of these modules PEFT saves the base weights, and loads them again: rows of
+# tokens that were added before the training are nowhere else
 _COPY_NAME = re.compile(
-    r"base_model\.model\.(?:.+\.)?(?:lm_head|embed_tokens)\.base_layer\.(?:weight|bias)"
+    r"base_model\.model\.(?P<module>(?:.+\.)?(?:lm_head|embed_tokens))\.base_layer\.(?:weight|bias)"
 )
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 # part of a tensor's name -> the unsupported feature that such an adapter uses
@@ -66,18 +71,21 @@ def read_peft_folder(folder: Path | str, *, name: str | None = None) -> Adapter:
 def _read_folder(folder: Path, name: str) -> Adapter:
     config = read_peft_config(folder / CONFIG_FILE)
     weights = folder / WEIGHTS_FILE
-    factors, parameters = name_parameters(weights, config, _pair(weights, _read_tensors(weights)))
+    tensors, bases = _read_tensors(weights)
+    factors, parameters = name_parameters(weights, config, _pair(weights, tensors))
     modules: dict[str, Factors] = {}
     for module, pair in (factors | parameters).items():
         if module in parameters or is_stacked_name(module):
             modules[module] = _check_experts(weights, config, module, *pair)
         else:
-            modules[module] = _check_module(weights, config, module, *pair)
+            checked = _check_module(weights, config, module, *pair)
+            modules[module] = replace(checked, base=bases.get(module))
     detect_layout(str(weights), modules)
     return Adapter(name, modules, config.targets)
 
 
-def _read_tensors(path: Path) -> dict[str, Tensor]:
+def _read_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, WeightDigest]]:
+    """The factors by name, and what the file has of base weights, by module."""
     # a link counts even if what it leads to may not be looked at
     if not os.path.lexists(path) and os.path.lexists(path.parent / _PICKLE_FILE):
         raise AdapterError(
@@ -91,13 +99,23 @@ def _read_tensors(path: Path) -> dict[str, Tensor]:
             copies = {n: file.get_slice(n).get_shape() for n in names if _COPY_NAME.fullmatch(n)}
             # a copy: the mapped file may be overwritten by the next training step
             tensors = {n: file.get_tensor(n).clone() for n in names if n not in copies}
+            for key, shape in copies.items():
+                _check_copy(path, key, shape, tensors)
+            bases = _bases(file, copies)
     except OSError as bad:
         raise AdapterError(f"{path}: cannot be read: {bad.strerror or bad}") from bad
     except SafetensorError as bad:
         raise AdapterError(f"{path}: not a safetensors file: {printable(bad)}") from bad
-    for key, shape in copies.items():
-        _check_copy(path, key, shape, tensors)
-    return tensors
+    return tensors, bases
+
+
+def _bases(file: Any, copies: Collection[str]) -> dict[str, WeightDigest]:
+    found = {}
+    for key in copies:
+        if (name := _COPY_NAME.fullmatch(key)) and key.endswith(".weight"):
+            copy = file.get_tensor(key)
+            found[name["module"]] = digest_of(copy, copy.dtype)
+    return found
 
 
 def _check_copy(path: Path, key: str, shape: list[int], tensors: Mapping[str, Tensor]) -> None:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from lorakernels.common.digests import WeightDigest
 from lorakernels.common.stacked_weights import (
     SlotTensors,
     StackedWeights,
@@ -22,12 +23,14 @@ class LoRAFactors:
     """One adapter's part for one slice: delta = scale * (x @ a.T) @ b.T.
 
     a [r, in_features], b [slice width, r], any float dtype. `scale` is alpha / r, or alpha /
-    sqrt(r) with rsLoRA; it is applied by the kernel and never folded into b.
+    sqrt(r) with rsLoRA; it is applied by the kernel and never folded into b. `base` is of the base
+    weight that the adapter was saved with, None if it was saved without.
     """
 
     a: Tensor
     b: Tensor
     scale: float
+    base: WeightDigest | None = None
 
     @property
     def rank(self) -> int:

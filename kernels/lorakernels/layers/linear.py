@@ -17,6 +17,7 @@ from torch.nn import functional as F
 
 from lorakernels.batch.metadata import BatchMetadata
 from lorakernels.common.choices import check_choice
+from lorakernels.common.digests import WeightDigest, digest_of
 from lorakernels.dense.check import check_like
 from lorakernels.dense.forms import LinearForm
 from lorakernels.dense.linear import lora_linear
@@ -50,6 +51,11 @@ class LinearAdapters(nn.Module):
     collective: Collective | None
     group: int
 
+    def __init__(self) -> None:
+        super().__init__()
+        # of the base weight, by the dtype that it was cast to
+        self._digests: dict[torch.dtype, WeightDigest] = {}
+
     @property
     def num_slots(self) -> int:
         return self.slots.num_slots
@@ -71,9 +77,27 @@ class LinearAdapters(nn.Module):
 
     def stage(self, parts: Parts) -> tuple[LoRAFactors | None, ...]:
         """This rank's part of an adapter, checked, as `commit` takes it. ValueError."""
-        return stage(
+        staged = stage(
             self.packing, self.adapter_cut, parts, max_rank=self.slots.rank, like=self.slots.a
         )
+        for module, factors in parts.items():
+            if isinstance(factors, LoRAFactors) and factors.base is not None:
+                self._check_base(module, factors.base)
+        return staged
+
+    def _check_base(self, module: str | int, base: WeightDigest) -> None:
+        """ValueError if an adapter was saved with another base weight than that of this layer."""
+        # a layer around another one knows no weight, and a rank has a part of it
+        weight = getattr(self, "weight", None)
+        if weight is None or tuple(weight.shape) != base.shape:
+            return
+        if base.dtype not in self._digests:
+            self._digests[base.dtype] = digest_of(weight, base.dtype)
+        if self._digests[base.dtype] != base:
+            raise ValueError(
+                f"{module} must have the base weight that was saved with the adapter, such as rows "
+                f"of added tokens (got another weight {list(base.shape)})"
+            )
 
     def commit(self, slot: int, staged: Sequence[LoRAFactors | None]) -> None:
         """Empty a slot and load a staged adapter into it. ValueError."""
@@ -96,7 +120,8 @@ class LoRALinear(LinearAdapters):
     """y = x @ W.T + bias + scale * (x @ A.T) @ B.T, with A, B and scale of each row's slot.
 
     weight [sum of slice widths, in_features] and bias are those of the whole layer; a column-
-    or row-parallel layer keeps its rank's part of them. Raises ValueError.
+    or row-parallel layer keeps its rank's part of them. A layer computes no gradient, and
+    `backward` through its result raises RuntimeError. Raises ValueError.
 
     sharding: RANK cuts both factors of adapters over the ranks of `collective`, which is needed
         for nothing else; `rank` is then rounded up to a multiple of tp_size where the layer is cut

@@ -1,0 +1,89 @@
+"""Base weights that PEFT saves beside the factors of an embedding or of a head."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+peft = pytest.importorskip("peft")
+pytest.importorskip("transformers", minversion="5.23")
+
+from transformers import PreTrainedModel  # noqa: E402
+
+from lorakernels.adapters.errors import AdapterError  # noqa: E402
+from lorakernels.adapters.peft_folder import read_peft_folder  # noqa: E402
+from lorakernels.adapters.slots import AdapterSlots  # noqa: E402
+from lorakernels.layers.embedding import LoRAEmbedding  # noqa: E402
+from lorakernels.layers.linear import LoRALinear  # noqa: E402
+from lorakernels.layers.partition import Parallel, Slice  # noqa: E402
+from lorakernels.serving.tiny import tiny_model  # noqa: E402
+
+VOCABULARY, RANK = 12, 2
+NAMES = ("model.embed_tokens", "lm_head")
+
+
+def tiny() -> PreTrainedModel:
+    return tiny_model("qwen3", vocab_size=VOCABULARY)
+
+
+def saved(model: nn.Module, folder: Path, dtype: torch.dtype) -> None:
+    wrapped = peft.get_peft_model(model, peft.LoraConfig(r=RANK, target_modules=list(NAMES)))
+    wrapped.to(dtype).save_pretrained(folder)
+
+
+def served(weights: dict[str, Tensor]) -> AdapterSlots:
+    sizes = {"num_slots": 1, "rank": RANK}
+    head = LoRALinear(weights["lm_head"], slices=[Slice("lm_head", VOCABULARY)], **sizes)
+    tokens = LoRAEmbedding(weights["model.embed_tokens"], **sizes)
+    return AdapterSlots({"model.embed_tokens": tokens, "lm_head": head})
+
+
+def weights_of(model: nn.Module) -> dict[str, Tensor]:
+    return {name: model.get_submodule(name).weight.detach().clone() for name in NAMES}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_an_adapter_that_was_saved_with_rows_of_other_tokens_is_refused(
+    tmp_path: Path, name: str
+) -> None:
+    model = tiny()
+    weights = weights_of(model)
+    saved(model, tmp_path, torch.float32)
+    adapter = read_peft_folder(tmp_path)
+    assert served(weights).activate(adapter) == 0
+    # as where tokens were added to both models, whose last rows are random then
+    weights[name][-1] += 1
+    slots = served(weights)
+    for _ in range(2):
+        with pytest.raises(AdapterError, match="must have the base weight that was saved"):
+            slots.activate(adapter)
+    assert slots.names == ()
+
+
+@pytest.mark.parametrize(
+    ("trained", "serving"),
+    [(torch.float32, torch.bfloat16), (torch.float16, torch.float32), (torch.bfloat16,) * 2],
+)
+def test_a_base_weight_may_have_been_saved_in_another_dtype(
+    tmp_path: Path, trained: torch.dtype, serving: torch.dtype
+) -> None:
+    model = tiny().bfloat16()
+    weights = {name: weight.to(serving) for name, weight in weights_of(model).items()}
+    saved(model, tmp_path, trained)
+    assert served(weights).activate(read_peft_folder(tmp_path)) == 0
+
+
+def test_a_rank_that_holds_a_part_of_the_weight_does_not_compare_it(tmp_path: Path) -> None:
+    model = tiny()
+    weights = weights_of(model)
+    saved(model, tmp_path, torch.float32)
+    sizes = {"num_slots": 1, "rank": RANK, "tp_size": 2, "tp_rank": 1}
+    slices = [Slice("lm_head", VOCABULARY)]
+    layers = {
+        "model.embed_tokens": LoRAEmbedding(weights["model.embed_tokens"], **sizes),
+        "lm_head": LoRALinear(weights["lm_head"], slices=slices, parallel=Parallel.COLUMN, **sizes),
+    }
+    assert AdapterSlots(layers).activate(read_peft_folder(tmp_path)) == 0
