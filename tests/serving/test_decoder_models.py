@@ -142,6 +142,18 @@ def test_each_request_of_a_mixed_batch_has_the_logits_of_peft_alone(compared: Co
             assert (expected - base).abs().max() > 0.01 * base.abs().max()
 
 
+def test_a_config_that_asks_for_tuples_and_for_all_states_gives_the_same_answers() -> None:
+    requests = [Request(tuple(prompt)) for prompt in PROMPTS]
+    config = transformers.GenerationConfig(max_new_tokens=2)
+    sizes = {"num_slots": 1, "rank": 2, "max_requests": 4, "max_length": 8, "max_prompt_tokens": 20}
+    for kind in KINDS:
+        answers = [
+            generate(Decoder(tiny_model(kind, **asked), **sizes), requests, config)
+            for asked in ({}, {"return_dict": False, "output_hidden_states": True})
+        ]
+        assert answers[0] == answers[1]
+
+
 @pytest.mark.parametrize("compared", ["qwen3_next"], indirect=True)
 def test_requests_that_join_and_leave_get_the_tokens_that_peft_prefers(compared: Compared) -> None:
     decoder = compared.decoder(max_requests=2)

@@ -62,6 +62,28 @@ def test_tokens_that_the_vocabulary_lacks_are_refused_before_the_model_runs(toke
         decoder.verify([[1, token]], [2], [-1])
 
 
+def test_arguments_for_other_numbers_of_requests_are_refused_with_both_numbers() -> None:
+    decoder = Decoder(tiny_model("qwen3"), num_drafts=1, **SIZES)
+    with pytest.raises(ValueError, match=r"must be equally many \(got 2 prompts, 1 slots\)"):
+        decoder.prefill([[1], [2]], [-1], first_line=0)
+    decoder.prefill([[1], [2]], [-1, -1], first_line=0)
+    with pytest.raises(ValueError, match=r"\(got 2 tokens, 1 positions, 2 slots\)"):
+        decoder.decode([3, 4], [1], [-1, -1])
+    with pytest.raises(ValueError, match=r"\(got 1 tokens, 2 positions, 2 slots\)"):
+        decoder.verify([[3]], [1, 1], [-1, -1])
+
+
+@pytest.mark.parametrize("size", [1.5, "2", None, True, -1])
+@pytest.mark.parametrize("name", [*SIZES, "num_drafts"])
+def test_sizes_that_are_no_numbers_are_refused_before_the_model_is_changed(
+    name: str, size: Any
+) -> None:
+    model = tiny_model("qwen3")
+    with pytest.raises(ValueError, match=rf"{name} must be an integer of at least \d \(got {size}"):
+        Decoder(model, **(SIZES | {name: size}))
+    assert type(model.model.layers[0].self_attn.q_proj) is nn.Linear
+
+
 def test_sizes_of_graphs_may_come_from_an_iterator() -> None:
     graph_sizes: Any = iter([1, 2])
     decoder = Decoder(tiny_model("qwen3"), graph_sizes=graph_sizes, **SIZES)

@@ -14,7 +14,7 @@ from transformers import GenerationConfig
 
 from lorakernels.serving.decoder import Decoder
 from lorakernels.serving.generation import Generation, Request, generate
-from lorakernels.serving.speculation import NgramDrafts
+from lorakernels.serving.speculation import ModelDrafts, NgramDrafts
 from lorakernels.serving.tiny import tiny_model
 
 SIZES = {"num_slots": 1, "rank": 2, "max_requests": 2, "max_length": 16, "max_prompt_tokens": 32}
@@ -133,3 +133,32 @@ def test_a_generation_that_was_dropped_frees_its_lines() -> None:
     dropped.step()
     del dropped
     assert generate(decoder, [Request(p) for p in PROMPTS], CONFIG) == wanted("qwen3")
+
+
+def drafting_generation(draft: Decoder) -> Generation:
+    """A request of another decoder, for which `draft` drafts."""
+    decoder = small_decoder("qwen3", num_drafts=2, max_length=12)
+    generation = Generation(decoder, CONFIG, drafter=ModelDrafts(draft))
+    generation.add(Request(PROMPTS[1]))
+    return generation
+
+
+def test_a_model_does_not_draft_in_the_lines_of_requests_that_it_answers() -> None:
+    draft = small_decoder("qwen3")
+    answered, drafted = generation_of(draft), drafting_generation(draft)
+    answered.step()
+    with pytest.raises(RuntimeError, match="has 2 requests of another Generation"):
+        drafted.step()
+    assert answers_of(answered) == wanted("qwen3")
+    # it has lost nothing
+    assert answers_of(drafted) == wanted("qwen3")[1:]
+
+
+def test_a_model_does_not_answer_in_the_lines_of_requests_that_it_drafts_for() -> None:
+    draft = small_decoder("qwen3")
+    answered, drafted = generation_of(draft), drafting_generation(draft)
+    drafted.step()
+    with pytest.raises(RuntimeError, match="has 1 requests of another Generation"):
+        answered.step()
+    assert answers_of(drafted) == wanted("qwen3")[1:]
+    assert answers_of(answered) == wanted("qwen3")

@@ -138,6 +138,26 @@ def test_an_end_of_the_config_is_taken_also_if_it_is_zero_or_none_at_all(
     assert generate(decoder, requests, config) == expected
 
 
+@pytest.mark.parametrize("end", [torch.tensor(0), torch.tensor([0, 5]), [0, 5], (0, 5)])
+def test_ends_that_are_tensors_end_an_answer_like_numbers(end: Any) -> None:
+    decoder: Any = NotingDecoder(max_requests=2, max_prompt_tokens=8)
+    requests = [Request((token,)) for token in range(VOCABULARY)]
+    ends = {0} if isinstance(end, Tensor) and end.dim() == 0 else {0, 5}
+    expected = [alone(request, 9, ends) for request in requests]
+    assert {answer[-1] for answer in expected} >= ends
+    config = GenerationConfig(max_new_tokens=9, eos_token_id=end)
+    assert generate(decoder, requests, config) == expected
+
+
+@pytest.mark.parametrize("end", [5.0, "5", [[5]], ["5"], {5}, torch.tensor([5.0])])
+def test_an_end_that_is_no_integer_is_refused(end: Any) -> None:
+    decoder: Any = NotingDecoder(max_requests=1, max_prompt_tokens=8)
+    config = GenerationConfig(max_new_tokens=2)
+    config.eos_token_id = end
+    with pytest.raises(ValueError, match="eos_token_id must be an integer or a list of integers"):
+        Generation(decoder, config)
+
+
 def test_a_config_without_an_end_takes_that_of_the_model() -> None:
     decoder: Any = NotingDecoder(max_requests=2, max_prompt_tokens=8)
     # the answers of these contain a 3, which ends them

@@ -58,6 +58,7 @@ def test_sizes_are_numbers_of_requests_where_these_have_several_rows() -> None:
     ("sizes", "message"),
     [
         ([4, 9], r"sizes must be 1 to 8, which is max_tokens \(got 9\)"),
+        ([1.5], r"sizes must be 1 to 8, which is max_tokens \(got 1.5\)"),
         ([0], r"sizes must be 1 to 8, which is max_tokens \(got 0\)"),
         ([4, 2, 4], r"sizes must differ \(got \[4, 4, 2\]\)"),
     ],

@@ -114,6 +114,8 @@ class TextDecoder:
 class PatternDrafts:
     """Drafts what the decoder would say, or something else, as `pattern` says in turn."""
 
+    decoders = ()
+
     def __init__(self, pattern: Sequence[bool]) -> None:
         self.pattern, self.asked = pattern, 0
 

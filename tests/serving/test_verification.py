@@ -124,7 +124,7 @@ def test_drafts_that_cannot_be_verified_are_refused() -> None:
     sizes = SIZES | {"lm_head": False}
     with pytest.raises(ValueError, match=r"num_drafts must be 0 .* gated delta nets.* .got 1"):
         Decoder(tiny_model("qwen3_next"), num_drafts=1, **sizes)
-    with pytest.raises(ValueError, match=r"num_drafts must be at least 0 .got -1"):
+    with pytest.raises(ValueError, match=r"num_drafts must be an integer of at least 0 .got -1"):
         Decoder(tiny_model("qwen3"), num_drafts=-1, **sizes)
     with pytest.raises(ValueError, match=r"sizes must be 1 to 3, which is max_tokens / 2 .got 4"):
         Decoder(tiny_model("qwen3"), num_drafts=1, graph_sizes=[4], **sizes)

@@ -127,8 +127,6 @@ class RequestCache(Cache):  # type: ignore[misc]
                 layers.append(KeyValueLines(length, self._current))
                 layers[-1].lazy_initialization(states, states)
             else:
-                if reason := old_transformers():
-                    raise ValueError(reason)
                 layers.append(DeltaNetLines(self._current))
                 layers[-1].lazy_initialization(*_delta_net_states(config, num_lines, dtype, device))
         super().__init__(layers=layers)
@@ -183,7 +181,8 @@ def old_transformers() -> str | None:
 
 
 def layer_types(config: PreTrainedConfig) -> list[str]:
-    """full_attention or linear_attention for each layer. ValueError for anything else."""
+    """full_attention or linear_attention for each layer. ValueError for anything else, and for
+    delta nets where transformers is older than they need."""
     window = getattr(config, "sliding_window", None)
     if window is not None:
         raise ValueError(f"sliding_window must be None (got {window})")
@@ -194,6 +193,8 @@ def layer_types(config: PreTrainedConfig) -> list[str]:
             raise ValueError(
                 f"layer_types may have full_attention and linear_attention (got {kind})"
             )
+    if "linear_attention" in found and (reason := old_transformers()):
+        raise ValueError(reason)
     return found
 
 

@@ -14,12 +14,13 @@ from functools import partial
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
 from lorakernels.adapters.slots import AdapterSlots
 from lorakernels.runtime.device import keep_address, upload
 from lorakernels.serving.buffers import ServingBuffers
-from lorakernels.serving.cache import RequestCache, layer_types, old_transformers
+from lorakernels.serving.cache import RequestCache, layer_types
+from lorakernels.serving.checks import check_counts, check_rope, check_sizes, check_tokens
 from lorakernels.serving.graph_runner import GraphRunner
 from lorakernels.serving.inputs import InputSpec, StepInputs
 from lorakernels.serving.keys import plan_keys
@@ -56,13 +57,15 @@ class Decoder:
         num_drafts: int = 0,
     ) -> None:
         self.config = model.config
-        _check_rope(self.config)
-        _check_sizes(
-            max_requests=max_requests, max_length=max_length, max_prompt_tokens=max_prompt_tokens
+        check_rope(self.config)
+        check_sizes(
+            num_slots=num_slots,
+            rank=rank,
+            max_requests=max_requests,
+            max_length=max_length,
+            max_prompt_tokens=max_prompt_tokens,
         )
         self._mixes_layers = "linear_attention" in layer_types(self.config)
-        if self._mixes_layers and (reason := old_transformers()):
-            raise ValueError(reason)
         self._check_drafts(num_drafts)
         # a step has one row for each request, or `width`: a token and its drafts
         self.num_drafts, self.width = num_drafts, 1 + num_drafts
@@ -122,6 +125,7 @@ class Decoder:
         Raises ValueError."""
         lengths = [len(prompt) for prompt in prompts]
         self._check_prompts(lengths, first_line)
+        check_counts(prompts=prompts, slots=slots)
         for prompt in prompts:
             self._check_tokens(prompt)
         longest = max(lengths)
@@ -145,6 +149,7 @@ class Decoder:
         """Logits [requests, vocabulary] of the token behind `tokens`, of which request i, in line
         i of the cache, has one at position i of `positions`. They are valid until the next step.
         Raises ValueError."""
+        check_counts(tokens=tokens, positions=positions, slots=slots)
         self._check_step(positions)
         self._check_tokens(tokens)
         return self.runner.run(
@@ -163,6 +168,7 @@ class Decoder:
         The cache holds all these tokens then. The next step of a request begins at the position
         behind the last one that is kept. Raises ValueError.
         """
+        check_counts(tokens=tokens, positions=positions, slots=slots)
         self._check_verified(tokens, positions)
         ids = torch.zeros(len(tokens), self.width, dtype=torch.int64, device="cpu")
         rows = torch.full(ids.shape, -1, dtype=torch.int32, device="cpu")
@@ -218,6 +224,8 @@ class Decoder:
             attention_mask=mask if self._mixes_layers else visible,
             past_key_values=self.cache,
             use_cache=True,
+            # whatever the config says
+            return_dict=True,
         )
         hidden: Tensor = out.last_hidden_state
         return hidden
@@ -243,8 +251,8 @@ class Decoder:
             )
 
     def _check_drafts(self, num_drafts: int) -> None:
-        if num_drafts < 0:
-            raise ValueError(f"num_drafts must be at least 0 (got {num_drafts})")
+        if type(num_drafts) is not int or num_drafts < 0:
+            raise ValueError(f"num_drafts must be an integer of at least 0 (got {num_drafts})")
         if num_drafts and not self.takes_back:
             raise ValueError(
                 "num_drafts must be 0 for a model with gated delta nets, whose state cannot be "
@@ -274,25 +282,5 @@ class Decoder:
             )
 
 
-def check_tokens(name: str, tokens: Sequence[int], vocabulary: int) -> None:
-    """ValueError unless all are integers from 0 to `vocabulary` - 1."""
-    for token in tokens:
-        if not isinstance(token, int) or not 0 <= token < vocabulary:
-            raise ValueError(f"{name} must be integers from 0 to {vocabulary - 1} (got {token!r})")
-
-
 def _on_host(values: Sequence[int], dtype: torch.dtype) -> Tensor:
     return torch.tensor(values, dtype=dtype, device="cpu")
-
-
-def _check_sizes(**sizes: int) -> None:
-    for name, size in sizes.items():
-        if not isinstance(size, int) or size < 1:
-            raise ValueError(f"{name} must be an integer of at least 1 (got {size})")
-
-
-def _check_rope(config: PreTrainedConfig) -> None:
-    kind = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
-    # with these the longest request of a batch changes the results of the others
-    if kind in ("dynamic", "longrope"):
-        raise ValueError(f"rope_type must not depend on the lengths in a batch (got {kind})")

@@ -16,7 +16,6 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
-from weakref import ReferenceType, WeakKeyDictionary, ref
 
 from torch import Tensor
 from transformers import GenerationConfig
@@ -24,7 +23,9 @@ from transformers.generation import GenerationMode
 
 from lorakernels.adapters.adapter import Adapter
 from lorakernels.adapters.errors import AdapterError, printable
-from lorakernels.serving.decoder import Decoder, check_tokens
+from lorakernels.serving.checks import check_tokens
+from lorakernels.serving.decoder import Decoder
+from lorakernels.serving.lines import take_lines
 from lorakernels.serving.speculation import DraftCounts, Drafter, Text, accepted_drafts
 
 # options that would change what greedy decoding gives -> the value that changes nothing
@@ -86,7 +87,7 @@ class Generation:
     config: max_new_tokens must be set. eos_token_id is taken from the model's own generation
         config where it is None. Options that sample or change greedy decoding are refused.
     drafter: guesses tokens that the decoder then verifies; `drafts` counts them. None: no drafts.
-    A decoder decodes the requests of one Generation at a time. Raises ValueError.
+    A decoder decodes, or drafts, the requests of one Generation at a time. Raises ValueError.
     """
 
     def __init__(
@@ -136,7 +137,7 @@ class Generation:
 
         Where it raises, no request is lost, and it may be called again; but not for a model with
         gated delta nets once their states may have changed. RuntimeError then, and while another
-        Generation has requests in the decoder.
+        Generation has requests in the decoder, or in that of the drafts.
         """
         if self._is_lost:
             raise RuntimeError(
@@ -176,7 +177,8 @@ class Generation:
     def _join(self) -> None:
         """Prompt passes, until all requests live or no line is free."""
         while self._waiting and len(self._live) < self.decoder.max_requests:
-            self._take_decoder()
+            drafting = () if self._drafter is None else self._drafter.decoders
+            take_lines((self.decoder, *drafting), self)
             first, joining = len(self._live), self._next_prompts()
             chosen = self._prefill(first, joining)
             # not before, so that a pass that fails loses no request
@@ -185,20 +187,10 @@ class Generation:
             self._live += joining
             self._append(first, [[token] for token in chosen])
 
-    def _take_decoder(self) -> None:
-        """RuntimeError while another Generation has requests in the lines of the decoder."""
-        known = _USERS.get(self.decoder)
-        user = None if known is None else known()
-        if user is not None and user is not self and user._holds_lines:
-            raise RuntimeError(
-                f"the decoder has {len(user._live)} requests of another Generation, whose lines "
-                "this one would take: step it until nothing is left, or drop it"
-            )
-        _USERS[self.decoder] = ref(self)
-
     @property
-    def _holds_lines(self) -> bool:
-        return bool(self._live) and not self._is_lost
+    def num_in_lines(self) -> int:
+        """How many requests need what the lines of the decoder hold."""
+        return 0 if self._is_lost else len(self._live)
 
     def _next_prompts(self) -> list[_Live]:
         """The first waiting requests that fit into the free lines and into one prompt pass."""
@@ -282,10 +274,6 @@ class Generation:
         self.answers[ended.number] = ended.tokens
 
 
-# whose requests were the last ones in the lines of a decoder
-_USERS: WeakKeyDictionary[Decoder, ReferenceType[Generation]] = WeakKeyDictionary()
-
-
 def generate(
     decoder: Decoder,
     requests: Sequence[Request],
@@ -322,6 +310,11 @@ def _check_config(config: GenerationConfig) -> None:
 
 def _end_tokens(config: GenerationConfig, default: GenerationConfig) -> frozenset[int]:
     ends = default.eos_token_id if config.eos_token_id is None else config.eos_token_id
-    if ends is None:
-        return frozenset()
-    return frozenset([ends] if isinstance(ends, int) else ends)
+    if isinstance(ends, Tensor):
+        # its elements would be tensors, which equal no token
+        ends = ends.tolist()
+    if ends is None or isinstance(ends, int):
+        return frozenset(() if ends is None else (ends,))
+    if not isinstance(ends, list | tuple) or not all(isinstance(end, int) for end in ends):
+        raise ValueError(f"eos_token_id must be an integer or a list of integers (got {ends!r})")
+    return frozenset(ends)

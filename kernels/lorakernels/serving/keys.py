@@ -27,7 +27,7 @@ def plan_keys(
     widest = max(rows_of_one)
     most, why = max_tokens // widest, f"max_tokens / {widest}" if widest > 1 else "max_tokens"
     for size in found:
-        if not 1 <= size <= most:
+        if type(size) is not int or not 1 <= size <= most:
             raise ValueError(f"sizes must be 1 to {most}, which is {why} (got {size})")
     if len(set(found)) < len(found):
         raise ValueError(f"sizes must differ (got {found})")

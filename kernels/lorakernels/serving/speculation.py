@@ -38,6 +38,10 @@ class DraftCounts:
 class Drafter(Protocol):
     """Follows the lines of a decoder. It is told of each request that joins, moves or leaves."""
 
+    @property
+    def decoders(self) -> Sequence[Decoder]:
+        """Decoders whose lines it writes to."""
+
     def check(self, decoder: Decoder) -> None:
         """ValueError if it cannot draft for this decoder."""
 
@@ -59,6 +63,8 @@ class NgramDrafts:
     not found. The latest place counts.
     """
 
+    decoders: Sequence[Decoder] = ()
+
     def __init__(self, longest: int = 3) -> None:
         if longest < 1:
             raise ValueError(f"longest must be at least 1 (got {longest})")
@@ -79,12 +85,21 @@ class NgramDrafts:
         ]
 
     def _continued(self, tokens: Sequence[int], count: int) -> list[int]:
-        for length in range(min(self._longest, len(tokens) - 1), 0, -1):
-            last = list(tokens[-length:])
-            for start in reversed(range(len(tokens) - length)):
-                if list(tokens[start : start + length]) == last:
-                    return list(tokens[start + length :][:count])
-        return []
+        best = place = 0
+        for end in reversed(range(1, len(tokens))):
+            # of most places it is enough to look at one token
+            if tokens[end - 1] == tokens[-1] and (length := self._repeated(tokens, end)) > best:
+                best, place = length, end
+                if best == self._longest:
+                    break
+        return list(tokens[place : place + count]) if best else []
+
+    def _repeated(self, tokens: Sequence[int], end: int) -> int:
+        """How many of the last tokens stand right before `end` as well."""
+        length, most = 0, min(self._longest, end)
+        while length < most and tokens[end - 1 - length] == tokens[-1 - length]:
+            length += 1
+        return length
 
 
 class ModelDrafts:
@@ -103,6 +118,10 @@ class ModelDrafts:
                 "back from a rejected draft"
             )
         self._decoder = decoder
+
+    @property
+    def decoders(self) -> Sequence[Decoder]:
+        return (self._decoder,)
 
     def check(self, decoder: Decoder) -> None:
         """Lines, prompts and vocabulary of `decoder` must fit; drafts go beyond its last token."""

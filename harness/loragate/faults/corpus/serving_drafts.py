@@ -134,8 +134,8 @@ FAULTS = (
     ),
     _speculation(
         "ngram-followed-by-itself",
-        "                    return list(tokens[start + length :][:count])\n",
-        "                    return list(tokens[start:][:count])\n",
+        "        return list(tokens[place : place + count]) if best else []\n",
+        "        return list(tokens[place - best :][:count]) if best else []\n",
         source="own",
         why="A request drafts the tokens that it has just said, and all drafts are rejected.",
         only=True,
