@@ -188,6 +188,27 @@ def test_an_adapter_cannot_be_replaced_or_evicted_while_a_request_uses_it() -> N
     assert decoder.loaded == ["-first", "second"]
 
 
+def test_an_adapter_stays_while_a_request_of_another_generation_uses_it() -> None:
+    decoder: Any = NotingDecoder(max_requests=1, max_prompt_tokens=8)
+    config = GenerationConfig(max_new_tokens=2, eos_token_id=[])
+    first, second = Generation(decoder, config), Generation(decoder, config)
+    first.add(Request((1,), "first"))
+    for refused in (
+        lambda: second.activate(Adapter("first", {})),
+        lambda: second.evict("first"),
+    ):
+        with pytest.raises(AdapterError, match="first is in use by request 0 of another Gener"):
+            refused()
+    second.evict("second")
+    while first.step():
+        pass
+    second.evict("first")
+    first.add(Request((1,), "first"))
+    del first
+    second.evict("first")
+    assert decoder.loaded == ["-second", "-first", "-first"]
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

@@ -25,7 +25,7 @@ from lorakernels.adapters.adapter import Adapter
 from lorakernels.adapters.errors import AdapterError, printable
 from lorakernels.serving.checks import check_tokens
 from lorakernels.serving.decoder import Decoder
-from lorakernels.serving.lines import take_lines
+from lorakernels.serving.lines import add_user, check_lines, other_users
 from lorakernels.serving.speculation import DraftCounts, Drafter, Text, accepted_drafts
 
 # options that would change what greedy decoding gives -> the value that changes nothing
@@ -107,6 +107,8 @@ class Generation:
         # whether a step has failed that cannot be repeated
         self._is_lost = False
         self.answers: dict[int, list[int]] = {}
+        self._decoders = (decoder, *(() if drafter is None else drafter.decoders))
+        add_user(self._decoders, self)
 
     def add(self, request: Request) -> int:
         """The number of the request. ValueError, AdapterError if its adapter is not resident."""
@@ -169,16 +171,24 @@ class Generation:
         self.decoder.slots.evict(name)
 
     def _refuse_in_use(self, name: str) -> None:
+        for user in (self, *other_users(self.decoder, self)):
+            if users := user.requests_with(name):
+                numbers = ", ".join(map(str, users))
+                whose = "" if user is self else " of another Generation"
+                raise AdapterError(
+                    f"adapter {printable(name)} is in use by request {numbers}{whose}"
+                )
+
+    def requests_with(self, name: str) -> list[int]:
+        """The numbers of the requests, live or waiting, with this adapter; none where a step has
+        failed that cannot be repeated."""
         users = [x.number for x in (*self._live, *self._waiting) if x.request.adapter == name]
-        if users:
-            numbers = ", ".join(map(str, users))
-            raise AdapterError(f"adapter {printable(name)} is in use by request {numbers}")
+        return [] if self._is_lost else users
 
     def _join(self) -> None:
         """Prompt passes, until all requests live or no line is free."""
         while self._waiting and len(self._live) < self.decoder.max_requests:
-            drafting = () if self._drafter is None else self._drafter.decoders
-            take_lines((self.decoder, *drafting), self)
+            check_lines(self._decoders, self)
             first, joining = len(self._live), self._next_prompts()
             chosen = self._prefill(first, joining)
             # not before, so that a pass that fails loses no request
