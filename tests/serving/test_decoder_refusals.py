@@ -62,6 +62,48 @@ def test_tokens_that_the_vocabulary_lacks_are_refused_before_the_model_runs(toke
         decoder.verify([[1, token]], [2], [-1])
 
 
+def doubled(call: Any) -> Any:
+    return lambda *arguments: call(*arguments) * 2
+
+
+@pytest.mark.parametrize("how", ["hook", "pre-hook", "forward"])
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [
+        ("qwen3", "model.layers.1.self_attn.v_proj"),
+        ("qwen3", "model.layers.0.mlp.down_proj"),
+        ("qwen3", "model.embed_tokens"),
+        ("qwen3", "lm_head"),
+        ("qwen3_moe", "model.layers.1.mlp.experts"),
+        ("qwen3_next", "model.layers.0.linear_attn.in_proj_ba"),
+    ],
+)
+def test_modules_whose_calls_do_more_than_their_class_says_are_refused(
+    kind: str, name: str, how: str
+) -> None:
+    model = tiny_model(kind)
+    module = model.get_submodule(name)
+    if how == "hook":
+        module.register_forward_hook(lambda module, inputs, output: output * 2)
+    elif how == "pre-hook":
+        module.register_forward_pre_hook(lambda module, inputs: None)
+    else:
+        module.forward = doubled(module.forward)
+    with pytest.raises(ValueError, match=f"{name} must have no hooks and no forward of its own"):
+        Decoder(model, lm_head=True, embed_tokens=True, **SIZES)
+    assert type(model.model.layers[1].self_attn.q_proj) is nn.Linear
+
+
+def test_experts_of_a_subclass_are_refused_like_linears_of_one() -> None:
+    model = tiny_model("qwen3_moe")
+    experts = model.model.layers[1].mlp.experts
+    experts.__class__ = type("OtherExperts", (type(experts),), {"forward": lambda *_: None})
+    with pytest.raises(
+        ValueError, match=r"layers\.1\.mlp\.experts: a OtherExperts here is not known"
+    ):
+        Decoder(model, **SIZES)
+
+
 def test_arguments_for_other_numbers_of_requests_are_refused_with_both_numbers() -> None:
     decoder = Decoder(tiny_model("qwen3"), num_drafts=1, **SIZES)
     with pytest.raises(ValueError, match=r"must be equally many \(got 2 prompts, 1 slots\)"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence, Sized
 
+from torch import nn
 from transformers import PreTrainedConfig
 
 
@@ -26,6 +27,17 @@ def check_rope(config: PreTrainedConfig) -> None:
     # with these the longest request of a batch changes the results of the others
     if kind in ("dynamic", "longrope"):
         raise ValueError(f"rope_type must not depend on the lengths in a batch (got {kind})")
+
+
+def check_calls(name: str, module: nn.Module | None) -> None:
+    """ValueError if a call of a module does more than its class says."""
+    hooks = ("_forward_hooks", "_forward_pre_hooks")
+    own = {} if module is None else vars(module)
+    if "forward" in own or any(own.get(kind) for kind in hooks):
+        raise ValueError(
+            f"{name} must have no hooks and no forward of its own, which the layer in its place "
+            "would not call"
+        )
 
 
 def check_counts(**given: Sized) -> None:

@@ -33,6 +33,7 @@ from lorakernels.layers.linear import LoRALinear
 from lorakernels.layers.moe import FusedMoELoRA
 from lorakernels.layers.partition import Slice
 from lorakernels.serving.buffers import LoRALayer
+from lorakernels.serving.checks import check_calls
 from lorakernels.serving.projections import (
     BufferPlace,
     Columns,
@@ -135,7 +136,8 @@ def replace_layers(
 
 def _sites(model: PreTrainedModel) -> Iterator[_Site]:
     for name, module in model.named_modules():
-        if isinstance(module, _EXPERTS):
+        # a subclass computes something else
+        if type(module) in _EXPERTS:
             parent, _, own = name.rpartition(".")
             yield _Site(parent, own, (own,))
         for layer, members in _LINEARS.get(type(module), {}).items():
@@ -145,7 +147,9 @@ def _sites(model: PreTrainedModel) -> Iterator[_Site]:
 def _check(model: PreTrainedModel, site: _Site) -> None:
     parent = model.get_submodule(site.parent)
     modules = [getattr(parent, member, None) for member in site.members]
-    if isinstance(modules[0], _EXPERTS):
+    for index, module in enumerate(modules):
+        check_calls(site.member(index), module)
+    if type(modules[0]) in _EXPERTS:
         _check_experts(site.path, modules[0])
         return
     if site is _EMBEDDING:
@@ -240,7 +244,7 @@ def _replace(
 ) -> LoRALayer:
     parent = model.get_submodule(site.parent)
     first = getattr(parent, site.members[0])
-    if isinstance(first, _EXPERTS):
+    if type(first) in _EXPERTS:
         layer = FusedMoELoRA(
             first.gate_up_proj,
             first.down_proj,
