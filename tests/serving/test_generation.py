@@ -125,6 +125,17 @@ def test_a_request_may_be_added_while_others_are_decoded() -> None:
     assert [generation.answers[n] for n in numbers] == [alone(r, 4, set()) for r in requests]
 
 
+def test_a_prompt_that_its_caller_goes_on_writing_to_stays_as_it_was_added() -> None:
+    decoder: Any = NotingDecoder(max_requests=1, max_prompt_tokens=8)
+    generation = Generation(decoder, GenerationConfig(max_new_tokens=4, eos_token_id=[]))
+    conversation: Any = [1, 2]
+    numbers = [generation.add(Request(conversation)) for _ in range(2)]
+    while generation.step():
+        conversation.append(5)
+    expected = alone(Request((1, 2)), 4, set())
+    assert [generation.answers[number] for number in numbers] == [expected] * 2
+
+
 @pytest.mark.parametrize("end", [0, [0], []])
 def test_an_end_of_the_config_is_taken_also_if_it_is_zero_or_none_at_all(
     end: int | list[int],

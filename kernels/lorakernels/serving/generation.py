@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import Tensor
@@ -129,6 +129,8 @@ class Generation:
                 f"(got {needed})"
             )
         slot = -1 if request.adapter is None else decoder.slots.slot_of(request.adapter)
+        # a list may grow before the request has ended
+        request = replace(request, prompt=tuple(tokens))
         number, self._added = self._added, self._added + 1
         self._waiting.append(_Live(number, request, slot))
         return number
