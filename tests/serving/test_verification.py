@@ -143,7 +143,9 @@ def test_drafts_that_cannot_be_verified_are_refused() -> None:
 
 
 def test_a_step_has_a_slot_for_each_request() -> None:
-    with pytest.raises(ValueError, match=r"zip\(\) argument 2 is shorter"):
+    with pytest.raises(
+        ValueError, match=r"must be equally many .got 3 tokens, 3 positions, 2 slots"
+    ):
         decoder("qwen3", num_drafts=2).verify([[8], [6], [5]], [3, 1, 2], [0, 1])
 
 
