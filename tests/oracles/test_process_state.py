@@ -1,7 +1,8 @@
-"""A subject leaves settings of torch, which all code of a server shares, as they were."""
+"""A subject leaves settings that all code of a server shares as they were."""
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -28,7 +29,14 @@ CHANGES = {
     "torch.get_default_device": lambda: torch.set_default_device("meta"),
     "torch.get_num_threads": lambda: torch.set_num_threads(torch.get_num_threads() + 1),
     "the precision of fp32 products": lambda: torch.set_float32_matmul_precision("medium"),
+    "autocast on the host": lambda: torch.set_autocast_enabled("cpu", True),
+    "autocast on a GPU": lambda: torch.set_autocast_enabled("cuda", True),
+    "torch.use_deterministic_algorithms": lambda: torch.use_deterministic_algorithms(
+        not torch.are_deterministic_algorithms_enabled()
+    ),
+    "torch.set_flush_denormal": lambda: torch.set_flush_denormal(True),
     "torch's random generator": lambda: torch.manual_seed(5),
+    "Python's random generator": lambda: random.seed(5),
 }
 
 
@@ -56,7 +64,13 @@ def _state() -> tuple[object, ...]:
         torch.get_default_device(),
         torch.get_num_threads(),
         torch.backends.cuda.matmul.fp32_precision,
+        torch.is_autocast_enabled("cpu"),
+        torch.is_autocast_enabled("cuda"),
+        torch.are_deterministic_algorithms_enabled(),
+        torch.is_deterministic_algorithms_warn_only_enabled(),
+        float(torch.tensor(1e-40)) == 0,
         torch.get_rng_state().tolist(),
+        random.getstate(),
     )
 
 
@@ -99,6 +113,20 @@ def test_each_method_is_held_to_it(cpu: Machine, method: str) -> None:
     }
     with pytest.raises(BrokenProtocol, match=f"{method} left torch.get_default_dtype"):
         calls[method]()
+
+
+def test_an_instance_that_changes_a_setting_when_it_is_opened_breaks_the_protocol(
+    cpu: Machine,
+) -> None:
+    class Changes(DenseDelta):
+        def __init__(self, case: Case) -> None:
+            super().__init__(case)
+            torch.set_default_dtype(torch.float64)
+
+    before = _state()
+    with pytest.raises(BrokenProtocol, match=r"open left torch\.get_default_dtype"):
+        _instance(cpu, Changes)
+    assert _state() == before
 
 
 def test_a_loader_may_draw_numbers_and_a_step_may_not(cpu: Machine) -> None:

@@ -66,7 +66,7 @@ class CheckedSubject:
         raise BrokenProtocol(f'engine_target(case) returned {given}; expected "module:function"')
 
     def open(self, case: Case, machine: Machine, base: BaseLayer | None) -> CheckedInstance:
-        with subject_code():
+        with unchanged_process("open"), subject_code():
             own = self.own.open(case, machine, base)
             missing = [name for name in _METHODS if not callable(getattr(own, name, None))]
         if missing:

@@ -1,13 +1,15 @@
-"""What a subject must leave as it found it: settings of torch that all other code of a server uses.
+"""What a subject must leave as it found it: settings that all other code of a server uses.
 
-A layer that seeds torch's generator in each step repeats what every sampler draws; one that leaves
-gradients off, or another default dtype, changes code that it never calls. Loading an adapter may
-draw numbers, as the initialisation of a module does; a step may not.
+A layer that seeds a generator in each step repeats what every sampler draws; one that leaves
+gradients off, or another default dtype, changes code that it never calls. Opening an instance and
+loading an adapter may draw numbers, as the initialisation of a module does; a step may not.
 """
 
 from __future__ import annotations
 
 import ctypes
+import random
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -36,6 +38,19 @@ def _set_precision(precision: str) -> None:
     torch.backends.cuda.matmul.fp32_precision = precision
 
 
+def _set_deterministic(mode: tuple[bool, bool]) -> None:
+    enabled, warns_only = mode
+    torch.use_deterministic_algorithms(enabled, warn_only=warns_only)
+
+
+def _flushes_subnormals() -> bool:
+    # torch cannot be asked. It sets a mode of the processor, in which Python computes as well
+    return sys.float_info.min * _HALF == 0.0
+
+
+# not a literal, with which a compiler would compute ahead
+_HALF = float("0.5")
+
 _Setting = tuple[Callable[[], Any], Callable[[Any], object]]
 _SETTINGS: Mapping[str, _Setting] = {
     "torch.is_grad_enabled()": (torch.is_grad_enabled, torch.set_grad_enabled),
@@ -43,9 +58,26 @@ _SETTINGS: Mapping[str, _Setting] = {
     "torch.get_default_device()": (torch.get_default_device, torch.set_default_device),
     "torch.get_num_threads()": (torch.get_num_threads, torch.set_num_threads),
     "the precision of fp32 products on a GPU": (_precision, _set_precision),
+    "autocast on the host": (
+        lambda: torch.is_autocast_enabled("cpu"),
+        lambda enabled: torch.set_autocast_enabled("cpu", enabled),
+    ),
+    "autocast on a GPU": (
+        lambda: torch.is_autocast_enabled("cuda"),
+        lambda enabled: torch.set_autocast_enabled("cuda", enabled),
+    ),
+    "torch.use_deterministic_algorithms": (
+        lambda: (
+            torch.are_deterministic_algorithms_enabled(),
+            torch.is_deterministic_algorithms_warn_only_enabled(),
+        ),
+        _set_deterministic,
+    ),
+    "torch.set_flush_denormal": (_flushes_subnormals, torch.set_flush_denormal),
 }
 _OF_STEPS: Mapping[str, _Setting] = {
     "torch's random generator on the host": (_generator, _set_generator),
+    "Python's random generator": (random.getstate, random.setstate),
 }
 
 
@@ -63,7 +95,7 @@ def unchanged_process(method: str, *, is_step: bool = False) -> Iterator[None]:
         for name, (get, set_to) in settings.items():
             now = get()
             if now != before[name]:
-                changed.append(f"{name}{_values(before[name], now)}")
+                changed.append(f"{name}{_values(name, before[name], now)}")
                 set_to(before[name])
     if changed:
         raise BrokenProtocol(
@@ -71,5 +103,5 @@ def unchanged_process(method: str, *, is_step: bool = False) -> Iterator[None]:
         )
 
 
-def _values(before: Any, now: Any) -> str:
-    return " in another state" if isinstance(before, bytes) else f" at {now} (before: {before})"
+def _values(name: str, before: Any, now: Any) -> str:
+    return " in another state" if name in _OF_STEPS else f" at {now} (before: {before})"
