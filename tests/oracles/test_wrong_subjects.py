@@ -19,7 +19,7 @@ from loragate.core.verdict import Failure, Judgement, OracleName, Verdict
 from loragate.inputs import DataKind
 from loragate.matrix.case import Case, Dtype, Layout, Mix, Parallel, Ranks, Site
 from loragate.oracles import ORACLES
-from loragate.oracles.state.sequence import _scenes
+from loragate.oracles.state.scenes import scenes
 from loragate.protocol import BaseLayer, Capabilities, Instance, Pool, Trial
 from loragate.subjects.torch.embedding import Embedding
 from loragate.subjects.torch.subject import DenseDelta, TorchSubject
@@ -354,7 +354,7 @@ def test_slots_whose_rows_move_have_an_adapter_each_of_their_own(slots: int) -> 
     subject = Subject(DenseDelta)
     trial = Trial(case, subject, subject.capabilities(CPU), CPU, 0)
     resident: dict[int, Pool | None] = {}
-    for scene in _scenes(trial, DataKind.EXACT):
+    for scene in scenes(trial, DataKind.EXACT):
         resident |= scene.loads
         if scene.moved_rows:
             loaded = [pool.a[slot] for slot, pool in resident.items() if pool is not None]

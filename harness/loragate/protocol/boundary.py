@@ -151,7 +151,9 @@ def _broken(given: str, wanted: str) -> BrokenProtocol:
 
 def _facts(tensor: Tensor, shape: torch.Size) -> str:
     layout = "" if tensor.layout is torch.strided else f", {tensor.layout}"
-    return f"of shape {list(shape)}, {tensor.dtype} on {tensor.device}{layout}"
+    # such a tensor keeps all that it was computed from
+    history = ", with a history for gradients" if tensor.requires_grad else ""
+    return f"of shape {list(shape)}, {tensor.dtype} on {tensor.device}{layout}{history}"
 
 
 def _shown(value: object) -> str:
